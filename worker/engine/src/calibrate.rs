@@ -35,7 +35,7 @@ pub fn gemm(backend: &dyn Backend) -> Result<f64> {
     let (x, w) = (random(backend, size * size)?, random(backend, size * size)?);
     let y = backend.alloc(backend.activation_dtype(), size * size)?;
     let shape = LinearShape { rows: size, inputs: size, outputs: size };
-    let args = LinearForward { shape, x: x.all(), w: w.all(), bias: None, addend: None, y: y.all() };
+    let args = LinearForward { shape, x: x.all(), w: w.all(), bias: None, y: y.all() };
     let seconds = best(backend, || backend.linear_forward(args))?;
     #[expect(clippy::cast_precision_loss, reason = "a rate")]
     Ok(2.0 * (size as f64).powi(3) / seconds)
@@ -58,14 +58,7 @@ pub fn wrong_gemm_elements(backend: &dyn Backend) -> Result<u64> {
     let w = filled(backend, size * size, |at| count(at / size, at % size) as f32)?;
     let y = backend.alloc(backend.activation_dtype(), size * size)?;
     let shape = LinearShape { rows: size, inputs: size, outputs: size };
-    backend.linear_forward(LinearForward {
-        shape,
-        x: x.all(),
-        w: w.all(),
-        bias: None,
-        addend: None,
-        y: y.all(),
-    })?;
+    backend.linear_forward(LinearForward { shape, x: x.all(), w: w.all(), bias: None, y: y.all() })?;
     let (wide, mut results) = (backend.alloc(DType::F32, size * size)?, vec![0.0; size * size]);
     backend.cast(y.all(), wide.all())?;
     backend.read_f32(wide.all(), &mut results)?;

@@ -101,9 +101,8 @@ fn linear_gradients() {
     let s = LinearShape { rows: 5, inputs: 7, outputs: 6 };
     let (x, w, bias, dy) = (random(10, 35), random(11, 42), random(12, 6), random(13, 30));
     with_cpu(|ops| {
-        let run = |x: &[f32], w: &[f32], bias: &[f32]| {
-            ops.linear(s, x, w, [Some(bias), None], &dy, Accumulate::Overwrite)
-        };
+        let run =
+            |x: &[f32], w: &[f32], bias: &[f32]| ops.linear(s, x, w, Some(bias), &dy, Accumulate::Overwrite);
         let outputs = run(&x, &w, &bias);
         let y = |outputs: Outputs| get(&outputs, "y").to_vec();
         check("dx", &x, &dy, get(&outputs, "dx"), |x| y(run(x, &w, &bias)));
@@ -159,13 +158,13 @@ fn gelu_gradients_between_two_linear_layers() {
     with_cpu(|ops| {
         let run = |x: &[f32], bias: &[f32]| ops.gelu(s, x, &w, bias, &next, &dy, Accumulate::Overwrite);
         let y = |outputs: Outputs| {
-            let y = ops.linear(next_shape, get(&outputs, "a"), &next, [None; 2], &dy, Accumulate::Overwrite);
+            let y = ops.linear(next_shape, get(&outputs, "a"), &next, None, &dy, Accumulate::Overwrite);
             get(&y, "y").to_vec()
         };
         let outputs = run(&x, &bias);
         check("dbias", &bias, &dy, get(&outputs, "dbias"), |bias| y(run(&x, bias)));
         // The gradient of h reaches x through the first layer's weights.
-        let dx = ops.linear(s, &x, &w, [Some(&bias), None], get(&outputs, "dh"), Accumulate::Overwrite);
+        let dx = ops.linear(s, &x, &w, Some(&bias), get(&outputs, "dh"), Accumulate::Overwrite);
         check("dx", &x, &dy, get(&dx, "dx"), |x| y(run(x, &bias)));
     });
 }
@@ -269,7 +268,7 @@ fn accumulation_adds_and_results_do_not_depend_on_thread_count() {
     }
     let s = LinearShape { rows: 33, inputs: 8, outputs: 16 };
     let (x, w, bias, dy) = (random(1, 33 * 8), random(2, 128), random(3, 16), random(4, 33 * 16));
-    let run = |acc| one.linear(s, &x, &w, [Some(&bias), None], &dy, acc);
+    let run = |acc| one.linear(s, &x, &w, Some(&bias), &dy, acc);
     let (replaced, added) = (run(Accumulate::Overwrite), run(Accumulate::Add));
     for name in ["dw", "dbias"] {
         let start = random(77, get(&replaced, name).len());

@@ -178,7 +178,7 @@ impl Sweep<'_> {
         };
         let (x, y, w, dw) = (x.all(), y.all(), w.all(), dw.all());
         report("linear forward", &|| {
-            b.linear_forward(LinearForward { shape, x, w, bias: None, addend: None, y }).unwrap();
+            b.linear_forward(LinearForward { shape, x, w, bias: None, y }).unwrap();
         });
         report("linear input gradient", &|| {
             b.linear_backward_input(LinearBackwardInput { shape, dy: x, w, dx: y }).unwrap();

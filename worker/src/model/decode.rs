@@ -317,7 +317,7 @@ impl<'a> Decoder<'a> {
         let (w, bias) = (model.param(&params.weight), params.bias.as_ref().map(|bias| model.param(bias)));
         match rows <= GEMV_ROWS {
             true => model.backend.gemv(Gemv { shape, x, w, bias, gelu: false, y }),
-            false => model.backend.linear_forward(LinearForward { shape, x, w, bias, addend: None, y }),
+            false => model.backend.linear_forward(LinearForward { shape, x, w, bias, y }),
         }
     }
 

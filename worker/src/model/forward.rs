@@ -3,8 +3,8 @@
 use std::rc::Rc;
 
 use xlaunch_engine::{
-    AttentionForward, DType, EmbedForward, EmbedShape, EngineError, LinearShape, NormForward, Result, Slice,
-    Tensor,
+    AttentionForward, DType, EmbedForward, EmbedShape, EngineError, LinearShape, NormForward, ResidualAdd,
+    Result, Slice, Tensor,
 };
 use xlaunch_proto::model::Arch;
 
@@ -98,8 +98,8 @@ impl Model {
             next_part()?;
             let block = self.block(rows, ln1, params)?;
             let shape = Self::linear_shape(rows, self.shape.ffn, self.shape.dim);
-            let x = self.linear(shape, &block.inputs.out, &params.out, Some(&block.ln2.x))?;
-            ln1 = self.norm(rows, x, next)?;
+            let branch = self.linear(shape, &block.inputs.out, &params.out)?;
+            ln1 = self.add_norm(rows, &block.ln2.x, branch, next)?;
             blocks.push(Kept::new(block, self.memory.recompute));
         }
         next_part()?;
@@ -132,7 +132,7 @@ impl Model {
         let (y, ln1) = ln1.split();
         let qkv_input = self.input(n, y, Use::Both)?;
         let qkv_shape = Self::linear_shape(rows, shape.dim, shape.qkv_width());
-        let qkv = self.linear(qkv_shape, &qkv_input, &params.qkv, None)?;
+        let qkv = self.linear(qkv_shape, &qkv_input, &params.qkv)?;
         let qkv_input = qkv_input.kept();
         let att = Rc::new(self.activation(n * shape.attention_width())?);
         let lse = self.backend.alloc(DType::F32, n * shape.heads)?;
@@ -145,10 +145,10 @@ impl Model {
         })?;
         let proj_input = self.input(n, att.clone(), Use::Both)?;
         let proj_shape = Self::linear_shape(rows, shape.attention_width(), shape.dim);
-        let x = self.linear(proj_shape, &proj_input, &params.proj, Some(&ln1.x))?;
+        let branch = self.linear(proj_shape, &proj_input, &params.proj)?;
         let proj_input = proj_input.kept();
+        let (y, ln2) = self.add_norm(rows, &ln1.x, branch, &params.ln2)?.split();
 
-        let (y, ln2) = self.norm(rows, x, &params.ln2)?.split();
         let fc_input = self.input(n, y, Use::Both)?;
         let fc_shape = Self::linear_shape(rows, shape.dim, shape.ffn);
         let [h, a] = match (shape.arch, &params.fc.bias) {
@@ -189,5 +189,23 @@ impl Model {
             stats: stats.all(),
         })?;
         Ok(Normed { x, y, stats })
+    }
+
+    /// The residual stream `x + branch` and its norm, in one kernel.
+    fn add_norm(&self, rows: Rows, x: &Tensor, branch: Tensor, params: &layout::Norm) -> Result<Normed> {
+        let shape = self.norm_shape(rows);
+        let sum = self.activation(x.len())?;
+        let y = self.activation(x.len())?;
+        let stats = self.backend.alloc(DType::F32, shape.stats())?;
+        self.backend.norm_forward(NormForward {
+            shape,
+            x: x.all(),
+            residual: Some(ResidualAdd { branch: branch.all(), sum: sum.all() }),
+            gamma: self.param(&params.weight),
+            beta: params.bias.as_ref().map(|bias| self.param(bias)),
+            y: y.all(),
+            stats: stats.all(),
+        })?;
+        Ok(Normed { x: sum, y, stats })
     }
 }

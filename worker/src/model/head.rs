@@ -32,7 +32,7 @@ impl Model {
         let logits = self.activation(shape.rows * shape.outputs)?;
         let x = acts.last.y.slice(rows.start * shape.inputs..rows.end * shape.inputs);
         let (w, y) = (self.param(&self.layout.head), logits.all());
-        self.backend.linear_forward(LinearForward { shape, x, w, bias: None, addend: None, y })?;
+        self.backend.linear_forward(LinearForward { shape, x, w, bias: None, y })?;
         Ok(logits)
     }
 

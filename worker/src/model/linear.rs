@@ -131,27 +131,20 @@ impl Model {
         self.rounded(shape.outputs, shape.inputs, w, used, DType::Fp8E4m3)
     }
 
-    /// `y = x w^T (+ bias) (+ addend)`.
-    pub(super) fn linear(
-        &self,
-        shape: LinearShape,
-        x: &Operand,
-        layer: &Linear,
-        addend: Option<&Tensor>,
-    ) -> Result<Tensor> {
+    /// `y = x w^T (+ bias)`.
+    pub(super) fn linear(&self, shape: LinearShape, x: &Operand, layer: &Linear) -> Result<Tensor> {
         let y = self.activation(shape.rows * shape.outputs)?;
         let bias = layer.bias.as_ref().map(|bias| self.param(bias));
-        let addend = addend.map(Tensor::all);
         match x {
             Operand::Plain(x) => {
                 let (x, w, y) = (x.all(), self.param(&layer.weight), y.all());
-                self.backend.linear_forward(LinearForward { shape, x, w, bias, addend, y })?;
+                self.backend.linear_forward(LinearForward { shape, x, w, bias, y })?;
             }
             Operand::Fp8(x) => {
                 let w = self.rounded_weights(layer, shape, Use::Rows)?;
                 let LinearShape { rows, inputs: depth, outputs: cols } = shape;
                 let (a, b, y, acc) = (x.part(Use::Rows), w.part(Use::Rows), y.all(), Accumulate::Overwrite);
-                self.backend.gemm_fp8(GemmFp8 { rows, cols, depth, a, b, bias, addend, y, acc })?;
+                self.backend.gemm_fp8(GemmFp8 { rows, cols, depth, a, b, bias, y, acc })?;
             }
         }
         Ok(y)
@@ -178,7 +171,7 @@ impl Model {
             })?;
             h
         } else {
-            let h = self.linear(shape, x, layer, None)?;
+            let h = self.linear(shape, x, layer)?;
             self.backend.gelu_forward(GeluForward { h: h.all(), a: a.all() })?;
             h
         };
@@ -205,7 +198,7 @@ impl Model {
             })?;
             h
         } else {
-            let h = self.linear(shape, x, layer, None)?;
+            let h = self.linear(shape, x, layer)?;
             self.backend.swiglu_forward(SwigluForward { rows, ffn, h: h.all(), a: a.all() })?;
             h
         };
@@ -225,8 +218,8 @@ impl Model {
                 let w = self.rounded_weights(layer, shape, Use::Columns)?;
                 let LinearShape { rows, inputs: cols, outputs: depth } = shape;
                 let (a, b, y) = (dy.part(Use::Rows), w.part(Use::Columns), dx.all());
-                let (bias, addend, acc) = (None, None, Accumulate::Overwrite);
-                self.backend.gemm_fp8(GemmFp8 { rows, cols, depth, a, b, bias, addend, y, acc })?;
+                let (bias, acc) = (None, Accumulate::Overwrite);
+                self.backend.gemm_fp8(GemmFp8 { rows, cols, depth, a, b, bias, y, acc })?;
             }
         }
         Ok(dx)
@@ -241,8 +234,7 @@ impl Model {
             if let (Operand::Fp8(x), Operand::Fp8(dy)) = (x, dy) {
                 let LinearShape { rows: depth, inputs: cols, outputs: rows } = shape;
                 let (a, b) = (dy.part(Use::Columns), x.part(Use::Columns));
-                let (bias, addend) = (None, None);
-                self.backend.gemm_fp8(GemmFp8 { rows, cols, depth, a, b, bias, addend, y: dw, acc })?;
+                self.backend.gemm_fp8(GemmFp8 { rows, cols, depth, a, b, bias: None, y: dw, acc })?;
             }
         }
         Ok(())

@@ -179,7 +179,7 @@ pub trait Backend {
     /// A linear layer and the SwiGLU after it.
     fn linear_swiglu_forward(&self, args: LinearSwigluForward<'_>) -> Result<()> {
         let LinearSwigluForward { shape, x, w, h, a } = args;
-        self.linear_forward(LinearForward { shape, x, w, bias: None, addend: None, y: h })?;
+        self.linear_forward(LinearForward { shape, x, w, bias: None, y: h })?;
         self.swiglu_forward(SwigluForward { rows: shape.rows, ffn: shape.outputs / 2, h, a })
     }
 

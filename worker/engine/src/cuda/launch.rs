@@ -31,7 +31,7 @@ pub(crate) struct KernelFile {
     /// Names of its kernels.
     pub(crate) kernels: &'static [&'static str],
     pub(crate) macros: &'static [Macro],
-    /// Kernels that may use up to [`Kernels::max_dynamic_shared`] bytes of dynamic shared memory.
+    /// Kernels that may use all of a block's shared memory dynamically but [`STATIC_SHARED`] bytes.
     pub(crate) dynamic_shared: &'static [&'static str],
 }
 
@@ -122,7 +122,6 @@ pub(crate) struct Kernels {
     device: Device,
     activations: DType,
     functions: HashMap<&'static str, CudaFunction>,
-    max_dynamic_shared: usize,
 }
 
 impl Kernels {
@@ -132,7 +131,7 @@ impl Kernels {
             attribute.map_err(|error| driver_error("failed to query the size of shared memory", error))?;
         let max_dynamic_shared = usize::try_from(shared).unwrap_or(0).saturating_sub(STATIC_SHARED);
         let functions = HashMap::new();
-        let mut kernels = Self { device: device.clone(), activations, functions, max_dynamic_shared };
+        let mut kernels = Self { device: device.clone(), activations, functions };
         for file in files {
             let loaded = kernels.load(file.source, file.macros, file.kernels)?;
             for name in file.dynamic_shared {
@@ -146,11 +145,6 @@ impl Kernels {
 
     pub(crate) fn device(&self) -> &Device {
         &self.device
-    }
-
-    /// Most bytes of dynamic shared memory that a block can have.
-    pub(crate) fn max_dynamic_shared(&self) -> usize {
-        self.max_dynamic_shared
     }
 
     /// The kernels of a source, compiled or from the cache.

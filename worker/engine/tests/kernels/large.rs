@@ -126,14 +126,13 @@ impl Large {
     }
 }
 
-const OPERATIONS: [Large; 12] = [
+const OPERATIONS: [Large; 11] = [
     Large::new("SwiGLU", 4096, swiglu),
     Large::new("norm", 512, |b, rows| norm(b, NormKind::Layer, rows, 512)),
     Large::new("norm of wide rows", 2048, |b, rows| norm(b, NormKind::Rms, rows, 2048)),
     Large::new("norm of any rows", 500, |b, rows| norm(b, NormKind::Rms, rows, 500)),
     Large::new("embedding", 512, embedding),
     Large::new("classifier", 1024, |b, rows| classifier(b, rows, 1000, 1024)),
-    Large::new("classifier of wide rows", WIDE_ROW, |b, rows| classifier(b, rows, WIDE_ROW - 5, WIDE_ROW)),
     // Exactly the blocks that have elements.
     Large { multiprocessors: ADAMW_BLOCKS / 8, ..Large::new("AdamW", ADAMW_ROW, adamw) },
     Large { edge_blocks: 17, ..Large::new("attention", TILES.0, |b, rows| attention(b, rows, TILES.1)) },
@@ -154,8 +153,6 @@ const OPERATIONS: [Large; 12] = [
     },
 ];
 
-/// Longer than two rows in shared memory.
-const WIDE_ROW: usize = 60_000;
 /// Elements of a block, and blocks, which are eight per multiprocessor.
 const ADAMW_ROW: usize = 8 * 256;
 const ADAMW_BLOCKS: usize = (1 << 31 >> 11) + WRITTEN;

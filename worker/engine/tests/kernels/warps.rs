@@ -5,7 +5,7 @@ use std::process::{Command, ExitCode, Output};
 
 use xlaunch_engine::Backend;
 use xlaunch_engine::Precision::{self, Bf16, Fp32, Tf32};
-use xlaunch_engine::testing::kernel_names;
+use xlaunch_engine::testing::{force_transposed_weight_grads, kernel_names};
 
 use crate::{cast_and_mark, child_cases, cpp_compiler, differences, open};
 
@@ -19,7 +19,7 @@ const CHILD: &str = "KERNELS_WARPS_CHILD";
 const RAN: &str = "ran: ";
 
 /// Each kernel that needs no tensor cores, in the precision that runs it.
-const ANY_WARP: [(Precision, &str); 2] = [
+const ANY_WARP: [(Precision, &str); 3] = [
     (
         Fp32,
         "embed EmbedShape { batch: 3|embed wpe EmbedShape { batch: 3|rows: 67, cols: 100|rows: 130, cols: 384\
@@ -27,7 +27,9 @@ const ANY_WARP: [(Precision, &str); 2] = [
          |swiglu 67|rows: 67, vocab: 50|vocab: 59995|adamw 64|gemv LinearShape { rows: 5|capacity: 90|greedy 1",
     ),
     // bf16 has kernels of its own only where it needs tensor cores, and to convert.
-    (Bf16, "rows: 130, cols: 384|rows: 67, vocab: 50|adamw 64"),
+    (Bf16, "rows: 130, cols: 384|rows: 67, vocab: 50|adamw 64|fp8 LinearShape { rows: 16"),
+    // As in the suite, weights' gradients with an operand transposed.
+    (Tf32, "linear LinearShape { rows: 67"),
 ];
 
 /// Cases of the others: attention in tiles and by whole heads, decoding.
@@ -53,6 +55,7 @@ const NAMES: [&str; 6] = [
 pub(crate) fn child() -> Option<ExitCode> {
     let (precision, parts) = child_cases(CHILD)?;
     let backend = open(precision);
+    force_transposed_weight_grads(&backend, Some(true));
     backend.begin_profile();
     cast_and_mark(&backend);
     let differences = differences(&backend, precision, &parts);

@@ -15,27 +15,8 @@ pub(crate) struct GemmCall<'a> {
     pub(crate) b: Operand<'a>,
     pub(crate) epilogue: Epilogue<'a>,
     pub(crate) c: Slice<'a>,
-    pub(crate) addend: Addend<'a>,
-}
-
-/// What is added to the product, after a bias and before it is rounded; nothing with other epilogues.
-#[derive(Clone, Copy)]
-pub(crate) enum Addend<'a> {
-    None,
-    /// The contents of c.
-    Contents,
-    /// Another matrix of c's shape and type.
-    Other(Slice<'a>),
-}
-
-impl Addend<'_> {
-    /// The contents of c, if gradients are to be added.
-    pub(crate) fn of(acc: Accumulate) -> Self {
-        match acc {
-            Accumulate::Overwrite => Self::None,
-            Accumulate::Add => Self::Contents,
-        }
-    }
+    /// Whether the result is added to c; only without an epilogue.
+    pub(crate) acc: Accumulate,
 }
 
 /// What is applied to the result before it is written. Biases and their gradients have length m; `h` is laid out like

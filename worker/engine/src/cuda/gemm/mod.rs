@@ -1,8 +1,8 @@
 //! Matrix multiplication by cuBLASLt.
 //!
 //! cuBLASLt is column-major: a row-major (n, k) array is its k x n matrix. Descriptors and the selected algorithm
-//! (`select`, `timing`) are created once per site (shape, types, epilogue, alignment) and kept. All work goes to one stream, so
-//! that one workspace is enough.
+//! (`select`, `timing`) are created once per site (shape, types, epilogue, alignment) and kept. All work goes to one
+//! stream, so that one workspace is enough.
 
 mod call;
 mod select;
@@ -26,10 +26,11 @@ use xlaunch_pool::{DType, Pool, PoolBuf};
 use super::device::Device;
 use super::variant_log::VariantLog;
 use crate::error::{EngineError, Result};
+use crate::ops::Accumulate;
 use crate::options::Precision;
 use crate::tensor::Slice;
 use call::Operand;
-pub(crate) use call::{Addend, Epilogue, GemmCall, plain, transposed};
+pub(crate) use call::{Epilogue, GemmCall, plain, transposed};
 
 /// Bytes of scratch memory for the library: what its documentation recommends for Hopper.
 const WORKSPACE: usize = 32 << 20;
@@ -51,9 +52,7 @@ struct Site {
     epilogue: LtEpilogue,
     inputs: [Element; 2],
     output: Element,
-    /// Whether another matrix than c is added.
-    adds_other: bool,
-    /// Of a, b, c and, if there is one, the GELU input or the matrix that is added, in bytes.
+    /// Of a, b, c and the GELU input, in bytes.
     alignment: [u64; 4],
 }
 
@@ -62,8 +61,8 @@ impl Site {
         self.inputs.iter().any(|input| matches!(input, Element::Fp8E4m3 | Element::Fp8E5m2))
     }
 
-    /// Whether sums of FP8 products may have 14 bits, as tensor cores form them. Gradients get the CUDA cores' 24 bits
-    /// for every 128 products or so.
+    /// Whether sums of FP8 products keep the 14 bits of mantissa that tensor cores sum with (DeepSeek-AI, 2024, section
+    /// 3.3.2). Those of gradients are added in F32 after a few products each, which takes longer.
     fn accumulates_fast(&self) -> bool {
         self.inputs == [Element::Fp8E4m3; 2]
     }
@@ -79,7 +78,6 @@ impl fmt::Display for Site {
             LtEpilogue::CUBLASLT_EPILOGUE_GELU_AUX_BIAS => f.write_str(", GELU"),
             LtEpilogue::CUBLASLT_EPILOGUE_DGELU => f.write_str(", GELU gradient"),
             LtEpilogue::CUBLASLT_EPILOGUE_DGELU_BGRAD => f.write_str(", GELU and bias gradient"),
-            _ if self.adds_other => f.write_str(", sum"),
             _ => Ok(()),
         }
     }
@@ -185,8 +183,7 @@ impl Gemm {
     /// # Safety
     /// Every slice has the size that the call says, and nothing that is written overlaps another operand.
     pub(crate) unsafe fn run(&self, call: &GemmCall<'_>) -> Result<()> {
-        let GemmCall { m, n, k, a, b, epilogue, c, addend } = *call;
-        let added = if let Addend::Other(added) = addend { Some(added) } else { None };
+        let GemmCall { m, n, k, a, b, epilogue, c, .. } = *call;
         let site = Site {
             m,
             n,
@@ -196,8 +193,7 @@ impl Gemm {
             epilogue: epilogue.kind(),
             inputs: [a, b].map(|operand| Element::of(operand.slice)),
             output: Element::of(c),
-            adds_other: added.is_some(),
-            alignment: [a.slice, b.slice, c, added.or(epilogue.h()).unwrap_or(c)].map(alignment),
+            alignment: [a.slice, b.slice, c, epilogue.h().unwrap_or(c)].map(alignment),
         };
         let plan = self.plan(&site, call)?;
         self.device.profiler.time(
@@ -232,12 +228,8 @@ impl Gemm {
         algorithm: &sys::cublasLtMatmulAlgo_t,
         call: &GemmCall<'_>,
     ) -> std::result::Result<(), CublasError> {
-        let GemmCall { a, b, epilogue, c, addend, .. } = *call;
-        let (alpha, beta, added) = match addend {
-            Addend::None => (1.0_f32, 0.0_f32, c),
-            Addend::Contents => (1.0, 1.0, c),
-            Addend::Other(added) => (1.0, 1.0, added),
-        };
+        let GemmCall { a, b, epilogue, c, acc, .. } = *call;
+        let (alpha, beta) = (1.0_f32, if acc == Accumulate::Add { 1.0_f32 } else { 0.0 });
         // SAFETY: the objects are never destroyed; the operands are as the caller promises; scalars are on the host,
         // the description's default pointer mode; the workspace has the size that algorithms are selected for.
         unsafe {
@@ -252,7 +244,7 @@ impl Gemm {
                 objects.a,
                 b.slice.address() as *const c_void,
                 objects.b,
-                added.address() as *const c_void,
+                c.address() as *const c_void,
                 objects.c,
                 c.address() as *mut c_void,
                 objects.c,

@@ -11,10 +11,11 @@ use cudarc::cublaslt::sys::{
 };
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::{Addend, Gemm, GemmCall, Objects, Site, WORKSPACE, failed, timing};
+use super::{Gemm, GemmCall, Objects, Site, WORKSPACE, failed, timing};
 use crate::cache::cached;
 use crate::cuda::graph;
 use crate::error::Result;
+use crate::ops::Accumulate;
 
 /// Algorithms requested from the heuristic.
 const CANDIDATES: usize = 32;
@@ -31,9 +32,7 @@ pub(super) fn algorithm(
     let first = *candidates.first().ok_or_else(|| none(NOT_SUPPORTED))?;
     let untimed = match () {
         () if !gemm.timed => Some("the run is deterministic"),
-        () if matches!(call.addend, Addend::Contents) => {
-            Some("it accumulates, so it cannot be repeated for timing")
-        }
+        () if call.acc == Accumulate::Add => Some("it accumulates, so it cannot be repeated for timing"),
         () if graph::is_capturing(&gemm.device)? => {
             Some("it was first seen during a capture, which runs nothing")
         }

@@ -15,9 +15,10 @@ pub(super) const VERSION: u32 = 2;
 /// Work that takes less time leaves the GPU below its power limit, between the other work of a model of such sizes.
 pub(super) const LONG_SECONDS: f64 = 40e-6;
 
-/// The first measurement is the shortest of ROUNDS rounds of LAUNCHES launches.
+/// The first measurement is the shortest of ROUNDS rounds of LAUNCHES launches, or of fewer that take ROUND_SECONDS.
 const ROUNDS: usize = 3;
 const LAUNCHES: usize = 4;
+const ROUND_SECONDS: f64 = 1e-3;
 /// A candidate that takes more than this multiple of the best time in a round is not timed further.
 const MUCH_SLOWER: f64 = 1.2;
 /// Candidates within this multiple of the best time are timed at the power limit, the first MOST_CLOSE of them.
@@ -25,9 +26,9 @@ const CLOSE: f64 = 1.1;
 const MOST_CLOSE: usize = 8;
 /// Seconds of work after which the GPU is at its limit, and of a turn of one candidate there.
 const WARM_UP_SECONDS: f64 = 0.1;
-const TURN_SECONDS: f64 = 4e-3;
-/// The second measurement is the median of so many turns.
-const TURNS: usize = 5;
+const TURN_SECONDS: f64 = 3e-3;
+/// The second measurement is the median of TURNS turns.
+const TURNS: usize = 3;
 /// A candidate replaces an earlier one if it takes less than this share of its time: noise must not decide. Medians of
 /// turns differ less from run to run.
 const CLEARLY_FASTER: f64 = 0.98;
@@ -67,9 +68,10 @@ fn at_once(
     candidate: usize,
     best: f64,
 ) -> Result<f64> {
-    let mut shortest = f64::INFINITY;
+    let mut shortest = timed(device, launch, candidate, 1)?;
+    let launches = launches(ROUND_SECONDS, shortest).min(LAUNCHES);
     for _ in 0..ROUNDS {
-        shortest = shortest.min(timed(device, launch, candidate, LAUNCHES)?);
+        shortest = shortest.min(timed(device, launch, candidate, launches)?);
         if shortest > best * MUCH_SLOWER {
             break;
         }
@@ -84,13 +86,9 @@ fn at_limit(
     launch: &impl Fn(usize) -> Result<()>,
     candidates: &[(usize, f64)],
 ) -> Result<Vec<(usize, f64)>> {
-    let turn = |(candidate, time): (usize, f64)| {
-        timed(device, launch, candidate, (TURN_SECONDS / time).ceil().max(1.0) as usize)
-    };
-    let launches = |(_, time): (usize, f64)| (TURN_SECONDS / time).ceil().max(1.0);
-    let mut warm = 0.0;
-    while warm < WARM_UP_SECONDS {
-        warm += turn(candidates[0])? * launches(candidates[0]);
+    let turn = |(candidate, time)| timed(device, launch, candidate, launches(TURN_SECONDS, time));
+    for _ in 0..(WARM_UP_SECONDS / TURN_SECONDS) as usize {
+        turn(candidates[0])?;
     }
     let mut times = vec![Vec::with_capacity(TURNS); candidates.len()];
     for _ in 0..TURNS {
@@ -99,6 +97,12 @@ fn at_limit(
         }
     }
     Ok(times.iter_mut().zip(candidates).map(|(times, (candidate, _))| (*candidate, median(times))).collect())
+}
+
+/// As many launches, which take `time` each, as take this long together.
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a small positive count")]
+fn launches(seconds: f64, time: f64) -> usize {
+    (seconds / time).ceil().max(1.0) as usize
 }
 
 /// Seconds of one of so many launches.

@@ -49,8 +49,7 @@ pub(crate) fn gemm(t: &Threads, args: GemmFp8<'_>) {
     };
     let (a, b) = (decode(a, rows * depth), decode(b, cols * depth));
     let bias = args.bias.map(|bias| access.read(bias, cols));
-    let addend = args.addend.map(|addend| access.read(addend, rows * cols));
     let y = access.write(args.y, rows * cols);
-    let add = linear::cpu::begin_sum(y, cols, bias, addend) || args.acc == Accumulate::Add;
+    let add = linear::cpu::begin_sum(y, cols, bias) || args.acc == Accumulate::Add;
     parallel_gemm(t, y, Mat::new(&a, rows, depth), Mat::new(&b, cols, depth).t(), add);
 }

@@ -4,7 +4,7 @@ use xlaunch_pool::DType;
 
 use super::format::{SMALLEST_MAX, is_fp8};
 use super::{FP8_MULTIPLE, Fp8Operand, GemmFp8, QuantizeFp8};
-use crate::cuda::gemm::{Addend, Epilogue, GemmCall, plain, transposed};
+use crate::cuda::gemm::{Epilogue, GemmCall, plain, transposed};
 use crate::cuda::{Gpu, KernelFile, Launch, Macro, VEC, args, expect, source};
 use crate::error::Result;
 
@@ -41,7 +41,7 @@ pub(crate) fn quantize(gpu: &Gpu, args: QuantizeFp8<'_>) -> Result<()> {
 }
 
 pub(crate) fn gemm(gpu: &Gpu, args: GemmFp8<'_>) -> Result<()> {
-    let GemmFp8 { rows, cols, depth, a, b, bias, addend, y, acc } = args;
+    let GemmFp8 { rows, cols, depth, a, b, bias, y, acc } = args;
     expect_multiples([rows, cols, depth]);
     for (Fp8Operand { q, scale }, rows) in [(a, rows), (b, cols)] {
         assert!(is_fp8(q.dtype()), "{} is not FP8", q.dtype().name());
@@ -50,8 +50,6 @@ pub(crate) fn gemm(gpu: &Gpu, args: GemmFp8<'_>) -> Result<()> {
     }
     expect(y, if bias.is_some() { gpu.activations } else { y.dtype() }, rows * cols);
     gpu.expect_optional_act(bias, cols);
-    gpu.expect_optional_act(addend, rows * cols);
-    let addend = addend.map_or(Addend::of(acc), Addend::Other);
     let call = GemmCall {
         m: cols,
         n: rows,
@@ -60,7 +58,7 @@ pub(crate) fn gemm(gpu: &Gpu, args: GemmFp8<'_>) -> Result<()> {
         b: plain(a.q).scaled(a.scale),
         epilogue: bias.map_or(Epilogue::None, Epilogue::Bias),
         c: y,
-        addend,
+        acc,
     };
     // SAFETY: checked above; y overlaps no input by the operation's contract.
     unsafe { gpu.gemm.run(&call) }

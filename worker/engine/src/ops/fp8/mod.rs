@@ -49,7 +49,7 @@ pub struct Fp8Operand<'a> {
     pub scale: Slice<'a>,
 }
 
-/// `y (N, O) = a (N, K) b (O, K)^T (+ bias) (+ addend)`.
+/// `y (N, O) = a (N, K) b (O, K)^T (+ bias)`.
 #[derive(Clone, Copy, Debug)]
 pub struct GemmFp8<'a> {
     /// N, a multiple of [`FP8_MULTIPLE`].
@@ -64,10 +64,8 @@ pub struct GemmFp8<'a> {
     pub b: Fp8Operand<'a>,
     /// (O,) in the type of activations; only for a y of that type.
     pub bias: Option<Slice<'a>>,
-    /// (N, O), likewise.
-    pub addend: Option<Slice<'a>>,
     /// (N, O) activations, or a gradient.
     pub y: Slice<'a>,
-    /// Whether the product is added to y; not with a bias or an addend.
+    /// Whether the product is added to y; not with a bias.
     pub acc: Accumulate,
 }

@@ -14,7 +14,7 @@ pub(crate) fn forward(t: &Threads, args: LinearGeluForward<'_>) {
     let (access, s) = (Access::new("linear_gelu_forward"), args.shape);
     let (x, w) = (access.read(args.x, s.rows * s.inputs), access.read(args.w, s.outputs * s.inputs));
     let (h, a) = (access.write(args.h, s.rows * s.outputs), access.write(args.a, s.rows * s.outputs));
-    linear::cpu::x_w_transposed(t, s, x, w, Some(access.read(args.bias, s.outputs)), None, h);
+    linear::cpu::x_w_transposed(t, s, x, w, Some(access.read(args.bias, s.outputs)), h);
     gelu_of(t, h, a);
 }
 

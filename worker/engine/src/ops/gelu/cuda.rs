@@ -8,7 +8,7 @@
 use xlaunch_pool::DType;
 
 use super::{GELU_CUBE, GELU_SCALE, GeluBackward, GeluForward, GeluLinearBackward, LinearGeluForward};
-use crate::cuda::gemm::{Addend, Epilogue, GemmCall, plain, transposed};
+use crate::cuda::gemm::{Epilogue, GemmCall, plain, transposed};
 use crate::cuda::variants::{Fastest, Site, Variant};
 use crate::cuda::{
     BLOCK_THREADS, Gpu, KernelFile, Launch, Macro, VEC, args, expect_grad, is_bf16, source, vectorizable,
@@ -110,7 +110,8 @@ impl Gelu {
         [h, a].into_iter().for_each(|y| gpu.expect_act(y, s.rows * s.outputs));
         let gemm = |epilogue, c| {
             let (m, n, k) = (s.outputs, s.rows, s.inputs);
-            let call = GemmCall { m, n, k, a: transposed(w), b: plain(x), epilogue, c, addend: Addend::None };
+            let call =
+                GemmCall { m, n, k, a: transposed(w), b: plain(x), epilogue, c, acc: Accumulate::Overwrite };
             // SAFETY: checked above; outputs overlap no input by the operation's contract.
             unsafe { gpu.gemm.run(&call) }
         };
@@ -136,7 +137,8 @@ impl Gelu {
         let sums = ColumnSums::new(gpu, rows, cols)?;
         let gemm = |epilogue| {
             let (m, n, k) = (cols, rows, s.outputs);
-            let call = GemmCall { m, n, k, a: plain(w), b: plain(dy), epilogue, c: dh, addend: Addend::None };
+            let call =
+                GemmCall { m, n, k, a: plain(w), b: plain(dy), epilogue, c: dh, acc: Accumulate::Overwrite };
             // SAFETY: checked above; outputs overlap no input by the operation's contract.
             unsafe { gpu.gemm.run(&call) }
         };

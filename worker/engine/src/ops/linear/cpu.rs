@@ -9,39 +9,29 @@ pub(crate) fn forward(t: &Threads, args: LinearForward<'_>) {
     let (a, s) = (Access::new("linear_forward"), args.shape);
     let (x, w) = (a.read(args.x, s.rows * s.inputs), a.read(args.w, s.outputs * s.inputs));
     let bias = args.bias.map(|bias| a.read(bias, s.outputs));
-    let addend = args.addend.map(|addend| a.read(addend, s.rows * s.outputs));
-    x_w_transposed(t, s, x, w, bias, addend, a.write(args.y, s.rows * s.outputs));
+    x_w_transposed(t, s, x, w, bias, a.write(args.y, s.rows * s.outputs));
 }
 
-/// `y = x w^T (+ bias) (+ addend)`.
+/// `y = x w^T (+ bias)`.
 pub(crate) fn x_w_transposed(
     t: &Threads,
     s: LinearShape,
     x: &[f32],
     w: &[f32],
     bias: Option<&[f32]>,
-    addend: Option<&[f32]>,
     y: &mut [f32],
 ) {
-    let add = begin_sum(y, s.outputs, bias, addend);
+    let add = begin_sum(y, s.outputs, bias);
     let (x, w) = (Mat::new(x, s.rows, s.inputs), Mat::new(w, s.outputs, s.inputs));
     parallel_gemm(t, y, x, w.t(), add);
 }
 
-/// Sets y to what is to be added to a product. Whether there is anything.
-pub(crate) fn begin_sum(y: &mut [f32], cols: usize, bias: Option<&[f32]>, addend: Option<&[f32]>) -> bool {
-    if let Some(addend) = addend {
-        y.copy_from_slice(addend);
-    }
+/// Sets every row of y to the bias that is to be added to a product. Whether there is one.
+pub(crate) fn begin_sum(y: &mut [f32], cols: usize, bias: Option<&[f32]>) -> bool {
     if let Some(bias) = bias {
-        for row in y.chunks_exact_mut(cols) {
-            match addend {
-                Some(_) => row.iter_mut().zip(bias).for_each(|(y, bias)| *y += bias),
-                None => row.copy_from_slice(bias),
-            }
-        }
+        y.chunks_exact_mut(cols).for_each(|row| row.copy_from_slice(bias));
     }
-    bias.is_some() || addend.is_some()
+    bias.is_some()
 }
 
 pub(crate) fn backward_input(t: &Threads, args: LinearBackwardInput<'_>) {

@@ -4,16 +4,16 @@
 //! m = O, n = N, k = I, and the two gradients likewise.
 
 use super::{LinearBackwardInput, LinearBackwardWeight, LinearForward};
-use crate::cuda::gemm::{Addend, Epilogue, GemmCall, plain, transposed};
+use crate::cuda::gemm::{Epilogue, GemmCall, plain, transposed};
 use crate::cuda::{Gpu, expect_grad};
 use crate::error::Result;
+use crate::ops::Accumulate;
 
 pub(crate) fn forward(gpu: &Gpu, args: LinearForward<'_>) -> Result<()> {
-    let LinearForward { shape: s, x, w, bias, addend, y } = args;
+    let LinearForward { shape: s, x, w, bias, y } = args;
     gpu.expect_act(x, s.rows * s.inputs);
     gpu.expect_act(w, s.outputs * s.inputs);
     gpu.expect_optional_act(bias, s.outputs);
-    gpu.expect_optional_act(addend, s.rows * s.outputs);
     gpu.expect_act(y, s.rows * s.outputs);
     let call = GemmCall {
         m: s.outputs,
@@ -23,7 +23,7 @@ pub(crate) fn forward(gpu: &Gpu, args: LinearForward<'_>) -> Result<()> {
         b: plain(x),
         epilogue: bias.map_or(Epilogue::None, Epilogue::Bias),
         c: y,
-        addend: addend.map_or(Addend::None, Addend::Other),
+        acc: Accumulate::Overwrite,
     };
     // SAFETY: checked above; y overlaps no input by the operation's contract.
     unsafe { gpu.gemm.run(&call) }
@@ -42,7 +42,7 @@ pub(crate) fn backward_input(gpu: &Gpu, args: LinearBackwardInput<'_>) -> Result
         b: plain(dy),
         epilogue: Epilogue::None,
         c: dx,
-        addend: Addend::None,
+        acc: Accumulate::Overwrite,
     };
     // SAFETY: checked above; dx overlaps no input by the operation's contract.
     unsafe { gpu.gemm.run(&call) }
@@ -67,7 +67,7 @@ pub(super) fn weight_gradient(gpu: &Gpu, args: LinearBackwardWeight<'_>) -> Resu
         b: transposed(dy),
         epilogue: Epilogue::None,
         c: dw,
-        addend: Addend::of(acc),
+        acc,
     };
     // SAFETY: the caller has checked the operands; dw overlaps no input by the operation's contract.
     unsafe { gpu.gemm.run(&call) }

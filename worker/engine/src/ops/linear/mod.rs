@@ -1,4 +1,4 @@
-//! Linear layers: `y = x w^T (+ bias) (+ addend)`.
+//! Linear layers: `y = x w^T (+ bias)`.
 //!
 //! Backward: `dx = dy w`, `dw = dy^T x`. The gradient of the bias is a [`ColumnSum`](super::ColumnSum) of dy.
 
@@ -21,7 +21,7 @@ pub struct LinearShape {
     pub outputs: usize,
 }
 
-/// `y = x w^T (+ bias) (+ addend)`.
+/// `y = x w^T (+ bias)`.
 #[derive(Clone, Copy, Debug)]
 pub struct LinearForward<'a> {
     /// Sizes.
@@ -32,8 +32,6 @@ pub struct LinearForward<'a> {
     pub w: Slice<'a>,
     /// (O,).
     pub bias: Option<Slice<'a>>,
-    /// (N, O): added before the sum is rounded.
-    pub addend: Option<Slice<'a>>,
     /// (N, O).
     pub y: Slice<'a>,
 }

@@ -7,7 +7,7 @@
 use xlaunch_pool::DType;
 
 use super::{LinearBackwardWeight, LinearShape, cuda};
-use crate::cuda::gemm::{Addend, Epilogue, GemmCall, plain, transposed};
+use crate::cuda::gemm::{Epilogue, GemmCall, plain, transposed};
 use crate::cuda::variants::{Fastest, Site, Variant};
 use crate::cuda::{Gpu, KernelFile, Launch, Macro, args, source};
 use crate::error::Result;
@@ -92,7 +92,7 @@ fn one_transposed(gpu: &Gpu, args: LinearBackwardWeight<'_>, scratch: &Tensor) -
         b,
         epilogue: Epilogue::None,
         c: dw,
-        addend: Addend::None,
+        acc: Accumulate::Overwrite,
     };
     // SAFETY: as above; dw overlaps no input by the operation's contract.
     unsafe { gpu.gemm.run(&call) }

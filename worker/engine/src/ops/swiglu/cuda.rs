@@ -76,7 +76,7 @@ impl Swiglu {
         let site = Site { operation: "linear_swiglu_forward", shape, variants: VARIANTS.len() };
         let run = |variant| match variant {
             SwigluVariant::Kernel => {
-                linear::forward(gpu, LinearForward { shape, x, w, bias: None, addend: None, y: h })?;
+                linear::forward(gpu, LinearForward { shape, x, w, bias: None, y: h })?;
                 forward(gpu, SwigluForward { rows, ffn, h, a })
             }
             // SAFETY: checked above; only what is supported has this variant; outputs overlap no input by the
