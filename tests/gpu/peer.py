@@ -4,7 +4,8 @@
 
 Well-tuned PyTorch: torch.compile over model and loss, the vocabulary padded to a multiple of 128, SDPA, bf16 autocast
 over fp32 weights, fused AdamW, DDP with gradient_as_bucket_view and static_graph, clipping, pinned batches, no
-synchronisation within a step. Tokens, initial weights and learning rate are the same as for xlaunch.
+synchronisation within a step. For `--precision fp8`, torchao's Float8Linear, with a scale per tensor, in place of the
+blocks' linear layers. Tokens, initial weights and learning rate are the same as for xlaunch.
 """
 
 import argparse
@@ -77,7 +78,7 @@ def main():
     parser.add_argument("--data", required=True)
     parser.add_argument("--weights", required=True)
     parser.add_argument("--mode", default="default", help="of torch.compile")
-    parser.add_argument("--precision", default="bf16", choices=["bf16", "tf32", "fp32"])
+    parser.add_argument("--precision", default="bf16", choices=["bf16", "tf32", "fp32", "fp8"])
     parser.add_argument("--warmup", type=int, default=WARMUP, help="steps before the measured ones")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--announce", action="store_true", help="print `first step TIME RANK PID` after the first step")
@@ -92,6 +93,10 @@ def main():
     whole = WithLoss(sizes)
     load(whole.model, options.weights)
     whole.to(device)
+    if options.precision == "fp8":
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        convert_to_float8_training(whole, config=Float8LinearConfig.from_recipe_name("tensorwise"),
+                                   module_filter_fn=lambda module, name: ".blocks." in name)
     opt = optimizer(whole, LR, fused=True)
     net = torch.compile(whole, mode=None if options.mode == "default" else options.mode)
     if world > 1:
@@ -111,7 +116,7 @@ def main():
         for group in opt.param_groups:
             group["lr"] = LR * min(1.0, (step + 1) / WARMUP)
         x, y = (part.to(device, non_blocking=True) for part in batches[step])
-        with torch.autocast("cuda", torch.bfloat16, enabled=options.precision == "bf16"):
+        with torch.autocast("cuda", torch.bfloat16, enabled=options.precision in ("bf16", "fp8")):
             value = net(x, y)
         value.backward()
         torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0, foreach=True)

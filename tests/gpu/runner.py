@@ -18,16 +18,21 @@ SIZES = {
                     tied=True),
     "llama-1b": dict(arch="llama", layers=16, heads=32, kv_heads=8, dim=2048, ffn=8192, seq=2048, vocab=128256,
                      tied=True),
+    "llama-1b-8k": dict(arch="llama", layers=16, heads=32, kv_heads=8, dim=2048, ffn=8192, seq=8192, vocab=128256,
+                        tied=True),
     "llama-3b": dict(arch="llama", layers=28, heads=24, kv_heads=8, dim=3072, ffn=8192, seq=2048, vocab=128256,
                      tied=True),
     "heads-256": dict(arch="llama", layers=12, heads=4, kv_heads=4, dim=1024, ffn=4096, seq=2048, vocab=50257,
                       tied=False),
     "wide": dict(arch="llama", layers=4, heads=32, kv_heads=32, dim=4096, ffn=11008, seq=2048, vocab=50257, tied=False),
     "long": dict(arch="llama", layers=12, heads=6, kv_heads=6, dim=768, ffn=2048, seq=16384, vocab=50257, tied=False),
+    "vocab-128k": dict(arch="llama", layers=12, heads=12, kv_heads=12, dim=768, ffn=2048, seq=1024, vocab=128256,
+                       tied=True),
 }
 # Sequences per GPU: of models A and B, and of the others.
 BATCH = 32
-BATCHES = {"gpt2-medium": 16, "gpt2-xl": 8, "llama-1b": 4, "llama-3b": 2, "heads-256": 8, "wide": 4, "long": 1}
+BATCHES = {"gpt2-medium": 16, "gpt2-xl": 8, "llama-1b": 16, "llama-1b-8k": 4, "llama-3b": 2, "heads-256": 8, "wide": 4,
+           "long": 1, "vocab-128k": 16}
 
 
 def hardware():
