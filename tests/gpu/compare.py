@@ -8,7 +8,9 @@ of its modes for the model: reduce-overhead (CUDA graphs) for A, default for oth
 
 - sharded: xlaunch with a sharded optimizer;
 - scaling: relative to 1 GPU of the same run;
-- exposed: share of a step's time that a step without all-reduces saves;
+- waiting: share of a step's time for which a rank waits for the slowest one, on average;
+- communication: share of a step's time that a step without the exchange of gradients and weights saves;
+- clocks: xlaunch's during the measured steps: SM clock, power and throttle reasons;
 - memory: peak of each side's allocator;
 - first step: seconds from the start of the command.
 
@@ -30,8 +32,8 @@ import runner
 MODES = {"A": "reduce-overhead"}
 WARMUP, STEPS = 20, 60
 TOKENS = 12_000_000
-COLUMNS = ["model", "precision", "GPUs", "xlaunch tok/s", "sharded", "PyTorch tok/s", "ratio", "scaling", "exposed",
-           "memory", "first step", f"loss at step {WARMUP + STEPS}"]
+COLUMNS = ["model", "precision", "GPUs", "xlaunch tok/s", "sharded", "PyTorch tok/s", "ratio", "scaling", "waiting",
+           "communication", "memory", "first step", "clocks", f"loss at step {WARMUP + STEPS}"]
 
 
 def run_xlaunch(binary, model, gpus, data, weights, precision, sharded=False):
@@ -100,13 +102,13 @@ def row(options, model, precision, gpus, data, weights, single):
             single[name] = side["tokens_per_second"]
         scaling.append(f"{side['tokens_per_second'] / single[name]:.2f}" if name in single else "-")
     ratio = x["tokens_per_second"] / p["tokens_per_second"]
-    exposed = 100 * x["exposed_communication_ms"] / x["step_ms"]
     gib = [x["pool_peak_bytes"] / 2**30, p["peak_bytes"] / 2**30]
     difference = abs(x["final_loss"] - p["final_loss"]) / p["final_loss"]
     cells = [
         model, precision, gpus, f"{x['tokens_per_second'] / 1e3:.0f}K", sharded,
-        f"{p['tokens_per_second'] / 1e3:.0f}K", f"{ratio:.2f}", ", ".join(scaling), f"{exposed:.1f} %",
-        f"{gib[0]:.1f}, {gib[1]:.1f} GiB", f"{x['first_step_seconds']:.1f}, {p['first_step_seconds']:.1f} s",
+        f"{p['tokens_per_second'] / 1e3:.0f}K", f"{ratio:.2f}", ", ".join(scaling), runner.share(x, "waiting_ms"),
+        runner.share(x, "communication_ms"), f"{gib[0]:.1f}, {gib[1]:.1f} GiB",
+        f"{x['first_step_seconds']:.1f}, {p['first_step_seconds']:.1f} s", runner.clocks(x),
         f"{x['final_loss']:.4f}, {p['final_loss']:.4f} ({100 * difference:.2f} %)",
     ]
     print(f"| {' | '.join(map(str, cells))} |", flush=True)

@@ -70,6 +70,20 @@ def bench(command, **options):
     return json.loads(done.stdout)
 
 
+def share(found, key):
+    """A duration of a `bench train`, as a share of its step."""
+    return f"{100 * found[key] / found['step_ms']:.1f} %"
+
+
+def clocks(found):
+    """The clocks of a `bench train` for a cell of a table."""
+    clocks = found["clocks"]
+    if clocks is None:
+        return "-"
+    reasons = " ".join(clocks["throttle_reasons"])
+    return f"{clocks['sm_mhz']:.0f} MHz, {clocks['power_watts']:.0f} W{', ' if reasons else ''}{reasons}"
+
+
 def check(what, ok, found=""):
     """Prints the result of a check. A failed one ends the script."""
     print(f"{'ok  ' if ok else 'FAIL'} {what}{f': {found}' if found else ''}", flush=True)

@@ -2,8 +2,9 @@
 
     python3 tests/gpu/shards.py --binary target/release/xlaunch --gpus 2 [--models B llama-1b]
 
-Used memory is the first GPU's, by NVML, without what was used before. A second run of each, with
-`engine.deterministic`, must end with the same loss, bit for bit, for all but "none". Exit code 1 if one does not.
+Waiting and communication are shares of a step's time, as in `compare.py`. Used memory is the first GPU's, by NVML,
+without what was used before. A second run of each, with `engine.deterministic`, must end with the same loss, bit for
+bit, for all but "none". Exit code 1 if one does not.
 """
 
 import argparse
@@ -29,8 +30,9 @@ def main():
     pynvml.nvmlInit()
     arguments = f"--gpus {options.gpus} --models {' '.join(options.models)}"
     print(f"{runner.hardware()}; python3 tests/gpu/shards.py {arguments}\n")
-    print("| model | comm.shard | tok/s | exposed | pool | used | predicted | first step | loss, deterministic |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| model | comm.shard | tok/s | waiting | communication | pool | used | predicted | first step "
+          "| loss, deterministic |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     differ = False
     with tempfile.TemporaryDirectory() as scratch:
         data = runner.tokens(pathlib.Path(scratch) / "tokens.bin", 8_000_000)
@@ -41,8 +43,8 @@ def main():
                                              WARMUP, STEPS)
                 found, used, expected, _ = run()
                 losses[shard] = run(**{"engine.deterministic": True, "train.batch": 2})[0]["final_loss"]
-                exposed = 100 * found["exposed_communication_ms"] / found["step_ms"]
-                print(f"| {model} | {shard} | {found['tokens_per_second'] / 1e3:.0f}K | {exposed:.1f} % | "
+                print(f"| {model} | {shard} | {found['tokens_per_second'] / 1e3:.0f}K | "
+                      f"{runner.share(found, 'waiting_ms')} | {runner.share(found, 'communication_ms')} | "
                       f"{gib(found['pool_peak_bytes'])} | {gib(used)} | {gib(expected)} | "
                       f"{found['first_step_seconds']:.1f} s | {losses[shard]} |", flush=True)
             differ |= len({losses[shard] for shard in SHARDS[1:]}) > 1

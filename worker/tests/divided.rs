@@ -1,18 +1,22 @@
 //! What is divided among the ranks (`comm.shard`) changes memory, and nothing else: no bit with the optimizer sharded
-//! or more. Without, the gradient norm is summed in another order, which can change its last bit.
+//! or more. Without, the gradient norm is summed in another order, which can change its last bit. Parameters in several
+//! buckets change nothing, either.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Mutex;
 
 use common::{Rank, on_ranks_with_shape, shape, spec};
-use xlaunch_engine::Tensor;
+use xlaunch_comm::bucket::Plan;
+use xlaunch_engine::{DType, Tensor};
 use xlaunch_proto::model::{Arch, ModelShape};
 use xlaunch_proto::spec::{JobSpec, Recompute, Shard};
-use xlaunch_worker::train::Requests;
+use xlaunch_worker::model::layout::Layout;
+use xlaunch_worker::train::{Division, Requests};
 
 const STEPS: u64 = 4;
 
@@ -21,7 +25,9 @@ const STEPS: u64 = 4;
 struct Trained {
     /// Losses, gradient norms and held-out losses, bit by bit.
     results: Vec<[u64; 3]>,
+    /// Weights and moments, each in these ranges of the arena.
     state: Vec<u32>,
+    ranges: Vec<Range<usize>>,
     /// Elements of the model's weights and of what is reduced.
     elements: usize,
 }
@@ -40,6 +46,8 @@ fn train(rank: &mut Rank) -> Trained {
         trained.results.push(result.map(f64::to_bits));
     }
     trained.state = rank.state();
+    let sharding = rank.optimizer.sharding();
+    trained.ranges = sharding.plan().buckets().iter().map(|bucket| sharding.in_arena(bucket)).collect();
     trained
 }
 
@@ -91,6 +99,81 @@ fn division_changes_memory_and_no_bit_of_the_training() {
                 if bucket_mb < 1.0 {
                     let elements = [&optimizer, &gradients, &parameters].map(|found| found[rank].elements);
                     assert!(elements.is_sorted_by(|more, less| more > less), "{case}: {elements:?}");
+                }
+            }
+        }
+    }
+}
+
+/// The arenas of weights and moments, from what all ranks have of them.
+fn arenas(ranks: &[Trained]) -> Vec<u32> {
+    let len = ranks.iter().flat_map(|rank| &rank.ranges).map(|range| range.end).max().unwrap();
+    let mut arenas = vec![0; 3 * len];
+    for Trained { state, ranges, .. } in ranks {
+        for (own, arena) in state.chunks_exact(state.len() / 3).zip(arenas.chunks_exact_mut(len)) {
+            let mut at = 0;
+            for range in ranges {
+                arena[range.clone()].copy_from_slice(&own[at..at + range.len()]);
+                at += range.len();
+            }
+        }
+    }
+    arenas
+}
+
+fn plan(spec: &JobSpec, shape: &ModelShape) -> Plan {
+    let division = Division::new(spec, &Layout::new(shape), DType::F32, 0, 1, Shard::None).unwrap();
+    division.sharding.plan().clone()
+}
+
+/// Losses and held-out losses, whose bits do not depend on the order in which the gradient norm is summed.
+fn losses(ranks: &[Trained]) -> Vec<[f64; 2]> {
+    let [first, others @ ..] = ranks else { panic!("no ranks") };
+    assert!(others.iter().all(|rank| rank.results == first.results));
+    first.results.iter().map(|[loss, _, held_out]| [*loss, *held_out].map(f64::from_bits)).collect()
+}
+
+#[test]
+fn parameters_in_several_buckets_train_with_the_same_bits() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut spec = spec(dir.path(), false);
+    // Clipping would bring in the order in which the gradient norm is summed.
+    (spec.train.accumulate, spec.train.clip) = (1, 0.0);
+    (spec.data.val_fraction, spec.train.eval_batches) = (0.2, 2);
+    for (arch, tied) in [(Arch::Llama, false), (Arch::Gpt2, true)] {
+        // Matrices that are cut, and followed by a gap.
+        let shape = ModelShape { ffn: 50, ..shape(arch, 3, tied) };
+        let layout = Layout::new(&shape);
+        for world in [2, 4] {
+            let mut run = |bucket_mb, shard| {
+                (spec.comm.bucket_mb, spec.comm.shard) = (bucket_mb, shard);
+                let trained = run(&shape, &spec, dir.path(), world);
+                (losses(&trained), arenas(&trained), plan(&spec, &shape))
+            };
+            let (whole_losses, whole_state, whole) = run(25.0, Shard::None);
+            let is_cut = |plan: &Plan, range: &Range<usize>| {
+                plan.buckets().iter().any(|bucket| range.start < bucket.end && bucket.end < range.end)
+            };
+            assert!(layout.params.iter().all(|param| !is_cut(&whole, &param.range)));
+            for bucket_mb in [0.002, 0.005] {
+                let (cut_losses, cut_state, cut) = run(bucket_mb, Shard::None);
+                let block = &layout.blocks[1];
+                let cuts = [&layout.wte, &layout.head, &block.qkv.weight, &block.out.weight];
+                assert!(layout.gaps().iter().any(|gap| gap.start == block.out.weight.end));
+                assert!(cuts.into_iter().all(|param| is_cut(&cut, param)), "{cut:?}");
+                let case = format!("{arch:?} on {world} ranks, buckets of {bucket_mb} MiB");
+                for shard in [Shard::Optimizer, Shard::Gradients, Shard::Parameters] {
+                    let (losses, state, _) = run(bucket_mb, shard);
+                    assert_eq!(losses, cut_losses, "{case}, {shard:?}");
+                    assert!(state == cut_state, "{case}, {shard:?}");
+                }
+                if world == 2 {
+                    // The sum of two gradients has only one order.
+                    assert_eq!(cut_losses, whole_losses, "{case}");
+                    assert!(cut_state == whole_state, "{case}");
+                }
+                for (cut, whole) in cut_losses.iter().flatten().zip(whole_losses.iter().flatten()) {
+                    assert!((cut - whole).abs() < 1e-5 * whole, "{case}: {cut} {whole}");
                 }
             }
         }

@@ -21,7 +21,7 @@ use xlaunch_engine::{
 use xlaunch_harness::{Requirement, emulator};
 use xlaunch_proto::model::{Arch, ModelShape, NORM_EPS, PRESETS, ROPE_THETA, RopeScaling, RopeType};
 use xlaunch_proto::spec::{Recompute, TrainSection};
-use xlaunch_worker::model::layout::Layout;
+use xlaunch_worker::model::layout::{ALIGN, Layout};
 use xlaunch_worker::model::{BackendHandle, GradientArena, LossGradients, MemoryUse, Model, Progress, Rows};
 use xlaunch_worker::optim::AdamW;
 use xlaunch_worker::train::{Division, Gradients};
@@ -269,7 +269,8 @@ fn compare_steps(f: &Fixture) {
         ..Default::default()
     };
     let weights = f.golden.arena(&f.model.layout, "param.");
-    let replicated = Sharding::replicated(Plan::new(&f.model.layout.ends(), 4, usize::MAX, usize::MAX));
+    let replicated =
+        Sharding::replicated(Plan::new(&f.model.layout.ends(), ALIGN, 4, usize::MAX, usize::MAX));
     let optimizer = AdamW::new(&f.backend, &f.model, &weights, &replicated, &train).unwrap();
     let grad_norm_sq = f.backend.alloc(DType::F32, 1).unwrap();
     let finite = f.backend.alloc(DType::F32, 1).unwrap();
@@ -391,7 +392,7 @@ fn recomputed_blocks_give_the_same_bits(backend: fn() -> BackendHandle) {
 fn micro_steps_are_added_in_fp32_and_rounded_once_on_gpu() {
     let backend = gpu_in_bf16();
     let len = 1024;
-    let sharding = Sharding::replicated(Plan::new(&[512, len], 2, 1024, 1024));
+    let sharding = Sharding::replicated(Plan::new(&[512, len], ALIGN, 2, 1024, 1024));
     let division = Division { sharding: sharding.clone(), gradients: None, weights: None };
     let layout = Layout::new(&PRESETS[0].1);
     // In bf16 each of these steps would be lost: 1 + 2^-9 is rounded to 1.

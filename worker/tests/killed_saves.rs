@@ -21,7 +21,7 @@ use xlaunch_worker::checkpoint::saver::{Exchange, Saver, Settings, Written};
 use xlaunch_worker::checkpoint::{
     Piece, Portion, Retention, Snapshot, State, VERSION, directory, name, read,
 };
-use xlaunch_worker::model::layout::Layout;
+use xlaunch_worker::model::layout::{ALIGN, Layout};
 
 /// Names the directory in which this process saves until it is killed.
 const DIR: &str = "XLAUNCH_TEST_SAVE_IN";
@@ -109,7 +109,7 @@ fn value_of(step: u64) -> f32 {
 
 fn save_until_killed(dir: &Path) {
     let layout = Layout::new(&shape());
-    let sharding = Sharding::replicated(Plan::new(&layout.ends(), 4, 1 << 20, 1 << 20));
+    let sharding = Sharding::replicated(Plan::new(&layout.ends(), ALIGN, 4, 1 << 20, 1 << 20));
     let portion = Portion::new(&sharding, 0, 1);
     let len = portion.len();
     let settings = Settings {

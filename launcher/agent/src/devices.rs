@@ -65,13 +65,30 @@ pub fn gpu_memory() -> Option<u64> {
 
 /// PCI addresses of the visible GPUs, in CUDA's order if all GPUs are equal; empty without NVML.
 pub fn gpu_addresses() -> Vec<String> {
+    addresses_among(std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref())
+}
+
+/// PCI addresses of the GPUs of a job's workers, by rank; empty without GPUs or NVML.
+pub fn worker_gpu_addresses(placement: &Placement) -> Vec<String> {
+    if !placement.cuda {
+        return Vec::new();
+    }
+    let mut addresses = match &placement.visible {
+        Some(visible) => addresses_among(Some(visible)),
+        None => gpu_addresses(),
+    };
+    addresses.truncate(placement.workers as usize);
+    addresses
+}
+
+fn addresses_among(visible: Option<&str>) -> Vec<String> {
     let Ok(nvml) = Nvml::init() else { return Vec::new() };
     let gpus = (0..nvml.device_count().unwrap_or(0)).map(|index| {
         let device = nvml.device_by_index(index)?;
         Ok((device.uuid()?, device.pci_info()?.bus_id))
     });
     let gpus: Vec<_> = gpus.collect::<Result<_, NvmlError>>().unwrap_or_default();
-    visible_addresses(&gpus, std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref())
+    visible_addresses(&gpus, visible)
 }
 
 /// Selects addresses from pairs of UUID and address: `CUDA_VISIBLE_DEVICES` names them by index or prefix of the UUID.

@@ -19,7 +19,7 @@
 //! - [`stacks`]: what the processes of a rank are doing;
 //! - [`report`]: why a job failed; [`sinks`]: progress, metrics, TensorBoard, summary;
 //! - [`environment`] and [`ending`]: what a run was made with, and how it ended, for its directory;
-//! - [`doctor`]: health of the node's GPUs; [`memory`]: how much is free;
+//! - [`doctor`]: health of the node's GPUs; [`gpu_clocks`]: their clocks; [`memory`]: how much is free;
 //! - [`config`]: from `train.toml`, environment and flags to a checked job description.
 //!
 //! The agent never calls CUDA; GPUs and their usage come from NVML, loaded at run time.
@@ -33,6 +33,7 @@ pub mod doctor;
 pub mod driver;
 pub mod ending;
 pub mod environment;
+pub mod gpu_clocks;
 pub mod group;
 pub mod logs;
 pub mod memory;

@@ -1,20 +1,22 @@
 //! The measurements of `xlaunch bench`. Those of the trainer run in workers, which are launched like those of a job.
 //!
-//! - [`train`]: training steps, relative to the peak rates of the device;
+//! - [`train`]: training steps, relative to the peak rates of the device; [`reports`]: what their ranks reported;
 //! - [`all_reduce`]: all-reduce by message size, with the columns of nccl-tests;
 //! - [`device`]: peak rates of a device;
 //! - [`launches`]: launching itself;
 //! - [`rendezvous`]: rendezvous of many ranks on one node; [`nodes`]: of many nodes;
-//! - [`kernels`]: the kernels of a step by family.
+//! - [`kernels`]: the kernels of a step by family; [`clocks`]: the GPUs' clocks during the steps.
 //!
 //! Run directories are temporary. They are kept only if a launch fails.
 
 pub(crate) mod all_reduce;
+pub(crate) mod clocks;
 pub(crate) mod device;
 pub(crate) mod kernels;
 pub(crate) mod launches;
 pub(crate) mod nodes;
 pub(crate) mod rendezvous;
+mod reports;
 pub(crate) mod train;
 
 use serde::Serialize;

@@ -1,11 +1,18 @@
 //! `xlaunch bench train`: the steps of a training configuration.
 //!
 //! ```text
-//! launch 1: warm-up, measured steps (, one step with its kernels timed)  -> times, loss, memory, kernels
-//! launch 2: the same without all-reduce                                  -> exposed communication
-//! launch 3: calibration of the device, if it is not cached               -> peak FLOP/s
+//! launch 1: warm-up, measured steps (, one step with its kernels timed)  -> times, loss, memory, kernels, clocks
+//! launch 2: the same without the exchange of gradients and weights       -> communication
+//! launch 3: the same without any all-reduce                              -> waiting
+//! launch 4: calibration of the device, if it is not cached               -> peak FLOP/s
 //! ```
-//! Evaluation, sampling and checkpoints are turned off. Step times are rank 0's: all ranks synchronize in every step.
+//! Launches 2 and 3 are for several ranks. A step takes longer than one rank's own work for two reasons. Ranks wait for
+//! the slowest of them: launch 2 still has the small all-reduce of loss and flags, so its steps take as long as those
+//! of the slowest rank, and launch 3 takes what ranks need on their own. The rest is communication that backward and
+//! forward do not hide.
+//!
+//! Evaluation, sampling and checkpoints are turned off. Step times are rank 0's, as all ranks synchronize in every
+//! step; in launch 3 they do not, so that there it is the mean of all ranks' medians.
 
 use std::fmt::Write;
 use std::time::Instant;
@@ -15,14 +22,16 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::flops;
 use xlaunch_proto::spec::{CheckpointSection, JobSpec, ObserveSection};
 use xlaunch_proto::v1::bench::Kind;
-use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{StepReport, TrainBench, TrainStarted};
+use xlaunch_proto::v1::{StepCommunication, TrainBench};
 
+use super::clocks::Clocks;
 use super::kernels::{self, Kernel};
+use super::reports::{measured_period, pool_peak_bytes, profile, started, step_seconds, steps};
 use super::{Mode, RankReport, device, missing_report, quantile, run_workers};
 use crate::trainer::Trainer;
 use xlaunch_agent::Refusal;
 use xlaunch_agent::devices::{self, Placement};
+use xlaunch_agent::gpu_clocks::ClockSampler;
 use xlaunch_agent::sinks::progress::count;
 
 /// Which steps to run.
@@ -61,9 +70,16 @@ pub(crate) struct Measured {
     pub(crate) share_of_ceiling: f64,
     /// From the start of the command to the end of the first step.
     pub(crate) first_step_seconds: f64,
-    /// Median with all-reduce minus the median without; 0 for one rank. Noise can make it negative.
-    pub(crate) exposed_communication_ms: f64,
+    /// How long a rank waits for the slowest one, on average: the small all-reduce's step minus the one without any. 0
+    /// for one rank. Noise can make it negative.
+    pub(crate) waiting_ms: f64,
+    /// The whole step minus that with only the small all-reduce; 0 for one rank. Noise can make it negative.
+    pub(crate) communication_ms: f64,
+    /// Of loss and flags; gradients and weights are not exchanged.
+    pub(crate) step_ms_small_all_reduce: f64,
     pub(crate) step_ms_without_all_reduce: f64,
+    /// `None` on the CPU, and where NVML does not tell.
+    pub(crate) clocks: Option<Clocks>,
     /// The largest of all ranks' pools.
     pub(crate) pool_peak_bytes: u64,
     pub(crate) final_loss: f32,
@@ -89,17 +105,15 @@ pub(crate) async fn run(
     (trainer.preflight)(&spec, "".as_ref(), placement.workers, true)?;
     let profile_step = extent.profile.then_some(extent.end() + 1);
     announce("training");
-    let bench = TrainBench { skip_all_reduce: false, profile_step };
-    let reports = run_workers(&spec, placement, mode, Kind::Train(bench)).await?;
-    let seconds = step_seconds(&reports, extent);
+    let sampler = ClockSampler::start(devices::worker_gpu_addresses(placement));
+    let launch = Launch { spec: &spec, placement, mode };
+    let reports = launch.run(StepCommunication::Full, profile_step).await?;
+    let samples = sampler.map_or_else(Vec::new, ClockSampler::finish);
+    let seconds = step_seconds(&reports, 0, extent);
     let median = quantile(&seconds, 0.5);
-    let median_without_all_reduce = if placement.workers == 1 {
-        median
-    } else {
-        announce("training without all-reduce: replicas diverge, losses are meaningless");
-        let bench = TrainBench { skip_all_reduce: true, profile_step: None };
-        let reports = run_workers(&spec, placement, mode, Kind::Train(bench)).await?;
-        quantile(&step_seconds(&reports, extent), 0.5)
+    let (with_small_all_reduce, without_all_reduce) = match placement.workers {
+        1 => (median, median),
+        ranks => launch.less_communication(ranks, extent).await?,
     };
     announce("calibrating the device, unless it is cached");
     let calibration = device::run(&spec, placement, false).await?;
@@ -133,17 +147,51 @@ pub(crate) async fn run(
         ceiling_tflops: peak_flops / 1e12,
         share_of_ceiling: flops_per_rank / peak_flops,
         first_step_seconds: first.duration_since(command_start).as_secs_f64(),
-        exposed_communication_ms: (median - median_without_all_reduce) * 1e3,
-        step_ms_without_all_reduce: median_without_all_reduce * 1e3,
+        waiting_ms: (with_small_all_reduce - without_all_reduce) * 1e3,
+        communication_ms: (median - with_small_all_reduce) * 1e3,
+        step_ms_small_all_reduce: with_small_all_reduce * 1e3,
+        step_ms_without_all_reduce: without_all_reduce * 1e3,
+        clocks: measured_period(&reports, extent).and_then(|period| Clocks::during(&period, &samples)),
         pool_peak_bytes: pool_peak_bytes(&reports),
         final_loss: last.loss,
         kernels: extent.profile.then(|| profile(&reports)),
     })
 }
 
+/// What is launched several times.
+struct Launch<'a> {
+    spec: &'a JobSpec,
+    placement: &'a Placement,
+    mode: Mode,
+}
+
+impl Launch<'_> {
+    async fn run(
+        &self,
+        communication: StepCommunication,
+        profile_step: Option<u64>,
+    ) -> Result<Vec<RankReport>, Refusal> {
+        let bench = TrainBench { profile_step, communication: communication.into() };
+        run_workers(self.spec, self.placement, self.mode, Kind::Train(bench)).await
+    }
+
+    /// Seconds of a step with only the small all-reduce, and of a rank's step without any.
+    async fn less_communication(&self, ranks: u32, extent: Extent) -> Result<(f64, f64), Refusal> {
+        announce(
+            "training with only the all-reduce of loss and flags: replicas diverge, losses are meaningless",
+        );
+        let reports = self.run(StepCommunication::SmallAllReduce, None).await?;
+        let with_small_all_reduce = quantile(&step_seconds(&reports, 0, extent), 0.5);
+        announce("training without all-reduce");
+        let reports = self.run(StepCommunication::None, None).await?;
+        let medians = (0..ranks).map(|rank| quantile(&step_seconds(&reports, rank, extent), 0.5));
+        Ok((with_small_all_reduce, medians.sum::<f64>() / f64::from(ranks)))
+    }
+}
+
 impl Extent {
     /// The last measured step, from 1.
-    fn end(self) -> u64 {
+    pub(super) fn end(self) -> u64 {
         self.warmup + self.steps
     }
 }
@@ -167,55 +215,12 @@ fn announce(what: &str) {
     eprintln!("xlaunch: {what}");
 }
 
-/// Steps of a rank, with the times at which their reports arrived.
-fn steps(reports: &[RankReport], rank: u32) -> impl Iterator<Item = (Instant, StepReport)> {
-    reports.iter().filter(move |received| received.rank == rank).filter_map(|received| {
-        match &received.report {
-            Report::Step(step) => Some((received.at, *step)),
-            _ => None,
-        }
-    })
-}
-
-/// Seconds of the measured steps, sorted.
-fn step_seconds(reports: &[RankReport], extent: Extent) -> Vec<f64> {
-    let measured = extent.warmup + 1..=extent.end();
-    let measured = steps(reports, 0).filter(|(_, step)| measured.contains(&step.step));
-    let mut seconds: Vec<f64> = measured.map(|(_, step)| step.step_seconds).collect();
-    seconds.sort_by(f64::total_cmp);
-    seconds
-}
-
-fn started(reports: &[RankReport]) -> Option<&TrainStarted> {
-    reports.iter().find_map(|received| match &received.report {
-        Report::TrainStarted(started) => Some(started),
-        _ => None,
-    })
-}
-
-/// The most bytes that any rank's pool has mapped.
-fn pool_peak_bytes(reports: &[RankReport]) -> u64 {
-    let bytes = reports.iter().filter_map(|received| match &received.report {
-        Report::Step(step) => Some(step.pool_peak_bytes),
-        _ => None,
-    });
-    bytes.max().unwrap_or(0)
-}
-
-fn profile(reports: &[RankReport]) -> Vec<Kernel> {
-    let reported = reports.iter().find_map(|received| match &received.report {
-        Report::Profile(profile) => Some(kernels::grouped(&profile.kernels)),
-        _ => None,
-    });
-    reported.unwrap_or_default()
-}
-
 #[expect(clippy::cast_precision_loss, reason = "shown to people")]
 pub(crate) fn table(m: &Measured) -> String {
     let mut out = String::new();
     let mut line = |name: &str, value: String| {
         // Writing to a String cannot fail.
-        let _ = writeln!(out, "{name:<13}{value}");
+        let _ = writeln!(out, "{name:<15}{value}");
     };
     line("hardware", format!("{} x {}, {}", m.ranks, m.device, m.platform));
     let mode = match m.mode {
@@ -241,9 +246,20 @@ pub(crate) fn table(m: &Measured) -> String {
         ),
     );
     line("first step", format!("{:.2} s after the command", m.first_step_seconds));
-    let without = format!("{:.3} ms per step without all-reduce", m.step_ms_without_all_reduce);
-    let without = if m.ranks == 1 { "1 rank".into() } else { without };
-    line("all-reduce", format!("{:.3} ms exposed; {without}", m.exposed_communication_ms));
+    if m.ranks > 1 {
+        let small = m.step_ms_small_all_reduce;
+        line("waiting", format!("{:.3} ms for the slowest rank", m.waiting_ms));
+        line(
+            "communication",
+            format!(
+                "{:.3} ms; step {small:.3} ms with only the all-reduce of loss and flags, {:.3} ms without",
+                m.communication_ms, m.step_ms_without_all_reduce
+            ),
+        );
+    }
+    if let Some(clocks) = &m.clocks {
+        line("clocks", clocks.line());
+    }
     line("pool", format!("{:.1} MiB peak", m.pool_peak_bytes as f64 / f64::from(1 << 20)));
     line("loss", format!("{:.4} at step {}", m.final_loss, m.warmup + m.steps));
     m.kernels.as_ref().map_or(out.clone(), |kernels| out + &kernels::table(kernels))
@@ -252,25 +268,6 @@ pub(crate) fn table(m: &Measured) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn step_seconds_are_the_measured_steps_of_rank_0_sorted() {
-        let step = |rank, step, step_seconds| RankReport {
-            rank,
-            at: Instant::now(),
-            report: Report::Step(StepReport { step, step_seconds, ..Default::default() }),
-        };
-        let reports = [
-            step(0, 1, 9.0),
-            step(0, 2, 3.0),
-            step(1, 2, 8.0),
-            step(0, 3, 1.0),
-            step(0, 4, 2.0),
-            step(0, 5, 7.0),
-        ];
-        let extent = Extent { warmup: 1, steps: 3, profile: true };
-        assert_eq!(step_seconds(&reports, extent), [1.0, 2.0, 3.0]);
-    }
 
     #[test]
     fn measured_job_is_valid_for_any_learning_rate_warmup() {

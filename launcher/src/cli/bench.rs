@@ -21,7 +21,7 @@ const DEFAULT_MAX_BYTES_CPU: u64 = 16 << 20;
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Bench {
-    /// Training steps: time, throughput, share of peak FLOP/s, exposed communication
+    /// Training steps: time, throughput, share of peak FLOP/s, waiting, communication, clocks
     Train {
         /// Training configuration; evaluation, sampling and checkpoints are turned off
         #[arg(value_name = "CONFIG.toml")]

@@ -16,8 +16,8 @@ pub const MAX_SHARDS: usize = 8;
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct CommSection {
-    /// Maximum size of a gradient bucket in MiB, like DDP's bucket_cap_mb. Smaller buckets overlap better with
-    /// backward; larger ones use bandwidth better.
+    /// Maximum size of a gradient bucket in MiB, like DDP's bucket_cap_mb; a larger parameter is cut into several
+    /// buckets. Smaller buckets overlap better with backward; larger ones use bandwidth better.
     pub bucket_mb: f64,
     /// Element type in which gradients are all-reduced. Micro-steps are added in fp32.
     pub dtype: WireDtype,

@@ -9,6 +9,7 @@ use xlaunch_tests::{Job, Launch, Output, Process, children, is_alive, send_signa
 
 xlaunch_harness::tests! {
     train_reports_consistent_figures_and_leaves_no_files,
+    train_tells_waiting_for_a_slow_rank_from_communication,
     train_has_the_losses_of_the_job,
     train_that_fails_says_why,
     train_with_threads_has_the_losses_of_processes,
@@ -76,7 +77,9 @@ fn train_reports_consistent_figures_and_leaves_no_files() {
     close(get("tflops_per_rank"), get("flops_per_token") * get("tokens_per_second") / 2.0 / 1e12);
     close(get("share_of_ceiling"), get("tflops_per_rank") / get("ceiling_tflops"));
     assert!(0.0 < get("share_of_ceiling") && get("share_of_ceiling") < 1.5, "{found}");
-    close(get("exposed_communication_ms"), get("step_ms") - get("step_ms_without_all_reduce"));
+    close(get("waiting_ms"), get("step_ms_small_all_reduce") - get("step_ms_without_all_reduce"));
+    close(get("communication_ms"), get("step_ms") - get("step_ms_small_all_reduce"));
+    assert_eq!(found["clocks"], Value::Null, "on a CPU");
     assert!(get("first_step_seconds") > get("step_ms_p5") / 1e3 && get("pool_peak_bytes") > 0.0, "{found}");
     assert!(get("final_loss") > 0.0 && get("final_loss") < 6.0, "{found}");
     assert_eq!(found["kernels"], serde_json::json!([]), "kernels are timed on GPUs only");
@@ -84,7 +87,18 @@ fn train_reports_consistent_figures_and_leaves_no_files() {
     assert!(!job.path().join("runs").exists());
 
     let one = json(&job, &["train", "train.toml", "--steps", "3", "--warmup", "1"]);
-    assert_eq!((number(&one, "exposed_communication_ms"), number(&one, "ranks")), (0.0, 1.0));
+    assert_eq!(["waiting_ms", "communication_ms", "ranks"].map(|key| number(&one, key)), [0.0, 0.0, 1.0]);
+}
+
+fn train_tells_waiting_for_a_slow_rank_from_communication() {
+    // Rank 1 takes longer in every step, by much more than this model's steps take.
+    let mut job = Job::with_fail_points("forward@1:*=slow(200)");
+    let cache = job.path().join("cache").display().to_string();
+    job.set_env("XLAUNCH_CACHE", &cache);
+    let found = json(&job, &["train", "train.toml", "--nproc", "2", "--steps", "8", "--warmup", "2"]);
+    // Rank 0 waits for 200 ms, rank 1 does not.
+    let (waiting, communication) = (number(&found, "waiting_ms"), number(&found, "communication_ms"));
+    assert!((60.0..140.0).contains(&waiting) && communication.abs() < 50.0, "{found}");
 }
 
 fn train_has_the_losses_of_the_job() {

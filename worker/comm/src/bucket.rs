@@ -2,8 +2,19 @@
 //!
 //! Gradients are stored in one arena in the order in which backward finishes them. So a bucket is a contiguous range,
 //! and one number, "all gradients below this offset are written", tells which buckets are ready. The first bucket is
-//! smaller, so that its all-reduce starts early. A parameter is never split: one larger than the cap is a bucket of its
-//! own.
+//! smaller, so that its all-reduce starts early.
+//!
+//! ```text
+//! parameters:   | a | b |  c  |              d              | e | f |
+//! buckets:      |   0   |  1  |    2    |    3    |    4    |   5   |
+//! groups:       |   0   |  1  |              2              |   3   |
+//! ```
+//! A bucket has whole parameters, or a part of one that is larger than the cap. The buckets of such a parameter are a
+//! group: operations use the parameter as a whole, so memory that does not have the whole arena must have a group in
+//! one piece.
+//!
+//! Cuts depend on sizes alone, never on the number of ranks or on what they divide: the order in which gradients are
+//! summed depends on the buckets.
 
 use std::ops::Range;
 
@@ -11,27 +22,49 @@ use std::ops::Range;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     buckets: Vec<Range<usize>>,
+    /// Index of the first bucket of each group.
+    groups: Vec<usize>,
 }
 
 impl Plan {
-    /// Buckets of whole parameters. `ends` are the rising end offsets of the parameters in elements of `element_size`
-    /// bytes; no bucket of several parameters exceeds `cap_bytes`, and the first one `first_cap_bytes`.
-    pub fn new(ends: &[usize], element_size: usize, cap_bytes: usize, first_cap_bytes: usize) -> Self {
-        let mut buckets: Vec<Range<usize>> = Vec::new();
+    /// Buckets of parameters. `ends` are the rising end offsets of the parameters in elements of `element_size` bytes.
+    ///
+    /// No bucket exceeds `cap_bytes`, and no first one of several parameters `first_cap_bytes`. A parameter above the
+    /// cap is cut into buckets of about equal size, at offsets that are multiples of `align` elements from its start:
+    /// only one of at most `align` elements may exceed the cap. `usize::MAX` cuts none.
+    pub fn new(
+        ends: &[usize],
+        align: usize,
+        element_size: usize,
+        cap_bytes: usize,
+        first_cap_bytes: usize,
+    ) -> Self {
+        let mut plan = Self { buckets: Vec::new(), groups: Vec::new() };
         let mut open = 0..0;
         for end in ends {
-            let cap = if buckets.is_empty() { first_cap_bytes } else { cap_bytes };
+            let parameter = open.end..*end;
+            let cap = if plan.buckets.is_empty() { first_cap_bytes.min(cap_bytes) } else { cap_bytes };
             if !open.is_empty() && (end - open.start) * element_size > cap {
-                let start = open.end;
-                buckets.push(open);
-                open = start..start;
+                plan.add_group([open]);
+                open = parameter.start..parameter.start;
             }
-            open.end = *end;
+            if parameter.len() * element_size > cap_bytes {
+                // What was open is closed, as it does not fit beside anything.
+                plan.add_group(cut(&parameter, align, cap_bytes / element_size));
+                open = parameter.end..parameter.end;
+            } else {
+                open.end = parameter.end;
+            }
         }
         if !open.is_empty() {
-            buckets.push(open);
+            plan.add_group([open]);
         }
-        Self { buckets }
+        plan
+    }
+
+    fn add_group(&mut self, buckets: impl IntoIterator<Item = Range<usize>>) {
+        self.groups.push(self.buckets.len());
+        self.buckets.extend(buckets);
     }
 
     /// The buckets, by rising offset.
@@ -39,10 +72,26 @@ impl Plan {
         &self.buckets
     }
 
-    /// Bytes that are equal exactly when two plans are. The rendezvous compares their digest.
+    /// The buckets of each group: of a parameter that is cut, or a single one.
+    pub fn groups(&self) -> impl Iterator<Item = &[Range<usize>]> {
+        let ends = self.groups.iter().skip(1).copied().chain([self.buckets.len()]);
+        self.groups.iter().zip(ends).map(|(start, end)| &self.buckets[*start..end])
+    }
+
+    /// Bytes that are equal exactly when two plans have the same buckets. The rendezvous compares their digest.
     pub fn layout(&self) -> Vec<u8> {
         format!("{:?}", self.buckets).into_bytes()
     }
+}
+
+/// Cuts a parameter at multiples of `align` from its start into as few parts as have at most `cap` elements each. Their
+/// sizes differ by `align` at most.
+fn cut(parameter: &Range<usize>, align: usize, cap: usize) -> impl Iterator<Item = Range<usize>> {
+    let (start, end) = (parameter.start, parameter.end);
+    let units = parameter.len().div_ceil(align);
+    let parts = units.div_ceil((cap / align).max(1));
+    let at = move |part: usize| if part == parts { end } else { start + units * part / parts * align };
+    (0..parts).map(move |part| at(part)..at(part + 1))
 }
 
 /// Tracks which buckets of one backward pass are ready to be reduced.
@@ -71,15 +120,37 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    fn ends(sizes: &[usize]) -> Vec<usize> {
+        let end = |end: &mut usize, size: &usize| {
+            *end += size;
+            Some(*end)
+        };
+        sizes.iter().scan(0, end).collect()
+    }
+
     #[test]
-    fn first_bucket_is_small_and_oversized_parameters_get_their_own() {
-        let plan = Plan::new(&[10, 20, 40, 60, 500, 510], 4, 160, 60);
+    fn first_bucket_is_small_and_large_parameters_get_buckets_of_their_own() {
+        let plan = Plan::new(&[10, 20, 40, 60, 500, 510], usize::MAX, 4, 160, 60);
         assert_eq!(plan.buckets(), [0..10, 10..40, 40..60, 60..500, 500..510]);
+        assert_eq!(plan.groups().count(), 5);
+    }
+
+    #[test]
+    fn parameter_above_the_cap_is_cut_into_equal_parts() {
+        let plan = Plan::new(&[8, 16, 108, 116], 4, 4, 160, 64);
+        // 92 elements, of which 40 are the cap: 23 units of 4 in three parts.
+        assert_eq!(plan.buckets(), [0..16, 16..44, 44..76, 76..108, 108..116]);
+        let groups: Vec<usize> = plan.groups().map(<[Range<usize>]>::len).collect();
+        assert_eq!(groups, [1, 3, 1]);
+        // The first one as well; then no other bucket is the first.
+        assert_eq!(Plan::new(&[20, 36], 4, 4, 64, 16).buckets(), [0..8, 8..20, 20..36]);
+        // One unit that is larger than the cap.
+        assert_eq!(Plan::new(&[16], 8, 4, 4, 4).buckets(), [0..8, 8..16]);
     }
 
     #[test]
     fn layouts_are_equal_if_plans_are() {
-        let layout = |ends: &[usize], cap| Plan::new(ends, 4, cap, 60).layout();
+        let layout = |ends: &[usize], cap| Plan::new(ends, usize::MAX, 4, cap, 60).layout();
         assert_eq!(layout(&[10, 20, 40], 160), layout(&[10, 20, 40], 160));
         assert_ne!(layout(&[10, 20, 40], 160), layout(&[10, 20, 40], 80));
         assert_ne!(layout(&[10, 20, 40], 160), layout(&[10, 20, 41], 160));
@@ -87,21 +158,37 @@ mod tests {
 
     proptest! {
         #[test]
-        fn buckets_cover_the_arena_at_parameter_ends(
-            sizes in prop::collection::vec(1usize..500, 0..60),
+        fn buckets_cover_the_arena_and_do_not_exceed_the_cap(
+            units in prop::collection::vec(1usize..50, 0..60),
+            align in 1usize..10,
             cap in 1usize..4000,
         ) {
-            let ends: Vec<usize> = sizes.iter().scan(0, |end, size| { *end += size; Some(*end) }).collect();
-            let plan = Plan::new(&ends, 4, cap, cap / 4);
+            let ends: Vec<usize> = ends(&units).into_iter().map(|end| end * align).collect();
+            let plan = Plan::new(&ends, align, 4, cap, cap / 4);
             let mut at = 0;
-            for bucket in plan.buckets() {
-                prop_assert_eq!(bucket.start, at);
-                prop_assert!(ends.contains(&bucket.end));
-                let parameters = ends.iter().filter(|end| bucket.contains(&(**end - 1))).count();
-                prop_assert!(parameters == 1 || bucket.len() * 4 <= cap);
-                at = bucket.end;
+            for group in plan.groups() {
+                for bucket in group {
+                    prop_assert_eq!(bucket.start, at);
+                    prop_assert!(!bucket.is_empty() && bucket.end.is_multiple_of(align));
+                    // One that cannot be cut is a whole unit.
+                    prop_assert!(bucket.len() * 4 <= cap || bucket.len() == align);
+                    at = bucket.end;
+                }
+                let elements = group[0].start..at;
+                prop_assert!(ends.contains(&elements.end));
+                let parameters = ends.iter().filter(|end| elements.contains(&(**end - 1))).count();
+                if group.len() > 1 {
+                    prop_assert!(parameters == 1 && elements.len() * 4 > cap);
+                    let sizes = group.iter().map(Range::len);
+                    let (least, most) = (sizes.clone().min().unwrap(), sizes.max().unwrap());
+                    prop_assert!(most - least <= align, "{group:?}");
+                }
+                if elements.start == 0 {
+                    prop_assert!(parameters == 1 || elements.len() * 4 <= cap / 4);
+                }
             }
             prop_assert_eq!(at, ends.last().copied().unwrap_or(0));
+            prop_assert_eq!(plan.groups().flatten().count(), plan.buckets().len());
         }
 
         #[test]
@@ -109,8 +196,9 @@ mod tests {
             sizes in prop::collection::vec(1usize..50, 1..40),
             steps in prop::collection::vec(0usize..60, 0..60),
         ) {
-            let ends: Vec<usize> = sizes.iter().scan(0, |end, size| { *end += size; Some(*end) }).collect();
-            let plan = Plan::new(&ends, 4, 300, 100);
+            let ends = ends(&sizes);
+            // Some are cut.
+            let plan = Plan::new(&ends, 3, 4, 150, 50);
             let mut progress = ReduceProgress::new(&plan);
             let (mut offset, mut seen) = (0, Vec::new());
             let total = *ends.last().unwrap();

@@ -94,7 +94,7 @@ mod tests {
 
     #[test]
     fn shards_are_stored_contiguously_per_rank() {
-        let plan = Plan::new(&[8, 24], 4, 64, 32);
+        let plan = Plan::new(&[8, 24], 4, 4, 64, 32);
         assert_eq!(plan.buckets(), [0..8, 8..24]);
         let sharding = Sharding::new(plan, 1, 2);
         let places = [0..8, 8..24].map(|bucket| (sharding.in_arena(&bucket), sharding.in_shard(&bucket)));
@@ -106,22 +106,22 @@ mod tests {
 
     #[test]
     fn replicated_and_sharded_arenas_are_told_apart() {
-        let plan = Plan::new(&[8, 24], 4, 64, 32);
+        let plan = Plan::new(&[8, 24], 4, 4, 64, 32);
         let sharded = Sharding::new(plan.clone(), 0, 2);
         assert!(sharded.is_sharded() && !sharded.is_empty());
         let replicated = Sharding::replicated(plan);
         assert!(!replicated.is_sharded());
         assert_eq!((replicated.len(), replicated.arena_len()), (24, 24));
-        assert!(Sharding::replicated(Plan::new(&[], 4, 64, 32)).is_empty());
+        assert!(Sharding::replicated(Plan::new(&[], 4, 4, 64, 32)).is_empty());
     }
 
     #[test]
     fn layout_depends_on_world_size_and_not_on_rank() {
-        let plan = Plan::new(&[8, 24], 4, 64, 32);
+        let plan = Plan::new(&[8, 24], 4, 4, 64, 32);
         let layout = |rank, ranks| Sharding::new(plan.clone(), rank, ranks).layout();
         assert_eq!(layout(0, 2), layout(1, 2));
         assert_ne!(layout(0, 2), layout(0, 1));
-        let other = Plan::new(&[16, 24], 4, 64, 32);
+        let other = Plan::new(&[16, 24], 4, 4, 64, 32);
         assert_ne!(layout(0, 2), Sharding::new(other, 0, 2).layout());
     }
 
@@ -133,7 +133,7 @@ mod tests {
         ) {
             let step = |end: &mut usize, size: &usize| { *end += size * ranks; Some(*end) };
             let ends: Vec<usize> = sizes.iter().scan(0, step).collect();
-            let plan = Plan::new(&ends, 4, 100, 30);
+            let plan = Plan::new(&ends, ranks, 4, 60, 30);
             let arena: Vec<usize> = (0..*ends.last().unwrap()).collect();
             let mut seen = vec![0; arena.len()];
             for rank in 0..ranks {

@@ -8,9 +8,11 @@
 //! tensor:  | 0 | 1 | 2 | kept |
 //!            3   4   5
 //! ```
-//! Where a bucket is stored never changes, so that captured graphs can be replayed. Two buckets share memory only if no
-//! part needs one of them while the part before or after it needs the other. So the buckets of the next part can be
-//! gathered, and those of the part before be reduced, while a part is being computed.
+//! Where a bucket is stored never changes, so that captured graphs can be replayed. The buckets of a group, a parameter
+//! that is cut, are stored in one piece, as operations use it as a whole; they are gathered and reduced one by one all
+//! the same. Two groups share memory only if no part needs one of them while the part before or after it needs the
+//! other. So the buckets of the next part can be gathered, and those of the part before be reduced, while a part is
+//! being computed.
 
 use std::ops::Range;
 
@@ -20,58 +22,87 @@ use crate::bucket::Plan;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Slots {
     buckets: Vec<Range<usize>>,
-    /// Where each bucket begins in the tensor.
-    starts: Vec<usize>,
-    /// Buckets that share their memory with no other.
-    kept: Vec<bool>,
+    /// The group of each bucket.
+    group_of: Vec<usize>,
+    groups: Vec<Group>,
     len: usize,
+}
+
+/// Buckets that are stored in one piece.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Group {
+    /// Their indices.
+    buckets: Range<usize>,
+    /// In the arena.
+    elements: Range<usize>,
+    /// Where it begins in the tensor.
+    start: usize,
+    /// It shares its memory with no other.
+    kept: bool,
+}
+
+impl Group {
+    fn len(&self) -> usize {
+        self.elements.len()
+    }
+
+    /// Where it is in the tensor.
+    fn slot(&self) -> Range<usize> {
+        self.start..self.start + self.len()
+    }
 }
 
 impl Slots {
     /// Every bucket at its place in the arena.
     pub fn whole(plan: &Plan) -> Self {
-        let buckets = plan.buckets().to_vec();
-        let starts = buckets.iter().map(|bucket| bucket.start).collect();
-        let len = buckets.last().map_or(0, |bucket| bucket.end);
-        Self { kept: vec![true; buckets.len()], starts, len, buckets }
+        let mut slots = Self {
+            buckets: plan.buckets().to_vec(),
+            group_of: Vec::new(),
+            groups: Vec::new(),
+            len: plan.buckets().last().map_or(0, |bucket| bucket.end),
+        };
+        for group in plan.groups() {
+            let buckets = slots.group_of.len()..slots.group_of.len() + group.len();
+            let elements = group[0].start..group[group.len() - 1].end;
+            slots.group_of.resize(buckets.end, slots.groups.len());
+            slots.groups.push(Group { buckets, start: elements.start, elements, kept: true });
+        }
+        slots
     }
 
-    /// Slots for passes that need these `parts` of the arena in turn. Buckets with elements of `kept` share their
-    /// memory with no other.
+    /// Slots for passes that need these `parts` of the arena in turn. Groups with elements of `kept` share their memory
+    /// with no other.
     pub fn shared(plan: &Plan, parts: &[Range<usize>], kept: &[Range<usize>]) -> Self {
         let mut slots = Self::whole(plan);
-        slots.kept.fill(false);
-        for range in kept {
-            let needed = slots.needed(range);
-            slots.kept[needed].fill(true);
+        for group in &mut slots.groups {
+            group.kept = kept.iter().any(|range| overlaps(range, &group.elements));
         }
-        let turns: Vec<usize> = (0..slots.buckets.len()).filter(|bucket| !slots.kept[*bucket]).collect();
+        let turns: Vec<usize> = (0..slots.groups.len()).filter(|group| !slots.groups[*group].kept).collect();
         // Those of `turns` that two neighbouring parts need.
         let together: Vec<Vec<usize>> = parts
             .windows(2)
             .map(|pair| {
-                let needed = [&pair[0], &pair[1]].map(|part| slots.needed(part));
-                let is_needed = |bucket: &usize| needed.iter().any(|range| range.contains(bucket));
+                let is_needed =
+                    |group: &usize| pair.iter().any(|part| overlaps(part, &slots.groups[*group].elements));
                 turns.iter().copied().filter(is_needed).collect()
             })
             .collect();
-        let size = |bucket: &usize| slots.buckets[*bucket].len();
-        let mut ring: usize =
-            together.iter().map(|buckets| buckets.iter().map(size).sum()).max().unwrap_or(0);
+        let size = |group: &usize| slots.groups[*group].len();
+        let mut ring: usize = together.iter().map(|groups| groups.iter().map(size).sum()).max().unwrap_or(0);
         let step = turns.iter().map(size).min().unwrap_or(0);
-        // With a ring as large as all buckets, no two share memory.
+        // With a ring as large as all groups, no two share memory.
         let all: usize = turns.iter().map(size).sum();
         loop {
             slots.put_in_ring(&turns, ring);
-            if ring >= all || !together.iter().any(|buckets| slots.any_overlap(buckets)) {
+            if ring >= all || !together.iter().any(|groups| slots.any_overlap(groups)) {
                 break;
             }
             ring += step;
         }
         slots.len = ring.min(all);
-        for bucket in (0..slots.buckets.len()).filter(|bucket| slots.kept[*bucket]) {
-            slots.starts[bucket] = slots.len;
-            slots.len += slots.buckets[bucket].len();
+        for group in slots.groups.iter_mut().filter(|group| group.kept) {
+            group.start = slots.len;
+            slots.len += group.len();
         }
         slots
     }
@@ -86,26 +117,28 @@ impl Slots {
         self.len == 0
     }
 
-    /// Where these elements of one bucket are in the tensor.
+    /// Where these elements of one parameter or bucket are in the tensor.
     ///
     /// # Panics
-    /// If they are in no bucket, or in two of which the memory is shared.
+    /// If they are in no group, or in two, which are not stored in one piece.
     pub fn place(&self, elements: &Range<usize>) -> Range<usize> {
-        let found = self.buckets.partition_point(|bucket| bucket.end <= elements.start);
-        let (bucket, start) = (&self.buckets[found], self.starts[found]);
-        assert!(elements.end <= bucket.end, "{elements:?} is not in {bucket:?}");
-        start + elements.start - bucket.start..start + elements.end - bucket.start
+        let found = self.groups.partition_point(|group| group.elements.end <= elements.start);
+        let Group { elements: group, start, .. } = &self.groups[found];
+        assert!(elements.end <= group.end, "{elements:?} is not in {group:?}");
+        start + elements.start - group.start..start + elements.end - group.start
     }
 
     /// The buckets whose memory is never shared.
     pub fn kept(&self) -> impl DoubleEndedIterator<Item = &Range<usize>> {
-        self.buckets.iter().zip(&self.kept).filter(|(_, kept)| **kept).map(|(bucket, _)| bucket)
+        self.groups.iter().filter(|group| group.kept).flat_map(|group| &self.buckets[group.buckets.clone()])
     }
 
     /// What to gather, and what to wait for, before each of `parts`, which are computed in this order. `ahead` is the
     /// number of parts for which buckets are gathered ahead. With `kept_present`, kept buckets are in memory already.
     pub fn gathers(&self, parts: &[Range<usize>], ahead: usize, kept_present: bool) -> Vec<Turn> {
-        let mut present: Vec<bool> = self.kept.iter().map(|kept| *kept && kept_present).collect();
+        let is_kept = |group: &usize| self.groups[*group].kept;
+        let mut present: Vec<bool> =
+            self.group_of.iter().map(|group| is_kept(group) && kept_present).collect();
         // The number of the last gather of each bucket.
         let mut number = vec![0_usize; self.buckets.len()];
         let (mut started, mut waited) = (0, 0);
@@ -156,19 +189,18 @@ impl Slots {
         start..self.buckets.partition_point(|bucket| bucket.start < part.end).max(start)
     }
 
-    /// Stores buckets one after the other in a ring of `len` elements, at its start again where the rest is too short.
-    fn put_in_ring(&mut self, buckets: &[usize], len: usize) {
+    /// Stores groups one after the other in a ring of `len` elements, at its start again where the rest is too short.
+    fn put_in_ring(&mut self, groups: &[usize], len: usize) {
         let mut at = 0;
-        for bucket in buckets {
-            let size = self.buckets[*bucket].len();
-            let start = if at + size > len { 0 } else { at };
-            self.starts[*bucket] = start;
-            at = start + size;
+        for group in groups {
+            let group = &mut self.groups[*group];
+            group.start = if at + group.len() > len { 0 } else { at };
+            at = group.slot().end;
         }
     }
 
-    fn any_overlap(&self, buckets: &[usize]) -> bool {
-        let mut slots: Vec<Range<usize>> = buckets.iter().map(|bucket| self.slot(*bucket)).collect();
+    fn any_overlap(&self, groups: &[usize]) -> bool {
+        let mut slots: Vec<Range<usize>> = groups.iter().map(|group| self.groups[*group].slot()).collect();
         slots.sort_by_key(|slot| slot.start);
         slots.windows(2).any(|pair| overlaps(&pair[0], &pair[1]))
     }
@@ -176,11 +208,20 @@ impl Slots {
     /// Other buckets with some of this one's memory.
     fn sharing_with(&self, bucket: usize) -> impl Iterator<Item = usize> + '_ {
         let slot = self.slot(bucket);
-        (0..self.buckets.len()).filter(move |other| *other != bucket && overlaps(&self.slot(*other), &slot))
+        // Of few groups, as a large model has many buckets.
+        let groups = self.groups.iter().filter({
+            let slot = slot.clone();
+            move |group| overlaps(&group.slot(), &slot)
+        });
+        let buckets = groups.flat_map(|group| group.buckets.clone());
+        buckets.filter(move |other| *other != bucket && overlaps(&self.slot(*other), &slot))
     }
 
+    /// Where a bucket is in the tensor.
     fn slot(&self, bucket: usize) -> Range<usize> {
-        self.starts[bucket]..self.starts[bucket] + self.buckets[bucket].len()
+        let (Range { start, end }, group) = (&self.buckets[bucket], &self.groups[self.group_of[bucket]]);
+        let at = |element| group.start + element - group.elements.start;
+        at(*start)..at(*end)
     }
 }
 

@@ -161,11 +161,14 @@ mod tests {
     #[test]
     fn all_reduce_is_exact_and_a_skipped_one_is_detected() {
         assert_eq!(wrong(|ring| Box::new(ring)), vec![vec![0; 3]; 2]);
-        for (rank, found) in wrong(|ring| Box::new(SkipAllReduce(Box::new(ring)))).iter().enumerate() {
+        for (rank, found) in wrong(|ring| Box::new(SkipAllReduce::all(Box::new(ring)))).iter().enumerate() {
             // One of m elements is right by chance: where the other rank adds zero.
             for (size, wrong) in BENCH.iter().zip(found).skip(1) {
                 assert!(wrong * 8 >= size * 7 - 8, "rank {rank}: {wrong} of {size}");
             }
+        }
+        for found in wrong(|ring| Box::new(SkipAllReduce::except_small(Box::new(ring)))) {
+            assert!(found[0] == 0 && found[1] > 0 && found[2] > 0, "{found:?}");
         }
     }
 

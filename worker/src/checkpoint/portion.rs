@@ -94,7 +94,7 @@ mod tests {
         ) {
             let step = |end: &mut usize, size: &usize| { *end += size * world; Some(*end) };
             let ends: Vec<usize> = sizes.iter().scan(0, step).collect();
-            let (plan, len) = (Plan::new(&ends, 4, 100, 30), *ends.last().unwrap());
+            let (plan, len) = (Plan::new(&ends, world, 4, 60, 30), *ends.last().unwrap());
             let mut seen = vec![0; len];
             for rank in 0..world {
                 let sharding = match sharded {

@@ -14,7 +14,7 @@ use xlaunch_proto::v1::worker_report::Report;
 use super::disk::{Disk, Real};
 use super::saver::{Exchange, Saver, Settings, Written};
 use super::*;
-use crate::model::layout::Layout;
+use crate::model::layout::{ALIGN, Layout};
 
 /// A model with an embedding of many blocks.
 pub(crate) fn shape() -> ModelShape {
@@ -71,7 +71,7 @@ pub(crate) fn snapshot(portion: &Portion, step: u64) -> Snapshot {
 
 /// The shards of a rank, or everything.
 pub(crate) fn sharding(layout: &Layout, rank: usize, world: usize, sharded: bool) -> Sharding {
-    let plan = Plan::new(&layout.ends(), 4, 1 << 14, 1 << 12);
+    let plan = Plan::new(&layout.ends(), ALIGN, 4, 1 << 14, 1 << 12);
     if sharded { Sharding::new(plan, rank, world) } else { Sharding::replicated(plan) }
 }
 

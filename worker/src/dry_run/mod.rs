@@ -79,7 +79,7 @@ pub fn memory(spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Memory> {
     let stepper = Stepper::new(&backend, &model, spec, &division, ranks)?;
     let gradients = live() - workspace - weights - state;
     let evaluator = Evaluator::new(&backend, &model, spec, &division)?;
-    let mut collective = SkipAllReduce(Box::new(Local));
+    let mut collective = SkipAllReduce::all(Box::new(Local));
     for step in 0..STEPS {
         optimizer.prepare(step, 1.0)?;
         stepper.rehearse(&model, &optimizer, &mut collective)?;

@@ -41,7 +41,7 @@ impl<'a> GradientArena<'a> {
         self.tensor.slice(self.place(&param))
     }
 
-    /// Where elements of one bucket of the arena are in the tensor.
+    /// Where elements of one parameter or bucket are in the tensor.
     pub(crate) fn place(self, elements: &Range<usize>) -> Range<usize> {
         self.slots.map_or(elements.clone(), |slots| slots.place(elements))
     }

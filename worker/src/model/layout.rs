@@ -10,9 +10,10 @@ use xlaunch_engine::DECAY_CHUNK;
 use xlaunch_proto::model::{Arch, ModelShape};
 use xlaunch_proto::spec::MAX_SHARDS;
 
-/// Alignment of parameters in elements. It aligns rows for tensor cores in both element types, keeps a decay flag from
-/// covering two parameters, and makes every shard of a bucket a whole number of decay flags.
-const ALIGN: usize = DECAY_CHUNK * MAX_SHARDS;
+/// Alignment in elements of parameters, and of the buckets into which large ones are cut. It aligns rows for tensor
+/// cores in both element types, keeps a decay flag from covering two parameters, and makes every shard of a bucket a
+/// whole number of decay flags. A gap is shorter and ends where a parameter starts, so it is never in two buckets.
+pub const ALIGN: usize = DECAY_CHUNK * MAX_SHARDS;
 
 /// Most elements of a [`Part`]: at least a millisecond of work, and even, as normal numbers are drawn in pairs.
 const PART_LEN: usize = 1 << 18;

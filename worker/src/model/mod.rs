@@ -245,7 +245,7 @@ impl Model {
         self.weights.slice(self.place(range))
     }
 
-    /// Where elements of one bucket of the arena are in `weights`.
+    /// Where elements of one parameter or bucket are in `weights`.
     pub(crate) fn place(&self, elements: &Range<usize>) -> Range<usize> {
         self.slots.as_ref().map_or(elements.clone(), |slots| slots.place(elements))
     }

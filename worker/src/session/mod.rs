@@ -21,7 +21,8 @@ use xlaunch_proto::spec::{JobSpec, SpecError};
 use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{
-    Finished, GetJobReply, GetJobRequest, Hello, Phase, SampleReport, TrainBench, TrainStarted,
+    Finished, GetJobReply, GetJobRequest, Hello, Phase, SampleReport, StepCommunication, TrainBench,
+    TrainStarted,
 };
 
 use crate::bench::{self, SkipAllReduce};
@@ -117,9 +118,8 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let mut collective = collective;
     let start = complete_start(context, &device.backend, &trainer, start, &fingerprint, &mut *collective)
         .map_err(report)?;
-    if bench.is_some_and(|bench| bench.skip_all_reduce) {
-        collective = Box::new(SkipAllReduce(collective));
-    }
+    let communication = bench.as_ref().map_or(StepCommunication::Full, TrainBench::communication);
+    collective = SkipAllReduce::down_to(communication, collective);
     let spec = &start.complete(spec);
     let context = &Context { spec, ..*context };
     let buffers = trainer.stepper.reduce_buffers().chain(trainer.optimizer.gather_buffers(&trainer.model));

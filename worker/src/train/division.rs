@@ -7,9 +7,9 @@ use xlaunch_engine::DType;
 use xlaunch_proto::spec::{JobSpec, Shard, SpecError, WireDtype};
 
 use crate::error::Result;
-use crate::model::layout::Layout;
+use crate::model::layout::{ALIGN, Layout};
 
-/// Cap of the first bucket: a small one lets communication start early in backward.
+/// Cap of the first bucket, unless that of all is smaller: a small one lets communication start early in backward.
 const FIRST_BUCKET_BYTES: usize = 1 << 20;
 
 /// How a job is divided among its ranks.
@@ -45,7 +45,7 @@ impl Division {
         spec.comm.check_ranks(ranks).map_err(SpecError::from)?;
         let cap = (spec.comm.bucket_mb * f64::from(1 << 20)) as usize;
         let size = wire_dtype(spec, activations).size();
-        let plan = bucket::Plan::new(&layout.ends(), size, cap, cap.min(FIRST_BUCKET_BYTES));
+        let plan = bucket::Plan::new(&layout.ends(), ALIGN, size, cap, FIRST_BUCKET_BYTES);
         let slots = (shard >= Shard::Gradients).then(|| Slots::shared(&plan, &parts(layout), &layout.kept()));
         Ok(Self {
             weights: slots.clone().filter(|_| shard >= Shard::Parameters),
@@ -79,5 +79,46 @@ pub fn wire_dtype(spec: &JobSpec, activations: DType) -> DType {
         WireDtype::Fp32 => DType::F32,
         WireDtype::Bf16 => DType::Bf16,
         WireDtype::Auto => activations,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use xlaunch_proto::model::PRESETS;
+
+    use super::*;
+
+    #[test]
+    fn buckets_of_presets_can_be_divided_and_do_not_depend_on_what_is() {
+        let mut spec = JobSpec::default();
+        for (name, shape) in &PRESETS {
+            let layout = Layout::new(shape);
+            for (bucket_mb, cap) in [(25.0, 25 << 20), (0.7, 734_003)] {
+                spec.comm.bucket_mb = bucket_mb;
+                let division = |ranks, shard| {
+                    Division::new(&spec, &layout, DType::F32, ranks - 1, ranks, shard).unwrap()
+                };
+                let expected = division(3, Shard::None).sharding;
+                let buckets = expected.plan().buckets();
+                for bucket in buckets {
+                    assert!(bucket.len() * DType::F32.size() <= cap, "{name}: {bucket:?}");
+                    assert!(bucket.end.is_multiple_of(ALIGN), "{name}: {bucket:?}");
+                }
+                for gap in layout.gaps() {
+                    let holds = |bucket: &Range<usize>| bucket.start <= gap.start && gap.end <= bucket.end;
+                    assert!(buckets.iter().any(holds), "{name}: {gap:?}");
+                }
+                for (ranks, shard) in [(2, Shard::Optimizer), (4, Shard::Gradients), (8, Shard::Parameters)] {
+                    let division = division(ranks, shard);
+                    assert_eq!(division.sharding.plan(), expected.plan(), "{name}");
+                    for slots in [division.gradients, division.weights].into_iter().flatten() {
+                        let places = layout.params.iter().map(|param| slots.place(&param.range));
+                        assert!(
+                            places.zip(&layout.params).all(|(place, param)| place.len() == param.range.len())
+                        );
+                    }
+                }
+            }
+        }
     }
 }

@@ -33,5 +33,6 @@ pub use gradients::Gradients;
 pub use replicas::max_difference_to_rank_0;
 pub use run::{Outcome, Run};
 pub use sample::Sampler;
+pub(crate) use step::SMALL_ALL_REDUCE_BYTES;
 pub use step::{PendingStep, Requests, StepResult, Stepper};
 pub use trace::Tracer;

@@ -47,6 +47,9 @@ mod slot {
     pub(super) const COUNT: usize = 5;
 }
 
+/// Bytes of the all-reduce of loss and flags. Buckets are larger: their ends are multiples of the layout's alignment.
+pub(crate) const SMALL_ALL_REDUCE_BYTES: usize = slot::OWN_SECONDS * size_of::<f32>();
+
 /// Requests of the agent, in the step that all ranks agree on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[expect(missing_docs, reason = "named after the commands")]

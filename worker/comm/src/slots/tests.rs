@@ -5,14 +5,20 @@ use proptest::prelude::*;
 
 /// One bucket per parameter.
 fn plan(sizes: &[usize]) -> Plan {
-    let ends: Vec<usize> = sizes
-        .iter()
-        .scan(0, |end, size| {
-            *end += size;
-            Some(*end)
-        })
-        .collect();
-    Plan::new(&ends, 1, 1, 1)
+    Plan::new(&ends(sizes), usize::MAX, 1, 1, 1)
+}
+
+/// Buckets of up to `cap` elements: of several parameters, or of a part of one.
+fn cut_plan(sizes: &[usize], cap: usize) -> Plan {
+    Plan::new(&ends(sizes), 1, 1, cap, cap)
+}
+
+fn ends(sizes: &[usize]) -> Vec<usize> {
+    let end = |end: &mut usize, size: &usize| {
+        *end += size;
+        Some(*end)
+    };
+    sizes.iter().scan(0, end).collect()
 }
 
 /// A pass down an arena and up again, in parts that end at `cuts`.
@@ -85,14 +91,30 @@ fn part_is_written_when_its_memory_was_reduced() {
 }
 
 #[test]
+fn parameter_that_is_cut_is_stored_in_one_piece() {
+    let plan = cut_plan(&[20; 4], 10);
+    assert_eq!(plan.buckets().len(), 8);
+    let slots = Slots::shared(&plan, &down_and_up(&[0, 20, 40, 60, 80]), &[]);
+    assert_eq!(slots.len(), 40);
+    let places = [0..20, 20..40, 40..60, 60..80, 45..52, 70..80].map(|elements| slots.place(&elements));
+    assert_eq!(places, [0..20, 20..40, 0..20, 20..40, 5..12, 30..40]);
+    // Its buckets are gathered and reduced one by one.
+    let turns = slots.gathers(&[40..60, 20..40, 0..20], 1, false);
+    assert_eq!(turns[0], Turn { now: vec![50..60, 40..50], waits: 2, later: vec![30..40, 20..30] });
+    assert_eq!(turns[1], Turn { now: vec![], waits: 2, later: vec![10..20, 0..10] });
+    let writes = slots.writes(&[0..20, 20..40, 40..60]);
+    assert_eq!(writes[2], Write { waits: 2, buckets: vec![40..50, 50..60] });
+}
+
+#[test]
 #[should_panic(expected = "is not in")]
 fn elements_of_two_buckets_have_no_place() {
     let _ = Slots::whole(&plan(&[10, 10])).place(&(5..15));
 }
 
 proptest! {
-    /// Whatever sizes buckets and parts have: a part finds its buckets in memory, and neither a gather nor a later part
-    /// overwrites what is still needed.
+    /// Whatever sizes buckets and parts have: a part finds its buckets in memory, those of a parameter in one piece,
+    /// and neither a gather nor a later part overwrites what is still needed.
     #[test]
     fn buckets_are_there_when_they_are_needed(
         sizes in prop::collection::vec(1usize..40, 3..40),
@@ -100,8 +122,12 @@ proptest! {
         kept in 0usize..800,
         ahead in 0usize..2,
         kept_present: bool,
+        cap in prop::option::of(1usize..40),
     ) {
-        let (plan, total) = (plan(&sizes), sizes.iter().sum::<usize>());
+        let (plan, total) = (
+            cap.map_or_else(|| plan(&sizes), |cap| cut_plan(&sizes, cap)),
+            sizes.iter().sum::<usize>(),
+        );
         let mut cuts: Vec<usize> = cuts.into_iter().filter(|cut| *cut < total).collect();
         cuts.push(total);
         cuts.insert(0, 0);
@@ -110,6 +136,16 @@ proptest! {
         let kept = kept.min(total - 1)..(kept + 5).min(total);
         let slots = Slots::shared(&plan, &parts, std::slice::from_ref(&kept));
         prop_assert!(slots.len() <= total);
+        for (end, size) in ends(&sizes).iter().zip(&sizes) {
+            let parameter = end - size..*end;
+            let place = slots.place(&parameter);
+            for element in 0..*size {
+                let at = parameter.start + element;
+                let bucket = slots.needed(&(at..at + 1)).start;
+                let at = slots.slot(bucket).start + at - plan.buckets()[bucket].start;
+                prop_assert_eq!(at, place.start + element);
+            }
+        }
 
         // The bucket whose elements are in each element of the tensor.
         let mut memory = vec![usize::MAX; slots.len()];
