@@ -203,6 +203,7 @@ fn changes(way: Way, spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Vec<(St
 #[cfg(test)]
 mod tests {
     use super::*;
+    use xlaunch_proto::spec::Precision;
 
     fn spec() -> JobSpec {
         let mut spec = JobSpec::default();
@@ -227,6 +228,23 @@ mod tests {
         near(cpu.weights, 4 * parameters);
         near(cpu.optimizer, 8 * parameters);
         assert_eq!(cpu.libraries, 0);
+    }
+
+    #[test]
+    fn fp8_is_predicted_as_measured_on_an_h200() {
+        // The pool's peak in MiB of a llama with a billion parameters, 32,768 tokens per micro-step.
+        for (precision, measured) in [(Precision::Bf16, 65_546.0), (Precision::Fp8, 60_728.0)] {
+            let mut spec = spec();
+            spec.model.preset = Some("llama-1b".into());
+            (spec.train.batch, spec.model.seq) = (16, Some(2048));
+            (spec.train.eval_every, spec.engine.precision) = (0, Some(precision));
+            let needed = memory(&spec, true, 1).unwrap();
+            let predicted = (needed.total() - needed.libraries) as f64 / f64::from(1 << 20);
+            assert!(
+                (predicted / measured - 1.0).abs() < 0.03,
+                "{precision:?}: {predicted:.0} of {measured:.0}"
+            );
+        }
     }
 
     #[test]

@@ -1,12 +1,14 @@
 //! Kernel text to machine code by NVRTC, cached on disk by source, options, NVRTC version and architecture.
 
 use std::ffi::{CString, c_int};
+use std::num::NonZero;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use cudarc::nvrtc::{result, sys};
 use xlaunch_pool::DType;
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::cache::cached;
+use crate::cache::{self, cached};
 use crate::error::{EngineError, Result};
 
 /// Threads of a block, unless a kernel has a shape of its own.
@@ -106,6 +108,25 @@ pub(crate) fn cubin<T>(
 ) -> Result<T> {
     let name = file_name(source, options, version());
     cached(&name, load, || compile(source, arch, options))
+}
+
+/// Compiles what the cache lacks of these sources, with their options, on all cores: one after the other they would take
+/// seconds on a new host. Errors are reported when a source is loaded.
+pub(crate) fn fill_cache(arch: &str, sources: impl Iterator<Item = (Source, Vec<String>)>) {
+    if cache::dir().is_none() {
+        return;
+    }
+    let (sources, next): (Vec<_>, _) = (sources.collect(), AtomicUsize::new(0));
+    let compile = || {
+        while let Some((source, options)) = sources.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let _ = cubin(*source, arch, options, |_| Ok(()));
+        }
+    };
+    let threads = std::thread::available_parallelism().map_or(1, NonZero::get).min(sources.len());
+    std::thread::scope(|scope| {
+        (1..threads).for_each(|_| drop(scope.spawn(compile)));
+        compile();
+    });
 }
 
 fn file_name(source: Source, options: &[String], version: (c_int, c_int)) -> String {

@@ -132,6 +132,10 @@ impl Kernels {
         let max_dynamic_shared = usize::try_from(shared).unwrap_or(0).saturating_sub(STATIC_SHARED);
         let functions = HashMap::new();
         let mut kernels = Self { device: device.clone(), activations, functions };
+        compile::fill_cache(
+            &device.arch,
+            files.iter().map(|file| (file.source, kernels.options(file.macros))),
+        );
         for file in files {
             let loaded = kernels.load(file.source, file.macros, file.kernels)?;
             for name in file.dynamic_shared {
@@ -154,7 +158,7 @@ impl Kernels {
         macros: &[Macro],
         names: &[&'static str],
     ) -> Result<HashMap<&'static str, CudaFunction>> {
-        let options = compile::options(&self.device.arch, self.device.warp, self.activations, macros);
+        let options = self.options(macros);
         let module = compile::cubin(source, &self.device.arch, &options, |bytes| {
             let module = self.device.context.load_module(Ptx::from_binary(bytes));
             module.map_err(|error| driver_error(format!("failed to load {}", source.file), error))
@@ -166,6 +170,10 @@ impl Kernels {
             Ok((*name, function))
         };
         names.iter().map(function).collect()
+    }
+
+    fn options(&self, macros: &[Macro]) -> Vec<String> {
+        compile::options(&self.device.arch, self.device.warp, self.activations, macros)
     }
 
     /// Raises a kernel's limit of dynamic shared memory, which is 48 KiB by default.

@@ -11,42 +11,99 @@
 // Vectors that a thread fetches at once.
 constexpr int CLASSIFIER_VECS = sizeof(ACT) == 2 ? 4 : 2;
 
-// The vector at column i of a row. Logits in the padding are meaningless: they become -inf, so that their exponentials
-// are 0.
-__device__ inline Packed<ACT> masked(Packed<ACT> p, i64 i, i64 vocab) {
-    if (i + 8 <= vocab) return p;
-    Vec8 e = unpack(p);
-#pragma unroll
-    for (int j = 0; j < 8; j++)
-        if (i + j >= vocab) e.x[j] = NEG_INF;
-    pack(e, p);
-    return p;
+// exp(x - reference). In bf16 one multiplication and addition, and one approximation.
+__device__ inline float exp_relative(float x, float reference) {
+    const float log2e = 1.4426950408889634f;
+    return sizeof(ACT) == 2 ? exp2_approx(x * log2e - reference * log2e) : expf(x - reference);
 }
+
+// A part of a row: the vectors of one thread, a block's width apart. WIDE: rows can be accessed as vectors.
+template <bool WIDE>
+struct Part {
+    Packed<ACT> vectors[CLASSIFIER_VECS];
+
+    // From column `start` on. Logits in the padding are meaningless: they become -inf, so that their exponentials are
+    // 0, and so does what is past the row's end.
+    __device__ void fetch(const ACT* row, int start, int step, int vocab, int padded) {
+#pragma unroll
+        for (int k = 0; k < CLASSIFIER_VECS; k++) {
+            int i = start + k * step;
+            vectors[k] = {};
+            if (i < padded) vectors[k] = fetch8(row, i, padded, WIDE);
+        }
+#pragma unroll
+        for (int k = 0; k < CLASSIFIER_VECS; k++) {
+            int i = start + k * step;
+            if (i + 8 <= vocab) continue;
+            Vec8 e = unpack(vectors[k]);
+#pragma unroll
+            for (int j = 0; j < 8; j++)
+                if (i + j >= vocab) e.x[j] = NEG_INF;
+            pack(e, vectors[k]);
+        }
+    }
+};
 
 // The maximum of what a thread has read of a row, and the sum of exponentials relative to it.
 struct Softmax {
     float max = NEG_INF, sum = 0.0f;
 
-    __device__ void add(const Packed<ACT> (&packed)[CLASSIFIER_VECS]) {
+    template <bool WIDE>
+    __device__ void add(const Part<WIDE>& part) {
         float new_max = max;
 #pragma unroll
         for (int k = 0; k < CLASSIFIER_VECS; k++) {
-            Vec8 e = unpack(packed[k]);
+            Vec8 e = unpack(part.vectors[k]);
 #pragma unroll
             for (int j = 0; j < 8; j++) new_max = fmaxf(new_max, e.x[j]);
         }
         // Nothing but padding, or NaN, has been read where the maximum is still -inf.
         float reference = new_max == NEG_INF ? 0.0f : new_max;
-        sum *= exp_for<ACT>(max - reference);
+        sum *= exp_relative(max, reference);
         max = new_max;
 #pragma unroll
         for (int k = 0; k < CLASSIFIER_VECS; k++) {
-            Vec8 e = unpack(packed[k]);
+            Vec8 e = unpack(part.vectors[k]);
 #pragma unroll
-            for (int j = 0; j < 8; j++) sum += exp_for<ACT>(e.x[j] - reference);
+            for (int j = 0; j < 8; j++) sum += exp_relative(e.x[j], reference);
         }
     }
 };
+
+template <bool WIDE>
+__device__ inline void classify(ACT* l, int target, float* loss, int vocab, int padded, bool with_grad,
+                                float grad_scale) {
+    float target_logit = load(l, target);
+    int first = threadIdx.x * 8, step = blockDim.x * 8;
+    Part<WIDE> part;
+    Softmax softmax;
+    for (int start = first; start < padded; start += CLASSIFIER_VECS * step) {
+        part.fetch(l, start, step, vocab, padded);
+        softmax.add(part);
+    }
+    float row_max = block_max(softmax.max);
+    float sum = block_sum(softmax.sum * exp_relative(softmax.max, row_max));
+    if (threadIdx.x == 0) *loss = logf(sum) + row_max - target_logit;
+    if (!with_grad) return;
+    // Every thread has read the target's logit before the barriers of block_max.
+    float factor = grad_scale / sum;
+    for (int start = first; start < padded; start += CLASSIFIER_VECS * step) {
+        part.fetch(l, start, step, vocab, padded);
+#pragma unroll
+        for (int k = 0; k < CLASSIFIER_VECS; k++) {
+            int i = start + k * step;
+            if (i >= padded) break;
+            Vec8 e = unpack(part.vectors[k]);
+#pragma unroll
+            for (int j = 0; j < 8; j++) e.x[j] = exp_relative(e.x[j], row_max) * factor;
+            if ((unsigned)(target - i) < 8)
+#pragma unroll
+                for (int j = 0; j < 8; j++)
+                    if (i + j == target) e.x[j] -= grad_scale;
+            store8(l, i, padded, WIDE, e);
+        }
+    }
+}
 
 // logits (N, Vp), targets (N,), losses (N,). Grid: one block per row.
 extern "C" __global__ void __launch_bounds__(CLASSIFIER_THREADS, 1)
@@ -56,48 +113,7 @@ extern "C" __global__ void __launch_bounds__(CLASSIFIER_THREADS, 1)
     // In reverse order: the GEMM before this kernel wrote the last rows last, so they are still in the L2 cache.
     i64 row = gridDim.x - 1 - blockIdx.x;
     ACT* l = logits + row * padded;
-    int target = targets[row];
-    float target_logit = load(l, target);
-    bool wide = is_wide(l, padded);
-    i64 first = threadIdx.x * 8ll, step = blockDim.x * 8ll;
-    // Vectors from column `start` on; what is past the row's end is -inf.
-    auto fetch = [&](Packed<ACT>(&p)[CLASSIFIER_VECS], i64 start) {
-#pragma unroll
-        for (int k = 0; k < CLASSIFIER_VECS; k++) {
-            i64 i = start + k * step;
-            p[k] = {};
-            if (i < padded) p[k] = fetch8((const ACT*)l, i, padded, wide);
-        }
-#pragma unroll
-        for (int k = 0; k < CLASSIFIER_VECS; k++) p[k] = masked(p[k], start + k * step, vocab);
-    };
-
-    Softmax softmax;
-    for (i64 start = first; start < padded; start += CLASSIFIER_VECS * step) {
-        Packed<ACT> p[CLASSIFIER_VECS];
-        fetch(p, start);
-        softmax.add(p);
-    }
-    float row_max = block_max(softmax.max);
-    float sum = block_sum(softmax.sum * exp_for<ACT>(softmax.max - row_max));
-    if (threadIdx.x == 0) losses[row] = logf(sum) + row_max - target_logit;
-    if (!with_grad) return;
-    // Every thread has read the target's logit before the barriers of block_max.
-    float factor = grad_scale / sum;
-    for (i64 start = first; start < padded; start += CLASSIFIER_VECS * step) {
-        Packed<ACT> p[CLASSIFIER_VECS];
-        fetch(p, start);
-#pragma unroll
-        for (int k = 0; k < CLASSIFIER_VECS; k++) {
-            i64 i = start + k * step;
-            if (i >= padded) break;
-            Vec8 e = unpack(p[k]);
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                e.x[j] = exp_for<ACT>(e.x[j] - row_max) * factor;
-                if (i + j == target) e.x[j] -= grad_scale;
-            }
-            store8(l, i, padded, wide, e);
-        }
-    }
+    // Columns are counted in 32 bits, as comparisons of them are a large part of the arithmetic.
+    if (is_wide(l, padded)) classify<true>(l, targets[row], losses + row, vocab, padded, with_grad, grad_scale);
+    else classify<false>(l, targets[row], losses + row, vocab, padded, with_grad, grad_scale);
 }
