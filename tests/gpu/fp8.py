@@ -19,8 +19,8 @@ TOKENS = 12_000_000
 
 def run(binary, model, data, precision, seed, steps):
     lines, _ = runner.train(binary, model, data, 1, **{
-        "train.steps": steps, "train.warmup": WARMUP, "train.lr": LR, "train.batch": runner.BATCH, "checkpoint.every": 0,
-        "train.schedule": "cosine", "train.min_lr_ratio": MIN_LR_RATIO, "job.seed": seed,
+        "train.steps": steps, "train.warmup": WARMUP, "train.lr": LR, "train.batch": runner.BATCH,
+        "train.schedule": "cosine", "checkpoint.every": 0, "train.min_lr_ratio": MIN_LR_RATIO, "job.seed": seed,
         "engine.precision": precision, "engine.device": "cuda",
     })
     return [line["train/loss"] for line in lines]

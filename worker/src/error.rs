@@ -64,7 +64,8 @@ pub enum WorkerError {
     },
     /// The GPU cannot multiply FP8.
     #[error(
-        "`engine.precision = \"fp8\"` needs compute capability 8.9 or newer, which {0} does not have; set it to \"bf16\""
+        "`engine.precision = \"fp8\"` needs compute capability 8.9 or newer, which {0} does not have; \
+         set it to \"bf16\""
     )]
     NoFp8(String),
     /// Training diverged.

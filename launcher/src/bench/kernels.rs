@@ -6,8 +6,9 @@ use serde::Serialize;
 use xlaunch_proto::v1::KernelReport;
 
 /// Families by prefixes of kernel names. The first match counts.
-const FAMILIES: [(&str, &[&str]); 9] = [
-    ("GEMM", &["gemm", "linear_swiglu", "weight_grads"]),
+const FAMILIES: [(&str, &[&str]); 10] = [
+    ("GEMM", &["gemm", "linear_swiglu", "weight_grads", "transpose"]),
+    ("FP8 rounding", &["fp8"]),
     ("attention", &["attention", "rope"]),
     ("norms", &["norm"]),
     ("activations", &["gelu", "swiglu"]),

@@ -1,5 +1,6 @@
 //! Limits of everything that is multiplied from the configuration: tokens of a micro-step, of a step and of a run.
-//! Within them no product of sizes overflows. They are far above what any device can train. And what FP8 needs of sizes.
+//! Within them no product of sizes overflows. They are far above what any device can train. And what FP8 needs of
+//! sizes.
 
 use crate::invalid::Invalid;
 use crate::model::ModelShape;

@@ -6,10 +6,10 @@
 //! input's gradient   dx = dy w              dy8 (w8^T)^T
 //! weights' gradient  dw = dy^T x            dy8^T (x8^T)^T
 //! ```
-//! Tensor cores sum FP8 products along the rows of both operands in memory. So inputs and gradients are rounded together
-//! with their transposes, and what is kept of an input for backward is its transpose, in half the memory. Weights are
-//! rounded where they are used, as a pass may have those of a few blocks only. Results have the activations' type, and
-//! so has everything else of the model: the head, attention, norms and embeddings.
+//! Tensor cores sum FP8 products along the rows of both operands in memory. So inputs and gradients are rounded
+//! together with their transposes, and what is kept of an input for backward is its transpose, in half the memory.
+//! Weights are rounded where they are used, as a pass may have those of a few blocks only. Results have the type of
+//! activations, and so has everything else of the model: the head, attention, norms and embeddings.
 
 use std::rc::Rc;
 

@@ -110,8 +110,8 @@ pub(crate) fn cubin<T>(
     cached(&name, load, || compile(source, arch, options))
 }
 
-/// Compiles what the cache lacks of these sources, with their options, on all cores: one after the other they would take
-/// seconds on a new host. Errors are reported when a source is loaded.
+/// Compiles what the cache lacks of these sources, with their options, on all cores: one after the other they would
+/// take seconds on a new host. Errors are reported when a source is loaded.
 pub(crate) fn fill_cache(arch: &str, sources: impl Iterator<Item = (Source, Vec<String>)>) {
     if cache::dir().is_none() {
         return;

@@ -137,8 +137,8 @@ const MISTAKES: &[Mistake] = &[
     // A barrier of some threads only.
     mistake(
         "classifier/kernel.cu", "    float row_max = block_max(softmax.max);",
-        "    float row_max = 0.0f;\n    if (first < padded) row_max = block_max(softmax.max);", Fp32, "rows: 67, vocab: 50",
-        DIVERGENCE,
+        "    float row_max = 0.0f;\n    if (first < padded) row_max = block_max(softmax.max);",
+        Fp32, "rows: 67, vocab: 50", DIVERGENCE,
     ),
     // Copies that are still under way, and results that other blocks may not see yet.
     mistake(

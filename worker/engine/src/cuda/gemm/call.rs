@@ -2,7 +2,6 @@
 
 use cudarc::cublaslt::sys::cublasLtEpilogue_t as LtEpilogue;
 
-use crate::ops::Accumulate;
 use crate::tensor::Slice;
 
 /// `c = epilogue(op(a) op(b))`, column-major: a (m, k), b (k, n) after `op`, c (m, n).
@@ -16,7 +15,7 @@ pub(crate) struct GemmCall<'a> {
     pub(crate) epilogue: Epilogue<'a>,
     pub(crate) c: Slice<'a>,
     /// Whether the result is added to c; only without an epilogue.
-    pub(crate) acc: Accumulate,
+    pub(crate) accumulate: bool,
 }
 
 /// What is applied to the result before it is written. Biases and their gradients have length m; `h` is laid out like

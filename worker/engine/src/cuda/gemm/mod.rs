@@ -26,7 +26,6 @@ use xlaunch_pool::{DType, Pool, PoolBuf};
 use super::device::Device;
 use super::variant_log::VariantLog;
 use crate::error::{EngineError, Result};
-use crate::ops::Accumulate;
 use crate::options::Precision;
 use crate::tensor::Slice;
 use call::Operand;
@@ -228,8 +227,8 @@ impl Gemm {
         algorithm: &sys::cublasLtMatmulAlgo_t,
         call: &GemmCall<'_>,
     ) -> std::result::Result<(), CublasError> {
-        let GemmCall { a, b, epilogue, c, acc, .. } = *call;
-        let (alpha, beta) = (1.0_f32, if acc == Accumulate::Add { 1.0_f32 } else { 0.0 });
+        let GemmCall { a, b, epilogue, c, accumulate, .. } = *call;
+        let (alpha, beta) = (1.0_f32, if accumulate { 1.0_f32 } else { 0.0 });
         // SAFETY: the objects are never destroyed; the operands are as the caller promises; scalars are on the host,
         // the description's default pointer mode; the workspace has the size that algorithms are selected for.
         unsafe {

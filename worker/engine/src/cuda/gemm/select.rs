@@ -15,7 +15,6 @@ use super::{Gemm, GemmCall, Objects, Site, WORKSPACE, failed, timing};
 use crate::cache::cached;
 use crate::cuda::graph;
 use crate::error::Result;
-use crate::ops::Accumulate;
 
 /// Algorithms requested from the heuristic.
 const CANDIDATES: usize = 32;
@@ -32,7 +31,7 @@ pub(super) fn algorithm(
     let first = *candidates.first().ok_or_else(|| none(NOT_SUPPORTED))?;
     let untimed = match () {
         () if !gemm.timed => Some("the run is deterministic"),
-        () if call.acc == Accumulate::Add => Some("it accumulates, so it cannot be repeated for timing"),
+        () if call.accumulate => Some("it accumulates, so it cannot be repeated for timing"),
         () if graph::is_capturing(&gemm.device)? => {
             Some("it was first seen during a capture, which runs nothing")
         }

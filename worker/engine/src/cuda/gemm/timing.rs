@@ -15,10 +15,11 @@ pub(super) const VERSION: u32 = 2;
 /// Work that takes less time leaves the GPU below its power limit, between the other work of a model of such sizes.
 pub(super) const LONG_SECONDS: f64 = 40e-6;
 
-/// The first measurement is the shortest of ROUNDS rounds of LAUNCHES launches, or of fewer that take ROUND_SECONDS.
-const ROUNDS: usize = 3;
-const LAUNCHES: usize = 4;
-const ROUND_SECONDS: f64 = 1e-3;
+/// The first measurement is the shortest of SELECT_ROUNDS rounds of SELECT_LAUNCHES launches, or of fewer that take
+/// SELECT_ROUND_SECONDS.
+const SELECT_ROUNDS: usize = 3;
+const SELECT_LAUNCHES: usize = 4;
+const SELECT_ROUND_SECONDS: f64 = 1e-3;
 /// A candidate that takes more than this multiple of the best time in a round is not timed further.
 const MUCH_SLOWER: f64 = 1.2;
 /// Candidates within this multiple of the best time are timed at the power limit, the first MOST_CLOSE of them.
@@ -69,8 +70,8 @@ fn at_once(
     best: f64,
 ) -> Result<f64> {
     let mut shortest = timed(device, launch, candidate, 1)?;
-    let launches = launches(ROUND_SECONDS, shortest).min(LAUNCHES);
-    for _ in 0..ROUNDS {
+    let launches = launches(SELECT_ROUND_SECONDS, shortest).min(SELECT_LAUNCHES);
+    for _ in 0..SELECT_ROUNDS {
         shortest = shortest.min(timed(device, launch, candidate, launches)?);
         if shortest > best * MUCH_SLOWER {
             break;

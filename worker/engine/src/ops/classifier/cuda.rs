@@ -6,15 +6,15 @@ use super::FusedClassifier;
 use crate::cuda::{Gpu, KernelFile, Launch, Macro, args, expect, source};
 use crate::error::Result;
 
-/// Threads of a block, which has a multiprocessor to itself where its row is longer than LONG_ROW bytes: the rows of all
-/// blocks at a time have to fit into the L2 cache. Otherwise it has half of them, and two blocks share one.
-const THREADS: u32 = 1024;
+/// Threads of a block, which has a multiprocessor to itself where its row is longer than LONG_ROW bytes: the rows of
+/// all blocks at a time have to fit into the L2 cache. Otherwise it has half of them, and two blocks share one.
+const CLASSIFIER_THREADS: u32 = 1024;
 const LONG_ROW: usize = 160 << 10;
 
 pub(crate) const KERNELS: KernelFile = KernelFile {
     source: source!("classifier/kernel.cu"),
     kernels: &["classifier"],
-    macros: &[Macro::int("CLASSIFIER_THREADS", THREADS as usize)],
+    macros: &[Macro::int("CLASSIFIER_THREADS", CLASSIFIER_THREADS as usize)],
     dynamic_shared: &[],
 };
 
@@ -24,7 +24,7 @@ pub(crate) fn run(gpu: &Gpu, a: FusedClassifier<'_>) -> Result<()> {
     expect(a.targets, DType::I32, s.rows);
     expect(a.losses, DType::F32, s.rows);
     let is_long = s.padded * gpu.activations.size() > LONG_ROW;
-    let launch = Launch::blocks(s.rows, if is_long { THREADS } else { THREADS / 2 });
+    let launch = Launch::blocks(s.rows, if is_long { CLASSIFIER_THREADS } else { CLASSIFIER_THREADS / 2 });
     let (with_grad, scale) = (a.grad_scale.is_some(), a.grad_scale.unwrap_or(0.0));
     let args = args![a.logits, a.targets, a.losses, s.vocab, s.padded, with_grad, scale];
     // SAFETY: checked above; targets are below V by the operation's contract.

@@ -7,17 +7,18 @@ use super::{FP8_MULTIPLE, Fp8Operand, GemmFp8, QuantizeFp8};
 use crate::cuda::gemm::{Epilogue, GemmCall, plain, transposed};
 use crate::cuda::{Gpu, KernelFile, Launch, Macro, VEC, args, expect, source};
 use crate::error::Result;
+use crate::ops::Accumulate;
 
 /// Edge of the tiles that blocks round, and the blocks' threads.
-const TILE: usize = 128;
-const THREADS: usize = (TILE / VEC) * (TILE / VEC);
+const FP8_TILE: usize = 128;
+const FP8_THREADS: usize = (FP8_TILE / VEC) * (FP8_TILE / VEC);
 
 pub(crate) const KERNELS: KernelFile = KernelFile {
     source: source!("fp8/kernel.cu"),
     kernels: &["fp8_max", "fp8_quantize_e4m3", "fp8_quantize_e5m2"],
     macros: &[
-        Macro::int("FP8_TILE", TILE),
-        Macro::int("FP8_THREADS", THREADS),
+        Macro::int("FP8_TILE", FP8_TILE),
+        Macro::int("FP8_THREADS", FP8_THREADS),
         Macro::float("FP8_SMALLEST_MAX", SMALLEST_MAX),
     ],
     dynamic_shared: &[],
@@ -35,7 +36,7 @@ pub(crate) fn quantize(gpu: &Gpu, args: QuantizeFp8<'_>) -> Result<()> {
     // SAFETY: checked above.
     unsafe { gpu.launch("fp8_max", gpu.grid_for(x.len().div_ceil(VEC)), args![x, max.all(), x.len()]) }?;
     let name = if dtype == DType::Fp8E4m3 { "fp8_quantize_e4m3" } else { "fp8_quantize_e5m2" };
-    let launch = Launch::blocks(rows.div_ceil(TILE) * cols.div_ceil(TILE), THREADS as u32);
+    let launch = Launch::blocks(rows.div_ceil(FP8_TILE) * cols.div_ceil(FP8_TILE), FP8_THREADS as u32);
     // SAFETY: checked above; outputs overlap no input by the operation's contract.
     unsafe { gpu.launch(name, launch, args![x, max.all(), q, transposed, scale, rows, cols]) }
 }
@@ -58,7 +59,7 @@ pub(crate) fn gemm(gpu: &Gpu, args: GemmFp8<'_>) -> Result<()> {
         b: plain(a.q).scaled(a.scale),
         epilogue: bias.map_or(Epilogue::None, Epilogue::Bias),
         c: y,
-        acc,
+        accumulate: acc == Accumulate::Add,
     };
     // SAFETY: checked above; y overlaps no input by the operation's contract.
     unsafe { gpu.gemm.run(&call) }

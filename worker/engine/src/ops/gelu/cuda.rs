@@ -110,8 +110,7 @@ impl Gelu {
         [h, a].into_iter().for_each(|y| gpu.expect_act(y, s.rows * s.outputs));
         let gemm = |epilogue, c| {
             let (m, n, k) = (s.outputs, s.rows, s.inputs);
-            let call =
-                GemmCall { m, n, k, a: transposed(w), b: plain(x), epilogue, c, acc: Accumulate::Overwrite };
+            let call = GemmCall { m, n, k, a: transposed(w), b: plain(x), epilogue, c, accumulate: false };
             // SAFETY: checked above; outputs overlap no input by the operation's contract.
             unsafe { gpu.gemm.run(&call) }
         };
@@ -137,8 +136,7 @@ impl Gelu {
         let sums = ColumnSums::new(gpu, rows, cols)?;
         let gemm = |epilogue| {
             let (m, n, k) = (cols, rows, s.outputs);
-            let call =
-                GemmCall { m, n, k, a: plain(w), b: plain(dy), epilogue, c: dh, acc: Accumulate::Overwrite };
+            let call = GemmCall { m, n, k, a: plain(w), b: plain(dy), epilogue, c: dh, accumulate: false };
             // SAFETY: checked above; outputs overlap no input by the operation's contract.
             unsafe { gpu.gemm.run(&call) }
         };

@@ -23,7 +23,7 @@ pub(crate) fn forward(gpu: &Gpu, args: LinearForward<'_>) -> Result<()> {
         b: plain(x),
         epilogue: bias.map_or(Epilogue::None, Epilogue::Bias),
         c: y,
-        acc: Accumulate::Overwrite,
+        accumulate: false,
     };
     // SAFETY: checked above; y overlaps no input by the operation's contract.
     unsafe { gpu.gemm.run(&call) }
@@ -42,7 +42,7 @@ pub(crate) fn backward_input(gpu: &Gpu, args: LinearBackwardInput<'_>) -> Result
         b: plain(dy),
         epilogue: Epilogue::None,
         c: dx,
-        acc: Accumulate::Overwrite,
+        accumulate: false,
     };
     // SAFETY: checked above; dx overlaps no input by the operation's contract.
     unsafe { gpu.gemm.run(&call) }
@@ -67,7 +67,7 @@ pub(super) fn weight_gradient(gpu: &Gpu, args: LinearBackwardWeight<'_>) -> Resu
         b: transposed(dy),
         epilogue: Epilogue::None,
         c: dw,
-        acc,
+        accumulate: acc == Accumulate::Add,
     };
     // SAFETY: the caller has checked the operands; dw overlaps no input by the operation's contract.
     unsafe { gpu.gemm.run(&call) }

@@ -16,13 +16,13 @@ use crate::options::Precision;
 use crate::tensor::Tensor;
 
 /// Edge of a tile, and rows of it that a block moves at a time.
-const TILE: usize = 32;
-const TILE_ROWS: usize = 8;
+const TRANSPOSE_TILE: usize = 32;
+const TRANSPOSE_ROWS: usize = 8;
 
 pub(crate) const KERNELS: KernelFile = KernelFile {
     source: source!("linear/transpose.cu"),
     kernels: &["transpose"],
-    macros: &[Macro::int("TRANSPOSE_TILE", TILE), Macro::int("TRANSPOSE_ROWS", TILE_ROWS)],
+    macros: &[Macro::int("TRANSPOSE_TILE", TRANSPOSE_TILE), Macro::int("TRANSPOSE_ROWS", TRANSPOSE_ROWS)],
     dynamic_shared: &[],
 };
 
@@ -42,7 +42,7 @@ impl Variant for Operands {
     }
 }
 
-const VARIANTS: [Operands; 2] = [Operands::AsTheyAre, Operands::OneTransposed];
+const OPERANDS: [Operands; 2] = [Operands::AsTheyAre, Operands::OneTransposed];
 
 /// Gradients of one layer's weights.
 #[derive(Debug, Default)]
@@ -61,10 +61,10 @@ impl WeightGrad {
             Operands::AsTheyAre => cuda::weight_gradient(gpu, args),
             Operands::OneTransposed => one_transposed(gpu, args, &scratch),
         };
-        let site = Site { operation: "linear_backward_weight", shape: args.shape, variants: VARIANTS.len() };
+        let site = Site { operation: "linear_backward_weight", shape: args.shape, variants: OPERANDS.len() };
         let unsupported =
             (args.acc == Accumulate::Add).then_some("it adds, so it cannot be repeated for timing");
-        run(self.0.select(gpu, site, unsupported, &[KERNELS.source], &VARIANTS, run)?)
+        run(self.0.select(gpu, site, unsupported, &[KERNELS.source], &OPERANDS, run)?)
     }
 
     /// From now on, whether an operand is transposed wherever that is supported; or what was selected.
@@ -76,24 +76,16 @@ impl WeightGrad {
 fn one_transposed(gpu: &Gpu, args: LinearBackwardWeight<'_>, scratch: &Tensor) -> Result<()> {
     let LinearBackwardWeight { shape: LinearShape { rows, inputs, outputs }, dy, x, dw, .. } = args;
     let (narrow, cols) = if inputs <= outputs { (x, inputs) } else { (dy, outputs) };
-    let tiles = rows.div_ceil(TILE) * cols.div_ceil(TILE);
-    let launch = Launch::rows(tiles, (TILE as u32, TILE_ROWS as u32));
+    let tiles = rows.div_ceil(TRANSPOSE_TILE) * cols.div_ceil(TRANSPOSE_TILE);
+    let launch = Launch::rows(tiles, (TRANSPOSE_TILE as u32, TRANSPOSE_ROWS as u32));
     // SAFETY: the caller has checked the operands; the scratch memory is as large as the narrower one.
     unsafe { gpu.launch("transpose", launch, args![narrow, scratch.all(), rows, cols]) }?;
     let (a, b) = match inputs <= outputs {
         true => (transposed(scratch.all()), transposed(dy)),
         false => (plain(x), plain(scratch.all())),
     };
-    let call = GemmCall {
-        m: inputs,
-        n: outputs,
-        k: rows,
-        a,
-        b,
-        epilogue: Epilogue::None,
-        c: dw,
-        acc: Accumulate::Overwrite,
-    };
+    let call =
+        GemmCall { m: inputs, n: outputs, k: rows, a, b, epilogue: Epilogue::None, c: dw, accumulate: false };
     // SAFETY: as above; dw overlaps no input by the operation's contract.
     unsafe { gpu.gemm.run(&call) }
 }
