@@ -35,12 +35,14 @@ pub struct CudaOptions {
     pub pool: Options,
     /// Whether to print to stderr, once per operation and shape, which variant was selected and why.
     pub log_fallback: bool,
+    /// Whether to warn on stderr, once each, of what is missing on this host and makes it slow.
+    pub warnings: bool,
 }
 
 impl CudaOptions {
-    /// The fastest variant of every operation, without a log.
+    /// The fastest variant of every operation, without a log or warnings.
     pub fn new(precision: Precision, pool: impl Into<Options>) -> Self {
-        Self { precision, deterministic: false, pool: pool.into(), log_fallback: false }
+        Self { precision, deterministic: false, pool: pool.into(), log_fallback: false, warnings: false }
     }
 }
 

@@ -259,7 +259,7 @@ fn checksum_depends_on_every_bit_and_on_the_order() {
 fn accumulation_adds_and_results_do_not_depend_on_thread_count() {
     let (one, three) = (CpuBackend::new(1, PoolMode::On), CpuBackend::new(3, PoolMode::Off));
     let (one, three) = (Ops { backend: &one, grads: DType::F32 }, Ops { backend: &three, grads: DType::F32 });
-    for (name, case) in common::cases(|x| x) {
+    for (name, case) in common::cases::cases(|x| x) {
         for ((output, a), (_, b)) in case(&one).iter().zip(&case(&three)) {
             assert!(a.iter().all(|x| x.is_finite()), "{output} of {name} is not written completely");
             let same = a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits());

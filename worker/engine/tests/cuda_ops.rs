@@ -15,7 +15,8 @@
 
 mod common;
 
-use common::{Ops, Outputs, cases, distance, random};
+use common::cases::cases;
+use common::{Ops, Outputs, distance, random};
 use half::bf16;
 use xlaunch_engine::testing::{
     GeluVariant, Tiling, force_gelu_variant, force_swiglu_tiling, force_transposed_weight_grads,

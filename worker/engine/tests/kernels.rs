@@ -22,7 +22,8 @@ use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-use common::{Case, Ops, cases, distance};
+use common::cases::cases;
+use common::{Case, Ops, distance};
 use half::bf16;
 use xlaunch_engine::testing::{
     Tiling, force_swiglu_tiling, force_transposed_weight_grads, force_weight_grads_together, kernel_names,

@@ -104,6 +104,9 @@ impl Sweep<'_> {
         if self.wants("linear") {
             self.linear(cols);
         }
+        if self.wants("FP8") && self.ops.backend.supports_fp8() {
+            self.fp8(cols);
+        }
     }
 
     /// Whether operations with this word in their names are measured.
@@ -186,6 +189,38 @@ impl Sweep<'_> {
         report("linear weight gradient", &|| {
             let acc = Accumulate::Overwrite;
             b.linear_backward_weight(LinearBackwardWeight { shape, dy: y, x, dw, acc }).unwrap();
+        });
+    }
+
+    /// Rounding with the transpose, and a square layer.
+    fn fp8(&self, cols: usize) {
+        let (ops, b, rows) = (&self.ops, self.ops.backend, rows(cols));
+        let (x, w) = (ops.random(22, rows * cols), ops.random(23, cols * cols));
+        let [q, transposed] = [0, 1].map(|_| b.alloc(DType::Fp8E4m3, rows * cols).unwrap());
+        let w8 = b.alloc(DType::Fp8E4m3, cols * cols).unwrap();
+        let [x_scale, w_scale] = [0, 1].map(|_| b.alloc(DType::F32, 1).unwrap());
+        let y = b.alloc(DType::Bf16, rows * cols).unwrap();
+        let args = QuantizeFp8 {
+            rows,
+            cols,
+            dtype: DType::Fp8E4m3,
+            x: x.all(),
+            q: Some(q.all()),
+            transposed: Some(transposed.all()),
+            scale: x_scale.all(),
+        };
+        // Read for the maximum and read to be rounded, then written twice.
+        self.report("FP8 rounding", "width", cols, Work::bytes(rows * cols * (2 * ACT + 2)), &|| {
+            b.quantize_fp8(args).unwrap();
+        });
+        let weights = QuantizeFp8 { rows: cols, x: w.all(), q: Some(w8.all()), scale: w_scale.all(), ..args };
+        b.quantize_fp8(QuantizeFp8 { transposed: None, ..weights }).unwrap();
+        let [a, b8] =
+            [(&q, &x_scale), (&w8, &w_scale)].map(|(q, scale)| Fp8Operand { q: q.all(), scale: scale.all() });
+        let (y, acc) = (y.all(), Accumulate::Overwrite);
+        let gemm = GemmFp8 { rows, cols, depth: cols, a, b: b8, bias: None, y, acc };
+        self.report("FP8 linear forward", "width", cols, Work::flops(2 * rows * cols * cols), &|| {
+            b.gemm_fp8(gemm).unwrap();
         });
     }
 

@@ -99,6 +99,7 @@ impl OpenDevice {
                     deterministic: spec.engine.deterministic,
                     pool,
                     log_fallback: environment.log_fallback,
+                    warnings: environment.rank.index() == 0,
                 };
                 let backend = CudaBackend::open(ordinal, options)?;
                 if precision == Precision::Fp8 && !backend.supports_fp8() {

@@ -62,10 +62,10 @@ pub(crate) struct Gpu {
 impl Gpu {
     /// Opens GPU `ordinal` of this process and compiles or loads these kernels.
     pub(crate) fn open(ordinal: usize, options: CudaOptions, files: &[&KernelFile]) -> Result<Self> {
-        let CudaOptions { precision, deterministic, pool, log_fallback } = options;
+        let CudaOptions { precision, deterministic, pool, log_fallback, warnings } = options;
         let device = Device::open(ordinal)?;
         let pool = Pool::cuda(&device.stream, pool)?;
-        let variants = Rc::new(VariantLog::new(log_fallback));
+        let variants = Rc::new(VariantLog::new(log_fallback, warnings));
         let activations = precision.activations();
         let kernels = Rc::new(Kernels::new(&device, activations, files)?);
         Ok(Self {

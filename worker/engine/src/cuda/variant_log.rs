@@ -1,18 +1,22 @@
 //! A log of the variant selected for each operation and shape, and why not a faster one.
 //!
-//! One line on stderr for each operation and shape, when it is first seen.
+//! One line on stderr for each operation and shape, when it is first seen. And warnings of what is missing.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
 use std::fmt;
 
-/// Lines printed so far; `None` if the log is off.
+/// Lines printed so far. Either kind of them may be off.
 #[derive(Debug)]
-pub(crate) struct VariantLog(Option<RefCell<HashSet<String>>>);
+pub(crate) struct VariantLog {
+    log: bool,
+    warnings: bool,
+    printed: RefCell<HashSet<String>>,
+}
 
 impl VariantLog {
-    pub(crate) fn new(on: bool) -> Self {
-        Self(on.then(RefCell::default))
+    pub(crate) fn new(log: bool, warnings: bool) -> Self {
+        Self { log, warnings, printed: RefCell::default() }
     }
 
     /// An operation on a shape uses this variant; `instead_of` names a faster one and why it was not selected.
@@ -23,18 +27,27 @@ impl VariantLog {
         variant: &str,
         instead_of: Option<(&str, &str)>,
     ) {
-        let Some(printed) = &self.0 else { return };
-        let line = match instead_of {
+        if !self.log {
+            return;
+        }
+        self.print(match instead_of {
             Some((faster, reason)) => format!("{operation} {shape:?}: {variant}, not {faster}: {reason}"),
             None => format!("{operation} {shape:?}: {variant}"),
-        };
-        if printed.borrow_mut().insert(line.clone()) {
-            print(&line);
+        });
+    }
+
+    /// Something is missing on this host, without which `what`.
+    pub(crate) fn missing(&self, what: &str, reason: &str) {
+        if self.warnings {
+            self.print(format!("warning: {what}: {reason}"));
         }
     }
-}
 
-#[expect(clippy::print_stderr, reason = "the purpose of this log")]
-fn print(line: &str) {
-    eprintln!("{line}");
+    #[expect(clippy::print_stderr, reason = "the purpose of this log")]
+    fn print(&self, line: String) {
+        if !self.printed.borrow().contains(&line) {
+            eprintln!("{line}");
+            self.printed.borrow_mut().insert(line);
+        }
+    }
 }

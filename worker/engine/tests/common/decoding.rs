@@ -2,7 +2,8 @@
 
 use xlaunch_engine::*;
 
-use super::{Case, Ops, Outputs, ids, random, rope_table};
+use super::cases::rope_table;
+use super::{Case, Ops, Outputs, ids, random};
 
 impl Ops<'_> {
     pub(crate) fn gemv(

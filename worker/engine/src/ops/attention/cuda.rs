@@ -15,6 +15,7 @@ use xlaunch_pool::DType;
 use super::cudnn::{AttentionPlan, CudnnAttention, Direction, Operands, Prepared};
 use super::variant::{DELTA, Kernel, OwnKernels};
 use super::{AttentionBackward, AttentionForward, AttentionShape};
+use crate::cuda::cudnn::library::Library;
 use crate::cuda::{Arg, Gpu, Launch, args, expect};
 use crate::error::{EngineError, Result};
 use crate::ops::rope::{self, Rotation};
@@ -199,6 +200,9 @@ impl Attention {
             Err(reason) => (own_kernels(gpu, s).name(), Some(("cuDNN", reason.as_str()))),
         };
         gpu.variants.selected(direction.operation(), s, variant, instead_of);
+        if let (None, Err(reason)) = (not_cudnn(gpu), Library::get()) {
+            gpu.variants.missing("attention takes up to twice as long as with cuDNN", &reason);
+        }
         plan.ok()
     }
 

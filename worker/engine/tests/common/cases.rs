@@ -1,0 +1,207 @@
+//! Every operation on sizes that are not multiples of tiles, warps or vectors.
+
+use xlaunch_engine::*;
+
+use super::{ADAMW, Ops, Outputs, decoding, ids, random};
+
+/// One operation on one set of sizes, as a function of a back end.
+pub(crate) type Case = (String, Box<dyn Fn(&Ops<'_>) -> Outputs>);
+
+/// A rotary table: cosines and sines of angles that grow with the position, more slowly from pair to pair.
+pub(super) fn rope_table(seq: usize, width: usize) -> Vec<f32> {
+    let angle = |t: usize, i: usize| t as f32 / 10_f32.powi(i as i32);
+    let row = |t| {
+        (0..width).map(move |c| if c < width / 2 { angle(t, c).cos() } else { angle(t, c - width / 2).sin() })
+    };
+    (0..seq).flat_map(row).collect()
+}
+
+/// Every operation on sizes that are not multiples of tiles, warps or vectors. `round` is applied to every input.
+pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
+    let mut cases: Vec<Case> = Vec::new();
+    let values =
+        move |seed: u64, len: usize| -> Vec<f32> { random(seed, len).into_iter().map(round).collect() };
+    // In the last two, every token has more rows than are sorted by rank, and more than one block sums. The last has
+    // more rows than a bitmap.
+    for (batch, seq, cols, vocab) in [
+        (1, 1, 8, 3),
+        (3, 37, 36, 11),
+        (19, 30, 264, 700),
+        (2, 300, 40, 9000),
+        (4, 901, 2056, 5),
+        (1, 140_000, 8, 200),
+    ] {
+        let s = EmbedShape { batch, seq, cols, vocab };
+        let tokens = ids(1, batch * seq, vocab);
+        let (wte, wpe, dout) =
+            (values(2, vocab * cols), values(3, (seq + 2) * cols), values(4, batch * seq * cols));
+        let with = wpe.clone();
+        let (t, w, d) = (tokens.clone(), wte.clone(), dout.clone());
+        cases.push((format!("embed {s:?}"), Box::new(move |ops| ops.embed(s, &tokens, &wte, None, &dout))));
+        cases.push((format!("embed wpe {s:?}"), Box::new(move |ops| ops.embed(s, &t, &w, Some(&with), &d))));
+    }
+    // Rows that fit into registers of a part of a block, of a whole one, and wider ones; rows that are not
+    // vectorizable; more rows than run at once.
+    for (rows, cols) in
+        [(1, 8), (67, 100), (130, 384), (9, 1536), (15, 1544), (5, 8192), (137, 8192), (3, 8200), (1999, 768)]
+    {
+        for kind in [NormKind::Layer, NormKind::Rms] {
+            for acc in [Accumulate::Overwrite, Accumulate::Add] {
+                let s = NormShape { rows, cols, kind, eps: 1e-5 };
+                let (x, branch, dy) =
+                    (values(5, rows * cols), values(6, rows * cols), values(7, rows * cols));
+                let (gamma, residual) = (values(8, cols), values(9, rows * cols));
+                let beta = (kind == NormKind::Layer).then(|| values(10, cols));
+                cases.push((
+                    format!("norm {s:?} {acc:?}"),
+                    Box::new(move |ops| {
+                        let fused = acc == Accumulate::Add;
+                        let branch = fused.then_some(&branch[..]);
+                        let residual = fused.then_some(&residual[..]);
+                        ops.norm(s, &x, branch, &gamma, beta.as_deref(), &dy, residual, fused, acc)
+                    }),
+                ));
+            }
+        }
+    }
+    for (rows, inputs, outputs) in
+        [(1, 8, 16), (67, 40, 24), (130, 256, 72), (300, 136, 520), (1999, 8, 264), (2100, 72, 3000)]
+    {
+        for (with_bias, acc) in
+            [(false, Accumulate::Overwrite), (true, Accumulate::Overwrite), (true, Accumulate::Add)]
+        {
+            let s = LinearShape { rows, inputs, outputs };
+            let (x, w, dy) =
+                (values(11, rows * inputs), values(12, outputs * inputs), values(13, rows * outputs));
+            let bias = with_bias.then(|| values(14, outputs));
+            let case = move |ops: &Ops<'_>| ops.linear(s, &x, &w, bias.as_deref(), &dy, acc);
+            cases.push((format!("linear {s:?} bias {with_bias} {acc:?}"), Box::new(case)));
+        }
+    }
+    for (rows, inputs, outputs) in [(16, 16, 16), (144, 272, 48), (80, 400, 528)] {
+        for (with_bias, acc) in [(false, Accumulate::Overwrite), (true, Accumulate::Add)] {
+            let s = LinearShape { rows, inputs, outputs };
+            // Down to the smallest numbers of both formats.
+            let wide = |seed, len, scale: f32| -> Vec<f32> {
+                values(seed, len).into_iter().map(|x| round(scale * x * x.powi(8).max(1e-6))).collect()
+            };
+            let (x, w) = (wide(39, rows * inputs, 3.0), wide(40, outputs * inputs, 0.1));
+            let (dy, bias) = (wide(41, rows * outputs, 1e-4), with_bias.then(|| values(42, outputs)));
+            let case = move |ops: &Ops<'_>| ops.fp8(s, &x, &w, bias.as_deref(), &dy, acc);
+            cases.push((format!("fp8 {s:?} bias {with_bias} {acc:?}"), Box::new(case)));
+        }
+    }
+    for (batch, seq, heads, kv_heads, width) in [
+        (1, 1, 1, 1, 8),
+        (2, 37, 2, 2, 24),
+        (2, 70, 2, 1, 16),
+        (1, 130, 6, 2, 32),
+        (2, 256, 3, 3, 32),
+        (2, 203, 2, 2, 32),
+        (1, 300, 2, 2, 32),
+        (1, 17, 3, 3, 16),
+        (1, 530, 2, 2, 16),
+        (1, 1, 2, 2, 64),
+        (2, 65, 2, 1, 64),
+        (1, 321, 2, 2, 64),
+        (1, 100, 3, 3, 128),
+        (1, 193, 4, 1, 128),
+        (1, 75, 2, 1, 144),
+        (1, 150, 2, 2, 256),
+        (3, 384, 2, 2, 64),
+    ] {
+        let s = AttentionShape { batch, seq, heads, kv_heads, width };
+        let len = batch * seq * s.qkv_width();
+        // Larger scores than unit ones, so that the softmax is not flat.
+        let qkv: Vec<f32> = values(18, len).into_iter().map(|x| round(3.0 * x)).collect();
+        let dout = values(19, batch * seq * heads * width);
+        for table in [None, Some(rope_table(seq, width))] {
+            let (qkv, dout, rope) = (qkv.clone(), dout.clone(), if table.is_some() { ", rope" } else { "" });
+            let case = move |ops: &Ops<'_>| ops.attention(s, &qkv, table.as_deref(), &dout);
+            cases.push((format!("attention {s:?}{rope}"), Box::new(case)));
+        }
+    }
+    for len in [1, 31, 10_007] {
+        let x = random(22, len);
+        cases.push((
+            format!("reductions {len}"),
+            Box::new(move |ops| ops.reductions(&x.iter().map(|x| round(x + 1.5)).collect::<Vec<_>>())),
+        ));
+    }
+    for len in [1, 31, 100_003] {
+        let x = random(32, len);
+        cases.push((format!("checksum {len}"), Box::new(move |ops| ops.checksum(&x))));
+    }
+    // The second is not vectorizable.
+    for (rows, inputs, ffn, outputs) in
+        [(1, 8, 16, 8), (67, 40, 44, 24), (130, 72, 1536, 40), (1999, 24, 264, 16)]
+    {
+        for acc in [Accumulate::Overwrite, Accumulate::Add] {
+            let s = LinearShape { rows, inputs, outputs: ffn };
+            let (x, w, bias) = (values(20, rows * inputs), values(21, ffn * inputs), values(29, ffn));
+            let (next, dy) = (values(30, outputs * ffn), values(31, rows * outputs));
+            let case = move |ops: &Ops<'_>| ops.gelu(s, &x, &w, &bias, &next, &dy, acc);
+            cases.push((format!("gelu {s:?} to {outputs} {acc:?}"), Box::new(case)));
+        }
+    }
+    for (rows, ffn) in [(1, 1), (67, 44), (5, 1536), (3, 2056)] {
+        let (h, da) = (values(23, 2 * rows * ffn), values(24, rows * ffn));
+        cases.push((format!("swiglu {rows} x {ffn}"), Box::new(move |ops| ops.swiglu(rows, ffn, &h, &da))));
+    }
+    for (rows, [first, second], acc) in [
+        (1, [(8, 8), (16, 8)], Accumulate::Overwrite),
+        // Not vectorizable.
+        (67, [(44, 40), (24, 12)], Accumulate::Overwrite),
+        (130, [(264, 136), (40, 200)], Accumulate::Overwrite),
+        (130, [(264, 136), (40, 200)], Accumulate::Add),
+        (1500, [(72, 136), (136, 24)], Accumulate::Overwrite),
+    ] {
+        let shapes = [first, second].map(|(outputs, inputs)| LinearShape { rows, inputs, outputs });
+        let (x, dy) = (values(37, rows * 300), values(38, rows * 300));
+        let case = move |ops: &Ops<'_>| ops.two_layers(shapes, &x, &dy, acc);
+        cases.push((
+            format!("weights of two layers, {rows} x {first:?} and {second:?} {acc:?}"),
+            Box::new(case),
+        ));
+    }
+    // The second is not vectorizable.
+    for (rows, inputs, ffn, outputs) in
+        [(1, 8, 8, 8), (67, 40, 44, 24), (130, 72, 264, 40), (300, 456, 520, 472), (2100, 64, 1480, 136)]
+    {
+        let s = LinearShape { rows, inputs, outputs: 2 * ffn };
+        let (x, w) = (values(33, rows * inputs), values(34, 2 * ffn * inputs));
+        let (next, dy) = (values(35, outputs * ffn), values(36, rows * outputs));
+        let case = move |ops: &Ops<'_>| ops.linear_swiglu(s, &x, &w, &next, &dy);
+        cases.push((format!("linear {s:?}, swiglu, to {outputs}"), Box::new(case)));
+    }
+    // The third from the end is longer than 512 threads read at once, and has 1024 of them in float; the last one has
+    // them in bf16, too.
+    for (rows, vocab, padded) in [
+        (1, 2, 2),
+        (67, 50, 50),
+        (9, 1999, 2048),
+        (3, 50_257, 50_304),
+        (1, 59_995, 60_000),
+        (2, 128_250, 128_256),
+    ] {
+        let s = ClassifierShape { rows, vocab, padded };
+        let logits: Vec<f32> = values(25, rows * padded).into_iter().map(|x| round(6.0 * x)).collect();
+        let targets = ids(26, rows, vocab);
+        cases.push((
+            format!("classifier {s:?}"),
+            Box::new(move |ops| ops.classifier(s, &logits, &targets, 0.25)),
+        ));
+    }
+    for len in [64, 64 * 157 + 17] {
+        let (params, grads) = (random(27, len), values(28, len));
+        let decay: Vec<u8> = (0..len.div_ceil(DECAY_CHUNK)).map(|i| u8::from(i % 3 != 0)).collect();
+        // The second step is clipped, the next ones are skipped, and after two skipped ones so is the last.
+        let steps = [(0.04, 3.0), (9.0, 3.0), (f32::NAN, 3.0), (0.04, f32::INFINITY), (0.04, 3.0)];
+        cases.push((
+            format!("adamw {len}"),
+            Box::new(move |ops| ops.adamw(ADAMW, &params, &grads, &decay, &steps)),
+        ));
+    }
+    cases.extend(decoding::cases(values));
+    cases
+}
