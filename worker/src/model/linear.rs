@@ -14,7 +14,7 @@
 use std::rc::Rc;
 
 use xlaunch_engine::{
-    Accumulate, DType, Fp8Operand, GeluBackward, GeluForward, GeluLinearBackward, GemmFp8,
+    Accumulate, DType, FP8_MULTIPLE, Fp8Operand, GeluBackward, GeluForward, GeluLinearBackward, GemmFp8,
     LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGeluForward, LinearShape,
     LinearSwigluForward, QuantizeFp8, Result, Slice, SwigluBackward, SwigluForward, SwigluLinearBackward,
     Tensor,
@@ -105,7 +105,8 @@ impl Model {
     }
 
     fn operand(&self, rows: usize, x: Rc<Tensor>, used: Use, format: DType) -> Result<Operand> {
-        if !self.fp8 {
+        // A job's micro-steps and evaluations have such a number of rows, its samples may have others.
+        if !self.fp8 || !rows.is_multiple_of(FP8_MULTIPLE) {
             return Ok(Operand::Plain(x));
         }
         let cols = x.len() / rows;
