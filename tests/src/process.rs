@@ -60,12 +60,7 @@ fn build(arguments: &[&str]) -> PathBuf {
     let mut command = Command::new(cargo);
     command.args(["build", "--quiet", "--package", "xlaunch", "--bin", "xlaunch"]).args(arguments);
     command.args(["--message-format", "json"]).current_dir(env!("CARGO_MANIFEST_DIR"));
-    // What cargo tells this test of its package. Build scripts that read such variables of their own package, as that
-    // of ring does, would run again, and with them the build of all that depends on them.
-    let variables = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
-    for name in variables.filter(|it| it.starts_with("CARGO_MANIFEST_") || it.starts_with("CARGO_PKG_")) {
-        command.env_remove(name);
-    }
+    forget_package(&mut command);
     let output = command.stderr(Stdio::inherit()).output().expect("run cargo");
     let text = String::from_utf8_lossy(&output.stdout);
     let messages = text.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
@@ -73,6 +68,15 @@ fn build(arguments: &[&str]) -> PathBuf {
         .filter(|message| message["target"]["name"] == "xlaunch")
         .find_map(|message| message["executable"].as_str().map(PathBuf::from));
     path.expect("build xlaunch")
+}
+
+/// Removes what cargo tells this test of its package, for commands that build. Build scripts that read such variables
+/// of their own package, as that of ring does, would run again, and with them the build of all that depends on them.
+pub fn forget_package(command: &mut Command) {
+    let variables = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+    for name in variables.filter(|it| it.starts_with("CARGO_MANIFEST_") || it.starts_with("CARGO_PKG_")) {
+        command.env_remove(name);
+    }
 }
 
 /// Result of a finished process.
