@@ -3,7 +3,7 @@
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::spec::{Device, JobSpec, WireDtype};
+use xlaunch_proto::spec::{Device, JobSpec, Precision, WireDtype};
 
 use crate::Refusal;
 
@@ -148,17 +148,26 @@ pub fn place(spec: &JobSpec, node: &Node) -> Result<Placement, Refusal> {
             if gpus == 1 { " is" } else { "s are" }
         ));
     }
-    let precision = spec.engine.precision;
-    if !cuda && precision.is_some_and(|precision| precision != xlaunch_proto::spec::Precision::Fp32) {
+    check_device(spec, cuda)?;
+    let visible = (cuda && chosen > 0).then(|| spec.launch.devices.join(","));
+    let threads = (node.cores / workers.max(1) as usize).max(1);
+    Ok(Placement { workers, cuda, visible, threads })
+}
+
+/// Checks that the kind of device supports what the job computes with.
+///
+/// # Errors
+/// It does not.
+pub fn check_device(spec: &JobSpec, cuda: bool) -> Result<(), Refusal> {
+    let refuse = |message: String| Err(Refusal::new(ExitCode::Usage, message));
+    if !cuda && spec.engine.precision.is_some_and(|precision| precision != Precision::Fp32) {
         return refuse("engine.precision: only \"fp32\" is supported without a GPU".into());
     }
     if !cuda && spec.comm.dtype == WireDtype::Bf16 {
         let why = "bf16 gradients need bf16 activations, and the CPU back end supports fp32 only";
         return refuse(format!("comm.dtype: {why}; use \"auto\" or \"fp32\" without a GPU"));
     }
-    let visible = (cuda && chosen > 0).then(|| spec.launch.devices.join(","));
-    let threads = (node.cores / workers.max(1) as usize).max(1);
-    Ok(Placement { workers, cuda, visible, threads })
+    Ok(())
 }
 
 #[cfg(test)]

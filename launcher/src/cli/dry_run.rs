@@ -69,6 +69,7 @@ fn report(launch: &Launch, group: Option<&Nodes>, trainer: Trainer) -> Result<(S
     let target = Target::of(&spec, group);
     spec.launch.nproc = Some(target.ranks_per_node);
     spec.check().map_err(|invalid| Refusal::new(ExitCode::Usage, invalid.to_string()))?;
+    devices::check_device(&spec, target.cuda)?;
     // Checkpoints are left alone: looking for one to resume from would lock and clean their directory.
     let checks = (trainer.preflight)(&spec, &run_dir::job_dir(&spec), target.ranks(), false)?;
     checks.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));

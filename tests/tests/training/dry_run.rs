@@ -83,12 +83,15 @@ fn job_on_gpus_is_planned_without_one() {
 }
 
 fn mistakes_are_found_without_a_start() {
+    const AUTO: &str = "--set=engine.device=\"auto\"";
     let job = Job::new();
     for (args, code, words) in [
         (vec!["--set", "data.train=[\"missing\"]"], 65, "data.train: no file matches"),
         (vec!["--set", "train.recompute=\"some\""], 2, "train.recompute"),
         (vec!["--set", "comm.shard=\"optimizer\"", "--nproc", "3"], 2, "3 ranks cannot be given equal parts"),
         (vec!["--set", "comm.shard=\"gradients\"", "--set", "train.accumulate=2"], 2, "train.accumulate = 1"),
+        (vec![AUTO, "--set=engine.precision=\"fp8\""], 2, "only \"fp32\" is supported without a GPU"),
+        (vec![AUTO, "--set=comm.dtype=\"bf16\""], 2, "bf16 gradients need bf16 activations"),
     ] {
         let report = job.run(&[&args[..], &["--dry-run"]].concat());
         assert!(report.code == code && report.stderr.contains(words), "{args:?}: {report:?}");
