@@ -3,8 +3,10 @@
     python3 tests/gpu/compare.py --binary target/release/xlaunch --gpus 1 2 4
 
 Both train on the same tokens in the same order from the same weights with the same AdamW and clipping, in bf16 with
-fp32 master weights: 20 steps of warm-up and 60 measured ones; figures are medians. PyTorch runs `peer.py` in the faster
-of its modes for the model: reduce-overhead (CUDA graphs) for A, default for others. Columns:
+fp32 master weights: 20 steps of warm-up and 60 measured ones; figures are medians. PyTorch runs `peer.py` in the mode
+of torch.compile that was the fastest for the model, reduce-overhead (CUDA graphs) for A and default for others, or in
+all of `--modes`, of which the fastest counts. Models that do not fit into one GPU are divided, by `comm.shard =
+"parameters"` and by FSDP2. Columns:
 
 - sharded: xlaunch with a sharded optimizer;
 - scaling: relative to 1 GPU of the same run;
@@ -29,19 +31,19 @@ import torch
 import peer
 import runner
 
-MODES = {"A": "reduce-overhead"}
+MODES = {"A": ["reduce-overhead"]}
 WARMUP, STEPS = 20, 60
 TOKENS = 12_000_000
 COLUMNS = ["model", "precision", "GPUs", "xlaunch tok/s", "sharded", "PyTorch tok/s", "ratio", "scaling", "waiting",
            "communication", "memory", "first step", "clocks", f"loss at step {WARMUP + STEPS}"]
 
 
-def run_xlaunch(binary, model, gpus, data, weights, precision, sharded=False):
+def run_xlaunch(binary, model, gpus, data, weights, precision, shard):
     settings = {
         "data.train": [str(data)], "data.val_fraction": 0.0, "data.shuffle": False, "checkpoint.init": str(weights),
         "train.batch": runner.BATCHES.get(model, runner.BATCH), "train.lr": peer.LR,
         "train.schedule": "constant", "train.warmup": peer.WARMUP,
-        "engine.precision": precision, "engine.device": "cuda", "comm.shard": "optimizer" if sharded else "none",
+        "engine.precision": precision, "engine.device": "cuda", "comm.shard": shard,
     }
     config, sizes = runner.configuration(model)
     command = [str(binary), "bench", "train", str(config), "--json"]
@@ -51,12 +53,14 @@ def run_xlaunch(binary, model, gpus, data, weights, precision, sharded=False):
 
 
 def run_pytorch(model, gpus, data, weights, precision, mode):
+    """What the peer measured in this mode of torch.compile."""
     script = pathlib.Path(peer.__file__)
     launcher = [sys.executable]
     if gpus > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
     command = launcher + [str(script), "--model", model, "--data", str(data), "--weights", str(weights)]
     command += ["--precision", precision, "--mode", mode, "--warmup", str(WARMUP), "--steps", str(STEPS)]
+    command += ["--fsdp"] if model in runner.DIVIDED else []
     done = subprocess.run(command, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0 or not lines:
@@ -70,6 +74,7 @@ def main():
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--models", nargs="+", default=["A", "B"], choices=runner.SIZES)
     parser.add_argument("--precisions", nargs="+", default=["bf16"])
+    parser.add_argument("--modes", nargs="+", metavar="MODE", help="of torch.compile, such as default reduce-overhead")
     options = parser.parse_args()
     arguments = " ".join(sys.argv[1:])
     print(f"{runner.hardware()}; torch {torch.__version__}; python3 tests/gpu/compare.py {arguments}\n")
@@ -90,12 +95,15 @@ def main():
 
 def row(options, model, precision, gpus, data, weights, single):
     """Measures and prints one row. Whether PyTorch is faster."""
-    x = run_xlaunch(options.binary, model, gpus, data, weights, precision)
+    divided = model in runner.DIVIDED
+    run = lambda shard: run_xlaunch(options.binary, model, gpus, data, weights, precision, shard)
+    x = run("parameters" if divided else "none")
     sharded = "-"
-    if gpus > 1:
-        found = run_xlaunch(options.binary, model, gpus, data, weights, precision, sharded=True)
-        sharded = f"{found['tokens_per_second'] / 1e3:.0f}K"
-    p = run_pytorch(model, gpus, data, weights, precision, MODES.get(model, "default"))
+    if gpus > 1 and not divided:
+        sharded = f"{run('optimizer')['tokens_per_second'] / 1e3:.0f}K"
+    modes = options.modes or MODES.get(model, ["default"])
+    runs = [(run_pytorch(model, gpus, data, weights, precision, mode), mode) for mode in modes]
+    p, mode = max(runs, key=lambda pair: pair[0]["tokens_per_second"])
     scaling = []
     for name, side in [("xlaunch", x), ("PyTorch", p)]:
         if gpus == 1:
@@ -106,8 +114,8 @@ def row(options, model, precision, gpus, data, weights, single):
     difference = abs(x["final_loss"] - p["final_loss"]) / p["final_loss"]
     cells = [
         model, precision, gpus, f"{x['tokens_per_second'] / 1e3:.0f}K", sharded,
-        f"{p['tokens_per_second'] / 1e3:.0f}K", f"{ratio:.2f}", ", ".join(scaling), runner.share(x, "waiting_ms"),
-        runner.share(x, "communication_ms"), f"{gib[0]:.1f}, {gib[1]:.1f} GiB",
+        f"{p['tokens_per_second'] / 1e3:.0f}K, {mode}", f"{ratio:.2f}", ", ".join(scaling),
+        runner.share(x, "waiting_ms"), runner.share(x, "communication_ms"), f"{gib[0]:.1f}, {gib[1]:.1f} GiB",
         f"{x['first_step_seconds']:.1f}, {p['first_step_seconds']:.1f} s", runner.clocks(x),
         f"{x['final_loss']:.4f}, {p['final_loss']:.4f} ({100 * difference:.2f} %)",
     ]

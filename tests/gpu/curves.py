@@ -1,12 +1,12 @@
 """Loss curves compared with PyTorch's, on the same tokens from the same initial weights, one GPU per run.
 
-    python3 tests/gpu/curves.py --binary target/release/xlaunch [--models A B]
+    python3 tests/gpu/curves.py --binary target/release/xlaunch [--models A B llama-1b] [--batch N]
 
 PyTorch runs eagerly, in strict fp32 or under bf16 autocast with fp32 weights. Under bf16 it runs a second time with
-another attention kernel, which adds in another order: that shows how far rounding alone drives two runs apart. Learning
-rates decay to a tenth, as in practice; at a constant rate, such runs differ by 2 % after 1,000 steps. Tolerances: fp32
-within 1e-4 relative over the first 20 steps, bf16 within 0.5 % for the mean of the last 50 losses. Runs share the GPUs
-of the host.
+another attention kernel, which adds in another order: that shows how far rounding alone drives two runs apart. (That
+kernel takes no grouped queries, so models that have them run once.) Learning rates decay to a tenth, as in practice; at
+a constant rate, such runs differ by 2 % after 1,000 steps. Tolerances: fp32 within 1e-4 relative over the first 20
+steps, bf16 within 0.5 % for the mean of the last 50 losses. Runs share the GPUs of the host.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import torch
 
 import runner
 from peer import initial, save_initial
-from runner import BATCH, SIZES
+from runner import SIZES
 
 sys.path.insert(0, str(runner.ROOT / "tests/peers"))
 from model import GPT, loss, optimizer  # noqa: E402
@@ -42,9 +42,9 @@ def learning_rate(step, steps):
     return LR * (MIN_LR_RATIO + (1 - MIN_LR_RATIO) * decay)
 
 
-def run_xlaunch(binary, model, data, weights, precision, steps):
+def run_xlaunch(binary, model, batch, data, weights, precision, steps):
     lines, _ = runner.train(binary, model, data, 1, **{
-        "train.steps": steps, "train.warmup": WARMUP, "train.lr": LR, "train.batch": BATCH, "checkpoint.every": 0,
+        "train.steps": steps, "train.warmup": WARMUP, "train.lr": LR, "train.batch": batch, "checkpoint.every": 0,
         "train.schedule": "cosine", "train.min_lr_ratio": MIN_LR_RATIO, "data.shuffle": False,
         "checkpoint.init": str(weights), "engine.precision": precision, "engine.device": "cuda",
     })
@@ -53,7 +53,7 @@ def run_xlaunch(binary, model, data, weights, precision, steps):
     return [line["train/loss"] for line in lines]
 
 
-def run_pytorch(model, data, precision, steps, attention):
+def run_pytorch(model, batch, data, precision, steps, attention):
     sizes = SIZES[model]
     net = GPT(sizes)
     net.load_state_dict(initial(model))
@@ -64,10 +64,10 @@ def run_pytorch(model, data, precision, steps, attention):
         torch.backends.cuda.enable_cudnn_sdp(False)
     opt = optimizer(net, LR, fused=True)
     tokens = torch.from_numpy(numpy.fromfile(data, dtype=numpy.uint16).astype(numpy.int64))
-    count, losses = BATCH * sizes["seq"], []
+    count, losses = batch * sizes["seq"], []
     for step in range(steps):
         window = tokens[step * count : (step + 1) * count + 1].cuda()
-        x, y = window[:-1].view(BATCH, -1), window[1:].view(BATCH, -1)
+        x, y = window[:-1].view(batch, -1), window[1:].view(batch, -1)
         for group in opt.param_groups:
             group["lr"] = learning_rate(step, steps)
         with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
@@ -109,7 +109,8 @@ def report(model, precision, steps, xlaunch, pytorch, efficient):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--binary", type=pathlib.Path, default=runner.ROOT / "target/release/xlaunch")
-    parser.add_argument("--models", nargs="+", default=["A", "B"])
+    parser.add_argument("--models", nargs="+", default=["A", "B"], choices=SIZES)
+    parser.add_argument("--batch", type=int, help="sequences per step; default: those of compare.py")
     parser.add_argument("--steps", type=int, default=1000, help=f"of bf16 runs; fp32 runs have {FP32_STEPS}")
     options = parser.parse_args()
     arguments = " ".join(sys.argv[1:])
@@ -122,17 +123,19 @@ def main():
     with tempfile.TemporaryDirectory() as scratch, concurrent.futures.ProcessPoolExecutor(
             gpus, spawn, take_gpu, (numbers,)) as pool:
         # Every run reads the file once, from the beginning.
-        count = options.steps * BATCH * max(SIZES[model]["seq"] for model in options.models) + 1
+        batches = {model: options.batch or runner.BATCHES.get(model, runner.BATCH) for model in options.models}
+        count = options.steps * max(batches[model] * SIZES[model]["seq"] for model in options.models) + 1
         data, runs = runner.tokens(pathlib.Path(scratch) / "tokens.bin", count), {}
         for model in sorted(options.models, key=lambda model: -SIZES[model]["seq"]):
             weights = pathlib.Path(scratch) / f"{model}.safetensors"
             save_initial(model, weights)
+            batch, grouped = batches[model], SIZES[model]["kv_heads"] < SIZES[model]["heads"]
             for precision, steps in [("bf16", options.steps), ("fp32", FP32_STEPS)]:
-                pytorch = lambda attention: pool.submit(run_pytorch, model, data, precision, steps, attention)
+                pytorch = lambda attention: pool.submit(run_pytorch, model, batch, data, precision, steps, attention)
                 runs[model, precision] = [
-                    pool.submit(run_xlaunch, options.binary, model, data, weights, precision, steps),
+                    pool.submit(run_xlaunch, options.binary, model, batch, data, weights, precision, steps),
                     pytorch("default"),
-                    pytorch("efficient") if precision == "bf16" else None,
+                    pytorch("efficient") if precision == "bf16" and not grouped else None,
                 ]
         for (model, precision), futures in runs.items():
             xlaunch, pytorch, efficient = (future and future.result() for future in futures)

@@ -1,6 +1,6 @@
 """Loss curves in FP8 compared with those in bf16, on the same tokens from the same weights, on one GPU.
 
-    python3 tests/gpu/fp8.py --binary target/release/xlaunch [--models A B] [--steps 1000]
+    python3 tests/gpu/fp8.py --binary target/release/xlaunch [--models A B llama-1b] [--steps 1000] [--batch N]
 
 Learning rates decay to a tenth, as in practice. Both precisions run with two seeds, whose difference shows how far
 runs drift apart by themselves. Tolerance: 0.5 % for the mean of the last 50 losses.
@@ -17,9 +17,9 @@ LR, MIN_LR_RATIO, WARMUP, LAST, TOLERANCE = 6e-4, 0.1, 20, 50, 5e-3
 TOKENS = 12_000_000
 
 
-def run(binary, model, data, precision, seed, steps):
+def run(binary, model, batch, data, precision, seed, steps):
     lines, _ = runner.train(binary, model, data, 1, **{
-        "train.steps": steps, "train.warmup": WARMUP, "train.lr": LR, "train.batch": runner.BATCH,
+        "train.steps": steps, "train.warmup": WARMUP, "train.lr": LR, "train.batch": batch,
         "train.schedule": "cosine", "checkpoint.every": 0, "train.min_lr_ratio": MIN_LR_RATIO, "job.seed": seed,
         "engine.precision": precision, "engine.device": "cuda",
     })
@@ -29,8 +29,9 @@ def run(binary, model, data, precision, seed, steps):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--binary", type=pathlib.Path, default=runner.ROOT / "target/release/xlaunch")
-    parser.add_argument("--models", nargs="+", default=["A", "B"], choices=runner.MODELS)
+    parser.add_argument("--models", nargs="+", default=["A", "B"], choices=runner.SIZES)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--batch", type=int, help="sequences per step; default: those of compare.py")
     options = parser.parse_args()
     print(f"{runner.hardware()}; python3 tests/gpu/fp8.py {' '.join(sys.argv[1:])}")
     mean = lambda losses: sum(losses[-LAST:]) / LAST
@@ -38,10 +39,10 @@ def main():
     with tempfile.TemporaryDirectory() as scratch:
         data = runner.tokens(pathlib.Path(scratch) / "tokens.bin", TOKENS)
         for model in options.models:
-            ends = {}
+            ends, batch = {}, options.batch or runner.BATCHES.get(model, runner.BATCH)
             for precision in ("bf16", "fp8"):
                 for seed in (1, 2):
-                    losses = run(options.binary, model, data, precision, seed, options.steps)
+                    losses = run(options.binary, model, batch, data, precision, seed, options.steps)
                     ends[precision, seed] = mean(losses)
                     shown = "  ".join(f"{losses[step]:.4f}" for step in range(0, options.steps, options.steps // 10))
                     print(f"model {model}, {precision}, seed {seed}: {shown}  last {LAST} {mean(losses):.5f}",

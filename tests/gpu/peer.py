@@ -5,7 +5,9 @@
 Well-tuned PyTorch: torch.compile over model and loss, the vocabulary padded to a multiple of 128, SDPA, bf16 autocast
 over fp32 weights, fused AdamW, DDP with gradient_as_bucket_view and static_graph, clipping, pinned batches, no
 synchronisation within a step. For `--precision fp8`, torchao's Float8Linear, with a scale per tensor, in place of the
-blocks' linear layers. Tokens, initial weights and learning rate are the same as for xlaunch.
+blocks' linear layers. With `--fsdp`, FSDP2 in place of DDP: parameters, gradients and optimizer are divided among the
+ranks, bf16 weights gathered for a block at a time, and blocks and loss compiled each by itself. Tokens, initial weights
+and learning rate are the same as for xlaunch.
 """
 
 import argparse
@@ -21,6 +23,7 @@ START = time.time()
 import numpy
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
@@ -44,9 +47,10 @@ class WithLoss(torch.nn.Module):
     def __init__(self, sizes):
         super().__init__()
         self.model = GPT(sizes | {"vocab": padded_vocab(sizes)})
+        self.loss = loss
 
     def forward(self, tokens, targets):
-        return loss(self.model(tokens), targets)
+        return self.loss(self.model(tokens), targets)
 
 
 def initial(model):
@@ -72,6 +76,18 @@ def load(net, path):
     net.load_state_dict(state, strict=False)
 
 
+def divide(whole, mode):
+    """Divides the model among the ranks, block by block. Embedding and head stay gathered between forward and
+    backward."""
+    # Rotary embeddings get angles in fp32, and hidden states are in bf16 already.
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, cast_forward_inputs=False)
+    for block in whole.model.blocks:
+        block.compile(mode=mode)
+        fully_shard(block, mp_policy=policy)
+    fully_shard(whole, mp_policy=policy)
+    whole.loss = torch.compile(loss, mode=mode)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=SIZES, required=True)
@@ -79,6 +95,7 @@ def main():
     parser.add_argument("--weights", required=True)
     parser.add_argument("--mode", default="default", help="of torch.compile")
     parser.add_argument("--precision", default="bf16", choices=["bf16", "tf32", "fp32", "fp8"])
+    parser.add_argument("--fsdp", action="store_true", help="divide the model among the ranks")
     parser.add_argument("--warmup", type=int, default=WARMUP, help="steps before the measured ones")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--announce", action="store_true", help="print `first step TIME RANK PID` after the first step")
@@ -90,17 +107,24 @@ def main():
         dist.init_process_group("nccl", device_id=device)
     torch.backends.cuda.matmul.allow_tf32 = options.precision != "fp32"
     sizes = SIZES[options.model]
-    whole = WithLoss(sizes)
+    with device:
+        whole = WithLoss(sizes)
     load(whole.model, options.weights)
-    whole.to(device)
     if options.precision == "fp8":
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         convert_to_float8_training(whole, config=Float8LinearConfig.from_recipe_name("tensorwise"),
                                    module_filter_fn=lambda module, name: ".blocks." in name)
+    mode = None if options.mode == "default" else options.mode
+    if options.fsdp:
+        divide(whole, mode)
+        net = whole
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        net = torch.compile(whole, mode=mode)
     opt = optimizer(whole, LR, fused=True)
-    net = torch.compile(whole, mode=None if options.mode == "default" else options.mode)
-    if world > 1:
+    if world > 1 and not options.fsdp:
         net = DistributedDataParallel(net, device_ids=[local], gradient_as_bucket_view=True, static_graph=True)
+    autocast = options.precision in ("bf16", "fp8") and not options.fsdp
     tokens = torch.from_numpy(numpy.fromfile(options.data, dtype=numpy.uint16).astype(numpy.int64))
     rows, seq = BATCHES.get(options.model, BATCH), sizes["seq"]
     count = rows * seq
@@ -116,12 +140,12 @@ def main():
         for group in opt.param_groups:
             group["lr"] = LR * min(1.0, (step + 1) / WARMUP)
         x, y = (part.to(device, non_blocking=True) for part in batches[step])
-        with torch.autocast("cuda", torch.bfloat16, enabled=options.precision in ("bf16", "fp8")):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             value = net(x, y)
         value.backward()
         torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0, foreach=True)
         opt.step()
-        opt.zero_grad(set_to_none=world == 1)
+        opt.zero_grad(set_to_none=world == 1 or options.fsdp)
         # A CUDA graph overwrites its outputs at the next replay.
         return value.detach().clone()
 

@@ -22,6 +22,8 @@ SIZES = {
                         tied=True),
     "llama-3b": dict(arch="llama", layers=28, heads=24, kv_heads=8, dim=3072, ffn=8192, seq=2048, vocab=128256,
                      tied=True),
+    "llama-8b": dict(arch="llama", layers=32, heads=32, kv_heads=8, dim=4096, ffn=14336, seq=4096, vocab=128256,
+                     tied=False),
     "heads-256": dict(arch="llama", layers=12, heads=4, kv_heads=4, dim=1024, ffn=4096, seq=2048, vocab=50257,
                       tied=False),
     "wide": dict(arch="llama", layers=4, heads=32, kv_heads=32, dim=4096, ffn=11008, seq=2048, vocab=50257, tied=False),
@@ -31,8 +33,10 @@ SIZES = {
 }
 # Sequences per GPU: of models A and B, and of the others.
 BATCH = 32
-BATCHES = {"gpt2-medium": 16, "gpt2-xl": 8, "llama-1b": 16, "llama-1b-8k": 4, "llama-3b": 2, "heads-256": 8, "wide": 4,
-           "long": 1, "vocab-128k": 16}
+BATCHES = {"gpt2-medium": 16, "gpt2-xl": 8, "llama-1b": 16, "llama-1b-8k": 4, "llama-3b": 2, "llama-8b": 2,
+           "heads-256": 8, "wide": 4, "long": 1, "vocab-128k": 16}
+# Models whose parameters are divided among the GPUs, as whole ones with their optimizer do not fit into one.
+DIVIDED = {"llama-8b"}
 
 
 def hardware():
@@ -101,9 +105,10 @@ def steps(out):
 
 def train(binary, model, data, nproc, **settings):
     """Runs a training job. Returns its steps from metrics.jsonl and its summary; raises with stderr if it fails."""
-    settings = {"data.train": [str(data)], "data.val_fraction": 0.0, "train.eval_every": 0} | settings
+    config, sizes = configuration(model)
+    settings = {"data.train": [str(data)], "data.val_fraction": 0.0, "train.eval_every": 0} | sizes | settings
     with tempfile.TemporaryDirectory() as out:
-        command = [str(binary), "--nproc", str(nproc), str(ROOT / MODELS[model]), "--set", f"job.output={out}"]
+        command = [str(binary), "--nproc", str(nproc), str(config), "--set", f"job.output={out}"]
         command += overrides(settings)
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
