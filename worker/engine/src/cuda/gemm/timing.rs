@@ -1,124 +1,149 @@
 //! The fastest of several ways to do the same work.
 //!
 //! A GPU that multiplies large matrices reaches its power limit within some ten milliseconds, and lowers its clocks.
-//! Then another candidate can be the fastest: one that moves less data. So candidates are first timed for an instant,
-//! and those that are close to the best one once more, in turns, at the power limit. (H200: of the algorithms for the
-//! layers of a model of a billion parameters, the fastest one at first takes up to 1.07 times as long as the best one
-//! later, and 1.19 times for GPT-2's head.)
+//! Then another candidate can be the fastest: one that moves less data. So candidates for long work are timed at the
+//! power limit: each for an instant, and those that are close to the best one once more, in turns. (H200: of the
+//! algorithms for the layers of a model of a billion parameters, the fastest one before that takes up to 1.07 times as
+//! long as the best one at the limit, and 1.19 times for GPT-2's head.)
+//!
+//! A new host pays for all choices of a model before its first step, so long work is launched few times.
 
 use crate::cuda::device::Device;
 use crate::cuda::profile::{mark, seconds};
 use crate::error::Result;
 
 /// Part of the key of stored choices; increased when choices are made in another way.
-pub(super) const VERSION: u32 = 2;
+pub(super) const VERSION: u32 = 3;
 /// Work that takes less time leaves the GPU below its power limit, between the other work of a model of such sizes.
 pub(super) const LONG_SECONDS: f64 = 40e-6;
 
-/// The first measurement is the shortest of SELECT_ROUNDS rounds of SELECT_LAUNCHES launches, or of fewer that take
-/// SELECT_ROUND_SECONDS.
+/// The first measurement is the shortest of SELECT_ROUNDS rounds of SELECT_LAUNCHES launches, or of fewer launches that
+/// take SELECT_ROUND_SECONDS, and fewer rounds that take SELECT_SECONDS together.
 const SELECT_ROUNDS: usize = 3;
 const SELECT_LAUNCHES: usize = 4;
 const SELECT_ROUND_SECONDS: f64 = 1e-3;
+const SELECT_SECONDS: f64 = 3e-3;
 /// A candidate that takes more than this multiple of the best time in a round is not timed further.
 const MUCH_SLOWER: f64 = 1.2;
-/// Candidates within this multiple of the best time are timed at the power limit, the first MOST_CLOSE of them.
+/// Candidates come in the order of the library's estimates. After so many seconds only the first FEWEST are timed.
+const SITE_SECONDS: f64 = 1.0;
+const FEWEST: usize = 8;
+/// Seconds of work after which the GPU is at its power limit.
+const WARM_UP_SECONDS: f64 = 0.1;
+/// Candidates for long work within this multiple of the best time are timed again, the first MOST_CLOSE of them. This
+/// second measurement is the median of TURNS turns of TURN_SECONDS.
 const CLOSE: f64 = 1.1;
 const MOST_CLOSE: usize = 8;
-/// Seconds of work after which the GPU is at its limit, and of a turn of one candidate there.
-const WARM_UP_SECONDS: f64 = 0.1;
-const TURN_SECONDS: f64 = 3e-3;
-/// The second measurement is the median of TURNS turns.
 const TURNS: usize = 3;
+const TURN_SECONDS: f64 = 3e-3;
 /// A candidate replaces an earlier one if it takes less than this share of its time: noise must not decide. Medians of
 /// turns differ less from run to run.
 const CLEARLY_FASTER: f64 = 0.98;
-const CLEARLY_FASTER_AT_LIMIT: f64 = 0.99;
+const CLEARLY_FASTER_IN_TURNS: f64 = 0.99;
 
 /// Index of the fastest of `count` candidates: the first, or one that is clearly faster than those before it. At the
-/// power limit if the best one takes `long` seconds. `None` if all fail.
+/// power limit if the first one takes `long` seconds. `None` if all fail.
+#[expect(clippy::cast_precision_loss, reason = "a small count")]
 pub(super) fn fastest(
     device: &Device,
     count: usize,
     long: f64,
     launch: impl Fn(usize) -> Result<()>,
 ) -> Result<Option<usize>> {
-    let (mut times, mut best) = (Vec::with_capacity(count), f64::INFINITY);
+    choose(count, long, |candidate, launches| {
+        let begin = mark(&device.stream)?;
+        for _ in 0..launches {
+            launch(candidate)?;
+        }
+        Ok(seconds(&begin, &mark(&device.stream)?)? / launches as f64)
+    })
+}
+
+/// Of candidates that `time` runs a number of times, for the seconds of one.
+fn choose(count: usize, long: f64, time: impl FnMut(usize, usize) -> Result<f64>) -> Result<Option<usize>> {
+    let mut stopwatch = Stopwatch { time, total: 0.0 };
+    let (mut times, mut best, mut is_long) = (Vec::with_capacity(count), f64::INFINITY, false);
     for candidate in 0..count {
-        // The heuristic also returns algorithms that fail to run.
-        let time = if launch(candidate).is_ok() {
-            at_once(device, &launch, candidate, best)?
-        } else {
-            f64::INFINITY
-        };
+        if candidate >= FEWEST && stopwatch.total >= SITE_SECONDS {
+            break;
+        }
+        // The first launch loads the kernel. The heuristic also returns algorithms that fail to run.
+        if stopwatch.time(candidate, 1).is_err() {
+            continue;
+        }
+        let mut time = at_once(&mut stopwatch, candidate, best)?;
+        if times.is_empty() && time >= long {
+            is_long = true;
+            stopwatch.time(candidate, launches(WARM_UP_SECONDS, time))?;
+            time = at_once(&mut stopwatch, candidate, best)?;
+        }
         best = best.min(time);
         times.push((candidate, time));
     }
     let close: Vec<(usize, f64)> = times.iter().copied().filter(|(_, time)| *time <= best * CLOSE).collect();
-    if best < long || close.len() < 2 {
+    if !is_long || close.len() < 2 {
         return Ok(clearly_fastest(&times, CLEARLY_FASTER));
     }
-    let times = at_limit(device, &launch, &close[..close.len().min(MOST_CLOSE)])?;
-    Ok(clearly_fastest(&times, CLEARLY_FASTER_AT_LIMIT))
+    let times = in_turns(&mut stopwatch, &close[..close.len().min(MOST_CLOSE)])?;
+    Ok(clearly_fastest(&times, CLEARLY_FASTER_IN_TURNS))
+}
+
+struct Stopwatch<F> {
+    time: F,
+    /// Seconds of all that was timed.
+    total: f64,
+}
+
+impl<F: FnMut(usize, usize) -> Result<f64>> Stopwatch<F> {
+    /// Seconds of one of so many launches.
+    #[expect(clippy::cast_precision_loss, reason = "a small count")]
+    fn time(&mut self, candidate: usize, launches: usize) -> Result<f64> {
+        let seconds = (self.time)(candidate, launches)?;
+        self.total += seconds * launches as f64;
+        Ok(seconds)
+    }
 }
 
 /// Seconds of a candidate that has run once. `best` is the best time of earlier ones.
-fn at_once(
-    device: &Device,
-    launch: &impl Fn(usize) -> Result<()>,
+#[expect(clippy::cast_precision_loss, reason = "a small count")]
+fn at_once<F: FnMut(usize, usize) -> Result<f64>>(
+    stopwatch: &mut Stopwatch<F>,
     candidate: usize,
     best: f64,
 ) -> Result<f64> {
-    let mut shortest = timed(device, launch, candidate, 1)?;
-    let launches = launches(SELECT_ROUND_SECONDS, shortest).min(SELECT_LAUNCHES);
-    for _ in 0..SELECT_ROUNDS {
-        shortest = shortest.min(timed(device, launch, candidate, launches)?);
-        if shortest > best * MUCH_SLOWER {
+    let mut shortest = stopwatch.time(candidate, 1)?;
+    let count = launches(SELECT_ROUND_SECONDS, shortest).min(SELECT_LAUNCHES);
+    let rounds = launches(SELECT_SECONDS, shortest * count as f64).min(SELECT_ROUNDS);
+    // Much of the time of a single short launch is overhead.
+    let mut is_reliable = count == 1;
+    for _ in 0..rounds {
+        if is_reliable && shortest > best * MUCH_SLOWER {
             break;
         }
+        shortest = shortest.min(stopwatch.time(candidate, count)?);
+        is_reliable = true;
     }
     Ok(shortest)
 }
 
-/// Candidates with their seconds at the power limit.
-#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a small positive count")]
-fn at_limit(
-    device: &Device,
-    launch: &impl Fn(usize) -> Result<()>,
+/// Candidates with the medians of their turns.
+fn in_turns<F: FnMut(usize, usize) -> Result<f64>>(
+    stopwatch: &mut Stopwatch<F>,
     candidates: &[(usize, f64)],
 ) -> Result<Vec<(usize, f64)>> {
-    let turn = |(candidate, time)| timed(device, launch, candidate, launches(TURN_SECONDS, time));
-    for _ in 0..(WARM_UP_SECONDS / TURN_SECONDS) as usize {
-        turn(candidates[0])?;
-    }
     let mut times = vec![Vec::with_capacity(TURNS); candidates.len()];
     for _ in 0..TURNS {
-        for (times, candidate) in times.iter_mut().zip(candidates) {
-            times.push(turn(*candidate)?);
+        for (times, (candidate, time)) in times.iter_mut().zip(candidates) {
+            times.push(stopwatch.time(*candidate, launches(TURN_SECONDS, *time))?);
         }
     }
     Ok(times.iter_mut().zip(candidates).map(|(times, (candidate, _))| (*candidate, median(times))).collect())
 }
 
-/// As many launches, which take `time` each, as take this long together.
+/// As many launches, which take `time` each, as take this long together. Events tell half a microsecond apart.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a small positive count")]
 fn launches(seconds: f64, time: f64) -> usize {
-    (seconds / time).ceil().max(1.0) as usize
-}
-
-/// Seconds of one of so many launches.
-#[expect(clippy::cast_precision_loss, reason = "a small count")]
-fn timed(
-    device: &Device,
-    launch: &impl Fn(usize) -> Result<()>,
-    candidate: usize,
-    launches: usize,
-) -> Result<f64> {
-    let begin = mark(&device.stream)?;
-    for _ in 0..launches {
-        launch(candidate)?;
-    }
-    Ok(seconds(&begin, &mark(&device.stream)?)? / launches as f64)
+    (seconds / time.max(5e-7)).ceil().max(1.0) as usize
 }
 
 fn median(times: &mut [f64]) -> f64 {
@@ -141,6 +166,73 @@ fn clearly_fastest(times: &[(usize, f64)], share: f64) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::EngineError;
+
+    /// A GPU whose clocks fall after 10 ms of work: the seconds of each candidate before and after that, if it runs.
+    struct Simulated {
+        candidates: Vec<Option<[f64; 2]>>,
+        busy: f64,
+        launches: Vec<usize>,
+    }
+
+    impl Simulated {
+        fn new(candidates: impl IntoIterator<Item = Option<[f64; 2]>>) -> Self {
+            let candidates: Vec<_> = candidates.into_iter().collect();
+            Self { launches: vec![0; candidates.len()], candidates, busy: 0.0 }
+        }
+
+        fn time(&mut self, candidate: usize, launches: usize) -> Result<f64> {
+            self.launches[candidate] += launches;
+            let Some([burst, limit]) = self.candidates[candidate] else {
+                return Err(EngineError::Device { ordinal: 0, reason: "it does not run".into() });
+            };
+            let mut total = 0.0;
+            for _ in 0..launches {
+                total += if self.busy + total < 0.01 { burst } else { limit };
+            }
+            self.busy += total;
+            Ok(total / launches as f64)
+        }
+
+        fn choose(&mut self) -> Option<usize> {
+            choose(self.candidates.len(), LONG_SECONDS, |candidate, launches| self.time(candidate, launches))
+                .unwrap()
+        }
+    }
+
+    #[test]
+    fn long_work_is_chosen_at_the_power_limit_and_short_work_before_it() {
+        // The last one is the fastest only at the limit, where all take more time than the first one before it.
+        let of = |seconds: f64| {
+            let first = Some([seconds, 1.3 * seconds]);
+            let others = (0..20).map(move |_| Some([1.1 * seconds, 1.35 * seconds]));
+            Simulated::new([first].into_iter().chain(others).chain([Some([1.05 * seconds, 1.2 * seconds])]))
+        };
+        for seconds in [5e-5, 5e-4, 5e-3] {
+            assert_eq!(of(seconds).choose(), Some(21), "{seconds}");
+        }
+        assert_eq!(of(5e-6).choose(), Some(0));
+    }
+
+    #[test]
+    fn candidate_that_fails_is_not_chosen() {
+        assert_eq!(Simulated::new([None, Some([2e-5; 2]), None, Some([1e-5; 2])]).choose(), Some(3));
+        assert_eq!(Simulated::new([None, None]).choose(), None);
+    }
+
+    #[test]
+    fn choice_takes_little_time_however_long_the_work_takes() {
+        for (seconds, most) in [(1e-5, 0.01), (1e-4, 0.3), (3e-3, 0.5), (0.025, 1.8), (0.1, 6.0)] {
+            let mut gpu =
+                Simulated::new((0..32).map(|index| Some([seconds * (1.0 + 0.01 * f64::from(index)); 2])));
+            assert_eq!(gpu.choose(), Some(0));
+            assert!(gpu.busy < most, "{seconds}: {}", gpu.busy);
+        }
+        // What is much slower is launched twice: once to load it.
+        let mut gpu = Simulated::new([Some([2e-3; 2]), Some([4e-3; 2]), Some([2.01e-3; 2])]);
+        gpu.choose();
+        assert_eq!(gpu.launches[1], 2);
+    }
 
     #[test]
     fn noise_does_not_replace_an_earlier_candidate() {
