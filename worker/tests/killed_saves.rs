@@ -172,6 +172,8 @@ impl Exchange for Alone {
         self.0.take().unwrap()
     }
 
+    fn flush(&mut self) {}
+
     fn report(&mut self, report: Report) {
         match report {
             Report::Checkpoint(saved) => {

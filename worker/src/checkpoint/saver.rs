@@ -37,6 +37,8 @@ pub trait Exchange: Send {
     fn written(&mut self, step: u64, result: Result<Vec<Written>, String>);
     /// Rank 0: waits until every rank has answered. All parts, or what failed.
     fn all_written(&mut self, step: u64) -> Result<Vec<Written>, String>;
+    /// Waits until the agent has read what this rank has reported so far, or cannot any more.
+    fn flush(&mut self);
     /// Tells the agent how a save ended.
     fn report(&mut self, report: Report);
 }
@@ -219,6 +221,10 @@ impl Thread {
         let path = self.dir.join(name(step));
         let failed = |reason: String| CheckpointError::Write { path: path.clone(), reason };
         let temporary = temporary(&self.dir, step);
+        if self.writer.rank == 0 && snapshot.slot.is_some() {
+            // The agent has metrics from rank 0. An attempt that resumes from the snapshot does not report them again.
+            self.exchange.flush();
+        }
         if let Err(error) = snapshot.complete(&state) {
             self.report_failure(step, Path::new("memory snapshot"), &error.to_string());
         }

@@ -91,6 +91,8 @@ impl Exchange for Alone {
         self.written.take().unwrap()
     }
 
+    fn flush(&mut self) {}
+
     fn report(&mut self, report: Report) {
         if let Some(reports) = &self.reports {
             reports.send(report).unwrap();

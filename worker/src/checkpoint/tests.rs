@@ -74,6 +74,8 @@ impl Exchange for Together {
         answers.into_iter().collect::<Result<Vec<_>, _>>().map(|files| files.concat())
     }
 
+    fn flush(&mut self) {}
+
     fn report(&mut self, _report: Report) {}
 }
 

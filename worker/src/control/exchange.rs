@@ -14,6 +14,8 @@ use crate::checkpoint::{Chunk, parse_hash};
 
 /// How often a wait for the other ranks looks whether the agent is still there.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// For the agent to read what was reported. It takes longer only if the agent hangs.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The part of the session that the thread which saves checkpoints has.
 #[derive(Debug)]
@@ -43,6 +45,16 @@ impl Exchange for SessionExchange {
                 Err(_) => return Err("lost the agent".into()),
             }
         }
+    }
+
+    fn flush(&mut self) {
+        let Some(requests) = self.requests.upgrade() else { return };
+        let (sender, flushed) = std::sync::mpsc::channel();
+        // As in `Control::send`.
+        let _ = requests.send(Request::Flush(sender));
+        drop(requests);
+        // Nothing is ever sent: this returns when the sender is dropped.
+        let _ = flushed.recv_timeout(FLUSH_TIMEOUT);
     }
 
     fn report(&mut self, report: Report) {

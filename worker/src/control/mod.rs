@@ -64,6 +64,8 @@ enum Request {
     Join(Box<JoinRequest>, oneshot::Sender<std::result::Result<Joined, tonic::Status>>),
     Session(Hello),
     Report(Report),
+    /// The sender is dropped once the agent has read all reports before it, or cannot any more.
+    Flush(std::sync::mpsc::Sender<()>),
     /// The sender is dropped once the agent has acknowledged the report, or cannot do so any more.
     Fail(Failed, std::sync::mpsc::Sender<()>),
 }
@@ -220,7 +222,7 @@ async fn serve(
                 let _ = reply.send(joined);
             }
             Request::Session(hello) => return session::run(agent, hello, requests, shared).await,
-            Request::Report(_) | Request::Fail(..) => {}
+            Request::Report(_) | Request::Flush(_) | Request::Fail(..) => {}
         }
     }
 }

@@ -46,11 +46,16 @@ pub(super) async fn run(
     let mut heartbeat = interval(HEARTBEAT_INTERVAL);
     heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut unacknowledged = 0;
+    let mut flushes = Flushes::default();
     let mut failure = None;
     loop {
         tokio::select! {
             request = requests.recv() => match request {
                 Some(Request::Report(report)) => send(report),
+                Some(Request::Flush(waiting)) => {
+                    send(Report::Heartbeat(heartbeat_of(&shared)));
+                    flushes.begin(waiting);
+                }
                 Some(Request::Fail(failed, waiting)) => {
                     send(Report::Failed(failed));
                     failure = Some(waiting);
@@ -71,7 +76,8 @@ pub(super) async fn run(
                             // Only a job that saves checkpoints waits for it.
                             let _ = shared.commits.get().map(|commits| commits.send(commit));
                         }
-                        Some(Command::HeartbeatAck(_)) | None => {}
+                        Some(Command::HeartbeatAck(_)) => flushes.acknowledge(),
+                        None => {}
                     }
                 }
                 Some(Err(status)) => return agent_lost(&shared, &mut requests, status.message()).await,
@@ -82,6 +88,7 @@ pub(super) async fn run(
                     return agent_lost(&shared, &mut requests, "it stopped answering heartbeats").await;
                 }
                 unacknowledged += 1;
+                flushes.sent += 1;
                 send(Report::Heartbeat(heartbeat_of(&shared)));
             }
         }
@@ -91,6 +98,29 @@ pub(super) async fn run(
     let end = async { while let Some(Ok(_)) = commands.next().await {} };
     // If the agent does not read the last reports in time, it still gets the exit code.
     let _ = tokio::time::timeout(REPORT_DRAIN_TIMEOUT, end).await;
+}
+
+/// Who waits for the agent to read reports. It reads in order, so the acknowledgement of a heartbeat after them tells.
+#[derive(Default)]
+struct Flushes {
+    /// Heartbeats.
+    sent: u64,
+    acknowledged: u64,
+    /// With the number of their heartbeats.
+    waiting: Vec<(u64, std::sync::mpsc::Sender<()>)>,
+}
+
+impl Flushes {
+    /// A heartbeat was sent for this one.
+    fn begin(&mut self, waiting: std::sync::mpsc::Sender<()>) {
+        self.sent += 1;
+        self.waiting.push((self.sent, waiting));
+    }
+
+    fn acknowledge(&mut self) {
+        self.acknowledged += 1;
+        self.waiting.retain(|(heartbeat, _)| *heartbeat > self.acknowledged);
+    }
 }
 
 fn heartbeat_of(shared: &Shared) -> Heartbeat {
@@ -122,5 +152,23 @@ async fn agent_lost(shared: &Shared, requests: &mut mpsc::UnboundedReceiver<Requ
     if tokio::time::timeout(ABORT_EXIT_TIMEOUT, closed).await.is_err() {
         #[expect(clippy::exit, reason = "the training thread hangs in a call that cannot be interrupted")]
         std::process::exit(i32::from(ExitCode::Retryable.code()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{TryRecvError, channel};
+
+    use super::*;
+
+    #[test]
+    fn flush_ends_with_the_acknowledgement_of_its_own_heartbeat() {
+        let mut flushes = Flushes { sent: 1, ..Flushes::default() };
+        let (waiting, flushed) = channel();
+        flushes.begin(waiting);
+        flushes.acknowledge();
+        assert_eq!(flushed.try_recv(), Err(TryRecvError::Empty));
+        flushes.acknowledge();
+        assert_eq!(flushed.try_recv(), Err(TryRecvError::Disconnected));
     }
 }

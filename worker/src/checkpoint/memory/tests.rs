@@ -1,8 +1,13 @@
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Mutex;
+use std::sync::mpsc::{Sender, channel};
+use std::time::Instant;
 
 use rustix::fs::MemfdFlags;
+use xlaunch_proto::v1::worker_report::Report;
 
+use super::super::Retention;
+use super::super::saver::{Exchange, Saver, Settings, Written};
 use super::super::testing::{self, sharding, state, value};
 use super::*;
 use crate::model::layout::Layout;
@@ -104,6 +109,56 @@ fn two_files_take_turns_and_the_resumed_snapshot_is_overwritten_last() {
     assert_eq!(files.complete(), [Some((10, 0)), Some((20, 1))]);
     attempt(&files, 2, Some((20, 1)), &[30]);
     assert_eq!(files.complete(), [Some((30, 2)), Some((20, 1))]);
+}
+
+/// Notes how many snapshots are complete when the agent is waited for, and when a part was written.
+struct Watch {
+    files: Vec<Arc<File>>,
+    alone: testing::Alone,
+    found: Sender<(&'static str, usize)>,
+}
+
+impl Watch {
+    fn note(&self, what: &'static str) {
+        self.found.send((what, self.files.iter().filter(|file| header(file).is_some()).count())).unwrap();
+    }
+}
+
+impl Exchange for Watch {
+    fn written(&mut self, step: u64, result: Result<Vec<Written>, String>) {
+        self.note("written");
+        self.alone.written(step, result);
+    }
+
+    fn all_written(&mut self, step: u64) -> Result<Vec<Written>, String> {
+        self.alone.all_written(step)
+    }
+
+    fn flush(&mut self) {
+        self.note("flush");
+    }
+
+    fn report(&mut self, _: Report) {}
+}
+
+#[test]
+fn snapshot_is_not_complete_before_the_agent_has_what_was_reported() {
+    let (dir, files) = (tempfile::tempdir().unwrap(), Files::new());
+    let settings = testing::settings(dir.path(), Retention::default());
+    let memory = Memory { portion: settings.portion.clone(), ..files.open_as("run", 0, 0, None) };
+    let (found, notes) = channel();
+    let watch = Watch { files: memory.files.clone(), alone: testing::Alone::default(), found };
+    let values = testing::snapshot(&settings.portion, 10);
+    let mut saver = Saver::start(Settings { memory: Some(memory), ..settings }, Box::new(watch)).unwrap();
+    saver.wait().unwrap();
+    let mut snapshot = saver.take_buffers().unwrap();
+    snapshot.params.copy_from_slice(&values.params);
+    snapshot.m.copy_from_slice(&values.m);
+    snapshot.v.copy_from_slice(&values.v);
+    saver.begin(snapshot, state("run", 10), Instant::now());
+    saver.wait().unwrap();
+    drop(saver);
+    assert_eq!(notes.iter().collect::<Vec<_>>(), [("flush", 0), ("written", 1)]);
 }
 
 #[test]
