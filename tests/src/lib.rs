@@ -32,7 +32,7 @@ pub use launch::Launch;
 pub use node::{NOBODY, Node, spawn_daemon};
 pub use process::{
     BINARY_VARIABLE, Output, Process, children, forget_package, has_program, is_alive, process_name,
-    send_signal, xlaunch_path, xlaunch_with_fail_points,
+    send_signal, suspend, xlaunch_path, xlaunch_with_fail_points,
 };
 pub use slurm::Slurm;
 

@@ -309,17 +309,36 @@ pub fn send_signal(pid: u32, signal: Signal) {
     kill_process(pid, signal).expect("signal a process of this test");
 }
 
+/// Suspends a process of the test, and returns when all of its threads have stopped: a system call that was begun is
+/// completed first.
+///
+/// # Panics
+/// If it does not exist, or does not stop.
+pub fn suspend(pid: u32) {
+    send_signal(pid, Signal::STOP);
+    let is_running = |task: &Path| {
+        let stat = std::fs::read_to_string(task.join("stat")).unwrap_or_default();
+        // A thread that has ended has none.
+        state_and_parent(&stat).is_some_and(|(state, _)| !matches!(state, 'T' | 'Z' | 'X'))
+    };
+    wait_for("a process to stop", || {
+        let mut tasks = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+        (!tasks.any(|task| is_running(&task.path()))).then_some(())
+    });
+}
+
 /// Whether a process exists and is not a zombie.
 pub fn is_alive(pid: u32) -> bool {
     let exists = to_pid(pid).is_some_and(|pid| test_kill_process(pid).is_ok());
-    exists && state_and_parent(pid).is_some_and(|(state, _)| state != 'Z')
+    exists && state_and_parent(&stat(pid)).is_some_and(|(state, _)| state != 'Z')
 }
 
 /// Children of a launcher that are its workers: without its guard process.
 pub fn children(pid: u32) -> Vec<u32> {
     let Ok(processes) = std::fs::read_dir("/proc") else { return Vec::new() };
     let pids = processes.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    let children = pids.filter(|child| state_and_parent(*child).is_some_and(|(_, parent)| parent == pid));
+    let children =
+        pids.filter(|child| state_and_parent(&stat(*child)).is_some_and(|(_, parent)| parent == pid));
     children.filter(|child| process_name(*child) != "launch-reaper").collect()
 }
 
@@ -328,9 +347,13 @@ pub fn process_name(pid: u32) -> String {
     std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default().trim().to_owned()
 }
 
-/// State letter and parent, from `/proc/PID/stat`.
-fn state_and_parent(pid: u32) -> Option<(char, u32)> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+/// `/proc/PID/stat`; empty if there is no such process.
+fn stat(pid: u32) -> String {
+    std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default()
+}
+
+/// State letter and parent of a process or thread, from its `stat`.
+fn state_and_parent(stat: &str) -> Option<(char, u32)> {
     // The name before, in parentheses, may itself contain parentheses and spaces.
     let mut fields = stat.rsplit(") ").next()?.split(' ');
     Some((fields.next()?.chars().next()?, fields.next()?.parse().ok()?))

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use rustix::process::Signal;
-use xlaunch_tests::{Job, Output, Process, children, read_state, send_signal, wait_for};
+use xlaunch_tests::{Job, Output, Process, children, read_state, send_signal, suspend, wait_for};
 
 xlaunch_harness::tests! {
     restart_resumes_from_memory_and_opens_no_checkpoint,
@@ -55,12 +55,12 @@ fn steps(job: &Job) -> Vec<u64> {
 /// Waits for a checkpoint of this step or a later one, and suspends the workers.
 fn suspend_after(job: &Job, process: &Process, step: u64) -> Vec<u32> {
     wait_for("a checkpoint", || steps(job).last().is_some_and(|last| *last >= step).then_some(()));
-    suspend(process)
+    suspend_workers(process)
 }
 
-fn suspend(process: &Process) -> Vec<u32> {
+fn suspend_workers(process: &Process) -> Vec<u32> {
     let workers = children(process.pid());
-    workers.iter().for_each(|pid| send_signal(*pid, Signal::STOP));
+    workers.iter().copied().for_each(suspend);
     workers
 }
 
@@ -206,7 +206,7 @@ fn worker_killed_while_a_checkpoint_is_written_resumes_after_its_step() {
     // Before the first checkpoint: those that are saved while it is written are skipped.
     let metrics = || std::fs::read(job.run_dir().join("metrics.jsonl")).unwrap_or_default();
     wait_for("a step", || (!metrics().is_empty()).then_some(()));
-    let workers = suspend(&process);
+    let workers = suspend_workers(&process);
     let on_disk = steps(&job).last().copied().unwrap_or(0);
     // Opening it waits for a reader, so that the next checkpoint is never written.
     for step in (on_disk + 100..=STEPS).step_by(100) {
