@@ -41,7 +41,7 @@ COLUMNS = ["model", "precision", "GPUs", "xlaunch tok/s", "sharded", "PyTorch to
 def run_xlaunch(binary, model, gpus, data, weights, precision, shard):
     settings = {
         "data.train": [str(data)], "data.val_fraction": 0.0, "data.shuffle": False, "checkpoint.init": str(weights),
-        "train.batch": runner.BATCHES.get(model, runner.BATCH), "train.lr": peer.LR,
+        "train.batch": runner.BATCHES[model], "train.lr": peer.LR,
         "train.schedule": "constant", "train.warmup": peer.WARMUP,
         "engine.precision": precision, "engine.device": "cuda", "comm.shard": shard,
     }

@@ -123,7 +123,7 @@ def main():
     with tempfile.TemporaryDirectory() as scratch, concurrent.futures.ProcessPoolExecutor(
             gpus, spawn, take_gpu, (numbers,)) as pool:
         # Every run reads the file once, from the beginning.
-        batches = {model: options.batch or runner.BATCHES.get(model, runner.BATCH) for model in options.models}
+        batches = {model: options.batch or runner.BATCHES[model] for model in options.models}
         count = options.steps * max(batches[model] * SIZES[model]["seq"] for model in options.models) + 1
         data, runs = runner.tokens(pathlib.Path(scratch) / "tokens.bin", count), {}
         for model in sorted(options.models, key=lambda model: -SIZES[model]["seq"]):

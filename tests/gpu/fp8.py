@@ -39,7 +39,7 @@ def main():
     with tempfile.TemporaryDirectory() as scratch:
         data = runner.tokens(pathlib.Path(scratch) / "tokens.bin", TOKENS)
         for model in options.models:
-            ends, batch = {}, options.batch or runner.BATCHES.get(model, runner.BATCH)
+            ends, batch = {}, options.batch or runner.BATCHES[model]
             for precision in ("bf16", "fp8"):
                 for seed in (1, 2):
                     losses = run(options.binary, model, batch, data, precision, seed, options.steps)

@@ -83,7 +83,7 @@ def measure(binary, model, gpus, data, changed, warmup, steps):
     """The JSON of a run, what the first GPU used, and what was predicted for a rank and its libraries."""
     config, sizes = runner.configuration(model)
     settings = {"data.train": [str(data)], "data.val_fraction": 0.0, "engine.device": "cuda",
-                "train.batch": runner.BATCHES.get(model, runner.BATCH)} | sizes | changed
+                "train.batch": runner.BATCHES[model]} | sizes | changed
     words = [str(config), "--nproc", str(gpus), *runner.overrides(settings)]
     total, libraries = predicted([str(binary), "--dry-run", *words])
     command = [str(binary), "bench", "train", *words, "--json", "--warmup", str(warmup), "--steps", str(steps)]

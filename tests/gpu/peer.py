@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
-from runner import BATCH, BATCHES, SIZES  # noqa: E402
+from runner import BATCHES, SIZES  # noqa: E402
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "peers"))
 from model import GPT, loss, optimizer  # noqa: E402
@@ -126,7 +126,7 @@ def main():
         net = DistributedDataParallel(net, device_ids=[local], gradient_as_bucket_view=True, static_graph=True)
     autocast = options.precision in ("bf16", "fp8") and not options.fsdp
     tokens = torch.from_numpy(numpy.fromfile(options.data, dtype=numpy.uint16).astype(numpy.int64))
-    rows, seq = BATCHES.get(options.model, BATCH), sizes["seq"]
+    rows, seq = BATCHES[options.model], sizes["seq"]
     count = rows * seq
 
     def batch(step):

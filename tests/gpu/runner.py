@@ -31,10 +31,9 @@ SIZES = {
     "vocab-128k": dict(arch="llama", layers=12, heads=12, kv_heads=12, dim=768, ffn=2048, seq=1024, vocab=128256,
                        tied=True),
 }
-# Sequences per GPU: of models A and B, and of the others.
-BATCH = 32
-BATCHES = {"gpt2-medium": 16, "gpt2-xl": 8, "llama-1b": 16, "llama-1b-8k": 4, "llama-3b": 2, "llama-8b": 2,
-           "heads-256": 8, "wide": 4, "long": 1, "vocab-128k": 16}
+# Sequences per GPU.
+BATCHES = {"A": 32, "B": 32, "gpt2-medium": 16, "gpt2-xl": 8, "llama-1b": 16, "llama-1b-8k": 4, "llama-3b": 2,
+           "llama-8b": 2, "heads-256": 8, "wide": 4, "long": 1, "vocab-128k": 16}
 # Models whose parameters are divided among the GPUs, as whole ones with their optimizer do not fit into one.
 DIVIDED = {"llama-8b"}
 
