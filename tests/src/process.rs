@@ -347,7 +347,7 @@ pub fn process_name(pid: u32) -> String {
     std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default().trim().to_owned()
 }
 
-/// `/proc/PID/stat`; empty if there is no such process.
+/// The contents of `/proc/PID/stat`; empty if the process does not exist.
 fn stat(pid: u32) -> String {
     std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default()
 }

@@ -157,7 +157,7 @@ pub fn place(spec: &JobSpec, node: &Node) -> Result<Placement, Refusal> {
 /// Checks that the kind of device supports what the job computes with.
 ///
 /// # Errors
-/// It does not.
+/// The device does not support it.
 pub fn check_device(spec: &JobSpec, cuda: bool) -> Result<(), Refusal> {
     let refuse = |message: String| Err(Refusal::new(ExitCode::Usage, message));
     if !cuda && spec.engine.precision.is_some_and(|precision| precision != Precision::Fp32) {

@@ -103,7 +103,7 @@ pub(super) async fn run(
 /// Who waits for the agent to read reports. It reads in order, so the acknowledgement of a heartbeat after them tells.
 #[derive(Default)]
 struct Flushes {
-    /// Heartbeats.
+    /// How many heartbeats were sent.
     sent: u64,
     acknowledged: u64,
     /// With the number of their heartbeats.

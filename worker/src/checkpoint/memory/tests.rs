@@ -46,13 +46,18 @@ fn portion(sharded: bool) -> Portion {
     Portion::new(&sharding(&layout, 1, 2, sharded), 1, 2)
 }
 
-/// Saves a step in these buffers.
-fn save(buffers: &mut Snapshot, step: u64) {
-    buffers.erase().unwrap();
-    let values = testing::snapshot(&portion(true), step);
+/// Copies what a rank saves after a step.
+fn fill(buffers: &mut Snapshot, portion: &Portion, step: u64) {
+    let values = testing::snapshot(portion, step);
     buffers.params.copy_from_slice(&values.params);
     buffers.m.copy_from_slice(&values.m);
     buffers.v.copy_from_slice(&values.v);
+}
+
+/// Saves a step in these buffers.
+fn save(buffers: &mut Snapshot, step: u64) {
+    buffers.erase().unwrap();
+    fill(buffers, &portion(true), step);
     buffers.complete(&state("run", step)).unwrap();
 }
 
@@ -84,10 +89,7 @@ fn later_attempt_reads_the_portion_and_state_that_were_saved() {
         let (files, portion) = (Files::new(), portion(sharded));
         let open = |attempt, resume| Memory { portion: portion.clone(), ..files.open(attempt, resume) };
         let mut buffers = open(0, None).allocate(&HostAllocator::default()).unwrap().remove(0);
-        let values = testing::snapshot(&portion, 10);
-        buffers.params.copy_from_slice(&values.params);
-        buffers.m.copy_from_slice(&values.m);
-        buffers.v.copy_from_slice(&values.v);
+        fill(&mut buffers, &portion, 10);
         buffers.complete(&state("run", 10)).unwrap();
         drop(buffers);
 
@@ -148,13 +150,11 @@ fn snapshot_is_not_complete_before_the_agent_has_what_was_reported() {
     let memory = Memory { portion: settings.portion.clone(), ..files.open_as("run", 0, 0, None) };
     let (found, notes) = channel();
     let watch = Watch { files: memory.files.clone(), alone: testing::Alone::default(), found };
-    let values = testing::snapshot(&settings.portion, 10);
+    let portion = settings.portion.clone();
     let mut saver = Saver::start(Settings { memory: Some(memory), ..settings }, Box::new(watch)).unwrap();
     saver.wait().unwrap();
     let mut snapshot = saver.take_buffers().unwrap();
-    snapshot.params.copy_from_slice(&values.params);
-    snapshot.m.copy_from_slice(&values.m);
-    snapshot.v.copy_from_slice(&values.v);
+    fill(&mut snapshot, &portion, 10);
     saver.begin(snapshot, state("run", 10), Instant::now());
     saver.wait().unwrap();
     drop(saver);
