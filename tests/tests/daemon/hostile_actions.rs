@@ -396,7 +396,8 @@ impl Siege {
         assert!(self.is_same_daemon());
         let delay = took.saturating_sub(BUSY_FACTOR * calm);
         if delay > self.longest_delay.0 {
-            self.longest_delay = (delay, format!("{command:?} after action {turn}: {took:?} beside {calm:?}"));
+            self.longest_delay =
+                (delay, format!("{command:?} after action {turn}: {took:?} beside {calm:?}"));
         }
     }
 
