@@ -1,5 +1,5 @@
 //! Hostile users act at random beside an honest one, whose jobs and commands must not notice. How long a command may
-//! take is measured at the same time on a second node, which nobody attacks.
+//! take is measured at the same time on a second node, without attacks.
 //!
 //! What is done to files, processes and sockets is in `hostile_actions.py`, which runs as the user; commands to the
 //! daemon are here. `XLAUNCH_TEST_SEED` sets another seed, `XLAUNCH_TEST_ACTIONS` the number of actions,
