@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <mutex>
 #include <thread>
 
 #include "runner.h"
@@ -252,19 +253,27 @@ void __tsan_write_range(void* p, size_t size) {
 COPIES(__tsan_)
 COPIES(__wrap_)
 
-static void atomic(volatile void* p, size_t size, void* pc) {
-    if (!runner || !runner->current) return;
+// Checks an atomic access. That of device memory happens while the result is held, so that times are in its order.
+static std::unique_lock<std::mutex> atomic(volatile void* p, size_t size, void* pc) {
+    if (!runner || !runner->current) return {};
     Runner& r = *runner;
     auto address = reinterpret_cast<uintptr_t>(p);
     access(address, size, true, Kind::Atomic, pc);
-    if (r.shared_at(address)) return;
+    if (r.shared_at(address)) return {};
+    std::unique_lock<std::mutex> turn(r.grid.atomics);
     uint64_t now = ++r.grid.clock;
-    if (r.fenced) r.grid.released[r.block] = now;
+    unsigned warp = warp_of(r.number_of(*r.current));
+    // A later release of another warp must not hide this one, after which data of its own warp may have been read.
+    if (r.fenced && (!r.grid.released[r.block] || r.releaser == warp)) {
+        r.grid.released[r.block] = now;
+        r.releaser = warp;
+    }
     r.grid.acquired[r.block] = now;
+    return turn;
 }
 #define ATOMIC(name, type, size, function)                         \
     type __tsan_atomic##name(volatile type* p, type x, int) {      \
-        atomic(p, size, __builtin_return_address(0));              \
+        auto turn = atomic(p, size, __builtin_return_address(0));  \
         return function(p, x, __ATOMIC_SEQ_CST);                   \
     }
 ATOMIC(32_fetch_add, uint32_t, 4, __atomic_fetch_add)
@@ -273,7 +282,7 @@ ATOMIC(32_fetch_or, uint32_t, 4, __atomic_fetch_or)
 ATOMIC(32_exchange, uint32_t, 4, __atomic_exchange_n)
 
 unsigned emulator_atomic_max(unsigned* p, unsigned x) {
-    atomic(p, sizeof x, __builtin_return_address(0));
+    auto turn = atomic(p, sizeof x, __builtin_return_address(0));
     unsigned old = __atomic_load_n(p, __ATOMIC_SEQ_CST);
     while (old < x && !__atomic_compare_exchange_n(p, &old, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) continue;
     return old;

@@ -60,9 +60,12 @@ struct Grid {
     std::atomic<bool> failed{false};
     std::mutex lock;
     std::string problem;
-    // For each block: the time of its last fence with an atomic after it, and of its last atomic; 0: none.
+    // Held during an atomic access of device memory.
+    std::mutex atomics;
+    // For each block: the time of its last release, an atomic after a fence, and of its last atomic; 0: none. Counted
+    // are the releases of one warp, the first to release.
     std::unique_ptr<std::atomic<uint64_t>[]> released, acquired;
-    std::atomic<uint64_t> clock{0};
+    uint64_t clock = 0;
 };
 
 // Shared memory. A cell and who accessed it atomically are of two bytes.
@@ -124,6 +127,8 @@ struct Runner {
     EmulatorIndex block_index;
     uint16_t epoch;
     bool fenced;
+    // The warp whose releases count.
+    unsigned releaser;
     Random random;
     // For each warp, the lane that its other ones wait for.
     unsigned awaited[MAX_THREADS / MIN_WARP];
