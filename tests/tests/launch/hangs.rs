@@ -87,7 +87,7 @@ fn evidence(job: &Job, rank: u32) -> String {
     std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// Waits until there is a memory snapshot to resume from. On a slow disk, the job ends before its first checkpoint.
+/// Waits until there is a memory snapshot to resume from. On a slow disk, the job may end before its first checkpoint.
 fn wait_for_steps(job: &Job) {
     wait_for("150 steps", || (job.losses().len() >= 150).then_some(()));
 }
