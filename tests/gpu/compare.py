@@ -3,10 +3,10 @@
     python3 tests/gpu/compare.py --binary target/release/xlaunch --gpus 1 2 4
 
 Both train on the same tokens in the same order from the same weights with the same AdamW and clipping, in bf16 with
-fp32 master weights: 20 steps of warm-up and 60 measured ones; figures are medians. PyTorch runs `peer.py` in the mode
-of torch.compile that was the fastest for the model, reduce-overhead (CUDA graphs) for A and default for others, or in
-all of `--modes`, of which the fastest counts. Models that do not fit into one GPU are divided, by `comm.shard =
-"parameters"` and by FSDP2. Columns:
+fp32 master weights: by default 20 steps of warm-up and 60 measured ones; figures are medians. PyTorch runs `peer.py`
+in the mode of torch.compile that was the fastest for the model, reduce-overhead (CUDA graphs) for A and default for
+others, or in all of `--modes`, of which the fastest counts. Models that do not fit into one GPU are divided, by
+`comm.shard = "parameters"` and by FSDP2. Columns:
 
 - sharded: xlaunch with a sharded optimizer;
 - scaling: relative to 1 GPU of the same run;
@@ -32,13 +32,12 @@ import peer
 import runner
 
 MODES = {"A": ["reduce-overhead"]}
-WARMUP, STEPS = 20, 60
 TOKENS = 12_000_000
 COLUMNS = ["model", "precision", "GPUs", "xlaunch tok/s", "sharded", "PyTorch tok/s", "ratio", "scaling", "waiting",
-           "communication", "memory", "first step", "clocks", f"loss at step {WARMUP + STEPS}"]
+           "communication", "memory", "first step", "clocks", "last loss"]
 
 
-def run_xlaunch(binary, model, gpus, data, weights, precision, shard):
+def run_xlaunch(options, model, gpus, data, weights, precision, shard):
     settings = {
         "data.train": [str(data)], "data.val_fraction": 0.0, "data.shuffle": False, "checkpoint.init": str(weights),
         "train.batch": runner.BATCHES[model], "train.lr": peer.LR,
@@ -46,20 +45,21 @@ def run_xlaunch(binary, model, gpus, data, weights, precision, shard):
         "engine.precision": precision, "engine.device": "cuda", "comm.shard": shard,
     }
     config, sizes = runner.configuration(model)
-    command = [str(binary), "bench", "train", str(config), "--json"]
-    command += ["--nproc", str(gpus), "--warmup", str(WARMUP), "--steps", str(STEPS)]
+    command = [str(options.binary), "bench", "train", str(config), "--json"]
+    command += ["--nproc", str(gpus), "--warmup", str(options.warmup), "--steps", str(options.steps)]
     command += runner.overrides(settings | sizes)
     return runner.bench(command)
 
 
-def run_pytorch(model, gpus, data, weights, precision, mode):
+def run_pytorch(options, model, gpus, data, weights, precision, mode):
     """What the peer measured in this mode of torch.compile."""
     script = pathlib.Path(peer.__file__)
     launcher = [sys.executable]
     if gpus > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
     command = launcher + [str(script), "--model", model, "--data", str(data), "--weights", str(weights)]
-    command += ["--precision", precision, "--mode", mode, "--warmup", str(WARMUP), "--steps", str(STEPS)]
+    command += ["--precision", precision, "--mode", mode]
+    command += ["--warmup", str(options.warmup), "--steps", str(options.steps)]
     command += ["--fsdp"] if model in runner.DIVIDED else []
     done = subprocess.run(command, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -75,6 +75,8 @@ def main():
     parser.add_argument("--models", nargs="+", default=["A", "B"], choices=runner.SIZES)
     parser.add_argument("--precisions", nargs="+", default=["bf16"])
     parser.add_argument("--modes", nargs="+", metavar="MODE", help="of torch.compile, such as default reduce-overhead")
+    parser.add_argument("--warmup", type=int, default=20, help="steps before the measured ones")
+    parser.add_argument("--steps", type=int, default=60, help="measured steps")
     options = parser.parse_args()
     arguments = " ".join(sys.argv[1:])
     print(f"{runner.hardware()}; torch {torch.__version__}; python3 tests/gpu/compare.py {arguments}\n")
@@ -96,13 +98,13 @@ def main():
 def row(options, model, precision, gpus, data, weights, single):
     """Measures and prints one row. Whether PyTorch is faster."""
     divided = model in runner.DIVIDED
-    run = lambda shard: run_xlaunch(options.binary, model, gpus, data, weights, precision, shard)
+    run = lambda shard: run_xlaunch(options, model, gpus, data, weights, precision, shard)
     x = run("parameters" if divided else "none")
     sharded = "-"
     if gpus > 1 and not divided:
         sharded = f"{run('optimizer')['tokens_per_second'] / 1e3:.0f}K"
     modes = options.modes or MODES.get(model, ["default"])
-    runs = [(run_pytorch(model, gpus, data, weights, precision, mode), mode) for mode in modes]
+    runs = [(run_pytorch(options, model, gpus, data, weights, precision, mode), mode) for mode in modes]
     p, mode = max(runs, key=lambda pair: pair[0]["tokens_per_second"])
     scaling = []
     for name, side in [("xlaunch", x), ("PyTorch", p)]:

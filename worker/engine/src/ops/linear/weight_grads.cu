@@ -68,6 +68,8 @@ __device__ inline bool combine(float (&d)[TILE_N / 2], int tile, int tiles, int 
     u32 before = lane == 0 ? atomicAdd(counter, 1u) : 0;
     if (__shfl_sync(FULL_WARP, before, 0) != parts - 1) return false;
     __threadfence();
+    // Only lane 0 has read the counter.
+    __syncwarp();
     // For the next launch.
     if (lane == 0) *counter = 0;
 #pragma unroll
