@@ -78,6 +78,9 @@ def main():
     parser.add_argument("--warmup", type=int, default=20, help="steps before the measured ones")
     parser.add_argument("--steps", type=int, default=60, help="measured steps")
     options = parser.parse_args()
+    if options.warmup + options.steps < peer.WARMUP:
+        # A run of xlaunch shortens the warm-up of its learning rate to its steps.
+        parser.error(f"losses are comparable from {peer.WARMUP} steps on")
     arguments = " ".join(sys.argv[1:])
     print(f"{runner.hardware()}; torch {torch.__version__}; python3 tests/gpu/compare.py {arguments}\n")
     print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")

@@ -4,6 +4,9 @@
 //! A training step with [`except_small`](SkipAllReduce::except_small) takes as long as its slowest rank computes; what
 //! a complete one takes longer is the communication that backward does not hide. With [`all`](SkipAllReduce::all)
 //! every rank takes as long as it computes itself; what the other takes longer is waiting for the slowest rank.
+//!
+//! The weights that a benchmark gathers in its first step stay: matrices of zeros, which the memory of sharded weights
+//! holds before, take less power, and so less time, than others.
 
 use xlaunch_comm::{AbortHandle, Collective, Result};
 use xlaunch_engine::DType;
@@ -18,6 +21,10 @@ pub(crate) struct SkipAllReduce {
     inner: Box<dyn Collective>,
     /// The largest all-reduce that is not skipped.
     max_bytes: usize,
+    /// Gathers are not skipped, as the small all-reduce of the first step has not come yet.
+    gathers: bool,
+    /// Gathers that have not been waited for.
+    gathering: usize,
     /// Something was started that has not been waited for. Without it there is nothing to wait for: during a capture,
     /// CUDA refuses to wait for an event from outside of it.
     started: bool,
@@ -31,19 +38,27 @@ impl SkipAllReduce {
     ) -> Box<dyn Collective> {
         match communication {
             StepCommunication::Unspecified | StepCommunication::Full => inner,
-            StepCommunication::SmallAllReduce => Box::new(Self::except_small(inner)),
-            StepCommunication::None => Box::new(Self::all(inner)),
+            StepCommunication::SmallAllReduce => Box::new(Self::except_small(inner).after_first_gathers()),
+            StepCommunication::None => Box::new(Self::all(inner).after_first_gathers()),
         }
     }
 
     /// Skips every all-reduce.
     pub(crate) fn all(inner: Box<dyn Collective>) -> Self {
-        Self { inner, max_bytes: 0, started: false }
+        Self::above(0, inner)
     }
 
     /// Skips all but the small all-reduce with which a step ends.
     pub(crate) fn except_small(inner: Box<dyn Collective>) -> Self {
-        Self { inner, max_bytes: SMALL_ALL_REDUCE_BYTES, started: false }
+        Self::above(SMALL_ALL_REDUCE_BYTES, inner)
+    }
+
+    fn above(max_bytes: usize, inner: Box<dyn Collective>) -> Self {
+        Self { inner, max_bytes, gathers: false, gathering: 0, started: false }
+    }
+
+    fn after_first_gathers(self) -> Self {
+        Self { gathers: true, ..self }
     }
 }
 
@@ -61,6 +76,7 @@ impl Collective for SkipAllReduce {
     }
 
     fn all_reduce(&mut self, elements: Lease, dtype: DType) -> Result<()> {
+        self.gathers &= elements.bytes() > SMALL_ALL_REDUCE_BYTES;
         if elements.bytes() > self.max_bytes {
             return self.inner.check();
         }
@@ -72,8 +88,13 @@ impl Collective for SkipAllReduce {
         self.inner.check()
     }
 
-    fn all_gather(&mut self, _: Lease, _: Lease) -> Result<()> {
-        self.inner.check()
+    fn all_gather(&mut self, from: Lease, into: Lease) -> Result<()> {
+        if !self.gathers {
+            return self.inner.check();
+        }
+        self.started = true;
+        self.gathering += 1;
+        self.inner.all_gather(from, into)
     }
 
     fn wait_scatter(&mut self) -> Result<()> {
@@ -81,7 +102,9 @@ impl Collective for SkipAllReduce {
     }
 
     fn wait_gather(&mut self) -> Result<()> {
-        self.inner.check()
+        let Some(others) = self.gathering.checked_sub(1) else { return self.inner.check() };
+        self.gathering = others;
+        self.inner.wait_gather()
     }
 
     fn broadcast(&mut self, elements: Lease, root: usize) -> Result<()> {
@@ -90,6 +113,7 @@ impl Collective for SkipAllReduce {
     }
 
     fn wait_all(&mut self) -> Result<()> {
+        self.gathering = 0;
         match std::mem::take(&mut self.started) {
             true => self.inner.wait_all(),
             false => self.inner.check(),
@@ -113,7 +137,7 @@ impl Collective for SkipAllReduce {
 mod tests {
     use std::sync::{Arc, Mutex};
 
-    use xlaunch_engine::{CpuBackend, PoolMode};
+    use xlaunch_engine::{CpuBackend, PoolMode, Tensor};
 
     use super::*;
     use crate::model::BackendHandle;
@@ -184,12 +208,19 @@ mod tests {
         }
     }
 
-    /// The calls that reach the collective in a step with a sharded optimizer.
-    fn calls_of_a_step(skip: fn(Box<dyn Collective>) -> SkipAllReduce) -> Vec<String> {
+    /// The calls that reach the collective in two steps with a sharded optimizer.
+    fn calls_of_two_steps(skip: impl FnOnce(Box<dyn Collective>) -> Box<dyn Collective>) -> [Vec<String>; 2] {
         let backend = BackendHandle::new(CpuBackend::new(1, PoolMode::Off));
         let tensor = backend.alloc(DType::F32, 1024).unwrap();
         let calls = Arc::new(Mutex::new(Vec::new()));
         let mut skip = skip(Box::new(Recorder(calls.clone())));
+        [(); 2].map(|()| {
+            run_step(&tensor, &mut *skip);
+            std::mem::take(&mut *calls.lock().unwrap())
+        })
+    }
+
+    fn run_step(tensor: &Tensor, skip: &mut dyn Collective) {
         skip.all_gather(tensor.lend(0..512), tensor.lend(512..1024)).unwrap();
         skip.wait_gather().unwrap();
         skip.all_reduce(tensor.lend(0..512), DType::F32).unwrap();
@@ -198,12 +229,25 @@ mod tests {
         skip.wait_all().unwrap();
         skip.all_reduce(tensor.lend(0..4), DType::F32).unwrap();
         skip.wait_all().unwrap();
-        calls.lock().unwrap().clone()
     }
 
     #[test]
     fn only_what_was_started_is_waited_for() {
-        assert_eq!(calls_of_a_step(SkipAllReduce::all), Vec::<String>::new());
-        assert_eq!(calls_of_a_step(SkipAllReduce::except_small), ["all-reduce 16", "wait for all"]);
+        let none = [const { Vec::<String>::new() }; 2];
+        assert_eq!(calls_of_two_steps(|inner| Box::new(SkipAllReduce::all(inner))), none);
+        let small = ["all-reduce 16", "wait for all"];
+        assert_eq!(calls_of_two_steps(|inner| Box::new(SkipAllReduce::except_small(inner))), [small; 2]);
+    }
+
+    #[test]
+    fn benchmark_gathers_weights_once() {
+        let calls_of = |communication| {
+            calls_of_two_steps(|inner| SkipAllReduce::down_to(communication, inner))
+                .map(|calls| calls.join(", "))
+        };
+        let gather = "all-gather, wait for a gather, wait for all";
+        assert_eq!(calls_of(StepCommunication::None), [gather, ""]);
+        let small = "all-reduce 16, wait for all";
+        assert_eq!(calls_of(StepCommunication::SmallAllReduce), [&format!("{gather}, {small}"), small]);
     }
 }
