@@ -212,6 +212,8 @@ int cuMemcpyHtoDAsync_v2(uintptr_t to, const void* from, size_t bytes, void*) {
     return copy(to, reinterpret_cast<uintptr_t>(from), bytes, true, false);
 }
 int cuMemcpyDtoHAsync_v2(void* to, uintptr_t from, size_t bytes, void*) {
+    if (!host_range_contains(reinterpret_cast<uintptr_t>(to), bytes))
+        return failed(INVALID_VALUE, "a copy writes to memory of which only a part was pinned at once");
     return copy(reinterpret_cast<uintptr_t>(to), from, bytes, false, true);
 }
 int cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t bytes, void*) {

@@ -92,6 +92,16 @@ void unregister_host(uintptr_t address) {
     host_ranges.erase(address);
 }
 
+bool host_range_contains(uintptr_t address, size_t bytes) {
+    std::lock_guard<std::mutex> guard(lock);
+    // The last one that begins before the end has to end before the address, or contain both.
+    auto after = host_ranges.lower_bound(address + bytes);
+    if (after == host_ranges.begin()) return true;
+    auto range = std::prev(after);
+    uintptr_t end = range->first + range->second;
+    return end <= address || (range->first <= address && address + bytes <= end);
+}
+
 bool host_writes(uintptr_t address, size_t bytes) {
     if (!bytes) return true;
     Range range = find(address, bytes);

@@ -42,6 +42,8 @@ constexpr size_t TOTAL_BYTES = size_t(80) << 30;
 // Host memory that kernels may access.
 void register_host(uintptr_t address, size_t bytes);
 void unregister_host(uintptr_t address);
+// Whether all of these bytes are in one registered range, or none: a driver refuses copies to others.
+bool host_range_contains(uintptr_t address, size_t bytes);
 
 // A copy or memset of the host; false if it leaves its allocation.
 bool host_writes(uintptr_t address, size_t bytes);

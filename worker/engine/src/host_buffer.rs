@@ -3,20 +3,27 @@
 //!
 //! A buffer is either memory of this process, or a part of a memory file (`memfd_create`) that another process keeps:
 //! its contents outlive this process.
+//!
+//! The driver admits no other call while it pins memory, a second for a few gigabytes, and so no launch. Buffers are
+//! therefore pinned piece by piece, with pauses, while the device is busy with other work. A copy to the host must not
+//! touch two pieces: see [`HostBuffer::pieces`].
 
 use std::fmt;
 use std::fs::File;
 use std::io;
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::time::Instant;
 
-use cudarc::driver::{CudaContext, result, sys};
+use cudarc::driver::{CudaContext, sys};
 use rustix::fs::SealFlags;
-use rustix::mm::{MapFlags, ProtFlags};
+use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use crate::cuda::driver_error;
-use crate::error::Result;
+/// Bytes that are pinned at once: some milliseconds. A multiple of every page size.
+const PIECE: usize = 64 << 20;
+/// Values of a piece.
+const PIECE_LEN: usize = PIECE / size_of::<f32>();
 
 /// Allocates [`HostBuffer`]s on any thread: pinning gigabytes takes a while.
 #[derive(Clone, Debug, Default)]
@@ -30,25 +37,15 @@ pub struct HostBuffer(Memory);
 
 enum Memory {
     Ordinary(Vec<f32>),
-    Pinned(Pinned),
     Mapped(Mapped),
 }
 
-struct Pinned {
-    address: NonNull<f32>,
-    len: usize,
-    context: Arc<CudaContext>,
-}
-
-// SAFETY: the memory belongs to this value alone, and the driver lets any thread use and free it.
-unsafe impl Send for Pinned {}
-
-/// A part of a memory file.
+/// Pages of this process, or a part of a memory file.
 struct Mapped {
     address: NonNull<f32>,
     len: usize,
-    /// The context in which the mapping is pinned; `None` if it is pageable.
-    pinned: Option<Arc<CudaContext>>,
+    /// The context in which the first pieces are pinned, and their number; `None` on the CPU.
+    pinned: Option<(Arc<CudaContext>, usize)>,
 }
 
 // SAFETY: the mapping belongs to this value alone, and system and driver let any thread use and release it.
@@ -59,22 +56,19 @@ impl HostAllocator {
         Self { context: Some(context) }
     }
 
-    /// A buffer of `len` values.
-    ///
-    /// # Errors
-    /// The driver cannot pin that much memory.
-    pub fn alloc(&self, len: usize) -> Result<HostBuffer> {
-        match &self.context {
-            Some(context) if len > 0 => {
-                Pinned::new(context, len).map(|pinned| HostBuffer(Memory::Pinned(pinned)))
-            }
-            _ => Ok(HostBuffer::from(vec![0.0; len])),
-        }
+    /// A buffer of `len` values. Copies are slower to what the driver cannot pin.
+    pub fn alloc(&self, len: usize) -> HostBuffer {
+        let mapped = self.context.as_ref().filter(|_| len > 0).and_then(|context| {
+            let mut mapped = Mapped::anonymous(len).ok()?;
+            mapped.pin(context);
+            Some(HostBuffer(Memory::Mapped(mapped)))
+        });
+        mapped.unwrap_or_else(|| HostBuffer::from(vec![0.0; len]))
     }
 
     /// `len` values of a memory file, from byte `offset` on, a multiple of the page size. The file's memory must have
     /// been allocated that far; it cannot be truncated any more. Other processes may read it, but must not write while
-    /// the buffer exists. Copies are slower where the driver cannot pin that much memory.
+    /// the buffer exists. Copies are slower to what the driver cannot pin.
     ///
     /// # Errors
     /// It is not a memory file, or too short, or the system cannot map it.
@@ -88,77 +82,111 @@ impl HostAllocator {
         if offset.checked_add(bytes as u64).is_none_or(|end| end > file.metadata().map_or(0, |it| it.len())) {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        let mut mapped = Mapped::new(file, offset, bytes)?;
-        if let Some(context) = &self.context {
-            mapped.pin(context);
+        let mut mapped = Mapped::of_file(file, offset, len)?;
+        match &self.context {
+            Some(context) => mapped.pin(context),
+            None => (0..mapped.pieces()).for_each(|piece| mapped.touch(piece)),
         }
         Ok(HostBuffer(Memory::Mapped(mapped)))
     }
 }
 
+const READ_WRITE: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
+
 impl Mapped {
-    fn new(file: &File, offset: u64, bytes: usize) -> io::Result<Self> {
-        let (read_write, shared) =
-            (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::POPULATE);
+    fn anonymous(len: usize) -> io::Result<Self> {
+        let bytes = len * size_of::<f32>();
+        // SAFETY: the kernel chooses an address that is free.
+        let address = unsafe {
+            rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, READ_WRITE, MapFlags::PRIVATE)
+        }?;
+        Self::at(address.cast(), len)
+    }
+
+    fn of_file(file: &File, offset: u64, len: usize) -> io::Result<Self> {
+        let bytes = len * size_of::<f32>();
         // SAFETY: the kernel chooses an address that is free. The file is at least as long as the mapping, and sealed
         // against becoming shorter.
-        let address =
-            unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, read_write, shared, file, offset) }?;
-        let address = NonNull::new(address.cast::<f32>()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Self { address, len: bytes / size_of::<f32>(), pinned: None })
+        let address = unsafe {
+            rustix::mm::mmap(std::ptr::null_mut(), bytes, READ_WRITE, MapFlags::SHARED, file, offset)
+        }?;
+        Self::at(address.cast(), len)
     }
 
-    fn bytes(&self) -> usize {
-        self.len * size_of::<f32>()
+    fn at(address: *mut f32, len: usize) -> io::Result<Self> {
+        let address = NonNull::new(address).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Self { address, len, pinned: None })
     }
 
+    fn pieces(&self) -> usize {
+        self.len.div_ceil(PIECE_LEN)
+    }
+
+    /// Address and bytes of a piece.
+    fn piece(&self, index: usize) -> (*mut std::ffi::c_void, usize) {
+        let (start, bytes) = (index * PIECE_LEN, self.len.min((index + 1) * PIECE_LEN) - index * PIECE_LEN);
+        (self.address.as_ptr().wrapping_add(start).cast(), bytes * size_of::<f32>())
+    }
+
+    /// Makes the pages of a piece exist. Where the kernel does not know this advice (before Linux 5.14), they come to
+    /// exist when they are pinned or written.
+    fn touch(&self, piece: usize) {
+        let (address, bytes) = self.piece(piece);
+        // SAFETY: a part of the mapping, at a page's start. The advice changes no contents.
+        let _ = unsafe { rustix::mm::madvise(address, bytes, Advice::LinuxPopulateWrite) };
+    }
+
+    /// Pins as many pieces as the driver can.
     fn pin(&mut self, context: &Arc<CudaContext>) {
-        let pin = || -> std::result::Result<(), result::DriverError> {
-            context.bind_to_thread()?;
-            // SAFETY: the mapping is that long, and is unregistered before it is unmapped.
-            unsafe { sys::cuMemHostRegister_v2(self.address.as_ptr().cast(), self.bytes(), 0) }.result()
-        };
-        if pin().is_ok() {
-            self.pinned = Some(context.clone());
+        if context.bind_to_thread().is_err() {
+            return;
+        }
+        for piece in 0..self.pieces() {
+            // Before, so that the driver does not do it.
+            self.touch(piece);
+            let ((address, bytes), begin) = (self.piece(piece), Instant::now());
+            // SAFETY: the mapping contains the piece, and is unmapped after the piece was unregistered.
+            if unsafe { sys::cuMemHostRegister_v2(address, bytes, 0) }.result().is_err() {
+                break;
+            }
+            self.pinned = Some((context.clone(), piece + 1));
+            // The driver's locks are not fair: other threads would wait for all pieces.
+            std::thread::sleep(begin.elapsed());
         }
     }
 }
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // If the context is gone, so is the registration.
-        if self.pinned.take().is_some_and(|context| context.bind_to_thread().is_ok()) {
-            // SAFETY: registered by `pin`. Copies to it were waited for by those who began them.
-            let _ = unsafe { sys::cuMemHostUnregister(self.address.as_ptr().cast()) };
+        // If the context is gone, so are the registrations.
+        if let Some((context, count)) = self.pinned.take()
+            && context.bind_to_thread().is_ok()
+        {
+            for piece in 0..count {
+                // SAFETY: registered by `pin`. Copies to it were waited for by those who began them.
+                let _ = unsafe { sys::cuMemHostUnregister(self.piece(piece).0) };
+            }
         }
-        // SAFETY: mapped by `new`, and unmapped once. Fails only for an address that is not a mapping's.
-        let _ = unsafe { rustix::mm::munmap(self.address.as_ptr().cast(), self.bytes()) };
+        let bytes = self.len * size_of::<f32>();
+        // SAFETY: mapped by a constructor, and unmapped once. Fails only for an address that is not a mapping's.
+        let _ = unsafe { rustix::mm::munmap(self.address.as_ptr().cast(), bytes) };
     }
 }
 
-impl Pinned {
-    fn new(context: &Arc<CudaContext>, len: usize) -> Result<Self> {
-        let failed = |error| driver_error("failed to pin host memory", error);
-        context.bind_to_thread().map_err(failed)?;
-        // SAFETY: the memory is initialised below, before anything reads it.
-        let address = unsafe { result::malloc_host(len * size_of::<f32>(), 0) }.map_err(failed)?;
-        let address = NonNull::new(address.cast::<f32>());
-        let address = address.ok_or_else(|| failed(result::DriverError(OUT_OF_MEMORY)))?;
-        // SAFETY: the allocation has room for `len` values, of which zero bytes are valid ones.
-        unsafe { address.write_bytes(0, len) };
-        Ok(Self { address, len, context: context.clone() })
-    }
-}
-
-const OUT_OF_MEMORY: cudarc::driver::sys::CUresult = cudarc::driver::sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
-
-impl Drop for Pinned {
-    fn drop(&mut self) {
-        // If the context is gone, so is the memory.
-        if self.context.bind_to_thread().is_ok() {
-            // SAFETY: allocated by `malloc_host`, and freed once. Copies to it were waited for by those who began them.
-            let _ = unsafe { result::free_host(self.address.as_ptr().cast()) };
-        }
+impl HostBuffer {
+    /// These values in parts, to each of which one copy from the device may write: each is in one piece that was pinned
+    /// by itself.
+    pub fn pieces(&self, values: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
+        let len = match &self.0 {
+            Memory::Ordinary(_) => usize::MAX,
+            Memory::Mapped(_) => PIECE_LEN,
+        };
+        let end = values.end;
+        let next = move |start: usize| (start / len + 1).saturating_mul(len).min(end);
+        let starts = std::iter::successors((!values.is_empty()).then_some(values.start), move |start| {
+            Some(next(*start)).filter(|start| *start < end)
+        });
+        starts.map(move |start| start..next(start))
     }
 }
 
@@ -174,12 +202,8 @@ impl Deref for HostBuffer {
     fn deref(&self) -> &[f32] {
         match &self.0 {
             Memory::Ordinary(values) => values,
-            // SAFETY: `len` initialised values that belong to this buffer.
-            Memory::Pinned(Pinned { address, len, .. }) => unsafe {
-                std::slice::from_raw_parts(address.as_ptr(), *len)
-            },
-            // SAFETY: `len` values of a mapping that this buffer owns, of which any bytes are valid; see `map` for
-            // other processes.
+            // SAFETY: `len` values of a mapping that this buffer owns, of which any bytes are valid, also the zeros of
+            // pages that were never written; see `map` for other processes.
             Memory::Mapped(Mapped { address, len, .. }) => unsafe {
                 std::slice::from_raw_parts(address.as_ptr(), *len)
             },
@@ -191,10 +215,6 @@ impl DerefMut for HostBuffer {
     fn deref_mut(&mut self) -> &mut [f32] {
         match &mut self.0 {
             Memory::Ordinary(values) => values,
-            // SAFETY: as in `deref`; the borrow is unique.
-            Memory::Pinned(Pinned { address, len, .. }) => unsafe {
-                std::slice::from_raw_parts_mut(address.as_ptr(), *len)
-            },
             // SAFETY: as in `deref`; the borrow is unique.
             Memory::Mapped(Mapped { address, len, .. }) => unsafe {
                 std::slice::from_raw_parts_mut(address.as_ptr(), *len)
@@ -213,8 +233,10 @@ impl fmt::Debug for HostBuffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = match &self.0 {
             Memory::Ordinary(_) => "ordinary",
-            Memory::Pinned(_) => "pinned",
-            Memory::Mapped(_) => "of a memory file",
+            Memory::Mapped(Mapped { pinned: Some((_, pieces)), .. }) => {
+                return write!(f, "HostBuffer({} values, {pieces} pinned pieces)", self.len());
+            }
+            Memory::Mapped(_) => "mapped",
         };
         write!(f, "HostBuffer({} values, {kind})", self.len())
     }
@@ -246,6 +268,22 @@ mod tests {
         let mut bytes = [0; 4];
         file.read_exact_at(&mut bytes, (1 << 16) + 999 * 4).unwrap();
         assert_eq!(f32::from_le_bytes(bytes), 2.5);
+    }
+
+    #[test]
+    fn pieces_cover_the_values_and_end_where_pinned_ones_do() {
+        let of = |buffer: &HostBuffer, values| -> Vec<_> {
+            buffer.pieces(values).map(|piece| (piece.start, piece.end)).collect()
+        };
+        let (one, two, len) = (PIECE_LEN, 2 * PIECE_LEN, 2 * PIECE_LEN + 10);
+        let mapped = Mapped::anonymous(len).unwrap();
+        assert_eq!((mapped.pieces(), mapped.piece(0).1, mapped.piece(2).1), (3, PIECE, 40));
+        let mapped = HostBuffer(Memory::Mapped(mapped));
+        assert_eq!(of(&mapped, 0..len), [(0, one), (one, two), (two, len)]);
+        assert_eq!(of(&mapped, one - 1..one + 1), [(one - 1, one), (one, one + 1)]);
+        assert_eq!(of(&mapped, one..two), [(one, two)]);
+        assert_eq!(of(&mapped, 5..5), []);
+        assert_eq!(of(&HostBuffer::from(vec![0.0; 8]), 1..8), [(1, 8)]);
     }
 
     #[test]

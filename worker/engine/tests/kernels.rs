@@ -36,6 +36,7 @@ xlaunch_harness::tests! {
         every_kernel_runs_and_matches_the_cpu,
         swiglu_in_gemms_matches_the_cpu,
         gradients_of_two_layers_in_one_kernel_match_the_cpu,
+        reads_fill_all_pieces_of_pinned_memory,
         results_do_not_depend_on_the_order_of_threads;
 }
 
@@ -235,6 +236,20 @@ fn gradients_of_two_layers_in_one_kernel_match_the_cpu() {
         assert_eq!(ran.count(), selected(Precision::Bf16, TWO_LAYERS).len() - 2, "{parts} parts");
         same_bits_in_any_order(&backend, "weights of two layers, 1500", 10);
     }
+}
+
+fn reads_fill_all_pieces_of_pinned_memory() {
+    let backend = open(Precision::Fp32);
+    // A piece and a part of the next one.
+    let expected: Vec<f32> = (0..17_000_000_u32).map(|index| (index % 16_777_213) as f32).collect();
+    let tensor = backend.alloc(DType::F32, expected.len()).unwrap();
+    backend.write_f32(tensor.all(), &expected).unwrap();
+    let mut found = backend.host_allocator().alloc(expected.len());
+    assert!(format!("{found:?}").ends_with("2 pinned pieces)"), "{found:?}");
+    for values in found.pieces(0..expected.len()) {
+        backend.read_f32(tensor.slice(values.clone()), &mut found[values]).unwrap();
+    }
+    assert!(found[..] == expected);
 }
 
 fn results_do_not_depend_on_the_order_of_threads() {

@@ -19,7 +19,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 use std::time::Instant;
 
-use xlaunch_engine::{HostAllocator, HostBuffer};
+use xlaunch_engine::HostAllocator;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{CheckpointFailed, CheckpointReport};
 
@@ -191,9 +191,8 @@ fn allocate(
         Some(Ok(buffers)) => return Ok(buffers),
         None => {}
     }
-    // Pageable memory where the driver cannot pin so much: copies are slower then.
-    let buffer = || host.alloc(len).unwrap_or_else(|_| HostBuffer::from(vec![0.0; len]));
-    Ok(vec![Snapshot { params: buffer(), m: buffer(), v: buffer(), slot: None }])
+    let [params, m, v] = [(); 3].map(|()| host.alloc(len));
+    Ok(vec![Snapshot { params, m, v, slot: None }])
 }
 
 fn memory_failed(error: io::Error) -> CheckpointError {

@@ -73,11 +73,13 @@ impl Checkpoints {
         let mut snapshot = self.saver.take_buffers()?;
         let arenas = [&mut snapshot.params, &mut snapshot.m, &mut snapshot.v];
         for (tensor, values) in optimizer.state(model).into_iter().zip(arenas) {
-            let mut rest = &mut **values;
-            for owned in self.portion.ranges() {
-                let (now, later) = rest.split_at_mut(owned.stored.len());
-                backend.read_f32(tensor.slice(owned.stored.clone()), now)?;
-                rest = later;
+            let mut at = 0;
+            for stored in self.portion.ranges().iter().map(|owned| &owned.stored) {
+                for piece in values.pieces(at..at + stored.len()) {
+                    let from = stored.start + piece.start - at;
+                    backend.read_f32(tensor.slice(from..from + piece.len()), &mut values[piece])?;
+                }
+                at += stored.len();
             }
         }
         fail::at(Place::Snapshot);
