@@ -44,6 +44,7 @@ enum Attribute {
 
 constexpr int SHARED_PER_BLOCK = 232448, DEFAULT_SHARED = 48 << 10, SHARED_LIMIT_ATTRIBUTE = 8;
 constexpr unsigned MAX_GRID_YZ = 65535;
+constexpr int DEVICES = 8;
 
 struct Module {
     void* library;
@@ -106,11 +107,12 @@ int copy(uintptr_t to, uintptr_t from, size_t bytes, bool to_device, bool from_d
 extern "C" {
 
 int cuInit(unsigned) { return SUCCESS; }
+// Ranks of a job have a device each. Within a process, all are the same one.
 int cuDeviceGet(int* device, int ordinal) {
     *device = 0;
-    return ordinal == 0 ? SUCCESS : 101;  // CUDA_ERROR_INVALID_DEVICE
+    return ordinal >= 0 && ordinal < DEVICES ? SUCCESS : 101;  // CUDA_ERROR_INVALID_DEVICE
 }
-int cuDeviceGetCount(int* count) { return *count = 1, SUCCESS; }
+int cuDeviceGetCount(int* count) { return *count = DEVICES, SUCCESS; }
 int cuDeviceGetName(char* name, int bytes, int) {
     strncpy(name, "CPU threads", size_t(bytes));
     return SUCCESS;

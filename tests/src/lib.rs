@@ -29,7 +29,7 @@ pub use hang::{HangMode, InjectedHang};
 pub use hosts::{Host, Hosts, ProcessInfo, Sshd};
 pub use job::{Job, read_state};
 pub use launch::Launch;
-pub use node::{NOBODY, Node, spawn_daemon};
+pub use node::{NOBODY, Node, build_nvml, spawn_daemon};
 pub use process::{
     BINARY_VARIABLE, Output, Process, children, forget_package, has_program, is_alive, process_name,
     send_signal, suspend, xlaunch_path, xlaunch_with_fail_points,

@@ -48,10 +48,7 @@ impl Node {
         let mut node = Self { dir, daemon: None };
         if !gpus.is_empty() {
             node.set_gpus(gpus);
-            let library = node.path().join("libnvidia-ml.so.1");
-            let source = concat!(env!("CARGO_MANIFEST_DIR"), "/src/nvml.c");
-            let built = Command::new("cc").args(["-shared", "-fPIC", source, "-o"]).arg(library).status();
-            assert!(built.expect("run the C compiler").success());
+            build_nvml(node.path());
         }
         node.configure(jobs);
         node.start_daemon();
@@ -241,6 +238,17 @@ impl Node {
         });
         agents.filter(|pid| is_alive(*pid)).collect()
     }
+}
+
+/// Builds `nvml.c` in a directory. The file `gpus` there names the GPUs.
+///
+/// # Panics
+/// If there is no C compiler.
+pub fn build_nvml(dir: &Path) {
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/src/nvml.c");
+    let library = dir.join("libnvidia-ml.so.1");
+    let built = Command::new("cc").args(["-shared", "-fPIC", source, "-o"]).arg(library).status();
+    assert!(built.expect("run the C compiler").success());
 }
 
 /// Starts a daemon by this command and waits until it listens.

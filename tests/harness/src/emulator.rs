@@ -17,7 +17,7 @@ const OLDEST_GCC: u32 = 11;
 const OLDEST_CLANG: u32 = 14;
 
 /// Library and sources; -O3 for what every load and store of a kernel calls.
-const LIBRARIES: [(&str, &[&str], &str); 3] = [
+const LIBRARIES: [(&str, &[&str], &str); 4] = [
     (
         "libcuda.so",
         &[
@@ -34,9 +34,11 @@ const LIBRARIES: [(&str, &[&str], &str); 3] = [
     ),
     ("libnvrtc.so", &["nvrtc.cpp"], "-O1"),
     ("libcublasLt.so", &["cublaslt.cpp"], "-O2"),
+    ("libnccl.so.2", &["nccl.cpp"], "-O2"),
 ];
 
-/// Builds the emulator in `to`: libraries in place of the CUDA driver, NVRTC and cuBLASLt.
+/// Builds the emulator in `to`: libraries in place of the CUDA driver, NVRTC, cuBLASLt and
+/// NCCL.
 ///
 /// # Errors
 /// What the compiler says, or that there is none.

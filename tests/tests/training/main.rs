@@ -1,5 +1,5 @@
 //! The built-in trainer on CPUs: data, runs and what continues them, checkpoints on disk and in memory, its memory
-//! pool, benchmarks and traces, reports, TensorBoard.
+//! pool, benchmarks and traces, reports, TensorBoard. On emulated GPUs: what is divided among them.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -13,6 +13,7 @@ mod dry_run;
 mod export;
 mod fail_points;
 mod generate;
+mod gpus;
 mod memory;
 mod nodes;
 mod pool;
@@ -23,6 +24,6 @@ mod tensorboard;
 
 xlaunch_harness::suite! {
     threads_per_core 2;
-    modules bench, chaos, checkpoints, continued, data, divergence, dry_run, export, fail_points, generate, memory,
-            nodes, pool, prepared, report, runs, tensorboard;
+    modules bench, chaos, checkpoints, continued, data, divergence, dry_run, export, fail_points, generate, gpus,
+            memory, nodes, pool, prepared, report, runs, tensorboard;
 }

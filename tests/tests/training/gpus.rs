@@ -1,0 +1,70 @@
+//! Jobs on several GPUs of the emulator in `tests/kernels`: the CUDA back end with NCCL's place taken by a stand-in.
+
+use std::path::PathBuf;
+
+use xlaunch_harness::emulator;
+use xlaunch_tests::{Job, Process, build_nvml};
+
+xlaunch_harness::tests! {
+    needs emulator::find_compiler:
+        dividing_a_model_changes_no_bit_on_gpus;
+}
+
+/// A job, and the libraries of the emulated GPUs.
+struct Gpus {
+    job: Job,
+    libraries: PathBuf,
+}
+
+impl Gpus {
+    fn new(count: usize) -> Self {
+        let job = Job::new();
+        let libraries = job.path().join("libraries");
+        emulator::build(&libraries).unwrap();
+        build_nvml(&libraries);
+        let lines = (0..count).map(|index| format!("GPU-00000000-0000-0000-0000-{index:012} 0\n"));
+        job.write("libraries/gpus", lines.collect::<String>());
+        Self { job, libraries }
+    }
+
+    /// The losses of a run.
+    fn train(&self, settings: &[&str]) -> Vec<f64> {
+        let settings = settings.iter().flat_map(|setting| ["--set", setting]);
+        let fixed = [
+            "engine.device=cuda",
+            // Captures are not emulated.
+            "engine.exec=stream",
+            "engine.deterministic=true",
+            // Two blocks are in memory at a time.
+            "model.layers=5",
+            "train.steps=3",
+            "checkpoint.every=0",
+        ];
+        let fixed = fixed.iter().flat_map(|setting| ["--set", setting]);
+        let mut command = self.job.command(&["train.toml"]);
+        emulator::use_in(command.args(fixed).args(settings), &self.libraries);
+        let output = Process::spawn(command.env_remove("CUDA_VISIBLE_DEVICES")).wait();
+        assert_eq!(output.code, 0, "{}", output.stderr);
+        self.job.losses()
+    }
+}
+
+/// Buckets are smaller than most parameters, so that these are cut.
+fn dividing_a_model_changes_no_bit_on_gpus() {
+    let gpus = Gpus::new(2);
+    let train = |shard: &str| {
+        let shard = format!("comm.shard={shard}");
+        gpus.train(&["launch.nproc=2", "train.batch=2", "comm.bucket_mb=0.002", &shard])
+    };
+    let divided = ["optimizer", "gradients", "parameters"].map(train);
+    assert_eq!(divided[0].len(), 3);
+    assert!(divided.iter().all(|losses| *losses == divided[0]), "{divided:?}");
+    // The norm of gradients, of which ranks add their parts, is rounded differently; sums of bf16 are, too.
+    let close = |losses: Vec<f64>, tolerance: f64| {
+        let pairs = losses.iter().zip(&divided[0]);
+        assert!(pairs.clone().all(|(a, b)| (a - b).abs() < tolerance * b), "{losses:?}, {:?}", divided[0]);
+        assert!(losses[2] < losses[0], "{losses:?}");
+    };
+    close(train("none"), 1e-5);
+    close(gpus.train(&["launch.nproc=1", "train.batch=4"]), 1e-3);
+}
