@@ -37,8 +37,7 @@ const LIBRARIES: [(&str, &[&str], &str); 4] = [
     ("libnccl.so.2", &["nccl.cpp"], "-O2"),
 ];
 
-/// Builds the emulator in `to`: libraries in place of the CUDA driver, NVRTC, cuBLASLt and
-/// NCCL.
+/// Builds the emulator in `to`: libraries in place of the CUDA driver, NVRTC, cuBLASLt and NCCL.
 ///
 /// # Errors
 /// What the compiler says, or that there is none.
