@@ -112,7 +112,8 @@ impl Default for LaunchSection {
 pub struct DataSection {
     /// Training data: a directory that `xlaunch data prepare` has written, or files as paths or globs (`**` spans
     /// directories). Relative to the configuration file. A prepared directory brings its own tokenizer and validation
-    /// data. Of globs, hidden directories, directories with a CACHEDIR.TAG and `job.output` are skipped.
+    /// data. Of globs, hidden directories, directories with a CACHEDIR.TAG, Python's virtual environments and
+    /// `job.output` are skipped.
     #[serde(deserialize_with = "one_or_more::deserialize")]
     #[cfg_attr(feature = "schema", schemars(with = "one_or_more::OneOrMore"))]
     pub train: Vec<String>,

@@ -1,7 +1,7 @@
 //! Finds files below a directory.
 //!
 //! Directories that cannot be meant as data are left out: hidden ones, caches (tagged with `CACHEDIR.TAG`, like cargo's
-//! target directory) and those of the caller's choice.
+//! target directory), Python's virtual environments and those of the caller's choice.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -9,6 +9,9 @@ use walkdir::{DirEntry, WalkDir};
 
 /// Characters that make a glob of a path.
 pub const WILDCARDS: [char; 4] = ['*', '?', '[', '{'];
+
+/// Files that mark a directory as a cache or a virtual environment.
+const MARKS: [&str; 2] = ["CACHEDIR.TAG", "pyvenv.cfg"];
 
 /// The leading components of a glob, up to the first with a wildcard.
 pub fn literal_base(glob: &Path) -> PathBuf {
@@ -24,7 +27,7 @@ pub fn files_below(
     let wanted = move |entry: &DirEntry| {
         let leaves_out = || {
             entry.file_name().to_string_lossy().starts_with('.')
-                || entry.path().join("CACHEDIR.TAG").is_file()
+                || MARKS.iter().any(|mark| entry.path().join(mark).is_file())
                 || skip(entry.path())
         };
         entry.depth() == 0 || !entry.file_type().is_dir() || !leaves_out()

@@ -72,10 +72,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn globs_skip_caches_hidden_directories_and_output() {
+    fn globs_skip_caches_environments_hidden_directories_and_output() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().canonicalize().unwrap();
-        for file in ["b.md", "a.md", "sub/c.md", "sub/d.txt", ".git/e.md", "target/f.md", "runs/g.md"] {
+        let skipped = [".git/e.md", "target/f.md", "runs/g.md", "sub/venv/lib/h.md", "sub/venv/pyvenv.cfg"];
+        for file in ["b.md", "a.md", "sub/c.md", "sub/d.txt"].iter().chain(&skipped) {
             let path = root.join(file);
             fs_err::create_dir_all(path.parent().unwrap()).unwrap();
             fs_err::write(path, "x").unwrap();
