@@ -23,8 +23,6 @@ pub(crate) struct SkipAllReduce {
     max_bytes: usize,
     /// Gathers are not skipped, as the small all-reduce of the first step has not come yet.
     gathers: bool,
-    /// Gathers that have not been waited for.
-    gathering: usize,
     /// Something was started that has not been waited for. Without it there is nothing to wait for: during a capture,
     /// CUDA refuses to wait for an event from outside of it.
     started: bool,
@@ -54,7 +52,7 @@ impl SkipAllReduce {
     }
 
     fn above(max_bytes: usize, inner: Box<dyn Collective>) -> Self {
-        Self { inner, max_bytes, gathers: false, gathering: 0, started: false }
+        Self { inner, max_bytes, gathers: false, started: false }
     }
 
     fn after_first_gathers(self) -> Self {
@@ -93,7 +91,6 @@ impl Collective for SkipAllReduce {
             return self.inner.check();
         }
         self.started = true;
-        self.gathering += 1;
         self.inner.all_gather(from, into)
     }
 
@@ -102,9 +99,7 @@ impl Collective for SkipAllReduce {
     }
 
     fn wait_gather(&mut self) -> Result<()> {
-        let Some(others) = self.gathering.checked_sub(1) else { return self.inner.check() };
-        self.gathering = others;
-        self.inner.wait_gather()
+        if self.gathers { self.inner.wait_gather() } else { self.inner.check() }
     }
 
     fn broadcast(&mut self, elements: Lease, root: usize) -> Result<()> {
@@ -113,7 +108,6 @@ impl Collective for SkipAllReduce {
     }
 
     fn wait_all(&mut self) -> Result<()> {
-        self.gathering = 0;
         match std::mem::take(&mut self.started) {
             true => self.inner.wait_all(),
             false => self.inner.check(),
