@@ -1,11 +1,10 @@
 //! A rank of a training job that hangs in a given place.
 
 use std::path::PathBuf;
-use std::process::Command;
 
 use xlaunch_proto::v1::Phase;
 
-use crate::Job;
+use crate::{Job, c_library};
 
 /// How a rank hangs.
 #[derive(Clone, Copy, Debug)]
@@ -31,9 +30,7 @@ impl InjectedHang {
     /// If the library cannot be built.
     pub fn prepare(job: &mut Job, rank: u32, mode: HangMode) -> Self {
         let library = job.path().join("hang.so");
-        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/src/hang.c");
-        let built = Command::new("cc").args(["-shared", "-fPIC", source, "-o"]).arg(&library).status();
-        assert!(built.expect("run the C compiler").success());
+        c_library::build("hang.c", &library);
         let trigger = job.path().join("hang");
         let (mode, phase) = match mode {
             HangMode::Spin(phase) => ("spin", phase),

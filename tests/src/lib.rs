@@ -11,6 +11,7 @@
 
 #![expect(clippy::expect_used, reason = "a harness fails its test by panicking")]
 
+mod c_library;
 mod cgroup;
 pub mod chaos;
 mod freeze;

@@ -11,7 +11,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::{Output, Process, is_alive, wait_for, xlaunch_path};
+use crate::{Output, Process, c_library, is_alive, wait_for, xlaunch_path};
 
 /// User and group of the second user, for tests that run as root.
 pub const NOBODY: u32 = 65_534;
@@ -245,10 +245,7 @@ impl Node {
 /// # Panics
 /// If there is no C compiler.
 pub fn build_nvml(dir: &Path) {
-    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/src/nvml.c");
-    let library = dir.join("libnvidia-ml.so.1");
-    let built = Command::new("cc").args(["-shared", "-fPIC", source, "-o"]).arg(library).status();
-    assert!(built.expect("run the C compiler").success());
+    c_library::build("nvml.c", &dir.join("libnvidia-ml.so.1"));
 }
 
 /// Starts a daemon by this command and waits until it listens.
