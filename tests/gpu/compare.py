@@ -51,14 +51,14 @@ def run_xlaunch(options, model, gpus, data, weights, precision, shard):
     return runner.bench(command)
 
 
-def run_pytorch(options, model, gpus, data, weights, precision, mode):
+def run_pytorch(options, model, gpus, data, weights, precision, mode, lr=peer.LR):
     """What the peer measured in this mode of torch.compile."""
     script = pathlib.Path(peer.__file__)
     launcher = [sys.executable]
     if gpus > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
     command = launcher + [str(script), "--model", model, "--data", str(data), "--weights", str(weights)]
-    command += ["--precision", precision, "--mode", mode]
+    command += ["--precision", precision, "--mode", mode, "--lr", str(lr)]
     command += ["--warmup", str(options.warmup), "--steps", str(options.steps)]
     command += ["--fsdp"] if model in runner.DIVIDED else []
     done = subprocess.run(command, capture_output=True, text=True)
@@ -116,13 +116,13 @@ def row(options, model, precision, gpus, data, weights, single):
         scaling.append(f"{side['tokens_per_second'] / single[name]:.2f}" if name in single else "-")
     ratio = x["tokens_per_second"] / p["tokens_per_second"]
     gib = [x["pool_peak_bytes"] / 2**30, p["peak_bytes"] / 2**30]
-    difference = abs(x["final_loss"] - p["final_loss"]) / p["final_loss"]
+    difference = abs(x["final_loss"] - p["losses"][-1]) / p["losses"][-1]
     cells = [
         model, precision, gpus, f"{x['tokens_per_second'] / 1e3:.0f}K", sharded,
         f"{p['tokens_per_second'] / 1e3:.0f}K, {mode}", f"{ratio:.2f}", ", ".join(scaling),
         runner.share(x, "waiting_ms"), runner.share(x, "communication_ms"), f"{gib[0]:.1f}, {gib[1]:.1f} GiB",
         f"{x['first_step_seconds']:.1f}, {p['first_step_seconds']:.1f} s", runner.clocks(x),
-        f"{x['final_loss']:.4f}, {p['final_loss']:.4f} ({100 * difference:.2f} %)",
+        f"{x['final_loss']:.4f}, {p['losses'][-1]:.4f} ({100 * difference:.2f} %)",
     ]
     print(f"| {' | '.join(map(str, cells))} |", flush=True)
     return ratio < 1

@@ -1,4 +1,4 @@
-"""Loss curves compared with PyTorch's, on the same tokens from the same initial weights, one GPU per run.
+"""Loss curves compared with PyTorch's, on the same tokens from the same initial weights.
 
     python3 tests/gpu/curves.py --binary target/release/xlaunch [--models A B llama-1b] [--batch N]
 
@@ -6,7 +6,11 @@ PyTorch runs eagerly, in strict fp32 or under bf16 autocast with fp32 weights. U
 another attention kernel, which adds in another order: that shows how far rounding alone drives two runs apart. (That
 kernel takes no grouped queries, so models that have them run once.) Learning rates decay to a tenth, as in practice; at
 a constant rate, such runs differ by 2 % after 1,000 steps. Tolerances: fp32 within 1e-4 relative over the first 20
-steps, bf16 within 0.5 % for the mean of the last 50 losses. Runs share the GPUs of the host.
+steps, bf16 within 0.5 % for the mean of the last 50 losses. Runs have one GPU each, and share those of the host.
+
+Models that do not fit into one GPU are divided among all, by `comm.shard = "parameters"` and by FSDP2, and compared
+while the learning rate rises: the first 8 losses in bf16 within 0.5 %. (Their losses jump at first, and runs drift
+apart soon.)
 """
 
 import argparse
@@ -15,14 +19,17 @@ import math
 import multiprocessing
 import os
 import pathlib
+import statistics
 import sys
 import tempfile
+import types
 
 import numpy
 import torch
 
+import compare
+import peer
 import runner
-from peer import initial, save_initial
 from runner import SIZES
 
 sys.path.insert(0, str(runner.ROOT / "tests/peers"))
@@ -32,6 +39,9 @@ LR, MIN_LR_RATIO, WARMUP = 6e-4, 0.1, 20
 # Losses that are averaged at the end of a bf16 run, and steps of an fp32 run.
 LAST, FP32_STEPS = 50, 20
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-4, 5e-3
+# Of divided models: learning rate after the warm-up, steps before the measured ones, and those.
+DIVIDED_LR, DIVIDED_STEPS = 3e-5, types.SimpleNamespace(warmup=10, steps=14)
+DIVIDED_FIRST, DIVIDED_TOLERANCE = 8, 5e-3
 
 
 def learning_rate(step, steps):
@@ -56,7 +66,7 @@ def run_xlaunch(binary, model, batch, data, weights, precision, steps):
 def run_pytorch(model, batch, data, precision, steps, attention):
     sizes = SIZES[model]
     net = GPT(sizes)
-    net.load_state_dict(initial(model))
+    net.load_state_dict(peer.initial(model))
     net.cuda()
     torch.backends.cuda.matmul.allow_tf32 = False
     if attention == "efficient":
@@ -106,6 +116,31 @@ def report(model, precision, steps, xlaunch, pytorch, efficient):
     return apart(xlaunch) > BF16_TOLERANCE
 
 
+def compare_divided(binary, model, gpus, scratch):
+    """Whether the losses of a divided model differ too much."""
+    steps, batch = DIVIDED_STEPS.warmup + DIVIDED_STEPS.steps, runner.BATCHES[model]
+    data = runner.tokens(scratch / "divided.bin", gpus * steps * batch * SIZES[model]["seq"] + 1)
+    weights = scratch / f"{model}.safetensors"
+    peer.save_initial(model, weights)
+    lines, _ = runner.train(binary, model, data, gpus, **{
+        "train.steps": steps, "train.warmup": peer.WARMUP, "train.lr": DIVIDED_LR, "train.schedule": "constant",
+        "train.batch": batch, "checkpoint.every": 0, "data.shuffle": False, "checkpoint.init": str(weights),
+        "engine.device": "cuda", "comm.shard": "parameters",
+    })
+    xlaunch = [line["train/loss"] for line in lines]
+    speed = statistics.median(line["perf/tokens_per_second"] for line in lines[DIVIDED_STEPS.warmup :])
+    found = compare.run_pytorch(DIVIDED_STEPS, model, gpus, data, weights, "bf16", "default", DIVIDED_LR)
+    difference = [abs(a - b) / b for a, b in zip(xlaunch, found["losses"])]
+    largest = max(difference[:DIVIDED_FIRST])
+    print(f"model {model} divided among {gpus} GPUs, bf16: {speed / 1e3:.1f}K and "
+          f"{found['tokens_per_second'] / 1e3:.1f}K tok/s, {speed / found['tokens_per_second']:.2f}; "
+          f"largest difference over {DIVIDED_FIRST} steps {largest:.1e}")
+    for step, (ours, theirs) in enumerate(zip(xlaunch, found["losses"])):
+        print(f"  step {step + 1:3}  xlaunch {ours:.6f}  PyTorch {theirs:.6f}  {difference[step]:.1e}")
+    sys.stdout.flush()
+    return largest > DIVIDED_TOLERANCE
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--binary", type=pathlib.Path, default=runner.ROOT / "target/release/xlaunch")
@@ -122,13 +157,16 @@ def main():
     failed = False
     with tempfile.TemporaryDirectory() as scratch, concurrent.futures.ProcessPoolExecutor(
             gpus, spawn, take_gpu, (numbers,)) as pool:
+        for model in runner.DIVIDED.intersection(options.models):
+            failed |= compare_divided(options.binary, model, gpus, pathlib.Path(scratch))
+        whole = [model for model in options.models if model not in runner.DIVIDED]
         # Every run reads the file once, from the beginning.
-        batches = {model: options.batch or runner.BATCHES[model] for model in options.models}
-        count = options.steps * max(batches[model] * SIZES[model]["seq"] for model in options.models) + 1
+        batches = {model: options.batch or runner.BATCHES[model] for model in whole}
+        count = options.steps * max((batches[model] * SIZES[model]["seq"] for model in whole), default=0) + 1
         data, runs = runner.tokens(pathlib.Path(scratch) / "tokens.bin", count), {}
-        for model in sorted(options.models, key=lambda model: -SIZES[model]["seq"]):
+        for model in sorted(whole, key=lambda model: -SIZES[model]["seq"]):
             weights = pathlib.Path(scratch) / f"{model}.safetensors"
-            save_initial(model, weights)
+            peer.save_initial(model, weights)
             batch, grouped = batches[model], SIZES[model]["kv_heads"] < SIZES[model]["heads"]
             for precision, steps in [("bf16", options.steps), ("fp32", FP32_STEPS)]:
                 pytorch = lambda attention: pool.submit(run_pytorch, model, batch, data, precision, steps, attention)

@@ -101,6 +101,7 @@ def main():
     parser.add_argument("--fsdp", action="store_true", help="divide the model among the ranks")
     parser.add_argument("--warmup", type=int, default=WARMUP, help="steps before the measured ones")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--lr", type=float, default=LR)
     parser.add_argument("--announce", action="store_true", help="print `first step TIME RANK PID` after the first step")
     options = parser.parse_args()
     rank, world, local = (int(os.environ.get(k, d)) for k, d in [("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)])
@@ -124,7 +125,7 @@ def main():
         torch.cuda.reset_peak_memory_stats()
     else:
         net = torch.compile(whole, mode=mode)
-    opt = optimizer(whole, LR, fused=True)
+    opt = optimizer(whole, options.lr, fused=True)
     if world > 1 and not options.fsdp:
         net = DistributedDataParallel(net, device_ids=[local], gradient_as_bucket_view=True, static_graph=True)
     autocast = options.precision in ("bf16", "fp8") and not options.fsdp
@@ -141,7 +142,7 @@ def main():
 
     def train(step):
         for group in opt.param_groups:
-            group["lr"] = LR * min(1.0, (step + 1) / WARMUP)
+            group["lr"] = options.lr * min(1.0, (step + 1) / WARMUP)
         x, y = (part.to(device, non_blocking=True) for part in batches[step])
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             value = net(x, y)
@@ -152,10 +153,11 @@ def main():
         # A CUDA graph overwrites its outputs at the next replay.
         return value.detach().clone()
 
+    losses = []
     for step in range(options.warmup):
-        value = train(step)
+        losses.append(train(step))
         if step == 0:
-            value.item()
+            losses[0].item()
             first_step = time.time() - START
             if options.announce:
                 print(f"first step {time.time()} {rank} {os.getpid()}", flush=True)
@@ -165,10 +167,11 @@ def main():
     events = [torch.cuda.Event(enable_timing=True) for _ in range(options.steps + 1)]
     events[0].record()
     for i in range(options.steps):
-        value = train(options.warmup + i)
+        losses.append(train(options.warmup + i))
         events[i + 1].record()
+    losses = torch.stack(losses)
     if world > 1:
-        dist.all_reduce(value, op=dist.ReduceOp.AVG)
+        dist.all_reduce(losses, op=dist.ReduceOp.AVG)
     torch.cuda.synchronize()
     times = [events[i].elapsed_time(events[i + 1]) for i in range(options.steps)]
     if rank == 0:
@@ -176,7 +179,7 @@ def main():
             "step_ms": statistics.median(times), "mean_ms": statistics.mean(times),
             "tokens_per_second": world * count / statistics.median(times) * 1e3,
             "first_step_seconds": first_step, "peak_bytes": torch.cuda.max_memory_allocated(),
-            "final_loss": value.item(),
+            "losses": losses.tolist(),
         }), flush=True)
     if world > 1:
         dist.destroy_process_group()
