@@ -3,6 +3,9 @@
 //
 // It has what the communicator calls. Sums are computed in fp32 in the order of ranks and rounded once. Collectives that
 // read memory which nothing has written fail, and so do those that write outside of device memory.
+//
+// At its end, rank 0 writes to the file NCCL_OPERATIONS, if that is set, how many operations there were: collectives
+// outside of groups, and groups.
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/mman.h>
@@ -15,6 +18,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <utility>
 
 // Of libcuda.so: whether all of this is device memory that was written; and makes it so.
 extern "C" bool emulator_device_reads(const void* p, size_t bytes);
@@ -42,6 +46,7 @@ struct Id {
 struct Communicator {
     int rank, ranks;
     Shared* shared;
+    int operations = 0;
 
     // Waits for all ranks. False after an abort.
     bool meet() {
@@ -59,6 +64,16 @@ struct Communicator {
 };
 
 std::string last_error;
+int open_groups = 0;
+// Of the collectives in the open group; one communicator at a time has any.
+Communicator* grouped = nullptr;
+
+void count(Communicator& c) {
+    if (open_groups)
+        grouped = &c;
+    else
+        c.operations++;
+}
 
 Result failed(Result result, const char* reason) {
     last_error = reason;
@@ -98,11 +113,12 @@ void add(const Communicator& c, size_t offset, char* to, size_t count, int type)
     }
 }
 
-// Calls `send` and then, when all ranks have, `receive` with each part (offset, elements) of `count` elements.
+// Calls `send` and then, when all ranks have, `receive` with each part (offset, elements) of all elements.
 template <class Send, class Receive>
-Result in_parts(Communicator& c, size_t count, size_t most, Send send, Receive receive) {
-    for (size_t at = 0; at < count; at += most) {
-        size_t now = std::min(most, count - at);
+Result in_parts(Communicator& c, size_t elements, size_t most, Send send, Receive receive) {
+    count(c);
+    for (size_t at = 0; at < elements; at += most) {
+        size_t now = std::min(most, elements - at);
         send(at, now);
         if (!c.meet()) return failed(REMOTE_ERROR, "aborted");
         receive(at, now);
@@ -192,9 +208,25 @@ int ncclBroadcast(const char* from, char* to, size_t count, int type, int root, 
         [&](size_t at, size_t now) { memcpy(to + at, c->shared->sent[root], now); });
 }
 
+// Collectives are finished when their calls return, in a group as outside of one.
+int ncclGroupStart() {
+    open_groups++;
+    return SUCCESS;
+}
+int ncclGroupEnd() {
+    open_groups--;
+    if (grouped) count(*std::exchange(grouped, nullptr));
+    return SUCCESS;
+}
+
 int ncclCommGetAsyncError(Communicator*, int* result) { return *result = SUCCESS; }
 int ncclCommFinalize(Communicator* c) { return c->meet() ? SUCCESS : failed(REMOTE_ERROR, "aborted"); }
 int ncclCommDestroy(Communicator* c) {
+    const char* path = c->rank == 0 ? getenv("NCCL_OPERATIONS") : nullptr;
+    if (FILE* file = path ? fopen(path, "w") : nullptr) {
+        fprintf(file, "%d\n", c->operations);
+        fclose(file);
+    }
     munmap(c->shared, sizeof(Shared));
     delete c;
     return SUCCESS;

@@ -32,16 +32,16 @@ impl Collective for Tracked {
         self.0.register(memory)
     }
 
-    fn all_reduce(&mut self, elements: Lease, dtype: DType) -> Result<()> {
-        self.start(|inner| inner.all_reduce(elements, dtype))
+    fn all_reduce(&mut self, buckets: Vec<Lease>, dtype: DType) -> Result<()> {
+        self.start(|inner| inner.all_reduce(buckets, dtype))
     }
 
-    fn reduce_scatter(&mut self, from: Lease, into: Lease, dtype: DType) -> Result<()> {
-        self.start(|inner| inner.reduce_scatter(from, into, dtype))
+    fn reduce_scatter(&mut self, buckets: Vec<[Lease; 2]>, dtype: DType) -> Result<()> {
+        self.start(|inner| inner.reduce_scatter(buckets, dtype))
     }
 
-    fn all_gather(&mut self, from: Lease, into: Lease) -> Result<()> {
-        self.start(|inner| inner.all_gather(from, into))
+    fn all_gather(&mut self, buckets: Vec<[Lease; 2]>) -> Result<()> {
+        self.start(|inner| inner.all_gather(buckets))
     }
 
     fn wait_scatter(&mut self) -> Result<()> {

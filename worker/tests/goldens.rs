@@ -406,9 +406,7 @@ fn micro_steps_are_added_in_fp32_and_rounded_once_on_gpu() {
             backend.write_f32(values.all(), written).unwrap();
             backend.cast(values.all(), gradients.arena().tensor.all()).unwrap();
         }
-        for bucket in sharding.plan().buckets() {
-            gradients.reduce(bucket.clone(), &mut Local).unwrap();
-        }
+        gradients.reduce(sharding.plan().buckets(), &mut Local).unwrap();
         assert_eq!(gradients.reduced().dtype(), dtype);
         assert_eq!(read(&backend, gradients.reduced()), vec![expected; len]);
     }

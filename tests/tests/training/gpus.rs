@@ -27,8 +27,8 @@ impl Gpus {
         Self { job, libraries }
     }
 
-    /// The losses of a run.
-    fn train(&self, settings: &[&str]) -> Vec<f64> {
+    /// The losses of a run, and how many operations of NCCL it had.
+    fn train(&self, settings: &[&str]) -> (Vec<f64>, usize) {
         let settings = settings.iter().flat_map(|setting| ["--set", setting]);
         let fixed = [
             "engine.device=cuda",
@@ -43,9 +43,14 @@ impl Gpus {
         let fixed = fixed.iter().flat_map(|setting| ["--set", setting]);
         let mut command = self.job.command(&["train.toml"]);
         emulator::use_in(command.args(fixed).args(settings), &self.libraries);
-        let output = Process::spawn(command.env_remove("CUDA_VISIBLE_DEVICES")).wait();
+        let operations = self.job.path().join("operations");
+        command.env_remove("CUDA_VISIBLE_DEVICES").env("NCCL_OPERATIONS", &operations);
+        let output = Process::spawn(&mut command).wait();
         assert_eq!(output.code, 0, "{}", output.stderr);
-        self.job.losses()
+        // A job with one rank writes nothing.
+        let found = std::fs::read_to_string(&operations).unwrap_or("0".into());
+        let _ = std::fs::remove_file(operations);
+        (self.job.losses(), found.trim().parse().unwrap())
     }
 }
 
@@ -54,7 +59,12 @@ fn dividing_a_model_changes_no_bit_on_gpus() {
     let gpus = Gpus::new(2);
     let train = |shard: &str| {
         let shard = format!("comm.shard={shard}");
-        gpus.train(&["launch.nproc=2", "train.batch=2", "comm.bucket_mb=0.002", &shard])
+        let (losses, operations) =
+            gpus.train(&["launch.nproc=2", "train.batch=2", "comm.bucket_mb=0.002", &shard]);
+        // At most two gathers and a reduction per block and step, and some for the rest; with a call for each bucket
+        // there would be hundreds.
+        assert!((1..=3 * 20).contains(&operations), "{shard}: {operations} operations");
+        losses
     };
     let divided = ["optimizer", "gradients", "parameters"].map(train);
     assert_eq!(divided[0].len(), 3);
@@ -66,5 +76,5 @@ fn dividing_a_model_changes_no_bit_on_gpus() {
         assert!(losses[2] < losses[0], "{losses:?}");
     };
     close(train("none"), 1e-5);
-    close(gpus.train(&["launch.nproc=1", "train.batch=4"]), 1e-3);
+    close(gpus.train(&["launch.nproc=1", "train.batch=4"]).0, 1e-3);
 }

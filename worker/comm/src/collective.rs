@@ -58,6 +58,9 @@ pub enum CommError {
 ///
 /// Collectives are asynchronous: they run on a second CUDA stream or a second thread. Buffers are leased to a
 /// collective when it is started, and the leases end when it has been waited for.
+///
+/// Several buckets that are started together are one operation on a GPU. That matters beside GEMMs, which occupy all
+/// multiprocessors: a kernel of NCCL has to wait until one of them ends, and buckets started one by one wait as often.
 pub trait Collective: Send + fmt::Debug {
     /// This rank.
     fn rank(&self) -> usize;
@@ -75,23 +78,25 @@ pub trait Collective: Send + fmt::Debug {
     /// Registration that fails on one rank only is fatal: the other ranks wait for it and have to be aborted.
     fn register(&mut self, memory: Lease) -> Result<bool>;
 
-    /// Starts an in-place sum over ranks of the leased elements (F32 or Bf16), ordered after all work enqueued on the
-    /// compute stream so far. Every rank ends with the same bytes.
-    fn all_reduce(&mut self, elements: Lease, dtype: DType) -> Result<()>;
+    /// Starts an in-place sum over ranks of the leased elements (F32 or Bf16) of each bucket, ordered after all work
+    /// enqueued on the compute stream so far. Every rank ends with the same bytes.
+    fn all_reduce(&mut self, buckets: Vec<Lease>, dtype: DType) -> Result<()>;
 
-    /// Starts the same sum, of which this rank gets its own shard: `from` is cut into one equal shard per rank, and
-    /// shard `rank` is written to `into`. The contents of `from` are unspecified afterwards. Needs two ranks or more.
-    fn reduce_scatter(&mut self, from: Lease, into: Lease, dtype: DType) -> Result<()>;
+    /// Starts the same sums, of which this rank gets its own shards: the first lease of a bucket is cut into one equal
+    /// shard per rank, and shard `rank` is written to the second one. The contents of the first one are unspecified
+    /// afterwards. Needs two ranks or more.
+    fn reduce_scatter(&mut self, buckets: Vec<[Lease; 2]>, dtype: DType) -> Result<()>;
 
-    /// Waits for the oldest [`reduce_scatter`](Self::reduce_scatter) that has not been waited for, as
+    /// Waits for the oldest bucket of [`reduce_scatter`](Self::reduce_scatter) that has not been waited for, as
     /// [`wait_gather`](Self::wait_gather) does for gathers.
     fn wait_scatter(&mut self) -> Result<()>;
 
-    /// Starts copying every rank's shard `from` to all ranks, into shard `rank` of `into`. Needs two ranks or more.
-    fn all_gather(&mut self, from: Lease, into: Lease) -> Result<()>;
+    /// Starts copying every rank's shard, the first lease of a bucket, to all ranks, into shard `rank` of the second
+    /// one. Needs two ranks or more.
+    fn all_gather(&mut self, buckets: Vec<[Lease; 2]>) -> Result<()>;
 
-    /// Waits for the oldest [`all_gather`](Self::all_gather) that has not been waited for: orders it before all work
-    /// enqueued on the compute stream from now on, and ends its leases. Does nothing if there is none.
+    /// Waits for the oldest bucket of [`all_gather`](Self::all_gather) that has not been waited for: orders it before
+    /// all work enqueued on the compute stream from now on, and ends its leases. Does nothing if there is none.
     fn wait_gather(&mut self) -> Result<()>;
 
     /// Starts copying `root`'s elements to all ranks.

@@ -21,15 +21,15 @@ impl Collective for Local {
         Ok(false)
     }
 
-    fn all_reduce(&mut self, _: Lease, _: DType) -> Result<()> {
+    fn all_reduce(&mut self, _: Vec<Lease>, _: DType) -> Result<()> {
         Ok(())
     }
 
-    fn reduce_scatter(&mut self, _: Lease, _: Lease, _: DType) -> Result<()> {
+    fn reduce_scatter(&mut self, _: Vec<[Lease; 2]>, _: DType) -> Result<()> {
         unreachable!("one rank is never sharded")
     }
 
-    fn all_gather(&mut self, _: Lease, _: Lease) -> Result<()> {
+    fn all_gather(&mut self, _: Vec<[Lease; 2]>) -> Result<()> {
         unreachable!("one rank is never sharded")
     }
 

@@ -158,7 +158,8 @@ impl Slots {
                 missing.into_iter().map(|bucket| self.buckets[bucket].clone()).collect()
             };
             let now = gather(part);
-            let later = parts[index + 1..].iter().take(ahead).flat_map(&mut gather).collect();
+            let mut later: Vec<_> = parts[index + 1..].iter().take(ahead).map(&mut gather).collect();
+            later.retain(|buckets| !buckets.is_empty());
             let needed = self.needed(part).map(|bucket| number[bucket]).max().unwrap_or(0);
             turns.push(Turn { now, waits: needed.saturating_sub(waited), later });
             waited = waited.max(needed);
@@ -232,8 +233,8 @@ pub struct Turn {
     pub now: Vec<Range<usize>>,
     /// How many more gathers, the oldest first, must have finished.
     pub waits: usize,
-    /// Buckets to gather while the part is computed.
-    pub later: Vec<Range<usize>>,
+    /// Buckets to gather while the part is computed, those of one part together.
+    pub later: Vec<Vec<Range<usize>>>,
 }
 
 /// What happens before a part is written.

@@ -96,7 +96,7 @@ fn time(
 }
 
 fn run(collective: &mut dyn Collective, x: &Tensor, len: usize) -> Result<()> {
-    collective.all_reduce(x.lend(0..len), x.dtype())?;
+    collective.all_reduce(vec![x.lend(0..len)], x.dtype())?;
     Ok(collective.wait_all()?)
 }
 

@@ -73,25 +73,26 @@ impl Collective for SkipAllReduce {
         self.inner.register(memory)
     }
 
-    fn all_reduce(&mut self, elements: Lease, dtype: DType) -> Result<()> {
-        self.gathers &= elements.bytes() > SMALL_ALL_REDUCE_BYTES;
-        if elements.bytes() > self.max_bytes {
+    fn all_reduce(&mut self, buckets: Vec<Lease>, dtype: DType) -> Result<()> {
+        let bytes: usize = buckets.iter().map(Lease::bytes).sum();
+        self.gathers &= bytes > SMALL_ALL_REDUCE_BYTES;
+        if bytes > self.max_bytes {
             return self.inner.check();
         }
         self.started = true;
-        self.inner.all_reduce(elements, dtype)
+        self.inner.all_reduce(buckets, dtype)
     }
 
-    fn reduce_scatter(&mut self, _: Lease, _: Lease, _: DType) -> Result<()> {
+    fn reduce_scatter(&mut self, _: Vec<[Lease; 2]>, _: DType) -> Result<()> {
         self.inner.check()
     }
 
-    fn all_gather(&mut self, from: Lease, into: Lease) -> Result<()> {
+    fn all_gather(&mut self, buckets: Vec<[Lease; 2]>) -> Result<()> {
         if !self.gathers {
             return self.inner.check();
         }
         self.started = true;
-        self.inner.all_gather(from, into)
+        self.inner.all_gather(buckets)
     }
 
     fn wait_scatter(&mut self) -> Result<()> {
@@ -161,15 +162,15 @@ mod tests {
             Ok(false)
         }
 
-        fn all_reduce(&mut self, elements: Lease, _: DType) -> Result<()> {
-            self.record(format!("all-reduce {}", elements.bytes()))
+        fn all_reduce(&mut self, buckets: Vec<Lease>, _: DType) -> Result<()> {
+            self.record(format!("all-reduce {}", buckets.iter().map(Lease::bytes).sum::<usize>()))
         }
 
-        fn reduce_scatter(&mut self, _: Lease, _: Lease, _: DType) -> Result<()> {
+        fn reduce_scatter(&mut self, _: Vec<[Lease; 2]>, _: DType) -> Result<()> {
             self.record("reduce-scatter")
         }
 
-        fn all_gather(&mut self, _: Lease, _: Lease) -> Result<()> {
+        fn all_gather(&mut self, _: Vec<[Lease; 2]>) -> Result<()> {
             self.record("all-gather")
         }
 
@@ -215,13 +216,13 @@ mod tests {
     }
 
     fn run_step(tensor: &Tensor, skip: &mut dyn Collective) {
-        skip.all_gather(tensor.lend(0..512), tensor.lend(512..1024)).unwrap();
+        skip.all_gather(vec![[tensor.lend(0..512), tensor.lend(512..1024)]]).unwrap();
         skip.wait_gather().unwrap();
-        skip.all_reduce(tensor.lend(0..512), DType::F32).unwrap();
-        skip.reduce_scatter(tensor.lend(0..512), tensor.lend(512..1024), DType::F32).unwrap();
+        skip.all_reduce(vec![tensor.lend(0..512)], DType::F32).unwrap();
+        skip.reduce_scatter(vec![[tensor.lend(0..512), tensor.lend(512..1024)]], DType::F32).unwrap();
         skip.wait_scatter().unwrap();
         skip.wait_all().unwrap();
-        skip.all_reduce(tensor.lend(0..4), DType::F32).unwrap();
+        skip.all_reduce(vec![tensor.lend(0..4)], DType::F32).unwrap();
         skip.wait_all().unwrap();
     }
 

@@ -17,11 +17,7 @@ pub(super) const PLACES: [(Place, &str, &str); 18] = [
     (Place::Data, "data", "before a micro-step waits for its batch"),
     (Place::Forward, "forward", "before the forward pass of a micro-step"),
     (Place::Reduce, "reduce", "in the backward pass, before the all-reduce of a bucket is started"),
-    (
-        Place::Backward,
-        "backward",
-        "in the backward pass, each time that the all-reduce of a bucket was started",
-    ),
+    (Place::Backward, "backward", "in the backward pass, each time that all-reduces of buckets were started"),
     (
         Place::AllReduce,
         "all_reduce",

@@ -242,26 +242,26 @@ impl AdamW {
             return Ok(());
         }
         match &model.slots {
-            Some(slots) => {
-                slots.kept().try_for_each(|bucket| self.start_gather(model, bucket, collective))?
-            }
-            None => {
-                let mut buckets = self.sharding.plan().buckets().iter();
-                buckets.try_for_each(|bucket| self.start_gather(model, bucket, collective))?;
-            }
+            Some(slots) => self.start_gather(model, slots.kept(), collective)?,
+            None => self.start_gather(model, self.sharding.plan().buckets(), collective)?,
         }
         collective.wait_all()
     }
 
-    /// Starts to gather one bucket.
-    pub fn start_gather(
+    /// Starts to gather buckets, together.
+    pub fn start_gather<'a>(
         &self,
         model: &Model,
-        bucket: &Range<usize>,
+        buckets: impl IntoIterator<Item = &'a Range<usize>>,
         collective: &mut dyn Collective,
     ) -> xlaunch_comm::Result<()> {
         let Some([shard, weights]) = self.gather_pair(model) else { return Ok(()) };
-        let own = shard.lend(self.sharding.in_shard(bucket));
-        collective.all_gather(own, weights.lend(model.place(bucket)))
+        let leases = |bucket: &Range<usize>| {
+            [shard.lend(self.sharding.in_shard(bucket)), weights.lend(model.place(bucket))]
+        };
+        match buckets.into_iter().map(leases).collect::<Vec<_>>() {
+            leases if leases.is_empty() => Ok(()),
+            leases => collective.all_gather(leases),
+        }
     }
 }

@@ -73,7 +73,7 @@ impl Evaluator {
         let gathered = self.backend.alloc(DType::F32, losses.len())?;
         self.backend.write_f32(gathered.all(), &losses)?;
         // An exact sum: every sequence has the loss of one rank, and 0 from all others.
-        collective.all_reduce(gathered.lend(0..losses.len()), DType::F32)?;
+        collective.all_reduce(vec![gathered.lend(0..losses.len())], DType::F32)?;
         collective.wait_all()?;
         self.backend.read_f32(gathered.all(), &mut losses)?;
         collective.check()?;

@@ -42,11 +42,11 @@ impl Gathers {
         collective: &mut dyn Collective,
     ) -> Result<bool> {
         let Some(Turn { now, waits, later }) = self.0.get(part) else { return Ok(false) };
-        now.iter().try_for_each(|bucket| optimizer.start_gather(model, bucket, collective))?;
+        optimizer.start_gather(model, now, collective)?;
         for _ in 0..*waits {
             collective.wait_gather()?;
         }
-        later.iter().try_for_each(|bucket| optimizer.start_gather(model, bucket, collective))?;
+        later.iter().try_for_each(|buckets| optimizer.start_gather(model, buckets, collective))?;
         Ok(*waits > 0)
     }
 }

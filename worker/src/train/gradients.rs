@@ -98,18 +98,24 @@ impl Gradients {
         Ok(())
     }
 
-    /// Starts the all-reduce or reduce-scatter of a bucket that the last micro-step has written.
-    pub fn reduce(&self, bucket: Range<usize>, collective: &mut dyn Collective) -> Result<()> {
+    /// Starts the all-reduce or reduce-scatter of buckets that the last micro-step has written, together.
+    pub fn reduce(&self, buckets: &[Range<usize>], collective: &mut dyn Collective) -> Result<()> {
+        if buckets.is_empty() {
+            return Ok(());
+        }
         if let Some(rounded) = &self.rounded {
-            self.backend.cast(self.arena.slice(bucket.clone()), rounded.slice(bucket.clone()))?;
+            for bucket in buckets {
+                self.backend.cast(self.arena.slice(bucket.clone()), rounded.slice(bucket.clone()))?;
+            }
         }
         let sent = self.sent();
-        let place = self.arena().place(&bucket);
+        let lend = |bucket| sent.lend(self.arena().place(bucket));
         match &self.shard {
-            None => collective.all_reduce(sent.lend(place), sent.dtype())?,
+            None => collective.all_reduce(buckets.iter().map(lend).collect(), sent.dtype())?,
             Some(shard) => {
-                let own = shard.lend(self.sharding.in_shard(&bucket));
-                collective.reduce_scatter(sent.lend(place), own, sent.dtype())?;
+                let own = |bucket| shard.lend(self.sharding.in_shard(bucket));
+                let pairs = buckets.iter().map(|bucket| [lend(bucket), own(bucket)]);
+                collective.reduce_scatter(pairs.collect(), sent.dtype())?;
             }
         }
         Ok(())

@@ -45,7 +45,7 @@ pub(super) fn survey(
     for x in tensors {
         backend.sum(Sum { x: x.all(), scale: 1.0, out: sums.slice(0..1), acc: Accumulate::Add })?;
     }
-    collective.all_reduce(sums.lend(0..2), DType::F32)?;
+    collective.all_reduce(vec![sums.lend(0..2)], DType::F32)?;
     collective.wait_all()?;
     let mut totals = [0.0; 2];
     backend.read_f32(sums.all(), &mut totals)?;

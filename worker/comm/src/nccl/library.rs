@@ -53,6 +53,8 @@ pub(super) struct Library {
         ncclComm_t,
         *mut c_void,
     ) -> ncclResult_t,
+    group_start: unsafe extern "C" fn() -> ncclResult_t,
+    group_end: unsafe extern "C" fn() -> ncclResult_t,
     pub(super) comm_get_async_error: unsafe extern "C" fn(ncclComm_t, *mut ncclResult_t) -> ncclResult_t,
     pub(super) comm_finalize: unsafe extern "C" fn(ncclComm_t) -> ncclResult_t,
     pub(super) comm_destroy: unsafe extern "C" fn(ncclComm_t) -> ncclResult_t,
@@ -125,6 +127,8 @@ impl Library {
             reduce_scatter: function!(b"ncclReduceScatter\0"),
             all_gather: function!(b"ncclAllGather\0"),
             broadcast: function!(b"ncclBroadcast\0"),
+            group_start: function!(b"ncclGroupStart\0"),
+            group_end: function!(b"ncclGroupEnd\0"),
             comm_get_async_error: function!(b"ncclCommGetAsyncError\0"),
             comm_finalize: function!(b"ncclCommFinalize\0"),
             comm_destroy: function!(b"ncclCommDestroy\0"),
@@ -136,9 +140,25 @@ impl Library {
         })
     }
 
+    /// Makes these calls as one operation, which has a single kernel. Returns the first failure.
+    pub(super) fn group(&self, mut calls: impl ExactSizeIterator<Item = ncclResult_t>) -> ncclResult_t {
+        if calls.len() < 2 {
+            return calls.next().unwrap_or(ncclResult_t::ncclSuccess);
+        }
+        // SAFETY: the function has no preconditions.
+        let started = unsafe { (self.group_start)() };
+        if has_failed(started) {
+            return started;
+        }
+        let failed = calls.find(|result| has_failed(*result));
+        // SAFETY: a group was started. It is ended after a failure too, as it would take in all later calls.
+        let ended = unsafe { (self.group_end)() };
+        failed.unwrap_or(ended)
+    }
+
     /// Converts a failure to an error with NCCL's texts.
     pub(super) fn check(&self, what: &'static str, result: ncclResult_t) -> Result<()> {
-        if result == ncclResult_t::ncclSuccess || result == ncclResult_t::ncclInProgress {
+        if !has_failed(result) {
             return Ok(());
         }
         // SAFETY: the function returns a static string for any value.
@@ -147,6 +167,10 @@ impl Library {
         let details = unsafe { text_at((self.get_last_error)(std::ptr::null_mut())) };
         Err(error(what, result, &text, &details))
     }
+}
+
+fn has_failed(result: ncclResult_t) -> bool {
+    !matches!(result, ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress)
 }
 
 /// A C string that lives as long as the library; empty if there is none.

@@ -4,9 +4,10 @@
 //! compute stream:  gradients written --event--.                    .--event-- wait_all: work that needs the results
 //! comm stream:                                 `-- ncclAllReduce --'
 //! ```
-//! The host only enqueues. Leases are dropped in [`wait_all`](Collective::wait_all), those of a gather or a
-//! reduce-scatter also when it alone is waited for: everything enqueued on the compute stream from then on, including
-//! work on a block that the pool has handed out again, is ordered after the kernels that used them.
+//! The host only enqueues. Leases are dropped in [`wait_all`](Collective::wait_all), those of gathers or
+//! reduce-scatters that were started together also when the first of them is waited for: everything enqueued on the
+//! compute stream from then on, including work on a block that the pool has handed out again, is ordered after the
+//! kernels that used them.
 //!
 //! A watchdog thread polls NCCL's asynchronous errors and aborts the communicator when it finds one.
 
@@ -65,8 +66,18 @@ pub struct Nccl {
     watchdog: Option<JoinHandle<()>>,
 }
 
-/// Collectives of one kind that have not been waited for, oldest first: the event recorded after each, and its leases.
-type Pending = VecDeque<(CudaEvent, [Lease; 2])>;
+/// Collectives of one kind that have not been waited for, oldest first.
+type Pending = VecDeque<Group>;
+
+/// Collectives that were started together.
+struct Group {
+    /// Recorded after them.
+    done: CudaEvent,
+    /// None once the compute stream is ordered after the event.
+    leases: Vec<[Lease; 2]>,
+    /// How many of them have not been waited for.
+    pending: usize,
+}
 
 impl fmt::Debug for Nccl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -113,15 +124,15 @@ impl Nccl {
         self.windows.fence(&self.stream)
     }
 
-    /// Calls NCCL on the leased memory and keeps the leases.
-    fn enqueue<const N: usize>(
+    /// Calls NCCL on the leased memory of each bucket and keeps the leases.
+    fn enqueue(
         &mut self,
         what: &'static str,
-        leases: [Lease; N],
-        call: impl FnOnce(&Library, ncclComm_t, [*mut c_void; N]) -> ncclResult_t,
+        buckets: Vec<Lease>,
+        call: impl Fn(&Library, ncclComm_t, &Lease) -> ncclResult_t,
     ) -> Result<()> {
-        let started = self.call(what, &leases, call);
-        self.leases.extend(leases);
+        let started = self.call(what, &buckets, call);
+        self.leases.extend(buckets);
         started
     }
 
@@ -129,49 +140,56 @@ impl Nccl {
     fn enqueue_with_event(
         &mut self,
         what: &'static str,
-        leases: [Lease; 2],
-        call: impl FnOnce(&Library, ncclComm_t, [*mut c_void; 2]) -> ncclResult_t,
-    ) -> Result<(CudaEvent, [Lease; 2])> {
+        buckets: Vec<[Lease; 2]>,
+        call: impl Fn(&Library, ncclComm_t, &[Lease; 2]) -> ncclResult_t,
+    ) -> Result<Group> {
         let done = self.spare_events.pop().map_or_else(|| new_event(self.compute.context()), Ok);
         let started = done.and_then(|done| {
-            self.call(what, &leases, call)?;
+            self.call(what, &buckets, call)?;
             done.record(&self.stream).map_err(order_error)?;
             Ok(done)
         });
         match started {
-            Ok(done) => Ok((done, leases)),
-            // It may have been started.
+            Ok(done) => Ok(Group { done, pending: buckets.len(), leases: buckets }),
+            // They may have been started.
             Err(error) => {
-                self.leases.extend(leases);
+                self.leases.extend(buckets.into_iter().flatten());
                 Err(error)
             }
         }
     }
 
-    fn call<const N: usize>(
+    fn call<B>(
         &mut self,
         what: &'static str,
-        leases: &[Lease; N],
-        call: impl FnOnce(&Library, ncclComm_t, [*mut c_void; N]) -> ncclResult_t,
+        buckets: &[B],
+        call: impl Fn(&Library, ncclComm_t, &B) -> ncclResult_t,
     ) -> Result<()> {
-        assert!(leases.iter().all(|lease| lease.space() == Space::Cuda), "NCCL takes device memory only");
         self.check()?;
         self.wait_for_compute()?;
-        let data = leases.each_ref().map(|lease| lease.address() as *mut c_void);
-        let result = self.communicator.call(|library, comm| call(library, comm, data))?;
+        let result = self
+            .communicator
+            .call(|library, comm| library.group(buckets.iter().map(|bucket| call(library, comm, bucket))))?;
         self.communicator.check_result(what, result)
     }
 
-    /// Orders the compute stream after the oldest one.
+    /// Orders the compute stream after the oldest one, and so after all that were started together with it.
     fn wait_for_oldest(&mut self, pending: fn(&mut Self) -> &mut Pending) -> Result<()> {
         self.check()?;
-        let Some((done, leases)) = pending(self).pop_front() else { return Ok(()) };
-        let ordered = self.compute.wait(&done).map_err(order_error);
-        if ordered.is_err() {
-            self.leases.extend(leases);
+        let Some(mut group) = pending(self).pop_front() else { return Ok(()) };
+        let leases = std::mem::take(&mut group.leases);
+        if !leases.is_empty()
+            && let Err(error) = self.compute.wait(&group.done).map_err(order_error)
+        {
+            self.leases.extend(leases.into_iter().flatten());
+            return Err(error);
         }
-        self.spare_events.push(done);
-        ordered
+        group.pending -= 1;
+        match group.pending {
+            0 => self.spare_events.push(group.done),
+            _ => pending(self).push_front(group),
+        }
+        Ok(())
     }
 }
 
@@ -192,27 +210,29 @@ impl Collective for Nccl {
         result
     }
 
-    fn all_reduce(&mut self, elements: Lease, dtype: DType) -> Result<()> {
-        let (count, stream) = (elements.bytes() / dtype.size(), self.stream.cu_stream().cast());
+    fn all_reduce(&mut self, buckets: Vec<Lease>, dtype: DType) -> Result<()> {
+        let stream = self.stream.cu_stream().cast();
         let (kind, sum) = (data_type(dtype), ncclRedOp_t::ncclSum);
-        self.enqueue("failed to start an all-reduce", [elements], |library, comm, [data]| {
+        self.enqueue("failed to start an all-reduce", buckets, |library, comm, elements| {
+            let (data, count) = (address(elements), elements.bytes() / dtype.size());
             // SAFETY: the lease gives exclusive access to `count` elements of device memory until `wait_all`, which
             // orders the compute stream after this call; in place is allowed; the stream lives as long as `self`.
             unsafe { (library.all_reduce)(data, data, count, kind, sum, comm, stream) }
         })
     }
 
-    fn reduce_scatter(&mut self, from: Lease, into: Lease, dtype: DType) -> Result<()> {
-        expect_shards(&from, &into, self.world);
-        let (count, stream) = (into.bytes() / dtype.size(), self.stream.cu_stream().cast());
+    fn reduce_scatter(&mut self, buckets: Vec<[Lease; 2]>, dtype: DType) -> Result<()> {
+        buckets.iter().for_each(|[from, into]| expect_shards(from, into, self.world));
+        let stream = self.stream.cu_stream().cast();
         let (kind, sum) = (data_type(dtype), ncclRedOp_t::ncclSum);
         let what = "failed to start a reduce-scatter";
-        let pending = self.enqueue_with_event(what, [from, into], |library, comm, [from, into]| {
+        let group = self.enqueue_with_event(what, buckets, |library, comm, [from, into]| {
+            let count = into.bytes() / dtype.size();
             // SAFETY: as in `all_reduce`; `into` has `count` elements, `from` as many per rank, and two leases never
             // overlap.
-            unsafe { (library.reduce_scatter)(from, into, count, kind, sum, comm, stream) }
+            unsafe { (library.reduce_scatter)(address(from), address(into), count, kind, sum, comm, stream) }
         })?;
-        self.pending_scatters.push_back(pending);
+        self.pending_scatters.push_back(group);
         Ok(())
     }
 
@@ -220,15 +240,15 @@ impl Collective for Nccl {
         self.wait_for_oldest(|this| &mut this.pending_scatters)
     }
 
-    fn all_gather(&mut self, from: Lease, into: Lease) -> Result<()> {
-        expect_shards(&into, &from, self.world);
-        let (bytes, stream) = (from.bytes(), self.stream.cu_stream().cast());
+    fn all_gather(&mut self, buckets: Vec<[Lease; 2]>) -> Result<()> {
+        buckets.iter().for_each(|[from, into]| expect_shards(into, from, self.world));
+        let (stream, kind) = (self.stream.cu_stream().cast(), ncclDataType_t::ncclUint8);
         let what = "failed to start an all-gather";
-        let pending = self.enqueue_with_event(what, [from, into], |library, comm, [from, into]| {
+        let group = self.enqueue_with_event(what, buckets, |library, comm, [from, into]| {
             // SAFETY: as in `reduce_scatter`, with bytes as elements and the roles of the two swapped.
-            unsafe { (library.all_gather)(from, into, bytes, ncclDataType_t::ncclUint8, comm, stream) }
+            unsafe { (library.all_gather)(address(from), address(into), from.bytes(), kind, comm, stream) }
         })?;
-        self.pending_gathers.push_back(pending);
+        self.pending_gathers.push_back(group);
         Ok(())
     }
 
@@ -239,7 +259,8 @@ impl Collective for Nccl {
     fn broadcast(&mut self, elements: Lease, root: usize) -> Result<()> {
         let (bytes, stream) = (elements.bytes(), self.stream.cu_stream().cast());
         let (kind, root) = (ncclDataType_t::ncclUint8, communicator::int(root));
-        self.enqueue("failed to start a broadcast", [elements], |library, comm, [data]| {
+        self.enqueue("failed to start a broadcast", vec![elements], |library, comm, elements| {
+            let data = address(elements);
             // SAFETY: as in `all_reduce`, with bytes as elements.
             unsafe { (library.broadcast)(data, data, bytes, kind, root, comm, stream) }
         })
@@ -250,7 +271,7 @@ impl Collective for Nccl {
         self.comm_done.record(&self.stream).map_err(order_error)?;
         self.compute.wait(&self.comm_done).map_err(order_error)?;
         let pending = self.pending_gathers.drain(..).chain(self.pending_scatters.drain(..));
-        self.spare_events.extend(pending.map(|(done, _)| done));
+        self.spare_events.extend(pending.map(|group| group.done));
         self.leases.clear();
         Ok(())
     }
@@ -283,6 +304,13 @@ impl Collective for Nccl {
 fn new_event(context: &Arc<CudaContext>) -> Result<CudaEvent> {
     let event = context.new_event(Some(CUevent_flags::CU_EVENT_DISABLE_TIMING));
     event.map_err(|error| CommError::Cuda { what: "failed to create an event", reason: error.to_string() })
+}
+
+/// # Panics
+/// If it is not device memory.
+fn address(lease: &Lease) -> *mut c_void {
+    assert_eq!(lease.space(), Space::Cuda, "NCCL takes device memory only");
+    lease.address() as *mut c_void
 }
 
 fn order_error(error: DriverError) -> CommError {

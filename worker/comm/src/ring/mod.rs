@@ -162,15 +162,17 @@ impl Collective for Ring {
         Ok(false)
     }
 
-    fn all_reduce(&mut self, elements: Lease, dtype: DType) -> Result<()> {
-        self.submit(Job::AllReduce(elements, dtype))
+    fn all_reduce(&mut self, buckets: Vec<Lease>, dtype: DType) -> Result<()> {
+        buckets.into_iter().try_for_each(|elements| self.submit(Job::AllReduce(elements, dtype)))
     }
 
-    fn reduce_scatter(&mut self, from: Lease, into: Lease, dtype: DType) -> Result<()> {
-        expect_shards(&from, &into, self.world);
-        self.submit(Job::ReduceScatter(from, into, dtype))?;
-        let done = self.submit_with_reply(Job::Flush)?;
-        self.pending_scatters.push_back(done);
+    fn reduce_scatter(&mut self, buckets: Vec<[Lease; 2]>, dtype: DType) -> Result<()> {
+        for [from, into] in buckets {
+            expect_shards(&from, &into, self.world);
+            self.submit(Job::ReduceScatter(from, into, dtype))?;
+            let done = self.submit_with_reply(Job::Flush)?;
+            self.pending_scatters.push_back(done);
+        }
         Ok(())
     }
 
@@ -178,11 +180,13 @@ impl Collective for Ring {
         self.pending_scatters.pop_front().map_or(Ok(()), |done| self.wait(&done))
     }
 
-    fn all_gather(&mut self, from: Lease, into: Lease) -> Result<()> {
-        expect_shards(&into, &from, self.world);
-        self.submit(Job::AllGather(from, into))?;
-        let done = self.submit_with_reply(Job::Flush)?;
-        self.pending_gathers.push_back(done);
+    fn all_gather(&mut self, buckets: Vec<[Lease; 2]>) -> Result<()> {
+        for [from, into] in buckets {
+            expect_shards(&into, &from, self.world);
+            self.submit(Job::AllGather(from, into))?;
+            let done = self.submit_with_reply(Job::Flush)?;
+            self.pending_gathers.push_back(done);
+        }
         Ok(())
     }
 

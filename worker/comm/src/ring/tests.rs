@@ -86,7 +86,7 @@ fn start_all_reduce(ring: &mut Ring, pool: &Pool, len: usize) -> PoolBuf<u8> {
     let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
     let buf = pool.alloc::<u8>(bytes.len()).unwrap();
     fill(&buf, &bytes);
-    ring.all_reduce(buf.lease(0..bytes.len()), DType::F32).unwrap();
+    ring.all_reduce(vec![buf.lease(0..bytes.len())], DType::F32).unwrap();
     buf
 }
 
@@ -162,7 +162,7 @@ fn bf16_is_added_in_f32_and_rounded_once_per_rank() {
         let own = half::bf16::from_f32(if ring.rank() == 0 { 1.0 } else { 0.003_906_25 });
         let buf = pool.alloc::<u8>(20).unwrap();
         fill(&buf, &own.to_ne_bytes().repeat(10));
-        ring.all_reduce(buf.lease(0..20), DType::Bf16).unwrap();
+        ring.all_reduce(vec![buf.lease(0..20)], DType::Bf16).unwrap();
         ring.wait_all().unwrap();
         let result = contents(&buf);
         ring.finalize().unwrap();
@@ -190,12 +190,12 @@ fn all_reduce_and_sharded(world: usize, shard: usize, dtype: DType) -> Vec<[Vec<
         let own = pool.alloc::<u8>(bytes.len() / world).unwrap();
         fill(&whole, &bytes);
         fill(&scattered, &bytes);
-        ring.all_reduce(whole.lease(0..bytes.len()), dtype).unwrap();
-        ring.reduce_scatter(scattered.lease(0..bytes.len()), own.lease(0..own.len()), dtype).unwrap();
+        ring.all_reduce(vec![whole.lease(0..bytes.len())], dtype).unwrap();
+        ring.reduce_scatter(vec![[scattered.lease(0..bytes.len()), own.lease(0..own.len())]], dtype).unwrap();
         ring.wait_all().unwrap();
         assert!(!scattered.is_leased(0..bytes.len()) && !own.is_leased(0..own.len()));
-        ring.all_gather(own.lease(0..own.len()), gathered.lease(0..bytes.len())).unwrap();
-        ring.all_reduce(scattered.lease(0..bytes.len()), dtype).unwrap();
+        ring.all_gather(vec![[own.lease(0..own.len()), gathered.lease(0..bytes.len())]]).unwrap();
+        ring.all_reduce(vec![scattered.lease(0..bytes.len())], dtype).unwrap();
         ring.wait_gather().unwrap();
         assert!(!own.is_leased(0..own.len()) && !gathered.is_leased(0..bytes.len()));
         let results = [&whole, &own, &gathered].map(contents);
@@ -230,12 +230,12 @@ fn sharded_collectives_fail_after_peer_death_and_abort() {
         }
         let pool = Pool::host(Mode::On);
         let (whole, own) = (pool.alloc::<u8>(800).unwrap(), pool.alloc::<u8>(400).unwrap());
-        ring.reduce_scatter(whole.lease(0..800), own.lease(0..400), DType::F32).unwrap();
+        ring.reduce_scatter(vec![[whole.lease(0..800), own.lease(0..400)]], DType::F32).unwrap();
         assert!(matches!(ring.wait_all(), Err(CommError::PeerLost { peer: 1, .. })));
-        ring.all_gather(own.lease(0..400), whole.lease(0..800)).unwrap();
+        ring.all_gather(vec![[own.lease(0..400), whole.lease(0..800)]]).unwrap();
         assert!(matches!(ring.wait_gather(), Err(CommError::PeerLost { peer: 1, .. })));
         ring.abort_handle().abort();
-        let refused = ring.all_gather(own.lease(0..400), whole.lease(0..800));
+        let refused = ring.all_gather(vec![[own.lease(0..400), whole.lease(0..800)]]);
         assert!(matches!(refused, Err(CommError::Aborted)));
     });
 }

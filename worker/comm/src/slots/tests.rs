@@ -47,7 +47,7 @@ fn next_part_is_gathered_while_one_is_computed() {
     let turn = |now: &[Range<usize>], waits, later: &[Range<usize>]| Turn {
         now: now.to_vec(),
         waits,
-        later: later.to_vec(),
+        later: later.iter().map(|bucket| vec![bucket.clone()]).collect(),
     };
     assert_eq!(
         slots.gathers(&parts, 1, false),
@@ -72,7 +72,7 @@ fn whole_arena_is_gathered_at_once_and_awaited_part_by_part() {
     assert_eq!(slots.place(&(12..19)), 12..19);
     let parts = [15..30, 5..20, 0..3];
     let turns = slots.gathers(&parts, parts.len(), false);
-    assert_eq!(turns[0], Turn { now: vec![20..30, 10..20], waits: 2, later: vec![0..10] });
+    assert_eq!(turns[0], Turn { now: vec![20..30, 10..20], waits: 2, later: vec![vec![0..10]] });
     assert_eq!(turns[1..].iter().map(|turn| turn.waits).collect::<Vec<_>>(), [1, 0]);
     assert!(slots.gathers(&parts, parts.len(), true).iter().all(|turn| *turn == Turn::default()));
     assert!(slots.writes(&parts).iter().all(|write| write.waits == 0));
@@ -98,10 +98,10 @@ fn parameter_that_is_cut_is_stored_in_one_piece() {
     assert_eq!(slots.len(), 40);
     let places = [0..20, 20..40, 40..60, 60..80, 45..52, 70..80].map(|elements| slots.place(&elements));
     assert_eq!(places, [0..20, 20..40, 0..20, 20..40, 5..12, 30..40]);
-    // Its buckets are gathered and reduced one by one.
+    // Its buckets are gathered and reduced one by one, those of a part together.
     let turns = slots.gathers(&[40..60, 20..40, 0..20], 1, false);
-    assert_eq!(turns[0], Turn { now: vec![50..60, 40..50], waits: 2, later: vec![30..40, 20..30] });
-    assert_eq!(turns[1], Turn { now: vec![], waits: 2, later: vec![10..20, 0..10] });
+    assert_eq!(turns[0], Turn { now: vec![50..60, 40..50], waits: 2, later: vec![vec![30..40, 20..30]] });
+    assert_eq!(turns[1], Turn { now: vec![], waits: 2, later: vec![vec![10..20, 0..10]] });
     let writes = slots.writes(&[0..20, 20..40, 40..60]);
     assert_eq!(writes[2], Write { waits: 2, buckets: vec![40..50, 50..60] });
 }
@@ -160,7 +160,7 @@ proptest! {
             for bucket in under_way.drain(..turn.waits) {
                 store(&mut memory, bucket);
             }
-            under_way.extend(turn.later.iter().map(bucket_at));
+            under_way.extend(turn.later.iter().flatten().map(bucket_at));
             for bucket in slots.needed(part) {
                 prop_assert!(memory[slots.slot(bucket)].iter().all(|found| *found == bucket));
                 prop_assert!(under_way.iter().all(|other| !overlaps(&slots.slot(*other), &slots.slot(bucket))));
