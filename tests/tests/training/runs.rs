@@ -12,6 +12,7 @@ xlaunch_harness::tests! {
     tiny_model_memorizes_eight_sequences,
     resumed_run_equals_uninterrupted_run_bit_for_bit,
     interrupted_and_resumed_run_equals_uninterrupted_run_bit_for_bit,
+    stop_ends_the_sampling_of_a_text,
     sharded_optimizer_equals_replicated_optimizer,
     sharded_and_replicated_optimizer_resume_from_each_others_checkpoints,
     checkpoint_saved_with_other_buckets_is_resumed_bit_for_bit,
@@ -164,6 +165,25 @@ fn resumed_run_equals_uninterrupted_run_bit_for_bit() {
 
 fn interrupted_and_resumed_run_equals_uninterrupted_run_bit_for_bit() {
     assert_interruption_changes_nothing(&["--nproc", "2", "--set", "train.steps=400"]);
+}
+
+fn stop_ends_the_sampling_of_a_text() {
+    let limit = ["launch.shutdown_timeout=5", "launch.shutdown_timeout_max=20", "train.sample=100000000"];
+    let stopped_at = |step: &str, settings: &[&str]| {
+        let job = Job::new();
+        let run = job.spawn(&[&["--nproc", "2"], &*set(&[&limit, settings].concat())].concat());
+        run.wait_for_stderr(step);
+        run.signal(Signal::INT);
+        (job, run.wait())
+    };
+    let (job, run) = stopped_at("step 1/8", &["train.sample_every=1"]);
+    assert_eq!(run.code, 143, "{}", run.stderr);
+    let steps = job.losses().len();
+    assert!(steps < 8 && !job.checkpoint(steps as u64, MODEL).is_empty());
+    // After the last step, all that is left is the text.
+    let (job, run) = stopped_at("step 8/8", &[]);
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    assert!(!job.checkpoint(8, MODEL).is_empty());
 }
 
 /// Runs a job of 400 steps, and again with an interrupt and a resume. Returns the uninterrupted one.

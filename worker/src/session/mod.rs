@@ -385,7 +385,7 @@ fn train_started(
     }
 }
 
-/// After the last step: the replica check, and a text sample from rank 0.
+/// After the last step: the replica check, and a text sample from rank 0 unless the job is to stop.
 fn finish(
     spec: &JobSpec,
     backend: &BackendHandle,
@@ -399,16 +399,14 @@ fn finish(
         true => Some(train::max_difference_to_rank_0(backend, optimizer.replica(model), collective)?),
         false => None,
     };
-    let sample = match sampler.as_ref().filter(|_| !outcome.stopped_early) {
-        Some(sampler) => {
-            let (step, prompt) = (outcome.steps, sampler.prompt().to_owned());
-            let text = sampler.sample(backend, model)?;
-            let sample = format!("{prompt}{text}");
-            control.report(Report::Sample(SampleReport { step, prompt, text }));
-            sample
-        }
-        None => String::new(),
-    };
+    let mut sample = String::new();
+    if let Some(sampler) = sampler.as_ref().filter(|_| !outcome.stopped_early)
+        && let Some(text) = sampler.sample(backend, model, || control.stop_requested())?
+    {
+        let (step, prompt) = (outcome.steps, sampler.prompt().to_owned());
+        sample = format!("{prompt}{text}");
+        control.report(Report::Sample(SampleReport { step, prompt, text }));
+    }
     Ok(Finished {
         steps: outcome.steps,
         stopped_early: outcome.stopped_early,

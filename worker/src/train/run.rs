@@ -382,12 +382,14 @@ impl Run<'_> {
         Ok(Some(loss))
     }
 
-    /// Rank 0 samples and reports a text. The others wait for it in the next step.
+    /// Rank 0 samples and reports a text, unless the job is to stop. The others wait for it in the next step.
     fn sample(&mut self, step: u64) -> Result<()> {
         self.optimizer.gather(self.model, self.collective)?;
         let Some(sampler) = self.sampler else { return Ok(()) };
-        let text = sampler.sample(self.backend, self.model)?;
-        self.control.report(Report::Sample(SampleReport { step, prompt: sampler.prompt().into(), text }));
+        let text = sampler.sample(self.backend, self.model, || self.control.stop_requested())?;
+        if let Some(text) = text {
+            self.control.report(Report::Sample(SampleReport { step, prompt: sampler.prompt().into(), text }));
+        }
         Ok(())
     }
 }

@@ -56,8 +56,14 @@ impl Sampler {
         &self.prompt
     }
 
-    /// What the model writes after the prompt. It ends early at the end-of-text id.
-    pub fn sample(&self, backend: &BackendHandle, model: &Model) -> Result<String> {
+    /// What the model writes after the prompt. It ends early at the end-of-text id. `None` if the job is to stop before
+    /// that.
+    pub fn sample(
+        &self,
+        backend: &BackendHandle,
+        model: &Model,
+        stop_requested: impl Fn() -> bool,
+    ) -> Result<Option<String>> {
         let _span = trace::span(Phase::Sample);
         let seq = model.shape.seq;
         // A model may have more ids than its tokenizer, which mean nothing.
@@ -68,6 +74,9 @@ impl Sampler {
         let tokens = backend.alloc(DType::I32, seq)?;
         let mut logits = vec![0.0; vocab];
         for _ in 0..self.count {
+            if stop_requested() {
+                return Ok(None);
+            }
             // Attention is causal: padding after the last token has no effect, so one shape serves every length.
             let context = &ids[ids.len().saturating_sub(seq)..];
             let mut window: Vec<i32> = context.iter().map(|id| id.cast_signed()).collect();
@@ -87,7 +96,7 @@ impl Sampler {
         self.ids.iter().for_each(|id| drop(decoder.push(*id)));
         let mut text: String = ids[self.ids.len()..].iter().map(|id| decoder.push(*id)).collect();
         text += &decoder.finish();
-        Ok(printable(&text))
+        Ok(Some(printable(&text)))
     }
 }
 
