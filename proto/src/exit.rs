@@ -18,7 +18,7 @@ pub enum ExitCode {
     /// A failure that a retry may fix: a peer or the agent was lost, a rank hung, the job was preempted, the restarts
     /// of a training job were used up by failures outside of it, or it was stopped before it had saved its last step.
     Retryable,
-    /// A GPU fault.
+    /// A GPU fault, or not enough memory for the trainer's buffers.
     Gpu,
     /// Killed by a second SIGINT.
     Interrupted,
@@ -52,7 +52,7 @@ impl ExitCode {
             Self::Retryable,
             "retryable: a peer was lost, a rank hung, preempted, or stopped without a checkpoint",
         ),
-        (Self::Gpu, "GPU fault"),
+        (Self::Gpu, "GPU fault, or out of memory"),
         (Self::Interrupted, "killed by a second interrupt"),
         (Self::Stopped, "stopped cleanly, with a checkpoint"),
     ];

@@ -240,7 +240,7 @@ user anna  ran for 10s  ended 5s ago
 2 GPUs: GPU-a GPU-b
 train.toml
 in /home/anna
-exit code 76 (GPU fault)
+exit code 76 (GPU fault, or out of memory)
 
 rank 1 failed
   \\u{1b}[2Jlast line

@@ -17,7 +17,8 @@ pub const MAX_SHARDS: usize = 8;
 #[serde(default, deny_unknown_fields)]
 pub struct CommSection {
     /// Maximum size of a gradient bucket in MiB, like DDP's bucket_cap_mb; a larger parameter is cut into several
-    /// buckets. Smaller buckets overlap better with backward; larger ones use bandwidth better.
+    /// buckets. Smaller buckets overlap better with backward; larger ones use bandwidth better. Divided gradients and
+    /// parameters take turns in memory by whole buckets.
     pub bucket_mb: f64,
     /// Element type in which gradients are all-reduced. Micro-steps are added in fp32.
     pub dtype: WireDtype,

@@ -56,9 +56,11 @@ impl JobSpec {
         if self.launch.nproc == Some(0) {
             return Err(Invalid::new("launch.nproc", "0 is out of range".into(), "at least 1".into()));
         }
+        self.job.check_name()?;
         at_least_1("train.steps", usize::try_from(train.steps).unwrap_or(usize::MAX))?;
         at_least_1("train.batch", train.batch)?;
         at_least_1("train.accumulate", train.accumulate)?;
+        at_least_1("train.eval_batches", train.eval_batches)?;
         self.comm.check_accumulate(train.accumulate)?;
         at_least_1("data.train", self.data.train.len())?;
         self.check_model()?;
@@ -176,6 +178,21 @@ struct Versioned {
     spec: JobSpec,
 }
 
+impl JobSection {
+    /// The name is that of a directory below `output`.
+    fn check_name(&self) -> Result<(), Invalid> {
+        if self.name.contains(['/', '\0']) || [".", ".."].contains(&self.name.as_str()) {
+            let expected = "a name without `/`, as it is that of a directory in job.output".into();
+            return Err(Invalid::new(
+                "job.name",
+                format!("{:?} cannot be the name of a job", self.name),
+                expected,
+            ));
+        }
+        Ok(())
+    }
+}
+
 /// A decay that was set must fit behind the warm-up; the default one is cut.
 fn check_decay(train: &TrainSection) -> Result<(), Invalid> {
     let Some(decay) = train.decay_steps.filter(|_| train.schedule == Schedule::Wsd) else { return Ok(()) };
@@ -244,6 +261,12 @@ mod tests {
         };
         assert_eq!(key(|s| s.train.lr = f64::NAN), "train.lr");
         assert_eq!(key(|s| s.train.batch = 0), "train.batch");
+        assert_eq!(key(|s| s.train.eval_batches = 0), "train.eval_batches");
+        for name in ["..", ".", "../up", "/etc", "a/b", "a\0"] {
+            let mut spec = JobSpec::default();
+            spec.job.name = name.into();
+            assert_eq!(spec.check().unwrap_err().key, "job.name", "{name:?}");
+        }
         assert_eq!(key(|s| s.launch.nproc = Some(0)), "launch.nproc");
         assert_eq!(key(|s| s.train.lr = 1e39), "train.lr");
         assert_eq!(key(|s| s.train.eps = 1e-60), "train.eps");

@@ -3,6 +3,8 @@
 //! Doc comments of fields and variants are user documentation: the JSON schema and the configuration reference contain
 //! them, next to each key's type and default. So they are plain text without links, for a reader who knows PyTorch.
 
+use std::path::Path;
+
 use serde::{Deserialize, Serialize};
 
 use super::one_or_more;
@@ -12,8 +14,8 @@ use super::one_or_more;
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct JobSection {
-    /// Name of the job in status, logs and the run's directory. Default: the name of the configuration file without its
-    /// extension.
+    /// Name of the job in status, logs and the run's directory, without `/`. Default: the name of the configuration
+    /// file without its extension.
     pub name: String,
     /// Seed of the initial weights, the data order and text sampling. Runs with the same seed and configuration see the
     /// same data in the same order.
@@ -275,10 +277,11 @@ pub enum Recompute {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Schedule {
-    /// Cosine decay from `lr` to `lr * min_lr_ratio` at the last step.
+    /// Cosine decay from `lr` towards `lr * min_lr_ratio`, which the step after the last one would have.
     Cosine,
-    /// Warm-up, stable, decay: `lr`, then linear decay to `lr * min_lr_ratio` over the last `decay_steps`. A run can be
-    /// continued for more steps from a checkpoint before the decay.
+    /// Warm-up, stable, decay: `lr`, then linear decay over the last `decay_steps` towards `lr * min_lr_ratio`, which
+    /// the step after the last one would have. A run can be continued for more steps from a checkpoint before the
+    /// decay.
     Wsd,
     /// `lr` at every step.
     Constant,
@@ -452,6 +455,13 @@ pub struct CheckpointSection {
     /// checkpoint, a run, or a model.safetensors file of xlaunch. Keys of `[model]` that are not set take their values
     /// from there, unless there is a `preset` or only a file; `seq` may be smaller.
     pub init: Option<String>,
+}
+
+impl CheckpointSection {
+    /// The path in `resume`; `None` if that is "off" or "auto".
+    pub fn resume_path(&self) -> Option<&Path> {
+        (!["off", "auto"].contains(&self.resume.as_str())).then(|| Path::new(&self.resume))
+    }
 }
 
 impl Default for CheckpointSection {

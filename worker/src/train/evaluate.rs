@@ -133,7 +133,7 @@ impl Evaluator {
 /// The most sequences of `seq` tokens that an evaluation takes.
 fn max_sequences(train: &TrainSection, seq: usize) -> u64 {
     match train.eval_tokens {
-        0 => (train.eval_batches.max(1) as u64).saturating_mul(train.batch as u64),
+        0 => (train.eval_batches as u64).saturating_mul(train.batch as u64),
         tokens => tokens.div_ceil(seq as u64),
     }
 }
