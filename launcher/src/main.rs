@@ -20,7 +20,7 @@ use std::any::Any;
 use std::path::Path;
 use std::process::ExitCode;
 
-use trainer::{ExportRequest, Exported, FillInError, Memory, Needs, Preflight, Saving, Trainer};
+use trainer::{Checks, ExportRequest, Exported, FillInError, Memory, Needs, Preflight, Saving, Trainer};
 use xlaunch_agent::environment::{DataSet, Parent};
 use xlaunch_agent::spawn::environment;
 use xlaunch_agent::workload::trainer::Recovered;
@@ -52,10 +52,11 @@ fn fill_in(spec: &mut JobSpec) -> Result<(), FillInError> {
     })
 }
 
-fn preflight(spec: &JobSpec, job_dir: &Path, world: u32, leads: bool) -> Result<Preflight, Refusal> {
-    let checked = match leads {
-        true => xlaunch_worker::preflight(spec, job_dir, world),
-        false => xlaunch_worker::preflight_data(spec),
+fn preflight(spec: &JobSpec, job_dir: &Path, world: u32, checks: Checks) -> Result<Preflight, Refusal> {
+    let checked = match checks {
+        Checks::Start => xlaunch_worker::preflight(spec, job_dir, world),
+        Checks::Data => xlaunch_worker::preflight_data(spec),
+        Checks::DryRun => xlaunch_worker::preflight_dry_run(spec, world),
     };
     let ready = checked.map_err(|refusal| Refusal::new(refusal.exit, refusal.message))?;
     let xlaunch_worker::Preflight { resume_from, parent, complete, data, state_bytes, warnings, lock } =

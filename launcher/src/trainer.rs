@@ -15,9 +15,9 @@ use xlaunch_proto::spec::{Invalid, JobSpec, Precision};
 pub(crate) struct Trainer {
     /// Takes what a configuration leaves open from the weights and data that it names.
     pub(crate) fill_in: FillIn,
-    /// Validates data and checkpoints before any worker starts. The path is the directory of the job's earlier runs,
-    /// the number that of ranks. Checkpoints concern only the node that has rank 0.
-    pub(crate) preflight: fn(&JobSpec, &Path, u32, bool) -> Result<Preflight, Refusal>,
+    /// Validates a job before any worker starts. The path is the directory of the job's earlier runs, the number that
+    /// of ranks.
+    pub(crate) preflight: fn(&JobSpec, &Path, u32, Checks) -> Result<Preflight, Refusal>,
     /// The memory that a job needs on each rank, and changes with which it fits into so many bytes. On GPUs or not, by
     /// this many ranks.
     pub(crate) memory: fn(&JobSpec, bool, u32, Option<u64>) -> Result<Needs, Refusal>,
@@ -176,6 +176,17 @@ pub(crate) enum FillInError {
     Invalid(Invalid),
     /// The files cannot be used.
     Refused(Refusal),
+}
+
+/// What a preflight check looks at, beside configuration and initial weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Checks {
+    /// Data and checkpoints, whose directory is locked: on the node that has rank 0.
+    Start,
+    /// Data: on other nodes.
+    Data,
+    /// Data and a checkpoint that the job names. Changes nothing.
+    DryRun,
 }
 
 /// The result of a successful preflight check.

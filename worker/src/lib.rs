@@ -48,7 +48,7 @@ use fail::Place;
 
 pub use checkpoint::directory::Recovered;
 pub use fill_in::{FillInError, fill_in};
-pub use preflight::{Preflight, Refusal, preflight, preflight_data};
+pub use preflight::{Preflight, Refusal, preflight, preflight_data, preflight_dry_run};
 
 /// The newest complete checkpoint in `dir`.
 pub fn newest_checkpoint(dir: &Path) -> Option<PathBuf> {

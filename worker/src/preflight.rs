@@ -11,7 +11,7 @@ use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::{Invalid, JobSpec};
 
 use crate::checkpoint::directory::{self, Choice};
-use crate::checkpoint::{self, Changes, CheckpointError, Lock, LockError, Parent};
+use crate::checkpoint::{self, Changes, CheckpointError, Lock, LockError, Parent, State};
 use crate::data::{Fingerprint, TokenizerSource};
 use crate::error::WorkerError;
 use crate::fail;
@@ -103,6 +103,18 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
 /// Checks configuration and data alone, and looks at no checkpoint: the part of [`preflight`] that every node needs.
 pub fn preflight_data(spec: &JobSpec) -> Result<Preflight, Refusal> {
     check_data(spec).map(|(ready, ..)| ready)
+}
+
+/// The part of [`preflight`] that changes nothing. Of checkpoints only one is checked that `checkpoint.resume` names:
+/// looking for another one to resume from locks and cleans their directory.
+pub fn preflight_dry_run(spec: &JobSpec, world: u32) -> Result<Preflight, Refusal> {
+    let (mut ready, shape, data) = check_data(spec)?;
+    if let Some(path) = spec.checkpoint.resume_path() {
+        let (path, rejected) = directory::locate(path)?;
+        ready.warnings.extend(rejected.into_iter().map(|(_, error)| error.to_string()));
+        check_continued(spec, &shape, world, &data, &path, &mut ready.warnings)?;
+    }
+    Ok(ready)
 }
 
 fn check_data(spec: &JobSpec) -> Result<(Preflight, ModelShape, Fingerprint), Refusal> {
@@ -250,9 +262,32 @@ fn resume(
     path: PathBuf,
     ready: &mut Preflight,
 ) -> Result<(), Refusal> {
-    let state = directory::open(&path, shape)?;
+    let state = check_continued(spec, shape, world, data, &path, &mut ready.warnings)?;
+    if state.step >= spec.train.steps {
+        ready.complete = Some(state.step);
+        ready.resume_from = Some(path);
+        return Ok(());
+    }
+    if let Some(dir) = &spec.checkpoint.dir {
+        // Later checkpoints than the one that the run continues from are not part of it.
+        abandon(Path::new(dir), Some(state.step), &mut ready.warnings)?;
+    }
+    ready.parent = Some(Parent { run: state.run, step: state.step });
+    ready.resume_from = Some(path);
+    Ok(())
+}
+
+/// The state of a checkpoint that the job may continue from.
+fn check_continued(
+    spec: &JobSpec,
+    shape: &ModelShape,
+    world: u32,
+    data: &Fingerprint,
+    path: &Path,
+    warnings: &mut Vec<String>,
+) -> Result<State, Refusal> {
+    let state = directory::open(path, shape)?;
     let Changes { refused, others } = state.changes(spec, world, data);
-    let warnings = &mut ready.warnings;
     if !refused.is_empty() && !spec.checkpoint.resume_changed {
         let message = format!(
             "checkpoint {} is of a run that differs: {}; to continue it all the same, pass `--resume-changed`",
@@ -265,18 +300,7 @@ fn resume(
     if !changes.is_empty() {
         warnings.push(format!("since checkpoint {}: {}", path.display(), changes.join("; ")));
     }
-    if state.step >= spec.train.steps {
-        ready.complete = Some(state.step);
-        ready.resume_from = Some(path);
-        return Ok(());
-    }
-    if let Some(dir) = &spec.checkpoint.dir {
-        // Later checkpoints than the one that the run continues from are not part of it.
-        abandon(Path::new(dir), Some(state.step), warnings)?;
-    }
-    ready.parent = Some(Parent { run: state.run, step: state.step });
-    ready.resume_from = Some(path);
-    Ok(())
+    Ok(state)
 }
 
 /// A run that continues none. `checkpoint.dir` must be empty, or the user says that it may be used.

@@ -28,7 +28,7 @@ use super::clocks::Clocks;
 use super::kernels::{self, Kernel};
 use super::reports::{measured_period, pool_peak_bytes, profile, started, step_seconds, steps};
 use super::{Mode, RankReport, device, missing_report, quantile, run_workers};
-use crate::trainer::Trainer;
+use crate::trainer::{Checks, Trainer};
 use xlaunch_agent::Refusal;
 use xlaunch_agent::devices::{self, Placement};
 use xlaunch_agent::gpu_clocks::ClockSampler;
@@ -102,7 +102,7 @@ pub(crate) async fn run(
     let shape = spec.model.resolve();
     let shape = shape.map_err(|invalid| Refusal::new(ExitCode::Usage, invalid.to_string()))?;
     let spec = measured_job(spec, extent);
-    (trainer.preflight)(&spec, "".as_ref(), placement.workers, true)?;
+    (trainer.preflight)(&spec, "".as_ref(), placement.workers, Checks::Start)?;
     let profile_step = extent.profile.then_some(extent.end() + 1);
     announce("training");
     let sampler = ClockSampler::start(devices::worker_gpu_addresses(placement));

@@ -12,7 +12,7 @@ use xlaunch_proto::quantities::bytes_text;
 use xlaunch_proto::spec::{Device, JobSpec};
 
 use super::launch::{self, Launch};
-use crate::trainer::{Memory, Saving, Trainer};
+use crate::trainer::{Checks, Memory, Saving, Trainer};
 
 /// What a job would run on.
 #[derive(Clone, Copy, Debug)]
@@ -70,8 +70,7 @@ fn report(launch: &Launch, group: Option<&Nodes>, trainer: Trainer) -> Result<(S
     spec.launch.nproc = Some(target.ranks_per_node);
     spec.check().map_err(|invalid| Refusal::new(ExitCode::Usage, invalid.to_string()))?;
     devices::check_device(&spec, target.cuda)?;
-    // Checkpoints are left alone: looking for one to resume from would lock and clean their directory.
-    let checks = (trainer.preflight)(&spec, &run_dir::job_dir(&spec), target.ranks(), false)?;
+    let checks = (trainer.preflight)(&spec, &run_dir::job_dir(&spec), target.ranks(), Checks::DryRun)?;
     checks.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
     let (needed, savings) = (trainer.memory)(&spec, target.cuda, target.ranks(), target.limit)?;
     let tokens = checks.data.get("train").map_or(0, |data| data.tokens);

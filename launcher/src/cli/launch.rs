@@ -9,7 +9,7 @@ use xlaunch_proto::ids::Digest;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::{Prepare, StatusReply};
 
-use crate::trainer::{FillInError, Preflight, Trainer};
+use crate::trainer::{Checks, FillInError, Preflight, Trainer};
 use xlaunch_agent::command::{self, CommandSpec, ResolvedCommand};
 use xlaunch_agent::config::{self, Layer, Override};
 use xlaunch_agent::devices::{self, Node, Placement};
@@ -178,7 +178,8 @@ fn ready(
     create: impl FnOnce(&JobSpec, Option<Entry>) -> Result<RunDir, Refusal>,
 ) -> Result<Ready, Refusal> {
     let (job_dir, leads) = (run_dir::job_dir(spec), group.first.node_rank == 0);
-    let checks = (trainer.preflight)(spec, &job_dir, group.first.world_size, leads)?;
+    let wanted = if leads { Checks::Start } else { Checks::Data };
+    let checks = (trainer.preflight)(spec, &job_dir, group.first.world_size, wanted)?;
     checks.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
     if let (Some(checkpoint), Some(step)) = (&checks.resume_from, checks.complete) {
         // Without a run: the newest one of the job stays the one that trained.

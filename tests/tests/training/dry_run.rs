@@ -5,6 +5,9 @@ use xlaunch_tests::{Job, Output};
 xlaunch_harness::tests! {
     dry_run_predicts_the_memory_of_the_run_and_starts_nothing,
     job_that_does_not_fit_is_told_what_makes_it_fit,
+    job_fits_into_a_limit_exactly_if_it_runs_with_it,
+    blocks_smaller_than_a_bucket_are_divided_by_smaller_ones,
+    checkpoint_to_resume_from_is_checked,
     job_on_gpus_is_planned_without_one,
     mistakes_are_found_without_a_start,
     recomputed_blocks_and_chunks_of_the_loss_train_alike,
@@ -73,6 +76,55 @@ fn job_that_does_not_fit_is_told_what_makes_it_fit() {
     let report = job.run(&["--dry-run", "--set", "engine.memory_limit_mb=1"]);
     assert_eq!(report.code, 2, "{report:?}");
     assert!(report.stdout.ends_with("no further change of the configuration makes it fit\n"), "{report:?}");
+}
+
+/// A pool that reaches its limit frees what it holds unused.
+fn job_fits_into_a_limit_exactly_if_it_runs_with_it() {
+    let mut codes = Vec::new();
+    for limit in 1..=6 {
+        let job = Job::new();
+        let limit = format!("engine.memory_limit_mb={limit}");
+        let args = ["--set", "model.seq=64", "--set", "train.batch=8", "--set", &limit];
+        let dry = job.run(&[&args[..], &["--dry-run"]].concat());
+        let run = job.run(&args);
+        assert_eq!(dry.code == 0, run.code == 0, "{limit}: {dry:?}\n{run:?}");
+        codes.push(run.code);
+    }
+    assert!(codes.contains(&0) && codes.contains(&76), "{codes:?}");
+}
+
+fn blocks_smaller_than_a_bucket_are_divided_by_smaller_ones() {
+    let job = Job::new();
+    let model = ["model.dim=256", "model.ffn=1024", "model.layers=6", "train.batch=1", "model.seq=16"];
+    let mut args: Vec<&str> = model.iter().flat_map(|key| ["--set", key]).collect();
+    args.extend(["--nproc", "4"]);
+    let divided = |keys: &[&str]| {
+        let keys: Vec<&str> = keys.iter().flat_map(|key| ["--set", *key]).collect();
+        sizes(&job.run(&[&args[..], &keys, &["--dry-run"]].concat()), "each rank")
+    };
+    let optimizer = divided(&["comm.shard=optimizer"]);
+    let limit = format!("engine.memory_limit_mb={}", (optimizer * 0.7) as u64);
+    let report = job.run(&[&args[..], &["--dry-run", "--set", &limit]].concat());
+    let line = report.stdout.lines().last().unwrap();
+    let change = "comm.shard = \"parameters\", comm.bucket_mb = ";
+    assert!(line.contains(change) && line.ends_with("which fits"), "{report:?}");
+    let keys: Vec<&str> = line.split(": ").next().unwrap().trim().split(", ").collect();
+    assert!(divided(&keys) < 0.7 * optimizer && divided(&keys[..1]) > 0.9 * optimizer, "{line}");
+}
+
+fn checkpoint_to_resume_from_is_checked() {
+    let job = Job::new();
+    job.run_ok(&["--nproc", "2"]);
+    let checkpoint = format!("--resume={}", job.run_dir().join("checkpoints/step-00000008").display());
+    for (args, code, words) in [
+        (vec!["--resume=nowhere"], 65, "no checkpoint in "),
+        (vec![&*checkpoint, "--set", "model.dim=64"], 65, "written by another model"),
+        (vec![&*checkpoint, "--set", "train.steps=12", "--set", "job.seed=3"], 65, "job.seed"),
+        (vec![&*checkpoint, "--set", "train.steps=12"], 0, ""),
+    ] {
+        let report = job.run(&[&args[..], &["--nproc", "2", "--dry-run"]].concat());
+        assert!(report.code == code && report.stderr.contains(words), "{args:?}: {report:?}");
+    }
 }
 
 fn job_on_gpus_is_planned_without_one() {

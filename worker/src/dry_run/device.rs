@@ -5,11 +5,11 @@ use xlaunch_engine::{
     AdamWStep, AttentionBackward, AttentionForward, Backend, CachedAttention, Checksum, ColumnSum, DType,
     DeviceInfo, EmbedBackward, EmbedForward, FusedClassifier, GeluBackward, GeluForward, GeluLinearBackward,
     GemmFp8, Gemv, Greedy, LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGeluForward,
-    NormBackward, NormForward, QuantizeFp8, Result, Slice, SquaredNorm, Sum, SwigluBackward, SwigluForward,
-    Tensor,
+    NormBackward, NormForward, PoolOptions, QuantizeFp8, Result, Slice, SquaredNorm, Sum, SwigluBackward,
+    SwigluForward, Tensor,
 };
 use xlaunch_pool::backing::{Backing, Purpose, Result as MapResult};
-use xlaunch_pool::{Mode, Pool, Space, StreamId};
+use xlaunch_pool::{Pool, Space, StreamId};
 
 /// Workspace of cuBLASLt, which lives as long as the device.
 const GEMM_WORKSPACE: usize = 32 << 20;
@@ -29,8 +29,9 @@ pub(super) struct DryDevice {
 }
 
 impl DryDevice {
-    pub(super) fn new(cuda: bool, activations: DType, mode: Mode) -> Result<Self> {
-        let pool = Pool::with_backing(if cuda { Space::Cuda } else { Space::Host }, Box::new(Nowhere), mode);
+    pub(super) fn new(cuda: bool, activations: DType, options: PoolOptions) -> Result<Self> {
+        let space = if cuda { Space::Cuda } else { Space::Host };
+        let pool = Pool::with_backing(space, Box::new(Nowhere), options);
         let workspace = cuda.then(|| Tensor::new(&pool.persistent(), DType::U8, GEMM_WORKSPACE));
         let info = DeviceInfo { name: "dry run".into(), uuid: String::new() };
         Ok(Self { _workspace: workspace.transpose()?, pool, info, activations, cuda })

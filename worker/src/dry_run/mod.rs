@@ -6,7 +6,10 @@
 
 mod device;
 
+use std::ops::Range;
+
 use xlaunch_comm::Local;
+use xlaunch_engine::{DType, PoolOptions};
 use xlaunch_proto::spec::{CommSection, JobSpec, Recompute, Shard, SpecError};
 
 use crate::bench::SkipAllReduce;
@@ -15,7 +18,7 @@ use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model};
 use crate::optim::AdamW;
 use crate::session;
-use crate::train::{Division, Evaluator, Stepper};
+use crate::train::{Division, Evaluator, Stepper, wire_dtype};
 use device::DryDevice;
 
 /// The CUDA context, kernels and libraries of a GPU, as measured on an H200 (`tests/gpu/memory.py`).
@@ -24,6 +27,8 @@ const LIBRARIES: u64 = 544 << 20;
 const NCCL: u64 = 848 << 20;
 /// The pool plans a step when it has seen it, and serves the next ones from the plan.
 const STEPS: u64 = 3;
+/// Micro-steps of a step that differ: the first, one in between, the last.
+const MICRO_STEPS: usize = 3;
 /// Rows of logits below which a smaller chunk makes matrix multiplications slow.
 const SMALLEST_CHUNK: usize = 2048;
 
@@ -63,10 +68,32 @@ pub struct Saving {
 }
 
 /// What a job of `ranks` ranks needs on each of them, on GPUs or on the CPU.
+///
+/// A pool that reaches the job's `engine.memory_limit_mb` frees what it holds unused and goes on, so a job may need
+/// less with the limit than without. If it does not fit all the same, this is what it needs without.
 pub fn memory(spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Memory> {
+    let needed = memory_within(None, spec, cuda, ranks)?;
+    let limit = spec.engine.memory_limit_mb.map(|mib| mib.saturating_mul(1 << 20));
+    match limit.filter(|limit| needed.total() - needed.libraries > *limit) {
+        Some(limit) => Ok(memory_within(Some(limit), spec, cuda, ranks).unwrap_or(needed)),
+        None => Ok(needed),
+    }
+}
+
+/// The same with a limit of the pool.
+fn memory_within(limit: Option<u64>, spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Memory> {
     let shape = spec.model.resolve().map_err(SpecError::from)?;
+    let tokens = spec.train.batch.saturating_mul(spec.train.accumulate).saturating_mul(shape.seq) as u64;
+    let mut spec = spec.clone();
+    spec.train.accumulate = spec.train.accumulate.min(MICRO_STEPS);
+    let spec = &spec;
     let activations = session::activation_dtype(spec, cuda);
-    let backend = BackendHandle::new(DryDevice::new(cuda, activations, session::pool_mode(spec, cuda))?);
+    let pool = PoolOptions {
+        mode: session::pool_mode(spec, cuda),
+        limit: limit.unwrap_or(u64::MAX),
+        ..PoolOptions::default()
+    };
+    let backend = BackendHandle::new(DryDevice::new(cuda, activations, pool)?);
     let live = || backend.pool().stats().live.current();
     let workspace = live();
     let shard = spec.comm.shard(ranks, cuda, true);
@@ -95,7 +122,6 @@ pub fn memory(spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Memory> {
         (true, _) => LIBRARIES + NCCL,
     };
     let parameters = model.layout.parameters() as u64;
-    let tokens = (spec.train.batch * spec.train.accumulate * shape.seq) as u64;
     Ok(Memory { parameters, tokens, weights, gradients, optimizer: state, activations, libraries })
 }
 
@@ -155,12 +181,25 @@ fn smaller(way: Way, spec: &JobSpec, needed: &Memory, cuda: bool, ranks: usize) 
 }
 
 fn changes(way: Way, spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Vec<(String, JobSpec)>> {
-    let rows = spec.train.batch * spec.model.resolve().map_err(SpecError::from)?.seq;
-    let mut found = Vec::new();
-    let mut add = |change: String, apply: &dyn Fn(&mut JobSpec)| {
+    let shape = spec.model.resolve().map_err(SpecError::from)?;
+    let rows = spec.train.batch * shape.seq;
+    // Blocks take turns in memory by whole buckets, which are as large as several blocks of a small model.
+    let bucket_mb =
+        bucket_mb_of_blocks(&Layout::new(&shape), wire_dtype(spec, session::activation_dtype(spec, cuda)));
+    let changed = |change: String, apply: &dyn Fn(&mut JobSpec)| {
         let mut changed = spec.clone();
         apply(&mut changed);
-        found.push((change, changed));
+        (change, changed)
+    };
+    let divided = |more: Shard, name: &str| {
+        let change = format!("comm.shard = \"{name}\"");
+        // Named again if it was changed with less divided, whose line this one replaces.
+        if more < Shard::Gradients || spec.comm.bucket_mb < bucket_mb {
+            return changed(change, &|spec| spec.comm.shard = more);
+        }
+        changed(format!("{change}, comm.bucket_mb = {bucket_mb}"), &|spec| {
+            (spec.comm.shard, spec.comm.bucket_mb) = (more, bucket_mb);
+        })
     };
     let shard = spec.comm.shard(ranks, cuda, true);
     let divides = |more| {
@@ -170,34 +209,48 @@ fn changes(way: Way, spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Vec<(St
         let wanted = way == Way::Divide || more == Shard::Optimizer;
         ranks > 1 && shard < more && possible && wanted
     };
+    let mut found = Vec::new();
     for (more, name) in [(Shard::Optimizer, "optimizer"), (Shard::Gradients, "gradients")] {
         if divides(more) {
-            add(format!("comm.shard = \"{name}\""), &|spec| spec.comm.shard = more);
+            found.push(divided(more, name));
         }
     }
     if spec.train.classifier_chunk == 0 && rows > SMALLEST_CHUNK {
         let change = format!("train.classifier_chunk = {SMALLEST_CHUNK}");
-        add(change, &|spec| spec.train.classifier_chunk = SMALLEST_CHUNK);
+        found.push(changed(change, &|spec| spec.train.classifier_chunk = SMALLEST_CHUNK));
     }
     if divides(Shard::Parameters) {
-        add("comm.shard = \"parameters\"".into(), &|spec| spec.comm.shard = Shard::Parameters);
+        found.push(divided(Shard::Parameters, "parameters"));
     }
+    let recompute = |more, name: &str| {
+        changed(format!("train.recompute = \"{name}\""), &|spec| spec.train.recompute = more)
+    };
     if spec.train.recompute == Recompute::None {
-        add("train.recompute = \"cheap\"".into(), &|spec| spec.train.recompute = Recompute::Cheap);
+        found.push(recompute(Recompute::Cheap, "cheap"));
     }
     if spec.train.recompute != Recompute::Block {
-        add("train.recompute = \"block\"".into(), &|spec| spec.train.recompute = Recompute::Block);
+        found.push(recompute(Recompute::Block, "block"));
     }
     // Micro-steps are added in F32, so several may need more than the one before.
     let mut parts = 2;
     while way == Way::Split && shard < Shard::Gradients && spec.train.batch.is_multiple_of(parts) {
         let (batch, accumulate) = (spec.train.batch / parts, spec.train.accumulate.saturating_mul(parts));
-        add(format!("train.batch = {batch}, train.accumulate = {accumulate}"), &|spec| {
+        let change = format!("train.batch = {batch}, train.accumulate = {accumulate}");
+        found.push(changed(change, &|spec| {
             (spec.train.batch, spec.train.accumulate) = (batch, accumulate);
-        });
+        }));
         parts *= 2;
     }
     Ok(found)
+}
+
+/// A size of buckets with which most matrices of a block have their own: an eighth of its gradients in MiB, in steps of
+/// 0.1.
+#[expect(clippy::cast_precision_loss, reason = "sizes are far below 2^53")]
+fn bucket_mb_of_blocks(layout: &Layout, wire: DType) -> f64 {
+    let block = layout.backward_parts().iter().map(Range::len).max().unwrap_or(0);
+    let tenths = (block * wire.size()) as f64 / f64::from(1 << 20) / 8.0 * 10.0;
+    tenths.ceil().max(1.0) / 10.0
 }
 
 #[cfg(test)]
@@ -300,7 +353,8 @@ mod tests {
         let divided = savings(&spec, needed, true, 4, smallest.memory.total()).unwrap();
         assert_eq!(divided.last(), Some(smallest));
         let changes: Vec<&str> = divided.iter().map(|saving| &*saving.change).collect();
-        assert!(changes.contains(&"comm.shard = \"parameters\""), "{changes:?}");
+        // Buckets of 25 MiB hold several of its blocks, which could not take turns.
+        assert!(changes.contains(&"comm.shard = \"parameters\", comm.bucket_mb = 0.6"), "{changes:?}");
         assert!(all.windows(2).all(|pair| pair[1].memory.total() < pair[0].memory.total()));
         // Three ranks cannot shard.
         let three = memory(&spec, true, 3).unwrap();
