@@ -45,7 +45,7 @@ impl Default for CommSection {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Shard {
-    /// What was fastest where it was measured: the optimizer on 4 or 8 GPUs that share their directory, nothing
+    /// What was fastest where it was measured: the optimizer on 2, 4 or 8 GPUs that share their directory, nothing
     /// elsewhere.
     Auto,
     /// Nothing.
@@ -61,13 +61,10 @@ pub enum Shard {
     Parameters,
 }
 
-/// The fewest GPUs that are faster with a sharded optimizer.
-const GPUS_THAT_SHARD: usize = 4;
-
 impl CommSection {
     /// What this many ranks, which share their directory or not, divide among them; never `Auto`.
     pub fn shard(&self, ranks: usize, cuda: bool, share_directory: bool) -> Shard {
-        let shards = cuda && share_directory && ranks >= GPUS_THAT_SHARD && MAX_SHARDS.is_multiple_of(ranks);
+        let shards = cuda && share_directory && ranks > 1 && MAX_SHARDS.is_multiple_of(ranks);
         match self.shard {
             Shard::Auto if shards => Shard::Optimizer,
             Shard::Auto => Shard::None,
@@ -148,13 +145,14 @@ mod tests {
         for (ranks, cuda, share_directory, default) in [
             (4, true, true, Shard::Optimizer),
             (8, true, true, Shard::Optimizer),
-            (2, true, true, Shard::None),
+            (2, true, true, Shard::Optimizer),
             (6, true, true, Shard::None),
             (16, true, true, Shard::None),
             (4, false, true, Shard::None),
             (4, true, false, Shard::None),
         ] {
             assert_eq!(shard("\"auto\"", ranks, cuda, share_directory), default, "{ranks} {cuda}");
+            assert_eq!(shard("\"auto\"", 1, cuda, share_directory), Shard::None);
             for (value, chosen) in [
                 ("\"none\"", Shard::None),
                 ("\"optimizer\"", Shard::Optimizer),
