@@ -100,13 +100,13 @@ pub struct Progress {
     pub tokens: u64,
 }
 
-/// Writes the directory. If it fails, what was written is removed.
+/// Writes the directory. If it fails, what was written is removed, and data that was to be replaced stays.
 pub fn prepare(options: &Options, report: &mut dyn FnMut(Event)) -> Result<Manifest, PrepareError> {
     check(options)?;
     // First: a mistyped input must not cost the data that is replaced.
     let inputs = inputs::find(&options.inputs, &output::resolved(&options.output))?;
     let output = output::Output::claim(&options.output, options.overwrite)?;
-    let written = write_all(options, inputs, output.dir(), report);
+    let written = write_all(options, inputs, &output.dir(), report);
     match written.and_then(|manifest| output.complete(&manifest, options).map(|()| manifest)) {
         Ok(manifest) => Ok(manifest),
         Err(error) => {

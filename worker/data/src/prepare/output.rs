@@ -3,7 +3,8 @@
 //! ```text
 //! empty or new --claim--> lock file --> shards, tokenizer.json --complete--> manifest.json, no lock file
 //! ```
-//! - A directory with a manifest is complete. It is replaced only if asked for, and its manifest is removed first.
+//! - A directory with a manifest is complete. It is replaced only if asked for, and only when all of the new data is
+//!   written, in a directory below it. Then its manifest is removed first.
 //! - A directory with a lock file and no manifest was interrupted, or is written by a process that holds the lock.
 //! - A directory with anything else is not touched, and nothing is ever deleted but files of these names.
 
@@ -20,11 +21,15 @@ use crate::prepare::Options;
 
 const LOCK_FILE: &str = ".prepare.lock";
 const UNFINISHED_MANIFEST: &str = ".manifest.json.tmp";
+/// Directory of what will replace complete data.
+const REPLACEMENT: &str = ".prepare.new";
 
 /// A directory that this process alone writes.
 #[derive(Debug)]
 pub(super) struct Output {
     dir: PathBuf,
+    /// Complete data that is replaced; empty if there is none.
+    replaced: Vec<String>,
     /// Whether this process made the directory.
     created: bool,
     /// Locked until the process ends.
@@ -32,7 +37,7 @@ pub(super) struct Output {
 }
 
 impl Output {
-    /// Makes the directory and removes what an interrupted preparation left in it.
+    /// Makes the directory and removes what an interrupted preparation left in it, but no complete data.
     pub(super) fn claim(dir: &Path, overwrite: bool) -> Result<Self, PrepareError> {
         let failed = |error: io::Error| PrepareError::write(dir, &error);
         let created = !dir.exists();
@@ -47,26 +52,31 @@ impl Output {
         if before.is_empty() && !present.is_empty() && !interrupted {
             return Err(in_use(&dir));
         }
-        // The manifest first: from here on the directory is incomplete.
-        for name in present.iter().filter(|name| *name == Manifest::FILE) {
-            remove(&dir, name)?;
-            sync(&dir)?;
+        let replacement = dir.join(REPLACEMENT);
+        if replacement.exists() {
+            std::fs::remove_dir_all(&replacement).map_err(failed)?;
         }
-        for name in present.iter().filter(|name| *name != Manifest::FILE) {
-            remove(&dir, name)?;
+        let is_complete = present.iter().any(|name| name == Manifest::FILE);
+        let replaced = if is_complete { present } else { remove_all(&dir, &present).map(|()| Vec::new())? };
+        if is_complete {
+            std::fs::create_dir(&replacement).map_err(failed)?;
         }
-        Ok(Self { dir, created, _lock: lock })
+        Ok(Self { dir, replaced, created, _lock: lock })
     }
 
-    pub(super) fn dir(&self) -> &Path {
-        &self.dir
+    /// Where the new data is written.
+    pub(super) fn dir(&self) -> PathBuf {
+        if self.replaced.is_empty() { self.dir.clone() } else { self.dir.join(REPLACEMENT) }
     }
 
     /// Makes what was written valid: the manifest is the last to appear.
     pub(super) fn complete(&self, manifest: &Manifest, options: &Options) -> Result<(), PrepareError> {
-        let dir = &self.dir;
-        write_synced(&dir.join(TOKENIZER_FILE), options.tokenizer.to_json().as_bytes())?;
-        sync(dir)?;
+        let (dir, written) = (&self.dir, self.dir());
+        write_synced(&written.join(TOKENIZER_FILE), options.tokenizer.to_json().as_bytes())?;
+        sync(&written)?;
+        if !self.replaced.is_empty() {
+            self.replace(&written)?;
+        }
         let json = serde_json::to_string_pretty(manifest)
             .map_err(|error| PrepareError::Internal(error.to_string()))?;
         let unfinished = dir.join(UNFINISHED_MANIFEST);
@@ -77,9 +87,29 @@ impl Output {
         remove(dir, LOCK_FILE)
     }
 
+    /// Puts the new data in the place of the old. Without a manifest until that is written: it is incomplete meanwhile.
+    fn replace(&self, written: &Path) -> Result<(), PrepareError> {
+        remove_all(&self.dir, &self.replaced)?;
+        let moved = |error: io::Error| PrepareError::write(&self.dir, &error);
+        for entry in std::fs::read_dir(written).map_err(moved)? {
+            let name = entry.map_err(moved)?.file_name();
+            std::fs::rename(written.join(&name), self.dir.join(&name)).map_err(moved)?;
+        }
+        std::fs::remove_dir(written).map_err(moved)?;
+        sync(&self.dir)
+    }
+
     /// Removes what this process has written. What cannot be removed is left: without a manifest it is not accepted.
     pub(super) fn abandon(&self) {
-        let _ = std::fs::remove_file(self.dir.join(Manifest::FILE));
+        let (written, manifest) = (self.dir(), self.dir.join(Manifest::FILE));
+        if written != self.dir {
+            let _ = std::fs::remove_dir_all(&written);
+            if manifest.exists() {
+                let _ = std::fs::remove_file(self.dir.join(LOCK_FILE));
+                return;
+            }
+        }
+        let _ = std::fs::remove_file(manifest);
         for entry in std::fs::read_dir(&self.dir).into_iter().flatten().flatten() {
             if entry.file_name().to_str().is_some_and(|name| is_ours(name) && name != LOCK_FILE) {
                 let _ = std::fs::remove_file(entry.path());
@@ -105,7 +135,11 @@ fn survey(dir: &Path, interrupted: bool, overwrite: bool) -> Result<Vec<String>,
     for entry in std::fs::read_dir(dir).map_err(failed)? {
         let entry = entry.map_err(failed)?;
         let name = entry.file_name();
-        let is_file = entry.file_type().map_err(failed)?.is_file();
+        let kind = entry.file_type().map_err(failed)?;
+        if name.to_str() == Some(REPLACEMENT) && kind.is_dir() {
+            continue;
+        }
+        let is_file = kind.is_file();
         match name.to_str().filter(|name| is_file && is_ours(name)) {
             Some(LOCK_FILE) => {}
             Some(name) => names.push(name.to_owned()),
@@ -171,6 +205,15 @@ fn write_synced(path: &Path, contents: &[u8]) -> Result<(), PrepareError> {
         file.sync_all()
     };
     write().map_err(|error| PrepareError::write(path, &error))
+}
+
+/// Removes these files, the manifest first: from then on the directory is incomplete.
+fn remove_all(dir: &Path, names: &[String]) -> Result<(), PrepareError> {
+    for name in names.iter().filter(|name| *name == Manifest::FILE) {
+        remove(dir, name)?;
+        sync(dir)?;
+    }
+    names.iter().filter(|name| *name != Manifest::FILE).try_for_each(|name| remove(dir, name))
 }
 
 fn remove(dir: &Path, name: &str) -> Result<(), PrepareError> {

@@ -261,8 +261,18 @@ fn only_prepared_directories_are_replaced() {
     assert!(Manifest::read(&out).is_ok(), "a mistyped input costs nothing");
     prepared = prepared.with("b", "second");
     prepared.options.inputs.remove(0);
+    prepared = prepared.with("c", b"\xff");
+    let before = prepared.files();
+    assert!(prepared.run().unwrap_err().to_string().contains("UTF-8"));
+    assert!(prepared.files() == before, "a preparation that fails costs nothing");
+    prepared.options.inputs.pop();
+    // As a kill during a replacement leaves it.
+    fs_err::create_dir(out.join(".prepare.new")).unwrap();
+    fs_err::write(out.join(".prepare.new/train_000001.bin"), "left").unwrap();
+    fs_err::write(out.join(".prepare.lock"), "").unwrap();
     let (manifest, _) = prepared.run().unwrap();
     assert_eq!(prepared.ids(&manifest.train), b"second".map(u32::from));
+    assert!(prepared.files().into_keys().eq(["manifest.json", "tokenizer.json", "train_000001.bin"]));
     // A file of the user's is neither removed nor written beside.
     fs_err::write(out.join("notes.txt"), "mine").unwrap();
     assert!(prepared.run().unwrap_err().to_string().contains("`notes.txt`"));
