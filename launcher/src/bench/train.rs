@@ -28,6 +28,7 @@ use super::clocks::Clocks;
 use super::kernels::{self, Kernel};
 use super::reports::{measured_period, pool_peak_bytes, profile, started, step_seconds, steps};
 use super::{Mode, RankReport, device, missing_report, quantile, run_workers};
+use crate::console::print_line;
 use crate::trainer::{Checks, Trainer};
 use xlaunch_agent::Refusal;
 use xlaunch_agent::devices::{self, Placement};
@@ -210,9 +211,8 @@ fn measured_job(mut spec: JobSpec, extent: Extent) -> JobSpec {
 }
 
 /// Says what the next launch measures.
-#[expect(clippy::print_stderr, reason = "results to stdout, everything else to stderr")]
 fn announce(what: &str) {
-    eprintln!("xlaunch: {what}");
+    print_line(format_args!("xlaunch: {what}"));
 }
 
 #[expect(clippy::cast_precision_loss, reason = "shown to people")]

@@ -8,9 +8,11 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
 
 use super::launch::{self, Launch};
+use super::output::{finish, print};
 use crate::bench::all_reduce::{self, Dtype};
 use crate::bench::train::{self, Extent};
 use crate::bench::{Mode, device, launches, nodes, rendezvous};
+use crate::console::print_line;
 use crate::trainer::Trainer;
 use xlaunch_agent::Refusal;
 use xlaunch_agent::devices::{self, Node, Placement};
@@ -115,15 +117,11 @@ pub(super) enum Bench {
     },
 }
 
-#[expect(clippy::print_stdout, clippy::print_stderr, reason = "results to stdout, errors to stderr")]
 pub(super) async fn run(bench: Bench, trainer: Trainer) -> ExitCode {
     match measure(bench, trainer).await {
-        Ok(text) => {
-            print!("{text}");
-            ExitCode::Done
-        }
+        Ok(text) => finish(print(text.as_bytes()).map(|()| ExitCode::Done)),
         Err(refusal) => {
-            eprintln!("error: {}", refusal.message.trim());
+            print_line(format_args!("error: {}", refusal.message.trim()));
             refusal.exit
         }
     }

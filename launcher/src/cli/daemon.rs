@@ -11,6 +11,8 @@ use xlaunch_proto::exit::ExitCode;
 
 use xlaunch_daemon::run::{self, Options};
 
+use crate::console::print_line;
+
 /// Options of `xlaunch daemon`.
 #[derive(Debug, Args)]
 pub(super) struct Daemon {
@@ -28,14 +30,13 @@ pub(super) struct Daemon {
     socket: Option<PathBuf>,
 }
 
-#[expect(clippy::print_stderr, reason = "errors at startup go to stderr")]
 pub(super) async fn run(options: Daemon) -> ExitCode {
     let Daemon { config, foreground, state_dir, socket } = options;
     log(foreground);
     match run::run(&Options { config, foreground, state_dir, socket }).await {
         Ok(()) => ExitCode::Done,
         Err(refusal) => {
-            eprintln!("error: {}", refusal.message.trim());
+            print_line(format_args!("error: {}", refusal.message.trim()));
             refusal.exit
         }
     }

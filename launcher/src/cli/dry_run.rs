@@ -12,6 +12,8 @@ use xlaunch_proto::quantities::bytes_text;
 use xlaunch_proto::spec::{Device, JobSpec};
 
 use super::launch::{self, Launch};
+use super::output::{finish, print};
+use crate::console::print_line;
 use crate::trainer::{Checks, Memory, Saving, Trainer};
 
 /// What a job would run on.
@@ -52,18 +54,13 @@ impl Target {
 }
 
 /// Prints the report. Fails with exit code 2 if the job does not fit.
-#[expect(clippy::print_stdout, reason = "results go to stdout")]
 pub(super) fn run(launch: &Launch, group: Option<&Nodes>, trainer: Trainer) -> ExitCode {
     match report(launch, group, trainer) {
-        Ok((text, exit)) => {
-            print!("{text}");
-            exit
-        }
+        Ok((text, exit)) => finish(print(text.as_bytes()).map(|()| exit)),
         Err(refusal) => launch::refuse(&refusal),
     }
 }
 
-#[expect(clippy::print_stderr, reason = "warnings go to stderr")]
 fn report(launch: &Launch, group: Option<&Nodes>, trainer: Trainer) -> Result<(String, ExitCode), Refusal> {
     let mut spec = launch::load(launch, trainer.fill_in)?;
     let target = Target::of(&spec, group);
@@ -71,7 +68,7 @@ fn report(launch: &Launch, group: Option<&Nodes>, trainer: Trainer) -> Result<(S
     spec.check().map_err(|invalid| Refusal::new(ExitCode::Usage, invalid.to_string()))?;
     devices::check_device(&spec, target.cuda)?;
     let checks = (trainer.preflight)(&spec, &run_dir::job_dir(&spec), target.ranks(), Checks::DryRun)?;
-    checks.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
+    checks.warnings.iter().for_each(|warning| print_line(format_args!("warning: {warning}")));
     let (needed, savings) = (trainer.memory)(&spec, target.cuda, target.ranks(), target.limit)?;
     let tokens = checks.data.get("train").map_or(0, |data| data.tokens);
     let text = text(&spec, target, tokens, &needed, &savings);

@@ -9,6 +9,8 @@ use xlaunch_proto::ids::Digest;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::{Prepare, StatusReply};
 
+use super::output::print_end;
+use crate::console::print_line;
 use crate::trainer::{Checks, FillInError, Preflight, Trainer};
 use xlaunch_agent::command::{self, CommandSpec, ResolvedCommand};
 use xlaunch_agent::config::{self, Layer, Override};
@@ -47,7 +49,6 @@ pub(crate) struct Launch {
 }
 
 /// Trains in the foreground, as one of the nodes of `group` if there is one.
-#[expect(clippy::print_stderr, clippy::print_stdout, reason = "results to stdout, everything else to stderr")]
 pub(super) async fn run(launch: &Launch, group: Option<&Nodes>, trainer: Trainer) -> ExitCode {
     let mut declared = None;
     let fill_in = |spec: &mut JobSpec| {
@@ -65,8 +66,7 @@ pub(super) async fn run(launch: &Launch, group: Option<&Nodes>, trainer: Trainer
     let place = Place { base: &BaseEnvironment::Own, group, declared };
     match train(&spec, &placement, trainer, place, RunDir::create).await {
         Ok(ended) => {
-            print!("{}", ended.summary);
-            eprint!("{}", ended.report);
+            print_end(&ended.summary, &ended.report);
             ended.exit
         }
         Err(refusal) => refuse(&refusal),
@@ -170,7 +170,6 @@ struct Ready {
 
 /// Checks data and checkpoint, then creates the directory of the run. Refuses with [`ExitCode::Done`] if nothing is
 /// left to train.
-#[expect(clippy::print_stderr, reason = "warnings precede the output of workers")]
 fn ready(
     spec: &JobSpec,
     group: &mut Group,
@@ -180,7 +179,7 @@ fn ready(
     let (job_dir, leads) = (run_dir::job_dir(spec), group.first.node_rank == 0);
     let wanted = if leads { Checks::Start } else { Checks::Data };
     let checks = (trainer.preflight)(spec, &job_dir, group.first.world_size, wanted)?;
-    checks.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
+    checks.warnings.iter().for_each(|warning| print_line(format_args!("warning: {warning}")));
     if let (Some(checkpoint), Some(step)) = (&checks.resume_from, checks.complete) {
         // Without a run: the newest one of the job stays the one that trained.
         let checkpoint = checkpoint.display();
@@ -207,7 +206,6 @@ fn ready(
     Ok(Ready { spec, checks, run, memory_snapshots, parent_dir })
 }
 
-#[expect(clippy::print_stderr, reason = "warnings precede the output of workers")]
 async fn run_trainer(
     placement: &Placement,
     group: Group,
@@ -252,7 +250,7 @@ async fn run_trainer(
     if let Some(environment) = environment {
         let written = [environment.finish(), ending::write(&dir, &finished, start.elapsed().as_secs_f64())];
         for problem in written.into_iter().filter_map(Result::err) {
-            eprintln!("warning: failed to describe the run in {}: {problem}", dir.display());
+            print_line(format_args!("warning: failed to describe the run in {}: {problem}", dir.display()));
         }
     }
     let summary = match results.summary.steps() {
@@ -274,9 +272,8 @@ fn ended(finished: Finished, summary: String, logs: Option<&Path>) -> Ended {
     Ended { exit, stopped, reason, rank, status, peak_memory_bytes, summary, report }
 }
 
-#[expect(clippy::print_stderr, reason = "lines for the user go to stderr")]
 fn notify(text: &str) {
-    eprintln!("xlaunch: {text}");
+    print_line(format_args!("xlaunch: {text}"));
 }
 
 /// Directory of the run that wrote a checkpoint: the one that the checkpoint is in or, with `checkpoint.dir`, a run of
@@ -294,7 +291,6 @@ fn reason(outcome: &Outcome, evidence: &[Evidence]) -> String {
 }
 
 /// Runs a command in the foreground, on one of the nodes of `group` if there is one.
-#[expect(clippy::print_stderr, reason = "the report goes to stderr")]
 pub(super) async fn run_command(spec: CommandSpec, group: Option<&Nodes>) -> ExitCode {
     let command = match command::resolve(spec, &|name| std::env::var_os(name), &Node::inspect) {
         Ok(command) => command,
@@ -307,7 +303,7 @@ pub(super) async fn run_command(spec: CommandSpec, group: Option<&Nodes>) -> Exi
     let place = Place { base: &BaseEnvironment::Own, group, declared: None };
     match run_workers(&command, place, RunDir::for_command).await {
         Ok(ended) => {
-            eprint!("{}", ended.report);
+            print_end("", &ended.report);
             ended.exit
         }
         Err(refusal) => refuse(&refusal),
@@ -370,7 +366,6 @@ pub(super) fn prepare(
 }
 
 /// The job description from all layers of configuration and the data that it names, not yet placed on devices.
-#[expect(clippy::print_stderr, reason = "warnings go to stderr")]
 pub(super) fn load(
     launch: &Launch,
     fill_in: impl FnOnce(&mut JobSpec) -> Result<(), FillInError>,
@@ -392,7 +387,7 @@ pub(super) fn load(
         overrides.push(flag("checkpoint.resume", format!("{resume:?}"), format!("--resume={resume}")));
     }
     let loaded = config::load(&launch.config, &overrides)?;
-    loaded.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
+    loaded.warnings.iter().for_each(|warning| print_line(format_args!("warning: {warning}")));
     let (mut spec, sources) = (loaded.spec, loaded.sources);
     fill_in(&mut spec).map_err(|error| match error {
         FillInError::Invalid(invalid) => sources.error(&invalid).into(),
@@ -403,8 +398,7 @@ pub(super) fn load(
     Ok(spec)
 }
 
-#[expect(clippy::print_stderr, reason = "errors of the command line go to stderr")]
 pub(super) fn refuse(refusal: &Refusal) -> ExitCode {
-    eprintln!("error: {}", refusal.message.trim());
+    print_line(format_args!("error: {}", refusal.message.trim()));
     refusal.exit
 }

@@ -56,6 +56,7 @@ use std::io::Write;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use xlaunch_proto::exit::ExitCode;
 
+use crate::console::print_line;
 use crate::ssh;
 use crate::trainer::Trainer;
 use torchrun::{Group, Name, Request, Scope};
@@ -159,7 +160,6 @@ pub(crate) fn main(trainer: Trainer) -> ExitCode {
 }
 
 /// Runs what a command line without a subcommand launches.
-#[expect(clippy::print_stderr, reason = "errors of the command line go to stderr")]
 fn launch(name: Name, arguments: &[OsString], trainer: Trainer) -> ExitCode {
     torchrun::print_deprecated_flags(name, arguments);
     let scope = Scope::Nodes(&engine::of_this_process);
@@ -182,7 +182,7 @@ fn launch(name: Name, arguments: &[OsString], trainer: Trainer) -> ExitCode {
         }
         Ok(Request::Ssh(launch)) => run(ssh::run(*launch)),
         Err(Refusal { exit, message }) => {
-            eprintln!("error: {message}");
+            print_line(format_args!("error: {message}"));
             exit
         }
     }
@@ -222,12 +222,11 @@ fn submit_option(name: &str) -> Option<bool> {
 }
 
 /// Runs a subcommand or a launch to its end.
-#[expect(clippy::print_stderr, reason = "errors of the command line go to stderr")]
 fn run(work: impl Future<Output = ExitCode>) -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
-            eprintln!("error: failed to start: {error}");
+            print_line(format_args!("error: failed to start: {error}"));
             return ExitCode::Internal;
         }
     };

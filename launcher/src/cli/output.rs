@@ -1,6 +1,6 @@
 //! Output of queries: answers to stdout, everything else to stderr.
 
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 
 use xlaunch_proto::exit::ExitCode;
 
@@ -47,10 +47,20 @@ pub(super) fn print_note(text: &str) {
     let _ = writeln!(std::io::stderr(), "{}", lines.join("\n"));
 }
 
+/// Prints what a job has left, which no reader needs to take.
+pub(super) fn print_end(summary: &str, report: &str) {
+    let mut stdout = std::io::stdout().lock();
+    let _ = stdout.write_all(summary.as_bytes()).and_then(|()| stdout.flush());
+    let _ = std::io::stderr().write_all(report.as_bytes());
+}
+
 /// Prints part of the answer to stdout.
 pub(super) fn print(bytes: &[u8]) -> Result<(), QueryError> {
     let mut stdout = std::io::stdout().lock();
-    stdout.write_all(bytes).and_then(|()| stdout.flush()).map_err(|_| QueryError::StdoutClosed)
+    stdout.write_all(bytes).and_then(|()| stdout.flush()).map_err(|error| match error.kind() {
+        ErrorKind::BrokenPipe => QueryError::StdoutClosed,
+        _ => format!("failed to write to stdout: {error}").into(),
+    })
 }
 
 /// Seconds since 1970.

@@ -32,6 +32,7 @@ use super::outcome::{self, Context, Failure, Outcomes};
 use super::output::{HostStream, Pump};
 use super::plan::{Origin, SshLaunch, remote_command};
 use super::wire::{self, GO};
+use crate::console::print_line;
 
 /// Clients that connect at the same time. sshd refuses callers at random from 10 unauthenticated ones on, but these
 /// are for different hosts; a bastion host in between is the limit.
@@ -54,12 +55,11 @@ const PASSED_ON: [Signal; 4] = [Signal::INT, Signal::TERM, Signal::HUP, Signal::
 type Signals = UnboundedReceiver<SignalRequest>;
 
 /// Runs the launch to its end.
-#[expect(clippy::print_stderr, reason = "errors go to stderr")]
 pub(crate) async fn run(launch: SshLaunch) -> ExitCode {
     match connect_and_supervise(&launch).await {
         Ok(exit) => exit,
         Err(refusal) => {
-            eprintln!("error: {}", refusal.message);
+            print_line(format_args!("error: {}", refusal.message));
             refusal.exit
         }
     }
@@ -109,7 +109,6 @@ fn allow_open_files(hosts: usize) -> Result<(), Refusal> {
 }
 
 /// Waits until every host is ready.
-#[expect(clippy::print_stderr, reason = "notes go to stderr")]
 async fn connect(
     launch: &SshLaunch,
     program: &OsStr,
@@ -157,7 +156,7 @@ async fn connect(
                 let done = |node: &usize| ready.contains_key(node) || failures.contains_key(node);
                 let missing = launch.hosts.iter().enumerate().filter(|(node, _)| !done(node));
                 let names: Vec<&str> = missing.map(|(_, host)| host.name.as_str()).collect();
-                eprintln!("xlaunch: waiting for {}", shorten(&names));
+                print_line(format_args!("xlaunch: waiting for {}", shorten(&names)));
             }
             () = sleep_until(give_up.unwrap_or_else(Instant::now)), if give_up.is_some() => break,
         }
@@ -194,7 +193,6 @@ fn shorten(names: &[&str]) -> String {
 }
 
 /// Starts the job and follows it to its end.
-#[expect(clippy::print_stderr, reason = "the reason of the end goes to stderr")]
 async fn supervise(
     launch: &SshLaunch,
     hosts: Vec<Ready>,
@@ -227,7 +225,7 @@ async fn supervise(
                 inputs.get_mut(node).map(Option::take);
                 if outcomes.ended(node, status) {
                     let host = launch.hosts.get(node).map_or("", |host| host.name.as_str());
-                    eprintln!("error: {}", outcome::lost(host, status));
+                    print_line(format_args!("error: {}", outcome::lost(host, status)));
                     send(&mut inputs, Signal::TERM).await;
                 }
             }

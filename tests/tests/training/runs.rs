@@ -13,6 +13,7 @@ xlaunch_harness::tests! {
     resumed_run_equals_uninterrupted_run_bit_for_bit,
     interrupted_and_resumed_run_equals_uninterrupted_run_bit_for_bit,
     stop_ends_the_sampling_of_a_text,
+    full_disk_behind_the_console_fails_answers_and_no_run,
     sharded_optimizer_equals_replicated_optimizer,
     sharded_and_replicated_optimizer_resume_from_each_others_checkpoints,
     checkpoint_saved_with_other_buckets_is_resumed_bit_for_bit,
@@ -184,6 +185,21 @@ fn stop_ends_the_sampling_of_a_text() {
     let (job, run) = stopped_at("step 8/8", &[]);
     assert_eq!(run.code, 0, "{}", run.stderr);
     assert!(!job.checkpoint(8, MODEL).is_empty());
+}
+
+/// What a run prints at its end is only about what it has done; the answer of a query is all that it does.
+fn full_disk_behind_the_console_fails_answers_and_no_run() {
+    let job = Job::new();
+    let full = || std::fs::File::options().write(true).open("/dev/full").unwrap();
+    let run = job.command(&["train.toml"]).stdout(full()).stderr(full()).status().unwrap();
+    assert_eq!(run.code(), Some(0));
+    assert!(!job.checkpoint(8, MODEL).is_empty());
+    for query in [&["gen", "schema"][..], &["train.toml", "--dry-run"]] {
+        let output = job.command(query).stdout(full()).output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{query:?}: {stderr}");
+        assert!(stderr.contains("failed to write to stdout: No space left on device"), "{query:?}: {stderr}");
+    }
 }
 
 /// Runs a job of 400 steps, and again with an interrupt and a resume. Returns the uninterrupted one.
