@@ -237,6 +237,7 @@ fn hellaswag_prefers_the_completion_that_was_learned() {
         &["eval", "runs/train/latest", "--device", "cpu", "--hellaswag", "questions.bin", "--json"],
     );
     assert_eq!(output.code, 0, "{}", output.stderr);
+    assert!(output.stderr.contains("this model was trained with tokenizer `bytes`"), "{}", output.stderr);
     let found: Value = serde_json::from_str(&output.stdout).unwrap();
     assert_eq!(found["hellaswag"], serde_json::json!({"accuracy": 1.0, "correct": 8, "questions": 8}));
 }

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use xlaunch_data::Tokenizer;
 use xlaunch_proto::spec::Precision;
 
 use super::hellaswag::{self, Score};
@@ -47,6 +48,14 @@ pub fn run(
     let open = |data: &String| Held::open(data, &source.shape, source.tokenizer.as_ref());
     let held = command.data.as_ref().map(open).transpose()?;
     let questions = command.hellaswag.as_deref().map(hellaswag::read).transpose()?;
+    if questions.is_some()
+        && let Some(other) = source.tokenizer.as_ref().filter(|tokenizer| !has_tokens_of_gpt2(tokenizer))
+    {
+        note(&format!(
+            "warning: llm.c's HellaSwag files have tokens of GPT-2, and this model was trained with tokenizer `{}`",
+            other.name()
+        ));
+    }
     // Batches of questions have several shapes, so that timing kernels for each would take longer than it saves.
     let backend = pretrained::open_device(command.device, command.precision, questions.is_none())?;
     let model = source.load(&backend, interrupted)?;
@@ -58,4 +67,10 @@ pub fn run(
         results.hellaswag = Some(hellaswag::score(&backend, &model, &questions, interrupted)?);
     }
     Ok(results)
+}
+
+/// By a text, as the same tokenizer has several names.
+fn has_tokens_of_gpt2(tokenizer: &Tokenizer) -> bool {
+    const TEXT: &str = "A man is sitting on a roof. He's ripping up 12 of its shingles.";
+    tokenizer.encode(TEXT) == Tokenizer::gpt2().encode(TEXT)
 }
