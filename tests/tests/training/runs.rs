@@ -1,5 +1,7 @@
 //! What a training run leaves, and that neither the number of ranks nor an interruption changes its result.
 
+use std::time::Duration;
+
 use rustix::process::Signal;
 use xlaunch_tests::Job;
 
@@ -14,6 +16,7 @@ xlaunch_harness::tests! {
     interrupted_and_resumed_run_equals_uninterrupted_run_bit_for_bit,
     stop_ends_the_sampling_of_a_text,
     full_disk_behind_the_console_fails_answers_and_no_run,
+    suspended_launcher_ends_no_run,
     sharded_optimizer_equals_replicated_optimizer,
     sharded_and_replicated_optimizer_resume_from_each_others_checkpoints,
     checkpoint_saved_with_other_buckets_is_resumed_bit_for_bit,
@@ -185,6 +188,20 @@ fn stop_ends_the_sampling_of_a_text() {
     let (job, run) = stopped_at("step 8/8", &[]);
     assert_eq!(run.code, 0, "{}", run.stderr);
     assert!(!job.checkpoint(8, MODEL).is_empty());
+}
+
+/// Workers go on while no process reads their reports, thousands of which come at once afterwards.
+fn suspended_launcher_ends_no_run() {
+    let job = Job::new();
+    let settings = ["train.steps=8000", "model.dim=16", "model.seq=8", "train.batch=1"];
+    let run = job.spawn(&[&["--nproc", "2"], &*set(&settings)].concat());
+    run.wait_for_stderr("step 1/");
+    run.signal(Signal::STOP);
+    std::thread::sleep(Duration::from_secs(3));
+    run.signal(Signal::CONT);
+    let run = run.wait();
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    assert_eq!(job.losses().len(), 8000);
 }
 
 /// What a run prints at its end is only about what it has done; the answer of a query is all that it does.

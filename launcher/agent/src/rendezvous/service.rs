@@ -43,6 +43,10 @@ const MAX_CALLS: u32 = 16;
 /// The largest request is a profile, with a line per kernel.
 const MAX_REQUEST_BYTES: usize = 1 << 20;
 const MAX_HEADER_BYTES: u32 = 16 << 10;
+/// What a worker may send before the agent reads it. h2 closes a connection with too many small frames that were not
+/// read (more than half of the connection's window of 1 MiB, where each counts 256 bytes less its own). Reports of
+/// steps reach that within seconds while the agent is suspended, unless they have to wait before.
+const STREAM_WINDOW_BYTES: u32 = 64 << 10;
 /// Concurrent readers of logs. Each occupies a thread of the runtime whenever it polls its file.
 pub(super) const MAX_LOG_READERS: usize = 64;
 /// For callers to receive the last replies when the job is over.
@@ -125,6 +129,7 @@ pub(crate) async fn serve_node(
     let server = Server::builder()
         .max_concurrent_streams(MAX_CALLS)
         .http2_max_header_list_size(MAX_HEADER_BYTES)
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
         .add_service(agent)
         .add_service(health_service.max_decoding_message_size(MAX_REQUEST_BYTES))
         .add_service(reflection.max_decoding_message_size(MAX_REQUEST_BYTES))
