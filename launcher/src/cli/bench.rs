@@ -8,11 +8,10 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
 
 use super::launch::{self, Launch};
-use super::output::{finish, print};
+use super::output::answer;
 use crate::bench::all_reduce::{self, Dtype};
 use crate::bench::train::{self, Extent};
 use crate::bench::{Mode, device, launches, nodes, rendezvous};
-use crate::console::print_line;
 use crate::trainer::Trainer;
 use xlaunch_agent::Refusal;
 use xlaunch_agent::devices::{self, Node, Placement};
@@ -119,11 +118,8 @@ pub(super) enum Bench {
 
 pub(super) async fn run(bench: Bench, trainer: Trainer) -> ExitCode {
     match measure(bench, trainer).await {
-        Ok(text) => finish(print(text.as_bytes()).map(|()| ExitCode::Done)),
-        Err(refusal) => {
-            print_line(format_args!("error: {}", refusal.message.trim()));
-            refusal.exit
-        }
+        Ok(text) => answer(&text, ExitCode::Done),
+        Err(refusal) => launch::refuse(&refusal),
     }
 }
 

@@ -11,7 +11,7 @@ use xlaunch_proto::exit::ExitCode;
 
 use xlaunch_daemon::run::{self, Options};
 
-use crate::console::print_line;
+use super::launch;
 
 /// Options of `xlaunch daemon`.
 #[derive(Debug, Args)]
@@ -35,10 +35,7 @@ pub(super) async fn run(options: Daemon) -> ExitCode {
     log(foreground);
     match run::run(&Options { config, foreground, state_dir, socket }).await {
         Ok(()) => ExitCode::Done,
-        Err(refusal) => {
-            print_line(format_args!("error: {}", refusal.message.trim()));
-            refusal.exit
-        }
+        Err(refusal) => launch::refuse(&refusal),
     }
 }
 

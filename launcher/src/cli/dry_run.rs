@@ -12,7 +12,7 @@ use xlaunch_proto::quantities::bytes_text;
 use xlaunch_proto::spec::{Device, JobSpec};
 
 use super::launch::{self, Launch};
-use super::output::{finish, print};
+use super::output::answer;
 use crate::console::print_line;
 use crate::trainer::{Checks, Memory, Saving, Trainer};
 
@@ -56,7 +56,7 @@ impl Target {
 /// Prints the report. Fails with exit code 2 if the job does not fit.
 pub(super) fn run(launch: &Launch, group: Option<&Nodes>, trainer: Trainer) -> ExitCode {
     match report(launch, group, trainer) {
-        Ok((text, exit)) => finish(print(text.as_bytes()).map(|()| exit)),
+        Ok((text, exit)) => answer(&text, exit),
         Err(refusal) => launch::refuse(&refusal),
     }
 }

@@ -4,6 +4,7 @@ use std::io::{ErrorKind, Write};
 
 use xlaunch_proto::exit::ExitCode;
 
+use crate::console::print_line;
 use crate::render::text::escape;
 use xlaunch_agent::Refusal;
 use xlaunch_agent::clock;
@@ -40,11 +41,18 @@ pub(super) fn finish(result: Result<ExitCode, QueryError>) -> ExitCode {
     }
 }
 
+/// Prints the whole answer to stdout. A reader who has gone does not change the exit code.
+pub(super) fn answer(text: &str, exit: ExitCode) -> ExitCode {
+    match print(text.as_bytes()) {
+        Err(QueryError::StdoutClosed) => exit,
+        printed => finish(printed.map(|()| exit)),
+    }
+}
+
 /// Prints escaped text to stderr.
 pub(super) fn print_note(text: &str) {
     let lines: Vec<_> = text.lines().map(escape).collect();
-    // If stderr is closed, the exit code still reports the result.
-    let _ = writeln!(std::io::stderr(), "{}", lines.join("\n"));
+    print_line(format_args!("{}", lines.join("\n")));
 }
 
 /// Prints what a job has left, which no reader needs to take.

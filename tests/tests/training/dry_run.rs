@@ -73,8 +73,14 @@ fn job_that_does_not_fit_is_told_what_makes_it_fit() {
     job.run_ok(&args);
 
     // Weights alone are too large.
-    let report = job.run(&["--dry-run", "--set", "engine.memory_limit_mb=1"]);
+    let too_large = ["--dry-run", "--set", "engine.memory_limit_mb=1"];
+    let report = job.run(&too_large);
     assert_eq!(report.code, 2, "{report:?}");
+    // The exit code says it even if the reader of the report has gone.
+    let (reader, closed) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut command = job.command(&[&["train.toml"], &too_large[..]].concat());
+    assert_eq!(command.stdout(closed).status().unwrap().code(), Some(2));
     assert!(report.stdout.ends_with("no further change of the configuration makes it fit\n"), "{report:?}");
 }
 
