@@ -207,11 +207,11 @@ fn source(
     job_dir: &Path,
     warnings: &mut Vec<String>,
 ) -> Result<Option<PathBuf>, CheckpointError> {
-    let choice = match (spec.checkpoint.resume.as_str(), &spec.checkpoint.dir) {
-        ("off", _) => None,
-        ("auto", Some(dir)) => directory::choose(Path::new(dir))?.map(Choice::into_parts),
-        ("auto", None) => newest_of_runs(job_dir, warnings)?.map(Choice::into_parts),
-        (path, _) => Some(directory::locate(Path::new(path))?),
+    let choice = match (spec.checkpoint.resume_path(), &spec.checkpoint.dir) {
+        (Some(path), _) => Some(directory::locate(path)?),
+        (None, _) if spec.checkpoint.resume == "off" => None,
+        (None, Some(dir)) => directory::choose(Path::new(dir))?.map(Choice::into_parts),
+        (None, None) => newest_of_runs(job_dir, warnings)?.map(Choice::into_parts),
     };
     Ok(choice.map(|(path, rejected)| {
         warnings.extend(rejected.iter().map(|(path, error)| directory::reject(path, error)));

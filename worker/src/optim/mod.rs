@@ -259,9 +259,7 @@ impl AdamW {
         let leases = |bucket: &Range<usize>| {
             [shard.lend(self.sharding.in_shard(bucket)), weights.lend(model.place(bucket))]
         };
-        match buckets.into_iter().map(leases).collect::<Vec<_>>() {
-            leases if leases.is_empty() => Ok(()),
-            leases => collective.all_gather(leases),
-        }
+        let leases: Vec<_> = buckets.into_iter().map(leases).collect();
+        if leases.is_empty() { Ok(()) } else { collective.all_gather(leases) }
     }
 }

@@ -21,8 +21,7 @@ use xlaunch_proto::spec::{JobSpec, SpecError};
 use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{
-    Finished, GetJobReply, GetJobRequest, Hello, Phase, SampleReport, StepCommunication, TrainBench,
-    TrainStarted,
+    Finished, GetJobReply, GetJobRequest, Hello, Phase, StepCommunication, TrainBench, TrainStarted,
 };
 
 use crate::bench::{self, SkipAllReduce};
@@ -399,18 +398,14 @@ fn finish(
         true => Some(train::max_difference_to_rank_0(backend, optimizer.replica(model), collective)?),
         false => None,
     };
-    let mut sample = String::new();
-    if let Some(sampler) = sampler.as_ref().filter(|_| !outcome.stopped_early)
-        && let Some(text) = sampler.sample(backend, model, || control.stop_requested())?
-    {
-        let (step, prompt) = (outcome.steps, sampler.prompt().to_owned());
-        sample = format!("{prompt}{text}");
-        control.report(Report::Sample(SampleReport { step, prompt, text }));
-    }
+    let sample = match sampler.as_ref().filter(|_| !outcome.stopped_early) {
+        Some(sampler) => sampler.report(backend, model, control, outcome.steps)?,
+        None => None,
+    };
     Ok(Finished {
         steps: outcome.steps,
         stopped_early: outcome.stopped_early,
-        sample,
+        sample: sample.unwrap_or_default(),
         max_parameter_difference: difference,
     })
 }

@@ -10,9 +10,7 @@ use xlaunch_comm::Collective;
 use xlaunch_engine::KernelTime;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{
-    CheckpointSkipped, EvalReport, KernelReport, Phase, ProfileReport, SampleReport, StepReport,
-};
+use xlaunch_proto::v1::{CheckpointSkipped, EvalReport, KernelReport, Phase, ProfileReport, StepReport};
 
 use super::checkpoints::{Checkpoints, Position};
 use super::compare::compare_replicas;
@@ -386,11 +384,7 @@ impl Run<'_> {
     fn sample(&mut self, step: u64) -> Result<()> {
         self.optimizer.gather(self.model, self.collective)?;
         let Some(sampler) = self.sampler else { return Ok(()) };
-        let text = sampler.sample(self.backend, self.model, || self.control.stop_requested())?;
-        if let Some(text) = text {
-            self.control.report(Report::Sample(SampleReport { step, prompt: sampler.prompt().into(), text }));
-        }
-        Ok(())
+        sampler.report(self.backend, self.model, self.control, step).map(drop)
     }
 }
 

@@ -6,9 +6,11 @@
 use xlaunch_data::Tokenizer;
 use xlaunch_engine::DType;
 use xlaunch_proto::spec::JobSpec;
-use xlaunch_proto::v1::Phase;
+use xlaunch_proto::v1::worker_report::Report;
+use xlaunch_proto::v1::{Phase, SampleReport};
 
 use super::trace;
+use crate::control::Control;
 use crate::data::{DataError, Dataset, Tokens};
 use crate::error::Result;
 use crate::model::{BackendHandle, Model, Rows};
@@ -51,14 +53,23 @@ impl Sampler {
         Ok(Some(Self { tokenizer, prompt, ids, count: spec.train.sample, seed: spec.job.seed }))
     }
 
-    /// The prompt as text.
-    pub fn prompt(&self) -> &str {
-        &self.prompt
+    /// Samples and reports a text. Returns it after its prompt; `None` if the job is to stop before its end.
+    pub fn report(
+        &self,
+        backend: &BackendHandle,
+        model: &Model,
+        control: &Control,
+        step: u64,
+    ) -> Result<Option<String>> {
+        let Some(text) = self.sample(backend, model, || control.stop_requested())? else { return Ok(None) };
+        let (prompt, whole) = (self.prompt.clone(), format!("{}{text}", self.prompt));
+        control.report(Report::Sample(SampleReport { step, prompt, text }));
+        Ok(Some(whole))
     }
 
     /// What the model writes after the prompt. It ends early at the end-of-text id. `None` if the job is to stop before
     /// that.
-    pub fn sample(
+    fn sample(
         &self,
         backend: &BackendHandle,
         model: &Model,

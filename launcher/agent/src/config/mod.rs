@@ -192,7 +192,7 @@ fn resolve(mut spec: JobSpec, path: &Path, here: &Path) -> JobSpec {
     for path in spec.checkpoint.dir.iter_mut().chain(&mut spec.checkpoint.init) {
         *path = absolute(here, path);
     }
-    if spec.checkpoint.resume != "off" && spec.checkpoint.resume != "auto" {
+    if spec.checkpoint.resume_path().is_some() {
         spec.checkpoint.resume = absolute(here, &spec.checkpoint.resume);
     }
     if spec.job.name.is_empty() {

@@ -73,7 +73,7 @@ type Pending = VecDeque<Group>;
 struct Group {
     /// Recorded after them.
     done: CudaEvent,
-    /// None once the compute stream is ordered after the event.
+    /// Empty once the compute stream is ordered after the event.
     leases: Vec<[Lease; 2]>,
     /// How many of them have not been waited for.
     pending: usize,

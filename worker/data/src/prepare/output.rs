@@ -56,11 +56,13 @@ impl Output {
         if replacement.exists() {
             std::fs::remove_dir_all(&replacement).map_err(failed)?;
         }
-        let is_complete = present.iter().any(|name| name == Manifest::FILE);
-        let replaced = if is_complete { present } else { remove_all(&dir, &present).map(|()| Vec::new())? };
-        if is_complete {
+        let replaced = if present.iter().any(|name| name == Manifest::FILE) {
             std::fs::create_dir(&replacement).map_err(failed)?;
-        }
+            present
+        } else {
+            remove_all(&dir, &present)?;
+            Vec::new()
+        };
         Ok(Self { dir, replaced, created, _lock: lock })
     }
 
@@ -74,7 +76,7 @@ impl Output {
         let (dir, written) = (&self.dir, self.dir());
         write_synced(&written.join(TOKENIZER_FILE), options.tokenizer.to_json().as_bytes())?;
         sync(&written)?;
-        if !self.replaced.is_empty() {
+        if written != *dir {
             self.replace(&written)?;
         }
         let json = serde_json::to_string_pretty(manifest)
