@@ -17,14 +17,13 @@ mod ssh;
 mod trained;
 mod trainer;
 
-use std::any::Any;
 use std::path::Path;
 use std::process::ExitCode;
 
 use trainer::{Checks, ExportRequest, Exported, FillInError, Memory, Needs, Preflight, Saving, Trainer};
 use xlaunch_agent::environment::{DataSet, Parent};
 use xlaunch_agent::spawn::environment;
-use xlaunch_agent::workload::trainer::Recovered;
+use xlaunch_agent::workload::trainer::{CheckpointFiles, HeldLock, Recovered};
 use xlaunch_agent::{Refusal, spawn};
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_worker::dry_run;
@@ -40,7 +39,8 @@ fn main() -> ExitCode {
     }
     let newest_checkpoint = xlaunch_worker::newest_checkpoint;
     let (generate, evaluate) = (trained::generate, trained::evaluate);
-    cli::main(Trainer { fill_in, preflight, memory, newest_checkpoint, recover, export, generate, evaluate })
+    let files = CheckpointFiles { recover, verify, lock };
+    cli::main(Trainer { fill_in, preflight, memory, newest_checkpoint, files, export, generate, evaluate })
         .into()
 }
 
@@ -69,7 +69,7 @@ fn preflight(spec: &JobSpec, job_dir: &Path, world: u32, checks: Checks) -> Resu
     let data =
         data.into_iter().map(|(split, data)| (split, DataSet { tokens: data.tokens, hash: data.hash }));
     let data = data.collect();
-    let lock = lock.map(|lock| Box::new(lock) as Box<dyn Any + Send>);
+    let lock = lock.map(|lock| Box::new(lock) as HeldLock);
     Ok(Preflight { resume_from, parent, complete, data, state_bytes, warnings, lock })
 }
 
@@ -93,6 +93,15 @@ fn recover(dir: &Path, run: &str, source: Option<&Path>, snapshot: Option<u64>) 
     let recovered = xlaunch_worker::recover(dir, run, source, snapshot).map_err(|error| error.to_string())?;
     let xlaunch_worker::Recovered { checkpoint, from_memory, on_disk, notes } = recovered;
     Ok(Recovered { checkpoint, from_memory, on_disk, notes })
+}
+
+fn verify(checkpoint: &Path) -> Result<(), String> {
+    xlaunch_worker::verify_checkpoint(checkpoint).map_err(|error| error.to_string())
+}
+
+fn lock(dir: &Path, job: &str) -> Result<HeldLock, String> {
+    let lock = xlaunch_worker::lock_checkpoints(dir, job).map_err(|error| error.to_string())?;
+    Ok(Box::new(lock))
 }
 
 fn export(request: ExportRequest) -> Result<Exported, Refusal> {

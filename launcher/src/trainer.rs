@@ -1,13 +1,12 @@
 //! The functions of the worker crate that the command line needs. `main.rs` fills them in, so that no other module
 //! depends on the worker.
 
-use std::any::Any;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use xlaunch_agent::Refusal;
 use xlaunch_agent::environment::{DataSet, Parent};
-use xlaunch_agent::workload::trainer::Recover;
+use xlaunch_agent::workload::trainer::{CheckpointFiles, HeldLock};
 use xlaunch_proto::spec::{Invalid, JobSpec, Precision};
 
 /// These run in the launcher's process.
@@ -23,8 +22,8 @@ pub(crate) struct Trainer {
     pub(crate) memory: fn(&JobSpec, bool, u32, Option<u64>) -> Result<Needs, Refusal>,
     /// The newest complete checkpoint in a directory.
     pub(crate) newest_checkpoint: fn(&Path) -> Option<PathBuf>,
-    /// The newest complete checkpoint of a run in a directory.
-    pub(crate) recover: Recover,
+    /// What agents need to know of the checkpoints of a run.
+    pub(crate) files: CheckpointFiles,
     /// Continues prompts.
     pub(crate) generate: GenerateFn,
     /// Measures a trained model.
@@ -205,5 +204,5 @@ pub(crate) struct Preflight {
     /// Printed before the workers start.
     pub(crate) warnings: Vec<String>,
     /// Held until the job has ended.
-    pub(crate) lock: Option<Box<dyn Any + Send>>,
+    pub(crate) lock: Option<HeldLock>,
 }

@@ -40,8 +40,8 @@ use std::path::{Path, PathBuf};
 
 use xlaunch_proto::exit::ExitCode;
 
-use checkpoint::CheckpointError;
 use checkpoint::directory;
+use checkpoint::{CheckpointError, Lock, LockError};
 use environment::Environment;
 use error::WorkerError;
 use fail::Place;
@@ -64,6 +64,16 @@ pub fn recover(
     snapshot: Option<u64>,
 ) -> Result<Recovered, CheckpointError> {
     directory::recover(dir, run, source, snapshot)
+}
+
+/// Checks that a checkpoint has all of its files, in full length, without reading tensors.
+pub fn verify_checkpoint(checkpoint: &Path) -> Result<(), CheckpointError> {
+    directory::state(checkpoint).map(drop)
+}
+
+/// Locks a directory of checkpoints for the job with this name.
+pub fn lock_checkpoints(dir: &Path, job: &str) -> Result<Lock, LockError> {
+    Lock::acquire(dir, &preflight::holder(job))
 }
 
 /// `xlaunch worker`: one rank, or with `rank_threads` all ranks of a job on one node. Errors go to stderr, whose last

@@ -89,7 +89,7 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
     let bytes = (layout.parameters() as u64).saturating_mul(BYTES_PER_PARAMETER);
     let dir = spec.checkpoint.dir.as_ref().map(Path::new);
     match dir {
-        Some(dir) => ready.lock = Some(claim(dir, &spec.job.name, bytes)?),
+        Some(dir) => ready.lock = Some(claim(dir, &spec.job.name, bytes, &mut ready.warnings)?),
         None => directory::check_room(job_dir, bytes)?,
     }
     let source = verified_source(spec, &shape, &layout, job_dir, &mut ready.warnings)?;
@@ -148,14 +148,20 @@ fn usage(invalid: Invalid) -> Refusal {
 }
 
 /// Locks a directory of checkpoints, removes what killed jobs have left there, and checks that it can be written.
-fn claim(dir: &Path, job: &str, bytes: u64) -> Result<Lock, Refusal> {
+fn claim(dir: &Path, job: &str, bytes: u64, warnings: &mut Vec<String>) -> Result<Lock, Refusal> {
     let write =
         |error: std::io::Error| CheckpointError::Write { path: dir.into(), reason: error.to_string() };
     fs_err::create_dir_all(dir).map_err(write)?;
-    let lock = Lock::acquire(dir, &format!("job `{job}`, process {}", std::process::id()))?;
-    directory::clean(dir).map_err(write)?;
+    let lock = Lock::acquire(dir, &holder(job))?;
+    let unfinished = directory::clean(dir).map_err(write)?;
+    warnings.extend(unfinished.iter().map(ToString::to_string));
     directory::check_writable(dir, bytes)?;
     Ok(lock)
+}
+
+/// How the holder of a lock is described to others.
+pub(crate) fn holder(job: &str) -> String {
+    format!("job `{job}`, process {}", std::process::id())
 }
 
 /// As [`source`], for a job that may have nothing left to train: no worker will read its checkpoint then, so its hashes
@@ -236,7 +242,11 @@ fn newest_of_runs(job_dir: &Path, warnings: &mut Vec<String>) -> Result<Option<C
                 warnings.extend(failure.map(|error: CheckpointError| error.to_string()));
                 return Ok(Some(choice));
             }
-            Ok(None) => {}
+            // Nothing of a newer run is passed over in silence.
+            Ok(None) => {
+                let unfinished = directory::unfinished(&run_checkpoints(run));
+                warnings.extend(unfinished.iter().map(|(_, error)| error.to_string()));
+            }
             Err(error) => failure = failure.or(Some(error)),
         }
     }

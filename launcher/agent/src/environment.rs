@@ -46,6 +46,8 @@ pub struct Facts {
     pub commit: Option<&'static str>,
     /// Where the workers compute.
     pub placement: Placement,
+    /// Ranks of all nodes, as the run starts.
+    pub world: u32,
     /// By split.
     pub data: BTreeMap<&'static str, DataSet>,
     /// The run that this one continues.
@@ -126,7 +128,7 @@ fn describe(facts: &Facts, started: u64) -> Value {
         "driver": nvml.as_ref().and_then(driver),
         "gpus": nvml.as_ref().map(|nvml| gpus(nvml, facts)).unwrap_or_default(),
         "device": if facts.placement.cuda { "cuda" } else { "cpu" },
-        "world_size": facts.placement.workers,
+        "world_size": facts.world,
         "data": facts.data,
         "continues": facts.parent,
     })
@@ -178,6 +180,7 @@ mod tests {
             run: "20261123-041500".into(),
             commit: Some("3db4f2e"),
             placement: Placement { workers: 2, cuda: false, visible: None, threads: 1 },
+            world: 4,
             data: [("train", data)].into(),
             parent: Some(Parent { run: "a".into(), step: 5, checkpoint: "/x/step-00000005".into() }),
         };
@@ -190,7 +193,7 @@ mod tests {
         assert_eq!(read["xlaunch"], json!({ "version": xlaunch_proto::VERSION, "commit": "3db4f2e" }));
         assert_eq!(
             (&read["world_size"], &read["gpus"], &read["driver"]),
-            (&json!(2), &json!([]), &json!(null))
+            (&json!(4), &json!([]), &json!(null))
         );
         assert!(read["host"]["memory_bytes"].as_u64() > Some(0) && read["started_unix_seconds"].is_u64());
         assert!(!text.contains(&std::env::var("PATH").unwrap()));

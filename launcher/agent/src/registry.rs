@@ -95,6 +95,11 @@ impl Entry {
     /// Links the entry to the run's directory `run`, and that directory to the socket.
     pub(crate) fn link_run_dir(&self, run: &Path) -> io::Result<()> {
         fs_err::os::unix::fs::symlink(std::path::absolute(run)?, self.path.join(RUN_LINK))?;
+        self.link_socket(run)
+    }
+
+    /// Links a run's directory to the socket.
+    pub(crate) fn link_socket(&self, run: &Path) -> io::Result<()> {
         // An agent of the same node that was killed has left its link: a new one replaces it.
         let new = run.join(format!(".{SOCKET}-{}", self.name));
         fs_err::os::unix::fs::symlink(self.socket(), &new)?;

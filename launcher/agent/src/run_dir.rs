@@ -1,7 +1,11 @@
 //! The directory of one run, and its entry in the registry of running launches.
 //!
-//! A training run is kept: `<job.output>/<job.name>/<UTC time>/`. A command's run keeps only logs that the user asked
+//! The coordinator names the run, so that all nodes of a job write to one directory, also those that join later.
+//! A training run is kept: `<job.output>/<job.name>/<run id>/`. A command's run keeps only logs that the user asked
 //! for, in `<log dir>/<run id>/`; without them its directory is the registry entry, which is removed with the run.
+//!
+//! Where a job may have several nodes, each of them has its logs in a directory of its own, `node_<rank>/`. Ranks
+//! change as nodes come and go, directories do not: a node whose rank another one had before gets `node_<rank>-2/`.
 
 use std::path::{Path, PathBuf};
 
@@ -9,7 +13,6 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
 
 use crate::Refusal;
-use crate::clock;
 use crate::command::ResolvedCommand;
 use crate::names::{file_name, unique};
 use crate::registry::{Entry, SOCKET};
@@ -22,11 +25,11 @@ const KEPT_DIR_MODE: u32 = 0o777;
 pub struct RunDir {
     /// The directory.
     pub path: PathBuf,
-    /// Where output goes: `<logs>/attempt_<n>/<local rank>/`.
+    /// Where output of this node goes: `<logs>/attempt_<n>/<local rank>/`.
     pub logs: PathBuf,
     /// Where the agent listens.
     pub socket: PathBuf,
-    /// Unique among the job's runs.
+    /// The run's id, as the name of a directory.
     pub id: String,
     /// `None` under a daemon, which knows the run.
     entry: Option<Entry>,
@@ -48,23 +51,24 @@ pub fn rank_dir(logs: &Path, attempt: u32, local_rank: u32) -> PathBuf {
 }
 
 impl RunDir {
-    /// Creates the directory of a training run that starts now, with `job.json` in it and the link `latest` beside it.
-    /// Here and below, `entry` is that of an agent that listens already.
-    pub fn create(spec: &JobSpec, entry: Option<Entry>) -> Result<Self, Refusal> {
-        let (path, id) = Self::training(spec)?;
+    /// Creates the directory of a training run on one node, with `job.json` in it and the link `latest` beside it. Here
+    /// and below, `entry` is that of an agent that listens already.
+    pub fn create(spec: &JobSpec, run_id: &str, entry: Option<Entry>) -> Result<Self, Refusal> {
+        let (path, id) = Self::training(spec, run_id)?;
         let entry = entry.map_or_else(|| Entry::create(&spec.job.name, &id), Ok)?;
         entry.link_run_dir(&path).map_err(|error| run_dir_error(spec, &error))?;
         Ok(Self { logs: path.join("logs"), socket: entry.socket(), path, id, entry: Some(entry) })
     }
 
     /// Like [`create`](Self::create), for a daemon's agent with logs and socket in `agent`.
-    pub fn create_for_agent(spec: &JobSpec, agent: &Path) -> Result<Self, Refusal> {
-        let (path, id) = Self::training(spec)?;
+    pub fn create_for_agent(spec: &JobSpec, run_id: &str, agent: &Path) -> Result<Self, Refusal> {
+        let (path, id) = Self::training(spec, run_id)?;
         Ok(Self { logs: agent.join("logs"), socket: agent.join(SOCKET), path, id, entry: None })
     }
 
-    /// The directory of a training run on several nodes, which may share it: `node_<rank>/` has this node's logs.
-    pub fn for_nodes(
+    /// The directory of a training run that may have several nodes, which may share it. The node of rank 0 describes
+    /// the run there.
+    pub fn for_node(
         spec: &JobSpec,
         run_id: &str,
         node_rank: u32,
@@ -76,32 +80,39 @@ impl RunDir {
         let refuse = |error: std::io::Error| run_dir_error(spec, &error);
         fs_err::create_dir_all(&path).map_err(refuse)?;
         if node_rank == 0 {
-            let description = serde_json::to_vec_pretty(spec).unwrap_or_default();
-            fs_err::write(path.join("job.json"), description).map_err(refuse)?;
+            describe(spec, &path).map_err(refuse)?;
             update_latest_link(&jobs, &id);
         }
         let entry = entry.map_or_else(|| Entry::create(&spec.job.name, &id), Ok)?;
-        let logs = path.join(format!("node_{node_rank}"));
-        fs_err::create_dir_all(&logs).map_err(refuse)?;
+        Self::of_node(path, id, node_rank, entry).map_err(refuse)
+    }
+
+    /// This node's part of a run's directory.
+    fn of_node(path: PathBuf, id: String, node_rank: u32, entry: Entry) -> std::io::Result<Self> {
+        let (logs, _) = unique(&path, &format!("node_{node_rank}"), KEPT_DIR_MODE)?;
         // The directory has one agent's socket: that of rank 0.
-        entry.link_run_dir(if node_rank == 0 { &path } else { &logs }).map_err(refuse)?;
+        entry.link_run_dir(if node_rank == 0 { &path } else { &logs })?;
         Ok(Self { logs, socket: entry.socket(), path, id, entry: Some(entry) })
     }
 
-    fn training(spec: &JobSpec) -> Result<(PathBuf, String), Refusal> {
+    fn training(spec: &JobSpec, run_id: &str) -> Result<(PathBuf, String), Refusal> {
         let jobs = job_dir(spec);
         let refuse = |error: std::io::Error| run_dir_error(spec, &error);
         fs_err::create_dir_all(&jobs).map_err(refuse)?;
-        let (path, id) = unique(&jobs, &timestamp(now()), KEPT_DIR_MODE).map_err(refuse)?;
-        let description = serde_json::to_vec_pretty(spec).unwrap_or_default();
-        fs_err::write(path.join("job.json"), description).map_err(refuse)?;
+        let (path, id) = unique(&jobs, &file_name(run_id), KEPT_DIR_MODE).map_err(refuse)?;
+        describe(spec, &path).map_err(refuse)?;
         update_latest_link(&jobs, &id);
         Ok((path, id))
     }
 
-    /// Creates the directory of a command's run that starts now.
-    pub fn for_command(spec: &ResolvedCommand, entry: Option<Entry>) -> Result<Self, Refusal> {
-        let id = spec.run_id.as_deref().map_or_else(|| timestamp(now()), file_name);
+    /// Creates the directory of a command's run. `node_rank` is that of a job that may have several nodes.
+    pub fn for_command(
+        spec: &ResolvedCommand,
+        run_id: &str,
+        node_rank: Option<u32>,
+        entry: Option<Entry>,
+    ) -> Result<Self, Refusal> {
+        let id = file_name(run_id);
         let new = |id: &str| Entry::create(&spec.name, id);
         let Some(logs) = &spec.logs.dir else {
             let entry = entry.map_or_else(|| new(&id), Ok)?;
@@ -118,16 +129,30 @@ impl RunDir {
         fs_err::create_dir_all(logs).map_err(refuse)?;
         // Absolute, because workers may change their directory.
         let logs = std::path::absolute(logs).map_err(refuse)?;
-        let (path, id) = unique(&logs, &id, KEPT_DIR_MODE).map_err(refuse)?;
+        if let Some(node_rank) = node_rank {
+            let path = logs.join(&id);
+            fs_err::create_dir_all(&path).map_err(refuse)?;
+            let entry = entry.map_or_else(|| new(&id), Ok)?;
+            return Self::of_node(path, id, node_rank, entry).map_err(refuse);
+        }
+        let (path, _) = unique(&logs, &id, KEPT_DIR_MODE).map_err(refuse)?;
         let entry = entry.map_or_else(|| new(&id), Ok)?;
         entry.link_run_dir(&path).map_err(refuse)?;
         Ok(Self { logs: path.clone(), socket: entry.socket(), path, id, entry: Some(entry) })
     }
 
     /// Like [`for_command`](Self::for_command), for a daemon's agent: in the agent's directory, which is kept.
-    pub fn for_agent(spec: &ResolvedCommand, job: u64, agent: &Path) -> Self {
-        let id = spec.run_id.as_deref().map_or_else(|| format!("job-{job}"), file_name);
+    pub fn for_agent(run_id: &str, agent: &Path) -> Self {
+        let id = file_name(run_id);
         Self { logs: agent.join("logs"), socket: agent.join(SOCKET), path: agent.into(), id, entry: None }
+    }
+
+    /// This node has rank 0 now: users find its agent through the run's directory.
+    pub(crate) fn lead(&self) {
+        if let Some(entry) = self.entry.as_ref().filter(|entry| entry.path() != self.path) {
+            // A convenience: `xlaunch status` finds the launch by its name, too.
+            let _ = entry.link_socket(&self.path);
+        }
     }
 
     /// The directory that is removed with the run, however it ends.
@@ -160,8 +185,9 @@ fn run_dir_error(spec: &JobSpec, error: &std::io::Error) -> Refusal {
     Refusal::new(ExitCode::Usage, message)
 }
 
-fn now() -> u64 {
-    clock::unix().as_secs()
+/// Writes `job.json`.
+fn describe(spec: &JobSpec, path: &Path) -> std::io::Result<()> {
+    fs_err::write(path.join("job.json"), serde_json::to_vec_pretty(spec).unwrap_or_default())
 }
 
 /// Errors are ignored: the link is a convenience.
@@ -200,12 +226,12 @@ mod tests {
     }
 
     #[test]
-    fn runs_in_the_same_second_get_different_directories() {
+    fn runs_of_one_name_get_different_directories() {
         let dir = tempfile::tempdir().unwrap();
         let mut spec = JobSpec::default();
         spec.job.output = dir.path().display().to_string();
         spec.job.name = "n".into();
-        let (a, b) = (RunDir::create(&spec, None).unwrap(), RunDir::create(&spec, None).unwrap());
+        let (a, b) = (RunDir::create(&spec, "r", None).unwrap(), RunDir::create(&spec, "r", None).unwrap());
         assert_ne!(a.path, b.path);
         let latest = fs_err::canonicalize(dir.path().join("n/latest")).unwrap();
         assert_eq!(latest, fs_err::canonicalize(&b.path).unwrap());
@@ -222,14 +248,14 @@ mod tests {
         fs_err::write(&file, "").unwrap();
         let mut spec = JobSpec::default();
         spec.job.output = file.display().to_string();
-        let refusal = RunDir::create(&spec, None).unwrap_err();
+        let refusal = RunDir::create(&spec, "r", None).unwrap_err();
         assert!(refusal.exit == ExitCode::Usage && refusal.message.contains("job.output"), "{refusal:?}");
     }
 
     #[test]
     fn command_run_without_log_dir_leaves_nothing() {
         use std::os::unix::fs::PermissionsExt;
-        let run = RunDir::for_command(&command("train"), None).unwrap();
+        let run = RunDir::for_command(&command("train"), "r", None, None).unwrap();
         assert_eq!(fs_err::metadata(&run.path).unwrap().permissions().mode() & 0o777, 0o700);
         assert!(run.socket.starts_with(&run.path) && run.private() == Some(&*run.path), "{run:?}");
         fs_err::create_dir_all(run.logs.join("attempt_0/0")).unwrap();
@@ -242,12 +268,37 @@ mod tests {
     fn requested_logs_are_kept_and_runs_with_the_same_id_are_separate() {
         let dir = tempfile::tempdir().unwrap();
         let mut spec = command("train");
-        spec.run_id = Some("../my run".into());
         spec.logs.dir = Some(dir.path().join("logs"));
-        let (a, b) = (RunDir::for_command(&spec, None).unwrap(), RunDir::for_command(&spec, None).unwrap());
-        assert_eq!((a.path.clone(), b.id.as_str()), (dir.path().join("logs/_._my_run"), "_._my_run-2"));
+        let [a, b] = [(); 2].map(|()| RunDir::for_command(&spec, "../my run", None, None).unwrap());
+        assert_eq!((a.id.as_str(), &a.id), ("_._my_run", &b.id));
+        let logs = dir.path().join("logs");
+        assert_eq!((&a.path, &b.path), (&logs.join("_._my_run"), &logs.join("_._my_run-2")));
         let path = a.path.clone();
         drop((a, b));
         assert!(path.exists() && !path.join(SOCKET).exists());
+    }
+
+    #[test]
+    fn nodes_share_the_directory_of_a_run_and_never_their_logs() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut spec, mut logged) = (JobSpec::default(), command("train"));
+        (spec.job.output, spec.job.name) = (dir.path().display().to_string(), "n".into());
+        logged.logs.dir = Some(dir.path().join("logs"));
+        let training = |rank| RunDir::for_node(&spec, "r", rank, None).unwrap();
+        let command = |rank| RunDir::for_command(&logged, "r", Some(rank), None).unwrap();
+        for (path, create) in [("n/r", &training as &dyn Fn(u32) -> RunDir), ("logs/r", &command)] {
+            // The last one joins after the first has taken rank 0.
+            let (zero, one, later) = (create(0), create(1), create(1));
+            let path = dir.path().join(path);
+            assert!([&zero, &one, &later].iter().all(|run| run.path == path && run.id == "r"), "{zero:?}");
+            let names =
+                [&zero, &one, &later].map(|run| run.logs.strip_prefix(&path).unwrap().to_str().unwrap());
+            assert_eq!(names, ["node_0", "node_1", "node_1-2"]);
+            assert_eq!(fs_err::read_link(path.join(SOCKET)).unwrap(), zero.socket);
+            drop(zero);
+            assert!(!path.join(SOCKET).is_symlink());
+            one.lead();
+            assert_eq!(fs_err::read_link(path.join(SOCKET)).unwrap(), one.socket);
+        }
     }
 }

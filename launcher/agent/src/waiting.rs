@@ -48,7 +48,8 @@ pub struct Group {
     /// What listens there.
     queries: Option<Queries>,
     coordinator: Option<Handle>,
-    _tasks: Option<Tasks>,
+    /// Of a job that may have several nodes.
+    tasks: Option<Tasks>,
 }
 
 /// The agent's service and what it works on.
@@ -95,16 +96,7 @@ pub async fn first_attempt(
             }
             Some(FromGroup::Message(ToAgent::Prepare(first))) => {
                 queries.iter().for_each(Queries::take_part);
-                return Ok(Group {
-                    link,
-                    run_id,
-                    first,
-                    address,
-                    entry,
-                    queries,
-                    coordinator,
-                    _tasks: tasks,
-                });
+                return Ok(Group { link, run_id, first, address, entry, queries, coordinator, tasks });
             }
             Some(FromGroup::Message(ToAgent::End(end))) => {
                 if let Some(queries) = queries {
@@ -213,7 +205,13 @@ impl Group {
         }
     }
 
-    /// Whether other nodes take part in the first attempt.
+    /// Whether the job may have several nodes, however many it has now.
+    pub fn may_have_peers(&self) -> bool {
+        self.tasks.is_some()
+    }
+
+    /// Whether other nodes take part in the first attempt. More may join later: see
+    /// [`may_have_peers`](Self::may_have_peers).
     pub fn has_peers(&self) -> bool {
         self.first.nodes > 1
     }

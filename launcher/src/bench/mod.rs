@@ -33,7 +33,7 @@ use xlaunch_agent::run_dir::RunDir;
 use xlaunch_agent::sinks::RankReport;
 use xlaunch_agent::spawn::environment::BaseEnvironment;
 use xlaunch_agent::waiting;
-use xlaunch_agent::workload::trainer::{self, Recovered, TrainerPlan};
+use xlaunch_agent::workload::trainer::{self, CheckpointFiles, Recovered, TrainerPlan};
 use xlaunch_agent::{Refusal, report};
 
 /// What the ranks of a measurement are.
@@ -64,15 +64,18 @@ async fn run_workers(
     spec.job.output = dir.path().display().to_string();
     spec.launch.nproc = Some(placement.workers);
     spec.launch.max_restarts = 0;
-    let run = RunDir::create(&spec, None)?;
-    let logs = run.logs.clone();
     let plan = TrainerPlan {
         base: &BaseEnvironment::Own,
         spec: &spec,
         placement,
         resume_from: None,
         parent: None,
-        recover: |_, _, _, _| Ok(Recovered::default()),
+        files: CheckpointFiles {
+            recover: |_, _, _, _| Ok(Recovered::default()),
+            verify: |_| Ok(()),
+            lock: |_, _| Ok(Box::new(())),
+        },
+        lock: None,
         memory_snapshots: false,
         bench: Some(Bench { kind: Some(kind) }),
         rank_threads: mode == Mode::Threads,
@@ -80,6 +83,8 @@ async fn run_workers(
     let work = Work::of_trainer(&spec, None, placement.workers, None);
     let joining = join::join(None, work).await?;
     let group = waiting::first_attempt(joining, trainer::launch(&spec), |_| {}).await?;
+    let run = RunDir::create(&spec, &group.run_id, None)?;
+    let logs = run.logs.clone();
     let (finished, results) =
         driver::run_trainer(plan, run, group).await.map_err(|error| internal("run the workers", error))?;
     match report::text(&finished.outcome, &finished.evidence, Some(&logs)) {

@@ -146,8 +146,8 @@ impl Start {
                     self.resume(&mut spec, trainer.newest_checkpoint);
                 }
                 let placement = devices::place(&spec, &Node::inspect())?;
-                let create = |spec: &JobSpec, _| {
-                    let run = RunDir::create_for_agent(spec, &self.dir)?;
+                let create = |spec: &JobSpec, run_id: &str, _| {
+                    let run = RunDir::create_for_agent(spec, run_id, &self.dir)?;
                     self.remember_run(&run.path);
                     Ok(run)
                 };
@@ -162,9 +162,9 @@ impl Start {
                 command.name.clone_from(&self.description.name);
                 // There is no other launcher above this one that expects torchrun's code.
                 command.propagate_exit_code = true;
-                let create = |command: &ResolvedCommand, _| {
-                    Ok(RunDir::for_agent(command, self.description.job, &self.dir))
-                };
+                command.run_id.get_or_insert_with(|| format!("job-{}", self.description.job));
+                let create =
+                    |_: &ResolvedCommand, run_id: &str, _, _| Ok(RunDir::for_agent(run_id, &self.dir));
                 let place = Place { base: &self.base, group: None, declared: None };
                 launch::run_workers(&command, place, create).await
             }

@@ -29,7 +29,7 @@ use xlaunch_agent::spawn::environment::BaseEnvironment;
 use xlaunch_agent::state::Outcome;
 use xlaunch_agent::waiting::{self, Group};
 use xlaunch_agent::workload::command::CommandPlan;
-use xlaunch_agent::workload::snapshots::{MemoryUse, memory_use, memory_use_of_nodes};
+use xlaunch_agent::workload::snapshots::{MemoryUse, memory_use};
 use xlaunch_agent::workload::trainer::TrainerPlan;
 use xlaunch_agent::{Refusal, ending, memory, report, workload};
 
@@ -95,6 +95,8 @@ pub(super) struct Ended {
     pub(super) exit: ExitCode,
     /// It was stopped on request, and had not failed before.
     pub(super) stopped: bool,
+    /// The job goes on without this node, from the checkpoints that it has.
+    left_checkpoints: bool,
     /// The reason for the exit code, in one line.
     pub(super) reason: String,
     /// The rank that failed first, if a rank failed.
@@ -115,6 +117,7 @@ impl Ended {
         Self {
             exit: ExitCode::Done,
             stopped: false,
+            left_checkpoints: false,
             reason: String::new(),
             rank: None,
             status: StatusReply::default(),
@@ -125,17 +128,18 @@ impl Ended {
     }
 }
 
-/// Trains. The run directory is created only after data and checkpoint have been validated.
+/// Trains. The run directory is created only after data and checkpoint have been validated: by `create`, with the id of
+/// the run, for a job that has one node.
 pub(super) async fn train(
     spec: &JobSpec,
     placement: &Placement,
     trainer: Trainer,
     place: Place<'_>,
-    create: impl FnOnce(&JobSpec, Option<Entry>) -> Result<RunDir, Refusal>,
+    create: impl FnOnce(&JobSpec, &str, Option<Entry>) -> Result<RunDir, Refusal>,
 ) -> Result<Ended, Refusal> {
     let work = Work::of_trainer(spec, place.declared, placement.workers, place.spec());
     let mark = place.group.map(|_| Mark::leave(&shared::directory(spec), &work.instance));
-    let _mark = mark.transpose().map_err(|error| Refusal::new(ExitCode::Usage, error.to_string()))?;
+    let mark = mark.transpose().map_err(|error| Refusal::new(ExitCode::Usage, error.to_string()))?;
     let joining = join::join(place.group, work).await?;
     let mut group = waiting::first_attempt(joining, workload::trainer::launch(spec), &notify).await?;
     let spec = &as_completed(spec, &group.first);
@@ -146,7 +150,11 @@ pub(super) async fn train(
             return if refusal.exit == ExitCode::Done { Ok(Ended::without_a_run()) } else { Err(refusal) };
         }
     };
-    run_trainer(placement, group, trainer, place.base, ready).await
+    let ended = run_trainer(placement, group, trainer, place.base, ready).await?;
+    if ended.left_checkpoints {
+        mark.into_iter().for_each(Mark::keep);
+    }
+    Ok(ended)
 }
 
 /// The model and the path of initial weights are those of node rank 0, which alone needs to have the weights.
@@ -164,7 +172,7 @@ struct Ready {
     spec: JobSpec,
     checks: Preflight,
     run: RunDir,
-    memory_snapshots: bool,
+    memory: MemoryUse,
     parent_dir: Option<PathBuf>,
 }
 
@@ -174,7 +182,7 @@ fn ready(
     spec: &JobSpec,
     group: &mut Group,
     trainer: Trainer,
-    create: impl FnOnce(&JobSpec, Option<Entry>) -> Result<RunDir, Refusal>,
+    create: impl FnOnce(&JobSpec, &str, Option<Entry>) -> Result<RunDir, Refusal>,
 ) -> Result<Ready, Refusal> {
     let (job_dir, leads) = (run_dir::job_dir(spec), group.first.node_rank == 0);
     let wanted = if leads { Checks::Start } else { Checks::Data };
@@ -190,20 +198,21 @@ fn ready(
         return Err(Refusal::new(ExitCode::Done, message));
     }
     let spec = spec.clone();
-    let MemoryUse { used: memory_snapshots, note } = match group.has_peers() {
-        true => memory_use_of_nodes(&spec),
-        false => memory_use(&spec, checks.state_bytes, memory::available())
-            .map_err(|reason| Refusal::new(ExitCode::Usage, reason))?,
+    let memory = match memory_use(&spec, checks.state_bytes, memory::available()) {
+        Ok(memory) => memory,
+        // Attempts of several nodes use none.
+        Err(_) if group.has_peers() => MemoryUse::default(),
+        Err(reason) => return Err(Refusal::new(ExitCode::Usage, reason)),
     };
     let parent = checks.parent.as_ref().filter(|parent| !parent.run.is_empty());
     let parent_dir = parent.and_then(|Parent { run, checkpoint, .. }| parent_dir(checkpoint, run, &job_dir));
-    let run = match group.has_peers() {
-        true => RunDir::for_nodes(&spec, &group.run_id, group.first.node_rank, group.entry.take())?,
-        false => create(&spec, group.entry.take())?,
+    let run = if group.may_have_peers() {
+        RunDir::for_node(&spec, &group.run_id, group.first.node_rank, group.entry.take())?
+    } else {
+        create(&spec, &group.run_id, group.entry.take())?
     };
-    // One node says it for all.
-    note.iter().filter(|_| leads).for_each(|note| notify(note));
-    Ok(Ready { spec, checks, run, memory_snapshots, parent_dir })
+    memory.note.iter().filter(|_| !group.has_peers()).for_each(|note| notify(note));
+    Ok(Ready { spec, checks, run, memory, parent_dir })
 }
 
 async fn run_trainer(
@@ -213,7 +222,7 @@ async fn run_trainer(
     base: &BaseEnvironment,
     ready: Ready,
 ) -> Result<Ended, Refusal> {
-    let Ready { spec, checks, run, memory_snapshots, parent_dir } = ready;
+    let Ready { spec, checks, run, memory, parent_dir } = ready;
     let device = if placement.cuda { "GPU" } else { "CPU" };
     let (first, path) = (&group.first, run.path.display());
     let node = if group.has_peers() {
@@ -222,13 +231,12 @@ async fn run_trainer(
         String::new()
     };
     notify(&format!("{node}{} x {device}, run {path}", placement.workers));
-    // Held until the workers are gone.
-    let _lock = checks.lock;
     let (start, leads) = (Instant::now(), first.node_rank == 0);
     let facts = Facts {
         run: run.id.clone(),
         commit: option_env!("XLAUNCH_COMMIT"),
         placement: placement.clone(),
+        world: first.world_size,
         data: checks.data,
         parent: checks.parent,
     };
@@ -239,19 +247,21 @@ async fn run_trainer(
         placement,
         resume_from: checks.resume_from,
         parent: parent_dir,
-        recover: trainer.recover,
-        memory_snapshots,
+        files: trainer.files,
+        lock: checks.lock,
+        memory_snapshots: memory.used,
         bench: None,
         rank_threads: false,
         base,
     };
     let (dir, logs) = (run.path.clone(), run.logs.clone());
     let (finished, results) = driver::run_trainer(plan, run, group).await.map_err(|error| failed(&error))?;
-    if let Some(environment) = environment {
-        let written = [environment.finish(), ending::write(&dir, &finished, start.elapsed().as_secs_f64())];
-        for problem in written.into_iter().filter_map(Result::err) {
-            print_line(format_args!("warning: failed to describe the run in {}: {problem}", dir.display()));
-        }
+    let described = environment.map(|environment| environment.finish());
+    // The node that has rank 0 at the end, which may have been another one at the start.
+    let summed_up = (finished.leads && !finished.left)
+        .then(|| ending::write(&dir, &finished, start.elapsed().as_secs_f64()));
+    for problem in [described, summed_up].into_iter().flatten().filter_map(Result::err) {
+        print_line(format_args!("warning: failed to describe the run in {}: {problem}", dir.display()));
     }
     let summary = match results.summary.steps() {
         0 => String::new(),
@@ -268,8 +278,9 @@ fn ended(finished: Finished, summary: String, logs: Option<&Path>) -> Ended {
     let report = report::text(&finished.outcome, &finished.evidence, logs).unwrap_or_default();
     let (exit, reason) = (finished.outcome.exit, reason(&finished.outcome, &finished.evidence));
     let (stopped, rank) = (finished.outcome.stopped, finished.outcome.rank());
-    let Finished { status, peak_memory_bytes, .. } = finished;
-    Ended { exit, stopped, reason, rank, status, peak_memory_bytes, summary, report }
+    let Finished { status, peak_memory_bytes, leads, left, .. } = finished;
+    let left_checkpoints = leads && left;
+    Ended { exit, stopped, left_checkpoints, reason, rank, status, peak_memory_bytes, summary, report }
 }
 
 fn notify(text: &str) {
@@ -310,21 +321,20 @@ pub(super) async fn run_command(spec: CommandSpec, group: Option<&Nodes>) -> Exi
     }
 }
 
-/// Runs the workers of a command. `create` makes the run directory.
+/// Runs the workers of a command. `create` makes the directory of the run with this id; with the node's rank if there
+/// may be several.
 pub(super) async fn run_workers(
     spec: &ResolvedCommand,
     place: Place<'_>,
-    create: impl FnOnce(&ResolvedCommand, Option<Entry>) -> Result<RunDir, Refusal>,
+    create: impl FnOnce(&ResolvedCommand, &str, Option<u32>, Option<Entry>) -> Result<RunDir, Refusal>,
 ) -> Result<Ended, Refusal> {
     let affinities = affinities(spec).map_err(|reason| Refusal::new(ExitCode::Usage, reason))?;
     let joining = join::join(place.group, Work::of_command(spec, place.spec())).await?;
     let mut group = waiting::first_attempt(joining, workload::command::launch(spec), &notify).await?;
-    let mut spec = spec.clone();
-    if group.has_peers() {
-        // The same on all nodes.
-        spec.run_id = Some(group.run_id.clone());
-    }
-    let run = match create(&spec, group.entry.take()) {
+    // The same on all nodes, whenever they join.
+    let spec = ResolvedCommand { run_id: Some(group.run_id.clone()), ..spec.clone() };
+    let node_rank = group.may_have_peers().then_some(group.first.node_rank);
+    let run = match create(&spec, &group.run_id, node_rank, group.entry.take()) {
         Ok(run) => run,
         Err(refusal) => {
             group.refuse(&refusal).await;
@@ -332,10 +342,7 @@ pub(super) async fn run_workers(
         }
     };
     let kept = (spec.logs.dir.is_some() || run.private().is_none()).then(|| run.logs.clone());
-    let interface = group
-        .has_peers()
-        .then(|| interface::of_node(place.group.map(|nodes| &nodes.spec), &group.address))
-        .flatten();
+    let interface = place.spec().and_then(|spec| interface::of_node(spec, &group.address));
     let plan = CommandPlan { spec: &spec, affinities, base: place.base, interface };
     let finished = driver::run_command(plan, run, group).await.map_err(|error| failed(&error))?;
     Ok(ended(finished, String::new(), kept.as_deref()))

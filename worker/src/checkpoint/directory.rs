@@ -16,7 +16,7 @@ use xlaunch_proto::model::ModelShape;
 
 use super::manifest::{self, Checked};
 use super::write::{REPLACED, TEMPORARY};
-use super::{CheckpointError, MANIFEST, State, name, read};
+use super::{CheckpointError, MANIFEST, State, name, parse_optimizer_name, read};
 
 /// Where a run has its checkpoints.
 pub const CHECKPOINTS: &str = "checkpoints";
@@ -93,7 +93,7 @@ pub struct Choice {
     pub path: PathBuf,
     /// Its state.
     pub state: State,
-    /// Newer ones that were rejected, and why.
+    /// Newer ones that were rejected or never completed, and why.
     pub rejected: Vec<(PathBuf, CheckpointError)>,
 }
 
@@ -112,7 +112,11 @@ pub fn choose(dir: &Path) -> Result<Option<Choice>, CheckpointError> {
     let mut rejected = Vec::new();
     for Found { path, state, .. } in scan(dir)? {
         match state {
-            Ok(state) => return Ok(Some(Choice { path, state, rejected })),
+            Ok(state) => {
+                let newer = unfinished(dir).into_iter().filter(|(step, _)| *step > state.step);
+                rejected.extend(newer.map(|(_, error)| (dir.to_owned(), error)));
+                return Ok(Some(Choice { path, state, rejected }));
+            }
             Err(error) => rejected.push((path, error)),
         }
     }
@@ -188,14 +192,43 @@ fn set_aside_names(path: &Path, suffix: &str) -> impl Iterator<Item = PathBuf> {
     })
 }
 
+/// The saves of a directory that were begun and never completed, newest first.
+pub fn unfinished(dir: &Path) -> Vec<(u64, CheckpointError)> {
+    let entries = fs_err::read_dir(dir).into_iter().flatten().flatten();
+    let mut found: Vec<_> = entries
+        .filter_map(|entry| {
+            let (step, _) = parse(entry.file_name().to_str()?.strip_prefix(TEMPORARY)?)?;
+            let path = entry.path();
+            Some((step, CheckpointError::Unfinished { step, reason: what_is_missing(&path), path }))
+        })
+        .collect();
+    found.sort_by_key(|(step, _)| std::cmp::Reverse(*step));
+    found
+}
+
+/// How far a save has come.
+fn what_is_missing(path: &Path) -> String {
+    if path.join(MANIFEST).exists() {
+        return "it was not put in place".into();
+    }
+    let entries = fs_err::read_dir(path).into_iter().flatten().flatten();
+    let parts: Vec<_> =
+        entries.filter_map(|entry| parse_optimizer_name(entry.file_name().to_str()?)).collect();
+    match parts.first() {
+        Some((_, world)) => format!("it has no manifest, and files of {} of {world} ranks", parts.len()),
+        None => "it has no manifest".into(),
+    }
+}
+
 /// Removes what a job that was killed has left, and puts a checkpoint back that it was about to replace. Only for the
-/// holder of the directory's lock, while no worker runs.
-pub fn clean(dir: &Path) -> io::Result<()> {
+/// holder of the directory's lock, while no worker runs. Returns the saves that were never completed.
+pub fn clean(dir: &Path) -> io::Result<Vec<CheckpointError>> {
     let entries = match fs_err::read_dir(dir) {
         Ok(entries) => entries,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(error),
     };
+    let unfinished = unfinished(dir);
     for entry in entries {
         let entry = entry?;
         let entry_name = entry.file_name();
@@ -212,7 +245,7 @@ pub fn clean(dir: &Path) -> io::Result<()> {
             }
         }
     }
-    Ok(())
+    Ok(unfinished.into_iter().map(|(_, error)| error).collect())
 }
 
 /// Checks that checkpoints of `bytes` bytes can be written to this directory, which exists.
@@ -278,8 +311,9 @@ pub fn recover(
     snapshot: Option<u64>,
 ) -> Result<Recovered, CheckpointError> {
     let mut notes = Vec::new();
-    if let Err(error) = clean(dir) {
-        notes.push(format!("failed to remove what the last attempt left: {error}"));
+    match clean(dir) {
+        Ok(unfinished) => notes.extend(unfinished.iter().map(ToString::to_string)),
+        Err(error) => notes.push(format!("failed to remove what the last attempt left: {error}")),
     }
     let newest = newest_name(dir);
     if memory_is_newest(snapshot, newest) {

@@ -79,6 +79,8 @@ pub enum CheckpointError {
     Read { path: PathBuf, reason: String },
     #[error("{} is not a complete checkpoint: {reason}", path.display())]
     Damaged { path: PathBuf, reason: String },
+    #[error("the checkpoint of step {step} is not complete: {reason}: {}", path.display())]
+    Unfinished { path: PathBuf, step: u64, reason: String },
     #[error("{} has format version {version}, but this build reads versions 1 to {VERSION}", path.display())]
     Version { path: PathBuf, version: u32 },
     #[error("checkpoint {} was written by another model: {difference}", path.display())]

@@ -2,18 +2,19 @@
 //!
 //! ```text
 //! .tmp-step-N/  <- every rank: its ranges of the model, its moments; each file synced by its writers
-//!               <- rank 0, when all are done: state, tokenizer, manifest; directory synced; renamed to step-N/; parent
-//!                  synced
+//!               <- rank 0, when all are done: state, tokenizer, manifest; directory synced; parts of all ranks read
+//!                  back; renamed to step-N/; parent synced
 //! ```
 
 use std::collections::BTreeMap;
 use std::io;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use xlaunch_engine::HostBuffer;
 
 use super::disk::{Disk, Writable};
-use super::manifest::{Chunk, Entry, Manifest};
+use super::manifest::{self, Chunk, Entry, Manifest};
 use super::tensors::{Contents, Stored};
 use super::{MANIFEST, MODEL, Portion, STATE, Slot, State, TOKENIZER, name, optimizer_name};
 use crate::fail::{self, Place};
@@ -120,7 +121,9 @@ pub(super) fn commit(
 ) -> io::Result<PathBuf> {
     let temporary = temporary(dir, state.step);
     let mut files: BTreeMap<String, Vec<Chunk>> = BTreeMap::new();
+    let mut samples = Vec::new();
     for Written { name, chunks } in written {
+        samples.extend(chunks.last().map(|last| (name.clone(), last.clone())));
         files.entry(name).or_default().extend(chunks);
     }
     let state_json = serde_json::to_vec_pretty(state)?;
@@ -140,11 +143,33 @@ pub(super) fn commit(
     file.put(0, &serde_json::to_vec(&manifest)?)?;
     file.finish()?;
     disk.sync_dir(&temporary)?;
+    read_back(&temporary, &samples)?;
     let path = dir.join(name(state.step));
     fail::io(Place::SaveCommit)?;
     put_in_place(disk, dir, &temporary, &path, state.step)?;
     disk.sync_dir(dir)?;
     Ok(path)
+}
+
+/// Checks that what the ranks have written is here: a rank on another node may have written to a directory that has the
+/// same path but is not shared. Reads the last chunk of each rank's part of each file, so it costs a few MiB per rank.
+fn read_back(dir: &Path, samples: &[(String, Chunk)]) -> io::Result<()> {
+    manifest::check(dir).map_err(io::Error::other)?;
+    for (name, chunk) in samples {
+        let (file, _) = manifest::open(&dir.join(name))?;
+        let mut bytes = vec![0; usize::try_from(chunk.bytes).map_err(io::Error::other)?];
+        file.file().read_exact_at(&mut bytes, chunk.offset)?;
+        if Chunk::of(chunk.offset, &bytes) != *chunk {
+            let at = dir.join(name);
+            let message = format!(
+                "{} does not have what a rank wrote to it: is {} shared?",
+                at.display(),
+                dir.display()
+            );
+            return Err(io::Error::other(message));
+        }
+    }
+    Ok(())
 }
 
 /// Deletes the checkpoint of a step. It is renamed first: what a kill leaves must not look like a damaged checkpoint.

@@ -97,11 +97,10 @@ impl Driver<'_> {
                 Err(error) => prepared.problem = format!("found no port for rank 0: {error}"),
             }
         }
+        prepared.shared = self.workload.is_shared(&prepare.checkpoints_instance);
         if prepare.nodes == 1 {
-            prepared.shared = true;
             return self.membership.send(FromAgent::Prepared(prepared));
         }
-        prepared.shared = self.workload.is_shared(&prepare.master_instance);
         let messages = self.membership.messages.clone();
         tokio::task::spawn_blocking(move || {
             if let Err(error) = reach_next(&prepare)
@@ -148,7 +147,10 @@ impl Driver<'_> {
                 Some(Event::Stop(signal.map_or(StopCause::Call, StopCause::Signal)))
             }
             ToAgent::Restarting(restarting) => Some(Event::Restarting(restarting)),
-            ToAgent::End(end) => Some(Event::GroupEnded(end)),
+            ToAgent::End(end) => {
+                self.left = end.left;
+                Some(Event::GroupEnded(end))
+            }
             ToAgent::Hung(hung) if hung.attempt == attempt => {
                 let first = self.membership.assignment.first_rank;
                 let culprits = hung.ranks.iter().filter_map(|rank| rank.checked_sub(first));

@@ -32,6 +32,7 @@ use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::{JobState, Restart, StatusReply};
 
 use crate::clock;
+use crate::group::Assignment;
 use crate::process::Process;
 use crate::rendezvous::peers::Peers;
 use crate::rendezvous::service::Message;
@@ -66,6 +67,10 @@ pub struct Finished {
     pub status: StatusReply,
     /// The most memory that all ranks together were seen to use.
     pub peak_memory_bytes: u64,
+    /// This node had rank 0 in its last attempt.
+    pub leads: bool,
+    /// The job goes on without this node.
+    pub left: bool,
 }
 
 /// Runs a job of the built-in trainer to its end. None of its processes, sockets and private directories remain.
@@ -144,6 +149,7 @@ async fn drive(
         importing: false,
         board,
         failed: false,
+        left: false,
         keep_evidence: false,
         kept_evidence: Vec::new(),
         exits,
@@ -204,14 +210,16 @@ struct Driver<'a> {
     peers: Option<Peers>,
     spawner: Spawner,
     attempt: Attempt,
-    /// Workers that wait for the next attempt.
-    next: Option<Attempt>,
+    /// Workers that wait for the next attempt, and the place for which they were started.
+    next: Option<(Attempt, Assignment)>,
     preloader: Option<Preloader>,
     /// Until the imports are done, the node is not ready for an attempt.
     importing: bool,
     board: watch::Sender<Board>,
     /// The job has ended with a failure.
     failed: bool,
+    /// The job goes on without this node.
+    left: bool,
     /// The evidence of the current attempt is to be kept.
     keep_evidence: bool,
     /// Of the attempt for which that was last so, by rank.
@@ -421,6 +429,7 @@ impl Driver<'_> {
         };
         let board = self.board.borrow();
         let (status, peak_memory_bytes) = (board.reply(Instant::now(), true), board.peak_memory_bytes());
-        Finished { outcome, evidence, status, peak_memory_bytes }
+        let leads = self.membership.assignment().node_rank == 0;
+        Finished { outcome, evidence, status, peak_memory_bytes, leads, left: self.left }
     }
 }

@@ -3,6 +3,7 @@
 
 use super::Driver;
 use super::attempt::{Attempt, WorkerExit};
+use crate::group::Assignment;
 use crate::run_dir::attempt_dir;
 use crate::spawn::process_tree::ProcessTree;
 
@@ -24,25 +25,30 @@ impl Driver<'_> {
             next.workers[rank as usize] = Some(started);
         }
         next.processes = Some(processes);
-        self.next = Some(next);
-        if self.next.iter().flat_map(|next| &next.workers).any(Option::is_none) {
+        let is_incomplete = next.workers.iter().any(Option::is_none);
+        self.next = Some((next, self.membership.assignment().clone()));
+        if is_incomplete {
             self.drop_next().await;
         }
     }
 
     /// A worker of the next attempt has exited before that began.
     pub(super) fn next_exited(&mut self, WorkerExit { pid, rank, exit }: WorkerExit) {
-        if let Some(next) = self.next.as_mut().filter(|next| next.has(rank, pid)) {
+        if let Some((next, _)) = self.next.as_mut().filter(|(next, _)| next.has(rank, pid)) {
             next.exited(rank, exit);
         }
     }
 
-    /// The workers of attempt `number`, if it has `begun` and all of them wait for it.
+    /// The workers of attempt `number`, if it has `begun` and all of them wait for it. Nodes that have come or gone give
+    /// them other ranks: then they were started in vain.
     pub(super) async fn take_next(&mut self, number: u32, begun: bool) -> Option<Attempt> {
+        let place = self.membership.assignment();
         let lives = |next: &Attempt| next.ends.iter().all(|end| end.exit.is_none());
-        let waits = |next: &Attempt| begun && next.number == number && lives(next);
+        let waits = |(next, started_for): &(Attempt, Assignment)| {
+            begun && next.number == number && started_for.has_same_ranks(place) && lives(next)
+        };
         if self.next.as_ref().is_some_and(waits) {
-            return self.next.take();
+            return self.next.take().map(|(next, _)| next);
         }
         self.drop_next().await;
         None
@@ -50,7 +56,7 @@ impl Driver<'_> {
 
     /// Ends the workers of the next attempt, which will not begin, and removes their empty logs.
     pub(super) async fn drop_next(&mut self) {
-        if let Some(mut next) = self.next.take() {
+        if let Some((mut next, _)) = self.next.take() {
             self.end(&mut next).await;
             // What remains is empty.
             let _ = fs_err::remove_dir_all(attempt_dir(&self.run.logs, next.number));

@@ -14,8 +14,8 @@ pub struct Interface {
 }
 
 /// The interface that the workers of a command shall use: that of `--interface`, or else of the node's address.
-pub fn of_node(group: Option<&GroupSpec>, address: &str) -> Option<Interface> {
-    if let Some(name) = group.and_then(|group| group.interface.clone()) {
+pub fn of_node(group: &GroupSpec, address: &str) -> Option<Interface> {
+    if let Some(name) = group.interface.clone() {
         return Some(Interface { name, is_chosen_by_user: true });
     }
     let name = address::interface_with(address.parse().ok()?)?;

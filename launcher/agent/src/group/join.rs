@@ -142,14 +142,12 @@ impl Standalone {
 }
 
 async fn alone(work: Work) -> Joining {
-    let run_id = work.run_id.clone().unwrap_or_default();
-    let handle = Handle::start(new_coordinator(run_id), true);
+    let handle = Handle::start(new_coordinator(random_run_id()), true);
     let greeting = Greeting {
         node_rank: Some(0),
         address: LOOPBACK.into(),
         min_nodes: 1,
         max_nodes: 1,
-        run_id: String::new(),
         ..greeting(&work)
     };
     let link = Link::local(&handle, greeting).await;
@@ -178,10 +176,10 @@ pub fn new_coordinator(run_id: String) -> Coordinator {
     Coordinator::new(run_id, seed, new_key, Instant::now())
 }
 
-/// Unique among runs that start in the same second, on whatever node.
+/// Unique among runs that start in the same second, on whatever node. Sorts by time.
 pub fn random_run_id() -> String {
     let random = RandomState::new().hash_one(std::process::id());
-    format!("{}-{:06x}", run_dir::timestamp(clock::unix().as_secs()), random & 0xff_ffff)
+    format!("{}-{:08x}", run_dir::timestamp(clock::unix().as_secs()), random & 0xffff_ffff)
 }
 
 /// A secret.

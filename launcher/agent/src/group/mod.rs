@@ -67,6 +67,12 @@ impl Assignment {
         }
     }
 
+    /// Whether workers have the same ranks, among the same number, in both.
+    pub fn has_same_ranks(&self, other: &Self) -> bool {
+        let ranks = |it: &Self| (it.node_rank, it.nodes, it.first_rank, it.world, it.writers);
+        ranks(self) == ranks(other)
+    }
+
     /// Whether other nodes take part.
     pub fn has_peers(&self) -> bool {
         self.nodes > 1

@@ -1,5 +1,5 @@
 //! Whether the nodes of a job share the directory of its runs: each agent leaves a mark there, and looks for that of
-//! the agent of node rank 0.
+//! the agent whose node has the checkpoints, which may be gone.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -16,10 +16,11 @@ pub fn directory(spec: &JobSpec) -> PathBuf {
     spec.checkpoint.dir.as_ref().map_or_else(|| job_dir(spec), PathBuf::from)
 }
 
-/// A mark of this agent, removed with this.
+/// A mark of this agent, removed with this unless it is kept.
 #[derive(Debug)]
 pub struct Mark {
     path: PathBuf,
+    is_kept: bool,
 }
 
 impl Mark {
@@ -31,14 +32,21 @@ impl Mark {
         fs_err::create_dir_all(dir)?;
         let path = path(dir, instance);
         fs_err::write(&path, "")?;
-        Ok(Self { path })
+        Ok(Self { path, is_kept: false })
+    }
+
+    /// The job goes on without this node, and others look for its checkpoints.
+    pub fn keep(mut self) {
+        self.is_kept = true;
     }
 }
 
 impl Drop for Mark {
     fn drop(&mut self) {
-        // An empty file that remains does no harm.
-        let _ = fs_err::remove_file(&self.path);
+        if !self.is_kept {
+            // An empty file that remains does no harm.
+            let _ = fs_err::remove_file(&self.path);
+        }
     }
 }
 

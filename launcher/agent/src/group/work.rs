@@ -27,7 +27,7 @@ pub struct Work {
     pub workers: u32,
     /// Of restarts and membership.
     pub rules: GroupRules,
-    /// The run's id, if the user chose one.
+    /// The run's id, if the user chose one. Otherwise it is the coordinator's.
     pub run_id: Option<String>,
 }
 
@@ -59,7 +59,7 @@ impl Work {
         let text = quote_line(program.into_iter().chain(spec.argv.iter().skip(1).map(OsString::as_os_str)));
         let rules = rules::of_command(spec, group);
         let common = format!("{text}\0{}\0{rules:?}", spec.role);
-        let run_id = group.and_then(|group| group.run_id.clone());
+        let run_id = group.map_or_else(|| spec.run_id.clone(), |group| group.run_id.clone());
         let digest = Digest::of(common.as_bytes()).0.to_vec();
         Self {
             instance: new_instance(),

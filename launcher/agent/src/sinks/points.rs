@@ -2,12 +2,13 @@
 //!
 //! One run leaves one curve, whatever happens to it:
 //! - a run that continues another one starts with the points of that run up to the step it resumes at;
-//! - when an attempt resumes at an earlier step, the points after that step are removed before they are repeated.
+//! - when an attempt resumes at an earlier step, the points after that step are removed before they are repeated;
+//! - when another node takes over rank 0, it appends to the file.
 
-use std::io::{self, BufRead, BufReader, BufWriter, Seek, SeekFrom, Write};
-use std::path::PathBuf;
+use std::io::{self, BufRead, BufReader, BufWriter, Write};
+use std::path::{Path, PathBuf};
 
-use fs_err::File;
+use fs_err::{File, OpenOptions};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -28,6 +29,8 @@ struct Point {
 
 impl Points {
     pub(super) fn new(path: PathBuf, parent: Option<PathBuf>) -> Self {
+        // A run whose id was used before continues in its own directory.
+        let parent = parent.filter(|parent| !is_same(parent, &path));
         Self { path, parent, file: None }
     }
 
@@ -42,7 +45,7 @@ impl Points {
         match self.parent.take() {
             // Without the other run's file, the curve starts here.
             Some(parent) if parent.is_file() => self.copy(&parent, first_step),
-            _ if self.file.is_some() => self.rewind(first_step),
+            _ if self.path.is_file() => self.rewind(first_step),
             _ => Ok(()),
         }
     }
@@ -55,7 +58,7 @@ impl Points {
     fn file(&mut self) -> io::Result<&mut File> {
         match &mut self.file {
             Some(file) => Ok(file),
-            none => Ok(none.insert(File::create(&self.path)?)),
+            none => Ok(none.insert(OpenOptions::new().append(true).create(true).open(&self.path)?)),
         }
     }
 
@@ -84,14 +87,17 @@ impl Points {
                 return Ok(());
             }
             if step_of(&line).is_some_and(|step| step > last_step) {
-                let file = self.file()?;
-                file.set_len(end)?;
-                file.seek(SeekFrom::Start(end))?;
-                return Ok(());
+                return self.file()?.set_len(end);
             }
             end += bytes as u64;
         }
     }
+}
+
+/// Whether both are paths of one file, which may not exist.
+fn is_same(a: &Path, b: &Path) -> bool {
+    let dir = |path: &Path| fs_err::canonicalize(path.parent()?).ok();
+    a.file_name() == b.file_name() && dir(a) == dir(b)
 }
 
 /// The step of a whole line.
@@ -126,6 +132,26 @@ mod tests {
         points.append(&json!({ "_step": 3 })).unwrap();
         points.begin(3).unwrap();
         assert_eq!(steps(&path), [1, 2, 2, 3]);
+    }
+
+    #[test]
+    fn node_that_takes_over_rank_0_continues_the_curve() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        let mut first = Points::new(path.clone(), None).created().unwrap();
+        first.begin(0).unwrap();
+        for step in 1..5 {
+            first.append(&json!({ "_step": step })).unwrap();
+        }
+        let mut second = Points::new(path.clone(), None).created().unwrap();
+        second.begin(3).unwrap();
+        second.append(&json!({ "_step": 4 })).unwrap();
+        assert_eq!(steps(&path), [1, 2, 3, 4]);
+        // The same, of a run with an id that was used before.
+        let mut again = Points::new(path.clone(), Some(path.clone()));
+        again.begin(2).unwrap();
+        again.append(&json!({ "_step": 3 })).unwrap();
+        assert_eq!(steps(&path), [1, 2, 3]);
     }
 
     #[test]

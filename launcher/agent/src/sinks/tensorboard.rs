@@ -98,9 +98,13 @@ impl TensorBoard {
         fs_err::create_dir_all(&dir)?;
         let now = now();
         let (host, process) = (file_name(&devices::host_name()), std::process::id());
+        // Those of another node that had rank 0, which may have gone further than the attempt that begins here.
+        let earlier = event_files(run_dir);
+        let mut parent = parent.map(event_files).unwrap_or_default();
+        parent.retain(|path| !earlier.contains(path));
         let file = File::create(dir.join(format!("events.out.tfevents.{now:.0}.{host}.{process}")))?;
-        let parent = parent.map(event_files).unwrap_or_default();
-        let mut board = Self { file, parent, last_step: 0 };
+        let last_step = if earlier.is_empty() { 0 } else { u64::MAX };
+        let mut board = Self { file, parent, last_step };
         board.write(0, What::FileVersion(FILE_VERSION.into()))?;
         Ok(board)
     }

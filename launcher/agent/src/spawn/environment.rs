@@ -96,7 +96,7 @@ pub(crate) struct CommandGroup<'a> {
     pub(crate) base: &'a BaseEnvironment,
     /// The launch.
     pub(crate) spec: &'a ResolvedCommand,
-    /// The run's id: the specification's, if it has one.
+    /// `TORCHELASTIC_RUN_ID`: as the user wrote it, if the user chose it.
     pub(crate) run_id: &'a str,
     /// Where the agent listens.
     pub(crate) socket: &'a Path,
@@ -104,7 +104,9 @@ pub(crate) struct CommandGroup<'a> {
     pub(crate) attempt: u32,
     /// The place of this node.
     pub(crate) assignment: &'a Assignment,
-    /// That of this node's address, with several nodes.
+    /// The job may have several nodes, which know the address of node rank 0 from the coordinator.
+    pub(crate) may_have_peers: bool,
+    /// That of this node's address, if the job may have several nodes.
     pub(crate) interface: Option<&'a Interface>,
 }
 
@@ -186,9 +188,10 @@ pub(crate) fn command_variables(
         max_restarts: spec.restarts.most,
         workers: spec.nproc,
         role: &spec.role,
-        master_address: match group.assignment.has_peers() {
-            true => &group.assignment.master_address,
-            false => &spec.master_addr,
+        master_address: if group.may_have_peers {
+            &group.assignment.master_address
+        } else {
+            &spec.master_addr
         },
         assignment: group.assignment,
     };
@@ -327,7 +330,17 @@ mod tests {
         let assignment =
             &Assignment { nodes: 1, world: 2, restarts: 1, master_port: 20_001, ..Assignment::default() };
         let interface = None;
-        let group = CommandGroup { base, spec, run_id: "id", socket, attempt: 1, assignment, interface };
+        let may_have_peers = false;
+        let group = CommandGroup {
+            base,
+            spec,
+            run_id: "id",
+            socket,
+            attempt: 1,
+            assignment,
+            may_have_peers,
+            interface,
+        };
         let all = command_variables(&group, 1, Path::new("/logs/1"), 6);
         let count = all.len();
         let map: BTreeMap<_, _> =

@@ -16,7 +16,7 @@ impl Job {
         self.alive.fill(true);
         (self.terminated, self.killed, self.deadline, self.stop_limit) = (false, false, None, None);
         (self.progressed, self.failed_at, self.first_done) = (false, None, None);
-        (self.reported, self.stopped, self.last) = (None, 0, None);
+        (self.reported, self.stopped, self.last, self.incomplete) = (None, 0, None, None);
         self.sessions.clear();
         self.symptoms.clear();
         self.out_of_memory.clear();
@@ -29,10 +29,13 @@ impl Job {
         (self.phase, self.deadline) = (Phase::Waiting, None);
         self.find_early_exits();
         self.order_by_symptoms();
-        let failures = std::mem::take(&mut self.failures);
+        let mut failures = std::mem::take(&mut self.failures);
         let paused = self.stop == Some(StopCause::Pause);
         if paused {
             self.stop = None;
+        } else if let Some(problem) = &self.incomplete {
+            // After a pause, the next attempt takes an earlier checkpoint and says so.
+            failures.push(Failure::of_group(problem.clone(), ExitCode::Data));
         }
         let own: Vec<Failure> = failures.iter().filter(|failure| !failure.elsewhere).cloned().collect();
         let root = outcome::root_of(&own).map(|index| self.cause(&own[index]));
@@ -144,7 +147,7 @@ impl Job {
             stop: self.stop,
             failed_before_stop: self.failed_before_stop,
             interrupted: self.interrupted,
-            all_stopped: self.stopped == self.rules.workers,
+            all_stopped: self.stopped == self.rules.workers && self.incomplete.is_none(),
             none_stopped: self.stopped == 0,
             checkpoint: self.checkpoint.as_ref(),
         };

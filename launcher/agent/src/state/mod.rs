@@ -125,6 +125,8 @@ pub struct Job {
     group_end: Option<GroupEnd>,
     /// The newest checkpoint of this run.
     checkpoint: Option<(u64, PathBuf)>,
+    /// Why the last one that was reported in this attempt is not complete.
+    incomplete: Option<String>,
 }
 
 impl Job {
@@ -161,6 +163,7 @@ impl Job {
             first_failures: Vec::new(),
             group_end: None,
             checkpoint: None,
+            incomplete: None,
             rules,
         }
     }
@@ -275,7 +278,11 @@ impl Job {
                 Vec::new()
             }
             Event::Checkpoint { step, path } => {
-                self.checkpoint = Some((step, path));
+                (self.checkpoint, self.incomplete) = (Some((step, path)), None);
+                Vec::new()
+            }
+            Event::CheckpointIncomplete(problem) => {
+                self.incomplete = Some(problem);
                 Vec::new()
             }
             Event::Tick => self.tick(now),

@@ -144,6 +144,9 @@ pub enum Event {
         /// Its directory.
         path: PathBuf,
     },
+    /// Rank 0 has reported a checkpoint as complete that cannot be read back, for this reason. Until another one
+    /// follows, nothing is saved.
+    CheckpointIncomplete(String),
     /// The process of a worker has been killed by a signal. [`Exited`](Self::Exited) follows when it is gone, which for
     /// one that uses a GPU takes up to a second.
     Killed {

@@ -58,7 +58,7 @@ pub struct CommandPlan<'a> {
     pub affinities: Vec<Affinity>,
     /// What the workers inherit.
     pub base: &'a BaseEnvironment,
-    /// The network interface of this node's address, with several nodes.
+    /// The network interface of this node's address, if the job may have several nodes.
     pub interface: Option<Interface>,
 }
 
@@ -70,6 +70,7 @@ pub(crate) struct CommandWorkload<'a> {
     output: Output,
     assignment: Assignment,
     interface: Option<Interface>,
+    may_have_peers: bool,
     /// Reserved while the attempt runs; `None` if the user chose a port.
     port: Option<MasterPort>,
     /// Ranks that were reported as stalled.
@@ -100,6 +101,7 @@ impl<'a> CommandWorkload<'a> {
             output,
             assignment: Assignment::default(),
             interface,
+            may_have_peers: group.may_have_peers(),
             port: None,
             stalled: BTreeSet::new(),
             exited: BTreeSet::new(),
@@ -143,10 +145,11 @@ impl CommandWorkload<'_> {
         CommandGroup {
             base: self.base,
             spec: self.spec,
-            run_id: &self.run.id,
+            run_id: self.spec.run_id.as_deref().unwrap_or(&self.run.id),
             socket: &self.run.socket,
             attempt,
             assignment: &self.assignment,
+            may_have_peers: self.may_have_peers,
             interface: self.interface.as_ref(),
         }
     }

@@ -65,15 +65,15 @@ pub fn memory_use(spec: &JobSpec, state_bytes: u64, available: Option<u64>) -> R
     }
 }
 
-/// The same on several nodes, where no snapshots are used: a node that is lost takes its memory with it.
-pub fn memory_use_of_nodes(spec: &JobSpec) -> MemoryUse {
+/// What users who want snapshots are told when there are several nodes, which use none: a node that is lost takes its
+/// memory with it.
+pub(super) fn note_of_nodes(spec: &JobSpec) -> Option<&'static str> {
     let is_wanted = match spec.checkpoint.memory {
         MemorySnapshots::Off => false,
         MemorySnapshots::On => true,
         MemorySnapshots::Auto => restarts_from_checkpoints(spec),
     };
-    let note = "restarts read checkpoints: with several nodes, there are no snapshots in memory";
-    MemoryUse { used: false, note: is_wanted.then(|| note.into()) }
+    is_wanted.then_some("restarts read checkpoints: with several nodes, there are no snapshots in memory")
 }
 
 /// Whether a restart may find a snapshot: without restarts none is used, and without intervals none is taken.
@@ -180,13 +180,11 @@ mod tests {
     }
 
     #[test]
-    fn several_nodes_use_none_and_say_so_where_a_restart_could() {
+    fn several_nodes_say_that_they_use_none_where_a_restart_could() {
         let note = |memory, max_restarts| {
             let mut spec = spec(memory);
             spec.launch.max_restarts = max_restarts;
-            let MemoryUse { used, note } = memory_use_of_nodes(&spec);
-            assert!(!used);
-            note.is_some_and(|note| note.contains("no snapshots in memory"))
+            note_of_nodes(&spec).is_some_and(|note| note.contains("no snapshots in memory"))
         };
         let (auto, on) = (MemorySnapshots::Auto, MemorySnapshots::On);
         assert!(note(auto, 3) && note(on, 0) && !note(auto, 0) && !note(MemorySnapshots::Off, 3));

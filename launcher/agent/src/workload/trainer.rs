@@ -2,9 +2,11 @@
 
 mod hangs;
 mod join;
+mod leading;
 mod nodes;
 mod reports;
 
+use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -32,11 +34,8 @@ use crate::logs::Output;
 use crate::rendezvous::barrier::JoinBarrier;
 use crate::rendezvous::service::Message;
 use crate::run_dir::RunDir;
-use crate::sinks::metrics::Metrics;
 use crate::sinks::progress::Progress;
-use crate::sinks::samples::Samples;
 use crate::sinks::summary::Summary;
-use crate::sinks::tensorboard::TensorBoard;
 use crate::sinks::{self, Sinks};
 use crate::spawn::Options;
 use crate::spawn::environment::{self, BaseEnvironment, TrainerGroup};
@@ -51,6 +50,7 @@ use crate::workload::sessions::Sessions;
 use crate::workload::snapshots::{Snapshots, descriptor_list};
 use crate::workload::stragglers::Stragglers;
 use crate::workload::{Hang, Workload};
+use leading::Lead;
 
 /// For the hint in status about a rank without output that uses neither CPU nor GPU. The hang detector is much faster.
 const IDLE_STALL_TIMEOUT: Duration = Duration::from_secs(300);
@@ -60,8 +60,6 @@ const SINK_FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
 const DEFAULT_MASTER_PORT: u16 = 29_500;
 /// Name of the sink whose file the summary mentions.
 const METRICS: &str = "metrics.jsonl";
-/// Name of the sink of sampled texts.
-const SAMPLES: &str = "samples.jsonl";
 
 /// A job of the built-in trainer, ready to run.
 #[derive(Debug)]
@@ -74,9 +72,11 @@ pub struct TrainerPlan<'a> {
     pub resume_from: Option<PathBuf>,
     /// Directory of the run that wrote it, whose curves this one continues.
     pub parent: Option<PathBuf>,
-    /// Finds the checkpoint of this run that later attempts resume from.
-    pub recover: Recover,
-    /// Snapshots are kept in memory, too.
+    /// Access to the checkpoints of this run.
+    pub files: CheckpointFiles,
+    /// Keeps other jobs out of `checkpoint.dir`, on the node that has rank 0 in the first attempt.
+    pub lock: Option<HeldLock>,
+    /// Attempts on one node keep snapshots in memory, too.
     pub memory_snapshots: bool,
     /// What `xlaunch bench` measures; `None` trains.
     pub bench: Option<Bench>,
@@ -84,6 +84,20 @@ pub struct TrainerPlan<'a> {
     pub rank_threads: bool,
     /// What the workers inherit.
     pub base: &'a BaseEnvironment,
+}
+
+/// A lock that is held until this is dropped.
+pub type HeldLock = Box<dyn Any + Send>;
+
+/// What an agent needs to know of the checkpoints of a run, which are the worker crate's.
+#[derive(Clone, Copy, Debug)]
+pub struct CheckpointFiles {
+    /// Finds the checkpoint that an attempt after the first resumes from.
+    pub recover: Recover,
+    /// Checks that a checkpoint has all of its files.
+    pub verify: fn(&Path) -> Result<(), String>,
+    /// Locks a directory of checkpoints for the job with this name.
+    pub lock: fn(&Path, &str) -> Result<HeldLock, String>,
 }
 
 /// Finds the newest complete checkpoint of a run in a directory, or else the one that the run began with. Opens no
@@ -145,6 +159,7 @@ pub(crate) struct TrainerWorkload<'a> {
     /// By rank; `None` where the memory could not be created.
     activities: Vec<Option<ActivityRecord>>,
     saves: SaveBarrier,
+    /// While the job has one node.
     snapshots: Option<Snapshots>,
     /// The snapshot that this attempt resumes from.
     resume_snapshot: Option<MemorySnapshot>,
@@ -154,6 +169,12 @@ pub(crate) struct TrainerWorkload<'a> {
     address: String,
     /// Of this attempt.
     assignment: Assignment,
+    may_have_peers: bool,
+    /// Set when this node gets rank 0, which it keeps.
+    lead: Option<Lead>,
+    /// The user was told that nodes do not share checkpoints, and that they keep none in memory.
+    told_unshared: bool,
+    told_without_memory: bool,
     /// For frameworks that rendezvous on their own; the trainer does not.
     port: Option<MasterPort>,
     output: Output,
@@ -165,25 +186,7 @@ pub(crate) struct TrainerWorkload<'a> {
 
 impl<'a> TrainerWorkload<'a> {
     pub(crate) fn new(plan: TrainerPlan<'a>, run: &'a RunDir, group: &Group) -> std::io::Result<Self> {
-        // The curves of a job are those of rank 0.
-        let leads = group.first.node_rank == 0;
-        let observe = &plan.spec.observe;
-        let mut sinks = Sinks::new(Progress::default())?;
-        let mut metrics_path = None;
-        if leads && observe.metrics {
-            metrics_path = Some(Metrics::path(&run.path));
-            let (dir, parent) = (run.path.clone(), plan.parent.clone());
-            sinks.add_file(METRICS, move || Metrics::create(&dir, parent.as_deref()))?;
-        }
-        if leads && plan.bench.is_none() && plan.spec.train.sample > 0 {
-            let (dir, parent) = (run.path.clone(), plan.parent.clone());
-            sinks.add_file(SAMPLES, move || Ok(Samples::new(&dir, parent.as_deref())))?;
-        }
-        if leads && observe.tensorboard {
-            let (dir, parent) = (run.path.clone(), plan.parent.clone());
-            let create = move || TensorBoard::create(&dir, parent.as_deref());
-            sinks.add_file("TensorBoard's event file", create)?;
-        }
+        let sinks = Sinks::new(Progress::default())?;
         let printer = sinks.printer().clone();
         Ok(Self {
             barrier: join::barrier(&plan, 0, &Assignment::default()),
@@ -203,18 +206,19 @@ impl<'a> TrainerWorkload<'a> {
             // Without them, training goes on: they are for people.
             activities: (0..plan.placement.workers).map(|_| ActivityRecord::create().ok()).collect(),
             saves: SaveBarrier::new(plan.placement.workers),
-            snapshots: plan
-                .memory_snapshots
-                .then(|| Snapshots::create(&run.id, plan.placement.workers))
-                .transpose()?,
+            snapshots: None,
             resume_snapshot: None,
             messages: group.link.sender(),
             address: group.address.clone(),
             assignment: Assignment::default(),
+            may_have_peers: group.may_have_peers(),
+            lead: None,
+            told_unshared: false,
+            told_without_memory: false,
             port: None,
             output: Output::for_trainer(move |line| printer.print(line)),
             sinks,
-            metrics_path,
+            metrics_path: None,
             summary: Summary::default(),
             reports: Vec::new(),
             resume_known: true,
@@ -274,8 +278,12 @@ impl Workload for TrainerWorkload<'_> {
         self.output.begin_attempt(assignment.first_rank);
         self.attempt = attempt;
         self.resume_known = self.leads();
-        if attempt > 0 && self.leads() {
-            self.recover()?;
+        self.use_memory()?;
+        if self.leads() {
+            self.lead()?;
+            if attempt > 0 {
+                self.recover()?;
+            }
         }
         self.barrier.refuse("the attempt is over");
         self.barrier = join::barrier(&self.plan, attempt, assignment);
@@ -289,13 +297,7 @@ impl Workload for TrainerWorkload<'_> {
         self.unsent_reports.clear();
         self.saves = SaveBarrier::new(assignment.writers);
         if self.leads() {
-            if assignment.writers < assignment.world && attempt == 0 {
-                let dir = self.checkpoint_dir();
-                self.notify(&format!(
-                    "xlaunch: nodes do not share {}: node 0 keeps the checkpoints, and the job ends if it is lost",
-                    dir.display()
-                ));
-            }
+            self.describe_group();
             if assignment.has_peers() {
                 let path = self.plan.resume_from.as_deref().map(Path::to_string_lossy);
                 let path = path.unwrap_or_default().into_owned();
@@ -340,7 +342,7 @@ impl Workload for TrainerWorkload<'_> {
     }
 
     fn is_shared(&self, instance: &[u8]) -> bool {
-        shared::is_visible(&shared::directory(self.plan.spec), instance)
+        !self.may_have_peers || shared::is_visible(&shared::directory(self.plan.spec), instance)
     }
 
     fn reserve_port(&mut self) -> io::Result<u16> {
@@ -450,6 +452,7 @@ impl Workload for TrainerWorkload<'_> {
     }
 
     fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Hang> {
+        self.keep_lock();
         self.find_hang(board, now)
     }
 

@@ -16,6 +16,9 @@ use super::{
 };
 use crate::group::rendezvous::GroupRendezvous;
 
+/// Note of a report.
+const CHECKPOINTS_LOST: &str = "the node that had rank 0 has the checkpoints, which the others do not share";
+
 impl Coordinator {
     pub(super) fn prepared(&mut self, id: MemberId, prepared: NodePrepared) {
         let attempt = self.attempt;
@@ -43,15 +46,18 @@ impl Coordinator {
         }
         let all = || self.members.values().filter_map(Member::prepared);
         let master_port = all().map(|it| it.master_port).max().unwrap_or(0);
-        let first = |member: &&Member| member.node_rank == Some(0);
         let is_shared = all().all(|it| it.shared);
         let nodes = || self.members.values().filter(|it| it.node_rank.is_some());
         let world = nodes().map(|it| it.greeting.workers).sum();
-        let writers = match is_shared {
-            true => world,
-            false => nodes().find(first).map_or(0, |member| member.greeting.workers),
-        };
-        self.unshared = self.rules.trainer && !is_shared;
+        let Some(first) = nodes().find(|member| member.node_rank == Some(0)) else { return };
+        let writers = if is_shared { world } else { first.greeting.workers };
+        if self.rules.trainer {
+            if !first.prepared().is_some_and(|it| it.shared) {
+                return self.end_without_checkpoints(&first.name());
+            }
+            let keeper = first.greeting.instance.clone();
+            (self.unshared, self.keeper) = (!is_shared, Some(keeper));
+        }
         let begin = ToAgent::Begin(Begin { attempt: self.attempt, master_port, writers });
         for (id, member) in &mut self.members {
             if matches!(member.stage, Stage::Prepared(_)) {
@@ -64,6 +70,13 @@ impl Coordinator {
         self.rendezvous = Some(GroupRendezvous::new(self.nodes, world, RingKey((self.new_key)())));
         // Nodes may have come meanwhile.
         self.grow();
+    }
+
+    /// The node that had the checkpoints is gone, and the one that has rank 0 now would start afresh.
+    fn end_without_checkpoints(&mut self, first: &str) {
+        let root = format!("{first} does not see the checkpoints of the run, and would start afresh");
+        let exit_code = ExitCode::Retryable.code().into();
+        self.end(GroupEnd { exit_code, root, note: CHECKPOINTS_LOST.into(), ..GroupEnd::default() });
     }
 
     /// No worker has been started.
@@ -262,9 +275,8 @@ impl Coordinator {
         };
         self.last_root = Some(root.clone());
         if self.checkpoints_lost {
-            let note = "its node had the checkpoints, which the others do not share".to_owned();
             let exit_code = ExitCode::Retryable.code().into();
-            return self.end(GroupEnd { exit_code, note, ..root.end() });
+            return self.end(GroupEnd { exit_code, note: CHECKPOINTS_LOST.into(), ..root.end() });
         }
         match self.policy.decide(failure, now) {
             Decision::Final(reason) => self.end_failed(&root, reason.unwrap_or_default()),

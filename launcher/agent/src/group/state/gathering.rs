@@ -143,8 +143,8 @@ impl Coordinator {
                 next_address: next.map_or_else(String::new, |next| next.address.clone()),
                 next_probe_port: next.map_or(0, |next| next.probe_port),
                 master_address: master.greeting.address.clone(),
-                master_instance: master.greeting.instance.clone(),
                 master_completed: master.greeting.completed.clone(),
+                checkpoints_instance: self.keeper.as_ref().unwrap_or(&master.greeting.instance).clone(),
             };
             self.outputs.push(super::Output::Send(*id, ToAgent::Prepare(prepare)));
         }

@@ -125,6 +125,8 @@ pub struct Coordinator {
     last_root: Option<NodeFailure>,
     /// A node was lost since the group was last complete.
     after_loss: bool,
+    /// The agent whose node has the checkpoints of a training job: the one that had node rank 0 last.
+    keeper: Option<Vec<u8>>,
     /// The nodes of this attempt do not share the directory with the checkpoints, which node rank 0 has.
     unshared: bool,
     /// That node is lost: another start would be a fresh one.
@@ -229,6 +231,7 @@ impl Coordinator {
             first_root: None,
             last_root: None,
             after_loss: false,
+            keeper: None,
             unshared: false,
             checkpoints_lost: false,
             lost: Vec::new(),

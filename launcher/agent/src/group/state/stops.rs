@@ -73,7 +73,8 @@ impl Coordinator {
         let leaving: Vec<_> = leaving.filter_map(|(id, member)| Some((*id, member.leaving?))).collect();
         for (id, signal) in leaving {
             let member = self.members.remove(&id);
-            self.send(id, ToAgent::End(GroupEnd { exit_code: exit_code(signal), ..GroupEnd::default() }));
+            let left = GroupEnd { exit_code: exit_code(signal), left: true, ..GroupEnd::default() };
+            self.send(id, ToAgent::End(left));
             self.outputs.push(Output::Forget(id));
             // The group is as large as it can be at once.
             let had_rank = member.is_some_and(|member| member.node_rank.is_some());

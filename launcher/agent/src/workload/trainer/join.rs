@@ -51,7 +51,7 @@ impl TrainerWorkload<'_> {
     pub(super) fn recover(&mut self) -> io::Result<()> {
         let (dir, source) = (self.checkpoint_dir(), self.plan.resume_from.as_deref());
         let snapshot = self.snapshots.as_ref().and_then(Snapshots::newest);
-        let recovered = (self.plan.recover)(&dir, &self.run.id, source, snapshot.map(|id| id.step));
+        let recovered = (self.plan.files.recover)(&dir, &self.run.id, source, snapshot.map(|id| id.step));
         let Recovered { checkpoint, from_memory, on_disk, notes } =
             recovered.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
         notes.iter().for_each(|note| self.notify(&format!("xlaunch: {note}")));

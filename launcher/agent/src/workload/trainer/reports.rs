@@ -182,6 +182,14 @@ impl TrainerWorkload<'_> {
     fn checkpoint_saved(&mut self, CheckpointReport { step, path, seconds }: &CheckpointReport) -> Event {
         // Workers and the agent have the same working directory, the readers of this have others.
         let path = std::path::absolute(path).unwrap_or_else(|_| path.into());
+        // Rank 0 has just written there, so the disk answers.
+        if let Err(reason) = (self.plan.files.verify)(&path) {
+            let problem = format!("the checkpoint of step {step} was not saved: {reason}");
+            let line = self.checkpoint_requests.fail(&problem);
+            self.notify_if(line);
+            self.notify(&format!("xlaunch: {problem}"));
+            return Event::CheckpointIncomplete(problem);
+        }
         let text = path.to_string_lossy().into_owned();
         let line =
             self.checkpoint_requests.saved(&CheckpointReply { step: *step, path: text, seconds: *seconds });

@@ -173,6 +173,75 @@ fn node_leaves_after_sigterm_if_enough_remain_and_ranks_move_down() {
     assert!(matches!(group.take()[..], [(1, ToAgent::Stop(_)), (3, ToAgent::Stop(_))]));
 }
 
+/// A training job of up to two nodes, in which only `sharing` members see the checkpoints of others.
+struct Checkpoints<'a> {
+    group: Group,
+    sharing: &'a [MemberId],
+}
+
+impl Checkpoints<'_> {
+    fn join(&mut self, id: MemberId) {
+        let rules = GroupRules { trainer: true, fixed_ranks: false, ..rules(3) };
+        let base = dynamic(id as u32, (1, 2));
+        self.group.greet(id, Greeting { rules: Some(rules), instance: vec![id as u8], ..base });
+    }
+
+    /// Members say that they are ready. Returns what begins, with the ranks that write checkpoints.
+    fn prepare(&mut self) -> Vec<(MemberId, u32)> {
+        for (id, message) in self.group.take() {
+            if let ToAgent::Prepare(Prepare { attempt, checkpoints_instance, .. }) = message {
+                let shared = self.sharing.contains(&id) || checkpoints_instance == [id as u8];
+                let prepared = NodePrepared { attempt, shared, ..NodePrepared::default() };
+                self.group.tell(id, FromAgent::Prepared(prepared));
+            }
+        }
+        let begun = self.group.said.iter().filter_map(|(id, message)| match message {
+            ToAgent::Begin(begin) => Some((*id, begin.writers)),
+            _ => None,
+        });
+        begun.collect()
+    }
+}
+
+#[test]
+fn node_without_the_checkpoints_ends_the_job_rather_than_start_afresh() {
+    // The one that has them is killed, or leaves, while another one joins.
+    for leaves in [false, true] {
+        let mut job = Checkpoints { group: Group::new(), sharing: &[] };
+        job.join(1);
+        job.group.wait(31 * SECOND, &[1]);
+        assert_eq!(job.prepare(), [(1, 2)]);
+        job.join(2);
+        if leaves {
+            job.group.stop(1, 15);
+            job.group.all_end(&[1], 143);
+            job.group.wait(31 * SECOND, &[2]);
+        } else {
+            job.group.input(Input::Disconnected(1));
+            job.group.wait(10 * SECOND, &[2]);
+        }
+        assert_eq!(job.prepare(), []);
+        let ends = job.group.ends();
+        let (id, end) = ends.last().unwrap();
+        assert_eq!((*id, end.exit_code), (2, 75), "{ends:?}");
+        assert!(end.root.contains("does not see the checkpoints"), "{end:?}");
+    }
+}
+
+#[test]
+fn node_that_sees_the_checkpoints_takes_over_from_the_one_that_leaves() {
+    let mut job = Checkpoints { group: Group::new(), sharing: &[2] };
+    job.join(1);
+    job.group.wait(31 * SECOND, &[1]);
+    job.prepare();
+    job.join(2);
+    job.group.all_end(&[1], 143);
+    assert_eq!(job.prepare(), [(1, 4), (2, 4)]);
+    job.group.stop(1, 15);
+    job.group.all_end(&[1, 2], 143);
+    assert_eq!(job.prepare(), [(2, 2)]);
+}
+
 #[test]
 fn agent_of_the_same_rank_replaces_one_whose_connection_has_closed() {
     let mut group = Group::running(2, 3);

@@ -89,6 +89,10 @@ struct World {
     lengths: BTreeMap<u32, Instant>,
     next_port: u32,
     told: BTreeMap<u32, Told>,
+    /// Checkpoints that were announced, and the nodes that saved the last one.
+    saved: Option<(u32, u32)>,
+    /// By directory: the last checkpoint in it.
+    directories: BTreeMap<usize, u32>,
     ends: Vec<AgentEnd>,
     violation: Option<String>,
     summary: Summary,
@@ -115,6 +119,8 @@ impl World {
             lengths: BTreeMap::new(),
             next_port: 20_000,
             told: BTreeMap::new(),
+            saved: None,
+            directories: BTreeMap::new(),
             ends: Vec::new(),
             violation: None,
             summary: Summary::default(),
@@ -308,6 +314,12 @@ fn at_most_one_attempt_is_active_and_every_job_ends_whatever_the_network_does() 
     let total = simulate(seeds(), Plan::new, |_| Ok(()));
     let happened = [total.attempts, total.restarts, total.cut_off, total.renewed, total.left, total.done];
     assert!(seeds().count() < 1000 || happened.iter().all(|count| *count > 0), "{total:?}");
+}
+
+#[test]
+fn training_that_grows_and_shrinks_goes_on_from_the_last_checkpoint_that_was_announced() {
+    let total = simulate(seeds(), Plan::growth, |_| Ok(()));
+    assert!(seeds().count() < 1000 || (total.resized > 500 && total.left > 0), "{total:?}");
 }
 
 #[test]

@@ -6,6 +6,7 @@ use std::time::Instant;
 use xlaunch_proto::v1::{Begin, Prepare};
 
 use super::World;
+use crate::state::Kind;
 
 /// What the nodes of an attempt were told.
 #[derive(Debug, Default)]
@@ -26,6 +27,8 @@ pub(super) struct Summary {
     pub(super) renewed: u32,
     pub(super) left: u32,
     pub(super) done: u32,
+    /// Attempts that went on from a checkpoint with another number of nodes than the one that saved it.
+    pub(super) resized: u32,
 }
 
 impl Summary {
@@ -36,6 +39,7 @@ impl Summary {
         self.renewed += other.renewed;
         self.left += other.left;
         self.done += other.done;
+        self.resized += other.resized;
     }
 }
 
@@ -81,6 +85,7 @@ impl World {
             own.1 <= told.world && prepare.node_rank < told.count && (!is_complete || sum == told.world);
         let text = format!("attempt {attempt} on h{host}: {prepare:?}, {begin:?}; {told:?}");
         self.require(agrees && !overlaps && !taken && fits, || format!("ranks: {text}"));
+        self.check_checkpoints(host, prepare, begin);
         let is_fixed = !self.plan.fixed_ranks || prepare.node_rank as usize == host;
         self.require(is_fixed, || format!("fixed node rank: {text}"));
         self.require(prepare.restarts <= self.plan.restarts, || format!("restart budget: {text}"));
@@ -89,6 +94,47 @@ impl World {
         self.require(is_reserved, || format!("master port, {port} was reserved: {text}"));
         self.summary.restarts = self.summary.restarts.max(prepare.restarts);
         self.summary.attempts = self.summary.attempts.max(attempt + 1);
+    }
+
+    /// The directory in which the agent of a host has its checkpoints.
+    fn directory(&self, host: usize) -> usize {
+        if self.plan.shared { 0 } else { host }
+    }
+
+    /// Whether a host sees the directory of the agent with this instance.
+    pub(super) fn sees_checkpoints(&self, host: usize, instance: &[u8]) -> bool {
+        let keeper = instance.first_chunk().map_or(0, |host| u32::from_be_bytes(*host));
+        self.directory(host) == self.directory(keeper as usize)
+    }
+
+    /// Rank 0 has announced a checkpoint.
+    pub(super) fn save(&mut self, host: usize) {
+        let nodes = self.agent(host).nodes();
+        self.saved = Some((self.saved.map_or(1, |(number, _)| number + 1), nodes));
+        let directory = self.directory(host);
+        self.directories.insert(directory, self.saved.map_or(0, |(number, _)| number));
+    }
+
+    /// An attempt goes on from the last checkpoint that was announced, and all that write its next one write to the
+    /// directory of rank 0.
+    fn check_checkpoints(&mut self, host: usize, prepare: &Prepare, begin: &Begin) {
+        if self.plan.kind != Kind::Trainer {
+            return;
+        }
+        let text = format!("attempt {} on h{host}: {prepare:?}, {begin:?}", prepare.attempt);
+        if prepare.node_rank == 0 {
+            let found = self.directories.get(&self.directory(host)).copied();
+            let saved = self.saved;
+            self.require(found == saved.map(|(number, _)| number), || {
+                format!("goes on from checkpoint {found:?}, {saved:?} was announced: {text}")
+            });
+            self.summary.resized += u32::from(saved.is_some_and(|(_, nodes)| nodes != prepare.nodes));
+        }
+        let first = self.told[&prepare.attempt].nodes.get(&0).map(|(host, ..)| *host);
+        let is_apart = first.is_some_and(|first| self.directory(first) != self.directory(host));
+        self.require(!is_apart || prepare.first_rank >= begin.writers, || {
+            format!("writes to another directory than rank 0: {text}")
+        });
     }
 
     /// A worker starts: none of the same rank lives, and none of an earlier attempt.

@@ -65,6 +65,11 @@ impl Agent {
         self.prepare.as_ref().map_or(0, |prepare| prepare.first_rank)
     }
 
+    /// Of the attempt.
+    pub(super) fn nodes(&self) -> u32 {
+        self.prepare.as_ref().map_or(0, |prepare| prepare.nodes)
+    }
+
     pub(super) fn job(&self) -> &Job {
         &self.job
     }
@@ -315,7 +320,8 @@ impl World {
     }
 
     fn prepare(&mut self, host: usize, prepare: Prepare) {
-        let mut prepared = NodePrepared { attempt: prepare.attempt, shared: true, ..NodePrepared::default() };
+        let shared = self.sees_checkpoints(host, &prepare.checkpoints_instance);
+        let mut prepared = NodePrepared { attempt: prepare.attempt, shared, ..NodePrepared::default() };
         if prepare.node_rank == 0 {
             self.next_port += 1;
             (prepared.master_port, self.agent(host).port) = (self.next_port, self.next_port);

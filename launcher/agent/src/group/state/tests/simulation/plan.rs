@@ -66,6 +66,8 @@ pub(super) struct Plan {
     pub(super) clocks: Vec<f64>,
     pub(super) fixed_ranks: bool,
     pub(super) nodes: (u32, u32),
+    /// All hosts see one directory of checkpoints; otherwise each has its own.
+    pub(super) shared: bool,
     pub(super) restarts: u32,
     pub(super) lease: u32,
     /// The agent of host 0 runs the coordinator.
@@ -99,11 +101,41 @@ impl Plan {
             clocks,
             fixed_ranks,
             nodes: (least, most),
+            shared: random.percent(50),
             restarts: random.below(4),
             lease: [3, 6, 12, 12][random.below(4) as usize],
             hosted: random.percent(60),
             faults: (0..count).map(|_| fault(random)).collect(),
             crashes: [0, 10, 40][random.below(3) as usize],
+        }
+    }
+
+    /// A training job that grows node by node, and loses or is left by some of them.
+    pub(super) fn growth(random: &mut Random) -> Self {
+        let hosts = 3;
+        let starts = (0..hosts).map(|host| random.ms(8000 * host, 8000 * host + 8000)).collect();
+        let fault = |random: &mut Random| {
+            let again = random.percent(70).then(|| random.ms(500, 8000));
+            let fault = match random.below(10) {
+                0..5 => Fault::Stop(15),
+                5..8 => Fault::Kill { again },
+                _ => Fault::PowerOff { again },
+            };
+            (random.ms(5000, 50_000), random.below(hosts) as usize, fault)
+        };
+        Self {
+            kind: Kind::Trainer,
+            workers: vec![1; hosts as usize],
+            starts,
+            clocks: vec![1.0; hosts as usize],
+            fixed_ranks: false,
+            nodes: (1, hosts),
+            shared: random.percent(50),
+            restarts: 3,
+            lease: 3,
+            hosted: random.percent(40),
+            faults: (0..1 + random.below(5)).map(|_| fault(random)).collect(),
+            crashes: [0, 10][random.below(2) as usize],
         }
     }
 
@@ -119,6 +151,7 @@ impl Plan {
             workers: vec![2; 3],
             starts: vec![Duration::ZERO; 3],
             nodes: (3, 3),
+            shared: true,
             restarts: 3,
             lease: 12,
             hosted: true,

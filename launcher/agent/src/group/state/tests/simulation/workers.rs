@@ -71,7 +71,10 @@ impl World {
             return;
         }
         self.note(|| format!("worker {worker} exits: {exit:?}"));
-        let Worker { host, incarnation, local_rank, attempt, .. } = self.workers[worker];
+        let Worker { host, incarnation, local_rank, rank, attempt } = self.workers[worker];
+        if self.plan.kind == Kind::Trainer && rank == 0 && exit == Exit::Code(143) {
+            self.save(host);
+        }
         if exit != Exit::Code(0) && self.broken.insert(attempt) {
             self.notice_loss(attempt);
         }
