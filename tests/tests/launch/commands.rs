@@ -21,6 +21,7 @@ xlaunch_harness::tests! {
     restart_increments_count_and_changes_port,
     final_exit_code_and_repeated_failure_stop_restarts,
     log_dir_has_layout_of_torchrun,
+    launches_at_the_same_time_have_different_run_ids,
     unsupported_options_are_refused_by_name,
     fifty_concurrent_launches_have_distinct_ports,
     worker_that_closes_its_output_or_calls_exec_is_waited_for,
@@ -179,6 +180,28 @@ fn log_dir_has_layout_of_torchrun() {
         assert!(launch.read(&format!("file.{rank}")).trim().ends_with(&format!("{dir}/error.json")));
     }
     assert!(!run.stderr.contains("err 1"), "{}", run.stderr);
+}
+
+fn launches_at_the_same_time_have_different_run_ids() {
+    let launch = Launch::new();
+    let script = "echo $TORCHELASTIC_RUN_ID";
+    let command: Vec<_> = (0..4).map(|_| launch.spawn_shell(&[], 2, script)).collect();
+    let logged = ["--log-dir", "logs", "--tee", "3"];
+    let logged: Vec<_> = (0..4).map(|_| launch.spawn_shell(&logged, 2, script)).collect();
+    let ids = command.into_iter().chain(logged).map(|process| {
+        let output = process.wait().stdout;
+        let ids: BTreeSet<&str> = output.lines().collect();
+        assert_eq!(ids.len(), 1, "both ranks have the same: {output}");
+        ids.first().unwrap().to_string()
+    });
+    let ids: BTreeSet<String> = ids.collect();
+    assert_eq!(ids.len(), 8, "{ids:?}");
+    // A chosen one is what it is, however often it is used.
+    for _ in 0..2 {
+        let options = ["--log-dir", "logs", "--tee", "3", "--rdzv-id", "my run"];
+        assert_eq!(launch.run_shell(&options, 1, script).stdout, "my run\n");
+    }
+    assert!(launch.path().join("logs/my_run-2/attempt_0").exists());
 }
 
 fn program_that_cannot_start_is_named() {

@@ -15,7 +15,8 @@ xlaunch_harness::tests! {
     node_is_ready_while_its_workers_run,
     spare_answers_for_the_job_and_is_ready,
     coordinator_outside_of_the_nodes_survives_the_loss_of_any_of_them,
-    coordinator_that_is_terminated_says_so;
+    coordinator_that_is_terminated_says_so,
+    nodes_of_a_command_that_grows_have_one_run_id_and_logs_of_their_own;
 }
 
 /// Two nodes and the port of their coordinator.
@@ -265,4 +266,55 @@ fn coordinator_that_is_terminated_says_so() {
         "{}",
         elsewhere.stderr
     );
+}
+
+/// One node, then two, then the other one alone, which has rank 0 then. All log to one directory.
+fn nodes_of_a_command_that_grows_have_one_run_id_and_logs_of_their_own() {
+    let head = Launch::new();
+    let endpoint = free_endpoint();
+    let coordinator = head.spawn(&["rendezvous", "--listen", &endpoint, "--rdzv-insecure"]);
+    coordinator.wait_for_stderr("coordinating one job");
+    let nodes = [Launch::new(), Launch::new()];
+    let logs = head.path().join("logs");
+    let logs = logs.to_str().unwrap();
+    let script = "trap 'exit 0' TERM; echo $TORCHELASTIC_RUN_ID $RANK $WORLD_SIZE $GLOO_SOCKET_IFNAME; \
+                  while :; do sleep 0.05; done";
+    let agent = |node: usize| {
+        let place = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", &endpoint];
+        let conf =
+            ["--rdzv-conf", "is_host=0,last_call_timeout=0", "--rdzv-insecure", "--local-addr", "127.0.0.1"];
+        nodes[node].spawn_shell(&[&place[..], &conf, &["--log-dir", logs, "--tee", "3"]].concat(), 1, script)
+    };
+    let wait_for_line = |process: &Process, end: &str| {
+        wait_for(end, || process.stdout().lines().any(|line| line.ends_with(end)).then_some(()));
+    };
+    let first = agent(0);
+    wait_for_line(&first, " 0 1 ");
+    let second = agent(1);
+    // Both find each other by the interface of their address, also the one that began alone.
+    wait_for_line(&first, " 0 2 lo");
+    wait_for_line(&second, " 1 2 lo");
+    first.signal(Signal::TERM);
+    let mut outputs = vec![first.wait()];
+    wait_for_line(&second, " 0 1 ");
+    // The directory of the run leads to the node that has rank 0 now.
+    let run = std::fs::read_dir(logs).unwrap().next().unwrap().unwrap().path();
+    let status = nodes[1].run(&["status", "--json", run.to_str().unwrap()]);
+    assert_eq!(status.code, 0, "{}", status.stderr);
+    second.signal(Signal::TERM);
+    outputs.push(second.wait());
+    let lines = outputs.iter().flat_map(|output| output.stdout.lines());
+    let ids: std::collections::BTreeSet<&str> = lines.filter_map(|line| line.split(' ').next()).collect();
+    assert_eq!(ids.len(), 1, "{ids:?}");
+    let written = |name: &str| std::fs::read_to_string(run.join(name).join("0/stdout.log")).unwrap();
+    assert!(
+        written("node_0/attempt_0").ends_with(" 0 1 \n")
+            && written("node_0/attempt_1").ends_with(" 0 2 lo\n")
+    );
+    assert!(
+        written("node_1/attempt_1").ends_with(" 1 2 lo\n")
+            && written("node_1/attempt_2").ends_with(" 0 1 \n")
+    );
+    assert_eq!(std::fs::read_dir(logs).unwrap().count(), 1, "one directory for all nodes");
+    coordinator.wait();
 }

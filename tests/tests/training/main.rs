@@ -14,6 +14,7 @@ mod export;
 mod fail_points;
 mod generate;
 mod gpus;
+mod growth;
 mod memory;
 mod nodes;
 mod pool;
@@ -24,6 +25,6 @@ mod tensorboard;
 
 xlaunch_harness::suite! {
     threads_per_core 2;
-    modules bench, chaos, checkpoints, continued, data, divergence, dry_run, export, fail_points, generate, gpus,
+    modules bench, chaos, checkpoints, continued, data, divergence, dry_run, export, fail_points, generate, gpus, growth,
             memory, nodes, pool, prepared, report, runs, tensorboard;
 }

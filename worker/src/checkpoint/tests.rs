@@ -81,6 +81,13 @@ impl Exchange for Together {
 
 /// Saves with several ranks.
 fn save_together(dir: &Path, step: u64, world: usize, sharded: bool) -> PathBuf {
+    try_to_save_together(&vec![dir; world], step, sharded).unwrap();
+    dir.join(name(step))
+}
+
+/// Saves with ranks that have these directories. Returns what rank 0 makes of it.
+fn try_to_save_together(dirs: &[&Path], step: u64, sharded: bool) -> Result<(), CheckpointError> {
+    let world = dirs.len();
     let layout = Layout::new(&shape());
     let (sender, receiver) = channel();
     let mut receiver = Some((world, receiver));
@@ -89,7 +96,7 @@ fn save_together(dir: &Path, step: u64, world: usize, sharded: bool) -> PathBuf 
             let portion = Portion::new(&sharding(&layout, rank, world, sharded), rank, world);
             let snapshot = snapshot(&portion, step);
             let settings = Settings {
-                dir: dir.into(),
+                dir: dirs[rank].into(),
                 layout: layout.clone(),
                 portion,
                 rank,
@@ -109,8 +116,24 @@ fn save_together(dir: &Path, step: u64, world: usize, sharded: bool) -> PathBuf 
             saver
         })
         .collect();
-    savers.iter_mut().for_each(|saver| saver.wait().unwrap());
-    dir.join(name(step))
+    let mut ends: Vec<_> = savers.iter_mut().map(Saver::wait).collect();
+    assert!(ends[1..].iter().all(Result::is_ok), "{ends:?}");
+    ends.swap_remove(0)
+}
+
+#[test]
+fn checkpoint_is_refused_if_a_rank_has_written_to_another_directory() {
+    for stale in [false, true] {
+        let (dir, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        if stale {
+            // The same files are there, with what an earlier save had written.
+            save_together(dir.path(), 6, 2, false);
+            fs_err::rename(dir.path().join(name(6)), dir.path().join(".tmp-step-00000007")).unwrap();
+        }
+        let error = try_to_save_together(&[dir.path(), other.path()], 7, false).unwrap_err().to_string();
+        assert!(error.starts_with("failed to write checkpoint") && error.contains("safetensors"), "{error}");
+        assert!(scan(dir.path()).unwrap().is_empty(), "{error}");
+    }
 }
 
 #[test]

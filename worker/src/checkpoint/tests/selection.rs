@@ -23,6 +23,29 @@ fn newest_valid_checkpoint_is_chosen_and_the_rejected_ones_are_named() {
 }
 
 #[test]
+fn newer_saves_that_were_never_completed_are_named_with_what_they_have() {
+    let dir = tempfile::tempdir().unwrap();
+    let unfinished = |step, files: &[&str]| {
+        let path = dir.path().join(format!(".tmp-step-{step:08}"));
+        fs_err::create_dir(&path).unwrap();
+        files.iter().for_each(|file| fs_err::write(path.join(file), "").unwrap());
+    };
+    unfinished(5, &[]);
+    save(dir.path(), 10);
+    unfinished(20, &[MODEL, "optimizer-00001-of-00003.safetensors", "optimizer-00002-of-00003.safetensors"]);
+    unfinished(30, &[MANIFEST]);
+    let rejected = choose(dir.path()).unwrap().unwrap().rejected;
+    let rejected: Vec<String> = rejected.iter().map(|(path, error)| directory::reject(path, error)).collect();
+    let expected = [
+        "the checkpoint of step 30 is not complete: it was not put in place: ",
+        "the checkpoint of step 20 is not complete: it has no manifest, and files of 2 of 3 ranks: ",
+    ];
+    assert_eq!(rejected.len(), 2, "{rejected:?}");
+    assert!(rejected.iter().zip(expected).all(|(text, start)| text.starts_with(start)), "{rejected:?}");
+    assert_eq!(fs_err::read_dir(dir.path()).unwrap().count(), 4, "a running job may still write there");
+}
+
+#[test]
 fn names_sort_by_step_and_pinned_ones_are_checkpoints() {
     let dir = tempfile::tempdir().unwrap();
     save(dir.path(), 7);
@@ -55,7 +78,8 @@ fn recovery_finds_checkpoints_of_this_run_only_and_cleans_up() {
     fs_err::rename(dir.path().join(name(10)), dir.path().join(".old-step-00000010")).unwrap();
     let recovered = recover(dir.path(), "a", None, None).unwrap();
     assert_eq!(recovered.checkpoint, Some(dir.path().join(name(10))));
-    assert!(recovered.notes.is_empty(), "{recovered:?}");
+    let [note] = &recovered.notes[..] else { panic!("{recovered:?}") };
+    assert!(note.starts_with("the checkpoint of step 30 is not complete: it has no manifest"), "{note}");
     assert!(!dir.path().join(".tmp-step-00000030").exists());
     let of_c = |source: Option<u64>| {
         let source = source.map(|step| dir.path().join(name(step)));

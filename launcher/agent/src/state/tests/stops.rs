@@ -77,6 +77,25 @@ fn stop_without_the_last_checkpoint_is_retryable_and_names_the_newest_one() {
 }
 
 #[test]
+fn checkpoint_that_cannot_be_read_back_is_not_one() {
+    let saved = |step| Event::Checkpoint { step, path: format!("/c/step-{step}").into() };
+    let incomplete = || Event::CheckpointIncomplete("a file is missing".into());
+    let end = |events: &[Event]| {
+        let mut job = trainer(1, 0);
+        outcome(&run(&mut job, &[&[Event::AllJoined, saved(10)], events].concat()))
+    };
+    let stopped = || [Event::Stop(StopCause::Call), exited(0, 143)];
+    let lost = end(&[&[incomplete()][..], &stopped()].concat());
+    assert_eq!((lost.exit, lost.root.unwrap().message.as_str()), (ExitCode::Retryable, "a file is missing"));
+    assert_eq!(lost.note.as_deref(), Some("newest checkpoint: step 10, /c/step-10"));
+    let later = end(&[&[incomplete(), saved(20)][..], &stopped()].concat());
+    assert_eq!(later.exit, ExitCode::Stopped);
+    // The last one of a job that has done all its steps.
+    let done = end(&[incomplete(), exited(0, 0)]);
+    assert_eq!((done.exit, done.root.unwrap().message.as_str()), (ExitCode::Data, "a file is missing"));
+}
+
+#[test]
 fn one_interrupt_stops_cleanly_and_two_kill() {
     let interrupt = Event::Stop(StopCause::Signal(2));
     let mut job = trainer(2, 3);
