@@ -96,6 +96,16 @@ impl ExitCode {
         Self::from_code(code).or_else(|| internal.find(|exit| i32::from(exit.code()) == code))
     }
 
+    /// The code of a job or command that ends for the reason of this one: those that only workers have are not shown
+    /// outside.
+    pub fn of_job(self) -> Self {
+        match self {
+            Self::Diverged => Self::WorkerFailed,
+            Self::DamagedCheckpoint | Self::SaveFailed => Self::Data,
+            other => other,
+        }
+    }
+
     /// The meaning of this code.
     pub fn meaning(self) -> &'static str {
         match self {

@@ -96,9 +96,22 @@ pub fn bytes_text(bytes: u64) -> String {
     }
 }
 
+/// A size that is needed and a smaller one that there is, as precise as it takes to tell them apart.
+pub fn shortage_texts(needed: u64, present: u64) -> [String; 2] {
+    let texts = [needed, present].map(bytes_text);
+    if texts[0] == texts[1] { [needed, present].map(|bytes| format!("{bytes} bytes")) } else { texts }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sizes_that_differ_never_look_the_same() {
+        assert_eq!(shortage_texts(3 << 30, 2 << 30), ["3 GiB", "2 GiB"]);
+        assert_eq!(shortage_texts((1 << 20) + 5, 1 << 20), ["1048581 bytes", "1048576 bytes"]);
+        assert_eq!(shortage_texts(4096, 0), ["4096 bytes", "0 bytes"]);
+    }
 
     #[test]
     fn times_have_units_or_are_clock_times() {

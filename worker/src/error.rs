@@ -114,6 +114,8 @@ impl WorkerError {
         match self {
             Self::Data(_) => ExitCode::Data,
             Self::Checkpoint(CheckpointError::Write { .. }) => ExitCode::SaveFailed,
+            // Not enough memory.
+            Self::Checkpoint(CheckpointError::Memory { .. }) => ExitCode::Gpu,
             Self::Checkpoint(_) => ExitCode::Data,
             Self::Model(error) => error.exit(),
             Self::SetAside(_) => ExitCode::DamagedCheckpoint,

@@ -17,7 +17,7 @@ use xlaunch_comm::bucket::Plan;
 use xlaunch_engine::{HostAllocator, HostBuffer};
 use xlaunch_proto::model::{ModelSection, ModelShape};
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_worker::checkpoint::saver::{Exchange, Saver, Settings, Written};
+use xlaunch_worker::checkpoint::saver::{Buffers, Exchange, Saver, Settings, Written};
 use xlaunch_worker::checkpoint::{
     Piece, Portion, Retention, Snapshot, State, VERSION, directory, name, read,
 };
@@ -122,8 +122,7 @@ fn save_until_killed(dir: &Path) {
         tokenizer: Some(b"{}".to_vec()),
         source: None,
         host: HostAllocator::default(),
-        memory: None,
-        memory_required: false,
+        buffers: Buffers::Own,
     };
     let mut saver = Saver::start(settings, Box::new(Alone(None))).unwrap();
     saver.wait().unwrap();

@@ -2,17 +2,30 @@
 
 use std::path::{Path, PathBuf};
 
-/// Bytes that processes started from here can still get without swapping; `None` if the host does not tell.
-pub fn available() -> Option<u64> {
+/// Bytes that processes started from here can still get.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Available {
+    /// Without swapping.
+    pub memory: u64,
+    /// In addition, in swap space.
+    pub swap: u64,
+}
+
+/// What processes started from here can still get; `None` if the host does not tell.
+pub fn available() -> Option<Available> {
     available_below(Path::new("/"))
 }
 
 /// With `/proc` and `/sys` below `root`.
-fn available_below(root: &Path) -> Option<u64> {
+fn available_below(root: &Path) -> Option<Available> {
     let meminfo = fs_err::read_to_string(root.join("proc/meminfo")).ok()?;
-    let kib = value(&meminfo, "MemAvailable:")?;
-    let host = kib.saturating_mul(1024);
-    Some(cgroups(root).iter().filter_map(Cgroup::available).fold(host, u64::min))
+    let bytes = |name| Some(value(&meminfo, name)?.saturating_mul(1024));
+    let host = Available { memory: bytes("MemAvailable:")?, swap: bytes("SwapFree:").unwrap_or(0) };
+    let limited = cgroups(root).into_iter().filter_map(|cgroup| cgroup.available());
+    Some(limited.fold(host, |least, cgroup| Available {
+        memory: least.memory.min(cgroup.memory),
+        swap: least.swap.min(cgroup.swap),
+    }))
 }
 
 /// A cgroup with a memory controller, and the names of its files.
@@ -25,14 +38,24 @@ struct Cgroup {
 }
 
 impl Cgroup {
-    /// Bytes below its limit; `None` if it has none.
-    fn available(&self) -> Option<u64> {
+    /// What is left below its limit; `None` if it has none.
+    fn available(&self) -> Option<Available> {
         let read = |name: &str| fs_err::read_to_string(self.dir.join(name)).ok();
         // `max` in version 2; a number beyond any memory in version 1.
         let limit: u64 = read(self.limit)?.trim().parse().ok()?;
         let usage: u64 = read(self.usage)?.trim().parse().ok()?;
         let cache = read("memory.stat").and_then(|text| value(&text, self.cache)).unwrap_or(0);
-        Some(limit.saturating_sub(usage.saturating_sub(cache)))
+        let memory = limit.saturating_sub(usage.saturating_sub(cache));
+        // Version 1 limits memory and swap space together: what is left of it is not known.
+        let swap = match read("memory.swap.max").as_deref().map(str::trim) {
+            Some("max") => u64::MAX,
+            Some(limit) => {
+                let used = read("memory.swap.current").and_then(|text| text.trim().parse().ok());
+                limit.parse::<u64>().unwrap_or(0).saturating_sub(used.unwrap_or(0))
+            }
+            None => 0,
+        };
+        Some(Available { memory, swap })
     }
 }
 
@@ -73,6 +96,10 @@ mod tests {
     const MEMINFO: (&str, &str) = ("proc/meminfo", "MemTotal:  9000 kB\nMemAvailable:  1000 kB\n");
 
     fn available(files: &[(&str, &str)]) -> Option<u64> {
+        Some(available_of(files)?.memory)
+    }
+
+    fn available_of(files: &[(&str, &str)]) -> Option<Available> {
         let root = tempfile::TempDir::new().unwrap();
         for (path, text) in files {
             let path = root.path().join(path);
@@ -115,5 +142,23 @@ mod tests {
             ("sys/fs/cgroup/memory/memory.stat", "total_inactive_file 150000\n"),
         ];
         assert_eq!(available(&files), Some(50_000));
+    }
+
+    #[test]
+    fn swap_space_counts_as_far_as_the_cgroup_may_use_it() {
+        const MEMORY: &str = "MemAvailable:  1000 kB\nSwapFree:  500 kB\n";
+        let swap = |swap_max: &str| {
+            let files = [
+                ("proc/meminfo", MEMORY),
+                ("proc/self/cgroup", "0::/a\n"),
+                ("sys/fs/cgroup/a/memory.max", "900000\n"),
+                ("sys/fs/cgroup/a/memory.current", "0\n"),
+                ("sys/fs/cgroup/a/memory.swap.current", "1000\n"),
+                ("sys/fs/cgroup/a/memory.swap.max", swap_max),
+            ];
+            available_of(&files).unwrap().swap
+        };
+        assert_eq!(available_of(&[("proc/meminfo", MEMORY)]).unwrap().swap, 512_000);
+        assert_eq!((swap("max\n"), swap("0\n"), swap("5000\n")), (512_000, 0, 4000));
     }
 }

@@ -14,6 +14,6 @@ pub struct Refusal {
 impl Refusal {
     /// A refusal with this exit code.
     pub fn new(exit: ExitCode, message: impl Into<String>) -> Self {
-        Self { exit, message: message.into() }
+        Self { exit: exit.of_job(), message: message.into() }
     }
 }

@@ -33,6 +33,7 @@ use xlaunch_agent::run_dir::RunDir;
 use xlaunch_agent::sinks::RankReport;
 use xlaunch_agent::spawn::environment::BaseEnvironment;
 use xlaunch_agent::waiting;
+use xlaunch_agent::workload::host_memory::SaveBuffers;
 use xlaunch_agent::workload::trainer::{self, CheckpointFiles, Recovered, TrainerPlan};
 use xlaunch_agent::{Refusal, report};
 
@@ -76,7 +77,7 @@ async fn run_workers(
             lock: |_, _| Ok(Box::new(())),
         },
         lock: None,
-        memory_snapshots: false,
+        buffers: SaveBuffers::Copy,
         bench: Some(Bench { kind: Some(kind) }),
         rank_threads: mode == Mode::Threads,
     };

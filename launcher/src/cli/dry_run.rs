@@ -6,6 +6,7 @@ use std::fmt::Write as _;
 use xlaunch_agent::devices::{self, Node};
 use xlaunch_agent::group::join::Nodes;
 use xlaunch_agent::sinks::progress::count;
+use xlaunch_agent::workload::host_memory::{self, HostNeeds, MemoryPlan, SaveBuffers};
 use xlaunch_agent::{Refusal, memory, run_dir};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::quantities::bytes_text;
@@ -42,7 +43,7 @@ impl Target {
         let configured = spec.engine.memory_limit_mb.map(|mib| mib.saturating_mul(1 << 20));
         let present = match cuda {
             true => devices::gpu_memory(),
-            false => memory::available().map(|bytes| bytes / u64::from(ranks_per_node.max(1))),
+            false => memory::available().map(|available| available.buffers_of_rank(ranks_per_node)),
         };
         let limit = [configured, present].into_iter().flatten().min();
         Self { cuda, ranks_per_node, nodes: group.map_or(1, |group| group.spec.nodes.max), limit }
@@ -71,13 +72,37 @@ fn report(launch: &Launch, group: Option<&Nodes>, trainer: Trainer) -> Result<(S
     checks.warnings.iter().for_each(|warning| print_line(format_args!("warning: {warning}")));
     let (needed, savings) = (trainer.memory)(&spec, target.cuda, target.ranks(), target.limit)?;
     let tokens = checks.data.get("train").map_or(0, |data| data.tokens);
-    let text = text(&spec, target, tokens, &needed, &savings);
-    let fits = target.limit.is_none_or(|limit| needed.total <= limit);
+    let host = plan_host(&spec, target, &needed, checks.state_bytes);
+    let text = text(&spec, target, tokens, &needed, &savings, &host);
+    let fits = target.limit.is_none_or(|limit| needed.total <= limit) && host.is_ok();
     Ok((text, if fits { ExitCode::Done } else { ExitCode::Usage }))
 }
 
+/// Plans the memory of this host as a launch would, unless it cannot be the host of the job.
+fn plan_host(
+    spec: &JobSpec,
+    target: Target,
+    needed: &Memory,
+    state: u64,
+) -> Result<Option<MemoryPlan>, String> {
+    if target.cuda && target.limit.is_none() {
+        return Ok(None);
+    }
+    let Target { cuda, ranks_per_node: ranks, .. } = target;
+    let copy = host_memory::saved_here(spec, state, ranks, target.ranks(), cuda, true);
+    let needs = HostNeeds::new(ranks, (!cuda).then_some(needed.total), copy);
+    host_memory::plan(spec, needs, target.nodes > 1, memory::available()).map(Some)
+}
+
 #[expect(clippy::cast_precision_loss, reason = "for display only")]
-fn text(spec: &JobSpec, target: Target, tokens: u64, needed: &Memory, savings: &[Saving]) -> String {
+fn text(
+    spec: &JobSpec,
+    target: Target,
+    tokens: u64,
+    needed: &Memory,
+    savings: &[Saving],
+    host: &Result<Option<MemoryPlan>, String>,
+) -> String {
     let mut out = String::new();
     let mut line = |name: &str, value: String| {
         // Writing to a String cannot fail.
@@ -109,6 +134,13 @@ fn text(spec: &JobSpec, target: Target, tokens: u64, needed: &Memory, savings: &
     ];
     for (name, bytes) in rows.into_iter().filter(|(_, bytes)| *bytes > 0) {
         line(name, bytes_text(bytes));
+    }
+    match host {
+        Ok(Some(MemoryPlan { buffers: SaveBuffers::Pieces, note })) => {
+            line("checkpoints", note.clone().unwrap_or_default());
+        }
+        Err(reason) if target.cuda => line("host", reason.clone()),
+        _ => {}
     }
     let Some(limit) = target.limit else {
         line("fits", format!("the memory of a {device} is not known here"));

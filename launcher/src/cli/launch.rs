@@ -29,7 +29,7 @@ use xlaunch_agent::spawn::environment::BaseEnvironment;
 use xlaunch_agent::state::Outcome;
 use xlaunch_agent::waiting::{self, Group};
 use xlaunch_agent::workload::command::CommandPlan;
-use xlaunch_agent::workload::snapshots::{MemoryUse, memory_use};
+use xlaunch_agent::workload::host_memory::{self, HostNeeds, MemoryPlan, SaveBuffers};
 use xlaunch_agent::workload::trainer::TrainerPlan;
 use xlaunch_agent::{Refusal, ending, memory, report, workload};
 
@@ -143,7 +143,7 @@ pub(super) async fn train(
     let joining = join::join(place.group, work).await?;
     let mut group = waiting::first_attempt(joining, workload::trainer::launch(spec), &notify).await?;
     let spec = &as_completed(spec, &group.first);
-    let ready = match ready(spec, &mut group, trainer, create) {
+    let ready = match ready(spec, placement, &mut group, trainer, create) {
         Ok(ready) => ready,
         Err(refusal) => {
             group.refuse(&refusal).await;
@@ -172,7 +172,7 @@ struct Ready {
     spec: JobSpec,
     checks: Preflight,
     run: RunDir,
-    memory: MemoryUse,
+    buffers: SaveBuffers,
     parent_dir: Option<PathBuf>,
 }
 
@@ -180,6 +180,7 @@ struct Ready {
 /// left to train.
 fn ready(
     spec: &JobSpec,
+    placement: &Placement,
     group: &mut Group,
     trainer: Trainer,
     create: impl FnOnce(&JobSpec, &str, Option<Entry>) -> Result<RunDir, Refusal>,
@@ -198,12 +199,7 @@ fn ready(
         return Err(Refusal::new(ExitCode::Done, message));
     }
     let spec = spec.clone();
-    let memory = match memory_use(&spec, checks.state_bytes, memory::available()) {
-        Ok(memory) => memory,
-        // Attempts of several nodes use none.
-        Err(_) if group.has_peers() => MemoryUse::default(),
-        Err(reason) => return Err(Refusal::new(ExitCode::Usage, reason)),
-    };
+    let MemoryPlan { buffers, note } = plan_memory(&spec, placement, group, trainer, checks.state_bytes)?;
     let parent = checks.parent.as_ref().filter(|parent| !parent.run.is_empty());
     let parent_dir = parent.and_then(|Parent { run, checkpoint, .. }| parent_dir(checkpoint, run, &job_dir));
     let run = if group.may_have_peers() {
@@ -211,8 +207,24 @@ fn ready(
     } else {
         create(&spec, &group.run_id, group.entry.take())?
     };
-    memory.note.iter().filter(|_| !group.has_peers()).for_each(|note| notify(note));
-    Ok(Ready { spec, checks, run, memory, parent_dir })
+    note.iter().for_each(|note| notify(note));
+    Ok(Ready { spec, checks, run, buffers, parent_dir })
+}
+
+/// Plans the memory of this node, before a checkpoint finds out that there is not enough of it.
+fn plan_memory(
+    spec: &JobSpec,
+    placement: &Placement,
+    group: &Group,
+    trainer: Trainer,
+    state_bytes: u64,
+) -> Result<MemoryPlan, Refusal> {
+    let (ranks, world, cuda) = (placement.workers, group.first.world_size, placement.cuda);
+    let buffers = if cuda { None } else { Some((trainer.memory)(spec, false, world, None)?.0.total) };
+    let copy = host_memory::saved_here(spec, state_bytes, ranks, world, cuda, group.first.node_rank == 0);
+    let needs = HostNeeds::new(ranks, buffers, copy);
+    host_memory::plan(spec, needs, group.has_peers(), memory::available())
+        .map_err(|reason| Refusal::new(ExitCode::Usage, reason))
 }
 
 async fn run_trainer(
@@ -222,7 +234,7 @@ async fn run_trainer(
     base: &BaseEnvironment,
     ready: Ready,
 ) -> Result<Ended, Refusal> {
-    let Ready { spec, checks, run, memory, parent_dir } = ready;
+    let Ready { spec, checks, run, buffers, parent_dir } = ready;
     let device = if placement.cuda { "GPU" } else { "CPU" };
     let (first, path) = (&group.first, run.path.display());
     let node = if group.has_peers() {
@@ -249,7 +261,7 @@ async fn run_trainer(
         parent: parent_dir,
         files: trainer.files,
         lock: checks.lock,
-        memory_snapshots: memory.used,
+        buffers,
         bench: None,
         rank_threads: false,
         base,

@@ -9,6 +9,7 @@
 //! - `bench` reports plausible results for the benchmark that the agent asks for;
 //! - `stderr:TEXT` writes a line; `env` writes the environment to stdout;
 //! - `sleep:MS` sleeps, `sleep` without a time does so forever; `ignore-sigterm` ignores SIGTERM from then on;
+//! - `allocate` uses memory without end;
 //! - `grandchild` starts a process that sleeps, in the process group of the worker;
 //! - `exit:N` and `signal:N` end the process; `exit-plus:N` does so with N plus the number of the attempt, from 0.
 //!   After the last command it exits with code 0.
@@ -50,6 +51,12 @@ fn main() -> Result<(), Box<dyn Error>> {
             },
             "sleep" => std::thread::sleep(Duration::from_millis(argument.parse()?)),
             "ignore-sigterm" => ignore_sigterm()?,
+            "allocate" => {
+                let mut all = Vec::new();
+                loop {
+                    all.push(vec![1_u8; 1 << 20]);
+                }
+            }
             "grandchild" => drop(Command::new("sleep").arg("1000").spawn()?),
             "exit" => std::process::exit(argument.parse()?),
             "exit-plus" => {

@@ -1,13 +1,16 @@
-//! Snapshots in memory: what a restart resumes from, and that it makes no difference to the result.
+//! Host memory: snapshots that a restart resumes from, which make no difference to the result, and limits.
 
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::OnceLock;
 
 use rustix::process::Signal;
-use xlaunch_tests::{Job, Output, Process, children, read_state, send_signal, suspend, wait_for};
+use xlaunch_tests::{
+    Job, MemoryCgroup, Output, Process, children, read_state, requirements, send_signal, suspend, wait_for,
+};
 
 xlaunch_harness::tests! {
     restart_resumes_from_memory_and_opens_no_checkpoint,
@@ -15,6 +18,10 @@ xlaunch_harness::tests! {
     damaged_snapshot_is_passed_over_for_the_checkpoint,
     restart_without_memory_snapshots_reads_the_checkpoint,
     worker_killed_while_a_checkpoint_is_written_resumes_after_its_step;
+    needs requirements::memory_cgroup:
+    state_without_memory_for_a_copy_is_saved_in_pieces_with_the_same_bytes,
+    job_that_does_not_fit_into_its_cgroup_is_refused_before_it_trains,
+    worker_ended_by_the_oom_killer_is_out_of_memory;
 }
 
 const STEPS: u64 = 800;
@@ -235,4 +242,69 @@ fn worker_killed_while_a_checkpoint_is_written_resumes_after_its_step() {
     assert_eq!(from, FROM_MEMORY);
     assert!(step > on_disk + 100, "{on_disk} is on disk: {}", output.stderr);
     assert!(last_state(&job) == *undisturbed_2());
+}
+
+/// A model whose state takes 50 MB: far more than what differs between two runs of the same program.
+const LARGE: [&str; 8] = [
+    "--set",
+    "model.dim=256",
+    "--set",
+    "model.ffn=1024",
+    "--set",
+    "model.layers=4",
+    "--set",
+    "train.steps=4",
+];
+
+/// Runs `xlaunch train.toml ARGS` in a cgroup with this limit.
+fn run_limited(job: &Job, name: &str, limit_bytes: u64, args: &[&str]) -> Output {
+    let cgroup = MemoryCgroup::new(&format!("xlaunch-test-{name}"), limit_bytes).unwrap();
+    let command = job.command(&[&["train.toml"], args].concat());
+    let mut shell = Command::new("sh");
+    let enter = format!("echo $$ > {} && exec \"$@\"", cgroup.procs_file().display());
+    shell.args(["-c", &enter, "sh"]).arg(command.get_program()).args(command.get_args());
+    shell.current_dir(job.path());
+    shell.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    Process::spawn(&mut shell).wait()
+}
+
+/// Bytes that `--dry-run` says each rank needs, and what a process needs beside them.
+fn training_bytes(job: &Job, args: &[&str]) -> u64 {
+    let report = job.run(&[args, &["--dry-run"]].concat());
+    let line = report.stdout.lines().find_map(|line| line.strip_prefix("each rank")).unwrap();
+    let mib: f64 = line.trim().strip_suffix(" MiB").unwrap().parse().unwrap();
+    (mib as u64 + 96) << 20
+}
+
+fn state_without_memory_for_a_copy_is_saved_in_pieces_with_the_same_bytes() {
+    let undisturbed = Job::new();
+    let output = undisturbed.run_ok(&LARGE);
+    assert!(!output.stderr.contains("training waits"), "{}", output.stderr);
+    let job = Job::new();
+    let limit = training_bytes(&job, &LARGE) + (30 << 20);
+    let output = run_limited(&job, "pieces", limit, &LARGE);
+    assert_eq!(output.code, 0, "{}", output.stderr);
+    let note = "training waits while a checkpoint is written: a copy of the state needs ";
+    assert!(output.stderr.contains(note), "{}", output.stderr);
+    assert!(job.saved_state(4) == undisturbed.saved_state(4));
+    let dry = run_limited(&job, "pieces", limit, &[&LARGE[..], &["--dry-run"]].concat());
+    assert!(dry.code == 0 && dry.stdout.contains("checkpoints   training waits"), "{dry:?}");
+}
+
+fn job_that_does_not_fit_into_its_cgroup_is_refused_before_it_trains() {
+    let job = Job::new();
+    let limit = training_bytes(&job, &LARGE) - (20 << 20);
+    let output = run_limited(&job, "refused", limit, &LARGE);
+    assert_eq!(output.code, 2, "{}", output.stderr);
+    assert!(output.stderr.contains("the ranks of this node need "), "{}", output.stderr);
+    assert!(!job.path().join("runs").exists(), "a run was created");
+    let dry = run_limited(&job, "refused", limit, &[&LARGE[..], &["--dry-run"]].concat());
+    assert!(dry.code == 2 && dry.stdout.contains("fits          no, there is "), "{dry:?}");
+}
+
+fn worker_ended_by_the_oom_killer_is_out_of_memory() {
+    let job = Job::scripted(env!("CARGO_BIN_EXE_fake_worker"), "join allocate");
+    let output = run_limited(&job, "killed", 400 << 20, &["--nproc", "1"]);
+    assert_eq!(output.code, 76, "{}", output.stderr);
+    assert!(output.stderr.contains("OOM killer"), "{}", output.stderr);
 }

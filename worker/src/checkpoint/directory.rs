@@ -13,6 +13,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use xlaunch_proto::model::ModelShape;
+use xlaunch_proto::quantities::shortage_texts;
 
 use super::manifest::{self, Checked};
 use super::write::{REPLACED, TEMPORARY};
@@ -276,11 +277,9 @@ pub fn check_room(dir: &Path, bytes: u64) -> Result<(), CheckpointError> {
     if stat.f_blocks == 0 || free >= bytes {
         return Ok(());
     }
-    let mib = |bytes: u64| bytes.div_ceil(1 << 20);
-    Err(CheckpointError::Write {
-        path: dir.into(),
-        reason: format!("a checkpoint takes {} MiB, but only {} MiB are free", mib(bytes), mib(free)),
-    })
+    let [needed, free] = shortage_texts(bytes, free);
+    let reason = format!("a checkpoint takes {needed}, but only {free} are free");
+    Err(CheckpointError::Write { path: dir.into(), reason })
 }
 
 /// What the next attempt of a run resumes from, after cleaning up behind workers that were killed.

@@ -59,6 +59,20 @@ impl Portion {
         self.len() == 0
     }
 
+    /// Where the rank's tensors have values that a buffer with the portion's ranges one after another has at `packed`,
+    /// which must lie within one of the ranges.
+    pub fn stored(&self, packed: &Range<usize>) -> Range<usize> {
+        let mut start = 0;
+        for owned in &self.ranges {
+            if packed.end <= start + owned.stored.len() {
+                let at = owned.stored.start + packed.start - start;
+                return at..at + packed.len();
+            }
+            start += owned.stored.len();
+        }
+        0..0
+    }
+
     /// Its intersection with a range of the arena: for each part its place in the arena, and its place in a buffer that
     /// holds the portion's ranges one after another.
     pub fn within(&self, range: &Range<usize>) -> impl Iterator<Item = (Range<usize>, usize)> {
@@ -107,6 +121,11 @@ mod tests {
                 packed.iter().for_each(|element| seen[*element] += 1);
                 for (part, at) in portion.within(&(3..len - 1)) {
                     prop_assert_eq!(&packed[at..at + part.len()], part.collect::<Vec<_>>());
+                }
+                let stored: Vec<usize> = portion.ranges().iter().flat_map(|owned| owned.stored.clone()).collect();
+                for (part, at) in portion.within(&(0..len)) {
+                    let packed = at..at + part.len();
+                    prop_assert_eq!(&stored[packed.clone()], portion.stored(&packed).collect::<Vec<_>>());
                 }
                 let within: usize = portion.within(&(3..len - 1)).map(|(part, _)| part.len()).sum();
                 prop_assert_eq!(within, packed.iter().filter(|element| (3..len - 1).contains(*element)).count());

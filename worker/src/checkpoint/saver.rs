@@ -5,13 +5,15 @@
 //!                 <--buffers--                   rank 0: commit, delete old checkpoints, report <--'
 //! ```
 //! With memory snapshots there are two sets of buffers, used in turn, and a snapshot is complete in memory before it is
-//! written to disk. A disk that fails does not affect it.
+//! written to disk. A disk that fails does not affect it. Where host memory is too small for any copy of the state,
+//! there are no buffers: the training thread waits, and hands over the state piece by piece as it is written.
 //!
 //! One save is in flight at a time. Whether it is is agreed upon by all ranks in a step's all-reduce
 //! ([`Saver::is_busy`] is this rank's share of that), so that all of them begin or skip the next one.
 
 use std::collections::VecDeque;
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,14 +21,15 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 use std::time::Instant;
 
-use xlaunch_engine::HostAllocator;
+use xlaunch_engine::{HostAllocator, HostBuffer};
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{CheckpointFailed, CheckpointReport};
 
 use super::disk::{Disk, Real};
 use super::retention::Candidate;
+use super::tensors::Arena;
 pub use super::write::Written;
-use super::write::{Snapshot, Writer, commit, delete, temporary};
+use super::write::{PIECE_LEN, Snapshot, Values, Writer, commit, delete, temporary};
 use super::{CheckpointError, Memory, Portion, Retention, State, directory, name};
 use crate::fail;
 use crate::model::layout::Layout;
@@ -60,17 +63,54 @@ pub struct Settings {
     pub source: Option<PathBuf>,
     /// Allocates the buffers for snapshots.
     pub host: HostAllocator,
-    /// Files for the buffers, which are kept when this process ends.
-    pub memory: Option<Memory>,
-    /// It is an error if `memory` cannot be used.
-    pub memory_required: bool,
+    pub buffers: Buffers,
+}
+
+/// Host memory for the state that is being saved.
+#[derive(Clone, Debug)]
+pub enum Buffers {
+    /// A copy, in memory of this process.
+    Own,
+    /// Two copies in files, which are kept when this process ends. If they are `required`, it is an error that they
+    /// cannot be had.
+    Files {
+        /// The files.
+        memory: Memory,
+        /// Otherwise there is one copy in memory of this process.
+        required: bool,
+    },
+    /// None: training waits until the state is written.
+    Pieces,
 }
 
 /// A save that was begun.
 struct Job {
-    snapshot: Snapshot,
+    source: Source,
     state: State,
     start: Instant,
+}
+
+/// Where the values to save come from.
+enum Source {
+    Copy(Snapshot),
+    Pieces(Pieces),
+}
+
+/// The checkpoint thread's end of a save in pieces: values that the training thread reads on request.
+struct Pieces {
+    requests: Sender<(Arena, Range<usize>, HostBuffer)>,
+    answers: Receiver<HostBuffer>,
+    buffer: HostBuffer,
+}
+
+impl Values for Pieces {
+    fn get(&mut self, arena: Arena, range: Range<usize>) -> io::Result<&[f32]> {
+        let gone = || io::Error::other("the training thread has failed to read the state");
+        let (len, buffer) = (range.len(), std::mem::take(&mut self.buffer));
+        self.requests.send((arena, range, buffer)).map_err(|_| gone())?;
+        self.buffer = self.answers.recv().map_err(|_| gone())?;
+        Ok(&self.buffer[..len])
+    }
 }
 
 /// A save that has ended, or the start of the thread.
@@ -89,6 +129,8 @@ pub struct Saver {
     in_flight: bool,
     /// Not in use, the ones to be overwritten next first.
     buffers: VecDeque<Snapshot>,
+    /// Of a save in pieces, which has no buffers.
+    host: Option<HostAllocator>,
 }
 
 impl Saver {
@@ -103,7 +145,7 @@ impl Saver {
         disk: Arc<dyn Disk>,
     ) -> io::Result<Self> {
         let Settings { dir, layout, portion, rank, writers, .. } = settings;
-        let Settings { retention, tokenizer, source, host, memory, memory_required, .. } = settings;
+        let Settings { retention, tokenizer, source, host, buffers, .. } = settings;
         let (jobs, queue) = channel();
         let (sender, ended) = channel();
         let busy = Arc::new(AtomicBool::new(false));
@@ -113,9 +155,10 @@ impl Saver {
         let mut thread =
             Thread { dir, writer, retention, tokenizer, source, exchange, disk, reported_failure };
         let flag = busy.clone();
+        let pieces = matches!(buffers, Buffers::Pieces).then(|| host.clone());
         thread::Builder::new().name("checkpoint".into()).spawn(move || {
             // Here, because touching gigabytes for the first time takes longer than a step.
-            let (buffers, result) = match allocate(&host, len, memory.as_ref(), memory_required) {
+            let (buffers, result) = match allocate(&host, len, &buffers) {
                 Ok(buffers) => (buffers, Ok(())),
                 Err(error) => (Vec::new(), Err(error)),
             };
@@ -123,15 +166,15 @@ impl Saver {
                 return;
             }
             while let Ok(job) = queue.recv() {
-                let Job { snapshot, state, start } = job;
-                let result = thread.save(&snapshot, state, start);
+                let Job { source, state, start } = job;
+                let (buffers, result) = thread.save(source, state, start);
                 flag.store(false, Ordering::Release);
-                if sender.send(Ended { buffers: vec![snapshot], result }).is_err() {
+                if sender.send(Ended { buffers: Vec::from_iter(buffers), result }).is_err() {
                     return;
                 }
             }
         })?;
-        Ok(Self { jobs, ended, busy, in_flight: true, buffers: VecDeque::new() })
+        Ok(Self { jobs, ended, busy, in_flight: true, buffers: VecDeque::new(), host: pieces })
     }
 
     /// Whether this rank is still writing.
@@ -171,25 +214,57 @@ impl Saver {
 
     /// Begins a save. The one before must have been waited for.
     pub fn begin(&mut self, snapshot: Snapshot, state: State, start: Instant) {
+        self.start_job(Source::Copy(snapshot), state, start);
+    }
+
+    /// Whether there are no buffers: [`save_in_pieces`](Self::save_in_pieces) is to be called in place of
+    /// [`take_buffers`](Self::take_buffers) and [`begin`](Self::begin).
+    pub fn has_no_buffers(&self) -> bool {
+        self.host.is_some()
+    }
+
+    /// Begins a save without buffers, and returns when the thread needs no more values. `read` fills a slice with the
+    /// values that a buffer with the portion's ranges one after another would have in the range.
+    ///
+    /// # Errors
+    /// `read` has failed, and so has the save.
+    pub fn save_in_pieces<E>(
+        &mut self,
+        state: State,
+        start: Instant,
+        mut read: impl FnMut(Arena, Range<usize>, &mut [f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let (requests, asked) = channel::<(Arena, Range<usize>, HostBuffer)>();
+        let (answer, answers) = channel();
+        let buffer = self.host.iter().map(|host| host.alloc(PIECE_LEN)).next().unwrap_or_default();
+        self.start_job(Source::Pieces(Pieces { requests, answers, buffer }), state, start);
+        while let Ok((arena, range, mut buffer)) = asked.recv() {
+            let len = range.len();
+            read(arena, range, &mut buffer[..len])?;
+            // A thread that needs no more has failed to write; it says so when it ends the save.
+            let _ = answer.send(buffer);
+        }
+        Ok(())
+    }
+
+    fn start_job(&mut self, source: Source, state: State, start: Instant) {
         self.busy.store(true, Ordering::Release);
         // As in `wait`.
-        self.in_flight = self.jobs.send(Job { snapshot, state, start }).is_ok();
+        self.in_flight = self.jobs.send(Job { source, state, start }).is_ok();
     }
 }
 
-/// Buffers for the values of a portion: two sets from memory files, or one of this process's own.
+/// Buffers for the values of a portion.
 #[expect(clippy::print_stderr, reason = "the agent shows stderr; training goes on")]
-fn allocate(
-    host: &HostAllocator,
-    len: usize,
-    memory: Option<&Memory>,
-    required: bool,
-) -> Result<Vec<Snapshot>, CheckpointError> {
-    match memory.map(|memory| memory.allocate(host)) {
-        Some(Err(error)) if required => return Err(error),
-        Some(Err(error)) => eprintln!("warning: no snapshots are kept in memory: {error}"),
-        Some(Ok(buffers)) => return Ok(buffers),
-        None => {}
+fn allocate(host: &HostAllocator, len: usize, buffers: &Buffers) -> Result<Vec<Snapshot>, CheckpointError> {
+    match buffers {
+        Buffers::Pieces => return Ok(Vec::new()),
+        Buffers::Files { memory, required } => match memory.allocate(host) {
+            Err(error) if *required => return Err(error),
+            Err(error) => eprintln!("warning: no snapshots are kept in memory: {error}"),
+            Ok(buffers) => return Ok(buffers),
+        },
+        Buffers::Own => {}
     }
     let [params, m, v] = [(); 3].map(|()| host.alloc(len));
     Ok(vec![Snapshot { params, m, v, slot: None }])
@@ -211,24 +286,55 @@ struct Thread {
 }
 
 impl Thread {
-    fn save(&mut self, snapshot: &Snapshot, state: State, start: Instant) -> Result<(), CheckpointError> {
-        let step = state.step;
+    /// Returns the buffers, too, if there are any.
+    fn save(
+        &mut self,
+        source: Source,
+        state: State,
+        start: Instant,
+    ) -> (Option<Snapshot>, Result<(), CheckpointError>) {
         if self.writer.rank >= self.writer.writers {
-            return Ok(());
+            let buffers = match source {
+                Source::Copy(snapshot) => Some(snapshot),
+                Source::Pieces(_) => None,
+            };
+            return (buffers, Ok(()));
         }
-        fail::set_step(step);
-        let path = self.dir.join(name(step));
-        let failed = |reason: String| CheckpointError::Write { path: path.clone(), reason };
-        let temporary = temporary(&self.dir, step);
+        fail::set_step(state.step);
+        let temporary = temporary(&self.dir, state.step);
+        let (buffers, written) = match source {
+            Source::Copy(snapshot) => {
+                self.complete(&snapshot, &state);
+                let written = self.writer.write(&*self.disk, &temporary, &mut &snapshot);
+                (Some(snapshot), written)
+            }
+            Source::Pieces(mut pieces) => (None, self.writer.write(&*self.disk, &temporary, &mut pieces)),
+        };
+        let written = written.map_err(|error| format!("rank {}: {error}", self.writer.rank));
+        (buffers, self.commit(written, &state, start))
+    }
+
+    /// Makes a memory snapshot of a copy in files.
+    fn complete(&mut self, snapshot: &Snapshot, state: &State) {
         if self.writer.rank == 0 && snapshot.slot.is_some() {
             // The agent has metrics from rank 0. An attempt that resumes from the snapshot does not report them again.
             self.exchange.flush();
         }
-        if let Err(error) = snapshot.complete(&state) {
-            self.report_failure(step, Path::new("memory snapshot"), &error.to_string());
+        if let Err(error) = snapshot.complete(state) {
+            self.report_failure(state.step, Path::new("memory snapshot"), &error.to_string());
         }
-        let written = self.writer.write(&*self.disk, &temporary, snapshot);
-        let written = written.map_err(|error| format!("rank {}: {error}", self.writer.rank));
+    }
+
+    /// Tells the other ranks what this one has written. Rank 0 makes a checkpoint of what all have.
+    fn commit(
+        &mut self,
+        written: Result<Vec<Written>, String>,
+        state: &State,
+        start: Instant,
+    ) -> Result<(), CheckpointError> {
+        let (step, temporary) = (state.step, temporary(&self.dir, state.step));
+        let path = self.dir.join(name(step));
+        let failed = |reason: String| CheckpointError::Write { path: path.clone(), reason };
         self.exchange.written(step, written);
         if self.writer.rank != 0 {
             // Rank 0 is told, and decides what follows.
@@ -236,7 +342,7 @@ impl Thread {
         }
         let saved = self.exchange.all_written(step).and_then(|parts| {
             let tokenizer = self.tokenizer.as_deref();
-            commit(&*self.disk, &self.dir, &state, tokenizer, parts).map_err(|error| error.to_string())
+            commit(&*self.disk, &self.dir, state, tokenizer, parts).map_err(|error| error.to_string())
         });
         match saved {
             Ok(path) => {
@@ -245,7 +351,7 @@ impl Thread {
                     path: path.display().to_string(),
                     seconds: start.elapsed().as_secs_f64(),
                 }));
-                self.delete_old(&state);
+                self.delete_old(state);
                 Ok(())
             }
             Err(reason) => {

@@ -12,7 +12,7 @@ use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::worker_report::Report;
 
 use super::disk::{Disk, Real};
-use super::saver::{Exchange, Saver, Settings, Written};
+use super::saver::{Buffers, Exchange, Saver, Settings, Written};
 use super::*;
 use crate::model::layout::{ALIGN, Layout};
 
@@ -114,8 +114,7 @@ pub(crate) fn settings(dir: &Path, retention: Retention) -> Settings {
         tokenizer: None,
         source: None,
         host: HostAllocator::default(),
-        memory: None,
-        memory_required: false,
+        buffers: Buffers::Own,
     }
 }
 

@@ -4,8 +4,11 @@ mod faults;
 mod reading;
 mod selection;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::convert::Infallible;
+use std::ffi::OsString;
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -17,8 +20,10 @@ use xlaunch_proto::v1::worker_report::Report;
 
 use super::directory::{choose, clean, newest, recover, scan};
 use super::disk::{Disk, Real, Writable};
-use super::saver::{Exchange, Saver, Settings, Written};
+use super::saver::{Buffers, Exchange, Saver, Settings, Written};
+use super::tensors::Arena;
 use super::testing::*;
+use super::write::Values;
 use super::*;
 use crate::model::layout::Layout;
 
@@ -81,12 +86,17 @@ impl Exchange for Together {
 
 /// Saves with several ranks.
 fn save_together(dir: &Path, step: u64, world: usize, sharded: bool) -> PathBuf {
-    try_to_save_together(&vec![dir; world], step, sharded).unwrap();
+    try_to_save_together(&Buffers::Own, &vec![dir; world], step, sharded).unwrap();
     dir.join(name(step))
 }
 
 /// Saves with ranks that have these directories. Returns what rank 0 makes of it.
-fn try_to_save_together(dirs: &[&Path], step: u64, sharded: bool) -> Result<(), CheckpointError> {
+fn try_to_save_together(
+    buffers: &Buffers,
+    dirs: &[&Path],
+    step: u64,
+    sharded: bool,
+) -> Result<(), CheckpointError> {
     let world = dirs.len();
     let layout = Layout::new(&shape());
     let (sender, receiver) = channel();
@@ -105,14 +115,17 @@ fn try_to_save_together(dirs: &[&Path], step: u64, sharded: bool) -> Result<(), 
                 tokenizer: None,
                 source: None,
                 host: xlaunch_engine::HostAllocator::default(),
-                memory: None,
-                memory_required: false,
+                buffers: buffers.clone(),
             };
             let collected = (rank == 0).then(|| receiver.take().unwrap());
             let exchange = Box::new(Together { rank, answers: sender.clone(), collected });
             let mut saver = Saver::start(settings, exchange).unwrap();
             saver.wait().unwrap();
-            saver.begin(snapshot, state("run", step), Instant::now());
+            if saver.has_no_buffers() {
+                saver.save_in_pieces(state("run", step), Instant::now(), read_from(&snapshot)).unwrap();
+            } else {
+                saver.begin(snapshot, state("run", step), Instant::now());
+            }
             saver
         })
         .collect();
@@ -130,7 +143,9 @@ fn checkpoint_is_refused_if_a_rank_has_written_to_another_directory() {
             save_together(dir.path(), 6, 2, false);
             fs_err::rename(dir.path().join(name(6)), dir.path().join(".tmp-step-00000007")).unwrap();
         }
-        let error = try_to_save_together(&[dir.path(), other.path()], 7, false).unwrap_err().to_string();
+        let error = try_to_save_together(&Buffers::Own, &[dir.path(), other.path()], 7, false)
+            .unwrap_err()
+            .to_string();
         assert!(error.starts_with("failed to write checkpoint") && error.contains("safetensors"), "{error}");
         assert!(scan(dir.path()).unwrap().is_empty(), "{error}");
     }
@@ -154,6 +169,54 @@ fn ranks_save_together_and_any_number_of_ranks_reads_it() {
         let tensors = safetensors::SafeTensors::deserialize(&model).unwrap();
         assert_eq!(tensors.tensor("wte.weight").unwrap().shape(), [1001, 16]);
     }
+}
+
+/// What the training thread reads on request, from a copy.
+fn read_from(snapshot: &Snapshot) -> impl FnMut(Arena, Range<usize>, &mut [f32]) -> Result<(), Infallible> {
+    move |arena, range, values| {
+        let mut source = snapshot;
+        values.copy_from_slice(source.get(arena, range).unwrap());
+        Ok(())
+    }
+}
+
+#[test]
+fn state_saved_in_pieces_has_the_same_bytes_as_a_copy() {
+    for (world, sharded) in [(1, false), (3, false), (2, true)] {
+        let (whole, pieces) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let whole = save_together(whole.path(), 7, world, sharded);
+        try_to_save_together(&Buffers::Pieces, &vec![pieces.path(); world], 7, sharded).unwrap();
+        let pieces = pieces.path().join(name(7));
+        let files = |path: &Path| -> BTreeMap<OsString, Vec<u8>> {
+            let entries = fs_err::read_dir(path).unwrap().map(Result::unwrap);
+            entries.map(|entry| (entry.file_name(), fs_err::read(entry.path()).unwrap())).collect()
+        };
+        assert_eq!(files(&whole), files(&pieces), "{world} ranks");
+    }
+}
+
+#[test]
+fn save_in_pieces_whose_state_cannot_be_read_fails_and_the_next_one_succeeds() {
+    let dir = tempfile::tempdir().unwrap();
+    let settings = Settings { buffers: Buffers::Pieces, ..settings(dir.path(), Retention::default()) };
+    let snapshot = snapshot(&settings.portion, 8);
+    let mut saver = Saver::start(settings, Box::new(testing::Alone::default())).unwrap();
+    saver.wait().unwrap();
+    let mut left = 3;
+    let failed = saver.save_in_pieces(state("run", 7), Instant::now(), |arena, range, values| {
+        left -= 1;
+        if left == 0 {
+            Err("the device is lost")
+        } else {
+            read_from(&snapshot)(arena, range, values).map_err(|_| "")
+        }
+    });
+    assert_eq!(failed, Err("the device is lost"));
+    assert!(matches!(saver.wait(), Err(CheckpointError::Write { .. })));
+    saver.save_in_pieces(state("run", 8), Instant::now(), read_from(&snapshot)).unwrap();
+    saver.wait().unwrap();
+    assert_complete(&dir.path().join(name(8)), 8);
+    assert!(!dir.path().join(name(7)).exists());
 }
 
 #[test]

@@ -8,6 +8,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -15,7 +16,7 @@ use xlaunch_engine::HostBuffer;
 
 use super::disk::{Disk, Writable};
 use super::manifest::{self, Chunk, Entry, Manifest};
-use super::tensors::{Contents, Stored};
+use super::tensors::{Arena, Contents, Stored};
 use super::{MANIFEST, MODEL, Portion, STATE, Slot, State, TOKENIZER, name, optimizer_name};
 use crate::fail::{self, Place};
 use crate::model::layout::Layout;
@@ -23,6 +24,8 @@ use crate::phase;
 
 /// Most bytes of a chunk, which readers hash as a whole. Small in tests, so that small files have many.
 const CHUNK_BYTES: usize = if cfg!(test) { 4 << 10 } else { 4 << 20 };
+/// Most values that are asked of [`Values`] at once.
+pub(super) const PIECE_LEN: usize = CHUNK_BYTES / size_of::<f32>();
 /// Prefix of directories that are being written.
 pub(super) const TEMPORARY: &str = ".tmp-";
 /// Prefix of a checkpoint while another one of the same step takes its place.
@@ -52,6 +55,23 @@ impl Snapshot {
     }
 }
 
+/// The values of a rank's [`Portion`], its ranges one after another.
+pub(super) trait Values {
+    /// At most [`PIECE_LEN`] values of an arena.
+    fn get(&mut self, arena: Arena, range: Range<usize>) -> io::Result<&[f32]>;
+}
+
+impl Values for &Snapshot {
+    fn get(&mut self, arena: Arena, range: Range<usize>) -> io::Result<&[f32]> {
+        let values = match arena {
+            Arena::Params => &self.params,
+            Arena::M => &self.m,
+            Arena::V => &self.v,
+        };
+        Ok(&values[range])
+    }
+}
+
 /// A rank's part of a file: the chunks that it has written and synced.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Written {
@@ -77,34 +97,40 @@ pub(super) fn temporary(dir: &Path, step: u64) -> PathBuf {
 
 impl Writer {
     /// Writes this rank's part into the directory `to`, and syncs it.
-    pub(super) fn write(&self, disk: &dyn Disk, to: &Path, snapshot: &Snapshot) -> io::Result<Vec<Written>> {
+    pub(super) fn write(
+        &self,
+        disk: &dyn Disk,
+        to: &Path,
+        values: &mut dyn Values,
+    ) -> io::Result<Vec<Written>> {
         disk.create_dir(to)?;
         let model = Contents::model(&self.layout)?;
         let mut file = ChunkWriter::open(disk, to, MODEL)?;
         if self.rank == 0 {
             file.put(0, &model.header)?;
         }
-        self.put(&mut file, &model.tensors, &snapshot.params)?;
+        self.put(&mut file, &model.tensors, values)?;
         let model = file.finish()?;
 
         let name = optimizer_name(self.rank, self.writers);
         let moments = Contents::moments(&self.layout, &self.portion)?;
         let mut file = ChunkWriter::open(disk, to, &name)?;
         file.put(0, &moments.header)?;
-        let half = moments.tensors.len() / 2;
-        self.put(&mut file, &moments.tensors[..half], &snapshot.m)?;
-        self.put(&mut file, &moments.tensors[half..], &snapshot.v)?;
+        self.put(&mut file, &moments.tensors, values)?;
         Ok(vec![model, file.finish()?])
     }
 
     /// Writes the parts of tensors that are in this rank's portion.
-    fn put(&self, file: &mut ChunkWriter, tensors: &[Stored], values: &[f32]) -> io::Result<()> {
+    fn put(&self, file: &mut ChunkWriter, tensors: &[Stored], values: &mut dyn Values) -> io::Result<()> {
         for tensor in tensors {
             for (part, at) in self.portion.within(&tensor.elements) {
-                let skipped = (part.start - tensor.elements.start) * size_of::<f32>();
-                // The format is little-endian, as are all supported platforms.
-                let bytes = bytemuck::cast_slice(&values[at..at + part.len()]);
-                file.put(tensor.bytes.start + skipped as u64, bytes)?;
+                for from in (0..part.len()).step_by(PIECE_LEN) {
+                    let len = PIECE_LEN.min(part.len() - from);
+                    let piece = values.get(tensor.arena, at + from..at + from + len)?;
+                    let skipped = (part.start + from - tensor.elements.start) * size_of::<f32>();
+                    // The format is little-endian, as are all supported platforms.
+                    file.put(tensor.bytes.start + skipped as u64, bytemuck::cast_slice(piece))?;
+                }
             }
         }
         Ok(())

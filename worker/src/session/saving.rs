@@ -10,7 +10,7 @@ use xlaunch_proto::v1::GetJobReply;
 
 use super::initial::Start;
 use super::{Context, Trainer};
-use crate::checkpoint::saver::{self, Saver};
+use crate::checkpoint::saver::{self, Buffers, Saver};
 use crate::checkpoint::{self, Batch, CheckpointError, Memory, Portion, Retention, State, directory};
 use crate::data::{Dataset, Fingerprint};
 use crate::error::{Result, WorkerError};
@@ -66,8 +66,13 @@ pub(super) fn open(
         tokenizer: tokenizer.filter(|_| rank == 0),
         source: (!job.resume_from.is_empty()).then(|| PathBuf::from(&job.resume_from)),
         host: backend.host_allocator(),
-        memory,
-        memory_required: spec.checkpoint.memory == MemorySnapshots::On,
+        buffers: match memory {
+            _ if job.save_in_pieces => Buffers::Pieces,
+            Some(memory) => {
+                Buffers::Files { memory, required: spec.checkpoint.memory == MemorySnapshots::On }
+            }
+            None => Buffers::Own,
+        },
     };
     let failed = |source| WorkerError::Io { what: "failed to start the checkpoint thread".into(), source };
     let exchange =

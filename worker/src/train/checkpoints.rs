@@ -70,21 +70,30 @@ impl Checkpoints {
     ) -> Result<()> {
         let start = Instant::now();
         self.last = start;
-        let mut snapshot = self.saver.take_buffers()?;
-        let arenas = [&mut snapshot.params, &mut snapshot.m, &mut snapshot.v];
-        for (tensor, values) in optimizer.state(model).into_iter().zip(arenas) {
-            let mut at = 0;
-            for stored in self.portion.ranges().iter().map(|owned| &owned.stored) {
-                for piece in values.pieces(at..at + stored.len()) {
-                    let from = stored.start + piece.start - at;
-                    backend.read_f32(tensor.slice(from..from + piece.len()), &mut values[piece])?;
-                }
-                at += stored.len();
-            }
-        }
-        fail::at(Place::Snapshot);
         let Position { step, sequences, val_loss } = position;
-        self.saver.begin(snapshot, State { step, sequences, val_loss, ..self.template.clone() }, start);
+        let state = State { step, sequences, val_loss, ..self.template.clone() };
+        let arenas = optimizer.state(model);
+        if self.saver.has_no_buffers() {
+            let portion = &self.portion;
+            self.saver.save_in_pieces(state, start, |arena, packed, values| {
+                backend.read_f32(arenas[arena as usize].slice(portion.stored(&packed)), values)
+            })?;
+        } else {
+            let mut snapshot = self.saver.take_buffers()?;
+            let copies = [&mut snapshot.params, &mut snapshot.m, &mut snapshot.v];
+            for (tensor, values) in arenas.into_iter().zip(copies) {
+                let mut at = 0;
+                for stored in self.portion.ranges().iter().map(|owned| &owned.stored) {
+                    for piece in values.pieces(at..at + stored.len()) {
+                        let from = stored.start + piece.start - at;
+                        backend.read_f32(tensor.slice(from..from + piece.len()), &mut values[piece])?;
+                    }
+                    at += stored.len();
+                }
+            }
+            fail::at(Place::Snapshot);
+            self.saver.begin(snapshot, state, start);
+        }
         match (last, self.asynchronous) {
             (true, _) => Ok(self.saver.wait()?),
             (false, true) => Ok(()),

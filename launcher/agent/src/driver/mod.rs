@@ -48,7 +48,7 @@ use crate::waiting::{Group, Queries};
 use crate::workload::Workload;
 use crate::workload::command::{CommandPlan, CommandWorkload};
 use crate::workload::trainer::{TrainerPlan, TrainerWorkload, TrainingResults};
-use attempt::{Attempt, WorkerExit};
+use attempt::{Attempt, StartedWorker, WorkerExit};
 use group::Membership;
 use hang::Examined;
 
@@ -377,17 +377,20 @@ impl Driver<'_> {
         };
         let killed = match event {
             Some(Event::SessionClosed { rank }) => self.killed(rank),
-            _ => None,
+            _ => Vec::new(),
         };
         event.into_iter().chain(killed).collect()
     }
 
     /// A process closes its connections before it releases its GPU: whether this one is being killed.
-    fn killed(&mut self, rank: u32) -> Option<Event> {
-        let started = self.attempt.process(rank)?;
-        let signal = Process::killed_by(started.worker.pid)?;
+    fn killed(&mut self, rank: u32) -> Vec<Event> {
+        let killed_by = |started: &StartedWorker| Process::killed_by(started.worker.pid);
+        let Some(signal) = self.attempt.process(rank).and_then(killed_by) else { return Vec::new() };
         self.attempt.dying(rank);
-        Some(Event::Killed { rank, signal })
+        // The kernel counts a process that it is about to kill before it does.
+        let is_out_of_memory = self.attempt.is_out_of_memory(rank, Exit::Signal(signal));
+        let oom = is_out_of_memory.then_some(Event::OomKilled { rank });
+        oom.into_iter().chain([Event::Killed { rank, signal }]).collect()
     }
 
     fn signal_request(&mut self, request: SignalRequest) -> Option<Event> {

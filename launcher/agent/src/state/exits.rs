@@ -33,6 +33,8 @@ pub(super) fn of_trainer(rank: u32, exit: Exit, circumstances: &Circumstances) -
         Exit::Signal(_) | Exit::Unknown => None,
     };
     let (message, exit_code, consequence) = match known {
+        // Another attempt would need as much memory.
+        _ if circumstances.out_of_memory && !circumstances.killed => (exit.to_string(), ExitCode::Gpu, false),
         Some(ExitCode::Done) if circumstances.joining => {
             ("exited before it joined".into(), ExitCode::Rendezvous, circumstances.killed)
         }

@@ -8,6 +8,7 @@ mod checkpoint_requests;
 pub mod command;
 mod hang;
 mod heartbeat;
+pub mod host_memory;
 mod recent;
 mod save;
 mod sessions;

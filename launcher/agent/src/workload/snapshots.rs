@@ -16,6 +16,7 @@ use std::sync::Arc;
 
 use rustix::fs::MemfdFlags;
 use xlaunch_proto::ids::Digest;
+use xlaunch_proto::quantities::shortage_texts;
 use xlaunch_proto::snapshot::{HEADER_BYTES, Header, Identity, SnapshotId, newest_of_all};
 use xlaunch_proto::spec::{JobSpec, MemorySnapshots};
 
@@ -33,8 +34,8 @@ pub struct MemoryUse {
     pub note: Option<String>,
 }
 
-/// Decides by `checkpoint.memory`. `state_bytes` is the size of one snapshot of all ranks, `available` the free memory
-/// in bytes.
+/// Decides by `checkpoint.memory`. `state_bytes` is the size of one snapshot of all ranks, `available` what training
+/// leaves free, in bytes.
 ///
 /// # Errors
 /// They must be used, and do not fit into memory.
@@ -44,10 +45,10 @@ pub fn memory_use(spec: &JobSpec, state_bytes: u64, available: Option<u64>) -> R
     match (spec.checkpoint.memory, available) {
         (MemorySnapshots::Off, _) => Ok(MemoryUse::default()),
         (MemorySnapshots::On, Some(available)) if needed > available => Err(format!(
-            "checkpoint.memory: the snapshots of all ranks need {} MiB of memory, but only {} MiB are free; set it to \
+            "checkpoint.memory: the snapshots of all ranks need {}, but training leaves only {} of memory free; set it to \
              \"auto\" or \"off\"",
-            mib(needed),
-            mib(available)
+            shortage_texts(needed, available)[0],
+            shortage_texts(needed, available)[1]
         )),
         (MemorySnapshots::On, _) => Ok(MemoryUse { used: true, note: None }),
         (MemorySnapshots::Auto, _) if !restarts_from_checkpoints(spec) => Ok(MemoryUse::default()),
@@ -175,7 +176,7 @@ mod tests {
         assert!(memory_use(&on, GIB, Some(2 * GIB)).unwrap().used);
         assert!(memory_use(&on, GIB, None).unwrap().used);
         let error = memory_use(&on, GIB, Some(2 * GIB - 1)).unwrap_err();
-        assert!(error.contains("need 2048 MiB") && error.contains("checkpoint.memory"), "{error}");
+        assert!(error.contains("need 2147483648 bytes") && error.contains("checkpoint.memory"), "{error}");
         assert_eq!(memory_use(&spec(MemorySnapshots::Off), 1, Some(GIB)).unwrap(), MemoryUse::default());
     }
 

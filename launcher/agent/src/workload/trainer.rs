@@ -45,6 +45,7 @@ use crate::status::board::{self, Board};
 use crate::waiting::Group;
 use crate::workload::checkpoint_requests::{CheckpointRequests, Requester};
 use crate::workload::hang::HangDetector;
+use crate::workload::host_memory::SaveBuffers;
 use crate::workload::save::SaveBarrier;
 use crate::workload::sessions::Sessions;
 use crate::workload::snapshots::{Snapshots, descriptor_list};
@@ -76,8 +77,8 @@ pub struct TrainerPlan<'a> {
     pub files: CheckpointFiles,
     /// Keeps other jobs out of `checkpoint.dir`, on the node that has rank 0 in the first attempt.
     pub lock: Option<HeldLock>,
-    /// Attempts on one node keep snapshots in memory, too.
-    pub memory_snapshots: bool,
+    /// Where the state is while it is saved. Attempts on several nodes keep no snapshots.
+    pub buffers: SaveBuffers,
     /// What `xlaunch bench` measures; `None` trains.
     pub bench: Option<Bench>,
     /// All ranks are threads of one process, on a single node, to compare that with a process per rank.

@@ -7,7 +7,7 @@ use rustix::fs::MemfdFlags;
 use xlaunch_proto::v1::worker_report::Report;
 
 use super::super::Retention;
-use super::super::saver::{Exchange, Saver, Settings, Written};
+use super::super::saver::{Buffers, Exchange, Saver, Settings, Written};
 use super::super::testing::{self, sharding, state, value};
 use super::*;
 use crate::model::layout::Layout;
@@ -151,7 +151,11 @@ fn snapshot_is_not_complete_before_the_agent_has_what_was_reported() {
     let (found, notes) = channel();
     let watch = Watch { files: memory.files.clone(), alone: testing::Alone::default(), found };
     let portion = settings.portion.clone();
-    let mut saver = Saver::start(Settings { memory: Some(memory), ..settings }, Box::new(watch)).unwrap();
+    let mut saver = Saver::start(
+        Settings { buffers: Buffers::Files { memory, required: false }, ..settings },
+        Box::new(watch),
+    )
+    .unwrap();
     saver.wait().unwrap();
     let mut snapshot = saver.take_buffers().unwrap();
     fill(&mut snapshot, &portion, 10);

@@ -114,7 +114,7 @@ fn restarts_used_up_by_infrastructure_are_retryable_and_by_a_gpu_76() {
     let cases = [
         (joined(killed(0, 9)), 1, 75),
         (joined(killed(0, 11)), 1, 1),
-        (vec![Event::AllJoined, Event::OomKilled { rank: 0 }, killed(0, 9)], 1, 1),
+        (vec![Event::AllJoined, Event::OomKilled { rank: 0 }, killed(0, 9)], 76, 76),
         (joined(exited(0, 75)), 75, 75),
         (vec![exited(0, 69)], 69, 75),
         (vec![Event::RendezvousFailed("nobody came".into()), killed(0, 9)], 69, 75),

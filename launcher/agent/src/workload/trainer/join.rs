@@ -18,6 +18,7 @@ use crate::rendezvous::barrier::{JoinBarrier, JoinOutcome, Reply};
 use crate::state::Event;
 use crate::status::board::Board;
 use crate::workload::Workload;
+use crate::workload::host_memory::SaveBuffers;
 use crate::workload::snapshots::Snapshots;
 
 impl TrainerWorkload<'_> {
@@ -44,6 +45,7 @@ impl TrainerWorkload<'_> {
             bench: self.plan.bench.clone(),
             run_id: self.run.id.clone(),
             memory_snapshot: self.resume_snapshot,
+            save_in_pieces: self.plan.buffers == SaveBuffers::Pieces,
         })
     }
 

@@ -12,6 +12,7 @@ use crate::sinks::metrics::Metrics;
 use crate::sinks::samples::Samples;
 use crate::sinks::tensorboard::TensorBoard;
 use crate::workload::Workload;
+use crate::workload::host_memory::SaveBuffers;
 use crate::workload::snapshots::{Snapshots, note_of_nodes};
 
 /// Name of the sink of sampled texts.
@@ -99,7 +100,7 @@ impl TrainerWorkload<'_> {
     pub(super) fn use_memory(&mut self) -> io::Result<()> {
         if self.assignment.has_peers() {
             (self.snapshots, self.resume_snapshot) = (None, None);
-        } else if self.plan.memory_snapshots && self.snapshots.is_none() {
+        } else if self.plan.buffers == SaveBuffers::Snapshots && self.snapshots.is_none() {
             self.snapshots = Some(Snapshots::create(&self.run.id, self.plan.placement.workers)?);
         }
         Ok(())
