@@ -1,9 +1,11 @@
 //! What a training run leaves, and that neither the number of ranks nor an interruption changes its result.
 
+use std::process::Command;
 use std::time::Duration;
 
 use rustix::process::Signal;
-use xlaunch_tests::Job;
+use serde_json::Value;
+use xlaunch_tests::{Job, Process, requirements};
 
 xlaunch_harness::tests! {
     run_reports_steps_and_leaves_metrics_checkpoint_and_sample,
@@ -23,6 +25,8 @@ xlaunch_harness::tests! {
     sharded_optimizer_stops_resumes_and_evaluates,
     sharded_optimizer_refuses_number_of_ranks_that_does_not_divide_evenly,
     checkpoint_without_manifest_or_with_changed_byte_is_not_used;
+    needs requirements::mount_namespace:
+    metrics_of_a_disk_that_is_full_for_a_while_have_every_step_once;
 }
 
 const MODEL: &str = "model.safetensors";
@@ -349,4 +353,36 @@ fn checkpoint_without_manifest_or_with_changed_byte_is_not_used() {
     let refused = job.run(&["--resume=saved/step-00000004"]);
     assert_eq!(refused.code, 65, "{}", refused.stderr);
     assert!(refused.stderr.contains(MODEL), "{}", refused.stderr);
+}
+
+/// The run's directory is on a small disk of its own, which only the shell below sees.
+fn metrics_of_a_disk_that_is_full_for_a_while_have_every_step_once() {
+    let job = Job::new();
+    std::fs::create_dir(job.path().join("runs")).unwrap();
+    let script = r#"
+        mount -t tmpfs -o size=1m none runs
+        metrics=runs/train/latest/metrics.jsonl
+        "$@" 2> stderr & pid=$!
+        until grep -qs . $metrics; do sleep 0.02; done
+        cat /dev/zero > runs/filler 2> /dev/null
+        until grep -q 'cannot be written' stderr || ! kill -0 $pid; do sleep 0.02; done
+        rm runs/filler
+        wait $pid && cat $metrics
+    "#;
+    let settings =
+        ["train.steps=800", "train.batch=16", "checkpoint.dir=\"saved\"", "observe.tensorboard=true"];
+    let args: Vec<&str> = settings.iter().flat_map(|setting| ["--set", *setting]).collect();
+    let command = job.command(&[&["train.toml"], &args[..]].concat());
+    let mut shell = Command::new("unshare");
+    shell.args(["-m", "sh", "-c", script, "sh"]).arg(command.get_program()).args(command.get_args());
+    shell.current_dir(job.path());
+    shell.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    let output = Process::spawn(&mut shell).wait();
+    let stderr = std::fs::read_to_string(job.path().join("stderr")).unwrap();
+    assert_eq!(output.code, 0, "{stderr}");
+    assert!(stderr.contains("metrics.jsonl cannot be written: "), "{stderr}");
+    let step = |line: &str| serde_json::from_str::<Value>(line).unwrap()["_step"].as_u64().unwrap();
+    let steps: Vec<u64> = output.stdout.lines().map(step).collect();
+    assert_eq!(steps, (1..=800).collect::<Vec<_>>(), "{stderr}");
+    assert!(!stderr.contains("is incomplete"), "{stderr}");
 }

@@ -23,13 +23,16 @@ for path in glob.glob(sys.argv[1] + "/events.out.tfevents.*"):
 "#;
 
 /// Tags of the event file, and the keys of `metrics.jsonl` with the same values.
-const TAGS: [(&str, &str); 8] = [
+const TAGS: [(&str, &str); 10] = [
     ("train/loss", "train/loss"),
-    ("lr", "train/lr"),
+    ("train/lr", "train/lr"),
     ("train/grad_norm", "train/grad_norm"),
     ("train/skipped_steps", "train/skipped_steps"),
-    ("perf/tokens_per_s", "perf/tokens_per_second"),
+    ("perf/tokens_per_second", "perf/tokens_per_second"),
     ("perf/step_seconds", "perf/step_seconds"),
+    // Their names of before, for one release.
+    ("lr", "train/lr"),
+    ("perf/tokens_per_s", "perf/tokens_per_second"),
     ("val/loss", "val/loss"),
     ("val/bits_per_byte", "val/bits_per_byte"),
 ];
@@ -54,7 +57,7 @@ fn event_file_has_the_values_of_metrics_jsonl() {
         TAGS.map(|(tag, key)| line[key].as_f64().map(|value| (step.clone(), tag, value)))
     };
     let expected: Vec<_> = metrics.iter().flat_map(of_line).flatten().collect();
-    assert_eq!(expected.len(), 8 * 6 + 4, "{expected:?}");
+    assert_eq!(expected.len(), 8 * 8 + 4, "{expected:?}");
     assert_eq!(found.len(), expected.len(), "{found:?}");
     for (found, (step, tag, value)) in found.iter().zip(expected) {
         assert_eq!((&found[0], &found[1]), (&step, &Value::from(tag)));

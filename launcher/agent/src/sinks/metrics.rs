@@ -25,13 +25,21 @@ impl ReportSink for Metrics {
             _ => Ok(()),
         }
     }
+
+    fn finish(&mut self) -> io::Result<()> {
+        self.points.flush()
+    }
+
+    fn missing(&self) -> u64 {
+        self.points.missing()
+    }
 }
 
 impl Metrics {
     /// Creates the file in the run's directory. `parent` is that of the run that this one continues.
-    pub(crate) fn create(run_dir: &Path, parent: Option<&Path>) -> io::Result<Self> {
+    pub(crate) fn create(run_dir: &Path, parent: Option<&Path>) -> Self {
         let points = Points::new(Self::path(run_dir), parent.map(Self::path));
-        Ok(Self { points: points.created()? })
+        Self { points: points.created() }
     }
 
     pub(crate) fn path(run_dir: &Path) -> PathBuf {
@@ -86,7 +94,7 @@ mod tests {
     #[test]
     fn each_line_is_a_json_object_with_exact_decimals() {
         let dir = tempfile::tempdir().unwrap();
-        let mut metrics = Metrics::create(dir.path(), None).unwrap();
+        let mut metrics = Metrics::create(dir.path(), None);
         let step = StepReport {
             step: 3,
             loss: 0.1,

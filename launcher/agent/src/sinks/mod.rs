@@ -14,9 +14,11 @@
 //! - Nothing is lost silently. A report that finds the queue of a file full is dropped, which is reported at the first
 //!   one and, with the number, at the end. Lines that the console did not take are counted, and the count is printed
 //!   once the console has caught up.
-//! - A sink that fails is reported once and dropped; training goes on.
+//! - A file that cannot be written is reported, and tried again with every report; what is missing is said at the end.
+//!   A console that cannot be written takes nothing more. Training goes on.
 //! - [`Sinks::finish`] flushes all queues within a deadline, files first.
 
+mod appender;
 pub(crate) mod metrics;
 mod points;
 pub mod progress;
@@ -46,9 +48,10 @@ pub struct RankReport {
     pub report: Report,
 }
 
-/// Writes reports somewhere. Runs on a thread of its own and may block. After an error it is dropped.
+/// Writes reports somewhere. Runs on a thread of its own and may block.
 pub(crate) trait ReportSink: Send + 'static {
-    /// A report of rank 0: all ranks take every step together, so that one speaks for all.
+    /// A report of rank 0: all ranks take every step together, so that one speaks for all. A file that returns an error
+    /// keeps the report for later.
     fn report(&mut self, report: &RankReport) -> io::Result<()>;
 
     /// A line for the user.
@@ -56,9 +59,14 @@ pub(crate) trait ReportSink: Send + 'static {
         Ok(())
     }
 
-    /// The job is over.
+    /// The job is over: writes what was kept.
     fn finish(&mut self) -> io::Result<()> {
         Ok(())
+    }
+
+    /// Reports that were kept or lost.
+    fn missing(&self) -> u64 {
+        0
     }
 }
 
@@ -81,16 +89,16 @@ pub(crate) struct Sinks {
 
 impl Sinks {
     pub(crate) fn new(console: impl ReportSink) -> io::Result<Self> {
-        let writer = Writer::start("progress", QUEUE_LENGTH, || Ok(console), None)?;
+        let writer = Writer::start("progress", QUEUE_LENGTH, || console, None)?;
         Ok(Self { console: LinePrinter(Arc::new(writer)), files: Vec::new() })
     }
 
-    /// Adds a sink that writes a file, which `open` creates on the sink's thread; `name` is for messages and for
+    /// Adds a sink that writes a file, which `open` may create, on the sink's thread; `name` is for messages and for
     /// [`finish`](Self::finish).
     pub(crate) fn add_file<S: ReportSink>(
         &mut self,
         name: &'static str,
-        open: impl FnOnce() -> io::Result<S> + Send + 'static,
+        open: impl FnOnce() -> S + Send + 'static,
     ) -> io::Result<()> {
         let writer = Writer::start(name, QUEUE_LENGTH, open, Some(self.console.clone()))?;
         self.files.push(Arc::new(writer));

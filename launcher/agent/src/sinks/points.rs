@@ -5,20 +5,20 @@
 //! - when an attempt resumes at an earlier step, the points after that step are removed before they are repeated;
 //! - when another node takes over rank 0, it appends to the file.
 
-use std::io::{self, BufRead, BufReader, BufWriter, Write};
+use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
-use fs_err::{File, OpenOptions};
+use fs_err::File;
 use serde::Deserialize;
 use serde_json::Value;
 
+use super::appender::Appender;
+
 #[derive(Debug)]
 pub(super) struct Points {
-    path: PathBuf,
+    file: Appender,
     /// The same file of the run that this one continues, until its points have been copied.
     parent: Option<PathBuf>,
-    /// `None` until there is something to write.
-    file: Option<File>,
 }
 
 #[derive(Deserialize)]
@@ -31,13 +31,14 @@ impl Points {
     pub(super) fn new(path: PathBuf, parent: Option<PathBuf>) -> Self {
         // A run whose id was used before continues in its own directory.
         let parent = parent.filter(|parent| !is_same(parent, &path));
-        Self { path, parent, file: None }
+        Self { file: Appender::new(path), parent }
     }
 
     /// Creates the file now, for readers that follow it.
-    pub(super) fn created(mut self) -> io::Result<Self> {
-        self.file()?;
-        Ok(self)
+    pub(super) fn created(mut self) -> Self {
+        // With the first point otherwise.
+        let _ = self.file.create();
+        self
     }
 
     /// An attempt starts after `first_step` completed steps.
@@ -45,52 +46,64 @@ impl Points {
         match self.parent.take() {
             // Without the other run's file, the curve starts here.
             Some(parent) if parent.is_file() => self.copy(&parent, first_step),
-            _ if self.path.is_file() => self.rewind(first_step),
-            _ => Ok(()),
+            _ => self.rewind(first_step),
         }
     }
 
     pub(super) fn append(&mut self, point: &Value) -> io::Result<()> {
-        // One write per line, so that a reader that follows the file sees whole lines only.
-        self.file()?.write_all(format!("{point}\n").as_bytes())
+        self.file.append(format!("{point}\n").into_bytes())
     }
 
-    fn file(&mut self) -> io::Result<&mut File> {
-        match &mut self.file {
-            Some(file) => Ok(file),
-            none => Ok(none.insert(OpenOptions::new().append(true).create(true).open(&self.path)?)),
-        }
+    /// Writes the points that could not be written before.
+    pub(super) fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
     }
 
-    fn copy(&mut self, parent: &PathBuf, last_step: u64) -> io::Result<()> {
+    /// Points that are not in the file.
+    pub(super) fn missing(&self) -> u64 {
+        self.file.missing()
+    }
+
+    fn copy(&mut self, parent: &Path, last_step: u64) -> io::Result<()> {
         let mut lines = BufReader::new(File::open(parent)?);
-        let mut out = BufWriter::new(self.file()?);
-        let mut line = Vec::new();
-        while lines.read_until(b'\n', &mut line)? > 0 {
+        let mut result = Ok(());
+        loop {
+            let mut line = Vec::new();
+            if lines.read_until(b'\n', &mut line)? == 0 {
+                return result;
+            }
             // The last line of a run that was killed may be cut.
             if step_of(&line).is_some_and(|step| step <= last_step) {
-                out.write_all(&line)?;
+                result = self.file.append(line);
             }
-            line.clear();
         }
-        out.flush()
     }
 
     /// Cuts the file before the first point after `last_step`.
     fn rewind(&mut self, last_step: u64) -> io::Result<()> {
-        let mut lines = BufReader::new(File::open(&self.path)?);
-        let (mut line, mut end) = (Vec::new(), 0);
-        loop {
-            line.clear();
-            let bytes = lines.read_until(b'\n', &mut line)?;
-            if bytes == 0 {
-                return Ok(());
-            }
-            if step_of(&line).is_some_and(|step| step > last_step) {
-                return self.file()?.set_len(end);
-            }
-            end += bytes as u64;
+        let end = first_after(self.file.path(), last_step)?;
+        self.file.cut(end, |line| step_of(line).is_some_and(|step| step <= last_step))
+    }
+}
+
+/// Where the first point after a step is in a file, or a line that was cut by the end of its writer.
+fn first_after(path: &Path, last_step: u64) -> io::Result<Option<u64>> {
+    let mut lines = match File::open(path) {
+        Ok(file) => BufReader::new(file),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let (mut line, mut end) = (Vec::new(), 0);
+    loop {
+        line.clear();
+        let bytes = lines.read_until(b'\n', &mut line)?;
+        if bytes == 0 {
+            return Ok(None);
         }
+        if !line.ends_with(b"\n") || step_of(&line).is_some_and(|step| step > last_step) {
+            return Ok(Some(end));
+        }
+        end += bytes as u64;
     }
 }
 
@@ -108,6 +121,8 @@ fn step_of(line: &[u8]) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
     use serde_json::json;
 
     use super::*;
@@ -138,12 +153,14 @@ mod tests {
     fn node_that_takes_over_rank_0_continues_the_curve() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
-        let mut first = Points::new(path.clone(), None).created().unwrap();
+        let mut first = Points::new(path.clone(), None).created();
         first.begin(0).unwrap();
         for step in 1..5 {
             first.append(&json!({ "_step": step })).unwrap();
         }
-        let mut second = Points::new(path.clone(), None).created().unwrap();
+        // It was killed while it wrote the next line.
+        fs_err::OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"_ste").unwrap();
+        let mut second = Points::new(path.clone(), None).created();
         second.begin(3).unwrap();
         second.append(&json!({ "_step": 4 })).unwrap();
         assert_eq!(steps(&path), [1, 2, 3, 4]);
@@ -160,7 +177,7 @@ mod tests {
         let (parent, path) = (dir.path().join("parent.jsonl"), dir.path().join("metrics.jsonl"));
         let lines = "{\"_step\": 1}\nnot a point\n{\"_step\": 2, \"x\": null}\n{\"_step\": 3}\n{\"_step\": 2";
         fs_err::write(&parent, lines).unwrap();
-        let mut points = Points::new(path.clone(), Some(parent)).created().unwrap();
+        let mut points = Points::new(path.clone(), Some(parent)).created();
         points.begin(2).unwrap();
         points.append(&json!({ "_step": 3 })).unwrap();
         assert_eq!(steps(&path), [1, 2, 3]);
@@ -172,6 +189,6 @@ mod tests {
         let mut points = Points::new(dir.path().join("other.jsonl"), missing);
         points.begin(2).unwrap();
         points.append(&json!({ "_step": 3 })).unwrap();
-        assert_eq!(steps(&points.path), [3]);
+        assert_eq!(steps(&points.file.path().to_path_buf()), [3]);
     }
 }

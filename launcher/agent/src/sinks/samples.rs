@@ -37,4 +37,12 @@ impl ReportSink for Samples {
             _ => Ok(()),
         }
     }
+
+    fn finish(&mut self) -> io::Result<()> {
+        self.points.flush()
+    }
+
+    fn missing(&self) -> u64 {
+        self.points.missing()
+    }
 }

@@ -7,7 +7,7 @@
 //! One run is one curve: a run that continues another one starts with its events up to the step it resumes at, and an
 //! attempt that resumes at an earlier step begins with a session log, at which TensorBoard drops the events after that.
 
-use std::io::{self, BufReader, Read, Write};
+use std::io::{self, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 use fs_err::File;
@@ -15,6 +15,7 @@ use prost::Message;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{EvalReport, StepReport};
 
+use super::appender::Appender;
 use super::{RankReport, ReportSink};
 use crate::clock;
 use crate::devices;
@@ -31,7 +32,7 @@ const MAX_EVENT_BYTES: u64 = 1 << 20;
 
 #[derive(Debug)]
 pub(crate) struct TensorBoard {
-    file: File,
+    file: Appender,
     /// Event files of the run that this one continues, until they have been copied.
     parent: Vec<PathBuf>,
     /// The last step that was written.
@@ -89,24 +90,34 @@ impl ReportSink for TensorBoard {
             _ => Ok(()),
         }
     }
+
+    fn finish(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+
+    fn missing(&self) -> u64 {
+        self.file.missing()
+    }
 }
 
 impl TensorBoard {
     /// Creates the file in the run's directory. `parent` is that of the run that this one continues.
-    pub(crate) fn create(run_dir: &Path, parent: Option<&Path>) -> io::Result<Self> {
+    pub(crate) fn create(run_dir: &Path, parent: Option<&Path>) -> Self {
         let dir = run_dir.join(DIR);
-        fs_err::create_dir_all(&dir)?;
+        // The first event that is written tells why this has failed.
+        let _ = fs_err::create_dir_all(&dir);
         let now = now();
         let (host, process) = (file_name(&devices::host_name()), std::process::id());
         // Those of another node that had rank 0, which may have gone further than the attempt that begins here.
         let earlier = event_files(run_dir);
         let mut parent = parent.map(event_files).unwrap_or_default();
         parent.retain(|path| !earlier.contains(path));
-        let file = File::create(dir.join(format!("events.out.tfevents.{now:.0}.{host}.{process}")))?;
+        let file = Appender::new(dir.join(format!("events.out.tfevents.{now:.0}.{host}.{process}")));
         let last_step = if earlier.is_empty() { 0 } else { u64::MAX };
         let mut board = Self { file, parent, last_step };
-        board.write(0, What::FileVersion(FILE_VERSION.into()))?;
-        Ok(board)
+        // It waits if it cannot be written yet.
+        let _ = board.write(0, What::FileVersion(FILE_VERSION.into()));
+        board
     }
 
     /// An attempt starts after `first_step` completed steps.
@@ -125,14 +136,15 @@ impl TensorBoard {
     /// Copies the events up to a step. A damaged file ends at the damage, as for TensorBoard.
     fn copy(&mut self, path: &Path, last_step: u64) -> io::Result<()> {
         let mut events = BufReader::new(File::open(path)?);
+        let mut result = Ok(());
         while let Some(data) = next_event(&mut events) {
-            let Ok(event) = Event::decode(&*data) else { return Ok(()) };
+            let Ok(event) = Event::decode(&*data) else { break };
             let is_earlier = u64::try_from(event.step).is_ok_and(|step| step <= last_step);
             if is_earlier && !matches!(event.what, Some(What::FileVersion(_))) {
-                self.file.write_all(&record(&data))?;
+                result = self.file.append(record(&data));
             }
         }
-        Ok(())
+        result
     }
 
     #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "speeds and times")]
@@ -140,11 +152,14 @@ impl TensorBoard {
         let speed = step.tokens as f64 / step.step_seconds.max(1e-9);
         let mut values = vec![
             ("train/loss", step.loss),
-            ("lr", step.learning_rate),
+            ("train/lr", step.learning_rate),
             ("train/grad_norm", step.grad_norm),
             ("train/skipped_steps", step.skipped_steps as f32),
-            ("perf/tokens_per_s", speed as f32),
+            ("perf/tokens_per_second", speed as f32),
             ("perf/step_seconds", step.step_seconds as f32),
+            // Their names of before, for one release.
+            ("lr", step.learning_rate),
+            ("perf/tokens_per_s", speed as f32),
         ];
         values.extend(step.mfu.map(|mfu| ("perf/mfu", mfu as f32)));
         self.last_step = step.step;
@@ -168,8 +183,7 @@ impl TensorBoard {
     fn write(&mut self, step: u64, what: What) -> io::Result<()> {
         let step = i64::try_from(step).unwrap_or(i64::MAX);
         let event = Event { wall_time: now(), step, what: Some(what) };
-        // One write per event, so that a reader that follows the file sees whole events only.
-        self.file.write_all(&record(&event.encode_to_vec()))
+        self.file.append(record(&event.encode_to_vec()))
     }
 }
 
@@ -249,7 +263,7 @@ mod tests {
     #[test]
     fn written_events_can_be_read_back() {
         let dir = tempfile::tempdir().unwrap();
-        let mut board = TensorBoard::create(dir.path(), None).unwrap();
+        let mut board = TensorBoard::create(dir.path(), None);
         let step = StepReport {
             step: 3,
             loss: 0.1,
@@ -268,11 +282,13 @@ mod tests {
         assert_eq!(events.iter().map(|event| event.step).collect::<Vec<_>>(), [0, 3, 4]);
         let expected = [
             ("train/loss", 0.1),
-            ("lr", 1e-4),
+            ("train/lr", 1e-4),
             ("train/grad_norm", 0.0),
             ("train/skipped_steps", 2.0),
-            ("perf/tokens_per_s", 200.0),
+            ("perf/tokens_per_second", 200.0),
             ("perf/step_seconds", 0.5),
+            ("lr", 1e-4),
+            ("perf/tokens_per_s", 200.0),
             ("perf/mfu", 0.25),
         ];
         assert_eq!(scalars(&events[1]), expected);
@@ -290,8 +306,8 @@ mod tests {
                 board.step(&StepReport { step, ..Default::default() }).unwrap();
             }
         };
-        train(&mut TensorBoard::create(parent.path(), None).unwrap(), 1..=4);
-        let mut board = TensorBoard::create(dir.path(), Some(parent.path())).unwrap();
+        train(&mut TensorBoard::create(parent.path(), None), 1..=4);
+        let mut board = TensorBoard::create(dir.path(), Some(parent.path()));
         train(&mut board, 3..=5);
         train(&mut board, 4..=5);
         let steps: Vec<_> = events(dir.path()).iter().map(|event| event.step).collect();

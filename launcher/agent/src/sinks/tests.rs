@@ -1,3 +1,4 @@
+use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
@@ -12,13 +13,15 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 struct TestSink {
     seen: Arc<Mutex<Vec<String>>>,
     gate: Option<Receiver<()>>,
-    fails_at_step: Option<u64>,
+    /// Steps whose reports cannot be written.
+    fails: Range<u64>,
+    missing: u64,
 }
 
 impl TestSink {
     fn new() -> (Self, Arc<Mutex<Vec<String>>>) {
         let seen = Arc::<Mutex<Vec<String>>>::default();
-        (Self { seen: seen.clone(), gate: None, fails_at_step: None }, seen)
+        (Self { seen: seen.clone(), gate: None, fails: 0..0, missing: 0 }, seen)
     }
 
     fn gated() -> (Self, Arc<Mutex<Vec<String>>>, Sender<()>) {
@@ -40,7 +43,8 @@ impl TestSink {
 impl ReportSink for TestSink {
     fn report(&mut self, report: &RankReport) -> io::Result<()> {
         let Report::Step(step) = &report.report else { return Ok(()) };
-        if self.fails_at_step.is_some_and(|failing| step.step >= failing) {
+        if self.fails.contains(&step.step) {
+            self.missing += 1;
             return Err(io::Error::other("disk full"));
         }
         self.take(format!("step {}", step.step))
@@ -52,6 +56,10 @@ impl ReportSink for TestSink {
 
     fn finish(&mut self) -> io::Result<()> {
         self.take("finish".into())
+    }
+
+    fn missing(&self) -> u64 {
+        self.missing
     }
 }
 
@@ -68,7 +76,7 @@ fn contents(seen: &Mutex<Vec<String>>) -> Vec<String> {
 async fn sinks_receive_the_reports_of_rank_0_and_the_console_lines_in_order() {
     let ((console, shown), (file, written)) = (TestSink::new(), TestSink::new());
     let mut sinks = Sinks::new(console).unwrap();
-    sinks.add_file("metrics", move || Ok(file)).unwrap();
+    sinks.add_file("metrics", move || file).unwrap();
     sinks.report(step(0, 1));
     sinks.report(step(1, 7));
     sinks.report(RankReport { report: Report::Heartbeat(Heartbeat::default()), ..step(0, 1) });
@@ -85,7 +93,7 @@ async fn a_blocked_sink_delays_neither_the_driver_nor_other_sinks_and_its_losses
     let (slow, written, gate) = TestSink::gated();
     let (other, other_written) = TestSink::new();
     let mut sinks = Sinks::new(console).unwrap();
-    sinks.add_file("metrics", move || Ok(slow)).unwrap();
+    sinks.add_file("metrics", move || slow).unwrap();
     let reports = QUEUE_LENGTH as u64 + 100;
     // This returns although nothing is taken from the queue.
     for number in 0..reports {
@@ -95,11 +103,11 @@ async fn a_blocked_sink_delays_neither_the_driver_nor_other_sinks_and_its_losses
             std::thread::sleep(Duration::from_micros(10));
         }
     }
-    sinks.add_file("tensorboard", move || Ok(other)).unwrap();
+    sinks.add_file("tensorboard", move || other).unwrap();
     sinks.report(step(0, reports));
     assert!(contents(&written).is_empty());
     drop(gate);
-    assert_eq!(sinks.finish(TIMEOUT).await, ["metrics", "tensorboard"].into());
+    assert_eq!(sinks.finish(TIMEOUT).await, ["tensorboard"].into());
     assert_eq!(contents(&other_written), [format!("step {reports}"), "finish".into()]);
     let written = contents(&written).len() as u64 - 1;
     let lines: Vec<String> =
@@ -114,19 +122,35 @@ async fn a_blocked_sink_delays_neither_the_driver_nor_other_sinks_and_its_losses
 }
 
 #[tokio::test]
-async fn a_failing_sink_is_reported_once_and_the_others_go_on() {
-    let ((console, shown), (failing, written), (other, other_written)) =
-        (TestSink::new(), TestSink::new(), TestSink::new());
-    let mut sinks = Sinks::new(console).unwrap();
-    sinks.add_file("metrics", move || Ok(TestSink { fails_at_step: Some(1), ..failing })).unwrap();
-    sinks.add_file("tensorboard", move || Ok(other)).unwrap();
-    (0..5).for_each(|number| sinks.report(step(0, number)));
-    assert_eq!(sinks.finish(TIMEOUT).await, ["tensorboard"].into());
-    assert_eq!(contents(&written), ["step 0"]);
-    assert_eq!(contents(&other_written).len(), 6);
-    let lines: Vec<String> =
-        contents(&shown).into_iter().filter(|line| line.starts_with("xlaunch:")).collect();
-    assert_eq!(lines, ["xlaunch: metrics is no longer written: disk full"]);
+async fn file_that_fails_for_a_while_is_written_again_and_what_is_missing_is_said() {
+    for (fails, expected) in [
+        (
+            1..3,
+            &["cannot be written: disk full; it is tried again with every report", "is written again"][..],
+        ),
+        (
+            1..9,
+            &["cannot be written: disk full; it is tried again with every report", "is written again"][..],
+        ),
+    ] {
+        let ((console, shown), (failing, written), (other, other_written)) =
+            (TestSink::new(), TestSink::new(), TestSink::new());
+        let mut sinks = Sinks::new(console).unwrap();
+        let missing = fails.end.min(5) - fails.start;
+        let failing = TestSink { fails, ..failing };
+        sinks.add_file("metrics", move || failing).unwrap();
+        sinks.add_file("tensorboard", move || other).unwrap();
+        (0..5).for_each(|number| sinks.report(step(0, number)));
+        assert_eq!(sinks.finish(TIMEOUT).await, ["tensorboard"].into());
+        assert_eq!(contents(&written).len() as u64, 5 - missing + 1);
+        assert_eq!(contents(&other_written).len(), 6);
+        let lines: Vec<String> = contents(&shown)
+            .iter()
+            .filter_map(|line| Some(line.strip_prefix("xlaunch: metrics ")?.into()))
+            .collect();
+        let incomplete = format!("is incomplete: {missing} reports are missing");
+        assert_eq!(lines, [expected, &[&*incomplete]].concat());
+    }
 }
 
 #[tokio::test]
@@ -134,7 +158,7 @@ async fn finish_gives_a_blocked_file_up_at_the_deadline_and_says_so() {
     let (console, shown) = TestSink::new();
     let (blocked, written, gate) = TestSink::gated();
     let mut sinks = Sinks::new(console).unwrap();
-    sinks.add_file("metrics", move || Ok(blocked)).unwrap();
+    sinks.add_file("metrics", move || blocked).unwrap();
     sinks.report(step(0, 0));
     assert!(sinks.finish(Duration::from_millis(50)).await.is_empty());
     assert!(contents(&written).is_empty());

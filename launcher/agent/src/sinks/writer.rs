@@ -21,8 +21,10 @@ pub(super) enum Item {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Running,
-    /// Everything was written.
-    Finished,
+    /// Everything was written, but for this many reports.
+    Finished {
+        missing: u64,
+    },
     Failed,
 }
 
@@ -43,23 +45,18 @@ impl Writer {
     pub(super) fn start<S: ReportSink>(
         name: &'static str,
         queue_length: usize,
-        open: impl FnOnce() -> io::Result<S> + Send + 'static,
+        open: impl FnOnce() -> S + Send + 'static,
         console: Option<LinePrinter>,
     ) -> io::Result<Self> {
         let (queue, items) = mpsc::channel(queue_length);
         let (state, observer) = watch::channel(State::Running);
         let dropped = Arc::new(AtomicU64::new(0));
-        let (counter, is_console, printer) = (dropped.clone(), console.is_none(), console.clone());
-        let run = move || Thread { sink: open()?, items, dropped: counter, is_console }.run();
-        std::thread::Builder::new().name(name.into()).spawn(move || match run() {
-            Ok(()) => drop(state.send_replace(State::Finished)),
-            Err(error) => {
-                // Before the state: `Sinks::finish` closes the console once all files have ended.
-                if let Some(printer) = printer {
-                    printer.print(format!("xlaunch: {name} is no longer written: {error}"));
-                }
-                state.send_replace(State::Failed);
-            }
+        let (counter, printer) = (dropped.clone(), console.clone());
+        let run =
+            move || Thread { name, sink: open(), items, dropped: counter, printer, failing: false }.run();
+        std::thread::Builder::new().name(name.into()).spawn(move || {
+            let ended = run().map_or(State::Failed, |missing| State::Finished { missing });
+            state.send_replace(ended);
         })?;
         Ok(Self { name, queue, dropped, state: observer, console })
     }
@@ -88,48 +85,52 @@ impl Writer {
         let mut state = self.state.clone();
         let ended = timeout_at(deadline, state.wait_for(|state| *state != State::Running)).await;
         let state = ended.map_or(State::Running, |ended| ended.map_or(State::Failed, |state| *state));
-        let dropped = self.dropped.load(Ordering::Relaxed);
-        if let Some(console) = &self.console {
-            match state {
-                State::Running => {
-                    let before = if dropped > 0 {
-                        format!("{dropped} reports were dropped, and ")
-                    } else {
-                        String::new()
-                    };
-                    console.print(format!(
-                        "xlaunch: {} is incomplete: {before}the last reports could not be written in time",
-                        self.name
-                    ));
-                }
-                State::Finished if dropped > 0 => console
-                    .print(format!("xlaunch: {} is incomplete: {dropped} reports were dropped", self.name)),
-                State::Finished | State::Failed => {}
+        let (name, dropped) = (self.name, self.dropped.load(Ordering::Relaxed));
+        let problem = match state {
+            State::Running if dropped > 0 => {
+                format!("{dropped} reports were dropped, and the last reports could not be written in time")
             }
+            State::Running => "the last reports could not be written in time".into(),
+            State::Finished { missing: 0 } if dropped == 0 => return true,
+            State::Finished { missing: 0 } => format!("{dropped} reports were dropped"),
+            State::Finished { missing } => format!("{} reports are missing", missing.saturating_add(dropped)),
+            State::Failed => return false,
+        };
+        if let Some(console) = &self.console {
+            console.print(format!("xlaunch: {name} is incomplete: {problem}"));
         }
-        state == State::Finished
+        // A console has said so itself.
+        self.console.is_none()
     }
 }
 
 /// The sink's side.
 struct Thread<S> {
+    name: &'static str,
     sink: S,
     items: mpsc::Receiver<Item>,
     dropped: Arc<AtomicU64>,
-    is_console: bool,
+    /// `None` for the console itself.
+    printer: Option<LinePrinter>,
+    /// The file could not be written the last time.
+    failing: bool,
 }
 
 impl<S: ReportSink> Thread<S> {
-    fn run(mut self) -> io::Result<()> {
+    /// Returns the number of reports that are missing at the end. The console ends with its first error.
+    fn run(mut self) -> io::Result<u64> {
         loop {
-            match self.items.blocking_recv() {
-                Some(Item::Report(report)) => self.sink.report(&report)?,
-                Some(Item::Line(line)) => self.sink.line(&line)?,
+            let result = match self.items.blocking_recv() {
+                Some(Item::Report(report)) => self.sink.report(&report),
+                Some(Item::Line(line)) => self.sink.line(&line),
                 Some(Item::Finish) | None => {
                     self.print_dropped()?;
-                    return self.sink.finish();
+                    let result = self.sink.finish();
+                    self.tell(result)?;
+                    return Ok(self.sink.missing());
                 }
-            }
+            };
+            self.tell(result)?;
             // Not while it is behind: the count would only add to the load.
             if self.items.is_empty() {
                 self.print_dropped()?;
@@ -137,9 +138,24 @@ impl<S: ReportSink> Thread<S> {
         }
     }
 
+    /// Tells the user when a file can no longer be written, and when it can again.
+    fn tell(&mut self, result: io::Result<()>) -> io::Result<()> {
+        let Some(printer) = &self.printer else { return result };
+        let was_failing = std::mem::replace(&mut self.failing, result.is_err());
+        match result {
+            Err(error) if !was_failing => printer.print(format!(
+                "xlaunch: {} cannot be written: {error}; it is tried again with every report",
+                self.name
+            )),
+            Ok(()) if was_failing => printer.print(format!("xlaunch: {} is written again", self.name)),
+            _ => {}
+        }
+        Ok(())
+    }
+
     /// A console says itself what it has lost; for files, `Writer::finished` does.
     fn print_dropped(&mut self) -> io::Result<()> {
-        match self.is_console.then(|| self.dropped.swap(0, Ordering::Relaxed)) {
+        match self.printer.is_none().then(|| self.dropped.swap(0, Ordering::Relaxed)) {
             None | Some(0) => Ok(()),
             Some(count) => {
                 self.sink.line(&format!("xlaunch: {count} lines were dropped: the console was too slow"))

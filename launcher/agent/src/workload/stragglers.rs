@@ -1,18 +1,26 @@
 //! Finds ranks that are slower than the others. Pure.
 //!
 //! All ranks make a step together, so the slowest sets the pace of all. Each rank reports how long a step took without
-//! the time that it waited for others. A rank whose own time is above [`SLOW_FACTOR`] x the median over all ranks, in
-//! [`WINDOWS`] windows of [`WINDOW_STEPS`] steps in a row, is a straggler, until the first window in which it is not.
+//! the time that it waited for others, and is compared with the median over all ranks in two ways:
+//! - its median step in a window of [`WINDOW_STEPS`] steps, [`WINDOWS`] windows in a row: a rank that is always slower;
+//! - its total in a span of windows that took [`SPAN_SECONDS`], [`SPANS`] spans in a row: a rank that stops now and then,
+//!   whose median step is as fast as any.
+//!
+//! A rank above [`SLOW_FACTOR`] x the median is a straggler, until the first window and span in which it is not.
 //! Stragglers are reported, never ended.
 //!
 //! A window counts when every rank has completed it. With two ranks the lower time is the median.
 
 use std::collections::{BTreeMap, VecDeque};
 
-/// Steps of a window. A rank's time in a window is the median of its steps: a single slow step does not count.
 const WINDOW_STEPS: usize = 20;
-/// Windows in a row that make a straggler.
+/// Windows in a row whose median step makes a straggler.
 const WINDOWS: u32 = 5;
+/// A span has at least as many windows as make a straggler by its median step, in which the slowest ranks have worked
+/// for this long in all.
+const SPAN_SECONDS: f64 = 5.0;
+/// Spans in a row whose total makes a straggler: a single pause, however long, is in one of them.
+const SPANS: u32 = 2;
 const SLOW_FACTOR: f64 = 1.3;
 /// Differences below this are noise of the clock and the scheduler.
 const LEAST_EXCESS_SECONDS: f64 = 0.002;
@@ -21,24 +29,44 @@ const LEAST_EXCESS_SECONDS: f64 = 0.002;
 #[derive(Debug)]
 pub(super) struct Stragglers {
     ranks: Vec<RankTimes>,
+    /// Windows of the current span.
+    windows: u32,
+    /// Sum over these windows of the slowest rank's total.
+    span_seconds: f64,
 }
 
 #[derive(Debug, Default)]
 struct RankTimes {
     /// Of the window that is not complete.
     seconds: Vec<f64>,
-    /// Median of each complete window that other ranks have not completed.
-    windows: VecDeque<f64>,
-    /// Windows in a row in which it was slow.
+    /// Complete windows that other ranks have not completed.
+    windows: VecDeque<Window>,
+    /// Own time in the current span.
+    span_seconds: f64,
+    by_median: Pace,
+    by_total: Pace,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Window {
+    median: f64,
+    total: f64,
+}
+
+/// A rank's speed beside that of all ranks.
+#[derive(Debug, Default)]
+struct Pace {
+    /// Comparisons in a row in which it was slow.
     slow: u32,
-    /// Own time as a multiple of the median, while the rank is a straggler.
-    factor: Option<f64>,
+    /// Time of a step as a multiple of the median, and in seconds, while the rank is a straggler.
+    straggler: Option<(f64, f64)>,
 }
 
 impl Stragglers {
     /// No step was made.
     pub(super) fn new(world: u32) -> Self {
-        Self { ranks: (0..world).map(|_| RankTimes::default()).collect() }
+        let ranks = (0..world).map(|_| RankTimes::default()).collect();
+        Self { ranks, windows: 0, span_seconds: 0.0 }
     }
 
     /// Records a step of a rank. Returns a line for each rank that has become a straggler or ceased to be one.
@@ -49,43 +77,76 @@ impl Stragglers {
             return Vec::new();
         }
         let seconds = std::mem::take(&mut times.seconds);
-        times.windows.push_back(lower_median(seconds));
-        let complete: Vec<f64> =
-            self.ranks.iter().filter_map(|times| times.windows.front().copied()).collect();
-        if complete.len() < self.ranks.len() {
+        let total = seconds.iter().sum();
+        times.windows.push_back(Window { median: lower_median(seconds), total });
+        if self.ranks.iter().any(|times| times.windows.is_empty()) {
             return Vec::new();
         }
-        let median = lower_median(complete);
-        let numbered = (0..).zip(&mut self.ranks);
-        numbered.filter_map(|(rank, times): (u32, _)| times.compare(rank, median)).collect()
+        let before: Vec<bool> = self.ranks.iter().map(|times| times.straggler().is_some()).collect();
+        self.compare();
+        let numbered = (0..).zip(before).zip(&self.ranks);
+        numbered.filter_map(|((rank, before), times)| changed(rank, before, times.straggler())).collect()
     }
 
     /// Shown by status beside each straggler.
     pub(super) fn hints(&self) -> BTreeMap<u32, String> {
-        let stragglers = (0..).zip(&self.ranks).filter_map(|(rank, times)| Some((rank, times.factor?)));
+        let stragglers =
+            (0..).zip(&self.ranks).filter_map(|(rank, times)| Some((rank, times.straggler()?.0)));
         stragglers
             .map(|(rank, factor)| (rank, format!("steps take {factor:.1} x the median of all ranks")))
             .collect()
     }
+
+    /// Takes the oldest window, which all ranks have completed.
+    fn compare(&mut self) {
+        let windows: Vec<Window> =
+            self.ranks.iter_mut().filter_map(|times| times.windows.pop_front()).collect();
+        let median = lower_median(windows.iter().map(|window| window.median).collect());
+        for (times, window) in self.ranks.iter_mut().zip(&windows) {
+            times.by_median.compare(window.median, median, WINDOWS);
+            times.span_seconds += window.total;
+        }
+        self.windows += 1;
+        self.span_seconds += windows.iter().map(|window| window.total).fold(0.0, f64::max);
+        if self.windows < WINDOWS || self.span_seconds < SPAN_SECONDS {
+            return;
+        }
+        let steps = f64::from(self.windows) * WINDOW_STEPS as f64;
+        let means: Vec<f64> = self.ranks.iter().map(|times| times.span_seconds / steps).collect();
+        let median = lower_median(means.clone());
+        for (times, mean) in self.ranks.iter_mut().zip(means) {
+            times.by_total.compare(mean, median, SPANS);
+            times.span_seconds = 0.0;
+        }
+        (self.windows, self.span_seconds) = (0, 0.0);
+    }
 }
 
 impl RankTimes {
-    /// Takes the oldest complete window.
-    fn compare(&mut self, rank: u32, median: f64) -> Option<String> {
-        let own = self.windows.pop_front()?;
+    fn straggler(&self) -> Option<(f64, f64)> {
+        let found = [self.by_median.straggler, self.by_total.straggler];
+        found.into_iter().flatten().max_by(|a, b| a.0.total_cmp(&b.0))
+    }
+}
+
+impl Pace {
+    /// Takes the rank's time of a step and the median of all; `enough` slow ones in a row make a straggler.
+    fn compare(&mut self, own: f64, median: f64, enough: u32) {
         let is_slow = own > SLOW_FACTOR * median && own - median > LEAST_EXCESS_SECONDS;
         self.slow = if is_slow { self.slow.saturating_add(1) } else { 0 };
-        let was_straggler = self.factor.is_some();
-        self.factor = (self.slow >= WINDOWS).then(|| own / median.max(f64::MIN_POSITIVE));
-        match self.factor {
-            Some(factor) if !was_straggler => Some(format!(
-                "rank {rank} slows the others down: its steps take {factor:.1} x the median of all ranks \
-                 ({:.0} ms, without waiting)",
-                own * 1e3
-            )),
-            None if was_straggler => Some(format!("rank {rank} is as fast as the others again")),
-            _ => None,
-        }
+        self.straggler = (self.slow >= enough).then(|| (own / median.max(f64::MIN_POSITIVE), own));
+    }
+}
+
+fn changed(rank: u32, was_straggler: bool, straggler: Option<(f64, f64)>) -> Option<String> {
+    match straggler {
+        Some((factor, seconds)) if !was_straggler => Some(format!(
+            "rank {rank} slows the others down: its steps take {factor:.1} x the median of all ranks ({:.0} ms, \
+             without waiting)",
+            seconds * 1e3
+        )),
+        None if was_straggler => Some(format!("rank {rank} is as fast as the others again")),
+        _ => None,
     }
 }
 
@@ -121,6 +182,7 @@ mod tests {
                     without waiting)";
         assert_eq!(run(&mut stragglers, 3, &slow), [line]);
         assert_eq!(stragglers.hints(), [(2, "steps take 2.0 x the median of all ranks".to_owned())].into());
+        assert_eq!(run(&mut stragglers, 7, &[100.0; 4]), [""; 0], "its total is of the last two spans");
         assert_eq!(run(&mut stragglers, 1, &[100.0; 4]), ["rank 2 is as fast as the others again"]);
         assert!(stragglers.hints().is_empty());
     }
@@ -138,13 +200,32 @@ mod tests {
         assert!(matches!(&lines[..], [line] if line.starts_with("rank 1 slows")), "{lines:?}");
     }
 
-    #[test]
-    fn slow_steps_now_and_then_do_not_make_a_straggler() {
+    /// Runs steps in which rank 0 takes this long and rank 1 the time that `own` gives; returns what is reported.
+    fn run_beside(seconds: f64, steps: usize, own: impl Fn(usize) -> f64) -> Vec<String> {
         let mut stragglers = Stragglers::new(2);
-        for step in 0..10 * WINDOW_STEPS {
-            let pause = if step % 3 == 0 { 5.0 } else { 0.1 };
-            assert_eq!(stragglers.record(0, 0.1), [""; 0]);
-            assert_eq!(stragglers.record(1, pause), [""; 0]);
-        }
+        let both = |step| [stragglers.record(0, seconds), stragglers.record(1, own(step))].concat();
+        (0..steps).flat_map(both).collect()
+    }
+
+    #[test]
+    fn rank_that_stops_again_and_again_is_reported_although_most_of_its_steps_are_fast() {
+        // Stopped for 200 ms of every 250, with steps of a millisecond.
+        let lines = run_beside(0.001, 3000, |step| if step % 50 == 49 { 0.201 } else { 0.001 });
+        assert!(matches!(&lines[..], [line] if line.starts_with("rank 1 slows")), "{lines:?}");
+        let lines = run_beside(0.1, 200, |step| if step % 3 == 0 { 1.0 } else { 0.1 });
+        assert!(matches!(&lines[..], [line] if line.starts_with("rank 1 slows")), "{lines:?}");
+    }
+
+    #[test]
+    fn single_pause_does_not_make_a_straggler_however_long_it_is() {
+        assert_eq!(run_beside(0.1, 400, |step| if step == 210 { 100.0 } else { 0.1 }), [""; 0]);
+        assert_eq!(run_beside(0.001, 40_000, |step| if step == 21_000 { 4.0 } else { 0.001 }), [""; 0]);
+    }
+
+    #[test]
+    fn rank_that_no_longer_stops_is_as_fast_as_the_others_again() {
+        let lines = run_beside(0.1, 600, |step| if step < 200 && step % 10 == 0 { 1.1 } else { 0.1 });
+        assert_eq!(lines.len(), 2, "{lines:?}");
+        assert_eq!(lines[1], "rank 1 is as fast as the others again");
     }
 }

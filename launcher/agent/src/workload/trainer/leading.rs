@@ -85,7 +85,7 @@ impl TrainerWorkload<'_> {
         }
         if !is_bench && spec.train.sample > 0 {
             let (dir, parent) = files();
-            self.sinks.add_file(SAMPLES, move || Ok(Samples::new(&dir, parent.as_deref())))?;
+            self.sinks.add_file(SAMPLES, move || Samples::new(&dir, parent.as_deref()))?;
         }
         if spec.observe.tensorboard {
             let (dir, parent) = files();
