@@ -3,7 +3,7 @@
 //! ```text
 //! --hosts a,b:4,[fd77::11]:2        # a host file
 //!                                   a            # slots: as --nproc-per-node says
-//!                                   b slots=4    # Open MPI, DeepSpeed
+//!                                   b slots=4 max_slots=8    # Open MPI, DeepSpeed
 //!                                   [fd77::11]:2 # MPICH
 //! ```
 //! A host that is listed once without slots has none. Slots of a host that is listed several times add up, and an entry
@@ -62,19 +62,33 @@ pub(crate) fn from_file(text: &str) -> Result<Vec<Host>, String> {
 /// A host, and its slots if the entry has them.
 type Entry = (String, Option<u32>);
 
-/// `HOST`, `HOST:SLOTS` or `HOST slots=SLOTS`.
+/// `HOST`, `HOST:SLOTS` or `HOST slots=SLOTS`. `max_slots` is for Open MPI, which may start more processes than slots:
+/// here it is only checked.
 fn entry_of_file(line: &str) -> Result<Entry, String> {
     let (host, attributes) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
     let (name, mut slots) = entry_of_list(host)?;
+    let mut most = None;
     for attribute in attributes.split_whitespace() {
-        let Some(("slots", number)) = attribute.split_once('=') else {
-            return Err(format!("`{attribute}` after host `{name}`: expected slots=NUMBER"));
+        let (key, number) = attribute.split_once('=').unwrap_or((attribute, ""));
+        let (value, noun) = match key {
+            "slots" => (&mut slots, "slots"),
+            "max_slots" | "max-slots" => (&mut most, "max_slots"),
+            _ => {
+                return Err(format!(
+                    "`{attribute}` after host `{name}`: expected slots=NUMBER or max_slots=NUMBER"
+                ));
+            }
         };
-        if slots.replace(parse_slots(&name, number)?).is_some() {
-            return Err(format!("host `{name}` has its slots twice in one line"));
+        if value.replace(parse_slots(&name, number)?).is_some() {
+            return Err(format!("host `{name}` has its {noun} twice in one line"));
         }
     }
-    Ok((name, slots))
+    match (slots, most) {
+        (Some(slots), Some(most)) if slots > most => {
+            Err(format!("host `{name}` has {slots} slots, but max_slots={most}"))
+        }
+        _ => Ok((name, slots)),
+    }
 }
 
 /// `HOST` or `HOST:SLOTS`; IPv6 with slots in brackets.
@@ -186,6 +200,10 @@ mod tests {
     fn every_form_of_a_host_file_is_read() {
         let file = "# nodes of rack 3\n\na\nb slots=4  # half\n  c:2\r\n[fd77::11]:8\nd\tslots=1\n";
         assert_eq!(shown(from_file(file)), "a b=4 c=2 fd77::11=8 d=1");
+        assert_eq!(
+            shown(from_file("a slots=2 max_slots=4\nb max-slots=8\nc max_slots=2 slots=2")),
+            "a=2 b c=2"
+        );
         // A line per slot, as in PBS_NODEFILE.
         assert_eq!(shown(from_file("n1\nn1\nn2\nn1\nn2\n")), "n1=3 n2=2");
     }
@@ -226,7 +244,9 @@ mod tests {
     fn errors_of_a_host_file_name_the_line() {
         for (file, error) in [
             ("a\nb slots=0\n", "line 2: host `b` has 0 slots: leave it out, or give it at least 1"),
-            ("a max-slots=4", "line 1: `max-slots=4` after host `a`: expected slots=NUMBER"),
+            ("a ncpus=4", "line 1: `ncpus=4` after host `a`: expected slots=NUMBER or max_slots=NUMBER"),
+            ("a slots=4 max_slots=2", "line 1: host `a` has 4 slots, but max_slots=2"),
+            ("a max_slots=0", "line 1: host `a` has 0 slots: leave it out, or give it at least 1"),
             ("\n\na:2 slots=2", "line 3: host `a` has its slots twice in one line"),
             ("# only this\n", "names no host"),
         ] {

@@ -5,6 +5,8 @@
 //! connect: at most MAX_CONNECTING clients at a time --all ready--> GO --> supervise: until all clients have exited
 //!             `--a host fails--> every host that fails is named, none starts
 //! ```
+//! A host whose sshd is not up yet is tried again until the join timeout.
+//!
 //! Signals act on every host as they would on an `xlaunch` there. After a second SIGINT the hosts have a moment; then
 //! their clients are killed, which ends the job on the hosts, too.
 
@@ -19,9 +21,10 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use rustix::process::{Signal, getpid, kill_process};
 use tokio::io::AsyncWriteExt;
 use tokio::process::ChildStdin;
-use tokio::sync::{Semaphore, mpsc::UnboundedReceiver};
+use tokio::sync::Semaphore;
+use tokio::sync::mpsc::{self, UnboundedReceiver};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, interval_at, sleep_until};
+use tokio::time::{Instant, interval_at, sleep, sleep_until};
 use xlaunch_agent::Refusal;
 use xlaunch_agent::logs::console::Console;
 use xlaunch_agent::signals::{self, SignalRequest};
@@ -39,8 +42,12 @@ use crate::console::print_line;
 const MAX_CONNECTING: usize = 64;
 /// After a host has failed, time for others to fail, so that all are named.
 const MORE_FAILURES_TIMEOUT: Duration = Duration::from_secs(5);
-/// Between lines about hosts that are waited for.
+/// The first line about hosts that are waited for comes after this.
+const FIRST_WAITING_NOTE_AFTER: Duration = Duration::from_secs(4);
 const WAITING_NOTE_INTERVAL: Duration = Duration::from_secs(10);
+/// Pause before a host that is not up yet is tried again, doubled up to the longest one.
+const RETRY_DELAY: Duration = Duration::from_millis(500);
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(4);
 /// Names in such a line.
 const HOSTS_SHOWN: usize = 8;
 /// After a second SIGINT, time for the agents to kill their workers.
@@ -117,20 +124,27 @@ async fn connect(
 ) -> Result<Vec<Ready>, Refusal> {
     let (remote, build) = (remote_command(program), wire::build());
     let permits = Arc::new(Semaphore::new(MAX_CONNECTING));
+    let deadline = Instant::now() + launch.join_timeout;
+    let (not_up, mut not_up_yet) = mpsc::unbounded_channel();
     let mut connecting = JoinSet::new();
     for ((node, host), description) in launch.hosts.iter().enumerate().zip(descriptions) {
-        let (permits, build) = (permits.clone(), build.clone());
-        let command = connection::command(&launch.ssh, &host.name, &remote);
-        connecting.spawn(async move {
+        let (permits, build, not_up) = (permits.clone(), build.clone(), not_up.clone());
+        let (ssh, name, remote) = (launch.ssh.clone(), host.name.clone(), remote.clone());
+        let open = async move || {
             // Never closed.
             let _permit = permits.acquire().await;
-            (node, connection::open(command, &description, &build).await)
+            connection::open(connection::command(&ssh, &name, &remote), &description, &build).await
+        };
+        connecting.spawn(async move {
+            (node, until_up(open, deadline, |failure| _ = not_up.send((node, failure))).await)
         });
     }
     let mut ready = BTreeMap::new();
     let mut failures: BTreeMap<usize, Failure> = BTreeMap::new();
+    // The last failures of hosts that are tried again.
+    let mut retried: BTreeMap<usize, Failure> = BTreeMap::new();
     let mut give_up: Option<Instant> = None;
-    let mut note = interval_at(Instant::now() + WAITING_NOTE_INTERVAL, WAITING_NOTE_INTERVAL);
+    let mut note = interval_at(Instant::now() + FIRST_WAITING_NOTE_AFTER, WAITING_NOTE_INTERVAL);
     loop {
         tokio::select! {
             joined = connecting.join_next() => match joined {
@@ -152,14 +166,24 @@ async fn connect(
                 SignalRequest::Suspend => suspend(),
                 SignalRequest::Forward(_) | SignalRequest::Resume => {}
             },
+            Some((node, failure)) = not_up_yet.recv() => drop(retried.insert(node, failure)),
             _ = note.tick() => {
                 let done = |node: &usize| ready.contains_key(node) || failures.contains_key(node);
                 let missing = launch.hosts.iter().enumerate().filter(|(node, _)| !done(node));
-                let names: Vec<&str> = missing.map(|(_, host)| host.name.as_str()).collect();
+                let missing = missing.map(|(node, host)| match retried.get(&node) {
+                    Some(failure) => format!("`{}` ({})", host.name, failure.reason()),
+                    None => format!("`{}`", host.name),
+                });
+                let names: Vec<String> = missing.collect();
                 print_line(format_args!("xlaunch: waiting for {}", shorten(&names)));
             }
             () = sleep_until(give_up.unwrap_or_else(Instant::now)), if give_up.is_some() => break,
         }
+    }
+    // Where others have failed, those that are still tried have, too.
+    let unfinished = retried.into_iter().filter(|(node, _)| !ready.contains_key(node));
+    if !failures.is_empty() {
+        failures = unfinished.chain(failures).collect();
     }
     if failures.is_empty() {
         return Ok(ready.into_values().collect());
@@ -170,6 +194,23 @@ async fn connect(
     let failures: Vec<(&str, Failure)> =
         failures.into_iter().map(|(node, failure)| (name(node), failure)).collect();
     Err(outcome::refusal(&failures, context))
+}
+
+/// Opens a connection, again and again until the deadline while the host is not up yet, which `report` learns.
+async fn until_up(
+    open: impl AsyncFn() -> Result<Ready, Failure>,
+    deadline: Instant,
+    report: impl Fn(Failure),
+) -> Result<Ready, Failure> {
+    let mut delay = RETRY_DELAY;
+    loop {
+        match open().await {
+            Err(failure) if failure.is_transient() && Instant::now() + delay < deadline => report(failure),
+            opened => return opened,
+        }
+        sleep(delay).await;
+        delay = (2 * delay).min(MAX_RETRY_DELAY);
+    }
 }
 
 fn interrupted(signal: Signal) -> Refusal {
@@ -184,8 +225,8 @@ fn suspend() {
 }
 
 /// `a, b and 7 more`.
-fn shorten(names: &[&str]) -> String {
-    let shown = names.iter().take(HOSTS_SHOWN).map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+fn shorten(names: &[String]) -> String {
+    let shown = names.iter().take(HOSTS_SHOWN).map(String::as_str).collect::<Vec<_>>().join(", ");
     match names.len().checked_sub(HOSTS_SHOWN) {
         None | Some(0) => shown,
         Some(more) => format!("{shown} and {more} more"),
@@ -273,8 +314,7 @@ mod tests {
 
     #[test]
     fn long_lists_of_hosts_are_shortened() {
-        let names: Vec<String> = (0..20).map(|n| format!("n{n}")).collect();
-        let names: Vec<&str> = names.iter().map(String::as_str).collect();
+        let names: Vec<String> = (0..20).map(|n| format!("`n{n}`")).collect();
         assert_eq!(shorten(&names[..2]), "`n0`, `n1`");
         assert!(shorten(&names).ends_with("`n7` and 12 more"));
         assert!(shorten(&names[..8]).ends_with("`n7`"));

@@ -31,6 +31,43 @@ pub(super) enum Failure {
     Silent { seconds: u64, stderr: String },
 }
 
+/// What ssh says of a host that is not up yet, or not within reach. Unknown names are not among them: they are misspelt
+/// more often than they appear late.
+const NOT_UP_YET: [&str; 11] = [
+    "Connection refused",
+    "Connection timed out",
+    "Operation timed out",
+    "Connection reset by",
+    "Connection closed by",
+    "No route to host",
+    "Network is unreachable",
+    "Host is down",
+    "Temporary failure in name resolution",
+    "kex_exchange_identification",
+    "System is booting up",
+];
+
+impl Failure {
+    /// Whether the host may just not be up yet.
+    pub(super) fn is_transient(&self) -> bool {
+        match self {
+            Self::Ended { status: Some(SSH_FAILED), greeted: false, stderr } => {
+                NOT_UP_YET.iter().any(|text| stderr.contains(text))
+            }
+            _ => false,
+        }
+    }
+
+    /// In a line about a host that is waited for.
+    pub(super) fn reason(&self) -> String {
+        match self {
+            Self::Ended { stderr, .. } | Self::Silent { stderr, .. } => or_silent(stderr),
+            Self::NoClient(error) => escape(error),
+            Self::OtherBuild(other) => escape(other),
+        }
+    }
+}
+
 /// What all messages need to know about the launch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Context<'a> {
@@ -239,6 +276,32 @@ mod tests {
         assert_eq!((code, message.as_str()), (2, expected));
         let (_, message) = refused(&[("b", ended(None, false, ""))]);
         assert!(message.starts_with("ssh to `b` failed: it printed no reason"), "{message}");
+    }
+
+    #[test]
+    fn host_that_is_not_up_yet_is_told_from_one_that_refuses() {
+        let transient = |stderr: &str| ended(Some(255), false, stderr).is_transient();
+        for stderr in [
+            "ssh: connect to host b port 22: Connection refused\r\n",
+            "ssh: connect to host b port 22: Connection timed out\r\n",
+            "ssh: connect to host b port 22: No route to host\r\n",
+            "ssh: Could not resolve hostname b: Temporary failure in name resolution\r\n",
+            "kex_exchange_identification: read: Connection reset by peer\r\nConnection reset by 10.0.0.1 port 22\r\n",
+            "\"System is booting up. Unprivileged users are not permitted to log in yet.\"\nConnection closed by 10.0.0.1",
+        ] {
+            assert!(transient(stderr), "{stderr}");
+        }
+        for stderr in [
+            "ada@b: Permission denied (publickey).\r\n",
+            "Host key verification failed.\r\n",
+            "ssh: Could not resolve hostname b: Name or service not known\r\n",
+            "",
+        ] {
+            assert!(!transient(stderr), "{stderr}");
+        }
+        // The host was reached.
+        assert!(!ended(Some(255), true, "Connection closed by b").is_transient());
+        assert!(!ended(Some(2), false, "Connection refused").is_transient());
     }
 
     #[test]

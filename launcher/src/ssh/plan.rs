@@ -11,6 +11,7 @@
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::time::Duration;
 
 use xlaunch_proto::env;
 
@@ -59,6 +60,8 @@ pub(crate) struct SshLaunch {
     pub(crate) hosts: Vec<Host>,
     /// Program and arguments of the ssh client.
     pub(crate) ssh: Vec<String>,
+    /// Time for all hosts to accept connections.
+    pub(crate) join_timeout: Duration,
     /// Names of variables that hosts also get.
     pub(crate) export: Vec<String>,
     /// The name by which this program was called.
@@ -195,6 +198,7 @@ mod tests {
         SshLaunch {
             hosts: hosts::from_list(hosts).unwrap(),
             ssh: vec!["ssh".into()],
+            join_timeout: Duration::from_secs(600),
             export: Vec::new(),
             called_as: "xlaunch",
             arguments: vec!["--max-restarts=2".into(), "train.py".into(), "a b".into()],

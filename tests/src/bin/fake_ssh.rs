@@ -5,7 +5,7 @@
 //! - Hosts share this machine and its addresses, so a launch on several needs `--rdzv-endpoint 127.0.0.1:PORT`.
 //! - Names say how a host fails: `unknown` has no known key, `denied` refuses the user, `old` has another version,
 //!   `bare` has no xlaunch, `apart` has no such directory, `mute` never answers. `chatty` has a login script that
-//!   prints a line.
+//!   prints a line. `booting` refuses connections until the file `up` exists.
 
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "what an ssh client is for")]
 
@@ -32,6 +32,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
         "bare" => end("sh: 1: exec: xlaunch: not found", 127),
         "mute" => std::thread::sleep(Duration::from_secs(1000)),
+        "booting" if !std::path::Path::new("up").exists() => {
+            end("ssh: connect to host booting port 22: Connection refused\r", 255)
+        }
         "chatty" => println!("Welcome to chatty!"),
         _ => {}
     }

@@ -13,6 +13,7 @@ xlaunch_harness::tests! {
     every_host_runs_the_command_with_its_slots_directory_arguments_and_environment,
     host_file_and_torchruns_name_are_accepted,
     hosts_that_fail_early_are_all_named_and_none_starts,
+    host_whose_sshd_is_not_up_yet_is_waited_for_until_the_join_timeout,
     different_program_or_missing_directory_is_named_with_its_host,
     exit_code_is_that_of_the_job,
     lines_of_hosts_stay_whole_and_own_lines_of_other_hosts_are_marked,
@@ -110,6 +111,25 @@ fn hosts_that_fail_early_are_all_named_and_none_starts() {
     let missing = launch.run(&["--hosts", "a,b", "--ssh", "./no-such-ssh", "--", "true"]);
     assert_eq!(missing.code, 2, "{}", missing.stderr);
     assert!(missing.stderr.starts_with("error: failed to run `./no-such-ssh`: "), "{}", missing.stderr);
+}
+
+fn host_whose_sshd_is_not_up_yet_is_waited_for_until_the_join_timeout() {
+    let launch = Launch::new();
+    let started = spawn(&launch, "a,booting", &[], "echo $HOSTNAME");
+    started.wait_for_stderr(
+        "xlaunch: waiting for `booting` (ssh: connect to host booting port 22: Connection refused)",
+    );
+    launch.write("up", "");
+    let run = started.wait();
+    assert_eq!((run.code, sorted_lines(&run.stdout)), (0, vec!["a", "booting"]), "{}", run.stderr);
+    std::fs::remove_file(launch.path().join("up")).unwrap();
+    let run = run_until(&launch, "a,booting", "join_timeout=1");
+    let error = "error: ssh to `booting` failed: ssh: connect to host booting port 22: Connection refused\n";
+    assert!(run.code == 69 && run.stderr.contains(error), "{}", run.stderr);
+}
+
+fn run_until(launch: &Launch, hosts: &str, conf: &str) -> Output {
+    run(launch, hosts, &["--rdzv-conf", conf], "true")
 }
 
 fn different_program_or_missing_directory_is_named_with_its_host() {

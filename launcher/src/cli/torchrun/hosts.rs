@@ -3,9 +3,10 @@
 use std::ffi::{OsStr, OsString};
 use std::io::Read;
 use std::path::Path;
+use std::time::Duration;
 
-use super::Name;
 use super::line::{Line, Target};
+use super::{Name, values};
 use crate::ssh::hosts::{self, Host};
 use crate::ssh::plan::SshLaunch;
 
@@ -23,10 +24,12 @@ const CONTRADICTING: [(&str, &str); 9] = [
     ("token-file", "a token is generated"),
     ("rdzv-insecure", "a token is generated"),
 ];
+/// The client, unless the user names another command.
+const SSH: &str = "ssh";
 /// Options of OpenSSH: it must not ask questions, for there are many of it and the job has the terminal; a host that is
-/// off is noticed soon, and so is one that disappears.
-const DEFAULT_SSH: [&str; 10] = [
-    "ssh",
+/// off is noticed soon, and so is one that disappears. They follow those of the user: of an option that is given twice,
+/// the first one counts, and all of them take precedence over configuration files.
+const SSH_OPTIONS: [&str; 9] = [
     "-T",
     "-o",
     "BatchMode=yes",
@@ -37,6 +40,9 @@ const DEFAULT_SSH: [&str; 10] = [
     "-o",
     "ServerAliveCountMax=6",
 ];
+
+/// As of `--rdzv-conf`.
+const DEFAULT_JOIN_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Where to launch.
 #[derive(Debug)]
@@ -78,6 +84,7 @@ pub(super) fn launch(name: Name, line: &Line) -> Result<Hosts, String> {
     Ok(Hosts::Others(SshLaunch {
         hosts,
         ssh: ssh(line)?,
+        join_timeout: join_timeout(line)?,
         export: export(line)?,
         called_as: name.word(),
         arguments,
@@ -137,10 +144,38 @@ fn check_slots(line: &Line, hosts: &[Host]) -> Result<(), String> {
 }
 
 fn ssh(line: &Line) -> Result<Vec<String>, String> {
-    let Some(given) = line.last("ssh") else { return Ok(DEFAULT_SSH.map(str::to_owned).to_vec()) };
-    let text = given.value.as_deref().unwrap_or_default();
-    let words = text.to_str().and_then(shlex::split).filter(|words| !words.is_empty());
-    words.ok_or_else(|| format!("--ssh {}: expected a command, quoted as for a shell", text.display()))
+    let words = match line.last("ssh") {
+        None => vec![SSH.to_owned()],
+        Some(given) => {
+            let text = given.value.as_deref().unwrap_or_default();
+            let words = text.to_str().and_then(shlex::split).filter(|words| !words.is_empty());
+            words.ok_or_else(|| {
+                format!("--ssh {}: expected a command, quoted as for a shell", text.display())
+            })?
+        }
+    };
+    // Other programs may have other options.
+    let options = SSH_OPTIONS.iter().filter(|_| is_openssh(&words)).map(|option| (*option).to_owned());
+    Ok(words.iter().cloned().chain(options).collect())
+}
+
+/// Whether a command runs OpenSSH, perhaps by way of another program: `sshpass -e ssh -F cluster.conf`.
+fn is_openssh(words: &[String]) -> bool {
+    let is_client = |word: &String| word == SSH || word.ends_with("/bin/ssh");
+    words.first().is_some_and(|first| Path::new(first).file_name() == Some(OsStr::new(SSH)))
+        || words.iter().any(is_client)
+}
+
+/// Time for all hosts to accept connections: that for all nodes to join.
+fn join_timeout(line: &Line) -> Result<Duration, String> {
+    let Some(given) = line.last("rdzv-conf") else { return Ok(DEFAULT_JOIN_TIMEOUT) };
+    let text = given.value.as_deref().and_then(OsStr::to_str).unwrap_or_default();
+    let pairs = text.split(',').filter_map(|pair| pair.split_once('='));
+    let value = pairs.filter(|(key, _)| ["join_timeout", "timeout"].contains(&key.trim())).last();
+    let seconds = value.map(|(_, seconds)| values::seconds(seconds.trim())).transpose();
+    // Hosts read the rest of it.
+    let seconds = seconds.map_err(|error| format!("{} {text}: {error}", given.written))?;
+    Ok(seconds.unwrap_or(DEFAULT_JOIN_TIMEOUT))
 }
 
 fn export(line: &Line) -> Result<Vec<String>, String> {
@@ -243,10 +278,29 @@ mod tests {
     }
 
     #[test]
-    fn ssh_command_may_have_quoted_arguments() {
-        let words = |value: &str| others(Name::Xlaunch, &["--hosts=a", "--ssh", value, "x.py"]).ssh;
-        assert_eq!(words("ssh -F 'my config' -p 22"), ["ssh", "-F", "my config", "-p", "22"]);
-        assert!(others(Name::Xlaunch, &["--hosts=a", "x.py"]).ssh.contains(&"BatchMode=yes".to_owned()));
+    fn own_options_follow_those_of_the_users_ssh_command() {
+        let words = |value: &str| others(Name::Xlaunch, &["--hosts=a", "--ssh", value, "x.py"]).ssh.join(" ");
+        let options =
+            "-T -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=5 -o ServerAliveCountMax=6";
+        assert_eq!(others(Name::Xlaunch, &["--hosts=a", "x.py"]).ssh.join(" "), format!("ssh {options}"));
+        for (given, expected) in [
+            ("ssh -F 'my config' -p 22", "ssh -F my config -p 22"),
+            ("/opt/openssh/ssh -o ServerAliveInterval=1", "/opt/openssh/ssh -o ServerAliveInterval=1"),
+            ("sshpass -e /usr/bin/ssh -i key", "sshpass -e /usr/bin/ssh -i key"),
+        ] {
+            assert_eq!(words(given), format!("{expected} {options}"));
+        }
+        assert_eq!(words("tsh ssh-of-teleport"), "tsh ssh-of-teleport");
+    }
+
+    #[test]
+    fn hosts_are_tried_until_the_join_timeout() {
+        let timeout = |conf: &[&str]| {
+            others(Name::Xlaunch, &[&["--hosts=a"][..], conf, &["x.py"]].concat()).join_timeout.as_secs()
+        };
+        assert_eq!((timeout(&[]), timeout(&["--rdzv-conf=join_timeout=5,is_host=0"])), (600, 5));
+        let refused = read(Name::Xlaunch, &["--hosts=a", "--rdzv-conf=join_timeout=soon", "x.py"]);
+        assert!(refused.unwrap_err().contains("join_timeout=soon"));
     }
 
     #[test]
