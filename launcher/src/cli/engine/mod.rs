@@ -17,6 +17,8 @@ mod kubernetes;
 mod mpi;
 mod slurm;
 
+pub(super) use slurm::SLURM;
+
 use std::ffi::OsString;
 use std::io::Read;
 use std::path::Path;
@@ -31,7 +33,7 @@ const MAX_HOSTS_BYTES: usize = 1 << 20;
 /// Ports that are derived from a job's id: below the range from which Linux takes ports of clients.
 const PORTS: std::ops::Range<u64> = 20_000..30_000;
 /// munged's socket.
-const MUNGE_SOCKET: &str = "/run/munge/munge.socket.2";
+pub(super) const MUNGE_SOCKET: &str = "/run/munge/munge.socket.2";
 
 /// What detection reads of this process and host.
 pub(super) struct Host<'a> {

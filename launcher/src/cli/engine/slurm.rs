@@ -5,7 +5,8 @@
 
 use super::{Allocation, Host, Sourced, check_place, hostlist, ports};
 
-const SLURM: &str = "Slurm";
+/// Name of the engine.
+pub(in crate::cli) const SLURM: &str = "Slurm";
 /// Step ids from here on are not those of `srun`: the batch script, the shell of `salloc`, external processes.
 const FIRST_SPECIAL_STEP: u32 = 0xffff_fff0;
 const VARIABLES: [&str; 9] = [

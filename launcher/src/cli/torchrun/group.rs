@@ -15,7 +15,7 @@ use std::time::Duration;
 use xlaunch_proto::command::{Backend, Endpoint, GroupSpec, NodeCount, Security};
 use xlaunch_proto::env;
 
-use super::super::engine::{Allocation, Sourced};
+use super::super::engine::{self, Allocation, Sourced};
 use super::Name;
 use super::reader::Reader;
 use super::values;
@@ -283,12 +283,22 @@ fn security(
             Ok((is(Security::Munge, "munged"), None))
         }
         (None, false) if name == Name::Torchrun => Ok((is(Security::Insecure, "called as torchrun"), None)),
-        (None, false) => Err(format!(
-            "{}: several nodes need a secret token: --token-file FILE or {}, with the same 16 bytes or more on every \
-             node; on a trusted network, --rdzv-insecure does without",
-            nodes.source,
-            env::TOKEN
-        )),
+        (None, false) => {
+            let token = format!(
+                "--token-file FILE or {}, with the same 16 bytes or more on every node; on a trusted network, \
+                 --rdzv-insecure does without",
+                env::TOKEN
+            );
+            Err(match allocation {
+                Some(found) if found.engine == engine::SLURM => format!(
+                    "{}: several nodes need munge, or a secret token: munged does not run on this node (no `{}`); \
+                     start it on all nodes, or use {token}",
+                    nodes.source,
+                    engine::MUNGE_SOCKET
+                ),
+                _ => format!("{}: several nodes need a secret token: {token}", nodes.source),
+            })
+        }
     }
 }
 
