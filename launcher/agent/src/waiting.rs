@@ -19,6 +19,7 @@ use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 use xlaunch_proto::v1::{JobState, NodeRefused, Prepare, StopRequested, Waiting};
 
 use crate::Refusal;
+use crate::group::candidacy::{Election, OtherRole};
 use crate::group::coordinator::Handle;
 use crate::group::join::{Joining, Tasks};
 use crate::group::link::{FromGroup, Link};
@@ -69,11 +70,24 @@ pub async fn first_attempt(
     launch: Launch,
     notify: impl Fn(&str),
 ) -> Result<Group, Refusal> {
-    let Joining { mut link, address, coordinator, tasks } = joining;
+    let Joining { mut link, mut address, mut coordinator, mut tasks, election } = joining;
+    let mut other_role = election.map(Election::watch);
     let (mut run_id, mut entry, mut queries) = (String::new(), None, None);
     loop {
+        // Once another node has joined here, or this one elsewhere, the role is fixed.
+        if coordinator.as_ref().is_some_and(Handle::has_members) {
+            other_role = None;
+        }
         let message = tokio::select! {
             message = link.next() => message,
+            taken = taken(&mut other_role) => {
+                // What listens for the old role ends before the service of the new one is opened.
+                (queries, entry) = (None, None);
+                let election;
+                Joining { link, address, coordinator, tasks, election } = taken;
+                other_role = election.map(Election::watch);
+                continue;
+            }
             call = next_call(&mut queries) => {
                 if matches!(call, Message::Stop) {
                     link.send(FromAgent::StopRequested(StopRequested { signal: 0 }));
@@ -86,6 +100,9 @@ pub async fn first_attempt(
                 return Err(ended(welcome.exit_code, &welcome.refusal));
             }
             Some(FromGroup::Message(ToAgent::Welcome(welcome))) => {
+                if coordinator.is_none() {
+                    other_role = None;
+                }
                 run_id = welcome.run_id;
                 if tasks.is_some() && queries.is_none() {
                     let own = Entry::create(&launch.name, &run_id)?;
@@ -107,9 +124,18 @@ pub async fn first_attempt(
                 }
                 return Err(ended(end.exit_code, &end.root));
             }
+            Some(FromGroup::Notice(text)) => notify(&text),
             Some(message) => queries.iter().for_each(|queries| queries.heard(&message, &notify)),
             None => return Err(Refusal::new(ExitCode::Internal, "the coordinator has ended".to_owned())),
         }
+    }
+}
+
+/// Waits until this node has another role; pending if it has none.
+async fn taken(other_role: &mut Option<OtherRole>) -> Joining {
+    match other_role {
+        Some(other_role) => other_role.taken().await,
+        None => pending().await,
     }
 }
 
@@ -165,7 +191,7 @@ impl Queries {
             FromGroup::Message(answer) => {
                 self.service.peers.iter().for_each(|peers| peers.received(answer.clone()));
             }
-            FromGroup::CutOff(_) => {}
+            FromGroup::CutOff(_) | FromGroup::Notice(_) => {}
         }
     }
 

@@ -82,7 +82,7 @@ async fn run_workers(
         rank_threads: mode == Mode::Threads,
     };
     let work = Work::of_trainer(&spec, None, placement.workers, None);
-    let joining = join::join(None, work).await?;
+    let joining = join::join(None, work, |_| {}).await?;
     let group = waiting::first_attempt(joining, trainer::launch(&spec), |_| {}).await?;
     let run = RunDir::create(&spec, &group.run_id, None)?;
     let logs = run.logs.clone();

@@ -140,7 +140,7 @@ pub(super) async fn train(
     let work = Work::of_trainer(spec, place.declared, placement.workers, place.spec());
     let mark = place.group.map(|_| Mark::leave(&shared::directory(spec), &work.instance));
     let mark = mark.transpose().map_err(|error| Refusal::new(ExitCode::Usage, error.to_string()))?;
-    let joining = join::join(place.group, work).await?;
+    let joining = join::join(place.group, work, notify).await?;
     let mut group = waiting::first_attempt(joining, workload::trainer::launch(spec), &notify).await?;
     let spec = &as_completed(spec, &group.first);
     let ready = match ready(spec, placement, &mut group, trainer, create) {
@@ -341,7 +341,7 @@ pub(super) async fn run_workers(
     create: impl FnOnce(&ResolvedCommand, &str, Option<u32>, Option<Entry>) -> Result<RunDir, Refusal>,
 ) -> Result<Ended, Refusal> {
     let affinities = affinities(spec).map_err(|reason| Refusal::new(ExitCode::Usage, reason))?;
-    let joining = join::join(place.group, Work::of_command(spec, place.spec())).await?;
+    let joining = join::join(place.group, Work::of_command(spec, place.spec()), notify).await?;
     let mut group = waiting::first_attempt(joining, workload::command::launch(spec), &notify).await?;
     // The same on all nodes, whenever they join.
     let spec = ResolvedCommand { run_id: Some(group.run_id.clone()), ..spec.clone() };

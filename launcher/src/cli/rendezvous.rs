@@ -3,9 +3,11 @@
 
 use std::net::IpAddr;
 use std::path::PathBuf;
+use std::pin::pin;
 
 use clap::Args;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc;
 use xlaunch_agent::Refusal;
 use xlaunch_agent::group::join::{Nodes, Standalone};
 use xlaunch_proto::command::{Backend, Endpoint, GroupSpec, NodeCount, Security};
@@ -39,15 +41,20 @@ pub(super) async fn run(options: Rendezvous) -> Result<ExitCode, QueryError> {
     let failed = |error: std::io::Error| Refusal::new(ExitCode::Internal, error.to_string());
     let mut terminated = signal(SignalKind::terminate()).map_err(failed)?;
     let mut interrupted = signal(SignalKind::interrupt()).map_err(failed)?;
-    let coordinator = Standalone::start(&nodes).await?;
+    let (notices, mut lines) = mpsc::unbounded_channel();
+    let coordinator = Standalone::start(&nodes, notices).await?;
     print_note(&format!(
         "xlaunch: coordinating one job at {0}; start its nodes with `--rdzv-endpoint {0} --rdzv-conf is_host=0`",
         nodes.spec.endpoint
     ));
-    tokio::select! {
-        exit_code = coordinator.ended() => Ok(exit(exit_code)),
-        _ = terminated.recv() => Ok(ExitCode::Stopped),
-        _ = interrupted.recv() => Ok(ExitCode::Interrupted),
+    let mut ended = pin!(coordinator.ended());
+    loop {
+        tokio::select! {
+            exit_code = &mut ended => return Ok(exit(exit_code)),
+            _ = terminated.recv() => return Ok(ExitCode::Stopped),
+            _ = interrupted.recv() => return Ok(ExitCode::Interrupted),
+            Some(line) = lines.recv() => print_note(&format!("xlaunch: {line}")),
+        }
     }
 }
 

@@ -46,6 +46,13 @@ fn node_that_does_not_prove_the_token_is_refused_and_the_others_wait_for_the_rig
     }
     let (second, first) = (start(&[], TOKEN), first.wait());
     assert_eq!((first.code, first.stdout.as_str()), (0, "0\n"), "{}", first.stderr);
+    for why in ["its token differs", "it does not use TLS"] {
+        // By an address of either family.
+        let mut lines = first.stderr.lines();
+        let is_named =
+            lines.any(|line| line.starts_with("xlaunch: refused a caller at ") && line.contains(why));
+        assert!(is_named, "{why} in {}", first.stderr);
+    }
     assert_eq!((second.code, second.stdout.as_str()), (0, "1\n"), "{}", second.stderr);
 
     // The other way round: the coordinator has no token.

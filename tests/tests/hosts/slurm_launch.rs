@@ -7,6 +7,7 @@ use xlaunch_tests::{Job, Process, Slurm, requirements, wait_for, xlaunch_path};
 xlaunch_harness::tests! {
     needs requirements::slurm:
     srun_alone_starts_a_group_with_ranks_of_slurm_and_no_token,
+    other_token_is_named_at_once_although_other_ports_refuse,
     two_jobs_on_the_same_nodes_do_not_disturb_each_other,
     cancelled_job_leaves_no_process_on_any_node,
     lost_node_ends_the_launches_on_the_others_with_75,
@@ -63,6 +64,15 @@ fn srun_alone_starts_a_group_with_ranks_of_slurm_and_no_token() {
     slurm.wait_for_state(&job, "FAILED");
     let text = std::fs::read_to_string(batch).unwrap();
     assert!(text.contains("start one launch on each with `srun --ntasks-per-node=1 xlaunch ...`"), "{text}");
+}
+
+fn other_token_is_named_at_once_although_other_ports_refuse() {
+    let slurm = Slurm::start(2);
+    // The coordinator waits for long, the other node must not.
+    let script = format!("XLAUNCH_TOKEN=the-token-of-node-$SLURM_NODEID exec {} -- true", xlaunch());
+    let run = Process::spawn_inside(slurm.command("srun").args(["-N2", "-K", "sh", "-c", &script])).wait();
+    assert!(run.stderr.contains("its token differs; give all nodes the same"), "{}", run.stderr);
+    assert!(run.stderr.contains("xlaunch: refused a caller at "), "{}", run.stderr);
 }
 
 fn two_jobs_on_the_same_nodes_do_not_disturb_each_other() {

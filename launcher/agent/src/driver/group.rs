@@ -106,10 +106,7 @@ impl Driver<'_> {
             if let Err(error) = reach_next(&prepare)
                 && prepared.problem.is_empty()
             {
-                prepared.problem = format!(
-                    "cannot reach {} at {} port {}: {error}",
-                    prepare.next_host, prepare.next_address, prepare.next_probe_port
-                );
+                prepared.problem = unreachable(&prepare, &error);
             }
             // The link ends only after the job.
             let _ = messages.send(FromAgent::Prepared(prepared));
@@ -122,6 +119,10 @@ impl Driver<'_> {
             FromGroup::CutOff(reason) => return vec![Event::CutOff(reason)],
             FromGroup::Connected(connected) => {
                 self.board.send_modify(|board| board.set_connected(connected));
+                return Vec::new();
+            }
+            FromGroup::Notice(text) => {
+                self.notify(&text);
                 return Vec::new();
             }
             FromGroup::Message(message) => message,
@@ -183,6 +184,16 @@ impl Driver<'_> {
         self.board.send_modify(Board::attempt_ended);
         peers.logs_sent(LAST_LINES_TIMEOUT).await;
     }
+}
+
+fn unreachable(prepare: &Prepare, error: &io::Error) -> String {
+    format!(
+        "cannot reach {host} at {address} port {port}: {error}; if {host} has another address for the other nodes, \
+         choose it with `--interface` or `--local-addr`; otherwise, open its ports to them",
+        host = prepare.next_host,
+        address = prepare.next_address,
+        port = prepare.next_probe_port
+    )
 }
 
 /// Connects to the next node, as its workers are about to do.

@@ -1,6 +1,8 @@
 //! The task that owns a group's state: connections of agents in, decisions out.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, oneshot};
@@ -11,6 +13,7 @@ use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 use xlaunch_proto::v1::{AgentMessage, CoordinatorHeartbeat, CoordinatorMessage, Greeting};
 
 use super::outbox::Outbox;
+use super::refusals::RefusalLog;
 use super::state::{Coordinator, Input, MemberId, Output};
 use crate::clock;
 
@@ -60,14 +63,29 @@ pub struct Connection {
 #[derive(Debug)]
 pub struct Handle {
     events: mpsc::UnboundedSender<Event>,
+    notices: mpsc::UnboundedSender<String>,
+    has_members: Arc<AtomicBool>,
     task: JoinHandle<u32>,
 }
 
 impl Handle {
-    /// Starts a coordinator. If an agent hosts it, that has to open the first connection.
-    pub fn start(state: Coordinator, hosted: bool) -> Self {
+    /// Starts a coordinator. If an agent hosts it, that has to open the first connection. `notices` gets lines for the
+    /// user about nodes that are refused.
+    pub fn start(state: Coordinator, hosted: bool, notices: mpsc::UnboundedSender<String>) -> Self {
         let (events, inbox) = mpsc::unbounded_channel();
-        Self { events, task: tokio::spawn(run(Task::new(state, hosted), inbox)) }
+        let task = Task { notices: Some(notices.clone()), ..Task::new(state, hosted) };
+        let has_members = task.has_members.clone();
+        Self { events, notices, has_members, task: tokio::spawn(run(task, inbox)) }
+    }
+
+    /// Gets lines for the user.
+    pub(super) fn notices(&self) -> mpsc::UnboundedSender<String> {
+        self.notices.clone()
+    }
+
+    /// Whether an agent of another process has become a member.
+    pub(crate) fn has_members(&self) -> bool {
+        self.has_members.load(Ordering::Relaxed)
     }
 
     /// Where connections send what happens on them.
@@ -101,12 +119,18 @@ pub(super) struct Task {
     next: u64,
     /// When the job has ended.
     over: Option<Instant>,
+    notices: Option<mpsc::UnboundedSender<String>>,
+    refusals: RefusalLog,
+    has_members: Arc<AtomicBool>,
 }
 
 /// An agent that has greeted.
 #[derive(Debug)]
 struct Agent {
     instance: Vec<u8>,
+    host: String,
+    /// It has had no membership before that it could have lost.
+    is_new: bool,
     connection: u64,
     replies: Option<mpsc::UnboundedSender<CoordinatorMessage>>,
     outbox: Outbox<ToAgent>,
@@ -136,7 +160,8 @@ async fn run(mut task: Task, mut inbox: mpsc::UnboundedReceiver<Event>) -> u32 {
 impl Task {
     pub(super) fn new(state: Coordinator, hosted: bool) -> Self {
         let next = Coordinator::HOST + u64::from(!hosted);
-        Self { state, agents: BTreeMap::new(), next, over: None }
+        let (refusals, has_members) = (RefusalLog::default(), Arc::default());
+        Self { state, agents: BTreeMap::new(), next, over: None, notices: None, refusals, has_members }
     }
 
     /// Whether all agents know how the job has ended, or had time to learn it.
@@ -196,6 +221,8 @@ impl Task {
         self.next += 1;
         let agent = Agent {
             instance: greeting.instance.clone(),
+            host: greeting.host.clone(),
+            is_new: greeting.new,
             connection: number,
             replies: Some(replies),
             outbox: Outbox::default(),
@@ -244,6 +271,9 @@ impl Task {
         for output in self.state.handle(input, now) {
             match output {
                 Output::Send(id, body) => {
+                    if let ToAgent::Welcome(welcome) = &body {
+                        self.welcomed(id, &welcome.refusal, now);
+                    }
                     if let Some(agent) = self.agents.get_mut(&id) {
                         agent.send(body);
                     }
@@ -258,6 +288,22 @@ impl Task {
                 }
             }
         }
+    }
+}
+
+impl Task {
+    /// An agent was admitted, or refused: which the user of this node has to know.
+    fn welcomed(&mut self, id: MemberId, refusal: &str, now: Instant) {
+        if refusal.is_empty() {
+            self.has_members.fetch_or(id != Coordinator::HOST, Ordering::Relaxed);
+            return;
+        }
+        let Some(agent) = self.agents.get(&id).filter(|agent| agent.is_new && !self.state.is_over()) else {
+            return;
+        };
+        let line = self.refusals.refused(&format!("a launch on {}", agent.host), refusal, now);
+        // The user's process may have ended.
+        line.into_iter().zip(&self.notices).for_each(|(line, notices)| _ = notices.send(line));
     }
 }
 

@@ -7,10 +7,11 @@
 //! The coordinator in the same process is reached over channels. A remote one is reached over a connection that the
 //! link opens again whenever it is lost. What is said on it, and what follows from silence, is decided in `link_state`.
 
+use std::pin::pin;
 use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, oneshot};
-use tokio::time::{sleep, sleep_until, timeout};
+use tokio::time::{sleep, sleep_until};
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::transport::Channel;
@@ -23,10 +24,13 @@ use xlaunch_proto::v1::{AgentMessage, CoordinatorMessage, Greeting};
 
 use super::coordinator::{Event, Handle, HowClosed};
 pub use super::link_state::FromGroup;
-use super::link_state::{self, Closed, LinkState, RETRY_INTERVAL, Step};
-use super::net::connect::{ConnectError, Connection, Reason};
-use super::net::{self, Security};
+use super::link_state::{self, Closed, LinkState, Step};
+use super::net::{Connection, Dialed, Dialer, Security, Urgency};
+use super::notices::Notices;
 use super::shared::PROCESS_BYTES;
+
+/// For the last message on a connection to arrive before it is closed.
+const LAST_MESSAGE_DELAY: Duration = Duration::from_millis(100);
 
 /// A link to a coordinator.
 #[derive(Debug)]
@@ -36,8 +40,12 @@ pub struct Link {
 }
 
 impl Link {
-    /// A link to a coordinator in this process.
-    pub async fn local(coordinator: &Handle, greeting: Greeting) -> Self {
+    /// A link to a coordinator in this process. `notices` are lines for the user, about other nodes.
+    pub async fn local(
+        coordinator: &Handle,
+        greeting: Greeting,
+        mut notices: mpsc::UnboundedReceiver<String>,
+    ) -> Self {
         let (events, (replies, mut outgoing)) = (coordinator.events(), mpsc::unbounded_channel());
         let (messages, mut own) = mpsc::unbounded_channel();
         let (to_driver, inbox) = mpsc::unbounded_channel();
@@ -62,6 +70,10 @@ impl Link {
                             Some(_) => None,
                             None => break,
                         },
+                        Some(notice) = notices.recv() => {
+                            let _ = to_driver.send(FromGroup::Notice(notice));
+                            continue;
+                        }
                     };
                     let sequence = if body.is_some() { sequence } else { 0 };
                     let message = AgentMessage { sequence, acknowledged, body };
@@ -83,8 +95,7 @@ impl Link {
         let (messages, own) = mpsc::unbounded_channel();
         let (to_driver, inbox) = mpsc::unbounded_channel();
         let remote = Remote {
-            endpoint,
-            security,
+            dialer: Dialer::new(endpoint, security),
             state: LinkState::new(greeting, join_timeout, Instant::now()),
             own,
             to_driver,
@@ -112,8 +123,7 @@ impl Link {
 }
 
 struct Remote {
-    endpoint: Endpoint,
-    security: Security,
+    dialer: Dialer,
     state: LinkState,
     own: mpsc::UnboundedReceiver<FromAgent>,
     to_driver: mpsc::UnboundedSender<FromGroup>,
@@ -131,59 +141,64 @@ struct Stream {
 
 impl Remote {
     async fn run(mut self) {
-        let mut pause = RETRY_INTERVAL;
         loop {
-            let time = self.state.connect_timeout(Instant::now());
-            let mut refused = false;
-            let problem = match timeout(time, net::connect(&self.endpoint, &self.security)).await {
-                Ok(Ok(Connection { channel, .. })) => {
-                    pause = RETRY_INTERVAL;
-                    match self.attend(channel).await {
-                        Closed::Over => return,
-                        Closed::Lost => self.problem("the connection was closed"),
-                        Closed::Forgotten => match self.renew().await {
-                            true => continue,
-                            false => return,
-                        },
+            let Some(channel) = self.connect().await else { return };
+            match self.attend(channel).await {
+                Closed::Over => return,
+                Closed::Lost => {}
+                Closed::Forgotten => {
+                    if !self.renew().await {
+                        return;
                     }
                 }
-                Ok(Err(error)) if !error.is_transient() => {
-                    return self.pass_on(link_state::end(ExitCode::Rendezvous, error.to_string()));
-                }
-                Ok(Err(error)) => {
-                    refused = matches!(error, ConnectError { reason: Reason::Refused, .. });
-                    error.to_string()
-                }
-                Err(_) => self.problem("it does not answer"),
-            };
-            if self.state.has_failed(refused, Instant::now()) {
-                return self.lost(problem);
             }
-            if !self.wait(pause).await {
-                return;
-            }
-            pause = self.state.next_pause(pause);
+            self.dialer.restart();
         }
     }
 
-    /// Waits before the next attempt to connect. Whether the agent is still wanted.
-    async fn wait(&mut self, pause: Duration) -> bool {
-        let until = Instant::now() + pause;
+    /// Connects to the coordinator, for as long as it may come back. `None` if it does not, or if the agent is not
+    /// wanted any more.
+    async fn connect(&mut self) -> Option<Channel> {
+        let mut notices = Notices::new(Instant::now());
         loop {
-            let step = self.state.tick(Instant::now());
-            step.to_driver.into_iter().for_each(|message| self.pass_on(message));
+            let now = Instant::now();
+            self.tick();
+            if self.state.has_failed(self.dialer.is_gone(), now) {
+                self.lost(self.dialer.problem());
+                return None;
+            }
+            // Once it was right, a configuration is not what is wrong.
+            if let Some(error) = self.dialer.take_final_error().filter(|_| !self.state.was_admitted()) {
+                self.pass_on(link_state::end(ExitCode::Rendezvous, error.to_string()));
+                return None;
+            }
+            if notices.is_due(now) {
+                self.pass_on(FromGroup::Notice(self.waiting(now)));
+            }
+            let wake = [Some(self.state.gives_up_at()), Some(notices.deadline()), self.state.deadline()];
+            let wake = wake.into_iter().flatten().min().unwrap_or(now);
+            let urgency = if self.state.is_attempting() { Urgency::Working } else { Urgency::Joining };
             tokio::select! {
-                body = self.own.recv() => match body {
-                    Some(body) => drop(self.state.send(body)),
-                    None => return false,
+                dialed = self.dialer.next(urgency) => match dialed {
+                    Dialed::Connected(Connection { channel, .. }) => return Some(channel),
+                    Dialed::Failed => {}
                 },
-                () = sleep_until(self.state.deadline().map_or(until, |at| at.min(until)).into()) => {
-                    if Instant::now() >= until {
-                        return true;
-                    }
-                }
+                body = self.own.recv() => drop(self.state.send(body?)),
+                () = sleep_until(wake.into()) => {}
             }
         }
+    }
+
+    fn tick(&mut self) {
+        let step = self.state.tick(Instant::now());
+        step.to_driver.into_iter().for_each(|message| self.pass_on(message));
+    }
+
+    /// The line for a user who waits.
+    fn waiting(&self, now: Instant) -> String {
+        let seconds = self.state.gives_up_at().saturating_duration_since(now).as_secs();
+        let lost = if self.state.was_admitted() { "the connection to the coordinator is lost: " } else { "" };
+        format!("{lost}{}; trying for another {seconds} s", self.dialer.problem())
     }
 
     /// Uses one connection until it is lost.
@@ -192,8 +207,8 @@ impl Remote {
         let _ = outgoing.send(self.state.greet(Instant::now()));
         let mut client = GroupClient::new(channel.clone());
         let opening = client.attend(UnboundedReceiverStream::new(messages));
-        let opened = timeout(self.state.reply_timeout(), opening).await;
-        let replies = opened.ok().and_then(Result::ok).map(Response::into_inner);
+        let opened = self.opened(opening).await;
+        let Some(replies) = opened else { return Closed::Over };
         let mut stream = Stream { _channel: channel, outgoing, replies };
         let closed = self.exchange(&mut stream).await;
         self.state.disconnected();
@@ -202,6 +217,28 @@ impl Remote {
             self.given_up.push(stream);
         }
         closed
+    }
+
+    /// Waits for the reply to a greeting; `None` if the agent is not wanted any more.
+    async fn opened(
+        &mut self,
+        opening: impl Future<Output = Result<Response<Streaming<CoordinatorMessage>>, tonic::Status>>,
+    ) -> Option<Option<Streaming<CoordinatorMessage>>> {
+        let deadline = Instant::now() + self.state.reply_timeout();
+        let mut opening = pin!(opening);
+        loop {
+            self.tick();
+            let wake = self.state.deadline().map_or(deadline, |at| at.min(deadline));
+            tokio::select! {
+                opened = &mut opening => return Some(opened.ok().map(Response::into_inner)),
+                body = self.own.recv() => drop(self.state.send(body?)),
+                () = sleep_until(wake.into()) => {
+                    if Instant::now() >= deadline {
+                        return Some(None);
+                    }
+                }
+            }
+        }
     }
 
     async fn exchange(&mut self, stream: &mut Stream) -> Closed {
@@ -236,7 +273,7 @@ impl Remote {
                 Some(closed) => {
                     // What was acknowledged last has to arrive.
                     let _ = stream.outgoing.send(self.state.heartbeat());
-                    sleep(RETRY_INTERVAL).await;
+                    sleep(LAST_MESSAGE_DELAY).await;
                     return closed;
                 }
             }
@@ -265,10 +302,6 @@ impl Remote {
             true => link_state::end(ExitCode::Retryable, format!("the coordinator was lost: {problem}")),
             false => link_state::end(ExitCode::Rendezvous, problem),
         });
-    }
-
-    fn problem(&self, what: &str) -> String {
-        format!("failed to reach the coordinator at {}: {what}", self.endpoint)
     }
 
     fn pass_on(&self, message: FromGroup) {

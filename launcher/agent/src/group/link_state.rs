@@ -22,16 +22,13 @@ use xlaunch_proto::v1::{
 
 use super::outbox::Outbox;
 
-/// Between attempts to reach a coordinator.
-pub(super) const RETRY_INTERVAL: Duration = Duration::from_millis(100);
-/// One attempt to reach the coordinator while workers live. A network that is back answers the next one at once, but
-/// the last one only when TCP tries again.
-const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(1);
-/// A coordinator that refuses connections for this long is gone.
+/// Between heartbeats, as long as the coordinator has not said otherwise.
+const DEFAULT_INTERVAL: Duration = Duration::from_secs(1);
+/// A coordinator whose address refuses connections for this long is gone.
 const REFUSED_TIMEOUT: Duration = Duration::from_secs(1);
 /// For a network to come back before an agent without workers gives up, if the coordinator may wait for it.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(60);
-/// For the reply to a greeting on an open connection.
+/// For the reply to a greeting on an open connection, if no workers live.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 /// Heartbeats without an answer after which a connection is given up. An open connection can stay silent long after a
 /// cut: TCP waits ever longer before it tries again.
@@ -49,6 +46,8 @@ pub enum FromGroup {
     Connected(bool),
     /// The coordinator has not answered for so long that it may soon consider this node lost; for the user.
     CutOff(String),
+    /// What the user has to know about connections: one line.
+    Notice(String),
 }
 
 /// Why a connection has ended.
@@ -108,7 +107,7 @@ impl LinkState {
             greeting,
             outbox: Outbox::default(),
             lease: join_timeout,
-            interval: MAX_RETRY_INTERVAL,
+            interval: DEFAULT_INTERVAL,
             alive: now,
             greeted: now,
             connection: None,
@@ -121,23 +120,9 @@ impl LinkState {
         }
     }
 
-    /// How long one attempt to connect may take.
-    pub(super) fn connect_timeout(&self, now: Instant) -> Duration {
-        match self.attempting {
-            true => MAX_RETRY_INTERVAL,
-            false => self.give_up.saturating_duration_since(now).max(MAX_RETRY_INTERVAL),
-        }
-    }
-
-    /// The pause after another attempt to connect has failed. While workers live, a network that is back must not wait:
-    /// the lease is only a little longer than the cuts that it is to outlast.
-    pub(super) fn next_pause(&self, last: Duration) -> Duration {
-        if self.attempting { RETRY_INTERVAL } else { (last * 2).min(MAX_RETRY_INTERVAL) }
-    }
-
-    /// How long the coordinator has to answer a greeting.
+    /// How long the coordinator has to answer a greeting: as long as a heartbeat, if workers live.
     pub(super) fn reply_timeout(&self) -> Duration {
-        if self.attempting { MAX_RETRY_INTERVAL } else { REPLY_TIMEOUT }
+        if self.attempting { SILENT_HEARTBEATS * self.interval } else { REPLY_TIMEOUT }
     }
 
     /// The first message on a connection.
@@ -158,13 +143,19 @@ impl LinkState {
         self.connection = None;
     }
 
-    /// Another attempt to connect has failed. Whether the coordinator will not come back.
+    /// There is no connection. Whether the coordinator will not come back; `refused` if no process listens where it
+    /// was, or another one does.
     pub(super) fn has_failed(&mut self, refused: bool, now: Instant) -> bool {
         let since = self.refused_since.unwrap_or(now);
         self.refused_since = refused.then_some(since);
         // Where it was once, another one will not come.
         let is_gone = refused && self.was_admitted && now >= since + REFUSED_TIMEOUT;
         is_gone || now >= self.give_up
+    }
+
+    /// When [`has_failed`](Self::has_failed) becomes true at the latest.
+    pub(super) fn gives_up_at(&self) -> Instant {
+        self.give_up
     }
 
     /// The agent has been a member.

@@ -8,21 +8,27 @@
 //! - [`coordinator`] is the task that owns that state; it runs in one of the agents, or alone.
 //! - [`link`] is an agent's side: it dials again when the connection is lost, repeats what has not arrived, and warns
 //!   the driver before the coordinator may consider the node lost; `link_state` is the pure part of it.
+//! - `roles` decides which node runs the coordinator; `notices` and `refusals` when the user is told what keeps a node
+//!   from joining; pure.
 //! - [`outbox`] keeps what has not been acknowledged; `service` is the gRPC service; `presence` tells it whether the
 //!   process of an agent is gone; [`join`] opens the link of an agent that has some [`work`]; [`net`] has the
 //!   connections; [`interface`] and [`shared`] find out what a node has and sees.
 //!
 //! A job on one node has a coordinator, too, and its driver a link to it, but no socket.
 
+pub(crate) mod candidacy;
 pub mod coordinator;
 pub mod interface;
 pub mod join;
 pub mod link;
 mod link_state;
 pub mod net;
+mod notices;
 pub mod outbox;
 mod presence;
+pub(crate) mod refusals;
 pub mod rendezvous;
+mod roles;
 pub mod rules;
 mod service;
 pub mod shared;

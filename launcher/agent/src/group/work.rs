@@ -13,7 +13,7 @@ use super::rules;
 use crate::command::{ResolvedCommand, quote_line};
 
 /// What an agent is about to run.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Work {
     /// Random: names the agent's process.
     pub instance: Vec<u8>,

@@ -213,7 +213,7 @@ impl Agent {
                     Some(FromGroup::CutOff(reason)) => {
                         return self.tell(Change::Lost(format!("node {}: {reason}", self.node)));
                     }
-                    Some(FromGroup::Message(_) | FromGroup::Connected(_)) => {}
+                    Some(FromGroup::Message(_) | FromGroup::Connected(_) | FromGroup::Notice(_)) => {}
                     None => return,
                 },
                 _ = reports.tick() => self.report(),

@@ -134,7 +134,8 @@ async fn measure(setting: Setting) -> io::Result<Measured> {
     let listener =
         Listener::bind(&[address], security.map_err(io::Error::other)?).map_err(io::Error::other)?;
     let port = listener.addresses().first().map_or(0, SocketAddr::port);
-    let coordinator = Handle::start(new_coordinator(random_run_id()), false);
+    let coordinator =
+        Handle::start(new_coordinator(random_run_id()), false, tokio::sync::mpsc::unbounded_channel().0);
     let server = serve(listener, &coordinator);
     let token = token.map(|token| BASE64_STANDARD.encode(token.expose()));
     reset_peak_memory();

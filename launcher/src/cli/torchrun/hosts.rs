@@ -171,7 +171,8 @@ fn join_timeout(line: &Line) -> Result<Duration, String> {
     let Some(given) = line.last("rdzv-conf") else { return Ok(DEFAULT_JOIN_TIMEOUT) };
     let text = given.value.as_deref().and_then(OsStr::to_str).unwrap_or_default();
     let pairs = text.split(',').filter_map(|pair| pair.split_once('='));
-    let value = pairs.filter(|(key, _)| ["join_timeout", "timeout"].contains(&key.trim())).last();
+    // As for hosts, the last one counts.
+    let value = pairs.rev().find(|(key, _)| ["join_timeout", "timeout"].contains(&key.trim()));
     let seconds = value.map(|(_, seconds)| values::seconds(seconds.trim())).transpose();
     // Hosts read the rest of it.
     let seconds = seconds.map_err(|error| format!("{} {text}: {error}", given.written))?;

@@ -32,9 +32,14 @@ fn two_workers(group: &Group, host: usize) -> Vec<u32> {
 
 fn connections_that_fail_for_8_s_restart_nothing() {
     type Fault = fn(&Group);
-    // The first one waits for its end: the others last no longer than 8 s.
-    let faults: [(&str, Fault); 6] = [
+    // The first ones wait for their end: the others last no longer than 8 s.
+    let faults: [(&str, Fault); 7] = [
         ("h0-v6", |group| group.hosts[1].reset_connections(Duration::from_millis(500))),
+        // And no name resolves any more.
+        ("h0", |group| {
+            group.hosts[1].set_names("");
+            group.hosts[1].reset_connections(Duration::from_millis(500));
+        }),
         ("h0", |group| group.hosts[1].cut()),
         ("h0-v6", |group| group.hosts[0].cut()),
         ("h0", |group| group.hosts.cut_one_way(0, 1)),

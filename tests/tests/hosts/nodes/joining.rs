@@ -10,7 +10,10 @@ xlaunch_harness::tests! {
     late_node_is_named_every_10_s_and_joins,
     node_that_differs_is_refused_with_both_values_and_the_others_keep_waiting,
     name_of_the_coordinator_may_resolve_late,
-    pods_of_an_indexed_job_join_by_names_that_resolve_late;
+    pods_of_an_indexed_job_join_by_names_that_resolve_late,
+    node_that_cannot_connect_says_why_within_seconds,
+    first_node_whose_endpoint_is_another_hosts_is_told,
+    dynamic_nodes_find_a_coordinator_although_names_are_wrong_or_missing_at_first;
 }
 
 fn missing_node_is_named_at_the_deadline() {
@@ -97,4 +100,50 @@ fn pods_of_an_indexed_job_join_by_names_that_resolve_late() {
     let starts = group.wait_for_starts(4, &launches);
     assert_eq!(places(&starts), [(0, "h0"), (1, "h0"), (2, "h1"), (3, "h1")]);
     group.expect_success(launches);
+}
+
+fn node_that_cannot_connect_says_why_within_seconds() {
+    let group = Group::fixed(2, "");
+    group.hosts[1].set_names("");
+    let waiting = group.start(1);
+    waiting.wait_for_stderr("coordinator at h0:29500: the name does not resolve");
+    group.hosts[1].set_names(&group.hosts.names());
+    // The name resolves, but nothing listens.
+    waiting
+        .wait_for_stderr("coordinator at h0:29500: connection refused; check the port of `--rdzv-endpoint`");
+    waiting.wait_for_stderr("; trying for another ");
+    let launches = vec![group.start(0), waiting];
+    group.wait_for_starts(4, &launches);
+    group.expect_success(launches);
+}
+
+fn first_node_whose_endpoint_is_another_hosts_is_told() {
+    let group = Group::new(2, "--nnodes 2 --rdzv-endpoint h1");
+    let first = group.start(0);
+    first.wait_for_stderr(
+        "this node runs the coordinator, but `h1` (10.77.0.11) is not an address of this host",
+    );
+    first.signal(rustix::process::Signal::INT);
+    assert_eq!(first.wait().code, 130);
+}
+
+fn dynamic_nodes_find_a_coordinator_although_names_are_wrong_or_missing_at_first() {
+    // What each host's resolver says about `head` at first: the address of one of them, or nothing.
+    for wrong in [[Some(1), Some(0)], [None, Some(1)], [Some(0), Some(1)]] {
+        let group = Group::new(2, "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint head --rdzv-id job");
+        let names = |head: Option<usize>| {
+            let head = head.map(|head| format!("{} head\n", group.hosts[head].address()));
+            group.hosts.names() + &head.unwrap_or_default()
+        };
+        for (host, head) in wrong.into_iter().enumerate() {
+            group.hosts[host].set_names(&names(head));
+        }
+        let mut launches = vec![group.start(0), group.start(1)];
+        std::thread::sleep(std::time::Duration::from_secs(2));
+        assert!(launches.iter_mut().all(Process::is_running), "{}", launches[0].stderr());
+        assert_eq!(group.starts(), [], "{wrong:?}");
+        (0..2).for_each(|host| group.hosts[host].set_names(&names(Some(0))));
+        group.wait_for_starts(4, &launches);
+        group.expect_success(launches);
+    }
 }

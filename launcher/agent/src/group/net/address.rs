@@ -67,17 +67,35 @@ struct Interface {
     address: Option<IpAddr>,
 }
 
-/// Whether a name or an address is this host's. A loopback address is.
+/// Whose a name or an address is, as this host sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Location {
+    /// This host's. A loopback address is.
+    Own,
+    /// None of these addresses is this host's.
+    Other(Vec<IpAddr>),
+}
+
+/// Finds out whose a name or an address is.
 ///
 /// # Errors
 /// The name does not resolve (yet), or interfaces cannot be listed.
-pub async fn is_own(host: &str) -> io::Result<bool> {
+pub async fn locate(host: &str) -> io::Result<Location> {
     if rustix::system::uname().nodename().to_bytes().eq_ignore_ascii_case(host.as_bytes()) {
-        return Ok(true);
+        return Ok(Location::Own);
     }
     let addresses = resolve(host).await?;
     let interfaces = interfaces()?;
-    Ok(addresses.iter().any(|address| has(&interfaces, *address)))
+    match addresses.iter().any(|address| has(&interfaces, *address)) {
+        true => Ok(Location::Own),
+        false => Ok(Location::Other(addresses)),
+    }
+}
+
+/// The addresses of this host that others can reach, for a message.
+pub fn own_addresses() -> Vec<IpAddr> {
+    let all = interfaces().unwrap_or_default().into_iter().filter_map(|interface| interface.address);
+    all.filter(|address| is_usable(*address)).collect()
 }
 
 /// The address of this host for the other nodes: `--local-addr` as it is, else of `--interface`, else this host's end
@@ -316,16 +334,17 @@ mod tests {
     async fn own_names_and_addresses_are_recognised() {
         let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
         for host in ["127.0.0.1", "127.9.9.9", "localhost", &name.to_uppercase()] {
-            assert!(is_own(host).await.unwrap(), "{host}");
+            assert_eq!(locate(host).await.unwrap(), Location::Own, "{host}");
         }
         // Reserved for documentation.
-        assert!(!is_own("192.0.2.1").await.unwrap());
-        assert!(!is_own("2001:db8::1").await.unwrap());
+        for other in ["192.0.2.1", "2001:db8::1"] {
+            assert_eq!(locate(other).await.unwrap(), Location::Other(vec![ip(other)]));
+        }
         for interface in interfaces().unwrap() {
             if let Some(address) = interface.address {
-                assert!(is_own(&address.to_string()).await.unwrap(), "{interface:?}");
+                assert_eq!(locate(&address.to_string()).await.unwrap(), Location::Own, "{interface:?}");
             }
         }
-        is_own("name.invalid").await.unwrap_err();
+        locate("name.invalid").await.unwrap_err();
     }
 }

@@ -1,128 +1,161 @@
-//! Decides which callers may wait to be authenticated. Pure: time is an argument.
+//! Decides which callers are authenticated next. Pure: time is an argument.
 //!
+//! ```text
+//! accept --> waiting (at most MAX_WAITING) --> handshake (at most MAX_PENDING) --> member
+//!               '-- the oldest is dropped         '-- displaced when it is late
+//! ```
 //! Authentication takes milliseconds, so a caller that has waited for long is not an agent, or its connection is broken
-//! and it will call again. If [`MAX_PENDING`] callers wait, a new one therefore displaces the oldest. Refusing the new
-//! one instead would let callers that never send anything keep agents out for [`super::listener::HANDSHAKE_TIMEOUT`].
+//! and it will call again. A new caller therefore takes the place of the oldest handshake that is late, and once callers
+//! wait for longer than [`WAITING_GRACE`], the newest one is served first. Serving all in order, or refusing the new one,
+//! would let callers that never complete a handshake keep agents out.
 //!
-//! Callers are safe from displacement for a time that any agent's handshake takes: [`SILENT_GRACE`] until the first
-//! bytes arrive (agents send at once), then [`HANDSHAKE_GRACE`] in all. While all are safe, none is accepted: a
-//! thousand agents that connect at once wait in the kernel's queue. There are no limits per address: agents may share
-//! one.
+//! - A handshake may take [`HELLO_GRACE`] until the caller's first message is complete (agents send it at once, in one
+//!   piece), then [`HANDSHAKE_GRACE`] in all, before it may be displaced.
+//! - Of several source addresses, the one with the fewest handshakes is served first, and a source that has more than
+//!   half of them is displaced without any grace by one that has none. There is no limit per source: agents may share
+//!   an address.
+//! - A thousand agents that connect at once are served in order: while none waits for longer than [`WAITING_GRACE`],
+//!   further ones wait in the kernel's queue, and none is dropped.
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::listener::MAX_PENDING;
+use super::listener::{MAX_PENDING, MAX_WAITING};
 
-/// A caller that has sent nothing is not displaced for this long.
-const SILENT_GRACE: Duration = Duration::from_millis(200);
-/// A caller that has sent something is not displaced for this long: a thousand agents on one busy host need a second.
+/// A caller whose first message is not complete is not displaced for this long.
+const HELLO_GRACE: Duration = Duration::from_millis(200);
+/// Any other caller is not displaced for this long: a thousand agents on one busy host need a second.
 const HANDSHAKE_GRACE: Duration = Duration::from_secs(2);
+/// A caller that waits is served in order, and not dropped, for this long.
+const WAITING_GRACE: Duration = Duration::from_millis(600);
 
-/// The callers that wait to be authenticated.
+/// The callers that are not authenticated yet. `S` is a connection, `H` a handshake that can be ended.
 #[derive(Debug)]
-pub(super) struct Pending<T> {
+pub(super) struct Admission<S, H> {
     /// Number of the next caller.
     next: u64,
     /// By number, so that the oldest is first.
-    callers: BTreeMap<u64, Caller<T>>,
+    waiting: BTreeMap<u64, Waiting<S>>,
+    handshakes: BTreeMap<u64, Handshake<H>>,
 }
 
 #[derive(Debug)]
-struct Caller<T> {
+struct Waiting<S> {
+    source: IpAddr,
     since: Instant,
-    has_sent: Arc<AtomicBool>,
-    handle: T,
+    connection: S,
 }
 
-/// Whether one more caller can be accepted.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum Room {
-    Free,
-    /// Yes, if the caller with this number is displaced.
-    Displace(u64),
-    /// Not before this time.
-    After(Instant),
+#[derive(Debug)]
+struct Handshake<H> {
+    source: IpAddr,
+    since: Instant,
+    has_greeted: Arc<AtomicBool>,
+    handle: H,
 }
 
-impl<T> Pending<T> {
+/// A caller whose handshake is to be started.
+#[derive(Debug)]
+pub(super) struct Start<S, H> {
+    pub(super) number: u64,
+    pub(super) source: IpAddr,
+    pub(super) connection: S,
+    /// The handshake that is to be ended for it.
+    pub(super) displaced: Option<H>,
+}
+
+impl<S, H> Admission<S, H> {
     pub(super) fn new() -> Self {
-        Self { next: 0, callers: BTreeMap::new() }
+        Self { next: 0, waiting: BTreeMap::new(), handshakes: BTreeMap::new() }
     }
 
-    /// Adds a caller; `start` gets the flag to set when it has sent something.
-    pub(super) fn add(&mut self, now: Instant, start: impl FnOnce(Arc<AtomicBool>) -> T) {
-        let has_sent = Arc::<AtomicBool>::default();
-        let handle = start(has_sent.clone());
-        self.callers.insert(self.next, Caller { since: now, has_sent, handle });
+    /// When the next connection can be accepted: now, or not before this time.
+    pub(super) fn accepts_at(&self, now: Instant) -> Instant {
+        let oldest = self.waiting.values().next().filter(|_| self.waiting.len() >= MAX_WAITING);
+        oldest.map_or(now, |oldest| oldest.since + WAITING_GRACE)
+    }
+
+    /// A connection was accepted. The oldest one that waits is dropped if there are too many.
+    pub(super) fn accepted(&mut self, source: IpAddr, connection: S, now: Instant) {
+        if self.waiting.len() >= MAX_WAITING {
+            self.waiting.pop_first();
+        }
+        self.waiting.insert(self.next, Waiting { source, since: now, connection });
         self.next += 1;
     }
 
-    /// Removes a caller.
-    pub(super) fn remove(&mut self, number: u64) -> Option<T> {
-        self.callers.remove(&number).map(|caller| caller.handle)
-    }
-
-    /// Removes callers that wait no more.
-    pub(super) fn remove_finished(&mut self, is_finished: impl Fn(&T) -> bool) {
-        self.callers.retain(|_, caller| !is_finished(&caller.handle));
-    }
-
-    pub(super) fn room(&self, now: Instant) -> Room {
-        if self.callers.len() < MAX_PENDING {
-            return Room::Free;
-        }
-        let until = |caller: &Caller<T>| {
-            let has_sent = caller.has_sent.load(Ordering::Relaxed);
-            caller.since + if has_sent { HANDSHAKE_GRACE } else { SILENT_GRACE }
+    /// The caller whose handshake is to be started now, if there is one. [`started`](Self::started) follows.
+    pub(super) fn start(&mut self, now: Instant) -> Option<Start<S, H>> {
+        let number = self.first_to_serve(now)?;
+        let displaced = match self.handshakes.len() < MAX_PENDING {
+            true => None,
+            false => Some(self.displaceable(self.waiting.get(&number)?.source, now)?),
         };
-        let displaceable = self.callers.iter().find(|(_, caller)| until(caller) <= now);
-        match displaceable {
-            Some((number, _)) => Room::Displace(*number),
-            None => Room::After(self.callers.values().map(until).min().unwrap_or(now)),
+        let Waiting { source, connection, .. } = self.waiting.remove(&number)?;
+        let displaced = displaced.and_then(|number| self.handshakes.remove(&number));
+        Some(Start { number, source, connection, displaced: displaced.map(|it| it.handle) })
+    }
+
+    /// A handshake runs. The flag is set when the caller's first message is complete.
+    pub(super) fn started(
+        &mut self,
+        number: u64,
+        source: IpAddr,
+        has_greeted: Arc<AtomicBool>,
+        handle: H,
+        now: Instant,
+    ) {
+        self.handshakes.insert(number, Handshake { source, since: now, has_greeted, handle });
+    }
+
+    /// Removes handshakes that have ended.
+    pub(super) fn remove_finished(&mut self, is_finished: impl Fn(&H) -> bool) {
+        self.handshakes.retain(|_, handshake| !is_finished(&handshake.handle));
+    }
+
+    /// When [`start`](Self::start) may have a caller that it does not have now.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        let first = self.handshakes.values().map(Handshake::protected_until).min();
+        first.filter(|_| !self.waiting.is_empty())
+    }
+
+    /// The caller that is served next, of those whose source has the fewest handshakes.
+    fn first_to_serve(&self, now: Instant) -> Option<u64> {
+        let counts = self.counts();
+        let handshakes = |source: &IpAddr| counts.get(source).copied().unwrap_or(0);
+        let is_clogged = self.waiting.values().next().is_some_and(|it| now >= it.since + WAITING_GRACE);
+        let order = |number: u64| if is_clogged { u64::MAX - number } else { number };
+        let first = self.waiting.iter().min_by_key(|(number, it)| (handshakes(&it.source), order(**number)));
+        first.map(|(number, _)| *number)
+    }
+
+    /// The oldest handshake that has to make way for a caller from `source`.
+    fn displaceable(&self, source: IpAddr, now: Instant) -> Option<u64> {
+        let counts = self.counts();
+        let is_new = !counts.contains_key(&source);
+        let has_most = |source: &IpAddr| counts.get(source).is_some_and(|count| *count > MAX_PENDING / 2);
+        let late = |it: &Handshake<H>| it.protected_until() <= now || (is_new && has_most(&it.source));
+        self.handshakes.iter().find(|(_, handshake)| late(handshake)).map(|(number, _)| *number)
+    }
+
+    fn counts(&self) -> BTreeMap<IpAddr, usize> {
+        let mut counts = BTreeMap::new();
+        for handshake in self.handshakes.values() {
+            *counts.entry(handshake.source).or_default() += 1;
         }
+        counts
+    }
+}
+
+impl<H> Handshake<H> {
+    fn protected_until(&self) -> Instant {
+        let has_greeted = self.has_greeted.load(Ordering::Relaxed);
+        self.since + if has_greeted { HANDSHAKE_GRACE } else { HELLO_GRACE }
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn full(start: Instant) -> (Pending<()>, Vec<Arc<AtomicBool>>) {
-        let mut pending = Pending::new();
-        let mut flags = Vec::new();
-        for _ in 0..MAX_PENDING {
-            assert_eq!(pending.room(start), Room::Free);
-            pending.add(start, |has_sent| flags.push(has_sent));
-        }
-        (pending, flags)
-    }
-
-    #[test]
-    fn silent_callers_are_displaced_before_those_that_send() {
-        let start = Instant::now();
-        let (pending, flags) = full(start);
-        assert_eq!(pending.room(start), Room::After(start + SILENT_GRACE));
-        flags[0].store(true, Ordering::Relaxed);
-        assert_eq!(pending.room(start + SILENT_GRACE), Room::Displace(1));
-        for flag in &flags {
-            flag.store(true, Ordering::Relaxed);
-        }
-        assert_eq!(pending.room(start + SILENT_GRACE), Room::After(start + HANDSHAKE_GRACE));
-        assert_eq!(pending.room(start + HANDSHAKE_GRACE), Room::Displace(0));
-    }
-
-    #[test]
-    fn authenticated_and_displaced_callers_make_room() {
-        let start = Instant::now();
-        let (mut pending, _) = full(start);
-        pending.remove_finished(|()| false);
-        assert_ne!(pending.room(start), Room::Free);
-        assert!(pending.remove(5).is_some() && pending.remove(5).is_none());
-        assert_eq!(pending.room(start), Room::Free);
-        pending.remove_finished(|()| true);
-        assert!(pending.callers.is_empty());
-    }
-}
+mod tests;

@@ -2,9 +2,10 @@
 //!
 //! ```text
 //! accept --admission (at most MAX_PENDING)--> task: first bytes -> TLS -> munge -> preface --> stream --> tonic
+//!                                                                    '-- refused: named to the user, see `refusals`
 //! ```
-//! A caller costs a descriptor and a small task until it sends something, and then the state of one handshake. The
-//! tasks run on all threads of the runtime. Connections that were yielded are no longer counted: their callers are
+//! A caller costs a descriptor until its handshake is started, a small task until it sends something, and then the state
+//! of one handshake. The tasks run on all threads of the runtime. Connections that were yielded are no longer counted: their callers are
 //! members. Without security the preface is all that a caller has to send, and the same limits hold until then.
 
 use std::fmt;
@@ -19,17 +20,24 @@ use rustix::net::sockopt;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::sleep_until;
+use tokio_rustls::LazyConfigAcceptor;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use xlaunch_proto::command::Endpoint;
 
-use super::admission::{Pending, Room};
+use super::admission::{Admission, Start};
 use super::preface::{Io, PrefaceError, Stream};
 use super::socket::Addresses;
-use super::{AddressError, MungeError, Security, address, preface, socket, tls};
+use super::tls::Tls;
+use super::{AddressError, MungeError, Security, address, munge, preface, socket, tls};
+use crate::clock::IDLE_SLEEP;
+use crate::group::refusals::RefusalLog;
 
-/// Callers at once that have not been authenticated.
+/// Handshakes at once.
 pub const MAX_PENDING: usize = 64;
-/// From the accepted connection to the preface.
+/// Callers at once that wait for their handshake. More of them wait in the kernel.
+pub const MAX_WAITING: usize = 256;
+/// From the first step of a handshake to the preface.
 pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Connections that wait in the kernel; it allows less if `net.core.somaxconn` is lower.
@@ -109,10 +117,13 @@ impl Listener {
     }
 
     /// Accepts and authenticates until the returned stream is dropped. It has no end and no errors: a connection that
-    /// fails does not affect others.
-    pub fn incoming(self) -> UnboundedReceiverStream<io::Result<Stream>> {
+    /// fails does not affect others. `notices` gets a line about callers that were refused.
+    pub fn incoming(
+        self,
+        notices: mpsc::UnboundedSender<String>,
+    ) -> UnboundedReceiverStream<io::Result<Stream>> {
         let (connections, incoming) = mpsc::unbounded_channel();
-        tokio::spawn(accept_all(self.sockets, self.security, connections));
+        tokio::spawn(accept_all(self.sockets, self.security, connections, notices));
         UnboundedReceiverStream::new(incoming)
     }
 }
@@ -143,53 +154,58 @@ async fn accept_all(
     sockets: Vec<TcpListener>,
     security: Security,
     connections: mpsc::UnboundedSender<io::Result<Stream>>,
+    notices: mpsc::UnboundedSender<String>,
 ) {
-    let mut pending = Pending::<AbortHandle>::new();
+    let mut admission = Admission::<TcpStream, AbortHandle>::new();
     let mut handshakes = JoinSet::new();
+    let mut refusals = RefusalLog::default();
     loop {
-        let room = pending.room(Instant::now());
-        let next = async {
-            match room {
-                Room::Free | Room::Displace(_) => Some(accept(&sockets).await),
-                Room::After(time) => {
-                    tokio::time::sleep_until(time.into()).await;
-                    None
-                }
-            }
-        };
+        let now = Instant::now();
+        while let Some(Start { number, source, connection, displaced }) = admission.start(now) {
+            displaced.iter().for_each(AbortHandle::abort);
+            let (security, connections, has_greeted) =
+                (security.clone(), connections.clone(), Arc::default());
+            let flag = Arc::clone(&has_greeted);
+            let handle = handshakes.spawn(async move {
+                let made = authenticate(connection, &security, &flag);
+                let made = tokio::time::timeout(HANDSHAKE_TIMEOUT, made).await;
+                // Nothing receives it if the server has ended.
+                made.unwrap_or(Err(Refused::Late))
+                    .map(|stream| _ = connections.send(Ok(stream)))
+                    .map_err(|why| (source, why))
+            });
+            admission.started(number, source, has_greeted, handle, now);
+        }
+        let accepts_at = admission.accepts_at(now);
+        let wake = admission.deadline().into_iter().chain((accepts_at > now).then_some(accepts_at)).min();
         tokio::select! {
             // Finished, aborted or panicked.
-            Some(_) = handshakes.join_next() => pending.remove_finished(AbortHandle::is_finished),
-            accepted = next => match accepted {
-                Some(Ok(stream)) => {
-                    if let Room::Displace(number) = room {
-                        pending.remove(number).iter().for_each(AbortHandle::abort);
-                    }
-                    let (security, connections) = (security.clone(), connections.clone());
-                    pending.add(Instant::now(), |has_sent| {
-                        handshakes.spawn(async move {
-                            let made = authenticate(stream, &security, &has_sent);
-                            if let Ok(Ok(stream)) = tokio::time::timeout(HANDSHAKE_TIMEOUT, made).await {
-                                // Nothing receives it if the server has ended.
-                                let _ = connections.send(Ok(stream));
-                            }
-                        })
-                    });
+            Some(ended) = handshakes.join_next() => {
+                admission.remove_finished(AbortHandle::is_finished);
+                if let Ok(Err((source, why))) = ended
+                    && let Some(reason) = why.for_the_user()
+                    && let Some(line) = refusals.refused(&format!("a caller at {source}"), &reason, Instant::now())
+                {
+                    // Nobody may listen any more.
+                    let _ = notices.send(line);
                 }
-                Some(Err(_)) => tokio::time::sleep(ACCEPT_RETRY_DELAY).await,
-                None => {}
+            }
+            accepted = accept(&sockets), if accepts_at <= now => match accepted {
+                Ok((stream, peer)) => admission.accepted(peer.ip().to_canonical(), stream, Instant::now()),
+                Err(_) => tokio::time::sleep(ACCEPT_RETRY_DELAY).await,
             },
+            () = sleep_until(wake.unwrap_or(now + IDLE_SLEEP).into()) => {}
             () = connections.closed() => return,
         }
     }
 }
 
 /// The next connection on any of the sockets.
-async fn accept(sockets: &[TcpListener]) -> io::Result<TcpStream> {
+async fn accept(sockets: &[TcpListener]) -> io::Result<(TcpStream, SocketAddr)> {
     std::future::poll_fn(|context| {
         for socket in sockets {
             if let Poll::Ready(accepted) = socket.poll_accept(context) {
-                return Poll::Ready(accepted.map(|(stream, _)| stream));
+                return Poll::Ready(accepted);
             }
         }
         Poll::Pending
@@ -208,12 +224,45 @@ enum Refused {
     Munge(#[from] MungeError),
     #[error(transparent)]
     Preface(#[from] PrefaceError),
+    #[error("it did not complete the handshake within {} s", HANDSHAKE_TIMEOUT.as_secs())]
+    Late,
+}
+
+impl Refused {
+    /// What the user of the coordinator's node has to know; `None` for a caller that went away, or that looks for
+    /// another job's coordinator on this port.
+    fn for_the_user(&self) -> Option<String> {
+        match self {
+            Self::Io(error) => {
+                let cause = error.get_ref()?.downcast_ref::<rustls::Error>()?;
+                match cause {
+                    rustls::Error::NoApplicationProtocol | rustls::Error::PeerSentOversizedRecord => None,
+                    rustls::Error::InvalidMessage(_) => Some(
+                        "it does not use TLS; give its node the token too, or it is not one of this job"
+                            .into(),
+                    ),
+                    rustls::Error::InvalidCertificate(_) | rustls::Error::AlertReceived(_) => {
+                        Some("its token differs; give all nodes the same one".into())
+                    }
+                    other => Some(other.to_string()),
+                }
+            }
+            Self::Munge(MungeError::Io(_)) => None,
+            Self::Munge(error) => Some(munge::refused_credential(error)),
+            Self::Preface(PrefaceError::Foreign | PrefaceError::WantsTls) => {
+                Some("it uses TLS, or another protocol; this job has no token (`--rdzv-insecure`)".into())
+            }
+            Self::Preface(PrefaceError::Io(_)) => None,
+            Self::Tls(error) => Some(error.to_string()),
+            Self::Late => Some(self.to_string()),
+        }
+    }
 }
 
 async fn authenticate(
     stream: TcpStream,
     security: &Security,
-    has_sent: &Arc<AtomicBool>,
+    has_greeted: &AtomicBool,
 ) -> Result<Stream, Refused> {
     socket::set_options(&stream)?;
     let addresses = Addresses::of(&stream)?;
@@ -221,17 +270,27 @@ async fn authenticate(
     if stream.peek(&mut [0]).await? == 0 {
         return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
     }
-    has_sent.store(true, Ordering::Relaxed);
     let io: Box<dyn Io> = match security {
+        // The preface is all that such a caller has to send.
         Security::Insecure => Box::new(stream),
-        Security::Token(tls) => Box::new(tls.acceptor().accept(stream).await?),
+        Security::Token(tls) => Box::new(accept_tls(tls, stream, has_greeted).await?),
         Security::Munge(pair) => {
             let (tls, munge) = pair.as_ref();
-            let mut stream = tls.acceptor().accept(stream).await?;
+            let mut stream = accept_tls(tls, stream, has_greeted).await?;
             let channel = tls::channel_id(stream.get_ref().1)?;
             munge.authenticate_agent(&mut stream, &channel).await?;
             Box::new(stream)
         }
     };
     Ok(preface::receive(io, addresses).await?)
+}
+
+async fn accept_tls(
+    tls: &Tls,
+    stream: TcpStream,
+    has_greeted: &AtomicBool,
+) -> io::Result<tokio_rustls::server::TlsStream<TcpStream>> {
+    let hello = LazyConfigAcceptor::new(rustls::server::Acceptor::default(), stream).await?;
+    has_greeted.store(true, Ordering::Relaxed);
+    hello.into_stream(tls.acceptor_config()).await
 }

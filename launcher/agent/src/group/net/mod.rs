@@ -1,7 +1,7 @@
 //! Connections between the agents of a job and its coordinator: TCP, TLS 1.3, and who may take part.
 //!
 //! ```text
-//! agent        connect: resolve -> TCP --> TLS --> munge --> HTTP/2 preface --> tonic channel
+//! agent        Dialer: resolve -> TCP ---> TLS --> munge --> HTTP/2 preface --> tonic channel
 //!                                           |        |             |
 //! coordinator  Listener: admission -> TCP --'--------'-------------'--> stream of authenticated connections
 //! ```
@@ -10,19 +10,20 @@
 //! - `munge`: proof of the same user in place of a token, bound to the TLS channel;
 //! - `preface`: the first bytes of HTTP/2 in both directions, which prove that both sides speak the same;
 //! - [`listener`]: accepts and authenticates; `admission` (pure) decides which callers may wait for that;
-//! - [`mod@connect`]: one connection to the coordinator, and why there is none;
+//! - [`dialer`]: finds the coordinator; `search` (pure) decides which addresses are tried and when; [`connect`]: one
+//!   attempt, and why it failed;
 //! - [`address`]: addresses of this host;
 //! - `socket`: options of TCP sockets.
 //!
 //! Invariants:
-//! - a stream that the listener yields, and a channel that [`connect()`] returns, are authenticated by both sides
+//! - a stream that the listener yields, and a channel that [`Dialer`] returns, are authenticated by both sides
 //!   unless the group is [`Security::Insecure`];
 //! - callers that have not proved anything are few, short-lived and cheap: at most [`listener::MAX_PENDING`] at once,
 //!   each for at most [`listener::HANDSHAKE_TIMEOUT`];
 //! - a token appears in no message, no `Debug` output and no description of a job.
 //!
 //! ```no_run
-//! # use xlaunch_agent::group::net::{self, Listener, Security, Token, Wish};
+//! # use xlaunch_agent::group::net::{self, Listener, Security, Token};
 //! # use xlaunch_proto::command::Endpoint;
 //! # async fn example(endpoint: Endpoint) -> Result<(), Box<dyn std::error::Error>> {
 //! let token = Token::read("token".as_ref())?;
@@ -32,9 +33,8 @@
 //! let addresses = listener.addresses();
 //! let server = tonic::transport::Server::builder(); // .add_service(...).serve_with_incoming(listener.incoming())
 //! // An agent:
-//! let connection = net::connect(&endpoint, &security).await?;
-//! let wish = Wish { local_addr: None, interface: Some("ib0") };
-//! let address = net::advertised(wish, &endpoint.host, connection.local.ip()).await?;
+//! let mut dialer = net::Dialer::new(endpoint, security);
+//! let connected = dialer.next(net::Urgency::Joining).await;
 //! # Ok(())
 //! # }
 //! ```
@@ -42,20 +42,25 @@
 pub mod address;
 mod admission;
 pub mod connect;
+pub mod dialer;
 pub mod listener;
 mod munge;
 mod preface;
+mod search;
 mod socket;
 mod tls;
 pub mod token;
 
 use std::sync::Arc;
 
-pub use address::{AddressError, Wish, advertised, is_own};
-pub use connect::{ConnectError, Connection, connect, connect_to_port};
+pub use address::{AddressError, Location, Wish, advertised, locate, own_addresses};
+pub(crate) use connect::unresolved;
+pub use connect::{ConnectError, Connection};
+pub use dialer::{Dialed, Dialer};
 pub use listener::{ListenError, Listener};
 pub use munge::MungeError;
 pub use preface::Stream;
+pub use search::Urgency;
 pub use socket::Addresses;
 pub use tls::TlsError;
 pub use token::{TOKEN_VARIABLE, Token, TokenError};
@@ -92,6 +97,17 @@ impl Security {
         munge.check().await?;
         let tls = Tls::ephemeral().map_err(MungeError::Tls)?;
         Ok(Self::Munge(Arc::new((tls, munge))))
+    }
+
+    /// The same for an endpoint with several ports, of which coordinators of other jobs may have some. Plain TCP cannot
+    /// tell jobs apart before they greet.
+    #[must_use]
+    pub fn for_job(&self, run_id: &str) -> Self {
+        match self {
+            Self::Insecure => Self::Insecure,
+            Self::Token(tls) => Self::Token(Arc::new(tls.for_job(run_id))),
+            Self::Munge(pair) => Self::Munge(Arc::new((pair.0.for_job(run_id), pair.1.clone()))),
+        }
     }
 }
 

@@ -52,8 +52,8 @@ pub enum MungeError {
     },
     /// A program reports an error.
     #[error(
-        "munge failed: `{program}`: {message}; check that munged runs on all nodes with the same key, or give them a \
-         token (`--token-file`, `XLAUNCH_TOKEN`)"
+        "munge failed: `{program}`: {message}; check that munged runs on all nodes with the same key and synchronised \
+         clocks, or give them a token (`--token-file`, `XLAUNCH_TOKEN`)"
     )]
     Failed {
         /// The program.
@@ -77,11 +77,8 @@ pub enum MungeError {
     #[error("the other side sent a munge credential of another connection; there may be a proxy in between")]
     OtherChannel,
     /// The coordinator did not accept the credential.
-    #[error(
-        "it refused this node's munge credential; run all nodes as one user, with the same munge key and synchronised \
-         clocks"
-    )]
-    Refused,
+    #[error("it refused this node's munge credential: {0}")]
+    Refused(Refusal),
     /// Not a message of this protocol.
     #[error("the other side sent a malformed munge credential")]
     Malformed,
@@ -93,14 +90,62 @@ pub enum MungeError {
     Tls(TlsError),
 }
 
+/// Why a coordinator did not accept a credential, as a byte that follows [`REFUSED`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[repr(u8)]
+pub enum Refusal {
+    /// A coordinator of version 0.2.0 gives no reason.
+    #[error("run all nodes as one user, with the same munge key and synchronised clocks")]
+    Unknown = 0,
+    /// It cannot be decoded.
+    #[error("the munge keys of the two hosts differ; give all nodes the same `munge.key`")]
+    OtherKey = 1,
+    /// It seems to be of the past or of the future.
+    #[error("the clocks of the two hosts differ by more than munge allows; synchronise them")]
+    Clock = 2,
+    /// It is of another user.
+    #[error("it is of another user; run all nodes of a job as one user")]
+    OtherUser = 3,
+    /// It was made for another connection or role.
+    #[error("it is of another connection; there may be a proxy in between")]
+    OtherChannel = 4,
+    /// munged does not work at the coordinator.
+    #[error("munge failed on the coordinator's host; check that munged runs there")]
+    Broken = 5,
+}
+
+impl Refusal {
+    const ALL: [Self; 6] =
+        [Self::Unknown, Self::OtherKey, Self::Clock, Self::OtherUser, Self::OtherChannel, Self::Broken];
+
+    fn of(error: &MungeError) -> Self {
+        match error {
+            // The words of munge's error codes.
+            MungeError::Failed { message, .. } => match message.to_ascii_lowercase() {
+                text if text.contains("expired") || text.contains("rewound") => Self::Clock,
+                text if text.contains("invalid credential") => Self::OtherKey,
+                _ => Self::Broken,
+            },
+            MungeError::OtherUser { .. } => Self::OtherUser,
+            MungeError::OtherChannel => Self::OtherChannel,
+            MungeError::Missing { .. } | MungeError::TimedOut { .. } => Self::Broken,
+            _ => Self::Unknown,
+        }
+    }
+
+    fn from_byte(byte: u8) -> Self {
+        Self::ALL.into_iter().find(|refusal| *refusal as u8 == byte).unwrap_or(Self::Unknown)
+    }
+}
+
 impl MungeError {
     pub(super) fn is_transient(&self) -> bool {
-        matches!(self, Self::TimedOut { .. } | Self::Io(_))
+        matches!(self, Self::TimedOut { .. } | Self::Io(_) | Self::Refused(Refusal::Broken))
     }
 }
 
 /// The programs.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Munge {
     munge: PathBuf,
     unmunge: PathBuf,
@@ -140,7 +185,7 @@ impl Munge {
         stream.flush().await?;
         let credential = receive(stream).await?;
         if let Err(error) = self.verify(&credential, Role::Agent, channel).await {
-            stream.write_u8(REFUSED).await?;
+            stream.write_all(&[REFUSED, Refusal::of(&error) as u8]).await?;
             stream.shutdown().await?;
             return Err(error);
         }
@@ -162,7 +207,10 @@ impl Munge {
         send(stream, &own).await?;
         match stream.read_u8().await? {
             ACCEPTED => {}
-            REFUSED => return Err(MungeError::Refused),
+            REFUSED => {
+                let reason = stream.read_u8().await.unwrap_or_default();
+                return Err(MungeError::Refused(Refusal::from_byte(reason)));
+            }
             _ => return Err(MungeError::Malformed),
         }
         let credential = receive(stream).await?;
@@ -216,6 +264,14 @@ impl Munge {
         };
         let done = tokio::time::timeout(PROGRAM_TIMEOUT, work).await;
         done.unwrap_or_else(|_| Err(MungeError::TimedOut { program: name() }))
+    }
+}
+
+/// What the user of the coordinator's node has to know about a credential that was not accepted.
+pub(super) fn refused_credential(error: &MungeError) -> String {
+    match Refusal::of(error) {
+        Refusal::Broken | Refusal::Unknown => error.to_string(),
+        refusal => format!("its munge credential is not accepted: {refusal}"),
     }
 }
 

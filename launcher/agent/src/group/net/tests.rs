@@ -15,9 +15,9 @@ use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
 use xlaunch_proto::command::Endpoint;
 
-use super::connect::Reason;
+use super::connect::{Reason, connect_to};
 use super::tls::Tls;
-use super::{Connection, ListenError, Listener, Security, Token, connect, connect_to_port};
+use super::{Connection, Dialed, Dialer, ListenError, Listener, Security, Token, Urgency};
 
 /// For hangs.
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -44,7 +44,7 @@ fn listen(security: Security) -> (Listener, u16) {
 /// Serves gRPC until the test ends; every connection that was yielded is counted.
 fn serve(listener: Listener) -> mpsc::UnboundedReceiver<SocketAddr> {
     let (yielded, connections) = mpsc::unbounded_channel();
-    let incoming = listener.incoming().map(move |stream| {
+    let incoming = listener.incoming(mpsc::unbounded_channel().0).map(move |stream| {
         use tonic::transport::server::Connected;
         let _ = yielded.send(stream.as_ref().unwrap().connect_info().peer);
         stream
@@ -65,8 +65,31 @@ async fn call(connection: &Connection) -> Result<(), tonic::Status> {
 }
 
 async fn dial(port: u16, security: &Security) -> Result<Connection, Reason> {
-    let connected = connect_to_port("127.0.0.1", port, security);
-    tokio::time::timeout(DEADLINE, connected).await.unwrap().map_err(|error| error.reason)
+    let address = (Ipv4Addr::LOCALHOST, port).into();
+    tokio::time::timeout(DEADLINE, connect_to(address, security, || {})).await.unwrap()
+}
+
+/// Dials until a connection is made, no later attempt can succeed, or every candidate has failed.
+async fn connect(endpoint: &Endpoint, security: &Security) -> Result<Connection, String> {
+    let mut dialer = Dialer::new(endpoint.clone(), security.clone());
+    let dialing = async {
+        loop {
+            if let Dialed::Connected(connection) = dialer.next(Urgency::Joining).await {
+                return Ok(connection);
+            }
+            if let Some(error) = dialer.take_final_error() {
+                return Err(format!("final: {error}"));
+            }
+            if dialer.is_exhausted() {
+                return Err(dialer.problem());
+            }
+        }
+    };
+    tokio::time::timeout(DEADLINE, dialing).await.unwrap()
+}
+
+fn endpoint(ports: &[u16]) -> Endpoint {
+    Endpoint { host: "127.0.0.1".into(), ports: ports.to_vec() }
 }
 
 #[tokio::test]
@@ -77,8 +100,7 @@ async fn call_works_with_the_token_and_without_security_over_both_families() {
         let addresses = listener.addresses();
         let mut connections = serve(listener);
         for address in addresses {
-            let connection =
-                connect_to_port(&address.ip().to_string(), address.port(), &security).await.unwrap();
+            let connection = connect_to(address, &security, || {}).await.unwrap();
             call(&connection).await.unwrap();
             assert_eq!((connection.peer, connection.local.ip()), (address, address.ip()));
             assert_eq!(connections.recv().await.unwrap(), connection.local);
@@ -90,17 +112,16 @@ async fn call_works_with_the_token_and_without_security_over_both_families() {
 async fn name_with_addresses_that_refuse_is_connected_by_another_one() {
     // `localhost` usually has ::1 first, where nothing listens.
     let (port, _connections) = start(with_token());
-    let connection = connect_to_port("localhost", port, &with_token()).await.unwrap();
+    let connection =
+        connect(&Endpoint { host: "localhost".into(), ports: vec![port] }, &with_token()).await.unwrap();
     call(&connection).await.unwrap();
 }
 
 #[tokio::test]
 async fn another_token_is_refused_and_named() {
     let (port, mut connections) = start(with_token());
-    let error = connect_to_port("127.0.0.1", port, &with_other_token()).await.unwrap_err();
-    assert!(matches!(error.reason, Reason::WrongToken), "{error:?}");
-    assert!(!error.is_transient());
-    let message = error.to_string();
+    let error = connect(&endpoint(&[port]), &with_other_token()).await.unwrap_err();
+    let message = error.strip_prefix("final: ").unwrap();
     assert!(
         message.starts_with(&format!("failed to connect to the coordinator at 127.0.0.1:{port}: its token"))
     );
@@ -167,29 +188,30 @@ async fn other_programs_are_recognised() {
 }
 
 #[tokio::test]
-async fn missing_coordinator_is_a_transient_error() {
+async fn missing_coordinator_is_waited_for() {
     let (listener, port) = listen(with_token());
     drop(listener);
-    let error = connect_to_port("127.0.0.1", port, &with_token()).await.unwrap_err();
-    assert!(matches!(error.reason, Reason::Refused) && error.is_transient(), "{error:?}");
-    let error = connect_to_port("name.invalid", 29400, &with_token()).await.unwrap_err();
-    assert!(matches!(error.reason, Reason::Resolve(_)) && error.is_transient(), "{error:?}");
-    assert!(error.to_string().contains("name.invalid:29400: the name does not resolve"), "{error}");
+    let error = connect(&endpoint(&[port]), &with_token()).await.unwrap_err();
+    assert!(error.contains(&format!("at 127.0.0.1:{port}: connection refused; check the port")), "{error}");
+    let unknown = Endpoint { host: "name.invalid".into(), ports: vec![29400] };
+    let error = connect(&unknown, &with_token()).await.unwrap_err();
+    assert!(error.contains("name.invalid:29400: the name does not resolve"), "{error}");
 }
 
 #[tokio::test]
 async fn ports_of_other_jobs_are_skipped_by_both_sides() {
-    let endpoint = |ports: &[u16]| Endpoint { host: "127.0.0.1".into(), ports: ports.to_vec() };
-    let (other, _other_job) = start(with_other_token());
+    let own = || with_token().for_job("slurm-1.0");
+    // Another token, or the same user's munge: the job is told apart before that.
+    let (other, _other_job) = start(with_other_token().for_job("slurm-2.0"));
     let (reserved, free) = listen(Security::Insecure);
     drop(reserved);
     // Nothing listens yet: the other job's refusal must not end the attempts.
-    let error = connect(&endpoint(&[other, free]), &with_token()).await.unwrap_err();
-    assert!(error.is_transient(), "{error}");
-    let listener = Listener::bind_host(&endpoint(&[other, free]), with_token()).await.unwrap();
+    let error = connect(&endpoint(&[other, free]), &own()).await.unwrap_err();
+    assert!(!error.starts_with("final") && error.contains("the coordinator of another job"), "{error}");
+    let listener = Listener::bind_host(&endpoint(&[other, free]), own()).await.unwrap();
     assert_eq!(listener.addresses(), [SocketAddr::from((Ipv4Addr::LOCALHOST, free))]);
     let _connections = serve(listener);
-    let connection = connect(&endpoint(&[other, free]), &with_token()).await.unwrap();
+    let connection = connect(&endpoint(&[other, free]), &own()).await.unwrap();
     assert_eq!(connection.peer.port(), free);
     let error = Listener::bind_host(&endpoint(&[other, free]), with_token()).await.unwrap_err();
     assert!(matches!(&error, ListenError::InUse(addresses) if addresses.len() == 2), "{error}");
@@ -198,6 +220,51 @@ async fn ports_of_other_jobs_are_skipped_by_both_sides() {
             .to_string()
             .contains(&format!("failed to listen on 127.0.0.1:{other}, 127.0.0.1:{free}: another"))
     );
+}
+
+#[tokio::test]
+async fn refused_token_is_final_although_other_ports_refuse_connections() {
+    let (port, _connections) = start(with_other_token().for_job("slurm-1.0"));
+    let (reserved, free) = listen(Security::Insecure);
+    drop(reserved);
+    let error = connect(&endpoint(&[port, free]), &with_token().for_job("slurm-1.0")).await.unwrap_err();
+    assert!(error.starts_with("final: ") && error.contains("its token differs"), "{error}");
+    // A launch of version 0.2.0 names no job, and learns from the greeting what differs.
+    let (port, _connections) = start(with_token().for_job("slurm-1.0"));
+    call(&dial(port, &with_token()).await.unwrap()).await.unwrap();
+}
+
+#[tokio::test]
+async fn silent_process_on_the_first_port_does_not_delay_the_next() {
+    let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let (port, _connections) = start(with_token());
+    let ports = [silent.local_addr().unwrap().port(), port];
+    let mut dialer = Dialer::new(endpoint(&ports), with_token());
+    for _ in 0..3 {
+        // It keeps the connection open, and would be waited for.
+        let Dialed::Connected(connection) = dialer.next(Urgency::Joining).await else { panic!("{dialer:?}") };
+        assert_eq!(connection.peer.port(), port);
+        dialer.restart();
+    }
+}
+
+#[tokio::test]
+async fn callers_that_are_refused_are_named_with_the_reason() {
+    let refused_by = |coordinator: Security, caller: Security| async move {
+        let (listener, port) = listen(coordinator);
+        let (notices, mut lines) = mpsc::unbounded_channel();
+        let _incoming = listener.incoming(notices);
+        dial(port, &caller).await.unwrap_err();
+        tokio::time::timeout(DEADLINE, lines.recv()).await.unwrap().unwrap()
+    };
+    for (coordinator, caller, reason) in [
+        (with_token(), with_other_token(), "its token differs"),
+        (with_token(), Security::Insecure, "it does not use TLS"),
+        (Security::Insecure, with_token(), "this job has no token"),
+    ] {
+        let line = refused_by(coordinator, caller).await;
+        assert!(line.starts_with("refused a caller at 127.0.0.1: ") && line.contains(reason), "{line}");
+    }
 }
 
 /// Sends bytes and waits until the connection is closed.

@@ -7,6 +7,7 @@
 use std::fmt;
 use std::sync::Arc;
 
+use ring::digest;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::{AlwaysResolvesClientRawPublicKeys, Resumption};
 use rustls::crypto::{
@@ -29,6 +30,7 @@ use super::token::{Seeds, Token};
 const PKCS8_PREFIX: [u8; 16] =
     [0x30, 0x2e, 0x02, 0x01, 0x00, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x04, 0x22, 0x04, 0x20];
 const ALPN: &[u8] = b"h2";
+const JOB_ALPN_PREFIX: &[u8] = b"xlaunch-job/";
 /// Label of the exporter (RFC 8446, 7.5) whose value identifies a channel to both of its ends alone.
 const CHANNEL_LABEL: &[u8] = b"EXPORTER-xlaunch-group-1";
 
@@ -95,9 +97,22 @@ impl Tls {
         Ok(Self { coordinator: Arc::new(server), agent: Arc::new(client) })
     }
 
+    /// The same keys for one of several jobs that may listen on the same ports: each side names its job by an
+    /// application protocol (RFC 7301), before it proves anything. A coordinator also takes callers that name none.
+    pub(super) fn for_job(&self, run_id: &str) -> Self {
+        let id = digest::digest(&digest::SHA256, run_id.as_bytes());
+        let id: String = id.as_ref().iter().take(16).map(|byte| format!("{byte:02x}")).collect();
+        let protocol = [JOB_ALPN_PREFIX, id.as_bytes()].concat();
+        let (mut server, mut client) =
+            (ServerConfig::clone(&self.coordinator), ClientConfig::clone(&self.agent));
+        server.alpn_protocols = vec![protocol.clone(), ALPN.to_vec()];
+        client.alpn_protocols = vec![protocol];
+        Self { coordinator: Arc::new(server), agent: Arc::new(client) }
+    }
+
     /// The coordinator's side of a handshake.
-    pub(super) fn acceptor(&self) -> tokio_rustls::TlsAcceptor {
-        self.coordinator.clone().into()
+    pub(super) fn acceptor_config(&self) -> Arc<ServerConfig> {
+        self.coordinator.clone()
     }
 
     /// An agent's side of a handshake.

@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 
 use super::*;
 use crate::group::net::MungeError;
-use crate::group::net::munge::Munge;
+use crate::group::net::munge::{Munge, Refusal};
 
 /// Encodes by writing what `unmunge` will print, for the user who runs the test.
 const MUNGE: &str = "printf 'UID:   someone (%s)\\n\\n' \"$(id -u)\"; cat";
@@ -50,7 +50,7 @@ async fn other_user_is_refused_by_both_sides() {
     let bad = scripts(other.path(), MUNGE_OF_OTHER, UNMUNGE);
     let (port, mut connections) = start(good.clone());
     let refused = dial(port, &bad).await.unwrap_err();
-    assert!(matches!(refused, Reason::Munge(MungeError::Refused)), "{refused:?}");
+    assert!(matches!(refused, Reason::Munge(MungeError::Refused(Refusal::OtherUser))), "{refused:?}");
     assert!(connections.try_recv().is_err());
     let (port, mut connections) = start(bad);
     let refused = dial(port, &good).await.unwrap_err();
@@ -68,14 +68,14 @@ async fn relayed_credential_is_refused() {
     tokio::spawn(async move {
         let tls = Tls::ephemeral().unwrap();
         let (agent, _) = relay.accept().await.unwrap();
-        let mut agent = tls.acceptor().accept(agent).await.unwrap();
+        let mut agent = tokio_rustls::TlsAcceptor::from(tls.acceptor_config()).accept(agent).await.unwrap();
         let coordinator = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
         let mut coordinator =
             tls.connector().connect(Tls::server_name().unwrap(), coordinator).await.unwrap();
         let _ = tokio::io::copy_bidirectional(&mut agent, &mut coordinator).await;
     });
     let refused = dial(relay_port, &scripts(other.path(), MUNGE, UNMUNGE)).await.unwrap_err();
-    assert!(matches!(refused, Reason::Munge(MungeError::Refused)), "{refused:?}");
+    assert!(matches!(refused, Reason::Munge(MungeError::Refused(Refusal::OtherChannel))), "{refused:?}");
     assert!(connections.try_recv().is_err());
 }
 
@@ -184,6 +184,6 @@ async fn real_munge_admits_hosts_with_the_same_key() {
     connections.recv().await.unwrap();
     // A host with another key.
     let refused = dial(port, &with(other.path())).await.unwrap_err();
-    assert!(matches!(refused, Reason::Munge(MungeError::Refused)), "{refused:?}");
+    assert!(matches!(refused, Reason::Munge(MungeError::Refused(Refusal::OtherKey))), "{refused:?}");
     assert!(connections.try_recv().is_err());
 }

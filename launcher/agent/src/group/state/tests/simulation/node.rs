@@ -10,10 +10,14 @@ use xlaunch_proto::v1::{AgentMessage, Begin, NodePrepared, Prepare, StopRequeste
 use super::invariants::AgentEnd;
 use super::network::{Direction, Down, Up};
 use super::{Happening, World};
-use crate::group::link_state::{self, Closed, FromGroup, LinkState, RETRY_INTERVAL, Step};
+use crate::group::link_state::{self, Closed, FromGroup, LinkState, Step};
 use crate::state::{Action, Event, Job, Rules, StopCause};
 
+/// Time after which an attempt is followed by another one.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
+const CONNECT_TIMEOUT_WITH_WORKERS: Duration = Duration::from_secs(1);
+const RETRY_DELAY: Duration = Duration::from_millis(100);
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Default)]
 pub(super) struct Node {
@@ -98,7 +102,7 @@ impl World {
             epoch: 0,
             connection: None,
             given_up: Vec::new(),
-            pause: RETRY_INTERVAL,
+            pause: RETRY_DELAY,
             job: Job::new(rules, now),
             prepare: None,
             port: 0,
@@ -134,7 +138,8 @@ impl World {
         let (now, round_trip) = (self.clock(host), self.round_trip());
         let is_cut =
             self.cut_until(host, Direction::Up).or_else(|| self.cut_until(host, Direction::Down)).is_some();
-        let time = self.agent(host).link.connect_timeout(now).min(CONNECT_TIMEOUT);
+        let works = self.agent(host).link.is_attempting();
+        let time = if works { CONNECT_TIMEOUT_WITH_WORKERS } else { CONNECT_TIMEOUT };
         let failed = |refused| Happening::DialFailed { host, incarnation, epoch, refused };
         if is_cut || self.is_coordinator_off {
             return self.schedule(self.now + time, failed(false));
@@ -144,7 +149,7 @@ impl World {
         }
         let connection = self.connect(host, false);
         let agent = self.agent(host);
-        (agent.phase, agent.connection, agent.pause) = (LinkPhase::Opening, Some(connection), RETRY_INTERVAL);
+        (agent.phase, agent.connection, agent.pause) = (LinkPhase::Opening, Some(connection), RETRY_DELAY);
         let (greeting, time) = (agent.link.greet(now), agent.link.reply_timeout());
         self.send_up(connection, Up::Message(greeting));
         self.schedule(self.now + time, Happening::ReplyTimeout { host, incarnation, epoch });
@@ -159,7 +164,7 @@ impl World {
             return self.group_message(host, link_state::end(code, "lost".into()));
         }
         let pause = agent.pause;
-        agent.pause = agent.link.next_pause(pause);
+        agent.pause = if agent.link.is_attempting() { RETRY_DELAY } else { (pause * 2).min(MAX_RETRY_DELAY) };
         self.dial_in(host, pause);
     }
 
@@ -190,7 +195,7 @@ impl World {
         if let Some(connection) = agent.connection.take() {
             agent.given_up.push(connection);
         }
-        self.agent(host).pause = RETRY_INTERVAL;
+        self.agent(host).pause = RETRY_DELAY;
         self.dial_failed(host, false);
     }
 
@@ -290,7 +295,7 @@ impl World {
                 self.summary.cut_off += 1;
                 return self.job_event(host, Event::CutOff(reason));
             }
-            FromGroup::Connected(_) => return,
+            FromGroup::Connected(_) | FromGroup::Notice(_) => return,
             FromGroup::Message(message) => message,
         };
         let is_over = self.agent(host).phase == LinkPhase::Over && self.agent(host).connection.is_none();

@@ -1,0 +1,48 @@
+//! When a node that cannot go on says so. Pure: time is an argument.
+
+use std::time::{Duration, Instant};
+
+/// A wait is reported for the first time after this, so that the user has the line within 5 s.
+const FIRST_NOTICE_AFTER: Duration = Duration::from_secs(4);
+const NOTICE_INTERVAL: Duration = Duration::from_secs(30);
+
+/// Times of the lines about one wait.
+#[derive(Debug)]
+pub(super) struct Notices {
+    next: Instant,
+}
+
+impl Notices {
+    /// The wait begins.
+    pub(super) fn new(now: Instant) -> Self {
+        Self { next: now + FIRST_NOTICE_AFTER }
+    }
+
+    /// When a line is due.
+    pub(super) fn deadline(&self) -> Instant {
+        self.next
+    }
+
+    /// Whether a line is due, which is then said.
+    pub(super) fn is_due(&mut self, now: Instant) -> bool {
+        let due = now >= self.next;
+        if due {
+            self.next = now + NOTICE_INTERVAL;
+        }
+        due
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wait_is_reported_within_5_s_and_then_every_30_s() {
+        let start = Instant::now();
+        let mut notices = Notices::new(start);
+        let said: Vec<u64> =
+            (0..100).filter(|second| notices.is_due(start + Duration::from_secs(*second))).collect();
+        assert_eq!(said, [4, 34, 64, 94]);
+    }
+}
