@@ -31,6 +31,8 @@ impl Job {
         self.order_by_symptoms();
         let mut failures = std::mem::take(&mut self.failures);
         let paused = self.stop == Some(StopCause::Pause);
+        // The code of the job if it is stopped before the next attempt: whether the workers have saved.
+        let paused_exit = paused.then(|| self.outcome(failures.clone()).exit);
         if paused {
             self.stop = None;
         } else if let Some(problem) = &self.incomplete {
@@ -50,7 +52,7 @@ impl Job {
             progressed,
             differing: std::mem::take(&mut self.differing),
             r#final: is_final,
-            exit_code: outcome.exit.code().into(),
+            exit_code: paused_exit.unwrap_or(outcome.exit).code().into(),
         };
         self.last = Some(outcome);
         let end = self.group_end.take().map_or_else(Vec::new, |end| self.end(&end));

@@ -240,7 +240,7 @@ impl Coordinator {
         });
         let is_final = self.stop.is_some() || ends.iter().any(|end| end.is_final);
         match root {
-            _ if is_final => self.end_stopped(&ends, root.as_ref(), exit_of_root),
+            _ if is_final => self.end_stopped(&ends, root.as_ref(), exit_of_root, paused),
             _ if paused => self.next_attempt(now),
             None => {
                 let exit_code = ends.iter().map(|end| end.exit_code).max().unwrap_or(0);
@@ -251,12 +251,20 @@ impl Coordinator {
     }
 
     /// After a stop, or preemption: members know what that has left.
-    fn end_stopped(&mut self, ends: &[NodeEnd], root: Option<&NodeFailure>, exit_of_root: Option<u32>) {
+    fn end_stopped(
+        &mut self,
+        ends: &[NodeEnd],
+        root: Option<&NodeFailure>,
+        exit_of_root: Option<u32>,
+        paused: bool,
+    ) {
         let root = root.filter(|root| !root.cause.consequence);
         // All agree, unless a node could not save: 75 is above the others, but for those of signals.
         let retryable = u32::from(ExitCode::Retryable.code());
         let codes = || ends.iter().map(|end| end.exit_code);
-        let own = codes().find(|code| *code == retryable).or_else(|| codes().max());
+        let of_nodes = codes().find(|code| *code == retryable).or_else(|| codes().max());
+        // Workers of a command that were ended for a pause know nothing of the signal of the stop.
+        let own = of_nodes.filter(|_| self.rules.trainer || !paused);
         let exit_code = root.and(exit_of_root).or(own).or(self.stop.map(stops::exit_code)).unwrap_or(0);
         self.end(match root {
             Some(root) => GroupEnd { exit_code, ..root.end() },

@@ -96,6 +96,24 @@ fn checkpoint_that_cannot_be_read_back_is_not_one() {
 }
 
 #[test]
+fn node_that_has_paused_reports_whether_its_workers_have_saved() {
+    let code = |events: &[Event]| {
+        let mut job = trainer(2, 3);
+        let events = [&[Event::AllJoined, Event::Pause("h1 joins".into())], events].concat();
+        let now = Instant::now();
+        let mut actions = events.into_iter().flat_map(|event| job.handle(event, now));
+        let ended = actions.find_map(|action| match action {
+            Action::ReportEnd(ended) => Some(ended),
+            _ => None,
+        });
+        ended.map(|ended| (ended.exit_code, ended.r#final)).unwrap()
+    };
+    assert_eq!(code(&[exited(0, 143), exited(1, 143)]), (143, false));
+    assert_eq!(code(&[exited(0, 0), exited(1, 0)]), (0, false), "all steps were done");
+    assert_eq!(code(&[exited(0, 143), exited(1, 75)]).0, 75);
+}
+
+#[test]
 fn one_interrupt_stops_cleanly_and_two_kill() {
     let interrupt = Event::Stop(StopCause::Signal(2));
     let mut job = trainer(2, 3);

@@ -173,6 +173,30 @@ fn node_leaves_after_sigterm_if_enough_remain_and_ranks_move_down() {
     assert!(matches!(group.take()[..], [(1, ToAgent::Stop(_)), (3, ToAgent::Stop(_))]));
 }
 
+#[test]
+fn stop_that_coincides_with_a_pause_ends_the_job_as_any_stop_does() {
+    for trainer in [true, false] {
+        let mut group = Group::new();
+        for id in [1, 2] {
+            let rules = GroupRules { trainer, fixed_ranks: false, ..rules(3) };
+            group.greet(id, Greeting { rules: Some(rules), ..dynamic(id as u32, (2, 3)) });
+        }
+        group.wait(31 * SECOND, &[1, 2]);
+        group.prepare_all();
+        group.greet(
+            3,
+            Greeting { rules: group.coordinator.reference.clone().unwrap().rules, ..dynamic(3, (2, 3)) },
+        );
+        // Node 1 has ended for the pause when the stop comes, node 2 does so at the same time.
+        group.all_end(&[1], 143);
+        group.stop(2, 2);
+        group.all_end(&[2], 143);
+        let codes: Vec<_> = group.ends().iter().map(|(id, end)| (*id, end.exit_code)).collect();
+        let code = if trainer { 143 } else { 130 };
+        assert_eq!(codes, [(1, code), (2, code), (3, code)]);
+    }
+}
+
 /// A training job of up to two nodes, in which only `sharing` members see the checkpoints of others.
 struct Checkpoints<'a> {
     group: Group,
