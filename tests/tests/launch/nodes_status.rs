@@ -289,14 +289,14 @@ fn nodes_of_a_command_that_grows_have_one_run_id_and_logs_of_their_own() {
         wait_for(end, || process.stdout().lines().any(|line| line.ends_with(end)).then_some(()));
     };
     let first = agent(0);
-    wait_for_line(&first, " 0 1 ");
+    wait_for_line(&first, " 0 1");
     let second = agent(1);
     // Both find each other by the interface of their address, also the one that began alone.
     wait_for_line(&first, " 0 2 lo");
     wait_for_line(&second, " 1 2 lo");
     first.signal(Signal::TERM);
     let mut outputs = vec![first.wait()];
-    wait_for_line(&second, " 0 1 ");
+    wait_for_line(&second, " 0 1");
     // The directory of the run leads to the node that has rank 0 now.
     let run = std::fs::read_dir(logs).unwrap().next().unwrap().unwrap().path();
     let status = nodes[1].run(&["status", "--json", run.to_str().unwrap()]);
@@ -304,16 +304,15 @@ fn nodes_of_a_command_that_grows_have_one_run_id_and_logs_of_their_own() {
     second.signal(Signal::TERM);
     outputs.push(second.wait());
     let lines = outputs.iter().flat_map(|output| output.stdout.lines());
-    let ids: std::collections::BTreeSet<&str> = lines.filter_map(|line| line.split(' ').next()).collect();
+    let ids: std::collections::BTreeSet<&str> =
+        lines.filter_map(|line| line.rsplit(':').next()?.split(' ').next()).collect();
     assert_eq!(ids.len(), 1, "{ids:?}");
     let written = |name: &str| std::fs::read_to_string(run.join(name).join("0/stdout.log")).unwrap();
     assert!(
-        written("node_0/attempt_0").ends_with(" 0 1 \n")
-            && written("node_0/attempt_1").ends_with(" 0 2 lo\n")
+        written("node_0/attempt_0").ends_with(" 0 1\n") && written("node_0/attempt_1").ends_with(" 0 2 lo\n")
     );
     assert!(
-        written("node_1/attempt_1").ends_with(" 1 2 lo\n")
-            && written("node_1/attempt_2").ends_with(" 0 1 \n")
+        written("node_1/attempt_1").ends_with(" 1 2 lo\n") && written("node_1/attempt_2").ends_with(" 0 1\n")
     );
     assert_eq!(std::fs::read_dir(logs).unwrap().count(), 1, "one directory for all nodes");
     coordinator.wait();
