@@ -25,6 +25,7 @@ pub fn node(node: &NodeStatus) -> Value {
         "memory_bytes": node.memory_bytes,
         "jobs_queued": node.jobs_queued, "jobs_running": node.jobs_running, "jobs_ended": node.jobs_ended,
         "gpu_problem": node.gpu_problem, "page_problem": node.page_problem,
+        "config_problems": node.config_problems,
         "gpus": node.gpus.iter().map(gpu).collect::<Vec<_>>(),
     })
 }

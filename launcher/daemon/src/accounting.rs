@@ -20,11 +20,11 @@ use super::measured::Usage;
 use super::state::{Entry, Phase};
 
 const FILE: &str = "accounting.jsonl";
-/// Only so much of the end of the file is read for a query.
+/// Only so much of the file is read for a page.
 const MAX_READ_BYTES: u64 = 64 << 20;
 /// The last line is within so many bytes of the end.
 const MAX_LINE_BYTES: u64 = 32 << 10;
-/// Jobs in a reply.
+/// Jobs of a page.
 const MAX_ACCOUNTS: usize = 1000;
 
 /// A line of the file. Fields are only ever added. Times are in milliseconds since 1970 (UTC), 0 if there is none.
@@ -123,8 +123,18 @@ pub(crate) struct Query {
     pub(crate) user: Option<String>,
     /// Only jobs that ended at this time, in milliseconds since 1970 (UTC), or later.
     pub(crate) since: u64,
-    /// At most so many, the newest.
+    /// Maximum number, the newest; 0 for the largest page.
     pub(crate) limit: usize,
+    /// Only accounts before this offset in the file, where the page before began.
+    pub(crate) before: Option<u64>,
+}
+
+/// Accounts, oldest first.
+#[derive(Debug, Default, PartialEq)]
+pub(crate) struct Page {
+    pub(crate) accounts: Vec<JobAccount>,
+    /// Offset in the file before which older accounts may match.
+    pub(crate) older: Option<u64>,
 }
 
 impl Query {
@@ -163,39 +173,61 @@ impl Accounting {
 
     /// The order of the last end in the file; 0 if there is none.
     pub(crate) fn last_order(&self) -> io::Result<u64> {
-        Ok(self.read(MAX_LINE_BYTES)?.map(|account| account.order).max().unwrap_or(0))
+        Ok(self.read(None, MAX_LINE_BYTES)?.1.map(|(_, account)| account.order).max().unwrap_or(0))
     }
 
-    /// The accounts that match, oldest first. Blocks on the disk.
-    pub(crate) fn query(&self, query: &Query) -> io::Result<Vec<JobAccount>> {
+    /// The newest accounts that match. Blocks on the disk.
+    pub(crate) fn query(&self, query: &Query) -> io::Result<Page> {
         let limit = if query.limit == 0 { MAX_ACCOUNTS } else { query.limit.min(MAX_ACCOUNTS) };
-        let mut newest = VecDeque::new();
-        for account in self.read(MAX_READ_BYTES)?.filter(|account| query.matches(account)) {
+        let (begin, accounts) = self.read(query.before, MAX_READ_BYTES)?;
+        let (mut newest, mut is_cut) = (VecDeque::new(), false);
+        for (offset, account) in accounts.filter(|(_, account)| query.matches(account)) {
             if newest.len() == limit {
                 newest.pop_front();
+                is_cut = true;
             }
-            newest.push_back(account.to_message());
+            newest.push_back((offset, account.to_message()));
         }
-        Ok(newest.into())
+        let older = match newest.front() {
+            Some((first, _)) if is_cut => Some(*first),
+            _ => (begin > 0).then_some(begin),
+        };
+        Ok(Page { accounts: newest.into_iter().map(|(_, account)| account).collect(), older })
     }
 
-    /// The valid lines in the last `bytes` of the file.
-    fn read(&self, bytes: u64) -> io::Result<impl Iterator<Item = Account>> {
+    /// The valid lines in the last `bytes` of the file before an offset, each with its own offset; and the offset of the
+    /// first complete line there.
+    fn read(
+        &self,
+        before: Option<u64>,
+        bytes: u64,
+    ) -> io::Result<(u64, impl Iterator<Item = (u64, Account)>)> {
         let file = match std::fs::File::open(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             file => Some(file?),
         };
-        let reader = match file {
-            Some(mut file) => {
-                let start = file.metadata()?.len().saturating_sub(bytes);
-                file.seek(SeekFrom::Start(start))?;
-                Some(BufReader::new(file.take(bytes)))
+        let (mut begin, mut reader) = (0, None);
+        if let Some(mut file) = file {
+            let length = file.metadata()?.len();
+            // Beyond the end, the file is a new one since the page before.
+            let end = before.map_or(length, |before| before.min(length));
+            begin = end.saturating_sub(bytes);
+            file.seek(SeekFrom::Start(begin))?;
+            let mut lines = BufReader::new(file.take(end - begin));
+            if begin > 0 {
+                // The page before this one, in time, ends with the line that begins further ahead.
+                begin += lines.read_until(b'\n', &mut Vec::new())? as u64;
             }
-            None => None,
-        };
-        // The first one may be the end of a line, which is not valid.
-        let lines = reader.into_iter().flat_map(|reader| reader.split(b'\n'));
-        Ok(lines.map_while(Result::ok).filter_map(|line| serde_json::from_slice(&line).ok()))
+            reader = Some(lines);
+        }
+        let mut next = begin;
+        let lines = reader.into_iter().flat_map(|reader| reader.split(b'\n')).map_while(Result::ok);
+        let accounts = lines.filter_map(move |line| {
+            let offset = next;
+            next += line.len() as u64 + 1;
+            Some((offset, serde_json::from_slice(&line).ok()?))
+        });
+        Ok((begin, accounts))
     }
 }
 
@@ -230,7 +262,7 @@ mod tests {
     }
 
     fn jobs(accounting: &Accounting, query: &Query) -> Vec<u64> {
-        accounting.query(query).unwrap().iter().map(|account| account.id).collect()
+        accounting.query(query).unwrap().accounts.iter().map(|account| account.id).collect()
     }
 
     #[test]
@@ -247,7 +279,7 @@ mod tests {
         assert_eq!(accounting.last_order().unwrap(), 2);
         accounting.append(&account(3, 7)).unwrap();
         assert_eq!(accounting.last_order().unwrap(), 3);
-        let all = accounting.query(&Query::default()).unwrap();
+        let all = accounting.query(&Query::default()).unwrap().accounts;
         assert_eq!(all.iter().map(|it| it.cpu_seconds).collect::<Vec<_>>(), [None, Some(5.0), None]);
         assert_eq!(all[0].state(), NodeJobState::Done);
         assert_eq!(jobs(&accounting, &Query { uid: Some(7), ..Query::default() }), [1, 3]);
@@ -256,5 +288,29 @@ mod tests {
         }
         assert_eq!(jobs(&accounting, &Query { since: 2000, ..Query::default() }), [2, 3]);
         assert_eq!(jobs(&accounting, &Query { limit: 1, ..Query::default() }), [3]);
+    }
+    #[test]
+    fn pages_follow_each_other_to_the_oldest_account() {
+        let dir = tempfile::tempdir().unwrap();
+        let accounting = Accounting::new(dir.path());
+        (1..=25).for_each(|order| accounting.append(&account(order, order as u32 % 2)).unwrap());
+        for uid in [None, Some(0)] {
+            let (mut found, mut before) = (Vec::new(), None);
+            loop {
+                let page = accounting.query(&Query { limit: 4, uid, before, ..Query::default() }).unwrap();
+                found.extend(page.accounts.iter().rev().map(|account| account.id));
+                before = page.older;
+                if before.is_none() {
+                    break;
+                }
+            }
+            let expected: Vec<u64> = (1..=25).rev().filter(|order| uid.is_none() || order % 2 == 0).collect();
+            assert_eq!(found, expected);
+        }
+        // A file larger than what is read at a time.
+        let (begin, accounts) = accounting.read(None, 1000).unwrap();
+        let newest: Vec<_> = accounts.map(|(_, account)| account.order).collect();
+        let older: Vec<_> = accounting.read(Some(begin), 1 << 20).unwrap().1.map(|it| it.1.order).collect();
+        assert_eq!([older, newest].concat(), (1..=25).collect::<Vec<_>>());
     }
 }

@@ -33,15 +33,25 @@ pub enum CommandError {
 /// Where the result of a command is sent.
 pub type Reply<T> = oneshot::Sender<Result<T, CommandError>>;
 
+/// What a submission has added.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Submission {
+    /// The job, or all jobs of the array.
+    pub jobs: Vec<Job>,
+    /// The request is a repetition of an earlier one.
+    pub repeated: bool,
+    /// What is done differently from what was asked for.
+    pub warnings: Vec<String>,
+}
+
 /// A command to the manager.
 #[derive(Debug)]
 pub enum Command {
-    /// The reply is the job or all jobs of the array, and whether the request is a repetition of an earlier one.
     Submit {
         caller: Caller,
         account: Account,
         submission: Box<Submit>,
-        reply: Reply<(Vec<Job>, bool)>,
+        reply: Reply<Submission>,
     },
     Cancel {
         caller: Caller,
@@ -120,7 +130,7 @@ impl NodeHandle {
         caller: Caller,
         account: Account,
         submission: Submit,
-    ) -> Result<(Vec<Job>, bool), CommandError> {
+    ) -> Result<Submission, CommandError> {
         self.send(caller, |reply| Command::Submit {
             caller,
             account,

@@ -13,10 +13,19 @@ use xlaunch_proto::spec::Invalid;
 use super::web::Listen;
 use xlaunch_agent::config::{ConfigError, keys};
 
+pub(crate) mod check;
+mod values;
+
+pub(crate) use values::{MemoryLimit, Size, Span};
+
 /// The file of root's daemon.
 const SYSTEM_FILE: &str = "/etc/xlaunch/daemon.toml";
 /// Maximum of `jobs.keep`: the journal is read at every start.
 const MAX_KEPT: usize = 100_000;
+/// Minimum of `jobs.max_tasks`: a job has an agent and a reaper beside its workers.
+const MIN_TASKS: u64 = 64;
+/// Minimum of `jobs.max_output`.
+const MIN_OUTPUT_BYTES: u64 = 64 << 10;
 
 /// The whole file. An empty one is valid.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -82,8 +91,15 @@ pub(crate) struct JobsSection {
     pub(crate) max_per_user: u32,
     /// Maximum number of GPUs that a user's jobs hold at a time; 0 for no limit.
     pub(crate) max_gpus_per_user: u32,
+    /// Maximum memory that the jobs of a user reserve at a time beside the shares of their GPUs. Default: a quarter of
+    /// the node's if the daemon is root, otherwise no limit.
+    pub(crate) max_memory_per_user: Option<MemoryLimit>,
     /// Maximum number of workers of CPU jobs that run at a time. Default: the number of cores.
     pub(crate) cpu_workers: Option<u32>,
+    /// Maximum number of processes and threads of a job, under systemd. Default: a quarter of what the node can have.
+    pub(crate) max_tasks: Option<u64>,
+    /// Output that is kept of each stream of each worker of a command.
+    pub(crate) max_output: Size,
     /// Number of ended jobs of each user that are remembered, with their logs.
     pub(crate) keep: usize,
     /// Maximum time that a job's workers get to stop before they are killed, whatever the job asks for.
@@ -105,7 +121,10 @@ impl Default for JobsSection {
             allow_root: false,
             max_per_user: 100,
             max_gpus_per_user: 0,
+            max_memory_per_user: None,
             cpu_workers: None,
+            max_tasks: None,
+            max_output: Size(16 << 20),
             keep: 1000,
             max_grace: Span(Duration::from_secs(120)),
             leave_gpus: Vec::new(),
@@ -113,32 +132,6 @@ impl Default for JobsSection {
             max_time: None,
             fair_share_half_life: Span(Duration::from_secs(7 * 86_400)),
         }
-    }
-}
-
-/// A span of time as a text: a whole number and a unit, `s`, `m`, `h` or `d`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub(crate) struct Span(pub(crate) Duration);
-
-impl TryFrom<String> for Span {
-    type Error = String;
-
-    fn try_from(text: String) -> Result<Self, String> {
-        let units = [("s", 1), ("m", 60), ("h", 3600), ("d", 86_400)];
-        let parsed = units.iter().find_map(|(unit, seconds)| {
-            let number: u32 = text.strip_suffix(unit)?.trim_end().parse().ok()?;
-            Some(Self(Duration::from_secs(u64::from(number) * seconds)))
-        });
-        parsed.ok_or_else(|| {
-            format!("\"{text}\" is not a span of time; expected one such as \"120s\" or \"5m\"")
-        })
-    }
-}
-
-impl From<Span> for String {
-    fn from(span: Span) -> Self {
-        format!("{}s", span.0.as_secs())
     }
 }
 
@@ -254,7 +247,17 @@ impl DaemonConfig {
             let problem = format!("{} jobs are too many", self.jobs.keep);
             return Err(Invalid::new("jobs.keep", problem, format!("at most {MAX_KEPT}")));
         }
+        if let Some(tasks) = self.jobs.max_tasks.filter(|tasks| *tasks < MIN_TASKS) {
+            let problem = format!("{tasks} processes and threads are too few for a job");
+            return Err(Invalid::new("jobs.max_tasks", problem, format!("at least {MIN_TASKS}")));
+        }
+        if self.jobs.max_output.0 < MIN_OUTPUT_BYTES {
+            let problem = "less would not hold the end of a log".into();
+            return Err(Invalid::new("jobs.max_output", problem, "at least \"64K\"".into()));
+        }
         let positive = [
+            ("jobs.max_grace", Some(self.jobs.max_grace)),
+            ("hooks.timeout", Some(self.hooks.timeout)),
             ("jobs.default_time", self.jobs.default_time),
             ("jobs.max_time", self.jobs.max_time),
             ("jobs.fair_share_half_life", Some(self.jobs.fair_share_half_life)),
@@ -262,13 +265,28 @@ impl DaemonConfig {
         if let Some((key, _)) = positive.into_iter().find(|(_, span)| *span == Some(Span(Duration::ZERO))) {
             return Err(Invalid::new(key, "0 is not a time".into(), "at least \"1s\"".into()));
         }
-        if self.jobs.leave_gpus.iter().any(|gpu| gpu.trim().is_empty()) {
+        if let Some(gpu) = self.jobs.leave_gpus.iter().find(|gpu| !is_gpu_name(gpu)) {
             let expected = "a list in which each item is a UUID or an index, such as \"0\"";
-            return Err(Invalid::new("jobs.leave_gpus", "an item is blank".into(), expected.into()));
+            let problem = format!("`{gpu}` is neither");
+            return Err(Invalid::new("jobs.leave_gpus", problem, expected.into()));
         }
         let listen = self.web.listen.as_deref().map(Listen::parse).transpose();
         listen.map(drop).map_err(|problem| Invalid::new("web.listen", problem, Listen::EXPECTED.into()))
     }
+}
+
+/// Whether this can be the name of a GPU: an index, or a UUID such as `GPU-5c0a1f3e-...`.
+fn is_gpu_name(name: &str) -> bool {
+    name.parse::<u32>().is_ok()
+        || ["GPU-", "MIG-"].iter().any(|kind| name.strip_prefix(kind).is_some_and(|id| !id.trim().is_empty()))
+}
+
+/// `[jobs]` as it is in effect.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct LiveConfig {
+    pub(crate) jobs: JobsSection,
+    /// Why the last reload has failed, so that this is still the configuration from before.
+    pub(crate) reload_problem: Option<String>,
 }
 
 impl DaemonSection {
@@ -362,6 +380,14 @@ mod tests {
             ("[jobs]\nkeep = 100001\n", "daemon.toml:2:8", "at most 100000"),
             ("[jobs]\n\ncpu_workers = 0\n", "daemon.toml:3:15", "at least 1"),
             ("[jobs]\nmax_time = \"0h\"\n", "daemon.toml:2:12", "at least \"1s\""),
+            ("[jobs]\nmax_grace = \"0s\"\n", "daemon.toml:2:13", "at least \"1s\""),
+            ("[hooks]\ntimeout = \"0s\"\n", "daemon.toml:2:11", "at least \"1s\""),
+            ("[jobs]\nleave_gpus = [\"GPU 0\"]\n", "daemon.toml:2:14", "is a UUID or an index"),
+            ("[jobs]\nleave_gpus = [\"GPU-\"]\n", "daemon.toml:2:14", "is a UUID or an index"),
+            ("[jobs]\nmax_tasks = 0\n", "daemon.toml:2:13", "at least 64"),
+            ("[jobs]\nmax_output = \"1K\"\n", "daemon.toml:2:14", "at least \"64K\""),
+            ("[jobs]\nmax_memory_per_user = \"0%\"\n", "daemon.toml:2:23", "1% to 100%"),
+            ("[jobs]\nmax_memory_per_user = \"lots\"\n", "daemon.toml:2:23", "1% to 100%"),
             ("[jobs]\nleave_gpus = [\"0\", \" \"]\n", "daemon.toml:2:14", "is a UUID or an index"),
             ("[daemon]\nstate_dir = \"state\"\n", "daemon.toml:2:13", "an absolute path"),
             ("[daemon]\nsocket = \"\"\n", "daemon.toml:2:10", "an absolute path"),
@@ -370,21 +396,6 @@ mod tests {
         ] {
             let error = error(text);
             assert!(error.starts_with(place) && error.contains(expected), "{error}");
-        }
-    }
-
-    #[test]
-    fn span_of_time_has_a_unit() {
-        let grace = |text: &str| {
-            let config = parse(Path::new("f"), &format!("[jobs]\nmax_grace = {text}"));
-            config.map(|config| config.jobs.max_grace.0)
-        };
-        assert_eq!(grace("\"5m\"").unwrap(), Duration::from_secs(300));
-        assert_eq!(grace("\"90 s\"").unwrap(), Duration::from_secs(90));
-        assert_eq!(grace("\"2d\"").unwrap(), Duration::from_secs(172_800));
-        for text in ["\"5\"", "\"-1s\"", "\"1.5h\"", "\"\"", "5"] {
-            let error = grace(text).unwrap_err().to_string();
-            assert!(error.contains("f:2:"), "{text}: {error}");
         }
     }
 
@@ -473,6 +484,8 @@ mod tests {
         filled.daemon.socket = filled.daemon.socket(true, nothing).ok();
         filled.jobs.allow_commands = Some(filled.jobs.allow_commands(true));
         (filled.jobs.cpu_workers, filled.web.listen) = (shown.jobs.cpu_workers, shown.web.listen.clone());
+        (filled.jobs.max_tasks, filled.jobs.max_memory_per_user) =
+            (shown.jobs.max_tasks, shown.jobs.max_memory_per_user);
         (filled.jobs.default_time, filled.jobs.max_time) = (shown.jobs.default_time, shown.jobs.max_time);
         let hooks = shown.hooks.clone();
         (filled.hooks.prolog, filled.hooks.epilog, filled.hooks.on_end) =

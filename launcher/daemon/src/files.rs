@@ -35,6 +35,7 @@ use xlaunch_proto::env;
 use xlaunch_proto::v1::StatusReply;
 
 use super::access_list::allow_user;
+use super::environment;
 use super::measured::Usage;
 use super::safe_open;
 use super::state::Element;
@@ -69,6 +70,9 @@ pub struct Description {
     /// An earlier start was lost: training continues from its newest checkpoint.
     #[serde(default)]
     pub requeued: bool,
+    /// Output that is kept of each stream of each worker of a command, in bytes; the agent's default if it is not set.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_output: Option<u64>,
 }
 
 /// What a start adds to the submission.
@@ -79,6 +83,10 @@ pub(crate) struct StartOptions {
     pub(crate) requeued: bool,
     /// The job's place in its array.
     pub(crate) element: Option<Element>,
+    /// The node accepts only training jobs, whose environment is restricted.
+    pub(crate) only_training: bool,
+    /// Output that is kept of each stream of each worker of a command, in bytes.
+    pub(crate) max_output: Option<u64>,
     /// The owner of an array's job, whose directory is created at its first start.
     pub(crate) uid: u32,
     pub(crate) gid: u32,
@@ -190,6 +198,11 @@ impl JobDirs {
         let mut description = self.submission(job, options)?;
         (description.start, description.requeued) = (start, options.requeued);
         description.gpus.clone_from(&options.gpus);
+        description.max_output = options.max_output;
+        // Not at the submission: the operator may have changed the rule since.
+        if options.only_training {
+            environment::restrict(&mut description.environment);
+        }
         Ok(serde_json::to_vec(&description)?)
     }
 
@@ -354,6 +367,7 @@ mod tests {
             start: 0,
             gpus: Vec::new(),
             requeued: false,
+            max_output: None,
         }
     }
 

@@ -11,6 +11,7 @@ use xlaunch_proto::convert::node::Submit;
 use xlaunch_proto::v1::{Job, NodeStatus, Restart, StatusReply};
 
 use crate::commands::CommandError;
+use crate::environment;
 use crate::files::{Description, JobResult};
 use crate::gpus::Inventory;
 use crate::journal::lines::{self, State};
@@ -40,6 +41,7 @@ impl Node {
             gpus: self.gpus,
             cores: self.cpu_workers,
             memory: NODE_MEMORY_BYTES,
+            memory_per_gpu: NODE_MEMORY_BYTES / u64::from(self.gpus.max(1)),
             max_grace: self.max_grace,
             default_time: None,
             max_time: None,
@@ -67,10 +69,12 @@ pub fn submit(
         cpu_workers: node.cpu_workers,
         cores: node.cpu_workers,
         memory: NODE_MEMORY_BYTES,
+        memory_per_user: None,
+        memory_per_gpu: 0,
     };
     history.jobs.admit(caller, &submitted, count, &rules)?;
     if !rules.allow_commands {
-        submission::drop_code_variables(&mut description.environment);
+        environment::restrict(&mut description.environment);
     }
     let job = history.jobs.submitted.saturating_add(1);
     (submitted.job, description.job, submitted.after) = (job, job, after);
@@ -126,7 +130,7 @@ impl History {
             cores: node.cpu_workers,
             memory: NODE_MEMORY_BYTES,
             cpu_workers: node.cpu_workers,
-            gpus_per_user: 0,
+            ..Resources::default()
         };
         let schedule = schedule(&self.jobs, &resources, 0);
         (schedule.starts.into_iter().map(|(job, _)| job).collect(), schedule.waits.into_keys().collect())
@@ -175,7 +179,7 @@ impl History {
         let mut runtime = JobRuntime::new(true);
         let restarts = statuses.into_iter().flat_map(|status| runtime.update(status)).collect();
         let message = snapshot::job(&self.jobs, &self.jobs.jobs[&job], Some(&runtime), 0, None);
-        let view = snapshot::view(message, Some(&runtime), PathBuf::new(), PathBuf::new());
+        let view = snapshot::view(message, Some(&runtime), PathBuf::new(), PathBuf::new(), false);
         (JobView::clone(&view), restarts)
     }
 }

@@ -68,6 +68,11 @@ impl GpuMonitor {
         Ok((Self { poll_now }, receiver))
     }
 
+    /// The GPUs now, without a thread.
+    pub(crate) fn poll_once() -> Inventory {
+        poll()
+    }
+
     /// Polls now instead of at the end of the interval.
     pub(crate) fn poll_now(&self) {
         // A full channel means that a poll is requested already.

@@ -17,6 +17,7 @@ pub mod accounting;
 pub(crate) mod agents;
 pub mod commands;
 pub(crate) mod config;
+mod environment;
 pub mod files;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
@@ -32,6 +33,7 @@ pub mod service;
 mod snapshot;
 pub mod state;
 mod submission;
+mod tasks;
 mod trash;
 pub mod users;
 pub mod view;

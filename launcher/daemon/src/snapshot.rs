@@ -90,11 +90,18 @@ impl From<End> for NodeJobState {
 }
 
 /// The view of a job from its message and its runtime state.
-pub(super) fn view(job: Job, runtime: Option<&JobRuntime>, socket: PathBuf, logs: PathBuf) -> Arc<JobView> {
+pub(super) fn view(
+    job: Job,
+    runtime: Option<&JobRuntime>,
+    socket: PathBuf,
+    logs: PathBuf,
+    waits_for_gpus: bool,
+) -> Arc<JobView> {
     Arc::new(JobView {
         job,
         status: runtime.and_then(|runtime| runtime.status.clone()),
         history: runtime.map(|runtime| runtime.history.clone()).unwrap_or_default(),
+        waits_for_gpus,
         socket,
         logs,
     })

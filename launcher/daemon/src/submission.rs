@@ -16,36 +16,6 @@ use xlaunch_agent::names::file_name;
 /// Maximum length of a job's name in bytes. Names are ASCII.
 const MAX_NAME_BYTES: usize = 64;
 
-/// Variables by which a training job would run code of its user in the agent, the trainer or a library.
-/// `*` stands for any text.
-const CODE_VARIABLES: [&str; 10] = [
-    "LD_*",
-    "GLIBC_TUNABLES",
-    "GCONV_PATH",
-    "PYTHON_EXEC",
-    "XLAUNCH_WORKER_PROGRAM",
-    "XLAUNCH_NCCL",
-    "XLAUNCH_CUDNN",
-    "CUDA_INJECTION*",
-    "NVTX_INJECTION*",
-    "NCCL_*PLUGIN",
-];
-
-/// Removes the variables that run code, for a node that accepts only training jobs.
-pub(crate) fn drop_code_variables(environment: &mut Vec<Vec<u8>>) {
-    environment.retain(|variable| {
-        let name = variable.split(|byte| *byte == b'=').next().unwrap_or_default();
-        !CODE_VARIABLES.iter().any(|pattern| match pattern.split_once('*') {
-            Some((start, end)) => {
-                name.len() >= start.len() + end.len()
-                    && name.starts_with(start.as_bytes())
-                    && name.ends_with(end.as_bytes())
-            }
-            None => name == pattern.as_bytes(),
-        })
-    });
-}
-
 /// What the node has, and the operator's limits on jobs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct NodeLimits {
@@ -54,6 +24,8 @@ pub(crate) struct NodeLimits {
     pub(crate) cores: u32,
     /// Bytes.
     pub(crate) memory: u64,
+    /// What a job gets for each of its GPUs, in bytes.
+    pub(crate) memory_per_gpu: u64,
     pub(crate) max_grace: Duration,
     pub(crate) default_time: Option<Duration>,
     pub(crate) max_time: Option<Duration>,
@@ -104,7 +76,7 @@ pub(crate) fn resolve(
         warning: scheduling.warning,
         cpus,
         memory,
-        rate: rate(size.gpus, cpus.unwrap_or(size.workers), node.cores),
+        rate: rate(size.gpus, cpus.unwrap_or(size.workers), memory, node),
         requeue: scheduling.requeue,
         ..Submitted::default()
     };
@@ -120,6 +92,7 @@ pub(crate) fn resolve(
         start,
         gpus,
         requeued: false,
+        max_output: None,
     };
     Ok((submitted, description))
 }
@@ -171,14 +144,16 @@ fn reserved(scheduling: &Scheduling, gpus: u32, node: &NodeLimits) -> (Option<u3
     });
     let cpus = cpus.filter(|cores| *cores > 0);
     // More GPUs than the node has are refused later.
-    let memory = has_share.then(|| (node.memory / u64::from(node.gpus)).saturating_mul(gpus.into()));
+    let memory = has_share.then(|| node.memory_per_gpu.saturating_mul(gpus.into()));
     (scheduling.cpus.or(cpus), scheduling.memory_bytes.or(memory))
 }
 
-/// GPUs + cores / all cores, in thousandths.
-fn rate(gpus: u32, cores: u32, all_cores: u32) -> u32 {
-    let cores = u64::from(cores) * 1000 / u64::from(all_cores.max(1));
-    u32::try_from(u64::from(gpus) * 1000 + cores).unwrap_or(u32::MAX)
+/// GPUs + max(cores / all cores, memory / all memory), in thousandths.
+fn rate(gpus: u32, cores: u32, memory: Option<u64>, node: &NodeLimits) -> u32 {
+    let cores = u64::from(cores) * 1000 / u64::from(node.cores.max(1));
+    let memory = u128::from(memory.unwrap_or(0)) * 1000 / u128::from(node.memory.max(1));
+    let part = cores.max(u64::try_from(memory).unwrap_or(u64::MAX));
+    u32::try_from((u64::from(gpus) * 1000).saturating_add(part)).unwrap_or(u32::MAX)
 }
 
 struct Size {
@@ -293,6 +268,7 @@ mod tests {
             gpus,
             cores: 64,
             memory: 512 << 30,
+            memory_per_gpu: (512 << 30) / u64::from(gpus.max(1)),
             max_grace: Duration::from_secs(60),
             ..NodeLimits::default()
         }
@@ -361,6 +337,7 @@ mod tests {
         assert_eq!(reserved(2, Some(4), Some(1 << 30)), (Some(4), Some(1 << 30), 2062));
         assert_eq!(reserved(0, None, None), (None, None, 31), "two workers");
         assert_eq!(reserved(0, Some(8), Some(7)), (Some(8), Some(7), 125));
+        assert_eq!(reserved(0, Some(1), Some(256 << 30)).2, 500, "half of the memory");
         assert_eq!(reserved(u32::MAX, None, None).1, Some(u64::MAX), "refused at admission");
         let few_cores = NodeLimits { cores: 4, ..node(8) };
         assert_eq!(scheduled(1, Scheduling::default(), &few_cores).unwrap().cpus, None);
@@ -397,23 +374,6 @@ mod tests {
             Submit { scheduling: limited(Some(90)), ..submission(trainer(Device::Cpu, None), None) };
         let refused = resolve(trainer, 1, &node(8)).unwrap_err().to_string();
         assert!(refused.contains("not available for a training job"), "{refused}");
-    }
-
-    #[test]
-    fn variables_that_run_code_are_dropped() {
-        let kept = ["PATH=/bin", "LDFLAGS=x", "NCCL_DEBUG=INFO", "XLAUNCH_CACHE=/c", "HOME"];
-        let dropped = [
-            "LD_PRELOAD=/x.so",
-            "LD_LIBRARY_PATH=/x",
-            "XLAUNCH_WORKER_PROGRAM=/bin/sh",
-            "CUDA_INJECTION64_PATH=/x.so",
-            "NCCL_NET_PLUGIN=x",
-            "XLAUNCH_NCCL=/x.so",
-        ];
-        let bytes = |name: &&str| name.as_bytes().to_vec();
-        let mut environment: Vec<Vec<u8>> = kept.iter().chain(&dropped).map(bytes).collect();
-        drop_code_variables(&mut environment);
-        assert_eq!(environment, kept.iter().map(bytes).collect::<Vec<_>>());
     }
 
     #[test]

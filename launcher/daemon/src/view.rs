@@ -29,6 +29,8 @@ pub struct JobView {
     pub status: Option<(Arc<StatusReply>, Instant)>,
     /// Loss and throughput of a training job, oldest first.
     pub history: Arc<[Progress]>,
+    /// It is queued, wants GPUs, is not held and waits for no other job to end.
+    pub waits_for_gpus: bool,
     /// The socket of its agent.
     pub socket: PathBuf,
     /// The directory of `attempt_N/LOCAL_RANK/{stdout,stderr}.log`. The job's user can put anything there.

@@ -159,6 +159,10 @@ impl Start {
                 let mut command = command::resolve((**spec).clone(), &variable, &Node::inspect)?;
                 // All output goes to files, which the daemon serves: there is no console.
                 command.logs.redirects.all = Streams { stdout: true, stderr: true };
+                if let Some(most) = self.description.max_output {
+                    // A rotated log and the current one are kept.
+                    command.logs.rotate_bytes = Some((most / 2).max(1));
+                }
                 command.name.clone_from(&self.description.name);
                 // There is no other launcher above this one that expects torchrun's code.
                 command.propagate_exit_code = true;

@@ -8,7 +8,7 @@ use xlaunch_proto::v1::CheckpointRequest;
 use super::output::{QueryError, print};
 use super::target::{Server, Target};
 use crate::client::launches;
-use crate::render::text::escape;
+use crate::render::text::{self, escape};
 
 /// Options of `xlaunch checkpoint`.
 #[derive(Debug, Args)]
@@ -32,7 +32,7 @@ pub(super) async fn run(options: Checkpoint) -> Result<ExitCode, QueryError> {
         }
     };
     let text = match options.json {
-        true => format!("{:#}\n", json::checkpoint(&saved)),
+        true => text::json(&json::checkpoint(&saved)),
         // The agent of another user's job may send anything.
         false => format!("{}\n", escape(&saved.path)),
     };

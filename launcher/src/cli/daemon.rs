@@ -1,7 +1,7 @@
 //! `xlaunch daemon`: what `xlaunch.service` runs.
 
 use std::io::IsTerminal;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use tracing_subscriber::filter::{LevelFilter, Targets};
@@ -12,6 +12,8 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_daemon::run::{self, Options};
 
 use super::launch;
+use super::output::{answer, print_note};
+use crate::render::text::escape;
 
 /// Options of `xlaunch daemon`.
 #[derive(Debug, Args)]
@@ -19,6 +21,14 @@ pub(super) struct Daemon {
     /// Configuration file [default: /etc/xlaunch/daemon.toml, or ~/.config/xlaunch/daemon.toml if not root]
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
+    /// Check FILE, or the file that the daemon would read, print what is wrong, and exit
+    #[arg(
+        long,
+        value_name = "FILE",
+        num_args = 0..=1,
+        conflicts_with_all = ["foreground", "state_dir", "socket"]
+    )]
+    check: Option<Option<PathBuf>>,
     /// Run without systemd: detached processes instead of units, log to stderr
     #[arg(long)]
     foreground: bool,
@@ -31,12 +41,32 @@ pub(super) struct Daemon {
 }
 
 pub(super) async fn run(options: Daemon) -> ExitCode {
-    let Daemon { config, foreground, state_dir, socket } = options;
+    let Daemon { config, check, foreground, state_dir, socket } = options;
+    if let Some(file) = check {
+        return check_config(file.or(config).as_deref());
+    }
     log(foreground);
     match run::run(&Options { config, foreground, state_dir, socket }).await {
         Ok(()) => ExitCode::Done,
         Err(refusal) => launch::refuse(&refusal),
     }
+}
+
+/// Prints errors and warnings of the configuration to stderr, or that it is valid to stdout.
+fn check_config(file: Option<&Path>) -> ExitCode {
+    let (errors, warnings) = run::check_config(file);
+    for warning in &warnings {
+        print_note(&format!("warning: {warning}"));
+    }
+    for error in &errors {
+        print_note(&format!("error: {}", error.trim()));
+    }
+    if !errors.is_empty() {
+        return ExitCode::Usage;
+    }
+    let name = file.map(Path::to_path_buf).or_else(run::default_config_file);
+    let name = name.map_or_else(|| "the default configuration".into(), |name| name.display().to_string());
+    answer(&format!("{}: valid\n", escape(&name)), ExitCode::Done)
 }
 
 /// Under systemd events go to the journal with their fields, elsewhere to stderr as lines of text.

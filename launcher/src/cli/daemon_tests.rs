@@ -119,6 +119,7 @@ impl Node for FakeDaemon {
             job: Some(job(1, NodeJobState::Queued)),
             repeated,
             array: Vec::new(),
+            warnings: Vec::new(),
         }))
     }
 
@@ -126,8 +127,10 @@ impl Node for FakeDaemon {
         Ok(Response::new(HistoryReply::default()))
     }
 
-    async fn list(&self, _: Request<ListRequest>) -> Result<Response<ListReply>, Status> {
-        Ok(Response::new(ListReply { jobs: [1, 2].map(|id| job(id, NodeJobState::Running)).into() }))
+    async fn list(&self, request: Request<ListRequest>) -> Result<Response<ListReply>, Status> {
+        // A job a page.
+        let id = if request.into_inner().before == 0 { 2 } else { 1 };
+        Ok(Response::new(ListReply { jobs: vec![job(id, NodeJobState::Running)], more: id == 2 }))
     }
 
     async fn get(&self, request: Request<GetRequest>) -> Result<Response<Job>, Status> {

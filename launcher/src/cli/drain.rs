@@ -3,11 +3,11 @@
 use clap::Args;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::json;
-use xlaunch_proto::v1::{DrainRequest, Gpu, NodeStatus};
+use xlaunch_proto::v1::{DrainRequest, Gpu, GpuState, NodeStatus};
 
 use super::output::{QueryError, print};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
-use crate::render::text::escape;
+use crate::render::text::{self, escape};
 use xlaunch_agent::Refusal;
 
 /// Options of `xlaunch drain`.
@@ -19,7 +19,7 @@ pub(super) struct Drain {
     /// Reason to show to users whose jobs wait
     #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     reason: String,
-    /// Start jobs again
+    /// Start jobs again. Without --gpu, GPUs that are drained by themselves stay drained
     #[arg(long)]
     undo: bool,
     /// Print the node as JSON
@@ -35,7 +35,7 @@ pub(super) async fn run(options: Drain) -> Result<ExitCode, QueryError> {
     let request = DrainRequest { gpus: gpus.clone(), undo: options.undo, reason: options.reason };
     let node = daemon.drain(request).await?;
     let answer = match options.json {
-        true => format!("{:#}\n", json::node(&node)),
+        true => text::json(&json::node(&node)),
         false => drained(&node, &gpus, options.undo),
     };
     print(answer.as_bytes())?;
@@ -78,7 +78,15 @@ fn drained(node: &NodeStatus, gpus: &[String], undo: bool) -> String {
         gpus => format!("{} of {host}", gpus.join(", ")),
     };
     let state = if undo { "accepts jobs again" } else { "drained" };
-    format!("{what}: {state}{jobs}\n")
+    let mut out = format!("{what}: {state}{jobs}\n");
+    if undo && gpus.is_empty() {
+        let is_drained = |gpu: &&Gpu| gpu.state() == GpuState::Drained;
+        for gpu in node.gpus.iter().filter(is_drained) {
+            let (index, reason) = (gpu.index, escape(&gpu.reason));
+            out += &format!("GPU {index} stays drained ({reason}): `xlaunch drain --undo --gpu {index}`\n");
+        }
+    }
+    out
 }
 
 #[cfg(test)]
@@ -105,5 +113,10 @@ mod tests {
         let node = NodeStatus { host: "node-17".into(), jobs_running: 2, ..Default::default() };
         assert_eq!(drained(&node, &[], false), "node-17: drained; 2 running jobs continue\n");
         assert_eq!(drained(&node, &["GPU-a".into()], true), "GPU-a of node-17: accepts jobs again\n");
+        let gpu =
+            Gpu { index: 3, reason: "fan".into(), state: GpuState::Drained.into(), ..Default::default() };
+        let node = NodeStatus { gpus: vec![Gpu::default(), gpu], ..node };
+        let stays = "GPU 3 stays drained (fan): `xlaunch drain --undo --gpu 3`\n";
+        assert_eq!(drained(&node, &[], true), format!("node-17: accepts jobs again\n{stays}"));
     }
 }

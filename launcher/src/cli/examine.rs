@@ -12,7 +12,7 @@ use xlaunch_proto::v1::{ExaminationState, ExamineReply, ExamineRequest, Examined
 use super::drain::uuids;
 use super::output::{QueryError, print, print_note};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
-use crate::render::text::escape;
+use crate::render::text::{self, escape};
 
 /// Options of `xlaunch doctor --daemon`.
 #[derive(Debug, Args)]
@@ -34,7 +34,7 @@ pub(super) async fn run(options: Examine, as_json: bool) -> Result<ExitCode, Que
     let reply = daemon.examine(request, |started| print_note(&start_line(started))).await?;
     let healthy = is_healthy(&reply);
     let text = match as_json {
-        true => format!("{:#}\n", json::examination(&reply, healthy)),
+        true => text::json(&json::examination(&reply, healthy)),
         false => table(&reply),
     };
     print(text.as_bytes())?;

@@ -9,7 +9,7 @@ use xlaunch_proto::v1::HistoryRequest;
 
 use super::output::{QueryError, print, terminal_width};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
-use crate::render::history;
+use crate::render::{history, text};
 use xlaunch_agent::Refusal;
 
 /// Options of `xlaunch history`.
@@ -21,7 +21,7 @@ pub(super) struct History {
     /// Only jobs that ended in this time, such as 12h or 7d, or since this UTC date, such as 2026-11-01
     #[arg(long, value_name = "TIME")]
     since: Option<String>,
-    /// Show only the N newest jobs; at most 1000 are shown
+    /// Show only the N newest jobs
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     limit: Option<u32>,
     /// Print JSON
@@ -36,11 +36,11 @@ pub(super) async fn run(options: History) -> Result<ExitCode, QueryError> {
     let request = HistoryRequest {
         user: options.user.unwrap_or_default(),
         since_unix_ms: since.unwrap_or(0),
-        limit: options.limit.unwrap_or(0),
+        ..HistoryRequest::default()
     };
-    let jobs = DaemonClient::connect(&options.daemon).await?.history(request).await?;
+    let jobs = DaemonClient::connect(&options.daemon).await?.history(request, options.limit).await?;
     let text = match options.json {
-        true => format!("{:#}\n", jobs.iter().map(history::json).collect::<serde_json::Value>()),
+        true => text::json(&jobs.iter().map(history::json).collect()),
         false => history::table(&jobs, terminal_width()),
     };
     print(text.as_bytes())?;

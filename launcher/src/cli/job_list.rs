@@ -5,7 +5,7 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::Job;
 
 use super::output::{QueryError, print, print_note};
-use crate::render::job;
+use crate::render::{job, text};
 use xlaunch_agent::Refusal;
 
 /// Longest range: the jobs of an array.
@@ -50,7 +50,7 @@ impl JobResults {
             print_note(&self.errors);
         }
         let answer = match as_json {
-            true => format!("{:#}\n", self.jobs.iter().map(job::json).collect::<serde_json::Value>()),
+            true => text::json(&self.jobs.iter().map(job::json).collect()),
             false => self.text(line),
         };
         print(answer.as_bytes())?;

@@ -5,7 +5,7 @@ use xlaunch_proto::exit::ExitCode;
 
 use super::output::{QueryError, print, terminal_width};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
-use crate::render::{job, jobs};
+use crate::render::{job, jobs, text};
 use xlaunch_agent::clock::unix_ms;
 
 /// Options of `xlaunch jobs`.
@@ -26,10 +26,10 @@ pub(super) struct Jobs {
 
 pub(super) async fn run(options: Jobs) -> Result<ExitCode, QueryError> {
     let mut daemon = DaemonClient::connect(&options.daemon).await?;
-    let mut list = daemon.list(options.all, options.limit.unwrap_or(0)).await?;
+    let mut list = daemon.list(options.all, options.limit).await?;
     jobs::sort_by_number(&mut list);
     let text = match options.json {
-        true => format!("{:#}\n", list.iter().map(job::json).collect::<serde_json::Value>()),
+        true => text::json(&list.iter().map(job::json).collect()),
         false => jobs::table(&list, unix_ms(), terminal_width()),
     };
     print(text.as_bytes())?;

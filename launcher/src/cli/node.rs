@@ -6,7 +6,7 @@ use xlaunch_proto::json;
 
 use super::output::{QueryError, print, terminal_width, unix_seconds};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
-use crate::render::node;
+use crate::render::{node, text};
 
 /// Options of `xlaunch node`.
 #[derive(Debug, Args)]
@@ -21,7 +21,7 @@ pub(super) struct Node {
 pub(super) async fn run(options: Node) -> Result<ExitCode, QueryError> {
     let status = DaemonClient::connect(&options.daemon).await?.node().await?;
     let text = match options.json {
-        true => format!("{:#}\n", json::node(&status)),
+        true => text::json(&json::node(&status)),
         false => node::table(&status, unix_seconds(), terminal_width()),
     };
     print(text.as_bytes())?;

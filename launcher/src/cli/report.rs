@@ -8,6 +8,7 @@ use xlaunch_agent::Refusal;
 use xlaunch_proto::exit::ExitCode;
 
 use super::output::{QueryError, print, print_note};
+use crate::render::text;
 use crate::report::{self, MARK};
 
 /// Options of `xlaunch report`.
@@ -34,7 +35,7 @@ pub(super) fn run(options: &Report) -> Result<ExitCode, QueryError> {
     }
     let runs = report::read(&options.runs)?;
     if options.json {
-        print(format!("{:#}\n", report::json(&runs)).as_bytes())?;
+        print(text::json(&report::json(&runs)).as_bytes())?;
         return Ok(ExitCode::Done);
     }
     write(&options.output, &report::html(&runs)).map_err(|error| write_error(&options.output, &error))?;

@@ -9,6 +9,7 @@ use xlaunch_proto::v1::StacksRequest;
 use super::output::{QueryError, print};
 use super::target::{Server, Target};
 use crate::client::launches;
+use crate::render::text;
 
 /// Options of `xlaunch stacks`.
 #[derive(Debug, Args)]
@@ -41,7 +42,7 @@ pub(super) async fn run(options: Stacks) -> Result<ExitCode, QueryError> {
         }
     };
     let shown = match options.json {
-        true => format!("{:#}\n", json::stacks(&ranks)),
+        true => text::json(&json::stacks(&ranks)),
         false => ranks.iter().map(stacks::text).collect::<Vec<_>>().join("\n"),
     };
     print(shown.as_bytes())?;

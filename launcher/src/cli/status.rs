@@ -13,7 +13,7 @@ use super::output::{QueryError, print, redraw, terminal_width, unix_seconds};
 use super::target::{Launches, Server, Target};
 use crate::client::daemon::DaemonClient;
 use crate::client::launches;
-use crate::render::{job, launch};
+use crate::render::{job, launch, text};
 use xlaunch_agent::clock::unix_ms;
 use xlaunch_daemon::view::has_ended;
 
@@ -92,8 +92,8 @@ impl Output {
     fn update(&mut self, value: impl Fn() -> serde_json::Value, text: String) -> Result<(), QueryError> {
         let first = std::mem::replace(&mut self.first, false);
         let update = match (self.json, self.watch) {
-            (true, None) => format!("{:#}\n", value()),
-            (true, Some(_)) => format!("{}\n", value()),
+            (true, None) => text::json(&value()),
+            (true, Some(_)) => text::json_line(&value()),
             (false, None) => text,
             (false, Some(_)) if std::io::stdout().is_terminal() => redraw(&text, first),
             (false, Some(_)) if first => text,

@@ -22,7 +22,7 @@ use super::output::{QueryError, print, print_note};
 use super::scheduling::Scheduling;
 use super::torchrun::{self, Name, Request, Scope};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
-use crate::render::job;
+use crate::render::{job, text};
 use crate::trainer::FillIn;
 use xlaunch_agent::{Refusal, command};
 use xlaunch_proto::labels::node_job_state;
@@ -117,6 +117,9 @@ pub(super) async fn run(options: Submit, fill_in: FillIn) -> Result<ExitCode, Qu
     let request = request(&options, work)?;
     let mut daemon = DaemonClient::connect(&options.daemon).await?;
     let reply = daemon.submit(request).await?;
+    for warning in &reply.warnings {
+        print_note(&format!("warning: {warning}"));
+    }
     let Some(job) = reply.job else {
         return Err(Refusal::new(ExitCode::Internal, "the daemon's reply contains no job").into());
     };
@@ -127,7 +130,7 @@ pub(super) async fn run(options: Submit, fill_in: FillIn) -> Result<ExitCode, Qu
     let id = job.id;
     match (options.json, options.wait) {
         (true, true) => {}
-        (true, false) => print(format!("{:#}\n", job::json(&job)).as_bytes())?,
+        (true, false) => print(text::json(&job::json(&job)).as_bytes())?,
         (false, _) => print(format!("job {id}\n").as_bytes())?,
     }
     if std::io::stderr().is_terminal() {
@@ -138,14 +141,14 @@ pub(super) async fn run(options: Submit, fill_in: FillIn) -> Result<ExitCode, Qu
     }
     let ended = wait(&mut daemon, id, options.json).await?;
     if options.json {
-        print(format!("{:#}\n", job::json(&ended)).as_bytes())?;
+        print(text::json(&job::json(&ended)).as_bytes())?;
     }
     Ok(exit_code(&ended))
 }
 
 fn submitted_array(first: u64, last: u64, jobs: &[Job], as_json: bool) -> String {
     match as_json {
-        true => format!("{:#}\n", jobs.iter().map(job::json).collect::<serde_json::Value>()),
+        true => text::json(&jobs.iter().map(job::json).collect()),
         false => format!("jobs {first}-{last}\n"),
     }
 }

@@ -60,6 +60,11 @@ impl DaemonAddress {
     }
 }
 
+/// How many items the next page has to have at most; 0 without a limit.
+fn missing<T>(limit: Option<u32>, items: &[T]) -> u32 {
+    limit.map_or(0, |limit| limit.saturating_sub(u32::try_from(items.len()).unwrap_or(u32::MAX)))
+}
+
 /// A connection to a daemon.
 #[derive(Clone, Debug)]
 pub(crate) struct DaemonClient {
@@ -103,14 +108,40 @@ impl DaemonClient {
         self.check(reply)
     }
 
-    pub(crate) async fn list(&mut self, ended: bool, limit: u32) -> Result<Vec<Job>, Refusal> {
-        let reply = self.client.list(ListRequest { ended, limit }).await;
-        self.check(reply).map(|list| list.jobs)
+    /// The newest jobs, page by page: at most `limit`, or all of them.
+    pub(crate) async fn list(&mut self, ended: bool, limit: Option<u32>) -> Result<Vec<Job>, Refusal> {
+        let (mut jobs, mut before) = (Vec::new(), 0);
+        loop {
+            let reply = self.client.list(ListRequest { ended, limit: missing(limit, &jobs), before }).await;
+            let page = self.check(reply)?;
+            before = page.jobs.last().map_or(0, |job| job.id);
+            jobs.extend(page.jobs);
+            if !page.more || before == 0 || missing(limit, &jobs) == 0 && limit.is_some() {
+                return Ok(jobs);
+            }
+        }
     }
 
-    pub(crate) async fn history(&mut self, request: HistoryRequest) -> Result<Vec<JobAccount>, Refusal> {
-        let reply = self.client.history(request).await;
-        self.check(reply).map(|history| history.jobs)
+    /// The newest jobs that have ended, oldest first: at most `limit`, or all of them.
+    pub(crate) async fn history(
+        &mut self,
+        request: HistoryRequest,
+        limit: Option<u32>,
+    ) -> Result<Vec<JobAccount>, Refusal> {
+        let (mut jobs, mut before) = (Vec::new(), 0);
+        loop {
+            let request = HistoryRequest { limit: missing(limit, &jobs), before, ..request.clone() };
+            let reply = self.client.history(request).await;
+            let page = self.check(reply)?;
+            jobs.extend(page.jobs.into_iter().rev());
+            // Offsets go down, or a daemon that repeats itself would never end.
+            let is_last = page.older == 0 || (before != 0 && page.older >= before);
+            if is_last || missing(limit, &jobs) == 0 && limit.is_some() {
+                jobs.reverse();
+                return Ok(jobs);
+            }
+            before = page.older;
+        }
     }
 
     pub(crate) async fn get(&mut self, job: u64) -> Result<Job, Refusal> {

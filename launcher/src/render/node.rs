@@ -15,6 +15,9 @@ pub(crate) fn table(node: &NodeStatus, now: u64, width: usize) -> String {
     if !node.page_problem.is_empty() {
         out += &format!("page: {}\n", escape(&node.page_problem));
     }
+    for problem in &node.config_problems {
+        out += &format!("daemon.toml: {}\n", escape(problem));
+    }
     if !node.gpu_problem.is_empty() {
         out += &format!("GPUs unknown: {}\n", escape(&node.gpu_problem));
     }

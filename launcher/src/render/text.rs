@@ -18,14 +18,38 @@ pub(crate) fn fit(text: &str, width: usize) -> String {
 
 /// Writes control characters, and those that change the direction of text, as `\u{1b}`.
 pub(crate) fn escape(text: &str) -> String {
-    let acts_on_terminal = |c: char| {
-        c.is_control()
-            || matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
-    };
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
         if acts_on_terminal(c) {
             out.extend(c.escape_unicode());
+        } else {
+            out.push(c);
+        }
+    }
+    out
+}
+
+fn acts_on_terminal(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+/// A value as indented JSON and a line feed. Characters that act on a terminal are written as `\u009b`.
+pub(crate) fn json(value: &serde_json::Value) -> String {
+    escaped_json(&format!("{value:#}")) + "\n"
+}
+
+/// The same on one line.
+pub(crate) fn json_line(value: &serde_json::Value) -> String {
+    escaped_json(&value.to_string()) + "\n"
+}
+
+fn escaped_json(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        // serde_json escapes those below U+0020 within strings. All others here are in the Basic Multilingual Plane.
+        if c != '\n' && acts_on_terminal(c) {
+            out += &format!("\\u{:04x}", u32::from(c));
         } else {
             out.push(c);
         }

@@ -20,6 +20,8 @@ const IDLE_POLL_INTERVAL: Duration = Duration::from_secs(1);
 pub struct Credentials {
     /// Its user.
     pub uid: u32,
+    /// The user to whom it is counted: the same, unless `uid` is one of several that belong to a person.
+    pub holder: u32,
     /// Its process id; `None` if it is not visible in this PID namespace.
     pub pid: Option<u32>,
     /// Not subject to limits.
@@ -32,7 +34,7 @@ pub struct Credentials {
 pub fn peer_credentials(stream: &UnixStream) -> io::Result<Credentials> {
     let peer = stream.peer_cred()?;
     let pid = peer.pid().and_then(|pid| u32::try_from(pid).ok());
-    Ok(Credentials { uid: peer.uid(), pid, exempt: false, reserved: false })
+    Ok(Credentials { uid: peer.uid(), holder: peer.uid(), pid, exempt: false, reserved: false })
 }
 
 /// Accepts connections until the returned stream is dropped. `identify` returns the credentials of a peer, or `None` to

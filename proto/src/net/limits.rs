@@ -4,8 +4,8 @@
 //! without a call in progress. If the total limit is reached, it replaces one of the user with the most connections. A
 //! connection without any call is closed after a timeout. [`Peer::begin_call`] marks a connection as busy.
 //!
-//! Connections with [`Credentials::reserved`] have limits of their own: one person can connect as many users, from user
-//! namespaces, but not as an administrator.
+//! One person can connect with many user ids, from user namespaces: [`Credentials::holder`] is the user to whom such a
+//! connection is counted. Connections with [`Credentials::reserved`] have limits of their own.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -52,7 +52,7 @@ struct Open {
 
 #[derive(Debug)]
 struct Entry {
-    uid: u32,
+    holder: u32,
     reserved: bool,
     since: Instant,
     calls: Arc<Calls>,
@@ -74,13 +74,13 @@ impl Connections {
 
     /// Adds a connection, closing another one if necessary. `None` if it has to be refused.
     pub fn admit<S: AsFd>(&self, stream: S, peer: Credentials) -> io::Result<Option<Connection<S>>> {
-        let Credentials { uid, pid, exempt, reserved } = peer;
+        let Credentials { uid, holder, pid, exempt, reserved } = peer;
         let calls = Arc::<Calls>::default();
         let slot = match exempt {
             true => None,
             false => {
                 let mut open = self.lock();
-                match open.room(uid, reserved, self.limits) {
+                match open.room(holder, reserved, self.limits) {
                     Room::Free => {}
                     Room::Close(oldest) => open.entries.remove(&oldest).iter().for_each(shut_down),
                     Room::None => return Ok(None),
@@ -89,12 +89,12 @@ impl Connections {
                 open.next += 1;
                 let duplicate = stream.as_fd().try_clone_to_owned()?;
                 let (since, calls) = (Instant::now(), calls.clone());
-                let entry = Entry { uid, reserved, since, calls, stream: duplicate };
+                let entry = Entry { holder, reserved, since, calls, stream: duplicate };
                 open.entries.insert(number, entry);
                 Some(Slot { connections: self.clone(), number })
             }
         };
-        Ok(Some(Connection { _slot: slot, stream, peer: Peer { uid, pid, reserved, calls } }))
+        Ok(Some(Connection { _slot: slot, stream, peer: Peer { uid, holder, pid, reserved, calls } }))
     }
 
     /// Closes connections that made no call within the timeout.
@@ -108,6 +108,12 @@ impl Connections {
             }
             keep
         });
+    }
+
+    /// Counts the connections of one holder to another from now on.
+    pub fn recount(&self, from: u32, to: u32) {
+        let mut open = self.lock();
+        open.entries.values_mut().filter(|entry| entry.holder == from).for_each(|entry| entry.holder = to);
     }
 
     /// Closes all connections.
@@ -135,15 +141,15 @@ enum Room {
 }
 
 impl Open {
-    fn room(&self, uid: u32, reserved: bool, limits: Limits) -> Room {
+    fn room(&self, holder: u32, reserved: bool, limits: Limits) -> Room {
         let mut counts = BTreeMap::<u32, usize>::new();
         let alike = self.entries.values().filter(|entry| entry.reserved == reserved);
-        alike.for_each(|entry| *counts.entry(entry.uid).or_default() += 1);
-        let own = counts.get(&uid).copied().unwrap_or(0);
+        alike.for_each(|entry| *counts.entry(entry.holder).or_default() += 1);
+        let own = counts.get(&holder).copied().unwrap_or(0);
         let close = |number: Option<u64>| number.map_or(Room::None, Room::Close);
         let among_own = || match limits.close_busy {
-            true => self.oldest_idle(uid).or_else(|| self.oldest(uid)),
-            false => self.oldest_idle(uid),
+            true => self.oldest_idle(holder).or_else(|| self.oldest(holder)),
+            false => self.oldest_idle(holder),
         };
         if own >= limits.per_user {
             return close(among_own());
@@ -153,24 +159,25 @@ impl Open {
         }
         match counts.into_iter().max_by_key(|(_, count)| *count) {
             // The user with the most connections loses one to a user with fewer, even if it is busy.
-            Some((most, count)) if most != uid && count > own + 1 => {
+            Some((most, count)) if most != holder && count > own + 1 => {
                 close(self.oldest_idle(most).or_else(|| self.oldest(most)))
             }
             _ => close(among_own()),
         }
     }
 
-    fn oldest(&self, uid: u32) -> Option<u64> {
-        self.of(uid).map(|(number, _)| number).next()
+    fn oldest(&self, holder: u32) -> Option<u64> {
+        self.of(holder).map(|(number, _)| number).next()
     }
 
-    fn oldest_idle(&self, uid: u32) -> Option<u64> {
-        let mut idle = self.of(uid).filter(|(_, entry)| entry.calls.in_progress.load(Ordering::Relaxed) == 0);
+    fn oldest_idle(&self, holder: u32) -> Option<u64> {
+        let mut idle =
+            self.of(holder).filter(|(_, entry)| entry.calls.in_progress.load(Ordering::Relaxed) == 0);
         idle.next().map(|(number, _)| number)
     }
 
-    fn of(&self, uid: u32) -> impl Iterator<Item = (u64, &Entry)> {
-        let own = self.entries.iter().filter(move |(_, entry)| entry.uid == uid);
+    fn of(&self, holder: u32) -> impl Iterator<Item = (u64, &Entry)> {
+        let own = self.entries.iter().filter(move |(_, entry)| entry.holder == holder);
         own.map(|(number, entry)| (*number, entry))
     }
 }
@@ -180,6 +187,8 @@ impl Open {
 pub struct Peer {
     /// Its user.
     pub uid: u32,
+    /// The user to whom it is counted.
+    pub holder: u32,
     /// Its process id; `None` if it is not visible in this PID namespace.
     pub pid: Option<u32>,
     /// Counted apart from ordinary users.

@@ -2,11 +2,13 @@
 
 use std::os::unix::fs::PermissionsExt;
 
-use xlaunch_tests::{NOBODY, Node, requirements, wait_for};
+use rustix::process::Signal;
+use xlaunch_tests::{NOBODY, Node, Process, requirements, wait_for};
 
 xlaunch_harness::tests! {
     hooks_run_around_a_job_with_its_facts,
-    failed_prolog_fails_the_job,
+    failed_prolog_drains_the_node_and_the_job_waits,
+    hook_that_cannot_run_is_found_before_it_matters,
     epilog_runs_for_a_job_that_ends_without_a_daemon;
     needs requirements::root:
     hooks_run_as_root_or_as_the_user;
@@ -39,13 +41,55 @@ fn hooks_run_around_a_job_with_its_facts() {
     assert_eq!(hooked, ["prolog 1 n", "worker", "epilog 1 n", "on_end 1 n failed 5"]);
 }
 
-fn failed_prolog_fails_the_job() {
-    let node = node(&[("prolog", "exit 3"), ("epilog", "touch cleaned")], "");
-    let job = node.submit_shell("touch ran");
-    let failed = node.wait(job, "failed");
-    let reason = failed["reason"].as_str().unwrap();
-    assert!(reason.contains("prolog failed") && reason.contains('3'), "{reason}");
-    assert!(node.path().join("cleaned").exists() && !node.path().join("ran").exists());
+fn failed_prolog_drains_the_node_and_the_job_waits() {
+    let node = node(&[("prolog", "! [ -e broken ] || exit 3"), ("epilog", "touch cleaned")], "");
+    node.write("broken", "");
+    let jobs = [node.submit_shell("touch ran1"), node.submit_shell("touch ran2")];
+    let drained = wait_for("the drain", || {
+        let reason = node.json(&["node"])["drained"].as_str()?.to_owned();
+        Some(reason).filter(|reason| !reason.is_empty())
+    });
+    assert!(drained.contains("prolog failed") && drained.contains("3 (before job"), "{drained}");
+    for job in jobs {
+        let waits = node.wait(job, "queued");
+        assert!(waits["reason"].as_str().unwrap().contains("the node is drained"), "{waits}");
+    }
+    assert!(node.path().join("cleaned").exists() && !node.path().join("ran1").exists());
+    std::fs::remove_file(node.path().join("broken")).unwrap();
+    assert_eq!(node.run(&["drain", "--undo"]).code, 0);
+    jobs.map(|job| node.wait(job, "done"));
+}
+
+fn hook_that_cannot_run_is_found_before_it_matters() {
+    let mut node = Node::new("");
+    let check = |file: &str| node.run(&["daemon", "--check", file]);
+    let path = node.write("new.toml", "[jobs]\nkeep = 5\n").display().to_string();
+    assert_eq!((check(&path).code, check(&path).stdout), (0, format!("{path}: valid\n")));
+    for (text, problem) in [
+        ("[hooks]\nprolog = \"/no/such\"\n", "new.toml:2:10: hooks.prolog: /no/such: No such file"),
+        ("[jobs]\nleave_gpus = [\"7\"]\n", "jobs.leave_gpus: there is no GPU `7`"),
+        ("[hooks]\ntimeout = \"0s\"\n", "new.toml:2:11"),
+        ("[jbos]\n", "did you mean `[jobs]`?"),
+    ] {
+        node.write("new.toml", text);
+        let checked = check(&path);
+        assert!(checked.code == 2 && checked.stderr.contains(problem), "{text}: {}", checked.stderr);
+    }
+    // A daemon that runs goes on with what it has, and says so.
+    node.configure("keep = \"all\"");
+    node.daemon().signal(Signal::HUP);
+    let problems = wait_for("the failed reload", || {
+        let problems = node.json(&["node"])["config_problems"].clone();
+        Some(problems).filter(|problems| problems[0].is_string())
+    });
+    assert!(problems[0].as_str().unwrap().contains("the last reload has failed"), "{problems}");
+    let shown = node.run(&["node"]).stdout;
+    assert!(shown.contains("daemon.toml: the last reload has failed"), "{shown}");
+    // The next one does not start.
+    node.configure("[hooks]\nprolog = \"/no/such\"");
+    node.stop_daemon(Signal::KILL);
+    let refused = Process::spawn(&mut node.daemon_command()).wait();
+    assert!(refused.code == 2 && refused.stderr.contains("/no/such: No such file"), "{}", refused.stderr);
 }
 
 fn epilog_runs_for_a_job_that_ends_without_a_daemon() {

@@ -18,7 +18,10 @@ xlaunch_harness::tests! {
     forced_cancel_kills_a_job_that_ignores_sigterm,
     second_daemon_is_refused_and_invalid_configuration_is_reported,
     job_that_cannot_start_says_why,
-    oldest_finished_jobs_are_forgotten;
+    oldest_finished_jobs_are_forgotten,
+    all_jobs_are_listed_however_long_their_command_lines_are,
+    output_beyond_the_limit_is_cut_with_a_note,
+    commands_that_are_no_longer_accepted_stay_in_the_queue;
 }
 
 fn job_runs_in_directory_and_environment_of_its_submission() {
@@ -209,4 +212,49 @@ fn oldest_finished_jobs_are_forgotten() {
     let is_forgotten = || node.run(&["status", "2"]).stderr.contains("no job 2").then_some(());
     wait_for("job 2 to be forgotten", is_forgotten);
     assert!(!node.state_dir().join("jobs/2").exists() && node.state_dir().join("jobs/3").exists());
+}
+
+fn all_jobs_are_listed_however_long_their_command_lines_are() {
+    let node = Node::new("");
+    let long = "x".repeat(8000);
+    node.submit(&["--hold", "--array", "0-99", "--", "true", &long]);
+    let jobs = node.json(&["jobs"]);
+    assert_eq!(jobs.as_array().unwrap().len(), 100);
+    assert_eq!(node.json(&["jobs", "--limit", "70"]).as_array().unwrap().len(), 70);
+    assert_eq!(node.run(&["cancel", "1-100"]).code, 0);
+    assert_eq!(node.json(&["history"]).as_array().unwrap().len(), 100);
+}
+
+fn output_beyond_the_limit_is_cut_with_a_note() {
+    let node = Node::new("max_output = \"64K\"");
+    let job = node.submit_shell("seq 100000");
+    node.wait(job, "done");
+    let logs = node.state_dir().join(format!("jobs/{job}/agent/logs/attempt_0/0"));
+    let [old, new] =
+        ["stdout.log.1", "stdout.log"].map(|name| std::fs::read_to_string(logs.join(name)).unwrap());
+    assert!(old.len() + new.len() < 66 << 10 && new.ends_with("100000\n"), "{} {}", old.len(), new.len());
+    let note = new.lines().next().unwrap();
+    assert!(note.starts_with("[xlaunch: the ") && note.contains("were removed to bound the log"), "{note}");
+    assert!(node.run(&["logs", &job.to_string()]).stdout.starts_with(note), "users see it first");
+}
+
+fn commands_that_are_no_longer_accepted_stay_in_the_queue() {
+    let node = Node::new("cpu_workers = 1");
+    let first = node.submit_shell("while ! [ -e go ]; do sleep 0.05; done");
+    let second = node.submit_shell("true");
+    node.wait(first, "running");
+    let reload = |allowed: bool| {
+        let text = format!("[jobs]\nallow_root = true\nallow_commands = {allowed}\ncpu_workers = 1\n");
+        node.write("daemon.toml", &text);
+        node.daemon().signal(Signal::HUP);
+    };
+    reload(false);
+    wait_for("the reason", || {
+        node.job(second)["reason"].as_str()?.contains("jobs.allow_commands").then_some(())
+    });
+    node.write("go", "");
+    node.wait(first, "done");
+    assert_eq!(node.job(second)["state"], "queued");
+    reload(true);
+    node.wait(second, "done");
 }

@@ -1,7 +1,7 @@
 //! Log files: a worker's streams byte by byte, and filtered lines of all workers.
 //!
 //! A full disk stops no worker: bytes that cannot be written are counted, and the file mentions the count as soon as it
-//! can be written again.
+//! can be written again. A file that was started again begins with how many bytes are missing before it.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use fs_err::File;
 use super::lines::Lines;
 use super::lock;
 
-/// A file that is renamed to `NAME.1` before it exceeds `limit` bytes, and started again.
+/// A file that is renamed to `NAME.1` before it exceeds `limit` bytes, and started again with a line that says so.
 #[derive(Debug)]
 pub(super) struct LogFile {
     path: PathBuf,
@@ -20,11 +20,23 @@ pub(super) struct LogFile {
     size: u64,
     limit: Option<u64>,
     lost: u64,
+    /// Bytes of the stream in this file and in the renamed one.
+    kept: [u64; 2],
+    /// Bytes of the stream in renamed files that were replaced.
+    removed: u64,
 }
 
 impl LogFile {
     pub(super) fn create(path: &Path, limit: Option<u64>) -> std::io::Result<Self> {
-        Ok(Self { path: path.into(), file: File::create(path)?, size: 0, limit, lost: 0 })
+        Ok(Self {
+            path: path.into(),
+            file: File::create(path)?,
+            size: 0,
+            limit,
+            lost: 0,
+            kept: [0; 2],
+            removed: 0,
+        })
     }
 
     pub(super) fn write(&mut self, bytes: &[u8]) {
@@ -44,7 +56,12 @@ impl LogFile {
             // If this fails, the old bytes are lost: the size limit holds.
             let _ = fs_err::rename(&self.path, old);
             self.file = File::create(&self.path)?;
+            // What follows the note counts towards the limit, so that the smallest file has some of the stream.
             self.size = 0;
+            self.removed += std::mem::take(&mut self.kept[1]);
+            self.kept.swap(0, 1);
+            let note = self.rotation_note();
+            self.file.write_all(note.as_bytes())?;
         }
         if self.lost > 0 {
             writeln!(self.file, "\n[xlaunch: {} bytes could not be written here]", self.lost)?;
@@ -52,7 +69,18 @@ impl LogFile {
         }
         self.file.write_all(part)?;
         self.size += size;
+        self.kept[0] += size;
         Ok(())
+    }
+
+    /// The first line of a file that was started again.
+    fn rotation_note(&self) -> String {
+        let name = self.path.file_name().unwrap_or_default().to_string_lossy();
+        let removed = match self.removed {
+            0 => String::new(),
+            bytes => format!("; the {bytes} bytes before those were removed to bound the log"),
+        };
+        format!("[xlaunch: the {} bytes before this line are in {name}.1{removed}]\n", self.kept[1])
     }
 }
 
@@ -132,9 +160,21 @@ mod tests {
         log.write(&stream[..2500]);
         let (old, new) =
             (fs_err::read(dir.path().join("stdout.log.1")).unwrap(), fs_err::read(&path).unwrap());
-        assert!(old.len() <= 1000 && new.len() <= 1000 && !new.is_empty());
-        let both = [old, new].concat();
-        assert!([stream.clone(), stream[..2500].to_vec()].concat().ends_with(&both));
+        let whole = [stream.clone(), stream[..2500].to_vec()].concat();
+        let [(_, old), (note, new)] = [old, new].map(|file| {
+            let end = file.iter().position(|byte| *byte == b'\n').unwrap();
+            let (note, part) = file.split_at(end + 1);
+            assert!(part.len() <= 1000 && !part.is_empty());
+            (String::from_utf8(note.to_vec()).unwrap(), part.to_vec())
+        });
+        let both = [old.clone(), new].concat();
+        assert!(whole.ends_with(&both));
+        let (kept, removed) = (old.len(), whole.len() - both.len());
+        let expected = format!(
+            "[xlaunch: the {kept} bytes before this line are in stdout.log.1; the {removed} bytes before those were \
+             removed to bound the log]\n"
+        );
+        assert_eq!(note, expected);
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 2);
     }
 

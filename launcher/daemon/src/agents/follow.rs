@@ -66,9 +66,11 @@ pub(crate) struct JobStart {
     pub(crate) cpus: Option<u32>,
     /// Bytes; `None` for no limit.
     pub(crate) memory: Option<u64>,
+    /// Processes and threads.
+    pub(crate) max_tasks: u64,
 }
 
-/// What happens to a start. Each ends with one of the last three.
+/// What happens to a start. Each ends with one of the last four.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum AgentEvent {
     /// The agent has begun.
@@ -76,6 +78,8 @@ pub(crate) enum AgentEvent {
     Status(Box<StatusReply>),
     /// The agent has not begun and does not run; the reason, if something has failed.
     NotStarted(Option<String>),
+    /// The node is not ready for jobs, and the agent was not started: why.
+    PrologFailed(String),
     /// The agent has exited and left a result. Usage is unknown without systemd.
     Ended(JobResult, Option<Usage>),
     /// The agent has exited without a result.
@@ -127,6 +131,7 @@ impl Follower {
     async fn start_and_watch(&self) -> AgentEvent {
         let prolog = self.hooks.run(Moment::Prolog, &self.job_start.facts, &self.starter).await;
         let last = match prolog {
+            Err(reason) if self.hooks.is_prolog_of_node() => AgentEvent::PrologFailed(reason),
             Err(reason) => AgentEvent::NotStarted(Some(reason)),
             Ok(()) if *self.stop.borrow() > Stop::No => AgentEvent::NotStarted(None),
             Ok(()) => match self.start().await {
@@ -177,12 +182,13 @@ impl Follower {
     }
 
     async fn try_start(&self) -> io::Result<(Agent, Input)> {
-        let JobStart { job, start, uid, shutdown_timeout, cpus, memory, .. } = self.job_start;
+        let JobStart { job, start, uid, shutdown_timeout, cpus, memory, max_tasks, .. } = self.job_start;
         let JobStart { name, options, gpu_nodes, .. } = &self.job_start;
         let description = self.dirs.description(job, start, options)?;
         let dir = self.dirs.agent(job);
         let (name, gpus, gpu_nodes) = (name.clone(), options.gpus.clone(), gpu_nodes.clone());
-        let agent_start = AgentStart { job, name, uid, dir, gpus, gpu_nodes, shutdown_timeout, cpus, memory };
+        let agent_start =
+            AgentStart { job, name, uid, dir, gpus, gpu_nodes, shutdown_timeout, cpus, memory, max_tasks };
         let (agent, pipe) = self.starter.start(&agent_start).await?;
         let record = AgentRecord { start, process: agent.process() };
         if let Err(error) = self.dirs.record_agent(job, &record) {

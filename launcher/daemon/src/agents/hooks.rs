@@ -3,8 +3,11 @@
 //!
 //! ```text
 //! Starting --> prolog --> agent ... exited --> epilog --> Ended --> on_end
-//!                '--> it failed: the job has failed
+//!                '--> it failed: the node is drained, the job waits
 //! ```
+//! A prolog that runs as the job's user says nothing about the node, since its user can make it fail: then the job has
+//! failed.
+//!
 //! A daemon that is killed runs the prolog again when it starts the job again, and the epilog when it finds that the
 //! job has ended: hooks run at least once for each start. Under systemd each is a unit of its own, outside the
 //! confinement of the daemon's; elsewhere a process in its own session. One that takes too long is killed.
@@ -19,7 +22,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::unit::Unit;
 use super::{AgentStarter, user_to_switch_to};
-use crate::config::{HooksSection, RunAs};
+use crate::config::{HooksSection, RunAs, check};
 use crate::state::{Entry, Phase};
 use xlaunch_agent::spawn::sys;
 use xlaunch_proto::labels::{kind, node_job_state};
@@ -99,6 +102,12 @@ pub(crate) struct HookStart {
 }
 
 impl HooksSection {
+    /// Whether a failure of the prolog is the node's, not the job's.
+    pub(crate) fn is_prolog_of_node(&self) -> bool {
+        let cannot_run = || self.prolog.as_deref().and_then(check::problem_of).is_some();
+        self.prolog_as == RunAs::Root || cannot_run()
+    }
+
     /// Runs the hook of this moment, if there is one.
     ///
     /// # Errors

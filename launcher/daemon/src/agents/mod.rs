@@ -66,6 +66,8 @@ pub(crate) struct AgentStart {
     cpus: Option<u32>,
     /// Bytes; `None` for no limit.
     memory: Option<u64>,
+    /// Processes and threads.
+    max_tasks: u64,
 }
 
 impl AgentStart {

@@ -325,8 +325,7 @@ fn properties<'a>(start: &AgentStart, input: OwnedFd) -> Vec<Property<'a>> {
         // RDMA registers pinned memory.
         ("LimitMEMLOCK", u64::MAX.into()),
         ("LimitNOFILE", MAX_OPEN_FILES.into()),
-        // Data loaders start many processes and threads.
-        ("TasksMax", u64::MAX.into()),
+        ("TasksMax", start.max_tasks.into()),
     ]);
     // Microseconds of CPU time per second.
     properties.extend(start.cpus.map(|cpus| ("CPUQuotaPerSecUSec", (u64::from(cpus) * 1_000_000).into())));

@@ -7,7 +7,8 @@ use xlaunch_proto::convert::scheduling::Scheduling;
 use xlaunch_proto::v1::{Job, NodeStatus};
 
 use super::Manager;
-use crate::commands::{Command, CommandError, Reply};
+use crate::commands::{Command, CommandError, Reply, Submission};
+use crate::environment;
 use crate::runtime::Stop;
 use crate::state::commands::AdmissionRules;
 use crate::state::{Element, Hold, Jobs, Record};
@@ -53,9 +54,9 @@ impl Manager {
         caller: Caller,
         account: Account,
         submission: Submit,
-    ) -> Result<(Vec<Job>, bool), CommandError> {
+    ) -> Result<Submission, CommandError> {
         if let Some(job) = self.jobs.job_of_request(caller.uid, &submission.request_id) {
-            return Ok((self.messages_of(job)?, true));
+            return Ok(Submission { jobs: self.messages_of(job)?, repeated: true, warnings: Vec::new() });
         }
         let Scheduling { held, array_parallel, .. } = submission.scheduling;
         let indices = submission.scheduling.array_indices.clone();
@@ -64,9 +65,8 @@ impl Manager {
             submission::resolve(submission, caller.uid, &self.node_limits())?;
         let rules = self.admission_rules();
         self.jobs.admit(caller, &submitted, indices.len().max(1), &rules)?;
-        if !rules.allow_commands {
-            submission::drop_code_variables(&mut description.environment);
-        }
+        let withheld =
+            if rules.allow_commands { Vec::new() } else { environment::withheld(&description.environment) };
         let job = self.jobs.submitted + 1;
         (submitted.job, submitted.at, description.job) = (job, unix_ms(), job);
         (submitted.user, submitted.gid, submitted.after) = (account.name, account.gid, after);
@@ -83,7 +83,7 @@ impl Manager {
         } else {
             Record::Submitted(Box::new(submitted))
         })?;
-        Ok((self.messages_of(job)?, false))
+        Ok(Submission { jobs: self.messages_of(job)?, repeated: false, warnings: warnings(&withheld) })
     }
 
     /// The job, or all jobs of its array that are remembered.
@@ -139,7 +139,8 @@ impl Manager {
     }
 
     fn admission_rules(&self) -> AdmissionRules<'_> {
-        let config = self.config.borrow();
+        let config = &self.config.borrow().jobs;
+        let (memory_per_user, memory_per_gpu) = self.memory_limits();
         let own = rustix::process::getuid();
         let gpus = self.gpus.borrow().gpus.iter().filter(|gpu| !gpu.is_among(&config.leave_gpus)).count();
         let gpus = u32::try_from(gpus).unwrap_or(u32::MAX);
@@ -153,18 +154,31 @@ impl Manager {
             cpu_workers: config.cpu_workers.unwrap_or(self.cores),
             cores: self.cores,
             memory: self.base.memory_bytes,
+            memory_per_user,
+            memory_per_gpu,
         }
     }
 
     fn node_limits(&self) -> NodeLimits {
-        let config = self.config.borrow();
+        let config = &self.config.borrow().jobs;
         NodeLimits {
             gpus: u32::try_from(self.gpus.borrow().gpus.len()).unwrap_or(u32::MAX),
             cores: self.cores,
             memory: self.base.memory_bytes,
+            memory_per_gpu: self.memory_limits().1,
             max_grace: config.max_grace.0,
             default_time: config.default_time.map(|span| span.0),
             max_time: config.max_time.map(|span| span.0),
         }
     }
+}
+
+fn warnings(withheld: &[String]) -> Vec<String> {
+    if withheld.is_empty() {
+        return Vec::new();
+    }
+    vec![format!(
+        "these variables do not reach a training job here, as they can lead to code (jobs.allow_commands is false): {}",
+        withheld.join(", ")
+    )]
 }

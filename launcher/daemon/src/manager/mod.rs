@@ -26,7 +26,7 @@ use super::agents::AgentStarter;
 use super::agents::follow::{AgentEvent, FollowSetup, JobStart, follow};
 use super::agents::hooks::{Facts, Moment};
 use super::commands::Command;
-use super::config::{HooksSection, JobsSection};
+use super::config::{HooksSection, LiveConfig, MemoryLimit, check};
 use super::files::{JobDirs, JobResult, StartOptions};
 use super::gpus::{GpuFacts, GpuMonitor, Inventory};
 use super::journal::Journal;
@@ -34,10 +34,10 @@ use super::measured::Usage;
 use super::runtime::{JobRuntime, Stop};
 use super::state::examination::Ending;
 use super::state::limits::{Due, due};
-use super::state::schedule::{GpuSlot, Resources, Schedule, Wait, schedule};
+use super::state::schedule::{GpuSlot, Resources, SETTLING_MS, Schedule, Wait, schedule};
 use super::state::{End, Entry, Jobs, Phase, Record, bounded};
 use super::view::NodeView;
-use super::{boot_id, snapshot};
+use super::{boot_id, snapshot, tasks};
 use examination::Running;
 use xlaunch_agent::clock::unix_ms;
 
@@ -45,6 +45,8 @@ use xlaunch_agent::clock::unix_ms;
 const AGENT_EVENT_CAPACITY: usize = 1024;
 /// Interval of watchdog notifications, and of attempts to rewrite a journal that could not be written.
 const MANAGER_TICK_INTERVAL: Duration = Duration::from_secs(5);
+/// Default of `jobs.max_memory_per_user` if the daemon is root.
+const DEFAULT_MEMORY_PER_USER: MemoryLimit = MemoryLimit::Percent(25);
 
 /// What the manager works with.
 #[derive(Debug)]
@@ -61,7 +63,7 @@ pub(crate) struct Setup {
     pub(crate) gpu_monitor: GpuMonitor,
     pub(crate) gpus: watch::Receiver<Inventory>,
     /// Replaced by a reload.
-    pub(crate) config: watch::Receiver<JobsSection>,
+    pub(crate) config: watch::Receiver<LiveConfig>,
     /// Where `config` is set and how a change is applied, for messages: `in FILE, then ...`.
     pub(crate) how_to_configure: String,
     /// Why the page is not served, if there is one.
@@ -144,7 +146,7 @@ struct Manager {
     hooks: Arc<HooksSection>,
     gpu_monitor: GpuMonitor,
     gpus: watch::Receiver<Inventory>,
-    config: watch::Receiver<JobsSection>,
+    config: watch::Receiver<LiveConfig>,
     how_to_configure: String,
     page_problem: Option<watch::Receiver<String>>,
     cores: u32,
@@ -255,6 +257,7 @@ impl Manager {
             AgentEvent::Ended(result, usage) => self.on_ended(job, result, usage),
             AgentEvent::Lost(reason, usage) => self.on_lost(job, &reason, usage),
             AgentEvent::NotStarted(reason) => self.on_not_started(job, reason),
+            AgentEvent::PrologFailed(reason) => self.on_prolog_failed(job, &reason),
         }
     }
 
@@ -337,6 +340,21 @@ impl Manager {
         self.record_end(job, end, reason, None);
     }
 
+    /// The node is drained before the job goes back to the queue, so that it does not use up the queue.
+    fn on_prolog_failed(&mut self, job: u64, reason: &str) {
+        if self.is_cancelled(job) || self.limit_reached(job).is_some() {
+            return self.on_not_started(job, None);
+        }
+        let reason = bounded(format!("{reason} (before job {job})"));
+        warn!(job, "the node is drained: {reason}");
+        if self.jobs.drained.is_none() {
+            let (gpus, undo, uid) = (Vec::new(), false, rustix::process::getuid().as_raw());
+            self.record_event(Record::Drained { gpus, undo, reason: reason.clone(), uid, at: unix_ms() });
+        }
+        // It is not charged for what the node did.
+        self.record_event(Record::Requeued { job, reason, lost: false, at: 0 });
+    }
+
     /// Records an end without a result.
     fn record_end(&mut self, job: u64, end: End, reason: String, usage: Option<Usage>) {
         let (exit, report, at, order) = (None, String::new(), unix_ms(), 0);
@@ -355,7 +373,7 @@ impl Manager {
 
     /// The journal has the half-life, so that it can be replayed.
     fn record_half_life(&mut self) {
-        let seconds = self.config.borrow().fair_share_half_life.0.as_secs();
+        let seconds = self.config.borrow().jobs.fair_share_half_life.0.as_secs();
         if seconds != self.jobs.usage.half_life_seconds {
             // The next event tries again.
             let _ = self.write(Record::HalfLife { seconds });
@@ -419,11 +437,14 @@ impl Manager {
         else {
             return;
         };
-        let max_grace = self.config.borrow().max_grace.0;
+        let config = self.config.borrow();
+        let max_grace = config.jobs.max_grace.0;
         let options = StartOptions {
             gpus: gpus.clone(),
             requeued: submitted.requeues > 0,
             element: submitted.array,
+            only_training: !config.jobs.allow_commands(is_root()),
+            max_output: Some(config.jobs.max_output.0),
             uid: submitted.uid,
             gid: submitted.gid,
         };
@@ -439,7 +460,9 @@ impl Manager {
             facts: Facts::of(entry),
             cpus: submitted.cpus,
             memory: submitted.memory,
+            max_tasks: config.jobs.max_tasks.unwrap_or_else(tasks::default_limit),
         };
+        drop(config);
         let runtime = JobRuntime::new(fresh);
         let is_stopping = cancelled.is_some() || *over_limit;
         runtime.stop.send_replace(if is_stopping { Stop::Ask } else { Stop::No });
@@ -452,7 +475,8 @@ impl Manager {
     }
 
     fn resources(&self) -> Resources {
-        let config = self.config.borrow();
+        let config = &self.config.borrow().jobs;
+        let (memory_per_user, memory_per_gpu) = self.memory_limits();
         let held: BTreeSet<&str> = self.jobs.active().flat_map(|(_, entry)| entry.gpus()).collect();
         let slot = |gpu: &GpuFacts| {
             let unusable = snapshot::unusable(gpu, &config.leave_gpus);
@@ -463,11 +487,52 @@ impl Manager {
         };
         Resources {
             gpus: self.gpus.borrow().gpus.iter().map(slot).collect(),
+            settling: self.settling_gpus(),
             cores: self.cores,
             memory: self.base.memory_bytes,
             cpu_workers: config.cpu_workers.unwrap_or(self.cores),
             gpus_per_user: config.max_gpus_per_user,
+            memory_per_user,
+            memory_per_gpu,
+            only_training: !config.allow_commands(is_root()),
+            no_root: !config.allow_root,
         }
+    }
+
+    /// GPUs on which the last poll may still have seen the processes of a job that has just ended.
+    fn settling_gpus(&self) -> BTreeSet<String> {
+        let (inventory, config, now) = (self.gpus.borrow(), self.config.borrow(), unix_ms());
+        let is_foreign = |gpu: &&GpuFacts| {
+            let unusable = snapshot::unusable(gpu, &config.jobs.leave_gpus);
+            unusable.is_some_and(|(state, _)| state == GpuState::Foreign)
+        };
+        let is_recent = |uuid: &String| {
+            self.jobs.jobs.values().any(|entry| match &entry.phase {
+                Phase::Ended { gpus, at, .. } => now.saturating_sub(*at) < SETTLING_MS && gpus.contains(uuid),
+                Phase::Queued { .. } | Phase::Active { .. } => false,
+            })
+        };
+        let foreign = inventory.gpus.iter().filter(is_foreign).map(|gpu| gpu.uuid.clone());
+        foreign.filter(is_recent).collect()
+    }
+
+    /// The limit on the memory of a user beside the shares of GPUs, and the share of a GPU, in bytes. The shares leave
+    /// what one user can take beside them, so that no user can keep the GPUs from the others.
+    fn memory_limits(&self) -> (Option<u64>, u64) {
+        let default = is_root().then_some(DEFAULT_MEMORY_PER_USER);
+        let memory = self.base.memory_bytes;
+        let limit = self.config.borrow().jobs.max_memory_per_user.or(default).map(|limit| limit.of(memory));
+        let shares = memory.saturating_sub(limit.unwrap_or(0)).max(memory / 2);
+        (limit, shares / (self.gpus.borrow().gpus.len() as u64).max(1))
+    }
+
+    /// What is wrong with the configuration, for the operator.
+    fn config_problems(&self) -> Vec<String> {
+        let config = self.config.borrow();
+        let reload = config.reload_problem.iter().map(|problem| {
+            format!("the last reload has failed, and the configuration from before is in effect: {problem}")
+        });
+        reload.chain(check::unknown_gpus(&config.jobs, &self.gpus.borrow())).collect()
     }
 }
 
@@ -482,6 +547,11 @@ impl Manager {
             }
         });
     }
+}
+
+/// Whether the daemon has users other than its own.
+fn is_root() -> bool {
+    rustix::process::getuid().is_root()
 }
 
 /// The device nodes of these GPUs; `None` on a node without GPUs.

@@ -8,7 +8,7 @@ use xlaunch_proto::v1::{Job, NodeStatus};
 use super::Manager;
 use crate::commands::CommandError;
 use crate::snapshot;
-use crate::state::Phase;
+use crate::state::{Entry, Phase};
 use crate::view::has_ended;
 use xlaunch_agent::clock::unix_ms;
 use xlaunch_agent::registry::SOCKET;
@@ -18,7 +18,13 @@ impl Manager {
         let page_problem = self.page_problem.as_ref().map(|problem| problem.borrow().clone());
         NodeStatus {
             page_problem: page_problem.unwrap_or_default(),
-            ..snapshot::node(&self.base, &self.jobs, &self.gpus.borrow(), &self.config.borrow().leave_gpus)
+            config_problems: self.config_problems(),
+            ..snapshot::node(
+                &self.base,
+                &self.jobs,
+                &self.gpus.borrow(),
+                &self.config.borrow().jobs.leave_gpus,
+            )
         }
     }
 
@@ -67,7 +73,8 @@ impl Manager {
                         runtime.runs = false;
                     }
                     let (socket, logs) = (self.dirs.agent(job).join(SOCKET), self.dirs.logs(job));
-                    let view = snapshot::view(message, self.runtime.get(&job), socket, logs);
+                    let waits_for_gpus = self.jobs.jobs.get(&job).is_some_and(Entry::waits_for_gpus);
+                    let view = snapshot::view(message, self.runtime.get(&job), socket, logs, waits_for_gpus);
                     self.published.jobs.insert(job, view);
                 }
                 Err(_) => drop(self.published.jobs.remove(&job)),

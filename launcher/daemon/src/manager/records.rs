@@ -70,7 +70,7 @@ impl Manager {
     }
 
     pub(super) fn forget_old_jobs(&mut self) {
-        let keep = self.config.borrow().keep;
+        let keep = self.config.borrow().jobs.keep;
         for job in self.jobs.ended_beyond(keep) {
             if self.write(Record::Forgotten { job }).is_err() {
                 return;

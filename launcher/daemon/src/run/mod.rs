@@ -11,7 +11,7 @@ mod open;
 mod page;
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -29,7 +29,7 @@ use self::open::PassedSockets;
 use self::page::Page;
 use super::accounting::Accounting;
 use super::commands::NodeHandle;
-use super::config::{self, DaemonConfig, JobsSection};
+use super::config::{self, DaemonConfig, LiveConfig, check};
 use super::gpus::GpuMonitor;
 use super::manager::{self, Setup};
 use super::service;
@@ -66,8 +66,22 @@ pub async fn run(options: &Options) -> Result<(), Refusal> {
     raise_open_file_limit();
     sys::close_inherited_on_exec();
     let config = load(options)?;
+    if let Some(error) = check::hook_errors(options.config.as_deref(), &config).into_iter().next() {
+        return Err(error.into());
+    }
     let running = App::open(options, config).await?.serve().await?;
     running.until_shutdown(options).await
+}
+
+/// Checks the configuration file at this path, or the default one, on this node. Returns errors and warnings.
+pub fn check_config(path: Option<&Path>) -> (Vec<String>, Vec<String>) {
+    let check::Findings { errors, warnings } = check::check(path);
+    (errors, warnings)
+}
+
+/// The configuration file that is read without an option, if it can be told.
+pub fn default_config_file() -> Option<PathBuf> {
+    config::file(None)
 }
 
 /// Raises the soft limit of open files to the hard limit: callers and agents hold descriptors.
@@ -112,7 +126,7 @@ struct App {
     access: Access,
     accounting: Accounting,
     page: Option<Page>,
-    reload: watch::Sender<JobsSection>,
+    reload: watch::Sender<LiveConfig>,
     notifier: Notifier,
 }
 
@@ -127,7 +141,7 @@ impl App {
         let (listener, socket) = open::socket(&config, &mut passed, root).await?;
         let page = Page::open(&config.web, passed.web()?).await?;
         let (gpu_monitor, gpus) = GpuMonitor::start().map_err(|error| internal(&error))?;
-        let (reload, jobs_config) = watch::channel(config.jobs);
+        let (reload, jobs_config) = watch::channel(LiveConfig { jobs: config.jobs, reload_problem: None });
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let cores = u32::try_from(cores).unwrap_or(u32::MAX);
         let setup = Setup {
@@ -208,7 +222,7 @@ struct Running {
     page: Option<JoinHandle<()>>,
     signals: Signals,
     shutdown: watch::Sender<bool>,
-    reload: watch::Sender<JobsSection>,
+    reload: watch::Sender<LiveConfig>,
     notifier: Notifier,
 }
 
@@ -243,10 +257,11 @@ impl Running {
     fn reload(&self, options: &Options) {
         match load(options) {
             Ok(config) => {
-                self.reload.send_replace(config.jobs);
+                self.reload.send_replace(LiveConfig { jobs: config.jobs, reload_problem: None });
                 info!("configuration reloaded; changes of [daemon] and [web] take effect at the next start");
             }
             Err(refusal) => {
+                self.reload.send_modify(|live| live.reload_problem = Some(refusal.message.clone()));
                 error!("failed to reload the configuration, keeping the old one: {}", refusal.message);
             }
         }
@@ -304,7 +319,9 @@ impl Notifier {
 
 fn summary(node: &NodeStatus) -> String {
     let drained = if node.drained.is_empty() { "" } else { "; drained" };
-    format!("{} running, {} queued{drained}", node.jobs_running, node.jobs_queued)
+    let problem =
+        if node.config_problems.is_empty() { "" } else { "; daemon.toml has problems: `xlaunch node`" };
+    format!("{} running, {} queued{drained}{problem}", node.jobs_running, node.jobs_queued)
 }
 
 /// Waits until the daemon shuts down.

@@ -25,10 +25,16 @@ const BIND_RETRY_DELAY: Duration = Duration::from_millis(50);
 /// Opens the state directory and replays the journal.
 pub(super) fn state(dir: &Path, root: bool) -> Result<(Journal<Record>, Jobs, JobDirs), Refusal> {
     let unusable = |error: io::Error| {
-        let message = format!(
-            "failed to use {} as the state directory: {error}; set daemon.state_dir to another directory",
-            dir.display()
-        );
+        let dir = dir.display();
+        let help = match error.kind() {
+            // `xlaunch.service` has ProtectSystem=strict.
+            io::ErrorKind::ReadOnlyFilesystem if sd_notify::booted().unwrap_or(false) => format!(
+                "let the service write there: `systemctl edit xlaunch`, then [Service] and ReadWritePaths={dir}, or \
+                 set daemon.state_dir to another directory"
+            ),
+            _ => "set daemon.state_dir to another directory".into(),
+        };
+        let message = format!("failed to use {dir} as the state directory: {error}; {help}");
         Refusal::new(ExitCode::Usage, message)
     };
     create_state_dir(dir, root).map_err(unusable)?;

@@ -14,9 +14,11 @@ use std::time::{Duration, Instant};
 use nix::unistd::{Group, Uid, User, getgrouplist};
 use tokio::sync::Semaphore;
 
+use super::holders::{Holder, Holders, WITHOUT_ACCOUNT};
 use crate::commands::CommandError;
 use crate::users::{self, Account};
 use crate::view::Caller;
+use xlaunch_proto::net::Connections;
 
 const MEMBERSHIP_CACHE_TTL: Duration = Duration::from_secs(5);
 /// How long a call waits for the user database.
@@ -40,6 +42,9 @@ struct Inner {
     find_account: Box<FindAccount>,
     cache: Mutex<HashMap<u32, (bool, Instant)>>,
     lookups: Arc<Semaphore>,
+    holders: Holders,
+    /// For lookups that nobody waits for: they must not delay others.
+    background: Semaphore,
 }
 
 impl Access {
@@ -57,12 +62,41 @@ impl Access {
     ) -> Self {
         let (cache, lookups) = (Mutex::default(), Arc::new(Semaphore::new(MAX_CONCURRENT_LOOKUPS)));
         let (is_member, find_account) = (Box::new(is_member), Box::new(find_account));
-        Self(Arc::new(Inner { own, is_member, find_account, cache, lookups }))
+        let (holders, background) = (Holders::new(), Semaphore::new(1));
+        Self(Arc::new(Inner { own, is_member, find_account, cache, lookups, holders, background }))
     }
 
     /// Whether the user was an administrator when last looked up. Makes no lookup.
     pub(super) fn is_known_admin(&self, uid: u32) -> bool {
         uid == 0 || uid == self.0.own || lock(&self.0.cache).get(&uid).is_some_and(|(member, _)| *member)
+    }
+
+    /// The user to whom a connection of `uid` is counted. If that needs a lookup, it is made in the background, and the
+    /// connection is counted anew then.
+    pub(super) fn holder(&self, uid: u32, open: &Connections) -> u32 {
+        if uid == 0 || uid == self.0.own {
+            return uid;
+        }
+        match self.0.holders.of(uid, Instant::now()) {
+            Holder::Known(holder) => holder,
+            Holder::LookUp => {
+                let (access, open) = (self.clone(), open.clone());
+                tokio::spawn(async move { access.look_up_holder(uid, &open).await });
+                uid
+            }
+        }
+    }
+
+    async fn look_up_holder(&self, uid: u32, open: &Connections) {
+        // The semaphore is never closed.
+        let Ok(_turn) = self.0.background.acquire().await else { return };
+        let found = self.in_database(move |database| (database.find_account)(uid)).await;
+        // While the database does not answer, ids are taken for those of accounts.
+        let has_account = !matches!(found, Some(Ok(None)));
+        self.0.holders.looked_up(uid, has_account, Instant::now());
+        if !has_account {
+            open.recount(uid, WITHOUT_ACCOUNT);
+        }
     }
 
     /// This user as a caller.
@@ -170,6 +204,9 @@ fn is_member(group: &str, uid: u32) -> io::Result<bool> {
     Ok(getgrouplist(&CString::new(user.name)?, user.gid)?.contains(&group.gid))
 }
 
+/// Units that a user gets beyond the total, so that a few users cannot have all of them.
+const ASSURED_UNITS: usize = 4;
+
 /// A limit per user and a limit for all users.
 #[derive(Clone, Debug)]
 pub(super) struct Quota(Arc<QuotaInner>);
@@ -205,7 +242,9 @@ impl Quota {
             return Err(own);
         }
         let total = held.iter().filter(|((_, class), _)| *class == reserved).map(|(_, count)| count).sum();
-        if total >= self.0.total {
+        // Users with accounts are few, so that this bounds the total, too.
+        let is_assured = uid != WITHOUT_ACCOUNT && own < ASSURED_UNITS.min(self.0.per_user / 8);
+        if total >= self.0.total && !is_assured {
             return Err(total);
         }
         held.insert((uid, reserved), own + 1);
@@ -331,5 +370,15 @@ mod tests {
         assert!(quota.acquire(0, true).is_ok(), "administrators are counted apart");
         drop(first);
         assert!(acquire(3).is_ok() && acquire(1).is_ok());
+    }
+
+    #[test]
+    fn users_who_hold_all_units_leave_some_to_others() {
+        let quota = Quota::new(128, 512);
+        let taken: Vec<_> = (1..=4).flat_map(|uid| (0..128).map(move |_| uid)).collect();
+        let _taken: Vec<_> = taken.into_iter().map(|uid| quota.acquire(uid, false).unwrap()).collect();
+        let own: Vec<_> = (0..8).map(|_| quota.acquire(5, false)).filter_map(Result::ok).collect();
+        assert_eq!(own.len(), ASSURED_UNITS);
+        assert_eq!(quota.acquire(WITHOUT_ACCOUNT, false).unwrap_err(), 516);
     }
 }

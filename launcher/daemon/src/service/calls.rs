@@ -31,7 +31,7 @@ pub(super) fn begin(calls: &Quota, mut request: Request<()>) -> Result<Request<(
     let peer = request.extensions().get::<Peer>().cloned();
     let peer = peer.ok_or_else(|| Status::internal("the connection has no user"))?;
     let in_progress = peer.begin_call();
-    let guard = calls.acquire(peer.uid, peer.reserved).map_err(|count| busy(count, "calls"))?;
+    let guard = calls.acquire(peer.holder, peer.reserved).map_err(|count| busy(count, "calls"))?;
     request.extensions_mut().insert(Call { peer, _counted: Arc::new((in_progress, guard)) });
     Ok(request)
 }

@@ -15,6 +15,7 @@
 pub mod access;
 mod calls;
 mod checkpoint;
+mod holders;
 pub mod listener;
 mod logs;
 mod queries;
@@ -49,7 +50,7 @@ use self::access::{Access, Quota};
 use self::calls::Call;
 use self::queries::to_status;
 use super::accounting::Accounting;
-use super::commands::NodeHandle;
+use super::commands::{NodeHandle, Submission};
 use super::view::Caller;
 
 /// Maximum size of a request. The largest has an environment and a command line.
@@ -104,10 +105,11 @@ async fn serve_peers(
     shutdown: impl Future<Output = ()>,
 ) -> io::Result<()> {
     let open = Connections::new(listener::LIMITS);
-    let known = access.clone();
+    let (known, counted) = (access.clone(), open.clone());
     let incoming = net::accept(listener, open.clone(), move |stream| {
         let peer = credentials(stream)?;
-        Ok(Some(Credentials { reserved: known.is_known_admin(peer.uid), ..peer }))
+        let holder = known.holder(peer.uid, &counted);
+        Ok(Some(Credentials { holder, reserved: known.is_known_admin(peer.uid), ..peer }))
     });
     let service = NodeServer::new(Service {
         node,
@@ -197,7 +199,7 @@ impl Node for Service {
             self.node.submit(caller, account, submission).await
         };
         let result = result.await.map_err(to_status);
-        let job = result.as_ref().ok().and_then(|(jobs, _)| jobs.first()).map(|job| job.id);
+        let job = result.as_ref().ok().and_then(|added| added.jobs.first()).map(|job| job.id);
         tracing::info!(
             uid = caller.uid,
             pid = call.peer.pid,
@@ -206,31 +208,38 @@ impl Node for Service {
             refusal = refusal(&result),
             "submit"
         );
-        let (jobs, repeated) = result?;
+        let Submission { jobs, repeated, warnings } = result?;
         let job = jobs.first().cloned();
         let is_array = job.as_ref().is_some_and(|job| job.array_job.is_some());
-        Ok(Response::new(SubmitReply { job, repeated, array: if is_array { jobs } else { Vec::new() } }))
+        let array = if is_array { jobs } else { Vec::new() };
+        Ok(Response::new(SubmitReply { job, repeated, array, warnings }))
     }
 
     async fn list(&self, request: Request<ListRequest>) -> Result<Response<ListReply>, Status> {
-        let (_, caller) = self.caller(&request).await?;
-        let guard = self.lists.acquire(caller.uid, caller.admin).map_err(|count| busy(count, "lists"))?;
+        let (call, caller) = self.caller(&request).await?;
+        let guard =
+            self.lists.acquire(call.peer.holder, caller.admin).map_err(|count| busy(count, "lists"))?;
         let list = queries::list(&self.node.view(), caller, request.get_ref());
         Ok(calls::until_sent(Response::new(list), guard))
     }
 
     async fn history(&self, request: Request<HistoryRequest>) -> Result<Response<HistoryReply>, Status> {
-        let (_, caller) = self.caller(&request).await?;
-        let guard =
-            self.histories.acquire(caller.uid, caller.admin).map_err(|count| busy(count, "histories"))?;
+        let (call, caller) = self.caller(&request).await?;
+        let guard = self
+            .histories
+            .acquire(call.peer.holder, caller.admin)
+            .map_err(|count| busy(count, "histories"))?;
         let query = queries::history(caller, request.into_inner())?;
         let accounting = self.accounting.clone();
         let read = tokio::task::spawn_blocking(move || accounting.query(&query));
-        let jobs =
+        let page =
             read.await.map_err(io::Error::other).flatten().map_err(|error| {
                 Status::unavailable(format!("failed to read the accounting file: {error}"))
             })?;
-        Ok(calls::until_sent(Response::new(HistoryReply { jobs }), guard))
+        Ok(calls::until_sent(
+            Response::new(HistoryReply { jobs: page.accounts, older: page.older.unwrap_or(0) }),
+            guard,
+        ))
     }
 
     async fn get(&self, request: Request<GetRequest>) -> Result<Response<Job>, Status> {
@@ -242,10 +251,11 @@ impl Node for Service {
     type WatchStream = ReceiverStream<Result<Job, Status>>;
 
     async fn watch(&self, request: Request<GetRequest>) -> Result<Response<Self::WatchStream>, Status> {
-        let (_, caller) = self.caller(&request).await?;
+        let (call, caller) = self.caller(&request).await?;
         let id = request.get_ref().job;
         queries::job(&self.node.view(), caller, id)?;
-        let guard = self.watches.acquire(caller.uid, caller.admin).map_err(|count| busy(count, "watches"))?;
+        let guard =
+            self.watches.acquire(call.peer.holder, caller.admin).map_err(|count| busy(count, "watches"))?;
         let (jobs, stream) = mpsc::channel(1);
         let view = self.node.watch();
         tokio::spawn(async move {
@@ -261,11 +271,11 @@ impl Node for Service {
     type LogsStream = ReceiverStream<Result<LogsReply, Status>>;
 
     async fn logs(&self, request: Request<JobLogsRequest>) -> Result<Response<Self::LogsStream>, Status> {
-        let (_, caller) = self.caller(&request).await?;
+        let (call, caller) = self.caller(&request).await?;
         let JobLogs { job, logs } = checked(request.into_inner())?;
         let job = queries::job(&self.node.view(), caller, job)?;
         let guard =
-            self.logs.acquire(caller.uid, caller.admin).map_err(|count| busy(count, "log streams"))?;
+            self.logs.acquire(call.peer.holder, caller.admin).map_err(|count| busy(count, "log streams"))?;
         let source =
             logs::Source { view: self.node.watch(), job, logs, file_readers: self.file_readers.clone() };
         Ok(Response::new(ReceiverStream::new(logs::stream(source, guard)?)))
@@ -295,7 +305,7 @@ impl Node for Service {
         let (call, caller) = self.caller(&request).await?;
         let id = request.get_ref().job;
         let result = queries::job(&self.node.view(), caller, id).and_then(|job| {
-            let guard = self.watches.acquire(caller.uid, caller.admin);
+            let guard = self.watches.acquire(call.peer.holder, caller.admin);
             checkpoint::stream(job, guard.map_err(|count| busy(count, "watches"))?)
         });
         tracing::info!(
@@ -314,10 +324,10 @@ impl Node for Service {
         &self,
         request: Request<JobStacksRequest>,
     ) -> Result<Response<Self::StacksStream>, Status> {
-        let (_, caller) = self.caller(&request).await?;
+        let (call, caller) = self.caller(&request).await?;
         let JobStacksRequest { job, stacks } = request.into_inner();
         let job = queries::job(&self.node.view(), caller, job)?;
-        let guard = self.watches.acquire(caller.uid, caller.admin);
+        let guard = self.watches.acquire(call.peer.holder, caller.admin);
         let guard = guard.map_err(|count| busy(count, "watches"))?;
         Ok(Response::new(ReceiverStream::new(stacks::stream(job, stacks.unwrap_or_default(), guard)?)))
     }

@@ -27,20 +27,25 @@ pub(super) fn job(view: &NodeView, caller: Caller, id: u64) -> Result<Arc<JobVie
     job.cloned().ok_or_else(|| to_status(CommandError::JobNotFound(id)))
 }
 
-/// The newest jobs that the caller may see, as many as fit.
+/// The newest jobs that the caller may see, as many as fit, and whether there are more.
 pub(super) fn list(view: &NodeView, caller: Caller, request: &ListRequest) -> ListReply {
     let limit = match request.limit as usize {
         0 => MAX_LISTED_JOBS,
         limit => limit.min(MAX_LISTED_JOBS),
     };
     let wanted = |job: &&Arc<JobView>| caller.may_see(job.job.uid) && (request.ended || !job.has_ended());
-    let mut bytes = 0;
-    let jobs = view.jobs.values().rev().filter(wanted).take(limit).map(|job| job.to_message(false));
-    let jobs = jobs.take_while(|job| {
-        bytes += encoded_size(job);
-        bytes <= MAX_LIST_BYTES
-    });
-    ListReply { jobs: jobs.collect() }
+    let before = if request.before == 0 { u64::MAX } else { request.before };
+    let (mut jobs, mut bytes) = (Vec::new(), 0);
+    for job in view.jobs.range(..before).rev().map(|(_, job)| job).filter(wanted) {
+        let message = job.to_message(false);
+        bytes += encoded_size(&message);
+        // A page has a job, however large, so that the next one has others.
+        if jobs.len() == limit || (bytes > MAX_LIST_BYTES && !jobs.is_empty()) {
+            return ListReply { jobs, more: true };
+        }
+        jobs.push(message);
+    }
+    ListReply { jobs, more: false }
 }
 
 /// What a history request asks for, as far as the caller may see it.
@@ -53,6 +58,7 @@ pub(super) fn history(caller: Caller, request: HistoryRequest) -> Result<Query, 
         user: (!request.user.is_empty()).then_some(request.user),
         since: request.since_unix_ms,
         limit: request.limit as usize,
+        before: (request.before != 0).then_some(request.before),
     })
 }
 

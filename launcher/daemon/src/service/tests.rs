@@ -25,7 +25,7 @@ use xlaunch_proto::v1::{
 };
 
 use super::*;
-use crate::commands::{Command, CommandError};
+use crate::commands::{Command, CommandError, Submission};
 use crate::state::Jobs;
 use crate::users::Account;
 use crate::view::{JobView, NodeView};
@@ -100,7 +100,7 @@ fn named(stream: &UnixStream) -> io::Result<Credentials> {
     let name = address.as_pathname().and_then(|path| path.file_name()?.to_str()?.split_once('-'));
     let uid = name.and_then(|(uid, _)| uid.parse().ok());
     let uid = uid.ok_or_else(|| io::Error::other("a caller without a name"))?;
-    Ok(Credentials { uid, pid: None, exempt: false, reserved: false })
+    Ok(Credentials { uid, holder: uid, pid: None, exempt: false, reserved: false })
 }
 
 /// The user database of these tests.
@@ -126,7 +126,7 @@ async fn manage(mut commands: mpsc::Receiver<Command>, refuse: Option<CommandErr
                 let id = *seen.entry(submission.request_id).or_insert(next);
                 let name = format!("{:?}", submission.work);
                 let job = Job { id, uid: caller.uid, user: account.name, name, ..Default::default() };
-                drop(reply.send(Ok((vec![job], repeated))));
+                drop(reply.send(Ok(Submission { jobs: vec![job], repeated, warnings: Vec::new() })));
             }
             (Command::Cancel { job, reply, .. }, None) => {
                 drop(reply.send(Ok(Job { id: job, ..Default::default() })));

@@ -97,6 +97,11 @@ impl Ledger {
         self.releases.extend(released.map(|at| (at.max(self.now), demand)));
     }
 
+    /// What there is, held or not.
+    pub(super) fn capacity(&self) -> Demand {
+        self.capacity
+    }
+
     /// What is free now. Jobs may hold more than there is: limits can be lowered while they run.
     pub(super) fn free(&self) -> Demand {
         self.capacity.minus(self.held)
@@ -116,7 +121,6 @@ impl Ledger {
         later.releases.sort_unstable_by_key(|(at, _)| *at);
         let mut reservation = Reservation {
             job,
-            uid: submitted.uid,
             on_gpus: submitted.gpus > 0,
             demand,
             at: demand.fits(later.free()).then_some(self.now),
@@ -144,7 +148,6 @@ impl Ledger {
 #[derive(Clone, Debug)]
 pub(super) struct Reservation {
     pub(super) job: u64,
-    uid: u32,
     on_gpus: bool,
     pub(super) demand: Demand,
     /// From when; `None` if that is unknown.
@@ -158,7 +161,6 @@ pub(super) struct Reservation {
 /// A job that could start now.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Candidate {
-    pub(super) uid: u32,
     pub(super) on_gpus: bool,
     pub(super) demand: Demand,
     /// When it would end, at the latest.
@@ -166,14 +168,8 @@ pub(super) struct Candidate {
 }
 
 impl Reservation {
-    /// Whether this candidate would delay the job. `free` is what is free now; the candidate's user holds `held` of at
-    /// most `limit` GPUs (0: no limit).
-    pub(super) fn is_delayed_by(&self, candidate: &Candidate, free: Demand, held: u32, limit: u32) -> bool {
-        // At the limit of its user's GPUs the job would wait for its user, and lose the reservation.
-        let gpus = held.saturating_add(candidate.demand.gpus).saturating_add(self.demand.gpus);
-        if self.uid == candidate.uid && self.on_gpus && candidate.on_gpus && limit > 0 && gpus > limit {
-            return true;
-        }
+    /// Whether this candidate would delay the job. `free` is what is free now.
+    pub(super) fn is_delayed_by(&self, candidate: &Candidate, free: Demand) -> bool {
         match self.at {
             None => candidate.on_gpus == self.on_gpus || !candidate.demand.fits_beside(self.demand, free),
             Some(at) => !candidate.ends_by(at) && !candidate.demand.fits(self.beside),

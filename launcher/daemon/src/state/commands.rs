@@ -23,6 +23,9 @@ pub(crate) struct AdmissionRules<'a> {
     pub(crate) cores: u32,
     /// Bytes.
     pub(crate) memory: u64,
+    /// As in [`Resources`](super::schedule::Resources).
+    pub(crate) memory_per_user: Option<u64>,
+    pub(crate) memory_per_gpu: u64,
 }
 
 impl Jobs {
@@ -141,7 +144,8 @@ impl Jobs {
         Ok(records)
     }
 
-    /// The record that takes the node (if `gpus` is empty) or GPUs out of service, or with `undo` puts them back.
+    /// The record that takes the node (if `gpus` is empty) or GPUs out of service, or with `undo` puts them back. GPUs
+    /// that are drained by themselves, as by the doctor, stay so when the node is put back.
     /// `known` are the node's GPUs by index and UUID.
     pub(crate) fn drain(
         caller: Caller,
@@ -155,6 +159,9 @@ impl Jobs {
             return Err(CommandError::NotAllowed("only administrators may drain a node or its GPUs".into()));
         }
         let gpus = find_gpus(gpus, known)?;
+        if undo && gpus.is_empty() {
+            return Ok(Record::Resumed { uid: caller.uid, at });
+        }
         let reason = if reason.is_empty() { "by an administrator" } else { reason };
         Ok(Record::Drained { gpus, undo, reason: bounded(reason.into()), uid: caller.uid, at })
     }
@@ -202,6 +209,12 @@ fn fits_on_node(wanted: &Submitted, rules: &AdmissionRules<'_>) -> Result<(), Co
     let memory = wanted.memory.unwrap_or(0);
     if memory > rules.memory {
         return too_large(format!("{} of memory", bytes_text(memory)), bytes_text(rules.memory), "");
+    }
+    let beside_gpus = super::schedule::memory_beside_gpus(wanted, rules.memory_per_gpu);
+    if let Some(most) = rules.memory_per_user.filter(|most| beside_gpus > *most) {
+        let most = most.saturating_add(memory - beside_gpus);
+        let key = " (jobs.max_memory_per_user)";
+        return too_large(format!("{} of memory", bytes_text(memory)), bytes_text(most), key);
     }
     Ok(())
 }

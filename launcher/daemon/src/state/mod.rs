@@ -170,6 +170,7 @@ impl Jobs {
                 }
             }
             Record::Drained { gpus, undo, reason, .. } => self.set_drained(gpus, undo, &reason),
+            Record::Resumed { .. } => self.drained = None,
             Record::Forgotten { job } => self.forget(job),
             Record::Counted { submitted, ended } => {
                 (self.submitted, self.ended) = (self.submitted.max(submitted), self.ended.max(ended));

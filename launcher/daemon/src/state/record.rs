@@ -85,7 +85,13 @@ pub(crate) enum Record {
         #[serde(default, skip_serializing_if = "is_zero")]
         at: u64,
     },
-    /// An administrator took GPUs (all of the node if the list is empty) out of service, or put them back.
+    /// The whole node is back in service. Drained GPUs stay drained.
+    Resumed {
+        uid: u32,
+        at: u64,
+    },
+    /// GPUs (the whole node if the list is empty) are out of service or, with `undo`, back. Up to version 0.2, `undo`
+    /// of the whole node put all GPUs back, too.
     Drained {
         gpus: Vec<String>,
         undo: bool,
@@ -134,9 +140,11 @@ impl Record {
             | Self::Ended { job, .. }
             | Self::Requeued { job, .. }
             | Self::Forgotten { job } => *job..=*job,
-            Self::Drained { .. } | Self::Counted { .. } | Self::Used { .. } | Self::HalfLife { .. } => {
-                nothing
-            }
+            Self::Drained { .. }
+            | Self::Resumed { .. }
+            | Self::Counted { .. }
+            | Self::Used { .. }
+            | Self::HalfLife { .. } => nothing,
         }
     }
 }

@@ -1,7 +1,8 @@
 //! The scheduler: which queued jobs start now, on which GPUs, and why the others wait. Pure.
 //!
 //! ```text
-//! queue order --> held, dependency, limit of the user or array? --> waits, blocks no other
+//! queue order --> held, dependency, not accepted, limit of the
+//!                 user or array, more than is in service?       --> waits, blocks no other
 //!             --> does not fit, or would delay the other kind,
 //!                 first of its kind                             --> reservation (`backfill`)
 //!             --> fits, and delays no reservation               --> starts
@@ -16,6 +17,10 @@ use xlaunch_proto::quantities::bytes_text;
 use super::backfill::{Candidate, Demand, Ledger, Reservation};
 use super::{Entry, Jobs, Phase, Submitted};
 
+/// Time after the end of a job in which its processes may still be seen on its GPUs, in milliseconds. GPUs are polled
+/// every 5 s.
+pub(crate) const SETTLING_MS: u64 = 15_000;
+
 /// A GPU as the scheduler sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct GpuSlot {
@@ -29,6 +34,8 @@ pub(crate) struct GpuSlot {
 pub(crate) struct Resources {
     /// In allocation order.
     pub(crate) gpus: Vec<GpuSlot>,
+    /// UUIDs of those that are unusable only because the processes of a job that has just ended are still seen there.
+    pub(crate) settling: BTreeSet<String>,
     /// Cores for GPU jobs.
     pub(crate) cores: u32,
     /// Bytes.
@@ -37,6 +44,27 @@ pub(crate) struct Resources {
     pub(crate) cpu_workers: u32,
     /// Maximum number of GPUs that a user's jobs hold at a time; 0 for no limit.
     pub(crate) gpus_per_user: u32,
+    /// Maximum memory that a user's jobs hold at a time beside the shares of their GPUs, in bytes.
+    pub(crate) memory_per_user: Option<u64>,
+    /// The share of one GPU in the memory, in bytes.
+    pub(crate) memory_per_gpu: u64,
+    /// Commands do not start (`jobs.allow_commands`).
+    pub(crate) only_training: bool,
+    /// Jobs of root do not start (`jobs.allow_root`).
+    pub(crate) no_root: bool,
+}
+
+impl Resources {
+    /// The memory that a job holds beside the share of its GPUs, in bytes.
+    fn memory_beside_gpus(&self, submitted: &Submitted) -> u64 {
+        memory_beside_gpus(submitted, self.memory_per_gpu)
+    }
+}
+
+/// The memory that a job wants beside the share of its GPUs, in bytes.
+pub(super) fn memory_beside_gpus(submitted: &Submitted, memory_per_gpu: u64) -> u64 {
+    let share = memory_per_gpu.saturating_mul(submitted.gpus.into());
+    submitted.memory.unwrap_or(0).saturating_sub(share)
 }
 
 /// What to do with the queue now.
@@ -81,7 +109,7 @@ struct Pass<'a> {
     schedule: Schedule,
     free_gpus: std::vec::IntoIter<String>,
     ledger: Ledger,
-    gpus_by_user: BTreeMap<u32, u32>,
+    by_user: BTreeMap<u32, Holding>,
     running_by_array: BTreeMap<u64, u32>,
     /// What earlier jobs want that wait without a reservation, for another job or for a limit of their user or array.
     /// They may start first, so no time can be promised to a job that competes with them.
@@ -90,13 +118,28 @@ struct Pass<'a> {
     reservations: [Option<Reservation>; 2],
 }
 
+/// What counts against the limits of a user.
+#[derive(Clone, Copy, Debug, Default)]
+struct Holding {
+    gpus: u32,
+    /// Bytes, beside the shares of these GPUs.
+    memory: u64,
+}
+
+impl Holding {
+    fn plus(self, other: Self) -> Self {
+        Self { gpus: self.gpus.saturating_add(other.gpus), memory: self.memory.saturating_add(other.memory) }
+    }
+}
+
 impl<'a> Pass<'a> {
     fn new(jobs: &'a Jobs, resources: &'a Resources, now: u64) -> Self {
         let free = free_gpus(jobs, resources);
         let usable: BTreeSet<&str> = resources
             .gpus
             .iter()
-            .filter(|gpu| gpu.unusable.is_none() && !jobs.drained_gpus.contains_key(&gpu.uuid))
+            .filter(|gpu| gpu.unusable.is_none() || resources.settling.contains(&gpu.uuid))
+            .filter(|gpu| !jobs.drained_gpus.contains_key(&gpu.uuid))
             .map(|gpu| gpu.uuid.as_str())
             .collect();
         let capacity = Demand {
@@ -112,11 +155,16 @@ impl<'a> Pass<'a> {
             schedule: Schedule::default(),
             free_gpus: free.into_iter(),
             ledger: Ledger::new(capacity, now),
-            gpus_by_user: BTreeMap::new(),
+            by_user: BTreeMap::new(),
             running_by_array: BTreeMap::new(),
             ahead: Demand::default(),
             reservations: [None, None],
         };
+        // They are free in a moment, and a job that waits for them must not be overtaken meanwhile.
+        let is_settling = |gpu: &&GpuSlot| gpu.unusable.is_some() && usable.contains(gpu.uuid.as_str());
+        let settling = resources.gpus.iter().filter(is_settling).count();
+        let gpus = u32::try_from(settling).unwrap_or(u32::MAX);
+        pass.ledger.hold(Demand { gpus, ..Demand::default() }, Some(now + SETTLING_MS));
         if let Some(examination) = &jobs.examination {
             let gpus = examination.gpus.iter().filter(|gpu| usable.contains(gpu.as_str())).count();
             let gpus = u32::try_from(gpus).unwrap_or(u32::MAX);
@@ -136,8 +184,8 @@ impl<'a> Pass<'a> {
 
     /// Counts a job that runs against the limits of its user and its array.
     fn count(&mut self, submitted: &Submitted) {
-        let gpus = self.gpus_by_user.entry(submitted.uid).or_default();
-        *gpus = gpus.saturating_add(submitted.gpus);
+        let holding = self.by_user.entry(submitted.uid).or_default();
+        *holding = holding.plus(holding_of(submitted, self.resources));
         if let Some(element) = submitted.array {
             *self.running_by_array.entry(element.first).or_default() += 1;
         }
@@ -155,14 +203,20 @@ impl<'a> Pass<'a> {
             self.ahead = self.ahead.plus(demand);
             return wait(reason);
         }
+        if !demand.fits(self.ledger.capacity()) {
+            // No end of a job makes it fit, so it must not keep what is free from others.
+            self.ahead = self.ahead.plus(demand);
+            return wait(shortage(submitted, demand, self.ledger.capacity(), "usable on this node"));
+        }
         let free = self.ledger.free();
         // The list is shorter than the count if a reload has changed the GPUs.
         let fits = demand.fits(free) && self.free_gpus.len() >= submitted.gpus as usize;
         let released = super::limits::released_by(submitted, self.now);
-        let candidate = Candidate { uid: submitted.uid, on_gpus: submitted.gpus > 0, demand, released };
-        let held = self.gpus_by_user.get(&submitted.uid).copied().unwrap_or(0);
-        let limit = self.resources.gpus_per_user;
-        let delayed = |reservation: &&Reservation| reservation.is_delayed_by(&candidate, free, held, limit);
+        let candidate = Candidate { on_gpus: submitted.gpus > 0, demand, released };
+        let delayed = |reservation: &&Reservation| {
+            self.would_keep_from_user(submitted, reservation.job)
+                || reservation.is_delayed_by(&candidate, free)
+        };
         let first = self.reservations.iter().flatten().find(|it| !fits || delayed(it)).map(|first| first.job);
         let behind = |first: u64| format!("waits for job {first} to start first");
         if self.reservations[kind].is_none() && (!fits || first.is_some()) {
@@ -171,7 +225,8 @@ impl<'a> Pass<'a> {
             if !fits || reservation.at.is_some() {
                 let starts_by = reservation.at.filter(|_| !demand.competes_with(self.ahead));
                 self.reservations[kind] = Some(reservation);
-                let reason = first.filter(|_| fits).map_or_else(|| shortage(submitted, demand, free), behind);
+                let reason =
+                    first.filter(|_| fits).map_or_else(|| shortage(submitted, demand, free, "free"), behind);
                 return Err(Wait { reason, starts_by });
             }
         }
@@ -193,6 +248,12 @@ impl<'a> Pass<'a> {
         if let Some(open) = submitted.after.iter().find(|dependency| dependency.met != Some(true)) {
             return Some(format!("waits for job {} to end", open.job));
         }
+        if self.resources.only_training && !submitted.trainer {
+            return Some("commands are not accepted here any more (jobs.allow_commands)".into());
+        }
+        if self.resources.no_root && submitted.uid == 0 {
+            return Some("jobs of root are not accepted here any more (jobs.allow_root)".into());
+        }
         self.jobs.drained.as_ref().map(|reason| format!("the node is drained: {reason}"))
     }
 
@@ -204,10 +265,43 @@ impl<'a> Pass<'a> {
                 return Some(format!("{running} of at most {most} jobs of its array run"));
             }
         }
-        let holds = self.gpus_by_user.get(&submitted.uid).copied().unwrap_or(0);
-        let limit = self.resources.gpus_per_user;
-        let exceeds = submitted.gpus > 0 && limit > 0 && holds.saturating_add(submitted.gpus) > limit;
-        exceeds.then(|| format!("its user holds {holds} of at most {limit} GPUs"))
+        let held = self.held_by(submitted.uid);
+        self.exceeded(held.plus(holding_of(submitted, self.resources)), submitted).map(|limit| match limit {
+            UserLimit::Gpus(most) => format!("its user holds {} of at most {most} GPUs", held.gpus),
+            UserLimit::Memory(most) => format!(
+                "its user holds {} of at most {} of memory (jobs.max_memory_per_user)",
+                bytes_text(held.memory),
+                bytes_text(most)
+            ),
+        })
+    }
+
+    fn held_by(&self, uid: u32) -> Holding {
+        self.by_user.get(&uid).copied().unwrap_or_default()
+    }
+
+    /// The limit that a user exceeds who holds this much with this job. A job that takes nothing of a resource is not
+    /// kept back by its limit.
+    fn exceeded(&self, with_job: Holding, submitted: &Submitted) -> Option<UserLimit> {
+        let Resources { gpus_per_user, memory_per_user, .. } = *self.resources;
+        if submitted.gpus > 0 && gpus_per_user > 0 && with_job.gpus > gpus_per_user {
+            return Some(UserLimit::Gpus(gpus_per_user));
+        }
+        let takes_memory = self.resources.memory_beside_gpus(submitted) > 0;
+        memory_per_user.filter(|most| takes_memory && with_job.memory > *most).map(UserLimit::Memory)
+    }
+
+    /// Whether the reserved job is one of the same user, who could not hold both at a time: it would wait for its user
+    /// and lose the reservation.
+    fn would_keep_from_user(&self, submitted: &Submitted, reserved: u64) -> bool {
+        let Some(Entry { submitted: reserved, .. }) = self.jobs.jobs.get(&reserved) else { return false };
+        let holding = |submitted| holding_of(submitted, self.resources);
+        let both = self.held_by(submitted.uid).plus(holding(submitted)).plus(holding(reserved));
+        let takes = |limit: &UserLimit| match limit {
+            UserLimit::Gpus(_) => submitted.gpus > 0,
+            UserLimit::Memory(_) => self.resources.memory_beside_gpus(submitted) > 0,
+        };
+        reserved.uid == submitted.uid && self.exceeded(both, reserved).as_ref().is_some_and(takes)
     }
 
     fn reserve(&self, job: u64, submitted: &Submitted, demand: Demand) -> Reservation {
@@ -218,10 +312,21 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// What is missing.
-fn shortage(submitted: &Submitted, demand: Demand, free: Demand) -> String {
+/// A limit on what the jobs of a user hold.
+enum UserLimit {
+    Gpus(u32),
+    /// Bytes.
+    Memory(u64),
+}
+
+fn holding_of(submitted: &Submitted, resources: &Resources) -> Holding {
+    Holding { gpus: submitted.gpus, memory: resources.memory_beside_gpus(submitted) }
+}
+
+/// What is missing: `free` is what there is, `is` what that means.
+fn shortage(submitted: &Submitted, demand: Demand, free: Demand, is: &str) -> String {
     let missing =
-        |what: &str, wanted: u32, free: u32| format!("waits for {what}: {wanted} wanted, {free} free");
+        |what: &str, wanted: u32, free: u32| format!("waits for {what}: {wanted} wanted, {free} {is}");
     if demand.gpus > free.gpus {
         missing("GPUs", demand.gpus, free.gpus)
     } else if demand.cpu_workers > free.cpu_workers {
@@ -231,7 +336,7 @@ fn shortage(submitted: &Submitted, demand: Demand, free: Demand) -> String {
         missing("CPUs", demand.cores, free.cores)
     } else {
         let (wanted, free) = (bytes_text(demand.memory), bytes_text(free.memory));
-        format!("waits for memory: {wanted} wanted, {free} free")
+        format!("waits for memory: {wanted} wanted, {free} {is}")
     }
 }
 
@@ -247,6 +352,15 @@ fn free_gpus(jobs: &Jobs, resources: &Resources) -> Vec<String> {
 }
 
 impl Entry {
+    /// Whether it is queued and only GPUs, or what else it wants of the node, are missing.
+    pub(crate) fn waits_for_gpus(&self) -> bool {
+        let Self { submitted, phase } = self;
+        matches!(phase, Phase::Queued { .. })
+            && submitted.gpus > 0
+            && submitted.held.is_none()
+            && submitted.is_free_of_dependencies()
+    }
+
     /// The GPUs that it holds.
     pub(crate) fn gpus(&self) -> impl Iterator<Item = &str> {
         let gpus: &[String] = match &self.phase {

@@ -133,7 +133,7 @@ fn resources() -> Resources {
         cores: 128,
         memory: 1 << 40,
         cpu_workers: 128,
-        gpus_per_user: 0,
+        ..Resources::default()
     }
 }
 

@@ -26,7 +26,7 @@ const MAX_HEAD_BYTES: usize = 16 << 10;
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 
 /// All clients count as one user to the limits: TCP has no peer credentials.
-const READER: Credentials = Credentials { uid: 0, pid: None, exempt: false, reserved: false };
+const READER: Credentials = Credentials { uid: 0, holder: 0, pid: None, exempt: false, reserved: false };
 
 /// Serves until `shutdown` resolves, then drops all connections.
 pub(super) async fn serve(listener: Listener, routes: Router, shutdown: impl Future<Output = ()>) {

@@ -149,6 +149,9 @@ impl Scrape {
             "Number of jobs by state; ended jobs as far as they are remembered.",
             states,
         )?;
+        let waiting = self.view.jobs.values().filter(|job| job.waits_for_gpus).count();
+        let help = "Queued jobs that want GPUs, are not held and wait for no other job to end.";
+        out.gauge("xlaunch_jobs_waiting_for_gpus", help, [(Vec::new(), whole(waiting as u64))])?;
         let help = "1 for each job that is queued, runs, or ended within the last hour.";
         out.gauge("xlaunch_job_info", help, self.recent().map(info))?;
         let age = |job: &JobView| Some((of(job), job.status.as_ref()?.1.elapsed().as_secs_f64()));

@@ -9,7 +9,7 @@ use xlaunch_proto::exit::ExitCode;
 
 use super::super::output::{QueryError, print};
 use super::refusal;
-use crate::render::text::{columns, escape, or_dash};
+use crate::render::text::{self, columns, escape, or_dash};
 
 /// Options of `xlaunch data inspect`.
 #[derive(Debug, Args)]
@@ -33,7 +33,7 @@ pub(super) fn run(options: &Inspect) -> Result<ExitCode, QueryError> {
         reports.push(report);
     }
     if options.json {
-        print(format!("{:#}\n", serde_json::json!(reports)).as_bytes())?;
+        print(text::json(&serde_json::json!(reports)).as_bytes())?;
     }
     Ok(ExitCode::Done)
 }

@@ -81,8 +81,8 @@ async fn poll(
 /// The current state of the node, with the details of `job`.
 pub(super) async fn snapshot(daemon: &mut DaemonClient, job: Option<u64>) -> Result<Update, Refusal> {
     let node = daemon.node().await?;
-    let mut jobs = daemon.list(false, 0).await?;
-    for job in daemon.list(true, MAX_ENDED_JOBS).await? {
+    let mut jobs = daemon.list(false, None).await?;
+    for job in daemon.list(true, Some(MAX_ENDED_JOBS)).await? {
         // A job can end between the two calls: the second list has its newer state.
         jobs.retain(|known| known.id != job.id);
         jobs.push(job);

@@ -27,7 +27,7 @@ impl Case {
 
     /// Whether a new connection of the user was admitted.
     fn connect(&mut self, uid: u32, busy: bool) -> bool {
-        self.connect_as(Credentials { uid, pid: None, exempt: false, reserved: false }, busy)
+        self.connect_as(Credentials { uid, holder: uid, pid: None, exempt: false, reserved: false }, busy)
     }
 
     fn connect_as(&mut self, peer: Credentials, busy: bool) -> bool {
@@ -82,8 +82,10 @@ async fn exempt_connections_do_not_count() {
     let mut case = Case::new(Limits { per_user: 1, total: 1, ..LIMITS });
     assert!(case.connect(1, true));
     let (stream, _far) = UnixStream::pair().unwrap();
-    let worker =
-        case.open.admit(stream, Credentials { uid: 1, pid: None, exempt: true, reserved: false }).unwrap();
+    let worker = case
+        .open
+        .admit(stream, Credentials { uid: 1, holder: 1, pid: None, exempt: true, reserved: false })
+        .unwrap();
     assert!(worker.is_some_and(|connection| connection._slot.is_none()));
     assert_eq!(case.total(), 1);
 }
@@ -107,7 +109,7 @@ async fn many_user_ids_with_a_connection_each_do_not_keep_administrators_out() {
     let mut case = Case::new(LIMITS);
     (1000..1000 + TOTAL as u32).for_each(|uid| assert!(case.connect(uid, true)));
     assert!(!case.connect(1, true));
-    let root = Credentials { uid: 0, pid: None, exempt: false, reserved: true };
+    let root = Credentials { uid: 0, holder: 0, pid: None, exempt: false, reserved: true };
     (0..PER_USER).for_each(|_| assert!(case.connect_as(root, true)));
     assert!(!case.connect_as(root, true), "they have limits, too");
 }
@@ -123,4 +125,19 @@ async fn connections_without_a_first_call_are_closed() {
     let (.., far) = case.held.get_mut(&0).unwrap();
     let end = tokio::time::timeout(Duration::from_secs(60), far.read(&mut [0])).await;
     assert_eq!(end.expect("the caller sees the end").unwrap(), 0);
+}
+
+#[tokio::test]
+async fn many_user_ids_of_one_person_shut_out_nobody() {
+    let owned = |uid| Credentials { uid, holder: 7, pid: None, exempt: false, reserved: false };
+    let mut case = Case::new(LIMITS);
+    let admitted = (100_000..100_600).filter(|uid| case.connect_as(owned(*uid), true)).count();
+    assert_eq!((admitted, case.total()), (PER_USER, PER_USER), "all of them are counted to user 7");
+    assert!(case.connect(1, true) && !case.connect(7, true));
+    // Ids whose owner is known only later.
+    let mut case = Case::new(LIMITS);
+    (100_000..100_600).for_each(|uid| drop(case.connect(uid, true)));
+    assert!(case.total() == TOTAL && !case.connect(1, true));
+    (100_000..100_600).for_each(|uid| case.open.recount(uid, 7));
+    assert!(case.connect(1, true), "the holder of the most connections loses one");
 }

@@ -21,7 +21,7 @@ fn view(jobs: impl IntoIterator<Item = Arc<JobView>>) -> NodeView {
 }
 
 fn ids(view: &NodeView, caller: Caller, ended: bool, limit: u32) -> Vec<u64> {
-    list(view, caller, &ListRequest { ended, limit }).jobs.into_iter().map(|job| job.id).collect()
+    list(view, caller, &ListRequest { ended, limit, before: 0 }).jobs.into_iter().map(|job| job.id).collect()
 }
 
 #[test]
@@ -46,7 +46,7 @@ fn callers_see_own_jobs_and_admins_all() {
 }
 
 #[test]
-fn list_is_limited_by_size_and_count() {
+fn list_is_limited_by_size_and_count_and_continues_on_the_next_page() {
     let long = |id| {
         let mut job = JobView::clone(&job_of(id, ANN.uid, NodeJobState::Queued));
         job.job.command_line = "x".repeat(4096);
@@ -56,6 +56,16 @@ fn list_is_limited_by_size_and_count() {
     let reply = list(&all, ANN, &ListRequest::default());
     assert!((50..100).contains(&reply.jobs.len()), "{}", reply.jobs.len());
     assert_eq!(reply.jobs[0].id, 100);
+    let (mut listed, mut before, mut pages) = (Vec::new(), 0, 0);
+    loop {
+        let page = list(&all, ANN, &ListRequest { before, ..ListRequest::default() });
+        listed.extend(page.jobs.iter().map(|job| job.id));
+        (before, pages) = (listed.last().copied().unwrap(), pages + 1);
+        if !page.more {
+            break;
+        }
+    }
+    assert_eq!((listed, pages), ((1..=100).rev().collect(), 2));
     let short = view((1..=2000).map(|id| job_of(id, ANN.uid, NodeJobState::Queued)));
     assert_eq!(ids(&short, ANN, false, 5000).len(), MAX_LISTED_JOBS);
     assert!(list(&short, ANN, &ListRequest::default()).jobs.iter().all(|job| job.history.is_empty()));

@@ -9,7 +9,13 @@ const NOW: u64 = 1000 * HOUR;
 /// A node with these GPUs, 16 cores and 64 bytes of memory.
 fn node(gpus: usize) -> Resources {
     let slot = |index: usize| GpuSlot { uuid: format!("g{index}"), unusable: None };
-    Resources { gpus: (0..gpus).map(slot).collect(), cores: 16, memory: 64, cpu_workers: 8, gpus_per_user: 0 }
+    Resources {
+        gpus: (0..gpus).map(slot).collect(),
+        cores: 16,
+        memory: 64,
+        cpu_workers: 8,
+        ..Resources::default()
+    }
 }
 
 fn job(id: u64, uid: u32, gpus: u32, hours: Option<u64>) -> Submitted {
@@ -69,6 +75,42 @@ fn nothing_overtakes_a_job_whose_start_is_unknown() {
     let now = schedule(&jobs, &node(8), NOW);
     assert_eq!(started(&jobs, &node(8)), [4], "a CPU job is of another kind");
     assert_eq!(now.waits[&2].starts_by, None);
+}
+
+fn with_memory(job: Submitted, memory: u64) -> Submitted {
+    Submitted { memory: Some(memory), ..job }
+}
+
+#[test]
+fn user_without_gpus_leaves_the_memory_of_the_gpus_to_others() {
+    // A quarter of the 64 bytes is what a user can hold beside the shares of GPUs, 6 bytes each.
+    let node = Resources { memory_per_user: Some(16), memory_per_gpu: 6, ..node(8) };
+    let mut jobs = Jobs::default();
+    run(&mut jobs, with_memory(job(1, 1, 0, None), 10), 0..0, NOW);
+    add(&mut jobs, with_memory(job(2, 1, 0, None), 7));
+    add(&mut jobs, with_memory(job(3, 1, 0, None), 6));
+    add(&mut jobs, with_memory(job(4, 2, 8, None), 48));
+    let now = schedule(&jobs, &node, NOW);
+    assert_eq!(now.starts.iter().map(|(job, _)| *job).collect::<Vec<_>>(), [3, 4]);
+    assert!(
+        now.waits[&2].reason.starts_with("its user holds") && now.waits[&2].starts_by.is_none(),
+        "{now:?}"
+    );
+    // A job of GPUs counts with what it wants beside their shares, and each of its user's jobs does.
+    add(&mut jobs, with_memory(job(5, 3, 1, None), 6 + 17));
+    assert!(schedule(&jobs, &node, NOW).waits[&5].reason.contains("jobs.max_memory_per_user"));
+}
+
+#[test]
+fn reservation_leaves_its_user_the_memory_that_it_needs() {
+    let node = Resources { memory_per_user: Some(40), ..node(8) };
+    let mut jobs = Jobs::default();
+    run(&mut jobs, with_memory(job(1, 2, 0, Some(1)), 30), 0..0, NOW);
+    // Reserved for when job 1 ends.
+    add(&mut jobs, with_memory(job(2, 1, 0, Some(1)), 38));
+    add(&mut jobs, with_memory(job(3, 1, 0, Some(9)), 4));
+    add(&mut jobs, with_memory(job(4, 3, 0, Some(9)), 4));
+    assert_eq!(started(&jobs, &node), [4], "with job 3, its user could not start job 2 in an hour");
 }
 
 #[test]

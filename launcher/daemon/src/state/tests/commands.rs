@@ -17,6 +17,8 @@ const RULES: AdmissionRules<'_> = AdmissionRules {
     cpu_workers: 2,
     cores: 8,
     memory: 64 << 30,
+    memory_per_user: None,
+    memory_per_gpu: 0,
 };
 
 fn job(trainer: bool, gpus: u32, workers: u32, priority: i32) -> Submitted {
@@ -128,7 +130,8 @@ fn drain_record_has_user_time_and_reason() {
     let record =
         |undo, reason: &str| Record::Drained { gpus: vec![], undo, reason: reason.into(), uid: 0, at: 7 };
     assert_eq!(drain(false, "fan"), record(false, "fan"));
-    assert_eq!(drain(true, ""), record(true, "by an administrator"));
+    assert_eq!(drain(false, ""), record(false, "by an administrator"));
+    assert_eq!(drain(true, ""), Record::Resumed { uid: ADMIN.uid, at: 7 }, "GPUs stay drained");
 }
 
 fn hold(job: u64, held: bool) -> Update {

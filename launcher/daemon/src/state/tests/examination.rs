@@ -19,7 +19,7 @@ fn slots(gpus: &[&str]) -> Vec<(u32, GpuSlot)> {
 
 fn node(gpus: &[&str]) -> Resources {
     let gpus = slots(gpus).into_iter().map(|(_, slot)| slot).collect();
-    Resources { gpus, cores: 64, memory: 64 << 30, cpu_workers: 4, gpus_per_user: 0 }
+    Resources { gpus, cores: 64, memory: 64 << 30, cpu_workers: 4, ..Resources::default() }
 }
 
 fn examined(mut jobs: Jobs, gpus: &[&str], until: u64) -> Jobs {

@@ -31,7 +31,14 @@ const RESOURCES: (u32, u32, u64, u32) = (4, 8, 16, 4);
 fn node(gpus_per_user: u32) -> Resources {
     let (gpus, cores, memory, cpu_workers) = RESOURCES;
     let slot = |index| GpuSlot { uuid: format!("g{index}"), unusable: None };
-    Resources { gpus: (0..gpus).map(slot).collect(), cores, memory, cpu_workers, gpus_per_user }
+    Resources {
+        gpus: (0..gpus).map(slot).collect(),
+        cores,
+        memory,
+        cpu_workers,
+        gpus_per_user,
+        ..Resources::default()
+    }
 }
 
 fn plans(users: u32) -> impl Strategy<Value = Vec<Plan>> {

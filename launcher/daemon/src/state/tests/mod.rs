@@ -269,13 +269,17 @@ fn jobs_are_forgotten_in_the_order_in_which_they_ended_even_if_the_clock_is_set_
 }
 
 #[test]
-fn drains_of_node_and_gpus_are_undone_separately_or_together() {
+fn node_that_is_put_back_leaves_drained_gpus_drained() {
     let gpus = |jobs: &Jobs| jobs.drained_gpus.keys().cloned().collect::<Vec<_>>();
     let mut jobs = of([drained(&["a", "b"], false, "fan"), drained(&[], false, "move")]);
     assert_eq!((gpus(&jobs), jobs.drained_gpus["b"].as_str()), (vec!["a".into(), "b".into()], "fan"));
     assert_eq!(jobs.drained.as_deref(), Some("move"));
     jobs.apply(drained(&["a", "z"], true, ""));
     assert_eq!((gpus(&jobs), jobs.drained.is_some()), (vec!["b".into()], true));
+    jobs.apply(Record::Resumed { uid: 0, at: 0 });
+    assert_eq!((gpus(&jobs), jobs.drained.is_some()), (vec!["b".into()], false));
+    // A record of version 0.2 means what it meant then.
+    jobs.apply(drained(&[], false, "move"));
     jobs.apply(drained(&[], true, ""));
     assert_eq!(jobs, Jobs::default());
 }

@@ -67,7 +67,7 @@ proptest! {
     ) {
         let jobs = of(records);
         let slot = |gpu: &str| GpuSlot { uuid: gpu.into(), unusable: (gpu == "d").then(|| "sick".into()) };
-        let resources = Resources { gpus: GPUS.map(slot).to_vec(), cores: 4, memory: 8, cpu_workers, gpus_per_user };
+        let resources = Resources { gpus: GPUS.map(slot).to_vec(), cores: 4, memory: 8, cpu_workers, gpus_per_user, ..Resources::default() };
         let schedule = schedule(&jobs, &resources, 10);
 
         let mut seen: Vec<u64> = schedule.starts.iter().map(|(job, _)| *job).collect();

@@ -3,7 +3,7 @@ use super::*;
 
 fn resources(gpus: &[&str], cpu_workers: u32) -> Resources {
     let gpus = gpus.iter().map(|gpu| GpuSlot { uuid: gpu.to_string(), unusable: None }).collect();
-    Resources { gpus, cpu_workers, cores: 64, memory: 64 << 30, gpus_per_user: 0 }
+    Resources { gpus, cpu_workers, cores: 64, memory: 64 << 30, ..Resources::default() }
 }
 
 fn starts(schedule: &Schedule) -> Vec<(u64, String)> {
@@ -46,7 +46,6 @@ fn gpu_has_one_job_and_unusable_gpus_have_none() {
     assert_eq!(starts(&now), [(2, "e".into())]);
     assert_eq!(now.waits[&3].reason, "waits for GPUs: 1 wanted, 0 free");
     jobs.apply(ended(1, 20));
-    jobs.apply(drained(&[], true, ""));
     assert_eq!(starts(&schedule(&jobs, &resources, 10)), [(2, "a".into()), (3, "b".into())]);
 }
 
@@ -74,8 +73,74 @@ fn job_that_needs_exactly_the_free_gpus_starts() {
         [(1, "a b".into()), (2, "c".into())]
     );
     let now = schedule(&jobs, &resources(&["a"], 0), 10);
-    assert!(now.starts.is_empty(), "{now:?}");
-    assert_eq!(now.waits.len(), 2);
+    assert_eq!(starts(&now), [(2, "a".into())]);
+    assert_eq!(now.waits[&1].reason, "waits for GPUs: 2 wanted, 1 usable on this node");
+}
+
+#[test]
+fn job_that_cannot_fit_keeps_no_other_from_what_is_free() {
+    // Each of jobs 1 to 4 wants more than is in service.
+    let with = |job: Record, change: fn(&mut Submitted)| {
+        let Record::Submitted(mut submitted) = job else { unreachable!() };
+        change(&mut submitted);
+        Record::Submitted(submitted)
+    };
+    let mut jobs = of([
+        submitted(1, 1, 4, 0),
+        with(submitted(2, 1, 1, 0), |job| job.memory = Some(65 << 30)),
+        with(submitted(3, 1, 1, 0), |job| job.cpus = Some(65)),
+        on_cpu(4, 3),
+        submitted(5, 2, 2, 0),
+        on_cpu(6, 2),
+    ]);
+    jobs.apply(drained(&["c"], false, "fan"));
+    let mut resources = resources(&["a", "b", "c", "d"], 2);
+    resources.gpus[3].unusable = Some("sick".into());
+    let now = schedule(&jobs, &resources, 10);
+    assert_eq!(starts(&now), [(5, "a b".into()), (6, String::new())]);
+    let reasons: Vec<_> = (1..=4).map(|job| now.waits[&job].reason.as_str()).collect();
+    assert_eq!(
+        reasons,
+        [
+            "waits for GPUs: 4 wanted, 2 usable on this node",
+            "waits for memory: 65 GiB wanted, 64 GiB usable on this node",
+            "waits for CPUs: 65 wanted, 64 usable on this node",
+            "waits for CPU workers: 3 wanted, 2 usable on this node",
+        ]
+    );
+    // GPUs that are in use are in service: such a job is waited for.
+    let jobs =
+        of([submitted(1, 1, 2, 0), starting(1, &["a", "b"]), submitted(2, 1, 4, 0), submitted(3, 2, 1, 0)]);
+    let mut resources = resources;
+    resources.gpus[3].unusable = None;
+    assert!(schedule(&jobs, &resources, 10).starts.is_empty());
+}
+
+#[test]
+fn large_job_is_not_overtaken_while_the_gpus_of_an_ended_job_settle() {
+    let mut jobs =
+        of([submitted(1, 1, 1, 0), starting(1, &["a"]), submitted(2, 1, 2, 0), submitted(3, 1, 1, 0)]);
+    jobs.apply(ended(1, 20));
+    let mut resources = resources(&["a", "b"], 0);
+    resources.gpus[0].unusable = Some("used by a process outside any job".into());
+    resources.settling.insert("a".into());
+    let now = schedule(&jobs, &resources, 30);
+    assert!(now.starts.is_empty() && now.waits[&2].reason.ends_with("2 wanted, 1 free"), "{now:?}");
+    resources.settling.clear();
+    assert_eq!(starts(&schedule(&jobs, &resources, 30)), [(3, "b".into())], "a process that stays");
+}
+
+#[test]
+fn commands_and_jobs_of_root_wait_while_they_are_not_accepted() {
+    let Record::Submitted(mut command) = submitted(1, 1, 0, 0) else { unreachable!() };
+    command.trainer = false;
+    let jobs = of([Record::Submitted(command), submitted(2, 0, 0, 0), submitted(3, 1, 0, 0)]);
+    let accepting = resources(&[], 4);
+    assert_eq!(starts(&schedule(&jobs, &accepting, 10)).len(), 3);
+    let now = schedule(&jobs, &Resources { only_training: true, no_root: true, ..accepting }, 10);
+    assert_eq!(starts(&now), [(3, String::new())]);
+    assert!(now.waits[&1].reason.contains("jobs.allow_commands"), "{now:?}");
+    assert!(now.waits[&2].reason.contains("jobs.allow_root"), "{now:?}");
 }
 
 #[test]
@@ -102,7 +167,7 @@ fn cpu_jobs_share_the_workers_that_active_cpu_jobs_leave() {
     // A reload can lower the limit below what runs.
     assert_eq!(
         schedule(&jobs, &resources(&[], 1), 10).waits[&4].reason,
-        "waits for CPU workers: 2 wanted, 0 free"
+        "waits for CPU workers: 2 wanted, 1 usable on this node"
     );
 }
 

@@ -93,6 +93,7 @@ fn ended_jobs_are_exported_for_an_hour_without_throughput() {
     let has = |sample: &str| text.lines().any(|line| line.starts_with(sample));
     for sample in [
         "xlaunch_jobs{state=\"lost\"} 1.0",
+        "xlaunch_jobs_waiting_for_gpus 0.0",
         "xlaunch_job_info{job=\"7\",name=\"llama-28m\",user=\"grace\",kind=\"trainer\",state=\"running\"} 1.0",
         "xlaunch_job_info{job=\"8\",name=\"eval\",user=\"1002\",kind=\"command\",state=\"queued\"} 1.0",
         "xlaunch_step{job=\"7\"} 800.0",

@@ -212,6 +212,7 @@ pub(super) fn sample_node(now: u64, steps: u64) -> NodeView {
         node: NodeStatus {
             memory_bytes: 512 << 30,
             page_problem: String::new(),
+            config_problems: Vec::new(),
             host: "node-17".into(),
             version: "0.1.0".into(),
             daemon_pid: 812,

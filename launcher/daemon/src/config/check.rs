@@ -1,0 +1,126 @@
+//! What of `daemon.toml` depends on the node: hooks, groups and GPUs that have to exist. `xlaunch daemon --check` prints
+//! all of it; at the start of the daemon, a hook that cannot run is refused.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use nix::unistd::Group;
+use xlaunch_proto::spec::Invalid;
+
+use super::{DaemonConfig, HooksSection, JobsSection};
+use crate::gpus::{GpuMonitor, Inventory};
+use xlaunch_agent::config::ConfigError;
+
+/// Directories that `xlaunch.service` hides from the daemon, but not from hooks, which run in units of their own.
+const HIDDEN_IN_SERVICE: [&str; 5] = ["/home", "/root", "/run/user", "/tmp", "/var/tmp"];
+
+/// The result of a check.
+#[derive(Debug, Default)]
+pub(crate) struct Findings {
+    /// What keeps the daemon from starting or from doing what the file says.
+    pub(crate) errors: Vec<String>,
+    pub(crate) warnings: Vec<String>,
+}
+
+/// Reads and checks a file, or the default one. The path is that of the file, if there is one.
+pub(crate) fn check(path: Option<&Path>) -> Findings {
+    let config = match super::load(path) {
+        Ok(config) => config,
+        Err(error) => return Findings { errors: vec![error.to_string()], ..Findings::default() },
+    };
+    let errors = hook_errors(path, &config).iter().map(ToString::to_string).collect();
+    let mut findings = Findings { errors, warnings: Vec::new() };
+    let inventory = GpuMonitor::poll_once();
+    findings.errors.extend(unknown_gpus(&config.jobs, &inventory));
+    if !inventory.problem.is_empty() {
+        findings.warnings.push(format!("the GPUs are unknown: {}", inventory.problem));
+    }
+    if rustix::process::geteuid().is_root() {
+        let groups = [
+            ("daemon.socket_group", &config.daemon.socket_group),
+            ("daemon.admin_group", &config.daemon.admin_group),
+        ];
+        let missing = groups.iter().filter(|(_, name)| !matches!(Group::from_name(name), Ok(Some(_))));
+        findings.warnings.extend(missing.map(|(key, name)| format!("{key}: group `{name}` does not exist")));
+    }
+    findings
+}
+
+/// Hooks that cannot run.
+pub(crate) fn hook_errors(path: Option<&Path>, config: &DaemonConfig) -> Vec<ConfigError> {
+    let file = super::file(path).unwrap_or_default();
+    // Only for the line and the column.
+    let text = fs_err::read_to_string(&file).unwrap_or_default();
+    let HooksSection { prolog, epilog, on_end, .. } = &config.hooks;
+    let hooks = [("hooks.prolog", prolog), ("hooks.epilog", epilog), ("hooks.on_end", on_end)];
+    let problem = |(key, program): (&'static str, &Option<std::path::PathBuf>)| {
+        let problem = problem_of(program.as_deref()?)?;
+        Some(ConfigError::invalid(&file, &text, &Invalid::new(key, problem, "an executable file".into())))
+    };
+    hooks.into_iter().filter_map(problem).collect()
+}
+
+/// Why a hook cannot run, as far as that can be seen.
+pub(crate) fn problem_of(program: &Path) -> Option<String> {
+    let in_service = std::env::var_os("INVOCATION_ID").is_some();
+    if in_service && HIDDEN_IN_SERVICE.iter().any(|dir| program.starts_with(dir)) {
+        return None;
+    }
+    let name = program.display();
+    match std::fs::metadata(program) {
+        Err(error) => Some(format!("{name}: {error}")),
+        Ok(found) if !found.is_file() => Some(format!("{name} is not a file")),
+        Ok(found) if found.permissions().mode() & 0o111 == 0 => Some(format!("{name} is not executable")),
+        Ok(_) => None,
+    }
+}
+
+/// Items of `jobs.leave_gpus` without a GPU: if they are misspelt, jobs run on the GPUs that were meant. Empty if the
+/// GPUs are not known.
+pub(crate) fn unknown_gpus(jobs: &JobsSection, inventory: &Inventory) -> Vec<String> {
+    if !inventory.problem.is_empty() {
+        return Vec::new();
+    }
+    let is_known =
+        |named: &String| inventory.gpus.iter().any(|gpu| gpu.is_among(std::slice::from_ref(named)));
+    let unknown = jobs.leave_gpus.iter().filter(|named| !is_known(named));
+    unknown.map(|named| format!("jobs.leave_gpus: there is no GPU `{named}` on this node")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gpus::GpuFacts;
+
+    #[test]
+    fn hook_that_cannot_run_is_refused_with_its_place() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("daemon.toml");
+        let hook = dir.path().join("prolog");
+        let errors = || {
+            fs_err::write(&file, format!("[hooks]\nprolog = \"{}\"\n", hook.display())).unwrap();
+            let config = super::super::load(Some(&file)).unwrap();
+            hook_errors(Some(&file), &config).iter().map(ToString::to_string).collect::<Vec<_>>().join("\n")
+        };
+        let missing = errors();
+        assert!(missing.contains("daemon.toml:2:10") && missing.contains("No such file"), "{missing}");
+        fs_err::write(&hook, "#!/bin/sh\n").unwrap();
+        assert!(errors().contains("is not executable"), "{}", errors());
+        fs_err::set_permissions(&hook, std::fs::Permissions::from_mode(0o755)).unwrap();
+        assert_eq!(errors(), "");
+    }
+
+    #[test]
+    fn misspelt_gpu_is_named_unless_the_gpus_are_unknown() {
+        let gpu = GpuFacts { index: 0, uuid: "GPU-a".into(), ..GpuFacts::default() };
+        let inventory = Inventory { gpus: vec![gpu], problem: String::new() };
+        let jobs = JobsSection {
+            leave_gpus: ["0", "GPU-a", "1", "GPU-b"].map(str::to_owned).to_vec(),
+            ..JobsSection::default()
+        };
+        let unknown = unknown_gpus(&jobs, &inventory);
+        assert_eq!(unknown.len(), 2, "{unknown:?}");
+        assert!(unknown[0].contains("no GPU `1`") && unknown[1].contains("no GPU `GPU-b`"), "{unknown:?}");
+        assert!(unknown_gpus(&jobs, &Inventory { problem: "x".into(), ..inventory }).is_empty());
+    }
+}
