@@ -326,6 +326,11 @@ expect "process id after the reload" "$pid" "$(show MainPID)"
 expect "the daemon after the reload" active "$(show ActiveState)"
 expect_end "$commanded" "done" 0
 expect "its output" hello "$(as alice xlaunch logs "$commanded")"
+cp /etc/xlaunch/daemon.toml /srv/test/daemon.toml
+echo '[jbos]' >> /etc/xlaunch/daemon.toml
+if systemctl reload $service 2> /srv/test/reload; then fail "the reload of a broken file succeeds"; fi
+expect "the daemon after a failed reload" "active $pid" "$(show ActiveState) $(show MainPID)"
+cp /srv/test/daemon.toml /etc/xlaunch/daemon.toml
 step "reload"
 
 # Limits of limits.conf(5).
@@ -384,13 +389,15 @@ has_hooks() {
 until_true "the hooks of job $hooked" has_hooks
 printf '#!/bin/sh\nexit 3\n' > /etc/xlaunch/hook
 refused=$(submit -- true)
-until_true "the end of job $refused" is_in "$refused" failed
-value "$refused" reason | grep -q 'prolog failed' || fail "its reason: $(value "$refused" reason)"
+is_drained() { value "$refused" reason | grep -q 'the node is drained: .*prolog failed'; }
+until_true "the drain of the node" is_drained
 sed -i 's/^prolog = /#&/; s/^on_end = /#&/' /etc/xlaunch/daemon.toml
 rm /etc/xlaunch/hook
 systemctl reset-failed $service
 systemctl restart $service
-step "hooks run as root or as the user; a prolog that fails fails the job"
+xlaunch drain --undo
+expect_end "$refused" "done" 0
+step "hooks run as root or as the user; a prolog that fails drains the node"
 
 # Files that the job's user can write say that it has ended; its unit says that it runs.
 forged=$(submit -- sleep 1234567)

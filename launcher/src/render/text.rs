@@ -94,3 +94,24 @@ pub(crate) fn bytes(value: u64) -> String {
 pub(crate) fn seconds(value: u64) -> f64 {
     value as f64
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    #[test]
+    fn json_cannot_act_on_a_terminal_and_means_the_same() {
+        let hostile = json!({ "name": "a\u{9b}2J\u{202e}b\u{61c}\u{7f}\u{1b}[2J\n\"\u{1f600}é" });
+        for text in [json(&hostile), json_line(&hostile)] {
+            let shown = text.trim_end_matches('\n').replace('\n', "");
+            assert!(!shown.contains(acts_on_terminal), "{shown:?}");
+            assert!(
+                text.contains("\\u009b2J\\u202eb\\u061c\\u007f") && text.contains("\u{1f600}é"),
+                "{text}"
+            );
+            assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), hostile);
+        }
+    }
+}

@@ -139,7 +139,7 @@ impl Case {
 
     /// Numbers and states of all jobs, newest first.
     fn jobs(&mut self) -> Vec<(u64, NodeJobState)> {
-        let request = ListRequest { ended: true, limit: 0 };
+        let request = ListRequest { ended: true, ..ListRequest::default() };
         let list = self.call(async |client| Ok(client.list(request).await?.into_inner()));
         list.jobs.iter().map(|job| (job.id, job.state())).collect()
     }

@@ -10,9 +10,8 @@ use super::Manager;
 use crate::commands::{Command, CommandError, Reply, Submission};
 use crate::environment;
 use crate::runtime::Stop;
-use crate::state::commands::AdmissionRules;
 use crate::state::{Element, Hold, Jobs, Record};
-use crate::submission::{self, NodeLimits};
+use crate::submission;
 use crate::users::Account;
 use crate::view::Caller;
 use xlaunch_agent::clock::unix_ms;
@@ -136,40 +135,6 @@ impl Manager {
         let state = if undo { "back in service" } else { "drained" };
         info!(uid = caller.uid, reason, "{target} is {state}");
         Ok(self.node_message())
-    }
-
-    fn admission_rules(&self) -> AdmissionRules<'_> {
-        let config = &self.config.borrow().jobs;
-        let (memory_per_user, memory_per_gpu) = self.memory_limits();
-        let own = rustix::process::getuid();
-        let gpus = self.gpus.borrow().gpus.iter().filter(|gpu| !gpu.is_among(&config.leave_gpus)).count();
-        let gpus = u32::try_from(gpus).unwrap_or(u32::MAX);
-        AdmissionRules {
-            allow_commands: config.allow_commands(own.is_root()),
-            allow_root: config.allow_root,
-            how_to_change: &self.how_to_configure,
-            max_per_user: config.max_per_user,
-            only_user: (!own.is_root()).then(|| own.as_raw()),
-            gpus: if config.max_gpus_per_user > 0 { gpus.min(config.max_gpus_per_user) } else { gpus },
-            cpu_workers: config.cpu_workers.unwrap_or(self.cores),
-            cores: self.cores,
-            memory: self.base.memory_bytes,
-            memory_per_user,
-            memory_per_gpu,
-        }
-    }
-
-    fn node_limits(&self) -> NodeLimits {
-        let config = &self.config.borrow().jobs;
-        NodeLimits {
-            gpus: u32::try_from(self.gpus.borrow().gpus.len()).unwrap_or(u32::MAX),
-            cores: self.cores,
-            memory: self.base.memory_bytes,
-            memory_per_gpu: self.memory_limits().1,
-            max_grace: config.max_grace.0,
-            default_time: config.default_time.map(|span| span.0),
-            max_time: config.max_time.map(|span| span.0),
-        }
     }
 }
 

@@ -11,6 +11,7 @@ mod commands;
 mod examination;
 mod publish;
 mod records;
+mod resources;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -19,14 +20,14 @@ use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
 use tracing::{info, warn};
-use xlaunch_proto::v1::{GpuState, NodeStatus, Restart, StatusReply};
+use xlaunch_proto::v1::{NodeStatus, Restart, StatusReply};
 
 use super::accounting::Accounting;
 use super::agents::AgentStarter;
 use super::agents::follow::{AgentEvent, FollowSetup, JobStart, follow};
 use super::agents::hooks::{Facts, Moment};
 use super::commands::Command;
-use super::config::{HooksSection, LiveConfig, MemoryLimit, check};
+use super::config::{HooksSection, LiveConfig};
 use super::files::{JobDirs, JobResult, StartOptions};
 use super::gpus::{GpuFacts, GpuMonitor, Inventory};
 use super::journal::Journal;
@@ -34,10 +35,10 @@ use super::measured::Usage;
 use super::runtime::{JobRuntime, Stop};
 use super::state::examination::Ending;
 use super::state::limits::{Due, due};
-use super::state::schedule::{GpuSlot, Resources, SETTLING_MS, Schedule, Wait, schedule};
+use super::state::schedule::{Schedule, Wait, schedule};
 use super::state::{End, Entry, Jobs, Phase, Record, bounded};
 use super::view::NodeView;
-use super::{boot_id, snapshot, tasks};
+use super::{boot_id, tasks};
 use examination::Running;
 use xlaunch_agent::clock::unix_ms;
 
@@ -45,8 +46,6 @@ use xlaunch_agent::clock::unix_ms;
 const AGENT_EVENT_CAPACITY: usize = 1024;
 /// Interval of watchdog notifications, and of attempts to rewrite a journal that could not be written.
 const MANAGER_TICK_INTERVAL: Duration = Duration::from_secs(5);
-/// Default of `jobs.max_memory_per_user` if the daemon is root.
-const DEFAULT_MEMORY_PER_USER: MemoryLimit = MemoryLimit::Percent(25);
 
 /// What the manager works with.
 #[derive(Debug)]
@@ -472,67 +471,6 @@ impl Manager {
         let setup = FollowSetup { dirs, starter, hooks, events };
         tokio::spawn(follow(job_start, fresh, setup, stop, warning));
         self.runtime.insert(job, runtime);
-    }
-
-    fn resources(&self) -> Resources {
-        let config = &self.config.borrow().jobs;
-        let (memory_per_user, memory_per_gpu) = self.memory_limits();
-        let held: BTreeSet<&str> = self.jobs.active().flat_map(|(_, entry)| entry.gpus()).collect();
-        let slot = |gpu: &GpuFacts| {
-            let unusable = snapshot::unusable(gpu, &config.leave_gpus);
-            // The processes of a job or an examination count as foreign.
-            let is_ours = held.contains(gpu.uuid.as_str()) || self.jobs.is_examined(&gpu.uuid);
-            let unusable = unusable.filter(|(state, _)| *state != GpuState::Foreign || !is_ours);
-            GpuSlot { uuid: gpu.uuid.clone(), unusable: unusable.map(|(_, reason)| reason) }
-        };
-        Resources {
-            gpus: self.gpus.borrow().gpus.iter().map(slot).collect(),
-            settling: self.settling_gpus(),
-            cores: self.cores,
-            memory: self.base.memory_bytes,
-            cpu_workers: config.cpu_workers.unwrap_or(self.cores),
-            gpus_per_user: config.max_gpus_per_user,
-            memory_per_user,
-            memory_per_gpu,
-            only_training: !config.allow_commands(is_root()),
-            no_root: !config.allow_root,
-        }
-    }
-
-    /// GPUs on which the last poll may still have seen the processes of a job that has just ended.
-    fn settling_gpus(&self) -> BTreeSet<String> {
-        let (inventory, config, now) = (self.gpus.borrow(), self.config.borrow(), unix_ms());
-        let is_foreign = |gpu: &&GpuFacts| {
-            let unusable = snapshot::unusable(gpu, &config.jobs.leave_gpus);
-            unusable.is_some_and(|(state, _)| state == GpuState::Foreign)
-        };
-        let is_recent = |uuid: &String| {
-            self.jobs.jobs.values().any(|entry| match &entry.phase {
-                Phase::Ended { gpus, at, .. } => now.saturating_sub(*at) < SETTLING_MS && gpus.contains(uuid),
-                Phase::Queued { .. } | Phase::Active { .. } => false,
-            })
-        };
-        let foreign = inventory.gpus.iter().filter(is_foreign).map(|gpu| gpu.uuid.clone());
-        foreign.filter(is_recent).collect()
-    }
-
-    /// The limit on the memory of a user beside the shares of GPUs, and the share of a GPU, in bytes. The shares leave
-    /// what one user can take beside them, so that no user can keep the GPUs from the others.
-    fn memory_limits(&self) -> (Option<u64>, u64) {
-        let default = is_root().then_some(DEFAULT_MEMORY_PER_USER);
-        let memory = self.base.memory_bytes;
-        let limit = self.config.borrow().jobs.max_memory_per_user.or(default).map(|limit| limit.of(memory));
-        let shares = memory.saturating_sub(limit.unwrap_or(0)).max(memory / 2);
-        (limit, shares / (self.gpus.borrow().gpus.len() as u64).max(1))
-    }
-
-    /// What is wrong with the configuration, for the operator.
-    fn config_problems(&self) -> Vec<String> {
-        let config = self.config.borrow();
-        let reload = config.reload_problem.iter().map(|problem| {
-            format!("the last reload has failed, and the configuration from before is in effect: {problem}")
-        });
-        reload.chain(check::unknown_gpus(&config.jobs, &self.gpus.borrow())).collect()
     }
 }
 

@@ -16,6 +16,8 @@ use tokio_stream::StreamExt;
 use tonic::Code;
 use tonic::metadata::MetadataValue;
 use tonic::transport::Channel;
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_client::HealthClient;
 use xlaunch_proto::command::{CommandSpec, Program};
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::node_client::NodeClient;
@@ -32,7 +34,7 @@ use crate::view::{JobView, NodeView};
 
 const ANN: u32 = 1001;
 const BOB: u32 = 1002;
-/// A user id without an account.
+/// The first user id without an account.
 const STRANGER: u32 = 1_000_000;
 const ADMIN: u32 = 1003;
 
@@ -105,7 +107,7 @@ fn named(stream: &UnixStream) -> io::Result<Credentials> {
 
 /// The user database of these tests.
 fn account(uid: u32) -> io::Result<Option<Account>> {
-    Ok((uid != STRANGER).then(|| Account { name: format!("user{uid}"), gid: 100 }))
+    Ok((uid < STRANGER).then(|| Account { name: format!("user{uid}"), gid: 100 }))
 }
 
 async fn manage(mut commands: mpsc::Receiver<Command>, refuse: Option<CommandError>) {
@@ -568,6 +570,34 @@ async fn unread_responses_count_against_their_caller_only() {
     })
     .await;
     bob.get(GetRequest { job: 2 }).await.unwrap();
+}
+
+#[tokio::test]
+async fn health_watches_with_many_user_ids_of_one_person_shut_out_nobody() {
+    let case = Case::new([(2, BOB, NodeJobState::Running)], None);
+    let mut watches = Vec::new();
+    for uid in (STRANGER..).take(600) {
+        // Some are closed again for later ones.
+        if let Ok(channel) = net::connect_stream(case.connect(uid), net::connect::endpoint()).await {
+            watches.extend(HealthClient::new(channel).watch(HealthCheckRequest::default()).await);
+        }
+    }
+    let answers = async |uid: u32| {
+        let channel = net::connect_stream(case.connect(uid), net::connect::endpoint()).await;
+        match channel {
+            Ok(channel) => NodeClient::new(channel).get(GetRequest { job: 2 }).await.is_ok(),
+            Err(_) => false,
+        }
+    };
+    soon("the lookups of these ids", async {
+        while !answers(BOB).await {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
+    for _ in 0..10 {
+        assert!(answers(BOB).await && answers(ADMIN).await);
+    }
 }
 
 #[tokio::test]

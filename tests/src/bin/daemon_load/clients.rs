@@ -115,7 +115,7 @@ async fn list_until(mut client: NodeClient<Channel>, deadline: Instant) -> Vec<f
     let mut latencies = Vec::new();
     while latencies.is_empty() || Instant::now() < deadline {
         let sent = Instant::now();
-        client.list(ListRequest { ended: true, limit: 0 }).await.unwrap();
+        client.list(ListRequest { ended: true, ..ListRequest::default() }).await.unwrap();
         latencies.push(sent.elapsed().as_secs_f64() * 1e3);
     }
     latencies

@@ -179,7 +179,8 @@ async fn jobs(count: usize) {
             client.submit(submit_request(&node, done, &["true"])).await.unwrap();
         }
     }
-    let kept = client.list(ListRequest { ended: true, limit: 0 }).await.unwrap().into_inner().jobs;
+    let kept =
+        client.list(ListRequest { ended: true, ..ListRequest::default() }).await.unwrap().into_inner().jobs;
     let done = kept.iter().filter(|job| job.state() == NodeJobState::Done).count();
     let newest = kept.first().map_or(0, |job| job.id);
     println!("{} jobs kept, {done} of them done; the newest is {newest}", kept.len());

@@ -1,0 +1,118 @@
+//! What the node has and the operator allows, from the inventory of GPUs and the configuration in effect.
+
+use std::collections::BTreeSet;
+
+use xlaunch_agent::clock::unix_ms;
+use xlaunch_proto::v1::GpuState;
+
+use super::{Manager, is_root};
+use crate::config::{MemoryLimit, check};
+use crate::gpus::GpuFacts;
+use crate::snapshot;
+use crate::state::Phase;
+use crate::state::commands::AdmissionRules;
+use crate::state::schedule::{GpuSlot, Resources, SETTLING_MS};
+use crate::submission::NodeLimits;
+
+/// Default of `jobs.max_memory_per_user` if the daemon is root.
+const DEFAULT_MEMORY_PER_USER: MemoryLimit = MemoryLimit::Percent(25);
+
+impl Manager {
+    /// What the scheduler gives to jobs.
+    pub(super) fn resources(&self) -> Resources {
+        let config = &self.config.borrow().jobs;
+        let (memory_per_user, memory_per_gpu) = self.memory_limits();
+        let held: BTreeSet<&str> = self.jobs.active().flat_map(|(_, entry)| entry.gpus()).collect();
+        let slot = |gpu: &GpuFacts| {
+            let unusable = snapshot::unusable(gpu, &config.leave_gpus);
+            // The processes of a job or an examination count as foreign.
+            let is_ours = held.contains(gpu.uuid.as_str()) || self.jobs.is_examined(&gpu.uuid);
+            let unusable = unusable.filter(|(state, _)| *state != GpuState::Foreign || !is_ours);
+            GpuSlot { uuid: gpu.uuid.clone(), unusable: unusable.map(|(_, reason)| reason) }
+        };
+        Resources {
+            gpus: self.gpus.borrow().gpus.iter().map(slot).collect(),
+            settling: self.settling_gpus(),
+            cores: self.cores,
+            memory: self.base.memory_bytes,
+            cpu_workers: config.cpu_workers.unwrap_or(self.cores),
+            gpus_per_user: config.max_gpus_per_user,
+            memory_per_user,
+            memory_per_gpu,
+            only_training: !config.allow_commands(is_root()),
+            no_root: !config.allow_root,
+        }
+    }
+
+    /// GPUs on which the last poll may still have seen the processes of a job that has just ended.
+    fn settling_gpus(&self) -> BTreeSet<String> {
+        let (inventory, config, now) = (self.gpus.borrow(), self.config.borrow(), unix_ms());
+        let is_foreign = |gpu: &&GpuFacts| {
+            let unusable = snapshot::unusable(gpu, &config.jobs.leave_gpus);
+            unusable.is_some_and(|(state, _)| state == GpuState::Foreign)
+        };
+        let is_recent = |uuid: &String| {
+            self.jobs.jobs.values().any(|entry| match &entry.phase {
+                Phase::Ended { gpus, at, .. } => now.saturating_sub(*at) < SETTLING_MS && gpus.contains(uuid),
+                Phase::Queued { .. } | Phase::Active { .. } => false,
+            })
+        };
+        let foreign = inventory.gpus.iter().filter(is_foreign).map(|gpu| gpu.uuid.clone());
+        foreign.filter(is_recent).collect()
+    }
+
+    /// The limit on the memory of a user beside the shares of GPUs, and the share of a GPU, in bytes. The shares leave
+    /// what one user can take beside them, so that no user can keep the GPUs from the others.
+    fn memory_limits(&self) -> (Option<u64>, u64) {
+        let default = is_root().then_some(DEFAULT_MEMORY_PER_USER);
+        let memory = self.base.memory_bytes;
+        let limit = self.config.borrow().jobs.max_memory_per_user.or(default).map(|limit| limit.of(memory));
+        let shares = memory.saturating_sub(limit.unwrap_or(0)).max(memory / 2);
+        (limit, shares / (self.gpus.borrow().gpus.len() as u64).max(1))
+    }
+
+    /// What is wrong with the configuration, for the operator.
+    pub(super) fn config_problems(&self) -> Vec<String> {
+        let config = self.config.borrow();
+        let reload = config.reload_problem.iter().map(|problem| {
+            format!("the last reload has failed, and the configuration from before is in effect: {problem}")
+        });
+        reload.chain(check::unknown_gpus(&config.jobs, &self.gpus.borrow())).collect()
+    }
+
+    /// Which jobs are accepted.
+    pub(super) fn admission_rules(&self) -> AdmissionRules<'_> {
+        let config = &self.config.borrow().jobs;
+        let (memory_per_user, memory_per_gpu) = self.memory_limits();
+        let own = rustix::process::getuid();
+        let gpus = self.gpus.borrow().gpus.iter().filter(|gpu| !gpu.is_among(&config.leave_gpus)).count();
+        let gpus = u32::try_from(gpus).unwrap_or(u32::MAX);
+        AdmissionRules {
+            allow_commands: config.allow_commands(own.is_root()),
+            allow_root: config.allow_root,
+            how_to_change: &self.how_to_configure,
+            max_per_user: config.max_per_user,
+            only_user: (!own.is_root()).then(|| own.as_raw()),
+            gpus: if config.max_gpus_per_user > 0 { gpus.min(config.max_gpus_per_user) } else { gpus },
+            cpu_workers: config.cpu_workers.unwrap_or(self.cores),
+            cores: self.cores,
+            memory: self.base.memory_bytes,
+            memory_per_user,
+            memory_per_gpu,
+        }
+    }
+
+    /// What a submission is resolved by.
+    pub(super) fn node_limits(&self) -> NodeLimits {
+        let config = &self.config.borrow().jobs;
+        NodeLimits {
+            gpus: u32::try_from(self.gpus.borrow().gpus.len()).unwrap_or(u32::MAX),
+            cores: self.cores,
+            memory: self.base.memory_bytes,
+            memory_per_gpu: self.memory_limits().1,
+            max_grace: config.max_grace.0,
+            default_time: config.default_time.map(|span| span.0),
+            max_time: config.max_time.map(|span| span.0),
+        }
+    }
+}
