@@ -1,7 +1,7 @@
 //! Log files: a worker's streams byte by byte, and filtered lines of all workers.
 //!
 //! A full disk stops no worker: bytes that cannot be written are counted, and the file mentions the count as soon as it
-//! can be written again. A file that was started again begins with how many bytes are missing before it.
+//! can be written again. A file that was started again begins with how much of the stream came before it.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -20,23 +20,13 @@ pub(super) struct LogFile {
     size: u64,
     limit: Option<u64>,
     lost: u64,
-    /// Bytes of the stream in this file and in the renamed one.
-    kept: [u64; 2],
-    /// Bytes of the stream in renamed files that were replaced.
-    removed: u64,
+    /// Bytes of the stream that were written, here and to files that were renamed.
+    written: u64,
 }
 
 impl LogFile {
     pub(super) fn create(path: &Path, limit: Option<u64>) -> std::io::Result<Self> {
-        Ok(Self {
-            path: path.into(),
-            file: File::create(path)?,
-            size: 0,
-            limit,
-            lost: 0,
-            kept: [0; 2],
-            removed: 0,
-        })
+        Ok(Self { path: path.into(), file: File::create(path)?, size: 0, limit, lost: 0, written: 0 })
     }
 
     pub(super) fn write(&mut self, bytes: &[u8]) {
@@ -56,12 +46,11 @@ impl LogFile {
             // If this fails, the old bytes are lost: the size limit holds.
             let _ = fs_err::rename(&self.path, old);
             self.file = File::create(&self.path)?;
-            // What follows the note counts towards the limit, so that the smallest file has some of the stream.
             self.size = 0;
-            self.removed += std::mem::take(&mut self.kept[1]);
-            self.kept.swap(0, 1);
             let note = self.rotation_note();
             self.file.write_all(note.as_bytes())?;
+            // A part that is almost as long as the limit follows all the same.
+            self.size = note.len() as u64;
         }
         if self.lost > 0 {
             writeln!(self.file, "\n[xlaunch: {} bytes could not be written here]", self.lost)?;
@@ -69,18 +58,18 @@ impl LogFile {
         }
         self.file.write_all(part)?;
         self.size += size;
-        self.kept[0] += size;
+        self.written += size;
         Ok(())
     }
 
-    /// The first line of a file that was started again.
+    /// The first line of a file that was started again. It stays true when the file is renamed.
     fn rotation_note(&self) -> String {
         let name = self.path.file_name().unwrap_or_default().to_string_lossy();
-        let removed = match self.removed {
-            0 => String::new(),
-            bytes => format!("; the {bytes} bytes before those were removed to bound the log"),
-        };
-        format!("[xlaunch: the {} bytes before this line are in {name}.1{removed}]\n", self.kept[1])
+        let (written, limit) = (self.written, self.limit.unwrap_or(u64::MAX));
+        format!(
+            "[xlaunch: {written} bytes of output came before this line; only {name}.1 and {name} are kept, of at most \
+             {limit} bytes each]\n"
+        )
     }
 }
 
@@ -169,10 +158,10 @@ mod tests {
         });
         let both = [old.clone(), new].concat();
         assert!(whole.ends_with(&both));
-        let (kept, removed) = (old.len(), whole.len() - both.len());
+        let before = whole.len() - (both.len() - old.len());
         let expected = format!(
-            "[xlaunch: the {kept} bytes before this line are in stdout.log.1; the {removed} bytes before those were \
-             removed to bound the log]\n"
+            "[xlaunch: {before} bytes of output came before this line; only stdout.log.1 and stdout.log are kept, of at \
+             most 1000 bytes each]\n"
         );
         assert_eq!(note, expected);
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 2);
