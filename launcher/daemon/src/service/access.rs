@@ -43,7 +43,7 @@ struct Inner {
     cache: Mutex<HashMap<u32, (bool, Instant)>>,
     lookups: Arc<Semaphore>,
     holders: Holders,
-    /// For lookups that nobody waits for: they must not delay others.
+    /// For lookups that no call waits for: they must not delay others.
     background: Semaphore,
 }
 
