@@ -195,8 +195,8 @@ impl Accounting {
         Ok(Page { accounts: newest.into_iter().map(|(_, account)| account).collect(), older })
     }
 
-    /// The valid lines in the last `bytes` of the file before an offset, each with its own offset; and the offset of the
-    /// first complete line there.
+    /// The valid lines in the last `bytes` of the file before an offset, each with its own offset; and the offset of
+    /// the first complete line there.
     fn read(
         &self,
         before: Option<u64>,

@@ -5,8 +5,8 @@
 //! that are known to be harmless reach the job. None of them names a file that is executed or loaded, or one that
 //! names such files.
 //!
-//! NCCL also reads `~/.nccl.conf`, which its user can write. It does not if `NCCL_CONF_FILE` names another file, so that
-//! is set to the operator's.
+//! NCCL also reads `~/.nccl.conf`, which its user can write. It does not if `NCCL_CONF_FILE` names another file, so
+//! that is set to the operator's.
 
 /// Variables that reach training jobs. A `*` at the end stands for any text.
 const ALLOWED: [&str; 79] = [

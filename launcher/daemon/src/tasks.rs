@@ -1,14 +1,14 @@
 //! How many processes and threads the node can have, and a job by default.
 
 /// Limits of the kernel and, in a container, of its control group.
-const LIMITS: [&str; 3] =
+const TASK_LIMIT_FILES: [&str; 3] =
     ["/proc/sys/kernel/pid_max", "/proc/sys/kernel/threads-max", "/sys/fs/cgroup/pids.max"];
 /// Four jobs that fork without end have all of the node's processes. `xlaunch.slice` keeps them from the last part.
 const JOBS_TO_EXHAUST_NODE: u64 = 4;
 
 /// The default of `jobs.max_tasks`; no limit if nothing is known.
 pub(crate) fn default_limit() -> u64 {
-    limit(LIMITS.iter().filter_map(|path| fs_err::read_to_string(path).ok()))
+    limit(TASK_LIMIT_FILES.iter().filter_map(|path| fs_err::read_to_string(path).ok()))
 }
 
 fn limit(texts: impl Iterator<Item = String>) -> u64 {

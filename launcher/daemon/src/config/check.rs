@@ -1,5 +1,5 @@
-//! What of `daemon.toml` depends on the node: hooks, groups and GPUs that have to exist. `xlaunch daemon --check` prints
-//! all of it; at the start of the daemon, a hook that cannot run is refused.
+//! What of `daemon.toml` depends on the node: hooks, groups and GPUs that have to exist. `xlaunch daemon --check`
+//! prints all of it; at the start of the daemon, a hook that cannot run is refused.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
