@@ -67,7 +67,9 @@ proptest! {
     ) {
         let jobs = of(records);
         let slot = |gpu: &str| GpuSlot { uuid: gpu.into(), unusable: (gpu == "d").then(|| "sick".into()) };
-        let resources = Resources { gpus: GPUS.map(slot).to_vec(), cores: 4, memory: 8, cpu_workers, gpus_per_user, ..Resources::default() };
+        let gpus = GPUS.map(slot).to_vec();
+        let unlimited = Resources { gpus, cores: 4, memory: 8, ..Resources::default() };
+        let resources = Resources { cpu_workers, gpus_per_user, ..unlimited };
         let schedule = schedule(&jobs, &resources, 10);
 
         let mut seen: Vec<u64> = schedule.starts.iter().map(|(job, _)| *job).collect();
