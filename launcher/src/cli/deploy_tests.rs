@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use xlaunch_agent::config;
 use xlaunch_proto::command::{Backend, GroupSpec, Security};
@@ -93,6 +94,9 @@ fn pods_join_the_group_that_their_manifest_describes() {
     ] {
         let Group { spec, warnings, .. } = group(manifest, set_by_engine);
         let GroupSpec { nodes, node_rank, backend, security, .. } = &spec;
+        assert!(spec.sigterm_is_preemption, "{manifest}");
+        // Nodes may have to be added to the cluster, and have to pull the image.
+        assert!(spec.join_timeout >= Duration::from_secs(1800), "{manifest}: {:?}", spec.join_timeout);
         assert_eq!((nodes.to_string().as_str(), *node_rank), ("2", Some(1)), "{manifest}");
         assert_eq!((*backend, *security), (Backend::Static, Security::Token), "{manifest}");
         assert_eq!((spec.endpoint.to_string().as_str(), warnings.len()), (endpoint, 0), "{manifest}");
@@ -120,15 +124,46 @@ fn failure_policy_has_the_exit_codes_of_the_table() {
             let values = rules.filter_map(|rule| rule["onExitCodes"]["values"].as_vec()).flatten();
             values.map(|value| value.as_i64().unwrap()).collect::<BTreeSet<_>>()
         };
-        assert_eq!(of("FailJob"), codes(&[ExitCode::Usage, ExitCode::Data]), "{manifest}");
-        assert_eq!(of("Ignore"), codes(&[ExitCode::Retryable, ExitCode::Stopped]), "{manifest}");
-        assert!(rules.iter().any(|rule| {
-            rule["action"].as_str() == Some("Ignore")
-                && rule["onPodConditions"][0]["type"].as_str() == Some("DisruptionTarget")
-        }));
+        // A job that a user has stopped stays stopped, so a preempted one must not exit with the same code.
+        assert_eq!(of("FailJob"), codes(&[ExitCode::Usage, ExitCode::Data, ExitCode::Stopped]), "{manifest}");
+        assert_eq!(of("Ignore"), codes(&[ExitCode::Retryable]), "{manifest}");
+        // The first rule that matches counts.
+        assert_eq!(rules[0]["action"].as_str(), Some("Ignore"), "{manifest}");
+        assert_eq!(rules[0]["onPodConditions"][0]["type"].as_str(), Some("DisruptionTarget"), "{manifest}");
         for rule in rules.iter().filter(|rule| !rule["onExitCodes"].is_badvalue()) {
             assert_eq!(rule["onExitCodes"]["containerName"], container(&job)["name"], "{manifest}");
         }
+    }
+}
+
+#[test]
+fn pods_ask_for_what_they_need_and_get_no_more() {
+    for manifest in MANIFESTS {
+        let job = job(manifest);
+        let pod = &job["template"]["spec"];
+        assert_eq!(pod["automountServiceAccountToken"].as_bool(), Some(false), "{manifest}");
+        assert_eq!(pod["enableServiceLinks"].as_bool(), Some(false), "{manifest}");
+        let volumes = pod["volumes"].as_vec().unwrap();
+        let shm = volumes.iter().find(|volume| volume["name"].as_str() == Some("shm")).unwrap();
+        assert!(shm["emptyDir"]["sizeLimit"].as_str().is_some(), "{manifest}");
+        let documents = documents(manifest);
+        let of_train_job = documents.iter().map(|it| it["spec"]["trainer"]["resourcesPerNode"].clone());
+        let all = of_train_job.filter(|resources| !resources.is_badvalue());
+        for resources in all.chain([container(&job)["resources"].clone()]) {
+            for wanted in ["cpu", "memory"] {
+                assert!(!resources["requests"][wanted].is_badvalue(), "{manifest}: {wanted}");
+            }
+            assert_eq!(resources["limits"]["memory"], resources["requests"]["memory"], "{manifest}");
+        }
+        let policy = documents.iter().find(|it| it["kind"].as_str() == Some("NetworkPolicy")).unwrap();
+        let (pods, from) = (&policy["spec"]["podSelector"], &policy["spec"]["ingress"][0]["from"]);
+        assert_eq!((from.as_vec().map(Vec::len), &from[0]["podSelector"]), (Some(1), pods), "{manifest}");
+        // Labels of the pods: the manifest's own, or the one that JobSet adds, with the name of the job.
+        let (label, value) = pods["matchLabels"].as_hash().unwrap().front().unwrap();
+        let own = &job["template"]["metadata"]["labels"][label.as_str().unwrap()];
+        assert!(own == value || label.as_str() == Some("jobset.sigs.k8s.io/jobset-name"), "{manifest}");
+        assert!(documents.iter().any(|document| document["metadata"]["name"] == *value), "{manifest}");
+        assert!(text(&format!("kubernetes/{manifest}")).contains("# - {name: NCCL_SOCKET_IFNAME"));
     }
 }
 
@@ -140,7 +175,7 @@ fn schedulers_wait_longer_than_a_training_job_takes_to_stop() {
         assert!(grace as f64 > limit, "{manifest}: {grace} s");
     }
     let script = text("slurm/train.sbatch");
-    let signal = script.lines().find_map(|line| line.strip_prefix("#SBATCH --signal=TERM@")).unwrap();
+    let signal = script.lines().find_map(|line| line.strip_prefix("#SBATCH --signal=B:TERM@")).unwrap();
     assert!(signal.parse::<f64>().unwrap() > limit, "{signal}");
 }
 

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use rustix::process::Signal;
 use xlaunch_tests::{Job, Process, Slurm, requirements, wait_for, xlaunch_path};
 
 xlaunch_harness::tests! {
@@ -11,7 +12,8 @@ xlaunch_harness::tests! {
     two_jobs_on_the_same_nodes_do_not_disturb_each_other,
     cancelled_job_leaves_no_process_on_any_node,
     lost_node_ends_the_launches_on_the_others_with_75,
-    preempted_job_saves_is_queued_again_and_resumes;
+    preempted_job_saves_is_queued_again_and_resumes,
+    job_is_queued_again_after_the_kill_of_a_launch_and_at_its_time_limit_but_not_after_a_users_stop;
 }
 
 fn xlaunch() -> String {
@@ -126,9 +128,9 @@ fn lost_node_ends_the_launches_on_the_others_with_75() {
     assert!(stderr.contains("h1"), "{stderr}");
 }
 
-fn preempted_job_saves_is_queued_again_and_resumes() {
-    let slurm = Slurm::start(2);
-    write_job(&slurm);
+/// Submits `deploy/slurm/train.sbatch` for training without an end. Returns the job's number.
+fn submit_training(slurm: &Slurm) -> String {
+    write_job(slurm);
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/slurm/train.sbatch");
     let path = format!("{}:{}", xlaunch_path().parent().unwrap().display(), std::env::var("PATH").unwrap());
     let mut sbatch = slurm.command("sbatch");
@@ -139,7 +141,46 @@ fn preempted_job_saves_is_queued_again_and_resumes() {
     ]);
     let submitted = Process::spawn_inside(sbatch.env("PATH", path)).wait();
     assert_eq!(submitted.code, 0, "{}", submitted.stderr);
-    let job = submitted.stdout.trim();
+    submitted.stdout.trim().to_owned()
+}
+
+/// Lets a job that is queued again start now.
+fn start_now(slurm: &Slurm, job: &str) {
+    // Slurm lets it wait for two minutes otherwise, but refuses a job that starts in the second of its requeue.
+    std::thread::sleep(std::time::Duration::from_secs(3));
+    assert_eq!(slurm.run("scontrol", &["update", &format!("jobid={job}"), "StartTime=now"]).code, 0);
+}
+
+fn job_is_queued_again_after_the_kill_of_a_launch_and_at_its_time_limit_but_not_after_a_users_stop() {
+    let slurm = Slurm::start(2);
+    let job = submit_training(&slurm);
+    let output = || std::fs::read_to_string(slurm.home().join("out")).unwrap_or_default();
+    let steps = || output().matches("  loss ").count();
+    let wait_for_steps = |since: usize| wait_for("training", || (steps() > since).then_some(()));
+    wait_for_steps(0);
+    // srun exits with 137, that launch's code.
+    let is_launch = |process: &&xlaunch_tests::ProcessInfo| process.command.starts_with("xlaunch train.toml");
+    let killed = slurm.hosts()[1].processes().iter().find(is_launch).unwrap().pid;
+    xlaunch_tests::send_signal(killed, Signal::KILL);
+    slurm.wait_for_state(&job, "PENDING");
+
+    start_now(&slurm, &job);
+    wait_for_steps(steps());
+    // As Slurm does before the time limit.
+    assert_eq!(slurm.run("scancel", &["--batch", "--signal=TERM", &job]).code, 0);
+    slurm.wait_for_state(&job, "PENDING");
+
+    start_now(&slurm, &job);
+    wait_for_steps(steps());
+    assert_eq!(slurm.run(&xlaunch(), &["stop"]).code, 0);
+    slurm.wait_for_state(&job, "FAILED");
+    let shown = slurm.run("scontrol", &["show", "--oneliner", "job", &job]).stdout;
+    assert!(shown.contains("ExitCode=143:0"), "{shown}");
+}
+
+fn preempted_job_saves_is_queued_again_and_resumes() {
+    let slurm = Slurm::start(2);
+    let job = &*submit_training(&slurm);
     let output = || std::fs::read_to_string(slurm.home().join("out")).unwrap_or_default();
     wait_for("training", || output().contains("  loss ").then_some(()));
     let urgent =
@@ -149,9 +190,7 @@ fn preempted_job_saves_is_queued_again_and_resumes() {
     let checkpoints = slurm.home().join("runs/train/latest/checkpoints");
     let saved = std::fs::read_dir(checkpoints).map_or(0, Iterator::count);
     assert_eq!(saved, 1, "{}", output());
-    // Slurm lets it wait for two minutes otherwise, but refuses a job that starts in the second of its requeue.
-    std::thread::sleep(std::time::Duration::from_secs(3));
-    assert_eq!(slurm.run("scontrol", &["update", &format!("jobid={job}"), "StartTime=now"]).code, 0);
+    start_now(&slurm, job);
     wait_for("the job to go on", || output().contains("resuming at step ").then_some(()));
     assert_eq!(slurm.run("scancel", &[job]).code, 0);
     slurm.wait_for_state(job, "CANCELLED");

@@ -5,9 +5,11 @@
 
 use super::{Allocation, Host};
 
+pub(super) const NAME: &str = "Kubernetes";
+
 pub(super) fn detect(host: &Host<'_>) -> Result<Option<Allocation>, String> {
     Ok(host.number("JOB_COMPLETION_INDEX")?.map(|index| Allocation {
-        engine: "Kubernetes",
+        engine: NAME,
         variables: host.variables(&["JOB_COMPLETION_INDEX"]),
         nodes: None,
         node_rank: Some(index),

@@ -74,6 +74,13 @@ pub(super) struct Allocation {
     pub(super) munge: bool,
 }
 
+impl Allocation {
+    /// Whether SIGTERM to one of the launches says that the engine takes its node away, and will start it again.
+    pub(super) fn preempts_by_sigterm(&self) -> bool {
+        self.engine == kubernetes::NAME
+    }
+}
+
 /// Detects the engine of this process.
 pub(super) fn of_this_process() -> Result<Option<Allocation>, String> {
     detect(&Host {

@@ -188,7 +188,7 @@ fn invalid_values_are_refused_with_what_was_expected() {
             "--rdzv-backend etcd-v2 a.py",
             "--rdzv-backend etcd-v2: etcd is not supported; expected static or c10d",
         ),
-        ("--nproc many t.toml", "--nproc many: expected a whole number, auto or gpu"),
+        ("--nproc many t.toml", "--nproc many: expected a whole number, auto, gpu or cpu"),
         ("--rdzv-backend mine a.py", "--rdzv-backend mine: plug-ins in Python are not supported"),
         ("--logs-specs mine a.py", "--logs-specs mine: plug-ins in Python are not supported"),
         (

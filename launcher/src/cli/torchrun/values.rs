@@ -105,11 +105,12 @@ pub(super) fn truth(text: &str) -> Result<bool, String> {
     }
 }
 
-/// Workers of the built-in trainer; `None`: one per GPU, or 1 without GPUs.
+/// Workers of the built-in trainer; `None`: one per GPU, or 1 without GPUs. A worker on the CPU uses all of its cores,
+/// so `cpu`, which Kubeflow sets on nodes without GPUs, does not mean one worker per core.
 pub(super) fn trainer_workers(text: &str) -> Result<Option<u32>, String> {
     match text {
-        "auto" | "gpu" => Ok(None),
-        _ => whole(text).map(Some).map_err(|_| "expected a whole number, auto or gpu".into()),
+        "auto" | "gpu" | "cpu" => Ok(None),
+        _ => whole(text).map(Some).map_err(|_| "expected a whole number, auto, gpu or cpu".into()),
     }
 }
 
