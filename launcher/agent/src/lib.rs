@@ -33,6 +33,7 @@ pub mod doctor;
 pub mod driver;
 pub mod ending;
 pub mod environment;
+mod escape;
 pub mod gpu_clocks;
 pub mod group;
 pub mod logs;

@@ -5,7 +5,6 @@ use std::time::Instant;
 
 use xlaunch_proto::command::GroupSpec;
 use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::ids::Digest;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::{Prepare, StatusReply};
 
@@ -22,7 +21,7 @@ use xlaunch_agent::group::join::{self, Nodes};
 use xlaunch_agent::group::shared::{self, Mark};
 use xlaunch_agent::group::work::Work;
 use xlaunch_agent::registry::Entry;
-use xlaunch_agent::report::Evidence;
+use xlaunch_agent::report::{Evidence, error_file};
 use xlaunch_agent::run_dir::{self, RunDir};
 use xlaunch_agent::spawn::affinity::{self, Affinity};
 use xlaunch_agent::spawn::environment::BaseEnvironment;
@@ -31,7 +30,7 @@ use xlaunch_agent::waiting::{self, Group};
 use xlaunch_agent::workload::command::CommandPlan;
 use xlaunch_agent::workload::host_memory::{self, HostNeeds, MemoryPlan, SaveBuffers};
 use xlaunch_agent::workload::trainer::TrainerPlan;
-use xlaunch_agent::{Refusal, ending, memory, report, workload};
+use xlaunch_agent::{Refusal, clock, ending, memory, report, workload};
 
 /// A launch of the built-in trainer.
 #[derive(Debug)]
@@ -52,7 +51,7 @@ pub(crate) struct Launch {
 pub(super) async fn run(launch: &Launch, group: Option<&Nodes>, trainer: Trainer) -> ExitCode {
     let mut declared = None;
     let fill_in = |spec: &mut JobSpec| {
-        declared = spec.checkpoint.init.is_some().then(|| spec.digest());
+        declared = spec.checkpoint.init.is_some().then(|| spec.clone());
         (trainer.fill_in)(spec)
     };
     let (mut spec, placement) = match prepare(launch, fill_in) {
@@ -63,13 +62,14 @@ pub(super) async fn run(launch: &Launch, group: Option<&Nodes>, trainer: Trainer
         // `job.json` describes all nodes, which may differ in this.
         spec.launch.nproc = None;
     }
-    let place = Place { base: &BaseEnvironment::Own, group, declared };
+    let place = Place { base: &BaseEnvironment::Own, group, declared: declared.as_ref() };
     match train(&spec, &placement, trainer, place, RunDir::create).await {
         Ok(ended) => {
+            record_error(ended.error.as_deref());
             print_end(&ended.summary, &ended.report);
             ended.exit
         }
-        Err(refusal) => refuse(&refusal),
+        Err(refusal) => refuse_and_record(&refusal),
     }
 }
 
@@ -80,8 +80,8 @@ pub(super) struct Place<'a> {
     pub(super) base: &'a BaseEnvironment,
     /// The nodes, if there are several.
     pub(super) group: Option<&'a Nodes>,
-    /// Of the configuration as the user wrote it, if initial weights complete it.
-    pub(super) declared: Option<Digest>,
+    /// The configuration as the user wrote it, if initial weights complete it.
+    pub(super) declared: Option<&'a JobSpec>,
 }
 
 impl Place<'_> {
@@ -109,6 +109,8 @@ pub(super) struct Ended {
     pub(super) summary: String,
     /// Failure report for stderr; empty on success.
     pub(super) report: String,
+    /// The contents of the launcher's own `TORCHELASTIC_ERROR_FILE`, unless the job is done.
+    error: Option<String>,
 }
 
 impl Ended {
@@ -124,6 +126,7 @@ impl Ended {
             peak_memory_bytes: 0,
             summary: String::new(),
             report: String::new(),
+            error: None,
         }
     }
 }
@@ -290,9 +293,10 @@ fn ended(finished: Finished, summary: String, logs: Option<&Path>) -> Ended {
     let report = report::text(&finished.outcome, &finished.evidence, logs).unwrap_or_default();
     let (exit, reason) = (finished.outcome.exit, reason(&finished.outcome, &finished.evidence));
     let (stopped, rank) = (finished.outcome.stopped, finished.outcome.rank());
-    let Finished { status, peak_memory_bytes, leads, left, .. } = finished;
+    let Finished { outcome, evidence, status, peak_memory_bytes, leads, left, .. } = finished;
     let left_checkpoints = leads && left;
-    Ended { exit, stopped, left_checkpoints, reason, rank, status, peak_memory_bytes, summary, report }
+    let error = error_file::of_outcome(&outcome, &evidence, std::process::id(), clock::unix().as_secs());
+    Ended { exit, stopped, left_checkpoints, reason, rank, status, peak_memory_bytes, summary, report, error }
 }
 
 fn notify(text: &str) {
@@ -326,11 +330,26 @@ pub(super) async fn run_command(spec: CommandSpec, group: Option<&Nodes>) -> Exi
     let place = Place { base: &BaseEnvironment::Own, group, declared: None };
     match run_workers(&command, place, RunDir::for_command).await {
         Ok(ended) => {
+            record_error(ended.error.as_deref());
             print_end("", &ended.report);
             ended.exit
         }
-        Err(refusal) => refuse(&refusal),
+        Err(refusal) => refuse_and_record(&refusal),
     }
+}
+
+/// Writes the launcher's own `TORCHELASTIC_ERROR_FILE`, as torchrun does.
+fn record_error(contents: Option<&str>) {
+    let path = std::env::var_os("TORCHELASTIC_ERROR_FILE").filter(|path| !path.is_empty());
+    let Some((path, contents)) = path.zip(contents) else { return };
+    if let Err(error) = fs_err::write(&path, contents) {
+        print_line(format_args!("warning: TORCHELASTIC_ERROR_FILE: {error}"));
+    }
+}
+
+fn refuse_and_record(refusal: &Refusal) -> ExitCode {
+    record_error(error_file::of_refusal(refusal, clock::unix().as_secs()).as_deref());
+    refuse(refusal)
 }
 
 /// Runs the workers of a command. `create` makes the directory of the run with this id; with the node's rank if there
@@ -417,7 +436,10 @@ pub(super) fn load(
     Ok(spec)
 }
 
+/// Says why nothing was started. Neither a stop nor a job that is done is an error.
 pub(super) fn refuse(refusal: &Refusal) -> ExitCode {
-    print_line(format_args!("error: {}", refusal.message.trim()));
+    let is_error = !matches!(refusal.exit, ExitCode::Done | ExitCode::Stopped | ExitCode::Signal(_));
+    let prefix = if is_error { "error" } else { "xlaunch" };
+    print_line(format_args!("{prefix}: {}", refusal.message.trim()));
     refusal.exit
 }

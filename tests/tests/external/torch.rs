@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use xlaunch_tests::{Launch, Output, Process, requirements};
+use rustix::process::Signal;
+use serde_json::Value;
+use xlaunch_tests::{Launch, Output, Process, requirements, wait_for};
 
 xlaunch_harness::tests! {
     needs requirements::torch:
@@ -11,6 +13,7 @@ xlaunch_harness::tests! {
     preloaded_workers_have_the_losses_of_plain_ones,
     exception_in_one_rank_is_the_root_cause,
     hanging_rank_is_named_with_its_python_function_and_the_job_restarts,
+    launchers_own_error_file_is_that_of_torchrun,
     workers_have_all_variables_of_torchrun;
     needs requirements::accelerate:
     accelerate_has_the_losses_of_torchrun;
@@ -100,6 +103,48 @@ fn hanging_rank_is_named_with_its_python_function_and_the_job_restarts() {
     for line in ["resuming at step 100 from ", "step 150  loss "] {
         assert!(run.stdout.contains(line), "{line} in {}", run.stdout);
     }
+}
+
+/// A script whose main function is recorded, and fails or waits.
+const RECORDED: &str = "
+import sys, time
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main():
+    if sys.argv[1] == 'fail':
+        raise ValueError('bad')
+    print('ready', flush=True)
+    time.sleep(1000)
+main()
+";
+
+fn launchers_own_error_file_is_that_of_torchrun() {
+    let launchers = [(Launch::new(), &[][..]), {
+        (Launch::with_program(requirements::python_path()), &["-m", "torch.distributed.run"][..])
+    }];
+    let [ours, theirs] = launchers.map(|(launch, launcher)| {
+        let script = launch.write("recorded.py", RECORDED).display().to_string();
+        let file = launch.path().join("own.json");
+        ["fail", "wait"].map(|what| {
+            let mut command = launch.command(&[launcher, &["--nproc-per-node", "1", &script, what]].concat());
+            command.env("PYTHON_EXEC", requirements::python_path()).env("TORCHELASTIC_ERROR_FILE", &file);
+            let run = Process::spawn(&mut command);
+            if what == "wait" {
+                wait_for("the worker", || run.stdout().contains("ready").then_some(()));
+                run.signal(Signal::TERM);
+            }
+            let pid = run.pid().to_string();
+            let code = run.wait().code;
+            assert_ne!(code, 0);
+            let mut error: Value = serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
+            let info = error["message"]["extraInfo"].as_object_mut().unwrap();
+            for differing in ["py_callstack", "timestamp"] {
+                assert!(info.remove(differing).unwrap().is_string(), "{differing}");
+            }
+            error.to_string().replace(&pid, "PID")
+        })
+    });
+    assert_eq!(ours, theirs);
 }
 
 /// What a worker of one of two ranks finds in its environment and this process does not.

@@ -3,6 +3,8 @@
 use std::collections::BTreeSet;
 use std::os::unix::fs::symlink;
 
+use rustix::process::Signal;
+use serde_json::Value;
 use xlaunch_tests::{Launch, Process, is_alive, requirements, wait_for, xlaunch_path};
 
 use crate::sorted_lines;
@@ -22,6 +24,7 @@ xlaunch_harness::tests! {
     final_exit_code_and_repeated_failure_stop_restarts,
     log_dir_has_layout_of_torchrun,
     launches_at_the_same_time_have_different_run_ids,
+    launchers_own_error_file_has_the_first_failure_or_the_signal,
     unsupported_options_are_refused_by_name,
     fifty_concurrent_launches_have_distinct_ports,
     worker_that_closes_its_output_or_calls_exec_is_waited_for,
@@ -211,6 +214,40 @@ fn program_that_cannot_start_is_named() {
     assert!(run.code == 1 && run.stderr.contains("no-such-program"), "{}: {}", run.code, run.stderr);
     let run = launch.run(&["--nproc", "1", "missing.py"]);
     assert_eq!((run.code, run.stderr.as_str()), (2, "error: missing.py: no such file\n"));
+}
+
+fn launchers_own_error_file_has_the_first_failure_or_the_signal() {
+    let launch = Launch::new();
+    let file = launch.path().join("own.json");
+    let start = |script: &str| {
+        let mut command = launch.command(&["--nproc-per-node", "2", "--", "sh", "-c", script]);
+        Process::spawn(command.env("TORCHELASTIC_ERROR_FILE", &file))
+    };
+    let written = || -> Value { serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap() };
+    assert_eq!(start("true").wait().code, 0);
+    assert!(!file.exists());
+
+    let of_rank = r#"{"message":{"message":"E: x","extraInfo":{"py_callstack":"T","timestamp":"7"}}}"#;
+    let script = "[ $RANK = 1 ] || exec sleep 1000; echo '".to_owned()
+        + of_rank
+        + "' > $TORCHELASTIC_ERROR_FILE; exit 7";
+    assert_eq!(start(&script).wait().code, 1);
+    let mut expected: Value = serde_json::from_str(of_rank).unwrap();
+    expected["message"]["errorCode"] = 7.into();
+    assert_eq!(written(), expected);
+
+    assert_eq!(start("[ $RANK = 1 ] || exec sleep 1000; kill -9 $$").wait().code, 1);
+    let message = written()["message"].clone();
+    assert_eq!(message["errorCode"], -9, "{message}");
+    assert!(message["message"].as_str().unwrap().starts_with("rank 1 ("), "{message}");
+    assert!(message["extraInfo"]["timestamp"].as_str().unwrap().parse::<u64>().is_ok(), "{message}");
+
+    let run = start("echo ready >&2; exec sleep 1000");
+    wait_for("both workers", || (run.stderr().matches("ready").count() == 2).then_some(()));
+    let expected = format!("SignalException: Process {} got signal: 15", run.pid());
+    run.signal(Signal::TERM);
+    assert_eq!(run.wait().code, 143);
+    assert_eq!(written()["message"]["message"], expected);
 }
 
 fn unsupported_options_are_refused_by_name() {

@@ -4,6 +4,7 @@
 //! Control characters in the output of workers are escaped, so that a worker cannot forge a report.
 
 mod cause;
+pub mod error_file;
 mod python;
 
 use std::ffi::OsString;
@@ -11,6 +12,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+pub(crate) use crate::escape::escaped;
 use crate::run_dir;
 use crate::spawn::{Exit, OomKills};
 use crate::state::{Failure, Outcome};
@@ -182,21 +184,6 @@ fn later(root: &Evidence, other: &Evidence) -> String {
     let between =
         root.exit_time.zip(other.exit_time).and_then(|(first, then)| then.duration_since(first).ok());
     between.map_or(String::new(), |time| format!(", {:.1} s later", time.as_secs_f64()))
-}
-
-/// The text with everything escaped that moves the cursor, changes colours or reverses the direction of writing.
-pub(crate) fn escaped(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    for c in text.chars() {
-        let is_bidi =
-            matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-        match c {
-            '\t' => out.push(c),
-            _ if c.is_control() || is_bidi => out.extend(c.escape_default()),
-            _ => out.push(c),
-        }
-    }
-    out
 }
 
 #[cfg(test)]
