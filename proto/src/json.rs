@@ -174,7 +174,7 @@ fn rank(rank: &RankStatus) -> Value {
     json!({
         "rank": rank.rank, "local_rank": rank.local_rank, "node_rank": rank.node_rank, "pid": rank.pid,
         "state": rank_state(rank.state()), "device_uuid": rank.device_uuid, "step": rank.step,
-        "seconds_since_heartbeat": number(rank.seconds_since_heartbeat), "exit": rank.exit,
+        "seconds_since_heartbeat": rank.seconds_since_heartbeat.map(number), "exit": rank.exit,
         "seconds_since_output": rank.seconds_since_output.map(number),
         "cpu_percent": rank.cpu_percent.map(number), "memory_bytes": rank.memory_bytes,
         "gpu_percent": rank.gpu_percent.map(number), "gpu_memory_bytes": rank.gpu_memory_bytes,

@@ -84,6 +84,7 @@ pub fn member_state(state: MemberState) -> &'static str {
         MemberState::Spare => "spare",
         MemberState::Silent => "silent",
         MemberState::Lost => "lost",
+        MemberState::Waiting => "waiting",
     }
 }
 

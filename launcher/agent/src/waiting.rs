@@ -16,7 +16,7 @@ use tokio::sync::{mpsc, watch};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
-use xlaunch_proto::v1::{JobState, NodeRefused, Prepare, StopRequested, Waiting};
+use xlaunch_proto::v1::{GroupEnd, JobState, NodeRefused, Prepare, StopRequested, Waiting};
 
 use crate::Refusal;
 use crate::group::candidacy::{Election, OtherRole};
@@ -97,7 +97,7 @@ pub async fn first_attempt(
         };
         match message {
             Some(FromGroup::Message(ToAgent::Welcome(welcome))) if !welcome.refusal.is_empty() => {
-                return Err(ended(welcome.exit_code, &welcome.refusal));
+                return Err(Refusal::new(exit(welcome.exit_code), welcome.refusal));
             }
             Some(FromGroup::Message(ToAgent::Welcome(welcome))) => {
                 if coordinator.is_none() {
@@ -122,7 +122,7 @@ pub async fn first_attempt(
                 if let Some(coordinator) = coordinator {
                     coordinator.finish().await;
                 }
-                return Err(ended(end.exit_code, &end.root));
+                return Err(ended(end));
             }
             Some(FromGroup::Notice(text)) => notify(&text),
             Some(message) => queries.iter().for_each(|queries| queries.heard(&message, &notify)),
@@ -159,9 +159,25 @@ pub(crate) fn waits(board: &watch::Sender<Board>, waiting: &Waiting, notify: imp
     board.send_modify(|board| board.set_spare(waiting.spare));
 }
 
-fn ended(exit_code: u32, why: &str) -> Refusal {
-    let exit = ExitCode::from_code(i32::try_from(exit_code).unwrap_or(1)).unwrap_or(ExitCode::Rendezvous);
-    Refusal::new(exit, why.to_owned())
+/// Why a node ends that took part in no attempt.
+fn ended(end: GroupEnd) -> Refusal {
+    let exit = exit(end.exit_code);
+    let texts = [end.root, end.notice].into_iter().find(|text| !text.is_empty());
+    Refusal::new(
+        exit,
+        texts.unwrap_or_else(|| match exit {
+            ExitCode::Done => "the job is done; this node was not needed".into(),
+            _ => format!("the job has ended without this node: {}", exit.meaning()),
+        }),
+    )
+}
+
+fn exit(code: u32) -> ExitCode {
+    let code = u8::try_from(code).unwrap_or(1);
+    ExitCode::from_code(code.into()).unwrap_or(match code {
+        129.. => ExitCode::Signal(code - 128),
+        _ => ExitCode::Worker(code),
+    })
 }
 
 fn failed(error: io::Error) -> Refusal {

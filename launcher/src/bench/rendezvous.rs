@@ -85,6 +85,7 @@ async fn measure(ranks: u32) -> io::Result<Measured> {
         name: "bench".into(),
         command_line: String::new(),
         max_restarts: 0,
+        total_steps: 0,
         log_dir: dir.path().into(),
         stall_timeout: RENDEZVOUS_TIMEOUT,
     }));

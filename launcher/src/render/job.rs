@@ -213,7 +213,7 @@ step 120/500  loss 2.5000  46.1K tok/s
 status from 12s ago
 
 RANK  PID     STATE   STEP    BEAT   CPU   MEMORY  GPU  POOL  MAPPED  PEAK  FRAG  DEVICE
-0     812     running 120     0s     -     -       -    0     0       0     0%
+0     812     running 120     -      -     -       -    0     0       0     0%
 ";
         assert_eq!(text(&running(), 1_245_000, 100), expected);
     }

@@ -6,6 +6,7 @@ use std::time::Duration;
 use xlaunch_proto::v1::{Job, JobKind, NodeJobState};
 
 use super::job::{run_time, user};
+use super::launch;
 use super::text::{columns, fit, or_dash};
 use xlaunch_daemon::view::has_ended;
 use xlaunch_proto::labels::node_job_state;
@@ -57,8 +58,8 @@ fn row(job: &Job, now: u64) -> Vec<String> {
 pub(crate) fn step_or_reason(job: &Job) -> String {
     let trains = job.status.as_ref().filter(|_| job.kind() == JobKind::Trainer);
     match trains.filter(|status| status.total_steps > 0) {
-        Some(status) if job.reason.is_empty() => format!("{}/{}", status.step, status.total_steps),
-        Some(status) => format!("{}/{} {}", status.step, status.total_steps, job.reason),
+        Some(status) if job.reason.is_empty() => launch::progress(status),
+        Some(status) => format!("{} {}", launch::progress(status), job.reason),
         None => job.reason.clone(),
     }
 }

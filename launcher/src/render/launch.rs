@@ -86,16 +86,27 @@ pub(crate) fn restarts(reply: &StatusReply, now: u64) -> String {
     reply.past_restarts.iter().rev().take(MAX_RESTARTS_SHOWN).rev().map(line).collect()
 }
 
-/// One line of training progress.
+/// One line of training progress. Before the first step, and without an answer of the node with rank 0, loss and speed
+/// are not known.
 pub(crate) fn training(reply: &StatusReply) -> String {
+    if reply.step == 0 {
+        return format!("step {}\n", progress(reply));
+    }
     format!(
-        "step {}/{}  loss {:.4}  {} tok/s{}\n",
-        reply.step,
-        reply.total_steps,
+        "step {}  loss {:.4}  {} tok/s{}\n",
+        progress(reply),
         reply.loss,
         count(reply.tokens_per_second),
         reply.mfu.map_or_else(String::new, |mfu| format!("  MFU {:.1} %", 100.0 * mfu))
     )
+}
+
+/// `120/500`, or `120` where the total is not known.
+pub(crate) fn progress(reply: &StatusReply) -> String {
+    if reply.total_steps == 0 {
+        return reply.step.to_string();
+    }
+    format!("{}/{}", reply.step, reply.total_steps)
 }
 
 /// One line about where the time has gone.
@@ -105,11 +116,11 @@ pub(crate) fn time(reply: &StatusReply) -> String {
 
 fn command_ranks(reply: &StatusReply, width: usize, out: &mut String) {
     // Few commands send heartbeats.
-    let has_heartbeats = reply.ranks.iter().any(|rank| rank.seconds_since_heartbeat > 0.0);
+    let has_heartbeats = reply.ranks.iter().any(|rank| rank.seconds_since_heartbeat.is_some());
     let heading = if has_heartbeats { "STEP    BEAT   " } else { "" };
     *out += &format!("RANK  PID      STATE    {heading}OUTPUT  CPU    MEMORY  GPU   GPU MEM\n");
     for rank in &reply.ranks {
-        let sent = (rank.seconds_since_heartbeat > 0.0).then_some(rank.seconds_since_heartbeat);
+        let sent = rank.seconds_since_heartbeat;
         let step = sent.filter(|_| rank.step > 0).map_or("-".into(), |_| rank.step.to_string());
         let heartbeat = format!("{step:<8}{:<7}", or_dash(sent, clock));
         let row = format!(
@@ -139,7 +150,7 @@ fn trainer_ranks(reply: &StatusReply, width: usize, out: &mut String) {
             rank.pid,
             rank_state(rank.state()),
             rank.step,
-            clock(rank.seconds_since_heartbeat),
+            or_dash(rank.seconds_since_heartbeat, clock),
             or_dash(rank.cpu_percent, percent),
             or_dash(rank.memory_bytes, bytes),
             or_dash(rank.gpu_percent, percent),
@@ -251,7 +262,7 @@ RANK  PID      STATE    OUTPUT  CPU    MEMORY  GPU   GPU MEM
     #[test]
     fn command_with_heartbeats_has_their_columns() {
         let mut reply = reply();
-        (reply.ranks[0].step, reply.ranks[0].seconds_since_heartbeat) = (1200, 0.4);
+        (reply.ranks[0].step, reply.ranks[0].seconds_since_heartbeat) = (1200, Some(0.4));
         let expected = "\
 RANK  PID      STATE    STEP    BEAT   OUTPUT  CPU    MEMORY  GPU   GPU MEM
 0     4000000  running  1200    0s     3s      1600%  123G    100%  141G
@@ -270,12 +281,26 @@ RANK  PID      STATE    STEP    BEAT   OUTPUT  CPU    MEMORY  GPU   GPU MEM
         (rank.pool_live_bytes, rank.pool_mapped_bytes) = (12_300_000_000, 45_600_000_000);
         (rank.pool_peak_bytes, rank.pool_fragmentation, rank.step) = (45_600_000_000, 0.02, 120);
         rank.device_uuid = "GPU-9b14ac54-acbc".into();
+        rank.seconds_since_heartbeat = Some(0.4);
         let expected = "\
 RANK  PID     STATE   STEP    BEAT   CPU   MEMORY  GPU  POOL  MAPPED  PEAK  FRAG  DEVICE
 0     4000000 running 120     0s     1600% 123G    100% 12.3G 45.6G   45.6G 2%    GPU-9b14ac54
 ";
         assert_eq!(ranks(&reply, 100), expected);
         assert_eq!(expected.find("  DEVICE"), Some(80));
+    }
+
+    #[test]
+    fn what_is_not_known_yet_is_not_shown_as_zero() {
+        let mut reply = reply();
+        reply.kind = JobKind::Trainer.into();
+        let line = |reply: &StatusReply| training(reply).trim_end().to_owned();
+        reply.total_steps = 500;
+        assert_eq!(line(&reply), "step 0/500");
+        (reply.step, reply.total_steps, reply.loss) = (264, 0, 2.5);
+        assert_eq!(line(&reply), "step 264  loss 2.5000  0 tok/s");
+        let beat = |text: &str| text.lines().nth(1).unwrap()[30..].split_whitespace().next() == Some("-");
+        assert!(beat(&ranks(&reply, 100)), "{}", ranks(&reply, 100));
     }
 
     #[test]
@@ -295,13 +320,15 @@ RANK  PID     STATE   STEP    BEAT   CPU   MEMORY  GPU  POOL  MAPPED  PEAK  FRAG
             node(Some(1), MemberState::Silent, "a\nb"),
             node(Some(2), MemberState::Lost, "node-19"),
             node(None, MemberState::Spare, "node-20"),
+            node(None, MemberState::Waiting, "node-21"),
         ];
         let expected = "\n
-NODE  STATE   RANKS  SILENT  HOST     ADDRESS
-0     active  0-7    -       node-17  10.0.0.1
-1     silent  8-15   4s      a\\u{a}b  10.0.0.1
-2     lost    16-23  4s      node-19  10.0.0.1
--     spare   -      -       node-20  10.0.0.1
+NODE  STATE    RANKS  SILENT  HOST     ADDRESS
+0     active   0-7    -       node-17  10.0.0.1
+1     silent   8-15   4s      a\\u{a}b  10.0.0.1
+2     lost     16-23  4s      node-19  10.0.0.1
+-     spare    -      -       node-20  10.0.0.1
+-     waiting  -      -       node-21  10.0.0.1
 
 RANK ";
         let text = table(&reply, 1185, 100);

@@ -60,6 +60,10 @@ pub struct GroupSpec {
     pub interface: Option<String>,
     /// How agents and coordinator authenticate each other.
     pub security: Security,
+    /// SIGTERM announces that this node is started again: a job that it stops exits with the code for a retry, even
+    /// with a complete checkpoint.
+    #[serde(default)]
+    pub sigterm_is_preemption: bool,
 }
 
 /// A range of nodes.
@@ -119,6 +123,7 @@ impl GroupSpec {
             local_addr: None,
             interface: None,
             security,
+            sigterm_is_preemption: false,
         }
     }
 

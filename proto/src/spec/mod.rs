@@ -134,6 +134,25 @@ impl JobSpec {
         Digest::of(&common.to_json())
     }
 
+    /// What the [`digest`](Self::digest) depends on: values as JSON, by key such as `train.lr`.
+    pub fn values(&self) -> Vec<(String, String)> {
+        let mut common = self.clone();
+        (common.launch.nproc, common.launch.devices) = (None, Vec::new());
+        let Ok(serde_json::Value::Object(sections)) = serde_json::to_value(&common) else {
+            return Vec::new();
+        };
+        let keys = sections.into_iter().flat_map(|(section, value)| match value {
+            serde_json::Value::Object(keys) => {
+                let named = |(key, value): (String, serde_json::Value)| {
+                    (format!("{section}.{key}"), value.to_string())
+                };
+                keys.into_iter().map(named).collect()
+            }
+            value => vec![(section, value.to_string())],
+        });
+        keys.collect()
+    }
+
     /// The serialised form that workers receive.
     pub fn to_json(&self) -> Vec<u8> {
         // Structs of numbers, strings and lists: serialisation cannot fail.

@@ -8,6 +8,7 @@ use crate::sorted_lines;
 xlaunch_harness::tests! {
     sigtstp_stops_workers_and_sigcont_continues_them,
     terminating_signals_are_forwarded_and_set_exit_code,
+    sigterm_during_a_restart_delay_sets_exit_code_and_is_named,
     sighup_ignored_by_nohup_stays_ignored,
     sigusr1_is_forwarded_and_does_not_stop_the_job;
 }
@@ -40,6 +41,20 @@ fn terminating_signals_are_forwarded_and_set_exit_code() {
         let found = (run.code, sorted_lines(&run.stdout));
         assert_eq!(found, (128 + number, vec!["got 0", "got 1"]), "{}", run.stderr);
     }
+}
+
+fn sigterm_during_a_restart_delay_sets_exit_code_and_is_named() {
+    let launch = Launch::new();
+    // The first restart has no delay. A third attempt would mean that the delay was over before the signal came.
+    let script = "[ $TORCHELASTIC_RESTART_COUNT = 2 ] && exec sleep 1000; exit 3";
+    let run = launch.spawn_shell(&["--max-restarts", "3"], 1, script);
+    run.wait_for_stderr("; restarting in ");
+    run.signal(Signal::TERM);
+    let run = run.wait();
+    assert_eq!(run.code, 143, "{}", run.stderr);
+    assert!(!run.stderr.contains("the job failed"), "{}", run.stderr);
+    let stopped = "stopped by SIGTERM before the next attempt; the last one failed: rank 0: exit code 3";
+    assert!(run.stderr.contains(stopped) || run.stderr.contains("stopping: the workers"), "{}", run.stderr);
 }
 
 fn sighup_ignored_by_nohup_stays_ignored() {

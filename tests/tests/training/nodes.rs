@@ -275,6 +275,7 @@ fn board() -> Board {
         name: "nodes".into(),
         command_line: String::new(),
         max_restarts: 0,
+        total_steps: 0,
         log_dir: PathBuf::new(),
         stall_timeout: HANG_TIMEOUT,
     })

@@ -183,6 +183,7 @@ pub(super) fn greeting(work: &Work) -> Greeting {
         run_id: work.run_id.clone().unwrap_or_default(),
         work: work.digest.clone(),
         work_text: work.text.clone(),
+        settings: work.settings.clone(),
         host: devices::host_name(),
         workers: work.workers,
         new: true,

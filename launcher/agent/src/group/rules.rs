@@ -29,6 +29,23 @@ pub fn of_command(spec: &ResolvedCommand, group: Option<&GroupSpec>) -> GroupRul
     rules(false, &spec.restarts, group)
 }
 
+/// The rules of a command by the flags that set them.
+pub fn by_flag(rules: &GroupRules) -> [(String, String); 7] {
+    let codes = |codes: &[i32]| codes.iter().map(i32::to_string).collect::<Vec<_>>().join(",");
+    let seconds = |value: f64| format!("{value} s");
+    let backend = if rules.fixed_ranks { "static" } else { "c10d" };
+    [
+        ("--max-restarts", rules.max_restarts.to_string()),
+        ("--no-restart-codes", codes(&rules.final_codes)),
+        ("--rdzv-backend", backend.into()),
+        ("--rdzv-conf join_timeout", seconds(rules.join_timeout)),
+        ("--rdzv-conf last_call_timeout", seconds(rules.last_call_timeout)),
+        ("--rdzv-conf keep_alive_interval", seconds(rules.heartbeat_interval)),
+        ("--rdzv-conf keep_alive_interval x keep_alive_max_attempt", seconds(rules.lease)),
+    ]
+    .map(|(flag, value)| (flag.to_owned(), value))
+}
+
 fn rules(trainer: bool, restarts: &Restarts, group: Option<&GroupSpec>) -> GroupRules {
     let time =
         |of: fn(&GroupSpec) -> Duration, other: f64| group.map_or(other, |group| of(group).as_secs_f64());
@@ -43,5 +60,7 @@ fn rules(trainer: bool, restarts: &Restarts, group: Option<&GroupSpec>) -> Group
         last_call_timeout: time(|group| group.last_call_timeout, 0.0),
         heartbeat_interval: time(|group| group.keep_alive_interval, 1.0),
         lease: time(GroupSpec::loss_timeout, 12.0),
+        // A command's launch that a signal ends exits with the code of the signal, as everywhere.
+        sigterm_is_preemption: trainer && group.is_some_and(|group| group.sigterm_is_preemption),
     }
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 use xlaunch_proto::command::GroupSpec;
 use xlaunch_proto::ids::Digest;
 use xlaunch_proto::spec::JobSpec;
-use xlaunch_proto::v1::GroupRules;
+use xlaunch_proto::v1::{GroupRules, Setting};
 
 use super::link::new_instance;
 use super::rules;
@@ -19,6 +19,8 @@ pub struct Work {
     pub instance: Vec<u8>,
     /// Of what all nodes have in common.
     pub digest: Vec<u8>,
+    /// The same, value by value.
+    pub settings: Vec<Setting>,
     /// The configuration, if the files of this node complete it.
     pub completed: Vec<u8>,
     /// For messages.
@@ -32,19 +34,21 @@ pub struct Work {
 }
 
 impl Work {
-    /// Training. `declared` is the digest of the configuration as the user wrote it, if initial weights complete it:
-    /// only node rank 0 needs to have these.
+    /// Training. `declared` is the configuration as the user wrote it, if initial weights complete it: only node rank 0
+    /// needs to have these.
     pub fn of_trainer(
         spec: &JobSpec,
-        declared: Option<Digest>,
+        declared: Option<&JobSpec>,
         workers: u32,
         group: Option<&GroupSpec>,
     ) -> Self {
         let run_id = group.and_then(|group| group.run_id.clone());
         let completed = if declared.is_some() { spec.to_json() } else { Vec::new() };
+        let common = declared.unwrap_or(spec);
         Self {
             instance: new_instance(),
-            digest: declared.unwrap_or_else(|| spec.digest()).0.to_vec(),
+            digest: common.digest().0.to_vec(),
+            settings: settings(common.values()),
             completed,
             text: format!("job {}", spec.job.name),
             workers,
@@ -61,9 +65,11 @@ impl Work {
         let common = format!("{text}\0{}\0{rules:?}", spec.role);
         let run_id = group.map_or_else(|| spec.run_id.clone(), |group| group.run_id.clone());
         let digest = Digest::of(common.as_bytes()).0.to_vec();
+        let role = ("--role".to_owned(), spec.role.clone());
         Self {
             instance: new_instance(),
             digest,
+            settings: settings(std::iter::once(role).chain(rules::by_flag(&rules))),
             completed: Vec::new(),
             text,
             workers: spec.nproc,
@@ -71,4 +77,11 @@ impl Work {
             run_id,
         }
     }
+}
+
+fn settings(values: impl IntoIterator<Item = (String, String)>) -> Vec<Setting> {
+    let mut settings: Vec<Setting> =
+        values.into_iter().map(|(name, value)| Setting { name, value }).collect();
+    settings.sort_by(|one, other| one.name.cmp(&other.name));
+    settings
 }

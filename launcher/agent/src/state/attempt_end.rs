@@ -53,6 +53,7 @@ impl Job {
             differing: std::mem::take(&mut self.differing),
             r#final: is_final,
             exit_code: paused_exit.unwrap_or(outcome.exit).code().into(),
+            saved: self.checkpoint.is_some(),
         };
         self.last = Some(outcome);
         let end = self.group_end.take().map_or_else(Vec::new, |end| self.end(&end));
@@ -101,11 +102,11 @@ impl Job {
     pub(super) fn end(&mut self, end: &GroupEnd) -> Vec<Action> {
         (self.phase, self.deadline) = (Phase::Ended, None);
         let is_elsewhere = !end.root.is_empty() && !self.is_here(end);
-        let mut outcome = match self.last.take() {
+        let mut outcome = match self.last.take().filter(|_| !end.stopped) {
             Some(_) if end.of_kept_attempt => outcome::failed(std::mem::take(&mut self.first_failures)),
             Some(last) => last,
-            // Without an attempt.
-            None => Outcome { stopped: end.root.is_empty(), ..self.outcome(Vec::new()) },
+            // Without an attempt, or between two of them.
+            None => Outcome { stopped: end.stopped || end.root.is_empty(), ..self.outcome(Vec::new()) },
         };
         (outcome.of_kept_attempt, outcome.first_rank) = (end.of_kept_attempt, self.first_rank);
         if u32::from(outcome.exit.code()) != end.exit_code {

@@ -481,7 +481,9 @@ impl Job {
     /// The coordinator may start the ranks of this node elsewhere: none may live here.
     fn cut_off(&mut self, reason: String, now: Instant) -> Vec<Action> {
         let line = format!("{reason}: ending the workers of this node");
-        self.failures.push(Failure::of_group(reason, ExitCode::Retryable));
+        // The coordinator knows whether it is this node, the network, or itself that has not answered.
+        let failure = Failure::of_group(reason, ExitCode::Retryable);
+        self.failures.push(Failure { consequence: true, ..failure });
         self.note_failure(now);
         self.phase = Phase::Stopping;
         [vec![Action::Notify(line)], self.kill()].concat()

@@ -8,9 +8,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{
-    JobKind, JobState, RankState, RankStatus, Restart, StatusReply, StepReport, Totals, TrainStarted,
-};
+use xlaunch_proto::v1::{JobKind, JobState, RankState, RankStatus, Restart, StatusReply, StepReport, Totals};
 
 use super::history::{self, History};
 use super::sample::Usage;
@@ -40,6 +38,8 @@ pub struct Launch {
     pub command_line: String,
     /// Restarts allowed.
     pub max_restarts: u32,
+    /// Steps of the training; 0 for a command.
+    pub total_steps: u64,
     /// Contains `attempt_<n>/<local rank>/{stdout,stderr}.log`.
     pub log_dir: PathBuf,
     /// A rank without output that uses neither CPU nor GPU for this long gets a hint.
@@ -56,7 +56,6 @@ pub struct Board {
     reason: String,
     attempt: u32,
     restarts: VecDeque<Restart>,
-    train: Option<TrainStarted>,
     last_step: Option<StepReport>,
     history: History,
     totals: Option<Totals>,
@@ -102,7 +101,6 @@ impl Board {
             reason: String::new(),
             attempt: 0,
             restarts: VecDeque::new(),
-            train: None,
             last_step: None,
             history: History::default(),
             totals: None,
@@ -227,7 +225,6 @@ impl Board {
             self.time.reported(report, now);
         }
         match report {
-            Report::TrainStarted(started) if rank == 0 => self.train = Some(started.clone()),
             Report::Step(step) if rank == 0 => {
                 self.last_step = Some(*step);
                 self.history.add(clock::unix_ms(), step);
@@ -368,7 +365,7 @@ impl Board {
     pub fn reply(&self, now: Instant, history: bool) -> StatusReply {
         let since = |then: Instant| now.saturating_duration_since(then).as_secs_f64();
         let ranks = self.ranks.iter().map(|rank| RankStatus {
-            seconds_since_heartbeat: rank.last_report.map_or(0.0, since),
+            seconds_since_heartbeat: rank.last_report.map(since),
             seconds_since_output: rank.last_output.map(since),
             hint: self.hint(rank.status.local_rank, now).unwrap_or_default(),
             ..rank.status.clone()
@@ -383,7 +380,7 @@ impl Board {
             world_size: self.assignment.world,
             ranks: ranks.collect(),
             step: self.last_step.map(|step| step.step).or(lowest_step).unwrap_or(0),
-            total_steps: self.train.as_ref().map_or(0, |started| started.total_steps),
+            total_steps: self.launch.total_steps,
             loss: step.loss,
             tokens_per_second: history::speed(&step),
             mfu: step.mfu,
@@ -438,6 +435,7 @@ mod tests {
             name: "n".into(),
             command_line: "n".into(),
             max_restarts: 3,
+            total_steps: 500,
             log_dir: "/logs".into(),
             stall_timeout: Duration::from_secs(300),
         });
@@ -485,14 +483,14 @@ mod tests {
                 [0, 1].map(|rank| (reply.ranks[rank].step, reply.ranks[rank].seconds_since_heartbeat)),
             )
         };
-        assert_eq!(seen(&board), (0, [(0, 0.0), (0, 0.0)]));
+        assert_eq!(seen(&board), (0, [(0, None), (0, None)]));
         board.heartbeat(1, Some(8), now);
-        assert_eq!(seen(&board), (8, [(0, 0.0), (8, 3.0)]), "rank 0 reports no step");
+        assert_eq!(seen(&board), (8, [(0, None), (8, Some(3.0))]), "rank 0 reports no step");
         board.heartbeat(0, Some(7), now);
         board.heartbeat(0, None, now + Duration::from_secs(1));
-        assert_eq!(seen(&board), (7, [(7, 2.0), (8, 3.0)]));
+        assert_eq!(seen(&board), (7, [(7, Some(2.0)), (8, Some(3.0))]));
         board.reset(2, 2, &Assignment { restarts: 2, ..assignment() });
-        assert_eq!(seen(&board), (0, [(0, 0.0), (0, 0.0)]));
+        assert_eq!(seen(&board), (0, [(0, None), (0, None)]));
     }
 
     #[test]

@@ -170,6 +170,7 @@ pub fn launch(spec: &ResolvedCommand) -> board::Launch {
         name: spec.name.clone(),
         command_line: quote_line(spec.argv.iter().map(AsRef::<OsStr>::as_ref)),
         max_restarts: spec.restarts.most,
+        total_steps: 0,
         log_dir: PathBuf::new(),
         stall_timeout: spec.stall_timeout,
     }

@@ -59,7 +59,7 @@ struct Rank<'a> {
     rank: u8,
     state: u8,
     text: [&'a str; 3],
-    heartbeat: f64,
+    heartbeat: Option<f64>,
     output: Option<f64>,
     cpu: Option<f64>,
     bytes: Option<u64>,

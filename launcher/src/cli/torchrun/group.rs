@@ -173,6 +173,7 @@ fn group(
     spec.node_rank = node_rank.map(|rank| rank.value);
     spec.run_id = run_id.map(|id| id.value);
     spec.hosts_coordinator = hosts_coordinator;
+    spec.sigterm_is_preemption = allocation.is_some_and(Allocation::preempts_by_sigterm);
     spec.local_addr = reader.parsed("local-addr", values::address)?;
     spec.interface = reader.parsed("interface", |text| Ok(text.to_owned()))?;
     let mut warnings = Vec::new();

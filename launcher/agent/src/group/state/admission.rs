@@ -4,14 +4,21 @@
 //! and is refused, or is lost, and is replaced: where a host lost power or an agent was killed, the next agent is often
 //! back before the lease is over.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
-use xlaunch_proto::v1::{Greeting, GroupRules, Welcome};
+use xlaunch_proto::v1::{Greeting, GroupRules, Setting, Welcome};
 
 use super::{Coordinator, Member, MemberId, Output, Phase, Stage, gathering, name, policy::Policy};
 use crate::command::Restarts;
+use crate::escape::escaped;
+
+/// Differing values of two configurations that a refusal names.
+const MAX_DIFFERENCES: usize = 8;
+/// Longer values are cut.
+const MAX_VALUE_CHARS: usize = 100;
 
 /// An agent that waits for the rank of a member.
 #[derive(Debug)]
@@ -206,13 +213,41 @@ fn difference(greeting: &Greeting, first: &Greeting) -> Option<String> {
     if greeting.work == first.work {
         return None;
     }
-    match greeting.work_text == first.work_text {
-        false => Some(format!("{own} runs `{}`, {other} runs `{}`", greeting.work_text, first.work_text)),
-        true => {
-            let digest =
-                |it: &Greeting| it.work.iter().take(4).map(|byte| format!("{byte:02x}")).collect::<String>();
-            differ("another configuration: its digest is", &digest(greeting), &digest(first))
-        }
+    if greeting.work_text != first.work_text {
+        return Some(format!("{own} runs `{}`, {other} runs `{}`", greeting.work_text, first.work_text));
+    }
+    let differing = differing_settings(&greeting.settings, &first.settings);
+    Some(format!("{own} has another configuration than {other}: {differing}"))
+}
+
+/// `train.lr is 0.001 instead of 0.0003, train.batch is 8 instead of 16 and 3 more`.
+fn differing_settings(own: &[Setting], other: &[Setting]) -> String {
+    let by_name = |settings: &[Setting]| -> BTreeMap<String, String> {
+        settings.iter().map(|setting| (setting.name.clone(), setting.value.clone())).collect()
+    };
+    let (own, other) = (by_name(own), by_name(other));
+    let names: BTreeSet<&String> = own.keys().chain(other.keys()).collect();
+    let differing: Vec<&String> =
+        names.into_iter().filter(|name| own.get(*name) != other.get(*name)).collect();
+    let value = |settings: &BTreeMap<String, String>, name: &String| {
+        settings.get(name).map_or_else(|| "unset".into(), |value| shortened(value))
+    };
+    let named: Vec<String> = differing
+        .iter()
+        .take(MAX_DIFFERENCES)
+        .map(|name| format!("{} is {} instead of {}", escaped(name), value(&own, name), value(&other, name)))
+        .collect();
+    match differing.len().saturating_sub(MAX_DIFFERENCES) {
+        0 if named.is_empty() => "its digest differs".into(),
+        0 => named.join(", "),
+        more => format!("{} and {more} more", named.join(", ")),
+    }
+}
+
+fn shortened(value: &str) -> String {
+    match value.char_indices().nth(MAX_VALUE_CHARS) {
+        Some((end, _)) => format!("{}...", escaped(&value[..end])),
+        None => escaped(value),
     }
 }
 

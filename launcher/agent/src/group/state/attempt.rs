@@ -1,6 +1,6 @@
 //! One attempt: its preparation, failures of its nodes, its end, and what follows.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::ids::RingKey;
@@ -103,7 +103,8 @@ impl Coordinator {
         if !self.runs(id, ended.attempt) {
             return;
         }
-        let NodeEnded { root, progressed, differing, r#final: is_final, exit_code, .. } = ended;
+        let NodeEnded { root, progressed, differing, r#final: is_final, exit_code, saved, .. } = ended;
+        self.saved |= saved;
         if let Some(member) = self.members.get_mut(&id) {
             member.stage = Stage::Ended(NodeEnd { progressed, differing, is_final, exit_code });
         }
@@ -124,16 +125,43 @@ impl Coordinator {
     fn fail(&mut self, id: MemberId, cause: RootCause, at: Instant, now: Instant) {
         let Some(member) = self.members.get(&id) else { return };
         let (host, is_consequence) = (member.greeting.host.clone(), cause.consequence);
+        let has_lost_coordinator = is_consequence && cause.rank.is_none();
         let failure = NodeFailure { member: Some(id), node_rank: member.node_rank, host, at, cause };
         match self.failures.iter_mut().find(|earlier| earlier.member == Some(id)) {
             Some(earlier) if earlier.cause.consequence => *earlier = failure,
             Some(_) => {}
             None => self.failures.push(failure),
         }
+        if has_lost_coordinator {
+            self.blame_suspension(now);
+        }
         match is_consequence {
             true => drop(self.announce_at.get_or_insert(now + CAUSE_GRACE)),
             false => self.announce(),
         }
+    }
+
+    /// A node that does not reach the coordinator ends its workers before the lease is over. Where the coordinator has
+    /// not run for most of that time, neither that node nor the network is at fault.
+    fn blame_suspension(&mut self, now: Instant) {
+        let lease = self.lease();
+        let is_cause = |(resumed, time): &(Instant, Duration)| now < *resumed + lease && *time >= lease / 2;
+        let Some((resumed, time)) = self.suspended.take_if(|suspended| is_cause(suspended)) else { return };
+        let host = self.members.get(&Self::HOST);
+        let message = format!(
+            "the coordinator did not run for {:.0} s: suspended, or its host is overloaded",
+            time.as_secs_f64()
+        );
+        let failure = NodeFailure {
+            // All nodes have to end their workers, that of the coordinator as well.
+            member: None,
+            node_rank: host.and_then(|host| host.node_rank),
+            host: host.map_or_else(String::new, |host| host.greeting.host.clone()),
+            at: resumed.checked_sub(time).unwrap_or(resumed),
+            cause: lost_peer(message),
+        };
+        self.failures.push(failure);
+        self.announce();
     }
 
     /// Tells all other nodes of the first failure.
@@ -165,20 +193,14 @@ impl Coordinator {
                     format!("the node was silent for {:.0} s", silence.as_secs_f64())
                 }
             };
-            let cause = RootCause {
-                message,
-                exit_code: ExitCode::Retryable.code().into(),
-                infrastructure: true,
-                counted_as: "peer".into(),
-                ..RootCause::default()
-            };
-            self.fail(id, cause, member.last_heard, now);
+            self.blame_suspension(now);
+            self.fail(id, lost_peer(message), member.last_heard, now);
         }
         self.members.remove(&id);
         self.outputs.push(Output::Forget(id));
         self.checkpoints_lost |= self.unshared && member.node_rank == Some(0);
         if member.node_rank.is_some() {
-            let mut status = member.status(now);
+            let mut status = member.status(false, now);
             status.set_state(MemberState::Lost);
             self.lost.push((member.last_heard, status));
             self.after_loss = true;
@@ -265,9 +287,18 @@ impl Coordinator {
         let of_nodes = codes().find(|code| *code == retryable).or_else(|| codes().max());
         // Workers of a command that were ended for a pause know nothing of the signal of the stop.
         let own = of_nodes.filter(|_| self.rules.trainer || !paused);
-        let exit_code = root.and(exit_of_root).or(own).or(self.stop.map(stops::exit_code)).unwrap_or(0);
+        let of_stop = self.stop.map(|signal| stops::exit_code(signal, &self.rules));
+        let saved = u32::from(ExitCode::Stopped.code());
+        // A node does not know whether the job is preempted.
+        let own = own.map(|code| if code == saved { of_stop.unwrap_or(code) } else { code });
+        let exit_code = root.and(exit_of_root).or(own).or(of_stop).unwrap_or(0);
         self.end(match root {
             Some(root) => GroupEnd { exit_code, ..root.end() },
+            None if of_stop == Some(exit_code) && exit_code == retryable => {
+                let notice =
+                    "stopped by SIGTERM, which announces a preemption here: exit code 75 asks for a retry";
+                GroupEnd { exit_code, notice: notice.into(), ..GroupEnd::default() }
+            }
             None => GroupEnd { exit_code, ..GroupEnd::default() },
         });
     }
@@ -356,8 +387,8 @@ impl NodeFailure {
     /// `node 1 (host): rank 5: exit code 3`.
     pub(super) fn text(&self) -> String {
         match self.member {
-            None => format!("the group: {}", self.cause.message),
-            Some(_) => match self.cause.rank {
+            None if self.host.is_empty() => format!("the group: {}", self.cause.message),
+            _ => match self.cause.rank {
                 None => format!("{}: {}", name(self.node_rank, &self.host), self.cause.message),
                 Some(rank) => {
                     format!("{}: rank {rank}: {}", name(self.node_rank, &self.host), self.cause.message)
@@ -367,7 +398,7 @@ impl NodeFailure {
     }
 
     /// Names the node only if there are several.
-    fn text_in(&self, nodes: u32) -> String {
+    pub(super) fn text_in(&self, nodes: u32) -> String {
         match (nodes, self.cause.rank) {
             (0 | 1, Some(rank)) => format!("rank {rank}: {}", self.cause.message),
             (0 | 1, None) => format!("the group: {}", self.cause.message),
@@ -377,5 +408,16 @@ impl NodeFailure {
 
     fn end(&self) -> GroupEnd {
         GroupEnd { node_rank: self.node_rank, root: self.text(), ..GroupEnd::default() }
+    }
+}
+
+/// A node, or the connection to it, is lost.
+fn lost_peer(message: String) -> RootCause {
+    RootCause {
+        message,
+        exit_code: ExitCode::Retryable.code().into(),
+        infrastructure: true,
+        counted_as: "peer".into(),
+        ..RootCause::default()
     }
 }

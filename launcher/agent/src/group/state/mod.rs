@@ -134,6 +134,11 @@ pub struct Coordinator {
     /// Nodes that were lost and not replaced, and when they were last heard; for status.
     lost: Vec<(Instant, MemberStatus)>,
     next_sweep: Option<Instant>,
+    /// When this coordinator last ran again after it had not run for longer than [`SUSPENDED_AFTER`], and how long that
+    /// was.
+    suspended: Option<(Instant, Duration)>,
+    /// A checkpoint of this run is complete.
+    saved: bool,
     outputs: Vec<Output>,
 }
 
@@ -236,6 +241,8 @@ impl Coordinator {
             checkpoints_lost: false,
             lost: Vec::new(),
             next_sweep: None,
+            suspended: None,
+            saved: false,
             outputs: Vec::new(),
         }
     }
@@ -278,6 +285,7 @@ impl Coordinator {
 
     /// What has to be done, in this order.
     pub fn handle(&mut self, input: Input, now: Instant) -> Vec<Output> {
+        self.notice_suspension(now);
         match input {
             Input::Greeted(id, greeting) => self.greeted(id, greeting, now),
             Input::Connected(id) => {
@@ -312,7 +320,10 @@ impl Coordinator {
             seconds_since_heartbeat: now.saturating_duration_since(*last_heard).as_secs_f64(),
             ..status.clone()
         });
-        let mut nodes: Vec<_> = self.members.values().map(|member| member.status(now)).chain(lost).collect();
+        let begun = matches!(self.phase, Phase::Preparing { .. } | Phase::Running);
+        let is_complete = begun && self.nodes >= self.most();
+        let members = self.members.values().map(|member| member.status(is_complete, now));
+        let mut nodes: Vec<_> = members.chain(lost).collect();
         nodes.sort_by_key(|node| (node.node_rank.is_none(), node.node_rank));
         nodes
     }
@@ -332,20 +343,24 @@ impl Coordinator {
         }
     }
 
+    /// Silence while the coordinator did not run says nothing about the members.
+    fn notice_suspension(&mut self, now: Instant) {
+        let Some(due) = self.next_sweep.filter(|due| now >= *due + SUSPENDED_AFTER) else { return };
+        for member in self.members.values_mut() {
+            (member.last_heard, member.closed) = (now, member.closed.map(|_| now));
+        }
+        self.claims.iter_mut().for_each(|claim| claim.since = now);
+        self.suspended = Some((now, now.saturating_duration_since(due)));
+    }
+
     /// Finds members that are lost. Not at every input: a thousand members send thousands of messages a second.
     fn sweep(&mut self, now: Instant) {
         if self.next_sweep.is_some_and(|due| now < due) {
             return;
         }
-        if self.next_sweep.is_some_and(|due| now >= due + SUSPENDED_AFTER) {
-            for member in self.members.values_mut() {
-                (member.last_heard, member.closed) = (now, member.closed.map(|_| now));
-            }
-            self.claims.iter_mut().for_each(|claim| claim.since = now);
-        }
         let remote = self.members.values().any(|member| !member.hosts_coordinator);
         self.next_sweep = (remote && !self.is_over()).then(|| now + SWEEP_INTERVAL);
-        let lease = Duration::from_secs_f64(self.rules.lease.max(0.0));
+        let lease = self.lease();
         let is_lost = |member: &Member| {
             let closed = member.closed.is_some_and(|closed| now >= closed + RECONNECT_GRACE);
             let silent = now.saturating_duration_since(member.last_heard) >= lease;
@@ -378,6 +393,11 @@ impl Coordinator {
         }
     }
 
+    /// Silence after which a member is lost.
+    fn lease(&self) -> Duration {
+        Duration::from_secs_f64(self.rules.lease.max(0.0))
+    }
+
     fn send(&mut self, id: MemberId, message: ToAgent) {
         self.outputs.push(Output::Send(id, message));
     }
@@ -392,7 +412,8 @@ impl Coordinator {
     /// The job is over.
     fn end(&mut self, end: GroupEnd) {
         for (id, member) in &self.members {
-            let exit_code = member.leaving.map_or(end.exit_code, stops::exit_code);
+            let exit_code =
+                member.leaving.map_or(end.exit_code, |signal| stops::exit_code(signal, &self.rules));
             self.outputs.push(Output::Send(*id, ToAgent::End(GroupEnd { exit_code, ..end.clone() })));
         }
         (self.phase, self.next_sweep) = (Phase::Ended(end), None);
@@ -400,14 +421,16 @@ impl Coordinator {
 }
 
 impl Member {
-    fn status(&self, now: Instant) -> MemberStatus {
+    /// `is_complete`: an attempt has as many nodes as the job can use.
+    fn status(&self, is_complete: bool, now: Instant) -> MemberStatus {
         // The agent around the coordinator sends no heartbeats.
         let silence = match self.hosts_coordinator {
             true => Duration::ZERO,
             false => now.saturating_duration_since(self.last_heard),
         };
         let state = match self.node_rank {
-            None => MemberState::Spare,
+            None if is_complete => MemberState::Spare,
+            None => MemberState::Waiting,
             Some(_) if silence >= SILENT_AFTER => MemberState::Silent,
             Some(_) => MemberState::Active,
         };

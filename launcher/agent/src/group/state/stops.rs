@@ -4,18 +4,18 @@ use std::time::Instant;
 
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
-use xlaunch_proto::v1::{GroupEnd, GroupStop};
+use xlaunch_proto::v1::{GroupEnd, GroupRules, GroupStop};
 
 use super::{Coordinator, Member, MemberId, Output, Phase, Stage};
 
-const LEAVE_SIGNAL: u32 = 15;
+const PREEMPTION_SIGNAL: u32 = 15;
 
 impl Coordinator {
     /// A user, or the system of one node, wants the agent there to stop. Preemption of a node is announced by SIGTERM:
     /// the job goes on if it can do without.
     pub(super) fn stop_requested(&mut self, id: MemberId, signal: u32, now: Instant) {
         let Some(member) = self.members.get_mut(&id) else { return };
-        if signal == LEAVE_SIGNAL
+        if signal == PREEMPTION_SIGNAL
             && !member.hosts_coordinator
             && self.stop.is_none()
             && self.can_do_without(id)
@@ -37,20 +37,25 @@ impl Coordinator {
                 }
             }
             Phase::Ended(_) => {}
-            // No worker exists. Between two attempts, the failure of the last one counts.
-            _ => {
-                let root = self.last_root.take();
-                self.end(match root {
-                    Some(root) => GroupEnd {
-                        exit_code: root.cause.exit_code,
-                        node_rank: root.node_rank,
-                        root: root.text(),
-                        ..GroupEnd::default()
-                    },
-                    None => GroupEnd { exit_code: exit_code(signal), ..GroupEnd::default() },
-                });
-            }
+            _ => self.stop_without_workers(signal),
         }
+    }
+
+    /// Ends the job before its first attempt, or between two of them.
+    fn stop_without_workers(&mut self, signal: u32) {
+        let stopped = format!("stopped by {}", request(signal));
+        let Some(last) = &self.last_root else {
+            let notice = format!("{stopped} before the workers had started");
+            return self.end(stop(exit_code(signal, &self.rules), notice));
+        };
+        let text =
+            format!("{stopped} before the next attempt; the last one failed: {}", last.text_in(self.nodes));
+        if self.rules.trainer && !self.saved {
+            let root = format!("{text}; no checkpoint was saved in this run");
+            let exit_code = ExitCode::Retryable.code().into();
+            return self.end(GroupEnd { exit_code, root, stopped: true, ..GroupEnd::default() });
+        }
+        self.end(stop(exit_code(signal, &self.rules), text));
     }
 
     /// The member ends: at once if it runs nothing, or else when the others have ended this attempt, too.
@@ -73,8 +78,9 @@ impl Coordinator {
         let leaving: Vec<_> = leaving.filter_map(|(id, member)| Some((*id, member.leaving?))).collect();
         for (id, signal) in leaving {
             let member = self.members.remove(&id);
-            let left = GroupEnd { exit_code: exit_code(signal), left: true, ..GroupEnd::default() };
-            self.send(id, ToAgent::End(left));
+            let notice = format!("this node leaves the job because of {}; the others go on", request(signal));
+            let end = stop(exit_code(signal, &self.rules), notice);
+            self.send(id, ToAgent::End(GroupEnd { left: true, ..end }));
             self.outputs.push(Output::Forget(id));
             // The group is as large as it can be at once.
             let had_rank = member.is_some_and(|member| member.node_rank.is_some());
@@ -95,10 +101,31 @@ impl Coordinator {
     }
 }
 
+/// The end of a node without workers.
+fn stop(exit_code: u32, notice: String) -> GroupEnd {
+    GroupEnd { exit_code, notice, stopped: true, ..GroupEnd::default() }
+}
+
+/// What asked for a stop.
+fn request(signal: u32) -> String {
+    match signal {
+        0 => "a user".into(),
+        1 => "SIGHUP".into(),
+        2 => "SIGINT".into(),
+        3 => "SIGQUIT".into(),
+        15 => "SIGTERM".into(),
+        other => format!("signal {other}"),
+    }
+}
+
 /// What an agent exits with that was stopped by this signal, or by a call.
-pub(super) fn exit_code(signal: u32) -> u32 {
+pub(super) fn exit_code(signal: u32, rules: &GroupRules) -> u32 {
     match u8::try_from(signal) {
-        Ok(signal @ 1..) => ExitCode::Signal(signal).code().into(),
+        Ok(_) if signal == PREEMPTION_SIGNAL && rules.sigterm_is_preemption => {
+            ExitCode::Retryable.code().into()
+        }
+        // The signals that stop a training job stop it alike.
+        Ok(signal @ 1..) if !rules.trainer => ExitCode::Signal(signal).code().into(),
         _ => ExitCode::Stopped.code().into(),
     }
 }

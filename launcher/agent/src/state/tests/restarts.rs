@@ -97,17 +97,6 @@ fn sixty_seconds_until_the_failure_are_progress_of_a_command_but_not_of_a_traine
 }
 
 #[test]
-fn stop_during_the_delay_ends_the_job_with_its_last_failure() {
-    let (mut job, now) = (command(1, 5), Instant::now());
-    job.handle(exited(0, 1), now);
-    job.handle(exited(0, 4), now);
-    assert_eq!(job.phase(), Phase::Waiting);
-    assert_eq!(job.handle(Event::Tick, job.deadline().unwrap() - MILLISECOND), []);
-    let end = outcome(&job.handle(Event::Stop(StopCause::Signal(15)), now + SECOND));
-    assert_eq!((end.exit, end.root.unwrap().status), (ExitCode::WorkerFailed, Some(Exit::Code(4))));
-}
-
-#[test]
 fn restarts_used_up_by_infrastructure_are_retryable_and_by_a_gpu_76() {
     let joined = |event: Event| vec![Event::AllJoined, event];
     let not_saved = Event::OwnError { rank: 0, message: "no space".into(), exit: ExitCode::SaveFailed };

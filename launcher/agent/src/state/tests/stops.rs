@@ -16,6 +16,60 @@ fn stop_before_the_first_attempt_ends_the_job_before_a_worker_starts() {
 }
 
 #[test]
+fn stop_during_a_restart_delay_ends_with_its_code_and_says_what_came_before() {
+    let stopped_in_delay = |mut job: Job, saved: bool, cause| {
+        let now = Instant::now();
+        for code in [1, 4] {
+            run(&mut job, &[Event::AllJoined]);
+            if saved {
+                run(&mut job, &[Event::Checkpoint { step: 10, path: "/c/step-10".into() }]);
+            }
+            job.handle(exited(0, code), now);
+        }
+        assert_eq!(job.phase(), Phase::Waiting);
+        let before_the_end = job.deadline().unwrap() - MILLISECOND;
+        assert_eq!(job.handle(Event::Tick, before_the_end), []);
+        let actions = job.handle(Event::Stop(cause), before_the_end);
+        let end = outcome(&actions);
+        assert!(end.stopped && end.root.is_none() && end.others.is_empty(), "{end:?}");
+        let said = end.elsewhere.unwrap_or_else(|| notices(&actions).concat());
+        assert!(
+            said.contains(" before the next attempt; the last one failed: rank 0: exit code 4"),
+            "{said}"
+        );
+        (end.exit.code(), said)
+    };
+    let (sigterm, interrupt) = (StopCause::Signal(SIGTERM), StopCause::Signal(SIGINT));
+    for (job, saved, cause, code, by) in [
+        (command(1, 3), false, sigterm, 143, "stopped by SIGTERM "),
+        (command(1, 3), false, interrupt, 130, "stopped by SIGINT "),
+        (command(1, 3), false, StopCause::Call, 143, "stopped by a user "),
+        (trainer(1, 3), true, sigterm, 143, "stopped by SIGTERM "),
+        (trainer(1, 3), true, interrupt, 143, "stopped by SIGINT "),
+        (trainer(1, 3), false, sigterm, 75, "stopped by SIGTERM "),
+    ] {
+        let (exit, said) = stopped_in_delay(job, saved, cause);
+        assert!(exit == code && said.starts_with(by), "{exit} {said}");
+        assert_eq!(said.ends_with("; no checkpoint was saved in this run"), code == 75, "{said}");
+    }
+}
+
+#[test]
+fn node_that_leaves_reports_no_failure_of_the_workers_it_has_ended() {
+    let mut job = command(2, 0);
+    let now = Instant::now();
+    let pause = job.job.handle(Event::Pause("node 1 (h1) leaves".into()), now);
+    assert!(pause.contains(&Action::Signal(SIGTERM)), "{pause:?}");
+    for rank in [0, 1] {
+        job.job.handle(killed(rank, 15), now);
+    }
+    let left = GroupEnd { exit_code: 143, stopped: true, notice: "left".into(), ..GroupEnd::default() };
+    let actions = job.job.handle(Event::GroupEnded(left), now);
+    let end = outcome(&actions);
+    assert_eq!((end.exit.code(), end.root, end.stopped, notices(&actions)), (143, None, true, vec!["left"]));
+}
+
+#[test]
 fn stop_escalates_from_request_to_sigkill() {
     let mut job = trainer(1, 0);
     let now = Instant::now();

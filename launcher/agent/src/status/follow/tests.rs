@@ -21,6 +21,7 @@ impl Case {
             name: "n".into(),
             command_line: "n".into(),
             max_restarts: 1,
+            total_steps: 0,
             log_dir: dir.path().into(),
             stall_timeout: Duration::from_secs(300),
         };

@@ -67,6 +67,7 @@ async fn agent(socket: PathBuf, log_dir: PathBuf) -> (watch::Sender<Board>, Runn
         name: "n".into(),
         command_line: "n".into(),
         max_restarts: 0,
+        total_steps: 0,
         log_dir,
         stall_timeout: Duration::from_secs(300),
     }));

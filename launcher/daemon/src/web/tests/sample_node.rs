@@ -25,7 +25,7 @@ fn rank(rank: u32, step: u64) -> RankStatus {
         state: RankState::Running.into(),
         device_uuid: gpu_uuid(rank),
         step,
-        seconds_since_heartbeat: 0.4,
+        seconds_since_heartbeat: Some(0.4),
         pool_live_bytes: 3_100_000_000,
         pool_mapped_bytes: 3_600_000_000,
         pool_peak_bytes: 3_650_000_000,

@@ -125,6 +125,70 @@ fn coordinator_that_was_suspended_waits_for_what_members_have_sent_meanwhile() {
 }
 
 #[test]
+fn coordinator_that_was_suspended_is_the_cause_where_nodes_have_ended_their_workers_meanwhile() {
+    let cut_off = || RootCause {
+        message: "no contact to the coordinator for 11 s".into(),
+        exit_code: 75,
+        consequence: true,
+        infrastructure: true,
+        counted_as: "peer".into(),
+        ..RootCause::default()
+    };
+    let expected = "node 0 (h0): the coordinator did not run for 20 s: suspended, or its host is overloaded";
+    // Member 0 has the coordinator. The other one reports the end of its workers, or has given up.
+    for gives_up in [false, true] {
+        let mut group = Group::new();
+        group.greet(0, greeting(Some(0), (2, 2), rules(0)));
+        group.greet(1, greeting(Some(1), (2, 2), rules(0)));
+        group.prepare_all();
+        group.wait(SECOND, &[1]);
+        group.now += 20 * SECOND;
+        if gives_up {
+            group.input(Input::Disconnected(1));
+            group.wait(2 * SECOND, &[]);
+        } else {
+            group.tell(1, FromAgent::Failed(NodeFailed { attempt: 0, cause: Some(cut_off()) }));
+        }
+        let said = group.take();
+        assert!(peer_failures(&said).contains(&(0, expected)), "{said:?}");
+        group.all_end(if gives_up { &[0] } else { &[0, 1] }, 75);
+        let ends = group.ends();
+        assert_eq!((ends[0].1.exit_code, ends[0].1.root.as_str()), (75, expected));
+    }
+    // A suspension long ago, or a short one, explains nothing.
+    for (suspended, later) in [(20, 30), (3, 0)] {
+        let mut group = Group::new();
+        group.greet(0, greeting(Some(0), (2, 2), rules(0)));
+        group.greet(1, greeting(Some(1), (2, 2), rules(0)));
+        group.prepare_all();
+        group.now += suspended * SECOND;
+        group.wait(later * SECOND, &[1]);
+        group.tell(1, FromAgent::Failed(NodeFailed { attempt: 0, cause: Some(cut_off()) }));
+        group.all_end(&[0, 1], 75);
+        assert_eq!(group.ends()[0].1.root, "node 1 (h1): no contact to the coordinator for 11 s");
+    }
+}
+
+#[test]
+fn sigterm_that_announces_a_preemption_ends_the_job_with_75_and_a_users_stop_with_143() {
+    for (signal, code) in [(15, 75), (0, 143)] {
+        let preempted = GroupRules { sigterm_is_preemption: true, trainer: true, ..rules(0) };
+        let mut group = Group::new();
+        (0..2).for_each(|rank| {
+            group.greet(u64::from(rank), greeting(Some(rank), (2, 2), preempted.clone()));
+        });
+        group.prepare_all();
+        group.stop(1, signal);
+        for id in [0, 1] {
+            let ended = NodeEnded { r#final: true, exit_code: 143, saved: true, ..NodeEnded::default() };
+            group.tell(id, FromAgent::Ended(ended));
+        }
+        let codes: Vec<_> = group.ends().iter().map(|(_, end)| end.exit_code).collect();
+        assert_eq!(codes, [code, code]);
+    }
+}
+
+#[test]
 fn attempt_begins_only_when_every_member_has_ended_the_last_one() {
     let mut group = Group::running(3, 5);
     group.fail(2, 3, false);

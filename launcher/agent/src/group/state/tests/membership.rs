@@ -1,6 +1,6 @@
 //! Who is a member, with which rank, and when that suffices.
 
-use xlaunch_proto::v1::{Query, QueryReply};
+use xlaunch_proto::v1::{Query, QueryReply, Setting};
 
 use super::*;
 
@@ -30,6 +30,30 @@ fn static_group_begins_when_its_last_node_is_there() {
     assert!(asked.iter().all(|(_, prepare)| prepare.master_address == "10.0.0.0" && prepare.nodes == 3));
 }
 
+fn settings(values: &[(&str, &str)]) -> Vec<Setting> {
+    let setting = |(name, value): &(&str, &str)| Setting { name: (*name).into(), value: (*value).into() };
+    values.iter().map(setting).collect()
+}
+
+#[test]
+fn many_and_long_differences_are_cut() {
+    let mut group = Group::new();
+    let all = |value: &str| -> Vec<Setting> {
+        (0..20).map(|index| Setting { name: format!("k{index:02}"), value: value.repeat(200) }).collect()
+    };
+    let of = |rank, value| Greeting { settings: all(value), ..greeting(Some(rank), (2, 2), rules(0)) };
+    group.greet(1, of(0, "x"));
+    group.take();
+    group.greet(2, Greeting { work: vec![2], ..of(1, "y") });
+    let said = group.take();
+    let (_, text) = said.iter().find_map(refusal).unwrap();
+    assert!(text.ends_with(" and 12 more") && text.len() < 2500, "{text}");
+    assert!(
+        text.contains(&format!("k07 is {}... instead of {}...", "y".repeat(100), "x".repeat(100))),
+        "{text}"
+    );
+}
+
 #[test]
 fn node_that_differs_is_refused_with_both_values_while_the_others_wait() {
     let base = || greeting(Some(1), (2, 2), rules(0));
@@ -41,8 +65,13 @@ fn node_that_differs_is_refused_with_both_values_while_the_others_wait() {
             "node 1 (h1) runs `other.py`, node 0 (h0) runs `train.py`",
         ),
         (
-            Greeting { work: vec![0xab], ..base() },
-            "node 1 (h1) has another configuration: its digest is ab, node 0 (h0) has 01",
+            Greeting {
+                work: vec![0xab],
+                settings: settings(&[("a", "1"), ("b", "x\n"), ("d", "4")]),
+                ..base()
+            },
+            "node 1 (h1) has another configuration than node 0 (h0): b is x\\n instead of 2, c is unset instead of 3, \
+             d is 4 instead of unset",
         ),
         (greeting(Some(1), (3, 3), rules(0)), "node 1 (h1) has --nnodes 3, node 0 (h0) has 2"),
         (greeting(Some(2), (2, 2), rules(0)), "node rank 2 does not exist in a group of 2 nodes"),
@@ -53,7 +82,8 @@ fn node_that_differs_is_refused_with_both_values_while_the_others_wait() {
         (Greeting { workers: 0, ..base() }, "the greeting is malformed"),
     ];
     let mut group = Group::new();
-    group.greet(1, greeting(Some(0), (2, 2), rules(0)));
+    let first = settings(&[("a", "1"), ("b", "2"), ("c", "3")]);
+    group.greet(1, Greeting { settings: first, ..greeting(Some(0), (2, 2), rules(0)) });
     for (id, (greeting, expected)) in (2..).zip(cases) {
         group.take();
         group.greet(id, greeting);
@@ -168,6 +198,9 @@ fn node_leaves_after_sigterm_if_enough_remain_and_ranks_move_down() {
     assert!(matches!(ended, Some((2, ToAgent::End(GroupEnd { exit_code: 143, .. })))), "{said:?}");
     group.said = said;
     assert_eq!(ranks(&group.prepare_all()), [(1, 0), (3, 1)]);
+    let left =
+        group.said.iter().find_map(|(_, it)| if let ToAgent::End(end) = it { Some(end) } else { None });
+    assert!(left.is_none_or(|end| end.stopped), "{left:?}");
     // One more would be too few.
     group.stop(1, 15);
     assert!(matches!(group.take()[..], [(1, ToAgent::Stop(_)), (3, ToAgent::Stop(_))]));
@@ -348,6 +381,20 @@ fn status_lists_silent_nodes_and_lost_ones_until_they_are_replaced() {
     group.all_end(&[1], 75);
     group.prepare_all();
     assert_eq!(states(&group), [(Some(0), Active), (Some(1), Active)]);
+}
+
+#[test]
+fn node_that_waits_for_an_attempt_is_not_a_spare() {
+    use MemberState::{Active, Waiting};
+    let mut group = Group::new();
+    group.greet(1, dynamic(1, (2, 3)));
+    assert_eq!(states(&group), [(None, Waiting)]);
+    group.greet(2, dynamic(2, (2, 3)));
+    group.wait(31 * SECOND, &[1, 2]);
+    group.prepare_all();
+    // The others save first.
+    group.greet(3, dynamic(3, (2, 3)));
+    assert_eq!(states(&group), [(Some(0), Active), (Some(1), Active), (None, Waiting)]);
 }
 
 #[test]
