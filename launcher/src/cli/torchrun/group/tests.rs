@@ -311,7 +311,7 @@ fn settings_name_their_sources_even_if_one_is_missing() {
     let detect = || Ok(Some(step(false)));
     let mut settings = Settings::new();
     let refusal = super::super::placement(&environment, Scope::Nodes(&detect), &mut settings).unwrap_err();
-    assert!(refusal.contains("need a secret token"), "{refusal}");
+    assert!(refusal.contains("need munge, or a secret token"), "{refusal}");
     let shown: Vec<_> =
         settings.iter().map(|(name, it)| format!("{name}: {} <- {}", it.value, it.source)).collect();
     assert_eq!(
