@@ -9,6 +9,7 @@ use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::{Prepare, StatusReply};
 
 use super::output::print_end;
+use super::resume;
 use crate::console::print_line;
 use crate::trainer::{Checks, FillInError, Preflight, Trainer};
 use xlaunch_agent::command::{self, CommandSpec, ResolvedCommand};
@@ -58,6 +59,9 @@ pub(super) async fn run(launch: &Launch, group: Option<&Nodes>, trainer: Trainer
         Ok(prepared) => prepared,
         Err(refusal) => return refuse(&refusal),
     };
+    if let Err(refusal) = resume::check(&launch.config, &spec, trainer.newest_checkpoint) {
+        return refuse(&refusal);
+    }
     if group.is_some() {
         // `job.json` describes all nodes, which may differ in this.
         spec.launch.nproc = None;

@@ -40,6 +40,7 @@ mod output;
 mod remote;
 mod rendezvous;
 mod report;
+mod resume;
 mod scheduling;
 mod stacks;
 mod status;

@@ -24,7 +24,8 @@ xlaunch_harness::tests! {
     checkpoint_saved_with_other_buckets_is_resumed_bit_for_bit,
     sharded_optimizer_stops_resumes_and_evaluates,
     sharded_optimizer_refuses_number_of_ranks_that_does_not_divide_evenly,
-    checkpoint_without_manifest_or_with_changed_byte_is_not_used;
+    checkpoint_without_manifest_or_with_changed_byte_is_not_used,
+    resume_in_another_directory_names_the_checkpoint_beside_the_configuration;
     needs requirements::mount_namespace:
     metrics_of_a_disk_that_is_full_for_a_while_have_every_step_once;
 }
@@ -353,6 +354,27 @@ fn checkpoint_without_manifest_or_with_changed_byte_is_not_used() {
     let refused = job.run(&["--resume=saved/step-00000004"]);
     assert_eq!(refused.code, 65, "{}", refused.stderr);
     assert!(refused.stderr.contains(MODEL), "{}", refused.stderr);
+}
+
+fn resume_in_another_directory_names_the_checkpoint_beside_the_configuration() {
+    let job = Job::new();
+    job.run_ok(&[]);
+    let other = job.path().join("other");
+    std::fs::create_dir(&other).unwrap();
+    let config = job.path().join("train.toml");
+    let elsewhere = |more: &[&str]| {
+        let args = [&[config.to_str().unwrap(), "--set", "train.steps=12"], more].concat();
+        Process::spawn(job.command(&args).current_dir(&other)).wait()
+    };
+    let output = elsewhere(&["--resume"]);
+    assert_eq!(output.code, 2, "{}", output.stderr);
+    let found = job.run_dir().join("checkpoints/step-00000008");
+    assert!(output.stderr.contains(&format!("--resume={}", found.display())), "{}", output.stderr);
+    let output = elsewhere(&[&format!("--resume={}", found.display())]);
+    assert_eq!(output.code, 0, "{}", output.stderr);
+    // Now there is one here.
+    let output = elsewhere(&["--resume", "--set", "train.steps=14"]);
+    assert_eq!(output.code, 0, "{}", output.stderr);
 }
 
 /// The run's directory is on a small disk of its own, which only the shell below sees.

@@ -1,0 +1,48 @@
+//! `--resume` in another directory than the job's: its runs are below the working directory, unless `job.output` is
+//! absolute, so a job that is started elsewhere would not find them and begin again.
+
+use std::path::{Path, PathBuf};
+
+use xlaunch_agent::{Refusal, run_dir};
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::spec::JobSpec;
+
+/// Refuses to begin again at step 1 if the job has checkpoints beside its configuration, and none here. `newest` finds
+/// the newest checkpoint in a directory.
+pub(super) fn check(
+    config: &Path,
+    spec: &JobSpec,
+    newest: fn(&Path) -> Option<PathBuf>,
+) -> Result<(), Refusal> {
+    if spec.checkpoint.resume != "auto" || spec.checkpoint.dir.is_some() {
+        return Ok(());
+    }
+    let here = run_dir::job_dir(spec);
+    let Some(beside) = config.parent().map(|dir| dir.join(&here)) else { return Ok(()) };
+    let absolute = |path: &Path| fs_err::canonicalize(path).ok();
+    if absolute(&beside).is_none()
+        || absolute(&beside) == absolute(&here)
+        || newest_run(&here, newest).is_some()
+    {
+        return Ok(());
+    }
+    let Some(found) = newest_run(&beside, newest) else { return Ok(()) };
+    Err(Refusal::new(
+        ExitCode::Usage,
+        format!(
+            "no checkpoint of job `{}` below {}, but there is {}; run `xlaunch` in {}, set `job.output` to an absolute \
+             path, or pass `--resume={}`",
+            spec.job.name,
+            here.display(),
+            found.display(),
+            config.parent().unwrap_or(Path::new(".")).display(),
+            found.display()
+        ),
+    ))
+}
+
+/// The newest checkpoint of any run of a job.
+fn newest_run(job_dir: &Path, newest: fn(&Path) -> Option<PathBuf>) -> Option<PathBuf> {
+    let runs = fs_err::read_dir(job_dir).ok()?.flatten();
+    runs.filter_map(|run| newest(&run.path().join("checkpoints"))).max()
+}
