@@ -33,6 +33,9 @@ fn main() -> ExitCode {
     if std::env::args_os().next().is_some_and(|name| name == spawn::reaper::NAME) {
         return spawn::reaper::main();
     }
+    if std::env::args_os().next().is_some_and(|name| name == spawn::terminal::RELAY_NAME) {
+        return spawn::terminal::relay_main();
+    }
     if std::env::args_os().nth(1).is_some_and(|argument| argument == "worker") {
         let rank_threads = std::env::args_os().nth(2).is_some_and(|it| it == environment::RANK_THREADS);
         return xlaunch_worker::main(rank_threads).into();

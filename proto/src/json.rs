@@ -7,9 +7,9 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::v1::{
-    Accounting, CheckpointReply, ExamineReply, ExaminedGpu, Finding, Gpu, Job, MemberStatus, NodeStatus,
-    ProcessStacks, Progress, RankStacks, RankStatus, RecordedActivity, Restart, StackDump, StatusReply,
-    ThreadState,
+    Accounting, CheckpointReply, ExamineReply, ExaminedGpu, Finding, Gpu, Job, LogLoss, MemberStatus,
+    NodeStatus, ProcessStacks, Progress, RankStacks, RankStatus, RecordedActivity, Restart, StackDump,
+    StatusReply, ThreadState,
 };
 use serde_json::{Value, json};
 
@@ -180,7 +180,14 @@ fn rank(rank: &RankStatus) -> Value {
         "gpu_percent": rank.gpu_percent.map(number), "gpu_memory_bytes": rank.gpu_memory_bytes,
         "pool_live_bytes": rank.pool_live_bytes, "pool_mapped_bytes": rank.pool_mapped_bytes,
         "pool_peak_bytes": rank.pool_peak_bytes, "pool_fragmentation": single(rank.pool_fragmentation),
-        "hint": rank.hint,
+        "hint": rank.hint, "log_losses": rank.log_losses.iter().map(log_loss).collect::<Vec<_>>(),
+    })
+}
+
+fn log_loss(loss: &LogLoss) -> Value {
+    json!({
+        "file": loss.file, "lost_bytes": loss.lost_bytes, "reason": loss.reason,
+        "rotated_bytes": loss.rotated_bytes,
     })
 }
 

@@ -44,6 +44,24 @@ pub struct ResolvedCommand {
     pub logs: LogOptions,
 }
 
+impl ResolvedCommand {
+    /// Inherited descriptors that the arguments name, as `/dev/fd/63` for a shell's `<(...)`. Workers get these and no
+    /// others.
+    pub(crate) fn descriptors(&self) -> Vec<i32> {
+        const DIRECTORIES: [&str; 2] = ["/dev/fd/", "/proc/self/fd/"];
+        let texts = self.argv.iter().map(|argument| argument.to_string_lossy());
+        let after = |text: &str| {
+            let found = DIRECTORIES.iter().filter_map(|directory| text.split_once(directory));
+            found.map(|(_, rest)| rest.to_owned()).collect::<Vec<_>>()
+        };
+        let number = |rest: String| {
+            let digits = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
+            rest[..digits].parse().ok()
+        };
+        texts.flat_map(|text| after(&text)).filter_map(number).collect()
+    }
+}
+
 /// Which failures lead to a restart.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Restarts {
@@ -166,6 +184,13 @@ pub mod tests {
         assert_eq!(resolved(Nproc::Cpu, &node(Ok(4))), Ok(12));
         let refusal = resolved(Nproc::Gpu, &node(Err("no NVML".into()))).unwrap_err();
         assert_eq!(refusal, "--nproc-per-node gpu: no GPU was found: no NVML");
+    }
+
+    #[test]
+    fn descriptors_that_arguments_name_are_found() {
+        let argv = ["sh", "/dev/fd/63", "--config=/proc/self/fd/7", "/dev/fd/", "x/dev/fd/8.txt", "9"];
+        let spec = ResolvedCommand { argv: argv.map(Into::into).into(), ..spec("sh") };
+        assert_eq!(spec.descriptors(), [63, 7, 8]);
     }
 
     #[test]

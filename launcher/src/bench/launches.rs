@@ -242,7 +242,7 @@ async fn exit_detection(runs: usize) -> std::io::Result<Spread> {
         let mut command = Command::new("sleep");
         command.arg("1000");
         let worker = spawner.spawn(command, Options::default()).await?.worker;
-        let exit = tokio::spawn(Worker::exit(worker.watch()?));
+        let exit = tokio::spawn(Worker::exit(worker.watch()));
         let start = Instant::now();
         worker.signal(Signal::KILL);
         exit.await.map_err(std::io::Error::other)?;

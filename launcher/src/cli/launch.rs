@@ -294,7 +294,8 @@ async fn run_trainer(
 }
 
 fn ended(finished: Finished, summary: String, logs: Option<&Path>) -> Ended {
-    let report = report::text(&finished.outcome, &finished.evidence, logs).unwrap_or_default();
+    let mut report: String = finished.losses.iter().map(|line| format!("{line}\n")).collect();
+    report += &report::text(&finished.outcome, &finished.evidence, logs).unwrap_or_default();
     let (exit, reason) = (finished.outcome.exit, reason(&finished.outcome, &finished.evidence));
     let (stopped, rank) = (finished.outcome.stopped, finished.outcome.rank());
     let Finished { outcome, evidence, status, peak_memory_bytes, leads, left, .. } = finished;

@@ -5,13 +5,14 @@ use std::path::Path;
 
 use clap::Args;
 use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::v1::{JobKind, LogStream, LogsRequest};
+use xlaunch_proto::v1::{JobKind, LogLoss, LogStream, LogsRequest, RankStatus};
 
 use super::output::{QueryError, print, print_note};
 use super::target::{Launches, Server, Target};
 use crate::client::daemon::DaemonClient;
 use crate::client::launches;
 use crate::render::sanitize::LogSanitizer;
+use crate::render::text::escape;
 
 /// Options of `xlaunch logs`.
 #[derive(Debug, Args)]
@@ -94,8 +95,12 @@ async fn launch_logs(target: &Launches, request: LogsRequest) -> Result<(), Quer
             Err(status) => return Err(failed(status)),
         }
     }
-    // A launch that has ended in the meantime needs no note.
-    if empty && let Ok(status) = launches::status(&launch).await {
+    // A launch that has ended in the meantime needs no note: its log ends with the number of lost bytes.
+    let Ok(status) = launches::status(&launch).await else { return Ok(()) };
+    for note in loss_notes(&request, &status.ranks) {
+        print_note(&note);
+    }
+    if empty {
         let metrics = Path::new(&status.log_dir).with_file_name("metrics.jsonl");
         let metrics = metrics.exists().then_some(&*metrics);
         if let Some(note) = empty_note(&request, status.kind(), "xlaunch status", metrics) {
@@ -103,6 +108,21 @@ async fn launch_logs(target: &Launches, request: LogsRequest) -> Result<(), Quer
         }
     }
     Ok(())
+}
+
+/// Says what is missing in the log of the current attempt.
+fn loss_notes(request: &LogsRequest, ranks: &[RankStatus]) -> Vec<String> {
+    let name = if request.stream() == LogStream::Stderr { "stderr.log" } else { "stdout.log" };
+    let rank = ranks.iter().find(|it| it.rank == request.rank);
+    let Some(loss) = rank.and_then(|it| it.log_losses.iter().find(|loss| loss.file == name)) else {
+        return Vec::new();
+    };
+    let LogLoss { lost_bytes: lost, rotated_bytes: rotated, reason, .. } = loss;
+    let lost = (*lost > 0).then(|| format!("{lost} bytes of this log were lost: {}", escape(reason)));
+    // Nobody misses them who has asked for the last lines.
+    let is_whole = request.tail_lines.is_none() && *rotated > 0;
+    let rotated = is_whole.then(|| format!("the first {rotated} bytes of this log were removed by rotation"));
+    lost.into_iter().chain(rotated).collect()
 }
 
 /// Explains why nothing was printed: workers of the built-in trainer write only when something is wrong.
@@ -121,6 +141,28 @@ fn empty_note(request: &LogsRequest, kind: JobKind, status: &str, metrics: Optio
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn lost_and_rotated_bytes_of_a_log_are_noted() {
+        let loss = |file: &str, lost_bytes| LogLoss {
+            file: file.into(),
+            lost_bytes,
+            reason: "disk\x1b full".into(),
+            rotated_bytes: 9,
+        };
+        let log_losses = vec![loss("stdout.log", 5), loss("stderr.log", 0)];
+        let ranks = [RankStatus::default(), RankStatus { rank: 1, log_losses, ..RankStatus::default() }];
+        let notes = |rank, stream: LogStream, tail_lines| {
+            let request = LogsRequest { rank, stream: stream.into(), follow: false, tail_lines, after: None };
+            loss_notes(&request, &ranks)
+        };
+        let rotated = "the first 9 bytes of this log were removed by rotation".to_owned();
+        let lost = "5 bytes of this log were lost: disk\\u{1b} full".to_owned();
+        assert_eq!(notes(1, LogStream::Stdout, None), [lost.clone(), rotated.clone()]);
+        assert_eq!(notes(1, LogStream::Stdout, Some(3)), [lost]);
+        assert_eq!(notes(1, LogStream::Stderr, None), [rotated]);
+        assert!(notes(0, LogStream::Stdout, None).is_empty());
+    }
 
     #[test]
     fn empty_log_of_a_training_job_is_explained() {

@@ -176,9 +176,13 @@ fn push_row(row: String, note: &str, width: usize, out: &mut String) {
     out.push('\n');
 }
 
-/// How the rank ended, or what is unusual about it.
+/// How the rank ended, or what is unusual about it, and what its log files have lost.
 fn note(rank: &RankStatus) -> String {
-    escape(if rank.exit.is_empty() { &rank.hint } else { &rank.exit })
+    let state = if rank.exit.is_empty() { &rank.hint } else { &rank.exit };
+    let lost = rank.log_losses.iter().filter(|loss| loss.lost_bytes > 0);
+    let lost = lost.map(|loss| format!("{} bytes of {} lost: {}", loss.lost_bytes, loss.file, loss.reason));
+    let notes: Vec<String> = std::iter::once(state.clone()).filter(|it| !it.is_empty()).chain(lost).collect();
+    escape(&notes.join("; "))
 }
 
 /// One line per launch: its status, or why there is none.

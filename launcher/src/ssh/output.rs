@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::task::{JoinHandle, spawn_blocking};
@@ -25,6 +25,8 @@ const OWN_LINES: [&[u8]; 4] = [b"xlaunch: ", b"error: ", b"warning: ", b"help: "
 pub(super) struct HostStream {
     view: View,
     tagger: Option<Tagger>,
+    /// When the unfinished line began.
+    held: Option<Instant>,
 }
 
 impl HostStream {
@@ -32,7 +34,7 @@ impl HostStream {
     pub(super) fn new(console: &Arc<Console>, host: Option<&str>) -> Self {
         // An empty prefix keeps lines whole.
         let view = View::new(console.clone(), Some(Vec::new()));
-        Self { view, tagger: host.map(Tagger::new) }
+        Self { view, tagger: host.map(Tagger::new), held: None }
     }
 
     fn feed(&mut self, bytes: &[u8]) {
@@ -40,13 +42,27 @@ impl HostStream {
             Some(tagger) => self.view.feed(&tagger.feed(bytes)),
             None => self.view.feed(bytes),
         }
+        let begun = self.held.filter(|_| !bytes.contains(&b'\n'));
+        self.held = self.is_partial().then(|| begun.unwrap_or_else(Instant::now));
     }
 
+    /// Prints an unfinished line once it is due.
     fn flush(&mut self) {
         if let Some(tagger) = &mut self.tagger {
             self.view.feed(&tagger.flush());
         }
-        self.view.flush();
+        if self.held.is_none_or(|since| since.elapsed() >= self.view.partial_line_delay()) {
+            self.view.flush();
+            self.held = None;
+        }
+    }
+
+    /// Prints what remains: the stream has ended.
+    fn end(&mut self) {
+        if let Some(tagger) = &mut self.tagger {
+            self.view.feed(&tagger.flush());
+        }
+        self.view.end();
     }
 
     fn is_partial(&self) -> bool {
@@ -124,7 +140,7 @@ async fn pump(
             Err(_) => chunk.clear(),
         }
     }
-    let _ = spawn_blocking(move || stream.flush()).await;
+    let _ = spawn_blocking(move || stream.end()).await;
 }
 
 /// Marks lines of `xlaunch` itself with their host.

@@ -21,6 +21,7 @@ mod signals;
 mod ssh;
 mod status;
 mod stopping;
+mod terminal;
 
 /// The scripted worker of [`xlaunch_tests::Job::scripted`].
 const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
@@ -28,7 +29,7 @@ const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
 xlaunch_harness::suite! {
     threads_per_core 2;
     modules bench, cleanup, commands, doctor, environment, failures, first_cause, hangs, heartbeats, input, limits,
-        nodes_status, placement, preload, restarts, signals, ssh, status, stopping;
+        nodes_status, placement, preload, restarts, signals, ssh, status, stopping, terminal;
 }
 
 /// The ssh client that runs commands on this machine.

@@ -38,6 +38,8 @@ pub(super) struct Attempt {
     pub(super) ends: Vec<WorkerEnd>,
     /// Workers of this attempt have been sent a signal that ends them.
     signalled: bool,
+    /// Signals that the process groups of these workers have received from the terminal.
+    received: Vec<(u32, Signal)>,
 }
 
 #[derive(Debug)]
@@ -100,8 +102,24 @@ impl Attempt {
     }
 
     /// Passes on a signal that xlaunch received.
-    pub(super) fn forward(&self, signal: Signal) {
-        self.processes.iter().for_each(|processes| processes.signal(signal));
+    pub(super) fn forward(&mut self, signal: Signal) {
+        let (received, others) = self.received.drain(..).partition(|(_, other)| *other == signal);
+        self.received = others;
+        let received: Vec<u32> = Vec::into_iter(received).map(|(worker, _)| worker).collect();
+        self.processes.iter().for_each(|processes| processes.signal(signal, &received));
+    }
+
+    /// The process group of this worker is not sent this signal when the others are.
+    pub(super) fn has_received(&mut self, worker: u32, signal: Signal) {
+        self.received.push((worker, signal));
+    }
+
+    /// Tells the process group of this rank that its terminal is gone.
+    pub(super) fn hang_up(&self, rank: u32) {
+        if let Some(started) = self.process(rank) {
+            started.worker.signal(Signal::HUP);
+            started.worker.signal(Signal::CONT);
+        }
     }
 
     pub(super) fn suspend(&self) {
@@ -230,12 +248,12 @@ impl Driver<'_> {
     /// Records in status that the workers of the attempt have started.
     fn publish_workers(&self) {
         let is_command = self.workload.program().is_some();
-        let pids = (0..self.workers).map(|rank| Some(self.attempt.process(rank)?.worker.pid));
         let mut restarted = None;
         self.board.send_modify(|board| {
-            for (rank, pid) in (0..).zip(pids) {
-                if let Some(pid) = pid {
-                    board.spawned(rank, pid, Instant::now());
+            for rank in 0..self.workers {
+                if let Some(started) = self.attempt.process(rank) {
+                    board.spawned(rank, started.worker.pid, Instant::now());
+                    board.set_logs(rank, started.output.records());
                     board.set_activity(rank, self.workload.activity(rank));
                 }
             }
@@ -267,7 +285,7 @@ impl Driver<'_> {
         self.reaper.watch(self.attempt.processes.iter().chain([&*processes]));
         // An error from here on leaves the process to the process tree. No exit is reported: the rank has not started.
         let output = self.workload.output().start(rank, dir, stdout, stderr)?;
-        let (exits, pid, pidfd) = (self.exits.clone(), worker.pid, worker.watch()?);
+        let (exits, pid, pidfd) = (self.exits.clone(), worker.pid, worker.watch());
         let (ranks, written) = (self.ranks_of(rank), self.workload.program().map(|_| output.written()));
         tokio::spawn(async move {
             let exit = Worker::exit(pidfd).await;
@@ -285,6 +303,7 @@ impl Driver<'_> {
 
     /// Kills the rest of the attempt, then waits until all output of its workers is written.
     pub(super) async fn end_attempt(&mut self) {
+        self.terminal.end_attempt();
         let mut attempt = std::mem::take(&mut self.attempt);
         self.end(&mut attempt).await;
         self.attempt = attempt;

@@ -6,7 +6,7 @@
 //! - `group`: what the coordinator says, and is told;
 //! - `attempt`: the processes of one attempt; `next_attempt`: those that wait for it to end; `preload`: the process
 //!   that forks them, if there is one; `evidence`: what is known about a failure; `hang`: what is known about ranks
-//!   that hang, and their end.
+//!   that hang, and their end; `terminal`: workers that use the terminal.
 //! - Everything that depends on the kind of job is behind [`Workload`]; the driver knows only `dyn Workload`.
 //! - The processes of an attempt belong to a [`ProcessTree`](crate::spawn::process_tree::ProcessTree), which is empty
 //!   before the next attempt starts or the job ends. A [`Reaper`] process cleans up if this process is killed.
@@ -17,6 +17,7 @@ mod group;
 mod hang;
 mod next_attempt;
 mod preload;
+mod terminal;
 
 use std::collections::VecDeque;
 use std::io;
@@ -41,7 +42,8 @@ use crate::run_dir::RunDir;
 use crate::signals::{self, SignalRequest};
 use crate::spawn::preload::Preloader;
 use crate::spawn::reaper::Reaper;
-use crate::spawn::{Exit, Spawner, adopt_orphans, reap_orphans};
+use crate::spawn::terminal::Terminal;
+use crate::spawn::{Exit, Spawner, adopt_orphans, open_files, reap_orphans, sys};
 use crate::state::{Action, Event, Job, Outcome, Phase};
 use crate::status::board::Board;
 use crate::waiting::{Group, Queries};
@@ -71,6 +73,8 @@ pub struct Finished {
     pub leads: bool,
     /// The job goes on without this node.
     pub left: bool,
+    /// What was lost of the workers' output, in lines for the user.
+    pub losses: Vec<String>,
 }
 
 /// Runs a job of the built-in trainer to its end. None of its processes, sockets and private directories remain.
@@ -82,9 +86,11 @@ pub async fn run_trainer(
     run: RunDir,
     group: Group,
 ) -> io::Result<(Finished, TrainingResults)> {
+    sys::close_inherited_on_exec(&[]);
     with_reaper(run, async |run, reaper| {
         let mut workload = TrainerWorkload::new(plan, run, &group)?;
-        let finished = drive(&mut workload, run, reaper, group).await?;
+        let mut finished = drive(&mut workload, run, reaper, group).await?;
+        finished.losses = workload.output().losses();
         Ok((finished, workload.finish().await))
     })
     .await
@@ -95,10 +101,11 @@ pub async fn run_trainer(
 /// # Errors
 /// System errors before the first worker is started.
 pub async fn run_command(plan: CommandPlan<'_>, run: RunDir, group: Group) -> io::Result<Finished> {
+    sys::close_inherited_on_exec(&plan.spec.descriptors());
     with_reaper(run, async |run, reaper| {
         let mut workload = CommandWorkload::new(plan, run, &group)?;
-        let finished = drive(&mut workload, run, reaper, group).await?;
-        workload.finish().await;
+        let mut finished = drive(&mut workload, run, reaper, group).await?;
+        finished.losses = workload.finish().await;
         Ok(finished)
     })
     .await
@@ -108,6 +115,7 @@ async fn with_reaper<T>(
     run: RunDir,
     job: impl AsyncFnOnce(&RunDir, &Reaper) -> io::Result<T>,
 ) -> io::Result<T> {
+    open_files::raise_limit();
     adopt_orphans()?;
     let private: Vec<_> = run.private().map(Path::to_path_buf).into_iter().collect();
     let reaper = Reaper::start(&run.id, &private)?;
@@ -134,6 +142,7 @@ async fn drive(
     stall_poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let (rules, plan, now) = (workload.rules(), workload.preload(), Instant::now());
     let (imported, mut imports) = mpsc::unbounded_channel();
+    let (relayed, mut terminal_signals) = mpsc::unbounded_channel();
     let mut driver = Driver {
         workload,
         run,
@@ -144,6 +153,7 @@ async fn drive(
         peers: service.peers.clone(),
         spawner: Spawner::start()?,
         attempt: Attempt::default(),
+        terminal: Terminal::new(relayed),
         next: None,
         preloader: None,
         importing: false,
@@ -178,10 +188,19 @@ async fn drive(
                 Vec::new()
             }
             Some(message) = inbox.recv() => driver.message(message),
+            Some(relayed) = terminal_signals.recv() => {
+                driver.relayed(relayed);
+                Vec::new()
+            }
             Some(request) = requests.recv() => Vec::from_iter(driver.signal_request(request)),
             Some(examined) = hangs.recv() => Vec::from_iter(driver.hang_examined(examined)),
             _ = children.recv() => {
                 reap_orphans();
+                driver.answer_terminal_users().await;
+                Vec::new()
+            }
+            () = sleep_until(driver.terminal_deadline().into()) => {
+                driver.terminal.revoke();
                 Vec::new()
             }
             () = sleep_until(deadline.into()) => vec![driver.timer(Instant::now())],
@@ -210,6 +229,7 @@ struct Driver<'a> {
     peers: Option<Peers>,
     spawner: Spawner,
     attempt: Attempt,
+    terminal: Terminal,
     /// Workers that wait for the next attempt, and the place for which they were started.
     next: Option<(Attempt, Assignment)>,
     preloader: Option<Preloader>,
@@ -268,6 +288,10 @@ impl Driver<'_> {
     async fn act(&mut self, actions: Vec<Action>) -> Option<Outcome> {
         let mut queue = VecDeque::from(actions);
         let mut outcome = None;
+        if !queue.is_empty() {
+            // Actions may take long.
+            self.terminal.revoke();
+        }
         while let Some(action) = queue.pop_front() {
             match action {
                 Action::ReportFailure(failed) => self.membership.send(FromAgent::Failed(failed)),
@@ -401,16 +425,22 @@ impl Driver<'_> {
                     self.attempt.forward(signal);
                 }
             }
-            SignalRequest::Suspend => match &self.preloader {
-                Some(preloader) if self.job.phase() == Phase::Waiting => preloader.suspend(),
-                _ => self.attempt.suspend(),
-            },
+            SignalRequest::Suspend => self.suspend(),
             SignalRequest::Resume => {
                 self.preloader.iter().for_each(Preloader::resume);
                 self.attempt.resume();
             }
         }
         None
+    }
+
+    /// Stops all processes, then this one, until SIGCONT.
+    fn suspend(&mut self) {
+        self.terminal.revoke();
+        match &self.preloader {
+            Some(preloader) if self.job.phase() == Phase::Waiting => preloader.suspend(),
+            _ => self.attempt.suspend(),
+        }
     }
 
     fn finish(mut self, outcome: Option<Outcome>) -> Finished {
@@ -433,6 +463,6 @@ impl Driver<'_> {
         let board = self.board.borrow();
         let (status, peak_memory_bytes) = (board.reply(Instant::now(), true), board.peak_memory_bytes());
         let leads = self.membership.assignment().node_rank == 0;
-        Finished { outcome, evidence, status, peak_memory_bytes, leads, left: self.left }
+        Finished { outcome, evidence, status, peak_memory_bytes, leads, left: self.left, losses: Vec::new() }
     }
 }

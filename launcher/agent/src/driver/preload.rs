@@ -28,7 +28,7 @@ impl Driver<'_> {
             Err(error) => {
                 let reason = Err(error.to_string());
                 // The driver's task has the receiver.
-                let _ = failed.send(Imported { output: String::new(), threads: reason });
+                let _ = failed.send(Imported { output: String::new(), omitted: 0, threads: reason });
             }
         }
     }
@@ -37,6 +37,9 @@ impl Driver<'_> {
     pub(super) fn imported(&mut self, imported: Imported) {
         for line in imported.output.lines() {
             self.workload.notify(&format!("[preload] {line}"));
+        }
+        if imported.omitted > 0 {
+            self.notify(&format!("{} more bytes of output of the imports were dropped", imported.omitted));
         }
         match imported.threads {
             Ok(threads) if threads.is_empty() => {}

@@ -8,7 +8,8 @@ use std::fs::File;
 use std::io::{ErrorKind, IsTerminal, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, poll};
 
@@ -17,6 +18,12 @@ use super::lock;
 
 /// Bytes that a writer may write in one turn; a line may exceed it.
 const TURN_BYTES: usize = 32 << 10;
+/// Age at which an unfinished line, such as a prompt, is printed.
+pub(super) const PARTIAL_LINE_DELAY: Duration = Duration::from_millis(100);
+/// The same if it interrupts the unfinished line of another writer. It doubles with each interruption, so that ranks
+/// that print dots do not get a line for each dot.
+const INTERRUPTION_DELAY: Duration = Duration::from_secs(1);
+const MAX_INTERRUPTION_DELAY: Duration = Duration::from_secs(64);
 /// Precedes the rest of an interrupted line.
 const CONTINUATION_MARK: &[u8] = b"[...]";
 /// Writer id of xlaunch itself.
@@ -31,6 +38,10 @@ pub struct Console {
     output: Mutex<Output>,
     /// Bytes written so far.
     pub(super) written: AtomicU64,
+    /// Bytes that could not be written.
+    lost: AtomicU64,
+    /// Why not, first.
+    reason: OnceLock<String>,
     next_writer: AtomicU64,
 }
 
@@ -57,6 +68,8 @@ impl Console {
             turn_over: Condvar::new(),
             output: Mutex::new(Output { fd: fd.into(), open: None }),
             written: AtomicU64::new(0),
+            lost: AtomicU64::new(0),
+            reason: OnceLock::new(),
             next_writer: AtomicU64::new(OWN_WRITER + 1),
         })
     }
@@ -123,7 +136,7 @@ impl Console {
     fn write_all(&self, output: &mut Output, mut bytes: &[u8]) {
         while !bytes.is_empty() {
             match output.fd.write(bytes) {
-                Ok(0) => return,
+                Ok(0) => return self.lose(bytes, &ErrorKind::WriteZero.into()),
                 Ok(count) => {
                     bytes = &bytes[count..];
                     self.written.fetch_add(count as u64, Ordering::Relaxed);
@@ -134,9 +147,20 @@ impl Console {
                     // After an interrupted or failed wait, the next write reports what is wrong.
                     let _ = poll(&mut [PollFd::new(&output.fd, PollFlags::OUT)], None);
                 }
-                Err(_) => return,
+                Err(error) => return self.lose(bytes, &error),
             }
         }
+    }
+
+    fn lose(&self, bytes: &[u8], error: &std::io::Error) {
+        self.lost.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        self.reason.get_or_init(|| error.to_string());
+    }
+
+    /// Bytes that could not be written, and why not.
+    pub(super) fn lost(&self) -> Option<(u64, &str)> {
+        let lost = self.lost.load(Ordering::Relaxed);
+        Some((lost, self.reason.get()?.as_str())).filter(|(lost, _)| *lost > 0)
     }
 }
 
@@ -167,13 +191,20 @@ struct Prefixed {
     prefix: Vec<u8>,
     /// The last byte was a carriage return: what follows overwrites the line, including its prefix.
     after_return: bool,
+    /// How often the current line, while unfinished, has interrupted that of another writer.
+    interruptions: u32,
 }
 
 impl View {
     /// A stream whose lines get this prefix; `None` passes bytes through unchanged.
     pub fn new(console: Arc<Console>, prefix: Option<Vec<u8>>) -> Self {
         let writer = console.next_writer.fetch_add(1, Ordering::Relaxed);
-        let lines = prefix.map(|prefix| Prefixed { lines: Lines::default(), prefix, after_return: false });
+        let lines = prefix.map(|prefix| Prefixed {
+            lines: Lines::default(),
+            prefix,
+            after_return: false,
+            interruptions: 0,
+        });
         Self { console, writer, lines }
     }
 
@@ -181,7 +212,10 @@ impl View {
     pub fn feed(&mut self, bytes: &[u8]) {
         match &mut self.lines {
             None => bytes.chunks(TURN_BYTES).for_each(|part| self.console.pass(self.writer, part)),
-            Some(Prefixed { lines, prefix, after_return }) => {
+            Some(Prefixed { lines, prefix, after_return, interruptions }) => {
+                if bytes.contains(&b'\n') {
+                    *interruptions = 0;
+                }
                 let mut turn = Turn::new(&self.console, self.writer, prefix, after_return);
                 lines.feed(bytes, |piece| turn.push(piece));
                 turn.end();
@@ -191,11 +225,36 @@ impl View {
 
     /// Prints an unfinished line.
     pub fn flush(&mut self) {
-        if let Some(Prefixed { lines, prefix, after_return }) = &mut self.lines {
+        let interrupts = self.would_interrupt();
+        if let Some(Prefixed { lines, prefix, after_return, interruptions }) = &mut self.lines {
+            *interruptions += u32::from(interrupts);
             let mut turn = Turn::new(&self.console, self.writer, prefix, after_return);
             lines.flush(|piece| turn.push(piece));
             turn.end();
         }
+    }
+
+    /// Prints what remains: the stream has ended.
+    pub fn end(&mut self) {
+        if let Some(Prefixed { lines, prefix, after_return, .. }) = &mut self.lines {
+            let mut turn = Turn::new(&self.console, self.writer, prefix, after_return);
+            lines.end(|piece| turn.push(piece));
+            turn.end();
+        }
+    }
+
+    /// Age at which to [`flush`](Self::flush) an unfinished line.
+    pub fn partial_line_delay(&self) -> Duration {
+        if !self.would_interrupt() {
+            return PARTIAL_LINE_DELAY;
+        }
+        let interruptions = self.lines.as_ref().map_or(0, |lines| lines.interruptions);
+        INTERRUPTION_DELAY.saturating_mul(1 << interruptions.min(16)).min(MAX_INTERRUPTION_DELAY)
+    }
+
+    /// Whether the console shows an unfinished line of another writer.
+    fn would_interrupt(&self) -> bool {
+        lock(&self.console.output).open.is_some_and(|open| open != self.writer)
     }
 
     /// Whether an unfinished line is held back.
@@ -360,5 +419,26 @@ mod tests {
         assert!(lines[0].starts_with("[0] yyy") && lines[2].starts_with("[0] [...]yyy"));
         assert!(lines[2].ends_with("yend"));
         assert_eq!(text.matches('y').count(), 600 << 10);
+    }
+
+    #[test]
+    fn unfinished_lines_that_interrupt_each_other_are_held_for_longer_each_time() {
+        let mut delays = Vec::new();
+        let text = shown([Some("[0] "), Some("[1] ")], |_, a, b| {
+            for _ in 0..3 {
+                for view in [&mut *a, &mut *b] {
+                    view.feed(b"...");
+                    delays.push(view.partial_line_delay().as_millis());
+                    view.flush();
+                    view.feed(b".");
+                    assert_eq!(view.partial_line_delay(), PARTIAL_LINE_DELAY, "its own line");
+                    view.flush();
+                }
+            }
+            a.feed(b"\n.");
+            delays.push(a.partial_line_delay().as_millis());
+        });
+        assert_eq!(delays, [100, 1000, 1000, 2000, 2000, 4000, 100]);
+        assert!(text.starts_with("[0] ....\n[1] ....\n[0] [...]....\n[1] [...]....\n"), "{text}");
     }
 }

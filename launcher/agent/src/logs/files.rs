@@ -1,16 +1,21 @@
 //! Log files: a worker's streams byte by byte, and filtered lines of all workers.
 //!
-//! A full disk stops no worker: bytes that cannot be written are counted, and the file mentions the count as soon as it
-//! can be written again. A file that was started again begins with how much of the stream came before it.
+//! A full disk stops no worker: bytes that cannot be written are counted in the file's [`LogRecord`]. The file mentions
+//! the count as soon as it can be written again, at the latest at its end, if need be in place of its last bytes.
+//! Files are opened for appending, so that a user can truncate them. A file that was started again begins with how much
+//! of the stream came before it.
 
-use std::io::Write;
+use std::io::{self, Write};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use fs_err::File;
+use fs_err::os::unix::fs::OpenOptionsExt;
 
 use super::lines::Lines;
-use super::lock;
+use super::record::LogRecord;
+use super::{PrintLine, lock};
 
 /// A file that is renamed to `NAME.1` before it exceeds `limit` bytes, and started again with a line that says so.
 #[derive(Debug)]
@@ -19,47 +24,92 @@ pub(super) struct LogFile {
     file: File,
     size: u64,
     limit: Option<u64>,
-    lost: u64,
     /// Bytes of the stream that were written, here and to files that were renamed.
     written: u64,
+    /// The same, with what xlaunch itself wrote, in earlier files.
+    offset: u64,
+    /// Bytes of the note at the beginning of this file.
+    note: u64,
+    /// Bytes of `NAME.1` without its note.
+    rotated: u64,
+    /// Bytes lost since the last successful write.
+    gap: u64,
+    record: Arc<LogRecord>,
+    /// Prints that bytes are lost, once.
+    warn: PrintLine,
 }
 
 impl LogFile {
-    pub(super) fn create(path: &Path, limit: Option<u64>) -> std::io::Result<Self> {
-        Ok(Self { path: path.into(), file: File::create(path)?, size: 0, limit, lost: 0, written: 0 })
+    pub(super) fn create(
+        record: Arc<LogRecord>,
+        path: &Path,
+        limit: Option<u64>,
+        warn: &PrintLine,
+    ) -> io::Result<Self> {
+        let file = open(path)?;
+        record.begin(file.metadata()?.ino(), 0);
+        Ok(Self {
+            path: path.into(),
+            file,
+            size: 0,
+            limit,
+            written: 0,
+            offset: 0,
+            note: 0,
+            rotated: 0,
+            gap: 0,
+            record,
+            warn: warn.clone(),
+        })
     }
 
     pub(super) fn write(&mut self, bytes: &[u8]) {
         let max_part = self.limit.and_then(|limit| usize::try_from(limit.max(1)).ok()).unwrap_or(usize::MAX);
         for part in bytes.chunks(max_part) {
-            if self.write_part(part).is_err() {
-                self.lost += part.len() as u64;
+            let before = self.size;
+            if let Err(error) = self.write_part(part) {
+                let written = self.size.saturating_sub(before);
+                self.lose((part.len() as u64).saturating_sub(written), &error);
             }
         }
     }
 
-    fn write_part(&mut self, part: &[u8]) -> std::io::Result<()> {
+    fn write_part(&mut self, part: &[u8]) -> io::Result<()> {
         let size = part.len() as u64;
         if self.limit.is_some_and(|limit| self.size + size > limit) {
-            let mut old = self.path.clone().into_os_string();
-            old.push(".1");
-            // If this fails, the old bytes are lost: the size limit holds.
-            let _ = fs_err::rename(&self.path, old);
-            self.file = File::create(&self.path)?;
-            self.size = 0;
-            let note = self.rotation_note();
-            self.file.write_all(note.as_bytes())?;
-            // A part that is almost as long as the limit follows all the same.
-            self.size = note.len() as u64;
+            self.rotate()?;
         }
-        if self.lost > 0 {
-            writeln!(self.file, "\n[xlaunch: {} bytes could not be written here]", self.lost)?;
-            self.lost = 0;
+        if self.gap > 0 {
+            let before = self.size;
+            if let Err(error) = self.append(&gap_mark(self.gap)) {
+                // Half a mark would be read as output.
+                let _ = self.file.set_len(before);
+                self.size = before;
+                return Err(error);
+            }
+            self.gap = 0;
         }
-        self.file.write_all(part)?;
-        self.size += size;
-        self.written += size;
-        Ok(())
+        let before = self.size;
+        let result = self.append(part);
+        self.written += self.size - before;
+        result
+    }
+
+    fn rotate(&mut self) -> io::Result<()> {
+        let mut old = self.path.clone().into_os_string();
+        old.push(".1");
+        let renamed = fs_err::rename(&self.path, old).is_ok();
+        self.file = open(&self.path)?;
+        // Without the new name, the old bytes are gone: the size limit holds.
+        let own = self.size - self.note;
+        self.record.rotate(if renamed { self.rotated } else { own });
+        self.rotated = if renamed { own } else { self.rotated };
+        self.offset += std::mem::take(&mut self.size);
+        self.record.begin(self.file.metadata()?.ino(), self.offset);
+        // A part that is almost as long as the limit follows all the same.
+        let noted = self.append(self.rotation_note().as_bytes());
+        self.note = self.size;
+        noted
     }
 
     /// The first line of a file that was started again. It stays true when the file is renamed.
@@ -71,6 +121,64 @@ impl LogFile {
              {limit} bytes each]\n"
         )
     }
+
+    /// Writes as much as possible; `size` counts what was written.
+    fn append(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            match self.file.write(bytes) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(count) => {
+                    self.size += count as u64;
+                    bytes = &bytes[count..];
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    fn lose(&mut self, bytes: u64, error: &io::Error) {
+        self.gap += bytes;
+        let reason = crate::logs::reason(error);
+        if self.record.lose(bytes, &reason) {
+            let path = self.path.display();
+            self.warn.print(format!("xlaunch: output is being lost: {path}: {reason}"));
+        }
+    }
+
+    /// Mentions what was lost at the end. On a disk that is still full, the mark replaces the last bytes.
+    fn finish(&mut self) {
+        let mark = gap_mark(self.gap);
+        if self.gap == 0 || self.append(&mark).is_ok() {
+            return;
+        }
+        let lost = gap_mark(self.gap + mark.len() as u64);
+        // Another descriptor: one that appends would write at the end.
+        let file = std::fs::File::options().write(true).open(&self.path);
+        let replaced = file.and_then(|file| {
+            let at = file.metadata()?.len().checked_sub(lost.len() as u64);
+            file.write_all_at(&lost, at.ok_or(io::ErrorKind::InvalidInput)?)
+        });
+        if replaced.is_ok() {
+            self.record.lose(lost.len() as u64, "");
+        }
+    }
+}
+
+impl Drop for LogFile {
+    fn drop(&mut self) {
+        self.finish();
+    }
+}
+
+fn open(path: &Path) -> io::Result<File> {
+    let append = rustix::fs::OFlags::APPEND.bits().cast_signed();
+    fs_err::OpenOptions::new().write(true).create(true).truncate(true).custom_flags(append).open(path)
+}
+
+fn gap_mark(bytes: u64) -> Vec<u8> {
+    format!("\n[xlaunch: {bytes} bytes could not be written here]\n").into_bytes()
 }
 
 /// Copies lines that contain one of the given words to one file per attempt, shared by all ranks.
@@ -89,7 +197,12 @@ impl Filter {
     }
 
     /// The filter for one stream of the attempt in this directory; `None` without words.
-    pub(super) fn open(&self, attempt: &Path, prefix: Vec<u8>) -> std::io::Result<Option<Filtered>> {
+    pub(super) fn open(
+        &self,
+        attempt: &Path,
+        prefix: Vec<u8>,
+        create: impl FnOnce(&Path, Option<u64>) -> std::io::Result<LogFile>,
+    ) -> std::io::Result<Option<Filtered>> {
         if self.words.is_empty() {
             return Ok(None);
         }
@@ -97,7 +210,7 @@ impl Filter {
         let mut newest = lock(&self.file);
         let file = match newest.take() {
             Some(file) if lock(&file).path == path => file,
-            _ => Arc::new(Mutex::new(LogFile::create(&path, self.limit)?)),
+            _ => Arc::new(Mutex::new(create(&path, self.limit)?)),
         };
         *newest = Some(file.clone());
         Ok(Some(Filtered { words: self.words.clone(), prefix, file, lines: Lines::default() }))
@@ -122,7 +235,7 @@ impl Filtered {
     /// The stream has ended, perhaps with an unfinished line.
     pub(super) fn end(&mut self) {
         let Self { words, prefix, file, lines } = self;
-        lines.flush(|piece| copy_if_matching(words, prefix, file, piece.bytes));
+        lines.end(|piece| copy_if_matching(words, prefix, file, piece.bytes));
     }
 }
 
@@ -139,11 +252,16 @@ fn copy_if_matching(words: &[String], prefix: &[u8], file: &Mutex<LogFile>, line
 mod tests {
     use super::*;
 
+    fn create(path: &Path, limit: Option<u64>) -> LogFile {
+        let warn = PrintLine(Arc::new(|_| {}));
+        LogFile::create(Arc::new(LogRecord::new(path, Some(3))), path, limit, &warn).unwrap()
+    }
+
     #[test]
     fn rotated_and_current_file_hold_the_end_of_the_stream_within_the_limit() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("stdout.log");
-        let mut log = LogFile::create(&path, Some(1000)).unwrap();
+        let mut log = create(&path, Some(1000));
         let stream: Vec<u8> = (0..1_000_000u32).flat_map(u32::to_le_bytes).take(12_345).collect();
         stream.chunks(77).for_each(|part| log.write(part));
         log.write(&stream[..2500]);
@@ -164,6 +282,8 @@ mod tests {
              most 1000 bytes each]\n"
         );
         assert_eq!(note, expected);
+        let rotated = log.record.loss().unwrap().rotated_bytes;
+        assert_eq!(rotated, (whole.len() - both.len()) as u64);
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 2);
     }
 
@@ -171,7 +291,7 @@ mod tests {
     fn bytes_lost_to_a_full_disk_are_counted_and_later_output_is_written() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("log");
-        let mut log = LogFile::create(&path, None).unwrap();
+        let mut log = create(&path, None);
         // Writes to this device fail as those to a full disk do.
         let file = std::mem::replace(&mut log.file, File::options().write(true).open("/dev/full").unwrap());
         log.write(b"gone\n");
@@ -179,14 +299,51 @@ mod tests {
         log.write(b"kept\n");
         let text = fs_err::read_to_string(path).unwrap();
         assert_eq!(text, "\n[xlaunch: 5 bytes could not be written here]\nkept\n");
+        assert_eq!(log.record.loss().unwrap().lost_bytes, 5);
+    }
+
+    #[test]
+    fn file_on_a_disk_that_stays_full_ends_with_the_count() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        let mut log = create(&path, None);
+        let record = log.record.clone();
+        log.write(&[b'x'; 100]);
+        log.file = File::options().write(true).open("/dev/full").unwrap();
+        log.write(b"gone\n");
+        drop(log);
+        let text = fs_err::read_to_string(path).unwrap();
+        let mark = "\n[xlaunch: 52 bytes could not be written here]\n";
+        assert_eq!(text, format!("{}{mark}", "x".repeat(100 - mark.len())));
+        let (lost, text) = record.describe_loss().unwrap();
+        assert_eq!(lost as usize, 5 + mark.len());
+        assert!(
+            text.starts_with("rank 3: 52 bytes are missing in ") && text.contains("No space left"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn truncated_file_continues_at_its_beginning() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        let mut log = create(&path, None);
+        log.write(b"before\n");
+        File::options().write(true).open(&path).unwrap().set_len(0).unwrap();
+        log.write(b"after\n");
+        assert_eq!(fs_err::read_to_string(path).unwrap(), "after\n");
     }
 
     #[test]
     fn lines_with_a_filter_word_are_copied_with_their_prefix() {
         let dir = tempfile::tempdir().unwrap();
         let filter = Filter::new(&["loss".into(), "step".into()], "filtered_stdout.log", None);
-        let mut streams =
-            [0, 1].map(|i| filter.open(dir.path(), format!("[r{i}]:").into_bytes()).unwrap().unwrap());
+        let mut streams = [0, 1].map(|i| {
+            filter
+                .open(dir.path(), format!("[r{i}]:").into_bytes(), |path, limit| Ok(create(path, limit)))
+                .unwrap()
+                .unwrap()
+        });
         streams[0].feed(b"loss 1\nnoi");
         streams[1].feed(b"st");
         streams[0].feed(b"se\nloss 2\n");

@@ -20,8 +20,8 @@ pub(super) struct Lines {
 }
 
 impl Lines {
-    /// Calls `each` for every line that `bytes` end, and for pieces of [`MAX_PIECE_BYTES`] bytes of one that does not
-    /// end.
+    /// Calls `each` for every line that `bytes` end, and for pieces of about [`MAX_PIECE_BYTES`] bytes of one that does
+    /// not end.
     pub(super) fn feed(&mut self, mut bytes: &[u8], mut each: impl FnMut(Piece<'_>)) {
         while !bytes.is_empty() {
             let room = MAX_PIECE_BYTES - self.partial.len();
@@ -29,8 +29,11 @@ impl Lines {
             let end = within.iter().position(|byte| *byte == b'\n').map(|at| at + 1);
             let (piece, rest) = bytes.split_at(end.unwrap_or(within.len()));
             bytes = rest;
-            if end.is_none() && piece.len() < room {
+            if end.is_none() {
                 self.partial.extend_from_slice(piece);
+                if piece.len() == room {
+                    self.flush(&mut each);
+                }
             } else if self.partial.is_empty() {
                 self.emit(piece, &mut each);
             } else {
@@ -43,8 +46,18 @@ impl Lines {
         }
     }
 
-    /// Passes on an unfinished line; what comes later continues it.
+    /// Passes on an unfinished line, up to a character that is itself unfinished; what comes later continues it.
     pub(super) fn flush(&mut self, mut each: impl FnMut(Piece<'_>)) {
+        let mut piece = std::mem::take(&mut self.partial);
+        let whole = whole_characters(&piece).len();
+        self.partial = piece.split_off(whole);
+        if !piece.is_empty() {
+            self.emit(&piece, &mut each);
+        }
+    }
+
+    /// Passes on all of an unfinished line: the stream has ended.
+    pub(super) fn end(&mut self, mut each: impl FnMut(Piece<'_>)) {
         let piece = std::mem::take(&mut self.partial);
         if !piece.is_empty() {
             self.emit(&piece, &mut each);
@@ -53,13 +66,29 @@ impl Lines {
 
     /// Whether [`flush`](Self::flush) would pass something on.
     pub(super) fn has_partial_line(&self) -> bool {
-        !self.partial.is_empty()
+        !whole_characters(&self.partial).is_empty()
     }
 
     fn emit(&mut self, bytes: &[u8], each: &mut impl FnMut(Piece<'_>)) {
         each(Piece { bytes, continues: self.continues });
         self.continues = !bytes.ends_with(b"\n");
     }
+}
+
+/// The bytes without the beginning of a UTF-8 character at their end. Invalid bytes count as whole.
+pub(super) fn whole_characters(bytes: &[u8]) -> &[u8] {
+    // A character has up to four bytes; all but the first are 0b10xxxxxx.
+    for (length, byte) in (1..4).zip(bytes.iter().rev()) {
+        let expected = match byte {
+            0x80..=0xbf => continue,
+            0xc2..=0xdf => 2,
+            0xe0..=0xef => 3,
+            0xf0..=0xf4 => 4,
+            _ => 1,
+        };
+        return if length < expected { &bytes[..bytes.len() - length] } else { bytes };
+    }
+    bytes
 }
 
 #[cfg(test)]
@@ -73,14 +102,14 @@ mod tests {
         for part in parts {
             lines.feed(part, &mut keep);
         }
-        lines.flush(&mut keep);
+        lines.end(&mut keep);
         out
     }
 
     /// Bytes with many newlines, sometimes with a line that is longer than the limit.
     fn stream() -> impl Strategy<Value = Vec<u8>> {
-        let short = prop::collection::vec(prop::sample::select(b"ab\r\n\xff".to_vec()), 0..200);
-        let long = (0..3 * MAX_PIECE_BYTES).prop_map(|length| vec![b'x'; length]);
+        let short = prop::collection::vec(prop::sample::select(b"ab\r\n\xff\xe2\x82\xac".to_vec()), 0..200);
+        let long = (0..MAX_PIECE_BYTES).prop_map(|length| "x\u{20ac}".repeat(length).into_bytes());
         prop::collection::vec(prop_oneof![9 => short, 1 => long], 0..5).prop_map(|parts| parts.concat())
     }
 
@@ -116,5 +145,25 @@ mod tests {
         lines.feed(b"me\nnext\n", |piece| out.push((piece.bytes.to_vec(), piece.continues)));
         let expected = [(&b"name? "[..], false), (b"me\n", true), (b"next\n", false)];
         assert_eq!(out, expected.map(|(line, continues)| (line.to_vec(), continues)));
+    }
+
+    #[test]
+    fn character_is_not_flushed_in_its_middle() {
+        for text in ["\u{e9}", "\u{20ac}", "\u{1f600}"].map(|character| format!("ab{character}")) {
+            for cut in 3..text.len() {
+                let (begin, end) = text.as_bytes().split_at(cut);
+                let (mut lines, mut out) = (Lines::default(), Vec::new());
+                let mut keep = |piece: Piece<'_>| out.push(piece.bytes.to_vec());
+                lines.feed(begin, &mut keep);
+                lines.flush(&mut keep);
+                assert!(!lines.has_partial_line());
+                lines.feed(end, &mut keep);
+                lines.flush(&mut keep);
+                assert_eq!(out, [b"ab".to_vec(), text.as_bytes()[2..].to_vec()]);
+            }
+        }
+        for invalid in [&b"a\xff"[..], b"\x80\x80\x80\x80", b"a\xc3\xa9\xbf", b"\xc0"] {
+            assert_eq!(whole_characters(invalid), invalid);
+        }
     }
 }

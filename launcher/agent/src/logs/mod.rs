@@ -8,6 +8,7 @@
 //! ```
 //! - Every byte goes to the files, whatever the console does; a closed console or a full disk stops no worker.
 //! - A line on the console belongs to one writer. See `console` for lines that do not end.
+//! - What is lost all the same is counted, and reported by [`Output::losses`] and in the job's status.
 //! - Memory is bounded. A worker that writes faster than the console is slowed down; the others get their turns.
 
 pub mod console;
@@ -15,11 +16,12 @@ mod files;
 mod lines;
 mod prefix;
 mod pump;
+mod record;
 mod tail;
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -28,11 +30,12 @@ use tokio::sync::oneshot;
 
 use crate::command::LogOptions;
 use console::{Console, View};
-use files::{Filter, LogFile};
-use lines::{Lines, Piece};
+use files::{Filter, Filtered, LogFile};
+use lines::{Lines, Piece, whole_characters};
 use prefix::{Prefix, Ranks};
 pub(crate) use pump::Written;
 use pump::{Destinations, Pump, Shown};
+pub(crate) use record::LogRecord;
 use tail::Tail;
 
 /// xlaunch's own lines that may wait for the console.
@@ -40,10 +43,15 @@ const CONSOLE_QUEUE: usize = 256;
 /// Longer lines are cut on the console of the built-in trainer.
 const MAX_LINE_BYTES: usize = 4096;
 
+/// Files that [`Output::losses`] names.
+const MAX_NAMED_LOSSES: usize = 16;
+
 /// The output of all workers of a run.
 #[derive(Debug)]
 pub(crate) struct Output {
     kind: Kind,
+    /// Of the current attempt, and of earlier ones those with losses.
+    records: Mutex<Vec<Arc<LogRecord>>>,
     /// Rank of the first worker on this node in the current attempt.
     first_rank: AtomicU32,
 }
@@ -57,6 +65,12 @@ enum Kind {
 /// Prints a line without waiting.
 #[derive(Clone)]
 struct PrintLine(Arc<dyn Fn(String) + Send + Sync>);
+
+impl PrintLine {
+    fn print(&self, line: String) {
+        (self.0)(line);
+    }
+}
 
 impl std::fmt::Debug for PrintLine {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -74,6 +88,8 @@ struct Shared {
     consoles: [Arc<Console>; 2],
     filters: [Filter; 2],
     messages: SyncSender<ConsoleMessage>,
+    /// xlaunch's own lines that found the queue full since the last report of them.
+    dropped: Arc<AtomicU64>,
 }
 
 /// A line of xlaunch's own, or a request to confirm that all earlier lines are written.
@@ -99,7 +115,7 @@ impl Output {
     }
 
     fn of(kind: Kind) -> Self {
-        Self { kind, first_rank: AtomicU32::new(0) }
+        Self { kind, records: Mutex::default(), first_rank: AtomicU32::new(0) }
     }
 
     fn on(
@@ -112,10 +128,18 @@ impl Output {
         let filter = |words: &[String], name| Filter::new(words, name, options.rotate_bytes);
         let (messages, queue) = sync_channel(CONSOLE_QUEUE);
         let stderr = consoles[1].clone();
+        let dropped = Arc::<AtomicU64>::default();
+        let count = dropped.clone();
         std::thread::Builder::new().name("console".into()).spawn(move || {
             for message in queue {
                 match message {
-                    ConsoleMessage::Line(line) => stderr.print(format!("{line}\n").as_bytes()),
+                    ConsoleMessage::Line(line) => {
+                        stderr.print(format!("{line}\n").as_bytes());
+                        let dropped = count.swap(0, Ordering::Relaxed);
+                        if dropped > 0 {
+                            stderr.print(format!("{}\n", dropped_lines(dropped)).as_bytes());
+                        }
+                    }
                     // The caller may have timed out.
                     ConsoleMessage::Flush(done) => drop(done.send(())),
                 }
@@ -131,12 +155,14 @@ impl Output {
             ],
             options: options.clone(),
             messages,
+            dropped,
         }))))
     }
 
     /// Lines of workers that start from now on are labelled with ranks from this one.
     pub(crate) fn begin_attempt(&self, first_rank: u32) {
         self.first_rank.store(first_rank, Ordering::Relaxed);
+        lock(&self.records).retain(|record| record.describe_loss().is_some());
     }
 
     /// Starts to move a worker's output; `dir`, which must exist, is `<logs>/attempt_<n>/<local rank>`.
@@ -154,27 +180,94 @@ impl Output {
         let ranks = Ranks { rank: self.first_rank.load(Ordering::Relaxed) + local_rank, local_rank };
         let start = |stream: usize, pipe: OwnedFd, name: &str, tail: Option<Arc<Tail>>| {
             let path = dir.join(name);
+            let record = Arc::new(LogRecord::new(&path, Some(ranks.rank)));
             let (destinations, console) = match &self.kind {
                 Kind::Command(shared) => {
-                    (shared.destinations(ranks, stream, &path, tail)?, Some(&shared.consoles[stream]))
+                    let limit = shared.options.rotate_bytes;
+                    let file = LogFile::create(record.clone(), &path, limit, &self.printer())?;
+                    let filtered = self.filtered(shared, ranks, stream, dir)?;
+                    let shown = shared.shown(ranks, stream);
+                    let console = Some(shared.consoles[stream].clone());
+                    (Destinations { file, tail, filtered, shown }, console)
                 }
-                Kind::Trainer(print) => (trainer_destinations(print, ranks.rank, &path, tail)?, None),
+                Kind::Trainer(print) => {
+                    let file = LogFile::create(record.clone(), &path, None, &self.printer())?;
+                    let shown = shown_lines(print, ranks.rank, tail.is_some());
+                    (Destinations { file, tail, filtered: None, shown }, None)
+                }
             };
-            Pump::start(pipe, destinations, console.cloned())
+            lock(&self.records).push(record.clone());
+            Ok::<_, std::io::Error>((Pump::start(pipe, destinations, console)?, record))
         };
-        let pumps = [
-            start(0, stdout.into(), "stdout.log", None)?,
-            start(1, stderr.into(), "stderr.log", Some(tail.clone()))?,
-        ];
-        Ok(RankOutput { tail, pumps })
+        let (out, out_record) = start(0, stdout.into(), "stdout.log", None)?;
+        let (err, err_record) = start(1, stderr.into(), "stderr.log", Some(tail.clone()))?;
+        Ok(RankOutput { tail, pumps: [out, err], records: [out_record, err_record] })
+    }
+
+    /// Like torchrun, filters what is teed; if nothing is, everything that is shown.
+    fn filtered(
+        &self,
+        shared: &Shared,
+        ranks: Ranks,
+        stream: usize,
+        dir: &Path,
+    ) -> std::io::Result<Option<Filtered>> {
+        let options = &shared.options;
+        if !shows(options, ranks.local_rank, stream)
+            || !(shared.tees(ranks, stream) || options.tee == Default::default())
+        {
+            return Ok(None);
+        }
+        let attempt = dir.parent().unwrap_or(dir);
+        shared.filters[stream].open(attempt, shared.prefix.filled(ranks), |path, limit| {
+            let record = Arc::new(LogRecord::new(path, None));
+            lock(&self.records).push(record.clone());
+            LogFile::create(record, path, limit, &self.printer())
+        })
+    }
+
+    /// [`print`](Self::print) for threads that write files.
+    fn printer(&self) -> PrintLine {
+        match &self.kind {
+            Kind::Command(shared) => {
+                let (messages, dropped) = (shared.messages.clone(), shared.dropped.clone());
+                PrintLine(Arc::new(move |line| offer(&messages, &dropped, line)))
+            }
+            Kind::Trainer(print) => print.clone(),
+        }
+    }
+
+    /// What was lost of the output so far, for the end of the launch: a line for each file, and for the console.
+    pub(crate) fn losses(&self) -> Vec<String> {
+        let records = lock(&self.records);
+        let described: Vec<(u64, String)> = records.iter().filter_map(|it| it.describe_loss()).collect();
+        let (named, others) = described.split_at(described.len().min(MAX_NAMED_LOSSES));
+        let mut lines: Vec<String> = named.iter().map(|(_, line)| format!("xlaunch: {line}")).collect();
+        if !others.is_empty() {
+            let bytes: u64 = others.iter().map(|(bytes, _)| bytes).sum();
+            lines.push(format!("xlaunch: {bytes} bytes are missing in {} more log files", others.len()));
+        }
+        if let Kind::Command(shared) = &self.kind {
+            let [out, err] = &shared.consoles;
+            let one = Arc::ptr_eq(out, err);
+            let named = [(out, if one { "the console" } else { "stdout" }), (err, "stderr")];
+            let lost = named.iter().take(if one { 1 } else { 2 }).filter_map(|(console, name)| {
+                let (bytes, reason) = console.lost()?;
+                Some(format!("xlaunch: {bytes} bytes of output were not written to {name}: {reason}"))
+            });
+            lines.extend(lost);
+            let dropped = shared.dropped.swap(0, Ordering::Relaxed);
+            lines.extend((dropped > 0).then(|| dropped_lines(dropped)));
+        }
+        lines
     }
 
     /// Prints a line of xlaunch's own to stderr, never within a worker's line. Does not wait: a blocked console must
     /// not block xlaunch, and loses lines.
     pub(crate) fn print(&self, line: &str) {
         match &self.kind {
-            Kind::Command(shared) => drop(shared.messages.try_send(ConsoleMessage::Line(line.into()))),
-            Kind::Trainer(print) => (print.0)(line.into()),
+            Kind::Command(shared) => offer(&shared.messages, &shared.dropped, line.into()),
+            Kind::Trainer(print) => print.print(line.into()),
         }
     }
 
@@ -200,63 +293,60 @@ fn shows(options: &LogOptions, local_rank: u32, stream: usize) -> bool {
 }
 
 impl Shared {
-    fn destinations(
-        &self,
-        ranks: Ranks,
-        stream: usize,
-        path: &Path,
-        tail: Option<Arc<Tail>>,
-    ) -> std::io::Result<Destinations> {
-        let local_rank = ranks.local_rank;
-        let shown = shows(&self.options, local_rank, stream);
-        let tee = self.options.tee.of(local_rank);
-        let tee = [tee.stdout, tee.stderr][stream];
-        // Like torchrun, filter what is teed; if nothing is, filter everything that is shown.
-        let attempt = path.ancestors().nth(2).unwrap_or(path);
-        let filtered = match shown && (tee || self.options.tee == Default::default()) {
-            true => self.filters[stream].open(attempt, self.prefix.filled(ranks))?,
-            false => None,
-        };
+    fn tees(&self, ranks: Ranks, stream: usize) -> bool {
+        let tee = self.options.tee.of(ranks.local_rank);
+        [tee.stdout, tee.stderr][stream]
+    }
+
+    fn shown(&self, ranks: Ranks, stream: usize) -> Shown {
+        if !shows(&self.options, ranks.local_rank, stream) {
+            return Shown::Nothing;
+        }
         let console = &self.consoles[stream];
-        let view = || {
-            let prefix = self.prefix.of(ranks, tee, self.several, console.terminal);
-            View::new(console.clone(), prefix)
-        };
-        Ok(Destinations {
-            file: LogFile::create(path, self.options.rotate_bytes)?,
-            tail,
-            filtered,
-            shown: if shown { Shown::View(view()) } else { Shown::Nothing },
-        })
+        let prefix = self.prefix.of(ranks, self.tees(ranks, stream), self.several, console.terminal);
+        Shown::View(View::new(console.clone(), prefix))
     }
 }
 
-/// `tail` is given for stderr alone.
-fn trainer_destinations(
-    print: &PrintLine,
-    rank: u32,
-    path: &Path,
-    tail: Option<Arc<Tail>>,
-) -> std::io::Result<Destinations> {
-    let PrintLine(print) = print.clone();
+/// The lines of a trainer's stderr.
+fn shown_lines(print: &PrintLine, rank: u32, is_stderr: bool) -> Shown {
+    if !is_stderr {
+        return Shown::Nothing;
+    }
+    let print = print.clone();
     let print_piece = move |piece: Piece<'_>| {
         // The rest of a line that is too long is in the file only.
         if !piece.continues {
-            print(format!("[rank {rank}] {}", printable(piece.bytes)));
+            print.print(format!("[rank {rank}] {}", printable(piece.bytes)));
         }
     };
-    let shown = match tail {
-        Some(_) => Shown::Lines(Lines::default(), Box::new(print_piece)),
-        None => Shown::Nothing,
-    };
-    Ok(Destinations { file: LogFile::create(path, None)?, tail, filtered: None, shown })
+    Shown::Lines(Lines::default(), Box::new(print_piece))
+}
+
+/// Queues a line of xlaunch's own, or counts it.
+fn offer(messages: &SyncSender<ConsoleMessage>, dropped: &AtomicU64, line: String) {
+    if messages.try_send(ConsoleMessage::Line(line)).is_err() {
+        dropped.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+fn dropped_lines(count: u64) -> String {
+    format!("xlaunch: {count} lines of xlaunch were dropped: the console was too slow")
+}
+
+/// An error of writing, without the path that `fs_err` adds.
+fn reason(error: &std::io::Error) -> String {
+    match error.get_ref().and_then(|inner| inner.source()) {
+        Some(source) => source.to_string(),
+        None => error.to_string(),
+    }
 }
 
 /// A line without its line ending, as UTF-8 of limited length.
 fn printable(line: &[u8]) -> String {
     let line = line.strip_suffix(b"\n").unwrap_or(line);
     let cut = if line.len() > MAX_LINE_BYTES { " [...]" } else { "" };
-    let text = String::from_utf8_lossy(&line[..line.len().min(MAX_LINE_BYTES)]);
+    let text = String::from_utf8_lossy(whole_characters(&line[..line.len().min(MAX_LINE_BYTES)]));
     format!("{}{cut}", text.trim_end_matches('\r'))
 }
 
@@ -265,6 +355,7 @@ fn printable(line: &[u8]) -> String {
 pub(crate) struct RankOutput {
     tail: Arc<Tail>,
     pumps: [Pump; 2],
+    records: [Arc<LogRecord>; 2],
 }
 
 impl RankOutput {
@@ -283,6 +374,14 @@ impl RankOutput {
     pub(crate) async fn end(&mut self, timeout: Duration) {
         let [stdout, stderr] = &mut self.pumps;
         tokio::join!(stdout.end(timeout), stderr.end(timeout));
+        for (pump, record) in self.pumps.iter().zip(&self.records) {
+            record.set_unread(pump.unread());
+        }
+    }
+
+    /// What became of stdout and stderr.
+    pub(crate) fn records(&self) -> [Arc<LogRecord>; 2] {
+        self.records.clone()
     }
 }
 

@@ -14,7 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use tokio::sync::oneshot;
 
-use super::console::{Console, View};
+use super::console::{Console, PARTIAL_LINE_DELAY, View};
 use super::files::{Filtered, LogFile};
 use super::lines::Lines;
 use super::tail::Tail;
@@ -22,8 +22,6 @@ use super::tail::Tail;
 /// Between two polls of a pipe that has to run dry.
 const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(1);
 const CHUNK_BYTES: usize = 64 << 10;
-/// Age at which an unfinished line, such as a prompt, is printed.
-const PARTIAL_LINE_DELAY: Duration = Duration::from_millis(100);
 
 /// The destinations of one stream.
 #[derive(Debug)]
@@ -107,6 +105,16 @@ impl Pump {
         }
     }
 
+    /// Bytes that the worker has written and that have not been moved; 0 once the stream has ended.
+    pub(super) fn unread(&self) -> u64 {
+        if self.ended.is_none() {
+            return 0;
+        }
+        let (read, moved) =
+            (self.counts.read.load(Ordering::Relaxed), self.counts.moved.load(Ordering::Relaxed));
+        rustix::io::ioctl_fionread(&*self.pipe).unwrap_or(0) + read.saturating_sub(moved)
+    }
+
     pub(super) fn written(&self) -> Written {
         Written { pipe: self.pipe.clone(), counts: self.counts.clone() }
     }
@@ -147,15 +155,16 @@ impl Written {
 
 fn pump(mut pipe: &File, mut destinations: Destinations, counts: &Counts) {
     let mut buffer = vec![0; CHUNK_BYTES];
-    // When to print the unfinished line.
-    let mut due: Option<Instant> = None;
+    // When the unfinished line began.
+    let mut held: Option<Instant> = None;
     loop {
-        if let Some(at) = due {
-            match readable(pipe, at.saturating_duration_since(Instant::now())) {
-                Ok(false) => {
+        if let Some(since) = held {
+            match readable(pipe, destinations.hold(since, Instant::now())) {
+                Ok(false) if destinations.hold(since, Instant::now()).is_zero() => {
                     destinations.flush();
-                    due = None;
+                    held = None;
                 }
+                Ok(false) => continue,
                 Err(Errno::INTR) => continue,
                 Ok(true) | Err(_) => {}
             }
@@ -167,9 +176,9 @@ fn pump(mut pipe: &File, mut destinations: Destinations, counts: &Counts) {
                 destinations.feed(&buffer[..count]);
                 counts.moved.fetch_add(count as u64, Ordering::Relaxed);
                 let ended = buffer[..count].contains(&b'\n');
-                due = destinations
+                held = destinations
                     .has_partial_line()
-                    .then(|| due.filter(|_| !ended).unwrap_or_else(|| Instant::now() + PARTIAL_LINE_DELAY));
+                    .then(|| held.filter(|_| !ended).unwrap_or_else(Instant::now));
             }
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             Err(_) => break,
@@ -204,6 +213,13 @@ impl Destinations {
         matches!(&self.shown, Shown::View(view) if view.has_partial_line())
     }
 
+    /// How much longer to hold an unfinished line that began at `since`. Polled: the line of another writer, which it
+    /// would interrupt, may end at any time.
+    fn hold(&self, since: Instant, now: Instant) -> Duration {
+        let Shown::View(view) = &self.shown else { return Duration::ZERO };
+        (since + view.partial_line_delay()).saturating_duration_since(now).min(PARTIAL_LINE_DELAY)
+    }
+
     fn flush(&mut self) {
         if let Shown::View(view) = &mut self.shown {
             view.flush();
@@ -216,8 +232,8 @@ impl Destinations {
         }
         match &mut self.shown {
             Shown::Nothing => {}
-            Shown::View(view) => view.flush(),
-            Shown::Lines(lines, each) => lines.flush(each),
+            Shown::View(view) => view.end(),
+            Shown::Lines(lines, each) => lines.end(each),
         }
     }
 }

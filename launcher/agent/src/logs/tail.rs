@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Mutex;
 use std::time::Instant;
 
+use super::lines::whole_characters;
 use super::lock;
 
 /// The tail holds at least this much, and at most twice as much.
@@ -82,7 +83,7 @@ fn shown(line: &[u8]) -> String {
     let line = colourless(line);
     match line.get(..MAX_TAIL_LINE_BYTES) {
         Some(begin) if line.len() > MAX_TAIL_LINE_BYTES => {
-            format!("{} [...]", String::from_utf8_lossy(begin))
+            format!("{} [...]", String::from_utf8_lossy(whole_characters(begin)))
         }
         _ => String::from_utf8_lossy(&line).into_owned(),
     }

@@ -128,6 +128,9 @@ fn not_started(error: i32, evidence: &Evidence) -> Option<Cause> {
         Errno::TOOBIG => Cause::new("arguments and environment are too long for the system"),
         Errno::AGAIN => Cause::new("process limit reached")
             .with_help("raise the limit: ulimit -u, or the container's pids limit"),
+        Errno::MFILE => Cause::new("xlaunch has reached its limit of open files").with_help(
+            "it needs about five per worker; raise the hard limit: ulimit -Hn, or LimitNOFILE of the unit",
+        ),
         Errno::NOMEM => Cause::new("no memory is left to start a process"),
         _ => return None,
     };

@@ -21,14 +21,13 @@ const CGROUP2_MAGIC: rustix::fs::FsWord = 0x6367_7270;
 pub(super) struct RankCgroups {
     /// The parent of all ranks' cgroups.
     pub(super) path: PathBuf,
-    procs: Vec<Arc<OwnedFd>>,
 }
 
 impl RankCgroups {
     /// Creates one for each of `world` local ranks; `None` if that is impossible.
     pub(super) fn create(run_id: &str, attempt: u32, world: u32) -> Option<Self> {
         let path = own_cgroup()?.join(format!("{}{attempt}", prefix(run_id)));
-        let mut cgroups = Self { path, procs: Vec::new() };
+        let cgroups = Self { path };
         // An existing one belongs to something else, and must not be removed.
         fs_err::create_dir(&cgroups.path).ok()?;
         match cgroups.fill(world) {
@@ -41,14 +40,16 @@ impl RankCgroups {
         }
     }
 
-    fn fill(&mut self, world: u32) -> std::io::Result<()> {
+    fn fill(&self, world: u32) -> std::io::Result<()> {
         for rank in 0..world {
-            let rank_dir = self.rank_dir(rank);
-            fs_err::create_dir(&rank_dir)?;
-            let procs = fs_err::OpenOptions::new().write(true).open(rank_dir.join("cgroup.procs"))?;
-            self.procs.push(Arc::new(procs.into_parts().0.into()));
+            fs_err::create_dir(self.rank_dir(rank))?;
+            self.open_procs(rank)?;
         }
         Ok(())
+    }
+
+    fn open_procs(&self, local_rank: u32) -> std::io::Result<fs_err::File> {
+        fs_err::OpenOptions::new().write(true).open(self.rank_dir(local_rank).join("cgroup.procs"))
     }
 
     fn rank_dir(&self, local_rank: u32) -> PathBuf {
@@ -57,7 +58,8 @@ impl RankCgroups {
 
     /// `cgroup.procs` of a rank: a process enters by writing "0".
     pub(super) fn procs_file(&self, local_rank: u32) -> Option<Arc<OwnedFd>> {
-        self.procs.get(local_rank as usize).cloned()
+        // Opened for one start, as there may be hundreds of ranks.
+        self.open_procs(local_rank).ok().map(|procs| Arc::new(procs.into_parts().0.into()))
     }
 
     /// Whether a process, running or zombie, is in one of them.

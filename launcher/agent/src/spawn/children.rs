@@ -9,6 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::process::{Pid, WaitId, WaitIdOptions, getpid, set_child_subreaper, waitid};
 
+use super::open_files;
 use crate::process::Process;
 
 static STARTED: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
@@ -19,6 +20,7 @@ fn started() -> MutexGuard<'static, BTreeSet<u32>> {
 
 /// Starts a process that [`reap_orphans`] leaves alone until [`forget`] is called.
 pub(super) fn spawn(command: &mut Command) -> std::io::Result<Child> {
+    open_files::restore_limit(command);
     let mut started = started();
     let child = command.spawn()?;
     started.insert(child.id());
@@ -66,6 +68,12 @@ fn children() -> Vec<Process> {
 /// Makes this process a subreaper: descendants whose parents die become its children, not init's.
 pub(crate) fn adopt_orphans() -> std::io::Result<()> {
     Ok(set_child_subreaper(Some(getpid()))?)
+}
+
+/// Whether a child was stopped by a signal.
+pub(crate) fn has_stopped_child() -> bool {
+    let stop = WaitIdOptions::STOPPED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+    matches!(waitid(WaitId::All, stop), Ok(Some(_)))
 }
 
 /// Reaps orphans that have exited. Workers are left to [`Worker::exit`](super::Worker::exit). Call it at SIGCHLD.

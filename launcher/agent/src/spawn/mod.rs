@@ -13,6 +13,8 @@
 //! children        processes that this process started, and orphans that it adopted
 //! environment, affinity, port, gpu_memory     what a worker needs to start
 //! helper          a program of the system that prints something, such as a debugger
+//! terminal                                    terminal input for workers, which are in the background
+//! open_files                                  this process needs more than a worker may have
 //! exit, oom                                   how it ended
 //! faulthandler, flight_recorder               stacks of Python programs, and PyTorch's record of collectives
 //! ```
@@ -28,15 +30,16 @@ pub(crate) mod gpu_memory;
 pub(crate) mod helper;
 mod membership;
 mod oom;
+pub(crate) mod open_files;
 pub(crate) mod port;
 pub(crate) mod preload;
 pub(crate) mod process_tree;
 pub mod reaper;
 pub mod sys;
+pub mod terminal;
 #[cfg(test)]
 mod tests;
 
-use std::io::IsTerminal;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::{ChildStderr, ChildStdout, Command, Stdio};
 use std::sync::Arc;
@@ -47,7 +50,7 @@ use rustix::process::{
 use rustix::thread::CpuSet;
 use tokio::sync::oneshot;
 
-pub(crate) use children::{adopt_orphans, reap_orphans};
+pub(crate) use children::{adopt_orphans, has_stopped_child, reap_orphans};
 pub use exit::Exit;
 pub use oom::OomKills;
 
@@ -57,7 +60,7 @@ pub struct Worker {
     /// Process id, which is also that of its process group.
     pub pid: u32,
     pid_typed: Pid,
-    pidfd: OwnedFd,
+    pidfd: Arc<OwnedFd>,
 }
 
 /// A started process and its output pipes.
@@ -71,7 +74,7 @@ pub struct Spawned {
 /// Options of a start, in addition to the command.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// The worker gets xlaunch's standard input; see [`inherits_stdin`]. Otherwise it gets `/dev/null`.
+    /// The worker gets xlaunch's standard input. Otherwise it gets `/dev/null`.
     pub inherit_stdin: bool,
     /// CPUs to bind it to; `None` inherits xlaunch's.
     pub cpus: Option<CpuSet>,
@@ -80,12 +83,6 @@ pub struct Options {
     pub leave_signals_to_agent: bool,
     /// Descriptors that it inherits, under the same numbers.
     pub inherited: Vec<Arc<OwnedFd>>,
-}
-
-/// Whether workers get xlaunch's standard input: a single worker does, unless it is a terminal. A terminal stops a
-/// background process group, such as a worker's, when it reads; and several workers would take each other's input.
-pub(crate) fn inherits_stdin(workers: u32) -> bool {
-    workers == 1 && !std::io::stdin().is_terminal()
 }
 
 /// Starts processes from a thread of its own.
@@ -127,6 +124,9 @@ fn start(mut command: Command, options: &Options) -> std::io::Result<Spawned> {
     command.stdin(stdin).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
     sys::die_with_parent(&mut command);
     sys::let_agent_trace(&mut command);
+    if options.inherit_stdin {
+        sys::obey_job_control(&mut command);
+    }
     if options.leave_signals_to_agent {
         sys::ignore_job_signals(&mut command);
     }
@@ -140,7 +140,8 @@ fn start(mut command: Command, options: &Options) -> std::io::Result<Spawned> {
     let (stdout, stderr, pid) = (child.stdout.take(), child.stderr.take(), Pid::from_child(&child));
     match (stdout, stderr, pidfd_open(pid, PidfdFlags::NONBLOCK)) {
         (Some(stdout), Some(stderr), Ok(pidfd)) => {
-            Ok(Spawned { worker: Worker { pid: child.id(), pid_typed: pid, pidfd }, stdout, stderr })
+            let worker = Worker { pid: child.id(), pid_typed: pid, pidfd: Arc::new(pidfd) };
+            Ok(Spawned { worker, stdout, stderr })
         }
         (_, _, pidfd) => {
             // A process that cannot be watched must not run. It may have exited.
@@ -154,8 +155,8 @@ fn start(mut command: Command, options: &Options) -> std::io::Result<Spawned> {
 
 impl Worker {
     /// Waits until the process exits; its [`Worker`] must live until then.
-    pub async fn exit(pidfd: OwnedFd) -> Exit {
-        let Some(pidfd) = sys::register(pidfd) else { return Exit::Unknown };
+    pub async fn exit(pidfd: Arc<OwnedFd>) -> Exit {
+        let Some(pidfd) = sys::register_shared(pidfd) else { return Exit::Unknown };
         if pidfd.readable().await.is_err() {
             return Exit::Unknown;
         }
@@ -163,8 +164,15 @@ impl Worker {
     }
 
     /// A handle for [`exit`](Self::exit).
-    pub fn watch(&self) -> std::io::Result<OwnedFd> {
-        self.pidfd.try_clone()
+    pub fn watch(&self) -> Arc<OwnedFd> {
+        self.pidfd.clone()
+    }
+
+    /// The signal that has stopped the process since the last call; `None` if it is not stopped.
+    pub(crate) fn stopped_by(&self) -> Option<Signal> {
+        let stop = WaitIdOptions::STOPPED | WaitIdOptions::NOHANG;
+        let status = waitid(WaitId::PidFd(self.pidfd.as_fd()), stop).ok()??;
+        Signal::from_named_raw(status.stopping_signal()?)
     }
 
     /// Signals the whole process group, which may be gone.

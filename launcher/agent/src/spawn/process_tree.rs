@@ -96,16 +96,16 @@ impl ProcessTree {
     }
 
     /// Signals the process groups of all workers, even of those that have exited: their children may live. Stopped
-    /// groups are continued, so that a signal that ends them is delivered.
-    pub(crate) fn signal(&self, signal: Signal) {
-        self.signal_groups(signal);
+    /// groups are continued, so that a signal that ends them is delivered. The groups of `except` have received it.
+    pub(crate) fn signal(&self, signal: Signal, except: &[u32]) {
+        self.signal_groups(signal, except);
         if ![Signal::KILL, Signal::STOP, Signal::CONT].contains(&signal) {
-            self.signal_groups(Signal::CONT);
+            self.signal_groups(Signal::CONT, &[]);
         }
     }
 
-    fn signal_groups(&self, signal: Signal) {
-        for (pid, started) in &self.members.leaders {
+    fn signal_groups(&self, signal: Signal, except: &[u32]) {
+        for (pid, started) in self.members.leaders.iter().filter(|(pid, _)| !except.contains(pid)) {
             // The id of the group cannot be reused before the worker is reaped.
             if Process::read(*pid).is_some_and(|process| process.started == *started)
                 && let Some(group) = i32::try_from(*pid).ok().and_then(Pid::from_raw)
@@ -118,14 +118,14 @@ impl ProcessTree {
 
     /// At SIGTSTP: stops the workers, then this process. Call [`resume`](Self::resume) at SIGCONT.
     pub(crate) fn suspend(&self) {
-        self.signal_groups(Signal::STOP);
+        self.signal_groups(Signal::STOP, &[]);
         // Cannot fail for this process itself.
         let _ = kill_process(getpid(), Signal::STOP);
     }
 
     /// At SIGCONT: continues the workers.
     pub(crate) fn resume(&self) {
-        self.signal_groups(Signal::CONT);
+        self.signal_groups(Signal::CONT, &[]);
     }
 
     /// Sends SIGKILL to everything until nothing new appears. Returns before all have exited.

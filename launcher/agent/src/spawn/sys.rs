@@ -10,7 +10,8 @@ use std::sync::Arc;
 
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{
-    PTracer, Signal, getpid, getppid, set_parent_process_death_signal, set_ptracer, setsid,
+    PTracer, Pid, Resource, Rlimit, Signal, getpid, getppid, set_parent_process_death_signal, set_ptracer,
+    setrlimit, setsid,
 };
 use rustix::thread::{CpuSet, sched_setaffinity};
 use tokio::io::unix::AsyncFd;
@@ -87,6 +88,13 @@ pub(super) fn bind_to_cpus(command: &mut Command, cpus: CpuSet) {
     unsafe { command.pre_exec(hook) };
 }
 
+/// Sets the limit of open files of the process; it does not start if that fails.
+pub(super) fn limit_open_files(command: &mut Command, limit: Rlimit) {
+    let hook = move || Ok(setrlimit(Resource::Nofile, limit.clone())?);
+    // SAFETY: the hook makes one system call on numbers that it owns: it is async-signal-safe.
+    unsafe { command.pre_exec(hook) };
+}
+
 /// Lets the process inherit a descriptor that is closed in all others, under its [`number`] in this process.
 pub(super) fn inherit(command: &mut Command, fd: Arc<OwnedFd>) {
     let hook = move || Ok(fcntl_setfd(&fd, FdFlags::empty())?);
@@ -113,6 +121,76 @@ pub(super) fn ignore_job_signals(command: &mut Command) {
     unsafe { command.pre_exec(hook) };
 }
 
+/// Gives SIGTTIN and SIGTTOU their default action, also where xlaunch was started with both ignored: a worker that uses
+/// the terminal from the background is then stopped instead of getting an error.
+pub(super) fn obey_job_control(command: &mut Command) {
+    let hook = || {
+        for signal in [libc::SIGTTIN, libc::SIGTTOU] {
+            // SAFETY: `signal` is async-signal-safe.
+            unsafe { libc::signal(signal, libc::SIG_DFL) };
+        }
+        Ok(())
+    };
+    // SAFETY: the hook makes system calls only and touches no lock and no heap: it is async-signal-safe.
+    unsafe { command.pre_exec(hook) };
+}
+
+/// Makes a process group of this session the foreground group of the controlling terminal. A process of a background
+/// group must block SIGTTOU for that.
+pub(super) fn set_foreground(tty: &OwnedFd, group: Pid) -> std::io::Result<()> {
+    let mut before = std::mem::MaybeUninit::uninit();
+    let mut blocked = std::mem::MaybeUninit::uninit();
+    // SAFETY: sigemptyset initialises the set that the other calls read; pthread_sigmask writes the mask of this thread
+    // to `before`. Neither fails with these arguments.
+    unsafe {
+        libc::sigemptyset(blocked.as_mut_ptr());
+        libc::sigaddset(blocked.as_mut_ptr(), libc::SIGTTOU);
+        libc::pthread_sigmask(libc::SIG_BLOCK, blocked.as_ptr(), before.as_mut_ptr());
+    }
+    let result = rustix::termios::tcsetpgrp(tty, group);
+    // SAFETY: `before` was written above.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut()) };
+    Ok(result?)
+}
+
+/// Blocks all signals in the process, which then takes them by [`terminal_signals`].
+pub(super) fn block_signals(command: &mut Command) {
+    let hook = || {
+        let mut all = std::mem::MaybeUninit::uninit();
+        // SAFETY: both calls are async-signal-safe. sigfillset initialises the set that the other one reads.
+        unsafe {
+            libc::sigfillset(all.as_mut_ptr());
+            libc::pthread_sigmask(libc::SIG_BLOCK, all.as_ptr(), std::ptr::null_mut());
+        }
+        Ok(())
+    };
+    // SAFETY: the hook makes system calls only, on data of its own: it is async-signal-safe.
+    unsafe { command.pre_exec(hook) };
+}
+
+/// Calls `each` with every signal that a key of the terminal sends to this process, until it returns false. Those that
+/// processes send are taken and ignored. All signals must be blocked.
+pub(super) fn terminal_signals(mut each: impl FnMut(i32) -> bool) {
+    let mut wanted = std::mem::MaybeUninit::uninit();
+    let mut info = std::mem::MaybeUninit::<libc::siginfo_t>::uninit();
+    // SAFETY: sigemptyset initialises the set; the signals are valid.
+    unsafe {
+        libc::sigemptyset(wanted.as_mut_ptr());
+        for signal in [libc::SIGINT, libc::SIGQUIT, libc::SIGTSTP] {
+            libc::sigaddset(wanted.as_mut_ptr(), signal);
+        }
+    }
+    loop {
+        // SAFETY: the set was initialised above, and `info` has room for the result.
+        let signal = unsafe { libc::sigwaitinfo(wanted.as_ptr(), info.as_mut_ptr()) };
+        // An error is EINTR: the process was stopped and continued.
+        // SAFETY: without an error, sigwaitinfo has written `info`.
+        if signal > 0 && unsafe { info.assume_init_ref() }.si_code == libc::SI_KERNEL && !each(signal) {
+            return;
+        }
+    }
+}
+
 /// Detaches the reaper: its own session, signals that end sessions ignored, and no descriptors but the standard three.
 pub(super) fn detach(command: &mut Command) {
     let hook = || {
@@ -131,12 +209,13 @@ pub(super) fn detach(command: &mut Command) {
     unsafe { command.pre_exec(hook) };
 }
 
-/// Marks the descriptors that this process was started with, but for the standard ones, to be closed by exec in the
-/// processes that it starts: they may belong to an administrator's shell. What Rust opens is marked anyway.
-pub fn close_inherited_on_exec() {
+/// Marks the descriptors that this process was started with, but for the standard ones and those of `keep`, to be closed
+/// by exec in the processes that it starts: they may belong to an administrator's shell. What Rust opens is marked
+/// anyway.
+pub fn close_inherited_on_exec(keep: &[i32]) {
     let entries = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
     let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<libc::c_int>().ok());
-    for fd in numbers.filter(|fd| *fd > 2) {
+    for fd in numbers.filter(|fd| *fd > 2 && !keep.contains(fd)) {
         // SAFETY: the arguments are integers. A descriptor that was closed meanwhile is an error without effect.
         unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) };
     }
@@ -184,5 +263,11 @@ pub fn inherited_tcp_listener(fd: i32) -> Option<std::net::TcpListener> {
 /// Registers a descriptor with tokio's reactor; `None` if that fails.
 pub fn register(fd: OwnedFd) -> Option<AsyncFd<OwnedFd>> {
     // SAFETY: an OwnedFd is always the same open descriptor, and is closed only when the AsyncFd drops it.
+    unsafe { AsyncFd::register(fd) }.ok()
+}
+
+/// Registers a shared descriptor with tokio's reactor; `None` if that fails.
+pub(super) fn register_shared(fd: Arc<OwnedFd>) -> Option<AsyncFd<Arc<OwnedFd>>> {
+    // SAFETY: an OwnedFd is always the same open descriptor, and is open at least until the AsyncFd drops its share.
     unsafe { AsyncFd::register(fd) }.ok()
 }

@@ -141,7 +141,7 @@ async fn hidden(mut stage: Stage, dir: &Path) {
     let hidden = ["one", "two", "three", "four"].map(|name| pid_in(&dir.join(name)));
     let left: Vec<u32> = stage.tree.survivors().into_iter().map(|survivor| survivor.pid).collect();
     assert!(hidden.iter().all(|pid| left.contains(pid)) && left.contains(&spawned.worker.pid), "{left:?}");
-    stage.tree.signal(Signal::TERM);
+    stage.tree.signal(Signal::TERM, &[]);
     assert!(hidden.iter().all(|pid| alive(*pid)));
     assert_eq!(stage.tree.oom_kills(0).rank, 0);
     assert_eq!(stage.tree.kill_and_wait(DEADLINE).await, []);
@@ -191,10 +191,10 @@ async fn stopped(mut stage: Stage) {
     wait_for("the worker's stop", || (state() == Some('T')).then_some(()));
     stage.tree.resume();
     wait_for("the worker's continuation", || (state() != Some('T')).then_some(()));
-    stage.tree.signal(Signal::STOP);
+    stage.tree.signal(Signal::STOP, &[]);
     wait_for("the worker's stop", || (state() == Some('T')).then_some(()));
-    stage.tree.signal(Signal::TERM);
-    assert_eq!(Worker::exit(spawned.worker.watch().unwrap()).await, Exit::Signal(15));
+    stage.tree.signal(Signal::TERM, &[]);
+    assert_eq!(Worker::exit(spawned.worker.watch()).await, Exit::Signal(15));
 }
 
 #[test]
@@ -234,7 +234,7 @@ async fn codes(stage: Stage) {
         let mut command = Command::new("sh");
         command.args(["-c", &format!("(setsid true &); exit {code}")]);
         let spawned = stage.spawner.spawn(command, Options::default()).await.unwrap();
-        assert_eq!(Worker::exit(spawned.worker.watch().unwrap()).await, Exit::Code(code));
+        assert_eq!(Worker::exit(spawned.worker.watch()).await, Exit::Code(code));
         let missing = stage.spawner.spawn(Command::new("/no/such/program"), Options::default()).await;
         assert_eq!(missing.unwrap_err().kind(), std::io::ErrorKind::NotFound);
     }
@@ -254,7 +254,7 @@ async fn bound(stage: &Stage, dir: &Path) {
     command.args(["-c", "cat; grep Cpus_allowed_list /proc/self/status > cpus"]).current_dir(dir);
     let options = Options { cpus: Some(cpus), ..Options::default() };
     let spawned = stage.spawner.spawn(command, options).await.unwrap();
-    assert_eq!(Worker::exit(spawned.worker.watch().unwrap()).await, Exit::Code(0));
+    assert_eq!(Worker::exit(spawned.worker.watch()).await, Exit::Code(0));
     let text = std::fs::read_to_string(dir.join("cpus")).unwrap();
     assert_eq!(text.split_whitespace().last(), Some(last.to_string().as_str()));
 }
@@ -270,7 +270,7 @@ async fn ignored(stage: &Stage, dir: &Path) {
         command.args(["-c", "grep SigIgn /proc/self/status > ignored"]).current_dir(dir);
         let options = Options { leave_signals_to_agent, ..Options::default() };
         let spawned = stage.spawner.spawn(command, options).await.unwrap();
-        assert_eq!(Worker::exit(spawned.worker.watch().unwrap()).await, Exit::Code(0));
+        assert_eq!(Worker::exit(spawned.worker.watch()).await, Exit::Code(0));
         let text = std::fs::read_to_string(dir.join("ignored")).unwrap();
         let mask = u64::from_str_radix(text.split_whitespace().last().unwrap(), 16).unwrap();
         // Tests in the background of a shell inherit other ignored signals.
@@ -342,7 +342,7 @@ async fn guarded(cgroup: bool, dir: &Path, more: &str) {
     let spawned = stage.spawn(&script, dir).await;
     reaper.watch([&stage.tree].into_iter());
     std::fs::write(dir.join("watched"), "").unwrap();
-    Worker::exit(spawned.worker.watch().unwrap()).await;
+    Worker::exit(spawned.worker.watch()).await;
 }
 
 #[test]

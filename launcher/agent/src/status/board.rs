@@ -5,6 +5,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use xlaunch_proto::v1::worker_report::Report;
@@ -17,6 +18,7 @@ use crate::activity::ActivityRecord;
 use crate::clock;
 use crate::devices;
 use crate::group::Assignment;
+use crate::logs::LogRecord;
 use crate::run_dir::rank_dir;
 use crate::stacks::Subject;
 
@@ -86,6 +88,8 @@ struct Rank {
     /// From the hang detector.
     hint: Option<String>,
     activity: Option<ActivityRecord>,
+    /// Of stdout and stderr.
+    logs: Option<[Arc<LogRecord>; 2]>,
     /// The last step that a command's rank wrote as a heartbeat.
     heartbeat_step: Option<u64>,
 }
@@ -196,6 +200,19 @@ impl Board {
         if let Some(rank) = self.rank(rank) {
             rank.activity = activity;
         }
+    }
+
+    /// What becomes of the rank's output.
+    pub(crate) fn set_logs(&mut self, rank: u32, logs: [Arc<LogRecord>; 2]) {
+        if let Some(rank) = self.rank(rank) {
+            rank.logs = Some(logs);
+        }
+    }
+
+    /// What became of stdout, or stderr, of a rank in the current attempt.
+    pub(super) fn log_record(&self, rank: u32, stderr: bool) -> Option<Arc<LogRecord>> {
+        let [out, err] = self.ranks.get(rank as usize)?.logs.clone()?;
+        Some(if stderr { err } else { out })
     }
 
     /// The rank has joined the others.
@@ -368,6 +385,7 @@ impl Board {
             seconds_since_heartbeat: rank.last_report.map(since),
             seconds_since_output: rank.last_output.map(since),
             hint: self.hint(rank.status.local_rank, now).unwrap_or_default(),
+            log_losses: rank.logs.iter().flatten().filter_map(|log| log.loss()).collect(),
             ..rank.status.clone()
         });
         let step = self.last_step.unwrap_or_default();

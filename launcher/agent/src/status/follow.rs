@@ -2,7 +2,7 @@
 //!
 //! A log that has reached its size limit is renamed to `NAME.1`, which replaces the earlier one; a new attempt writes
 //! to a new directory. A reader keeps its file open, so rotation loses nothing of it; only a reader that is slower than
-//! two rotations misses what was in between. Memory is bounded: the next chunk is read when the caller has taken the
+//! two rotations misses what was in between, and is told how much. Memory is bounded: the next chunk is read when the caller has taken the
 //! last.
 
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -18,6 +18,7 @@ use xlaunch_proto::convert::Logs;
 use xlaunch_proto::v1::{LogPosition, LogsReply};
 
 use super::board::Board;
+use crate::logs::LogRecord;
 use crate::run_dir::rank_dir;
 
 /// Chunks that wait for a slow caller.
@@ -125,7 +126,7 @@ pub async fn send_log(
     start: Start,
     chunks: &Pieces,
 ) -> std::io::Result<bool> {
-    let mut log = Log { path, attempt, open, start, file: None };
+    let mut log = Log { path, attempt, open, start, record: None, file: None };
     log.send_all(chunks).await?;
     Ok(log.file.is_some())
 }
@@ -147,12 +148,13 @@ async fn send(
     }
     let mut start = Start::of(&logs, current);
     loop {
-        let (attempt, path) = {
+        let (attempt, path, record) = {
             let board = board.borrow();
-            (board.attempt(), board.log_dir(logs.rank.0).join(name))
+            let record = board.log_record(logs.rank.0, logs.stderr);
+            (board.attempt(), board.log_dir(logs.rank.0).join(name), record)
         };
         let first = std::mem::replace(&mut start, Start::Beginning);
-        let mut log = Log { path, attempt, open: open.clone(), start: first, file: None };
+        let mut log = Log { path, attempt, open: open.clone(), start: first, record, file: None };
         let over = loop {
             // Checked before the log is read, so that everything written until then is sent.
             let (over, next) = {
@@ -183,6 +185,8 @@ struct Log {
     attempt: u32,
     open: Open,
     start: Start,
+    /// Knows how much a reader has missed; `None` if this process has not written the log.
+    record: Option<Arc<LogRecord>>,
     /// The open file and its inode.
     file: Option<(File, u64)>,
 }
@@ -192,6 +196,11 @@ impl Log {
     async fn send_all(&mut self, chunks: &Pieces) -> std::io::Result<()> {
         if self.file.is_none() {
             self.file = self.first().await?;
+            if let (Start::After(LogPosition { inode, offset, .. }), Some((_, first))) =
+                (self.start, &self.file)
+            {
+                self.send_gap((inode, offset), *first, chunks).await;
+            }
             if let (Some((file, inode)), Start::LastLines(_)) = (&mut self.file, self.start) {
                 // So that the caller can go on from here even if nothing more is written for now.
                 let position = LogPosition {
@@ -206,12 +215,23 @@ impl Log {
             // Checked before the file is read: a file that has been renamed already does not grow.
             let next = successor(&self.open, &self.path, *inode).await?;
             send_rest(file, self.attempt, *inode, chunks).await?;
-            match next {
-                Some(next) => self.file = Some(next),
-                None => break,
-            }
+            let end = (*inode, file.stream_position().await?);
+            let Some(next) = next else { break };
+            self.send_gap(end, next.1, chunks).await;
+            self.file = Some(next);
         }
         Ok(())
+    }
+
+    /// Tells the caller what is missing between the end of the last file that was sent and the next one.
+    async fn send_gap(&self, end: (u64, u64), next: u64, chunks: &Pieces) {
+        let missing = self.record.as_ref().filter(|_| end.0 != next).and_then(|it| it.between(end, next));
+        if let Some(missing @ 1..) = missing {
+            let mark = format!("\n[xlaunch: {missing} bytes were rotated away before they were read]\n");
+            let position = Some(LogPosition { attempt: self.attempt, inode: next, offset: 0 });
+            // As in `send_rest`.
+            let _ = chunks.send(Ok(LogsReply { bytes: mark.into_bytes(), position })).await;
+        }
     }
 
     /// Opens the first file to send, at the position to start at.

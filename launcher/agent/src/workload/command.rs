@@ -33,7 +33,7 @@ use crate::spawn::environment::{self, BaseEnvironment, CommandGroup};
 use crate::spawn::flight_recorder::FlightRecorders;
 use crate::spawn::port::MasterPort;
 use crate::spawn::preload::PreloadPlan;
-use crate::spawn::{Options, inherits_stdin};
+use crate::spawn::{Options, terminal};
 use crate::state::{Event, Job, Kind, Rules};
 use crate::status::board::{self, Board};
 use crate::waiting::Group;
@@ -114,9 +114,10 @@ impl<'a> CommandWorkload<'a> {
         })
     }
 
-    /// Gives the console time for the last lines. Call it when the job is over.
-    pub(crate) async fn finish(self) {
+    /// Gives the console time for the last lines, and returns what was lost of the output. Call it when the job is over.
+    pub(crate) async fn finish(self) -> Vec<String> {
         self.output.flush(CONSOLE_FLUSH_TIMEOUT).await;
+        self.output.losses()
     }
 
     /// Beside the socket, in a private and local directory: logs may be on a network file system.
@@ -152,6 +153,13 @@ impl CommandWorkload<'_> {
             may_have_peers: self.may_have_peers,
             interface: self.interface.as_ref(),
         }
+    }
+
+    /// The local rank that gets xlaunch's standard input: several readers would take each other's lines.
+    fn input_rank(&self) -> Option<u32> {
+        let only = self.spec.logs.shown.as_ref().filter(|shown| shown.len() == 1);
+        let only = only.and_then(|shown| shown.first()).copied();
+        (self.assignment.node_rank == 0).then(|| only.unwrap_or(0))
     }
 
     /// `OMP_NUM_THREADS` of a rank. The plan counts cores; a container's CPU quota may allow less.
@@ -229,7 +237,7 @@ impl Workload for CommandWorkload<'_> {
         command.envs(environment::command_variables(&self.group(attempt), rank, dir, self.threads(rank)));
         command.env(env::HEARTBEAT, files::path(&self.heartbeat_dir(), rank));
         let cpus = self.affinities.get(rank as usize).and_then(Affinity::cpus).copied();
-        let inherit_stdin = inherits_stdin(spec.nproc);
+        let inherit_stdin = self.input_rank() == Some(rank) && terminal::offers_stdin();
         Ok((command, Options { inherit_stdin, cpus, ..Options::default() }))
     }
 
@@ -247,7 +255,7 @@ impl Workload for CommandWorkload<'_> {
         let mut interpreter = Command::new(argv.first()?);
         self.base.apply(&mut interpreter);
         interpreter.envs(environment::common_variables(&self.group(0), self.threads(0)));
-        Some(PreloadPlan { interpreter, modules, argv, inherit_stdin: inherits_stdin(self.spec.nproc) })
+        Some(PreloadPlan { interpreter, modules, argv })
     }
 
     fn program(&self) -> Option<&OsStr> {

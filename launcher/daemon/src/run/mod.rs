@@ -64,7 +64,7 @@ pub struct Options {
 /// If it cannot start or a service fails. The texts are for the operator.
 pub async fn run(options: &Options) -> Result<(), Refusal> {
     raise_open_file_limit();
-    sys::close_inherited_on_exec();
+    sys::close_inherited_on_exec(&[]);
     let config = load(options)?;
     if let Some(error) = check::hook_errors(options.config.as_deref(), &config).into_iter().next() {
         return Err(error.into());

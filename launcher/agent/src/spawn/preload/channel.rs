@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 /// Descriptors that a message can carry.
-const MAX_DESCRIPTORS: usize = 3;
+const MAX_DESCRIPTORS: usize = 4;
 /// Longer replies are not believed.
 const MAX_REPLY_BYTES: u32 = 1 << 20;
 

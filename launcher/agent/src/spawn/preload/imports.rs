@@ -4,6 +4,7 @@ use std::io::{self, Read};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::process::ChildStderr;
+use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags, poll};
 use serde::Deserialize;
@@ -22,6 +23,16 @@ pub(crate) struct Imported {
     pub(crate) threads: Result<Vec<String>, String>,
     /// What they wrote to stdout and stderr.
     pub(crate) output: String,
+    /// Bytes of output that are not in it.
+    pub(crate) omitted: u64,
+}
+
+/// What the imports have written so far.
+#[derive(Debug, Default)]
+struct Output {
+    kept: Vec<u8>,
+    /// Bytes that followed.
+    omitted: u64,
 }
 
 /// The report of the preloading process.
@@ -35,15 +46,17 @@ struct Report {
 pub(super) fn watch(
     channel: UnixStream,
     mut stderr: ChildStderr,
-    pidfd: OwnedFd,
+    pidfd: Arc<OwnedFd>,
     imported: mpsc::UnboundedSender<Imported>,
 ) -> io::Result<()> {
     std::thread::Builder::new().name("preload".into()).spawn(move || {
-        let mut output = Vec::new();
+        let mut output = Output::default();
         let threads = wait(&channel, &mut stderr, &pidfd, &mut output);
         drop((channel, pidfd));
+        let Output { kept, omitted } = output;
+        let output = String::from_utf8_lossy(&kept).into_owned();
         // The driver is gone if the job was stopped meanwhile.
-        let _ = imported.send(Imported { threads, output: String::from_utf8_lossy(&output).into_owned() });
+        let _ = imported.send(Imported { threads, output, omitted });
         // A module's thread must not block on a full pipe.
         let _ = io::copy(&mut stderr, &mut io::sink());
     })?;
@@ -54,7 +67,7 @@ fn wait(
     channel: &UnixStream,
     stderr: &mut ChildStderr,
     pidfd: &OwnedFd,
-    output: &mut Vec<u8>,
+    output: &mut Output,
 ) -> Result<Vec<String>, String> {
     let (mut open, mut printing) = (true, true);
     loop {
@@ -88,13 +101,14 @@ fn wait(
 }
 
 /// Reads what there is; false at the end.
-fn read_some(stderr: &mut ChildStderr, output: &mut Vec<u8>) -> bool {
+fn read_some(stderr: &mut ChildStderr, output: &mut Output) -> bool {
     let mut buffer = [0; 4096];
     match stderr.read(&mut buffer) {
         Ok(0) => false,
         Ok(length) => {
-            let rest = MAX_OUTPUT_BYTES.saturating_sub(output.len());
-            output.extend_from_slice(&buffer[..length.min(rest)]);
+            let kept = length.min(MAX_OUTPUT_BYTES.saturating_sub(output.kept.len()));
+            output.kept.extend_from_slice(&buffer[..kept]);
+            output.omitted += (length - kept) as u64;
             true
         }
         Err(error) => error.kind() == io::ErrorKind::Interrupted,

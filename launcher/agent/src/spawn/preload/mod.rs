@@ -53,8 +53,6 @@ pub(crate) struct PreloadPlan {
     pub(crate) modules: Vec<String>,
     /// Program and arguments of a worker, with the interpreter and `-u` in front.
     pub(crate) argv: Vec<OsString>,
-    /// As for workers.
-    pub(crate) inherit_stdin: bool,
 }
 
 /// A preloading process. Dropping it kills it and everything that it started.
@@ -89,10 +87,9 @@ impl Preloader {
         let mut processes = ProcessTree::without_cgroup(run_id);
         processes.prepare(0, &mut command);
         let environment = environment_of(&command, base);
-        let options = Options { inherit_stdin: plan.inherit_stdin, ..Options::default() };
-        let Spawned { worker: process, stderr, .. } = spawner.spawn(command, options).await?;
+        let Spawned { worker: process, stderr, .. } = spawner.spawn(command, Options::default()).await?;
         processes.add(process.pid);
-        imports::watch(ours.try_clone()?, stderr, process.watch()?, imported)?;
+        imports::watch(ours.try_clone()?, stderr, process.watch(), imported)?;
         Ok(Self { processes, process, environment, channel: Some(ours) })
     }
 
@@ -115,8 +112,9 @@ impl Preloader {
         };
         let environment = environment_of(command, base);
         let message = Message::new(command, &self.environment, &environment, options);
+        let inherit_stdin = options.inherit_stdin;
         let forked = tokio::task::spawn_blocking(move || {
-            let spawned = fork(&channel, &message, cgroup.as_deref());
+            let spawned = fork(&channel, &message, inherit_stdin, cgroup.as_deref());
             (channel, spawned)
         });
         match forked.await {
@@ -209,13 +207,20 @@ impl Message {
 }
 
 /// Blocks until the worker runs.
-fn fork(channel: &UnixStream, message: &Message, cgroup: Option<&OwnedFd>) -> io::Result<Spawned> {
+fn fork(
+    channel: &UnixStream,
+    message: &Message,
+    inherit_stdin: bool,
+    cgroup: Option<&OwnedFd>,
+) -> io::Result<Spawned> {
     channel.set_read_timeout(Some(FORK_TIMEOUT))?;
     channel.set_write_timeout(Some(FORK_TIMEOUT))?;
     let (stdout, worker_stdout) = io::pipe()?;
     let (stderr, worker_stderr) = io::pipe()?;
     let (wait_end, adopted) = io::pipe()?;
-    let descriptors = [worker_stdout.as_fd(), worker_stderr.as_fd(), wait_end.as_fd()];
+    let (own_stdin, nothing) = (io::stdin(), fs_err::File::open("/dev/null")?);
+    let stdin = if inherit_stdin { own_stdin.as_fd() } else { nothing.file().as_fd() };
+    let descriptors = [stdin, worker_stdout.as_fd(), worker_stderr.as_fd(), wait_end.as_fd()];
     let pid = children::adopt(|| {
         channel::send(channel, message, &descriptors)?;
         match channel::receive(channel)? {
@@ -249,7 +254,7 @@ fn release(pid: u32, cgroup: Option<&OwnedFd>, mut adopted: PipeWriter) -> io::R
         let _ = rustix::io::write(procs, pid.to_string().as_bytes());
     }
     adopted.write_all(b"\n")?;
-    Ok(Worker { pid, pid_typed, pidfd })
+    Ok(Worker { pid, pid_typed, pidfd: Arc::new(pidfd) })
 }
 
 #[cfg(test)]

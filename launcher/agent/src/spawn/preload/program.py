@@ -30,8 +30,8 @@ PR_SET_PDEATHSIG = 1
 PR_SET_MM = 35
 PR_SET_MM_ARG_END = 9
 CUDA_ERROR_NOT_INITIALIZED = 3
-# Descriptors of a request: stdout, stderr, and the pipe on which the agent says that it has adopted the worker.
-DESCRIPTORS = 3
+# Descriptors of a request: stdin, stdout, stderr, and the pipe on which the agent says that it has adopted the worker.
+DESCRIPTORS = 4
 INT_BYTES = struct.calcsize("i")
 
 # Imported with the module that is named: scripts import it late, which takes seconds in every attempt.
@@ -172,15 +172,20 @@ def fork():
 
 def become_worker(request, descriptors, agent):
     """Waits until the agent has adopted this process, then sets up what a program that it starts would have."""
-    stdout, stderr, adopted = descriptors
+    stdin, stdout, stderr, adopted = descriptors
     if os.read(adopted, 1) == b"":
         os._exit(1)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL.value, 0, 0, 0)
     # If the agent died before this call, the signal never comes.
     if os.getppid() != agent:
         os._exit(1)
+    os.dup2(stdin, 0)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
+    # Readers of the terminal are stopped, not refused, until the agent lets them read.
+    signal.signal(signal.SIGTTIN, signal.SIG_DFL)
+    signal.signal(signal.SIGTTOU, signal.SIG_DFL)
+    reopen_stdin()
     for descriptor in descriptors:
         os.close(descriptor)
     if request["cpus"] is not None:
@@ -192,6 +197,15 @@ def become_worker(request, descriptors, agent):
     # `random` seeds itself after a fork; numpy's global generator does not.
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
+
+
+def reopen_stdin():
+    """Replaces `sys.stdin`, which was opened on the preloading process's own input."""
+    old = sys.stdin
+    if old is not None:
+        raw = io.open(0, "rb", closefd=False)
+        sys.stdin = sys.__stdin__ = io.TextIOWrapper(raw, encoding=old.encoding, errors=old.errors)
+        sys.stdin.mode = "r"
 
 
 def script_directory(command_line):

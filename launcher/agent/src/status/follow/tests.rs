@@ -165,3 +165,29 @@ async fn log_for_another_node_ends_with_its_attempt_and_goes_on_with_the_next() 
     case.board.send_modify(Board::attempt_ended);
     assert_eq!(rest(&mut ask(chunk.position)).await, "last\nsecond attempt\n");
 }
+
+#[tokio::test]
+async fn reader_that_has_missed_a_rotated_file_is_told_how_much() {
+    let case = Case::new();
+    let record = Arc::new(LogRecord::new(&case.path(), Some(0)));
+    case.board.send_modify(|board| board.set_logs(0, [record.clone(), record.clone()]));
+    let (mut begin, mut files) = (0, Vec::new());
+    for text in ["one\n", "two\n", "three\n", "four\n"] {
+        if begin > 0 {
+            case.rotate();
+        }
+        case.write(text);
+        // Kept open, so that its inode is not reused.
+        files.push(fs_err::File::open(case.path()).unwrap());
+        record.begin(files.last().unwrap().metadata().unwrap().ino(), begin);
+        begin += text.len() as u64;
+    }
+    let read = async |offset| {
+        let after = Some(LogPosition { attempt: 0, inode: files[0].metadata().unwrap().ino(), offset });
+        let logs = Logs { rank: Rank(0), stderr: false, follow: false, tail_lines: None, after };
+        rest(&mut stream(case.board.subscribe(), logs, ()).unwrap()).await
+    };
+    let mark = |bytes| format!("\n[xlaunch: {bytes} bytes were rotated away before they were read]\n");
+    assert_eq!(read(1).await, format!("{}three\nfour\n", mark(7)));
+    assert_eq!(read(4).await, format!("{}three\nfour\n", mark(4)));
+}

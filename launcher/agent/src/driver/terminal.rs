@@ -1,0 +1,71 @@
+//! Workers that use the terminal: see [`spawn::terminal`](crate::spawn::terminal).
+
+use std::time::{Duration, Instant};
+
+use rustix::process::{Signal, getpid, kill_process};
+
+use super::Driver;
+use crate::clock;
+use crate::spawn::has_stopped_child;
+use crate::spawn::terminal::{Answer, Relayed, Terminal};
+
+/// For the console to take the reason before this process stops.
+const REASON_FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
+
+impl Driver<'_> {
+    pub(super) fn terminal_deadline(&self) -> Instant {
+        self.terminal.deadline().unwrap_or_else(|| Instant::now() + clock::IDLE_SLEEP)
+    }
+
+    /// Called at SIGCHLD: answers the workers that were stopped because they use the terminal.
+    pub(super) async fn answer_terminal_users(&mut self) {
+        if !has_stopped_child() {
+            return;
+        }
+        let workers = (0_u32..).zip(&self.attempt.workers);
+        let stopped = workers.filter_map(|(rank, started)| {
+            let worker = &started.as_ref()?.worker;
+            Some((rank, worker.pid, worker.stopped_by()?))
+        });
+        for (rank, worker, signal) in stopped.collect::<Vec<_>>() {
+            match signal {
+                Signal::TTIN | Signal::TTOU => self.answer_terminal_user(rank, worker).await,
+                _ => {}
+            }
+        }
+    }
+
+    /// Acts on a signal of the terminal that was meant for the whole job, as if this process had received it.
+    pub(super) fn relayed(&mut self, Relayed { worker, signal }: Relayed) {
+        self.attempt.has_received(worker, signal);
+        // Cannot fail for this process itself.
+        let _ = kill_process(getpid(), signal);
+    }
+
+    async fn answer_terminal_user(&mut self, local_rank: u32, worker: u32) {
+        let rank = self.membership.assignment().first_rank + local_rank;
+        match Terminal::answer(worker) {
+            Some(Answer::Grant) => {
+                if let Err(error) = self.terminal.grant(worker) {
+                    self.notify(&format!(
+                        "rank {rank} waits for the terminal, which cannot be passed on: {error}"
+                    ));
+                }
+            }
+            Some(Answer::Suspend) => {
+                self.notify(&format!("rank {rank} waits for terminal input: suspended, continue with `fg`"));
+                self.workload.output().flush(REASON_FLUSH_TIMEOUT).await;
+                self.suspend();
+            }
+            Some(Answer::HangUp) => {
+                self.notify(&format!(
+                    "rank {rank} waits for terminal input, but xlaunch is in the background for good: sending it SIGHUP"
+                ));
+                // What the kernel sends to a stopped group that nothing can continue.
+                self.attempt.hang_up(local_rank);
+            }
+            // Without a terminal, the signal was sent by another process.
+            None => {}
+        }
+    }
+}

@@ -1,0 +1,263 @@
+//! Terminal input for workers, which are in background process groups of xlaunch's session.
+//!
+//! The kernel stops a background group that reads its controlling terminal (SIGTTIN) or changes its modes (SIGTTOU).
+//! xlaunch learns of the stop and decides as the kernel would for a process of xlaunch's own group: in the foreground,
+//! the worker gets its input; in the background, the whole job is suspended until the shell's `fg`.
+//!
+//! ```text
+//! worker reads --SIGTTIN--> stopped --grant--> foreground group, SIGCONT --> reads
+//!                                                                             '--revoke: xlaunch is in the foreground
+//! ```
+//! A grant lasts for milliseconds. The kernel checks the group where a read begins, not while it waits, so the worker
+//! keeps waiting for its line while xlaunch is the foreground group again. Ctrl-C and Ctrl-Z thus reach xlaunch, which
+//! passes them on to every rank once, and a launcher that is killed leaves the terminal to whoever started it. A grant
+//! that ends before the read begins is repeated, for longer.
+//!
+//! Ctrl-C during a grant reaches the worker's group alone. A relay, a process in that group that does nothing else,
+//! tells xlaunch, which then signals the other ranks.
+
+use std::collections::BTreeMap;
+use std::io::{self, IsTerminal, Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::termios::{tcgetpgrp, tcgetsid};
+use tokio::sync::mpsc;
+
+use super::{children, sys};
+use crate::process::Process;
+
+/// `argv[0]` of a relay, by which `main` knows to run [`relay_main`].
+pub const RELAY_NAME: &str = "launch-relay";
+/// Duration of the first grant. It doubles while the worker needs another one soon.
+const MIN_GRANT: Duration = Duration::from_millis(5);
+const MAX_GRANT: Duration = Duration::from_millis(200);
+/// A request that follows a grant within this multiple of its duration shows that it was too short.
+const SOON_FACTOR: u32 = 4;
+
+/// The answer to a worker that was stopped because it uses the terminal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Answer {
+    /// xlaunch is in the foreground.
+    Grant,
+    /// xlaunch is in the background of a shell that can bring it to the foreground.
+    Suspend,
+    /// xlaunch is in the background for good: no shell remains that controls it.
+    HangUp,
+}
+
+/// Grants of the controlling terminal. Dropping it takes the terminal back.
+#[derive(Debug)]
+pub(crate) struct Terminal {
+    relays: BTreeMap<u32, Relay>,
+    relayed: mpsc::UnboundedSender<Relayed>,
+    grant: Option<Grant>,
+    duration: Duration,
+    /// End of the last grant.
+    ended: Option<Instant>,
+}
+
+#[derive(Debug)]
+struct Grant {
+    tty: OwnedFd,
+    own: Pid,
+    worker: Pid,
+    until: Instant,
+}
+
+/// A signal of the terminal that has reached a worker's process group, and no other process.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Relayed {
+    pub(crate) worker: u32,
+    pub(crate) signal: Signal,
+}
+
+impl Terminal {
+    /// Signals that reach a worker alone during a grant are sent to `relayed`.
+    pub(crate) fn new(relayed: mpsc::UnboundedSender<Relayed>) -> Self {
+        Self { relays: BTreeMap::new(), relayed, grant: None, duration: MIN_GRANT, ended: None }
+    }
+
+    /// The answer to a worker that leads this process group; `None` without a controlling terminal.
+    pub(crate) fn answer(worker: u32) -> Option<Answer> {
+        let own = Process::own().filter(|own| own.group != 0)?;
+        let foreground = tcgetpgrp(controlling_terminal().ok()?).ok()?.as_raw_nonzero().get().cast_unsigned();
+        let orphaned = || is_orphaned(&Process::all(), &own);
+        Some(answer([own.group, worker].contains(&foreground), orphaned))
+    }
+
+    /// Lets this worker's process group use the terminal for a moment.
+    pub(crate) fn grant(&mut self, worker: u32) -> io::Result<()> {
+        self.revoke();
+        let own = Process::own().map_or(0, |own| own.group);
+        let (Some(own), Some(group)) = (to_pid(own), to_pid(worker)) else {
+            return Err(io::ErrorKind::InvalidInput.into());
+        };
+        if !self.relays.get_mut(&worker).is_some_and(Relay::is_running) {
+            self.relays.insert(worker, Relay::start(worker, self.relayed.clone())?);
+        }
+        let now = Instant::now();
+        let is_soon = |ended: Instant| now.duration_since(ended) < SOON_FACTOR * self.duration;
+        let was_short = self.ended.is_some_and(is_soon);
+        self.duration = if was_short { MAX_GRANT.min(2 * self.duration) } else { MIN_GRANT };
+        let tty = controlling_terminal()?;
+        sys::set_foreground(&tty, group)?;
+        self.grant = Some(Grant { tty, own, worker: group, until: now + self.duration });
+        Ok(kill_process_group(group, Signal::CONT)?)
+    }
+
+    /// When to call [`revoke`](Self::revoke).
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        self.grant.as_ref().map(|grant| grant.until)
+    }
+
+    /// Takes the terminal back.
+    pub(crate) fn revoke(&mut self) {
+        let Some(Grant { tty, own, worker, .. }) = self.grant.take() else { return };
+        self.ended = Some(Instant::now());
+        // A shell may have given it to another job meanwhile.
+        if tcgetpgrp(&tty) == Ok(worker) {
+            // Fails only if the terminal was hung up.
+            let _ = sys::set_foreground(&tty, own);
+        }
+    }
+
+    /// Takes the terminal back for good: the workers are about to be killed.
+    pub(crate) fn end_attempt(&mut self) {
+        self.revoke();
+        self.relays.clear();
+    }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        self.revoke();
+    }
+}
+
+/// A process in a worker's process group. Dropping it ends it.
+#[derive(Debug)]
+struct Relay(Child);
+
+impl Relay {
+    /// Starts it. From then on no signal is missed.
+    fn start(worker: u32, relayed: mpsc::UnboundedSender<Relayed>) -> io::Result<Self> {
+        let group = i32::try_from(worker).map_err(io::Error::other)?;
+        let mut command = Command::new("/proc/self/exe");
+        command.arg0(RELAY_NAME).env_clear().current_dir("/").process_group(group);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+        sys::block_signals(&mut command);
+        let mut child = children::spawn(&mut command)?;
+        let stdout = child.stdout.take();
+        let relay = Self(child);
+        std::thread::Builder::new().name("relay".into()).spawn(move || {
+            let numbers = stdout.into_iter().flat_map(Read::bytes).map_while(Result::ok);
+            let mut signals = numbers.filter_map(|number| Signal::from_named_raw(number.into()));
+            // The driver is gone when the job is over.
+            while signals.next().is_some_and(|signal| relayed.send(Relayed { worker, signal }).is_ok()) {}
+        })?;
+        Ok(relay)
+    }
+
+    fn is_running(&mut self) -> bool {
+        matches!(self.0.try_wait(), Ok(None))
+    }
+}
+
+impl Drop for Relay {
+    fn drop(&mut self) {
+        // It may have been killed with its group.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+        children::forget(self.0.id());
+    }
+}
+
+/// The relay process: writes the numbers of signals to stdout.
+pub fn relay_main() -> ExitCode {
+    // For `ps`.
+    let _ = rustix::thread::set_name(c"launch-relay");
+    let mut stdout = io::stdout();
+    sys::terminal_signals(|signal| {
+        let number = u8::try_from(signal).unwrap_or(0);
+        stdout.write_all(&[number]).and_then(|()| stdout.flush()).is_ok()
+    });
+    ExitCode::SUCCESS
+}
+
+/// Whether a worker can read xlaunch's standard input: always, unless it is the controlling terminal of a launch that
+/// is in the background for good, or whose process group has no id in this PID namespace.
+pub(crate) fn offers_stdin() -> bool {
+    let stdin = io::stdin();
+    let Some(own) = Process::own() else { return false };
+    if !stdin.is_terminal() {
+        return true;
+    }
+    if own.session == 0 {
+        return false;
+    }
+    if tcgetsid(&stdin).ok() != to_pid(own.session) {
+        // There is no job control on a terminal of another session.
+        return true;
+    }
+    let in_foreground = || tcgetpgrp(&stdin).ok() == to_pid(own.group);
+    own.group != 0 && (in_foreground() || !is_orphaned(&Process::all(), &own))
+}
+
+fn answer(in_foreground: bool, is_orphaned: impl FnOnce() -> bool) -> Answer {
+    match in_foreground {
+        true => Answer::Grant,
+        false if is_orphaned() => Answer::HangUp,
+        false => Answer::Suspend,
+    }
+}
+
+/// Whether no process controls the group of `own`: none of its members has a parent in another group of the session.
+fn is_orphaned(all: &[Process], own: &Process) -> bool {
+    let parent = |process: &Process| all.iter().find(|parent| parent.pid == process.parent);
+    let controls = |parent: &Process| parent.session == own.session && parent.group != own.group;
+    let mut members = all.iter().filter(|it| it.group == own.group && !it.ended());
+    !members.any(|member| parent(member).is_some_and(controls))
+}
+
+fn controlling_terminal() -> io::Result<OwnedFd> {
+    let mut options = std::fs::OpenOptions::new();
+    let flags = rustix::fs::OFlags::NOCTTY.bits().cast_signed();
+    Ok(options.read(true).write(true).custom_flags(flags).open("/dev/tty")?.into())
+}
+
+fn to_pid(pid: u32) -> Option<Pid> {
+    i32::try_from(pid).ok().and_then(Pid::from_raw)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn process(pid: u32, parent: u32, group: u32) -> Process {
+        let (session, name) = (10, "x".into());
+        Process { pid, parent, group, session, state: 'S', threads: 1, ticks: 0, started: 0, pages: 0, name }
+    }
+
+    #[test]
+    fn worker_that_uses_the_terminal_is_answered_as_job_control_would() {
+        assert_eq!(answer(true, || unreachable!()), Answer::Grant);
+        assert_eq!(answer(false, || false), Answer::Suspend);
+        assert_eq!(answer(false, || true), Answer::HangUp);
+    }
+
+    #[test]
+    fn group_is_orphaned_once_no_member_has_a_parent_in_another_group_of_the_session() {
+        let (shell, own) = (process(10, 1, 10), process(20, 10, 20));
+        let (wrapper, inner) = (process(30, 10, 30), process(31, 30, 30));
+        let init = Process { session: 1, ..process(1, 0, 1) };
+        assert!(!is_orphaned(&[init.clone(), shell.clone(), own.clone()], &own));
+        assert!(is_orphaned(&[init.clone(), Process { parent: 1, ..own.clone() }], &own));
+        assert!(!is_orphaned(&[init.clone(), shell, wrapper, inner.clone()], &inner));
+        assert!(is_orphaned(&[init, process(30, 1, 30), inner.clone()], &inner));
+    }
+}

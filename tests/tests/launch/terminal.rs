@@ -1,0 +1,280 @@
+//! Standard input of workers: a terminal with job control, pipes and files; descriptors and limits that they inherit.
+
+use std::process::{Command, Stdio};
+
+use serde_json::json;
+use xlaunch_tests::{Launch, Output, Process, requirements, xlaunch_path};
+
+xlaunch_harness::tests! {
+    piped_input_reaches_rank_0_alone,
+    inherited_descriptors_are_closed_unless_an_argument_names_them,
+    more_workers_start_than_the_soft_limit_of_open_files_allows;
+    needs requirements::python3:
+    prompt_of_rank_0_is_answered_on_a_terminal,
+    preloaded_worker_is_answered_on_a_terminal,
+    only_shown_rank_gets_the_terminal,
+    ctrl_c_at_a_prompt_reaches_every_rank_once,
+    ctrl_z_at_a_prompt_suspends_the_job_until_fg,
+    background_job_is_suspended_when_its_script_reads,
+    background_job_whose_script_does_not_read_is_not_suspended,
+    password_is_read_without_echo_in_any_rank,
+    terminal_is_usable_after_the_launcher_is_killed_at_a_prompt;
+}
+
+const ASK: &str = "
+import os
+if os.environ['RANK'] == '0':
+    print('hello', input('name? '))
+";
+
+fn expect(text: &str) -> serde_json::Value {
+    json!(["expect", text])
+}
+
+fn send(keys: &str) -> serde_json::Value {
+    json!(["send", keys])
+}
+
+/// Runs a program on a terminal, and returns all that it showed. See `terminal.py`.
+fn on_terminal(launch: &Launch, steps: &[serde_json::Value], program: &[&str]) -> Output {
+    let driver = launch.write("terminal.py", include_str!("terminal.py"));
+    let mut command = launch.command::<&str>(&[]);
+    let environment: Vec<_> =
+        command.get_envs().map(|(name, value)| (name.to_owned(), value.map(ToOwned::to_owned))).collect();
+    command = Command::new("python3");
+    for (name, value) in environment {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+    // No colours, and a shell that does not edit lines.
+    command.env("TERM", "dumb").env("PS1", "$ ").env_remove("PROMPT_COMMAND");
+    command.current_dir(launch.path()).arg(driver).arg(json!(steps).to_string()).args(program);
+    Process::spawn(&mut command).wait()
+}
+
+/// Runs `xlaunch` on a terminal.
+fn launch_on_terminal(launch: &Launch, steps: &[serde_json::Value], args: &[&str]) -> String {
+    let run = on_terminal(launch, steps, &[&[xlaunch_path().to_str().unwrap()], args].concat());
+    assert_eq!(run.code, 0, "{}{}", run.stdout, run.stderr);
+    run.stdout
+}
+
+/// Runs steps in an interactive shell, in which `$X` is `xlaunch`.
+fn in_shell(launch: &Launch, steps: &[serde_json::Value]) -> String {
+    let begin = [expect("$ "), send(&format!("X={}\n", xlaunch_path().display())), expect("$ ")];
+    let end = [send("\nexit 0\n")];
+    let steps = [&begin, steps, &end].concat();
+    let run = on_terminal(launch, &steps, &["bash", "--norc", "--noprofile", "--noediting", "-i"]);
+    assert_eq!(run.code, 0, "{}{}", run.stdout, run.stderr);
+    run.stdout
+}
+
+fn prompt_of_rank_0_is_answered_on_a_terminal() {
+    let launch = Launch::new();
+    launch.write("ask.py", ASK);
+    launch.write("debug.py", "x = 41\nbreakpoint()\nprint('after', x)\n");
+    for ranks in ["1", "2"] {
+        let steps = [expect("name? "), send("bob\n"), expect("hello bob")];
+        launch_on_terminal(&launch, &steps, &["--nproc-per-node", ranks, "ask.py"]);
+        let mut steps =
+            vec![expect("(Pdb) "), send("p x\n"), expect("41"), expect("(Pdb) "), send("x = 7\n")];
+        if ranks == "1" {
+            steps.extend([expect("(Pdb) "), send("c\n"), expect("after 7")]);
+            launch_on_terminal(&launch, &steps, &["debug.py"]);
+        }
+    }
+}
+
+fn preloaded_worker_is_answered_on_a_terminal() {
+    let launch = Launch::new();
+    launch.write("ask.py", &format!("{ASK}    import sys; print('again', sys.stdin.readline())"));
+    let steps = [expect("name? "), send("bob\n"), expect("hello bob"), send("ann\n"), expect("again ann")];
+    launch_on_terminal(&launch, &steps, &["--preload", "json", "--nproc-per-node", "2", "ask.py"]);
+}
+
+fn only_shown_rank_gets_the_terminal() {
+    let launch = Launch::new();
+    launch.write("ask.py", &ASK.replace("'0'", "'1'"));
+    let steps = [expect("name? "), send("bob\n"), expect("hello bob")];
+    launch_on_terminal(&launch, &steps, &["--nproc-per-node", "2", "--local-ranks-filter", "1", "ask.py"]);
+}
+
+fn ctrl_c_at_a_prompt_reaches_every_rank_once() {
+    let launch = Launch::new();
+    launch.write(
+        "count.py",
+        "
+import os, signal, sys, time
+count, rank = 0, os.environ['RANK']
+def interrupted(*_):
+    global count
+    count += 1
+signal.signal(signal.SIGINT, interrupted)
+print('ready', rank)
+if rank == '0':
+    input('name? ')
+while not os.path.exists('go'):
+    time.sleep(0.01)
+print('rank', rank, 'count', count)
+",
+    );
+    // Also within the moment in which rank 0 has the terminal.
+    for _ in 0..5 {
+        let _ = std::fs::remove_file(launch.path().join("go"));
+        let steps = [
+            send("$X --nproc-per-node 2 count.py; echo code-$?\n"),
+            expect("ready"),
+            expect("ready"),
+            expect("name? "),
+            send("\u{3}"),
+            send("bob\n"),
+            send("\u{1a}"),
+            expect("Stopped"),
+            send("touch go; fg\n"),
+            expect("count 1"),
+            expect("count 1"),
+            expect("code-130"),
+        ];
+        in_shell(&launch, &steps);
+    }
+}
+
+fn ctrl_z_at_a_prompt_suspends_the_job_until_fg() {
+    let launch = Launch::new();
+    launch.write("ask.py", ASK);
+    let steps = [
+        send("$X --nproc-per-node 2 ask.py\n"),
+        expect("name? "),
+        send("\u{1a}"),
+        expect("Stopped"),
+        send("echo shell-$((1+1))\n"),
+        expect("shell-2"),
+        send("bg\n"),
+        expect("suspended, continue with `fg`"),
+        send("fg\n"),
+        expect("ask.py"),
+        send("bob\n"),
+        expect("hello bob"),
+    ];
+    in_shell(&launch, &steps);
+}
+
+fn background_job_is_suspended_when_its_script_reads() {
+    let launch = Launch::new();
+    launch.write("ask.py", ASK);
+    let steps = [
+        send("$X --nproc-per-node 2 ask.py &\n"),
+        expect("suspended, continue with `fg`"),
+        send("jobs\n"),
+        expect("Stopped"),
+        send("fg\n"),
+        expect("ask.py"),
+        send("bob\n"),
+        expect("hello bob"),
+    ];
+    in_shell(&launch, &steps);
+}
+
+fn background_job_whose_script_does_not_read_is_not_suspended() {
+    let launch = Launch::new();
+    let steps = [
+        send("$X --nproc-per-node 2 -- echo not-reading & wait; echo code-$?\n"),
+        expect("not-reading"),
+        expect("not-reading"),
+        expect("code-0"),
+    ];
+    in_shell(&launch, &steps);
+}
+
+fn password_is_read_without_echo_in_any_rank() {
+    let launch = Launch::new();
+    launch.write(
+        "password.py",
+        "
+import getpass, os
+if os.environ['RANK'] == '1':
+    print('length', len(getpass.getpass('password? ')))
+",
+    );
+    let steps = [expect("password? "), send("hidden\n"), expect("length 6")];
+    let shown = launch_on_terminal(&launch, &steps, &["--nproc-per-node", "2", "password.py"]);
+    assert!(!shown.contains("hidden"), "{shown}");
+}
+
+fn terminal_is_usable_after_the_launcher_is_killed_at_a_prompt() {
+    let launch = Launch::new();
+    launch.write("ask.py", &format!("import os; print('killer', os.getppid())\n{ASK}"));
+    // The shell of a script has no job control, and takes no terminal back.
+    launch.write("run.sh", "$X ask.py & pid=$!; sleep 1; kill -9 $pid; wait; read line; echo got $line");
+    launch.write(
+        "killed.py",
+        "
+import os, signal, threading, time
+threading.Thread(target=lambda: (time.sleep(0.5), os.kill(os.getppid(), 9))).start()
+input('name? ')
+",
+    );
+    let steps = [
+        send("export X; sh -c '$X killed.py; read line; echo got $line'\n"),
+        expect("Killed"),
+        send("bob\n"),
+        expect("got bob"),
+    ];
+    in_shell(&launch, &steps);
+}
+
+fn piped_input_reaches_rank_0_alone() {
+    let launch = Launch::new();
+    launch.write("lines", "one\ntwo\n");
+    let script = "cat | sed \"s/^/$RANK /\"; echo end $RANK";
+    let shell = |input: &str| {
+        let xlaunch = xlaunch_path().display();
+        let line = format!("{input} {xlaunch} --nproc-per-node 2 -- sh -c '{script}'");
+        let mut command = launch.command::<&str>(&[]);
+        let mut wrapped = Command::new("sh");
+        for (name, value) in command.get_envs() {
+            match value {
+                Some(value) => wrapped.env(name, value),
+                None => wrapped.env_remove(name),
+            };
+        }
+        command = wrapped;
+        command.current_dir(launch.path()).args(["-c", &line]);
+        let run = Process::spawn(&mut command).wait();
+        assert_eq!(run.code, 0, "{}", run.stderr);
+        let mut lines: Vec<String> = run.stdout.lines().map(Into::into).collect();
+        lines.sort();
+        lines
+    };
+    for input in ["cat lines |", "<lines"] {
+        assert_eq!(shell(input), ["0 one", "0 two", "end 0", "end 1"], "{input}");
+    }
+}
+
+fn inherited_descriptors_are_closed_unless_an_argument_names_them() {
+    let launch = Launch::with_program("bash");
+    let xlaunch = xlaunch_path().display();
+    let list = "ls /proc/self/fd | wc -l";
+    // One of `ls` itself.
+    for (line, expected) in [
+        (format!("exec 7</dev/null; {xlaunch} -- sh -c '{list}'"), "4"),
+        (format!("{xlaunch} -- sh -c 'cat $0' <(echo substituted)"), "substituted"),
+    ] {
+        let run = launch.run(&["-c", &line]);
+        assert_eq!((run.code, run.stdout.trim()), (0, expected), "{line}: {}", run.stderr);
+    }
+}
+
+fn more_workers_start_than_the_soft_limit_of_open_files_allows() {
+    let launch = Launch::with_program("bash");
+    let xlaunch = xlaunch_path().display();
+    let line = format!("ulimit -Sn 64; {xlaunch} --nproc-per-node 24 -- sh -c 'ulimit -Sn'");
+    let run = launch.run(&["-c", &line]);
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    assert_eq!(run.stdout.lines().collect::<Vec<_>>(), ["64"; 24]);
+    let line = format!("ulimit -n 64; {xlaunch} --nproc-per-node 24 -- true");
+    let run = launch.run(&["-c", &line]);
+    assert!(run.code != 0 && run.stderr.contains("ulimit -Hn"), "{}", run.stderr);
+}
