@@ -1,6 +1,6 @@
 //! Standard input of workers: a terminal with job control, pipes and files; descriptors and limits that they inherit.
 
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use serde_json::json;
 use xlaunch_tests::{Launch, Output, Process, requirements, xlaunch_path};
@@ -112,27 +112,30 @@ def interrupted(*_):
     global count
     count += 1
 signal.signal(signal.SIGINT, interrupted)
-print('ready', rank)
+open('ready' + rank, 'w').close()
+def wait_for_both(name):
+    while not all(os.path.exists(name + rank) for rank in '01'):
+        time.sleep(0.01)
+wait_for_both('ready')
 if rank == '0':
     input('name? ')
-while not os.path.exists('go'):
+while count == 0:
     time.sleep(0.01)
+open('interrupted' + rank, 'w').close()
+wait_for_both('interrupted')
 print('rank', rank, 'count', count)
 ",
     );
     // Also within the moment in which rank 0 has the terminal.
     for _ in 0..5 {
-        let _ = std::fs::remove_file(launch.path().join("go"));
+        for name in ["ready0", "ready1", "interrupted0", "interrupted1"] {
+            let _ = std::fs::remove_file(launch.path().join(name));
+        }
         let steps = [
             send("$X --nproc-per-node 2 count.py; echo code-$?\n"),
-            expect("ready"),
-            expect("ready"),
             expect("name? "),
             send("\u{3}"),
             send("bob\n"),
-            send("\u{1a}"),
-            expect("Stopped"),
-            send("touch go; fg\n"),
             expect("count 1"),
             expect("count 1"),
             expect("code-130"),
@@ -205,9 +208,7 @@ if os.environ['RANK'] == '1':
 
 fn terminal_is_usable_after_the_launcher_is_killed_at_a_prompt() {
     let launch = Launch::new();
-    launch.write("ask.py", &format!("import os; print('killer', os.getppid())\n{ASK}"));
     // The shell of a script has no job control, and takes no terminal back.
-    launch.write("run.sh", "$X ask.py & pid=$!; sleep 1; kill -9 $pid; wait; read line; echo got $line");
     launch.write(
         "killed.py",
         "

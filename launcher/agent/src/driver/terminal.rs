@@ -55,7 +55,12 @@ impl Driver<'_> {
             Some(Answer::Suspend) => {
                 self.notify(&format!("rank {rank} waits for terminal input: suspended, continue with `fg`"));
                 self.workload.output().flush(REASON_FLUSH_TIMEOUT).await;
-                self.suspend();
+                // The shell may have brought the job to the foreground meanwhile, and would not continue it again.
+                if Terminal::answer(worker) == Some(Answer::Grant) {
+                    self.grant_terminal(rank, worker);
+                } else {
+                    self.suspend();
+                }
             }
             Some(Answer::HangUp) => {
                 self.notify(&format!(
@@ -66,6 +71,12 @@ impl Driver<'_> {
             }
             // Without a terminal, the signal was sent by another process.
             None => {}
+        }
+    }
+
+    fn grant_terminal(&mut self, rank: u32, worker: u32) {
+        if let Err(error) = self.terminal.grant(worker) {
+            self.notify(&format!("rank {rank} waits for the terminal, which cannot be passed on: {error}"));
         }
     }
 }

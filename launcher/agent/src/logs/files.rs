@@ -125,7 +125,8 @@ impl LogFile {
     /// Writes as much as possible; `size` counts what was written.
     fn append(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
-            match self.file.write(bytes) {
+            // Without `fs_err`: the path is in the message already.
+            match self.file.file().write(bytes) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(count) => {
                     self.size += count as u64;
@@ -140,7 +141,7 @@ impl LogFile {
 
     fn lose(&mut self, bytes: u64, error: &io::Error) {
         self.gap += bytes;
-        let reason = crate::logs::reason(error);
+        let reason = error.to_string();
         if self.record.lose(bytes, &reason) {
             let path = self.path.display();
             self.warn.print(format!("xlaunch: output is being lost: {path}: {reason}"));

@@ -334,14 +334,6 @@ fn dropped_lines(count: u64) -> String {
     format!("xlaunch: {count} lines of xlaunch were dropped: the console was too slow")
 }
 
-/// An error of writing, without the path that `fs_err` adds.
-fn reason(error: &std::io::Error) -> String {
-    match error.get_ref().and_then(|inner| inner.source()) {
-        Some(source) => source.to_string(),
-        None => error.to_string(),
-    }
-}
-
 /// A line without its line ending, as UTF-8 of limited length.
 fn printable(line: &[u8]) -> String {
     let line = line.strip_suffix(b"\n").unwrap_or(line);
