@@ -3,7 +3,7 @@
 //!
 //! - [`cli`]: subcommands and torchrun's flags; [`client`]: gRPC clients of agents and the daemon; [`render`]: tables;
 //! - [`mod@bench`]: the measurements of `xlaunch bench`; [`report`]: training runs as a page;
-//! - [`ssh`]: launches on several hosts;
+//! - [`ssh`]: launches on several hosts; [`runtime`]: tokio's runtime, and reports of panics;
 //! - [`trainer`]: functions of the worker crate, which is named only in this file and in `trained`.
 #![forbid(unsafe_code)]
 
@@ -13,6 +13,7 @@ mod client;
 mod console;
 mod render;
 mod report;
+mod runtime;
 mod ssh;
 mod trained;
 mod trainer;
@@ -30,6 +31,7 @@ use xlaunch_worker::dry_run;
 use xlaunch_worker::huggingface::export as hf;
 
 fn main() -> ExitCode {
+    runtime::report_panics();
     if std::env::args_os().next().is_some_and(|name| name == spawn::reaper::NAME) {
         return spawn::reaper::main();
     }

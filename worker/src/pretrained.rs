@@ -125,7 +125,8 @@ impl Source {
         let threads = threads()?;
         let result = std::thread::scope(|scope| {
             let not_finite = &not_finite;
-            let reader = scope.spawn(move || {
+            let reader = std::thread::Builder::new().name("weights".into());
+            let reader = reader.spawn_scoped(scope, move || {
                 let sink = |piece: Piece| {
                     if !piece.values.iter().all(|value| value.is_finite()) {
                         not_finite.store(true, Ordering::Relaxed);
@@ -136,6 +137,7 @@ impl Source {
                 let layout = Layout::new(&self.shape);
                 self.weights.read(&self.shape, &layout, &threads, &sink).map_err(Refusal::from)
             });
+            let reader = reader.map_err(no_threads)?;
             // Dropped on an early return, which ends the reader.
             let pieces = pieces;
             for Piece { at, values, .. } in &pieces {
@@ -183,10 +185,11 @@ fn cores() -> usize {
 }
 
 fn threads() -> Result<ThreadPool, Refusal> {
-    rayon::ThreadPoolBuilder::new().num_threads(cores()).build().map_err(|error| Refusal {
-        exit: ExitCode::Internal,
-        message: format!("failed to start threads: {error}"),
-    })
+    rayon::ThreadPoolBuilder::new().num_threads(cores()).build().map_err(no_threads)
+}
+
+fn no_threads(error: impl std::fmt::Display) -> Refusal {
+    Refusal { exit: ExitCode::Internal, message: format!("failed to start threads: {error}") }
 }
 
 fn not_a_model(path: &Path) -> Refusal {

@@ -20,6 +20,7 @@
 //! - [`report`]: why a job failed; [`sinks`]: progress, metrics, TensorBoard, summary;
 //! - [`environment`] and [`ending`]: what a run was made with, and how it ended, for its directory;
 //! - [`doctor`]: health of the node's GPUs; [`gpu_clocks`]: their clocks; [`memory`]: how much is free;
+//! - [`system_errors`]: what to do about errors of the system;
 //! - [`config`]: from `train.toml`, environment and flags to a checked job description.
 //!
 //! The agent never calls CUDA; GPUs and their usage come from NVML, loaded at run time.
@@ -52,6 +53,7 @@ pub mod spawn;
 pub mod stacks;
 pub mod state;
 pub mod status;
+pub mod system_errors;
 pub mod waiting;
 pub mod workload;
 

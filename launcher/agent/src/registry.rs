@@ -1,7 +1,7 @@
 //! The running launches of this user, which `xlaunch status` finds from any directory.
 //!
 //! ```text
-//! <$XDG_RUNTIME_DIR, the temporary directory or ~/.cache>/xlaunch-<uid>/    mode 0700
+//! <$XDG_RUNTIME_DIR, $TMPDIR, /tmp, /var/tmp or ~/.cache>/xlaunch-<uid>/    mode 0700
 //!     <name>-<run id>/          one launch; locked (flock) while it runs
 //!         agent.sock            here because the path of a socket is limited
 //!         run -> DIRECTORY      the run's directory; absent if that is this entry itself
@@ -11,6 +11,7 @@
 use std::fs::{File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use xlaunch_proto::exit::ExitCode;
@@ -26,6 +27,8 @@ const RUN_LINK: &str = "run";
 const MAX_SOCKET_PATH_LEN: usize = 107;
 /// A temporary directory with a longer path leaves no room for the socket's.
 const MAX_TEMP_DIR_LEN: usize = 30;
+/// Temporary directories of any host, for one whose `TMPDIR` is unusable.
+const TEMP_DIRS: [&str; 2] = ["/tmp", "/var/tmp"];
 /// Characters of the run's id in the name of its entry.
 const MAX_ID_LEN: usize = 32;
 /// An entry's name has at least this many characters of the launch's name, if that is so long.
@@ -38,7 +41,15 @@ const STALE_AFTER: Duration = Duration::from_secs(60);
 pub struct Entry {
     path: PathBuf,
     name: String,
-    _lock: File,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// The locked directory.
+    dir: File,
+    /// The run's directory, if it is linked.
+    run: Option<PathBuf>,
 }
 
 /// A running launch.
@@ -69,12 +80,16 @@ impl Entry {
             }
         }
         let message = format!(
-            "failed to create a directory for the agent's socket; set XDG_RUNTIME_DIR or TMPDIR:{problems}"
+            "failed to create a directory for the agent's socket; create /tmp, or set XDG_RUNTIME_DIR or TMPDIR to a \
+             local directory that you can write:{problems}"
         );
         Err(Refusal::new(ExitCode::Usage, message))
     }
 
     fn create_in(registry: &Path, name: &str, id: &str) -> io::Result<Self> {
+        if !registry.parent().is_some_and(Path::is_dir) {
+            return Err(io::Error::other("the directory above it does not exist"));
+        }
         let registry = std::path::absolute(registry)?;
         ensure_private(&registry, true)?;
         let (mut name, mut id) = (file_name(name), file_name(id));
@@ -87,15 +102,58 @@ impl Entry {
             _ => return Err(io::Error::other("the path is too long for a socket")),
         }
         let (path, name) = unique(&registry, &format!("{name}-{id}"), 0o700)?;
-        let lock = File::open(&path)?;
-        lock.lock()?;
-        Ok(Self { path, name, _lock: lock })
+        let dir = File::open(&path)?;
+        dir.lock()?;
+        Ok(Self { path, name, state: Mutex::new(State { dir, run: None }) })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Creates the entry again if it was deleted, as programs do that clean temporary directories. What was in it is
+    /// not restored, apart from the link. Returns whether it was missing.
+    ///
+    /// # Errors
+    /// It cannot be created, or another user has taken the name of the registry.
+    pub(crate) fn restore(&self) -> io::Result<bool> {
+        use std::os::unix::fs::MetadataExt;
+        let mut state = self.state();
+        let held = state.dir.metadata()?;
+        let is_held = |found: std::fs::Metadata| (found.dev(), found.ino()) == (held.dev(), held.ino());
+        if std::fs::symlink_metadata(&self.path).is_ok_and(is_held) {
+            return Ok(false);
+        }
+        for dir in self.path.parent().into_iter().chain([&*self.path]) {
+            ensure_private(dir, true)?;
+        }
+        let dir = File::open(&self.path)?;
+        dir.lock()?;
+        state.dir = dir;
+        if let Some(run) = &state.run {
+            match fs_err::os::unix::fs::symlink(run, self.path.join(RUN_LINK)) {
+                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+                _ => {}
+            }
+        }
+        Ok(true)
     }
 
     /// Links the entry to the run's directory `run`, and that directory to the socket.
     pub(crate) fn link_run_dir(&self, run: &Path) -> io::Result<()> {
-        fs_err::os::unix::fs::symlink(std::path::absolute(run)?, self.path.join(RUN_LINK))?;
+        let absolute = std::path::absolute(run)?;
+        fs_err::os::unix::fs::symlink(&absolute, self.path.join(RUN_LINK))?;
+        self.state().run = Some(absolute);
         self.link_socket(run)
+    }
+
+    /// Links the run's directory to the socket again, if it is no longer linked.
+    pub(crate) fn restore_link(&self) -> io::Result<()> {
+        let run = self.state().run.clone();
+        match run.filter(|run| run.join(SOCKET).symlink_metadata().is_err()) {
+            Some(run) => self.link_socket(&run),
+            None => Ok(()),
+        }
     }
 
     /// Links a run's directory to the socket.
@@ -171,23 +229,34 @@ fn is_locked(entry: &Path) -> bool {
 /// environments differ.
 fn registry_dirs() -> Vec<PathBuf> {
     let variable = |name| std::env::var_os(name).filter(|dir| !dir.is_empty()).map(PathBuf::from);
-    registry_dirs_in(variable("XDG_RUNTIME_DIR"), std::env::temp_dir(), variable("HOME"))
+    registry_dirs_in(variable("XDG_RUNTIME_DIR"), variable("TMPDIR"), &TEMP_DIRS, variable("HOME"))
 }
 
-/// The same, in the directories that exist of these.
-fn registry_dirs_in(runtime: Option<PathBuf>, temporary: PathBuf, home: Option<PathBuf>) -> Vec<PathBuf> {
+/// The same, in these directories, which need not exist.
+fn registry_dirs_in(
+    runtime: Option<PathBuf>,
+    temporary: Option<PathBuf>,
+    fallbacks: &[&str],
+    home: Option<PathBuf>,
+) -> Vec<PathBuf> {
     let user = rustix::process::getuid().as_raw();
     let runtime = runtime.unwrap_or_else(|| format!("/run/user/{user}").into());
-    let temporary = Some(temporary).filter(|dir| dir.as_os_str().len() <= MAX_TEMP_DIR_LEN);
-    let mut registry_dirs = vec![runtime, temporary.unwrap_or_else(|| "/tmp".into())];
-    // Another user may have taken the name in the temporary directory.
-    registry_dirs.extend(home.map(|home| home.join(".cache")));
-    registry_dirs.retain(|registry| registry.is_dir());
-    registry_dirs.iter().map(|registry| registry.join(format!("xlaunch-{user}"))).collect()
+    let temporary = temporary.filter(|dir| dir.as_os_str().len() <= MAX_TEMP_DIR_LEN);
+    let mut dirs = vec![runtime];
+    dirs.extend(temporary.into_iter().chain(fallbacks.iter().map(PathBuf::from)));
+    // Another user may have taken the name in the temporary directories.
+    dirs.extend(home.map(|home| home.join(".cache")));
+    let mut registry_dirs: Vec<PathBuf> = Vec::new();
+    for registry in dirs.iter().map(|dir| dir.join(format!("xlaunch-{user}"))) {
+        if !registry_dirs.contains(&registry) {
+            registry_dirs.push(registry);
+        }
+    }
+    registry_dirs
 }
 
 /// Ensures that `dir` is a directory that only this user can access; creates it if `create` is set.
-fn ensure_private(dir: &Path, create: bool) -> io::Result<()> {
+pub(crate) fn ensure_private(dir: &Path, create: bool) -> io::Result<()> {
     use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
     if create {
         match std::fs::DirBuilder::new().mode(0o700).create(dir) {
@@ -234,6 +303,31 @@ mod tests {
     }
 
     #[test]
+    fn deleted_entry_is_created_again_with_its_lock_and_its_link() {
+        use std::os::unix::fs::PermissionsExt;
+        let dir = tempfile::tempdir().unwrap();
+        let (registry, run) = (dir.path().join("registry"), dir.path().join("run"));
+        fs_err::create_dir(&run).unwrap();
+        let entry = Entry::create_in(&registry, "a", "1").unwrap();
+        entry.link_run_dir(&run).unwrap();
+        assert!(!entry.restore().unwrap());
+        for dir in [&registry, &run] {
+            fs_err::remove_dir_all(dir).unwrap();
+        }
+        fs_err::create_dir(&run).unwrap();
+        assert!(entry.restore().unwrap() && !entry.restore().unwrap());
+        assert_eq!(names(&registry), ["a-1"]);
+        assert_eq!(fs_err::read_link(entry.path().join(RUN_LINK)).unwrap(), run);
+        entry.restore_link().unwrap();
+        assert_eq!(fs_err::read_link(run.join(SOCKET)).unwrap(), entry.socket());
+        assert_eq!(fs_err::metadata(&registry).unwrap().permissions().mode() & 0o777, 0o700);
+        // Somebody has taken the name meanwhile.
+        fs_err::remove_dir_all(&registry).unwrap();
+        fs_err::os::unix::fs::symlink(&run, &registry).unwrap();
+        assert!(entry.restore().is_err() && fs_err::read_dir(&run).unwrap().count() == 1);
+    }
+
+    #[test]
     fn stale_entries_are_skipped_and_removed_once_old() {
         let dir = tempfile::tempdir().unwrap();
         let registry = dir.path().join("registry");
@@ -273,13 +367,14 @@ mod tests {
         fs_err::create_dir_all(home.join(".cache")).unwrap();
         fs_err::create_dir(&temporary).unwrap();
         let registries =
-            registry_dirs_in(Some(dir.path().join("none")), temporary.clone(), Some(home.clone()));
+            registry_dirs_in(Some(dir.path().join("none")), Some(temporary.clone()), &[], Some(home.clone()));
         let user = rustix::process::getuid();
         let name = format!("xlaunch-{}", user.as_raw());
-        assert_eq!(registries, [temporary.join(&name), home.join(".cache").join(&name)]);
+        let none = dir.path().join("none");
+        assert_eq!(registries, [none.join(&name), temporary.join(&name), home.join(".cache").join(&name)]);
         // Only root can create what belongs to another user; a link to a directory is refused as well.
         let (taken, problem) =
-            (&registries[0], if user.is_root() { "user 65534" } else { "not a directory" });
+            (&registries[1], if user.is_root() { "user 65534" } else { "not a directory" });
         if user.is_root() {
             fs_err::create_dir(taken).unwrap();
             std::os::unix::fs::chown(taken, Some(65_534), None).unwrap();
@@ -287,10 +382,24 @@ mod tests {
             fs_err::os::unix::fs::symlink(&home, taken).unwrap();
         }
         let entry = Entry::create_in_first(&registries, "n", "1").unwrap();
-        assert!(entry.path().starts_with(&registries[1]), "{}", entry.path().display());
+        assert!(entry.path().starts_with(&registries[2]), "{}", entry.path().display());
         assert_eq!(registries.iter().flat_map(|registry| names(registry)).collect::<Vec<_>>(), ["n-1"]);
-        let refused = Entry::create_in_first(&registries[..1], "n", "1").unwrap_err().message;
+        let refused = Entry::create_in_first(&registries[..2], "n", "1").unwrap_err().message;
         assert!(refused.contains(problem) && refused.contains("set XDG_RUNTIME_DIR"), "{refused}");
+        let missing = format!("\n  {}: the directory above it does not exist", registries[0].display());
+        assert!(refused.contains(&missing), "{refused}");
+    }
+
+    #[test]
+    fn empty_or_missing_temporary_directory_falls_back_to_that_of_the_host() {
+        let dir = tempfile::Builder::new().prefix("x").rand_bytes(4).tempdir_in("/tmp").unwrap();
+        let fallback = dir.path().to_str().unwrap();
+        let (runtime, missing) = (dir.path().join("none"), dir.path().join("missing"));
+        for temporary in [None, Some(missing)] {
+            let registries = registry_dirs_in(Some(runtime.clone()), temporary, &[fallback], None);
+            let entry = Entry::create_in_first(&registries, "n", "1").unwrap();
+            assert_eq!(entry.path().parent().unwrap().parent(), Some(dir.path()));
+        }
     }
 
     #[test]

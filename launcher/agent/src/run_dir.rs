@@ -155,6 +155,28 @@ impl RunDir {
         }
     }
 
+    /// Creates the run's directories again where they were deleted while it runs, as programs do that clean temporary
+    /// directories. May wait for the file system of the logs.
+    ///
+    /// # Errors
+    /// They cannot be created.
+    pub(crate) fn restore(&self) -> std::io::Result<()> {
+        // First, as it is private, and may contain the others.
+        self.restore_private()?;
+        for dir in [&self.path, &self.logs] {
+            fs_err::create_dir_all(dir)?;
+        }
+        self.entry.as_ref().map_or(Ok(()), Entry::restore_link)
+    }
+
+    /// Creates the private directory again if it was deleted. Returns whether it was.
+    ///
+    /// # Errors
+    /// It cannot be created.
+    pub(crate) fn restore_private(&self) -> std::io::Result<bool> {
+        self.entry.as_ref().map_or(Ok(false), Entry::restore)
+    }
+
     /// The directory that is removed with the run, however it ends.
     pub fn private(&self) -> Option<&Path> {
         self.entry.as_ref().map(Entry::path)

@@ -89,7 +89,8 @@ pub async fn first_attempt(
                 continue;
             }
             call = next_call(&mut queries) => {
-                if matches!(call, Message::Stop) {
+                if let Message::Stop(by) = call {
+                    notify(&format!("stop requested by {by}"));
                     link.send(FromAgent::StopRequested(StopRequested { signal: 0 }));
                 }
                 continue;

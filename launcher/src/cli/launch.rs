@@ -31,7 +31,7 @@ use xlaunch_agent::waiting::{self, Group};
 use xlaunch_agent::workload::command::CommandPlan;
 use xlaunch_agent::workload::host_memory::{self, HostNeeds, MemoryPlan, SaveBuffers};
 use xlaunch_agent::workload::trainer::TrainerPlan;
-use xlaunch_agent::{Refusal, clock, ending, memory, report, workload};
+use xlaunch_agent::{Refusal, clock, ending, memory, report, system_errors, workload};
 
 /// A launch of the built-in trainer.
 #[derive(Debug)]
@@ -393,7 +393,7 @@ fn affinities(spec: &ResolvedCommand) -> Result<Vec<Affinity>, String> {
 }
 
 fn failed(error: &std::io::Error) -> Refusal {
-    Refusal::new(ExitCode::Internal, format!("failed to run the job: {error}"))
+    Refusal::new(ExitCode::Internal, format!("failed to run the job: {}", system_errors::describe(error)))
 }
 
 /// Resolves and validates everything that does not need the tokens of the data.

@@ -58,6 +58,7 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use xlaunch_proto::exit::ExitCode;
 
 use crate::console::print_line;
+use crate::runtime::{self, Threads};
 use crate::ssh;
 use crate::trainer::Trainer;
 use torchrun::{Group, Name, Request, Scope};
@@ -148,7 +149,7 @@ pub(crate) fn main(trainer: Trainer) -> ExitCode {
         }
         Some((first, _)) if name == Name::Xlaunch && is_subcommand(first) => {
             match parse_subcommand(&arguments) {
-                Ok(cli) => run(dispatch(cli.command, trainer)),
+                Ok(cli) => runtime::run(threads(&cli.command), dispatch(cli.command, trainer)),
                 Err(error) => {
                     // If the stream is closed, the exit code still reports the result.
                     let _ = error.print();
@@ -222,19 +223,25 @@ fn submit_option(name: &str) -> Option<bool> {
     Some(option.get_action().takes_values())
 }
 
-/// Runs a subcommand or a launch to its end.
+/// Runs a launch to its end.
 fn run(work: impl Future<Output = ExitCode>) -> ExitCode {
-    let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
-        Ok(runtime) => runtime,
-        Err(error) => {
-            print_line(format_args!("error: failed to start: {error}"));
-            return ExitCode::Internal;
-        }
-    };
-    let exit = runtime.block_on(work);
-    // Log threads may still be blocked on a pipe that an orphan holds open. They end with the process.
-    runtime.shutdown_background();
-    exit
+    runtime::run(Threads::Several, work)
+}
+
+/// The threads that a subcommand needs.
+fn threads(command: &Subcommands) -> Threads {
+    use Subcommands as Run;
+    match command {
+        Run::Agent(_)
+        | Run::Daemon(_)
+        | Run::Bench(_)
+        | Run::Doctor(_)
+        | Run::Rendezvous(_)
+        | Run::Generate(_)
+        | Run::Eval(_)
+        | Run::Top(_) => Threads::Several,
+        _ => Threads::One,
+    }
 }
 
 async fn dispatch(command: Subcommands, trainer: Trainer) -> ExitCode {

@@ -192,16 +192,18 @@ fn connect_and_fill<T>(
     fill: impl FnOnce() -> Result<T>,
 ) -> Result<(Box<dyn Collective>, Result<T>)> {
     let (connected, filled) = std::thread::scope(|scope| {
-        let connecting = scope.spawn(|| {
+        let connecting = std::thread::Builder::new().name("connect".into()).spawn_scoped(scope, || {
             let collective: Box<dyn Collective> = Box::new(Tracked(meeting.connect()?));
             context.control.open_session(context.hello(), collective.abort_handle());
             Ok(collective)
         });
+        let connecting = connecting
+            .map_err(|source| WorkerError::Io { what: "failed to start a thread".into(), source })?;
         phase::enter(Phase::Initialize);
         let filled = fill().map_err(|error| saving::set_aside(error, context.spec, context.job));
         phase::enter(Phase::OpenCommunicator);
-        (connecting.join().unwrap_or_else(|panic| resume_unwind(panic)), filled)
-    });
+        Ok::<_, WorkerError>((connecting.join().unwrap_or_else(|panic| resume_unwind(panic)), filled))
+    })?;
     fail::at(Place::Session);
     match connected {
         Ok(collective) => Ok((collective, filled)),

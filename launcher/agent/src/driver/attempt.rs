@@ -180,7 +180,8 @@ impl Driver<'_> {
             self.take_next(attempt, false).await;
             return self.refuse_gpus(&faults);
         }
-        let begun = self.workload.begin_attempt(attempt, &assignment);
+        let restored = self.run.restore();
+        let begun = restored.and_then(|()| self.workload.begin_attempt(attempt, &assignment));
         if let Some(waiting) = self.take_next(attempt, begun.is_ok()).await {
             self.attempt = waiting;
             self.publish_workers();

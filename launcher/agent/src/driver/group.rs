@@ -76,7 +76,7 @@ impl Membership {
             Message::SessionOpened { rank, .. }
             | Message::SessionClosed { rank, .. }
             | Message::Report { rank, .. } => rank,
-            Message::Stop | Message::Checkpoint(_) | Message::Signal(_) => return Some(message),
+            Message::Stop(_) | Message::Checkpoint(_) | Message::Signal(_) => return Some(message),
         };
         *rank = rank.checked_sub(first)?;
         Some(message)

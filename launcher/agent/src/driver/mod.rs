@@ -43,7 +43,7 @@ use crate::signals::{self, SignalRequest};
 use crate::spawn::preload::Preloader;
 use crate::spawn::reaper::Reaper;
 use crate::spawn::terminal::Terminal;
-use crate::spawn::{Exit, Spawner, adopt_orphans, open_files, reap_orphans, sys};
+use crate::spawn::{Exit, Spawner, adopt_orphans, check_system_calls, open_files, reap_orphans, sys};
 use crate::state::{Action, Event, Job, Outcome, Phase};
 use crate::status::board::Board;
 use crate::waiting::{Group, Queries};
@@ -115,6 +115,7 @@ async fn with_reaper<T>(
     run: RunDir,
     job: impl AsyncFnOnce(&RunDir, &Reaper) -> io::Result<T>,
 ) -> io::Result<T> {
+    check_system_calls()?;
     open_files::raise_limit();
     adopt_orphans()?;
     let private: Vec<_> = run.private().map(Path::to_path_buf).into_iter().collect();
@@ -162,6 +163,7 @@ async fn drive(
         left: false,
         keep_evidence: false,
         kept_evidence: Vec::new(),
+        private_is_lost: false,
         exits,
         examined,
     };
@@ -244,6 +246,8 @@ struct Driver<'a> {
     keep_evidence: bool,
     /// Of the attempt for which that was last so, by rank.
     kept_evidence: Vec<Evidence>,
+    /// The run's private directory was deleted and cannot be created again; this was reported.
+    private_is_lost: bool,
     exits: mpsc::UnboundedSender<WorkerExit>,
     examined: mpsc::UnboundedSender<Examined>,
 }
@@ -260,6 +264,7 @@ impl Driver<'_> {
 
     /// Called every second: looks for progress, and for ranks that hang.
     fn poll(&mut self, now: Instant) -> Option<Event> {
+        self.restore_private();
         let progress = match self.job.phase() {
             Phase::Running => self.workload.read_heartbeats(&self.board, now),
             // Those of other nodes may hang after the last one of this node has exited.
@@ -270,6 +275,21 @@ impl Driver<'_> {
             self.examine(hang);
         }
         progress
+    }
+
+    /// Creates the run's private directory again if it was deleted, and reports once if it cannot be.
+    fn restore_private(&mut self) {
+        match self.run.restore_private() {
+            Ok(_) => self.private_is_lost = false,
+            Err(error) if !std::mem::replace(&mut self.private_is_lost, true) => {
+                let dir = self.run.private().unwrap_or(&self.run.path).display();
+                self.notify(&format!(
+                    "{dir} was deleted and cannot be created again: {error}; until then `xlaunch status` does not \
+                     find this launch"
+                ));
+            }
+            Err(_) => {}
+        }
     }
 
     /// What follows from an event.
@@ -384,7 +404,8 @@ impl Driver<'_> {
 
     fn message(&mut self, message: Message) -> Vec<Event> {
         let event = match message {
-            Message::Stop => {
+            Message::Stop(by) => {
+                self.notify(&format!("stop requested by {by}"));
                 self.membership.request_stop(None);
                 None
             }

@@ -2,8 +2,8 @@
 //!
 //! A full disk stops no worker: bytes that cannot be written are counted in the file's [`LogRecord`]. The file mentions
 //! the count as soon as it can be written again, at the latest at its end, if need be in place of its last bytes.
-//! Files are opened for appending, so that a user can truncate them. A file that was started again begins with how much
-//! of the stream came before it.
+//! Files are opened for appending, so that a user can truncate them. A file that was deleted, as programs do that clean
+//! temporary directories, is created again. One that was started again begins with how much of the stream came before.
 
 use std::io::{self, Write};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -79,6 +79,9 @@ impl LogFile {
         if self.limit.is_some_and(|limit| self.size + size > limit) {
             self.rotate()?;
         }
+        if self.file.metadata().is_ok_and(|found| found.nlink() == 0) {
+            self.recreate()?;
+        }
         if self.gap > 0 {
             let before = self.size;
             if let Err(error) = self.append(&gap_mark(self.gap)) {
@@ -110,6 +113,17 @@ impl LogFile {
         let noted = self.append(self.rotation_note().as_bytes());
         self.note = self.size;
         noted
+    }
+
+    /// The file was deleted, and with it what was written to it.
+    fn recreate(&mut self) -> io::Result<()> {
+        self.file = open(&self.path)?;
+        let written = std::mem::take(&mut self.size);
+        let gone = written - std::mem::take(&mut self.note);
+        self.record.lose(gone, "the file was deleted");
+        (self.gap, self.offset) = (self.gap + gone, self.offset + written);
+        self.record.begin(self.file.metadata()?.ino(), self.offset);
+        Ok(())
     }
 
     /// The first line of a file that was started again. It stays true when the file is renamed.
@@ -333,6 +347,21 @@ mod tests {
         File::options().write(true).open(&path).unwrap().set_len(0).unwrap();
         log.write(b"after\n");
         assert_eq!(fs_err::read_to_string(path).unwrap(), "after\n");
+    }
+
+    #[test]
+    fn deleted_file_is_created_again_and_says_what_is_gone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("logs/stdout.log");
+        fs_err::create_dir(dir.path().join("logs")).unwrap();
+        let mut log = create(&path, None);
+        log.write(b"gone\n");
+        fs_err::remove_dir_all(dir.path().join("logs")).unwrap();
+        log.write(b"also gone\n");
+        fs_err::create_dir(dir.path().join("logs")).unwrap();
+        log.write(b"kept\n");
+        let text = fs_err::read_to_string(path).unwrap();
+        assert_eq!(text, "\n[xlaunch: 15 bytes could not be written here]\nkept\n");
     }
 
     #[test]

@@ -5,25 +5,67 @@
 //! that clients that hang or never send anything cannot keep others out.
 
 use std::io;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::time::Duration;
 
 use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::mpsc;
+use tokio_stream::StreamExt;
 use tokio_stream::wrappers::ReceiverStream;
 use xlaunch_proto::net::{self, Connection, Connections, Credentials, Limits};
 
 use crate::process::Process;
+use crate::{registry, system_errors};
 
 /// Simultaneous connections of clients. Each takes two descriptors, of which a process often has no more than 1024.
 const MAX_CLIENTS: usize = 128;
+/// How often the agent checks that its socket has not been deleted.
+const SOCKET_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Listens on `socket`, which only this user (and root) may open.
-pub(super) fn bind(socket: &Path) -> io::Result<ReceiverStream<io::Result<Connection<UnixStream>>>> {
-    use std::os::unix::fs::PermissionsExt;
-    let listener = UnixListener::bind(socket)?;
-    fs_err::set_permissions(socket, std::fs::Permissions::from_mode(0o600))?;
+type Incoming = ReceiverStream<io::Result<Connection<UnixStream>>>;
+
+/// Listens on `socket`, which only this user (and root) may open, until the returned stream is dropped. A socket that
+/// was deleted is created again once its directory exists: programs that clean temporary directories delete both.
+pub(super) fn listen(socket: &Path) -> io::Result<Incoming> {
     let limits =
         Limits { per_user: MAX_CLIENTS, total: MAX_CLIENTS, first_call_timeout: None, close_busy: true };
-    Ok(net::accept(listener, Connections::new(limits), identify))
+    let open = Connections::new(limits);
+    let mut listening = bind(socket, open.clone())?;
+    let socket = socket.to_path_buf();
+    let (connections, incoming) = mpsc::channel(1);
+    tokio::spawn(async move {
+        let mut poll = tokio::time::interval(SOCKET_POLL_INTERVAL);
+        loop {
+            tokio::select! {
+                connection = listening.next() => {
+                    let Some(connection) = connection else { return };
+                    if connections.send(connection).await.is_err() {
+                        return;
+                    }
+                }
+                _ = poll.tick() => if is_missing(&socket) {
+                    // If this fails, it is tried again.
+                    listening = bind(&socket, open.clone()).unwrap_or(listening);
+                },
+                () = connections.closed() => return,
+            }
+        }
+    });
+    Ok(ReceiverStream::new(incoming))
+}
+
+fn bind(socket: &Path, open: Connections) -> io::Result<Incoming> {
+    let listener =
+        UnixListener::bind(socket).map_err(|error| system_errors::context(socket.display(), &error))?;
+    fs_err::set_permissions(socket, std::fs::Permissions::from_mode(0o600))?;
+    Ok(net::accept(listener, open, identify))
+}
+
+/// Whether the socket was deleted from a directory that is private: another user may have created one of that name.
+fn is_missing(socket: &Path) -> bool {
+    let deleted = socket.symlink_metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+    deleted && socket.parent().is_some_and(|dir| registry::ensure_private(dir, false).is_ok())
 }
 
 fn identify(stream: &UnixStream) -> io::Result<Option<Credentials>> {
@@ -35,4 +77,33 @@ fn identify(stream: &UnixStream) -> io::Result<Option<Credentials>> {
     let is_worker =
         peer.pid.and_then(Process::read).is_some_and(|caller| caller.parent == std::process::id());
     Ok(Some(Credentials { exempt: is_worker, ..peer }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn deleted_socket_is_created_again_once_its_directory_exists() {
+        let dir = tempfile::tempdir().unwrap();
+        let private = dir.path().join("entry");
+        registry::ensure_private(&private, true).unwrap();
+        let socket = private.join("agent.sock");
+        let mut incoming = listen(&socket).unwrap();
+        let _first = UnixStream::connect(&socket).await.unwrap();
+        incoming.next().await.unwrap().unwrap();
+        fs_err::remove_dir_all(&private).unwrap();
+        registry::ensure_private(&private, true).unwrap();
+        let again = async {
+            loop {
+                match UnixStream::connect(&socket).await {
+                    Ok(stream) => return stream,
+                    Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
+                }
+            }
+        };
+        let _second = tokio::time::timeout(Duration::from_secs(60), again).await.unwrap();
+        incoming.next().await.unwrap().unwrap();
+        assert_eq!(fs_err::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o600);
+    }
 }

@@ -21,6 +21,7 @@ use tonic::{Request, Response, Status, Streaming};
 use tonic_health::server::HealthReporter;
 use xlaunch_proto::convert::Join;
 use xlaunch_proto::convert::scheduling::check_signal;
+use xlaunch_proto::net::Peer;
 use xlaunch_proto::v1::agent_command::Command;
 use xlaunch_proto::v1::agent_server::{Agent, AgentServer};
 use xlaunch_proto::v1::worker_report::Report;
@@ -33,6 +34,7 @@ use xlaunch_proto::v1::{
 use super::barrier::Reply;
 use super::peers::Peers;
 use super::{answers, elsewhere, listener};
+use crate::process::Process;
 use crate::status::board::Board;
 use crate::status::{Monitor, merge};
 
@@ -71,7 +73,8 @@ pub enum Message {
         attempt: u32,
         report: Report,
     },
-    Stop,
+    /// Stop the job, for the caller that this describes.
+    Stop(String),
     /// Answered when a checkpoint is complete, or refused.
     Checkpoint(oneshot::Sender<Result<CheckpointReply, Status>>),
     /// For every worker.
@@ -104,11 +107,11 @@ pub(crate) async fn serve_node(
     board: watch::Sender<Board>,
     others: Option<(Peers, mpsc::UnboundedReceiver<Query>)>,
 ) -> std::io::Result<RunningService> {
-    let incoming = listener::bind(socket)?;
+    let incoming = listener::listen(socket)?;
     let service = Arc::new(Service {
         messages,
         board: board.subscribe(),
-        monitor: Monitor::start(board)?,
+        monitor: Monitor::start(board, socket.parent().unwrap_or(socket))?,
         readers: Arc::new(Semaphore::new(MAX_LOG_READERS)),
         examiners: Arc::new(Semaphore::new(1)),
         peers: others.as_ref().map(|(peers, _)| peers.clone()),
@@ -264,9 +267,10 @@ impl Agent for Service {
         Ok(Response::new(replies))
     }
 
-    async fn stop(&self, _: Request<StopRequest>) -> Result<Response<StopReply>, Status> {
+    async fn stop(&self, request: Request<StopRequest>) -> Result<Response<StopReply>, Status> {
         let ending = |_| Status::unavailable("the agent is ending");
-        self.messages.send(Message::Stop).await.map_err(ending)?;
+        let by = request.extensions().get::<Peer>().map_or_else(|| "an unknown caller".into(), caller);
+        self.messages.send(Message::Stop(by)).await.map_err(ending)?;
         Ok(Response::new(StopReply {}))
     }
 
@@ -286,6 +290,14 @@ impl Agent for Service {
         self.messages.send(Message::Signal(signal)).await.map_err(ending)?;
         Ok(Response::new(SignalReply {}))
     }
+}
+
+/// Describes the process that made a call.
+fn caller(peer: &Peer) -> String {
+    let user = if peer.uid == 0 { "root".into() } else { format!("uid {}", peer.uid) };
+    let process = peer.pid.and_then(Process::read);
+    let process = process.map(|process| format!(" (process {}, {})", process.pid, process.name));
+    format!("{user}{}", process.unwrap_or_default())
 }
 
 /// One session: Hello, then reports, until the worker closes its side; then ours is closed, too.

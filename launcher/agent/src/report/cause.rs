@@ -8,6 +8,7 @@ use rustix::io::Errno;
 use super::python::{self, Exception};
 use super::{Evidence, escaped};
 use crate::spawn::{Exit, OomKills};
+use crate::system_errors::{FILE_LIMIT_HELP, PROCESS_LIMIT_HELP, SYSTEM_CALL_HELP};
 
 /// Prefix of the message of an uncaught C++ exception.
 const CPP_WHAT: &str = "what():  ";
@@ -24,6 +25,15 @@ const LOST_PEER: [&str; 8] = [
     "remote server shutdown",
     "failed to recv, got 0 bytes",
     "Connection was likely closed",
+];
+
+/// Parts of messages of Python, OpenMP and this project where the system refuses a process or a thread.
+const THREAD_REFUSED: [&str; 5] = [
+    "can't start new thread",
+    "[Errno 11] Resource temporarily unavailable",
+    "Resource temporarily unavailable (os error 11)",
+    "Thread creation failed",
+    "pthread_create failed",
 ];
 
 /// Help if the host has too little memory.
@@ -126,11 +136,11 @@ fn not_started(error: i32, evidence: &Evidence) -> Option<Cause> {
             "a script needs #! in its first line; a binary must be built for this CPU architecture",
         ),
         Errno::TOOBIG => Cause::new("arguments and environment are too long for the system"),
-        Errno::AGAIN => Cause::new("process limit reached")
-            .with_help("raise the limit: ulimit -u, or the container's pids limit"),
-        Errno::MFILE => Cause::new("xlaunch has reached its limit of open files").with_help(
-            "it needs about five per worker; raise the hard limit: ulimit -Hn, or LimitNOFILE of the unit",
-        ),
+        Errno::AGAIN => Cause::new("process limit reached").with_help(PROCESS_LIMIT_HELP),
+        Errno::MFILE => Cause::new("too many open files").with_help(FILE_LIMIT_HELP),
+        Errno::PERM | Errno::NOSYS => {
+            Cause::new("perhaps a system call was refused").with_help(SYSTEM_CALL_HELP)
+        }
         Errno::NOMEM => Cause::new("no memory is left to start a process"),
         _ => return None,
     };
@@ -200,7 +210,8 @@ fn stderr_line(killed: Option<i32>, evidence: &Evidence) -> Option<Cause> {
         None => &["can't open file", ": No module named ", "Fatal Python error: "],
     };
     let abort: &[&str] = if killed == Some(6) { &[CPP_WHAT, "Assertion `"] } else { &[] };
-    let any = ["EADDRINUSE", "CUDA out of memory", "CUDA error: ", "error while loading shared libraries"];
+    let own = ["EADDRINUSE", "CUDA out of memory", "CUDA error: ", "error while loading shared libraries"];
+    let any = [&own[..], &THREAD_REFUSED, &["(os error 24)"]].concat();
     let is_known = |line: &&str| [python, abort, &any].concat().iter().any(|part| line.contains(part));
     let mut lines = evidence.stderr.iter().rev().map(|line| python::without_rank(line).trim());
     let line = lines.find(is_known)?;
@@ -249,6 +260,10 @@ fn known(line: &str, whole: &str, evidence: &Evidence) -> Option<Cause> {
         Cause::new(format!("a collective timed out: {}", whole.what)).with_help(
             "a rank may hang, have exited, or have called another collective: compare the last lines of all ranks",
         )
+    } else if has(&THREAD_REFUSED) {
+        Cause::new(format!("process limit reached: {}", whole.what)).with_help(PROCESS_LIMIT_HELP)
+    } else if has(&["Too many open files", "(os error 24)"]) {
+        whole.with_help(FILE_LIMIT_HELP)
     } else if has(&["CUDA error: "]) {
         whole.with_help(
             "an earlier operation on the GPU may have failed: set CUDA_LAUNCH_BLOCKING=1 to find the one that did",

@@ -9,7 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::process::{Pid, WaitId, WaitIdOptions, getpid, set_child_subreaper, waitid};
 
-use super::open_files;
+use super::{open_files, refused};
 use crate::process::Process;
 
 static STARTED: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
@@ -67,7 +67,7 @@ fn children() -> Vec<Process> {
 
 /// Makes this process a subreaper: descendants whose parents die become its children, not init's.
 pub(crate) fn adopt_orphans() -> std::io::Result<()> {
-    Ok(set_child_subreaper(Some(getpid()))?)
+    set_child_subreaper(Some(getpid())).map_err(|error| refused("prctl(PR_SET_CHILD_SUBREAPER)", error))
 }
 
 /// Whether a child was stopped by a signal.

@@ -30,8 +30,17 @@ pub(crate) fn run<T: Send + Default>(
     let mut child = children::spawn(&mut command)?;
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
     let done = std::thread::scope(|scope| {
-        let stdout = scope.spawn(|| stdout.map(read_stdout).unwrap_or_default());
-        let stderr = scope.spawn(|| stderr.map(read_stderr).unwrap_or_default());
+        let thread = || std::thread::Builder::new().name("helper".into());
+        let stdout = thread().spawn_scoped(scope, || stdout.map(read_stdout).unwrap_or_default());
+        let stderr = thread().spawn_scoped(scope, || stderr.map(read_stderr).unwrap_or_default());
+        let (stdout, stderr) = match (stdout, stderr) {
+            (Ok(stdout), Ok(stderr)) => (stdout, stderr),
+            (Err(error), _) | (_, Err(error)) => {
+                let _ = child.kill();
+                let _ = child.wait();
+                return Err(error);
+            }
+        };
         let deadline = Instant::now() + timeout;
         let success = loop {
             match child.try_wait() {
@@ -42,10 +51,11 @@ pub(crate) fn run<T: Send + Default>(
             }
         };
         // A panic has been printed already.
-        Done { success, stdout: stdout.join().unwrap_or_default(), stderr: stderr.join().unwrap_or_default() }
+        let [stdout, stderr] = [stdout, stderr].map(|thread| thread.join().unwrap_or_default());
+        Ok(Done { success, stdout, stderr })
     });
     children::forget(child.id());
-    Ok(done)
+    done
 }
 
 #[cfg(test)]

@@ -44,12 +44,14 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::{ChildStderr, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 
+use rustix::io::Errno;
 use rustix::process::{
-    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, kill_process_group, pidfd_open, waitid,
+    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, getpid, kill_process_group, pidfd_open, waitid,
 };
 use rustix::thread::CpuSet;
 use tokio::sync::oneshot;
 
+use crate::system_errors::SYSTEM_CALL_HELP;
 pub(crate) use children::{adopt_orphans, has_stopped_child, reap_orphans};
 pub use exit::Exit;
 pub use oom::OomKills;
@@ -83,6 +85,26 @@ pub struct Options {
     pub leave_signals_to_agent: bool,
     /// Descriptors that it inherits, under the same numbers.
     pub inherited: Vec<Arc<OwnedFd>>,
+}
+
+/// Checks that the kernel has what supervision needs, and that no seccomp profile refuses it.
+///
+/// # Errors
+/// It names the system call, and what allows it.
+pub(crate) fn check_system_calls() -> std::io::Result<()> {
+    let own = pidfd_open(getpid(), PidfdFlags::empty()).map_err(|error| refused("pidfd_open", error))?;
+    let peek = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
+    match waitid(WaitId::PidFd(own.as_fd()), peek) {
+        // The process is not its own child.
+        Ok(_) | Err(Errno::CHILD) => Ok(()),
+        Err(error) => Err(refused("waitid of a pidfd", error)),
+    }
+}
+
+/// The error of a system call that the kernel or a seccomp profile refuses.
+fn refused(call: &str, error: Errno) -> std::io::Error {
+    let text = format!("{call}: {error}; {SYSTEM_CALL_HELP}");
+    std::io::Error::new(std::io::Error::from(error).kind(), text)
 }
 
 /// Starts processes from a thread of its own.
@@ -138,7 +160,8 @@ fn start(mut command: Command, options: &Options) -> std::io::Result<Spawned> {
     }
     let mut child = children::spawn(&mut command)?;
     let (stdout, stderr, pid) = (child.stdout.take(), child.stderr.take(), Pid::from_child(&child));
-    match (stdout, stderr, pidfd_open(pid, PidfdFlags::NONBLOCK)) {
+    // Not with `NONBLOCK`, which needs Linux 5.10.
+    match (stdout, stderr, pidfd_open(pid, PidfdFlags::empty())) {
         (Some(stdout), Some(stderr), Ok(pidfd)) => {
             let worker = Worker { pid: child.id(), pid_typed: pid, pidfd: Arc::new(pidfd) };
             Ok(Spawned { worker, stdout, stderr })
@@ -183,7 +206,7 @@ impl Worker {
 
 /// How a child that has exited did so. It is not reaped.
 fn exit_status(pidfd: BorrowedFd<'_>) -> Exit {
-    let peek = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+    let peek = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
     match waitid(WaitId::PidFd(pidfd), peek) {
         Ok(Some(status)) => match (status.exit_status(), status.terminating_signal()) {
             (Some(code), _) => Exit::Code(code),

@@ -26,6 +26,7 @@ use std::time::{Duration, Instant};
 use super::membership::{self, RunProcesses};
 use super::process_tree::{ProcessTree, session};
 use super::{cgroup, children, sys};
+use crate::system_errors;
 
 /// `argv[0]` of the reaper, by which `main` knows to run [`main`]. Not `xlaunch...`, which `pkill xlaunch` would match.
 pub const NAME: &str = "launch-reaper";
@@ -47,7 +48,13 @@ impl Reaper {
     pub(crate) fn start(run_id: &str, private: &[PathBuf]) -> std::io::Result<Self> {
         let mut command = Command::new("/proc/self/exe");
         command.arg0(NAME);
-        Self::start_as(command, run_id, private)
+        Self::start_as(command, run_id, private).map_err(|error| {
+            // The program's path is not in the error of a failed exec.
+            let hint =
+                if Path::new("/proc/self").exists() { "" } else { "; mount /proc, which xlaunch needs" };
+            let failed = system_errors::context("failed to start the reaper, /proc/self/exe", &error);
+            std::io::Error::new(error.kind(), format!("{failed}{hint}"))
+        })
     }
 
     pub(super) fn start_as(mut command: Command, run_id: &str, private: &[PathBuf]) -> std::io::Result<Self> {

@@ -33,6 +33,9 @@ const REAPER_IGNORES: [i32; 9] = [
 /// Ignored by the trainer's workers: signals that stop a job or announce its end.
 const JOB_SIGNALS: [i32; 5] = [libc::SIGHUP, libc::SIGINT, libc::SIGTERM, libc::SIGUSR1, libc::SIGUSR2];
 
+/// Descriptors below this one are marked one by one where the kernel cannot mark a range.
+const MAX_MARKED_FD: libc::c_int = 4096;
+
 /// The user that a process should run as.
 #[derive(Clone, Debug)]
 pub struct User {
@@ -200,9 +203,15 @@ pub(super) fn detach(command: &mut Command) {
             // anyway.
             unsafe { libc::signal(signal, libc::SIG_IGN) };
         }
-        // Fails before Linux 5.11: descriptors that xlaunch inherited then stay open.
         // SAFETY: the call takes three integers. Marking descriptors leaves them usable up to exec.
-        unsafe { libc::syscall(libc::SYS_close_range, 3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC) };
+        let marked = unsafe { libc::syscall(libc::SYS_close_range, 3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC) };
+        if marked != 0 {
+            // Before Linux 5.11, or under a seccomp profile that refuses it.
+            for fd in 3..MAX_MARKED_FD {
+                // SAFETY: the arguments are integers. A descriptor that is not open is an error without effect.
+                unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) };
+            }
+        }
         Ok(())
     };
     // SAFETY: the hook makes system calls only and touches no lock and no heap: it is async-signal-safe.

@@ -11,6 +11,7 @@ use std::time::Duration;
 use xlaunch_proto::v1::{ProcessStacks, StackDump};
 
 use crate::spawn::helper;
+use crate::system_errors;
 
 /// For a tool to print stacks. A debugger may read gigabytes of symbols.
 pub(super) const TOOL_TIMEOUT: Duration = Duration::from_secs(10);
@@ -32,12 +33,16 @@ pub(super) fn dump(processes: &[&ProcessStacks]) -> Vec<Vec<StackDump>> {
             }
             for tool in selected(&installed, is_python(process.pid)) {
                 running += 1;
+                let left_out =
+                    |problem| StackDump { tool: tool.name().into(), problem, ..StackDump::default() };
                 dumps.push(if running > MAX_TOOLS {
-                    let problem = "left out: too many processes".into();
-                    Err(StackDump { tool: tool.name().into(), problem, ..StackDump::default() })
+                    Err(left_out("left out: too many processes".into()))
                 } else {
-                    let pid = process.pid;
-                    Ok(scope.spawn(move || tool.run(pid)))
+                    let (pid, thread) = (process.pid, std::thread::Builder::new().name("stacks".into()));
+                    let started = thread.spawn_scoped(scope, move || tool.run(pid));
+                    started.map_err(|error| {
+                        left_out(format!("failed to start: {}", system_errors::describe(&error)))
+                    })
                 });
             }
             dumps
@@ -129,7 +134,9 @@ impl Tool {
                     _ => dump(text, first),
                 }
             }
-            Err(error) => dump(String::new(), format!("failed to start: {error}")),
+            Err(error) => {
+                dump(String::new(), format!("failed to start: {}", system_errors::describe(&error)))
+            }
         }
     }
 }

@@ -1,4 +1,5 @@
-//! The thread that samples running ranks: what they use, and when they last wrote output.
+//! The thread that samples running ranks: what they use, and when they last wrote output. It also creates their log
+//! directories again where they were deleted: programs write their error files there.
 //!
 //! It samples every few seconds, and sooner on request. It may wait for a disk or a driver; callers do not.
 
@@ -28,10 +29,12 @@ pub(crate) struct Monitor {
 }
 
 impl Monitor {
-    /// Starts to sample the ranks on `board`, and to record the samples there.
-    pub(crate) fn start(board: watch::Sender<Board>) -> std::io::Result<Self> {
+    /// Starts to sample the ranks on `board`, and to record the samples there. `private` is the agent's own directory,
+    /// which others create again.
+    pub(crate) fn start(board: watch::Sender<Board>, private: &Path) -> std::io::Result<Self> {
         let (requests, receiver) = sync_channel(1);
-        std::thread::Builder::new().name("monitor".into()).spawn(move || run(&board, &receiver))?;
+        let private = private.to_path_buf();
+        std::thread::Builder::new().name("monitor".into()).spawn(move || run(&board, &private, &receiver))?;
         Ok(Self { requests })
     }
 
@@ -49,7 +52,7 @@ impl Monitor {
     }
 }
 
-fn run(board: &watch::Sender<Board>, requests: &Receiver<()>) {
+fn run(board: &watch::Sender<Board>, private: &Path, requests: &Receiver<()>) {
     let mut sampler = Sampler::new();
     let (mut last_sample, mut pause): (Option<Instant>, _) = (None, SAMPLE_INTERVAL);
     loop {
@@ -59,13 +62,13 @@ fn run(board: &watch::Sender<Board>, requests: &Receiver<()>) {
             Ok(()) | Err(RecvTimeoutError::Timeout) => {}
         }
         let start = Instant::now();
-        last_sample = Some(sample(board, &mut sampler));
+        last_sample = Some(sample(board, private, &mut sampler));
         pause = SAMPLE_INTERVAL.max(start.elapsed() * SAMPLE_COST_FACTOR);
     }
 }
 
 /// Returns the time of the sample.
-fn sample(board: &watch::Sender<Board>, sampler: &mut Sampler) -> Instant {
+fn sample(board: &watch::Sender<Board>, private: &Path, sampler: &mut Sampler) -> Instant {
     let (running, dirs) = {
         let board = board.borrow();
         let running = board.running();
@@ -73,6 +76,7 @@ fn sample(board: &watch::Sender<Board>, sampler: &mut Sampler) -> Instant {
         (running, dirs)
     };
     let pids: Vec<u32> = running.iter().map(|(_, pid)| *pid).collect();
+    dirs.iter().for_each(|dir| restore(dir, private));
     let uses = sampler.sample(&pids, Instant::now());
     let outputs: Vec<_> = dirs.iter().map(|dir| last_output(dir)).collect();
     let now = Instant::now();
@@ -86,6 +90,15 @@ fn sample(board: &watch::Sender<Board>, sampler: &mut Sampler) -> Instant {
         board.sampled(now);
     });
     now
+}
+
+/// Creates a rank's directory again if it was deleted.
+fn restore(dir: &Path, private: &Path) {
+    let others_restore = dir.starts_with(private) && !private.is_dir();
+    if !others_restore && !dir.is_dir() {
+        // If this fails, it is tried again.
+        let _ = fs_err::create_dir_all(dir);
+    }
 }
 
 /// When a rank's log files last changed.

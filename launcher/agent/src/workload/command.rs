@@ -280,7 +280,7 @@ impl Workload for CommandWorkload<'_> {
             Message::Checkpoint(reply) => drop(reply.send(Err(Status::failed_precondition(NO_CHECKPOINT)))),
             Message::SessionOpened { commands, .. } => drop(commands.try_send(Err(refusal()))),
             Message::SessionClosed { .. } | Message::Report { .. } => {}
-            Message::Stop | Message::Signal(_) => {}
+            Message::Stop(_) | Message::Signal(_) => {}
         }
         None
     }

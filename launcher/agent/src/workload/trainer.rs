@@ -444,7 +444,7 @@ impl Workload for TrainerWorkload<'_> {
                 }
             }
             Message::Checkpoint(reply) => self.request_checkpoint(Requester::Call(reply), job),
-            Message::Stop | Message::Signal(_) => {}
+            Message::Stop(_) | Message::Signal(_) => {}
         }
         None
     }

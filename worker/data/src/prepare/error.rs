@@ -22,6 +22,12 @@ impl PrepareError {
         Self::Usage(format!("failed to read {what}: {error}"))
     }
 
+    pub(crate) fn no_thread(error: &io::Error) -> Self {
+        Self::Usage(format!(
+            "failed to start a thread: {error}\nhelp: raise the limit on processes: ulimit -u"
+        ))
+    }
+
     pub(crate) fn write(path: &Path, error: &io::Error) -> Self {
         let help = match error.kind() {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {

@@ -39,12 +39,19 @@ pub(super) fn run(
     thread::scope(|scope| {
         let (budget, waiting, encoder) = (&budget, &waiting, &encoder);
         let reader = Reader { options, budget, work, done: done.clone() };
-        scope.spawn(move || reader.run(inputs));
-        for _ in 0..options.threads {
+        let thread = |name: &str| thread::Builder::new().name(name.into());
+        for number in 0..options.threads {
             let done = done.clone();
-            scope.spawn(move || encode_blocks(encoder, budget, waiting, &done));
+            let encode = move || encode_blocks(encoder, budget, waiting, &done);
+            match thread("encoder").spawn_scoped(scope, encode) {
+                // Fewer threads than wanted do as well.
+                Err(error) if number == 0 => return Err(PrepareError::no_thread(&error)),
+                _ => {}
+            }
         }
         drop(done);
+        let reading = thread("reader").spawn_scoped(scope, move || reader.run(inputs));
+        reading.map_err(|error| PrepareError::no_thread(&error))?;
         let result = write(&results, writer, budget, size, report);
         // Ends the other threads.
         budget.close();

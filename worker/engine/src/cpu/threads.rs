@@ -11,13 +11,16 @@ pub(crate) struct Threads {
 }
 
 impl Threads {
-    /// `count` threads, at least one. If the system cannot start threads, everything runs on the caller's.
+    /// `count` threads, at least one. If the system cannot start threads, everything runs on the caller's: in a pool of
+    /// its own, as rayon panics when it cannot start its global pool.
     pub(crate) fn new(count: usize) -> Self {
         let count = count.max(1);
         let builder = || ThreadPoolBuilder::new().num_threads(count).thread_name(|i| format!("cpu-{i}"));
         // A thread can belong to one rayon pool only: a second back end on the same thread starts threads of its own.
-        let pool = builder().use_current_thread().build().or_else(|_| builder().build()).ok();
-        let count = if pool.is_some() { count } else { 1 };
+        let pool = builder().use_current_thread().build().or_else(|_| builder().build());
+        let pool =
+            pool.or_else(|_| ThreadPoolBuilder::new().num_threads(1).use_current_thread().build()).ok();
+        let count = pool.as_ref().map_or(1, ThreadPool::current_num_threads);
         Self { pool, count }
     }
 

@@ -124,7 +124,8 @@ pub(crate) fn fill_cache(arch: &str, sources: impl Iterator<Item = (Source, Vec<
     };
     let threads = std::thread::available_parallelism().map_or(1, NonZero::get).min(sources.len());
     std::thread::scope(|scope| {
-        (1..threads).for_each(|_| drop(scope.spawn(compile)));
+        // If no thread can be started, this one compiles everything.
+        (1..threads).for_each(|_| drop(std::thread::Builder::new().spawn_scoped(scope, compile)));
         compile();
     });
 }

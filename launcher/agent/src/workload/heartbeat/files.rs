@@ -2,7 +2,8 @@
 //!
 //! A file exists, empty, before its worker starts. Whatever changes it is a heartbeat; a decimal number in it is the
 //! rank's step, and anything else a mere touch. A worker that removes its file turns hang detection off for its rank
-//! until it writes the file again. The directory is on a local file system, so a poll costs one system call per rank,
+//! until it writes the file again. If the whole directory is gone, a program that cleans temporary directories has
+//! removed it: it is created again, with its files. The directory is on a local file system, so a poll costs one system call per rank,
 //! and it opens only what has changed, without following links or waiting for a writer.
 
 use std::io::{self, Read};
@@ -44,18 +45,34 @@ impl HeartbeatFiles {
     pub(in crate::workload) fn create(dir: PathBuf, world: u32) -> io::Result<Self> {
         match fs_err::remove_dir_all(&dir) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => fs_err::create_dir(&dir)?,
+            _ => {}
         }
         let mut files = Self { dir, seen: Vec::new() };
-        for rank in 0..world {
-            let created = fs_err::File::create_new(path(&files.dir, rank))?.metadata()?;
-            files.seen.push(Some(version(&created)));
-        }
+        files.fill(world)?;
         Ok(files)
+    }
+
+    /// Creates the directory with an empty file per rank.
+    fn fill(&mut self, world: u32) -> io::Result<()> {
+        fs_err::create_dir(&self.dir)?;
+        self.seen.clear();
+        for rank in 0..world {
+            let created = fs_err::File::create_new(path(&self.dir, rank))?.metadata()?;
+            self.seen.push(Some(version(&created)));
+        }
+        Ok(())
     }
 
     /// The changes since the last poll, by rank.
     pub(in crate::workload) fn poll(&mut self) -> Vec<(u32, Change)> {
+        if !self.dir.is_dir() {
+            let world = u32::try_from(self.seen.len()).unwrap_or(u32::MAX);
+            if self.fill(world).is_err() {
+                // The ranks cannot send heartbeats until it exists.
+                self.seen.resize(world as usize, None);
+                return Vec::new();
+            }
+        }
         let now = SystemTime::now();
         let mut changes = Vec::new();
         for (rank, seen) in (0..).zip(&mut self.seen) {
@@ -189,6 +206,25 @@ mod tests {
         let mode = rustix::fs::Mode::RWXU;
         rustix::fs::mknodat(rustix::fs::CWD, files.path(1), rustix::fs::FileType::Fifo, mode, 0).unwrap();
         assert_eq!(steps(&mut files), [(0, None), (1, None)]);
+    }
+
+    #[test]
+    fn deleted_directory_is_created_again_and_heartbeats_go_on() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut files = files(&dir);
+        fs_err::remove_dir_all(&files.dir).unwrap();
+        assert_eq!(files.poll(), [], "no rank has removed its file");
+        fs_err::write(files.path(1), "7").unwrap();
+        assert_eq!(steps(&mut files), [(1, Some(7))]);
+        // Not while the directory above it is missing.
+        let (root, moved) = (dir.path().to_path_buf(), dir.path().with_extension("moved"));
+        fs_err::rename(&root, &moved).unwrap();
+        assert_eq!((files.poll(), files.poll()), (vec![], vec![]));
+        fs_err::rename(&moved, &root).unwrap();
+        fs_err::remove_dir_all(&files.dir).unwrap();
+        assert_eq!(files.poll(), []);
+        fs_err::write(files.path(0), "8").unwrap();
+        assert_eq!(steps(&mut files), [(0, Some(8))]);
     }
 
     #[test]

@@ -1,0 +1,53 @@
+//! Errors of system calls that mean that a limit is reached, or that the kernel refuses the call, with what to do.
+
+use std::io;
+
+use rustix::io::Errno;
+
+/// The limit on processes also counts threads.
+pub(crate) const PROCESS_LIMIT_HELP: &str =
+    "raise the limit: ulimit -u, the container's pids limit, or TasksMax of the unit";
+/// The limit on open files of one process.
+pub(crate) const FILE_LIMIT_HELP: &str =
+    "xlaunch needs about five files per worker; raise the hard limit: ulimit -Hn, or LimitNOFILE of the unit";
+/// waitid of a pidfd needs Linux 5.4, pidfd_open 5.3. Some container runtimes refuse calls that they do not know.
+pub(crate) const SYSTEM_CALL_HELP: &str =
+    "xlaunch needs Linux 5.4 or later, and in a container a seccomp profile that allows this call";
+
+/// The text of an error that occurred while something was started or opened, and what to do if a limit is the reason.
+pub fn describe(error: &io::Error) -> String {
+    let explained = match Errno::from_io_error(error) {
+        Some(Errno::AGAIN) => ("process limit reached", PROCESS_LIMIT_HELP),
+        Some(Errno::MFILE) => ("too many open files", FILE_LIMIT_HELP),
+        Some(Errno::NFILE) => ("too many open files on this host", "raise fs.file-max: sysctl fs.file-max"),
+        Some(Errno::NOMEM) => ("out of memory", "free memory, or raise the memory limit of the container"),
+        Some(Errno::PERM | Errno::NOSYS) => ("perhaps a system call was refused", SYSTEM_CALL_HELP),
+        _ => return error.to_string(),
+    };
+    let (what, help) = explained;
+    format!("{error}: {what}; {help}")
+}
+
+/// An error with what failed before it.
+pub(crate) fn context(what: impl std::fmt::Display, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{what}: {}", describe(error)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn error_of_a_limit_names_the_limit_to_raise_and_others_stay_as_they_are() {
+        let text = |errno: Errno| describe(&errno.into());
+        for (errno, limit) in [
+            (Errno::AGAIN, "ulimit -u"),
+            (Errno::MFILE, "ulimit -n"),
+            (Errno::NFILE, "fs.file-max"),
+            (Errno::NOSYS, "Linux 5.4"),
+        ] {
+            assert!(text(errno).contains(limit), "{}", text(errno));
+        }
+        assert_eq!(text(Errno::NOENT), io::Error::from(Errno::NOENT).to_string());
+    }
+}
