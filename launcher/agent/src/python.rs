@@ -1,6 +1,6 @@
 //! The Python interpreter of this node, and the command lines that run programs with it.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ pub(crate) fn argv(
         Program::Module(module) => (&["-m"], module),
         Program::RunPath(script) => (&["-c", RUN_PATH], script),
     };
-    let mut argv = vec![interpreter(environment)?, "-u".into()];
+    let mut argv = vec![interpreter(environment, &own_dirs(environment))?, "-u".into()];
     argv.extend(how.iter().map(OsString::from));
     argv.push(target);
     argv.extend(arguments);
@@ -40,21 +40,48 @@ pub(crate) fn is_preloadable(argv: &[OsString]) -> bool {
     argv.get(2).is_some_and(|target| {
         let target = target.as_bytes();
         let is_option = target.starts_with(b"-");
-        if is_option { argv.len() > 3 && matches!(target, b"-m" | b"-c") } else { !target.ends_with(b".pyc") }
+        if is_option { argv.len() > 3 && matches!(target, b"-m" | b"-c") } else { is_source(target) }
     })
 }
 
-/// `PYTHON_EXEC`, or the first Python in `PATH`, which is that of an active virtual environment.
-fn interpreter(environment: Environment<'_>) -> Result<OsString, String> {
+/// Whether a script is in source form: not compiled, an archive or a directory.
+fn is_source(script: &[u8]) -> bool {
+    !script.ends_with(b".pyc") && !script.ends_with(b".pyz") && !Path::new(OsStr::from_bytes(script)).is_dir()
+}
+
+/// `PYTHON_EXEC`; the Python of the environment that xlaunch is installed in, one of the directories `own`; or the first
+/// Python in `PATH`, which is that of an active virtual environment. cron, systemd and containers set a `PATH` of their
+/// own, so the environment of xlaunch comes first, as that of torchrun does.
+fn interpreter(environment: Environment<'_>, own: &[PathBuf]) -> Result<OsString, String> {
     if let Some(chosen) = environment("PYTHON_EXEC").filter(|chosen| !chosen.is_empty()) {
         return Ok(chosen);
     }
     let path = environment("PATH").unwrap_or_default();
     let candidates = |dir: PathBuf| ["python3", "python"].map(|name| dir.join(name));
-    let found = std::env::split_paths(&path).flat_map(candidates).find(|file| is_executable(file));
+    let environments = own.iter().filter(|dir| is_in_python_environment(dir)).cloned();
+    let dirs = environments.chain(std::env::split_paths(&path));
+    let found = dirs.flat_map(candidates).find(|file| is_executable(file));
     let missing =
         "there is no python3 or python in PATH; PYTHON_EXEC can name one, and -- PROGRAM needs none";
     found.map(PathBuf::into_os_string).ok_or_else(|| missing.into())
+}
+
+/// Whether this directory of programs belongs to a virtual environment, or to one of conda.
+fn is_in_python_environment(dir: &Path) -> bool {
+    dir.parent().is_some_and(|root| root.join("pyvenv.cfg").is_file() || root.join("conda-meta").is_dir())
+}
+
+/// The directories of this program: the one that it was called in, where it may be a link, and that of its file.
+fn own_dirs(environment: Environment<'_>) -> Vec<PathBuf> {
+    let name = PathBuf::from(std::env::args_os().next().unwrap_or_default());
+    let called = if name.components().count() > 1 {
+        std::path::absolute(&name).ok()
+    } else {
+        let path = environment("PATH").unwrap_or_default();
+        std::env::split_paths(&path).map(|dir| dir.join(&name)).find(|file| is_executable(file))
+    };
+    let files = called.into_iter().chain(std::env::current_exe().ok());
+    files.filter_map(|file| file.parent().map(Path::to_path_buf)).collect()
 }
 
 fn is_executable(file: &Path) -> bool {
@@ -87,6 +114,20 @@ mod tests {
         let chosen = |name: &str| (name == "PYTHON_EXEC").then(|| "/opt/python".into());
         let module = argv(Program::Module("pkg".into()), Vec::new(), &chosen).unwrap();
         assert_eq!(module, ["/opt/python", "-u", "-m", "pkg"]);
+        let own = [dirs.path().join("own/bin"), dirs.path().join("conda/bin")];
+        let (venv_of_xlaunch, conda) =
+            (program("own/bin/python3", 0o755), program("conda/bin/python", 0o755));
+        let found = |environment: Environment<'_>| interpreter(environment, &own).unwrap();
+        assert_eq!(
+            found(&only_path),
+            argv(script(), Vec::new(), &only_path).unwrap()[0],
+            "not an environment"
+        );
+        fs_err::create_dir(dirs.path().join("conda/conda-meta")).unwrap();
+        assert_eq!(found(&only_path), conda);
+        fs_err::write(dirs.path().join("own/pyvenv.cfg"), "").unwrap();
+        assert_eq!(found(&only_path), venv_of_xlaunch);
+        assert_eq!(found(&chosen), "/opt/python");
         let refusal = argv(script(), Vec::new(), &|_| None).unwrap_err();
         assert!(refusal.contains("PYTHON_EXEC"), "{refusal}");
         for (program, preloadable) in [
@@ -96,6 +137,8 @@ mod tests {
             (Program::Script("-".into()), false),
             (Program::Script("-c".into()), false),
             (Program::Script("a.pyc".into()), false),
+            (Program::Script("a.pyz".into()), false),
+            (Program::Script(dirs.path().into()), false),
         ] {
             let argv = argv(program, Vec::new(), &chosen).unwrap();
             assert_eq!(is_preloadable(&argv), preloadable, "{argv:?}");

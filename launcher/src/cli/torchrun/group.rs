@@ -303,6 +303,14 @@ fn security(
     }
 }
 
+/// Checks `--rdzv-conf` of a launch on one node, where it has no effect.
+pub(super) fn check_conf(conf: &Sourced<Vec<(String, String)>>) -> Result<(), String> {
+    let one = NodeCount { min: 1, max: 1 };
+    let endpoint = Endpoint { host: String::new(), ports: Vec::new() };
+    let mut spec = GroupSpec::new(one, Backend::Dynamic, endpoint, Security::Insecure);
+    configure(&mut spec, conf, &mut Vec::new())
+}
+
 /// Applies `--rdzv-conf`.
 fn configure(
     spec: &mut GroupSpec,

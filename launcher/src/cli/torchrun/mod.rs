@@ -21,6 +21,7 @@ mod help;
 mod hosts;
 mod line;
 mod reader;
+mod script;
 mod spec;
 mod trainer;
 mod values;
@@ -170,15 +171,18 @@ pub(super) fn print_deprecated_flags(name: Name, arguments: &[OsString]) {
     }
 }
 
-/// Whether a target without `--` is a Python script, or a flag says what it is.
+/// Whether a target without `--` is something that Python runs, or a flag says what it is.
 fn is_for_python(reader: &Reader<'_>, argv: &[OsString]) -> Result<bool, String> {
-    let is_script = argv.first().is_some_and(|script| script.as_bytes().ends_with(b".py"));
+    let is_script = argv.first().is_some_and(|script| script::is_python(Path::new(script)));
     Ok(is_script || reader.is_set("module")? || reader.is_set("no-python")? || reader.is_set("run-path")?)
 }
 
 /// The error for a target without `--` that is neither a script nor a configuration: perhaps a mistyped subcommand.
 fn not_a_script(argv: &[OsString]) -> String {
     let script = argv.first().map(|script| script.display().to_string()).unwrap_or_default();
+    if Path::new(&script).is_dir() {
+        return format!("{script} is a directory without __main__.py, which Python cannot run");
+    }
     let others = format!("`xlaunch -- {script}` runs a program, `xlaunch -m {script}` a Python module");
     if script == "train" {
         let config = argv.iter().find(|argument| argument.as_bytes().ends_with(b".toml"));
@@ -189,7 +193,7 @@ fn not_a_script(argv: &[OsString]) -> String {
     let nearest = nearest(&script, known.iter().map(|(name, _)| name.as_str()));
     match nearest.filter(|(_, similarity)| *similarity > MIN_SIMILARITY && !script.contains(['.', '/'])) {
         Some((name, _)) => format!("unknown subcommand `{script}`; did you mean `xlaunch {name}`? {others}"),
-        None => format!("{script} does not end in .py or .toml: {others}"),
+        None => format!("{script} is neither a Python script nor a .toml file: {others}"),
     }
 }
 

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use xlaunch_proto::command::{CommandSpec, LogOptions, Program};
 
 use super::reader::Reader;
-use super::{flags, values};
+use super::{flags, group, values};
 use crate::cli::bench;
 
 /// The launch of `target`, which has at least one element, with its arguments; `is_program` if it follows `--`. On
@@ -22,7 +22,7 @@ pub(super) fn command(
             return Err(format!("--{flag} is for training configurations, whose names end in .toml"));
         }
     }
-    reader.parsed("logs-specs", values::logs_specs)?;
+    check_ignored(reader, several_nodes)?;
     let defaults = CommandSpec::new(program(reader, target, is_program)?, Vec::new());
     let (run_id, master_addr, master_port) = match several_nodes {
         // The coordinator tells the nodes.
@@ -61,6 +61,18 @@ pub(super) fn command(
         logs: logs(reader)?,
         program: defaults.program,
     })
+}
+
+/// Checks the values of flags that have no effect: a mistake in one is a mistake of the user all the same.
+fn check_ignored(reader: &Reader<'_>, several_nodes: bool) -> Result<(), String> {
+    reader.parsed("logs-specs", values::logs_specs)?;
+    reader.parsed("monitor-interval", values::seconds)?;
+    reader.parsed("start-method", values::start_method)?;
+    reader.parsed("event-log-handler", text)?;
+    if !several_nodes && let Some(conf) = reader.sourced("rdzv-conf", values::pairs)? {
+        group::check_conf(&conf)?;
+    }
+    Ok(())
 }
 
 /// What each worker runs.

@@ -197,6 +197,10 @@ fn invalid_values_are_refused_with_what_was_expected() {
         ),
         ("--tee 5 a.py", "--tee 5: expected 0 (none), 1 (stdout)"),
         ("--numa-binding core a.py", "expected node, socket, exclusive or core-complex"),
+        ("--monitor-interval abc a.py", "--monitor-interval abc: expected a number of seconds"),
+        ("--start-method thread a.py", "--start-method thread: expected spawn, fork or forkserver"),
+        ("--rdzv-conf abc a.py", "--rdzv-conf abc: expected KEY=VALUE"),
+        ("--rdzv-conf join_timeout=abc a.py", "join_timeout=abc: expected a number of seconds"),
         ("--log-rotate 64X a.py", "--log-rotate 64X: expected a number of bytes such as"),
         ("--preload a/b a.py", "--preload a/b: expected a comma-separated list of Python modules"),
         ("--preload torch --no-python a", "--preload imports Python modules: it needs a script or -m MODULE"),
@@ -208,7 +212,10 @@ fn invalid_values_are_refused_with_what_was_expected() {
             "3 workers need a GPU each, but CUDA_VISIBLE_DEVICES=1,0 has 2",
         ),
         ("--set train.lr=1 a.py", "--set is for training configurations"),
-        ("./a.out", "./a.out does not end in .py or .toml: `xlaunch -- ./a.out` runs a program"),
+        (
+            "./a.out",
+            "./a.out is neither a Python script nor a .toml file: `xlaunch -- ./a.out` runs a program",
+        ),
         (
             "statsu",
             "unknown subcommand `statsu`; did you mean `xlaunch status`? `xlaunch -- statsu` runs a program",
@@ -216,7 +223,7 @@ fn invalid_values_are_refused_with_what_was_expected() {
         ("--nproc 2 stauts 7", "did you mean `xlaunch status`?"),
         ("train t.toml", "training needs no subcommand: `xlaunch t.toml`; `xlaunch -- train` runs a program"),
         ("train --resume", "training needs no subcommand: `xlaunch CONFIG.toml`"),
-        ("sleep 5", "sleep does not end in .py or .toml"),
+        ("sleep 5", "sleep is neither a Python script nor a .toml file"),
         ("", "nothing to launch"),
         ("--standalone", "nothing to launch"),
     ] {

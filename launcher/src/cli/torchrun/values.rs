@@ -114,6 +114,15 @@ pub(super) fn trainer_workers(text: &str) -> Result<Option<u32>, String> {
     }
 }
 
+/// How torchrun starts workers.
+pub(super) fn start_method(text: &str) -> Result<(), String> {
+    if ["spawn", "fork", "forkserver"].contains(&text) {
+        Ok(())
+    } else {
+        Err("expected spawn, fork or forkserver".into())
+    }
+}
+
 pub(super) fn logs_specs(text: &str) -> Result<(), String> {
     if text == "default" {
         Ok(())
