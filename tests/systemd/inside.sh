@@ -372,7 +372,7 @@ step "a job that is killed is started again where its user wants it"
 # Hooks, as root and as the job's user.
 cat > /etc/xlaunch/hook << 'HOOK'
 #!/bin/sh
-echo "$0 $XLAUNCH_JOB_ID $(id -un) $XLAUNCH_JOB_STATE" | systemd-cat -t xlaunch-hook
+echo "$0 $XLAUNCH_HOOK_JOB_ID $(id -un) $XLAUNCH_HOOK_JOB_STATE" | systemd-cat -t xlaunch-hook
 HOOK
 chmod 755 /etc/xlaunch/hook
 sed -i 's|^#prolog = .*|prolog = "/etc/xlaunch/hook"|' /etc/xlaunch/daemon.toml

@@ -29,8 +29,7 @@ fn node(hooks: &[(&str, &str)], keys: &str) -> Node {
 }
 
 fn hooks_run_around_a_job_with_its_facts() {
-    let facts =
-        "echo \"$0 $XLAUNCH_JOB_ID $XLAUNCH_JOB_NAME $XLAUNCH_JOB_STATE $XLAUNCH_JOB_EXIT_CODE\" >> hooked";
+    let facts = "echo \"$0 $XLAUNCH_HOOK_JOB_ID $XLAUNCH_HOOK_JOB_NAME $XLAUNCH_HOOK_JOB_STATE $XLAUNCH_HOOK_JOB_EXIT_CODE\" >> hooked";
     let scripts = [("prolog", facts), ("epilog", facts), ("on_end", facts)];
     let node = node(&scripts, "on_end_as = \"root\"");
     let job = node.submit(&["--name", "n", "--", "sh", "-c", "echo worker >> hooked; exit 5"]);
@@ -93,7 +92,7 @@ fn hook_that_cannot_run_is_found_before_it_matters() {
 }
 
 fn epilog_runs_for_a_job_that_ends_without_a_daemon() {
-    let mut node = node(&[("epilog", "echo $XLAUNCH_JOB_ID >> cleaned")], "");
+    let mut node = node(&[("epilog", "echo $XLAUNCH_HOOK_JOB_ID >> cleaned")], "");
     let job = node.submit_shell("while ! [ -e go ]; do sleep 0.02; done");
     node.wait(job, "running");
     let agent = node.agents()[0];

@@ -7,6 +7,7 @@
 
 mod diagnostics;
 pub mod keys;
+mod service_links;
 mod sources;
 
 use std::path::Path;
@@ -60,10 +61,12 @@ impl Override {
     pub fn from_environment(variables: impl Iterator<Item = (String, String)>) -> Vec<Self> {
         let renamed = keys::RENAMED_KEYS.iter().map(|(old, _)| (*old).to_owned());
         let known: Vec<String> = keys::all().into_iter().chain(renamed).collect();
+        let variables: Vec<(String, String)> = variables.collect();
         let mut found: Vec<Self> = variables
-            // Agents set this one for workers, which may start another launch: it is not about `[job]`.
-            .filter(|(name, _)| name != env::JOB_ID)
+            .iter()
+            .filter(|(name, value)| !is_of_others(name, value, &variables))
             .filter_map(|(name, value)| {
+                let (name, value) = (name.clone(), value.clone());
                 let key = keys::of_variable(&name, &known)?;
                 let source = format!("environment variable {name}");
                 Some(Self { key, value, source, layer: Layer::Environment })
@@ -80,6 +83,18 @@ impl Override {
             Layer::Flags => self.source.split([' ', '=']).next().unwrap_or_default(),
         }
     }
+}
+
+/// Whether a variable is not about the configuration, although its name begins as if it were.
+fn is_of_others(name: &str, value: &str, all: &[(String, String)]) -> bool {
+    // The daemon gives its hooks variables about a job under two names.
+    let in_hook = || {
+        let rest = name.strip_prefix("XLAUNCH_JOB_")?;
+        let hook = format!("XLAUNCH_HOOK_JOB_{rest}");
+        Some(all.iter().any(|(name, of_hook)| *name == hook && of_hook == value))
+    };
+    // Agents set the job's id for workers, which may start another launch.
+    name == env::JOB_ID || service_links::is_service_link(name, value) || in_hook() == Some(true)
 }
 
 /// A configuration that can be used.
@@ -318,6 +333,44 @@ mod tests {
             "TRAIN_LRR",
         ];
         assert_eq!(variables(&others.map(|name| (name, "3"))), []);
+    }
+
+    #[test]
+    fn variables_of_kubernetes_services_and_of_hooks_are_not_keys() {
+        let address = "10.96.0.7";
+        let service = [
+            ("XLAUNCH_TRAIN_SERVICE_HOST", address),
+            ("XLAUNCH_TRAIN_SERVICE_PORT", "29400"),
+            ("XLAUNCH_TRAIN_SERVICE_PORT_RDZV", "29400"),
+            ("XLAUNCH_TRAIN_PORT", "tcp://10.96.0.7:29400"),
+            ("XLAUNCH_JOB_GPT_2_PORT_29400_TCP", "tcp://10.96.0.7:29400"),
+            ("XLAUNCH_TRAIN_PORT_29400_TCP_PROTO", "tcp"),
+            ("XLAUNCH_TRAIN_PORT_29400_TCP_PORT", "29400"),
+            ("XLAUNCH_TRAIN_PORT_53_UDP_ADDR", address),
+        ];
+        assert_eq!(variables(&service), []);
+        let hook = [
+            ("XLAUNCH_HOOK_JOB_NAME", "n"),
+            ("XLAUNCH_JOB_NAME", "n"),
+            ("XLAUNCH_JOB_UID", "7"),
+            ("XLAUNCH_HOOK_JOB_UID", "7"),
+        ];
+        assert_eq!(variables(&hook), []);
+        // A hook may still name the training that it starts.
+        let named = variables(&[("XLAUNCH_HOOK_JOB_NAME", "n"), ("XLAUNCH_JOB_NAME", "other")]);
+        assert_eq!(
+            named.iter().map(|it| (it.key.as_str(), it.value.as_str())).collect::<Vec<_>>(),
+            [("job.name", "other")]
+        );
+        for (name, value) in [
+            ("XLAUNCH_TRAIN_PORT", "29400"),
+            ("XLAUNCH_TRAIN_SERVICE_HOSTS", address),
+            ("XLAUNCH_TRAIN_PORT_X_TCP", "1"),
+            ("XLAUNCH_TRAIN_PORT_1_TCP_LR", "1"),
+        ] {
+            let error = parse(Path::new("a.toml"), "", &variables(&[(name, value)])).unwrap_err().to_string();
+            assert!(error.contains("unknown key"), "{error}");
+        }
     }
 
     #[test]

@@ -30,6 +30,22 @@ use xlaunch_proto::v1::JobKind;
 
 const HOOK_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
+/// Variables with the names that they have in addition, for one release.
+const FORMER_NAMES: [(&str, &str); 12] = [
+    ("XLAUNCH_HOOK_JOB_ID", "XLAUNCH_JOB_ID"),
+    ("XLAUNCH_HOOK_JOB_NAME", "XLAUNCH_JOB_NAME"),
+    ("XLAUNCH_HOOK_JOB_KIND", "XLAUNCH_JOB_KIND"),
+    ("XLAUNCH_HOOK_JOB_USER", "XLAUNCH_JOB_USER"),
+    ("XLAUNCH_HOOK_JOB_UID", "XLAUNCH_JOB_UID"),
+    ("XLAUNCH_HOOK_JOB_WORK_DIR", "XLAUNCH_JOB_WORK_DIR"),
+    ("XLAUNCH_HOOK_JOB_WORKERS", "XLAUNCH_JOB_WORKERS"),
+    ("XLAUNCH_HOOK_JOB_START", "XLAUNCH_JOB_START"),
+    ("XLAUNCH_HOOK_JOB_GPUS", "XLAUNCH_JOB_GPUS"),
+    ("XLAUNCH_HOOK_JOB_STATE", "XLAUNCH_JOB_STATE"),
+    ("XLAUNCH_HOOK_JOB_EXIT_CODE", "XLAUNCH_JOB_EXIT_CODE"),
+    ("XLAUNCH_HOOK_JOB_REASON", "XLAUNCH_JOB_REASON"),
+];
+
 /// When a hook runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Moment {
@@ -62,31 +78,42 @@ impl Facts {
         let submitted = &entry.submitted;
         let kind = kind(if submitted.trainer { JobKind::Trainer } else { JobKind::Command });
         let mut variables = vec![
-            ("XLAUNCH_JOB_ID", submitted.job.to_string()),
-            ("XLAUNCH_JOB_NAME", submitted.name.clone()),
-            ("XLAUNCH_JOB_KIND", kind.to_owned()),
-            ("XLAUNCH_JOB_USER", submitted.user.clone()),
-            ("XLAUNCH_JOB_UID", submitted.uid.to_string()),
-            ("XLAUNCH_JOB_WORK_DIR", submitted.work_dir.clone()),
-            ("XLAUNCH_JOB_WORKERS", submitted.workers.to_string()),
+            ("XLAUNCH_HOOK_JOB_ID", submitted.job.to_string()),
+            ("XLAUNCH_HOOK_JOB_NAME", submitted.name.clone()),
+            ("XLAUNCH_HOOK_JOB_KIND", kind.to_owned()),
+            ("XLAUNCH_HOOK_JOB_USER", submitted.user.clone()),
+            ("XLAUNCH_HOOK_JOB_UID", submitted.uid.to_string()),
+            ("XLAUNCH_HOOK_JOB_WORK_DIR", submitted.work_dir.clone()),
+            ("XLAUNCH_HOOK_JOB_WORKERS", submitted.workers.to_string()),
         ];
         match &entry.phase {
             Phase::Queued { .. } => {}
             Phase::Active { start, gpus, .. } => {
-                variables.push(("XLAUNCH_JOB_START", start.to_string()));
-                variables.push(("XLAUNCH_JOB_GPUS", gpus.join(",")));
+                variables.push(("XLAUNCH_HOOK_JOB_START", start.to_string()));
+                variables.push(("XLAUNCH_HOOK_JOB_GPUS", gpus.join(",")));
             }
             Phase::Ended { end, exit, reason, gpus, .. } => {
-                variables.push(("XLAUNCH_JOB_GPUS", gpus.join(",")));
-                variables.push(("XLAUNCH_JOB_STATE", node_job_state((*end).into()).to_owned()));
-                variables.extend(exit.map(|exit| ("XLAUNCH_JOB_EXIT_CODE", exit.to_string())));
-                variables.push(("XLAUNCH_JOB_REASON", reason.clone()));
+                variables.push(("XLAUNCH_HOOK_JOB_GPUS", gpus.join(",")));
+                variables.push(("XLAUNCH_HOOK_JOB_STATE", node_job_state((*end).into()).to_owned()));
+                variables.extend(exit.map(|exit| ("XLAUNCH_HOOK_JOB_EXIT_CODE", exit.to_string())));
+                variables.push(("XLAUNCH_HOOK_JOB_REASON", reason.clone()));
             }
         }
         // Users choose some of these texts.
         variables.iter_mut().for_each(|(_, value)| value.retain(|letter| !letter.is_control()));
+        variables.extend(former_names(&variables));
         Self { job: submitted.job, uid: submitted.uid, variables }
     }
+}
+
+/// The names that these variables had before: those without `HOOK`, which a launch in a hook would take for keys of
+/// `[job]`. It ignores them while the new names have the same values.
+fn former_names(variables: &[(&'static str, String)]) -> Vec<(&'static str, String)> {
+    let former = |(name, value): &(&str, String)| {
+        let (_, old) = FORMER_NAMES.iter().find(|(new, _)| new == name)?;
+        Some((*old, value.clone()))
+    };
+    variables.iter().filter_map(former).collect()
 }
 
 /// A hook that is about to run.
@@ -220,7 +247,8 @@ mod tests {
     #[tokio::test(flavor = "multi_thread")]
     async fn hook_gets_the_facts_of_the_job() {
         let script = "test \"$XLAUNCH_JOB_ID-$XLAUNCH_JOB_STATE-$XLAUNCH_JOB_EXIT_CODE-$XLAUNCH_JOB_WORKERS\" = \
-                      7-failed-3-2 && test \"$XLAUNCH_JOB_REASON\" = 'x[2Jy' && test -z \"$HOME\"";
+                      7-failed-3-2 && test \"$XLAUNCH_HOOK_JOB_REASON\" = 'x[2Jy' && \
+                      test \"$XLAUNCH_HOOK_JOB_ID\" = 7 && test -z \"$HOME\"";
         run(script, Duration::from_secs(60)).await.unwrap();
     }
 
