@@ -1,5 +1,7 @@
 //! `xlaunch stop`.
 
+use std::time::Duration;
+
 use clap::Args;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::StopRequest;
@@ -14,16 +16,36 @@ use crate::render::job;
 pub(super) struct Stop {
     #[command(flatten)]
     target: Target,
+    /// Wait until the launch or job has ended
+    #[arg(long)]
+    wait: bool,
 }
+
+/// How often a launch is checked that is stopping.
+const WAIT_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 pub(super) async fn run(options: Stop) -> Result<ExitCode, QueryError> {
     let answer = match options.target.server("stop").await? {
-        Server::Daemon(mut daemon, id) => job::cancelled(&daemon.cancel(id, false).await?),
+        Server::Daemon(mut daemon, id) => {
+            let cancelled = daemon.cancel(id, false).await?;
+            let ended = if options.wait { Some(daemon.follow(id, |_| {}).await?) } else { None };
+            match ended {
+                Some(ended) => format!("job {id} {}\n", job::state_and_reason(&ended)),
+                None => job::cancelled(&cancelled),
+            }
+        }
         Server::Agents(launches) => {
             let launch = launches.one().await?;
             let mut agent = launches::connect(&launch).await?;
             agent.stop(StopRequest {}).await.map_err(|status| launches::call_error(&launch, &status))?;
-            format!("{} is stopping\n", launch.name)
+            if options.wait {
+                while launches::is_running(&launch) {
+                    tokio::time::sleep(WAIT_POLL_INTERVAL).await;
+                }
+                format!("{} has ended\n", launch.name)
+            } else {
+                format!("{} is stopping\n", launch.name)
+            }
         }
     };
     print(answer.as_bytes())?;

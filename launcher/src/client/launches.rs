@@ -144,6 +144,11 @@ pub(crate) async fn status_of_all(launches: &[Running]) -> Vec<(String, Result<S
     ask_all(launches, StatusRequest::default()).await
 }
 
+/// The same, with the history of training jobs.
+pub(crate) async fn status_with_history(launches: &[Running]) -> Vec<(String, Result<StatusReply, String>)> {
+    ask_all(launches, StatusRequest { history: true, ..StatusRequest::default() }).await
+}
+
 /// The same, of this node only.
 pub(crate) async fn status_here(launches: &[Running]) -> Vec<(String, Result<StatusReply, String>)> {
     ask_all(launches, StatusRequest { local: true, ..StatusRequest::default() }).await

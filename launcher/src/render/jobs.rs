@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::time::Duration;
 
-use xlaunch_proto::v1::{Job, JobKind, NodeJobState};
+use xlaunch_proto::v1::{Job, NodeJobState};
 
 use super::job::{run_time, user};
 use super::launch;
@@ -54,14 +54,16 @@ fn row(job: &Job, now: u64) -> Vec<String> {
     ]
 }
 
-/// Progress of a training job, and the reason for the job's state if there is one.
+/// Progress of a training job, or of a command that sends heartbeats with its step, and the reason for the job's state
+/// if there is one.
 pub(crate) fn step_or_reason(job: &Job) -> String {
-    let trains = job.status.as_ref().filter(|_| job.kind() == JobKind::Trainer);
-    match trains.filter(|status| status.total_steps > 0) {
-        Some(status) if job.reason.is_empty() => launch::progress(status),
-        Some(status) => format!("{} {}", launch::progress(status), job.reason),
-        None => job.reason.clone(),
-    }
+    let step = job.status.as_ref().and_then(|status| match (status.step, status.total_steps) {
+        (_, 1..) => Some(launch::progress(status)),
+        (0, 0) => None,
+        (step, 0) => Some(step.to_string()),
+    });
+    let reason = Some(&job.reason).filter(|reason| !reason.is_empty()).cloned();
+    step.into_iter().chain(reason).collect::<Vec<_>>().join(" ")
 }
 
 pub(crate) fn truncated_name(name: &str) -> String {
@@ -73,7 +75,7 @@ pub(crate) fn truncated_name(name: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use xlaunch_proto::v1::StatusReply;
+    use xlaunch_proto::v1::{JobKind, StatusReply};
 
     use super::*;
 
@@ -103,13 +105,15 @@ mod tests {
         (second.queue_position, second.reason) = (2, "needs 2 GPUs, 0 are free".into());
         let mut first = job(5, NodeJobState::Queued);
         (first.queue_position, first.gpus_wanted, first.user, first.uid) = (1, 0, String::new(), 1007);
-        let stops = job(6, NodeJobState::Stopping);
+        let mut stops = job(6, NodeJobState::Stopping);
+        // A command with heartbeats.
+        stops.status = Some(StatusReply { world_size: 1, step: 12, ..Default::default() });
         let mut jobs = vec![stops, first, second, runs, newer, old];
         sort_by_state(&mut jobs);
         let expected = "\
 JOB  NAME     USER  STATE     GPUS  WORKERS  TIME   LIMIT  STEP OR REASON
 3    train-3  anna  running   2     2        3m05s  4h     120/500
-6    train-6  anna  stopping  2     -        -      -
+6    train-6  anna  stopping  2     1        -      -      12
 5    train-5  1007  queued    0     -        -      -
 4    train-4  anna  queued    2     -        -      -      needs 2 GPUs, 0 are free
 2    train-2  anna  failed    2     -        8s     -      rank 1: exit code 1

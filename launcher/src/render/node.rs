@@ -31,13 +31,12 @@ pub(crate) fn table(node: &NodeStatus, now: u64, width: usize) -> String {
 
 pub(crate) fn heading(node: &NodeStatus, now: u64) -> String {
     let up = clock(seconds(now.saturating_sub(node.started_unix_seconds)));
-    format!(
-        "{}  xlaunch {}  pid {}  up {up}  {} cores",
-        escape(&node.host),
-        escape(&node.version),
-        node.daemon_pid,
-        node.cores
-    )
+    // `top` runs without a daemon, too.
+    let daemon = match node.daemon_pid {
+        0 => String::new(),
+        pid => format!("pid {pid}  up {up}  "),
+    };
+    format!("{}  xlaunch {}  {daemon}{} cores", escape(&node.host), escape(&node.version), node.cores)
 }
 
 pub(crate) fn counts(node: &NodeStatus) -> String {

@@ -111,7 +111,7 @@ impl Manager {
             );
         }
         // Also of a job that is cancelled already: it may have to be killed now. `Jobs::cancel` has checked the caller.
-        if self.is_cancelled(job)
+        if self.cancelled_by(job).is_some()
             && let Some(runtime) = self.runtime.get(&job)
         {
             runtime.stop.send_modify(|stop| *stop = (*stop).max(if force { Stop::Kill } else { Stop::Ask }));

@@ -269,9 +269,12 @@ impl Manager {
         }
     }
 
-    fn is_cancelled(&self, job: u64) -> bool {
-        let phase = self.jobs.jobs.get(&job).map(|entry| &entry.phase);
-        matches!(phase, Some(Phase::Active { cancelled: Some(_), .. }))
+    /// Who has cancelled a job that runs.
+    fn cancelled_by(&self, job: u64) -> Option<String> {
+        match self.jobs.jobs.get(&job)?.phase {
+            Phase::Active { cancelled: Some(uid), .. } => Some(self.jobs.user_label(uid)),
+            _ => None,
+        }
     }
 
     /// Why the job ends as failed whatever its agent says: it has reached its time limit.
@@ -296,9 +299,13 @@ impl Manager {
         if let Some(rank) = rank {
             warn!(job, attempt, rank, "rank {rank} of job {job} has failed in attempt {attempt}");
         }
-        let (end, reason) = match self.limit_reached(job) {
-            Some(reason) => (End::Failed, reason),
-            None => (end, reason),
+        let (end, reason) = match (self.limit_reached(job), self.cancelled_by(job)) {
+            (Some(reason), _) => (End::Failed, reason),
+            (None, Some(user)) if end == End::Cancelled => {
+                let rest = if reason.is_empty() { String::new() } else { format!(": {reason}") };
+                (end, bounded(format!("cancelled by user {user}{rest}")))
+            }
+            (None, _) => (end, reason),
         };
         // Without systemd, only the agent knows.
         let usage = usage.or(used);
@@ -320,7 +327,10 @@ impl Manager {
             return self.record_event(record);
         }
         let (end, reason) = match (is_killed, self.limit_reached(job)) {
-            (true, _) => (End::Cancelled, "killed by `cancel --force`".to_owned()),
+            (true, _) => {
+                let by = self.cancelled_by(job).map_or(String::new(), |user| format!(" of user {user}"));
+                (End::Cancelled, format!("killed by `cancel --force`{by}"))
+            }
             (false, Some(reason)) => (End::Failed, reason),
             (false, None) => (End::Lost, reason.to_owned()),
         };
@@ -328,10 +338,10 @@ impl Manager {
     }
 
     fn on_not_started(&mut self, job: u64, reason: Option<String>) {
-        let (end, reason) = match (reason, self.limit_reached(job)) {
-            _ if self.is_cancelled(job) => (End::Cancelled, "cancelled before it started".into()),
-            (Some(reason), _) | (None, Some(reason)) => (End::Failed, reason),
-            (None, None) => {
+        let (end, reason) = match (self.cancelled_by(job), reason, self.limit_reached(job)) {
+            (Some(user), ..) => (End::Cancelled, format!("cancelled by user {user} before it started")),
+            (None, Some(reason), _) | (None, None, Some(reason)) => (End::Failed, reason),
+            (None, None, None) => {
                 let reason = "the daemon was stopped before it started the job".into();
                 return self.record_event(Record::Requeued { job, reason, lost: false, at: 0 });
             }
@@ -341,7 +351,7 @@ impl Manager {
 
     /// The node is drained before the job goes back to the queue, so that it does not use up the queue.
     fn on_prolog_failed(&mut self, job: u64, reason: &str) {
-        if self.is_cancelled(job) || self.limit_reached(job).is_some() {
+        if self.cancelled_by(job).is_some() || self.limit_reached(job).is_some() {
             return self.on_not_started(job, None);
         }
         let reason = bounded(format!("{reason} (before job {job})"));

@@ -1,33 +1,77 @@
-//! Polls the daemon, every second and whenever another job is selected, and passes commands on to it.
+//! Polls the daemon or the agents of launches, every second and whenever another job is selected, and passes commands
+//! on to them.
 
 use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
 
+use super::launches;
 use super::state::{Snapshot, Update};
-use crate::client::daemon::DaemonClient;
+use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::render::job;
-use xlaunch_agent::Refusal;
+use xlaunch_agent::{Refusal, registry};
 
 const REFRESH_INTERVAL: Duration = Duration::from_secs(1);
 /// The newest ended jobs are shown as well.
 const MAX_ENDED_JOBS: u32 = 50;
 
+/// Where jobs are shown from.
+#[derive(Clone, Debug)]
+pub(super) enum Source {
+    Daemon(DaemonClient),
+    /// This user's launches on this host, as no daemon is listening.
+    Launches,
+}
+
+impl Source {
+    /// The daemon; without one, launches that run.
+    pub(super) async fn find(address: &DaemonAddress) -> Result<Self, Refusal> {
+        match DaemonClient::connect(address).await {
+            Ok(daemon) => Ok(Self::Daemon(daemon)),
+            Err(_) if !address.is_given() && !registry::running().is_empty() => Ok(Self::Launches),
+            Err(refusal) if address.is_given() => Err(refusal),
+            Err(Refusal { exit, message }) => {
+                Err(Refusal::new(exit, format!("no launch of yours is running on this host, and {message}")))
+            }
+        }
+    }
+
+    /// The current state of the node, with the details of `job`.
+    pub(super) async fn snapshot(&mut self, job: Option<u64>) -> Result<Update, Refusal> {
+        let snapshot = match self {
+            Self::Daemon(daemon) => of_daemon(daemon, job).await?,
+            Self::Launches => launches::snapshot(job).await,
+        };
+        Ok(Update::Snapshot(Box::new(snapshot)))
+    }
+
+    /// Cancels a job. Returns what to tell the user.
+    async fn cancel(&mut self, job: u64) -> String {
+        match self {
+            Self::Daemon(daemon) => match daemon.cancel(job, false).await {
+                Ok(job) => job::cancelled(&job),
+                Err(refusal) => refusal.message,
+            },
+            Self::Launches => launches::stop(job).await,
+        }
+    }
+}
+
 /// Handle of the polling task, which ends when this is dropped.
 #[derive(Debug)]
 pub(super) struct Feed {
-    daemon: DaemonClient,
+    source: Source,
     selected: watch::Sender<Option<u64>>,
     sender: mpsc::Sender<Update>,
     updates: mpsc::Receiver<Update>,
 }
 
 impl Feed {
-    pub(super) fn start(daemon: DaemonClient, selected: Option<u64>) -> Self {
+    pub(super) fn start(source: Source, selected: Option<u64>) -> Self {
         let (sender, updates) = mpsc::channel(4);
         let (select, selected) = watch::channel(selected);
-        tokio::spawn(poll(daemon.clone(), selected, sender.clone()));
-        Self { daemon, selected: select, sender, updates }
+        tokio::spawn(poll(source.clone(), selected, sender.clone()));
+        Self { source, selected: select, sender, updates }
     }
 
     pub(super) async fn next(&mut self) -> Update {
@@ -45,26 +89,18 @@ impl Feed {
 
     /// Cancels a job; the result arrives as an update.
     pub(super) fn cancel(&self, job: u64) {
-        let (mut daemon, sender) = (self.daemon.clone(), self.sender.clone());
+        let (mut source, sender) = (self.source.clone(), self.sender.clone());
         tokio::spawn(async move {
-            let notice = match daemon.cancel(job, false).await {
-                Ok(job) => job::cancelled(&job),
-                Err(refusal) => refusal.message,
-            };
             // The user may have quit.
-            let _ = sender.send(Update::Notice(notice)).await;
+            let _ = sender.send(Update::Notice(source.cancel(job).await)).await;
         });
     }
 }
 
-async fn poll(
-    mut daemon: DaemonClient,
-    mut selected: watch::Receiver<Option<u64>>,
-    updates: mpsc::Sender<Update>,
-) {
+async fn poll(mut source: Source, mut selected: watch::Receiver<Option<u64>>, updates: mpsc::Sender<Update>) {
     loop {
         let job = *selected.borrow_and_update();
-        let update = snapshot(&mut daemon, job).await;
+        let update = source.snapshot(job).await;
         let update = update.unwrap_or_else(|refusal| Update::Error(refusal.message));
         if updates.send(update).await.is_err() {
             return;
@@ -78,8 +114,7 @@ async fn poll(
     }
 }
 
-/// The current state of the node, with the details of `job`.
-pub(super) async fn snapshot(daemon: &mut DaemonClient, job: Option<u64>) -> Result<Update, Refusal> {
+async fn of_daemon(daemon: &mut DaemonClient, job: Option<u64>) -> Result<Snapshot, Refusal> {
     let node = daemon.node().await?;
     let mut jobs = daemon.list(false, None).await?;
     for job in daemon.list(true, Some(MAX_ENDED_JOBS)).await? {
@@ -92,5 +127,5 @@ pub(super) async fn snapshot(daemon: &mut DaemonClient, job: Option<u64>) -> Res
         Some(job) => daemon.get(job).await.ok(),
         None => None,
     };
-    Ok(Update::Snapshot(Box::new(Snapshot { node, jobs, detail })))
+    Ok(Snapshot { node, jobs, detail })
 }

@@ -1,7 +1,7 @@
-//! `xlaunch top`: the node, its GPUs and its jobs, full screen.
+//! `xlaunch top`: the node, its GPUs and its jobs, full screen. Without a daemon, the user's launches on this host.
 //!
 //! ```text
-//! daemon --feed (a task, every second)--> updates --.
+//! daemon or agents --feed (a task, every second)--> updates --.
 //! terminal --keys (a thread)-------------------------+--> State (pure) --draw (pure)--> terminal
 //! signals --> exit
 //! ```
@@ -9,6 +9,7 @@
 
 mod draw;
 mod feed;
+mod launches;
 mod state;
 
 use std::io::IsTerminal;
@@ -23,8 +24,8 @@ use tokio::sync::mpsc;
 use xlaunch_proto::exit::ExitCode;
 
 use super::output::QueryError;
-use crate::client::daemon::{DaemonAddress, DaemonClient};
-use feed::Feed;
+use crate::client::daemon::DaemonAddress;
+use feed::{Feed, Source};
 use state::{Command, State};
 use xlaunch_agent::Refusal;
 use xlaunch_agent::clock::unix_ms;
@@ -45,17 +46,17 @@ pub(super) async fn run(options: Top) -> Result<ExitCode, QueryError> {
             "`xlaunch top` needs a terminal; use `xlaunch jobs` and `xlaunch node`, with --json in scripts";
         return Err(Refusal::new(ExitCode::Usage, message).into());
     }
-    let mut daemon = DaemonClient::connect(&options.daemon).await?;
+    let mut source = Source::find(&options.daemon).await?;
     // The first snapshot is taken before the screen opens, so that its errors are printed normally.
     let mut state = State::new(has_colours(std::env::var_os("NO_COLOR").as_deref()));
-    state.update(feed::snapshot(&mut daemon, None).await?);
+    state.update(source.snapshot(None).await?);
     let failed = |error: std::io::Error| {
         QueryError::from(Refusal::new(ExitCode::Internal, format!("failed to use the terminal: {error}")))
     };
     let mut signals = Signals::new().map_err(failed)?;
     let mut screen = Screen::open().map_err(failed)?;
     let mut events = events().map_err(failed)?;
-    let mut feed = Feed::start(daemon, state.selected());
+    let mut feed = Feed::start(source, state.selected());
     loop {
         state.set_time(unix_ms());
         screen.terminal.draw(|frame| draw::draw(frame, &state)).map_err(failed)?;
