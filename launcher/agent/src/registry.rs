@@ -321,7 +321,7 @@ mod tests {
         entry.restore_link().unwrap();
         assert_eq!(fs_err::read_link(run.join(SOCKET)).unwrap(), entry.socket());
         assert_eq!(fs_err::metadata(&registry).unwrap().permissions().mode() & 0o777, 0o700);
-        // Somebody has taken the name meanwhile.
+        // Another user has taken the name meanwhile.
         fs_err::remove_dir_all(&registry).unwrap();
         fs_err::os::unix::fs::symlink(&run, &registry).unwrap();
         assert!(entry.restore().is_err() && fs_err::read_dir(&run).unwrap().count() == 1);

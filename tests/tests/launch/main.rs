@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
+mod bare_hosts;
 mod bench;
 mod cleanup;
 mod commands;
@@ -28,8 +29,8 @@ const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
 
 xlaunch_harness::suite! {
     threads_per_core 2;
-    modules bench, cleanup, commands, doctor, environment, failures, first_cause, hangs, heartbeats, input, limits,
-        nodes_status, placement, preload, restarts, signals, ssh, status, stopping, terminal;
+    modules bare_hosts, bench, cleanup, commands, doctor, environment, failures, first_cause, hangs, heartbeats,
+        input, limits, nodes_status, placement, preload, restarts, signals, ssh, status, stopping, terminal;
 }
 
 /// The ssh client that runs commands on this machine.

@@ -124,7 +124,10 @@ fn status_watch_ends_with_the_launch() {
     run.wait_for_stderr("ready");
     let table = Process::spawn(&mut job.command(&["status", "--watch", "0.1"]));
     let json = Process::spawn(&mut job.command(&["status", "--json", "--watch", "0.1"]));
-    std::thread::sleep(Duration::from_secs(1));
+    wait_for("two updates of each", || {
+        let tables = table.stdout().matches("RANK").count();
+        (tables > 1 && json.stdout().lines().count() > 1).then_some(())
+    });
     query(&job, &["stop"]);
     run.wait();
     let table = table.wait();

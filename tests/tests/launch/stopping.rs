@@ -18,6 +18,7 @@ xlaunch_harness::tests! {
     checkpoint_command_prints_the_path_of_a_complete_checkpoint,
     checkpoint_is_refused_where_there_is_nothing_to_save,
     rank_that_fails_to_save_is_the_root_cause,
+    stop_with_wait_returns_after_the_end_and_the_launch_names_the_caller,
     ranks_that_do_not_open_the_communicator_are_named;
     needs requirements::freeze_thread:
     blocked_disk_does_not_disturb_training;
@@ -41,6 +42,21 @@ fn start_training(job: &Job, settings: &[&str]) -> (Process, Vec<u32>) {
 
 fn query(job: &Job, args: &[&str]) -> Output {
     Process::spawn(&mut job.command(args)).wait()
+}
+
+fn stop_with_wait_returns_after_the_end_and_the_launch_names_the_caller() {
+    let launch = Launch::new();
+    let run = launch.spawn_shell(
+        &[],
+        1,
+        "trap 'sleep 0.3; echo x > ended; exit' TERM; echo up; while :; do sleep 0.05; done",
+    );
+    wait_for("the worker", || run.stdout().contains("up").then_some(()));
+    let stop = launch.run(&["stop", "--wait"]);
+    assert_eq!((stop.code, launch.read("ended").as_str()), (0, "x\n"), "{}", stop.stderr);
+    assert!(stop.stdout.ends_with(" has ended\n"), "{}", stop.stdout);
+    let stderr = run.wait().stderr;
+    assert!(stderr.contains("stop requested by ") && stderr.contains("(process "), "{stderr}");
 }
 
 /// Asserts that this is a complete checkpoint, and returns its step.

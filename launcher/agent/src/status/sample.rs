@@ -141,14 +141,14 @@ mod tests {
     #[test]
     fn busy_descendant_counts_for_the_root() {
         let tree = Tree::start("(while :; do :; done) & wait");
-        let usage = watch(&tree, |usage| usage.cpu_percent > 10.0);
+        let usage = watch(&tree, |usage| usage.cpu_percent > 1.0);
         assert!(usage.cpu_percent < 150.0 && usage.memory_bytes > 100_000, "{usage:?}");
     }
 
     #[test]
     fn short_lived_children_count_after_they_have_exited() {
         let tree = Tree::start("while :; do sh -c 'i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done'; done");
-        watch(&tree, |usage| usage.cpu_percent > 10.0);
+        watch(&tree, |usage| usage.cpu_percent > 1.0);
     }
 
     #[test]

@@ -1,0 +1,169 @@
+//! Hosts that lack something: processes, descriptors, temporary directories, system calls, or an activated environment.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::Command;
+
+use xlaunch_tests::{Launch, Output, Process, requirements, wait_for, xlaunch_path};
+
+xlaunch_harness::tests! {
+    open_file_limit_is_named_without_a_panic,
+    launch_runs_with_an_empty_or_missing_temporary_directory,
+    deleted_run_directory_is_created_again_and_the_job_restarts,
+    python_beside_xlaunch_in_a_virtual_environment_runs_scripts;
+    needs requirements::python3:
+    refused_system_call_is_named_with_the_kernel_that_has_it,
+    directories_archives_and_scripts_without_extension_are_launched;
+    needs requirements::root:
+    process_limit_is_named_without_a_panic,
+    missing_proc_is_named;
+}
+
+/// Ids of users that no account of a test machine has, so that limits count no other processes.
+const UNUSED_UIDS: u32 = 61_000;
+
+/// Installs a seccomp filter by which a system call fails with an error number, and runs a program: NUMBER ERRNO PROGRAM.
+const REFUSE_CALL: &str = "\
+import ctypes, os, struct, sys
+number, error = int(sys.argv[1]), int(sys.argv[2])
+libc = ctypes.CDLL(None, use_errno=True)
+code = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (6, 0, 0, 0x50000 | error), (6, 0, 0, 0x7fff0000)]
+code = ctypes.create_string_buffer(b''.join(struct.pack('HBBI', *instruction) for instruction in code))
+class Program(ctypes.Structure):
+    _fields_ = [('length', ctypes.c_ushort), ('code', ctypes.c_void_p)]
+program = Program(4, ctypes.addressof(code))
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0
+os.execvp(sys.argv[3], sys.argv[3:])
+";
+
+/// Checks that a launch was refused for lack of something, with these words and in one line.
+fn assert_refused(run: &Output, words: &str) {
+    let Output { code, stderr, .. } = run;
+    assert!(*code != 0 && stderr.contains(words), "exit {code}: {stderr}");
+    assert!(!stderr.contains("panicked") && !stderr.contains("internal error in thread"), "{stderr}");
+}
+
+fn process_limit_is_named_without_a_panic() {
+    let launch = Launch::with_program("setpriv");
+    std::fs::set_permissions(launch.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    std::fs::set_permissions(launch.runtime_dir(), std::fs::Permissions::from_mode(0o777)).unwrap();
+    let uid = (UNUSED_UIDS + std::process::id() % 4000).to_string();
+    let run = |limit: u32, words: &[&str]| {
+        let limit = format!("--nproc={limit}");
+        let user = ["--reuid", &uid, "--regid", &uid, "--clear-groups", "prlimit", &limit];
+        launch.run(&[&user[..], &[xlaunch_path().to_str().unwrap()], words].concat())
+    };
+    for limit in [1, 2, 3, 4, 5, 6, 8] {
+        assert_refused(&run(limit, &["--", "true"]), "ulimit -u");
+    }
+    // Those that only ask start no thread.
+    let status = run(1, &["status"]);
+    assert_refused(&status, "no launch of yours is running");
+    assert_eq!(run(1, &["env"]).code, 0);
+}
+
+fn open_file_limit_is_named_without_a_panic() {
+    let launch = Launch::with_program("prlimit");
+    for limit in [4, 6, 8, 10, 11, 12, 13, 14, 16, 18, 20] {
+        let limit = format!("--nofile={limit}");
+        let run = launch.run(&[&limit, xlaunch_path().to_str().unwrap(), "--", "true"]);
+        assert_refused(&run, "ulimit -n");
+    }
+}
+
+fn launch_runs_with_an_empty_or_missing_temporary_directory() {
+    let launch = Launch::new();
+    for temporary in ["", "/nosuch"] {
+        let mut command = launch.command(&["--", "true"]);
+        command.env("TMPDIR", temporary).env_remove("XDG_RUNTIME_DIR").env_remove("HOME");
+        let run = Process::spawn(&mut command).wait();
+        assert_eq!(run.code, 0, "TMPDIR={temporary}: {}", run.stderr);
+    }
+}
+
+fn deleted_run_directory_is_created_again_and_the_job_restarts() {
+    let launch = Launch::new();
+    // A rank of the first attempt needs the directories for a heartbeat and its error file; the second one succeeds.
+    let script = "n=$TORCHELASTIC_RESTART_COUNT; echo up $n
+        until [ -e go$n ]; do sleep 0.02; done
+        until echo 7 2>/dev/null >$XLAUNCH_HEARTBEAT; do sleep 0.02; done
+        until echo '{}' 2>/dev/null >$TORCHELASTIC_ERROR_FILE; do sleep 0.02; done
+        [ $n = 1 ]";
+    let logs = launch.runtime_dir().join("logs");
+    let options = ["--max-restarts", "1", "--log-dir", logs.to_str().unwrap(), "-t", "1"];
+    let run = launch.spawn_shell(&options, 1, script);
+    for attempt in 0..2 {
+        wait_for("the attempt", || run.stdout().contains(&format!("up {attempt}")).then_some(()));
+        for entry in std::fs::read_dir(launch.runtime_dir()).unwrap() {
+            // Moved away first: the launch may create it again at any time.
+            let deleted = launch.path().join("deleted");
+            std::fs::rename(entry.unwrap().path(), &deleted).unwrap();
+            std::fs::remove_dir_all(deleted).unwrap();
+        }
+        // The socket is there again once a query is answered.
+        wait_for("an answer", || (launch.run(&["status"]).code == 0).then_some(()));
+        launch.write(&format!("go{attempt}"), "");
+    }
+    let run = run.wait();
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    assert!(run.stderr.contains("restarting (1 of 1)"), "{}", run.stderr);
+}
+
+fn python_beside_xlaunch_in_a_virtual_environment_runs_scripts() {
+    let launch = Launch::new();
+    let bin = launch.path().join("venv/bin");
+    std::fs::create_dir_all(&bin).unwrap();
+    launch.write("venv/pyvenv.cfg", "");
+    let python = launch.write("venv/bin/python3", "#!/bin/sh\necho \"python of the environment: $*\"\n");
+    std::fs::set_permissions(python, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let xlaunch = bin.join("xlaunch");
+    std::os::unix::fs::symlink(xlaunch_path(), &xlaunch).unwrap();
+    launch.write("train.py", "");
+    let run = |program: &Path, path: &str| {
+        let mut command = Command::new(program);
+        let environment = launch.command(&["train.py"]);
+        command.args(environment.get_args()).current_dir(launch.path()).env_clear().env("PATH", path);
+        command.env("XDG_RUNTIME_DIR", launch.runtime_dir());
+        Process::spawn(&mut command).wait()
+    };
+    let expected = "python of the environment: -u train.py\n";
+    // As cron and systemd start it.
+    assert_eq!(run(&xlaunch, "/usr/bin:/bin").stdout, expected);
+    let in_path = format!("/usr/bin:/bin:{}", bin.display());
+    assert_eq!(run(Path::new("xlaunch"), &in_path).stdout, expected);
+}
+
+fn refused_system_call_is_named_with_the_kernel_that_has_it() {
+    let launch = Launch::with_program("python3");
+    // pidfd_open has this number on every architecture. Old kernels do not know it, some seccomp profiles refuse it.
+    for errno in ["1", "38"] {
+        let program = xlaunch_path().to_str().unwrap();
+        let run = launch.run(&["-c", REFUSE_CALL, "434", errno, program, "--", "true"]);
+        assert_refused(&run, "pidfd_open: ");
+        assert!(run.stderr.contains("Linux 5.4 or later"), "{}", run.stderr);
+    }
+}
+
+fn missing_proc_is_named() {
+    let launch = Launch::with_program("unshare");
+    let script = "umount -l /proc && exec \"$@\"";
+    let program = xlaunch_path().to_str().unwrap();
+    let run = launch.run(&["--mount", "sh", "-c", script, "sh", program, "--", "true"]);
+    assert_refused(&run, "mount /proc");
+}
+
+fn directories_archives_and_scripts_without_extension_are_launched() {
+    let launch = Launch::new();
+    std::fs::create_dir(launch.path().join("package")).unwrap();
+    launch.write("package/__main__.py", "import sys\nprint('package', sys.argv[1])\n");
+    launch.write("train", "import sys\nprint('script', sys.argv[1])\n");
+    let mut zip = Command::new("python3");
+    zip.args(["-m", "zipapp", "package", "-o", "app.pyz"]).current_dir(launch.path());
+    assert!(zip.status().unwrap().success());
+    for (target, expected) in
+        [("package", "package 5\n"), ("app.pyz", "package 5\n"), ("./train", "script 5\n")]
+    {
+        let run = launch.run(&[target, "5"]);
+        assert_eq!((run.code, run.stdout.as_str()), (0, expected), "{target}: {}", run.stderr);
+    }
+}
