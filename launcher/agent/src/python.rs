@@ -49,8 +49,8 @@ fn is_source(script: &[u8]) -> bool {
     !script.ends_with(b".pyc") && !script.ends_with(b".pyz") && !Path::new(OsStr::from_bytes(script)).is_dir()
 }
 
-/// `PYTHON_EXEC`; the Python of the environment that xlaunch is installed in, one of the directories `own`; or the first
-/// Python in `PATH`, which is that of an active virtual environment. cron, systemd and containers set a `PATH` of their
+/// `PYTHON_EXEC`; the Python of the environment that xlaunch is installed in, one of the directories `own`; or the
+/// first Python in `PATH`, which is that of an active virtual environment. cron, systemd and containers set a `PATH` of their
 /// own, so the environment of xlaunch comes first, as that of torchrun does.
 fn interpreter(environment: Environment<'_>, own: &[PathBuf]) -> Result<OsString, String> {
     if let Some(chosen) = environment("PYTHON_EXEC").filter(|chosen| !chosen.is_empty()) {

@@ -29,7 +29,8 @@ fn node(hooks: &[(&str, &str)], keys: &str) -> Node {
 }
 
 fn hooks_run_around_a_job_with_its_facts() {
-    let facts = "echo \"$0 $XLAUNCH_HOOK_JOB_ID $XLAUNCH_HOOK_JOB_NAME $XLAUNCH_HOOK_JOB_STATE $XLAUNCH_HOOK_JOB_EXIT_CODE\" >> hooked";
+    let facts = "echo \"$0 $XLAUNCH_HOOK_JOB_ID $XLAUNCH_HOOK_JOB_NAME $XLAUNCH_HOOK_JOB_STATE \
+                 $XLAUNCH_HOOK_JOB_EXIT_CODE\" >> hooked";
     let scripts = [("prolog", facts), ("epilog", facts), ("on_end", facts)];
     let node = node(&scripts, "on_end_as = \"root\"");
     let job = node.submit(&["--name", "n", "--", "sh", "-c", "echo worker >> hooked; exit 5"]);

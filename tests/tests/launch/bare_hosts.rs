@@ -22,7 +22,8 @@ xlaunch_harness::tests! {
 /// Ids of users that no account of a test machine has, so that limits count no other processes.
 const UNUSED_UIDS: u32 = 61_000;
 
-/// Installs a seccomp filter by which a system call fails with an error number, and runs a program: NUMBER ERRNO PROGRAM.
+/// Installs a seccomp filter by which a system call fails with an error number, and runs a program. Arguments: NUMBER
+/// ERRNO PROGRAM.
 const REFUSE_CALL: &str = "\
 import ctypes, os, struct, sys
 number, error = int(sys.argv[1]), int(sys.argv[2])

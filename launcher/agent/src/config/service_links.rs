@@ -1,5 +1,5 @@
-//! Service links: environment variables that Kubernetes sets in each container for every service of its namespace. Those
-//! of a service called `xlaunch-train` begin with `XLAUNCH_TRAIN_`, as keys of `[train]` do.
+//! Service links: environment variables that Kubernetes sets in each container for every service of its namespace.
+//! Those of a service called `xlaunch-train` begin with `XLAUNCH_TRAIN_`, as keys of `[train]` do.
 
 /// Whether Kubernetes has set this variable, going by its name and value.
 pub(super) fn is_service_link(name: &str, value: &str) -> bool {

@@ -3,8 +3,8 @@
 //! A file exists, empty, before its worker starts. Whatever changes it is a heartbeat; a decimal number in it is the
 //! rank's step, and anything else a mere touch. A worker that removes its file turns hang detection off for its rank
 //! until it writes the file again. If the whole directory is gone, a program that cleans temporary directories has
-//! removed it: it is created again, with its files. The directory is on a local file system, so a poll costs one system call per rank,
-//! and it opens only what has changed, without following links or waiting for a writer.
+//! removed it: it is created again, with its files. The directory is on a local file system, so a poll costs one system
+//! call per rank, and it opens only what has changed, without following links or waiting for a writer.
 
 use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
