@@ -2,12 +2,12 @@
 
 use xlaunch_agent::Refusal;
 use xlaunch_worker::evaluate as evaluation;
-use xlaunch_worker::generate::{self, Completion, Options, Sampling, Update};
+use xlaunch_worker::generate::{self, Completion, Update};
 use xlaunch_worker::pretrained;
 
 use crate::trainer::{
-    Device, EvaluateCommand, Evaluation, GenerateCommand, Generated, HeldOutLoss, Interrupted, Note, Score,
-    TextSink,
+    Device, EvaluateCommand, Evaluation, GenerateCommand, Generated, HeldOutLoss, Interrupted, Note,
+    PromptInput, Score, TextSink,
 };
 
 pub(crate) fn generate(
@@ -16,19 +16,22 @@ pub(crate) fn generate(
     note: Note<'_>,
     sink: TextSink<'_>,
 ) -> Result<(), Refusal> {
-    let GenerateCommand { temperature, top_k, top_p, .. } = *command;
-    let options = Options {
-        max_tokens: command.max_tokens,
-        sampling: Sampling { temperature, top_k, top_p },
-        seed: command.seed,
-        stop: command.stop.clone(),
+    let prompt = |prompt: &PromptInput| match prompt {
+        PromptInput::Text(text) => generate::Prompt::Text(text.clone()),
+        PromptInput::Chat(messages) => generate::Prompt::Chat(messages.clone()),
     };
     let command = generate::Command {
         model: command.model.clone(),
         tokenizer: command.tokenizer.clone(),
-        prompts: command.prompts.clone(),
+        prompts: command.prompts.iter().map(prompt).collect(),
         samples: command.samples,
-        options,
+        raw: command.raw,
+        max_tokens: command.max_tokens,
+        temperature: command.temperature,
+        top_k: command.top_k,
+        top_p: command.top_p,
+        seed: command.seed,
+        stop: command.stop.clone(),
         device: device(command.device),
         precision: command.precision,
     };

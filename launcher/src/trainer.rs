@@ -80,16 +80,27 @@ pub(crate) enum Device {
 pub(crate) struct GenerateCommand {
     pub(crate) model: PathBuf,
     pub(crate) tokenizer: Option<String>,
-    pub(crate) prompts: Vec<String>,
+    pub(crate) prompts: Vec<PromptInput>,
     pub(crate) samples: usize,
+    /// Prompts are text alone, and what the model's directory says of generation is ignored.
+    pub(crate) raw: bool,
     pub(crate) max_tokens: usize,
-    pub(crate) temperature: f64,
+    /// In place of what the directory says, as are the two after it.
+    pub(crate) temperature: Option<f64>,
     pub(crate) top_k: Option<usize>,
-    pub(crate) top_p: f64,
+    pub(crate) top_p: Option<f64>,
     pub(crate) seed: u64,
     pub(crate) stop: Vec<String>,
     pub(crate) device: Device,
     pub(crate) precision: Precision,
+}
+
+/// What to continue.
+#[derive(Clone, Debug)]
+pub(crate) enum PromptInput {
+    Text(String),
+    /// A list of messages.
+    Chat(serde_json::Value),
 }
 
 /// What happens to a text.

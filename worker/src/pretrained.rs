@@ -20,7 +20,7 @@ use xlaunch_proto::spec::Precision;
 
 use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, directory};
 use crate::error::WorkerError;
-use crate::huggingface;
+use crate::huggingface::{self, Inherited};
 use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model};
 use crate::preflight::Refusal;
@@ -47,6 +47,10 @@ pub struct Source {
     pub shape: ModelShape,
     /// What it was trained with, if that is known.
     pub tokenizer: Option<Tokenizer>,
+    /// What the model's directory says beside that or, for a checkpoint, that of its initial weights.
+    pub inherited: Option<Inherited>,
+    /// Whether it is a checkpoint of a run, and not a model in Hugging Face's layout.
+    pub is_run: bool,
     /// For the user.
     pub notes: Vec<String>,
     weights: Weights,
@@ -74,7 +78,9 @@ impl Source {
             message: format!("{}: {invalid}", path.display()),
         })?;
         let (tokenizer, notes) = (checkpoint::tokenizer(&path)?, notes.collect());
-        Ok(Self { shape, tokenizer, notes, weights: Weights::Checkpoint(path, Box::new(state)) })
+        let inherited = state.inherited.clone();
+        let weights = Weights::Checkpoint(path, Box::new(state));
+        Ok(Self { shape, tokenizer, inherited, is_run: true, notes, weights })
     }
 
     fn hugging_face(path: &Path) -> Result<Self, Refusal> {
@@ -84,6 +90,8 @@ impl Source {
         Ok(Self {
             shape: directory.shape().clone(),
             tokenizer: tokenizer.map_err(|error| tokenizer_refusal(&error, ExitCode::Data))?,
+            inherited: Some(Inherited::read(path)),
+            is_run: false,
             notes: Vec::new(),
             weights: Weights::HuggingFace(directory),
         })
@@ -193,12 +201,24 @@ fn no_threads(error: impl std::fmt::Display) -> Refusal {
 }
 
 fn not_a_model(path: &Path) -> Refusal {
-    let message = format!(
+    let adapter = path.join("adapter_config.json").exists();
+    let message = if adapter {
+        format!(
+            "{} is an adapter alone: merge it into its base model with PEFT's `merge_and_unload()`, and save that",
+            path.display()
+        )
+    } else {
+        not_a_model_message(path)
+    };
+    Refusal { exit: ExitCode::Usage, message }
+}
+
+fn not_a_model_message(path: &Path) -> String {
+    format!(
         "{} is neither a checkpoint, nor a directory of checkpoints, nor a run's directory with checkpoints, nor a \
          model in Hugging Face's layout with a config.json",
         path.display()
-    );
-    Refusal { exit: ExitCode::Usage, message }
+    )
 }
 
 fn tokenizer_refusal(error: &TokenizerError, exit: ExitCode) -> Refusal {

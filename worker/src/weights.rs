@@ -14,7 +14,7 @@ use xlaunch_proto::spec::{Invalid, JobSpec};
 use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, Sink, State, directory};
 use crate::data::{Dataset, TokenizerSource};
 use crate::error::{Result, WorkerError};
-use crate::huggingface::Directory;
+use crate::huggingface::{Directory, Inherited};
 use crate::model::layout::Layout;
 
 /// Weights of a model, none of which has been read yet.
@@ -93,6 +93,15 @@ impl Weights {
         Ok(())
     }
 
+    /// What came with the weights, beside sizes and values.
+    pub fn inherited(&self) -> Option<Inherited> {
+        match self {
+            Self::HuggingFace(directory) => Some(Inherited::read(directory.path())),
+            Self::Checkpoint(_, state) => state.inherited.clone(),
+            Self::File(_) => None,
+        }
+    }
+
     /// The file of the model's tokenizer, if one came with it.
     fn tokenizer(&self) -> Option<PathBuf> {
         Some(self.path().join(TOKENIZER_FILE)).filter(|path| path.is_file())
@@ -132,7 +141,7 @@ pub fn dataset(spec: &JobSpec, shape: &ModelShape) -> Result<Dataset> {
         spec.checkpoint.init.as_ref().filter(|_| dataset.tokenizer == TokenizerSource::Unknown)
         && let Some(path) = Weights::open(Path::new(init))?.tokenizer()
     {
-        dataset.tokenizer = TokenizerSource::File { path, vocab: None };
+        dataset.tokenizer = TokenizerSource::File { path, manifest: None };
     }
     Ok(dataset)
 }

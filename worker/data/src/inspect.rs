@@ -78,12 +78,7 @@ fn directory(dir: &Path) -> Result<Report, PrepareError> {
             PrepareError::Data(error.to_string())
         }
     })?;
-    let tokenizer = tokenizer(dir)?;
-    if (tokenizer.vocab(), tokenizer.end_of_text()) != (manifest.vocab, manifest.end_of_text) {
-        let path = dir.join(TOKENIZER_FILE);
-        let reason = "its vocabulary is not that of the manifest: it was replaced or damaged";
-        return Err(PrepareError::Data(format!("{}: {reason}", path.display())));
-    }
+    let tokenizer = tokenizer(dir, &manifest)?;
     let part = |name: &str, split: &Split| {
         let mut scan = Scan::new(Some(&tokenizer), Some(split.documents));
         for shard in &split.shards {
@@ -170,8 +165,11 @@ fn token_file(path: &Path) -> Result<Report, PrepareError> {
     })
 }
 
-fn tokenizer(dir: &Path) -> Result<Tokenizer, PrepareError> {
-    Tokenizer::from_file(&dir.join(TOKENIZER_FILE)).map_err(unusable)
+fn tokenizer(dir: &Path, manifest: &Manifest) -> Result<Tokenizer, PrepareError> {
+    let path = dir.join(TOKENIZER_FILE);
+    let json =
+        std::fs::read(&path).map_err(|error| PrepareError::Data(format!("{}: {error}", path.display())))?;
+    manifest.tokenizer(&json).map_err(|reason| PrepareError::Data(format!("{}: {reason}", path.display())))
 }
 
 fn unusable(error: TokenizerError) -> PrepareError {
@@ -327,6 +325,7 @@ mod tests {
             inputs: vec![input.display().to_string()],
             documents: Documents::Line,
             field: None,
+            on_error: crate::OnError::Stop,
             val: 0.0,
             shard_tokens: 150,
             invalid: Invalid::Error,
@@ -394,7 +393,7 @@ mod tests {
         assert!(refusal().contains("train_000002.bin is missing"));
         fs_err::write(&path, &whole).unwrap();
         fs_err::write(out.join(TOKENIZER_FILE), Tokenizer::bytes().to_json()).unwrap();
-        assert!(refusal().contains("not that of the manifest"));
+        assert!(refusal().contains("not the tokenizer with which"));
         fs_err::remove_file(out.join(Manifest::FILE)).unwrap();
         assert!(matches!(inspect(&out), Err(PrepareError::Usage(reason)) if reason.contains("interrupted")));
     }

@@ -1,7 +1,7 @@
 //! From text to token files that a model trains on.
 //!
 //! ```text
-//! text, JSONL, .gz, .zst --documents--> documents --tokenizer--> ids --shard--> train_*.bin, val_*.bin, manifest.json
+//! text, JSON, CSV, Parquet, .gz, .zst --documents--> documents --tokenizer--> ids --shard--> train_*.bin, val_*.bin, manifest.json
 //! ```
 //! [`Tokenizer`] encodes and decodes, [`shard`] knows the headers of token files, [`Manifest`] describes a prepared
 //! directory. Knows neither models nor devices, so that every command can use it.
@@ -16,13 +16,16 @@ pub mod fuzz;
 mod inspect;
 mod manifest;
 mod prepare;
+mod quiet;
 pub mod shard;
 mod tokenizer;
 pub mod walk;
 
 pub use inspect::{Lengths, Part, Report, inspect};
 pub use manifest::{Manifest, ManifestError, Shard, Split};
-pub use prepare::{Documents, Event, Invalid, MAX_THREADS, Options, PrepareError, Progress, prepare};
+pub use prepare::{
+    Bos, Documents, Event, Invalid, MAX_THREADS, OnError, Options, PrepareError, Progress, frame, prepare,
+};
 pub use tokenizer::{Decoder, Tokenizer, TokenizerError};
 
 /// File in a prepared directory, a checkpoint and an export that holds the tokenizer.

@@ -5,6 +5,9 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::Tokenizer;
 
 /// A manifest of a million shards has 100 MB.
 const MAX_BYTES: u64 = 128 << 20;
@@ -22,6 +25,15 @@ pub struct Manifest {
     pub vocab: usize,
     /// The id that starts each document.
     pub end_of_text: Option<u32>,
+    /// The id that follows it, if the tokenizer's template puts one before a text.
+    #[serde(default)]
+    pub bos: Option<u32>,
+    /// Hash of `tokenizer.json`, in hexadecimal.
+    #[serde(default)]
+    pub tokenizer_xxh3_128: Option<String>,
+    /// Lines and rows that were left out, as they cannot be used.
+    #[serde(default)]
+    pub skipped: u64,
     /// What is trained on.
     pub train: Split,
     /// What is held out.
@@ -122,6 +134,22 @@ impl Manifest {
         crate::shard::width(self.vocab)
     }
 
+    /// The tokenizer in `json`, the contents of the `tokenizer.json` beside it. The error is the reason why that is not
+    /// the one with which the data was prepared.
+    pub fn tokenizer(&self, json: &[u8]) -> Result<Tokenizer, String> {
+        if self.tokenizer_xxh3_128.as_ref().is_some_and(|expected| *expected != hash(json)) {
+            return Err("it is not the tokenizer with which the data beside it was prepared".into());
+        }
+        let tokenizer = Tokenizer::from_json(json).map_err(|error| error.to_string())?;
+        if tokenizer.vocab() != self.vocab {
+            let (found, expected) = (tokenizer.vocab(), self.vocab);
+            return Err(format!(
+                "it has {found} ids, but the manifest beside it says {expected}; prepare the directory again"
+            ));
+        }
+        Ok(tokenizer.with_end_of_text(self.end_of_text))
+    }
+
     fn check(&self) -> Result<(), String> {
         if self.vocab == 0 || self.vocab > MAX_VOCAB {
             return Err(format!("a vocabulary of {} ids", self.vocab));
@@ -152,6 +180,11 @@ impl Manifest {
         }
         Ok(())
     }
+}
+
+/// Hash of a file's contents, in hexadecimal.
+pub(crate) fn hash(contents: &[u8]) -> String {
+    format!("{:032x}", xxh3_128(contents))
 }
 
 /// Names of shards: prefix, six or more digits, [`SHARD_SUFFIX`].

@@ -5,6 +5,7 @@ use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::JobSpec;
 
 use crate::data::Fingerprint;
+use crate::huggingface::Inherited;
 
 /// The contents of `state.json`. Unknown keys are ignored; those that version 1 lacks have defaults.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -39,6 +40,12 @@ pub struct State {
     /// Loss on the held-out data after this step, if it was evaluated then.
     #[serde(default)]
     pub val_loss: Option<f64>,
+    /// The id that starts documents, where the tokenizer is known.
+    #[serde(default)]
+    pub end_of_text: Option<u32>,
+    /// What the initial weights came with.
+    #[serde(default)]
+    pub inherited: Option<Inherited>,
     /// The job description, for information only: other versions may have other keys.
     pub spec: serde_json::Value,
 }

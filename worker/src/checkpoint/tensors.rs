@@ -13,6 +13,8 @@ use crate::model::layout::{Layout, Param};
 
 /// Largest header that the format allows.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
+/// Most tensors of a file: more than ten times those of any model that is represented.
+const MAX_TENSORS: usize = 50_000;
 /// Bytes before the header: its length.
 const LENGTH_BYTES: usize = size_of::<u64>();
 
@@ -168,6 +170,12 @@ pub(crate) fn read_header(file: &File) -> io::Result<(Metadata, u64)> {
     }
     let mut header = vec![0; usize::try_from(length).map_err(io::Error::other)?];
     file.file().read_exact_at(&mut header, begin)?;
+    // Parsed, a tensor takes ten times as much memory as in the file.
+    let tensors = memchr::memmem::find_iter(&header, b"\"data_offsets\"").take(MAX_TENSORS + 1).count();
+    if tensors > MAX_TENSORS {
+        let reason = format!("its safetensors header has more than {MAX_TENSORS} tensors");
+        return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
+    }
     Ok((serde_json::from_slice(&header)?, begin + length))
 }
 

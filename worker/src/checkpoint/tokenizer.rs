@@ -16,7 +16,13 @@ pub fn tokenizer(dir: &Path) -> Result<Option<Tokenizer>, CheckpointError> {
         let json = manifest::read_verified(dir, &manifest, TOKENIZER, MAX_TOKENIZER_BYTES)?;
         let damaged = |reason: String| CheckpointError::Damaged { path: dir.into(), reason };
         let tokenizer = Tokenizer::from_json(&json);
-        return tokenizer.map(Some).map_err(|error| damaged(format!("{TOKENIZER}: {error}")));
+        let end_of_text = state.end_of_text;
+        // Older checkpoints leave it to the tokenizer.
+        let known = tokenizer.map(|tokenizer| match end_of_text {
+            Some(_) => tokenizer.with_end_of_text(end_of_text),
+            None => tokenizer,
+        });
+        return known.map(Some).map_err(|error| damaged(format!("{TOKENIZER}: {error}")));
     }
     let is_bytes = state.spec["data"]["tokenizer"] == "bytes";
     Ok(is_bytes.then(Tokenizer::bytes))

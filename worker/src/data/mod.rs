@@ -72,6 +72,8 @@ pub enum DataError {
         train.display(), val.display()
     )]
     Tokenizers { train: PathBuf, val: PathBuf, tokenizers: String },
+    #[error("{reason}")]
+    Tokenizer { reason: String },
     #[error("{}: token id {id} at position {position} is not below model.vocab = {vocab}", path.display())]
     Vocabulary { path: PathBuf, id: u32, position: u64, vocab: usize },
 }

@@ -86,8 +86,8 @@ impl Prepared {
     /// Whether both have the same ids.
     pub(super) fn check_same_tokenizer(&self, val: &Self) -> Result<(), DataError> {
         let (ours, theirs) = (&self.manifest, &val.manifest);
-        if (&ours.tokenizer, ours.vocab, ours.end_of_text)
-            == (&theirs.tokenizer, theirs.vocab, theirs.end_of_text)
+        if (&ours.tokenizer, ours.vocab, ours.end_of_text, ours.bos)
+            == (&theirs.tokenizer, theirs.vocab, theirs.end_of_text, theirs.bos)
         {
             return Ok(());
         }
@@ -101,7 +101,10 @@ impl Prepared {
 
     /// The file that its tokenizer was written to.
     pub(crate) fn tokenizer(&self) -> TokenizerSource {
-        TokenizerSource::File { path: self.dir.join(TOKENIZER_FILE), vocab: Some(self.manifest.vocab) }
+        TokenizerSource::File {
+            path: self.dir.join(TOKENIZER_FILE),
+            manifest: Some(Box::new(self.manifest.clone())),
+        }
     }
 }
 
@@ -112,28 +115,25 @@ pub enum TokenizerSource {
     Unknown,
     /// Every byte is one token.
     Bytes,
-    /// A `tokenizer.json`, of this many ids if a manifest beside it says so.
+    /// A `tokenizer.json`, perhaps with the manifest beside it.
     #[expect(missing_docs, reason = "named after what they are")]
-    File { path: PathBuf, vocab: Option<usize> },
+    File { path: PathBuf, manifest: Option<Box<Manifest>> },
 }
 
 impl TokenizerSource {
     /// Reads and parses it; `None` if it is unknown.
     pub fn load(&self) -> Result<Option<Tokenizer>, DataError> {
-        let (path, vocab) = match self {
+        let (path, manifest) = match self {
             Self::Unknown => return Ok(None),
             Self::Bytes => return Ok(Some(Tokenizer::bytes())),
-            Self::File { path, vocab } => (path, vocab),
+            Self::File { path, manifest } => (path, manifest),
         };
         let problem = |problem: String| DataError::Format { path: path.clone(), problem };
         let json = self.json()?.unwrap_or_default();
-        let tokenizer = Tokenizer::from_json(&json).map_err(|error| problem(error.to_string()))?;
-        match vocab.filter(|vocab| *vocab != tokenizer.vocab()) {
-            None => Ok(Some(tokenizer)),
-            Some(vocab) => Err(problem(format!(
-                "it has {} ids, but the manifest beside it says {vocab}; prepare the directory again",
-                tokenizer.vocab()
-            ))),
+        match manifest {
+            Some(manifest) => manifest.tokenizer(&json).map(Some).map_err(problem),
+            // With what is beside it.
+            None => Tokenizer::from_file(path).map(Some).map_err(|error| problem(error.to_string())),
         }
     }
 

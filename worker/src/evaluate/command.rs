@@ -72,5 +72,5 @@ pub fn run(
 /// By a text, as the same tokenizer has several names.
 fn has_tokens_of_gpt2(tokenizer: &Tokenizer) -> bool {
     const TEXT: &str = "A man is sitting on a roof. He's ripping up 12 of its shingles.";
-    tokenizer.encode(TEXT) == Tokenizer::gpt2().encode(TEXT)
+    tokenizer.encode(TEXT).ok() == Tokenizer::gpt2().encode(TEXT).ok()
 }

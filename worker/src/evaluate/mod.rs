@@ -16,7 +16,7 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::Tokenizer as Format;
 
-use crate::data::{self, DataError, Order, Prepared, Schedule, TokenizerSource, Tokens};
+use crate::data::{self, DataError, Order, Prepared, Schedule, Tokens};
 use crate::error::WorkerError;
 use crate::model::{BackendHandle, Model, Rows};
 use crate::preflight::Refusal;
@@ -69,9 +69,17 @@ impl Held {
         let data = |error: DataError| Refusal::from(WorkerError::from(error));
         let prepared = Prepared::of("--data", &[dir.into()]).map_err(data)?;
         let prepared = prepared.ok_or_else(|| refused(format!("{dir} is not a directory")))?;
-        if let (TokenizerSource::File { path, .. }, Some(own)) = (prepared.tokenizer(), tokenizer) {
-            let theirs = Tokenizer::from_file(&path).map_err(|error| refused(error.to_string()))?;
-            if own.to_json() != theirs.to_json() {
+        if let (Some(theirs), Some(own)) = (prepared.tokenizer().load().map_err(data)?, tokenizer) {
+            if own.bos() != theirs.bos() && own.with_bos(theirs.bos()).is_ok_and(|own| own.same_ids(&theirs))
+            {
+                let [own, theirs] =
+                    [own, &theirs].map(|of| if of.bos().is_some() { "always" } else { "never" });
+                return Err(refused(format!(
+                    "{dir} was prepared with --bos {theirs}, but the model was trained with --bos {own}: prepare the \
+                     text with --bos {own}"
+                )));
+            }
+            if !own.same_ids(&theirs) {
                 let (own, theirs) = (own.name(), theirs.name());
                 return Err(refused(format!(
                     "{dir} was prepared with tokenizer `{theirs}`, but the model has `{own}`: prepare the text with \

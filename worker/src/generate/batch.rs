@@ -46,7 +46,7 @@ pub fn generate(
     let capacity = longest.saturating_add(options.max_tokens).min(seq);
     let room = CACHE_BYTES / Decoder::slot_bytes(model, capacity).max(1);
     let slots = requests.len().min(MAX_SLOTS).min(room.max(1));
-    let decoder = Decoder::new(model, slots, capacity, tokenizer.vocab())?;
+    let decoder = Decoder::new(model, slots, capacity, options.vocab)?;
     let mut batch = Batch {
         tokenizer,
         requests,
@@ -232,7 +232,7 @@ impl Batch<'_> {
 
     /// Adds a token; returns why the text ends with it, if it does.
     fn next(&self, sequence: &mut Sequence, id: u32, sink: Sink<'_>) -> Option<FinishReason> {
-        if self.tokenizer.end_of_text() == Some(id) {
+        if self.options.ends.contains(&id) {
             return Some(FinishReason::EndOfText);
         }
         sequence.tokens += 1;
@@ -288,7 +288,7 @@ mod tests {
         }
         model.write_weights(model.layout.lnf.weight.start, &[1.0; DIM]).unwrap();
         let row = |id: u32| model.layout.head.start + id as usize * DIM;
-        write(row(tokenizer.encode("a")[0]), before);
+        write(row(tokenizer.encode("a").unwrap()[0]), before);
         write(row(tokenizer.end_of_text().unwrap()), after);
         model
     }
@@ -299,7 +299,14 @@ mod tests {
         let model = model(&tokenizer);
         for temperature in [0.0, 0.01] {
             let sampling = Sampling { temperature, top_k: None, top_p: 1.0 };
-            let options = Options { max_tokens: 12, sampling, seed: 1, stop: Vec::new() };
+            let options = Options {
+                max_tokens: 12,
+                sampling,
+                seed: 1,
+                stop: Vec::new(),
+                ends: vec![50_256],
+                vocab: 50_257,
+            };
             let prompts = [vec![1], vec![2, 3, 4], vec![5; END_POSITION + 1]];
             let requests = prompts.map(|tokens| Request { tokens, sample: 0 });
             let mut texts = vec![String::new(); 3];

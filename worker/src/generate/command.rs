@@ -1,12 +1,18 @@
-//! `xlaunch generate`: opens the model that a path means, and continues prompts.
+//! `xlaunch generate`: opens the model that a path means, and continues prompts as the model's files say.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
+use xlaunch_data::{Tokenizer, TokenizerError};
+use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::Precision;
 
-use super::{Options, Request, Update, generate};
+use super::{Completion, FinishReason, GenerateError, Options, Request, Sampling, Update, chat, generate};
 use crate::preflight::Refusal;
 use crate::pretrained::{self, Device, Source};
+
+/// From how many tokens Python's `transformers` draws where a directory does not say it.
+const DEFAULT_TOP_K: usize = 50;
 
 /// What the command line asks for.
 #[derive(Clone, Debug)]
@@ -15,16 +21,37 @@ pub struct Command {
     pub model: PathBuf,
     /// See [`Source::tokenizer`].
     pub tokenizer: Option<String>,
-    /// Texts to continue.
-    pub prompts: Vec<String>,
+    /// What to continue.
+    pub prompts: Vec<Prompt>,
     /// How often to continue each.
     pub samples: usize,
-    /// How.
-    pub options: Options,
+    /// Take prompts as text alone, and ignore what the model's directory says of generation.
+    pub raw: bool,
+    /// Most tokens per text.
+    pub max_tokens: usize,
+    /// In place of what the directory says.
+    pub temperature: Option<f64>,
+    /// See `temperature`.
+    pub top_k: Option<usize>,
+    /// See `temperature`.
+    pub top_p: Option<f64>,
+    /// Of the random numbers.
+    pub seed: u64,
+    /// The text ends before any of these.
+    pub stop: Vec<String>,
     /// Where.
     pub device: Device,
     /// On a GPU.
     pub precision: Precision,
+}
+
+/// What to continue.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Prompt {
+    /// A text.
+    Text(String),
+    /// A list of messages, which the model's chat template turns into a text.
+    Chat(serde_json::Value),
 }
 
 /// Runs the command. `note` gets lines for the user, `sink` the updates by the numbers of prompt and sample.
@@ -37,18 +64,133 @@ pub fn run(
     let source = Source::find(&command.model)?;
     source.notes.iter().for_each(|line| note(line));
     let tokenizer = source.tokenizer(command.tokenizer.as_deref())?;
-    let requests: Vec<Request> = command
-        .prompts
-        .iter()
-        .flat_map(|prompt| {
-            let tokens = Request::tokens(&tokenizer, prompt);
-            (0..command.samples).map(move |sample| Request { tokens: tokens.clone(), sample })
-        })
-        .collect();
+    let options = options(command, &source, &tokenizer, note);
+    let mut prompts = Vec::new();
+    for (index, prompt) in command.prompts.iter().enumerate() {
+        prompts.push(tokens(command, &source, &tokenizer, prompt).map_err(|reason| Refusal {
+            exit: ExitCode::Data,
+            message: format!("prompt {}: {reason}", index + 1),
+        })?);
+    }
+    let fits = skip_long(&prompts, source.shape.seq, note)?;
+    let samples = command.samples.max(1);
+    let long = (0..prompts.len()).filter(|index| !fits.contains(index));
+    for (prompt, sample) in long.flat_map(|prompt| (0..samples).map(move |sample| (prompt, sample))) {
+        let (reason, time) = (FinishReason::PromptTooLong, Duration::ZERO);
+        sink(prompt, sample, Update::Finished(Completion { tokens: 0, reason, time }));
+    }
+    let of_prompt = |prompt: &usize| {
+        let tokens = &prompts[*prompt];
+        (0..samples).map(move |sample| Request { tokens: tokens.clone(), sample })
+    };
+    let requests: Vec<Request> = fits.iter().flat_map(of_prompt).collect();
     let backend = pretrained::open_device(command.device, command.precision, false)?;
     let model = source.load(&backend, interrupted)?;
-    let samples = command.samples.max(1);
     let mut by_sample =
-        |request: usize, update: Update<'_>| sink(request / samples, request % samples, update);
-    Ok(generate(&model, &tokenizer, &requests, &command.options, interrupted, &mut by_sample)?)
+        |request: usize, update: Update<'_>| sink(fits[request / samples], request % samples, update);
+    Ok(generate(&model, &tokenizer, &requests, &options, interrupted, &mut by_sample)?)
+}
+
+/// The prompts that fit the model's context. The others are named.
+///
+/// # Errors
+/// None fits.
+fn skip_long(prompts: &[Vec<u32>], seq: usize, note: &mut dyn FnMut(&str)) -> Result<Vec<usize>, Refusal> {
+    let (fits, long): (Vec<usize>, Vec<usize>) =
+        (0..prompts.len()).partition(|index| prompts[*index].len() <= seq);
+    let error = |index: usize| GenerateError::PromptTooLong { index, tokens: prompts[index].len(), seq };
+    match long.first().filter(|_| fits.is_empty()) {
+        Some(index) => Err(error(*index).into()),
+        None => {
+            long.iter().for_each(|index| note(&format!("warning: skipped: {}", error(*index))));
+            Ok(fits)
+        }
+    }
+}
+
+/// The ids of a prompt. The error is the reason.
+fn tokens(
+    command: &Command,
+    source: &Source,
+    tokenizer: &Tokenizer,
+    prompt: &Prompt,
+) -> Result<Vec<u32>, String> {
+    let failed = |error: TokenizerError| error.to_string();
+    let tokens = match prompt {
+        Prompt::Text(text) if command.raw => tokenizer.encode(text).map_err(failed)?,
+        Prompt::Text(text) => tokenizer.encode_prompt(text, true).map_err(failed)?,
+        Prompt::Chat(messages) => {
+            let inherited = source.inherited.as_ref();
+            let inherited =
+                inherited.ok_or("the model has no chat template, as it was trained from random weights")?;
+            // The template writes the beginning of the sequence itself.
+            tokenizer.encode_prompt(&chat::render(inherited, messages)?, false).map_err(failed)?
+        }
+    };
+    Request::started(tokenizer, tokens).map_err(failed)
+}
+
+fn options(command: &Command, source: &Source, tokenizer: &Tokenizer, note: &mut dyn FnMut(&str)) -> Options {
+    let own = || tokenizer.end_of_text().into_iter().collect();
+    let (ends, vocab) = match &source.inherited {
+        Some(inherited) if !command.raw => {
+            let says =
+                |config: &serde_json::Map<String, serde_json::Value>| config.contains_key("eos_token_id");
+            let mut ends = inherited.end_ids();
+            if source.is_run || !(says(&inherited.config) || says(&inherited.generation_config)) {
+                ends.extend(tokenizer.end_of_text());
+            }
+            (ends, if source.is_run { tokenizer.vocab() } else { source.shape.vocab })
+        }
+        _ => (own(), tokenizer.vocab()),
+    };
+    Options {
+        max_tokens: command.max_tokens,
+        sampling: sampling(command, source, note),
+        seed: command.seed,
+        stop: command.stop.clone(),
+        ends,
+        vocab,
+    }
+}
+
+/// How tokens are chosen: as the command line says, otherwise as the directory's `generation_config.json` does.
+fn sampling(command: &Command, source: &Source, note: &mut dyn FnMut(&str)) -> Sampling {
+    let Command { temperature, top_k, top_p, raw, .. } = *command;
+    let plain = Sampling { temperature: temperature.unwrap_or(1.0), top_k, top_p: top_p.unwrap_or(1.0) };
+    let config = source.inherited.as_ref().map(|inherited| &inherited.generation_config);
+    let Some(config) = config.filter(|config| !config.is_empty() && !raw && !source.is_run) else {
+        return plain;
+    };
+    let number = |key: &str| config.get(key).and_then(serde_json::Value::as_f64);
+    if number("repetition_penalty").is_some_and(|penalty| penalty != 1.0) {
+        note("warning: `repetition_penalty` of generation_config.json is not supported and has no effect");
+    }
+    if config.get("do_sample").and_then(serde_json::Value::as_bool) != Some(true) {
+        let any = temperature.is_some() || top_k.is_some() || top_p.is_some();
+        return if any { plain } else { Sampling { temperature: 0.0, ..plain } };
+    }
+    let count = config.get("top_k").map_or(Some(DEFAULT_TOP_K as u64), serde_json::Value::as_u64);
+    let count = count.and_then(|count| usize::try_from(count).ok()).filter(|count| *count > 0);
+    Sampling {
+        temperature: temperature.or(number("temperature")).unwrap_or(1.0),
+        top_k: top_k.or(count),
+        top_p: top_p.or(number("top_p")).unwrap_or(1.0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_prompts_are_skipped_unless_none_is_left() {
+        let mut notes = Vec::new();
+        let mut note = |line: &str| notes.push(line.to_owned());
+        let prompts = [vec![1; 4], vec![1; 9], vec![1; 8]];
+        assert_eq!(skip_long(&prompts, 8, &mut note).ok(), Some(vec![0, 2]));
+        assert!(notes[0].contains("prompt 2 has 9 tokens"), "{notes:?}");
+        let refusal = skip_long(&prompts[1..2], 8, &mut |_| {}).err().unwrap();
+        assert!(refusal.message.contains("prompt 1 has 9 tokens"), "{}", refusal.message);
+    }
 }

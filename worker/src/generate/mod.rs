@@ -14,19 +14,20 @@
 //! characters, and ends before a stop string.
 
 mod batch;
+mod chat;
 mod command;
 mod sample;
 mod text;
 
 use std::time::Duration;
 
-use xlaunch_data::Tokenizer;
+use xlaunch_data::{Tokenizer, TokenizerError};
 use xlaunch_proto::exit::ExitCode;
 
 use crate::preflight::Refusal;
 
 pub use batch::generate;
-pub use command::{Command, run};
+pub use command::{Command, Prompt, run};
 pub use sample::Sampling;
 
 /// How to generate.
@@ -40,6 +41,10 @@ pub struct Options {
     pub seed: u64,
     /// The text ends before any of these.
     pub stop: Vec<String>,
+    /// Ids that end a text.
+    pub ends: Vec<u32>,
+    /// Ids that are drawn: those below.
+    pub vocab: usize,
 }
 
 /// A prompt to continue once.
@@ -52,14 +57,16 @@ pub struct Request {
 }
 
 impl Request {
-    /// A prompt's text as ids. An empty one starts at the end-of-text id, as documents do, or at a line feed.
-    pub fn tokens(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
-        let tokens = tokenizer.encode(text);
-        if !tokens.is_empty() {
-            return tokens;
+    /// The ids of a prompt or, if it has none, the end-of-text id, as documents start with it, or a line feed.
+    ///
+    /// # Errors
+    /// The tokenizer cannot encode a line feed.
+    pub fn started(tokenizer: &Tokenizer, tokens: Vec<u32>) -> Result<Vec<u32>, TokenizerError> {
+        match tokenizer.end_of_text() {
+            _ if !tokens.is_empty() => Ok(tokens),
+            Some(id) => Ok(vec![id]),
+            None => Ok(vec![tokenizer.encode("\n")?.first().copied().unwrap_or(0)]),
         }
-        let line_feed = || tokenizer.encode("\n").first().copied();
-        vec![tokenizer.end_of_text().or_else(line_feed).unwrap_or(0)]
     }
 }
 
@@ -94,6 +101,8 @@ pub enum FinishReason {
     Length,
     /// The model's context is full.
     Context,
+    /// The prompt alone is longer than the model's context.
+    PromptTooLong,
 }
 
 impl FinishReason {
@@ -104,6 +113,7 @@ impl FinishReason {
             Self::Stop => "stop",
             Self::Length => "length",
             Self::Context => "context",
+            Self::PromptTooLong => "prompt_too_long",
         }
     }
 }

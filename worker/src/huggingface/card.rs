@@ -6,13 +6,17 @@ use xlaunch_proto::model::{Arch, ModelShape};
 
 use super::config::{self, TokenIds};
 use super::writer::ExportDtype;
-use super::{CONFIG, ModelError};
+use super::{CONFIG, Inherited, ModelError};
 use crate::checkpoint::State;
 use crate::model::layout::Layout;
 
 pub(super) const GENERATION_CONFIG: &str = "generation_config.json";
 pub(super) const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+pub(super) const SPECIAL_TOKENS_MAP: &str = "special_tokens_map.json";
+pub(super) const CHAT_TEMPLATE: &str = "chat_template.jinja";
 pub(super) const MODEL_CARD: &str = "README.md";
+/// The class that takes everything from `tokenizer.json`.
+const TOKENIZER_CLASS: &str = "PreTrainedTokenizerFast";
 
 /// Names and contents of all files but those with weights. `config.json`, without which nothing loads a directory, is
 /// the last one.
@@ -27,33 +31,65 @@ pub(super) fn files(
         let reason = format!("it has {} ids, but the model only {}", tokenizer.vocab(), shape.vocab);
         return Err(ModelError::Tokenizer { name: tokenizer.name().into(), reason });
     }
-    let ids = TokenIds { end_of_text: tokenizer.and_then(Tokenizer::end_of_text) };
-    let mut files = vec![(GENERATION_CONFIG, text(&config::generation(ids)))];
+    let ids = TokenIds {
+        end_of_text: tokenizer.and_then(Tokenizer::end_of_text),
+        bos: tokenizer.and_then(Tokenizer::bos),
+    };
+    let inherited = inherited(state, tokenizer);
+    let generation = config::inherit(config::generation(ids), &inherited.generation_config, ids);
+    let mut files = vec![(GENERATION_CONFIG, text(&generation))];
     if let Some(tokenizer) = tokenizer {
         files.push((TOKENIZER_FILE, tokenizer.to_json().into_bytes()));
-        files.push((TOKENIZER_CONFIG, text(&tokenizer_config(tokenizer, shape))));
+        files.push((TOKENIZER_CONFIG, text(&tokenizer_config(tokenizer, shape, &inherited))));
     }
+    if !inherited.special_tokens_map.is_empty() {
+        files.push((SPECIAL_TOKENS_MAP, text(&json!(inherited.special_tokens_map))));
+    }
+    files.extend(inherited.chat_template.map(|template| (CHAT_TEMPLATE, template.into_bytes())));
     files.push((MODEL_CARD, model_card(state, layout, dtype, tokenizer).into_bytes()));
-    files.push((CONFIG, text(&config::write(shape, ids, dtype.name()))));
+    let config = config::inherit(config::write(shape, ids, dtype.name()), &inherited.config, ids);
+    files.push((CONFIG, text(&config)));
     Ok(files)
+}
+
+/// What the initial weights came with. Trained with a tokenizer that does not have their special tokens, the model
+/// keeps nothing that names tokens.
+fn inherited(state: &State, tokenizer: Option<&Tokenizer>) -> Inherited {
+    let inherited = state.inherited.clone().unwrap_or_default();
+    let known = |key: &str| match (inherited.token(key), tokenizer) {
+        (Some(token), Some(tokenizer)) => tokenizer.added_id(token).is_some(),
+        _ => true,
+    };
+    if ["bos_token", "eos_token", "pad_token", "unk_token"].into_iter().all(known) {
+        return inherited;
+    }
+    let mut config = inherited.config;
+    config.retain(|key, _| !key.ends_with("_token_id"));
+    Inherited { config, ..Inherited::default() }
 }
 
 fn text(json: &Value) -> Vec<u8> {
     format!("{json:#}\n").into_bytes()
 }
 
-fn tokenizer_config(tokenizer: &Tokenizer, shape: &ModelShape) -> Value {
-    // The class that takes everything from `tokenizer.json`.
+fn tokenizer_config(tokenizer: &Tokenizer, shape: &ModelShape, inherited: &Inherited) -> Value {
     let mut config = json!({
         "clean_up_tokenization_spaces": false,
         "model_max_length": shape.seq,
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": TOKENIZER_CLASS,
     });
-    if let Some(id) = tokenizer.end_of_text() {
-        let token = tokenizer.decode(&[id]);
-        for key in ["bos_token", "eos_token"] {
-            config[key] = json!(token);
-        }
+    let token = |id: Option<u32>| id.map(|id| tokenizer.decode(&[id]));
+    if let Some(end) = token(tokenizer.end_of_text()) {
+        config["bos_token"] = json!(token(tokenizer.bos()).unwrap_or_else(|| end.clone()));
+        config["eos_token"] = json!(end);
+    }
+    for (key, value) in &inherited.tokenizer_config {
+        config[key] = value.clone();
+    }
+    // Some classes write a template of their own: this one leaves that of `tokenizer.json`, which the data had.
+    config["tokenizer_class"] = json!(TOKENIZER_CLASS);
+    if inherited.tokenizer_config.contains_key("add_bos_token") {
+        config["add_bos_token"] = json!(tokenizer.bos().is_some());
     }
     config
 }

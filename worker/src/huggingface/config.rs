@@ -16,6 +16,8 @@ use super::keys::Keys;
 pub struct TokenIds {
     /// The end-of-text id, with which documents also begin. Byte-level models have none.
     pub end_of_text: Option<u32>,
+    /// The id that the tokenizer puts before a text.
+    pub bos: Option<u32>,
 }
 
 /// The shape of the model that `config.json` describes. `path` is for messages.
@@ -27,8 +29,9 @@ pub(super) fn parse(path: &Path, json: &[u8]) -> Result<ModelShape, ModelError> 
     keys.only("quantization_config", &[])?;
     let shape = match values.get("model_type").and_then(Value::as_str) {
         Some("gpt2") => gpt2(&keys)?,
-        Some("llama") => llama(&keys)?,
-        _ => return Err(keys.refused("model_type", "only `gpt2` and `llama` are supported")),
+        Some("llama") => llama(&keys, &LLAMA)?,
+        Some("mistral") => llama(&keys, &MISTRAL)?,
+        _ => return Err(keys.refused("model_type", "only `gpt2`, `llama` and `mistral` are supported")),
     };
     shape.check().map_err(|invalid| {
         let key = key_of(shape.arch, invalid.key);
@@ -60,15 +63,28 @@ fn gpt2(keys: &Keys<'_>) -> Result<ModelShape, ModelError> {
     })
 }
 
-fn llama(keys: &Keys<'_>) -> Result<ModelShape, ModelError> {
+/// Sizes of models that compute as Llama does, where `config.json` has no key.
+struct Defaults {
+    ffn: usize,
+    kv_heads: Option<usize>,
+    seq: usize,
+    /// Positions that attention reaches.
+    window: usize,
+}
+
+const LLAMA: Defaults = Defaults { ffn: 11008, kv_heads: None, seq: 2048, window: usize::MAX };
+const MISTRAL: Defaults = Defaults { ffn: 14336, kv_heads: Some(8), seq: 131_072, window: 4096 };
+
+fn llama(keys: &Keys<'_>, defaults: &Defaults) -> Result<ModelShape, ModelError> {
     keys.only("hidden_act", &[json!("silu"), json!("swish")])?;
     keys.only("attention_bias", &[json!(false)])?;
     keys.only("mlp_bias", &[json!(false)])?;
     keys.only("partial_rotary_factor", &[json!(1.0), json!(1)])?;
     let (dim, heads) = (keys.size("hidden_size", 4096)?, keys.size("num_attention_heads", 32)?);
-    let seq = keys.size("max_position_embeddings", 2048)?;
+    let seq = keys.size("max_position_embeddings", defaults.seq)?;
     // A window of at least the longest sequence hides nothing.
-    if keys.size("sliding_window", usize::MAX)? < seq {
+    let unset = if keys.values.contains_key("sliding_window") { usize::MAX } else { defaults.window };
+    if keys.size("sliding_window", unset)? < seq {
         return Err(keys.refused("sliding_window", "attention reaches all earlier positions"));
     }
     let (rope_theta, rope_scaling) = rotary(keys)?;
@@ -76,10 +92,10 @@ fn llama(keys: &Keys<'_>) -> Result<ModelShape, ModelError> {
         arch: Arch::Llama,
         layers: keys.size("num_hidden_layers", 32)?,
         heads,
-        kv_heads: keys.size("num_key_value_heads", heads)?,
+        kv_heads: keys.size("num_key_value_heads", defaults.kv_heads.unwrap_or(heads))?,
         head_dim: keys.size("head_dim", dim.checked_div(heads).unwrap_or_default())?,
         dim,
-        ffn: keys.size("intermediate_size", 11008)?,
+        ffn: keys.size("intermediate_size", defaults.ffn)?,
         seq,
         vocab: keys.size("vocab_size", 32000)?,
         tied: keys.flag("tie_word_embeddings", false)?,
@@ -172,7 +188,7 @@ pub(super) fn write(shape: &ModelShape, ids: TokenIds, dtype: &str) -> Value {
             "rope_theta": shape.rope_theta,
         }),
     };
-    config["bos_token_id"] = json!(ids.end_of_text);
+    config["bos_token_id"] = json!(ids.bos.or(ids.end_of_text));
     config["eos_token_id"] = json!(ids.end_of_text);
     config["dtype"] = json!(dtype);
     config["torch_dtype"] = json!(dtype);
@@ -181,6 +197,38 @@ pub(super) fn write(shape: &ModelShape, ids: TokenIds, dtype: &str) -> Value {
     config["use_cache"] = json!(true);
     config["vocab_size"] = json!(shape.vocab);
     config
+}
+
+/// Puts what was read back into the `config.json` or `generation_config.json` of a model that was trained from it: all
+/// keys but those of the values that were written. Ids that end a text are those of both.
+pub(super) fn inherit(written: Value, read: &Map<String, Value>, ids: TokenIds) -> Value {
+    const OF_THIS_EXPORT: [&str; 4] = ["dtype", "torch_dtype", "tie_word_embeddings", "vocab_size"];
+    const OF_ANOTHER: [&str; 3] = ["transformers_version", "_name_or_path", "quantization_config"];
+    const CONTEXT: [&str; 3] = ["max_position_embeddings", "n_positions", "n_ctx"];
+    if read.is_empty() {
+        return written;
+    }
+    let mut config = read.clone();
+    OF_ANOTHER.iter().for_each(|key| drop(config.remove(*key)));
+    let Value::Object(written) = written else { return Value::Object(config) };
+    for (key, value) in written {
+        let longer = CONTEXT.contains(&&*key) && value.as_u64() > config.get(&key).and_then(Value::as_u64);
+        if OF_THIS_EXPORT.contains(&&*key) || longer || !config.contains_key(&key) {
+            config.insert(key, value);
+        }
+    }
+    let ends = &mut config["eos_token_id"];
+    match ids.end_of_text.map(Value::from) {
+        None => {}
+        Some(id) if ends.is_null() => *ends = id,
+        Some(id) => match ends {
+            Value::Array(list) if list.contains(&id) => {}
+            Value::Array(list) => list.push(id),
+            one if *one == id => {}
+            one => *one = json!([one.clone(), id]),
+        },
+    }
+    Value::Object(config)
 }
 
 /// `theta`: in transformers 5, the base is one of the parameters.
@@ -197,7 +245,7 @@ fn rope_parameters(shape: &ModelShape, theta: bool) -> Value {
 
 /// `generation_config.json`: without it, libraries take ids from defaults of the architecture.
 pub(super) fn generation(ids: TokenIds) -> Value {
-    json!({"bos_token_id": ids.end_of_text, "eos_token_id": ids.end_of_text, "do_sample": false})
+    json!({"bos_token_id": ids.bos.or(ids.end_of_text), "eos_token_id": ids.end_of_text, "do_sample": false})
 }
 
 /// The key of `config.json` for a key of `[model]`.
@@ -243,7 +291,7 @@ mod tests {
         for (name, preset) in &PRESETS {
             for tied in [true, false] {
                 let shape = ModelShape { tied, norm_eps: 1.5e-6, ..preset.clone() };
-                let config = write(&shape, TokenIds { end_of_text: Some(7) }, "float32");
+                let config = write(&shape, TokenIds { end_of_text: Some(7), bos: None }, "float32");
                 assert_eq!(read(&config).unwrap(), shape, "{name}");
                 assert_eq!((&config["bos_token_id"], &config["eos_token_id"]), (&json!(7), &json!(7)));
                 let config = write(&shape, TokenIds::default(), "float32");
@@ -252,6 +300,49 @@ mod tests {
         }
         let wide = ModelShape { head_dim: 64, ..PRESETS[0].1.clone() };
         assert_eq!(read(&write(&wide, TokenIds::default(), "float32")).unwrap(), wide);
+    }
+
+    #[test]
+    fn mistral_without_a_window_is_a_llama() {
+        let config = |window: Value| {
+            json!({
+                "model_type": "mistral", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,
+                "max_position_embeddings": 8192, "sliding_window": window,
+            })
+        };
+        let shape = read(&config(Value::Null)).unwrap();
+        assert_eq!((shape.arch, shape.kv_heads, shape.seq), (Arch::Llama, 2, 8192));
+        assert_eq!(read(&config(json!(8192))).unwrap(), shape);
+        assert!(read(&config(json!(4096))).unwrap_err().to_string().contains("sliding_window"));
+        let mut old = config(Value::Null);
+        old.as_object_mut().unwrap().remove("sliding_window");
+        // The library's default is a window.
+        assert!(read(&old).unwrap_err().to_string().contains("sliding_window"));
+    }
+
+    #[test]
+    fn what_was_read_is_written_back_but_for_what_training_decides() {
+        let read = json!({
+            "model_type": "mistral", "eos_token_id": [2, 32000], "pad_token_id": 5, "max_position_embeddings": 512,
+            "dtype": "bfloat16", "transformers_version": "4.1", "rope_theta": 500.0, "architectures": ["M"],
+        });
+        let shape = ModelShape { seq: 128, ..PRESETS[0].1.clone() };
+        let ids = TokenIds { end_of_text: Some(7), bos: Some(1) };
+        let config = inherit(write(&shape, ids, "float32"), read.as_object().unwrap(), ids);
+        for (key, value) in [
+            ("eos_token_id", json!([2, 32000, 7])),
+            ("pad_token_id", json!(5)),
+            ("bos_token_id", json!(1)),
+            ("max_position_embeddings", json!(512)),
+            ("model_type", json!("mistral")),
+            ("dtype", json!("float32")),
+            ("rope_theta", json!(500.0)),
+        ] {
+            assert_eq!(config[key], value, "{key}");
+        }
+        assert!(config.get("transformers_version").is_none());
+        assert_eq!(inherit(json!({"a": 1}), &Map::new(), ids), json!({"a": 1}));
     }
 
     #[test]

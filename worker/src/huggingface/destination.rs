@@ -15,8 +15,10 @@ use super::{CONFIG, INDEX, ModelError, WEIGHTS, card};
 use crate::checkpoint::read_header;
 
 /// Files of an export besides those with weights.
-const FILES: [&str; 6] = [
+const FILES: [&str; 8] = [
     CONFIG,
+    card::CHAT_TEMPLATE,
+    card::SPECIAL_TOKENS_MAP,
     INDEX,
     card::GENERATION_CONFIG,
     card::MODEL_CARD,

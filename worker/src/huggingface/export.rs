@@ -64,9 +64,10 @@ pub(super) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<E
         .model
         .check()
         .map_err(|invalid| CheckpointError::Damaged { path: path.clone(), reason: invalid.to_string() })?;
+    let trained = checkpoint::tokenizer(&path)?;
     let tokenizer = match &options.tokenizer {
-        Some(name) => Some(named_tokenizer(name)?),
-        None => checkpoint::tokenizer(&path)?,
+        Some(name) => Some(named_tokenizer(name, trained.as_ref())?),
+        None => trained,
     };
     let layout = Layout::new(&state.model);
     let files = card::files(&state, &layout, options.dtype, tokenizer.as_ref())?;
@@ -112,10 +113,25 @@ fn write_file(path: &Path, contents: &[u8]) -> Result<(), ModelError> {
     written.map_err(|error| write_error(path, &error))
 }
 
-/// The tokenizer of `--tokenizer`.
-fn named_tokenizer(name: &str) -> Result<Tokenizer, ModelError> {
-    Tokenizer::open(name).map_err(|error| ModelError::Tokenizer {
+/// The tokenizer of `--tokenizer`. It must begin texts as the data did that the model was trained on.
+fn named_tokenizer(name: &str, trained: Option<&Tokenizer>) -> Result<Tokenizer, ModelError> {
+    let tokenizer = Tokenizer::open(name).map_err(|error| ModelError::Tokenizer {
         name: name.into(),
         reason: format!("{error}; `bytes`, `gpt2` or the path of a {TOKENIZER_FILE}"),
-    })
+    })?;
+    let describe = |tokenizer: &Tokenizer| match tokenizer.bos() {
+        Some(id) => format!("with `{}`", tokenizer.decode(&[id])),
+        None => "without a token before them".into(),
+    };
+    match trained.filter(|trained| trained.bos() != tokenizer.bos()) {
+        None => Ok(tokenizer),
+        Some(trained) => Err(ModelError::Tokenizer {
+            name: name.into(),
+            reason: format!(
+                "it begins texts {}, but the model was trained on texts {}; leave out --tokenizer",
+                describe(&tokenizer),
+                describe(trained)
+            ),
+        }),
+    }
 }

@@ -14,7 +14,7 @@ use half::{bf16, f16};
 use rayon::ThreadPool;
 use rayon::prelude::*;
 use rustix::fs::OFlags;
-use safetensors::tensor::{Dtype, TensorInfo};
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde::Deserialize;
 use xlaunch_proto::model::ModelShape;
 
@@ -28,6 +28,20 @@ const MAX_CONFIG_BYTES: u64 = 4 << 20;
 const MAX_INDEX_BYTES: u64 = 64 << 20;
 /// Values of a piece, unless a matrix has to be transposed.
 const READ_LEN: usize = 1 << 20;
+
+/// Weights that are not read, and what to do.
+const OTHER_WEIGHTS: [(&[&str], &str); 4] = [
+    (
+        &["pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth"],
+        "pickles are not read, as they can run code; convert them with `model.save_pretrained(DIR)` in Python",
+    ),
+    (
+        &["adapter_model.safetensors", "adapter_model.bin"],
+        "an adapter alone is not a model; merge it with PEFT's `merge_and_unload()`, and save that",
+    ),
+    (&["tf_model.h5"], "weights of TensorFlow are not read; convert them with transformers"),
+    (&["flax_model.msgpack"], "weights of Flax are not read; convert them with transformers"),
+];
 
 /// A directory with a model whose `config.json` describes one that this trainer can represent.
 #[derive(Clone, Debug)]
@@ -101,6 +115,7 @@ impl Directory {
             let path = self.path.join(name);
             let (file, bytes) = open(&path).map_err(|error| read_error(&path, &error))?;
             let (header, data) = read_header(&file).map_err(|error| read_error(&path, &error))?;
+            check_length(&path, &header, data, bytes)?;
             for (name, info) in header.tensors() {
                 if found.contains_key(&name) {
                     return Err(tensor_error(&path, &name, "another file contains it, too"));
@@ -119,7 +134,16 @@ impl Directory {
     /// Names of the files, with the tensors that the index expects in each.
     fn files(&self) -> Result<BTreeMap<String, Vec<String>>, ModelError> {
         let index = self.path.join(INDEX);
-        if self.path.join(WEIGHTS).exists() || !index.exists() {
+        let has = |name: &str| self.path.join(name).exists();
+        if !has(WEIGHTS) && !index.exists() {
+            for (names, what) in OTHER_WEIGHTS {
+                if let Some(name) = names.iter().find(|name| has(name)) {
+                    let reason = format!("it has no {WEIGHTS}, but {name}: {what}");
+                    return Err(ModelError::Read { path: self.path.clone(), reason });
+                }
+            }
+        }
+        if has(WEIGHTS) || !index.exists() {
             return Ok(BTreeMap::from([(WEIGHTS.to_owned(), Vec::new())]));
         }
         files_of_index(&index, &read_whole(&index, MAX_INDEX_BYTES)?)
@@ -182,6 +206,18 @@ pub(super) fn files_of_index(path: &Path, json: &[u8]) -> Result<BTreeMap<String
     match files.is_empty() {
         true => Err(invalid("it names no tensors".into())),
         false => Ok(files),
+    }
+}
+
+/// Checks that the file ends with its last tensor: what follows it would be ignored.
+fn check_length(path: &Path, header: &Metadata, data: u64, bytes: u64) -> Result<(), ModelError> {
+    let end = header.tensors().values().map(|info| info.data_offsets.1 as u64).max().unwrap_or(0);
+    match bytes.checked_sub(data.saturating_add(end)) {
+        Some(0) | None => Ok(()),
+        Some(rest) => {
+            let reason = format!("{rest} bytes follow its last tensor: it is damaged, or two files in one");
+            Err(ModelError::Read { path: path.into(), reason })
+        }
     }
 }
 

@@ -22,6 +22,7 @@ use super::Context;
 use crate::checkpoint::{self, Abandoned, Arena, Memory, Parent, Piece, Portion, State};
 use crate::data::{DataError, Fingerprint};
 use crate::error::{Result, WorkerError};
+use crate::huggingface::Inherited;
 use crate::model::layout::Layout;
 use crate::model::{Model, init};
 use crate::optim::{AdamW, Part};
@@ -44,6 +45,8 @@ pub(super) struct Start {
     pub(super) val_loss: Option<f64>,
     /// Steps of warm-up of the run that is continued, unless the configuration has its own.
     pub(super) warmup: Option<u64>,
+    /// What the initial weights of the run that is continued came with.
+    pub(super) inherited: Option<Inherited>,
     /// What it was trained on.
     data: Option<Fingerprint>,
 }
@@ -136,12 +139,12 @@ pub(super) fn exchange_portions(
 
 impl Start {
     fn after(state: State, run_id: &str) -> Self {
-        let State { step, sequences, run, mut parents, val_loss, warmup, data, .. } = state;
+        let State { step, sequences, run, mut parents, val_loss, warmup, data, inherited, .. } = state;
         // A restart continues its own run.
         if run != run_id {
             parents.push(Parent { run, step });
         }
-        Self { step, sequences, parents, val_loss, warmup, data }
+        Self { step, sequences, parents, val_loss, warmup, data, inherited }
     }
 
     /// The job with what it takes over from the run that is continued.

@@ -14,9 +14,11 @@ use crate::checkpoint::saver::{self, Buffers, Saver};
 use crate::checkpoint::{self, Batch, CheckpointError, Memory, Portion, Retention, State, directory};
 use crate::data::{Dataset, Fingerprint};
 use crate::error::{Result, WorkerError};
+use crate::huggingface::Inherited;
 use crate::model::BackendHandle;
 use crate::model::layout::Layout;
 use crate::train::Checkpoints;
+use crate::weights::Weights;
 
 /// Opens the memory files that the agent keeps for this rank. `None` if there are none.
 pub(super) fn memory(context: &Context<'_>, layout: &Layout, sharding: &Sharding) -> Result<Option<Memory>> {
@@ -90,10 +92,18 @@ pub(super) fn open(
         batch: Some(Batch::of(spec)),
         warmup: Some(spec.train.warmup_steps()),
         val_loss: None,
+        end_of_text: dataset.tokenizer.load()?.and_then(|tokenizer| tokenizer.end_of_text()),
+        inherited: start.inherited.clone().or_else(|| inherited(spec, job)),
         spec: serde_json::to_value(spec).unwrap_or_default(),
     };
     let saver = Saver::start(settings, exchange).map_err(failed)?;
     Ok(Some(Checkpoints::new(saver, portion, template, &spec.checkpoint)))
+}
+
+/// What the initial weights of a new run came with. Not all nodes need to have them: the first rank's state counts.
+fn inherited(spec: &JobSpec, job: &GetJobReply) -> Option<Inherited> {
+    let init = spec.checkpoint.init.as_ref().filter(|_| job.resume_from.is_empty())?;
+    Weights::open(Path::new(init)).ok()?.inherited()
 }
 
 /// Where this run saves its checkpoints.

@@ -44,7 +44,7 @@ impl Sampler {
         let Some(tokenizer) = dataset.tokenizer.load()? else { return Ok(None) };
         let mut ids = match spec.train.sample_prompt.as_str() {
             "" => held_out_line(&tokenizer, dataset.val.as_ref().unwrap_or(&dataset.train), seq / 4)?,
-            prompt => tokenizer.encode(prompt),
+            prompt => encoded(&tokenizer, prompt)?,
         };
         if ids.is_empty() {
             ids.push(tokenizer.end_of_text().unwrap_or(0));
@@ -125,9 +125,15 @@ fn held_out_line(
     // The first line usually starts in its middle.
     let mut lines = text.split('\n').skip(1);
     let line = lines.find(|line| line.trim().chars().count() >= MIN_PROMPT_CHARS).unwrap_or("\n");
-    let mut prompt = tokenizer.encode(line);
+    let mut prompt = encoded(tokenizer, line)?;
     prompt.truncate(max_len.max(1));
     Ok(prompt)
+}
+
+/// The ids of a prompt, which begins as the documents of the data do.
+fn encoded(tokenizer: &Tokenizer, text: &str) -> std::result::Result<Vec<u32>, DataError> {
+    let failed = |error: xlaunch_data::TokenizerError| DataError::Tokenizer { reason: error.to_string() };
+    tokenizer.encode_prompt(text, true).map_err(failed)
 }
 
 /// The index at which the cumulative softmax reaches `uniform`.

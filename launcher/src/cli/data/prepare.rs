@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use xlaunch_agent::Refusal;
-use xlaunch_data::{Documents, Event, Invalid, Manifest, Options, Progress, Split, Tokenizer};
+use xlaunch_data::{Bos, Documents, Event, Invalid, Manifest, OnError, Options, Progress, Split, Tokenizer};
 use xlaunch_proto::exit::ExitCode;
 
 use super::super::output::{QueryError, print, print_note};
@@ -20,7 +20,8 @@ const PROGRESS_LINE_INTERVAL: Duration = Duration::from_secs(5);
 /// Options of `xlaunch data prepare`.
 #[derive(Debug, Args)]
 pub(in crate::cli) struct Prepare {
-    /// Files, directories, globs, or `-` for standard input: text or JSONL, also compressed with gzip or zstd
+    /// Files, directories, globs, or `-` for standard input: text, JSON, JSONL, CSV or Parquet, also compressed with
+    /// gzip or zstd
     #[arg(value_name = "INPUT", required = true)]
     inputs: Vec<String>,
     /// How text becomes ids: bytes, gpt2, or a tokenizer.json
@@ -32,9 +33,16 @@ pub(in crate::cli) struct Prepare {
     /// Where documents end in text: with the file, with the line, or at a separator, in which \n and \t can be written
     #[arg(long, value_name = "file|line|SEPARATOR", default_value = "file")]
     documents: String,
-    /// Read all inputs as JSONL with the text in this field [default: `text` of files named .jsonl or .ndjson]
-    #[arg(long, value_name = "NAME")]
+    /// Field or column that holds the text of JSON, CSV and Parquet; other inputs are read as JSONL, too, if it is given
+    /// [default: text]
+    #[arg(long, visible_alias = "column", value_name = "NAME")]
     field: Option<String>,
+    /// Token that starts each document, as it ends the text before, or `none` [default: as the tokenizer's files say]
+    #[arg(long, value_name = "TOKEN")]
+    eot: Option<String>,
+    /// Start documents with the token that begins a sequence: as the tokenizer's template does, always, or never
+    #[arg(long, value_name = "auto|always|never", default_value = "auto")]
+    bos: BosChoice,
     /// Share of documents to hold out for validation
     #[arg(long, value_name = "SHARE", default_value_t = 0.005)]
     val: f64,
@@ -44,6 +52,9 @@ pub(in crate::cli) struct Prepare {
     /// What to do with text that is not UTF-8
     #[arg(long, value_name = "error|replace", default_value = "error")]
     invalid: InvalidText,
+    /// What to do with lines and rows that are broken or have no text
+    #[arg(long, value_name = "stop|skip", default_value = "stop")]
+    on_error: OnErrorChoice,
     /// Replace prepared data in the output directory
     #[arg(long)]
     overwrite: bool,
@@ -59,6 +70,19 @@ pub(in crate::cli) struct Prepare {
 enum InvalidText {
     Error,
     Replace,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum BosChoice {
+    Auto,
+    Always,
+    Never,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum OnErrorChoice {
+    Stop,
+    Skip,
 }
 
 pub(super) fn run(options: Prepare) -> Result<ExitCode, QueryError> {
@@ -81,6 +105,13 @@ fn resolve(options: Prepare) -> Result<Options, QueryError> {
         let help = "help: expected bytes, gpt2 or a tokenizer.json";
         Refusal::new(ExitCode::Usage, format!("--tokenizer: {error}\n{help}"))
     })?;
+    let bos = match options.bos {
+        BosChoice::Auto => Bos::Auto,
+        BosChoice::Always => Bos::Always,
+        BosChoice::Never => Bos::Never,
+    };
+    let tokenizer = xlaunch_data::frame(tokenizer, options.eot.as_deref(), bos)
+        .map_err(|reason| Refusal::new(ExitCode::Usage, reason))?;
     let available =
         || std::thread::available_parallelism().map_or(1, usize::from).min(xlaunch_data::MAX_THREADS);
     Ok(Options {
@@ -98,6 +129,10 @@ fn resolve(options: Prepare) -> Result<Options, QueryError> {
         invalid: match options.invalid {
             InvalidText::Error => Invalid::Error,
             InvalidText::Replace => Invalid::Replace,
+        },
+        on_error: match options.on_error {
+            OnErrorChoice::Stop => OnError::Stop,
+            OnErrorChoice::Skip => OnError::Skip,
         },
         overwrite: options.overwrite,
         threads: options.threads.unwrap_or_else(available),

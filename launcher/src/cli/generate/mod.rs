@@ -14,13 +14,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::{ArgGroup, Args, ValueEnum};
 use fs_err::File;
-use serde_json::Value;
+use serde_json::{Value, json};
 use xlaunch_agent::Refusal;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::Precision;
 
 use super::output::{QueryError, print_note};
-use crate::trainer::{Device, GenerateCommand, Generated, Trainer};
+use crate::trainer::{Device, GenerateCommand, Generated, PromptInput, Trainer};
 use output::{Form, Output};
 use prompts::Prompt;
 
@@ -37,21 +37,27 @@ pub(super) struct Generate {
     /// Text to continue; empty starts a new document
     #[arg(long, value_name = "TEXT", group = "input")]
     prompt: Option<String>,
-    /// File with one JSON object with `prompt` and, optionally, `id` per line; `-` is stdin
+    /// File with one JSON object with `prompt`, or with `--chat` `messages`, and optionally `id` per line; `-` is stdin
     #[arg(long, value_name = "FILE.jsonl", group = "input")]
     prompts: Option<PathBuf>,
+    /// Prompts are what a user says: continue them with the model's own chat template
+    #[arg(long, conflicts_with = "raw")]
+    chat: bool,
+    /// Prompts are text alone: without a token before them, special tokens and sampling defaults of the model
+    #[arg(long)]
+    raw: bool,
     /// Most tokens per text
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = positive)]
     max_tokens: usize,
-    /// Softmax temperature; 0 takes the likeliest token (greedy)
-    #[arg(long, value_name = "T", default_value_t = 1.0, value_parser = temperature)]
-    temperature: f64,
+    /// Softmax temperature; 0 takes the likeliest token (greedy) [default: as generation_config.json says, or 1]
+    #[arg(long, value_name = "T", value_parser = temperature)]
+    temperature: Option<f64>,
     /// Draw from the K likeliest tokens only
     #[arg(long, value_name = "K", value_parser = positive)]
     top_k: Option<usize>,
     /// Draw from the likeliest tokens that together have this probability only
-    #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = share)]
-    top_p: f64,
+    #[arg(long, value_name = "P", value_parser = share)]
+    top_p: Option<f64>,
     /// Seed of the random numbers
     #[arg(long, value_name = "S", default_value_t = 0)]
     seed: u64,
@@ -119,8 +125,9 @@ pub(super) async fn run(options: Generate, trainer: Trainer) -> Result<ExitCode,
     let command = GenerateCommand {
         model: options.model,
         tokenizer: options.tokenizer,
-        prompts: prompts.iter().map(|prompt| prompt.prompt.clone()).collect(),
+        prompts: prompts.iter().map(|prompt| input(prompt, options.chat)).collect(),
         samples: options.samples,
+        raw: options.raw,
         max_tokens: options.max_tokens,
         temperature: options.temperature,
         top_k: options.top_k,
@@ -181,10 +188,19 @@ pub(super) async fn until_interrupted<T: Send + 'static>(
     Ok(ExitCode::Signal(2))
 }
 
+/// What the worker crate continues.
+fn input(prompt: &Prompt, chat: bool) -> PromptInput {
+    match (&prompt.messages, chat) {
+        (Some(messages), _) => PromptInput::Chat(messages.clone()),
+        (None, true) => PromptInput::Chat(json!([{"role": "user", "content": prompt.prompt}])),
+        (None, false) => PromptInput::Text(prompt.prompt.clone()),
+    }
+}
+
 fn read_prompts(options: &Generate) -> Result<Vec<Prompt>, Refusal> {
     let Some(path) = &options.prompts else {
         let prompt = options.prompt.clone().unwrap_or_default();
-        return Ok(vec![Prompt { prompt, id: None }]);
+        return Ok(vec![Prompt { prompt, messages: None, id: None }]);
     };
     let (name, text) = if path == Path::new("-") {
         ("stdin".into(), read_capped(std::io::stdin().lock()))
@@ -197,7 +213,7 @@ fn read_prompts(options: &Generate) -> Result<Vec<Prompt>, Refusal> {
     if text.len() as u64 > MAX_PROMPTS_BYTES {
         return Err(failed(format!("{name}: larger than {} MiB; split it", MAX_PROMPTS_BYTES >> 20)));
     }
-    prompts::parse(&name, &text).map_err(failed)
+    prompts::parse(&name, &text, options.chat).map_err(failed)
 }
 
 fn read_capped(file: impl Read) -> std::io::Result<Vec<u8>> {

@@ -6,8 +6,12 @@ use serde_json::Value;
 /// One line.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub(super) struct Prompt {
-    /// The text to continue.
+    /// The text to continue, or what a user says.
+    #[serde(default)]
     pub(super) prompt: String,
+    /// A chat in place of that.
+    #[serde(default)]
+    pub(super) messages: Option<Value>,
     /// Repeated in the output: a string or a number.
     #[serde(default)]
     pub(super) id: Option<Value>,
@@ -17,7 +21,9 @@ pub(super) struct Prompt {
 ///
 /// # Errors
 /// The first line that is not a prompt, by its number.
-pub(super) fn parse(name: &str, text: &[u8]) -> Result<Vec<Prompt>, String> {
+///
+/// `chat`: lines may have `messages` in place of `prompt`.
+pub(super) fn parse(name: &str, text: &[u8], chat: bool) -> Result<Vec<Prompt>, String> {
     let mut prompts = Vec::new();
     for (number, line) in (1..).zip(text.split(|byte| *byte == b'\n')) {
         if line.trim_ascii().is_empty() {
@@ -26,11 +32,22 @@ pub(super) fn parse(name: &str, text: &[u8]) -> Result<Vec<Prompt>, String> {
         let failed = |reason: &str| {
             format!("{name}:{number}: {reason}; expected {{\"prompt\": \"...\"}} on each line")
         };
-        let prompt: Prompt = serde_json::from_slice(line).map_err(|error| {
+        let json = |error: serde_json::Error| {
             // The position within the line; its line is always 1.
             let text = error.to_string();
             failed(text.rsplit_once(" at line ").map_or(text.as_str(), |(reason, _)| reason))
-        })?;
+        };
+        let value: Value = serde_json::from_slice(line).map_err(json)?;
+        let has = |key: &str| value.get(key).is_some();
+        match (has("prompt"), has("messages")) {
+            (true, false) => {}
+            (false, true) if chat && value["messages"].is_array() => {}
+            (false, true) if chat => return Err(failed("`messages` is not a list")),
+            (false, true) => return Err(failed("`messages` is a chat: use --chat")),
+            (true, true) => return Err(failed("it has both `prompt` and `messages`")),
+            (false, false) => return Err(failed("missing field `prompt`")),
+        }
+        let prompt: Prompt = serde_json::from_value(value).map_err(json)?;
         if prompt.id.as_ref().is_some_and(|id| !id.is_string() && !id.is_number()) {
             return Err(failed("`id` is neither a string nor a number"));
         }
@@ -49,19 +66,31 @@ mod tests {
     #[test]
     fn prompts_are_read_with_their_ids() {
         let text = b"{\"prompt\": \"a\\nb\", \"id\": 7, \"other\": []}\n\n {\"prompt\": \"\"}\r\n";
-        let prompts = parse("p", text).unwrap();
+        let prompts = parse("p", text, false).unwrap();
         assert_eq!(prompts.iter().map(|prompt| &prompt.prompt[..]).collect::<Vec<_>>(), ["a\nb", ""]);
         assert_eq!((prompts[0].id.clone(), &prompts[1].id), (Some(Value::from(7)), &None));
     }
 
     #[test]
     fn broken_line_is_named_by_file_and_number() {
-        let error = |text: &[u8]| parse("in.jsonl", text).unwrap_err();
+        let error = |text: &[u8]| parse("in.jsonl", text, false).unwrap_err();
         assert!(error(b"{\"prompt\": \"a\"}\n{\"prompt\": ").starts_with("in.jsonl:2: EOF"));
         assert!(error(b"{\"text\": \"a\"}").starts_with("in.jsonl:1: missing field `prompt`;"));
         assert!(error(b"{\"prompt\": 3}").starts_with("in.jsonl:1: invalid type"));
         assert!(error(b"{\"prompt\": \"\xff\"}").starts_with("in.jsonl:1: "));
         assert!(error(b"{\"prompt\": \"a\", \"id\": {}}").contains("neither a string"));
         assert!(error(b"\n\n").contains("no prompt"));
+    }
+
+    #[test]
+    fn chats_are_read_where_they_are_asked_for() {
+        let text =
+            b"{\"messages\": [{\"role\": \"user\", \"content\": \"hi\"}], \"id\": 1}\n{\"prompt\": \"b\"}";
+        let prompts = parse("p", text, true).unwrap();
+        assert_eq!(prompts[0].messages.as_ref().unwrap()[0]["content"], "hi");
+        assert_eq!((prompts[1].messages.is_none(), prompts[1].prompt.as_str()), (true, "b"));
+        assert!(parse("p", text, false).unwrap_err().contains("use --chat"));
+        assert!(parse("p", b"{\"messages\": 3}", true).unwrap_err().contains("not a list"));
+        assert!(parse("p", b"{\"messages\": [], \"prompt\": \"\"}", true).unwrap_err().contains("both"));
     }
 }

@@ -18,6 +18,8 @@ pub(super) struct Encoder {
     /// The field of JSONL that holds the text.
     pub(super) field: String,
     pub(super) invalid: Invalid,
+    /// Leave out lines that cannot be used.
+    pub(super) skip: bool,
 }
 
 /// The ids of a block.
@@ -27,6 +29,8 @@ pub(super) struct Encoded {
     pub(super) parts: Vec<Part>,
     /// See [`Block::read`].
     pub(super) read: u64,
+    /// Why lines were left out.
+    pub(super) skipped: Vec<String>,
 }
 
 /// A document, or a part of one.
@@ -70,7 +74,7 @@ impl Encoder {
                 ))
             })?;
             if continues || !text.is_empty() {
-                self.document(&text, !continues, out);
+                self.document(&text, !continues, out)?;
             }
             (at, continues) = (next, false);
         }
@@ -79,28 +83,43 @@ impl Encoder {
 
     fn lines(&self, block: &Block, out: &mut Encoded) -> Result<(), PrepareError> {
         for (number, bytes) in (block.line..).zip(block.bytes.split(|byte| *byte == b'\n')) {
-            let damaged = |reason: String| PrepareError::Data(format!("{}:{number}: {reason}", block.label));
-            let line = self.text(bytes.trim_ascii()).map_err(|valid| {
-                damaged(format!("not valid UTF-8 at byte {valid} of the line\nhelp: see --invalid"))
-            })?;
-            if line.is_empty() {
-                continue;
-            }
-            let mut json = serde_json::Deserializer::from_str(&line);
-            let text = Field(&self.field).deserialize(&mut json).and_then(|text| json.end().map(|()| text));
-            let text = text.map_err(|error| damaged(Self::json_reason(&error)))?;
-            let Some(text) = text else {
-                let help = "help: name the field that holds the text with --field";
-                return Err(damaged(format!(
-                    "the object has no field `{}`\n{help}",
-                    self.field.escape_debug()
-                )));
-            };
-            if !text.is_empty() {
-                self.document(&text, true, out);
+            match self.line(bytes.trim_ascii()) {
+                Ok(text) if text.is_empty() => {}
+                Ok(text) => self.document(&text, true, out)?,
+                Err(reason) => {
+                    let reason = format!("{}:{number}: {reason}", block.label);
+                    if !self.skip {
+                        return Err(PrepareError::Data(reason));
+                    }
+                    out.skipped.push(reason.lines().next().unwrap_or_default().into());
+                }
             }
         }
         Ok(())
+    }
+
+    /// The text of a line of JSON: a string, or a field of an object. Nothing for an empty line and for `null`.
+    fn line(&self, bytes: &[u8]) -> Result<String, String> {
+        let line = self.text(bytes).map_err(|valid| {
+            format!("not valid UTF-8 at byte {valid} of the line\nhelp: see --invalid and --on-error")
+        })?;
+        if line.is_empty() {
+            return Ok(String::new());
+        }
+        let parse = |strict: bool| {
+            let mut json = serde_json::Deserializer::from_str(&line);
+            let text = Row { field: &self.field, strict }.deserialize(&mut json);
+            text.and_then(|text| json.end().map(|()| text.map(Cow::into_owned)))
+        };
+        let text = match parse(true) {
+            // Half of a surrogate pair is not a character.
+            Err(_) if self.invalid == Invalid::Replace => parse(false),
+            text => text,
+        };
+        text.map_err(|error| Self::json_reason(&error))?.ok_or_else(|| {
+            let help = "help: name the field that holds the text with --field, or see --on-error";
+            format!("the object has no field `{}`\n{help}", self.field.escape_debug())
+        })
     }
 
     /// Without the line, which is always the first.
@@ -122,45 +141,67 @@ impl Encoder {
         }
     }
 
-    fn document(&self, text: &str, first: bool, out: &mut Encoded) {
+    fn document(&self, text: &str, first: bool, out: &mut Encoded) -> Result<(), PrepareError> {
         let before = out.ids.len();
         let start = first.then(|| {
-            out.ids.extend(self.tokenizer.end_of_text());
+            let (end, bos) = (self.tokenizer.end_of_text(), self.tokenizer.bos());
+            out.ids.extend(end);
+            // Families without a token of their own for the end start every text with the same one.
+            out.ids.extend(bos.filter(|bos| Some(*bos) != end));
             let bytes = text.as_bytes();
             xxh3_64(&bytes[..bytes.len().min(HASHED_BYTES)])
         });
-        self.tokenizer.encode_part(text, first, &mut out.ids);
+        self.tokenizer
+            .encode_part(text, first, &mut out.ids)
+            .map_err(|error| PrepareError::Data(error.to_string()))?;
         out.parts.push(Part { start, ids: out.ids.len() - before, bytes: text.len() as u64 });
+        Ok(())
     }
 }
 
-/// The text of one field of an object, without keeping the others.
-struct Field<'a>(&'a str);
+/// The text of a row: a string, or one field of an object, without keeping the others.
+struct Row<'a> {
+    field: &'a str,
+    /// Refuse half surrogate pairs.
+    strict: bool,
+}
 
-impl<'de> DeserializeSeed<'de> for Field<'_> {
+impl<'de> DeserializeSeed<'de> for Row<'_> {
     type Value = Option<Cow<'de, str>>;
 
     fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<Self::Value, D::Error> {
-        json.deserialize_map(self)
+        json.deserialize_any(self)
     }
 }
 
-impl<'de> Visitor<'de> for Field<'_> {
+impl<'de> Visitor<'de> for Row<'_> {
     type Value = Option<Cow<'de, str>>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("an object")
     }
 
+    fn visit_unit<E: Error>(self) -> Result<Self::Value, E> {
+        Ok(Some(Cow::Borrowed("")))
+    }
+
+    fn visit_borrowed_str<E: Error>(self, text: &'de str) -> Result<Self::Value, E> {
+        Ok(Some(Cow::Borrowed(text)))
+    }
+
+    fn visit_str<E: Error>(self, text: &str) -> Result<Self::Value, E> {
+        Ok(Some(Cow::Owned(text.to_owned())))
+    }
+
     fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> Result<Self::Value, M::Error> {
         let mut text = None;
-        while let Some(key) = map.next_key_seed(Text)? {
-            if key != self.0 {
+        while let Some(key) = map.next_key_seed(Text { strict: self.strict })? {
+            if key != self.field {
                 map.next_value::<IgnoredAny>()?;
-            } else if text.replace(map.next_value_seed(Text)?).is_some() {
+            } else if text.replace(map.next_value_seed(Text { strict: self.strict })?).is_some() {
                 return Err(M::Error::custom(format!(
                     "the field `{}` is there twice",
-                    self.0.escape_debug()
+                    self.field.escape_debug()
                 )));
             }
         }
@@ -168,14 +209,16 @@ impl<'de> Visitor<'de> for Field<'_> {
     }
 }
 
-/// A string, borrowed where it has no escapes.
-struct Text;
+/// A string, borrowed where it has no escapes, or `null` for an empty one.
+struct Text {
+    strict: bool,
+}
 
 impl<'de> DeserializeSeed<'de> for Text {
     type Value = Cow<'de, str>;
 
     fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<Self::Value, D::Error> {
-        json.deserialize_str(self)
+        if self.strict { json.deserialize_any(self) } else { json.deserialize_bytes(self) }
     }
 }
 
@@ -186,11 +229,36 @@ impl<'de> Visitor<'de> for Text {
         f.write_str("a string")
     }
 
+    fn visit_unit<E: Error>(self) -> Result<Self::Value, E> {
+        Ok(Cow::Borrowed(""))
+    }
+
     fn visit_borrowed_str<E: Error>(self, text: &'de str) -> Result<Self::Value, E> {
         Ok(Cow::Borrowed(text))
     }
 
     fn visit_str<E: Error>(self, text: &str) -> Result<Self::Value, E> {
         Ok(Cow::Owned(text.to_owned()))
+    }
+
+    fn visit_bytes<E: Error>(self, text: &[u8]) -> Result<Self::Value, E> {
+        Ok(Cow::Owned(replace_surrogates(text)))
+    }
+}
+
+/// Bytes of UTF-8 in which half surrogate pairs are encoded, too: each becomes U+FFFD.
+fn replace_surrogates(mut bytes: &[u8]) -> String {
+    let mut text = String::with_capacity(bytes.len());
+    loop {
+        match std::str::from_utf8(bytes) {
+            Ok(rest) => return text + rest,
+            Err(error) => {
+                let (valid, rest) = bytes.split_at(error.valid_up_to());
+                text.push_str(&String::from_utf8_lossy(valid));
+                text.push(char::REPLACEMENT_CHARACTER);
+                let is_surrogate = matches!(rest, [0xed, 0xa0..=0xbf, 0x80..=0xbf, ..]);
+                bytes = &rest[if is_surrogate { 3 } else { error.error_len().unwrap_or(rest.len()) }..];
+            }
+        }
     }
 }

@@ -15,11 +15,14 @@
 mod blocks;
 mod encode;
 mod error;
+mod framing;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzz;
 mod inputs;
+mod kind;
 mod output;
 mod pipeline;
+mod rows;
 mod source;
 mod write;
 
@@ -29,6 +32,7 @@ use crate::Tokenizer;
 use crate::manifest::Manifest;
 
 pub use error::PrepareError;
+pub use framing::{Bos, frame};
 
 /// The most threads that encode: more would wait for the one that reads.
 pub const MAX_THREADS: usize = 64;
@@ -44,7 +48,7 @@ pub struct Options {
     pub inputs: Vec<String>,
     /// Where documents end in text that is not JSONL.
     pub documents: Documents,
-    /// The field of JSONL that holds the text. If given, every input is JSONL, otherwise those that their name says.
+    /// The field or column that holds the text. If given, what is not a table by its name or content is JSONL.
     pub field: Option<String>,
     /// The share of documents that is held out.
     pub val: f64,
@@ -52,6 +56,8 @@ pub struct Options {
     pub shard_tokens: u64,
     /// What to do with text that is not UTF-8.
     pub invalid: Invalid,
+    /// What to do with lines and rows that cannot be used.
+    pub on_error: OnError,
     /// Replace a prepared directory.
     pub overwrite: bool,
     /// Threads that encode.
@@ -76,6 +82,22 @@ pub enum Invalid {
     Error,
     /// Write U+FFFD.
     Replace,
+}
+
+/// What to do with a line of JSONL, or a row of a table, that is broken or has no text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnError {
+    /// Fail.
+    Stop,
+    /// Leave it out, and say so.
+    Skip,
+}
+
+impl Options {
+    /// The field or column that holds the text.
+    fn column(&self) -> &str {
+        self.field.as_deref().unwrap_or("text")
+    }
 }
 
 /// What happens during a preparation.
@@ -143,8 +165,8 @@ fn write_all(
     report: &mut dyn FnMut(Event),
 ) -> Result<Manifest, PrepareError> {
     let mut writer = write::Writer::new(dir, &options.tokenizer, options.val, options.shard_tokens);
-    pipeline::run(options, inputs, &mut writer, report)?;
-    let manifest = writer.finish()?;
+    let skipped = pipeline::run(options, inputs, &mut writer, report)?;
+    let manifest = writer.finish(skipped)?;
     if manifest.train.documents == 0 && manifest.val.documents == 0 {
         return Err(PrepareError::Data("the inputs contain no documents: all are empty".into()));
     }
@@ -152,6 +174,13 @@ fn write_all(
         return Err(PrepareError::Usage(format!(
             "no document is left to train on: with --val {}, all {} are held out\nhelp: lower --val",
             options.val, manifest.val.documents
+        )));
+    }
+    let documents = manifest.train.documents + manifest.val.documents;
+    if options.tokenizer.end_of_text().is_none() && documents > 1 {
+        report(Event::Note(format!(
+            "{documents} documents follow each other without a token between them: the tokenizer {} ends no text",
+            options.tokenizer.name()
         )));
     }
     if manifest.val.documents == 0 && options.val > 0.0 {

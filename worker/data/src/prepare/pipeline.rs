@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -10,27 +9,31 @@ use std::thread;
 use super::blocks::{Block, Blocks, Form};
 use super::encode::{Encoded, Encoder};
 use super::inputs::Input;
+use super::kind::{self, Kind};
 use super::source::Source;
 use super::write::Writer;
-use super::{Documents, Event, Options, PrepareError, Progress};
+use super::{Documents, Event, OnError, Options, PrepareError, Progress, rows};
 
 /// Bytes of blocks that are read and not yet written. With their ids, which take up to 4 times as much, this bounds the
 /// memory of a preparation.
 const MAX_BYTES_IN_FLIGHT: usize = 64 << 20;
-const DEFAULT_FIELD: &str = "text";
 
-/// Reads, encodes and writes all inputs.
+/// Lines that were skipped and are shown.
+const SKIPPED_SHOWN: usize = 5;
+
+/// Reads, encodes and writes all inputs. Returns how many lines and rows were left out.
 pub(super) fn run(
     options: &Options,
     inputs: Vec<Input>,
     writer: &mut Writer<'_>,
     report: &mut dyn FnMut(Event),
-) -> Result<(), PrepareError> {
+) -> Result<u64, PrepareError> {
     let size = size(&inputs);
     let encoder = Encoder {
         tokenizer: options.tokenizer.clone(),
-        field: options.field.clone().unwrap_or_else(|| DEFAULT_FIELD.into()),
+        field: options.column().into(),
         invalid: options.invalid,
+        skip: options.on_error == OnError::Skip,
     };
     let budget = Budget { used: Mutex::new(Some(0)), changed: Condvar::new() };
     let (work, waiting) = sync_channel(options.threads);
@@ -92,9 +95,9 @@ impl Reader<'_> {
 
     /// Returns false if nothing more is wanted.
     fn read(&self, input: &Input, number: &mut u64) -> Result<bool, PrepareError> {
-        let source = Source::open(input)?;
+        let (source, form) = self.open(input)?;
         let label = source.label.clone();
-        let mut blocks = Blocks::new(source, self.form(input), self.options.tokenizer.cuts());
+        let mut blocks = Blocks::new(source, form, self.options.tokenizer.cuts());
         let mut empty = true;
         while let Some(block) = blocks.next()? {
             empty = false;
@@ -111,25 +114,34 @@ impl Reader<'_> {
         Ok(true)
     }
 
-    fn form(&self, input: &Input) -> Form {
-        let named = match input {
-            Input::Stdin => false,
-            Input::File(path) => is_jsonl(path),
+    /// Opens an input as what it is.
+    fn open(&self, input: &Input) -> Result<(Source, Form), PrepareError> {
+        let source = Source::open(input)?;
+        let column = self.options.column();
+        let kind = kind::of(input, source.head(), self.options.field.is_some())
+            .map_err(|what| PrepareError::Data(format!("{}: this is not text, but {what}", source.label)))?;
+        let source = match (kind, input) {
+            (Kind::Text | Kind::JsonLines, _) => source,
+            (Kind::Json, _) => source.into_rows("JSON", |text, _| Ok(rows::json(text)))?,
+            (Kind::Separated { delimiter }, _) => {
+                source.into_rows("CSV", |text, _| rows::separated(text, delimiter, column))?
+            }
+            (Kind::Parquet, Input::File(path)) => {
+                source.into_rows("Parquet", |_, read| rows::parquet(path, column, read))?
+            }
+            (Kind::Parquet, Input::Stdin) => {
+                let reason = "standard input: a Parquet file is not read in order; name the file";
+                return Err(PrepareError::Usage(reason.into()));
+            }
         };
-        match &self.options.documents {
-            _ if named || self.options.field.is_some() => Form::Json,
+        let form = match &self.options.documents {
+            _ if kind != Kind::Text => Form::Json,
             Documents::File => Form::Text { delimiter: Vec::new() },
             Documents::Line => Form::Text { delimiter: b"\n".into() },
             Documents::Separator(text) => Form::Text { delimiter: text.clone().into_bytes() },
-        }
+        };
+        Ok((source, form))
     }
-}
-
-/// Whether the name of a file says that it is JSONL, perhaps compressed.
-fn is_jsonl(path: &Path) -> bool {
-    let name = path.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
-    let name = [".gz", ".zst"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(&name);
-    name.ends_with(".jsonl") || name.ends_with(".ndjson")
 }
 
 /// Takes blocks until the reader ends. After an error it drops them, so that the reader never waits for it.
@@ -160,9 +172,10 @@ fn write(
     budget: &Budget,
     size: Option<u64>,
     report: &mut dyn FnMut(Event),
-) -> Result<(), PrepareError> {
+) -> Result<u64, PrepareError> {
     let (mut early, mut next) = (BTreeMap::new(), 0);
     let mut progress = Progress { size, ..Progress::default() };
+    let mut skipped = Skipped::default();
     for (number, result) in results {
         early.insert(number, result);
         while let Some(result) = early.remove(&next) {
@@ -171,6 +184,7 @@ fn write(
                 Done::Note(note) => report(Event::Note(note)),
                 Done::Block { encoded, bytes } => {
                     writer.write(&encoded)?;
+                    skipped.add(encoded.skipped);
                     budget.give_back(bytes);
                     progress.read += encoded.read;
                     (progress.documents, progress.tokens) = writer.written();
@@ -179,7 +193,34 @@ fn write(
             }
         }
     }
-    Ok(())
+    skipped.notes().into_iter().for_each(|note| report(Event::Note(note)));
+    Ok(skipped.count)
+}
+
+/// Lines and rows that were left out.
+#[derive(Default)]
+struct Skipped {
+    count: u64,
+    first: Vec<String>,
+}
+
+impl Skipped {
+    fn add(&mut self, reasons: Vec<String>) {
+        self.count += reasons.len() as u64;
+        let room = SKIPPED_SHOWN.saturating_sub(self.first.len());
+        self.first.extend(reasons.into_iter().take(room));
+    }
+
+    /// What the user should know of it.
+    fn notes(&self) -> Vec<String> {
+        if self.count == 0 {
+            return Vec::new();
+        }
+        let which = if self.count > self.first.len() as u64 { "; the first of them:" } else { ":" };
+        let mut notes = vec![format!("skipped {} lines that cannot be used{which}", self.count)];
+        notes.extend(self.first.iter().map(|reason| format!("  {reason}")));
+        notes
+    }
 }
 
 /// Size of all inputs. `None` with standard input, whose size is unknown.

@@ -19,18 +19,20 @@ const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 const MAX_ZSTD_WINDOW_BYTES: u64 = 128 << 20;
 const READ_BUFFER_BYTES: usize = 256 << 10;
 
-/// The text of an input as it is read.
+/// Bytes at the start of a text by which its kind is recognised.
+const HEAD_BYTES: usize = 512;
+const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+
+/// The text of an input as it is read, or its rows as lines of JSON.
 pub(super) struct Source {
     pub(super) label: Arc<str>,
-    reader: Reader,
+    reader: Box<dyn Read>,
+    /// What the bytes are decoded from, for messages. `None`: nothing, so that errors are those of reading.
+    format: Option<&'static str>,
     /// Bytes that were read from the file.
     read: Arc<AtomicU64>,
-}
-
-enum Reader {
-    Plain(Buffered),
-    Gzip(Box<MultiGzDecoder<Buffered>>),
-    Zstd(Box<Zstd>),
+    /// The start of the text.
+    head: Vec<u8>,
 }
 
 type Buffered = BufReader<Counted>;
@@ -50,15 +52,39 @@ impl Source {
         let read = Arc::new(AtomicU64::new(0));
         let counted = Counted { file, read: Arc::clone(&read) };
         let mut buffered = BufReader::with_capacity(READ_BUFFER_BYTES, counted);
-        let head = fill(&mut buffered).map_err(|error| PrepareError::read(&label, &error))?;
-        let reader = if head.starts_with(&GZIP_MAGIC) {
-            Reader::Gzip(Box::new(MultiGzDecoder::new(buffered)))
-        } else if head.starts_with(&ZSTD_MAGIC) {
-            Reader::Zstd(Box::new(Zstd::new(buffered)))
+        let magic = fill(&mut buffered).map_err(|error| PrepareError::read(&label, &error))?;
+        let (reader, format): (Box<dyn Read>, _) = if magic.starts_with(&GZIP_MAGIC) {
+            (Box::new(MultiGzDecoder::new(buffered)), Some("gzip"))
+        } else if magic.starts_with(&ZSTD_MAGIC) {
+            (Box::new(Zstd::new(buffered)), Some("zstd"))
         } else {
-            Reader::Plain(buffered)
+            (Box::new(buffered), None)
         };
-        Ok(Self { label: label.into(), reader, read })
+        let mut source = Self { label: label.into(), reader, format, read, head: Vec::new() };
+        let mut head = Vec::new();
+        source.read(HEAD_BYTES, &mut head)?;
+        // Editors of Windows start UTF-8 with a mark, which is not part of the text.
+        let text = head.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&head).to_vec();
+        let rest = std::mem::replace(&mut source.reader, Box::new(io::empty()));
+        source.reader = Box::new(io::Cursor::new(text.clone()).chain(rest));
+        source.head = text;
+        Ok(source)
+    }
+
+    /// The start of the text.
+    pub(super) fn head(&self) -> &[u8] {
+        &self.head
+    }
+
+    /// Reads the rows of a table in place of the text.
+    pub(super) fn into_rows(
+        self,
+        format: &'static str,
+        rows: impl FnOnce(Box<dyn Read>, &Arc<AtomicU64>) -> io::Result<Box<dyn Read>>,
+    ) -> Result<Self, PrepareError> {
+        let Self { label, reader, read, head, .. } = self;
+        let reader = rows(reader, &read).map_err(|error| damaged_data(&label, format, &error))?;
+        Ok(Self { label, reader, format: Some(format), read, head })
     }
 
     /// Bytes of the file that were read.
@@ -70,22 +96,16 @@ impl Source {
     pub(super) fn read(&mut self, count: usize, out: &mut Vec<u8>) -> Result<(), PrepareError> {
         let limit = u64::try_from(count).unwrap_or(u64::MAX);
         let label = &self.label;
-        let damaged = |kind: &str, error: &io::Error| {
-            PrepareError::Data(format!("{label}: damaged or truncated {kind} data: {error}"))
+        let failed = |error: io::Error| match self.format {
+            None => PrepareError::read(label, &error),
+            Some(format) => damaged_data(label, format, &error),
         };
-        match &mut self.reader {
-            Reader::Plain(reader) => {
-                reader.take(limit).read_to_end(out).map_err(|error| PrepareError::read(label, &error))
-            }
-            Reader::Gzip(reader) => {
-                reader.take(limit).read_to_end(out).map_err(|error| damaged("gzip", &error))
-            }
-            Reader::Zstd(reader) => {
-                reader.take(limit).read_to_end(out).map_err(|error| damaged("zstd", &error))
-            }
-        }
-        .map(|_| ())
+        (&mut self.reader).take(limit).read_to_end(out).map(|_| ()).map_err(failed)
     }
+}
+
+fn damaged_data(label: &str, format: &str, error: &io::Error) -> PrepareError {
+    PrepareError::Data(format!("{label}: damaged or truncated {format} data: {error}"))
 }
 
 fn open(path: &PathBuf) -> Result<File, PrepareError> {

@@ -19,6 +19,7 @@ impl Prepared {
             inputs: Vec::new(),
             documents: Documents::File,
             field: None,
+            on_error: OnError::Stop,
             val: 0.0,
             shard_tokens: 1 << 20,
             invalid: Invalid::Error,
@@ -163,7 +164,7 @@ fn long_documents_have_the_ids_of_the_whole() {
         let expected: Vec<u32> = mixed()
             .split('\u{0}')
             .filter(|text| !text.is_empty())
-            .flat_map(|text| tokenizer.end_of_text().into_iter().chain(tokenizer.encode(text)))
+            .flat_map(|text| tokenizer.end_of_text().into_iter().chain(tokenizer.encode(text).unwrap()))
             .collect();
         assert!(prepared.ids(&manifest.train) == expected, "{}", tokenizer.name());
         assert_eq!(manifest.train.documents, 4);

@@ -58,7 +58,8 @@ impl<'a> Writer<'a> {
     }
 
     /// Completes the shards.
-    pub(super) fn finish(mut self) -> Result<Manifest, PrepareError> {
+    /// `skipped`: lines and rows that were left out.
+    pub(super) fn finish(mut self, skipped: u64) -> Result<Manifest, PrepareError> {
         self.train.close()?;
         self.val.close()?;
         Ok(Manifest {
@@ -66,6 +67,9 @@ impl<'a> Writer<'a> {
             tokenizer: self.tokenizer.name().into(),
             vocab: self.tokenizer.vocab(),
             end_of_text: self.tokenizer.end_of_text(),
+            bos: self.tokenizer.bos(),
+            tokenizer_xxh3_128: Some(crate::manifest::hash(self.tokenizer.to_json().as_bytes())),
+            skipped,
             train: self.train.split,
             val: self.val.split,
         })

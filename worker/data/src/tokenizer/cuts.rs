@@ -1,15 +1,20 @@
 //! Where a text can be cut without changing its ids. Pure.
 //!
 //! Long texts are encoded in pieces: memory stays bounded, and threads share the work. Ids are those of the whole text
-//! if no word, as the tokenizer sees words, spans the cut:
+//! if no word, as the tokenizer sees words, spans the cut. Whether that is so is found out by trying: a kind of place
+//! is used if the words of many sample texts are the same, whole and cut there. Where the words of a tokenizer are
+//! longer than that, a cut still changes nothing if no token of the vocabulary spans such a place.
 //!
-//! - GPT-2's words end before white space that follows anything else;
-//! - for files, a letter or digit before white space ends a word in every expression that the crate `tokenizers` knows,
-//!   and tokens do not span it if the vocabulary has none that contain a letter or digit before white space.
-//!
-//! Files for which this cannot be shown, and texts without such a place, are cut after [`LONGEST_PIECE`] bytes.
+//! Where neither holds, and in texts without such a place, pieces have [`LONGEST_PIECE`] bytes.
 
 use serde_json::{Map, Value};
+use tokenizers::{
+    NormalizedString, Normalizer, NormalizerWrapper, OffsetReferential, OffsetType, PreTokenizedString,
+    PreTokenizer, PreTokenizerWrapper,
+};
+use unicode_categories::UnicodeCategories;
+
+use super::template::{self, members};
 
 /// Texts are encoded in pieces of about this size. Long enough that cuts cost nothing, short enough for caches.
 pub(super) const PIECE: usize = 64 << 10;
@@ -21,15 +26,20 @@ pub(crate) const LONGEST_PIECE: usize = 9 << 19;
 pub(crate) enum Cuts {
     /// Between any two characters.
     Anywhere,
-    /// After anything but white space, before white space.
-    WordEnd,
-    /// After a letter or digit, before white space.
-    LetterEnd,
-    /// Unknown.
-    Nowhere,
+    /// At places of the kinds that are set.
+    Places {
+        /// After anything but white space, before white space.
+        word_end: bool,
+        /// After a letter or digit, before white space.
+        letter_end: bool,
+        /// After a line feed, before a letter.
+        line_start: bool,
+    },
 }
 
 impl Cuts {
+    pub(crate) const NOWHERE: Self = Self::Places { word_end: false, letter_end: false, line_start: false };
+
     /// The last place in `text` at which it can be cut, above `min`. `text` need not be UTF-8.
     pub(crate) fn last(self, text: &[u8], min: usize) -> Option<usize> {
         if self == Self::Anywhere {
@@ -40,28 +50,243 @@ impl Cuts {
 
     /// Whether the text can be cut before byte `at`, which is not the first.
     fn is_cut(self, text: &[u8], at: usize) -> bool {
-        if !matches!(text[at], b' ' | b'\t' | b'\n' | b'\r') {
+        let Self::Places { word_end, letter_end, line_start } = self else { return true };
+        if text[at - 1] == b'\n' {
+            return line_start && character_from(text, at).is_some_and(UnicodeCategories::is_letter);
+        }
+        if !(word_end || letter_end) || !matches!(text[at], b' ' | b'\t' | b'\n' | b'\r') {
             return false;
         }
         let Some(before) = character_before(text, at) else { return false };
+        (word_end && !before.is_whitespace()) || (letter_end && is_letter_or_digit(before))
+    }
+
+    /// For a file whose tokens these are.
+    pub(super) fn of<'a>(file: &Map<String, Value>, tokens: impl Iterator<Item = &'a [u8]> + Clone) -> Self {
+        let Some(words) = Words::of(file) else { return Self::NOWHERE };
+        let added = added_tokens(file);
+        let tokens_alone_decide = is_local(file);
+        let allowed = |kind: Kind| {
+            added
+                .as_ref()
+                .is_some_and(|contents| contents.iter().all(|content| !kind.is_within(content.as_bytes())))
+                && (words.end_at(kind)
+                    || (tokens_alone_decide && !tokens.clone().any(|token| kind.is_within(token))))
+        };
+        Self::Places {
+            word_end: allowed(Kind::WordEnd),
+            letter_end: allowed(Kind::LetterEnd),
+            line_start: allowed(Kind::LineStart),
+        }
+    }
+}
+
+/// A kind of place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    WordEnd,
+    LetterEnd,
+    LineStart,
+}
+
+impl Kind {
+    /// Whether there is such a place between two characters. Parts of characters count as letters.
+    fn is_between(self, first: char, second: char) -> bool {
+        let letter = |c: char| is_letter_or_digit(c) || c == char::REPLACEMENT_CHARACTER;
+        let space = |c: char| c.is_whitespace() || c == super::file::METASPACE;
         match self {
-            Self::Anywhere => true,
-            Self::WordEnd => !before.is_whitespace(),
-            Self::LetterEnd => before.is_alphanumeric(),
-            Self::Nowhere => false,
+            Self::WordEnd => !space(first) && space(second),
+            Self::LetterEnd => letter(first) && space(second),
+            Self::LineStart => first == '\n' && letter(second),
         }
     }
 
-    /// For a file in canonical form whose tokens these are.
-    pub(super) fn of<'a>(file: &Map<String, Value>, mut tokens: impl Iterator<Item = &'a [u8]>) -> Self {
-        let local = normalizers(file.get("normalizer"))
-            && pre_tokenizers(file.get("pre_tokenizer"))
-            && added_tokens(file.get("added_tokens"));
-        match local && !tokens.any(spans_words) {
-            true => Self::LetterEnd,
-            false => Self::Nowhere,
-        }
+    fn is_within(self, token: &[u8]) -> bool {
+        let text = String::from_utf8_lossy(token);
+        text.chars().zip(text.chars().skip(1)).any(|(first, second)| self.is_between(first, second))
     }
+}
+
+/// Starts and continuations of texts: any two of them make a text with a place to try between them.
+const STARTS: [&str; 44] = [
+    "a",
+    "the",
+    "it's",
+    "don't",
+    "He'll",
+    "x1",
+    "1",
+    "12",
+    "123",
+    "1234",
+    "AB",
+    "AbC",
+    "\u{e9}t\u{e9}",
+    "\u{c9}T\u{c9}",
+    "\u{4e16}",
+    "\u{4e16}\u{754c}",
+    "\u{30ab}\u{30bf}",
+    "\u{d55c}\u{ae00}",
+    "\u{43c}\u{438}\u{440}",
+    "\u{5d0}",
+    "\u{e01}",
+    "\u{915}",
+    "\u{b2}",
+    "\u{2167}",
+    "a-b",
+    "  a",
+    "\n\na",
+    "!a",
+    "\u{1f600}a",
+    "!",
+    "a.",
+    "...",
+    "\u{3002}",
+    "a\u{301}",
+    "\u{915}\u{93f}",
+    "\u{1f600}",
+    "\u{24d0}",
+    "){",
+    "/",
+    "http://",
+    "\u{200b}",
+    "\u{1f469}\u{200d}",
+    "_",
+    "'",
+];
+const SPACED: [&str; 28] = [
+    " ",
+    "  ",
+    "    ",
+    " x",
+    "  x",
+    "   x",
+    " X",
+    " 1",
+    " 12",
+    " .",
+    "  .",
+    " ...x",
+    " 's",
+    "\n",
+    "\n\n",
+    "\nx",
+    "\n\nx",
+    "\n X",
+    "\r\nx",
+    " \n",
+    " \nx",
+    "\n.",
+    "\n\n/",
+    "\t",
+    "\tx",
+    "\t\tx",
+    " \u{4e16}",
+    " \u{301}x",
+];
+const LINES: [&str; 18] = [
+    "\n",
+    "\n\n",
+    "\n\n\n",
+    "a\n",
+    "a\n\n",
+    "a.\n",
+    "a.\n\n",
+    "\u{3002}\n",
+    "a \n",
+    "  \n",
+    "a\r\n",
+    "\r\n\r\n",
+    "1\n",
+    "!!\n",
+    "/\n",
+    ";\n\n\n",
+    "\t\n",
+    "\u{301}\n",
+];
+const WORDS: [&str; 12] = [
+    "a",
+    "x y",
+    "the",
+    "Ab",
+    "AB",
+    "\u{4e16}\u{754c}",
+    "\u{43c}\u{438}",
+    "\u{c9}a",
+    "\u{915}\u{93f}",
+    "a1",
+    "s\n",
+    "ll ",
+];
+
+/// What a tokenizer takes for words.
+struct Words {
+    normalizer: Option<NormalizerWrapper>,
+    pre_tokenizer: Option<PreTokenizerWrapper>,
+    /// Of pieces that continue a text.
+    continued: Option<PreTokenizerWrapper>,
+    continued_normalizer: Option<NormalizerWrapper>,
+}
+
+impl Words {
+    fn of(file: &Map<String, Value>) -> Option<Self> {
+        let parts = |file: &Map<String, Value>| {
+            let part = |key| file.get(key).cloned().unwrap_or(Value::Null);
+            let normalizer = serde_json::from_value(part("normalizer")).ok()?;
+            let pre_tokenizer = serde_json::from_value(part("pre_tokenizer")).ok()?;
+            Some((normalizer, pre_tokenizer))
+        };
+        let (normalizer, pre_tokenizer) = parts(file)?;
+        let part = |key: &str| (key.to_owned(), file.get(key).cloned().unwrap_or(Value::Null));
+        let mut rest: Map<String, Value> = ["normalizer", "pre_tokenizer"].map(part).into_iter().collect();
+        template::remove_prefix_of(&mut rest);
+        let (continued_normalizer, continued) = parts(&rest)?;
+        Some(Self { normalizer, pre_tokenizer, continued, continued_normalizer })
+    }
+
+    /// Whether words end at places of this kind, in all samples.
+    fn end_at(&self, kind: Kind) -> bool {
+        let (before, after): (&[&str], &[&str]) = match kind {
+            Kind::WordEnd | Kind::LetterEnd => (&STARTS, &SPACED),
+            Kind::LineStart => (&LINES, &WORDS),
+        };
+        let ends_so = |text: &&&str| {
+            let last = text.chars().next_back();
+            kind != Kind::LetterEnd || last.is_some_and(is_letter_or_digit)
+        };
+        let after: Vec<(&str, Option<Vec<String>>)> = after
+            .iter()
+            .map(|text| (*text, words(&self.continued_normalizer, &self.continued, text)))
+            .collect();
+        before.iter().filter(ends_so).all(|start| {
+            let Some(first) = words(&self.normalizer, &self.pre_tokenizer, start) else { return false };
+            after.iter().all(|(text, rest)| {
+                let Some(rest) = rest else { return false };
+                let whole = words(&self.normalizer, &self.pre_tokenizer, &format!("{start}{text}"));
+                whole.is_some_and(|whole| whole.iter().eq(first.iter().chain(rest)))
+            })
+        })
+    }
+}
+
+/// The words of a text.
+fn words(
+    normalizer: &Option<NormalizerWrapper>,
+    pre_tokenizer: &Option<PreTokenizerWrapper>,
+    text: &str,
+) -> Option<Vec<String>> {
+    crate::quiet::catch(|| {
+        let mut normalized = NormalizedString::from(text);
+        if let Some(normalizer) = normalizer {
+            normalizer.normalize(&mut normalized).ok()?;
+        }
+        let mut words = PreTokenizedString::from(normalized);
+        if let Some(pre_tokenizer) = pre_tokenizer {
+            pre_tokenizer.pre_tokenize(&mut words).ok()?;
+        }
+        let splits = words.get_splits(OffsetReferential::Normalized, OffsetType::None);
+        Some(splits.into_iter().map(|(word, ..)| word.to_owned()).collect())
+    })?
 }
 
 /// The start of the character that contains byte `at`, or `at` if that is not within a character.
@@ -75,55 +300,45 @@ fn character_before(text: &[u8], at: usize) -> Option<char> {
     std::str::from_utf8(&text[start..at]).ok()?.chars().next()
 }
 
-/// Whether a token contains a letter or digit before white space. Parts of characters count as letters.
-fn spans_words(token: &[u8]) -> bool {
-    let text = String::from_utf8_lossy(token);
-    let letter = |c: char| c.is_alphanumeric() || c == char::REPLACEMENT_CHARACTER;
-    let space = |c: char| c.is_whitespace() || c == super::file::METASPACE;
-    text.chars().zip(text.chars().skip(1)).any(|(first, second)| letter(first) && space(second))
+fn character_from(text: &[u8], at: usize) -> Option<char> {
+    let end = (at + 1..=at + 4).find(|end| text.get(*end).is_none_or(|byte| byte & 0xc0 != 0x80))?;
+    std::str::from_utf8(text.get(at..end)?).ok()?.chars().next()
 }
 
-/// Whether no normalizer looks across the end of a word.
-fn normalizers(normalizer: Option<&Value>) -> bool {
-    members(normalizer, "normalizers").iter().all(|member| match kind(member) {
-        "MetaspaceNormalizer" => member["drop_whitespace"] == false,
-        "Replace" => member["pattern"]["String"].as_str().is_some_and(|text| text.chars().count() == 1),
-        kind => matches!(kind, "NFC" | "NFD" | "NFKC" | "NFKD" | "Lowercase" | "ByteLevel" | "Prepend"),
-    })
+/// Combining marks and symbols of letters are neither: expressions take them for punctuation.
+fn is_letter_or_digit(character: char) -> bool {
+    character.is_letter() || character.is_number()
 }
 
-/// Whether every pre-tokenizer splits at the end of a word, or nowhere near it.
-fn pre_tokenizers(pre_tokenizer: Option<&Value>) -> bool {
-    members(pre_tokenizer, "pretokenizers").iter().all(|member| match kind(member) {
-        // The crate was built without an engine for expressions: it has loaded one of those that it knows.
-        "Split" => {
-            let literal = member["pattern"]["String"].as_str();
-            literal.is_none_or(|text| text.chars().count() == 1)
+/// Whether normalizers and pre-tokenizers look at single characters alone, so that tokens decide.
+fn is_local(file: &Map<String, Value>) -> bool {
+    let one_character =
+        |member: &Value| member["pattern"]["String"].as_str().is_some_and(|text| text.chars().count() == 1);
+    let normalizers =
+        members(file.get("normalizer"), "normalizers").into_iter().all(|member| match kind(member) {
+            "Replace" => one_character(member),
+            kind => matches!(kind, "NFC" | "NFD" | "NFKC" | "NFKD" | "Lowercase" | "Prepend"),
+        });
+    let pre_tokenizers = |member: &Value| match kind(member) {
+        "Split" => one_character(member),
+        "Metaspace" | "Digits" | "Punctuation" | "Whitespace" | "WhitespaceSplit" | "CharDelimiterSplit" => {
+            true
         }
-        kind => {
-            matches!(kind, "Digits" | "Punctuation" | "Whitespace" | "WhitespaceSplit" | "CharDelimiterSplit")
-        }
-    })
+        kind => kind == "ByteLevel" && member["use_regex"] == false,
+    };
+    normalizers && members(file.get("pre_tokenizer"), "pretokenizers").into_iter().all(pre_tokenizers)
 }
 
-/// Whether no added token that is found within text takes white space with it.
-fn added_tokens(added: Option<&Value>) -> bool {
-    let list = added.and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
-    list.iter().filter(|token| token["special"] != true).all(|token| {
-        let content = token["content"].as_str().unwrap_or_default();
-        token["lstrip"] == false && token["rstrip"] == false && !spans_words(content.as_bytes())
-    })
-}
-
-fn members<'a>(component: Option<&'a Value>, list: &str) -> Vec<&'a Value> {
-    match component {
-        None | Some(Value::Null) => Vec::new(),
-        Some(component) if kind(component) == "Sequence" => {
-            let list_of = component[list].as_array().map_or(&[][..], Vec::as_slice);
-            list_of.iter().flat_map(|member| members(Some(member), list)).collect()
-        }
-        Some(component) => vec![component],
-    }
+/// Added tokens that are found within text; `None` if one of them depends on what is around it.
+fn added_tokens(file: &Map<String, Value>) -> Option<Vec<&str>> {
+    let list = file.get("added_tokens").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
+    let within_text = list.iter().filter(|token| token["special"] != true);
+    within_text
+        .map(|token| {
+            let plain = ["lstrip", "rstrip", "single_word"].iter().all(|flag| token[*flag] != true);
+            plain.then(|| token["content"].as_str().unwrap_or_default())
+        })
+        .collect()
 }
 
 fn kind(component: &Value) -> &str {
@@ -134,25 +349,57 @@ fn kind(component: &Value) -> &str {
 mod tests {
     use super::*;
 
+    const WORD_END: Cuts = Cuts::Places { word_end: true, letter_end: true, line_start: false };
+    const LETTER_END: Cuts = Cuts::Places { word_end: false, letter_end: true, line_start: false };
+    const LINE_START: Cuts = Cuts::Places { word_end: false, letter_end: false, line_start: true };
+
     #[test]
     fn cuts_are_between_words() {
         let last = |cuts: Cuts, text: &str| cuts.last(text.as_bytes(), 0);
-        assert_eq!(last(Cuts::WordEnd, "ab,  cd"), Some(3));
-        assert_eq!(last(Cuts::LetterEnd, "ab cd,  ef"), Some(2));
-        assert_eq!(last(Cuts::WordEnd, "a\u{3000} b"), None);
-        assert_eq!(last(Cuts::LetterEnd, "\u{4e16}\u{754c}\nx"), Some(6));
-        assert_eq!(last(Cuts::Nowhere, "ab cd"), None);
-        assert_eq!(Cuts::WordEnd.last(b"ab cd ef", 5), None);
+        assert_eq!(last(WORD_END, "ab,  cd"), Some(3));
+        assert_eq!(last(LETTER_END, "ab cd,  ef"), Some(2));
+        assert_eq!(last(WORD_END, "a\u{3000} b"), None);
+        assert_eq!(last(LETTER_END, "\u{4e16}\u{754c}\nx"), Some(6));
+        // Marks and symbols are part of what follows in the expressions of many families.
+        assert_eq!(last(LETTER_END, "\u{915}\u{93f}\nx\u{301} \u{24d0}\n"), None);
+        assert_eq!(last(LINE_START, "a.\n\u{4e16}\n!"), Some(3));
+        assert_eq!(last(LINE_START, "a.\n\u{301}\n"), None);
+        assert_eq!(last(Cuts::NOWHERE, "ab cd"), None);
+        assert_eq!(WORD_END.last(b"ab cd ef", 5), None);
         assert_eq!(Cuts::Anywhere.last("ab\u{e9}".as_bytes(), 1), Some(4));
         assert_eq!(Cuts::Anywhere.last(&"ab\u{e9}".as_bytes()[..3], 1), Some(3));
-        assert_eq!(Cuts::WordEnd.last(b"\xff\xff\xff\xff\xff a", 0), None);
+        assert_eq!(WORD_END.last(b"\xff\xff\xff\xff\xff a", 0), None);
+        assert_eq!(LINE_START.last(b"\n\xff\n\xe4", 0), None);
     }
 
     #[test]
     fn tokens_that_span_words_forbid_cuts() {
-        assert!(spans_words(b"the cat") && spans_words("a\u{2581}".as_bytes()) && spans_words(b"\xe4\xb8\n"));
-        assert!(
-            !spans_words(b" the") && !spans_words(b");\n\n") && !spans_words("\u{2581}\u{2581}a".as_bytes())
+        let within = |token: &[u8]| Kind::LetterEnd.is_within(token);
+        assert!(within(b"the cat") && within("a\u{2581}".as_bytes()) && within(b"\xe4\xb8\n"));
+        assert!(!within(b" the") && !within(b");\n\n") && !within("\u{2581}\u{2581}a".as_bytes()));
+        assert!(Kind::LineStart.is_within(b"\n\na") && !Kind::LineStart.is_within(b"a\n\n"));
+    }
+
+    #[test]
+    fn words_of_each_family_end_where_texts_are_cut() {
+        let split = |pattern: &str| {
+            let split = serde_json::json!({
+                "type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false,
+            });
+            let file = serde_json::json!({"pre_tokenizer": split});
+            Cuts::of(file.as_object().unwrap(), std::iter::empty())
+        };
+        const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+        const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+        const NANOCHAT: &str = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+";
+        const SPACED_WORDS: &str = r"\w+\s*|[^\w\s]+";
+        let modern = Cuts::Places { word_end: false, letter_end: true, line_start: true };
+        assert_eq!(split(GPT2), WORD_END);
+        assert_eq!(split(LLAMA3), modern);
+        assert_eq!(split(NANOCHAT), modern);
+        assert_eq!(
+            split(SPACED_WORDS),
+            Cuts::Places { word_end: false, letter_end: false, line_start: true }
         );
     }
 }

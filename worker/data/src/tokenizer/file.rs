@@ -1,16 +1,16 @@
-//! Checks a `tokenizer.json`, and opens it with the crate `tokenizers`.
+//! Checks a `tokenizer.json`, and opens it.
 //!
-//! That crate panics on some contradictions and renumbers added tokens whose ids do not follow the vocabulary, so all
-//! of this is checked first. Its remaining panics are caught.
+//! The crates that encode renumber added tokens whose ids do not follow the vocabulary, and panic on some
+//! contradictions, so all of this is checked first.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use serde_json::{Map, Value};
-use tokenizers::pipeline::PipelineTokenizer;
 
-use super::Tokens;
 use super::cuts::Cuts;
+use super::exact::Exact;
+use super::fast::Fast;
+use super::{Tokens, template};
 
 /// More than any vocabulary in use.
 const MAX_VOCAB_TOKENS: usize = 1 << 22;
@@ -18,45 +18,54 @@ const MAX_VOCAB_TOKENS: usize = 1 << 22;
 const MAX_TOKEN_BYTES: usize = 65_535;
 /// Values of JSON, each of which takes 32 bytes: 20 times those of a vocabulary of 128,256.
 const MAX_VALUES: usize = 1 << 24;
-/// Added tokens that end a text, the first that a file has.
-const END_OF_TEXT: [&str; 5] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]"];
+/// Added tokens that end or start documents, the first that a file has. For files without a configuration beside them.
+const END_OF_TEXT: [&str; 8] = [
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "[EOS]",
+    "<\u{ff5c}end\u{2581}of\u{2581}sentence\u{ff5c}>",
+    "<|eos|>",
+    "<|bos|>",
+];
 /// What files write for a space.
 pub(super) const METASPACE: char = '\u{2581}';
 
 /// A file that can be used.
 pub(super) struct Opened {
-    pub(super) vocab: usize,
     pub(super) end_of_text: Option<u32>,
+    /// The id that the file's template puts before a text.
+    pub(super) first: Option<u32>,
     pub(super) tokens: Tokens,
-    pub(super) bpe: Bpe,
-}
-
-/// What encodes.
-#[derive(Clone)]
-pub(super) struct Bpe {
-    /// Texts, and first pieces of texts.
-    pub(super) start: PipelineTokenizer,
-    /// Pieces that continue a text, where that is another: without what is written before a text.
-    pub(super) rest: Option<PipelineTokenizer>,
+    /// Ids of added tokens.
+    pub(super) added: HashMap<String, u32>,
+    /// Of files of common kinds.
+    pub(super) fast: Option<Fast>,
+    pub(super) exact: Exact,
     pub(super) cuts: Cuts,
 }
 
 /// Opens the text of a file. The error is the reason.
 pub(super) fn open(json: &str) -> Result<Opened, String> {
-    let mut file = parse(json)?;
+    let file = parse(json)?;
     let vocab = check_model(&file)?;
     let added = added_tokens(&file, &vocab)?;
-    canonicalize(&mut file)?;
-    let start = load(&file)?;
+    let (fast, exact) = (Fast::open(&file), Exact::default());
+    if fast.is_none() {
+        exact.check(json)?;
+    }
     let tokens = tokens(&file, &vocab, &added);
     let cuts = Cuts::of(&file, vocab.keys().filter_map(|id| tokens.get(*id)));
-    let end_of_text = END_OF_TEXT.iter().find_map(|name| {
-        let (id, _) = added.iter().find(|(_, token)| token.special && token.content == *name)?;
-        Some(*id)
-    });
-    let rest = if remove_prefix(&mut file) { Some(load(&file)?) } else { None };
-    let bpe = Bpe { start, rest, cuts };
-    Ok(Opened { vocab: tokens.ends.len(), end_of_text, tokens, bpe })
+    let ids: HashMap<String, u32> = added.into_iter().map(|(id, token)| (token.content, id)).collect();
+    let end_of_text = END_OF_TEXT.iter().find_map(|name| ids.get(*name).copied());
+    let first = template::first_id(&file);
+    Ok(Opened { end_of_text, first, tokens, added: ids, fast, exact, cuts })
+}
+
+/// What encodes a file of a common kind, once more.
+pub(super) fn reopen_fast(json: &str) -> Option<Fast> {
+    Fast::open(&parse(json).ok()?)
 }
 
 fn parse(json: &str) -> Result<Map<String, Value>, String> {
@@ -102,6 +111,9 @@ fn check_model(file: &Map<String, Value>) -> Result<BTreeMap<u32, String>, Strin
             let other = self::shown(&other);
             return Err(format!("`{shown}` and `{other}` have the same id, {id}"));
         }
+    }
+    if model.get("dropout").is_some_and(|dropout| !dropout.is_null() && *dropout != 0.0) {
+        return Err("`model.dropout` is not supported: the same text would have other ids every time".into());
     }
     check_merges(model.get("merges").unwrap_or(&Value::Null), entries)?;
     Ok(vocab)
@@ -179,68 +191,12 @@ fn added_tokens(
     Ok(added)
 }
 
-/// To the form that the crate reads, without what frames a text: only callers add special tokens.
-fn canonicalize(file: &mut Map<String, Value>) -> Result<(), String> {
-    for frame in ["post_processor", "padding", "truncation"] {
-        file.remove(frame);
-    }
-    let mut value = Value::Object(std::mem::take(file));
-    tokenizers::canonicalize_value(&mut value).map_err(|error| error.to_string())?;
-    match value {
-        Value::Object(canonical) => *file = canonical,
-        _ => return Err("not a JSON object".into()),
-    }
-    Ok(())
-}
-
-/// Opens a file in canonical form.
-fn load(file: &Map<String, Value>) -> Result<PipelineTokenizer, String> {
-    const UNUSABLE: &str = "not a tokenizer that can be used";
-    let text = serde_json::to_string(file).map_err(|error| error.to_string())?;
-    let bpe = catch_unwind(|| tokenizers::from_json(&text))
-        .map_err(|_| UNUSABLE.to_owned())?
-        .map_err(|error| error.to_string())?;
-    // Errors and panics that only an encoding shows.
-    let sample = "A b\u{e9}\u{4e16}\n";
-    catch_unwind(AssertUnwindSafe(|| super::encode(&bpe, sample, &mut Vec::new())))
-        .map_err(|_| UNUSABLE.to_owned())?;
-    Ok(bpe)
-}
-
-/// Removes what the normalizers write before a text. Returns whether there was any.
-fn remove_prefix(file: &mut Map<String, Value>) -> bool {
-    let Some(normalizer) = file.get_mut("normalizer").filter(|normalizer| !normalizer.is_null()) else {
-        return false;
-    };
-    match normalizer["type"].as_str() {
-        Some("Sequence") => match normalizer["normalizers"].as_array_mut() {
-            Some(members) => {
-                let count = members.len();
-                members.retain(|member| member["type"] != "Prepend");
-                let removed = count != members.len();
-                members.iter_mut().fold(removed, |changed, member| never_prepend(member) | changed)
-            }
-            None => false,
-        },
-        Some("Prepend") => {
-            *normalizer = Value::Null;
-            true
-        }
-        _ => never_prepend(normalizer),
-    }
-}
-
-fn never_prepend(normalizer: &mut Value) -> bool {
-    let prepends = normalizer["type"] == "MetaspaceNormalizer" && normalizer["prepend"] != "never";
-    if prepends {
-        normalizer["prepend"] = "never".into();
-    }
-    prepends
-}
-
 fn tokens(file: &Map<String, Value>, vocab: &BTreeMap<u32, String>, added: &BTreeMap<u32, Added>) -> Tokens {
-    let flag = |key| file["model"].get(key).and_then(Value::as_bool).unwrap_or(false);
-    let (byte_level, byte_fallback) = (flag("byte_level"), flag("byte_fallback"));
+    let model = file.get("model").unwrap_or(&Value::Null);
+    let byte_fallback = model["byte_fallback"] == true;
+    let byte_level = template::members(file.get("decoder"), "decoders")
+        .iter()
+        .any(|decoder| decoder["type"] == "ByteLevel");
     let metaspace = file.get("decoder").is_some_and(|decoder| decoder.to_string().contains(METASPACE));
     let mut tokens = Tokens { concatenate: byte_level, ..Tokens::default() };
     let end = vocab.len().max(added.last_key_value().map_or(0, |(id, _)| *id as usize + 1));
@@ -267,7 +223,7 @@ fn tokens(file: &Map<String, Value>, vocab: &BTreeMap<u32, String>, added: &BTre
 fn byte_level_bytes(token: &str) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(token.len());
     for character in token.chars() {
-        match tokenizers::utils::byte_level::char_to_byte(character) {
+        match tokenizers_fast::utils::byte_level::char_to_byte(character) {
             Some(byte) => bytes.push(byte),
             None => bytes.extend(character.encode_utf8(&mut [0; 4]).bytes()),
         }

@@ -98,5 +98,8 @@ fn split(token: &[u8], id: usize, ids: &HashMap<&[u8], usize>) -> usize {
 
 /// A token's bytes as a file spells them: a printable character for each byte.
 fn spelled(token: &[u8]) -> String {
-    token.iter().map(|byte| tokenizers::utils::byte_level::BYTES_CHAR_LOOKUP[usize::from(*byte)]).collect()
+    token
+        .iter()
+        .map(|byte| tokenizers_fast::utils::byte_level::BYTES_CHAR_LOOKUP[usize::from(*byte)])
+        .collect()
 }

@@ -1,27 +1,35 @@
 //! Text to token ids and back: bytes, GPT-2's BPE, or the BPE of a `tokenizer.json`.
 //!
-//! - `file` checks a `tokenizer.json` and opens it with the crate `tokenizers`;
+//! - `file` checks a `tokenizer.json` and opens it; `config` reads what is beside it;
+//! - `exact` encodes as Python's `tokenizers` does, `fast` does so for files of common kinds with the same ids;
+//! - `template` is what a file writes before a text;
 //! - `gpt2` writes the `tokenizer.json` of GPT-2 from its ranks, so GPT-2 is encoded by the same code as files;
 //! - `cuts` says where a long text can be cut;
 //! - `decoder` turns ids back into text as they come.
 //!
-//! Special tokens within text are text: only the caller adds ids such as that of `<|endoftext|>`.
+//! Special tokens within documents are text: only the caller adds ids such as that of `<|endoftext|>`. Within prompts
+//! they are ids.
 
+mod config;
 pub(crate) mod cuts;
 mod decoder;
+mod exact;
+mod fast;
 mod file;
 mod gpt2;
+mod template;
 
+use std::collections::HashMap;
 use std::fmt;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 
-use tokenizers::pipeline::{EncodeOptions, Override, PipelineToken, PipelineTokenizer};
-
+use config::Declared;
 use cuts::{Cuts, LONGEST_PIECE, PIECE};
 pub use decoder::Decoder;
-use file::Bpe;
+use exact::Exact;
+use fast::Fast;
 
 /// A `tokenizer.json` may have this size. Those of the largest vocabularies in use have 35 MB.
 const MAX_FILE_BYTES: u64 = 64 << 20;
@@ -39,21 +47,31 @@ static BYTES: LazyLock<Tokenizer> = LazyLock::new(Tokenizer::open_bytes);
 #[derive(Clone)]
 pub struct Tokenizer {
     inner: Arc<Inner>,
+    end_of_text: Option<u32>,
 }
 
 struct Inner {
     name: String,
-    /// Highest id + 1.
-    vocab: usize,
-    end_of_text: Option<u32>,
     /// What each id stands for.
     tokens: Tokens,
+    /// Ids of added tokens.
+    added: HashMap<String, u32>,
+    /// The id that the template puts before a text.
+    bos: Option<u32>,
+    /// The id that files beside it call the one that starts a text.
+    declared_bos: Option<u32>,
     /// A `tokenizer.json`.
     json: String,
     /// `None`: an id is a byte.
-    bpe: Option<Bpe>,
+    encoder: Option<Encoder>,
+}
+
+struct Encoder {
+    fast: Option<Fast>,
+    exact: Exact,
+    cuts: Cuts,
     /// Encodes [`LONG_PIECE`]s, one at a time: what a thread needs for one is kept for the next.
-    long: OnceLock<Mutex<Bpe>>,
+    long: OnceLock<Option<Mutex<Fast>>>,
 }
 
 /// The bytes of all tokens, by id.
@@ -76,6 +94,8 @@ pub enum TokenizerError {
     Read { path: PathBuf, reason: String },
     #[error("{name}: {reason}")]
     Format { name: String, reason: String },
+    #[error("the tokenizer {name} failed to encode a text: {reason}")]
+    Encode { name: String, reason: String },
 }
 
 impl Tokenizer {
@@ -98,7 +118,7 @@ impl Tokenizer {
         }
     }
 
-    /// Reads a `tokenizer.json`. Its name is the file's.
+    /// Reads a `tokenizer.json`, whose name is the file's, and what files beside it say of its special tokens.
     pub fn from_file(path: &Path) -> Result<Self, TokenizerError> {
         let read =
             |error: std::io::Error| TokenizerError::Read { path: path.into(), reason: error.to_string() };
@@ -106,14 +126,17 @@ impl Tokenizer {
         let mut json = Vec::new();
         file.take(MAX_FILE_BYTES + 1).read_to_end(&mut json).map_err(read)?;
         let name = path.file_name().map_or_else(|| path.to_string_lossy(), |name| name.to_string_lossy());
-        Self::named(&name, &json)
+        let dir = path.parent().unwrap_or(Path::new(""));
+        Self::named(&name, &json, &|added| config::read(dir, added))
             .map_err(|reason| TokenizerError::Format { name: path.display().to_string(), reason })
     }
 
     /// Reads the text of a `tokenizer.json`.
     pub fn from_json(json: &[u8]) -> Result<Self, TokenizerError> {
         let name = crate::TOKENIZER_FILE;
-        Self::named(name, json).map_err(|reason| TokenizerError::Format { name: name.into(), reason })
+        let nothing = |_: &HashMap<String, u32>| Declared::default();
+        Self::named(name, json, &nothing)
+            .map_err(|reason| TokenizerError::Format { name: name.into(), reason })
     }
 
     /// `bytes`, `gpt2`, or the name of the file.
@@ -123,48 +146,135 @@ impl Tokenizer {
 
     /// Highest id + 1.
     pub fn vocab(&self) -> usize {
-        self.inner.vocab
+        self.inner.tokens.ends.len()
     }
 
     /// The id that starts each document.
     pub fn end_of_text(&self) -> Option<u32> {
-        self.inner.end_of_text
+        self.end_of_text
+    }
+
+    /// The same tokenizer, whose documents start with this id.
+    #[must_use]
+    pub fn with_end_of_text(self, end_of_text: Option<u32>) -> Self {
+        Self { end_of_text, ..self }
+    }
+
+    /// The id that the file's template puts before a text: the beginning of the sequence.
+    pub fn bos(&self) -> Option<u32> {
+        self.inner.bos
+    }
+
+    /// The id that stands for the beginning of a sequence, whether or not the template writes it.
+    pub fn known_bos(&self) -> Option<u32> {
+        self.inner.bos.or(self.inner.declared_bos)
+    }
+
+    /// The same tokenizer with a template that puts this id before a text, or nothing.
+    ///
+    /// # Errors
+    /// Bytes have no such id.
+    pub fn with_bos(&self, bos: Option<u32>) -> Result<Self, TokenizerError> {
+        if bos == self.inner.bos {
+            return Ok(self.clone());
+        }
+        let name = &self.inner.name;
+        let failed = |reason: String| TokenizerError::Format { name: name.clone(), reason };
+        let mut file = serde_json::from_str(&self.inner.json).map_err(|error| failed(error.to_string()))?;
+        let token = match bos {
+            Some(id) => {
+                let token =
+                    self.added_token(id).ok_or_else(|| failed(format!("id {id} is not an added token")))?;
+                Some((token, id))
+            }
+            None => None,
+        };
+        template::set_first(&mut file, token);
+        let json = serde_json::to_string(&file).map_err(|error| failed(error.to_string()))?;
+        let declared = Declared { eos: self.end_of_text, bos: self.known_bos() };
+        let opened = Self::named(name, json.as_bytes(), &|_| declared).map_err(failed)?;
+        Ok(opened.with_end_of_text(self.end_of_text))
+    }
+
+    /// The id of an added token, such as `<|endoftext|>`.
+    pub fn added_id(&self, token: &str) -> Option<u32> {
+        self.inner.added.get(token).copied()
+    }
+
+    /// The added token of this id.
+    pub fn added_token(&self, id: u32) -> Option<&str> {
+        self.inner.added.iter().find(|(_, of)| **of == id).map(|(token, _)| token.as_str())
+    }
+
+    /// All added tokens, by id.
+    pub fn added_tokens(&self) -> Vec<&str> {
+        let mut tokens: Vec<(u32, &str)> =
+            self.inner.added.iter().map(|(token, id)| (*id, token.as_str())).collect();
+        tokens.sort_unstable();
+        tokens.into_iter().map(|(_, token)| token).collect()
+    }
+
+    /// Whether this is the same tokenizer, with the same ids before a text.
+    pub fn same_ids(&self, other: &Self) -> bool {
+        if self.inner.json == other.inner.json {
+            return true;
+        }
+        let parse = |tokenizer: &Self| serde_json::from_str::<serde_json::Value>(&tokenizer.inner.json).ok();
+        self.bos() == other.bos() && self.vocab() == other.vocab() && {
+            let without_template = |mut file: serde_json::Value| {
+                file["post_processor"] = serde_json::Value::Null;
+                file
+            };
+            parse(self).map(without_template) == parse(other).map(without_template)
+        }
     }
 
     /// The ids of a text. Special tokens within it are text.
-    pub fn encode(&self, text: &str) -> Vec<u32> {
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
         let mut ids = Vec::with_capacity(text.len() / 4);
-        self.encode_part(text, true, &mut ids);
-        ids
+        self.encode_part(text, true, &mut ids)?;
+        Ok(ids)
+    }
+
+    /// The ids of a prompt, as Python's libraries encode it: special tokens within it are ids. `framed`: with what the
+    /// file's template adds, such as the beginning of the sequence.
+    pub fn encode_prompt(&self, text: &str, framed: bool) -> Result<Vec<u32>, TokenizerError> {
+        match &self.inner.encoder {
+            None => self.encode(text),
+            Some(encoder) => encoder
+                .exact
+                .encode_prompt(&self.inner.json, text, framed)
+                .map_err(|reason| self.failed(reason)),
+        }
     }
 
     /// Appends the ids of a part of a text, which was cut where [`Tokenizer::cuts`] says. `first`: the text's start.
-    pub(crate) fn encode_part(&self, text: &str, first: bool, ids: &mut Vec<u32>) {
-        let Some(bpe) = &self.inner.bpe else { return ids.extend(text.bytes().map(u32::from)) };
+    pub(crate) fn encode_part(
+        &self,
+        text: &str,
+        first: bool,
+        ids: &mut Vec<u32>,
+    ) -> Result<(), TokenizerError> {
+        let Some(encoder) = &self.inner.encoder else {
+            ids.extend(text.bytes().map(u32::from));
+            return Ok(());
+        };
         let (mut rest, mut first) = (text, first);
         while !rest.is_empty() {
-            let piece = next_piece(rest, bpe.cuts);
-            if piece.len() > LONG_PIECE {
-                self.with_long(|bpe| encode_piece(bpe, piece, first, ids));
-            } else {
-                encode_piece(bpe, piece, first, ids);
-            }
+            let piece = next_piece(rest, encoder.cuts);
+            encoder.encode(&self.inner.json, piece, first, ids).map_err(|reason| self.failed(reason))?;
             (rest, first) = (&rest[piece.len()..], false);
         }
+        Ok(())
+    }
+
+    fn failed(&self, reason: String) -> TokenizerError {
+        TokenizerError::Encode { name: self.inner.name.clone(), reason }
     }
 
     /// Where texts can be cut without changing their ids.
     pub(crate) fn cuts(&self) -> Cuts {
-        self.inner.bpe.as_ref().map_or(Cuts::Anywhere, |bpe| bpe.cuts)
-    }
-
-    fn with_long(&self, encode: impl FnOnce(&Bpe)) {
-        let Some(bpe) = &self.inner.bpe else { return };
-        let long = self.inner.long.get_or_init(|| {
-            let copy = file::open(&self.inner.json).map(|opened| Bpe { cuts: bpe.cuts, ..opened.bpe });
-            Mutex::new(copy.unwrap_or_else(|_| bpe.clone()))
-        });
-        encode(&long.lock().unwrap_or_else(PoisonError::into_inner));
+        self.inner.encoder.as_ref().map_or(Cuts::Anywhere, |encoder| encoder.cuts)
     }
 
     /// The bytes of text that an id stands for: not whole characters. `None` for special tokens and unknown ids.
@@ -182,9 +292,9 @@ impl Tokenizer {
     /// The text of ids. Special tokens are written as in the file, bytes that are not UTF-8 as U+FFFD, and ids outside
     /// the vocabulary not at all.
     pub fn decode(&self, ids: &[u32]) -> String {
-        let Inner { tokens, bpe, .. } = &*self.inner;
-        match bpe {
-            Some(bpe) if !tokens.concatenate => bpe.start.decode(ids, false).unwrap_or_default(),
+        let Inner { tokens, encoder, json, .. } = &*self.inner;
+        match encoder {
+            Some(encoder) if !tokens.concatenate => encoder.exact.decode(json, ids).unwrap_or_default(),
             _ => {
                 let bytes: Vec<u8> = ids.iter().filter_map(|id| tokens.get(*id)).flatten().copied().collect();
                 String::from_utf8_lossy(&bytes).into_owned()
@@ -197,7 +307,11 @@ impl Tokenizer {
         self.inner.json.clone()
     }
 
-    fn named(name: &str, json: &[u8]) -> Result<Self, String> {
+    fn named(
+        name: &str,
+        json: &[u8],
+        declared: &dyn Fn(&HashMap<String, u32>) -> Declared,
+    ) -> Result<Self, String> {
         if json.len() as u64 > MAX_FILE_BYTES {
             return Err(format!("larger than {} MiB", MAX_FILE_BYTES >> 20));
         }
@@ -206,66 +320,70 @@ impl Tokenizer {
             return Ok((*known).clone());
         }
         let json = std::str::from_utf8(json).map_err(|error| error.to_string())?;
-        let file::Opened { vocab, end_of_text, tokens, bpe } = file::open(json)?;
-        Ok(Self {
-            inner: Arc::new(Inner {
-                name: name.into(),
-                vocab,
-                end_of_text,
-                tokens,
-                json: json.into(),
-                bpe: Some(bpe),
-                long: OnceLock::new(),
-            }),
-        })
+        Self::opened(name, json.into(), declared)
+    }
+
+    fn opened(
+        name: &str,
+        json: String,
+        declared: &dyn Fn(&HashMap<String, u32>) -> Declared,
+    ) -> Result<Self, String> {
+        let file::Opened { end_of_text, first, tokens, added, fast, exact, cuts } = file::open(&json)?;
+        let Declared { eos, bos } = declared(&added);
+        let encoder = Some(Encoder { fast, exact, cuts, long: OnceLock::new() });
+        let inner = Inner { name: name.into(), tokens, added, bos: first, declared_bos: bos, json, encoder };
+        Ok(Self { inner: Arc::new(inner), end_of_text: eos.or(end_of_text) })
     }
 
     fn open_bytes() -> Self {
         let bytes: Vec<u8> = (0..=u8::MAX).collect();
         let tokens =
             Tokens { ends: (1..=bytes.len()).collect(), bytes, special: Vec::new(), concatenate: true };
-        let json = gpt2::bytes_json();
-        Self {
-            inner: Arc::new(Inner {
-                name: "bytes".into(),
-                vocab: 256,
-                end_of_text: None,
-                tokens,
-                json,
-                bpe: None,
-                long: OnceLock::new(),
-            }),
-        }
+        let inner = Inner {
+            name: "bytes".into(),
+            tokens,
+            added: HashMap::new(),
+            bos: None,
+            declared_bos: None,
+            json: gpt2::bytes_json(),
+            encoder: None,
+        };
+        Self { inner: Arc::new(inner), end_of_text: None }
     }
 
     #[expect(clippy::panic, reason = "the ranks are part of the program, and a test opens them")]
     fn open_gpt2() -> Self {
-        let json = gpt2::json();
-        match file::open(&json) {
-            Ok(file::Opened { vocab, tokens, bpe, .. }) => Self {
-                inner: Arc::new(Inner {
-                    name: "gpt2".into(),
-                    vocab,
-                    end_of_text: Some(GPT2_END_OF_TEXT),
-                    tokens,
-                    json,
-                    // GPT-2's own expression allows more cuts than can be shown for files.
-                    bpe: Some(Bpe { cuts: Cuts::WordEnd, ..bpe }),
-                    long: OnceLock::new(),
-                }),
-            },
+        match Self::opened("gpt2", gpt2::json(), &|_| Declared::default()) {
+            Ok(gpt2) => gpt2,
             Err(reason) => panic!("GPT-2's tokenizer: {reason}"),
+        }
+    }
+}
+
+impl Encoder {
+    /// Appends the ids of a piece. `first`: the text's start.
+    fn encode(&self, json: &str, piece: &str, first: bool, ids: &mut Vec<u32>) -> Result<(), String> {
+        let Some(fast) = self.fast.as_ref().filter(|fast| fast.takes(piece)) else {
+            ids.extend(self.exact.encode(json, piece, first)?);
+            return Ok(());
+        };
+        if piece.len() <= LONG_PIECE {
+            return fast.encode(piece, first, ids);
+        }
+        let another = || file::reopen_fast(json).map(Mutex::new);
+        match self.long.get_or_init(another) {
+            Some(long) => long.lock().unwrap_or_else(PoisonError::into_inner).encode(piece, first, ids),
+            None => fast.encode(piece, first, ids),
         }
     }
 }
 
 impl fmt::Debug for Tokenizer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Inner { name, vocab, end_of_text, .. } = &*self.inner;
         f.debug_struct("Tokenizer")
-            .field("name", name)
-            .field("vocab", vocab)
-            .field("end_of_text", end_of_text)
+            .field("name", &self.inner.name)
+            .field("vocab", &self.vocab())
+            .field("end_of_text", &self.end_of_text)
             .finish_non_exhaustive()
     }
 }
@@ -292,26 +410,6 @@ fn next_piece(text: &str, cuts: Cuts) -> &str {
         (min, limit) = (limit - 1, LONGEST_PIECE.min(limit * 2));
     }
     text
-}
-
-fn encode_piece(bpe: &Bpe, piece: &str, first: bool, ids: &mut Vec<u32>) {
-    let pipeline = bpe.rest.as_ref().filter(|_| !first).unwrap_or(&bpe.start);
-    encode(pipeline, piece, ids);
-}
-
-#[expect(clippy::panic, reason = "fails only above 4 GiB, and pieces are far below that")]
-fn encode(pipeline: &PipelineTokenizer, piece: &str, ids: &mut Vec<u32>) {
-    let options = EncodeOptions {
-        add_special_tokens: false,
-        encode_special_tokens: true,
-        padding: Override::Off,
-        truncation: Override::Off,
-    };
-    let mut new: Vec<PipelineToken> = Vec::with_capacity(piece.len() / 3);
-    if let Err(error) = pipeline.encode_into(piece, &options, &mut new) {
-        panic!("encoding {} bytes: {error}", piece.len());
-    }
-    ids.extend_from_slice(PipelineToken::cast_slice(&new));
 }
 
 #[cfg(test)]

@@ -1,3 +1,5 @@
+use serde_json::{Value, json};
+
 use super::*;
 
 #[test]
@@ -5,8 +7,8 @@ fn gpt2_ids_are_those_of_the_reference() {
     let gpt2 = Tokenizer::gpt2();
     assert_eq!((gpt2.name(), gpt2.vocab(), gpt2.end_of_text()), ("gpt2", 50_257, Some(50_256)));
     // From tiktoken, https://github.com/openai/tiktoken.
-    assert_eq!(gpt2.encode("hello world"), [31373, 995]);
-    assert_eq!(gpt2.encode("<|endoftext|>"), [27, 91, 437, 1659, 5239, 91, 29]);
+    assert_eq!(gpt2.encode("hello world").unwrap(), [31373, 995]);
+    assert_eq!(gpt2.encode("<|endoftext|>").unwrap(), [27, 91, 437, 1659, 5239, 91, 29]);
     assert_eq!(gpt2.decode(&[15496, 11, 995, 50256]), "Hello, world<|endoftext|>");
     assert_eq!((gpt2.bytes_of(995), gpt2.bytes_of(50_256)), (Some(b" world".as_slice()), None));
     assert_eq!(gpt2.bytes_of(50_257), None);
@@ -16,7 +18,7 @@ fn gpt2_ids_are_those_of_the_reference() {
 fn bytes_are_ids() {
     let bytes = Tokenizer::bytes();
     assert_eq!((bytes.name(), bytes.vocab(), bytes.end_of_text()), ("bytes", 256, None));
-    assert_eq!(bytes.encode("a\u{e9}"), [97, 0xc3, 0xa9]);
+    assert_eq!(bytes.encode("a\u{e9}").unwrap(), [97, 0xc3, 0xa9]);
     assert_eq!(bytes.decode(&[97, 0xc3, 0xa9, 0xff]), "a\u{e9}\u{fffd}");
     assert_eq!(bytes.bytes_of(0xc3), Some([0xc3].as_slice()));
 }
@@ -31,8 +33,8 @@ fn tokenizers_come_back_from_their_files() {
         assert_eq!((other.name(), other.vocab()), ("tokenizer.json", tokenizer.vocab()));
         assert_eq!(other.end_of_text(), tokenizer.end_of_text());
         let text = "It's 12345 \u{e9}\u{4e16}\u{754c}\u{1f980}\t\n\n  x<|endoftext|>";
-        assert_eq!(other.encode(text), tokenizer.encode(text), "{}", tokenizer.name());
-        assert_eq!(other.decode(&other.encode(text)), text);
+        assert_eq!(other.encode(text).unwrap(), tokenizer.encode(text).unwrap(), "{}", tokenizer.name());
+        assert_eq!(other.decode(&other.encode(text).unwrap()), text);
     }
 }
 
@@ -40,17 +42,18 @@ fn tokenizers_come_back_from_their_files() {
 fn long_texts_have_the_ids_of_the_whole() {
     let gpt2 = Tokenizer::gpt2();
     let words: String = (0..40_000).map(|n| format!("{n} it's  \u{4e16},\n")).collect();
+    let encoder = gpt2.inner.encoder.as_ref().unwrap();
     let whole = |text: &str| {
         let mut ids = Vec::new();
-        encode(&gpt2.inner.bpe.as_ref().unwrap().start, text, &mut ids);
+        encoder.fast.as_ref().unwrap().encode(text, true, &mut ids).unwrap();
         ids
     };
     assert!(words.len() > 4 * PIECE);
-    assert_eq!(gpt2.encode(&words), whole(&words));
+    assert_eq!(gpt2.encode(&words).unwrap(), whole(&words));
     let spaces = format!("a{}x y", " ".repeat(4 << 20));
-    assert_eq!(gpt2.encode(&spaces), whole(&spaces));
+    assert_eq!(gpt2.encode(&spaces).unwrap(), whole(&spaces));
     let unbroken = "ab".repeat(LONGEST_PIECE);
-    assert_eq!(gpt2.decode(&gpt2.encode(&unbroken)), unbroken);
+    assert_eq!(gpt2.decode(&gpt2.encode(&unbroken).unwrap()), unbroken);
 }
 
 #[test]
@@ -61,9 +64,9 @@ fn prefix_is_written_before_the_text_alone() {
     let model = r#"{"type": "BPE", "vocab": {"a": 0, "\u2581": 1, "\u2581a": 2}, "merges": ["\u2581 a"]}"#;
     let json = format!(r#"{{"normalizer": {normalizer}, "model": {model}}}"#);
     let tokenizer = Tokenizer::from_json(json.as_bytes()).unwrap();
-    assert_eq!(tokenizer.encode("a a"), [2, 2]);
+    assert_eq!(tokenizer.encode("a a").unwrap(), [2, 2]);
     let long = "a ".repeat(PIECE);
-    assert_eq!(tokenizer.encode(&long), [&[2].repeat(PIECE)[..], &[1]].concat());
+    assert_eq!(tokenizer.encode(&long).unwrap(), [&[2].repeat(PIECE)[..], &[1]].concat());
 }
 
 #[test]
@@ -71,7 +74,8 @@ fn decoder_returns_whole_characters() {
     let text = "a\u{e9}\u{4e16}\u{1f980}!";
     for tokenizer in [Tokenizer::bytes(), Tokenizer::gpt2()] {
         let mut decoder = tokenizer.decoder();
-        let parts: Vec<String> = tokenizer.encode(text).into_iter().map(|id| decoder.push(id)).collect();
+        let parts: Vec<String> =
+            tokenizer.encode(text).unwrap().into_iter().map(|id| decoder.push(id)).collect();
         assert_eq!(parts.concat() + &decoder.finish(), text);
     }
     let mut decoder = Tokenizer::bytes().decoder();
@@ -109,4 +113,88 @@ fn hostile_files_are_refused() {
     assert!(added("4294967295", "x").contains("leaves a gap"));
     assert!(added("0", "x").contains("contradicts"));
     assert!(added("1", "a").contains("contradicts"));
+}
+
+/// A file in which every pair of bytes is a token, so that ids tell where words end.
+fn pairs(pre_tokenizer: &Value, normalizer: &Value) -> String {
+    let letter = |byte: u8| tokenizers_fast::utils::byte_level::BYTES_CHAR_LOOKUP[usize::from(byte)];
+    let bytes = || (0..=u8::MAX).map(letter);
+    let merges: Vec<[String; 2]> =
+        bytes().flat_map(|a| bytes().take(48).map(move |b| [a.to_string(), b.to_string()])).collect();
+    let tokens = bytes().map(String::from).chain(merges.iter().map(|pair| pair.concat()));
+    let vocab: serde_json::Map<String, Value> =
+        tokens.enumerate().map(|(id, token)| (token, id.into())).collect();
+    json!({
+        "normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+    })
+    .to_string()
+}
+
+fn split(patterns: &[&str]) -> Value {
+    let splits = patterns.iter().map(|pattern| {
+        json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false})
+    });
+    let bytes = json!({
+        "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false,
+    });
+    let members: Vec<Value> = splits.chain([bytes]).collect();
+    json!({"type": "Sequence", "pretokenizers": members})
+}
+
+/// A sample of all characters, each within words, numbers, punctuation and white space.
+#[test]
+fn ids_of_the_fast_encoder_are_those_of_the_exact_one() {
+    const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+    const O200K: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+    let gpt2 =
+        json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+    let nfc = json!({"type": "NFC"});
+    let deepseek = split(&tokenizers_fast::utils::DEEPSEEK_PATTERNS);
+    let kinds = [
+        ("GPT-2", gpt2, Value::Null),
+        ("Llama 3", split(&[LLAMA3]), Value::Null),
+        ("Qwen", split(&[&LLAMA3.replace("{1,3}", "")]), nfc),
+        ("GPT-OSS", split(&[O200K]), Value::Null),
+        ("DeepSeek", deepseek, Value::Null),
+    ];
+    let samples = (0..0x3000).step_by(17).chain((0x3000..0x11_0000).step_by(1009)).filter_map(char::from_u32);
+    let samples: Vec<char> = samples.filter(|character| !fast::is_disputed(*character)).collect();
+    for (name, pre_tokenizer, normalizer) in kinds {
+        let json = pairs(&pre_tokenizer, &normalizer);
+        let opened = file::open(&json).unwrap();
+        let fast = opened.fast.unwrap_or_else(|| panic!("{name} has a fast encoder"));
+        for characters in samples.chunks(16) {
+            let words = characters.iter().map(|c| format!("a{c}b {c}{c} 1{c}2!{c}\n{c}A{c}a '{c}s\n"));
+            let text: String = words.collect();
+            let mut ids = Vec::new();
+            if fast.takes(&text) {
+                fast.encode(&text, true, &mut ids).unwrap();
+                assert_eq!(ids, opened.exact.encode(&json, &text, true).unwrap(), "{name}: {text}");
+            }
+        }
+    }
+}
+
+#[test]
+fn texts_that_libraries_take_differently_are_left_to_the_exact_encoder() {
+    let nfc = pairs(&split(&[r"\p{N}{1,3}", "\u{4e00}"]), &json!({"type": "NFC"}));
+    // An expression that is not in code.
+    assert!(file::open(&nfc).unwrap().fast.is_none());
+    let byte_level =
+        json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+    let opened = file::open(&pairs(&byte_level, &json!({"type": "NFC"}))).unwrap();
+    let fast = opened.fast.unwrap();
+    assert!(fast.takes("plain \u{e9} \u{4e16}"));
+    // Composed by the normalizer; a letter since Unicode 17.
+    assert!(!fast.takes("e\u{301}") && !fast.takes("\u{88f}"));
+}
+
+#[test]
+fn expressions_without_end_are_errors_and_unknown_ones_refused() {
+    let slow = Tokenizer::from_json(pairs(&split(&["(a|aa)+$"]), &Value::Null).as_bytes()).unwrap();
+    let error = slow.encode(&("a".repeat(200) + "b")).unwrap_err().to_string();
+    assert!(error.contains("too many steps"), "{error}");
+    let error = Tokenizer::from_json(pairs(&split(&["(unclosed"]), &Value::Null).as_bytes()).unwrap_err();
+    assert!(error.to_string().contains("parenthesis"), "{error}");
 }

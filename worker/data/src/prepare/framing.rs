@@ -1,0 +1,129 @@
+//! The ids that frame each document: the one that ends a text, and the one that begins a sequence.
+
+use crate::{Tokenizer, TokenizerError};
+
+/// Special tokens that a message names.
+const SHOWN_TOKENS: usize = 8;
+
+/// Whether documents start with the id that begins a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bos {
+    /// As the tokenizer's template says.
+    Auto,
+    /// Yes.
+    Always,
+    /// No.
+    Never,
+}
+
+/// The tokenizer with the frame that documents get: what it encodes, what its template says and what is written agree.
+///
+/// `end_of_text` names the token that ends a text, or `none`; without it, the tokenizer must know.
+///
+/// # Errors
+/// There is no such token, or none is known.
+pub fn frame(tokenizer: Tokenizer, end_of_text: Option<&str>, bos: Bos) -> Result<Tokenizer, String> {
+    let tokenizer = match end_of_text {
+        Some("none") => tokenizer.with_end_of_text(None),
+        Some(token) => {
+            let id = tokenizer.added_id(token);
+            let id =
+                id.ok_or_else(|| format!("--eot: `{token}` is not a special token; {}", tokens(&tokenizer)))?;
+            tokenizer.with_end_of_text(Some(id))
+        }
+        None if tokenizer.end_of_text().is_none() && tokenizer.name() != Tokenizer::bytes().name() => {
+            return Err(format!(
+                "it is not known which token of {} ends a text: name it with --eot TOKEN, or let documents follow each \
+                 other with --eot none; {}",
+                tokenizer.name(),
+                tokens(&tokenizer)
+            ));
+        }
+        None => tokenizer,
+    };
+    let id = match bos {
+        Bos::Auto => tokenizer.bos(),
+        Bos::Never => None,
+        Bos::Always => {
+            let known = tokenizer.known_bos().or(tokenizer.end_of_text());
+            Some(known.ok_or("--bos always: the tokenizer has no token that begins a sequence")?)
+        }
+    };
+    tokenizer.with_bos(id).map_err(|error: TokenizerError| format!("--bos: {error}"))
+}
+
+fn tokens(tokenizer: &Tokenizer) -> String {
+    let all = tokenizer.added_tokens();
+    if all.is_empty() {
+        return "it has no special tokens".into();
+    }
+    let shown: Vec<String> =
+        all.iter().take(SHOWN_TOKENS).map(|token| format!("`{}`", token.escape_debug())).collect();
+    let more = all.len() - shown.len();
+    let rest = if more > 0 { format!(" and {more} more") } else { String::new() };
+    format!("its special tokens are {}{rest}", shown.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// A tokenizer with these added tokens, whose template starts texts with `first`.
+    fn tokenizer(added: &[&str], first: Option<&str>) -> Tokenizer {
+        let token = |(index, content): (usize, &&str)| {
+            json!({
+                "id": index + 1, "content": content, "special": true, "single_word": false, "lstrip": false,
+                "rstrip": false, "normalized": false,
+            })
+        };
+        let template = first.map(|token| {
+            let id = added.iter().position(|other| *other == token).unwrap() + 1;
+            json!({
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+                "special_tokens": {token: {"id": token, "ids": [id], "tokens": [token]}},
+            })
+        });
+        let file = json!({
+            "version": "1.0", "added_tokens": added.iter().enumerate().map(token).collect::<Vec<_>>(),
+            "post_processor": template, "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []},
+        });
+        Tokenizer::from_json(file.to_string().as_bytes()).unwrap()
+    }
+
+    #[test]
+    fn unknown_end_of_text_is_refused_unless_named() {
+        let unknown = || tokenizer(&["<doc>", "<x>"], None);
+        let error = frame(unknown(), None, Bos::Auto).unwrap_err();
+        assert!(error.contains("--eot TOKEN") && error.contains("`<doc>`, `<x>`"), "{error}");
+        assert_eq!(frame(unknown(), Some("<x>"), Bos::Auto).unwrap().end_of_text(), Some(2));
+        assert_eq!(frame(unknown(), Some("none"), Bos::Auto).unwrap().end_of_text(), None);
+        assert!(
+            frame(unknown(), Some("<y>"), Bos::Auto).unwrap_err().contains("`<y>` is not a special token")
+        );
+        for name in ["<|eos|>", "<|bos|>", "<\u{ff5c}end\u{2581}of\u{2581}sentence\u{ff5c}>"] {
+            assert_eq!(
+                frame(tokenizer(&["<x>", name], None), None, Bos::Auto).unwrap().end_of_text(),
+                Some(2)
+            );
+        }
+        assert_eq!(frame(Tokenizer::bytes(), None, Bos::Auto).unwrap().end_of_text(), None);
+    }
+
+    #[test]
+    fn template_of_the_tokenizer_is_what_documents_start_with() {
+        let with = || tokenizer(&["<s>", "</s>"], Some("<s>"));
+        assert_eq!(frame(with(), None, Bos::Auto).unwrap().bos(), Some(1));
+        let never = frame(with(), None, Bos::Never).unwrap();
+        assert_eq!((never.bos(), never.known_bos(), never.end_of_text()), (None, Some(1), Some(2)));
+        assert_eq!(never.encode_prompt("a<s>", true).unwrap(), [0, 1]);
+        let again = Tokenizer::from_json(never.to_json().as_bytes()).unwrap();
+        assert_eq!(again.encode_prompt("a", true).unwrap(), [0]);
+        let always = frame(tokenizer(&["<s>", "</s>"], None), None, Bos::Always).unwrap();
+        assert_eq!((always.bos(), always.encode_prompt("a", true).unwrap()), (Some(2), vec![2, 0]));
+        assert!(frame(Tokenizer::bytes(), None, Bos::Always).unwrap_err().contains("--bos always"));
+    }
+}

@@ -1,0 +1,125 @@
+//! What an input is: by its name, and by how it starts. Pure.
+
+use std::path::Path;
+
+use super::inputs::Input;
+
+/// How an input is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Text,
+    /// A value on each line.
+    JsonLines,
+    /// Arrays of values, or values one after another.
+    Json,
+    /// A header, and a row on each line.
+    Separated {
+        delimiter: u8,
+    },
+    Parquet,
+}
+
+/// Magic numbers of files that are not text, and what they are.
+const FOREIGN: [(&[u8], &str); 20] = [
+    (b"PK\x03\x04", "a zip archive (as PyTorch's .bin and .pt files, .npz and .docx are)"),
+    (b"\x80\x02", "a Python pickle"),
+    (b"\x80\x03", "a Python pickle"),
+    (b"\x80\x04", "a Python pickle"),
+    (b"\x80\x05", "a Python pickle"),
+    (b"ARROW1", "an Arrow file; write it as Parquet"),
+    (b"\xff\xff\xff\xff", "an Arrow stream; write it as Parquet"),
+    (b"\x93NUMPY", "a NumPy array"),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
+    (b"SQLite format 3\0", "an SQLite database"),
+    (b"GGUF", "a GGUF model"),
+    (b"%PDF-", "a PDF document; extract its text"),
+    (b"\x89PNG", "an image"),
+    (b"\xff\xd8\xff", "an image"),
+    (b"GIF8", "an image"),
+    (b"\x7fELF", "a program"),
+    (b"\xfd7zXZ\0", "compressed with xz; decompress it, or use gzip or zstd"),
+    (b"BZh", "compressed with bzip2; decompress it, or use gzip or zstd"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7-Zip archive"),
+    (b"\xfe\xff", "UTF-16 text; convert it to UTF-8"),
+];
+
+/// The kind of an input whose text starts with `head`. `named_field`: a field of rows was named.
+///
+/// # Errors
+/// What it is, if that cannot be read.
+pub(super) fn of(input: &Input, head: &[u8], named_field: bool) -> Result<Kind, &'static str> {
+    if head.starts_with(b"PAR1") {
+        return Ok(Kind::Parquet);
+    }
+    if let Some(what) = foreign(head) {
+        return Err(what);
+    }
+    let extension = match input {
+        Input::Stdin => None,
+        Input::File(path) => extension(path),
+    };
+    Ok(match extension.as_deref() {
+        Some("jsonl" | "ndjson") => Kind::JsonLines,
+        Some("json") => Kind::Json,
+        Some("csv") => Kind::Separated { delimiter: b',' },
+        Some("tsv" | "tab") => Kind::Separated { delimiter: b'\t' },
+        Some("parquet") => return Err("named .parquet, but not a Parquet file"),
+        _ if named_field && head.trim_ascii_start().starts_with(b"[") => Kind::Json,
+        _ if named_field => Kind::JsonLines,
+        _ => Kind::Text,
+    })
+}
+
+/// What a file is that is not text.
+fn foreign(head: &[u8]) -> Option<&'static str> {
+    const TAR_MAGIC: &[u8] = b"ustar";
+    if head.get(257..).is_some_and(|rest| rest.starts_with(TAR_MAGIC)) {
+        return Some("a tar archive; unpack it");
+    }
+    if head.starts_with(b"\xff\xfe") {
+        return Some("UTF-16 text; convert it to UTF-8");
+    }
+    if head.get(8..10) == Some(b"{\"") && head.get(4..8) == Some(&[0; 4]) {
+        return Some("a safetensors file");
+    }
+    // Of llm.c's and modded-nanogpt's token files.
+    if head.len() >= 256 && crate::shard::layout(&head[..256], u64::MAX).is_ok_and(|layout| layout.is_some())
+    {
+        return Some("a file of token ids; train on it as it is");
+    }
+    FOREIGN.iter().find(|(magic, _)| head.starts_with(magic)).map(|(_, what)| *what)
+}
+
+/// The extension of a file's name without that of its compression.
+fn extension(path: &Path) -> Option<String> {
+    let name = path.file_name()?.to_string_lossy().to_lowercase();
+    let name = [".gz", ".zst"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(&name);
+    name.rsplit_once('.').map(|(_, extension)| extension.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kinds_are_recognised_by_name_and_content() {
+        let kind = |name: &str, head: &[u8]| of(&Input::File(name.into()), head, false);
+        assert_eq!(kind("a.txt", b"text"), Ok(Kind::Text));
+        assert_eq!(kind("a.JSONL.gz", b"{}"), Ok(Kind::JsonLines));
+        assert_eq!(kind("a.json", b"[]"), Ok(Kind::Json));
+        assert_eq!(kind("a.tsv", b"text\n"), Ok(Kind::Separated { delimiter: b'\t' }));
+        assert_eq!(kind("data", b"PAR1\x15\x04"), Ok(Kind::Parquet));
+        assert_eq!(of(&Input::Stdin, b" [{}]", true), Ok(Kind::Json));
+        assert_eq!(of(&Input::Stdin, b"{}\n{}", true), Ok(Kind::JsonLines));
+        for (head, what) in [
+            (&b"PK\x03\x04abc"[..], "zip archive"),
+            (b"\xff\xfeh\0", "UTF-16"),
+            (b"\x80\x04\x95", "pickle"),
+            (b"\x10\0\0\0\0\0\0\0{\"__metadata__\"", "safetensors"),
+            (b"SQLite format 3\0", "SQLite"),
+        ] {
+            assert!(kind("a.txt", head).unwrap_err().contains(what), "{what}");
+        }
+        assert!(kind("a.parquet", b"text").unwrap_err().contains("not a Parquet file"));
+    }
+}

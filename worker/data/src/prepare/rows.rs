@@ -1,0 +1,238 @@
+//! Tables as lines of JSON: arrays, CSV and Parquet. Each row becomes a line, so that all of them are read alike.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use csv::{ByteRecord, ReaderBuilder};
+use parquet::basic::Type as Physical;
+use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::record::Field;
+use parquet::record::reader::RowIter;
+use parquet::schema::types::Type;
+
+const READ_BYTES: usize = 256 << 10;
+
+/// Lines, each of which is the result of a step.
+struct Lines<F> {
+    next: F,
+    line: VecDeque<u8>,
+}
+
+impl<F: FnMut(&mut Vec<u8>) -> io::Result<bool>> Read for Lines<F> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if self.line.is_empty() {
+            let mut line = Vec::new();
+            if !(self.next)(&mut line)? {
+                return Ok(0);
+            }
+            line.push(b'\n');
+            self.line = line.into();
+        }
+        self.line.read(buffer)
+    }
+}
+
+fn lines(next: impl FnMut(&mut Vec<u8>) -> io::Result<bool> + 'static) -> Box<dyn Read> {
+    Box::new(Lines { next, line: VecDeque::new() })
+}
+
+/// The elements of arrays, and values outside of arrays, each on a line. What is not valid JSON stays so.
+pub(super) fn json(mut text: Box<dyn Read>) -> Box<dyn Read> {
+    let (mut splitter, mut input) = (Splitter::default(), vec![0; READ_BYTES]);
+    let mut out = VecDeque::new();
+    let read = move |buffer: &mut [u8]| loop {
+        if !out.is_empty() {
+            return out.read(buffer);
+        }
+        let count = text.read(&mut input)?;
+        if count == 0 {
+            return Ok(0);
+        }
+        out.extend(input[..count].iter().filter_map(|byte| splitter.next(*byte)));
+    };
+    struct From<F>(F);
+    impl<F: FnMut(&mut [u8]) -> io::Result<usize>> Read for From<F> {
+        fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+            (self.0)(buffer)
+        }
+    }
+    Box::new(From(read))
+}
+
+/// Finds the ends of elements: a line feed is white space in JSON, so it can take the place of any other.
+#[derive(Default)]
+struct Splitter {
+    /// Brackets that are open, without the array whose elements are lines.
+    depth: usize,
+    in_array: bool,
+    in_string: bool,
+    escaped: bool,
+}
+
+impl Splitter {
+    fn next(&mut self, byte: u8) -> Option<u8> {
+        if self.in_string {
+            (self.in_string, self.escaped) = match byte {
+                _ if self.escaped => (true, false),
+                b'\\' => (true, true),
+                b'"' => (false, false),
+                _ => (true, false),
+            };
+            // Not allowed in strings: an error of the line, not two lines.
+            return Some(if byte == b'\n' { b'\r' } else { byte });
+        }
+        match byte {
+            b'"' => self.in_string = true,
+            b'[' if self.depth == 0 && !self.in_array => {
+                self.in_array = true;
+                return Some(b' ');
+            }
+            b'[' | b'{' => self.depth += 1,
+            b']' if self.depth == 0 && self.in_array => {
+                self.in_array = false;
+                return Some(b'\n');
+            }
+            b']' | b'}' => {
+                self.depth = self.depth.saturating_sub(1);
+                if self.depth == 0 && !self.in_array {
+                    // The line ends with the next white space or value: nothing is inserted.
+                    return Some(byte);
+                }
+            }
+            b',' if self.depth == 0 && self.in_array => return Some(b'\n'),
+            b'\n' | b'\r' if self.depth > 0 || self.in_array => return Some(b' '),
+            _ => {}
+        }
+        Some(byte)
+    }
+}
+
+/// A column of a table with a header.
+pub(super) fn separated(text: Box<dyn Read>, delimiter: u8, column: &str) -> io::Result<Box<dyn Read>> {
+    let mut reader = ReaderBuilder::new().delimiter(delimiter).flexible(true).from_reader(text);
+    let header = reader.byte_headers().map_err(io::Error::other)?.clone();
+    let names: Vec<String> =
+        header.iter().map(|name| String::from_utf8_lossy(name).trim().to_owned()).collect();
+    let index = names.iter().position(|name| name == column).ok_or_else(|| no_column(column, &names))?;
+    let mut record = ByteRecord::new();
+    Ok(lines(move |line| {
+        if !reader.read_byte_record(&mut record).map_err(io::Error::other)? {
+            return Ok(false);
+        }
+        match record.get(index) {
+            Some(text) => quote(text, line),
+            // Not a value, so an error of this line.
+            None => line.extend_from_slice(b"a row without this column"),
+        }
+        Ok(true)
+    }))
+}
+
+/// A column of strings of a Parquet file.
+pub(super) fn parquet(path: &Path, column: &str, read: &Arc<AtomicU64>) -> io::Result<Box<dyn Read>> {
+    let file = File::open(path)?;
+    let reader = catch(|| SerializedFileReader::new(file))?.map_err(io::Error::other)?;
+    let schema = reader.metadata().file_metadata().schema();
+    let names: Vec<String> = schema.get_fields().iter().map(|field| field.name().to_owned()).collect();
+    let field = schema.get_fields().iter().find(|field| field.name() == column).cloned();
+    let field = field.ok_or_else(|| no_column(column, &names))?;
+    if !field.is_primitive() || field.get_physical_type() != Physical::BYTE_ARRAY {
+        return Err(io::Error::other(format!(
+            "the column `{}` is not one of strings",
+            column.escape_debug()
+        )));
+    }
+    let projection = Type::group_type_builder(schema.name()).with_fields(vec![field]).build();
+    let count = reader.metadata().file_metadata().num_rows().max(1).unsigned_abs();
+    let rows = RowIter::from_file_into(Box::new(reader));
+    let mut rows = rows.project(Some(projection.map_err(io::Error::other)?)).map_err(io::Error::other)?;
+    let (bytes, mut row, read) = (path.metadata()?.len(), 0, Arc::clone(read));
+    Ok(lines(move |line| {
+        let Some(next) = catch(|| rows.next())? else {
+            read.store(bytes, Ordering::Relaxed);
+            return Ok(false);
+        };
+        let next = next.map_err(io::Error::other)?;
+        match next.get_column_iter().next().map(|(_, field)| field) {
+            Some(Field::Str(text)) => quote(text.as_bytes(), line),
+            Some(Field::Bytes(text)) => quote(text.data(), line),
+            _ => line.extend_from_slice(b"null"),
+        }
+        // Where a row is in the file is not known: for progress, all have the same size.
+        row += 1;
+        read.store(share(bytes, row, count), Ordering::Relaxed);
+        Ok(true)
+    }))
+}
+
+/// The library is not proof against all damage.
+fn catch<T>(work: impl FnOnce() -> T) -> io::Result<T> {
+    crate::quiet::catch(work).ok_or_else(|| io::Error::other("it cannot be decoded"))
+}
+
+fn share(bytes: u64, row: u64, rows: u64) -> u64 {
+    u64::try_from(u128::from(bytes) * u128::from(row.min(rows)) / u128::from(rows)).unwrap_or(bytes)
+}
+
+fn no_column(column: &str, names: &[String]) -> io::Error {
+    let names: Vec<String> = names.iter().take(20).map(|name| format!("`{}`", name.escape_debug())).collect();
+    io::Error::other(format!(
+        "there is no column `{}`, only {}; name the one that holds the text with --column",
+        column.escape_debug(),
+        names.join(", ")
+    ))
+}
+
+/// Bytes as a string of JSON. What is not UTF-8 stays, and is treated as in any line.
+fn quote(text: &[u8], out: &mut Vec<u8>) {
+    out.push(b'"');
+    for byte in text {
+        match byte {
+            b'"' | b'\\' => out.extend_from_slice(&[b'\\', *byte]),
+            0..=0x1f => out.extend_from_slice(format!("\\u{byte:04x}").as_bytes()),
+            _ => out.push(*byte),
+        }
+    }
+    out.push(b'"');
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(mut lines: Box<dyn Read>) -> String {
+        let mut out = String::new();
+        lines.read_to_string(&mut out).unwrap();
+        out
+    }
+
+    fn values(text: &'static str) -> Vec<serde_json::Value> {
+        let out = read(json(Box::new(text.as_bytes())));
+        let lines = out.lines().filter(|line| !line.trim().is_empty());
+        lines.map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    #[test]
+    fn elements_of_arrays_and_values_one_after_another_are_lines() {
+        use serde_json::json;
+        let expected = [json!({"text": "a,]\n\"[", "x": [1, {"y": []}]}), json!("b"), json!(null)];
+        let array = r#" [ {"text": "a,]\n\"[", "x": [1,
+            {"y": []}]}, "b" ,null]"#;
+        assert_eq!(values(array), expected);
+        assert_eq!(values("{\"a\":\n 1}\n{\"a\": 2}\n"), [json!({"a": 1}), json!({"a": 2})]);
+        assert_eq!(values("[]"), [] as [serde_json::Value; 0]);
+    }
+
+    #[test]
+    fn column_of_a_table_is_a_line_for_each_row() {
+        let rows = |text: &'static str| separated(Box::new(text.as_bytes()), b',', "text");
+        let out = read(rows("id,text\n1,\"a \"\"b\"\",\nc\"\n2,\u{e9}\n3\n").unwrap());
+        assert_eq!(out, "\"a \\\"b\\\",\\u000ac\"\n\"\u{e9}\"\na row without this column\n");
+        let error = rows("id,body\n").err().unwrap().to_string();
+        assert!(error.contains("no column `text`, only `id`, `body`"), "{error}");
+    }
+}

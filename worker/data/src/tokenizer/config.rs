@@ -1,0 +1,51 @@
+//! What files beside a `tokenizer.json` say of its special tokens.
+
+use std::collections::HashMap;
+use std::io::Read;
+use std::path::Path;
+
+use serde_json::Value;
+
+/// Largest of these files that is read. Chat templates have up to 100 KB.
+const MAX_BYTES: u64 = 16 << 20;
+
+/// Ids of special tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Declared {
+    /// Ends a text.
+    pub(super) eos: Option<u32>,
+    /// Starts one.
+    pub(super) bos: Option<u32>,
+}
+
+/// Reads the files of `dir`, in the order in which Python's libraries believe them. Those that are missing or broken
+/// say nothing: they are not needed.
+pub(super) fn read(dir: &Path, added: &HashMap<String, u32>) -> Declared {
+    let mut declared = Declared::default();
+    for name in ["tokenizer_config.json", "special_tokens_map.json"] {
+        let Some(config) = read_json(&dir.join(name)) else { continue };
+        let id = |key: &str| {
+            let token = &config[key];
+            added.get(token.as_str().or_else(|| token["content"].as_str())?).copied()
+        };
+        declared.eos = declared.eos.or_else(|| id("eos_token"));
+        declared.bos = declared.bos.or_else(|| id("bos_token"));
+    }
+    for name in ["generation_config.json", "config.json"] {
+        let Some(config) = read_json(&dir.join(name)) else { continue };
+        let id = |key: &str| {
+            let value = &config[key];
+            let id = value.as_u64().or_else(|| value[0].as_u64()).and_then(|id| u32::try_from(id).ok())?;
+            added.values().any(|known| *known == id).then_some(id)
+        };
+        declared.eos = declared.eos.or_else(|| id("eos_token_id"));
+        declared.bos = declared.bos.or_else(|| id("bos_token_id"));
+    }
+    declared
+}
+
+fn read_json(path: &Path) -> Option<Value> {
+    let mut json = Vec::new();
+    std::fs::File::open(path).ok()?.take(MAX_BYTES + 1).read_to_end(&mut json).ok()?;
+    serde_json::from_slice(&json).ok()
+}

@@ -1,0 +1,74 @@
+//! Encodes with the crate that Python's `tokenizers` is built from, so that ids are the same whatever a file asks for.
+//!
+//! Its errors and panics (of expressions that need too many steps) are errors here, and print nothing.
+
+use std::sync::OnceLock;
+
+use serde_json::{Map, Value};
+use tokenizers::Tokenizer;
+
+use super::template;
+use crate::quiet;
+
+/// A file's tokenizers, each opened when it is first needed.
+#[derive(Debug, Default)]
+pub(super) struct Exact {
+    documents: OnceLock<Result<Tokenizer, String>>,
+    continued: OnceLock<Result<Tokenizer, String>>,
+    prompts: OnceLock<Result<Tokenizer, String>>,
+}
+
+impl Exact {
+    /// The ids of a text, within which special tokens are text. `first`: it is not continued from another piece.
+    pub(super) fn encode(&self, json: &str, text: &str, first: bool) -> Result<Vec<u32>, String> {
+        let documents = self.documents.get_or_init(|| open(json, |_| {}, true));
+        let tokenizer = match first || !template::has_prefix(json) {
+            true => documents,
+            false => self.continued.get_or_init(|| open(json, template::remove_prefix, true)),
+        };
+        encode(tokenizer, text, false)
+    }
+
+    /// The ids of a prompt as Python encodes it: special tokens within it are ids, and `framed` adds those of the
+    /// file's template.
+    pub(super) fn encode_prompt(&self, json: &str, text: &str, framed: bool) -> Result<Vec<u32>, String> {
+        encode(self.prompts.get_or_init(|| open(json, |_| {}, false)), text, framed)
+    }
+
+    /// The text of ids, with special tokens.
+    pub(super) fn decode(&self, json: &str, ids: &[u32]) -> Option<String> {
+        let tokenizer = self.prompts.get_or_init(|| open(json, |_| {}, false)).as_ref().ok()?;
+        quiet::catch(|| tokenizer.decode(ids, false))?.ok()
+    }
+
+    /// Opens what encodes documents, to find out whether it can.
+    pub(super) fn check(&self, json: &str) -> Result<(), String> {
+        // Errors and panics that only an encoding shows.
+        self.encode(json, "A b\u{e9}\u{4e16}\n", true).map(|_| ())
+    }
+}
+
+fn open(
+    json: &str,
+    change: impl FnOnce(&mut Map<String, Value>),
+    special_tokens_are_text: bool,
+) -> Result<Tokenizer, String> {
+    let mut file: Map<String, Value> = serde_json::from_str(json).map_err(|error| error.to_string())?;
+    // Only whole documents are prepared, and callers limit prompts.
+    file.remove("padding");
+    file.remove("truncation");
+    change(&mut file);
+    let text = serde_json::to_string(&file).map_err(|error| error.to_string())?;
+    drop(file);
+    let opened = quiet::catch(|| text.parse::<Tokenizer>()).ok_or("not a tokenizer that can be used")?;
+    let mut tokenizer = opened.map_err(|error| error.to_string())?;
+    tokenizer.set_encode_special_tokens(special_tokens_are_text);
+    Ok(tokenizer)
+}
+
+fn encode(tokenizer: &Result<Tokenizer, String>, text: &str, framed: bool) -> Result<Vec<u32>, String> {
+    let tokenizer = tokenizer.as_ref().map_err(Clone::clone)?;
+    let encoded = quiet::catch(|| tokenizer.encode_fast(text, framed));
+    let encoded = encoded.ok_or("its expressions take too many steps on this text")?;
+    encoded.map(|encoding| encoding.get_ids().to_vec()).map_err(|error| error.to_string())
+}

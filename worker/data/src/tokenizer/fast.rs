@@ -1,0 +1,234 @@
+//! Encodes files of common kinds several times faster than [`Exact`](super::exact::Exact), with the same ids.
+//!
+//! What is taken has been compared with it, for all characters: see the tests. Anything else, and text that a normalizer
+//! would change, is left to it.
+
+use serde_json::{Map, Value};
+use tokenizers_fast::pipeline::{EncodeOptions, Override, PipelineToken, PipelineTokenizer};
+use unicode_normalization_alignments::UnicodeNormalization;
+
+use super::template;
+use crate::quiet;
+
+/// What encodes.
+#[derive(Clone)]
+pub(super) struct Fast {
+    /// Texts, and first pieces of texts.
+    start: PipelineTokenizer,
+    /// Pieces that continue a text, where that is another: without what is written before a text.
+    rest: Option<PipelineTokenizer>,
+    /// Whether texts must be in NFC, as the file asks for that.
+    nfc: bool,
+}
+
+impl Fast {
+    /// For a file whose kind is known.
+    pub(super) fn open(file: &Map<String, Value>) -> Option<Self> {
+        let nfc = file.get("normalizer").is_some_and(|normalizer| normalizer["type"] == "NFC");
+        let known = (nfc || is_known_normalizer(file.get("normalizer")))
+            && is_known_pre_tokenizer(file.get("pre_tokenizer"))
+            && added_tokens_are_plain(file.get("added_tokens"));
+        if !known {
+            return None;
+        }
+        let mut file = file.clone();
+        if nfc {
+            file.remove("normalizer");
+        }
+        for frame in ["post_processor", "padding", "truncation"] {
+            file.remove(frame);
+        }
+        let start = load(file.clone())?;
+        let rest = match template::remove_prefix_of(&mut file) {
+            true => Some(load(file)?),
+            false => None,
+        };
+        Some(Self { start, rest, nfc })
+    }
+
+    /// Whether the ids of this text are those of the file.
+    pub(super) fn takes(&self, text: &str) -> bool {
+        text.is_ascii()
+            || ((!self.nfc || text.nfc().map(|(character, _)| character).eq(text.chars()))
+                && !text.chars().any(is_disputed))
+    }
+
+    /// Appends the ids of a text, or of a piece that continues one.
+    pub(super) fn encode(&self, text: &str, first: bool, ids: &mut Vec<u32>) -> Result<(), String> {
+        let pipeline = self.rest.as_ref().filter(|_| !first).unwrap_or(&self.start);
+        let mut new: Vec<PipelineToken> = Vec::with_capacity(text.len() / 3);
+        pipeline.encode_into(text, &OPTIONS, &mut new).map_err(|error| error.to_string())?;
+        ids.extend_from_slice(PipelineToken::cast_slice(&new));
+        Ok(())
+    }
+}
+
+const OPTIONS: EncodeOptions = EncodeOptions {
+    add_special_tokens: false,
+    encode_special_tokens: true,
+    padding: Override::Off,
+    truncation: Override::Off,
+};
+
+fn load(file: Map<String, Value>) -> Option<PipelineTokenizer> {
+    let mut value = Value::Object(file);
+    quiet::catch(|| {
+        tokenizers_fast::canonicalize_value(&mut value).ok()?;
+        tokenizers_fast::from_json(&serde_json::to_string(&value).ok()?).ok()
+    })?
+}
+
+/// Whether the libraries may differ about what a character is.
+pub(super) fn is_disputed(character: char) -> bool {
+    let code = u32::from(character);
+    let after = NEW_CHARACTERS.partition_point(|(_, last)| *last < code);
+    NEW_CHARACTERS.get(after).is_some_and(|(first, _)| *first <= code)
+}
+
+/// Characters that Unicode has since its version 15, with unassigned ones between them. Libraries of different age
+/// take them for letters or not.
+const NEW_CHARACTERS: [(u32, u32); 88] = [
+    (0x558, 0x558),
+    (0x58b, 0x58c),
+    (0x5c8, 0x5c9),
+    (0x88f, 0x88f),
+    (0x897, 0x897),
+    (0xb53, 0xb54),
+    (0xc5c, 0xc5c),
+    (0xcdc, 0xcdc),
+    (0xcf3, 0xcf3),
+    (0xece, 0xece),
+    (0x1acf, 0x1af0),
+    (0x1b4e, 0x1b4f),
+    (0x1b7f, 0x1b7f),
+    (0x1c89, 0x1c8a),
+    (0x208f, 0x208f),
+    (0x209d, 0x209f),
+    (0x20c1, 0x20c4),
+    (0x2427, 0x2429),
+    (0x2b96, 0x2b96),
+    (0x2e60, 0x2e63),
+    (0x2ffc, 0x2fff),
+    (0x31e4, 0x31ef),
+    (0xa7cb, 0xa7cf),
+    (0xa7d2, 0xa7d2),
+    (0xa7d4, 0xa7d4),
+    (0xa7da, 0xa7f1),
+    (0xab6c, 0xab6d),
+    (0xfbc3, 0xfbd2),
+    (0xfd90, 0xfd91),
+    (0xfdc8, 0xfdce),
+    (0x105c0, 0x105f3),
+    (0x107bb, 0x107bf),
+    (0x10940, 0x10959),
+    (0x10d40, 0x10d8f),
+    (0x10ec2, 0x10eff),
+    (0x1123f, 0x11241),
+    (0x11380, 0x113e2),
+    (0x116d0, 0x116e3),
+    (0x11b00, 0x11bf9),
+    (0x11db0, 0x11df1),
+    (0x11f00, 0x11f5a),
+    (0x1246f, 0x1246f),
+    (0x12475, 0x1247f),
+    (0x12550, 0x12686),
+    (0x1342f, 0x1342f),
+    (0x13439, 0x143fa),
+    (0x16100, 0x16139),
+    (0x16d40, 0x16d79),
+    (0x16ea0, 0x16ed3),
+    (0x16ff2, 0x16ff6),
+    (0x187f8, 0x187ff),
+    (0x18cd6, 0x18cff),
+    (0x18d09, 0x191d2),
+    (0x1b123, 0x1b132),
+    (0x1b155, 0x1b155),
+    (0x1b168, 0x1b168),
+    (0x1cc00, 0x1cefd),
+    (0x1d127, 0x1d128),
+    (0x1d1eb, 0x1d1ff),
+    (0x1d250, 0x1d2d3),
+    (0x1d6a6, 0x1d6a6),
+    (0x1db00, 0x1db1c),
+    (0x1df1f, 0x1dfff),
+    (0x1e030, 0x1e08f),
+    (0x1e4d0, 0x1e6ff),
+    (0x1f1ae, 0x1f1ae),
+    (0x1f6d8, 0x1f6dc),
+    (0x1f774, 0x1f77f),
+    (0x1f7d9, 0x1f7db),
+    (0x1f7f1, 0x1f7ff),
+    (0x1f8b2, 0x1f8d8),
+    (0x1fa54, 0x1fa57),
+    (0x1fa75, 0x1fa77),
+    (0x1fa87, 0x1fa8f),
+    (0x1faad, 0x1faaf),
+    (0x1fabb, 0x1fabf),
+    (0x1fac6, 0x1facf),
+    (0x1fada, 0x1fadf),
+    (0x1fae8, 0x1faef),
+    (0x1faf7, 0x1fafa),
+    (0x1fbcb, 0x1fbef),
+    (0x1fbfa, 0x1fbfa),
+    (0x2b739, 0x2b73f),
+    (0x2b81e, 0x2b81e),
+    (0x2cea2, 0x2cead),
+    (0x2ebf0, 0x2ee5d),
+    (0x31350, 0x33479),
+    (0x3d000, 0x3fc3f),
+];
+
+/// No normalizer, or that of Llama 2: a space before the text, and U+2581 for spaces.
+fn is_known_normalizer(normalizer: Option<&Value>) -> bool {
+    let replaces = |member: &Value| {
+        member["type"] == "Replace" && member["pattern"]["String"] == " " && member["content"] == "\u{2581}"
+    };
+    let prepends = |member: &Value| member["type"] == "Prepend" && member["prepend"] == "\u{2581}";
+    match normalizer {
+        None | Some(Value::Null) => true,
+        Some(sequence) if sequence["type"] == "Sequence" => {
+            let members = sequence["normalizers"].as_array().map_or(&[][..], Vec::as_slice);
+            matches!(members, [first, second] if prepends(first) && replaces(second))
+        }
+        Some(only) => replaces(only),
+    }
+}
+
+/// Byte-level words of the expressions that the crate has in code, digits, or no words.
+fn is_known_pre_tokenizer(pre_tokenizer: Option<&Value>) -> bool {
+    let Some(pre_tokenizer) = pre_tokenizer.filter(|value| !value.is_null()) else { return true };
+    let members = match pre_tokenizer["type"].as_str() {
+        Some("Sequence") => pre_tokenizer["pretokenizers"].as_array().map_or(&[][..], Vec::as_slice),
+        _ => std::slice::from_ref(pre_tokenizer),
+    };
+    let patterns: Vec<&str> = members.iter().filter_map(isolating_expression).collect();
+    let is_deepseek = matches!(*patterns, [a, b, c] if tokenizers_fast::utils::is_deepseek(a, b, c));
+    members.iter().enumerate().all(|(at, member)| match member["type"].as_str() {
+        Some("ByteLevel") => member["add_prefix_space"] == false && at + 1 == members.len(),
+        Some("Split") => {
+            let recognized = |pattern| is_deepseek || tokenizers_fast::utils::recognize(pattern).is_some();
+            isolating_expression(member).is_some_and(recognized)
+        }
+        Some("Digits") => true,
+        Some("Metaspace") => members.len() == 1,
+        _ => false,
+    })
+}
+
+/// The expression of a `Split` whose matches are words.
+fn isolating_expression(member: &Value) -> Option<&str> {
+    let isolates = match member["behavior"].as_str()? {
+        "Isolated" => member["invert"] == false,
+        "Removed" => member["invert"] == true,
+        _ => false,
+    };
+    member["pattern"]["Regex"].as_str().filter(|_| isolates)
+}
+
+/// Whether added tokens that are found within text take nothing around them, and depend on no word around them.
+fn added_tokens_are_plain(added: Option<&Value>) -> bool {
+    let list = added.and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
+    list.iter().filter(|token| token["special"] != true).all(|token| {
+        ["lstrip", "rstrip", "single_word", "normalized"].iter().all(|flag| token[*flag] != true)
+    })
+}

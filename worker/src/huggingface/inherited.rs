@@ -1,0 +1,95 @@
+//! What a model in Hugging Face's layout says beside sizes and weights: special tokens, chat template, sampling
+//! defaults. Training changes none of it, so checkpoints keep it and exports write it back.
+
+use std::io::Read;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::CONFIG;
+use super::card::{CHAT_TEMPLATE, GENERATION_CONFIG, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG};
+
+/// Largest of these files that is read.
+const MAX_BYTES: u64 = 4 << 20;
+
+/// The contents of these files; empty for a file that is not there.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+#[expect(missing_docs, reason = "named after the files")]
+pub struct Inherited {
+    pub config: Map<String, Value>,
+    pub generation_config: Map<String, Value>,
+    pub tokenizer_config: Map<String, Value>,
+    pub special_tokens_map: Map<String, Value>,
+    pub chat_template: Option<String>,
+}
+
+impl Inherited {
+    /// Reads the files of `dir`. What cannot be read says nothing.
+    pub fn read(dir: &Path) -> Self {
+        let object = |name: &str| match read(&dir.join(name)).map(|text| serde_json::from_str(&text)) {
+            Some(Ok(Value::Object(object))) => object,
+            _ => Map::new(),
+        };
+        Self {
+            config: object(CONFIG),
+            generation_config: object(GENERATION_CONFIG),
+            tokenizer_config: object(TOKENIZER_CONFIG),
+            special_tokens_map: object(SPECIAL_TOKENS_MAP),
+            chat_template: read(&dir.join(CHAT_TEMPLATE)),
+        }
+    }
+
+    /// All ids that end a text, as both configurations say.
+    pub fn end_ids(&self) -> Vec<u32> {
+        let mut ids = Vec::new();
+        for config in [&self.generation_config, &self.config] {
+            for id in numbers(config.get("eos_token_id")) {
+                if !ids.contains(&id) {
+                    ids.push(id);
+                }
+            }
+        }
+        ids
+    }
+
+    /// A special token, such as `bos_token`.
+    pub fn token(&self, key: &str) -> Option<&str> {
+        let text = |value: &'_ Value| value.as_str().is_some() || value["content"].as_str().is_some();
+        let named =
+            [&self.tokenizer_config, &self.special_tokens_map].into_iter().filter_map(|map| map.get(key));
+        let value = named.into_iter().find(|value| text(value))?;
+        value.as_str().or_else(|| value["content"].as_str())
+    }
+
+    /// The template of chats: a file of its own, or the tokenizer's.
+    pub fn chat_template(&self) -> Option<&str> {
+        if let Some(template) = &self.chat_template {
+            return Some(template);
+        }
+        match self.tokenizer_config.get("chat_template")? {
+            Value::String(template) => Some(template),
+            Value::Array(named) => {
+                let default = named.iter().find(|template| template["name"] == "default")?;
+                default["template"].as_str()
+            }
+            _ => None,
+        }
+    }
+}
+
+fn numbers(value: Option<&Value>) -> Vec<u32> {
+    let number = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
+    match value {
+        Some(Value::Array(list)) => list.iter().filter_map(number).collect(),
+        Some(value) => number(value).into_iter().collect(),
+        None => Vec::new(),
+    }
+}
+
+fn read(path: &Path) -> Option<String> {
+    let mut text = String::new();
+    std::fs::File::open(path).ok()?.take(MAX_BYTES).read_to_string(&mut text).ok()?;
+    Some(text)
+}
