@@ -7,7 +7,7 @@ use std::time::SystemTime;
 
 use rayon::ThreadPoolBuilder;
 use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::model::ModelShape;
+use xlaunch_proto::model::{ModelSection, ModelShape};
 use xlaunch_proto::spec::{Invalid, JobSpec};
 
 use crate::checkpoint::directory::{self, Choice};
@@ -137,10 +137,26 @@ fn check_data(spec: &JobSpec) -> Result<(Preflight, ModelShape, Fingerprint), Re
         };
         ready.warnings.push(format!("{problem}; {remedy} or lower `model.seq`"));
     }
+    ready.warnings.extend(inherited_ffn(&spec.model, &shape));
     // Checkpoints contain it, even if no text is sampled.
     dataset.tokenizer.load().map_err(WorkerError::from)?;
     ready.state_bytes = (Layout::new(&shape).len as u64).saturating_mul(BYTES_PER_PARAMETER);
     Ok((ready, shape, data))
+}
+
+/// A warning if the width of the feed-forward layers is that of a preset with another width.
+fn inherited_ffn(section: &ModelSection, shape: &ModelShape) -> Option<String> {
+    let preset = ModelSection { preset: section.preset.clone(), ..ModelSection::default() }.resolve().ok()?;
+    if section.ffn.is_some() || section.dim.is_none_or(|dim| dim == preset.dim) {
+        return None;
+    }
+    let fitting = (preset.ffn * shape.dim).div_ceil(preset.dim).next_multiple_of(8);
+    let name = section.preset.as_deref().unwrap_or("byte-tiny");
+    Some(format!(
+        "model.ffn is not set and stays {} as in the preset {name}, whose model.dim is {}; the same ratio for \
+         model.dim = {} is model.ffn = {fitting}",
+        preset.ffn, preset.dim, shape.dim
+    ))
 }
 
 fn usage(invalid: Invalid) -> Refusal {

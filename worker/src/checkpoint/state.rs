@@ -176,6 +176,8 @@ mod tests {
             batch: Some(Batch::of(spec)),
             warmup: Some(5),
             val_loss: None,
+            end_of_text: None,
+            inherited: None,
             spec: serde_json::to_value(spec).unwrap(),
         }
     }

@@ -193,7 +193,7 @@ mod tests {
         let messages =
             json!([{"role": "system", "content": " Be <brief>. "}, {"role": "user", "content": "Hi"}]);
         let chatml = "{% for message in messages %}\n    {{- '<|im_start|>' + message['role'] + '\\n' + \
-                      message.content.strip() + '<|im_end|>\\n' }}\n{% endfor %}\n{% if add_generation_prompt %}\
+                      message.content.strip() + '<|im_end|>\\n' }}\n{%- endfor %}\n{% if add_generation_prompt %}\
                       {{ '<|im_start|>assistant\\n' }}{% endif %}";
         assert_eq!(
             rendered(chatml, &messages).unwrap(),

@@ -41,8 +41,23 @@ pub(super) fn of_variable(name: &str, known: &[String]) -> Option<String> {
     known.iter().any(|known| known.split('.').next() == key.split('.').next()).then_some(key)
 }
 
+/// Keys that other trainers have and this one does not need, each with what to know.
+const NOT_NEEDED: [(&str, &str); 1] = [(
+    "optimizer",
+    "the optimizer is AdamW; its keys are `train.lr`, `train.weight_decay` and `train.beta1`",
+)];
+
 /// "did you mean" for an unknown key, or an example of a known one.
 pub(super) fn nearest(key: &str, known: &[String]) -> String {
+    let name = |key: &str| key.rsplit('.').next().unwrap_or_default().to_owned();
+    let wanted = name(key);
+    if let Some((_, note)) = NOT_NEEDED.iter().find(|(key, _)| *key == wanted) {
+        return (*note).into();
+    }
+    // Right but for its section.
+    if let Some(other) = known.iter().find(|other| name(other) == wanted) {
+        return format!("did you mean `{other}`?");
+    }
     match names::nearest(key, known.iter().map(String::as_str)) {
         Some((best, similarity)) if similarity > 0.85 => format!("did you mean `{best}`?"),
         Some((best, _)) => format!("a known key, such as `{best}`"),
@@ -71,6 +86,11 @@ mod tests {
             assert!(known.iter().any(|known| known == key), "{key}");
         }
         assert_eq!(nearest("train.lrr", &known), "did you mean `train.lr`?");
+        assert_eq!(nearest("train.seed", &known), "did you mean `job.seed`?");
+        assert!(nearest("train.optimizer", &known).starts_with("the optimizer is AdamW"));
+        for key in ["train.lr", "train.weight_decay", "train.beta1"] {
+            assert!(known.iter().any(|known| known == key), "{key}");
+        }
         assert_eq!(nearest_section("modle", &known), "did you mean `[model]`?");
     }
 
