@@ -155,6 +155,8 @@ fn state(step: u64) -> State {
         batch: None,
         warmup: None,
         val_loss: None,
+        end_of_text: None,
+        inherited: None,
         spec: serde_json::Value::Null,
     }
 }

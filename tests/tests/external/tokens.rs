@@ -7,7 +7,8 @@ use xlaunch_tests::{Process, requirements, xlaunch_path};
 
 xlaunch_harness::tests! {
     needs requirements::tokenizers:
-    token_ids_equal_those_of_tiktoken_and_tokenizers;
+    token_ids_equal_those_of_tiktoken_and_tokenizers,
+    ids_of_nasty_documents_equal_those_of_python_for_each_family;
 }
 
 /// The whole comparison is `python3 tests/peers/tokens.py`.
@@ -18,4 +19,15 @@ fn token_ids_equal_those_of_tiktoken_and_tokenizers() {
     let output = Process::spawn(&mut command).wait();
     assert_eq!(output.code, 0, "{}\n{}", output.stdout, output.stderr);
     assert!(output.stdout.matches("  equal").count() >= 20, "{}", output.stdout);
+}
+
+/// 2,000 documents, and long ones, with the words of twelve families.
+fn ids_of_nasty_documents_equal_those_of_python_for_each_family() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/families.py");
+    let mut command = Command::new(requirements::python_path());
+    command.arg(script).arg("--binary").arg(xlaunch_path());
+    let output = Process::spawn(&mut command).wait();
+    assert_eq!(output.code, 0, "{}\n{}", output.stdout, output.stderr);
+    let equal = ": 2000 of 2000 documents equal, long text equal, frame equal";
+    assert_eq!(output.stdout.matches(equal).count(), 12, "{}", output.stdout);
 }

@@ -63,7 +63,8 @@ fn prepare(dir: &Path, tokenizer: &Tokenizer) -> Manifest {
     let (train, val) = text.split_at(text.len() / 10 * 9);
     std::fs::create_dir_all(dir).unwrap();
     let split = |name: &str, text: &str| {
-        let ids: Vec<u32> = tokenizer.end_of_text().into_iter().chain(tokenizer.encode(text)).collect();
+        let ids: Vec<u32> =
+            tokenizer.end_of_text().into_iter().chain(tokenizer.encode(text).unwrap()).collect();
         let file = shard_file(&ids, shard::width(tokenizer.vocab()));
         let (tokens, bytes) = (ids.len() as u64, file.len() as u64);
         std::fs::write(dir.join(name), file).unwrap();
@@ -75,6 +76,9 @@ fn prepare(dir: &Path, tokenizer: &Tokenizer) -> Manifest {
         tokenizer: tokenizer.name().into(),
         vocab: tokenizer.vocab(),
         end_of_text: tokenizer.end_of_text(),
+        bos: tokenizer.bos(),
+        tokenizer_xxh3_128: None,
+        skipped: 0,
         train: split("train_000001.bin", train),
         val: split("val_000001.bin", val),
     };

@@ -322,3 +322,98 @@ fn output_may_be_a_symbolic_link() {
     prepared.options.output = prepared.dir.path().join("a");
     assert!(prepared.run().unwrap_err().to_string().contains("failed to write"));
 }
+
+/// A Parquet file with a column of optional strings.
+fn parquet(column: &str, rows: &[Option<&str>]) -> Vec<u8> {
+    use parquet::data_type::{ByteArray, ByteArrayType};
+    use parquet::file::writer::SerializedFileWriter;
+    use parquet::schema::parser::parse_message_type;
+    let schema = format!("message schema {{ optional binary {column} (UTF8); optional int64 id; }}");
+    let schema = std::sync::Arc::new(parse_message_type(&schema).unwrap());
+    let mut bytes = Vec::new();
+    let mut file = SerializedFileWriter::new(&mut bytes, schema, std::sync::Arc::default()).unwrap();
+    let mut group = file.next_row_group().unwrap();
+    let present: Vec<i16> = rows.iter().map(|row| i16::from(row.is_some())).collect();
+    let texts: Vec<ByteArray> = rows.iter().flatten().map(|text| ByteArray::from(*text)).collect();
+    let mut writer = group.next_column().unwrap().unwrap();
+    writer.typed::<ByteArrayType>().write_batch(&texts, Some(&present), None).unwrap();
+    writer.close().unwrap();
+    let mut writer = group.next_column().unwrap().unwrap();
+    let ids: Vec<i64> = (0..).take(rows.len()).collect();
+    let all = vec![1; rows.len()];
+    writer.typed::<parquet::data_type::Int64Type>().write_batch(&ids, Some(&all), None).unwrap();
+    writer.close().unwrap();
+    group.close().unwrap();
+    file.close().unwrap();
+    bytes
+}
+
+#[test]
+fn tables_have_a_document_per_row() {
+    let array = r#"[{"text": "one"}, {"text": null}, "two\n"]"#;
+    let prepared = Prepared::new(Tokenizer::gpt2())
+        .with("a.json", array)
+        .with("b.csv", "id,text\n1,\"three, 3\"\n2,\n3,four\n")
+        .with("c.tsv.gz", gzip(b"text\tid\nfive\t1\n"))
+        .with("d.bin", parquet("text", &[Some("six"), None, Some("seven")]));
+    let (manifest, _) = prepared.run().unwrap();
+    let texts = ["one", "two\n", "three, 3", "four", "five", "six", "seven"];
+    assert_eq!((prepared.texts(&manifest.train), manifest.skipped), (texts.map(String::from).to_vec(), 0));
+    let mut prepared = Prepared::new(Tokenizer::gpt2()).with("a.parquet", parquet("body", &[Some("one")]));
+    let error = prepared.error();
+    assert!(error.contains("no column `text`, only `body`, `id`") && error.contains("--column"), "{error}");
+    prepared.options.field = Some("id".into());
+    assert!(prepared.error().contains("not one of strings"));
+    prepared.options.field = Some("body".into());
+    let (manifest, _) = prepared.run().unwrap();
+    assert_eq!(prepared.texts(&manifest.train), ["one"]);
+    let whole = parquet("text", &[Some("some text"); 50]);
+    for end in [5, 40, whole.len() - 9] {
+        let error = Prepared::new(Tokenizer::gpt2()).with("a.parquet", &whole[..end]).error();
+        assert!(error.contains("damaged or truncated Parquet data"), "{error}");
+    }
+}
+
+#[test]
+fn files_that_are_not_text_are_refused_by_what_they_are() {
+    let error = Prepared::new(Tokenizer::bytes()).with("a.txt", b"PK\x03\x04rest").error();
+    assert!(error.contains("a.txt: this is not text, but a zip archive"), "{error}");
+    let error = Prepared::new(Tokenizer::bytes()).with("a.txt", b"\xff\xfea\0").error();
+    assert!(error.contains("UTF-16"), "{error}");
+}
+
+#[test]
+fn broken_lines_are_skipped_and_named_if_asked_for() {
+    let lines = "{\"text\": \"a\"}\n{\"text\": 3}\n{\"body\": \"b\"}\n{broken\n{\"text\": \"c\"}\n";
+    let mut prepared = Prepared::new(Tokenizer::gpt2()).with("a.jsonl", lines);
+    assert!(prepared.error().contains("a.jsonl:2: "));
+    prepared.options.on_error = OnError::Skip;
+    let (manifest, notes) = prepared.run().unwrap();
+    assert_eq!((prepared.texts(&manifest.train), manifest.skipped), (vec!["a".into(), "c".into()], 3));
+    let said = notes.join("\n");
+    assert!(said.contains("skipped 3 lines that cannot be used:"), "{said}");
+    for line in ["a.jsonl:2: ", "a.jsonl:3: the object has no field `text`", "a.jsonl:4: "] {
+        assert!(said.contains(line), "{line} in {said}");
+    }
+}
+
+#[test]
+fn half_surrogate_pairs_marks_and_null_are_read() {
+    let lines = "\u{feff}{\"text\": \"a\\ud83dz\"}\n{\"text\": null}\n{\"text\": \"\\ud83e\\udd80\"}\n";
+    let mut prepared = Prepared::new(Tokenizer::gpt2()).with("a.jsonl", lines);
+    assert!(prepared.error().contains("a.jsonl:1: not valid JSONL"));
+    prepared.options.invalid = Invalid::Replace;
+    let (manifest, _) = prepared.run().unwrap();
+    assert_eq!(prepared.texts(&manifest.train), ["a\u{fffd}z", "\u{1f980}"]);
+    let marked = Prepared::new(Tokenizer::gpt2()).with("b.txt", "\u{feff}text");
+    let (manifest, _) = marked.run().unwrap();
+    assert_eq!(marked.texts(&manifest.train), ["text"]);
+}
+
+#[test]
+fn glued_documents_are_noted() {
+    let mut prepared = Prepared::new(Tokenizer::bytes()).with("a.txt", "a\nb\n");
+    prepared.options.documents = Documents::Line;
+    let (_, notes) = prepared.run().unwrap();
+    assert!(notes[0].contains("2 documents follow each other without a token"), "{notes:?}");
+}
