@@ -1,5 +1,6 @@
 //! Chats as prompts: the model's own template, as Python's `transformers` renders it.
 
+use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use minijinja::syntax::SyntaxConfig;
@@ -30,17 +31,15 @@ pub(super) fn render(inherited: &Inherited, messages: &serde_json::Value) -> Res
         Err(Error::new(ErrorKind::InvalidOperation, message))
     });
     environment.add_function("strftime_now", |format: String| strftime(&format, SystemTime::now()));
-    let mut values = context! {
+    let values = context! {
         messages => Value::from(Serde(messages)),
         add_generation_prompt => true,
         tools => Value::from(()),
         documents => Value::from(()),
     };
-    for name in TOKENS {
-        if let Some(token) = inherited.token(name) {
-            values = context! { ..Value::from_iter([(name, token)]), ..values };
-        }
-    }
+    let tokens = TOKENS.iter().filter_map(|name| Some((*name, inherited.token(name)?)));
+    let tokens: BTreeMap<&str, &str> = tokens.collect();
+    let values = context! { ..Value::from(Serde(tokens)), ..values };
     let rendered = environment.render_str(&template, values);
     rendered.map_err(|error| format!("the model's chat template refuses it: {error}"))
 }
