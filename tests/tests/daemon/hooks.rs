@@ -57,7 +57,9 @@ fn failed_prolog_drains_the_node_and_the_job_waits() {
     assert!(node.path().join("cleaned").exists() && !node.path().join("ran1").exists());
     std::fs::remove_file(node.path().join("broken")).unwrap();
     assert_eq!(node.run(&["drain", "--undo"]).code, 0);
-    jobs.map(|job| node.wait(job, "done"));
+    for job in jobs {
+        node.wait(job, "done");
+    }
 }
 
 fn hook_that_cannot_run_is_found_before_it_matters() {
