@@ -125,7 +125,7 @@ impl Batch<'_> {
             let Request { tokens, sample } = &self.requests[request];
             let mut decoder = self.tokenizer.decoder();
             // The text of a token may depend on those before it.
-            tokens.iter().for_each(|id| drop(decoder.push(*id)));
+            decoder.skip(tokens);
             let row = Row { slot, position: tokens.len(), token: 0 };
             let sampler = Sampler::new(self.options.sampling, self.options.seed, *sample);
             let text = StopText::new(&self.options.stop);
@@ -211,14 +211,16 @@ impl Batch<'_> {
         for (mut sequence, id) in sequences.into_iter().zip(ids) {
             match self.next(&mut sequence, *id, sink) {
                 None => going_on.push(sequence),
-                Some(reason) => {
+                Some(mut reason) => {
                     self.free.push(sequence.row.slot);
                     let Sequence { request, tokens, decoder, mut text, started, .. } = sequence;
                     if reason != FinishReason::Stop {
                         // Of a character that is not complete, and what may have become a stop string.
                         let Shown { text: last, stopped } = text.push(&decoder.finish());
                         sink(request, Update::Text(&last));
-                        if !stopped {
+                        if stopped {
+                            reason = FinishReason::Stop;
+                        } else {
                             sink(request, Update::Text(&text.finish()));
                         }
                     }

@@ -104,7 +104,7 @@ impl Sampler {
             ids.push(next);
         }
         let mut decoder = self.tokenizer.decoder();
-        self.ids.iter().for_each(|id| drop(decoder.push(*id)));
+        decoder.skip(&self.ids);
         let mut text: String = ids[self.ids.len()..].iter().map(|id| decoder.push(*id)).collect();
         text += &decoder.finish();
         Ok(Some(printable(&text)))

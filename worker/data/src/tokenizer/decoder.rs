@@ -2,10 +2,6 @@
 
 use super::Tokenizer;
 
-/// Ids that are held back for a character that is not complete. No character has more bytes than 4, and ids that stand
-/// for no text may come between.
-const MAX_HELD_IDS: usize = 16;
-
 /// Turns ids into text. What [`Decoder::push`] and [`Decoder::finish`] return, one after the other, is the text of all
 /// ids.
 #[derive(Debug)]
@@ -13,7 +9,7 @@ pub struct Decoder {
     tokenizer: Tokenizer,
     /// Bytes of a character that is not complete.
     bytes: Vec<u8>,
-    /// Where text depends on the tokens before: the last ids, and how many bytes of their text were returned.
+    /// Where text depends on the tokens before: the last ids, and how many characters of their text were returned.
     ids: Vec<u32>,
     returned: usize,
 }
@@ -23,32 +19,43 @@ impl Decoder {
         Self { tokenizer, bytes: Vec::new(), ids: Vec::new(), returned: 0 }
     }
 
-    /// The text that this id completes. Empty while a character is incomplete.
+    /// Passes over the ids before the text, such as those of a prompt.
+    pub fn skip(&mut self, ids: &[u32]) {
+        ids.iter().for_each(|id| drop(self.push(*id)));
+        self.returned = self.tokenizer.decode(&self.ids).chars().count();
+    }
+
+    /// The text that this id completes. Empty while a character is incomplete, and within a run of bytes whose text
+    /// the next byte may change.
     pub fn push(&mut self, id: u32) -> String {
-        if self.tokenizer.inner.tokens.concatenate {
-            self.bytes.extend(self.tokenizer.inner.tokens.get(id).unwrap_or_default());
+        let tokens = &self.tokenizer.inner.tokens;
+        let Some(bytes) = tokens.get(id) else { return String::new() };
+        if tokens.concatenate {
+            self.bytes.extend(bytes);
             return self.whole_characters();
         }
         self.ids.push(id);
-        let text = self.tokenizer.decode(&self.ids);
-        if text.ends_with(char::REPLACEMENT_CHARACTER) && self.ids.len() < MAX_HELD_IDS {
+        if tokens.fallback.contains(&id) {
             return String::new();
         }
-        let new = text.get(self.returned..).unwrap_or_default().to_owned();
+        let new = self.new_text();
         // The last id is context for the next: decoders strip a space before the first word.
         self.ids.drain(..self.ids.len() - 1);
-        self.returned = self.tokenizer.decode(&self.ids).len();
+        self.returned = self.tokenizer.decode(&self.ids).chars().count();
         new
     }
 
     /// The text of what is left: U+FFFD for a character that was not completed.
-    pub fn finish(mut self) -> String {
+    pub fn finish(self) -> String {
         if self.tokenizer.inner.tokens.concatenate {
             return String::from_utf8_lossy(&self.bytes).into_owned();
         }
-        let text = self.tokenizer.decode(&self.ids);
-        std::mem::take(&mut self.ids);
-        text.get(self.returned..).unwrap_or_default().to_owned()
+        self.new_text()
+    }
+
+    /// The text of the last ids that was not returned.
+    fn new_text(&self) -> String {
+        self.tokenizer.decode(&self.ids).chars().skip(self.returned).collect()
     }
 
     /// Takes the bytes up to the last character that may still be completed.

@@ -194,9 +194,9 @@ fn added_tokens(
 fn tokens(file: &Map<String, Value>, vocab: &BTreeMap<u32, String>, added: &BTreeMap<u32, Added>) -> Tokens {
     let model = file.get("model").unwrap_or(&Value::Null);
     let byte_fallback = model["byte_fallback"] == true;
-    let byte_level = template::members(file.get("decoder"), "decoders")
-        .iter()
-        .any(|decoder| decoder["type"] == "ByteLevel");
+    let decoders = template::members(file.get("decoder"), "decoders");
+    let decoded_by = |kind: &str| decoders.iter().any(|decoder| decoder["type"] == kind);
+    let (byte_level, bytes_in_runs) = (decoded_by("ByteLevel"), decoded_by("ByteFallback"));
     let metaspace = file.get("decoder").is_some_and(|decoder| decoder.to_string().contains(METASPACE));
     let mut tokens = Tokens { concatenate: byte_level, ..Tokens::default() };
     let end = vocab.len().max(added.last_key_value().map_or(0, |(id, _)| *id as usize + 1));
@@ -215,6 +215,11 @@ fn tokens(file: &Map<String, Value>, vocab: &BTreeMap<u32, String>, added: &BTre
         tokens.ends.push(tokens.bytes.len());
     }
     tokens.special = added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
+    if bytes_in_runs {
+        let all = vocab.iter().map(|(id, token)| (*id, token.as_str()));
+        let all = all.chain(added.iter().map(|(id, token)| (*id, token.content.as_str())));
+        tokens.fallback = all.filter(|(_, token)| fallback_byte(token).is_some()).map(|(id, _)| id).collect();
+    }
     tokens
 }
 

@@ -19,7 +19,7 @@ mod file;
 mod gpt2;
 mod template;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -82,6 +82,8 @@ struct Tokens {
     ends: Vec<usize>,
     /// Ids that stand for no text, in order.
     special: Vec<u32>,
+    /// Ids of bytes whose text depends on the bytes beside them: a run that is not UTF-8 is one U+FFFD for each byte.
+    fallback: HashSet<u32>,
     /// Whether the text of ids is that of their bytes one after the other.
     concatenate: bool,
 }
@@ -338,7 +340,7 @@ impl Tokenizer {
     fn open_bytes() -> Self {
         let bytes: Vec<u8> = (0..=u8::MAX).collect();
         let tokens =
-            Tokens { ends: (1..=bytes.len()).collect(), bytes, special: Vec::new(), concatenate: true };
+            Tokens { ends: (1..=bytes.len()).collect(), bytes, concatenate: true, ..Tokens::default() };
         let inner = Inner {
             name: "bytes".into(),
             tokens,

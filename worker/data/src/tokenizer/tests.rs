@@ -85,6 +85,46 @@ fn decoder_returns_whole_characters() {
 }
 
 #[test]
+fn texts_of_decoders_are_those_of_all_ids() {
+    let back = json!({"type": "Replace", "pattern": {"String": "\u{2581}"}, "content": " "});
+    let (bytes, fuse) = (json!({"type": "ByteFallback"}), json!({"type": "Fuse"}));
+    let strip = json!({"type": "Strip", "content": " ", "start": 1, "stop": 0});
+    let words = ["\u{2581}", "\u{2581}\u{2581}", "a", "\u{2581}b", "\u{e9}", "\u{2581}\u{4e16}", "\u{fffd}"];
+    let runs = ["<0x0A>", "<0x20>", "<0xC3>", "<0xA9>", "<0xF0>", "<0x9F>", "<0xA6>", "<0x80>"];
+    let vocab: serde_json::Map<String, Value> =
+        words.iter().chain(&runs).enumerate().map(|(id, token)| ((*token).to_owned(), id.into())).collect();
+    for decoders in [json!([back, bytes, fuse]), json!([back, bytes, fuse, strip])] {
+        let json = json!({
+            "model": {"type": "BPE", "byte_fallback": true, "vocab": vocab, "merges": []},
+            "decoder": {"type": "Sequence", "decoders": decoders},
+        });
+        let tokenizer = Tokenizer::from_json(json.to_string().as_bytes()).unwrap();
+        // One id is outside the vocabulary.
+        let count = words.len() + runs.len() + 1;
+        let mut state = 1_u64;
+        let mut next = |below: usize| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) as usize % below
+        };
+        for _ in 0..5000 {
+            let length = next(24);
+            let ids: Vec<u32> = (0..length).map(|_| u32::try_from(next(count)).unwrap()).collect();
+            let whole = tokenizer.decode(&ids);
+            let mut decoder = tokenizer.decoder();
+            let parts: String = ids.iter().map(|id| decoder.push(*id)).collect();
+            assert_eq!(parts + &decoder.finish(), whole, "{ids:?}");
+            // After a prompt.
+            let (prompt, rest) = ids.split_at(next(length + 1));
+            let mut decoder = tokenizer.decoder();
+            decoder.skip(prompt);
+            let parts: String = rest.iter().map(|id| decoder.push(*id)).collect();
+            let before = tokenizer.decode(prompt).chars().count();
+            assert_eq!(parts + &decoder.finish(), whole.chars().skip(before).collect::<String>(), "{ids:?}");
+        }
+    }
+}
+
+#[test]
 fn hostile_files_are_refused() {
     let refusal = |json: &str| Tokenizer::from_json(json.as_bytes()).unwrap_err().to_string();
     let model = |vocab: &str, merges: &str| {
