@@ -196,7 +196,8 @@ each=$(perl -ne '/"perf\/step_seconds": *([^,}\s]+)/ and push @s, $1;
 total=$((length * 1000000000 / each))
 step "training: $((each / 1000)) us per step, $total steps"
 
-job=$(in_work env LC_SECRET="$secret" SECRET="$secret" xlaunch submit --gpus 0 train.toml --set train.steps=$total --set job.output=jobs |
+job=$(in_work env LC_SECRET="$secret" SECRET="$secret" \
+    xlaunch submit --gpus 0 train.toml --set train.steps=$total --set job.output=jobs |
     sed -n 's/^job //p')
 expect "the first job" 1 "$job"
 until_true "the start of job $job" is_in "$job" running
@@ -219,7 +220,8 @@ expect "the daemon's processes" "$(show MainPID)" "$(cat "/sys/fs/cgroup$(show C
 expect "settings of the unit" "yes continue mixed 2min 30s" \
     "$(show Delegate $unit) $(show OOMPolicy $unit) $(show KillMode $unit) $(show TimeoutStopUSec $unit)"
 [ "$(show TasksMax $unit)" -le $(($(cat /proc/sys/kernel/pid_max) / 4)) ] || fail "tasks: $(show TasksMax $unit)"
-[ "$(show TasksMax xlaunch.slice)" -lt "$(cat /proc/sys/kernel/pid_max)" ] || fail "tasks of all jobs are not bounded"
+[ "$(show TasksMax xlaunch.slice)" -lt "$(cat /proc/sys/kernel/pid_max)" ] ||
+    fail "tasks of all jobs are not bounded"
 expect "locked memory" infinity "$(show LimitMEMLOCK $unit)"
 show After $unit | grep -q 'remote-fs.target' || fail "$unit is not ordered after remote-fs.target: $(show After $unit)"
 step "the job runs as its user in $unit"

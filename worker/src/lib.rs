@@ -23,6 +23,7 @@ mod fill_in;
 pub mod fuzz;
 pub mod generate;
 pub mod huggingface;
+pub mod inherited;
 pub mod model;
 pub mod nccl_windows;
 pub mod optim;

@@ -20,7 +20,8 @@ use xlaunch_proto::spec::Precision;
 
 use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, directory};
 use crate::error::WorkerError;
-use crate::huggingface::{self, Inherited};
+use crate::huggingface;
+use crate::inherited::Inherited;
 use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model};
 use crate::preflight::Refusal;

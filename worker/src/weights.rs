@@ -14,7 +14,8 @@ use xlaunch_proto::spec::{Invalid, JobSpec};
 use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, Sink, State, directory};
 use crate::data::{Dataset, TokenizerSource};
 use crate::error::{Result, WorkerError};
-use crate::huggingface::{Directory, Inherited};
+use crate::huggingface::Directory;
+use crate::inherited::Inherited;
 use crate::model::layout::Layout;
 
 /// Weights of a model, none of which has been read yet.

@@ -46,7 +46,7 @@ impl Cgroup {
         let usage: u64 = read(self.usage)?.trim().parse().ok()?;
         let cache = read("memory.stat").and_then(|text| value(&text, self.cache)).unwrap_or(0);
         let memory = limit.saturating_sub(usage.saturating_sub(cache));
-        // Version 1 limits memory and swap space together: what is left of it is not known.
+        // Version 1 limits memory and swap space together: the rest is not known.
         let swap = match read("memory.swap.max").as_deref().map(str::trim) {
             Some("max") => u64::MAX,
             Some(limit) => {

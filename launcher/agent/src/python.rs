@@ -50,8 +50,8 @@ fn is_source(script: &[u8]) -> bool {
 }
 
 /// `PYTHON_EXEC`; the Python of the environment that xlaunch is installed in, one of the directories `own`; or the
-/// first Python in `PATH`, which is that of an active virtual environment. cron, systemd and containers set a `PATH` of their
-/// own, so the environment of xlaunch comes first, as that of torchrun does.
+/// first Python in `PATH`, which is that of an active virtual environment. cron, systemd and containers set a `PATH` of
+/// their own, so the environment of xlaunch comes first, as that of torchrun does.
 fn interpreter(environment: Environment<'_>, own: &[PathBuf]) -> Result<OsString, String> {
     if let Some(chosen) = environment("PYTHON_EXEC").filter(|chosen| !chosen.is_empty()) {
         return Ok(chosen);

@@ -119,7 +119,7 @@ fn loss_notes(request: &LogsRequest, ranks: &[RankStatus]) -> Vec<String> {
     };
     let LogLoss { lost_bytes: lost, rotated_bytes: rotated, reason, .. } = loss;
     let lost = (*lost > 0).then(|| format!("{lost} bytes of this log were lost: {}", escape(reason)));
-    // Nobody misses them who has asked for the last lines.
+    // A user who has asked for the last lines does not miss them.
     let is_whole = request.tail_lines.is_none() && *rotated > 0;
     let rotated = is_whole.then(|| format!("the first {rotated} bytes of this log were removed by rotation"));
     lost.into_iter().chain(rotated).collect()

@@ -287,7 +287,8 @@ mod tests {
             "ssh: connect to host b port 22: No route to host\r\n",
             "ssh: Could not resolve hostname b: Temporary failure in name resolution\r\n",
             "kex_exchange_identification: read: Connection reset by peer\r\nConnection reset by 10.0.0.1 port 22\r\n",
-            "\"System is booting up. Unprivileged users are not permitted to log in yet.\"\nConnection closed by 10.0.0.1",
+            "\"System is booting up. Unprivileged users are not permitted to log in yet.\"\n\
+             Connection closed by 10.0.0.1",
         ] {
             assert!(transient(stderr), "{stderr}");
         }

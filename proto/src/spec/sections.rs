@@ -489,7 +489,8 @@ impl Default for CheckpointSection {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum MemorySnapshots {
-    /// If the job may restart, saves checkpoints at intervals, and its snapshots fit into a quarter of the memory that training leaves free.
+    /// If the job may restart, saves checkpoints at intervals, and its snapshots fit into a quarter of the memory that
+    /// training leaves free.
     Auto,
     /// Always. The job fails if there is not enough memory.
     On,

@@ -25,6 +25,6 @@ mod tensorboard;
 
 xlaunch_harness::suite! {
     threads_per_core 2;
-    modules bench, chaos, checkpoints, continued, data, divergence, dry_run, export, fail_points, generate, gpus, growth,
-            memory, nodes, pool, prepared, report, runs, tensorboard;
+    modules bench, chaos, checkpoints, continued, data, divergence, dry_run, export, fail_points, generate, gpus,
+        growth, memory, nodes, pool, prepared, report, runs, tensorboard;
 }

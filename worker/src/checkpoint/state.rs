@@ -5,7 +5,7 @@ use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::JobSpec;
 
 use crate::data::Fingerprint;
-use crate::huggingface::Inherited;
+use crate::inherited::Inherited;
 
 /// The contents of `state.json`. Unknown keys are ignored; those that version 1 lacks have defaults.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

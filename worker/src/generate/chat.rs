@@ -9,7 +9,7 @@ use minijinja::{Environment, Error, ErrorKind, context};
 use serde::Serialize;
 use serde_json::Serializer;
 
-use crate::huggingface::Inherited;
+use crate::inherited::Inherited;
 
 /// Tokens that templates know by name.
 const TOKENS: [&str; 4] = ["bos_token", "eos_token", "pad_token", "unk_token"];
@@ -155,7 +155,7 @@ fn strftime(format: &str, now: SystemTime) -> String {
 
 /// Year, month and day of a number of days since 1970-01-01.
 fn civil(mut days: u64) -> (u64, usize, u64) {
-    let leap = |year: u64| (year % 4 == 0 && year % 100 != 0) || year % 400 == 0;
+    let leap = |year: u64| (year.is_multiple_of(4) && !year.is_multiple_of(100)) || year.is_multiple_of(400);
     let mut year = 1970;
     while days >= 365 + u64::from(leap(year)) {
         days -= 365 + u64::from(leap(year));

@@ -4,16 +4,15 @@ use serde_json::{Value, json};
 use xlaunch_data::{TOKENIZER_FILE, Tokenizer};
 use xlaunch_proto::model::{Arch, ModelShape};
 
+use super::ModelError;
 use super::config::{self, TokenIds};
 use super::writer::ExportDtype;
-use super::{CONFIG, Inherited, ModelError};
 use crate::checkpoint::State;
+use crate::inherited::{
+    CHAT_TEMPLATE, CONFIG, GENERATION_CONFIG, Inherited, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG,
+};
 use crate::model::layout::Layout;
 
-pub(super) const GENERATION_CONFIG: &str = "generation_config.json";
-pub(super) const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
-pub(super) const SPECIAL_TOKENS_MAP: &str = "special_tokens_map.json";
-pub(super) const CHAT_TEMPLATE: &str = "chat_template.jinja";
 pub(super) const MODEL_CARD: &str = "README.md";
 /// The class that takes everything from `tokenizer.json`.
 const TOKENIZER_CLASS: &str = "PreTrainedTokenizerFast";

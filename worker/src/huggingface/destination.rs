@@ -11,18 +11,19 @@ use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
 use std::os::unix::fs::MetadataExt;
 
 use super::writer::{PRODUCER, write_error};
-use super::{CONFIG, INDEX, ModelError, WEIGHTS, card};
+use super::{INDEX, ModelError, WEIGHTS, card};
 use crate::checkpoint::read_header;
+use crate::inherited::{CHAT_TEMPLATE, CONFIG, GENERATION_CONFIG, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG};
 
 /// Files of an export besides those with weights.
 const FILES: [&str; 8] = [
     CONFIG,
-    card::CHAT_TEMPLATE,
-    card::SPECIAL_TOKENS_MAP,
+    CHAT_TEMPLATE,
+    SPECIAL_TOKENS_MAP,
     INDEX,
-    card::GENERATION_CONFIG,
+    GENERATION_CONFIG,
     card::MODEL_CARD,
-    card::TOKENIZER_CONFIG,
+    TOKENIZER_CONFIG,
     xlaunch_data::TOKENIZER_FILE,
 ];
 

@@ -4,7 +4,8 @@ use std::path::Path;
 
 use xlaunch_proto::model::ModelShape;
 
-use super::{CONFIG, INDEX, config, source};
+use super::{INDEX, config, source};
+use crate::inherited::CONFIG;
 
 /// The shape that a `config.json` describes, and the one read from the configuration that an export writes for it.
 pub(crate) fn config(json: &[u8]) -> Option<(ModelShape, Option<ModelShape>)> {

@@ -7,7 +7,6 @@
 //! ```
 //! - `config`: `config.json` from and to a [`ModelShape`](xlaunch_proto::model::ModelShape), with `keys`; pure;
 //! - `names`: names and shapes of tensors; pure;
-//! - `inherited`: what training does not change, from and to the other files;
 //! - `source`: reads and checks a directory;
 //! - [`export`]: writes one; `destination`: its place, which holds a whole export or none; `writer`: its tensors;
 //!   `card`: its texts.
@@ -23,7 +22,6 @@ mod destination;
 pub mod export;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzz;
-mod inherited;
 mod keys;
 mod names;
 mod source;
@@ -38,11 +36,8 @@ use xlaunch_proto::exit::ExitCode;
 use crate::checkpoint::CheckpointError;
 
 pub use config::TokenIds;
-pub use inherited::Inherited;
 pub use source::Directory;
 
-/// Describes the model. Its presence makes a directory one of Hugging Face's layout.
-pub const CONFIG: &str = "config.json";
 /// All weights, unless they are in several files.
 const WEIGHTS: &str = "model.safetensors";
 /// Which of several files has which tensor.

@@ -19,8 +19,9 @@ use serde::Deserialize;
 use xlaunch_proto::model::ModelShape;
 
 use super::names::{self, Mapped};
-use super::{CONFIG, INDEX, ModelError, WEIGHTS, config};
+use super::{INDEX, ModelError, WEIGHTS, config};
 use crate::checkpoint::{Abandoned, Arena, Piece, Sink, read_header};
+use crate::inherited::CONFIG;
 use crate::model::layout::Layout;
 
 /// Limits for files that are read whole. An index has about 100 bytes per tensor.

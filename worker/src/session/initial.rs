@@ -22,7 +22,7 @@ use super::Context;
 use crate::checkpoint::{self, Abandoned, Arena, Memory, Parent, Piece, Portion, State};
 use crate::data::{DataError, Fingerprint};
 use crate::error::{Result, WorkerError};
-use crate::huggingface::Inherited;
+use crate::inherited::Inherited;
 use crate::model::layout::Layout;
 use crate::model::{Model, init};
 use crate::optim::{AdamW, Part};

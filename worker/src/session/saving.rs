@@ -14,7 +14,7 @@ use crate::checkpoint::saver::{self, Buffers, Saver};
 use crate::checkpoint::{self, Batch, CheckpointError, Memory, Portion, Retention, State, directory};
 use crate::data::{Dataset, Fingerprint};
 use crate::error::{Result, WorkerError};
-use crate::huggingface::Inherited;
+use crate::inherited::Inherited;
 use crate::model::BackendHandle;
 use crate::model::layout::Layout;
 use crate::train::Checkpoints;

@@ -42,7 +42,7 @@ use crate::run_dir::RunDir;
 use crate::signals::{self, SignalRequest};
 use crate::spawn::preload::Preloader;
 use crate::spawn::reaper::Reaper;
-use crate::spawn::terminal::Terminal;
+use crate::spawn::terminal::{Relayed, Terminal};
 use crate::spawn::{Exit, Spawner, adopt_orphans, check_system_calls, open_files, reap_orphans, sys};
 use crate::state::{Action, Event, Job, Outcome, Phase};
 use crate::status::board::Board;
@@ -141,32 +141,11 @@ async fn drive(
     let mut children = signal(SignalKind::child())?;
     let mut stall_poll = tokio::time::interval(STALL_POLL_INTERVAL);
     stall_poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let (rules, plan, now) = (workload.rules(), workload.preload(), Instant::now());
+    let plan = workload.preload();
     let (imported, mut imports) = mpsc::unbounded_channel();
     let (relayed, mut terminal_signals) = mpsc::unbounded_channel();
-    let mut driver = Driver {
-        workload,
-        run,
-        reaper,
-        workers: rules.workers,
-        job: Job::new(rules, now),
-        membership: Membership::new(&group),
-        peers: service.peers.clone(),
-        spawner: Spawner::start()?,
-        attempt: Attempt::default(),
-        terminal: Terminal::new(relayed),
-        next: None,
-        preloader: None,
-        importing: false,
-        board,
-        failed: false,
-        left: false,
-        keep_evidence: false,
-        kept_evidence: Vec::new(),
-        private_is_lost: false,
-        exits,
-        examined,
-    };
+    let senders = Senders { exits, examined, relayed };
+    let mut driver = Driver::new(workload, run, reaper, &group, service.peers.clone(), board, senders)?;
 
     match plan {
         // The node is ready for its first attempt when the imports are done.
@@ -250,6 +229,51 @@ struct Driver<'a> {
     private_is_lost: bool,
     exits: mpsc::UnboundedSender<WorkerExit>,
     examined: mpsc::UnboundedSender<Examined>,
+}
+
+/// What tasks of the driver report by.
+struct Senders {
+    exits: mpsc::UnboundedSender<WorkerExit>,
+    examined: mpsc::UnboundedSender<Examined>,
+    relayed: mpsc::UnboundedSender<Relayed>,
+}
+
+impl<'a> Driver<'a> {
+    /// A job that waits for its first attempt.
+    fn new(
+        workload: &'a mut dyn Workload,
+        run: &'a RunDir,
+        reaper: &'a Reaper,
+        group: &Group,
+        peers: Option<Peers>,
+        board: watch::Sender<Board>,
+        senders: Senders,
+    ) -> io::Result<Self> {
+        let (rules, Senders { exits, examined, relayed }) = (workload.rules(), senders);
+        Ok(Self {
+            workload,
+            run,
+            reaper,
+            workers: rules.workers,
+            job: Job::new(rules, Instant::now()),
+            membership: Membership::new(group),
+            peers,
+            spawner: Spawner::start()?,
+            attempt: Attempt::default(),
+            terminal: Terminal::new(relayed),
+            next: None,
+            preloader: None,
+            importing: false,
+            board,
+            failed: false,
+            left: false,
+            keep_evidence: false,
+            kept_evidence: Vec::new(),
+            private_is_lost: false,
+            exits,
+            examined,
+        })
+    }
 }
 
 impl Driver<'_> {

@@ -39,8 +39,8 @@ impl Driver<'_> {
         }
     }
 
-    /// The workers of attempt `number`, if it has `begun` and all of them wait for it. Nodes that have come or gone give
-    /// them other ranks: then they were started in vain.
+    /// The workers of attempt `number`, if it has `begun` and all of them wait for it. Nodes that have come or gone
+    /// give them other ranks: then they were started in vain.
     pub(super) async fn take_next(&mut self, number: u32, begun: bool) -> Option<Attempt> {
         let place = self.membership.assignment();
         let lives = |next: &Attempt| next.ends.iter().all(|end| end.exit.is_none());

@@ -22,7 +22,7 @@ use crate::Refusal;
 /// Between lookups that may give this node another role.
 const ELECTION_INTERVAL: Duration = Duration::from_secs(1);
 /// For a coordinator to answer a node that runs another one.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+const OTHER_COORDINATOR_TIMEOUT: Duration = Duration::from_secs(10);
 /// A port is needed to look up a route, whatever its number.
 const DISCARD_PORT: u16 = 9;
 
@@ -124,7 +124,7 @@ impl Election {
         let mut dialer = Dialer::new(spec.endpoint.clone(), security.clone());
         let answered =
             async { while !matches!(dialer.next(Urgency::Joining).await, Dialed::Connected(_)) {} };
-        timeout(ANSWER_TIMEOUT, answered).await.is_ok()
+        timeout(OTHER_COORDINATOR_TIMEOUT, answered).await.is_ok()
     }
 }
 

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 /// A wait is reported for the first time after this, so that the user has the line within 5 s.
 const FIRST_NOTICE_AFTER: Duration = Duration::from_secs(4);
-const NOTICE_INTERVAL: Duration = Duration::from_secs(30);
+const REPEATED_NOTICE_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Times of the lines about one wait.
 #[derive(Debug)]
@@ -27,7 +27,7 @@ impl Notices {
     pub(super) fn is_due(&mut self, now: Instant) -> bool {
         let due = now >= self.next;
         if due {
-            self.next = now + NOTICE_INTERVAL;
+            self.next = now + REPEATED_NOTICE_INTERVAL;
         }
         due
     }

@@ -1,13 +1,13 @@
 //! Which refused callers are named to the user of the coordinator's node. Pure: time is an argument.
 //!
-//! A node that is refused tries again, or is started again, and a port scanner does not end. The same caller is therefore
-//! named once in [`REPEAT_INTERVAL`], and at most [`MAX_LINES`] callers within that time. The others are counted, and
-//! the next line has their number.
+//! A node that is refused tries again, or is started again, and a port scanner does not end. The same caller is
+//! therefore named once in [`REPEAT_INTERVAL`], and at most [`MAX_CALLERS_NAMED`] callers within that time. The others are
+//! counted, and the next line has their number.
 
 use std::time::{Duration, Instant};
 
 const REPEAT_INTERVAL: Duration = Duration::from_secs(30);
-const MAX_LINES: usize = 8;
+const MAX_CALLERS_NAMED: usize = 8;
 const MAX_LINE_CHARS: usize = 400;
 
 /// The lines of the last [`REPEAT_INTERVAL`].
@@ -23,7 +23,7 @@ impl RefusalLog {
         self.lines.retain(|(at, _)| now < *at + REPEAT_INTERVAL);
         let line = format!("refused {who}: {why}");
         let line: String = line.chars().filter(|c| !c.is_control()).take(MAX_LINE_CHARS).collect();
-        if self.lines.len() >= MAX_LINES || self.lines.iter().any(|(_, said)| *said == line) {
+        if self.lines.len() >= MAX_CALLERS_NAMED || self.lines.iter().any(|(_, said)| *said == line) {
             self.unnamed += 1;
             return None;
         }
@@ -59,7 +59,7 @@ mod tests {
     fn flood_of_callers_is_counted() {
         let (mut log, start) = (RefusalLog::default(), Instant::now());
         let lines = (0..1000).filter_map(|n| log.refused(&n.to_string(), "it does not use TLS\n", start));
-        assert_eq!(lines.count(), MAX_LINES);
+        assert_eq!(lines.count(), MAX_CALLERS_NAMED);
         let later = log.refused("h1", "x", start + REPEAT_INTERVAL).unwrap();
         assert_eq!(later, "refused h1: x (992 more were refused before)");
     }

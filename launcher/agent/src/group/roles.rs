@@ -1,8 +1,8 @@
 //! Which node runs the coordinator, where no flag says so. Pure.
 //!
-//! In a static group it is node rank 0. In a dynamic one it is the node that has the endpoint's address, as its resolver
-//! says: a name may resolve late, or to another address at first, so the question is asked again until the node has
-//! joined. A node that does not know the address yet waits: two coordinators, or none, are worse.
+//! In a static group it is node rank 0. In a dynamic one it is the node that has the endpoint's address, as its
+//! resolver says: a name may resolve late, or to another address at first, so the question is asked again until the
+//! node has joined. A node that does not know the address yet waits: two coordinators, or none, are worse.
 
 use std::net::IpAddr;
 

@@ -293,8 +293,8 @@ mod tests {
         assert!(whole.ends_with(&both));
         let before = whole.len() - (both.len() - old.len());
         let expected = format!(
-            "[xlaunch: {before} bytes of output came before this line; only stdout.log.1 and stdout.log are kept, of at \
-             most 1000 bytes each]\n"
+            "[xlaunch: {before} bytes of output came before this line; only stdout.log.1 and stdout.log are kept, of \
+             at most 1000 bytes each]\n"
         );
         assert_eq!(note, expected);
         let rotated = log.record.loss().unwrap().rotated_bytes;

@@ -42,7 +42,7 @@ impl Appender {
         match &mut self.file {
             Some(file) => Ok(file),
             none => {
-                // Appended to, so that a file that somebody else truncates gets no hole.
+                // Appended to, so that a file that a user truncates gets no hole.
                 Ok(none.insert(OpenOptions::new().create(true).append(true).open(&self.path)?))
             }
         }
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn file_that_is_truncated_by_somebody_else_gets_no_hole() {
+    fn file_that_a_user_truncates_gets_no_hole() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("records");
         let mut appender = Appender::new(path.clone());

@@ -15,7 +15,7 @@ static ORIGINAL: OnceLock<Rlimit> = OnceLock::new();
 pub(crate) fn raise_limit() {
     let limit = getrlimit(Resource::Nofile);
     if limit.current != limit.maximum
-        && setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit.clone() }).is_ok()
+        && setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).is_ok()
     {
         // An earlier job of this process may have raised it.
         let _ = ORIGINAL.set(limit);
@@ -25,6 +25,6 @@ pub(crate) fn raise_limit() {
 /// Starts the process with the original limit.
 pub(super) fn restore_limit(command: &mut Command) {
     if let Some(limit) = ORIGINAL.get() {
-        sys::limit_open_files(command, limit.clone());
+        sys::limit_open_files(command, *limit);
     }
 }

@@ -93,7 +93,7 @@ pub(super) fn bind_to_cpus(command: &mut Command, cpus: CpuSet) {
 
 /// Sets the limit of open files of the process; it does not start if that fails.
 pub(super) fn limit_open_files(command: &mut Command, limit: Rlimit) {
-    let hook = move || Ok(setrlimit(Resource::Nofile, limit.clone())?);
+    let hook = move || Ok(setrlimit(Resource::Nofile, limit)?);
     // SAFETY: the hook makes one system call on numbers that it owns: it is async-signal-safe.
     unsafe { command.pre_exec(hook) };
 }
@@ -218,9 +218,9 @@ pub(super) fn detach(command: &mut Command) {
     unsafe { command.pre_exec(hook) };
 }
 
-/// Marks the descriptors that this process was started with, but for the standard ones and those of `keep`, to be closed
-/// by exec in the processes that it starts: they may belong to an administrator's shell. What Rust opens is marked
-/// anyway.
+/// Marks the descriptors that this process was started with, but for the standard ones and those of `keep`, to be
+/// closed by exec in the processes that it starts: they may belong to an administrator's shell. What Rust opens is
+/// marked anyway.
 pub fn close_inherited_on_exec(keep: &[i32]) {
     let entries = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
     let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<libc::c_int>().ok());

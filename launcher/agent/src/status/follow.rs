@@ -2,8 +2,8 @@
 //!
 //! A log that has reached its size limit is renamed to `NAME.1`, which replaces the earlier one; a new attempt writes
 //! to a new directory. A reader keeps its file open, so rotation loses nothing of it; only a reader that is slower than
-//! two rotations misses what was in between, and is told how much. Memory is bounded: the next chunk is read when the caller has taken the
-//! last.
+//! two rotations misses what was in between, and is told how much. Memory is bounded: the next chunk is read when the
+//! caller has taken the last.
 
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};

@@ -114,7 +114,8 @@ impl<'a> CommandWorkload<'a> {
         })
     }
 
-    /// Gives the console time for the last lines, and returns what was lost of the output. Call it when the job is over.
+    /// Gives the console time for the last lines, and returns what was lost of the output. Call it when the job is
+    /// over.
     pub(crate) async fn finish(self) -> Vec<String> {
         self.output.flush(CONSOLE_FLUSH_TIMEOUT).await;
         self.output.losses()

@@ -45,8 +45,8 @@ pub fn memory_use(spec: &JobSpec, state_bytes: u64, available: Option<u64>) -> R
     match (spec.checkpoint.memory, available) {
         (MemorySnapshots::Off, _) => Ok(MemoryUse::default()),
         (MemorySnapshots::On, Some(available)) if needed > available => Err(format!(
-            "checkpoint.memory: the snapshots of all ranks need {}, but training leaves only {} of memory free; set it to \
-             \"auto\" or \"off\"",
+            "checkpoint.memory: the snapshots of all ranks need {}, but training leaves only {} of memory free; set it \
+             to \"auto\" or \"off\"",
             shortage_texts(needed, available)[0],
             shortage_texts(needed, available)[1]
         )),

@@ -3,8 +3,8 @@
 //! All ranks make a step together, so the slowest sets the pace of all. Each rank reports how long a step took without
 //! the time that it waited for others, and is compared with the median over all ranks in two ways:
 //! - its median step in a window of [`WINDOW_STEPS`] steps, [`WINDOWS`] windows in a row: a rank that is always slower;
-//! - its total in a span of windows that took [`SPAN_SECONDS`], [`SPANS`] spans in a row: a rank that stops now and then,
-//!   whose median step is as fast as any.
+//! - its total in a span of windows that took [`SPAN_SECONDS`], [`SPANS`] spans in a row: a rank that stops now and
+//!   then, whose median step is as fast as any.
 //!
 //! A rank above [`SLOW_FACTOR`] x the median is a straggler, until the first window and span in which it is not.
 //! Stragglers are reported, never ended.

@@ -33,8 +33,8 @@ pub(in crate::cli) struct Prepare {
     /// Where documents end in text: with the file, with the line, or at a separator, in which \n and \t can be written
     #[arg(long, value_name = "file|line|SEPARATOR", default_value = "file")]
     documents: String,
-    /// Field or column that holds the text of JSON, CSV and Parquet; other inputs are read as JSONL, too, if it is given
-    /// [default: text]
+    /// Field or column that holds the text of JSON, CSV and Parquet; other inputs are read as JSONL, too, if it is
+    /// given [default: text]
     #[arg(long, visible_alias = "column", value_name = "NAME")]
     field: Option<String>,
     /// Token that starts each document, as it ends the text before, or `none` [default: as the tokenizer's files say]

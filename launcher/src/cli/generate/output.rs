@@ -78,7 +78,8 @@ impl Output {
                         #[expect(clippy::cast_precision_loss, reason = "a count of tokens")]
                         let speed = if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 };
                         let mut object = json!({
-                            "prompt": of.messages.clone().unwrap_or_else(|| of.prompt.clone().into()), "sample": sample, "text": text, "tokens": tokens,
+                            "prompt": of.messages.clone().unwrap_or_else(|| of.prompt.clone().into()),
+                            "sample": sample, "text": text, "tokens": tokens,
                             "finish_reason": reason, "seconds": seconds, "tokens_per_second": speed,
                         });
                         if let Some(id) = &of.id {

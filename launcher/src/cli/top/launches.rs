@@ -1,5 +1,5 @@
-//! Launches in the form of a daemon's jobs, for a host without a daemon. The number of a launch is the process id of its
-//! `xlaunch`.
+//! Launches in the form of a daemon's jobs, for a host without a daemon. The number of a launch is the process id of
+//! its `xlaunch`.
 
 use xlaunch_proto::v1::{Job, JobState, NodeJobState, NodeStatus, StatusReply, StopRequest};
 

@@ -14,7 +14,7 @@ use parquet::record::Field;
 use parquet::record::reader::RowIter;
 use parquet::schema::types::Type;
 
-const READ_BYTES: usize = 256 << 10;
+const ROW_READ_BYTES: usize = 256 << 10;
 
 /// Lines, each of which is the result of a step.
 struct Lines<F> {
@@ -42,7 +42,7 @@ fn lines(next: impl FnMut(&mut Vec<u8>) -> io::Result<bool> + 'static) -> Box<dy
 
 /// The elements of arrays, and values outside of arrays, each on a line. What is not valid JSON stays so.
 pub(super) fn json(mut text: Box<dyn Read>) -> Box<dyn Read> {
-    let (mut splitter, mut input) = (Splitter::default(), vec![0; READ_BYTES]);
+    let (mut splitter, mut input) = (Splitter::default(), vec![0; ROW_READ_BYTES]);
     let mut out = VecDeque::new();
     let read = move |buffer: &mut [u8]| loop {
         if !out.is_empty() {

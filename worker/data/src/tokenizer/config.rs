@@ -7,7 +7,7 @@ use std::path::Path;
 use serde_json::Value;
 
 /// Largest of these files that is read. Chat templates have up to 100 KB.
-const MAX_BYTES: u64 = 16 << 20;
+const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
 /// Ids of special tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -46,6 +46,6 @@ pub(super) fn read(dir: &Path, added: &HashMap<String, u32>) -> Declared {
 
 fn read_json(path: &Path) -> Option<Value> {
     let mut json = Vec::new();
-    std::fs::File::open(path).ok()?.take(MAX_BYTES + 1).read_to_end(&mut json).ok()?;
+    std::fs::File::open(path).ok()?.take(MAX_CONFIG_BYTES + 1).read_to_end(&mut json).ok()?;
     serde_json::from_slice(&json).ok()
 }

@@ -1,7 +1,7 @@
 //! Encodes files of common kinds several times faster than [`Exact`](super::exact::Exact), with the same ids.
 //!
-//! What is taken has been compared with it, for all characters: see the tests. Anything else, and text that a normalizer
-//! would change, is left to it.
+//! What is taken has been compared with it, for all characters: see the tests. Anything else, and text that a
+//! normalizer would change, is left to it.
 
 use serde_json::{Map, Value};
 use tokenizers_fast::pipeline::{EncodeOptions, Override, PipelineToken, PipelineTokenizer};

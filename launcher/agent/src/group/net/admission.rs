@@ -5,9 +5,9 @@
 //!               '-- the oldest is dropped         '-- displaced when it is late
 //! ```
 //! Authentication takes milliseconds, so a caller that has waited for long is not an agent, or its connection is broken
-//! and it will call again. A new caller therefore takes the place of the oldest handshake that is late, and once callers
-//! wait for longer than [`WAITING_GRACE`], the newest one is served first. Serving all in order, or refusing the new one,
-//! would let callers that never complete a handshake keep agents out.
+//! and it will call again. A new caller therefore takes the place of the oldest handshake that is late, and once
+//! callers wait for longer than [`WAITING_GRACE`], the newest one is served first. Serving all in order, or refusing
+//! the new one, would let callers that never complete a handshake keep agents out.
 //!
 //! - A handshake may take [`HELLO_GRACE`] until the caller's first message is complete (agents send it at once, in one
 //!   piece), then [`HANDSHAKE_GRACE`] in all, before it may be displaced.

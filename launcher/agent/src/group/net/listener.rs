@@ -4,9 +4,10 @@
 //! accept --admission (at most MAX_PENDING)--> task: first bytes -> TLS -> munge -> preface --> stream --> tonic
 //!                                                                    '-- refused: named to the user, see `refusals`
 //! ```
-//! A caller costs a descriptor until its handshake is started, a small task until it sends something, and then the state
-//! of one handshake. The tasks run on all threads of the runtime. Connections that were yielded are no longer counted: their callers are
-//! members. Without security the preface is all that a caller has to send, and the same limits hold until then.
+//! A caller costs a descriptor until its handshake is started, a small task until it sends something, and then the
+//! state of one handshake. The tasks run on all threads of the runtime. Connections that were yielded are no longer
+//! counted: their callers are members. Without security the preface is all that a caller has to send, and the same
+//! limits hold until then.
 
 use std::fmt;
 use std::io;
@@ -186,7 +187,7 @@ async fn accept_all(
                     && let Some(reason) = why.for_the_user()
                     && let Some(line) = refusals.refused(&format!("a caller at {source}"), &reason, Instant::now())
                 {
-                    // Nobody may listen any more.
+                    // The receiver may be gone.
                     let _ = notices.send(line);
                 }
             }

@@ -1,13 +1,15 @@
-//! Which addresses of the coordinator are tried, and when. Pure: `dialer` resolves, connects, and reports what happened.
+//! Which addresses of the coordinator are tried, and when. Pure: `dialer` resolves, connects, and reports what
+//! happened.
 //!
 //! ```text
 //! endpoint: host --resolve--> addresses x ports = candidates, the one that worked last first
 //! candidate: due --Try--> TCP --> handshake --> connected (remembered, and all others end)
 //!              ^------- pause ------'------------ failed
 //! ```
-//! Candidates are tried side by side (RFC 8305): the next one starts when the one before has failed, or has not answered
-//! for a while, so that neither a filtered address family nor a foreign process on the first of several ports delays the
-//! others. Names are resolved beside that: a resolver that is slow or gone does not delay an address that is known.
+//! Candidates are tried side by side (RFC 8305): the next one starts when the one before has failed, or has not
+//! answered for a while, so that neither a filtered address family nor a foreign process on the first of several ports
+//! delays the others. Names are resolved beside that: a resolver that is slow or gone does not delay an address that is
+//! known.
 //!
 //! While workers live, the address that worked last is also tried again beside attempts that are still on their way: on
 //! a slow network these succeed, and after a cut, when TCP would wait for its next retransmission, the newest one does.
@@ -26,12 +28,13 @@ use super::connect::{ConnectError, Reason, unresolved};
 
 /// Delay before the next candidate is tried beside one that has not answered (RFC 8305).
 const NEXT_CANDIDATE_DELAY: Duration = Duration::from_millis(250);
-/// The same beside one with a TCP connection: its handshake takes three round trips, and the work of a busy coordinator.
+/// The same beside one with a TCP connection: its handshake takes three round trips, and the work of a busy
+/// coordinator.
 const NEXT_CANDIDATE_DELAY_IN_HANDSHAKE: Duration = Duration::from_secs(2);
 /// Delay before the address that worked last is tried once more, while workers live.
 const OVERLAP_DELAY: Duration = Duration::from_secs(1);
 /// Pause after a candidate has failed, doubled up to [`MAX_RETRY_DELAY`] unless workers live.
-const RETRY_DELAY: Duration = Duration::from_millis(100);
+const CANDIDATE_RETRY_DELAY: Duration = Duration::from_millis(100);
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Pause between two lookups of the name: addresses may appear late, or change.
 const RESOLVE_INTERVAL: Duration = Duration::from_secs(1);
@@ -293,10 +296,10 @@ impl Candidate {
             let overlap = if last.in_handshake { NEXT_CANDIDATE_DELAY_IN_HANDSHAKE } else { OVERLAP_DELAY };
             return (is_known && urgency == Urgency::Working).then(|| last.since + overlap);
         }
-        let doubled = RETRY_DELAY * 2_u32.pow(self.failures.saturating_sub(1).min(4));
+        let doubled = CANDIDATE_RETRY_DELAY * 2_u32.pow(self.failures.saturating_sub(1).min(4));
         let pause = match urgency {
             _ if self.failures == 0 => Duration::ZERO,
-            Urgency::Working => RETRY_DELAY,
+            Urgency::Working => CANDIDATE_RETRY_DELAY,
             Urgency::Joining => doubled.min(MAX_RETRY_DELAY),
         };
         Some(self.since + pause)

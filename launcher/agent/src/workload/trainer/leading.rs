@@ -95,8 +95,8 @@ impl TrainerWorkload<'_> {
         Ok(())
     }
 
-    /// Snapshots in memory are of attempts with one node. Those of an earlier attempt are older than the checkpoint with
-    /// which the group has changed.
+    /// Snapshots in memory are of attempts with one node. Those of an earlier attempt are older than the checkpoint
+    /// with which the group has changed.
     pub(super) fn use_memory(&mut self) -> io::Result<()> {
         if self.assignment.has_peers() {
             (self.snapshots, self.resume_snapshot) = (None, None);

@@ -7,11 +7,14 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::CONFIG;
-use super::card::{CHAT_TEMPLATE, GENERATION_CONFIG, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG};
-
+/// Name of the file with the sizes of a model.
+pub(crate) const CONFIG: &str = "config.json";
+pub(crate) const GENERATION_CONFIG: &str = "generation_config.json";
+pub(crate) const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+pub(crate) const SPECIAL_TOKENS_MAP: &str = "special_tokens_map.json";
+pub(crate) const CHAT_TEMPLATE: &str = "chat_template.jinja";
 /// Largest of these files that is read.
-const MAX_BYTES: u64 = 4 << 20;
+const MAX_FILE_BYTES: u64 = 4 << 20;
 
 /// The contents of these files; empty for a file that is not there.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -90,6 +93,6 @@ fn numbers(value: Option<&Value>) -> Vec<u32> {
 
 fn read(path: &Path) -> Option<String> {
     let mut text = String::new();
-    std::fs::File::open(path).ok()?.take(MAX_BYTES).read_to_string(&mut text).ok()?;
+    std::fs::File::open(path).ok()?.take(MAX_FILE_BYTES).read_to_string(&mut text).ok()?;
     Some(text)
 }
