@@ -3,14 +3,18 @@
 //! ```text
 //! <state>/accounting.jsonl      readable by the daemon only; appended to, never rewritten
 //! ```
-//! It is opened anew for each line, so an operator may rename it at any time, as logrotate does. The journal decides
-//! what has happened: a line that was lost in a crash is written again from there at the next start, and a torn line is
-//! skipped by readers.
+//! It is opened anew each time, so an operator may rename it at any time, as logrotate does: files beside it whose names
+//! begin like its own are read too, unless they are compressed.
+//!
+//! Each job is in it once. When the line of a job is on disk, the journal says so; until then the line is written again,
+//! after a failure and after a restart, unless the file has one of this job's id already. Readers skip a torn line.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 use xlaunch_proto::labels::{kind as kind_label, node_job_state};
@@ -20,10 +24,12 @@ use super::measured::Usage;
 use super::state::{Entry, Phase};
 
 const FILE: &str = "accounting.jsonl";
-/// Only so much of the file is read for a page.
+/// Only so much of the files is read for a page, and of the end of each file for the ids in it.
 const MAX_READ_BYTES: u64 = 64 << 20;
-/// The last line is within so many bytes of the end.
-const MAX_LINE_BYTES: u64 = 32 << 10;
+/// Of the files that were rotated, only the newest are read.
+const MAX_ROTATED_FILES: usize = 8;
+/// Rotated files with these endings are not read.
+const COMPRESSED: [&str; 5] = ["gz", "xz", "zst", "bz2", "lz4"];
 /// Jobs of a page.
 const MAX_ACCOUNTS: usize = 1000;
 
@@ -117,15 +123,15 @@ pub(crate) fn seconds(milliseconds: u64) -> f64 {
 /// Which accounts are asked for.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Query {
-    /// Only jobs of this user.
-    pub(crate) uid: Option<u32>,
+    /// Only jobs of this user id, and if the name is known, of this name.
+    pub(crate) owner: Option<(u32, String)>,
     /// Only jobs of the user with this name or number.
     pub(crate) user: Option<String>,
     /// Only jobs that ended at this time, in milliseconds since 1970 (UTC), or later.
     pub(crate) since: u64,
     /// Maximum number, the newest; 0 for the largest page.
     pub(crate) limit: usize,
-    /// Only accounts before this offset in the file, where the page before began.
+    /// Only accounts before this position in the files, where the page before began.
     pub(crate) before: Option<u64>,
 }
 
@@ -133,15 +139,18 @@ pub(crate) struct Query {
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Page {
     pub(crate) accounts: Vec<JobAccount>,
-    /// Offset in the file before which older accounts may match.
+    /// Position in the files before which older accounts may match.
     pub(crate) older: Option<u64>,
 }
 
 impl Query {
     fn matches(&self, account: &Account) -> bool {
         let is_named = |name: &String| *name == account.user || *name == account.uid.to_string();
+        let is_owned = |(uid, name): &(u32, String)| {
+            *uid == account.uid && (account.user.is_empty() || account.user == *name)
+        };
         account.ended_unix_ms >= self.since
-            && self.uid.is_none_or(|uid| uid == account.uid)
+            && self.owner.as_ref().is_none_or(is_owned)
             && self.user.as_ref().is_none_or(is_named)
     }
 }
@@ -150,90 +159,163 @@ impl Query {
 #[derive(Clone, Debug)]
 pub struct Accounting {
     path: PathBuf,
+    /// Positions count the bytes of all files, in order. Where each file begins, by its number in the file system: so
+    /// pages go on where they were when a file was renamed, or removed.
+    begins: Arc<Mutex<HashMap<u64, u64>>>,
 }
 
 impl Accounting {
     /// The file in this directory, which need not exist.
     pub fn new(state_dir: &Path) -> Self {
-        Self { path: state_dir.join(FILE) }
+        Self { path: state_dir.join(FILE), begins: Arc::default() }
     }
 
-    /// Appends a line.
-    pub(crate) fn append(&self, account: &Account) -> io::Result<()> {
+    /// Whether there is a file.
+    pub(crate) fn exists(&self) -> bool {
+        self.path.exists()
+    }
+
+    /// Appends a line for each account. They are on disk when this returns.
+    pub(crate) fn append(&self, accounts: &[Account]) -> io::Result<()> {
         let mut options = std::fs::OpenOptions::new();
         let mut file = options.read(true).append(true).create(true).mode(0o600).open(&self.path)?;
-        let mut line = Vec::new();
-        if ends_torn(&mut file)? {
-            line.push(b'\n');
+        let mut lines = Vec::new();
+        let len = file.metadata()?.len();
+        if ends_torn(&mut file, len)? {
+            lines.push(b'\n');
         }
-        serde_json::to_writer(&mut line, account)?;
-        line.push(b'\n');
-        file.write_all(&line)
+        for account in accounts {
+            serde_json::to_writer(&mut lines, account)?;
+            lines.push(b'\n');
+        }
+        file.write_all(&lines)?;
+        file.sync_data()?;
+        if len == 0 {
+            // It may have been created just now.
+            File::open(self.path.parent().unwrap_or(&self.path))?.sync_all()?;
+        }
+        Ok(())
     }
 
-    /// The order of the last end in the file; 0 if there is none.
-    pub(crate) fn last_order(&self) -> io::Result<u64> {
-        Ok(self.read(None, MAX_LINE_BYTES)?.1.map(|(_, account)| account.order).max().unwrap_or(0))
+    /// The ids of the jobs in the files.
+    pub(crate) fn ids(&self) -> io::Result<BTreeSet<u64>> {
+        let mut ids = BTreeSet::new();
+        for part in self.parts()? {
+            let end = part.end();
+            let (_, accounts) = part.read(end.saturating_sub(MAX_READ_BYTES), end)?;
+            ids.extend(accounts.map(|(_, account)| account.job));
+        }
+        Ok(ids)
+    }
+
+    /// The files in order, with their positions.
+    fn parts(&self) -> io::Result<Vec<Part>> {
+        let mut known = self.begins.lock().unwrap_or_else(PoisonError::into_inner);
+        let (mut parts, mut begins, mut end) = (Vec::new(), HashMap::new(), 0);
+        for path in self.files()? {
+            let file = match File::open(path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                file => file?,
+            };
+            let metadata = file.metadata()?;
+            // A smaller one belonged to a removed file with the same number, or to a file that has grown since.
+            let begin = known.get(&metadata.ino()).copied().unwrap_or(0).max(end);
+            begins.insert(metadata.ino(), begin);
+            let part = Part { file, begin, len: metadata.len() };
+            end = part.end();
+            parts.push(part);
+        }
+        *known = begins;
+        Ok(parts)
+    }
+
+    /// The file and those that it was renamed to, in the order in which they were written.
+    fn files(&self) -> io::Result<Vec<PathBuf>> {
+        let mut rotated = Vec::new();
+        for entry in std::fs::read_dir(self.path.parent().unwrap_or(&self.path))? {
+            let entry = entry?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let is_compressed = name.rsplit_once('.').is_some_and(|(_, end)| COMPRESSED.contains(&end));
+            if name.starts_with(FILE) && name != FILE && !is_compressed {
+                rotated.push((entry.metadata()?.modified()?, entry.path()));
+            }
+        }
+        rotated.sort_unstable();
+        let first = rotated.len().saturating_sub(MAX_ROTATED_FILES);
+        let rotated = rotated.into_iter().skip(first).map(|(_, path)| path);
+        Ok(rotated.chain([self.path.clone()]).collect())
     }
 
     /// The newest accounts that match. Blocks on the disk.
     pub(crate) fn query(&self, query: &Query) -> io::Result<Page> {
+        self.page(query, MAX_READ_BYTES)
+    }
+
+    /// A page, from so many bytes of the files.
+    fn page(&self, query: &Query, bytes: u64) -> io::Result<Page> {
         let limit = if query.limit == 0 { MAX_ACCOUNTS } else { query.limit.min(MAX_ACCOUNTS) };
-        let (begin, accounts) = self.read(query.before, MAX_READ_BYTES)?;
-        let (mut newest, mut is_cut) = (VecDeque::new(), false);
-        for (offset, account) in accounts.filter(|(_, account)| query.matches(account)) {
-            if newest.len() == limit {
-                newest.pop_front();
-                is_cut = true;
+        let parts = self.parts()?;
+        let first = parts.first().map_or(0, |part| part.begin);
+        let last = parts.last().map_or(0, Part::end);
+        let end = query.before.map_or(last, |before| before.min(last));
+        let begin = end.saturating_sub(bytes);
+        let (mut newest, mut is_cut, mut first_line) = (VecDeque::new(), false, None);
+        for part in parts.into_iter().filter(|part| part.begin < end && part.end() > begin) {
+            let (line, accounts) = part.read(begin, end)?;
+            first_line.get_or_insert(line);
+            for (position, account) in accounts.filter(|(_, account)| query.matches(account)) {
+                if newest.len() == limit {
+                    newest.pop_front();
+                    is_cut = true;
+                }
+                newest.push_back((position, account.to_message()));
             }
-            newest.push_back((offset, account.to_message()));
         }
         let older = match newest.front() {
-            Some((first, _)) if is_cut => Some(*first),
-            _ => (begin > 0).then_some(begin),
+            Some((position, _)) if is_cut => Some(*position),
+            _ => first_line.filter(|line| *line > first),
         };
         Ok(Page { accounts: newest.into_iter().map(|(_, account)| account).collect(), older })
     }
+}
 
-    /// The valid lines in the last `bytes` of the file before an offset, each with its own offset; and the offset of
-    /// the first complete line there.
-    fn read(
-        &self,
-        before: Option<u64>,
-        bytes: u64,
-    ) -> io::Result<(u64, impl Iterator<Item = (u64, Account)>)> {
-        let file = match std::fs::File::open(&self.path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
-            file => Some(file?),
-        };
-        let (mut begin, mut reader) = (0, None);
-        if let Some(mut file) = file {
-            let length = file.metadata()?.len();
-            // Beyond the end, the file is a new one since the page before.
-            let end = before.map_or(length, |before| before.min(length));
-            begin = end.saturating_sub(bytes);
-            file.seek(SeekFrom::Start(begin))?;
-            let mut lines = BufReader::new(file.take(end - begin));
-            if begin > 0 {
-                // The page before this one, in time, ends with the line that begins further ahead.
-                begin += lines.read_until(b'\n', &mut Vec::new())? as u64;
-            }
-            reader = Some(lines);
+/// One of the files.
+struct Part {
+    file: File,
+    /// The position of its first byte.
+    begin: u64,
+    len: u64,
+}
+
+impl Part {
+    fn end(&self) -> u64 {
+        self.begin + self.len
+    }
+
+    /// The valid lines between these positions, each with its own; and the position of the first complete line there.
+    fn read(mut self, begin: u64, end: u64) -> io::Result<(u64, impl Iterator<Item = (u64, Account)>)> {
+        let begin = begin.clamp(self.begin, self.end());
+        let end = end.clamp(begin, self.end());
+        self.file.seek(SeekFrom::Start(begin - self.begin))?;
+        let mut lines = BufReader::new(self.file.take(end - begin));
+        let mut first_line = begin;
+        if begin > self.begin {
+            // The next page, which is older, ends with the line that begins further ahead.
+            first_line += lines.read_until(b'\n', &mut Vec::new())? as u64;
         }
-        let mut next = begin;
-        let lines = reader.into_iter().flat_map(|reader| reader.split(b'\n')).map_while(Result::ok);
-        let accounts = lines.filter_map(move |line| {
-            let offset = next;
+        let mut next = first_line;
+        let accounts = lines.split(b'\n').map_while(Result::ok).filter_map(move |line| {
+            let position = next;
             next += line.len() as u64 + 1;
-            Some((offset, serde_json::from_slice(&line).ok()?))
+            Some((position, serde_json::from_slice(&line).ok()?))
         });
-        Ok((begin, accounts))
+        Ok((first_line, accounts))
     }
 }
 
-/// Whether the file ends within a line.
-fn ends_torn(file: &mut std::fs::File) -> io::Result<bool> {
-    if file.metadata()?.len() == 0 {
+/// Whether a file of this length ends within a line.
+fn ends_torn(file: &mut File, len: u64) -> io::Result<bool> {
+    if len == 0 {
         return Ok(false);
     }
     let mut last = [0];
@@ -269,48 +351,93 @@ mod tests {
     fn accounts_are_found_by_user_and_time_and_torn_lines_are_skipped() {
         let dir = tempfile::tempdir().unwrap();
         let accounting = Accounting::new(dir.path());
-        assert_eq!((accounting.last_order().unwrap(), jobs(&accounting, &Query::default())), (0, vec![]));
-        for (order, uid) in [(1, 7), (2, 8)] {
-            accounting.append(&account(order, uid)).unwrap();
-        }
+        assert_eq!(jobs(&accounting, &Query::default()), [0; 0]);
+        accounting.append(&[account(1, 7), account(2, 8)]).unwrap();
         let file = dir.path().join(FILE);
         let whole = fs_err::read_to_string(&file).unwrap();
         fs_err::write(&file, format!("{whole}{}", "{\"order\":3,\"jo")).unwrap();
-        assert_eq!(accounting.last_order().unwrap(), 2);
-        accounting.append(&account(3, 7)).unwrap();
-        assert_eq!(accounting.last_order().unwrap(), 3);
+        assert_eq!(accounting.ids().unwrap(), [1, 2].into());
+        accounting.append(&[account(3, 7)]).unwrap();
+        assert_eq!(accounting.ids().unwrap(), [1, 2, 3].into());
         let all = accounting.query(&Query::default()).unwrap().accounts;
         assert_eq!(all.iter().map(|it| it.cpu_seconds).collect::<Vec<_>>(), [None, Some(5.0), None]);
         assert_eq!(all[0].state(), NodeJobState::Done);
-        assert_eq!(jobs(&accounting, &Query { uid: Some(7), ..Query::default() }), [1, 3]);
+        let of = |uid, name: &str| Query { owner: Some((uid, name.into())), ..Query::default() };
+        assert_eq!(jobs(&accounting, &of(7, "u7")), [1, 3]);
+        assert_eq!(jobs(&accounting, &of(7, "new")), [0; 0], "the user id was given to another user");
         for user in ["u7", "7"] {
             assert_eq!(jobs(&accounting, &Query { user: Some(user.into()), ..Query::default() }), [1, 3]);
         }
         assert_eq!(jobs(&accounting, &Query { since: 2000, ..Query::default() }), [2, 3]);
         assert_eq!(jobs(&accounting, &Query { limit: 1, ..Query::default() }), [3]);
     }
+
+    /// The ids on all pages from `before` on, newest first.
+    fn all_pages(accounting: &Accounting, query: &Query, bytes: u64) -> Vec<u64> {
+        let (mut found, mut before) = (Vec::new(), query.before);
+        loop {
+            let page = accounting.page(&Query { before, ..query.clone() }, bytes).unwrap();
+            found.extend(page.accounts.iter().rev().map(|account| account.id));
+            assert!(page.older.is_none_or(|older| before.is_none_or(|before| older < before)));
+            before = page.older;
+            if before.is_none() {
+                return found;
+            }
+        }
+    }
+
     #[test]
     fn pages_follow_each_other_to_the_oldest_account() {
         let dir = tempfile::tempdir().unwrap();
         let accounting = Accounting::new(dir.path());
-        (1..=25).for_each(|order| accounting.append(&account(order, order as u32 % 2)).unwrap());
-        for uid in [None, Some(0)] {
-            let (mut found, mut before) = (Vec::new(), None);
-            loop {
-                let page = accounting.query(&Query { limit: 4, uid, before, ..Query::default() }).unwrap();
-                found.extend(page.accounts.iter().rev().map(|account| account.id));
-                before = page.older;
-                if before.is_none() {
-                    break;
-                }
+        let path = |name: &str| dir.path().join(name);
+        for order in 1..=25 {
+            accounting.append(&[account(order, order as u32 % 2)]).unwrap();
+            if order == 8 || order == 9 {
+                fs_err::rename(path(FILE), path(&format!("{FILE}.{}", 10 - order))).unwrap();
             }
-            let expected: Vec<u64> = (1..=25).rev().filter(|order| uid.is_none() || order % 2 == 0).collect();
-            assert_eq!(found, expected);
         }
-        // A file larger than what is read at a time.
-        let (begin, accounts) = accounting.read(None, 1000).unwrap();
-        let newest: Vec<_> = accounts.map(|(_, account)| account.order).collect();
-        let older: Vec<_> = accounting.read(Some(begin), 1 << 20).unwrap().1.map(|it| it.1.order).collect();
-        assert_eq!([older, newest].concat(), (1..=25).collect::<Vec<_>>());
+        for owner in [None, Some((0, "u0".to_owned()))] {
+            let is_wanted = |order: &u64| owner.is_none() || order.is_multiple_of(2);
+            let expected: Vec<u64> = (1..=25).rev().filter(is_wanted).collect();
+            // Also files larger than what is read at a time.
+            for bytes in [MAX_READ_BYTES, 1000] {
+                let query = Query { limit: 4, owner: owner.clone(), ..Query::default() };
+                assert_eq!(all_pages(&accounting, &query, bytes), expected);
+            }
+        }
+    }
+
+    #[test]
+    fn pages_go_on_where_they_were_if_files_are_rotated_in_between() {
+        let dir = tempfile::tempdir().unwrap();
+        let accounting = Accounting::new(dir.path());
+        let rename =
+            |from: &str, to: &str| fs_err::rename(dir.path().join(from), dir.path().join(to)).unwrap();
+        let append = |order| accounting.append(&[account(order, 7)]).unwrap();
+        (1..=3).for_each(append);
+        rename(FILE, "accounting.jsonl.1");
+        (4..=9).for_each(append);
+        let query = Query { limit: 2, ..Query::default() };
+        let page = accounting.query(&query).unwrap();
+        assert_eq!(page.accounts.iter().map(|account| account.id).collect::<Vec<_>>(), [8, 9]);
+        rename("accounting.jsonl.1", "accounting.jsonl.2.gz");
+        rename(FILE, "accounting.jsonl.1");
+        append(10);
+        let query = Query { before: page.older, ..query };
+        assert_eq!(all_pages(&accounting, &query, MAX_READ_BYTES), [7, 6, 5, 4]);
+    }
+
+    #[test]
+    fn rotated_files_are_read_and_their_jobs_are_known() {
+        let dir = tempfile::tempdir().unwrap();
+        let accounting = Accounting::new(dir.path());
+        for (job, name) in [(1, "accounting.jsonl.2.gz"), (2, "accounting.jsonl.1"), (3, FILE)] {
+            accounting.append(&[account(job, 7)]).unwrap();
+            fs_err::rename(dir.path().join(FILE), dir.path().join(name)).unwrap();
+        }
+        fs_err::write(dir.path().join("accounting.json"), "{\"job\":9}\n").unwrap();
+        assert_eq!(accounting.ids().unwrap(), [2, 3].into());
+        assert_eq!(jobs(&accounting, &Query::default()), [2, 3]);
     }
 }

@@ -131,7 +131,7 @@ impl NodeHandle {
         account: Account,
         submission: Submit,
     ) -> Result<Submission, CommandError> {
-        self.send(caller, |reply| Command::Submit {
+        self.send(caller.uid, |reply| Command::Submit {
             caller,
             account,
             submission: Box::new(submission),
@@ -142,12 +142,12 @@ impl NodeHandle {
 
     /// Cancels a job; with `force`, a running one is killed at once.
     pub async fn cancel(&self, caller: Caller, job: u64, force: bool) -> Result<Job, CommandError> {
-        self.send(caller, |reply| Command::Cancel { caller, job, force, reply }).await
+        self.send(caller.uid, |reply| Command::Cancel { caller, job, force, reply }).await
     }
 
     /// Holds or releases a queued job, or changes its priority.
     pub async fn update(&self, caller: Caller, update: Update) -> Result<Job, CommandError> {
-        self.send(caller, |reply| Command::Update { caller, update, reply }).await
+        self.send(caller.uid, |reply| Command::Update { caller, update, reply }).await
     }
 
     /// Takes the node or these GPUs out of service, or with `undo` puts them back.
@@ -158,7 +158,7 @@ impl NodeHandle {
         undo: bool,
         reason: String,
     ) -> Result<NodeStatus, CommandError> {
-        self.send(caller, |reply| Command::Drain { caller, gpus, undo, reason, reply }).await
+        self.send(caller.uid, |reply| Command::Drain { caller, gpus, undo, reason, reply }).await
     }
 
     /// Examines idle GPUs and drains those that fail. The first message says which, the last one has the results.
@@ -167,15 +167,11 @@ impl NodeHandle {
         caller: Caller,
         examine: Examine,
     ) -> Result<mpsc::Receiver<ExamineReply>, CommandError> {
-        self.send(caller, |reply| Command::Examine { caller, examine, reply }).await
+        self.send(caller.uid, |reply| Command::Examine { caller, examine, reply }).await
     }
 
-    async fn send<T>(
-        &self,
-        caller: Caller,
-        command: impl FnOnce(Reply<T>) -> Command,
-    ) -> Result<T, CommandError> {
-        let _turn = self.turns.wait(caller.uid).await;
+    async fn send<T>(&self, uid: u32, command: impl FnOnce(Reply<T>) -> Command) -> Result<T, CommandError> {
+        let _turn = self.turns.wait(uid).await;
         let shutting_down = || CommandError::Unavailable("the daemon is shutting down".into());
         let (reply, result) = oneshot::channel();
         self.commands.send(command(reply)).await.map_err(|_| shutting_down())?;

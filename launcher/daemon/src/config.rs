@@ -10,6 +10,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use xlaunch_proto::spec::Invalid;
 
+use super::trusted_path;
 use super::web::Listen;
 use xlaunch_agent::config::{ConfigError, keys};
 
@@ -204,6 +205,10 @@ pub(crate) fn file(path: Option<&Path>) -> Option<PathBuf> {
 }
 
 fn read(file: &Path, must_exist: bool) -> Result<DaemonConfig, ConfigError> {
+    // It names programs that the daemon runs, and who may do what.
+    if let Err(error) = trusted_path::check(file) {
+        return Err(ConfigError::unreadable(file, &error));
+    }
     match fs_err::read_to_string(file) {
         Ok(text) => parse(file, &text),
         Err(error) if error.kind() == io::ErrorKind::NotFound && !must_exist => Ok(DaemonConfig::default()),

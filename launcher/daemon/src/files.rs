@@ -11,6 +11,7 @@
 //!         status.pb             the last StatusReply
 //!         result.json           JobResult; written last, atomically
 //!         logs/attempt_<n>/<local rank>/
+//! <state>/ids                   which job ids may have been given out; see [`crate::ids`]
 //! <state>/arrays/<id>.json      the submission of an array, by its first job: `job.json` for all of its jobs
 //! <state>/trash/                directories of forgotten jobs, until they are removed
 //! ```
@@ -24,7 +25,7 @@
 
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt, chown};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 
 use prost::Message;
@@ -40,6 +41,7 @@ use super::measured::Usage;
 use super::safe_open;
 use super::state::Element;
 use super::trash::Trash;
+use super::trusted_path;
 
 /// Version of the files between daemon and agent. 2: a command is a `CommandSpec`, not a command line. 3: the agent
 /// waits for its description and does not take on the job's environment.
@@ -99,6 +101,27 @@ pub struct AgentRecord {
     pub start: u32,
     /// `None` if it runs in a unit of systemd.
     pub process: Option<ProcessId>,
+    /// UUIDs of the GPUs that the job holds.
+    #[serde(default)]
+    pub gpus: Vec<String>,
+    /// [`boot_id`](crate::boot_id) when it started; empty in records of version 0.2.
+    #[serde(default)]
+    pub boot: String,
+    /// When it started, in milliseconds since 1970.
+    #[serde(default)]
+    pub at: u64,
+}
+
+/// A job's directory, as far as it tells about a job that the journal does not know.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct FoundDir {
+    /// The owner of what its user can write.
+    pub(crate) uid: u32,
+    pub(crate) gid: u32,
+    /// Its submission, unless it has ended or belongs to an array.
+    pub(crate) description: Option<Description>,
+    /// The agent of its newest start.
+    pub(crate) agent: Option<AgentRecord>,
 }
 
 /// Identifies a process: its id alone may be used again.
@@ -235,8 +258,26 @@ impl JobDirs {
 
     /// The agent of this start, if it was recorded.
     pub(crate) fn agent_record(&self, job: u64, start: u32) -> Option<AgentRecord> {
+        self.newest_agent(job).filter(|record| record.start == start)
+    }
+
+    /// The agent of the newest start, if it was recorded.
+    pub(crate) fn newest_agent(&self, job: u64) -> Option<AgentRecord> {
         let bytes = fs_err::read(self.job(job).join(AGENT_RECORD)).ok()?;
-        serde_json::from_slice(&bytes).ok().filter(|record: &AgentRecord| record.start == start)
+        serde_json::from_slice(&bytes).ok()
+    }
+
+    /// What the job's directory tells; `None` if it is incomplete.
+    pub(crate) fn found(&self, job: u64) -> Option<FoundDir> {
+        // The user owns this directory and cannot replace it: it is in one of the daemon's.
+        let agent = fs_err::symlink_metadata(self.agent(job)).ok().filter(std::fs::Metadata::is_dir)?;
+        let description = fs_err::read(self.job(job).join("job.json")).ok();
+        Some(FoundDir {
+            uid: agent.uid(),
+            gid: agent.gid(),
+            description: description.and_then(|bytes| serde_json::from_slice(&bytes).ok()),
+            agent: self.newest_agent(job),
+        })
     }
 
     /// Whether the agent of this start has received its description.
@@ -288,7 +329,10 @@ impl JobDirs {
 fn open_or_create(dir: &Path, mode: u32) -> io::Result<()> {
     match std::fs::DirBuilder::new().mode(mode).create(dir) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
-        _ => std::fs::set_permissions(dir, std::fs::Permissions::from_mode(mode)),
+        _ => {
+            trusted_path::check(dir)?;
+            std::fs::set_permissions(dir, std::fs::Permissions::from_mode(mode))
+        }
     }
 }
 
@@ -386,7 +430,7 @@ mod tests {
         dirs.create(&description(1), own().0, own().1).unwrap();
         assert_eq!(dirs.agent_record(1, 1), None);
         let process = Some(ProcessId { pid: 5, started: 6, boot: "b".into() });
-        let record = AgentRecord { start: 1, process };
+        let record = AgentRecord { start: 1, process, gpus: vec!["GPU-a".into()], boot: "b".into(), at: 7 };
         dirs.record_agent(1, &record).unwrap();
         assert_eq!((dirs.agent_record(1, 1), dirs.agent_record(1, 2)), (Some(record), None));
         assert!(!dirs.has_begun(1, 1));
@@ -396,6 +440,25 @@ mod tests {
         let sent: Description = serde_json::from_slice(&sent).unwrap();
         assert_eq!((sent.start, sent.gpus), (2, vec!["GPU-a".to_string()]));
         assert_eq!(sent.environment, [b"A=\xff".to_vec()]);
+    }
+
+    #[test]
+    fn directory_tells_about_a_job_that_the_journal_does_not_know() {
+        let state = tempfile::tempdir().unwrap();
+        let dirs = JobDirs::open(state.path()).unwrap();
+        assert_eq!(dirs.found(1), None);
+        let (uid, gid) = own();
+        dirs.create(&description(1), uid, gid).unwrap();
+        let found = dirs.found(1).unwrap();
+        assert_eq!(found, FoundDir { uid, gid, description: Some(description(1)), agent: None });
+        // As an agent of version 0.2 was recorded.
+        write(&state.path().join("jobs/1"), AGENT_RECORD, br#"{"start":3,"process":null}"#).unwrap();
+        assert_eq!(
+            dirs.found(1).unwrap().agent.map(|agent| (agent.start, agent.boot)),
+            Some((3, String::new()))
+        );
+        dirs.remove_submission(1).unwrap();
+        assert_eq!(dirs.found(1).unwrap().description, None);
     }
 
     #[test]
@@ -453,7 +516,8 @@ mod tests {
         let state = tempfile::tempdir().unwrap();
         let dirs = JobDirs::open(state.path()).unwrap();
         dirs.create(&description(1), own().0, own().1).unwrap();
-        dirs.record_agent(1, &AgentRecord { start: 1, process: None }).unwrap();
+        let (gpus, boot) = (Vec::new(), String::new());
+        dirs.record_agent(1, &AgentRecord { start: 1, process: None, gpus, boot, at: 0 }).unwrap();
         let mode = |path: PathBuf| fs_err::metadata(path).unwrap().permissions().mode() & 0o777;
         let dir = state.path().join("jobs/1");
         let names = ["job.json", "agent.json", "agent"];

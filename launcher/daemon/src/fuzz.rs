@@ -52,7 +52,7 @@ impl Node {
 /// Resolves and admits a submission as the manager does. Returns the job for the journal and for its directory.
 pub fn submit(
     history: &History,
-    caller: Caller,
+    caller: &Caller,
     submission: Submit,
     node: Node,
 ) -> Result<(Submitted, Description), CommandError> {

@@ -23,6 +23,7 @@ pub mod files;
 #[doc(hidden)]
 pub mod fuzz;
 pub(crate) mod gpus;
+mod ids;
 pub(crate) mod journal;
 pub(crate) mod manager;
 pub mod measured;
@@ -35,6 +36,7 @@ pub mod state;
 mod submission;
 mod tasks;
 mod trash;
+mod trusted_path;
 pub mod users;
 pub mod view;
 pub(crate) mod web;

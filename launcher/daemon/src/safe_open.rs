@@ -37,7 +37,8 @@ pub(super) fn open_below(dir: &OwnedFd, path: &Path, uid: u32) -> io::Result<Fil
         return Err(refused("is not a regular file"));
     }
     if found.st_uid != uid {
-        return Err(refused(&format!("belongs to user {}", found.st_uid)));
+        // Not whose it is: the caller may have linked a file here that it could not inspect.
+        return Err(refused("does not belong to the job's user"));
     }
     Ok(file.into())
 }

@@ -60,7 +60,7 @@ pub(super) fn job(
             });
             job.reason = match cancelled {
                 _ if *over_limit => submitted.limit_reached(),
-                Some(uid) => format!("cancelled by user {}", jobs.user_label(*uid)),
+                Some(by) => format!("cancelled by user {}", jobs.user_label(by.uid, &by.user)),
                 None => String::new(),
             };
             job.time_limit_unix_ms = reached_at(submitted, *at).unwrap_or(0);
@@ -177,7 +177,7 @@ mod tests {
         jobs.apply(Record::Starting { job: 9, start: 1, gpus: Vec::new(), boot: String::new(), at: 0 });
         let message = |jobs: &Jobs| job(jobs, &jobs.jobs[&9], None, 0, None);
         assert_eq!(message(&jobs).reason, "");
-        jobs.apply(Record::Cancelled { job: 9, uid: 0, at: 0 });
+        jobs.apply(Record::Cancelled { job: 9, uid: 0, user: String::new(), at: 0 });
         assert_eq!(
             (message(&jobs).state(), message(&jobs).reason),
             (NodeJobState::Stopping, "cancelled by user root".into())

@@ -17,3 +17,41 @@ pub(crate) fn find(uid: u32) -> io::Result<Option<Account>> {
     let user = User::from_uid(Uid::from_raw(uid))?;
     Ok(user.map(|user| Account { name: user.name, gid: user.gid.as_raw() }))
 }
+
+/// A user in messages: the name, or the number of one without an account. Blocks.
+pub(crate) fn label(uid: u32) -> String {
+    find(uid).ok().flatten().map_or_else(|| uid.to_string(), |account| account.name)
+}
+
+/// Why a user id does not belong to the user of this name any more, if that is so: user ids are given to others when
+/// accounts are removed. A job of version 0.1 has no name; for it any account will do.
+pub(crate) fn mismatch(uid: u32, user: &str, found: Option<&Account>) -> Option<String> {
+    match found {
+        None if user.is_empty() => Some(format!("user id {uid} has no account on this node")),
+        None => Some(format!("user id {uid} has no account on this node any more; it was that of `{user}`")),
+        Some(account) if user.is_empty() || account.name == user => None,
+        Some(Account { name, .. }) => Some(format!(
+            "user id {uid} belonged to `{user}` when the job was submitted, and belongs to `{name}` now"
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn user_id_that_was_given_to_another_user_is_a_mismatch() {
+        let bob = Account { name: "bob".into(), gid: 1 };
+        assert_eq!(mismatch(1001, "bob", Some(&bob)), None);
+        assert_eq!(mismatch(1001, "", Some(&bob)), None, "a job of version 0.1");
+        let given = mismatch(1001, "anna", Some(&bob)).unwrap();
+        assert!(given.contains("belonged to `anna`") && given.contains("belongs to `bob` now"), "{given}");
+        assert!(mismatch(1001, "anna", None).unwrap().contains("no account on this node any more"));
+    }
+
+    #[test]
+    fn user_is_called_by_name_or_number() {
+        assert_eq!((label(0).as_str(), label(3_999_999_999).as_str()), ("root", "3999999999"));
+    }
+}

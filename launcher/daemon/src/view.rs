@@ -2,6 +2,7 @@
 //!
 //! It contains the jobs of all users. Each reader restricts it to what its caller may see ([`Caller::may_see`]).
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -64,16 +65,24 @@ pub fn has_ended(state: NodeJobState) -> bool {
 }
 
 /// The user who makes a call, by the credentials of the connection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Caller {
     pub uid: u32,
+    /// The name that this user id has now; empty if it has no account.
+    pub name: Cow<'static, str>,
     /// Root, the daemon's own user, or a member of `daemon.admin_group`.
     pub admin: bool,
 }
 
 impl Caller {
-    /// Whether the caller may see and cancel the jobs of this user.
-    pub fn may_see(&self, uid: u32) -> bool {
-        self.admin || self.uid == uid
+    /// Whether the caller may see and cancel the jobs that a user with this id and name has submitted. An id is given
+    /// to another user when its account is removed. Jobs of version 0.1 have no name.
+    pub fn may_see(&self, uid: u32, user: &str) -> bool {
+        self.admin || (self.uid == uid && (user.is_empty() || self.name == user))
+    }
+
+    /// The caller in messages: the name, or the number of one without an account.
+    pub(crate) fn label(&self) -> Cow<'_, str> {
+        if self.name.is_empty() { self.uid.to_string().into() } else { (*self.name).into() }
     }
 }

@@ -7,7 +7,8 @@ use xlaunch_tests::{Node, requirements, wait_for};
 xlaunch_harness::tests! {
     cancelled_submissions_are_forgotten_at_once,
     history_has_exit_code_and_usage_of_forgotten_jobs,
-    account_that_a_killed_daemon_has_not_written_is_written_at_the_next_start;
+    account_that_a_killed_daemon_has_not_written_is_written_at_the_next_start,
+    job_is_in_the_accounting_file_once_whatever_fails;
     needs requirements::root:
     users_see_their_own_history_only;
 }
@@ -94,4 +95,37 @@ fn users_see_their_own_history_only() {
     assert_eq!(node.run_as_nobody(&dir, &["history", "--user", "root"]).stdout, "no jobs\n");
     assert_eq!(history(&node, &["--user", "nobody"]).len(), 1);
     assert_eq!(history(&node, &[]).len(), 2);
+}
+
+/// The ids in an accounting file, in order.
+fn accounted(node: &Node, name: &str) -> Vec<u64> {
+    let text = std::fs::read_to_string(node.state_dir().join(name)).unwrap_or_default();
+    text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()?["job"].as_u64()).collect()
+}
+
+fn job_is_in_the_accounting_file_once_whatever_fails() {
+    let mut node = Node::new("");
+    let file = node.state_dir().join("accounting.jsonl");
+    let end = |node: &Node| {
+        let job = node.submit_shell("true");
+        node.wait(job, "done");
+        job
+    };
+    let first = end(&node);
+    wait_for("the first account", || (accounted(&node, "accounting.jsonl") == [first]).then_some(()));
+    // Rotated and compressed by the operator: the daemon cannot read it any more.
+    std::fs::rename(&file, node.state_dir().join("accounting.jsonl.1.gz")).unwrap();
+    node.kill_and_restart_daemon();
+    let second = end(&node);
+    wait_for("the second account", || (accounted(&node, "accounting.jsonl") == [second]).then_some(()));
+    // Accounts that cannot be written are written later.
+    std::fs::rename(&file, node.state_dir().join("accounting.jsonl.1")).unwrap();
+    std::fs::create_dir(&file).unwrap();
+    let third = end(&node);
+    std::fs::remove_dir(&file).unwrap();
+    let fourth = end(&node);
+    wait_for("both accounts", || (accounted(&node, "accounting.jsonl") == [third, fourth]).then_some(()));
+    node.kill_and_restart_daemon();
+    assert_eq!(accounted(&node, "accounting.jsonl"), [third, fourth]);
+    assert_eq!(history(&node, &[]).len(), 3, "with the file that was rotated last");
 }

@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod crashes;
+mod damage;
 mod examinations;
 mod full_disk;
 mod gpus;
@@ -19,6 +20,6 @@ mod users;
 
 xlaunch_harness::suite! {
     threads_per_core 3;
-    modules crashes, examinations, full_disk, gpus, history, hooks, hostile, hostile_actions, jobs, load, page,
+    modules crashes, damage, examinations, full_disk, gpus, history, hooks, hostile, hostile_actions, jobs, load, page,
         restarts, scheduling, users;
 }

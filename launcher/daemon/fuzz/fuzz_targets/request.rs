@@ -4,6 +4,7 @@
 
 mod patch;
 
+use std::borrow::Cow;
 use std::sync::LazyLock;
 use std::time::Duration;
 
@@ -148,7 +149,7 @@ fuzz_target!(|input: Input<'_>| {
             allow_commands: input.allow_commands,
             max_grace: Duration::from_secs(120),
         };
-        admitted(submission, Caller { uid: 1000, admin: input.admin }, node);
+        admitted(submission, &Caller { uid: 1000, name: Cow::Borrowed(""), admin: input.admin }, node);
     }
 });
 
@@ -158,7 +159,7 @@ fn checked<M: Message + Default, T: TryFrom<M, Error: std::fmt::Display>>(bytes:
     checked.inspect_err(|error| assert!(error.len() <= MAX_REFUSAL_BYTES, "{error}")).ok()
 }
 
-fn admitted(submission: Submit, caller: Caller, node: Node) {
+fn admitted(submission: Submit, caller: &Caller, node: Node) {
     assert!((1..=64).contains(&submission.request_id.len()) && submission.name.len() <= 256);
     assert!(submission.environment.iter().map(|variable| variable.len() + 1).sum::<usize>() <= 256 << 10);
     assert!(submission.scheduling.array_indices.len() <= 1000 && submission.scheduling.after.len() <= 100);

@@ -35,6 +35,8 @@ use crate::files::{AgentRecord, JobDirs, JobResult, StartOptions, is_full};
 use crate::measured::Usage;
 use crate::runtime::Stop;
 use crate::state::limits::AGENT_STOP_MARGIN;
+use crate::users;
+use xlaunch_agent::clock::unix_ms;
 use xlaunch_agent::registry::SOCKET;
 
 /// Time for an agent to take its description. Longer than it waits for a full disk before it gives up.
@@ -55,6 +57,8 @@ pub(crate) struct JobStart {
     pub(crate) start: u32,
     pub(crate) name: String,
     pub(crate) uid: u32,
+    /// The name of the user who submitted it; empty if it is unknown.
+    pub(crate) user: String,
     pub(crate) options: StartOptions,
     /// Device nodes of these GPUs; `None` on a node without GPUs.
     pub(crate) gpu_nodes: Option<Vec<PathBuf>>,
@@ -129,6 +133,9 @@ type Input = (pipe::Sender, Vec<u8>);
 
 impl Follower {
     async fn start_and_watch(&self) -> AgentEvent {
+        if let Some(reason) = self.account_problem().await {
+            return AgentEvent::NotStarted(Some(reason));
+        }
         let prolog = self.hooks.run(Moment::Prolog, &self.job_start.facts, &self.starter).await;
         let last = match prolog {
             Err(reason) if self.hooks.is_prolog_of_node() => AgentEvent::PrologFailed(reason),
@@ -144,6 +151,26 @@ impl Follower {
         };
         self.epilog().await;
         last
+    }
+
+    /// Why the job must not start as its user: the user id has no account any more, or that of another user. Asks again
+    /// while the user database does not answer.
+    async fn account_problem(&self) -> Option<String> {
+        let JobStart { job, uid, user, .. } = &self.job_start;
+        let uid = *uid;
+        loop {
+            let found = tokio::task::spawn_blocking(move || users::find(uid)).await;
+            match found.map_err(io::Error::other).flatten() {
+                Ok(account) => return users::mismatch(uid, user, account.as_ref()),
+                Err(error) => warn!(job, "failed to look up user id {uid} of job {job}, retrying: {error}"),
+            }
+            tokio::select! {
+                () = tokio::time::sleep(FOLLOW_RETRY_DELAY) => {}
+                () = self.stop_requested(Stop::Ask) => {
+                    return Some(format!("the user database does not answer for user id {uid}"));
+                }
+            }
+        }
     }
 
     async fn adopt_and_watch(&self) -> AgentEvent {
@@ -190,7 +217,8 @@ impl Follower {
         let agent_start =
             AgentStart { job, name, uid, dir, gpus, gpu_nodes, shutdown_timeout, cpus, memory, max_tasks };
         let (agent, pipe) = self.starter.start(&agent_start).await?;
-        let record = AgentRecord { start, process: agent.process() };
+        let (process, gpus, boot) = (agent.process(), options.gpus.clone(), crate::boot_id());
+        let record = AgentRecord { start, process, gpus, boot, at: unix_ms() };
         if let Err(error) = self.dirs.record_agent(job, &record) {
             // It has no description, so this loses nothing.
             drop(pipe);
@@ -430,5 +458,38 @@ impl Client {
             self.connected = None;
         }
         stopped
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The account of the job's user was removed, and its id was given to another user.
+    #[tokio::test(flavor = "multi_thread")]
+    async fn job_does_not_start_as_another_user_who_got_the_user_id() {
+        let state = tempfile::tempdir().unwrap();
+        let dirs = JobDirs::open(state.path()).unwrap();
+        let (events, mut received) = mpsc::channel(8);
+        let job_start = JobStart {
+            job: 1,
+            start: 1,
+            name: "n".into(),
+            uid: rustix::process::getuid().as_raw(),
+            user: "removed-user".into(),
+            options: StartOptions::default(),
+            gpu_nodes: None,
+            shutdown_timeout: Duration::ZERO,
+            facts: Facts::default(),
+            cpus: None,
+            memory: None,
+            max_tasks: 1000,
+        };
+        let (starter, hooks) = (Arc::new(AgentStarter::Detached), Arc::default());
+        let setup = FollowSetup { dirs, starter, hooks, events };
+        let (stop, warning) = (watch::Sender::new(Stop::No), watch::Sender::new(None));
+        follow(job_start, true, setup, stop.subscribe(), warning.subscribe()).await;
+        let Some((1, AgentEvent::NotStarted(Some(reason)))) = received.recv().await else { panic!() };
+        assert!(reason.contains("belonged to `removed-user`") || reason.contains("no account"), "{reason}");
     }
 }

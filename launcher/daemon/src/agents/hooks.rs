@@ -24,6 +24,7 @@ use super::unit::Unit;
 use super::{AgentStarter, user_to_switch_to};
 use crate::config::{HooksSection, RunAs, check};
 use crate::state::{Entry, Phase};
+use crate::{trusted_path, users};
 use xlaunch_agent::spawn::sys;
 use xlaunch_proto::labels::{kind, node_job_state};
 use xlaunch_proto::v1::JobKind;
@@ -69,6 +70,7 @@ impl Moment {
 pub(crate) struct Facts {
     job: u64,
     uid: u32,
+    user: String,
     variables: Vec<(&'static str, String)>,
 }
 
@@ -102,7 +104,7 @@ impl Facts {
         // Users choose some of these texts.
         variables.iter_mut().for_each(|(_, value)| value.retain(|letter| !letter.is_control()));
         variables.extend(former_names(&variables));
-        Self { job: submitted.job, uid: submitted.uid, variables }
+        Self { job: submitted.job, uid: submitted.uid, user: submitted.user.clone(), variables }
     }
 }
 
@@ -131,7 +133,9 @@ pub(crate) struct HookStart {
 impl HooksSection {
     /// Whether a failure of the prolog is the node's, not the job's.
     pub(crate) fn is_prolog_of_node(&self) -> bool {
-        let cannot_run = || self.prolog.as_deref().and_then(check::problem_of).is_some();
+        let is_unusable =
+            |program: &Path| check::problem_of(program).is_some() || trusted_path::check(program).is_err();
+        let cannot_run = || self.prolog.as_deref().is_some_and(is_unusable);
         self.prolog_as == RunAs::Root || cannot_run()
     }
 
@@ -151,6 +155,18 @@ impl HooksSection {
             Moment::OnEnd => (&self.on_end, self.on_end_as),
         };
         let Some(program) = program else { return Ok(()) };
+        let failed = |what: String| format!("the node's {} {what}", moment.name());
+        // Again at each run: it may have been replaced since the daemon was started.
+        trusted_path::check(program).map_err(|error| failed(format!("failed to start: {error}")))?;
+        if run_as == RunAs::User {
+            let (uid, user) = (facts.uid, facts.user.clone());
+            let found = tokio::task::spawn_blocking(move || users::find(uid)).await;
+            let account = found.map_err(io::Error::other).flatten();
+            let account = account.map_err(|error| failed(format!("failed to start: {error}")))?;
+            if let Some(problem) = users::mismatch(uid, &user, account.as_ref()) {
+                return Err(failed(format!("did not run: {problem}")));
+            }
+        }
         let mut environment = vec![("PATH", HOOK_PATH.to_owned())];
         environment.extend(facts.variables.iter().cloned());
         let hook = HookStart {
@@ -161,7 +177,6 @@ impl HooksSection {
             environment,
             timeout: self.timeout.0,
         };
-        let failed = |what: String| format!("the node's {} {what}", moment.name());
         match starter {
             AgentStarter::Detached => run_detached(&hook).await,
             AgentStarter::Systemd(bus) => {
@@ -261,5 +276,16 @@ mod tests {
         let hooks = HooksSection { prolog: Some("/no/such".into()), ..HooksSection::default() };
         let missing = hooks.run(Moment::Prolog, &ended(), &AgentStarter::Detached).await.unwrap_err();
         assert!(missing.contains("failed to start: /no/such"), "{missing}");
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn hook_that_others_can_change_does_not_run() {
+        let dir = tempfile::tempdir().unwrap();
+        let (program, ran) = (dir.path().join("hook"), dir.path().join("ran"));
+        std::fs::write(&program, format!("#!/bin/sh\ntouch {}\n", ran.display())).unwrap();
+        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o777)).unwrap();
+        let hooks = HooksSection { prolog: Some(program), ..HooksSection::default() };
+        let refused = hooks.run(Moment::Prolog, &ended(), &AgentStarter::Detached).await.unwrap_err();
+        assert!(refused.contains("can be changed by other users") && !ran.exists(), "{refused}");
     }
 }

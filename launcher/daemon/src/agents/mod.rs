@@ -30,7 +30,7 @@ use tokio::net::unix::pipe;
 
 use self::process::AgentProcess;
 use self::unit::Unit;
-use crate::files::AgentRecord;
+use crate::files::{AgentRecord, JobDirs};
 use crate::measured::Usage;
 use crate::users::{self, Account};
 use xlaunch_agent::spawn::sys;
@@ -117,6 +117,22 @@ impl AgentStarter {
                 Ok(unit.map(Agent::Unit))
             }
             (Self::Detached, None) => Ok(None),
+        }
+    }
+}
+
+impl AgentStarter {
+    /// The jobs in these directories whose units run, with the users as whom they run. Processes are found through
+    /// their records.
+    ///
+    /// # Errors
+    /// The system manager does not answer, so that nothing is known.
+    pub(crate) async fn running_units(&self, dirs: &JobDirs) -> io::Result<Vec<(u64, u32)>> {
+        match self {
+            Self::Detached => Ok(Vec::new()),
+            Self::Systemd(bus) => unit::running(bus, |job| dirs.agent(job))
+                .await
+                .map_err(|error| io::Error::other(format!("failed to list the units of jobs: {error}"))),
         }
     }
 }

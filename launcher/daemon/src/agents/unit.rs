@@ -6,7 +6,7 @@
 
 use std::fmt::Display;
 use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::process::Signal;
@@ -48,6 +48,10 @@ const SHARED_DEVICES: [&str; 10] = [
 /// An `ExecStart=`: program, arguments, whether to ignore a failure.
 type Exec<'a> = (&'a str, Vec<&'a str>, bool);
 type Property<'a> = (&'static str, Variant<'a>);
+/// A unit in a list: its name comes first.
+type Listed = (String, String, String, String, String, String, OwnedObjectPath, u32, String, OwnedObjectPath);
+/// An `ExecStart=` with its last run: its arguments come second.
+type ExecStarted = (String, Vec<String>, bool, u64, u64, u64, u64, u32, i32, i32);
 
 #[proxy(
     interface = "org.freedesktop.systemd1.Manager",
@@ -64,6 +68,8 @@ trait Manager {
     ) -> zbus::Result<OwnedObjectPath>;
 
     fn get_unit(&self, name: &str) -> zbus::Result<OwnedObjectPath>;
+
+    fn list_units_by_patterns(&self, states: &[&str], patterns: &[&str]) -> zbus::Result<Vec<Listed>>;
 
     fn kill_unit(&self, name: &str, who: &str, signal: i32) -> zbus::Result<()>;
 
@@ -86,6 +92,12 @@ trait UnitState {
 trait Service {
     #[zbus(property(emits_changed_signal = "false"), name = "MainPID")]
     fn main_pid(&self) -> zbus::Result<u32>;
+
+    #[zbus(property(emits_changed_signal = "false"))]
+    fn user(&self) -> zbus::Result<String>;
+
+    #[zbus(property(emits_changed_signal = "false"))]
+    fn exec_start(&self) -> zbus::Result<Vec<ExecStarted>>;
 
     #[zbus(property(emits_changed_signal = "false"))]
     fn result(&self) -> zbus::Result<String>;
@@ -115,6 +127,31 @@ pub(crate) struct Unit {
 
 fn name(job: u64) -> String {
     format!("xlaunch-job-{job}.service")
+}
+
+fn job_of(name: &str) -> Option<u64> {
+    name.strip_prefix("xlaunch-job-")?.strip_suffix(".service")?.parse().ok()
+}
+
+/// The jobs whose units run an agent in the directory that `dir` gives, with the user ids as which they run.
+pub(super) async fn running(
+    bus: &zbus::Connection,
+    dir: impl Fn(u64) -> PathBuf,
+) -> zbus::Result<Vec<(u64, u32)>> {
+    let states = ["active", "activating", "reloading", "deactivating"];
+    let units =
+        ManagerProxy::new(bus).await?.list_units_by_patterns(&states, &["xlaunch-job-*.service"]).await?;
+    let mut running = Vec::new();
+    for job in units.iter().filter_map(|unit| job_of(&unit.0)) {
+        let unit = Unit { bus: bus.clone(), name: name(job), main: None };
+        // An error means that it has ended meanwhile.
+        let Ok(service) = unit.service().await else { continue };
+        let (Ok(exec), Ok(user)) = (service.exec_start().await, service.user().await) else { continue };
+        // Units of a daemon with another state directory have the same names.
+        let is_own = exec.iter().any(|(_, arguments, ..)| arguments.last().map(Path::new) == Some(&dir(job)));
+        running.extend(user.parse().ok().filter(|_| is_own).map(|uid: u32| (job, uid)));
+    }
+    Ok(running)
 }
 
 impl Unit {

@@ -1,8 +1,9 @@
 //! The format of the journal: a header line, then one line per record, each `<CRC-32 of the JSON, 8 hex digits>
 //! <JSON>\n`. Pure.
 //!
-//! A line is valid if it ends in a newline and its checksum matches. Invalid bytes after the last valid line are a torn
-//! write: the daemon or the node stopped during an append. Invalid bytes elsewhere are damage by the disk or an editor.
+//! A line is valid if it ends in a newline and its checksum matches. An incomplete last line is a torn write: the daemon
+//! or the node stopped during an append. Other invalid lines are damage by the disk or an editor, the last one too: it
+//! may have been acknowledged.
 
 use std::io;
 use std::ops::Range;
@@ -102,9 +103,11 @@ pub(crate) fn parse<E: DeserializeOwned>(bytes: &[u8]) -> Result<Parsed<E>, Unre
         })?;
         records.push(record);
     }
+    // The end of the last line that is complete, valid or not.
+    let complete = bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
     let state = if bytes.is_empty() {
         State::New
-    } else if header.is_none() || damaged.iter().any(|(_, start)| *start < end) {
+    } else if header.is_none() || damaged.iter().any(|(_, start)| *start < complete) {
         let lines = damaged.into_iter().map(|(number, _)| number).collect();
         State::Damaged { lines, header: header.is_some() }
     } else if end < bytes.len() {
@@ -191,12 +194,12 @@ mod tests {
             (Vec::new(), vec![], State::New),
             (header.clone(), vec![], State::Intact),
             (whole.clone(), vec![1, 2], State::Intact),
-            // After the last valid line, invalid lines are torn, with or without newline, one or several.
+            // An incomplete last line is torn; a complete one may have been acknowledged.
             ([&whole[..], b"1"].concat(), vec![1, 2], State::Torn { end: whole.len() }),
-            ([&whole[..], &bad].concat(), vec![1, 2], State::Torn { end: whole.len() }),
-            ([&whole[..], &bad, &bad].concat(), vec![1, 2], State::Torn { end: whole.len() }),
+            ([&whole[..], &bad].concat(), vec![1, 2], damaged(&[4], true)),
+            ([&whole[..], &bad, b"1"].concat(), vec![1, 2], damaged(&[4, 5], true)),
             (whole[..whole.len() - 1].to_vec(), vec![1], State::Torn { end: header.len() + one.len() }),
-            // Before it, they are damage, and a torn line after it is listed with them.
+            // A torn line after damage is listed with it.
             ([&header[..], &bad, &two].concat(), vec![2], damaged(&[2], true)),
             ([&header[..], &bad, &two, &bad].concat(), vec![2], damaged(&[2, 4], true)),
             // Without a valid header, everything is damaged.

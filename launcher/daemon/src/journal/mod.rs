@@ -11,7 +11,9 @@
 //! - nothing is appended to a file after a write or sync of it has failed. The kernel drops dirty pages after a failed
 //!   fsync and a second fsync succeeds without them, so what is on disk is unknown until [`Journal::rewrite`] has made
 //!   a new file;
-//! - one daemon at a time has the directory open, by flock(2) on `lock` in it.
+//! - one daemon at a time has the directory open, by flock(2) on the directory and on `lock` in it: a lock file can be
+//!   deleted, and directories have no locks on NFS;
+//! - nothing is opened, created or repaired in a directory that other users could have changed.
 //!
 //! The journal keeps no records in memory.
 
@@ -30,6 +32,8 @@ use serde::de::DeserializeOwned;
 
 use disk::{Disk, RealDisk};
 use lines::{State, Unreadable};
+
+use crate::trusted_path;
 use xlaunch_agent::clock;
 
 /// How long the lock can outlive its daemon: until that process has exited, and until a child that it has just forked
@@ -48,7 +52,7 @@ pub(crate) struct Journal<E> {
     len: u64,
     /// The failure after which nothing may be appended until the next rewrite.
     broken: Option<String>,
-    _lock: File,
+    _locks: Locks,
     _records: PhantomData<fn(&E)>,
 }
 
@@ -59,6 +63,20 @@ pub(crate) struct Replay<E> {
     pub(crate) records: Vec<E>,
     /// Repairs that the operator should know of.
     pub(crate) notes: Vec<String>,
+    pub(crate) integrity: Integrity,
+}
+
+/// How much of a journal could be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Integrity {
+    /// There was no journal, or an empty one.
+    New,
+    /// All of it.
+    Intact,
+    /// All but an incomplete last line, which was probably not acknowledged.
+    Torn,
+    /// Acknowledged records are lost.
+    Damaged,
 }
 
 /// Why a journal cannot be opened. The texts are for the operator. The files are unchanged.
@@ -66,7 +84,9 @@ pub(crate) struct Replay<E> {
 pub(crate) enum JournalError {
     /// Other users could change the directory. `problem` says why, and what to do.
     #[error("failed to use {} as the state directory: {problem}", dir.display())]
-    Unsafe { dir: PathBuf, problem: String },
+    Unsafe { dir: PathBuf, problem: io::Error },
+    #[error("failed to use {} as the state directory: it is not a directory", .0.display())]
+    NotADirectory(PathBuf),
     /// Another daemon has the lock; `pid` is its process, if the lock file says so.
     #[error("failed to lock {}: another daemon{} uses it; stop that daemon, or set daemon.state_dir to another \
         directory", dir.display(), .pid.map(|pid| format!(" (process {pid})")).unwrap_or_default())]
@@ -96,9 +116,12 @@ impl<E: Serialize + DeserializeOwned> Journal<E> {
 
     fn open_on(dir: &Path, disk: Box<dyn Disk>) -> Result<(Self, Replay<E>), JournalError> {
         let dir = StateDir { path: std::path::absolute(dir)?, disk };
+        dir.check()?;
         dir.create()?;
-        dir.check_owner()?;
-        let lock = dir.lock()?;
+        // Again: in a sticky directory another user may have been faster.
+        dir.check()?;
+        dir.check_entries()?;
+        let locks = dir.lock()?;
         let path = dir.journal();
         let bytes = match dir.disk.read(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
@@ -110,9 +133,15 @@ impl<E: Serialize + DeserializeOwned> Journal<E> {
                 JournalError::Unknown { path, line, error, writer }
             }
         })?;
+        let integrity = match parsed.state {
+            State::Intact => Integrity::Intact,
+            State::Torn { .. } => Integrity::Torn,
+            State::New => Integrity::New,
+            State::Damaged { .. } => Integrity::Damaged,
+        };
         let (file, len, notes) = dir.repair(&bytes, &parsed.state)?;
-        let journal = Self { dir, file, len, broken: None, _lock: lock, _records: PhantomData };
-        Ok((journal, Replay { records: parsed.records, notes }))
+        let journal = Self { dir, file, len, broken: None, _locks: locks, _records: PhantomData };
+        Ok((journal, Replay { records: parsed.records, notes, integrity }))
     }
 
     /// Appends a record, which is on disk when this returns.
@@ -168,6 +197,13 @@ impl<E: Serialize + DeserializeOwned> Journal<E> {
     }
 }
 
+/// The locks on a state directory.
+#[derive(Debug)]
+struct Locks {
+    _dir: File,
+    _file: File,
+}
+
 /// The state directory, and the disk that it is on.
 #[derive(Debug)]
 struct StateDir {
@@ -194,49 +230,66 @@ impl StateDir {
         missing.iter().filter_map(|dir| dir.parent()).try_for_each(|parent| self.disk.sync_dir(parent))
     }
 
-    /// Checks that only this user, and root, can write to the directory.
-    fn check_owner(&self) -> Result<(), JournalError> {
-        use std::os::unix::fs::MetadataExt;
-        let found = fs_err::metadata(&self.path)?;
-        let user = rustix::process::geteuid().as_raw();
-        let problem = if !found.is_dir() {
-            "it is not a directory".into()
-        } else if found.uid() != user {
-            format!("it belongs to user {}, and the daemon runs as user {user}", found.uid())
-        } else if found.mode() & 0o022 != 0 {
-            "other users can write to it; run `chmod go-w` on it".into()
-        } else {
-            return Ok(());
-        };
-        Err(JournalError::Unsafe { dir: self.path.clone(), problem })
+    /// Checks that only this user and root can change the directory, or anything on the way to it.
+    fn check(&self) -> Result<(), JournalError> {
+        let unsafe_dir = |problem| JournalError::Unsafe { dir: self.path.clone(), problem };
+        trusted_path::check(&self.path).map_err(unsafe_dir)?;
+        match std::fs::metadata(&self.path) {
+            Ok(found) if !found.is_dir() => Err(JournalError::NotADirectory(self.path.clone())),
+            _ => Ok(()),
+        }
     }
 
-    /// Locks the directory for as long as the returned file is open. It is closed on exec, so agents do not inherit it.
-    fn lock(&self) -> Result<File, JournalError> {
+    /// Checks what is in the directory: an earlier owner, or other users while they could write to it, may have left
+    /// files there.
+    fn check_entries(&self) -> Result<(), JournalError> {
+        let unsafe_dir = |problem| JournalError::Unsafe { dir: self.path.clone(), problem };
+        trusted_path::check_entries(&self.path).map_err(unsafe_dir)?;
+        let jobs = [self.path.join("jobs"), self.path.join("arrays")];
+        jobs.iter()
+            .filter(|dir| dir.is_dir())
+            .try_for_each(|dir| trusted_path::check_entries(dir))
+            .map_err(unsafe_dir)
+    }
+
+    /// Locks the directory for as long as the returned files are open. They are closed on exec, so agents do not
+    /// inherit them.
+    fn lock(&self) -> Result<Locks, JournalError> {
         use fs_err::os::unix::fs::OpenOptionsExt;
         let path = self.path.join("lock");
+        let dir = File::open(&self.path)?;
+        match self.try_lock(&dir) {
+            // NFS locks only files that are open for writing.
+            Err(JournalError::Io(_)) => {}
+            locked => locked?,
+        }
         let mut options = fs_err::OpenOptions::new();
         let mut file = options.read(true).write(true).create(true).truncate(false).mode(0o600).open(&path)?;
+        self.try_lock(&file)?;
+        // Only for the message of a second daemon, so a full disk is not an error.
+        let _ = file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id()));
+        Ok(Locks { _dir: dir, _file: file })
+    }
+
+    fn try_lock(&self, file: &File) -> Result<(), JournalError> {
         let start = Instant::now();
         loop {
             match file.file().try_lock() {
-                Ok(()) => break,
+                Ok(()) => return Ok(()),
                 Err(TryLockError::WouldBlock) if start.elapsed() < LOCK_TIMEOUT => {
                     std::thread::sleep(LOCK_RETRY_DELAY);
                 }
                 Err(TryLockError::WouldBlock) => {
-                    let pid = fs_err::read_to_string(&path).ok().and_then(|text| text.trim().parse().ok());
+                    let pid = fs_err::read_to_string(self.path.join("lock")).ok();
+                    let pid = pid.and_then(|text| text.trim().parse().ok());
                     return Err(JournalError::InUse { dir: self.path.clone(), pid });
                 }
                 Err(TryLockError::Error(error)) => {
-                    let text = format!("failed to lock {}: {error}", path.display());
+                    let text = format!("failed to lock {}: {error}", file.path().display());
                     return Err(io::Error::new(error.kind(), text).into());
                 }
             }
         }
-        // Only for the message of a second daemon, so a full disk is not an error.
-        let _ = file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id()));
-        Ok(file)
     }
 
     /// Makes the file on disk equal to what was parsed, and opens it for appending. Returns it with its length and

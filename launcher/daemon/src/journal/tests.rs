@@ -292,9 +292,11 @@ fn bit_flip_loses_only_the_lines_it_touches() {
         assert!(replay.records.len() >= left, "byte {at}, bit {bit}: {:?}", replay.records);
         assert!(is_subsequence(&replay.records, &records(0..5)), "byte {at}, bit {bit}");
         assert_eq!(replay.notes.len(), 1, "byte {at}, bit {bit}: {:?}", replay.notes);
-        // In the last line, damage cannot be told from a torn write.
-        let last = whole.len() - lines::encode(&[record(4)]).unwrap().len() - 1;
-        assert_eq!(copies(dir.path()).contains(&bytes), at < last, "byte {at}, bit {bit}");
+        // Without its newline, the last line cannot be told from a torn write.
+        let is_torn = at == whole.len() - 1;
+        assert_eq!(copies(dir.path()).contains(&bytes), !is_torn, "byte {at}, bit {bit}");
+        let integrity = if is_torn { Integrity::Torn } else { Integrity::Damaged };
+        assert_eq!(replay.integrity, integrity, "byte {at}, bit {bit}");
         let again = open(dir.path()).unwrap().1;
         assert_eq!((again.records, again.notes.len()), (replay.records, 0), "byte {at}, bit {bit}");
         for entry in fs_err::read_dir(dir.path()).unwrap() {
@@ -376,9 +378,9 @@ fn state_directory_writable_by_others_is_refused() {
         (0o700, 0o600, 0o600)
     );
 
-    fs_err::set_permissions(&state, std::fs::Permissions::from_mode(0o770)).unwrap();
+    fs_err::set_permissions(&state, std::fs::Permissions::from_mode(0o777)).unwrap();
     let error = open(&state).unwrap_err().to_string();
-    assert!(error.contains("other users can write to it"), "{error}");
+    assert!(error.contains("can be changed by other users") && error.contains("chmod go-w"), "{error}");
     // Root can give the directory to another user; other users use a directory of root's.
     let not_ours = if rustix::process::geteuid().is_root() {
         std::os::unix::fs::chown(&state, Some(12_345), None).unwrap();
@@ -387,14 +389,61 @@ fn state_directory_writable_by_others_is_refused() {
         "/".into()
     };
     let error = open(&not_ours).unwrap_err().to_string();
-    assert!(error.contains("it belongs to user"), "{error}");
+    assert!(error.contains(" belongs to user"), "{error}");
+}
+
+#[test]
+fn planted_files_are_refused_and_left_as_they_are() {
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
+    let dir = tempfile::tempdir().unwrap();
+    let state = dir.path().join("state");
+    fs_err::create_dir(&state).unwrap();
+    let planted = journal_of(&records(0..1));
+    fs_err::write(state.join("journal"), &planted).unwrap();
+    // As in a directory that was open to all users, also after its mode was corrected.
+    let mode =
+        |path: &Path, mode| fs_err::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+    mode(&state, 0o1777);
+    assert!(matches!(Journal::<Record>::open(&state), Err(JournalError::Unsafe { .. })));
+    assert_eq!(fs_err::metadata(&state).unwrap().mode() & 0o7777, 0o1777, "it is not repaired");
+    mode(&state, 0o755);
+    mode(dir.path(), 0o777);
+    assert!(
+        matches!(Journal::<Record>::open(&state), Err(JournalError::Unsafe { .. })),
+        "others could replace it"
+    );
+    mode(dir.path(), 0o755);
+    mode(&state.join("journal"), 0o666);
+    assert!(matches!(Journal::<Record>::open(&state), Err(JournalError::Unsafe { .. })));
+    mode(&state.join("journal"), 0o600);
+    if rustix::process::geteuid().is_root() {
+        for entry in ["journal", "jobs/7"] {
+            let entry = state.join(entry);
+            fs_err::create_dir_all(state.join("jobs/7")).unwrap();
+            std::os::unix::fs::chown(&entry, Some(12_345), None).unwrap();
+            let error = Journal::<Record>::open(&state).unwrap_err().to_string();
+            assert!(error.contains(&format!("{} belongs to user 12345", entry.display())), "{error}");
+            std::os::unix::fs::chown(&entry, Some(0), None).unwrap();
+        }
+    }
+    assert_eq!(fs_err::read(state.join("journal")).unwrap(), planted);
+    assert!(!state.join("lock").exists());
+    assert_eq!(Journal::<Record>::open(&state).unwrap().1.records, records(0..1));
+}
+
+#[test]
+fn second_daemon_is_refused_after_the_lock_file_was_deleted() {
+    let dir = scratch();
+    let (_journal, _) = open(dir.path()).unwrap();
+    fs_err::remove_file(dir.path().join("lock")).unwrap();
+    assert!(matches!(open(dir.path()), Err(JournalError::InUse { .. })));
 }
 
 #[test]
 fn records_round_trip_through_real_disk() {
     let dir = tempfile::tempdir().unwrap();
     let (mut journal, replay) = Journal::open(dir.path()).unwrap();
-    assert_eq!(replay, Replay { records: Vec::new(), notes: Vec::new() });
+    assert_eq!(replay, Replay { records: Vec::new(), notes: Vec::new(), integrity: Integrity::New });
     journal.append_all(&records(0..3)).unwrap();
     journal.append(&record(3)).unwrap();
     journal.rewrite(&records(2..4)).unwrap();
@@ -474,7 +523,7 @@ proptest! {
                     pieces.iter().filter_map(|piece| serde_json::from_slice(piece.get(9..)?).ok()).collect();
                 prop_assert!(is_subsequence(&replay.records, &written));
                 let again = open(dir.path()).unwrap().1;
-                prop_assert_eq!(again, Replay { records: replay.records, notes: Vec::new() });
+                prop_assert_eq!(again, Replay { records: replay.records, notes: Vec::new(), integrity: Integrity::Intact });
             }
             // A second header is not a known record.
             Err(error) => {
@@ -490,7 +539,7 @@ const JOURNAL_V1: &[u8] = include_bytes!("testdata/journal-v1");
 
 #[test]
 fn journal_of_first_release_is_read_completely() {
-    use crate::state::{Jobs, Phase, Record};
+    use crate::state::{Canceller, Jobs, Phase, Record};
     let parsed = lines::parse::<Record>(JOURNAL_V1).unwrap();
     assert_eq!(parsed.state, State::Intact);
     assert_eq!(
@@ -505,7 +554,9 @@ fn journal_of_first_release_is_read_completely() {
     let submitted = &jobs.jobs[&3].submitted;
     assert_eq!((submitted.shutdown_timeout, submitted.priority, submitted.gpus), (30.5, -1, 2));
     assert_eq!(submitted.request_id, "request-3");
-    let Phase::Active { start: 2, gpus, cancelled: Some(0), at: 9, .. } = &jobs.jobs[&3].phase else {
+    let Phase::Active { start: 2, gpus, cancelled: Some(Canceller { uid: 0, .. }), at: 9, .. } =
+        &jobs.jobs[&3].phase
+    else {
         panic!("{:?}", jobs.jobs[&3]);
     };
     assert_eq!(gpus, &["GPU-a"]);

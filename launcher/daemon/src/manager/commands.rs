@@ -20,23 +20,23 @@ impl Manager {
     pub(super) fn execute(&mut self, command: Command) {
         match command {
             Command::Submit { caller, account, submission, reply } => {
-                let result = self.submit(caller, account, *submission);
+                let result = self.submit(&caller, account, *submission);
                 self.reply(reply, result);
             }
             Command::Cancel { caller, job, force, reply } => {
-                let result = self.cancel(caller, job, force);
+                let result = self.cancel(&caller, job, force);
                 self.reply(reply, result);
             }
             Command::Update { caller, update, reply } => {
-                let result = self.update(caller, update);
+                let result = self.update(&caller, update);
                 self.reply(reply, result);
             }
             Command::Drain { caller, gpus, undo, reason, reply } => {
-                let result = self.drain(caller, &gpus, undo, &reason);
+                let result = self.drain(&caller, &gpus, undo, &reason);
                 self.reply(reply, result);
             }
             Command::Examine { caller, examine, reply } => {
-                let result = self.examine(caller, &examine);
+                let result = self.examine(&caller, &examine);
                 self.reply(reply, result);
             }
         }
@@ -50,11 +50,11 @@ impl Manager {
 
     fn submit(
         &mut self,
-        caller: Caller,
+        caller: &Caller,
         account: Account,
         submission: Submit,
     ) -> Result<Submission, CommandError> {
-        if let Some(job) = self.jobs.job_of_request(caller.uid, &submission.request_id) {
+        if let Some(job) = self.jobs.job_of_request(caller.uid, &account.name, &submission.request_id) {
             return Ok(Submission { jobs: self.messages_of(job)?, repeated: true, warnings: Vec::new() });
         }
         let Scheduling { held, array_parallel, .. } = submission.scheduling;
@@ -69,11 +69,17 @@ impl Manager {
         let job = self.jobs.submitted + 1;
         (submitted.job, submitted.at, description.job) = (job, unix_ms(), job);
         (submitted.user, submitted.gid, submitted.after) = (account.name, account.gid, after);
-        submitted.held = held.then_some(Hold { uid: caller.uid, admin: false });
+        submitted.held =
+            held.then(|| Hold { uid: caller.uid, admin: false, user: caller.name.clone().into_owned() });
         let is_array = !indices.is_empty();
-        tokio::task::block_in_place(|| match is_array {
-            true => self.dirs.create_array(&description),
-            false => self.dirs.create(&description, caller.uid, account.gid),
+        let last = job.saturating_add(indices.len().saturating_sub(1) as u64);
+        tokio::task::block_in_place(|| {
+            self.ids.reserve(last)?;
+            if is_array {
+                self.dirs.create_array(&description)
+            } else {
+                self.dirs.create(&description, caller.uid, account.gid)
+            }
         })
         .map_err(|error| CommandError::Unavailable(format!("failed to store the submission: {error}")))?;
         self.write(if is_array {
@@ -93,22 +99,17 @@ impl Manager {
         jobs.into_iter().map(|job| self.job_message_at(job, &positions)).collect()
     }
 
-    fn update(&mut self, caller: Caller, update: Update) -> Result<Job, CommandError> {
+    fn update(&mut self, caller: &Caller, update: Update) -> Result<Job, CommandError> {
         for record in self.jobs.update(caller, update, unix_ms())? {
             self.write(record)?;
         }
         self.job_message(update.job)
     }
 
-    fn cancel(&mut self, caller: Caller, job: u64, force: bool) -> Result<Job, CommandError> {
+    fn cancel(&mut self, caller: &Caller, job: u64, force: bool) -> Result<Job, CommandError> {
         if let Some(record) = self.jobs.cancel(caller, job, unix_ms())? {
             self.write(record)?;
-            info!(
-                job,
-                uid = caller.uid,
-                "job {job} is cancelled by user {}",
-                self.jobs.user_label(caller.uid)
-            );
+            info!(job, uid = caller.uid, "job {job} is cancelled by user {}", caller.label());
         }
         // Also of a job that is cancelled already: it may have to be killed now. `Jobs::cancel` has checked the caller.
         if self.cancelled_by(job).is_some()
@@ -124,7 +125,7 @@ impl Manager {
 
     fn drain(
         &mut self,
-        caller: Caller,
+        caller: &Caller,
         gpus: &[String],
         undo: bool,
         reason: &str,

@@ -32,7 +32,7 @@ pub(super) struct Running {
 impl Manager {
     pub(super) fn examine(
         &mut self,
-        caller: Caller,
+        caller: &Caller,
         examine: &Examine,
     ) -> Result<mpsc::Receiver<ExamineReply>, CommandError> {
         let known: Vec<(u32, GpuSlot)> =

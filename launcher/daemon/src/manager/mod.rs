@@ -11,6 +11,7 @@ mod commands;
 mod examination;
 mod publish;
 mod records;
+mod recovery;
 mod resources;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -30,7 +31,8 @@ use super::commands::Command;
 use super::config::{HooksSection, LiveConfig};
 use super::files::{JobDirs, JobResult, StartOptions};
 use super::gpus::{GpuFacts, GpuMonitor, Inventory};
-use super::journal::Journal;
+use super::ids::Ids;
+use super::journal::{Integrity, Journal};
 use super::measured::Usage;
 use super::runtime::{JobRuntime, Stop};
 use super::state::examination::Ending;
@@ -40,6 +42,7 @@ use super::state::{End, Entry, Jobs, Phase, Record, bounded};
 use super::view::NodeView;
 use super::{boot_id, tasks};
 use examination::Running;
+use records::AccountingState;
 use xlaunch_agent::clock::unix_ms;
 
 /// Capacity of the channel of agents' events.
@@ -53,6 +56,11 @@ pub(crate) struct Setup {
     pub(crate) journal: Journal<Record>,
     /// The result of replaying the journal.
     pub(crate) jobs: Jobs,
+    /// Whether the journal was complete.
+    pub(crate) integrity: Integrity,
+    pub(crate) ids: Ids,
+    /// Jobs whose units run, with their users.
+    pub(crate) units: Vec<(u64, u32)>,
     pub(crate) dirs: JobDirs,
     pub(crate) accounting: Accounting,
     pub(crate) starter: AgentStarter,
@@ -103,6 +111,7 @@ pub(crate) async fn run(
             () = until(manager.next_limit) => {}
             _ = tick.tick() => {
                 manager.rewrite_journal_if_needed();
+                manager.retry_accounts();
                 on_tick(&manager.published.node);
             }
         }
@@ -133,8 +142,14 @@ async fn until(at: Option<u64>) {
 struct Manager {
     journal: Journal<Record>,
     jobs: Jobs,
+    integrity: Integrity,
+    ids: Ids,
+    units: Vec<(u64, u32)>,
+    /// Jobs up to this id are not forgotten: the journal was incomplete when this daemon was started.
+    kept_up_to: u64,
     dirs: JobDirs,
     accounting: Accounting,
+    accounting_state: AccountingState,
     starter: Arc<AgentStarter>,
     doctor_dir: PathBuf,
     /// The examination of GPUs that runs.
@@ -179,13 +194,30 @@ impl Manager {
         view: watch::Sender<Arc<NodeView>>,
     ) -> Self {
         let Setup { journal, jobs, dirs, accounting, starter, gpu_monitor, gpus, config, .. } = setup;
-        let Setup { doctor_dir, hooks, how_to_configure, page_problem, cores, node, .. } = setup;
+        let Setup {
+            integrity,
+            ids,
+            units,
+            doctor_dir,
+            hooks,
+            how_to_configure,
+            page_problem,
+            cores,
+            node,
+            ..
+        } = setup;
+        let accounting_state = AccountingState::of(&jobs);
         Self {
             changed: jobs.jobs.keys().copied().collect(),
             journal,
             jobs,
+            integrity,
+            ids,
+            units,
+            kept_up_to: 0,
             dirs,
             accounting,
+            accounting_state,
             starter: Arc::new(starter),
             doctor_dir,
             examination: None,
@@ -209,39 +241,6 @@ impl Manager {
             next_limit: None,
             queue: Vec::new(),
             positions: BTreeMap::new(),
-        }
-    }
-
-    /// Adopts the jobs of an earlier daemon.
-    fn recover(&mut self) {
-        for job in self.dirs.all().into_iter().filter(|job| !self.jobs.jobs.contains_key(job)) {
-            // The submission was never acknowledged, or the job was forgotten.
-            if let Err(error) = self.dirs.remove(job) {
-                warn!(job, "failed to remove the directory of job {job}: {error}");
-            }
-        }
-        let has_ended = |entry: &Entry| matches!(entry.phase, Phase::Ended { .. });
-        let ended: Vec<_> = self.jobs.jobs.iter().filter(|it| has_ended(it.1)).map(|it| *it.0).collect();
-        for job in ended {
-            self.load_last_status(job);
-            self.remove_submission(job);
-        }
-        self.dirs.arrays().into_iter().for_each(|first| self.remove_ended_array(first));
-        self.complete_accounting();
-        let boot_now = boot_id();
-        let active: Vec<_> = self.jobs.active().map(|(job, entry)| (job, entry.clone())).collect();
-        for (job, entry) in active {
-            let Phase::Active { start, boot, .. } = &entry.phase else { continue };
-            if *boot == boot_now {
-                info!(job, "job {job} is adopted");
-                self.follow(job, false);
-                continue;
-            }
-            let result = self.dirs.result(job, entry.submitted.uid).filter(|result| result.start == *start);
-            match result {
-                Some(result) => self.on_ended(job, result, None),
-                None => self.on_lost(job, "the node was rebooted while it ran", None),
-            }
         }
     }
 
@@ -271,8 +270,8 @@ impl Manager {
 
     /// Who has cancelled a job that runs.
     fn cancelled_by(&self, job: u64) -> Option<String> {
-        match self.jobs.jobs.get(&job)?.phase {
-            Phase::Active { cancelled: Some(uid), .. } => Some(self.jobs.user_label(uid)),
+        match &self.jobs.jobs.get(&job)?.phase {
+            Phase::Active { cancelled: Some(by), .. } => Some(self.jobs.user_label(by.uid, &by.user)),
             _ => None,
         }
     }
@@ -373,6 +372,7 @@ impl Manager {
     /// Runs after each event: enforces time limits, starts what can start, then publishes what has changed.
     fn settle(&mut self) {
         self.record_half_life();
+        self.write_accounts();
         self.enforce_limits();
         self.cancel_unsatisfiable();
         self.start_jobs();
@@ -462,6 +462,7 @@ impl Manager {
             start: *start,
             name: submitted.name.clone(),
             uid: submitted.uid,
+            user: submitted.user.clone(),
             options,
             gpu_nodes: gpu_nodes(&self.gpus.borrow(), gpus),
             shutdown_timeout: Duration::try_from_secs_f64(submitted.shutdown_timeout)

@@ -1,15 +1,33 @@
 //! Writing records to the journal and applying them.
 
+use std::collections::BTreeSet;
+use std::io;
+
 use tracing::{info, warn};
 
 use super::Manager;
 use crate::accounting::Account;
 use crate::commands::CommandError;
-use crate::state::Record;
+use crate::state::{Jobs, Record};
 use xlaunch_proto::labels::node_job_state;
+
+/// Whether all lines of the accounting file are known to be in the journal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum AccountingState {
+    Unknown,
+    Written,
+    Failed,
+}
 
 /// The journal is compacted when it has grown to twice its last compacted size, and to this.
 const COMPACT_ABOVE_BYTES: u64 = 4 << 20;
+
+impl AccountingState {
+    /// The state when a journal with these jobs was read.
+    pub(super) fn of(jobs: &Jobs) -> Self {
+        if jobs.unaccounted.is_empty() { Self::Written } else { Self::Unknown }
+    }
+}
 
 impl Manager {
     /// Records an event that has happened whether or not it can be written, then forgets the oldest ended jobs.
@@ -30,24 +48,44 @@ impl Manager {
         self.forget_old_jobs();
     }
 
-    /// Adds an ended job to the accounting file.
-    fn account(&self, account: &Account) {
-        let job = account.job;
-        if let Err(error) = tokio::task::block_in_place(|| self.accounting.append(account)) {
-            warn!(job, "failed to write the account of job {job}, until the next start: {error}");
+    /// Writes the accounts of ended jobs that may not be in the accounting file. After a failure, the next tick tries
+    /// again.
+    pub(super) fn write_accounts(&mut self) {
+        if self.jobs.unaccounted.is_empty() || self.accounting_state == AccountingState::Failed {
+            return;
+        }
+        match tokio::task::block_in_place(|| self.try_write_accounts()) {
+            Ok(()) => {
+                self.accounting_state = AccountingState::Written;
+                let jobs = self.jobs.unaccounted.iter().copied().collect();
+                self.record_event(Record::Accounted { jobs });
+            }
+            Err(error) => {
+                let count = self.jobs.unaccounted.len();
+                warn!("failed to write the accounts of {count} jobs, trying again: {error}");
+                self.accounting_state = AccountingState::Failed;
+            }
         }
     }
 
-    /// Adds the accounts that an earlier daemon has recorded in the journal but not written.
-    pub(super) fn complete_accounting(&self) {
-        let last = match self.accounting.last_order() {
-            Ok(last) => last,
-            Err(error) => return warn!("failed to read the accounting file: {error}"),
+    fn try_write_accounts(&self) -> io::Result<()> {
+        let written = match self.accounting_state {
+            AccountingState::Written => BTreeSet::new(),
+            // Lines may have been written that the journal does not mention.
+            AccountingState::Unknown | AccountingState::Failed => self.accounting.ids()?,
         };
-        let accounts = self.jobs.jobs.values().filter_map(Account::of);
-        let mut missing: Vec<_> = accounts.filter(|account| account.order > last).collect();
-        missing.sort_unstable_by_key(|account| account.order);
-        missing.iter().for_each(|account| self.account(account));
+        let missing = self.jobs.unaccounted.difference(&written);
+        let entries = missing.filter_map(|job| self.jobs.jobs.get(job));
+        let mut accounts: Vec<_> = entries.filter_map(Account::of).collect();
+        accounts.sort_unstable_by_key(|account| account.order);
+        if accounts.is_empty() { Ok(()) } else { self.accounting.append(&accounts) }
+    }
+
+    /// Lets the next [`write_accounts`](Self::write_accounts) try again.
+    pub(super) fn retry_accounts(&mut self) {
+        if self.accounting_state == AccountingState::Failed {
+            self.accounting_state = AccountingState::Unknown;
+        }
     }
 
     pub(super) fn remove_submission(&self, job: u64) {
@@ -71,7 +109,8 @@ impl Manager {
 
     pub(super) fn forget_old_jobs(&mut self) {
         let keep = self.config.borrow().jobs.keep;
-        for job in self.jobs.ended_beyond(keep) {
+        let kept_up_to = self.kept_up_to;
+        for job in self.jobs.ended_beyond(keep).into_iter().filter(|job| *job > kept_up_to) {
             if self.write(Record::Forgotten { job }).is_err() {
                 return;
             }
@@ -109,9 +148,6 @@ impl Manager {
         if ended {
             for job in jobs.clone() {
                 self.remove_submission(job);
-                if let Some(account) = self.jobs.jobs.get(&job).and_then(Account::of) {
-                    self.account(&account);
-                }
                 self.run_end_hook(job);
             }
         }

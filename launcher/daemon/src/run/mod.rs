@@ -134,9 +134,11 @@ impl App {
     async fn open(options: &Options, config: DaemonConfig) -> Result<Self, Refusal> {
         let root = rustix::process::geteuid().is_root();
         let state_dir = config.daemon.state_dir(root, |name| std::env::var_os(name))?;
-        let (journal, jobs, dirs) = open::state(&state_dir, root)?;
+        open::check_hooks(&config.hooks)?;
         let accounting = Accounting::new(&state_dir);
+        let open::State { journal, jobs, integrity, ids, dirs } = open::state(&state_dir, &accounting, root)?;
         let starter = open::agent_starter(&config, options.foreground, root).await?;
+        let units = starter.running_units(&dirs).await.map_err(|error| internal(&error))?;
         let mut passed = if options.foreground { PassedSockets::default() } else { PassedSockets::take() };
         let (listener, socket) = open::socket(&config, &mut passed, root).await?;
         let page = Page::open(&config.web, passed.web()?).await?;
@@ -147,6 +149,9 @@ impl App {
         let setup = Setup {
             journal,
             jobs,
+            integrity,
+            ids,
+            units,
             dirs,
             accounting: accounting.clone(),
             starter,

@@ -9,12 +9,15 @@ use tracing::warn;
 use xlaunch_proto::exit::ExitCode;
 
 use super::internal;
+use crate::accounting::Accounting;
 use crate::agents::AgentStarter;
-use crate::config::{Agents, DaemonConfig};
+use crate::config::{Agents, DaemonConfig, HooksSection};
 use crate::files::JobDirs;
-use crate::journal::{Journal, Replay};
+use crate::ids::Ids;
+use crate::journal::{Integrity, Journal, Replay};
 use crate::service;
 use crate::state::{Jobs, Record};
+use crate::trusted_path;
 use xlaunch_agent::Refusal;
 use xlaunch_agent::spawn::sys;
 
@@ -22,8 +25,17 @@ use xlaunch_agent::spawn::sys;
 const BIND_TIMEOUT: Duration = Duration::from_secs(2);
 const BIND_RETRY_DELAY: Duration = Duration::from_millis(50);
 
+/// What is in the state directory.
+pub(super) struct State {
+    pub(super) journal: Journal<Record>,
+    pub(super) jobs: Jobs,
+    pub(super) integrity: Integrity,
+    pub(super) ids: Ids,
+    pub(super) dirs: JobDirs,
+}
+
 /// Opens the state directory and replays the journal.
-pub(super) fn state(dir: &Path, root: bool) -> Result<(Journal<Record>, Jobs, JobDirs), Refusal> {
+pub(super) fn state(dir: &Path, accounting: &Accounting, root: bool) -> Result<State, Refusal> {
     let unusable = |error: io::Error| {
         let dir = dir.display();
         let help = match error.kind() {
@@ -37,23 +49,47 @@ pub(super) fn state(dir: &Path, root: bool) -> Result<(Journal<Record>, Jobs, Jo
         let message = format!("failed to use {dir} as the state directory: {error}; {help}");
         Refusal::new(ExitCode::Usage, message)
     };
-    create_state_dir(dir, root).map_err(unusable)?;
-    let (journal, Replay { records, notes }) =
+    let (journal, Replay { records, notes, integrity }) =
         Journal::open(dir).map_err(|error| Refusal::new(ExitCode::Usage, error.to_string()))?;
+    if root {
+        make_traversable(dir).map_err(unusable)?;
+    }
     notes.iter().for_each(|note| warn!("{note}"));
     let mut jobs = Jobs::default();
     records.into_iter().for_each(|record| jobs.apply(record));
     let dirs = JobDirs::open(dir).map_err(unusable)?;
-    Ok((journal, jobs, dirs))
+    let ids = Ids::open(dir).map_err(unusable)?;
+    let integrity = match integrity {
+        Integrity::New if ids.reserved() == 0 && dirs.all().is_empty() && !accounting.exists() => {
+            Integrity::Intact
+        }
+        Integrity::New => {
+            warn!("{}: there is no journal, but files of jobs", dir.display());
+            Integrity::Damaged
+        }
+        Integrity::Intact | Integrity::Torn if ids.are_beyond(jobs.submitted) => {
+            warn!("{}: the journal is older than the last jobs", dir.display());
+            Integrity::Damaged
+        }
+        integrity => integrity,
+    };
+    Ok(State { journal, jobs, integrity, ids, dirs })
 }
 
-/// Creates the directory. Root's must be traversable, since users reach their job directories through it.
-fn create_state_dir(dir: &Path, root: bool) -> io::Result<()> {
+/// Users reach their job directories through the directory of root's daemon.
+fn make_traversable(dir: &Path) -> io::Result<()> {
     use std::os::unix::fs::PermissionsExt;
-    fs_err::create_dir_all(dir)?;
-    if root {
-        let mode = fs_err::metadata(dir)?.permissions().mode();
-        fs_err::set_permissions(dir, std::fs::Permissions::from_mode(mode & 0o755 | 0o011))?;
+    let mode = fs_err::metadata(dir)?.permissions().mode();
+    fs_err::set_permissions(dir, std::fs::Permissions::from_mode(mode & 0o7777 | 0o011))
+}
+
+/// Checks the hooks that exist: only root and the daemon's user may be able to change them.
+pub(super) fn check_hooks(hooks: &HooksSection) -> Result<(), Refusal> {
+    let hooks = [("prolog", &hooks.prolog), ("epilog", &hooks.epilog), ("on_end", &hooks.on_end)];
+    for (key, program) in hooks {
+        if let Some(Err(error)) = program.as_deref().map(trusted_path::check) {
+            return Err(Refusal::new(ExitCode::Usage, format!("failed to use hooks.{key}: {error}")));
+        }
     }
     Ok(())
 }
@@ -137,7 +173,9 @@ pub(super) async fn socket(
         Refusal::new(ExitCode::Usage, message)
     };
     if let Some(dir) = socket.parent() {
+        trusted_path::check_parent(&socket).map_err(failed)?;
         fs_err::create_dir_all(dir).map_err(failed)?;
+        trusted_path::check_parent(&socket).map_err(failed)?;
     }
     let group = config.daemon.socket_group.as_str();
     let bind = async || service::listener::bind(&socket, Some(group));

@@ -1,9 +1,11 @@
 //! Authorization of callers, and quotas on what a user can hold in the daemon at a time.
 //!
-//! The kernel gives the user of a connection. Whether that user is an administrator is looked up in the system's user
-//! database, which may be a network service that is slow or down. Lookups run on a few blocking threads and are cached
-//! for a few seconds. While the database does not answer, only root and the daemon's own user are administrators.
+//! The kernel gives the user id of a connection. Whose it is now, and whether that user is an administrator, is looked up
+//! in the system's user database, which may be a network service that is slow or down. Lookups run on a few blocking
+//! threads and are cached for a few seconds. While the database does not answer, only root and the daemon's own user are
+//! administrators, users keep the names that they had, and a user whose name was never known is refused.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::fmt;
@@ -36,11 +38,19 @@ pub struct Access(Arc<Inner>);
 type IsMember = dyn Fn(u32) -> io::Result<bool> + Send + Sync;
 type FindAccount = dyn Fn(u32) -> io::Result<Option<Account>> + Send + Sync;
 
+/// What the user database says about a user id.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Identity {
+    /// Empty without an account.
+    name: String,
+    admin: bool,
+}
+
 struct Inner {
     own: u32,
     is_member: Box<IsMember>,
     find_account: Box<FindAccount>,
-    cache: Mutex<HashMap<u32, (bool, Instant)>>,
+    cache: Mutex<HashMap<u32, (Identity, Instant)>>,
     lookups: Arc<Semaphore>,
     holders: Holders,
     /// For lookups that no call waits for: they must not delay others.
@@ -68,7 +78,7 @@ impl Access {
 
     /// Whether the user was an administrator when last looked up. Makes no lookup.
     pub(super) fn is_known_admin(&self, uid: u32) -> bool {
-        uid == 0 || uid == self.0.own || lock(&self.0.cache).get(&uid).is_some_and(|(member, _)| *member)
+        uid == 0 || uid == self.0.own || lock(&self.0.cache).get(&uid).is_some_and(|(known, _)| known.admin)
     }
 
     /// The user to whom a connection of `uid` is counted. If that needs a lookup, it is made in the background, and the
@@ -100,9 +110,20 @@ impl Access {
     }
 
     /// This user as a caller.
-    pub(super) async fn caller(&self, uid: u32) -> Caller {
-        let admin = uid == 0 || uid == self.0.own || self.is_admin(uid).await;
-        Caller { uid, admin }
+    ///
+    /// # Errors
+    /// The user database does not answer, so that it is unknown whose jobs the caller may see.
+    pub(super) async fn caller(&self, uid: u32) -> Result<Caller, CommandError> {
+        let admin = uid == 0 || uid == self.0.own;
+        match self.identity(uid).await {
+            Some(Identity { name, admin: member }) => {
+                Ok(Caller { uid, name: name.into(), admin: admin || member })
+            }
+            None if admin => Ok(Caller { uid, name: Cow::Borrowed(""), admin }),
+            None => Err(CommandError::Unavailable(format!(
+                "failed to look up user id {uid} in the user database: it does not answer; try again"
+            ))),
+        }
     }
 
     /// The account of a user who submits a job.
@@ -125,36 +146,33 @@ impl Access {
         }
     }
 
-    async fn is_admin(&self, uid: u32) -> bool {
+    /// Who a user is; `None` if it is unknown.
+    async fn identity(&self, uid: u32) -> Option<Identity> {
         if let Some(cached) = self.0.cached(uid) {
-            return cached;
+            return Some(cached);
         }
-        let member = tokio::time::timeout(MEMBERSHIP_LOOKUP_TIMEOUT, self.look_up(uid)).await;
-        member.unwrap_or_else(|_| {
+        let found = tokio::time::timeout(MEMBERSHIP_LOOKUP_TIMEOUT, self.look_up(uid)).await;
+        found.ok().flatten().or_else(|| {
             tracing::warn!(uid, "the user database does not answer; treating the caller as no administrator");
             // Later calls of this user do not wait again. A late answer of the database replaces this one.
-            self.0.cache(uid, false);
-            false
+            self.0.degrade(uid)
         })
     }
 
-    async fn look_up(&self, uid: u32) -> bool {
-        let member = self.in_database(move |database| {
+    async fn look_up(&self, uid: u32) -> Option<Identity> {
+        let found = self.in_database(move |database| {
             // Another call of the same user may have filled the cache meanwhile.
-            database.cached(uid).unwrap_or_else(|| {
-                let member = (database.is_member)(uid).unwrap_or_else(|error| {
-                    tracing::warn!(
-                        uid,
-                        %error,
-                        "user database lookup failed; treating the caller as no administrator"
-                    );
-                    false
-                });
-                database.cache(uid, member);
-                member
-            })
+            if let Some(cached) = database.cached(uid) {
+                return Some(cached);
+            }
+            let failed = |error: io::Error| tracing::warn!(uid, %error, "user database lookup failed");
+            let account = (database.find_account)(uid).map_err(failed).ok()?;
+            let admin = (database.is_member)(uid).map_err(failed).unwrap_or(false);
+            let found = Identity { name: account.map(|account| account.name).unwrap_or_default(), admin };
+            database.cache(uid, found.clone());
+            Some(found)
         });
-        member.await.unwrap_or(false)
+        found.await.flatten()
     }
 
     /// Runs a lookup on one of the few blocking threads; `None` if it panicked.
@@ -176,18 +194,27 @@ impl Access {
 }
 
 impl Inner {
-    fn cached(&self, uid: u32) -> Option<bool> {
+    fn cached(&self, uid: u32) -> Option<Identity> {
         let cache = lock(&self.cache);
-        cache.get(&uid).filter(|(_, at)| at.elapsed() < MEMBERSHIP_CACHE_TTL).map(|(member, _)| *member)
+        let known = cache.get(&uid).filter(|(_, at)| at.elapsed() < MEMBERSHIP_CACHE_TTL);
+        known.map(|(identity, _)| identity.clone())
     }
 
-    fn cache(&self, uid: u32, member: bool) {
+    fn cache(&self, uid: u32, identity: Identity) {
         let mut cache = lock(&self.cache);
         if cache.len() >= MAX_CACHED_USERS {
             // Members stay: they are few, and `is_known_admin` needs them.
-            cache.retain(|_, (member, _)| *member);
+            cache.retain(|_, (known, _)| known.admin);
         }
-        cache.insert(uid, (member, Instant::now()));
+        cache.insert(uid, (identity, Instant::now()));
+    }
+
+    /// Makes a user of a known name an ordinary one for a while.
+    fn degrade(&self, uid: u32) -> Option<Identity> {
+        let known = lock(&self.cache).get(&uid).map(|(identity, _)| identity.clone())?;
+        let degraded = Identity { admin: false, ..known };
+        self.cache(uid, degraded.clone());
+        Some(degraded)
     }
 }
 
@@ -286,16 +313,17 @@ mod tests {
                     Ok(uid == 1001)
                 }
             },
-            |_| Ok(None),
+            |uid| Ok((uid != 1002).then(|| Account { name: format!("u{uid}"), gid: 1 })),
         );
         for (uid, admin) in [(0, true), (900, true), (1001, true), (1002, false), (1001, true)] {
-            assert_eq!(access.caller(uid).await, Caller { uid, admin });
+            let name = if uid == 1002 { String::new() } else { format!("u{uid}") };
+            assert_eq!(access.caller(uid).await, Ok(Caller { uid, name: name.into(), admin }));
         }
         let calls: Vec<_> = (0..50)
             .map(|_| {
                 tokio::spawn({
                     let access = access.clone();
-                    async move { access.caller(1003).await.admin }
+                    async move { access.caller(1003).await.unwrap().admin }
                 })
             })
             .collect();
@@ -303,7 +331,7 @@ mod tests {
             assert!(!call.await.unwrap());
         }
         // Several lookups of 1003 may run before the first one is cached.
-        assert!(asked.load(Ordering::SeqCst) <= 2 + MAX_CONCURRENT_LOOKUPS);
+        assert!(asked.load(Ordering::SeqCst) <= 4 + MAX_CONCURRENT_LOOKUPS);
     }
 
     #[tokio::test]
@@ -326,15 +354,34 @@ mod tests {
             .map(|uid| {
                 tokio::spawn({
                     let access = access.clone();
-                    async move { access.caller(uid).await.admin }
+                    async move { access.caller(uid).await }
                 })
             })
             .collect();
-        assert!(access.caller(1001).await.admin && access.caller(0).await.admin);
+        assert!(access.caller(1001).await.unwrap().admin && access.caller(0).await.unwrap().admin);
         for call in hanging {
-            assert!(!call.await.unwrap());
+            assert!(matches!(call.await.unwrap(), Err(CommandError::Unavailable(_))));
         }
         drop(release);
+    }
+
+    #[tokio::test]
+    async fn user_keeps_the_known_name_while_the_database_is_down() {
+        let calls = AtomicUsize::new(0);
+        let access = Access::with(
+            900,
+            |_| Ok(true),
+            move |_| match calls.fetch_add(1, Ordering::SeqCst) {
+                0 => Ok(Some(Account { name: "anna".into(), gid: 1 })),
+                _ => Err(io::Error::other("down")),
+            },
+        );
+        assert!(access.caller(1001).await.unwrap().admin);
+        let expired = Instant::now().checked_sub(MEMBERSHIP_CACHE_TTL).unwrap();
+        lock(&access.0.cache).get_mut(&1001).unwrap().1 = expired;
+        let caller = access.caller(1001).await.unwrap();
+        assert_eq!((&*caller.name, caller.admin), ("anna", false));
+        assert!(access.caller(1002).await.is_err(), "whose jobs it may see is unknown");
     }
 
     #[tokio::test]

@@ -8,7 +8,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustix::fs::{CWD, Dir, Mode, OFlags};
+use rustix::fs::{CWD, Dir, Mode, OFlags, openat};
+use rustix::io::Errno;
 use tokio::sync::{mpsc, watch};
 use tonic::{Code, Status};
 use xlaunch_proto::convert::Logs;
@@ -196,9 +197,14 @@ pub(super) fn agent_error(status: &Status) -> Option<Status> {
     Some(Status::new(status.code(), message.take(MAX_AGENT_MESSAGE_CHARS).collect::<String>()))
 }
 
-/// Opens the log directory of a job. Its path is the daemon's, its content the user's.
+/// Opens the log directory of a job. Its parent is the daemon's; the directory itself may have been replaced by a link.
 fn open_dir(path: &Path) -> io::Result<OwnedFd> {
-    Ok(rustix::fs::openat(CWD, path, OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?)
+    let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let agent = openat(CWD, path.parent().unwrap_or(path), flags | OFlags::PATH, Mode::empty())?;
+    openat(&agent, path.file_name().unwrap_or_default(), flags, Mode::empty()).map_err(|error| match error {
+        Errno::LOOP | Errno::NOTDIR => io::Error::other("the log directory was replaced"),
+        error => error.into(),
+    })
 }
 
 /// The highest N among the entries `attempt_N`.

@@ -183,7 +183,7 @@ impl Service {
     async fn caller<T>(&self, request: &Request<T>) -> Result<(Call, Caller), Status> {
         let call = request.extensions().get::<Call>().cloned();
         let call = call.ok_or_else(|| Status::internal("the call is not accounted for"))?;
-        let caller = self.access.caller(call.peer.uid).await;
+        let caller = self.access.caller(call.peer.uid).await.map_err(to_status)?;
         Ok((call, caller))
     }
 }
@@ -196,7 +196,7 @@ impl Node for Service {
         let request_id = submission.request_id.clone();
         let result = async {
             let account = self.access.account(caller.uid).await?;
-            self.node.submit(caller, account, submission).await
+            self.node.submit(caller.clone(), account, submission).await
         };
         let result = result.await.map_err(to_status);
         let job = result.as_ref().ok().and_then(|added| added.jobs.first()).map(|job| job.id);
@@ -219,7 +219,7 @@ impl Node for Service {
         let (call, caller) = self.caller(&request).await?;
         let guard =
             self.lists.acquire(call.peer.holder, caller.admin).map_err(|count| busy(count, "lists"))?;
-        let list = queries::list(&self.node.view(), caller, request.get_ref());
+        let list = queries::list(&self.node.view(), &caller, request.get_ref());
         Ok(calls::until_sent(Response::new(list), guard))
     }
 
@@ -229,7 +229,7 @@ impl Node for Service {
             .histories
             .acquire(call.peer.holder, caller.admin)
             .map_err(|count| busy(count, "histories"))?;
-        let query = queries::history(caller, request.into_inner())?;
+        let query = queries::history(&caller, request.into_inner())?;
         let accounting = self.accounting.clone();
         let read = tokio::task::spawn_blocking(move || accounting.query(&query));
         let page =
@@ -244,7 +244,7 @@ impl Node for Service {
 
     async fn get(&self, request: Request<GetRequest>) -> Result<Response<Job>, Status> {
         let (_, caller) = self.caller(&request).await?;
-        let job = queries::job(&self.node.view(), caller, request.get_ref().job)?;
+        let job = queries::job(&self.node.view(), &caller, request.get_ref().job)?;
         Ok(Response::new(job.to_message(true)))
     }
 
@@ -253,7 +253,7 @@ impl Node for Service {
     async fn watch(&self, request: Request<GetRequest>) -> Result<Response<Self::WatchStream>, Status> {
         let (call, caller) = self.caller(&request).await?;
         let id = request.get_ref().job;
-        queries::job(&self.node.view(), caller, id)?;
+        queries::job(&self.node.view(), &caller, id)?;
         let guard =
             self.watches.acquire(call.peer.holder, caller.admin).map_err(|count| busy(count, "watches"))?;
         let (jobs, stream) = mpsc::channel(1);
@@ -273,7 +273,7 @@ impl Node for Service {
     async fn logs(&self, request: Request<JobLogsRequest>) -> Result<Response<Self::LogsStream>, Status> {
         let (call, caller) = self.caller(&request).await?;
         let JobLogs { job, logs } = checked(request.into_inner())?;
-        let job = queries::job(&self.node.view(), caller, job)?;
+        let job = queries::job(&self.node.view(), &caller, job)?;
         let guard =
             self.logs.acquire(call.peer.holder, caller.admin).map_err(|count| busy(count, "log streams"))?;
         let source =
@@ -284,7 +284,7 @@ impl Node for Service {
     async fn cancel(&self, request: Request<CancelRequest>) -> Result<Response<Job>, Status> {
         let (call, caller) = self.caller(&request).await?;
         let CancelRequest { job, force } = *request.get_ref();
-        let result = self.node.cancel(caller, job, force).await.map_err(to_status);
+        let result = self.node.cancel(caller.clone(), job, force).await.map_err(to_status);
         tracing::info!(
             uid = caller.uid,
             pid = call.peer.pid,
@@ -304,7 +304,7 @@ impl Node for Service {
     ) -> Result<Response<Self::CheckpointStream>, Status> {
         let (call, caller) = self.caller(&request).await?;
         let id = request.get_ref().job;
-        let result = queries::job(&self.node.view(), caller, id).and_then(|job| {
+        let result = queries::job(&self.node.view(), &caller, id).and_then(|job| {
             let guard = self.watches.acquire(call.peer.holder, caller.admin);
             checkpoint::stream(job, guard.map_err(|count| busy(count, "watches"))?)
         });
@@ -326,7 +326,7 @@ impl Node for Service {
     ) -> Result<Response<Self::StacksStream>, Status> {
         let (call, caller) = self.caller(&request).await?;
         let JobStacksRequest { job, stacks } = request.into_inner();
-        let job = queries::job(&self.node.view(), caller, job)?;
+        let job = queries::job(&self.node.view(), &caller, job)?;
         let guard = self.watches.acquire(call.peer.holder, caller.admin);
         let guard = guard.map_err(|count| busy(count, "watches"))?;
         Ok(Response::new(ReceiverStream::new(stacks::stream(job, stacks.unwrap_or_default(), guard)?)))
@@ -336,7 +336,7 @@ impl Node for Service {
         let (call, caller) = self.caller(&request).await?;
         let update: Update = checked(request.into_inner())?;
         let Update { job, held, priority } = update;
-        let result = self.node.update(caller, update).await.map_err(to_status);
+        let result = self.node.update(caller.clone(), update).await.map_err(to_status);
         tracing::info!(
             uid = caller.uid,
             pid = call.peer.pid,
@@ -354,7 +354,7 @@ impl Node for Service {
         let Drain { gpus, undo, reason } = checked(request.into_inner())?;
         let (uid, pid) = (caller.uid, call.peer.pid);
         let named = format!("{gpus:?}");
-        let result = self.node.drain(caller, gpus, undo, reason).await.map_err(to_status);
+        let result = self.node.drain(caller.clone(), gpus, undo, reason).await.map_err(to_status);
         tracing::info!(uid, pid, gpus = named, undo, refusal = refusal(&result), "drain");
         result.map(Response::new)
     }
@@ -368,14 +368,14 @@ impl Node for Service {
         let (call, caller) = self.caller(&request).await?;
         let examine: Examine = checked(request.into_inner())?;
         let (uid, pid, named) = (caller.uid, call.peer.pid, format!("{:?}", examine.gpus));
-        let result = self.node.examine(caller, examine).await.map_err(to_status);
+        let result = self.node.examine(caller.clone(), examine).await.map_err(to_status);
         tracing::info!(uid, pid, gpus = named, refusal = refusal(&result), "examine");
         Ok(Response::new(Box::pin(ReceiverStream::new(result?).map(Ok))))
     }
 
     async fn status(&self, request: Request<NodeStatusRequest>) -> Result<Response<NodeStatus>, Status> {
         let (_, caller) = self.caller(&request).await?;
-        Ok(Response::new(queries::status(&self.node.view(), caller)))
+        Ok(Response::new(queries::status(&self.node.view(), &caller)))
     }
 }
 

@@ -22,18 +22,20 @@ const MAX_USER_BYTES: usize = 256;
 const WATCH_INTERVAL: Duration = Duration::from_millis(250);
 
 /// A job, if the caller may see it.
-pub(super) fn job(view: &NodeView, caller: Caller, id: u64) -> Result<Arc<JobView>, Status> {
-    let job = view.jobs.get(&id).filter(|job| caller.may_see(job.job.uid));
+pub(super) fn job(view: &NodeView, caller: &Caller, id: u64) -> Result<Arc<JobView>, Status> {
+    let job = view.jobs.get(&id).filter(|job| caller.may_see(job.job.uid, &job.job.user));
     job.cloned().ok_or_else(|| to_status(CommandError::JobNotFound(id)))
 }
 
 /// The newest jobs that the caller may see, as many as fit, and whether there are more.
-pub(super) fn list(view: &NodeView, caller: Caller, request: &ListRequest) -> ListReply {
+pub(super) fn list(view: &NodeView, caller: &Caller, request: &ListRequest) -> ListReply {
     let limit = match request.limit as usize {
         0 => MAX_LISTED_JOBS,
         limit => limit.min(MAX_LISTED_JOBS),
     };
-    let wanted = |job: &&Arc<JobView>| caller.may_see(job.job.uid) && (request.ended || !job.has_ended());
+    let wanted = |job: &&Arc<JobView>| {
+        caller.may_see(job.job.uid, &job.job.user) && (request.ended || !job.has_ended())
+    };
     let before = if request.before == 0 { u64::MAX } else { request.before };
     let (mut jobs, mut bytes) = (Vec::new(), 0);
     for job in view.jobs.range(..before).rev().map(|(_, job)| job).filter(wanted) {
@@ -49,12 +51,12 @@ pub(super) fn list(view: &NodeView, caller: Caller, request: &ListRequest) -> Li
 }
 
 /// What a history request asks for, as far as the caller may see it.
-pub(super) fn history(caller: Caller, request: HistoryRequest) -> Result<Query, Status> {
+pub(super) fn history(caller: &Caller, request: HistoryRequest) -> Result<Query, Status> {
     if request.user.len() > MAX_USER_BYTES {
         return Err(Status::invalid_argument(format!("user: more than {MAX_USER_BYTES} bytes")));
     }
     Ok(Query {
-        uid: (!caller.admin).then_some(caller.uid),
+        owner: (!caller.admin).then(|| (caller.uid, caller.name.clone().into_owned())),
         user: (!request.user.is_empty()).then_some(request.user),
         since: request.since_unix_ms,
         limit: request.limit as usize,
@@ -63,9 +65,9 @@ pub(super) fn history(caller: Caller, request: HistoryRequest) -> Result<Query, 
 }
 
 /// The node, without the ids of jobs that the caller may not see.
-pub(super) fn status(view: &NodeView, caller: Caller) -> NodeStatus {
+pub(super) fn status(view: &NodeView, caller: &Caller) -> NodeStatus {
     let mut node = view.node.clone();
-    let may_see = |id| view.jobs.get(&id).is_some_and(|job| caller.may_see(job.job.uid));
+    let may_see = |id| view.jobs.get(&id).is_some_and(|job| caller.may_see(job.job.uid, &job.job.user));
     for gpu in node.gpus.iter_mut().filter(|gpu| !caller.admin && !may_see(gpu.job)) {
         gpu.job = 0;
     }

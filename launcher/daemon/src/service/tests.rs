@@ -135,7 +135,7 @@ async fn manage(mut commands: mpsc::Receiver<Command>, refuse: Option<CommandErr
             }
             (Command::Examine { reply, .. }, Some(refused)) => drop(reply.send(Err(refused.clone()))),
             (Command::Examine { caller, examine, reply }, None) => {
-                let result = Jobs::default().choose(caller, &[], &[]).map(|_| {
+                let result = Jobs::default().choose(&caller, &[], &[]).map(|_| {
                     let (sender, receiver) = mpsc::channel(1);
                     let gpu = ExaminedGpu { uuid: examine.gpus.join(","), ..Default::default() };
                     let reply = ExamineReply { gpus: vec![gpu], done: true, ..Default::default() };
@@ -146,7 +146,7 @@ async fn manage(mut commands: mpsc::Receiver<Command>, refuse: Option<CommandErr
             }
             (Command::Drain { caller, gpus, reason, undo, reply }, None) => {
                 // As the real manager does, by the role that the service has found.
-                let result = Jobs::drain(caller, &[], undo, &reason, &[], 0).map(|_| {
+                let result = Jobs::drain(&caller, &[], undo, &reason, &[], 0).map(|_| {
                     let drained = format!("{} {undo} {reason}", gpus.join(","));
                     NodeStatus { drained, ..Default::default() }
                 });

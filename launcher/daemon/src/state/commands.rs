@@ -32,7 +32,7 @@ impl Jobs {
     /// Whether the caller may submit this job, whose id and time are not set yet, or `count` such jobs.
     pub(crate) fn admit(
         &self,
-        caller: Caller,
+        caller: &Caller,
         wanted: &Submitted,
         count: usize,
         rules: &AdmissionRules<'_>,
@@ -80,8 +80,9 @@ impl Jobs {
     }
 
     /// The record that cancels this job; `None` if it has ended or is cancelled already.
-    pub(crate) fn cancel(&self, caller: Caller, job: u64, at: u64) -> Result<Option<Record>, CommandError> {
-        let entry = self.jobs.get(&job).filter(|entry| caller.may_see(entry.submitted.uid));
+    pub(crate) fn cancel(&self, caller: &Caller, job: u64, at: u64) -> Result<Option<Record>, CommandError> {
+        let entry =
+            self.jobs.get(&job).filter(|entry| caller.may_see(entry.submitted.uid, &entry.submitted.user));
         let Some(Entry { phase, .. }) = entry else { return Err(CommandError::JobNotFound(job)) };
         let uid = caller.uid;
         Ok(match phase {
@@ -89,13 +90,16 @@ impl Jobs {
                 job,
                 end: End::Cancelled,
                 exit: None,
-                reason: format!("cancelled by user {} before it started", self.user_label(uid)),
+                reason: format!("cancelled by user {} before it started", caller.label()),
                 report: String::new(),
                 at,
                 order: 0,
                 usage: None,
             }),
-            Phase::Active { cancelled: None, .. } => Some(Record::Cancelled { job, uid, at }),
+            Phase::Active { cancelled: None, .. } => {
+                let user = caller.name.clone().into_owned();
+                Some(Record::Cancelled { job, uid, user, at })
+            }
             Phase::Active { .. } | Phase::Ended { .. } => None,
         })
     }
@@ -103,12 +107,13 @@ impl Jobs {
     /// The records that hold or release this job, or change its priority; none if nothing changes.
     pub(crate) fn update(
         &self,
-        caller: Caller,
+        caller: &Caller,
         wanted: Update,
         at: u64,
     ) -> Result<Vec<Record>, CommandError> {
         let (job, uid) = (wanted.job, caller.uid);
-        let entry = self.jobs.get(&job).filter(|entry| caller.may_see(entry.submitted.uid));
+        let entry =
+            self.jobs.get(&job).filter(|entry| caller.may_see(entry.submitted.uid, &entry.submitted.user));
         let Some(Entry { submitted, phase }) = entry else { return Err(CommandError::JobNotFound(job)) };
         let invalid = |why: &str| Err(CommandError::Invalid(format!("job {job} {why}")));
         match phase {
@@ -121,12 +126,13 @@ impl Jobs {
             Phase::Ended { .. } => return invalid("has ended"),
         }
         let mut records = Vec::new();
-        match (wanted.held, submitted.held) {
+        match (wanted.held, &submitted.held) {
             (Some(true), held) => {
                 let admin = caller.admin && uid != submitted.uid;
                 // A user must not weaken the hold of an administrator.
-                if held.is_none_or(|held| admin && !held.admin) {
-                    records.push(Record::Held { job, uid, admin, at });
+                if held.as_ref().is_none_or(|held| admin && !held.admin) {
+                    let user = caller.name.clone().into_owned();
+                    records.push(Record::Held { job, uid, user, admin, at });
                 }
             }
             (Some(false), Some(Hold { admin: true, .. })) if !caller.admin => {
@@ -148,7 +154,7 @@ impl Jobs {
     /// that are drained by themselves, as by the doctor, stay so when the node is put back.
     /// `known` are the node's GPUs by index and UUID.
     pub(crate) fn drain(
-        caller: Caller,
+        caller: &Caller,
         gpus: &[String],
         undo: bool,
         reason: &str,
@@ -180,7 +186,7 @@ pub(super) fn find_gpus(named: &[String], known: &[(u32, String)]) -> Result<Vec
     named.iter().map(find).collect()
 }
 
-fn check_priority(caller: Caller, priority: i32) -> Result<(), CommandError> {
+fn check_priority(caller: &Caller, priority: i32) -> Result<(), CommandError> {
     match priority > 0 && !caller.admin {
         true => Err(CommandError::NotAllowed("only administrators may set a priority above 0".into())),
         false => Ok(()),

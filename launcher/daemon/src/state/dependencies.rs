@@ -61,11 +61,14 @@ impl Jobs {
     /// If one is not a job that the caller may see.
     pub(crate) fn dependencies(
         &self,
-        caller: Caller,
+        caller: &Caller,
         after: &[(u64, Condition)],
     ) -> Result<Vec<Dependency>, CommandError> {
         let dependency = |&(job, condition): &(u64, Condition)| {
-            let entry = self.jobs.get(&job).filter(|entry| caller.may_see(entry.submitted.uid));
+            let entry = self
+                .jobs
+                .get(&job)
+                .filter(|entry| caller.may_see(entry.submitted.uid, &entry.submitted.user));
             let met = match entry.ok_or(CommandError::JobNotFound(job))?.phase {
                 Phase::Ended { end, .. } => Some(is_met(condition, end)),
                 Phase::Queued { .. } | Phase::Active { .. } => None,

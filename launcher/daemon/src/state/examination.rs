@@ -60,7 +60,7 @@ impl Jobs {
     /// The GPUs that a request is about, all if it names none. `known` are the node's GPUs by index.
     pub(crate) fn choose(
         &self,
-        caller: Caller,
+        caller: &Caller,
         named: &[String],
         known: &[(u32, GpuSlot)],
     ) -> Result<Vec<Choice>, CommandError> {

@@ -127,7 +127,7 @@ mod tests {
     fn jobs_without_a_limit_and_cancelled_ones_are_left_alone() {
         assert_eq!(due(&running(None, None), u64::MAX), Due::default());
         let mut jobs = running(Some(100), None);
-        jobs.apply(Record::Cancelled { job: 1, uid: 1, at: 6000 });
+        jobs.apply(Record::Cancelled { job: 1, uid: 1, user: String::new(), at: 6000 });
         assert_eq!(due(&jobs, u64::MAX), Due::default());
     }
 }

@@ -26,18 +26,19 @@ mod dependencies;
 pub(crate) mod examination;
 pub(crate) mod limits;
 mod record;
+pub(crate) mod recovery;
 pub(crate) mod schedule;
 #[doc(hidden)]
 pub mod simulation;
 mod usage;
 
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use xlaunch_proto::convert::scheduling::MAX_ARRAY_JOBS;
 
 pub use record::Submitted;
-pub(crate) use record::{Dependency, Element, End, Hold, Record, bounded};
+pub(crate) use record::{Canceller, Dependency, Element, End, Hold, Record, bounded};
 
 use dependencies::Dependents;
 use examination::Examination;
@@ -53,13 +54,13 @@ const KEPT_UNSTARTED: usize = 100;
 pub(crate) enum Phase {
     /// `reason` says why an earlier start did not happen.
     Queued { starts: u32, reason: String },
-    /// Its agent may run. `cancelled` is the user who cancelled it.
+    /// Its agent may run.
     Active {
         start: u32,
         gpus: Vec<String>,
         boot: String,
         at: u64,
-        cancelled: Option<u32>,
+        cancelled: Option<Canceller>,
         /// The signal before its time limit was sent.
         warned: bool,
         /// It is stopped because it has reached its time limit.
@@ -87,13 +88,16 @@ pub(crate) struct Entry {
     pub(crate) phase: Phase,
 }
 
+/// A submission's request: the user's id and name, and the request id.
+type Request = (u32, String, String);
+
 /// All jobs, and what administrators have taken out of service.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Jobs {
     /// By id.
     pub(crate) jobs: BTreeMap<u64, Entry>,
     /// Ids by user and request id, for repeated submissions.
-    requests: BTreeMap<(u32, String), u64>,
+    requests: BTreeMap<Request, u64>,
     /// The highest job id assigned so far.
     pub(crate) submitted: u64,
     /// Number of jobs that have ended, including forgotten ones.
@@ -108,6 +112,8 @@ pub(crate) struct Jobs {
     pub(crate) usage: FairShares,
     /// Which queued jobs wait for which.
     dependents: Dependents,
+    /// Ended jobs that may not be in the accounting file. They are not forgotten.
+    pub(crate) unaccounted: BTreeSet<u64>,
 }
 
 impl Jobs {
@@ -119,8 +125,8 @@ impl Jobs {
             Record::SubmittedArray { first, indices } => {
                 self.add_array(&first, &indices);
             }
-            Record::Held { job, uid, admin, .. } => {
-                self.change(job, |submitted| submitted.held = Some(Hold { uid, admin }));
+            Record::Held { job, uid, user, admin, .. } => {
+                self.change(job, |submitted| submitted.held = Some(Hold { uid, user, admin }));
             }
             Record::Released { job, .. } => self.change(job, |submitted| submitted.held = None),
             Record::Reprioritised { job, priority, .. } => {
@@ -144,9 +150,9 @@ impl Jobs {
                     *over_limit = true;
                 }
             }
-            Record::Cancelled { job, uid, .. } => {
+            Record::Cancelled { job, uid, user, .. } => {
                 if let Some(Entry { phase: Phase::Active { cancelled, .. }, .. }) = self.jobs.get_mut(&job) {
-                    *cancelled = Some(uid);
+                    *cancelled = Some(Canceller { uid, user });
                 }
             }
             Record::Ended { job, end, exit, reason, report, at, order, usage } => {
@@ -155,6 +161,7 @@ impl Jobs {
                 let order = if order > 0 { order } else { self.ended };
                 if let Some(entry) = self.jobs.get_mut(&job) {
                     entry.phase = Phase::Ended { end, exit, reason, report, gpus, started, at, order, usage };
+                    self.unaccounted.insert(job);
                 }
                 self.settle_dependents(job, end);
             }
@@ -171,6 +178,9 @@ impl Jobs {
             }
             Record::Drained { gpus, undo, reason, .. } => self.set_drained(gpus, undo, &reason),
             Record::Resumed { .. } => self.drained = None,
+            Record::Accounted { jobs } => {
+                self.unaccounted.retain(|job| !jobs.contains(job));
+            }
             Record::Forgotten { job } => self.forget(job),
             Record::Counted { submitted, ended } => {
                 (self.submitted, self.ended) = (self.submitted.max(submitted), self.ended.max(ended));
@@ -188,7 +198,7 @@ impl Jobs {
         self.submitted = self.submitted.max(job);
         // All jobs of an array have one request, which is known by the first.
         if submitted.array.is_none_or(|element| element.first == job) {
-            let request = (submitted.uid, submitted.request_id.clone());
+            let request = request(&submitted);
             // A request id is accepted again only after its job was forgotten. That record was lost.
             if let Some(forgotten) = self.requests.get(&request).copied() {
                 self.forget(forgotten);
@@ -233,9 +243,10 @@ impl Jobs {
 
     fn forget(&mut self, job: u64) {
         let Some(Entry { submitted, .. }) = self.jobs.remove(&job) else { return };
+        self.unaccounted.remove(&job);
         self.dependents.remove(&submitted);
         if submitted.array.is_none_or(|element| element.first == job) {
-            self.requests.remove(&(submitted.uid, submitted.request_id));
+            self.requests.remove(&request(&submitted));
         }
     }
 
@@ -262,6 +273,12 @@ impl Jobs {
             records.push(Record::Submitted(Box::new(entry.submitted.clone())));
             records.extend(records_to_reach(job, &entry.phase));
         }
+        let ended = self.jobs.iter().filter(|(_, entry)| matches!(entry.phase, Phase::Ended { .. }));
+        let accounted: Vec<u64> =
+            ended.map(|(job, _)| *job).filter(|job| !self.unaccounted.contains(job)).collect();
+        if !accounted.is_empty() {
+            records.push(Record::Accounted { jobs: accounted });
+        }
         let drained = |gpus, reason: &String| Record::Drained {
             gpus,
             undo: false,
@@ -277,8 +294,10 @@ impl Jobs {
     }
 
     /// The job that this user's request with this id added, if it was seen before.
-    pub(crate) fn job_of_request(&self, uid: u32, request_id: &str) -> Option<u64> {
-        self.requests.get(&(uid, request_id.to_owned())).copied()
+    pub(crate) fn job_of_request(&self, uid: u32, user: &str, request_id: &str) -> Option<u64> {
+        let request = |user: &str| (uid, user.to_owned(), request_id.to_owned());
+        // Jobs of version 0.1 have no name.
+        self.requests.get(&request(user)).or_else(|| self.requests.get(&request(""))).copied()
     }
 
     /// The remembered jobs of the array whose first job this is.
@@ -294,8 +313,12 @@ impl Jobs {
         phases.all(|phase| matches!(phase, Phase::Ended { .. }))
     }
 
-    /// A user in messages: the name that came with one of the user's jobs, otherwise the number. Makes no lookup.
-    pub(crate) fn user_label(&self, uid: u32) -> String {
+    /// A user in messages: this name, otherwise the name that came with one of the user's jobs, otherwise the number.
+    /// Makes no lookup.
+    pub(crate) fn user_label(&self, uid: u32, user: &str) -> String {
+        if !user.is_empty() {
+            return user.into();
+        }
         let of_user = |entry: &&Entry| entry.submitted.uid == uid && !entry.submitted.user.is_empty();
         match self.jobs.values().find(of_user) {
             Some(entry) => entry.submitted.user.clone(),
@@ -338,7 +361,9 @@ impl Jobs {
     pub(crate) fn ended_beyond(&self, keep: usize) -> Vec<u64> {
         let mut ended: BTreeMap<(u32, bool), Vec<(u64, u64)>> = BTreeMap::new();
         for (job, entry) in &self.jobs {
-            if let Phase::Ended { started, order, .. } = entry.phase {
+            if let Phase::Ended { started, order, .. } = entry.phase
+                && !self.unaccounted.contains(job)
+            {
                 ended.entry((entry.submitted.uid, started > 0)).or_default().push((order, *job));
             }
         }
@@ -351,6 +376,10 @@ impl Jobs {
         }
         forgotten
     }
+}
+
+fn request(submitted: &Submitted) -> Request {
+    (submitted.uid, submitted.user.clone(), submitted.request_id.clone())
 }
 
 /// Records that take a submitted job to this phase.
@@ -371,7 +400,8 @@ fn records_to_reach(job: u64, phase: &Phase) -> Vec<Record> {
         Phase::Active { start, gpus, boot, at, cancelled, warned, over_limit } => {
             let warned = warned.then_some(Record::Warned { job, at: 0 });
             let over_limit = over_limit.then_some(Record::TimeLimitReached { job, at: 0 });
-            let cancelled = cancelled.map(|uid| Record::Cancelled { job, uid, at: 0 });
+            let by = cancelled.clone();
+            let cancelled = by.map(|Canceller { uid, user }| Record::Cancelled { job, uid, user, at: 0 });
             let marks = warned.into_iter().chain(over_limit).chain(cancelled);
             std::iter::once(starting(*start, gpus, boot, *at)).chain(marks).collect()
         }

@@ -25,6 +25,8 @@ pub(crate) enum Record {
     Held {
         job: u64,
         uid: u32,
+        #[serde(default, skip_serializing_if = "String::is_empty")]
+        user: String,
         admin: bool,
         at: u64,
     },
@@ -61,6 +63,8 @@ pub(crate) enum Record {
     Cancelled {
         job: u64,
         uid: u32,
+        #[serde(default, skip_serializing_if = "String::is_empty")]
+        user: String,
         at: u64,
     },
     /// `exit` is unknown if the agent left no result. `order` counts ends from 1; 0 means the next one.
@@ -98,6 +102,10 @@ pub(crate) enum Record {
         reason: String,
         uid: u32,
         at: u64,
+    },
+    /// These ended jobs are in the accounting file.
+    Accounted {
+        jobs: Vec<u64>,
     },
     /// The job was removed with its files.
     Forgotten {
@@ -142,6 +150,7 @@ impl Record {
             | Self::Forgotten { job } => *job..=*job,
             Self::Drained { .. }
             | Self::Resumed { .. }
+            | Self::Accounted { .. }
             | Self::Counted { .. }
             | Self::Used { .. }
             | Self::HalfLife { .. } => nothing,
@@ -213,10 +222,21 @@ pub struct Submitted {
     pub requeues: u32,
 }
 
+/// Who cancelled a job.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Canceller {
+    pub(crate) uid: u32,
+    /// The user's name; empty in records of version 0.2.
+    pub(crate) user: String,
+}
+
 /// Who holds a job.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hold {
     pub uid: u32,
+    /// The user's name; empty in records of version 0.2.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub user: String,
     /// An administrator holds the job of another user.
     pub admin: bool,
 }

@@ -242,8 +242,8 @@ impl<'a> Pass<'a> {
 
     /// Why a job may not start, whatever is free.
     fn held_back(&self, submitted: &Submitted) -> Option<String> {
-        if let Some(hold) = submitted.held {
-            return Some(format!("held by user {}", self.jobs.user_label(hold.uid)));
+        if let Some(hold) = &submitted.held {
+            return Some(format!("held by user {}", self.jobs.user_label(hold.uid, &hold.user)));
         }
         if let Some(open) = submitted.after.iter().find(|dependency| dependency.met != Some(true)) {
             return Some(format!("waits for job {} to end", open.job));

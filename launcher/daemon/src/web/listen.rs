@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener, UnixStream};
 
+use crate::trusted_path;
+
 /// Mode of a unix socket: its owner and group can connect.
 const SOCKET_MODE: u32 = 0o660;
 
@@ -97,6 +99,7 @@ impl Listener {
 }
 
 async fn bind_socket(path: &Path) -> io::Result<UnixListener> {
+    trusted_path::check_parent(path)?;
     let is_socket = fs_err::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket());
     if is_socket {
         match UnixStream::connect(path).await {

@@ -168,7 +168,7 @@ async fn only_regular_files_of_the_jobs_user_are_streamed() {
     let case = Case::new(NodeJobState::Done);
     case.write(log, "secret");
     case.now_of(NodeJobState::Done, rustix::process::getuid().as_raw() + 1);
-    assert!(refused(&case, "foreign").await.contains("belongs to user"));
+    assert!(refused(&case, "foreign").await.contains("does not belong to the job's user"));
 }
 
 #[tokio::test]

@@ -1,10 +1,12 @@
 use xlaunch_proto::v1::{Gpu, NodeJobState};
 
+use std::borrow::Cow;
+
 use super::*;
 
-const ANN: Caller = Caller { uid: 1001, admin: false };
-const BOB: Caller = Caller { uid: 1002, admin: false };
-const ADMIN: Caller = Caller { uid: 1003, admin: true };
+const ANN: Caller = Caller { uid: 1001, name: Cow::Borrowed(""), admin: false };
+const BOB: Caller = Caller { uid: 1002, name: Cow::Borrowed(""), admin: false };
+const ADMIN: Caller = Caller { uid: 1003, name: Cow::Borrowed(""), admin: true };
 
 fn job_of(id: u64, uid: u32, state: NodeJobState) -> Arc<JobView> {
     let job = Job { id, uid, state: state.into(), ..Default::default() };
@@ -20,7 +22,7 @@ fn view(jobs: impl IntoIterator<Item = Arc<JobView>>) -> NodeView {
     }
 }
 
-fn ids(view: &NodeView, caller: Caller, ended: bool, limit: u32) -> Vec<u64> {
+fn ids(view: &NodeView, caller: &Caller, ended: bool, limit: u32) -> Vec<u64> {
     list(view, caller, &ListRequest { ended, limit, before: 0 }).jobs.into_iter().map(|job| job.id).collect()
 }
 
@@ -33,16 +35,19 @@ fn callers_see_own_jobs_and_admins_all() {
         job_of(3, ANN.uid, Done),
         job_of(4, ANN.uid, Queued),
     ]);
-    assert_eq!(ids(&view, ANN, false, 0), [4, 1]);
-    assert_eq!(ids(&view, ANN, true, 0), [4, 3, 1]);
-    assert_eq!(ids(&view, ANN, true, 2), [4, 3]);
-    assert_eq!(ids(&view, BOB, true, 0), [2]);
-    assert_eq!(ids(&view, ADMIN, true, 0), [4, 3, 2, 1]);
-    let other = job(&view, BOB, 1).unwrap_err();
-    assert_eq!(other.message(), job(&view, BOB, 99).unwrap_err().message().replace("99", "1"));
-    assert!(job(&view, ADMIN, 1).is_ok() && job(&view, ANN, 1).is_ok());
+    assert_eq!(ids(&view, &ANN, false, 0), [4, 1]);
+    assert_eq!(ids(&view, &ANN, true, 0), [4, 3, 1]);
+    assert_eq!(ids(&view, &ANN, true, 2), [4, 3]);
+    assert_eq!(ids(&view, &BOB, true, 0), [2]);
+    assert_eq!(ids(&view, &ADMIN, true, 0), [4, 3, 2, 1]);
+    let other = job(&view, &BOB, 1).unwrap_err();
+    assert_eq!(other.message(), job(&view, &BOB, 99).unwrap_err().message().replace("99", "1"));
+    assert!(job(&view, &ADMIN, 1).is_ok() && job(&view, &ANN, 1).is_ok());
     let holders = |caller| status(&view, caller).gpus.iter().map(|gpu| gpu.job).collect::<Vec<_>>();
-    assert_eq!((holders(ANN), holders(BOB), holders(ADMIN)), (vec![1, 0, 0], vec![0, 2, 0], vec![1, 2, 0]));
+    assert_eq!(
+        (holders(&ANN), holders(&BOB), holders(&ADMIN)),
+        (vec![1, 0, 0], vec![0, 2, 0], vec![1, 2, 0])
+    );
 }
 
 #[test]
@@ -53,12 +58,12 @@ fn list_is_limited_by_size_and_count_and_continues_on_the_next_page() {
         Arc::new(job)
     };
     let all = view((1..=100).map(long));
-    let reply = list(&all, ANN, &ListRequest::default());
+    let reply = list(&all, &ANN, &ListRequest::default());
     assert!((50..100).contains(&reply.jobs.len()), "{}", reply.jobs.len());
     assert_eq!(reply.jobs[0].id, 100);
     let (mut listed, mut before, mut pages) = (Vec::new(), 0, 0);
     loop {
-        let page = list(&all, ANN, &ListRequest { before, ..ListRequest::default() });
+        let page = list(&all, &ANN, &ListRequest { before, ..ListRequest::default() });
         listed.extend(page.jobs.iter().map(|job| job.id));
         (before, pages) = (listed.last().copied().unwrap(), pages + 1);
         if !page.more {
@@ -67,8 +72,8 @@ fn list_is_limited_by_size_and_count_and_continues_on_the_next_page() {
     }
     assert_eq!((listed, pages), ((1..=100).rev().collect(), 2));
     let short = view((1..=2000).map(|id| job_of(id, ANN.uid, NodeJobState::Queued)));
-    assert_eq!(ids(&short, ANN, false, 5000).len(), MAX_LISTED_JOBS);
-    assert!(list(&short, ANN, &ListRequest::default()).jobs.iter().all(|job| job.history.is_empty()));
+    assert_eq!(ids(&short, &ANN, false, 5000).len(), MAX_LISTED_JOBS);
+    assert!(list(&short, &ANN, &ListRequest::default()).jobs.iter().all(|job| job.history.is_empty()));
 }
 
 /// A watched job, and the sender of views.
@@ -151,4 +156,16 @@ async fn watch_ends_with_error_when_job_or_daemon_is_gone() {
     jobs.recv().await.unwrap().unwrap();
     drop(shown);
     assert_eq!(jobs.recv().await.unwrap().unwrap_err().code(), tonic::Code::Unavailable);
+}
+
+#[test]
+fn user_who_got_the_id_of_another_sees_none_of_the_others_jobs() {
+    let job = Job { id: 1, uid: 1001, user: "anna".into(), ..Job::default() };
+    let job = Arc::new(JobView { job, ..JobView::default() });
+    let view = NodeView { jobs: [(1, job)].into(), ..NodeView::default() };
+    let named = |name: &'static str| Caller { name: Cow::Borrowed(name), ..ANN };
+    assert_eq!((ids(&view, &named("anna"), true, 0), ids(&view, &named("bob"), true, 0)), (vec![1], vec![]));
+    assert!(super::job(&view, &named("bob"), 1).is_err());
+    let history = |name| history(&named(name), HistoryRequest::default()).unwrap().owner;
+    assert_eq!(history("bob"), Some((1001, "bob".into())));
 }

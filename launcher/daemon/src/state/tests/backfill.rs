@@ -186,7 +186,7 @@ fn user_who_has_used_less_comes_first_within_a_priority() {
 #[test]
 fn held_job_waits_and_blocks_no_other() {
     let mut jobs = of([submitted(1, 1, 2, 0), submitted(2, 1, 2, 0)]);
-    jobs.apply(Record::Held { job: 1, uid: 0, admin: true, at: 1 });
+    jobs.apply(Record::Held { job: 1, uid: 0, user: String::new(), admin: true, at: 1 });
     let now = schedule(&jobs, &node(2), NOW);
     assert_eq!(started(&jobs, &node(2)), [2]);
     assert_eq!(now.waits[&1].reason, "held by user root");
@@ -203,7 +203,7 @@ fn array_runs_at_most_its_number_of_jobs_at_a_time() {
     let mut jobs = of([Record::SubmittedArray { first: Box::new(first), indices }]);
     assert_eq!(jobs.array(1), [1, 2, 3, 4]);
     assert_eq!(jobs.jobs[&3].submitted.name, "[9]");
-    assert_eq!(jobs.job_of_request(1, "r1"), Some(1));
+    assert_eq!(jobs.job_of_request(1, "", "r1"), Some(1));
     let now = schedule(&jobs, &node(8), NOW);
     assert_eq!(started(&jobs, &node(8)), [1, 2]);
     assert_eq!(now.waits[&3].reason, "2 of at most 2 jobs of its array run");
@@ -283,6 +283,6 @@ fn cancelled_job_and_one_that_did_not_ask_are_not_requeued() {
     add(&mut jobs, Submitted { requeue: true, ..job(2, 1, 0, None) });
     jobs.apply(Record::Starting { job: 2, start: 1, gpus: vec![], boot: "b".into(), at: NOW });
     assert!(jobs.requeue(2, "reboot", NOW).is_some());
-    jobs.apply(Record::Cancelled { job: 2, uid: 1, at: NOW });
+    jobs.apply(Record::Cancelled { job: 2, uid: 1, user: String::new(), at: NOW });
     assert_eq!(jobs.requeue(2, "reboot", NOW), None);
 }

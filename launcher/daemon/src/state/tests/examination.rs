@@ -6,11 +6,13 @@ use xlaunch_agent::doctor::{Finding, GpuName, Level, Report};
 
 use super::super::examination::{Ending, Examination, Verdict};
 use super::super::schedule::{GpuSlot, Resources, schedule};
+use std::borrow::Cow;
+
 use super::*;
 use crate::commands::CommandError;
 use crate::view::Caller;
 
-const ADMIN: Caller = Caller { uid: 7, admin: true };
+const ADMIN: Caller = Caller { uid: 7, name: Cow::Borrowed(""), admin: true };
 
 fn slots(gpus: &[&str]) -> Vec<(u32, GpuSlot)> {
     let slot = |gpu: &&str| GpuSlot { uuid: (*gpu).to_owned(), unusable: None };
@@ -30,7 +32,7 @@ fn examined(mut jobs: Jobs, gpus: &[&str], until: u64) -> Jobs {
 
 fn chosen(jobs: &Jobs, named: &[&str], slots: &[(u32, GpuSlot)]) -> Vec<(u32, Option<String>)> {
     let named: Vec<String> = named.iter().map(|name| name.to_string()).collect();
-    let chosen = jobs.choose(ADMIN, &named, slots).unwrap();
+    let chosen = jobs.choose(&ADMIN, &named, slots).unwrap();
     chosen.into_iter().map(|choice| (choice.index, choice.skipped)).collect()
 }
 
@@ -50,10 +52,10 @@ fn gpus_in_use_and_unusable_ones_are_skipped_but_drained_ones_are_examined() {
 fn examination_is_for_administrators_and_one_at_a_time() {
     let (jobs, slots) = (of([]), slots(&["a"]));
     let user = Caller { admin: false, ..ADMIN };
-    assert!(matches!(jobs.choose(user, &[], &slots), Err(CommandError::NotAllowed(_))));
-    assert!(matches!(jobs.choose(ADMIN, &["z".into()], &slots), Err(CommandError::Invalid(_))));
+    assert!(matches!(jobs.choose(&user, &[], &slots), Err(CommandError::NotAllowed(_))));
+    assert!(matches!(jobs.choose(&ADMIN, &["z".into()], &slots), Err(CommandError::Invalid(_))));
     let jobs = examined(jobs, &["a"], 10);
-    assert!(matches!(jobs.choose(ADMIN, &[], &slots), Err(CommandError::LimitReached(_))));
+    assert!(matches!(jobs.choose(&ADMIN, &[], &slots), Err(CommandError::LimitReached(_))));
 }
 
 #[test]

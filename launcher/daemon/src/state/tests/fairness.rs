@@ -7,6 +7,8 @@ use xlaunch_proto::convert::scheduling::Condition;
 
 use super::super::limits::released_by;
 use super::super::schedule::{GpuSlot, Resources, schedule};
+use std::borrow::Cow;
+
 use super::*;
 use crate::view::Caller;
 
@@ -72,8 +74,8 @@ fn plans(users: u32) -> impl Strategy<Value = Vec<Plan>> {
 fn record(jobs: &Jobs, job: u64, plan: &Plan, with_dependencies: bool) -> Record {
     let depends = with_dependencies && (1..job).contains(&plan.after);
     let after = depends.then(|| (job - plan.after, Condition::Any));
-    let admin = Caller { uid: 0, admin: true };
-    let after = jobs.dependencies(admin, after.as_slice()).unwrap();
+    let admin = Caller { uid: 0, name: Cow::Borrowed(""), admin: true };
+    let after = jobs.dependencies(&admin, after.as_slice()).unwrap();
     // Every job of an array of its own user, so that the limit is shared.
     let array = (with_dependencies && plan.parallel > 0).then_some(Element {
         first: 1,

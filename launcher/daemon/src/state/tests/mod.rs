@@ -70,7 +70,7 @@ fn records_of_every_phase_reproduce_the_jobs() {
         ended(2, 30),
         submitted(3, 1, 1, 3),
         starting(3, &["a"]),
-        Record::Cancelled { job: 3, uid: 7, at: 1 },
+        Record::Cancelled { job: 3, uid: 7, user: String::new(), at: 1 },
         submitted(4, 2, 0, -1),
         starting(4, &[]),
         requeued(4, "x"),
@@ -91,9 +91,9 @@ fn records_of_every_phase_reproduce_the_jobs() {
     ]);
     assert_eq!(of(jobs.records()), jobs);
     assert_eq!((jobs.submitted, jobs.ended), (6, 3));
-    assert_eq!(jobs.job_of_request(1, "r2"), Some(2));
-    assert_eq!(jobs.job_of_request(2, "r2"), None);
-    assert_eq!(jobs.job_of_request(1, "r1"), None);
+    assert_eq!(jobs.job_of_request(1, "", "r2"), Some(2));
+    assert_eq!(jobs.job_of_request(2, "", "r2"), None);
+    assert_eq!(jobs.job_of_request(1, "", "r1"), None);
 }
 
 #[test]
@@ -121,7 +121,7 @@ fn phases_follow_the_records() {
     let phase = |jobs: &Jobs| jobs.jobs[&1].phase.clone();
     let queued = |starts, reason: &str| Phase::Queued { starts, reason: reason.into() };
     assert_eq!(phase(&jobs), queued(0, ""));
-    jobs.apply(Record::Cancelled { job: 1, uid: 1, at: 1 });
+    jobs.apply(Record::Cancelled { job: 1, uid: 1, user: String::new(), at: 1 });
     assert_eq!(phase(&jobs), queued(0, ""), "a queued job is cancelled by its end");
     let starting =
         |start| Record::Starting { job: 1, start, gpus: vec!["a".into()], boot: "b".into(), at: 7 };
@@ -139,8 +139,8 @@ fn phases_follow_the_records() {
     jobs.apply(requeued(1, "x"));
     assert_eq!(phase(&jobs), queued(1, "x"));
     jobs.apply(starting(2));
-    jobs.apply(Record::Cancelled { job: 1, uid: 5, at: 1 });
-    assert_eq!(phase(&jobs), active(2, Some(5)));
+    jobs.apply(Record::Cancelled { job: 1, uid: 5, user: String::new(), at: 1 });
+    assert_eq!(phase(&jobs), active(2, Some(Canceller { uid: 5, user: String::new() })));
     assert_eq!(jobs.active().map(|(job, _)| job).collect::<Vec<_>>(), [1]);
     jobs.apply(ended(1, 9));
     let Phase::Ended { gpus, started: 7, at: 9, end: End::Done, exit: Some(0), .. } = phase(&jobs) else {
@@ -164,7 +164,7 @@ fn end_is_final_and_unfitting_records_change_nothing() {
         order: 0,
         usage: None,
     });
-    jobs.apply(Record::Cancelled { job: 1, uid: 1, at: 9 });
+    jobs.apply(Record::Cancelled { job: 1, uid: 1, user: String::new(), at: 9 });
     jobs.apply(requeued(1, "x"));
     jobs.apply(starting(1, &["a"]));
     jobs.apply(submitted(1, 2, 1, 1));
@@ -180,7 +180,7 @@ fn request_id_of_a_later_job_means_that_the_earlier_one_was_forgotten() {
     later.request_id = "r1".into();
     let jobs = of([submitted(1, 1, 0, 0), ended(1, 5), Record::Submitted(later)]);
     assert_eq!(jobs.jobs.keys().copied().collect::<Vec<_>>(), [2]);
-    assert_eq!(jobs.job_of_request(1, "r1"), Some(2));
+    assert_eq!(jobs.job_of_request(1, "", "r1"), Some(2));
     assert_eq!(of(jobs.records()), jobs);
 }
 
@@ -233,10 +233,17 @@ fn queue_is_ordered_by_priority_then_id() {
     assert_eq!(jobs.queue(10), [2, 4, 1, 3]);
 }
 
+/// All ended jobs are in the accounting file.
+fn accounted(mut jobs: Jobs) -> Jobs {
+    jobs.unaccounted.clear();
+    jobs
+}
+
 #[test]
 fn oldest_ended_jobs_are_forgotten_first() {
     let jobs =
         of([submitted(1, 1, 0, 0), submitted(2, 1, 0, 0), submitted(3, 1, 0, 0), ended(2, 7), ended(1, 8)]);
+    let jobs = accounted(jobs);
     assert_eq!(jobs.ended_beyond(0), [2, 1]);
     assert_eq!(jobs.ended_beyond(1), [2]);
     assert!(jobs.ended_beyond(2).is_empty() && jobs.ended_beyond(3).is_empty());
@@ -249,10 +256,12 @@ fn a_users_ended_jobs_push_out_only_their_own() {
         jobs.apply(submitted(job, 2, 0, 0));
         jobs.apply(ended(job, 6));
     }
+    jobs = accounted(jobs);
     assert_eq!(jobs.ended_beyond(1000), [2, 3], "of jobs that never started, only the last are kept");
     jobs.apply(submitted(900, 2, 0, 0));
     jobs.apply(starting(900, &[]));
     jobs.apply(ended(900, 7));
+    let jobs = accounted(jobs);
     assert!(!jobs.ended_beyond(1).iter().any(|job| [1, 900].contains(job)));
 }
 
@@ -261,7 +270,7 @@ fn jobs_are_forgotten_in_the_order_in_which_they_ended_even_if_the_clock_is_set_
     let of_two = |first_end, second_end| {
         let started = |job| [submitted(job, 1, 0, 0), starting(job, &[])];
         let ends = [ended(2, first_end), ended(1, second_end)];
-        of(started(1).into_iter().chain(started(2)).chain(ends))
+        accounted(of(started(1).into_iter().chain(started(2)).chain(ends)))
     };
     let jobs = of_two(1000, 10);
     assert_eq!(jobs.ended_beyond(1), [2]);
@@ -289,4 +298,13 @@ fn long_texts_are_cut_at_a_character() {
     assert_eq!(bounded("short".into()), "short");
     let cut = bounded("é".repeat(MAX_TEXT_BYTES));
     assert!(cut.len() <= MAX_TEXT_BYTES && cut.ends_with("é…"), "{}", cut.len());
+}
+
+#[test]
+fn ended_job_is_not_forgotten_before_it_is_in_the_accounting_file() {
+    let mut jobs = of([submitted(1, 1, 0, 0), ended(1, 5), submitted(2, 1, 0, 0), ended(2, 6)]);
+    assert_eq!((jobs.ended_beyond(0), jobs.unaccounted.len()), (vec![], 2));
+    jobs.apply(Record::Accounted { jobs: vec![1] });
+    assert_eq!(jobs.ended_beyond(0), [1]);
+    assert_eq!(of(jobs.records()), jobs, "the rewritten journal knows it");
 }

@@ -29,7 +29,7 @@ fn any_record() -> impl Strategy<Value = Record> {
         4 => (job.clone(), 1..4_u32, gpus(), 1..9_u64).prop_map(|(job, start, gpus, at)| {
             Record::Starting { job, start, gpus, boot: "b".into(), at }
         }),
-        1 => (job.clone(), 0..3_u32).prop_map(|(job, uid)| Record::Cancelled { job, uid, at: 0 }),
+        1 => (job.clone(), 0..3_u32).prop_map(|(job, uid)| Record::Cancelled { job, uid, user: String::new(), at: 0 }),
         2 => (job.clone(), end, any::<Option<u8>>(), 1..9_u64).prop_map(|(job, end, exit, at)| {
             Record::Ended { job, end, exit, reason: "x".into(), report: "y".into(), at, order: 0, usage: None }
         }),
@@ -37,7 +37,7 @@ fn any_record() -> impl Strategy<Value = Record> {
         1 => (job.clone(), 0..9_u64).prop_map(|(job, at)| {
             Record::Requeued { job, reason: "z".into(), lost: true, at }
         }),
-        1 => (job.clone(), any::<bool>()).prop_map(|(job, admin)| Record::Held { job, uid: 1, admin, at: 0 }),
+        1 => (job.clone(), any::<bool>()).prop_map(|(job, admin)| Record::Held { job, uid: 1, user: String::new(), admin, at: 0 }),
         1 => job.clone().prop_map(|job| Record::Released { job, uid: 1, at: 0 }),
         1 => (job.clone(), -1..2).prop_map(|(job, priority)| Record::Reprioritised { job, priority, uid: 1, at: 0 }),
         1 => job.clone().prop_map(|job| Record::Warned { job, at: 0 }),

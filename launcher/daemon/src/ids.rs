@@ -1,0 +1,85 @@
+//! The highest job id that may have been given out, kept apart from the journal.
+//!
+//! Ids name directories, units and accounts, so none is given out twice, even if the journal is lost or an old one is
+//! restored. Ids are reserved in blocks, so that few submissions write this file.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::files;
+
+const FILE: &str = "ids";
+const VERSION: u32 = 1;
+/// Ids that are reserved at a time beyond those that are needed.
+const BLOCK: u64 = 1000;
+
+#[derive(Serialize, Deserialize)]
+struct Content {
+    version: u32,
+    reserved: u64,
+}
+
+/// The ids that the file reserves.
+#[derive(Debug)]
+pub(crate) struct Ids {
+    dir: PathBuf,
+    /// No higher id was ever given out.
+    reserved: u64,
+}
+
+impl Ids {
+    /// Reads the file in the state directory. Without a file that can be read, nothing is reserved.
+    pub(crate) fn open(dir: &Path) -> io::Result<Self> {
+        let reserved = match fs_err::read(dir.join(FILE)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => 0,
+            bytes => serde_json::from_slice::<Content>(&bytes?).map_or(0, |content| content.reserved),
+        };
+        Ok(Self { dir: dir.into(), reserved })
+    }
+
+    pub(crate) fn reserved(&self) -> u64 {
+        self.reserved
+    }
+
+    /// Whether ids beyond the one after this were given out: then it is not the highest one.
+    pub(crate) fn are_beyond(&self, submitted: u64) -> bool {
+        submitted.saturating_add(1) < self.reserved.saturating_sub(BLOCK)
+    }
+
+    /// Reserves the ids up to this one, durably.
+    pub(crate) fn reserve(&mut self, highest: u64) -> io::Result<()> {
+        if highest <= self.reserved {
+            return Ok(());
+        }
+        let reserved = highest.saturating_add(BLOCK);
+        let content = Content { version: VERSION, reserved };
+        files::write(&self.dir, FILE, &serde_json::to_vec(&content)?)?;
+        self.reserved = reserved;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reserved_ids_are_remembered_and_written_once_per_block() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut ids = Ids::open(dir.path()).unwrap();
+        assert!(ids.reserved() == 0 && !ids.are_beyond(0));
+        ids.reserve(1).unwrap();
+        let ids_again = Ids::open(dir.path()).unwrap();
+        assert!(ids_again.reserved() == 1 + BLOCK && !ids_again.are_beyond(0) && !ids_again.are_beyond(7));
+        fs_err::remove_file(dir.path().join(FILE)).unwrap();
+        ids.reserve(1 + BLOCK).unwrap();
+        assert!(!dir.path().join(FILE).exists());
+        ids.reserve(2 + BLOCK).unwrap();
+        let ids = Ids::open(dir.path()).unwrap();
+        assert!(ids.are_beyond(3) && !ids.are_beyond(1 + BLOCK));
+        fs_err::write(dir.path().join(FILE), [0; 30]).unwrap();
+        assert_eq!(Ids::open(dir.path()).unwrap().reserved(), 0);
+    }
+}

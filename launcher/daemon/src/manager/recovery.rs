@@ -1,0 +1,155 @@
+//! Takes over from an earlier daemon: adopts its jobs, and completes what it could not finish.
+//!
+//! The journal says which jobs there are. If it could not be read completely, or is older than the files and units that
+//! are found, those decide: nothing is removed, and what runs or has files is listed again
+//! ([`crate::state::recovery`]).
+
+use std::collections::BTreeSet;
+
+use tracing::{info, warn};
+use xlaunch_agent::clock::unix_ms;
+use xlaunch_proto::convert::node::Work;
+
+use super::Manager;
+use crate::boot_id;
+use crate::files::{AgentRecord, FoundDir};
+use crate::journal::Integrity;
+use crate::state::recovery::{FoundJob, FoundStart};
+use crate::state::{Entry, Jobs, Phase, Record};
+use crate::users;
+
+impl Manager {
+    pub(super) fn recover(&mut self) {
+        let is_complete = self.find_unlisted_jobs();
+        self.find_lost_starts();
+        let has_ended = |entry: &Entry| matches!(entry.phase, Phase::Ended { .. });
+        let ended: Vec<_> = self.jobs.jobs.iter().filter(|it| has_ended(it.1)).map(|it| *it.0).collect();
+        for job in ended {
+            self.load_last_status(job);
+            if is_complete {
+                self.remove_submission(job);
+            }
+        }
+        if is_complete {
+            self.dirs.arrays().into_iter().for_each(|first| self.remove_ended_array(first));
+        }
+        self.adopt_active_jobs();
+    }
+
+    /// Lists jobs that the journal does not know, and removes what forgotten ones have left. Returns whether the
+    /// journal is complete.
+    fn find_unlisted_jobs(&mut self) -> bool {
+        let last = self.jobs.submitted;
+        let units = std::mem::take(&mut self.units);
+        let units: Vec<_> = units.into_iter().filter(|(job, _)| !self.jobs.jobs.contains_key(job)).collect();
+        let dirs: Vec<_> =
+            self.dirs.all().into_iter().filter(|job| !self.jobs.jobs.contains_key(job)).collect();
+        let is_leftover = |job: &u64| Jobs::is_leftover(*job, last, self.dirs.newest_agent(*job).is_some());
+        if self.integrity == Integrity::Intact && units.is_empty() && dirs.iter().all(is_leftover) {
+            for job in dirs {
+                // The submission was never acknowledged, or the job was forgotten.
+                if let Err(error) = self.dirs.remove(job) {
+                    warn!(job, "failed to remove the directory of job {job}: {error}");
+                }
+            }
+            return true;
+        }
+        warn!(
+            "the journal is incomplete: no files of jobs are removed, and jobs that it lacks are listed again"
+        );
+        let ids = dirs.iter().copied().chain(self.dirs.arrays()).chain(units.iter().map(|(job, _)| *job));
+        self.kept_up_to = ids.chain(self.highest_used_id()).chain([last]).max().unwrap_or(last);
+        if self.kept_up_to > last {
+            self.record_event(Record::Counted { submitted: self.kept_up_to, ended: 0 });
+        }
+        let found = dirs.into_iter().filter_map(|job| Some(self.found_job(job, self.dirs.found(job)?)));
+        let mut found: Vec<_> = found.collect();
+        for (job, uid) in units {
+            match found.iter_mut().find(|found| found.job == job) {
+                Some(found) => drop(found.start.get_or_insert_with(first_start)),
+                None => found.push(FoundJob { job, uid, start: Some(first_start()), ..FoundJob::default() }),
+            }
+        }
+        found.into_iter().for_each(|found| self.list_again(found));
+        false
+    }
+
+    /// The highest id that may have been given out to a job of which no files are left.
+    fn highest_used_id(&self) -> Option<u64> {
+        let accounted = self.accounting.ids().unwrap_or_else(|error| {
+            warn!("failed to read the accounting file: {error}");
+            BTreeSet::new()
+        });
+        // A torn record was probably not acknowledged, so its id is still unused.
+        let reserved = (self.integrity == Integrity::Damaged).then(|| self.ids.reserved());
+        accounted.last().copied().into_iter().chain(reserved).max()
+    }
+
+    fn found_job(&self, job: u64, dir: FoundDir) -> FoundJob {
+        let FoundDir { uid, gid, description, agent } = dir;
+        let mut found = FoundJob { job, uid, gid, start: agent.map(found_start), ..FoundJob::default() };
+        if let Some(description) = description {
+            let longest = self.config.borrow().jobs.max_grace.0.as_secs_f64();
+            (found.trainer, found.shutdown_timeout) = match &description.work {
+                Work::Trainer(spec) => {
+                    (true, spec.launch.shutdown_timeout.max(spec.launch.shutdown_timeout_max))
+                }
+                Work::Command(spec) => (false, spec.shutdown_timeout.as_secs_f64()),
+            };
+            found.shutdown_timeout = found.shutdown_timeout.min(longest);
+            (found.name, found.workers) = (description.name, description.workers);
+            found.work_dir = description.work_dir.to_string_lossy().into_owned();
+        }
+        found
+    }
+
+    fn list_again(&mut self, mut found: FoundJob) {
+        let (job, uid) = (found.job, found.uid);
+        let account = tokio::task::block_in_place(|| users::find(uid));
+        found.user = account.ok().flatten().map(|account| account.name).unwrap_or_default();
+        warn!(job, uid, "job {job} is not in the journal and is listed again");
+        found.records(unix_ms()).into_iter().for_each(|record| self.record_event(record));
+    }
+
+    /// Finds starts that the journal has lost: those jobs would be started a second time.
+    fn find_lost_starts(&mut self) {
+        let jobs: Vec<u64> = self.jobs.jobs.keys().copied().collect();
+        for job in jobs {
+            let found = self.dirs.newest_agent(job).map(found_start);
+            if let Some(record) = found.and_then(|start| self.jobs.lost_start(job, start)) {
+                warn!(job, "the start of job {job} is not in the journal");
+                self.record_event(record);
+            }
+        }
+    }
+
+    fn adopt_active_jobs(&mut self) {
+        let boot_now = boot_id();
+        let active: Vec<_> = self.jobs.active().map(|(job, entry)| (job, entry.clone())).collect();
+        for (job, entry) in active {
+            let Phase::Active { start, boot, .. } = &entry.phase else { continue };
+            if *boot == boot_now {
+                info!(job, "job {job} is adopted");
+                self.follow(job, false);
+                continue;
+            }
+            let result = self.dirs.result(job, entry.submitted.uid).filter(|result| result.start == *start);
+            match result {
+                Some(result) => self.on_ended(job, result, None),
+                None => self.on_lost(job, "the node was rebooted while it ran", None),
+            }
+        }
+    }
+}
+
+fn found_start(agent: AgentRecord) -> FoundStart {
+    let AgentRecord { start, process, gpus, boot, at } = agent;
+    // Version 0.2 recorded it with a process only. Whether a unit runs is known in this boot only.
+    let boot = if boot.is_empty() { process.map_or_else(boot_id, |process| process.boot) } else { boot };
+    FoundStart { start, gpus, boot, at: if at > 0 { at } else { unix_ms() } }
+}
+
+/// The start of a unit about which nothing was recorded.
+fn first_start() -> FoundStart {
+    FoundStart { start: 1, gpus: Vec::new(), boot: boot_id(), at: unix_ms() }
+}

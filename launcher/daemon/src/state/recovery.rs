@@ -1,0 +1,154 @@
+//! Jobs that run, or have files, but are not in the journal: it was damaged, lost, or replaced by an older one. Pure.
+//!
+//! ```text
+//! found --> an agent was recorded, or its unit runs --> Submitted, Starting: it is adopted like any other job
+//!     '---> otherwise it waited                     --> Submitted, Ended (lost): its user submits it again
+//! ```
+//! So such a job is listed, holds its GPUs, can be cancelled by its user, and its files are kept as long as those of
+//! other jobs.
+
+use super::{End, Jobs, Phase, Record, Submitted};
+
+/// Why a job ends whose submission is gone.
+const SUBMISSION_LOST: &str = "the daemon's journal was damaged and its submission is lost; submit it again";
+/// Name of a job if nothing tells it.
+const UNKNOWN_NAME: &str = "unknown";
+
+/// What is known of a job without its record.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct FoundJob {
+    pub(crate) job: u64,
+    pub(crate) uid: u32,
+    pub(crate) gid: u32,
+    pub(crate) user: String,
+    /// Empty if it is unknown.
+    pub(crate) name: String,
+    pub(crate) trainer: bool,
+    pub(crate) workers: u32,
+    pub(crate) shutdown_timeout: f64,
+    pub(crate) work_dir: String,
+    /// Its newest start, if it was started.
+    pub(crate) start: Option<FoundStart>,
+}
+
+/// A start of a job, as recorded beside its files.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct FoundStart {
+    pub(crate) start: u32,
+    pub(crate) gpus: Vec<String>,
+    pub(crate) boot: String,
+    pub(crate) at: u64,
+}
+
+impl FoundStart {
+    fn record(self, job: u64) -> Record {
+        let Self { start, gpus, boot, at } = self;
+        Record::Starting { job, start, gpus, boot, at }
+    }
+}
+
+impl FoundJob {
+    /// The records that add it.
+    pub(crate) fn records(self, now: u64) -> Vec<Record> {
+        let job = self.job;
+        let gpus = self.start.as_ref().map_or(0, |start| start.gpus.len());
+        let submitted = Submitted {
+            job,
+            // Not that of its submission, which is unknown.
+            request_id: format!("found-{job}"),
+            uid: self.uid,
+            gid: self.gid,
+            user: self.user,
+            name: if self.name.is_empty() { UNKNOWN_NAME.into() } else { self.name },
+            trainer: self.trainer,
+            workers: self.workers,
+            gpus: u32::try_from(gpus).unwrap_or(u32::MAX),
+            shutdown_timeout: self.shutdown_timeout,
+            work_dir: self.work_dir,
+            at: self.start.as_ref().map_or(now, |start| start.at),
+            ..Submitted::default()
+        };
+        let next = match self.start {
+            Some(start) => start.record(job),
+            None => Record::Ended {
+                job,
+                end: End::Lost,
+                exit: None,
+                reason: SUBMISSION_LOST.into(),
+                report: String::new(),
+                at: now,
+                order: 0,
+                usage: None,
+            },
+        };
+        vec![Record::Submitted(Box::new(submitted)), next]
+    }
+}
+
+impl Jobs {
+    /// The record of a start that the journal has lost, if this is one.
+    pub(crate) fn lost_start(&self, job: u64, found: FoundStart) -> Option<Record> {
+        let known = match self.jobs.get(&job)?.phase {
+            Phase::Queued { starts, .. } => starts,
+            Phase::Active { start, .. } => start,
+            Phase::Ended { .. } => return None,
+        };
+        (found.start > known).then(|| found.record(job))
+    }
+
+    /// Whether a job that is not listed was forgotten, or was never acknowledged: its files can be removed. `last` is
+    /// the highest id in the journal, all of which could be read.
+    pub(crate) fn is_leftover(job: u64, last: u64, was_started: bool) -> bool {
+        job <= last || (job == last.saturating_add(1) && !was_started)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::state::tests::submitted;
+
+    fn start(start: u32) -> FoundStart {
+        FoundStart { start, gpus: vec!["GPU-a".into()], boot: "b".into(), at: 5 }
+    }
+
+    #[test]
+    fn found_job_that_was_started_is_active_and_holds_its_gpus() {
+        let mut jobs = Jobs::default();
+        let found =
+            FoundJob { job: 7, uid: 1000, user: "anna".into(), start: Some(start(2)), ..FoundJob::default() };
+        found.records(9).into_iter().for_each(|record| jobs.apply(record));
+        let entry = &jobs.jobs[&7];
+        let Phase::Active { start: 2, gpus, .. } = &entry.phase else { panic!("{entry:?}") };
+        assert_eq!((gpus.len(), entry.submitted.name.as_str(), jobs.submitted), (1, "unknown", 7));
+        assert_eq!(jobs.holder("GPU-a"), Some(7));
+    }
+
+    #[test]
+    fn found_job_that_waited_is_lost_with_the_reason() {
+        let mut jobs = Jobs::default();
+        FoundJob { job: 7, ..FoundJob::default() }
+            .records(9)
+            .into_iter()
+            .for_each(|record| jobs.apply(record));
+        let Phase::Ended { end: End::Lost, reason, at: 9, .. } = &jobs.jobs[&7].phase else { panic!() };
+        assert!(reason.contains("journal was damaged"), "{reason}");
+    }
+
+    #[test]
+    fn start_that_the_journal_has_lost_is_found_again() {
+        let mut jobs = Jobs::default();
+        jobs.apply(submitted(1, 1, 1, 0));
+        let lost = jobs.lost_start(1, start(1)).unwrap();
+        jobs.apply(lost);
+        assert_eq!((jobs.holder("GPU-a"), jobs.lost_start(1, start(1))), (Some(1), None));
+        assert!(jobs.lost_start(1, start(2)).is_some() && jobs.lost_start(2, start(2)).is_none());
+    }
+
+    #[test]
+    fn files_of_jobs_that_the_journal_cannot_have_had_are_not_leftovers() {
+        assert!(Jobs::is_leftover(4, 4, true), "forgotten");
+        assert!(Jobs::is_leftover(5, 4, false), "never acknowledged");
+        assert!(!Jobs::is_leftover(5, 4, true) && !Jobs::is_leftover(6, 4, false), "of a newer journal");
+    }
+}
