@@ -1,4 +1,4 @@
-//! Wall-clock time, and how long loops sleep that wait for nothing.
+//! Wall-clock time, time since the boot, and how long loops sleep that wait for nothing.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -8,6 +8,13 @@ pub(crate) const IDLE_SLEEP: Duration = Duration::from_secs(3600);
 /// Time since the Unix epoch; zero if the clock is set to before it.
 pub fn unix() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
+}
+
+/// Milliseconds since the boot of the system, suspended time included. Setting the clock does not change it.
+pub fn uptime_ms() -> u64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    let milliseconds = Duration::try_from(time).unwrap_or_default().as_millis();
+    u64::try_from(milliseconds).unwrap_or(u64::MAX)
 }
 
 /// Milliseconds since the Unix epoch.

@@ -42,7 +42,7 @@ mod tests {
         let text = |errno: Errno| describe(&errno.into());
         for (errno, limit) in [
             (Errno::AGAIN, "ulimit -u"),
-            (Errno::MFILE, "ulimit -n"),
+            (Errno::MFILE, "ulimit -Hn"),
             (Errno::NFILE, "fs.file-max"),
             (Errno::NOSYS, "Linux 5.4"),
         ] {

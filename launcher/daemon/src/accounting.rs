@@ -60,8 +60,8 @@ pub(crate) struct Account {
 }
 
 impl Account {
-    /// The account of a job that has ended.
-    pub(crate) fn of(entry: &Entry) -> Option<Self> {
+    /// The account of a job that has ended. `skew` is what the system's clock shows beyond the node's.
+    pub(crate) fn of(entry: &Entry, skew: i64) -> Option<Self> {
         let Phase::Ended { end, exit, reason, gpus, started, at, order, usage, .. } = &entry.phase else {
             return None;
         };
@@ -81,9 +81,9 @@ impl Account {
             exit_code: *exit,
             gpus,
             workers: submitted.workers,
-            submitted_unix_ms: submitted.at,
-            started_unix_ms: *started,
-            ended_unix_ms: *at,
+            submitted_unix_ms: shown(submitted.at, skew),
+            started_unix_ms: shown(*started, skew),
+            ended_unix_ms: shown(*at, skew),
             gpu_seconds: f64::from(gpus) * seconds(milliseconds),
             usage: *usage,
         })
@@ -113,6 +113,11 @@ impl Account {
             peak_memory_bytes: self.usage.map(|usage| usage.peak_memory_bytes),
         }
     }
+}
+
+/// A time on the node's clock as time since 1970, by the system's clock, which shows `skew` more; 0 stays 0.
+pub(crate) fn shown(at: u64, skew: i64) -> u64 {
+    if at == 0 { 0 } else { at.saturating_add_signed(skew) }
 }
 
 #[expect(clippy::cast_precision_loss, reason = "a job runs for less than 2^52 milliseconds")]

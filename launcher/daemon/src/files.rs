@@ -29,7 +29,8 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsE
 use std::path::{Path, PathBuf};
 
 use prost::Message;
-use rustix::fs::{CWD, Mode, OFlags};
+use rustix::fs::{CWD, FallocateFlags, Mode, OFlags};
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use xlaunch_proto::convert::node::Work;
 use xlaunch_proto::env;
@@ -51,6 +52,8 @@ pub const STATUS: &str = "status.pb";
 /// Name of the file with the [`JobResult`].
 pub const RESULT: &str = "result.json";
 const AGENT_RECORD: &str = "agent.json";
+/// Space that is allocated for a result: its texts are at most 4 KiB each.
+const RESERVED_RESULT_BYTES: u64 = 16 << 10;
 /// Bytes of a file of a job's user that are read.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
@@ -101,13 +104,16 @@ pub struct AgentRecord {
     pub start: u32,
     /// `None` if it runs in a unit of systemd.
     pub process: Option<ProcessId>,
+    /// The name of the job's user.
+    #[serde(default)]
+    pub user: String,
     /// UUIDs of the GPUs that the job holds.
     #[serde(default)]
     pub gpus: Vec<String>,
     /// [`boot_id`](crate::boot_id) when it started; empty in records of version 0.2.
     #[serde(default)]
     pub boot: String,
-    /// When it started, in milliseconds since 1970.
+    /// When it started, in milliseconds on the node's clock.
     #[serde(default)]
     pub at: u64,
 }
@@ -351,13 +357,46 @@ pub fn begin(agent: &Path, start: u32) -> io::Result<()> {
 
 /// Writes a file atomically and durably.
 pub fn write(dir: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
-    let new = dir.join(format!(".{name}.new"));
+    let new = new_file(dir, name);
     remove_if_present(&new)?;
-    let mut file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&new)?;
+    let file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&new)?;
+    finish(file, bytes, &new, &dir.join(name))
+}
+
+/// Allocates space for the [`JobResult`], so that it can be written when the disk is full.
+pub fn reserve_result(dir: &Path) -> io::Result<()> {
+    let new = new_file(dir, RESULT);
+    remove_if_present(&new)?;
+    let file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(new)?;
+    match rustix::fs::fallocate(&file, FallocateFlags::KEEP_SIZE, 0, RESERVED_RESULT_BYTES) {
+        // Not all file systems can do that.
+        Err(Errno::OPNOTSUPP) => Ok(()),
+        allocated => Ok(allocated?),
+    }
+}
+
+/// Writes the [`JobResult`] into the space that was allocated for it, atomically and durably.
+pub fn write_result(dir: &Path, bytes: &[u8]) -> io::Result<()> {
+    let new = new_file(dir, RESULT);
+    // The job may have put a link or a pipe in its place.
+    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
+    let Ok(file) = std::fs::OpenOptions::new().write(true).custom_flags(flags).open(&new) else {
+        return write(dir, RESULT, bytes);
+    };
+    finish(file, bytes, &new, &dir.join(RESULT))
+}
+
+/// Writes a new file and gives it its name.
+fn finish(mut file: File, bytes: &[u8], new: &Path, path: &Path) -> io::Result<()> {
     file.write_all(bytes)?;
+    file.set_len(bytes.len() as u64)?;
     file.sync_all()?;
-    std::fs::rename(&new, dir.join(name))?;
-    sync_dir(dir)
+    std::fs::rename(new, path)?;
+    path.parent().map_or(Ok(()), sync_dir)
+}
+
+fn new_file(dir: &Path, name: &str) -> PathBuf {
+    dir.join(format!(".{name}.new"))
 }
 
 /// Removes a file, which need not exist.
@@ -430,7 +469,14 @@ mod tests {
         dirs.create(&description(1), own().0, own().1).unwrap();
         assert_eq!(dirs.agent_record(1, 1), None);
         let process = Some(ProcessId { pid: 5, started: 6, boot: "b".into() });
-        let record = AgentRecord { start: 1, process, gpus: vec!["GPU-a".into()], boot: "b".into(), at: 7 };
+        let record = AgentRecord {
+            start: 1,
+            process,
+            user: "anna".into(),
+            gpus: vec!["GPU-a".into()],
+            boot: "b".into(),
+            at: 7,
+        };
         dirs.record_agent(1, &record).unwrap();
         assert_eq!((dirs.agent_record(1, 1), dirs.agent_record(1, 2)), (Some(record), None));
         assert!(!dirs.has_begun(1, 1));
@@ -516,8 +562,8 @@ mod tests {
         let state = tempfile::tempdir().unwrap();
         let dirs = JobDirs::open(state.path()).unwrap();
         dirs.create(&description(1), own().0, own().1).unwrap();
-        let (gpus, boot) = (Vec::new(), String::new());
-        dirs.record_agent(1, &AgentRecord { start: 1, process: None, gpus, boot, at: 0 }).unwrap();
+        let (user, gpus, boot) = (String::new(), Vec::new(), String::new());
+        dirs.record_agent(1, &AgentRecord { start: 1, process: None, user, gpus, boot, at: 0 }).unwrap();
         let mode = |path: PathBuf| fs_err::metadata(path).unwrap().permissions().mode() & 0o777;
         let dir = state.path().join("jobs/1");
         let names = ["job.json", "agent.json", "agent"];

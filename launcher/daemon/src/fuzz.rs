@@ -143,7 +143,7 @@ impl History {
 
     /// The messages for all jobs, and for the node.
     pub fn messages(&self) -> (Vec<Job>, NodeStatus) {
-        let message = |entry| snapshot::job(&self.jobs, entry, None, 0, None);
+        let message = |entry| snapshot::job(&self.jobs, entry, None, 0, None, 0);
         let node = snapshot::node(&NodeStatus::default(), &self.jobs, &Inventory::default(), &[]);
         (self.jobs.jobs.values().map(message).collect(), node)
     }
@@ -178,8 +178,8 @@ impl History {
         }
         let mut runtime = JobRuntime::new(true);
         let restarts = statuses.into_iter().flat_map(|status| runtime.update(status)).collect();
-        let message = snapshot::job(&self.jobs, &self.jobs.jobs[&job], Some(&runtime), 0, None);
-        let view = snapshot::view(message, Some(&runtime), PathBuf::new(), PathBuf::new(), false);
+        let message = snapshot::job(&self.jobs, &self.jobs.jobs[&job], Some(&runtime), 0, None, 0);
+        let view = snapshot::view(message, Some(&runtime), None, PathBuf::new(), PathBuf::new(), false);
         (JobView::clone(&view), restarts)
     }
 }

@@ -17,6 +17,7 @@ pub mod accounting;
 pub(crate) mod agents;
 pub mod commands;
 pub(crate) mod config;
+mod directory_limit;
 mod environment;
 pub mod files;
 #[cfg(feature = "fuzzing")]

@@ -36,6 +36,8 @@ pub(super) struct JobRuntime {
     pub(super) runs: bool,
     /// Set to stop the job.
     pub(super) stop: watch::Sender<Stop>,
+    /// Why it is killed, if no user has asked for it.
+    pub(super) killed_for: Option<String>,
     /// Set to send this signal to the workers, once.
     pub(super) warning: watch::Sender<Option<i32>>,
     /// The last status, and when it was received.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use xlaunch_proto::v1::{Gpu, GpuState, Job, JobKind, NodeJobState, NodeStatus};
 
-use super::accounting::seconds;
+use super::accounting::{seconds, shown};
 use super::gpus::{GpuFacts, Inventory};
 use super::runtime::JobRuntime;
 use super::state::limits::reached_at;
@@ -13,13 +13,15 @@ use super::state::schedule::Wait;
 use super::state::{End, Entry, Jobs, Phase};
 use super::view::JobView;
 
-/// The message for a job. For a queued one, `position` counts from 1 and `wait` says what it waits for.
+/// The message for a job. For a queued one, `position` counts from 1 and `wait` says what it waits for. `skew` is what
+/// the system's clock shows beyond the node's clock, in milliseconds.
 pub(super) fn job(
     jobs: &Jobs,
     entry: &Entry,
     runtime: Option<&JobRuntime>,
     position: u32,
     wait: Option<&Wait>,
+    skew: i64,
 ) -> Job {
     let submitted = &entry.submitted;
     let kind = if submitted.trainer { JobKind::Trainer } else { JobKind::Command };
@@ -33,7 +35,7 @@ pub(super) fn job(
         gpus_wanted: submitted.gpus,
         command_line: submitted.command_line.clone(),
         work_dir: submitted.work_dir.clone(),
-        submitted_unix_ms: submitted.at,
+        submitted_unix_ms: shown(submitted.at, skew),
         queue_position: position,
         held: submitted.held.is_some(),
         time_limit_seconds: submitted.time_limit,
@@ -48,7 +50,7 @@ pub(super) fn job(
         Phase::Queued { reason, .. } => {
             job.set_state(NodeJobState::Queued);
             job.reason = wait.map_or_else(|| reason.clone(), |wait| wait.reason.clone());
-            job.starts_by_unix_ms = wait.and_then(|wait| wait.starts_by).unwrap_or(0);
+            job.starts_by_unix_ms = shown(wait.and_then(|wait| wait.starts_by).unwrap_or(0), skew);
         }
         Phase::Active { gpus, at, cancelled, over_limit, .. } => {
             let runs = runtime.is_some_and(|runtime| runtime.runs);
@@ -63,14 +65,14 @@ pub(super) fn job(
                 Some(by) => format!("cancelled by user {}", jobs.user_label(by.uid, &by.user)),
                 None => String::new(),
             };
-            job.time_limit_unix_ms = reached_at(submitted, *at).unwrap_or(0);
-            (job.gpus, job.started_unix_ms) = (gpus.clone(), *at);
+            job.time_limit_unix_ms = shown(reached_at(submitted, *at).unwrap_or(0), skew);
+            (job.gpus, job.started_unix_ms) = (gpus.clone(), shown(*at, skew));
         }
         Phase::Ended { end, exit, reason, report, gpus, started, at, usage, .. } => {
             job.set_state((*end).into());
             (job.reason, job.report) = (reason.clone(), report.clone());
             (job.gpus, job.exit_code) = (gpus.clone(), exit.map(u32::from));
-            (job.started_unix_ms, job.ended_unix_ms) = (*started, *at);
+            (job.started_unix_ms, job.ended_unix_ms) = (shown(*started, skew), shown(*at, skew));
             job.cpu_seconds = usage.map(|usage| seconds(usage.cpu_ms));
             job.peak_memory_bytes = usage.map(|usage| usage.peak_memory_bytes);
         }
@@ -93,12 +95,14 @@ impl From<End> for NodeJobState {
 pub(super) fn view(
     job: Job,
     runtime: Option<&JobRuntime>,
+    first: Option<u64>,
     socket: PathBuf,
     logs: PathBuf,
     waits_for_gpus: bool,
 ) -> Arc<JobView> {
     Arc::new(JobView {
         job,
+        first,
         status: runtime.and_then(|runtime| runtime.status.clone()),
         history: runtime.map(|runtime| runtime.history.clone()).unwrap_or_default(),
         waits_for_gpus,
@@ -175,7 +179,7 @@ mod tests {
         let mut jobs = Jobs::default();
         jobs.apply(submitted(9, 1, 0, 0));
         jobs.apply(Record::Starting { job: 9, start: 1, gpus: Vec::new(), boot: String::new(), at: 0 });
-        let message = |jobs: &Jobs| job(jobs, &jobs.jobs[&9], None, 0, None);
+        let message = |jobs: &Jobs| job(jobs, &jobs.jobs[&9], None, 0, None, 0);
         assert_eq!(message(&jobs).reason, "");
         jobs.apply(Record::Cancelled { job: 9, uid: 0, user: String::new(), at: 0 });
         assert_eq!(

@@ -12,11 +12,11 @@
 //! directory elsewhere meanwhile. What is left when the daemon ends is removed after its next start.
 
 use std::ffi::CString;
+use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::fd::OwnedFd;
 use rustix::fs::{AtFlags, CWD, Dir, Mode, OFlags, fchmod, fchown, openat, renameat, unlinkat};
@@ -64,13 +64,14 @@ impl Trash {
 /// Names in the trash, unique also among those of earlier daemons.
 #[derive(Debug)]
 struct Names {
-    start: u128,
+    /// Random: the clock may have been set back since an earlier daemon was started.
+    start: u64,
     next: AtomicU64,
 }
 
 impl Default for Names {
     fn default() -> Self {
-        let start = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_nanos());
+        let start = RandomState::new().hash_one(std::process::id());
         Self { start, next: AtomicU64::new(0) }
     }
 }

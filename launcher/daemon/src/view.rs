@@ -26,6 +26,8 @@ pub struct NodeView {
 pub struct JobView {
     /// The message, without `status` and `history`.
     pub job: Job,
+    /// The job that a queued one waits for to start first.
+    pub first: Option<u64>,
     /// The last status of its agent, and when it was received.
     pub status: Option<(Arc<StatusReply>, Instant)>,
     /// Loss and throughput of a training job, oldest first.
@@ -48,6 +50,17 @@ impl JobView {
         }
         if with_history {
             job.history = self.history.to_vec();
+        }
+        job
+    }
+
+    /// [`to_message`](Self::to_message), without the number of another user's job for which this one waits.
+    pub fn to_message_for(&self, caller: &Caller, view: &NodeView, with_history: bool) -> Job {
+        let mut job = self.to_message(with_history);
+        let is_visible =
+            |first: u64| view.jobs.get(&first).is_some_and(|first| caller.may_see_job(&first.job));
+        if self.first.is_some_and(|first| !is_visible(first)) {
+            job.reason = "waits for a job of another user to start first".into();
         }
         job
     }
@@ -79,6 +92,11 @@ impl Caller {
     /// to another user when its account is removed. Jobs of version 0.1 have no name.
     pub fn may_see(&self, uid: u32, user: &str) -> bool {
         self.admin || (self.uid == uid && (user.is_empty() || self.name == user))
+    }
+
+    /// [`may_see`](Self::may_see), for the user of this job.
+    pub fn may_see_job(&self, job: &Job) -> bool {
+        self.may_see(job.uid, &job.user)
     }
 
     /// The caller in messages: the name, or the number of one without an account.

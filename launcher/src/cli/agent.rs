@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -38,6 +38,9 @@ const FULL_DISK_RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Time for a full disk to get space again before the job begins. The daemon waits a little longer than this for the
 /// agent.
 const BEGIN_TIMEOUT: Duration = Duration::from_secs(45);
+/// Time for a full disk to get space again for the result, for which space was reserved. Then the job is lost: one that
+/// has ended must not hold its GPUs.
+const RESULT_TIMEOUT: Duration = Duration::from_secs(30);
 /// The directories of the job's training runs, oldest first, each ended by a zero byte.
 const RUNS: &str = "runs";
 
@@ -79,7 +82,7 @@ fn begin(options: &Agent) -> io::Result<Start> {
     }
     let deadline = Instant::now() + BEGIN_TIMEOUT;
     loop {
-        match files::begin(&dir, description.start) {
+        match files::reserve_result(&dir).and_then(|()| files::begin(&dir, description.start)) {
             Err(error) if files::is_full(&error) && Instant::now() < deadline => {
                 std::thread::sleep(FULL_DISK_RETRY_DELAY)
             }
@@ -119,14 +122,18 @@ impl Start {
         let ended = self.work(trainer).await;
         let result = self.result(ended.as_ref());
         let status = ended.as_ref().map(|ended| ended.status.encode_to_vec()).unwrap_or_default();
+        if let Err(error) = files::write(&self.dir, files::STATUS, &status) {
+            report_failure(&format!("failed to write the last status of the job: {error}"));
+        }
+        let deadline = Instant::now() + RESULT_TIMEOUT;
         loop {
-            let written = files::write(&self.dir, files::STATUS, &status)
-                .and_then(|()| Ok(serde_json::to_vec(&result)?))
-                .and_then(|bytes| files::write(&self.dir, files::RESULT, &bytes));
-            match written {
+            let bytes = serde_json::to_vec(&result).map_err(io::Error::from);
+            match bytes.and_then(|bytes| files::write_result(&self.dir, &bytes)) {
                 Ok(()) => return ExitCode::Done,
-                // Nothing else has the result, so wait for space on the disk.
-                Err(error) if files::is_full(&error) => tokio::time::sleep(FULL_DISK_RETRY_DELAY).await,
+                // The job has removed what was reserved.
+                Err(error) if files::is_full(&error) && Instant::now() < deadline => {
+                    tokio::time::sleep(FULL_DISK_RETRY_DELAY).await;
+                }
                 Err(error) => {
                     return report_failure(&format!("failed to write the result of the job: {error}"));
                 }
@@ -244,8 +251,8 @@ fn for_node(spec: &JobSpec, description: &Description) -> JobSpec {
     spec
 }
 
-#[expect(clippy::print_stderr, reason = "goes to the log of the agent")]
 fn report_failure(message: &str) -> ExitCode {
-    eprintln!("xlaunch agent: {message}");
+    // Not with `eprintln!`, which panics if the disk is full.
+    let _ = writeln!(io::stderr(), "xlaunch agent: {message}");
     ExitCode::Internal
 }

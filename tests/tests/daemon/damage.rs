@@ -3,7 +3,7 @@
 use std::os::unix::fs::PermissionsExt;
 
 use rustix::process::Signal;
-use xlaunch_tests::{Node, Process, wait_for};
+use xlaunch_tests::{Node, Process};
 
 xlaunch_harness::tests! {
     zeroed_journal_deletes_nothing_and_running_job_can_be_cancelled,

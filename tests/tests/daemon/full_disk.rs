@@ -78,6 +78,8 @@ fn full_disk_refuses_jobs_and_loses_none() {
     node.write("go", "");
     wait_for("the end of the job's script", || node.path().join("over").exists().then_some(()));
     assert_refused();
+    // It ends all the same: space for its result was reserved.
+    assert_eq!(node.wait(running, "failed")["exit_code"], 3);
     // The next daemon finds a full disk, too.
     daemon.signal(Signal::KILL);
     daemon.wait();
@@ -85,7 +87,7 @@ fn full_disk_refuses_jobs_and_loses_none() {
     node.run(&["drain", "--undo"]);
     for _ in 0..20 {
         let states = [running, queued].map(|job| node.job(job)["state"].clone());
-        assert!(["starting", "running"].iter().any(|state| states[0] == *state), "{states:?}");
+        assert_eq!(states[0], "failed", "{states:?}");
         assert!(["queued", "starting", "running", "done"].iter().any(|s| states[1] == *s), "{states:?}");
         std::thread::sleep(Duration::from_millis(20));
     }

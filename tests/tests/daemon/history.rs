@@ -76,8 +76,13 @@ fn account_that_a_killed_daemon_has_not_written_is_written_at_the_next_start() {
     node.stop_daemon(Signal::KILL);
     let file = node.state_dir().join("accounting.jsonl");
     let text = std::fs::read_to_string(&file).unwrap();
-    // As if the daemon had been killed while it wrote the second line.
+    // As if the daemon had been killed while it wrote the second line, before the journal says that it has.
     std::fs::write(&file, &text[..text.len() - 10]).unwrap();
+    let journal = node.state_dir().join("journal");
+    let text = std::fs::read_to_string(&journal).unwrap();
+    let last = text.trim_end().rfind('\n').unwrap() + 1;
+    assert!(text[last..].contains("accounted"), "{text}");
+    std::fs::write(&journal, &text[..last]).unwrap();
     node.start_daemon();
     let ids: Vec<_> = history(&node, &[]).iter().map(|job| job["id"].clone()).collect();
     assert_eq!(ids, [1, 2]);

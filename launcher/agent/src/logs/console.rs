@@ -438,7 +438,7 @@ mod tests {
             a.feed(b"\n.");
             delays.push(a.partial_line_delay().as_millis());
         });
-        assert_eq!(delays, [100, 1000, 1000, 2000, 2000, 4000, 100]);
+        assert_eq!(delays, [100, 1000, 1000, 2000, 2000, 4000, 1000]);
         assert!(text.starts_with("[0] ....\n[1] ....\n[0] [...]....\n[1] [...]....\n"), "{text}");
     }
 }

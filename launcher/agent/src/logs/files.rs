@@ -168,7 +168,7 @@ impl LogFile {
         if self.gap == 0 || self.append(&mark).is_ok() {
             return;
         }
-        let lost = gap_mark(self.gap + mark.len() as u64);
+        let lost = replacing_mark(self.gap, mark.len());
         // Another descriptor: one that appends would write at the end.
         let file = std::fs::File::options().write(true).open(&self.path);
         let replaced = file.and_then(|file| {
@@ -190,6 +190,13 @@ impl Drop for LogFile {
 fn open(path: &Path) -> io::Result<File> {
     let append = rustix::fs::OFlags::APPEND.bits().cast_signed();
     fs_err::OpenOptions::new().write(true).create(true).truncate(true).custom_flags(append).open(path)
+}
+
+/// A mark that also counts the bytes that it replaces; `len` is the length of one that does not.
+fn replacing_mark(gap: u64, len: usize) -> Vec<u8> {
+    let mark = gap_mark(gap + len as u64);
+    // The number may have a digit more.
+    if mark.len() == len { mark } else { replacing_mark(gap, mark.len()) }
 }
 
 fn gap_mark(bytes: u64) -> Vec<u8> {

@@ -176,7 +176,7 @@ mod tests {
         assert!(memory_use(&on, GIB, Some(2 * GIB)).unwrap().used);
         assert!(memory_use(&on, GIB, None).unwrap().used);
         let error = memory_use(&on, GIB, Some(2 * GIB - 1)).unwrap_err();
-        assert!(error.contains("need 2147483648 bytes") && error.contains("checkpoint.memory"), "{error}");
+        assert!(error.contains("need 2 GiB") && error.contains("checkpoint.memory"), "{error}");
         assert_eq!(memory_use(&spec(MemorySnapshots::Off), 1, Some(GIB)).unwrap(), MemoryUse::default());
     }
 

@@ -36,7 +36,6 @@ use crate::measured::Usage;
 use crate::runtime::Stop;
 use crate::state::limits::AGENT_STOP_MARGIN;
 use crate::users;
-use xlaunch_agent::clock::unix_ms;
 use xlaunch_agent::registry::SOCKET;
 
 /// Time for an agent to take its description. Longer than it waits for a full disk before it gives up.
@@ -55,6 +54,8 @@ const AGENT_CALL_TIMEOUT: Duration = Duration::from_secs(5);
 pub(crate) struct JobStart {
     pub(crate) job: u64,
     pub(crate) start: u32,
+    /// When it started, on the node's clock.
+    pub(crate) at: u64,
     pub(crate) name: String,
     pub(crate) uid: u32,
     /// The name of the user who submitted it; empty if it is unknown.
@@ -74,12 +75,14 @@ pub(crate) struct JobStart {
     pub(crate) max_tasks: u64,
 }
 
-/// What happens to a start. Each ends with one of the last four.
+/// What happens to a job. Each start ends with one of the last four.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum AgentEvent {
     /// The agent has begun.
     Started,
     Status(Box<StatusReply>),
+    /// The job's directory exceeds the limit, for this reason.
+    Oversized(String),
     /// The agent has not begun and does not run; the reason, if something has failed.
     NotStarted(Option<String>),
     /// The node is not ready for jobs, and the agent was not started: why.
@@ -218,7 +221,8 @@ impl Follower {
             AgentStart { job, name, uid, dir, gpus, gpu_nodes, shutdown_timeout, cpus, memory, max_tasks };
         let (agent, pipe) = self.starter.start(&agent_start).await?;
         let (process, gpus, boot) = (agent.process(), options.gpus.clone(), crate::boot_id());
-        let record = AgentRecord { start, process, gpus, boot, at: unix_ms() };
+        let user = self.job_start.user.clone();
+        let record = AgentRecord { start, process, user, gpus, boot, at: self.job_start.at };
         if let Err(error) = self.dirs.record_agent(job, &record) {
             // It has no description, so this loses nothing.
             drop(pipe);
@@ -474,6 +478,7 @@ mod tests {
         let job_start = JobStart {
             job: 1,
             start: 1,
+            at: 5,
             name: "n".into(),
             uid: rustix::process::getuid().as_raw(),
             user: "removed-user".into(),

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use fs_err::os::unix::fs::OpenOptionsExt;
 use fs_err::{File, OpenOptions};
+use rustix::fs::{FallocateFlags, fallocate};
 
 /// File operations. Errors name the file.
 pub(super) trait Disk: Debug + Send {
@@ -17,6 +18,8 @@ pub(super) trait Disk: Debug + Send {
     /// Writes all bytes, in one call unless the kernel writes less.
     fn write(&self, file: &mut File, bytes: &[u8]) -> io::Result<()>;
     fn truncate(&self, file: &File, len: u64) -> io::Result<()>;
+    /// Allocates space for this many bytes after the first `len`, if there is that much. The file stays as long as it is.
+    fn reserve(&self, file: &File, len: u64, bytes: u64);
     /// fdatasync(2): returns when content and length are on disk.
     fn sync(&self, file: &File) -> io::Result<()>;
     /// rename(2): atomic, replaces `to`.
@@ -48,6 +51,11 @@ impl Disk for RealDisk {
 
     fn truncate(&self, file: &File, len: u64) -> io::Result<()> {
         file.set_len(len)
+    }
+
+    fn reserve(&self, file: &File, len: u64, bytes: u64) {
+        // Not all file systems can do that; without it, appends fail on a full disk.
+        let _ = fallocate(file, FallocateFlags::KEEP_SIZE, len, bytes);
     }
 
     fn sync(&self, file: &File) -> io::Result<()> {

@@ -187,6 +187,8 @@ impl Disk for FaultyDisk {
         self.call(|_, _| RealDisk.truncate(file, len))
     }
 
+    fn reserve(&self, _: &File, _: u64, _: u64) {}
+
     fn sync(&self, file: &File) -> io::Result<()> {
         self.call(|state, _| {
             let now = contents(file)?;

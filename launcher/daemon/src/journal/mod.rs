@@ -41,6 +41,11 @@ use xlaunch_agent::clock;
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 const LOCK_RETRY_DELAY: Duration = Duration::from_millis(10);
 
+/// Space that is allocated after the end of the file, so that jobs which fill the disk do not keep what happens to jobs
+/// from being recorded. At most this part of the disk.
+const RESERVED_BYTES: u64 = 1 << 20;
+const RESERVED_PART_OF_DISK: u64 = 64;
+
 /// Damaged lines that a note lists by number.
 const MAX_LISTED_LINES: usize = 10;
 
@@ -50,6 +55,9 @@ pub(crate) struct Journal<E> {
     dir: StateDir,
     file: File,
     len: u64,
+    /// How much space is kept after the end, and up to where it was allocated.
+    reserve: u64,
+    reserved_up_to: u64,
     /// The failure after which nothing may be appended until the next rewrite.
     broken: Option<String>,
     _locks: Locks,
@@ -140,7 +148,18 @@ impl<E: Serialize + DeserializeOwned> Journal<E> {
             State::Damaged { .. } => Integrity::Damaged,
         };
         let (file, len, notes) = dir.repair(&bytes, &parsed.state)?;
-        let journal = Self { dir, file, len, broken: None, _locks: locks, _records: PhantomData };
+        let reserve = dir.reserve();
+        let mut journal = Self {
+            dir,
+            file,
+            len,
+            reserve,
+            reserved_up_to: 0,
+            broken: None,
+            _locks: locks,
+            _records: PhantomData,
+        };
+        journal.reserve();
         Ok((journal, Replay { records: parsed.records, notes, integrity }))
     }
 
@@ -171,7 +190,21 @@ impl<E: Serialize + DeserializeOwned> Journal<E> {
             return Err(error);
         }
         self.len += bytes.len() as u64;
+        self.reserve();
         Ok(())
+    }
+
+    /// Allocates space after the end when half of it is used.
+    fn reserve(&mut self) {
+        if self.reserve > 0 && self.len + self.reserve / 2 > self.reserved_up_to {
+            self.dir.disk.reserve(&self.file, self.len, self.reserve);
+            self.reserved_up_to = self.len + self.reserve;
+        }
+    }
+
+    /// Whether something has failed after which nothing can be appended.
+    pub(crate) fn is_broken(&self) -> bool {
+        self.broken.is_some()
     }
 
     /// Replaces all records by these in a new file, to which records can be appended whatever failed before.
@@ -188,6 +221,8 @@ impl<E: Serialize + DeserializeOwned> Journal<E> {
             return Err(error);
         }
         (self.file, self.len, self.broken) = (file, bytes.len() as u64, None);
+        self.reserved_up_to = 0;
+        self.reserve();
         Ok(())
     }
 
@@ -218,6 +253,13 @@ impl StateDir {
 
     fn new_journal(&self) -> PathBuf {
         self.path.join("journal.new")
+    }
+
+    /// How much space to keep on the disk.
+    fn reserve(&self) -> u64 {
+        let disk =
+            rustix::fs::statvfs(&self.path).map_or(0, |disk| disk.f_blocks.saturating_mul(disk.f_frsize));
+        RESERVED_BYTES.min(disk / RESERVED_PART_OF_DISK)
     }
 
     /// Creates the directory with its parents if it is missing, durably.

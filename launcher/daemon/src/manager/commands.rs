@@ -14,7 +14,6 @@ use crate::state::{Element, Hold, Jobs, Record};
 use crate::submission;
 use crate::users::Account;
 use crate::view::Caller;
-use xlaunch_agent::clock::unix_ms;
 
 impl Manager {
     pub(super) fn execute(&mut self, command: Command) {
@@ -67,7 +66,7 @@ impl Manager {
         let withheld =
             if rules.allow_commands { Vec::new() } else { environment::withheld(&description.environment) };
         let job = self.jobs.submitted + 1;
-        (submitted.job, submitted.at, description.job) = (job, unix_ms(), job);
+        (submitted.job, submitted.at, description.job) = (job, self.now(), job);
         (submitted.user, submitted.gid, submitted.after) = (account.name, account.gid, after);
         submitted.held =
             held.then(|| Hold { uid: caller.uid, admin: false, user: caller.name.clone().into_owned() });
@@ -100,14 +99,14 @@ impl Manager {
     }
 
     fn update(&mut self, caller: &Caller, update: Update) -> Result<Job, CommandError> {
-        for record in self.jobs.update(caller, update, unix_ms())? {
+        for record in self.jobs.update(caller, update, self.now())? {
             self.write(record)?;
         }
         self.job_message(update.job)
     }
 
     fn cancel(&mut self, caller: &Caller, job: u64, force: bool) -> Result<Job, CommandError> {
-        if let Some(record) = self.jobs.cancel(caller, job, unix_ms())? {
+        if let Some(record) = self.jobs.cancel(caller, job, self.now())? {
             self.write(record)?;
             info!(job, uid = caller.uid, "job {job} is cancelled by user {}", caller.label());
         }
@@ -131,7 +130,7 @@ impl Manager {
         reason: &str,
     ) -> Result<NodeStatus, CommandError> {
         let known: Vec<_> = self.gpus.borrow().gpus.iter().map(|gpu| (gpu.index, gpu.uuid.clone())).collect();
-        self.write(Jobs::drain(caller, gpus, undo, reason, &known, unix_ms())?)?;
+        self.write(Jobs::drain(caller, gpus, undo, reason, &known, self.now())?)?;
         let target = if gpus.is_empty() { "the node".into() } else { format!("GPU {}", gpus.join(", ")) };
         let state = if undo { "back in service" } else { "drained" };
         info!(uid = caller.uid, reason, "{target} is {state}");

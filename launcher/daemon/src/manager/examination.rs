@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tracing::{info, warn};
-use xlaunch_agent::clock::unix_ms;
 use xlaunch_agent::doctor::{Finding, Level};
 use xlaunch_proto::convert::node::Examine;
 use xlaunch_proto::v1::{self, ExaminationState, ExamineReply, ExaminedGpu, FindingLevel};
@@ -59,7 +58,7 @@ impl Manager {
         let longest = examine.timeout.saturating_add(EXIT_TIMEOUT);
         let longest = u64::try_from(longest.as_millis()).unwrap_or(u64::MAX);
         self.jobs.examination =
-            Some(Examination { gpus: gpus.clone(), until: unix_ms().saturating_add(longest) });
+            Some(Examination { gpus: gpus.clone(), until: self.now().saturating_add(longest) });
         self.examination = Some(Running { uid: caller.uid, choices, replies });
         self.start_examination(gpus, examine.timeout);
         Ok(receiver)
@@ -93,7 +92,7 @@ impl Manager {
                 }
                 Verdict::Failed(reason) => {
                     warn!(reason, "GPU {uuid} has failed its examination and is drained");
-                    let (gpus, undo, at) = (vec![uuid.clone()], false, unix_ms());
+                    let (gpus, undo, at) = (vec![uuid.clone()], false, self.now());
                     self.record_event(Record::Drained { gpus, undo, reason: reason.clone(), uid, at });
                     (1, message(choice, ExaminationState::Failed, &reason))
                 }

@@ -40,10 +40,10 @@ use super::state::limits::{Due, due};
 use super::state::schedule::{Schedule, Wait, schedule};
 use super::state::{End, Entry, Jobs, Phase, Record, bounded};
 use super::view::NodeView;
-use super::{boot_id, tasks};
+use super::{boot_id, directory_limit, tasks};
 use examination::Running;
 use records::AccountingState;
-use xlaunch_agent::clock::unix_ms;
+use xlaunch_agent::clock;
 
 /// Capacity of the channel of agents' events.
 const AGENT_EVENT_CAPACITY: usize = 1024;
@@ -90,11 +90,13 @@ pub(crate) async fn run(
     let (event_sender, mut events) = mpsc::channel(AGENT_EVENT_CAPACITY);
     // There is one examination at a time.
     let (ending_sender, mut endings) = mpsc::channel(1);
+    tokio::spawn(directory_limit::watch(setup.dirs.clone(), view.subscribe(), event_sender.clone()));
     let mut manager = Manager::new(setup, event_sender, ending_sender, view);
     manager.recover();
     let mut tick = tokio::time::interval(MANAGER_TICK_INTERVAL);
     manager.settle();
     loop {
+        let until_next_limit = manager.until_next_limit();
         tokio::select! {
             command = commands.recv() => match command {
                 Some(command) => {
@@ -108,7 +110,7 @@ pub(crate) async fn run(
             Ok(()) = manager.gpus.changed() => {}
             Ok(()) = manager.config.changed() => {}
             () = changed(&mut manager.page_problem) => {}
-            () = until(manager.next_limit) => {}
+            () = wait(until_next_limit) => {}
             _ = tick.tick() => {
                 manager.rewrite_journal_if_needed();
                 manager.retry_accounts();
@@ -130,11 +132,11 @@ async fn changed(value: &mut Option<watch::Receiver<String>>) {
     }
 }
 
-/// Waits until this time, in milliseconds since 1970; forever without one. A change of the clock delays it by a tick at
-/// most.
-async fn until(at: Option<u64>) {
-    match at {
-        Some(at) => tokio::time::sleep(Duration::from_millis(at.saturating_sub(unix_ms()))).await,
+/// Waits for this time; forever without one. Time in which the node is suspended does not count, so the tick checks,
+/// too.
+async fn wait(time: Option<Duration>) {
+    match time {
+        Some(time) => tokio::time::sleep(time).await,
         None => std::future::pending().await,
     }
 }
@@ -172,13 +174,15 @@ struct Manager {
     unsaved: bool,
     /// Size of the journal when it was last compacted; 0 if it was not since the start.
     compacted_bytes: u64,
+    /// What the system's clock shows beyond the node's clock, in milliseconds, as of the last publication.
+    skew: i64,
     published: NodeView,
     view: watch::Sender<Arc<NodeView>>,
     /// Jobs to publish again.
     changed: BTreeSet<u64>,
     /// Why queued jobs wait.
     waits: BTreeMap<u64, Wait>,
-    /// When the next warning or time limit is due, in milliseconds since 1970.
+    /// When the next warning or time limit is due.
     next_limit: Option<u64>,
     /// The queue in order, with the jobs that have started, as of the last schedule.
     queue: Vec<u64>,
@@ -235,6 +239,7 @@ impl Manager {
             runtime: BTreeMap::new(),
             unsaved: false,
             compacted_bytes: 0,
+            skew: 0,
             published: NodeView::default(),
             view,
             waits: BTreeMap::new(),
@@ -252,6 +257,7 @@ impl Manager {
                 self.runtime.entry(job).or_default().runs = true;
             }
             AgentEvent::Status(status) => self.on_status(job, *status),
+            AgentEvent::Oversized(reason) => self.on_oversized(job, reason),
             AgentEvent::Ended(result, usage) => self.on_ended(job, result, usage),
             AgentEvent::Lost(reason, usage) => self.on_lost(job, &reason, usage),
             AgentEvent::NotStarted(reason) => self.on_not_started(job, reason),
@@ -266,6 +272,15 @@ impl Manager {
                 attempt, rank, cause, "attempt {attempt} of job {job} has failed; restarting its workers"
             );
         }
+    }
+
+    /// The time on the node's clock, in milliseconds.
+    fn now(&self) -> u64 {
+        self.jobs.clock.at(clock::uptime_ms())
+    }
+
+    fn until_next_limit(&self) -> Option<Duration> {
+        self.next_limit.map(|at| Duration::from_millis(at.saturating_sub(self.now())))
     }
 
     /// Who has cancelled a job that runs.
@@ -308,8 +323,26 @@ impl Manager {
         };
         // Without systemd, only the agent knows.
         let usage = usage.or(used);
-        let (at, order) = (unix_ms(), 0);
+        let (at, order) = (self.now(), 0);
         self.record_event(Record::Ended { job, end, exit: Some(exit), reason, report, at, order, usage });
+    }
+
+    /// Ends a job whose directory exceeds the limit, or removes the directory if the job does not run.
+    fn on_oversized(&mut self, job: u64, reason: String) {
+        warn!(job, reason, "the directory of job {job} exceeds the limit");
+        match self.jobs.jobs.get(&job).map(|entry| &entry.phase) {
+            Some(Phase::Active { .. }) => {
+                let runtime = self.runtime.entry(job).or_default();
+                runtime.killed_for = Some(reason);
+                runtime.stop.send_replace(Stop::Kill);
+                return;
+            }
+            Some(Phase::Queued { .. }) => self.record_end(job, End::Failed, reason, None),
+            Some(Phase::Ended { .. }) | None => {}
+        }
+        if let Err(error) = tokio::task::block_in_place(|| self.dirs.remove(job)) {
+            warn!(job, "failed to remove the directory of job {job}: {error}");
+        }
     }
 
     /// Loads the last status that the agent of an ended job has left in its directory.
@@ -321,12 +354,14 @@ impl Manager {
 
     fn on_lost(&mut self, job: u64, reason: &str, usage: Option<Usage>) {
         let is_killed = self.runtime.get(&job).is_some_and(|runtime| *runtime.stop.borrow() == Stop::Kill);
-        if let Some(record) = self.jobs.requeue(job, reason, unix_ms()).filter(|_| !is_killed) {
+        if let Some(record) = self.jobs.requeue(job, reason, self.now()).filter(|_| !is_killed) {
             warn!(job, "job {job} is lost and goes back to the queue: {reason}");
             return self.record_event(record);
         }
-        let (end, reason) = match (is_killed, self.limit_reached(job)) {
-            (true, _) => {
+        let killed_for = self.runtime.get(&job).and_then(|runtime| runtime.killed_for.clone());
+        let (end, reason) = match (is_killed, killed_for.or_else(|| self.limit_reached(job))) {
+            (true, Some(reason)) => (End::Failed, reason),
+            (true, None) => {
                 let by = self.cancelled_by(job).map_or(String::new(), |user| format!(" of user {user}"));
                 (End::Cancelled, format!("killed by `cancel --force`{by}"))
             }
@@ -357,7 +392,7 @@ impl Manager {
         warn!(job, "the node is drained: {reason}");
         if self.jobs.drained.is_none() {
             let (gpus, undo, uid) = (Vec::new(), false, rustix::process::getuid().as_raw());
-            self.record_event(Record::Drained { gpus, undo, reason: reason.clone(), uid, at: unix_ms() });
+            self.record_event(Record::Drained { gpus, undo, reason: reason.clone(), uid, at: self.now() });
         }
         // It is not charged for what the node did.
         self.record_event(Record::Requeued { job, reason, lost: false, at: 0 });
@@ -365,18 +400,19 @@ impl Manager {
 
     /// Records an end without a result.
     fn record_end(&mut self, job: u64, end: End, reason: String, usage: Option<Usage>) {
-        let (exit, report, at, order) = (None, String::new(), unix_ms(), 0);
+        let (exit, report, at, order) = (None, String::new(), self.now(), 0);
         self.record_event(Record::Ended { job, end, exit, reason, report, at, order, usage });
     }
 
     /// Runs after each event: enforces time limits, starts what can start, then publishes what has changed.
     fn settle(&mut self) {
+        self.follow_system_clock();
         self.record_half_life();
         self.write_accounts();
         self.enforce_limits();
         self.cancel_unsatisfiable();
         self.start_jobs();
-        self.next_limit = due(&self.jobs, unix_ms()).next;
+        self.next_limit = due(&self.jobs, self.now()).next;
         self.publish();
     }
 
@@ -390,7 +426,7 @@ impl Manager {
     }
 
     fn enforce_limits(&mut self) {
-        let now = unix_ms();
+        let now = self.now();
         let Due { warnings, stops, .. } = due(&self.jobs, now);
         for (job, signal) in warnings {
             info!(job, signal, "job {job} approaches its time limit: its workers are sent signal {signal}");
@@ -422,7 +458,7 @@ impl Manager {
     }
 
     fn start_jobs(&mut self) {
-        let Schedule { starts, waits, queue } = schedule(&self.jobs, &self.resources(), unix_ms());
+        let Schedule { starts, waits, queue } = schedule(&self.jobs, &self.resources(), self.now());
         self.changed
             .extend(waits.iter().filter(|(job, why)| self.waits.get(job) != Some(why)).map(|it| *it.0));
         (self.waits, self.queue) = (waits, queue);
@@ -430,7 +466,7 @@ impl Manager {
             let Some(Entry { phase: Phase::Queued { starts, .. }, .. }) = self.jobs.jobs.get(&job) else {
                 continue;
             };
-            let record = Record::Starting { job, start: starts + 1, gpus, boot: boot_id(), at: unix_ms() };
+            let record = Record::Starting { job, start: starts + 1, gpus, boot: boot_id(), at: self.now() };
             if self.write(record).is_err() {
                 // The next tick tries again.
                 return;
@@ -442,7 +478,7 @@ impl Manager {
     /// Spawns the task that follows an active job. `fresh`: it starts the agent, rather than adopting it.
     fn follow(&mut self, job: u64, fresh: bool) {
         let Some(entry) = self.jobs.jobs.get(&job) else { return };
-        let Entry { submitted, phase: Phase::Active { start, gpus, cancelled, over_limit, .. } } = entry
+        let Entry { submitted, phase: Phase::Active { start, gpus, at, cancelled, over_limit, .. } } = entry
         else {
             return;
         };
@@ -460,6 +496,7 @@ impl Manager {
         let job_start = JobStart {
             job,
             start: *start,
+            at: *at,
             name: submitted.name.clone(),
             uid: submitted.uid,
             user: submitted.user.clone(),

@@ -10,8 +10,11 @@ use crate::commands::CommandError;
 use crate::snapshot;
 use crate::state::{Entry, Phase};
 use crate::view::has_ended;
-use xlaunch_agent::clock::unix_ms;
+use xlaunch_agent::clock;
 use xlaunch_agent::registry::SOCKET;
+
+/// A smaller difference to the system's clock is not shown: it may be adjusted all the time.
+const MIN_CLOCK_STEP_MS: u64 = 1000;
 
 impl Manager {
     pub(super) fn node_message(&self) -> NodeStatus {
@@ -28,13 +31,22 @@ impl Manager {
         }
     }
 
+    /// Publishes all jobs again if the system's clock was set: its times are those that users see.
+    pub(super) fn follow_system_clock(&mut self) {
+        let skew = clock::unix_ms().cast_signed().saturating_sub(self.now().cast_signed());
+        if skew.abs_diff(self.skew) >= MIN_CLOCK_STEP_MS {
+            self.skew = skew;
+            self.changed.extend(self.jobs.jobs.keys());
+        }
+    }
+
     pub(super) fn job_message(&self, job: u64) -> Result<Job, CommandError> {
         self.job_message_at(job, &self.queue_positions())
     }
 
     /// Queue positions of all queued jobs, from 1. Sorts the queue, as a command may just have changed it.
     pub(super) fn queue_positions(&self) -> BTreeMap<u64, u32> {
-        self.jobs.queue(unix_ms()).into_iter().zip(1..).collect()
+        self.jobs.queue(self.now()).into_iter().zip(1..).collect()
     }
 
     pub(super) fn job_message_at(
@@ -44,7 +56,7 @@ impl Manager {
     ) -> Result<Job, CommandError> {
         let entry = self.jobs.jobs.get(&job).ok_or(CommandError::JobNotFound(job))?;
         let (position, wait) = (positions.get(&job).copied().unwrap_or(0), self.waits.get(&job));
-        Ok(snapshot::job(&self.jobs, entry, self.runtime.get(&job), position, wait))
+        Ok(snapshot::job(&self.jobs, entry, self.runtime.get(&job), position, wait, self.skew))
     }
 
     /// Replaces the view if something has changed. The queue was scheduled in the same turn.
@@ -74,7 +86,9 @@ impl Manager {
                     }
                     let (socket, logs) = (self.dirs.agent(job).join(SOCKET), self.dirs.logs(job));
                     let waits_for_gpus = self.jobs.jobs.get(&job).is_some_and(Entry::waits_for_gpus);
-                    let view = snapshot::view(message, self.runtime.get(&job), socket, logs, waits_for_gpus);
+                    let first = self.waits.get(&job).and_then(|wait| wait.first);
+                    let runtime = self.runtime.get(&job);
+                    let view = snapshot::view(message, runtime, first, socket, logs, waits_for_gpus);
                     self.published.jobs.insert(job, view);
                 }
                 Err(_) => drop(self.published.jobs.remove(&job)),

@@ -76,7 +76,7 @@ impl Manager {
         };
         let missing = self.jobs.unaccounted.difference(&written);
         let entries = missing.filter_map(|job| self.jobs.jobs.get(job));
-        let mut accounts: Vec<_> = entries.filter_map(Account::of).collect();
+        let mut accounts: Vec<_> = entries.filter_map(|entry| Account::of(entry, self.skew)).collect();
         accounts.sort_unstable_by_key(|account| account.order);
         if accounts.is_empty() { Ok(()) } else { self.accounting.append(&accounts) }
     }
@@ -164,7 +164,8 @@ impl Manager {
         match tokio::task::block_in_place(|| self.journal.rewrite(&records)) {
             Ok(()) => (self.unsaved, self.compacted_bytes) = (false, self.journal.len_bytes()),
             Err(error) => {
-                self.unsaved = true;
+                // The old file can still be appended to if only the compaction has failed, as on a full disk.
+                self.unsaved |= self.journal.is_broken();
                 warn!("failed to rewrite the journal: {error}");
             }
         }

@@ -7,10 +7,11 @@
 use std::collections::BTreeSet;
 
 use tracing::{info, warn};
-use xlaunch_agent::clock::unix_ms;
+use xlaunch_agent::clock;
 use xlaunch_proto::convert::node::Work;
 
 use super::Manager;
+use super::records::AccountingState;
 use crate::boot_id;
 use crate::files::{AgentRecord, FoundDir};
 use crate::journal::Integrity;
@@ -20,6 +21,8 @@ use crate::users;
 
 impl Manager {
     pub(super) fn recover(&mut self) {
+        let clock = self.jobs.start_clock(&boot_id(), clock::uptime_ms(), clock::unix_ms());
+        clock.into_iter().for_each(|record| self.record_event(record));
         let is_complete = self.find_unlisted_jobs();
         self.find_lost_starts();
         let has_ended = |entry: &Entry| matches!(entry.phase, Phase::Ended { .. });
@@ -40,6 +43,7 @@ impl Manager {
     /// journal is complete.
     fn find_unlisted_jobs(&mut self) -> bool {
         let last = self.jobs.submitted;
+        let now = self.now();
         let units = std::mem::take(&mut self.units);
         let units: Vec<_> = units.into_iter().filter(|(job, _)| !self.jobs.jobs.contains_key(job)).collect();
         let dirs: Vec<_> =
@@ -57,6 +61,8 @@ impl Manager {
         warn!(
             "the journal is incomplete: no files of jobs are removed, and jobs that it lacks are listed again"
         );
+        // Accounts of jobs that are listed again may have been written.
+        self.accounting_state = AccountingState::Unknown;
         let ids = dirs.iter().copied().chain(self.dirs.arrays()).chain(units.iter().map(|(job, _)| *job));
         self.kept_up_to = ids.chain(self.highest_used_id()).chain([last]).max().unwrap_or(last);
         if self.kept_up_to > last {
@@ -66,8 +72,10 @@ impl Manager {
         let mut found: Vec<_> = found.collect();
         for (job, uid) in units {
             match found.iter_mut().find(|found| found.job == job) {
-                Some(found) => drop(found.start.get_or_insert_with(first_start)),
-                None => found.push(FoundJob { job, uid, start: Some(first_start()), ..FoundJob::default() }),
+                Some(found) => drop(found.start.get_or_insert_with(|| first_start(now))),
+                None => {
+                    found.push(FoundJob { job, uid, start: Some(first_start(now)), ..FoundJob::default() })
+                }
             }
         }
         found.into_iter().for_each(|found| self.list_again(found));
@@ -86,8 +94,16 @@ impl Manager {
     }
 
     fn found_job(&self, job: u64, dir: FoundDir) -> FoundJob {
+        let now = self.now();
         let FoundDir { uid, gid, description, agent } = dir;
-        let mut found = FoundJob { job, uid, gid, start: agent.map(found_start), ..FoundJob::default() };
+        let mut found = FoundJob {
+            job,
+            uid,
+            gid,
+            user: agent.as_ref().map(|agent| agent.user.clone()).unwrap_or_default(),
+            start: agent.map(|agent| found_start(agent, now)),
+            ..FoundJob::default()
+        };
         if let Some(description) = description {
             let longest = self.config.borrow().jobs.max_grace.0.as_secs_f64();
             (found.trainer, found.shutdown_timeout) = match &description.work {
@@ -105,17 +121,21 @@ impl Manager {
 
     fn list_again(&mut self, mut found: FoundJob) {
         let (job, uid) = (found.job, found.uid);
-        let account = tokio::task::block_in_place(|| users::find(uid));
-        found.user = account.ok().flatten().map(|account| account.name).unwrap_or_default();
+        if found.user.is_empty() {
+            let account = tokio::task::block_in_place(|| users::find(uid));
+            found.user = account.ok().flatten().map(|account| account.name).unwrap_or_default();
+        }
         warn!(job, uid, "job {job} is not in the journal and is listed again");
-        found.records(unix_ms()).into_iter().for_each(|record| self.record_event(record));
+        let now = self.now();
+        found.records(now).into_iter().for_each(|record| self.record_event(record));
     }
 
     /// Finds starts that the journal has lost: those jobs would be started a second time.
     fn find_lost_starts(&mut self) {
+        let now = self.now();
         let jobs: Vec<u64> = self.jobs.jobs.keys().copied().collect();
         for job in jobs {
-            let found = self.dirs.newest_agent(job).map(found_start);
+            let found = self.dirs.newest_agent(job).map(|agent| found_start(agent, now));
             if let Some(record) = found.and_then(|start| self.jobs.lost_start(job, start)) {
                 warn!(job, "the start of job {job} is not in the journal");
                 self.record_event(record);
@@ -142,14 +162,14 @@ impl Manager {
     }
 }
 
-fn found_start(agent: AgentRecord) -> FoundStart {
-    let AgentRecord { start, process, gpus, boot, at } = agent;
+fn found_start(agent: AgentRecord, now: u64) -> FoundStart {
+    let AgentRecord { start, process, gpus, boot, at, .. } = agent;
     // Version 0.2 recorded it with a process only. Whether a unit runs is known in this boot only.
     let boot = if boot.is_empty() { process.map_or_else(boot_id, |process| process.boot) } else { boot };
-    FoundStart { start, gpus, boot, at: if at > 0 { at } else { unix_ms() } }
+    FoundStart { start, gpus, boot, at: if at > 0 { at } else { now } }
 }
 
 /// The start of a unit about which nothing was recorded.
-fn first_start() -> FoundStart {
-    FoundStart { start: 1, gpus: Vec::new(), boot: boot_id(), at: unix_ms() }
+fn first_start(now: u64) -> FoundStart {
+    FoundStart { start: 1, gpus: Vec::new(), boot: boot_id(), at: now }
 }

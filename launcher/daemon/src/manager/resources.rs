@@ -2,7 +2,6 @@
 
 use std::collections::BTreeSet;
 
-use xlaunch_agent::clock::unix_ms;
 use xlaunch_proto::v1::GpuState;
 
 use super::{Manager, is_root};
@@ -46,7 +45,7 @@ impl Manager {
 
     /// GPUs on which the last poll may still have seen the processes of a job that has just ended.
     fn settling_gpus(&self) -> BTreeSet<String> {
-        let (inventory, config, now) = (self.gpus.borrow(), self.config.borrow(), unix_ms());
+        let (inventory, config, now) = (self.gpus.borrow(), self.config.borrow(), self.now());
         let is_foreign = |gpu: &&GpuFacts| {
             let unusable = snapshot::unusable(gpu, &config.jobs.leave_gpus);
             unusable.is_some_and(|(state, _)| state == GpuState::Foreign)

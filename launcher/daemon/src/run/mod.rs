@@ -123,6 +123,7 @@ struct App {
     listener: UnixListener,
     /// Path or name of `listener`, for the log.
     socket: String,
+    socket_group: String,
     access: Access,
     accounting: Accounting,
     page: Option<Page>,
@@ -173,14 +174,15 @@ impl App {
                 ..NodeStatus::default()
             },
         };
+        let socket_group = config.daemon.socket_group;
         let access = Access::new(config.daemon.admin_group);
         let notifier = Notifier { enabled: !options.foreground };
-        Ok(Self { setup, listener, socket, access, accounting, page, reload, notifier })
+        Ok(Self { setup, listener, socket, socket_group, access, accounting, page, reload, notifier })
     }
 
     /// Starts the manager, and the services as soon as it has published a view.
     async fn serve(self) -> Result<Running, Refusal> {
-        let Self { setup, listener, socket, access, accounting, page, reload, notifier } = self;
+        let Self { setup, listener, socket, socket_group, access, accounting, page, reload, notifier } = self;
         // Before readiness is notified, so that no signal is handled by its default action from then on.
         let signals = Signals::open().map_err(|error| internal(&error))?;
         let (commands, receiver) = mpsc::channel(COMMAND_CAPACITY);
@@ -196,6 +198,7 @@ impl App {
         let mut services = JoinSet::new();
         services.spawn(service::serve(
             listener,
+            Some(socket_group),
             node.clone(),
             access,
             accounting,

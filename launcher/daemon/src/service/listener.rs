@@ -8,11 +8,20 @@ use std::time::Duration;
 use nix::unistd::Group;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
-use tokio::net::UnixListener;
-use xlaunch_proto::net::Limits;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::mpsc;
+use tokio::time::MissedTickBehavior;
+use tokio_stream::StreamExt;
+use tokio_stream::wrappers::ReceiverStream;
+use xlaunch_proto::net::limits::Connection;
+use xlaunch_proto::net::{self, Connections, Credentials, Limits};
+
+use crate::trusted_path;
 
 pub(super) const LIMITS: Limits =
     Limits { per_user: 64, total: 512, first_call_timeout: Some(Duration::from_secs(10)), close_busy: false };
+/// Interval of checks that the socket exists.
+const SOCKET_POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Connections that the kernel queues until they are accepted.
 const LISTEN_BACKLOG: i32 = 1024;
 
@@ -56,6 +65,64 @@ pub fn bind(socket: &Path, group: Option<&str>) -> io::Result<UnixListener> {
     // Listening starts after the permissions are set, so no other user can have connected before.
     rustix::net::listen(&fd, LISTEN_BACKLOG)?;
     UnixListener::from_std(fd.into())
+}
+
+/// Accepts connections, as [`net::accept`] does. A socket that was deleted, as a cleaner of temporary files may do, is
+/// bound again, since clients would not find this daemon.
+pub(super) fn accept(
+    listener: UnixListener,
+    group: Option<String>,
+    open: Connections,
+    identify: impl Fn(&UnixStream) -> io::Result<Option<Credentials>> + Clone + Send + 'static,
+) -> ReceiverStream<io::Result<Connection<UnixStream>>> {
+    let address = listener.local_addr().ok();
+    let path = address.and_then(|address| Some(address.as_pathname()?.to_path_buf()));
+    let (connections, incoming) = mpsc::channel(1);
+    tokio::spawn(async move {
+        let mut accepted = net::accept(listener, open.clone(), identify.clone());
+        let mut poll = tokio::time::interval(SOCKET_POLL_INTERVAL);
+        poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut is_reported = false;
+        loop {
+            tokio::select! {
+                Some(connection) = accepted.next() => if connections.send(connection).await.is_err() {
+                    return;
+                },
+                _ = poll.tick() => match path.as_deref().and_then(|path| restore(path, group.as_deref())) {
+                    None => is_reported = false,
+                    Some(Ok(listener)) => accepted = net::accept(listener, open.clone(), identify.clone()),
+                    Some(Err(error)) if !is_reported => {
+                        is_reported = true;
+                        tracing::warn!("failed to restore the daemon's socket, which was deleted: {error}");
+                    }
+                    Some(Err(_)) => {}
+                },
+                () = connections.closed() => return,
+            }
+        }
+    });
+    ReceiverStream::new(incoming)
+}
+
+/// Binds a socket again that does not exist.
+fn restore(socket: &Path, group: Option<&str>) -> Option<io::Result<UnixListener>> {
+    use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+    match fs_err::symlink_metadata(socket) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        _ => return None,
+    }
+    let restored = || {
+        trusted_path::check_parent(socket)?;
+        if let Some(dir) = socket.parent().filter(|dir| !dir.exists()) {
+            std::fs::DirBuilder::new().mode(0o755).create(dir)?;
+            // Whatever the umask is: users reach the socket through it.
+            fs_err::set_permissions(dir, std::fs::Permissions::from_mode(0o755))?;
+        }
+        let listener = bind(socket, group)?;
+        tracing::warn!("{} was deleted and is restored", socket.display());
+        Ok(listener)
+    };
+    Some(restored())
 }
 
 fn is_listening(address: &SocketAddrUnix) -> io::Result<bool> {

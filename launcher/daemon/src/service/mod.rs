@@ -77,18 +77,19 @@ const CLIENT_KEEPALIVE: Duration = Duration::from_secs(20);
 /// Time for clients to read their last responses at shutdown.
 const CLIENT_DRAIN_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Serves on `listener` until `shutdown` resolves.
+/// Serves on `listener`, to which the members of `group` can connect, until `shutdown` resolves.
 ///
 /// # Errors
 /// If the services cannot be set up.
 pub async fn serve(
     listener: UnixListener,
+    group: Option<String>,
     node: NodeHandle,
     access: Access,
     accounting: Accounting,
     shutdown: impl Future<Output = ()>,
 ) -> io::Result<()> {
-    serve_peers(listener, node, access, accounting, net::peer_credentials, shutdown).await
+    serve_peers(listener, group, node, access, accounting, net::peer_credentials, shutdown).await
 }
 
 fn quota((per_user, total): (usize, usize)) -> Quota {
@@ -98,6 +99,7 @@ fn quota((per_user, total): (usize, usize)) -> Quota {
 /// [`serve`], with the function that gives the user of a connection.
 async fn serve_peers(
     listener: UnixListener,
+    group: Option<String>,
     node: NodeHandle,
     access: Access,
     accounting: Accounting,
@@ -106,7 +108,7 @@ async fn serve_peers(
 ) -> io::Result<()> {
     let open = Connections::new(listener::LIMITS);
     let (known, counted) = (access.clone(), open.clone());
-    let incoming = net::accept(listener, open.clone(), move |stream| {
+    let incoming = listener::accept(listener, group, open.clone(), move |stream| {
         let peer = credentials(stream)?;
         let holder = known.holder(peer.uid, &counted);
         Ok(Some(Credentials { holder, reserved: known.is_known_admin(peer.uid), ..peer }))
@@ -244,8 +246,9 @@ impl Node for Service {
 
     async fn get(&self, request: Request<GetRequest>) -> Result<Response<Job>, Status> {
         let (_, caller) = self.caller(&request).await?;
-        let job = queries::job(&self.node.view(), &caller, request.get_ref().job)?;
-        Ok(Response::new(job.to_message(true)))
+        let view = self.node.view();
+        let job = queries::job(&view, &caller, request.get_ref().job)?;
+        Ok(Response::new(job.to_message_for(&caller, &view, true)))
     }
 
     type WatchStream = ReceiverStream<Result<Job, Status>>;
@@ -260,7 +263,7 @@ impl Node for Service {
         let view = self.node.watch();
         tokio::spawn(async move {
             tokio::select! {
-                () = queries::watch(view, id, &jobs) => {}
+                () = queries::watch(view, caller, id, &jobs) => {}
                 () = jobs.closed() => {}
             }
             drop(guard);
@@ -386,7 +389,32 @@ fn refusal<T>(result: &Result<T, Status>) -> Option<&str> {
 }
 
 fn checked<W, T: TryFrom<W, Error: std::fmt::Display>>(wire: W) -> Result<T, Status> {
-    T::try_from(wire).map_err(|error| Status::invalid_argument(error.to_string()))
+    T::try_from(wire).map_err(|error| Status::invalid_argument(in_users_words(&error.to_string())))
+}
+
+/// A problem of a request with the option in place of the field: users do not know the fields.
+fn in_users_words(problem: &str) -> String {
+    let named = problem.strip_prefix("field ").and_then(|rest| rest.split_once(' '));
+    let Some((field, what)) = named else { return problem.into() };
+    let option = match field {
+        "after" => "--after",
+        "array_indices" => "--array",
+        "command_spec_json" => "the command",
+        "cpus" => "--cpus",
+        "environment" => "the environment",
+        "gpus" => "the number or list of GPUs",
+        "memory_bytes" => "--mem",
+        "name" => "--name",
+        "priority" => "--priority",
+        "reason" => "--reason",
+        "warning.signal" | "warning.seconds_before" => "--signal",
+        "time_limit_seconds" => "--time",
+        "timeout_seconds" => "--timeout",
+        "trainer_spec_json" => "the training configuration",
+        "work_dir" => "the working directory",
+        _ => return problem.into(),
+    };
+    format!("{option} {what}")
 }
 
 #[cfg(test)]

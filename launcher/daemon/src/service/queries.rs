@@ -23,7 +23,7 @@ const WATCH_INTERVAL: Duration = Duration::from_millis(250);
 
 /// A job, if the caller may see it.
 pub(super) fn job(view: &NodeView, caller: &Caller, id: u64) -> Result<Arc<JobView>, Status> {
-    let job = view.jobs.get(&id).filter(|job| caller.may_see(job.job.uid, &job.job.user));
+    let job = view.jobs.get(&id).filter(|job| caller.may_see_job(&job.job));
     job.cloned().ok_or_else(|| to_status(CommandError::JobNotFound(id)))
 }
 
@@ -33,13 +33,11 @@ pub(super) fn list(view: &NodeView, caller: &Caller, request: &ListRequest) -> L
         0 => MAX_LISTED_JOBS,
         limit => limit.min(MAX_LISTED_JOBS),
     };
-    let wanted = |job: &&Arc<JobView>| {
-        caller.may_see(job.job.uid, &job.job.user) && (request.ended || !job.has_ended())
-    };
+    let wanted = |job: &&Arc<JobView>| caller.may_see_job(&job.job) && (request.ended || !job.has_ended());
     let before = if request.before == 0 { u64::MAX } else { request.before };
     let (mut jobs, mut bytes) = (Vec::new(), 0);
     for job in view.jobs.range(..before).rev().map(|(_, job)| job).filter(wanted) {
-        let message = job.to_message(false);
+        let message = job.to_message_for(caller, view, false);
         bytes += encoded_size(&message);
         // A page has a job, however large, so that the next one has others.
         if jobs.len() == limit || (bytes > MAX_LIST_BYTES && !jobs.is_empty()) {
@@ -67,7 +65,7 @@ pub(super) fn history(caller: &Caller, request: HistoryRequest) -> Result<Query,
 /// The node, without the ids of jobs that the caller may not see.
 pub(super) fn status(view: &NodeView, caller: &Caller) -> NodeStatus {
     let mut node = view.node.clone();
-    let may_see = |id| view.jobs.get(&id).is_some_and(|job| caller.may_see(job.job.uid, &job.job.user));
+    let may_see = |id| view.jobs.get(&id).is_some_and(|job| caller.may_see_job(&job.job));
     for gpu in node.gpus.iter_mut().filter(|gpu| !caller.admin && !may_see(gpu.job)) {
         gpu.job = 0;
     }
@@ -77,18 +75,20 @@ pub(super) fn status(view: &NodeView, caller: &Caller) -> NodeStatus {
 /// Sends the job, and each change of it until it has ended. A slow receiver skips intermediate changes.
 pub(super) async fn watch(
     mut view: watch::Receiver<Arc<NodeView>>,
+    caller: Caller,
     id: u64,
     jobs: &mpsc::Sender<Result<Job, Status>>,
 ) {
     let mut sent: Option<Arc<JobView>> = None;
     // Reserved before the view is read, so that the newest state is sent when the receiver has space.
     while let Ok(permit) = jobs.reserve().await {
-        let Some(job) = view.borrow_and_update().jobs.get(&id).cloned() else {
+        let now = view.borrow_and_update().clone();
+        let Some(job) = now.jobs.get(&id).cloned() else {
             return permit.send(Err(to_status(CommandError::JobNotFound(id))));
         };
         // The manager replaces the Arc of a job only when the job has changed.
         if sent.as_ref().is_none_or(|sent| !Arc::ptr_eq(sent, &job)) {
-            permit.send(Ok(job.to_message(true)));
+            permit.send(Ok(job.to_message_for(&caller, &now, true)));
             if job.has_ended() {
                 return;
             }

@@ -66,7 +66,7 @@ impl Case {
         let access = Access::with(900, |uid| Ok(uid == ADMIN), account);
         let (end, ended) = oneshot::channel();
         let accounting = Accounting::new(dir.path());
-        let served = tokio::spawn(serve_peers(listener, node, access, accounting, named, async {
+        let served = tokio::spawn(serve_peers(listener, None, node, access, accounting, named, async {
             ended.await.unwrap_or_default();
         }));
         Self { dir, shown, end: Some(end), served, connections: AtomicUsize::new(0) }
@@ -232,7 +232,7 @@ async fn commands_are_validated_and_manager_errors_become_status_codes() {
     assert!(reply.into_inner().job.unwrap().name.starts_with("Trainer("));
     let error = ann.submit(SubmitRequest { work_dir: "here".into(), ..submit() }).await.unwrap_err();
     assert_eq!(error.code(), Code::InvalidArgument);
-    assert!(error.message().contains("work_dir"), "{error}");
+    assert_eq!(error.message(), "the working directory is not an absolute path");
     assert_eq!(ann.cancel(CancelRequest { job: 5, force: false }).await.unwrap().into_inner().id, 5);
 
     let refusals = [

@@ -24,7 +24,7 @@ const DECISIVE_CHECK: &str = "rates";
 pub(crate) struct Examination {
     /// UUIDs.
     pub(crate) gpus: Vec<String>,
-    /// When they are free again at the latest, in milliseconds since 1970.
+    /// When they are free again at the latest, in milliseconds on the node's clock.
     pub(crate) until: u64,
 }
 

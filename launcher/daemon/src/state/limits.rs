@@ -23,7 +23,7 @@ pub(crate) struct Due {
     pub(crate) warnings: Vec<(u64, i32)>,
     /// Jobs that are stopped.
     pub(crate) stops: Vec<u64>,
-    /// When the next of these is due, in milliseconds since 1970.
+    /// When the next of these is due, in milliseconds on the node's clock.
     pub(crate) next: Option<u64>,
 }
 

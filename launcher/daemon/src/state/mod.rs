@@ -21,6 +21,7 @@
 //! value, but for the examination of GPUs, which ends with the daemon.
 
 mod backfill;
+pub(crate) mod clock;
 pub(crate) mod commands;
 mod dependencies;
 pub(crate) mod examination;
@@ -40,6 +41,7 @@ use xlaunch_proto::convert::scheduling::MAX_ARRAY_JOBS;
 pub use record::Submitted;
 pub(crate) use record::{Canceller, Dependency, Element, End, Hold, Record, bounded};
 
+use clock::NodeClock;
 use dependencies::Dependents;
 use examination::Examination;
 use usage::FairShares;
@@ -112,6 +114,9 @@ pub(crate) struct Jobs {
     pub(crate) usage: FairShares,
     /// Which queued jobs wait for which.
     dependents: Dependents,
+    pub(crate) clock: NodeClock,
+    /// The latest time in a record.
+    latest: u64,
     /// Ended jobs that may not be in the accounting file. They are not forgotten.
     pub(crate) unaccounted: BTreeSet<u64>,
 }
@@ -120,6 +125,7 @@ impl Jobs {
     /// Applies a record. One that does not fit the job's phase, as can follow a damaged part of the journal, changes
     /// nothing.
     pub(crate) fn apply(&mut self, record: Record) {
+        self.see(&record);
         match record {
             Record::Submitted(submitted) => self.add(*submitted),
             Record::SubmittedArray { first, indices } => {
@@ -185,6 +191,7 @@ impl Jobs {
             Record::Counted { submitted, ended } => {
                 (self.submitted, self.ended) = (self.submitted.max(submitted), self.ended.max(ended));
             }
+            Record::Clock { boot, offset, .. } => self.clock = NodeClock::new(boot, offset),
             Record::Used { uid, gpu_seconds, at } => self.usage.set(uid, gpu_seconds, at),
             Record::HalfLife { seconds } => self.usage.set_half_life(seconds),
         }
@@ -269,6 +276,7 @@ impl Jobs {
             submitted: self.submitted,
             ended: self.ended.saturating_sub(kept as u64),
         }];
+        records.extend(self.clock_record());
         for (&job, entry) in &self.jobs {
             records.push(Record::Submitted(Box::new(entry.submitted.clone())));
             records.extend(records_to_reach(job, &entry.phase));

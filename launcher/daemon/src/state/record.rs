@@ -9,8 +9,8 @@ use crate::measured::Usage;
 
 /// Maximum length of a reason, a report or a command line.
 pub(crate) const MAX_TEXT_BYTES: usize = 4096;
-/// A change to a job or the node. Fields are only ever added, with defaults; an unknown kind of record was written by a
-/// newer version.
+/// A change to a job or the node. Times are in milliseconds on the node's clock (`clock`). Fields are only ever added,
+/// with defaults; an unknown kind of record was written by a newer version.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "record", rename_all = "snake_case")]
 pub(crate) enum Record {
@@ -116,6 +116,12 @@ pub(crate) enum Record {
         submitted: u64,
         ended: u64,
     },
+    /// The node's clock in this boot began at `offset`. `latest` is the latest time in earlier records.
+    Clock {
+        boot: String,
+        offset: u64,
+        latest: u64,
+    },
     /// The decayed use of a user at this time, in GPU seconds. Part of a rewritten journal.
     Used {
         uid: u32,
@@ -151,6 +157,7 @@ impl Record {
             Self::Drained { .. }
             | Self::Resumed { .. }
             | Self::Accounted { .. }
+            | Self::Clock { .. }
             | Self::Counted { .. }
             | Self::Used { .. }
             | Self::HalfLife { .. } => nothing,

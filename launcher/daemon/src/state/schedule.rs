@@ -83,7 +83,9 @@ pub(crate) struct Schedule {
 pub(crate) struct Wait {
     /// For display.
     pub(crate) reason: String,
-    /// When its reservation starts, in milliseconds since 1970, if it has one and the time is known.
+    /// The job that must start first, which may be another user's.
+    pub(crate) first: Option<u64>,
+    /// When its reservation starts, in milliseconds on the node's clock, if it has one and the time is known.
     pub(crate) starts_by: Option<u64>,
 }
 
@@ -193,7 +195,7 @@ impl<'a> Pass<'a> {
 
     /// The GPUs of a job that starts now, or why it waits.
     fn decide(&mut self, job: u64, submitted: &Submitted) -> Result<Vec<String>, Wait> {
-        let wait = |reason: String| Err(Wait { reason, starts_by: None });
+        let wait = |reason: String| Err(Wait { reason, first: None, starts_by: None });
         if let Some(reason) = self.held_back(submitted) {
             return wait(reason);
         }
@@ -227,12 +229,12 @@ impl<'a> Pass<'a> {
                 self.reservations[kind] = Some(reservation);
                 let reason =
                     first.filter(|_| fits).map_or_else(|| shortage(submitted, demand, free, "free"), behind);
-                return Err(Wait { reason, starts_by });
+                return Err(Wait { reason, first: first.filter(|_| fits), starts_by });
             }
         }
         if let Some(first) = first {
             self.ahead = self.ahead.plus(demand);
-            return wait(behind(first));
+            return Err(Wait { reason: behind(first), first: Some(first), starts_by: None });
         }
         self.reservations.iter_mut().flatten().for_each(|reservation| reservation.give(&candidate));
         self.ledger.hold(demand, released);

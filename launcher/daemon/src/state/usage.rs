@@ -22,7 +22,7 @@ pub(crate) struct FairShares {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Used {
     gpu_seconds: f64,
-    /// When it was that much, in milliseconds since 1970.
+    /// When it was that much, in milliseconds on the node's clock.
     at: u64,
 }
 
@@ -48,7 +48,7 @@ impl FairShares {
         }
         let half_life = self.half_life_seconds;
         let used = self.users.entry(submitted.uid).or_default();
-        // The clock may have been set back.
+        // Records of version 0.2 have the system's times, which may have been set back.
         let at = used.at.max(ended);
         let gpu_seconds = used.decayed(at, half_life) + held(submitted, started, ended, half_life);
         *used = Used { gpu_seconds, at };

@@ -152,7 +152,7 @@ fn checkpoint_that_cannot_be_read_back_is_not_one() {
 #[test]
 fn node_that_has_paused_reports_whether_its_workers_have_saved() {
     let code = |events: &[Event]| {
-        let mut job = trainer(2, 3);
+        let mut job = trainer(2, 3).job;
         let events = [&[Event::AllJoined, Event::Pause("h1 joins".into())], events].concat();
         let now = Instant::now();
         let mut actions = events.into_iter().flat_map(|event| job.handle(event, now));

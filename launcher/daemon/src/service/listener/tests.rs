@@ -38,3 +38,26 @@ async fn group_members_can_connect() {
     let found = fs_err::metadata(&socket).unwrap();
     assert_eq!((found.mode() & 0o777, found.gid()), (0o660, group.gid.as_raw()));
 }
+
+#[tokio::test]
+async fn deleted_socket_is_restored() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("run/xlaunch.sock");
+    fs_err::create_dir(dir.path().join("run")).unwrap();
+    let listener = bind(&socket, None).unwrap();
+    let identify = |stream: &UnixStream| peer_credentials(stream).map(Some);
+    let mut incoming = accept(listener, None, Connections::new(LIMITS), identify);
+    for deleted in [socket.clone(), dir.path().join("run")] {
+        let _first = UnixStream::connect(&socket).await.unwrap();
+        incoming.next().await.unwrap().unwrap();
+        if deleted.is_dir() { fs_err::remove_dir_all(&deleted) } else { fs_err::remove_file(&deleted) }
+            .unwrap();
+        let connected = async {
+            while UnixStream::connect(&socket).await.is_err() {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(60), connected).await.expect("the socket is not restored");
+        incoming.next().await.unwrap().unwrap();
+    }
+}

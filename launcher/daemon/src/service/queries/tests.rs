@@ -87,7 +87,7 @@ impl Case {
         let first = view([job_of(1, ANN.uid, NodeJobState::Queued)]);
         let (shown, seen) = watch::channel(Arc::new(first));
         let (sender, jobs) = mpsc::channel(1);
-        tokio::spawn(async move { watch(seen, 1, &sender).await });
+        tokio::spawn(async move { watch(seen, ANN, 1, &sender).await });
         Self { shown, jobs }
     }
 
@@ -168,4 +168,19 @@ fn user_who_got_the_id_of_another_sees_none_of_the_others_jobs() {
     assert!(super::job(&view, &named("bob"), 1).is_err());
     let history = |name| history(&named(name), HistoryRequest::default()).unwrap().owner;
     assert_eq!(history("bob"), Some((1001, "bob".into())));
+}
+
+#[test]
+fn job_that_waits_does_not_tell_the_number_of_another_users_job() {
+    let job = |id, uid, first: Option<u64>| {
+        let reason = first.map(|first| format!("waits for job {first} to start first")).unwrap_or_default();
+        let job = Job { id, uid, reason, ..Job::default() };
+        (id, Arc::new(JobView { job, first, ..JobView::default() }))
+    };
+    let view = NodeView { jobs: [job(3, 1002, None), job(4, 1001, Some(3))].into(), ..NodeView::default() };
+    let reason = |caller: &Caller| view.jobs[&4].to_message_for(caller, &view, false).reason;
+    assert_eq!(reason(&ANN), "waits for a job of another user to start first");
+    assert_eq!(reason(&ADMIN), "waits for job 3 to start first");
+    let listed = list(&view, &ANN, &ListRequest::default()).jobs;
+    assert!(!listed[0].reason.contains('3'), "{listed:?}");
 }

@@ -101,18 +101,19 @@ fn compacted_records_are_minimal() {
     let counted = |submitted, ended| Record::Counted { submitted, ended };
     assert_eq!(of([]).records(), [counted(0, 0)]);
     let queued = submitted(1, 1, 0, 0);
-    assert_eq!(of([queued.clone()]).records(), [counted(1, 0), queued.clone()]);
+    let clock = |latest| Record::Clock { boot: String::new(), offset: 0, latest };
+    assert_eq!(of([queued.clone()]).records(), [counted(1, 0), clock(1), queued.clone()]);
     let mut end = ended(1, 5);
     let Record::Ended { order, .. } = &mut end else { unreachable!() };
     *order = 1;
-    let records = [counted(1, 0), queued.clone(), end];
+    let records = [counted(1, 0), clock(5), queued.clone(), end];
     assert_eq!(of(records.clone()).records(), records, "an end without a start");
-    let records = [counted(1, 0), queued.clone(), starting(1, &["a"])];
+    let records = [counted(1, 0), clock(10), queued.clone(), starting(1, &["a"])];
     assert_eq!(of(records.clone()).records(), records, "a job that was not cancelled");
     let requeued = requeued(1, "x");
     let bare = Record::Starting { job: 1, start: 1, gpus: vec![], boot: String::new(), at: 0 };
     let jobs = of([queued.clone(), starting(1, &["a"]), requeued.clone()]);
-    assert_eq!(jobs.records(), [counted(1, 0), queued, bare, requeued]);
+    assert_eq!(jobs.records(), [counted(1, 0), clock(10), queued, bare, requeued]);
 }
 
 #[test]

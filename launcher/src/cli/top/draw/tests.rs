@@ -160,8 +160,8 @@ loss 2.5000  2.5000 to 5.0000            tok/s 45.9K  40.0K to 45.9K
 train.toml
 step 120/500  loss 2.5000  46.1K tok/s  MFU 41.2 %
 RANK  PID     STATE   STEP    BEAT   CPU   MEMORY  GPU  POOL  MAPPED  PEAK  FRAG
-0     812     running 120     0s     101%  -       98%  0     0       0     0%
-1     813     running 120     0s     101%  -       98%  0     0       0     0%
+0     812     running 120     -      101%  -       98%  0     0       0     0%
+1     813     running 120     -      101%  -       98%  0     0       0     0%
 j, k, arrows: select  enter: this job only  c: cancel  q: quit
 ";
     assert_eq!(text(&state(2, &[training(), queued(8), failed()]), 80, 24), expected);
@@ -192,8 +192,8 @@ loss 2.5000  2.5000 to 5.0000            tok/s 45.9K  40.0K to 45.9K
 train.toml
 step 120/500  loss 2.5000  46.1K tok/s  MFU 41.2 %
 RANK  PID     STATE   STEP    BEAT   CPU   MEMORY  GPU  POOL  MAPPED  PEAK  FRAG
-0     812     running 120     0s     101%  -       98%  0     0       0     0%
-1     813     running 120     0s     101%  -       98%  0     0       0     0%
+0     812     running 120     -      101%  -       98%  0     0       0     0%
+1     813     running 120     -      101%  -       98%  0     0       0     0%
 j, k, arrows: select  enter: this job only  c: cancel  q: quit
 ";
     assert_eq!(text, expected);

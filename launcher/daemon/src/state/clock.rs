@@ -1,0 +1,146 @@
+//! The node's clock, by which all durations are measured: time limits, reservations, the decay of use. Pure.
+//!
+//! Times in the journal are in milliseconds on this clock. It shows the time since 1970 when the node was booted, and
+//! goes on with CLOCK_BOOTTIME: setting the system's clock does not change it. It never goes back, also across reboots,
+//! of which the boot id tells. What users see is converted to the system's clock of the moment.
+
+use super::{Jobs, Record};
+
+/// The clock of one boot.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct NodeClock {
+    boot: String,
+    /// The time at which this boot began, in milliseconds.
+    offset: u64,
+}
+
+impl NodeClock {
+    pub(super) fn new(boot: String, offset: u64) -> Self {
+        Self { boot, offset }
+    }
+
+    /// The time now, from the time since the boot in milliseconds.
+    pub(crate) fn at(&self, uptime: u64) -> u64 {
+        self.offset.saturating_add(uptime)
+    }
+}
+
+impl Jobs {
+    /// The record that starts the clock of this boot, unless it goes already. `uptime` is the time since the boot,
+    /// `unix` that on the system's clock, which may be wrong.
+    pub(crate) fn start_clock(&self, boot: &str, uptime: u64, unix: u64) -> Option<Record> {
+        if self.clock.boot == boot && self.clock.offset > 0 && self.clock.at(uptime) >= self.latest {
+            return None;
+        }
+        let offset = unix.max(self.latest).saturating_sub(uptime);
+        Some(Record::Clock { boot: boot.into(), offset, latest: self.latest })
+    }
+
+    /// The record that reproduces the clock and the latest time.
+    pub(super) fn clock_record(&self) -> Option<Record> {
+        let NodeClock { boot, offset } = self.clock.clone();
+        (self.latest > 0 || offset > 0).then_some(Record::Clock { boot, offset, latest: self.latest })
+    }
+
+    /// Remembers the latest time in a record.
+    pub(super) fn see(&mut self, record: &Record) {
+        let at = match record {
+            Record::Submitted(submitted) => submitted.at,
+            Record::SubmittedArray { first, .. } => first.at,
+            Record::Held { at, .. }
+            | Record::Released { at, .. }
+            | Record::Reprioritised { at, .. }
+            | Record::Starting { at, .. }
+            | Record::Warned { at, .. }
+            | Record::TimeLimitReached { at, .. }
+            | Record::Cancelled { at, .. }
+            | Record::Ended { at, .. }
+            | Record::Requeued { at, .. }
+            | Record::Drained { at, .. }
+            | Record::Resumed { at, .. }
+            | Record::Used { at, .. } => *at,
+            Record::Clock { latest, .. } => *latest,
+            Record::Accounted { .. }
+            | Record::Forgotten { .. }
+            | Record::Counted { .. }
+            | Record::HalfLife { .. } => 0,
+        };
+        self.latest = self.latest.max(at);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::state::limits::due;
+    use crate::state::tests::submitted;
+    use crate::state::{End, Submitted};
+
+    const HOUR: u64 = 3_600_000;
+    const YEAR: u64 = 365 * 24 * HOUR;
+    /// Some time in 2026.
+    const TODAY: u64 = 56 * YEAR;
+
+    /// Starts the clock in a boot.
+    fn boot(jobs: &mut Jobs, boot: &str, uptime: u64, unix: u64) -> u64 {
+        if let Some(record) = jobs.start_clock(boot, uptime, unix) {
+            jobs.apply(record);
+        }
+        jobs.clock.at(uptime)
+    }
+
+    #[test]
+    fn clock_that_is_set_changes_no_time_limit() {
+        let mut jobs = Jobs::default();
+        let now = boot(&mut jobs, "a", HOUR, TODAY);
+        assert_eq!(now, TODAY, "the time since 1970");
+        let submitted = Submitted { job: 1, time_limit: Some(12 * 3600), at: now, ..Submitted::default() };
+        jobs.apply(Record::Submitted(Box::new(submitted)));
+        jobs.apply(Record::Starting { job: 1, start: 1, gpus: vec![], boot: "a".into(), at: now });
+        // The system's clock is set a day ahead, and the daemon is started again.
+        let now = boot(&mut jobs, "a", HOUR + 60_000, TODAY + 24 * HOUR);
+        assert_eq!((now, due(&jobs, now).stops), (TODAY + 60_000, vec![]));
+        let now = boot(&mut jobs, "a", 13 * HOUR, TODAY - YEAR);
+        assert_eq!(due(&jobs, now).stops, [1]);
+    }
+
+    #[test]
+    fn use_decays_after_a_wrong_year_was_corrected() {
+        let mut jobs = Jobs::default();
+        let now = boot(&mut jobs, "a", 1000, TODAY + 10 * YEAR);
+        jobs.apply(submitted(1, 7, 1, 0));
+        jobs.apply(Record::Starting { job: 1, start: 1, gpus: vec![], boot: "a".into(), at: now });
+        let (reason, report) = (String::new(), String::new());
+        let at = now + HOUR;
+        jobs.apply(Record::Ended {
+            job: 1,
+            end: End::Done,
+            exit: None,
+            reason,
+            report,
+            at,
+            order: 0,
+            usage: None,
+        });
+        let before = jobs.used(at)[&7];
+        let now = boot(&mut jobs, "a", 1000 + HOUR + 7 * 24 * HOUR, TODAY);
+        assert!((jobs.used(now)[&7] / before - 0.5).abs() < 0.01, "half after the half-life");
+        // Also across a reboot, from when the time continues.
+        let mut again = Jobs::default();
+        jobs.records().into_iter().for_each(|record| again.apply(record));
+        assert_eq!(again, jobs);
+        let now = boot(&mut again, "b", 1000, TODAY);
+        let later = boot(&mut again, "b", 1000 + 7 * 24 * HOUR, TODAY);
+        assert!(now >= at && (again.used(later)[&7] / again.used(now)[&7] - 0.5).abs() < 0.01);
+    }
+
+    #[test]
+    fn clock_goes_on_after_a_reboot_with_the_time_that_the_node_was_off() {
+        let mut jobs = Jobs::default();
+        boot(&mut jobs, "a", 1000, TODAY);
+        jobs.apply(submitted(1, 7, 1, 0));
+        assert_eq!(boot(&mut jobs, "b", 5000, TODAY + HOUR), TODAY + HOUR);
+        jobs.apply(Record::Used { uid: 1, gpu_seconds: 1.0, at: TODAY + 2 * HOUR });
+        assert_eq!(boot(&mut jobs, "c", 5000, TODAY), TODAY + 2 * HOUR, "never back");
+    }
+}
