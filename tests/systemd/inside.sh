@@ -228,7 +228,9 @@ step "the job runs as its user in $unit"
 
 # What other users see.
 tr '\0' '\n' < "/proc/$worker/environ" | grep -q "^LC_SECRET=$secret$" || fail "the job lacks its environment"
-if tr '\0' '\n' < "/proc/$worker/environ" | grep -q "^SECRET="; then fail "a variable that is not allowed reaches it"; fi
+if tr '\0' '\n' < "/proc/$worker/environ" | grep -q "^SECRET="; then
+    fail "a variable that is not allowed reaches it"
+fi
 if grep -q "$secret" "/proc/$agent/environ"; then fail "the agent has the environment of the job"; fi
 for user in bob dave carol; do
     if as $user cat "/proc/$agent/environ" > /dev/null 2>&1; then fail "$user can read the job's environment"; fi

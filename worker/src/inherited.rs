@@ -14,7 +14,7 @@ pub(crate) const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 pub(crate) const SPECIAL_TOKENS_MAP: &str = "special_tokens_map.json";
 pub(crate) const CHAT_TEMPLATE: &str = "chat_template.jinja";
 /// Largest of these files that is read.
-const MAX_FILE_BYTES: u64 = 4 << 20;
+const MAX_INHERITED_BYTES: u64 = 4 << 20;
 
 /// The contents of these files; empty for a file that is not there.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -93,6 +93,6 @@ fn numbers(value: Option<&Value>) -> Vec<u32> {
 
 fn read(path: &Path) -> Option<String> {
     let mut text = String::new();
-    std::fs::File::open(path).ok()?.take(MAX_FILE_BYTES).read_to_string(&mut text).ok()?;
+    std::fs::File::open(path).ok()?.take(MAX_INHERITED_BYTES).read_to_string(&mut text).ok()?;
     Some(text)
 }

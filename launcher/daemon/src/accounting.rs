@@ -3,11 +3,12 @@
 //! ```text
 //! <state>/accounting.jsonl      readable by the daemon only; appended to, never rewritten
 //! ```
-//! It is opened anew each time, so an operator may rename it at any time, as logrotate does: files beside it whose names
-//! begin like its own are read too, unless they are compressed.
+//! It is opened anew each time, so an operator may rename it at any time, as logrotate does: files beside it whose
+//! names begin like its own are read too, unless they are compressed.
 //!
-//! Each job is in it once. When the line of a job is on disk, the journal says so; until then the line is written again,
-//! after a failure and after a restart, unless the file has one of this job's id already. Readers skip a torn line.
+//! Each job is in it once. When the line of a job is on disk, the journal says so; until then the line is written
+//! again, after a failure and after a restart, unless the file has one of this job's id already. Readers skip a torn
+//! line.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::fs::File;

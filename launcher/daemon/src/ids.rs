@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::files;
 
-const FILE: &str = "ids";
-const VERSION: u32 = 1;
+const IDS_FILE: &str = "ids";
+const IDS_VERSION: u32 = 1;
 /// Ids that are reserved at a time beyond those that are needed.
 const BLOCK: u64 = 1000;
 
@@ -32,7 +32,7 @@ pub(crate) struct Ids {
 impl Ids {
     /// Reads the file in the state directory. Without a file that can be read, nothing is reserved.
     pub(crate) fn open(dir: &Path) -> io::Result<Self> {
-        let reserved = match fs_err::read(dir.join(FILE)) {
+        let reserved = match fs_err::read(dir.join(IDS_FILE)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => 0,
             bytes => serde_json::from_slice::<Content>(&bytes?).map_or(0, |content| content.reserved),
         };
@@ -54,8 +54,8 @@ impl Ids {
             return Ok(());
         }
         let reserved = highest.saturating_add(BLOCK);
-        let content = Content { version: VERSION, reserved };
-        files::write(&self.dir, FILE, &serde_json::to_vec(&content)?)?;
+        let content = Content { version: IDS_VERSION, reserved };
+        files::write(&self.dir, IDS_FILE, &serde_json::to_vec(&content)?)?;
         self.reserved = reserved;
         Ok(())
     }
@@ -73,13 +73,13 @@ mod tests {
         ids.reserve(1).unwrap();
         let ids_again = Ids::open(dir.path()).unwrap();
         assert!(ids_again.reserved() == 1 + BLOCK && !ids_again.are_beyond(0) && !ids_again.are_beyond(7));
-        fs_err::remove_file(dir.path().join(FILE)).unwrap();
+        fs_err::remove_file(dir.path().join(IDS_FILE)).unwrap();
         ids.reserve(1 + BLOCK).unwrap();
-        assert!(!dir.path().join(FILE).exists());
+        assert!(!dir.path().join(IDS_FILE).exists());
         ids.reserve(2 + BLOCK).unwrap();
         let ids = Ids::open(dir.path()).unwrap();
         assert!(ids.are_beyond(3) && !ids.are_beyond(1 + BLOCK));
-        fs_err::write(dir.path().join(FILE), [0; 30]).unwrap();
+        fs_err::write(dir.path().join(IDS_FILE), [0; 30]).unwrap();
         assert_eq!(Ids::open(dir.path()).unwrap().reserved(), 0);
     }
 }

@@ -1,7 +1,7 @@
 //! From text to token files that a model trains on.
 //!
 //! ```text
-//! text, JSON, CSV, Parquet, .gz, .zst --documents--> documents --tokenizer--> ids --shard--> token files, manifest.json
+//! text, JSON, CSV, Parquet, .gz, .zst --documents--> documents --tokenizer--> ids --shard--> files, manifest.json
 //! ```
 //! [`Tokenizer`] encodes and decodes, [`shard`] knows the headers of token files, [`Manifest`] describes a prepared
 //! directory. Knows neither models nor devices, so that every command can use it.

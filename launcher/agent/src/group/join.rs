@@ -28,7 +28,7 @@ use crate::clock;
 use crate::{Refusal, devices, run_dir};
 
 /// Between lookups of a name that does not exist yet.
-const LOOK_UP_INTERVAL: Duration = Duration::from_millis(500);
+const LOCATE_INTERVAL: Duration = Duration::from_millis(500);
 /// Address of the only node of a job.
 const LOOPBACK: &str = "127.0.0.1";
 
@@ -119,7 +119,7 @@ async fn first_role(spec: &GroupSpec, notify: impl Fn(&str)) -> Result<(Role, Si
             problem = why;
         }
         // Names of pods appear late.
-        sleep(LOOK_UP_INTERVAL).await;
+        sleep(LOCATE_INTERVAL).await;
     }
 }
 

@@ -1,8 +1,8 @@
 //! Which refused callers are named to the user of the coordinator's node. Pure: time is an argument.
 //!
 //! A node that is refused tries again, or is started again, and a port scanner does not end. The same caller is
-//! therefore named once in [`REPEAT_INTERVAL`], and at most [`MAX_CALLERS_NAMED`] callers within that time. The others are
-//! counted, and the next line has their number.
+//! therefore named once in [`REPEAT_INTERVAL`], and at most [`MAX_CALLERS_NAMED`] callers within that time. The others
+//! are counted, and the next line has their number.
 
 use std::time::{Duration, Instant};
 

@@ -10,8 +10,8 @@
 //! ```
 //! A grant lasts for milliseconds. The kernel checks the group where a read begins, not while it waits, so the worker
 //! keeps waiting for its line while xlaunch is the foreground group again. Ctrl-C and Ctrl-Z thus reach xlaunch, which
-//! passes them on to every rank once, and a launcher that is killed leaves the terminal to the shell that started it. A grant
-//! that ends before the read begins is repeated, for longer.
+//! passes them on to every rank once, and a launcher that is killed leaves the terminal to the shell that started it. A
+//! grant that ends before the read begins is repeated, for longer.
 //!
 //! Ctrl-C during a grant reaches the worker's group alone. A relay, a process in that group that does nothing else,
 //! tells xlaunch, which then signals the other ranks.

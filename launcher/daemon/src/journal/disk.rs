@@ -18,7 +18,8 @@ pub(super) trait Disk: Debug + Send {
     /// Writes all bytes, in one call unless the kernel writes less.
     fn write(&self, file: &mut File, bytes: &[u8]) -> io::Result<()>;
     fn truncate(&self, file: &File, len: u64) -> io::Result<()>;
-    /// Allocates space for this many bytes after the first `len`, if there is that much. The file stays as long as it is.
+    /// Allocates space for this many bytes after the first `len`, if there is that much. The file stays as long as it
+    /// is.
     fn reserve(&self, file: &File, len: u64, bytes: u64);
     /// fdatasync(2): returns when content and length are on disk.
     fn sync(&self, file: &File) -> io::Result<()>;

@@ -1,9 +1,9 @@
 //! The format of the journal: a header line, then one line per record, each `<CRC-32 of the JSON, 8 hex digits>
 //! <JSON>\n`. Pure.
 //!
-//! A line is valid if it ends in a newline and its checksum matches. An incomplete last line is a torn write: the daemon
-//! or the node stopped during an append. Other invalid lines are damage by the disk or an editor, the last one too: it
-//! may have been acknowledged.
+//! A line is valid if it ends in a newline and its checksum matches. An incomplete last line is a torn write: the
+//! daemon or the node stopped during an append. Other invalid lines are damage by the disk or an editor, the last one
+//! too: it may have been acknowledged.
 
 use std::io;
 use std::ops::Range;

@@ -523,7 +523,9 @@ proptest! {
                     pieces.iter().filter_map(|piece| serde_json::from_slice(piece.get(9..)?).ok()).collect();
                 prop_assert!(is_subsequence(&replay.records, &written));
                 let again = open(dir.path()).unwrap().1;
-                prop_assert_eq!(again, Replay { records: replay.records, notes: Vec::new(), integrity: Integrity::Intact });
+                let intact =
+                    Replay { records: replay.records, notes: Vec::new(), integrity: Integrity::Intact };
+                prop_assert_eq!(again, intact);
             }
             // A second header is not a known record.
             Err(error) => {

@@ -1,9 +1,9 @@
 //! Authorization of callers, and quotas on what a user can hold in the daemon at a time.
 //!
-//! The kernel gives the user id of a connection. Whose it is now, and whether that user is an administrator, is looked up
-//! in the system's user database, which may be a network service that is slow or down. Lookups run on a few blocking
-//! threads and are cached for a few seconds. While the database does not answer, only root and the daemon's own user are
-//! administrators, users keep the names that they had, and a user whose name was never known is refused.
+//! The kernel gives the user id of a connection. Whose it is now, and whether that user is an administrator, is looked
+//! up in the system's user database, which may be a network service that is slow or down. Lookups run on a few blocking
+//! threads and are cached for a few seconds. While the database does not answer, only root and the daemon's own user
+//! are administrators, users keep the names that they had, and a user whose name was never known is refused.
 
 use std::borrow::Cow;
 use std::collections::HashMap;

@@ -120,7 +120,8 @@ impl Tokenizer {
         }
     }
 
-    /// Reads a `tokenizer.json`, and the special tokens that files beside it name. The tokenizer has the name of the file.
+    /// Reads a `tokenizer.json`, and the special tokens that files beside it name. The tokenizer has the name of the
+    /// file.
     pub fn from_file(path: &Path) -> Result<Self, TokenizerError> {
         let read =
             |error: std::io::Error| TokenizerError::Read { path: path.into(), reason: error.to_string() };

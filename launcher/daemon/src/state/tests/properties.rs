@@ -37,7 +37,8 @@ fn any_record() -> impl Strategy<Value = Record> {
         1 => (job.clone(), 0..9_u64).prop_map(|(job, at)| {
             Record::Requeued { job, reason: "z".into(), lost: true, at }
         }),
-        1 => (job.clone(), any::<bool>()).prop_map(|(job, admin)| Record::Held { job, uid: 1, user: String::new(), admin, at: 0 }),
+        1 => (job.clone(), any::<bool>())
+            .prop_map(|(job, admin)| Record::Held { job, uid: 1, user: String::new(), admin, at: 0 }),
         1 => job.clone().prop_map(|job| Record::Released { job, uid: 1, at: 0 }),
         1 => (job.clone(), -1..2).prop_map(|(job, priority)| Record::Reprioritised { job, priority, uid: 1, at: 0 }),
         1 => job.clone().prop_map(|job| Record::Warned { job, at: 0 }),

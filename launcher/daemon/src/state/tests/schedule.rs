@@ -111,7 +111,6 @@ fn job_that_cannot_fit_keeps_no_other_from_what_is_free() {
     // GPUs that are in use are in service: such a job is waited for.
     let jobs =
         of([submitted(1, 1, 2, 0), starting(1, &["a", "b"]), submitted(2, 1, 4, 0), submitted(3, 2, 1, 0)]);
-    let mut resources = resources;
     resources.gpus[3].unusable = None;
     assert!(schedule(&jobs, &resources, 10).starts.is_empty());
 }
