@@ -68,7 +68,7 @@ fn open_file_limit_is_named_without_a_panic() {
     for limit in [4, 6, 8, 10, 11, 12, 13, 14, 16, 18, 20] {
         let limit = format!("--nofile={limit}");
         let run = launch.run(&[&limit, xlaunch_path().to_str().unwrap(), "--", "true"]);
-        assert_refused(&run, "ulimit -n");
+        assert_refused(&run, "ulimit -Hn");
     }
 }
 

@@ -184,7 +184,7 @@ fn spare_answers_for_the_job_and_is_ready() {
     let first = agent(0);
     first.wait_for_stderr("plain TCP");
     let waiting = wait_for("an answer", || Some(status(0)).filter(|it| it["state"] == "starting"));
-    assert_eq!(states(&waiting), [(None, "spare".into())]);
+    assert_eq!(states(&waiting), [(None, "waiting".into())]);
     assert!(!ready(0), "it waits for the others");
 
     let second = agent(1);

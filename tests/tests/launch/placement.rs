@@ -124,16 +124,19 @@ fn env_reports_problems_and_succeeds() {
 /// The script of `deploy/slurm`, with programs in place of Slurm's that record how they are called.
 fn batch_script_queues_again_after_retryable_exit_codes_only() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/slurm/train.sbatch");
-    for (code, running, restarts, requeued) in [
-        (75, "7", "", true),
-        (143, "7", "3", true),
-        (0, "7", "", false),
-        (1, "7", "", false),
-        (2, "7", "", false),
-        (65, "7", "", false),
+    for (code, running, restarts, preempted, requeued) in [
+        (75, "7", "", "None", true),
+        (137, "7", "", "None", true),
+        (143, "7", "3", "2026-11-25T10:00:00", true),
+        // Stopped by a user.
+        (143, "7", "", "None", false),
+        (0, "7", "", "None", false),
+        (1, "7", "", "None", false),
+        (2, "7", "", "None", false),
+        (65, "7", "", "None", false),
         // Cancelled; and without end.
-        (143, "", "", false),
-        (75, "7", "100", false),
+        (143, "", "", "2026-11-25T10:00:00", false),
+        (75, "7", "100", "None", false),
     ] {
         let launch = Launch::new();
         let path = format!("{}:/usr/bin:/bin", launch.path().display());
@@ -143,7 +146,7 @@ fn batch_script_queues_again_after_retryable_exit_codes_only() {
         };
         stub("srun", &format!("echo srun \"$@\"; exit {code}"));
         stub("squeue", &format!("[ -z \"{running}\" ] || echo {running}"));
-        stub("scontrol", "echo scontrol \"$@\"");
+        stub("scontrol", &format!("echo scontrol \"$@\"; echo PreemptTime={preempted}"));
         let mut bash = Command::new("bash");
         bash.arg(&script).arg("train.toml").env("PATH", path).env("SLURM_JOB_ID", "7");
         let run = Process::spawn(bash.env("SLURM_RESTART_COUNT", restarts)).wait();

@@ -200,11 +200,13 @@ def become_worker(request, descriptors, agent):
 
 
 def reopen_stdin():
-    """Replaces `sys.stdin`, which was opened on the preloading process's own input."""
+    """Replaces `sys.stdin`, which was opened on the preloading process's own input, as `python -u` opens it."""
     old = sys.stdin
     if old is not None:
-        raw = io.open(0, "rb", closefd=False)
-        sys.stdin = sys.__stdin__ = io.TextIOWrapper(raw, encoding=old.encoding, errors=old.errors)
+        buffer = io.open(0, "rb", closefd=False)
+        buffer.raw.name = "<stdin>"
+        text = io.TextIOWrapper(buffer, encoding=old.encoding, errors=old.errors, write_through=True)
+        sys.stdin = sys.__stdin__ = text
         sys.stdin.mode = "r"
 
 
