@@ -49,7 +49,7 @@ fn on_terminal(launch: &Launch, steps: &[serde_json::Value], program: &[&str]) -
         };
     }
     // No colours, and a shell that does not edit lines.
-    command.env("TERM", "dumb").env("PS1", "$ ").env_remove("PROMPT_COMMAND");
+    command.env("TERM", "dumb").env_remove("PROMPT_COMMAND");
     command.current_dir(launch.path()).arg(driver).arg(json!(steps).to_string()).args(program);
     Process::spawn(&mut command).wait()
 }
@@ -66,7 +66,10 @@ fn in_shell(launch: &Launch, steps: &[serde_json::Value]) -> String {
     let begin = [expect("$ "), send(&format!("X={}\n", xlaunch_path().display())), expect("$ ")];
     let end = [send("\nexit 0\n")];
     let steps = [&begin, steps, &end].concat();
-    let run = on_terminal(launch, &steps, &["bash", "--norc", "--noprofile", "--noediting", "-i"]);
+    // bash does not take the prompt of root from the environment.
+    launch.write("bashrc", "PS1='$ '\n");
+    let run =
+        on_terminal(launch, &steps, &["bash", "--noprofile", "--rcfile", "bashrc", "--noediting", "-i"]);
     assert_eq!(run.code, 0, "{}{}", run.stdout, run.stderr);
     run.stdout
 }

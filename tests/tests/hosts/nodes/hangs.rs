@@ -42,9 +42,9 @@ fn rank_that_hangs_is_found_among_those_of_all_nodes() {
     assert!(!outputs[0].stderr.contains("evidence"), "{}", outputs[0].stderr);
     let mut evidence = Vec::new();
     for run in std::fs::read_dir(group.file("logs")).unwrap().flatten() {
-        for rank in ["0", "1"] {
-            evidence
-                .extend(std::fs::read_to_string(run.path().join("attempt_0").join(rank).join("hang.txt")));
+        for place in ["node_0/attempt_0/0", "node_0/attempt_0/1", "node_1/attempt_0/0", "node_1/attempt_0/1"]
+        {
+            evidence.extend(std::fs::read_to_string(run.path().join(place).join("hang.txt")));
         }
     }
     let of = |words: &str| evidence.iter().filter(|text| text.contains(words)).count();
