@@ -159,7 +159,9 @@ fn job_is_queued_again_after_the_kill_of_a_launch_and_at_its_time_limit_but_not_
     let wait_for_steps = |since: usize| wait_for("training", || (steps() > since).then_some(()));
     wait_for_steps(0);
     // srun exits with 137, that launch's code.
-    let is_launch = |process: &&xlaunch_tests::ProcessInfo| process.command.starts_with("xlaunch train.toml");
+    let is_launch = |process: &&xlaunch_tests::ProcessInfo| {
+        process.command.contains("xlaunch train.toml") && !process.command.contains("srun ")
+    };
     let killed = slurm.hosts()[1].processes().iter().find(is_launch).unwrap().pid;
     xlaunch_tests::send_signal(killed, Signal::KILL);
     slurm.wait_for_state(&job, "PENDING");
