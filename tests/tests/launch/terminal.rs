@@ -173,8 +173,9 @@ fn background_job_is_suspended_when_its_script_reads() {
     let steps = [
         send("$X --nproc-per-node 2 ask.py &\n"),
         expect("suspended, continue with `fg`"),
-        send("jobs\n"),
-        expect("Stopped"),
+        // The line is printed before xlaunch stops.
+        send("until jobs | grep Stopped; do sleep 0.1; done\n"),
+        expect("Stopped  "),
         send("fg\n"),
         expect("ask.py"),
         send("bob\n"),
