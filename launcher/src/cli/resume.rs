@@ -1,5 +1,5 @@
-//! `--resume` in another directory than the job's: its runs are below the working directory, unless `job.output` is
-//! absolute, so a job that is started elsewhere would not find them and begin again.
+//! `--resume` in another directory than the job's: its runs are below the working directory by default, so a job that
+//! is started elsewhere would not find them, and begin again.
 
 use std::path::{Path, PathBuf};
 
@@ -18,7 +18,9 @@ pub(super) fn check(
         return Ok(());
     }
     let here = run_dir::job_dir(spec);
-    let Some(beside) = config.parent().map(|dir| dir.join(&here)) else { return Ok(()) };
+    let below = std::env::current_dir().ok().and_then(|dir| Some(here.strip_prefix(dir).ok()?.to_path_buf()));
+    let beside = config.parent().zip(below).map(|(dir, below)| dir.join(below));
+    let Some(beside) = beside else { return Ok(()) };
     let absolute = |path: &Path| fs_err::canonicalize(path).ok();
     if absolute(&beside).is_none()
         || absolute(&beside) == absolute(&here)

@@ -384,7 +384,7 @@ fn metrics_of_a_disk_that_is_full_for_a_while_have_every_step_once() {
     let script = r#"
         mount -t tmpfs -o size=1m none runs
         metrics=runs/train/latest/metrics.jsonl
-        "$@" 2> stderr & pid=$!
+        "$@" > stdout 2> stderr & pid=$!
         until grep -qs . $metrics; do sleep 0.02; done
         cat /dev/zero > runs/filler 2> /dev/null
         until grep -q 'cannot be written' stderr || ! kill -0 $pid; do sleep 0.02; done
