@@ -45,6 +45,8 @@ pub(super) fn check(
 
 /// The newest checkpoint of any run of a job.
 fn newest_run(job_dir: &Path, newest: fn(&Path) -> Option<PathBuf>) -> Option<PathBuf> {
-    let runs = fs_err::read_dir(job_dir).ok()?.flatten();
+    let entries = fs_err::read_dir(job_dir).ok()?.flatten();
+    // Not the link `latest`.
+    let runs = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
     runs.filter_map(|run| newest(&run.path().join("checkpoints"))).max()
 }
