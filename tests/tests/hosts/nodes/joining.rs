@@ -120,9 +120,8 @@ fn node_that_cannot_connect_says_why_within_seconds() {
 fn first_node_whose_endpoint_is_another_hosts_is_told() {
     let group = Group::new(2, "--nnodes 2 --rdzv-endpoint h1");
     let first = group.start(0);
-    first.wait_for_stderr(
-        "this node runs the coordinator, but `h1` (10.77.0.11) is not an address of this host",
-    );
+    first.wait_for_stderr("is not an address of this host");
+    assert!(first.stderr().contains("this node runs the coordinator, but `h1` ("), "{}", first.stderr());
 }
 
 fn dynamic_nodes_find_a_coordinator_although_names_are_wrong_or_missing_at_first() {
