@@ -209,10 +209,12 @@ pub(crate) fn offers_stdin() -> bool {
 }
 
 fn answer(in_foreground: bool, is_orphaned: impl FnOnce() -> bool) -> Answer {
-    match in_foreground {
-        true => Answer::Grant,
-        false if is_orphaned() => Answer::HangUp,
-        false => Answer::Suspend,
+    if in_foreground {
+        Answer::Grant
+    } else if is_orphaned() {
+        Answer::HangUp
+    } else {
+        Answer::Suspend
     }
 }
 

@@ -86,10 +86,8 @@ pub async fn locate(host: &str) -> io::Result<Location> {
     }
     let addresses = resolve(host).await?;
     let interfaces = interfaces()?;
-    match addresses.iter().any(|address| has(&interfaces, *address)) {
-        true => Ok(Location::Own),
-        false => Ok(Location::Other(addresses)),
-    }
+    let is_own = addresses.iter().any(|address| has(&interfaces, *address));
+    Ok(if is_own { Location::Own } else { Location::Other(addresses) })
 }
 
 /// The addresses of this host that others can reach, for a message.

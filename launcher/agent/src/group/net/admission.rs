@@ -90,9 +90,10 @@ impl<S, H> Admission<S, H> {
     /// The caller whose handshake is to be started now, if there is one. [`started`](Self::started) follows.
     pub(super) fn start(&mut self, now: Instant) -> Option<Start<S, H>> {
         let number = self.first_to_serve(now)?;
-        let displaced = match self.handshakes.len() < MAX_PENDING {
-            true => None,
-            false => Some(self.displaceable(self.waiting.get(&number)?.source, now)?),
+        let displaced = if self.handshakes.len() < MAX_PENDING {
+            None
+        } else {
+            Some(self.displaceable(self.waiting.get(&number)?.source, now)?)
         };
         let Waiting { source, connection, .. } = self.waiting.remove(&number)?;
         let displaced = displaced.and_then(|number| self.handshakes.remove(&number));

@@ -154,10 +154,8 @@ impl Search {
 
     /// The lookup has ended. Ports of the addresses do not matter.
     pub(super) fn resolved(&mut self, found: io::Result<Vec<SocketAddr>>, now: Instant) {
-        let found = found.and_then(|all| match all.is_empty() {
-            true => Err(io::ErrorKind::NotFound.into()),
-            false => Ok(all),
-        });
+        let found =
+            found.and_then(|all| if all.is_empty() { Err(io::ErrorKind::NotFound.into()) } else { Ok(all) });
         match found {
             Ok(addresses) => {
                 (self.lookup, self.lookup_error) = (Lookup::Due(now + RESOLVE_INTERVAL), None);
