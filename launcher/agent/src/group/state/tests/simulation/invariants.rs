@@ -107,7 +107,7 @@ impl World {
         self.directory(host) == self.directory(keeper as usize)
     }
 
-    /// Rank 0 has announced a checkpoint.
+    /// Rank 0 has announced a checkpoint to its agent.
     pub(super) fn save(&mut self, host: usize) {
         let nodes = self.agent(host).nodes();
         self.saved = Some((self.saved.map_or(1, |(number, _)| number + 1), nodes));

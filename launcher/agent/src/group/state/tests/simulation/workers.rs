@@ -72,13 +72,14 @@ impl World {
         }
         self.note(|| format!("worker {worker} exits: {exit:?}"));
         let Worker { host, incarnation, local_rank, rank, attempt } = self.workers[worker];
-        if self.plan.kind == Kind::Trainer && rank == 0 && exit == Exit::Code(143) {
+        let is_heard = self.is_current(host, incarnation, None);
+        if is_heard && self.plan.kind == Kind::Trainer && rank == 0 && exit == Exit::Code(143) {
             self.save(host);
         }
         if exit != Exit::Code(0) && self.broken.insert(attempt) {
             self.notice_loss(attempt);
         }
-        if self.is_current(host, incarnation, None) {
+        if is_heard {
             self.job_event(host, Event::Exited { rank: local_rank, exit });
         }
     }
