@@ -1,4 +1,4 @@
-//! A node takes one of the roles in a group, and the other one while the question is open.
+//! Takes on a node's role in its group, and switches to the other role as long as the election is open.
 
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 use std::time::Duration;
@@ -19,14 +19,14 @@ use super::roles::{self, Role, Sight};
 use super::work::Work;
 use crate::Refusal;
 
-/// Between lookups that may give this node another role.
+/// Interval between the lookups of the endpoint that may give this node another role.
 const ELECTION_INTERVAL: Duration = Duration::from_secs(1);
-/// For a coordinator to answer a node that runs another one.
+/// Time for a remote coordinator to answer, before a node that runs one itself gives its own up.
 const OTHER_COORDINATOR_TIMEOUT: Duration = Duration::from_secs(10);
-/// A port is needed to look up a route, whatever its number.
+/// Looking up a route needs a port; any number will do.
 const DISCARD_PORT: u16 = 9;
 
-/// What a node needs to take either role.
+/// Everything a node needs to take either role.
 #[derive(Clone, Debug)]
 pub(super) struct Candidacy {
     pub(super) spec: GroupSpec,
@@ -35,7 +35,7 @@ pub(super) struct Candidacy {
 }
 
 impl Candidacy {
-    /// Runs the coordinator in this process; `None` if another agent of this host does.
+    /// Runs the coordinator in this process; `None` if another agent of this host already does.
     pub(super) async fn coordinate(&self) -> Result<Option<Joining>, Refusal> {
         let Some(listener) = listen(&self.spec, &self.security).await? else { return Ok(None) };
         let (greeting, address, presence) = self.greeting(Ipv4Addr::LOCALHOST.into()).await?;
@@ -50,7 +50,7 @@ impl Candidacy {
     pub(super) async fn attend(&self, sight: &Sight) -> Result<Joining, Refusal> {
         let route = match sight {
             Sight::Other { route, .. } => *route,
-            // The address is given, or chosen among those of this host.
+            // Not used: the address is given, or chosen among those of this host.
             Sight::Own | Sight::Unknown(_) => Ipv4Addr::LOCALHOST.into(),
         };
         let (greeting, address, presence) = self.greeting(route).await?;
@@ -65,7 +65,7 @@ impl Candidacy {
         Joining { link, address: address.to_string(), coordinator, tasks: Some(tasks), election }
     }
 
-    /// The greeting with this node's address, and the task by which others see that this process lives.
+    /// Returns the greeting with this node's address, and the task by which others see that this process lives.
     async fn greeting(&self, route: IpAddr) -> Result<(Greeting, IpAddr, JoinHandle<()>), Refusal> {
         let spec = &self.spec;
         let wish = Wish { local_addr: spec.local_addr.as_deref(), interface: spec.interface.as_deref() };
@@ -88,7 +88,7 @@ impl Candidacy {
     }
 }
 
-/// The question which node runs the coordinator, as long as it is open.
+/// An open election: which node runs the coordinator is not settled yet.
 #[derive(Debug)]
 pub(crate) struct Election {
     candidacy: Candidacy,
@@ -96,7 +96,8 @@ pub(crate) struct Election {
 }
 
 impl Election {
-    /// Waits until this node has the other role, and takes it: this agent then introduces itself anew.
+    /// Waits in the background until this node gets the other role, and takes it. The agent then introduces itself
+    /// anew.
     pub(crate) fn watch(self) -> OtherRole {
         OtherRole(tokio::spawn(async move {
             loop {
@@ -104,13 +105,13 @@ impl Election {
                 let sight = look(&self.candidacy.spec).await;
                 let taken = match (self.role, roles::role(&self.candidacy.spec, &sight)) {
                     (Role::Member, Some(Role::Coordinator)) => self.candidacy.coordinate().await,
-                    // A name that is wrong for a moment does not end the coordinator.
+                    // A name that resolves wrongly for a moment must not end the coordinator.
                     (Role::Coordinator, Some(Role::Member)) if self.is_answered().await => {
                         self.candidacy.attend(&sight).await.map(Some)
                     }
                     _ => Ok(None),
                 };
-                // Otherwise it stays as it is.
+                // If the switch fails, the node keeps its role.
                 if let Ok(Some(joining)) = taken {
                     return joining;
                 }
@@ -128,7 +129,7 @@ impl Election {
     }
 }
 
-/// Another role for this node, some time.
+/// A pending change of this node's role.
 #[derive(Debug)]
 pub(crate) struct OtherRole(JoinHandle<Joining>);
 
@@ -139,18 +140,18 @@ impl Drop for OtherRole {
 }
 
 impl OtherRole {
-    /// Waits until this node has the other role.
+    /// Waits until this node has taken the other role.
     pub(crate) async fn taken(&mut self) -> Joining {
         match (&mut self.0).await {
             Ok(joining) => joining,
-            // It panicked.
+            // The task panicked: the role does not change any more.
             Err(_) => std::future::pending().await,
         }
     }
 }
 
-/// Listens for other agents. Of several agents on the endpoint's host one has the coordinator, unless it is fixed
-/// which.
+/// Listens for other agents. Returns `None` if the election is open and another agent of the endpoint's host has the
+/// coordinator already.
 async fn listen(spec: &GroupSpec, security: &Security) -> Result<Option<Listener>, Refusal> {
     match Listener::bind_host(&spec.endpoint, security.clone()).await {
         Ok(listener) => Ok(Some(listener)),
@@ -163,7 +164,7 @@ async fn listen(spec: &GroupSpec, security: &Security) -> Result<Option<Listener
     }
 }
 
-/// What this host's resolver says about the endpoint.
+/// Asks this host's resolver about the endpoint.
 pub(super) async fn look(spec: &GroupSpec) -> Sight {
     match net::locate(&spec.endpoint.host).await {
         Ok(Location::Own) => Sight::Own,
@@ -175,11 +176,11 @@ pub(super) async fn look(spec: &GroupSpec) -> Sight {
     }
 }
 
-/// The address that a connection of this host to another would have.
+/// Returns this host's address on a connection to one of `addresses`.
 fn route(addresses: &[IpAddr]) -> Option<IpAddr> {
     addresses.iter().find_map(|to| {
         let any: IpAddr = if to.is_ipv4() { [0; 4].into() } else { [0_u16; 8].into() };
-        // Sends nothing: the kernel only looks up the route.
+        // `connect` on a UDP socket sends nothing: the kernel only looks up the route.
         let socket = UdpSocket::bind((any, 0)).ok()?;
         socket.connect((*to, DISCARD_PORT)).ok()?;
         socket.local_addr().ok().map(|own| own.ip())

@@ -1,4 +1,4 @@
-//! The task that owns a group's state: connections of agents in, decisions out.
+//! The task that owns a group's state: events from the agents' connections come in, decisions go out.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,49 +17,51 @@ use super::refusals::RefusalLog;
 use super::state::{Coordinator, Input, MemberId, Output};
 use crate::clock;
 
-/// For agents to learn how the job has ended, after a cut that loses no node, too.
+/// How long the coordinator waits at the end of the job for members to learn its outcome. Covers a network outage that
+/// is too short to lose a node.
 const MEMBER_DRAIN_TIMEOUT: Duration = Duration::from_secs(15);
-/// The same for one that is no longer a member: its last message is on its way, or the node is lost.
+/// Same for an agent that is no longer a member: its last message is already on its way, or the node is lost.
 const FORGOTTEN_DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What happens on connections of agents.
+/// An event on an agent's connection.
 #[derive(Debug)]
 pub enum Event {
-    /// An agent has greeted.
+    /// An agent has sent its greeting.
     Opened {
-        /// Its first message.
+        /// The first message on the connection.
         greeting: Greeting,
-        /// The last message that it has received.
+        /// Number of the last message that the agent has received.
         acknowledged: u64,
-        /// Takes what is for the agent.
+        /// Channel for messages to the agent.
         replies: mpsc::UnboundedSender<CoordinatorMessage>,
-        /// Gets the number of the connection.
+        /// Receives the connection's id.
         opened: oneshot::Sender<Connection>,
     },
     /// A message has arrived.
     Received(Connection, AgentMessage),
-    /// The connection is closed. It may become known only later that it was the agent who has closed it.
+    /// The connection is closed. May be sent twice: first as [`HowClosed::ByNetwork`], then as [`HowClosed::ByAgent`]
+    /// once it is known that the agent's process is gone.
     Closed(Connection, HowClosed),
 }
 
 /// How a connection has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HowClosed {
-    /// The agent has closed it, or its process is gone: none of its workers lives.
+    /// The agent closed it, or its process is gone. Either way, none of its workers is alive.
     ByAgent,
-    /// The network has ended it, as far as is known here. The agent may not have noticed, so only silence for the time
-    /// of the lease tells that its workers are gone.
+    /// As far as is known here, the network ended it. The agent may not have noticed, so its workers count as gone only
+    /// after silence for the time of the lease.
     ByNetwork,
 }
 
-/// A connection of an agent.
+/// Identifies one connection of an agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Connection {
     id: MemberId,
     number: u64,
 }
 
-/// A running coordinator. It ends when the job is over, and with this.
+/// A running coordinator. It ends when the job is over, or when this handle is dropped.
 #[derive(Debug)]
 pub struct Handle {
     events: mpsc::UnboundedSender<Event>,
@@ -69,8 +71,8 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Starts a coordinator. If an agent hosts it, that has to open the first connection. `notices` gets lines for the
-    /// user about nodes that are refused.
+    /// Starts a coordinator. If an agent hosts it (`hosted`), that agent has to open the first connection. `notices`
+    /// receives lines for the user about nodes that are refused.
     pub fn start(state: Coordinator, hosted: bool, notices: mpsc::UnboundedSender<String>) -> Self {
         let (events, inbox) = mpsc::unbounded_channel();
         let task = Task { notices: Some(notices.clone()), ..Task::new(state, hosted) };
@@ -78,7 +80,7 @@ impl Handle {
         Self { events, notices, has_members, task: tokio::spawn(run(task, inbox)) }
     }
 
-    /// Gets lines for the user.
+    /// Returns the channel for lines to the user.
     pub(super) fn notices(&self) -> mpsc::UnboundedSender<String> {
         self.notices.clone()
     }
@@ -88,12 +90,12 @@ impl Handle {
         self.has_members.load(Ordering::Relaxed)
     }
 
-    /// Where connections send what happens on them.
+    /// Returns the channel to which connections report their events.
     pub(super) fn events(&self) -> mpsc::UnboundedSender<Event> {
         self.events.clone()
     }
 
-    /// Waits until the job has ended and its agents know that. Returns its exit code.
+    /// Waits until the job has ended and its agents know it. Returns the job's exit code.
     pub async fn ended(mut self) -> Option<u32> {
         (&mut self.task).await.ok()
     }
@@ -115,9 +117,9 @@ impl Drop for Handle {
 pub(super) struct Task {
     state: Coordinator,
     agents: BTreeMap<MemberId, Agent>,
-    /// Of agents, and of connections.
+    /// Next number. Members and connections share the sequence.
     next: u64,
-    /// When the job has ended.
+    /// Time at which the job ended.
     over: Option<Instant>,
     notices: Option<mpsc::UnboundedSender<String>>,
     refusals: RefusalLog,
@@ -129,16 +131,16 @@ pub(super) struct Task {
 struct Agent {
     instance: Vec<u8>,
     host: String,
-    /// It has had no membership before that it could have lost.
+    /// The agent was not a member before. Only then is its refusal news to the user.
     is_new: bool,
     connection: u64,
     replies: Option<mpsc::UnboundedSender<CoordinatorMessage>>,
     outbox: Outbox<ToAgent>,
-    /// The highest number of its connections that has arrived.
+    /// Highest connection number among the greetings received; the agent counts its connections.
     greeted: u64,
-    /// It is not, or no longer, a member.
+    /// The agent is not, or no longer, a member.
     forgotten: bool,
-    /// It has closed its connection.
+    /// The agent closed its connection, or its process is gone.
     gone: bool,
 }
 
@@ -164,7 +166,7 @@ impl Task {
         Self { state, agents: BTreeMap::new(), next, over: None, notices: None, refusals, has_members }
     }
 
-    /// Whether all agents know how the job has ended, or had time to learn it.
+    /// Whether all agents know how the job has ended, or have had enough time to learn it.
     pub(super) fn is_finished(&mut self, now: Instant) -> bool {
         if !self.state.is_over() {
             return false;
@@ -187,7 +189,7 @@ impl Task {
         match event {
             Event::Opened { greeting, acknowledged, replies, opened } => {
                 let connection = self.open(greeting, acknowledged, replies, now);
-                // The connection may have closed meanwhile, which it reports.
+                // The receiver is gone if the connection has closed meanwhile. That is reported as an event of its own.
                 let _ = opened.send(connection);
             }
             Event::Received(connection, message) => self.received(connection, message, now),
@@ -208,7 +210,7 @@ impl Task {
             let id = *id;
             self.next += 1;
             if greeting.connection <= agent.greeted {
-                // The agent has given this one up.
+                // The agent has already given up this connection for a newer one.
                 return Connection { id, number };
             }
             agent.greeted = greeting.connection;
@@ -262,7 +264,7 @@ impl Task {
         }
     }
 
-    /// The agent, if this is its newest connection.
+    /// Returns the agent if this is its newest connection.
     fn agent(&mut self, connection: Connection) -> Option<&mut Agent> {
         self.agents.get_mut(&connection.id).filter(|agent| agent.connection == connection.number)
     }
@@ -292,7 +294,7 @@ impl Task {
 }
 
 impl Task {
-    /// An agent was admitted, or refused: which the user of this node has to know.
+    /// Records that an agent was admitted, or tells the user of this node that it was refused.
     fn welcomed(&mut self, id: MemberId, refusal: &str, now: Instant) {
         if refusal.is_empty() {
             self.has_members.fetch_or(id != Coordinator::HOST, Ordering::Relaxed);
@@ -302,7 +304,7 @@ impl Task {
             return;
         };
         let line = self.refusals.refused(&format!("a launch on {}", agent.host), refusal, now);
-        // The user's process may have ended.
+        // The receiver is gone if the user's process has ended.
         line.into_iter().zip(&self.notices).for_each(|(line, notices)| _ = notices.send(line));
     }
 }
@@ -313,8 +315,8 @@ impl Agent {
         self.transmit(sequence, Some(body));
     }
 
-    /// The first messages on another connection of the same agent. The one without a body says that it is still known;
-    /// a heartbeat would be taken for the answer to one of its own.
+    /// Sends the first messages on a further connection of the same agent. The one without a body says that the agent
+    /// is still known. A heartbeat would not do: the agent would take it for the reply to one of its own.
     fn greet_again(&self) {
         self.transmit(0, None);
         for (sequence, body) in self.outbox.waiting() {
@@ -330,7 +332,7 @@ impl Agent {
         }
     }
 
-    /// Whether it knows all there is to know, or is gone.
+    /// Whether the agent has acknowledged every message, or is gone.
     fn knows_all(&self) -> bool {
         self.gone || self.outbox.is_empty()
     }

@@ -7,13 +7,14 @@ use super::net::address;
 /// A network interface of this node.
 #[derive(Clone, Debug)]
 pub struct Interface {
-    /// Such as `eth0`.
+    /// Interface name, such as `eth0`.
     pub name: String,
     /// The user has named it with `--interface`.
     pub is_chosen_by_user: bool,
 }
 
-/// The interface that the workers of a command shall use: that of `--interface`, or else of the node's address.
+/// Returns the interface for a command's workers: the one given with `--interface`, or else the one that has the node's
+/// address.
 pub fn of_node(group: &GroupSpec, address: &str) -> Option<Interface> {
     if let Some(name) = group.interface.clone() {
         return Some(Interface { name, is_chosen_by_user: true });

@@ -1,4 +1,4 @@
-//! From the start of an agent to its link to the coordinator. `candidacy` takes a role, once it is known.
+//! Takes an agent from its start to a link to the coordinator. Once the node's role is known, `candidacy` takes it on.
 
 use std::hash::{BuildHasher, RandomState};
 use std::path::{Path, PathBuf};
@@ -27,31 +27,31 @@ use super::work::Work;
 use crate::clock;
 use crate::{Refusal, devices, run_dir};
 
-/// Between lookups of a name that does not exist yet.
+/// Interval between lookups of a host name that does not resolve yet.
 const LOCATE_INTERVAL: Duration = Duration::from_millis(500);
-/// Address of the only node of a job.
+/// Address of the node in a single-node job.
 const LOOPBACK: &str = "127.0.0.1";
 
-/// Several nodes.
+/// Settings of a job on several nodes.
 #[derive(Clone, Debug)]
 pub struct Nodes {
-    /// How they find each other.
+    /// How the nodes find each other.
     pub spec: GroupSpec,
-    /// Where the token is, unless it is in the environment.
+    /// File with the token, unless the token is in the environment.
     pub token_file: Option<PathBuf>,
 }
 
-/// An agent that has introduced itself to the coordinator, and waits for its place in an attempt.
+/// An agent that has introduced itself to the coordinator and waits for its place in an attempt.
 #[derive(Debug)]
 pub struct Joining {
     pub(crate) link: Link,
-    /// At which other nodes reach this one.
+    /// Address at which other nodes reach this one.
     pub(crate) address: String,
-    /// If it runs in this process.
+    /// The coordinator, if it runs in this process.
     pub(crate) coordinator: Option<Handle>,
-    /// Only with several nodes.
+    /// Background tasks; `None` in a single-node job.
     pub(crate) tasks: Option<Tasks>,
-    /// Only if this node may get another role before it has joined.
+    /// `Some` while this node may still get another role, which is only before it has joined.
     pub(crate) election: Option<Election>,
 }
 
@@ -65,11 +65,12 @@ impl Drop for Tasks {
     }
 }
 
-/// Introduces this agent to the coordinator of a job on several nodes, or to that of one node alone. `notify` shows the
-/// user a line.
+/// Introduces this agent to the coordinator: that of the job if it has several nodes, otherwise a local one. `notify`
+/// shows the user a line.
 ///
 /// # Errors
-/// Rendezvous: the endpoint, or the address of this node, is not usable. Usage: the token cannot be used.
+/// [`ExitCode::Rendezvous`] if the endpoint or the address of this node is not usable; [`ExitCode::Usage`] if the token
+/// cannot be used.
 pub async fn join(nodes: Option<&Nodes>, work: Work, notify: impl Fn(&str)) -> Result<Joining, Refusal> {
     let Some(nodes) = nodes else { return Ok(alone(work).await) };
     let spec = &nodes.spec;
@@ -118,12 +119,12 @@ async fn first_role(spec: &GroupSpec, notify: impl Fn(&str)) -> Result<(Role, Si
         if let Sight::Unknown(why) = sight {
             problem = why;
         }
-        // Names of pods appear late.
+        // In Kubernetes, the names of pods become resolvable late.
         sleep(LOCATE_INTERVAL).await;
     }
 }
 
-/// A coordinator of one job without an agent: the loss of any node that runs workers leaves it running.
+/// A coordinator of one job without an agent: it survives the loss of any node that runs workers.
 #[derive(Debug)]
 pub struct Standalone {
     handle: Handle,
@@ -131,10 +132,10 @@ pub struct Standalone {
 }
 
 impl Standalone {
-    /// Listens on the endpoint, which has to be an address of this host. `notices` gets lines for the user.
+    /// Listens on the endpoint, which has to be an address of this host. `notices` receives lines for the user.
     ///
     /// # Errors
-    /// Rendezvous: it is not, or the port is taken. Usage: the token cannot be used.
+    /// [`ExitCode::Rendezvous`] if it is not, or if the port is taken; [`ExitCode::Usage`] if the token cannot be used.
     pub async fn start(nodes: &Nodes, notices: mpsc::UnboundedSender<String>) -> Result<Self, Refusal> {
         let Nodes { spec, token_file } = nodes;
         let failed = |why: &str| refuse(format!("failed to listen on {}: {why}", spec.endpoint));
@@ -156,7 +157,7 @@ impl Standalone {
         Ok(Self { handle, _server: server })
     }
 
-    /// Waits until the job has ended and its agents know that. Returns its exit code.
+    /// Waits until the job has ended and its agents know it. Returns the job's exit code.
     pub async fn ended(self) -> Option<u32> {
         self.handle.ended().await
     }
@@ -193,19 +194,19 @@ pub(super) fn greeting(work: &Work) -> Greeting {
     }
 }
 
-/// A coordinator without members.
+/// Creates a coordinator without members.
 pub fn new_coordinator(run_id: String) -> Coordinator {
     let seed = RandomState::new().hash_one(std::process::id());
     Coordinator::new(run_id, seed, new_key, Instant::now())
 }
 
-/// Unique among runs that start in the same second, on whatever node. Sorts by time.
+/// Returns a run id that is unique even among runs that start in the same second on different nodes. Ids sort by time.
 pub fn random_run_id() -> String {
     let random = RandomState::new().hash_one(std::process::id());
     format!("{}-{:08x}", run_dir::timestamp(clock::unix().as_secs()), random & 0xffff_ffff)
 }
 
-/// A secret.
+/// Returns a new secret key for the ring.
 fn new_key() -> [u8; 32] {
     // Fails only before the system's entropy is initialised, long before users run programs.
     RingKey::random().map_or([0; 32], |key| key.0)
@@ -215,11 +216,11 @@ pub(super) fn refuse(message: String) -> Refusal {
     Refusal::new(ExitCode::Rendezvous, message)
 }
 
-/// With the keys of this job.
+/// Returns how connections of this job are secured.
 async fn security(spec: &GroupSpec, token_file: Option<&Path>) -> Result<Security, Refusal> {
     let security = keys(spec, token_file).await?;
     match &spec.run_id {
-        // Coordinators of other jobs may have some of the ports.
+        // Coordinators of other jobs may occupy some of the ports.
         Some(run_id) if spec.endpoint.ports.len() > 1 => Ok(security.for_job(run_id)),
         _ => Ok(security),
     }
@@ -241,13 +242,13 @@ async fn keys(spec: &GroupSpec, token_file: Option<&Path>) -> Result<Security, R
         .map_err(|error| Refusal::new(ExitCode::Internal, error.to_string()))
 }
 
-/// Serves the coordinator to agents that have proved that they belong to the job.
+/// Serves the coordinator to agents that have proved to belong to the job.
 pub fn serve(listener: Listener, handle: &Handle) -> JoinHandle<()> {
     let service = GroupServer::new(Service { events: handle.events() });
     let server = Server::builder().add_service(service);
     let notices = handle.notices();
     tokio::spawn(async move {
-        // Without it, agents lose the coordinator.
+        // If serving fails, agents lose the coordinator and say so.
         let _ = server.serve_with_incoming(listener.incoming(notices)).await;
     })
 }

@@ -4,8 +4,8 @@
 //! driver --Body--> link --AgentMessage--> coordinator
 //! driver <--FromGroup-- link <--CoordinatorMessage--
 //! ```
-//! The coordinator in the same process is reached over channels. A remote one is reached over a connection that the
-//! link opens again whenever it is lost. What is said on it, and what follows from silence, is decided in `link_state`.
+//! A coordinator in the same process is reached over channels. A remote one is reached over a connection, which the
+//! link reopens whenever it is lost. `link_state` decides what is sent on it and how to react to silence.
 
 use std::pin::pin;
 use std::time::{Duration, Instant};
@@ -29,7 +29,7 @@ use super::net::{Connection, Dialed, Dialer, Security, Urgency};
 use super::notices::Notices;
 use super::shared::PROCESS_BYTES;
 
-/// For the last message on a connection to arrive before it is closed.
+/// Time for the last message on a connection to arrive before the connection is closed.
 const LAST_MESSAGE_DELAY: Duration = Duration::from_millis(100);
 
 /// A link to a coordinator.
@@ -40,7 +40,7 @@ pub struct Link {
 }
 
 impl Link {
-    /// A link to a coordinator in this process. `notices` are lines for the user, about other nodes.
+    /// Opens a link to a coordinator in this process. `notices` has lines for the user about other nodes.
     pub async fn local(
         coordinator: &Handle,
         greeting: Greeting,
@@ -51,7 +51,7 @@ impl Link {
         let (to_driver, inbox) = mpsc::unbounded_channel();
         let (opened, connection) = oneshot::channel();
         let _ = events.send(Event::Opened { greeting, acknowledged: 0, replies, opened });
-        // Without an answer the coordinator is gone, and both loops end at once.
+        // Without an answer the coordinator is gone, and the driver's receiver ends at once.
         if let Ok(connection) = connection.await {
             tokio::spawn(async move {
                 let (mut sequence, mut acknowledged) = (0, 0);
@@ -85,7 +85,7 @@ impl Link {
         Self { messages, inbox }
     }
 
-    /// A link to the coordinator at an endpoint.
+    /// Opens a link to the coordinator at an endpoint.
     pub fn remote(
         endpoint: Endpoint,
         security: Security,
@@ -105,18 +105,18 @@ impl Link {
         Self { messages, inbox }
     }
 
-    /// Sends to the coordinator, now or when it can be reached again.
+    /// Sends a message to the coordinator, now or when it can be reached again.
     pub fn send(&self, body: FromAgent) {
-        // The link ends only after the end of the job.
+        // The receiver is gone only after the end of the job.
         let _ = self.messages.send(body);
     }
 
-    /// Sends on behalf of others.
+    /// Returns a sender for messages to the coordinator, for other tasks of this agent.
     pub fn sender(&self) -> mpsc::UnboundedSender<FromAgent> {
         self.messages.clone()
     }
 
-    /// What comes next; `None` if the coordinator is gone after the end of the job.
+    /// Returns the next event; `None` if the coordinator has gone after the end of the job.
     pub async fn next(&mut self) -> Option<FromGroup> {
         self.inbox.recv().await
     }
@@ -127,8 +127,8 @@ struct Remote {
     state: LinkState,
     own: mpsc::UnboundedReceiver<FromAgent>,
     to_driver: mpsc::UnboundedSender<FromGroup>,
-    /// Connections that were given up: if the coordinator knows no newer one, their closing would tell it that this
-    /// agent is gone.
+    /// Connections that were given up but are still open: closing one would tell the coordinator that this agent is
+    /// gone, unless it knows a newer one.
     given_up: Vec<Stream>,
 }
 
@@ -156,8 +156,8 @@ impl Remote {
         }
     }
 
-    /// Connects to the coordinator, for as long as it may come back. `None` if it does not, or if the agent is not
-    /// wanted any more.
+    /// Connects to the coordinator, trying for as long as it may come back. Returns `None` if it does not, or if the
+    /// driver is gone.
     async fn connect(&mut self) -> Option<Channel> {
         let mut notices = Notices::new(Instant::now());
         loop {
@@ -167,7 +167,7 @@ impl Remote {
                 self.lost(self.dialer.problem());
                 return None;
             }
-            // Once it was right, a configuration is not what is wrong.
+            // A configuration that has worked once is not the cause.
             if let Some(error) = self.dialer.take_final_error().filter(|_| !self.state.was_admitted()) {
                 self.pass_on(link_state::end(ExitCode::Rendezvous, error.to_string()));
                 return None;
@@ -194,7 +194,7 @@ impl Remote {
         step.to_driver.into_iter().for_each(|message| self.pass_on(message));
     }
 
-    /// The line for a user who waits.
+    /// Returns the line for a user who waits.
     fn waiting(&self, now: Instant) -> String {
         let seconds = self.state.gives_up_at().saturating_duration_since(now).as_secs();
         let lost = if self.state.was_admitted() { "the connection to the coordinator is lost: " } else { "" };
@@ -219,7 +219,8 @@ impl Remote {
         closed
     }
 
-    /// Waits for the reply to a greeting; `None` if the agent is not wanted any more.
+    /// Waits for the reply to a greeting. The outer `None` means that the driver is gone; the inner one that no reply
+    /// came.
     async fn opened(
         &mut self,
         opening: impl Future<Output = Result<Response<Streaming<CoordinatorMessage>>, tonic::Status>>,
@@ -248,7 +249,7 @@ impl Remote {
         }
         self.pass_on(FromGroup::Connected(true));
         loop {
-            // There is one as long as a connection is open.
+            // While a connection is open there is always a deadline.
             let deadline = self.state.deadline().unwrap_or_else(Instant::now);
             let step = tokio::select! {
                 reply = replies.next() => match reply {
@@ -271,7 +272,7 @@ impl Remote {
                 None => {}
                 Some(Closed::Lost) => return Closed::Lost,
                 Some(closed) => {
-                    // What was acknowledged last has to arrive.
+                    // The last acknowledgement has to reach the coordinator.
                     let _ = stream.outgoing.send(self.state.heartbeat());
                     sleep(LAST_MESSAGE_DELAY).await;
                     return closed;
@@ -280,7 +281,7 @@ impl Remote {
         }
     }
 
-    /// Becomes a new member, once no worker of the old one lives. Whether the agent is still wanted.
+    /// Joins as a new member once no worker of the old membership is alive. Returns false if the driver is gone.
     async fn renew(&mut self) -> bool {
         while self.state.is_attempting() {
             let cut = self.state.cut("the coordinator considered this node lost".into());
@@ -296,7 +297,7 @@ impl Remote {
         true
     }
 
-    /// The coordinator does not come back.
+    /// Reports that the coordinator is not coming back.
     fn lost(&self, problem: String) {
         self.pass_on(match self.state.was_admitted() {
             true => link_state::end(ExitCode::Retryable, format!("the coordinator was lost: {problem}")),
@@ -305,12 +306,12 @@ impl Remote {
     }
 
     fn pass_on(&self, message: FromGroup) {
-        // The driver ends after the job.
+        // The receiver is gone only after the end of the job.
         let _ = self.to_driver.send(message);
     }
 }
 
-/// An id for an agent's process.
+/// Returns a random id for an agent's process.
 pub fn new_instance() -> Vec<u8> {
     use std::hash::{BuildHasher, RandomState};
     let half = || RandomState::new().hash_one(std::process::id()).to_be_bytes();

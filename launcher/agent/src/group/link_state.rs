@@ -1,14 +1,15 @@
-//! An agent's side of the link to a remote coordinator: pure. `link` owns the connections, and does what this says.
+//! An agent's side of the link to a remote coordinator. Pure: `link` owns the connections and carries out the decisions
+//! made here.
 //!
 //! - **Lease.** The coordinator considers a node lost when it has not heard from it for the time of the lease. The link
-//!   counts from when it sent the last message that was answered, which is earlier, and ends the workers before the
-//!   lease is over ([`FromGroup::CutOff`]).
-//! - **Connections.** One that is silent is given up for another. The closing of a connection tells the coordinator
-//!   that this agent is gone, so `link` closes it only when the coordinator knows a newer one.
-//! - **Membership.** An agent that the coordinator does not know any more ends its workers and becomes a new member.
+//!   counts from the time at which it sent the last message that was answered, which is earlier, and has the workers
+//!   ended before the lease expires ([`FromGroup::CutOff`]).
+//! - **Connections.** A silent connection is given up for a new one. Closing a connection tells the coordinator that
+//!   this agent is gone, so `link` closes one only once the coordinator knows a newer one.
+//! - **Membership.** An agent that the coordinator no longer knows ends its workers and joins as a new member.
 //!
-//! Invariant: no attempt begins here, and no worker lives, after the time at which the coordinator may have given the
-//! ranks of this node to another one.
+//! Invariant: after the time at which the coordinator may have given this node's ranks to another node, no attempt
+//! begins here and no worker is alive.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -22,31 +23,32 @@ use xlaunch_proto::v1::{
 
 use super::outbox::Outbox;
 
-/// Between heartbeats, as long as the coordinator has not said otherwise.
+/// Interval between heartbeats until the coordinator sets another.
 const DEFAULT_INTERVAL: Duration = Duration::from_secs(1);
-/// A coordinator whose address refuses connections for this long is gone.
+/// A coordinator is gone when its address has refused connections for this long.
 const REFUSED_TIMEOUT: Duration = Duration::from_secs(1);
-/// For a network to come back before an agent without workers gives up, if the coordinator may wait for it.
+/// How long beyond the lease an agent waits for the network to come back, if the coordinator may still be waiting for
+/// it.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(60);
-/// For the reply to a greeting on an open connection, if no workers live.
+/// Time for the reply to a greeting on an open connection, if no workers are alive.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
-/// Heartbeats without an answer after which a connection is given up. An open connection can stay silent long after a
-/// cut: TCP waits ever longer before it tries again.
+/// Number of heartbeat intervals without an answer after which a connection is given up. After an outage, an open
+/// connection can stay silent for long: TCP waits ever longer before it retransmits.
 const SILENT_HEARTBEATS: u32 = 3;
-/// For workers to be killed, between the end of the lease here and at the coordinator.
+/// Share of the lease reserved for killing the workers: the lease ends this much earlier here than at the coordinator.
 const FENCE_SHARE: f64 = 0.125;
 const MIN_FENCE: Duration = Duration::from_millis(500);
 
-/// What the driver learns.
+/// News from the group for the driver.
 #[derive(Debug)]
 pub enum FromGroup {
-    /// The coordinator has sent this.
+    /// A message from the coordinator.
     Message(ToAgent),
-    /// The coordinator is reached over a connection, or no longer.
+    /// The connection to the coordinator has been opened (true) or lost (false).
     Connected(bool),
-    /// The coordinator has not answered for so long that it may soon consider this node lost; for the user.
+    /// The coordinator has not answered for so long that it may soon consider this node lost. The text is for the user.
     CutOff(String),
-    /// What the user has to know about connections: one line.
+    /// A line for the user about the connection.
     Notice(String),
 }
 
@@ -55,13 +57,13 @@ pub enum FromGroup {
 pub(super) enum Closed {
     /// The job is over, or the driver is gone.
     Over,
-    /// Another one may follow.
+    /// The connection was lost; another one may follow.
     Lost,
-    /// The coordinator does not know this agent any more.
+    /// The coordinator no longer knows this agent.
     Forgotten,
 }
 
-/// What follows from a message or from the time.
+/// Actions that follow from a message or from the passage of time.
 #[derive(Debug, Default)]
 pub(super) struct Step {
     pub(super) to_driver: Option<FromGroup>,
@@ -74,21 +76,21 @@ pub(super) struct LinkState {
     greeting: Greeting,
     outbox: Outbox<FromAgent>,
     lease: Duration,
-    /// Between heartbeats.
+    /// Interval between heartbeats.
     interval: Duration,
-    /// When the last message was sent that the coordinator has answered.
+    /// Time at which the last message was sent that the coordinator has answered.
     alive: Instant,
     greeted: Instant,
     connection: Option<Heartbeats>,
-    /// The coordinator has accepted the greeting.
+    /// The coordinator has accepted the greeting of this membership.
     admitted: bool,
-    /// It has accepted this one, or one before.
+    /// The coordinator has accepted this or an earlier membership.
     was_admitted: bool,
-    /// Workers of an attempt may live.
+    /// Workers of an attempt may be alive.
     attempting: bool,
-    /// The driver knows that the coordinator is out of reach.
+    /// The driver has been told that the coordinator is out of reach.
     cut_off: bool,
-    /// When the agent gives up.
+    /// Time at which the agent gives up.
     give_up: Instant,
     refused_since: Option<Instant>,
 }
@@ -97,7 +99,7 @@ pub(super) struct LinkState {
 #[derive(Debug)]
 struct Heartbeats {
     next: Instant,
-    /// When those were sent that have not been answered, oldest first. Answers come in the same order.
+    /// Send times of unanswered heartbeats, oldest first. Answers come in the same order.
     unanswered: VecDeque<Instant>,
 }
 
@@ -120,19 +122,19 @@ impl LinkState {
         }
     }
 
-    /// How long the coordinator has to answer a greeting: as long as a heartbeat, if workers live.
+    /// How long to wait for the reply to a greeting. While workers may be alive it is the timeout of a heartbeat.
     pub(super) fn reply_timeout(&self) -> Duration {
         if self.attempting { SILENT_HEARTBEATS * self.interval } else { REPLY_TIMEOUT }
     }
 
-    /// The first message on a connection.
+    /// Returns the first message on a connection.
     pub(super) fn greet(&mut self, now: Instant) -> AgentMessage {
         (self.greeted, self.refused_since) = (now, None);
         self.greeting.connection += 1;
         self.message(0, FromAgent::Greeting(self.greeting.clone()))
     }
 
-    /// The coordinator has received the greeting. Returns what it has not acknowledged.
+    /// The coordinator has received the greeting. Returns the messages that it has not acknowledged.
     pub(super) fn connected(&mut self, now: Instant) -> Vec<AgentMessage> {
         self.connection = Some(Heartbeats { next: now, unanswered: VecDeque::new() });
         let waiting = self.outbox.waiting().filter(|_| self.admitted);
@@ -143,32 +145,32 @@ impl LinkState {
         self.connection = None;
     }
 
-    /// There is no connection. Whether the coordinator will not come back; `refused` if no process listens where it
-    /// was, or another one does.
+    /// Records a failure to connect. Returns whether the coordinator is considered gone for good. `refused` says that
+    /// no process listens at its address any more, or a foreign one does.
     pub(super) fn has_failed(&mut self, refused: bool, now: Instant) -> bool {
         let since = self.refused_since.unwrap_or(now);
         self.refused_since = refused.then_some(since);
-        // Where it was once, another one will not come.
+        // A coordinator that has ended is not replaced by another at the same address.
         let is_gone = refused && self.was_admitted && now >= since + REFUSED_TIMEOUT;
         is_gone || now >= self.give_up
     }
 
-    /// When [`has_failed`](Self::has_failed) becomes true at the latest.
+    /// Latest time at which [`has_failed`](Self::has_failed) becomes true.
     pub(super) fn gives_up_at(&self) -> Instant {
         self.give_up
     }
 
-    /// The agent has been a member.
+    /// Whether the agent has ever been a member.
     pub(super) fn was_admitted(&self) -> bool {
         self.was_admitted
     }
 
-    /// Workers of an attempt may live.
+    /// Whether workers of an attempt may be alive.
     pub(super) fn is_attempting(&self) -> bool {
         self.attempting
     }
 
-    /// A message of the driver, which is kept until it is acknowledged.
+    /// Wraps a message from the driver, which is kept until it is acknowledged.
     pub(super) fn send(&mut self, body: FromAgent) -> AgentMessage {
         if matches!(body, FromAgent::Ended(_)) {
             self.attempting = false;
@@ -188,17 +190,17 @@ impl LinkState {
     pub(super) fn receive(&mut self, message: CoordinatorMessage, now: Instant) -> Step {
         self.outbox.acknowledge(message.acknowledged);
         match message.body {
-            // It still knows this agent, as of the greeting.
+            // The coordinator still knew this agent when it received the greeting.
             None => self.answered(self.greeted, now),
             Some(ToAgent::Heartbeat(_)) => {
                 let sent = self.connection.as_mut().and_then(|it| it.unanswered.pop_front());
                 sent.into_iter().for_each(|sent| self.answered(sent, now));
             }
-            // Too late: if the coordinator still knows this agent on the next connection, it says so again.
+            // Too late to begin. If the coordinator still knows this agent on the next connection, it sends this again.
             Some(ToAgent::Begin(_)) if now >= self.due() => {
                 return Step { closed: Some(Closed::Lost), ..Step::default() };
             }
-            // To the coordinator this agent is another one, so its messages count from 1 again.
+            // The coordinator takes this agent for a new one, so its messages count from 1 again.
             Some(ToAgent::Welcome(welcome)) if !welcome.refusal.is_empty() => return self.refused(welcome),
             Some(body) if self.outbox.accept(message.sequence) => return self.accepted(body, now),
             Some(_) => {}
@@ -206,15 +208,15 @@ impl LinkState {
         Step::default()
     }
 
-    /// The coordinator had heard from this agent at `sent` or later.
+    /// The coordinator heard from this agent at `sent` or later.
     fn answered(&mut self, sent: Instant, now: Instant) {
         (self.alive, self.cut_off) = (self.alive.max(sent), false);
         self.is_there(now);
     }
 
-    /// The coordinator is within reach.
+    /// The coordinator is within reach, so the time to give up moves.
     fn is_there(&mut self, now: Instant) {
-        // Without restarts the job ends with the lease of a node that had workers.
+        // Without restarts, the job ends when the lease of a node with workers does: there is nothing to come back to.
         let returns = !self.attempting || self.greeting.rules.as_ref().is_none_or(allows_restarts);
         self.give_up = now + self.lease + if returns { RETURN_TIMEOUT } else { Duration::ZERO };
     }
@@ -253,7 +255,7 @@ impl LinkState {
         self.answered(self.greeted, now);
     }
 
-    /// When [`tick`](Self::tick) is due.
+    /// Time at which [`tick`](Self::tick) is due.
     pub(super) fn deadline(&self) -> Option<Instant> {
         let beats =
             self.connection.as_ref().map(|it| self.given_up(it).map_or(it.next, |at| at.min(it.next)));
@@ -265,7 +267,7 @@ impl LinkState {
         let mut step = Step::default();
         if self.attempting && now >= self.due() {
             let silence = now.saturating_duration_since(self.alive).as_secs_f64();
-            step.to_driver = self.cut(format!("no contact to the coordinator for {silence:.0} s"));
+            step.to_driver = self.cut(format!("no contact with the coordinator for {silence:.0} s"));
         }
         if self.connection.as_ref().and_then(|it| self.given_up(it)).is_some_and(|at| now >= at) {
             step.closed = Some(Closed::Lost);
@@ -277,41 +279,41 @@ impl LinkState {
         step
     }
 
-    /// When workers have to be gone, with time to kill them.
+    /// Time at which killing the workers has to begin, so that they are gone before the lease ends at the coordinator.
     fn due(&self) -> Instant {
         let fence = self.lease.mul_f64(FENCE_SHARE).max(MIN_FENCE);
         self.alive + self.lease.saturating_sub(fence)
     }
 
-    /// When an open connection is as good as lost.
+    /// Time at which an open but silent connection is given up.
     fn given_up(&self, beats: &Heartbeats) -> Option<Instant> {
         beats.unanswered.front().map(|sent| *sent + SILENT_HEARTBEATS * self.interval)
     }
 
-    /// The driver has to end the workers; `None` if it knows.
+    /// Tells the driver to end the workers; `None` if it has been told already.
     pub(super) fn cut(&mut self, reason: String) -> Option<FromGroup> {
         let is_new = !std::mem::replace(&mut self.cut_off, true);
         is_new.then_some(FromGroup::CutOff(reason))
     }
 
-    /// The agent becomes a new member, with this id, once no worker lives.
+    /// Prepares to join as a new member with this id. Called only when no worker is alive.
     pub(super) fn renew(&mut self, instance: Vec<u8>) {
         self.outbox = Outbox::default();
         (self.greeting.instance, self.greeting.new, self.admitted) = (instance, true, false);
     }
 
-    /// Of the agent's process, and of this membership.
+    /// Id of the agent's process and this membership.
     pub(super) fn instance(&self) -> &[u8] {
         &self.greeting.instance
     }
 }
 
-/// Whether the loss of a node may be followed by another attempt.
+/// Whether another attempt may follow the loss of a node.
 fn allows_restarts(rules: &GroupRules) -> bool {
     rules.max_restarts > 0 || rules.free_codes.contains(&ExitCode::Retryable.code().into())
 }
 
-/// The end of the job as this agent sees it, without the coordinator.
+/// Returns the end of the job as this agent decides it without the coordinator.
 pub(super) fn end(exit: ExitCode, root: String) -> FromGroup {
     FromGroup::Message(ToAgent::End(GroupEnd { exit_code: exit.code().into(), root, ..GroupEnd::default() }))
 }

@@ -4,17 +4,18 @@
 //! agent of node 0                                        agent of node 1
 //!   driver <--mpsc--> coordinator (task, owns state) <--gRPC stream, TLS--> link (task) <--mpsc--> driver
 //! ```
-//! - [`state`] decides who is a member, when attempts begin, and what follows a failure; pure.
-//! - [`coordinator`] is the task that owns that state; it runs in one of the agents, or alone.
-//! - [`link`] is an agent's side: it dials again when the connection is lost, repeats what has not arrived, and warns
-//!   the driver before the coordinator may consider the node lost; `link_state` is the pure part of it.
-//! - `roles` decides which node runs the coordinator; `notices` and `refusals` when the user is told what keeps a node
-//!   from joining; pure.
-//! - [`outbox`] keeps what has not been acknowledged; `service` is the gRPC service; `presence` tells it whether the
-//!   process of an agent is gone; [`join`] opens the link of an agent that has some [`work`]; [`net`] has the
-//!   connections; [`interface`] and [`shared`] find out what a node has and sees.
+//! - [`state`] decides who is a member, when attempts begin and how the group reacts to a failure. Pure.
+//! - [`coordinator`] is the task that owns that state. It runs inside one of the agents, or on its own.
+//! - [`link`] is an agent's side of the connection: it dials again when the connection is lost, resends messages that
+//!   have not been acknowledged, and warns the driver before the coordinator may declare the node lost. `link_state` is
+//!   its pure part.
+//! - `roles` decides which node runs the coordinator; `notices` and `refusals` decide when to tell the user what keeps
+//!   a node from joining. Pure.
+//! - [`outbox`] keeps unacknowledged messages; `service` is the gRPC service; `presence` tells the service whether an
+//!   agent's process is gone; [`join`] opens the link for an agent and its [`work`]; [`net`] has the connections;
+//!   [`interface`] and [`shared`] find out which interfaces a node has and which directories it shares.
 //!
-//! A job on one node has a coordinator, too, and its driver a link to it, but no socket.
+//! A job on one node has a coordinator too, and its driver a link to it, but there is no socket.
 
 pub(crate) mod candidacy;
 pub mod coordinator;
@@ -37,29 +38,28 @@ pub mod work;
 
 use xlaunch_proto::v1::{Begin, Prepare};
 
-/// The place of this node in an attempt.
+/// This node's place in an attempt.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Assignment {
-    /// The rank of this node.
     pub node_rank: u32,
-    /// The number of nodes that take part.
+    /// Number of participating nodes.
     pub nodes: u32,
-    /// The rank of the node's first worker.
+    /// Global rank of the node's first worker.
     pub first_rank: u32,
-    /// Workers of all nodes.
+    /// Number of workers on all nodes together.
     pub world: u32,
-    /// Attempts that followed a failure.
+    /// Number of attempts so far that followed a failure.
     pub restarts: u32,
     /// `MASTER_ADDR`: the address of node rank 0.
     pub master_address: String,
-    /// `MASTER_PORT`: reserved for rank 0, if it listens for the others.
+    /// `MASTER_PORT`: reserved on the node of rank 0, on which other ranks may connect.
     pub master_port: u16,
-    /// Ranks below this one share the directory of the run.
+    /// Ranks below this number share the run directory.
     pub writers: u32,
 }
 
 impl Assignment {
-    /// What the coordinator has said in these two messages.
+    /// Combines the coordinator's two messages about an attempt.
     pub fn new(prepare: &Prepare, begin: &Begin) -> Self {
         Self {
             node_rank: prepare.node_rank,
@@ -73,7 +73,7 @@ impl Assignment {
         }
     }
 
-    /// Whether workers have the same ranks, among the same number, in both.
+    /// Whether both assign the same ranks to the same number of workers.
     pub fn has_same_ranks(&self, other: &Self) -> bool {
         let ranks = |it: &Self| (it.node_rank, it.nodes, it.first_rank, it.world, it.writers);
         ranks(self) == ranks(other)

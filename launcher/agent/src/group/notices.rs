@@ -1,29 +1,29 @@
-//! When a node that cannot go on says so. Pure: time is an argument.
+//! Decides when a node that is waiting says so to its user. Pure: time is an argument.
 
 use std::time::{Duration, Instant};
 
-/// A wait is reported for the first time after this, so that the user has the line within 5 s.
+/// The first report of a wait comes after this, so that the user sees a line within 5 s.
 const FIRST_NOTICE_AFTER: Duration = Duration::from_secs(4);
 const REPEATED_NOTICE_INTERVAL: Duration = Duration::from_secs(30);
 
-/// Times of the lines about one wait.
+/// Schedule of the lines about one wait.
 #[derive(Debug)]
 pub(super) struct Notices {
     next: Instant,
 }
 
 impl Notices {
-    /// The wait begins.
+    /// Starts the schedule: the wait begins at `now`.
     pub(super) fn new(now: Instant) -> Self {
         Self { next: now + FIRST_NOTICE_AFTER }
     }
 
-    /// When a line is due.
+    /// Time at which the next line is due.
     pub(super) fn deadline(&self) -> Instant {
         self.next
     }
 
-    /// Whether a line is due, which is then said.
+    /// Whether a line is due. If so, the caller prints it, and the next one is scheduled.
     pub(super) fn is_due(&mut self, now: Instant) -> bool {
         let due = now >= self.next;
         if due {

@@ -1,8 +1,8 @@
-//! Messages that arrive once and in order, although connections are lost.
+//! Delivers messages exactly once and in order, across lost connections.
 
 use std::collections::VecDeque;
 
-/// What was sent and has not been acknowledged, and what has arrived from the other side.
+/// Messages sent but not yet acknowledged, and the count of messages received from the other side.
 #[derive(Debug)]
 pub struct Outbox<T> {
     sent: u64,
@@ -17,38 +17,39 @@ impl<T> Default for Outbox<T> {
 }
 
 impl<T> Outbox<T> {
-    /// Keeps a message until it is acknowledged. Returns its number, from 1.
+    /// Keeps a message until it is acknowledged. Returns its number; numbers start at 1.
     pub fn push(&mut self, message: T) -> u64 {
         self.sent += 1;
         self.waiting.push_back((self.sent, message));
         self.sent
     }
 
-    /// The other side has everything up to this number.
+    /// Drops the messages up to this number, which the other side has received.
     pub fn acknowledge(&mut self, number: u64) {
         while self.waiting.front().is_some_and(|(own, _)| *own <= number) {
             self.waiting.pop_front();
         }
     }
 
-    /// Whether the message with this number is the next one. Others have arrived before, or come again.
+    /// Whether the message with this number is the next one expected. If not, it is a duplicate, or comes too early and
+    /// will be sent again.
     pub fn accept(&mut self, number: u64) -> bool {
         let is_next = number == self.received + 1;
         self.received += u64::from(is_next);
         is_next
     }
 
-    /// The number of the last message that has arrived.
+    /// Returns the number of the last message received.
     pub fn received(&self) -> u64 {
         self.received
     }
 
-    /// Messages to send again on a new connection.
+    /// Returns the messages to send again on a new connection.
     pub fn waiting(&self) -> impl Iterator<Item = &(u64, T)> {
         self.waiting.iter()
     }
 
-    /// Whether everything has arrived.
+    /// Whether all messages have been acknowledged.
     pub fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }

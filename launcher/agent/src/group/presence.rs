@@ -1,9 +1,9 @@
-//! Whether the process of an agent is gone, as a connection tells that carries nothing.
+//! Tells whether an agent's process is gone, by means of an idle connection.
 //!
-//! When a process is killed, its kernel closes its connections: with an end of file or, if something had not been read,
-//! with a reset. Anything on the way may send a reset, too, so the coordinator cannot tell from one what has happened.
-//! For this it has another connection to each agent, on which nothing is sent: there is nothing that was not read, and
-//! nothing that the network could answer with a reset. It ends with an end of file, and with the process.
+//! When a process is killed, its kernel closes its connections: with an end of file or, if it left data unread, with a
+//! reset. Middleboxes send resets too, so after a reset the coordinator cannot tell what has happened. It therefore
+//! keeps a second connection to each agent on which nothing is ever sent: no data can be left unread, and there is
+//! nothing that the network could answer with a reset. It ends with an end of file, together with the process.
 
 use std::time::{Duration, Instant};
 
@@ -12,16 +12,17 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
-/// Connections that an agent holds at a time. Callers do not prove anything, and all that they get is this.
+/// Maximum number of connections that an agent holds at a time. Callers are not authenticated; all they get is a held
+/// connection.
 const MOST_HELD: usize = 64;
-/// Before the next try, if a connection cannot be accepted: there may be too many open files.
+/// Pause after a failed accept, for example with too many open files.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// Of a kernel that closes all connections of a process, between one of them and another.
+/// A kernel closes all connections of a process within this time.
 const CLOSED_TOGETHER: Duration = Duration::from_secs(1);
-/// The longest lease, after which the agent is lost in any case.
+/// The longest lease; after it, the agent counts as lost in any case.
 const LONGEST_WATCH: Duration = Duration::from_secs(60);
 
-/// Holds connections until the other side closes them or sends anything.
+/// Accepts connections and holds each until the other side closes it or sends anything.
 pub(super) async fn hold(listener: TcpListener) {
     let mut held = JoinSet::new();
     loop {
@@ -30,7 +31,8 @@ pub(super) async fn hold(listener: TcpListener) {
                 Ok((mut stream, _)) if held.len() < MOST_HELD => {
                     held.spawn(async move { stream.read(&mut [0]).await.map(drop) });
                 }
-                // A connection alone shows that this node can be reached.
+                // Over the limit: the connection is dropped, but its being accepted showed that this node can be
+                // reached.
                 Ok(_) => {}
                 Err(_) => sleep(ACCEPT_PAUSE).await,
             },
@@ -39,10 +41,10 @@ pub(super) async fn hold(listener: TcpListener) {
     }
 }
 
-/// A connection to an agent.
+/// An idle connection to an agent.
 #[derive(Debug)]
 pub(super) struct Presence {
-    /// When it has ended as it does with the process.
+    /// Time at which the connection ended with an end of file; `None` if it ended in another way.
     ended: JoinHandle<Option<Instant>>,
 }
 
@@ -63,8 +65,8 @@ impl Presence {
         }
     }
 
-    /// Waits until the process is gone, another connection of which ends now. False if that cannot be told: there is no
-    /// connection, or it has ended long before.
+    /// Waits until the process is known to be gone, given that another of its connections ends now. Returns false if
+    /// that cannot be told: there is no idle connection, or it ended long before.
     pub(super) async fn ends(mut self) -> bool {
         let now = Instant::now();
         match timeout(LONGEST_WATCH, &mut self.ended).await {
@@ -89,11 +91,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn connection_ends_with_what_holds_it() {
+    async fn connection_ends_with_its_holder() {
         let (listener, port) = listener().await;
         let holding = tokio::spawn(hold(listener));
         let mut presence = watch(port);
-        // Not while the other side lives.
+        // Nothing ends while the other side lives.
         assert!(timeout(Duration::from_millis(200), &mut presence.ended).await.is_err());
         let ends = tokio::spawn(presence.ends());
         holding.abort();
@@ -101,11 +103,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn nothing_is_told_by_a_port_that_refuses_or_that_held_nothing() {
+    async fn port_that_refuses_or_closed_long_before_proves_nothing() {
         let (refusing, port) = listener().await;
         drop(refusing);
         assert!(!watch(port).ends().await);
-        // It has accepted the connection, and closed it long before.
+        // This one accepted the connection and closed it long before.
         let (listener, port) = listener().await;
         let presence = watch(port);
         drop(listener.accept().await.unwrap());
@@ -123,7 +125,7 @@ mod tests {
         }
         let mut last = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
         assert_eq!(last.read(&mut [0]).await.unwrap(), 0);
-        // One that sends something makes room for another.
+        // A caller that sends something makes room for another.
         tokio::io::AsyncWriteExt::write_all(&mut callers[0], b"x").await.unwrap();
         assert!(callers[0].read(&mut [0]).await.map_or(true, |read| read == 0));
         let mut next = TcpStream::connect(("127.0.0.1", port)).await.unwrap();

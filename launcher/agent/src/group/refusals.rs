@@ -1,8 +1,8 @@
-//! Which refused callers are named to the user of the coordinator's node. Pure: time is an argument.
+//! Decides which refused callers are named to the user of the coordinator's node. Pure: time is an argument.
 //!
-//! A node that is refused tries again, or is started again, and a port scanner does not end. The same caller is
-//! therefore named once in [`REPEAT_INTERVAL`], and at most [`MAX_CALLERS_NAMED`] callers within that time. The others
-//! are counted, and the next line has their number.
+//! A node that is refused tries again or is started again, and a port scanner goes on for ever. The same caller is
+//! therefore named once per [`REPEAT_INTERVAL`], and at most [`MAX_CALLERS_NAMED`] callers within that time. Further
+//! refusals are counted, and the next line reports their number.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ const REPEAT_INTERVAL: Duration = Duration::from_secs(30);
 const MAX_CALLERS_NAMED: usize = 8;
 const MAX_LINE_CHARS: usize = 400;
 
-/// The lines of the last [`REPEAT_INTERVAL`].
+/// Lines shown within the last [`REPEAT_INTERVAL`].
 #[derive(Debug, Default)]
 pub(crate) struct RefusalLog {
     lines: Vec<(Instant, String)>,
@@ -18,7 +18,7 @@ pub(crate) struct RefusalLog {
 }
 
 impl RefusalLog {
-    /// `who` was refused: the line for the user, if there is to be one.
+    /// Records that `who` was refused. Returns the line for the user, or `None` if the refusal is only counted.
     pub(crate) fn refused(&mut self, who: &str, why: &str, now: Instant) -> Option<String> {
         self.lines.retain(|(at, _)| now < *at + REPEAT_INTERVAL);
         let line = format!("refused {who}: {why}");

@@ -1,8 +1,9 @@
-//! The rendezvous of the nodes of one attempt, from what each node's agent has found its ranks to agree on. Pure: the
-//! coordinator feeds it.
+//! The rendezvous of the nodes of one attempt. Its inputs are the values that each node's agent has found its own ranks
+//! to agree on. Pure: the coordinator feeds it.
 //!
-//! Nodes join in any order. Each gets its own reply, whose size does not depend on the number of nodes: of the other
-//! nodes, it names only the next one's first rank, to which this node's last rank connects its ring.
+//! Nodes join in any order. Each gets a reply of its own, whose size does not depend on the number of nodes: of the
+//! other nodes it names only the address of the next one's first rank, to which this node's last rank connects its
+//! ring.
 
 use xlaunch_proto::ids::{Digest, NcclId, RingKey};
 use xlaunch_proto::v1;
@@ -10,44 +11,45 @@ use xlaunch_proto::v1;
 /// A node whose ranks have joined and agree with each other.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeJoin {
-    /// Of the job description.
+    /// Digest of the job description.
     pub config_hash: Digest,
-    /// Of parameter offsets, buckets and training data.
+    /// Digest of parameter offsets, buckets and training data.
     pub layout_hash: Digest,
-    /// Of rank 0, if that is on this node and on a GPU.
+    /// NCCL id from rank 0, if that rank is on this node and uses a GPU.
     pub nccl_id: Option<NcclId>,
-    /// Where the node's first rank listens for the rank before it; empty with NCCL.
+    /// Address at which the node's first rank listens for the preceding rank; empty with NCCL.
     pub ring_address: String,
     /// The node's ranks compute on GPUs.
     pub has_gpus: bool,
 }
 
-/// What a node's ranks need to connect to the others.
+/// The information that a node's ranks need to connect to the others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GroupJoin {
-    /// Of rank 0.
+    /// NCCL id from rank 0.
     pub nccl_id: Option<NcclId>,
-    /// Where the next node's first rank listens; empty with NCCL. With one node, that is its own first rank.
+    /// Address at which the next node's first rank listens; empty with NCCL. In a single-node job, that of its own
+    /// first rank.
     pub next_ring_address: String,
-    /// Of this attempt.
+    /// Key of this attempt's ring.
     pub ring_key: RingKey,
 }
 
-/// The state after the join of a node.
+/// State of the rendezvous after a node has joined.
 #[derive(Debug, PartialEq, Eq)]
 pub enum GroupProgress {
     /// Other nodes are missing.
     Waiting,
-    /// All nodes have joined: the reply for each, by node rank.
+    /// All nodes have joined. Holds the reply for each, by node rank.
     Complete(Vec<GroupJoin>),
-    /// The node does not belong to this rendezvous, which continues without it; the reason.
+    /// The node does not belong to this rendezvous, which continues without it. Holds the reason.
     Ignored(String),
-    /// The nodes disagree: the rendezvous fails on all of them, for this reason.
+    /// The nodes disagree, so the rendezvous fails on all of them. Holds the reason.
     Failed(String),
 }
 
 impl NodeJoin {
-    /// The wire's form.
+    /// Converts to the wire format.
     pub fn to_wire(&self, attempt: u32) -> v1::NodeJoin {
         v1::NodeJoin {
             attempt,
@@ -76,7 +78,7 @@ impl TryFrom<v1::NodeJoin> for NodeJoin {
 }
 
 impl GroupJoin {
-    /// The wire's form.
+    /// Converts to the wire format.
     pub(crate) fn to_wire(&self, attempt: u32) -> v1::GroupJoin {
         v1::GroupJoin {
             attempt,
@@ -89,7 +91,7 @@ impl GroupJoin {
 }
 
 impl TryFrom<v1::GroupJoin> for GroupJoin {
-    /// Why the rendezvous has failed.
+    /// The reason why the rendezvous failed.
     type Error = String;
 
     fn try_from(join: v1::GroupJoin) -> Result<Self, String> {
@@ -119,10 +121,10 @@ pub struct GroupRendezvous {
     joined: Vec<Option<NodeJoin>>,
 }
 
-/// The reply for the only node of a job of `world` ranks, or why its ranks cannot train together.
+/// Returns the reply for the only node of a job with `world` ranks.
 ///
 /// # Errors
-/// The reason for which the rendezvous fails.
+/// The reason why its ranks cannot train together.
 pub fn join_alone(world: u32, node: NodeJoin, ring_key: RingKey) -> Result<GroupJoin, String> {
     match GroupRendezvous::new(1, world, ring_key).join(0, node) {
         GroupProgress::Complete(mut replies) if replies.len() == 1 => Ok(replies.remove(0)),
@@ -134,7 +136,7 @@ pub fn join_alone(world: u32, node: NodeJoin, ring_key: RingKey) -> Result<Group
 }
 
 impl GroupRendezvous {
-    /// A rendezvous of `nodes` nodes, which have `world` ranks. The key is new for each attempt.
+    /// Creates a rendezvous of `nodes` nodes with `world` ranks in total. `ring_key` is new for each attempt.
     pub fn new(nodes: u32, world: u32, ring_key: RingKey) -> Self {
         Self { world, ring_key, joined: (0..nodes).map(|_| None).collect() }
     }
@@ -159,13 +161,13 @@ impl GroupRendezvous {
         self.complete().map_or(GroupProgress::Waiting, GroupProgress::Complete)
     }
 
-    /// The nodes that have not joined.
+    /// Returns the ranks of nodes that have not joined.
     pub fn missing(&self) -> Vec<u32> {
         let missing = self.joined.iter().zip(0..).filter(|(node, _)| node.is_none());
         missing.map(|(_, node_rank)| node_rank).collect()
     }
 
-    /// How a node disagrees with the first one that has joined.
+    /// Describes how a node disagrees with the first one that joined.
     fn disagreement(&self, node_rank: u32, node: &NodeJoin) -> Option<String> {
         let (other_rank, other) =
             self.joined.iter().zip(0u32..).find_map(|(other, rank)| Some((rank, other.as_ref()?)))?;
@@ -173,17 +175,17 @@ impl GroupRendezvous {
             format!("node {node_rank} has {what} than node {other_rank}: `{own}` and `{others}`")
         };
         if node.config_hash != other.config_hash {
-            return Some(both("another configuration", &node.config_hash, &other.config_hash));
+            return Some(both("a different configuration", &node.config_hash, &other.config_hash));
         }
         if node.layout_hash != other.layout_hash {
-            let what = "another bucket layout or other training data";
+            let what = "a different bucket layout or different training data";
             return Some(both(what, &node.layout_hash, &other.layout_hash));
         }
         let device = |node: &NodeJoin| if node.has_gpus { "GPU" } else { "CPU" };
-        (node.has_gpus != other.has_gpus).then(|| both("other devices", &device(node), &device(other)))
+        (node.has_gpus != other.has_gpus).then(|| both("different devices", &device(node), &device(other)))
     }
 
-    /// Why a node that agrees with the others cannot connect to them.
+    /// Describes why a node that agrees with the others still cannot connect to them.
     fn unusable(&self, node_rank: u32, node: &NodeJoin) -> Option<String> {
         if self.world > 1 && node.has_gpus && node_rank == 0 && node.nccl_id.is_none() {
             return Some("rank 0 sent no NCCL id for a job on GPUs".into());
@@ -193,7 +195,7 @@ impl GroupRendezvous {
             .then(|| format!("the first rank of node {node_rank} sent no ring address for a job on CPUs"))
     }
 
-    /// The replies, once all nodes have joined.
+    /// Returns the replies once all nodes have joined.
     fn complete(&self) -> Option<Vec<GroupJoin>> {
         let all: Vec<&NodeJoin> = self.joined.iter().map(Option::as_ref).collect::<Option<_>>()?;
         let nccl_id = all.first().and_then(|node| node.nccl_id);
@@ -263,8 +265,8 @@ mod tests {
         };
         let other = Digest::of(b"other");
         for (node, words) in [
-            (NodeJoin { config_hash: other, ..node("tcp:c:1") }, "another configuration"),
-            (NodeJoin { layout_hash: other, ..node("tcp:c:1") }, "other training data"),
+            (NodeJoin { config_hash: other, ..node("tcp:c:1") }, "a different configuration"),
+            (NodeJoin { layout_hash: other, ..node("tcp:c:1") }, "different training data"),
         ] {
             let (reason, own) = (failed(node), other.to_string());
             assert!(reason.contains("node 2") && reason.contains("than node 1"), "{reason}");

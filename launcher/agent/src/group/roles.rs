@@ -1,8 +1,8 @@
-//! Which node runs the coordinator, where no flag says so. Pure.
+//! Decides which node runs the coordinator when no flag says so. Pure.
 //!
-//! In a static group it is node rank 0. In a dynamic one it is the node that has the endpoint's address, as its
-//! resolver says: a name may resolve late, or to another address at first, so the question is asked again until the
-//! node has joined. A node that does not know the address yet waits: two coordinators, or none, are worse.
+//! In a static group it is node rank 0. In a dynamic group it is the node whose resolver says that it has the
+//! endpoint's address. A name may resolve late, or to another address at first, so the resolver is asked again until
+//! the node has joined. A node that does not know the address yet waits: two coordinators, or none, would be worse.
 
 use std::net::IpAddr;
 
@@ -13,27 +13,27 @@ use xlaunch_proto::command::{Backend, GroupSpec};
 pub(super) enum Sight {
     /// It is an address of this host.
     Own,
-    /// It is another host's.
+    /// It is an address of another host.
     Other {
-        /// Those that the name has.
+        /// Addresses to which the name resolves.
         addresses: Vec<IpAddr>,
-        /// This host's end of a connection to it.
+        /// This host's address on a connection to it.
         route: IpAddr,
     },
-    /// It does not resolve, or no route leads to it: why.
+    /// It does not resolve, or no route leads to it; holds the reason.
     Unknown(String),
 }
 
-/// The part of a node.
+/// A node's role in its group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Role {
-    /// It runs the coordinator.
+    /// The node runs the coordinator.
     Coordinator,
-    /// It connects to the coordinator.
+    /// The node connects to the coordinator.
     Member,
 }
 
-/// The role of this node; `None` if it is not known yet.
+/// Returns the role of this node; `None` if it is not known yet.
 pub(super) fn role(spec: &GroupSpec, sight: &Sight) -> Option<Role> {
     let hosts = match (spec.hosts_coordinator, spec.backend, sight) {
         (Some(hosts), ..) => hosts,
@@ -45,17 +45,17 @@ pub(super) fn role(spec: &GroupSpec, sight: &Sight) -> Option<Role> {
     if hosts {
         return Some(Role::Coordinator);
     }
-    // What other nodes call this one depends on the route to the coordinator.
+    // The address that this node advertises depends on its route to the coordinator.
     let is_known = !matches!(sight, Sight::Unknown(_)) || spec.local_addr.is_some();
     is_known.then_some(Role::Member)
 }
 
-/// Whether another answer of the resolver changes the role.
+/// Whether another answer from the resolver can change the role.
 pub(super) fn may_change(spec: &GroupSpec) -> bool {
     spec.backend == Backend::Dynamic && spec.hosts_coordinator.is_none()
 }
 
-/// The line for the user of a node that runs the coordinator where other nodes will not look for it.
+/// Returns a warning if this node runs the coordinator at an address where other nodes will not look for it.
 pub(super) fn misplaced(spec: &GroupSpec, sight: &Sight, own: &[IpAddr]) -> Option<String> {
     let Sight::Other { addresses, .. } = sight else { return None };
     let list = |all: &[IpAddr]| all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn coordinator_at_another_hosts_address_is_told() {
+    fn coordinator_at_another_hosts_address_is_reported() {
         let own = ["10.0.0.1".parse().unwrap()];
         let line = misplaced(&spec(Backend::Static), &other(), &own).unwrap();
         assert!(line.contains("`h0` (10.0.0.2) is not an address of this host (10.0.0.1)"), "{line}");

@@ -1,4 +1,4 @@
-//! What a job's restarts and membership follow, from its description.
+//! Derives the rules for a job's restarts and membership from its description.
 
 use std::time::Duration;
 
@@ -9,10 +9,11 @@ use xlaunch_proto::v1::GroupRules;
 
 use crate::command::{ResolvedCommand, Restarts};
 
-/// The rules of a training job.
+/// Returns the rules of a training job.
 pub fn of_trainer(spec: &JobSpec, group: Option<&GroupSpec>) -> GroupRules {
     let launch = &spec.launch;
-    // A restart cannot repair the configuration, the data or a checkpoint, and would diverge again.
+    // A restart repairs neither the configuration nor the data nor a checkpoint, and a diverged run would diverge
+    // again.
     let final_codes =
         [ExitCode::Usage, ExitCode::Data, ExitCode::Diverged].map(|exit| i32::from(exit.code()));
     let restarts = Restarts {
@@ -24,12 +25,12 @@ pub fn of_trainer(spec: &JobSpec, group: Option<&GroupSpec>) -> GroupRules {
     rules(true, &restarts, group)
 }
 
-/// The rules of a command.
+/// Returns the rules of a command.
 pub fn of_command(spec: &ResolvedCommand, group: Option<&GroupSpec>) -> GroupRules {
     rules(false, &spec.restarts, group)
 }
 
-/// The rules of a command by the flags that set them.
+/// Returns the rules of a command, each with the flag that sets it.
 pub fn by_flag(rules: &GroupRules) -> [(String, String); 7] {
     let codes = |codes: &[i32]| codes.iter().map(i32::to_string).collect::<Vec<_>>().join(",");
     let seconds = |value: f64| format!("{value} s");
@@ -60,7 +61,7 @@ fn rules(trainer: bool, restarts: &Restarts, group: Option<&GroupSpec>) -> Group
         last_call_timeout: time(|group| group.last_call_timeout, 0.0),
         heartbeat_interval: time(|group| group.keep_alive_interval, 1.0),
         lease: time(GroupSpec::loss_timeout, 12.0),
-        // A command's launch that a signal ends exits with the code of the signal, as everywhere.
+        // Only for training: a command's launch that is ended by a signal exits with that signal's code, by convention.
         sigterm_is_preemption: trainer && group.is_some_and(|group| group.sigterm_is_preemption),
     }
 }

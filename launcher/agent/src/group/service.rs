@@ -16,7 +16,7 @@ use xlaunch_proto::v1::{AgentMessage, CoordinatorMessage};
 use super::coordinator::{Event, HowClosed};
 use super::presence::Presence;
 
-/// For an agent to send its greeting.
+/// Time for an agent to send its greeting.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Passes messages on to the coordinator's task.
@@ -62,7 +62,7 @@ impl Group for Service {
                     Some(Err(_)) | None => break HowClosed::ByAgent,
                 }
             };
-            // The coordinator may have ended.
+            // Fails only if the coordinator has ended.
             let _ = events.send(Event::Closed(connection, how));
             if let (HowClosed::ByNetwork, Some(presence)) = (how, presence)
                 && presence.ends().await
@@ -74,13 +74,13 @@ impl Group for Service {
     }
 }
 
-/// Whether a stream has ended because the agent's kernel has closed the connection, as it does when the process is
-/// gone. A reset may come from anything on the way; see `presence`.
+/// Whether a stream has ended because the agent's kernel closed the connection, as it does when the process is gone. A
+/// reset does not count, because a middlebox can send one too; see `presence`.
 fn is_end_of_file(status: &Status) -> bool {
     let mut source = status.source();
     while let Some(error) = source {
         if let Some(io) = error.downcast_ref::<h2::Error>().and_then(h2::Error::get_io) {
-            // With and without TLS.
+            // The first with TLS, the second without.
             return matches!(io.kind(), ErrorKind::UnexpectedEof | ErrorKind::BrokenPipe);
         }
         source = error.source();

@@ -1,5 +1,5 @@
-//! Whether the nodes of a job share the directory of its runs: each agent leaves a mark there, and looks for that of
-//! the agent whose node has the checkpoints, which may be gone.
+//! Finds out whether the nodes of a job share the directory of its runs. Each agent leaves a mark there, and looks for
+//! the mark of the agent whose node has the checkpoints, even if that node is gone.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -8,15 +8,15 @@ use xlaunch_proto::spec::JobSpec;
 
 use crate::run_dir::job_dir;
 
-/// Bytes of an instance that stay the same as long as the agent's process lives.
+/// Length of the leading part of an instance id that stays the same for the life of the agent's process.
 pub(super) const PROCESS_BYTES: usize = 8;
 
-/// Where checkpoints are written, or runs with their checkpoints.
+/// Returns the directory to check: the checkpoint directory, or else the one with the runs and their checkpoints.
 pub fn directory(spec: &JobSpec) -> PathBuf {
     spec.checkpoint.dir.as_ref().map_or_else(|| job_dir(spec), PathBuf::from)
 }
 
-/// A mark of this agent, removed with this unless it is kept.
+/// This agent's mark. Dropping it removes the file unless it is kept.
 #[derive(Debug)]
 pub struct Mark {
     path: PathBuf,
@@ -24,10 +24,10 @@ pub struct Mark {
 }
 
 impl Mark {
-    /// Leaves a mark for other agents.
+    /// Leaves a mark for other agents to find.
     ///
     /// # Errors
-    /// The directory cannot be written.
+    /// Fails if the directory cannot be written.
     pub fn leave(dir: &Path, instance: &[u8]) -> io::Result<Self> {
         fs_err::create_dir_all(dir)?;
         let path = path(dir, instance);
@@ -35,7 +35,7 @@ impl Mark {
         Ok(Self { path, is_kept: false })
     }
 
-    /// The job goes on without this node, and others look for its checkpoints.
+    /// Leaves the mark in place: the job goes on without this node, and others look for its checkpoints.
     pub fn keep(mut self) {
         self.is_kept = true;
     }
@@ -44,7 +44,7 @@ impl Mark {
 impl Drop for Mark {
     fn drop(&mut self) {
         if !self.is_kept {
-            // An empty file that remains does no harm.
+            // A leftover empty file does no harm.
             let _ = fs_err::remove_file(&self.path);
         }
     }

@@ -1,4 +1,4 @@
-//! What the agents of one job must have in common, and the rules that the coordinator applies.
+//! The work that the agents of one job must agree on, and the rules that the coordinator applies to it.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -12,30 +12,30 @@ use super::link::new_instance;
 use super::rules;
 use crate::command::{ResolvedCommand, quote_line};
 
-/// What an agent is about to run.
+/// The work that an agent is about to run.
 #[derive(Clone, Debug)]
 pub struct Work {
-    /// Random: names the agent's process.
+    /// Random id of the agent's process.
     pub instance: Vec<u8>,
-    /// Of what all nodes have in common.
+    /// Digest of the settings that all nodes must have in common.
     pub digest: Vec<u8>,
-    /// The same, value by value.
+    /// The settings behind [`digest`](Self::digest), one by one, to name those that differ.
     pub settings: Vec<Setting>,
-    /// The configuration, if the files of this node complete it.
+    /// The configuration as completed by files of this node; empty if there was nothing to complete.
     pub completed: Vec<u8>,
-    /// For messages.
+    /// Short description for messages.
     pub text: String,
-    /// Workers on this node.
+    /// Number of workers on this node.
     pub workers: u32,
-    /// Of restarts and membership.
+    /// Rules for restarts and membership.
     pub rules: GroupRules,
-    /// The run's id, if the user chose one. Otherwise it is the coordinator's.
+    /// Run id, if the user chose one. Otherwise the coordinator chooses it.
     pub run_id: Option<String>,
 }
 
 impl Work {
-    /// Training. `declared` is the configuration as the user wrote it, if initial weights complete it: only node rank 0
-    /// needs to have these.
+    /// Describes a training job. `declared` is the configuration as the user wrote it, given if initial weights
+    /// complete it: only node rank 0 needs to have the weights.
     pub fn of_trainer(
         spec: &JobSpec,
         declared: Option<&JobSpec>,
@@ -57,7 +57,7 @@ impl Work {
         }
     }
 
-    /// A command. Nodes may differ in the directory of their interpreter, and in where logs go.
+    /// Describes a command. Nodes may differ in the path of the interpreter and in where they write logs.
     pub fn of_command(spec: &ResolvedCommand, group: Option<&GroupSpec>) -> Self {
         let program = spec.argv.first().and_then(|program| Path::new(program).file_name());
         let text = quote_line(program.into_iter().chain(spec.argv.iter().skip(1).map(OsString::as_os_str)));

@@ -154,7 +154,7 @@ fn both_sides_of_a_cut_end_with_the_lease_where_nothing_restarts() {
     // The lease is 4 s. A hang would be the minute for which others wait for the network.
     assert!(cut.elapsed() < Duration::from_secs(30), "{:?}", cut.elapsed());
     assert!(outputs[0].stderr.contains("node 1 (h1): the node was silent for "), "{outputs:#?}");
-    for text in ["no contact to the coordinator for ", "ending the workers of this node", "h0"] {
+    for text in ["no contact with the coordinator for ", "ending the workers of this node", "h0"] {
         assert!(outputs[1].stderr.contains(text), "{text}: {outputs:#?}");
     }
 }

@@ -1,8 +1,8 @@
-//! Who may become a member of the group.
+//! Decides who may become a member of the group.
 //!
-//! A fixed rank has one holder. An agent that claims the rank of another one waits until that one shows that it lives,
-//! and is refused, or is lost, and is replaced: where a host lost power or an agent was killed, the next agent is often
-//! back before the lease is over.
+//! A fixed rank has one holder. An agent that claims a held rank waits. If the holder shows that it is alive, the claim
+//! is refused; if the holder is lost, the claimant replaces it. Waiting helps because after a power loss or a killed
+//! agent, the next agent is often back before the lease is over.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -15,17 +15,17 @@ use super::{Coordinator, Member, MemberId, Output, Phase, Stage, gathering, name
 use crate::command::Restarts;
 use crate::escape::escaped;
 
-/// Differing values of two configurations that a refusal names.
+/// Maximum number of differing settings named in a refusal.
 const MAX_DIFFERENCES: usize = 8;
-/// Longer values are cut.
+/// Longer values are shortened.
 const MAX_VALUE_CHARS: usize = 100;
 
-/// An agent that waits for the rank of a member.
+/// An agent that waits for a rank held by a member.
 #[derive(Debug)]
 pub(super) struct Claim {
     id: MemberId,
     greeting: Greeting,
-    /// What is heard from the member later shows that it lives.
+    /// Anything heard from the holder after this shows that it is alive.
     pub(super) since: Instant,
 }
 
@@ -42,7 +42,7 @@ impl Coordinator {
             if member.closed.is_none() {
                 return self.claims.push(Claim { id, greeting, since: now });
             }
-            // It will not come back.
+            // The holder's connection has closed, so it will not come back.
             self.lose(holder, now);
         }
         if self.reference.is_none() {
@@ -82,7 +82,7 @@ impl Coordinator {
         self.outputs.push(Output::Forget(id));
     }
 
-    /// Decides about the agents that claim a rank, once that is possible.
+    /// Decides on the waiting claims for which the state of the holder is now clear.
     pub(super) fn settle_claims(&mut self, now: Instant) {
         for claim in std::mem::take(&mut self.claims) {
             match self.holder(&claim.greeting).map(|(_, member)| member) {
@@ -99,17 +99,17 @@ impl Coordinator {
         }
     }
 
-    /// An agent has closed its connection. Whether it was one that claimed a rank.
+    /// Drops the claim of an agent that has closed its connection. Returns whether there was one.
     pub(super) fn withdraw_claim(&mut self, id: MemberId) -> bool {
         let before = self.claims.len();
         self.claims.retain(|claim| claim.id != id);
         self.claims.len() < before
     }
 
-    /// The member in whose process the coordinator runs.
+    /// Id of the member in whose process the coordinator runs.
     pub const HOST: MemberId = 0;
 
-    /// The first member's rules become those of the group.
+    /// Adopts the first member's rules for the group.
     fn adopt(&mut self, greeting: &Greeting, now: Instant) {
         let rules = greeting.rules.clone().unwrap_or_default();
         let restarts = Restarts {
@@ -127,14 +127,14 @@ impl Coordinator {
         self.reference = Some(greeting.clone());
     }
 
-    /// Why this agent cannot be a member.
+    /// Returns the reason why this agent cannot be a member.
     fn refusal(&self, greeting: &Greeting) -> Option<String> {
         if let Phase::Ended(end) = &self.phase {
             let why = if end.root.is_empty() { String::new() } else { format!(": {}", end.root) };
             return Some(format!("the job has ended{why}"));
         }
         if !greeting.new {
-            // Its workers, if there were any, have been replaced.
+            // Its workers, if it had any, have been replaced.
             return Some("the node was considered lost".into());
         }
         if let Some(problem) = malformed(greeting) {
@@ -159,7 +159,7 @@ impl Coordinator {
         None
     }
 
-    /// The member that has the fixed rank of this agent.
+    /// Returns the member that holds this agent's fixed rank.
     fn holder(&self, greeting: &Greeting) -> Option<(MemberId, &Member)> {
         let rank = greeting.node_rank.filter(|_| self.rules.fixed_ranks)?;
         let holder = self.members.iter().find(|(_, member)| member.greeting.node_rank == Some(rank));
@@ -175,7 +175,7 @@ fn taken(greeting: &Greeting, holder: &Greeting) -> String {
     )
 }
 
-/// A time from the wire.
+/// Converts a time in seconds from the wire; invalid values become zero.
 pub(super) fn seconds(value: f64) -> Duration {
     Duration::try_from_secs_f64(value).unwrap_or_default()
 }
@@ -193,7 +193,7 @@ fn malformed(greeting: &Greeting) -> Option<String> {
     (!is_valid).then(|| "the greeting is malformed".into())
 }
 
-/// How an agent differs from the first member.
+/// Describes how an agent differs from the first member.
 fn difference(greeting: &Greeting, first: &Greeting) -> Option<String> {
     let (own, other) = (name(greeting.node_rank, &greeting.host), name(first.node_rank, &first.host));
     let differ = |what: &str, a: &str, b: &str| Some(format!("{own} has {what} {a}, {other} has {b}"));
@@ -217,10 +217,10 @@ fn difference(greeting: &Greeting, first: &Greeting) -> Option<String> {
         return Some(format!("{own} runs `{}`, {other} runs `{}`", greeting.work_text, first.work_text));
     }
     let differing = differing_settings(&greeting.settings, &first.settings);
-    Some(format!("{own} has another configuration than {other}: {differing}"))
+    Some(format!("{own} has a different configuration than {other}: {differing}"))
 }
 
-/// `train.lr is 0.001 instead of 0.0003, train.batch is 8 instead of 16 and 3 more`.
+/// Lists the differences: `train.lr is 0.001 instead of 0.0003, train.batch is 8 instead of 16 and 3 more`.
 fn differing_settings(own: &[Setting], other: &[Setting]) -> String {
     let by_name = |settings: &[Setting]| -> BTreeMap<String, String> {
         settings.iter().map(|setting| (setting.name.clone(), setting.value.clone())).collect()

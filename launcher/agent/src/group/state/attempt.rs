@@ -1,4 +1,4 @@
-//! One attempt: its preparation, failures of its nodes, its end, and what follows.
+//! One attempt: its preparation, the failures of its nodes, its end, and whether another one follows.
 
 use std::time::{Duration, Instant};
 
@@ -16,8 +16,9 @@ use super::{
 };
 use crate::group::rendezvous::GroupRendezvous;
 
-/// Note of a report.
-const CHECKPOINTS_LOST: &str = "the node that had rank 0 has the checkpoints, which the others do not share";
+/// Note in the report of the job's end.
+const CHECKPOINTS_LOST: &str =
+    "the checkpoints are on the node that had rank 0; other nodes do not see that directory";
 
 impl Coordinator {
     pub(super) fn prepared(&mut self, id: MemberId, prepared: NodePrepared) {
@@ -68,18 +69,19 @@ impl Coordinator {
         (self.phase, self.ending, self.announce_at, self.pause) = (Phase::Running, false, None, None);
         self.failures.clear();
         self.rendezvous = Some(GroupRendezvous::new(self.nodes, world, RingKey((self.new_key)())));
-        // Nodes may have come meanwhile.
+        // Nodes may have joined in the meantime.
         self.grow();
     }
 
-    /// The node that had the checkpoints is gone, and the one that has rank 0 now would start afresh.
+    /// Ends the job: the node that had the checkpoints is gone, and the one that has rank 0 now would start from
+    /// scratch.
     fn end_without_checkpoints(&mut self, first: &str) {
         let root = format!("{first} does not see the checkpoints of the run, and would start afresh");
         let exit_code = ExitCode::Retryable.code().into();
         self.end(GroupEnd { exit_code, root, note: CHECKPOINTS_LOST.into(), ..GroupEnd::default() });
     }
 
-    /// No worker has been started.
+    /// Records that the preparation failed, before any worker was started.
     fn preparation_failed(&mut self, message: String, now: Instant) {
         let cause = RootCause {
             message,
@@ -98,7 +100,7 @@ impl Coordinator {
         self.fail(id, cause, now, now);
     }
 
-    /// The workers of a member are gone.
+    /// Records that all workers of a member are gone.
     pub(super) fn node_ended(&mut self, id: MemberId, ended: NodeEnded, now: Instant) {
         if !self.runs(id, ended.attempt) {
             return;
@@ -109,7 +111,7 @@ impl Coordinator {
             member.stage = Stage::Ended(NodeEnd { progressed, differing, is_final, exit_code });
         }
         match (root, self.failures.iter_mut().find(|failure| failure.member == Some(id))) {
-            // More is known about it now.
+            // The final report knows more about the failure than the first one.
             (Some(root), Some(failure)) => failure.cause = root,
             (Some(root), None) => self.fail(id, root, now, now),
             (None, _) => {}
@@ -120,8 +122,8 @@ impl Coordinator {
         attempt == self.attempt && self.members.get(&id).is_some_and(|member| member.stage == Stage::Running)
     }
 
-    /// Records a failure that began at `at`, and ends the attempt on the other nodes. If it is only the loss of a peer,
-    /// the node that it was lost to has time to say why.
+    /// Records a failure that began at `at`, and ends the attempt on the other nodes. If it is only a lost connection
+    /// to a peer, the peer's node first gets [`CAUSE_GRACE`] to report the cause.
     fn fail(&mut self, id: MemberId, cause: RootCause, at: Instant, now: Instant) {
         let Some(member) = self.members.get(&id) else { return };
         let (host, is_consequence) = (member.greeting.host.clone(), cause.consequence);
@@ -141,8 +143,9 @@ impl Coordinator {
         }
     }
 
-    /// A node that does not reach the coordinator ends its workers before the lease is over. Where the coordinator has
-    /// not run for most of that time, neither that node nor the network is at fault.
+    /// Blames a suspension of the coordinator, if there was one. A node that cannot reach the coordinator ends its
+    /// workers before the lease is over. If the coordinator was suspended for at least half of the lease, neither that
+    /// node nor the network is at fault.
     fn blame_suspension(&mut self, now: Instant) {
         let lease = self.lease();
         let is_cause = |(resumed, time): &(Instant, Duration)| now < *resumed + lease && *time >= lease / 2;
@@ -153,7 +156,7 @@ impl Coordinator {
             time.as_secs_f64()
         );
         let failure = NodeFailure {
-            // All nodes have to end their workers, that of the coordinator as well.
+            // All nodes have to end their workers, the coordinator's own included.
             member: None,
             node_rank: host.and_then(|host| host.node_rank),
             host: host.map_or_else(String::new, |host| host.greeting.host.clone()),
@@ -164,7 +167,7 @@ impl Coordinator {
         self.announce();
     }
 
-    /// Tells all other nodes of the first failure.
+    /// Tells all other nodes about the root cause so far.
     pub(super) fn announce(&mut self) {
         self.announce_at = None;
         let Some(root) = self.root().cloned().filter(|_| !self.ending) else { return };
@@ -173,12 +176,12 @@ impl Coordinator {
         self.send_to_running(root.member, &ToAgent::PeerFailed(message));
     }
 
-    /// The earliest failure that no other explains.
+    /// Returns the earliest failure that is not a consequence of another.
     fn root(&self) -> Option<&NodeFailure> {
         self.failures.iter().min_by_key(|failure| (failure.cause.consequence, failure.at))
     }
 
-    /// A member is gone, and its workers with it.
+    /// Removes a member that is gone, and its workers with it.
     pub(super) fn lose(&mut self, id: MemberId, now: Instant) {
         let Some(member) = self.members.get(&id).cloned() else { return };
         if matches!(self.phase, Phase::Ended(_)) {
@@ -210,7 +213,7 @@ impl Coordinator {
         }
     }
 
-    /// A node that waits could take part: the others save, and all begin again.
+    /// Pauses the attempt if a waiting node could take part: the others save, and all begin again.
     pub(super) fn grow(&mut self) {
         let most = self.most();
         let is_spare = |it: &&Member| it.stage == Stage::Idle && it.leaving.is_none() && it.closed.is_none();
@@ -233,18 +236,18 @@ impl Coordinator {
         self.pause = Some(reason);
     }
 
-    /// An agent cannot run the job.
+    /// Ends the job because an agent cannot run it.
     pub(super) fn node_refused(&mut self, id: MemberId, refused: &NodeRefused) {
         let Some(member) = self.members.get(&id) else { return };
         let (node_rank, text) = (member.node_rank, format!("{}: {}", member.name(), refused.message));
         self.end(match refused.exit_code {
-            // There is nothing to do.
+            // Code 0: there is nothing left to do.
             0 => GroupEnd { notice: text, ..GroupEnd::default() },
             exit_code => GroupEnd { exit_code, node_rank, root: text, ..GroupEnd::default() },
         });
     }
 
-    /// No workers remain.
+    /// Decides how to go on now that no workers remain.
     pub(super) fn attempt_ended(&mut self, now: Instant) {
         let ends: Vec<NodeEnd> = self
             .members
@@ -272,7 +275,7 @@ impl Coordinator {
         }
     }
 
-    /// After a stop, or preemption: members know what that has left.
+    /// Ends the job after a stop or a preemption. The members report whether a checkpoint was saved, by exit code.
     fn end_stopped(
         &mut self,
         ends: &[NodeEnd],
@@ -281,15 +284,16 @@ impl Coordinator {
         paused: bool,
     ) {
         let root = root.filter(|root| !root.cause.consequence);
-        // All agree, unless a node could not save: 75 is above the others, but for those of signals.
+        // The codes agree unless a node could not save. 75 then takes precedence, even over the codes of signals, which
+        // are higher.
         let retryable = u32::from(ExitCode::Retryable.code());
         let codes = || ends.iter().map(|end| end.exit_code);
         let of_nodes = codes().find(|code| *code == retryable).or_else(|| codes().max());
-        // Workers of a command that were ended for a pause know nothing of the signal of the stop.
+        // Workers of a command that were ended for a pause did not receive the signal of the stop.
         let own = of_nodes.filter(|_| self.rules.trainer || !paused);
         let of_stop = self.stop.map(|signal| stops::exit_code(signal, &self.rules));
         let saved = u32::from(ExitCode::Stopped.code());
-        // A node does not know whether the job is preempted.
+        // Only the coordinator knows whether the stop is a preemption.
         let own = own.map(|code| if code == saved { of_stop.unwrap_or(code) } else { code });
         let exit_code = root.and(exit_of_root).or(own).or(of_stop).unwrap_or(0);
         self.end(match root {
@@ -303,7 +307,7 @@ impl Coordinator {
         });
     }
 
-    /// Whether another attempt follows a failed one.
+    /// Decides whether another attempt follows a failed one.
     fn decide(&mut self, ends: &[NodeEnd], root: NodeFailure, now: Instant) {
         let differing: Vec<String> = ends.iter().flat_map(|end| end.differing.clone()).collect();
         let failure = AttemptFailure {
@@ -327,7 +331,7 @@ impl Coordinator {
                 let count =
                     number.map_or(String::new(), |it| format!(" ({it} {})", self.policy.budget_text()));
                 let counted = number.is_some();
-                // An uncounted restart says nothing about progress.
+                // An uncounted restart says nothing about progress, so its evidence is not kept.
                 let keep_evidence = counted && self.policy.fruitless() == 1;
                 let restarting = Restarting {
                     attempt: self.attempt,
@@ -357,8 +361,8 @@ impl Coordinator {
         self.start_gathering(now);
     }
 
-    /// The job ends because of `root`. If several attempts in a row made no progress, the error of the first of them is
-    /// the one that counts: later ones may be consequences of it.
+    /// Ends the job because of `root`. If several attempts in a row made no progress, the error of the first one is
+    /// reported instead: the later ones may be consequences of it.
     fn end_failed(&mut self, root: &NodeFailure, notice: String) {
         let first = self.first_root.take();
         let first = first.filter(|first| {
@@ -384,7 +388,7 @@ impl Coordinator {
 }
 
 impl NodeFailure {
-    /// `node 1 (host): rank 5: exit code 3`.
+    /// Text for messages: `node 1 (host): rank 5: exit code 3`.
     pub(super) fn text(&self) -> String {
         match self.member {
             None if self.host.is_empty() => format!("the group: {}", self.cause.message),
@@ -397,7 +401,7 @@ impl NodeFailure {
         }
     }
 
-    /// Names the node only if there are several.
+    /// Same as [`text`](Self::text), but names the node only if there are several.
     pub(super) fn text_in(&self, nodes: u32) -> String {
         match (nodes, self.cause.rank) {
             (0 | 1, Some(rank)) => format!("rank {rank}: {}", self.cause.message),
@@ -411,7 +415,7 @@ impl NodeFailure {
     }
 }
 
-/// A node, or the connection to it, is lost.
+/// Root cause for a lost node, or a lost connection to it.
 fn lost_peer(message: String) -> RootCause {
     RootCause {
         message,

@@ -1,8 +1,8 @@
-//! When there are enough members for an attempt, and their node ranks.
+//! Decides when there are enough members for an attempt, and assigns their node ranks.
 //!
-//! An attempt begins with the most nodes that the job allows, or with fewer when the last call is over. Members keep
-//! their node rank from attempt to attempt. One that is new gets the rank that it wishes for, or else a free one, in
-//! order of addresses. Ranks move down only if the group has become smaller.
+//! An attempt begins with the maximum number of nodes, or with fewer when the last call is over. Members keep their
+//! node rank from attempt to attempt. A new member gets the rank that it asks for, or else a free one, in order of
+//! addresses. Ranks move down only if the group has become smaller.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -15,9 +15,9 @@ use xlaunch_proto::v1::{GroupEnd, Prepare, Waiting};
 use super::admission::seconds;
 use super::{Coordinator, Member, MemberId, Phase, Stage};
 
-/// Between lines that say who is missing.
+/// Interval between the lines that say who is missing.
 const NOTICE_INTERVAL: Duration = Duration::from_secs(10);
-/// The last call after the loss of a node: its replacement is either there already or takes long.
+/// Length of the last call after the loss of a node: its replacement is either there already or will take long.
 const LAST_CALL_AFTER_LOSS: Duration = Duration::from_secs(3);
 
 pub(super) fn phase(join_timeout: Duration, now: Instant) -> Phase {
@@ -25,8 +25,8 @@ pub(super) fn phase(join_timeout: Duration, now: Instant) -> Phase {
 }
 
 impl Coordinator {
-    /// The members change before the attempt has begun. It gets another number, so that what members have said about
-    /// their preparation for other ranks is ignored.
+    /// Starts over because the members changed before the attempt had begun. The attempt gets another number, so that
+    /// replies to the earlier preparation, for other ranks, are ignored.
     pub(super) fn prepare_again(&mut self, now: Instant) {
         self.attempt += 1;
         self.start_gathering(now);
@@ -55,7 +55,7 @@ impl Coordinator {
             true => drop(last_call.get_or_insert(now + last_call_timeout)),
             false => *last_call = None,
         }
-        // A group as large as before has waited once already.
+        // A group as large as before has already waited through one last call.
         let is_as_before = self.nodes > 0 && found >= self.nodes.max(least);
         if found >= most || is_as_before || last_call.is_some_and(|due| now >= due) {
             return self.prepare(now);
@@ -72,23 +72,24 @@ impl Coordinator {
         }
     }
 
-    /// Members that can take part in an attempt. A connection that is closed may be opened again, or not.
+    /// Members that can take part in an attempt. A member whose connection has closed is left out, since it may not
+    /// come back.
     fn candidates(&self) -> impl Iterator<Item = (&MemberId, &Member)> {
         self.members.iter().filter(|(_, member)| member.leaving.is_none() && member.closed.is_none())
     }
 
-    /// Not enough nodes have come.
+    /// Ends the job because not enough nodes have joined.
     fn give_up(&mut self) {
         let lost = self.last_root.as_ref().filter(|_| self.after_loss);
         let missing = self.missing();
         let (exit, root) = match lost {
-            Some(lost) => (ExitCode::Retryable, format!("{}; nothing has replaced it", lost.text())),
-            None => (ExitCode::Rendezvous, format!("the rendezvous failed: {missing} did not come in time")),
+            Some(lost) => (ExitCode::Retryable, format!("{}; no other node replaced it", lost.text())),
+            None => (ExitCode::Rendezvous, format!("the rendezvous failed: {missing} did not join in time")),
         };
         self.end(GroupEnd { exit_code: exit.code().into(), root, ..GroupEnd::default() });
     }
 
-    /// Who is missing: `nodes 1, 3 of 4`, or `2 more nodes: 1 of at least 3 is here`.
+    /// Describes who is missing: `nodes 1, 3 of 4`, or `2 more nodes (1 of at least 3 here: host)`.
     fn missing(&self) -> String {
         let Some(reference) = &self.reference else { return "the first node".into() };
         let (least, most) = (reference.min_nodes, reference.max_nodes);
@@ -98,7 +99,7 @@ impl Coordinator {
             let missing: Vec<String> =
                 (0..most).filter(|rank| !ranks.contains(rank)).map(|rank| rank.to_string()).collect();
             let noun = if missing.len() == 1 { "node" } else { "nodes" };
-            // Of thousands of nodes, some names are enough.
+            // Out of thousands of nodes, naming a few is enough.
             let (named, rest) = missing.split_at(missing.len().min(20));
             let more = if rest.is_empty() { String::new() } else { format!(" and {} more", rest.len()) };
             return format!("{noun} {}{more} of {most}", named.join(", "));
@@ -111,7 +112,7 @@ impl Coordinator {
         format!("{wanted} more {noun} ({found} of {needed} here: {})", hosts.join(", "))
     }
 
-    /// Chooses the members of the next attempt, and tells them.
+    /// Chooses the members of the next attempt and tells them to prepare.
     fn prepare(&mut self, now: Instant) {
         let most = self.most();
         let chosen = self.choose(most as usize);
@@ -148,7 +149,7 @@ impl Coordinator {
             };
             self.outputs.push(super::Output::Send(*id, ToAgent::Prepare(prepare)));
         }
-        // The newest of those whose places are still free.
+        // Keeps the most recent losses, one per place that is still free.
         let places = most.saturating_sub(self.nodes) as usize;
         self.lost.drain(..self.lost.len().saturating_sub(places));
         let spares: Vec<_> =
@@ -158,23 +159,23 @@ impl Coordinator {
         self.phase = Phase::Preparing { deadline: now + seconds(self.rules.join_timeout) };
     }
 
-    /// Tells a member that the attempt has all nodes without it.
+    /// Tells a member that the attempt is full without it.
     pub(super) fn tell_spare(&mut self, id: MemberId) {
         let text = format!("this node is a spare: the job has {} of {} nodes", self.nodes, self.most());
         self.send(id, ToAgent::Waiting(Waiting { text, spare: true }));
     }
 
-    /// The nodes that the job may have.
+    /// Maximum number of nodes in the job.
     pub(super) fn most(&self) -> u32 {
         self.reference.as_ref().map_or(1, |reference| reference.max_nodes)
     }
 
-    /// At most `most` members, by node rank.
+    /// Chooses at most `most` members. Returns them by node rank.
     pub(super) fn choose(&self, most: usize) -> Vec<MemberId> {
         let mut candidates: Vec<_> = self.candidates().collect();
         let address =
             |member: &Member| (member.greeting.address.parse::<IpAddr>().ok(), member.greeting.host.clone());
-        // Those that had a rank first: spares wait until one is free.
+        // Members that had a rank come first: spares wait until one is free.
         candidates.sort_by_key(|(id, member)| {
             let wish = member.greeting.node_rank.unwrap_or(u32::MAX);
             (member.node_rank.is_none(), member.node_rank, wish, address(member), **id)

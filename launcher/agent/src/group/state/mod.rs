@@ -7,20 +7,22 @@
 //!     |  '--deadline--> Ended   '--> Gathering        v
 //!     '------------------------------- Delay <-- restart policy
 //! ```
-//! - **Members** are the agents that were admitted, by [`MemberId`]. Those of an attempt have node ranks; others are
-//!   spares, which replace members that are lost or leave.
-//! - **Nodes are lost** if their connection has closed and no other follows, or after a silence as long as the lease.
-//!   An agent ends its workers before that: it counts from when it sent what the coordinator has heard last.
-//! - **A failure** anywhere ends the attempt everywhere. What was the first failure is decided when all nodes have
-//!   ended: the earliest that no other failure explains. A lost node failed when it was last heard.
-//! - **Changes of the group** lead to attempts outside the budget: members are asked to save and end theirs.
+//! - **Members** are the admitted agents, identified by [`MemberId`]. Members of the current attempt have node ranks;
+//!   the others are spares, which replace members that are lost or leave.
+//! - **Nodes are lost** if their connection has closed and is not reopened, or after silence for the time of the lease.
+//!   An agent ends its workers before that: it counts from the sending of the last message that the coordinator
+//!   received.
+//! - **A failure** anywhere ends the attempt everywhere. The root cause is determined when all nodes have ended: it is
+//!   the earliest failure that no other failure explains. A lost node counts as failed from when it was last heard.
+//! - **Changes of the group** lead to new attempts that do not count against the restart budget: members are asked to
+//!   save and to end the current one.
 //!
-//! Invariants: an attempt begins only when every member has ended the last one or is lost; what members send about
-//! another attempt is ignored; the job ends once, for all members alike; after a stop there is no other attempt.
+//! Invariants: an attempt begins only when every member has ended the last one or is lost; messages about another
+//! attempt are ignored; the job ends once, for all members alike; no attempt follows a stop.
 //!
-//! - `admission`: who may be a member; `gathering`: when there are enough, and their ranks; `attempt`: from its
-//!   preparation to its end; `policy`: whether another follows; `stops`: stops and leaving members; `relay`: messages
-//!   from one member to others.
+//! - `admission`: who may be a member; `gathering`: when there are enough members, and their ranks; `attempt`: an
+//!   attempt from its preparation to its end; `policy`: whether another follows; `stops`: stops and leaving members;
+//!   `relay`: messages from one member to others.
 
 mod admission;
 mod attempt;
@@ -44,22 +46,22 @@ use crate::group::rendezvous::GroupRendezvous;
 use admission::Claim;
 use policy::Policy;
 
-/// Names an agent: one that was lost and comes back is another member.
+/// Identifies an agent. One that was lost and comes back is a new member.
 pub type MemberId = u64;
 
-/// For an agent whose connection has closed to open another one.
+/// Time for an agent whose connection has closed to open another one.
 pub const RECONNECT_GRACE: Duration = Duration::from_secs(1);
-/// For a node to report an error of its own after others have lost their connections to it.
+/// Time for a node to report a failure of its own after other nodes have lost their connections to it.
 const CAUSE_GRACE: Duration = Duration::from_millis(1500);
 /// Silence after which status shows a member as silent.
 const SILENT_AFTER: Duration = Duration::from_secs(3);
-/// Between looks at the members' silence.
+/// Interval between checks for silent members.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(250);
-/// A sweep that is later than this shows that the coordinator itself did not run. What members have sent meanwhile may
-/// still wait to be read, so their silence counts from then on.
+/// A sweep that is overdue by more than this shows that the coordinator itself was suspended. Messages that members
+/// sent in the meantime may still be waiting to be read, so silence counts from the resumption.
 const SUSPENDED_AFTER: Duration = Duration::from_secs(1);
 
-/// Something that happened.
+/// An event for the state machine.
 #[derive(Clone, Debug)]
 pub enum Input {
     /// An agent that is not a member has introduced itself.
@@ -68,20 +70,20 @@ pub enum Input {
     Connected(MemberId),
     /// The connection of a member has closed.
     Disconnected(MemberId),
-    /// A member has sent something.
+    /// A member has sent something, such as a heartbeat, so it is alive.
     Heard(MemberId),
-    /// A member has sent this; each message arrives once, and in order.
+    /// A member has sent this message. Each message arrives once, and in order.
     Message(MemberId, FromAgent),
     /// The deadline has passed.
     Tick,
 }
 
-/// What the task has to do.
+/// An action for the coordinator's task.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Output {
     /// Send this to a member.
     Send(MemberId, ToAgent),
-    /// The agent is not, or no longer, a member; what was sent to it before is still delivered.
+    /// The agent is not, or no longer, a member. Messages sent to it before are still delivered.
     Forget(MemberId),
 }
 
@@ -89,60 +91,59 @@ pub enum Output {
 #[derive(Debug)]
 pub struct Coordinator {
     run_id: String,
-    /// Members have this run id, or none.
+    /// Members must have this run id, or none.
     is_for_run: bool,
     new_key: fn() -> [u8; 32],
-    /// Of the first member; all others agree with it.
+    /// Greeting of the first member, with which all others must agree.
     reference: Option<Greeting>,
     rules: GroupRules,
     policy: Policy,
     members: BTreeMap<MemberId, Member>,
     claims: Vec<Claim>,
     phase: Phase,
-    /// The current attempt, or the next one; from 0.
+    /// Number of the current attempt, or else of the next one; counts from 0.
     attempt: u32,
-    /// Attempts that followed a failure and were counted.
+    /// Number of counted restarts after failures.
     restarts: u32,
-    /// Nodes of the current or last attempt.
+    /// Number of nodes in the current or last attempt.
     nodes: u32,
-    /// Of the current attempt, in order of arrival.
+    /// Failures of the current attempt, in order of arrival.
     failures: Vec<NodeFailure>,
-    /// The members of this attempt were told that it has failed.
+    /// The members of this attempt have been told that it failed.
     ending: bool,
-    /// When they are told if no failure comes that explains those that have.
+    /// Time at which the members are told, unless a failure arrives before that explains the known ones.
     announce_at: Option<Instant>,
-    /// Why the members of this attempt were asked to end it without a failure.
+    /// Reason given to the members for ending this attempt without a failure.
     pause: Option<String>,
-    /// The signal of a stop; 0 for a call.
+    /// Signal of a requested stop; 0 if a user asked by a call.
     stop: Option<u32>,
-    /// Requests to stop that running nodes were told of.
+    /// Number of stop requests that have been passed on to the running nodes.
     stops_passed_on: u32,
-    /// Of the nodes of a trainer's attempt.
+    /// Rendezvous of the nodes in the current attempt.
     rendezvous: Option<GroupRendezvous>,
-    /// The root cause of the first attempt since the last that made progress.
+    /// Root cause of the first failed attempt since the last one that made progress.
     first_root: Option<NodeFailure>,
-    /// That of the last attempt.
+    /// Root cause of the last failed attempt.
     last_root: Option<NodeFailure>,
-    /// A node was lost since the group was last complete.
+    /// A node has been lost since the group was last complete.
     after_loss: bool,
-    /// The agent whose node has the checkpoints of a training job: the one that had node rank 0 last.
+    /// Instance id of the agent whose node has the checkpoints of a training job: the last one with node rank 0.
     keeper: Option<Vec<u8>>,
-    /// The nodes of this attempt do not share the directory with the checkpoints, which node rank 0 has.
+    /// The nodes of this attempt do not share the checkpoint directory; only the node with rank 0 has it.
     unshared: bool,
-    /// That node is lost: another start would be a fresh one.
+    /// The node with the checkpoints is lost, so another attempt would start from scratch.
     checkpoints_lost: bool,
-    /// Nodes that were lost and not replaced, and when they were last heard; for status.
+    /// Nodes that were lost and not replaced, with the time at which each was last heard. For status.
     lost: Vec<(Instant, MemberStatus)>,
     next_sweep: Option<Instant>,
-    /// When this coordinator last ran again after it had not run for longer than [`SUSPENDED_AFTER`], and how long that
-    /// was.
+    /// The last suspension of more than [`SUSPENDED_AFTER`]: when the coordinator resumed, and how long it had not run.
     suspended: Option<(Instant, Duration)>,
-    /// A checkpoint of this run is complete.
+    /// At least one checkpoint of this run is complete.
     saved: bool,
     outputs: Vec<Output>,
 }
 
-/// An agent that was admitted.
+/// An admitted agent.
 #[derive(Clone, Debug)]
 struct Member {
     greeting: Greeting,
@@ -152,18 +153,18 @@ struct Member {
     stage: Stage,
     last_heard: Instant,
     closed: Option<Instant>,
-    /// It ends with this signal once its workers are gone.
+    /// The member leaves because of this signal, once its workers are gone.
     leaving: Option<u32>,
-    /// The coordinator runs in its process.
+    /// The coordinator runs in the process of this agent.
     hosts_coordinator: bool,
-    /// Requests to stop from this node.
+    /// Number of stop requests from this node.
     stop_requests: u32,
 }
 
-/// How far a member is with the current attempt.
+/// A member's progress in the current attempt.
 #[derive(Clone, Debug, PartialEq)]
 enum Stage {
-    /// It runs nothing.
+    /// Takes no part in an attempt.
     Idle,
     Preparing,
     Prepared(NodePrepared),
@@ -171,7 +172,7 @@ enum Stage {
     Ended(NodeEnd),
 }
 
-/// What a member has reported at the end of an attempt.
+/// A member's report at the end of an attempt.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct NodeEnd {
     progressed: bool,
@@ -180,7 +181,7 @@ struct NodeEnd {
     exit_code: u32,
 }
 
-/// A failure, and where.
+/// A failure and its place.
 #[derive(Clone, Debug, PartialEq)]
 struct NodeFailure {
     /// `None` if it concerns the whole group.
@@ -195,7 +196,7 @@ struct NodeFailure {
 enum Phase {
     Gathering {
         deadline: Instant,
-        /// When the attempt begins without the nodes that are still missing.
+        /// Time at which the attempt begins without the nodes that are still missing.
         last_call: Option<Instant>,
         next_notice: Instant,
     },
@@ -210,7 +211,7 @@ enum Phase {
 }
 
 impl Coordinator {
-    /// A group without members. `new_key` makes the secret of an attempt.
+    /// Creates a group without members. `new_key` makes the secret of an attempt.
     pub fn new(run_id: String, seed: u64, new_key: fn() -> [u8; 32], now: Instant) -> Self {
         Self {
             run_id,
@@ -221,7 +222,7 @@ impl Coordinator {
             policy: Policy::new(Restarts::default(), seed),
             members: BTreeMap::new(),
             claims: Vec::new(),
-            // The first member brings the real time-outs.
+            // A placeholder until the first member brings the real timeouts.
             phase: gathering::phase(Duration::from_secs(600), now),
             attempt: 0,
             restarts: 0,
@@ -247,18 +248,18 @@ impl Coordinator {
         }
     }
 
-    /// Refuses agents of other runs than `run_id`.
+    /// Makes the coordinator refuse agents with a run id other than `run_id`.
     #[must_use]
     pub fn for_run(self, run_id: String) -> Self {
         Self { run_id, is_for_run: true, ..self }
     }
 
-    /// The job is over, and all members have been told.
+    /// Whether the job is over and all members have been told.
     pub fn is_over(&self) -> bool {
         self.exit_code().is_some()
     }
 
-    /// The exit code of the job, if it is over.
+    /// Returns the exit code of the job, if it is over.
     pub fn exit_code(&self) -> Option<u32> {
         match &self.phase {
             Phase::Ended(end) => Some(end.exit_code),
@@ -266,12 +267,12 @@ impl Coordinator {
         }
     }
 
-    /// When a [`Input::Tick`] is due.
+    /// Time at which an [`Input::Tick`] is due.
     pub fn deadline(&self) -> Option<Instant> {
         let own = match &self.phase {
             // Before the first member there is nothing to do.
             Phase::Gathering { .. } if self.reference.is_none() => None,
-            // With enough members only the last call counts.
+            // Once there are enough members, only the last call counts.
             Phase::Gathering { deadline, last_call, next_notice } => {
                 Some(last_call.unwrap_or(*deadline).min(*next_notice))
             }
@@ -283,7 +284,7 @@ impl Coordinator {
         own.into_iter().chain(self.next_sweep).min()
     }
 
-    /// What has to be done, in this order.
+    /// Handles an event. Returns the actions to take, in this order.
     pub fn handle(&mut self, input: Input, now: Instant) -> Vec<Output> {
         self.notice_suspension(now);
         match input {
@@ -314,7 +315,7 @@ impl Coordinator {
         std::mem::take(&mut self.outputs)
     }
 
-    /// The members, and nodes that were lost and not replaced, for status.
+    /// Returns the members and the nodes that were lost and not replaced, for status.
     pub fn nodes(&self, now: Instant) -> Vec<MemberStatus> {
         let lost = self.lost.iter().map(|(last_heard, status)| MemberStatus {
             seconds_since_heartbeat: now.saturating_duration_since(*last_heard).as_secs_f64(),
@@ -343,7 +344,8 @@ impl Coordinator {
         }
     }
 
-    /// Silence while the coordinator did not run says nothing about the members.
+    /// Restarts the clocks of all members after a suspension: silence while the coordinator did not run says nothing
+    /// about them.
     fn notice_suspension(&mut self, now: Instant) {
         let Some(due) = self.next_sweep.filter(|due| now >= *due + SUSPENDED_AFTER) else { return };
         for member in self.members.values_mut() {
@@ -353,7 +355,8 @@ impl Coordinator {
         self.suspended = Some((now, now.saturating_duration_since(due)));
     }
 
-    /// Finds members that are lost. Not at every input: a thousand members send thousands of messages a second.
+    /// Finds lost members. Runs at intervals, not at every input: a thousand members send thousands of messages a
+    /// second.
     fn sweep(&mut self, now: Instant) {
         if self.next_sweep.is_some_and(|due| now < due) {
             return;
@@ -372,7 +375,7 @@ impl Coordinator {
         }
     }
 
-    /// Whether something follows from the time, or from what all members have done.
+    /// Makes the transitions that depend on time or on the state of all members.
     fn settle(&mut self, now: Instant) {
         match &self.phase {
             Phase::Gathering { .. } => self.gather(now),
@@ -393,7 +396,7 @@ impl Coordinator {
         }
     }
 
-    /// Silence after which a member is lost.
+    /// Duration of silence after which a member is lost.
     fn lease(&self) -> Duration {
         Duration::from_secs_f64(self.rules.lease.max(0.0))
     }
@@ -402,14 +405,14 @@ impl Coordinator {
         self.outputs.push(Output::Send(id, message));
     }
 
-    /// Sends to all members of the current attempt.
+    /// Sends to all running members of the current attempt.
     fn send_to_running(&mut self, except: Option<MemberId>, message: &ToAgent) {
         let running = self.members.iter().filter(|(_, member)| member.stage == Stage::Running);
         let ids: Vec<_> = running.map(|(id, _)| *id).filter(|id| Some(*id) != except).collect();
         ids.into_iter().for_each(|id| self.send(id, message.clone()));
     }
 
-    /// The job is over.
+    /// Ends the job and tells all members.
     fn end(&mut self, end: GroupEnd) {
         for (id, member) in &self.members {
             let exit_code =
@@ -421,9 +424,9 @@ impl Coordinator {
 }
 
 impl Member {
-    /// `is_complete`: an attempt has as many nodes as the job can use.
+    /// `is_complete`: the attempt has as many nodes as the job can use.
     fn status(&self, is_complete: bool, now: Instant) -> MemberStatus {
-        // The agent around the coordinator sends no heartbeats.
+        // The agent that hosts the coordinator sends no heartbeats.
         let silence = match self.hosts_coordinator {
             true => Duration::ZERO,
             false => now.saturating_duration_since(self.last_heard),
@@ -445,7 +448,7 @@ impl Member {
         }
     }
 
-    /// `node 1 (host)`.
+    /// Name for messages: `node 1 (host)`.
     fn name(&self) -> String {
         name(self.node_rank.or(self.greeting.node_rank), &self.greeting.host)
     }
@@ -458,7 +461,7 @@ impl Member {
     }
 }
 
-/// `node 1 (host)`, or `host` for one without a rank.
+/// Name for messages: `node 1 (host)`, or `host` for a node without a rank.
 fn name(node_rank: Option<u32>, host: &str) -> String {
     node_rank.map_or_else(|| host.to_owned(), |rank| format!("node {rank} ({host})"))
 }

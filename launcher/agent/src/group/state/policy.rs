@@ -1,14 +1,14 @@
-//! The restart policy: whether a failed attempt is followed by another, and when. Pure.
+//! The restart policy: decides whether and when another attempt follows a failed one. Pure.
 //!
-//! A failed attempt is the last one, in this order, if
+//! A failed attempt is the last one if, checked in this order,
 //! 1. its exit code is final: the next attempt would end in the same way;
-//! 2. the parameters on a device differed from those of the other ranks for the second time;
-//! 3. the budget is spent: `max_restarts` over the whole job, as for torchrun, or within `restart_window`;
-//! 4. it was the last of [`MAX_FRUITLESS_ATTEMPTS`] in a row without progress, however long each took.
+//! 2. the parameters on a device differed from those of other ranks for the second time;
+//! 3. the budget is spent: `max_restarts` over the whole job, as with torchrun, or within `restart_window`;
+//! 4. it was the last of [`MAX_FRUITLESS_ATTEMPTS`] in a row without progress, however long each one took.
 //!
-//! After progress the next attempt starts at once: a job that advances between failures is worth restarting. So does
-//! the one after a first attempt without progress; the last one waits for [`RETRY_DELAY`], plus up to a quarter so that
-//! jobs that failed together do not restart together.
+//! After progress the next attempt starts at once: a job that advances between failures is worth restarting. After a
+//! first attempt without progress the next one starts at once too; the last one waits for [`RETRY_DELAY`] plus up to a
+//! quarter, so that jobs that failed together do not restart together.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -16,31 +16,31 @@ use std::time::{Duration, Instant};
 
 use crate::command::Restarts;
 
-/// Attempts in a row without progress that end a job.
+/// Number of consecutive attempts without progress that ends a job.
 const MAX_FRUITLESS_ATTEMPTS: u32 = 3;
-/// Before the last of them, without jitter.
+/// Delay before the last of these attempts, without jitter.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
 
-/// What follows a failed attempt.
+/// The consequence of a failed attempt.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Decision {
     Restart {
         delay: Duration,
-        /// Counts from 1, within the window; `None` if this restart is not counted.
+        /// Number of this restart within the window, from 1; `None` if it is not counted.
         number: Option<u32>,
     },
-    /// The job ends; the reason, unless it is obvious.
+    /// The job ends. Holds the reason, unless it is obvious.
     Final(Option<String>),
 }
 
 /// How an attempt failed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AttemptFailure<'a> {
-    /// The exit code of the root cause.
+    /// Exit code of the root cause.
     pub(crate) code: Option<i32>,
-    /// That code with its meaning, for the user.
+    /// The exit code with its meaning, for the user.
     pub(crate) code_text: &'a str,
-    /// The job is further than any attempt before had brought it.
+    /// The attempt got further than any before it.
     pub(crate) progressed: bool,
     /// Devices whose parameters differed from those of the other ranks.
     pub(crate) differing: &'a [String],
@@ -50,9 +50,9 @@ pub(crate) struct AttemptFailure<'a> {
 pub(crate) struct Policy {
     restarts: Restarts,
     seed: u64,
-    /// When restarts within the window were decided, oldest first. All of them without a window.
+    /// Times of the restarts within the window, oldest first; of all restarts if there is no window.
     recent: VecDeque<Instant>,
-    /// Attempts in a row without progress.
+    /// Number of consecutive attempts without progress.
     fruitless: u32,
     /// Devices whose parameters have differed.
     differed: BTreeSet<String>,
@@ -72,17 +72,17 @@ impl Policy {
         self.restarts.most > 0
     }
 
-    /// The number of attempts in a row that made no progress, including the one decided on last.
+    /// Number of consecutive attempts without progress, including the one decided on last.
     pub(crate) fn fruitless(&self) -> u32 {
         self.fruitless
     }
 
-    /// The budget, after the number of a restart: `of 3`, or `of 3 within 3600 s`.
+    /// Text of the budget, to follow the number of a restart: `of 3`, or `of 3 within 3600 s`.
     pub(crate) fn budget_text(&self) -> String {
         format!("of {}{}", self.restarts.most, self.window_text())
     }
 
-    /// Decides what follows, and counts a restart.
+    /// Decides on the next step, and counts a restart.
     pub(crate) fn decide(&mut self, failure: AttemptFailure<'_>, now: Instant) -> Decision {
         if failure.code.is_some_and(|code| self.restarts.free.contains(&code)) {
             return Decision::Restart { delay: Duration::ZERO, number: None };
@@ -103,7 +103,7 @@ impl Policy {
         Decision::Restart { delay, number: u32::try_from(self.recent.len()).ok() }
     }
 
-    /// Why the next attempt would fail in the same way.
+    /// Returns the reason why the next attempt would fail in the same way.
     fn is_final(&self, failure: &AttemptFailure<'_>) -> Option<String> {
         if failure.code.is_some_and(|code| self.restarts.not_after.contains(&code)) {
             return Some(format!("no restart: {} is final", failure.code_text));
@@ -116,7 +116,7 @@ impl Policy {
         })
     }
 
-    /// Why the job is not worth another attempt.
+    /// Returns the reason why the job is not worth another attempt.
     fn is_spent(&mut self, now: Instant) -> Option<String> {
         let window = self.restarts.window;
         if !window.is_zero() {
@@ -140,7 +140,7 @@ impl Policy {
         }
     }
 
-    /// A number in [0, 1) that differs between seeds and restarts.
+    /// Returns a number in [0, 1) that depends on the seed and the number of recent restarts.
     #[expect(clippy::cast_precision_loss, reason = "jitter needs no precision")]
     fn jitter(&self) -> f64 {
         let mut hasher = DefaultHasher::new();

@@ -1,4 +1,4 @@
-//! Messages from one member that concern others. The coordinator passes them on without looking inside.
+//! Passes messages from one member on to others without looking inside.
 
 use std::time::Instant;
 
@@ -38,7 +38,7 @@ impl Coordinator {
         }
     }
 
-    /// The workers of a node have joined. Tells all nodes about their neighbours when that was the last.
+    /// The workers of a node have joined. If the node was the last, tells every node about its neighbour.
     pub(super) fn node_joined(&mut self, id: MemberId, join: wire::NodeJoin) {
         let Some(member) = self.members.get(&id) else { return };
         let Some(node_rank) = member.node_rank.filter(|_| member.stage == Stage::Running) else { return };
@@ -65,7 +65,8 @@ impl Coordinator {
         }
     }
 
-    /// Passes a question on to the node that answers it already, to that of a rank, or to all nodes of the attempt.
+    /// Passes a query on: to the node that has already begun to answer it, to the node of a rank, or to all nodes of
+    /// the attempt.
     fn query(&mut self, id: MemberId, query: Query, now: Instant) {
         let query = Query { asker: id, ..query };
         let asked: Vec<MemberId> = match (query.node, query.rank) {
@@ -87,7 +88,7 @@ impl Coordinator {
         asked.into_iter().for_each(|id| self.send(id, ToAgent::Query(query.clone())));
     }
 
-    /// Ranks hang: the node of the first one ends those that it has, and all others collect evidence.
+    /// Ranks hang. The node of the first one ends its own hanging ranks; all other nodes collect evidence.
     fn hung(&mut self, id: MemberId, hung: &NodeHung) {
         let culprit = hung.ranks.first().and_then(|rank| self.member_of(*rank));
         let others = self.members.iter().filter(|(it, member)| **it != id && member.stage == Stage::Running);
@@ -107,7 +108,7 @@ impl Coordinator {
         }
     }
 
-    /// The member that runs this rank.
+    /// Returns the member that runs this rank.
     fn member_of(&self, rank: u32) -> Option<MemberId> {
         let has = |member: &Member| {
             let ranks = member.first_rank..member.first_rank + member.greeting.workers;

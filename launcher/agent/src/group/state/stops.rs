@@ -1,4 +1,4 @@
-//! Requests to stop: of the whole job, or of one node that others can do without.
+//! Requests to stop the whole job, or one node that the others can do without.
 
 use std::time::Instant;
 
@@ -11,8 +11,8 @@ use super::{Coordinator, Member, MemberId, Output, Phase, Stage};
 const PREEMPTION_SIGNAL: u32 = 15;
 
 impl Coordinator {
-    /// A user, or the system of one node, wants the agent there to stop. Preemption of a node is announced by SIGTERM:
-    /// the job goes on if it can do without.
+    /// Handles the request of a user or of a node's system to stop the agent there. SIGTERM announces the preemption of
+    /// a node: the job goes on if it can do without that node.
     pub(super) fn stop_requested(&mut self, id: MemberId, signal: u32, now: Instant) {
         let Some(member) = self.members.get_mut(&id) else { return };
         if signal == PREEMPTION_SIGNAL
@@ -25,7 +25,7 @@ impl Coordinator {
         self.stop.get_or_insert(signal);
         match self.phase {
             Phase::Running => {
-                // An interrupt that arrives on all nodes, as over ssh, is one: a second one kills workers.
+                // An interrupt that reaches all nodes, as over ssh, counts once: a second one would kill the workers.
                 let member = self.members.get_mut(&id);
                 let requests = member.map_or(0, |member| {
                     member.stop_requests += 1;
@@ -58,7 +58,7 @@ impl Coordinator {
         self.end(stop(exit_code(signal, &self.rules), text));
     }
 
-    /// The member ends: at once if it runs nothing, or else when the others have ended this attempt, too.
+    /// Lets the member leave: at once if it runs nothing, otherwise when the other nodes have ended this attempt too.
     fn leave(&mut self, id: MemberId, signal: u32, now: Instant) {
         let Some(member) = self.members.get_mut(&id) else { return };
         member.leaving = Some(signal);
@@ -70,7 +70,7 @@ impl Coordinator {
         }
     }
 
-    /// Members that leave, and run nothing, end.
+    /// Releases leaving members that run nothing.
     pub(super) fn release_leaving(&mut self) {
         let is_free = |member: &Member| !matches!(member.stage, Stage::Running | Stage::Ended(_));
         let is_between = !matches!(self.phase, Phase::Running);
@@ -78,17 +78,18 @@ impl Coordinator {
         let leaving: Vec<_> = leaving.filter_map(|(id, member)| Some((*id, member.leaving?))).collect();
         for (id, signal) in leaving {
             let member = self.members.remove(&id);
-            let notice = format!("this node leaves the job because of {}; the others go on", request(signal));
+            let notice =
+                format!("this node leaves the job because of {}; the other nodes continue", request(signal));
             let end = stop(exit_code(signal, &self.rules), notice);
             self.send(id, ToAgent::End(GroupEnd { left: true, ..end }));
             self.outputs.push(Output::Forget(id));
-            // The group is as large as it can be at once.
+            // The remaining group counts as complete, so it does not wait for a replacement.
             let had_rank = member.is_some_and(|member| member.node_rank.is_some());
             self.nodes = self.nodes.saturating_sub(u32::from(had_rank));
         }
     }
 
-    /// Whether enough nodes remain, spares included.
+    /// Whether enough nodes remain without this one, spares included.
     fn can_do_without(&self, id: MemberId) -> bool {
         let Some(reference) = &self.reference else { return false };
         let others = self.members.iter().filter(|(other, it)| **other != id && it.leaving.is_none());
@@ -101,12 +102,12 @@ impl Coordinator {
     }
 }
 
-/// The end of a node without workers.
+/// Describes a stop without workers.
 fn stop(exit_code: u32, notice: String) -> GroupEnd {
     GroupEnd { exit_code, notice, stopped: true, ..GroupEnd::default() }
 }
 
-/// What asked for a stop.
+/// Names the source of a stop request.
 fn request(signal: u32) -> String {
     match signal {
         0 => "a user".into(),
@@ -118,13 +119,13 @@ fn request(signal: u32) -> String {
     }
 }
 
-/// What an agent exits with that was stopped by this signal, or by a call.
+/// Returns the exit code of an agent that was stopped by this signal, or by a call if `signal` is 0.
 pub(super) fn exit_code(signal: u32, rules: &GroupRules) -> u32 {
     match u8::try_from(signal) {
         Ok(_) if signal == PREEMPTION_SIGNAL && rules.sigterm_is_preemption => {
             ExitCode::Retryable.code().into()
         }
-        // The signals that stop a training job stop it alike.
+        // All signals that stop a training job have the same effect, so only a command reports its signal.
         Ok(signal @ 1..) if !rules.trainer => ExitCode::Signal(signal).code().into(),
         _ => ExitCode::Stopped.code().into(),
     }

@@ -1,4 +1,4 @@
-//! Groups of several nodes: who is a member, when attempts begin and end, what follows.
+//! Groups of several nodes: membership, the beginning and end of attempts, and restarts.
 
 mod choose;
 mod failures;
@@ -43,7 +43,7 @@ fn greeting(rank: Option<u32>, nodes: (u32, u32), rules: GroupRules) -> Greeting
     }
 }
 
-/// A coordinator, its clock, and what it has said to whom.
+/// A coordinator, its clock, and the messages that it has sent, with their recipients.
 struct Group {
     coordinator: Coordinator,
     now: Instant,
@@ -83,7 +83,7 @@ impl Group {
         self.input(Input::Message(id, message));
     }
 
-    /// Time passes; these members are alive meanwhile.
+    /// Lets time pass, during which these members are alive.
     fn wait(&mut self, time: Duration, alive: &[MemberId]) {
         let end = self.now + time;
         while self.now < end {
@@ -93,7 +93,7 @@ impl Group {
         }
     }
 
-    /// Members that were asked to prepare say that they are ready. Returns those that begin.
+    /// Members that were asked to prepare report that they are ready. Returns those that begin.
     fn prepare_all(&mut self) -> Vec<(MemberId, Prepare)> {
         let asked: Vec<(MemberId, Prepare)> = self
             .take()
@@ -127,7 +127,7 @@ impl Group {
         std::mem::take(&mut self.said)
     }
 
-    /// A rank fails, by itself or because it has lost another.
+    /// A rank fails: by itself, or because it has lost another one.
     fn fail(&mut self, id: MemberId, rank: u32, consequence: bool) {
         let cause = Some(cause(rank, consequence));
         self.tell(id, FromAgent::Failed(NodeFailed { attempt: self.coordinator.attempt, cause }));
@@ -146,7 +146,7 @@ impl Group {
         self.tell(id, FromAgent::StopRequested(StopRequested { signal }));
     }
 
-    /// The ends that members were told.
+    /// Ends that members were told about.
     fn ends(&mut self) -> Vec<(MemberId, GroupEnd)> {
         let end = |(id, message)| match message {
             ToAgent::End(end) => Some((id, end)),

@@ -1,10 +1,10 @@
-//! The node ranks of an attempt, for any members and any history.
+//! Assignment of node ranks for arbitrary members with arbitrary histories.
 
 use proptest::prelude::*;
 
 use super::*;
 
-/// A member: its last rank, its wish, and whether it can take part.
+/// A member: its last rank, the rank that it asks for, and whether it can take part.
 type Given = (Option<u32>, Option<u32>, bool);
 
 fn members() -> impl Strategy<Value = Vec<Given>> {
@@ -34,10 +34,10 @@ fn group(members: &[Given]) -> Group {
 
 proptest! {
     #[test]
-    fn ranks_go_to_those_that_had_them_then_to_those_that_wish_for_them(members in members(), most in 1usize..9) {
+    fn ranks_go_to_their_last_holders_then_to_members_that_ask_for_them(members in members(), most in 1usize..9) {
         let chosen = group(&members).coordinator.choose(most);
         let available = members.iter().filter(|(.., available)| *available).count();
-        // Dense, unique, and as many as possible.
+        // Ranks are dense and unique, and as many as possible.
         prop_assert_eq!(chosen.len(), available.min(most));
         prop_assert_eq!(chosen.iter().collect::<std::collections::BTreeSet<_>>().len(), chosen.len());
         let of = |id: &MemberId| members[*id as usize - 1];

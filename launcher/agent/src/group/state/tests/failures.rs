@@ -1,4 +1,4 @@
-//! Failures of ranks and nodes, their order, and what follows.
+//! Failures of ranks and nodes, their order and their consequences.
 
 use super::*;
 
@@ -46,7 +46,7 @@ fn messages_about_another_attempt_change_nothing() {
     group.all_end(&[1, 2], 1);
     let prepares = group.take().into_iter().filter(|(_, it)| matches!(it, ToAgent::Prepare(_)));
     assert_eq!(prepares.count(), 2);
-    // Both nodes say of the attempt before that they are ready: the new one must not begin.
+    // Both nodes report for the previous attempt that they are ready: the new one must not begin.
     for id in [1, 2] {
         let prepared = NodePrepared { master_port: 20_000, shared: true, ..NodePrepared::default() };
         group.tell(id, FromAgent::Prepared(prepared));
@@ -127,7 +127,7 @@ fn coordinator_that_was_suspended_waits_for_what_members_have_sent_meanwhile() {
 #[test]
 fn coordinator_that_was_suspended_is_the_cause_where_nodes_have_ended_their_workers_meanwhile() {
     let cut_off = || RootCause {
-        message: "no contact to the coordinator for 11 s".into(),
+        message: "no contact with the coordinator for 11 s".into(),
         exit_code: 75,
         consequence: true,
         infrastructure: true,
@@ -135,7 +135,7 @@ fn coordinator_that_was_suspended_is_the_cause_where_nodes_have_ended_their_work
         ..RootCause::default()
     };
     let expected = "node 0 (h0): the coordinator did not run for 20 s: suspended, or its host is overloaded";
-    // Member 0 has the coordinator. The other one reports the end of its workers, or has given up.
+    // Member 0 hosts the coordinator. The other one reports that its workers have ended, or has given up.
     for gives_up in [false, true] {
         let mut group = Group::new();
         group.greet(0, greeting(Some(0), (2, 2), rules(0)));
@@ -165,7 +165,7 @@ fn coordinator_that_was_suspended_is_the_cause_where_nodes_have_ended_their_work
         group.wait(later * SECOND, &[1]);
         group.tell(1, FromAgent::Failed(NodeFailed { attempt: 0, cause: Some(cut_off()) }));
         group.all_end(&[0, 1], 75);
-        assert_eq!(group.ends()[0].1.root, "node 1 (h1): no contact to the coordinator for 11 s");
+        assert_eq!(group.ends()[0].1.root, "node 1 (h1): no contact with the coordinator for 11 s");
     }
 }
 
@@ -195,7 +195,7 @@ fn attempt_begins_only_when_every_member_has_ended_the_last_one() {
     group.all_end(&[1, 2], 1);
     group.wait(5 * SECOND, &[1, 2, 3]);
     assert!(!group.take().iter().any(|(_, message)| matches!(message, ToAgent::Prepare(_))));
-    // What is said of the last attempt changes nothing in the next one.
+    // Messages about the last attempt change nothing in the next one.
     group.all_end(&[3], 1);
     let stale = NodeFailed { attempt: 0, cause: Some(cause(0, false)) };
     assert_eq!(group.prepare_all().len(), 3);
@@ -213,7 +213,7 @@ fn lost_node_without_a_replacement_ends_the_job_with_75() {
     group.wait(601 * SECOND, &[1]);
     let ends = group.ends();
     assert_eq!((ends.len(), ends[0].1.exit_code), (1, 75));
-    assert_eq!(ends[0].1.root, "node 1 (h1): the agent is gone; nothing has replaced it");
+    assert_eq!(ends[0].1.root, "node 1 (h1): the agent is gone; no other node replaced it");
 }
 
 #[test]
@@ -226,7 +226,7 @@ fn all_nodes_done_is_done_and_stop_is_passed_on() {
     let mut group = Group::running(2, 3);
     group.stop(2, 2);
     assert!(matches!(group.take()[..], [(1, ToAgent::Stop(_)), (2, ToAgent::Stop(_))]));
-    // The same interrupt has arrived there, too; then a second one.
+    // The same interrupt arrives on the second node as well; then a second one follows.
     group.stop(1, 2);
     assert_eq!(group.take(), []);
     group.stop(1, 2);

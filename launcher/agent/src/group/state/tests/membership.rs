@@ -1,4 +1,4 @@
-//! Who is a member, with which rank, and when that suffices.
+//! Membership: who is admitted, with which rank, and when there are enough members.
 
 use xlaunch_proto::v1::{Query, QueryReply, Setting};
 
@@ -70,7 +70,7 @@ fn node_that_differs_is_refused_with_both_values_while_the_others_wait() {
                 settings: settings(&[("a", "1"), ("b", "x\n"), ("d", "4")]),
                 ..base()
             },
-            "node 1 (h1) has another configuration than node 0 (h0): b is x\\n instead of 2, c is unset instead of 3, \
+            "node 1 (h1) has a different configuration than node 0 (h0): b is x\\n instead of 2, c is unset instead of 3, \
              d is 4 instead of unset",
         ),
         (greeting(Some(1), (3, 3), rules(0)), "node 1 (h1) has --nnodes 3, node 0 (h0) has 2"),
@@ -111,7 +111,7 @@ fn missing_nodes_are_named_every_ten_seconds_and_at_the_deadline() {
     group.wait(2 * SECOND, &[1, 3]);
     let ends = group.ends();
     assert_eq!(ends.iter().map(|(id, end)| (*id, end.exit_code)).collect::<Vec<_>>(), [(1, 69), (3, 69)]);
-    assert!(ends[0].1.root.contains("nodes 0, 2 of 4 did not come in time"), "{ends:?}");
+    assert!(ends[0].1.root.contains("nodes 0, 2 of 4 did not join in time"), "{ends:?}");
 }
 
 #[test]
@@ -124,7 +124,7 @@ fn elastic_group_begins_with_fewer_nodes_after_the_last_call() {
     group.wait(29 * SECOND, &[1, 2]);
     assert_eq!(group.prepare_all(), []);
     group.wait(2 * SECOND, &[1, 2]);
-    // By address.
+    // Ranks follow the addresses.
     assert_eq!(ranks(&group.prepare_all()), [(1, 1), (2, 0)]);
 }
 
@@ -139,7 +139,7 @@ fn node_that_joins_pauses_the_others_and_all_begin_again_outside_the_budget() {
     assert_eq!(paused.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [1, 2]);
     group.all_end(&[1, 2], 143);
     let asked = group.prepare_all();
-    // Those that were there keep their ranks.
+    // Members that were there before keep their ranks.
     assert_eq!(ranks(&asked), [(1, 0), (2, 1), (3, 2)]);
     assert!(
         asked.iter().all(|(_, prepare)| (prepare.attempt, prepare.restarts, prepare.world_size) == (1, 0, 6))
@@ -147,7 +147,7 @@ fn node_that_joins_pauses_the_others_and_all_begin_again_outside_the_budget() {
 }
 
 #[test]
-fn node_beyond_the_most_is_told_that_it_is_a_spare_at_every_attempt() {
+fn node_beyond_the_maximum_is_told_that_it_is_a_spare_at_every_attempt() {
     let spares = |said: Vec<(MemberId, ToAgent)>| -> Vec<MemberId> {
         let is_spare = |message: &ToAgent| matches!(message, ToAgent::Waiting(it) if it.spare);
         said.into_iter().filter(|(_, message)| is_spare(message)).map(|(id, _)| id).collect()
@@ -161,7 +161,7 @@ fn node_beyond_the_most_is_told_that_it_is_a_spare_at_every_attempt() {
     group.all_end(&[1, 2], 1);
     group.wait(2 * SECOND, &[1, 2, 3]);
     assert_eq!(spares(group.take()), [3]);
-    // One that joins below the most is not.
+    // A node that joins below the maximum is not a spare.
     let mut group = Group::new();
     group.greet(1, dynamic(1, (1, 2)));
     group.wait(40 * SECOND, &[1]);
@@ -201,7 +201,7 @@ fn node_leaves_after_sigterm_if_enough_remain_and_ranks_move_down() {
     let left =
         group.said.iter().find_map(|(_, it)| if let ToAgent::End(end) = it { Some(end) } else { None });
     assert!(left.is_none_or(|end| end.stopped), "{left:?}");
-    // One more would be too few.
+    // Without another one, too few would remain.
     group.stop(1, 15);
     assert!(matches!(group.take()[..], [(1, ToAgent::Stop(_)), (3, ToAgent::Stop(_))]));
 }
@@ -220,7 +220,7 @@ fn stop_that_coincides_with_a_pause_ends_the_job_as_any_stop_does() {
             3,
             Greeting { rules: group.coordinator.reference.clone().unwrap().rules, ..dynamic(3, (2, 3)) },
         );
-        // Node 1 has ended for the pause when the stop comes, node 2 does so at the same time.
+        // Node 1 has already ended for the pause when the stop arrives; node 2 ends at the same time.
         group.all_end(&[1], 143);
         group.stop(2, 2);
         group.all_end(&[2], 143);
@@ -230,7 +230,7 @@ fn stop_that_coincides_with_a_pause_ends_the_job_as_any_stop_does() {
     }
 }
 
-/// A training job of up to two nodes, in which only `sharing` members see the checkpoints of others.
+/// A training job of up to two nodes in which only the members in `sharing` see the checkpoints of others.
 struct Checkpoints<'a> {
     group: Group,
     sharing: &'a [MemberId],
@@ -243,7 +243,8 @@ impl Checkpoints<'_> {
         self.group.greet(id, Greeting { rules: Some(rules), instance: vec![id as u8], ..base });
     }
 
-    /// Members say that they are ready. Returns what begins, with the ranks that write checkpoints.
+    /// Members report that they are ready. Returns the members that begin, each with the number of ranks that write
+    /// checkpoints.
     fn prepare(&mut self) -> Vec<(MemberId, u32)> {
         for (id, message) in self.group.take() {
             if let ToAgent::Prepare(Prepare { attempt, checkpoints_instance, .. }) = message {
@@ -262,7 +263,7 @@ impl Checkpoints<'_> {
 
 #[test]
 fn node_without_the_checkpoints_ends_the_job_rather_than_start_afresh() {
-    // The one that has them is killed, or leaves, while another one joins.
+    // The node with the checkpoints is killed, or leaves, while another one joins.
     for leaves in [false, true] {
         let mut job = Checkpoints { group: Group::new(), sharing: &[] };
         job.join(1);
@@ -314,7 +315,7 @@ fn agent_of_the_same_rank_waits_until_the_holder_is_lost_or_shows_that_it_lives(
     let claim = || greeting(Some(1), (2, 2), rules(3));
     let mut group = Group::running(2, 3);
     group.input(Input::Heard(2));
-    // One waits, another gives up.
+    // One claimant waits, another gives up.
     group.greet(9, claim());
     group.greet(10, claim());
     group.input(Input::Disconnected(10));

@@ -1,9 +1,9 @@
 //! Simulates whole jobs on simulated networks: the real coordinator, the real links and the real jobs of up to five
-//! nodes, with a clock of its own. Networks are cut, in one direction or both, are slow, and reset connections; agents
+//! nodes, on a simulated clock. Networks are slow, drop packets in one direction or both, and reset connections; agents
 //! are killed and start again, hosts lose power, workers fail, jobs are stopped; clocks differ by up to 1 %.
 //!
-//! Everything follows from a seed, which a failure names together with all that happened. The ordinary test takes
-//! 1,000 seeds and some seconds; `XLAUNCH_TEST_SEEDS=0..10000`, as in the gate, takes half a minute.
+//! A seed determines everything. A failure prints its seed and a trace of all events. The ordinary test takes 1,000
+//! seeds and a few seconds; `XLAUNCH_TEST_SEEDS=0..10000`, as in the gate, takes half a minute.
 
 mod invariants;
 mod network;
@@ -28,7 +28,7 @@ use node::Node;
 use plan::{CALM_AFTER, Fault, Plan, Random};
 use workers::Worker;
 
-/// For a job to end when its network is well again: agents wait for others, and for the coordinator.
+/// Time for a job to end after its network has healed: agents wait for others, and for the coordinator.
 const END_TIMEOUT: Duration = Duration::from_secs(240);
 
 #[derive(Debug)]
@@ -62,7 +62,7 @@ enum Happening {
         incarnation: u32,
         attempt: u32,
     },
-    /// All work of a worker is done.
+    /// A worker has finished its work.
     Done(usize),
     Exit(usize, Exit),
 }
@@ -75,9 +75,9 @@ struct World {
     now: Instant,
     queue: BTreeMap<(Instant, u64), Happening>,
     scheduled: u64,
-    /// `None` when its process has ended.
+    /// `None` once its process has ended.
     coordinator: Option<Task>,
-    /// Its host has lost power.
+    /// The coordinator's host has lost power.
     is_coordinator_off: bool,
     nodes: Vec<Node>,
     connections: Vec<Connection>,
@@ -85,13 +85,13 @@ struct World {
     live: BTreeSet<usize>,
     /// Attempts in which a worker has failed.
     broken: BTreeSet<u32>,
-    /// When the workers of an attempt are done.
+    /// Times at which the workers of each attempt are done.
     lengths: BTreeMap<u32, Instant>,
     next_port: u32,
     told: BTreeMap<u32, Told>,
-    /// Checkpoints that were announced, and the nodes that saved the last one.
+    /// Number of announced checkpoints, and the number of nodes that saved the last one.
     saved: Option<(u32, u32)>,
-    /// By directory: the last checkpoint in it.
+    /// Number of the last checkpoint in each directory.
     directories: BTreeMap<usize, u32>,
     ends: Vec<AgentEnd>,
     violation: Option<String>,
@@ -257,15 +257,15 @@ impl World {
         self.queue.insert((at, self.scheduled), happening);
     }
 
-    /// What the clock of a host shows.
+    /// Returns the time on a host's own clock.
     fn clock(&self, host: usize) -> Instant {
         self.start + (self.now - self.start).mul_f64(self.plan.clocks[host])
     }
 
-    /// When it shows this.
+    /// Returns the true time at which a host's clock shows `local`.
     fn real_time(&self, host: usize, local: Instant) -> Instant {
         let time = local.saturating_duration_since(self.start).div_f64(self.plan.clocks[host]);
-        // What was rounded must not be too early.
+        // Rounding must not make it too early.
         self.start + time + Duration::from_micros(1)
     }
 

@@ -1,4 +1,4 @@
-//! What must be true after every event.
+//! Invariants that must hold after every event.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -8,17 +8,17 @@ use xlaunch_proto::v1::{Begin, Prepare};
 use super::World;
 use crate::state::Kind;
 
-/// What the nodes of an attempt were told.
+/// The assignment that the nodes of an attempt were told.
 #[derive(Debug, Default)]
 pub(super) struct Told {
-    /// By node rank: host, first rank and number of workers.
+    /// Host, first rank and number of workers, by node rank.
     nodes: BTreeMap<u32, (usize, u32, u32)>,
     world: u32,
     count: u32,
     port: u32,
 }
 
-/// How often things happened, so that a simulation in which nothing does is noticed.
+/// Event counts, so that a simulation in which nothing happens is noticed.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Summary {
     pub(super) attempts: u32,
@@ -27,7 +27,7 @@ pub(super) struct Summary {
     pub(super) renewed: u32,
     pub(super) left: u32,
     pub(super) done: u32,
-    /// Attempts that went on from a checkpoint with another number of nodes than the one that saved it.
+    /// Attempts that resumed from a checkpoint saved by a different number of nodes.
     pub(super) resized: u32,
 }
 
@@ -43,17 +43,17 @@ impl Summary {
     }
 }
 
-/// How an agent has ended.
+/// The end of an agent.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct AgentEnd {
     #[expect(dead_code, reason = "shown if the test fails")]
     pub(super) host: usize,
     pub(super) code: u8,
-    /// The coordinator has said so.
+    /// The coordinator told the agent about the end.
     pub(super) told: bool,
-    /// It was a member.
+    /// The agent was a member.
     pub(super) admitted: bool,
-    /// It was sent SIGTERM.
+    /// The agent was sent SIGTERM.
     pub(super) leaving: bool,
 }
 
@@ -64,7 +64,7 @@ impl World {
         }
     }
 
-    /// A node begins an attempt.
+    /// Checks the beginning of an attempt on one node.
     pub(super) fn check_begin(&mut self, host: usize, prepare: &Prepare, begin: &Begin) {
         let attempt = prepare.attempt;
         let workers = self.plan.workers[host];
@@ -96,18 +96,18 @@ impl World {
         self.summary.attempts = self.summary.attempts.max(attempt + 1);
     }
 
-    /// The directory in which the agent of a host has its checkpoints.
+    /// Index of the directory in which a host's agent keeps its checkpoints.
     fn directory(&self, host: usize) -> usize {
         if self.plan.shared { 0 } else { host }
     }
 
-    /// Whether a host sees the directory of the agent with this instance.
+    /// Whether a host sees the checkpoint directory of the agent with this instance id.
     pub(super) fn sees_checkpoints(&self, host: usize, instance: &[u8]) -> bool {
         let keeper = instance.first_chunk().map_or(0, |host| u32::from_be_bytes(*host));
         self.directory(host) == self.directory(keeper as usize)
     }
 
-    /// Rank 0 has announced a checkpoint to its agent.
+    /// Records that rank 0 has announced a checkpoint to its agent.
     pub(super) fn save(&mut self, host: usize) {
         let nodes = self.agent(host).nodes();
         self.saved = Some((self.saved.map_or(1, |(number, _)| number + 1), nodes));
@@ -115,8 +115,8 @@ impl World {
         self.directories.insert(directory, self.saved.map_or(0, |(number, _)| number));
     }
 
-    /// An attempt goes on from the last checkpoint that was announced, and all that write its next one write to the
-    /// directory of rank 0.
+    /// Checks that an attempt resumes from the last announced checkpoint, and that all ranks that write the next one
+    /// write to the directory of rank 0.
     fn check_checkpoints(&mut self, host: usize, prepare: &Prepare, begin: &Begin) {
         if self.plan.kind != Kind::Trainer {
             return;
@@ -137,7 +137,7 @@ impl World {
         });
     }
 
-    /// A worker starts: none of the same rank lives, and none of an earlier attempt.
+    /// Checks the start of a worker: no other worker of the same rank or of another attempt may be alive.
     pub(super) fn check_start(&mut self, host: usize, rank: u32, attempt: u32) {
         let other = self
             .live
@@ -150,7 +150,7 @@ impl World {
         }
     }
 
-    /// All agents have ended, or the time is over.
+    /// Checks the end of the simulation: all agents have ended, or time is up.
     pub(super) fn check_end(&mut self, deadline: Instant) {
         let late: Vec<usize> =
             (0..self.nodes.len()).filter(|host| self.nodes[*host].agent.is_some()).collect();

@@ -1,4 +1,5 @@
-//! Connections between agents and the coordinator, as TCP gives them: in order, once, late, or not at all.
+//! Connections between agents and the coordinator, with the guarantees of TCP: messages arrive in order and once, late,
+//! or not at all.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -10,14 +11,14 @@ use xlaunch_proto::v1::{AgentMessage, CoordinatorMessage};
 use super::{Happening, World};
 use crate::group::coordinator::{self, Event, HowClosed};
 
-/// A connection of an agent; both ends have closed it, or not.
+/// A connection of an agent, possibly closed.
 #[derive(Debug)]
 pub(super) struct Connection {
     pub(super) host: usize,
     pub(super) incarnation: u32,
-    /// In the same process.
+    /// Agent and coordinator are in the same process.
     local: bool,
-    /// Nothing arrives any more, not even that it has ended.
+    /// Nothing arrives any more, not even the news that it has ended.
     pub(super) lost: bool,
     handle: Option<coordinator::Connection>,
     replies: Option<mpsc::UnboundedReceiver<CoordinatorMessage>>,
@@ -62,7 +63,7 @@ impl World {
         self.connections.len() - 1
     }
 
-    /// From the agent.
+    /// Sends from the agent to the coordinator.
     pub(super) fn send_up(&mut self, connection: usize, item: Up) {
         let due = self.arrival(connection);
         let it = &mut self.connections[connection];
@@ -91,7 +92,7 @@ impl World {
         self.now + delay
     }
 
-    /// Until when nothing arrives between this host and the coordinator.
+    /// Time until which nothing arrives between this host and the coordinator.
     pub(super) fn cut_until(&self, host: usize, direction: Direction) -> Option<Instant> {
         let of = |host: usize, up: bool| {
             let node = &self.nodes[host];
@@ -99,7 +100,7 @@ impl World {
         };
         let is_up = direction == Direction::Up;
         let own = of(host, is_up);
-        // The coordinator's host receives what others send up.
+        // On the coordinator's host, the direction is reversed: it receives what others send.
         let hosts = self.plan.hosted.then(|| of(0, !is_up));
         own.into_iter().chain(hosts.flatten()).max().filter(|until| self.now < *until)
     }
@@ -111,7 +112,7 @@ impl World {
         }
         let cut = self.cut_until(it.host, direction).filter(|_| !it.local);
         if let Some(until) = cut {
-            // TCP waits ever longer before it tries again.
+            // TCP waits ever longer before it retransmits.
             let backoff = self.random.ms(1, 8000);
             return self.schedule(until + backoff, Happening::Deliver(connection, direction));
         }
@@ -173,7 +174,7 @@ impl World {
         self.after_coordinator();
     }
 
-    /// Sends what the coordinator has said, and ends it when the job is over.
+    /// Delivers the coordinator's replies, and ends it when the job is over.
     fn after_coordinator(&mut self) {
         for connection in 0..self.connections.len() {
             while let Some(Ok(message)) =
@@ -187,7 +188,7 @@ impl World {
         }
     }
 
-    /// Its kernel closes all connections.
+    /// Ends the coordinator's process; its kernel closes all connections.
     pub(super) fn end_coordinator(&mut self) {
         self.note(|| "the coordinator ends".into());
         self.coordinator = None;

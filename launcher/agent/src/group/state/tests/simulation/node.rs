@@ -1,4 +1,4 @@
-//! An agent: its real link state and its real job, and the driver between them.
+//! An agent: its real link state and its real job, joined by a simulated driver.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use super::{Happening, World};
 use crate::group::link_state::{self, Closed, FromGroup, LinkState, Step};
 use crate::state::{Action, Event, Job, Rules, StopCause};
 
-/// Time after which an attempt is followed by another one.
+/// Timeouts and delays between attempts to connect, in place of the real dialer's.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 const CONNECT_TIMEOUT_WITH_WORKERS: Duration = Duration::from_secs(1);
 const RETRY_DELAY: Duration = Duration::from_millis(100);
@@ -21,34 +21,34 @@ const MAX_RETRY_DELAY: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Default)]
 pub(super) struct Node {
-    /// How often an agent was started.
+    /// Number of times an agent was started here.
     pub(super) incarnation: u32,
     pub(super) agent: Option<Agent>,
     pub(super) up_cut: Option<Instant>,
     pub(super) down_cut: Option<Instant>,
-    /// Until when messages are slow, and by how much at most.
+    /// Time until which messages are slow, and the maximum delay.
     pub(super) slow: Option<(Instant, Duration)>,
 }
 
 #[derive(Debug)]
 pub(super) struct Agent {
     link: LinkState,
-    /// The coordinator is in the same process; the number of the last message to it.
+    /// `Some` if the coordinator is in the same process: the number of the last message sent to it.
     local: Option<u64>,
     phase: LinkPhase,
-    /// Counts phases, so that time-outs of earlier ones are ignored.
+    /// Counts phases, so that timeouts of earlier ones are ignored.
     epoch: u64,
     pub(super) connection: Option<usize>,
-    /// Silent ones that are closed when the coordinator knows a newer one.
+    /// Silent connections, to be closed when the coordinator knows a newer one.
     given_up: Vec<usize>,
     pause: Duration,
     job: Job,
     prepare: Option<Prepare>,
-    /// That it has reserved last for rank 0.
+    /// The master port that it reserved last, for rank 0.
     pub(super) port: u32,
     pub(super) workers: Vec<usize>,
     told: bool,
-    /// The coordinator does not admit it.
+    /// The coordinator has refused it.
     refused: bool,
     admitted: bool,
     leaving: bool,
@@ -59,7 +59,7 @@ enum LinkPhase {
     Dialing,
     Opening,
     Open,
-    /// The coordinator does not know this member any more, whose workers still live.
+    /// The coordinator no longer knows this member, whose workers are still alive.
     Renewing,
     Over,
 }
@@ -69,7 +69,7 @@ impl Agent {
         self.prepare.as_ref().map_or(0, |prepare| prepare.first_rank)
     }
 
-    /// Of the attempt.
+    /// Number of nodes in the attempt.
     pub(super) fn nodes(&self) -> u32 {
         self.prepare.as_ref().map_or(0, |prepare| prepare.nodes)
     }
@@ -174,7 +174,7 @@ impl World {
         }
     }
 
-    /// The agent's process still runs, and its link is in the same phase.
+    /// Whether the agent's process still runs and its link is in the same phase.
     pub(super) fn is_current(&self, host: usize, incarnation: u32, epoch: Option<u64>) -> bool {
         let node = &self.nodes[host];
         let agent = node.agent.as_ref().filter(|_| node.incarnation == incarnation);
@@ -273,7 +273,7 @@ impl World {
         }
     }
 
-    /// The driver sends something.
+    /// Sends a message from the driver to the coordinator.
     pub(super) fn link_send(&mut self, host: usize, body: FromAgent) {
         let agent = self.agent(host);
         let message = match &mut agent.local {
@@ -360,7 +360,7 @@ impl World {
         }
     }
 
-    /// What the job makes of an event.
+    /// Passes an event to the job and carries out the resulting actions.
     pub(super) fn job_event(&mut self, host: usize, event: Event) {
         let now = self.clock(host);
         self.note(|| format!("h{host}: {event:?}"));
@@ -389,7 +389,7 @@ impl World {
         self.require(!lives, || format!("the agent of h{host} has left workers"));
     }
 
-    /// The process is gone: its kernel closes its connections.
+    /// Ends the agent's process; its kernel closes its connections.
     pub(super) fn end_agent(&mut self, host: usize) {
         let incarnation = self.nodes[host].incarnation;
         self.nodes[host].agent = None;

@@ -1,4 +1,4 @@
-//! What a seed stands for: the job, its nodes, and what happens to them.
+//! The scenario derived from a seed: the job, its nodes, and the faults that hit them.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use xlaunch_proto::v1::{Greeting, GroupRules};
 
 use crate::state::Kind;
 
-/// No fault begins later, all networks have healed, and workers end soon.
+/// From this time on, no fault begins, all networks have healed, and workers end soon.
 pub(super) const CALM_AFTER: Duration = Duration::from_secs(60);
 
 /// A generator of pseudo-random numbers (splitmix64).
@@ -33,7 +33,7 @@ impl Random {
         self.below(100) < chance
     }
 
-    /// Between these numbers of milliseconds.
+    /// A random duration in `from..to` milliseconds.
     pub(super) fn ms(&mut self, from: u32, to: u32) -> Duration {
         Duration::from_millis(u64::from(from + self.below(to - from)))
     }
@@ -41,39 +41,39 @@ impl Random {
 
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Fault {
-    /// Packets to the coordinator, from it, or both, are lost for this long.
+    /// Packets to the coordinator, from it, or both are lost for `time`.
     Cut { up: bool, down: bool, time: Duration },
-    /// Messages take up to this long for ten seconds.
+    /// For ten seconds, messages take up to this long.
     Slow(Duration),
-    /// The network resets the connection; who notices.
+    /// The network resets the connection; says which ends notice.
     Reset { agent: bool, coordinator: bool },
-    /// The agent is killed, and started again.
+    /// The agent is killed, and started again after `again`.
     Kill { again: Option<Duration> },
-    /// The host loses power, and starts again.
+    /// The host loses power, and starts again after `again`.
     PowerOff { again: Option<Duration> },
-    /// A signal to the agent, or a call.
+    /// A signal to the agent, or a call if 0.
     Stop(u32),
 }
 
 #[derive(Clone, Debug)]
 pub(super) struct Plan {
     pub(super) kind: Kind,
-    /// By host.
+    /// Number of workers on each host.
     pub(super) workers: Vec<u32>,
-    /// When agents start, by host.
+    /// Start time of the agent on each host.
     pub(super) starts: Vec<Duration>,
-    /// How fast clocks run, by host.
+    /// Clock rate of each host.
     pub(super) clocks: Vec<f64>,
     pub(super) fixed_ranks: bool,
     pub(super) nodes: (u32, u32),
-    /// All hosts see one directory of checkpoints; otherwise each has its own.
+    /// All hosts see the same checkpoint directory; otherwise each has its own.
     pub(super) shared: bool,
     pub(super) restarts: u32,
     pub(super) lease: u32,
     /// The agent of host 0 runs the coordinator.
     pub(super) hosted: bool,
     pub(super) faults: Vec<(Duration, usize, Fault)>,
-    /// Of an attempt, that a worker of it fails by itself; percent.
+    /// Probability in percent that a worker fails by itself during an attempt.
     pub(super) crashes: u32,
 }
 
@@ -110,7 +110,7 @@ impl Plan {
         }
     }
 
-    /// A training job that grows node by node, and loses or is left by some of them.
+    /// A training job that grows node by node, and loses some of them again.
     pub(super) fn growth(random: &mut Random) -> Self {
         let hosts = 3;
         let starts = (0..hosts).map(|host| random.ms(8000 * host, 8000 * host + 8000)).collect();
@@ -139,7 +139,7 @@ impl Plan {
         }
     }
 
-    /// All that happens is that hosts are cut off for up to 8 s, at the default lease.
+    /// The only faults are cuts of up to 8 s, with the default lease.
     pub(super) fn short_cuts(random: &mut Random) -> Self {
         let cut = |at: u32, random: &mut Random| {
             let both = random.percent(50);
@@ -158,7 +158,7 @@ impl Plan {
             fixed_ranks: true,
             crashes: 0,
             clocks: vec![0.99, 1.0, 1.01],
-            // Time between two for the agents to come back.
+            // Far enough apart for the agents to come back in between.
             faults: vec![cut(5, random), cut(19, random)],
             kind: Kind::Trainer,
         }

@@ -1,4 +1,4 @@
-//! Worker processes: they work, fail, depend on each other, and end when they are told to, or not.
+//! Worker processes: they work, fail, depend on each other, and may or may not end when told to.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ impl World {
         let first = self.agent(host).first_rank();
         self.agent(host).workers.clear();
         let is_calm = self.now >= self.start + CALM_AFTER;
-        // All workers of an attempt are done at about the same time.
+        // All workers of an attempt finish at about the same time.
         let length = match self.lengths.get(&attempt) {
             Some(end) => *end,
             None => {
@@ -59,7 +59,7 @@ impl World {
         }
     }
 
-    /// Its work is complete if that of all others is.
+    /// Finishes a worker, unless another worker of the attempt has failed.
     pub(super) fn done(&mut self, worker: usize) {
         if !self.broken.contains(&self.workers[worker].attempt) {
             self.exit(worker, Exit::Code(0));
@@ -84,7 +84,7 @@ impl World {
         }
     }
 
-    /// Some of the others find that they have lost a peer; the rest hang.
+    /// Some of the other workers notice that they have lost a peer; the rest hang.
     fn notice_loss(&mut self, attempt: u32) {
         for other in self.live.clone() {
             if self.workers[other].attempt == attempt && self.random.percent(60) {
@@ -95,7 +95,7 @@ impl World {
         }
     }
 
-    /// Asks a trainer's workers for a checkpoint, or sends a command's a signal.
+    /// Asks the workers of a trainer for a checkpoint, or sends those of a command a signal.
     pub(super) fn stop_workers(&mut self, host: usize, signal: Option<i32>) {
         for worker in self.agent(host).workers.clone() {
             let exit = signal.map_or(Exit::Code(143), Exit::Signal);
@@ -113,7 +113,7 @@ impl World {
         }
     }
 
-    /// The agent is killed, and with it its workers.
+    /// Kills an agent, and its workers with it.
     pub(super) fn kill_agent(&mut self, host: usize, by_power: bool) {
         if self.nodes[host].agent.is_none() {
             return;
@@ -128,7 +128,7 @@ impl World {
         let incarnation = self.nodes[host].incarnation;
         if by_power {
             for connection in &mut self.connections {
-                // Nothing says that they have ended.
+                // Neither side learns that the connection has ended.
                 connection.lost |= (connection.host, connection.incarnation) == (host, incarnation);
             }
         }
