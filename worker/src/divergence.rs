@@ -1,27 +1,27 @@
-//! Which steps are skipped, and when training has diverged. Pure.
+//! Decides which steps are skipped, and when training has diverged. Pure.
 //!
-//! AdamW skips a step whose loss or gradient norm is not finite, and after `NonFinite::limit` of them in a row every
-//! later step: that is decided on the device (see `ops/adamw`). [`SkipCount`] takes the same decisions on the host,
-//! from the results that are read back. Both see the same numbers on every rank, so all ranks end after the same step,
-//! with the state of the last good one.
+//! AdamW skips a step whose loss or gradient norm is not finite, and after `NonFinite::limit` consecutive such steps
+//! every later step. The device makes that decision (see `ops/adamw`). [`SkipCount`] makes the same decisions on the
+//! host, from the results that are read back. Both see the same numbers on every rank, so all ranks end after the same
+//! step, with the state of the last good one.
 
 use std::fmt;
 
 use xlaunch_proto::spec::TrainSection;
 
-/// What was not finite.
+/// The value that was not finite.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Divergence {
-    /// The results of training steps.
+    /// Results of training steps.
     Step {
-        /// Loss of the last of them.
+        /// Loss of the last skipped step.
         loss: f32,
-        /// Gradient norm of the last of them.
+        /// Gradient norm of the last skipped step.
         grad_norm: f32,
-        /// Number of steps in a row.
+        /// Number of consecutive skipped steps.
         in_a_row: u32,
     },
-    /// The loss on held-out data.
+    /// Loss on held-out data.
     Validation {
         /// NaN or infinite.
         loss: f64,
@@ -49,7 +49,7 @@ impl fmt::Display for Divergence {
     }
 }
 
-/// The skipped steps of a run.
+/// Counts the skipped steps of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct SkipCount {
     limit: u32,
@@ -59,16 +59,16 @@ pub struct SkipCount {
 }
 
 impl SkipCount {
-    /// None so far, in this run of the job.
+    /// Starts with no skipped steps.
     pub fn new(train: &TrainSection) -> Self {
         Self { limit: train.nonfinite.limit(), last_step: train.steps, in_a_row: 0, total: 0 }
     }
 
-    /// Counts the results of step `step`, from 1.
+    /// Counts the results of step `step`, numbered from 1.
     ///
     /// # Errors
-    /// Training has diverged. A job never ends with a step that was skipped: that would be a success with a loss that
-    /// is not finite.
+    /// If training has diverged. A job never ends with a skipped step: that would be a success with a loss that is not
+    /// finite.
     pub(crate) fn record(&mut self, step: u64, loss: f32, grad_norm: f32) -> Result<(), Divergence> {
         if loss.is_finite() && grad_norm.is_finite() {
             self.in_a_row = 0;
@@ -82,12 +82,12 @@ impl SkipCount {
         Ok(())
     }
 
-    /// Whether the last step was skipped.
+    /// Returns whether the last step was skipped.
     pub(crate) fn is_skipping(&self) -> bool {
         self.in_a_row > 0
     }
 
-    /// Skipped steps of this run.
+    /// Returns the number of skipped steps of this run.
     pub(crate) fn total(&self) -> u64 {
         self.total
     }

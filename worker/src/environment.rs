@@ -1,4 +1,4 @@
-//! The environment variables that the agent sets for a worker, and those that users may set.
+//! Environment variables that the agent sets for a worker, and variables that users may set.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -19,22 +19,22 @@ pub struct Environment {
     pub agent_socket: PathBuf,
     /// The address at which other nodes reach this one; `None` if the job has one node.
     pub advertised_address: Option<IpAddr>,
-    /// Ranks below this one see the directory of the run of rank 0, and write checkpoints there.
+    /// Ranks below this one can see the run directory of rank 0, and write checkpoints there.
     pub writers: u32,
-    /// Descriptors of memory files for snapshots; empty without them.
+    /// Descriptors of memory files for snapshots; empty if there are none.
     pub snapshot_fds: Vec<u32>,
-    /// Number of the file in which the training thread records what it does.
+    /// Descriptor of the file in which the training thread records its activity.
     pub activity_fd: Option<u32>,
     pub device: Device,
     /// Threads of the CPU back end.
     pub threads: usize,
-    /// The pool's debug mode: fill new buffers with this byte.
+    /// The pool's debug mode fills new buffers with this byte.
     pub pool_debug: Option<u8>,
     /// Directory for a trace of the pool's requests during the first step.
     pub pool_trace: Option<PathBuf>,
-    /// The step, from 1, whose kernels are timed.
+    /// Number of the step, from 1, whose kernels are timed.
     pub profile: Option<u64>,
-    /// Print which variant was selected for each GPU operation.
+    /// Whether to print which variant was selected for each GPU operation.
     pub log_fallback: bool,
 }
 
@@ -43,17 +43,18 @@ pub struct Environment {
 pub enum Device {
     /// The CPU, on `threads` cores.
     Cpu,
-    /// The CUDA device with this ordinal, as this process numbers them.
+    /// The CUDA device with this ordinal in this process.
     Cuda(usize),
 }
 
 impl Environment {
-    /// Whether all ranks see the directory of the run.
+    /// Returns whether all ranks can see the run directory.
     pub fn is_shared(&self) -> bool {
         self.writers >= self.world_size.0
     }
 
-    /// The place of another rank of this node that is a thread of the same process. Its activity is not recorded.
+    /// Returns the environment of another rank of this node that runs as a thread of the same process. Its activity is
+    /// not recorded.
     pub(crate) fn of_thread(&self, local_rank: u32) -> Self {
         let device = match self.device {
             Device::Cpu => Device::Cpu,
@@ -129,7 +130,7 @@ fn descriptors(value: &str) -> Result<Vec<u32>> {
     })
 }
 
-/// A byte in decimal, or in hexadecimal with a prefix `0x`.
+/// Parses a byte in decimal, or in hexadecimal with the prefix `0x`.
 fn fill_byte(value: &str) -> Result<u8> {
     let byte = match value.strip_prefix("0x") {
         Some(digits) => u8::from_str_radix(digits, 16),
@@ -192,7 +193,7 @@ mod tests {
         assert_eq!(first.of_thread(0), first);
         let other = first.of_thread(2);
         assert_eq!((other.rank, other.local_rank, other.device), (Rank(2), LocalRank(2), Device::Cuda(2)));
-        // Two threads that wrote to the same record would overwrite each other's.
+        // Two threads writing to the same record would overwrite each other's data.
         assert_eq!((first.activity_fd, other.activity_fd), (Some(5), None));
     }
 

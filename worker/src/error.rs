@@ -1,4 +1,4 @@
-//! The errors that end a worker, and their exit codes.
+//! Errors that end a worker, and their exit codes.
 
 use xlaunch_comm::CommError;
 use xlaunch_engine::EngineError;
@@ -10,7 +10,7 @@ use crate::huggingface::ModelError;
 /// Result with a [`WorkerError`].
 pub type Result<T> = std::result::Result<T, WorkerError>;
 
-/// Why a worker cannot go on.
+/// Reason why a worker cannot continue.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
     /// A variable that the agent sets is missing or malformed: the worker was not started by an agent.
@@ -22,7 +22,7 @@ pub enum WorkerError {
     /// Training or evaluation data cannot be used.
     #[error(transparent)]
     Data(#[from] crate::data::DataError),
-    /// The checkpoint to resume from is damaged, and was renamed: another attempt takes another one.
+    /// The checkpoint to resume from is damaged and was renamed. Another attempt uses another checkpoint.
     #[error("{0}")]
     SetAside(String),
     /// A checkpoint cannot be read or written.
@@ -57,7 +57,7 @@ pub enum WorkerError {
         world - 1
     )]
     NotShared {
-        /// Ranks below this one can.
+        /// Ranks below this one can save their shards.
         writers: u32,
         /// Number of ranks.
         world: u32,
@@ -76,7 +76,7 @@ pub enum WorkerError {
     Diverged {
         /// Number of the step, from 1.
         step: u64,
-        /// What was not finite.
+        /// The value that was not finite.
         what: crate::divergence::Divergence,
     },
     /// Ranks have different parameters: memory was corrupted, or a collective is faulty.
@@ -87,10 +87,10 @@ pub enum WorkerError {
     ReplicasDiffer {
         /// Number of the step, from 1.
         step: u64,
-        /// Ranks that differ from the majority; all if there is none.
+        /// Ranks that differ from the majority; all ranks if there is no majority.
         ranks: Vec<usize>,
     },
-    /// One of several ranks of this process cannot go on.
+    /// One of several ranks of this process cannot continue.
     #[error("rank {rank}: {error}")]
     OfRank {
         /// The rank.
@@ -109,12 +109,12 @@ pub enum WorkerError {
 }
 
 impl WorkerError {
-    /// What the process exits with.
+    /// Returns the exit code of the process.
     pub fn exit(&self) -> ExitCode {
         match self {
             Self::Data(_) => ExitCode::Data,
             Self::Checkpoint(CheckpointError::Write { .. }) => ExitCode::SaveFailed,
-            // Not enough memory.
+            // There is not enough memory.
             Self::Checkpoint(CheckpointError::Memory { .. }) => ExitCode::Gpu,
             Self::Checkpoint(_) => ExitCode::Data,
             Self::Model(error) => error.exit(),
@@ -140,14 +140,15 @@ impl WorkerError {
         }
     }
 
-    /// The ranks to which the agent attributes this error in place of the one that reports it, as all ranks do.
+    /// Returns the ranks to blame for this error. Every rank reports it, so the agent attributes it to these ranks
+    /// instead of the reporting one.
     pub fn differing_ranks(&self) -> Vec<u32> {
         let Self::ReplicasDiffer { ranks, .. } = self else { return Vec::new() };
         ranks.iter().filter_map(|rank| u32::try_from(*rank).ok()).collect()
     }
 }
 
-/// `ranks 1, 3`.
+/// Formats ranks, such as `ranks 1, 3`.
 fn ranks_text(ranks: &[usize]) -> String {
     let numbers: Vec<String> = ranks.iter().map(ToString::to_string).collect();
     format!("{} {}", if ranks.len() == 1 { "rank" } else { "ranks" }, numbers.join(", "))

@@ -9,7 +9,7 @@ use crate::error::WorkerError;
 use crate::preflight::Refusal;
 use crate::weights::Weights;
 
-/// Why a configuration cannot be completed.
+/// Reason why a configuration cannot be completed.
 #[derive(Debug)]
 pub enum FillInError {
     /// A key contradicts the files.
@@ -30,13 +30,13 @@ impl From<DataError> for FillInError {
     }
 }
 
-/// Takes what the configuration leaves open from the files: the model's sizes from `checkpoint.init`, otherwise the
-/// vocabulary from a prepared directory. Replaces symbolic links in the paths of other runs, as `latest` is another run
-/// as soon as this one starts, and a run in `checkpoint.init` by its newest checkpoint.
+/// Fills keys that the configuration does not set from files: the model's sizes from `checkpoint.init`, otherwise the
+/// vocabulary from a prepared directory. Replaces symbolic links in paths of other runs, because `latest` points to
+/// another run as soon as this one starts, and replaces a run in `checkpoint.init` with its newest checkpoint.
 pub fn fill_in(spec: &mut JobSpec) -> Result<(), FillInError> {
     let checkpoint = &mut spec.checkpoint;
     for path in [Some(&mut checkpoint.resume), checkpoint.init.as_mut()].into_iter().flatten() {
-        // What does not exist, or is `off` or `auto`, stays: the preflight check reports the former.
+        // Keep paths that do not exist (the preflight check reports them), and the values `off` and `auto`.
         let resolved = Path::new(path).is_absolute().then(|| fs_err::canonicalize(&*path).ok()).flatten();
         if let Some(resolved) = resolved.and_then(|path| path.into_os_string().into_string().ok()) {
             *path = resolved;

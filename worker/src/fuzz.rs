@@ -1,5 +1,5 @@
-//! Entry points of the fuzz targets in `fuzz/`: the parsers of files that come from outside. Only with the feature
-//! `fuzzing`; not part of the crate's interface.
+//! Entry points of the fuzz targets in `fuzz/`: parsers of untrusted files. Requires the feature `fuzzing`; not part of
+//! the crate's public interface.
 
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
@@ -14,7 +14,7 @@ use crate::checkpoint::{Batch, Parent, State, VERSION};
 use crate::data::{Fingerprint, open_tokens};
 use crate::model::layout::Layout;
 
-/// In memory: writing to a disk would take longer than what is tested.
+/// A directory in memory: writing to a disk would take longer than the code under test.
 const SHARED_MEMORY: &str = "/dev/shm";
 const VOCABULARY: usize = 1000;
 
@@ -35,12 +35,12 @@ static PARAMETERS: LazyLock<Vec<(String, Vec<usize>)>> =
 static FILE: LazyLock<PathBuf> =
     LazyLock::new(|| Path::new(SHARED_MEMORY).join(format!("xlaunch-fuzz-{}", std::process::id())));
 
-/// The files of a manifest that is accepted.
+/// Returns the files of a manifest; `None` if the manifest is rejected.
 pub fn manifest(json: &[u8]) -> Option<Vec<ListedFile>> {
     valid_files(json)
 }
 
-/// A valid `state.json`.
+/// Returns a valid `state.json`.
 pub fn example_state() -> Value {
     let spec = JobSpec::default();
     let state = State {
@@ -61,7 +61,7 @@ pub fn example_state() -> Value {
     serde_json::to_value(state).unwrap_or_default()
 }
 
-/// Reads a state, and compares it with a job.
+/// Reads a state and compares it with a job.
 pub fn state(json: &[u8]) {
     let Ok(read) = serde_json::from_slice::<State>(json) else { return };
     let written = serde_json::to_vec(&read).unwrap_or_default();
@@ -71,7 +71,7 @@ pub fn state(json: &[u8]) {
     }
 }
 
-/// Name and shape of the parameters of the model whose files [`tensors`] reads.
+/// Names and shapes of the parameters of the model whose files [`tensors`] reads.
 pub fn parameters() -> &'static [(String, Vec<usize>)] {
     &PARAMETERS
 }
@@ -100,7 +100,7 @@ pub fn tokens(bytes: &[u8]) {
     let _ = Fingerprint::of(&tokens);
 }
 
-/// Reads a `config.json`. A model that is accepted is described again by what an export writes.
+/// Reads a `config.json`. If the model is accepted, an export of it is read again.
 pub fn config(json: &[u8]) {
     if let Some((shape, again)) = crate::huggingface::fuzz::config(json) {
         assert_eq!(shape.check(), Ok(()));
@@ -108,7 +108,7 @@ pub fn config(json: &[u8]) {
     }
 }
 
-/// The files that a `model.safetensors.index.json` names.
+/// Returns the files that a `model.safetensors.index.json` names.
 pub fn index(json: &[u8]) -> Vec<String> {
     crate::huggingface::fuzz::index(json)
 }

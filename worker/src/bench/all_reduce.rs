@@ -14,9 +14,9 @@ use crate::error::Result;
 use crate::model::BackendHandle;
 use crate::nccl_windows;
 
-/// bf16 represents every integer up to this one exactly.
+/// Largest integer up to which bf16 represents every integer exactly.
 const MAX_EXACT_BF16: usize = 256;
-/// Elements copied to or from the device at once.
+/// Elements copied to or from the device in one call.
 const CHUNK: usize = 1 << 20;
 /// Untimed all-reduces before the measurement.
 const WARMUP: usize = 5;
@@ -24,7 +24,7 @@ const WARMUP: usize = 5;
 const VOLUME_BYTES: u64 = 1 << 28;
 const REPEATS: Range<u64> = 20..200;
 
-/// Measures and reports each size. With `log`, prints whether NCCL windows are used.
+/// Measures and reports each size. `log` also prints whether NCCL windows are used.
 pub(crate) fn all_reduce(
     bench: &AllReduceBench,
     backend: &BackendHandle,
@@ -45,7 +45,8 @@ pub(crate) fn all_reduce(
     Ok(())
 }
 
-/// All-reduces the first `len` elements once. Returns how many elements of this rank differ from the exact sum.
+/// All-reduces the first `len` elements once. Returns the number of this rank's elements that differ from the exact
+/// sum.
 fn check(
     backend: &BackendHandle,
     collective: &mut dyn Collective,
@@ -83,7 +84,7 @@ fn time(
 ) -> Result<f64> {
     let bytes = (len * x.dtype().size()) as u64;
     let repeats = (VOLUME_BYTES / bytes.max(1)).clamp(REPEATS.start, REPEATS.end);
-    // A read-back waits for everything enqueued before it.
+    // A read-back waits for all work enqueued before it.
     let wait = || backend.read_f32(probe.slice(0..1), &mut [0.0]);
     (0..WARMUP).try_for_each(|_| run(collective, x, len))?;
     wait()?;
@@ -104,7 +105,7 @@ fn parts(len: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len).step_by(CHUNK).map(move |first| first..len.min(first + CHUNK))
 }
 
-/// m: values are 0 to m - 1, and `world` of them add up to at most [`MAX_EXACT_BF16`].
+/// Returns m: values range from 0 to m - 1, and `world` of them add up to at most [`MAX_EXACT_BF16`].
 fn modulus(world: usize) -> usize {
     (MAX_EXACT_BF16 / world.max(1)).clamp(2, 8)
 }
@@ -129,7 +130,7 @@ mod tests {
 
     const BENCH: [u64; 3] = [1, 1000, 3 << 20];
 
-    /// The number of wrong elements per size on each of two ranks, with `wrap` applied to the ring.
+    /// Returns the number of wrong elements per size on each of two ranks, with the ring wrapped by `wrap`.
     fn wrong(wrap: fn(Ring) -> Box<dyn Collective>) -> Vec<Vec<u64>> {
         let dir = tempfile::tempdir().unwrap();
         let listeners: Vec<_> = (0..2).map(|rank| RingListener::bind(dir.path(), rank).unwrap()).collect();
@@ -162,7 +163,7 @@ mod tests {
     fn all_reduce_is_exact_and_a_skipped_one_is_detected() {
         assert_eq!(wrong(|ring| Box::new(ring)), vec![vec![0; 3]; 2]);
         for (rank, found) in wrong(|ring| Box::new(SkipAllReduce::all(Box::new(ring)))).iter().enumerate() {
-            // One of m elements is right by chance: where the other rank adds zero.
+            // One element in m is right by chance: the one for which the other rank adds zero.
             for (size, wrong) in BENCH.iter().zip(found).skip(1) {
                 assert!(wrong * 8 >= size * 7 - 8, "rank {rank}: {wrong} of {size}");
             }

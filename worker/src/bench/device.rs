@@ -14,7 +14,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::error::Result;
 use crate::model::BackendHandle;
 
-/// Version of the cached form; increased when the measurement changes.
+/// Version of the cached form. Increase it when the measurement changes.
 const CACHE_VERSION: u32 = 1;
 
 /// The cached values; units as in [`Calibration`].
@@ -28,8 +28,8 @@ struct Rates {
     round_trip_seconds: f64,
 }
 
-/// The rates of the device that `open` opens in a given precision. They are read from the cache if they are there,
-/// unless the request says to refresh them.
+/// Returns the rates of the device that `open` opens in a given precision. They come from the cache if it has them,
+/// unless the request asks for a refresh.
 pub(crate) fn device(
     bench: &DeviceBench,
     open: impl Fn(Precision) -> Result<BackendHandle>,
@@ -48,7 +48,7 @@ pub(crate) fn device(
     if cached.is_none()
         && let (Some(path), Ok(json)) = (path, serde_json::to_vec_pretty(&rates))
     {
-        // On a full or read-only disk the next run measures again.
+        // On a full or read-only disk, the next run measures again.
         let _ = cache::write(&path, &json);
     }
     let reference = cached.map(|rates| Box::new(calibration(&info.name, &rates, true)));
@@ -70,7 +70,7 @@ fn calibration(device: &str, rates: &Rates, cached: bool) -> Calibration {
     }
 }
 
-/// Over all precisions of the device.
+/// Counts wrong elements over all precisions of the device.
 fn wrong_elements(fp32: &dyn Backend, open: &impl Fn(Precision) -> Result<BackendHandle>) -> Result<u64> {
     let mut wrong = calibrate::wrong_gemm_elements(fp32)?;
     if fp32.is_asynchronous() {
@@ -81,7 +81,7 @@ fn wrong_elements(fp32: &dyn Backend, open: &impl Fn(Precision) -> Result<Backen
     Ok(wrong)
 }
 
-/// Opens one back end at a time, as each allocates device memory.
+/// Measures one back end at a time, as each allocates device memory.
 fn measure(fp32: BackendHandle, open: impl Fn(Precision) -> Result<BackendHandle>) -> Result<Rates> {
     let (launch_seconds, round_trip_seconds) = calibrate::latencies(&*fp32)?;
     let gpu = fp32.is_asynchronous();
@@ -100,7 +100,7 @@ fn measure(fp32: BackendHandle, open: impl Fn(Precision) -> Result<BackendHandle
     })
 }
 
-/// The cache file of this device; `None` without a cache directory.
+/// Returns the cache file of this device; `None` without a cache directory.
 fn path(name: &str, uuid: &str, platform: &str) -> Option<PathBuf> {
     let key = format!("{CACHE_VERSION}\n{name}\n{uuid}\n{platform}");
     Some(cache::dir()?.join(format!("device-{:016x}.json", xxh3_64(key.as_bytes()))))

@@ -1,12 +1,13 @@
-//! A collective that skips the communication of gradients and weights, for benchmarks and dry runs only: replicas drift
-//! apart.
+//! A collective that skips the communication of gradients and weights. For benchmarks and dry runs only: the replicas
+//! drift apart.
 //!
-//! A training step with [`except_small`](SkipAllReduce::except_small) takes as long as its slowest rank computes; what
-//! a complete one takes longer is the communication that backward does not hide. With [`all`](SkipAllReduce::all)
-//! every rank takes as long as it computes itself; what the other takes longer is waiting for the slowest rank.
+//! A training step with [`except_small`](SkipAllReduce::except_small) takes as long as the computation of its slowest
+//! rank; a complete step takes longer by the communication that backward does not hide. With
+//! [`all`](SkipAllReduce::all) every rank takes as long as its own computation; the difference between the two is the
+//! time spent waiting for the slowest rank.
 //!
-//! The weights that a benchmark gathers in its first step stay: matrices of zeros, which the memory of sharded weights
-//! holds before, take less power, and so less time, than others.
+//! A benchmark does gather the weights in its first step and keeps them. Without that, the memory of sharded weights
+//! would hold zeros, and multiplying matrices of zeros takes less power, and so less time.
 
 use xlaunch_comm::{AbortHandle, Collective, Result};
 use xlaunch_engine::DType;
@@ -19,17 +20,17 @@ use crate::train::SMALL_ALL_REDUCE_BYTES;
 #[derive(Debug)]
 pub(crate) struct SkipAllReduce {
     inner: Box<dyn Collective>,
-    /// The largest all-reduce that is not skipped.
+    /// Size of the largest all-reduce that is not skipped.
     max_bytes: usize,
-    /// Gathers are not skipped, as the small all-reduce of the first step has not come yet.
+    /// Gathers still run, because the first step's small all-reduce has not happened yet.
     gathers: bool,
-    /// Something was started that has not been waited for. Without it there is nothing to wait for: during a capture,
-    /// CUDA refuses to wait for an event from outside of it.
+    /// An operation was started and not yet waited for. Otherwise waits do nothing: during a capture, CUDA refuses to
+    /// wait for an event from outside it.
     started: bool,
 }
 
 impl SkipAllReduce {
-    /// The collective of a benchmark.
+    /// Creates the collective of a benchmark.
     pub(crate) fn down_to(
         communication: StepCommunication,
         inner: Box<dyn Collective>,
@@ -46,7 +47,7 @@ impl SkipAllReduce {
         Self::above(0, inner)
     }
 
-    /// Skips all but the small all-reduce with which a step ends.
+    /// Skips everything except the small all-reduce at the end of a step.
     pub(crate) fn except_small(inner: Box<dyn Collective>) -> Self {
         Self::above(SMALL_ALL_REDUCE_BYTES, inner)
     }
@@ -203,7 +204,7 @@ mod tests {
         }
     }
 
-    /// The calls that reach the collective in two steps with a sharded optimizer.
+    /// Returns the calls that reach the collective in two steps with a sharded optimizer.
     fn calls_of_two_steps(skip: impl FnOnce(Box<dyn Collective>) -> Box<dyn Collective>) -> [Vec<String>; 2] {
         let backend = BackendHandle::new(CpuBackend::new(1, PoolMode::Off));
         let tensor = backend.alloc(DType::F32, 1024).unwrap();

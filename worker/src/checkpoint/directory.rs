@@ -1,12 +1,12 @@
-//! What a directory of checkpoints contains, and what happens to the entries that are not used.
+//! Contents of a directory of checkpoints, and the treatment of entries that are not used.
 //!
 //! ```text
 //! step-00000020             a checkpoint
-//! step-00000010.keep        one that is never deleted
-//! step-00000040.damaged     rejected
-//! step-00000050.abandoned   of a run that was continued from an earlier step
-//! .tmp-*                    being written or deleted, or left by a job that was killed
-//! .old-step-00000030        replaced by another one of the same step
+//! step-00000010.keep        a checkpoint that is never deleted
+//! step-00000040.damaged     a rejected checkpoint
+//! step-00000050.abandoned   a checkpoint of a run that was continued from an earlier step
+//! .tmp-*                    being written or deleted, or left over from a job that was killed
+//! .old-step-00000030        replaced by another checkpoint of the same step
 //! ```
 
 use std::io;
@@ -19,15 +19,15 @@ use super::manifest::{self, Checked};
 use super::write::{REPLACED, TEMPORARY};
 use super::{CheckpointError, MANIFEST, State, name, parse_optimizer_name, read};
 
-/// Where a run has its checkpoints.
+/// Name of a run's subdirectory for checkpoints.
 pub const CHECKPOINTS: &str = "checkpoints";
 /// Suffix of checkpoints that are never deleted.
 const PINNED: &str = ".keep";
 /// Suffix of checkpoints that were rejected.
 const DAMAGED: &str = ".damaged";
-/// Checkpoints of one name that can be set aside.
+/// Maximum number of checkpoints of one name that can be set aside.
 const MAX_SET_ASIDE: u32 = 10_000;
-/// Suffix of checkpoints that do not belong to the run any more.
+/// Suffix of checkpoints that no longer belong to the run.
 const ABANDONED: &str = ".abandoned";
 
 /// A directory that has the name of a checkpoint.
@@ -35,15 +35,15 @@ const ABANDONED: &str = ".abandoned";
 pub struct Found {
     /// Its path.
     pub path: PathBuf,
-    /// Steps completed, by its name.
+    /// Completed steps, according to the name.
     pub step: u64,
-    /// It is never deleted.
+    /// Whether it is never deleted.
     pub pinned: bool,
-    /// Its state, or why it is rejected.
+    /// Its state, or the reason why it is rejected.
     pub state: Result<State, CheckpointError>,
 }
 
-/// All checkpoints of a directory, newest first. None if the directory does not exist.
+/// Returns all checkpoints of a directory, newest first; none if the directory does not exist.
 pub fn scan(dir: &Path) -> Result<Vec<Found>, CheckpointError> {
     let read = |error: io::Error| CheckpointError::Read { path: dir.into(), reason: error.to_string() };
     let entries = match fs_err::read_dir(dir) {
@@ -56,7 +56,7 @@ pub fn scan(dir: &Path) -> Result<Vec<Found>, CheckpointError> {
     let found = |name: &String| {
         let (step, pinned) = parse(name)?;
         let path = dir.join(name);
-        // A marker beside the checkpoint pins it, too.
+        // A marker next to the checkpoint pins it, too.
         let pinned = pinned || names.contains(&format!("{name}{PINNED}"));
         if name.ends_with(PINNED) && !path.is_dir() {
             return None;
@@ -75,14 +75,14 @@ pub fn scan(dir: &Path) -> Result<Vec<Found>, CheckpointError> {
     Ok(checkpoints)
 }
 
-/// The step in the name of a checkpoint, and whether it is pinned.
+/// Parses the name of a checkpoint: the step, and whether the checkpoint is pinned.
 fn parse(entry: &str) -> Option<(u64, bool)> {
     let (base, pinned) = entry.strip_suffix(PINNED).map_or((entry, false), |base| (base, true));
     let step = base.strip_prefix("step-")?.parse().ok()?;
     (name(step) == base).then_some((step, pinned))
 }
 
-/// The newest valid checkpoint of a directory; `None` if there is none, for whatever reason.
+/// Returns the newest valid checkpoint of a directory; `None` if there is none, for any reason.
 pub fn newest(dir: &Path) -> Option<PathBuf> {
     scan(dir).ok()?.into_iter().find(|found| found.state.is_ok()).map(|found| found.path)
 }
@@ -94,21 +94,21 @@ pub struct Choice {
     pub path: PathBuf,
     /// Its state.
     pub state: State,
-    /// Newer ones that were rejected or never completed, and why.
+    /// Newer checkpoints that were rejected or never completed, with the reasons.
     pub rejected: Vec<(PathBuf, CheckpointError)>,
 }
 
 impl Choice {
-    /// Path, and the rejected ones.
+    /// Returns the path and the rejected checkpoints.
     pub fn into_parts(self) -> (PathBuf, Vec<(PathBuf, CheckpointError)>) {
         (self.path, self.rejected)
     }
 }
 
-/// The newest valid checkpoint of a directory. `None` if it contains no checkpoint.
+/// Returns the newest valid checkpoint of a directory, or `None` if it contains no checkpoint.
 ///
 /// # Errors
-/// If there are checkpoints and none is valid, or the directory cannot be read.
+/// If there are checkpoints but none is valid, or the directory cannot be read.
 pub fn choose(dir: &Path) -> Result<Option<Choice>, CheckpointError> {
     let mut rejected = Vec::new();
     for Found { path, state, .. } in scan(dir)? {
@@ -130,8 +130,8 @@ pub fn choose(dir: &Path) -> Result<Option<Choice>, CheckpointError> {
     }
 }
 
-/// The checkpoint that a user means by a path: that of a checkpoint, of a directory of checkpoints, or of a run, of
-/// which it is the newest valid one. Returns rejected ones, too.
+/// Resolves a path given by a user: it may be a checkpoint, a directory of checkpoints, or a run. For the latter two,
+/// this is the newest valid checkpoint. Also returns the rejected ones.
 pub fn locate(path: &Path) -> Result<(PathBuf, Vec<(PathBuf, CheckpointError)>), CheckpointError> {
     let is_checkpoint = path.join(MANIFEST).exists()
         || path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("step-"));
@@ -145,30 +145,30 @@ pub fn locate(path: &Path) -> Result<(PathBuf, Vec<(PathBuf, CheckpointError)>),
     choice.map(Choice::into_parts).ok_or_else(|| CheckpointError::None { path: path.into() })
 }
 
-/// The state of the checkpoint `path`.
+/// Reads the state of the checkpoint `path`.
 pub fn state(path: &Path) -> Result<State, CheckpointError> {
     manifest::check(path).map(|checked| checked.state)
 }
 
-/// The state of the checkpoint `path`, which must be of this model.
+/// Reads the state of the checkpoint `path` and requires that it belongs to this model.
 pub fn open(path: &Path, shape: &ModelShape) -> Result<State, CheckpointError> {
     let Checked { state, .. } = manifest::check(path)?;
     read::check_model(path, &state, shape)?;
     Ok(state)
 }
 
-/// Renames a rejected checkpoint, so that it is neither tried nor counted again. Returns its new path.
+/// Renames a rejected checkpoint, so that it is neither tried nor counted again. Returns the new path.
 pub fn mark_damaged(path: &Path) -> io::Result<PathBuf> {
     set_aside(path, DAMAGED)
 }
 
-/// The name that [`mark_damaged`] has given to this checkpoint last, perhaps in another process.
+/// Returns the latest name that [`mark_damaged`] gave to this checkpoint, perhaps in another process.
 pub fn marked_damaged(path: &Path) -> Option<PathBuf> {
     set_aside_names(path, DAMAGED).take_while(|name| name.symlink_metadata().is_ok()).last()
 }
 
-/// Renames the checkpoints of `dir` after `step`: a run continues from there, and writes others of the same names.
-/// Returns their new paths.
+/// Renames the checkpoints of `dir` after `step`, from which the run continues: it will write new ones under the same
+/// names. Returns the new paths.
 pub fn abandon_after(dir: &Path, step: Option<u64>) -> io::Result<Vec<PathBuf>> {
     let found = scan(dir).map_err(io::Error::other)?;
     let later = found.into_iter().filter(|found| step.is_none_or(|step| found.step > step));
@@ -183,7 +183,7 @@ fn set_aside(path: &Path, suffix: &str) -> io::Result<PathBuf> {
     Ok(free)
 }
 
-/// Names for a checkpoint that is set aside, in the order in which they are used.
+/// Candidate names for a checkpoint to set aside, in order of use.
 fn set_aside_names(path: &Path, suffix: &str) -> impl Iterator<Item = PathBuf> {
     (1..=MAX_SET_ASIDE).map(move |number| {
         let number = if number == 1 { String::new() } else { format!("-{number}") };
@@ -193,7 +193,7 @@ fn set_aside_names(path: &Path, suffix: &str) -> impl Iterator<Item = PathBuf> {
     })
 }
 
-/// The saves of a directory that were begun and never completed, newest first.
+/// Returns the saves in a directory that were started but never completed, newest first.
 pub fn unfinished(dir: &Path) -> Vec<(u64, CheckpointError)> {
     let entries = fs_err::read_dir(dir).into_iter().flatten().flatten();
     let mut found: Vec<_> = entries
@@ -207,7 +207,7 @@ pub fn unfinished(dir: &Path) -> Vec<(u64, CheckpointError)> {
     found
 }
 
-/// How far a save has come.
+/// Describes how far a save got.
 fn what_is_missing(path: &Path) -> String {
     if path.join(MANIFEST).exists() {
         return "it was not put in place".into();
@@ -221,8 +221,8 @@ fn what_is_missing(path: &Path) -> String {
     }
 }
 
-/// Removes what a job that was killed has left, and puts a checkpoint back that it was about to replace. Only for the
-/// holder of the directory's lock, while no worker runs. Returns the saves that were never completed.
+/// Removes the leftovers of a job that was killed, and restores a checkpoint that it was about to replace. Only the
+/// holder of the directory's lock may call this, while no worker runs. Returns the saves that were never completed.
 pub fn clean(dir: &Path) -> io::Result<Vec<CheckpointError>> {
     let entries = match fs_err::read_dir(dir) {
         Ok(entries) => entries,
@@ -249,7 +249,7 @@ pub fn clean(dir: &Path) -> io::Result<Vec<CheckpointError>> {
     Ok(unfinished.into_iter().map(|(_, error)| error).collect())
 }
 
-/// Checks that checkpoints of `bytes` bytes can be written to this directory, which exists.
+/// Checks that checkpoints of `bytes` bytes can be written to this existing directory.
 pub fn check_writable(dir: &Path, bytes: u64) -> Result<(), CheckpointError> {
     let failed = |reason: String| CheckpointError::Write { path: dir.into(), reason };
     let probe = dir.join(format!("{TEMPORARY}probe-{}", std::process::id()));
@@ -261,17 +261,17 @@ pub fn check_writable(dir: &Path, bytes: u64) -> Result<(), CheckpointError> {
         fs_err::remove_dir_all(&probe)
     })();
     if let Err(error) = result {
-        // The probe is removed by the next start if that fails, too.
+        // If this fails as well, the next start removes the probe.
         let _ = fs_err::remove_dir_all(&probe);
         return Err(failed(error.to_string()));
     }
     check_room(dir, bytes)
 }
 
-/// Checks that the file system of `dir`, or of its nearest parent that exists, has room for `bytes` bytes.
+/// Checks that the file system of `dir`, or of its nearest existing parent, has room for `bytes` bytes.
 pub fn check_room(dir: &Path, bytes: u64) -> Result<(), CheckpointError> {
     let Some(existing) = dir.ancestors().find(|ancestor| ancestor.exists()) else { return Ok(()) };
-    // A file system that does not tell is given the benefit of the doubt.
+    // A file system that does not report its free space is assumed to have enough.
     let Ok(stat) = rustix::fs::statvfs(existing) else { return Ok(()) };
     let free = stat.f_bavail.saturating_mul(stat.f_frsize);
     if stat.f_blocks == 0 || free >= bytes {
@@ -282,27 +282,27 @@ pub fn check_room(dir: &Path, bytes: u64) -> Result<(), CheckpointError> {
     Err(CheckpointError::Write { path: dir.into(), reason })
 }
 
-/// What the next attempt of a run resumes from, after cleaning up behind workers that were killed.
+/// Starting point of a run's next attempt, after cleaning up after workers that were killed.
 #[derive(Debug, Default)]
 pub struct Recovered {
-    /// The checkpoint; `None` if the run starts again from its beginning, or from memory.
+    /// The checkpoint; `None` if the run starts over or resumes from memory.
     pub checkpoint: Option<PathBuf>,
-    /// The newest memory snapshot is at least as new as any checkpoint.
+    /// Whether the newest memory snapshot is at least as new as any checkpoint.
     pub from_memory: bool,
-    /// There is a checkpoint of the memory snapshot's step, too.
+    /// Whether there is also a checkpoint of the memory snapshot's step.
     pub on_disk: bool,
     /// Checkpoints that were rejected, for the user.
     pub notes: Vec<String>,
 }
 
-/// Finds the newest checkpoint that `run` itself has saved in `dir`. Without one, it is `source`, which the run began
-/// with, or the newest one beside it if that was renamed because it is damaged.
+/// Finds the newest checkpoint that `run` itself has saved in `dir`. Without one, returns `source`, the checkpoint that
+/// the run began with, or the newest one next to it if `source` was renamed because it is damaged.
 ///
-/// `snapshot` is the step of the newest memory snapshot of the run. It is taken if no checkpoint is newer. No file is
-/// opened to find that out unless the name of a checkpoint is newer: that may be damaged, or of another run.
+/// `snapshot` is the step of the newest memory snapshot of the run. It is used if no checkpoint is newer. Files are
+/// opened only if the name of a checkpoint is newer: that checkpoint may be damaged, or belong to another run.
 ///
 /// # Errors
-/// If there is none any more, although the run began with one.
+/// If no checkpoint is left although the run began with one.
 pub fn recover(
     dir: &Path,
     run: &str,
@@ -345,7 +345,8 @@ pub fn recover(
             let beside = source.parent().unwrap_or(source);
             let choice = choose(beside)?;
             let choice = choice.ok_or_else(|| CheckpointError::None { path: beside.into() })?;
-            // They may belong to another run, which has to set them aside. Those of this directory are known already.
+            // They may belong to another run, which has to set them aside itself. Those of this directory are already
+            // known.
             let rejected = choice.rejected.iter().map(|(_, error)| error.to_string());
             let rejected: Vec<String> = rejected.filter(|note| !notes.contains(note)).collect();
             notes.extend(rejected);
@@ -356,19 +357,20 @@ pub fn recover(
     Ok(Recovered { checkpoint, notes, ..Recovered::default() })
 }
 
-/// Whether to resume from a memory snapshot, given the step of the newest checkpoint. The same step is the same state,
-/// and memory is faster.
+/// Decides whether to resume from a memory snapshot, given the step of the newest checkpoint. Equal steps have equal
+/// states, and memory is faster.
 fn memory_is_newest(snapshot: Option<u64>, checkpoint: Option<u64>) -> bool {
     snapshot.is_some_and(|snapshot| checkpoint.is_none_or(|checkpoint| snapshot >= checkpoint))
 }
 
-/// The highest step in the names of checkpoints, whatever they contain.
+/// Returns the highest step in the names of checkpoints, regardless of their contents.
 fn newest_name(dir: &Path) -> Option<u64> {
     let entries = fs_err::read_dir(dir).into_iter().flatten().flatten();
     entries.filter_map(|entry| parse(entry.file_name().to_str()?)).map(|(step, _)| step).max()
 }
 
-/// Renames a damaged checkpoint, and describes that. One that cannot be read now, or not by this version, is left.
+/// Renames a damaged checkpoint and describes it. A checkpoint that is unreadable for now, or unreadable by this
+/// version, keeps its name.
 pub fn reject(path: &Path, error: &CheckpointError) -> String {
     if !matches!(error, CheckpointError::Damaged { .. }) {
         return error.to_string();

@@ -1,5 +1,5 @@
-//! The operations on files that saving consists of, so that tests can let each of them fail or drop what was not
-//! synced.
+//! File operations used to save checkpoints, behind a trait so that tests can make each of them fail or lose unsynced
+//! data.
 
 use std::fmt::Debug;
 use std::io;
@@ -11,29 +11,29 @@ use rustix::fs::{CWD, RenameFlags};
 
 /// File operations. Errors name the path.
 pub(super) trait Disk: Debug + Send + Sync {
-    /// Creates a directory and its parents; it may exist.
+    /// Creates a directory and its parents. The directory may exist already.
     fn create_dir(&self, path: &Path) -> io::Result<()>;
-    /// Opens a file for writing, and creates it if it does not exist.
+    /// Opens a file for writing; creates it if it does not exist.
     fn open(&self, path: &Path) -> io::Result<Box<dyn Writable>>;
-    /// Replaces nothing: fails if `to` is a directory that is not empty.
+    /// Renames without replacing: fails if `to` is a directory that is not empty.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
-    /// Exchanges two directories atomically. `Unsupported` where the file system cannot.
+    /// Exchanges two directories atomically. Returns `Unsupported` if the file system cannot do that.
     fn exchange(&self, a: &Path, b: &Path) -> io::Result<()>;
-    /// Removes a directory with its contents.
+    /// Removes a directory and its contents.
     fn remove_dir(&self, path: &Path) -> io::Result<()>;
     /// Makes the entries of a directory durable.
     fn sync_dir(&self, path: &Path) -> io::Result<()>;
 }
 
-/// A file that is written by ranges.
+/// A file that is written in ranges.
 pub(super) trait Writable: Send {
-    /// Writes all bytes at this offset.
+    /// Writes all of `bytes` at this offset.
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
-    /// Makes everything that was written durable. After an error what was written is unknown: it must not be retried.
+    /// Makes all written data durable. After an error it is unknown which data was written: do not retry.
     fn sync(&self) -> io::Result<()>;
 }
 
-/// The operating system's.
+/// File operations of the operating system.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Real;
 

@@ -1,4 +1,4 @@
-//! What the fuzz targets need of this module.
+//! Entry points of the checkpoint module for the fuzz targets.
 
 use std::path::Path;
 
@@ -7,10 +7,10 @@ use super::read::Source;
 use super::tensors::{Arena, check_complete, read_contents};
 use crate::model::layout::Layout;
 
-/// Name, size, and offset and size of each chunk.
+/// Name and size of a file, then the offset and size of each chunk.
 pub type ListedFile = (String, u64, Vec<(u64, u64)>);
 
-/// The files of a manifest that is accepted.
+/// Returns the files of a manifest; `None` if the manifest is rejected.
 pub(crate) fn valid_files(json: &[u8]) -> Option<Vec<ListedFile>> {
     let manifest = manifest::parse(Path::new("checkpoint"), json).ok()?;
     let file = |entry: manifest::Entry| {
@@ -20,7 +20,7 @@ pub(crate) fn valid_files(json: &[u8]) -> Option<Vec<ListedFile>> {
     Some(manifest.files.into_iter().map(file).collect())
 }
 
-/// Reads every tensor of a file that is accepted, and checks where its values belong.
+/// Reads every tensor of an accepted file, and checks that its values go to the right places.
 pub(crate) fn read_tensors(path: &Path, layout: &Layout, moments: bool) {
     let Ok((file, _)) = manifest::open(path) else { return };
     let Ok(tensors) = read_contents(path, &file, layout, moments) else { return };

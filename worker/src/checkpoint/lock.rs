@@ -1,4 +1,4 @@
-//! One job per directory of checkpoints: two would delete and replace each other's.
+//! Locks a directory of checkpoints for one job: two jobs would delete and replace each other's checkpoints.
 
 use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
@@ -7,16 +7,16 @@ use fs_err::{File, OpenOptions};
 
 /// Name of the locked file, which stays in the directory: removing it would let two jobs lock different files.
 const NAME: &str = ".lock";
-/// Most bytes of the holder's description.
+/// Maximum length of the holder's description in bytes.
 const MAX_HOLDER_BYTES: u64 = 1024;
 
-/// The lock, which the agent holds as long as the job runs. The kernel releases it if the agent is killed.
+/// The lock, held by the agent as long as the job runs. The kernel releases it if the agent is killed.
 #[derive(Debug)]
 pub struct Lock {
     _file: File,
 }
 
-/// Why a directory cannot be locked.
+/// Reason why a directory cannot be locked.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the fields are")]
 pub enum LockError {
@@ -27,7 +27,7 @@ pub enum LockError {
 }
 
 impl Lock {
-    /// Locks a directory for `holder`, whose description others are shown.
+    /// Locks a directory. Other jobs are shown `holder` as the description of the lock's holder.
     pub fn acquire(dir: &Path, holder: &str) -> Result<Self, LockError> {
         let io = |source| LockError::Io { path: dir.into(), source };
         let path = dir.join(NAME);
@@ -37,7 +37,7 @@ impl Lock {
             Ok(()) => {}
             Err(std::fs::TryLockError::WouldBlock) => {
                 let mut holder = String::new();
-                // It may be just about to be written; that the directory is in use is what matters.
+                // The holder may be about to write its description; what matters is that the directory is in use.
                 let _ = file.take(MAX_HOLDER_BYTES).read_to_string(&mut holder);
                 let holder = if holder.is_empty() { "unknown".into() } else { holder.trim().to_owned() };
                 return Err(LockError::Held { path: dir.into(), holder });

@@ -1,7 +1,7 @@
-//! The manifest: exactly the files of a checkpoint, with their sizes and XXH3-128 hashes.
+//! The manifest: lists exactly the files of a checkpoint, with their sizes and XXH3-128 hashes.
 //!
-//! Versions 2 and 3 have a hash per chunk of a file, as several ranks write one file and readers verify blocks on the
-//! way. Version 1 has one hash per file, which is read as a single chunk.
+//! Versions 2 and 3 have a hash per chunk of a file, because several ranks write one file, and readers verify each
+//! block as they read it. Version 1 has one hash per file, which is read as a single chunk.
 
 use std::collections::BTreeSet;
 use std::io::{self, Read};
@@ -15,7 +15,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::{CheckpointError, MANIFEST, MODEL, STATE, State, TOKENIZER, VERSION, parse_optimizer_name};
 
-/// Limits for files that are read whole. A manifest of a model of 100 billion parameters has 30 MB.
+/// Size limit of files that are read whole. The manifest of a model with 100 billion parameters has 30 MB.
 const MAX_MANIFEST_BYTES: u64 = 256 << 20;
 const MAX_STATE_BYTES: u64 = 16 << 20;
 
@@ -31,23 +31,23 @@ pub(super) struct Manifest {
 pub(super) struct Entry {
     pub(super) name: String,
     pub(super) bytes: u64,
-    /// They cover the file, by rising offset.
+    /// Chunks that cover the file, in order of offset.
     pub(super) chunks: Vec<Chunk>,
 }
 
-/// A part of a file that is hashed on its own.
+/// A part of a file with its own hash.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Chunk {
-    /// Where it starts.
+    /// Offset in the file.
     pub offset: u64,
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
-    /// Its hash, in hexadecimal.
+    /// XXH3-128 hash in hexadecimal.
     pub xxh3_128: String,
 }
 
 impl Chunk {
-    /// The chunk of these bytes.
+    /// Describes the chunk with these bytes.
     pub(super) fn of(offset: u64, bytes: &[u8]) -> Self {
         let mut hash = Xxh3::new();
         hash.update(bytes);
@@ -59,7 +59,7 @@ impl Chunk {
     }
 }
 
-/// The number that a hash in hexadecimal stands for.
+/// Parses a hexadecimal hash.
 pub fn parse_hash(hex: &str) -> Option<u128> {
     u128::from_str_radix(hex, 16).ok()
 }
@@ -68,7 +68,7 @@ pub(super) fn hex(hash: &Xxh3) -> String {
     format!("{:032x}", hash.digest128())
 }
 
-/// A checkpoint whose files have the right names and sizes. Their contents are verified when they are read.
+/// A checkpoint whose files have the right names and sizes. Contents are verified as they are read.
 #[derive(Debug)]
 pub(super) struct Checked {
     pub(super) state: State,
@@ -89,7 +89,8 @@ pub(super) fn check(dir: &Path) -> Result<Checked, CheckpointError> {
     Ok(Checked { state, manifest })
 }
 
-/// A file that is missing, or is something else, makes a checkpoint a damaged one. Other errors may be temporary.
+/// Classifies an error: a missing file, or something other than a file, means a damaged checkpoint. Other errors may be
+/// temporary.
 fn unreadable(dir: &Path, error: &io::Error) -> CheckpointError {
     let (path, reason) = (dir.into(), error.to_string());
     match error.kind() {
@@ -109,7 +110,7 @@ fn read_manifest(dir: &Path) -> Result<Manifest, CheckpointError> {
 /// Parses the manifest of the checkpoint `dir`.
 pub(super) fn parse(dir: &Path, json: &[u8]) -> Result<Manifest, CheckpointError> {
     let damaged = |reason: String| CheckpointError::Damaged { path: dir.into(), reason };
-    // First: the rest of another version may have any form.
+    // The version comes first: the rest of another version may have any form.
     let Header { version } =
         serde_json::from_slice(json).map_err(|error| damaged(format!("{MANIFEST}: {error}")))?;
     if !(1..=VERSION).contains(&version) {
@@ -123,7 +124,8 @@ pub(super) fn parse(dir: &Path, json: &[u8]) -> Result<Manifest, CheckpointError
     Ok(Manifest { version, files })
 }
 
-/// Requires the model, the state, and the moments of all ranks, each once. There may be a tokenizer, and nothing else.
+/// Requires the model, the state, and the moments of every rank, each exactly once. A tokenizer is optional. Rejects
+/// anything else.
 fn check_names(files: &[Entry]) -> Result<(), String> {
     let names: BTreeSet<&str> = files.iter().map(|entry| entry.name.as_str()).collect();
     if names.len() != files.len() {
@@ -138,7 +140,7 @@ fn check_names(files: &[Entry]) -> Result<(), String> {
     if let Some(at) = ranks.iter().position(Option::is_none) {
         return Err(format!("{MANIFEST} contains the file name {:?}", others[at]));
     }
-    // Names with leading zeros sort by rank.
+    // Names have leading zeros, so they sort by rank.
     let world = ranks.len();
     let complete = ranks.iter().enumerate().all(|(rank, found)| *found == Some((rank, world)));
     match complete && world > 0 {
@@ -173,7 +175,7 @@ fn read_state(dir: &Path, manifest: &Manifest) -> Result<State, CheckpointError>
     }
 }
 
-/// Reads a file of the manifest that is small, and compares it with its hash.
+/// Reads a small file of the manifest and checks its hash.
 pub(super) fn read_verified(
     dir: &Path,
     manifest: &Manifest,
@@ -207,14 +209,14 @@ fn read_whole(path: &Path, max: u64) -> io::Result<Vec<u8>> {
     Ok(contents)
 }
 
-/// Opens a regular file, and nothing that could block or lead elsewhere. Returns its size, too.
+/// Opens a regular file and returns its size. Refuses symbolic links, and files that would block.
 pub(super) fn open(path: &Path) -> io::Result<(File, u64)> {
     let irregular =
         || io::Error::new(io::ErrorKind::InvalidData, format!("{} is not a regular file", path.display()));
     if !fs_err::symlink_metadata(path)?.is_file() {
         return Err(irregular());
     }
-    // It may have been replaced meanwhile.
+    // The file may have been replaced since it was checked.
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits();
     let mut options = fs_err::OpenOptions::new();
     let file = options.read(true).custom_flags(i32::try_from(flags).unwrap_or(0)).open(path)?;
@@ -230,7 +232,7 @@ struct Header {
     version: u32,
 }
 
-/// The manifest of either version.
+/// A manifest of any version.
 #[derive(Deserialize)]
 struct AnyManifest {
     files: Vec<AnyEntry>,
@@ -240,7 +242,7 @@ struct AnyManifest {
 struct AnyEntry {
     name: String,
     bytes: u64,
-    /// Version 1.
+    /// Only in version 1.
     xxh3_128: Option<String>,
     #[serde(default)]
     chunks: Vec<Chunk>,

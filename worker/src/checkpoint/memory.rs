@@ -1,23 +1,24 @@
-//! Memory snapshots: a rank's snapshots in memory files that its agent keeps, so that they survive the worker.
+//! Memory snapshots: snapshots of a rank's state in memory files that belong to its agent, so that they survive the
+//! worker.
 //!
 //! ```text
 //! training thread: erase the header of the older file -> copy the state into it
 //! checkpoint thread: hash, `state.json`, header -> write the same memory to disk
 //! next attempt: header -> pieces for the model, hashed as they are read
 //! ```
-//! The buffers of the asynchronous save are mapped files instead of memory of this process, so snapshots cost no copy.
-//! Two files take turns: while one is overwritten, the other one is complete. All ranks agree before a save that none
-//! of them is still writing the one before, so the snapshot before is complete on every rank then.
+//! The buffers of the asynchronous save are mapped files instead of private memory, so snapshots cost no extra copy.
+//! Two files take turns: while one is overwritten, the other is complete. Before each save all ranks agree that none of
+//! them is still writing the previous one, so at that point the previous snapshot is complete on every rank.
 //!
-//! A rank has only its own [`Portion`]; the ranks exchange theirs after they have read them. The format, and what the
-//! agent does with it, is in [`xlaunch_proto::snapshot`]. Its hash is one of the hashes of blocks, so that several
-//! threads can read and verify a snapshot.
+//! A rank has only its own [`Portion`]; after reading, the ranks exchange their portions. The format, and the agent's
+//! use of it, are described in [`xlaunch_proto::snapshot`]. Its hash is computed over the hashes of blocks, so that
+//! several threads can read and verify a snapshot.
 //!
-//! Invariants: a header is written after what it describes, and erased before that changes; a snapshot that cannot be
-//! read is erased by the rank that finds out, so that no later attempt tries it again.
+//! Invariants: a header is written after the data that it describes, and erased before that data changes; a rank that
+//! finds a snapshot unreadable erases it, so that no later attempt tries it again.
 //!
-//! A snapshot needs no more checks than a checkpoint on disk: both are the same bytes, saved after the same agreement
-//! that the state is finite, and after `observe.check_every` has compared the replicas.
+//! A snapshot needs no more checks than a checkpoint on disk: both contain the same bytes, saved after the same
+//! agreement that the state is finite, and after `observe.check_every` has compared the replicas.
 
 use std::io;
 use std::ops::Range;
@@ -37,25 +38,25 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 use super::tensors::Arena;
 use super::{Abandoned, CheckpointError, Piece, Portion, Sink, Snapshot, State};
 
-/// Values of a block, which is read and hashed as a whole. Small in tests.
+/// Values per block, the unit of reading and hashing. Small in tests.
 const BLOCK_VALUES: usize = if cfg!(test) { 700 } else { 1 << 20 };
-/// In the order of the files and of the hash.
+/// Arenas in the order of the files and of the hash.
 const ARENAS: [Arena; 3] = [Arena::Params, Arena::M, Arena::V];
 
-/// The memory files of this rank, and what they are used for.
+/// The memory files of this rank, and the use of each.
 #[derive(Clone, Debug)]
 pub struct Memory {
     files: Vec<Arc<File>>,
     identity: Identity,
     layout: Digest,
     portion: Portion,
-    /// This attempt.
+    /// Number of this attempt.
     attempt: u32,
     /// The snapshot that this attempt resumes from.
     resume: Option<SnapshotId>,
 }
 
-/// One memory file, as the place of a snapshot.
+/// A memory file that holds one snapshot.
 #[derive(Debug)]
 pub struct Slot {
     file: Arc<File>,
@@ -65,24 +66,24 @@ pub struct Slot {
     attempt: u32,
 }
 
-/// Consecutive values of an arena.
+/// A run of consecutive values of an arena.
 struct Block {
-    /// In the arena.
+    /// Range in the arena.
     arena: Range<usize>,
-    /// In the file's part for this arena.
+    /// Range in this arena's part of the file.
     packed: Range<usize>,
 }
 
-/// Why a snapshot was not read.
+/// Reason why a snapshot was not read.
 enum Failure {
     Damaged(String),
-    /// The reader has given up.
+    /// The reader gave up.
     Abandoned,
 }
 
 impl Memory {
-    /// Opens the files with these descriptors of this process. `layout` are bytes that are equal exactly where the
-    /// model is laid out and divided alike.
+    /// Opens the files with these descriptors of this process. `layout` is equal between attempts exactly if the
+    /// model's layout and its division among ranks are equal.
     pub fn open(
         fds: &[u32],
         identity: Identity,
@@ -99,22 +100,22 @@ impl Memory {
         Ok(Self { files, identity, layout: Digest::of(layout), portion, attempt, resume })
     }
 
-    /// Whether this attempt resumes from a snapshot.
+    /// Returns whether this attempt resumes from a snapshot.
     pub fn is_resumed(&self) -> bool {
         self.resume.is_some()
     }
 
-    /// Bytes of all files.
+    /// Returns the total size of all files in bytes.
     fn bytes(&self) -> u64 {
         let file = offset(3, self.portion.len() as u64).unwrap_or(u64::MAX);
         file.saturating_mul(self.files.len() as u64)
     }
 
-    /// Maps the files as buffers, in the order in which they are to be used: the snapshot that this attempt resumes
-    /// from is overwritten last. Touches all of their memory.
+    /// Maps the files as buffers, in order of use: the snapshot that this attempt resumes from is overwritten last.
+    /// Touches all of their memory.
     ///
     /// # Errors
-    /// There is not enough memory. None is used then.
+    /// If there is not enough memory; then no file is used.
     pub(super) fn allocate(&self, host: &HostAllocator) -> Result<Vec<Snapshot>, CheckpointError> {
         let mut files: Vec<_> = self.files.iter().collect();
         files
@@ -130,7 +131,7 @@ impl Memory {
     fn snapshot(&self, file: &Arc<File>, host: &HostAllocator) -> io::Result<Snapshot> {
         let values = self.portion.len();
         let start = |arena| offset(arena, values as u64).ok_or(io::ErrorKind::InvalidInput);
-        // Before it is mapped: an access for which there is no memory would be SIGBUS.
+        // Allocate before mapping: accessing a page without memory behind it would raise SIGBUS.
         rustix::fs::fallocate(file.file(), FallocateFlags::empty(), 0, start(3)?)?;
         let map = |arena| -> io::Result<HostBuffer> { host.map(file.file(), start(arena)?, values) };
         let slot = Slot {
@@ -143,11 +144,11 @@ impl Memory {
         Ok(Snapshot { params: map(0)?, m: map(1)?, v: map(2)?, slot: Some(slot) })
     }
 
-    /// Reads the snapshot that this attempt resumes from: this rank's portion of the arenas. The pieces must not be
-    /// used before it has returned `Ok`. `None` if the reading was abandoned.
+    /// Reads this rank's portion of the arenas from the snapshot that this attempt resumes from. The caller must not
+    /// use the pieces before `Ok` is returned. `None` if reading was abandoned.
     ///
     /// # Errors
-    /// The snapshot is damaged, and was erased.
+    /// If the snapshot is damaged; it has been erased then.
     pub fn read(&self, threads: &ThreadPool, sink: Sink<'_>) -> Result<Option<State>, CheckpointError> {
         let Some(id) = self.resume else { return Ok(None) };
         let file = self.files.iter().find(|file| header(file).is_some_and(|header| header.id == id));
@@ -192,7 +193,7 @@ impl Memory {
             .collect();
         let read_block = |(index, arena, block): (u64, Arena, &Block)| {
             let mut values = vec![0.0_f32; block.arena.len()];
-            // Little-endian, as are all supported platforms.
+            // Little-endian, as on all supported platforms.
             let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut values);
             let at = start(index)? + (block.packed.start * size_of::<f32>()) as u64;
             file.file().read_exact_at(bytes, at).map_err(read)?;
@@ -216,12 +217,12 @@ impl Memory {
 }
 
 impl Slot {
-    /// Nothing is complete here any more.
+    /// Marks the slot as having no complete snapshot.
     pub(super) fn erase(&self) -> io::Result<()> {
         erase(&self.file)
     }
 
-    /// Makes a snapshot of what was copied to the arenas.
+    /// Turns the data copied to the arenas into a complete snapshot.
     pub(super) fn complete(&self, arenas: [&[f32]; 3], state: &State) -> io::Result<()> {
         let values = arenas[0].len() as u64;
         let id = SnapshotId { step: state.step, attempt: self.attempt };
@@ -243,7 +244,7 @@ impl Slot {
     }
 }
 
-/// Gives the memory back to the system, as far as that is possible.
+/// Returns the memory to the system as far as possible.
 fn release(file: &File) {
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     let bytes = file.metadata().map_or(0, |metadata| metadata.len());

@@ -1,29 +1,30 @@
-//! Checkpoints, which are either complete or invisible.
+//! Checkpoints. A checkpoint is either complete or invisible.
 //!
 //! ```text
 //! <dir>/step-00001000/
 //!   model.safetensors                        parameters by name, F32
 //!   optimizer-00001-of-00002.safetensors     one per rank: AdamW's moments, `m.<name>[first:end]` and `v.<name>[..]`
-//!   state.json                               step, data position, run, what the data and the batch were
-//!   tokenizer.json                           of the data, if it came with one
+//!   state.json                               step, position in the data, run, fingerprint of the data, batch
+//!   tokenizer.json                           the data's tokenizer, if there is one
 //!   manifest.json                            exactly the files above, their sizes and hashes; written last
 //! ```
-//! Saving (`saver`): at a step boundary every rank copies its [`Portion`] of the state to host memory and goes on. A
-//! thread of each rank writes it to `.tmp-step-...`: its byte ranges of `model.safetensors`, and a file of moments.
-//! When the agent knows that all ranks are done, rank 0 adds the manifest and renames the directory.
+//! Saving (`saver`): at a step boundary every rank copies its [`Portion`] of the state to host memory and continues
+//! training. A thread of each rank writes the copy to `.tmp-step-...`: its byte ranges of `model.safetensors`, and a
+//! file of moments. Once the agent knows that all ranks are done, rank 0 adds the manifest and renames the directory.
 //!
-//! Reading (`read`): in blocks, which are hashed as they are read, and passed on one by one. A run may resume with any
-//! number of ranks: each takes what it needs from all files.
+//! Reading (`read`): blocks are hashed as they are read, and passed on one by one. A run may resume with any number of
+//! ranks: each rank takes its share from all files.
 //!
-//! - `manifest`, `state`, `tensors`: the formats of the files; `portion`: what a rank saves; `tokenizer`: reads that of
-//!   a checkpoint;
-//! - `directory`: what a directory of checkpoints contains; `lock`: one job per directory; `retention`: what to delete;
-//! - `write`: a rank's files, and the commit;
+//! - `manifest`, `state`, `tensors`: the formats of the files; `portion`: the part that a rank saves; `tokenizer`:
+//!   reads the tokenizer of a checkpoint;
+//! - `directory`: the contents of a directory of checkpoints; `lock`: one job per directory; `retention`: selects the
+//!   checkpoints to delete;
+//! - `write`: writes a rank's files, and commits;
 //! - `memory`: snapshots in memory, from which an attempt resumes without reading files.
 //!
 //! Invariants: a directory without a manifest that matches its files is not a checkpoint; a failed save leaves the
-//! directory as it was; only checkpoints of this run and of those that it continues are deleted, and never the newest
-//! one or the one that the run was resumed from.
+//! directory unchanged; only checkpoints of this run and of the runs that it continues are deleted, but never the
+//! newest checkpoint or the one that the run was resumed from.
 
 pub mod directory;
 mod disk;
@@ -59,9 +60,9 @@ pub(crate) use tensors::read_header;
 pub use tokenizer::tokenizer;
 pub use write::Snapshot;
 
-/// Newest version of the directory layout above, with a tokenizer. Without one, version 2 is written, which older
-/// builds read. Version 1, which is still read, has one file of whole moments, `m.<name>` and `v.<name>`, and one hash
-/// per file.
+/// Newest version of the directory layout above, with a tokenizer. Without a tokenizer, version 2 is written, which
+/// older builds can read. Version 1 can still be read: it has a single file of whole moments, `m.<name>` and
+/// `v.<name>`, and one hash per file.
 pub const VERSION: u32 = 3;
 const VERSION_WITHOUT_TOKENIZER: u32 = 2;
 const MODEL: &str = "model.safetensors";
@@ -69,7 +70,7 @@ const STATE: &str = "state.json";
 const TOKENIZER: &str = xlaunch_data::TOKENIZER_FILE;
 const MANIFEST: &str = "manifest.json";
 
-/// Why a checkpoint cannot be written or used.
+/// Reason why a checkpoint cannot be written or used.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the fields are")]
 pub enum CheckpointError {
@@ -97,22 +98,22 @@ pub enum CheckpointError {
     NoneValid { path: PathBuf, reasons: Vec<String> },
 }
 
-/// The version of a checkpoint with or without a tokenizer.
+/// Returns the format version of a checkpoint with or without a tokenizer.
 pub fn version(tokenizer: bool) -> u32 {
     if tokenizer { VERSION } else { VERSION_WITHOUT_TOKENIZER }
 }
 
-/// The directory name of a checkpoint after `step` steps.
+/// Returns the directory name of a checkpoint after `step` steps.
 pub fn name(step: u64) -> String {
     format!("step-{step:08}")
 }
 
-/// The name of rank `rank`'s file of moments.
+/// Returns the name of the file with the moments of rank `rank`.
 fn optimizer_name(rank: usize, world: usize) -> String {
     format!("optimizer-{rank:05}-of-{world:05}.safetensors")
 }
 
-/// Rank and world size in the name of a file of moments.
+/// Parses rank and world size from the name of a file of moments.
 fn parse_optimizer_name(name: &str) -> Option<(usize, usize)> {
     let (rank, world) = name.strip_prefix("optimizer-")?.strip_suffix(".safetensors")?.split_once("-of-")?;
     let parsed = (rank.parse().ok()?, world.parse().ok()?);

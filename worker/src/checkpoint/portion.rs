@@ -1,13 +1,13 @@
 //! The part of the arenas that one rank saves, so that all ranks together save everything once.
 //!
-//! With a sharded optimizer these are the shards that the rank updates. Otherwise every rank has everything, and saves
-//! an equal part of it.
+//! With a sharded optimizer a rank saves the shards that it updates. Otherwise every rank has the whole state, and
+//! saves an equal part of it.
 
 use std::ops::Range;
 
 use xlaunch_comm::Sharding;
 
-/// Ranges of the arena, by rising offset.
+/// Ranges of the arena, in order of offset.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Portion {
     ranges: Vec<Owned>,
@@ -16,14 +16,15 @@ pub struct Portion {
 /// A range that the rank saves.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Owned {
-    /// Where it is in the arena.
+    /// Range in the arena.
     pub arena: Range<usize>,
-    /// Where the rank's tensors of master weights and moments have it.
+    /// Range in the rank's tensors of master weights and moments.
     pub stored: Range<usize>,
 }
 
 impl Portion {
-    /// What rank `rank` saves if the ranks below `writers` write checkpoints. A sharded optimizer needs all ranks.
+    /// Computes the portion of rank `rank` if the ranks below `writers` write checkpoints. A sharded optimizer needs
+    /// all ranks.
     pub fn new(sharding: &Sharding, rank: usize, writers: usize) -> Self {
         if sharding.is_sharded() {
             let owned = |bucket: &Range<usize>| Owned {
@@ -35,7 +36,7 @@ impl Portion {
         if rank >= writers {
             return Self { ranges: Vec::new() };
         }
-        // u128: the product of a length and a rank may exceed 64 bits only in theory, but must not wrap.
+        // The product of a length and a rank exceeds 64 bits only in theory, but must not wrap: u128.
         let cut = |rank: usize| {
             let cut = sharding.arena_len() as u128 * rank as u128 / writers.max(1) as u128;
             usize::try_from(cut).unwrap_or(usize::MAX)
@@ -54,13 +55,13 @@ impl Portion {
         self.ranges.iter().map(|owned| owned.arena.len()).sum()
     }
 
-    /// Whether it contains nothing.
+    /// Whether the portion is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Where the rank's tensors have values that a buffer with the portion's ranges one after another has at `packed`,
-    /// which must lie within one of the ranges.
+    /// Maps `packed`, a range of a buffer that holds the portion's ranges back to back, to a range of the rank's
+    /// tensors. `packed` must lie within one of the portion's ranges.
     pub fn stored(&self, packed: &Range<usize>) -> Range<usize> {
         let mut start = 0;
         for owned in &self.ranges {
@@ -73,8 +74,8 @@ impl Portion {
         0..0
     }
 
-    /// Its intersection with a range of the arena: for each part its place in the arena, and its place in a buffer that
-    /// holds the portion's ranges one after another.
+    /// Intersects the portion with a range of the arena. Yields each part's range in the arena, and its offset in a
+    /// buffer that holds the portion's ranges back to back.
     pub fn within(&self, range: &Range<usize>) -> impl Iterator<Item = (Range<usize>, usize)> {
         let range = range.clone();
         let places = self.ranges.iter().scan(0, |packed, owned| {

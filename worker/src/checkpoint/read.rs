@@ -1,10 +1,10 @@
-//! Reads tensors block by block, verified on the way.
+//! Reads tensors block by block, and verifies each block as it is read.
 //!
 //! ```text
 //! chunks of all files --threads--> blocks: read, hashed --> pieces of arenas --bounded channel--> the model
 //! ```
 //! At most a few blocks are in memory. A reader must not use the pieces before [`read`] has returned `Ok`: until then a
-//! hash may turn out wrong.
+//! hash may turn out to be wrong.
 
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
@@ -23,7 +23,7 @@ use super::tensors::{self, Stored};
 use super::{CheckpointError, MODEL, STATE, State, TOKENIZER};
 use crate::model::layout::Layout;
 
-/// Bytes that a thread reads at a time. Small in tests, as are chunks.
+/// Bytes that a thread reads at once. Small in tests, as are chunks.
 const BLOCK_BYTES: u64 = if cfg!(test) { 3 << 10 } else { 4 << 20 };
 
 /// Consecutive values of an arena.
@@ -37,15 +37,15 @@ pub struct Piece {
     pub values: Vec<f32>,
 }
 
-/// Takes pieces, from several threads and in any order. `Err` ends the reading: there is no receiver any more.
+/// Receives pieces, from several threads and in any order. `Err` ends the reading: the receiver is gone.
 pub type Sink<'a> = &'a (dyn Fn(Piece) -> Result<(), Abandoned> + Sync);
 
-/// The rest is not needed.
+/// The receiver needs no more pieces.
 #[derive(Clone, Copy, Debug)]
 pub struct Abandoned;
 
-/// Reads the checkpoint `path` of this model with these threads: all parameters, and the moments in the ranges
-/// `moments` of the arena.
+/// Reads the checkpoint `path` of this model on these threads: all parameters, and the moments in the ranges `moments`
+/// of the arena.
 pub fn read(
     path: &Path,
     shape: &ModelShape,
@@ -81,7 +81,7 @@ pub fn read(
     Ok(state)
 }
 
-/// Reads the parameters in a `model.safetensors`, which may come from elsewhere.
+/// Reads the parameters from a `model.safetensors`, which another program may have written.
 pub fn read_weights(
     path: &Path,
     layout: &Layout,
@@ -116,7 +116,7 @@ fn open_weights(path: &Path, layout: &Layout) -> Result<Source, CheckpointError>
     Ok(Source::of_tensors(path, file, tensors))
 }
 
-/// Checks that a checkpoint is of this model.
+/// Checks that a checkpoint belongs to this model.
 pub(super) fn check_model(path: &Path, state: &State, shape: &ModelShape) -> Result<(), CheckpointError> {
     match state.model.difference(shape) {
         None => Ok(()),
@@ -127,7 +127,7 @@ pub(super) fn check_model(path: &Path, state: &State, shape: &ModelShape) -> Res
     }
 }
 
-/// A file with tensors.
+/// A file of tensors.
 pub(super) struct Source {
     /// The checkpoint.
     dir: PathBuf,
@@ -135,11 +135,11 @@ pub(super) struct Source {
     file: File,
     tensors: Vec<Stored>,
     chunks: Vec<Chunk>,
-    /// Where the first tensor starts: blocks are cut at multiples of their size from there, so between values.
+    /// Offset of the first tensor. Blocks are cut at multiples of their size from there, so no cut splits a value.
     data: u64,
 }
 
-/// Why reading ended early.
+/// Reason why reading ended early.
 enum Failure {
     Checkpoint(CheckpointError),
     Abandoned,
@@ -155,12 +155,12 @@ impl Failure {
 }
 
 impl Source {
-    /// A file without a manifest.
+    /// Creates a source for a file without a manifest.
     pub(super) fn of_tensors(path: &Path, file: File, tensors: Vec<Stored>) -> Self {
         Self { dir: path.into(), name: String::new(), file, tensors, chunks: Vec::new(), data: 0 }
     }
 
-    /// Reads all tensors, as far as that is possible.
+    /// Reads as many tensors as possible.
     #[cfg(feature = "fuzzing")]
     pub(super) fn read_all(&self, sink: Sink<'_>) {
         for block in self.tensor_blocks() {
@@ -168,7 +168,7 @@ impl Source {
         }
     }
 
-    /// The blocks of each tensor on its own, without hashes.
+    /// Returns the blocks of each tensor separately, without hashes.
     fn tensor_blocks(&self) -> impl Iterator<Item = Range<u64>> {
         self.tensors.iter().flat_map(|tensor| blocks(tensor.bytes.clone(), tensor.bytes.start))
     }
@@ -182,7 +182,7 @@ impl Source {
             other => other,
         })?;
         let data = tensors.first().map_or(0, |tensor| tensor.bytes.start);
-        // A value that is in two chunks would be read as two halves.
+        // A value that spans two chunks would be read as two halves.
         let cut = |chunk: &Chunk| {
             let index = tensors.partition_point(|tensor| tensor.bytes.end <= chunk.offset);
             let tensor = tensors.get(index).filter(|tensor| tensor.bytes.start < chunk.offset);
@@ -194,12 +194,12 @@ impl Source {
         Ok(Self { dir: dir.into(), name: entry.name, file, tensors, chunks: entry.chunks, data })
     }
 
-    /// Whether a range of the file contains a part of a tensor that is `wanted`.
+    /// Returns whether a range of the file contains part of a tensor that is `wanted`.
     fn overlaps(&self, range: Range<u64>, wanted: impl Fn(&Stored) -> bool) -> bool {
         self.in_range(&range).any(wanted)
     }
 
-    /// The tensors in a range of the file.
+    /// Returns the tensors in a range of the file.
     fn in_range(&self, range: &Range<u64>) -> impl Iterator<Item = &Stored> {
         let first = self.tensors.partition_point(|tensor| tensor.bytes.end <= range.start);
         let end = range.end;
@@ -218,7 +218,7 @@ impl Source {
         Ok(())
     }
 
-    /// Reads a block and passes on the parts of tensors in it.
+    /// Reads a block and passes on its parts of tensors.
     fn read_block(&self, block: Range<u64>, hash: Option<&mut Xxh3>, sink: Sink<'_>) -> Result<(), Failure> {
         let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
         let mut bytes = vec![0; size(block.end - block.start)];
@@ -245,7 +245,7 @@ impl Source {
     }
 }
 
-/// Cuts a range of a file into blocks. Cuts are multiples of the block's size away from `origin`.
+/// Cuts a range of a file into blocks. The distance of each cut from `origin` is a multiple of the block size.
 fn blocks(range: Range<u64>, origin: u64) -> impl Iterator<Item = Range<u64>> {
     let mut start = range.start;
     std::iter::from_fn(move || {

@@ -1,36 +1,36 @@
-//! Which checkpoints of a run to delete. Pure.
+//! Selects the checkpoints of a run to delete. Pure.
 
 use std::cmp::Ordering;
 
 use xlaunch_proto::spec::CheckpointSection;
 
-/// What is kept.
+/// Rules for keeping checkpoints.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Retention {
     /// Number of newest checkpoints; 0 keeps all.
     pub newest: usize,
-    /// Multiples of this number of steps; 0 keeps none for that reason.
+    /// Keep steps that are multiples of this number; 0 disables this rule.
     pub every: u64,
     /// Number of checkpoints with the lowest validation loss.
     pub best: usize,
 }
 
-/// A checkpoint that may be deleted.
+/// A checkpoint that is a candidate for deletion.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Candidate {
     pub(super) step: u64,
     pub(super) val_loss: Option<f64>,
-    /// The run was resumed from it.
+    /// Whether the run was resumed from it.
     pub(super) is_source: bool,
 }
 
 impl Retention {
-    /// As configured.
+    /// Reads the rules from the configuration.
     pub fn of(section: &CheckpointSection) -> Self {
         Self { newest: section.keep, every: section.keep_every, best: section.keep_best }
     }
 
-    /// The steps of the candidates to delete. The newest candidate is always kept.
+    /// Returns the steps of the candidates to delete. The newest candidate is always kept.
     pub(super) fn to_delete(self, mut candidates: Vec<Candidate>) -> Vec<u64> {
         if self.newest == 0 {
             return Vec::new();

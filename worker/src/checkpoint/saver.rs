@@ -1,15 +1,15 @@
-//! The thread of a rank that writes checkpoints while training goes on.
+//! The thread of a rank that writes checkpoints while training continues.
 //!
 //! ```text
 //! training thread --snapshot--> thread: write this rank's part --> agent: have all ranks written theirs?
 //!                 <--buffers--                   rank 0: commit, delete old checkpoints, report <--'
 //! ```
 //! With memory snapshots there are two sets of buffers, used in turn, and a snapshot is complete in memory before it is
-//! written to disk. A disk that fails does not affect it. Where host memory is too small for any copy of the state,
-//! there are no buffers: the training thread waits, and hands over the state piece by piece as it is written.
+//! written to disk: a failing disk does not affect it. If host memory is too small for any copy of the state, there are
+//! no buffers: the training thread waits, and hands over the state piece by piece as it is written.
 //!
-//! One save is in flight at a time. Whether it is is agreed upon by all ranks in a step's all-reduce
-//! ([`Saver::is_busy`] is this rank's share of that), so that all of them begin or skip the next one.
+//! One save is in flight at a time. In the all-reduce of a step all ranks agree on whether one is ([`Saver::is_busy`]
+//! is this rank's input), so that all of them begin or skip the next save.
 
 use std::collections::VecDeque;
 use std::io;
@@ -34,19 +34,19 @@ use super::{CheckpointError, Memory, Portion, Retention, State, directory, name}
 use crate::fail;
 use crate::model::layout::Layout;
 
-/// How the ranks of a save learn of each other. Implemented by the session with the agent.
+/// Connection between the ranks of a save. Implemented by the session with the agent.
 pub trait Exchange: Send {
-    /// Tells the others that this rank has written its part, or why not.
+    /// Tells the others that this rank has written its part, or why it could not.
     fn written(&mut self, step: u64, result: Result<Vec<Written>, String>);
-    /// Rank 0: waits until every rank has answered. All parts, or what failed.
+    /// Rank 0: waits until every rank has answered. Returns all parts, or the reason why a rank failed.
     fn all_written(&mut self, step: u64) -> Result<Vec<Written>, String>;
-    /// Waits until the agent has read what this rank has reported so far, or cannot any more.
+    /// Waits until the agent has read all reports of this rank so far, or the agent is lost.
     fn flush(&mut self);
-    /// Tells the agent how a save ended.
+    /// Reports the result of a save to the agent.
     fn report(&mut self, report: Report);
 }
 
-/// What a rank saves, and where.
+/// Settings of a rank's saves.
 #[derive(Clone, Debug)]
 #[expect(missing_docs, reason = "named after what they are")]
 pub struct Settings {
@@ -54,10 +54,10 @@ pub struct Settings {
     pub layout: Layout,
     pub portion: Portion,
     pub rank: usize,
-    /// Ranks below this one write; the others have an empty portion, and do not answer.
+    /// Ranks below this one write; the others have an empty portion and send no answer.
     pub writers: usize,
     pub retention: Retention,
-    /// The contents of `tokenizer.json`, which rank 0 writes.
+    /// The contents of `tokenizer.json`, written by rank 0.
     pub tokenizer: Option<Vec<u8>>,
     /// The checkpoint that the run was resumed from.
     pub source: Option<PathBuf>,
@@ -69,28 +69,27 @@ pub struct Settings {
 /// Host memory for the state that is being saved.
 #[derive(Clone, Debug)]
 pub enum Buffers {
-    /// A copy, in memory of this process.
+    /// One copy in private memory.
     Own,
-    /// Two copies in files, which are kept when this process ends. If they are `required`, it is an error that they
-    /// cannot be had.
+    /// Two copies in files that outlive this process.
     Files {
         /// The files.
         memory: Memory,
-        /// Otherwise there is one copy in memory of this process.
+        /// Whether it is an error if the files cannot be used. Otherwise there is one copy in private memory.
         required: bool,
     },
-    /// None: training waits until the state is written.
+    /// No copy: training waits until the state is written.
     Pieces,
 }
 
-/// A save that was begun.
+/// A save in progress.
 struct Job {
     source: Source,
     state: State,
     start: Instant,
 }
 
-/// Where the values to save come from.
+/// Source of the values to save.
 enum Source {
     Copy(Snapshot),
     Pieces(Pieces),
@@ -113,23 +112,23 @@ impl Values for Pieces {
     }
 }
 
-/// A save that has ended, or the start of the thread.
+/// The result of a save, or of starting the thread.
 struct Ended {
-    /// For the next ones.
+    /// Buffers for the next saves.
     buffers: Vec<Snapshot>,
     result: Result<(), CheckpointError>,
 }
 
-/// The training thread's handle.
+/// The training thread's handle of the saving thread.
 #[derive(Debug)]
 pub struct Saver {
     jobs: Sender<Job>,
     ended: Receiver<Ended>,
     busy: Arc<AtomicBool>,
     in_flight: bool,
-    /// Not in use, the ones to be overwritten next first.
+    /// Buffers that are not in use. The first ones will be overwritten next.
     buffers: VecDeque<Snapshot>,
-    /// Of a save in pieces, which has no buffers.
+    /// Allocates the buffer of a save in pieces, which has no snapshot buffers.
     host: Option<HostAllocator>,
 }
 
@@ -157,7 +156,7 @@ impl Saver {
         let flag = busy.clone();
         let pieces = matches!(buffers, Buffers::Pieces).then(|| host.clone());
         thread::Builder::new().name("checkpoint".into()).spawn(move || {
-            // Here, because touching gigabytes for the first time takes longer than a step.
+            // Allocate on this thread: touching gigabytes for the first time takes longer than a step.
             let (buffers, result) = match allocate(&host, len, &buffers) {
                 Ok(buffers) => (buffers, Ok(())),
                 Err(error) => (Vec::new(), Err(error)),
@@ -177,12 +176,12 @@ impl Saver {
         Ok(Self { jobs, ended, busy, in_flight: true, buffers: VecDeque::new(), host: pieces })
     }
 
-    /// Whether this rank is still writing.
+    /// Returns whether this rank is still writing.
     pub fn is_busy(&self) -> bool {
         self.busy.load(Ordering::Acquire)
     }
 
-    /// Waits for the save in flight, or for the first buffers, and returns how it ended. `Ok` if there is none.
+    /// Waits for the save in flight, or for the first buffers, and returns its result. `Ok` if no save is in flight.
     pub fn wait(&mut self) -> Result<(), CheckpointError> {
         if !std::mem::take(&mut self.in_flight) {
             return Ok(());
@@ -193,7 +192,7 @@ impl Saver {
         result
     }
 
-    /// As [`wait`](Self::wait), but `Ok` if the save has not ended yet.
+    /// Same as [`wait`](Self::wait), but returns `Ok` if the save has not ended yet.
     pub fn poll(&mut self) -> Result<(), CheckpointError> {
         if !self.in_flight {
             return Ok(());
@@ -204,30 +203,30 @@ impl Saver {
         result
     }
 
-    /// Buffers for a snapshot, to be filled and passed to [`begin`](Self::begin). After [`wait`](Self::wait).
-    /// A memory snapshot in them is gone.
+    /// Returns buffers to fill for a snapshot and pass to [`begin`](Self::begin). Call [`wait`](Self::wait) first.
+    /// Erases the memory snapshot that they hold.
     pub fn take_buffers(&mut self) -> Result<Snapshot, CheckpointError> {
         let buffers = self.buffers.pop_front().unwrap_or_default();
         buffers.erase().map_err(memory_failed)?;
         Ok(buffers)
     }
 
-    /// Begins a save. The one before must have been waited for.
+    /// Begins a save. The previous one must have been waited for.
     pub fn begin(&mut self, snapshot: Snapshot, state: State, start: Instant) {
         self.start_job(Source::Copy(snapshot), state, start);
     }
 
-    /// Whether there are no buffers: [`save_in_pieces`](Self::save_in_pieces) is to be called in place of
+    /// Returns whether there are no buffers. Then call [`save_in_pieces`](Self::save_in_pieces) instead of
     /// [`take_buffers`](Self::take_buffers) and [`begin`](Self::begin).
     pub fn has_no_buffers(&self) -> bool {
         self.host.is_some()
     }
 
     /// Begins a save without buffers, and returns when the thread needs no more values. `read` fills a slice with the
-    /// values that a buffer with the portion's ranges one after another would have in the range.
+    /// values at a range of a virtual buffer that holds the portion's ranges back to back.
     ///
     /// # Errors
-    /// `read` has failed, and so has the save.
+    /// If `read` fails; the save fails, too.
     pub fn save_in_pieces<E>(
         &mut self,
         state: State,
@@ -241,7 +240,7 @@ impl Saver {
         while let Ok((arena, range, mut buffer)) = asked.recv() {
             let len = range.len();
             read(arena, range, &mut buffer[..len])?;
-            // A thread that needs no more has failed to write; it says so when it ends the save.
+            // If the thread needs no more values, writing has failed; it reports that when it ends the save.
             let _ = answer.send(buffer);
         }
         Ok(())
@@ -249,12 +248,12 @@ impl Saver {
 
     fn start_job(&mut self, source: Source, state: State, start: Instant) {
         self.busy.store(true, Ordering::Release);
-        // As in `wait`.
+        // As in `wait`, the thread lives as long as this handle.
         self.in_flight = self.jobs.send(Job { source, state, start }).is_ok();
     }
 }
 
-/// Buffers for the values of a portion.
+/// Allocates buffers for the values of a portion.
 #[expect(clippy::print_stderr, reason = "the agent shows stderr; training goes on")]
 fn allocate(host: &HostAllocator, len: usize, buffers: &Buffers) -> Result<Vec<Snapshot>, CheckpointError> {
     match buffers {
@@ -286,7 +285,7 @@ struct Thread {
 }
 
 impl Thread {
-    /// Returns the buffers, too, if there are any.
+    /// Also returns the buffers, if there are any.
     fn save(
         &mut self,
         source: Source,
@@ -314,10 +313,11 @@ impl Thread {
         (buffers, self.commit(written, &state, start))
     }
 
-    /// Makes a memory snapshot of a copy in files.
+    /// Turns a copy in files into a complete memory snapshot.
     fn complete(&mut self, snapshot: &Snapshot, state: &State) {
         if self.writer.rank == 0 && snapshot.slot.is_some() {
-            // The agent has metrics from rank 0. An attempt that resumes from the snapshot does not report them again.
+            // Rank 0 has sent its metrics to the agent. An attempt that resumes from the snapshot does not report them
+            // again.
             self.exchange.flush();
         }
         if let Err(error) = snapshot.complete(state) {
@@ -325,7 +325,7 @@ impl Thread {
         }
     }
 
-    /// Tells the other ranks what this one has written. Rank 0 makes a checkpoint of what all have.
+    /// Tells the other ranks which files this one has written. Rank 0 turns the parts of all ranks into a checkpoint.
     fn commit(
         &mut self,
         written: Result<Vec<Written>, String>,
@@ -337,7 +337,7 @@ impl Thread {
         let failed = |reason: String| CheckpointError::Write { path: path.clone(), reason };
         self.exchange.written(step, written);
         if self.writer.rank != 0 {
-            // Rank 0 is told, and decides what follows.
+            // Rank 0 is told, and decides how to continue.
             return Ok(());
         }
         let saved = self.exchange.all_written(step).and_then(|parts| {
@@ -355,7 +355,7 @@ impl Thread {
                 Ok(())
             }
             Err(reason) => {
-                // Whatever remains is removed when the job starts again.
+                // If this fails, the next start of the job removes the rest.
                 let _ = self.disk.remove_dir(&temporary);
                 self.report_failure(step, &path, &reason);
                 Err(failed(reason))
@@ -368,7 +368,7 @@ impl Thread {
         self.exchange.report(Report::CheckpointFailed(CheckpointFailed { step, path, reason }));
     }
 
-    /// Deletes checkpoints of this run, and of those that it continues, that are not to be kept.
+    /// Deletes checkpoints that the retention rules do not keep, of this run and of the runs that it continues.
     fn delete_old(&mut self, newest: &State) {
         let found = match directory::scan(&self.dir) {
             Ok(found) => found,
@@ -392,7 +392,7 @@ impl Thread {
         }
     }
 
-    /// Reported once: the same failure would follow every save.
+    /// Reports the failure once: the same failure would follow every save.
     fn retention_failed(&mut self, step: u64, path: &Path, reason: &str) {
         if !std::mem::replace(&mut self.reported_failure, true) {
             self.report_failure(step, path, &format!("failed to delete it: {reason}"));

@@ -1,4 +1,4 @@
-//! `state.json`: where a run stood, and what it must not change silently when it continues.
+//! `state.json`: the position of a run, and the settings that must not change silently when it continues.
 
 use serde::{Deserialize, Serialize};
 use xlaunch_proto::model::ModelShape;
@@ -7,14 +7,14 @@ use xlaunch_proto::spec::JobSpec;
 use crate::data::Fingerprint;
 use crate::inherited::Inherited;
 
-/// The contents of `state.json`. Unknown keys are ignored; those that version 1 lacks have defaults.
+/// The contents of `state.json`. Unknown keys are ignored; keys that version 1 lacks have defaults.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct State {
     /// Version of the checkpoint layout.
     pub version: u32,
-    /// Steps completed.
+    /// Completed steps.
     pub step: u64,
-    /// Sequences that all ranks have used.
+    /// Number of sequences used so far by all ranks.
     pub sequences: u64,
     /// World size of the run that wrote it.
     pub world_size: u32,
@@ -25,25 +25,25 @@ pub struct State {
     /// Id of the run that wrote it; empty in version 1.
     #[serde(default)]
     pub run: String,
-    /// The runs that this one continues, the first one first.
+    /// Runs that this one continues, the earliest first.
     #[serde(default)]
     pub parents: Vec<Parent>,
-    /// `None` in version 1.
+    /// Fingerprint of the training data; `None` in version 1.
     #[serde(default)]
     pub data: Option<Fingerprint>,
-    /// `None` in version 1.
+    /// Sequences per step; `None` in version 1.
     #[serde(default)]
     pub batch: Option<Batch>,
-    /// Steps of warm-up. A run that continues keeps it unless its configuration has another.
+    /// Number of warm-up steps. A run that continues this one keeps it unless its configuration sets another.
     #[serde(default)]
     pub warmup: Option<u64>,
     /// Loss on the held-out data after this step, if it was evaluated then.
     #[serde(default)]
     pub val_loss: Option<f64>,
-    /// The id that starts documents, where the tokenizer is known.
+    /// Id that starts documents, if the tokenizer is known.
     #[serde(default)]
     pub end_of_text: Option<u32>,
-    /// What the initial weights came with.
+    /// Files that came with the initial weights.
     #[serde(default)]
     pub inherited: Option<Inherited>,
     /// The job description, for information only: other versions may have other keys.
@@ -59,7 +59,7 @@ pub struct Parent {
     pub step: u64,
 }
 
-/// How many sequences a step uses, and in which order.
+/// Number of sequences per step, and their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Batch {
     /// Sequences per rank and micro-step.
@@ -71,29 +71,29 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// As configured.
+    /// Reads the batch settings of a job.
     pub fn of(spec: &JobSpec) -> Self {
         Self { batch: spec.train.batch, accumulate: spec.train.accumulate, shuffle: spec.data.shuffle }
     }
 
-    /// Sequences of a step; `None` if they cannot be counted.
+    /// Returns the number of sequences per step; `None` if it overflows.
     fn sequences(self, world: u32) -> Option<u64> {
         let per_rank = u64::try_from(self.batch).ok()?.checked_mul(u64::try_from(self.accumulate).ok()?)?;
         per_rank.checked_mul(world.into())
     }
 }
 
-/// How a job differs from the run that it continues.
+/// Differences between a job and the run that it continues.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Changes {
-    /// The run would not be the same one: continue only if the user says so.
+    /// Changes that would make it a different run: continue only if the user confirms.
     pub refused: Vec<String>,
-    /// Worth a warning.
+    /// Changes that deserve a warning.
     pub others: Vec<String>,
 }
 
 impl State {
-    /// Compares the job that continues from this state with the run that wrote it.
+    /// Compares the job that continues from this state with the run that wrote the state.
     pub fn changes(&self, spec: &JobSpec, world: u32, data: &Fingerprint) -> Changes {
         let mut changes = Changes::default();
         if self.seed != spec.job.seed {
@@ -124,7 +124,7 @@ impl State {
         }
         let count = |sequences: Option<u64>| sequences.map_or("?".into(), |count| count.to_string());
         let change = format!("a step used {} sequences of all ranks, now {}", count(before), count(after));
-        // With the same configuration on another number of ranks, the change is the user's obvious intent.
+        // With the same configuration on another number of ranks, the change is obviously intended.
         if (saved.batch, saved.accumulate) == (new.batch, new.accumulate) {
             changes.others.push(change);
         } else {
@@ -133,8 +133,8 @@ impl State {
     }
 }
 
-/// Lists the keys of a section whose values differ, apart from those that are compared on their own and those that may
-/// change at any time.
+/// Lists the keys of a section whose values differ, except keys that are compared separately and keys that may change
+/// at any time.
 fn compare(section: &str, saved: &serde_json::Value, new: &serde_json::Value, changes: &mut Vec<String>) {
     const EXPECTED: [&str; 11] = [
         "train.batch",
@@ -212,7 +212,7 @@ mod tests {
         let changes = saved.changes(&spec, 1, &data);
         assert!(changes.refused.is_empty(), "{changes:?}");
         assert_eq!(changes.others, ["the number of ranks was 2, is 1"]);
-        // The unchanged configuration on more ranks is a larger batch, which the user has asked for.
+        // The unchanged configuration on more ranks is a larger batch, as the user asked for.
         let changes = saved.changes(&JobSpec::default(), 4, &data);
         assert!(changes.refused.is_empty() && changes.others.len() == 2, "{changes:?}");
     }

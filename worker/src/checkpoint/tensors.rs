@@ -1,4 +1,4 @@
-//! Where tensors are in safetensors files. See <https://huggingface.co/docs/safetensors>, "Format".
+//! Positions of tensors in safetensors files. See <https://huggingface.co/docs/safetensors>, "Format".
 
 use std::io;
 use std::ops::Range;
@@ -13,9 +13,9 @@ use crate::model::layout::{Layout, Param};
 
 /// Largest header that the format allows.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
-/// Most tensors of a file: more than ten times those of any model that is represented.
+/// Maximum number of tensors in a file: more than ten times that of any supported model.
 const MAX_TENSORS: usize = 50_000;
-/// Bytes before the header: its length.
+/// Size of the field before the header: the header's length.
 const LENGTH_BYTES: usize = size_of::<u64>();
 
 /// The arenas that a checkpoint contains.
@@ -33,29 +33,29 @@ pub enum Arena {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Stored {
     pub(super) arena: Arena,
-    /// Elements of the arena.
+    /// Range of elements in the arena.
     pub(super) elements: Range<usize>,
-    /// Bytes of the file.
+    /// Range of bytes in the file.
     pub(super) bytes: Range<u64>,
 }
 
-/// The header of a file, and what follows it.
+/// The header of a file, and the tensors after it.
 #[derive(Debug)]
 pub(super) struct Contents {
-    /// The length, and the header.
+    /// The header, including its length field.
     pub(super) header: Vec<u8>,
-    /// By rising offset, without gaps.
+    /// Tensors in order of offset, without gaps.
     pub(super) tensors: Vec<Stored>,
 }
 
 impl Contents {
-    /// Of `model.safetensors`: all parameters, whole.
+    /// Describes `model.safetensors`: all parameters, each whole.
     pub(super) fn model(layout: &Layout) -> io::Result<Self> {
         let tensor = |param: &Param| (Arena::Params, param.name.clone(), param.shape.clone(), param.stored());
         Self::new(layout.params.iter().map(tensor).collect())
     }
 
-    /// Of a rank's file of moments: the parts of parameters in its portion.
+    /// Describes a rank's file of moments: the parts of parameters in its portion.
     pub(super) fn moments(layout: &Layout, portion: &Portion) -> io::Result<Self> {
         let mut tensors = Vec::new();
         for (arena, prefix) in [(Arena::M, "m"), (Arena::V, "v")] {
@@ -83,7 +83,7 @@ impl Contents {
         let offsets: Vec<(usize, usize)> = infos.iter().map(|(_, info)| info.data_offsets).collect();
         let metadata = Metadata::new(None, infos).map_err(io::Error::other)?;
         let mut json = serde_json::to_vec(&metadata)?;
-        // Data starts at a multiple of 8.
+        // Data starts at a multiple of 8 bytes.
         json.resize(json.len().next_multiple_of(8), b' ');
         let header = [&(json.len() as u64).to_le_bytes()[..], &json].concat();
         let data = header.len() as u64;
@@ -94,7 +94,7 @@ impl Contents {
     }
 }
 
-/// Reads where a file has the parameters of this model or, with `moments`, AdamW's moments.
+/// Finds the parameters of this model in a file or, with `moments`, AdamW's moments.
 pub(super) fn read_contents(
     path: &Path,
     file: &File,
@@ -106,7 +106,7 @@ pub(super) fn read_contents(
     let mut tensors = Vec::new();
     let infos = header.tensors();
     for (name, info) in &infos {
-        // Files of other programs may contain more than the parameters.
+        // Files written by other programs may contain more than the parameters.
         let Some((arena, param, part)) = find(layout, name, moments) else { continue };
         let whole = part.len() == param.stored().len();
         let shape_matches = (whole && info.shape == param.shape) || info.shape == [part.len()];
@@ -127,7 +127,7 @@ pub(super) fn read_contents(
     Ok(tensors)
 }
 
-/// The parameter that a tensor belongs to, and which elements of the arena it has.
+/// Returns the parameter that a tensor belongs to, and its elements in the arena.
 fn find<'a>(layout: &'a Layout, name: &str, moments: bool) -> Option<(Arena, &'a Param, Range<usize>)> {
     let (arena, name) = match moments {
         false => (Arena::Params, name),
@@ -157,7 +157,7 @@ fn find<'a>(layout: &'a Layout, name: &str, moments: bool) -> Option<(Arena, &'a
     Some((arena, param, elements))
 }
 
-/// The header of a safetensors file, and the offset of its data.
+/// Reads the header of a safetensors file; also returns the offset of the data.
 pub(crate) fn read_header(file: &File) -> io::Result<(Metadata, u64)> {
     let mut length = [0; LENGTH_BYTES];
     file.file().read_exact_at(&mut length, 0)?;
@@ -170,7 +170,7 @@ pub(crate) fn read_header(file: &File) -> io::Result<(Metadata, u64)> {
     }
     let mut header = vec![0; usize::try_from(length).map_err(io::Error::other)?];
     file.file().read_exact_at(&mut header, begin)?;
-    // Parsed, a tensor takes ten times as much memory as in the file.
+    // A parsed tensor takes ten times as much memory as its text in the header.
     let tensors = memchr::memmem::find_iter(&header, b"\"data_offsets\"").take(MAX_TENSORS + 1).count();
     if tensors > MAX_TENSORS {
         let reason = format!("its safetensors header has more than {MAX_TENSORS} tensors");
@@ -179,7 +179,7 @@ pub(crate) fn read_header(file: &File) -> io::Result<(Metadata, u64)> {
     Ok((serde_json::from_slice(&header)?, begin + length))
 }
 
-/// Checks that tensors contain every parameter of these arenas exactly once.
+/// Checks that the tensors contain every parameter of these arenas exactly once.
 pub(super) fn check_complete(
     path: &Path,
     layout: &Layout,

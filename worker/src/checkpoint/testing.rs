@@ -16,7 +16,7 @@ use super::saver::{Buffers, Exchange, Saver, Settings, Written};
 use super::*;
 use crate::model::layout::{ALIGN, Layout};
 
-/// A model with an embedding of many blocks.
+/// A model whose embedding spans many blocks.
 pub(crate) fn shape() -> ModelShape {
     let section = ModelSection {
         layers: Some(1),
@@ -29,7 +29,7 @@ pub(crate) fn shape() -> ModelShape {
     section.resolve().unwrap()
 }
 
-/// The state of a run after `step` steps.
+/// Returns the state of a run after `step` steps.
 pub(crate) fn state(run: &str, step: u64) -> State {
     let spec = JobSpec::default();
     State {
@@ -51,7 +51,7 @@ pub(crate) fn state(run: &str, step: u64) -> State {
     }
 }
 
-/// Element `at` of an arena after `step` steps.
+/// Returns element `at` of an arena after `step` steps.
 #[expect(clippy::cast_precision_loss, reason = "test data")]
 pub(crate) fn value(arena: Arena, at: usize, step: u64) -> f32 {
     let offset = match arena {
@@ -62,7 +62,7 @@ pub(crate) fn value(arena: Arena, at: usize, step: u64) -> f32 {
     (at % 1_000_003) as f32 + step as f32 + offset
 }
 
-/// What one rank saves after `step` steps.
+/// Returns the snapshot of a rank's portion after `step` steps.
 pub(crate) fn snapshot(portion: &Portion, step: u64) -> Snapshot {
     let fill = |arena| {
         let elements = portion.ranges().iter().flat_map(|owned| owned.arena.clone());
@@ -71,13 +71,13 @@ pub(crate) fn snapshot(portion: &Portion, step: u64) -> Snapshot {
     Snapshot { params: fill(Arena::Params), m: fill(Arena::M), v: fill(Arena::V), slot: None }
 }
 
-/// The shards of a rank, or everything.
+/// Sharding that gives a rank its shards, or everything.
 pub(crate) fn sharding(layout: &Layout, rank: usize, world: usize, sharded: bool) -> Sharding {
     let plan = Plan::new(&layout.ends(), ALIGN, 4, 1 << 14, 1 << 12);
     if sharded { Sharding::new(plan, rank, world) } else { Sharding::replicated(plan) }
 }
 
-/// A single rank, whose answer is complete.
+/// Exchange of a single rank, whose own answer completes the save.
 #[derive(Debug, Default)]
 pub(crate) struct Alone {
     pub(crate) written: Option<Result<Vec<Written>, String>>,
@@ -134,7 +134,7 @@ pub(super) fn save_with(
     saver.wait()
 }
 
-/// Saves a checkpoint of run `run`.
+/// Saves a checkpoint of the run `run`.
 pub(crate) fn save(dir: &Path, step: u64) -> PathBuf {
     save_with(settings(dir, Retention::default()), Arc::new(Real), Alone::default(), state("run", step))
         .unwrap();

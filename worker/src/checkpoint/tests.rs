@@ -1,4 +1,4 @@
-//! Saving and reading together.
+//! Tests of saving and reading together.
 
 mod faults;
 mod reading;
@@ -31,7 +31,7 @@ fn threads() -> ThreadPool {
     ThreadPoolBuilder::new().num_threads(2).build().unwrap()
 }
 
-/// Parameters and moments by arena; NaN where nothing was read.
+/// Reads parameters and moments by arena; NaN marks values that were not read.
 fn read_all(path: &Path) -> Result<([Vec<f32>; 3], State), CheckpointError> {
     let layout = Layout::new(&shape());
     let arenas = Mutex::new([const { Vec::new() }; 3].map(|_: Vec<f32>| vec![f32::NAN; layout.len]));
@@ -44,7 +44,7 @@ fn read_all(path: &Path) -> Result<([Vec<f32>; 3], State), CheckpointError> {
     Ok((arenas.into_inner().unwrap(), state))
 }
 
-/// Checks that a checkpoint has every stored value of `step`.
+/// Checks that a checkpoint has every stored value of step `step`.
 fn assert_complete(path: &Path, step: u64) {
     let (arenas, state) = read_all(path).unwrap();
     assert_eq!(state.step, step);
@@ -56,14 +56,14 @@ fn assert_complete(path: &Path, step: u64) {
     }
 }
 
-/// What a rank has written.
+/// The parts that a rank has written.
 type Answer = Result<Vec<Written>, String>;
 
 /// The answers of several ranks, as the agent collects them.
 struct Together {
     rank: usize,
     answers: Sender<Answer>,
-    /// On rank 0, with the number of ranks.
+    /// Only on rank 0; also the number of ranks.
     collected: Option<(usize, Receiver<Answer>)>,
 }
 
@@ -90,7 +90,7 @@ fn save_together(dir: &Path, step: u64, world: usize, sharded: bool) -> PathBuf 
     dir.join(name(step))
 }
 
-/// Saves with ranks that have these directories. Returns what rank 0 makes of it.
+/// Saves with ranks that have these directories. Returns the result of rank 0.
 fn try_to_save_together(
     buffers: &Buffers,
     dirs: &[&Path],
@@ -139,7 +139,7 @@ fn checkpoint_is_refused_if_a_rank_has_written_to_another_directory() {
     for stale in [false, true] {
         let (dir, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         if stale {
-            // The same files are there, with what an earlier save had written.
+            // The same files exist already, with the contents of an earlier save.
             save_together(dir.path(), 6, 2, false);
             fs_err::rename(dir.path().join(name(6)), dir.path().join(".tmp-step-00000007")).unwrap();
         }
@@ -171,7 +171,7 @@ fn ranks_save_together_and_any_number_of_ranks_reads_it() {
     }
 }
 
-/// What the training thread reads on request, from a copy.
+/// Serves the training thread's reads from a copy.
 fn read_from(snapshot: &Snapshot) -> impl FnMut(Arena, Range<usize>, &mut [f32]) -> Result<(), Infallible> {
     move |arena, range, values| {
         let mut source = snapshot;

@@ -1,4 +1,4 @@
-//! Writes a rank's part of a checkpoint, and commits what all ranks have written.
+//! Writes a rank's part of a checkpoint, and commits the parts of all ranks.
 //!
 //! ```text
 //! .tmp-step-N/  <- every rank: its ranges of the model, its moments; each file synced by its writers
@@ -22,42 +22,42 @@ use crate::fail::{self, Place};
 use crate::model::layout::Layout;
 use crate::phase;
 
-/// Most bytes of a chunk, which readers hash as a whole. Small in tests, so that small files have many.
+/// Maximum chunk size in bytes. Readers hash a chunk as a whole. Small in tests, so that small files have many chunks.
 const CHUNK_BYTES: usize = if cfg!(test) { 4 << 10 } else { 4 << 20 };
-/// Most values that are asked of [`Values`] at once.
+/// Maximum number of values requested from [`Values`] at once.
 pub(super) const PIECE_LEN: usize = CHUNK_BYTES / size_of::<f32>();
 /// Prefix of directories that are being written.
 pub(super) const TEMPORARY: &str = ".tmp-";
-/// Prefix of a checkpoint while another one of the same step takes its place.
+/// Prefix of a checkpoint while another checkpoint of the same step replaces it.
 pub(super) const REPLACED: &str = ".old-";
 
-/// Host copies of a rank's [`Portion`] of the arenas, its ranges one after another.
+/// Host copies of a rank's [`Portion`] of the arenas, with its ranges back to back.
 #[derive(Debug, Default)]
 #[expect(missing_docs, reason = "the fields are named after the arenas")]
 pub struct Snapshot {
     pub params: HostBuffer,
     pub m: HostBuffer,
     pub v: HostBuffer,
-    /// The memory file that the buffers are mapped from, if they are.
+    /// The memory file that the buffers are mapped from, if any.
     pub slot: Option<Slot>,
 }
 
 impl Snapshot {
-    /// Before the buffers are overwritten.
+    /// Erases the memory snapshot. Call this before overwriting the buffers.
     pub(super) fn erase(&self) -> io::Result<()> {
         self.slot.as_ref().map_or(Ok(()), Slot::erase)
     }
 
-    /// When the buffers hold a snapshot: makes it one that the next attempt can resume from.
+    /// Marks the snapshot in the buffers as complete, so that the next attempt can resume from it.
     pub(super) fn complete(&self, state: &State) -> io::Result<()> {
         let complete = |slot: &Slot| slot.complete([&*self.params, &*self.m, &*self.v], state);
         self.slot.as_ref().map_or(Ok(()), complete)
     }
 }
 
-/// The values of a rank's [`Portion`], its ranges one after another.
+/// Values of a rank's [`Portion`], with its ranges back to back.
 pub(super) trait Values {
-    /// At most [`PIECE_LEN`] values of an arena.
+    /// Returns at most [`PIECE_LEN`] values of an arena.
     fn get(&mut self, arena: Arena, range: Range<usize>) -> io::Result<&[f32]>;
 }
 
@@ -72,7 +72,7 @@ impl Values for &Snapshot {
     }
 }
 
-/// A rank's part of a file: the chunks that it has written and synced.
+/// A rank's part of a file: the chunks that the rank has written and synced.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Written {
     /// Name of the file.
@@ -81,7 +81,7 @@ pub struct Written {
     pub chunks: Vec<Chunk>,
 }
 
-/// Who writes what.
+/// Writes the part of one rank.
 #[derive(Clone, Debug)]
 pub(super) struct Writer {
     pub(super) layout: Layout,
@@ -90,7 +90,7 @@ pub(super) struct Writer {
     pub(super) writers: usize,
 }
 
-/// The directory in which the checkpoint of `step` is written.
+/// Returns the directory in which the checkpoint of `step` is written.
 pub(super) fn temporary(dir: &Path, step: u64) -> PathBuf {
     dir.join(format!("{TEMPORARY}{}", name(step)))
 }
@@ -137,7 +137,7 @@ impl Writer {
     }
 }
 
-/// Makes a checkpoint of what all ranks have written to [`temporary`]. Returns its path.
+/// Turns the files that all ranks have written to [`temporary`] into a checkpoint. Returns its path.
 pub(super) fn commit(
     disk: &dyn Disk,
     dir: &Path,
@@ -177,8 +177,9 @@ pub(super) fn commit(
     Ok(path)
 }
 
-/// Checks that what the ranks have written is here: a rank on another node may have written to a directory that has the
-/// same path but is not shared. Reads the last chunk of each rank's part of each file, so it costs a few MiB per rank.
+/// Checks that the files of the ranks are in this directory: a rank on another node may have written to a directory of
+/// the same path that is not shared. Reads the last chunk of each rank's part of each file, so it costs a few MiB per
+/// rank.
 fn read_back(dir: &Path, samples: &[(String, Chunk)]) -> io::Result<()> {
     manifest::check(dir).map_err(io::Error::other)?;
     for (name, chunk) in samples {
@@ -198,7 +199,8 @@ fn read_back(dir: &Path, samples: &[(String, Chunk)]) -> io::Result<()> {
     Ok(())
 }
 
-/// Deletes the checkpoint of a step. It is renamed first: what a kill leaves must not look like a damaged checkpoint.
+/// Deletes the checkpoint of a step. Renames it first: if the process is killed, the rest must not look like a damaged
+/// checkpoint.
 pub(super) fn delete(disk: &dyn Disk, dir: &Path, step: u64) -> io::Result<()> {
     fail::io(Place::SaveDelete)?;
     let name = name(step);
@@ -207,7 +209,7 @@ pub(super) fn delete(disk: &dyn Disk, dir: &Path, step: u64) -> io::Result<()> {
     disk.remove_dir(&deleted)
 }
 
-/// Renames a directory. One that has the name already is replaced.
+/// Renames a directory, replacing any directory of that name.
 fn put_in_place(disk: &dyn Disk, dir: &Path, from: &Path, to: &Path, step: u64) -> io::Result<()> {
     if !to.exists() {
         return disk.rename(from, to);
@@ -215,7 +217,7 @@ fn put_in_place(disk: &dyn Disk, dir: &Path, from: &Path, to: &Path, step: u64) 
     match disk.exchange(from, to) {
         Ok(()) => disk.remove_dir(from),
         Err(error) if error.kind() == io::ErrorKind::Unsupported => {
-            // Until the second rename is done, the next start of a job finds the old checkpoint and puts it back.
+            // Until the second rename is done, the next start of a job finds the old checkpoint and restores it.
             let old = dir.join(format!("{REPLACED}{}", name(step)));
             disk.rename(to, &old)?;
             disk.rename(from, to)?;
@@ -229,7 +231,7 @@ fn put_in_place(disk: &dyn Disk, dir: &Path, from: &Path, to: &Path, step: u64) 
 struct ChunkWriter {
     name: String,
     file: Box<dyn Writable>,
-    /// Where `buffer` belongs.
+    /// Offset of `buffer` in the file.
     offset: u64,
     buffer: Vec<u8>,
     chunks: Vec<Chunk>,

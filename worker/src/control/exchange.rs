@@ -1,4 +1,4 @@
-//! How the ranks that save a checkpoint learn of each other: through their sessions with the agent.
+//! Connects the ranks that save a checkpoint, through their sessions with the agent.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -12,12 +12,12 @@ use super::{Request, Shared};
 use crate::checkpoint::saver::{Exchange, Written};
 use crate::checkpoint::{Chunk, parse_hash};
 
-/// How often a wait for the other ranks looks whether the agent is still there.
+/// How often a wait for the other ranks checks that the agent is still there.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
-/// For the agent to read what was reported. It takes longer only if the agent hangs.
+/// Time for the agent to read the reports. It takes longer only if the agent hangs.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// The part of the session that the thread which saves checkpoints has.
+/// The saving thread's end of the session.
 #[derive(Debug)]
 pub(super) struct SessionExchange {
     /// Weak: the session ends with the training thread, even if a save hangs.
@@ -50,16 +50,16 @@ impl Exchange for SessionExchange {
     fn flush(&mut self) {
         let Some(requests) = self.requests.upgrade() else { return };
         let (sender, flushed) = std::sync::mpsc::channel();
-        // As in `Control::send`.
+        // A failure is handled as in `Control::send`.
         let _ = requests.send(Request::Flush(sender));
         drop(requests);
-        // Nothing is ever sent: this returns when the sender is dropped.
+        // Nothing is ever sent: `recv_timeout` returns when the sender is dropped.
         let _ = flushed.recv_timeout(FLUSH_TIMEOUT);
     }
 
     fn report(&mut self, report: Report) {
         if let Some(requests) = self.requests.upgrade() {
-            // As in `Control::send`.
+            // A failure is handled as in `Control::send`.
             let _ = requests.send(Request::Report(report));
         }
     }

@@ -6,8 +6,8 @@
 //! ```
 //! Invariants:
 //! - the training thread waits for the network only in [`Control::get_job`] and [`Control::join`];
-//! - a worker never outlives its agent: when the agent is lost, the control thread aborts the collective and, if the
-//!   training thread does not end then, exits the process.
+//! - a worker never outlives its agent: when the agent is lost, the control thread aborts the collective and, if that
+//!   does not end the training thread, exits the process.
 
 mod exchange;
 mod session;
@@ -32,7 +32,7 @@ use crate::error::{Result, WorkerError};
 use crate::phase::PhaseTracker;
 use exchange::SessionExchange;
 
-/// For the agent to acknowledge an error. Longer delays the end of a job whose agent hangs, for nothing.
+/// Time for the agent to acknowledge an error. Waiting longer would only delay the end of a job whose agent hangs.
 const FAILURE_REPORT_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// State that both threads access.
@@ -40,15 +40,15 @@ const FAILURE_REPORT_TIMEOUT: Duration = Duration::from_secs(3);
 struct Shared {
     stop_requested: AtomicBool,
     checkpoint_requested: AtomicBool,
-    /// Steps completed, for heartbeats.
+    /// Completed steps, for heartbeats.
     step: AtomicU64,
     /// The training thread's phase, for heartbeats.
     trainer: Arc<PhaseTracker>,
     /// Aborts the collective when the agent is lost.
     abort: Mutex<Option<AbortHandle>>,
-    /// Why the agent is considered lost.
+    /// The reason why the agent is considered lost.
     lost: Mutex<Option<String>>,
-    /// Tells the thread that saves checkpoints what all ranks have written.
+    /// Passes the parts that all ranks have written to the thread that saves checkpoints.
     commits: OnceLock<std::sync::mpsc::Sender<CommitCheckpoint>>,
 }
 
@@ -64,9 +64,9 @@ enum Request {
     Join(Box<JoinRequest>, oneshot::Sender<std::result::Result<Joined, tonic::Status>>),
     Session(Hello),
     Report(Report),
-    /// The sender is dropped once the agent has read all reports before it, or cannot any more.
+    /// The sender is dropped once the agent has read all earlier reports, or the agent is lost.
     Flush(std::sync::mpsc::Sender<()>),
-    /// The sender is dropped once the agent has acknowledged the report, or cannot do so any more.
+    /// The sender is dropped once the agent has acknowledged the report, or the agent is lost.
     Fail(Failed, std::sync::mpsc::Sender<()>),
 }
 
@@ -79,8 +79,8 @@ pub struct Control {
 }
 
 impl Control {
-    /// Starts the control thread; it connects to the agent's unix socket. The calling thread is the one whose phase
-    /// heartbeats report.
+    /// Starts the control thread, which connects to the agent's unix socket. Heartbeats report the phase of the calling
+    /// thread.
     pub fn connect(socket: &Path) -> Result<Self> {
         let io = |what: &str, source| WorkerError::Io { what: format!("failed to start {what}"), source };
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -101,14 +101,14 @@ impl Control {
         Ok(Self { requests: Some(sender), shared, thread: Some(thread) })
     }
 
-    /// Asks the agent what to do.
+    /// Asks the agent for the job.
     pub fn get_job(&self, request: GetJobRequest) -> Result<GetJobReply> {
         let (sender, reply) = oneshot::channel();
         self.send(Request::GetJob(request, sender));
         self.wait_for(reply)
     }
 
-    /// The rendezvous: waits until all ranks have joined, or the agent reports why they cannot.
+    /// Joins the rendezvous: waits until all ranks have joined, or the agent reports why they cannot.
     pub fn join(&self, join: Join) -> Result<Joined> {
         let (sender, reply) = oneshot::channel();
         self.send(Request::Join(Box::new(join.into()), sender));
@@ -129,9 +129,9 @@ impl Control {
         self.send(Request::Report(report));
     }
 
-    /// Tells the agent of an error before it ends this rank, and waits until the agent has acted on it. Call it while
-    /// the collective is still open: when the other ranks lose this one, the agent then knows whose fault that is. It
-    /// tells the loss of a peer from an error of this rank's own by the exit code.
+    /// Reports an error to the agent before it ends this rank, and waits until the agent has acted on it. Call it while
+    /// the collective is still open: when the other ranks lose this one, the agent already knows which rank is at
+    /// fault. The exit code tells the agent whether a peer was lost or this rank itself failed.
     pub fn report_failure(&self, error: WorkerError) -> WorkerError {
         if !matches!(error, WorkerError::AgentLost(_)) {
             let (sender, acknowledged) = std::sync::mpsc::channel();
@@ -141,28 +141,28 @@ impl Control {
                 differing_ranks: error.differing_ranks(),
             };
             self.send(Request::Fail(failed, sender));
-            // Nothing is ever sent: this returns when the sender is dropped.
+            // Nothing is ever sent: `recv_timeout` returns when the sender is dropped.
             let _ = acknowledged.recv_timeout(FAILURE_REPORT_TIMEOUT);
         }
         error
     }
 
-    /// Whether the agent requested a stop.
+    /// Returns whether the agent requested a stop.
     pub fn stop_requested(&self) -> bool {
         self.shared.stop_requested.load(Ordering::Relaxed)
     }
 
-    /// Whether the agent requested a checkpoint since the last call.
+    /// Returns whether the agent requested a checkpoint since the last call.
     pub fn take_checkpoint_request(&self) -> bool {
         self.shared.checkpoint_requested.swap(false, Ordering::Relaxed)
     }
 
-    /// Why the agent is considered lost, if it is.
+    /// Returns the reason why the agent is considered lost, if it is.
     pub fn lost(&self) -> Option<String> {
         self.shared.lost()
     }
 
-    /// The connection through which the ranks of a save learn of each other. `None` if it was taken already.
+    /// Returns the connection between the ranks of a save. `None` if it was taken already.
     pub fn exchange(&self) -> Option<Box<dyn Exchange>> {
         let requests = self.requests.as_ref()?.downgrade();
         let (sender, commits) = std::sync::mpsc::channel();
@@ -170,7 +170,7 @@ impl Control {
         Some(Box::new(SessionExchange { requests, shared: self.shared.clone(), commits }))
     }
 
-    /// Sending fails only when the control thread has ended, which `wait_for` and `lost` report.
+    /// Sending fails only if the control thread has ended; `wait_for` and `lost` report that.
     fn send(&self, request: Request) {
         if let Some(requests) = &self.requests {
             let _ = requests.send(request);
@@ -180,7 +180,7 @@ impl Control {
     fn wait_for<T>(&self, reply: oneshot::Receiver<std::result::Result<T, tonic::Status>>) -> Result<T> {
         match reply.blocking_recv() {
             Ok(Ok(reply)) => Ok(reply),
-            // The agent is reachable and refused.
+            // The agent is reachable, but refused.
             Ok(Err(status)) if status.code() != tonic::Code::Unavailable => {
                 Err(WorkerError::Rendezvous(status.message().into()))
             }
@@ -202,7 +202,7 @@ impl Drop for Control {
     }
 }
 
-/// The control thread: unary requests until the session is opened, then the session.
+/// Body of the control thread: handles unary requests until the session is opened, then the session.
 async fn serve(
     mut agent: AgentClient<Channel>,
     mut requests: mpsc::UnboundedReceiver<Request>,
@@ -211,7 +211,7 @@ async fn serve(
     while let Some(request) = requests.recv().await {
         match request {
             Request::GetJob(request, reply) => {
-                // The receiver is dropped only if the training thread has ended.
+                // The receiver is dropped only when the training thread has ended.
                 let _ = reply.send(agent.get_job(request).await.map(tonic::Response::into_inner));
             }
             Request::Join(request, reply) => {

@@ -19,10 +19,10 @@ use super::{Request, Shared};
 use crate::phase;
 
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
-/// Unacknowledged heartbeats after which the agent is considered lost. Counted instead of timed: a worker that was
-/// suspended (SIGSTOP) resumes with an old clock, but finds the acknowledgements in its socket.
+/// Unacknowledged heartbeats after which the agent is considered lost. This is a count instead of a time: a worker that
+/// was suspended (SIGSTOP) resumes with an outdated clock, but finds the acknowledgements in its socket.
 const MAX_UNACKNOWLEDGED_HEARTBEATS: u32 = 15;
-/// Time for the training thread to end after the collective has been aborted.
+/// Time for the training thread to end after the collective was aborted.
 const ABORT_EXIT_TIMEOUT: Duration = Duration::from_secs(3);
 /// Time for the agent to read the last reports.
 const REPORT_DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
@@ -35,7 +35,7 @@ pub(super) async fn run(
 ) {
     let (reports, outgoing) = mpsc::unbounded_channel();
     let send = |report: Report| {
-        // Fails only when the stream is closed, which the receiving side reports.
+        // Sending fails only if the stream is closed, which the receiving side reports.
         let _ = reports.send(WorkerReport { report: Some(report) });
     };
     send(Report::Hello(hello));
@@ -73,7 +73,7 @@ pub(super) async fn run(
                         }
                         Some(Command::FailedAck(_)) => drop(failure.take()),
                         Some(Command::CommitCheckpoint(commit)) => {
-                            // Only a job that saves checkpoints waits for it.
+                            // The receiver exists only in a job that saves checkpoints.
                             let _ = shared.commits.get().map(|commits| commits.send(commit));
                         }
                         Some(Command::HeartbeatAck(_)) => flushes.acknowledge(),
@@ -93,25 +93,26 @@ pub(super) async fn run(
             }
         }
     }
-    // Training has ended: half-closing the stream lets the agent read everything and then close its side.
+    // Training has ended. Half-close the stream: the agent reads everything, then closes its side.
     drop(reports);
     let end = async { while let Some(Ok(_)) = commands.next().await {} };
-    // If the agent does not read the last reports in time, it still gets the exit code.
+    // An agent that does not read the last reports in time still sees the exit code.
     let _ = tokio::time::timeout(REPORT_DRAIN_TIMEOUT, end).await;
 }
 
-/// Who waits for the agent to read reports. It reads in order, so the acknowledgement of a heartbeat after them tells.
+/// Waits for the agent to read reports. The agent reads in order, so it has read them once it acknowledges a later
+/// heartbeat.
 #[derive(Default)]
 struct Flushes {
-    /// How many heartbeats were sent.
+    /// Number of heartbeats sent.
     sent: u64,
     acknowledged: u64,
-    /// With the number of their heartbeats.
+    /// Waiting senders, each with the number of its heartbeat.
     waiting: Vec<(u64, std::sync::mpsc::Sender<()>)>,
 }
 
 impl Flushes {
-    /// A heartbeat was sent for this one.
+    /// Records that a heartbeat was sent for this waiter.
     fn begin(&mut self, waiting: std::sync::mpsc::Sender<()>) {
         self.sent += 1;
         self.waiting.push((self.sent, waiting));
@@ -138,14 +139,14 @@ fn heartbeat_of(shared: &Shared) -> Heartbeat {
     }
 }
 
-/// Unblocks the training thread after the agent was lost, and exits the process if that does not end it.
+/// Unblocks the training thread after the loss of the agent, and exits the process if that does not end the thread.
 async fn agent_lost(shared: &Shared, requests: &mut mpsc::UnboundedReceiver<Request>, reason: &str) {
     *shared.lost.lock().unwrap_or_else(PoisonError::into_inner) = Some(reason.to_owned());
     shared.stop_requested.store(true, Ordering::Relaxed);
     let abort = shared.abort.lock().unwrap_or_else(PoisonError::into_inner).clone();
     if let Some(abort) = abort {
-        // In a thread of its own: `ncclCommAbort` may hang in a driver that does not respond. Without a thread the
-        // process exits after the timeout all the same.
+        // Abort on a separate thread: `ncclCommAbort` may hang if the driver does not respond. If the thread cannot be
+        // started, the process still exits after the timeout.
         let _ = std::thread::Builder::new().name("abort".into()).spawn(move || abort.abort());
     }
     let closed = async { while requests.recv().await.is_some() {} };

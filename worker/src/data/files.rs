@@ -1,6 +1,6 @@
 //! Expands globs to a sorted list of files.
 //!
-//! Directories that cannot be meant as training data are skipped ([`walk`]), and the job's own output.
+//! Skips directories that cannot be meant as training data ([`walk`]), and the job's own output.
 
 use std::path::{Path, PathBuf};
 
@@ -9,7 +9,7 @@ use xlaunch_proto::paths::normalize;
 
 use super::DataError;
 
-/// The files that match any of `patterns` (absolute), sorted by path, without duplicates and without those in `skip`.
+/// Returns the files that match any of the absolute `patterns`, sorted by path, without duplicates and files in `skip`.
 pub(super) fn matching(
     key: &'static str,
     patterns: &[String],
@@ -17,7 +17,7 @@ pub(super) fn matching(
 ) -> Result<Vec<PathBuf>, DataError> {
     let mut files = Vec::new();
     for pattern in patterns {
-        // Without `.` and `..`, as walkdir yields paths.
+        // Remove `.` and `..`: the paths from walkdir have none.
         let (base, rest) = split(&normalize(Path::new(pattern)));
         match rest {
             None if base.is_file() => files.push(base),
@@ -33,7 +33,7 @@ pub(super) fn matching(
     Ok(files)
 }
 
-/// The leading components without wildcards, and the rest, if any.
+/// Splits a pattern into its leading components without wildcards, and the rest, if any.
 fn split(pattern: &Path) -> (PathBuf, Option<PathBuf>) {
     let base = walk::literal_base(pattern);
     let rest = pattern.strip_prefix(&base).unwrap_or(pattern).to_path_buf();
@@ -56,7 +56,7 @@ fn search(base: &Path, glob: &str, skip: &Path, files: &mut Vec<PathBuf>) -> Res
                 files.push(entry.into_path());
             }
             Ok(_) => {}
-            // A base that does not exist matches no file, like any glob.
+            // A base that does not exist matches no file, like any glob without matches.
             Err(error) if error.depth() == 0 => {}
             Err(error) => {
                 let path = error.path().unwrap_or(base).to_path_buf();

@@ -1,4 +1,4 @@
-//! Recognises training data that has changed between a run and the one that continues it.
+//! Detects training data that has changed between a run and the run that continues it.
 
 use std::fmt;
 
@@ -7,14 +7,14 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::{DataError, Tokens};
 
-/// Windows of tokens that are hashed, evenly spread: enough that an edit which moves the text is noticed, and read in
-/// milliseconds whatever the size of the data.
+/// Number of evenly spread windows of tokens to hash: enough to notice an edit that shifts the text, and read in
+/// milliseconds regardless of the size of the data.
 const WINDOWS: u64 = 256;
-/// Tokens of a window.
+/// Tokens per window.
 const WINDOW_TOKENS: u64 = 1024;
 
-/// Number of tokens, and a hash of a sample of them. Changes that keep the number of tokens and touch no window go
-/// unnoticed.
+/// Number of tokens, and a hash of a sample of them. Changes that keep the number of tokens and touch no window are not
+/// detected.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fingerprint {
     /// Number of tokens.
@@ -24,12 +24,12 @@ pub struct Fingerprint {
 }
 
 impl Fingerprint {
-    /// Of these tokens.
+    /// Computes the fingerprint of these tokens.
     pub fn of(tokens: &Tokens) -> Result<Self, DataError> {
         let (len, mut hash, mut ids) = (tokens.len(), Xxh3::new(), Vec::new());
         let last = len.saturating_sub(WINDOW_TOKENS);
         for window in 0..WINDOWS {
-            // The first window starts at the first token, the last one ends at the last.
+            // The first window starts at the first token, and the last one ends at the last token.
             let position = u128::from(last) * u128::from(window) / u128::from(WINDOWS - 1);
             let position = u64::try_from(position).unwrap_or(last);
             ids.clear();

@@ -1,18 +1,18 @@
-//! Recognises files that are plainly not what `data.tokenizer` says, by their first bytes. Pure.
+//! Detects files that clearly do not have the format of `data.tokenizer`, from their first bytes. Pure.
 //!
-//! Every byte of any file is a valid token, so without these checks a model would train on an archive, or on text read
-//! as 16-bit ids, and only its loss would show that.
+//! Every byte of any file is a valid token. Without these checks a model would train on an archive, or on text read as
+//! 16-bit ids, and only its loss would reveal it.
 
 use xlaunch_data::shard;
 
-/// Bytes of a file that are looked at.
+/// Number of bytes of a file that are examined.
 pub(super) const HEAD_BYTES: usize = 16 << 10;
-/// Of text, more than one byte in this many is never NUL. Ids below 256 and UTF-16 have many more.
+/// In text, at most one byte in this many is NUL. Files of ids below 256, and UTF-16, have many more.
 const NUL_SHARE: usize = 64;
-/// Fewest bytes and ids by which files of ids are told from others.
+/// Minimum number of bytes for telling files of ids from others.
 const MIN_BYTES: usize = 16;
 const MIN_IDS: usize = 32;
-/// High halves of 32-bit ids are below this: vocabularies have at most 2^20 ids.
+/// High halves of 32-bit ids are below this: a vocabulary has at most 2^20 ids.
 const MAX_HIGH_HALF: u16 = 1 << 4;
 
 const UNPACK: &str = "decompress it, or prepare it with `xlaunch data prepare`";
@@ -20,7 +20,7 @@ const PREPARE: &str = "prepare its text with `xlaunch data prepare`, or leave it
 const SET_BIN: &str = "set data.tokenizer = \"bin\"";
 const SET_BYTES: &str = "set data.tokenizer = \"bytes\", or prepare it with `xlaunch data prepare`";
 
-/// First bytes of formats, what they are, and what to do.
+/// Magic bytes of formats, with a description and a remedy.
 const FORMATS: [(&[u8], &str, &str); 16] = [
     (b"\x1f\x8b\x08", "a gzip archive", UNPACK),
     (b"\x28\xb5\x2f\xfd", "a Zstandard archive", UNPACK),
@@ -40,14 +40,14 @@ const FORMATS: [(&[u8], &str, &str); 16] = [
     (b"\x80\x04\x95", "a Python pickle", PREPARE),
 ];
 
-/// What a file is instead, and what to do.
+/// Actual kind of a file, and a remedy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Foreign {
     pub(super) what: &'static str,
     pub(super) remedy: &'static str,
 }
 
-/// What a file that starts with `head` and has `bytes` bytes is, if it is not text.
+/// Returns the kind of a file of `bytes` bytes that starts with `head`, if it is not text.
 pub(super) fn not_text(head: &[u8], bytes: u64) -> Option<Foreign> {
     if let Some(known) = known_format(head) {
         return Some(known);
@@ -62,7 +62,7 @@ pub(super) fn not_text(head: &[u8], bytes: u64) -> Option<Foreign> {
     })
 }
 
-/// What a file without a header that starts with `head` is, if it does not contain 16-bit ids.
+/// Returns the kind of a file that starts with `head` and has no header, if it does not contain 16-bit ids.
 pub(super) fn not_ids(head: &[u8]) -> Option<Foreign> {
     if let Some(known) = known_format(head) {
         return Some(known);
@@ -81,11 +81,12 @@ fn known_format(head: &[u8]) -> Option<Foreign> {
     Some(Foreign { what, remedy })
 }
 
-/// UTF-8 without control characters but those of text. 16-bit ids are not: half of their bytes are arbitrary.
+/// Returns whether `head` is UTF-8 without control characters other than those of text. 16-bit ids are not: half of
+/// their bytes are arbitrary.
 fn is_text(head: &[u8]) -> bool {
     let text = match std::str::from_utf8(head) {
         Ok(text) => text,
-        // The last character may be cut.
+        // The last character may be incomplete.
         Err(error) if error.error_len().is_none() => {
             std::str::from_utf8(&head[..error.valid_up_to()]).unwrap_or_default()
         }
@@ -94,7 +95,7 @@ fn is_text(head: &[u8]) -> bool {
     text.chars().all(|c| !c.is_control() || matches!(c, '\n' | '\r' | '\t' | '\x0c'))
 }
 
-/// Whether every second 16-bit number is the high half of a 32-bit id.
+/// Returns whether every second 16-bit number is the high half of a 32-bit id.
 fn is_wide(head: &[u8]) -> bool {
     let halves: Vec<u16> = head.chunks_exact(2).map(|id| u16::from_le_bytes([id[0], id[1]])).collect();
     let (low, high) = (halves.iter().step_by(2), halves.iter().skip(1).step_by(2));

@@ -1,4 +1,4 @@
-//! Reads batches ahead on a separate thread.
+//! Reads batches ahead of their use on a separate thread.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -6,23 +6,23 @@ use std::thread;
 
 use super::{DataError, Order, Tokens};
 
-/// Batches that are read ahead of the one in use.
+/// Number of batches that are read ahead of the one in use.
 const READ_AHEAD: usize = 4;
 
-/// B sequences of T tokens, and the token that follows each.
+/// B sequences of T tokens, and the token after each position.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Batch {
     /// `[B, T]`.
     pub tokens: Vec<i32>,
-    /// `[B, T]`: the tokens one position later.
+    /// `[B, T]`: the tokens shifted by one position.
     pub targets: Vec<i32>,
 }
 
-/// The sequences that one rank reads: in micro-step m, `batch` sequences from number
-/// `first + (m * world + rank) * batch` on.
+/// The sequences that one rank reads: `batch` sequences per micro-step. In micro-step m the first one has the number
+/// `first + (m * world + rank) * batch`.
 #[derive(Clone, Copy, Debug)]
 pub struct Schedule {
-    /// Sequences that all ranks used in earlier runs.
+    /// Number of sequences that all ranks used in earlier runs.
     pub first: u64,
     /// This rank.
     pub rank: usize,
@@ -34,7 +34,7 @@ pub struct Schedule {
     pub seq: usize,
 }
 
-/// Yields batches in order. Dropping it ends its thread.
+/// Yields batches in order. Dropping it ends the thread.
 #[derive(Debug)]
 pub struct Loader {
     batches: Receiver<Result<Batch, DataError>>,
@@ -117,7 +117,7 @@ mod tests {
         for step in 0..3 {
             assert_eq!(one(step), [two(0, step), two(1, step)].concat());
         }
-        // Two micro-steps on one rank read the same as one on two ranks.
+        // Two micro-steps on one rank read the same sequences as one micro-step on two ranks.
         let accumulated = |micro| read(&text, &order, schedule(0, 1, 2), micro).unwrap().tokens;
         assert_eq!([accumulated(0), accumulated(1)].concat(), one(0));
     }

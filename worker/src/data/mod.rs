@@ -1,4 +1,4 @@
-//! From data files to batches of token ids.
+//! Turns data files into batches of token ids.
 //!
 //! ```text
 //! globs --files--> paths --source--> Tokens (one logical sequence) --split--> train, val
@@ -6,7 +6,7 @@
 //! sequence number --order--> window of the tokens --loader thread--> Batch, read ahead
 //! ```
 //! Invariant: the window of sequence k is a pure function of (seed, k), independent of time and threads. k counts the
-//! sequences of all ranks, so any number of ranks with the same global batch sees the same data in each step.
+//! sequences of all ranks, so any number of ranks with the same global batch uses the same data in each step.
 
 mod files;
 mod fingerprint;
@@ -33,7 +33,7 @@ pub use source::Tokens;
 #[cfg(feature = "fuzzing")]
 pub(crate) use source::open as open_tokens;
 
-/// Why data cannot be used.
+/// Reason why data cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the fields are")]
 pub enum DataError {
@@ -83,11 +83,11 @@ pub enum DataError {
 pub struct Dataset {
     /// Training data.
     pub train: Arc<Tokens>,
-    /// Evaluation data: held out of the training data, or from `data.val`. `None` if it is shorter than one sequence.
+    /// Evaluation data: held out from the training data, or from `data.val`. `None` if it is shorter than one sequence.
     pub val: Option<Arc<Tokens>>,
-    /// Of the training data.
+    /// Tokenizer of the training data.
     pub tokenizer: TokenizerSource,
-    /// Bytes of text per token of the evaluation data, if they are known.
+    /// Bytes of text per token of the evaluation data, if known.
     val_bytes_per_token: Option<f64>,
 }
 
@@ -131,13 +131,14 @@ impl Dataset {
         Ok(Self { train: Arc::new(train), val, tokenizer, val_bytes_per_token })
     }
 
-    /// A loss on the evaluation data, in nats per token, as bits per byte of its text; `None` if that is unknown.
+    /// Converts a loss on the evaluation data, in nats per token, to bits per byte of its text; `None` if that is
+    /// unknown.
     pub fn bits_per_byte(&self, loss: f64) -> Option<f64> {
         Some(loss / std::f64::consts::LN_2 / self.val_bytes_per_token?)
     }
 }
 
-/// Opens the files that match a glob, relative to the working directory, outside of a job.
+/// Opens the files that match a glob relative to the working directory, independently of a job.
 pub(crate) fn open_files(
     key: &'static str,
     pattern: &str,
@@ -150,7 +151,7 @@ pub(crate) fn open_files(
     source::open(&files, tokenizer, vocab)
 }
 
-/// The tokens of files.
+/// Opens the tokens of files.
 fn files(
     spec: &JobSpec,
     shape: &ModelShape,

@@ -1,24 +1,26 @@
-//! The order of training data: which window of the tokens is sequence k of the run.
+//! The order of training data: maps sequence k of the run to a window of the tokens.
 
 use crate::random::mix;
 
-/// Windows of T tokens plus one, the last target, drawn without repetition within an epoch.
+/// Windows of T tokens plus one, the last target. Within an epoch no window is drawn twice.
 #[derive(Clone, Debug)]
 pub struct Order {
     seq: u64,
     windows: u64,
-    /// Largest offset of an epoch's windows that keeps the last one within the tokens.
+    /// Largest offset of an epoch's windows that keeps the last window within the tokens.
     max_shift: u64,
-    /// `None` for file order.
+    /// `None` means file order.
     seed: Option<u64>,
 }
 
 impl Order {
-    /// Windows over `tokens` tokens, at least `seq + 1`. Without a seed they are in file order.
+    /// Creates the windows over `tokens` tokens, of which there are at least `seq + 1`. Without a seed they are in file
+    /// order.
     pub fn new(tokens: u64, seq: usize, seed: Option<u64>) -> Self {
         let seq = seq as u64;
         let windows = ((tokens - 1) / seq).max(1);
-        // With one window less, each epoch can cut the text at another offset, so that sequences differ between epochs.
+        // With one window less, each epoch can cut the text at a different offset, so that sequences differ between
+        // epochs.
         let (windows, max_shift) = match seed {
             Some(_) if windows >= 8 => (windows - 1, seq - 1),
             _ => (windows, 0),
@@ -26,7 +28,7 @@ impl Order {
         Self { seq, windows, max_shift, seed }
     }
 
-    /// Position of the first token of sequence `k`.
+    /// Returns the position of the first token of sequence `k`.
     pub fn position(&self, k: u64) -> u64 {
         let (epoch, index) = (k / self.windows, k % self.windows);
         let Some(seed) = self.seed else { return index * self.seq };
@@ -35,14 +37,14 @@ impl Order {
         shift + permute(index, self.windows, key) * self.seq
     }
 
-    /// Windows per epoch.
+    /// Returns the number of windows per epoch.
     pub fn windows(&self) -> u64 {
         self.windows
     }
 }
 
-/// A bijection of `0..count` chosen by `key`: a four-round Feistel network on the smallest even number of bits that
-/// holds `count`, applied until the result is in range ("cycle walking", Black and Rogaway, 2002).
+/// Bijection of `0..count` selected by `key`: a four-round Feistel network on the smallest even number of bits that can
+/// hold `count`, applied until the result is in range ("cycle walking", Black and Rogaway, 2002).
 fn permute(index: u64, count: u64, key: u64) -> u64 {
     let bits = (64 - (count - 1).leading_zeros()).max(2).div_ceil(2);
     let mask = (1 << bits) - 1;

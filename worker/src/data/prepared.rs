@@ -1,7 +1,7 @@
-//! Directories that `xlaunch data prepare` has written, as training data.
+//! Training data from directories that `xlaunch data prepare` has written.
 //!
-//! A manifest names the shards and the tokenizer, so nothing about them has to be configured. Sizes of the shards are
-//! compared with it, and their hashes by `xlaunch data inspect`.
+//! A manifest names the shards and the tokenizer, so neither has to be configured. The sizes of the shards are compared
+//! with the manifest here; `xlaunch data inspect` compares their hashes.
 
 use std::fs::File;
 use std::io::Read;
@@ -12,7 +12,7 @@ use xlaunch_proto::spec::{Invalid, JobSpec};
 
 use super::{DataError, Tokens, source};
 
-/// The largest tokenizer file that is read: those in use have up to 20 MB.
+/// Size limit for a tokenizer file: common ones have up to 20 MB.
 pub(crate) const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
 
 /// A prepared directory.
@@ -23,7 +23,7 @@ pub(crate) struct Prepared {
 }
 
 impl Prepared {
-    /// The prepared directory that `data.train` or `data.val` names; `None` if it names files.
+    /// Opens the prepared directory that `data.train` or `data.val` names; `None` if it names files.
     pub(crate) fn of(key: &'static str, patterns: &[String]) -> Result<Option<Self>, DataError> {
         let Some(dir) = patterns.iter().map(Path::new).find(|path| path.is_dir()) else { return Ok(None) };
         if patterns.len() > 1 {
@@ -33,10 +33,10 @@ impl Prepared {
         Ok(Some(Self { dir: dir.into(), manifest }))
     }
 
-    /// Completes the configuration of a job that trains on it.
+    /// Completes the configuration of a job that trains on this data.
     ///
     /// # Errors
-    /// The model has fewer ids than the data.
+    /// If the model has fewer ids than the data.
     pub(crate) fn fill_in(&self, spec: &mut JobSpec) -> Result<(), Invalid> {
         let Manifest { vocab, tokenizer, .. } = &self.manifest;
         if let Some(set) = spec.model.vocab.filter(|set| set < vocab) {
@@ -55,19 +55,19 @@ impl Prepared {
         Ok(())
     }
 
-    /// The tokens to train on, below `vocab`, which may be larger than that of the data.
+    /// Opens the tokens to train on. Their ids are below `vocab`, which may exceed the data's vocabulary.
     pub(super) fn train(&self, vocab: usize) -> Result<Tokens, DataError> {
         self.check_vocab(vocab)?;
         source::open_shards(&self.dir, &self.manifest.train.shards, vocab)
     }
 
-    /// The tokens that were held out.
+    /// Opens the held-out tokens.
     pub(crate) fn val(&self, vocab: usize) -> Result<Tokens, DataError> {
         self.check_vocab(vocab)?;
         source::open_shards(&self.dir, &self.manifest.val.shards, vocab)
     }
 
-    /// Also when the directory has been prepared again since the job was configured.
+    /// Checks the vocabulary again: the directory may have been prepared anew since the job was configured.
     fn check_vocab(&self, vocab: usize) -> Result<(), DataError> {
         let needed = self.manifest.vocab;
         match needed <= vocab {
@@ -76,14 +76,14 @@ impl Prepared {
         }
     }
 
-    /// Bytes of text per held-out token; `None` without such tokens.
+    /// Returns the bytes of text per held-out token; `None` if no tokens are held out.
     #[expect(clippy::cast_precision_loss, reason = "a ratio")]
     pub(crate) fn val_bytes_per_token(&self) -> Option<f64> {
         let Split { bytes, tokens, .. } = self.manifest.val;
         (bytes > 0 && tokens > 0).then(|| bytes as f64 / tokens as f64)
     }
 
-    /// Whether both have the same ids.
+    /// Checks that both directories have the same ids.
     pub(super) fn check_same_tokenizer(&self, val: &Self) -> Result<(), DataError> {
         let (ours, theirs) = (&self.manifest, &val.manifest);
         if (&ours.tokenizer, ours.vocab, ours.end_of_text, ours.bos)
@@ -99,7 +99,7 @@ impl Prepared {
         })
     }
 
-    /// The file that its tokenizer was written to.
+    /// Returns the file that contains the tokenizer.
     pub(crate) fn tokenizer(&self) -> TokenizerSource {
         TokenizerSource::File {
             path: self.dir.join(TOKENIZER_FILE),
@@ -108,20 +108,20 @@ impl Prepared {
     }
 }
 
-/// How to turn the ids of a job's data into text.
+/// Way to turn the ids of a job's data into text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TokenizerSource {
-    /// Files of token ids say nothing about it.
+    /// Unknown: files of token ids do not tell.
     Unknown,
     /// Every byte is one token.
     Bytes,
-    /// A `tokenizer.json`, perhaps with the manifest beside it.
+    /// A `tokenizer.json`, with the manifest next to it if there is one.
     #[expect(missing_docs, reason = "named after what they are")]
     File { path: PathBuf, manifest: Option<Box<Manifest>> },
 }
 
 impl TokenizerSource {
-    /// Reads and parses it; `None` if it is unknown.
+    /// Reads and parses the tokenizer; `None` if it is unknown.
     pub fn load(&self) -> Result<Option<Tokenizer>, DataError> {
         let (path, manifest) = match self {
             Self::Unknown => return Ok(None),
@@ -132,12 +132,12 @@ impl TokenizerSource {
         let json = self.json()?.unwrap_or_default();
         match manifest {
             Some(manifest) => manifest.tokenizer(&json).map(Some).map_err(problem),
-            // With what is beside it.
+            // `from_file` also reads the configuration files next to it.
             None => Tokenizer::from_file(path).map(Some).map_err(|error| problem(error.to_string())),
         }
     }
 
-    /// The contents of the file, if there is one.
+    /// Returns the contents of the file, if there is one.
     pub fn json(&self) -> Result<Option<Vec<u8>>, DataError> {
         let Self::File { path, .. } = self else { return Ok(None) };
         let failed = |reason: String| DataError::Read { path: path.clone(), reason };

@@ -1,11 +1,11 @@
 //! One logical sequence of token ids over several files.
 //!
-//! Files are read with `pread`, not mapped. The page cache serves both alike, and a file that is truncated during a job
-//! causes an error instead of SIGBUS. A file that is replaced by another one is read to the end of the attempt as it
-//! was.
+//! Files are read with `pread`, not mapped. The page cache serves both equally well, and a file that is truncated
+//! during a job causes an error instead of SIGBUS. If a file is replaced by another, the attempt continues to read the
+//! original.
 //!
-//! Formats of token files are recognised by their content: those with a header are in [`xlaunch_data::shard`],
-//! nanoGPT's has none. Files that are plainly something else are refused: see [`foreign`].
+//! Formats of token files are recognised by their content: [`xlaunch_data::shard`] handles those with a header;
+//! nanoGPT's format has none. Files that are clearly something else are refused: see [`foreign`].
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -18,7 +18,8 @@ use xlaunch_proto::spec::Tokenizer;
 use super::DataError;
 use super::foreign::{self, Foreign};
 
-/// How many ids of each file are checked against the vocabulary when it is opened. The rest are checked when read.
+/// Number of ids per file that are checked against the vocabulary when the file is opened. The rest are checked when
+/// read.
 const IDS_CHECKED_AT_OPEN: u64 = 1 << 24;
 
 /// The concatenated token ids of several files, or a range of them.
@@ -39,7 +40,7 @@ struct Part {
     tokens: u64,
     /// Bytes before the first token.
     header: u64,
-    /// Bytes of a token: 1 for text, 2 or 4 for token files.
+    /// Bytes per token: 1 for text, 2 or 4 for token files.
     width: usize,
 }
 
@@ -52,7 +53,7 @@ pub(crate) fn open(files: &[PathBuf], tokenizer: Tokenizer, vocab: usize) -> Res
     Tokens::of(files.iter().map(part), vocab)
 }
 
-/// Opens the shards of a prepared directory, which must be those of its manifest.
+/// Opens the shards of a prepared directory, which must match its manifest.
 pub(super) fn open_shards(dir: &Path, shards: &[Shard], vocab: usize) -> Result<Tokens, DataError> {
     Tokens::of(shards.iter().map(|shard| Part::shard(dir, shard)), vocab)
 }
@@ -62,7 +63,7 @@ impl Tokens {
         let (mut parts, mut len) = (Vec::new(), 0);
         for part in files {
             let part = Part { start: len, ..part? };
-            // Sizes of files: their sum is far below 2^64.
+            // These are sizes of files: their sum is far below 2^64.
             len += part.tokens;
             parts.push(part);
         }
@@ -110,7 +111,8 @@ impl Tokens {
         Ok(())
     }
 
-    /// Finds ids outside the vocabulary near the start of each file, so that most mistakes are found before training.
+    /// Looks for ids outside the vocabulary near the start of each file, so that most mistakes are found before
+    /// training.
     fn check_first_ids(&self) -> Result<(), DataError> {
         let mut ids = Vec::new();
         for part in self.parts.iter().filter(|part| self.vocab < 1 << (8 * part.width)) {
@@ -182,7 +184,7 @@ impl Part {
             .read_exact_at(&mut bytes, self.header + position * width)
             .map_err(|error| read_error(&self.path, &error))?;
         let first = out.len();
-        // Ids of 32 bits may be negative as i32: the comparison below finds these, too.
+        // 32-bit ids may be negative as i32; the comparison below catches them, too.
         match self.width {
             1 => out.extend(bytes.iter().map(|byte| i32::from(*byte))),
             2 => out.extend(bytes.chunks_exact(2).map(|id| i32::from(u16::from_le_bytes([id[0], id[1]])))),
@@ -208,7 +210,7 @@ fn refuse(path: &Path, foreign: Option<Foreign>) -> Result<(), DataError> {
     }
 }
 
-/// The first bytes of a file.
+/// Reads the first bytes of a file.
 fn head(path: &Path, file: &File) -> Result<Vec<u8>, DataError> {
     let mut head = vec![0; foreign::HEAD_BYTES];
     let mut filled = 0;

@@ -1,5 +1,5 @@
-//! A device without memory: operations do nothing, and a pool hands out addresses at which nothing is. What a job
-//! allocates on it is what it allocates on the real one.
+//! A device without memory: operations do nothing, and a pool hands out addresses with no memory behind them. A job
+//! allocates the same buffers on it as on the real device.
 
 use xlaunch_engine::{
     AdamWStep, AttentionBackward, AttentionForward, Backend, CachedAttention, Checksum, ColumnSum, DType,
@@ -13,9 +13,10 @@ use xlaunch_pool::{Pool, Space, StreamId};
 
 /// Workspace of cuBLASLt, which lives as long as the device.
 const GEMM_WORKSPACE: usize = 32 << 20;
-/// Blocks of a kernel that writes one row of partial sums each, at most; two on each of an H200's multiprocessors.
+/// Maximum number of blocks of a kernel in which each block writes one row of partial sums; two per multiprocessor of
+/// an H200.
 const SUM_ROWS: usize = 264;
-/// Rows of the embedding's gradient that one thread block adds.
+/// Rows of the embedding's gradient that one thread block adds up.
 const EMBED_PART: usize = 64;
 
 #[derive(Debug)]
@@ -24,7 +25,7 @@ pub(super) struct DryDevice {
     info: DeviceInfo,
     activations: DType,
     cuda: bool,
-    /// Kept for its size.
+    /// Held only to occupy its size in the pool.
     _workspace: Option<Tensor>,
 }
 
@@ -37,7 +38,7 @@ impl DryDevice {
         Ok(Self { _workspace: workspace.transpose()?, pool, info, activations, cuda })
     }
 
-    /// Memory that a GPU's kernels need for the length of one operation.
+    /// Allocates the memory that a GPU's kernels need during one operation.
     fn scratch(&self, dtype: DType, len: usize) -> Result<()> {
         if self.cuda { self.alloc(dtype, len).map(drop) } else { Ok(()) }
     }
@@ -115,7 +116,8 @@ impl Backend for DryDevice {
         Ok(())
     }
 
-    /// The gradient of the queries is summed in F32, beside a sum per row. cuDNN and our own kernels need about this.
+    /// The gradient of the queries is summed in F32, plus one sum per row. cuDNN and our own kernels need about this
+    /// much.
     fn attention_backward(&self, args: AttentionBackward<'_>) -> Result<()> {
         let s = args.shape;
         self.scratch(DType::F32, s.batch * s.seq * s.heads * (s.width + 2))
@@ -190,7 +192,7 @@ impl Backend for DryDevice {
     }
 }
 
-/// Maps nothing, in units of CUDA's and of the host's pools.
+/// Backing that maps nothing. Sizes are in the units of the CUDA and host pools.
 #[derive(Debug)]
 struct Nowhere;
 

@@ -1,8 +1,8 @@
-//! The memory that a job will need on each rank, without running it.
+//! Predicts the memory that a job needs on each rank, without running it.
 //!
 //! The trainer itself runs a few steps, on a [`device`] without memory and with a collective without peers. So the
-//! sizes of all buffers, the order in which they are allocated and freed, and what the pool makes of it are those
-//! of the real job. What libraries take was measured on one kind of GPU.
+//! sizes of all buffers, the order in which they are allocated and freed, and the behaviour of the pool are those of
+//! the real job. The memory use of libraries was measured on one kind of GPU.
 
 mod device;
 
@@ -21,15 +21,15 @@ use crate::session;
 use crate::train::{Division, Evaluator, Stepper, wire_dtype};
 use device::DryDevice;
 
-/// The CUDA context, kernels and libraries of a GPU, as measured on an H200 (`tests/gpu/memory.py`).
+/// Memory of the CUDA context, kernels and libraries of a GPU, as measured on an H200 (`tests/gpu/memory.py`).
 const LIBRARIES: u64 = 544 << 20;
-/// NCCL's buffers and kernels in addition, with two GPUs.
+/// Additional memory of NCCL's buffers and kernels, with two GPUs.
 const NCCL: u64 = 848 << 20;
-/// The pool plans a step when it has seen it, and serves the next ones from the plan.
+/// The pool records a step, plans it, and serves the following ones from the plan.
 const STEPS: u64 = 3;
-/// Micro-steps of a step that differ: the first, one in between, the last.
+/// Kinds of micro-steps within a step: the first, those in between, the last.
 const MICRO_STEPS: usize = 3;
-/// Rows of logits below which a smaller chunk makes matrix multiplications slow.
+/// A chunk of logits with fewer rows than this makes matrix multiplications slow.
 const SMALLEST_CHUNK: usize = 2048;
 
 /// Bytes of memory on each rank, unless noted otherwise.
@@ -37,40 +37,41 @@ const SMALLEST_CHUNK: usize = 2048;
 pub struct Memory {
     /// Parameters of the model.
     pub parameters: u64,
-    /// Tokens of one rank in a step.
+    /// Tokens that one rank processes in a step.
     pub tokens: u64,
-    /// The model's weights in the element type of activations.
+    /// Model weights in the element type of activations.
     pub weights: u64,
-    /// Gradients, and what of them is sent to other ranks.
+    /// Gradients, and the copies that are sent to other ranks.
     pub gradients: u64,
-    /// Moments and, if the model is in bf16, master weights.
+    /// Moments and, for a bf16 model, master weights.
     pub optimizer: u64,
-    /// The most that forward and backward need beside it.
+    /// Peak of forward and backward on top of that.
     pub activations: u64,
-    /// Of a GPU's libraries.
+    /// Libraries of a GPU.
     pub libraries: u64,
 }
 
 impl Memory {
-    /// The sum of all of these.
+    /// Returns the total in bytes.
     pub fn total(&self) -> u64 {
         self.weights + self.gradients + self.optimizer + self.activations + self.libraries
     }
 }
 
-/// A change of the configuration and what the job needs with it.
+/// A change to the configuration, and the memory that the job needs with it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Saving {
-    /// The keys with their new values, as in a configuration.
+    /// The keys with their new values, in configuration syntax.
     pub change: String,
-    /// With this change, and those before it.
+    /// Memory with this change and all earlier ones.
     pub memory: Memory,
 }
 
-/// What a job of `ranks` ranks needs on each of them, on GPUs or on the CPU.
+/// Returns the memory that a job of `ranks` ranks needs on each of them, on GPUs or on the CPU.
 ///
-/// A pool that reaches the job's `engine.memory_limit_mb` frees what it holds unused and goes on, so a job may need
-/// less with the limit than without. If it does not fit all the same, this is what it needs without.
+/// A pool that reaches the job's `engine.memory_limit_mb` frees its unused memory and continues, so a job may need less
+/// with the limit than without it. If the job does not fit even then, this is the memory that it needs without the
+/// limit.
 pub fn memory(spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Memory> {
     let needed = memory_within(None, spec, cuda, ranks)?;
     let limit = spec.engine.memory_limit_mb.map(|mib| mib.saturating_mul(1 << 20));
@@ -80,7 +81,7 @@ pub fn memory(spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Memory> {
     }
 }
 
-/// The same with a limit of the pool.
+/// Same as [`memory`], with the given limit of the pool.
 fn memory_within(limit: Option<u64>, spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Memory> {
     let shape = spec.model.resolve().map_err(SpecError::from)?;
     let tokens = spec.train.batch.saturating_mul(spec.train.accumulate).saturating_mul(shape.seq) as u64;
@@ -125,8 +126,9 @@ fn memory_within(limit: Option<u64>, spec: &JobSpec, cuda: bool, ranks: usize) -
     Ok(Memory { parameters, tokens, weights, gradients, optimizer: state, activations, libraries })
 }
 
-/// Changes that make a job smaller, which needs `needed` as it is: each on top of those before, from what costs little
-/// time to what costs more, up to the first with which it fits into `limit` bytes.
+/// Returns changes that make the job smaller; unchanged, it needs `needed`. Each change is applied on top of the
+/// previous ones, in order of increasing cost in time. The last one is the first with which the job fits into `limit`
+/// bytes.
 pub fn savings(spec: &JobSpec, needed: Memory, cuda: bool, ranks: usize, limit: u64) -> Result<Vec<Saving>> {
     let total = |savings: &[Saving]| savings.last().map_or(needed.total(), |saving| saving.memory.total());
     let divided = savings_on(Way::Divide, spec, needed, cuda, ranks, limit)?;
@@ -137,12 +139,12 @@ pub fn savings(spec: &JobSpec, needed: Memory, cuda: bool, ranks: usize, limit: 
     Ok(if total(&split) < total(&divided) { split } else { divided })
 }
 
-/// Two ways that exclude each other.
+/// Two mutually exclusive ways to save memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Way {
-    /// Gradients and parameters are divided among the ranks.
+    /// Divide gradients and parameters among the ranks.
     Divide,
-    /// A step is split into several micro-steps.
+    /// Split a step into several micro-steps.
     Split,
 }
 
@@ -159,7 +161,7 @@ fn savings_on(
         && let Some((change, smaller)) = smaller(way, &spec, &needed, cuda, ranks)?
     {
         (spec, needed) = smaller;
-        // It replaces an earlier value of the same key.
+        // The change replaces an earlier value of the same key.
         let key = |change: &str| change.split(" = ").next().map(str::to_owned);
         found.retain(|saving| key(&saving.change) != key(&change));
         found.push(Saving { change, memory: needed });
@@ -169,7 +171,7 @@ fn savings_on(
 
 type Smaller = (String, (JobSpec, Memory));
 
-/// The first change that saves something.
+/// Returns the first change that saves memory.
 fn smaller(way: Way, spec: &JobSpec, needed: &Memory, cuda: bool, ranks: usize) -> Result<Option<Smaller>> {
     for (change, changed) in changes(way, spec, cuda, ranks)? {
         let memory = memory(&changed, cuda, ranks)?;
@@ -183,7 +185,7 @@ fn smaller(way: Way, spec: &JobSpec, needed: &Memory, cuda: bool, ranks: usize) 
 fn changes(way: Way, spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Vec<(String, JobSpec)>> {
     let shape = spec.model.resolve().map_err(SpecError::from)?;
     let rows = spec.train.batch * shape.seq;
-    // Blocks take turns in memory by whole buckets, which are as large as several blocks of a small model.
+    // Blocks take turns in memory by whole buckets, and a default bucket holds several blocks of a small model.
     let bucket_mb =
         bucket_mb_of_blocks(&Layout::new(&shape), wire_dtype(spec, session::activation_dtype(spec, cuda)));
     let changed = |change: String, apply: &dyn Fn(&mut JobSpec)| {
@@ -193,7 +195,7 @@ fn changes(way: Way, spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Vec<(St
     };
     let divided = |more: Shard, name: &str| {
         let change = format!("comm.shard = \"{name}\"");
-        // Named again if it was changed with less divided, whose line this one replaces.
+        // If the earlier change divided less, this line replaces it, so it names the bucket size again.
         if more < Shard::Gradients || spec.comm.bucket_mb < bucket_mb {
             return changed(change, &|spec| spec.comm.shard = more);
         }
@@ -231,7 +233,7 @@ fn changes(way: Way, spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Vec<(St
     if spec.train.recompute != Recompute::Block {
         found.push(recompute(Recompute::Block, "block"));
     }
-    // Micro-steps are added in F32, so several may need more than the one before.
+    // Micro-steps are added up in F32, so several may need more memory than one.
     let mut parts = 2;
     while way == Way::Split && shard < Shard::Gradients && spec.train.batch.is_multiple_of(parts) {
         let (batch, accumulate) = (spec.train.batch / parts, spec.train.accumulate.saturating_mul(parts));
@@ -244,8 +246,8 @@ fn changes(way: Way, spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Vec<(St
     Ok(found)
 }
 
-/// A size of buckets with which most matrices of a block have their own: an eighth of its gradients in MiB, in steps of
-/// 0.1.
+/// Returns a bucket size, in MiB, at which most matrices of a block have a bucket of their own: an eighth of the
+/// block's gradients, rounded to 0.1.
 #[expect(clippy::cast_precision_loss, reason = "sizes are far below 2^53")]
 fn bucket_mb_of_blocks(layout: &Layout, wire: DType) -> f64 {
     let block = layout.backward_parts().iter().map(Range::len).max().unwrap_or(0);
@@ -285,7 +287,7 @@ mod tests {
 
     #[test]
     fn fp8_is_predicted_as_measured_on_an_h200() {
-        // The pool's peak in MiB of a llama with a billion parameters, 32,768 tokens per micro-step.
+        // Measured peak of the pool in MiB, for a llama with a billion parameters and 32,768 tokens per micro-step.
         for (precision, measured) in [(Precision::Bf16, 65_546.0), (Precision::Fp8, 60_728.0)] {
             let mut spec = spec();
             spec.model.preset = Some("llama-1b".into());
@@ -311,7 +313,7 @@ mod tests {
         let cheap = of(|spec| spec.train.recompute = Recompute::Cheap);
         let block = of(|spec| spec.train.recompute = Recompute::Block);
         let shape = spec().model.resolve().unwrap();
-        // Of each token and block: two outputs of norms and one of SwiGLU; everything but the input.
+        // Per token and block, two outputs of norms and one of SwiGLU; or everything except the input.
         let rows = 32 * 256 * shape.layers as u64;
         let (dim, ffn) = (2 * shape.dim as u64, 2 * shape.ffn as u64);
         let cheap_saves = all.activations - cheap.activations;
@@ -325,12 +327,12 @@ mod tests {
         assert!(sharded.optimizer < all.optimizer * 35 / 100, "{sharded:?}");
         let gradients = of(|spec| spec.comm.shard = Shard::Gradients);
         let parameters = of(|spec| spec.comm.shard = Shard::Parameters);
-        // Two tables of 50,304 rows stay whole, and 25 MiB of buckets at a time.
+        // Two tables of 50,304 rows stay whole, and 25 MiB of buckets are in memory at a time.
         let kept = 2 * 2 * 50_304 * 384 + (51 << 20);
         assert!(gradients.gradients < kept + sharded.weights / 4 + 1000, "{gradients:?}");
         assert!(parameters.weights < kept && parameters.weights < sharded.weights, "{parameters:?}");
         let accumulated = of(|spec| spec.train.accumulate = 2);
-        // In F32, and rounded.
+        // In F32, plus the rounded copy.
         let ratio = accumulated.gradients as f64 / all.gradients as f64;
         assert!((2.95..3.05).contains(&ratio), "{accumulated:?} {all:?}");
     }
@@ -346,17 +348,17 @@ mod tests {
         let changes: Vec<&str> = all.iter().map(|saving| &*saving.change).collect();
         let [.., "train.recompute = \"block\"", batch] = changes[..] else { panic!("{changes:?}") };
         assert_eq!(batch, "train.batch = 1, train.accumulate = 32");
-        // What fits into the memory of divided parameters does not need micro-steps.
+        // A job that fits into the memory of divided parameters does not need micro-steps.
         let [.., smallest] = &savings_on(Way::Divide, &spec, needed, true, 4, LIBRARIES).unwrap()[..] else {
             panic!("no savings");
         };
         let divided = savings(&spec, needed, true, 4, smallest.memory.total()).unwrap();
         assert_eq!(divided.last(), Some(smallest));
         let changes: Vec<&str> = divided.iter().map(|saving| &*saving.change).collect();
-        // Buckets of 25 MiB hold several of its blocks, which could not take turns.
+        // Buckets of 25 MiB would hold several of its blocks, which then could not take turns.
         assert!(changes.contains(&"comm.shard = \"parameters\", comm.bucket_mb = 0.6"), "{changes:?}");
         assert!(all.windows(2).all(|pair| pair[1].memory.total() < pair[0].memory.total()));
-        // Three ranks cannot shard.
+        // Sharding does not work with three ranks.
         let three = memory(&spec, true, 3).unwrap();
         let three = savings(&spec, three, true, 3, LIBRARIES).unwrap();
         assert!(three.iter().all(|saving| !saving.change.contains("shard")), "{three:?}");

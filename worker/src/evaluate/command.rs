@@ -1,4 +1,4 @@
-//! `xlaunch eval`: opens the model that a path means, and measures it.
+//! `xlaunch eval`: opens the model at a path and evaluates it.
 
 use std::path::PathBuf;
 
@@ -10,33 +10,33 @@ use super::{Held, Loss, loss};
 use crate::preflight::Refusal;
 use crate::pretrained::{self, Device, Source};
 
-/// What the command line asks for.
+/// Arguments of the command line.
 #[derive(Clone, Debug)]
 pub struct Command {
     /// See [`Source::find`].
     pub model: PathBuf,
     /// See [`Held::open`].
     pub data: Option<String>,
-    /// Tokens of the data to evaluate at least; all without it.
+    /// Minimum number of tokens to evaluate; `None` evaluates all.
     pub tokens: Option<u64>,
-    /// A file of questions.
+    /// HellaSwag questions.
     pub hellaswag: Option<PathBuf>,
-    /// Where.
+    /// Device to compute on.
     pub device: Device,
-    /// On a GPU.
+    /// Precision on a GPU.
     pub precision: Precision,
 }
 
-/// Results of what was asked for.
+/// Results of the requested evaluations.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Results {
-    /// On the data.
+    /// Loss on the data.
     pub loss: Option<Loss>,
-    /// On the questions.
+    /// Score on the questions.
     pub hellaswag: Option<Score>,
 }
 
-/// Runs the command. `note` gets lines for the user; `interrupted` is asked between batches.
+/// Runs the command. `note` receives lines for the user; `interrupted` is polled between batches.
 pub fn run(
     command: &Command,
     note: &mut dyn FnMut(&str),
@@ -44,7 +44,7 @@ pub fn run(
 ) -> Result<Results, Refusal> {
     let source = Source::find(&command.model)?;
     source.notes.iter().for_each(|line| note(line));
-    // Both before the weights are read.
+    // Open both before reading the weights.
     let open = |data: &String| Held::open(data, &source.shape, source.tokenizer.as_ref());
     let held = command.data.as_ref().map(open).transpose()?;
     let questions = command.hellaswag.as_deref().map(hellaswag::read).transpose()?;
@@ -56,7 +56,7 @@ pub fn run(
             other.name()
         ));
     }
-    // Batches of questions have several shapes, so that timing kernels for each would take longer than it saves.
+    // Batches of questions have several shapes; timing kernels for each shape would take longer than it saves.
     let backend = pretrained::open_device(command.device, command.precision, questions.is_none())?;
     let model = source.load(&backend, interrupted)?;
     let mut results = Results::default();
@@ -69,7 +69,7 @@ pub fn run(
     Ok(results)
 }
 
-/// By a text, as the same tokenizer has several names.
+/// Compares the ids of a sample text, as the same tokenizer may have several names.
 fn has_tokens_of_gpt2(tokenizer: &Tokenizer) -> bool {
     const TEXT: &str = "A man is sitting on a roof. He's ripping up 12 of its shingles.";
     tokenizer.encode(TEXT).ok() == Tokenizer::gpt2().encode(TEXT).ok()

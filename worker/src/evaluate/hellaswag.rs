@@ -1,4 +1,4 @@
-//! HellaSwag (Zellers et al., 2019) in llm.c's format: which of four completions of a context is the right one. The
+//! HellaSwag (Zellers et al., 2019) in llm.c's format: given a context, choose the right one of four completions. The
 //! model's answer is the completion with the lowest mean loss per token.
 //!
 //! ```text
@@ -23,11 +23,11 @@ const FILE_VERSION: i32 = 1;
 const HEADER_BYTES: usize = 1024;
 const START: u16 = u16::MAX;
 const COMPLETIONS: usize = 4;
-/// HellaSwag itself has 6 MB.
+/// Size limit of a file of questions. HellaSwag itself has 6 MB.
 const MAX_BYTES: u64 = 256 << 20;
-/// Questions of a batch.
+/// Questions per batch.
 const BATCH: usize = 8;
-/// Lengths of batches are multiples of this, so that there are few of them.
+/// Batch lengths are multiples of this, so that there are few different ones.
 const LENGTH_STEP: usize = 32;
 
 /// A context and its completions.
@@ -39,7 +39,7 @@ pub struct Question {
     label: usize,
 }
 
-/// Answers to all questions.
+/// Number of right answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Score {
     /// Number of questions.
@@ -91,7 +91,7 @@ pub fn parse(bytes: &[u8]) -> Result<Vec<Question>, String> {
     }
 }
 
-/// The question at the start of `bytes`, and its size.
+/// Parses the question at the start of `bytes`; also returns its size.
 fn question(bytes: &[u8], number: usize) -> Option<(Question, usize)> {
     let mut words = Words(bytes);
     let (start, size, index) = (words.next()?, usize::from(words.next()?), words.next()?);
@@ -108,7 +108,7 @@ fn question(bytes: &[u8], number: usize) -> Option<(Question, usize)> {
     words.0.is_empty().then_some((Question { context, completions, label }, size))
 }
 
-/// Little-endian u16s.
+/// Reader of little-endian u16s.
 struct Words<'a>(&'a [u8]);
 
 impl Words<'_> {
@@ -118,14 +118,14 @@ impl Words<'_> {
         Some(u16::from_le_bytes(*word))
     }
 
-    /// A length above 0, and as many ids.
+    /// Reads a length, which must not be 0, and that number of ids.
     fn ids(&mut self) -> Option<Vec<u16>> {
         let count = self.next().filter(|count| *count > 0)?;
         (0..count).map(|_| self.next()).collect()
     }
 }
 
-/// Answers all questions.
+/// Answers all questions and counts the right answers.
 pub fn score(
     backend: &BackendHandle,
     model: &Model,
@@ -166,13 +166,13 @@ fn check(questions: &[Question], seq: usize, vocab: usize) -> Result<(), Refusal
     Ok(())
 }
 
-/// Tokens of the longest row: the last token of a completion is predicted only.
+/// Returns the number of tokens of the longest row. The last token of a completion is only predicted.
 fn length(question: &Question) -> usize {
     let longest = question.completions.iter().map(Vec::len).max().unwrap_or(0);
     question.context.len() + longest - 1
 }
 
-/// The completion with the lowest mean loss of each question.
+/// Returns the completion with the lowest mean loss for each question.
 fn answers(backend: &BackendHandle, model: &Model, questions: &[Question]) -> Result<Vec<usize>, Refusal> {
     let longest = questions.iter().map(length).max().unwrap_or(1);
     let seq = longest.next_multiple_of(LENGTH_STEP).min(model.shape.seq);
@@ -243,7 +243,7 @@ mod tests {
         assert!(error(&encode(&[(4, &[5], [&[1]; 4])], 1)).contains("damaged"));
         assert!(error(&encode(&[(0, &[], [&[1]; 4])], 1)).contains("damaged"));
         for at in HEADER_BYTES..good.len() {
-            // Any result will do, without a panic.
+            // Any result is acceptable; it must not panic.
             let mut changed = good.clone();
             changed[at] = 0xff;
             let _ = parse(&changed);

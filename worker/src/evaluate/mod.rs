@@ -1,9 +1,9 @@
-//! How well a trained model predicts text that it has not seen: `xlaunch eval`.
+//! `xlaunch eval`: measures how well a trained model predicts text that it has not seen.
 //!
-//! The loss is the mean over windows of the model's context, one after another from the start of the data, as during
-//! training. Bits per byte of text makes models with different tokenizers comparable.
+//! The loss is the mean over consecutive windows of the length of the model's context, from the start of the data, as
+//! during training. Bits per byte of text make models with different tokenizers comparable.
 //!
-//! Runs in the launcher's own process, like [`crate::generate`].
+//! It runs in the launcher's own process, like [`crate::generate`].
 
 mod command;
 pub mod hellaswag;
@@ -23,30 +23,31 @@ use crate::preflight::Refusal;
 
 pub use command::{Command, Results, run};
 
-/// Most tokens of a batch.
+/// Maximum number of tokens per batch.
 const BATCH_TOKENS: usize = 8192;
 
 /// Held-out data.
 #[derive(Debug)]
 pub struct Held {
     tokens: Tokens,
-    /// Bytes of text per token, if that is known.
+    /// Bytes of text per token, if known.
     bytes_per_token: Option<f64>,
 }
 
 /// The loss on held-out data.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Loss {
-    /// Mean per token, in nats.
+    /// Mean loss per token, in nats.
     pub loss: f64,
-    /// Number of tokens predicted.
+    /// Number of predicted tokens.
     pub tokens: u64,
-    /// `None` if the data has no text.
+    /// Loss in bits per byte of text; `None` if the data has no text.
     pub bits_per_byte: Option<f64>,
 }
 
 impl Held {
-    /// Opens the validation split of a prepared directory, or files: text for a model of bytes, otherwise token files.
+    /// Opens the validation split of a prepared directory, or files: text for a byte-level model, otherwise token
+    /// files.
     pub fn open(data: &str, shape: &ModelShape, tokenizer: Option<&Tokenizer>) -> Result<Self, Refusal> {
         let held = if Path::new(data).is_dir() {
             Self::prepared(data, shape, tokenizer)?
@@ -92,7 +93,8 @@ impl Held {
     }
 }
 
-/// The loss over all windows or, with `limit`, over the first ones with at least as many tokens.
+/// Computes the loss over all windows or, with `limit`, over as many of the first windows as are needed for that number
+/// of tokens.
 pub fn loss(
     backend: &BackendHandle,
     model: &Model,
@@ -114,7 +116,7 @@ pub fn loss(
         }
         let read = data::read(&held.tokens, &order, schedule, round).map_err(WorkerError::from)?;
         let losses = losses(backend, model, rows, &read.tokens, &read.targets).map_err(WorkerError::from)?;
-        // In the last batch, windows beyond the end repeat others.
+        // Windows past the end repeat others; this occurs only in the last batch.
         let count = (windows - done).min(batch as u64);
         let counted = usize::try_from(count).unwrap_or(usize::MAX) * seq;
         total += losses[..counted].iter().copied().map(f64::from).sum::<f64>();
@@ -131,7 +133,7 @@ pub fn loss(
     Ok(Loss { loss, tokens, bits_per_byte })
 }
 
-/// The loss of every token of a batch.
+/// Computes the loss of every token of a batch.
 fn losses(
     backend: &BackendHandle,
     model: &Model,

@@ -13,29 +13,28 @@ use xlaunch_proto::env;
 use super::Place;
 use super::rules::{self, Action, Rule};
 
-/// A sleep of a thread that hangs.
+/// Duration of one sleep of a thread that hangs.
 const HANG_SLEEP: Duration = Duration::from_secs(3600);
 
 static ARMED: OnceLock<Vec<Armed>> = OnceLock::new();
 
-// Each thread that reaches places says which step it works on. 0 outside steps.
+// The step that the calling thread works on; 0 outside steps.
 thread_local!(static STEP: Cell<u64> = const { Cell::new(0) });
 
-/// A rule of this rank and attempt.
+/// A rule for this rank and attempt.
 #[derive(Debug)]
 struct Armed {
     rule: Rule,
-    /// Its first use was reported.
+    /// Whether its first use was reported.
     reported: AtomicBool,
 }
 
-/// Takes the rules that apply to this rank and attempt from the environment. The error begins with the name of the
-/// variable.
+/// Reads the rules for this rank and attempt from the environment. An error begins with the name of the variable.
 pub(crate) fn arm(rank: u32, attempt: u32) -> Result<(), String> {
     let value = super::variable().unwrap_or_default();
     let applies = parse(&value)?.into_iter().filter(|rule| rule.applies_to(rank, attempt));
     let armed = applies.map(|rule| Armed { rule, reported: AtomicBool::new(false) });
-    // Fails only if it was called before, with the same environment.
+    // Fails only if it was set before, from the same environment.
     let _ = ARMED.set(armed.collect());
     Ok(())
 }
@@ -44,17 +43,17 @@ pub(super) fn parse(value: &str) -> Result<Vec<Rule>, String> {
     rules::parse(value).map_err(|error| format!("{}: {error}", env::FAIL))
 }
 
-/// The calling thread now works on this step, from 1.
+/// Sets the step, from 1, that the calling thread works on.
 pub(crate) fn set_step(step: u64) {
     STEP.set(step);
 }
 
-/// The calling thread has reached a place: crashes, hangs, waits or exits if a rule says so.
+/// Marks that the calling thread has reached a place: crashes, hangs, sleeps or exits if a rule says so.
 pub(crate) fn at(place: Place) {
     for action in reached(place) {
         match action {
             Action::Crash => {
-                // It does not return. If it is refused, the process ends all the same.
+                // This does not return. If the signal is refused, the process ends below.
                 let _ = kill_process(getpid(), Signal::KILL);
                 std::process::abort();
             }
@@ -69,7 +68,7 @@ pub(crate) fn at(place: Place) {
     }
 }
 
-/// As [`at`], before an operation on files, which fails if a rule says so.
+/// Same as [`at`], before a file operation, which fails if a rule says so.
 pub(crate) fn io(place: Place) -> io::Result<()> {
     at(place);
     let error = reached(place).find_map(|action| match action {
@@ -79,13 +78,13 @@ pub(crate) fn io(place: Place) -> io::Result<()> {
     error.map_or(Ok(()), Err)
 }
 
-/// As [`at`], before an operation that is left out if a rule says so.
+/// Same as [`at`], before an operation. Returns whether a rule says to skip it.
 pub(crate) fn skips(place: Place) -> bool {
     at(place);
     reached(place).any(|action| action == Action::Skip)
 }
 
-/// The bit to flip in the data of a place, if a rule says so.
+/// Returns the bit to flip in the data of a place, if a rule says so.
 pub(crate) fn flipped_bit(place: Place) -> Option<u64> {
     reached(place).find_map(|action| match action {
         Action::Corrupt(bit) => Some(bit),
@@ -93,7 +92,8 @@ pub(crate) fn flipped_bit(place: Place) -> Option<u64> {
     })
 }
 
-/// The actions of the rules for this place in the step of the calling thread. Reports the first use of each rule.
+/// Returns the actions of the rules for this place in the current step of the thread. Reports the first use of each
+/// rule.
 #[expect(clippy::print_stderr, reason = "the agent reports the tail of a failed worker's stderr")]
 fn reached(place: Place) -> impl Iterator<Item = Action> {
     let armed = ARMED.get().map(Vec::as_slice).unwrap_or_default();

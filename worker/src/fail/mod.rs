@@ -5,7 +5,7 @@
 //! anything starts.
 //!
 //! Invariants: without the cargo feature `fail` every place is an empty function, and a variable that is set is refused
-//! instead of ignored; a rule changes nothing but what its action says.
+//! instead of ignored; a rule has no effect other than its action.
 
 #[cfg(feature = "fail")]
 mod armed;
@@ -22,7 +22,7 @@ pub(crate) use armed::{arm, at, flipped_bit, io, set_step, skips};
 #[cfg(not(feature = "fail"))]
 pub(crate) use unarmed::{arm, at, flipped_bit, io, set_step, skips};
 
-/// A place in the code of a worker. `rules::PLACES` has their names and says where they are.
+/// A place in the code of a worker. `rules::PLACES` has the names and descriptions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
     Start,
@@ -45,7 +45,7 @@ pub(crate) enum Place {
     SaveDelete,
 }
 
-/// Checks this process's `XLAUNCH_FAIL`. The error begins with the name of the variable.
+/// Checks this process's `XLAUNCH_FAIL`. An error begins with the name of the variable.
 pub(crate) fn check() -> Result<(), String> {
     match variable() {
         None => Ok(()),

@@ -4,11 +4,11 @@
 //! backward@1:7/0=crash      rank 1, step 7, first attempt only
 //! forward@*:*=slow(20)      every rank, every step, every attempt
 //! ```
-//! Steps count from 1; places outside steps have step 0.
+//! Steps are numbered from 1; places outside steps have step 0.
 
 use super::Place;
 
-/// Names of places, and where they are. `docs/fail-points.md` has the same table.
+/// Names and descriptions of places. `docs/fail-points.md` has the same table.
 pub(super) const PLACES: [(Place, &str, &str); 18] = [
     (Place::Start, "start", "the process has started; step 0"),
     (Place::Join, "join", "before the rank joins the rendezvous; step 0"),
@@ -41,25 +41,25 @@ pub(super) const PLACES: [(Place, &str, &str); 18] = [
 const SYNTAX: &str = "expected `place@rank:step=action` or `place@rank:step/attempt=action`";
 const ACTIONS: &str = "`crash`, `hang`, `slow(milliseconds)`, `exit(code)`, `skip`, `corrupt`, `corrupt(bit)` or \
     `errno(number)`";
-/// Similarity above which another name is suggested.
+/// Minimum similarity for suggesting another name.
 const MIN_PLACE_SIMILARITY: f64 = 0.5;
 
-/// What happens at a place.
+/// Action at a place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action {
-    /// SIGKILL to itself.
+    /// The process sends SIGKILL to itself.
     Crash,
-    /// The thread sleeps for ever; heartbeats go on.
+    /// The thread sleeps forever; heartbeats continue.
     Hang,
     /// The thread sleeps for this many milliseconds.
     Slow(u64),
     /// The process exits with this code.
     Exit(u8),
-    /// The operation is left out.
+    /// The operation is skipped.
     Skip,
     /// This bit of the parameters is flipped: bit `n % 32` of element `n / 32`.
     Corrupt(u64),
-    /// The operation on files fails with this number of the operating system.
+    /// The file operation fails with this errno.
     Errno(i32),
 }
 
@@ -75,18 +75,18 @@ pub(super) struct Rule {
 }
 
 impl Rule {
-    /// Whether it is about this rank in this attempt.
+    /// Returns whether the rule applies to this rank in this attempt.
     pub(super) fn applies_to(&self, rank: u32, attempt: u32) -> bool {
         self.rank.is_none_or(|only| only == rank) && self.attempt.is_none_or(|only| only == attempt)
     }
 
-    /// Whether it is about this place in this step.
+    /// Returns whether the rule applies to this place in this step.
     pub(super) fn is_reached(&self, place: Place, step: u64) -> bool {
         self.place == place && self.step.is_none_or(|only| only == step)
     }
 }
 
-/// The rules of a variable, or what is wrong with it.
+/// Parses the rules of a variable. The error says what is wrong with it.
 pub(super) fn parse(value: &str) -> Result<Vec<Rule>, String> {
     let rules = value.split(';').map(str::trim).filter(|rule| !rule.is_empty());
     rules.map(|rule| parse_rule(rule).map_err(|problem| format!("`{rule}`: {problem}"))).collect()

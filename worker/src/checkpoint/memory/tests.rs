@@ -12,7 +12,7 @@ use super::super::testing::{self, sharding, state, value};
 use super::*;
 use crate::model::layout::Layout;
 
-/// The memory files of a rank of two. An agent keeps them; the ranks of several attempts use them.
+/// The memory files of rank 1 of 2. They belong to the agent; the rank uses them in several attempts.
 struct Files(Vec<OwnedFd>);
 
 impl Files {
@@ -21,7 +21,7 @@ impl Files {
         Self((0..2).map(|_| rustix::fs::memfd_create("test", flags).unwrap()).collect())
     }
 
-    /// As rank 1 opens them in an attempt.
+    /// Opens the files as rank 1 does in an attempt.
     fn open(&self, attempt: u32, resume: Option<(u64, u32)>) -> Memory {
         self.open_as("run", 1, attempt, resume)
     }
@@ -33,20 +33,20 @@ impl Files {
         Memory::open(&fds, identity, b"layout", portion(true), attempt, resume).unwrap()
     }
 
-    /// What the agent finds in each file.
+    /// Returns the complete snapshot that the agent finds in each file.
     fn complete(&self) -> Vec<Option<(u64, u32)>> {
         let id = |file: &Arc<File>| header(file).map(|header| (header.id.step, header.id.attempt));
         self.open(9, None).files.iter().map(id).collect()
     }
 }
 
-/// What rank 1 of two saves.
+/// Returns the portion that rank 1 of 2 saves.
 fn portion(sharded: bool) -> Portion {
     let layout = Layout::new(&testing::shape());
     Portion::new(&sharding(&layout, 1, 2, sharded), 1, 2)
 }
 
-/// Copies what a rank saves after a step.
+/// Copies the portion of a rank after a step.
 fn fill(buffers: &mut Snapshot, portion: &Portion, step: u64) {
     let values = testing::snapshot(portion, step);
     buffers.params.copy_from_slice(&values.params);
@@ -54,14 +54,14 @@ fn fill(buffers: &mut Snapshot, portion: &Portion, step: u64) {
     buffers.v.copy_from_slice(&values.v);
 }
 
-/// Saves a step in these buffers.
+/// Saves a step with these buffers.
 fn save(buffers: &mut Snapshot, step: u64) {
     buffers.erase().unwrap();
     fill(buffers, &portion(true), step);
     buffers.complete(&state("run", step)).unwrap();
 }
 
-/// Saves steps as an attempt that resumes from `resume` does.
+/// Saves steps in an attempt that resumes from `resume`.
 fn attempt(files: &Files, attempt: u32, resume: Option<(u64, u32)>, steps: &[u64]) {
     let mut buffers = files.open(attempt, resume).allocate(&HostAllocator::default()).unwrap();
     for (index, step) in steps.iter().enumerate() {
@@ -69,10 +69,10 @@ fn attempt(files: &Files, attempt: u32, resume: Option<(u64, u32)>, steps: &[u64
     }
 }
 
-/// A value of an arena.
+/// Arena, index and value.
 type Value = (Arena, usize, f32);
 
-/// All values that are read, and the state.
+/// Reads all values and the state.
 fn read(memory: &Memory) -> Result<(Vec<Value>, State), String> {
     let found = Mutex::new(Vec::new());
     let threads = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
@@ -113,7 +113,7 @@ fn two_files_take_turns_and_the_resumed_snapshot_is_overwritten_last() {
     assert_eq!(files.complete(), [Some((30, 2)), Some((20, 1))]);
 }
 
-/// Notes how many snapshots are complete when the agent is waited for, and when a part was written.
+/// Records the number of complete snapshots while the save waits for the agent, and after each written part.
 struct Watch {
     files: Vec<Arc<File>>,
     alone: testing::Alone,
@@ -175,7 +175,8 @@ fn snapshot_is_not_complete_while_it_is_overwritten() {
     assert!(read(&files.open(2, Some((20, 0)))).is_ok());
 }
 
-/// Reads step 20 after a change of its file, at an offset. Expects it to be refused and erased; returns the reason.
+/// Changes the file of step 20 at an offset, then reads it. Expects the snapshot to be refused and erased; returns the
+/// reason.
 fn refused(offset: u64, bytes: &[u8]) -> String {
     let files = Files::new();
     attempt(&files, 0, None, &[10, 20]);
@@ -188,7 +189,7 @@ fn refused(offset: u64, bytes: &[u8]) -> String {
     reason
 }
 
-/// The header of step 20, changed.
+/// Reads step 20 after a change of its header.
 fn with_header(change: impl FnOnce(&mut Header)) -> String {
     let files = Files::new();
     attempt(&files, 0, None, &[10, 20]);
@@ -210,7 +211,7 @@ fn flipped_bit_of_any_arena_and_of_the_state_is_found() {
             assert!(refused(at, &[byte[0] ^ 0x10]).contains("does not match its hash"), "{part}, {at}");
         }
     }
-    // `{` of the state.
+    // The opening brace of the state.
     assert!(refused(offset(3, values).unwrap(), b"[").contains("does not match its hash"));
 }
 
@@ -227,7 +228,7 @@ fn claims_of_giant_sizes_are_refused_without_allocating_them() {
     assert!(with_header(|header| header.values = u64::MAX).contains("another model"));
     assert!(with_header(|header| header.values += 1).contains("another model"));
     assert!(with_header(|header| header.state_bytes = u64::MAX).contains("size of its state"));
-    // Beyond the end of the file.
+    // This is past the end of the file.
     assert!(with_header(|header| header.state_bytes += 1).contains("damaged"));
     assert!(with_header(|header| header.hash ^= 1).contains("does not match its hash"));
 }

@@ -1,8 +1,8 @@
-//! Disk operations that fail, and power cuts.
+//! Tests of failing disk operations, and of power cuts.
 
 use super::*;
 
-/// What a disk was asked to do, and which operation fails.
+/// The operations of a disk, and which of them fails.
 #[derive(Debug, Default)]
 struct Log {
     operations: Vec<Operation>,
@@ -21,7 +21,7 @@ enum Operation {
     SyncDir,
 }
 
-/// Records operations, and performs them unless they are to fail.
+/// Records operations and performs them, except for the one that is to fail.
 #[derive(Clone, Debug, Default)]
 struct Recorder(Arc<Mutex<Log>>);
 
@@ -137,8 +137,8 @@ fn failing_operation_leaves_the_checkpoints_before_and_nothing_else() {
             assert_eq!(entries, BTreeSet::from(["step-00000010".into()]), "operation {at}");
             assert_complete(&before, 10);
         } else {
-            // The new checkpoint is there, though it may be lost in a power cut or the old one not deleted.
-            // The rest of the old one is removed when the job starts again.
+            // The new checkpoint exists, though a power cut may lose it, or the old one was not deleted. The next start
+            // of the job removes the rest of the old one.
             assert!(entries.contains("step-00000020"), "{entries:?}");
             clean(dir.path()).unwrap();
             assert!(scan(dir.path()).unwrap().iter().all(|found| found.state.is_ok()));
@@ -148,7 +148,7 @@ fn failing_operation_leaves_the_checkpoints_before_and_nothing_else() {
     }
 }
 
-/// Performs operations, but for data that was not synced by then.
+/// Performs operations, except for data that was not synced by then.
 fn replay(operations: &[Operation]) {
     let mut unsynced: Vec<(PathBuf, u64, Vec<u8>)> = Vec::new();
     for operation in operations {

@@ -1,4 +1,4 @@
-//! Reading of earlier versions, and files that are refused.
+//! Tests of reading earlier versions, and of files that are refused.
 
 use super::*;
 
@@ -48,7 +48,7 @@ trait LeakCopy {
 }
 
 impl LeakCopy for Vec<u8> {
-    /// A view borrows its data, for longer than a closure can.
+    /// Copies the data and leaks it: a view must borrow it for longer than a closure lives.
     fn leak_copy(&self) -> &'static [u8] {
         self.clone().leak()
     }
@@ -74,7 +74,7 @@ fn changed_byte_of_any_file_is_found() {
     }
 }
 
-/// Changes the manifest of a checkpoint, and returns why it is rejected.
+/// Changes the manifest of a checkpoint, and returns the reason why it is rejected.
 fn rejected(change: impl FnOnce(&mut serde_json::Value)) -> String {
     let dir = tempfile::tempdir().unwrap();
     let path = save(dir.path(), 1);
@@ -132,7 +132,7 @@ fn what_is_not_a_regular_file_is_rejected_at_once() {
         fs_err::os::unix::fs::symlink(dir.path().join("elsewhere"), &original).unwrap();
         assert!(read_all(&path).unwrap_err().to_string().ends_with("is not a regular file"), "{file}");
         fs_err::remove_file(&original).unwrap();
-        // Opening a pipe waits for a writer.
+        // Opening a pipe would wait for a writer.
         rustix::fs::mknodat(
             rustix::fs::CWD,
             &original,
@@ -229,7 +229,7 @@ fn tokenizer_is_part_of_a_checkpoint_and_older_ones_have_none() {
     assert!(matches!(read_all(&path), Err(CheckpointError::Damaged { .. })), "the manifest lists it");
 }
 
-/// The version in the manifest of a checkpoint.
+/// Returns the version in the manifest of a checkpoint.
 fn open_version(path: &Path) -> u64 {
     let manifest: serde_json::Value =
         serde_json::from_slice(&fs_err::read(path.join(MANIFEST)).unwrap()).unwrap();

@@ -1,4 +1,4 @@
-//! Which checkpoint of a directory is chosen, recovered, set aside or deleted.
+//! Tests of which checkpoint of a directory is chosen, recovered, set aside or deleted.
 
 use super::*;
 
@@ -74,7 +74,7 @@ fn recovery_finds_checkpoints_of_this_run_only_and_cleans_up() {
     save_of("a", 10);
     save_of("b", 20);
     fs_err::create_dir(dir.path().join(".tmp-step-00000030")).unwrap();
-    // As if the process had been killed between the renames of a replacement.
+    // Simulates a kill of the process between the two renames of a replacement.
     fs_err::rename(dir.path().join(name(10)), dir.path().join(".old-step-00000010")).unwrap();
     let recovered = recover(dir.path(), "a", None, None).unwrap();
     assert_eq!(recovered.checkpoint, Some(dir.path().join(name(10))));
@@ -117,12 +117,12 @@ fn newest_memory_snapshot_is_taken_without_opening_a_checkpoint_unless_one_is_ne
     assert!(recovered(Some(10)).from_memory, "the same step");
     let newer = recovered(Some(9));
     assert_eq!((newer.from_memory, newer.checkpoint), (false, Some(dir.path().join(name(10)))));
-    // By its name, so that it would be rejected and renamed if it were opened.
+    // Recovery goes by the name alone: opening the file would get it rejected and renamed.
     flip(&dir.path().join(name(10)).join(MANIFEST), 1);
     let by_name = recovered(Some(10));
     assert!(by_name.from_memory && by_name.notes.is_empty(), "{by_name:?}");
     assert!(dir.path().join(name(10)).exists());
-    // Newer by name, but damaged or of another run.
+    // The name is newer, but the checkpoint is damaged or belongs to another run.
     save_of("b", 20);
     let damaged = recovered(Some(9));
     assert!(damaged.from_memory && damaged.notes[0].contains("step-00000010.damaged"), "{damaged:?}");
@@ -142,7 +142,7 @@ fn retention_deletes_own_and_continued_checkpoints_but_not_others() {
     save_of("other", 600, &[], None);
     save_of("old", 20, &[], None);
     assert_eq!(steps(), [600, 20], "the checkpoint of another run is left, and the new one kept");
-    // A run that continues from step 20 keeps that until the run ends.
+    // A run that continues from step 20 keeps that checkpoint until it ends.
     let parents = [Parent { run: "old".into(), step: 20 }];
     save_of("new", 30, &parents, Some(20));
     save_of("new", 40, &parents, Some(20));
