@@ -1,4 +1,4 @@
-//! A command as the agent runs it: the [`CommandSpec`] of the command line, resolved on this node.
+//! The command that the agent runs: the [`CommandSpec`] of the command line, resolved on this node.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -16,11 +16,11 @@ pub use xlaunch_proto::command::{
     Binding, CommandSpec, LogOptions, Nproc, PerRank, Program, Signal, Streams, quote_line,
 };
 
-/// A [`CommandSpec`] with everything filled in that depends on the node. Fields are as documented there.
+/// A [`CommandSpec`] with all node-dependent values filled in. The fields are documented there.
 #[derive(Clone, Debug)]
 #[expect(missing_docs, reason = "documented in CommandSpec")]
 pub struct ResolvedCommand {
-    /// Name of its runs, in directories and in `xlaunch status`.
+    /// Name of the job's runs, in directories and in `xlaunch status`.
     pub name: String,
     /// Program and arguments of every worker.
     pub argv: Vec<OsString>,
@@ -45,8 +45,9 @@ pub struct ResolvedCommand {
 }
 
 impl ResolvedCommand {
-    /// Inherited descriptors that the arguments name, as `/dev/fd/63` for a shell's `<(...)`. Workers get these and no
-    /// others.
+    /// Inherited descriptors that the arguments name, such as `/dev/fd/63` from a shell's `<(...)`. Workers inherit
+    /// these
+    /// and no others.
     pub(crate) fn descriptors(&self) -> Vec<i32> {
         const DIRECTORIES: [&str; 2] = ["/dev/fd/", "/proc/self/fd/"];
         let texts = self.argv.iter().map(|argument| argument.to_string_lossy());
@@ -62,24 +63,24 @@ impl ResolvedCommand {
     }
 }
 
-/// Which failures lead to a restart.
+/// The restart policy of a command.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Restarts {
     /// Maximum number of restarts.
     pub most: u32,
-    /// Time within which they are counted; zero for the whole job.
+    /// Sliding window in which restarts are counted; zero counts those of the whole job.
     pub window: Duration,
-    /// Exit codes after which there is none.
+    /// Exit codes that are never restarted.
     pub not_after: BTreeSet<i32>,
-    /// Exit codes after which a restart is immediate and not counted: whatever led to them does not happen again.
+    /// Exit codes after which a restart is immediate and not counted, because their cause does not recur.
     pub free: BTreeSet<i32>,
 }
 
-/// Resolves a command in this environment. `node` is called only if the number of workers depends on it, as counting
-/// GPUs takes a while.
+/// Resolves a command in this environment. `node` is called only if the number of workers depends on it, because
+/// counting GPUs takes a while.
 ///
 /// # Errors
-/// Usage: the script does not exist, there is no Python interpreter, or there are too few GPUs.
+/// A usage error if the script does not exist, no Python interpreter is found, or there are too few GPUs.
 pub fn resolve(
     spec: CommandSpec,
     environment: Environment<'_>,
@@ -127,12 +128,13 @@ pub fn resolve(
     })
 }
 
-/// Checks that a Python script exists, relative to the working directory. Skipped where that is not certain to be the
-/// file that Python opens: `PYTHON_EXEC` may be a wrapper that runs in a container, `${local_rank}` is replaced later,
-/// and a script that starts with a dash is an option of Python or its standard input.
+/// Checks that a Python script exists, relative to the working directory. The check is skipped if Python may open
+/// another file: `PYTHON_EXEC` may be a wrapper that runs in a container, `${local_rank}` is replaced later, and a
+/// script
+/// that starts with a dash is an option of Python or its standard input.
 ///
 /// # Errors
-/// Usage: it does not exist.
+/// A usage error if the script does not exist.
 pub fn check_script(program: &Program, environment: Environment<'_>) -> Result<(), Refusal> {
     let (Program::Script(script) | Program::RunPath(script)) = program else { return Ok(()) };
     let text = script.to_string_lossy();
@@ -148,7 +150,7 @@ pub fn check_script(program: &Program, environment: Environment<'_>) -> Result<(
     }
 }
 
-/// With `--virtual-local-rank` each worker gets one entry of `CUDA_VISIBLE_DEVICES`, so the list must be long enough.
+/// Checks that `CUDA_VISIBLE_DEVICES` has an entry for each worker, as `--virtual-local-rank` requires.
 fn check_visible_gpus(nproc: u32, environment: Environment<'_>) -> Result<(), String> {
     let Some(visible) = environment("CUDA_VISIBLE_DEVICES") else { return Ok(()) };
     let visible = visible.to_string_lossy();
@@ -165,7 +167,7 @@ fn check_visible_gpus(nproc: u32, environment: Environment<'_>) -> Result<(), St
 pub mod tests {
     use super::*;
 
-    /// A launch of one `true`, for tests of what launches have in common.
+    /// A launch of a single `true`, for tests that need any launch.
     pub fn spec(name: &str) -> ResolvedCommand {
         let spec = CommandSpec::new(Program::Binary("true".into()), Vec::new());
         let resolved = resolve(spec, &|_| None, &|| unreachable!("one worker depends on no node")).unwrap();
@@ -209,7 +211,7 @@ pub mod tests {
             let message = format!("{}: no such file", script("nosuch.py").display());
             assert_eq!(refused(program, &path), Err(message));
         }
-        // Python may find each of these, or they are not files at all.
+        // Python may find these elsewhere, or they are not files at all.
         let wrapper = |name: &str| (name == "PYTHON_EXEC").then(|| OsString::from("in-container"));
         assert_eq!(refused(Program::Script(script("nosuch.py")), &wrapper), Ok(()));
         assert_eq!(refused(Program::Binary("nosuch".into()), &path), Ok(()));

@@ -12,7 +12,7 @@ use crate::Refusal;
 pub struct Placement {
     /// Number of workers on this node.
     pub workers: u32,
-    /// One GPU per worker; otherwise all use the CPU.
+    /// Whether each worker has a GPU of its own; otherwise all workers use the CPU.
     pub cuda: bool,
     /// `CUDA_VISIBLE_DEVICES` for the workers, if the configuration chooses devices.
     pub visible: Option<String>,
@@ -23,9 +23,9 @@ pub struct Placement {
 /// The resources of this node.
 #[derive(Clone, Debug)]
 pub struct Node {
-    /// Number of GPUs that this process may use, or why they cannot be counted.
+    /// Number of GPUs that this process may use, or the reason why they cannot be counted.
     pub gpus: Result<u32, String>,
-    /// Cores that this process may use.
+    /// Number of cores that this process may use.
     pub cores: usize,
 }
 
@@ -34,7 +34,7 @@ pub fn host_name() -> String {
 }
 
 impl Node {
-    /// Inspects this node. GPUs are counted by NVML, and limited by `CUDA_VISIBLE_DEVICES`.
+    /// Inspects this node. NVML counts the GPUs; `CUDA_VISIBLE_DEVICES` limits them.
     pub fn inspect() -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
@@ -47,7 +47,8 @@ fn count_gpus() -> Result<u32, String> {
     nvml.device_count().map_err(|error| nvml_problem(&error))
 }
 
-/// Why NVML failed. If its library cannot be loaded, these are the words of the dynamic linker, which name the file.
+/// Describes why NVML failed. If its library cannot be loaded, this is the message of the dynamic linker, which names
+/// the file.
 pub fn nvml_problem(error: &NvmlError) -> String {
     match error {
         NvmlError::LibloadingError(reason) => format!("NVML: {reason}"),
@@ -55,7 +56,7 @@ pub fn nvml_problem(error: &NvmlError) -> String {
     }
 }
 
-/// Bytes of memory of the smallest GPU; `None` without NVML.
+/// Memory of the GPU that has the least, in bytes; `None` without NVML.
 pub fn gpu_memory() -> Option<u64> {
     let nvml = Nvml::init().ok()?;
     let totals = (0..nvml.device_count().ok()?).map(|index| nvml.device_by_index(index)?.memory_info());
@@ -63,12 +64,12 @@ pub fn gpu_memory() -> Option<u64> {
     totals.into_iter().map(|memory| memory.total).min()
 }
 
-/// PCI addresses of the visible GPUs, in CUDA's order if all GPUs are equal; empty without NVML.
+/// PCI addresses of the visible GPUs; empty without NVML. The order is CUDA's if all GPUs are of the same model.
 pub fn gpu_addresses() -> Vec<String> {
     addresses_among(std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref())
 }
 
-/// PCI addresses of the GPUs of a job's workers, by rank; empty without GPUs or NVML.
+/// PCI addresses of the workers' GPUs, indexed by local rank; empty without GPUs or NVML.
 pub fn worker_gpu_addresses(placement: &Placement) -> Vec<String> {
     if !placement.cuda {
         return Vec::new();
@@ -91,7 +92,8 @@ fn addresses_among(visible: Option<&str>) -> Vec<String> {
     visible_addresses(&gpus, visible)
 }
 
-/// Selects addresses from pairs of UUID and address: `CUDA_VISIBLE_DEVICES` names them by index or prefix of the UUID.
+/// Selects the addresses of visible GPUs from pairs of UUID and address. `visible` is `CUDA_VISIBLE_DEVICES`, which
+/// names GPUs by index or by a prefix of the UUID.
 pub(crate) fn visible_addresses(gpus: &[(String, String)], visible: Option<&str>) -> Vec<String> {
     let Some(visible) = visible else { return gpus.iter().map(|(_, address)| address.clone()).collect() };
     let named = |entry: &str| match entry.parse::<usize>() {
@@ -101,7 +103,8 @@ pub(crate) fn visible_addresses(gpus: &[(String, String)], visible: Option<&str>
     visible.split(',').map_while(|entry| named(entry.trim()).map(|(_, address)| address.clone())).collect()
 }
 
-/// Identifies what affects performance beside the device's name: the GPU driver, or the CPU model.
+/// Identifies the platform for performance comparisons, in addition to the device's name: the GPU driver version, or
+/// the CPU model.
 pub fn platform(cuda: bool) -> String {
     let driver = || Nvml::init().and_then(|nvml| nvml.sys_driver_version());
     if cuda {
@@ -112,7 +115,8 @@ pub fn platform(cuda: bool) -> String {
     model.map_or_else(|| "unknown CPU".into(), |(_, name)| name.trim().to_owned())
 }
 
-/// CUDA ignores everything from the first invalid entry on; so -1 and an empty list mean none.
+/// Number of GPUs that `CUDA_VISIBLE_DEVICES` leaves visible. CUDA ignores everything from the first invalid entry on,
+/// so -1 and an empty list mean no GPU.
 fn visible_gpus(present: u32, visible: Option<&str>) -> u32 {
     let Some(visible) = visible else { return present };
     let known = visible.split(',').map(str::trim).take_while(|entry| match entry.parse::<i64>() {
@@ -122,10 +126,10 @@ fn visible_gpus(present: u32, visible: Option<&str>) -> u32 {
     u32::try_from(known.count()).unwrap_or(present).min(present)
 }
 
-/// Places a job on a node.
+/// Chooses the devices and the number of workers of a job on a node.
 ///
 /// # Errors
-/// The node does not have what the job asks for.
+/// The node lacks the devices that the job asks for.
 pub fn place(spec: &JobSpec, node: &Node) -> Result<Placement, Refusal> {
     let refuse = |message: String| Err(Refusal::new(ExitCode::Usage, message));
     let chosen = u32::try_from(spec.launch.devices.len()).unwrap_or(u32::MAX);
@@ -154,10 +158,10 @@ pub fn place(spec: &JobSpec, node: &Node) -> Result<Placement, Refusal> {
     Ok(Placement { workers, cuda, visible, threads })
 }
 
-/// Checks that the kind of device supports what the job computes with.
+/// Checks that the device kind supports the job's precision and gradient type.
 ///
 /// # Errors
-/// The device does not support it.
+/// The configured type is not supported on this kind of device.
 pub fn check_device(spec: &JobSpec, cuda: bool) -> Result<(), Refusal> {
     let refuse = |message: String| Err(Refusal::new(ExitCode::Usage, message));
     if !cuda && spec.engine.precision.is_some_and(|precision| precision != Precision::Fp32) {

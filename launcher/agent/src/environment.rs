@@ -1,4 +1,4 @@
-//! `environment.json` in the directory of a training run: what the run was made with.
+//! Writes `environment.json` to the directory of a training run: the software, hardware and data that the run used.
 //!
 //! ```text
 //! { "version": 1, "run": "20261123-041500", "started_unix_seconds": 1795407300,
@@ -12,9 +12,11 @@
 //!   "data": { "train": { "tokens": 9500000, "hash": "0f3a..." }, "validation": { "tokens": 500000, "hash": "..." } },
 //!   "continues": { "run": "20261122-171100", "step": 500, "checkpoint": "/home/ada/..." } }
 //! ```
-//! Written once, when the run starts, so restarts leave it as it is. `driver`, `commit` and `continues` are null if
-//! there is none. `gpus` are those that the job may use. Nothing in it is from environment variables, which may contain
-//! secrets.
+//! The file is written once, when the run starts; restarts do not change it. `driver`, `commit` and `continues` are
+//! null
+//! if unknown or absent. `gpus` lists the GPUs that the job may use. Values of environment variables are never
+//! included,
+//! because they may contain secrets.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -31,74 +33,75 @@ use crate::clock;
 use crate::command::quote_line;
 use crate::devices::{self, Placement};
 
-/// Name of the file.
 pub const ENVIRONMENT_FILE: &str = "environment.json";
 
-/// Longest that the end of a job waits for the driver's description of the GPUs.
+/// Longest time that the end of a job waits for the driver to describe the GPUs.
 const DRIVER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What the launcher knows about a run that starts.
+/// The launcher's knowledge about a run that starts.
 #[derive(Clone, Debug)]
 pub struct Facts {
-    /// The run's id.
+    /// Id of the run.
     pub run: String,
     /// The commit that xlaunch was built from.
     pub commit: Option<&'static str>,
-    /// Where the workers compute.
+    /// The devices of the workers.
     pub placement: Placement,
-    /// Ranks of all nodes, as the run starts.
+    /// Number of ranks on all nodes when the run starts.
     pub world: u32,
-    /// By split.
+    /// Data sets, by name of the split.
     pub data: BTreeMap<&'static str, DataSet>,
     /// The run that this one continues.
     pub parent: Option<Parent>,
 }
 
-/// Identifies data.
+/// Identifies a data set.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DataSet {
     /// Number of tokens.
     pub tokens: u64,
-    /// Hash of a sample of them.
+    /// Hash of a sample of the tokens.
     pub hash: String,
 }
 
-/// A run that another one continues.
+/// The run that another run continues.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Parent {
-    /// Its id; empty if its checkpoint does not contain it.
+    /// Id of the run; empty if its checkpoint does not contain the id.
     pub run: String,
-    /// The step after which the other run took over.
+    /// The last step before the continuing run took over.
     pub step: u64,
     /// The checkpoint, as an absolute path.
     pub checkpoint: PathBuf,
 }
 
-/// A file that is being written.
+/// Handle of a file that is being written.
 #[derive(Debug)]
 pub struct Writing(Receiver<io::Result<()>>);
 
-/// Writes the file on a thread of its own: NVML takes a moment to load, which workers do not have to wait for.
+/// Writes the file on a thread of its own: NVML takes a moment to load, and workers need not wait for it.
 pub fn write(dir: &Path, facts: Facts) -> io::Result<Writing> {
     let dir = dir.to_owned();
     let started = clock::unix().as_secs();
     let (sender, result) = channel();
     std::thread::Builder::new().name("environment".into()).spawn(move || {
-        // The receiver may have given up.
+        // The receiver may have timed out.
         let _ = sender.send(write_json(&dir.join(ENVIRONMENT_FILE), &describe(&facts, started)));
     })?;
     Ok(Writing(result))
 }
 
 impl Writing {
-    /// Waits until the file is written. A GPU that is broken can block NVML for good, but not the end of a job.
+    /// Waits until the file is written, with a timeout: a broken GPU can block NVML forever, but must not block the end
+    /// of
+    /// a job.
     pub fn finish(self) -> io::Result<()> {
         let result = self.0.recv_timeout(DRIVER_TIMEOUT);
         result.unwrap_or_else(|_| Err(io::Error::other("the driver does not answer")))
     }
 }
 
-/// Writes a file that is complete or does not exist.
+/// Writes a file atomically, so that readers never see a part of it.
 pub(crate) fn write_json(path: &Path, value: &Value) -> io::Result<()> {
     let new = path.with_extension("tmp");
     fs_err::write(&new, format!("{value:#}\n"))?;
@@ -134,7 +137,7 @@ fn describe(facts: &Facts, started: u64) -> Value {
     })
 }
 
-/// Memory of the host.
+/// Total memory of the host, in bytes.
 fn memory_bytes() -> Option<u64> {
     let meminfo = fs_err::read_to_string("/proc/meminfo").ok()?;
     let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
@@ -143,7 +146,7 @@ fn memory_bytes() -> Option<u64> {
 
 fn driver(nvml: &Nvml) -> Option<Value> {
     let version = nvml.sys_driver_version().ok()?;
-    // 12080 for 12.8.
+    // Version 12.8 is reported as 12080.
     let cuda = nvml.sys_cuda_driver_version().ok();
     let cuda = cuda.map(|version| format!("{}.{}", version / 1000, version % 1000 / 10));
     Some(json!({ "version": version, "cuda": cuda }))

@@ -1,6 +1,6 @@
-//! Text from workers, peers and files, made safe for a terminal.
+//! Makes text from workers, peers and files safe to print on a terminal.
 
-/// The text with everything escaped that moves the cursor, changes colours or reverses the direction of writing.
+/// Escapes all characters that move the cursor, change colours or reverse the direction of writing.
 pub(crate) fn escaped(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {

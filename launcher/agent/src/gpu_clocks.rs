@@ -1,7 +1,7 @@
-//! Samples of GPU clocks, power and throttle reasons from NVML, for benchmarks: a step's time means little without
+//! Samples GPU clocks, power and throttle reasons through NVML during benchmarks. A step time means little without
 //! them.
 //!
-//! Samples are taken on a thread of its own that is never waited for, as a driver call can hang.
+//! A separate thread takes the samples. Nothing ever waits for it, because a driver call can hang.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
@@ -11,9 +11,10 @@ use nvml_wrapper::bitmasks::device::ThrottleReasons;
 use nvml_wrapper::enum_wrappers::device::Clock;
 use nvml_wrapper::error::NvmlError;
 
-/// Short enough for some samples in a second of steps; the calls take less than a millisecond per GPU.
+/// Interval between samples: short enough to get several within a second of steps. The calls take less than a
+/// millisecond per GPU.
 const CLOCK_SAMPLE_INTERVAL: Duration = Duration::from_millis(50);
-/// Names as in `nvidia-smi --query-gpu=clocks_event_reasons.NAME`.
+/// Throttle reasons, named as in `nvidia-smi --query-gpu=clocks_event_reasons.NAME`.
 const REASONS: [(ThrottleReasons, &str); 9] = [
     (ThrottleReasons::GPU_IDLE, "gpu_idle"),
     (ThrottleReasons::APPLICATIONS_CLOCKS_SETTING, "applications_clocks_setting"),
@@ -26,26 +27,28 @@ const REASONS: [(ThrottleReasons, &str); 9] = [
     (ThrottleReasons::DISPLAY_CLOCK_SETTING, "display_clock_setting"),
 ];
 
-/// One GPU at one moment.
+/// A sample of one GPU.
 #[derive(Clone, Debug)]
 pub struct ClockSample {
     pub at: Instant,
     pub sm_mhz: u32,
     pub power_watts: f64,
-    /// Why the clock is not higher, in nvidia-smi's words.
+    /// The reasons why the clock is not higher, under nvidia-smi's names.
     pub throttle_reasons: Vec<&'static str>,
 }
 
-/// Samples some GPUs until it is dropped.
+/// Samples a set of GPUs until it is dropped.
 #[derive(Debug)]
 pub struct ClockSampler {
     samples: Receiver<ClockSample>,
-    /// The thread ends when this is dropped.
+    /// The sampling thread ends when this is dropped.
     _running: Sender<()>,
 }
 
 impl ClockSampler {
-    /// Starts to sample the GPUs with these PCI addresses. `None` without any, or without a thread.
+    /// Starts to sample the GPUs with these PCI addresses. Returns `None` if there are no addresses, or if no thread
+    /// can
+    /// be started.
     pub fn start(addresses: Vec<String>) -> Option<Self> {
         if addresses.is_empty() {
             return None;
@@ -57,7 +60,7 @@ impl ClockSampler {
         Some(Self { samples, _running: running })
     }
 
-    /// The samples so far.
+    /// Stops sampling and returns the samples.
     pub fn finish(self) -> Vec<ClockSample> {
         self.samples.try_iter().collect()
     }
@@ -66,9 +69,9 @@ impl ClockSampler {
 fn run(addresses: &[String], samples: &Sender<ClockSample>, ended: &Receiver<()>) {
     let Ok(nvml) = Nvml::init() else { return };
     while ended.recv_timeout(CLOCK_SAMPLE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
-        // A GPU that cannot tell is left out.
+        // A GPU that cannot be read is left out.
         for sample in addresses.iter().filter_map(|address| sample(&nvml, address).ok()) {
-            // Without a receiver the sampler was dropped, which ends the loop.
+            // If the receiver is gone, the sampler was dropped, which also ends the loop.
             let _ = samples.send(sample);
         }
     }

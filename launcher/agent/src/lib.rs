@@ -1,4 +1,5 @@
-//! Supervises the workers of one job on this node: starts one process per rank, watches them, restarts or stops them.
+//! Supervises the workers of one job on this node: starts one process per rank, monitors the processes, and restarts or
+//! stops them.
 //!
 //! ```text
 //! JobSpec or CommandSpec --devices, command, run_dir--> driver (the one task that owns the job)
@@ -9,19 +10,19 @@
 //! logs: output of the workers --> files, console, tail
 //! ```
 //! - [`state`] decides what happens on this node: a pure function from events to actions;
-//! - [`group`]: the coordinator, which decides about membership and restarts, and the link to it;
+//! - [`group`]: the agents of a job's nodes; the coordinator, which decides about membership and restarts, and the link
+//!   to it;
 //! - [`waiting`]: an agent before its first attempt;
 //! - [`driver`] acts: the only code that touches processes and sockets on behalf of the job;
 //! - [`workload`]: the two kinds of job behind one trait; hang detection;
 //! - [`spawn`]: process trees, cgroups, environment, CPU affinity, exit codes;
-//! - [`rendezvous`], [`status`], `logs`: calls of workers and clients over gRPC;
-//! - [`group`]: the agents of a job's other nodes;
-//! - [`stacks`]: what the processes of a rank are doing;
+//! - [`rendezvous`], [`status`], `logs`: gRPC calls of workers and clients;
+//! - [`stacks`]: stacks of the processes of a rank;
 //! - [`report`]: why a job failed; [`sinks`]: progress, metrics, TensorBoard, summary;
-//! - [`environment`] and [`ending`]: what a run was made with, and how it ended, for its directory;
-//! - [`doctor`]: health of the node's GPUs; [`gpu_clocks`]: their clocks; [`memory`]: how much is free;
-//! - [`system_errors`]: what to do about errors of the system;
-//! - [`config`]: from `train.toml`, environment and flags to a checked job description.
+//! - [`environment`] and [`ending`]: files in a run's directory that record what the run used and how it ended;
+//! - [`doctor`]: health of the node's GPUs; [`gpu_clocks`]: their clocks; [`memory`]: free memory;
+//! - [`system_errors`]: advice for errors of the system;
+//! - [`config`]: builds a checked job description from `train.toml`, environment and flags.
 //!
 //! The agent never calls CUDA; GPUs and their usage come from NVML, loaded at run time.
 

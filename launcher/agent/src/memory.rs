@@ -1,22 +1,22 @@
-//! Free memory: of the host, and within the limits of the cgroups that this process is in.
+//! Free memory of the host, within the limits of the cgroups that this process is in.
 
 use std::path::{Path, PathBuf};
 
-/// Bytes that processes started from here can still get.
+/// Memory still available to processes started from here, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Available {
-    /// Without swapping.
+    /// Memory available without swapping.
     pub memory: u64,
-    /// In addition, in swap space.
+    /// Swap space available in addition.
     pub swap: u64,
 }
 
-/// What processes started from here can still get; `None` if the host does not tell.
+/// Returns the memory still available to processes started from here; `None` if the host does not report it.
 pub fn available() -> Option<Available> {
     available_below(Path::new("/"))
 }
 
-/// With `/proc` and `/sys` below `root`.
+/// [`available`] with `/proc` and `/sys` below `root`.
 fn available_below(root: &Path) -> Option<Available> {
     let meminfo = fs_err::read_to_string(root.join("proc/meminfo")).ok()?;
     let bytes = |name| Some(value(&meminfo, name)?.saturating_mul(1024));
@@ -33,20 +33,20 @@ struct Cgroup {
     dir: PathBuf,
     limit: &'static str,
     usage: &'static str,
-    /// In `memory.stat`: page cache that is freed when memory is needed.
+    /// Key in `memory.stat` of page cache that the kernel frees when memory is needed.
     cache: &'static str,
 }
 
 impl Cgroup {
-    /// What is left below its limit; `None` if it has none.
+    /// Returns the memory left below the cgroup's limit; `None` if it has no limit.
     fn available(&self) -> Option<Available> {
         let read = |name: &str| fs_err::read_to_string(self.dir.join(name)).ok();
-        // `max` in version 2; a number beyond any memory in version 1.
+        // No limit is `max` in version 2, and a number beyond any memory size in version 1.
         let limit: u64 = read(self.limit)?.trim().parse().ok()?;
         let usage: u64 = read(self.usage)?.trim().parse().ok()?;
         let cache = read("memory.stat").and_then(|text| value(&text, self.cache)).unwrap_or(0);
         let memory = limit.saturating_sub(usage.saturating_sub(cache));
-        // Version 1 limits memory and swap space together: the rest is not known.
+        // Version 1 limits memory and swap space together, so the share of swap is unknown.
         let swap = match read("memory.swap.max").as_deref().map(str::trim) {
             Some("max") => u64::MAX,
             Some(limit) => {
@@ -59,8 +59,8 @@ impl Cgroup {
     }
 }
 
-/// The cgroups of this process, version 2 and 1, up to the mount point: a container may see its cgroup as the root
-/// while `/proc` shows the path on the host.
+/// Returns the cgroups of this process (version 2 and 1) and their parents up to the mount point, which is always
+/// included: a container may see its cgroup as the root while `/proc` shows the path on the host.
 fn cgroups(root: &Path) -> Vec<Cgroup> {
     let text = fs_err::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let mut found = Vec::new();
@@ -83,7 +83,7 @@ fn cgroups(root: &Path) -> Vec<Cgroup> {
     found
 }
 
-/// The number after `name` in lines of names and numbers.
+/// Finds the number after `name` in lines of names and numbers.
 fn value(text: &str, name: &str) -> Option<u64> {
     let mut lines = text.lines().map(str::split_ascii_whitespace);
     lines.find_map(|mut words| (words.next()? == name).then(|| words.next()?.parse().ok()).flatten())

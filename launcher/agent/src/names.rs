@@ -1,4 +1,4 @@
-//! Names that are derived from user input: of files and directories, and of what the user may have meant.
+//! Names derived from user input: names of files and directories, and suggestions for misspelled names.
 
 use std::path::{Path, PathBuf};
 
@@ -17,7 +17,7 @@ pub fn unique(dir: &Path, name: &str, mode: u32) -> std::io::Result<(PathBuf, St
     unreachable!("the loop is infinite")
 }
 
-/// The text as one printable path component: letters, digits, `.`, `_` and `-`, without a leading dot.
+/// Converts text to a printable path component of letters, digits, `.`, `_` and `-`, without a leading dot.
 pub fn file_name(text: &str) -> String {
     let plain = |c: char| if c.is_ascii_alphanumeric() || "._-".contains(c) { c } else { '_' };
     let name: String = text.chars().map(plain).collect();
@@ -28,7 +28,7 @@ pub fn file_name(text: &str) -> String {
     }
 }
 
-/// The known name that is most similar to `name`, and how similar: the Jaro-Winkler similarity, from 0 to 1.
+/// Returns the known name that is most similar to `name`, with the Jaro-Winkler similarity from 0 to 1.
 pub fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<(&'a str, f64)> {
     let similar = known.into_iter().map(|known| (known, strsim::jaro_winkler(known, name)));
     similar.max_by(|one, other| one.1.total_cmp(&other.1))

@@ -2,41 +2,42 @@
 
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
-/// Flag of a process that is being torn down, in `/proc/PID/stat`.
+/// Flag in `/proc/PID/stat` of a process that is exiting.
 const PF_EXITING: i64 = 4;
 
-/// A process at the time of reading.
+/// State of a process at the time of reading.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Process {
     pub pid: u32,
     pub parent: u32,
     pub group: u32,
     pub session: u32,
-    /// The state letter of `ps`.
+    /// The state letter that `ps` shows.
     pub state: char,
     pub threads: u32,
-    /// CPU time in clock ticks: its own and that of children that it has waited for.
+    /// CPU time of the process and of the children that it has waited for, in clock ticks.
     pub ticks: u64,
-    /// Start time in clock ticks since boot. Together with the id, it identifies a process: ids are reused.
+    /// Start time in clock ticks since boot. Ids are reused, so only id and start time together identify a process.
     pub started: u64,
-    /// Resident pages.
+    /// Number of resident pages.
     pub pages: u64,
     pub name: String,
 }
 
 impl Process {
-    /// The process that has this id now.
+    /// Reads the process that has this id now.
     pub fn read(pid: u32) -> Option<Self> {
         Self::parse(&fs_err::read(format!("/proc/{pid}/stat")).ok()?)
     }
 
-    /// This process. Its group and session are 0 if their leaders are outside this PID namespace; `getpgid` and
-    /// `getsid` return 0 then, too.
+    /// Reads this process. Group and session are 0 if their leaders are outside this PID namespace; `getpgid` and
+    /// `getsid`
+    /// also return 0 then.
     pub fn own() -> Option<Self> {
         Self::read(std::process::id())
     }
 
-    /// Parses `/proc/PID/stat`. Fields are numbered as in proc(5); the third follows the name in parentheses.
+    /// Parses `/proc/PID/stat`. Fields are numbered as in proc(5); field 3 follows the name in parentheses.
     fn parse(stat: &[u8]) -> Option<Self> {
         // The name may contain any bytes, including parentheses.
         let stat = String::from_utf8_lossy(stat);
@@ -52,7 +53,7 @@ impl Process {
             session: small(6)?,
             state: fields.first()?.chars().next()?,
             threads: small(20)?,
-            // Children's times are signed, and negative in some old kernels.
+            // The times of children are signed, and negative in some old kernels.
             ticks: (14..=17).map(|field| number(field).unwrap_or(0)).sum(),
             started: number(22)?,
             pages: number(24)?,
@@ -60,20 +61,20 @@ impl Process {
         })
     }
 
-    /// The processes of this PID namespace.
+    /// Reads all processes of this PID namespace.
     pub fn all() -> Vec<Self> {
         let Ok(entries) = fs_err::read_dir("/proc") else { return Vec::new() };
         let pids = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-        // A process that exits meanwhile is left out.
+        // A process that exits during the scan is left out.
         pids.filter_map(Self::read).collect()
     }
 
-    /// Those of `all` that descend from `root` by parent links, and itself, parents first.
+    /// Returns `root` and its descendants among `all`, following parent links, parents first.
     pub fn tree(all: &[Self], root: u32) -> Vec<&Self> {
         let mut found: Vec<&Self> = all.iter().filter(|process| process.pid == root).collect();
         let mut next = 0;
         while let Some(parent) = found.get(next).map(|process| process.pid) {
-            // A process is its own parent nowhere, but ids of a scan may be reused while it runs.
+            // Ids may be reused during a scan, so parent links can form a cycle.
             let is_new =
                 |child: &&Self| child.parent == parent && !found.iter().any(|known| known.pid == child.pid);
             let children: Vec<&Self> = all.iter().filter(is_new).collect();
@@ -83,18 +84,19 @@ impl Process {
         found
     }
 
-    /// Whether it is stopped by a signal.
+    /// Whether the process is stopped by a signal.
     pub fn is_stopped(&self) -> bool {
         self.state == 'T'
     }
 
-    /// Whether it has exited and is only waiting to be reaped. A main thread that exits before other threads also shows
-    /// as a zombie, hence the count of threads.
+    /// Whether the process has exited and only waits to be reaped. A main thread that exits before the other threads
+    /// also
+    /// shows as a zombie, hence the check of the thread count.
     pub fn ended(&self) -> bool {
         matches!(self.state, 'Z' | 'X') && self.threads <= 1
     }
 
-    /// The signal that has killed it, if it is being torn down. Known to its own user only.
+    /// Returns the signal that has killed a process, if it is exiting. The kernel shows this to the same user only.
     pub fn killed_by(pid: u32) -> Option<i32> {
         let stat = fs_err::read(format!("/proc/{pid}/stat")).ok()?;
         Self::parse_killed_by(&String::from_utf8_lossy(&stat))
@@ -103,24 +105,24 @@ impl Process {
     fn parse_killed_by(stat: &str) -> Option<i32> {
         let fields: Vec<&str> = stat.rsplit_once(") ")?.1.split_ascii_whitespace().collect();
         let number = |field: usize| fields.get(field - 3)?.parse::<i64>().ok();
-        // The last field is the wait status.
+        // Field 52, the last one, is the wait status.
         let (flags, status) = (number(9)?, number(52)?);
         let signal = i32::try_from(status & 0x7f).ok()?;
         (flags & PF_EXITING != 0 && signal != 0).then_some(signal)
     }
 
-    /// Sends it a signal, unless its id belongs to another process by now.
+    /// Sends a signal to the process, unless its id has been reused.
     pub fn signal(&self, signal: Signal) {
         let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) else { return };
         let Ok(pidfd) = pidfd_open(pid, PidfdFlags::empty()) else { return };
-        // The id may have been reused before the pidfd was opened, but cannot be afterwards.
+        // The id may have been reused before the pidfd was opened, but not afterwards.
         if Self::read(self.pid).is_some_and(|now| now.started == self.started) {
-            // It may have exited, or belong to another user; the caller checks what remains.
+            // The process may have exited or belong to another user; the caller checks which processes remain.
             let _ = pidfd_send_signal(pidfd, signal);
         }
     }
 
-    /// Whether the environment that it was started with contains this `NAME=value`.
+    /// Whether the process was started with this `NAME=value` in its environment.
     pub fn carries(&self, variable: &[u8]) -> bool {
         fs_err::read(format!("/proc/{}/environ", self.pid))
             .is_ok_and(|environment| environment.split(|byte| *byte == 0).any(|one| one == variable))

@@ -1,4 +1,4 @@
-//! The Python interpreter of this node, and the command lines that run programs with it.
+//! Finds the Python interpreter of this node, and builds the command lines that run programs with it.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -14,8 +14,8 @@ pub type Environment<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 const RUN_PATH: &str =
     "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')";
 
-/// Program and arguments of a worker. Python's output is unbuffered, as a worker that is killed would lose its last
-/// lines otherwise.
+/// Builds the program and arguments of a worker. Python's output is unbuffered, because a killed worker would otherwise
+/// lose its last lines.
 pub(crate) fn argv(
     program: Program,
     arguments: Vec<OsString>,
@@ -34,8 +34,9 @@ pub(crate) fn argv(
     Ok(argv)
 }
 
-/// Whether a preloading process can run this: the command line of [`argv`] for a script in source form, a module, or
-/// text. Python itself reads standard input, compiled files and other options.
+/// Whether a preloading process can run a command line that [`argv`] built: it must run a script in source form, a
+/// module
+/// or `-c` text. Standard input, compiled files and other options need Python's own start-up.
 pub(crate) fn is_preloadable(argv: &[OsString]) -> bool {
     argv.get(2).is_some_and(|target| {
         let target = target.as_bytes();
@@ -44,14 +45,16 @@ pub(crate) fn is_preloadable(argv: &[OsString]) -> bool {
     })
 }
 
-/// Whether a script is in source form: not compiled, an archive or a directory.
+/// Whether a script is in source form rather than compiled, an archive or a directory.
 fn is_source(script: &[u8]) -> bool {
     !script.ends_with(b".pyc") && !script.ends_with(b".pyz") && !Path::new(OsStr::from_bytes(script)).is_dir()
 }
 
-/// `PYTHON_EXEC`; the Python of the environment that xlaunch is installed in, one of the directories `own`; or the
-/// first Python in `PATH`, which is that of an active virtual environment. cron, systemd and containers set a `PATH` of
-/// their own, so the environment of xlaunch comes first, as that of torchrun does.
+/// Finds the interpreter, in this order: `PYTHON_EXEC`; the Python of the environment that xlaunch is installed in,
+/// which
+/// is one of the directories `own`; the first Python in `PATH`, which is that of an active virtual environment.
+/// xlaunch's
+/// environment precedes `PATH`, like torchrun's does, because cron, systemd and containers set a `PATH` of their own.
 fn interpreter(environment: Environment<'_>, own: &[PathBuf]) -> Result<OsString, String> {
     if let Some(chosen) = environment("PYTHON_EXEC").filter(|chosen| !chosen.is_empty()) {
         return Ok(chosen);
@@ -62,16 +65,17 @@ fn interpreter(environment: Environment<'_>, own: &[PathBuf]) -> Result<OsString
     let dirs = environments.chain(std::env::split_paths(&path));
     let found = dirs.flat_map(candidates).find(|file| is_executable(file));
     let missing =
-        "there is no python3 or python in PATH; PYTHON_EXEC can name one, and -- PROGRAM needs none";
+        "there is no python3 or python in PATH; set PYTHON_EXEC, or use -- PROGRAM to run without Python";
     found.map(PathBuf::into_os_string).ok_or_else(|| missing.into())
 }
 
-/// Whether this directory of programs belongs to a virtual environment, or to one of conda.
+/// Whether this directory of programs belongs to a virtual environment or a conda environment.
 fn is_in_python_environment(dir: &Path) -> bool {
     dir.parent().is_some_and(|root| root.join("pyvenv.cfg").is_file() || root.join("conda-meta").is_dir())
 }
 
-/// The directories of this program: the one that it was called in, where it may be a link, and that of its file.
+/// Returns the directories of the running program: the one that it was called from, where it may be a link, and that of
+/// the executable file itself.
 fn own_dirs(environment: Environment<'_>) -> Vec<PathBuf> {
     let name = PathBuf::from(std::env::args_os().next().unwrap_or_default());
     let called = if name.components().count() > 1 {

@@ -1,4 +1,4 @@
-//! Errors in a configuration: the place, what was expected, and the nearest valid name.
+//! Configuration errors: where they are, what was expected, and the nearest valid name.
 
 use std::fmt;
 use std::ops::Range;
@@ -13,7 +13,7 @@ use crate::Refusal;
 /// A configuration that cannot be used. `Display` is one line.
 #[derive(Debug)]
 pub struct ConfigError {
-    /// `train.toml:3:7`, or another source of the value.
+    /// The place of the error, such as `train.toml:3:7` or `--set train.lr=x`.
     place: String,
     problem: String,
     help: String,
@@ -31,7 +31,7 @@ impl fmt::Display for ConfigError {
 impl std::error::Error for ConfigError {}
 
 impl ConfigError {
-    /// The file cannot be read.
+    /// Error for a file that cannot be read.
     pub fn unreadable(path: &Path, error: &std::io::Error) -> Self {
         let help = match error.kind() {
             std::io::ErrorKind::NotFound => "is the path right?".into(),
@@ -46,26 +46,26 @@ impl ConfigError {
         }
     }
 
-    /// A value that did not come from the file.
+    /// Error for a value that did not come from the file.
     pub fn value(source: &str, problem: &str, expected: &str) -> Self {
         let help =
             if expected.starts_with("did you") { expected.into() } else { format!("expected {expected}") };
         Self { place: source.into(), problem: problem.into(), help, snippet: String::new() }
     }
 
-    /// A value of the wrong type, with serde's message, that did not come from the file.
+    /// Error for a value of the wrong type that did not come from the file, from serde's message.
     pub(super) fn wrong_type(source: &str, message: &str) -> Self {
         let (problem, help) = describe(message);
         Self { place: source.into(), problem, help, snippet: String::new() }
     }
 
-    /// Adds to the help.
+    /// Appends a note to the help.
     pub(super) fn and(mut self, note: &str) -> Self {
         self.help = if self.help.is_empty() { note.into() } else { format!("{}; {note}", self.help) };
         self
     }
 
-    /// An error of the TOML parser, or of the schema with these keys.
+    /// Error of the TOML parser, or a violation of the schema, which has the keys `known`.
     pub fn in_file(path: &Path, text: &str, known: &[String], error: &toml::de::Error) -> Self {
         let span = error.span().unwrap_or(0..0);
         let message = error.message().trim();
@@ -76,7 +76,7 @@ impl ConfigError {
         Self::at(path, text, span, problem, help)
     }
 
-    /// A value of the right type that is invalid.
+    /// Error for a value that has the right type but is invalid.
     pub fn invalid(path: &Path, text: &str, invalid: &Invalid) -> Self {
         let problem = format!("{}: {}", invalid.key, invalid.problem);
         let help = format!("expected {}", invalid.expected);
@@ -86,7 +86,7 @@ impl ConfigError {
         }
     }
 
-    /// The file sets a renamed key under both names.
+    /// Error for a file that sets a renamed key under both names.
     pub(super) fn renamed_twice(path: &Path, text: &str, span: Range<usize>, old: &str, new: &str) -> Self {
         let problem = format!("`{old}` was renamed to `{new}`, which is set, too");
         Self::at(path, text, span, problem, format!("remove `{old}`"))
@@ -100,18 +100,18 @@ impl ConfigError {
 }
 
 impl From<ConfigError> for Refusal {
-    /// The error, followed by the line that it is about.
+    /// Converts the error to a usage error: the error's line, then the line of the file with the value underlined.
     fn from(error: ConfigError) -> Self {
         Self::new(ExitCode::Usage, format!("{error}\n{}", error.snippet).trim_end())
     }
 }
 
-/// The name in serde's "unknown field `name`, expected ...".
+/// Extracts the name from serde's "unknown field `name`, expected ...".
 fn unknown_field(message: &str) -> Option<&str> {
     message.strip_prefix("unknown field `")?.split('`').next()
 }
 
-/// Problem and help from a message of serde or of the TOML parser, with TOML's names of types in place of Rust's.
+/// Splits a message of serde or of the TOML parser into problem and help, with TOML's type names in place of Rust's.
 fn describe(message: &str) -> (String, String) {
     let message = message.trim().replace('\n', ", ");
     if message == "wanted string or table" {
@@ -142,7 +142,7 @@ fn describe(message: &str) -> (String, String) {
     (problem, format!("expected {expected}"))
 }
 
-/// Problem and help for an unknown key of the section at `at`, or for an unknown section.
+/// Returns problem and help for an unknown key in the section around offset `at`, or for an unknown section.
 fn unknown(text: &str, at: usize, field: &str, known: &[String]) -> (String, String) {
     let line = text[..at].rfind('\n').map_or(0, |newline| newline + 1);
     let is_header = text[line..].trim_start().starts_with('[');
@@ -159,7 +159,7 @@ fn unknown(text: &str, at: usize, field: &str, known: &[String]) -> (String, Str
     }
 }
 
-/// The span of the value of `section.key` in the text.
+/// Returns the span of the value of `section.key` in the text.
 fn span_of(text: &str, key: &str) -> Option<Range<usize>> {
     let (section, key) = key.split_once('.')?;
     let document = toml::de::DeTable::parse(text).ok()?;
@@ -167,7 +167,7 @@ fn span_of(text: &str, key: &str) -> Option<Range<usize>> {
     Some(section.get(key)?.span())
 }
 
-/// The span of the key `section.key` itself.
+/// Returns the span of the key `section.key` itself.
 pub(super) fn key_span(text: &str, key: &str) -> Option<Range<usize>> {
     let (section, name) = key.split_once('.')?;
     let document = toml::de::DeTable::parse(text).ok()?;
@@ -175,7 +175,7 @@ pub(super) fn key_span(text: &str, key: &str) -> Option<Range<usize>> {
     section.keys().find(|key| key.get_ref() == name).map(|key| key.span())
 }
 
-/// Line and column, counted from 1, of a byte offset.
+/// Converts a byte offset to line and column, both counted from 1.
 fn position(text: &str, at: usize) -> (usize, usize) {
     let before = &text[..at.min(text.len())];
     let line = before.matches('\n').count() + 1;
@@ -183,7 +183,7 @@ fn position(text: &str, at: usize) -> (usize, usize) {
     (line, column)
 }
 
-/// Line `number` of the text with a span of it underlined, as rustc shows it.
+/// Formats line `number` of the text with a span of it underlined, in the style of rustc.
 fn snippet(text: &str, number: usize, span: &Range<usize>) -> String {
     let line = text.lines().nth(number - 1).unwrap_or_default();
     let begin = text[..span.start].rfind('\n').map_or(0, |newline| newline + 1);

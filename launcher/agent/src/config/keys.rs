@@ -1,4 +1,4 @@
-//! The keys that a configuration can have, derived from its defaults.
+//! The keys of a configuration, derived from its defaults.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -8,17 +8,16 @@ use crate::names;
 
 pub use xlaunch_proto::spec::RENAMED_KEYS;
 
-/// The warning about a renamed key.
 pub(super) fn renamed_warning(old: &str, new: &str) -> String {
     format!("`{old}` was renamed to `{new}`; the old name will be removed in the next release")
 }
 
-/// Every key of a job, as `section.key`.
+/// Returns every key of a job's configuration as `section.key`.
 pub(super) fn all() -> Vec<String> {
     of(&JobSpec::default())
 }
 
-/// Every key, as `section.key`. Optional keys are null in the serialized defaults, so none is missing.
+/// Returns every key as `section.key`. Optional keys are null in the serialized defaults, so none is missing.
 pub fn of(defaults: &impl Serialize) -> Vec<String> {
     let Ok(Value::Object(sections)) = serde_json::to_value(defaults) else { return Vec::new() };
     let keys = sections.iter().filter_map(|(section, keys)| Some((section, keys.as_object()?)));
@@ -30,8 +29,8 @@ pub(super) fn variable(key: &str) -> String {
     format!("XLAUNCH_{}", key.replace('.', "_").to_uppercase())
 }
 
-/// The key that a variable of this name sets, which need not exist: `XLAUNCH_TRAIN_LRR` is `train.lrr`. `None` if its
-/// name does not start with one of the sections.
+/// Returns the key that a variable of this name sets. The key need not exist: `XLAUNCH_TRAIN_LRR` sets `train.lrr`.
+/// `None` if the name does not start with that of a section.
 pub(super) fn of_variable(name: &str, known: &[String]) -> Option<String> {
     if let Some(key) = known.iter().find(|key| variable(key) == name) {
         return Some(key.clone());
@@ -41,20 +40,20 @@ pub(super) fn of_variable(name: &str, known: &[String]) -> Option<String> {
     known.iter().any(|known| known.split('.').next() == key.split('.').next()).then_some(key)
 }
 
-/// Keys that other trainers have and this one does not need, each with what to know.
+/// Keys of other trainers that this one does not need, each with an explanation.
 const NOT_NEEDED: [(&str, &str); 1] = [(
     "optimizer",
     "the optimizer is AdamW; its keys are `train.lr`, `train.weight_decay` and `train.beta1`",
 )];
 
-/// "did you mean" for an unknown key, or an example of a known one.
+/// Returns "did you mean" for an unknown key, or an example of a known one.
 pub(super) fn nearest(key: &str, known: &[String]) -> String {
     let name = |key: &str| key.rsplit('.').next().unwrap_or_default().to_owned();
     let wanted = name(key);
     if let Some((_, note)) = NOT_NEEDED.iter().find(|(key, _)| *key == wanted) {
         return (*note).into();
     }
-    // Right but for its section.
+    // The name is right, the section is wrong.
     if let Some(other) = known.iter().find(|other| name(other) == wanted) {
         return format!("did you mean `{other}`?");
     }
@@ -65,7 +64,7 @@ pub(super) fn nearest(key: &str, known: &[String]) -> String {
     }
 }
 
-/// "did you mean" for an unknown section, or all sections.
+/// Returns "did you mean" for an unknown section, or the list of all sections.
 pub(super) fn nearest_section(section: &str, known: &[String]) -> String {
     let mut sections: Vec<&str> = known.iter().filter_map(|key| Some(key.split_once('.')?.0)).collect();
     sections.dedup();

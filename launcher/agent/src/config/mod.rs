@@ -1,9 +1,9 @@
-//! From `train.toml`, the environment and flags to a checked [`JobSpec`].
+//! Builds a checked [`JobSpec`] from `train.toml`, the environment and flags.
 //!
 //! Layers, each overriding the one before: defaults, the file, `XLAUNCH_<SECTION>_<KEY>`, flags (`--nproc`, `--set`).
-//! Relative paths of data are resolved against the file's directory, all others against the working directory.
+//! Relative data paths are resolved against the directory of the file, all others against the working directory.
 //!
-//! A renamed key is accepted under its old name for one release, in every layer, with a warning.
+//! For one release, every layer accepts a renamed key under its old name, with a warning.
 
 mod diagnostics;
 pub mod keys;
@@ -21,10 +21,10 @@ use xlaunch_proto::spec::JobSpec;
 pub use diagnostics::ConfigError;
 pub use sources::Sources;
 
-/// A layer of configuration above the file.
+/// A configuration layer that overrides the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layer {
-    /// `XLAUNCH_<SECTION>_<KEY>`.
+    /// Variables `XLAUNCH_<SECTION>_<KEY>`.
     Environment,
     /// `--set` and other flags.
     Flags,
@@ -35,11 +35,10 @@ pub enum Layer {
 pub struct Override {
     /// `section.key`, such as `train.lr`.
     pub key: String,
-    /// As written, such as `3e-4`.
+    /// The value as the user wrote it, such as `3e-4`.
     pub value: String,
-    /// For messages, such as `--set train.lr=3e-4`.
+    /// The origin of the value for messages, such as `--set train.lr=3e-4`.
     pub source: String,
-    /// Where it was given.
     pub layer: Layer,
 }
 
@@ -56,8 +55,8 @@ impl Override {
         }
     }
 
-    /// The overrides among these variables, by name. Those with a section's name and an unknown key are included, so
-    /// that [`load`] refuses them.
+    /// Extracts the overrides from these variables, sorted by name. Variables with the name of a section and an unknown
+    /// key are included, so that [`load`] rejects them.
     pub fn from_environment(variables: impl Iterator<Item = (String, String)>) -> Vec<Self> {
         let renamed = keys::RENAMED_KEYS.iter().map(|(old, _)| (*old).to_owned());
         let known: Vec<String> = keys::all().into_iter().chain(renamed).collect();
@@ -76,7 +75,7 @@ impl Override {
         found
     }
 
-    /// The flag or the variable, without the value of a flag.
+    /// The name of the flag or variable, without the value.
     fn origin(&self) -> &str {
         match self.layer {
             Layer::Environment => &self.source,
@@ -85,26 +84,26 @@ impl Override {
     }
 }
 
-/// Whether a variable is not about the configuration, although its name begins as if it were.
+/// Whether a variable that is named like a configuration key belongs to something else.
 fn is_of_others(name: &str, value: &str, all: &[(String, String)]) -> bool {
-    // The daemon gives its hooks variables about a job under two names.
+    // The daemon passes each variable about a job to its hooks under two names.
     let in_hook = || {
         let rest = name.strip_prefix("XLAUNCH_JOB_")?;
         let hook = format!("XLAUNCH_HOOK_JOB_{rest}");
         Some(all.iter().any(|(name, of_hook)| *name == hook && of_hook == value))
     };
-    // Agents set the job's id for workers, which may start another launch.
+    // Agents set the job id for their workers, which may start another launch.
     name == env::JOB_ID || service_links::is_service_link(name, value) || in_hook() == Some(true)
 }
 
-/// A configuration that can be used.
+/// A valid configuration.
 #[derive(Clone, Debug)]
 pub struct Loaded {
     /// The checked job description, with absolute paths.
     pub spec: JobSpec,
-    /// For the user, a line each.
+    /// Warnings for the user, one line each.
     pub warnings: Vec<String>,
-    /// For errors that are found later.
+    /// The origins of the values, for errors that are found later.
     pub sources: Sources,
 }
 
@@ -119,12 +118,12 @@ pub fn load(path: &Path, overrides: &[Override]) -> Result<Loaded, ConfigError> 
     Ok(Loaded { spec: resolve(spec, path, &here), warnings, sources })
 }
 
-/// [`load`] without the file system.
+/// [`load`] without file system access: paths stay relative.
 fn parse(path: &Path, text: &str, overrides: &[Override]) -> Result<Loaded, ConfigError> {
     let mut warnings = Vec::new();
     let text = &rename_keys(path, text.to_owned(), &mut warnings)?;
     let in_file = |error| ConfigError::in_file(path, text, &keys::all(), &error);
-    // The file by itself first: its errors have a place.
+    // The file is parsed on its own first, because only then do errors have a place in it.
     toml::from_str::<JobSpec>(text).map_err(in_file)?;
     let mut table: Table = toml::from_str(text).map_err(in_file)?;
     let overrides = renamed_overrides(overrides, &mut warnings)?;
@@ -143,7 +142,7 @@ fn parse(path: &Path, text: &str, overrides: &[Override]) -> Result<Loaded, Conf
     Ok(Loaded { spec, warnings, sources })
 }
 
-/// Replaces renamed keys in the text of the file, with a warning, so that nothing else has to know old names.
+/// Replaces renamed keys in the text of the file, with a warning, so that all other code deals with current names only.
 fn rename_keys(path: &Path, mut text: String, warnings: &mut Vec<String>) -> Result<String, ConfigError> {
     for (old, new) in keys::RENAMED_KEYS {
         let Some(span) = diagnostics::key_span(&text, old) else { continue };
@@ -156,8 +155,8 @@ fn rename_keys(path: &Path, mut text: String, warnings: &mut Vec<String>) -> Res
     Ok(text)
 }
 
-/// The overrides with the current names of renamed keys. Within one layer, the environment or the flags, only one of
-/// both names is accepted; a flag overrides a variable of either name.
+/// Replaces renamed keys in the overrides. Within one layer (the environment or the flags) only one of the two names
+/// may be set; a flag overrides a variable of either name.
 fn renamed_overrides(
     overrides: &[Override],
     warnings: &mut Vec<String>,
@@ -169,7 +168,7 @@ fn renamed_overrides(
         let same_layer = |other: &&Override| other.key == *new && other.layer == change.layer;
         if let Some(other) = overrides.iter().find(same_layer) {
             let problem = format!("`{old}` was renamed to `{new}`, which {} sets, too", other.source);
-            return Err(ConfigError::value(&change.source, &problem, "only one of both names"));
+            return Err(ConfigError::value(&change.source, &problem, "only one of the two names"));
         }
         warnings.push(format!("{}: {}", change.source, keys::renamed_warning(old, new)));
         Ok(Override { key: (*new).into(), ..change.clone() })
@@ -190,13 +189,13 @@ fn apply(table: &mut Table, change: &Override) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// Parses a TOML value; anything else is a string, so that `--set model.arch=gpt2` needs no quotes.
+/// Parses a TOML value. Text that is not TOML becomes a string, so that `--set model.arch=gpt2` needs no quotes.
 fn value(text: &str) -> Value {
     let parsed = toml::from_str::<Table>(&format!("value = {text}"));
     parsed.ok().and_then(|mut table| table.remove("value")).unwrap_or_else(|| Value::String(text.into()))
 }
 
-/// Makes paths absolute, and names the job after the file unless it has a name.
+/// Makes paths absolute, and names a job without a name after the file.
 fn resolve(mut spec: JobSpec, path: &Path, here: &Path) -> JobSpec {
     let config_dir = here.join(path).parent().map_or_else(|| here.to_path_buf(), Path::to_path_buf);
     let absolute = |base: &Path, path: &str| normalize(&base.join(path)).to_string_lossy().into_owned();
@@ -356,7 +355,7 @@ mod tests {
             ("XLAUNCH_HOOK_JOB_UID", "7"),
         ];
         assert_eq!(variables(&hook), []);
-        // A hook may still name the training that it starts.
+        // A hook can still set the name of a training job that it starts.
         let named = variables(&[("XLAUNCH_HOOK_JOB_NAME", "n"), ("XLAUNCH_JOB_NAME", "other")]);
         assert_eq!(
             named.iter().map(|it| (it.key.as_str(), it.value.as_str())).collect::<Vec<_>>(),
@@ -377,7 +376,7 @@ mod tests {
     fn impossible_values_are_reported_with_their_place_and_the_expectation() {
         let text = error("[train]\nlr = -1.0\n");
         assert!(text.contains("train.toml:2:6") && text.contains("above 0"), "{text}");
-        // The culprit is a default of the preset: the message still names the key.
+        // The bad value is a default of the preset; the message still names the key.
         let text = error("[model]\nheads = 3\n");
         assert!(text.contains("model.dim"), "{text}");
     }

@@ -1,4 +1,4 @@
-//! Where the values of a configuration come from, so that errors name the place.
+//! Origins of configuration values, so that errors can name the place.
 
 use std::path::PathBuf;
 
@@ -6,26 +6,26 @@ use xlaunch_proto::spec::Invalid;
 
 use super::{ConfigError, Override, keys};
 
-/// The file and what overrides it.
+/// The file and the values that override it.
 #[derive(Clone, Debug)]
 pub struct Sources {
     pub(super) path: PathBuf,
-    /// With the current names of renamed keys.
+    /// Text of the file, in which renamed keys have their current names.
     pub(super) text: String,
-    /// The same, in order of increasing precedence.
+    /// Overrides under current names, in order of increasing precedence.
     pub(super) overrides: Vec<Override>,
 }
 
 impl Sources {
-    /// The error about a value of the configuration: with the file, line and column, the flag or the variable that the
-    /// value comes from.
+    /// Builds the error about an invalid value. It names the origin of the value: file, line and column, or the flag or
+    /// variable.
     pub fn error(&self, invalid: &Invalid) -> ConfigError {
         let last = |key: &str| self.overrides.iter().rev().find(|change| change.key == key);
         let error = match last(invalid.key) {
             Some(change) => ConfigError::value(&change.source, &invalid.problem, &invalid.expected),
             None => ConfigError::invalid(&self.path, &self.text, invalid),
         };
-        // The place is that of one key, but the value of another one may be the mistake.
+        // The error has the place of one key, but the mistake may be the value of another key that it names.
         let others = keys::all().into_iter().filter(|key| key != invalid.key && invalid.names(key));
         others.filter_map(|key| last(&key)).fold(error, |error, change| {
             error.and(&format!("{} = {} comes from {}", change.key, change.value, change.origin()))

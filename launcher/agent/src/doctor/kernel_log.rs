@@ -1,4 +1,4 @@
-//! Xid errors of the NVIDIA driver in the kernel's log since boot, from `/dev/kmsg`.
+//! Reads the Xid errors that the NVIDIA driver has logged since boot from the kernel log, `/dev/kmsg`.
 
 use std::io::{ErrorKind, Read};
 use std::time::Duration;
@@ -7,12 +7,12 @@ use fs_err::os::unix::fs::OpenOptionsExt;
 use rustix::fs::OFlags;
 use rustix::time::{ClockId, clock_gettime};
 
-/// Larger than any record, as reading a part of one fails.
+/// Size of the read buffer. It must hold any record, because a read with a smaller buffer fails.
 const RECORD_BYTES: usize = 8192;
-/// More records than a kernel's buffer holds.
+/// Upper bound on the records read, beyond the capacity of any kernel log buffer.
 const MAX_RECORDS: usize = 1_000_000;
 
-/// An error that the driver has reported.
+/// An Xid error.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Xid {
     /// Domain, bus and device of the GPU, in lower case: `0000:3b:00`.
@@ -21,7 +21,7 @@ pub struct Xid {
     pub age: Duration,
 }
 
-/// All Xid errors that the log holds; `None` if it cannot be read, which mostly takes root.
+/// Returns all Xid errors in the log; `None` if it cannot be read, which usually requires root.
 pub fn xids() -> Option<Vec<Xid>> {
     let flags = OFlags::NONBLOCK.bits().cast_signed();
     let mut log = fs_err::OpenOptions::new().read(true).custom_flags(flags).open("/dev/kmsg").ok()?;
@@ -32,7 +32,7 @@ pub fn xids() -> Option<Vec<Xid>> {
         match log.read(&mut record) {
             Ok(0) => break,
             Ok(len) => found.extend(parse(&String::from_utf8_lossy(&record[..len]), now)),
-            // The oldest records were overwritten meanwhile; the next read continues after them.
+            // Unread records have been overwritten; the next read continues after them.
             Err(error) if error.kind() == ErrorKind::BrokenPipe => {}
             Err(error) if error.kind() == ErrorKind::WouldBlock => break,
             Err(_) => return None,
@@ -41,8 +41,8 @@ pub fn xids() -> Option<Vec<Xid>> {
     Some(found)
 }
 
-/// A record such as `4,1234,98765432,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=7, GPU has fallen off the bus.`: priority,
-/// number and microseconds since boot before the text.
+/// Parses a record such as `4,1234,98765432,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=7, GPU has fallen off the bus.`. The
+/// text follows priority, sequence number and microseconds since boot.
 fn parse(record: &str, now: Duration) -> Option<Xid> {
     let (head, text) = record.split_once(';')?;
     let at = Duration::from_micros(head.split(',').nth(2)?.parse().ok()?);
@@ -76,7 +76,7 @@ mod tests {
 
     #[test]
     fn reading_the_log_ends() {
-        // Whether it can be read depends on the machine.
+        // Not every machine lets this process read the log.
         if let Some(found) = xids() {
             assert!(found.len() < MAX_RECORDS);
         }

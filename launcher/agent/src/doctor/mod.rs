@@ -1,11 +1,12 @@
-//! Checks of the node's GPUs: readings in, findings out. Pure.
+//! Health checks of the node's GPUs: turns readings into findings. Pure.
 //!
 //! ```text
 //! NVML --readings, with a deadline--> NodeReadings --gpus--> findings --> `xlaunch doctor`
 //! /dev/kmsg --kernel_log--> Xid errors --xids--^
 //! ```
-//! A failure means that work on the GPU would fail or give wrong results. What only slows it down, and what cannot be
-//! read, is a warning: a missing or hanging NVML stops nothing.
+//! A failure means that work on the GPU would fail or give wrong results. A condition that only slows the GPU down, or
+//! a
+//! value that cannot be read, is a warning, so a missing or hanging NVML does not stop a job.
 
 mod kernel_log;
 mod readings;
@@ -19,10 +20,10 @@ use crate::devices;
 pub use kernel_log::{Xid, xids};
 pub use readings::{GpuReadings, NodeReadings, NvLinks, PcieLink, read};
 
-/// For a check before work starts.
+/// Timeout of the readings for the check before a job starts.
 pub const QUICK_TIMEOUT: Duration = Duration::from_millis(200);
-/// Xid errors that mean a fault of the GPU or its links, not of the program that used it (NVIDIA's catalog of Xid
-/// errors), with their meaning.
+/// Xid errors that are faults of the GPU or its links rather than of the program that used it, with their meaning
+/// (source: NVIDIA's catalog of Xid errors).
 const FAULTS: [(u32, &str); 9] = [
     (48, "double-bit memory error"),
     (64, "failed to retire a memory page"),
@@ -34,33 +35,33 @@ const FAULTS: [(u32, &str); 9] = [
     (120, "error of the GPU's system processor"),
     (140, "unrecovered memory error"),
 ];
-/// An older fault was perhaps repaired by a reset, so it is a warning.
+/// Age up to which a fault counts as a failure. A reset may have repaired an older one, so that is a warning.
 const RECENT_FAULT: Duration = Duration::from_secs(3600);
 
-/// What `xlaunch doctor --json` prints.
+/// The output of `xlaunch doctor --json`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
-    /// No finding is a failure.
+    /// Whether no finding is a failure.
     pub healthy: bool,
     pub findings: Vec<Finding>,
 }
 
-/// The result of a check. The daemon may read those of a newer version, whose checks it does not know.
+/// The result of one check. The daemon may read results of a newer version with checks that it does not know.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finding {
     pub level: Level,
     /// Name of the check.
     #[serde(default)]
     pub check: Cow<'static, str>,
-    /// `None` if it concerns the node.
+    /// The GPU concerned; `None` for the node.
     pub gpu: Option<GpuName>,
-    /// One line.
+    /// Description in one line.
     pub message: String,
-    /// What to do.
+    /// Advice for the operator.
     pub help: Option<Cow<'static, str>>,
 }
 
-/// How bad a finding is.
+/// Severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Level {
@@ -69,12 +70,12 @@ pub enum Level {
     Failure,
 }
 
-/// Identifies a GPU for people.
+/// Identifies a GPU in messages.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuName {
-    /// As nvidia-smi numbers them.
+    /// GPU index, as nvidia-smi numbers them.
     pub index: u32,
-    /// Empty if it cannot be read.
+    /// Empty if the driver cannot read it.
     pub uuid: String,
 }
 
@@ -100,14 +101,14 @@ impl Finding {
         Self { gpu: Some(gpu.clone()), ..Self::of_node(level, check, message) }
     }
 
-    /// The same with advice.
+    /// Returns the finding with advice added.
     #[must_use]
     pub fn with_help(self, help: &'static str) -> Self {
         Self { help: Some(help.into()), ..self }
     }
 }
 
-/// The findings about the driver and all GPUs, without those that need the kernel's log. Every GPU has at least one.
+/// Returns the findings about the driver and all GPUs, except those from the kernel log. Every GPU has at least one.
 pub fn gpus(node: &NodeReadings) -> Vec<Finding> {
     if let Some(problem) = &node.problem {
         return vec![Finding::of_node(Level::Warning, "driver", format!("GPUs are not checked: {problem}"))];
@@ -132,7 +133,7 @@ pub fn gpus(node: &NodeReadings) -> Vec<Finding> {
 }
 
 impl NodeReadings {
-    /// The readings without GPUs that `CUDA_VISIBLE_DEVICES` hides.
+    /// Removes the GPUs that `CUDA_VISIBLE_DEVICES` hides.
     #[must_use]
     pub fn visible(mut self, visible: Option<&str>) -> Self {
         let indices = self.visible_indices(visible);
@@ -148,7 +149,8 @@ impl NodeReadings {
     }
 }
 
-/// The faults of the GPUs of the first `world` ranks, with the rank. `visible` is `CUDA_VISIBLE_DEVICES`.
+/// Returns the failures of the GPUs that the first `world` ranks would use, each with its rank. `visible` is
+/// `CUDA_VISIBLE_DEVICES`.
 pub fn faults(node: &NodeReadings, visible: Option<&str>, world: u32) -> Vec<(u32, String)> {
     let of_ranks = node.visible_indices(visible);
     let failures = gpus(node).into_iter().filter(|finding| finding.level == Level::Failure);
@@ -161,7 +163,7 @@ pub fn faults(node: &NodeReadings, visible: Option<&str>, world: u32) -> Vec<(u3
     with_rank.collect()
 }
 
-/// What is wrong with a GPU. `most_links` is the largest number of its node's GPUs.
+/// Returns the problems of a GPU. `most_links` is the largest number of NVLinks that are up on any GPU of the node.
 fn gpu_findings(gpu: &GpuReadings, most_links: u32) -> Vec<Finding> {
     if let Some(reason) = &gpu.lost {
         let message = format!("the driver cannot read it: {reason}");
@@ -176,7 +178,7 @@ fn gpu_findings(gpu: &GpuReadings, most_links: u32) -> Vec<Finding> {
     };
     if let Some(errors @ 1..) = gpu.uncorrected_errors {
         let message = format!("{errors} uncorrected ECC errors since the driver was loaded");
-        add(Level::Failure, "ecc", message, "reset the GPU while it is idle; replace it if they come back");
+        add(Level::Failure, "ecc", message, "reset the GPU while it is idle; replace it if errors recur");
     }
     if gpu.has_pending_pages == Some(true) {
         let message = "memory pages wait to be retired".to_owned();
@@ -196,7 +198,7 @@ fn gpu_findings(gpu: &GpuReadings, most_links: u32) -> Vec<Finding> {
         add(Level::Warning, "pcie", message, "reseat the card or its riser");
     }
     if let Some(links) = gpu.nvlinks.filter(|links| links.up < most_links) {
-        let message = format!("{} NVLinks are up, but {most_links} of another GPU of this node", links.up);
+        let message = format!("{} NVLinks up, {most_links} on another GPU of this node", links.up);
         add(
             Level::Failure,
             "nvlink",
@@ -212,13 +214,14 @@ fn gpu_findings(gpu: &GpuReadings, most_links: u32) -> Vec<Finding> {
             Level::Warning,
             "processes",
             message,
-            "they take memory and time from a job; end them if they are left over",
+            "they take memory and compute time from a job; kill them if they are left over",
         );
     }
     all
 }
 
-/// The findings of Xid errors in the kernel's log, the newest of each number and GPU; `None` if it cannot be read.
+/// Returns the findings about Xid errors: the newest error of each number and GPU. `xids` is `None` if the kernel log
+/// cannot be read.
 pub fn xid_findings(node: &NodeReadings, xids: Option<&[Xid]>) -> Vec<Finding> {
     let Some(xids) = xids else {
         let message = "Xid errors are unknown: the kernel's log cannot be read";
@@ -234,11 +237,11 @@ pub fn xid_findings(node: &NodeReadings, xids: Option<&[Xid]>) -> Vec<Finding> {
         own.dedup_by_key(|xid| xid.number);
         for Xid { number, age, .. } in own {
             let fault = FAULTS.iter().find(|(known, _)| known == number).map(|(_, meaning)| *meaning);
-            let meaning = fault.unwrap_or("mostly an error of the program");
+            let meaning = fault.unwrap_or("usually an error of the program");
             let message = format!("Xid {number} {} min ago: {meaning}", age.as_secs() / 60);
             let is_failure = fault.is_some() && *age < RECENT_FAULT;
             let level = if is_failure { Level::Failure } else { Level::Warning };
-            let help = "see NVIDIA's catalog of Xid errors; drain the GPU if it comes back";
+            let help = "see NVIDIA's catalog of Xid errors; drain the GPU if the error recurs";
             all.push(Finding::of_gpu(level, &gpu.name, "xid", message).with_help(help));
         }
     }

@@ -1,4 +1,4 @@
-//! Readings of the node's GPUs through NVML, on a thread: a driver call can hang.
+//! Reads the state of the node's GPUs through NVML, on a thread of its own because a driver call can hang.
 
 use std::path::Path;
 use std::sync::mpsc::sync_channel;
@@ -12,9 +12,10 @@ use nvml_wrapper::{Device, Nvml, cuda_driver_version_major, cuda_driver_version_
 use super::GpuName;
 use crate::devices::nvml_problem;
 
-/// More than a GPU has.
+/// Upper bound on the NVLinks of a GPU.
 const MAX_NVLINKS: u32 = 32;
-/// Reasons for low clocks that need an operator. Others are normal: an idle GPU, a limit on power under load.
+/// Reasons for lowered clocks that need an operator's attention. The others are normal, such as an idle GPU or the
+/// power limit under load.
 const SLOWDOWNS: [(ThrottleReasons, &str); 4] = [
     (ThrottleReasons::HW_THERMAL_SLOWDOWN, "heat (hardware)"),
     (ThrottleReasons::SW_THERMAL_SLOWDOWN, "heat"),
@@ -22,31 +23,31 @@ const SLOWDOWNS: [(ThrottleReasons, &str); 4] = [
     (ThrottleReasons::HW_SLOWDOWN, "hardware slowdown"),
 ];
 
-/// The driver and all GPUs at one moment.
+/// State of the driver and of all GPUs at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeReadings {
-    /// Why NVML cannot be used; `None` on a node without a driver, which has no GPUs.
+    /// The reason why NVML cannot be used. A node without a driver has no GPUs, which is not a problem.
     pub problem: Option<String>,
     pub driver: Option<String>,
     /// The newest CUDA version that the driver supports.
     pub cuda: Option<String>,
-    /// By index.
+    /// All GPUs, in order of their index.
     pub gpus: Vec<GpuReadings>,
 }
 
-/// One GPU. What it or the driver does not support is `None`.
+/// State of one GPU. Values that the GPU or the driver does not support are `None`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GpuReadings {
     pub name: GpuName,
     pub model: String,
-    /// Why the driver cannot read it; then nothing else is known.
+    /// The reason why the driver cannot read the GPU; all other values are unknown then.
     pub lost: Option<String>,
-    /// Domain, bus and device, as in the kernel's log.
+    /// PCI domain, bus and device, as written in the kernel log.
     pub bus: Option<String>,
     /// Uncorrected ECC errors since the driver was loaded.
     pub uncorrected_errors: Option<u64>,
     pub has_pending_pages: Option<bool>,
-    /// Why its clocks are lowered.
+    /// Abnormal reasons for lowered clocks.
     pub slowdowns: Vec<&'static str>,
     pub pcie: Option<PcieLink>,
     pub nvlinks: Option<NvLinks>,
@@ -54,14 +55,14 @@ pub struct GpuReadings {
     pub processes: Vec<u32>,
 }
 
-/// Lanes of the PCIe link, now and at most.
+/// Current and maximum number of lanes of the PCIe link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PcieLink {
     pub width: u32,
     pub most: u32,
 }
 
-/// NVLinks of a GPU that has any.
+/// State of the NVLinks, for a GPU that has any.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NvLinks {
     /// Number of links that are up.
@@ -69,13 +70,13 @@ pub struct NvLinks {
 }
 
 impl GpuReadings {
-    /// What it is, in one line.
+    /// Describes a GPU without problems in one line.
     pub(super) fn summary(&self) -> String {
         if self.model.is_empty() { "healthy".into() } else { self.model.clone() }
     }
 }
 
-/// Reads all GPUs. If that takes longer than `timeout`, the thread is left behind and NVML counts as hanging.
+/// Reads all GPUs. If that takes longer than `timeout`, the thread is abandoned and NVML is reported as hanging.
 pub fn read(timeout: Duration) -> NodeReadings {
     let broken = |problem: String| NodeReadings { problem: Some(problem), ..NodeReadings::default() };
     let (sender, receiver) = sync_channel(1);
@@ -136,7 +137,7 @@ fn read_gpu(nvml: &Nvml, index: u32) -> GpuReadings {
     }
 }
 
-/// `00000000:3B:00.0` as the kernel writes it: `0000:3b:00`.
+/// Converts NVML's `00000000:3B:00.0` to the kernel's form `0000:3b:00`.
 fn bus(id: &str) -> Option<String> {
     let (domain, rest) = id.split_once(':')?;
     let device = rest.split('.').next()?;
@@ -148,7 +149,7 @@ fn slowdowns(reasons: ThrottleReasons) -> Vec<&'static str> {
     let all = SLOWDOWNS.iter().filter(|(reason, _)| reasons.contains(*reason)).map(|(_, name)| *name);
     let mut all: Vec<_> = all.collect();
     if all.len() > 1 {
-        // The general reason comes with the specific ones.
+        // The driver sets the general reason in addition to the specific ones.
         all.retain(|name| *name != "hardware slowdown");
     }
     all

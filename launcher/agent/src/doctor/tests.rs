@@ -1,4 +1,4 @@
-//! Which readings are failures, and which are not.
+//! Tests that readings lead to the right findings.
 
 use super::*;
 
@@ -64,7 +64,7 @@ fn faults_fail_and_what_slows_down_is_a_warning() {
         ),
         (
             one(&|gpu| gpu.nvlinks = Some(NvLinks { up: 17 })),
-            text(Level::Failure, "17 NVLinks are up, but 18 of another GPU of this node"),
+            text(Level::Failure, "17 NVLinks up, 18 on another GPU of this node"),
         ),
         (
             one(&|gpu| gpu.has_pending_pages = Some(true)),
@@ -106,7 +106,7 @@ fn recent_fault_in_the_kernel_log_fails_its_gpu() {
     assert_eq!(
         found(&[xid(79, 200), xid(79, 59), xid(31, 1)]),
         [
-            (Level::Warning, Some(1), "Xid 31 1 min ago: mostly an error of the program".into()),
+            (Level::Warning, Some(1), "Xid 31 1 min ago: usually an error of the program".into()),
             (Level::Failure, Some(1), format!("Xid 79 59 min ago: {fallen}")),
         ]
     );

@@ -1,8 +1,9 @@
-//! xlaunch's own stdout and stderr, shared by all ranks.
+//! xlaunch's own stdout and stderr, which all ranks share.
 //!
-//! Writers take turns in the order in which they ask, and each writes to the descriptor itself: no queue, bounded
-//! memory, and a rank that floods the console is slowed down to its share. Lines of two writers never mix: a writer
-//! that finds another's unfinished line ends it first, and the rest of that line is printed later after a mark.
+//! Writers take turns in the order in which they ask, and write to the descriptor themselves. So there is no queue,
+//! memory is bounded, and a rank that floods the console is throttled to its share. Lines of two writers never mix: a
+//! writer that finds another writer's unfinished line terminates it first, and the rest of that line is printed later,
+//! after a mark.
 
 use std::fs::File;
 use std::io::{ErrorKind, IsTerminal, Write};
@@ -16,15 +17,16 @@ use rustix::event::{PollFd, PollFlags, poll};
 use super::lines::{Lines, Piece};
 use super::lock;
 
-/// Bytes that a writer may write in one turn; a line may exceed it.
+/// Limit on the bytes that a writer writes in one turn. A single line may exceed it.
 const TURN_BYTES: usize = 32 << 10;
 /// Age at which an unfinished line, such as a prompt, is printed.
 pub(super) const PARTIAL_LINE_DELAY: Duration = Duration::from_millis(100);
-/// The same if it interrupts the unfinished line of another writer. It doubles with each interruption, so that ranks
-/// that print dots do not get a line for each dot.
+/// Age at which an unfinished line is printed although it interrupts that of another writer. The delay doubles with
+/// each
+/// interruption, so that ranks that print dots do not get a line for each dot.
 const INTERRUPTION_DELAY: Duration = Duration::from_secs(1);
 const MAX_INTERRUPTION_DELAY: Duration = Duration::from_secs(64);
-/// Precedes the rest of an interrupted line.
+/// Mark before the rest of an interrupted line.
 const CONTINUATION_MARK: &[u8] = b"[...]";
 /// Writer id of xlaunch itself.
 const OWN_WRITER: u64 = 0;
@@ -40,12 +42,12 @@ pub struct Console {
     pub(super) written: AtomicU64,
     /// Bytes that could not be written.
     lost: AtomicU64,
-    /// Why not, first.
+    /// The reason of the first failed write.
     reason: OnceLock<String>,
     next_writer: AtomicU64,
 }
 
-/// A ticket lock.
+/// A ticket lock, which serves writers in the order of their requests.
 #[derive(Debug, Default)]
 struct Queue {
     next_ticket: u64,
@@ -74,7 +76,7 @@ impl Console {
         })
     }
 
-    /// xlaunch's stdout and stderr: one console where both are the same terminal, pipe or file.
+    /// Opens xlaunch's stdout and stderr, as a single console if both are the same terminal, pipe or file.
     pub fn own() -> std::io::Result<[Arc<Self>; 2]> {
         let (out, err) = (std::io::stdout(), std::io::stderr());
         let same = match (rustix::fs::fstat(&out), rustix::fs::fstat(&err)) {
@@ -86,12 +88,12 @@ impl Console {
         Ok([stdout, stderr])
     }
 
-    /// Prints lines of xlaunch's own.
+    /// Prints xlaunch's own lines.
     pub(super) fn print(&self, lines: &[u8]) {
         self.write(OWN_WRITER, true, b"", lines);
     }
 
-    /// Writes `text` in one turn. `fresh` means that it starts a line, otherwise it continues one. `prefix` precedes it
+    /// Writes `text` in one turn. If `fresh`, the text starts a line, otherwise it continues one. `prefix` precedes it
     /// unless it continues this writer's own unfinished line.
     fn write(&self, writer: u64, fresh: bool, prefix: &[u8], text: &[u8]) {
         self.turn(|output| {
@@ -118,7 +120,8 @@ impl Console {
         });
     }
 
-    /// Waits for a turn. A mutex alone would be unfair: a flooding writer would retake it before the others wake up.
+    /// Waits for a turn, and runs `work`. A mutex alone would be unfair: a flooding writer would retake it before the
+    /// others wake up.
     fn turn(&self, work: impl FnOnce(&mut Output)) {
         let mut queue = lock(&self.queue);
         let ticket = queue.next_ticket;
@@ -132,7 +135,8 @@ impl Console {
         self.turn_over.notify_all();
     }
 
-    /// Writes to the descriptor. A closed console loses output; the worker continues, and the files are complete.
+    /// Writes to the descriptor. Output to a closed console is lost, but the worker continues and the log files are
+    /// complete.
     fn write_all(&self, output: &mut Output, mut bytes: &[u8]) {
         while !bytes.is_empty() {
             match output.fd.write(bytes) {
@@ -144,7 +148,7 @@ impl Console {
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 // Another program may have set the shared terminal to non-blocking.
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    // After an interrupted or failed wait, the next write reports what is wrong.
+                    // If the wait is interrupted or fails, the next write reports the reason.
                     let _ = poll(&mut [PollFd::new(&output.fd, PollFlags::OUT)], None);
                 }
                 Err(error) => return self.lose(bytes, &error),
@@ -157,16 +161,18 @@ impl Console {
         self.reason.get_or_init(|| error.to_string());
     }
 
-    /// Bytes that could not be written, and why not.
+    /// Number of bytes that could not be written, and the reason.
     pub(super) fn lost(&self) -> Option<(u64, &str)> {
         let lost = self.lost.load(Ordering::Relaxed);
         Some((lost, self.reason.get()?.as_str())).filter(|(lost, _)| *lost > 0)
     }
 }
 
-/// What to print before `text` when it is not at the end of its own line, and what remains of `text`.
+/// Returns the bytes to print before `text` if the console is not at the end of the writer's own unfinished line, and
+/// the
+/// part of `text` that remains to be printed.
 fn line_start<'a>(fresh: bool, prefix: &[u8], text: &'a [u8]) -> (Vec<u8>, &'a [u8]) {
-    // The interrupted line has been ended already, so its own line ending is dropped.
+    // The interrupted line has already been terminated, so its own line ending is dropped.
     let ended = text.strip_prefix(b"\n").or(text.strip_prefix(b"\r\n"));
     match ended {
         Some(after) if !fresh => (Vec::new(), after),
@@ -189,14 +195,14 @@ pub struct View {
 struct Prefixed {
     lines: Lines,
     prefix: Vec<u8>,
-    /// The last byte was a carriage return: what follows overwrites the line, including its prefix.
+    /// The last byte was a carriage return: the next text overwrites the line, including its prefix.
     after_return: bool,
-    /// How often the current line, while unfinished, has interrupted that of another writer.
+    /// How often the current unfinished line has interrupted another writer's line.
     interruptions: u32,
 }
 
 impl View {
-    /// A stream whose lines get this prefix; `None` passes bytes through unchanged.
+    /// Creates a stream whose lines get this prefix; with `None` bytes pass through unchanged.
     pub fn new(console: Arc<Console>, prefix: Option<Vec<u8>>) -> Self {
         let writer = console.next_writer.fetch_add(1, Ordering::Relaxed);
         let lines = prefix.map(|prefix| Prefixed {
@@ -234,7 +240,7 @@ impl View {
         }
     }
 
-    /// Prints what remains: the stream has ended.
+    /// Prints the remaining bytes at the end of the stream.
     pub fn end(&mut self) {
         if let Some(Prefixed { lines, prefix, after_return, .. }) = &mut self.lines {
             let mut turn = Turn::new(&self.console, self.writer, prefix, after_return);
@@ -270,7 +276,7 @@ struct Turn<'a> {
     prefix: &'a [u8],
     after_return: &'a mut bool,
     fresh: bool,
-    /// Without the first prefix, which `Console::write` may have to omit.
+    /// Text to write, without the first prefix, which `Console::write` may have to omit.
     text: Vec<u8>,
 }
 

@@ -1,9 +1,11 @@
-//! Log files: a worker's streams byte by byte, and filtered lines of all workers.
+//! Log files: exact copies of each worker's streams, and filtered lines of all workers.
 //!
-//! A full disk stops no worker: bytes that cannot be written are counted in the file's [`LogRecord`]. The file mentions
-//! the count as soon as it can be written again, at the latest at its end, if need be in place of its last bytes.
-//! Files are opened for appending, so that a user can truncate them. A file that was deleted, as programs do that clean
-//! temporary directories, is created again. One that was started again begins with how much of the stream came before.
+//! A full disk does not stop a worker. Bytes that cannot be written are counted in the file's [`LogRecord`], and a mark
+//! with the count is written to the file as soon as possible. If the disk stays full, the mark replaces the last bytes
+//! of
+//! the file. Files are opened for appending, so that a user can truncate them. A deleted file is created again, because
+//! programs that clean temporary directories delete log files. After rotation, the new file begins with the number of
+//! bytes that came before it.
 
 use std::io::{self, Write};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -17,25 +19,25 @@ use super::lines::Lines;
 use super::record::LogRecord;
 use super::{PrintLine, lock};
 
-/// A file that is renamed to `NAME.1` before it exceeds `limit` bytes, and started again with a line that says so.
+/// A log file that is rotated to `NAME.1` before it exceeds `limit` bytes. The new file begins with a note about that.
 #[derive(Debug)]
 pub(super) struct LogFile {
     path: PathBuf,
     file: File,
     size: u64,
     limit: Option<u64>,
-    /// Bytes of the stream that were written, here and to files that were renamed.
+    /// Bytes of the stream written so far, to this file and to rotated ones.
     written: u64,
-    /// The same, with what xlaunch itself wrote, in earlier files.
+    /// Total size of the earlier files, including xlaunch's own notes.
     offset: u64,
-    /// Bytes of the note at the beginning of this file.
+    /// Length of the note at the beginning of this file.
     note: u64,
-    /// Bytes of `NAME.1` without its note.
+    /// Size of `NAME.1` without its note.
     rotated: u64,
     /// Bytes lost since the last successful write.
     gap: u64,
     record: Arc<LogRecord>,
-    /// Prints that bytes are lost, once.
+    /// Prints the warning that bytes are lost, once.
     warn: PrintLine,
 }
 
@@ -85,7 +87,7 @@ impl LogFile {
         if self.gap > 0 {
             let before = self.size;
             if let Err(error) = self.append(&gap_mark(self.gap)) {
-                // Half a mark would be read as output.
+                // A partial mark would be taken for output.
                 let _ = self.file.set_len(before);
                 self.size = before;
                 return Err(error);
@@ -103,19 +105,19 @@ impl LogFile {
         old.push(".1");
         let renamed = fs_err::rename(&self.path, old).is_ok();
         self.file = open(&self.path)?;
-        // Without the new name, the old bytes are gone: the size limit holds.
+        // If the file could not be renamed, its bytes are gone: the size limit takes precedence.
         let own = self.size - self.note;
         self.record.rotate(if renamed { self.rotated } else { own });
         self.rotated = if renamed { own } else { self.rotated };
         self.offset += std::mem::take(&mut self.size);
         self.record.begin(self.file.metadata()?.ino(), self.offset);
-        // A part that is almost as long as the limit follows all the same.
+        // The next part is written after the note even if both together exceed the limit.
         let noted = self.append(self.rotation_note().as_bytes());
         self.note = self.size;
         noted
     }
 
-    /// The file was deleted, and with it what was written to it.
+    /// Creates the file again after it was deleted, and counts its contents as lost.
     fn recreate(&mut self) -> io::Result<()> {
         self.file = open(&self.path)?;
         let written = std::mem::take(&mut self.size);
@@ -126,7 +128,7 @@ impl LogFile {
         Ok(())
     }
 
-    /// The first line of a file that was started again. It stays true when the file is renamed.
+    /// The first line of a file after rotation. It stays true when that file is itself rotated.
     fn rotation_note(&self) -> String {
         let name = self.path.file_name().unwrap_or_default().to_string_lossy();
         let (written, limit) = (self.written, self.limit.unwrap_or(u64::MAX));
@@ -136,10 +138,10 @@ impl LogFile {
         )
     }
 
-    /// Writes as much as possible; `size` counts what was written.
+    /// Writes as many bytes as possible, and adds their number to `size`.
     fn append(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
-            // Without `fs_err`: the path is in the message already.
+            // `fs_err` is bypassed because the message already has the path.
             match self.file.file().write(bytes) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(count) => {
@@ -162,14 +164,15 @@ impl LogFile {
         }
     }
 
-    /// Mentions what was lost at the end. On a disk that is still full, the mark replaces the last bytes.
+    /// Writes the mark for bytes lost at the end of the stream. On a disk that is still full, it replaces the last
+    /// bytes.
     fn finish(&mut self) {
         let mark = gap_mark(self.gap);
         if self.gap == 0 || self.append(&mark).is_ok() {
             return;
         }
         let lost = replacing_mark(self.gap, mark.len());
-        // Another descriptor: one that appends would write at the end.
+        // A second descriptor is needed: the file's own is in append mode and would write at the end.
         let file = std::fs::File::options().write(true).open(&self.path);
         let replaced = file.and_then(|file| {
             let at = file.metadata()?.len().checked_sub(lost.len() as u64);
@@ -192,10 +195,10 @@ fn open(path: &Path) -> io::Result<File> {
     fs_err::OpenOptions::new().write(true).create(true).truncate(true).custom_flags(append).open(path)
 }
 
-/// A mark that also counts the bytes that it replaces; `len` is the length of one that does not.
+/// Returns a mark that also counts the bytes that it replaces. `len` is the expected length of the mark.
 fn replacing_mark(gap: u64, len: usize) -> Vec<u8> {
     let mark = gap_mark(gap + len as u64);
-    // The number may have a digit more.
+    // The larger number may have one more digit.
     if mark.len() == len { mark } else { replacing_mark(gap, mark.len()) }
 }
 
@@ -203,7 +206,7 @@ fn gap_mark(bytes: u64) -> Vec<u8> {
     format!("\n[xlaunch: {bytes} bytes could not be written here]\n").into_bytes()
 }
 
-/// Copies lines that contain one of the given words to one file per attempt, shared by all ranks.
+/// Copies lines that contain one of the given words to a file per attempt, which all ranks share.
 #[derive(Debug)]
 pub(super) struct Filter {
     words: Vec<String>,
@@ -218,7 +221,7 @@ impl Filter {
         Self { words: words.to_vec(), name, limit, file: Mutex::default() }
     }
 
-    /// The filter for one stream of the attempt in this directory; `None` without words.
+    /// Opens the filter for one stream of the attempt in this directory; `None` if there are no words.
     pub(super) fn open(
         &self,
         attempt: &Path,
@@ -254,7 +257,7 @@ impl Filtered {
         lines.feed(bytes, |piece| copy_if_matching(words, prefix, file, piece.bytes));
     }
 
-    /// The stream has ended, perhaps with an unfinished line.
+    /// Copies an unfinished last line at the end of the stream.
     pub(super) fn end(&mut self) {
         let Self { words, prefix, file, lines } = self;
         lines.end(|piece| copy_if_matching(words, prefix, file, piece.bytes));
@@ -314,7 +317,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("log");
         let mut log = create(&path, None);
-        // Writes to this device fail as those to a full disk do.
+        // Writes to this device fail like those to a full disk.
         let file = std::mem::replace(&mut log.file, File::options().write(true).open("/dev/full").unwrap());
         log.write(b"gone\n");
         log.file = file;

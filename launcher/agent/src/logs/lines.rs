@@ -1,14 +1,14 @@
-//! Splits a stream of bytes into lines, whatever chunks it arrives in.
+//! Splits a stream of bytes into lines, independently of the chunks in which it arrives.
 
-/// A longer line is passed on in pieces of this size.
+/// Lines longer than this are passed on in pieces of this size.
 pub(super) const MAX_PIECE_BYTES: usize = 256 << 10;
 
 /// A line with its line ending, or a part of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Piece<'a> {
-    /// Unchanged, with the newline if this is the end of a line.
+    /// The bytes as they arrived, including the newline at the end of a line.
     pub(super) bytes: &'a [u8],
-    /// An earlier piece was the start of the same line.
+    /// An earlier piece began the same line.
     pub(super) continues: bool,
 }
 
@@ -20,8 +20,9 @@ pub(super) struct Lines {
 }
 
 impl Lines {
-    /// Calls `each` for every line that `bytes` end, and for pieces of about [`MAX_PIECE_BYTES`] bytes of one that does
-    /// not end.
+    /// Calls `each` for every line that `bytes` complete, and for pieces of about [`MAX_PIECE_BYTES`] bytes of a line
+    /// that
+    /// does not end.
     pub(super) fn feed(&mut self, mut bytes: &[u8], mut each: impl FnMut(Piece<'_>)) {
         while !bytes.is_empty() {
             let room = MAX_PIECE_BYTES - self.partial.len();
@@ -46,7 +47,7 @@ impl Lines {
         }
     }
 
-    /// Passes on an unfinished line, up to a character that is itself unfinished; what comes later continues it.
+    /// Passes on an unfinished line, except for an incomplete character at its end. Later bytes continue the line.
     pub(super) fn flush(&mut self, mut each: impl FnMut(Piece<'_>)) {
         let mut piece = std::mem::take(&mut self.partial);
         let whole = whole_characters(&piece).len();
@@ -56,7 +57,7 @@ impl Lines {
         }
     }
 
-    /// Passes on all of an unfinished line: the stream has ended.
+    /// Passes on all bytes of an unfinished line at the end of the stream.
     pub(super) fn end(&mut self, mut each: impl FnMut(Piece<'_>)) {
         let piece = std::mem::take(&mut self.partial);
         if !piece.is_empty() {
@@ -64,7 +65,7 @@ impl Lines {
         }
     }
 
-    /// Whether [`flush`](Self::flush) would pass something on.
+    /// Whether [`flush`](Self::flush) would pass on any bytes.
     pub(super) fn has_partial_line(&self) -> bool {
         !whole_characters(&self.partial).is_empty()
     }
@@ -75,9 +76,9 @@ impl Lines {
     }
 }
 
-/// The bytes without the beginning of a UTF-8 character at their end. Invalid bytes count as whole.
+/// Returns the bytes without an incomplete UTF-8 character at their end. Invalid bytes count as complete characters.
 pub(super) fn whole_characters(bytes: &[u8]) -> &[u8] {
-    // A character has up to four bytes; all but the first are 0b10xxxxxx.
+    // A character has up to four bytes, all but the first of the form 0b10xxxxxx.
     for (length, byte) in (1..4).zip(bytes.iter().rev()) {
         let expected = match byte {
             0x80..=0xbf => continue,

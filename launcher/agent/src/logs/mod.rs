@@ -1,14 +1,14 @@
-//! The output of workers: complete and unchanged in files, on xlaunch's own stdout and stderr as the user chose, and
-//! its tail for the report.
+//! The output of workers. All of it is copied to files unchanged; the parts that the user chose are shown on xlaunch's
+//! own stdout and stderr; the tail is kept for the report.
 //!
 //! ```text
 //! worker's pipe --pump (a thread)--> files: <dir>/stdout.log, stderr.log; filtered_*.log of the attempt
 //!                        |---------> tail: last lines of stderr, for the report
 //!                        '---------> console: lines with a prefix, in turns; or the unchanged bytes of a single rank
 //! ```
-//! - Every byte goes to the files, whatever the console does; a closed console or a full disk stops no worker.
-//! - A line on the console belongs to one writer. See `console` for lines that do not end.
-//! - What is lost all the same is counted, and reported by [`Output::losses`] and in the job's status.
+//! - Every byte goes to the files, whatever the console does. Neither a closed console nor a full disk stops a worker.
+//! - A line on the console belongs to one writer. See `console` for unfinished lines.
+//! - Bytes that are lost nevertheless are counted, and reported by [`Output::losses`] and in the job's status.
 //! - Memory is bounded. A worker that writes faster than the console is slowed down; the others get their turns.
 
 pub mod console;
@@ -38,19 +38,19 @@ use pump::{Destinations, Pump, Shown};
 pub(crate) use record::LogRecord;
 use tail::Tail;
 
-/// xlaunch's own lines that may wait for the console.
+/// Capacity of the queue of xlaunch's own lines for the console.
 const CONSOLE_QUEUE: usize = 256;
-/// Longer lines are cut on the console of the built-in trainer.
+/// Length at which the built-in trainer cuts lines on the console.
 const MAX_LINE_BYTES: usize = 4096;
 
-/// Files that [`Output::losses`] names.
+/// Number of files that [`Output::losses`] lists by name.
 const MAX_NAMED_LOSSES: usize = 16;
 
 /// The output of all workers of a run.
 #[derive(Debug)]
 pub(crate) struct Output {
     kind: Kind,
-    /// Of the current attempt, and of earlier ones those with losses.
+    /// Records of the current attempt, and those of earlier attempts that have losses.
     records: Mutex<Vec<Arc<LogRecord>>>,
     /// Rank of the first worker on this node in the current attempt.
     first_rank: AtomicU32,
@@ -78,17 +78,17 @@ impl std::fmt::Debug for PrintLine {
     }
 }
 
-/// What the workers of a command share. Arrays are indexed by stream: stdout, stderr.
+/// State that the workers of a command share. Arrays are indexed by stream: stdout, stderr.
 #[derive(Debug)]
 struct Shared {
     options: LogOptions,
     prefix: Prefix,
-    /// More than one rank is shown on the console.
+    /// Whether more than one rank is shown on the console.
     several: bool,
     consoles: [Arc<Console>; 2],
     filters: [Filter; 2],
     messages: SyncSender<ConsoleMessage>,
-    /// xlaunch's own lines that found the queue full since the last report of them.
+    /// Number of xlaunch's own lines dropped because the queue was full, since they were last reported.
     dropped: Arc<AtomicU64>,
 }
 
@@ -100,7 +100,7 @@ enum ConsoleMessage {
 }
 
 impl Output {
-    /// The output of a command's workers.
+    /// Creates the output of a command's workers.
     ///
     /// # Errors
     /// No descriptor or thread is available.
@@ -108,8 +108,9 @@ impl Output {
         Self::on(Console::own()?, options, role, world)
     }
 
-    /// The output of the built-in trainer's workers: stdout goes to its file alone, lines of stderr are also printed by
-    /// `print`, which must not block, with the prefix `[rank N] `.
+    /// Creates the output of the built-in trainer's workers. Stdout goes to its file only. Lines of stderr are also
+    /// passed
+    /// to `print`, which must not block, with the prefix `[rank N] `.
     pub(crate) fn for_trainer(print: impl Fn(String) + Send + Sync + 'static) -> Self {
         Self::of(Kind::Trainer(PrintLine(Arc::new(print))))
     }
@@ -159,13 +160,14 @@ impl Output {
         }))))
     }
 
-    /// Lines of workers that start from now on are labelled with ranks from this one.
+    /// Begins an attempt: the output of workers that start from now on is labelled with ranks counted from
+    /// `first_rank`.
     pub(crate) fn begin_attempt(&self, first_rank: u32) {
         self.first_rank.store(first_rank, Ordering::Relaxed);
         lock(&self.records).retain(|record| record.describe_loss().is_some());
     }
 
-    /// Starts to move a worker's output; `dir`, which must exist, is `<logs>/attempt_<n>/<local rank>`.
+    /// Starts the threads that move a worker's output. `dir` is `<logs>/attempt_<n>/<local rank>` and must exist.
     ///
     /// # Errors
     /// A file cannot be created.
@@ -204,7 +206,9 @@ impl Output {
         Ok(RankOutput { tail, pumps: [out, err], records: [out_record, err_record] })
     }
 
-    /// Like torchrun, filters what is teed; if nothing is, everything that is shown.
+    /// Opens the filter for a stream of a rank. As in torchrun, it applies to streams that are teed, or if none is, to
+    /// all
+    /// that are shown.
     fn filtered(
         &self,
         shared: &Shared,
@@ -226,7 +230,7 @@ impl Output {
         })
     }
 
-    /// [`print`](Self::print) for threads that write files.
+    /// Returns a handle that does what [`print`](Self::print) does, for threads that write files.
     fn printer(&self) -> PrintLine {
         match &self.kind {
             Kind::Command(shared) => {
@@ -237,7 +241,7 @@ impl Output {
         }
     }
 
-    /// What was lost of the output so far, for the end of the launch: a line for each file, and for the console.
+    /// Describes the output lost so far, for the end of the launch: one line for each file and for the console.
     pub(crate) fn losses(&self) -> Vec<String> {
         let records = lock(&self.records);
         let described: Vec<(u64, String)> = records.iter().filter_map(|it| it.describe_loss()).collect();
@@ -262,8 +266,9 @@ impl Output {
         lines
     }
 
-    /// Prints a line of xlaunch's own to stderr, never within a worker's line. Does not wait: a blocked console must
-    /// not block xlaunch, and loses lines.
+    /// Prints one of xlaunch's own lines to stderr, never in the middle of a worker's line. Does not wait: if the
+    /// console
+    /// is blocked, the line is dropped, because xlaunch must not block.
     pub(crate) fn print(&self, line: &str) {
         match &self.kind {
             Kind::Command(shared) => offer(&shared.messages, &shared.dropped, line.into()),
@@ -271,7 +276,7 @@ impl Output {
         }
     }
 
-    /// Waits until the console has taken all lines of [`print`](Self::print), at most for `timeout`.
+    /// Waits until the console has printed all lines of [`print`](Self::print), for at most `timeout`.
     pub(crate) async fn flush(&self, timeout: Duration) {
         if let Kind::Command(shared) = &self.kind {
             let (done, flushed) = oneshot::channel();
@@ -308,14 +313,14 @@ impl Shared {
     }
 }
 
-/// The lines of a trainer's stderr.
+/// How a trainer's stream is shown: lines of stderr with their rank, stdout not at all.
 fn shown_lines(print: &PrintLine, rank: u32, is_stderr: bool) -> Shown {
     if !is_stderr {
         return Shown::Nothing;
     }
     let print = print.clone();
     let print_piece = move |piece: Piece<'_>| {
-        // The rest of a line that is too long is in the file only.
+        // The rest of an overlong line goes to the file only.
         if !piece.continues {
             print.print(format!("[rank {rank}] {}", printable(piece.bytes)));
         }
@@ -323,7 +328,7 @@ fn shown_lines(print: &PrintLine, rank: u32, is_stderr: bool) -> Shown {
     Shown::Lines(Lines::default(), Box::new(print_piece))
 }
 
-/// Queues a line of xlaunch's own, or counts it.
+/// Queues one of xlaunch's own lines, or counts it as dropped if the queue is full.
 fn offer(messages: &SyncSender<ConsoleMessage>, dropped: &AtomicU64, line: String) {
     if messages.try_send(ConsoleMessage::Line(line)).is_err() {
         dropped.fetch_add(1, Ordering::Relaxed);
@@ -331,10 +336,10 @@ fn offer(messages: &SyncSender<ConsoleMessage>, dropped: &AtomicU64, line: Strin
 }
 
 fn dropped_lines(count: u64) -> String {
-    format!("xlaunch: {count} lines of xlaunch were dropped: the console was too slow")
+    format!("xlaunch: {count} of xlaunch's own lines were dropped: the console was too slow")
 }
 
-/// A line without its line ending, as UTF-8 of limited length.
+/// Converts a line to UTF-8 of limited length, without its line ending.
 fn printable(line: &[u8]) -> String {
     let line = line.strip_suffix(b"\n").unwrap_or(line);
     let cut = if line.len() > MAX_LINE_BYTES { " [...]" } else { "" };
@@ -351,17 +356,17 @@ pub(crate) struct RankOutput {
 }
 
 impl RankOutput {
-    /// The last lines of stderr, oldest first, with the time at which each began to arrive.
+    /// Returns the last lines of stderr, oldest first, each with the time at which it began to arrive.
     pub(crate) fn timed_tail(&self) -> Vec<(String, Option<Instant>)> {
         self.tail.timed_lines()
     }
 
-    /// For another task, to wait for what the worker has written to stderr.
+    /// Returns a handle on which another task can wait until the worker's stderr so far has been moved.
     pub(crate) fn written(&self) -> Written {
         self.pumps[1].written()
     }
 
-    /// Waits until everything that an exited worker wrote has been moved. Gives up after `timeout` without progress:
+    /// Waits until all output of an exited worker has been moved. Gives up after `timeout` without progress, because
     /// another process may hold the pipe open, or the console may be blocked.
     pub(crate) async fn end(&mut self, timeout: Duration) {
         let [stdout, stderr] = &mut self.pumps;
@@ -371,13 +376,13 @@ impl RankOutput {
         }
     }
 
-    /// What became of stdout and stderr.
+    /// The records of stdout and stderr.
     pub(crate) fn records(&self) -> [Arc<LogRecord>; 2] {
         self.records.clone()
     }
 }
 
-/// Ignores poisoning: no code here can leave the guarded data inconsistent when it panics.
+/// Locks a mutex and ignores poisoning: no code here leaves the guarded data inconsistent when it panics.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

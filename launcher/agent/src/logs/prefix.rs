@@ -1,27 +1,27 @@
-//! Prefixes of lines on the console.
+//! Line prefixes on the console.
 //!
 //! | stream | prefix |
 //! |---|---|
 //! | with `tee`, or if the user chose a template | the template, by default torchrun's `[${role_name}${local_rank}]:` |
 //! | several ranks, on a terminal | `[N] `, in the rank's colour |
-//! | several ranks, elsewhere | none, so that programs that parse torchrun's output find the same lines |
+//! | several ranks, not on a terminal | none, so that programs that parse torchrun's output find the same lines |
 //! | one rank | none, and bytes pass through unchanged |
 
 use crate::devices;
 
-/// torchrun's template.
+/// torchrun's default template.
 const DEFAULT_TEMPLATE: &str = "[${role_name}${local_rank}]:";
-/// ANSI foreground colours of ranks. Red is reserved for errors.
+/// ANSI foreground colours of the ranks. Red is reserved for errors.
 const COLOURS: [u8; 10] = [36, 33, 35, 32, 34, 96, 93, 95, 92, 94];
 
-/// The numbers of a worker: in the job, and on this node.
+/// The rank of a worker in the job, and on this node.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ranks {
     pub(super) rank: u32,
     pub(super) local_rank: u32,
 }
 
-/// The settings that all ranks share.
+/// Prefix settings that all ranks share.
 #[derive(Debug)]
 pub(super) struct Prefix {
     role: String,
@@ -42,7 +42,7 @@ impl Prefix {
         }
     }
 
-    /// The prefix for one stream of a rank; `None` passes bytes through unchanged.
+    /// Returns the prefix for one stream of a rank; `None` if its bytes pass through unchanged.
     pub(super) fn of(&self, ranks: Ranks, tee: bool, several: bool, terminal: bool) -> Option<Vec<u8>> {
         if tee || self.template.is_some() {
             return Some(self.filled(ranks));
@@ -58,7 +58,7 @@ impl Prefix {
         })
     }
 
-    /// The template filled in for this rank.
+    /// Fills in the template for this rank.
     pub(super) fn filled(&self, Ranks { rank, local_rank }: Ranks) -> Vec<u8> {
         let template = self.template.as_deref().unwrap_or(DEFAULT_TEMPLATE);
         let [rank, local_rank] = [rank, local_rank].map(|number| number.to_string());
@@ -73,7 +73,8 @@ impl Prefix {
     }
 }
 
-/// Replaces `$name`, `${name}` and `$$` (by `$`), like Python's `Template.safe_substitute`: unknown names stay.
+/// Replaces `$name` and `${name}` by their values and `$$` by `$`. Unknown names stay as they are, like in Python's
+/// `Template.safe_substitute`.
 fn fill<'a>(template: &str, value: impl Fn(&str) -> Option<&'a str>) -> String {
     let (mut out, mut rest) = (String::new(), template);
     while let Some((before, after)) = rest.split_once('$') {

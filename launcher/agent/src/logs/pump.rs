@@ -1,7 +1,7 @@
-//! The thread that moves a worker's output from its pipe to all destinations, until the pipe ends.
+//! The thread that moves a worker's output from its pipe to all destinations, until the pipe is closed.
 //!
-//! It waits only for its disk and for its turn on the console. Meanwhile the pipe fills up and the worker blocks, which
-//! bounds the memory.
+//! The thread waits only for the disk and for its turn on the console. While it waits, the pipe fills up and the worker
+//! blocks, which bounds the memory used.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read};
@@ -19,7 +19,7 @@ use super::files::{Filtered, LogFile};
 use super::lines::Lines;
 use super::tail::Tail;
 
-/// Between two polls of a pipe that has to run dry.
+/// Interval between polls of a pipe that is being drained.
 const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(1);
 const CHUNK_BYTES: usize = 64 << 10;
 
@@ -62,12 +62,12 @@ pub(super) struct Pump {
 #[derive(Debug, Default)]
 struct Counts {
     read: AtomicU64,
-    /// Written to all destinations.
+    /// Bytes that were written to all destinations.
     moved: AtomicU64,
 }
 
 impl Pump {
-    /// Starts the thread. `console` is the one that `destinations` may wait for.
+    /// Starts the thread. `console` is the console that `destinations` may wait for.
     pub(super) fn start(
         pipe: OwnedFd,
         destinations: Destinations,
@@ -85,10 +85,12 @@ impl Pump {
         Ok(Self { pipe, counts, console, ended: Some(ended) })
     }
 
-    /// Waits for the stream of an exited worker: until the pipe ends; until all that the worker wrote has been moved,
-    /// while another process keeps the pipe open; or until nothing has moved for `timeout`.
+    /// Waits for the rest of an exited worker's stream. Returns when the pipe is closed; when all bytes that the worker
+    /// wrote have been moved, if another process keeps the pipe open; or after `timeout` without progress.
     pub(super) async fn end(&mut self, timeout: Duration) {
-        // In this order, bytes that are read in between count twice; in the other they would not count at all.
+        // In this order, bytes that are read between the two calls count twice. In the other order, they would not
+        // count
+        // at all.
         let buffered = rustix::io::ioctl_fionread(&*self.pipe).unwrap_or(0);
         let target = self.counts.read.load(Ordering::Relaxed) + buffered;
         loop {
@@ -105,7 +107,7 @@ impl Pump {
         }
     }
 
-    /// Bytes that the worker has written and that have not been moved; 0 once the stream has ended.
+    /// Number of bytes that the worker has written and that have not been moved; 0 after the end of the stream.
     pub(super) fn unread(&self) -> u64 {
         if self.ended.is_none() {
             return 0;
@@ -119,14 +121,14 @@ impl Pump {
         Written { pipe: self.pipe.clone(), counts: self.counts.clone() }
     }
 
-    /// Bytes of this stream that were moved, and bytes of all streams that the console took.
+    /// Number of bytes of this stream that were moved, and of all streams that were written to the console.
     fn progress(&self) -> (u64, u64) {
         let written = self.console.as_ref().map_or(0, |console| console.written.load(Ordering::Relaxed));
         (self.counts.moved.load(Ordering::Relaxed), written)
     }
 }
 
-/// What a worker has written to one stream so far.
+/// The output that a worker has written to one stream so far.
 #[derive(Debug)]
 pub(crate) struct Written {
     pipe: Arc<File>,
@@ -134,11 +136,11 @@ pub(crate) struct Written {
 }
 
 impl Written {
-    /// Waits until it has arrived, at most for `timeout`. Unlike [`Pump::end`] it does not wait for the end of the
-    /// pipe, which another process may hold open.
+    /// Waits until this output has been moved, for at most `timeout`. Unlike [`Pump::end`], this does not wait for the
+    /// pipe to be closed, as another process may hold it open.
     pub(crate) async fn wait(&self, timeout: Duration) {
         let give_up = Instant::now() + timeout;
-        // Twice in a row: bytes that were read a moment ago are in neither count.
+        // The pipe must be found dry twice in a row, because bytes that are just being read are in neither count.
         let mut dry = 0;
         while dry < 2 && Instant::now() < give_up {
             dry = if self.is_dry() { dry + 1 } else { 0 };
@@ -155,7 +157,7 @@ impl Written {
 
 fn pump(mut pipe: &File, mut destinations: Destinations, counts: &Counts) {
     let mut buffer = vec![0; CHUNK_BYTES];
-    // When the unfinished line began.
+    // The time at which the unfinished line began.
     let mut held: Option<Instant> = None;
     loop {
         if let Some(since) = held {
@@ -187,7 +189,7 @@ fn pump(mut pipe: &File, mut destinations: Destinations, counts: &Counts) {
     destinations.end();
 }
 
-/// Whether the pipe has data, or ends, within `timeout`, which is less than a second.
+/// Whether the pipe has data or is closed within `timeout`, which must be less than a second.
 fn readable(pipe: &File, timeout: Duration) -> Result<bool, Errno> {
     let timeout = Timespec { tv_sec: 0, tv_nsec: i64::from(timeout.subsec_nanos()) };
     Ok(poll(&mut [PollFd::new(pipe, PollFlags::IN)], Some(&timeout))? > 0)
@@ -213,8 +215,8 @@ impl Destinations {
         matches!(&self.shown, Shown::View(view) if view.has_partial_line())
     }
 
-    /// How much longer to hold an unfinished line that began at `since`. Polled: the line of another writer, which it
-    /// would interrupt, may end at any time.
+    /// How much longer to hold back an unfinished line that began at `since`. Must be polled, because another writer's
+    /// line, which it would interrupt, may end at any time.
     fn hold(&self, since: Instant, now: Instant) -> Duration {
         let Shown::View(view) = &self.shown else { return Duration::ZERO };
         (since + view.partial_line_delay()).saturating_duration_since(now).min(PARTIAL_LINE_DELAY)

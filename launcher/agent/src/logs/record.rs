@@ -1,5 +1,6 @@
-//! What became of the bytes of a log file: those that could not be written, those that rotation has removed, and where
-//! in the stream each file begins.
+//! Accounting of a log file's bytes: how many could not be written, how many rotation has removed, and at which offset
+//! of
+//! the stream each file begins.
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
@@ -10,22 +11,23 @@ use xlaunch_proto::v1::LogLoss;
 
 use super::lock;
 
-/// Files of which the beginning is remembered.
+/// Number of files whose start offset is remembered.
 const MAX_STARTS: usize = 256;
 
-/// Counts of one log file; shared by its writer and by those who report them.
+/// Counters of one log file, shared by its writer and by status queries and reports.
 #[derive(Debug)]
 pub(crate) struct LogRecord {
     path: PathBuf,
-    /// The rank; `None` for a file of several ranks.
+    /// The rank; `None` for a file that several ranks share.
     rank: Option<u32>,
     lost: AtomicU64,
-    /// Not read from the worker's pipe when the attempt was over.
+    /// Bytes left in the worker's pipe when the attempt was over.
     unread: AtomicU64,
     rotated: AtomicU64,
-    /// Why bytes were lost first.
+    /// The reason of the first loss.
     reason: OnceLock<String>,
-    /// Inodes, and the offsets in the stream at which they begin. The stream consists of the bytes that were written.
+    /// Inode of each file, and the offset in the stream at which the file begins. The stream consists of the bytes that
+    /// were written.
     starts: Mutex<VecDeque<(u64, u64)>>,
 }
 
@@ -42,7 +44,7 @@ impl LogRecord {
         }
     }
 
-    /// Bytes could not be written. Returns whether they are the first.
+    /// Counts bytes that could not be written. Returns whether they are the first.
     pub(super) fn lose(&self, bytes: u64, reason: &str) -> bool {
         self.lost.fetch_add(bytes, Ordering::Relaxed);
         self.reason.set(reason.into()).is_ok()
@@ -52,12 +54,12 @@ impl LogRecord {
         self.unread.store(bytes, Ordering::Relaxed);
     }
 
-    /// Rotation has removed bytes.
+    /// Counts bytes that rotation has removed.
     pub(super) fn rotate(&self, bytes: u64) {
         self.rotated.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// A file begins at this offset of the stream.
+    /// Records that a file begins at this offset of the stream.
     pub(crate) fn begin(&self, inode: u64, offset: u64) {
         let mut starts = lock(&self.starts);
         if starts.len() == MAX_STARTS {
@@ -66,10 +68,11 @@ impl LogRecord {
         starts.push_back((inode, offset));
     }
 
-    /// Bytes between an offset in the file with one inode and the beginning of another file; `None` if unknown.
+    /// Number of bytes between an offset in the file with one inode and the beginning of another file; `None` if
+    /// unknown.
     pub(crate) fn between(&self, (inode, offset): (u64, u64), next: u64) -> Option<u64> {
         let starts = lock(&self.starts);
-        // Inodes are reused.
+        // Inodes are reused, so the newest entry is the right one.
         let start = |inode| starts.iter().rev().find(|(other, _)| *other == inode).map(|(_, start)| *start);
         start(next)?.checked_sub(start(inode)? + offset)
     }
@@ -78,7 +81,7 @@ impl LogRecord {
         self.path.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 
-    /// For status queries; `None` if everything is in the file.
+    /// The losses for status queries; `None` if the file is complete.
     pub(crate) fn loss(&self) -> Option<LogLoss> {
         let [lost, unread, rotated] =
             [&self.lost, &self.unread, &self.rotated].map(|count| count.load(Ordering::Relaxed));
@@ -90,7 +93,8 @@ impl LogRecord {
         })
     }
 
-    /// What was lost, in one line, and how many bytes. Rotation is what the user has asked for, or documented.
+    /// Describes the losses in one line, with the number of bytes. Bytes removed by rotation do not count: the user has
+    /// asked for rotation, or it is documented.
     pub(super) fn describe_loss(&self) -> Option<(u64, String)> {
         let (lost, unread) = (self.lost.load(Ordering::Relaxed), self.unread.load(Ordering::Relaxed));
         let who = self.rank.map_or_else(String::new, |rank| format!("rank {rank}: "));

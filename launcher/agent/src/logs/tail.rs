@@ -1,4 +1,4 @@
-//! The end of a stream, kept for the report.
+//! Keeps the end of a stream for the report.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -7,25 +7,25 @@ use std::time::Instant;
 use super::lines::whole_characters;
 use super::lock;
 
-/// The tail holds at least this much, and at most twice as much.
+/// Minimum size of the tail of a long stream. It holds at most twice as much.
 const TAIL_BYTES: usize = 64 << 10;
-/// Enough for a whole traceback.
+/// Maximum number of lines returned: enough for a complete traceback.
 const MAX_LINES: usize = 200;
-/// Arrivals that are remembered: a traceback is written in few of them.
+/// Number of arrival times that are remembered. A traceback arrives in a few chunks.
 const MAX_TIMES: usize = 1024;
-/// Longer lines are cut.
+/// Length at which lines are cut.
 const MAX_TAIL_LINE_BYTES: usize = 4096;
 
-/// The last bytes of a stream. Costs a copy per byte; lines are found only on request.
+/// The last bytes of a stream. Feeding it only copies bytes; lines are split on request.
 #[derive(Debug, Default)]
 pub(super) struct Tail(Mutex<Kept>);
 
 #[derive(Debug, Default)]
 struct Kept {
     bytes: Vec<u8>,
-    /// Earlier bytes were discarded.
+    /// Whether earlier bytes were discarded.
     cut: bool,
-    /// When bytes arrived: the time of all from this offset on.
+    /// Arrival times: each applies to the bytes from its offset up to that of the next entry.
     times: VecDeque<(usize, Instant)>,
 }
 
@@ -46,8 +46,9 @@ impl Tail {
         }
     }
 
-    /// The last lines, oldest first, without colours and without text that a carriage return has overwritten, with the
-    /// time at which each began to arrive, as far as it is known.
+    /// Returns the last lines, oldest first, without colours and without text that a carriage return has overwritten,
+    /// each
+    /// with the time at which it began to arrive, if known.
     pub(super) fn timed_lines(&self) -> Vec<(String, Option<Instant>)> {
         lock(&self.0).lines()
     }
@@ -62,7 +63,7 @@ impl Kept {
             (begin, line)
         });
         let mut lines: Vec<(usize, &[u8])> = lines.collect();
-        // There is no line after the last newline; the first line may be incomplete.
+        // Nothing follows the last newline, and the first line may be incomplete.
         if lines.last().is_some_and(|(_, line)| line.is_empty()) {
             lines.pop();
         }
@@ -71,7 +72,7 @@ impl Kept {
         last.iter().map(|(begin, line)| (shown(line), self.arrival(*begin))).collect()
     }
 
-    /// When the byte at this offset arrived.
+    /// Returns the time at which the byte at this offset arrived.
     fn arrival(&self, offset: usize) -> Option<Instant> {
         self.times.iter().rev().find(|(begin, _)| *begin <= offset).map(|(_, at)| *at)
     }
@@ -89,7 +90,7 @@ fn shown(line: &[u8]) -> String {
     }
 }
 
-/// The line without colour sequences such as `ESC [ 1 ; 31 m`.
+/// Removes colour sequences such as `ESC [ 1 ; 31 m` from a line.
 fn colourless(mut line: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(line.len());
     while let Some(at) = line.windows(2).position(|pair| pair == b"\x1b[") {
@@ -113,7 +114,7 @@ mod tests {
 
     fn tail(text: &[u8]) -> Vec<String> {
         let tail = Tail::default();
-        // In chunks, as from a pipe.
+        // Fed in chunks, as from a pipe.
         text.chunks(1000).for_each(|piece| tail.feed(piece));
         tail.timed_lines().into_iter().map(|(line, _)| line).collect()
     }

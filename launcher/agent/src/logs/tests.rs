@@ -1,4 +1,4 @@
-//! The console and the files of several workers together.
+//! Tests of console and files with several workers.
 
 use std::io::{PipeReader, PipeWriter, Read, Write, pipe};
 use std::path::PathBuf;
@@ -9,10 +9,10 @@ use tempfile::TempDir;
 use super::*;
 use crate::command::{PerRank, Streams};
 
-/// Longer than anything takes that does not hang.
+/// Longer than any operation takes unless it hangs.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Output to pipes that the test reads.
+/// An output whose console is two pipes that the test reads.
 struct Set {
     output: Output,
     dir: TempDir,
@@ -49,7 +49,7 @@ impl Set {
         self.dir.path().join("attempt_0").join(path)
     }
 
-    /// Everything that is written to stdout (0) or stderr (1), once all writers have closed it.
+    /// Reads all of stdout (0) or stderr (1) on a thread, until all writers have closed it.
     fn read(&mut self, stream: usize) -> JoinHandle<Vec<u8>> {
         let mut screen = self.screens[stream].take().unwrap();
         std::thread::spawn(move || {
@@ -224,7 +224,7 @@ fn slow_console_receives_all_lines() {
     });
     write.join().unwrap();
     drop(stderr);
-    // Less than the console needs for everything.
+    // Shorter than the console needs to print everything.
     wait(async { output.end(Duration::from_millis(100)).await });
     assert!(String::from_utf8(read.join().unwrap()).unwrap() == lines);
 }
@@ -262,7 +262,7 @@ fn flooding_rank_uses_bounded_memory_and_leaves_turns_to_others() {
                     }
                     line.clear();
                 }
-                // The flood has an endless line.
+                // The flood contains an endless line.
                 line.truncate(64);
             }
         }
@@ -270,7 +270,7 @@ fn flooding_rank_uses_bounded_memory_and_leaves_turns_to_others() {
     let sent = Arc::new(std::sync::atomic::AtomicUsize::new(0));
     let progress = sent.clone();
     let flood = std::thread::spawn(move || {
-        // Half in lines, half in one line.
+        // Half of the bytes are in short lines, half in a single line.
         let (lines, endless) = ([&[b'z'; 1023][..], b"\n"].concat().repeat(64), vec![b'z'; 1 << 16]);
         let order = std::sync::atomic::Ordering::Relaxed;
         while progress.load(order) < FLOOD {
@@ -297,7 +297,7 @@ fn flooding_rank_uses_bounded_memory_and_leaves_turns_to_others() {
     let (late, flooded) = read.join().unwrap();
     assert_eq!(late.len(), lines);
     assert!(flooded > FLOOD - FLOOD / 500, "{flooded} of {FLOOD}");
-    // A line of the quiet rank waits for one turn of the other, not for everything that the other writes.
+    // A line of the quiet rank waits for a single turn of the flooding rank, not for all of its output.
     let worst = late.iter().max().unwrap();
     assert!(*worst < 4 << 20, "{worst} bytes of the flood came first");
     assert!(most - before < 50 << 10, "{} kB more", most - before);

@@ -1,24 +1,24 @@
-//! Requests for a checkpoint of a running training job, by a call or by SIGUSR1, until one is complete. Pure but for
-//! the replies to callers.
+//! Pending requests for a checkpoint of a running training job, made by a call or by SIGUSR1. Pure except for the
+//! replies to callers.
 //!
-//! A request is met by the first checkpoint of the step that was current when it came, or of a later one, whatever that
-//! was saved for.
+//! A request is fulfilled by the first checkpoint of the step that was current when it arrived or of a later step,
+//! whatever that checkpoint was saved for.
 
 use tokio::sync::oneshot;
 use tonic::Status;
 use xlaunch_proto::v1::CheckpointReply;
 
-/// Who asked.
+/// The origin of a request, which decides how the answer is delivered.
 #[derive(Debug)]
 pub(crate) enum Requester {
     Call(oneshot::Sender<Result<CheckpointReply, Status>>),
-    /// A signal: the user is told on the console.
+    /// A signal; the answer is printed on the console.
     Signal,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct CheckpointRequests {
-    /// With the steps that were completed when each came.
+    /// Pending requests, each with the number of steps completed when it arrived.
     pending: Vec<(u64, Requester)>,
 }
 

@@ -1,8 +1,8 @@
-//! A job of any command, under torchrun's contract: environment, master port, CPU affinity, output and heartbeats of
-//! its workers.
+//! Jobs that run an arbitrary command under torchrun's contract: environment, master port, CPU affinity, output and
+//! heartbeats of the workers.
 //!
-//! Heartbeats show how far the job is, and ranks whose heartbeats stop hang (see `hangs`). The driver ends them once
-//! there is evidence, and with `--flight-recorder` dumps of it.
+//! Heartbeats show how far the job is; a rank whose heartbeats stop is considered hung (see `hangs`). The driver
+//! terminates hung ranks after the evidence is collected, which with `--flight-recorder` includes the recorders' dumps.
 
 mod hangs;
 
@@ -42,21 +42,20 @@ use crate::workload::heartbeat::files::{self, HeartbeatFiles};
 use crate::workload::{Hang, Workload};
 use hangs::{Elsewhere, Unsent};
 
-/// Size at which a log file rotates that is removed with the run. Temporary directories are often memory.
+/// Rotation size of log files that are removed with the run. They are in a temporary directory, which is often a tmpfs.
 const TEMPORARY_LOG_BYTES: u64 = 8 << 20;
-/// Why a request for a checkpoint is refused.
+/// The reply to a request for a checkpoint.
 const NO_CHECKPOINT: &str = "xlaunch saves checkpoints of its own trainer only; this launch runs a command";
-/// For the console to take xlaunch's last lines.
+/// Longest wait at the end of a job for the console to take xlaunch's last lines.
 const CONSOLE_FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// A job of any command, ready to run.
+/// A job that runs a command, ready to start.
 #[derive(Debug)]
 pub struct CommandPlan<'a> {
-    /// What to run.
     pub spec: &'a ResolvedCommand,
-    /// By local rank.
+    /// CPU affinity of each worker, indexed by local rank.
     pub affinities: Vec<Affinity>,
-    /// What the workers inherit.
+    /// The environment that the workers inherit.
     pub base: &'a BaseEnvironment,
     /// The network interface of this node's address, if the job may have several nodes.
     pub interface: Option<Interface>,
@@ -75,17 +74,17 @@ pub(crate) struct CommandWorkload<'a> {
     port: Option<MasterPort>,
     /// Ranks that were reported as stalled.
     stalled: BTreeSet<u32>,
-    /// Of this attempt.
+    /// Ranks whose processes have exited in this attempt.
     exited: BTreeSet<u32>,
-    /// From 0.
+    /// The current attempt, counted from 0.
     attempt: u32,
     /// `None` before the first attempt.
     heartbeat_files: Option<HeartbeatFiles>,
-    /// Of all ranks on the node of rank 0, elsewhere of the node's own.
+    /// Heartbeats of all ranks on the node of rank 0; of the node's own ranks on the others.
     heartbeats: HeartbeatMonitor,
     unsent: Unsent,
     elsewhere: Elsewhere,
-    /// To the coordinator.
+    /// Messages to the coordinator.
     messages: mpsc::UnboundedSender<FromAgent>,
 }
 
@@ -114,19 +113,20 @@ impl<'a> CommandWorkload<'a> {
         })
     }
 
-    /// Gives the console time for the last lines, and returns what was lost of the output. Call it when the job is
-    /// over.
+    /// Waits briefly for the console to print the last lines, and describes any output that was lost. Call it when the
+    /// job is over.
     pub(crate) async fn finish(self) -> Vec<String> {
         self.output.flush(CONSOLE_FLUSH_TIMEOUT).await;
         self.output.losses()
     }
 
-    /// Beside the socket, in a private and local directory: logs may be on a network file system.
+    /// The directory of heartbeat files. It is next to the socket, in a private local directory, because logs may be on
+    /// a network file system.
     fn heartbeat_dir(&self) -> PathBuf {
         self.run.socket.with_file_name("heartbeats")
     }
 
-    /// Reports ranks that neither print nor compute.
+    /// Reports local ranks that have been idle and without output for too long.
     fn report_idle_ranks(&mut self, board: &watch::Sender<Board>, now: Instant) {
         let first = self.assignment.first_rank;
         for rank in (0..self.spec.nproc).filter(|rank| !self.heartbeats.reported().contains(&(first + rank)))
@@ -156,14 +156,15 @@ impl CommandWorkload<'_> {
         }
     }
 
-    /// The local rank that gets xlaunch's standard input: several readers would take each other's lines.
+    /// The local rank that gets xlaunch's standard input. Only one does, as several readers would steal each other's
+    /// lines.
     fn input_rank(&self) -> Option<u32> {
         let only = self.spec.logs.shown.as_ref().filter(|shown| shown.len() == 1);
         let only = only.and_then(|shown| shown.first()).copied();
         (self.assignment.node_rank == 0).then(|| only.unwrap_or(0))
     }
 
-    /// `OMP_NUM_THREADS` of a rank. The plan counts cores; a container's CPU quota may allow less.
+    /// `OMP_NUM_THREADS` of a rank. The affinity plan counts cores; a container's CPU quota may allow fewer.
     fn threads(&self, rank: u32) -> usize {
         let parallelism = std::thread::available_parallelism().map_or(1, usize::from);
         let fair_share = (parallelism / self.spec.nproc.max(1) as usize).max(1);
@@ -171,7 +172,7 @@ impl CommandWorkload<'_> {
     }
 }
 
-/// A launch that has no run yet.
+/// Describes a launch that has no run yet.
 pub fn launch(spec: &ResolvedCommand) -> board::Launch {
     board::Launch {
         kind: JobKind::Command,
@@ -224,7 +225,7 @@ impl Workload for CommandWorkload<'_> {
         if let Some(chosen) = self.spec.master_port {
             return Ok(chosen);
         }
-        // First: the new one is different.
+        // Reserved before the old port is released, so that the new one differs.
         let port = MasterPort::reserve()?;
         Ok(self.port.insert(port).number())
     }

@@ -1,8 +1,9 @@
-//! Whether the ranks of this node fit into its memory, and where the state of a job is while it is saved. Pure.
+//! Decides whether the ranks of this node fit into its memory, and where the state of a job is kept while it is saved.
+//! Pure.
 //!
-//! Training alone must fit, or the job is refused before it starts: the kernel's OOM killer would end it later. A copy
-//! of the state is what a save needs in addition; where there is no room for it, the ranks write their state piece by
-//! piece while training waits.
+//! Training alone must fit, or the job is refused before it starts: the kernel's OOM killer would kill it later. A save
+//! needs room for a copy of the state in addition; without that room, the ranks write their state piece by piece while
+//! training waits.
 
 use xlaunch_proto::quantities::shortage_texts;
 use xlaunch_proto::spec::{JobSpec, Shard};
@@ -10,23 +11,24 @@ use xlaunch_proto::spec::{JobSpec, Shard};
 use super::snapshots::{MemoryUse, memory_use};
 use crate::memory::Available;
 
-/// What a worker and its libraries take beside the trainer's buffers, on a CPU: 11 MiB at rest, 60 MiB while it starts.
+/// Bytes that a worker process on a CPU takes in addition to the trainer's buffers: 11 MiB measured at rest, 60 MiB
+/// during start-up.
 const CPU_PROCESS: u64 = 96 << 20;
-/// The same on a GPU, where the buffers are in its own memory: the CUDA context, kernels and pinned buffers. 0.7 GiB at
-/// most on an H100 (`tests/gpu/results/host-memory-h100.txt`).
+/// Host bytes of a worker process on a GPU, whose buffers are in GPU memory: CUDA context, kernels and pinned buffers.
+/// At most 0.7 GiB were measured on an H100 (`tests/gpu/results/host-memory-h100.txt`).
 const GPU_PROCESS: u64 = 1 << 30;
 
-/// Memory of this node that a job needs, in bytes.
+/// Host memory that a job needs on this node, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostNeeds {
-    /// All ranks of this node, while they train.
+    /// Need of all ranks of this node while they train.
     pub training: u64,
-    /// One copy of the state that they save.
+    /// Size of one copy of the state that they save.
     pub copy: u64,
 }
 
 impl HostNeeds {
-    /// The needs of this many ranks. `buffers` are those of one rank on a CPU; `None` on GPUs.
+    /// Computes the needs of `ranks` ranks. `buffers` is the size of one rank's buffers on a CPU; `None` on GPUs.
     pub fn new(ranks: u32, buffers: Option<u64>, copy: u64) -> Self {
         let rank = buffers.map_or(GPU_PROCESS, |bytes| bytes.saturating_add(CPU_PROCESS));
         Self { training: rank.saturating_mul(u64::from(ranks)), copy }
@@ -34,17 +36,18 @@ impl HostNeeds {
 }
 
 impl Available {
-    /// The bytes of buffers with which each of this many ranks can train on a CPU.
+    /// Bytes available for the buffers of each rank when `ranks` ranks train on the CPU.
     pub fn buffers_of_rank(self, ranks: u32) -> u64 {
         let all = self.memory.saturating_add(self.swap);
         (all / u64::from(ranks.max(1))).saturating_sub(CPU_PROCESS)
     }
 }
 
-/// The bytes of state that this node saves. `state` are those of all `world` ranks, `ranks` of which are here.
+/// Bytes of state that this node saves. `state` is the size of the whole job's state, which has `world` ranks, `ranks`
+/// of them on this node.
 pub fn saved_here(spec: &JobSpec, state: u64, ranks: u32, world: u32, cuda: bool, leads: bool) -> u64 {
     let divides = spec.comm.shard(world as usize, cuda, true) != Shard::None;
-    // Nodes that do not share their directory leave it all to the first one, which is known only when they begin.
+    // If the nodes do not share a directory, the first node saves everything. That is known only when they begin.
     if ranks == world || (leads && !divides) {
         return state;
     }
@@ -52,7 +55,7 @@ pub fn saved_here(spec: &JobSpec, state: u64, ranks: u32, world: u32, cuda: bool
     u64::try_from(part).unwrap_or(u64::MAX)
 }
 
-/// Where the state is while it is saved.
+/// The place where the state is kept while it is saved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SaveBuffers {
     /// Two copies in memory files that the agent keeps, so that a restart can resume from them.
@@ -63,16 +66,16 @@ pub enum SaveBuffers {
     Pieces,
 }
 
-/// The memory of a job on this node.
+/// How a job uses the memory of this node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemoryPlan {
-    /// How it saves.
+    /// Where the job keeps its state while it is saved.
     pub buffers: SaveBuffers,
-    /// Why that is not what the user would expect.
+    /// Tells the user why the choice differs from the expected one.
     pub note: Option<String>,
 }
 
-/// Plans the memory of a job on this node, which begins with it alone or with `peers`.
+/// Plans the memory of a job on this node. `peers`: the job begins on several nodes.
 ///
 /// # Errors
 /// The reason that the job cannot run here, and what to do.
@@ -83,7 +86,7 @@ pub fn plan(
     available: Option<Available>,
 ) -> Result<MemoryPlan, String> {
     let snapshots = |free: Option<u64>| match memory_use(spec, needs.copy, free) {
-        // Attempts on several nodes use none, and say so.
+        // Attempts on several nodes use no snapshots; `describe_group` tells the user.
         Ok(MemoryUse { used, .. }) if peers => Ok(MemoryUse { used, note: None }),
         Err(_) if peers => Ok(MemoryUse::default()),
         found => found,

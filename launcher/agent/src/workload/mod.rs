@@ -46,28 +46,28 @@ pub(crate) use hang::{Hang, HangReport, ranks_text};
 /// before their attempt begins: [`command`](Self::command) comes first then, and so may their first calls. Workers of
 /// an earlier attempt are gone when the next one begins, but their last messages may still arrive.
 pub(crate) trait Workload {
-    /// What the state machine needs to know.
+    /// The properties of the job that the state machine decides by.
     fn rules(&self) -> Rules;
 
-    /// What status queries are told about the launch.
+    /// The description of the launch that status queries return.
     fn launch(&self) -> board::Launch;
 
-    /// Signals to xlaunch that stop the job.
+    /// The signals that stop the job when xlaunch receives them.
     fn stop_signals(&self) -> Vec<Signal>;
 
-    /// An attempt is about to start. After an error no worker of it is started, and all of them count as failed: with
-    /// exit code 65 if the error is `InvalidData`.
+    /// Prepares an attempt. On error none of its workers is started and all of them count as failed, with exit code 65
+    /// if the error is `InvalidData`.
     fn begin_attempt(&mut self, attempt: u32, assignment: &Assignment) -> std::io::Result<()>;
 
-    /// Reserves `MASTER_PORT` for the next attempt, if this node has rank 0.
+    /// Reserves `MASTER_PORT` for the next attempt. Called on the node of rank 0.
     fn reserve_port(&mut self) -> std::io::Result<u16>;
 
-    /// Whether this node sees the files of the agent of node rank 0.
+    /// Whether this node sees the files of the agent of node rank 0, which is identified by `_instance`.
     fn is_shared(&self, _instance: &[u8]) -> bool {
         true
     }
 
-    /// What the coordinator, or the agent of another node, says about workers.
+    /// Handles a message about workers from the coordinator or from another node's agent.
     fn group_message(
         &mut self,
         _message: ToAgent,
@@ -83,10 +83,10 @@ pub(crate) trait Workload {
         None
     }
 
-    /// The command that starts one worker; `dir`, which exists, holds its files.
+    /// Builds the command that starts one worker. Its files go to `dir`, which exists.
     fn command(&self, attempt: u32, rank: u32, dir: &Path) -> std::io::Result<(Command, Options)>;
 
-    /// Number of processes to start: one per rank, or one that has all ranks as threads.
+    /// Number of processes to start: one per rank, or a single one that runs all ranks as threads.
     fn processes(&self) -> u32 {
         self.rules().workers
     }
@@ -96,15 +96,15 @@ pub(crate) trait Workload {
         None
     }
 
-    /// The user's program, if there is one: its exit codes mean what it likes.
+    /// The user's program, if the job runs one. Its exit codes are its own and must not be read as xlaunch's.
     fn program(&self) -> Option<&OsStr> {
         None
     }
 
-    /// What workers inherit.
+    /// The environment that workers inherit.
     fn base_environment(&self) -> &BaseEnvironment;
 
-    /// Where the output of workers goes.
+    /// The destinations of the workers' output.
     fn output(&self) -> &Output;
 
     /// Shows the user a line of xlaunch's own, without waiting.
@@ -112,12 +112,12 @@ pub(crate) trait Workload {
         self.output().print(line);
     }
 
-    /// When [`timer`](Self::timer) is due next.
+    /// The time at which [`timer`](Self::timer) is due next.
     fn deadline(&self, _job: &Job) -> Option<Instant> {
         None
     }
 
-    /// The event of a deadline that has passed.
+    /// Returns the event for a deadline that has passed.
     fn timer(&self, _job: &Job, _now: Instant) -> Option<Event> {
         None
     }
@@ -126,38 +126,39 @@ pub(crate) trait Workload {
     /// signals by the state machine instead.
     fn request_stop(&self) {}
 
-    /// Whether a signal for the workers is a request to the agent instead, which has taken it.
+    /// Handles a signal that is a request to the agent. Returns `false` if the signal is for the workers.
     fn takes_signal(&mut self, _signal: Signal, _job: &Job) -> bool {
         false
     }
 
-    /// The process of this rank has exited.
+    /// Called when the process of this rank has exited.
     fn worker_exited(&mut self, _rank: u32) {}
 
-    /// A worker's call or report. Callers are answered, or learn that the agent is ending when `message` is dropped.
+    /// Handles a worker's call or report. The caller gets a reply, or an error that the agent is ending if `message` is
+    /// dropped.
     fn message(&mut self, message: Message, job: &Job, board: &watch::Sender<Board>) -> Option<Event>;
 
-    /// The flight recorders of the workers, if they are turned on.
+    /// The flight recorders of the workers, if enabled.
     fn flight_recorders(&self) -> Option<FlightRecorders> {
         None
     }
 
-    /// Called every second while the job runs, and before the first failure of an attempt counts: takes note of
-    /// heartbeats that workers write to files. Returns [`Event::Advanced`] if they show progress.
+    /// Reads the heartbeats that workers write to files. Called every second while the job runs, and before the first
+    /// failure of an attempt is counted. Returns [`Event::Advanced`] if the heartbeats show progress.
     fn read_heartbeats(&mut self, _board: &watch::Sender<Board>, _now: Instant) -> Option<Event> {
         None
     }
 
-    /// What a worker of this attempt records of itself.
+    /// The activity that a worker of this attempt records about itself.
     fn activity(&self, _rank: u32) -> Option<ActivityRecord> {
         None
     }
 
-    /// Called every second while the job runs: reports ranks that seem to hang, once for each stall. Returns a hang of
-    /// which there is to be evidence.
+    /// Reports ranks that seem to hang, once per stall. Called every second while the job runs. Returns the hang to
+    /// collect evidence for.
     fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Hang>;
 
-    /// Whether the ranks of this hang have not gone on meanwhile.
+    /// Whether the ranks of this hang have made no progress since it was reported.
     fn hang_lasts(&self, _hang: &Hang) -> bool {
         false
     }

@@ -1,9 +1,9 @@
-//! The sessions of the workers of one attempt: who has opened one, and by when all must have. Pure but for queueing
-//! commands, which never waits.
+//! The sessions of one attempt's workers: which ranks have opened one, and the deadline for all of them. Pure except
+//! for queueing commands, which never waits.
 //!
-//! Between the rendezvous and its session, a worker opens the communicator. That needs all ranks, and has no time limit
-//! of its own: `ncclCommInitRank` hangs as long as one rank does not take part. So the agent gives all ranks a
-//! deadline, counted from the end of the rendezvous.
+//! Between the rendezvous and its session, a worker opens the communicator. That is collective and has no timeout of
+//! its own: `ncclCommInitRank` hangs for as long as one rank does not take part. So the agent sets a deadline for all
+//! ranks, counted from the end of the rendezvous.
 
 use std::time::{Duration, Instant};
 
@@ -17,9 +17,9 @@ pub(crate) type Commands = mpsc::Sender<Result<AgentCommand, Status>>;
 
 #[derive(Debug, Default)]
 pub(super) struct Sessions {
-    /// By rank.
+    /// Indexed by rank.
     ranks: Vec<RankSession>,
-    /// When every rank must have opened its session; `None` before the rendezvous is complete.
+    /// The time by which every rank must have opened its session; `None` before the rendezvous is complete.
     due: Option<Instant>,
     timeout: Duration,
 }
@@ -37,26 +37,30 @@ impl Sessions {
         self.due = None;
     }
 
-    /// The rendezvous is complete.
+    /// Starts the deadline: the rendezvous is complete.
     pub(super) fn all_joined(&mut self, timeout: Duration, now: Instant) {
         (self.due, self.timeout) = (now.checked_add(timeout), timeout);
     }
 
-    /// Whether a rank of this number exists.
+    /// Records that a rank has opened its session. Returns `false` if there is no such rank.
     pub(super) fn opened(&mut self, rank: u32, commands: Commands) -> bool {
         let Some(session) = self.ranks.get_mut(rank as usize) else { return false };
         *session = RankSession { has_opened: true, commands: Some(commands) };
         true
     }
 
-    /// Dropping the last sender ends the stream of commands, which tells the worker that its last report has arrived.
+    /// Closes a session. Dropping the last sender ends the stream of commands, which tells the worker that its last
+    /// report
+    /// has arrived.
     pub(super) fn closed(&mut self, rank: u32) {
         if let Some(session) = self.ranks.get_mut(rank as usize) {
             session.commands = None;
         }
     }
 
-    /// A worker whose queue is full hangs: it gets no more commands.
+    /// Queues a command for a worker. A worker that does not empty its queue hangs, so a command that finds the queue
+    /// full
+    /// is dropped.
     pub(super) fn send(&self, rank: u32, command: Command) {
         if let Some(commands) = self.ranks.get(rank as usize).and_then(|session| session.commands.as_ref()) {
             let _ = commands.try_send(Ok(AgentCommand { command: Some(command) }));
@@ -67,12 +71,12 @@ impl Sessions {
         (0..).zip(&self.ranks).for_each(|(rank, _)| self.send(rank, command.clone()));
     }
 
-    /// When [`expired`](Self::expired) may have something to say.
+    /// The earliest time at which [`expired`](Self::expired) may return a reason.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.due.filter(|_| self.ranks.iter().any(|session| !session.has_opened))
     }
 
-    /// The reason for a timeout at `now`, which names the ranks without a session.
+    /// If the deadline has passed at `now`, returns a message that names the ranks without a session.
     pub(super) fn expired(&self, now: Instant) -> Option<String> {
         self.deadline().filter(|due| now >= *due)?;
         let missing = (0..).zip(&self.ranks).filter(|(_, session)| !session.has_opened);
@@ -103,7 +107,7 @@ mod tests {
         let (commands, _receiver) = mpsc::channel(1);
         assert!(sessions.opened(0, commands.clone()) && sessions.opened(2, commands.clone()));
         assert!(!sessions.opened(4, commands.clone()));
-        // It has opened its session, even if that is closed by now.
+        // Rank 2 has opened its session, although it is closed by now.
         sessions.closed(2);
         assert_eq!(sessions.deadline(), Some(now + TIMEOUT));
         assert_eq!(sessions.expired(now + TIMEOUT - Duration::from_millis(1)), None);

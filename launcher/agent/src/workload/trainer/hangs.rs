@@ -1,4 +1,5 @@
-//! Ranks that hang: found by the agent of rank 0 among all, ended by the agent of their node.
+//! Hung ranks of a training job. The agent of rank 0 detects them among all ranks; the agent of their node terminates
+//! them.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +14,7 @@ use crate::status::board::Board;
 use crate::workload::{Hang, Workload, hang};
 
 impl TrainerWorkload<'_> {
-    /// Reports a hang that has lasted. Returns it if there is to be evidence on this node.
+    /// Reports a hang once it has lasted long enough. Returns it if this node is to collect evidence.
     pub(super) fn find_hang(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Hang> {
         self.send_reports();
         let is_stopped = |rank| {
@@ -33,7 +34,8 @@ impl TrainerWorkload<'_> {
         let (local, others): (Vec<u32>, Vec<u32>) =
             hang.culprits.iter().partition(|rank| self.local_rank(**rank).is_some());
         if hang.ends && self.assignment.has_peers() {
-            // If none is on this node, the agent of the first one ends them. All agents collect evidence.
+            // If no culprit is on this node, the agent of the first culprit terminates them. All agents collect
+            // evidence.
             let ranks = if local.is_empty() { others } else { Vec::new() };
             let message = hang.cause.clone();
             self.send(FromAgent::Hung(NodeHung { attempt: self.attempt, ranks, message }));
@@ -46,7 +48,7 @@ impl TrainerWorkload<'_> {
 pub(super) fn settings(plan: &TrainerPlan<'_>) -> hang::Settings {
     hang::Settings {
         minimum: Duration::from_secs_f64(plan.spec.launch.hang_timeout),
-        // What a benchmark does between reports may take any time.
+        // The work of a benchmark between two reports may take any amount of time.
         ends: plan.spec.launch.hang == OnHang::Restart && plan.bench.is_none(),
         gpus: plan.placement.cuda,
     }

@@ -1,4 +1,4 @@
-//! The start of an attempt: the job that workers ask for, what they resume from, and their rendezvous.
+//! The start of an attempt: the job description that workers fetch, the state they resume from, and their rendezvous.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -49,7 +49,7 @@ impl TrainerWorkload<'_> {
         })
     }
 
-    /// Finds what the next attempt resumes from: the newest memory snapshot, or the newest checkpoint.
+    /// Finds the state that the next attempt resumes from: the newest memory snapshot or the newest checkpoint.
     pub(super) fn recover(&mut self) -> io::Result<()> {
         let (dir, source) = (self.checkpoint_dir(), self.plan.resume_from.as_deref());
         let snapshot = self.snapshots.as_ref().and_then(Snapshots::newest);
@@ -84,7 +84,7 @@ impl TrainerWorkload<'_> {
         }
     }
 
-    /// Answers workers of this attempt that have asked for their job.
+    /// Answers the workers of this attempt that wait for their job description.
     pub(super) fn answer_waiting(&mut self) {
         for (request, reply) in std::mem::take(&mut self.waiting) {
             // The caller may be gone.
@@ -97,7 +97,7 @@ impl TrainerWorkload<'_> {
     }
 }
 
-/// The rendezvous of an attempt that starts now.
+/// Creates the rendezvous of an attempt that starts now.
 pub(super) fn barrier(plan: &TrainerPlan<'_>, attempt: u32, assignment: &Assignment) -> JoinBarrier {
     let deadline = Instant::now() + Duration::from_secs_f64(plan.spec.launch.join_timeout);
     let (first, world) = (assignment.first_rank, assignment.world);

@@ -1,7 +1,7 @@
-//! What the node of rank 0 does for all: it has the curves, and keeps other jobs out of the directory of checkpoints.
+//! The duties of the node of rank 0: it writes the curves, and keeps other jobs out of the checkpoint directory.
 //!
-//! A node keeps rank 0 as long as it is a member. When it has left, another one takes over in the next attempt, and
-//! continues the same files.
+//! A node keeps rank 0 for as long as it is a member. After it has left, another node takes over in the next attempt
+//! and appends to the same files.
 
 use std::io;
 use std::path::Path;
@@ -15,9 +15,9 @@ use crate::workload::Workload;
 use crate::workload::host_memory::SaveBuffers;
 use crate::workload::snapshots::{Snapshots, note_of_nodes};
 
-/// Name of the sink of sampled texts.
+/// Name of the sink that writes sampled texts.
 const SAMPLES: &str = "samples.jsonl";
-/// The node that had the lock of the checkpoints releases it as it ends.
+/// Time for the previous node of rank 0 to release the lock of `checkpoint.dir`, after which the user is told.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The duties of the node of rank 0.
@@ -29,12 +29,12 @@ pub(super) struct Lead {
 /// The lock of `checkpoint.dir`.
 #[derive(Debug)]
 enum Lock {
-    /// Without that directory, each run has its own.
+    /// `checkpoint.dir` is not set: each run has a directory of its own.
     NotNeeded,
     Held {
         _lock: HeldLock,
     },
-    /// The node that had rank 0 before may still hold it.
+    /// The previous node of rank 0 may still hold it. `told` is set once the user knows.
     Wanted {
         since: Instant,
         told: bool,
@@ -42,7 +42,7 @@ enum Lock {
 }
 
 impl TrainerWorkload<'_> {
-    /// This node has rank 0 in the attempt that begins.
+    /// Takes over the duties of rank 0's node for the attempt that begins.
     pub(super) fn lead(&mut self) -> io::Result<()> {
         if self.lead.is_some() {
             return Ok(());
@@ -60,7 +60,7 @@ impl TrainerWorkload<'_> {
         self.open_curves()
     }
 
-    /// Locks `checkpoint.dir` as soon as the node that had rank 0 before has released it.
+    /// Tries to lock `checkpoint.dir` if the previous node of rank 0 still held it at the last try.
     pub(super) fn keep_lock(&mut self) {
         let checkpoint_dir = self.plan.spec.checkpoint.dir.as_ref();
         let Some(Lead { lock }) = &mut self.lead else { return };
@@ -74,7 +74,7 @@ impl TrainerWorkload<'_> {
         }
     }
 
-    /// Opens the files of rank 0's reports.
+    /// Opens the files that rank 0's reports are written to.
     fn open_curves(&mut self) -> io::Result<()> {
         let (spec, is_bench) = (self.plan.spec, self.plan.bench.is_some());
         let files = || (self.run.path.clone(), self.plan.parent.clone());
@@ -95,8 +95,8 @@ impl TrainerWorkload<'_> {
         Ok(())
     }
 
-    /// Snapshots in memory are of attempts with one node. Those of an earlier attempt are older than the checkpoint
-    /// with which the group has changed.
+    /// Creates the memory snapshots of this attempt, or drops them if it has several nodes. Snapshots exist on a single
+    /// node only, and those of an earlier attempt are older than the checkpoint saved when the group changed.
     pub(super) fn use_memory(&mut self) -> io::Result<()> {
         if self.assignment.has_peers() {
             (self.snapshots, self.resume_snapshot) = (None, None);
@@ -106,7 +106,7 @@ impl TrainerWorkload<'_> {
         Ok(())
     }
 
-    /// Tells the user once what several nodes mean for checkpoints.
+    /// Tells the user, once, how running on several nodes affects checkpoints.
     pub(super) fn describe_group(&mut self) {
         if self.assignment.writers < self.assignment.world
             && !std::mem::replace(&mut self.told_unshared, true)

@@ -1,7 +1,7 @@
-//! The other nodes of a training job: what the coordinator, and the agents of other nodes, say about workers.
+//! Training jobs on several nodes: messages about workers from the coordinator and from other nodes' agents.
 //!
 //! The agent of rank 0 leads: it finds the checkpoint to resume from, commits checkpoints, compares all ranks to find
-//! those that hang or are slow, and has the curves. Others pass on what their ranks report.
+//! hung and slow ones, and writes the training curves. The other agents forward their ranks' reports to it.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -18,17 +18,17 @@ use crate::state::Event;
 use crate::status::board::Board;
 
 impl TrainerWorkload<'_> {
-    /// Whether rank 0 is on this node, with the files of the run.
+    /// Whether this node has rank 0, and with it the files of the run.
     pub(super) fn leads(&self) -> bool {
         self.assignment.node_rank == 0
     }
 
-    /// Whether this rank of the whole job, or a report of it, belongs to this node; its local rank.
+    /// The local rank of a global rank, or `None` if that rank is on another node.
     pub(super) fn local_rank(&self, rank: u32) -> Option<u32> {
         rank.checked_sub(self.assignment.first_rank).filter(|local| *local < self.plan.placement.workers)
     }
 
-    /// What a message means for this node's workers.
+    /// Handles a message of the coordinator or of another node's agent.
     pub(super) fn hear(&mut self, message: ToAgent, board: &watch::Sender<Board>) -> Option<Event> {
         match message {
             ToAgent::Join(join) => self.group_joined(join, board),
@@ -55,7 +55,7 @@ impl TrainerWorkload<'_> {
         }
     }
 
-    /// The agent of rank 0 has found what this attempt resumes from.
+    /// Handles the checkpoint to resume from, which the agent of rank 0 has found.
     fn resume(&mut self, resume: NodeResume) {
         if resume.attempt != self.attempt || self.resume_known {
             return;
@@ -65,7 +65,7 @@ impl TrainerWorkload<'_> {
         self.answer_waiting();
     }
 
-    /// All nodes have joined, or they disagree.
+    /// Handles the outcome of the rendezvous: all nodes have joined, or they disagree.
     fn group_joined(&mut self, join: v1::GroupJoin, board: &watch::Sender<Board>) -> Option<Event> {
         if join.attempt != self.attempt {
             return None;
@@ -88,7 +88,7 @@ impl TrainerWorkload<'_> {
         }
     }
 
-    /// Tells the coordinator, or another agent.
+    /// Sends a message to the coordinator, which passes it on if it is for another agent.
     pub(super) fn send(&self, message: FromAgent) {
         // The link ends only after the job.
         let _ = self.messages.send(message);

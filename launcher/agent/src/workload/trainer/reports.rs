@@ -1,4 +1,4 @@
-//! What workers report, and checkpoints on request.
+//! Handling of worker reports, and checkpoints on request.
 
 use std::time::{Duration, Instant};
 
@@ -22,11 +22,11 @@ use crate::status::time::{CheckpointInterval, Measured, suggestion};
 use crate::workload::Workload;
 use crate::workload::checkpoint_requests::Requester;
 
-/// The device id of ranks without a GPU.
+/// The device id that ranks without a GPU report.
 const CPU_DEVICE: &str = "cpu";
 
 impl TrainerWorkload<'_> {
-    /// Passes a report on to status, sinks and summary. Returns what it means for the job.
+    /// Passes a report on to status, sinks and summary. Returns the event that it causes, if any.
     pub(super) fn report(
         &mut self,
         rank: u32,
@@ -59,7 +59,7 @@ impl TrainerWorkload<'_> {
             self.suggest_interval(measured);
         }
         if !self.leads() {
-            // The agent of rank 0 compares all ranks, and has their curves.
+            // The agent of rank 0 compares all ranks and writes the curves.
             self.forward(global_rank, report);
             return event;
         }
@@ -88,7 +88,7 @@ impl TrainerWorkload<'_> {
         event
     }
 
-    /// Keeps what the agent of rank 0 needs to find ranks that hang or are slow.
+    /// Queues reports that the agent of rank 0 needs to find hung and slow ranks.
     fn forward(&mut self, rank: u32, report: Report) {
         if matches!(report, Report::Heartbeat(_) | Report::Step(_) | Report::TrainStarted(_)) {
             let report = WorkerReport { report: Some(report) }.encode_to_vec();
@@ -96,7 +96,7 @@ impl TrainerWorkload<'_> {
         }
     }
 
-    /// Sends what was kept.
+    /// Sends the queued reports to the agent of rank 0.
     pub(super) fn send_reports(&mut self) {
         let reports = std::mem::take(&mut self.unsent_reports);
         if !reports.is_empty() {
@@ -104,7 +104,7 @@ impl TrainerWorkload<'_> {
         }
     }
 
-    /// A rank of another node has reported.
+    /// Handles a report of another node's rank.
     pub(super) fn reported_elsewhere(&mut self, rank: u32, report: &Report, board: &watch::Sender<Board>) {
         let now = Instant::now();
         self.hang_detector.heard_of(rank, now);
@@ -114,7 +114,8 @@ impl TrainerWorkload<'_> {
         }
     }
 
-    /// Once per job, and only if it has restarts: others lose nothing.
+    /// Suggests a checkpoint interval to the user, at most once per job. Called after restarts only: a job without them
+    /// loses no work.
     fn suggest_interval(&mut self, measured: Option<Measured>) {
         let checkpoint = &self.plan.spec.checkpoint;
         let configured = CheckpointInterval {
@@ -128,7 +129,7 @@ impl TrainerWorkload<'_> {
         }
     }
 
-    /// Reports stragglers.
+    /// Records the time of a step, and reports stragglers.
     fn rank_stepped(&mut self, rank: u32, own_seconds: f64, board: &watch::Sender<Board>) {
         let lines = self.stragglers.record(rank, own_seconds);
         if !lines.is_empty() {
@@ -137,21 +138,21 @@ impl TrainerWorkload<'_> {
         }
     }
 
-    /// Shows the hints at ranks that hang, and at those that are slow.
+    /// Updates the hints that the status shows for hung and slow ranks.
     pub(super) fn show_hints(&self, board: &watch::Sender<Board>) {
         let mut hints = self.stragglers.hints();
         hints.extend(self.hang_hints.clone());
         board.send_modify(|board| board.set_hints(hints));
     }
 
-    /// Tells rank 0 when all ranks have written their parts of a checkpoint.
+    /// Tells rank 0 to commit a checkpoint once all ranks have written their shards.
     pub(super) fn shard_saved(&mut self, rank: u32, shard: ShardSaved) {
         if let Some(commit) = self.saves.record(rank, shard) {
             self.sessions.send(0, WorkerCommand::CommitCheckpoint(commit));
         }
     }
 
-    /// What a report means for the job.
+    /// Updates progress and pending requests from a report, and returns the event for the state machine, if any.
     fn event_of(&mut self, rank: u32, report: &Report) -> Option<Event> {
         match report {
             Report::Heartbeat(Heartbeat { progress, .. }) => {
@@ -180,9 +181,9 @@ impl TrainerWorkload<'_> {
     }
 
     fn checkpoint_saved(&mut self, CheckpointReport { step, path, seconds }: &CheckpointReport) -> Event {
-        // Workers and the agent have the same working directory, the readers of this have others.
+        // Workers and the agent share a working directory; the readers of this path may have another one.
         let path = std::path::absolute(path).unwrap_or_else(|_| path.into());
-        // Rank 0 has just written there, so the disk answers.
+        // This reads the disk on the driver's task: rank 0 has just written there, so the disk responds.
         if let Err(reason) = (self.plan.files.verify)(&path) {
             let problem = format!("the checkpoint of step {step} was not saved: {reason}");
             let line = self.checkpoint_requests.fail(&problem);
@@ -209,19 +210,19 @@ impl TrainerWorkload<'_> {
             let local = differing_ranks.iter().filter_map(|rank| self.local_rank(*rank));
             let ranks: Vec<_> = local.map(|rank| (rank, self.device(rank))).collect();
             return match ranks.is_empty() {
-                // That node reports it.
+                // The node of the differing ranks reports them.
                 true => Event::PeerFailed(message),
                 false => Event::ReplicasDiffer { ranks, message },
             };
         }
-        // Rank 0 reports for all of them that a save has failed.
+        // Rank 0 reports a failed save on behalf of the rank whose save has failed.
         let saving = self.saves.failed_rank().filter(|_| exit == Some(ExitCode::SaveFailed));
         let saving = saving.and_then(|rank| self.local_rank(rank));
         let rank = saving.unwrap_or(rank);
         Event::OwnError { rank, message, exit: exit.unwrap_or(ExitCode::WorkerFailed) }
     }
 
-    /// The device of a rank, by which it is remembered over attempts.
+    /// The name under which a rank's device is remembered across attempts.
     fn device(&self, rank: u32) -> String {
         let number = self.assignment.first_rank + rank;
         match self.devices.get(&rank) {
@@ -230,15 +231,15 @@ impl TrainerWorkload<'_> {
         }
     }
 
-    /// Asks for a checkpoint, unless the job does not train.
+    /// Requests a checkpoint, or tells the requester why the job cannot save one now.
     pub(super) fn request_checkpoint(&mut self, requester: Requester, job: &Job) {
         let refusal = match (job.phase(), self.step) {
             _ if self.plan.bench.is_some() => "a benchmark saves no checkpoints",
             (Phase::Stopping | Phase::Ended, _) => "the job is stopping",
             (Phase::Running, Some(step)) => {
                 self.checkpoint_requests.add(step, requester);
-                // To one rank, which tells the others in its next step: ranks that receive it in different steps would
-                // save once for each of these.
+                // Only rank 0 gets the command, and tells the others in its next step. Ranks that received it in
+                // different steps would save once for each of these steps.
                 return self.sessions.send(0, WorkerCommand::Checkpoint(CheckpointCommand {}));
             }
             _ => "the job is not training yet; try again when `xlaunch status` shows a step",
