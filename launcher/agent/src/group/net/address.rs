@@ -1,8 +1,8 @@
-//! Addresses of this host: which the coordinator listens on, and which the agent tells the other nodes.
+//! Addresses of this host: those on which the coordinator listens, and the one that an agent tells the other nodes.
 //!
-//! Names are resolved and interfaces are listed at the edge; the choices are pure functions of both. Between hosts,
-//! neither loopback nor link-local addresses are usable. An endpoint that names the loopback itself (`localhost`,
-//! `127.0.0.1`, `::1`) says that all nodes of the job are agents on this host.
+//! Names are resolved and interfaces are listed at the edge; the choices are pure functions of the results. Between
+//! hosts, neither loopback nor link-local addresses are usable. An endpoint that names the loopback itself
+//! (`localhost`, `127.0.0.1`, `::1`) means that all agents of the job are on this host.
 
 use std::io;
 use std::net::IpAddr;
@@ -13,15 +13,15 @@ use nix::net::if_::InterfaceFlags;
 
 pub(super) const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why there is no address.
+/// The reason why no address was found.
 #[derive(Debug, thiserror::Error)]
 pub enum AddressError {
     /// No such interface.
     #[error("interface `{name}` does not exist on this host; it has {}", known.join(", "))]
     UnknownInterface {
-        /// As given.
+        /// Name as given by the user.
         name: String,
-        /// Those that exist.
+        /// Interfaces that exist.
         known: Vec<String>,
     },
     /// The interface has no address for other hosts.
@@ -30,7 +30,7 @@ pub enum AddressError {
         list(usable)
     )]
     NoAddress {
-        /// As given.
+        /// Name as given by the user.
         name: String,
         /// Interfaces with a usable address.
         usable: Vec<String>,
@@ -38,7 +38,7 @@ pub enum AddressError {
     /// The host has no address for other hosts.
     #[error("this host has no address that other hosts can reach; set one with `--local-addr`")]
     OnlyLoopback,
-    /// Interfaces cannot be listed.
+    /// The interfaces cannot be listed.
     #[error("failed to list the network interfaces: {0}")]
     Interfaces(io::Error),
 }
@@ -50,12 +50,12 @@ fn list(names: &[String]) -> String {
     }
 }
 
-/// Which address the user wants the other nodes to use.
+/// The user's choice of the address that other nodes use.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Wish<'a> {
-    /// `--local-addr`: a name or an address.
+    /// Value of `--local-addr`: a host name or an address.
     pub local_addr: Option<&'a str>,
-    /// `--interface`.
+    /// Value of `--interface`.
     pub interface: Option<&'a str>,
 }
 
@@ -67,19 +67,19 @@ struct Interface {
     address: Option<IpAddr>,
 }
 
-/// Whose a name or an address is, as this host sees it.
+/// The owner of a name or an address, as this host sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Location {
-    /// This host's. A loopback address is.
+    /// This host. Loopback addresses count as its own.
     Own,
-    /// None of these addresses is this host's.
+    /// Another host: none of these addresses belongs to this one.
     Other(Vec<IpAddr>),
 }
 
-/// Finds out whose a name or an address is.
+/// Finds out whether a name or an address belongs to this host.
 ///
 /// # Errors
-/// The name does not resolve (yet), or interfaces cannot be listed.
+/// Fails if the name does not resolve (yet), or if the interfaces cannot be listed.
 pub async fn locate(host: &str) -> io::Result<Location> {
     if rustix::system::uname().nodename().to_bytes().eq_ignore_ascii_case(host.as_bytes()) {
         return Ok(Location::Own);
@@ -90,18 +90,18 @@ pub async fn locate(host: &str) -> io::Result<Location> {
     Ok(if is_own { Location::Own } else { Location::Other(addresses) })
 }
 
-/// The addresses of this host that others can reach, for a message.
+/// Returns the addresses of this host that others can reach, for a message.
 pub fn own_addresses() -> Vec<IpAddr> {
     let all = interfaces().unwrap_or_default().into_iter().filter_map(|interface| interface.address);
     all.filter(|address| is_usable(*address)).collect()
 }
 
-/// The address of this host for the other nodes: `--local-addr` as it is, else of `--interface`, else this host's end
-/// of the connection to the coordinator. The coordinator's own host has a loopback connection: its address is what the
-/// endpoint's name resolves to, or else its first usable one.
+/// Chooses the address of this host for the other nodes: `--local-addr` as given, else an address of `--interface`,
+/// else this host's end of the connection to the coordinator. On the coordinator's own host that end is a loopback
+/// address, so the address is the one to which the endpoint's name resolves, or else the first usable one.
 ///
 /// # Errors
-/// The interface does not exist or has no usable address, or this host has none.
+/// Fails if the interface does not exist or has no usable address, or if this host has none.
 pub async fn advertised(
     wish: Wish<'_>,
     endpoint_host: &str,
@@ -111,18 +111,18 @@ pub async fn advertised(
         return Ok(address.into());
     }
     let interfaces = interfaces().map_err(AddressError::Interfaces)?;
-    // A name that does not resolve just does not help to choose.
+    // A name that does not resolve does not decide between the addresses.
     let endpoint = resolve(endpoint_host).await.unwrap_or_default();
     let local = is_loopback(endpoint_host);
     choose(wish.interface, connection.to_canonical(), local, &endpoint, &interfaces)
         .map(|address| address.to_string())
 }
 
-/// The addresses that the coordinator listens on: this host's among those that the endpoint's name has, or else all
-/// that other hosts can reach. `0.0.0.0` and `::` stand for themselves.
+/// Returns the addresses for the coordinator to listen on: the endpoint's addresses that belong to this host, or else
+/// all that other hosts can reach. `0.0.0.0` and `::` are used as they are.
 ///
 /// # Errors
-/// This host has no usable address.
+/// Fails if this host has no usable address.
 pub async fn to_listen(endpoint_host: &str) -> Result<Vec<IpAddr>, AddressError> {
     let interfaces = interfaces().map_err(AddressError::Interfaces)?;
     let resolved = resolve(endpoint_host).await.unwrap_or_default();
@@ -136,7 +136,7 @@ async fn resolve(host: &str) -> io::Result<Vec<IpAddr>> {
     Ok(found.map(|address| address.ip().to_canonical()).collect())
 }
 
-/// All addresses of interfaces that are up, in the kernel's order.
+/// Lists the addresses of all interfaces that are up, in the kernel's order.
 fn interfaces() -> io::Result<Vec<Interface>> {
     let found = getifaddrs()?.filter(|entry| entry.flags.contains(InterfaceFlags::IFF_UP));
     let interface = |entry: nix::ifaddrs::InterfaceAddress| {
@@ -149,13 +149,13 @@ fn interfaces() -> io::Result<Vec<Interface>> {
     Ok(found.map(interface).collect())
 }
 
-/// The name of the interface that has this address.
+/// Returns the name of the interface with this address.
 pub(in crate::group) fn interface_with(address: IpAddr) -> Option<String> {
     let found = interfaces().ok()?.into_iter().find(|interface| interface.address == Some(address));
     found.map(|interface| interface.name)
 }
 
-/// Whether the endpoint says that all nodes are on one host.
+/// Whether the endpoint's host means that all nodes are on one host.
 fn is_loopback(host: &str) -> bool {
     match host.parse::<IpAddr>() {
         Ok(address) => address.to_canonical().is_loopback(),
@@ -173,12 +173,12 @@ fn is_usable(address: IpAddr) -> bool {
 }
 
 fn has(interfaces: &[Interface], address: IpAddr) -> bool {
-    // Of 127.0.0.0/8, the interface lists one address only.
+    // An interface lists only one address of 127.0.0.0/8, but all of them are local.
     let any_v4_loopback = address.is_ipv4() && address.is_loopback();
     any_v4_loopback || interfaces.iter().any(|interface| interface.address == Some(address))
 }
 
-/// The address to tell other nodes; see [`advertised`]. `local`: all nodes are on this host.
+/// Chooses the address to tell other nodes; see [`advertised`]. `local`: all nodes are on this host.
 fn choose(
     wished: Option<&str>,
     connection: IpAddr,
@@ -221,7 +221,7 @@ fn no_address(name: &str, interfaces: &[Interface]) -> AddressError {
     AddressError::UnknownInterface { name: name.into(), known: names(&|_| true) }
 }
 
-/// See [`to_listen`]. `local`: all nodes are on this host.
+/// Chooses the addresses to listen on; see [`to_listen`]. `local`: all nodes are on this host.
 fn listening(local: bool, endpoint: &[IpAddr], interfaces: &[Interface]) -> Vec<IpAddr> {
     let named = |address: &&IpAddr| {
         address.is_unspecified() || (has(interfaces, **address) && (local || is_usable(**address)))

@@ -5,17 +5,17 @@
 //!               '-- the oldest is dropped         '-- displaced when it is late
 //! ```
 //! Authentication takes milliseconds, so a caller that has waited for long is not an agent, or its connection is broken
-//! and it will call again. A new caller therefore takes the place of the oldest handshake that is late, and once
-//! callers wait for longer than [`WAITING_GRACE`], the newest one is served first. Serving all in order, or refusing
-//! the new one, would let callers that never complete a handshake keep agents out.
+//! and it will call again. A new caller therefore displaces the oldest handshake that is late, and once callers wait
+//! for longer than [`WAITING_GRACE`], the newest one is served first. Serving all callers in order, or refusing new
+//! ones, would let callers that never complete a handshake keep agents out.
 //!
 //! - A handshake may take [`HELLO_GRACE`] until the caller's first message is complete (agents send it at once, in one
-//!   piece), then [`HANDSHAKE_GRACE`] in all, before it may be displaced.
-//! - Of several source addresses, the one with the fewest handshakes is served first, and a source that has more than
-//!   half of them is displaced without any grace by one that has none. There is no limit per source: agents may share
-//!   an address.
-//! - A thousand agents that connect at once are served in order: while none waits for longer than [`WAITING_GRACE`],
-//!   further ones wait in the kernel's queue, and none is dropped.
+//!   piece) and [`HANDSHAKE_GRACE`] in total before it may be displaced.
+//! - Among several source addresses, the one with the fewest handshakes is served first. A source with more than half
+//!   of the handshakes can lose one at once, without any grace, to a source that has none. There is no limit per
+//!   source: agents may share an address.
+//! - A thousand agents that connect at once are served in order: as long as no caller waits for longer than
+//!   [`WAITING_GRACE`], further ones wait in the kernel's queue and none is dropped.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -25,19 +25,19 @@ use std::time::{Duration, Instant};
 
 use super::listener::{MAX_PENDING, MAX_WAITING};
 
-/// A caller whose first message is not complete is not displaced for this long.
+/// A caller whose first message is incomplete is not displaced for this long.
 const HELLO_GRACE: Duration = Duration::from_millis(200);
-/// Any other caller is not displaced for this long: a thousand agents on one busy host need a second.
+/// Any other caller is not displaced for this long: a busy host needs a second for a thousand agents.
 const HANDSHAKE_GRACE: Duration = Duration::from_secs(2);
-/// A caller that waits is served in order, and not dropped, for this long.
+/// A waiting caller is served in order, and not dropped, for this long.
 const WAITING_GRACE: Duration = Duration::from_millis(600);
 
-/// The callers that are not authenticated yet. `S` is a connection, `H` a handshake that can be ended.
+/// The callers that are not yet authenticated. `S` is a connection, `H` a handshake that can be aborted.
 #[derive(Debug)]
 pub(super) struct Admission<S, H> {
-    /// Number of the next caller.
+    /// Number for the next caller.
     next: u64,
-    /// By number, so that the oldest is first.
+    /// Waiting callers by number, so that the oldest comes first.
     waiting: BTreeMap<u64, Waiting<S>>,
     handshakes: BTreeMap<u64, Handshake<H>>,
 }
@@ -57,13 +57,13 @@ struct Handshake<H> {
     handle: H,
 }
 
-/// A caller whose handshake is to be started.
+/// A caller whose handshake starts now.
 #[derive(Debug)]
 pub(super) struct Start<S, H> {
     pub(super) number: u64,
     pub(super) source: IpAddr,
     pub(super) connection: S,
-    /// The handshake that is to be ended for it.
+    /// The handshake to abort in its favour.
     pub(super) displaced: Option<H>,
 }
 
@@ -72,13 +72,13 @@ impl<S, H> Admission<S, H> {
         Self { next: 0, waiting: BTreeMap::new(), handshakes: BTreeMap::new() }
     }
 
-    /// When the next connection can be accepted: now, or not before this time.
+    /// Returns the earliest time at which the next connection may be accepted; `now` if that is at once.
     pub(super) fn accepts_at(&self, now: Instant) -> Instant {
         let oldest = self.waiting.values().next().filter(|_| self.waiting.len() >= MAX_WAITING);
         oldest.map_or(now, |oldest| oldest.since + WAITING_GRACE)
     }
 
-    /// A connection was accepted. The oldest one that waits is dropped if there are too many.
+    /// Adds an accepted connection. If too many are waiting, the oldest one is dropped.
     pub(super) fn accepted(&mut self, source: IpAddr, connection: S, now: Instant) {
         if self.waiting.len() >= MAX_WAITING {
             self.waiting.pop_first();
@@ -87,7 +87,7 @@ impl<S, H> Admission<S, H> {
         self.next += 1;
     }
 
-    /// The caller whose handshake is to be started now, if there is one. [`started`](Self::started) follows.
+    /// Returns the caller whose handshake is to start now, if any. [`started`](Self::started) must follow.
     pub(super) fn start(&mut self, now: Instant) -> Option<Start<S, H>> {
         let number = self.first_to_serve(now)?;
         let displaced = if self.handshakes.len() < MAX_PENDING {
@@ -100,7 +100,7 @@ impl<S, H> Admission<S, H> {
         Some(Start { number, source, connection, displaced: displaced.map(|it| it.handle) })
     }
 
-    /// A handshake runs. The flag is set when the caller's first message is complete.
+    /// Records a running handshake. The flag is set once the caller's first message is complete.
     pub(super) fn started(
         &mut self,
         number: u64,
@@ -117,13 +117,13 @@ impl<S, H> Admission<S, H> {
         self.handshakes.retain(|_, handshake| !is_finished(&handshake.handle));
     }
 
-    /// When [`start`](Self::start) may have a caller that it does not have now.
+    /// Time at which [`start`](Self::start) may return a caller although it returns none now.
     pub(super) fn deadline(&self) -> Option<Instant> {
         let first = self.handshakes.values().map(Handshake::protected_until).min();
         first.filter(|_| !self.waiting.is_empty())
     }
 
-    /// The caller that is served next, of those whose source has the fewest handshakes.
+    /// Number of the caller to serve next, from a source with the fewest handshakes.
     fn first_to_serve(&self, now: Instant) -> Option<u64> {
         let counts = self.counts();
         let handshakes = |source: &IpAddr| counts.get(source).copied().unwrap_or(0);
@@ -133,7 +133,7 @@ impl<S, H> Admission<S, H> {
         first.map(|(number, _)| *number)
     }
 
-    /// The oldest handshake that has to make way for a caller from `source`.
+    /// Number of the oldest handshake that has to make way for a caller from `source`.
     fn displaceable(&self, source: IpAddr, now: Instant) -> Option<u64> {
         let counts = self.counts();
         let is_new = !counts.contains_key(&source);

@@ -1,10 +1,10 @@
-//! One attempt to connect to an address of the coordinator, and why it failed.
+//! A single attempt to connect to an address of the coordinator, and the reason if it fails.
 //!
 //! ```text
 //! address --> TCP --> TLS --> munge --> preface --> channel
 //! ```
-//! Each phase has a time limit of its own. Which addresses are tried, and when, is decided in `search`. A channel has
-//! one connection. When that breaks, calls fail, and the caller connects again.
+//! Each phase has a time limit of its own. `search` decides which addresses are tried, and when. A channel has one
+//! connection. When that breaks, calls fail, and the caller connects again.
 
 use std::fmt;
 use std::io;
@@ -22,13 +22,14 @@ use super::tls::Tls;
 use super::{MungeError, Security, TlsError, preface, socket, tls};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
-/// From the TCP connection to the first frame. Longer than the coordinator's limit: callers wait in its kernel first.
+/// Time from the TCP connection to the first frame. Longer than the coordinator's own limit, because callers first wait
+/// in its kernel's queue.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A connection to the coordinator.
 #[derive(Debug)]
 pub struct Connection {
-    /// For calls.
+    /// Channel for gRPC calls.
     pub channel: Channel,
     /// This host's end.
     pub local: SocketAddr,
@@ -36,58 +37,57 @@ pub struct Connection {
     pub peer: SocketAddr,
 }
 
-/// A failure to connect that no later attempt can mend: one line, with what to do.
+/// A failure to connect that no later attempt can mend. The message is one line, with advice.
 #[derive(Debug, thiserror::Error)]
 #[error("failed to connect to the coordinator at {coordinator}: {reason}")]
 pub struct ConnectError {
     /// `HOST:PORT`.
     pub coordinator: String,
-    /// Why.
     #[source]
     pub reason: Reason,
 }
 
-/// Why there is no connection.
+/// The reason why there is no connection.
 #[derive(Debug, thiserror::Error)]
 pub enum Reason {
-    /// No process listens.
+    /// No process listens at the address.
     #[error(
         "connection refused; check the port of `--rdzv-endpoint` and that the coordinator's node has started"
     )]
     Refused,
-    /// No answer to TCP.
+    /// TCP got no answer.
     #[error("no answer within {} s; check the address and firewalls", CONNECT_TIMEOUT.as_secs())]
     NoAnswer,
-    /// No way to the host.
+    /// The host cannot be reached.
     #[error("unreachable ({0}); check the address, routes and firewalls")]
     Unreachable(io::Error),
-    /// No answer to the handshake.
+    /// The handshake got no answer.
     #[error("it did not answer within {} s; it may be overloaded or suspended", ANSWER_TIMEOUT.as_secs())]
     Stalled,
-    /// Closed during the handshake.
+    /// The coordinator closed the connection during the handshake.
     #[error("it closed the connection ({0}); it may be overloaded, or another program listens there")]
     Closed(io::Error),
-    /// It has another key.
+    /// The coordinator has a different key.
     #[error(
         "its token differs; give all nodes the same `--token-file` or `XLAUNCH_TOKEN`, and the same xlaunch"
     )]
     WrongToken,
-    /// It speaks plain TCP.
+    /// The coordinator uses plain TCP.
     #[error("it does not use TLS; give its node the token too, or use `--rdzv-insecure` on all nodes")]
     NotTls,
-    /// It speaks TLS, but this side does not.
+    /// The coordinator uses TLS, but this side does not.
     #[error("it expects TLS; give this node the job's token with `--token-file` or `XLAUNCH_TOKEN`")]
     WantsTls,
-    /// The coordinator of another job.
+    /// It is the coordinator of another job.
     #[error("the coordinator of another job, or of another version of xlaunch, listens there")]
     OtherJob,
-    /// Another service.
+    /// It is a different service.
     #[error("another program listens there; check the port of `--rdzv-endpoint`")]
     Foreign,
     /// Authentication by munge failed.
     #[error(transparent)]
     Munge(#[from] MungeError),
-    /// No keys.
+    /// This side has no keys for TLS.
     #[error(transparent)]
     Tls(#[from] TlsError),
 }
@@ -107,7 +107,7 @@ impl Reason {
         }
     }
 
-    /// The coordinator is not there: no process listens, or another one does.
+    /// Whether this shows that the coordinator is gone: no process listens at its address, or a different one does.
     pub(super) fn is_another_process(&self) -> bool {
         matches!(
             self,
@@ -115,14 +115,15 @@ impl Reason {
         )
     }
 
-    /// The coordinator of this job is there, but one side does not accept the other, or this side has no keys. A
-    /// coordinator with several ports tells callers of other jobs apart before it authenticates them.
+    /// Whether this shows that the coordinator of this job is there, but one side does not accept the other, or this
+    /// side has no keys. With several ports, a coordinator turns away callers of other jobs before it authenticates
+    /// them, so a refusal comes from this job.
     pub(super) fn is_of_this_job(&self) -> bool {
         matches!(self, Self::WrongToken | Self::Munge(_) | Self::Tls(_))
     }
 
-    /// How much it says about what to change. A host that refuses is there; one without a route may just lack an
-    /// address family; an answer, however wrong, says more than silence.
+    /// Ranks how much the reason says about what to change. A host that refuses connections is up; one without a route
+    /// may just lack an address family; an answer, however wrong, says more than silence.
     pub(super) fn specificity(&self) -> u8 {
         match self {
             Self::Unreachable(_) => 0,
@@ -138,12 +139,12 @@ impl Reason {
     }
 }
 
-/// The message about a name without an address, perhaps not yet.
+/// Message about a name that does not resolve, perhaps not yet.
 pub(crate) fn unresolved(why: &dyn fmt::Display) -> String {
     format!("the name does not resolve ({why}); check the host of `--rdzv-endpoint`")
 }
 
-/// Connects to one address. `reached` is called once there is a TCP connection.
+/// Connects to one address. `reached` is called once the TCP connection is open.
 pub(super) async fn connect_to(
     address: SocketAddr,
     security: &Security,
@@ -156,7 +157,7 @@ pub(super) async fn connect_to(
     reached();
     let secured = timeout(ANSWER_TIMEOUT, secure(stream, security)).await;
     let (stream, Addresses { local, peer }) = secured.unwrap_or(Err(Reason::Stalled))?;
-    // The URI is a placeholder: the connection is open already.
+    // The URI is a placeholder: the connection is already open.
     let placeholder = tonic::transport::Endpoint::from_static("http://coordinator");
     let channel = xlaunch_proto::net::connect_stream(stream, placeholder).await.map_err(Reason::Closed)?;
     Ok(Connection { channel, local, peer })
@@ -199,8 +200,8 @@ async fn secure(stream: TcpStream, security: &Security) -> Result<(Stream, Addre
     Ok((stream, addresses))
 }
 
-/// What went wrong in a handshake. A server reports a refused key only after the client's handshake, with its first
-/// bytes.
+/// Classifies the failure of a handshake. A server reports a refused key only after the client's handshake has
+/// finished, in its first bytes.
 fn handshake_reason(error: io::Error) -> Reason {
     let Some(cause) = error.get_ref().and_then(|inner| inner.downcast_ref::<RustlsError>()) else {
         return Reason::Closed(error);

@@ -1,4 +1,4 @@
-//! Finds the coordinator and connects to it, for as long as it takes. What is tried and when is decided in `search`.
+//! Finds the coordinator and connects to it, for as long as it takes. `search` decides what is tried and when.
 
 use std::io;
 use std::net::SocketAddr;
@@ -14,28 +14,28 @@ use super::connect::{ConnectError, Connection, Reason, connect_to};
 use super::search::{Action, AttemptId, Search, Urgency};
 use crate::clock::IDLE_SLEEP;
 
-/// Connects to one coordinator, again and again. Remembers which address it had.
+/// Connects to one coordinator, as often as needed. Remembers the address that worked.
 #[derive(Debug)]
 pub struct Dialer {
     security: Security,
     search: Search,
     attempts: JoinSet<(AttemptId, Result<Connection, Reason>)>,
-    /// Not aborted with others: the resolver's thread cannot be interrupted, and its answer is still of use.
+    /// Not aborted with the attempts: the resolver's thread cannot be interrupted, and its answer is still of use.
     lookup: Option<JoinHandle<io::Result<Vec<SocketAddr>>>>,
     reached: (mpsc::UnboundedSender<AttemptId>, mpsc::UnboundedReceiver<AttemptId>),
 }
 
-/// What an attempt led to.
+/// The result of an attempt.
 #[derive(Debug)]
 pub enum Dialed {
-    /// An authenticated connection. Other attempts have ended.
+    /// An authenticated connection. All other attempts have been ended.
     Connected(Connection),
-    /// One more failure; others may be on their way. See [`Dialer::problem`].
+    /// One attempt failed; others may be in progress. See [`Dialer::problem`].
     Failed,
 }
 
 impl Dialer {
-    /// Nothing is tried before the first call of [`next`](Self::next).
+    /// Creates a dialer. Nothing is tried before the first call of [`next`](Self::next).
     pub fn new(endpoint: Endpoint, security: Security) -> Self {
         Self {
             security,
@@ -46,7 +46,8 @@ impl Dialer {
         }
     }
 
-    /// Waits until an attempt has connected or failed. May be dropped and called again: attempts go on meanwhile.
+    /// Waits until an attempt has connected or failed. May be dropped and called again: attempts continue in the
+    /// meantime.
     pub async fn next(&mut self, urgency: Urgency) -> Dialed {
         loop {
             self.start(urgency);
@@ -91,7 +92,7 @@ impl Dialer {
                 Action::Try(id, address) => {
                     let (security, reached) = (self.security.clone(), self.reached.0.clone());
                     self.attempts.spawn(async move {
-                        // The dialer may have ended.
+                        // The receiver is gone if the dialer has ended.
                         let reached = || _ = reached.send(id);
                         (id, connect_to(address, &security, reached).await)
                     });
@@ -100,34 +101,34 @@ impl Dialer {
         }
     }
 
-    /// The last connection is lost: the search begins again, at the address that worked.
+    /// Starts the search again after the connection was lost, at the address that worked.
     pub fn restart(&mut self) {
         self.search.restart(Instant::now());
     }
 
-    /// The process of the coordinator that was connected is gone: its address refuses, or another process has it.
+    /// Whether the process of the coordinator is gone: its address refuses connections, or a different process has it.
     pub fn is_gone(&self) -> bool {
         self.search.is_gone()
     }
 
-    /// A failure that no later attempt can mend, if there is one.
+    /// Takes the failure that no later attempt can mend, if there is one.
     pub fn take_final_error(&mut self) -> Option<ConnectError> {
         self.search.take_final_error()
     }
 
-    /// Why there is no connection, in one line: the failure that says most.
+    /// Describes in one line why there is no connection, by the most specific failure.
     pub fn problem(&self) -> String {
         self.search.problem(Instant::now())
     }
 
-    /// Every candidate has failed at least once.
+    /// Whether every candidate has failed at least once.
     #[cfg(test)]
     pub(super) fn is_exhausted(&self) -> bool {
         self.search.is_exhausted()
     }
 }
 
-/// The end of a lookup; pending if there is none.
+/// Waits for the result of the lookup; pending if none is running.
 async fn found(lookup: &mut Option<JoinHandle<io::Result<Vec<SocketAddr>>>>) -> io::Result<Vec<SocketAddr>> {
     match lookup {
         Some(lookup) => lookup.await.unwrap_or_else(|error| Err(io::Error::other(error))),

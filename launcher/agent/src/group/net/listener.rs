@@ -4,10 +4,10 @@
 //! accept --admission (at most MAX_PENDING)--> task: first bytes -> TLS -> munge -> preface --> stream --> tonic
 //!                                                                    '-- refused: named to the user, see `refusals`
 //! ```
-//! A caller costs a descriptor until its handshake is started, a small task until it sends something, and then the
-//! state of one handshake. The tasks run on all threads of the runtime. Connections that were yielded are no longer
-//! counted: their callers are members. Without security the preface is all that a caller has to send, and the same
-//! limits hold until then.
+//! A caller costs a descriptor until its handshake starts, then a small task until it sends something, and then the
+//! state of one handshake. The tasks run on all threads of the runtime. A connection that has been yielded is no longer
+//! counted: its caller is a member. Without security the preface is all that a caller has to send, and the same limits
+//! hold until then.
 
 use std::fmt;
 use std::io;
@@ -34,19 +34,19 @@ use super::{AddressError, MungeError, Security, address, munge, preface, socket,
 use crate::clock::IDLE_SLEEP;
 use crate::group::refusals::RefusalLog;
 
-/// Handshakes at once.
+/// Maximum number of simultaneous handshakes.
 pub const MAX_PENDING: usize = 64;
-/// Callers at once that wait for their handshake. More of them wait in the kernel.
+/// Maximum number of accepted callers that wait for their handshake. More of them wait in the kernel.
 pub const MAX_WAITING: usize = 256;
-/// From the first step of a handshake to the preface.
+/// Time limit from the first step of a handshake to the preface.
 pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Connections that wait in the kernel; it allows less if `net.core.somaxconn` is lower.
+/// Connections that may wait in the kernel, which allows fewer if `net.core.somaxconn` is lower.
 const BACKLOG: u32 = 4096;
-/// Pause after accept(2) failed, for example for lack of descriptors.
+/// Pause after accept(2) has failed, for example for lack of descriptors.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 
-/// Why the coordinator cannot listen.
+/// The reason why the coordinator cannot listen.
 #[derive(Debug, thiserror::Error)]
 pub enum ListenError {
     /// This host has no address to listen on.
@@ -54,16 +54,15 @@ pub enum ListenError {
     Address(#[from] AddressError),
     /// Another process listens on all the ports.
     #[error(
-        "failed to listen on {}: another process does; end it, or choose another port with `--rdzv-endpoint`",
+        "failed to listen on {}: another process uses the port; stop it, or choose another port with `--rdzv-endpoint`",
         list(.0)
     )]
     InUse(Vec<SocketAddr>),
-    /// The system refuses.
+    /// The system refuses to bind the address.
     #[error("failed to listen on {address}: {source}; choose another address with `--rdzv-endpoint`")]
     Bind {
-        /// Where.
+        /// Address to listen on.
         address: SocketAddr,
-        /// Why.
         source: io::Error,
     },
 }
@@ -80,10 +79,11 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Listens on this host's addresses that the endpoint names, on the first of its ports that is free on all of them.
+    /// Listens on the endpoint's addresses that belong to this host, at the first of its ports that is free on all of
+    /// them.
     ///
     /// # Errors
-    /// No port is free, or this host has no suitable address.
+    /// Fails if no port is free, or if this host has no suitable address.
     pub async fn bind_host(endpoint: &Endpoint, security: Security) -> Result<Self, ListenError> {
         let addresses = address::to_listen(&endpoint.host).await?;
         let mut in_use = Vec::new();
@@ -97,10 +97,10 @@ impl Listener {
         Err(ListenError::InUse(in_use))
     }
 
-    /// Listens on these addresses. Must be called in a runtime.
+    /// Listens on these addresses. Must be called in a tokio runtime.
     ///
     /// # Errors
-    /// One of them cannot be bound.
+    /// Fails if one of them cannot be bound.
     pub fn bind(addresses: &[SocketAddr], security: Security) -> Result<Self, ListenError> {
         let mut sockets = Vec::with_capacity(addresses.len());
         for address in addresses {
@@ -112,13 +112,13 @@ impl Listener {
         Ok(Self { sockets, security })
     }
 
-    /// Where it listens.
+    /// Returns the addresses of the listening sockets.
     pub fn addresses(&self) -> Vec<SocketAddr> {
         self.sockets.iter().filter_map(|socket| socket.local_addr().ok()).collect()
     }
 
-    /// Accepts and authenticates until the returned stream is dropped. It has no end and no errors: a connection that
-    /// fails does not affect others. `notices` gets a line about callers that were refused.
+    /// Accepts and authenticates callers until the returned stream is dropped. The stream has no end and no errors: a
+    /// connection that fails does not affect others. `notices` receives lines about refused callers.
     pub fn incoming(
         self,
         notices: mpsc::UnboundedSender<String>,
@@ -140,12 +140,12 @@ fn listen(address: SocketAddr) -> io::Result<TcpListener> {
         IpAddr::V4(_) => TcpSocket::new_v4()?,
         IpAddr::V6(_) => {
             let socket = TcpSocket::new_v6()?;
-            // IPv4 has sockets of its own.
+            // IPv4 gets sockets of its own.
             sockopt::set_ipv6_v6only(&socket, true)?;
             socket
         }
     };
-    // Connections of a coordinator that has ended do not keep the next one from its port.
+    // Connections left by a coordinator that has ended must not block the port for the next one.
     socket.set_reuseaddr(true)?;
     socket.bind(address)?;
     socket.listen(BACKLOG)
@@ -170,7 +170,7 @@ async fn accept_all(
             let handle = handshakes.spawn(async move {
                 let made = authenticate(connection, &security, &flag);
                 let made = tokio::time::timeout(HANDSHAKE_TIMEOUT, made).await;
-                // Nothing receives it if the server has ended.
+                // The receiver is gone if the server has ended.
                 made.unwrap_or(Err(Refused::Late))
                     .map(|stream| _ = connections.send(Ok(stream)))
                     .map_err(|why| (source, why))
@@ -180,7 +180,7 @@ async fn accept_all(
         let accepts_at = admission.accepts_at(now);
         let wake = admission.deadline().into_iter().chain((accepts_at > now).then_some(accepts_at)).min();
         tokio::select! {
-            // Finished, aborted or panicked.
+            // The handshake has finished, was aborted, or panicked.
             Some(ended) = handshakes.join_next() => {
                 admission.remove_finished(AbortHandle::is_finished);
                 if let Ok(Err((source, why))) = ended
@@ -201,7 +201,7 @@ async fn accept_all(
     }
 }
 
-/// The next connection on any of the sockets.
+/// Waits for the next connection on any of the sockets.
 async fn accept(sockets: &[TcpListener]) -> io::Result<(TcpStream, SocketAddr)> {
     std::future::poll_fn(|context| {
         for socket in sockets {
@@ -214,7 +214,7 @@ async fn accept(sockets: &[TcpListener]) -> io::Result<(TcpStream, SocketAddr)> 
     .await
 }
 
-/// Why a caller was not admitted.
+/// The reason why a caller was not admitted.
 #[derive(Debug, thiserror::Error)]
 enum Refused {
     #[error(transparent)]
@@ -230,8 +230,8 @@ enum Refused {
 }
 
 impl Refused {
-    /// What the user of the coordinator's node has to know; `None` for a caller that went away, or that looks for
-    /// another job's coordinator on this port.
+    /// Returns the text for the user of the coordinator's node; `None` for a caller that went away, or that is looking
+    /// for another job's coordinator on this port.
     fn for_the_user(&self) -> Option<String> {
         match self {
             Self::Io(error) => {
@@ -239,8 +239,7 @@ impl Refused {
                 match cause {
                     rustls::Error::NoApplicationProtocol | rustls::Error::PeerSentOversizedRecord => None,
                     rustls::Error::InvalidMessage(_) => Some(
-                        "it does not use TLS; give its node the token too, or it is not one of this job"
-                            .into(),
+                        "it does not use TLS; if it belongs to this job, give its node the token too".into(),
                     ),
                     rustls::Error::InvalidCertificate(_) | rustls::Error::AlertReceived(_) => {
                         Some("its token differs; give all nodes the same one".into())
@@ -272,7 +271,7 @@ async fn authenticate(
         return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
     }
     let io: Box<dyn Io> = match security {
-        // The preface is all that such a caller has to send.
+        // The preface is all that a caller has to send.
         Security::Insecure => Box::new(stream),
         Security::Token(tls) => Box::new(accept_tls(tls, stream, has_greeted).await?),
         Security::Munge(pair) => {

@@ -1,4 +1,4 @@
-//! Connections between the agents of a job and its coordinator: TCP, TLS 1.3, and who may take part.
+//! Connections between the agents of a job and its coordinator: TCP, TLS 1.3 and authentication.
 //!
 //! ```text
 //! agent        Dialer: resolve -> TCP ---> TLS --> munge --> HTTP/2 preface --> tonic channel
@@ -8,18 +8,18 @@
 //! - [`token`]: the secret that the nodes of a job share, and the keys derived from it;
 //! - `tls`: configurations of both sides, with raw public keys in place of certificates;
 //! - `munge`: proof of the same user in place of a token, bound to the TLS channel;
-//! - `preface`: the first bytes of HTTP/2 in both directions, which prove that both sides speak the same;
+//! - `preface`: the first bytes of HTTP/2 in both directions, which prove that both sides speak the same protocol;
 //! - [`listener`]: accepts and authenticates; `admission` (pure) decides which callers may wait for that;
-//! - [`dialer`]: finds the coordinator; `search` (pure) decides which addresses are tried and when; [`connect`]: one
-//!   attempt, and why it failed;
+//! - [`dialer`]: finds the coordinator; `search` (pure) decides which addresses are tried and when; [`connect`]: a
+//!   single attempt, and the reason if it fails;
 //! - [`address`]: addresses of this host;
 //! - `socket`: options of TCP sockets.
 //!
 //! Invariants:
-//! - a stream that the listener yields, and a channel that [`Dialer`] returns, are authenticated by both sides
-//!   unless the group is [`Security::Insecure`];
-//! - callers that have not proved anything are few, short-lived and cheap: at most [`listener::MAX_PENDING`] at once,
-//!   each for at most [`listener::HANDSHAKE_TIMEOUT`];
+//! - both sides have authenticated each other on every stream that the listener yields and every channel that
+//!   [`Dialer`] returns, unless the group is [`Security::Insecure`];
+//! - unauthenticated callers are few, short-lived and cheap: at most [`listener::MAX_PENDING`] handshakes at once, each
+//!   for at most [`listener::HANDSHAKE_TIMEOUT`];
 //! - a token appears in no message, no `Debug` output and no description of a job.
 //!
 //! ```no_run
@@ -68,30 +68,30 @@ pub use token::{TOKEN_VARIABLE, Token, TokenError};
 use munge::Munge;
 use tls::Tls;
 
-/// How agents and coordinator authenticate each other, with keys. Cheap to clone.
+/// How agents and the coordinator authenticate each other, with the keys. Cheap to clone.
 #[derive(Clone, Debug)]
 pub enum Security {
-    /// Not at all, over plain TCP.
+    /// No authentication, over plain TCP.
     Insecure,
-    /// By keys derived from the job's token.
+    /// Keys derived from the job's token.
     Token(Arc<Tls>),
-    /// By credentials of munge, over TLS with keys of this process.
+    /// Munge credentials, over TLS with keys of this process.
     Munge(Arc<(Tls, Munge)>),
 }
 
 impl Security {
-    /// Keys derived from the job's token.
+    /// Authenticates with keys derived from the job's token.
     ///
     /// # Errors
-    /// The cryptographic library refuses the keys.
+    /// Fails if the cryptographic library refuses the keys.
     pub fn from_token(token: &Token) -> Result<Self, TlsError> {
         Ok(Self::Token(Arc::new(Tls::from_token(token)?)))
     }
 
-    /// Credentials of munge, which this host must have: one is made to find out.
+    /// Authenticates with munge, which must work on this host: a credential is made to find out.
     ///
     /// # Errors
-    /// munge is not installed or does not run, or the system has no random numbers.
+    /// Fails if munge is not installed or not running, or if the system has no random numbers.
     pub async fn munge() -> Result<Self, MungeError> {
         let munge = Munge::installed();
         munge.check().await?;
@@ -99,8 +99,8 @@ impl Security {
         Ok(Self::Munge(Arc::new((tls, munge))))
     }
 
-    /// The same for an endpoint with several ports, of which coordinators of other jobs may have some. Plain TCP cannot
-    /// tell jobs apart before they greet.
+    /// Returns the security of one job, for an endpoint with several ports of which coordinators of other jobs may
+    /// occupy some. Plain TCP cannot tell jobs apart before they greet.
     #[must_use]
     pub fn for_job(&self, run_id: &str) -> Self {
         match self {

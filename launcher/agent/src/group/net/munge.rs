@@ -1,4 +1,4 @@
-//! Authentication by munge, where Slurm has set it up and the job has no token.
+//! Authentication by munge, for clusters where Slurm has set it up and the job has no token.
 //!
 //! ```text
 //! agent --TLS, any keys-- coordinator          both now know the channel's id, and no third process does
@@ -6,11 +6,11 @@
 //!   |----- credential of (agent, id) ---------->|  unmunge: same user? same id?
 //!   |<---- accepted, credential of (coordinator, id) --|
 //! ```
-//! munge proves to any host of the cluster which user has made a credential. With the id of the TLS channel inside, a
-//! credential is worth nothing on another channel: a process between the two has one channel with each, with different
-//! ids. The role inside keeps a credential from being sent back to its author.
+//! munge proves to any host of the cluster which user made a credential. With the id of the TLS channel inside, a
+//! credential is worthless on any other channel: a process in the middle has a separate channel with each side, and the
+//! two have different ids. The role inside keeps a credential from being sent back to its author.
 //!
-//! The programs `munge` and `unmunge` are used, so that nothing is linked.
+//! Credentials are made and checked by the programs `munge` and `unmunge`, so that no library has to be linked.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -26,7 +26,7 @@ use super::TlsError;
 use super::tls::ChannelId;
 
 const PROGRAM_TIMEOUT: Duration = Duration::from_secs(4);
-/// Programs at once: a host may have fewer cores than callers.
+/// Maximum number of simultaneous programs: a host may have fewer cores than callers.
 const MAX_PROGRAMS: usize = 16;
 /// A credential with a short payload has about 250 bytes.
 const MAX_CREDENTIAL_BYTES: usize = 4096;
@@ -35,51 +35,46 @@ const MAX_MESSAGE_CHARS: usize = 200;
 
 const REFUSED: u8 = 0;
 const ACCEPTED: u8 = 1;
-/// Sent at once, so that the agent sees what a coordinator with a token sends instead: an alert.
+/// Sent at once, so that the agent can tell it from the alert that a coordinator with a token sends.
 const READY: u8 = 2;
 
-/// Why munge does not authenticate.
+/// The reason why authentication by munge failed.
 #[derive(Debug, thiserror::Error)]
 pub enum MungeError {
-    /// Not installed.
+    /// The program is not installed.
     #[error(
         "munge is not available: `{program}` is not installed; install it on all nodes, give them a token \
          (`--token-file`, `XLAUNCH_TOKEN`), or use `--rdzv-insecure` on a trusted network"
     )]
-    Missing {
-        /// The program.
-        program: String,
-    },
+    Missing { program: String },
     /// A program reports an error.
     #[error(
         "munge failed: `{program}`: {message}; check that munged runs on all nodes with the same key and synchronised \
          clocks, or give them a token (`--token-file`, `XLAUNCH_TOKEN`)"
     )]
     Failed {
-        /// The program.
         program: String,
-        /// What it printed.
+        /// First line of its error output.
         message: String,
     },
-    /// A program did not end.
+    /// A program did not end in time.
     #[error("munge failed: `{program}` did not end within {} s; check that munged runs", PROGRAM_TIMEOUT.as_secs())]
-    TimedOut {
-        /// The program.
-        program: String,
-    },
+    TimedOut { program: String },
     /// The other side belongs to another user.
     #[error("the other side runs as user {uid}; run all nodes of a job as one user")]
     OtherUser {
-        /// Its user.
+        /// User id of the other side.
         uid: u32,
     },
     /// The credential was made for another connection or role.
-    #[error("the other side sent a munge credential of another connection; there may be a proxy in between")]
+    #[error(
+        "the other side sent a munge credential that was made for another connection; there may be a proxy in between"
+    )]
     OtherChannel,
     /// The coordinator did not accept the credential.
     #[error("it refused this node's munge credential: {0}")]
     Refused(Refusal),
-    /// Not a message of this protocol.
+    /// The message does not belong to this protocol.
     #[error("the other side sent a malformed munge credential")]
     Malformed,
     /// The connection failed.
@@ -90,26 +85,26 @@ pub enum MungeError {
     Tls(TlsError),
 }
 
-/// Why a coordinator did not accept a credential, as a byte that follows [`REFUSED`].
+/// The reason why a coordinator did not accept a credential, sent as a byte after [`REFUSED`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[repr(u8)]
 pub enum Refusal {
-    /// A coordinator of version 0.2.0 gives no reason.
+    /// No reason given, as by a coordinator of version 0.2.0.
     #[error("run all nodes as one user, with the same munge key and synchronised clocks")]
     Unknown = 0,
-    /// It cannot be decoded.
+    /// The credential cannot be decoded.
     #[error("the munge keys of the two hosts differ; give all nodes the same `munge.key`")]
     OtherKey = 1,
-    /// It seems to be of the past or of the future.
+    /// The credential's time is too far in the past or in the future.
     #[error("the clocks of the two hosts differ by more than munge allows; synchronise them")]
     Clock = 2,
-    /// It is of another user.
-    #[error("it is of another user; run all nodes of a job as one user")]
+    /// The credential belongs to another user.
+    #[error("it was made by another user; run all nodes of a job as one user")]
     OtherUser = 3,
-    /// It was made for another connection or role.
-    #[error("it is of another connection; there may be a proxy in between")]
+    /// The credential was made for another connection or role.
+    #[error("it was made for another connection; there may be a proxy in between")]
     OtherChannel = 4,
-    /// munged does not work at the coordinator.
+    /// munged does not work on the coordinator's host.
     #[error("munge failed on the coordinator's host; check that munged runs there")]
     Broken = 5,
 }
@@ -120,7 +115,7 @@ impl Refusal {
 
     fn of(error: &MungeError) -> Self {
         match error {
-            // The words of munge's error codes.
+            // Matches the texts of munge's error codes.
             MungeError::Failed { message, .. } => match message.to_ascii_lowercase() {
                 text if text.contains("expired") || text.contains("rewound") => Self::Clock,
                 text if text.contains("invalid credential") => Self::OtherKey,
@@ -144,7 +139,7 @@ impl MungeError {
     }
 }
 
-/// The programs.
+/// The programs of munge.
 #[derive(Clone, Debug)]
 pub struct Munge {
     munge: PathBuf,
@@ -159,7 +154,7 @@ enum Role {
 }
 
 impl Munge {
-    /// The programs that `PATH` has.
+    /// Uses the programs found in `PATH`.
     pub(super) fn installed() -> Self {
         Self::new("munge".into(), "unmunge".into())
     }
@@ -238,10 +233,10 @@ impl Munge {
         Ok(())
     }
 
-    /// The output of a program that ended successfully.
+    /// Runs a program and returns its output if it succeeds.
     async fn run(&self, program: &Path, arguments: &[&str], input: &[u8]) -> Result<Vec<u8>, MungeError> {
         let name = || program.display().to_string();
-        // Never closed.
+        // The semaphore is never closed, so this does not fail.
         let _slot = self.slots.acquire().await;
         let mut command = Command::new(program);
         command.args(arguments).env("LC_ALL", "C").kill_on_drop(true);
@@ -252,7 +247,7 @@ impl Munge {
         })?;
         let work = async {
             if let Some(mut stdin) = child.stdin.take() {
-                // A program that ends early says why in its output.
+                // A program that ends early gives the reason in its output.
                 let _ = stdin.write_all(input).await;
             }
             let (stdout, stderr) = tokio::join!(read(child.stdout.take()), read(child.stderr.take()));
@@ -267,7 +262,7 @@ impl Munge {
     }
 }
 
-/// What the user of the coordinator's node has to know about a credential that was not accepted.
+/// Text about a refused credential for the user of the coordinator's node.
 pub(super) fn refused_credential(error: &MungeError) -> String {
     match Refusal::of(error) {
         Refusal::Broken | Refusal::Unknown => error.to_string(),
@@ -284,7 +279,7 @@ fn payload(role: Role, channel: &ChannelId) -> String {
     format!("xlaunch group 1 {role} {channel}")
 }
 
-/// User and payload in the output of `unmunge --keys=UID`: `UID: name (1000)`, an empty line, the payload.
+/// Parses user and payload from the output of `unmunge --keys=UID`: `UID: name (1000)`, an empty line, the payload.
 fn decoded(output: &[u8]) -> Option<(u32, &[u8])> {
     let end = output.windows(2).position(|pair| pair == b"\n\n")?;
     let head = std::str::from_utf8(&output[..end]).ok()?;
@@ -297,13 +292,13 @@ fn decoded(output: &[u8]) -> Option<(u32, &[u8])> {
 async fn read(output: Option<impl AsyncRead + Unpin>) -> Vec<u8> {
     let mut bytes = Vec::new();
     if let Some(output) = output {
-        // An error ends the output.
+        // A read error just ends the output.
         let _ = output.take(MAX_CREDENTIAL_OUTPUT_BYTES).read_to_end(&mut bytes).await;
     }
     bytes
 }
 
-/// For a message: printable, and short.
+/// Returns the first line for a message, shortened and without control characters.
 fn first_line(output: &[u8]) -> String {
     let text = String::from_utf8_lossy(output);
     let line = text.lines().find(|line| !line.trim().is_empty()).unwrap_or("failed without a message");

@@ -1,15 +1,16 @@
-//! The first bytes of HTTP/2 in both directions, exchanged before a connection counts as made.
+//! The first bytes of HTTP/2 in both directions, exchanged before a connection counts as established.
 //!
 //! ```text
 //! agent --PRI * HTTP/2.0...--> coordinator        (RFC 9113, 3.4)
 //! agent <------SETTINGS------- coordinator
 //! ```
-//! A TLS 1.3 client has finished its handshake before the server has checked its key, and HTTP/2 libraries report a
-//! connection before the server has answered. Waiting for the first frame tells a refused token, a peer without TLS and
-//! a foreign service apart, where a connection is made. On plain TCP it is all that a caller has to know.
+//! A TLS 1.3 client finishes its handshake before the server has checked its key, and HTTP/2 libraries report a
+//! connection before the server has answered. Waiting for the first frame distinguishes a refused token, a peer without
+//! TLS and a foreign service at the time of connecting. On plain TCP, the preface is the only thing that a caller has
+//! to know.
 //!
-//! [`Stream`] then gives the HTTP/2 libraries the same bytes again: what was received is read once more, and what was
-//! sent is not sent twice.
+//! [`Stream`] then replays these bytes to the HTTP/2 library: received bytes are read once more, and bytes already sent
+//! are not sent twice.
 
 use std::fmt;
 use std::io;
@@ -22,21 +23,22 @@ use tonic::transport::server::Connected;
 use super::socket::Addresses;
 
 const PREFACE: [u8; 24] = *b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// Length (3), type, flags, stream (4).
+/// Length (3 bytes), type, flags, stream id (4 bytes).
 const FRAME_HEAD_BYTES: usize = 9;
 const SETTINGS: u8 = 4;
-/// SETTINGS without settings: the answer to a caller that sends something else than the preface.
+/// An empty SETTINGS frame: the answer to a caller that sends anything but the preface.
 const EMPTY_SETTINGS: [u8; FRAME_HEAD_BYTES] = [0, 0, 0, SETTINGS, 0, 0, 0, 0, 0];
 /// First byte of a TLS alert, from a peer that expects TLS.
 const TLS_ALERT: u8 = 21;
-/// What is read from a caller that has sent something else, so that closing does not cut off the answer.
+/// Maximum number of bytes read from a caller that has sent something else, so that closing does not cut off the
+/// answer.
 const MAX_DRAINED_BYTES: u64 = 16 << 10;
 
 /// A connection, plain or TLS.
 pub(super) trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
 
-/// Why the first bytes were not those of HTTP/2.
+/// The reason why the first bytes were not those of HTTP/2.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum PrefaceError {
     #[error(transparent)]
@@ -44,12 +46,12 @@ pub(super) enum PrefaceError {
     /// The peer expects TLS.
     #[error("the peer expects TLS")]
     WantsTls,
-    /// The peer speaks something else.
+    /// The peer speaks another protocol.
     #[error("the peer speaks another protocol")]
     Foreign,
 }
 
-/// An agent's side: sends the preface and waits for the head of the first frame.
+/// The agent's side: sends the preface and waits for the head of the first frame.
 pub(super) async fn send(mut io: Box<dyn Io>, addresses: Addresses) -> Result<Stream, PrefaceError> {
     io.write_all(&PREFACE).await?;
     io.flush().await?;
@@ -79,19 +81,19 @@ pub(super) async fn receive(mut io: Box<dyn Io>, addresses: Addresses) -> Result
     if preface == PREFACE {
         return Ok(Stream { io, received: preface.to_vec(), sent: 0, addresses });
     }
-    // A TLS client learns from this that it called a server without TLS.
+    // From this, a TLS client learns that it called a server without TLS.
     io.write_all(&EMPTY_SETTINGS).await?;
     io.shutdown().await?;
     tokio::io::copy(&mut io.take(MAX_DRAINED_BYTES), &mut tokio::io::sink()).await?;
     Err(PrefaceError::Foreign)
 }
 
-/// An authenticated connection whose first bytes were exchanged.
+/// An authenticated connection after the exchange of the first bytes.
 pub struct Stream {
     io: Box<dyn Io>,
-    /// Received, and to be read again.
+    /// Received bytes that are to be read again.
     received: Vec<u8>,
-    /// Bytes of the preface that were sent, and are still to be written once more.
+    /// Number of preface bytes that were sent already, but that the library has yet to write.
     sent: usize,
     addresses: Addresses,
 }
@@ -141,7 +143,7 @@ impl AsyncWrite for Stream {
             return Poll::Ready(Err(io::ErrorKind::InvalidData.into()));
         }
         self.sent -= length;
-        // The caller writes the rest of its buffer next.
+        // The caller writes the rest of its buffer in the next call.
         Poll::Ready(Ok(length))
     }
 

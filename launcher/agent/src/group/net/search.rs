@@ -1,22 +1,23 @@
-//! Which addresses of the coordinator are tried, and when. Pure: `dialer` resolves, connects, and reports what
-//! happened.
+//! Decides which addresses of the coordinator are tried, and when. Pure: `dialer` resolves, connects, and reports the
+//! results.
 //!
 //! ```text
 //! endpoint: host --resolve--> addresses x ports = candidates, the one that worked last first
 //! candidate: due --Try--> TCP --> handshake --> connected (remembered, and all others end)
 //!              ^------- pause ------'------------ failed
 //! ```
-//! Candidates are tried side by side (RFC 8305): the next one starts when the one before has failed, or has not
-//! answered for a while, so that neither a filtered address family nor a foreign process on the first of several ports
-//! delays the others. Names are resolved beside that: a resolver that is slow or gone does not delay an address that is
+//! Candidates are tried in parallel (RFC 8305): the next one starts when the previous one has failed, or has not
+//! answered for a while. Neither a filtered address family nor a foreign process on the first of several ports then
+//! delays the others. Names are resolved at the same time, so a slow or dead resolver does not delay an address that is
 //! known.
 //!
-//! While workers live, the address that worked last is also tried again beside attempts that are still on their way: on
-//! a slow network these succeed, and after a cut, when TCP would wait for its next retransmission, the newest one does.
+//! While workers are alive, the address that worked last is tried again even if attempts to reach it are still in
+//! progress: on a slow network the older ones succeed; after an outage, when TCP would wait for its next
+//! retransmission, the newest one does.
 //!
 //! Invariants:
-//! - the name is resolved by one lookup at a time;
-//! - what the user is told is the failure that says most, whichever candidate it is of and whenever it came.
+//! - at most one lookup of the name runs at a time;
+//! - the user is told the most specific failure, whichever candidate it concerns and whenever it happened.
 
 use std::io;
 use std::net::SocketAddr;
@@ -26,40 +27,39 @@ use xlaunch_proto::command::Endpoint;
 
 use super::connect::{ConnectError, Reason, unresolved};
 
-/// Delay before the next candidate is tried beside one that has not answered (RFC 8305).
+/// Delay before the next candidate is tried while one has not answered (RFC 8305).
 const NEXT_CANDIDATE_DELAY: Duration = Duration::from_millis(250);
-/// The same beside one with a TCP connection: its handshake takes three round trips, and the work of a busy
-/// coordinator.
+/// Same, while one has a TCP connection: its handshake takes three round trips, and work by a busy coordinator.
 const NEXT_CANDIDATE_DELAY_IN_HANDSHAKE: Duration = Duration::from_secs(2);
-/// Delay before the address that worked last is tried once more, while workers live.
+/// Delay before the address that worked last is tried once more, while workers are alive.
 const OVERLAP_DELAY: Duration = Duration::from_secs(1);
-/// Pause after a candidate has failed, doubled up to [`MAX_RETRY_DELAY`] unless workers live.
+/// Pause after a candidate has failed; doubled up to [`MAX_RETRY_DELAY`] unless workers are alive.
 const CANDIDATE_RETRY_DELAY: Duration = Duration::from_millis(100);
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(1);
-/// Pause between two lookups of the name: addresses may appear late, or change.
+/// Pause between lookups of the name: addresses may appear late, or change.
 const RESOLVE_INTERVAL: Duration = Duration::from_secs(1);
 const RESOLVE_RETRY_DELAY: Duration = Duration::from_millis(500);
-/// A lookup that takes longer than this is reported as failing. It goes on.
+/// A lookup that takes longer than this is reported as a failure, but goes on.
 const RESOLVE_REPORT_AFTER: Duration = Duration::from_secs(3);
-/// Addresses of one name that are tried.
+/// Maximum number of addresses that are tried for one name.
 const MAX_ADDRESSES: usize = 16;
 
 /// Number of an attempt.
 pub(super) type AttemptId = u64;
 
-/// What `dialer` has to do.
+/// An action for `dialer`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action {
     Resolve,
     Try(AttemptId, SocketAddr),
 }
 
-/// How much depends on a quick connection.
+/// How urgent a connection is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Urgency {
     /// The agent has no workers.
     Joining,
-    /// Workers live, and end with the lease.
+    /// Workers are alive, and are ended when the lease expires.
     Working,
 }
 
@@ -67,13 +67,13 @@ pub enum Urgency {
 #[derive(Debug)]
 pub(super) struct Search {
     endpoint: Endpoint,
-    /// In order of preference.
+    /// Candidates, in order of preference.
     candidates: Vec<Candidate>,
     /// The address that worked last.
     known: Option<SocketAddr>,
     lookup: Lookup,
     lookup_error: Option<io::Error>,
-    /// When the next candidate may start beside those that run.
+    /// Earliest time at which the next candidate may start while attempts are in progress.
     next_start: Instant,
     next_id: AttemptId,
 }
@@ -88,7 +88,7 @@ enum Lookup {
 struct Candidate {
     address: SocketAddr,
     attempts: Vec<Attempt>,
-    /// When it became a candidate, or failed last.
+    /// Time at which it became a candidate, or last failed.
     since: Instant,
     failures: u32,
     failure: Option<Reason>,
@@ -118,7 +118,7 @@ impl Search {
         &self.endpoint
     }
 
-    /// What is due.
+    /// Returns the actions that are due.
     pub(super) fn poll(&mut self, urgency: Urgency, now: Instant) -> Vec<Action> {
         let mut actions = Vec::new();
         if matches!(self.lookup, Lookup::Due(at) if now >= at) {
@@ -128,7 +128,7 @@ impl Search {
         while now >= self.next_start || !self.is_trying() {
             let known = self.known;
             let due = self.candidates.iter_mut().filter_map(|it| Some((it.due(known, urgency)?, it)));
-            // The one that has waited longest, so that none that fails at once delays the others.
+            // Takes the one that has waited longest, so that one that fails at once does not delay the others.
             let Some((_, candidate)) = due.filter(|(at, _)| now >= *at).min_by_key(|(at, _)| *at) else {
                 break;
             };
@@ -140,7 +140,7 @@ impl Search {
         actions
     }
 
-    /// When [`poll`](Self::poll) is due.
+    /// Time at which [`poll`](Self::poll) is due.
     pub(super) fn deadline(&self, urgency: Urgency) -> Option<Instant> {
         let lookup = match self.lookup {
             Lookup::Due(at) => Some(at),
@@ -152,7 +152,7 @@ impl Search {
         lookup.into_iter().chain(next).min()
     }
 
-    /// The lookup has ended. Ports of the addresses do not matter.
+    /// Handles the result of the lookup. The ports of the addresses are ignored.
     pub(super) fn resolved(&mut self, found: io::Result<Vec<SocketAddr>>, now: Instant) {
         let found =
             found.and_then(|all| if all.is_empty() { Err(io::ErrorKind::NotFound.into()) } else { Ok(all) });
@@ -161,7 +161,7 @@ impl Search {
                 (self.lookup, self.lookup_error) = (Lookup::Due(now + RESOLVE_INTERVAL), None);
                 self.set_addresses(addresses, now);
             }
-            // Addresses that were found before are still tried.
+            // Addresses found earlier are still tried.
             Err(error) => {
                 (self.lookup, self.lookup_error) = (Lookup::Due(now + RESOLVE_RETRY_DELAY), Some(error));
             }
@@ -186,12 +186,12 @@ impl Search {
             self.candidates
                 .push(found.map_or_else(|| Candidate::new(address, now), |at| old.swap_remove(at)));
         }
-        // An attempt that was started at an address which is gone may still succeed; another one is not started.
+        // An attempt in progress at an address that is gone may still succeed, but no new one is started there.
         old.retain(|it| !it.attempts.is_empty() && self.known.is_none());
         self.candidates.extend(old);
     }
 
-    /// An attempt has a TCP connection.
+    /// An attempt has opened a TCP connection.
     pub(super) fn reached(&mut self, id: AttemptId, now: Instant) {
         if let Some(attempt) =
             self.candidates.iter_mut().flat_map(|it| &mut it.attempts).find(|it| it.id == id)
@@ -209,7 +209,7 @@ impl Search {
         self.next_start = now;
     }
 
-    /// An attempt has connected: the others are to be ended.
+    /// An attempt has connected. The caller ends the others.
     pub(super) fn connected(&mut self, id: AttemptId, now: Instant) {
         self.known = self.candidate(id).map(|candidate| candidate.address).or(self.known);
         for candidate in &mut self.candidates {
@@ -219,11 +219,11 @@ impl Search {
         self.candidates.sort_by_key(|candidate| known != Some(candidate.address));
     }
 
-    /// The connection is lost, or of no use: the search begins again, at the address that worked.
+    /// Starts the search again, at the address that worked, because the connection was lost or was of no use.
     pub(super) fn restart(&mut self, now: Instant) {
         self.next_start = now;
         for candidate in &mut self.candidates {
-            // A coordinator that closes each connection at once is not called without a pause.
+            // A pause is due even here, in case the coordinator closes every connection at once.
             (candidate.since, candidate.failures) = (now, 1);
         }
         if matches!(self.lookup, Lookup::Due(_)) {
@@ -231,15 +231,15 @@ impl Search {
         }
     }
 
-    /// The coordinator's process is gone: another one, or none, has its address.
+    /// Whether the coordinator's process is gone: its address refuses connections, or a different process has it.
     pub(super) fn is_gone(&self) -> bool {
         let known = self.candidates.iter().find(|candidate| Some(candidate.address) == self.known);
         known.and_then(|candidate| candidate.failure.as_ref()).is_some_and(Reason::is_another_process)
     }
 
-    /// A failure that no later attempt can mend, without a change of this node's configuration.
+    /// Takes a failure that no later attempt can mend without a change of this node's configuration.
     pub(super) fn take_final_error(&mut self) -> Option<ConnectError> {
-        // Other jobs may have the first ones of several ports.
+        // Other jobs may occupy the first of several ports.
         let only_port = self.endpoint.ports.len() == 1;
         let is_final = |reason: &Reason| !reason.is_transient() && (only_port || reason.is_of_this_job());
         let candidate =
@@ -248,10 +248,10 @@ impl Search {
         Some(ConnectError { coordinator: at(&self.endpoint.host, candidate.address.port()), reason })
     }
 
-    /// Why there is no connection yet: one line.
+    /// Describes in one line why there is no connection yet.
     pub(super) fn problem(&self, now: Instant) -> String {
         let failures = self.candidates.iter().filter_map(|it| Some((it.address, it.failure.as_ref()?)));
-        // Of equals, the first.
+        // Among equals, the first one counts.
         let most = failures.rev().max_by_key(|(_, reason)| reason.specificity());
         let (port, reason) = match (most, &self.lookup_error, &self.lookup) {
             (Some((address, reason)), ..) => (Some(address.port()), reason.to_string()),
@@ -266,7 +266,7 @@ impl Search {
         format!("failed to connect to the coordinator at {endpoint}: {reason}")
     }
 
-    /// Every candidate has failed at least once.
+    /// Whether every candidate has failed at least once.
     #[cfg(test)]
     pub(super) fn is_exhausted(&self) -> bool {
         let all = self.candidates.iter().all(|candidate| candidate.failure.is_some());
@@ -287,7 +287,7 @@ impl Candidate {
         Self { address, attempts: Vec::new(), since: now, failures: 0, failure: None }
     }
 
-    /// When it may be tried; `None` while an attempt is enough.
+    /// Earliest time at which the candidate may be tried; `None` while the attempts in progress are enough.
     fn due(&self, known: Option<SocketAddr>, urgency: Urgency) -> Option<Instant> {
         let is_known = known == Some(self.address);
         if let Some(last) = self.attempts.last() {
@@ -304,7 +304,7 @@ impl Candidate {
     }
 }
 
-/// The order of the resolver, but with the families in turns: one of them may not work.
+/// Keeps the resolver's order, but alternates between address families: one of them may not work.
 fn alternate_families(addresses: Vec<SocketAddr>) -> Vec<SocketAddr> {
     let first_is_v6 = addresses.first().is_some_and(SocketAddr::is_ipv6);
     let (first, second): (Vec<_>, Vec<_>) =
@@ -319,13 +319,13 @@ fn alternate_families(addresses: Vec<SocketAddr>) -> Vec<SocketAddr> {
     order
 }
 
-/// Keeps the scope of a link-local address.
+/// Sets the port. Keeps the scope of a link-local address.
 fn with_port(mut address: SocketAddr, port: u16) -> SocketAddr {
     address.set_port(port);
     address
 }
 
-/// `HOST:PORT`, with brackets around an IPv6 address.
+/// Formats `HOST:PORT`, with brackets around an IPv6 address.
 fn at(host: &str, port: u16) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }

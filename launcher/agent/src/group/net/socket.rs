@@ -1,7 +1,7 @@
-//! Options and addresses of TCP connections between agents and coordinator.
+//! Options and addresses of TCP connections between agents and the coordinator.
 //!
-//! Heartbeats tell that a peer is lost, long before TCP does. These options let the kernel give up connections that no
-//! process closes.
+//! Heartbeats detect a lost peer long before TCP does. These options let the kernel give up connections that no process
+//! closes.
 
 use std::io;
 use std::net::SocketAddr;
@@ -10,19 +10,19 @@ use std::time::Duration;
 use rustix::net::sockopt;
 use tokio::net::TcpStream;
 
-/// Longer than the longest time after which a silent host counts as lost.
+/// Longer than the longest silence after which a host counts as lost.
 const USER_TIMEOUT: Duration = Duration::from_secs(70);
 /// Probes of an idle connection begin after this time.
 const KEEP_ALIVE_IDLE: Duration = Duration::from_secs(20);
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEP_ALIVE_PROBES: u32 = 5;
 
-/// Both ends of a connection. IPv4 addresses are never written as IPv6 ones.
+/// Addresses of both ends of a connection. An IPv4 address is never in its IPv6-mapped form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Addresses {
-    /// Of this process.
+    /// Address of this process.
     pub local: SocketAddr,
-    /// Of the other side.
+    /// Address of the other side.
     pub peer: SocketAddr,
 }
 
@@ -33,9 +33,9 @@ impl Addresses {
     }
 }
 
-/// Sets the options of a connection.
+/// Sets the socket options of a connection.
 pub(super) fn set_options(stream: &TcpStream) -> io::Result<()> {
-    // Messages are small, and written in one piece.
+    // Messages are small and written in one piece, so there is nothing to coalesce.
     stream.set_nodelay(true)?;
     sockopt::set_socket_keepalive(stream, true)?;
     sockopt::set_tcp_keepidle(stream, KEEP_ALIVE_IDLE)?;

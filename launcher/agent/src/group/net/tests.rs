@@ -1,4 +1,4 @@
-//! Connections over loopback: who gets in, who does not, and what the user is told.
+//! Connections over loopback: which callers get in, which are refused, and what the user is told.
 
 mod limits;
 mod munge;
@@ -19,7 +19,7 @@ use super::connect::{Reason, connect_to};
 use super::tls::Tls;
 use super::{Connection, Dialed, Dialer, ListenError, Listener, Security, Token, Urgency};
 
-/// For hangs.
+/// Limit that turns a hang into a failure.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 fn token(text: &str) -> Token {
@@ -41,7 +41,7 @@ fn listen(security: Security) -> (Listener, u16) {
     (listener, port)
 }
 
-/// Serves gRPC until the test ends; every connection that was yielded is counted.
+/// Serves gRPC until the test ends. Sends the address of every connection that the listener yields.
 fn serve(listener: Listener) -> mpsc::UnboundedReceiver<SocketAddr> {
     let (yielded, connections) = mpsc::unbounded_channel();
     let incoming = listener.incoming(mpsc::unbounded_channel().0).map(move |stream| {
@@ -109,8 +109,8 @@ async fn call_works_with_the_token_and_without_security_over_both_families() {
 }
 
 #[tokio::test]
-async fn name_with_addresses_that_refuse_is_connected_by_another_one() {
-    // `localhost` usually has ::1 first, where nothing listens.
+async fn name_with_addresses_that_refuse_connects_to_another_of_its_addresses() {
+    // `localhost` usually resolves to ::1 first, where nothing listens.
     let (port, _connections) = start(with_token());
     let connection =
         connect(&Endpoint { host: "localhost".into(), ports: vec![port] }, &with_token()).await.unwrap();
@@ -201,11 +201,11 @@ async fn missing_coordinator_is_waited_for() {
 #[tokio::test]
 async fn ports_of_other_jobs_are_skipped_by_both_sides() {
     let own = || with_token().for_job("slurm-1.0");
-    // Another token, or the same user's munge: the job is told apart before that.
+    // The other job has another token, or uses the same user's munge: it is told apart before authentication.
     let (other, _other_job) = start(with_other_token().for_job("slurm-2.0"));
     let (reserved, free) = listen(Security::Insecure);
     drop(reserved);
-    // Nothing listens yet: the other job's refusal must not end the attempts.
+    // No coordinator listens yet: the refusal by the other job's must not end the attempts.
     let error = connect(&endpoint(&[other, free]), &own()).await.unwrap_err();
     assert!(!error.starts_with("final") && error.contains("the coordinator of another job"), "{error}");
     let listener = Listener::bind_host(&endpoint(&[other, free]), own()).await.unwrap();
@@ -229,7 +229,7 @@ async fn refused_token_is_final_although_other_ports_refuse_connections() {
     drop(reserved);
     let error = connect(&endpoint(&[port, free]), &with_token().for_job("slurm-1.0")).await.unwrap_err();
     assert!(error.starts_with("final: ") && error.contains("its token differs"), "{error}");
-    // A launch of version 0.2.0 names no job, and learns from the greeting what differs.
+    // A launch of version 0.2.0 names no job, and learns the difference from the reply to its greeting.
     let (port, _connections) = start(with_token().for_job("slurm-1.0"));
     call(&dial(port, &with_token()).await.unwrap()).await.unwrap();
 }
@@ -241,7 +241,7 @@ async fn silent_process_on_the_first_port_does_not_delay_the_next() {
     let ports = [silent.local_addr().unwrap().port(), port];
     let mut dialer = Dialer::new(endpoint(&ports), with_token());
     for _ in 0..3 {
-        // It keeps the connection open, and would be waited for.
+        // This process keeps the connection open, so the dialer would wait for it.
         let Dialed::Connected(connection) = dialer.next(Urgency::Joining).await else { panic!("{dialer:?}") };
         assert_eq!(connection.peer.port(), port);
         dialer.restart();
@@ -270,14 +270,14 @@ async fn callers_that_are_refused_are_named_with_the_reason() {
 /// Sends bytes and waits until the connection is closed.
 async fn send_raw(port: u16, bytes: &[u8]) {
     let mut stream = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
-    // The listener may close the connection meanwhile.
+    // The listener may already have closed the connection.
     let _ = stream.write_all(bytes).await;
     let _ = stream.shutdown().await;
     let closed = tokio::time::timeout(DEADLINE, stream.read_to_end(&mut Vec::new())).await;
     closed.unwrap().unwrap_or_default();
 }
 
-/// What an agent sends to a coordinator while it connects and makes a call.
+/// Records the bytes that an agent sends to a coordinator while it connects and makes a call.
 async fn recorded_connection(coordinator: u16, security: &Security) -> Vec<u8> {
     let proxy = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = proxy.local_addr().unwrap().port();
@@ -309,6 +309,6 @@ async fn replayed_handshake_is_refused() {
     assert!(recorded.len() > 200);
     send_raw(port, &recorded).await;
     assert!(connections.try_recv().is_err());
-    // The listener is unharmed.
+    // The listener still works.
     call(&dial(port, &with_token()).await.unwrap()).await.unwrap();
 }

@@ -1,8 +1,8 @@
-//! TLS 1.3 between agents and coordinator, with raw public keys (RFC 7250) in place of certificates: no names, no
-//! validity, no chain, just one expected key per role.
+//! TLS 1.3 between agents and the coordinator, with raw public keys (RFC 7250) in place of certificates: no names, no
+//! validity periods, no chains, just one expected key per role.
 //!
-//! Sessions are never resumed and there is no early data. A handshake includes fresh random numbers of both sides, so a
-//! recorded one proves nothing when it is replayed.
+//! Sessions are never resumed and there is no early data. A handshake includes fresh random numbers from both sides, so
+//! replaying a recorded one proves nothing.
 
 use std::fmt;
 use std::sync::Arc;
@@ -26,36 +26,36 @@ use zeroize::Zeroizing;
 
 use super::token::{Seeds, Token};
 
-/// PKCS #8 (RFC 8410) of an Ed25519 key, before the 32 bytes of its seed.
+/// PKCS #8 header (RFC 8410) of an Ed25519 key, which precedes the 32 bytes of its seed.
 const PKCS8_PREFIX: [u8; 16] =
     [0x30, 0x2e, 0x02, 0x01, 0x00, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x04, 0x22, 0x04, 0x20];
 const ALPN: &[u8] = b"h2";
 const JOB_ALPN_PREFIX: &[u8] = b"xlaunch-job/";
-/// Label of the exporter (RFC 8446, 7.5) whose value identifies a channel to both of its ends alone.
+/// Label of the exporter (RFC 8446, 7.5) whose value identifies a channel and is known only to its two ends.
 const CHANNEL_LABEL: &[u8] = b"EXPORTER-xlaunch-group-1";
 
-/// Why there are no keys for TLS.
+/// The reason why TLS could not be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
     /// No randomness, or a failure of the key derivation.
     #[error("failed to make keys for TLS: the cryptographic library returned no key")]
     Keys,
-    /// The configuration is refused.
+    /// The library refuses the configuration.
     #[error("failed to configure TLS: {0}")]
     Configuration(#[from] Error),
 }
 
-/// Configurations of both roles.
+/// TLS configurations of both roles.
 pub struct Tls {
     coordinator: Arc<ServerConfig>,
     agent: Arc<ClientConfig>,
 }
 
-/// What identifies a TLS channel to both of its ends.
+/// Value that identifies a TLS channel to both of its ends.
 pub(super) type ChannelId = [u8; 32];
 
 impl Tls {
-    /// Each side accepts exactly the key that the token gives the other role.
+    /// Configures each side to accept exactly the key that the token gives the other role.
     pub(super) fn from_token(token: &Token) -> Result<Self, TlsError> {
         let seeds = token.seeds().ok_or(TlsError::Keys)?;
         let (coordinator, agent) = (certified_key(&seeds.coordinator)?, certified_key(&seeds.agent)?);
@@ -65,7 +65,8 @@ impl Tls {
         Self::new(coordinator, agent, Peer::Key(coordinator_key), Peer::Key(agent_key))
     }
 
-    /// Keys of this process. Both sides accept any key: what a peer is must be proved over the channel.
+    /// Configures keys of this process alone. Both sides accept any key: the peer's identity must be proved over the
+    /// channel.
     pub(super) fn ephemeral() -> Result<Self, TlsError> {
         let seeds = Seeds::random().ok_or(TlsError::Keys)?;
         let (coordinator, agent) = (certified_key(&seeds.coordinator)?, certified_key(&seeds.agent)?);
@@ -97,8 +98,9 @@ impl Tls {
         Ok(Self { coordinator: Arc::new(server), agent: Arc::new(client) })
     }
 
-    /// The same keys for one of several jobs that may listen on the same ports: each side names its job by an
-    /// application protocol (RFC 7301), before it proves anything. A coordinator also takes callers that name none.
+    /// Restricts the configuration to one of several jobs that may listen on the same ports: each side names its job by
+    /// an application protocol (RFC 7301), before it proves anything. A coordinator also accepts callers that name no
+    /// job.
     pub(super) fn for_job(&self, run_id: &str) -> Self {
         let id = digest::digest(&digest::SHA256, run_id.as_bytes());
         let id: String = id.as_ref().iter().take(16).map(|byte| format!("{byte:02x}")).collect();
@@ -110,22 +112,22 @@ impl Tls {
         Self { coordinator: Arc::new(server), agent: Arc::new(client) }
     }
 
-    /// The coordinator's side of a handshake.
+    /// Returns the coordinator's side of a handshake.
     pub(super) fn acceptor_config(&self) -> Arc<ServerConfig> {
         self.coordinator.clone()
     }
 
-    /// An agent's side of a handshake.
+    /// Returns an agent's side of a handshake.
     pub(super) fn connector(&self) -> tokio_rustls::TlsConnector {
         self.agent.clone().into()
     }
 
-    /// The name that the library wants of a server. It is neither sent nor checked.
+    /// Returns the server name that the library insists on. It is neither sent nor checked.
     pub(super) fn server_name() -> Result<ServerName<'static>, TlsError> {
         ServerName::try_from("xlaunch").map_err(|_| TlsError::Keys)
     }
 
-    /// Has the token, but each side shows the key of the other role.
+    /// Uses the token, but each side presents the key of the other role.
     #[cfg(test)]
     pub(super) fn impostor(token: &Token) -> Self {
         let seeds = token.seeds().unwrap();
@@ -135,14 +137,14 @@ impl Tls {
     }
 }
 
-/// Shows no keys.
+/// Never shows the keys.
 impl fmt::Debug for Tls {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Tls")
     }
 }
 
-/// The value that identifies a channel: no third process can have a channel with the same one.
+/// Returns the value that identifies a channel. No third process can have a channel with the same value.
 pub(super) fn channel_id<D>(connection: &rustls::ConnectionCommon<D>) -> Result<ChannelId, Error> {
     connection.export_keying_material([0; 32], CHANNEL_LABEL, None)
 }
@@ -156,14 +158,14 @@ fn certified_key(seed: &[u8; 32]) -> Result<CertifiedKey, TlsError> {
     Ok(CertifiedKey::new(vec![CertificateDer::from(public.as_ref().to_vec())], key))
 }
 
-/// Which keys a peer may have.
+/// The keys that a peer may have.
 #[derive(Debug)]
 enum Peer {
     Any,
     Key(SubjectPublicKeyInfoDer<'static>),
 }
 
-/// Accepts a peer by its raw public key. The library then has it prove the key by a signature of the handshake.
+/// Accepts a peer by its raw public key. The library then has the peer prove that key by a signature in the handshake.
 #[derive(Debug)]
 struct Verifier {
     peer: Peer,

@@ -1,13 +1,13 @@
-//! The job's token: the secret that its nodes share, and the keys that are derived from it.
+//! The job's token: the secret that its nodes share, and the keys derived from it.
 //!
 //! ```text
 //! --token-file, XLAUNCH_TOKEN, or random --> Token --HKDF-SHA256--> key of the coordinator, key of the agents
 //! ```
 //! Every node derives both keys, so the members of a job trust each other. Two keys are needed nevertheless: a message
-//! of one role can then never be sent back to its author as one of the other role.
+//! of one role can then never be sent back to its author as a message of the other role.
 //!
-//! The coordinator proves its key before it knows the caller, so any process that reaches the port can check guesses of
-//! the token offline. A token must therefore be random: its length is checked here, its randomness cannot be.
+//! The coordinator proves its key before it knows the caller, so any process that reaches the port can test guesses of
+//! the token offline. A token must therefore be random. Its length is checked here; its randomness cannot be.
 
 use std::fmt;
 use std::io::{self, Read};
@@ -22,14 +22,14 @@ use zeroize::Zeroizing;
 
 /// Environment variable with the token.
 pub const TOKEN_VARIABLE: &str = "XLAUNCH_TOKEN";
-/// Bytes that a token has at least.
+/// Minimum length of a token in bytes.
 pub const MIN_TOKEN_BYTES: usize = 16;
-/// Bytes that a token has at most.
+/// Maximum length of a token in bytes.
 pub const MAX_TOKEN_BYTES: usize = 4096;
 
-/// Random bytes of a generated token.
+/// Number of random bytes in a generated token.
 const GENERATED_BYTES: usize = 32;
-/// Separates keys of this protocol and its version from other uses of the same token.
+/// Separates the keys of this protocol version from other uses of the same token.
 const KEY_DOMAIN: &[u8] = b"xlaunch group protocol 1";
 const COORDINATOR_KEY: &[u8] = b"ed25519 key of the coordinator";
 const AGENT_KEY: &[u8] = b"ed25519 key of the agents";
@@ -43,7 +43,7 @@ pub(super) struct Seeds {
     pub(super) agent: Zeroizing<[u8; 32]>,
 }
 
-/// Why there is no token.
+/// The reason why there is no usable token.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenError {
     /// Too few bytes to be a secret.
@@ -52,9 +52,9 @@ pub enum TokenError {
          `openssl rand -hex 32`"
     )]
     Short {
-        /// Where it is from.
+        /// Source of the token.
         origin: String,
-        /// Its length.
+        /// Length of the token.
         bytes: usize,
     },
     /// Too many bytes.
@@ -62,7 +62,7 @@ pub enum TokenError {
         "the token in {origin} has more than {MAX_TOKEN_BYTES} bytes; make one with `openssl rand -hex 32`"
     )]
     Long {
-        /// Where it is from.
+        /// Source of the token.
         origin: String,
     },
     /// Other users can read the file.
@@ -71,34 +71,27 @@ pub enum TokenError {
         path.display()
     )]
     Readable {
-        /// The file.
         path: PathBuf,
-        /// Its permissions.
+        /// Permission bits of the file.
         mode: u32,
     },
-    /// The file is another ordinary user's, who thus knows the token.
+    /// The file belongs to another ordinary user, who therefore knows the token.
     #[error("token file `{}` belongs to user {owner}; copy it to a file of your own", path.display())]
     Foreign {
-        /// The file.
         path: PathBuf,
-        /// Its owner's uid.
+        /// User id of the owner.
         owner: u32,
     },
     /// The file cannot be read.
     #[error("failed to read token file `{}`: {source}", path.display())]
-    File {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// The system has no random numbers.
+    File { path: PathBuf, source: io::Error },
+    /// The system provides no random numbers.
     #[error("failed to generate a token: the system has no random numbers")]
     Random,
 }
 
 impl TokenError {
-    /// What `xlaunch` exits with.
+    /// Returns the exit code of `xlaunch` for this error.
     pub fn exit_code(&self) -> ExitCode {
         match self {
             Self::Random => ExitCode::Internal,
@@ -108,11 +101,11 @@ impl TokenError {
 }
 
 impl Token {
-    /// The token in a file that no other user can read. A file of root may be open to a group: administrators and
-    /// Kubernetes hand out secrets that way.
+    /// Reads the token from a file that no other user can read. A file of root may be open to a group: administrators
+    /// and Kubernetes hand out secrets that way.
     ///
     /// # Errors
-    /// The file cannot be read, is open to other users or another user's, or has no usable token.
+    /// Fails if the file cannot be read, is open to other users, belongs to another user, or has no usable token.
     pub fn read(path: &Path) -> Result<Self, TokenError> {
         let failed = |source| TokenError::File { path: path.into(), source };
         let file = std::fs::File::open(path).map_err(failed)?;
@@ -126,35 +119,35 @@ impl Token {
         if mode & others != 0 {
             return Err(TokenError::Readable { path: path.into(), mode });
         }
-        // One byte more than allowed, and for the line feed. The capacity keeps the bytes from being moved, which would
-        // leave a copy.
+        // One byte more than allowed, and one for the line feed. With this capacity the buffer is never reallocated,
+        // which would leave a copy of the token in memory.
         let most = MAX_TOKEN_BYTES + 2;
         let mut bytes = Zeroizing::new(Vec::with_capacity(most));
         file.take(most as u64).read_to_end(&mut bytes).map_err(failed)?;
         Self::parse(bytes, &format!("`{}`", path.display()))
     }
 
-    /// The token in [`TOKEN_VARIABLE`], if that is set and not empty.
+    /// Returns the token in [`TOKEN_VARIABLE`], if that is set and not empty.
     ///
     /// # Errors
-    /// It is too short or too long.
+    /// Fails if the token is too short or too long.
     pub fn from_environment() -> Result<Option<Self>, TokenError> {
         let set = std::env::var_os(TOKEN_VARIABLE).filter(|value| !value.is_empty());
         set.map(|value| Self::parse(Zeroizing::new(value.into_vec()), TOKEN_VARIABLE)).transpose()
     }
 
-    /// The token that a parent has sent, with or without a line feed at its end; `origin` is for messages.
+    /// Accepts a token sent by a parent process, with or without a trailing line feed; `origin` is for messages.
     ///
     /// # Errors
-    /// It is too short or too long.
+    /// Fails if the token is too short or too long.
     pub fn from_bytes(bytes: Vec<u8>, origin: &str) -> Result<Self, TokenError> {
         Self::parse(Zeroizing::new(bytes), origin)
     }
 
-    /// A new random token, of printable characters.
+    /// Generates a random token of printable characters.
     ///
     /// # Errors
-    /// The system has no random numbers.
+    /// Fails if the system provides no random numbers.
     pub fn generate() -> Result<Self, TokenError> {
         let mut random = Zeroizing::new([0; GENERATED_BYTES]);
         SystemRandom::new().fill(random.as_mut()).map_err(|_| TokenError::Random)?;
@@ -164,7 +157,7 @@ impl Token {
         Ok(Self(text))
     }
 
-    /// Its bytes, to hand it to another node. Must not be shown or logged.
+    /// Returns the token's bytes, to hand it to another node. Must not be shown or logged.
     pub fn expose(&self) -> &[u8] {
         &self.0
     }
@@ -180,7 +173,7 @@ impl Token {
         }
     }
 
-    /// The seeds of both keys; `None` if the cryptographic library fails.
+    /// Derives the seeds of both keys; `None` if the cryptographic library fails.
     pub(super) fn seeds(&self) -> Option<Seeds> {
         let secret = hkdf::Salt::new(hkdf::HKDF_SHA256, KEY_DOMAIN).extract(&self.0);
         let derive = |role: &[u8]| {
@@ -193,7 +186,7 @@ impl Token {
 }
 
 impl Seeds {
-    /// Random seeds, for keys that nothing else knows.
+    /// Creates random seeds, for keys that are known only to this process.
     pub(super) fn random() -> Option<Self> {
         let mut seeds = Self { coordinator: Zeroizing::new([0; 32]), agent: Zeroizing::new([0; 32]) };
         let random = SystemRandom::new();

@@ -5,7 +5,7 @@ use super::*;
 const AGENT: &str = "10.0.0.2";
 const FLOOD: &str = "10.0.0.1";
 
-/// What a caller in a flood does.
+/// Behaviour of the callers in a flood.
 #[derive(Clone, Copy, PartialEq)]
 enum Caller {
     Silent,
@@ -16,7 +16,7 @@ enum Caller {
 /// The listener's loop: accepts from the kernel's queue, and starts handshakes.
 struct Listener {
     admission: Admission<Option<Caller>, u64>,
-    /// In the order of arrival; an agent has no `Caller`.
+    /// Callers in order of arrival; an agent has no `Caller`.
     kernel: std::collections::VecDeque<(&'static str, Option<Caller>)>,
     now: Instant,
 }
@@ -27,7 +27,7 @@ impl Listener {
         Self { admission: Admission::new(), kernel, now: Instant::now() }
     }
 
-    /// Whether the agent's handshake starts.
+    /// Advances by one step. Returns whether the agent's handshake has started.
     fn step(&mut self) -> bool {
         loop {
             while let Some(start) = self.admission.start(self.now) {
@@ -43,7 +43,7 @@ impl Listener {
         }
     }
 
-    /// Time until an agent's handshake starts that calls from `source` now.
+    /// Returns the time until the handshake of an agent that calls from `source` now starts.
     fn delay_of_agent(&mut self, source: &'static str) -> Duration {
         let start = self.now;
         self.kernel.push_back((source, None));

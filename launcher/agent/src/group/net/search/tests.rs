@@ -1,32 +1,32 @@
-//! Searches on networks that are slow, cut, or half broken, under a simulated clock.
+//! Searches on networks that are slow, cut or half broken, under a simulated clock.
 
 use std::collections::BTreeMap;
 
 use super::*;
 
-/// What an address does with a connection.
+/// How an address reacts to a connection.
 #[derive(Clone, Copy)]
 enum Behaviour {
     Refuses,
     /// Drops packets: TCP gives up after 3 s.
     Filtered,
-    /// Accepts, and says nothing: given up after 10 s.
+    /// Accepts, but never answers: given up after 10 s.
     Silent,
-    /// Of another user, or another token.
+    /// Belongs to another user, or has another token.
     WrongToken,
     OtherJob,
     /// The coordinator: connected after four round trips.
     Coordinator,
 }
 
-/// A network, and the shell around a search.
+/// A network, and the effects of a search on it.
 struct World {
     search: Search,
     start: Instant,
     now: Instant,
     urgency: Urgency,
     round_trip: Duration,
-    /// How long a lookup takes, and what it finds; it fails if that is empty.
+    /// Time that a lookup takes, and the addresses it finds; it fails if there are none.
     lookup: (Duration, Vec<&'static str>),
     behaviours: BTreeMap<SocketAddr, Behaviour>,
     pending: Vec<(Instant, Event)>,
@@ -137,7 +137,7 @@ impl World {
         false
     }
 
-    /// The connection is lost while workers live.
+    /// Loses the connection while workers are alive.
     fn lose(&mut self) {
         self.pending.clear();
         self.search.restart(self.now);
@@ -145,7 +145,7 @@ impl World {
     }
 }
 
-/// The time that a lost connection has to be made again, with the default lease of 12 s.
+/// Time within which a lost connection has to be replaced, with the default lease of 12 s.
 const LEASE: Duration = Duration::from_millis(9500);
 
 #[test]
@@ -224,7 +224,7 @@ fn failure_that_says_most_is_reported_whichever_port_it_is_of() {
 }
 
 #[test]
-fn what_is_waited_for_is_told_from_the_beginning() {
+fn cause_of_a_wait_is_told_from_the_beginning() {
     let mut world = World::new(&[29400], &[], &[]);
     world.lookup.0 = ms(30_000);
     assert_eq!(world.dial(ms(4000)), None);

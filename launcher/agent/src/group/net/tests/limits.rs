@@ -1,4 +1,4 @@
-//! Callers that are not agents: silent, slow, or sending anything at all.
+//! Callers that are not agents: silent, slow, or sending arbitrary bytes.
 
 use std::time::Instant;
 
@@ -17,7 +17,7 @@ async fn silent_callers(port: u16, count: usize) -> Vec<TcpStream> {
     callers
 }
 
-/// As agents do: on a busy machine, one of a thousand may be displaced.
+/// Dials again and again, as agents do: on a busy machine, one of a thousand may be displaced.
 async fn dial_until_connected(port: u16, security: Security) -> Connection {
     loop {
         match dial(port, &security).await {
@@ -49,7 +49,7 @@ async fn agents_get_in_while_a_thousand_callers_are_silent() {
         let silent = silent_callers(port, SILENT_CALLERS).await;
         let start = Instant::now();
         let agents = dial_all(port, &security, 50).await;
-        // Well below the time that the callers would have kept the listener busy: 1000 / 64 x 5 s.
+        // Well below the time for which the callers could have kept the listener busy: 1000 / 64 x 5 s.
         assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
         for agent in &agents {
             call(agent).await.unwrap();
@@ -109,7 +109,7 @@ async fn arbitrary_bytes_do_no_harm() {
     for round in 0..300 {
         let bytes: Vec<u8> = match round % 3 {
             0 => (0..random(3000)).map(|_| u8::try_from(random(256)).unwrap()).collect(),
-            // A TLS record of a handshake, with random contents and a random length in its head.
+            // A TLS handshake record with random contents and a random length in its header.
             1 => {
                 let mut bytes: Vec<u8> =
                     (0..5 + random(20_000)).map(|_| u8::try_from(random(256)).unwrap()).collect();

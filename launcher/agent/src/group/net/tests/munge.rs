@@ -1,4 +1,4 @@
-//! Authentication by munge: with scripts in place of its programs, and with a real munged if there is one.
+//! Authentication by munge: with scripts in place of its programs, and with a real munged if available.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -8,9 +8,9 @@ use super::*;
 use crate::group::net::MungeError;
 use crate::group::net::munge::{Munge, Refusal};
 
-/// Encodes by writing what `unmunge` will print, for the user who runs the test.
+/// Encodes by writing the output that `unmunge` is to print, for the user who runs the test.
 const MUNGE: &str = "printf 'UID:   someone (%s)\\n\\n' \"$(id -u)\"; cat";
-/// As if another user had made the credential.
+/// Same, as if another user had made the credential.
 const MUNGE_OF_OTHER: &str = "printf 'UID:   someone (4242)\\n\\n'; cat";
 const UNMUNGE: &str = "cat";
 
@@ -18,8 +18,8 @@ const UNMUNGE: &str = "cat";
 fn scripts(dir: &Path, munge: &str, unmunge: &str) -> Security {
     let script = |name: &str, text: &str| {
         let path = dir.join(name);
-        // Written by another process: a test that starts a program meanwhile would inherit the descriptor, and a file
-        // that is open for writing cannot be run.
+        // Another process writes the file: a test that starts a program at the same time would inherit the descriptor,
+        // and a file that is open for writing cannot be executed.
         let mut command = Command::new("sh");
         command.args(["-c", "printf '%s' \"$1\" > \"$0\"; chmod 700 \"$0\""]).arg(&path);
         assert!(command.arg(format!("#!/bin/sh\n{text}\n")).status().unwrap().success());
@@ -58,7 +58,7 @@ async fn other_user_is_refused_by_both_sides() {
     assert!(connections.try_recv().is_err());
 }
 
-/// A process between agent and coordinator that has a TLS channel with each and passes on what they say.
+/// A process in the middle has a TLS channel with agent and coordinator each, and relays their messages.
 #[tokio::test]
 async fn relayed_credential_is_refused() {
     let [one, other] = dirs();
@@ -128,7 +128,7 @@ async fn unusable_programs_are_named_with_what_to_do() {
     assert!(error.contains("malformed") || error.contains("failed"), "{error}");
 }
 
-/// A munged of this test alone.
+/// A munged for this test alone.
 struct Munged(Child);
 
 impl Drop for Munged {
