@@ -16,29 +16,30 @@ use crate::spawn::process_tree::ProcessTree;
 use crate::spawn::{Exit, Spawned, Worker, faulthandler, gpu_memory};
 use crate::state::{Action, Event};
 
-/// For the remaining output of a worker that has exited; a process that it started may hold the pipe open.
+/// Time to read the remaining output of an exited worker; a process that it started may hold the pipe open.
 const OUTPUT_DRAIN_TIMEOUT: Duration = Duration::from_millis(500);
-/// For what a command's worker has written to stderr before it failed to arrive.
+/// Time for the last stderr output of a failed command's worker to arrive.
 const LAST_WORDS_TIMEOUT: Duration = Duration::from_millis(100);
-/// For killed processes to disappear. Those that remain hang in the kernel.
+/// Time for killed processes to disappear. Those that remain after it hang in the kernel.
 const KILL_DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
-/// For the GPU driver to release the memory of killed processes, before workers are started on the same GPUs.
+/// Time for the GPU driver to release the memory of killed processes, before workers are started on the same GPUs.
 const GPU_MEMORY_RELEASE_TIMEOUT: Duration = Duration::from_secs(15);
 
 #[derive(Debug, Default)]
 pub(super) struct Attempt {
-    /// From 0.
+    /// Number of the attempt, from 0.
     pub(super) number: u32,
-    /// Declared, and so dropped, before `workers`: it identifies workers by process ids, which cannot be reused while a
-    /// [`Worker`] is kept.
+    /// Declared, and therefore dropped, before `workers`: it identifies workers by process ids, which cannot be reused
+    /// while a [`Worker`] is kept.
     pub(super) processes: Option<ProcessTree>,
-    /// By rank; `None` if the worker could not be started. A single one if all ranks are its threads.
+    /// Processes by rank; `None` for a worker that could not be started. Just one if all ranks are threads of the same
+    /// process.
     pub(super) workers: Vec<Option<StartedWorker>>,
-    /// By rank.
+    /// Ends by rank.
     pub(super) ends: Vec<WorkerEnd>,
-    /// Workers of this attempt have been sent a signal that ends them.
+    /// The workers have been sent a signal that ends them.
     signalled: bool,
-    /// Signals that the process groups of these workers have received from the terminal.
+    /// Workers whose process group has already received a signal from the terminal.
     received: Vec<(u32, Signal)>,
 }
 
@@ -48,7 +49,7 @@ pub(super) struct StartedWorker {
     pub(super) output: RankOutput,
 }
 
-/// The process of a worker has exited.
+/// The exit of a worker's process.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WorkerExit {
     pub(super) pid: u32,
@@ -56,16 +57,16 @@ pub(super) struct WorkerExit {
     pub(super) exit: Exit,
 }
 
-/// How a worker ended, or why it did not start.
+/// How a worker ended, or the reason why it did not start.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct WorkerEnd {
     pub(super) exit: Option<Exit>,
     pub(super) time: Option<SystemTime>,
-    /// The same, to compare with the times of its output.
+    /// Monotonic time of the exit, to compare with the times of its output.
     pub(super) at: Option<Instant>,
-    /// xlaunch had sent it a signal.
+    /// xlaunch had sent it a signal before.
     pub(super) signalled: bool,
-    /// It was being killed before that.
+    /// It was already being killed before xlaunch sent its signal.
     killed_before: bool,
     /// The error number of a failed start.
     pub(super) spawn_error: Option<i32>,
@@ -79,7 +80,7 @@ impl Attempt {
         attempt
     }
 
-    /// The process that this rank is, or is a thread of.
+    /// Returns the process that this rank is, or is a thread of.
     pub(super) fn process(&self, rank: u32) -> Option<&StartedWorker> {
         self.workers.get(rank as usize).or(self.workers.first())?.as_ref()
     }
@@ -95,7 +96,7 @@ impl Attempt {
         self.processes.iter().for_each(ProcessTree::kill);
     }
 
-    /// Lets the Python programs of these ranks print their stacks and exit. Whether there are any.
+    /// Makes the Python programs of these ranks print their stacks and exit. Returns whether there are any.
     pub(super) fn print_stacks(&self, ranks: &[u32]) -> bool {
         let started = ranks.iter().filter_map(|rank| self.process(*rank));
         faulthandler::print_stacks(&started.map(|started| started.worker.pid).collect::<Vec<_>>())
@@ -109,12 +110,12 @@ impl Attempt {
         self.processes.iter().for_each(|processes| processes.signal(signal, &received));
     }
 
-    /// The process group of this worker is not sent this signal when the others are.
+    /// Records that this worker's process group has received a signal, so that it is not sent again with the others.
     pub(super) fn has_received(&mut self, worker: u32, signal: Signal) {
         self.received.push((worker, signal));
     }
 
-    /// Tells the process group of this rank that its terminal is gone.
+    /// Tells this rank's process group that its terminal is gone.
     pub(super) fn hang_up(&self, rank: u32) {
         if let Some(started) = self.process(rank) {
             started.worker.signal(Signal::HUP);
@@ -130,7 +131,7 @@ impl Attempt {
         self.processes.iter().for_each(ProcessTree::resume);
     }
 
-    /// Whether the OOM killer has ended this rank, as far as its own cgroup and that of the launch tell.
+    /// Whether the OOM killer has ended this rank, according to its own cgroup and that of the launch.
     pub(super) fn is_out_of_memory(&self, rank: u32, exit: Exit) -> bool {
         let kills = self.processes.as_ref().filter(|_| exit == Exit::Signal(Signal::KILL.as_raw()));
         kills.map(|processes| processes.oom_kills(rank)).is_some_and(|kills| kills.rank + kills.launch > 0)
@@ -141,7 +142,7 @@ impl Attempt {
         self.process(rank).is_some_and(|started| started.worker.pid == pid)
     }
 
-    /// A worker that has not exited is being killed. It takes a process with a GPU a while to exit.
+    /// Records that a worker is being killed that has not exited yet. A process with a GPU takes a while to exit.
     pub(super) fn dying(&mut self, rank: u32) {
         if let Some(end) = self.ends.get_mut(rank as usize) {
             end.killed_before = !self.signalled;
@@ -157,7 +158,7 @@ impl Attempt {
 }
 
 impl Driver<'_> {
-    /// Starts all workers of an attempt; returns the actions for those that could not be started.
+    /// Starts all workers of an attempt. Returns the actions for those that could not be started.
     pub(super) async fn start(&mut self, attempt: u32) -> Vec<Action> {
         if !self.attempt.workers.is_empty() {
             let pids: Vec<u32> = self.attempt.workers.iter().flatten().map(|it| it.worker.pid).collect();
@@ -204,12 +205,12 @@ impl Driver<'_> {
         actions
     }
 
-    /// The ranks of a process: the one with its number, or all of them.
+    /// Returns the ranks of a process: the one with its number, or all of them.
     fn ranks_of(&self, process: u32) -> Range<u32> {
         if self.workload.processes() == self.workers { process..process + 1 } else { 0..self.workers }
     }
 
-    /// What follows from a process that could not be started.
+    /// Returns the actions for a process that could not be started.
     fn not_started(&mut self, process: u32, error: &io::Error) -> Vec<Action> {
         let exit = match error.kind() {
             io::ErrorKind::InvalidData => ExitCode::Data,
@@ -223,18 +224,18 @@ impl Driver<'_> {
         actions
     }
 
-    /// The faults of the job's GPUs, with their ranks. A driver that does not answer is not a fault.
+    /// Returns the faults of the job's GPUs, with their ranks. A driver that does not answer is not a fault.
     async fn gpu_faults(&self) -> Vec<(u32, String)> {
         let Some(visible) = self.workload.gpus_to_check() else { return Vec::new() };
         let node = tokio::task::spawn_blocking(|| doctor::read(doctor::QUICK_TIMEOUT)).await;
         node.map_or_else(|_| Vec::new(), |node| doctor::faults(&node, visible.as_deref(), self.workers))
     }
 
-    /// Starts no worker, because of these faults.
+    /// Starts no worker because of these faults. Returns the actions.
     fn refuse_gpus(&mut self, faults: &[(u32, String)]) -> Vec<Action> {
         let others = (0..self.workers).filter(|rank| !faults.iter().any(|(faulty, _)| faulty == rank));
         let reason = "another rank's GPU has a fault";
-        // The first one is the root cause. A GPU may have several faults.
+        // The first fault is the root cause. A GPU may have several.
         let mut reasons: Vec<(u32, &str)> =
             faults.iter().map(|(rank, fault)| (*rank, fault.as_str())).collect();
         reasons.dedup_by_key(|(rank, _)| *rank);
@@ -266,7 +267,7 @@ impl Driver<'_> {
         }
     }
 
-    /// Starts the process of this rank, of which the others may be threads.
+    /// Starts the process of this rank. Other ranks may be threads of it.
     pub(super) async fn start_worker(
         &mut self,
         processes: &mut ProcessTree,
@@ -284,18 +285,19 @@ impl Driver<'_> {
         };
         processes.add(worker.pid);
         self.reaper.watch(self.attempt.processes.iter().chain([&*processes]));
-        // An error from here on leaves the process to the process tree. No exit is reported: the rank has not started.
+        // After an error from here on, the process tree still owns the process. No exit is reported, since the rank has
+        // not started.
         let output = self.workload.output().start(rank, dir, stdout, stderr)?;
         let (exits, pid, pidfd) = (self.exits.clone(), worker.pid, worker.watch());
         let (ranks, written) = (self.ranks_of(rank), self.workload.program().map(|_| output.written()));
         tokio::spawn(async move {
             let exit = Worker::exit(pidfd).await;
             if let Some(written) = written.filter(|_| exit != Exit::Code(0)) {
-                // What it has written about its failure is needed to judge it.
+                // Its output about the failure is needed to find the cause.
                 written.wait(LAST_WORDS_TIMEOUT).await;
             }
             for rank in ranks {
-                // The driver outlives the job; it is gone only if the whole process ends.
+                // The receiver is gone only if the whole process ends.
                 let _ = exits.send(WorkerExit { pid, rank, exit });
             }
         });

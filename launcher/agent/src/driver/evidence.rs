@@ -1,4 +1,4 @@
-//! What is known about a rank of a failed job, for the report.
+//! Collects evidence about the ranks of a failed job, for the report.
 
 use std::ffi::OsStr;
 use std::io::Read;
@@ -13,16 +13,16 @@ use crate::run_dir::rank_dir;
 use crate::spawn::Exit;
 use crate::state::Event;
 
-/// Bytes of a worker's error file that are read.
+/// Maximum number of bytes read from a worker's error file.
 const MAX_ERROR_FILE_BYTES: u64 = 1 << 20;
 
 impl Driver<'_> {
-    /// The evidence of the current or last attempt, by rank.
+    /// Returns the evidence of the current or last attempt, by rank.
     pub(super) fn all_evidence(&self) -> Vec<Evidence> {
         (0..self.workers).map(|rank| self.evidence(rank)).collect()
     }
 
-    /// What a command's worker, which has exited, has written about its failure.
+    /// Returns what a command's worker, which has exited, wrote about its failure.
     pub(super) fn symptom(&self, rank: u32, exit: Exit) -> Option<Event> {
         let started = self.attempt.process(rank)?;
         if exit == Exit::Code(0) || self.workload.program().is_none() {
@@ -48,7 +48,8 @@ impl Driver<'_> {
             pid: started.map_or(0, |started| started.worker.pid),
             host: devices::host_name(),
             node_rank: self.membership.node_rank(),
-            // Exit codes of the built-in trainer have their own meanings; signals mean the same everywhere.
+            // The report explains a command's exit codes only: those of the built-in trainer have their own meanings.
+            // Signals mean the same everywhere.
             exit: end.exit.filter(|exit| program.is_some() || matches!(exit, Exit::Signal(_))),
             exit_time: end.time,
             signalled: end.signalled,
@@ -64,7 +65,7 @@ impl Driver<'_> {
     }
 }
 
-/// The first [`MAX_ERROR_FILE_BYTES`] of a file that a worker may have written.
+/// Reads the first [`MAX_ERROR_FILE_BYTES`] of a file that a worker may have written.
 fn read_start(path: &Path) -> Option<String> {
     let mut bytes = Vec::new();
     fs_err::File::open(path).ok()?.take(MAX_ERROR_FILE_BYTES).read_to_end(&mut bytes).ok()?;

@@ -1,6 +1,7 @@
-//! The driver's side of the group: preparations for an attempt, what the coordinator says, and numbers of ranks.
+//! The driver's side of the group: preparations for an attempt, messages from the coordinator, and the translation of
+//! ranks.
 //!
-//! Everything inside of the agent goes by local ranks; workers and users know ranks.
+//! Everything inside the agent uses local ranks; workers and users know the ranks of the job.
 
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs};
@@ -22,9 +23,9 @@ use crate::status::board::Board;
 use crate::waiting::{self, Group};
 use crate::workload::Hang;
 
-/// To connect to the next node.
+/// Timeout for connecting to the next node.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
-/// For users on other nodes who follow logs to get the last lines of an attempt.
+/// Time for users on other nodes who follow logs to get the last lines of an attempt.
 const LAST_LINES_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// This node's place in the group.
@@ -41,7 +42,7 @@ impl Membership {
         Self { messages: group.link.sender(), prepare: group.first.clone(), assignment }
     }
 
-    /// The attempt that the coordinator has announced last.
+    /// Returns the attempt that the coordinator announced last.
     pub(super) fn prepare(&self) -> Prepare {
         self.prepare.clone()
     }
@@ -50,28 +51,29 @@ impl Membership {
         &self.assignment
     }
 
-    /// The rank of this node, if there are others.
+    /// Returns the rank of this node, if there are other nodes.
     pub(super) fn node_rank(&self) -> Option<u32> {
         self.assignment.has_peers().then_some(self.assignment.node_rank)
     }
 
     pub(super) fn send(&self, message: FromAgent) {
-        // The link ends only after the job.
+        // The receiver is gone only after the end of the job.
         let _ = self.messages.send(message);
     }
 
-    /// The user wants the job to stop, or the system this node. The coordinator answers.
+    /// Passes on the wish of the user to stop the job, or of the system to stop this node. The coordinator answers.
     pub(super) fn request_stop(&self, signal: Option<Signal>) {
         let signal = signal.and_then(|signal| u32::try_from(signal.as_raw()).ok()).unwrap_or(0);
         self.send(FromAgent::StopRequested(StopRequested { signal }));
     }
 
-    /// A worker's message with its local rank; `None` if it is of a rank of another node, so of another attempt.
+    /// Converts a worker's message to its local rank. Returns `None` if the rank belongs to another node, and thus to
+    /// another attempt.
     pub(super) fn of_local_rank(&self, mut message: Message) -> Option<Message> {
         let first = self.assignment.first_rank;
         let rank = match &mut message {
             Message::GetJob(request, _) => &mut request.rank,
-            // The rendezvous goes by ranks.
+            // The rendezvous uses the ranks of the job.
             Message::Join(..) => return Some(message),
             Message::SessionOpened { rank, .. }
             | Message::SessionClosed { rank, .. }
@@ -84,7 +86,7 @@ impl Membership {
 }
 
 impl Driver<'_> {
-    /// Gets ready for an attempt, and tells the coordinator: when the imports are done, if there are any.
+    /// Gets ready for an attempt and tells the coordinator; if modules are still being imported, once that is done.
     pub(super) fn prepare_attempt(&mut self, prepare: Prepare) {
         self.membership.prepare = prepare.clone();
         if self.importing {
@@ -108,12 +110,12 @@ impl Driver<'_> {
             {
                 prepared.problem = unreachable(&prepare, &error);
             }
-            // The link ends only after the job.
+            // The receiver is gone only after the end of the job.
             let _ = messages.send(FromAgent::Prepared(prepared));
         });
     }
 
-    /// What the coordinator says.
+    /// Handles a message from the coordinator. Returns events for the job.
     pub(super) fn group_message(&mut self, message: FromGroup) -> Vec<Event> {
         let message = match message {
             FromGroup::CutOff(reason) => return vec![Event::CutOff(reason)],
@@ -176,8 +178,8 @@ impl Driver<'_> {
         event.into_iter().collect()
     }
 
-    /// Sends the last lines of an attempt to other nodes that follow them. After the coordinator knows of its end, the
-    /// job may be over and the connection gone.
+    /// Sends the last lines of an attempt to other nodes that follow them. Must happen before the coordinator learns of
+    /// the end of the attempt: afterwards the job may be over and the connection gone.
     pub(super) async fn send_logs(&mut self) {
         let Some(peers) = self.peers.clone().filter(Peers::is_sending_logs) else { return };
         self.end_attempt().await;

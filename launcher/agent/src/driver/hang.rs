@@ -1,12 +1,13 @@
-//! Evidence of a hang, and the verdict.
+//! Collects evidence of a hang, and decides whether it ends the attempt.
 //!
 //! ```text
 //! Workload::report_stalls --Hang--> thread: debugger attached? /proc, stacks --> hang.txt; flight recorders
 //!                                      '--Examined--> driver --Hung--> Job
 //! ```
-//! The thread may wait for disks and debuggers, so it is not the driver's task. While a debugger is attached to any
-//! rank the hang is only reported: a person looks at a process, and the others wait for it. The thread then waits until
-//! it is gone, and gives the job [`DEBUGGER_GRACE`] to go on.
+//! Waiting for disks and debuggers may take long, so it happens in a thread of its own rather than in the driver's
+//! task. While a debugger is attached to any rank, the hang is only reported: someone is looking at a process, and the
+//! other ranks wait for it. The thread then waits until the debugger is gone, and gives the job [`DEBUGGER_GRACE`] to
+//! go on.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -21,23 +22,23 @@ use crate::stacks::{self, Detail, Subject, Tracer};
 use crate::state::Event;
 use crate::workload::Hang;
 
-/// Name of the evidence in a rank's directory.
+/// Name of the evidence file in a rank's directory.
 pub(super) const HANG_FILE: &str = "hang.txt";
-/// Between checks whether a debugger is still attached.
+/// Interval between checks whether a debugger is still attached.
 const DEBUGGER_POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// For a job to go on after a debugger was detached.
+/// Time for a job to go on after a debugger has been detached.
 const DEBUGGER_GRACE: Duration = Duration::from_secs(60);
 
-/// What was found out about a hang.
+/// Findings about a hang.
 #[derive(Debug)]
 pub(super) struct Examined {
     hang: Hang,
-    /// The debugger because of which the attempt is not ended.
+    /// The debugger that keeps the attempt from being ended.
     tracer: Option<Tracer>,
-    /// Evidence on the first culprit, or why it could not be written. `None` if that was said before, or if none is on
-    /// this node.
+    /// File with evidence about the first culprit, or the reason why it could not be written. `None` if that was
+    /// reported before, or if no culprit is on this node.
     file: Option<Result<PathBuf, String>>,
-    /// Ranks that were told to dump their flight recorders, and have had the time to.
+    /// Number of ranks that were told to dump their flight recorders and had time to do so.
     dumps: usize,
 }
 
@@ -56,7 +57,7 @@ impl Driver<'_> {
         }
     }
 
-    /// The end of the attempt, if the hang lasts.
+    /// Reports the findings. Returns the event that ends the attempt, if the hang lasts.
     pub(super) fn hang_examined(&self, examined: Examined) -> Option<Event> {
         let Examined { hang, tracer, file, dumps } = examined;
         match file {
@@ -68,7 +69,7 @@ impl Driver<'_> {
             self.notify(&format!("told {dumps} ranks to dump their flight recorders"));
         }
         if hang.culprits.is_empty() {
-            // Another node ends them.
+            // The culprits are on another node, which ends them.
             return None;
         }
         if let Some(Tracer { rank, pid, debugger: (name, tracer) }) = tracer {
@@ -83,10 +84,10 @@ impl Driver<'_> {
     }
 }
 
-/// What the thread works on.
+/// The work of the thread.
 struct Examination {
     hang: Hang,
-    /// For messages: everything else goes by local ranks.
+    /// Rank of local rank 0, for messages: everything else uses local ranks.
     first_rank: u32,
     /// All running ranks, with their directories.
     ranks: Vec<(PathBuf, Subject)>,
@@ -113,12 +114,12 @@ impl Examination {
         self.report(self.tracer(), None);
     }
 
-    /// Ranks that are about to be ended dump their flight recorders first.
+    /// Sends the findings to the driver. Ranks that are about to be ended first dump their flight recorders.
     fn report(&self, tracer: Option<Tracer>, file: Option<Result<PathBuf, String>>) {
         let ends = self.hang.ends && tracer.is_none();
         let ranks = self.ranks.iter().map(|(_, subject)| subject.rank);
         let dumps = self.recorders.as_ref().filter(|_| ends).map_or(0, |recorders| recorders.dump(ranks));
-        // The driver is gone only if the job has ended.
+        // The receiver is gone only if the job has ended.
         let _ = self.results.send(Examined { hang: self.hang.clone(), tracer, file, dumps });
     }
 
@@ -126,7 +127,7 @@ impl Examination {
         stacks::tracer(self.ranks.iter().map(|(_, subject)| subject))
     }
 
-    /// Returns the file of the first culprit, if one is on this node.
+    /// Writes the evidence of all running ranks. Returns the file of the first culprit, if it is on this node.
     fn write_evidence(&self) -> Option<Result<PathBuf, String>> {
         let detail = |rank| if self.hang.culprits.contains(&rank) { Detail::Stacks } else { Detail::Kernel };
         let asked: Vec<_> =

@@ -1,13 +1,14 @@
-//! The task that owns a job: turns what happens into events for the state machine ([`Job`]), and performs its actions.
+//! The task that owns a job. It turns everything that happens into events for the state machine ([`Job`]), and performs
+//! the resulting actions.
 //!
 //! ```text
 //! exits (pidfds), calls (gRPC), signals, deadlines --events--> Job (pure) --actions--> start, signal, kill, notify
 //! ```
-//! - `group`: what the coordinator says, and is told;
-//! - `attempt`: the processes of one attempt; `next_attempt`: those that wait for it to end; `preload`: the process
-//!   that forks them, if there is one; `evidence`: what is known about a failure; `hang`: what is known about ranks
-//!   that hang, and their end; `terminal`: workers that use the terminal.
-//! - Everything that depends on the kind of job is behind [`Workload`]; the driver knows only `dyn Workload`.
+//! - `group`: messages from and to the coordinator;
+//! - `attempt`: the processes of one attempt; `next_attempt`: processes that wait for it to end; `preload`: the process
+//!   that forks workers, if there is one; `evidence`: evidence about a failure; `hang`: evidence about hanging ranks,
+//!   and their end; `terminal`: workers that use the terminal.
+//! - Everything that depends on the kind of job is in a [`Workload`]; the driver knows only `dyn Workload`.
 //! - The processes of an attempt belong to a [`ProcessTree`](crate::spawn::process_tree::ProcessTree), which is empty
 //!   before the next attempt starts or the job ends. A [`Reaper`] process cleans up if this process is killed.
 
@@ -54,33 +55,32 @@ use attempt::{Attempt, StartedWorker, WorkerExit};
 use group::Membership;
 use hang::Examined;
 
-/// Calls that are taken before an exit.
+/// Maximum number of queued calls that are handled before an exit.
 const MAX_EARLIER_CALLS: usize = 1024;
 const STALL_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The end of a job of either kind.
 #[derive(Debug)]
 pub struct Finished {
-    /// How it ended.
     pub outcome: Outcome,
-    /// By rank; empty unless the job failed.
+    /// Evidence by rank; empty unless the job failed.
     pub evidence: Vec<Evidence>,
     /// The last status, with its history.
     pub status: StatusReply,
-    /// The most memory that all ranks together were seen to use.
+    /// Highest memory use observed for all ranks together.
     pub peak_memory_bytes: u64,
     /// This node had rank 0 in its last attempt.
     pub leads: bool,
     /// The job goes on without this node.
     pub left: bool,
-    /// What was lost of the workers' output, in lines for the user.
+    /// Lines for the user about lost output of the workers.
     pub losses: Vec<String>,
 }
 
-/// Runs a job of the built-in trainer to its end. None of its processes, sockets and private directories remain.
+/// Runs a job of the built-in trainer to its end. Leaves no processes, sockets or private directories behind.
 ///
 /// # Errors
-/// System errors before the first worker is started.
+/// Fails on system errors before the first worker is started.
 pub async fn run_trainer(
     plan: TrainerPlan<'_>,
     run: RunDir,
@@ -96,10 +96,10 @@ pub async fn run_trainer(
     .await
 }
 
-/// Runs a command's workers to their end, as [`run_trainer`] does.
+/// Runs a command's workers to their end, like [`run_trainer`].
 ///
 /// # Errors
-/// System errors before the first worker is started.
+/// Fails on system errors before the first worker is started.
 pub async fn run_command(plan: CommandPlan<'_>, run: RunDir, group: Group) -> io::Result<Finished> {
     sys::close_inherited_on_exec(&plan.spec.descriptors());
     with_reaper(run, async |run, reaper| {
@@ -121,7 +121,7 @@ async fn with_reaper<T>(
     let private: Vec<_> = run.private().map(Path::to_path_buf).into_iter().collect();
     let reaper = Reaper::start(&run.id, &private)?;
     let result = job(&run, &reaper).await;
-    // In this order: until the private directory is removed, the reaper would do it.
+    // The order matters: the reaper removes the private directory if this process dies before doing so.
     drop(run);
     drop(reaper);
     result
@@ -157,7 +157,7 @@ async fn drive(
         let deadline = driver.deadline();
         let events = tokio::select! {
             Some(exit) = exited.recv() => {
-                // What workers have reported before this exit counts first.
+                // Reports that workers sent before this exit count first.
                 let earlier = std::iter::from_fn(|| inbox.try_recv().ok()).take(MAX_EARLIER_CALLS);
                 let mut events: Vec<Event> = earlier.flat_map(|message| driver.message(message)).collect();
                 events.extend(driver.exited(exit));
@@ -203,35 +203,35 @@ struct Driver<'a> {
     run: &'a RunDir,
     reaper: &'a Reaper,
     job: Job,
-    /// On this node.
+    /// Number of workers on this node.
     workers: u32,
     membership: Membership,
-    /// Of a job that may have several nodes.
+    /// The other nodes, in a job that may have several.
     peers: Option<Peers>,
     spawner: Spawner,
     attempt: Attempt,
     terminal: Terminal,
-    /// Workers that wait for the next attempt, and the place for which they were started.
+    /// Workers that wait for the next attempt, and the assignment for which they were started.
     next: Option<(Attempt, Assignment)>,
     preloader: Option<Preloader>,
-    /// Until the imports are done, the node is not ready for an attempt.
+    /// Imports are in progress, so the node is not ready for an attempt.
     importing: bool,
     board: watch::Sender<Board>,
     /// The job has ended with a failure.
     failed: bool,
     /// The job goes on without this node.
     left: bool,
-    /// The evidence of the current attempt is to be kept.
+    /// The evidence of the current attempt must be kept.
     keep_evidence: bool,
-    /// Of the attempt for which that was last so, by rank.
+    /// Evidence, by rank, of the last attempt for which it was kept.
     kept_evidence: Vec<Evidence>,
-    /// The run's private directory was deleted and cannot be created again; this was reported.
+    /// The run's private directory was deleted and could not be created again, which was reported.
     private_is_lost: bool,
     exits: mpsc::UnboundedSender<WorkerExit>,
     examined: mpsc::UnboundedSender<Examined>,
 }
 
-/// What tasks of the driver report by.
+/// Channels by which tasks report to the driver.
 struct Senders {
     exits: mpsc::UnboundedSender<WorkerExit>,
     examined: mpsc::UnboundedSender<Examined>,
@@ -239,7 +239,7 @@ struct Senders {
 }
 
 impl<'a> Driver<'a> {
-    /// A job that waits for its first attempt.
+    /// Creates the driver of a job that waits for its first attempt.
     fn new(
         workload: &'a mut dyn Workload,
         run: &'a RunDir,
@@ -286,12 +286,12 @@ impl Driver<'_> {
         self.workload.timer(&self.job, now).unwrap_or(Event::Tick)
     }
 
-    /// Called every second: looks for progress, and for ranks that hang.
+    /// Checks for progress and for hanging ranks. Called every second.
     fn poll(&mut self, now: Instant) -> Option<Event> {
         self.restore_private();
         let progress = match self.job.phase() {
             Phase::Running => self.workload.read_heartbeats(&self.board, now),
-            // Those of other nodes may hang after the last one of this node has exited.
+            // Ranks of other nodes may hang after the last rank of this node has exited.
             Phase::Waiting if self.job.waits_for_other_nodes() => None,
             _ => return None,
         };
@@ -308,7 +308,7 @@ impl Driver<'_> {
             Err(error) if !std::mem::replace(&mut self.private_is_lost, true) => {
                 let dir = self.run.private().unwrap_or(&self.run.path).display();
                 self.notify(&format!(
-                    "{dir} was deleted and cannot be created again: {error}; until then `xlaunch status` does not \
+                    "{dir} was deleted and cannot be created again: {error}; until it exists again, `xlaunch status` does not \
                      find this launch"
                 ));
             }
@@ -316,7 +316,7 @@ impl Driver<'_> {
         }
     }
 
-    /// What follows from an event.
+    /// Passes an event to the job. Returns the resulting actions.
     fn decide(&mut self, event: Event) -> Vec<Action> {
         if matches!(event, Event::Hung { .. }) {
             self.board.send_modify(|board| board.time.hung());
@@ -328,12 +328,13 @@ impl Driver<'_> {
         actions
     }
 
-    /// Performs actions of the state machine, and those that they lead to; returns the outcome if the job is over.
+    /// Performs actions of the state machine, and further ones that result from them. Returns the outcome if the job is
+    /// over.
     async fn act(&mut self, actions: Vec<Action>) -> Option<Outcome> {
         let mut queue = VecDeque::from(actions);
         let mut outcome = None;
         if !queue.is_empty() {
-            // Actions may take long.
+            // An action may take long, so no worker keeps the terminal meanwhile.
             self.terminal.revoke();
         }
         while let Some(action) = queue.pop_front() {
@@ -416,7 +417,7 @@ impl Driver<'_> {
         let progress =
             is_first_failure.then(|| self.workload.read_heartbeats(&self.board, Instant::now())).flatten();
         for event in oom.into_iter().chain(self.symptom(rank, exit)).chain(progress) {
-            // Remembered only, for the exit.
+            // The job only remembers these events, to judge the exit.
             self.job.handle(event, Instant::now());
         }
         self.workload.worker_exited(rank);
@@ -434,7 +435,7 @@ impl Driver<'_> {
                 None
             }
             Message::Signal(signal) => {
-                // Like a signal that xlaunch forwards: the job goes on, so its state does not change.
+                // Same as for a signal that xlaunch forwards: the job goes on, so its state does not change.
                 Signal::from_named_raw(signal)
                     .map(SignalRequest::Forward)
                     .and_then(|it| self.signal_request(it))
@@ -451,12 +452,13 @@ impl Driver<'_> {
         event.into_iter().chain(killed).collect()
     }
 
-    /// A process closes its connections before it releases its GPU: whether this one is being killed.
+    /// Finds out whether a worker that has closed its session is being killed. A process closes its connections before
+    /// it releases its GPU, so this is known well before its exit.
     fn killed(&mut self, rank: u32) -> Vec<Event> {
         let killed_by = |started: &StartedWorker| Process::killed_by(started.worker.pid);
         let Some(signal) = self.attempt.process(rank).and_then(killed_by) else { return Vec::new() };
         self.attempt.dying(rank);
-        // The kernel counts a process that it is about to kill before it does.
+        // The kernel counts an OOM kill before it kills the process.
         let is_out_of_memory = self.attempt.is_out_of_memory(rank, Exit::Signal(signal));
         let oom = is_out_of_memory.then_some(Event::OomKilled { rank });
         oom.into_iter().chain([Event::Killed { rank, signal }]).collect()

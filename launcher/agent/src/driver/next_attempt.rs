@@ -1,4 +1,4 @@
-//! Processes of the next attempt that start while the last one ends. They wait for the reply to their first call before
+//! Processes of the next attempt, started while the last one ends. They wait for the reply to their first call before
 //! they touch a GPU, and are dropped if the job ends instead.
 
 use super::Driver;
@@ -8,10 +8,11 @@ use crate::run_dir::attempt_dir;
 use crate::spawn::process_tree::ProcessTree;
 
 impl Driver<'_> {
-    /// Starts the workers of the next attempt. If one cannot be started, none is kept: the attempt starts them itself.
+    /// Starts the workers of the next attempt. If one cannot be started, all are dropped: the attempt then starts its
+    /// own.
     pub(super) async fn prepare(&mut self, number: u32) {
         if self.membership.assignment().has_peers() {
-            // Where this node's ranks begin may change.
+            // The first rank of this node may change.
             return;
         }
         let mut next = Attempt::new(number, self.workers, self.workload.processes());
@@ -32,15 +33,15 @@ impl Driver<'_> {
         }
     }
 
-    /// A worker of the next attempt has exited before that began.
+    /// Records that a worker of the next attempt has exited before the attempt began.
     pub(super) fn next_exited(&mut self, WorkerExit { pid, rank, exit }: WorkerExit) {
         if let Some((next, _)) = self.next.as_mut().filter(|(next, _)| next.has(rank, pid)) {
             next.exited(rank, exit);
         }
     }
 
-    /// The workers of attempt `number`, if it has `begun` and all of them wait for it. Nodes that have come or gone
-    /// give them other ranks: then they were started in vain.
+    /// Takes the workers of attempt `number`, if the preparations succeeded (`begun`) and all workers are waiting for
+    /// it. If nodes have joined or left, the ranks differ, and the workers were started in vain.
     pub(super) async fn take_next(&mut self, number: u32, begun: bool) -> Option<Attempt> {
         let place = self.membership.assignment();
         let lives = |next: &Attempt| next.ends.iter().all(|end| end.exit.is_none());
@@ -54,11 +55,11 @@ impl Driver<'_> {
         None
     }
 
-    /// Ends the workers of the next attempt, which will not begin, and removes their empty logs.
+    /// Ends the workers of the next attempt, which will not begin, and removes its empty log directory.
     pub(super) async fn drop_next(&mut self) {
         if let Some((mut next, _)) = self.next.take() {
             self.end(&mut next).await;
-            // What remains is empty.
+            // A leftover directory is empty.
             let _ = fs_err::remove_dir_all(attempt_dir(&self.run.logs, next.number));
         }
     }

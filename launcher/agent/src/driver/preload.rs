@@ -1,6 +1,6 @@
-//! `--preload`: the imports before the first attempt, and workers that are forked instead of spawned.
+//! `--preload`: imports modules before the first attempt, and forks workers instead of spawning them.
 //!
-//! Whatever goes wrong, workers are started without it: preloading saves time, and nothing else depends on it.
+//! If anything goes wrong, workers are started without it: preloading only saves time.
 
 use std::collections::BTreeSet;
 
@@ -27,19 +27,19 @@ impl Driver<'_> {
             }
             Err(error) => {
                 let reason = Err(error.to_string());
-                // The driver's task has the receiver.
+                // Cannot fail: the driver's task has the receiver.
                 let _ = failed.send(Imported { output: String::new(), omitted: 0, threads: reason });
             }
         }
     }
 
-    /// The imports are done, or have failed.
+    /// Handles the end of the imports, successful or not.
     pub(super) fn imported(&mut self, imported: Imported) {
         for line in imported.output.lines() {
             self.workload.notify(&format!("[preload] {line}"));
         }
         if imported.omitted > 0 {
-            self.notify(&format!("{} more bytes of output of the imports were dropped", imported.omitted));
+            self.notify(&format!("{} more bytes of import output were dropped", imported.omitted));
         }
         match imported.threads {
             Ok(threads) if threads.is_empty() => {}
@@ -54,7 +54,7 @@ impl Driver<'_> {
         }
         self.board.send_modify(|board| board.set_reason(""));
         self.importing = false;
-        // The members may have changed meanwhile.
+        // The members may have changed in the meantime.
         self.prepare_attempt(self.membership.prepare());
     }
 
@@ -78,7 +78,7 @@ impl Driver<'_> {
     }
 }
 
-/// Thread names with their counts: `pt_main, python3 (31 times)`.
+/// Lists thread names with their counts: `pt_main, python3 (31 times)`.
 fn counted(threads: &[String]) -> String {
     let names: BTreeSet<&String> = threads.iter().collect();
     let counted = names.into_iter().map(|name| match threads.iter().filter(|other| *other == name).count() {

@@ -1,4 +1,4 @@
-//! Workers that use the terminal: see [`spawn::terminal`](crate::spawn::terminal).
+//! Handles workers that use the terminal; see [`spawn::terminal`](crate::spawn::terminal).
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use crate::clock;
 use crate::spawn::has_stopped_child;
 use crate::spawn::terminal::{Answer, Relayed, Terminal};
 
-/// For the console to take the reason before this process stops.
+/// Time for the console to print the reason before this process stops.
 const REASON_FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
 
 impl Driver<'_> {
@@ -17,7 +17,7 @@ impl Driver<'_> {
         self.terminal.deadline().unwrap_or_else(|| Instant::now() + clock::IDLE_SLEEP)
     }
 
-    /// Called at SIGCHLD: answers the workers that were stopped because they use the terminal.
+    /// Answers the workers that were stopped because they use the terminal. Called on SIGCHLD.
     pub(super) async fn answer_terminal_users(&mut self) {
         if !has_stopped_child() {
             return;
@@ -38,7 +38,7 @@ impl Driver<'_> {
     /// Acts on a signal of the terminal that was meant for the whole job, as if this process had received it.
     pub(super) fn relayed(&mut self, Relayed { worker, signal }: Relayed) {
         self.attempt.has_received(worker, signal);
-        // Cannot fail for this process itself.
+        // Cannot fail: the target is this process itself.
         let _ = kill_process(getpid(), signal);
     }
 
@@ -48,14 +48,15 @@ impl Driver<'_> {
             Some(Answer::Grant) => {
                 if let Err(error) = self.terminal.grant(worker) {
                     self.notify(&format!(
-                        "rank {rank} waits for the terminal, which cannot be passed on: {error}"
+                        "rank {rank} waits for the terminal, but handing it over failed: {error}"
                     ));
                 }
             }
             Some(Answer::Suspend) => {
                 self.notify(&format!("rank {rank} waits for terminal input: suspended, continue with `fg`"));
                 self.workload.output().flush(REASON_FLUSH_TIMEOUT).await;
-                // The shell may have brought the job to the foreground meanwhile, and would not continue it again.
+                // The shell may have brought the job to the foreground in the meantime, and would not continue it
+                // again.
                 if Terminal::answer(worker) == Some(Answer::Grant) {
                     self.grant_terminal(rank, worker);
                 } else {
@@ -64,19 +65,19 @@ impl Driver<'_> {
             }
             Some(Answer::HangUp) => {
                 self.notify(&format!(
-                    "rank {rank} waits for terminal input, but xlaunch is in the background for good: sending it SIGHUP"
+                    "rank {rank} waits for terminal input, but xlaunch can no longer get to the foreground: sending the rank SIGHUP"
                 ));
-                // What the kernel sends to a stopped group that nothing can continue.
+                // This is what the kernel sends to a stopped process group that nothing can continue.
                 self.attempt.hang_up(local_rank);
             }
-            // Without a terminal, the signal was sent by another process.
+            // There is no terminal, so another process sent the signal.
             None => {}
         }
     }
 
     fn grant_terminal(&mut self, rank: u32, worker: u32) {
         if let Err(error) = self.terminal.grant(worker) {
-            self.notify(&format!("rank {rank} waits for the terminal, which cannot be passed on: {error}"));
+            self.notify(&format!("rank {rank} waits for the terminal, but handing it over failed: {error}"));
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Answers to questions from other nodes of the job: see [`peers`](super::peers).
+//! Answers to queries from other nodes of the job; see [`peers`](super::peers).
 
 use std::collections::HashMap;
 use std::pin::Pin;
@@ -18,18 +18,19 @@ use xlaunch_proto::v1::{LogsRequest, Query, StacksRequest};
 use super::peers::{Peers, WINDOW};
 use super::service::Service;
 
-/// An asker says more often than this that it still waits.
+/// An asker that is still waiting says so more often than this.
 const ASKER_TIMEOUT: Duration = Duration::from_secs(30);
 
 type Answers = Pin<Box<dyn Stream<Item = Result<Answer, Status>> + Send>>;
 
-/// Answers questions until the agent ends.
+/// Answers queries until the agent ends.
 pub(super) async fn answer(
     mut questions: mpsc::UnboundedReceiver<Query>,
     service: Arc<Service>,
     peers: Peers,
 ) {
-    // By asker and id: takes how many replies more there is room for. Closed when the asker has gone.
+    // By asker and query id: a channel for the number of further replies that the asker has room for. Closed once the
+    // asker has gone.
     let mut running: HashMap<(u64, u64), mpsc::UnboundedSender<u32>> = HashMap::new();
     while let Some(query) = questions.recv().await {
         running.retain(|_, room| !room.is_closed());
@@ -37,12 +38,12 @@ pub(super) async fn answer(
         match query.question {
             Some(Question::Room(more)) => {
                 if let Some(room) = running.get(&key) {
-                    // If it has just ended, the asker is about to learn that.
+                    // If the answer has just ended, the asker is about to learn that.
                     let _ = room.send(more);
                 }
             }
             Some(Question::Cancel(_)) => drop(running.remove(&key)),
-            None => peers.reply(&query, Some(Answer::Problem("the question is not known".into())), true),
+            None => peers.reply(&query, Some(Answer::Problem("unknown query".into())), true),
             Some(_) => {
                 let (room, more) = mpsc::unbounded_channel();
                 running.insert(key, room);
@@ -52,7 +53,7 @@ pub(super) async fn answer(
     }
 }
 
-/// Sends the answers to one question.
+/// Sends the answers to one query.
 async fn send(query: Query, more: mpsc::UnboundedReceiver<u32>, service: Arc<Service>, peers: Peers) {
     let is_log = matches!(query.question, Some(Question::Logs(_)));
     let _sending = is_log.then(|| peers.sending());
@@ -106,14 +107,14 @@ async fn answers(query: &Query, service: &Arc<Service>) -> Result<Answers, Statu
             Box::pin(tokio_stream::iter(replies).map(|reply| Ok(Answer::Stacks(reply.encode_to_vec()))))
         }
         Some(Question::Checkpoint(_)) => {
-            // Waits as long as the asker does.
+            // Waits for as long as the asker does.
             let service = service.clone();
             let (saved, answer) = mpsc::channel(1);
             tokio::spawn(async move {
                 tokio::select! {
                     reply = service.checkpoint_here() => {
                         let answer = reply.map(|reply| Answer::Checkpoint(reply.encode_to_vec()));
-                        // The asker may have gone.
+                        // Fails only if the asker has gone.
                         let _ = saved.send(answer).await;
                     }
                     () = saved.closed() => {}
@@ -121,7 +122,7 @@ async fn answers(query: &Query, service: &Arc<Service>) -> Result<Answers, Statu
             });
             Box::pin(ReceiverStream::new(answer))
         }
-        _ => return Err(Status::unimplemented("this version does not know the question")),
+        _ => return Err(Status::unimplemented("this version does not support the query")),
     })
 }
 
@@ -160,7 +161,7 @@ mod tests {
         assert_eq!((reply.id, reply.asker, reply.last), (1, 2, false));
     }
 
-    /// Without a coordinator in between.
+    /// Asker and answering node, without a coordinator in between.
     #[tokio::test]
     async fn asker_makes_room_by_reading_and_says_when_it_goes() {
         let (messages, mut sent) = mpsc::unbounded_channel();

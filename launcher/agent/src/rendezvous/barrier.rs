@@ -1,4 +1,4 @@
-//! The callers of a rendezvous: holds their replies until all ranks have joined or it fails.
+//! The callers of a rendezvous. Holds their replies until all ranks have joined or the rendezvous fails.
 
 use std::time::Instant;
 
@@ -13,30 +13,30 @@ use crate::group::rendezvous::{GroupJoin, NodeJoin};
 /// Answers the `Join` call of one rank.
 pub type Reply = oneshot::Sender<Result<JoinReply, Status>>;
 
-/// The rendezvous of one attempt on one node with its waiting callers. Callers that are not answered when it is dropped
-/// learn that the agent is ending.
+/// The rendezvous of one attempt on one node, with its waiting callers. Callers that have not been answered when it is
+/// dropped learn that the agent is ending.
 #[derive(Debug)]
 pub struct JoinBarrier {
     rendezvous: Rendezvous,
-    /// With the callers' local ranks.
+    /// Waiting callers with their local ranks.
     waiting: Vec<(usize, Reply)>,
 }
 
-/// The result of a `Join` call. The caller waits in the first two cases, and has been answered in the others.
+/// Result of a `Join` call. The caller waits in the first two cases, and has been answered in the others.
 #[derive(Debug, PartialEq, Eq)]
 pub enum JoinOutcome {
-    /// The rank has joined; others of this node are missing.
+    /// The rank has joined; other ranks of this node are missing.
     Waiting,
-    /// The rank was the last one of this node: [`JoinBarrier::finish`] answers its ranks once all nodes have joined.
+    /// The rank was the last one of this node. [`JoinBarrier::finish`] answers its ranks once all nodes have joined.
     Complete(NodeJoin),
-    /// The rank does not belong to the rendezvous; its caller alone was refused.
+    /// The rank does not belong to the rendezvous. Only its caller was refused.
     Ignored,
-    /// The rendezvous has failed for this reason: all callers were refused.
+    /// The rendezvous failed for this reason. All callers were refused.
     Failed(String),
 }
 
 impl JoinBarrier {
-    /// A barrier without callers.
+    /// Creates a barrier without callers.
     pub fn new(rendezvous: Rendezvous) -> Self {
         Self { rendezvous, waiting: Vec::new() }
     }
@@ -54,7 +54,7 @@ impl JoinBarrier {
                 JoinOutcome::Complete(node)
             }
             Progress::Ignored(problem) => {
-                // The caller may be gone; here and below.
+                // Sending fails if the caller is gone, here and below.
                 let _ = reply.send(Err(Status::already_exists(problem)));
                 JoinOutcome::Ignored
             }
@@ -66,7 +66,7 @@ impl JoinBarrier {
         }
     }
 
-    /// All nodes have joined: answers the callers.
+    /// Answers the callers, because all nodes have joined.
     pub fn finish(&mut self, group: &GroupJoin) {
         let joined = self.rendezvous.finish(group);
         for (local_rank, reply) in self.waiting.drain(..) {
@@ -83,12 +83,12 @@ impl JoinBarrier {
         }
     }
 
-    /// When the rendezvous times out; `None` once all ranks have joined.
+    /// Time at which the rendezvous times out; `None` once all ranks have joined.
     pub fn deadline(&self) -> Option<Instant> {
         self.rendezvous.deadline()
     }
 
-    /// The reason for a timeout at `now`, which names the missing ranks.
+    /// Returns the reason, which names the missing ranks, if the rendezvous has timed out at `now`.
     pub fn expired(&self, now: Instant) -> Option<String> {
         self.rendezvous.expired(now)
     }

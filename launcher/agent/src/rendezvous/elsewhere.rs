@@ -1,4 +1,4 @@
-//! Calls that concern ranks of other nodes: they are asked there, see [`peers`](super::peers).
+//! Calls that concern ranks of other nodes, which are asked there; see [`peers`](super::peers).
 
 use std::time::Duration;
 
@@ -15,9 +15,9 @@ use super::here::LogChunks;
 use super::peers::{Asked, Peers};
 use crate::status::board::Board;
 
-/// Replies that wait for a slow caller.
+/// Maximum number of replies that wait for a slow caller.
 const FORWARD_QUEUE_LENGTH: usize = 2;
-/// Between an attempt, or the loss of a node, and the question for the same rank's log in the next attempt.
+/// Delay after an attempt or the loss of a node before the same rank's log is requested from the next attempt.
 const FOLLOW_RETRY_DELAY: Duration = Duration::from_millis(500);
 
 /// Streams the log of a rank that another node runs; `held` is dropped when the stream has ended.
@@ -34,7 +34,7 @@ pub(super) fn logs<T: Send + 'static>(
         loop {
             let mut log = peers.ask(Some(request.rank), Question::Logs(request.encode_to_vec()));
             let ended = tokio::select! {
-                // The last lines arrive before the end of the job does.
+                // The last lines of the log arrive before the end of the job does.
                 biased;
                 ended = forward_log(&mut log, &mut request, &chunks) => ended,
                 _ = board.wait_for(Board::is_over) => return,
@@ -42,7 +42,7 @@ pub(super) fn logs<T: Send + 'static>(
             };
             if !request.follow {
                 if let Err(problem) = ended {
-                    // The caller may be gone.
+                    // Fails only if the caller is gone.
                     let _ = chunks.send(Err(Status::unavailable(problem))).await;
                 }
                 return;
@@ -58,7 +58,7 @@ pub(super) fn logs<T: Send + 'static>(
     stream
 }
 
-/// Forwards the log of one attempt. `request` then asks for what follows.
+/// Forwards the log of one attempt. Afterwards, `request` asks for the lines that follow.
 async fn forward_log(
     log: &mut Asked,
     request: &mut LogsRequest,
@@ -74,21 +74,21 @@ async fn forward_log(
     Ok(())
 }
 
-/// The first rank of each active node of another rank than `own`.
+/// Returns the first rank of each active node other than the one with node rank `own`.
 pub(super) async fn first_ranks(peers: &Peers, own: Option<u32>) -> Vec<u32> {
     let nodes = peers.survey(own.is_none()).await.nodes;
     let others = nodes.iter().filter(|node| node.state() == MemberState::Active && node.node_rank != own);
     others.map(|node| node.first_rank).collect()
 }
 
-/// The number of ranks, as a node knows it that has none.
+/// Returns the number of ranks in the job, for a node that has none itself.
 pub(super) async fn world(peers: &Peers) -> u32 {
     let nodes = peers.survey(true).await.nodes;
     let members = nodes.iter().filter(|node| node.node_rank.is_some());
     members.map(|node| node.first_rank.saturating_add(node.workers)).max().unwrap_or(0)
 }
 
-/// Streams the stacks of one rank, or of all ranks of their nodes, from the nodes of these ranks.
+/// Streams stacks from the nodes of the ranks in `of_nodes`: of `rank`, or of all ranks there.
 pub(super) fn stacks(
     peers: &Peers,
     of_nodes: &[u32],
@@ -96,7 +96,7 @@ pub(super) fn stacks(
 ) -> ReceiverStream<Result<StacksReply, Status>> {
     let (replies, stream) = mpsc::channel(FORWARD_QUEUE_LENGTH);
     let request = StacksRequest { rank }.encode_to_vec();
-    // Asked at once: each node needs some seconds.
+    // All nodes are asked at the same time: each needs a few seconds.
     let asked: Vec<Asked> =
         of_nodes.iter().map(|rank| peers.ask(Some(*rank), Question::Stacks(request.clone()))).collect();
     tokio::spawn(async move {
@@ -118,7 +118,7 @@ pub(super) fn stacks(
     ReceiverStream::new(stream)
 }
 
-/// Asks the node of rank 0, which knows when a checkpoint is complete.
+/// Asks the node of rank 0 for a checkpoint, since it knows when one is complete.
 pub(super) async fn checkpoint(peers: &Peers) -> Result<CheckpointReply, Status> {
     let mut asked = peers.ask(Some(0), Question::Checkpoint(true));
     while let Some(answer) = asked.next().await {

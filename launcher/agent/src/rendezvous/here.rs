@@ -1,4 +1,4 @@
-//! What the agent knows of the ranks of its own node, by their ranks in the job.
+//! The agent's answers about the ranks of its own node. Callers use ranks in the job.
 
 use std::time::Instant;
 
@@ -12,28 +12,28 @@ use super::service::{MAX_LOG_READERS, Message, Service};
 use crate::stacks::{self, Detail};
 use crate::status::follow;
 
-/// A log, chunk by chunk.
+/// A log in chunks.
 pub(super) type LogChunks = mpsc::Receiver<Result<LogsReply, Status>>;
 
 impl Service {
-    /// The status of this node.
+    /// Returns the status of this node.
     pub(super) async fn status_here(&self, history: bool) -> StatusReply {
         let mut board = self.board.clone();
         self.monitor.refresh(&mut board).await;
         board.borrow().reply(Instant::now(), history)
     }
 
-    /// The log of a rank of this node.
+    /// Streams the log of a rank of this node.
     pub(super) fn logs_here(&self, request: LogsRequest) -> Result<LogChunks, Status> {
         follow::stream(self.board.clone(), self.local(request)?, self.log_reader()?)
     }
 
-    /// The same, in the current attempt.
+    /// Same as [`logs_here`](Self::logs_here), but ends with the current attempt.
     pub(super) fn logs_of_attempt(&self, request: LogsRequest) -> Result<LogChunks, Status> {
         follow::stream_of_attempt(self.board.clone(), self.local(request)?, self.log_reader()?)
     }
 
-    /// A request with the local rank.
+    /// Converts a request to the local rank.
     fn local(&self, request: LogsRequest) -> Result<Logs, Status> {
         let logs = Logs::try_from(request).map_err(|error| Status::invalid_argument(error.to_string()))?;
         let rank = self.board.borrow().local_rank(logs.rank.0);
@@ -41,7 +41,7 @@ impl Service {
         Ok(Logs { rank: Rank(rank), ..logs })
     }
 
-    /// Counts against the limit of readers until it is dropped.
+    /// Returns a permit that counts against the limit of readers until it is dropped.
     pub(super) fn log_reader(&self) -> Result<OwnedSemaphorePermit, Status> {
         self.readers.clone().try_acquire_owned().map_err(|_| {
             Status::resource_exhausted(format!(
@@ -50,7 +50,7 @@ impl Service {
         })
     }
 
-    /// The stacks of a rank of this node, or of all of them.
+    /// Takes the stacks of a rank of this node, or of all of them.
     pub(super) async fn stacks_here(&self, rank: Option<u32>) -> Result<Vec<StacksReply>, Status> {
         let (mut subjects, first_rank) = {
             let board = self.board.borrow();
@@ -62,12 +62,12 @@ impl Service {
             return Err(Status::not_found(format!("{who} running")));
         }
         let examiner = self.examiners.clone().try_acquire_owned().map_err(|_| {
-            Status::resource_exhausted("stacks of this launch are being taken: try again in some seconds")
+            Status::resource_exhausted("stacks of this launch are being taken: try again in a few seconds")
         })?;
         let taken = tokio::task::spawn_blocking(move || {
             let subjects: Vec<_> = subjects.into_iter().map(|subject| (subject, Detail::Stacks)).collect();
             let ranks = stacks::collect(&subjects);
-            // Held by the thread rather than the call: two debuggers cannot be attached to a process.
+            // The thread, not the call, holds the permit: two debuggers cannot be attached to the same process.
             drop(examiner);
             ranks
         });
@@ -76,7 +76,7 @@ impl Service {
         Ok(stacks::split(ranks))
     }
 
-    /// Saves a checkpoint of a job whose rank 0 is on this node.
+    /// Saves a checkpoint. Rank 0 of the job must be on this node.
     pub(super) async fn checkpoint_here(&self) -> Result<CheckpointReply, Status> {
         self.call(Message::Checkpoint).await?
     }

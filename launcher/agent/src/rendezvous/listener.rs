@@ -1,8 +1,8 @@
-//! The agent's socket, and which processes may connect to it.
+//! The agent's socket, and the processes that may connect to it.
 //!
-//! Only processes of the agent's own user and of root may. Workers, which are children of this process, keep their
-//! connections; the number of other clients is limited, and the oldest connection is closed when there are too many, so
-//! that clients that hang or never send anything cannot keep others out.
+//! Only processes of the agent's own user and of root may connect. Workers, which are children of this process, keep
+//! their connections. The number of other clients is limited: when there are too many, the oldest connection is closed,
+//! so that clients that hang or never send anything cannot keep others out.
 
 use std::io;
 use std::os::unix::fs::PermissionsExt;
@@ -18,15 +18,16 @@ use xlaunch_proto::net::{self, Connection, Connections, Credentials, Limits};
 use crate::process::Process;
 use crate::{registry, system_errors};
 
-/// Simultaneous connections of clients. Each takes two descriptors, of which a process often has no more than 1024.
+/// Maximum number of simultaneous client connections. Each takes two descriptors, of which a process often has no more
+/// than 1024.
 const MAX_CLIENTS: usize = 128;
-/// How often the agent checks that its socket has not been deleted.
+/// Interval at which the agent checks that its socket has not been deleted.
 const SOCKET_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 type Incoming = ReceiverStream<io::Result<Connection<UnixStream>>>;
 
-/// Listens on `socket`, which only this user (and root) may open, until the returned stream is dropped. A socket that
-/// was deleted is created again once its directory exists: programs that clean temporary directories delete both.
+/// Listens on `socket`, which only this user (and root) may open, until the returned stream is dropped. If the socket
+/// is deleted, it is created again once its directory exists: programs that clean temporary directories delete both.
 pub(super) fn listen(socket: &Path) -> io::Result<Incoming> {
     let limits =
         Limits { per_user: MAX_CLIENTS, total: MAX_CLIENTS, first_call_timeout: None, close_busy: true };
@@ -45,7 +46,7 @@ pub(super) fn listen(socket: &Path) -> io::Result<Incoming> {
                     }
                 }
                 _ = poll.tick() => if is_missing(&socket) {
-                    // If this fails, it is tried again.
+                    // If this fails, the next tick tries again.
                     listening = bind(&socket, open.clone()).unwrap_or(listening);
                 },
                 () = connections.closed() => return,
@@ -62,7 +63,8 @@ fn bind(socket: &Path, open: Connections) -> io::Result<Incoming> {
     Ok(net::accept(listener, open, identify))
 }
 
-/// Whether the socket was deleted from a directory that is private: another user may have created one of that name.
+/// Whether the socket was deleted from a directory that is still private. Otherwise another user may have created a
+/// directory of that name.
 fn is_missing(socket: &Path) -> bool {
     let deleted = socket.symlink_metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
     deleted && socket.parent().is_some_and(|dir| registry::ensure_private(dir, false).is_ok())

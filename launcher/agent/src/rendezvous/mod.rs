@@ -1,15 +1,14 @@
-//! The rendezvous of the ranks of one attempt: pure state machines, the callers that wait for them, and the gRPC
-//! service that feeds them.
+//! The rendezvous of the ranks of one attempt: pure state machines, the callers that wait on them, and the gRPC service
+//! that feeds them.
 //!
 //! ```text
 //! waiting --last local rank joined--> NodeJoin --group: all nodes joined--> GroupJoin --finish--> a reply per rank
 //!    | a rank disagrees (version, configuration, bucket layout, data, device): the rendezvous fails and names both
 //!    '-- deadline: the rendezvous fails, naming the missing ranks
 //! ```
-//! There are two levels. The ranks of a node join their agent, which sums them up as a [`NodeJoin`]; the nodes join the
-//! coordinator, whose `GroupRendezvous` answers each with a [`GroupJoin`]; of that and of what it knows of its
-//! own ranks, the agent makes their replies. With one node, that coordinator is in
-//! the same process.
+//! There are two levels. The ranks of a node join their agent, which combines them into a [`NodeJoin`]. The nodes join
+//! the coordinator, whose `GroupRendezvous` answers each with a [`GroupJoin`]. From that and from what it knows of its
+//! own ranks, the agent makes the reply to each rank. With one node, the coordinator is in the same process.
 //!
 //! A rank of another attempt, or one that has joined already, is refused without failing the others.
 
@@ -33,31 +32,31 @@ use crate::group::rendezvous::{GroupJoin, NodeJoin};
 #[derive(Debug)]
 pub struct Rendezvous {
     world: WorldSize,
-    /// Of this node.
+    /// Ranks of this node.
     ranks: Range<u32>,
     attempt: Attempt,
     version: String,
     config_hash: Digest,
     deadline: Instant,
-    /// By local rank.
+    /// Joins by local rank.
     joined: Vec<Option<Join>>,
 }
 
-/// The state after a join.
+/// State of the rendezvous after a rank has joined.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Progress {
     /// Other ranks are missing.
     Waiting,
     /// All ranks of the node have joined.
     Complete(NodeJoin),
-    /// The rank does not belong to this rendezvous, which continues without it; the reason.
+    /// The rank does not belong to this rendezvous, which continues without it. Holds the reason.
     Ignored(String),
-    /// The rank disagrees with the others: the rendezvous fails, for this reason.
+    /// The rank disagrees with the others, so the rendezvous fails. Holds the reason.
     Failed(String),
 }
 
 impl Rendezvous {
-    /// A rendezvous of `ranks`, those of this node among `world`, that must run this version and this job.
+    /// Creates a rendezvous of this node's `ranks` out of `world`, which must all run this version and this job.
     pub fn new(ranks: Range<u32>, world: u32, attempt: u32, config_hash: Digest, deadline: Instant) -> Self {
         Self {
             world: WorldSize(world),
@@ -70,12 +69,12 @@ impl Rendezvous {
         }
     }
 
-    /// When the rendezvous times out; `None` once all ranks of the node have joined.
+    /// Time at which the rendezvous times out; `None` once all ranks of the node have joined.
     pub fn deadline(&self) -> Option<Instant> {
         self.joined.iter().any(Option::is_none).then_some(self.deadline)
     }
 
-    /// The index of a rank of this node.
+    /// Returns the index of a rank of this node.
     pub fn local_rank(&self, rank: u32) -> Option<usize> {
         self.ranks.contains(&rank).then(|| (rank - self.ranks.start) as usize)
     }
@@ -109,7 +108,7 @@ impl Rendezvous {
         }
     }
 
-    /// The reply for each rank of this node, by local rank, once all nodes have joined.
+    /// Returns the reply for each rank of this node, by local rank, once all nodes have joined.
     pub fn finish(&self, group: &GroupJoin) -> Vec<Joined> {
         let own = self.joined.iter().skip(1).flatten().map(|join| join.ring_address.clone());
         let next = own.chain([group.next_ring_address.clone()]);
@@ -122,7 +121,7 @@ impl Rendezvous {
         next.map(reply).collect()
     }
 
-    /// The reason for a timeout at `now`, which names the missing ranks.
+    /// Returns the reason, which names the missing ranks, if the rendezvous has timed out at `now`.
     pub fn expired(&self, now: Instant) -> Option<String> {
         self.deadline().filter(|deadline| now >= *deadline)?;
         let missing: Vec<String> = (self.ranks.clone())
@@ -134,7 +133,7 @@ impl Rendezvous {
         Some(format!("{noun} {list} of {} did not join in time (launch.join_timeout)", self.world))
     }
 
-    /// How the rank disagrees with the agent, or with the ranks that have joined.
+    /// Describes how the rank disagrees with the agent, or with the ranks that have joined.
     fn disagreement(&self, join: &Join) -> Option<String> {
         let rank = join.rank;
         if join.version != self.version {
@@ -152,7 +151,7 @@ impl Rendezvous {
         let other = self.joined.iter().flatten().next()?;
         if join.layout_hash != other.layout_hash {
             return Some(format!(
-                "rank {rank} has another bucket layout or other training data than rank {}: {} and {}",
+                "rank {rank} has a different bucket layout or different training data than rank {}: {} and {}",
                 other.rank, join.layout_hash, other.layout_hash
             ));
         }
@@ -164,7 +163,7 @@ impl Rendezvous {
         })
     }
 
-    /// The node's part in the rendezvous of all nodes once its ranks have joined.
+    /// Returns the node's part in the rendezvous of all nodes, once its ranks have joined.
     fn complete(&self) -> Option<Result<NodeJoin, String>> {
         let all: Vec<&Join> = self.joined.iter().map(Option::as_ref).collect::<Option<_>>()?;
         let first = all.first()?;
@@ -217,7 +216,7 @@ mod tests {
         Rendezvous::new(ranks, world, 0, Digest::of(b"job"), deadline)
     }
 
-    /// The addresses at which each rank of the node finds the next one.
+    /// Returns the addresses at which each rank of the node finds the next one.
     fn next_addresses(rendezvous: &Rendezvous, next_ring_address: &str) -> Vec<String> {
         let ring_key = RingKey([5; 32]);
         let group = GroupJoin { nccl_id: None, next_ring_address: next_ring_address.into(), ring_key };

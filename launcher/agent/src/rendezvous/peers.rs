@@ -1,4 +1,4 @@
-//! Questions to the agents of a job's other nodes, which the coordinator passes on.
+//! Queries to the agents of a job's other nodes, relayed by the coordinator.
 //!
 //! ```text
 //! service (asks) --Query--> coordinator --Query--> driver of another node --> answers (there) --QueryReply--> back
@@ -6,9 +6,9 @@
 //! ```
 //! The driver's task only hands messages over; it neither answers nor waits.
 //!
-//! Memory is bounded on the whole way: a node that answers sends at most [`WINDOW`] replies before the asker has used
-//! one of them and has said so. An asker also says every few seconds that it still waits, and learns by that if the
-//! node that answers has gone.
+//! Memory is bounded along the whole path: an answering node has at most [`WINDOW`] replies in flight that the asker
+//! has not acknowledged as used. A waiting asker also says every few seconds that it still waits, and thereby learns if
+//! the answering node has gone.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -23,16 +23,16 @@ use xlaunch_proto::v1::query::Question;
 use xlaunch_proto::v1::query_reply::Answer;
 use xlaunch_proto::v1::{MemberState, MemberStatus, Query, QueryReply, StatusReply};
 
-/// Replies that may be on their way to one asker.
+/// Maximum number of replies in flight to one asker.
 pub(super) const WINDOW: u32 = 4;
-/// Between messages of an asker that waits.
+/// Interval between messages of a waiting asker.
 const STILL_WAITING_INTERVAL: Duration = Duration::from_secs(5);
-/// For all nodes to tell their status.
+/// Time for all nodes to report their status.
 const SURVEY_TIMEOUT: Duration = Duration::from_millis(1500);
-/// A younger survey answers another caller: many that ask do not disturb the other nodes.
+/// A survey younger than this is reused, so that many callers do not disturb the other nodes.
 const MAX_SURVEY_AGE: Duration = Duration::from_millis(250);
 
-/// The other nodes of a job, as far as callers of this agent are concerned.
+/// The other nodes of a job, as this agent's callers reach them.
 #[derive(Clone, Debug)]
 pub struct Peers {
     shared: Arc<Shared>,
@@ -41,34 +41,35 @@ pub struct Peers {
 #[derive(Debug)]
 struct Shared {
     messages: mpsc::UnboundedSender<FromAgent>,
-    /// Questions of other nodes.
+    /// Queries from other nodes.
     asked: mpsc::UnboundedSender<Query>,
     open: Mutex<Open>,
-    /// What the coordinator has said last about the members.
+    /// The coordinator's last list of members.
     nodes: watch::Sender<Vec<MemberStatus>>,
     survey: tokio::sync::Mutex<Option<(Instant, Survey)>>,
-    /// Logs that are being sent to other nodes.
+    /// Number of logs that are being sent to other nodes.
     sending: watch::Sender<usize>,
 }
 
-/// Questions of this node.
+/// Open queries of this node.
 #[derive(Debug, Default)]
 struct Open {
     last_id: u64,
     replies: HashMap<u64, mpsc::UnboundedSender<QueryReply>>,
 }
 
-/// What the nodes of a job say.
+/// The status of all nodes of a job.
 #[derive(Clone, Debug, Default)]
 pub struct Survey {
-    /// The members, and nodes that were lost.
+    /// The members, and the nodes that were lost.
     pub nodes: Vec<MemberStatus>,
-    /// Of nodes other than this one; those that did not answer in time are missing.
+    /// Replies of the other nodes; those that did not answer in time are missing.
     pub replies: Vec<StatusReply>,
 }
 
 impl Peers {
-    /// Peers that are reached by `messages` to the coordinator. Their own questions are to be answered.
+    /// Creates peers reached through the coordinator by `messages`. The second value has their queries, which this node
+    /// must answer.
     pub fn new(messages: mpsc::UnboundedSender<FromAgent>) -> (Self, mpsc::UnboundedReceiver<Query>) {
         let (asked, questions) = mpsc::unbounded_channel();
         let shared = Shared {
@@ -82,15 +83,15 @@ impl Peers {
         (Self { shared: Arc::new(shared) }, questions)
     }
 
-    /// Takes what the coordinator has passed on.
+    /// Handles a message that the coordinator has passed on.
     pub fn received(&self, message: ToAgent) {
         match message {
             ToAgent::Nodes(nodes) => drop(self.shared.nodes.send_replace(nodes.nodes)),
-            // Without a receiver, the service has ended.
+            // Fails only if the service has ended.
             ToAgent::Query(query) => _ = self.shared.asked.send(query),
             ToAgent::QueryReply(reply) => {
                 if let Some(asker) = self.open().replies.get(&reply.id) {
-                    // An asker that has gone has said so.
+                    // Fails only if the asker has gone, which it has announced.
                     let _ = asker.send(reply);
                 }
             }
@@ -98,8 +99,8 @@ impl Peers {
         }
     }
 
-    /// The status of all nodes, of which this one may be a spare. If the coordinator does not answer, its last list
-    /// counts, with nodes that are silent.
+    /// Collects the status of all nodes, of which this one may be a spare. If the coordinator does not answer, its last
+    /// list is used, with active nodes shown as silent.
     pub(super) async fn survey(&self, is_spare: bool) -> Survey {
         let mut last = self.shared.survey.lock().await;
         if let Some((at, survey)) = &*last
@@ -128,7 +129,7 @@ impl Peers {
         survey
     }
 
-    /// Asks the node of a rank, or all nodes.
+    /// Sends a query to the node of a rank, or to all nodes.
     pub(super) fn ask(&self, rank: Option<u32>, question: Question) -> Asked {
         let (sender, replies) = mpsc::unbounded_channel();
         let id = {
@@ -155,15 +156,15 @@ impl Peers {
         asked
     }
 
-    /// Answers a question.
+    /// Sends an answer to a query.
     pub(super) fn reply(&self, query: &Query, answer: Option<Answer>, last: bool) {
         let (id, asker) = (query.id, query.asker);
         let reply = QueryReply { id, asker, answer, last, ..QueryReply::default() };
-        // The link ends only after the job.
+        // The receiver is gone only after the end of the job.
         let _ = self.shared.messages.send(FromAgent::QueryReply(reply));
     }
 
-    /// Counts a log that is being sent to another node, until it is dropped.
+    /// Counts a log as being sent to another node until the returned value is dropped.
     pub(super) fn sending(&self) -> Sending {
         self.shared.sending.send_modify(|logs| *logs += 1);
         Sending(self.clone())
@@ -174,10 +175,10 @@ impl Peers {
         *self.shared.sending.borrow() > 0
     }
 
-    /// Waits until the logs of an attempt that has ended have been sent to other nodes that follow them.
+    /// Waits until the last logs of a finished attempt have been sent to the nodes that follow them.
     pub async fn logs_sent(&self, timeout: Duration) {
         let mut sending = self.shared.sending.subscribe();
-        // Slow readers get the rest from the files.
+        // Slow readers get the rest from the log files.
         let _ = tokio::time::timeout(timeout, sending.wait_for(|logs| *logs == 0)).await;
     }
 
@@ -186,7 +187,7 @@ impl Peers {
     }
 }
 
-/// See [`Peers::sending`].
+/// A log that is being sent; see [`Peers::sending`].
 #[derive(Debug)]
 pub(super) struct Sending(Peers);
 
@@ -196,25 +197,25 @@ impl Drop for Sending {
     }
 }
 
-/// A question and its answers. The node that answers learns if it is dropped.
+/// A query and its answers. When it is dropped, the answering node is told.
 #[derive(Debug)]
 pub(super) struct Asked {
     peers: Peers,
     id: u64,
     rank: Option<u32>,
-    /// The node that answers.
+    /// The answering node, once known.
     node: Option<u64>,
     replies: mpsc::UnboundedReceiver<QueryReply>,
     still_waiting: Interval,
-    /// There is room for one reply more.
+    /// The last answer has been consumed, so there is room for one more.
     used: bool,
-    /// No further answer follows, or there is one from each node.
+    /// No further answer follows, or the query went to all nodes, which answer once each.
     ended: bool,
 }
 
 impl Asked {
-    /// The next answer once the last one has been used, or why there is none; `None` after the last. Can be dropped
-    /// while it waits.
+    /// Returns the next answer, or the reason why there is none; `None` after the last. A call acknowledges the
+    /// previous answer. Cancel safe.
     pub(super) async fn next(&mut self) -> Option<Result<Answer, String>> {
         if std::mem::take(&mut self.used) && !self.ended {
             self.send(Question::Room(1));
@@ -244,7 +245,7 @@ impl Asked {
     fn send(&self, question: Question) {
         let Self { id, rank, node, .. } = *self;
         let query = Query { id, rank, node, question: Some(question), ..Query::default() };
-        // The link ends only after the job.
+        // The receiver is gone only after the end of the job.
         let _ = self.peers.shared.messages.send(FromAgent::Query(query));
     }
 }

@@ -1,11 +1,11 @@
 //! The agent's gRPC services on its unix socket: its own, health (`grpc.health.v1`) and reflection
 //! (`grpc.reflection.v1`).
 //!
-//! They decide nothing. A call that changes the job becomes a [`Message`] to the driver's task; queries are answered
+//! They decide nothing. A call that changes the job becomes a [`Message`] to the driver's task. Queries are answered
 //! here, from the status board and the log files, so that callers neither keep that task busy nor wait for it.
 //!
-//! Any agent of a job on several nodes answers for all of them: callers name ranks of the job, and what concerns ranks
-//! elsewhere is asked there (`peers`, `elsewhere`).
+//! Any agent of a multi-node job answers for all nodes: callers use the job's ranks, and queries about ranks elsewhere
+//! are passed on to their nodes (`peers`, `elsewhere`).
 
 use std::path::Path;
 use std::pin::Pin;
@@ -38,20 +38,21 @@ use crate::process::Process;
 use crate::status::board::Board;
 use crate::status::{Monitor, merge};
 
-/// Commands that may wait for a worker. It reads them at once: a full queue means that it hangs.
+/// Maximum number of commands that wait for a worker. It reads them at once, so a full queue means that it hangs.
 const COMMAND_QUEUE: usize = 16;
 /// Concurrent calls on one connection. A worker makes two: its session and one more.
 const MAX_CALLS: u32 = 16;
 /// The largest request is a profile, with a line per kernel.
 const MAX_REQUEST_BYTES: usize = 1 << 20;
 const MAX_HEADER_BYTES: u32 = 16 << 10;
-/// What a worker may send before the agent reads it. h2 closes a connection with too many small frames that were not
-/// read (more than half of the connection's window of 1 MiB, where each counts 256 bytes less its own). Reports of
-/// steps reach that within seconds while the agent is suspended, unless they have to wait before.
+/// Flow-control window of a worker's stream: what it may send before the agent reads it. h2 closes a connection with
+/// too many small unread frames (more than half of the connection's window of 1 MiB, where each frame counts 256 bytes
+/// less its own size). While the agent is suspended, step reports would reach that within seconds unless flow control
+/// stops them first.
 const STREAM_WINDOW_BYTES: u32 = 64 << 10;
 /// Concurrent readers of logs. Each occupies a thread of the runtime whenever it polls its file.
 pub(super) const MAX_LOG_READERS: usize = 64;
-/// For callers to receive the last replies when the job is over.
+/// Time for callers to receive the last replies when the job is over.
 const SERVICE_DRAIN_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// A call for the driver's task.
@@ -73,25 +74,25 @@ pub enum Message {
         attempt: u32,
         report: Report,
     },
-    /// Stop the job, for the caller that this describes.
+    /// Stop the job. Holds a description of the caller.
     Stop(String),
-    /// Answered when a checkpoint is complete, or refused.
+    /// Save a checkpoint. Answered when it is complete, or refused.
     Checkpoint(oneshot::Sender<Result<CheckpointReply, Status>>),
-    /// For every worker.
+    /// Send a signal to every worker.
     Signal(i32),
 }
 
 /// The running services. They end with the process, or in [`finish`](Self::finish).
 #[derive(Debug)]
 pub struct RunningService {
-    /// The other nodes of a job that may have several.
+    /// The other nodes, in a job that may have several.
     pub(crate) peers: Option<Peers>,
     health: HealthReporter,
     shutdown: oneshot::Sender<()>,
     server: JoinHandle<Result<(), tonic::transport::Error>>,
 }
 
-/// Starts to serve a job of one node on `socket`. Other users are refused.
+/// Starts the services of a single-node job on `socket`. Other users are refused.
 pub async fn serve(
     socket: &Path,
     messages: mpsc::Sender<Message>,
@@ -100,7 +101,7 @@ pub async fn serve(
     serve_node(socket, messages, board, None).await
 }
 
-/// The same on one of the nodes of a job, if it may have several: with the others, and their questions.
+/// Same as [`serve`], for one node of a job that may have several: `others` are the other nodes and their queries.
 pub(crate) async fn serve_node(
     socket: &Path,
     messages: mpsc::Sender<Message>,
@@ -137,18 +138,18 @@ pub(crate) async fn serve_node(
         .add_service(health_service.max_decoding_message_size(MAX_REQUEST_BYTES))
         .add_service(reflection.max_decoding_message_size(MAX_REQUEST_BYTES))
         .serve_with_incoming_shutdown(incoming, async {
-            // An error means that the sender was dropped, which stops the server, too.
+            // An error means that the sender was dropped, which stops the server too.
             let _ = stopped.await;
         });
     Ok(RunningService { peers, health, shutdown, server: tokio::spawn(server) })
 }
 
 impl RunningService {
-    /// Stops the services. Call it after the board has the final state, so that streams end. Callers receive what they
-    /// asked for within [`SERVICE_DRAIN_TIMEOUT`].
+    /// Stops the services. Must be called after the board has the final state, so that streams end. Callers receive
+    /// their pending replies within [`SERVICE_DRAIN_TIMEOUT`].
     pub async fn finish(self) {
         self.health.set_not_serving::<AgentServer<Service>>().await;
-        // The server may have failed before.
+        // The receiver is gone if the server has failed.
         let _ = self.shutdown.send(());
         let _ = tokio::time::timeout(SERVICE_DRAIN_TIMEOUT, self.server).await;
     }
@@ -160,9 +161,9 @@ pub(super) struct Service {
     pub(super) board: watch::Receiver<Board>,
     pub(super) monitor: Monitor,
     pub(super) readers: Arc<Semaphore>,
-    /// Of stacks: one call at a time.
+    /// Permit to take stacks: one call at a time.
     pub(super) examiners: Arc<Semaphore>,
-    /// Of a job that may have several nodes.
+    /// The other nodes, in a job that may have several.
     pub(super) peers: Option<Peers>,
 }
 
@@ -178,13 +179,13 @@ impl Service {
         answer.await.map_err(|_| ending())
     }
 
-    /// The other nodes, if there are any in this attempt.
+    /// Returns the other nodes, if this attempt has any.
     fn peers_of_attempt(&self) -> Option<&Peers> {
         let board = self.board.borrow();
         self.peers.as_ref().filter(|_| board.is_spare() || board.assignment().has_peers())
     }
 
-    /// `None` for a spare.
+    /// Rank of this node; `None` for a spare.
     fn node_rank(&self) -> Option<u32> {
         let board = self.board.borrow();
         (!board.is_spare()).then_some(board.assignment().node_rank)
@@ -300,14 +301,14 @@ fn caller(peer: &Peer) -> String {
     format!("{user}{}", process.unwrap_or_default())
 }
 
-/// One session: Hello, then reports, until the worker closes its side; then ours is closed, too.
+/// Runs one session: Hello, then reports, until the worker closes its side; then closes this side too.
 async fn run_session(
     mut reports: Streaming<WorkerReport>,
     messages: mpsc::Sender<Message>,
     commands: mpsc::Sender<Result<AgentCommand, Status>>,
 ) {
     let Some(Ok(WorkerReport { report: Some(Report::Hello(hello)) })) = reports.next().await else {
-        // The caller may be gone.
+        // Fails only if the caller is gone.
         let _ = commands
             .send(Err(Status::invalid_argument("the first message of a session must be Hello")))
             .await;
@@ -322,13 +323,13 @@ async fn run_session(
         let Some(report) = message.report else { continue };
         if matches!(report, Report::Heartbeat(_)) {
             let ack = AgentCommand { command: Some(Command::HeartbeatAck(HeartbeatAck {})) };
-            // A worker that does not read its commands misses acknowledgements; its lease ends it.
+            // A worker that does not read its commands misses acknowledgements; its own lease then ends it.
             let _ = commands.try_send(Ok(ack));
         }
         if messages.send(Message::Report { rank, attempt, report }).await.is_err() {
             return;
         }
     }
-    // The driver may have ended.
+    // Fails only if the driver has ended.
     let _ = messages.send(Message::SessionClosed { rank, attempt }).await;
 }
