@@ -1,5 +1,5 @@
-//! What a model in Hugging Face's layout says beside sizes and weights: special tokens, chat template, sampling
-//! defaults. Training changes none of it, so checkpoints keep it and exports write it back.
+//! Settings in Hugging Face's layout other than sizes and weights: special tokens, chat template, sampling defaults.
+//! Training does not change them, so checkpoints keep them and exports write them back.
 
 use std::io::Read;
 use std::path::Path;
@@ -13,10 +13,10 @@ pub(crate) const GENERATION_CONFIG: &str = "generation_config.json";
 pub(crate) const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 pub(crate) const SPECIAL_TOKENS_MAP: &str = "special_tokens_map.json";
 pub(crate) const CHAT_TEMPLATE: &str = "chat_template.jinja";
-/// Largest of these files that is read.
+/// Size limit of each of these files.
 const MAX_INHERITED_BYTES: u64 = 4 << 20;
 
-/// The contents of these files; empty for a file that is not there.
+/// The contents of these files; empty for a missing file.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 #[expect(missing_docs, reason = "named after the files")]
@@ -29,7 +29,7 @@ pub struct Inherited {
 }
 
 impl Inherited {
-    /// Reads the files of `dir`. What cannot be read says nothing.
+    /// Reads the files of `dir`. A file that cannot be read counts as empty.
     pub fn read(dir: &Path) -> Self {
         let object = |name: &str| match read(&dir.join(name)).map(|text| serde_json::from_str(&text)) {
             Some(Ok(Value::Object(object))) => object,
@@ -44,7 +44,7 @@ impl Inherited {
         }
     }
 
-    /// All ids that end a text, as both configurations say.
+    /// Returns all ids that end a text, according to both configuration files.
     pub fn end_ids(&self) -> Vec<u32> {
         let mut ids = Vec::new();
         for config in [&self.generation_config, &self.config] {
@@ -57,7 +57,7 @@ impl Inherited {
         ids
     }
 
-    /// A special token, such as `bos_token`.
+    /// Returns a special token, such as `bos_token`.
     pub fn token(&self, key: &str) -> Option<&str> {
         let text = |value: &'_ Value| value.as_str().is_some() || value["content"].as_str().is_some();
         let named =
@@ -66,7 +66,7 @@ impl Inherited {
         value.as_str().or_else(|| value["content"].as_str())
     }
 
-    /// The template of chats: a file of its own, or the tokenizer's.
+    /// Returns the chat template, from its own file or from the tokenizer's configuration.
     pub fn chat_template(&self) -> Option<&str> {
         if let Some(template) = &self.chat_template {
             return Some(template);

@@ -1,4 +1,4 @@
-//! The process of one rank: trains a GPT as its agent tells it to, and reports to the agent.
+//! The process of one rank: trains a GPT on the orders of its agent, and reports to the agent.
 //!
 //! ```text
 //! environment --> session: data, device, model, rendezvous --> train::Run --> teardown
@@ -51,13 +51,13 @@ pub use checkpoint::directory::Recovered;
 pub use fill_in::{FillInError, fill_in};
 pub use preflight::{Preflight, Refusal, preflight, preflight_data, preflight_dry_run};
 
-/// The newest complete checkpoint in `dir`.
+/// Returns the newest complete checkpoint in `dir`.
 pub fn newest_checkpoint(dir: &Path) -> Option<PathBuf> {
     directory::newest(dir)
 }
 
-/// What the next attempt of `run` resumes from, which saves in `dir` and began with `source`. `snapshot` is the step of
-/// the newest memory snapshot.
+/// Finds the starting point of the next attempt of `run`, which saves in `dir` and began with `source`. `snapshot` is
+/// the step of the newest memory snapshot.
 pub fn recover(
     dir: &Path,
     run: &str,
@@ -67,18 +67,18 @@ pub fn recover(
     directory::recover(dir, run, source, snapshot)
 }
 
-/// Checks that a checkpoint has all of its files, in full length, without reading tensors.
+/// Checks that all files of a checkpoint exist and have their full length, without reading tensors.
 pub fn verify_checkpoint(checkpoint: &Path) -> Result<(), CheckpointError> {
     directory::state(checkpoint).map(drop)
 }
 
-/// Locks a directory of checkpoints for the job with this name.
+/// Locks a directory of checkpoints for the job of this name.
 pub fn lock_checkpoints(dir: &Path, job: &str) -> Result<Lock, LockError> {
     Lock::acquire(dir, &preflight::holder(job))
 }
 
-/// `xlaunch worker`: one rank, or with `rank_threads` all ranks of a job on one node. Errors go to stderr, whose last
-/// lines the agent includes in its report of a failure.
+/// Entry point of `xlaunch worker`: runs one rank or, with `rank_threads`, all ranks of a job on one node. Errors go to
+/// stderr, whose last lines the agent includes in its failure report.
 #[expect(clippy::print_stderr, reason = "the agent reports the tail of a failed worker's stderr")]
 pub fn main(rank_threads: bool) -> ExitCode {
     let environment = Environment::read(|name| std::env::var(name).ok());

@@ -1,7 +1,8 @@
-//! NCCL windows (symmetric memory) for tensors that collectives work on: `comm.windows`.
+//! NCCL windows (symmetric memory) for tensors used in collectives: `comm.windows`.
 //!
-//! [`wanted`] decides before the rendezvous where these tensors are allocated, as only some pool segments can become
-//! windows; [`register`] registers them after it. Both decisions depend only on values that are the same on all ranks.
+//! [`wanted`] decides before the rendezvous where these tensors are allocated, because only some pool segments can
+//! become windows; [`register`] registers them afterwards. Both decisions depend only on values that are the same on
+//! all ranks.
 
 use xlaunch_comm::Collective;
 use xlaunch_engine::Tensor;
@@ -11,14 +12,14 @@ use xlaunch_proto::spec::{JobSpec, PoolMode};
 use crate::error::Result;
 use crate::model::BackendHandle;
 
-/// Whether ranks on GPUs should use windows. Without the pool there are no segments that could be registered.
+/// Returns whether ranks on GPUs should use windows. Without the pool there are no segments to register.
 pub fn wanted(spec: &JobSpec, ranks: usize) -> bool {
     spec.comm.windows && ranks > 1 && spec.engine.pool != PoolMode::Off
 }
 
 /// Registers these tensors until the collective ends, if windows are wanted; with `log`, prints the outcome to stderr.
 /// Every rank calls it with the same tensors, before any graph capture. It waits for the other ranks, so the
-/// collective's abort handle must be in place.
+/// collective's abort handle must already be in place.
 pub fn register<'a>(
     backend: &BackendHandle,
     tensors: impl IntoIterator<Item = &'a Tensor>,

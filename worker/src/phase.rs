@@ -1,5 +1,5 @@
-//! What a rank is doing: the phase and the collectives of the training thread, and a counter of what any thread
-//! gets done between steps.
+//! Activity of a rank: the phase and the collectives of the training thread, and a counter of progress that any thread
+//! makes between steps.
 //!
 //! ```text
 //! training thread --enter, begin_collective--> tracker --> heartbeats
@@ -17,29 +17,29 @@ use xlaunch_engine::Marks;
 use xlaunch_proto::activity::Activity;
 use xlaunch_proto::v1::Phase;
 
-/// Never reset, and of the whole process, as threads of all kinds advance: the agent looks only for changes.
+/// Counter of the whole process, as threads of all kinds make progress. Never reset: the agent only looks for changes.
 static PROGRESS: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
     static TRACKER: Arc<PhaseTracker> = Arc::default();
-    // Of the training thread; `None` in all others, and without an agent that reads it.
+    // Set only in the training thread, and only if an agent reads it.
     static RECORD: RefCell<Option<Record>> = const { RefCell::new(None) };
-    // Time that this thread has waited for collectives.
+    // Time that this thread has spent waiting for collectives.
     static WAITED: Cell<Duration> = const { Cell::new(Duration::ZERO) };
 }
 
-/// Low bits of the packed word that hold the phase's number. The rest is a time in microseconds.
+/// Low bits of the packed word, which hold the phase's number. The rest is a time in microseconds.
 const PHASE_BITS: u32 = 4;
 
-/// A thread's current phase and when it began. Both are packed into one word, so that a reader always gets a pair that
-/// belongs together without a lock in the training loop.
+/// A thread's current phase and its start time. Both are packed into one word, so that a reader always gets a matching
+/// pair without a lock in the training loop.
 #[derive(Debug)]
 pub(crate) struct PhaseTracker {
     start: Instant,
     packed: AtomicU64,
-    /// Collectives that the thread has started. Never reset.
+    /// Number of collectives that the thread has started. Never reset.
     collectives: AtomicU64,
-    /// Of its device, once it is open.
+    /// Marks of its device, once the device is open.
     marks: OnceLock<Marks>,
 }
 
@@ -55,24 +55,24 @@ impl Default for PhaseTracker {
 }
 
 impl PhaseTracker {
-    /// The tracker of the calling thread.
+    /// Returns the tracker of the calling thread.
     pub(crate) fn of_this_thread() -> Arc<Self> {
         TRACKER.with(Arc::clone)
     }
 
-    /// The current phase, and the time since it began.
+    /// Returns the current phase, and the time since it began.
     pub(crate) fn read(&self) -> (Phase, Duration) {
         let packed = self.packed.load(Ordering::Relaxed);
         let began = Duration::from_micros(packed >> PHASE_BITS);
         (unpack(packed), self.start.elapsed().saturating_sub(began))
     }
 
-    /// Collectives that the thread has started.
+    /// Returns the number of collectives that the thread has started.
     pub(crate) fn collectives(&self) -> u64 {
         self.collectives.load(Ordering::Relaxed)
     }
 
-    /// Marks that its device has passed; 0 on devices without marks.
+    /// Returns the number of marks that the device has passed; 0 on devices without marks.
     pub(crate) fn marks(&self) -> u64 {
         self.marks.get().map_or(0, Marks::passed)
     }
@@ -90,13 +90,13 @@ impl Record {
     fn write(&mut self) {
         self.activity.since = Activity::now();
         self.writes += 1;
-        // To memory. If that fails, training goes on: the record is for people.
+        // This writes to memory. If it fails, training continues: the record is only for diagnosis.
         let _ = self.file.write_all_at(&self.activity.encode(self.writes), 0);
     }
 }
 
-/// Changes the record. It is written now if `change` returns true, and else with a later change: a write costs about
-/// half a microsecond.
+/// Changes the record. If `change` returns true, writes it now, otherwise with a later change: a write costs about half
+/// a microsecond.
 fn record(change: impl FnOnce(&mut Activity) -> bool) {
     RECORD.with_borrow_mut(|record| {
         if let Some(record) = record
@@ -107,14 +107,14 @@ fn record(change: impl FnOnce(&mut Activity) -> bool) {
     });
 }
 
-/// Records what the calling thread does in the file that this process has inherited under this number. Without it, or
-/// if it cannot be opened, nothing is recorded.
+/// Records the activity of the calling thread in the file that this process has inherited under this descriptor. If
+/// there is none, or it cannot be opened, nothing is recorded.
 pub(crate) fn record_to(fd: Option<u32>) {
     let file = fd.and_then(|fd| File::options().write(true).open(format!("/proc/self/fd/{fd}")).ok());
     RECORD.set(file.map(|file| Record { file, activity: Activity::default(), writes: 0 }));
 }
 
-/// The calling thread begins to work on this step, from 1.
+/// Records that the calling thread starts to work on this step, from 1.
 pub(crate) fn begin_step(step: u64) {
     record(|activity| {
         activity.step = step;
@@ -122,7 +122,7 @@ pub(crate) fn begin_step(step: u64) {
     });
 }
 
-/// The training thread is about to start a collective.
+/// Records that the training thread is about to start a collective.
 pub(crate) fn begin_collective() {
     let started = count_collectives(1);
     record(|activity| {
@@ -132,7 +132,7 @@ pub(crate) fn begin_collective() {
     });
 }
 
-/// The collective has started.
+/// Records that the collective has started.
 pub(crate) fn collective_started() {
     record(|activity| {
         activity.starting = false;
@@ -140,7 +140,7 @@ pub(crate) fn collective_started() {
     });
 }
 
-/// The training thread waits for all collectives that it has started.
+/// Records that the training thread waits for all collectives that it has started.
 pub(crate) fn wait_for_collectives<T>(wait: impl FnOnce() -> T) -> T {
     let (outer, start) = (enter(Phase::AllReduce), Instant::now());
     let result = wait();
@@ -153,7 +153,7 @@ pub(crate) fn wait_for_collectives<T>(wait: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Counts collectives that were started without [`begin_collective`]: by a graph that contains them.
+/// Counts collectives that were started without [`begin_collective`], by a graph that contains them.
 pub(crate) fn add_collectives(count: u64) {
     let started = count_collectives(count);
     record(|activity| {
@@ -162,23 +162,23 @@ pub(crate) fn add_collectives(count: u64) {
     });
 }
 
-/// Counts collectives of the calling thread. Returns their number.
+/// Adds to the count of collectives of the calling thread. Returns the new count.
 fn count_collectives(count: u64) -> u64 {
     count + TRACKER.with(|tracker| tracker.collectives.fetch_add(count, Ordering::Relaxed))
 }
 
-/// Collectives that the calling thread has started.
+/// Returns the number of collectives that the calling thread has started.
 pub(crate) fn collectives() -> u64 {
     TRACKER.with(|tracker| tracker.collectives())
 }
 
-/// Heartbeats report the marks that the device of the calling thread passes.
+/// Makes heartbeats report the marks that the device of the calling thread passes.
 pub(crate) fn show_marks(marks: Marks) {
     // A rank opens one device.
     let _ = TRACKER.with(|tracker| tracker.marks.set(marks));
 }
 
-/// How long the calling thread has waited for collectives since the last call.
+/// Returns the time that the calling thread has waited for collectives since the last call.
 pub(crate) fn take_waited() -> Duration {
     WAITED.take()
 }
@@ -190,18 +190,18 @@ pub(crate) fn enter(next: Phase) -> Phase {
         let number = u64::try_from(i32::from(next)).unwrap_or_default();
         unpack(tracker.packed.swap(micros << PHASE_BITS | number, Ordering::Relaxed))
     });
-    // The time between phases is short: while it lasts, the record has the phase before.
+    // The time between phases is short; during it the record still shows the previous phase.
     record(|activity| std::mem::replace(&mut activity.phase, next) != next && next != Phase::Unspecified);
     outer
 }
 
-/// Reports progress of long work between steps: a batch was evaluated, or a part of a checkpoint written. The
-/// agent gives a worker that is stopping more time as long as this is called. Cheap; from any thread.
+/// Reports progress of long work between steps: a batch was evaluated, or a part of a checkpoint was written. The agent
+/// gives a worker that is stopping more time while this is called. Cheap; may be called from any thread.
 pub(crate) fn advance() {
     PROGRESS.fetch_add(1, Ordering::Relaxed);
 }
 
-/// The number of calls of [`advance`].
+/// Returns the number of calls to [`advance`].
 pub(crate) fn progress() -> u64 {
     PROGRESS.load(Ordering::Relaxed)
 }
@@ -253,7 +253,7 @@ mod tests {
         assert_eq!((read(&file).phase, read(&file).bucket), (Phase::Backward, 0));
         add_collectives(5);
         assert_eq!(read(&file).collectives, before + 7);
-        // Other threads, which may be other ranks, leave record and counter alone.
+        // Other threads, which may belong to other ranks, do not change the record or the counter.
         let other = std::thread::spawn(|| {
             begin_collective();
             enter(Phase::Sample)

@@ -1,5 +1,5 @@
-//! Checks of a job before any worker is started: data, initial weights, the directory of checkpoints, and the one to
-//! resume from.
+//! Checks of a job before any worker is started: data, initial weights, the directory of checkpoints, and the
+//! checkpoint to resume from.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ use crate::fail;
 use crate::model::layout::Layout;
 use crate::weights::{self, Weights};
 
-/// Bytes of a checkpoint per parameter: three arenas of F32.
+/// Size of a checkpoint in bytes per parameter: three arenas of F32.
 const BYTES_PER_PARAMETER: u64 = 12;
 
 /// A job that can start.
@@ -26,17 +26,17 @@ const BYTES_PER_PARAMETER: u64 = 12;
 pub struct Preflight {
     /// Checkpoint to resume from.
     pub resume_from: Option<PathBuf>,
-    /// Run and step of that checkpoint. The run is empty if the checkpoint does not say it.
+    /// Run and step of that checkpoint. The run is empty if the checkpoint does not record it.
     pub parent: Option<Parent>,
-    /// It has all steps of the job: this many.
+    /// The number of steps of that checkpoint, if it has completed all steps of the job.
     pub complete: Option<u64>,
     /// The data, by split.
     pub data: BTreeMap<&'static str, Fingerprint>,
-    /// Bytes of the state that checkpoints contain, as it is in memory.
+    /// Size in bytes of the checkpointed state in memory.
     pub state_bytes: u64,
-    /// For the user; the job starts all the same.
+    /// Warnings for the user; the job starts regardless.
     pub warnings: Vec<String>,
-    /// Keeps other jobs out of `checkpoint.dir`. To be held until the job has ended.
+    /// Keeps other jobs out of `checkpoint.dir`. Hold it until the job has ended.
     pub lock: Option<Lock>,
 }
 
@@ -50,7 +50,7 @@ pub struct Refusal {
 }
 
 impl Refusal {
-    /// The user has interrupted a command.
+    /// Creates the refusal of a command that the user interrupted.
     pub(crate) fn interrupted() -> Self {
         Self { exit: ExitCode::Signal(2), message: "interrupted".into() }
     }
@@ -78,8 +78,8 @@ impl From<LockError> for Refusal {
     }
 }
 
-/// Opens the data, locks and checks `checkpoint.dir`, and finds the checkpoint to resume from. `job_dir` holds the
-/// job's earlier runs; `world` is the number of ranks. For the node of rank 0; others do with [`preflight_data`].
+/// Opens the data, locks and checks `checkpoint.dir`, and finds the checkpoint to resume from. `job_dir` contains the
+/// job's earlier runs; `world` is the number of ranks. Runs on the node of rank 0; other nodes use [`preflight_data`].
 pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight, Refusal> {
     let (mut ready, shape, data) = check_data(spec)?;
     let layout = Layout::new(&shape);
@@ -100,13 +100,13 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
     Ok(ready)
 }
 
-/// Checks configuration and data alone, and looks at no checkpoint: the part of [`preflight`] that every node needs.
+/// Checks only configuration and data, not checkpoints: the part of [`preflight`] that every node needs.
 pub fn preflight_data(spec: &JobSpec) -> Result<Preflight, Refusal> {
     check_data(spec).map(|(ready, ..)| ready)
 }
 
-/// The part of [`preflight`] that changes nothing. Of checkpoints only one is checked that `checkpoint.resume` names:
-/// looking for another one to resume from locks and cleans their directory.
+/// Runs the part of [`preflight`] that changes nothing. Checks only a checkpoint that `checkpoint.resume` names: a
+/// search for one to resume from would lock and clean the directory.
 pub fn preflight_dry_run(spec: &JobSpec, world: u32) -> Result<Preflight, Refusal> {
     let (mut ready, shape, data) = check_data(spec)?;
     if let Some(path) = spec.checkpoint.resume_path() {
@@ -118,7 +118,7 @@ pub fn preflight_dry_run(spec: &JobSpec, world: u32) -> Result<Preflight, Refusa
 }
 
 fn check_data(spec: &JobSpec) -> Result<(Preflight, ModelShape, Fingerprint), Refusal> {
-    // In the launcher's environment. The workers check the variable again: a job of the daemon has its own.
+    // Checks the launcher's environment. The workers check the variable again, because a job of the daemon has its own.
     fail::check().map_err(WorkerError::Setting)?;
     // The configuration was checked when it was read, but the number of workers is known only now.
     spec.check().map_err(usage)?;
@@ -138,13 +138,13 @@ fn check_data(spec: &JobSpec) -> Result<(Preflight, ModelShape, Fingerprint), Re
         ready.warnings.push(format!("{problem}; {remedy} or lower `model.seq`"));
     }
     ready.warnings.extend(inherited_ffn(&spec.model, &shape));
-    // Checkpoints contain it, even if no text is sampled.
+    // Checkpoints contain the tokenizer even if no text is sampled.
     dataset.tokenizer.load().map_err(WorkerError::from)?;
     ready.state_bytes = (Layout::new(&shape).len as u64).saturating_mul(BYTES_PER_PARAMETER);
     Ok((ready, shape, data))
 }
 
-/// A warning if the width of the feed-forward layers is that of a preset with another width.
+/// Returns a warning if the width of the feed-forward layers comes from a preset whose `model.dim` differs.
 fn inherited_ffn(section: &ModelSection, shape: &ModelShape) -> Option<String> {
     let preset = ModelSection { preset: section.preset.clone(), ..ModelSection::default() }.resolve().ok()?;
     if section.ffn.is_some() || section.dim.is_none_or(|dim| dim == preset.dim) {
@@ -163,7 +163,7 @@ fn usage(invalid: Invalid) -> Refusal {
     Refusal { exit: ExitCode::Usage, message: invalid.to_string() }
 }
 
-/// Locks a directory of checkpoints, removes what killed jobs have left there, and checks that it can be written.
+/// Locks a directory of checkpoints, removes leftovers of jobs that were killed, and checks that it is writable.
 fn claim(dir: &Path, job: &str, bytes: u64, warnings: &mut Vec<String>) -> Result<Lock, Refusal> {
     let write =
         |error: std::io::Error| CheckpointError::Write { path: dir.into(), reason: error.to_string() };
@@ -175,12 +175,12 @@ fn claim(dir: &Path, job: &str, bytes: u64, warnings: &mut Vec<String>) -> Resul
     Ok(lock)
 }
 
-/// How the holder of a lock is described to others.
+/// Describes the holder of a lock to other jobs.
 pub(crate) fn holder(job: &str) -> String {
     format!("job `{job}`, process {}", std::process::id())
 }
 
-/// As [`source`], for a job that may have nothing left to train: no worker will read its checkpoint then, so its hashes
+/// Same as [`source`], for a job that may have no steps left: no worker will read its checkpoint then, so the hashes
 /// are verified here.
 fn verified_source(
     spec: &JobSpec,
@@ -206,7 +206,7 @@ fn verified_source(
     }
 }
 
-/// Reads all of a checkpoint that has all steps of the job.
+/// Reads all of a checkpoint that has completed all steps of the job.
 fn verify_last(
     spec: &JobSpec,
     shape: &ModelShape,
@@ -223,7 +223,7 @@ fn verify_last(
     checkpoint::read(path, shape, layout, moments, &threads, &|_| Ok(())).map(drop)
 }
 
-/// The checkpoint that `checkpoint.resume` means. Rejected ones are renamed and reported.
+/// Returns the checkpoint that `checkpoint.resume` selects. Rejected checkpoints are renamed and reported.
 fn source(
     spec: &JobSpec,
     job_dir: &Path,
@@ -241,14 +241,14 @@ fn source(
     }))
 }
 
-/// The newest checkpoint of the newest run that has one.
+/// Returns the newest checkpoint of the newest run that has one.
 ///
 /// # Errors
-/// If there are checkpoints and none is valid.
+/// If there are checkpoints but none is valid.
 fn newest_of_runs(job_dir: &Path, warnings: &mut Vec<String>) -> Result<Option<Choice>, CheckpointError> {
     let mut runs: Vec<PathBuf> =
         fs_err::read_dir(job_dir).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
-    // Beside runs: the link to the newest one, and marks of nodes.
+    // The directory also contains a link to the newest run, and marker files of nodes.
     runs.retain(|path| !path.is_symlink() && path.is_dir());
     runs.sort_by_cached_key(|path| (started(path), path.clone()));
     let mut failure = None;
@@ -258,7 +258,7 @@ fn newest_of_runs(job_dir: &Path, warnings: &mut Vec<String>) -> Result<Option<C
                 warnings.extend(failure.map(|error: CheckpointError| error.to_string()));
                 return Ok(Some(choice));
             }
-            // Nothing of a newer run is passed over in silence.
+            // Report everything in a newer run that is passed over.
             Ok(None) => {
                 let unfinished = directory::unfinished(&run_checkpoints(run));
                 warnings.extend(unfinished.iter().map(|(_, error)| error.to_string()));
@@ -269,8 +269,8 @@ fn newest_of_runs(job_dir: &Path, warnings: &mut Vec<String>) -> Result<Option<C
     failure.map_or(Ok(None), Err)
 }
 
-/// When a run started: it writes its description first. Names do not tell on several nodes, whose runs have the id of
-/// the batch system's job or the user's.
+/// Returns the time at which a run started, when it wrote its description. On several nodes the name of a run does not
+/// tell: it is the id of the batch system's job, or an id given by the user.
 fn started(run: &Path) -> Option<SystemTime> {
     fs_err::metadata(run.join("job.json")).and_then(|found| found.modified()).ok()
 }
@@ -279,7 +279,7 @@ fn run_checkpoints(run: &Path) -> PathBuf {
     run.join(directory::CHECKPOINTS)
 }
 
-/// Checks that the job can continue from a checkpoint, and sets later ones aside.
+/// Checks that the job can continue from a checkpoint, and sets later checkpoints aside.
 fn resume(
     spec: &JobSpec,
     shape: &ModelShape,
@@ -295,7 +295,7 @@ fn resume(
         return Ok(());
     }
     if let Some(dir) = &spec.checkpoint.dir {
-        // Later checkpoints than the one that the run continues from are not part of it.
+        // Checkpoints after the one to continue from are not part of the run.
         abandon(Path::new(dir), Some(state.step), &mut ready.warnings)?;
     }
     ready.parent = Some(Parent { run: state.run, step: state.step });
@@ -303,7 +303,7 @@ fn resume(
     Ok(())
 }
 
-/// The state of a checkpoint that the job may continue from.
+/// Returns the state of a checkpoint that the job may continue from.
 fn check_continued(
     spec: &JobSpec,
     shape: &ModelShape,
@@ -329,7 +329,7 @@ fn check_continued(
     Ok(state)
 }
 
-/// A run that continues none. `checkpoint.dir` must be empty, or the user says that it may be used.
+/// Starts a new run. `checkpoint.dir` must be empty unless the user allows its use.
 fn start_afresh(spec: &JobSpec, job_dir: &Path, warnings: &mut Vec<String>) -> Result<(), Refusal> {
     if spec.checkpoint.resume == "auto" {
         let searched = spec.checkpoint.dir.as_ref().map_or(job_dir, Path::new);
@@ -404,10 +404,10 @@ mod tests {
             let run = job.path().join(run);
             save(&run.join("checkpoints"), 10);
             fs_err::write(run.join("job.json"), "{}").unwrap();
-            // Timestamps of files may be that coarse.
+            // Timestamps of files may be this coarse.
             std::thread::sleep(std::time::Duration::from_millis(20));
         }
-        // Of an agent that runs, and one that was killed.
+        // One marker of a running agent, and one of an agent that was killed.
         fs_err::write(job.path().join(".node-0123456789abcdef"), "").unwrap();
         let found = source(&resuming("auto"), job.path(), &mut Vec::new()).unwrap();
         assert_eq!(found, Some(job.path().join("slurm-10.0/checkpoints/step-00000010")));

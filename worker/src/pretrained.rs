@@ -1,11 +1,11 @@
-//! Opens a trained model for use outside of training: its shape, tokenizer and weights, and a device.
+//! Opens a trained model for use outside training: its shape, tokenizer and weights, and a device.
 //!
 //! ```text
 //! path --find--> Source: shape, where the weights are, tokenizer --load--> Model on a device
 //! ```
-//! The path is a checkpoint, a directory of checkpoints or a run's directory, of which the newest valid checkpoint is
-//! taken, or a model in Hugging Face's layout. Weights are verified as they are read, go to the device piece by piece,
-//! and must be finite.
+//! The path is a checkpoint, a directory of checkpoints or a run's directory (the newest valid checkpoint is used), or
+//! a model in Hugging Face's layout. Weights are verified as they are read, go to the device piece by piece, and must
+//! be finite.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,17 +27,17 @@ use crate::model::{BackendHandle, Model};
 use crate::preflight::Refusal;
 use crate::weights::Weights;
 
-/// Pieces of weights that wait for the device, of up to 4 MiB each.
+/// Number of pieces of weights, of up to 4 MiB each, that wait for the device.
 const WEIGHTS_READ_AHEAD: usize = 8;
 
-/// Where to compute.
+/// Device to compute on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Device {
     /// The first GPU if there is one, otherwise the CPU.
     Auto,
     /// The first GPU.
     Cuda,
-    /// On all cores, in fp32.
+    /// All cores, in fp32.
     Cpu,
 }
 
@@ -46,19 +46,19 @@ pub enum Device {
 pub struct Source {
     /// Its sizes.
     pub shape: ModelShape,
-    /// What it was trained with, if that is known.
+    /// Tokenizer that it was trained with, if known.
     pub tokenizer: Option<Tokenizer>,
-    /// What the model's directory says beside that or, for a checkpoint, that of its initial weights.
+    /// Other settings in the model's directory or, for a checkpoint, in the directory of its initial weights.
     pub inherited: Option<Inherited>,
-    /// Whether it is a checkpoint of a run, and not a model in Hugging Face's layout.
+    /// Whether it is a checkpoint of a run rather than a model in Hugging Face's layout.
     pub is_run: bool,
-    /// For the user.
+    /// Notes for the user.
     pub notes: Vec<String>,
     weights: Weights,
 }
 
 impl Source {
-    /// Finds the model that `path` means.
+    /// Finds the model at `path`.
     pub fn find(path: &Path) -> Result<Self, Refusal> {
         if !path.exists() {
             let message = format!("failed to open a model: {} does not exist", path.display());
@@ -98,7 +98,7 @@ impl Source {
         })
     }
 
-    /// The tokenizer of this name (`bytes`, `gpt2`, or a file), or without a name, the model's own.
+    /// Returns the tokenizer of this name (`bytes`, `gpt2`, or a file), or by default the model's own.
     pub fn tokenizer(&self, name: Option<&str>) -> Result<Tokenizer, Refusal> {
         let tokenizer = match (name, &self.tokenizer) {
             (Some(name), _) => {
@@ -147,7 +147,7 @@ impl Source {
                 self.weights.read(&self.shape, &layout, &threads, &sink).map_err(Refusal::from)
             });
             let reader = reader.map_err(no_threads)?;
-            // Dropped on an early return, which ends the reader.
+            // On an early return this is dropped, which ends the reader.
             let pieces = pieces;
             for Piece { at, values, .. } in &pieces {
                 if interrupted() {
@@ -168,7 +168,8 @@ impl Source {
     }
 }
 
-/// Opens a device. `precision` is for GPUs. `timed` selects kernels by timing them, which pays for long work only.
+/// Opens a device. `precision` applies to GPUs. `timed` selects kernels by timing them, which pays off for long work
+/// only.
 pub fn open_device(device: Device, precision: Precision, timed: bool) -> Result<BackendHandle, Refusal> {
     if device != Device::Cpu {
         let precision = crate::session::engine_precision(precision);
@@ -182,7 +183,7 @@ pub fn open_device(device: Device, precision: Precision, timed: bool) -> Result<
                 let Refusal { exit, message } = WorkerError::from(error).into();
                 return Err(Refusal { exit, message: format!("{message}; `--device cpu` needs no GPU") });
             }
-            // A host without a driver, or without a GPU.
+            // This host has no driver or no GPU.
             Err(_) => {}
         }
     }

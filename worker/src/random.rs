@@ -10,24 +10,24 @@ const INCREMENT: u64 = 0x9e37_79b9_7f4a_7c15;
 pub(crate) struct Random(u64);
 
 impl Random {
-    /// The stream of this seed and purpose. Streams of different purposes are independent.
+    /// Creates the stream of this seed and purpose. Streams of different purposes are independent.
     pub(crate) fn new(seed: u64, purpose: &str) -> Self {
         let digest = Digest::of(&[&seed.to_le_bytes(), purpose.as_bytes()].concat());
         Self(digest.0.iter().take(8).fold(0, |state, byte| state << 8 | u64::from(*byte)))
     }
 
-    /// Skips `count` numbers, in constant time.
+    /// Skips `count` numbers in constant time.
     pub(crate) fn skip(&mut self, count: u64) {
         self.0 = self.0.wrapping_add(INCREMENT.wrapping_mul(count));
     }
 
-    /// The next number.
+    /// Returns the next number.
     pub(crate) fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(INCREMENT);
         mix(self.0)
     }
 
-    /// Uniform in (0, 1].
+    /// Returns a number uniformly distributed in (0, 1].
     #[expect(clippy::cast_precision_loss, reason = "53 bits are exact")]
     pub(crate) fn uniform(&mut self) -> f64 {
         ((self.bits() >> 11) + 1) as f64 / (1u64 << 53) as f64

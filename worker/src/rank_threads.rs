@@ -1,12 +1,13 @@
-//! All ranks of a job as threads of one process, which has a CUDA context per GPU then. Only for `xlaunch bench train
-//! --threads`, which compares this with a process per rank.
+//! Runs all ranks of a job as threads of one process, which then has a CUDA context per GPU. Used only by `xlaunch
+//! bench train --threads`, which compares this with a process per rank.
 //!
-//! Each thread runs the session of its rank, with its own connection to the agent, device, pool and communicator. What
-//! remains common to the ranks is what the comparison is about: the driver, libraries and the allocator of the host.
+//! Each thread runs the session of its rank, with its own connection to the agent, device, pool and communicator. Only
+//! the driver, libraries and the host allocator are shared, and their effect is what the comparison measures.
 //!
-//! Fail points are those of rank 0, at which any thread may arrive.
+//! Fail points are those of rank 0, and any thread may reach them.
 //!
-//! A thread cannot be killed. So the process ends with the first rank that fails: the others may wait for it forever.
+//! A thread cannot be killed, so the process ends with the first rank that fails: the others may wait for that rank
+//! forever.
 
 use std::panic::{catch_unwind, resume_unwind};
 use std::sync::mpsc::channel;
@@ -17,11 +18,11 @@ use xlaunch_proto::exit::ExitCode;
 use crate::environment::Environment;
 use crate::error::{Result, WorkerError};
 
-/// Stack of a rank's thread, in bytes: that of a main thread, which a rank has otherwise. The default for threads is a
-/// quarter of it, and NVRTC and cuDNN run on it as well.
+/// Stack size of a rank's thread in bytes: the size of a main thread's stack, on which a rank normally runs. The
+/// default for threads is a quarter of that, and NVRTC and cuDNN use the same stack.
 const RANK_STACK_BYTES: usize = 8 << 20;
 
-/// Runs `session` for each rank on a thread. `first` is the environment of rank 0.
+/// Runs `session` for each rank on its own thread. `first` is the environment of rank 0.
 pub(crate) fn run(first: &Environment, session: fn(&Environment) -> Result<ExitCode>) -> Result<ExitCode> {
     let (sender, ends) = channel();
     for rank in 0..first.world_size.0 {
@@ -44,7 +45,7 @@ pub(crate) fn run(first: &Environment, session: fn(&Environment) -> Result<ExitC
             Ok(Ok(ExitCode::Done)) => {}
             Ok(Ok(other)) => exit = other,
             Ok(Err(error)) => return Err(WorkerError::OfRank { rank, error: Box::new(error) }),
-            // It was printed by its thread.
+            // The panic was printed by its thread.
             Err(panic) => resume_unwind(panic),
         }
     }

@@ -1,4 +1,5 @@
-//! A collective that records what its rank starts and how long it waits, for heartbeats and for the evidence of a hang.
+//! A collective that records the operations that its rank starts and the time that it waits, for heartbeats and as
+//! evidence of hangs.
 
 use xlaunch_comm::{AbortHandle, Collective, Result};
 use xlaunch_engine::DType;
@@ -6,7 +7,7 @@ use xlaunch_pool::Lease;
 
 use crate::phase;
 
-/// Wraps a collective, which does all the work.
+/// Wraps the collective that does all the work.
 #[derive(Debug)]
 pub(crate) struct Tracked(pub(crate) Box<dyn Collective>);
 

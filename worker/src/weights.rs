@@ -1,8 +1,6 @@
-//! Where given weights come from: a model in Hugging Face's layout, a checkpoint, or a `model.safetensors` of this
-//! trainer.
+//! Sources of given weights: a model in Hugging Face's layout, a checkpoint, or a `model.safetensors` of this trainer.
 //!
-//! A model may be used with shorter sequences than it was made for. Everything else of its shape is a property of the
-//! weights.
+//! A model may be used with shorter sequences than it was made for. The rest of its shape is a property of the weights.
 
 use std::path::{Path, PathBuf};
 
@@ -18,19 +16,19 @@ use crate::huggingface::Directory;
 use crate::inherited::Inherited;
 use crate::model::layout::Layout;
 
-/// Weights of a model, none of which has been read yet.
+/// Weights of a model, before any are read.
 #[derive(Clone, Debug)]
 pub enum Weights {
     /// A model in Hugging Face's layout.
     HuggingFace(Directory),
     /// A checkpoint with its state.
     Checkpoint(PathBuf, Box<State>),
-    /// A file of parameters by this trainer's names. It does not say which shape the model has.
+    /// A file of parameters under this trainer's names. It does not record the shape of the model.
     File(PathBuf),
 }
 
 impl Weights {
-    /// Finds out what `path` is: a directory in Hugging Face's layout, a checkpoint, a directory of checkpoints or a
+    /// Detects the kind of `path`: a directory in Hugging Face's layout, a checkpoint, a directory of checkpoints, a
     /// run, or a file.
     pub fn open(path: &Path) -> Result<Self> {
         if Directory::is_one(path) {
@@ -56,7 +54,7 @@ impl Weights {
         }
     }
 
-    /// The shape of the model, unless only a file is known.
+    /// Returns the shape of the model; `None` if the weights are only a file.
     pub fn shape(&self) -> Option<&ModelShape> {
         match self {
             Self::HuggingFace(directory) => Some(directory.shape()),
@@ -65,19 +63,19 @@ impl Weights {
         }
     }
 
-    /// Checks all that can be checked without reading the values: that these are weights of such a model.
+    /// Checks that these are weights of such a model, as far as that is possible without reading the values.
     pub fn check(&self, shape: &ModelShape) -> Result<()> {
         self.check_shape(shape)?;
         match self {
             Self::HuggingFace(directory) => drop(directory.weights(shape, &Layout::new(shape))?),
-            // Opening it has checked names and sizes of its files.
+            // Opening it has checked the names and sizes of its files.
             Self::Checkpoint(..) => {}
             Self::File(path) => checkpoint::check_weights(path, &Layout::new(shape))?,
         }
         Ok(())
     }
 
-    /// Reads all values, as parameters in the arena of `layout`, that of `shape`.
+    /// Reads all values as parameters in the arena of `layout`, which is the layout of `shape`.
     pub fn read(
         &self,
         shape: &ModelShape,
@@ -94,7 +92,7 @@ impl Weights {
         Ok(())
     }
 
-    /// What came with the weights, beside sizes and values.
+    /// Returns the files that came with the weights, other than sizes and values.
     pub fn inherited(&self) -> Option<Inherited> {
         match self {
             Self::HuggingFace(directory) => Some(Inherited::read(directory.path())),
@@ -103,7 +101,7 @@ impl Weights {
         }
     }
 
-    /// The file of the model's tokenizer, if one came with it.
+    /// Returns the file of the model's tokenizer, if it came with one.
     fn tokenizer(&self) -> Option<PathBuf> {
         Some(self.path().join(TOKENIZER_FILE)).filter(|path| path.is_file())
     }
@@ -122,7 +120,7 @@ impl Weights {
     /// Completes `[model]`: without a preset, keys that are not set take their values from the weights.
     ///
     /// # Errors
-    /// A key, or the preset, contradicts the weights.
+    /// If a key, or the preset, contradicts the weights.
     pub fn fill_in(&self, spec: &mut JobSpec) -> std::result::Result<(), Invalid> {
         let Some(own) = self.shape() else { return spec.model.resolve().map(drop) };
         if spec.model.preset.is_none() {
@@ -135,7 +133,7 @@ impl Weights {
     }
 }
 
-/// Opens a job's data. If nothing is known about its tokenizer, that of the initial weights is taken.
+/// Opens a job's data. If its tokenizer is unknown, uses that of the initial weights.
 pub fn dataset(spec: &JobSpec, shape: &ModelShape) -> Result<Dataset> {
     let mut dataset = Dataset::open(spec, shape)?;
     if let Some(init) =
@@ -156,7 +154,7 @@ fn read_checkpoint(
     sink: Sink<'_>,
 ) -> Result<()> {
     let saved = Layout::new(own);
-    // Both models have the same parameters, of which position embeddings may have fewer rows here.
+    // Both models have the same parameters, except that position embeddings may have fewer rows here.
     let moved = |mut piece: Piece| {
         let index = saved.params.partition_point(|param| param.range.end <= piece.at);
         let (Some(from), Some(to)) = (saved.params.get(index), layout.params.get(index)) else {
@@ -187,9 +185,9 @@ fn complete(model: &mut ModelSection, own: &ModelShape) {
     model.rope_scaling = model.rope_scaling.or(own.rope_scaling);
 }
 
-/// The first key by which a model of the shape `wanted` cannot use weights of the shape `own`, with both values.
+/// Returns the first key for which a model of shape `wanted` cannot use weights of shape `own`, with both values.
 fn contradiction(own: &ModelShape, wanted: &ModelShape) -> Option<(&'static str, String, String)> {
-    // Sequences may be shorter, and as rotary positions have no weights, with these also longer.
+    // Sequences may be shorter. Rotary positions have no weights, so with them sequences may also be longer.
     let seq = match own.arch {
         Arch::Gpt2 => wanted.seq.max(own.seq),
         Arch::Llama => own.seq,

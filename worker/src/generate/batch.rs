@@ -1,13 +1,13 @@
-//! Generates for many requests at a time.
+//! Generates text for many requests at once.
 //!
 //! ```text
 //! waiting --free slot, prefill--> active --step, step, ... --> finished: its slot is free again
 //! ```
-//! Prompts that wait are taken as soon as slots are free. The rows of a step are the active sequences, so a sequence
-//! that has ended costs nothing more.
+//! Waiting prompts are admitted as soon as slots are free. A step has one row per active sequence, so a sequence that
+//! has ended costs nothing more.
 //!
-//! With greedy decoding on a GPU, the next step is enqueued before the tokens of one are read: the device never waits
-//! for the host. What that step computes for sequences that have ended meanwhile is ignored.
+//! With greedy decoding on a GPU, the next step is enqueued before the host reads the tokens of the current one, so the
+//! device never waits for the host. Results of that step for sequences that have ended in the meantime are ignored.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -22,16 +22,17 @@ use crate::model::decode::{Decoder, MAX_SLOTS, Row};
 
 type Result<T> = std::result::Result<T, GenerateError>;
 
-/// Most bytes of the cache, unless one sequence takes more.
+/// Maximum size of the cache in bytes, unless one sequence needs more.
 const CACHE_BYTES: usize = 8 << 30;
 
-/// Gets updates by the number of the request.
+/// Receives updates with the number of the request.
 type Sink<'a> = &'a mut dyn FnMut(usize, Update<'_>);
 
-/// Continues all requests. `interrupted` is asked between steps.
+/// Continues all requests. `interrupted` is polled between steps.
 ///
 /// # Errors
-/// A prompt that does not fit the model, before anything is generated; logits that are not finite; the device's errors.
+/// If a prompt does not fit the model, which is found before anything is generated; if logits are not finite; or if the
+/// device fails.
 pub fn generate(
     model: &Model,
     tokenizer: &Tokenizer,
@@ -91,16 +92,16 @@ struct Batch<'a> {
     waiting: VecDeque<usize>,
     free: Vec<usize>,
     active: Vec<Sequence>,
-    /// The model's context.
+    /// Context length of the model.
     seq: usize,
-    /// Of one row; empty if tokens are not drawn.
+    /// Logits of one row; empty with greedy decoding.
     logits: Vec<f32>,
 }
 
 /// A request in a slot of the cache.
 struct Sequence {
     request: usize,
-    /// Its last token, which is not in the cache yet.
+    /// The next row: its token is the last one of the sequence, which is not in the cache yet.
     row: Row,
     tokens: usize,
     decoder: TextDecoder,
@@ -110,7 +111,7 @@ struct Sequence {
 }
 
 impl Batch<'_> {
-    /// Starts waiting requests in free slots, with their first tokens.
+    /// Starts waiting requests in free slots, and generates their first tokens.
     fn admit(&mut self, sink: Sink<'_>) -> Result<()> {
         if self.free.is_empty() || self.waiting.is_empty() {
             return Ok(());
@@ -124,7 +125,7 @@ impl Batch<'_> {
             };
             let Request { tokens, sample } = &self.requests[request];
             let mut decoder = self.tokenizer.decoder();
-            // The text of a token may depend on those before it.
+            // The text of a token may depend on earlier tokens.
             decoder.skip(tokens);
             let row = Row { slot, position: tokens.len(), token: 0 };
             let sampler = Sampler::new(self.options.sampling, self.options.seed, *sample);
@@ -142,7 +143,7 @@ impl Batch<'_> {
         Ok(())
     }
 
-    /// Makes steps until a sequence ends.
+    /// Runs steps until a sequence ends.
     fn decode(&mut self, sink: Sink<'_>) -> Result<()> {
         let count = self.active.len();
         if count == 0 {
@@ -177,7 +178,7 @@ impl Batch<'_> {
         Ok(self.decoder.set_rows(&rows)?)
     }
 
-    /// The next token of each sequence, whose rows the decoder has just computed.
+    /// Returns the next token of each sequence, from the rows that the decoder has just computed.
     fn choose(&mut self, sequences: &mut [Sequence]) -> Result<Vec<u32>> {
         if self.options.sampling.is_greedy() {
             let pending = self.decoder.begin_ids()?;
@@ -192,12 +193,12 @@ impl Batch<'_> {
         Ok(ids)
     }
 
-    /// Waits for the likeliest tokens.
+    /// Waits for the most likely tokens.
     fn ids(&self, pending: xlaunch_engine::PendingRead, sequences: &[Sequence]) -> Result<Vec<u32>> {
         let mut ids = vec![0.0; sequences.len()];
         pending.wait(&mut ids)?;
         let id = |(id, sequence): (f32, &Sequence)| {
-            // Exact: ids are whole numbers below 2^24.
+            // The conversion is exact: ids are whole numbers below 2^24.
             #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a whole number")]
             let token = (id >= 0.0).then_some(id as u32);
             token.ok_or(GenerateError::NotFinite { index: sequence.request })
@@ -205,7 +206,7 @@ impl Batch<'_> {
         ids.into_iter().zip(sequences).map(id).collect()
     }
 
-    /// Adds a token to each sequence. Returns those that go on; the others' slots are free.
+    /// Adds a token to each sequence. Returns the sequences that continue; the slots of the others are free.
     fn accept(&mut self, sequences: Vec<Sequence>, ids: &[u32], sink: Sink<'_>) -> Vec<Sequence> {
         let mut going_on = Vec::with_capacity(sequences.len());
         for (mut sequence, id) in sequences.into_iter().zip(ids) {
@@ -215,7 +216,7 @@ impl Batch<'_> {
                     self.free.push(sequence.row.slot);
                     let Sequence { request, tokens, decoder, mut text, started, .. } = sequence;
                     if reason != FinishReason::Stop {
-                        // Of a character that is not complete, and what may have become a stop string.
+                        // Text of an incomplete character, and text that could have become a stop string.
                         let Shown { text: last, stopped } = text.push(&decoder.finish());
                         sink(request, Update::Text(&last));
                         if stopped {
@@ -232,7 +233,7 @@ impl Batch<'_> {
         going_on
     }
 
-    /// Adds a token; returns why the text ends with it, if it does.
+    /// Adds a token. If the text ends with it, returns the reason.
     fn next(&self, sequence: &mut Sequence, id: u32, sink: Sink<'_>) -> Option<FinishReason> {
         if self.options.ends.contains(&id) {
             return Some(FinishReason::EndOfText);
@@ -246,7 +247,7 @@ impl Batch<'_> {
         if sequence.tokens >= self.options.max_tokens {
             return Some(FinishReason::Length);
         }
-        // The next step puts this token into the cache, at the position after those before.
+        // The next step puts this token into the cache, after the earlier ones.
         sequence.row.token = id;
         let position = self.requests[sequence.request].tokens.len() + sequence.tokens - 1;
         sequence.row.position = position;
@@ -263,11 +264,11 @@ mod tests {
     use crate::generate::Sampling;
     use crate::model::BackendHandle;
 
-    /// The width of the model, and the first position after which it ends the document.
+    /// Width of the model; the position after which it ends the document follows.
     const DIM: usize = 8;
     const END_POSITION: usize = 5;
 
-    /// A model whose next token depends on the position alone: `a`, and the end of the text from [`END_POSITION`] on.
+    /// A model whose next token depends on the position alone: `a`, then end of text from [`END_POSITION`] on.
     fn model(tokenizer: &Tokenizer) -> Model {
         let section = ModelSection {
             arch: Some(Arch::Gpt2),

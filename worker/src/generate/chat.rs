@@ -1,4 +1,4 @@
-//! Chats as prompts: the model's own template, as Python's `transformers` renders it.
+//! Turns chats into prompts with the model's own template, rendered like Python's `transformers` does.
 
 use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -11,14 +11,15 @@ use serde_json::Serializer;
 
 use crate::inherited::Inherited;
 
-/// Tokens that templates know by name.
+/// Tokens that templates refer to by name.
 const TOKENS: [&str; 4] = ["bos_token", "eos_token", "pad_token", "unk_token"];
 const SECONDS_PER_DAY: u64 = 86_400;
 
-/// The prompt of a chat, up to where the model answers. `messages` are objects with `role` and `content`.
+/// Renders a chat as a prompt, up to the point where the model answers. `messages` are objects with `role` and
+/// `content`.
 ///
 /// # Errors
-/// The reason: there is no template, or it refuses these messages.
+/// The reason, if there is no template or it rejects these messages.
 pub(super) fn render(inherited: &Inherited, messages: &serde_json::Value) -> Result<String, String> {
     let template = inherited.chat_template().ok_or("the model has no chat template")?;
     let template = without_generation_tags(template);
@@ -44,7 +45,7 @@ pub(super) fn render(inherited: &Inherited, messages: &serde_json::Value) -> Res
     rendered.map_err(|error| format!("the model's chat template refuses it: {error}"))
 }
 
-/// The tags mark what an assistant has written, for training in Python, and change nothing of the text.
+/// Removes tags that mark the text of the assistant for training in Python. They do not change the text.
 fn without_generation_tags(template: &str) -> String {
     let mut out = String::with_capacity(template.len());
     let mut rest = template;
@@ -76,7 +77,7 @@ fn to_json(value: Value, options: Kwargs) -> Result<String, Error> {
         }
         None => value.serialize(&mut Serializer::with_formatter(&mut out, Spaced)).map_err(failed)?,
     }
-    // Unknown ones, such as separators, would be ignored silently.
+    // Unknown options, such as separators, would otherwise be ignored silently.
     options.assert_all_used()?;
     String::from_utf8(out).map_err(|error| Error::new(ErrorKind::BadSerialization, error.to_string()))
 }
@@ -105,7 +106,7 @@ impl serde_json::ser::Formatter for Spaced {
     }
 }
 
-/// The date and time in UTC, in the notation of C's `strftime`.
+/// Formats the date and time in UTC, in the notation of C's `strftime`.
 fn strftime(format: &str, now: SystemTime) -> String {
     const MONTHS: [&str; 12] = [
         "January",
@@ -153,7 +154,7 @@ fn strftime(format: &str, now: SystemTime) -> String {
     out
 }
 
-/// Year, month and day of a number of days since 1970-01-01.
+/// Returns year, month and day for a number of days since 1970-01-01.
 fn civil(mut days: u64) -> (u64, usize, u64) {
     let leap = |year: u64| (year.is_multiple_of(4) && !year.is_multiple_of(100)) || year.is_multiple_of(400);
     let mut year = 1970;

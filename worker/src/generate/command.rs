@@ -1,4 +1,4 @@
-//! `xlaunch generate`: opens the model that a path means, and continues prompts as the model's files say.
+//! `xlaunch generate`: opens the model at a path, and continues prompts with the settings in the model's files.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -11,50 +11,50 @@ use super::{Completion, FinishReason, GenerateError, Options, Request, Sampling,
 use crate::preflight::Refusal;
 use crate::pretrained::{self, Device, Source};
 
-/// From how many tokens Python's `transformers` draws where a directory does not say it.
+/// Number of tokens to draw from if a directory does not set it; the default of Python's `transformers`.
 const DEFAULT_TOP_K: usize = 50;
 
-/// What the command line asks for.
+/// Arguments of the command line.
 #[derive(Clone, Debug)]
 pub struct Command {
     /// See [`Source::find`].
     pub model: PathBuf,
     /// See [`Source::tokenizer`].
     pub tokenizer: Option<String>,
-    /// What to continue.
+    /// Prompts to continue.
     pub prompts: Vec<Prompt>,
-    /// How often to continue each.
+    /// Number of samples per prompt.
     pub samples: usize,
-    /// Take prompts as text alone, and ignore what the model's directory says of generation.
+    /// Whether to take prompts as plain text, and to ignore the generation settings in the model's directory.
     pub raw: bool,
-    /// Most tokens per text.
+    /// Maximum number of tokens per text.
     pub max_tokens: usize,
-    /// In place of what the directory says.
+    /// Overrides the setting in the model's directory.
     pub temperature: Option<f64>,
     /// See `temperature`.
     pub top_k: Option<usize>,
     /// See `temperature`.
     pub top_p: Option<f64>,
-    /// Of the random numbers.
+    /// Seed of the random numbers.
     pub seed: u64,
     /// The text ends before any of these.
     pub stop: Vec<String>,
-    /// Where.
+    /// Device to compute on.
     pub device: Device,
-    /// On a GPU.
+    /// Precision on a GPU.
     pub precision: Precision,
 }
 
-/// What to continue.
+/// A prompt to continue.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Prompt {
-    /// A text.
+    /// Plain text.
     Text(String),
     /// A list of messages, which the model's chat template turns into a text.
     Chat(serde_json::Value),
 }
 
-/// Runs the command. `note` gets lines for the user, `sink` the updates by the numbers of prompt and sample.
+/// Runs the command. `note` receives lines for the user, `sink` the updates with the numbers of prompt and sample.
 pub fn run(
     command: &Command,
     interrupted: &dyn Fn() -> bool,
@@ -91,10 +91,10 @@ pub fn run(
     Ok(generate(&model, &tokenizer, &requests, &options, interrupted, &mut by_sample)?)
 }
 
-/// The prompts that fit the model's context. The others are named.
+/// Returns the prompts that fit the model's context, and names the others to the user.
 ///
 /// # Errors
-/// None fits.
+/// If no prompt fits.
 fn skip_long(prompts: &[Vec<u32>], seq: usize, note: &mut dyn FnMut(&str)) -> Result<Vec<usize>, Refusal> {
     let (fits, long): (Vec<usize>, Vec<usize>) =
         (0..prompts.len()).partition(|index| prompts[*index].len() <= seq);
@@ -108,7 +108,7 @@ fn skip_long(prompts: &[Vec<u32>], seq: usize, note: &mut dyn FnMut(&str)) -> Re
     }
 }
 
-/// The ids of a prompt. The error is the reason.
+/// Returns the ids of a prompt. An error is the reason.
 fn tokens(
     command: &Command,
     source: &Source,
@@ -154,7 +154,7 @@ fn options(command: &Command, source: &Source, tokenizer: &Tokenizer, note: &mut
     }
 }
 
-/// How tokens are chosen: as the command line says, otherwise as the directory's `generation_config.json` does.
+/// Returns the sampling settings: from the command line, otherwise from the directory's `generation_config.json`.
 fn sampling(command: &Command, source: &Source, note: &mut dyn FnMut(&str)) -> Sampling {
     let Command { temperature, top_k, top_p, raw, .. } = *command;
     let plain = Sampling { temperature: temperature.unwrap_or(1.0), top_k, top_p: top_p.unwrap_or(1.0) };

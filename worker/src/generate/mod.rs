@@ -4,13 +4,13 @@
 //! prompts --tokenizer--> requests --batch--> slots of a Decoder: prefill, then steps
 //!                                              ids --sample--> next ids --text--> whole characters --> the caller
 //! ```
-//! - `batch`: which requests are in the cache, and the steps until each has ended;
+//! - `batch`: decides which requests are in the cache, and runs steps until each has ended;
 //! - `sample`: draws a token from logits (pure); `text`: stop strings (pure); `command`: `xlaunch generate`.
 //!
-//! The command runs in the launcher's own process: there is one device, no process to supervise, and it ends with the
-//! text. [`generate`] itself takes an open model, so that training can use it too.
+//! The command runs in the launcher's own process: there is one device, no process to supervise, and the process ends
+//! with the text. [`generate`] itself takes an open model, so that training can use it, too.
 //!
-//! Invariants: the text of a prompt does not depend on other prompts of the batch; what is reported is whole
+//! Invariants: the text of a prompt does not depend on other prompts of the batch; reported text consists of whole
 //! characters, and ends before a stop string.
 
 mod batch;
@@ -30,20 +30,20 @@ pub use batch::generate;
 pub use command::{Command, Prompt, run};
 pub use sample::Sampling;
 
-/// How to generate.
+/// Generation settings.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
-    /// Most tokens per request, at least 1.
+    /// Maximum number of tokens per request; at least 1.
     pub max_tokens: usize,
     /// How tokens are chosen.
     pub sampling: Sampling,
-    /// Of the random numbers.
+    /// Seed of the random numbers.
     pub seed: u64,
     /// The text ends before any of these.
     pub stop: Vec<String>,
     /// Ids that end a text.
     pub ends: Vec<u32>,
-    /// Ids that are drawn: those below.
+    /// Only ids below this are drawn.
     pub vocab: usize,
 }
 
@@ -52,15 +52,15 @@ pub struct Options {
 pub struct Request {
     /// Its ids, at least one.
     pub tokens: Vec<u32>,
-    /// Number of the sample of this prompt, which selects the random numbers.
+    /// Number of the sample among those of this prompt; selects the random numbers.
     pub sample: usize,
 }
 
 impl Request {
-    /// The ids of a prompt or, if it has none, the end-of-text id, as documents start with it, or a line feed.
+    /// Returns the ids of a prompt. If it has none: the end-of-text id, which starts documents, or a line feed.
     ///
     /// # Errors
-    /// The tokenizer cannot encode a line feed.
+    /// If the tokenizer cannot encode a line feed.
     pub fn started(tokenizer: &Tokenizer, tokens: Vec<u32>) -> Result<Vec<u32>, TokenizerError> {
         match tokenizer.end_of_text() {
             _ if !tokens.is_empty() => Ok(tokens),
@@ -70,10 +70,10 @@ impl Request {
     }
 }
 
-/// What happens to a request.
+/// Progress of a request.
 #[derive(Debug)]
 pub enum Update<'a> {
-    /// A token was generated: more text, which may be empty.
+    /// A token was generated. Its additional text may be empty.
     Text(&'a str),
     /// The text is complete.
     Finished(Completion),
@@ -82,22 +82,22 @@ pub enum Update<'a> {
 /// The end of a request.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Completion {
-    /// Number of tokens that were generated, without the end-of-text id.
+    /// Number of generated tokens, without the end-of-text id.
     pub tokens: usize,
-    /// Why it ended.
+    /// The reason why the text ended.
     pub reason: FinishReason,
-    /// From the start of its prompt.
+    /// Time since the start of its prompt.
     pub time: Duration,
 }
 
-/// Why a text ended.
+/// Reason why a text ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
     /// The model ended the document.
     EndOfText,
-    /// A stop string.
+    /// A stop string was generated.
     Stop,
-    /// As many tokens as were asked for.
+    /// The requested number of tokens was reached.
     Length,
     /// The model's context is full.
     Context,
@@ -106,7 +106,7 @@ pub enum FinishReason {
 }
 
 impl FinishReason {
-    /// Its name in JSON.
+    /// Returns the name in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::EndOfText => "end_of_text",
@@ -118,7 +118,7 @@ impl FinishReason {
     }
 }
 
-/// Why nothing more is generated.
+/// Reason why generation failed.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the fields are")]
 pub enum GenerateError {

@@ -1,23 +1,23 @@
 //! Draws a token from logits. Pure.
 //!
-//! `p = softmax(logits / temperature)`, then the `top_k` likeliest tokens, then of these the fewest likeliest ones that
-//! have a share of at least `top_p`: the order of Hugging Face's processors.
+//! `p = softmax(logits / temperature)`, then the `top_k` most likely tokens, then the smallest set of the most likely
+//! among these whose share of the probability is at least `top_p`: the same order as Hugging Face's processors.
 
 use crate::random::Random;
 
 /// How tokens are chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
-    /// 0 takes the likeliest token.
+    /// 0 selects the most likely token.
     pub temperature: f64,
     /// Number of tokens to draw from.
     pub top_k: Option<usize>,
-    /// Share of the probability to draw from, above 0. 1 is everything.
+    /// Share of the probability to draw from, above 0; 1 means all of it.
     pub top_p: f64,
 }
 
 impl Sampling {
-    /// Whether nothing is drawn.
+    /// Returns whether the most likely token is taken without drawing.
     pub fn is_greedy(&self) -> bool {
         self.temperature == 0.0 || self.top_k == Some(1)
     }
@@ -31,13 +31,13 @@ pub(super) struct Sampler {
 }
 
 impl Sampler {
-    /// The random numbers are those of the seed and the number of the sample, not of the prompt: a prompt gives the
-    /// same text alone and in a batch.
+    /// Random numbers depend on the seed and the number of the sample, not on the prompt: a prompt gives the same text
+    /// alone and in a batch.
     pub(super) fn new(sampling: Sampling, seed: u64, sample: usize) -> Self {
         Self { sampling, random: Random::new(seed, &format!("generate {sample}")) }
     }
 
-    /// A token; `None` if the logits are not finite.
+    /// Draws a token; `None` if the logits are not finite.
     pub(super) fn draw(&mut self, logits: &[f32]) -> Option<u32> {
         let candidates = self.candidates(logits)?;
         let total: f64 = candidates.iter().map(|(_, p)| p).sum();
@@ -49,7 +49,7 @@ impl Sampler {
         drawn.or(candidates.last()).map(|(id, _)| *id)
     }
 
-    /// The tokens to draw from, with weights.
+    /// Returns the tokens to draw from, with weights.
     fn candidates(&self, logits: &[f32]) -> Option<Vec<(u32, f64)>> {
         let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         if !largest.is_finite() || logits.iter().any(|logit| logit.is_nan()) {
@@ -57,7 +57,7 @@ impl Sampler {
         }
         let weight = |logit: &f32| (f64::from(logit - largest) / self.sampling.temperature).exp();
         let mut candidates: Vec<(u32, f64)> = (0..).zip(logits.iter().map(weight)).collect();
-        // The likeliest first; of equal ones, the lowest id.
+        // Most likely first; equally likely tokens by id.
         let order = |a: &(u32, f64), b: &(u32, f64)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
         if let Some(k) = self.sampling.top_k.filter(|k| *k < candidates.len()) {
             candidates.select_nth_unstable_by(k - 1, order);
@@ -65,7 +65,7 @@ impl Sampler {
         }
         if self.sampling.top_p < 1.0 {
             let total: f64 = candidates.iter().map(|(_, p)| p).sum();
-            // All of the others together are less likely than 1 - top_p, so none of them is needed.
+            // The tokens left out have a total probability below 1 - top_p, so none of them is needed.
             #[expect(clippy::cast_precision_loss, reason = "a vocabulary is small")]
             let least = total * (1.0 - self.sampling.top_p) / candidates.len() as f64;
             candidates.retain(|(_, p)| *p >= least);
@@ -89,7 +89,7 @@ mod tests {
 
     const PLAIN: Sampling = Sampling { temperature: 1.0, top_k: None, top_p: 1.0 };
 
-    /// How often each of five tokens is drawn.
+    /// Returns the share of draws of each of five tokens.
     fn shares(sampling: Sampling, logits: &[f32]) -> Vec<f64> {
         let mut sampler = Sampler::new(sampling, 5, 0);
         let mut counts = vec![0_u32; logits.len()];
@@ -115,7 +115,7 @@ mod tests {
         assert_shares(Sampling { top_p: 0.7, ..PLAIN }, &three);
         assert_shares(Sampling { top_k: Some(3), top_p: 0.9, ..PLAIN }, &three);
         assert_shares(Sampling { top_p: 0.3, ..PLAIN }, &[0.0, 1.0, 0.0, 0.0, 0.0]);
-        // p^2, normalised
+        // p^2, normalised.
         let square: Vec<f64> = [0.1_f64, 0.4, 0.05, 0.25, 0.2].iter().map(|p| p * p / 0.275).collect();
         assert_shares(Sampling { temperature: 0.5, ..PLAIN }, &square);
     }

@@ -1,20 +1,20 @@
-//! The text of one sequence as it grows: what may be shown, and whether a stop string has come. Pure.
+//! The text of one sequence as it grows: which part may be shown, and whether it contains a stop string. Pure.
 //!
-//! Text that may be the beginning of a stop string is held back until it is known not to be.
+//! Text that may be the beginning of a stop string is held back until that is ruled out.
 
-/// Text with stop strings.
+/// Text that is watched for stop strings.
 #[derive(Clone, Debug, Default)]
 pub(super) struct StopText {
     stops: Vec<String>,
     held: String,
 }
 
-/// What follows from new text.
+/// Result of adding text.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Shown {
-    /// Text before any stop string.
+    /// Text that may be shown; it precedes any stop string.
     pub(super) text: String,
-    /// A stop string has come.
+    /// Whether a stop string was found.
     pub(super) stopped: bool,
 }
 
@@ -23,7 +23,7 @@ impl StopText {
         Self { stops: stops.iter().filter(|stop| !stop.is_empty()).cloned().collect(), held: String::new() }
     }
 
-    /// Adds text.
+    /// Adds text, and returns the part that may be shown.
     pub(super) fn push(&mut self, text: &str) -> Shown {
         self.held += text;
         if let Some(end) = self.stops.iter().filter_map(|stop| self.held.find(stop)).min() {
@@ -35,13 +35,13 @@ impl StopText {
         Shown { text: std::mem::replace(&mut self.held, rest), stopped: false }
     }
 
-    /// The sequence has ended: what was held back.
+    /// Ends the sequence. Returns the text that was held back.
     pub(super) fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
 }
 
-/// Length of the longest end of `text` that `stop` begins with.
+/// Returns the length of the longest suffix of `text` that is a prefix of `stop`.
 fn overlap(text: &str, stop: &str) -> usize {
     let lengths = stop.char_indices().map(|(at, _)| at).skip(1);
     lengths.filter(|length| text.ends_with(&stop[..*length])).last().unwrap_or(0)
@@ -69,7 +69,7 @@ mod tests {
     fn stop_string_across_pieces_ends_the_text_before_it() {
         let (shown, stopped) = run(&["\n\nQ:"], &["A: yes\n", "\n", "Q", ": no", "more"]);
         assert_eq!((shown.concat().as_str(), stopped), ("A: yes", true));
-        // The earliest of several; within one piece.
+        // Two cases: the earliest of several stop strings, and one within a single piece.
         assert_eq!(run(&["end", "b"], &["a b end"]), (vec!["a ".into()], true));
     }
 

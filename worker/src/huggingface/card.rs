@@ -1,4 +1,4 @@
-//! The small files of an export: configurations, tokenizer, and the model card. Pure.
+//! The small files of an export: configuration files, tokenizer, and model card. Pure.
 
 use serde_json::{Value, json};
 use xlaunch_data::{TOKENIZER_FILE, Tokenizer};
@@ -14,11 +14,11 @@ use crate::inherited::{
 use crate::model::layout::Layout;
 
 pub(super) const MODEL_CARD: &str = "README.md";
-/// The class that takes everything from `tokenizer.json`.
+/// The tokenizer class that takes all settings from `tokenizer.json`.
 const TOKENIZER_CLASS: &str = "PreTrainedTokenizerFast";
 
-/// Names and contents of all files but those with weights. `config.json`, without which nothing loads a directory, is
-/// the last one.
+/// Returns names and contents of all files except weights. `config.json` comes last: without it nothing loads the
+/// directory.
 pub(super) fn files(
     state: &State,
     layout: &Layout,
@@ -51,8 +51,8 @@ pub(super) fn files(
     Ok(files)
 }
 
-/// What the initial weights came with. Trained with a tokenizer that does not have their special tokens, the model
-/// keeps nothing that names tokens.
+/// Returns the files that came with the initial weights. If the model was trained with a tokenizer that lacks their
+/// special tokens, settings that name tokens are dropped.
 fn inherited(state: &State, tokenizer: Option<&Tokenizer>) -> Inherited {
     let inherited = state.inherited.clone().unwrap_or_default();
     let known = |key: &str| match (inherited.token(key), tokenizer) {
@@ -85,7 +85,8 @@ fn tokenizer_config(tokenizer: &Tokenizer, shape: &ModelShape, inherited: &Inher
     for (key, value) in &inherited.tokenizer_config {
         config[key] = value.clone();
     }
-    // Some classes write a template of their own: this one leaves that of `tokenizer.json`, which the data had.
+    // Some classes write a template of their own; this one keeps the template of `tokenizer.json`, which the data was
+    // prepared with.
     config["tokenizer_class"] = json!(TOKENIZER_CLASS);
     if inherited.tokenizer_config.contains_key("add_bos_token") {
         config["add_bos_token"] = json!(tokenizer.bos().is_some());
@@ -122,7 +123,7 @@ fn model_card(state: &State, layout: &Layout, dtype: ExportDtype, tokenizer: Opt
         ("training tokens", tokens.to_string()),
         ("validation loss", loss),
     ];
-    // A table cell ends at `|`, and the tokenizer's name is that of a file.
+    // `|` ends a table cell, and the tokenizer's name is a file name.
     let cell = |text: &str| text.replace(['|', '\n', '\r'], " ");
     let rows: String = rows.iter().map(|(name, value)| format!("| {name} | {} |\n", cell(value))).collect();
     format!(

@@ -1,7 +1,8 @@
-//! `config.json` from and to a [`ModelShape`]. Pure.
+//! Converts `config.json` from and to a [`ModelShape`]. Pure.
 //!
-//! A key that changes what the model computes is read or, if this trainer computes otherwise, refused. Keys of dropout
-//! and of generation are not about that, and are ignored. Missing keys have the defaults of the library `transformers`.
+//! A key that affects the model's computation is read or, if this trainer computes something else, refused. Keys for
+//! dropout and generation do not affect it and are ignored. Missing keys have the defaults of the `transformers`
+//! library.
 
 use std::path::Path;
 
@@ -11,16 +12,16 @@ use xlaunch_proto::model::{Arch, ModelShape, NORM_EPS, ROPE_THETA, RopeScaling, 
 use super::ModelError;
 use super::keys::Keys;
 
-/// Ids that generation starts and stops with.
+/// Ids with which generation starts and stops.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TokenIds {
-    /// The end-of-text id, with which documents also begin. Byte-level models have none.
+    /// The end-of-text id, which also starts documents. Byte-level models have none.
     pub end_of_text: Option<u32>,
     /// The id that the tokenizer puts before a text.
     pub bos: Option<u32>,
 }
 
-/// The shape of the model that `config.json` describes. `path` is for messages.
+/// Returns the shape of the model that `config.json` describes. `path` is used in messages.
 pub(super) fn parse(path: &Path, json: &[u8]) -> Result<ModelShape, ModelError> {
     let invalid = |reason: String| ModelError::Read { path: path.into(), reason };
     let values: Map<String, Value> =
@@ -63,12 +64,12 @@ fn gpt2(keys: &Keys<'_>) -> Result<ModelShape, ModelError> {
     })
 }
 
-/// Sizes of models that compute as Llama does, where `config.json` has no key.
+/// Sizes of Llama-like models for keys that `config.json` lacks.
 struct Defaults {
     ffn: usize,
     kv_heads: Option<usize>,
     seq: usize,
-    /// Positions that attention reaches.
+    /// Number of positions that attention reaches.
     window: usize,
 }
 
@@ -82,7 +83,7 @@ fn llama(keys: &Keys<'_>, defaults: &Defaults) -> Result<ModelShape, ModelError>
     keys.only("partial_rotary_factor", &[json!(1.0), json!(1)])?;
     let (dim, heads) = (keys.size("hidden_size", 4096)?, keys.size("num_attention_heads", 32)?);
     let seq = keys.size("max_position_embeddings", defaults.seq)?;
-    // A window of at least the longest sequence hides nothing.
+    // A window no shorter than the longest sequence hides nothing.
     let unset = if keys.values.contains_key("sliding_window") { usize::MAX } else { defaults.window };
     if keys.size("sliding_window", unset)? < seq {
         return Err(keys.refused("sliding_window", "attention reaches all earlier positions"));
@@ -105,8 +106,8 @@ fn llama(keys: &Keys<'_>, defaults: &Defaults) -> Result<ModelShape, ModelError>
     })
 }
 
-/// Base and scaling of the rotary embedding: in `rope_parameters` since transformers 5, in `rope_theta` and
-/// `rope_scaling` before.
+/// Returns base and scaling of the rotary embedding. Since transformers 5 they are in `rope_parameters`, before that in
+/// `rope_theta` and `rope_scaling`.
 fn rotary(keys: &Keys<'_>) -> Result<(f64, Option<RopeScaling>), ModelError> {
     let mut theta = keys.optional_number("rope_theta")?;
     let mut scaling = None;
@@ -131,7 +132,7 @@ fn rotary(keys: &Keys<'_>) -> Result<(f64, Option<RopeScaling>), ModelError> {
 }
 
 fn scaling_of(keys: &Keys<'_>) -> Result<Option<RopeScaling>, ModelError> {
-    // `type` is the older name.
+    // `type` is the older name of the key.
     let key = if keys.values.contains_key("rope_type") { "rope_type" } else { "type" };
     match keys.values.get(key).and_then(Value::as_str) {
         Some("llama3") => Ok(Some(RopeScaling {
@@ -147,7 +148,7 @@ fn scaling_of(keys: &Keys<'_>) -> Result<Option<RopeScaling>, ModelError> {
     }
 }
 
-/// `config.json` of a model.
+/// Returns the `config.json` of a model.
 pub(super) fn write(shape: &ModelShape, ids: TokenIds, dtype: &str) -> Value {
     let mut config = match shape.arch {
         Arch::Gpt2 => json!({
@@ -199,8 +200,8 @@ pub(super) fn write(shape: &ModelShape, ids: TokenIds, dtype: &str) -> Value {
     config
 }
 
-/// Puts what was read back into the `config.json` or `generation_config.json` of a model that was trained from it: all
-/// keys but those of the values that were written. Ids that end a text are those of both.
+/// Restores keys of the original `config.json` or `generation_config.json` in that of a model that was trained from it.
+/// Values that this export determines are not restored. Ids that end a text are merged from both.
 pub(super) fn inherit(written: Value, read: &Map<String, Value>, ids: TokenIds) -> Value {
     const OF_THIS_EXPORT: [&str; 4] = ["dtype", "torch_dtype", "tie_word_embeddings", "vocab_size"];
     const OF_ANOTHER: [&str; 3] = ["transformers_version", "_name_or_path", "quantization_config"];
@@ -231,7 +232,7 @@ pub(super) fn inherit(written: Value, read: &Map<String, Value>, ids: TokenIds) 
     Value::Object(config)
 }
 
-/// `theta`: in transformers 5, the base is one of the parameters.
+/// Returns the rotary parameters. With `theta`, they include the base, as in transformers 5.
 fn rope_parameters(shape: &ModelShape, theta: bool) -> Value {
     let mut parameters = match shape.rope_scaling {
         Some(scaling) => json!(scaling),
@@ -243,12 +244,12 @@ fn rope_parameters(shape: &ModelShape, theta: bool) -> Value {
     parameters
 }
 
-/// `generation_config.json`: without it, libraries take ids from defaults of the architecture.
+/// Returns `generation_config.json`. Without this file, libraries use the ids from the defaults of the architecture.
 pub(super) fn generation(ids: TokenIds) -> Value {
     json!({"bos_token_id": ids.bos.or(ids.end_of_text), "eos_token_id": ids.end_of_text, "do_sample": false})
 }
 
-/// The key of `config.json` for a key of `[model]`.
+/// Returns the key of `config.json` for a key of `[model]`.
 fn key_of(arch: Arch, key: &str) -> &'static str {
     let names = match key {
         "model.layers" => ["n_layer", "num_hidden_layers"],
@@ -266,7 +267,7 @@ fn key_of(arch: Arch, key: &str) -> &'static str {
     names[usize::from(arch == Arch::Llama)]
 }
 
-/// Puts the name of a table before the key of an error.
+/// Prepends the name of a table to the key of an error.
 fn nested(error: ModelError, table: &str) -> ModelError {
     match error {
         ModelError::Config { path, key, problem } => {
@@ -317,7 +318,7 @@ mod tests {
         assert!(read(&config(json!(4096))).unwrap_err().to_string().contains("sliding_window"));
         let mut old = config(Value::Null);
         old.as_object_mut().unwrap().remove("sliding_window");
-        // The library's default is a window.
+        // By default, the library uses a window.
         assert!(read(&old).unwrap_err().to_string().contains("sliding_window"));
     }
 
@@ -427,7 +428,7 @@ mod tests {
         let mut config = write(&PRESETS[0].1, TokenIds::default(), "float32");
         config["rope_scaling"] = json!({"type": "llama3"});
         assert!(read(&config).unwrap_err().to_string().contains("`rope_scaling.factor`"));
-        // A window that hides nothing, and another name of the same function.
+        // A window that hides nothing, and another name for the same function.
         let mut config = write(&PRESETS[0].1, TokenIds::default(), "float32");
         (config["sliding_window"], config["hidden_act"]) = (json!(128), json!("swish"));
         assert_eq!(read(&config).unwrap(), PRESETS[0].1);

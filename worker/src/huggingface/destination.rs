@@ -1,7 +1,7 @@
-//! The place of an export: a directory that either holds a whole export or does not exist.
+//! The destination of an export: a directory that either contains a whole export or does not exist.
 //!
-//! Files are written to a hidden directory beside it, `.NAME.exporting`, which is renamed at the end. What a killed
-//! export leaves there is removed by the next one to the same place. Its lock keeps two exports apart.
+//! Files are written to a hidden sibling directory, `.NAME.exporting`, which is renamed at the end. If an export is
+//! killed, the next export to the same place removes its leftovers. A lock keeps two exports apart.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use super::{INDEX, ModelError, WEIGHTS, card};
 use crate::checkpoint::read_header;
 use crate::inherited::{CHAT_TEMPLATE, CONFIG, GENERATION_CONFIG, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG};
 
-/// Files of an export besides those with weights.
+/// Files of an export other than weights.
 const FILES: [&str; 8] = [
     CONFIG,
     CHAT_TEMPLATE,
@@ -34,13 +34,13 @@ pub(super) struct Destination {
     temporary: PathBuf,
     /// The temporary directory, locked.
     lock: File,
-    /// An earlier export is replaced.
+    /// Whether an earlier export is replaced.
     replaces: bool,
     committed: bool,
 }
 
 impl Destination {
-    /// Checks that an export to `output` is possible, and begins it.
+    /// Checks that an export to `output` is possible, and starts it.
     pub(super) fn claim(output: &Path, overwrite: bool) -> Result<Self, ModelError> {
         let target = resolve(output)?;
         let replaces = check_target(&target, overwrite)?;
@@ -56,12 +56,12 @@ impl Destination {
         Ok(destination)
     }
 
-    /// Where files are written.
+    /// Directory in which files are written.
     pub(super) fn path(&self) -> &Path {
         &self.temporary
     }
 
-    /// Puts the directory in its place, whose files were synced. Returns that place.
+    /// Moves the directory, whose files are synced, into place. Returns its final path.
     pub(super) fn commit(mut self) -> Result<PathBuf, ModelError> {
         self.put_in_place().map_err(|error| write_error(&self.target, &error))?;
         Ok(self.target.clone())
@@ -71,7 +71,7 @@ impl Destination {
         self.lock.sync_all()?;
         if self.replaces {
             match renameat_with(CWD, &self.temporary, CWD, &self.target, RenameFlags::EXCHANGE) {
-                // The earlier export has the temporary name now, and is removed by `drop`.
+                // The earlier export now has the temporary name; `drop` removes it.
                 Ok(()) => return sync_parent(&self.target),
                 Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => {
                     fs_err::remove_dir_all(&self.target)?;
@@ -79,13 +79,13 @@ impl Destination {
                 Err(error) => return Err(error.into()),
             }
         }
-        // Takes the place of an empty directory, too, and fails if that has been filled meanwhile.
+        // This also replaces an empty directory, and fails if files have appeared in it in the meantime.
         fs_err::rename(&self.temporary, &self.target)?;
         self.committed = true;
         sync_parent(&self.target)
     }
 
-    /// Removes what a killed export has left.
+    /// Removes the leftovers of an export that was killed.
     fn clear(&self) -> io::Result<()> {
         for entry in fs_err::read_dir(&self.temporary)? {
             fs_err::remove_file(entry?.path())?;
@@ -97,13 +97,13 @@ impl Destination {
 impl Drop for Destination {
     fn drop(&mut self) {
         if !self.committed {
-            // The next export to the same place tries again.
+            // If this fails, the next export to the same place tries again.
             let _ = fs_err::remove_dir_all(&self.temporary);
         }
     }
 }
 
-/// The directory that `output` means: links are followed, and its parent exists.
+/// Resolves `output` to a directory: links are followed, and its parent exists.
 fn resolve(output: &Path) -> Result<PathBuf, ModelError> {
     let failed = |error: io::Error| write_error(output, &error);
     let unnamed = || ModelError::Output { path: output.into(), reason: "it has no name".into() };
@@ -118,7 +118,7 @@ fn resolve(output: &Path) -> Result<PathBuf, ModelError> {
     Ok(fs_err::canonicalize(parent).map_err(failed)?.join(name))
 }
 
-/// Whether an earlier export is replaced. Anything else that exists is refused, but for an empty directory.
+/// Returns whether an earlier export is replaced. Refuses anything else that exists, except an empty directory.
 fn check_target(target: &Path, overwrite: bool) -> Result<bool, ModelError> {
     let refused = |reason: &str| ModelError::Output { path: target.into(), reason: reason.into() };
     let Ok(metadata) = target.symlink_metadata() else { return Ok(false) };
@@ -139,7 +139,7 @@ fn check_target(target: &Path, overwrite: bool) -> Result<bool, ModelError> {
     }
 }
 
-/// Whether a directory holds an export and nothing else.
+/// Returns whether a directory contains an export and nothing else.
 fn is_export(dir: &Path) -> bool {
     let Ok(entries) = fs_err::read_dir(dir) else { return false };
     let (mut config, mut weights) = (false, false);
@@ -170,7 +170,7 @@ fn has_mark(path: &Path) -> bool {
     })
 }
 
-/// Creates and locks the temporary directory; `None` if another process holds it.
+/// Creates and locks the temporary directory; `None` if another process holds the lock.
 fn lock(temporary: &Path) -> io::Result<Option<File>> {
     match fs_err::create_dir(temporary) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
@@ -185,7 +185,7 @@ fn lock(temporary: &Path) -> io::Result<Option<File>> {
         Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
         Err(error) => return Err(error.into()),
     }
-    // The export that held the lock may have renamed or removed the directory meanwhile.
+    // The export that held the lock may have renamed or removed the directory in the meantime.
     let same = fs_err::metadata(temporary).is_ok_and(|now| {
         file.metadata().is_ok_and(|locked| (now.dev(), now.ino()) == (locked.dev(), locked.ino()))
     });

@@ -1,4 +1,4 @@
-//! `xlaunch export`: a checkpoint as a directory that Hugging Face's libraries load.
+//! `xlaunch export`: turns a checkpoint into a directory that Hugging Face's libraries can load.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -17,10 +17,10 @@ use crate::model::layout::Layout;
 
 pub use super::writer::ExportDtype;
 
-/// Most bytes of a file, as the library splits models.
+/// Maximum size of a file in bytes, at which the library splits models.
 const MAX_FILE_BYTES: u64 = 5_000_000_000;
 
-/// What to export, and where to.
+/// Settings of an export.
 #[derive(Clone, Debug)]
 pub struct Export {
     /// A checkpoint, a directory of checkpoints, or a run.
@@ -29,9 +29,9 @@ pub struct Export {
     pub output: PathBuf,
     /// Element type of the weights.
     pub dtype: ExportDtype,
-    /// In place of the checkpoint's: `bytes`, `gpt2`, or the path of a `tokenizer.json`.
+    /// Replaces the checkpoint's tokenizer: `bytes`, `gpt2`, or the path of a `tokenizer.json`.
     pub tokenizer: Option<String>,
-    /// Replace an earlier export.
+    /// Whether to replace an earlier export.
     pub overwrite: bool,
 }
 
@@ -40,15 +40,15 @@ pub struct Export {
 pub struct Exported {
     /// The checkpoint.
     pub checkpoint: PathBuf,
-    /// Its steps.
+    /// Steps completed by the checkpoint.
     pub step: u64,
-    /// The directory.
+    /// The directory that was written.
     pub output: PathBuf,
-    /// Bytes of the weights.
+    /// Total size of the weights in bytes.
     pub bytes: u64,
-    /// Name of the tokenizer; `None` if none is known.
+    /// Name of the tokenizer; `None` if it is unknown.
     pub tokenizer: Option<String>,
-    /// Newer checkpoints that are damaged, for the user.
+    /// Messages for the user about newer checkpoints that are damaged.
     pub notes: Vec<String>,
 }
 
@@ -85,7 +85,7 @@ pub(super) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<E
     Ok(Exported { checkpoint: path, step: state.step, output, bytes, tokenizer, notes })
 }
 
-/// Reads the checkpoint, verifies it, and writes its weights on the way.
+/// Reads and verifies the checkpoint, and writes its weights as they are read.
 fn write_weights(path: &Path, state: &State, layout: &Layout, writer: Writer) -> Result<(), ModelError> {
     let threads = ThreadPoolBuilder::new().build().map_err(|error| ModelError::Write {
         path: writer.dir().into(),
@@ -113,7 +113,8 @@ fn write_file(path: &Path, contents: &[u8]) -> Result<(), ModelError> {
     written.map_err(|error| write_error(path, &error))
 }
 
-/// The tokenizer of `--tokenizer`. It must begin texts as the data did that the model was trained on.
+/// Opens the tokenizer given by `--tokenizer`. It must start texts in the same way as the data that the model was
+/// trained on.
 fn named_tokenizer(name: &str, trained: Option<&Tokenizer>) -> Result<Tokenizer, ModelError> {
     let tokenizer = Tokenizer::open(name).map_err(|error| ModelError::Tokenizer {
         name: name.into(),

@@ -1,4 +1,4 @@
-//! What the fuzz targets call.
+//! Entry points for the fuzz targets.
 
 use std::path::Path;
 
@@ -7,7 +7,8 @@ use xlaunch_proto::model::ModelShape;
 use super::{INDEX, config, source};
 use crate::inherited::CONFIG;
 
-/// The shape that a `config.json` describes, and the one read from the configuration that an export writes for it.
+/// Returns the shape that a `config.json` describes, and the shape read back from the configuration that an export
+/// writes for it.
 pub(crate) fn config(json: &[u8]) -> Option<(ModelShape, Option<ModelShape>)> {
     let shape = config::parse(Path::new(CONFIG), json).ok()?;
     let written = config::write(&shape, config::TokenIds::default(), "float32").to_string();
@@ -15,7 +16,7 @@ pub(crate) fn config(json: &[u8]) -> Option<(ModelShape, Option<ModelShape>)> {
     Some((shape, again))
 }
 
-/// The files that an index names, if it is accepted.
+/// Returns the files that an index names; none if it is rejected.
 pub(crate) fn index(json: &[u8]) -> Vec<String> {
     source::files_of_index(Path::new(INDEX), json).unwrap_or_default().into_keys().collect()
 }

@@ -1,4 +1,4 @@
-//! Typed access to the keys of `config.json`, with errors that name them.
+//! Typed access to the keys of `config.json`. Errors name the key.
 
 use std::path::Path;
 
@@ -6,9 +6,9 @@ use serde_json::{Map, Value};
 
 use super::ModelError;
 
-/// The keys of a table, with errors that name them. `null` is the same as no key.
+/// The keys of a table. `null` counts as a missing key.
 pub(super) struct Keys<'a> {
-    /// For messages.
+    /// Used in messages.
     pub(super) path: &'a Path,
     pub(super) values: &'a Map<String, Value>,
 }
@@ -22,15 +22,15 @@ impl<'a> Keys<'a> {
         ModelError::Config { path: self.path.into(), key: key.into(), problem }
     }
 
-    /// The value cannot be represented.
+    /// Returns an error for a value that is not supported.
     pub(super) fn refused(&self, key: &str, reason: &str) -> ModelError {
-        // JSON text escapes control characters.
+        // The text is JSON, so control characters are escaped.
         let value = self.values.get(key).unwrap_or(&Value::Null).to_string();
         let short: String = value.chars().take(100).collect();
         self.error(key, format!("{short} is not supported: {reason}"))
     }
 
-    /// Refuses all values but these.
+    /// Refuses all values except these.
     pub(super) fn only(&self, key: &str, accepted: &[Value]) -> Result<(), ModelError> {
         if self.get(key).is_none_or(|value| accepted.contains(value)) {
             return Ok(());

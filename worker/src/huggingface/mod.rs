@@ -1,18 +1,18 @@
-//! Models in Hugging Face's layout: `xlaunch export`, and initial weights from the models of others.
+//! Models in Hugging Face's layout: `xlaunch export`, and initial weights from existing models.
 //!
 //! ```text
 //! config.json --config--> ModelShape --names--> tensors and where they are in the arena
 //! DIR/*.safetensors --source--> pieces of the arena          (`checkpoint.init`)
 //! checkpoint --export--> DIR: config, weights, tokenizer, model card
 //! ```
-//! - `config`: `config.json` from and to a [`ModelShape`](xlaunch_proto::model::ModelShape), with `keys`; pure;
+//! - `config`, `keys`: convert `config.json` from and to a [`ModelShape`](xlaunch_proto::model::ModelShape); pure;
 //! - `names`: names and shapes of tensors; pure;
 //! - `source`: reads and checks a directory;
-//! - [`export`]: writes one; `destination`: its place, which holds a whole export or none; `writer`: its tensors;
-//!   `card`: its texts.
+//! - [`export`]: writes a directory; `destination`: puts a whole export into place, or nothing; `writer`: writes the
+//!   tensors; `card`: writes the text files.
 //!
 //! Invariants:
-//! - what this trainer does not compute is refused by its key in `config.json`, never ignored;
+//! - anything that this trainer does not compute is refused by its key in `config.json`, never ignored;
 //! - nothing from a file is allocated before its size is checked against the model and the file;
 //! - weights that are not finite are neither exported nor accepted.
 
@@ -38,12 +38,12 @@ use crate::checkpoint::CheckpointError;
 pub use config::TokenIds;
 pub use source::Directory;
 
-/// All weights, unless they are in several files.
+/// File with all weights, unless they are split into several files.
 const WEIGHTS: &str = "model.safetensors";
-/// Which of several files has which tensor.
+/// Index that maps tensors to files if there are several.
 const INDEX: &str = "model.safetensors.index.json";
 
-/// Why a model in Hugging Face's layout cannot be read or written.
+/// Reason why a model in Hugging Face's layout cannot be read or written.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the fields are")]
 pub enum ModelError {
@@ -64,7 +64,7 @@ pub enum ModelError {
 }
 
 impl ModelError {
-    /// What a command exits with.
+    /// Returns the exit code of a command that fails with this error.
     pub fn exit(&self) -> ExitCode {
         match self {
             Self::Output { .. } | Self::Tokenizer { .. } => ExitCode::Usage,

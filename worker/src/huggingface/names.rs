@@ -1,8 +1,8 @@
-//! The tensors of Hugging Face's models, and which values of the arena each of them holds. Pure.
+//! Tensors of Hugging Face's models, and the values of the arena that each of them holds. Pure.
 //!
-//! Fused matrices are split by rows: queries, keys and values; gate and up projections. GPT-2's matrices are stored
-//! `[inputs, outputs]`, the transpose of the arena's. The rotary embedding pairs elements as this trainer does, so that
-//! nothing else has to be permuted.
+//! Fused matrices are split by rows: queries, keys and values; gate and up projections. GPT-2's matrices are stored as
+//! `[inputs, outputs]`, the transpose of the arena's. The rotary embedding pairs the same elements as this trainer's,
+//! so nothing else has to be permuted.
 
 use std::ops::Range;
 
@@ -16,15 +16,15 @@ pub(super) struct Mapped {
     /// Its name in a model with a head, such as `model.embed_tokens.weight`.
     pub(super) name: String,
     pub(super) shape: Vec<usize>,
-    /// Its values in the arena.
+    /// Range in the arena.
     pub(super) elements: Range<usize>,
-    /// The arena has its rows as columns.
+    /// Whether the file stores the transpose of the arena's matrix.
     pub(super) transposed: bool,
-    /// A file may have more rows: those of positions that the model does not use.
+    /// Whether a file may have additional rows, for positions that the model does not use.
     pub(super) prefix: bool,
 }
 
-/// All tensors of a model, from its embedding to its head.
+/// Returns all tensors of a model, from the embedding to the head.
 pub(super) fn tensors(shape: &ModelShape, layout: &Layout) -> Vec<Mapped> {
     let mut list = List { tensors: Vec::new(), gpt2: shape.arch == Arch::Gpt2 };
     let prefix = prefix(shape.arch);
@@ -49,7 +49,7 @@ pub(super) fn tensors(shape: &ModelShape, layout: &Layout) -> Vec<Mapped> {
     list.tensors
 }
 
-/// What the names of all tensors but the head begin with. Models that were saved without a head lack it.
+/// Returns the prefix of all tensor names except the head's. Models that were saved without a head lack it.
 pub(super) fn prefix(arch: Arch) -> &'static str {
     match arch {
         Arch::Gpt2 => "transformer.",
@@ -57,7 +57,7 @@ pub(super) fn prefix(arch: Arch) -> &'static str {
     }
 }
 
-/// Tensors that hold no parameters: masks and frequencies, which older versions saved, and a head that is tied.
+/// Returns whether a tensor holds no parameters: masks and frequencies, which older versions saved, or a tied head.
 pub(super) fn is_derived(name: &str, shape: &ModelShape) -> bool {
     (shape.tied && name == "lm_head.weight")
         || [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"].iter().any(|end| name.ends_with(end))
@@ -198,7 +198,7 @@ mod tests {
             let shape = ModelShape { layers: 1, ..PRESETS[index].1.clone() };
             tensors(&shape, &Layout::new(&shape))
         };
-        // The library's Conv1D, also where the matrix is square.
+        // The library stores Conv1D weights transposed, which matters even for square matrices.
         for tensor in list(2) {
             let conv1d = tensor.name.contains(".c_") && tensor.name.ends_with(".weight");
             assert_eq!(tensor.transposed, conv1d, "{}", tensor.name);

@@ -1,7 +1,7 @@
-//! Reads a model in Hugging Face's layout: checks every tensor's name, shape and type first, then passes the values on
+//! Reads a model in Hugging Face's layout: first checks every tensor's name, shape and type, then passes the values on
 //! as pieces of the arena.
 //!
-//! Links are followed, as the library's cache consists of them; names in the index must be plain file names.
+//! Symbolic links are followed, as the library's cache consists of them; names in the index must be plain file names.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Read};
@@ -24,13 +24,13 @@ use crate::checkpoint::{Abandoned, Arena, Piece, Sink, read_header};
 use crate::inherited::CONFIG;
 use crate::model::layout::Layout;
 
-/// Limits for files that are read whole. An index has about 100 bytes per tensor.
+/// Size limit of files that are read whole. An index has about 100 bytes per tensor.
 const MAX_CONFIG_BYTES: u64 = 4 << 20;
 const MAX_INDEX_BYTES: u64 = 64 << 20;
-/// Values of a piece, unless a matrix has to be transposed.
+/// Values per piece, unless a matrix has to be transposed.
 const READ_LEN: usize = 1 << 20;
 
-/// Weights that are not read, and what to do.
+/// Formats of weights that are not read, with a remedy.
 const OTHER_WEIGHTS: [(&[&str], &str); 4] = [
     (
         &["pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth"],
@@ -44,21 +44,21 @@ const OTHER_WEIGHTS: [(&[&str], &str); 4] = [
     (&["flax_model.msgpack"], "weights of Flax are not read; convert them with transformers"),
 ];
 
-/// A directory with a model whose `config.json` describes one that this trainer can represent.
+/// A directory with a model that this trainer can represent, according to its `config.json`.
 #[derive(Clone, Debug)]
 pub struct Directory {
     path: PathBuf,
     shape: ModelShape,
 }
 
-/// The files of a directory whose tensors are those of a model.
+/// The files of a directory, whose tensors match those of a model.
 #[derive(Debug)]
 pub(crate) struct Weights {
     files: Vec<(PathBuf, File)>,
     parts: Vec<Part>,
 }
 
-/// Where the values of a tensor are.
+/// Position of a tensor's values.
 #[derive(Debug)]
 struct Part {
     tensor: Mapped,
@@ -68,7 +68,7 @@ struct Part {
     dtype: Dtype,
 }
 
-/// Why reading ended early.
+/// Reason why reading ended early.
 enum Failure {
     Model(ModelError),
     Abandoned,
@@ -81,7 +81,7 @@ impl From<ModelError> for Failure {
 }
 
 impl Directory {
-    /// Whether this is a model in Hugging Face's layout.
+    /// Returns whether `path` is a model in Hugging Face's layout.
     pub fn is_one(path: &Path) -> bool {
         path.join(CONFIG).is_file()
     }
@@ -89,7 +89,7 @@ impl Directory {
     /// Reads `config.json`.
     ///
     /// # Errors
-    /// It cannot be read, or describes a model that cannot be represented.
+    /// If the file cannot be read, or describes a model that cannot be represented.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
         let file = path.join(CONFIG);
         let shape = config::parse(&file, &read_whole(&file, MAX_CONFIG_BYTES)?)?;
@@ -106,8 +106,7 @@ impl Directory {
         &self.shape
     }
 
-    /// Opens the weights, for a model that differs from this one at most in its sequence length. Nothing but headers
-    /// is read.
+    /// Opens the weights for a model that differs from this one at most in its sequence length. Reads only the headers.
     pub(crate) fn weights(&self, shape: &ModelShape, layout: &Layout) -> Result<Weights, ModelError> {
         let files = self.files()?;
         let mut found: HashMap<String, (usize, TensorInfo, u64)> = HashMap::new();
@@ -132,7 +131,7 @@ impl Directory {
         self.assign(shape, layout, opened, found)
     }
 
-    /// Names of the files, with the tensors that the index expects in each.
+    /// Returns the names of the files, with the tensors that the index expects in each.
     fn files(&self) -> Result<BTreeMap<String, Vec<String>>, ModelError> {
         let index = self.path.join(INDEX);
         let has = |name: &str| self.path.join(name).exists();
@@ -159,7 +158,7 @@ impl Directory {
         mut found: HashMap<String, (usize, TensorInfo, u64)>,
     ) -> Result<Weights, ModelError> {
         let prefix = names::prefix(shape.arch);
-        // Without the head, names start with what is after it.
+        // Names in a model without a head lack the prefix.
         let whole = found.keys().any(|name| name.starts_with(prefix));
         let mut parts = Vec::new();
         for tensor in names::tensors(shape, layout) {
@@ -184,7 +183,7 @@ impl Directory {
     }
 }
 
-/// The files that an index names, each with its tensors.
+/// Returns the files that an index names, each with its tensors.
 pub(super) fn files_of_index(path: &Path, json: &[u8]) -> Result<BTreeMap<String, Vec<String>>, ModelError> {
     #[derive(Deserialize)]
     struct Index {
@@ -210,7 +209,7 @@ pub(super) fn files_of_index(path: &Path, json: &[u8]) -> Result<BTreeMap<String
     }
 }
 
-/// Checks that the file ends with its last tensor: what follows it would be ignored.
+/// Checks that the file ends with its last tensor: trailing data would be ignored.
 fn check_length(path: &Path, header: &Metadata, data: u64, bytes: u64) -> Result<(), ModelError> {
     let end = header.tensors().values().map(|info| info.data_offsets.1 as u64).max().unwrap_or(0);
     match bytes.checked_sub(data.saturating_add(end)) {
@@ -222,7 +221,7 @@ fn check_length(path: &Path, header: &Metadata, data: u64, bytes: u64) -> Result
     }
 }
 
-/// Checks that a tensor is within its file. That its size is that of its shape has been checked with the header.
+/// Checks that a tensor lies within its file. The check of the header has already compared its size with its shape.
 fn check_place(path: &Path, name: &str, info: &TensorInfo, data: u64, bytes: u64) -> Result<(), ModelError> {
     let (begin, end) = info.data_offsets;
     let inside = data.checked_add(end as u64).is_some_and(|end| end <= bytes);
@@ -232,7 +231,7 @@ fn check_place(path: &Path, name: &str, info: &TensorInfo, data: u64, bytes: u64
     }
 }
 
-/// Checks that a tensor of a file is this one of the model.
+/// Checks that a tensor of a file has the type and shape of the model's.
 fn check_type(path: &Path, name: &str, info: &TensorInfo, tensor: &Mapped) -> Result<(), ModelError> {
     if width(info.dtype).is_none() {
         let dtype = info.dtype;
@@ -254,7 +253,7 @@ fn check_type(path: &Path, name: &str, info: &TensorInfo, tensor: &Mapped) -> Re
     Ok(())
 }
 
-/// Bytes of a value, if values of this type are read.
+/// Returns the bytes per value of a type; `None` if that type is not read.
 fn width(dtype: Dtype) -> Option<usize> {
     match dtype {
         Dtype::F32 => Some(4),
@@ -294,10 +293,10 @@ impl Weights {
 }
 
 impl Part {
-    /// The values of each piece.
+    /// Returns the range of values of each piece.
     fn pieces(&self) -> impl Iterator<Item = (&Self, Range<usize>)> {
         let len = self.tensor.elements.len();
-        // A transposed matrix is read whole. Those of GPT-2 are small next to the model.
+        // A matrix to transpose is read whole. Those of GPT-2 are small compared with the model.
         let step = if self.tensor.transposed { len.max(1) } else { READ_LEN };
         (0..len).step_by(step).map(move |start| (self, start..(start + step).min(len)))
     }
@@ -315,14 +314,14 @@ fn decode(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
     }
 }
 
-/// `[cols, rows]` from `[rows, cols]`.
+/// Transposes `[rows, cols]` to `[cols, rows]`.
 pub(super) fn transpose(values: &[f32], rows: usize, cols: usize) -> Vec<f32> {
     (0..cols).flat_map(|col| (0..rows).map(move |row| values[row * cols + col])).collect()
 }
 
-/// Opens a regular file, or a link to one. Returns its size, too.
+/// Opens a regular file, or a link to one. Also returns its size.
 fn open(path: &Path) -> io::Result<(File, u64)> {
-    // Opening a FIFO would wait.
+    // Opening a FIFO would block.
     let flags = i32::try_from(OFlags::NONBLOCK.bits()).unwrap_or(0);
     let file = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path)?;
     let metadata = file.metadata()?;
@@ -346,7 +345,7 @@ fn read_error(path: &Path, error: &io::Error) -> ModelError {
     ModelError::Read { path: path.into(), reason: error.to_string() }
 }
 
-/// Names come from files: quoted, so that they cannot contain control characters.
+/// Builds an error about a tensor. Its name comes from a file, so it is quoted to escape control characters.
 fn tensor_error(path: &Path, name: &str, problem: &str) -> ModelError {
     ModelError::Tensor { path: path.into(), name: format!("{name:?}"), problem: problem.into() }
 }

@@ -1,4 +1,4 @@
-//! Exports of small checkpoints, and what is read from directories that are whole, damaged or hostile.
+//! Tests of exports of small checkpoints, and of reading directories that are whole, damaged or hostile.
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -22,7 +22,7 @@ fn threads() -> ThreadPool {
     ThreadPoolBuilder::new().num_threads(2).build().unwrap()
 }
 
-/// Both architectures; a padded vocabulary, tied and untied; grouped and wide heads.
+/// Covers both architectures; padded vocabularies, tied and untied; grouped and wide heads.
 fn shapes() -> Vec<ModelShape> {
     let llama = ModelShape {
         layers: 2,
@@ -52,7 +52,7 @@ fn shapes() -> Vec<ModelShape> {
         .collect()
 }
 
-/// A checkpoint of a model with random values, also in biases and norms, and its arena.
+/// Saves a checkpoint of a model with random values, including biases and norms. Also returns its arena.
 fn checkpoint(dir: &Path, shape: &ModelShape) -> (PathBuf, Vec<f32>) {
     let layout = Layout::new(shape);
     let mut arena = init::weights(&layout, 3, &threads());
@@ -76,7 +76,7 @@ fn options(checkpoint: &Path, output: &Path) -> Export {
     }
 }
 
-/// The arena of a model, filled from what `path` names.
+/// Fills the arena of a model from the weights at `path`.
 fn read(path: &Path, shape: &ModelShape) -> Result<Vec<f32>, WorkerError> {
     let layout = Layout::new(shape);
     let arena = Mutex::new(vec![0.0; layout.len]);
@@ -236,7 +236,7 @@ fn earlier_export_is_replaced_only_on_request_and_nothing_else_ever() {
     export(&overwrite).unwrap();
     assert_ne!(files(&output), before);
     assert!(files_named(dir.path(), "exporting").is_empty());
-    // A model of someone else, and an export with a file of the user.
+    // Someone else's model, and an export that contains a file of the user.
     fs::write(output.join("notes.txt"), "mine").unwrap();
     assert_eq!(export(&overwrite).unwrap_err().exit(), ExitCode::Usage);
     fs::remove_file(output.join("notes.txt")).unwrap();
@@ -288,7 +288,7 @@ fn write_tensors(path: &Path, tensors: &[(&str, &str, Vec<usize>, Vec<u8>)]) {
     fs::write(path, [&(text.len() as u64).to_le_bytes()[..], &text, &data].concat()).unwrap();
 }
 
-/// The tensors of an export, to be changed and written again.
+/// Returns the tensors of an export, to be changed and written again.
 fn tensors(path: &Path) -> Vec<(String, String, Vec<usize>, Vec<u8>)> {
     let bytes = fs::read(path).unwrap();
     let read = safetensors::SafeTensors::deserialize(&bytes).unwrap();
@@ -300,7 +300,7 @@ fn tensors(path: &Path) -> Vec<(String, String, Vec<usize>, Vec<u8>)> {
 
 type Tensors = Vec<(String, String, Vec<usize>, Vec<u8>)>;
 
-/// An export whose tensors are changed.
+/// An export with modified tensors.
 struct Changed {
     output: PathBuf,
     shape: ModelShape,

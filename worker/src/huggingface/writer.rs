@@ -1,7 +1,8 @@
-//! Writes the tensors of an export as a checkpoint is read: pieces of the arena in any order, from several threads.
+//! Writes the tensors of an export as the checkpoint is read: pieces of the arena arrive in any order, from several
+//! threads.
 //!
-//! A piece goes to its place in a file at once. Only matrices that are transposed wait in memory until they are whole,
-//! so memory stays at a few matrices however large the model is.
+//! A piece is written to its file at once. Only transposed matrices wait in memory until they are complete, so a few
+//! matrices are in memory regardless of the size of the model.
 
 use std::collections::HashMap;
 use std::io;
@@ -19,21 +20,21 @@ use super::names::Mapped;
 use super::source::transpose;
 use super::{ModelError, WEIGHTS};
 
-/// Marks files that an export has written, in their metadata.
+/// Metadata that marks files written by an export.
 pub(super) const PRODUCER: (&str, &str) = ("producer", "xlaunch");
 
 /// Element type of the exported weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ExportDtype {
-    /// As in checkpoints.
+    /// The same as in checkpoints.
     #[default]
     Fp32,
-    /// Rounded to the nearest value.
+    /// Rounded to nearest.
     Bf16,
 }
 
 impl ExportDtype {
-    /// PyTorch's name.
+    /// Returns PyTorch's name of the type.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Fp32 => "float32",
@@ -48,7 +49,7 @@ impl ExportDtype {
         }
     }
 
-    /// Little-endian bytes of the values; `None` if one is not finite, also if only by rounding.
+    /// Encodes the values in little-endian order; `None` if one is not finite, or becomes infinite by rounding.
     fn encode(self, values: &[f32]) -> Option<Vec<u8>> {
         if !values.iter().all(|value| value.is_finite()) {
             return None;
@@ -64,7 +65,7 @@ impl ExportDtype {
     }
 }
 
-/// Which tensor is where in which file. Pure.
+/// Maps tensors to files and offsets. Pure.
 #[derive(Debug)]
 pub(super) struct Plan {
     tensors: Vec<Planned>,
@@ -83,13 +84,13 @@ struct Planned {
 #[derive(Debug)]
 struct PlannedFile {
     name: String,
-    /// Length and text of the header.
+    /// Length field and text of the header.
     header: Vec<u8>,
     bytes: u64,
 }
 
 impl Plan {
-    /// Files of at most `max_bytes` of tensors, unless a single tensor is larger.
+    /// Plans files with at most `max_bytes` of tensors each, unless a single tensor is larger.
     pub(super) fn new(tensors: Vec<Mapped>, dtype: ExportDtype, max_bytes: u64) -> Self {
         let mut groups: Vec<Vec<Mapped>> = Vec::new();
         let mut filled = 0;
@@ -132,7 +133,7 @@ impl Plan {
             placed.push((tensor, begin));
         }
         let mut text = Value::Object(header).to_string().into_bytes();
-        // Data starts at a multiple of 8.
+        // Data starts at a multiple of 8 bytes.
         text.resize(text.len().next_multiple_of(8), b' ');
         let header = [&(text.len() as u64).to_le_bytes()[..], &text].concat();
         let data = header.len() as u64;
@@ -144,7 +145,7 @@ impl Plan {
         self.files.push(PlannedFile { name, header, bytes: data + end });
     }
 
-    /// `model.safetensors.index.json`, if there are several files.
+    /// Returns `model.safetensors.index.json`, if there are several files.
     pub(super) fn index(&self) -> Option<Value> {
         let file = |planned: &Planned| json!(self.files[planned.file].name);
         let map: Map<String, Value> =
@@ -153,7 +154,7 @@ impl Plan {
         (self.files.len() > 1).then(|| json!({"metadata": {"total_size": bytes}, "weight_map": map}))
     }
 
-    /// Bytes of all files.
+    /// Returns the total size of all files in bytes.
     pub(super) fn bytes(&self) -> u64 {
         self.files.iter().map(|file| file.bytes).sum()
     }
@@ -163,15 +164,15 @@ fn tensor_bytes(tensor: &Mapped, dtype: ExportDtype) -> u64 {
     (tensor.elements.len() * dtype.width()) as u64
 }
 
-/// The files of a plan while they are written.
+/// The files of a plan during writing.
 #[derive(Debug)]
 pub(super) struct Writer {
     plan: Plan,
     files: Vec<File>,
     dir: PathBuf,
-    /// Indices of the tensors by their place in the arena.
+    /// Indices of the tensors in the order of the arena.
     by_place: Vec<usize>,
-    /// Values of matrices that are not whole, and how many are missing.
+    /// Values of incomplete matrices, with the number of missing values.
     pending: Mutex<HashMap<usize, (Vec<f32>, usize)>>,
     written: AtomicUsize,
 }
@@ -193,7 +194,7 @@ impl Writer {
         Ok(Self { plan, files, dir: dir.into(), by_place, pending, written })
     }
 
-    /// Where the files are.
+    /// Directory of the files.
     pub(super) fn dir(&self) -> &Path {
         &self.dir
     }
@@ -234,7 +235,7 @@ impl Writer {
         }
     }
 
-    /// Writes values of a tensor in their final order, from its value `first` on.
+    /// Writes values of a tensor in their final order, starting at its value `first`.
     fn write(&self, index: usize, first: usize, values: &[f32]) -> Result<(), ModelError> {
         let Planned { tensor, file, at } = &self.plan.tensors[index];
         let bytes = self.plan.dtype.encode(values).ok_or_else(|| ModelError::Tensor {
@@ -252,7 +253,7 @@ impl Writer {
     /// Makes everything durable.
     ///
     /// # Errors
-    /// Also if a value is missing.
+    /// If syncing fails, or a value is missing.
     pub(super) fn finish(self) -> Result<(), ModelError> {
         let expected: usize = self.plan.tensors.iter().map(|planned| planned.tensor.elements.len()).sum();
         let written = self.written.into_inner();

@@ -1,8 +1,8 @@
-//! Backward: from gradients of the logits to gradients of every parameter, in the order of the arena.
+//! Backward: from gradients of the logits to the gradients of all parameters, in the order of the arena.
 //!
-//! The gradient of a bias is the column sum of its output's gradient. The kernel that writes that gradient computes the
-//! sum too where this saves another pass over it: GELU's backward for `fc`, a norm's backward for `out` and `proj`,
-//! whose outputs were added to the residual stream that the norm reads.
+//! The gradient of a bias is the column sum of its output's gradient. Where that saves a pass over the output's
+//! gradient, the kernel that writes it also computes the sum: GELU's backward for `fc`, a norm's backward for `out` and
+//! `proj`, whose outputs were added to the residual stream that the norm reads.
 
 use std::ops::Range;
 use std::rc::Rc;
@@ -18,7 +18,7 @@ use super::layout::{self, Linear};
 use super::linear::{LayerBackward, Operand};
 use super::{Model, Rows, attention_shape};
 
-/// What every part of one backward pass works with.
+/// Arguments shared by all parts of one backward pass.
 #[derive(Clone, Copy)]
 struct Pass<'a> {
     rows: Rows,
@@ -26,28 +26,28 @@ struct Pass<'a> {
     acc: Accumulate,
 }
 
-/// Where the gradients of all parameters are: an arena of the layout (F32 or Bf16), or slots of its buckets.
+/// Memory for the gradients of all parameters: an arena of the layout (F32 or Bf16), or slots for its buckets.
 #[derive(Clone, Copy, Debug)]
 pub struct GradientArena<'a> {
-    /// Their memory.
+    /// The arena, or the memory of the slots.
     pub tensor: &'a Tensor,
-    /// Where buckets are in it; `None` if all of them are at their place in the arena.
+    /// Positions of buckets in the memory; `None` if all buckets are at their position in the arena.
     pub slots: Option<&'a Slots>,
 }
 
 impl<'a> GradientArena<'a> {
-    /// The gradient of a parameter.
+    /// Returns the gradient of a parameter.
     pub(crate) fn slice(self, param: Range<usize>) -> Slice<'a> {
         self.tensor.slice(self.place(&param))
     }
 
-    /// Where elements of one parameter or bucket are in the tensor.
+    /// Returns the range of the tensor that holds these elements, which belong to one parameter or bucket.
     pub(crate) fn place(self, elements: &Range<usize>) -> Range<usize> {
         self.slots.map_or(elements.clone(), |slots| slots.place(elements))
     }
 }
 
-/// How far a backward pass is.
+/// Progress of a backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
     /// The next of the layout's [`backward_parts`](layout::Layout::backward_parts) is about to be computed.
@@ -57,7 +57,7 @@ pub enum Progress {
 }
 
 impl<'a> Pass<'a> {
-    /// A layer with so many inputs and outputs.
+    /// Describes a layer with these numbers of inputs and outputs.
     fn layer(
         self,
         layer: &'a Linear,
@@ -70,25 +70,26 @@ impl<'a> Pass<'a> {
         LayerBackward { shape, layer, x, dy, dw, acc: self.acc }
     }
 
-    /// The gradient of a layer's bias, if it has one.
+    /// Returns the gradient of a layer's bias, if it has one.
     fn bias(self, layer: &Linear) -> Option<Slice<'a>> {
         layer.bias.as_ref().map(|bias| self.grads.slice(bias.clone()))
     }
 }
 
-/// The gradient of the residual stream, which a norm's backward writes.
+/// The gradient of the residual stream, as written by the backward of a norm.
 #[derive(Clone, Copy)]
 struct Residual<'a> {
     dx: &'a Tensor,
     /// Whether `dx` already holds the gradient of the residual path.
     add: bool,
-    /// The layer whose output was added to the stream just before the norm.
+    /// The layer whose output was added to the stream directly before the norm.
     added: Option<&'a Linear>,
 }
 
 impl Model {
-    /// Writes (or adds, by `acc`) the gradients of all parameters but the head's to `grads`, of which the gaps were
-    /// zeroed. The head's are there already: `dy` is what [`loss_and_gradients`](Self::loss_and_gradients) returned.
+    /// Writes (or adds, depending on `acc`) the gradients of all parameters except the head's to `grads`, whose gaps
+    /// must be zero. The head's gradients are there already: `dy` is the result of
+    /// [`loss_and_gradients`](Self::loss_and_gradients).
     pub fn backward<E: From<xlaunch_engine::EngineError>>(
         &self,
         mut acts: Activations,
@@ -118,7 +119,7 @@ impl Model {
         progress(Progress::Finished(self.layout.len))
     }
 
-    /// Final norm. Returns the gradient of the residual stream.
+    /// Backward of the final norm. Returns the gradient of the residual stream.
     fn top_backward(&self, pass: Pass<'_>, last: Unnormed, dy: Tensor) -> Result<Tensor> {
         let dx = self.activation(dy.len())?;
         let added = self.layout.blocks.last().map(|block| &block.out);
@@ -127,8 +128,8 @@ impl Model {
         Ok(dx)
     }
 
-    /// `dx` is the gradient of the residual stream after the block, and is updated to that before it. `below` is the
-    /// block whose output is added there.
+    /// Backward of one block. `dx` is the gradient of the residual stream after the block, and is updated to the
+    /// gradient before it. `below` is the block whose output is added there.
     fn block_backward(
         &self,
         pass: Pass<'_>,
@@ -167,7 +168,7 @@ impl Model {
         self.norm_backward(pass, &block.ln1, &params.ln1, &dy, Residual { dx, add: true, added })
     }
 
-    /// The gradient of the norm's output before `fc`, from that of the block's output.
+    /// Returns the gradient of the norm's output before `fc`, from the gradient of the block's output.
     fn mlp_backward(
         &self,
         pass: Pass<'_>,
@@ -193,7 +194,8 @@ impl Model {
         let dwte = pass.grads.slice(self.layout.wte.clone());
         let dwpe = self.layout.wpe.as_ref().map(|wpe| pass.grads.slice(wpe.clone()));
         if pass.acc == Accumulate::Overwrite {
-            // A tied table already contains the head's gradient. Others start from zero: the operation only adds.
+            // A tied table already contains the head's gradient. Other tables start from zero, because the operation
+            // only adds.
             for table in dwpe.into_iter().chain((!self.shape.tied).then_some(dwte)) {
                 self.backend.zero(table)?;
             }

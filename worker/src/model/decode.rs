@@ -1,17 +1,17 @@
-//! Forward for generation: of new tokens alone, over a cache of the keys and values of those before them.
+//! Forward for generation: computes new tokens only, with cached keys and values of earlier tokens.
 //!
 //! ```text
 //! prompts --> prefill: rows of all prompts, one after another, in passes --> logits of each prompt's last row
 //! set_rows --> step: one row per sequence --> logits, and the likeliest tokens as rows of the next step --> step ...
 //! ```
-//! A sequence has a slot of the cache. A row is one new token: of a slot, at a position. Prompts of different lengths
-//! need no padding, as rows name their slots and positions.
+//! Each sequence has a slot of the cache. A row is one new token, in a slot and at a position. Rows name their slots
+//! and positions, so prompts of different lengths need no padding.
 //!
-//! On a GPU a step is captured per number of rows, and replayed: everything that changes from step to step is in device
-//! memory, and all buffers of a step are allocated once. A greedy step takes its tokens from the one before, so the
+//! On a GPU, a step is captured per number of rows, then replayed: all data that changes from step to step is in device
+//! memory, and all buffers of a step are allocated once. A greedy step takes its tokens from the previous one, so the
 //! host need not wait between them.
 //!
-//! Invariant: the logits of a row are a function of the tokens of its sequence alone.
+//! Invariant: the logits of a row depend on the tokens of its sequence alone.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -26,9 +26,9 @@ use xlaunch_proto::model::Arch;
 use super::layout::{self, Linear};
 use super::{Model, Rows};
 
-/// Most sequences that are decoded at a time.
+/// Maximum number of sequences that are decoded at once.
 pub const MAX_SLOTS: usize = GEMV_ROWS;
-/// Most rows of a pass over prompts.
+/// Maximum number of rows in a pass over prompts.
 const PREFILL_ROWS: usize = 512;
 
 /// The next token of a sequence.
@@ -38,29 +38,29 @@ pub struct Row {
     pub slot: usize,
     /// Number of tokens before this one.
     pub position: usize,
-    /// Its id, below the vocabulary.
+    /// Id of the token, below the vocabulary size.
     pub token: u32,
 }
 
-/// A model with a cache.
+/// A model with a cache of keys and values.
 #[derive(Debug)]
 pub struct Decoder<'a> {
     model: &'a Model,
     slots: usize,
     capacity: usize,
-    /// Ids below it can be generated.
+    /// Only ids below this can be generated.
     vocab: usize,
     cache: Vec<BlockCache>,
     step: Buffers,
-    /// Rows of the next step.
+    /// Number of rows of the next step.
     rows: usize,
-    /// Outputs of the last block, normalised, of the rows whose logits are wanted.
+    /// Normalised outputs of the last block, for the rows whose logits are requested.
     last: Tensor,
     /// (rows, Vp) F32.
     logits: Tensor,
-    /// Likeliest token of each row, F32.
+    /// Most likely token of each row, F32.
     ids: Tensor,
-    /// Captured steps by number of rows; `None` if it ran once, which has loaded its kernels.
+    /// Captured steps by number of rows; `None` if the step has run only once, which has loaded its kernels.
     graphs: RefCell<HashMap<usize, Option<Capture>>>,
 }
 
@@ -91,7 +91,8 @@ struct Buffers {
 }
 
 impl<'a> Decoder<'a> {
-    /// A cache of `slots` sequences of up to `capacity` tokens. Only ids below `vocab` are taken for the likeliest.
+    /// Creates a cache for `slots` sequences of up to `capacity` tokens. Only ids below `vocab` are considered as most
+    /// likely.
     pub fn new(model: &'a Model, slots: usize, capacity: usize, vocab: usize) -> Result<Self> {
         let (shape, backend) = (&model.shape, &model.backend);
         let (slots, capacity) = (slots.clamp(1, MAX_SLOTS), capacity.clamp(1, shape.seq));
@@ -117,7 +118,7 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    /// Bytes that a slot of the cache takes.
+    /// Returns the size in bytes of one slot of the cache.
     pub fn slot_bytes(model: &Model, capacity: usize) -> usize {
         let shape = &model.shape;
         let elements = 2 * shape.layers * capacity * shape.kv_heads * shape.head_width();
@@ -129,12 +130,13 @@ impl<'a> Decoder<'a> {
         self.slots
     }
 
-    /// Whether steps only enqueue work, so that the next may be enqueued before the results of one are read.
+    /// Returns whether steps only enqueue work, so that the next step may be enqueued before the results of the current
+    /// one are read.
     pub fn is_asynchronous(&self) -> bool {
         self.model.backend.is_asynchronous()
     }
 
-    /// Fills slots with prompts, each of at least one token and at most as many as the cache holds, up to one per slot.
+    /// Fills slots with prompts, at most one per slot. Each has at least one token, and no more than the cache holds.
     /// Afterwards row i of the logits and ids belongs to the token after prompt i.
     pub fn prefill(&mut self, prompts: &[(usize, &[u32])]) -> Result<()> {
         let rows: Vec<Row> = prompts
@@ -174,7 +176,7 @@ impl<'a> Decoder<'a> {
         self.step.write(self.model, rows)
     }
 
-    /// Enqueues a step of the rows that were set, or of the likeliest tokens of the step before.
+    /// Enqueues a step over the rows that were set, or over the most likely tokens of the previous step.
     pub fn step(&self) -> Result<()> {
         let enqueue = || {
             self.pass(&self.step, self.rows, true)?;
@@ -197,29 +199,29 @@ impl<'a> Decoder<'a> {
             return enqueue();
         }
         let done = enqueue();
-        // After an error too, as the stream would otherwise stay in capture mode.
+        // End the capture even after an error: the stream would otherwise stay in capture mode.
         let graph = backend.end_capture();
         done?;
         graphs.entry(self.rows).insert_entry(Some(graph?)).get().as_ref().map_or(Ok(()), Capture::launch)
     }
 
-    /// Starts to read the likeliest token of each row: -1 where no logit is a number.
+    /// Starts to read the most likely token of each row: -1 if no logit is a number.
     pub fn begin_ids(&self) -> Result<PendingRead> {
         self.model.backend.begin_read(self.ids.slice(0..self.rows))
     }
 
-    /// The logits of a row.
+    /// Reads the logits of a row.
     pub fn read_logits(&self, row: usize, logits: &mut [f32]) -> Result<()> {
         let first = row * self.model.shape.padded_vocab();
         self.model.backend.read_f32(self.logits.slice(first..first + logits.len()), logits)
     }
 
-    /// Number of ids that can be generated.
+    /// Returns the number of ids that can be generated.
     pub fn vocab(&self) -> usize {
         self.vocab
     }
 
-    /// All blocks; the normalised output is in `b.y`. Rows are of different slots if `distinct`.
+    /// Runs all blocks; the normalised output is in `b.y`. `distinct` states that no two rows share a slot.
     fn pass(&self, b: &Buffers, rows: usize, distinct: bool) -> Result<()> {
         let (model, shape) = (self.model, &self.model.shape);
         let (dim, width) = (shape.dim, shape.attention_width());
@@ -247,7 +249,8 @@ impl<'a> Decoder<'a> {
         Ok(())
     }
 
-    /// `y = norm(x)` or, with `add`, `x' = x + branch`, `y = norm(x')`, from stream `x` to the other one.
+    /// Computes `y = norm(x)` or, with `add`, `x' = x + branch`, `y = norm(x')`. `x` is the index of the stream's
+    /// buffer; `x'` is written to the other one.
     fn norm(&self, b: &Buffers, rows: usize, x: usize, add: bool, params: &layout::Norm) -> Result<()> {
         let (model, len) = (self.model, rows * self.model.shape.dim);
         let shape = model.norm_shape(Rows { batch: rows, seq: 1 });
@@ -280,7 +283,7 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    /// From `y` to the inputs `a` of the block's last layer.
+    /// Computes the inputs `a` of the block's last layer from `y`.
     fn mlp(&self, b: &Buffers, rows: usize, params: &layout::Block) -> Result<()> {
         let (model, shape) = (self.model, &self.model.shape);
         let (a, ffn) = (b.a.slice(0..rows * shape.ffn), shape.ffn);
@@ -303,7 +306,7 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// `sizes` are the numbers of inputs and outputs.
+    /// Computes a layer; `sizes` are the numbers of inputs and outputs.
     fn linear(
         &self,
         rows: usize,
@@ -321,7 +324,7 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// `out` = these rows of the pass's output.
+    /// Copies these rows of the pass's output to `out`.
     fn gather(&self, b: &Buffers, rows: usize, wanted: &[i32], out: Slice<'_>) -> Result<()> {
         let (backend, cols) = (&self.model.backend, self.model.shape.dim);
         let indices = backend.alloc(DType::I32, wanted.len())?;
@@ -331,7 +334,7 @@ impl<'a> Decoder<'a> {
         backend.embed_forward(EmbedForward { shape, tokens, wte, wpe: None, positions: None, out })
     }
 
-    /// The logits of the rows of `x`, and their likeliest tokens as rows of the next step.
+    /// Computes the logits of the rows of `x`, and their most likely tokens as rows of the next step.
     fn head(&self, x: &Tensor) -> Result<()> {
         let (model, rows, dim) = (self.model, self.rows, self.model.shape.dim);
         let padded = model.shape.padded_vocab();
@@ -403,7 +406,7 @@ fn attention_shape(model: &Model, slots: usize, capacity: usize) -> CachedAttent
     CachedAttentionShape { rows: 0, heads, kv_heads, width, slots, capacity }
 }
 
-/// Sizes of a model are below 2^31.
+/// Converts a number of the model to an id; all of them are below 2^31.
 fn id(number: usize) -> i32 {
     i32::try_from(number).unwrap_or(i32::MAX)
 }
@@ -439,7 +442,7 @@ mod tests {
         let threads = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
         let layout = layout::Layout::new(shape);
         let mut weights = init::weights(&layout, 3, &threads);
-        // Larger weights than at the start of training, and biases, so that logits differ.
+        // Weights are larger than at the start of training, and biases are not zero, so that logits differ.
         let mut random = crate::random::Random::new(1, "test");
         for weight in &mut weights {
             #[expect(clippy::cast_possible_truncation, reason = "test data")]
@@ -449,7 +452,7 @@ mod tests {
         Model::new(&backend, shape, &weights).unwrap()
     }
 
-    /// Logits of the last of these tokens by the forward of training.
+    /// Returns the logits of the last of these tokens, computed by the forward pass of training.
     fn forward(model: &Model, tokens: &[u32]) -> Vec<f32> {
         let rows = Rows { batch: 1, seq: model.shape.seq };
         let ids = model.backend.alloc(DType::I32, rows.seq).unwrap();

@@ -1,4 +1,4 @@
-//! Forward: tokens to the output of the final norm, keeping what backward needs.
+//! Forward: from tokens to the output of the final norm. Keeps the activations that backward needs.
 
 use std::rc::Rc;
 
@@ -18,7 +18,7 @@ use super::{Model, Rows, attention_shape};
 pub struct Activations {
     pub(super) rows: Rows,
     pub(super) blocks: Vec<Kept>,
-    /// Input of the final norm, its output and statistics.
+    /// Input, output and statistics of the final norm.
     pub(super) last: Normed,
 }
 
@@ -38,7 +38,7 @@ pub(super) struct Unnormed {
 }
 
 impl Normed {
-    /// Its output, and what else there is.
+    /// Separates the output from the rest.
     pub(super) fn split(self) -> (Rc<Tensor>, Unnormed) {
         let Self { x, y, stats } = self;
         (Rc::new(y), Unnormed { x, stats })
@@ -49,16 +49,16 @@ impl Normed {
 #[derive(Debug)]
 pub(super) struct Block {
     pub(super) ln1: Unnormed,
-    /// Inputs of the four layers.
+    /// Inputs of the four linear layers.
     pub(super) inputs: Inputs,
-    /// `[B, T, (H + 2 Hkv) D]`, after attention, which may rotate it in place.
+    /// `[B, T, (H + 2 Hkv) D]`, after attention, which may have rotated it in place.
     pub(super) qkv: Tensor,
     /// `[B, T, H D]`.
     pub(super) att: Rc<Tensor>,
     /// `[B, H, T]`.
     pub(super) lse: Tensor,
     pub(super) ln2: Unnormed,
-    /// `[N, F]` or, with SwiGLU's gates, `[N, 2 F]`.
+    /// `[N, F]`; with SwiGLU, whose gates are included, `[N, 2 F]`.
     pub(super) h: Tensor,
 }
 
@@ -76,13 +76,13 @@ pub(super) struct Inputs {
 }
 
 impl Model {
-    /// The pass of `tokens` I32 `[B, T]` up to the head.
+    /// Runs the pass over `tokens`, I32 `[B, T]`, up to the head.
     pub fn forward(&self, rows: Rows, tokens: Slice<'_>) -> Result<Activations> {
         self.forward_with_gathers(rows, tokens, || Ok(()))
     }
 
-    /// [`forward`](Self::forward) while weights are still being gathered: `next_part()` is called before each of the
-    /// layout's [`forward_parts`](layout::Layout::forward_parts), of which the last is the head's.
+    /// Same as [`forward`](Self::forward), while weights are still being gathered: calls `next_part()` before each of
+    /// the layout's [`forward_parts`](layout::Layout::forward_parts). The last part is the head.
     pub fn forward_with_gathers<E: From<EngineError>>(
         &self,
         rows: Rows,
@@ -126,7 +126,8 @@ impl Model {
         EmbedShape { batch: rows.batch, seq: rows.seq, cols: self.shape.dim, vocab: self.shape.vocab }
     }
 
-    /// One block, from its first norm up to the output of the activation function: all that backward needs.
+    /// Computes one block, from its first norm to the output of the activation function, which is all that backward
+    /// needs.
     pub(super) fn block(&self, rows: Rows, ln1: Normed, params: &layout::Block) -> Result<Block> {
         let (n, shape) = (rows.count(), &self.shape);
         let (y, ln1) = ln1.split();
@@ -170,7 +171,7 @@ impl Model {
         self.norm_with_stats(rows, x, stats, params)
     }
 
-    /// The norm of `x`; overwrites `stats`.
+    /// Computes the norm of `x`; overwrites `stats`.
     pub(super) fn norm_with_stats(
         &self,
         rows: Rows,
@@ -191,7 +192,7 @@ impl Model {
         Ok(Normed { x, y, stats })
     }
 
-    /// The residual stream `x + branch` and its norm, in one kernel.
+    /// Computes the residual stream `x + branch` and its norm in one kernel.
     fn add_norm(&self, rows: Rows, x: &Tensor, branch: Tensor, params: &layout::Norm) -> Result<Normed> {
         let shape = self.norm_shape(rows);
         let sum = self.activation(x.len())?;

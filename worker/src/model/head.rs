@@ -1,8 +1,8 @@
 //! The head: from the output of the final norm to logits, the loss and their gradients.
 //!
-//! Logits are the largest tensor of a model with a large vocabulary, and nothing but the loss reads them. So the loss
-//! and the gradients that follow from them are computed chunk by chunk of rows, and one chunk's logits are in memory at
-//! a time. By default one chunk has all rows.
+//! Logits are the largest tensor of a model with a large vocabulary, and only the loss reads them. The loss and its
+//! gradients are therefore computed in chunks of rows, so that the logits of only one chunk are in memory at a time. By
+//! default a single chunk has all rows.
 
 use std::ops::Range;
 
@@ -14,19 +14,19 @@ use xlaunch_engine::{
 use super::forward::Activations;
 use super::{GradientArena, Model};
 
-/// The gradients that are computed along with the loss.
+/// Outputs for the gradients that are computed along with the loss.
 #[derive(Clone, Copy, Debug)]
 pub struct LossGradients<'a> {
-    /// Factor of the sum of all losses, whose gradients are computed.
+    /// Factor by which the sum of all losses is scaled; the gradients are those of the scaled sum.
     pub scale: f32,
-    /// Gradients of all parameters. The head's are written here.
+    /// Gradients of all parameters; the head's are written here.
     pub grads: GradientArena<'a>,
-    /// Whether they are added.
+    /// Whether the gradients are added.
     pub acc: Accumulate,
 }
 
 impl Model {
-    /// Logits of `rows` of the pass, `[R, Vp]`.
+    /// Computes the logits of `rows` of the pass, `[R, Vp]`.
     pub fn logits(&self, acts: &Activations, rows: Range<usize>) -> Result<Tensor> {
         let shape = self.head_shape(rows.len());
         let logits = self.activation(shape.rows * shape.outputs)?;
@@ -45,7 +45,7 @@ impl Model {
         Ok(())
     }
 
-    /// As [`loss`](Self::loss), with the gradients of the head. Returns the gradient of the final norm's output.
+    /// Same as [`loss`](Self::loss), with the gradients of the head. Returns the gradient of the final norm's output.
     pub fn loss_and_gradients(
         &self,
         acts: &Activations,
@@ -57,7 +57,7 @@ impl Model {
         let dy = self.activation(acts.last.y.len())?;
         let dw = grads.slice(self.layout.head.clone());
         let chunks = self.chunks(acts);
-        // Every chunk adds to the gradient, which loses precision where the sum is rounded to Bf16 each time.
+        // Every chunk adds to the gradient, which loses precision if the sum is rounded to Bf16 each time.
         let rounds = dw.dtype() == DType::Bf16 && chunks.len() > 1 && acc == Accumulate::Overwrite;
         let exact = rounds.then(|| self.backend.alloc(DType::F32, dw.len())).transpose()?;
         let sum = exact.as_ref().map_or(dw, Tensor::all);
@@ -89,7 +89,7 @@ impl Model {
         self.backend.sum(Sum { x: losses.all(), scale, out, acc })
     }
 
-    /// The losses of a chunk's rows. With `grad_scale`, the logits are overwritten with their gradients.
+    /// Computes the losses of a chunk's rows. With `grad_scale`, overwrites the logits with their gradients.
     fn classifier(
         &self,
         logits: &Tensor,
@@ -108,7 +108,7 @@ impl Model {
         })
     }
 
-    /// The rows of the pass, in chunks of `train.classifier_chunk`.
+    /// Splits the rows of the pass into chunks of `train.classifier_chunk`.
     fn chunks(&self, acts: &Activations) -> impl ExactSizeIterator<Item = Range<usize>> + use<> {
         let rows = acts.rows.count();
         let most = if self.memory.classifier_chunk == 0 { rows } else { self.memory.classifier_chunk };

@@ -1,5 +1,5 @@
-//! Initial weights: a pure function of (seed, parameter name, position), the same on every device, rank and layout, and
-//! for any number of threads.
+//! Initial weights: a pure function of (seed, parameter name, position). They are the same on every device and rank, in
+//! every layout, and for any number of threads.
 
 use std::convert::Infallible;
 use std::sync::{Mutex, PoisonError};
@@ -10,8 +10,8 @@ use rayon::prelude::*;
 use super::layout::{Init, Layout, Part};
 use crate::random::Random;
 
-/// Generates the initial values on these threads. `sink` gets the offset in the arena and the values of one part after
-/// the other, in any order; what is in no part is zero. An error of it ends the generation.
+/// Generates the initial values on these threads. `sink` receives the offset in the arena and the values of one part at
+/// a time, in any order; values outside all parts are zero. An error returned by `sink` ends the generation.
 pub fn generate<E: Send>(
     layout: &Layout,
     seed: u64,
@@ -32,7 +32,7 @@ pub fn generate<E: Send>(
     threads.install(|| layout.parts().into_par_iter().try_for_each(fill))
 }
 
-/// The whole parameter arena with its initial values.
+/// Returns the whole parameter arena with its initial values.
 pub fn weights(layout: &Layout, seed: u64, threads: &ThreadPool) -> Vec<f32> {
     let arena = Mutex::new(vec![0.0; layout.len]);
     let Ok(()) = generate(layout, seed, threads, |at, values| {
@@ -43,14 +43,14 @@ pub fn weights(layout: &Layout, seed: u64, threads: &ThreadPool) -> Vec<f32> {
     arena.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Normally distributed numbers, in pairs, by the Box-Muller transform.
+/// Generator of normally distributed numbers, in pairs, by the Box-Muller transform.
 struct Normal {
     random: Random,
     spare: Option<f32>,
 }
 
 impl Normal {
-    /// Starts at an even position of the stream: a pair consumes two random numbers and gives two normal ones.
+    /// Starts at an even position of the stream: a pair consumes two random numbers and yields two normal ones.
     fn at(seed: u64, name: &str, position: usize) -> Self {
         debug_assert!(position.is_multiple_of(2));
         let mut random = Random::new(seed, name);

@@ -1,7 +1,7 @@
-//! What forward keeps of a block, and how backward gets back what it does not keep.
+//! The activations of a block that forward keeps, and how backward recomputes the others.
 //!
-//! Bytes per token and block, with elements of two bytes, of a llama with F = 4 C and without grouped heads: 40 C with
-//! all, 28 C without what is cheap to compute, 2 C with the input alone.
+//! Bytes per token and block of a llama with F = 4 C, without grouped heads, and with elements of two bytes: 40 C if
+//! all activations are kept, 28 C without those that are cheap to compute, 2 C for the input alone.
 
 use std::rc::Rc;
 
@@ -18,7 +18,8 @@ use super::{Model, Rows, layout};
 #[expect(clippy::large_enum_variant, reason = "there are as many as blocks")]
 pub(super) enum Kept {
     All(Block),
-    /// All but what layers multiply: outputs of norms and of the activation function, or those and attention's in FP8.
+    /// All activations except the inputs of linear layers: outputs of norms and of the activation function; in FP8,
+    /// also the output of attention.
     Costly {
         ln1: Unnormed,
         qkv: Tensor,
@@ -27,12 +28,12 @@ pub(super) enum Kept {
         ln2: Unnormed,
         h: Tensor,
     },
-    /// What its first norm reads, from which all of it is computed again.
+    /// The input of the first norm, from which the whole block is recomputed.
     Input(Tensor),
 }
 
 impl Kept {
-    /// Frees what is computed again.
+    /// Frees the activations that will be recomputed.
     pub(super) fn new(block: Block, recompute: Recompute) -> Self {
         match recompute {
             Recompute::None => {
@@ -49,13 +50,13 @@ impl Kept {
 }
 
 impl Model {
-    /// The whole block, with the same bits as in forward. The exception is GELU's output on GPUs, where forward may
-    /// have computed it from an `h` that was not rounded yet.
+    /// Restores the whole block with the same bits as in forward. The exception is GELU's output on GPUs, which forward
+    /// may have computed from an `h` that was not rounded yet.
     pub(super) fn restore(&self, rows: Rows, kept: Kept, params: &layout::Block) -> Result<Block> {
         match kept {
             Kept::All(block) => Ok(block),
             Kept::Costly { ln1, qkv, att, lse, ln2, h } => {
-                // Their inputs are rounded sums, which is what was normalised.
+                // The inputs of norms are rounded sums, and forward normalised the same rounded values.
                 let (y1, ln1) = self.norm_with_stats(rows, ln1.x, ln1.stats, &params.ln1)?.split();
                 let (y2, ln2) = self.norm_with_stats(rows, ln2.x, ln2.stats, &params.ln2)?.split();
                 let input = |x| self.input(rows.count(), x, Use::Columns);
@@ -71,7 +72,7 @@ impl Model {
         }
     }
 
-    /// The output of the activation function from its input.
+    /// Computes the output of the activation function from its input.
     fn activated(&self, rows: Rows, h: &Tensor) -> Result<Tensor> {
         let (rows, ffn) = (rows.count(), self.shape.ffn);
         let a = self.activation(rows * ffn)?;

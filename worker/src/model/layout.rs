@@ -1,7 +1,7 @@
-//! Offsets of each parameter in the flat arenas of parameters, gradients and optimizer state.
+//! Offsets of the parameters in the flat arenas of parameters, gradients and optimizer state.
 //!
 //! Parameters are in the order in which backward finishes their gradients: head, final norm, blocks from last to first,
-//! embeddings. So "all gradients below this offset are written" is one number, and a bucket is one contiguous range.
+//! embeddings. So "all gradients below this offset are written" is a single number, and a bucket is a contiguous range.
 //! Every parameter starts at a multiple of `ALIGN` elements; gaps stay zero in every arena.
 
 use std::ops::Range;
@@ -10,15 +10,17 @@ use xlaunch_engine::DECAY_CHUNK;
 use xlaunch_proto::model::{Arch, ModelShape};
 use xlaunch_proto::spec::MAX_SHARDS;
 
-/// Alignment in elements of parameters, and of the buckets into which large ones are cut. It aligns rows for tensor
-/// cores in both element types, keeps a decay flag from covering two parameters, and makes every shard of a bucket a
-/// whole number of decay flags. A gap is shorter and ends where a parameter starts, so it is never in two buckets.
+/// Alignment, in elements, of parameters and of the buckets into which large ones are cut. It aligns rows for tensor
+/// cores in both element types, prevents a decay flag from covering two parameters, and makes every shard of a bucket a
+/// whole number of decay flags. A gap is shorter than this and ends where a parameter starts, so it is never in two
+/// buckets.
 pub const ALIGN: usize = DECAY_CHUNK * MAX_SHARDS;
 
-/// Most elements of a [`Part`]: at least a millisecond of work, and even, as normal numbers are drawn in pairs.
+/// Maximum number of elements in a [`Part`]: at least a millisecond of work; even, as normal numbers are drawn in
+/// pairs.
 const PART_LEN: usize = 1 << 18;
 
-/// How a parameter's initial values are drawn.
+/// Distribution of a parameter's initial values.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
     /// All zero.
@@ -34,18 +36,18 @@ pub enum Init {
 pub struct Param {
     /// Name in checkpoints, such as `blocks.3.qkv.weight`.
     pub name: String,
-    /// Shape in checkpoints: `[rows, cols]` of a matrix, `[len]` of a vector.
+    /// Shape in checkpoints: `[rows, cols]` for a matrix, `[len]` for a vector.
     pub shape: Vec<usize>,
-    /// Range in the arenas. Longer than the shape where rows are padded; padding stays zero.
+    /// Range in the arenas. It is longer than the shape if rows are padded; the padding stays zero.
     pub range: Range<usize>,
-    /// Whether weight decay applies: matrices only.
+    /// Whether weight decay applies; true for matrices only.
     pub decay: bool,
     /// Initial values.
     pub init: Init,
 }
 
 impl Param {
-    /// The part of the range that checkpoints contain: all but the padding at its end.
+    /// Returns the part of the range that checkpoints contain: all except the padding at its end.
     pub fn stored(&self) -> Range<usize> {
         self.range.start..self.range.start + self.shape.iter().product::<usize>()
     }
@@ -77,7 +79,7 @@ pub struct Block {
     pub ln2: Norm,
     pub fc: Linear,
     pub out: Linear,
-    /// End of the block's range: after its backward, all gradients below are written.
+    /// End of the block's range: after the block's backward, all gradients below it are written.
     pub end: usize,
 }
 
@@ -89,13 +91,13 @@ pub struct Layout {
     pub wpe: Option<Range<usize>>,
     pub blocks: Vec<Block>,
     pub lnf: Norm,
-    /// The range of `wte` if the head is tied.
+    /// Range of the head's table; equal to `wte` if the head is tied.
     pub head: Range<usize>,
     /// End of the untied head and the final norm, which precede the blocks.
     pub top_end: usize,
-    /// Every parameter, by rising offset.
+    /// All parameters, in order of offset.
     pub params: Vec<Param>,
-    /// Elements of an arena.
+    /// Number of elements of an arena.
     pub len: usize,
 }
 
@@ -104,14 +106,14 @@ pub struct Layout {
 pub struct Part<'a> {
     /// The parameter.
     pub param: &'a Param,
-    /// Index of the first value among the stored values of the parameter. Even.
+    /// Index of the first value among the parameter's stored values; always even.
     pub first: usize,
     /// Number of values, at most `PART_LEN`.
     pub len: usize,
 }
 
 impl Layout {
-    /// The stored values of all parameters, in parts. Gaps and padding are in none.
+    /// Returns the stored values of all parameters, in parts. No part contains gaps or padding.
     pub fn parts(&self) -> Vec<Part<'_>> {
         let parts = self.params.iter().flat_map(|param| {
             let stored = param.stored().len();
@@ -121,8 +123,8 @@ impl Layout {
         parts.collect()
     }
 
-    /// What forward reads, part by part: for the embeddings, each block, and the head. The norm behind a part belongs
-    /// to it.
+    /// Returns the ranges that forward reads, one per part: the embeddings, each block, and the head. The norm after a
+    /// part belongs to that part.
     pub fn forward_parts(&self) -> Vec<Range<usize>> {
         let embeddings = self.first_norm(0)..self.len;
         let blocks = self.blocks.iter().enumerate();
@@ -130,9 +132,9 @@ impl Layout {
         [embeddings].into_iter().chain(blocks).chain([self.head.clone()]).collect()
     }
 
-    /// What backward reads and writes, part by part, but for the head and the embeddings: the final norm, and the
-    /// blocks from last to first. The bias of the layer in front of a part belongs to it, as the part's backward sums
-    /// its gradient.
+    /// Returns the ranges that backward reads and writes, one per part, without the head and the embeddings: the final
+    /// norm, then the blocks from last to first. The bias of the layer before a part belongs to that part, because the
+    /// part's backward sums its gradient.
     pub fn backward_parts(&self) -> Vec<Range<usize>> {
         let front = |index: usize| index.checked_sub(1).map(|index| &self.blocks[index].out);
         let end = |index: usize, end: usize| match front(index).and_then(|layer| layer.bias.as_ref()) {
@@ -149,23 +151,23 @@ impl Layout {
         [top].into_iter().chain(blocks).collect()
     }
 
-    /// What passes need from begin to end: the embeddings and the head.
+    /// Returns the ranges that passes need throughout: the embeddings and the head.
     pub fn kept(&self) -> Vec<Range<usize>> {
         [Some(&self.wte), self.wpe.as_ref(), Some(&self.head)].into_iter().flatten().cloned().collect()
     }
 
-    /// What lies between the parameters.
+    /// Returns the gaps between the parameters.
     pub fn gaps(&self) -> Vec<Range<usize>> {
         let gaps = self.params.iter().zip(self.ends()).map(|(param, end)| param.range.end..end);
         gaps.filter(|gap| !gap.is_empty()).collect()
     }
 
-    /// Start of the norm in front of a block, or of the final one.
+    /// Returns the start of the first norm of a block, or of the final norm after the last block.
     fn first_norm(&self, block: usize) -> usize {
         self.blocks.get(block).map_or(&self.lnf, |block| &block.ln1).weight.start
     }
 
-    /// The layout of this model.
+    /// Computes the layout of a model.
     pub fn new(shape: &ModelShape) -> Self {
         let (dim, padded) = (shape.dim, shape.padded_vocab());
         let gpt2 = shape.arch == Arch::Gpt2;
@@ -199,18 +201,18 @@ impl Layout {
         Self { wte, wpe, blocks, lnf, head, top_end, len: arena.len, params: arena.params }
     }
 
-    /// End offset of each parameter including the gap after it, for the bucket planner.
+    /// Returns the end offset of each parameter including the gap after it, for the bucket planner.
     pub fn ends(&self) -> Vec<usize> {
         let starts = self.params.iter().skip(1).map(|param| param.range.start);
         starts.chain([self.len]).collect()
     }
 
-    /// Number of parameters of the model, without padding and gaps.
+    /// Returns the number of parameters of the model, without padding and gaps.
     pub fn parameters(&self) -> usize {
         self.params.iter().map(|param| param.stored().len()).sum()
     }
 
-    /// One flag per [`DECAY_CHUNK`] elements of an arena: 1 where weight decay applies.
+    /// Returns one flag per [`DECAY_CHUNK`] elements of an arena: 1 if weight decay applies.
     pub fn decay_flags(&self) -> Vec<u8> {
         let mut flags = vec![0; self.len / DECAY_CHUNK];
         for param in self.params.iter().filter(|param| param.decay) {
@@ -219,7 +221,7 @@ impl Layout {
         flags
     }
 
-    /// Bytes that are equal exactly when two layouts are. The rendezvous compares their digest.
+    /// Returns bytes that are equal if and only if two layouts are. The rendezvous compares their digest.
     pub fn fingerprint(&self) -> Vec<u8> {
         let lines =
             self.params.iter().map(|param| format!("{} {:?} {:?}\n", param.name, param.shape, param.range));
@@ -295,7 +297,8 @@ mod tests {
     #[test]
     fn presets_have_their_published_sizes() {
         let size = |index: usize| Layout::new(&PRESETS[index].1).parameters();
-        // GPT-2 124M: 124,439,808 by its paper's sizes. llama-28m: 28.3M in blocks and two 50257 x 384 tables.
+        // GPT-2 124M has 124,439,808 parameters by the paper's sizes. llama-28m has 28.3M in blocks, and two 50257 x
+        // 384 tables.
         assert_eq!(size(2), 124_439_808);
         assert_eq!(size(1), 12 * (4 * 384 * 384 + 3 * 384 * 1536 + 2 * 384) + 384 + 2 * 50257 * 384);
     }

@@ -6,10 +6,10 @@
 //! input's gradient   dx = dy w              dy8 (w8^T)^T
 //! weights' gradient  dw = dy^T x            dy8^T (x8^T)^T
 //! ```
-//! Tensor cores sum FP8 products along the rows of both operands in memory. So inputs and gradients are rounded
-//! together with their transposes, and what is kept of an input for backward is its transpose, in half the memory.
-//! Weights are rounded where they are used, as a pass may have those of a few blocks only. Results have the type of
-//! activations, and so has everything else of the model: the head, attention, norms and embeddings.
+//! Tensor cores sum FP8 products along the rows of both operands in memory. Inputs and gradients are therefore rounded
+//! together with their transposes, and only the transpose of an input is kept for backward, in half the memory. Weights
+//! are rounded at each use, as a pass may hold the weights of only a few blocks. Results have the type of activations,
+//! like the rest of the model: the head, attention, norms and embeddings.
 
 use std::rc::Rc;
 
@@ -28,11 +28,11 @@ use super::layout::Linear;
 pub(super) enum Operand {
     /// In the activations' type.
     Plain(Rc<Tensor>),
-    /// Rounded.
+    /// Rounded to FP8.
     Fp8(Fp8Tensor),
 }
 
-/// A tensor in FP8, as it is and transposed. Either may be missing.
+/// A tensor in FP8, in its original form and transposed. Either may be missing.
 #[derive(Debug)]
 pub(super) struct Fp8Tensor {
     rows: Option<Tensor>,
@@ -41,7 +41,7 @@ pub(super) struct Fp8Tensor {
     scale: Tensor,
 }
 
-/// What is multiplied of a tensor.
+/// The forms of a tensor that will be multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Use {
     Rows,
@@ -49,7 +49,7 @@ pub(super) enum Use {
     Both,
 }
 
-/// What backward of a layer reads, and where the gradient of its weights goes.
+/// Inputs of a layer's backward, and the destination of its weights' gradient.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LayerBackward<'a> {
     pub(super) shape: LinearShape,
@@ -57,12 +57,12 @@ pub(super) struct LayerBackward<'a> {
     pub(super) x: &'a Operand,
     pub(super) dy: &'a Operand,
     pub(super) dw: Slice<'a>,
-    /// For gradients of parameters.
+    /// Whether gradients of parameters are overwritten or added to.
     pub(super) acc: Accumulate,
 }
 
 impl Operand {
-    /// Without what only forward multiplies.
+    /// Drops the form that only forward multiplies.
     pub(super) fn kept(self) -> Self {
         match self {
             Self::Plain(tensor) => Self::Plain(tensor),
@@ -72,7 +72,7 @@ impl Operand {
 }
 
 impl<'a> LayerBackward<'a> {
-    /// For operands in the activations' type.
+    /// Returns the arguments if the operands are in the activations' type.
     fn plain(self) -> Option<LinearBackwardWeight<'a>> {
         let Self { shape, x, dy, dw, acc, .. } = self;
         match (x, dy) {
@@ -85,7 +85,7 @@ impl<'a> LayerBackward<'a> {
 }
 
 impl Fp8Tensor {
-    /// Panics if this part is missing, which is a programming error.
+    /// Panics if this form was not rounded, which is a programming error.
     #[expect(clippy::expect_used, reason = "whoever rounds a tensor knows how it will be used")]
     fn part(&self, used: Use) -> Fp8Operand<'_> {
         let part = if used == Use::Columns { &self.columns } else { &self.rows };
@@ -94,18 +94,18 @@ impl Fp8Tensor {
 }
 
 impl Model {
-    /// A layer's input `[N, I]`.
+    /// Prepares a layer's input `[N, I]`.
     pub(super) fn input(&self, rows: usize, x: Rc<Tensor>, used: Use) -> Result<Operand> {
         self.operand(rows, x, used, DType::Fp8E4m3)
     }
 
-    /// The gradient of a layer's output `[N, O]`.
+    /// Prepares the gradient of a layer's output `[N, O]`.
     pub(super) fn output_gradient(&self, rows: usize, dy: Rc<Tensor>) -> Result<Operand> {
         self.operand(rows, dy, Use::Both, DType::Fp8E5m2)
     }
 
     fn operand(&self, rows: usize, x: Rc<Tensor>, used: Use, format: DType) -> Result<Operand> {
-        // A job's micro-steps and evaluations have such a number of rows, its samples may have others.
+        // Micro-steps and evaluations of a job have a multiple of this number of rows; samples may not.
         if !self.fp8 || !rows.is_multiple_of(FP8_MULTIPLE) {
             return Ok(Operand::Plain(x));
         }
@@ -126,13 +126,13 @@ impl Model {
         Ok(rounded)
     }
 
-    /// A layer's weights.
+    /// Rounds a layer's weights to FP8.
     fn rounded_weights(&self, layer: &Linear, shape: LinearShape, used: Use) -> Result<Fp8Tensor> {
         let w = self.param(&layer.weight);
         self.rounded(shape.outputs, shape.inputs, w, used, DType::Fp8E4m3)
     }
 
-    /// `y = x w^T (+ bias)`.
+    /// Computes `y = x w^T (+ bias)`.
     pub(super) fn linear(&self, shape: LinearShape, x: &Operand, layer: &Linear) -> Result<Tensor> {
         let y = self.activation(shape.rows * shape.outputs)?;
         let bias = layer.bias.as_ref().map(|bias| self.param(bias));
@@ -151,7 +151,7 @@ impl Model {
         Ok(y)
     }
 
-    /// A layer and GELU: what that reads, and what it writes.
+    /// Computes a layer and GELU. Returns GELU's input and its output.
     pub(super) fn linear_gelu(
         &self,
         shape: LinearShape,
@@ -179,7 +179,7 @@ impl Model {
         Ok([h, a])
     }
 
-    /// A layer and SwiGLU: what that reads, and what it writes.
+    /// Computes a layer and SwiGLU. Returns SwiGLU's input and its output.
     pub(super) fn linear_swiglu(
         &self,
         shape: LinearShape,
@@ -206,7 +206,7 @@ impl Model {
         Ok([h, a])
     }
 
-    /// The gradient of a layer's input.
+    /// Computes the gradient of a layer's input.
     pub(super) fn input_gradient(&self, args: LayerBackward<'_>) -> Result<Tensor> {
         let LayerBackward { shape, layer, dy, .. } = args;
         let dx = self.activation(shape.rows * shape.inputs)?;
@@ -226,7 +226,7 @@ impl Model {
         Ok(dx)
     }
 
-    /// The gradients of two layers' weights.
+    /// Computes the gradients of two layers' weights.
     pub(super) fn weight_gradients(&self, layers: [LayerBackward<'_>; 2]) -> Result<()> {
         if let [Some(first), Some(second)] = layers.map(LayerBackward::plain) {
             return self.backend.linear_backward_weights([first, second]);
@@ -241,7 +241,8 @@ impl Model {
         Ok(())
     }
 
-    /// The gradient of GELU's input `h` from that of the output of the layer after it, and of the bias added in `h`.
+    /// Computes the gradient of GELU's input `h`, from that of the output of the layer after it, and the gradient of
+    /// the bias added in `h`.
     pub(super) fn gelu_gradient(
         &self,
         args: LayerBackward<'_>,
@@ -262,7 +263,7 @@ impl Model {
         Ok(dh)
     }
 
-    /// The gradient of SwiGLU's input `h` from that of the output of the layer after it.
+    /// Computes the gradient of SwiGLU's input `h`, from that of the output of the layer after it.
     pub(super) fn swiglu_gradient(&self, args: LayerBackward<'_>, h: &Tensor) -> Result<Tensor> {
         let LayerBackward { shape, layer, dy, .. } = args;
         let dh = self.activation(h.len())?;

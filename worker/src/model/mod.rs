@@ -4,10 +4,10 @@
 //! - [`init`]: initial weights;
 //! - `rope`: the table of rotary angles;
 //! - `forward` and `backward`: the operations of each block, in mirrored order;
-//! - `linear`: their linear layers, in the activations' type or in FP8;
-//! - `kept`: what forward keeps of a block for backward, or backward computes again;
+//! - `linear`: the linear layers of blocks, in the activations' type or in FP8;
+//! - `kept`: activations of a block that forward keeps for backward, and their recomputation;
 //! - `head`: logits, loss and their gradients;
-//! - [`decode`]: forward of new tokens over cached ones, for generation;
+//! - [`decode`]: forward for generation: new tokens over cached ones;
 //! - this file: the model's data and helpers that both passes use.
 
 mod backward;
@@ -38,31 +38,31 @@ use layout::Layout;
 /// A model on a device.
 #[derive(Debug)]
 pub struct Model {
-    /// Sizes.
+    /// Sizes of the model.
     pub shape: ModelShape,
     /// Offsets of each parameter.
     pub layout: Layout,
     /// The weights that forward and backward read: an arena of the layout in the element type of activations. The
-    /// optimizer updates it; if it is Bf16, the optimizer has F32 master weights. With a sharded optimizer, other
-    /// ranks' updates of the last step are missing until they are gathered. With sharded parameters only buckets that
-    /// were gathered last are here, in `slots`.
+    /// optimizer updates them; if they are Bf16, the optimizer has F32 master weights. With a sharded optimizer, the
+    /// other ranks' updates of the last step are missing until they are gathered. With sharded parameters, only the
+    /// most recently gathered buckets are present, in `slots`.
     pub weights: Tensor,
-    /// Where buckets of the weights are; `None` if all of them are at their place in the arena.
+    /// Positions of buckets of the weights; `None` if all buckets are at their position in the arena.
     pub slots: Option<Slots>,
     memory: MemoryUse,
-    /// Whether the linear layers of blocks multiply FP8.
+    /// Whether the linear layers of blocks use FP8.
     fp8: bool,
     /// Cosines and sines of the rotary angles, F32 `[T, D]`; llama only.
     rope: Option<Tensor>,
     backend: BackendHandle,
 }
 
-/// What a pass does to need less memory.
+/// Ways in which a pass saves memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MemoryUse {
-    /// What backward computes again.
+    /// Activations that backward recomputes.
     pub recompute: Recompute,
-    /// Rows of logits in memory at a time; 0: all.
+    /// Rows of logits in memory at a time; 0 means all.
     pub classifier_chunk: usize,
 }
 
@@ -72,7 +72,7 @@ impl From<&TrainSection> for MemoryUse {
     }
 }
 
-/// The back end, shared by all parts of one worker.
+/// Handle to the back end, shared by all parts of one worker.
 #[derive(Clone)]
 pub struct BackendHandle {
     backend: Rc<dyn Backend>,
@@ -80,7 +80,7 @@ pub struct BackendHandle {
 }
 
 impl BackendHandle {
-    /// Shares `backend`.
+    /// Creates the first handle to `backend`.
     pub fn new(backend: impl Backend + 'static) -> Self {
         Self { backend: Rc::new(backend), windows: false }
     }
@@ -92,26 +92,26 @@ impl BackendHandle {
         self
     }
 
-    /// Whether tensors of [`alloc_collective`](Self::alloc_collective) should be registered as windows.
+    /// Returns whether tensors of [`alloc_collective`](Self::alloc_collective) should be registered as windows.
     pub fn has_windows(&self) -> bool {
         self.windows
     }
 
-    /// A tensor with unspecified contents. (A method of the trait would, called through `dyn`, give the pool the same
-    /// caller location for every request.)
+    /// Allocates a tensor with unspecified contents. (As a method of the trait, called through `dyn`, it would report
+    /// the same caller location to the pool for every request.)
     #[track_caller]
     pub fn alloc(&self, dtype: DType, len: usize) -> Result<Tensor> {
         Tensor::new(self.pool(), dtype, len)
     }
 
-    /// A long-lived tensor with unspecified contents. The pool keeps it apart from short-lived ones.
+    /// Allocates a long-lived tensor with unspecified contents. The pool keeps it apart from short-lived ones.
     #[track_caller]
     pub fn alloc_persistent(&self, dtype: DType, len: usize) -> Result<Tensor> {
         Tensor::new(&self.pool().persistent(), dtype, len)
     }
 
-    /// A long-lived tensor for collectives, with unspecified contents. With windows, it is allocated in a segment that
-    /// can be registered.
+    /// Allocates a long-lived tensor for collectives, with unspecified contents. With windows, it is placed in a
+    /// segment that can be registered.
     #[track_caller]
     pub fn alloc_collective(&self, dtype: DType, len: usize) -> Result<Tensor> {
         match self.windows {
@@ -144,7 +144,7 @@ pub struct Rows {
     pub seq: usize,
 }
 
-/// The attention of a model in one pass.
+/// Returns the attention shape of a model in one pass.
 pub fn attention_shape(shape: &ModelShape, rows: Rows) -> AttentionShape {
     AttentionShape {
         batch: rows.batch,
@@ -156,27 +156,27 @@ pub fn attention_shape(shape: &ModelShape, rows: Rows) -> AttentionShape {
 }
 
 impl Rows {
-    /// N = B T.
+    /// Returns N = B T.
     pub fn count(self) -> usize {
         self.batch * self.seq
     }
 }
 
 impl Model {
-    /// A model with the weights `values`, a whole arena.
+    /// Creates a model with the weights `values`, a whole arena.
     pub fn new(backend: &BackendHandle, shape: &ModelShape, values: &[f32]) -> Result<Self> {
         let model = Self::zeroed(backend, shape)?;
         model.write_weights(0, values)?;
         Ok(model)
     }
 
-    /// A model whose weights are zero until they are [written](Self::write_weights).
+    /// Creates a model whose weights are zero until they are [written](Self::write_weights).
     pub fn zeroed(backend: &BackendHandle, shape: &ModelShape) -> Result<Self> {
         Self::with_slots(backend, shape, None)
     }
 
-    /// As [`zeroed`](Self::zeroed), with memory for the weights in these slots only, if there are any. Then weights
-    /// reach the model by gathering them alone.
+    /// Same as [`zeroed`](Self::zeroed); with `slots`, allocates memory for the weights in these slots only. Then
+    /// gathering is the only way for weights to reach the model.
     pub fn with_slots(backend: &BackendHandle, shape: &ModelShape, slots: Option<Slots>) -> Result<Self> {
         let layout = Layout::new(shape);
         let len = slots.as_ref().map_or(layout.len, Slots::len);
@@ -204,29 +204,29 @@ impl Model {
         })
     }
 
-    /// Sets how passes compute in this job.
+    /// Applies a job's settings for how passes compute.
     #[must_use]
     pub fn with_job(self, spec: &JobSpec) -> Self {
         let fp8 = spec.engine.precision == Some(Precision::Fp8);
         self.with_memory_use((&spec.train).into()).with_fp8(fp8)
     }
 
-    /// Sets what passes do to need less memory. Default: nothing.
+    /// Sets how passes save memory. By default they do not.
     #[must_use]
     pub fn with_memory_use(mut self, memory: MemoryUse) -> Self {
         self.memory = memory;
         self
     }
 
-    /// Sets whether the linear layers of blocks multiply FP8, which their sizes and the back end must support. Default:
-    /// they do not.
+    /// Sets whether the linear layers of blocks use FP8, which their sizes and the back end must support. Default:
+    /// false.
     #[must_use]
     pub fn with_fp8(self, fp8: bool) -> Self {
         Self { fp8, ..self }
     }
 
-    /// Sets the weights from element `at` of the arena on. Does nothing with sharded parameters: they are gathered from
-    /// the optimizer's masters.
+    /// Sets the weights starting at element `at` of the arena. Does nothing with sharded parameters, which are gathered
+    /// from the optimizer's masters.
     pub fn write_weights(&self, at: usize, values: &[f32]) -> Result<()> {
         if self.slots.is_some() {
             return Ok(());
@@ -240,17 +240,17 @@ impl Model {
         self.backend.cast(staging.all(), range)
     }
 
-    /// A parameter in the element type of the activations.
+    /// Returns a parameter in the element type of the activations.
     fn param(&self, range: &Range<usize>) -> Slice<'_> {
         self.weights.slice(self.place(range))
     }
 
-    /// Where elements of one parameter or bucket are in `weights`.
+    /// Returns the range of `weights` that holds these elements, which belong to one parameter or bucket.
     pub(crate) fn place(&self, elements: &Range<usize>) -> Range<usize> {
         self.slots.as_ref().map_or(elements.clone(), |slots| slots.place(elements))
     }
 
-    /// A new tensor in the element type of the activations.
+    /// Allocates a tensor in the element type of the activations.
     #[track_caller]
     fn activation(&self, len: usize) -> Result<Tensor> {
         self.backend.alloc(self.backend.activation_dtype(), len)
@@ -266,7 +266,7 @@ impl Model {
         NormShape { rows: rows.count(), cols: self.shape.dim, kind, eps }
     }
 
-    /// The part of the rotary table for these positions.
+    /// Returns the part of the rotary table for these positions.
     fn rope(&self, rows: Rows) -> Option<Slice<'_>> {
         self.rope.as_ref().map(|table| table.slice(0..rows.seq * self.shape.head_width()))
     }

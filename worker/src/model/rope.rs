@@ -1,10 +1,10 @@
-//! The table of rotary angles, from a model's shape.
+//! Table of rotary angles for a model's shape.
 
 use std::f64::consts::TAU;
 
 use xlaunch_proto::model::{ModelShape, RopeScaling};
 
-/// `[T, D]`: D/2 cosines, then D/2 sines, of the angles `t f_i` with frequencies `f_i`.
+/// Computes `[T, D]`: D/2 cosines, then D/2 sines, of the angles `t f_i` with frequencies `f_i`.
 #[expect(
     clippy::cast_precision_loss,
     clippy::cast_possible_truncation,
@@ -12,7 +12,7 @@ use xlaunch_proto::model::{ModelShape, RopeScaling};
 )]
 pub(super) fn table(shape: &ModelShape) -> Vec<f32> {
     let frequencies = frequencies(shape);
-    // PyTorch implementations round frequencies and angles to f32. Doing the same keeps loss curves comparable.
+    // PyTorch implementations round frequencies and angles to f32. Rounding here as well keeps loss curves comparable.
     let angle = |t: usize, frequency: f32| f64::from(t as f32 * frequency);
     (0..shape.seq)
         .flat_map(|t| {
@@ -22,7 +22,7 @@ pub(super) fn table(shape: &ModelShape) -> Vec<f32> {
         .collect()
 }
 
-/// `theta^(-2 i / D)` for each pair i, scaled as the shape says.
+/// Computes `theta^(-2 i / D)` for each pair i, scaled as the shape requires.
 #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "as for the table")]
 fn frequencies(shape: &ModelShape) -> Vec<f32> {
     let width = shape.head_width();
@@ -36,7 +36,7 @@ fn frequencies(shape: &ModelShape) -> Vec<f32> {
 }
 
 /// Llama 3's scaling of one frequency. Wavelengths longer than the original context are stretched by `factor`, so that
-/// they are not seen at angles that training did not show; short ones, which encode local order, stay as they are.
+/// no angles occur that were not seen in training; short ones, which encode local order, are unchanged.
 #[expect(clippy::cast_precision_loss, reason = "a length of sequences is small")]
 fn scaled(frequency: f64, scaling: &RopeScaling) -> f64 {
     let RopeScaling { factor, low_freq_factor: low, high_freq_factor: high, .. } = *scaling;

@@ -6,12 +6,13 @@
 //! model in Bf16:         masters -> model's weights        masters -> rounded -> all-gather -> model's weights
 //! ```
 //! Master weights (F32) and the two moments (F32) cover this rank's shard only. With n ranks and a Bf16 model, sharding
-//! saves each rank 12 (n-1)/n bytes per parameter, less 4/n for its shards of the gradients and of the rounded weights.
+//! saves each rank 12 (n-1)/n bytes per parameter, minus 4/n for its shards of the gradients and of the rounded
+//! weights.
 //!
 //! A step whose loss or gradient norm is not finite changes nothing (see `ops/adamw` in the engine). The bias
-//! correction counts such steps, too, so that it is a function of the step alone and a resumed run repeats it exactly.
+//! correction also counts such steps, so that it depends on the step alone and a resumed run repeats it exactly.
 //!
-//! Everything that changes from step to step is read from device memory (`scalars`), so that a captured step can be
+//! All values that change from step to step are read from device memory (`scalars`), so that a captured step can be
 //! replayed.
 
 pub mod schedule;
@@ -29,15 +30,15 @@ use crate::model::{BackendHandle, Model};
 pub struct AdamW {
     config: AdamWConfig,
     sharding: Sharding,
-    /// `None` where the model's F32 weights are the master weights.
+    /// `None` if the model's F32 weights are the master weights.
     masters: Option<Tensor>,
-    /// The masters in the model's element type, to be all-gathered. Sharded Bf16 models only.
+    /// The masters in the model's element type, for the all-gather. Sharded Bf16 models only.
     rounded: Option<Tensor>,
     m: Tensor,
     v: Tensor,
     decay: Tensor,
     scalars: Tensor,
-    /// Skipped steps in a row, counted on the device.
+    /// Number of consecutive skipped steps, counted on the device.
     skipped: Tensor,
     backend: BackendHandle,
 }
@@ -54,7 +55,7 @@ pub enum Part {
 }
 
 impl AdamW {
-    /// Zero moments, and masters from this rank's shard of `params`, the arena that `model` was created from.
+    /// Creates zero moments, and masters from this rank's shard of `params`, the arena that `model` was created from.
     pub fn new(
         backend: &BackendHandle,
         model: &Model,
@@ -68,7 +69,7 @@ impl AdamW {
         Ok(optimizer)
     }
 
-    /// Masters and moments that are zero until they are [written](Self::write).
+    /// Creates masters and moments that are zero until they are [written](Self::write).
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_precision_loss,
@@ -117,15 +118,15 @@ impl AdamW {
         Ok(optimizer)
     }
 
-    /// Sets what this rank has of `values`, which start at element `at` of the whole arena. After the last masters,
-    /// [`round`](Self::round) them.
+    /// Writes the part of `values` that belongs to this rank. They start at element `at` of the whole arena. After
+    /// writing the last masters, [`round`](Self::round) them.
     pub fn write(&self, part: Part, at: usize, values: &[f32]) -> Result<()> {
         let tensor = match part {
             Part::Masters => self.masters.as_ref(),
             Part::M => Some(&self.m),
             Part::V => Some(&self.v),
         };
-        // Without masters the model's weights are the only ones.
+        // Without masters, the model's weights are the only copy.
         let Some(tensor) = tensor else { return Ok(()) };
         for bucket in self.sharding.plan().buckets() {
             let (own, stored) = (self.sharding.in_arena(bucket), self.sharding.in_shard(bucket));
@@ -138,7 +139,7 @@ impl AdamW {
         Ok(())
     }
 
-    /// Rounds the masters to the model's element type, so that they can be gathered.
+    /// Rounds the masters to the model's element type, for gathering.
     pub fn round(&self) -> Result<()> {
         match (&self.masters, &self.rounded) {
             (Some(masters), Some(rounded)) => self.backend.cast(masters.all(), rounded.all()),
@@ -146,7 +147,7 @@ impl AdamW {
         }
     }
 
-    /// Sets the model's weights to the masters, in its element type. For masters of all parameters.
+    /// Sets the model's weights to the masters, in the model's element type. Requires masters of all parameters.
     pub fn copy_masters_to(&self, model: &Model) -> Result<()> {
         match &self.masters {
             Some(masters) => self.backend.cast(masters.all(), model.weights.all()),
@@ -154,23 +155,23 @@ impl AdamW {
         }
     }
 
-    /// The parameters that this rank updates.
+    /// Returns the sharding, which says which parameters this rank updates.
     pub fn sharding(&self) -> &Sharding {
         &self.sharding
     }
 
-    /// This rank's shard of the state that checkpoints contain: master weights, first and second moments.
+    /// Returns this rank's shard of the state in checkpoints: master weights, first and second moments.
     pub fn state<'a>(&'a self, model: &'a Model) -> [&'a Tensor; 3] {
         [self.masters.as_ref().unwrap_or(&model.weights), &self.m, &self.v]
     }
 
-    /// The most precise copy of parameters that every rank has: of all, or of those gathered last.
+    /// Returns the most precise copy of parameters that every rank has: of all parameters, or of those gathered last.
     pub fn replica<'a>(&'a self, model: &'a Model) -> &'a Tensor {
         if self.sharding.is_sharded() { &model.weights } else { self.state(model)[0] }
     }
 
-    /// Flips bit `bit % 32` of element `bit / 32` (modulo their number) of the fp32 parameters that this rank has, as
-    /// faulty memory does. For fail points.
+    /// Flips bit `bit % 32` of element `bit / 32` (modulo the number of elements) of this rank's fp32 parameters, as
+    /// faulty memory does. Used by fail points.
     pub(crate) fn flip_bit(&self, model: &Model, bit: u64) -> Result<()> {
         let [parameters, ..] = self.state(model);
         let element = usize::try_from(bit / 32).unwrap_or(usize::MAX) % parameters.len().max(1);
@@ -195,9 +196,9 @@ impl AdamW {
         self.backend.write_f32(self.scalars.all(), &scalars)
     }
 
-    /// Updates this rank's shard from its reduced gradients `grads`, if `loss` and `grad_norm_sq` are finite: F32
-    /// `[1]`, the loss of the global batch and the squared norm of all gradients. The shards of other ranks reach the
-    /// model in [`gather`](Self::gather).
+    /// Updates this rank's shard from its reduced gradients `grads`, if `loss` and `grad_norm_sq` are finite. These are
+    /// F32 `[1]`: the loss of the global batch and the squared norm of all gradients. The shards of other ranks reach
+    /// the model in [`gather`](Self::gather).
     pub fn step(
         &self,
         model: &Model,
@@ -223,7 +224,7 @@ impl AdamW {
         })
     }
 
-    /// The source and destination of [`gather`](Self::gather); none without sharding.
+    /// Returns source and destination of [`gather`](Self::gather); none without sharding.
     pub fn gather_buffers<'a>(&'a self, model: &'a Model) -> impl Iterator<Item = &'a Tensor> {
         self.gather_pair(model).into_iter().flatten()
     }
@@ -235,9 +236,9 @@ impl AdamW {
     }
 
     /// All-gathers the shards that the last step updated, so that the model's weights are complete; with sharded
-    /// parameters, those that are kept. Every rank calls it; calling it again is harmless.
+    /// parameters, only those that are kept throughout a step. Every rank calls it; calling it again is harmless.
     pub fn gather(&self, model: &Model, collective: &mut dyn Collective) -> xlaunch_comm::Result<()> {
-        // Without a collective under way, the wait would be for an event outside the capture, which CUDA refuses.
+        // Without a collective in flight, this would wait for an event outside the capture, which CUDA refuses.
         if !self.sharding.is_sharded() {
             return Ok(());
         }
@@ -248,7 +249,7 @@ impl AdamW {
         collective.wait_all()
     }
 
-    /// Starts to gather buckets, together.
+    /// Starts to gather several buckets together.
     pub fn start_gather<'a>(
         &self,
         model: &Model,

@@ -2,7 +2,7 @@
 
 use xlaunch_proto::spec::{Schedule, TrainSection};
 
-/// Learning rate of step `step` (from 0): linear warm-up that ends at `lr`, then the schedule.
+/// Returns the learning rate of step `step` (from 0): linear warm-up up to `lr`, then the schedule.
 #[expect(clippy::cast_precision_loss, reason = "step counts are far below 2^53")]
 pub fn learning_rate(train: &TrainSection, step: u64) -> f64 {
     let warmup = train.warmup_steps();
@@ -13,7 +13,7 @@ pub fn learning_rate(train: &TrainSection, step: u64) -> f64 {
         Schedule::Constant => train.lr,
         Schedule::Wsd => {
             let (left, decay) = (train.steps.saturating_sub(step), train.decay_steps());
-            // From 1 at the first step of the decay to 1 / decay at the last step.
+            // Falls from 1 at the first step of the decay to 1 / decay at the last step.
             let factor = if left < decay { left as f64 / decay as f64 } else { 1.0 };
             train.lr * (train.min_lr_ratio + (1.0 - train.min_lr_ratio) * factor)
         }
@@ -60,7 +60,7 @@ mod tests {
         let drops: Vec<f64> = rates[60..].windows(2).map(|pair| pair[0] - pair[1]).collect();
         assert!(drops.iter().all(|drop| (drop - 0.9 / 40.0).abs() < 1e-12), "{drops:?}");
         assert!((rates[99] - (0.1 + 0.9 / 40.0)).abs() < 1e-12 && learning_rate(&train, 100) == 0.1);
-        // By default the last fifth, and no more than follows the warm-up.
+        // The default is the last fifth of the run, but not more than the steps after the warm-up.
         let default = TrainSection { decay_steps: None, ..train.clone() };
         assert!(learning_rate(&default, 80) == 1.0 && learning_rate(&default, 81) < 1.0);
         let short = TrainSection { warmup: Some(95), ..default };

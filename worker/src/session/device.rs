@@ -12,21 +12,21 @@ use crate::error::{Result, WorkerError};
 use crate::model::BackendHandle;
 use crate::nccl_windows;
 
-/// Most events of the first step that a pool trace keeps.
+/// Maximum number of events of the first step that a pool trace keeps.
 const MAX_POOL_TRACE_EVENTS: usize = 1 << 20;
 
-/// Loads a GPU's libraries and initialises its driver on a thread, which takes as long as learning what to do and
-/// opening the data. What is missing is reported when it is used.
+/// Loads a GPU's libraries and initialises its driver on a separate thread. That takes about as long as getting the job
+/// and opening the data. A missing library is reported when it is used.
 pub(super) struct Libraries(Option<Sender<()>>);
 
 impl Libraries {
-    /// Loads the libraries. Calls none of them: GPUs may still be in use by the attempt before.
+    /// Loads the libraries without calling them: the previous attempt may still be using the GPUs.
     pub(super) fn load(environment: &Environment) -> Self {
         if environment.device == Device::Cpu {
             return Self(None);
         }
         let (sender, begun) = channel();
-        // Without the thread they are loaded when they are used.
+        // If the thread cannot be started, libraries are loaded at first use.
         let thread = std::thread::Builder::new().name("libraries".into()).spawn(move || {
             engine::cuda::load_libraries();
             xlaunch_comm::load_library();
@@ -37,14 +37,14 @@ impl Libraries {
         Self(thread.is_ok().then_some(sender))
     }
 
-    /// The attempt has begun: initialises the driver.
+    /// Initialises the driver; the attempt has begun.
     pub(super) fn use_gpu(self) {
-        // The thread waits for this.
+        // The thread waits for this message.
         let _ = self.0.map(|sender| sender.send(()));
     }
 }
 
-/// Element type of activations on the device that will be opened.
+/// Returns the element type of activations on the device that will be opened.
 pub(crate) fn activation_dtype(spec: &JobSpec, cuda: bool) -> DType {
     match (cuda, spec.engine.precision.unwrap_or(Precision::Bf16)) {
         (true, precision) if precision.has_bf16_activations() => DType::Bf16,
@@ -52,7 +52,7 @@ pub(crate) fn activation_dtype(spec: &JobSpec, cuda: bool) -> DType {
     }
 }
 
-/// The arithmetic of a GPU. With FP8, the model asks for it where it uses it.
+/// Returns the arithmetic of a GPU. With FP8, the model requests it at each use.
 pub(crate) fn engine_precision(precision: Precision) -> engine::Precision {
     match precision {
         Precision::Fp32 => engine::Precision::Fp32,
@@ -61,10 +61,10 @@ pub(crate) fn engine_precision(precision: Precision) -> engine::Precision {
     }
 }
 
-/// How the pool of the device that will be opened serves requests.
+/// Returns the mode of the pool of the device that will be opened.
 pub(crate) fn pool_mode(spec: &JobSpec, cuda: bool) -> engine::PoolMode {
     match spec.engine.pool {
-        // A captured graph contains addresses, and only a plan gives every step the same ones.
+        // A captured graph contains addresses, and only a plan gives every step the same addresses.
         PoolMode::On if cuda && spec.engine.exec == Exec::Graph => engine::PoolMode::Plan,
         PoolMode::On => engine::PoolMode::On,
         PoolMode::Plan => engine::PoolMode::Plan,
@@ -106,7 +106,7 @@ impl OpenDevice {
                     return Err(WorkerError::NoFp8(backend.device().name.clone()));
                 }
                 let stream = Some(backend.stream());
-                // Windows need memory that all ranks can access, which those of other nodes cannot.
+                // Windows need memory that all ranks can access, which is impossible across nodes.
                 let one_node = environment.advertised_address.is_none();
                 let windows = one_node && nccl_windows::wanted(spec, environment.world_size.index());
                 Self { backend: BackendHandle::new(backend).with_windows(windows), stream, precision }

@@ -1,10 +1,10 @@
-//! The state that training starts from: a memory snapshot, a checkpoint, given weights, or random weights.
+//! The state in which training starts: a memory snapshot, a checkpoint, given weights, or random weights.
 //!
-//! It is read or generated on threads of its own from the moment the job is known, and handed over in pieces. It is
-//! never in host memory as a whole: the threads wait until the model takes what they have.
+//! Separate threads read or generate it as soon as the job is known, and hand it over in pieces. The whole state is
+//! never in host memory: the threads wait until the model takes their pieces.
 //!
-//! Of a memory snapshot a rank has its own portion only. When all ranks have written theirs to the model, they exchange
-//! them ([`exchange_portions`]) through the collective, whose copies are exact.
+//! A rank has only its own portion of a memory snapshot. When all ranks have written their portions to the model, they
+//! exchange them ([`exchange_portions`]) through the collective, whose copies are exact.
 
 use std::io;
 use std::ops::Range;
@@ -29,25 +29,25 @@ use crate::optim::{AdamW, Part};
 use crate::phase;
 use crate::weights::Weights;
 
-/// Pieces of a checkpoint that wait for the model, of up to 4 MiB each.
+/// Number of pieces of a checkpoint, of up to 4 MiB each, that wait for the model.
 const PIECES_READ_AHEAD: usize = 8;
 
-/// Where a run starts.
+/// Starting position of a run.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Start {
-    /// Steps completed.
+    /// Completed steps.
     pub(super) step: u64,
-    /// Sequences that all ranks have used.
+    /// Number of sequences used so far by all ranks.
     pub(super) sequences: u64,
     /// The runs that this one continues.
     pub(super) parents: Vec<Parent>,
-    /// Of the state, if it was evaluated.
+    /// Validation loss of the state, if it was evaluated.
     pub(super) val_loss: Option<f64>,
-    /// Steps of warm-up of the run that is continued, unless the configuration has its own.
+    /// Number of warm-up steps of the continued run, unless the configuration sets its own.
     pub(super) warmup: Option<u64>,
-    /// What the initial weights of the run that is continued came with.
+    /// Files that came with the initial weights of the continued run.
     pub(super) inherited: Option<Inherited>,
-    /// What it was trained on.
+    /// Fingerprint of the data that it was trained on.
     data: Option<Fingerprint>,
 }
 
@@ -58,15 +58,15 @@ pub(super) struct Reading {
     run_id: String,
 }
 
-/// What is read.
+/// Source of the state.
 struct Source {
     spec: JobSpec,
     shape: ModelShape,
-    /// Empty for a fresh start.
+    /// Checkpoint to resume from; empty for a fresh start.
     resume_from: PathBuf,
-    /// With the snapshot to resume from in place of that.
+    /// Memory files, if they hold the snapshot to resume from instead.
     memory: Option<Memory>,
-    /// Ranges of the arena of which this rank has the moments.
+    /// Ranges of the arena whose moments belong to this rank.
     moments: Vec<Range<usize>>,
 }
 
@@ -92,7 +92,7 @@ impl Reading {
         Ok(Self { pieces, thread, run_id: job.run_id.clone() })
     }
 
-    /// Passes everything on to the model and its optimizer.
+    /// Passes all pieces on to the model and its optimizer.
     pub(super) fn finish(self, model: &Model, optimizer: &AdamW) -> Result<Start> {
         let Self { pieces, thread, run_id } = self;
         for Piece { arena, at, values } in &pieces {
@@ -112,8 +112,8 @@ impl Reading {
     }
 }
 
-/// After a start from memory snapshots: completes the state of this rank with the portions of the others. Every rank
-/// calls it.
+/// After a start from memory snapshots: completes this rank's state with the portions of the others. Every rank calls
+/// it.
 pub(super) fn exchange_portions(
     model: &Model,
     optimizer: &AdamW,
@@ -121,7 +121,7 @@ pub(super) fn exchange_portions(
 ) -> Result<()> {
     let (sharding, world) = (optimizer.sharding(), collective.world_size());
     if sharding.is_sharded() {
-        // Each rank has its portion alone of masters and moments.
+        // Each rank has only its own portion of masters and moments.
         return Ok(optimizer.gather(model, collective)?);
     }
     for root in 0..world {
@@ -147,14 +147,14 @@ impl Start {
         Self { step, sequences, parents, val_loss, warmup, data, inherited }
     }
 
-    /// The job with what it takes over from the run that is continued.
+    /// Returns the job, with the settings that it takes over from the continued run.
     pub(super) fn complete(&self, spec: &JobSpec) -> JobSpec {
         let mut spec = spec.clone();
         spec.train.warmup = spec.train.warmup.or(self.warmup);
         spec
     }
 
-    /// Refuses to go on with other data. Before the first attempt, the preflight check has compared it.
+    /// Refuses to continue with other data. For the first attempt, the preflight check has already compared it.
     pub(super) fn check_data(&self, spec: &JobSpec, now: &Fingerprint) -> Result<()> {
         match self.data.as_ref().filter(|before| *before != now && !spec.checkpoint.resume_changed) {
             None => Ok(()),
@@ -169,7 +169,7 @@ impl Source {
     fn read(self, threads: &ThreadPool, pieces: &SyncSender<Piece>) -> Result<Option<State>> {
         let Self { spec, shape, resume_from, memory, moments } = self;
         let layout = Layout::new(&shape);
-        // Fails when the training thread has given up, which then has an error of its own.
+        // Fails if the training thread has given up; it then has an error of its own.
         let sink = |piece| pieces.send(piece).map_err(|_| Abandoned);
         if let Some(memory) = memory {
             return Ok(memory.read(threads, &sink)?);
@@ -182,7 +182,7 @@ impl Source {
             Some(path) => Weights::open(Path::new(path))?.read(&shape, &layout, threads, &sink)?,
             None => {
                 let params = |at, values| sink(Piece { arena: Arena::Params, at, values });
-                // Given up: the training thread has an error of its own.
+                // If it has given up, the training thread has an error of its own.
                 let _ = init::generate(&layout, spec.job.seed, threads, params);
             }
         }

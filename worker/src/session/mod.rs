@@ -92,7 +92,8 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let sharding = &division.sharding;
     let moments = sharding.plan().buckets().iter().map(|bucket| sharding.in_arena(bucket)).collect();
     let memory = saving::memory(context, &layout, sharding)?;
-    // Weights of large models take a second or more, as do opening the device and the communicator: do both at once.
+    // For large models, reading weights takes a second or more, like opening the device and the communicator: do both
+    // at once.
     let reading = start_reading(context, &shape, memory.clone(), moments)?;
     let device = OpenDevice::new(environment, spec)?;
     if let Some(marks) = device.backend.open_marks()? {
@@ -105,12 +106,12 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let meeting = rendezvous::join(context, &agreement, &device)?;
     let (collective, filled) = connect_and_fill(context, meeting, || {
         let mut trainer = Trainer::new(&device.backend, spec, &shape, &division, world)?;
-        // Sampling takes one rank alone, which has to have all weights.
+        // Only one rank samples, so that rank must have all weights.
         let samples = rank == 0 && bench.is_none() && division.weights.is_none();
         trainer.sampler = if samples { Sampler::new(spec, &dataset, shape.seq)? } else { None };
         fill(&trainer, reading, job).map(|start| (trainer, start))
     })?;
-    // From here on, other ranks fail when this one drops its collective.
+    // After this point, other ranks fail when this one drops its collective.
     let report = |error| control.report_failure(error);
     let (trainer, start) = filled.map_err(report)?;
     // Shadowed here so that it is dropped before the tensors that its collectives use.
@@ -160,7 +161,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     end(context, &device.backend, &trainer, collective, outcome)
 }
 
-/// What this rank has a part of, updates and saves.
+/// Computes the parts that this rank holds, updates and saves.
 fn division(context: &Context<'_>, layout: &Layout, activations: DType) -> Result<Division> {
     let Context { environment, spec, .. } = *context;
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
@@ -173,7 +174,7 @@ fn division(context: &Context<'_>, layout: &Layout, activations: DType) -> Resul
     }
 }
 
-/// Starts to read what training starts from, on the ranks that can. The others get it from rank 0.
+/// Starts to read the starting state, on the ranks that can read it. The others receive it from rank 0.
 fn start_reading(
     context: &Context<'_>,
     shape: &ModelShape,
@@ -184,8 +185,8 @@ fn start_reading(
     reads.then(|| Reading::start(context, shape, memory, moments)).transpose()
 }
 
-/// Connects the ranks and opens the session, while `fill` fills the model: both take about as long. An error of one
-/// does not end the other, for which other ranks wait.
+/// Connects the ranks and opens the session, while `fill` fills the model: both take about as long. If one of them
+/// fails, the other one still runs to its end, because other ranks are waiting for it.
 fn connect_and_fill<T>(
     context: &Context<'_>,
     meeting: Meeting,
@@ -207,13 +208,13 @@ fn connect_and_fill<T>(
     fail::at(Place::Session);
     match connected {
         Ok(collective) => Ok((collective, filled)),
-        // A GPU without memory for the model may have none for NCCL either, which says less about it. What fails in
-        // `fill` is never the fault of another rank.
+        // A GPU without memory for the model may have none for NCCL either, but NCCL's error is less informative. A
+        // failure of `fill` is never the fault of another rank.
         Err(error) => Err(filled.err().unwrap_or(error)),
     }
 }
 
-/// Passes the state that training starts from to the model and its optimizer. Without `reading`, rank 0 has it.
+/// Passes the starting state to the model and its optimizer. Without `reading`, rank 0 has it.
 fn fill(trainer: &Trainer, reading: Option<Reading>, job: &GetJobReply) -> Result<Start> {
     let Some(reading) = reading else { return Ok(Start::default()) };
     if job.memory_snapshot.is_some() || !job.resume_from.is_empty() {
@@ -222,8 +223,8 @@ fn fill(trainer: &Trainer, reading: Option<Reading>, job: &GetJobReply) -> Resul
     reading.finish(&trainer.model, &trainer.optimizer)
 }
 
-/// Completes what this rank starts from with what other ranks have, and refuses to go on with other data. Every rank
-/// calls it.
+/// Completes this rank's starting state with the state of other ranks, and refuses to continue with other data. Every
+/// rank calls it.
 fn complete_start(
     context: &Context<'_>,
     backend: &BackendHandle,
@@ -244,7 +245,7 @@ fn complete_start(
     Ok(start)
 }
 
-/// After the last step, or an error: closes the communicator and reports the end.
+/// Closes the communicator and reports the end, after the last step or an error.
 fn end(
     context: &Context<'_>,
     backend: &BackendHandle,
@@ -253,7 +254,7 @@ fn end(
     outcome: Result<Outcome>,
 ) -> Result<ExitCode> {
     let Context { control, spec, .. } = *context;
-    // After an error too: closing the communicator waits for graphs that contain its collectives.
+    // Do this after an error, too: closing the communicator waits for graphs that contain its collectives.
     trainer.stepper.drop_graphs();
     trainer.evaluator.drop_graphs();
     let outcome = outcome?;
@@ -298,7 +299,7 @@ struct Trainer {
     optimizer: AdamW,
     stepper: Stepper,
     evaluator: Evaluator,
-    /// On rank 0, if texts are sampled.
+    /// Only on rank 0, if texts are sampled.
     sampler: Option<Sampler>,
 }
 
@@ -319,8 +320,8 @@ impl Trainer {
     }
 }
 
-/// What all ranks must agree on: parameter offsets, wire element type, buckets and shards, without which they would
-/// reduce different gradients together; and the training data.
+/// Describes everything that all ranks must agree on: the training data, and parameter offsets, wire element type,
+/// buckets and shards. If one of the latter differed, ranks would reduce different gradients together.
 fn agreement(
     spec: &JobSpec,
     layout: &Layout,
@@ -358,7 +359,7 @@ fn start_loader(
         .map_err(|source| WorkerError::Io { what: "failed to start the data loader".into(), source })
 }
 
-/// Time of a step at the peak rate of the devices, if that is known.
+/// Returns the time of a step at the peak rate of the devices, if that rate is known.
 fn seconds_at_peak(trainer: &Trainer, device: &OpenDevice, collective: &dyn Collective) -> Option<f64> {
     let (shape, tokens) = (&trainer.model.shape, trainer.stepper.tokens_per_step());
     let name = &device.backend.device().name;
@@ -386,7 +387,7 @@ fn train_started(
     }
 }
 
-/// After the last step: the replica check, and a text sample from rank 0 unless the job is to stop.
+/// After the last step: runs the replica check, and samples a text on rank 0 unless the job is to stop.
 fn finish(
     spec: &JobSpec,
     backend: &BackendHandle,

@@ -1,4 +1,4 @@
-//! The rendezvous: this rank joins, learns the next one's address or the NCCL id, and connects to them.
+//! The rendezvous: this rank joins, receives the next rank's address or the NCCL id, and connects.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -16,10 +16,11 @@ use crate::environment::Environment;
 use crate::error::{Result, WorkerError};
 use crate::fail::{self, Place};
 
-/// Time for ring neighbours to connect, beyond what the agent allows: the agent can name the ranks that are missing.
+/// Additional time for ring neighbours to connect: the agent's own timeout should expire first, as the agent can name
+/// the missing ranks.
 const RING_CONNECT_MARGIN: Duration = Duration::from_secs(10);
 
-/// How this rank connects to the others, which it has met.
+/// The way to connect to the other ranks, after all have joined.
 pub(super) struct Meeting {
     rank: usize,
     world: usize,
@@ -47,8 +48,8 @@ impl Meeting {
     }
 }
 
-/// Joins. `layout` must be the same bytes on every rank: the agent compares its digest, as ranks with different buckets
-/// would reduce different gradients together.
+/// Joins the rendezvous. `layout` must be the same bytes on every rank. The agent compares its digest: ranks with
+/// different buckets would reduce different gradients together.
 pub(super) fn join(context: &Context<'_>, layout: &[u8], device: &OpenDevice) -> Result<Meeting> {
     let Context { environment, control, spec, job } = context;
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
@@ -92,7 +93,7 @@ pub(super) fn join(context: &Context<'_>, layout: &[u8], device: &OpenDevice) ->
     Ok(Meeting { rank, world, by })
 }
 
-/// Listens for the rank before this one: on TCP if that is on another node.
+/// Listens for the previous rank: on TCP if that rank is on another node.
 fn listen(environment: &Environment, run_dir: &Path) -> Result<RingListener> {
     let rank = environment.rank.index();
     Ok(match environment.advertised_address.filter(|_| environment.local_rank.0 == 0) {

@@ -1,4 +1,4 @@
-//! The checkpoints of a run: the thread that saves them, and what becomes of a damaged one.
+//! The checkpoints of a run: starts the thread that saves them, and sets damaged ones aside.
 
 use std::path::{Path, PathBuf};
 
@@ -38,8 +38,7 @@ pub(super) fn memory(context: &Context<'_>, layout: &Layout, sharding: &Sharding
     memory.map(Some).map_err(failed)
 }
 
-/// Starts the thread that saves checkpoints.
-/// `None` for a benchmark.
+/// Starts the thread that saves checkpoints. Returns `None` for a benchmark.
 pub(super) fn open(
     context: &Context<'_>,
     backend: &BackendHandle,
@@ -55,7 +54,7 @@ pub(super) fn open(
     }
     let (rank, writers) = (environment.rank.index(), environment.writers as usize);
     let (model, portion) = (&trainer.model, Portion::new(trainer.optimizer.sharding(), rank, writers));
-    // On every rank, as all states must say the same version.
+    // Read on every rank, as all states must contain the same version.
     let tokenizer = dataset.tokenizer.json()?;
     let version = checkpoint::version(tokenizer.is_some());
     let settings = saver::Settings {
@@ -100,25 +99,26 @@ pub(super) fn open(
     Ok(Some(Checkpoints::new(saver, portion, template, &spec.checkpoint)))
 }
 
-/// What the initial weights of a new run came with. Not all nodes need to have them: the first rank's state counts.
+/// Returns the files that came with the initial weights of a new run. Not all nodes need to have them: the state of the
+/// first rank counts.
 fn inherited(spec: &JobSpec, job: &GetJobReply) -> Option<Inherited> {
     let init = spec.checkpoint.init.as_ref().filter(|_| job.resume_from.is_empty())?;
     Weights::open(Path::new(init)).ok()?.inherited()
 }
 
-/// Where this run saves its checkpoints.
+/// Returns the directory in which this run saves its checkpoints.
 fn checkpoint_dir(spec: &JobSpec, run_dir: &Path) -> PathBuf {
     spec.checkpoint.dir.as_ref().map_or_else(|| run_dir.join("checkpoints"), PathBuf::from)
 }
 
-/// Renames the checkpoint that was to be resumed if it is damaged, unless the user has named it: then no other one is
-/// meant. A damaged memory snapshot has been erased.
+/// Renames the checkpoint to resume from if it is damaged, unless the user has named it: then no other checkpoint may
+/// take its place. A damaged memory snapshot has been erased already.
 pub(super) fn set_aside(error: WorkerError, spec: &JobSpec, job: &GetJobReply) -> WorkerError {
     let path = Path::new(&job.resume_from);
     let is_named = Path::new(&spec.checkpoint.resume) == path;
     match error {
         WorkerError::Checkpoint(error @ CheckpointError::Damaged { .. }) if !is_named => {
-            // Another rank may have renamed it already, or do so now.
+            // Another rank may have renamed it already, or may be doing so now.
             let own = directory::mark_damaged(path).ok();
             let renamed = own.or_else(|| directory::marked_damaged(path).filter(|_| !path.exists()));
             match renamed {

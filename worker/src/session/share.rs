@@ -1,11 +1,11 @@
-//! The state of rank 0 for ranks that cannot read it: where the nodes of a job do not share a directory, checkpoints
-//! and given weights are on the node of rank 0 alone.
+//! Copies the state of rank 0 to ranks that cannot read it: if the nodes of a job share no directory, checkpoints and
+//! given weights are only on the node of rank 0.
 //!
 //! ```text
 //! rank 0: checkpoint, given or random weights --broadcast: position, weights, moments--> all ranks
 //! ```
-//! The collective copies bytes, so all ranks continue with the same bits. Random weights are copied, too: hosts with
-//! different mathematical libraries would round some of them differently.
+//! The collective copies bytes, so all ranks continue with the same bits. Random weights are copied as well: hosts with
+//! different math libraries would round some of them differently.
 
 use serde::{Deserialize, Serialize};
 use xlaunch_comm::Collective;
@@ -17,15 +17,15 @@ use crate::model::{BackendHandle, Model};
 use crate::optim::AdamW;
 use crate::phase;
 
-/// Elements of a broadcast. A ring passes one on while it receives the next.
+/// Elements per broadcast. A ring forwards one broadcast while it receives the next.
 const BROADCAST_ELEMENTS: usize = 1 << 20;
-/// Broadcasts before their end is waited for, so that the agent sees progress.
+/// Number of broadcasts to start before waiting for them, so that the agent sees progress.
 const BROADCASTS_IN_FLIGHT: usize = 64;
-/// A position has a few hundred bytes, and some more for each run that was continued.
+/// A position takes a few hundred bytes, plus some for each run that was continued.
 const MAX_POSITION_BYTES: usize = 16 << 20;
 
-/// Copies what rank 0 starts from to the other ranks: `start`, and the state of model and optimizer, which is not
-/// sharded. Every rank calls it.
+/// Copies rank 0's starting position `start`, and its model and optimizer state, to the other ranks. The state must not
+/// be sharded. Every rank calls it.
 pub(super) fn from_rank_0(
     backend: &BackendHandle,
     model: &Model,
@@ -44,7 +44,7 @@ pub(super) fn from_rank_0(
     Ok(start)
 }
 
-/// Rank 0's copy of a tensor.
+/// Copies rank 0's tensor to the other ranks.
 fn broadcast(tensor: &Tensor, collective: &mut dyn Collective) -> Result<()> {
     for (index, first) in (0..tensor.len()).step_by(BROADCAST_ELEMENTS).enumerate() {
         collective.broadcast(tensor.lend(first..tensor.len().min(first + BROADCAST_ELEMENTS)), 0)?;
@@ -57,7 +57,7 @@ fn broadcast(tensor: &Tensor, collective: &mut dyn Collective) -> Result<()> {
     Ok(collective.check()?)
 }
 
-/// Rank 0's value.
+/// Returns rank 0's value on every rank.
 fn broadcast_json<T: Serialize + for<'a> Deserialize<'a>>(
     backend: &BackendHandle,
     value: &T,
@@ -76,7 +76,8 @@ fn broadcast_json<T: Serialize + for<'a> Deserialize<'a>>(
     serde_json::from_slice(&json).map_err(|error| invalid(error.to_string()))
 }
 
-/// Rank 0's `length` bytes, each as an element of a tensor: backends copy numbers, not bytes, back to the host.
+/// Returns the `length` bytes of rank 0. Each one travels as an element of a tensor, because backends copy numbers, not
+/// bytes, back to the host.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "the numbers are bytes")]
 fn broadcast_bytes(
     backend: &BackendHandle,
@@ -86,7 +87,7 @@ fn broadcast_bytes(
 ) -> Result<Vec<u8>> {
     let tensor = backend.alloc(DType::F32, length)?;
     let mut numbers: Vec<f32> = own.iter().copied().map(f32::from).collect();
-    // On other ranks than 0 the own bytes may have another length; they are overwritten.
+    // On other ranks the length of their own bytes may differ; they are overwritten.
     numbers.resize(length, 0.0);
     backend.write_f32(tensor.all(), &numbers)?;
     broadcast(&tensor, collective)?;

@@ -1,4 +1,4 @@
-//! When a rank saves, and what: the training thread's side of [`Saver`].
+//! Decides when a rank saves and with which state: the training thread's side of [`Saver`].
 
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ use crate::optim::AdamW;
 pub struct Checkpoints {
     saver: Saver,
     portion: Portion,
-    /// The state that is saved, but for the step and what depends on it.
+    /// The state to save; the step and values that depend on it are filled in.
     template: State,
     asynchronous: bool,
     stop_on_error: bool,
@@ -26,7 +26,7 @@ pub struct Checkpoints {
 }
 
 impl Checkpoints {
-    /// None has been saved yet. `template` is the state at the start of the run.
+    /// Starts without a save. `template` is the state at the start of the run.
     pub fn new(saver: Saver, portion: Portion, template: State, section: &CheckpointSection) -> Self {
         Self {
             saver,
@@ -40,26 +40,27 @@ impl Checkpoints {
         }
     }
 
-    /// Whether `checkpoint.every_seconds` have passed since the last save began. Ranks may differ: rank 0 decides.
+    /// Returns whether `checkpoint.every_seconds` have passed since the last save began. Clocks of ranks may differ, so
+    /// rank 0 decides.
     pub fn is_due_by_clock(&self) -> bool {
         self.every.is_some_and(|every| self.last.elapsed() >= every)
     }
 
-    /// Whether this rank is still writing. Its share of what all ranks have to agree on before they save.
+    /// Returns whether this rank is still writing. Before a save all ranks must agree that none of them is.
     pub fn is_busy(&self) -> bool {
         self.saver.is_busy()
     }
 
-    /// Counts a save that was due while another one was in flight. Returns how many there were.
+    /// Counts a save that was due while another one was in flight. Returns the total number.
     pub fn skip(&mut self) -> u64 {
-        // Otherwise the clock would ask again after every step.
+        // Otherwise the clock would request a save after every step.
         self.last = Instant::now();
         self.skipped += 1;
         self.skipped
     }
 
-    /// Begins to save the state at this position. No step and no other save is in flight. The `last` one is waited for,
-    /// and must succeed.
+    /// Begins to save the state at this position. No step and no other save may be in flight. The `last` save is waited
+    /// for, and must succeed.
     pub fn save(
         &mut self,
         backend: &BackendHandle,
@@ -101,7 +102,7 @@ impl Checkpoints {
         }
     }
 
-    /// Whether the last save has failed by now, if the job shall end then.
+    /// Fails if the last save has failed by now and the job should end because of that.
     pub fn check(&mut self) -> Result<()> {
         match self.saver.poll() {
             Err(error) if self.is_fatal(&error) => Err(error.into()),
@@ -109,7 +110,7 @@ impl Checkpoints {
         }
     }
 
-    /// Waits for the save in flight. That it failed is an error only if the job says so; it was reported.
+    /// Waits for the save in flight. A failure has been reported; it is an error only if the job requires that.
     pub fn wait(&mut self) -> Result<()> {
         match self.saver.wait() {
             Err(error) if self.is_fatal(&error) => Err(error.into()),
@@ -117,18 +118,18 @@ impl Checkpoints {
         }
     }
 
-    /// Without its buffers, no checkpoint could be saved at all.
+    /// Without buffers, no checkpoint could be saved at all, so that error is always fatal.
     fn is_fatal(&self, error: &CheckpointError) -> bool {
         self.stop_on_error || matches!(error, CheckpointError::Memory { .. })
     }
 }
 
-/// Where training stands.
+/// Position of training.
 #[derive(Clone, Copy, Debug)]
 pub struct Position {
-    /// Steps completed.
+    /// Completed steps.
     pub step: u64,
-    /// Sequences that all ranks have used.
+    /// Number of sequences used so far by all ranks.
     pub sequences: u64,
     /// Validation loss after this step, if it was evaluated.
     pub val_loss: Option<f64>,

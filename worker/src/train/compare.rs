@@ -1,9 +1,9 @@
-//! `observe.check_every`: the parameters of all ranks compared by a checksum.
+//! `observe.check_every`: compares the parameters of all ranks by a checksum.
 //!
 //! ```text
 //! parameters --device--> 64-bit checksum --all-gather--> checksums of all ranks --> the ranks that differ
 //! ```
-//! Every rank compares the same checksums, so all ranks come to the same result.
+//! Every rank compares the same checksums, so all ranks reach the same result.
 
 use xlaunch_comm::Collective;
 use xlaunch_engine::{CHECKSUM_DIGITS, Checksum, DType};
@@ -12,11 +12,11 @@ use crate::error::{Result, WorkerError};
 use crate::model::{BackendHandle, Model};
 use crate::optim::AdamW;
 
-/// Compares the parameters after step `step`, from 1. With a sharded optimizer these are the gathered weights. Every
-/// rank calls it.
+/// Compares the parameters after step `step`, numbered from 1. With a sharded optimizer these are the gathered weights.
+/// Every rank calls it.
 ///
 /// # Errors
-/// They differ; the error is the same on every rank.
+/// If they differ; the error is the same on every rank.
 pub fn compare_replicas(
     backend: &BackendHandle,
     model: &Model,
@@ -44,12 +44,13 @@ pub fn compare_replicas(
     }
 }
 
-/// Ranks whose checksum is not that of the largest group of equal ones; all ranks if there is no largest group.
+/// Returns the ranks whose checksum is not that of the largest group of equal ones; all ranks if no group is the
+/// largest.
 fn differing<T: PartialEq>(checksums: &[T]) -> Vec<usize> {
     let group_size = |checksum: &T| checksums.iter().filter(|other| *other == checksum).count();
     let sizes: Vec<usize> = checksums.iter().map(group_size).collect();
     let largest = sizes.iter().copied().max().unwrap_or(0);
-    // Each rank of a group counts the whole group, so one group of the largest size has that many ranks.
+    // Each rank of a group counts the whole group, so a single group of the largest size has that number of ranks.
     let unique = sizes.iter().filter(|size| **size == largest).count() == largest;
     (0..checksums.len()).filter(|rank| !unique || sizes[*rank] != largest).collect()
 }

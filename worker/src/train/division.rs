@@ -1,4 +1,4 @@
-//! What each rank has a part of (`comm.shard`), and where buckets are that are not all in memory.
+//! The part of each rank (`comm.shard`), and the positions of buckets that are not all in memory.
 
 use std::ops::Range;
 
@@ -9,26 +9,27 @@ use xlaunch_proto::spec::{JobSpec, Shard, SpecError, WireDtype};
 use crate::error::Result;
 use crate::model::layout::{ALIGN, Layout};
 
-/// Cap of the first bucket, unless that of all is smaller: a small one lets communication start early in backward.
+/// Size limit of the first bucket, unless the general limit is smaller: a small bucket lets communication start early
+/// in backward.
 const FIRST_BUCKET_BYTES: usize = 1 << 20;
 
-/// How a job is divided among its ranks.
+/// Division of a job among its ranks.
 #[derive(Clone, Debug)]
 pub struct Division {
-    /// Which parameters this rank updates.
+    /// Parameters that this rank updates.
     pub sharding: Sharding,
-    /// Memory for the gradients of a few blocks; `None`: for all.
+    /// Memory for the gradients of a few blocks; `None` if there is memory for all.
     pub gradients: Option<Slots>,
-    /// Memory for the weights of a few blocks; `None`: for all.
+    /// Memory for the weights of a few blocks; `None` if there is memory for all.
     pub weights: Option<Slots>,
 }
 
 impl Division {
-    /// Of a job with this layout among `ranks`, which divide `shard`. The buckets do not depend on that, so neither
-    /// does the order in which gradients are summed.
+    /// Divides a job with this layout among `ranks` ranks, as `shard` says. The buckets do not depend on `shard`, so
+    /// the order in which gradients are summed does not either.
     ///
     /// # Errors
-    /// If this number of ranks cannot divide it.
+    /// If the job cannot be divided among this number of ranks.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -57,7 +58,7 @@ impl Division {
         })
     }
 
-    /// What each rank has a part of, as `comm.shard` names it; empty if nothing.
+    /// Returns the name in `comm.shard` of what is divided among the ranks; empty if nothing is.
     pub fn sharded(&self) -> &'static str {
         match self {
             Self { weights: Some(_), .. } => "parameters",
@@ -68,12 +69,12 @@ impl Division {
     }
 }
 
-/// The parts of a forward and a backward pass.
+/// Returns the parts of a forward and a backward pass.
 pub(super) fn parts(layout: &Layout) -> Vec<Range<usize>> {
     [layout.forward_parts(), layout.backward_parts()].concat()
 }
 
-/// Element type of gradients on the wire.
+/// Returns the element type of gradients on the wire.
 pub fn wire_dtype(spec: &JobSpec, activations: DType) -> DType {
     match spec.comm.dtype {
         WireDtype::Fp32 => DType::F32,

@@ -1,9 +1,9 @@
 //! Loss on held-out data.
 //!
-//! The batches of an evaluation are numbered, and rank r of n evaluates batches r, r + n, and so on. So a batch has the
-//! same sequences whatever the number of ranks. Every rank gets the loss of every sequence, and adds them in order in
-//! double precision: the result does not depend on the number of ranks. With `train.eval_tokens`, the number of
-//! sequences does not depend on the size of a batch, either.
+//! The batches of an evaluation are numbered, and rank r of n evaluates batches r, r + n, and so on, so a batch has the
+//! same sequences regardless of the number of ranks. Every rank gets the loss of every sequence, and adds the losses in
+//! order in double precision: the result does not depend on the number of ranks. With `train.eval_tokens`, the number
+//! of sequences does not depend on the batch size either.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ use crate::model::{BackendHandle, Model, Rows};
 use crate::optim::AdamW;
 use crate::phase;
 
-/// Buffers that all evaluations reuse, and the captured graph of one batch.
+/// Buffers reused by all evaluations, and the captured graph of one batch.
 #[derive(Debug)]
 pub struct Evaluator {
     backend: BackendHandle,
@@ -32,7 +32,7 @@ pub struct Evaluator {
     targets: Tensor,
     losses: Tensor,
     gathers: Gathers,
-    /// Whether a batch takes collectives, so that all ranks have to run as many.
+    /// Whether a batch uses collectives, so that all ranks must run the same number of batches.
     together: bool,
     replay: Replay,
 }
@@ -55,9 +55,9 @@ impl Evaluator {
         })
     }
 
-    /// The mean loss over the first sequences of `tokens` in file order, as many as the configuration says or there
-    /// are, and the number of tokens in that mean. Every rank calls it and gets the same result. The optimizer has
-    /// [gathered](AdamW::gather) the model's weights.
+    /// Returns the mean loss over the first sequences of `tokens` in file order, and the number of tokens in that mean.
+    /// Uses the configured number of sequences, or all if there are fewer. Every rank calls it and gets the same
+    /// result. Call it after the optimizer has [gathered](AdamW::gather) the model's weights.
     pub fn evaluate(
         &self,
         model: &Model,
@@ -72,7 +72,7 @@ impl Evaluator {
         fail::at(Place::Evaluation);
         let gathered = self.backend.alloc(DType::F32, losses.len())?;
         self.backend.write_f32(gathered.all(), &losses)?;
-        // An exact sum: every sequence has the loss of one rank, and 0 from all others.
+        // The sum is exact: the loss of a sequence comes from one rank, and all others contribute 0.
         collective.all_reduce(vec![gathered.lend(0..losses.len())], DType::F32)?;
         collective.wait_all()?;
         self.backend.read_f32(gathered.all(), &mut losses)?;
@@ -96,7 +96,7 @@ impl Evaluator {
         let batches = losses.len().div_ceil(batch);
         let all = if self.together { batches.next_multiple_of(world) } else { batches };
         for (round, number) in (rank..all).step_by(world).enumerate() {
-            // Sequences beyond the end repeat the first ones, and are ignored.
+            // Sequences past the end repeat the first ones, and are ignored.
             let read = data::read(tokens, order, schedule, round as u64)?;
             self.backend.write_i32(self.tokens.all(), &read.tokens)?;
             self.backend.write_i32(self.targets.all(), &read.targets)?;
@@ -113,7 +113,7 @@ impl Evaluator {
         Ok(())
     }
 
-    /// The losses of the batch that was written last.
+    /// Computes the losses of the batch that was written last.
     pub fn run(&self, model: &Model, optimizer: &AdamW, collective: &mut dyn Collective) -> Result<()> {
         self.replay.run(Work::Evaluate, || {
             let mut part = 0..;
@@ -124,13 +124,13 @@ impl Evaluator {
         })
     }
 
-    /// As [`Stepper::drop_graphs`](super::Stepper::drop_graphs).
+    /// See [`Stepper::drop_graphs`](super::Stepper::drop_graphs).
     pub fn drop_graphs(&self) {
         self.replay.drop_graphs();
     }
 }
 
-/// The most sequences of `seq` tokens that an evaluation takes.
+/// Returns the maximum number of sequences of `seq` tokens in an evaluation.
 fn max_sequences(train: &TrainSection, seq: usize) -> u64 {
     match train.eval_tokens {
         0 => (train.eval_batches as u64).saturating_mul(train.batch as u64),

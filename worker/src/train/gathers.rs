@@ -1,8 +1,9 @@
-//! The weights of other ranks' shards, gathered for one pass after the other.
+//! Gathers the weights in other ranks' shards, one pass at a time.
 //!
 //! ```text
-//! sharded optimizer:   all weights, at the begin of a step; forward waits for them part by part
-//! sharded parameters:  embeddings and head at the begin of a step, those of a block while one before is computed
+//! sharded optimizer:   all weights, at the beginning of a step; forward waits for them part by part
+//! sharded parameters:  embeddings and head at the beginning of a step; those of a block while an earlier one is
+//! computed
 //! ```
 
 use std::ops::Range;
@@ -14,12 +15,13 @@ use crate::error::Result;
 use crate::model::Model;
 use crate::optim::AdamW;
 
-/// What is gathered before each part of a pass.
+/// The buckets to gather before each part of a pass.
 #[derive(Debug)]
 pub(super) struct Gathers(Vec<Turn>);
 
 impl Gathers {
-    /// For passes over these parts of the model. With `complete`, what is gathered once per step is there already.
+    /// Plans the gathers of passes over these parts of the model. `complete` means that the weights gathered once per
+    /// step are already present.
     pub(super) fn new(division: &Division, parts: &[Range<usize>], overlap: bool, complete: bool) -> Self {
         if !division.sharding.is_sharded() {
             return Self(Vec::new());
@@ -33,7 +35,7 @@ impl Gathers {
         })
     }
 
-    /// Completes the weights of a part before it is computed. Whether that had to wait for other ranks.
+    /// Completes the weights of a part before it is computed. Returns whether that had to wait for other ranks.
     pub(super) fn begin_part(
         &self,
         part: usize,

@@ -1,15 +1,15 @@
-//! The gradients of a step: what backward writes, what is reduced, and what the optimizer reads.
+//! The gradients of a step, from backward through the reduction to the optimizer.
 //!
 //! ```text
 //!               one micro-step              several micro-steps, reduced in bf16
 //! replicated:   arena (reduced in place)    arena (F32) -> rounded (reduced in place)
 //! sharded:      arena -> shard              arena (F32) -> rounded -> shard
 //! ```
-//! With `comm.shard = "gradients"` or `"parameters"` the arena has [`Slots`] for the buckets of a few blocks only: a
-//! bucket is reduced as soon as it is written, and another one takes its memory.
+//! With `comm.shard = "gradients"` or `"parameters"` the arena has [`Slots`] for the buckets of only a few blocks: a
+//! bucket is reduced as soon as it is written, and another one reuses its memory.
 //!
-//! Micro-steps are added in F32, as bf16 would lose most of what the later ones contribute. Only their sum is rounded,
-//! once, and only where it is sent to other ranks.
+//! Micro-steps are added up in F32, because bf16 would lose most of the contribution of the later ones. Only their sum
+//! is rounded, once, and only if it is sent to other ranks.
 
 use std::ops::Range;
 
@@ -28,9 +28,9 @@ pub struct Gradients {
     sharding: Sharding,
     arena: Tensor,
     slots: Option<Slots>,
-    /// Before each of the layout's parts of a backward pass; empty without slots.
+    /// Waits and slots before each of the layout's parts of a backward pass; empty without slots.
     writes: Vec<Write>,
-    /// What is in no parameter.
+    /// Ranges that belong to no parameter.
     gaps: Vec<Range<usize>>,
     rounded: Option<Tensor>,
     /// This rank's shard of the reduced gradients; `None` without sharding.
@@ -38,8 +38,8 @@ pub struct Gradients {
 }
 
 impl Gradients {
-    /// Zero gradients of `layout`, to be reduced over `world` ranks in the element type `wire`. If they are divided,
-    /// there is a single micro-step.
+    /// Creates zero gradients of `layout`, to be reduced over `world` ranks in the element type `wire`. If gradients
+    /// are divided among the ranks, there must be a single micro-step.
     pub fn new(
         backend: &BackendHandle,
         layout: &Layout,
@@ -77,7 +77,7 @@ impl Gradients {
         Ok(gradients)
     }
 
-    /// What backward writes and adds to.
+    /// Returns the arena that backward writes or adds to.
     pub fn arena(&self) -> GradientArena<'_> {
         GradientArena { tensor: &self.arena, slots: self.slots.as_ref() }
     }
@@ -88,7 +88,7 @@ impl Gradients {
         for _ in 0..write.waits {
             collective.wait_scatter()?;
         }
-        // Gaps contain what other buckets had there.
+        // Gaps contain data of other buckets that used the same memory.
         let is_written = |gap: &&Range<usize>| {
             write.buckets.iter().any(|bucket| bucket.start <= gap.start && gap.end <= bucket.end)
         };
@@ -98,7 +98,7 @@ impl Gradients {
         Ok(())
     }
 
-    /// Starts the all-reduce or reduce-scatter of buckets that the last micro-step has written, together.
+    /// Starts the all-reduce or reduce-scatter of several buckets together, after the last micro-step has written them.
     pub fn reduce(&self, buckets: &[Range<usize>], collective: &mut dyn Collective) -> Result<()> {
         if buckets.is_empty() {
             return Ok(());
@@ -121,22 +121,22 @@ impl Gradients {
         Ok(())
     }
 
-    /// What the optimizer reads when all buckets are reduced: all gradients, or this rank's shard.
+    /// Returns the input of the optimizer when all buckets are reduced: all gradients, or this rank's shard.
     pub fn reduced(&self) -> &Tensor {
         self.shard.as_ref().unwrap_or(self.sent())
     }
 
-    /// What is lent to collectives.
+    /// Returns the buffers that are lent to collectives.
     pub fn buffers(&self) -> impl Iterator<Item = &Tensor> {
         [Some(self.sent()), self.shard.as_ref()].into_iter().flatten()
     }
 
-    /// Bytes that this rank contributes to the reduction of a step.
+    /// Returns the number of bytes that this rank contributes to the reduction of a step.
     pub fn bytes(&self) -> u64 {
         (self.sharding.arena_len() * self.sent().dtype().size()) as u64
     }
 
-    /// Whether a bucket has to be reduced as soon as it is written.
+    /// Returns whether a bucket has to be reduced as soon as it is written.
     pub fn reduces_at_once(&self) -> bool {
         self.slots.is_some()
     }

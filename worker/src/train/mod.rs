@@ -2,15 +2,15 @@
 //!
 //! - `run`: the loop: learning rate, reports, evaluation, checkpoints, stopping;
 //! - `step`: one step: forward, backward overlapped with bucketed all-reduce, clipping, AdamW;
-//! - `gradients`: their buffers, and what of them is sent to other ranks;
+//! - `gradients`: buffers for gradients, and the parts that are sent to other ranks;
 //! - `compare`: compares the parameters of all ranks;
 //! - `replay`: captures work as a CUDA graph and replays it;
 //! - `trace`: a timeline of some steps;
-//! - `checkpoints`: what a rank saves, and when;
+//! - `checkpoints`: decides when a rank saves, and with which state;
 //! - `evaluate`, `sample`, `replicas`: what runs between and after steps.
 //!
 //! Invariants: the host waits for the device once per step, to read back loss and flags; nothing in a step depends on
-//! the wall clock; all ranks take the same decisions after the same step.
+//! the wall clock; all ranks make the same decisions after the same step.
 
 mod checkpoints;
 mod compare;

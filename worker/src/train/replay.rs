@@ -1,13 +1,13 @@
-//! Replays work that is the same in every step: it is enqueued operation by operation until the pool gives its buffers
+//! Replays work that is the same in every step. It is enqueued operation by operation until the pool gives its buffers
 //! fixed addresses, then captured as a CUDA graph, and from then on launched in one call.
 //!
 //! ```text
 //! runs 1, 2: op by op, recorded by the pool --equal--> run 3: planned, captured, launched --> run 4..: launched
 //! ```
 //! A graph contains addresses: those of persistent tensors, and of buffers in the pool's plan, which is pinned from
-//! then on. A graph with a buffer outside the plan is launched once and never again.
+//! then on. A graph with a buffer outside the plan is launched only once.
 //!
-//! Invariant: captured or not, the same kernels run in the same order, so results are bit-identical.
+//! Invariant: with or without capture, the same kernels run in the same order, so results are bit-identical.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -19,14 +19,14 @@ use crate::error::{Result, WorkerError};
 use crate::model::BackendHandle;
 use crate::phase;
 
-/// The kinds of repeated work. Each has its own plan and its own graph.
+/// The kinds of repeated work. Each has its own plan and graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Work {
     /// A micro-step of training.
     Train {
-        /// The first of its step: gradients are overwritten instead of added to.
+        /// Whether it is the first of its step: gradients are overwritten instead of added to.
         first: bool,
-        /// The last of its step: gradients are all-reduced, and the optimizer's step follows.
+        /// Whether it is the last of its step: gradients are all-reduced, and the optimizer's step follows.
         last: bool,
     },
     /// The loss of one batch of held-out data.
@@ -34,7 +34,7 @@ pub(super) enum Work {
 }
 
 impl Work {
-    /// The pool's key of its plan.
+    /// Key of the plan in the pool.
     fn key(self) -> u64 {
         match self {
             Self::Train { first, last } => u64::from(first) | u64::from(last) << 1,
@@ -48,22 +48,22 @@ impl Work {
 pub(super) struct Replay {
     backend: BackendHandle,
     exec: Exec,
-    /// With the number of collectives in each.
+    /// Captured graphs, with the number of collectives in each.
     graphs: RefCell<HashMap<Work, (Capture, u64)>>,
-    /// Graphs that must not be launched again. They are kept because the device may still be executing them.
+    /// Graphs that must not be launched again. They are kept alive because the device may still be executing them.
     retired: RefCell<Vec<Capture>>,
-    /// Enqueue operation by operation, even work that has a graph.
+    /// Whether to enqueue operation by operation even if there is a graph.
     eager: Cell<bool>,
 }
 
 impl Replay {
-    /// Without any graph.
+    /// Starts without graphs.
     pub(super) fn new(backend: &BackendHandle, exec: Exec) -> Self {
         let (graphs, retired) = (RefCell::default(), RefCell::default());
         Self { backend: backend.clone(), exec, graphs, retired, eager: Cell::new(false) }
     }
 
-    /// Runs `enqueue`, or launches the graph that was captured of it. `enqueue` must enqueue the same operations in
+    /// Runs `enqueue`, or launches the graph that was captured from it. `enqueue` must enqueue the same operations in
     /// every run of this kind of work.
     pub(super) fn run(&self, work: Work, enqueue: impl FnOnce() -> Result<()>) -> Result<()> {
         let graphs = self.exec == Exec::Graph && !self.eager.get();
@@ -92,12 +92,12 @@ impl Replay {
         let before = phase::collectives();
         let done = enqueue();
         let collectives = phase::collectives() - before;
-        // After an error too, as the stream would otherwise stay in capture mode.
+        // End the capture even after an error: the stream would otherwise stay in capture mode.
         let graph = self.backend.end_capture();
         done?;
         let graph = graph.map_err(WorkerError::Capture)?;
         graph.launch().map_err(WorkerError::Capture)?;
-        // A buffer outside the plan was valid for the launch above only: the pool may hand its block out again.
+        // A buffer outside the plan was valid only for the launch above: the pool may reuse its block.
         if pool.stats().plan_misses == misses {
             pool.pin_plans();
             self.graphs.borrow_mut().insert(work, (graph, collectives));

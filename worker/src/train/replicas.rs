@@ -1,4 +1,4 @@
-//! What ranks compare or agree on between steps.
+//! Comparisons and agreements of ranks between steps.
 
 use xlaunch_comm::Collective;
 use xlaunch_engine::{Accumulate, DType, Sum, Tensor};
@@ -6,7 +6,7 @@ use xlaunch_engine::{Accumulate, DType, Sum, Tensor};
 use crate::error::Result;
 use crate::model::BackendHandle;
 
-/// The largest absolute difference between this rank's `arena` and rank 0's. Every rank calls it.
+/// Returns the largest absolute difference between this rank's `arena` and rank 0's. Every rank calls it.
 pub fn max_difference_to_rank_0(
     backend: &BackendHandle,
     arena: &Tensor,
@@ -24,16 +24,16 @@ pub fn max_difference_to_rank_0(
     Ok(differences.fold(0.0, f64::max))
 }
 
-/// What all ranks have to know before they save a checkpoint.
+/// Facts that all ranks have to know before they save a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Survey {
-    /// Every value of the tensors is finite on every rank. A sum that overflows fp32 counts as not finite.
+    /// Whether every value of the tensors is finite on every rank. A sum that overflows fp32 counts as not finite.
     pub(super) finite: bool,
-    /// Any rank is still writing the checkpoint before.
+    /// Whether any rank is still writing the previous checkpoint.
     pub(super) busy: bool,
 }
 
-/// Asks all ranks. Every rank calls it and gets the same answer.
+/// Combines the answers of all ranks. Every rank calls it and gets the same result.
 pub(super) fn survey(
     backend: &BackendHandle,
     tensors: [&Tensor; 3],

@@ -1,7 +1,7 @@
 //! The training loop of one rank: learning rate, reports, evaluation, checkpoints, stopping.
 //!
-//! Inside the loop steps are numbered from 0: `step` is the number of completed steps before it. Everything that users
-//! see numbers them from 1: `done` is the number of a step, and of the completed steps after it.
+//! Inside the loop steps are numbered from 0: `step` is the number of steps completed before it. Users see numbers from
+//! 1: `done` is the number of a step, and also the number of steps completed after it.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -28,7 +28,7 @@ use crate::model::{BackendHandle, Model};
 use crate::optim::{AdamW, schedule};
 use crate::phase;
 
-/// Everything that the loop works with.
+/// State of the training loop.
 #[derive(Debug)]
 #[expect(missing_docs, reason = "the types are documented where they are defined")]
 pub struct Run<'a> {
@@ -42,37 +42,38 @@ pub struct Run<'a> {
     pub dataset: &'a Dataset,
     pub loader: &'a Loader,
     pub control: &'a Control,
-    /// `None` on other ranks than 0.
+    /// Only on rank 0.
     pub sampler: Option<&'a Sampler>,
     /// `None` for a benchmark.
     pub checkpoints: Option<Checkpoints>,
     pub skips: SkipCount,
-    /// Steps completed before this run.
+    /// Number of steps completed before this run.
     pub first_step: u64,
-    /// Sequences used before this run.
+    /// Number of sequences used before this run.
     pub first_sequence: u64,
-    /// The run starts from a state of which there is no checkpoint, with this validation loss: that is saved first.
+    /// Set if the run starts from a state without a checkpoint, which is then saved first; contains its validation
+    /// loss.
     pub unsaved: Option<Option<f64>>,
     /// Directory for a trace of the pool's requests during the first step.
     pub pool_trace: Option<&'a Path>,
-    /// Time of a step at the peak rate of the devices, if that is known.
+    /// Time of a step at the peak rate of the devices, if known.
     pub seconds_at_peak: Option<f64>,
-    /// The step, from 1, whose kernels are timed.
+    /// Number of the step, from 1, whose kernels are timed.
     pub profile: Option<u64>,
-    /// A benchmark, whose profile is reported to the agent.
+    /// Whether this is a benchmark, whose profile is reported to the agent.
     pub bench: bool,
     /// Writes the timeline of `[observe] trace`.
     pub tracer: Tracer,
-    /// For which a checkpoint delays the next step.
+    /// Time by which a checkpoint delays the next step.
     pub checkpoint_delay: Duration,
 }
 
-/// How the loop ended.
+/// Result of the loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// Steps completed, earlier runs included.
+    /// Number of completed steps, including earlier runs.
     pub steps: u64,
-    /// A stop command ended training before the last step.
+    /// Whether a stop command ended training before the last step.
     pub stopped_early: bool,
 }
 
@@ -85,15 +86,15 @@ struct InFlight {
 
 impl Run<'_> {
     /// Trains until the last step or a stop command. Unless this is a benchmark, the last checkpoint is complete when
-    /// it returns.
+    /// this returns.
     ///
-    /// The next step is enqueued before the results of the current one are read back, so that the GPU does not idle
-    /// meanwhile, unless something has to happen between the two. A request therefore takes effect at most one step
-    /// after the step whose results contain it. All ranks see the same requests, so they act on it after the same step.
+    /// The next step is enqueued before the results of the current one are read back, so that the GPU does not idle in
+    /// between, unless something has to happen between the two. A request therefore takes effect at most one step after
+    /// the step whose results contain it. All ranks see the same requests, so they act on them after the same step.
     ///
     /// # Errors
-    /// Among others, that training diverged. The optimizer skips the step that may be in flight then, so the state is
-    /// that of the last good step.
+    /// If training has diverged, among other reasons. The optimizer then skips the step that may be in flight, so the
+    /// state is that of the last good step.
     pub fn run(&mut self) -> Result<Outcome> {
         let mut step = self.first_step;
         if let Some(val_loss) = self.unsaved.take() {
@@ -108,7 +109,7 @@ impl Run<'_> {
                 Some(current) => current,
                 None => {
                     since = Instant::now();
-                    // That of work between steps.
+                    // Discards the waiting time of work between steps.
                     phase::take_waited();
                     self.start(step)?
                 }
@@ -119,8 +120,8 @@ impl Run<'_> {
             let requests = match self.finish(step, current, &mut since) {
                 Err(error @ WorkerError::Diverged { .. }) => {
                     if let Some(InFlight { pending, .. }) = next {
-                        // The device must not be working when graphs and buffers are released. Whether the step fails
-                        // does not matter any more.
+                        // The device must be idle when graphs and buffers are released. Whether the step fails no
+                        // longer matters.
                         let _ = self.stepper.finish(pending, self.collective);
                     }
                     return Err(error);
@@ -138,7 +139,7 @@ impl Run<'_> {
         Ok(Outcome { steps: step, stopped_early: step < self.spec.train.steps })
     }
 
-    /// Whether the step after `step` can be enqueued before this one is read back. The same on every rank.
+    /// Returns whether the step after `step` can be enqueued before this one is read back. The same on every rank.
     fn can_enqueue_next(&self, step: u64) -> bool {
         let done = step + 1;
         let asynchronous = self.backend.is_asynchronous();
@@ -152,19 +153,19 @@ impl Run<'_> {
             && !self.writes_pool_trace_after(step)
     }
 
-    /// Whether each kernel of a step is timed.
+    /// Returns whether each kernel of a step is timed.
     fn is_profiled(&self, step: u64) -> bool {
         self.profile == Some(step + 1) || self.tracer.traces(step)
     }
 
-    /// Whether an evaluation is due when `done` steps are completed.
+    /// Returns whether an evaluation is due after `done` steps.
     fn evaluates_after(&self, done: u64) -> bool {
         let every = self.spec.train.eval_every;
         every != 0 && (done.is_multiple_of(every) || done == self.spec.train.steps)
     }
 
-    /// Whether a text is sampled when `done` steps are completed. The one after the last step follows the run. The same
-    /// on every rank.
+    /// Returns whether a text is sampled after `done` steps. The sample after the last step is taken at the end of the
+    /// run. The same on every rank.
     fn samples_after(&self, done: u64) -> bool {
         let train = &self.spec.train;
         train.sample > 0
@@ -174,31 +175,32 @@ impl Run<'_> {
             && self.dataset.tokenizer != TokenizerSource::Unknown
     }
 
-    /// Whether a checkpoint is due when `done` steps are completed.
+    /// Returns whether a checkpoint is due after `done` steps.
     fn saves_after(&self, done: u64) -> bool {
         let every = self.spec.checkpoint.every;
         (every != 0 && done.is_multiple_of(every)) || done == self.spec.train.steps
     }
 
-    /// Whether a checkpoint is due by the clock. On rank 0 only, as the clocks of ranks differ.
+    /// Returns whether a checkpoint is due by the clock. Only on rank 0, as the clocks of ranks differ.
     fn is_due_by_clock(&self) -> bool {
         self.collective.rank() == 0 && self.checkpoints.as_ref().is_some_and(Checkpoints::is_due_by_clock)
     }
 
-    /// Whether the parameters of all ranks are compared when `done` steps are completed. A checkpoint that was
-    /// requested is compared, too, before it is saved.
+    /// Returns whether the parameters of all ranks are compared after `done` steps. A requested checkpoint is also
+    /// preceded by a comparison.
     fn compares_after(&self, done: u64) -> bool {
         let every = self.spec.observe.check_every;
         every != 0 && (done.is_multiple_of(every) || self.saves_after(done))
     }
 
-    /// Whether the pool trace is written after this step.
+    /// Returns whether the pool trace is written after this step.
     fn writes_pool_trace_after(&self, step: u64) -> bool {
         step == self.first_step && self.pool_trace.is_some()
     }
 
-    /// Does what is due after `step` completed steps. No step is in flight. Returns whether a checkpoint remains to be
-    /// saved: none is saved after a skipped step, as the weights that led to it may be useless though they are finite.
+    /// Does the work that is due after `step` completed steps. No step may be in flight. Returns whether a checkpoint
+    /// remains to be saved: none is saved after a skipped step, as the weights that led to it may be useless even if
+    /// they are finite.
     fn between_steps(&mut self, step: u64, requested: Requests) -> Result<bool> {
         if let Some(dir) = self.pool_trace.take() {
             self.write_pool_trace(dir)?;
@@ -231,16 +233,16 @@ impl Run<'_> {
             let skipped = self.checkpoints.as_mut().map_or(0, Checkpoints::skip);
             self.control.report(Report::CheckpointSkipped(CheckpointSkipped { step, skipped }));
         }
-        // One that was requested follows as soon as the one before is written.
+        // A requested checkpoint is saved as soon as the previous one is written.
         Ok(!begun && requested.checkpoint)
     }
 
-    /// Saves a checkpoint. Returns false, on every rank, if any of them is still writing the one before.
+    /// Saves a checkpoint. Returns false, on every rank, if any rank is still writing the previous one.
     fn save(&mut self, step: u64, val_loss: Option<f64>, last: bool) -> Result<bool> {
         let Some(checkpoints) = &mut self.checkpoints else { return Ok(true) };
         let _span = trace::span(Phase::Checkpoint);
         if last || !checkpoints.is_busy() {
-            // If the save before has failed, this one is tried all the same.
+            // If the previous save has failed, this one is tried regardless.
             checkpoints.wait()?;
         }
         let state = self.optimizer.state(self.model);
@@ -276,7 +278,7 @@ impl Run<'_> {
         if self.is_profiled(step) {
             self.tracer.begin(step);
             self.backend.begin_profile();
-            // Kernels of a graph cannot be timed one by one.
+            // Kernels in a graph cannot be timed individually.
             self.stepper.set_eager(true);
         }
         let pending =
@@ -284,10 +286,10 @@ impl Run<'_> {
         Ok(InFlight { pending, learning_rate })
     }
 
-    /// Waits for a step and reports it. `since` is when the previous step was completed or, if the device was idle,
-    /// when this one was started.
+    /// Waits for a step and reports it. `since` is the time when the previous step was completed or, if the device was
+    /// idle, when this one was started.
     fn finish(&mut self, step: u64, current: InFlight, since: &mut Instant) -> Result<Requests> {
-        // The next step may have been started.
+        // The next step may have been started already.
         fail::set_step(step + 1);
         let result = self.stepper.finish(current.pending, self.collective)?;
         if let Some(bit) = fail::flipped_bit(Place::Parameters) {
@@ -303,7 +305,7 @@ impl Run<'_> {
             }
         }
         let (done, elapsed) = (step + 1, completed - *since);
-        // The host does not wait for collectives of a GPU, which measures its own time.
+        // On a GPU the host does not wait for collectives, so the device measures its own time.
         let own_seconds = match self.backend.is_asynchronous() {
             true => f64::from(result.own_seconds),
             false => elapsed.saturating_sub(phase::take_waited()).as_secs_f64(),
@@ -348,8 +350,8 @@ impl Run<'_> {
         self.control.report(Report::Profile(ProfileReport { kernels: times.iter().map(kernel).collect() }));
     }
 
-    /// Writes the pool's requests so far for PyTorch's memory_viz, for Perfetto, and as a log for `cargo bench
-    /// -p xlaunch-pool`.
+    /// Writes the pool's requests so far, for PyTorch's memory_viz, for Perfetto, and as a log for `cargo bench -p
+    /// xlaunch-pool`.
     fn write_pool_trace(&self, dir: &Path) -> Result<()> {
         let (rank, snapshot) = (self.collective.rank(), self.backend.pool().snapshot());
         let io = |source| WorkerError::Io {
@@ -364,7 +366,7 @@ impl Run<'_> {
         fs_err::write(path("csv"), snapshot.rmm_csv()).map_err(io)
     }
 
-    /// The loss on the held-out data, if there is any.
+    /// Computes the loss on the held-out data, if there is any.
     fn evaluate(&mut self, step: u64) -> Result<Option<f64>> {
         let Some(val) = &self.dataset.val else { return Ok(None) };
         self.optimizer.gather(self.model, self.collective)?;
@@ -380,7 +382,8 @@ impl Run<'_> {
         Ok(Some(loss))
     }
 
-    /// Rank 0 samples and reports a text, unless the job is to stop. The others wait for it in the next step.
+    /// Samples and reports a text on rank 0, unless the job is to stop. The other ranks wait for rank 0 in the next
+    /// step.
     fn sample(&mut self, step: u64) -> Result<()> {
         self.optimizer.gather(self.model, self.collective)?;
         let Some(sampler) = self.sampler else { return Ok(()) };

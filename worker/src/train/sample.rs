@@ -1,7 +1,8 @@
-//! Samples text from a model whose tokenizer is known.
+//! Samples text from a model with a known tokenizer.
 //!
-//! Each token takes a forward over the whole context, whose activations fit in the memory of a training step. The cache
-//! of [`crate::model::decode`] would be faster, but needs memory of its own, and a text ends where the context is full.
+//! Each token takes a forward pass over the whole context, whose activations fit in the memory of a training step. The
+//! cache of [`crate::model::decode`] would be faster, but needs memory of its own, and with it a text ends when the
+//! context is full.
 
 use xlaunch_data::Tokenizer;
 use xlaunch_engine::DType;
@@ -17,14 +18,14 @@ use crate::model::{BackendHandle, Model, Rows};
 use crate::phase;
 use crate::random::Random;
 
-/// Softmax temperature. Below 1 it favours likely tokens.
+/// Softmax temperature. Values below 1 favour likely tokens.
 const TEMPERATURE: f64 = 0.8;
-/// Held-out tokens in which a prompt is looked for.
+/// Number of held-out tokens to search for a prompt.
 const PROMPT_TOKENS: usize = 4096;
-/// Fewest characters of a line that is a prompt.
+/// Minimum number of characters in a line used as a prompt.
 const MIN_PROMPT_CHARS: usize = 12;
 
-/// Continues a prompt. The same prompt and random numbers every time, so that samples of a run can be compared.
+/// Continues a prompt. Prompt and random numbers are the same every time, so that samples of a run can be compared.
 #[derive(Debug)]
 pub struct Sampler {
     tokenizer: Tokenizer,
@@ -36,7 +37,7 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// For the rank that samples. `None` if the job does not sample, or its tokenizer is unknown.
+    /// Creates the sampler of the rank that samples. `None` if the job does not sample, or its tokenizer is unknown.
     pub fn new(spec: &JobSpec, dataset: &Dataset, seq: usize) -> Result<Option<Self>> {
         if spec.train.sample == 0 {
             return Ok(None);
@@ -53,7 +54,7 @@ impl Sampler {
         Ok(Some(Self { tokenizer, prompt, ids, count: spec.train.sample, seed: spec.job.seed }))
     }
 
-    /// Samples and reports a text. Returns it after its prompt; `None` if the job is to stop before its end.
+    /// Samples and reports a text. Returns the text after the prompt; `None` if the job has to stop before its end.
     pub fn report(
         &self,
         backend: &BackendHandle,
@@ -67,8 +68,8 @@ impl Sampler {
         Ok(Some(whole))
     }
 
-    /// What the model writes after the prompt. It ends early at the end-of-text id. `None` if the job is to stop before
-    /// that.
+    /// Returns the model's continuation of the prompt, up to the end-of-text id. `None` if the job has to stop before
+    /// the end.
     fn sample(
         &self,
         backend: &BackendHandle,
@@ -77,7 +78,7 @@ impl Sampler {
     ) -> Result<Option<String>> {
         let _span = trace::span(Phase::Sample);
         let seq = model.shape.seq;
-        // A model may have more ids than its tokenizer, which mean nothing.
+        // A model may have more ids than its tokenizer; the excess ids have no text.
         let vocab = model.shape.vocab.min(self.tokenizer.vocab());
         let rows = Rows { batch: 1, seq };
         let mut random = Random::new(self.seed, "sample");
@@ -88,7 +89,7 @@ impl Sampler {
             if stop_requested() {
                 return Ok(None);
             }
-            // Attention is causal: padding after the last token has no effect, so one shape serves every length.
+            // Attention is causal: padding after the last token has no effect, so a single shape serves every length.
             let context = &ids[ids.len().saturating_sub(seq)..];
             let mut window: Vec<i32> = context.iter().map(|id| id.cast_signed()).collect();
             window.resize(seq, 0);
@@ -111,7 +112,7 @@ impl Sampler {
     }
 }
 
-/// The first whole line of `tokens` that is long enough, cut to `max_len` tokens.
+/// Returns the first whole line of `tokens` that is long enough, cut to `max_len` tokens.
 fn held_out_line(
     tokenizer: &Tokenizer,
     tokens: &Tokens,
@@ -122,7 +123,7 @@ fn held_out_line(
     tokens.read(0, count, &mut ids)?;
     let ids: Vec<u32> = ids.into_iter().map(i32::cast_unsigned).collect();
     let text = tokenizer.decode(&ids);
-    // The first line usually starts in its middle.
+    // The first line is usually incomplete.
     let mut lines = text.split('\n').skip(1);
     let line = lines.find(|line| line.trim().chars().count() >= MIN_PROMPT_CHARS).unwrap_or("\n");
     let mut prompt = encoded(tokenizer, line)?;
@@ -130,13 +131,13 @@ fn held_out_line(
     Ok(prompt)
 }
 
-/// The ids of a prompt, which begins as the documents of the data do.
+/// Returns the ids of a prompt, which starts like the documents of the data.
 fn encoded(tokenizer: &Tokenizer, text: &str) -> std::result::Result<Vec<u32>, DataError> {
     let failed = |error: xlaunch_data::TokenizerError| DataError::Tokenizer { reason: error.to_string() };
     tokenizer.encode_prompt(text, true).map_err(failed)
 }
 
-/// The index at which the cumulative softmax reaches `uniform`.
+/// Returns the index at which the cumulative softmax reaches `uniform`.
 fn draw(logits: &[f32], uniform: f64) -> usize {
     let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let weights: Vec<f64> =
@@ -149,8 +150,8 @@ fn draw(logits: &[f32], uniform: f64) -> usize {
     index.unwrap_or(0)
 }
 
-/// Control characters other than newline and tab become `\u{fffd}`, so that a sample cannot send escape sequences to a
-/// terminal.
+/// Replaces control characters other than newline and tab by `\u{fffd}`, so that a sample cannot send escape sequences
+/// to a terminal.
 fn printable(text: &str) -> String {
     text.chars().map(|c| if c.is_control() && c != '\n' && c != '\t' { '\u{fffd}' } else { c }).collect()
 }

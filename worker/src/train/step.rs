@@ -7,18 +7,18 @@
 //! The all-reduce of a bucket starts as soon as backward has written its last gradient. Loss and flags share one small
 //! all-reduce, so that all ranks learn in the same step that any of them was told to stop.
 //!
-//! With a sharded optimizer (`comm.shard`) the step begins with the all-gather of the parameters that the
-//! previous step updated. Buckets are reduce-scattered, and the squared gradient norm, of which each rank has the part
-//! of its shard, is all-reduced with loss and flags:
+//! With a sharded optimizer (`comm.shard`) the step begins with the all-gather of the parameters that the previous step
+//! updated. Buckets are reduce-scattered. Each rank has the part of the squared gradient norm that belongs to its
+//! shard; it is all-reduced together with loss and flags:
 //! ```text
 //! compute stream: forward . . . . , backward ------> wait . grad norm .                      . AdamW . read back
 //! comm stream:    gather n . ... . 0     reduce-scatter ^              loss, flags and norm ^
 //! ```
-//! With sharded gradients, too, backward waits for reduce-scatters whose memory it takes, and with sharded parameters
-//! both passes gather them block by block, one ahead (see [`xlaunch_comm::Slots`]).
+//! With sharded gradients, backward also waits for the reduce-scatters whose memory it reuses. With sharded parameters,
+//! both passes gather parameters block by block, one block ahead (see [`xlaunch_comm::Slots`]).
 //!
-//! Everything that changes from step to step (tokens, targets, flags, the optimizer's scalars) is written to device
-//! memory before the work that reads it is enqueued. So the work itself can be captured and replayed: see [`Replay`].
+//! All data that changes from step to step (tokens, targets, flags, the optimizer's scalars) is written to device
+//! memory before the work that reads it is enqueued, so the work itself can be captured and replayed: see [`Replay`].
 
 use xlaunch_comm::{Collective, Sharding, bucket};
 use xlaunch_engine::{Accumulate, DType, Mark, PendingRead, SquaredNorm, Tensor};
@@ -36,7 +36,7 @@ use crate::fail::{self, Place};
 use crate::model::{BackendHandle, LossGradients, Model, Progress, Rows};
 use crate::optim::AdamW;
 
-/// Slots of the tensor that is read back after a step. Those before `OWN_SECONDS` are all-reduced. Without sharding
+/// Slots of the tensor that is read back after a step. Those before `OWN_SECONDS` are all-reduced. Without sharding,
 /// every rank computes the norm of all gradients itself, and writes it after that all-reduce.
 mod slot {
     pub(super) const LOSS: usize = 0;
@@ -47,10 +47,11 @@ mod slot {
     pub(super) const COUNT: usize = 5;
 }
 
-/// Bytes of the all-reduce of loss and flags. Buckets are larger: their ends are multiples of the layout's alignment.
+/// Size of the all-reduce of loss and flags in bytes. Buckets are larger: their ends are multiples of the layout's
+/// alignment.
 pub(crate) const SMALL_ALL_REDUCE_BYTES: usize = slot::OWN_SECONDS * size_of::<f32>();
 
-/// Requests of the agent, in the step that all ranks agree on.
+/// Requests of the agent, in the step in which all ranks act on them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[expect(missing_docs, reason = "named after the commands")]
 pub struct Requests {
@@ -63,13 +64,13 @@ pub struct Requests {
 pub struct StepResult {
     /// Mean loss over the global batch.
     pub loss: f32,
-    /// Global norm of the gradients before clipping. It is finite exactly where its square, which the optimizer reads,
-    /// is.
+    /// Global norm of the gradients before clipping. It is finite if and only if its square, which the optimizer reads,
+    /// is finite.
     pub grad_norm: f32,
     /// Requests that any rank received.
     pub requests: Requests,
-    /// What this rank's device took for forward and backward, without waiting for other ranks; with a sharded
-    /// optimizer, from the end of the last gather on. 0 on devices without marks.
+    /// Time that this rank's device took for forward and backward, without waiting for other ranks; with a sharded
+    /// optimizer, counted from the end of the last gather. 0 on devices without marks.
     pub own_seconds: f32,
 }
 
@@ -77,7 +78,7 @@ pub struct StepResult {
 #[derive(Debug)]
 pub struct PendingStep(PendingRead);
 
-/// Buffers that all steps reuse, and their captured graphs.
+/// Buffers reused by all steps, and their captured graphs.
 #[derive(Debug)]
 pub struct Stepper {
     backend: BackendHandle,
@@ -86,7 +87,7 @@ pub struct Stepper {
     world: usize,
     overlap: bool,
     gradients: Gradients,
-    /// Of the first micro-step, and of the others.
+    /// Gathers of the first micro-step, and of the others.
     gathers: [Gathers; 2],
     tokens: Tensor,
     targets: Tensor,
@@ -128,22 +129,22 @@ impl Stepper {
         Ok(stepper)
     }
 
-    /// The buffers that are reduced, and those that results are written to.
+    /// Returns the buffers that are reduced, and those that receive results.
     pub fn reduce_buffers(&self) -> impl Iterator<Item = &Tensor> {
         self.gradients.buffers().chain([&self.results])
     }
 
-    /// Tokens of the global batch.
+    /// Returns the number of tokens in the global batch.
     pub fn tokens_per_step(&self) -> u64 {
         self.sequences_per_step() * self.rows.seq as u64
     }
 
-    /// Bytes of gradients that one rank contributes to the all-reduce of a step.
+    /// Returns the bytes of gradients that one rank contributes to the all-reduce of a step.
     pub fn all_reduce_bytes(&self) -> u64 {
         if self.world > 1 { self.gradients.bytes() } else { 0 }
     }
 
-    /// Sequences of the global batch.
+    /// Returns the number of sequences in the global batch.
     pub fn sequences_per_step(&self) -> u64 {
         (self.rows.batch * self.accumulate * self.world) as u64
     }
@@ -185,7 +186,7 @@ impl Stepper {
         Ok(PendingStep(self.backend.begin_read(self.results.all())?))
     }
 
-    /// One step without data, for what it allocates.
+    /// Runs one step without data, to make its allocations.
     pub fn rehearse(&self, model: &Model, optimizer: &AdamW, collective: &mut dyn Collective) -> Result<()> {
         (0..self.accumulate).try_for_each(|micro| self.run(model, optimizer, collective, micro))
     }
@@ -204,7 +205,7 @@ impl Stepper {
         })
     }
 
-    /// Waits for a step. The next one may have been enqueued already.
+    /// Waits for a step. The next step may have been enqueued already.
     pub fn finish(&self, pending: PendingStep, collective: &dyn Collective) -> Result<StepResult> {
         let _reading = trace::span(Phase::ReadBack);
         fail::at(Place::ReadBack);
@@ -228,7 +229,7 @@ impl Stepper {
         self.replay.set_eager(eager);
     }
 
-    /// Destroys captured graphs. Call it before the collective is closed, which waits for graphs that contain its
+    /// Destroys captured graphs. Call it before closing the collective, which waits for graphs that contain its
     /// operations.
     pub fn drop_graphs(&self) {
         self.replay.drop_graphs();
@@ -257,7 +258,8 @@ impl Stepper {
         let mut part = 0..;
         let mut next_part = |collective: &mut dyn Collective| -> Result<()> {
             let waited = gathers.begin_part(part.next().unwrap_or(0), model, optimizer, collective)?;
-            // Of a sharded optimizer alone: with sharded parameters ranks wait for each other until the end.
+            // This applies to a sharded optimizer only: with sharded parameters, ranks wait for each other until the
+            // end.
             if waited && first && model.slots.is_none() {
                 self.backend.mark(Mark::Begin)?;
             }
@@ -316,7 +318,7 @@ impl Stepper {
         drop(all_reduce);
         let _span = trace::span(Phase::Optimizer);
         fail::at(Place::Optimizer);
-        // Loss and norm are the same on every rank, so the step is applied on all of them or on none.
+        // Loss and norm are the same on every rank, so either all ranks apply the step or none does.
         Ok(optimizer.step(model, grads.all(), grad_norm_sq, loss)?)
     }
 }

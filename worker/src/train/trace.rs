@@ -5,8 +5,8 @@
 //! compute stream  |           [embed_fwd][norm_fwd][gemm ...]...                                 | ...
 //! ```
 //! Phases are [`span`]s of the training thread, in which the host computes (CPU) or enqueues work (GPU). Heartbeats
-//! report the current one. Kernels come from the back end's profiler. The file, in the Trace Event Format, is
-//! `trace-rank<R>.json` in the run's directory. An attached profiler gets every phase of all steps as an NVTX range.
+//! report the current phase. Kernels come from the back end's profiler. The file, in the Trace Event Format, is
+//! `trace-rank<R>.json` in the run's directory. An attached profiler gets an NVTX range for every phase of all steps.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -20,13 +20,13 @@ use xlaunch_proto::v1::Phase;
 use crate::error::{Result, WorkerError};
 use crate::phase;
 
-/// Steps before the traced ones if the job is long enough: caches are warm and clocks stable by then.
+/// Number of steps before the traced ones, if the job is long enough: by then caches are warm and clocks are stable.
 const WARMUP_STEPS: u64 = 10;
-/// Tracks of the timeline, as thread ids of the Trace Event Format.
+/// Tracks of the timeline, which are thread ids in the Trace Event Format.
 const HOST_TRACK: u32 = 0;
 const DEVICE_TRACK: u32 = 1;
 
-// Finished phases of the step that is being traced; `None` outside traced steps.
+// Finished phases of the step being traced; `None` outside traced steps.
 thread_local!(static PHASES: RefCell<Option<Vec<FinishedPhase>>> = const { RefCell::new(None) });
 
 #[derive(Clone, Copy, Debug)]
@@ -41,14 +41,14 @@ struct FinishedPhase {
 #[must_use = "the phase ends when this is dropped"]
 pub(super) struct Span {
     name: &'static str,
-    /// Phases nest; this one is resumed at the end.
+    /// Phases nest; this is the phase to resume at the end.
     outer: Phase,
-    /// `None` outside traced steps.
+    /// Start of the phase; `None` outside traced steps.
     begin: Option<Instant>,
     _range: Option<nvtx::Range>,
 }
 
-/// Begins a phase of this thread. Outside traced steps this is one atomic write.
+/// Begins a phase of this thread. Outside traced steps this costs one atomic write.
 pub(super) fn span(phase: Phase) -> Span {
     let (name, outer) = (phase.name(), phase::enter(phase));
     let tracing = PHASES.with_borrow(Option::is_some);
@@ -82,7 +82,8 @@ pub struct Tracer {
 }
 
 impl Tracer {
-    /// Traces `count` of the steps `job`, after ten warm-up steps, or after one if the job is too short for that.
+    /// Creates a tracer of `count` of the steps `job`, after ten warm-up steps, or after one if the job is too short
+    /// for that.
     pub fn new(count: u64, job: Range<u64>, run_dir: &Path, rank: usize) -> Self {
         let begin = match job.start + WARMUP_STEPS {
             warm if warm.saturating_add(count) <= job.end => warm,
@@ -98,12 +99,12 @@ impl Tracer {
         }
     }
 
-    /// Whether `step` is to be traced.
+    /// Returns whether `step` is traced.
     pub(super) fn traces(&self, step: u64) -> bool {
         self.steps.contains(&step)
     }
 
-    /// Starts collecting phases if `step` is to be traced.
+    /// Starts collecting phases if `step` is traced.
     pub(super) fn begin(&mut self, step: u64) {
         if self.traces(step) {
             self.step_start = Instant::now();
@@ -111,7 +112,7 @@ impl Tracer {
         }
     }
 
-    /// Records a finished step and its kernels. After the last traced step the file is written.
+    /// Records a finished step and its kernels. Writes the file after the last traced step.
     pub(super) fn end(&mut self, step: u64, kernels: &[KernelSpan]) -> Result<()> {
         if !self.traces(step) {
             return Ok(());
@@ -133,7 +134,7 @@ impl Tracer {
         if step + 1 == self.steps.end { self.finish() } else { Ok(()) }
     }
 
-    /// Writes the file, unless that was done before or nothing was traced.
+    /// Writes the file, unless it is already written or nothing was traced.
     pub(super) fn finish(&mut self) -> Result<()> {
         if self.events.is_empty() {
             return Ok(());
@@ -151,12 +152,12 @@ impl Tracer {
     }
 }
 
-/// A "complete" event; times in microseconds.
+/// Builds a "complete" event; times are in microseconds.
 fn complete_event(rank: usize, track: u32, name: &str, ts: f64, dur: f64) -> Value {
     json!({ "ph": "X", "name": name, "ts": ts, "dur": dur, "pid": rank, "tid": track })
 }
 
-/// A "metadata" event that names a process or a track.
+/// Builds a "metadata" event that names a process or a track.
 fn name_event(rank: usize, track: u32, what: &str, name: &str) -> Value {
     json!({ "ph": "M", "name": what, "pid": rank, "tid": track, "args": { "name": name } })
 }
