@@ -1,5 +1,5 @@
-//! The memory in which a worker records what its training thread does. It belongs to this process, so the last record
-//! can be read when the worker is stopped or killed.
+//! Shared memory in which a worker records the activity of its training thread. It belongs to this process, so the last
+//! record can be read even when the worker is stopped or killed.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
@@ -7,20 +7,20 @@ use std::sync::Arc;
 use rustix::fs::{MemfdFlags, memfd_create};
 use xlaunch_proto::activity::{Activity, BYTES};
 
-/// Reads of a record that is being written before the reader gives up.
+/// Maximum number of attempts to read a record that is being written.
 const MAX_READS: u32 = 100;
 
-/// The record of one worker.
+/// The activity record of one worker.
 #[derive(Clone, Debug)]
 pub(crate) struct ActivityRecord(Arc<OwnedFd>);
 
 impl ActivityRecord {
-    /// Nothing is recorded yet.
+    /// Creates an empty record.
     pub(crate) fn create() -> std::io::Result<Self> {
         Ok(Self(Arc::new(memfd_create("xlaunch-activity", MemfdFlags::CLOEXEC)?)))
     }
 
-    /// For the worker, which inherits it under the same number.
+    /// Returns the file for the worker, which inherits it under the same number.
     pub(crate) fn file(&self) -> Arc<OwnedFd> {
         self.0.clone()
     }
@@ -29,7 +29,7 @@ impl ActivityRecord {
         self.0.as_raw_fd()
     }
 
-    /// The last record; `None` if there is none.
+    /// Reads the last record; `None` if there is none.
     pub(crate) fn read(&self) -> Option<Activity> {
         let mut record = [0; BYTES];
         (0..MAX_READS).find_map(|_| {

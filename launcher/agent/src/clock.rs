@@ -1,16 +1,16 @@
-//! Wall-clock time, time since the boot, and how long loops sleep that wait for nothing.
+//! Wall-clock time, time since boot, and how long idle event loops sleep.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// An event loop's sleep if no deadline is set.
+/// How long an event loop sleeps if it has no deadline.
 pub(crate) const IDLE_SLEEP: Duration = Duration::from_secs(3600);
 
-/// Time since the Unix epoch; zero if the clock is set to before it.
+/// Time since the Unix epoch; zero if the clock is set to an earlier time.
 pub fn unix() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
-/// Milliseconds since the boot of the system, suspended time included. Setting the clock does not change it.
+/// Milliseconds since boot, including time suspended. Not affected by setting the clock.
 pub fn uptime_ms() -> u64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
     let milliseconds = Duration::try_from(time).unwrap_or_default().as_millis();

@@ -1,10 +1,10 @@
-//! `summary.json` in the directory of a training run: how it ended, and where its time went.
+//! `summary.json` in the directory of a training run: how the run ended, and how its time was spent.
 //!
 //! ```text
 //! { "version": 1, "exit_code": 0, "reason": "", "seconds": 93.1, "attempts": 1,
 //!   "accounting": { "seconds": { "step": 80.2, ... }, "useful_percent": 88.9, ... } }
 //! ```
-//! Absent while the run trains, and if xlaunch itself was killed.
+//! The file is absent while the run trains, and if xlaunch itself was killed.
 
 use std::io;
 use std::path::Path;
@@ -15,10 +15,9 @@ use crate::driver::Finished;
 use crate::report;
 use xlaunch_proto::json;
 
-/// Name of the file.
 pub const SUMMARY_FILE: &str = "summary.json";
 
-/// Writes the file. `seconds` is how long the run took.
+/// Writes the file. `seconds` is the duration of the run.
 pub fn write(dir: &Path, finished: &Finished, seconds: f64) -> io::Result<()> {
     let value = json!({
         "version": 1,

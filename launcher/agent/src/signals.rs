@@ -1,22 +1,22 @@
 //! Signals to xlaunch, as one stream for the driver's task.
 //!
-//! Workers are in process groups of their own, so what the terminal sends reaches xlaunch alone, which passes it on.
-//! The job decides which signals stop it. SIGUSR1 and SIGUSR2, unless they are among them, are forwarded to the
-//! workers: schedulers announce the end of an allocation with them. The trainer takes SIGUSR1 as a request for a
-//! checkpoint. SIGTSTP stops the workers, then xlaunch itself;
-//! SIGCONT continues both. A SIGHUP that was ignored when xlaunch started stays ignored, for `nohup`. An ignored SIGINT
-//! does not: shells ignore it for commands in the background, but a SIGINT sent to one of them explicitly is meant.
+//! Workers are in process groups of their own, so signals from the terminal reach only xlaunch, which passes them on.
+//! The job decides which signals stop it. SIGUSR1 and SIGUSR2, unless they are among those, are forwarded to the
+//! workers: schedulers use them to announce the end of an allocation. The trainer takes SIGUSR1 as a request for a
+//! checkpoint. SIGTSTP stops the workers, then xlaunch itself; SIGCONT continues both. A SIGHUP that was ignored when
+//! xlaunch started stays ignored, for `nohup`. An ignored SIGINT does not: shells ignore it for background commands,
+//! but a SIGINT sent to one of them explicitly is intended.
 
 use rustix::process::Signal;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 
-/// What a signal requests.
+/// The meaning of a signal for the job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SignalRequest {
     /// Stop the job.
     Stop(Signal),
-    /// Send it to the workers.
+    /// Send the signal to the workers.
     Forward(Signal),
     /// Suspend the workers, then xlaunch.
     Suspend,
@@ -24,7 +24,7 @@ pub enum SignalRequest {
     Resume,
 }
 
-/// Replaces the default actions of all these signals by a stream, in the order of arrival.
+/// Replaces the default actions of all these signals by a stream of requests, in order of arrival.
 pub fn listen(stopping: &[Signal]) -> std::io::Result<mpsc::UnboundedReceiver<SignalRequest>> {
     let forwarded = [Signal::USR1, Signal::USR2].into_iter().filter(|signal| !stopping.contains(signal));
     let all = stopping.iter().map(|signal| (*signal, SignalRequest::Stop(*signal)));
@@ -43,7 +43,7 @@ pub fn listen(stopping: &[Signal]) -> std::io::Result<mpsc::UnboundedReceiver<Si
     Ok(stream)
 }
 
-/// Whether a process with this `/proc/PID/status` ignores a signal. Bit 0 of the mask is signal 1.
+/// Whether a process with this `/proc/PID/status` ignores the signal. Bit 0 of the mask is signal 1.
 fn ignores(status: &str, signal: Signal) -> bool {
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);

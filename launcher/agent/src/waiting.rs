@@ -1,11 +1,12 @@
-//! From the link to the coordinator to the first attempt: an agent waits for other nodes, or as a spare until one is
-//! lost.
+//! Covers the time between the link to the coordinator and the first attempt: an agent waits for other nodes, or as a
+//! spare until a node is lost.
 //!
 //! ```text
 //! Joining --welcome--> the agent's socket exists, and queries are answered --Prepare--> Group, for the driver
 //! ```
-//! An agent that waits has no run and no ranks, but it is one of the job's nodes: its service asks the others. The
-//! driver takes the same service over, so that a log that is being followed goes on when a spare replaces a node.
+//! A waiting agent has no run and no ranks, but it is one of the job's nodes, so its service answers by asking the
+//! others. The driver later takes over the same service, so that a log that is being followed goes on when a spare
+//! replaces a node.
 
 use std::future::pending;
 use std::io;
@@ -28,32 +29,32 @@ use crate::rendezvous::peers::Peers;
 use crate::rendezvous::service::{self, Message, RunningService};
 use crate::status::board::{Board, Launch};
 
-/// Calls that may wait for the driver's task.
+/// Maximum number of calls that wait for the driver's task.
 const MESSAGE_QUEUE: usize = 1024;
-/// For the coordinator to learn that this node cannot run the job.
+/// Time for the coordinator to learn that this node cannot run the job.
 const REFUSAL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The group that this agent is a member of.
+/// The group of which this agent is a member.
 #[derive(Debug)]
 pub struct Group {
-    /// To the coordinator.
+    /// Link to the coordinator.
     pub link: Link,
-    /// Of the job.
+    /// Run id of the job.
     pub run_id: String,
-    /// The first attempt.
+    /// Preparation for the first attempt.
     pub first: Prepare,
-    /// At which other nodes reach this one.
+    /// Address at which other nodes reach this one.
     pub address: String,
-    /// Where this agent listens, with several nodes.
+    /// Registry entry in which this agent listens; `None` in a single-node job.
     pub entry: Option<Entry>,
-    /// What listens there.
+    /// The service that listens there.
     queries: Option<Queries>,
     coordinator: Option<Handle>,
-    /// Of a job that may have several nodes.
+    /// Background tasks; `None` unless the job may have several nodes.
     tasks: Option<Tasks>,
 }
 
-/// The agent's service and what it works on.
+/// The agent's service, its queue of calls and its board.
 #[derive(Debug)]
 pub(crate) struct Queries {
     pub(crate) service: RunningService,
@@ -61,10 +62,11 @@ pub(crate) struct Queries {
     pub(crate) board: watch::Sender<Board>,
 }
 
-/// Waits until the first attempt of which this node is a member is to be prepared. `notify` shows the user a line.
+/// Waits for the first attempt of which this node is a member. `notify` shows the user a line.
 ///
 /// # Errors
-/// Rendezvous: the coordinator cannot be reached, nodes are missing at the deadline, or this one was refused.
+/// [`ExitCode::Rendezvous`] if the coordinator cannot be reached, nodes are missing at the deadline, or this node was
+/// refused.
 pub async fn first_attempt(
     joining: Joining,
     launch: Launch,
@@ -74,14 +76,14 @@ pub async fn first_attempt(
     let mut other_role = election.map(Election::watch);
     let (mut run_id, mut entry, mut queries) = (String::new(), None, None);
     loop {
-        // Once another node has joined here, or this one elsewhere, the role is fixed.
+        // Once another node has joined here, or this node has joined elsewhere, the role is fixed.
         if coordinator.as_ref().is_some_and(Handle::has_members) {
             other_role = None;
         }
         let message = tokio::select! {
             message = link.next() => message,
             taken = taken(&mut other_role) => {
-                // What listens for the old role ends before the service of the new one is opened.
+                // The service of the old role ends before that of the new one is opened.
                 (queries, entry) = (None, None);
                 let election;
                 Joining { link, address, coordinator, tasks, election } = taken;
@@ -132,7 +134,7 @@ pub async fn first_attempt(
     }
 }
 
-/// Waits until this node has another role; pending if it has none.
+/// Waits until this node has taken another role; pending if no election is open.
 async fn taken(other_role: &mut Option<OtherRole>) -> Joining {
     match other_role {
         Some(other_role) => other_role.taken().await,
@@ -140,7 +142,7 @@ async fn taken(other_role: &mut Option<OtherRole>) -> Joining {
     }
 }
 
-/// The next call that the service does not answer itself.
+/// Returns the next call that the service does not answer itself.
 async fn next_call(queries: &mut Option<Queries>) -> Message {
     let call = match queries {
         Some(queries) => queries.inbox.recv().await,
@@ -152,7 +154,8 @@ async fn next_call(queries: &mut Option<Queries>) -> Message {
     }
 }
 
-/// The coordinator has told why this node waits. A spare is told at the beginning of every attempt, its user once.
+/// Shows the user why this node waits, as the coordinator has said. A spare is told at the beginning of every attempt,
+/// but its user only once.
 pub(crate) fn waits(board: &watch::Sender<Board>, waiting: &Waiting, notify: impl Fn(&str)) {
     if !(waiting.spare && board.borrow().is_spare()) {
         notify(&waiting.text);
@@ -160,7 +163,7 @@ pub(crate) fn waits(board: &watch::Sender<Board>, waiting: &Waiting, notify: imp
     board.send_modify(|board| board.set_spare(waiting.spare));
 }
 
-/// Why a node ends that took part in no attempt.
+/// Describes the end of a node that took part in no attempt.
 fn ended(end: GroupEnd) -> Refusal {
     let exit = exit(end.exit_code);
     let texts = [end.root, end.notice].into_iter().find(|text| !text.is_empty());
@@ -186,7 +189,7 @@ fn failed(error: io::Error) -> Refusal {
 }
 
 impl Queries {
-    /// Starts the service. `link` is that of a job that may have several nodes.
+    /// Starts the service. `link` is given if the job may have several nodes.
     pub(crate) async fn open(socket: &Path, launch: Launch, link: Option<&Link>) -> io::Result<Self> {
         let (messages, inbox) = mpsc::channel(MESSAGE_QUEUE);
         let board = watch::Sender::new(Board::new(launch));
@@ -195,7 +198,7 @@ impl Queries {
         Ok(Self { service, inbox, board })
     }
 
-    /// What the coordinator says to a node that takes part in no attempt.
+    /// Handles a message from the coordinator while the node takes part in no attempt.
     fn heard(&self, message: &FromGroup, notify: impl Fn(&str)) {
         match message {
             FromGroup::Connected(connected) => {
@@ -212,7 +215,7 @@ impl Queries {
         }
     }
 
-    /// The node waits no longer.
+    /// Records that the node waits no longer.
     fn take_part(&self) {
         self.board.send_modify(|board| {
             board.set_spare(false);
@@ -220,7 +223,7 @@ impl Queries {
         });
     }
 
-    /// The job is over without an attempt here.
+    /// Ends the service: the job is over, without an attempt here.
     async fn finish(self, exit_code: u32) {
         let state = if exit_code == 0 { JobState::Done } else { JobState::Failed };
         self.board.send_modify(|board| board.set_state(state));
@@ -229,12 +232,12 @@ impl Queries {
 }
 
 impl Group {
-    /// This node cannot run the job: ends it on all nodes.
+    /// Ends the job on all nodes, because this node cannot run it.
     pub async fn refuse(self, refusal: &Refusal) {
         let exit_code = refusal.exit.code().into();
         self.link.send(FromAgent::Refused(NodeRefused { exit_code, message: refusal.message.clone() }));
         let mut link = self.link;
-        // Until the coordinator has it.
+        // Wait until the coordinator has received it.
         let ended = async {
             while let Some(message) = link.next().await {
                 if matches!(message, FromGroup::Message(ToAgent::End(_))) {
@@ -248,7 +251,7 @@ impl Group {
         }
     }
 
-    /// Whether the job may have several nodes, however many it has now.
+    /// Whether the job may have several nodes, regardless of how many it has now.
     pub fn may_have_peers(&self) -> bool {
         self.tasks.is_some()
     }
@@ -259,14 +262,16 @@ impl Group {
         self.first.nodes > 1
     }
 
-    /// The agent's service, of a launch that has a run now: the one that has answered meanwhile, or one on `socket`.
+    /// Returns the agent's service for a launch that has a run now: the one that has answered so far, or a new one on
+    /// `socket`.
     pub(crate) async fn take_queries(&mut self, socket: &Path, launch: Launch) -> io::Result<Queries> {
         let Some(queries) = self.queries.take() else { return Queries::open(socket, launch, None).await };
         queries.board.send_modify(|board| board.set_launch(launch));
         Ok(queries)
     }
 
-    /// Lets the other agents learn of the end, if the coordinator runs here. Call it when the job is over.
+    /// Gives the other agents time to learn of the end, if the coordinator runs here. Must be called when the job is
+    /// over.
     pub async fn finish(self) {
         drop(self.link);
         if let Some(coordinator) = self.coordinator {

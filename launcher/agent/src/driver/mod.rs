@@ -308,8 +308,8 @@ impl Driver<'_> {
             Err(error) if !std::mem::replace(&mut self.private_is_lost, true) => {
                 let dir = self.run.private().unwrap_or(&self.run.path).display();
                 self.notify(&format!(
-                    "{dir} was deleted and cannot be created again: {error}; until it exists again, `xlaunch status` does not \
-                     find this launch"
+                    "{dir} was deleted and cannot be created again: {error}; until it exists again, `xlaunch status` \
+                     does not find this launch"
                 ));
             }
             Err(_) => {}

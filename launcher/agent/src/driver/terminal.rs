@@ -65,7 +65,8 @@ impl Driver<'_> {
             }
             Some(Answer::HangUp) => {
                 self.notify(&format!(
-                    "rank {rank} waits for terminal input, but xlaunch can no longer get to the foreground: sending the rank SIGHUP"
+                    "rank {rank} waits for terminal input, but xlaunch can no longer get to the \
+                     foreground: sending the rank SIGHUP"
                 ));
                 // This is what the kernel sends to a stopped process group that nothing can continue.
                 self.attempt.hang_up(local_rank);

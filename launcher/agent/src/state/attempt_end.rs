@@ -1,4 +1,4 @@
-//! The end of an attempt on this node, what the coordinator is told about it, and the end of the job.
+//! The end of an attempt on this node, the report to the coordinator, and the end of the job.
 
 use std::time::Instant;
 
@@ -24,19 +24,19 @@ impl Job {
         vec![Action::Start { attempt }]
     }
 
-    /// The last worker is gone.
+    /// Ends the attempt, because the last worker is gone. Returns the report to the coordinator.
     pub(super) fn attempt_ended(&mut self, now: Instant) -> Vec<Action> {
         (self.phase, self.deadline) = (Phase::Waiting, None);
         self.find_early_exits();
         self.order_by_symptoms();
         let mut failures = std::mem::take(&mut self.failures);
         let paused = self.stop == Some(StopCause::Pause);
-        // The code of the job if it is stopped before the next attempt: whether the workers have saved.
+        // Exit code of the job if it is stopped before the next attempt; it tells whether the workers have saved.
         let paused_exit = paused.then(|| self.outcome(failures.clone()).exit);
         if paused {
             self.stop = None;
         } else if let Some(problem) = &self.incomplete {
-            // After a pause, the next attempt takes an earlier checkpoint and says so.
+            // Not after a pause: the next attempt takes an earlier checkpoint and says so.
             failures.push(Failure::of_group(problem.clone(), ExitCode::Data));
         }
         let own: Vec<Failure> = failures.iter().filter(|failure| !failure.elsewhere).cloned().collect();
@@ -47,7 +47,7 @@ impl Job {
         let outcome = self.outcome(own);
         let ended = NodeEnded {
             attempt: self.attempt,
-            // What follows from a pause is not a failure.
+            // A consequence of a pause is not a failure.
             root: root.filter(|root| !(paused && root.consequence)),
             progressed,
             differing: std::mem::take(&mut self.differing),
@@ -60,13 +60,13 @@ impl Job {
         [vec![Action::Kill, Action::ReportEnd(ended)], end].concat()
     }
 
-    /// Whether the attempt ran so long before it failed that it counts as progress.
+    /// Whether the attempt ran long enough before it failed to count as progress.
     fn has_lived(&self, now: Instant) -> bool {
         let failed = self.failed_at.unwrap_or(now);
         failed.saturating_duration_since(self.attempt_start) >= HEALTHY_AFTER
     }
 
-    /// A failure as the coordinator sees it.
+    /// Converts a failure to the coordinator's form.
     pub(super) fn cause(&self, failure: &Failure) -> RootCause {
         let code_text = match (self.rules.kind, failure.status) {
             (_, None) => String::new(),
@@ -86,7 +86,7 @@ impl Job {
         }
     }
 
-    /// Another attempt will follow.
+    /// Records that another attempt will follow.
     pub(super) fn restarting(&mut self, restarting: Restarting) -> Vec<Action> {
         let Restarting { attempt, notice, root, keep_evidence, .. } = restarting;
         if keep_evidence {
@@ -98,14 +98,14 @@ impl Job {
         vec![Action::Notify(notice), Action::Restart { attempt, rank, cause, keep_evidence, counted_as }]
     }
 
-    /// The job is over.
+    /// Ends the job.
     pub(super) fn end(&mut self, end: &GroupEnd) -> Vec<Action> {
         (self.phase, self.deadline) = (Phase::Ended, None);
         let is_elsewhere = !end.root.is_empty() && !self.is_here(end);
         let mut outcome = match self.last.take().filter(|_| !end.stopped) {
             Some(_) if end.of_kept_attempt => outcome::failed(std::mem::take(&mut self.first_failures)),
             Some(last) => last,
-            // Without an attempt, or between two of them.
+            // No attempt has run, or the job ends between two of them.
             None => Outcome { stopped: end.stopped || end.root.is_empty(), ..self.outcome(Vec::new()) },
         };
         (outcome.of_kept_attempt, outcome.first_rank) = (end.of_kept_attempt, self.first_rank);
@@ -143,7 +143,7 @@ impl Job {
         }
     }
 
-    /// How the job has ended if no other attempt follows.
+    /// Returns the outcome of the job if no other attempt follows.
     fn outcome(&self, failures: Vec<Failure>) -> Outcome {
         let end = outcome::End {
             kind: self.rules.kind,
@@ -158,7 +158,7 @@ impl Job {
     }
 }
 
-/// `exit code 1: ValueError: bad`.
+/// Describes a failure: `exit code 1: ValueError: bad`.
 fn what(failure: &Failure) -> String {
     match &failure.error {
         Some(error) => format!("{}: {error}", failure.message),

@@ -1,12 +1,12 @@
-//! Which failure of an attempt was the first: what ranks report, and what their exits show.
+//! Decides which failure of an attempt came first, from the reports of ranks and from their exits.
 //!
-//! A rank that fails breaks the connections of the others, which then fail, too, and may be the first to exit. So the
-//! order of exits does not tell who began. Told apart are
-//! - errors that a trainer's rank reports before it closes its connections, and the loss of a peer, which it reports
-//!   in the same way;
+//! A rank that fails breaks the connections of the others, which then fail too, and may be the first to exit. So the
+//! order of exits does not show which rank failed first. The evidence distinguishes
+//! - errors that a trainer's rank reports before it closes its connections, and losses of a peer, which it reports in
+//!   the same way;
 //! - a rank that exits with code 0 before it has reported the end of its work;
 //! - for commands, what a rank has written to stderr and when: an exception of its own is written before its
-//!   connections are closed, so before any other rank can notice.
+//!   connections are closed, and thus before any other rank can notice.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -16,23 +16,23 @@ use xlaunch_proto::exit::ExitCode;
 use super::{Action, Event, Failure, Job, Kind, Phase, STACKS_TIMEOUT, exits};
 use crate::spawn::Exit;
 
-/// How far a trainer's rank is, as its session shows.
+/// Progress of a trainer's rank, according to its session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Session {
     Open,
-    /// It has done all its work.
+    /// The rank has done all its work.
     Finished,
-    /// It has exited with code 0 before that, but its last reports may not have been read.
+    /// The rank has exited with code 0 before that, but its last reports may still be unread.
     ExitedEarly,
-    /// It has closed its session before that.
+    /// The rank has closed its session before that.
     ClosedEarly,
 }
 
-/// What a command's rank that has failed wrote about it, and when; without that, when it exited.
+/// What a failed rank of a command wrote about the failure.
 #[derive(Clone, Debug)]
 pub(super) struct Symptom {
     pub(super) kind: Written,
-    /// One line.
+    /// The error, in one line.
     pub(super) error: Option<String>,
     pub(super) at: Instant,
 }
@@ -68,8 +68,8 @@ impl Job {
         Vec::new()
     }
 
-    /// A rank has exited with code 0. If a trainer's has not reported the end of its work, that is a failure as soon as
-    /// all its reports have been read.
+    /// Handles a rank's exit with code 0. If a trainer's rank has not reported the end of its work, that becomes a
+    /// failure once all its reports have been read.
     pub(super) fn exited_with_0(&mut self, rank: u32, now: Instant) -> Vec<Action> {
         if self.rules.kind == Kind::Command {
             self.first_done.get_or_insert(rank);
@@ -90,7 +90,8 @@ impl Job {
         self.fail(early_exit(rank), now)
     }
 
-    /// At the end of an attempt that failed: ranks that exited with code 0 when others still needed them.
+    /// Adds ranks that exited with code 0 although others still needed them. Called at the end of an attempt that
+    /// failed.
     pub(super) fn find_early_exits(&mut self) {
         let lost_peer = |failure: &Failure| {
             let symptom = failure.rank.and_then(|rank| self.symptoms.get(&rank));
@@ -109,8 +110,8 @@ impl Job {
         }
     }
 
-    /// The parameters of ranks differ: the failure of that rank, or of the group if there are several. The reports of
-    /// the other ranks repeat it.
+    /// The parameters of ranks differ. This is the failure of the differing rank, or of the group if there are several.
+    /// The other ranks report the same.
     pub(super) fn replicas_differ(
         &mut self,
         ranks: Vec<(u32, String)>,
@@ -128,7 +129,7 @@ impl Job {
         self.fail(failure, now)
     }
 
-    /// A rank reports the error that ends it.
+    /// Handles a rank's report of the error that ends it.
     pub(super) fn own_error(
         &mut self,
         rank: u32,
@@ -151,9 +152,9 @@ impl Job {
         )
     }
 
-    /// Ends the attempt: a rank that hangs never exits by itself. A trainer's ranks are killed at once, Python programs
-    /// of a command first get [`STACKS_TIMEOUT`] to print their stacks. While the job is stopping there is a deadline
-    /// for that already.
+    /// Ends the attempt, since a hanging rank never exits by itself. A trainer's ranks are killed at once; Python
+    /// programs of a command first get [`STACKS_TIMEOUT`] to print their stacks. While the job is stopping, a deadline
+    /// for that already exists.
     pub(super) fn hung(&mut self, ranks: &[u32], message: &str, now: Instant) -> Vec<Action> {
         if self.phase == Phase::Stopping {
             return Vec::new();
@@ -162,7 +163,7 @@ impl Job {
         let Some((&first, others)) = hung.split_first() else { return Vec::new() };
         self.failures.push(Failure::hung(first, message.to_owned()));
         self.note_failure(now);
-        let others = others.iter().map(|rank| Failure::hung(*rank, format!("hung, as rank {first} did")));
+        let others = others.iter().map(|rank| Failure::hung(*rank, format!("hung, like rank {first}")));
         self.failures.extend(others);
         self.phase = Phase::Stopping;
         match self.rules.kind {
@@ -174,12 +175,12 @@ impl Job {
         }
     }
 
-    /// The failure that the exit of a command's rank is.
+    /// Returns the failure, if the exit of a command's rank is one.
     pub(super) fn command_failure(&mut self, rank: u32, exit: Exit, now: Instant) -> Option<Failure> {
         let silent = Symptom { kind: Written::Nothing, error: None, at: now };
         let symptom = self.symptoms.entry(rank).or_insert(silent);
         let (lost_peer, error) = (symptom.kind == Written::LostPeer, symptom.error.clone());
-        // A worker may use a requeue code after SIGTERM, too: that is preemption if xlaunch was stopped, but not if
+        // A worker may also use a requeue code after SIGTERM. That is preemption if xlaunch was stopped, but not if
         // another rank has failed.
         let has_failed = self.failures.iter().any(|failure| !failure.consequence && !failure.preempted);
         match exit {
@@ -195,8 +196,8 @@ impl Job {
         }
     }
 
-    /// Puts the failures of a command in the order in which ranks wrote about them, and those that have written nothing
-    /// where they exited. A rank that had written of an error of its own before xlaunch ended it has failed by itself.
+    /// Sorts the failures of a command by the times at which ranks wrote about them; a rank that wrote nothing counts
+    /// from its exit. A rank that had written about an error of its own before xlaunch ended it has failed by itself.
     pub(super) fn order_by_symptoms(&mut self) {
         if self.rules.kind != Kind::Command || self.stop.is_some() {
             return;
@@ -208,8 +209,8 @@ impl Job {
                 failure.consequence = false;
             }
         }
-        // Failures of the group, to start and verdicts on hangs are known before any exit, and preemption decides how
-        // the job ends: None sorts first.
+        // Failures of the group, failures to start and hangs are known before any exit, and preemption decides how the
+        // job ends: the key `None` sorts first.
         let comes_first = |failure: &Failure| failure.hung || failure.preempted;
         self.failures.sort_by_key(|failure| {
             symptom(failure).filter(|_| !comes_first(failure)).map(|symptom| symptom.at)

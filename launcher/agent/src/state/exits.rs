@@ -1,4 +1,5 @@
-//! What the exit of a worker means: nothing, or a failure with its exit code and whether another failure led to it.
+//! Interprets the exit of a worker: either nothing, or a failure with its exit code, and whether it is a consequence of
+//! another one.
 
 use xlaunch_proto::accounting::RESTART_CAUSES;
 use xlaunch_proto::exit::ExitCode;
@@ -6,13 +7,13 @@ use xlaunch_proto::exit::ExitCode;
 use super::{Failure, SIGTERM};
 use crate::spawn::Exit;
 
-/// A trainer's worker that was asked to stop: the checkpoint of the last step is complete.
+/// Exit of a trainer's worker that was asked to stop, when the checkpoint of the last step is complete.
 pub(super) const STOPPED: Exit = Exit::Code(143);
 const SIGKILL: i32 = 9;
-/// Signals that a process does not send itself when it crashes: SIGHUP, SIGINT, SIGQUIT, SIGKILL, SIGTERM.
+/// Signals that a crashing process does not send itself: SIGHUP, SIGINT, SIGQUIT, SIGKILL, SIGTERM.
 const OUTSIDE_SIGNALS: [i32; 5] = [1, 2, 3, SIGKILL, 15];
 
-/// What had happened in the attempt before a worker exited.
+/// Circumstances of the attempt before a worker exited.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Circumstances {
     /// Ranks are still joining.
@@ -20,13 +21,13 @@ pub(super) struct Circumstances {
     pub(super) another_failed: bool,
     /// xlaunch has sent SIGKILL.
     pub(super) killed: bool,
-    /// The OOM killer has.
+    /// The OOM killer has killed the worker.
     pub(super) out_of_memory: bool,
-    /// The parameters of ranks differ, after which all ranks end.
+    /// The parameters of ranks differ, so all ranks end.
     pub(super) replicas_differ: bool,
 }
 
-/// The failure, if this exit of a trainer's worker is one.
+/// Returns the failure, if this exit of a trainer's worker is one.
 pub(super) fn of_trainer(rank: u32, exit: Exit, circumstances: &Circumstances) -> Option<Failure> {
     let known = match exit {
         Exit::Code(code) => ExitCode::of_worker(code),
@@ -40,9 +41,9 @@ pub(super) fn of_trainer(rank: u32, exit: Exit, circumstances: &Circumstances) -
         }
         Some(ExitCode::Done) => return None,
         _ => {
-            // Ranks that lost a peer, or were refused by a rendezvous that has failed.
+            // Such ranks have lost a peer, or were refused by a rendezvous that had failed.
             let refused = known == Some(ExitCode::Rendezvous) && circumstances.another_failed;
-            // Any other SIGKILL may come from the OOM killer, which makes it a root cause.
+            // Any other SIGKILL may come from the OOM killer, so it is a root cause.
             let ours = exit == Exit::Signal(SIGKILL) && circumstances.killed;
             let differs = known == Some(ExitCode::Gpu) && circumstances.replicas_differ;
             let consequence = known == Some(ExitCode::Retryable) || ours || refused || differs;
@@ -59,12 +60,12 @@ pub(super) fn of_trainer(rank: u32, exit: Exit, circumstances: &Circumstances) -
     })
 }
 
-/// Whether a worker with this code failed for something outside of its program, its data and its GPU.
+/// Whether a worker with this exit code failed for a reason outside its program, its data and its GPU.
 pub(super) fn is_infrastructure(code: ExitCode) -> bool {
     matches!(code, ExitCode::Retryable | ExitCode::Rendezvous | ExitCode::SaveFailed)
 }
 
-/// The kind of failure as which a restart is counted.
+/// Returns the kind of failure that a restart is counted as.
 pub(super) fn counted_as(root: &Failure, replicas_differ: bool) -> &'static str {
     match (root.status, root.exit) {
         _ if root.hung => "hang",
@@ -83,12 +84,12 @@ pub(super) fn counted_as(root: &Failure, replicas_differ: bool) -> &'static str 
     }
 }
 
-/// The kind with this name, as the coordinator has it from a node.
+/// Returns the kind with this name, which the coordinator received from a node.
 pub(super) fn known_kind(name: &str) -> &'static str {
     RESTART_CAUSES.iter().find(|kind| **kind == name).unwrap_or(&"error")
 }
 
-/// The code of a job whose root cause is a trainer's worker with this one.
+/// Returns the exit code of a job whose root cause is a trainer's worker with this code.
 pub(super) fn passed_on(known: Option<ExitCode>) -> ExitCode {
     match known {
         Some(
@@ -103,8 +104,8 @@ pub(super) fn passed_on(known: Option<ExitCode>) -> ExitCode {
     }
 }
 
-/// The failure, if this exit of a command's worker is one. It is a `consequence` of our signal, or of the loss of a
-/// peer.
+/// Returns the failure, if this exit of a command's worker is one. `consequence`: it was caused by a signal from
+/// xlaunch, or by the loss of a peer.
 pub(super) fn of_command(rank: u32, exit: Exit, propagate: bool, consequence: bool) -> Option<Failure> {
     if exit == Exit::Code(0) {
         return None;
@@ -139,19 +140,19 @@ impl Failure {
         }
     }
 
-    /// A rank that hangs on its own (`message`), or together with the first of the hung ranks.
+    /// Failure of a rank that hangs on its own (`message`), or together with the first hung rank.
     pub(super) fn hung(rank: u32, message: String) -> Self {
         Self { hung: true, ..Self::of_rank(rank, message, ExitCode::Retryable) }
     }
 
-    /// A worker has exited with one of the codes for preemption.
+    /// Failure of a worker that has exited with one of the codes for preemption.
     pub(super) fn preempted(rank: u32, exit: Exit, code: i32) -> Self {
         let message = format!("exit code {code}: preempted (--requeue-codes)");
         let failure = Self::of_rank(rank, message, ExitCode::Retryable);
         Self { status: Some(exit), preempted: true, ..failure }
     }
 
-    /// The rank of this failure, which was known before, has exited.
+    /// Adds the exit status: the failure was known before its rank exited.
     pub(super) fn exited(&mut self, exit: Exit) {
         self.status = Some(exit);
         if matches!(exit, Exit::Code(_)) && !self.hung {
@@ -159,7 +160,7 @@ impl Failure {
         }
     }
 
-    /// The exit code that tells about the cause.
+    /// Returns the exit code, if it tells about the cause.
     pub(super) fn code(&self) -> Option<i32> {
         match self.status {
             Some(Exit::Code(code)) if !self.hung => Some(code),
@@ -169,7 +170,7 @@ impl Failure {
 }
 
 impl super::StopCause {
-    /// The signal for the workers of a command, which also decides the exit code.
+    /// Returns the signal for the workers of a command, which also decides the exit code.
     pub(super) fn signal(self) -> i32 {
         match self {
             Self::Signal(signal) => signal,

@@ -10,24 +10,24 @@
 //!    '-------------------------------------------------- report to coordinator-'     Waiting --GroupEnded--> Ended
 //! ```
 //! An attempt starts in Rendezvous; workers of a command do not join one, so their attempts start in Running. The first
-//! failure, or a stop, leads to Stopping, which ends with SIGKILL for those that are still there at the deadline. When
-//! the last worker has exited, the coordinator is told how the attempt has ended (`attempt_end`), and decides between
-//! another one and the end of the job: see [`group`](crate::group). Which of several failures on this node was the
-//! first is decided in `blame`.
+//! failure, or a stop, leads to Stopping, which ends with SIGKILL for the workers still there at the deadline. When the
+//! last worker has exited, the coordinator is told how the attempt ended (`attempt_end`), and decides between another
+//! attempt and the end of the job: see [`group`](crate::group). `blame` decides which of several failures on this node
+//! came first.
 //!
-//! - **Ranks that hang** are a failure that the hang detector reports: a trainer's workers are killed at once. Those of
-//!   a command first print their Python stacks, for [`STACKS_TIMEOUT`] at most; then all are terminated as after any
+//! - **Ranks that hang** are a failure reported by the hang detector. A trainer's workers are killed at once. Those of
+//!   a command first print their Python stacks, within [`STACKS_TIMEOUT`]; then all are terminated as after any
 //!   failure.
 //! - **Preemption**: a command's worker that exits with a requeue code ends the job without a restart.
-//! - **A command** is sent SIGTERM after a failure, or the signal that xlaunch received, and `shutdown_timeout` later
-//!   SIGKILL.
+//! - **A command's** workers are sent SIGTERM after a failure, or the signal that xlaunch received, and SIGKILL
+//!   `shutdown_timeout` later.
 //! - **A trainer's** workers ignore signals, and hold nothing that SIGTERM would save. A stop asks them for a
-//!   checkpoint of the next step. The deadline, `shutdown_timeout`, moves as long as saving makes progress, up to
+//!   checkpoint of the next step. The deadline, `shutdown_timeout`, is extended as long as saving makes progress, up to
 //!   `shutdown_timeout_max`. After a failure they are killed as soon as its cause is known: see [`FAILURE_GRACE`].
 //!
 //! Invariants: every started worker is accounted for by exactly one exit; the job ends once, after its last worker; an
-//! unknown exit is never success; a stopped training job ends as such only if every
-//! rank has confirmed the checkpoint of the last step.
+//! unknown exit is never success; a stopped training job ends as stopped only if every rank has confirmed the
+//! checkpoint of the last step.
 
 mod attempt_end;
 mod blame;
@@ -49,13 +49,13 @@ use crate::spawn::Exit;
 use blame::Written;
 pub use types::{Action, Event, Failure, Kind, Outcome, Phase, Rules, StopCause};
 
-/// For ranks of a trainer to exit by themselves after a failure whose cause is not known yet. A rank that fails breaks
-/// the connections of the others, and those may be the first to exit; and a rank that has reported an error of its own
-/// still has to exit.
+/// Time for ranks of a trainer to exit by themselves after a failure whose cause is not known yet. A rank that fails
+/// breaks the connections of the others, and those may be the first to exit; a rank that has reported an error of its
+/// own still has to exit.
 const FAILURE_GRACE: Duration = Duration::from_secs(5);
-/// An attempt of a command that ran this long before it failed has made progress, unless the command counts steps.
+/// An attempt of a command that ran this long before it failed counts as progress, unless the command counts steps.
 const HEALTHY_AFTER: Duration = Duration::from_secs(60);
-/// For the Python programs of ranks that hang to print their stacks, before they are terminated.
+/// Time for the Python programs of hanging ranks to print their stacks before they are terminated.
 const STACKS_TIMEOUT: Duration = Duration::from_secs(5);
 const SIGINT: i32 = 2;
 const SIGTERM: i32 = 15;
@@ -72,65 +72,65 @@ pub struct Job {
     rules: Rules,
     phase: Phase,
     attempt: u32,
-    /// Of this node in this attempt.
+    /// Rank of this node in the current attempt.
     node_rank: Option<u32>,
-    /// The rank of local rank 0.
+    /// Global rank of local rank 0.
     first_rank: u32,
     attempt_start: Instant,
-    /// By local rank.
+    /// Whether each worker is alive, by local rank.
     alive: Vec<bool>,
     failures: Vec<Failure>,
-    /// When the first of them was noticed.
+    /// Time at which the first failure was noticed.
     failed_at: Option<Instant>,
-    /// The same, until [`take_failure`](Self::take_failure).
+    /// Same, until it is taken by [`take_failure`](Self::take_failure).
     new_failure: Option<Instant>,
-    /// This attempt is further than those before.
+    /// This attempt has got further than those before.
     progressed: bool,
-    /// Progress is known from steps; kept across attempts.
+    /// The job counts steps, so progress is judged by them. Kept across attempts.
     counts_steps: bool,
-    /// Of the trainer's ranks that train, or have done so.
+    /// Sessions of the trainer's ranks, from when they begin to train.
     sessions: blame::Sessions,
-    /// Of a command's ranks that have exited.
+    /// Symptoms of a command's ranks that have exited.
     symptoms: blame::Symptoms,
-    /// The first rank of a command that has exited with code 0.
+    /// First rank of a command that has exited with code 0.
     first_done: Option<u32>,
     /// Ranks that the OOM killer has ended.
     out_of_memory: BTreeSet<u32>,
-    /// Ranks that a signal has killed, and that have not exited yet.
+    /// Ranks that a signal has killed but that have not exited yet.
     dying: BTreeSet<u32>,
-    /// Devices whose parameters differ from those of the other ranks.
+    /// Devices whose parameters differ from those of other ranks.
     differing: Vec<String>,
-    /// Workers that have confirmed a checkpoint of the last step by their exit code.
+    /// Number of workers that have confirmed a checkpoint of the last step by their exit code.
     stopped: u32,
     stop: Option<StopCause>,
-    /// The job had failed when the stop was requested.
+    /// The job had already failed when the stop was requested.
     failed_before_stop: bool,
-    /// Up to when progress moves the deadline: while a trainer is asked to stop.
+    /// Latest time to which progress extends the deadline, while a trainer is asked to stop.
     stop_limit: Option<Instant>,
     /// A second SIGINT has killed the workers.
     interrupted: bool,
-    /// The workers of this attempt were sent a signal that ends them.
+    /// The workers of this attempt have been sent a signal that ends them.
     terminated: bool,
     /// That signal was SIGKILL.
     killed: bool,
-    /// When workers that have not exited are killed, or the next attempt starts.
+    /// Time at which the remaining workers are terminated or killed.
     deadline: Option<Instant>,
-    /// The coordinator knows of a failure of this attempt: of its cause, or of a consequence.
+    /// What the coordinator has been told about a failure of this attempt: its cause, or only a consequence.
     reported: Option<Reported>,
     /// How the last attempt ended on this node.
     last: Option<Outcome>,
-    /// The failures of the first attempt since the last that made progress.
+    /// Failures of the first attempt since the last that made progress.
     first_failures: Vec<Failure>,
-    /// The job ends as soon as the last worker is gone.
+    /// The end of the job, which takes effect when the last worker is gone.
     group_end: Option<GroupEnd>,
-    /// The newest checkpoint of this run.
+    /// Step and path of the newest checkpoint of this run.
     checkpoint: Option<(u64, PathBuf)>,
-    /// Why the last one that was reported in this attempt is not complete.
+    /// Reason why the checkpoint last reported in this attempt is not complete.
     incomplete: Option<String>,
 }
 
 impl Job {
-    /// A job that waits for its first attempt.
+    /// Creates a job that waits for its first attempt.
     pub fn new(rules: Rules, now: Instant) -> Self {
         Self {
             phase: Phase::Waiting,
@@ -168,27 +168,27 @@ impl Job {
         }
     }
 
-    /// The phase that the job is in.
+    /// Returns the current phase.
     pub fn phase(&self) -> Phase {
         self.phase
     }
 
-    /// The current attempt, from 0.
+    /// Returns the current attempt, counted from 0.
     pub fn attempt(&self) -> u32 {
         self.attempt
     }
 
-    /// When an [`Event::Tick`] is due.
+    /// Time at which an [`Event::Tick`] is due.
     pub fn deadline(&self) -> Option<Instant> {
         self.deadline
     }
 
-    /// When the first failure of an attempt was noticed: once after each.
+    /// Returns the time at which an attempt's first failure was noticed, once per attempt.
     pub(crate) fn take_failure(&mut self) -> Option<Instant> {
         self.new_failure.take()
     }
 
-    /// The actions for an event at `now`, in order.
+    /// Handles an event at `now`. Returns the actions, in order.
     pub fn handle(&mut self, event: Event, now: Instant) -> Vec<Action> {
         match self.phase {
             Phase::Ended => Vec::new(),
@@ -289,7 +289,7 @@ impl Job {
         }
     }
 
-    /// Whether the workers of this node have done their part of an attempt of a command.
+    /// Whether the workers of this node have finished their part of a command's attempt.
     pub fn waits_for_other_nodes(&self) -> bool {
         let is_done = |last: &Outcome| last.root.is_none() && last.others.is_empty() && !last.stopped;
         self.rules.kind == Kind::Command
@@ -299,7 +299,7 @@ impl Job {
 
     fn exited(&mut self, rank: u32, exit: Exit, now: Instant) -> Vec<Action> {
         self.alive[rank as usize] = false;
-        // At most one: the error that the rank has reported, or its hang.
+        // There is at most one: the error that the rank has reported, or its hang.
         let reported = self.failures.iter_mut().find(|failure| failure.rank == Some(rank));
         if let Some(failure) = reported {
             failure.exited(exit);
@@ -320,7 +320,8 @@ impl Job {
         }
     }
 
-    /// A trainer's worker is as good as gone, and its cause of death known: its peers need not wait for its exit.
+    /// A trainer's worker has been killed but has not exited. The cause is known, so its peers need not wait for its
+    /// exit.
     fn killed_by(&mut self, rank: u32, signal: i32, now: Instant) -> Vec<Action> {
         let is_known = self.failures.iter().any(|failure| failure.rank == Some(rank));
         if self.rules.kind == Kind::Command || self.killed || is_known || !self.is_alive(rank) {
@@ -358,7 +359,7 @@ impl Job {
         }
     }
 
-    /// Ends the other workers, once the cause of the failure is known.
+    /// Ends the other workers once the cause of the failure is known.
     fn after_failure(&mut self, now: Instant) -> Vec<Action> {
         if self.killed || (self.rules.kind == Kind::Command && self.terminated) {
             return Vec::new();
@@ -368,7 +369,7 @@ impl Job {
         let is_exiting =
             self.failures.iter().filter_map(|failure| failure.rank).any(|rank| self.is_about_to_exit(rank));
         if self.rules.kind == Kind::Command && is_known {
-            // Ranks that hang may still print their stacks.
+            // Hanging ranks may still print their stacks.
             return if is_exiting { Vec::new() } else { self.terminate(SIGTERM, now) };
         }
         if is_known && !is_exiting {
@@ -376,17 +377,18 @@ impl Job {
         }
         let due = now + FAILURE_GRACE;
         self.stop_limit = None;
-        // The first failure counts: later ones do not move the deadline.
+        // The first failure sets the deadline; later ones do not move it.
         self.deadline = Some(self.deadline.map_or(due, |deadline| deadline.min(due)));
         Vec::new()
     }
 
-    /// Whether a rank that has failed will exit without our doing.
+    /// Whether a rank that has failed is going to exit by itself.
     fn is_about_to_exit(&self, rank: u32) -> bool {
         self.is_alive(rank) && !self.dying.contains(&rank)
     }
 
-    /// Starting processes takes as long as ending others. Whether they are needed is decided when those have ended.
+    /// Prepares the next attempt, because starting processes takes as long as ending others. Whether they are needed is
+    /// decided when those have ended.
     pub(super) fn prepare_next(&self) -> Vec<Action> {
         match self.stop.is_none() && self.rules.has_restarts {
             true => vec![Action::Prepare { attempt: self.attempt + 1 }],
@@ -422,7 +424,7 @@ impl Job {
             return Vec::new();
         }
         if self.terminated || self.stop_limit.is_some() {
-            // They are asked to end already, because the group changes.
+            // The workers have already been asked to end, because the group changes.
             return Vec::new();
         }
         let by_interrupt = cause == StopCause::Signal(SIGINT);
@@ -430,7 +432,7 @@ impl Job {
         self.ask_to_stop(cause, joining, again, now)
     }
 
-    /// Tells the workers to end, and the user.
+    /// Tells the workers to end, and tells the user.
     fn ask_to_stop(&mut self, cause: StopCause, joining: bool, again: &str, now: Instant) -> Vec<Action> {
         match self.rules.kind {
             Kind::Command => {
@@ -452,20 +454,20 @@ impl Job {
         }
     }
 
-    /// Workers on another node have failed. Those here may not have noticed, or never will.
+    /// Workers on another node have failed. The workers here may not have noticed, or never will.
     fn peer_failed(&mut self, message: String, now: Instant) -> Vec<Action> {
         if self.failures.iter().any(|failure| failure.rank.is_none()) {
             return Vec::new();
         }
         let failure = Failure::of_group(message, ExitCode::Retryable);
-        // What has been noticed here first is a consequence of it.
+        // Failures noticed here first are consequences of it.
         self.failures.push(Failure { consequence: true, elsewhere: true, ..failure });
         self.note_failure(now);
         self.phase = Phase::Stopping;
         self.after_failure(now)
     }
 
-    /// The workers save, and end; another attempt follows.
+    /// Makes the workers save and end, because another attempt follows.
     fn pause(&mut self, reason: String, now: Instant) -> Vec<Action> {
         if self.stop.is_some() || !self.failures.is_empty() {
             return Vec::new();
@@ -478,10 +480,10 @@ impl Job {
         std::iter::once(notice).chain(others).collect()
     }
 
-    /// The coordinator may start the ranks of this node elsewhere: none may live here.
+    /// Kills the workers, because the coordinator may start the ranks of this node elsewhere.
     fn cut_off(&mut self, reason: String, now: Instant) -> Vec<Action> {
         let line = format!("{reason}: ending the workers of this node");
-        // The coordinator knows whether it is this node, the network, or itself that has not answered.
+        // Only the coordinator knows whether this node, the network or the coordinator itself is to blame.
         let failure = Failure::of_group(reason, ExitCode::Retryable);
         self.failures.push(Failure { consequence: true, ..failure });
         self.note_failure(now);
@@ -489,12 +491,12 @@ impl Job {
         [vec![Action::Notify(line)], self.kill()].concat()
     }
 
-    /// Tells the coordinator of the first failure, and once more if a cause is found for what was the loss of a peer.
+    /// Reports the first failure to the coordinator, and once more if a cause is found after a mere loss of a peer.
     fn report_failure(&mut self) -> Option<Action> {
         let own = || self.failures.iter().filter(|failure| !failure.elsewhere);
         let is_stopped = self.stop.is_some();
         let root = own().find(|failure| !failure.consequence).or_else(|| own().next())?;
-        // The loss of a peer is reported at once, too: its node may not know that it has failed.
+        // The loss of a peer is reported at once too: its node may not know that it has failed.
         let kind = if root.consequence { Reported::Consequence } else { Reported::Cause };
         if self.reported >= Some(kind) || is_stopped {
             return None;
@@ -509,7 +511,7 @@ impl Job {
             return Vec::new();
         }
         if self.rules.kind == Kind::Command && !self.terminated {
-            // Ranks have lost a peer, but none of the others has failed meanwhile; or not all ranks that hang have
+            // Ranks have lost a peer, but no other rank has failed in the meantime; or not all hanging ranks have
             // printed their stacks.
             return self.terminate(SIGTERM, now);
         }

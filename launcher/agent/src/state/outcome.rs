@@ -1,4 +1,4 @@
-//! The end of a job: exit code, root cause, and what a stop has left.
+//! The end of a job: its exit code, its root cause, and the checkpoint that a stop has left.
 
 use std::path::PathBuf;
 
@@ -7,13 +7,13 @@ use xlaunch_proto::exit::ExitCode;
 use super::{Failure, Kind, Outcome, StopCause};
 
 impl Outcome {
-    /// The rank of the root cause, if it is one on this node.
+    /// Returns the rank of the root cause, if it is a rank of this node.
     pub fn rank(&self) -> Option<u32> {
         Some(self.first_rank + self.root.as_ref()?.rank?)
     }
 }
 
-/// What is known when the last worker is gone, beside the failures.
+/// Everything that is known when the last worker is gone, apart from the failures.
 #[derive(Debug)]
 pub(super) struct End<'a> {
     pub(super) kind: Kind,
@@ -36,7 +36,7 @@ impl End<'_> {
         match (self.stop.filter(|_| !self.failed_before_stop), self.kind) {
             (None, _) => failed(failures),
             (Some(_), Kind::Trainer) if self.all_stopped => clean(ExitCode::Stopped),
-            // The last step was under way when the stop came.
+            // The last step was already in progress when the stop came.
             (Some(_), Kind::Trainer) if self.none_stopped && failures.is_empty() => clean(ExitCode::Done),
             (Some(_), Kind::Trainer) => self.without_checkpoint(failures),
             // Consequences of a stop are not failures of the job.
@@ -47,7 +47,7 @@ impl End<'_> {
         }
     }
 
-    /// A training job that was stopped, but has not saved its last step.
+    /// Outcome of a training job that was stopped but has not saved its last step.
     fn without_checkpoint(&self, mut failures: Vec<Failure>) -> Outcome {
         if failures.iter().all(|failure| failure.consequence) {
             let message = "stopped without a checkpoint of the last step".into();
@@ -62,7 +62,7 @@ impl End<'_> {
     }
 }
 
-/// The end of a job that was not stopped, or had failed before.
+/// Outcome of a job that was not stopped, or had failed before.
 pub(super) fn failed(mut failures: Vec<Failure>) -> Outcome {
     let root = root_of(&failures).map(|index| failures.remove(index));
     let exit = root.as_ref().map_or(ExitCode::Done, |root| root.exit);
@@ -78,7 +78,7 @@ pub(super) fn failed(mut failures: Vec<Failure>) -> Outcome {
     }
 }
 
-/// The index of the root cause.
+/// Returns the index of the root cause.
 pub(super) fn root_of(failures: &[Failure]) -> Option<usize> {
     failures.iter().position(|failure| !failure.consequence).or((!failures.is_empty()).then_some(0))
 }

@@ -19,7 +19,7 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
 const SHUTDOWN_TIMEOUT_MAX: Duration = Duration::from_secs(100);
 const MILLISECOND: Duration = Duration::from_millis(1);
 
-/// The rules of a job, and its number of restarts.
+/// The rules of a job, with its number of restarts.
 struct Given {
     rules: Rules,
     restarts: u32,
@@ -62,7 +62,7 @@ impl Given {
     }
 }
 
-/// A job on one node, with its coordinator: what they tell each other is delivered at once.
+/// A job on one node, with its coordinator. Messages between them are delivered at once.
 struct Job {
     job: super::Job,
     coordinator: Coordinator,
@@ -77,7 +77,7 @@ impl Job {
         this
     }
 
-    /// A job whose node is not ready yet for its first attempt, and what it says when it is.
+    /// A job whose node is not ready for its first attempt yet, and the message that says when it is.
     fn preparing(given: Given) -> (Self, Input) {
         let now = Instant::now();
         let mut this = Self::without_attempt(&given, now);
@@ -121,7 +121,7 @@ impl Job {
         }
     }
 
-    /// What the job does, and what follows from what it reports.
+    /// Passes an event to the job. Returns its actions, and those that result from its reports.
     fn act(&mut self, event: Event, now: Instant) -> Vec<Action> {
         let mut done = Vec::new();
         for action in self.job.handle(event, now) {
@@ -174,7 +174,7 @@ fn command(world: u32, restarts: u32) -> Job {
     Job::new(rules(Kind::Command, world, restarts), Instant::now())
 }
 
-/// The parameters of one rank differ.
+/// Event for one rank whose parameters differ.
 fn differs(rank: u32) -> Event {
     let ranks = vec![(rank, format!("rank {rank}"))];
     Event::ReplicasDiffer { ranks, message: "replicas differ".into() }
@@ -277,7 +277,7 @@ proptest! {
         for event in events {
             now += Duration::from_secs(7);
             if let Event::Exited { rank, .. } = event {
-                // The driver reports one exit per worker.
+                // The driver reports exactly one exit per worker.
                 if !std::mem::replace(&mut alive[rank as usize], false) { continue; }
             }
             for action in job.handle(event, now) {
@@ -372,7 +372,7 @@ fn restart_is_recorded_announced_and_starts_a_fresh_attempt() {
     ];
     assert_eq!(actions, expected);
     assert_eq!((job.phase(), job.attempt(), job.deadline()), (Phase::Rendezvous, 1, None));
-    // Nothing of the first attempt remains: SIGKILL is sent again, and a SIGKILL before it is a failure of its own.
+    // No state of the first attempt remains: SIGKILL is sent again, and a SIGKILL before it is a failure of its own.
     let again = job.handle(killed(0, 9), start + Duration::from_secs(20));
     assert_eq!(again, [Action::Kill, Action::Prepare { attempt: 2 }]);
     let delayed = job.handle(exited(1, 75), start + Duration::from_secs(20));

@@ -1,4 +1,4 @@
-//! Which of several failures is the root cause.
+//! Choice of the root cause among several failures.
 
 use super::*;
 
@@ -53,7 +53,7 @@ fn ranks_that_have_finished_may_exit_at_any_time() {
     let finished = |rank| Event::Finished { rank };
     let first = [Event::AllJoined, opened(0), opened(1), finished(1), exited(1, 0)];
     run(&mut job, &first);
-    // The report of the last one is read after its exit.
+    // The last rank's report is read after its exit.
     let actions = run(&mut job, &[Event::SessionClosed { rank: 1 }, exited(0, 0)]);
     assert_eq!(outcome(&actions).exit, ExitCode::Done);
 }
@@ -118,7 +118,7 @@ fn rank_of_a_command_that_was_done_too_early_is_the_root() {
     let lost = |rank| [symptom(rank, true, start), exited(rank, 1)];
     let actions = run(&mut job, &[vec![exited(1, 0)], lost(0).into(), lost(2).into()].concat());
     assert_eq!(root(&actions), (Some(1), "exited with code 0 while other ranks needed it".into()));
-    // A failure of a rank's own is another matter.
+    // If a rank fails by itself, that is the root cause instead.
     let mut job = command(2, 0);
     let actions = run(&mut job, &[exited(1, 0), symptom(0, false, start), exited(0, 1)]);
     assert_eq!(root(&actions).0, Some(0));

@@ -121,7 +121,7 @@ fn lost_peers_alone_make_the_first_of_them_the_root() {
     for event in [Event::AllJoined, exited(1, 75), exited(0, 75)] {
         assert_eq!(job.handle(event, start), []);
     }
-    // The last one hangs in a collective.
+    // The last rank hangs in a collective.
     assert!(job.handle(Event::Tick, start + FAILURE_GRACE).contains(&Action::Kill));
     let end = outcome(&job.handle(killed(2, 9), start));
     assert_eq!((end.exit, end.root.unwrap().rank), (ExitCode::Retryable, Some(1)));

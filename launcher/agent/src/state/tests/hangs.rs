@@ -12,7 +12,7 @@ fn hung_rank_of_a_trainer_is_killed_at_once_and_is_the_root() {
     assert_eq!((root.rank, root.message.as_str()), (Some(2), "made no progress for 60 s"));
     let others: Vec<_> = end.others.iter().map(|other| (other.rank.unwrap(), other.consequence)).collect();
     assert_eq!(others, [(3, false), (0, true), (1, true)]);
-    assert_eq!(end.others[0].message, "hung, as rank 2 did");
+    assert_eq!(end.others[0].message, "hung, like rank 2");
 }
 
 #[test]
@@ -70,7 +70,7 @@ fn requeue_code_of_any_rank_ends_the_job_without_a_restart() {
     assert_eq!(outcome(&run(&mut propagating, &[exited(0, 99)])).exit, ExitCode::Retryable);
 }
 
-/// A rank that only lost its peer exits first, or writes of an error before.
+/// A rank that only lost its peer exits first, or writes about an error before that.
 #[test]
 fn rank_that_is_preempted_is_the_root_cause_although_others_fail_first() {
     let mut job = command(3, 5);
@@ -97,7 +97,7 @@ fn requeue_code_after_sigterm_is_preemption_unless_a_rank_has_failed() {
     assert_eq!(end.exit, ExitCode::WorkerFailed, "codes of the trainer have their own meanings");
 }
 
-/// Exit code 2 is final if a rank fails with it by itself.
+/// Exit code 2 would be final if a rank failed with it by itself.
 #[test]
 fn hang_is_restarted_whatever_the_exit_code_after_sigterm() {
     let mut job = command(1, 1);

@@ -1,4 +1,4 @@
-//! Workers that are being torn down, and the processes that start meanwhile.
+//! Workers that are being torn down, and the processes that start in the meantime.
 
 use super::*;
 

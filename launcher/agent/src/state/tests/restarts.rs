@@ -1,4 +1,4 @@
-//! Progress, budgets, and what a job ends with that has used them up.
+//! Progress, budgets, and the exit code of a job that has used up its restarts.
 
 use super::*;
 
@@ -88,7 +88,7 @@ fn sixty_seconds_until_the_failure_are_progress_of_a_command_but_not_of_a_traine
             now = job.deadline().unwrap_or(now);
             job.handle(Event::Tick, now);
             job.handle(exited(0, 1), now + seconds * SECOND);
-            // The time that the others take to end is not life.
+            // The time that the other ranks take to end does not count.
             now += (seconds + 30) * SECOND;
             job.handle(killed(1, 15), now);
         }
@@ -122,7 +122,7 @@ fn restarts_used_up_by_infrastructure_are_retryable_and_by_a_gpu_76() {
         let end = outcome(&fail(&mut job, &events, now));
         assert_eq!(i32::from(end.exit.code()), spent, "{events:?}");
     }
-    // torchrun's code.
+    // This is torchrun's exit code.
     let mut job = command(1, 1);
     fail(&mut job, &[killed(0, 9)], Instant::now());
     assert_eq!(outcome(&fail(&mut job, &[killed(0, 9)], Instant::now())).exit, ExitCode::WorkerFailed);

@@ -102,7 +102,7 @@ fn progress_moves_the_deadline_of_a_stop_up_to_the_maximum() {
     assert!(job.handle(Event::Tick, at(110)).contains(&Action::Kill));
     job.handle(Event::Progress, at(110));
     assert_eq!(job.deadline(), None, "killed workers get no more time");
-    // A command's workers, and ranks that have lost one, get none either.
+    // A command's workers get no extension, and neither do ranks that have lost a peer.
     let mut job = command(1, 0);
     job.handle(Event::Stop(StopCause::Call), start);
     job.handle(Event::Progress, at(20));
@@ -124,7 +124,7 @@ fn stop_without_the_last_checkpoint_is_retryable_and_names_the_newest_one() {
         let end = outcome(&run(&mut job, std::slice::from_ref(&last)));
         assert_eq!((end.exit, end.stopped), (ExitCode::Retryable, true), "{last:?}");
         assert_eq!(end.note.as_deref(), Some("newest checkpoint: step 20, /c/step-20"), "{last:?}");
-        // A failure of a rank's own is still the root cause.
+        // A rank's own failure is still the root cause.
         let own = matches!(last, Event::Exited { exit: Exit::Code(65) | Exit::Signal(_), .. });
         assert_eq!(end.root.unwrap().rank, own.then_some(1), "{last:?}");
     }
@@ -144,7 +144,7 @@ fn checkpoint_that_cannot_be_read_back_is_not_one() {
     assert_eq!(lost.note.as_deref(), Some("newest checkpoint: step 10, /c/step-10"));
     let later = end(&[&[incomplete(), saved(20)][..], &stopped()].concat());
     assert_eq!(later.exit, ExitCode::Stopped);
-    // The last one of a job that has done all its steps.
+    // The last checkpoint of a job that has done all its steps.
     let done = end(&[incomplete(), exited(0, 0)]);
     assert_eq!((done.exit, done.root.unwrap().message.as_str()), (ExitCode::Data, "a file is missing"));
 }
