@@ -1,20 +1,22 @@
-//! Errors of system calls that mean that a limit is reached, or that the kernel refuses the call, with what to do.
+//! Advice for errors of system calls that mean that a limit was reached or that the kernel refuses the call.
 
 use std::io;
 
 use rustix::io::Errno;
 
-/// The limit on processes also counts threads.
+/// Advice for the limit on processes, which also counts threads.
 pub(crate) const PROCESS_LIMIT_HELP: &str =
     "raise the limit: ulimit -u, the container's pids limit, or TasksMax of the unit";
-/// The limit on open files of one process.
+/// Advice for the limit on open files of a process.
 pub(crate) const FILE_LIMIT_HELP: &str =
     "xlaunch needs about five files per worker; raise the hard limit: ulimit -Hn, or LimitNOFILE of the unit";
-/// waitid of a pidfd needs Linux 5.4, pidfd_open 5.3. Some container runtimes refuse calls that they do not know.
+/// Advice for refused system calls. waitid on a pidfd needs Linux 5.4, pidfd_open needs 5.3. Some container runtimes
+/// refuse calls that they do not know.
 pub(crate) const SYSTEM_CALL_HELP: &str =
     "xlaunch needs Linux 5.4 or later, and in a container a seccomp profile that allows this call";
 
-/// The text of an error that occurred while something was started or opened, and what to do if a limit is the reason.
+/// Describes an error that occurred while something was started or opened, with advice if the reason is a limit or a
+/// refused call.
 pub fn describe(error: &io::Error) -> String {
     let explained = match Errno::from_io_error(error) {
         Some(Errno::AGAIN) => ("process limit reached", PROCESS_LIMIT_HELP),
@@ -28,7 +30,7 @@ pub fn describe(error: &io::Error) -> String {
     format!("{error}: {what}; {help}")
 }
 
-/// An error with what failed before it.
+/// Prefixes an error with the operation that failed.
 pub(crate) fn context(what: impl std::fmt::Display, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{what}: {}", describe(error)))
 }

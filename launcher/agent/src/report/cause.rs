@@ -1,5 +1,5 @@
-//! The likely cause of a worker's failure, and what to do about it. Pure. Causes that the evidence does not prove say
-//! "perhaps"; without evidence there is no cause.
+//! Determines the likely cause of a worker's failure, and advice for the user. Pure. A cause that the evidence does not
+//! prove is worded with "perhaps"; without evidence no cause is given.
 
 use std::time::{Duration, Instant};
 
@@ -13,9 +13,9 @@ use crate::system_errors::{FILE_LIMIT_HELP, PROCESS_LIMIT_HELP, SYSTEM_CALL_HELP
 /// Prefix of the message of an uncaught C++ exception.
 const CPP_WHAT: &str = "what():  ";
 
-/// From what a worker writes about its failure to its exit: Python's cleanup may take seconds.
+/// Longest time between a worker's output about its failure and its exit: Python's cleanup may take seconds.
 pub(crate) const MAX_SYMPTOM_AGE: Duration = Duration::from_secs(10);
-/// Parts of the messages of PyTorch's back ends after the loss of another rank, or of the store that rank 0 serves.
+/// Parts of messages of PyTorch's back ends when the connection to another rank, or to the store on rank 0, is lost.
 const LOST_PEER: [&str; 8] = [
     "gloo/transport",
     "Connection closed by peer",
@@ -27,7 +27,7 @@ const LOST_PEER: [&str; 8] = [
     "Connection was likely closed",
 ];
 
-/// Parts of messages of Python, OpenMP and this project where the system refuses a process or a thread.
+/// Parts of messages of Python, OpenMP and this project when the system refuses to create a process or a thread.
 const THREAD_REFUSED: [&str; 5] = [
     "can't start new thread",
     "[Errno 11] Resource temporarily unavailable",
@@ -36,15 +36,15 @@ const THREAD_REFUSED: [&str; 5] = [
     "pthread_create failed",
 ];
 
-/// Help if the host has too little memory.
+/// Advice if the host is out of memory.
 const HOST_MEMORY_HELP: &str =
     "give the job more memory, or use less: fewer data loader workers, smaller batches";
 
-/// A cause of a failure. Both texts are one line.
+/// The cause of a failure. Both texts are a single line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Cause {
     pub(super) what: String,
-    /// What to do, if that is known.
+    /// Advice, if there is any.
     pub(super) help: Option<String>,
 }
 
@@ -58,13 +58,13 @@ impl Cause {
     }
 }
 
-/// The likely cause; `None` if nothing is known beyond how the worker ended.
+/// Returns the likely cause; `None` if nothing is known beyond the exit status.
 pub(super) fn cause(evidence: &Evidence) -> Option<Cause> {
     if let Some(error) = evidence.spawn_error {
         return not_started(error, evidence);
     }
     let exit = evidence.exit?;
-    // These are the signals that xlaunch sends: SIGINT, SIGKILL and SIGTERM.
+    // xlaunch itself sends SIGINT, SIGKILL and SIGTERM.
     let ended_by_xlaunch = evidence.signalled && matches!(ended_by_signal(exit), Some(2 | 9 | 15));
     if exit == Exit::Code(0) || ended_by_xlaunch {
         return None;
@@ -75,19 +75,19 @@ pub(super) fn cause(evidence: &Evidence) -> Option<Cause> {
         .or_else(|| shell_code(exit, evidence))
 }
 
-/// What a failed worker has written about its failure.
+/// A failed worker's own output about its failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Symptom {
     /// One line, escaped: `ValueError: bad`.
     pub(crate) error: String,
-    /// It has lost the connection to another rank.
+    /// Whether the error is a lost connection to another rank.
     pub(crate) lost_peer: bool,
-    /// When it began to write that.
+    /// Time at which the worker began to write it.
     pub(crate) at: Instant,
 }
 
-/// The symptom in the last lines of stderr of a worker that has exited just now: the last Python exception, or, if the
-/// worker was aborted without one, the line of a C++ exception. Older ones were handled.
+/// Finds the symptom in the last lines of stderr of a worker that has just exited: the last Python exception or, if the
+/// worker aborted without one, the message of a C++ exception. Exceptions written earlier were handled.
 pub(crate) fn symptom(stderr: &[(String, Option<Instant>)], exit: Exit, now: Instant) -> Option<Symptom> {
     let lines: Vec<String> = stderr.iter().map(|(line, _)| line.clone()).collect();
     let symptom = |begin: usize, line: &str| {
@@ -103,13 +103,14 @@ pub(crate) fn symptom(stderr: &[(String, Option<Instant>)], exit: Exit, now: Ins
     };
     match ended_by_signal(exit) {
         None | Some(15) => exception(&lines),
-        // The exception closes the connections of a rank, which may make a thread of a library abort it as it exits.
+        // An exception closes the connections of a rank, upon which a library thread may abort the process as it exits.
         Some(6) => exception(python::before_abort(&lines)).or_else(aborted),
         Some(_) => None,
     }
 }
 
-/// The same for the root cause. That may be a rank that xlaunch ended after it had failed, but before it exited.
+/// Returns the likely cause of the root failure. Unlike [`cause`], it also looks at a rank that had failed but was
+/// terminated by xlaunch before it exited.
 pub(super) fn cause_of_root(evidence: &Evidence) -> Option<Cause> {
     let exception = || python::exception(&evidence.stderr).filter(|_| evidence.signalled);
     cause(evidence).or_else(|| {
@@ -119,7 +120,7 @@ pub(super) fn cause_of_root(evidence: &Evidence) -> Option<Cause> {
     })
 }
 
-/// The program could not be started.
+/// Cause of a failure to start the program.
 fn not_started(error: i32, evidence: &Evidence) -> Option<Cause> {
     let program = evidence.program.to_string_lossy();
     let path = evidence.search_path.to_string_lossy();
@@ -147,7 +148,7 @@ fn not_started(error: i32, evidence: &Evidence) -> Option<Cause> {
     Some(cause)
 }
 
-/// The signal that ended the worker, or one of its children if a shell reported that as 128 + n.
+/// The signal that killed the worker, or a child of it whose signal n a shell reported as exit code 128 + n.
 fn ended_by_signal(exit: Exit) -> Option<i32> {
     match exit {
         Exit::Signal(signal) => Some(signal),
@@ -156,7 +157,7 @@ fn ended_by_signal(exit: Exit) -> Option<i32> {
     }
 }
 
-/// OOM kills, from the kernel's counters.
+/// Cause if the kernel's counters show OOM kills.
 fn oom(exit: Exit, evidence: &Evidence) -> Option<Cause> {
     let OomKills { rank, launch, host } = evidence.oom_kills;
     let killed = ended_by_signal(exit) == Some(9);
@@ -175,7 +176,7 @@ fn oom(exit: Exit, evidence: &Evidence) -> Option<Cause> {
     Some(Cause::new(what).with_help(HOST_MEMORY_HELP))
 }
 
-/// The worker's own words: the error file, or an exception or another known line on stderr.
+/// Cause from the worker's own output: the error file, an exception, or another known line on stderr.
 fn worker_output(exit: Exit, evidence: &Evidence) -> Option<Cause> {
     let killed = ended_by_signal(exit);
     if killed == Some(9) {
@@ -186,9 +187,9 @@ fn worker_output(exit: Exit, evidence: &Evidence) -> Option<Cause> {
     let recent = python::before_abort(evidence.stderr.get(evidence.old_lines..).unwrap_or_default());
     let traced = || match killed {
         None => python::exception(&evidence.stderr),
-        // A thread of a library may abort a program that exits because of an exception.
+        // A library thread may abort a program that is exiting because of an exception.
         Some(6) => python::exception(recent),
-        // A program that was ended by another signal had handled its earlier exceptions.
+        // A program killed by any other signal had handled its earlier exceptions.
         Some(_) => None,
     };
     let is_recorded = recorded.is_some();
@@ -203,7 +204,7 @@ fn worker_output(exit: Exit, evidence: &Evidence) -> Option<Cause> {
         .or_else(|| Some(Cause::new(format!("{perhaps}{line}{place}"))))
 }
 
-/// The last line of stderr with a known message, if there is no exception.
+/// Cause from the last line of stderr with a known message, for output without an exception.
 fn stderr_line(killed: Option<i32>, evidence: &Evidence) -> Option<Cause> {
     let python: &[&str] = match killed {
         Some(_) => &["Fatal Python error: "],
@@ -221,13 +222,13 @@ fn stderr_line(killed: Option<i32>, evidence: &Evidence) -> Option<Cause> {
     known(line, &whole, evidence).or_else(|| Some(Cause::new(whole)))
 }
 
-/// A line of stderr, without the prefix of the message of an uncaught C++ exception.
+/// Strips the prefix of an uncaught C++ exception's message from a line of stderr.
 fn cpp_message(line: &str) -> &str {
     let line = line.trim();
     line.strip_prefix(CPP_WHAT).unwrap_or(line)
 }
 
-/// Failures with known help. `whole` is the line with its place in the source.
+/// Adds advice for known failures. `whole` is the line with its place in the source.
 fn known(line: &str, whole: &str, evidence: &Evidence) -> Option<Cause> {
     let has = |parts: &[&str]| parts.iter().any(|part| line.contains(part));
     let name = line.split(':').next().unwrap_or(line).rsplit('.').next().unwrap_or(line);
@@ -288,7 +289,7 @@ fn known(line: &str, whole: &str, evidence: &Evidence) -> Option<Cause> {
     Some(cause)
 }
 
-/// The port number in a line such as `port: 29500`, `port 29500`, `('::', 29500)`.
+/// Finds the port number in a line such as `port: 29500`, `port 29500` or `('::', 29500)`.
 fn port(line: &str) -> Option<u16> {
     let number = |text: &str| {
         let text = text.trim_start_matches([':', ' ', '=']);
@@ -299,7 +300,7 @@ fn port(line: &str) -> Option<u16> {
     named.or_else(|| line.match_indices(',').find_map(|(at, _)| number(&line[at + 1..])))
 }
 
-/// A signal that xlaunch did not send.
+/// Cause of death by a signal that xlaunch did not send.
 fn foreign_signal(exit: Exit, signal: i32, evidence: &Evidence) -> Option<Cause> {
     let cause = match signal {
         1 => Cause::new("its terminal or session was closed (SIGHUP)"),
@@ -330,7 +331,7 @@ fn foreign_signal(exit: Exit, signal: i32, evidence: &Evidence) -> Option<Cause>
     })
 }
 
-/// Exit codes of a shell that could not start a command.
+/// Cause for the exit codes of a shell that could not start a command.
 fn shell_code(exit: Exit, evidence: &Evidence) -> Option<Cause> {
     let (what, word) = match exit {
         Exit::Code(127) => ("shell: command not found", "not found"),

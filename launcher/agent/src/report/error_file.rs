@@ -1,9 +1,11 @@
-//! The launcher's own `TORCHELASTIC_ERROR_FILE`, for whatever has started it: an outer agent, or a cluster's job
-//! controller. Pure.
+//! Contents of the launcher's own `TORCHELASTIC_ERROR_FILE`, which is read by the program that started the launcher: an
+//! outer agent, or a cluster's job controller. Pure.
 //!
-//! The format is that of `torch.distributed.elastic.multiprocessing.errors`. As under torchrun, the file of the rank
-//! that failed first is passed on, with its exit code, and a signal that ends the launch is an exception of its own.
-//! torchrun writes nothing for a rank that has written no file; here the failure report takes its place.
+//! The format is that of `torch.distributed.elastic.multiprocessing.errors`. As with torchrun, the error file of the
+//! rank
+//! that failed first is passed on with its exit code added, and a signal that ends the launch is reported as an
+//! exception
+//! of its own. If that rank has written no error file, torchrun writes nothing; xlaunch writes its failure report.
 
 use serde_json::{Value, json};
 use xlaunch_proto::exit::ExitCode;
@@ -13,7 +15,7 @@ use crate::Refusal;
 use crate::spawn::Exit;
 use crate::state::Outcome;
 
-/// The contents after a job of the process `pid`; `None` if it did not fail.
+/// Returns the contents after a job that the process `pid` ran; `None` if the job did not fail.
 pub fn of_outcome(outcome: &Outcome, evidence: &[Evidence], pid: u32, unix_seconds: u64) -> Option<String> {
     let code = i32::from(outcome.exit.code());
     let root = outcome.root.as_ref();
@@ -37,14 +39,14 @@ pub fn of_outcome(outcome: &Outcome, evidence: &[Evidence], pid: u32, unix_secon
     Some(contents.to_string())
 }
 
-/// The contents if nothing was started; `None` if that is not a failure.
+/// Returns the contents if nothing was started; `None` if that is not a failure.
 pub fn of_refusal(refusal: &Refusal, unix_seconds: u64) -> Option<String> {
     let Refusal { exit, message } = refusal;
     let code = i32::from(exit.code());
     (*exit != ExitCode::Done).then(|| error(message, message, Some(code), unix_seconds).to_string())
 }
 
-/// A worker's file with its exit code, which it could not know.
+/// Adds the exit code to a worker's file, which the worker itself could not know.
 fn passed_on(file: &str, code: i32) -> Option<Value> {
     let mut value: Value = serde_json::from_str(file).ok()?;
     if let Value::Object(message) = value.get_mut("message")? {
@@ -53,7 +55,7 @@ fn passed_on(file: &str, code: i32) -> Option<Value> {
     Some(value)
 }
 
-/// The exit code of a process, or the negative number of the signal that has ended it.
+/// Exit code of a process, or the negated number of the signal that killed it.
 fn error_code(exit: Exit) -> i32 {
     match exit {
         Exit::Code(code) => code,

@@ -1,5 +1,6 @@
-//! The failure report, in the order in which the user needs it: the root cause, the last lines of its rank, the
-//! failures that followed, where the logs are. Printed last, to stderr.
+//! The failure report, printed to stderr at the end. Its order is that in which the user needs it: root cause, last
+//! lines
+//! of the rank that caused it, subsequent failures, location of the logs.
 //!
 //! Control characters in the output of workers are escaped, so that a worker cannot forge a report.
 
@@ -20,46 +21,46 @@ use crate::state::{Failure, Outcome};
 pub(crate) use cause::{MAX_SYMPTOM_AGE, Symptom, symptom};
 use cause::{cause, cause_of_root};
 
-/// Lines of stderr in a report.
+/// Maximum number of stderr lines in a report.
 const MAX_STDERR_LINES: usize = 20;
 
-/// What is known about a rank in addition to its [`Failure`]. The default is nothing.
+/// Evidence about a rank in addition to its [`Failure`]. The default is none.
 #[derive(Clone, Debug, Default)]
 pub struct Evidence {
-    /// Process id; 0 if it was never started.
+    /// Process id; 0 if the rank was never started.
     pub pid: u32,
     pub host: String,
-    /// The rank of its node, if the job has several.
+    /// Rank of the node, if the job has several.
     pub node_rank: Option<u32>,
-    /// How the process ended. `None` if it has not, and for exit codes of the built-in trainer, whose meaning is in the
-    /// failure's message.
+    /// How the process ended. `None` if it still runs, and for exit codes of the built-in trainer, which the failure's
+    /// message explains.
     pub exit: Option<Exit>,
-    /// When it ended.
     pub exit_time: Option<SystemTime>,
-    /// Whether xlaunch had sent it a signal before.
+    /// Whether xlaunch had sent the process a signal before it exited.
     pub signalled: bool,
-    /// Its last lines of stderr, oldest first.
+    /// Last lines of stderr, oldest first.
     pub stderr: Vec<String>,
-    /// How many of these it had written more than [`MAX_SYMPTOM_AGE`] before it exited.
+    /// Number of these lines written more than [`MAX_SYMPTOM_AGE`] before the exit.
     pub old_lines: usize,
     /// The contents of `TORCHELASTIC_ERROR_FILE`.
     pub error_file: Option<String>,
-    /// What was found out about its hang, or about its waiting for a rank that hung.
+    /// File with the evidence about the rank's hang, or about its wait for a hung rank.
     pub hang_file: Option<PathBuf>,
     /// OOM kills during the attempt.
     pub oom_kills: OomKills,
-    /// The error number of a failed start.
+    /// System error number if the start failed.
     pub spawn_error: Option<i32>,
     /// The program that was started; empty for the built-in trainer.
     pub program: OsString,
-    /// The `PATH` that was searched for it.
+    /// The `PATH` that was searched for the program.
     pub search_path: OsString,
 }
 
-/// The report; `None` if nothing failed. `evidence` is by rank; `logs` is the directory of logs that are kept.
+/// Returns the report; `None` if nothing failed. `evidence` is indexed by local rank; `logs` is the directory of the
+/// logs, if they are kept.
 pub fn text(outcome: &Outcome, evidence: &[Evidence], logs: Option<&Path>) -> Option<String> {
     if let Some(elsewhere) = &outcome.elsewhere {
-        // That node has the evidence, and prints it.
+        // The node that failed has the evidence, and prints it.
         return Some(format!(
             "xlaunch: the job ended with exit code {}: {}\n",
             outcome.exit.code(),
@@ -86,7 +87,7 @@ pub fn text(outcome: &Outcome, evidence: &[Evidence], logs: Option<&Path>) -> Op
     let known = of(root).map_or("", |evidence| evidence.host.as_str());
     for other in &outcome.others {
         let later = of(root).zip(of(other)).map(|(root, other)| later(root, other)).unwrap_or_default();
-        // The name of a signal says enough.
+        // For a signal, its name is enough.
         let coded = of(other).filter(|evidence| matches!(evidence.exit, Some(Exit::Code(_))));
         let why = coded.and_then(cause).map_or(String::new(), |cause| format!(": {}", escaped(&cause.what)));
         let _ = writeln!(out, "    {}{later}{why}", describe(other, first_rank, of(other), known));
@@ -101,7 +102,7 @@ pub fn text(outcome: &Outcome, evidence: &[Evidence], logs: Option<&Path>) -> Op
     Some(out)
 }
 
-/// The root cause in one line; `None` if nothing failed.
+/// Returns the root cause in one line; `None` if nothing failed.
 pub fn headline(outcome: &Outcome, evidence: &[Evidence]) -> Option<String> {
     if let Some(elsewhere) = &outcome.elsewhere {
         return Some(escaped(elsewhere));
@@ -114,16 +115,16 @@ pub fn headline(outcome: &Outcome, evidence: &[Evidence]) -> Option<String> {
     Some(format!("{}{}", describe(root, outcome.first_rank, evidence, known), cause.unwrap_or_default()))
 }
 
-/// The cause of the root failure, what to do about it, and the last lines of its rank.
+/// Writes the cause of the root failure, advice, and the last lines of its rank.
 fn explain(out: &mut String, root: &Failure, evidence: &Evidence) {
     if let Some(file) = evidence.hang_file.as_ref().filter(|_| root.hung) {
         let _ = writeln!(out, "  evidence: {}", escaped(&file.to_string_lossy()));
     }
-    // From the stacks that its Python program printed before it was ended.
+    // Found in the stacks that the rank's Python program printed before it was killed.
     if let Some(place) = python::fault(&evidence.stderr).filter(|_| root.hung) {
         let _ = writeln!(out, "  location: {}", escaped(&place.to_string()));
     }
-    // A rank that hung was ended by xlaunch, whatever it made of that.
+    // xlaunch itself terminated a hung rank, so the way it exited explains nothing.
     if let Some(cause) = cause_of_root(evidence).filter(|_| !root.hung) {
         let _ = writeln!(out, "  cause: {}", escaped(&cause.what));
         if let Some(help) = cause.help {
@@ -139,7 +140,7 @@ fn explain(out: &mut String, root: &Failure, evidence: &Evidence) {
     }
 }
 
-/// Rank, local rank, process id, node and host unless it is `known`, and how the process ended.
+/// Describes a failure: rank, local rank, process id, node, host unless it is `known`, and how the process ended.
 fn describe(failure: &Failure, first_rank: u32, evidence: Option<&Evidence>, known: &str) -> String {
     let Some(local_rank) = failure.rank else { return escaped(&failure.message) };
     let mut who = format!("rank {}", first_rank + local_rank);
@@ -168,7 +169,7 @@ fn describe(failure: &Failure, first_rank: u32, evidence: Option<&Evidence>, kno
     }
 }
 
-/// `, at 14:03:05 UTC`.
+/// Formats the time of the exit, such as `, at 14:03:05 UTC`.
 fn at(evidence: &Evidence) -> String {
     let since =
         evidence.exit_time.and_then(|exit_time| exit_time.duration_since(SystemTime::UNIX_EPOCH).ok());
@@ -179,7 +180,7 @@ fn at(evidence: &Evidence) -> String {
     })
 }
 
-/// `, 0.3 s later`.
+/// Formats the time between two exits, such as `, 0.3 s later`.
 fn later(root: &Evidence, other: &Evidence) -> String {
     let between =
         root.exit_time.zip(other.exit_time).and_then(|(first, then)| then.duration_since(first).ok());

@@ -1,19 +1,19 @@
-//! Python exceptions, as found on stderr and in the error file of torch's `record` decorator.
+//! Finds Python exceptions on stderr and in the error file of torch's `record` decorator.
 
 use std::fmt;
 
 use serde::Deserialize;
 
-/// An exception that ended a program.
+/// An uncaught exception.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Exception {
-    /// The first line of the message: `ValueError: too large`.
+    /// The first line of the message, such as `ValueError: too large`.
     pub(super) line: String,
     /// The innermost frame of the user's code.
     pub(super) place: Option<Place>,
 }
 
-/// A line of the user's code.
+/// A line in the user's code.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) file: String,
@@ -26,7 +26,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// torch's error file. In older versions the message is a string.
+/// torch's error file. In older versions of torch the message is a string.
 #[derive(Deserialize)]
 struct ErrorFile {
     message: Message,
@@ -48,7 +48,7 @@ struct Extra {
     py_callstack: Option<String>,
 }
 
-/// The exception in an error file, if it can be parsed.
+/// Returns the exception in an error file, if it can be parsed.
 pub(super) fn from_error_file(file: &str) -> Option<Exception> {
     let (message, stack) = match serde_json::from_str::<ErrorFile>(file).ok()?.message {
         Message::Text(text) => (Some(text), None),
@@ -64,7 +64,7 @@ pub(super) fn from_error_file(file: &str) -> Option<Exception> {
     }
 }
 
-/// The exception of the last traceback in these lines.
+/// Returns the exception of the last traceback in these lines.
 pub(super) fn exception(lines: &[String]) -> Option<Exception> {
     let lines: Vec<&str> = lines.iter().map(|line| without_rank(line)).collect();
     let deepest = lines.iter().rposition(|line| frame(line).is_some())?;
@@ -72,7 +72,7 @@ pub(super) fn exception(lines: &[String]) -> Option<Exception> {
     let after = &lines[deepest + 1..];
     let at = after.iter().position(|line| !indented(line))?;
     let line = after[at];
-    // A warning also has a line that looks like a frame, but no exception after it.
+    // A warning also prints a line that looks like a frame, but no exception follows.
     let name = line.split([':', ' ']).next().unwrap_or(line);
     let known = name.chars().all(|c| c.is_alphanumeric() || c == '_' || c == '.')
         && name.rsplit('.').next().is_some_and(|class| class.starts_with(char::is_uppercase))
@@ -86,13 +86,13 @@ pub(super) fn exception(lines: &[String]) -> Option<Exception> {
     Some(Exception { line: line.trim_end().into(), place })
 }
 
-/// The line at which the last traceback begins.
+/// Returns the index of the line at which the last traceback begins.
 pub(super) fn last_traceback(lines: &[String]) -> Option<usize> {
     lines.iter().rposition(|line| without_rank(line).starts_with("Traceback (most recent call last)"))
 }
 
-/// The lines before the messages of an abort: that of C++, and faulthandler's stacks, whose frames look like those of a
-/// traceback.
+/// Returns the lines before the messages of an abort, which are that of C++ and faulthandler's stacks. The frames of
+/// these stacks look like those of a traceback.
 pub(super) fn before_abort(lines: &[String]) -> &[String] {
     let begins = |line: &&String| {
         let line = without_rank(line);
@@ -102,8 +102,9 @@ pub(super) fn before_abort(lines: &[String]) -> &[String] {
     &lines[..end]
 }
 
-/// The innermost frame of the user's code in a crash report of faulthandler, which lists frames innermost first. It is
-/// that of the thread that crashed, which need not be the first one.
+/// Returns the innermost frame of the user's code in a crash report of faulthandler, which lists frames innermost
+/// first.
+/// The frame is that of the crashed thread, which need not be listed first.
 pub(super) fn fault(lines: &[String]) -> Option<Place> {
     let thread = |start| lines.iter().position(|line| line.starts_with(start) && line.ends_with("first):"));
     let begin = thread("Current thread").or_else(|| thread("Thread "))?;
@@ -111,20 +112,20 @@ pub(super) fn fault(lines: &[String]) -> Option<Place> {
     stack.filter_map(|line| frame(line)).find(|place| is_users(&place.file))
 }
 
-/// `  File "train.py", line 12, in main`.
+/// Parses a frame such as `  File "train.py", line 12, in main`.
 fn frame(line: &str) -> Option<Place> {
     let (file, rest) = line.trim_start().strip_prefix("File \"")?.split_once("\", line ")?;
     let digits = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
     line.starts_with(' ').then(|| Place { file: file.into(), line: rest[..digits].into() })
 }
 
-/// Whether the file belongs neither to Python's library nor to an installed package.
+/// Whether the file belongs to the user: neither to Python's library nor to an installed package.
 fn is_users(file: &str) -> bool {
     let installed = ["/site-packages/", "/dist-packages/", "/lib/python3"];
     !file.starts_with('<') && !installed.iter().any(|part| file.contains(part))
 }
 
-/// Removes the `[rank0]: ` that torch adds to lines of a traceback after the rendezvous.
+/// Removes the prefix `[rank0]: ` that torch adds to the lines of a traceback after the rendezvous.
 pub(super) fn without_rank(line: &str) -> &str {
     let inner = line.strip_prefix("[rank").and_then(|rest| rest.split_once("]: "));
     match inner {

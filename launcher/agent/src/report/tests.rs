@@ -1,4 +1,4 @@
-//! Complete reports.
+//! Tests of complete reports.
 
 use std::time::{Duration, Instant};
 
@@ -22,7 +22,7 @@ fn job(kind: Kind, workers: u32) -> Job {
     job
 }
 
-/// The outcome of exits in this order.
+/// The outcome of a job whose ranks exit in this order.
 fn outcome(world: u32, exits: &[(u32, Exit)]) -> Outcome {
     outcome_of(Kind::Command, world, exits)
 }
@@ -36,7 +36,7 @@ fn outcome_of(kind: Kind, world: u32, exits: &[(u32, Exit)]) -> Outcome {
     end_after(&mut job, &actions)
 }
 
-/// The outcome if no other attempt follows the one that has ended with these actions.
+/// The outcome if the attempt that ended with these actions is the last one.
 fn end_after(job: &mut Job, actions: &[Action]) -> Outcome {
     let ended = actions.iter().find_map(|action| match action {
         Action::ReportEnd(ended) => Some(ended.clone()),

@@ -1,7 +1,7 @@
-//! A file that records are appended to, on a disk that may be full for a while.
+//! Appends records to a file on a disk that may be temporarily full.
 //!
-//! A record is written whole or not at all: what a failed write has left is cut off. Records that could not be written
-//! wait, in order and within a bound, for the next one; those beyond the bound are counted as lost.
+//! A record is written completely or not at all: the rest of a failed write is truncated. Records that could not be
+//! written are queued in order until the next write. The queue is bounded; records that do not fit are counted as lost.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
@@ -9,13 +9,13 @@ use std::path::{Path, PathBuf};
 
 use fs_err::{File, OpenOptions};
 
-/// Most bytes of records that wait for the disk: hours of steps.
+/// Limit on the bytes of queued records: enough for hours of steps.
 const MAX_WAITING_BYTES: usize = 16 << 20;
 
 #[derive(Debug)]
 pub(super) struct Appender {
     path: PathBuf,
-    /// `None` until there is something to write.
+    /// The open file; `None` before the first write.
     file: Option<File>,
     waiting: VecDeque<Vec<u8>>,
     waiting_bytes: usize,
@@ -23,7 +23,7 @@ pub(super) struct Appender {
 }
 
 impl Appender {
-    /// Appends to the file at `path`, which is created with the first record.
+    /// Creates an appender. The file at `path` is created with the first record.
     pub(super) fn new(path: PathBuf) -> Self {
         Self { path, file: None, waiting: VecDeque::new(), waiting_bytes: 0, lost: 0 }
     }
@@ -32,23 +32,23 @@ impl Appender {
         &self.path
     }
 
-    /// Records that are not in the file.
+    /// Number of records that are not in the file.
     pub(super) fn missing(&self) -> u64 {
         self.lost + self.waiting.len() as u64
     }
 
-    /// Creates the file, if there is none yet.
+    /// Opens the file, and creates it if necessary.
     pub(super) fn create(&mut self) -> io::Result<&mut File> {
         match &mut self.file {
             Some(file) => Ok(file),
             none => {
-                // Appended to, so that a file that a user truncates gets no hole.
+                // Opened in append mode, so that truncation by a user leaves no hole.
                 Ok(none.insert(OpenOptions::new().create(true).append(true).open(&self.path)?))
             }
         }
     }
 
-    /// Writes a record, after those that wait. If it cannot be written now, it waits as well.
+    /// Writes the queued records and then this one. If it cannot be written now, it is queued as well.
     pub(super) fn append(&mut self, record: Vec<u8>) -> io::Result<()> {
         if self.waiting_bytes + record.len() > MAX_WAITING_BYTES {
             self.lost += 1;
@@ -59,7 +59,7 @@ impl Appender {
         self.flush()
     }
 
-    /// Writes the records that wait.
+    /// Writes the queued records.
     pub(super) fn flush(&mut self) -> io::Result<()> {
         while let Some(record) = self.waiting.pop_front() {
             match self.create().and_then(|file| write_whole(file, &record)) {
@@ -73,7 +73,7 @@ impl Appender {
         Ok(())
     }
 
-    /// Cuts the file, and drops the records that wait and that `is_kept` does not want.
+    /// Truncates the file to `bytes`, and drops the queued records for which `is_kept` returns false.
     pub(super) fn cut(&mut self, bytes: Option<u64>, is_kept: impl Fn(&[u8]) -> bool) -> io::Result<()> {
         self.waiting.retain(|record| is_kept(record));
         self.waiting_bytes = self.waiting.iter().map(Vec::len).sum();
@@ -81,11 +81,12 @@ impl Appender {
     }
 }
 
-/// One write per record, so that a reader that follows the file sees whole ones only.
+/// Writes a record with a single write, so that a reader that follows the file sees complete records only.
 fn write_whole(file: &mut File, record: &[u8]) -> io::Result<()> {
     let end = file.metadata()?.len();
     file.write_all(record).inspect_err(|_| {
-        // Needs no space. If it fails all the same, the next write fails, too, or leaves a torn line that readers skip.
+        // Truncating needs no space. If it fails nevertheless, the next write fails too, or leaves a torn line that
+        // readers skip.
         let _ = file.set_len(end);
     })
 }

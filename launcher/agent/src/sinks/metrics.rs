@@ -1,4 +1,5 @@
-//! `metrics.jsonl`: one JSON object per line, with the keys that dashboards use. Steps rise; see [`Points`].
+//! Writes `metrics.jsonl`: one JSON object per line, with the keys that dashboards use. Step numbers only increase; see
+//! [`Points`].
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -36,7 +37,7 @@ impl ReportSink for Metrics {
 }
 
 impl Metrics {
-    /// Creates the file in the run's directory. `parent` is that of the run that this one continues.
+    /// Creates the file in the run's directory. `parent` is the directory of the run that this one continues.
     pub(crate) fn create(run_dir: &Path, parent: Option<&Path>) -> Self {
         let points = Points::new(Self::path(run_dir), parent.map(Self::path));
         Self { points: points.created() }
@@ -78,7 +79,7 @@ impl Metrics {
     }
 }
 
-/// The shortest decimal that rounds to this f32: 0.1, not 0.10000000149.
+/// Returns the shortest decimal that rounds to this f32: 0.1, not 0.10000000149.
 fn decimal(value: f32) -> Value {
     value.to_string().parse::<f64>().map_or(Value::Null, Value::from)
 }

@@ -1,5 +1,5 @@
-//! Where the reports of a training job go: the progress line, `metrics.jsonl`, `samples.jsonl`, TensorBoard, the
-//! closing summary.
+//! Destinations of a training job's reports: progress line, `metrics.jsonl`, `samples.jsonl`, TensorBoard and the final
+//! summary.
 //!
 //! ```text
 //!                               ,-> queue -> thread: Progress      (also takes lines for the user)
@@ -11,11 +11,11 @@
 //! - The driver's task never waits for a disk or a terminal. Every [`ReportSink`] has a bounded queue and a writer
 //!   thread of its own, which also creates its file, so that a sink that blocks delays neither the driver nor another
 //!   sink.
-//! - Nothing is lost silently. A report that finds the queue of a file full is dropped, which is reported at the first
-//!   one and, with the number, at the end. Lines that the console did not take are counted, and the count is printed
-//!   once the console has caught up.
-//! - A file that cannot be written is reported, and tried again with every report; what is missing is said at the end.
-//!   A console that cannot be written takes nothing more. Training goes on.
+//! - Nothing is lost silently. A report that finds the queue of a file full is dropped; the user is told at the first
+//!   one, and gets the number at the end. Dropped console lines are counted, and the count is printed once the console
+//!   has caught up.
+//! - If a file cannot be written, the user is told, every further report tries again, and the number of missing reports
+//!   is printed at the end. A console that cannot be written is not used any more. Training continues.
 //! - [`Sinks::finish`] flushes all queues within a deadline, files first.
 
 mod appender;
@@ -36,35 +36,36 @@ use xlaunch_proto::v1::worker_report::Report;
 
 use writer::{Item, Writer};
 
-/// Reports that may wait for a file, and reports and lines that may wait for the console.
+/// Capacity of each sink's queue, in reports and lines.
 const QUEUE_LENGTH: usize = 4096;
 
-/// What one rank reported.
+/// A report of one rank.
 #[derive(Clone, Debug)]
 pub struct RankReport {
     pub rank: u32,
-    /// When the agent received it.
+    /// Time at which the agent received the report.
     pub at: Instant,
     pub report: Report,
 }
 
-/// Writes reports somewhere. Runs on a thread of its own and may block.
+/// A destination of reports. It runs on a thread of its own and may block.
 pub(crate) trait ReportSink: Send + 'static {
-    /// A report of rank 0: all ranks take every step together, so that one speaks for all. A file that returns an error
-    /// keeps the report for later.
+    /// Writes a report of rank 0. All ranks take every step together, so one rank speaks for all. A file sink that
+    /// returns
+    /// an error keeps the report and writes it later.
     fn report(&mut self, report: &RankReport) -> io::Result<()>;
 
-    /// A line for the user.
+    /// Prints a line for the user.
     fn line(&mut self, _line: &str) -> io::Result<()> {
         Ok(())
     }
 
-    /// The job is over: writes what was kept.
+    /// Writes the reports that were kept, at the end of the job.
     fn finish(&mut self) -> io::Result<()> {
         Ok(())
     }
 
-    /// Reports that were kept or lost.
+    /// Number of reports that are not written: kept for later, or lost.
     fn missing(&self) -> u64 {
         0
     }
@@ -93,8 +94,9 @@ impl Sinks {
         Ok(Self { console: LinePrinter(Arc::new(writer)), files: Vec::new() })
     }
 
-    /// Adds a sink that writes a file, which `open` may create, on the sink's thread; `name` is for messages and for
-    /// [`finish`](Self::finish).
+    /// Adds a sink that writes a file. `open` runs on the sink's thread, where it may create the file. `name` is used
+    /// in
+    /// messages and by [`finish`](Self::finish).
     pub(crate) fn add_file<S: ReportSink>(
         &mut self,
         name: &'static str,
@@ -109,7 +111,9 @@ impl Sinks {
         &self.console
     }
 
-    /// Passes a report on, without waiting. What no sink wants is left out here: heartbeats, and ranks other than 0.
+    /// Passes a report to all sinks without waiting. Heartbeats and the reports of ranks other than 0 are dropped here,
+    /// as
+    /// no sink needs them.
     pub(crate) fn report(&self, report: RankReport) {
         if report.rank != 0 || matches!(report.report, Report::Heartbeat(_)) {
             return;
@@ -120,11 +124,11 @@ impl Sinks {
         }
     }
 
-    /// Flushes all sinks, for at most `timeout` the files and then for at most `timeout` the console. Returns the names
-    /// of the files that are complete.
+    /// Flushes all sinks: first the files, then the console, each for at most `timeout`. Returns the names of the files
+    /// that are complete.
     pub(crate) async fn finish(self, timeout: Duration) -> BTreeSet<&'static str> {
         let deadline = tokio::time::Instant::now() + timeout;
-        // In parallel: the marks are queued first, then waited for.
+        // The sinks finish in parallel: all end marks are queued before waiting for the first sink.
         for writer in &self.files {
             writer.request_finish(deadline).await;
         }

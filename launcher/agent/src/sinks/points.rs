@@ -1,6 +1,6 @@
-//! A file of points of a training curve: one JSON object per line, each with the step it belongs to in `_step`.
+//! A file of training curve points: one JSON object per line, with the step in `_step`.
 //!
-//! One run leaves one curve, whatever happens to it:
+//! A run leaves a single consistent curve:
 //! - a run that continues another one starts with the points of that run up to the step it resumes at;
 //! - when an attempt resumes at an earlier step, the points after that step are removed before they are repeated;
 //! - when another node takes over rank 0, it appends to the file.
@@ -17,7 +17,7 @@ use super::appender::Appender;
 #[derive(Debug)]
 pub(super) struct Points {
     file: Appender,
-    /// The same file of the run that this one continues, until its points have been copied.
+    /// The corresponding file of the run that this one continues, until its points have been copied.
     parent: Option<PathBuf>,
 }
 
@@ -29,22 +29,22 @@ struct Point {
 
 impl Points {
     pub(super) fn new(path: PathBuf, parent: Option<PathBuf>) -> Self {
-        // A run whose id was used before continues in its own directory.
+        // A run whose id was used before continues in the same directory.
         let parent = parent.filter(|parent| !is_same(parent, &path));
         Self { file: Appender::new(path), parent }
     }
 
-    /// Creates the file now, for readers that follow it.
+    /// Creates the file immediately, for readers that follow it.
     pub(super) fn created(mut self) -> Self {
-        // With the first point otherwise.
+        // If this fails, the first point creates the file.
         let _ = self.file.create();
         self
     }
 
-    /// An attempt starts after `first_step` completed steps.
+    /// Prepares the file for an attempt that starts after `first_step` completed steps.
     pub(super) fn begin(&mut self, first_step: u64) -> io::Result<()> {
         match self.parent.take() {
-            // Without the other run's file, the curve starts here.
+            // If the other run has no such file, the curve starts here.
             Some(parent) if parent.is_file() => self.copy(&parent, first_step),
             _ => self.rewind(first_step),
         }
@@ -59,7 +59,7 @@ impl Points {
         self.file.flush()
     }
 
-    /// Points that are not in the file.
+    /// Number of points that are not in the file.
     pub(super) fn missing(&self) -> u64 {
         self.file.missing()
     }
@@ -72,21 +72,21 @@ impl Points {
             if lines.read_until(b'\n', &mut line)? == 0 {
                 return result;
             }
-            // The last line of a run that was killed may be cut.
+            // The last line of a killed run may be incomplete.
             if step_of(&line).is_some_and(|step| step <= last_step) {
                 result = self.file.append(line);
             }
         }
     }
 
-    /// Cuts the file before the first point after `last_step`.
+    /// Truncates the file before the first point after `last_step`.
     fn rewind(&mut self, last_step: u64) -> io::Result<()> {
         let end = first_after(self.file.path(), last_step)?;
         self.file.cut(end, |line| step_of(line).is_some_and(|step| step <= last_step))
     }
 }
 
-/// Where the first point after a step is in a file, or a line that was cut by the end of its writer.
+/// Returns the offset of the first point after `last_step`, or of an incomplete line that a killed writer left.
 fn first_after(path: &Path, last_step: u64) -> io::Result<Option<u64>> {
     let mut lines = match File::open(path) {
         Ok(file) => BufReader::new(file),
@@ -107,13 +107,13 @@ fn first_after(path: &Path, last_step: u64) -> io::Result<Option<u64>> {
     }
 }
 
-/// Whether both are paths of one file, which may not exist.
+/// Whether both paths name the same file, which need not exist.
 fn is_same(a: &Path, b: &Path) -> bool {
     let dir = |path: &Path| fs_err::canonicalize(path.parent()?).ok();
     a.file_name() == b.file_name() && dir(a) == dir(b)
 }
 
-/// The step of a whole line.
+/// The step of a complete line.
 fn step_of(line: &[u8]) -> Option<u64> {
     let line = line.strip_suffix(b"\n")?;
     Some(serde_json::from_slice::<Point>(line).ok()?.step)
@@ -158,13 +158,13 @@ mod tests {
         for step in 1..5 {
             first.append(&json!({ "_step": step })).unwrap();
         }
-        // It was killed while it wrote the next line.
+        // The node was killed while it wrote the next line.
         fs_err::OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"_ste").unwrap();
         let mut second = Points::new(path.clone(), None).created();
         second.begin(3).unwrap();
         second.append(&json!({ "_step": 4 })).unwrap();
         assert_eq!(steps(&path), [1, 2, 3, 4]);
-        // The same, of a run with an id that was used before.
+        // A run with an id that was used before has itself as parent.
         let mut again = Points::new(path.clone(), Some(path.clone()));
         again.begin(2).unwrap();
         again.append(&json!({ "_step": 3 })).unwrap();
@@ -181,7 +181,7 @@ mod tests {
         points.begin(2).unwrap();
         points.append(&json!({ "_step": 3 })).unwrap();
         assert_eq!(steps(&path), [1, 2, 3]);
-        // A restart cuts what this run has written, and copies nothing again.
+        // A restart truncates the points of this run, and does not copy the parent's again.
         points.begin(2).unwrap();
         assert_eq!(steps(&path), [1, 2]);
 

@@ -1,4 +1,4 @@
-//! Progress on stderr: a bar on a terminal, plain lines otherwise.
+//! Shows progress on stderr: a bar on a terminal, plain lines otherwise.
 
 use std::fmt;
 use std::io::{self, IsTerminal, Write};
@@ -12,12 +12,12 @@ use xlaunch_proto::v1::{
 
 use super::{RankReport, ReportSink};
 
-/// Minimum time between two plain step lines.
+/// Minimum interval between plain step lines.
 const PLAIN_LINE_INTERVAL: Duration = Duration::from_secs(1);
 /// Weight of the newest step in the moving average of the step time.
 const STEP_TIME_SMOOTHING: f64 = 0.1;
-/// Steps of a run after which the expected time is printed: the median of their times is that of steps that neither
-/// compile kernels nor capture graphs.
+/// Number of steps after which the expected time is printed. The median of so many step times is not affected by the
+/// steps that compile kernels or capture graphs.
 const STEPS_TO_ESTIMATE: usize = 10;
 
 #[derive(Debug)]
@@ -26,9 +26,9 @@ pub(crate) struct Progress {
     total: u64,
     last_line: Option<Instant>,
     seconds_per_step: f64,
-    /// The job was described.
+    /// Whether the line that describes the job was printed.
     described: bool,
-    /// Times of the first steps.
+    /// Durations of the first steps, in seconds.
     first_times: Vec<f64>,
 }
 
@@ -63,14 +63,14 @@ impl ReportSink for Progress {
         Ok(())
     }
 
-    /// Leaves the bar as it is, with the cursor below it.
+    /// Leaves the bar on the screen, with the cursor below it.
     fn finish(&mut self) -> io::Result<()> {
         if let Some(bar) = &self.bar {
             if bar.position() == 0 {
                 bar.finish_and_clear();
             } else {
                 bar.abandon();
-                // As in `print`.
+                // Errors are ignored, as in `print`.
                 let _ = writeln!(io::stderr());
             }
         }
@@ -138,7 +138,7 @@ impl Progress {
         }
     }
 
-    /// The line with the expected time, once: when enough steps are done, if as many follow.
+    /// Returns the line with the expected time, once: after [`STEPS_TO_ESTIMATE`] steps, if at least as many remain.
     #[expect(clippy::cast_precision_loss, reason = "shown to people")]
     fn expected_time(&mut self, step: &StepReport) -> Option<String> {
         if self.first_times.len() >= STEPS_TO_ESTIMATE {
@@ -169,7 +169,7 @@ impl Progress {
         )
     }
 
-    /// At the speed that the line shows.
+    /// MFU at the smoothed speed that the line shows.
     fn mfu(&self, step: &StepReport) -> Option<f64> {
         step.mfu.map(|mfu| mfu * step.step_seconds / self.seconds_per_step.max(1e-9))
     }
@@ -179,7 +179,7 @@ impl Progress {
         self.print(&format!("step {}  val loss {:.4}{bits} ({} tokens)", eval.step, eval.loss, eval.tokens));
     }
 
-    /// The summary has the last one.
+    /// Prints a sample of the model's text, except the last one, which the summary shows.
     fn sample(&self, sample: &SampleReport) {
         if sample.step >= self.total {
             return;
@@ -194,15 +194,15 @@ impl Progress {
         match &self.bar {
             Some(bar) => bar.println(line),
             None => {
-                // A closed stderr is not a failure: it must not stop anything else.
+                // A closed stderr is not a failure and must not affect the job.
                 let _ = writeln!(io::stderr(), "{line}");
             }
         }
     }
 }
 
-/// The line that describes a job when it starts: the size of the model, how often it sees the data, and what each
-/// rank has a part of.
+/// Returns the line that describes a job when it starts: the size of the model, the number of epochs, and the tensors
+/// that are sharded across ranks.
 #[expect(clippy::cast_precision_loss, reason = "shown to people")]
 fn job_line(started: &TrainStarted) -> String {
     let TrainStarted { parameters, total_steps, tokens_per_step, train_tokens, .. } = started;
@@ -221,7 +221,9 @@ fn job_line(started: &TrainStarted) -> String {
     )
 }
 
-/// The line that says where an attempt resumes. Counts steps from 1, as the other lines do.
+/// Returns the line that says where an attempt resumes; `None` if it starts at the beginning or has no steps left.
+/// Steps
+/// count from 1, as in the other lines.
 pub(crate) fn resume_line(started: &TrainStarted, source: impl fmt::Display) -> Option<String> {
     let step = started.first_step + 1;
     (1..started.total_steps)
@@ -229,7 +231,7 @@ pub(crate) fn resume_line(started: &TrainStarted, source: impl fmt::Display) -> 
         .then(|| format!("resuming at step {step} from {source}"))
 }
 
-/// Three significant digits: `812`, `46.1K`, `1.38M`.
+/// Formats a number with three significant digits, such as `812`, `46.1K` or `1.38M`.
 pub fn count(value: f64) -> String {
     let (value, unit) = match value {
         v if v < 1e3 => (v, ""),
@@ -247,7 +249,7 @@ pub fn count(value: f64) -> String {
     format!("{value:.digits$}{unit}")
 }
 
-/// A duration as `7s`, `3m05s` or `2h04m`.
+/// Formats a duration as `7s`, `3m05s` or `2h04m`.
 pub fn clock(seconds: f64) -> String {
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "shown to people")]
     let seconds = seconds.max(0.0).round() as u64;

@@ -1,11 +1,12 @@
-//! `observe.tensorboard`: losses and speed in TensorBoard's format.
+//! Writes losses and speed in TensorBoard's format if `observe.tensorboard` is set.
 //!
 //! The file is `tensorboard/events.out.tfevents.<seconds>.<host>.<process>` in the run's directory, with one TFRecord
 //! per event: length (u64, little-endian), checksum of the length, a protobuf message `Event`, checksum of the message.
-//! The messages below declare only the fields of TensorFlow's that scalars need.
+//! The messages below declare only those fields of TensorFlow's messages that scalars need.
 //!
-//! One run is one curve: a run that continues another one starts with its events up to the step it resumes at, and an
-//! attempt that resumes at an earlier step begins with a session log, at which TensorBoard drops the events after that.
+//! A run leaves a single curve. A run that continues another one starts with the events of that run up to the step at
+//! which it resumes. An attempt that resumes at an earlier step begins with a session log, which makes TensorBoard drop
+//! the events after that step.
 
 use std::io::{self, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -21,21 +22,21 @@ use crate::clock;
 use crate::devices;
 use crate::names::file_name;
 
-/// The first event of every file: identifies the format.
+/// Contents of the first event of every file, which identifies the format.
 const FILE_VERSION: &str = "brain.Event:2";
 /// `SessionStatus.START`.
 const SESSION_START: i32 = 1;
-/// Directory of event files in a run's directory.
+/// Name of the directory of event files in a run's directory.
 const DIR: &str = "tensorboard";
-/// Most bytes of an event that is copied: these hold scalars.
+/// Size limit of an event to copy. Events with scalars are much smaller.
 const MAX_EVENT_BYTES: u64 = 1 << 20;
 
 #[derive(Debug)]
 pub(crate) struct TensorBoard {
     file: Appender,
-    /// Event files of the run that this one continues, until they have been copied.
+    /// Event files of the run that this one continues; empty after they have been copied.
     parent: Vec<PathBuf>,
-    /// The last step that was written.
+    /// The last step written.
     last_step: u64,
 }
 
@@ -76,7 +77,7 @@ struct Summary {
 struct Value {
     #[prost(string, tag = "1")]
     tag: String,
-    /// A oneof in TensorFlow's message, so it must be written even if it is 0.
+    /// Part of a oneof in TensorFlow's message, so it must be written even if it is 0.
     #[prost(float, optional, tag = "2")]
     simple_value: Option<f32>,
 }
@@ -101,26 +102,26 @@ impl ReportSink for TensorBoard {
 }
 
 impl TensorBoard {
-    /// Creates the file in the run's directory. `parent` is that of the run that this one continues.
+    /// Creates the file in the run's directory. `parent` is the directory of the run that this one continues.
     pub(crate) fn create(run_dir: &Path, parent: Option<&Path>) -> Self {
         let dir = run_dir.join(DIR);
-        // The first event that is written tells why this has failed.
+        // If this fails, writing the first event reports the reason.
         let _ = fs_err::create_dir_all(&dir);
         let now = now();
         let (host, process) = (file_name(&devices::host_name()), std::process::id());
-        // Those of another node that had rank 0, which may have gone further than the attempt that begins here.
+        // Files of another node that had rank 0. They may go beyond the step at which the new attempt begins.
         let earlier = event_files(run_dir);
         let mut parent = parent.map(event_files).unwrap_or_default();
         parent.retain(|path| !earlier.contains(path));
         let file = Appender::new(dir.join(format!("events.out.tfevents.{now:.0}.{host}.{process}")));
         let last_step = if earlier.is_empty() { 0 } else { u64::MAX };
         let mut board = Self { file, parent, last_step };
-        // It waits if it cannot be written yet.
+        // The event is queued if it cannot be written yet.
         let _ = board.write(0, What::FileVersion(FILE_VERSION.into()));
         board
     }
 
-    /// An attempt starts after `first_step` completed steps.
+    /// Prepares the file for an attempt that starts after `first_step` completed steps.
     fn begin(&mut self, first_step: u64) -> io::Result<()> {
         for path in std::mem::take(&mut self.parent) {
             self.copy(&path, first_step)?;
@@ -133,7 +134,7 @@ impl TensorBoard {
         Ok(())
     }
 
-    /// Copies the events up to a step. A damaged file ends at the damage, as for TensorBoard.
+    /// Copies the events up to `last_step`. A damaged file is read up to the damage, as TensorBoard does.
     fn copy(&mut self, path: &Path, last_step: u64) -> io::Result<()> {
         let mut events = BufReader::new(File::open(path)?);
         let mut result = Ok(());
@@ -157,7 +158,7 @@ impl TensorBoard {
             ("train/skipped_steps", step.skipped_steps as f32),
             ("perf/tokens_per_second", speed as f32),
             ("perf/step_seconds", step.step_seconds as f32),
-            // Their names of before, for one release.
+            // Deprecated names, kept for one release.
             ("lr", step.learning_rate),
             ("perf/tokens_per_s", speed as f32),
         ];
@@ -187,7 +188,7 @@ impl TensorBoard {
     }
 }
 
-/// The event files of a run, in the order of their creation.
+/// Returns the event files of a run, in the order of their creation.
 fn event_files(run_dir: &Path) -> Vec<PathBuf> {
     let entries = fs_err::read_dir(run_dir.join(DIR)).into_iter().flatten().flatten();
     let mut files: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(|path| path.is_file()).collect();
@@ -195,7 +196,7 @@ fn event_files(run_dir: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// The data of the next record; `None` at the end or at damage.
+/// Reads the data of the next record; `None` at the end or if the file is damaged.
 fn next_event(file: &mut impl Read) -> Option<Vec<u8>> {
     let (mut len, mut crc) = ([0; 8], [0; 4]);
     file.read_exact(&mut len).ok()?;
@@ -215,7 +216,7 @@ fn record(data: &[u8]) -> Vec<u8> {
     [&len[..], &checksum(&len), data, &checksum(data)].concat()
 }
 
-/// Masked CRC-32C, as the TFRecord format requires: a plain CRC of data that contains its own CRC is degenerate.
+/// Masked CRC-32C, as the TFRecord format requires. The mask avoids computing the CRC of data that contains CRCs.
 fn checksum(bytes: &[u8]) -> [u8; 4] {
     crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8).to_le_bytes()
 }
@@ -311,7 +312,7 @@ mod tests {
         train(&mut board, 3..=5);
         train(&mut board, 4..=5);
         let steps: Vec<_> = events(dir.path()).iter().map(|event| event.step).collect();
-        // The file version, the parent's steps, this run's, the restart, and what it repeats.
+        // The file version, the parent's steps, this run's steps, the restart, and the repeated steps.
         assert_eq!(steps, [0, 1, 2, 3, 4, 5, 4, 4, 5]);
         let restart = &events(dir.path())[6];
         assert_eq!(restart.what, Some(What::SessionLog(SessionLog { status: SESSION_START })));

@@ -6,10 +6,10 @@ use xlaunch_proto::v1::{Heartbeat, StepReport};
 
 use super::*;
 
-/// Longer than anything takes that does not hang.
+/// Longer than any operation takes unless it hangs.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Keeps lines and the number of reports; blocks before each item until `gate`, if there is one, lets it through.
+/// Records lines and the number of reports. With a `gate`, it blocks before each item until the gate lets it through.
 struct TestSink {
     seen: Arc<Mutex<Vec<String>>>,
     gate: Option<Receiver<()>>,
@@ -95,10 +95,10 @@ async fn a_blocked_sink_delays_neither_the_driver_nor_other_sinks_and_its_losses
     let mut sinks = Sinks::new(console).unwrap();
     sinks.add_file("metrics", move || slow).unwrap();
     let reports = QUEUE_LENGTH as u64 + 100;
-    // This returns although nothing is taken from the queue.
+    // `report` returns although the sink takes nothing from its queue.
     for number in 0..reports {
         sinks.report(step(0, number));
-        // The console is an ordinary sink with a queue of its own: wait for it, so that it loses nothing.
+        // The console is an ordinary sink with a queue of its own. Wait for it, so that it drops nothing.
         while shown.lock().unwrap().len() as u64 <= number {
             std::thread::sleep(Duration::from_micros(10));
         }
@@ -126,11 +126,11 @@ async fn file_that_fails_for_a_while_is_written_again_and_what_is_missing_is_sai
     for (fails, expected) in [
         (
             1..3,
-            &["cannot be written: disk full; it is tried again with every report", "is written again"][..],
+            &["cannot be written: disk full; trying again with every report", "is written again"][..],
         ),
         (
             1..9,
-            &["cannot be written: disk full; it is tried again with every report", "is written again"][..],
+            &["cannot be written: disk full; trying again with every report", "is written again"][..],
         ),
     ] {
         let ((console, shown), (failing, written), (other, other_written)) =
@@ -188,7 +188,7 @@ async fn lines_that_a_slow_console_drops_are_counted() {
 async fn a_file_that_cannot_be_opened_for_now_delays_nothing_and_its_losses_are_counted() {
     let dir = tempfile::tempdir().unwrap();
     let path = metrics::Metrics::path(dir.path());
-    // Without a reader, opening it for writing blocks, as a file on a stalled disk.
+    // Opening a FIFO for writing blocks without a reader, like a file on a stalled disk.
     rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
     let (console, shown) = TestSink::new();
     let mut sinks = Sinks::new(console).unwrap();
@@ -209,6 +209,6 @@ async fn a_file_that_cannot_be_opened_for_now_delays_nothing_and_its_losses_are_
         "xlaunch: metrics is incomplete: 7 reports were dropped, and the last reports could not be written in time",
     ];
     assert_eq!(lines, expected);
-    // Lets the thread go on, and end.
+    // Unblocks the thread, which then ends.
     drop(fs_err::OpenOptions::new().read(true).open(path).unwrap());
 }

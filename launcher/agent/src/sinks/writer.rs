@@ -1,4 +1,4 @@
-//! The queue and the writer thread of one sink.
+//! Queue and writer thread of a sink.
 
 use std::io;
 use std::sync::Arc;
@@ -14,14 +14,14 @@ use super::{LinePrinter, RankReport, ReportSink};
 pub(super) enum Item {
     Report(Arc<RankReport>),
     Line(String),
-    /// Nothing follows.
+    /// End of the queue: nothing follows.
     Finish,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Running,
-    /// Everything was written, but for this many reports.
+    /// All reports except for `missing` were written.
     Finished {
         missing: u64,
     },
@@ -33,15 +33,15 @@ enum State {
 pub(super) struct Writer {
     name: &'static str,
     queue: mpsc::Sender<Item>,
-    /// Items that found the queue full.
+    /// Number of items dropped because the queue was full.
     dropped: Arc<AtomicU64>,
     state: watch::Receiver<State>,
-    /// Takes messages about this sink; `None` for the console itself, which cannot report its own failure.
+    /// Prints messages about this sink; `None` for the console itself, which cannot report its own failure.
     console: Option<LinePrinter>,
 }
 
 impl Writer {
-    /// Starts the thread, which opens the sink: that may block, too.
+    /// Starts the thread. The sink is opened on it, because opening may block too.
     pub(super) fn start<S: ReportSink>(
         name: &'static str,
         queue_length: usize,
@@ -65,7 +65,7 @@ impl Writer {
         self.name
     }
 
-    /// Queues an item without waiting. A sink that has failed takes nothing; that was reported.
+    /// Queues an item without waiting. The items of a sink that has failed are dropped; the failure was reported.
     pub(super) fn offer(&self, item: Item) {
         if let Err(TrySendError::Full(_)) = self.queue.try_send(item)
             && self.dropped.fetch_add(1, Ordering::Relaxed) == 0
@@ -76,11 +76,13 @@ impl Writer {
     }
 
     pub(super) async fn request_finish(&self, deadline: Instant) {
-        // Past the deadline, or after a failure, `finished` tells.
+        // `finished` reports a passed deadline or a failure.
         let _ = timeout_at(deadline, self.queue.send(Item::Finish)).await;
     }
 
-    /// Whether everything that was queued has been written by the deadline. What has not is reported.
+    /// Waits until all queued items are written, at most until the deadline. Returns whether they are; if not, the user
+    /// is
+    /// told.
     pub(super) async fn finished(&self, deadline: Instant) -> bool {
         let mut state = self.state.clone();
         let ended = timeout_at(deadline, state.wait_for(|state| *state != State::Running)).await;
@@ -99,12 +101,12 @@ impl Writer {
         if let Some(console) = &self.console {
             console.print(format!("xlaunch: {name} is incomplete: {problem}"));
         }
-        // A console has said so itself.
+        // The console has printed the count of its own dropped lines itself.
         self.console.is_none()
     }
 }
 
-/// The sink's side.
+/// The thread's side of a sink.
 struct Thread<S> {
     name: &'static str,
     sink: S,
@@ -112,12 +114,13 @@ struct Thread<S> {
     dropped: Arc<AtomicU64>,
     /// `None` for the console itself.
     printer: Option<LinePrinter>,
-    /// The file could not be written the last time.
+    /// Whether the last write to the file failed.
     failing: bool,
 }
 
 impl<S: ReportSink> Thread<S> {
-    /// Returns the number of reports that are missing at the end. The console ends with its first error.
+    /// Runs the thread. Returns the number of reports that are missing at the end. The console stops at its first
+    /// error.
     fn run(mut self) -> io::Result<u64> {
         loop {
             let result = match self.items.blocking_recv() {
@@ -131,7 +134,7 @@ impl<S: ReportSink> Thread<S> {
                 }
             };
             self.tell(result)?;
-            // Not while it is behind: the count would only add to the load.
+            // Not while items are queued: the line would add to the load.
             if self.items.is_empty() {
                 self.print_dropped()?;
             }
@@ -144,7 +147,7 @@ impl<S: ReportSink> Thread<S> {
         let was_failing = std::mem::replace(&mut self.failing, result.is_err());
         match result {
             Err(error) if !was_failing => printer.print(format!(
-                "xlaunch: {} cannot be written: {error}; it is tried again with every report",
+                "xlaunch: {} cannot be written: {error}; trying again with every report",
                 self.name
             )),
             Ok(()) if was_failing => printer.print(format!("xlaunch: {} is written again", self.name)),
@@ -153,7 +156,7 @@ impl<S: ReportSink> Thread<S> {
         Ok(())
     }
 
-    /// A console says itself what it has lost; for files, `Writer::finished` does.
+    /// Prints the number of lines that the console has dropped. `Writer::finished` reports the losses of files.
     fn print_dropped(&mut self) -> io::Result<()> {
         match self.printer.is_none().then(|| self.dropped.swap(0, Ordering::Relaxed)) {
             None | Some(0) => Ok(()),

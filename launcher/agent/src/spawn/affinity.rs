@@ -1,8 +1,8 @@
-//! CPU affinity of workers: torchrun's `--numa-binding`, planned from sysfs without numactl.
+//! CPU affinity of workers: implements torchrun's `--numa-binding` from sysfs, without numactl.
 //!
-//! A worker belongs to the NUMA node of its GPU. If that is unknown, or this process may not use any CPU of the node,
-//! the nodes are distributed over the ranks in order. Planning depends only on files below one directory and on the
-//! allowed CPUs; other CPUs are in no plan. A plan is applied between fork and exec.
+//! A worker belongs to the NUMA node of its GPU. If that is unknown, or this process may not use any CPU of that node,
+//! ranks are distributed over the nodes in order. A plan depends only on the files below one directory and on the CPUs
+//! that this process may use; it never contains other CPUs. Plans are applied between fork and exec.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -14,7 +14,7 @@ use crate::command::Binding;
 /// Logical CPU numbers.
 type Cpus = BTreeSet<usize>;
 
-/// The CPUs of one worker.
+/// The CPU affinity of one worker.
 #[derive(Clone, Debug)]
 pub struct Affinity {
     cpus: Option<CpuSet>,
@@ -27,7 +27,7 @@ impl Affinity {
         self.cpus.as_ref()
     }
 
-    /// This worker's share of the physical cores if other workers have the same CPUs; at least 1.
+    /// Number of physical cores for this worker, at least 1. Workers with the same CPUs share their cores.
     pub fn cores(&self) -> usize {
         self.cores
     }
@@ -37,7 +37,7 @@ impl Affinity {
 /// NVML or sysfs writes them; `sys` is `/sys`; `allowed` must not be empty.
 ///
 /// # Errors
-/// There are too few cores for exclusive ones.
+/// There are too few cores for exclusive binding.
 pub fn plan(
     binding: Option<Binding>,
     nproc: u32,
@@ -77,7 +77,7 @@ pub fn plan(
 #[derive(Debug)]
 struct Machine {
     cpus: BTreeMap<usize, Cpu>,
-    /// By NUMA node; no set is empty.
+    /// CPUs of each NUMA node; no set is empty.
     nodes: BTreeMap<usize, Cpus>,
 }
 
@@ -85,9 +85,9 @@ struct Machine {
 #[derive(Debug)]
 struct Cpu {
     socket: usize,
-    /// Identified by its first CPU.
+    /// Physical core, identified by its first CPU.
     core: usize,
-    /// The CPUs that share its last-level cache, identified by the first one.
+    /// Core complex: the CPUs that share its last-level cache, identified by the first one.
     complex: usize,
 }
 
@@ -111,12 +111,12 @@ impl Machine {
 
     fn node_of_gpu(&self, sys: &Path, pci: Option<&String>) -> Option<usize> {
         let dir = sys.join("bus/pci/devices").join(sysfs_address(pci?)?);
-        // -1, which does not parse, means that the firmware does not say.
+        // -1, which does not parse, means that the firmware does not report the node.
         let node = number(&dir.join("numa_node"))?;
         self.nodes.contains_key(&node).then_some(node)
     }
 
-    /// The node of a rank if ranks are distributed evenly, neighbours together.
+    /// The node of a rank if ranks are distributed evenly, with neighbouring ranks on the same node.
     fn spread_node(&self, rank: usize, nproc: usize) -> usize {
         self.nodes.keys().nth(rank * self.nodes.len() / nproc.max(1)).copied().unwrap_or(0)
     }
@@ -126,7 +126,8 @@ impl Machine {
         self.cpus.iter().filter(|(_, cpu)| Some(cpu.socket) == socket).map(|(number, _)| *number).collect()
     }
 
-    /// One worker's share of a node: whole physical cores, one more for the first workers if they do not divide evenly.
+    /// One worker's share of a node, in whole physical cores. If these do not divide evenly, the first workers get one
+    /// more.
     fn exclusive(&self, node: usize, worker: usize, workers: usize) -> Result<Cpus, String> {
         let cores: Vec<Cpus> = self.cores(&self.nodes[&node]).into_values().collect();
         let (each, remainder) = (cores.len() / workers, cores.len() % workers);
@@ -140,7 +141,7 @@ impl Machine {
         Ok(cores[start..start + each + usize::from(worker < remainder)].iter().flatten().copied().collect())
     }
 
-    /// One of the core complexes of a node, largest first.
+    /// The core complex of a worker on a node. Workers are assigned to the complexes in turn, largest first.
     fn complex(&self, node: usize, worker: usize) -> Cpus {
         let mut groups: Vec<Cpus> =
             self.grouped(&self.nodes[&node], |cpu| cpu.complex).into_values().collect();
@@ -162,7 +163,9 @@ impl Machine {
 }
 
 impl Cpu {
-    /// Without information in sysfs there is one socket and one complex, and every CPU is a core.
+    /// Reads the topology of a CPU. Without information in sysfs, there is one socket and one complex, and every CPU is
+    /// a
+    /// core.
     fn read(dir: &Path, cpu: usize) -> Self {
         let caches = numbered(&dir.join("cache"), "index");
         let data = caches.into_values().filter(|cache| {
@@ -179,7 +182,7 @@ impl Cpu {
     }
 }
 
-/// Directory entries such as `node0`, by number.
+/// Returns directory entries such as `node0`, by number.
 fn numbered(dir: &Path, prefix: &str) -> BTreeMap<usize, std::path::PathBuf> {
     let entries = fs_err::read_dir(dir).into_iter().flatten().flatten();
     let numbered = entries.filter_map(|entry| {
@@ -193,7 +196,7 @@ fn number(file: &Path) -> Option<usize> {
     fs_err::read_to_string(file).ok()?.trim().parse().ok()
 }
 
-/// Parses a file such as `0-3,8-11`; empty if there is none.
+/// Parses a CPU list file such as `0-3,8-11`. A missing file is an empty list.
 fn list(file: &Path) -> Cpus {
     let text = fs_err::read_to_string(file).unwrap_or_default();
     let range = |part: &str| {
@@ -203,7 +206,7 @@ fn list(file: &Path) -> Cpus {
     text.split(',').filter_map(range).flatten().collect()
 }
 
-/// NVML's `00000000:3B:00.0` is `0000:3b:00.0` in sysfs.
+/// Converts NVML's `00000000:3B:00.0` to sysfs's `0000:3b:00.0`.
 fn sysfs_address(pci: &str) -> Option<String> {
     let (domain, rest) = pci.split_once(':')?;
     Some(format!("{:04x}:{}", u32::from_str_radix(domain, 16).ok()?, rest.to_lowercase()))
@@ -293,7 +296,7 @@ mod tests {
     fn exclusive_binding_shares_no_core() {
         let plan = planned(Some(Binding::Exclusive), 3, &["0A", "0B", "0C"], ALL).unwrap();
         assert_eq!(plan, [(vec![12, 13, 28, 29], 2), (vec![14, 15, 30, 31], 2), (cpus(&[0..4, 16..20]), 4)]);
-        // Without GPUs: six workers on four nodes, the first node with cores 0 to 3.
+        // Without GPUs: six workers on four nodes, the first of which has cores 0 to 3.
         let plan = planned(Some(Binding::Exclusive), 6, &[], ALL).unwrap();
         assert_eq!((&plan[0].0, &plan[1].0), (&vec![0, 1, 16, 17], &vec![2, 3, 18, 19]));
         assert_eq!(plan[2], (cpus(&[4..8, 20..24]), 4));
@@ -316,7 +319,7 @@ mod tests {
     fn disallowed_cpus_are_in_no_plan() {
         let plan = planned(Some(Binding::Node), 2, &["0A", "0C"], &[0..2, 12..13]).unwrap();
         assert_eq!(plan, [(vec![12], 1), (vec![0, 1], 2)]);
-        // The GPUs' node is not allowed: the others are distributed.
+        // The node of the GPUs is not allowed, so the ranks are distributed over the other nodes.
         let plan = planned(Some(Binding::Node), 2, &["0A", "0B"], &[0..2, 4..6]).unwrap();
         assert_eq!(plan, [(vec![0, 1], 2), (vec![4, 5], 2)]);
     }

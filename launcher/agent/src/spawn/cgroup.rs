@@ -1,7 +1,8 @@
-//! cgroups (version 2) of one attempt: `xlaunch-<run>.<pid>-<attempt>/<local rank>` below xlaunch's own cgroup.
+//! The cgroups (version 2) of an attempt: `xlaunch-<run>.<pid>-<attempt>/<local rank>` below xlaunch's own cgroup.
 //!
-//! A process cannot leave its cgroup by forking, whatever session it hides in. No controller is enabled, because a
-//! cgroup with enabled controllers may not hold processes of its own, as xlaunch's does; OOM kills are counted only if
+//! A process cannot leave its cgroup by forking or by starting a session. xlaunch enables no controllers, because a
+//! cgroup
+//! with enabled controllers must not contain processes, and xlaunch's own does. OOM kills are therefore counted only if
 //! the administrator has enabled the memory controller.
 
 use std::os::fd::OwnedFd;
@@ -11,12 +12,12 @@ use std::sync::Arc;
 use super::oom;
 use crate::process::Process;
 
-/// Mount points of version 2: alone, or beside version 1.
+/// Mount points of version 2, alone or together with version 1.
 const MOUNTS: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
 /// `CGROUP2_SUPER_MAGIC`.
 const CGROUP2_MAGIC: rustix::fs::FsWord = 0x6367_7270;
 
-/// The cgroups of the ranks of an attempt. [`remove`] removes them.
+/// The cgroups of an attempt's ranks. They must be removed with [`remove`].
 #[derive(Debug)]
 pub(super) struct RankCgroups {
     /// The parent of all ranks' cgroups.
@@ -24,16 +25,16 @@ pub(super) struct RankCgroups {
 }
 
 impl RankCgroups {
-    /// Creates one for each of `world` local ranks; `None` if that is impossible.
+    /// Creates a cgroup for each of `world` local ranks; `None` if that is impossible.
     pub(super) fn create(run_id: &str, attempt: u32, world: u32) -> Option<Self> {
         let path = own_cgroup()?.join(format!("{}{attempt}", prefix(run_id)));
         let cgroups = Self { path };
-        // An existing one belongs to something else, and must not be removed.
+        // An existing cgroup belongs to another program, and must not be removed.
         fs_err::create_dir(&cgroups.path).ok()?;
         match cgroups.fill(world) {
             Ok(()) => Some(cgroups),
             Err(_) => {
-                // What was created before the error.
+                // Remove the cgroups that were created before the error.
                 let _ = remove(&cgroups.path);
                 None
             }
@@ -56,13 +57,13 @@ impl RankCgroups {
         self.path.join(local_rank.to_string())
     }
 
-    /// `cgroup.procs` of a rank: a process enters by writing "0".
+    /// Opens `cgroup.procs` of a rank. A process enters the cgroup by writing "0".
     pub(super) fn procs_file(&self, local_rank: u32) -> Option<Arc<OwnedFd>> {
-        // Opened for one start, as there may be hundreds of ranks.
+        // Opened for each start and not kept open, as there may be hundreds of ranks.
         self.open_procs(local_rank).ok().map(|procs| Arc::new(procs.into_parts().0.into()))
     }
 
-    /// Whether a process, running or zombie, is in one of them.
+    /// Whether a process, running or zombie, is in one of these cgroups.
     pub(super) fn contains(&self, pid: u32) -> bool {
         let Some(name) = self.path.file_name() else { return false };
         let text = fs_err::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
@@ -70,25 +71,25 @@ impl RankCgroups {
         path.is_some_and(|path| Path::new(path).iter().any(|part| part == name))
     }
 
-    /// OOM kills among the processes of this rank; `None` if the kernel does not count them.
+    /// Number of OOM kills among the processes of this rank; `None` if the kernel does not count them.
     pub(super) fn oom_kills(&self, local_rank: u32) -> Option<u64> {
         oom::count(&self.rank_dir(local_rank).join("memory.events"))
     }
 }
 
-/// The prefix of the names of this launch's cgroups. The pid tells launches with the same id apart.
+/// Name prefix of this launch's cgroups. The pid distinguishes launches with the same id.
 fn prefix(run_id: &str) -> String {
     let plain = |letter: char| if letter.is_ascii_alphanumeric() { letter } else { '_' };
     let run: String = run_id.chars().take(100).map(plain).collect();
     format!("xlaunch-{run}.{}-", std::process::id())
 }
 
-/// The prefix of the paths of this launch's cgroups, whether or not there are any.
+/// Path prefix of this launch's cgroups, whether or not any exist.
 pub(super) fn path_prefix(run_id: &str) -> Option<PathBuf> {
     Some(own_cgroup()?.join(prefix(run_id)))
 }
 
-/// The existing cgroups with this prefix.
+/// Returns the existing cgroups with this path prefix.
 pub(super) fn with_prefix(prefix: &Path) -> Vec<PathBuf> {
     let (Some(parent), Some(name)) = (prefix.parent(), prefix.file_name()) else { return Vec::new() };
     let name = name.as_encoded_bytes();
@@ -97,14 +98,14 @@ pub(super) fn with_prefix(prefix: &Path) -> Vec<PathBuf> {
     all
 }
 
-/// The cgroup of this process.
+/// Returns the path of this process's cgroup.
 fn own_cgroup() -> Option<PathBuf> {
     let version_2 =
         |path: &&&str| rustix::fs::statfs(**path).is_ok_and(|found| found.f_type == CGROUP2_MAGIC);
     let mount = MOUNTS.iter().find(version_2)?;
     let text = fs_err::read_to_string("/proc/self/cgroup").ok()?;
     let path = Path::new(text.lines().find_map(|line| line.strip_prefix("0::/"))?);
-    // Outside of what is mounted here, as in some containers.
+    // In some containers the cgroup is outside the part of the hierarchy that is mounted.
     let outside = path.components().any(|part| part == Component::ParentDir);
     (!outside).then(|| Path::new(mount).join(path))
 }
@@ -114,7 +115,7 @@ pub(super) fn kill(cgroup: &Path) -> std::io::Result<()> {
     fs_err::write(cgroup.join("cgroup.kill"), "1")
 }
 
-/// The living processes in a cgroup and its descendants.
+/// Returns the living processes in a cgroup and its descendants.
 pub(super) fn processes(cgroup: &Path) -> Vec<Process> {
     let text = fs_err::read_to_string(cgroup.join("cgroup.procs")).unwrap_or_default();
     let pids = text.lines().filter_map(|line| line.parse().ok());
@@ -123,7 +124,7 @@ pub(super) fn processes(cgroup: &Path) -> Vec<Process> {
     processes
 }
 
-/// Removes a cgroup and its descendants. Fails while one of them holds processes.
+/// Removes a cgroup and its descendants. Fails while one of them contains processes.
 pub(super) fn remove(cgroup: &Path) -> std::io::Result<()> {
     children(cgroup).iter().try_for_each(|child| remove(child))?;
     match fs_err::remove_dir(cgroup) {

@@ -1,7 +1,7 @@
-//! The children of this process: those that it started, and orphans that it adopted as a subreaper.
+//! The children of this process: processes that it started, and orphans that it adopted as a subreaper.
 //!
-//! A child is registered under a lock before it can exit, and reaped only by its starter. All other children are
-//! orphans of workers, recognised by a process group other than xlaunch's.
+//! A started child is registered under a lock before it can exit, and only the code that started it reaps it. All other
+//! children are orphans of workers, recognised by a process group other than xlaunch's.
 
 use std::collections::BTreeSet;
 use std::process::{Child, Command};
@@ -27,22 +27,22 @@ pub(super) fn spawn(command: &mut Command) -> std::io::Result<Child> {
     Ok(child)
 }
 
-/// Makes an orphan one of our own: `start` returns the id of a process whose parent has just exited, and which
-/// [`reap_orphans`] leaves alone until [`forget`] is called.
+/// Registers an orphan as a started child. `start` returns the id of a process whose parent has just exited;
+/// [`reap_orphans`] leaves it alone until [`forget`] is called.
 pub(super) fn adopt(start: impl FnOnce() -> std::io::Result<u32>) -> std::io::Result<u32> {
-    // Locked meanwhile: it may exit at any time, and only its starter may reap it.
+    // The lock is held during the call, because the process may exit at any time, and `reap_orphans` must not reap it.
     let mut started = started();
     let pid = start()?;
     started.insert(pid);
     Ok(pid)
 }
 
-/// The process has been reaped, or never will be.
+/// Removes a process that has been reaped or is left to [`reap_orphans`].
 pub(super) fn forget(pid: u32) {
     started().remove(&pid);
 }
 
-/// Whether a process is an orphan that this process, `own`, has adopted.
+/// Whether a process is an orphan that this process (`own`) has adopted.
 pub(super) fn is_adopted(process: &Process, own: &Process) -> bool {
     is_orphan(process, own, &started())
 }
@@ -51,12 +51,13 @@ fn is_orphan(process: &Process, own: &Process, started: &BTreeSet<u32>) -> bool 
     process.parent == own.pid && process.group != own.group && !started.contains(&process.pid)
 }
 
-/// The children of this process; all processes if the kernel does not list children (`CONFIG_PROC_CHILDREN`).
+/// Returns the children of this process, or all processes if the kernel does not list children
+/// (`CONFIG_PROC_CHILDREN`).
 fn children() -> Vec<Process> {
     let tasks = fs_err::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let lists = tasks.map(|task| fs_err::read_to_string(task.path().join("children")).ok());
-    // Not by scanning `/proc`: a host may have thousands of processes. A thread that exits meanwhile hands its children
-    // to another thread.
+    // Scanning `/proc` instead would be slow on a host with thousands of processes. The children of a thread that exits
+    // during the loop move to another thread.
     let lists: Vec<String> = lists.flatten().collect();
     if lists.is_empty() {
         return Process::all();
@@ -65,12 +66,12 @@ fn children() -> Vec<Process> {
     pids.filter_map(Process::read).collect()
 }
 
-/// Makes this process a subreaper: descendants whose parents die become its children, not init's.
+/// Makes this process a subreaper: orphaned descendants become its children instead of init's.
 pub(crate) fn adopt_orphans() -> std::io::Result<()> {
     set_child_subreaper(Some(getpid())).map_err(|error| refused("prctl(PR_SET_CHILD_SUBREAPER)", error))
 }
 
-/// Whether a child was stopped by a signal.
+/// Whether any child has been stopped by a signal.
 pub(crate) fn has_stopped_child() -> bool {
     let stop = WaitIdOptions::STOPPED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
     matches!(waitid(WaitId::All, stop), Ok(Some(_)))
@@ -82,7 +83,8 @@ pub(crate) fn reap_orphans() {
     if !matches!(waitid(WaitId::All, any), Ok(Some(_))) {
         return;
     }
-    // A child whose exec just failed belongs to its starter, which holds the lock. SIGCHLD comes again.
+    // The exited child may be one whose exec has just failed: its starter holds the lock, and reaps it. Other children
+    // are reaped at the next SIGCHLD.
     let Ok(started) = STARTED.try_lock() else { return };
     let Some(own) = Process::own() else { return };
     for process in children() {
@@ -90,7 +92,7 @@ pub(crate) fn reap_orphans() {
             && is_orphan(&process, &own, &started)
             && let Some(pid) = i32::try_from(process.pid).ok().and_then(Pid::from_raw)
         {
-            // Cannot fail: it is a child that has exited.
+            // Cannot fail: the process is an exited child.
             let _ = waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
         }
     }

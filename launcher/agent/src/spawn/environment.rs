@@ -1,4 +1,4 @@
-//! The environment of a worker: torchrun's variables and xlaunch's own, on top of a [`BaseEnvironment`].
+//! Builds the environment of a worker: torchrun's and xlaunch's own variables, on top of a [`BaseEnvironment`].
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -13,7 +13,8 @@ use crate::group::Assignment;
 use crate::group::interface::Interface;
 use crate::spawn::flight_recorder;
 
-/// Variables with a value for each worker or attempt, beside the `CUDA_VISIBLE_DEVICES` of a virtual local rank.
+/// Variables whose value differs between workers or attempts, in addition to `CUDA_VISIBLE_DEVICES` with virtual local
+/// ranks.
 const OF_ONE_WORKER: [&str; 8] = [
     "RANK",
     "LOCAL_RANK",
@@ -25,22 +26,23 @@ const OF_ONE_WORKER: [&str; 8] = [
     env::ATTEMPT,
 ];
 
-/// Argument of `xlaunch worker`: this process has all ranks of the job as threads, and gets the environment of rank 0.
+/// Argument of `xlaunch worker` for a single process that runs all ranks of the job as threads. It gets the environment
+/// of rank 0.
 pub const RANK_THREADS: &str = "--rank-threads";
 
-/// What workers inherit.
+/// The environment that workers inherit.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum BaseEnvironment {
     /// The environment of this process.
     #[default]
     Own,
-    /// The environment of the user who submitted the job. A daemon's agent does not have it itself: `LD_PRELOAD` and
-    /// the like must not act on the process that supervises the job.
+    /// The environment of the user who submitted the job. The daemon's agent does not run in that environment itself:
+    /// `LD_PRELOAD` and similar variables must not affect the process that supervises the job.
     Submitted(BTreeMap<OsString, OsString>),
 }
 
 impl BaseEnvironment {
-    /// The value of a variable.
+    /// Returns the value of a variable.
     pub fn get(&self, name: impl AsRef<OsStr>) -> Option<OsString> {
         match self {
             Self::Own => std::env::var_os(name),
@@ -48,7 +50,7 @@ impl BaseEnvironment {
         }
     }
 
-    /// All of them.
+    /// Returns all variables.
     pub(crate) fn variables(&self) -> BTreeMap<OsString, OsString> {
         match self {
             Self::Own => std::env::vars_os().collect(),
@@ -56,62 +58,56 @@ impl BaseEnvironment {
         }
     }
 
-    /// Lets the command inherit this environment.
+    /// Makes a command inherit this environment.
     pub(crate) fn apply(&self, command: &mut Command) {
         if let Self::Submitted(variables) = self {
             command.env_clear().envs(variables);
         }
-        // A secret of the agents.
+        // The token is a secret of the agents.
         command.env_remove(env::TOKEN);
     }
 }
 
-/// What the built-in trainer's workers of one attempt have in common.
+/// Settings that the built-in trainer's workers of one attempt share.
 #[derive(Clone, Debug)]
 pub(crate) struct TrainerGroup<'a> {
-    /// What they inherit.
     pub(crate) base: &'a BaseEnvironment,
-    /// The run's id.
     pub(crate) run_id: &'a str,
-    /// Where the agent listens.
+/// Socket on which the agent listens.
     pub(crate) socket: &'a Path,
-    /// Their devices.
     pub(crate) placement: &'a Placement,
-    /// From 0.
+/// Attempt number, counted from 0.
     pub(crate) attempt: u32,
-    /// Restarts allowed.
     pub(crate) max_restarts: u32,
-    /// The place of this node.
+/// Place of this node in the job.
     pub(crate) assignment: &'a Assignment,
-    /// At which other nodes reach this one.
+/// Address at which other nodes reach this one.
     pub(crate) address: &'a str,
-    /// Whether one process has all ranks.
+/// Whether a single process runs all ranks as threads.
     pub(crate) rank_threads: bool,
 }
 
-/// What a command's workers of one attempt have in common.
+/// Settings that a command's workers of one attempt share.
 #[derive(Clone, Debug)]
 pub(crate) struct CommandGroup<'a> {
-    /// What they inherit.
     pub(crate) base: &'a BaseEnvironment,
-    /// The launch.
     pub(crate) spec: &'a ResolvedCommand,
-    /// `TORCHELASTIC_RUN_ID`: as the user wrote it, if the user chose it.
+/// `TORCHELASTIC_RUN_ID`: the id that the user chose, or else the run's.
     pub(crate) run_id: &'a str,
-    /// Where the agent listens.
+/// Socket on which the agent listens.
     pub(crate) socket: &'a Path,
-    /// From 0.
+/// Attempt number, counted from 0.
     pub(crate) attempt: u32,
-    /// The place of this node.
+/// Place of this node in the job.
     pub(crate) assignment: &'a Assignment,
-    /// The job may have several nodes, which know the address of node rank 0 from the coordinator.
+/// Whether the job may have several nodes. They get the address of node rank 0 from the coordinator.
     pub(crate) may_have_peers: bool,
-    /// That of this node's address, if the job may have several nodes.
+/// Network interface of this node's address, if the job may have several nodes.
     pub(crate) interface: Option<&'a Interface>,
 }
 
-/// The command of one of the built-in trainer's workers. The rest of the environment (`NCCL_*`, `NVSHMEM_*`, `TORCH_*`,
-/// ...) is inherited unchanged.
+/// Builds the command of one of the built-in trainer's workers. All other variables (`NCCL_*`, `NVSHMEM_*`, `TORCH_*`,
+/// ...) are inherited unchanged.
 pub(crate) fn trainer_command(group: &TrainerGroup<'_>, local_rank: u32) -> std::io::Result<Command> {
     let mut command = match group.base.get(env::WORKER_PROGRAM) {
         Some(program) => Command::new(program),
@@ -127,8 +123,8 @@ pub(crate) fn trainer_command(group: &TrainerGroup<'_>, local_rank: u32) -> std:
     Ok(command)
 }
 
-/// This program, even if it was replaced on disk, as by an upgrade while the job runs: a restart must neither fail for
-/// that nor mix versions.
+/// Path of this program, even if its file was replaced on disk, for example by an upgrade while the job runs. A restart
+/// must neither fail for that reason nor mix versions.
 fn own_program() -> std::io::Result<PathBuf> {
     let path = std::env::current_exe()?;
     Ok(if path.exists() { path } else { PathBuf::from("/proc/self/exe") })
@@ -162,18 +158,18 @@ fn trainer_variables(group: &TrainerGroup<'_>, local_rank: u32) -> Vec<(&'static
         }
         return all;
     }
-    // All ranks are on this node, so the bootstrap needs no other interface; NCCL listens on the first one that is not
-    // the loopback interface otherwise.
+    // All ranks are on this node, so the loopback interface is enough for NCCL's bootstrap. By default, NCCL would
+    // listen on the first other interface.
     if group.base.get("NCCL_SOCKET_IFNAME").is_none() {
         all.push(("NCCL_SOCKET_IFNAME", "lo".into()));
     }
     all
 }
 
-/// The variables that a command's worker gets in addition to what it inherits. `dir` is the worker's directory of this
-/// attempt, `threads` its share of the cores.
+/// Returns the variables that a command's worker gets in addition to those it inherits. `dir` is the worker's directory
+/// of this attempt, `threads` its share of the cores.
 ///
-/// `TORCHELASTIC_USE_AGENT_STORE` is `False`: rank 0 hosts the store of `torch.distributed`, the agent has none.
+/// `TORCHELASTIC_USE_AGENT_STORE` is `False`: rank 0 hosts the store of `torch.distributed`, not the agent.
 pub(crate) fn command_variables(
     group: &CommandGroup<'_>,
     local_rank: u32,
@@ -213,7 +209,7 @@ pub(crate) fn command_variables(
     if inherited("OMP_NUM_THREADS").is_none() {
         all.push(("OMP_NUM_THREADS", threads.to_string().into()));
     }
-    // Python prints its stacks at SIGABRT, which ranks that hang are sent.
+    // Makes Python print its stacks on SIGABRT, which is sent to hung ranks.
     if inherited("PYTHONFAULTHANDLER").is_none() {
         all.push(("PYTHONFAULTHANDLER", "1".into()));
     }
@@ -224,12 +220,13 @@ pub(crate) fn command_variables(
     all
 }
 
-/// Where gloo and NCCL find the network of several nodes. Both would search on their own: gloo by the host's name,
-/// which often leads to the loopback interface.
+/// Tells gloo and NCCL which network interface connects the nodes. Otherwise both search for one themselves; gloo goes
+/// by
+/// the host name, which often resolves to the loopback interface.
 fn interface_variables(group: &CommandGroup<'_>) -> Vec<(&'static str, OsString)> {
     let Some(interface) = group.interface.filter(|_| group.assignment.has_peers()) else { return Vec::new() };
     let names: &[&'static str] = match interface.is_chosen_by_user {
-        // By NCCL, too.
+        // NCCL must then use the user's choice too.
         true => &["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"],
         false => &["GLOO_SOCKET_IFNAME"],
     };
@@ -237,14 +234,14 @@ fn interface_variables(group: &CommandGroup<'_>) -> Vec<(&'static str, OsString)
     unset.map(|name| (*name, interface.name.clone().into())).collect()
 }
 
-/// Variables of a command's workers that have the same value in all workers of all attempts.
+/// Returns the variables that have the same value in all of a command's workers and attempts.
 pub(crate) fn common_variables(group: &CommandGroup<'_>, threads: usize) -> Vec<(&'static str, OsString)> {
     let mut all = command_variables(group, 0, Path::new(""), threads);
     all.retain(|(name, _)| !OF_ONE_WORKER.contains(name) && *name != "CUDA_VISIBLE_DEVICES");
     all
 }
 
-/// This rank's entry of the inherited list. A list that is too short was refused by the command line.
+/// Returns this rank's entry of the inherited list. The command line refuses a list that is too short.
 fn own_gpu(local_rank: u32, visible: Option<OsString>) -> OsString {
     let rank = local_rank.to_string();
     let Some(visible) = visible else { return rank.into() };
@@ -252,7 +249,7 @@ fn own_gpu(local_rank: u32, visible: Option<OsString>) -> OsString {
     visible.split(',').nth(local_rank as usize).map_or(rank, |gpu| gpu.trim().to_owned()).into()
 }
 
-/// What workers of both kinds get.
+/// Variables that workers of both kinds get.
 struct Shared<'a> {
     run_id: &'a str,
     socket: &'a Path,
@@ -265,7 +262,7 @@ struct Shared<'a> {
 }
 
 impl Shared<'_> {
-    /// All but `LOCAL_RANK`.
+    /// Returns all shared variables, without `LOCAL_RANK`.
     fn variables(&self, local_rank: u32) -> Vec<(&'static str, OsString)> {
         let text = |number: u32| OsString::from(number.to_string());
         let Assignment { node_rank, nodes, first_rank, world, restarts, master_port, .. } = self.assignment;

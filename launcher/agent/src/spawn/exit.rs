@@ -1,4 +1,4 @@
-//! How a process ended, with a description for the user.
+//! Exit status of a process, with a description for the user.
 
 use std::fmt;
 
@@ -8,15 +8,15 @@ const SIGRTMIN: i32 = 34;
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// With this code.
+    /// Exited with this code.
     Code(i32),
-    /// By this signal.
+    /// Killed by this signal.
     Signal(i32),
-    /// Not known; never counts as success.
+    /// Unknown; never counts as success.
     Unknown,
 }
 
-/// Exit codes with their meaning for the built-in trainer.
+/// Describes the exit. Codes are explained with their meaning for the built-in trainer.
 impl fmt::Display for Exit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -34,7 +34,7 @@ impl fmt::Display for Exit {
 }
 
 impl Exit {
-    /// The text for a command, whose exit codes mean what it likes.
+    /// Describes the exit of a command, whose exit codes are its own.
     pub(crate) fn of_command(self) -> String {
         match self {
             Self::Code(code) => format!("exit code {code}"),
@@ -78,7 +78,7 @@ mod tests {
 
     #[test]
     fn every_fatal_signal_has_a_name() {
-        // Stop, continue and signals that are ignored by default; 32 and 33 belong to the C library.
+        // SIGSTOP, SIGCONT and similar, and signals ignored by default; 32 and 33 belong to the C library.
         let not_fatal = [17, 18, 19, 20, 21, 22, 23, 28, 32, 33];
         for signal in (1..=64).filter(|signal| !not_fatal.contains(signal)) {
             let text = Exit::Signal(signal).to_string();

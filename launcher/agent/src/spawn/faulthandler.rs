@@ -1,29 +1,29 @@
-//! The stacks of Python programs, printed to their stderr by `faulthandler` when they get SIGABRT.
+//! Makes Python programs print their stacks: `faulthandler` writes them to stderr on SIGABRT.
 //!
-//! `PYTHONFAULTHANDLER=1` in the environment of workers turns that on. The handler runs in C, so a program prints its
-//! stacks although it holds the interpreter's lock or waits in a driver. SIGABRT then ends it.
+//! `PYTHONFAULTHANDLER=1` in the environment of workers enables that. The handler is written in C, so a program prints
+//! its stacks even if it holds the interpreter lock or waits in a driver. Afterwards SIGABRT terminates it.
 
 use rustix::process::Signal;
 
 use crate::process::Process;
 
-/// Sends SIGABRT to the Python programs of these workers. Whether there are any.
+/// Sends SIGABRT to the Python programs of these workers. Returns whether there are any.
 ///
-/// A worker may be a shell or another launcher around a program: the outermost Python processes count. Their children,
-/// such as data loader workers, would print between the lines of their parents.
+/// A worker may be a shell or another launcher around a program, so the signal goes to the outermost Python processes.
+/// Their children, such as data loader workers, do not get it: they would print between their parents' lines.
 pub(crate) fn print_stacks(workers: &[u32]) -> bool {
     let all = Process::all();
     let programs: Vec<&Process> =
         workers.iter().flat_map(|worker| outermost(&Process::tree(&all, *worker), runs_python)).collect();
     for program in &programs {
         program.signal(Signal::ABORT);
-        // A stopped process would get the other signal when it is continued.
+        // A stopped process gets SIGABRT only when it is continued.
         program.signal(Signal::CONT);
     }
     !programs.is_empty()
 }
 
-/// Those of a process tree, parents first, for which `is_meant` holds and for no ancestor.
+/// Returns the processes of a tree (parents first) for which `is_meant` holds, but not for any of their ancestors.
 fn outermost<'a>(tree: &[&'a Process], is_meant: impl Fn(&Process) -> bool) -> Vec<&'a Process> {
     let (mut found, mut below) = (Vec::new(), Vec::new());
     for process in tree {

@@ -1,8 +1,9 @@
-//! PyTorch's flight recorder: a ring of the last collectives of each rank, which NCCL process groups keep and dump.
+//! PyTorch's flight recorder: a ring buffer of each rank's last collectives, which NCCL process groups keep and dump.
 //!
-//! It is set up by environment variables. Each rank makes a pipe at `TORCH_NCCL_DEBUG_INFO_PIPE_FILE` + rank + `.pipe`,
-//! which its monitoring thread reads every second; whatever is written there makes it write a dump to
-//! `TORCH_NCCL_DEBUG_INFO_TEMP_FILE` + rank. Process groups of gloo have no such thread.
+//! Environment variables set it up. Each rank creates a pipe at `TORCH_NCCL_DEBUG_INFO_PIPE_FILE` + rank + `.pipe`,
+//! which
+//! its monitoring thread reads every second. Any data there makes the thread write a dump to
+//! `TORCH_NCCL_DEBUG_INFO_TEMP_FILE` + rank. Gloo process groups have no such thread.
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -15,20 +16,20 @@ use rustix::fs::OFlags;
 
 use crate::spawn::environment::BaseEnvironment;
 
-/// Time from [`FlightRecorders::trigger`] to the complete dump: a second for the monitoring thread to notice, and to
-/// write it.
+/// Time from [`FlightRecorders::trigger`] to the complete dump: up to a second until the monitoring thread notices, and
+/// the time to write the dump.
 const DUMP_TIME: Duration = Duration::from_secs(3);
 
-/// Start of the names of dumps; it differs between workers.
+/// Variable with the path prefix of dumps. Its value differs between workers.
 pub(super) const DUMP_FILE: &str = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE";
 const PIPE: &str = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE";
-/// Events that the ring holds.
+/// Capacity of the ring buffer, in events.
 const BUFFER_SIZE: &str = "2000";
-/// Start of the names of dumps and pipes; the rank follows.
+/// Name prefix of dumps and pipes, followed by the rank.
 const STEM: &str = "nccl_trace_rank_";
 
-/// What a worker gets unless it inherits it. Dumps go to its log directory `dir`, pipes to the directory of `socket`,
-/// which is local. Each variable is followed by another name of it in newer versions.
+/// Returns the variables that a worker needs and does not inherit. Dumps go to its log directory `dir`, pipes to the
+/// directory of `socket`, which is local. In the table, each variable is followed by its alias in newer versions.
 pub(super) fn variables(
     inherited: &dyn Fn(&str) -> Option<OsString>,
     dir: &Path,
@@ -48,18 +49,19 @@ pub(super) fn variables(
 /// The flight recorders of the workers of a launch.
 #[derive(Clone, Debug)]
 pub(crate) struct FlightRecorders {
-    /// Start of the names of the pipes.
+    /// Path prefix of the pipes.
     pipes: OsString,
 }
 
 impl FlightRecorders {
-    /// Of workers that inherit `base`.
+    /// Creates the handle for workers that inherit `base`.
     pub(crate) fn new(base: &BaseEnvironment, socket: &Path) -> Self {
         Self { pipes: base.get(PIPE).unwrap_or_else(|| socket.with_file_name(STEM).into()) }
     }
 
-    /// Makes ranks dump their flight recorders, and gives them the time for it. Returns how many listen: they have a
-    /// process group of NCCL. Blocks.
+    /// Makes ranks dump their flight recorders, and waits [`DUMP_TIME`] for that. Returns the number of ranks that
+    /// listen,
+    /// which are those with an NCCL process group. Blocks.
     pub(crate) fn dump(&self, ranks: impl Iterator<Item = u32>) -> usize {
         let told = ranks.filter(|rank| self.trigger(*rank)).count();
         if told > 0 {
@@ -77,7 +79,7 @@ impl FlightRecorders {
 
 fn write_to_pipe(pipe: &Path) -> std::io::Result<()> {
     let flags = OFlags::NONBLOCK | OFlags::NOFOLLOW;
-    // Fails if nothing reads from the pipe.
+    // Fails if no process reads from the pipe.
     let mut file =
         fs_err::OpenOptions::new().write(true).custom_flags(flags.bits().cast_signed()).open(pipe)?;
     match file.metadata()?.file_type().is_fifo() {

@@ -1,5 +1,5 @@
-//! Waits for the GPU driver to release the memory of processes that have exited. That takes a while, and a worker that
-//! starts earlier may run out of memory.
+//! Waits for the GPU driver to release the memory of exited processes. That takes a while, and a worker that starts too
+//! early may run out of memory.
 
 use std::time::{Duration, Instant};
 
@@ -8,11 +8,11 @@ use nvml_wrapper::error::NvmlError;
 
 const RELEASE_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Waits until no GPU lists any of these processes, which have exited; false after `timeout`. Returns at once without
-/// NVML, and in a container, where NVML's process ids are the host's.
+/// Waits until no GPU lists any of these exited processes. Returns false after `timeout`. Returns immediately without
+/// NVML, and in a container, where NVML reports the process ids of the host.
 pub(crate) async fn released(pids: &[u32], timeout: Duration) -> bool {
     let pids = pids.to_vec();
-    // NVML blocks for milliseconds. If it fails, nothing is known to be held.
+    // NVML blocks for milliseconds. If it fails, the memory counts as released.
     tokio::task::spawn_blocking(move || wait(&pids, timeout)).await.unwrap_or(true)
 }
 
@@ -28,7 +28,7 @@ fn wait(pids: &[u32], timeout: Duration) -> bool {
     true
 }
 
-/// Processes with memory on any GPU.
+/// Returns the ids of processes that hold memory on any GPU.
 fn holders(nvml: &Nvml) -> Result<Vec<u32>, NvmlError> {
     let mut holders = Vec::new();
     for index in 0..nvml.device_count()? {

@@ -1,31 +1,32 @@
-//! Runs a program of the system that prints something and ends, such as a debugger: with a time limit, and never longer
-//! than this process.
+//! Runs a short-lived helper program, such as a debugger, and collects its output. The program has a time limit and
+//! does
+//! not outlive this process.
 
 use std::process::{ChildStderr, ChildStdout, Command};
 use std::time::{Duration, Instant};
 
 use super::{children, sys};
 
-/// Between checks whether a program has ended.
+/// Interval between checks whether a program has exited.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// What a program has printed.
+/// Result of a helper program.
 #[derive(Debug)]
 pub(crate) struct Done<T> {
-    /// `None` if it was killed because its time was up.
+    /// `None` if the program was killed at its time limit.
     pub(crate) success: Option<bool>,
     pub(crate) stdout: T,
     pub(crate) stderr: T,
 }
 
-/// Runs a command whose output is piped. The readers must read to the end. Blocks.
+/// Runs a command with piped output. Both readers must read to the end. Blocks.
 pub(crate) fn run<T: Send + Default>(
     mut command: Command,
     timeout: Duration,
     read_stdout: impl FnOnce(ChildStdout) -> T + Send,
     read_stderr: impl FnOnce(ChildStderr) -> T + Send,
 ) -> std::io::Result<Done<T>> {
-    // The calling thread waits for the program, so it outlives it.
+    // The signal is tied to the calling thread, which waits for the program and so outlives it.
     sys::die_with_parent(&mut command);
     let mut child = children::spawn(&mut command)?;
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
@@ -46,7 +47,7 @@ pub(crate) fn run<T: Send + Default>(
             match child.try_wait() {
                 Ok(Some(status)) => break Some(status.success()),
                 Ok(None) if Instant::now() < deadline => std::thread::sleep(POLL_INTERVAL),
-                // Killing cannot fail for a child that has not been waited for.
+                // Killing a child that has not been waited for cannot fail.
                 _ => break child.kill().and_then(|()| child.wait()).map(|_| None).unwrap_or(None),
             }
         };

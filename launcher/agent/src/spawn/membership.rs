@@ -1,8 +1,9 @@
-//! Finds the processes of a run without cgroups.
+//! Finds the processes of a run that has no cgroups.
 //!
 //! A process belongs to the run if it is a worker, is in a worker's process group, carries the run's mark in its
-//! environment, was adopted by xlaunch when its parent died, or descends from such a process. To kill them all, they
-//! are first stopped, so that none can fork, until a scan finds nothing new. A process is identified by id and start
+//! environment, was adopted by xlaunch when its parent died, or descends from such a process. Before they are killed,
+//! all
+//! of them are stopped until a scan finds no new ones, so that none can fork. A process is identified by id and start
 //! time, because ids are reused.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,14 +15,14 @@ use xlaunch_proto::env;
 use super::children;
 use crate::process::Process;
 
-/// `USER_HZ`: the unit of times in `/proc`, whatever the kernel's own clock.
+/// `USER_HZ`: the unit of times in `/proc`, independent of the kernel's internal clock.
 const TICKS_PER_SECOND: u64 = 100;
-/// For [`kill`] to stop processes that keep appearing; then it kills what it has.
+/// Time limit of [`kill`] for stopping processes that keep appearing. After that it kills the ones it has found.
 const STOP_TIMEOUT: Duration = Duration::from_millis(500);
-/// Scans that must find nothing after a first one, before [`kill`] believes it.
+/// Number of further scans that must find nothing after the first empty scan.
 const EMPTY_RESCANS: u32 = 2;
 
-/// The value of [`env::SCOPE`] for a run of this process, unique on this host.
+/// Returns the value of [`env::SCOPE`] for a run of this process. It is unique on this host.
 pub(super) fn mark(run_id: &str) -> String {
     format!("{run_id}:{}:{}", std::process::id(), Process::own().map_or(0, |own| own.started))
 }
@@ -36,22 +37,22 @@ pub(super) fn clock_ticks() -> u64 {
 /// The properties by which a run's processes are recognised.
 #[derive(Clone, Debug)]
 pub(super) struct RunProcesses {
-    /// The value of [`env::SCOPE`] in their environment.
+    /// The value of [`env::SCOPE`] in the environment of the processes.
     pub(super) mark: String,
-    /// xlaunch's session, in which workers start: a process group cannot span sessions.
+    /// xlaunch's session, in which workers start. Process groups of other sessions are unrelated.
     pub(super) session: u32,
     /// Process ids and start times of the workers, which lead their process groups.
     pub(super) leaders: BTreeMap<u32, u64>,
-    /// Processes that started earlier, in clock ticks since boot, do not belong to the run.
+    /// Start of the run, in clock ticks since boot. Processes that started earlier do not belong to it.
     pub(super) since: u64,
-    /// Whether orphans that this process adopts belong to the run.
+    /// Whether orphans adopted by this process belong to the run.
     pub(super) adopts: bool,
-    /// Process ids and start times of workers that belong to the next attempt.
+    /// Process ids and start times of workers of the next attempt, which must not be killed.
     pub(super) spared: BTreeMap<u32, u64>,
 }
 
 impl RunProcesses {
-    /// The living processes of the run.
+    /// Returns the living processes of the run.
     pub(super) fn list(&self) -> Vec<Process> {
         let mark = format!("{}={}", env::SCOPE, self.mark);
         let all = Process::all();
@@ -95,10 +96,11 @@ impl RunProcesses {
     }
 }
 
-/// Kills what `scan` finds until it finds nothing new. Returns what it found last: all of it has been sent SIGKILL.
+/// Kills the processes that `scan` finds until it finds no new ones. Returns the result of the last scan; all of these
+/// processes have been sent SIGKILL.
 ///
 /// A scan first lists process ids, then reads each process. A process that forks after the listing and exits before it
-/// is read hides its child from the scan, so a single empty scan proves nothing.
+/// is read hides its child, so a single empty scan proves nothing.
 pub(super) fn kill(scan: impl Fn() -> Vec<Process>) -> Vec<Process> {
     let deadline = Instant::now() + STOP_TIMEOUT;
     let mut stopped = BTreeSet::new();

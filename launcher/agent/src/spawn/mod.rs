@@ -1,21 +1,24 @@
-//! Worker processes: started by one thread that never ends, watched by pidfd, signalled as process groups.
+//! Worker processes. A single thread that never ends starts them; pidfds report their exits; signals go to their
+//! process
+//! groups.
 //!
 //! The kernel ties a child's parent-death signal to the thread that forked it, so a thread of a pool would kill its
 //! workers when it retires. Contract: [`Spawner::spawn`] returns when the program runs or has failed to start; an exit
-//! is sent exactly once; [`Worker::signal`] only initiates. A worker is reaped when its [`Worker`] is dropped: until
+//! is reported exactly once; [`Worker::signal`] only initiates. A worker is reaped when its [`Worker`] is dropped:
+//! until
 //! then neither its process id nor that of its group can be reused.
 //!
 //! ```text
 //! Spawner --fork--> enter the cgroup, bind to CPUs --exec--> worker --fork--> its own children
-//! preload         the same for Python, forked from a process that has imported the modules
-//! process_tree    all processes of an attempt, found by cgroup or by `membership`, and killed
+//! preload         forks Python workers from a process that has already imported the modules
+//! process_tree    finds all processes of an attempt, by cgroup or by `membership`, and kills them
 //! reaper          does the same from another process if xlaunch is killed
 //! children        processes that this process started, and orphans that it adopted
-//! environment, affinity, port, gpu_memory     what a worker needs to start
-//! helper          a program of the system that prints something, such as a debugger
+//! environment, affinity, port, gpu_memory     prerequisites of a worker's start
+//! helper                                      runs a helper program, such as a debugger
 //! terminal                                    terminal input for workers, which are in the background
-//! open_files                                  this process needs more than a worker may have
-//! exit, oom                                   how it ended
+//! open_files                                  the agent's limit of open files, which workers do not inherit
+//! exit, oom                                   exit status, and OOM kills
 //! faulthandler, flight_recorder               stacks of Python programs, and PyTorch's record of collectives
 //! ```
 
@@ -76,21 +79,21 @@ pub struct Spawned {
 /// Options of a start, in addition to the command.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// The worker gets xlaunch's standard input. Otherwise it gets `/dev/null`.
+    /// Whether the worker gets xlaunch's standard input instead of `/dev/null`.
     pub inherit_stdin: bool,
-    /// CPUs to bind it to; `None` inherits xlaunch's.
+    /// CPUs to bind the worker to; `None` inherits xlaunch's affinity.
     pub cpus: Option<CpuSet>,
-    /// It and its children start with the signals ignored that stop a job or announce its end: the agent acts on them,
-    /// also where a scheduler sends them to every process.
+    /// Whether the worker and its children ignore the signals that stop a job or announce its end. The agent acts on
+    /// these signals, even if a scheduler sends them to every process.
     pub leave_signals_to_agent: bool,
-    /// Descriptors that it inherits, under the same numbers.
+    /// Descriptors that the worker inherits, under the same numbers.
     pub inherited: Vec<Arc<OwnedFd>>,
 }
 
-/// Checks that the kernel has what supervision needs, and that no seccomp profile refuses it.
+/// Checks that the kernel has the system calls that supervision needs, and that no seccomp profile refuses them.
 ///
 /// # Errors
-/// It names the system call, and what allows it.
+/// The error names the refused system call and how to allow it.
 pub(crate) fn check_system_calls() -> std::io::Result<()> {
     let own = pidfd_open(getpid(), PidfdFlags::empty()).map_err(|error| refused("pidfd_open", error))?;
     let peek = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
@@ -101,7 +104,7 @@ pub(crate) fn check_system_calls() -> std::io::Result<()> {
     }
 }
 
-/// The error of a system call that the kernel or a seccomp profile refuses.
+/// Builds the error about a system call that the kernel or a seccomp profile refuses.
 fn refused(call: &str, error: Errno) -> std::io::Error {
     let text = format!("{call}: {error}; {SYSTEM_CALL_HELP}");
     std::io::Error::new(std::io::Error::from(error).kind(), text)
@@ -116,7 +119,7 @@ pub struct Spawner {
 type Request = (Command, Options, oneshot::Sender<std::io::Result<Spawned>>);
 
 impl Spawner {
-    /// Starts the thread. It lives as long as the process: ending it would end the workers.
+    /// Starts the thread. It lives as long as the process, because its end would kill the workers.
     pub fn start() -> std::io::Result<Self> {
         let (requests, queue) = std::sync::mpsc::channel::<Request>();
         std::thread::Builder::new().name("spawner".into()).spawn(move || {
@@ -160,14 +163,14 @@ fn start(mut command: Command, options: &Options) -> std::io::Result<Spawned> {
     }
     let mut child = children::spawn(&mut command)?;
     let (stdout, stderr, pid) = (child.stdout.take(), child.stderr.take(), Pid::from_child(&child));
-    // Not with `NONBLOCK`, which needs Linux 5.10.
+    // `NONBLOCK` is not used because it needs Linux 5.10.
     match (stdout, stderr, pidfd_open(pid, PidfdFlags::empty())) {
         (Some(stdout), Some(stderr), Ok(pidfd)) => {
             let worker = Worker { pid: child.id(), pid_typed: pid, pidfd: Arc::new(pidfd) };
             Ok(Spawned { worker, stdout, stderr })
         }
         (_, _, pidfd) => {
-            // A process that cannot be watched must not run. It may have exited.
+            // A process that cannot be watched must not run. It may have exited already, so errors are ignored.
             let _ = child.kill();
             let _ = child.wait();
             children::forget(child.id());
@@ -177,7 +180,7 @@ fn start(mut command: Command, options: &Options) -> std::io::Result<Spawned> {
 }
 
 impl Worker {
-    /// Waits until the process exits; its [`Worker`] must live until then.
+    /// Waits until the process exits. Its [`Worker`] must live until then.
     pub async fn exit(pidfd: Arc<OwnedFd>) -> Exit {
         let Some(pidfd) = sys::register_shared(pidfd) else { return Exit::Unknown };
         if pidfd.readable().await.is_err() {
@@ -186,25 +189,25 @@ impl Worker {
         exit_status(pidfd.get_ref().as_fd())
     }
 
-    /// A handle for [`exit`](Self::exit).
+    /// Returns a handle for [`exit`](Self::exit).
     pub fn watch(&self) -> Arc<OwnedFd> {
         self.pidfd.clone()
     }
 
-    /// The signal that has stopped the process since the last call; `None` if it is not stopped.
+    /// Returns the signal that has stopped the process since the last call; `None` if none has.
     pub(crate) fn stopped_by(&self) -> Option<Signal> {
         let stop = WaitIdOptions::STOPPED | WaitIdOptions::NOHANG;
         let status = waitid(WaitId::PidFd(self.pidfd.as_fd()), stop).ok()??;
         Signal::from_named_raw(status.stopping_signal()?)
     }
 
-    /// Signals the whole process group, which may be gone.
+    /// Signals the whole process group. Has no effect if the group is gone.
     pub fn signal(&self, signal: Signal) {
         let _ = kill_process_group(self.pid_typed, signal);
     }
 }
 
-/// How a child that has exited did so. It is not reaped.
+/// Reads the exit status of an exited child without reaping it.
 fn exit_status(pidfd: BorrowedFd<'_>) -> Exit {
     let peek = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
     match waitid(WaitId::PidFd(pidfd), peek) {
@@ -219,7 +222,7 @@ fn exit_status(pidfd: BorrowedFd<'_>) -> Exit {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // A process that still runs is treated as an orphan from now on.
+        // If the process still runs, it is treated as an orphan from now on.
         let end = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
         let _ = waitid(WaitId::PidFd(self.pidfd.as_fd()), end);
         children::forget(self.pid);

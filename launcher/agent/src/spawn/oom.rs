@@ -1,19 +1,21 @@
-//! Detection of OOM kills, from counters that any user may read.
+//! Detects OOM kills from kernel counters that any user may read.
 //!
-//! A rank's own cgroup counts only if the administrator has enabled the memory controller for it. The cgroup that
-//! xlaunch was started in (of a container, a systemd unit or a login session) nearly always counts, and the host does
-//! since Linux 4.13. The kernel increments all of them before the killed process can be seen to exit.
+//! The cgroup of a rank has a counter only if the administrator has enabled the memory controller for it. The cgroup
+//! that
+//! xlaunch was started in (of a container, a systemd unit or a login session) nearly always has one, and the host has
+//! one
+//! since Linux 4.13. The kernel increments all counters before the exit of the killed process becomes visible.
 
 use std::path::{Path, PathBuf};
 
 /// OOM kills since an attempt began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OomKills {
-    /// In the cgroup of one rank.
+    /// OOM kills in the cgroup of one rank.
     pub rank: u64,
-    /// In xlaunch's own cgroup: among all ranks and anything else that runs there.
+    /// OOM kills in xlaunch's own cgroup, which contains all ranks and possibly other processes.
     pub launch: u64,
-    /// On the host; `None` if unknown.
+    /// OOM kills on the host; `None` if unknown.
     pub host: Option<u64>,
 }
 
@@ -29,13 +31,15 @@ impl OomCounters {
         Self::read_from(Path::new("/"))
     }
 
-    /// With `/proc` and `/sys` below `root`.
+    /// [`read`](Self::read) with `/proc` and `/sys` below `root`.
     fn read_from(root: &Path) -> Self {
         let launch = own_counters(root).iter().find_map(|file| count(file)).unwrap_or(0);
         Self { launch, host: count(&root.join("proc/vmstat")) }
     }
 
-    /// The kills since then. `rank` is the counter of the rank's own cgroup, which is as old as the attempt.
+    /// Returns the kills since these counters were read. `rank` is the counter of the rank's own cgroup, which was
+    /// created
+    /// with the attempt and so started at 0.
     pub(super) fn kills_since(self, rank: u64) -> OomKills {
         self.difference(Self::read(), rank)
     }
@@ -47,8 +51,10 @@ impl OomCounters {
     }
 }
 
-/// Files that may hold the counter of this process's cgroup, most likely first: version 2 or 1, each also at the mount
-/// point, because a container may see its cgroup as the root while `/proc` shows the path on the host.
+/// Returns the files that may contain the counter of this process's cgroup (version 2 or 1), most likely first. The
+/// mount
+/// point is always included, because a container may see its cgroup as the root while `/proc` shows the path on the
+/// host.
 fn own_counters(root: &Path) -> Vec<PathBuf> {
     let text = fs_err::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let mut files = Vec::new();
@@ -67,7 +73,7 @@ fn own_counters(root: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// The value of `oom_kill` in a file of names and values.
+/// Reads the value of `oom_kill` in a file of names and values.
 pub(super) fn count(file: &Path) -> Option<u64> {
     let text = fs_err::read_to_string(file).ok()?;
     text.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
@@ -120,7 +126,7 @@ mod tests {
         let before = OomCounters { launch: 3, host: Some(7) };
         let now = OomCounters { launch: 4, host: Some(9) };
         assert_eq!(before.difference(now, 0), OomKills { rank: 0, launch: 1, host: Some(2) });
-        // Moved to another cgroup meanwhile.
+        // The process was moved to another cgroup, so the counter went down.
         assert_eq!(now.difference(before, 5), OomKills { rank: 5, launch: 0, host: Some(0) });
         let unknown = OomCounters { launch: 3, host: None };
         assert_eq!(unknown.difference(now, 0), OomKills { rank: 0, launch: 1, host: None });

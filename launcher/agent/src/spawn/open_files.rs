@@ -1,5 +1,5 @@
-//! The limit of open files. A worker takes five of this process, so its own soft limit is raised to the hard one.
-//! Processes that it starts get the limit that it was started with: programs that use `select` fail above 1,024.
+//! The limit of open files. Each worker takes five descriptors in this process, so it raises its soft limit to the hard
+//! limit. Child processes get the original limit, because programs that use `select` fail above 1,024.
 
 use std::process::Command;
 use std::sync::OnceLock;
@@ -8,16 +8,16 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::sys;
 
-/// The limit that this process was started with, if it was raised.
+/// The limit before it was raised; unset if it was not.
 static ORIGINAL: OnceLock<Rlimit> = OnceLock::new();
 
-/// Raises the limit of this process.
+/// Raises the soft limit of this process to the hard limit.
 pub(crate) fn raise_limit() {
     let limit = getrlimit(Resource::Nofile);
     if limit.current != limit.maximum
         && setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).is_ok()
     {
-        // An earlier job of this process may have raised it.
+        // Keep the first value: an earlier job of this process may have raised the limit already.
         let _ = ORIGINAL.set(limit);
     }
 }

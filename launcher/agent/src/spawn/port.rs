@@ -1,12 +1,15 @@
 //! Reserves a TCP port for `MASTER_PORT`, which rank 0 opens some time later.
 //!
-//! Something else could take the port in between:
-//! - the kernel, as an ephemeral port: such ports are not chosen;
-//! - another xlaunch, of any user: an abstract unix socket named after the port is held as a lock. Such names need no
+//! The port could be taken in between by
+//! - the kernel, as an ephemeral port: so ephemeral ports are not chosen;
+//! - another xlaunch, of any user: so an abstract unix socket named after the port is held as a lock. Such names need
+//! no
 //!   cleanup, and belong to a network namespace, as ports do;
-//! - any other program: the port was free when it was chosen, and the search starts at a random place.
+//! - any other program: that is unlikely, as the port was free when it was chosen, and the search starts at a random
+//! port.
 //!
-//! Any user can hold all the names. Then a port is chosen without one, so that no user can keep others
+//! Any user can hold the locks of all ports. In that case a port is chosen without a lock, so that no user can keep
+//! others
 //! from launching.
 
 use std::hash::BuildHasher;
@@ -22,11 +25,12 @@ const PORT_RANGE: RangeInclusive<u16> = 20_000..=u16::MAX;
 /// torchrun's default ports, left to users who choose them.
 const TORCHRUN_PORTS: [u16; 2] = [29_400, 29_500];
 
-/// A port that neither another xlaunch on this host nor the kernel takes until this is dropped.
+/// A port that neither another xlaunch on this host nor the kernel will take while this value lives.
 #[derive(Debug)]
 pub(crate) struct MasterPort {
     number: u16,
-    /// Close-on-exec, so that no worker keeps it. `None` if other processes hold the locks of all ports.
+    /// The lock. It is close-on-exec, so that no worker keeps it. `None` if other processes hold the locks of all
+    /// ports.
     _lock: Option<UnixListener>,
 }
 
@@ -71,7 +75,7 @@ impl MasterPort {
     }
 }
 
-/// Whether the port can be opened on all addresses of every address family of this host.
+/// Whether the port can be bound on all addresses of each address family that the host has.
 fn is_free(port: u16) -> bool {
     let any: [SocketAddr; 2] = [(Ipv4Addr::UNSPECIFIED, port).into(), (Ipv6Addr::UNSPECIFIED, port).into()];
     let opened = any.map(|address| TcpListener::bind(address).map(drop));
@@ -79,7 +83,7 @@ fn is_free(port: u16) -> bool {
     opened.iter().any(Result::is_ok) && !opened.iter().any(|result| result.as_ref().is_err_and(in_use))
 }
 
-/// Ports to choose from, given two kernel settings such as "32768 60999" and "8080,9000-9100".
+/// Returns the ports to choose from, given two kernel settings such as "32768 60999" and "8080,9000-9100".
 fn candidates(ephemeral: &str, reserved: &str) -> Vec<u16> {
     let number = |text: &str| text.trim().parse::<u16>().ok();
     let range = |(first, last): (&str, &str)| Some(number(first)?..=number(last)?);
@@ -92,7 +96,7 @@ fn candidates(ephemeral: &str, reserved: &str) -> Vec<u16> {
         .filter(free)
         .partition(|port| !ephemeral.as_ref().is_some_and(|range| range.contains(port)));
     if ports.is_empty() {
-        // In some containers all ports are ephemeral.
+        // In some containers all ports of the range are ephemeral.
         ports = ephemeral_ports;
     }
     ports
@@ -124,7 +128,7 @@ mod tests {
     fn reserved_and_open_ports_are_skipped() {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let open = listener.local_addr().unwrap().port();
-        // Outside the range that other tests reserve from.
+        // These ports are outside the range that other tests reserve from.
         let ports: Vec<u16> = (15_000..16_000).collect();
         let random = std::hash::RandomState::new().hash_one(0);
         let held = MasterPort::first_free(&ports, random).unwrap();

@@ -1,9 +1,10 @@
-//! All processes that the workers of one attempt started, in whatever session they hide.
+//! All processes that the workers of an attempt started, even if they have moved to other sessions.
 //!
-//! Each rank has a cgroup if version 2 is mounted and writable, and enters it before its program runs. Otherwise, and
-//! if a rank could not enter, its processes are found as described in `membership`, which needs
-//! [`adopt_orphans`](super::adopt_orphans) for those that left both their parents and their environment. Either way
-//! [`ProcessTree::kill_and_wait`] leaves only processes that the kernel itself cannot end.
+//! If cgroups version 2 is mounted and writable, each rank has a cgroup and enters it before its program runs.
+//! Otherwise,
+//! or if a rank could not enter its cgroup, processes are found as described in `membership`, which needs
+//! [`adopt_orphans`](super::adopt_orphans) to find processes that have lost their parent and cleared their environment.
+//! Either way [`ProcessTree::kill_and_wait`] leaves only processes that the kernel itself cannot kill.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -22,7 +23,7 @@ use crate::process::Process;
 
 /// Upper bound of the poll interval for killed processes; it starts at 1 ms and doubles.
 const MAX_KILL_POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// For killed processes to disappear when a tree is dropped, which blocks.
+/// Time for killed processes to disappear when a tree is dropped, which blocks.
 const DROP_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The processes of one attempt. Dropping it kills those that remain, and removes its cgroups.
@@ -30,7 +31,7 @@ const DROP_TIMEOUT: Duration = Duration::from_secs(1);
 pub(crate) struct ProcessTree {
     members: RunProcesses,
     cgroups: Option<RankCgroups>,
-    /// A worker could not enter its cgroup.
+    /// Whether a worker could not enter its cgroup.
     outside_cgroup: bool,
     oom_before: oom::OomCounters,
 }
@@ -38,16 +39,15 @@ pub(crate) struct ProcessTree {
 /// A process that still exists.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Survivor {
-    /// Its process id.
     pub(crate) pid: u32,
-    /// The kernel's name of its program, up to 15 bytes.
+    /// The kernel's name of the program, up to 15 bytes.
     pub(crate) name: String,
-    /// The state letter of `ps`; `D` cannot be killed.
+    /// The state letter that `ps` shows. A process in state `D` cannot be killed.
     pub(crate) state: char,
 }
 
 impl ProcessTree {
-    /// A tree for `world` local ranks, with a cgroup for each if version 2 is mounted and writable.
+    /// Creates a tree for `world` local ranks, with a cgroup for each if version 2 is mounted and writable.
     pub(crate) fn create(run_id: &str, attempt: u32, world: u32) -> Self {
         let mut tree = Self::without_cgroup(run_id);
         tree.cgroups = RankCgroups::create(run_id, attempt, world);
@@ -61,15 +61,17 @@ impl ProcessTree {
             session: session(),
             leaders: BTreeMap::new(),
             since: membership::clock_ticks(),
-            // The init process of a container inherits all orphans, not only this run's; and everything ends with it
-            // anyway.
+            // The init process of a container inherits all orphans, not only those of this run. All processes end with
+            // it anyway.
             adopts: pid != Pid::INIT,
             spared: BTreeMap::new(),
         };
         Self { members, cgroups: None, outside_cgroup: false, oom_before: oom::OomCounters::read() }
     }
 
-    /// Marks the command's environment, and makes it enter its rank's cgroup before its program runs.
+    /// Adds the run's mark to the command's environment, and makes the command enter its rank's cgroup before its
+    /// program
+    /// runs.
     pub(crate) fn prepare(&self, local_rank: u32, command: &mut Command) {
         command.env(env::SCOPE, &self.members.mark);
         if let Some(procs) = self.cgroup_of(local_rank) {
@@ -77,7 +79,7 @@ impl ProcessTree {
         }
     }
 
-    /// `cgroup.procs` of a rank, for a worker that does not enter its cgroup itself.
+    /// Opens `cgroup.procs` of a rank, for a worker that does not enter its cgroup itself.
     pub(crate) fn cgroup_of(&self, local_rank: u32) -> Option<Arc<OwnedFd>> {
         self.cgroups.as_ref().and_then(|cgroups| cgroups.procs_file(local_rank))
     }
@@ -90,13 +92,17 @@ impl ProcessTree {
         }
     }
 
-    /// The workers of `next`, which have not begun to work, do not belong to this tree: it is killed before they begin.
+    /// Excludes the workers of `next` from this tree. They are started before this tree is killed, but begin to work
+    /// only
+    /// afterwards.
     pub(crate) fn spare(&mut self, next: &Self) {
         self.members.spared.clone_from(&next.members.leaders);
     }
 
-    /// Signals the process groups of all workers, even of those that have exited: their children may live. Stopped
-    /// groups are continued, so that a signal that ends them is delivered. The groups of `except` have received it.
+    /// Signals the process groups of all workers, including exited ones, whose children may still run. Stopped groups
+    /// are
+    /// continued, so that a terminating signal is delivered. The groups of `except` are left out, as they have already
+    /// received the signal.
     pub(crate) fn signal(&self, signal: Signal, except: &[u32]) {
         self.signal_groups(signal, except);
         if ![Signal::KILL, Signal::STOP, Signal::CONT].contains(&signal) {
@@ -116,24 +122,24 @@ impl ProcessTree {
         }
     }
 
-    /// At SIGTSTP: stops the workers, then this process. Call [`resume`](Self::resume) at SIGCONT.
+    /// Handles SIGTSTP: stops the workers, then this process. Call [`resume`](Self::resume) on SIGCONT.
     pub(crate) fn suspend(&self) {
         self.signal_groups(Signal::STOP, &[]);
         // Cannot fail for this process itself.
         let _ = kill_process(getpid(), Signal::STOP);
     }
 
-    /// At SIGCONT: continues the workers.
+    /// Handles SIGCONT: continues the workers.
     pub(crate) fn resume(&self) {
         self.signal_groups(Signal::CONT, &[]);
     }
 
-    /// Sends SIGKILL to everything until nothing new appears. Returns before all have exited.
+    /// Sends SIGKILL to all processes until no new ones appear. Returns before all have exited.
     pub(crate) fn kill(&self) {
         self.kill_found();
     }
 
-    /// Returns the processes that existed before the signal.
+    /// Kills all processes. Returns those that existed before the signal.
     fn kill_found(&self) -> Vec<Process> {
         if let Some(cgroups) = self.cgroups.as_ref().filter(|_| self.has_cgroup()) {
             let found = self.members();
@@ -144,7 +150,7 @@ impl ProcessTree {
         membership::kill(|| self.members())
     }
 
-    /// The processes that still exist.
+    /// Returns the processes that still exist.
     pub(crate) fn survivors(&self) -> Vec<Survivor> {
         let survivor =
             |process: Process| Survivor { pid: process.pid, name: process.name, state: process.state };
@@ -161,8 +167,9 @@ impl ProcessTree {
         members
     }
 
-    /// Kills everything and waits until it is gone. The kernel cannot end what remains after `timeout`, usually because
-    /// a device does not respond.
+    /// Kills all processes and waits until they are gone. Returns those that remain after `timeout`: the kernel cannot
+    /// end
+    /// them, usually because a device does not respond.
     pub(crate) async fn kill_and_wait(&self, timeout: Duration) -> Vec<Survivor> {
         let deadline = Instant::now() + timeout;
         let mut pause = Duration::from_millis(1);
@@ -177,13 +184,13 @@ impl ProcessTree {
         }
     }
 
-    /// OOM kills since this tree was created.
+    /// Returns the OOM kills since this tree was created.
     pub(crate) fn oom_kills(&self, local_rank: u32) -> OomKills {
         let of_rank = self.cgroups.as_ref().and_then(|cgroups| cgroups.oom_kills(local_rank));
         self.oom_before.kills_since(of_rank.unwrap_or(0))
     }
 
-    /// Whether all workers so far are in their cgroups.
+    /// Whether all workers added so far are in their cgroups.
     pub(crate) fn has_cgroup(&self) -> bool {
         self.cgroups.is_some() && !self.outside_cgroup
     }

@@ -1,8 +1,9 @@
-//! The reaper: a process that outlives xlaunch by moments. If xlaunch is killed, even by SIGKILL, the reaper kills
-//! everything that the launch started and removes its private directories.
+//! The reaper: a process that briefly outlives xlaunch. If xlaunch is killed, even by SIGKILL, the reaper kills all
+//! processes of the launch and removes its private directories.
 //!
-//! It is this program under another name, in a session of its own, so that neither the terminal nor `pkill xlaunch`
-//! reaches it. Its only connection to xlaunch is a pipe, which carries the cleanup plan as records; the end of the pipe
+//! The reaper is the same program under another name, in a session of its own, so that neither the terminal nor `pkill
+//! xlaunch` reaches it. Its only connection to xlaunch is a pipe, which carries the cleanup plan as records; end of
+//! file
 //! means that xlaunch is gone. A reaper that is no longer needed is killed.
 //!
 //! A record is a letter, a value and a zero byte:
@@ -28,14 +29,15 @@ use super::process_tree::{ProcessTree, session};
 use super::{cgroup, children, sys};
 use crate::system_errors;
 
-/// `argv[0]` of the reaper, by which `main` knows to run [`main`]. Not `xlaunch...`, which `pkill xlaunch` would match.
+/// `argv[0]` of the reaper, which tells the program's `main` to run [`main`]. It must not start with `xlaunch`, because
+/// `pkill xlaunch` would match that.
 pub const NAME: &str = "launch-reaper";
-/// For killed processes to disappear; then the reaper gives up.
+/// Time for killed processes to disappear, after which the reaper gives up.
 const CLEANUP_TIMEOUT: Duration = Duration::from_secs(60);
-/// Upper bound of the poll interval meanwhile; it starts at 1 ms and doubles.
+/// Upper bound of the interval between cleanup polls; it starts at 1 ms and doubles.
 const MAX_CLEANUP_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// A running reaper. Dropping it ends it without any cleanup: xlaunch has done that.
+/// A running reaper. Dropping this kills it without any cleanup, which xlaunch has done by then.
 #[derive(Debug)]
 pub(crate) struct Reaper {
     child: Child,
@@ -43,13 +45,13 @@ pub(crate) struct Reaper {
 }
 
 impl Reaper {
-    /// Starts the reaper of a launch with these private directories. Start it before any process, and drop it when all
-    /// processes and directories are gone.
+    /// Starts the reaper of a launch with these private directories. It must be started before any other process, and
+    /// dropped after all processes and directories are gone.
     pub(crate) fn start(run_id: &str, private: &[PathBuf]) -> std::io::Result<Self> {
         let mut command = Command::new("/proc/self/exe");
         command.arg0(NAME);
         Self::start_as(command, run_id, private).map_err(|error| {
-            // The program's path is not in the error of a failed exec.
+            // The error of a failed exec does not contain the program's path.
             let hint =
                 if Path::new("/proc/self").exists() { "" } else { "; mount /proc, which xlaunch needs" };
             let failed = system_errors::context("failed to start the reaper, /proc/self/exe", &error);
@@ -58,7 +60,8 @@ impl Reaper {
     }
 
     pub(super) fn start_as(mut command: Command, run_id: &str, private: &[PathBuf]) -> std::io::Result<Self> {
-        // Keep no working directory busy, no output pipe open, and no mark of an outer launch.
+        // The reaper must not keep a working directory busy or an output pipe open, nor carry the mark of an outer
+        // launch.
         command.env_clear().current_dir("/");
         command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
         sys::detach(&mut command);
@@ -79,14 +82,14 @@ impl Reaper {
         Ok(reaper)
     }
 
-    /// Replaces the workers in the cleanup plan by those of these trees. Call it after each start.
+    /// Replaces the workers in the cleanup plan with those of these trees. Must be called after each start.
     pub(crate) fn watch<'a>(&self, trees: impl Iterator<Item = &'a ProcessTree>) {
         let mut records = Vec::new();
         record(&mut records, b'a', b"");
         for (pid, started) in trees.flat_map(ProcessTree::leaders) {
             record(&mut records, b'w', format!("{pid}:{started}").as_bytes());
         }
-        // If the reaper was killed, the launch continues without one.
+        // If the reaper was killed, the launch continues without it.
         let _ = (&self.pipe).write_all(&records);
     }
 
@@ -113,13 +116,13 @@ fn record(records: &mut Vec<u8>, kind: u8, value: &[u8]) {
 
 /// The reaper process: reads records until standard input ends, then cleans up.
 pub fn main() -> ExitCode {
-    // For `ps`; the reaper works under its program's name, too.
+    // The name is for `ps` only, so a failure does not matter.
     let _ = rustix::thread::set_name(c"launch-reaper");
     let mut plan = CleanupPlan::new();
     let mut records = Vec::new();
     match std::io::stdin().lock().read_to_end(&mut records) {
         Ok(_) => {
-            // A record without its zero byte may be half a path.
+            // A record without its zero byte may be a truncated path.
             let whole = records.split_inclusive(|byte| *byte == 0).filter_map(|it| it.strip_suffix(&[0]));
             whole.for_each(|record| plan.add(record));
             plan.clean_up();
@@ -176,16 +179,16 @@ impl CleanupPlan {
             pause = MAX_CLEANUP_POLL_INTERVAL.min(pause * 2);
         }
         for directory in &self.directories {
-            // xlaunch may have removed it already, and there is no one to report an error to.
+            // xlaunch may have removed the directory already, and an error cannot be reported to anyone.
             let _ = fs_err::remove_dir_all(directory);
         }
     }
 
-    /// Returns whether neither a process nor a cgroup remains.
+    /// Kills all processes and removes the cgroups. Returns whether none of them remains.
     fn kill(&self) -> bool {
         let cgroups = self.cgroups.as_deref().map(cgroup::with_prefix).unwrap_or_default();
         for path in &cgroups {
-            // Fails before Linux 5.14; then its processes are killed one by one below.
+            // Fails before Linux 5.14. The processes are then killed one by one below.
             let _ = cgroup::kill(path);
         }
         let found = membership::kill(|| {

@@ -1,7 +1,7 @@
 //! The unsafe calls of this crate: hooks between fork and exec, and registering descriptors with the reactor.
 //!
-//! A hook makes only system calls, on data that was prepared before the fork: after it, another thread's lock stays
-//! locked.
+//! A hook only makes system calls, on data prepared before the fork: a lock that another thread held at the fork stays
+//! locked forever in the child.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -16,8 +16,7 @@ use rustix::process::{
 use rustix::thread::{CpuSet, sched_setaffinity};
 use tokio::io::unix::AsyncFd;
 
-/// Ignored by the reaper: something that ends a whole session or service is meant for xlaunch, which the reaper
-/// outlives.
+/// Signals that the reaper ignores. They end a whole session or service, and the reaper has to outlive xlaunch.
 const REAPER_IGNORES: [i32; 9] = [
     libc::SIGHUP,
     libc::SIGINT,
@@ -30,13 +29,13 @@ const REAPER_IGNORES: [i32; 9] = [
     libc::SIGTTOU,
 ];
 
-/// Ignored by the trainer's workers: signals that stop a job or announce its end.
+/// Signals that the trainer's workers ignore: they stop a job or announce its end, which is up to the agent.
 const JOB_SIGNALS: [i32; 5] = [libc::SIGHUP, libc::SIGINT, libc::SIGTERM, libc::SIGUSR1, libc::SIGUSR2];
 
-/// Descriptors below this one are marked one by one where the kernel cannot mark a range.
+/// Descriptors below this number are marked one by one if the kernel cannot mark a range.
 const MAX_MARKED_FD: libc::c_int = 4096;
 
-/// The user that a process should run as.
+/// The user to run a process as.
 #[derive(Clone, Debug)]
 pub struct User {
     pub uid: u32,
@@ -50,7 +49,7 @@ pub fn die_with_parent(command: &mut Command) {
     let parent = getpid();
     let hook = move || {
         set_parent_process_death_signal(Some(Signal::KILL))?;
-        // If the parent died before this call, the signal never comes.
+        // If the parent died before this call, the signal is never sent.
         if getppid() != Some(parent) {
             return Err(std::io::Error::from_raw_os_error(rustix::io::Errno::SRCH.raw_os_error()));
         }
@@ -60,12 +59,12 @@ pub fn die_with_parent(command: &mut Command) {
     unsafe { command.pre_exec(hook) };
 }
 
-/// Lets this process and its children trace the new one where only parents may (Yama): debuggers that print its stacks
-/// are children of this process.
+/// Lets this process and its children trace the new process where Yama restricts that to parents. The debuggers that
+/// print its stacks are children of this process, not parents of the new one.
 pub(super) fn let_agent_trace(command: &mut Command) {
     let agent = getpid();
     let hook = move || {
-        // Fails without Yama, where it is not needed.
+        // Fails without Yama, in which case it is not needed.
         let _ = set_ptracer(PTracer::ProcessID(agent));
         Ok(())
     };
@@ -73,10 +72,11 @@ pub(super) fn let_agent_trace(command: &mut Command) {
     unsafe { command.pre_exec(hook) };
 }
 
-/// Moves the process into the cgroup of this `cgroup.procs` before its program runs. If that fails, it runs outside.
+/// Moves the process into the cgroup of this `cgroup.procs` before its program runs. If that fails, the process runs
+/// outside the cgroup.
 pub(super) fn enter_cgroup(command: &mut Command, procs: Arc<OwnedFd>) {
     let hook = move || {
-        // The starter checks where the process is.
+        // Errors are ignored: `ProcessTree::add` checks whether the process is in its cgroup.
         let _ = rustix::io::write(&procs, b"0");
         Ok(())
     };
@@ -84,21 +84,21 @@ pub(super) fn enter_cgroup(command: &mut Command, procs: Arc<OwnedFd>) {
     unsafe { command.pre_exec(hook) };
 }
 
-/// Binds the process to these CPUs; it does not start if that fails.
+/// Binds the process to these CPUs. If that fails, the process does not start.
 pub(super) fn bind_to_cpus(command: &mut Command, cpus: CpuSet) {
     let hook = move || Ok(sched_setaffinity(None, &cpus)?);
     // SAFETY: the hook makes one system call on a set of fixed size that it owns: it is async-signal-safe.
     unsafe { command.pre_exec(hook) };
 }
 
-/// Sets the limit of open files of the process; it does not start if that fails.
+/// Sets the process's limit of open files. If that fails, the process does not start.
 pub(super) fn limit_open_files(command: &mut Command, limit: Rlimit) {
     let hook = move || Ok(setrlimit(Resource::Nofile, limit)?);
     // SAFETY: the hook makes one system call on numbers that it owns: it is async-signal-safe.
     unsafe { command.pre_exec(hook) };
 }
 
-/// Lets the process inherit a descriptor that is closed in all others, under its [`number`] in this process.
+/// Lets the process inherit a close-on-exec descriptor, under the same [`number`].
 pub(super) fn inherit(command: &mut Command, fd: Arc<OwnedFd>) {
     let hook = move || Ok(fcntl_setfd(&fd, FdFlags::empty())?);
     // SAFETY: the hook makes one system call on an open descriptor, of which only the child's copy changes: it is
@@ -111,7 +111,9 @@ pub(super) fn number(fd: &OwnedFd) -> i32 {
     fd.as_raw_fd()
 }
 
-/// Makes the process ignore [`JOB_SIGNALS`]. Up to this call it has xlaunch's handlers, so none of them ends it.
+/// Makes the process ignore [`JOB_SIGNALS`]. Until the hook runs, it has xlaunch's handlers, so that these signals
+/// never
+/// kill it.
 pub(super) fn ignore_job_signals(command: &mut Command) {
     let hook = || {
         for signal in JOB_SIGNALS {
@@ -124,7 +126,8 @@ pub(super) fn ignore_job_signals(command: &mut Command) {
     unsafe { command.pre_exec(hook) };
 }
 
-/// Gives SIGTTIN and SIGTTOU their default action, also where xlaunch was started with both ignored: a worker that uses
+/// Resets SIGTTIN and SIGTTOU to their default action, even if xlaunch was started with both ignored. A worker that
+/// uses
 /// the terminal from the background is then stopped instead of getting an error.
 pub(super) fn obey_job_control(command: &mut Command) {
     let hook = || {
@@ -156,7 +159,7 @@ pub(super) fn set_foreground(tty: &OwnedFd, group: Pid) -> std::io::Result<()> {
     Ok(result?)
 }
 
-/// Blocks all signals in the process, which then takes them by [`terminal_signals`].
+/// Blocks all signals in the process, which then receives them through [`terminal_signals`].
 pub(super) fn block_signals(command: &mut Command) {
     let hook = || {
         let mut all = std::mem::MaybeUninit::uninit();
@@ -171,8 +174,8 @@ pub(super) fn block_signals(command: &mut Command) {
     unsafe { command.pre_exec(hook) };
 }
 
-/// Calls `each` with every signal that a key of the terminal sends to this process, until it returns false. Those that
-/// processes send are taken and ignored. All signals must be blocked.
+/// Calls `each` with every signal that a key of the terminal sends to this process, until `each` returns false. Signals
+/// from other processes are consumed and ignored. All signals must be blocked.
 pub(super) fn terminal_signals(mut each: impl FnMut(i32) -> bool) {
     let mut wanted = std::mem::MaybeUninit::uninit();
     let mut info = std::mem::MaybeUninit::<libc::siginfo_t>::uninit();
@@ -206,7 +209,7 @@ pub(super) fn detach(command: &mut Command) {
         // SAFETY: the call takes three integers. Marking descriptors leaves them usable up to exec.
         let marked = unsafe { libc::syscall(libc::SYS_close_range, 3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC) };
         if marked != 0 {
-            // Before Linux 5.11, or under a seccomp profile that refuses it.
+            // The kernel is older than Linux 5.11, or a seccomp profile refuses the call.
             for fd in 3..MAX_MARKED_FD {
                 // SAFETY: the arguments are integers. A descriptor that is not open is an error without effect.
                 unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) };
@@ -218,9 +221,8 @@ pub(super) fn detach(command: &mut Command) {
     unsafe { command.pre_exec(hook) };
 }
 
-/// Marks the descriptors that this process was started with, but for the standard ones and those of `keep`, to be
-/// closed by exec in the processes that it starts: they may belong to an administrator's shell. What Rust opens is
-/// marked anyway.
+/// Marks the descriptors that this process was started with as close-on-exec, except for the standard ones and those in
+/// `keep`: they may belong to an administrator's shell. Descriptors that Rust opens are always close-on-exec.
 pub fn close_inherited_on_exec(keep: &[i32]) {
     let entries = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
     let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<libc::c_int>().ok());
@@ -235,7 +237,7 @@ pub fn start_in_session(command: &mut Command, user: Option<User>) {
     let hook = move || {
         setsid()?;
         if let Some(User { uid, gid, groups }) = &user {
-            // In this order: after setuid, the groups cannot be changed any more.
+            // The order matters: after setuid, the groups cannot be changed any more.
             // SAFETY: pointer and length belong to one array that the hook owns; the other arguments are integers.
             let failed = unsafe {
                 libc::setgroups(groups.len(), groups.as_ptr()) != 0
@@ -253,7 +255,7 @@ pub fn start_in_session(command: &mut Command, user: Option<User>) {
     unsafe { command.pre_exec(hook) };
 }
 
-/// The listening socket that systemd passed as this descriptor; `None` if it is something else.
+/// Returns the listening unix socket that systemd passed as this descriptor; `None` if it is not a unix socket.
 pub fn inherited_listener(fd: i32) -> Option<std::os::unix::net::UnixListener> {
     use std::os::fd::FromRawFd;
     // SAFETY: by systemd's contract descriptors from 3 on belong to this process alone, and the caller takes each once.
@@ -261,7 +263,7 @@ pub fn inherited_listener(fd: i32) -> Option<std::os::unix::net::UnixListener> {
     listener.local_addr().is_ok().then_some(listener)
 }
 
-/// The same for a TCP socket.
+/// Returns the listening TCP socket that systemd passed as this descriptor; `None` if it is not a TCP socket.
 pub fn inherited_tcp_listener(fd: i32) -> Option<std::net::TcpListener> {
     use std::os::fd::FromRawFd;
     // SAFETY: as above.

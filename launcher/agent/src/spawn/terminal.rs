@@ -1,20 +1,23 @@
-//! Terminal input for workers, which are in background process groups of xlaunch's session.
+//! Gives terminal input to workers, which are in background process groups of xlaunch's session.
 //!
 //! The kernel stops a background group that reads its controlling terminal (SIGTTIN) or changes its modes (SIGTTOU).
-//! xlaunch learns of the stop and decides as the kernel would for a process of xlaunch's own group: in the foreground,
-//! the worker gets its input; in the background, the whole job is suspended until the shell's `fg`.
+//! xlaunch notices the stop and decides as the kernel would for a process of xlaunch's own group: if xlaunch is in the
+//! foreground, the worker gets its input; if it is in the background, the whole job is suspended until the shell's
+//! `fg`.
 //!
 //! ```text
 //! worker reads --SIGTTIN--> stopped --grant--> foreground group, SIGCONT --> reads
 //!                                                                             '--revoke: xlaunch is in the foreground
 //! ```
-//! A grant lasts for milliseconds. The kernel checks the group where a read begins, not while it waits, so the worker
-//! keeps waiting for its line while xlaunch is the foreground group again. Ctrl-C and Ctrl-Z thus reach xlaunch, which
-//! passes them on to every rank once, and a launcher that is killed leaves the terminal to the shell that started it. A
-//! grant that ends before the read begins is repeated, for longer.
+//! A grant lasts for milliseconds. The kernel checks the process group when a read begins, not while it waits, so the
+//! worker keeps waiting for its line after xlaunch has become the foreground group again. Thus Ctrl-C and Ctrl-Z reach
+//! xlaunch, which passes them on to every rank once, and a killed launcher leaves the terminal to the shell that
+//! started
+//! it. A grant that ends before the read begins is repeated with a longer duration.
 //!
-//! Ctrl-C during a grant reaches the worker's group alone. A relay, a process in that group that does nothing else,
-//! tells xlaunch, which then signals the other ranks.
+//! Ctrl-C during a grant reaches only the worker's group. A relay, which is a process in that group with no other
+//! purpose,
+//! reports it to xlaunch, which then signals the other ranks.
 
 use std::collections::BTreeMap;
 use std::io::{self, IsTerminal, Read, Write};
@@ -31,26 +34,26 @@ use tokio::sync::mpsc;
 use super::{children, sys};
 use crate::process::Process;
 
-/// `argv[0]` of a relay, by which `main` knows to run [`relay_main`].
+/// `argv[0]` of a relay, which tells the program's `main` to run [`relay_main`].
 pub const RELAY_NAME: &str = "launch-relay";
-/// Duration of the first grant. It doubles while the worker needs another one soon.
+/// Duration of the first grant. It doubles each time the worker soon needs another grant.
 const MIN_GRANT: Duration = Duration::from_millis(5);
 const MAX_GRANT: Duration = Duration::from_millis(200);
-/// A request that follows a grant within this multiple of its duration shows that it was too short.
+/// A request within this multiple of the last grant's duration shows that the grant was too short.
 const SOON_FACTOR: u32 = 4;
 
-/// The answer to a worker that was stopped because it uses the terminal.
+/// The reaction to a worker that was stopped because it used the terminal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Answer {
-    /// xlaunch is in the foreground.
+    /// xlaunch is in the foreground: grant the terminal to the worker.
     Grant,
-    /// xlaunch is in the background of a shell that can bring it to the foreground.
+    /// xlaunch is in the background of a shell that can bring it to the foreground: suspend the job.
     Suspend,
-    /// xlaunch is in the background for good: no shell remains that controls it.
+    /// No shell remains that could bring xlaunch to the foreground: act as if the terminal was closed.
     HangUp,
 }
 
-/// Grants of the controlling terminal. Dropping it takes the terminal back.
+/// Grants the controlling terminal to workers. Dropping this takes the terminal back.
 #[derive(Debug)]
 pub(crate) struct Terminal {
     relays: BTreeMap<u32, Relay>,
@@ -69,7 +72,7 @@ struct Grant {
     until: Instant,
 }
 
-/// A signal of the terminal that has reached a worker's process group, and no other process.
+/// A signal from the terminal that has reached only a worker's process group.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Relayed {
     pub(crate) worker: u32,
@@ -77,12 +80,13 @@ pub(crate) struct Relayed {
 }
 
 impl Terminal {
-    /// Signals that reach a worker alone during a grant are sent to `relayed`.
+    /// Creates the handle. Signals that reach only a worker during a grant are sent to `relayed`.
     pub(crate) fn new(relayed: mpsc::UnboundedSender<Relayed>) -> Self {
         Self { relays: BTreeMap::new(), relayed, grant: None, duration: MIN_GRANT, ended: None }
     }
 
-    /// The answer to a worker that leads this process group; `None` without a controlling terminal.
+    /// Returns the reaction to a stopped worker, which leads the process group `worker`; `None` without a controlling
+    /// terminal.
     pub(crate) fn answer(worker: u32) -> Option<Answer> {
         let own = Process::own().filter(|own| own.group != 0)?;
         let foreground = tcgetpgrp(controlling_terminal().ok()?).ok()?.as_raw_nonzero().get().cast_unsigned();
@@ -90,7 +94,7 @@ impl Terminal {
         Some(answer([own.group, worker].contains(&foreground), orphaned))
     }
 
-    /// Lets this worker's process group use the terminal for a moment.
+    /// Lets a worker's process group use the terminal briefly.
     pub(crate) fn grant(&mut self, worker: u32) -> io::Result<()> {
         self.revoke();
         let own = Process::own().map_or(0, |own| own.group);
@@ -110,7 +114,7 @@ impl Terminal {
         Ok(kill_process_group(group, Signal::CONT)?)
     }
 
-    /// When to call [`revoke`](Self::revoke).
+    /// The time at which to call [`revoke`](Self::revoke).
     pub(crate) fn deadline(&self) -> Option<Instant> {
         self.grant.as_ref().map(|grant| grant.until)
     }
@@ -119,14 +123,14 @@ impl Terminal {
     pub(crate) fn revoke(&mut self) {
         let Some(Grant { tty, own, worker, .. }) = self.grant.take() else { return };
         self.ended = Some(Instant::now());
-        // A shell may have given it to another job meanwhile.
+        // A shell may have given the terminal to another job.
         if tcgetpgrp(&tty) == Ok(worker) {
             // Fails only if the terminal was hung up.
             let _ = sys::set_foreground(&tty, own);
         }
     }
 
-    /// Takes the terminal back for good: the workers are about to be killed.
+    /// Takes the terminal back and stops the relays, because the workers are about to be killed.
     pub(crate) fn end_attempt(&mut self) {
         self.revoke();
         self.relays.clear();
@@ -139,12 +143,12 @@ impl Drop for Terminal {
     }
 }
 
-/// A process in a worker's process group. Dropping it ends it.
+/// A relay process in a worker's process group. Dropping this kills it.
 #[derive(Debug)]
 struct Relay(Child);
 
 impl Relay {
-    /// Starts it. From then on no signal is missed.
+    /// Starts a relay. No signal is missed after this returns.
     fn start(worker: u32, relayed: mpsc::UnboundedSender<Relayed>) -> io::Result<Self> {
         let group = i32::try_from(worker).map_err(io::Error::other)?;
         let mut command = Command::new("/proc/self/exe");
@@ -170,16 +174,16 @@ impl Relay {
 
 impl Drop for Relay {
     fn drop(&mut self) {
-        // It may have been killed with its group.
+        // The relay may have been killed with its group.
         let _ = self.0.kill();
         let _ = self.0.wait();
         children::forget(self.0.id());
     }
 }
 
-/// The relay process: writes the numbers of signals to stdout.
+/// Main function of the relay process: writes the numbers of signals to stdout.
 pub fn relay_main() -> ExitCode {
-    // For `ps`.
+    // The name is for `ps` only.
     let _ = rustix::thread::set_name(c"launch-relay");
     let mut stdout = io::stdout();
     sys::terminal_signals(|signal| {
@@ -189,8 +193,8 @@ pub fn relay_main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Whether a worker can read xlaunch's standard input: always, unless it is the controlling terminal of a launch that
-/// is in the background for good, or whose process group has no id in this PID namespace.
+/// Whether a worker can read xlaunch's standard input. It can unless the input is xlaunch's controlling terminal and
+/// xlaunch either can never come to the foreground or has a process group without an id in this PID namespace.
 pub(crate) fn offers_stdin() -> bool {
     let stdin = io::stdin();
     let Some(own) = Process::own() else { return false };
@@ -218,7 +222,7 @@ fn answer(in_foreground: bool, is_orphaned: impl FnOnce() -> bool) -> Answer {
     }
 }
 
-/// Whether no process controls the group of `own`: none of its members has a parent in another group of the session.
+/// Whether the process group of `own` is orphaned: none of its members has a parent in another group of the session.
 fn is_orphaned(all: &[Process], own: &Process) -> bool {
     let parent = |process: &Process| all.iter().find(|parent| parent.pid == process.parent);
     let controls = |parent: &Process| parent.session == own.session && parent.group != own.group;

@@ -1,8 +1,9 @@
-//! Cleanup of processes, tested with real ones.
+//! Tests the cleanup of processes with real ones.
 //!
-//! Parenthood, reaping and death concern whole processes, so each scene runs in one of its own: this test program
-//! again, with [`SCENE`] naming the part to play; it panics if something is wrong. Processes of a scene inherit that
-//! variable, unless they clear their environment, so that the test can find those that remain.
+//! Parenthood, reaping and death concern whole processes, so each scene runs in a process of its own: this test
+//! program,
+//! started again with the name of the scene in [`SCENE`]. It panics if a check fails. Processes of a scene inherit the
+//! variable unless they clear their environment, so the test can find the ones that remain.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -16,9 +17,9 @@ use super::reaper::{self, Reaper};
 use super::*;
 use crate::process::Process;
 
-/// Name of the scene, and a directory of its own.
+/// Variable with the name of the scene and its directory.
 const SCENE: &str = "XLAUNCH_TEST_SCENE";
-/// Longer than anything takes that does not hang.
+/// Longer than any operation takes unless it hangs.
 const DEADLINE: Duration = Duration::from_secs(120);
 
 fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
@@ -36,7 +37,7 @@ fn alive(pid: u32) -> bool {
     Process::read(pid).is_some_and(|process| !process.ended())
 }
 
-/// The process id in a file.
+/// Waits for a file that contains a process id.
 fn pid_in(path: &Path) -> u32 {
     wait_for(&path.display().to_string(), || std::fs::read_to_string(path).ok()?.trim().parse().ok())
 }
@@ -129,7 +130,7 @@ fn processes_in_other_sessions_are_killed_and_cgroups_removed() {
 }
 
 async fn hidden(mut stage: Stage, dir: &Path) {
-    // Children that leave their parents, sessions and environments in all combinations, and ignore signals.
+    // Children that leave their parents, sessions and environments, in all combinations, and ignore signals.
     let script = "trap '' TERM HUP INT
         deaf='trap \"\" TERM HUP INT; echo $$ > $0; while :; do sleep 1000; done'
         (setsid sh -c \"$deaf\" one &)
@@ -226,7 +227,7 @@ async fn codes(stage: Stage) {
     std::thread::spawn(|| {
         loop {
             reap_orphans();
-            // Otherwise this thread would hold the lock nearly all the time.
+            // Without the pause this thread would hold the lock nearly all the time.
             std::thread::sleep(Duration::from_micros(200));
         }
     });
@@ -273,7 +274,7 @@ async fn ignored(stage: &Stage, dir: &Path) {
         assert_eq!(Worker::exit(spawned.worker.watch()).await, Exit::Code(0));
         let text = std::fs::read_to_string(dir.join("ignored")).unwrap();
         let mask = u64::from_str_radix(text.split_whitespace().last().unwrap(), 16).unwrap();
-        // Tests in the background of a shell inherit other ignored signals.
+        // If the tests run in the background of a shell, they inherit other ignored signals.
         let ignores = |signal: Signal| mask >> (signal.as_raw() - 1) & 1 == 1;
         assert_eq!(ignores(Signal::USR2), leave_signals_to_agent, "{text}");
         for signal in [Signal::HUP, Signal::INT, Signal::TERM, Signal::USR1] {
@@ -282,7 +283,7 @@ async fn ignored(stage: &Stage, dir: &Path) {
     }
 }
 
-/// Processes of a scene, without reapers.
+/// Processes of a scene, except reapers.
 fn marked(dir: &str) -> Vec<Process> {
     let of_scene = |process: &Process| {
         let text = std::fs::read(format!("/proc/{}/environ", process.pid)).unwrap_or_default();
@@ -318,12 +319,12 @@ fn killed_launcher_leaves_no_process_and_no_directory() {
         wait_for("the last record", || dir.path().join("watched").exists().then_some(()));
         assert!(dir.path().join("private/socket").exists() && started.iter().all(|pid| alive(*pid)));
         kill_scene(&mut child, dir.path());
-        // One of them has cleared the environment by which `marked` finds the others.
+        // One process has cleared the environment by which `marked` finds the others.
         wait_for("the end of all", || (!started.iter().any(|pid| alive(*pid))).then_some(()));
     }
 }
 
-/// Starts a process without an environment, which the reaper can find only by its process group.
+/// Shell script that starts a process without an environment, which the reaper finds only by its process group.
 const BARE: &str = "(env -i sh -c 'trap \"\" TERM; echo $$ > two; sleep 1000' &)";
 
 async fn guarded(cgroup: bool, dir: &Path, more: &str) {

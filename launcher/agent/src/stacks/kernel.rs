@@ -1,14 +1,14 @@
-//! What `/proc` tells of a process and its threads.
+//! Reads the state of a process and its threads from `/proc`.
 
 use fs_err::{read_dir, read_to_string};
 use xlaunch_proto::v1::{ProcessStacks, ThreadState};
 
 use crate::process::Process;
 
-/// Threads of a process that are listed.
+/// Maximum number of threads listed per process.
 const MAX_THREADS: usize = 512;
 
-/// A process and its threads; `None` if it has exited.
+/// Reads a process and its threads; `None` if it has exited.
 pub(super) fn process(pid: u32) -> Option<ProcessStacks> {
     let process = Process::read(pid).filter(|process| !process.ended())?;
     Some(ProcessStacks {
@@ -22,7 +22,7 @@ pub(super) fn process(pid: u32) -> Option<ProcessStacks> {
     })
 }
 
-/// The process that traces one of the threads. A debugger may be attached to a single one.
+/// Returns the id of a process that traces any of the threads. A debugger may be attached to a single thread.
 pub(super) fn tracer(pid: u32) -> Option<u32> {
     tasks(pid).into_iter().find_map(|tid| {
         let status = read_to_string(format!("/proc/{pid}/task/{tid}/status")).ok()?;
@@ -31,7 +31,7 @@ pub(super) fn tracer(pid: u32) -> Option<u32> {
     })
 }
 
-/// The ids of the threads, in order; the first one is the main thread's.
+/// Returns the thread ids in order; the first one is that of the main thread.
 fn tasks(pid: u32) -> Vec<u32> {
     let tasks = read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     let mut tids: Vec<u32> = tasks.filter_map(|task| task.file_name().to_str()?.parse().ok()).collect();
@@ -43,7 +43,7 @@ fn thread(pid: u32, tid: u32) -> Option<ThreadState> {
     let file = |name: &str| read_to_string(format!("/proc/{pid}/task/{tid}/{name}"));
     let stat = file("stat").ok()?;
     let state = stat.rsplit_once(") ")?.1.chars().next()?;
-    // Kernels without this, and missing permission: unknown.
+    // Unknown if the kernel does not provide it, or without permission.
     let wait_channel = file("wchan").ok().filter(|function| function != "0").unwrap_or_default();
     Some(ThreadState {
         tid,

@@ -1,12 +1,13 @@
-//! What the processes of a rank are doing: kernel states of their threads, and stacks from a debugger.
+//! Examines the processes of a rank: kernel states of their threads, and stacks from a debugger.
 //!
 //! ```text
 //! Subject (rank, pid) --/proc--> processes and threads --gdb or eu-stack, py-spy--> stacks --> text, gRPC
 //! ```
-//! Reading `/proc` leaves a process alone. A debugger stops it for a moment, so none is used on a process that is
-//! stopped, which it would continue, or that has a debugger already.
+//! Reading `/proc` does not affect a process. A debugger stops it briefly and then continues it, so no debugger is used
+//! on
+//! a process that is stopped or already has a debugger.
 //!
-//! Everything here blocks, by at most [`tools::TOOL_TIMEOUT`]: call it from a thread of its own.
+//! The functions here block for up to [`tools::TOOL_TIMEOUT`], so they must run on a thread of their own.
 
 mod kernel;
 mod text;
@@ -21,7 +22,7 @@ use crate::clock;
 use crate::process::Process;
 pub use text::text;
 
-/// Processes of a rank that are examined.
+/// Maximum number of processes examined per rank.
 const MAX_PROCESSES: usize = 64;
 
 /// The rank of a running attempt whose processes are examined.
@@ -32,16 +33,16 @@ pub(crate) struct Subject {
     pub(crate) activity: Option<ActivityRecord>,
 }
 
-/// How much is asked of a rank.
+/// How closely a rank is examined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Detail {
-    /// What `/proc` tells.
+    /// The state of its threads from `/proc`.
     Kernel,
-    /// Stacks, too.
+    /// Stacks in addition.
     Stacks,
 }
 
-/// Examines ranks, all at the same time. Processes that have exited are left out.
+/// Examines ranks concurrently. Processes that have exited are left out.
 pub(crate) fn collect(subjects: &[(Subject, Detail)]) -> Vec<RankStacks> {
     let children = children();
     let mut ranks: Vec<RankStacks> = Vec::new();
@@ -64,11 +65,11 @@ pub(crate) fn collect(subjects: &[(Subject, Detail)]) -> Vec<RankStacks> {
     ranks
 }
 
-/// The messages of a reply, with one process each.
+/// Splits a reply into messages with one process each.
 pub(crate) fn split(ranks: Vec<RankStacks>) -> Vec<StacksReply> {
     let mut replies = Vec::new();
     for RankStacks { rank, activity, processes, unix_ms } in ranks {
-        // A rank whose processes have exited has one message, too.
+        // A rank whose processes have all exited gets one message too.
         let count = processes.len().max(1);
         let mut processes = processes.into_iter();
         for _ in 0..count {
@@ -79,7 +80,7 @@ pub(crate) fn split(ranks: Vec<RankStacks>) -> Vec<StacksReply> {
     replies
 }
 
-/// The ranks of the messages of a reply.
+/// Joins the messages of a reply, the inverse of `split`.
 pub fn join(replies: Vec<StacksReply>) -> Vec<RankStacks> {
     let mut ranks: Vec<RankStacks> = Vec::new();
     for part in replies.into_iter().flat_map(|reply| reply.ranks) {
@@ -91,16 +92,16 @@ pub fn join(replies: Vec<StacksReply>) -> Vec<RankStacks> {
     ranks
 }
 
-/// A debugger that is attached to a process of these ranks.
+/// A debugger that is attached to a process of a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Tracer {
     pub(crate) rank: u32,
     pub(crate) pid: u32,
-    /// Its name, and its process id.
+    /// Name and process id of the debugger.
     pub(crate) debugger: (String, u32),
 }
 
-/// The first debugger that is found, except those that this process has started to print stacks.
+/// Returns the first debugger found, except those that this process has started itself to print stacks.
 pub(crate) fn tracer<'a>(subjects: impl IntoIterator<Item = &'a Subject>) -> Option<Tracer> {
     let children = children();
     subjects.into_iter().find_map(|subject| {
@@ -113,7 +114,7 @@ pub(crate) fn tracer<'a>(subjects: impl IntoIterator<Item = &'a Subject>) -> Opt
     })
 }
 
-/// The children of every process.
+/// Returns the children of every process on the host.
 fn children() -> BTreeMap<u32, Vec<u32>> {
     let mut children: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
     for process in Process::all() {
@@ -122,7 +123,7 @@ fn children() -> BTreeMap<u32, Vec<u32>> {
     children
 }
 
-/// A process and its descendants, parents first.
+/// Returns a process and its descendants, parents first.
 fn tree(root: u32, children: &BTreeMap<u32, Vec<u32>>) -> Vec<u32> {
     let mut found = vec![root];
     let mut next = 0;
@@ -140,7 +141,7 @@ mod tests {
 
     use super::*;
 
-    /// A process that is killed with the test, and its group with it.
+    /// A process that is killed, with its process group, at the end of the test.
     struct Running(Child);
 
     impl Running {

@@ -1,4 +1,4 @@
-//! Stacks of a rank as text, for `hang.txt` and `xlaunch stacks`.
+//! Formats the stacks of a rank as text, for `hang.txt` and `xlaunch stacks`.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use xlaunch_proto::v1::{ProcessStacks, RankStacks, RecordedActivity, StackDump, 
 
 use crate::report::escaped;
 
-/// Everything that is known about a rank. Control characters are escaped.
+/// Formats all that is known about a rank. Control characters are escaped.
 pub fn text(rank: &RankStacks) -> String {
     let mut out = String::new();
     // Writing to a String cannot fail.
@@ -22,7 +22,7 @@ pub fn text(rank: &RankStacks) -> String {
     out
 }
 
-/// `phase: backward for 3.2 s, step 9, last collective: 41 (bucket 3)`.
+/// Formats the activity, such as `phase: backward for 3.2 s, step 9, last collective: 41 (bucket 3)`.
 fn activity(recorded: &RecordedActivity, now_ms: u64) -> String {
     let since = Duration::from_millis(now_ms.saturating_sub(recorded.unix_ms)).as_secs_f64();
     let mut text = format!("phase: {} for {since:.1} s", recorded.phase().name());

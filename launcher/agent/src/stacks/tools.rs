@@ -1,7 +1,8 @@
-//! Stacks from tools that are installed: gdb or else eu-stack, and py-spy for Python.
+//! Gets stacks from installed tools: gdb, or else eu-stack, and in addition py-spy for Python.
 //!
-//! Only one debugger can be attached to a process, so the tools for native code are alternatives; py-spy reads the
-//! memory of a process without stopping it. All tools run at the same time.
+//! Only one debugger can be attached to a process, so only one tool for native code is used; py-spy reads the memory of
+//! a
+//! process without stopping it. All tools run at the same time.
 
 use std::io::Read;
 use std::path::PathBuf;
@@ -13,14 +14,14 @@ use xlaunch_proto::v1::{ProcessStacks, StackDump};
 use crate::spawn::helper;
 use crate::system_errors;
 
-/// For a tool to print stacks. A debugger may read gigabytes of symbols.
+/// Time limit for a tool to print stacks. A debugger may have to read gigabytes of symbols.
 pub(super) const TOOL_TIMEOUT: Duration = Duration::from_secs(10);
-/// Bytes of a tool's output that are kept: those of a process fit into a message that the daemon passes on.
+/// Limit on the output kept of a tool, so that the stacks of a process fit into one message that the daemon passes on.
 const MAX_DUMP_BYTES: u64 = 64 << 10;
-/// Tools that run at the same time. More processes than this have no stacks.
+/// Maximum number of tools that run at the same time. Processes beyond that are reported without stacks.
 const MAX_TOOLS: usize = 24;
 
-/// The stacks of each process.
+/// Returns the stacks of each process.
 pub(super) fn dump(processes: &[&ProcessStacks]) -> Vec<Vec<StackDump>> {
     let installed: Vec<Tool> = Tool::ALL.into_iter().filter(|tool| tool.program().is_some()).collect();
     let mut running = 0;
@@ -57,7 +58,7 @@ pub(super) fn dump(processes: &[&ProcessStacks]) -> Vec<Vec<StackDump>> {
     })
 }
 
-/// Why a process has no stacks.
+/// The reason why a process has no stacks, if any.
 fn obstacle(process: &ProcessStacks, installed: &[Tool]) -> Option<&'static str> {
     match process.state.as_str() {
         "T" => Some("no stacks: the process is stopped, and a debugger would continue it"),
@@ -67,7 +68,7 @@ fn obstacle(process: &ProcessStacks, installed: &[Tool]) -> Option<&'static str>
     }
 }
 
-/// The tools for a process.
+/// Selects the tools for a process.
 fn selected(installed: &[Tool], python: bool) -> Vec<Tool> {
     let native = installed.iter().find(|tool| **tool != Tool::PySpy);
     let python = installed.iter().find(|tool| **tool == Tool::PySpy && python);
@@ -80,7 +81,7 @@ fn is_python(pid: u32) -> bool {
     name.is_some_and(|name| name.to_string_lossy().starts_with("python"))
 }
 
-/// A program that prints stacks. The first one of those for native code that is installed is used.
+/// A program that prints stacks. Of those for native code, the first one that is installed is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Tool {
     Gdb,
@@ -99,7 +100,7 @@ impl Tool {
         }
     }
 
-    /// Where it is installed.
+    /// Finds the tool in `PATH`.
     fn program(self) -> Option<PathBuf> {
         let path = std::env::var_os("PATH")?;
         std::env::split_paths(&path).map(|dir| dir.join(self.name())).find(|file| file.is_file())
@@ -109,7 +110,7 @@ impl Tool {
         let mut command = Command::new(self.program().unwrap_or_else(|| self.name().into()));
         let pid = pid.to_string();
         match self {
-            // Without downloads of symbols, and without start-up files.
+            // Neither downloads symbols nor reads start-up files.
             Self::Gdb => command
                 .args(["-nx", "-q", "-batch", "-iex", "set debuginfod enabled off", "-p", &pid])
                 .args(["-ex", "thread apply all bt"]),
@@ -141,7 +142,7 @@ impl Tool {
     }
 }
 
-/// The beginning of the output. The rest is read and dropped, so that the tool does not wait.
+/// Reads the beginning of the output. The rest is read and dropped, so that the tool does not block.
 fn read(mut output: impl Read) -> String {
     let mut bytes = Vec::new();
     // An error ends the output.

@@ -219,7 +219,7 @@ fn no_evidence_no_cause() {
     assert_eq!(cause(&ours), None);
 }
 
-/// What gloo's thread and faulthandler write when a rank is aborted.
+/// Output of gloo's thread and of faulthandler when a rank is aborted.
 const ABORTED: &str = "\
 terminate called after throwing an instance of 'gloo::IoException'
   what():  [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1
@@ -237,7 +237,7 @@ fn exception_before_an_abort_is_the_cause() {
     assert_eq!(of(&aborted).0, "RuntimeError: the disk is on fire (/w/t.py, line 7)");
     let by_shell = Evidence { exit: Some(Exit::Code(134)), ..aborted.clone() };
     assert_eq!(of(&by_shell).0, "RuntimeError: the disk is on fire (/w/t.py, line 7)");
-    // It wrote more after the exception, so it may have handled it.
+    // The rank wrote more after the exception, so it may have handled it.
     let went_on = evidence(Exit::Signal(6), &format!("{own}trying again\n{ABORTED}"));
     assert_eq!(of(&went_on).0, "perhaps RuntimeError: the disk is on fire (/w/t.py, line 7)");
     let old = Evidence { old_lines: 7, ..aborted.clone() };
@@ -262,9 +262,9 @@ fn symptom_tells_the_loss_of_a_peer_from_an_error_of_the_ranks_own_and_when_it_w
     assert_eq!(seen(&traceback(lost), Exit::Code(1)), Some((true, at(0))));
     let ranked: String = traceback(lost).lines().map(|line| format!("[rank2]: {line}\n")).collect();
     assert_eq!(seen(&ranked, Exit::Code(1)), Some((true, at(0))));
-    // It was terminated while it exited.
+    // The rank was terminated while it was exiting.
     assert_eq!(seen(&own, Exit::Signal(15)), Some((false, at(0))));
-    // The last one counts: the first was handled.
+    // The last exception counts; the first one was handled.
     let both = format!("{}{own}", traceback(lost));
     assert_eq!(seen(&both, Exit::Code(1)), Some((false, at(6))));
     let aborted = "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  NCCL error: \

@@ -1,4 +1,4 @@
-//! The socket between the agent and the preloading process: JSON, preceded by its length in four bytes, big-endian.
+//! The protocol between the agent and the preloading process: JSON, preceded by its length in four bytes, big-endian.
 
 use std::io::{self, IoSlice, Read, Write};
 use std::mem::MaybeUninit;
@@ -9,12 +9,12 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg}
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// Descriptors that a message can carry.
+/// Maximum number of descriptors in a message.
 const MAX_DESCRIPTORS: usize = 4;
-/// Longer replies are not believed.
+/// Replies that claim to be longer than this are rejected.
 const MAX_REPLY_BYTES: u32 = 1 << 20;
 
-/// Sends a message with descriptors; blocks while the other side does not read, up to the socket's write timeout.
+/// Sends a message with descriptors. Blocks while the other side does not read, up to the socket's write timeout.
 pub(super) fn send(
     channel: &UnixStream,
     message: &impl Serialize,
@@ -33,7 +33,7 @@ pub(super) fn send(
     (&mut &*channel).write_all(&message[sent..])
 }
 
-/// Receives a message; blocks up to the socket's read timeout.
+/// Receives a message. Blocks up to the socket's read timeout.
 pub(super) fn receive<T: DeserializeOwned>(mut channel: &UnixStream) -> io::Result<T> {
     let mut length = [0; 4];
     channel.read_exact(&mut length)?;

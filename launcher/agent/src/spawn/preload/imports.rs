@@ -1,4 +1,4 @@
-//! Waits for the imports of a preloading process, in a thread of its own, and collects what they print.
+//! Waits, on a thread of its own, until a preloading process has imported its modules, and collects their output.
 
 use std::io::{self, Read};
 use std::os::fd::{AsFd, OwnedFd};
@@ -13,25 +13,25 @@ use tokio::sync::mpsc;
 use super::channel;
 use crate::spawn::exit_status;
 
-/// Output of the imports that is kept.
+/// Limit on the output of the imports that is kept.
 const MAX_OUTPUT_BYTES: usize = 64 << 10;
 
-/// What became of the imports.
+/// Result of the imports.
 #[derive(Debug)]
 pub(crate) struct Imported {
-    /// Names of the threads that they left, or why workers cannot be forked.
+    /// Names of threads that the imports left running, or the reason why workers cannot be forked.
     pub(crate) threads: Result<Vec<String>, String>,
-    /// What they wrote to stdout and stderr.
+    /// Output of the imports to stdout and stderr, up to the limit.
     pub(crate) output: String,
-    /// Bytes of output that are not in it.
+    /// Number of output bytes beyond the limit.
     pub(crate) omitted: u64,
 }
 
-/// What the imports have written so far.
+/// Output of the imports so far.
 #[derive(Debug, Default)]
 struct Output {
     kept: Vec<u8>,
-    /// Bytes that followed.
+    /// Number of bytes that did not fit into `kept`.
     omitted: u64,
 }
 
@@ -42,7 +42,9 @@ struct Report {
     threads: Vec<String>,
 }
 
-/// Sends the result to `imported` when the imports are done or the process has exited. Its output is read to the end.
+/// Sends the result to `imported` when the imports are done or the process has exited. Reads the process's output to
+/// the
+/// end.
 pub(super) fn watch(
     channel: UnixStream,
     mut stderr: ChildStderr,
@@ -55,9 +57,9 @@ pub(super) fn watch(
         drop((channel, pidfd));
         let Output { kept, omitted } = output;
         let output = String::from_utf8_lossy(&kept).into_owned();
-        // The driver is gone if the job was stopped meanwhile.
+        // The driver is gone if the job has been stopped.
         let _ = imported.send(Imported { threads, output, omitted });
-        // A module's thread must not block on a full pipe.
+        // Keep reading: a thread of a module must not block on a full pipe.
         let _ = io::copy(&mut stderr, &mut io::sink());
     })?;
     Ok(())
@@ -71,9 +73,9 @@ fn wait(
 ) -> Result<Vec<String>, String> {
     let (mut open, mut printing) = (true, true);
     loop {
-        // In this order: what was printed before the report is then seen with it.
+        // Polled in this order, so that output printed before the report is read first.
         let watched = [(open, channel.as_fd()), (true, pidfd.as_fd()), (printing, stderr.as_fd())];
-        // A descriptor without events is still reported at its end.
+        // poll reports the end of a descriptor even if no events are requested.
         let mut polled: Vec<_> = watched
             .iter()
             .filter(|(wanted, _)| *wanted)
@@ -100,7 +102,7 @@ fn wait(
     }
 }
 
-/// Reads what there is; false at the end.
+/// Reads the available output; false at the end.
 fn read_some(stderr: &mut ChildStderr, output: &mut Output) -> bool {
     let mut buffer = [0; 4096];
     match stderr.read(&mut buffer) {

@@ -1,4 +1,4 @@
-//! The preloading process of a command's launch: imports Python modules once, then forks the workers of all attempts.
+//! The preloading process of a command: imports Python modules once, then forks the workers of all attempts.
 //!
 //! ```text
 //! agent --spawn--> preloading process: imports --Imported--> agent
@@ -6,12 +6,17 @@
 //! agent <--process id------ preloading process
 //! agent: registers the child, opens its pidfd, moves it to its cgroup --"adopted"--> worker runs the script
 //! ```
-//! `program.py` is the other side. A forked worker is supervised like any other: it leads a process group, is reaped by
-//! the agent alone, and dies with the agent. The kernel ties its parent-death signal to the agent's main thread, which
-//! inherits orphans; that thread lives as long as the process.
+//! `program.py` runs in the preloading process. A forked worker is supervised like any other: it leads a process group,
+//! is
+//! reaped by the agent alone, and dies with the agent. The kernel ties its parent-death signal to the agent's main
+//! thread,
+//! which inherits orphans; that thread lives as long as the process.
 //!
-//! Invariants: a worker runs nothing of the user's before it can be watched and killed; after an error the preloading
-//! process is not used again, and its half-started worker exits, because the pipe on which it waits is closed.
+//! Invariants:
+//! - a worker does not run user code before it can be watched and killed;
+//! - after an error the preloading process is not used again, and its half-started worker exits because the pipe on
+//! which
+//!   it waits is closed.
 
 mod channel;
 mod imports;
@@ -37,17 +42,17 @@ use super::{Options, Spawned, Spawner, Worker, children, sys};
 use crate::process::Process;
 pub(crate) use imports::Imported;
 
-/// The other side, for Python 3.8 or newer.
+/// The program of the preloading process, for Python 3.8 or newer.
 const PROGRAM: &str = include_str!("program.py");
-/// For a fork of the preloading process, which takes milliseconds: longer means that it hangs.
+/// Timeout of a fork in the preloading process. A fork takes milliseconds, so a timeout means that the process hangs.
 const FORK_TIMEOUT: Duration = Duration::from_secs(20);
-/// For the preloading process and what it started to disappear at the end of the job.
+/// Time for the preloading process and its descendants to disappear at the end of the job.
 const PRELOADER_DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How to start a preloading process.
+/// Describes how to start a preloading process.
 #[derive(Debug)]
 pub(crate) struct PreloadPlan {
-    /// The interpreter, with the environment that all workers have in common.
+    /// The interpreter, with the environment that all workers share.
     pub(crate) interpreter: Command,
     /// Modules to import.
     pub(crate) modules: Vec<String>,
@@ -55,21 +60,22 @@ pub(crate) struct PreloadPlan {
     pub(crate) argv: Vec<OsString>,
 }
 
-/// A preloading process. Dropping it kills it and everything that it started.
+/// A preloading process. Dropping this kills it and its descendants.
 #[derive(Debug)]
 pub(crate) struct Preloader {
-    /// Declared, and so dropped, before `process`, whose id must not be reused.
+    /// Declared, and so dropped, before `process`, whose id must not be reused before the tree is killed.
     processes: ProcessTree,
     process: Worker,
-    /// What it was started with. Workers get the changes to it, and so keep what a wrapper of the interpreter or an
-    /// import has changed.
+    /// The environment that the process was started with. Workers are sent only the differences, so they keep changes
+    /// made
+    /// by a wrapper of the interpreter or by an import.
     environment: BTreeMap<OsString, OsString>,
-    /// `None` once it is not to be used any more.
+    /// `None` once the process must not be used any more.
     channel: Option<UnixStream>,
 }
 
 impl Preloader {
-    /// Starts the process. What becomes of its imports is sent to `imported`, once.
+    /// Starts the process. The result of its imports is sent to `imported`, once.
     pub(crate) async fn start(
         plan: PreloadPlan,
         base: &BaseEnvironment,
@@ -83,7 +89,7 @@ impl Preloader {
         command.args(["-u", "-c", PROGRAM]).arg(sys::number(&theirs).to_string());
         command.arg(std::process::id().to_string()).arg(plan.modules.join(",")).arg("--").args(&plan.argv);
         sys::inherit(&mut command, Arc::new(theirs));
-        // Not in a cgroup of the attempt, which ends before the next one.
+        // Not in a cgroup of the attempt, because the process outlives it.
         let mut processes = ProcessTree::without_cgroup(run_id);
         processes.prepare(0, &mut command);
         let environment = environment_of(&command, base);
@@ -93,7 +99,7 @@ impl Preloader {
         Ok(Self { processes, process, environment, channel: Some(ours) })
     }
 
-    /// Whether it can fork workers.
+    /// Whether the process can fork workers.
     pub(crate) fn is_usable(&self) -> bool {
         self.channel.is_some()
     }
@@ -130,30 +136,30 @@ impl Preloader {
         }
     }
 
-    /// Does without it from now on.
+    /// Kills the process. Workers are started without it from now on.
     pub(crate) fn give_up(&mut self) {
         self.channel = None;
         self.process.signal(Signal::KILL);
     }
 
-    /// At SIGTSTP during the imports: stops it, then this process.
+    /// Handles SIGTSTP during the imports: stops the preloading process, then this process.
     pub(crate) fn suspend(&self) {
         self.processes.suspend();
     }
 
-    /// At SIGCONT.
+    /// Handles SIGCONT: continues the preloading process.
     pub(crate) fn resume(&self) {
         self.processes.resume();
     }
 
-    /// Kills it and everything that it started.
+    /// Kills the process and its descendants, and waits for them.
     pub(crate) async fn end(self) {
         // Dropping the tree kills what remains.
         self.processes.kill_and_wait(PRELOADER_DRAIN_TIMEOUT).await;
     }
 }
 
-/// The environment with which a command starts.
+/// Returns the environment that a command starts with.
 fn environment_of(command: &Command, base: &BaseEnvironment) -> BTreeMap<OsString, OsString> {
     let mut environment = base.variables();
     for (name, value) in command.get_envs() {
@@ -165,13 +171,13 @@ fn environment_of(command: &Command, base: &BaseEnvironment) -> BTreeMap<OsStrin
     environment
 }
 
-/// What a worker is told. Texts are bytes, one per character.
+/// The message to a forked worker. Strings contain one character per byte.
 #[derive(Debug, PartialEq, Serialize)]
 struct Message {
     argv: Vec<String>,
-    /// Variables that the preloading process was started without, or with another value.
+    /// Variables that the preloading process does not have, or has with another value.
     set: Vec<(String, String)>,
-    /// Variables that only the preloading process was started with.
+    /// Variables of the preloading process that the worker must not have.
     unset: Vec<String>,
     cpus: Option<Vec<usize>>,
 }
@@ -206,7 +212,7 @@ impl Message {
     }
 }
 
-/// Blocks until the worker runs.
+/// Forks a worker. Blocks until it runs.
 fn fork(
     channel: &UnixStream,
     message: &Message,
@@ -227,7 +233,7 @@ fn fork(
             Reply::Pid(pid) if Process::read(pid).is_some_and(|it| it.parent == std::process::id()) => {
                 Ok(pid)
             }
-            // An interpreter in another PID namespace, perhaps.
+            // The interpreter may run in another PID namespace.
             Reply::Pid(pid) => Err(io::Error::other(format!("process {pid} is not a child of xlaunch"))),
             Reply::Error(error) => Err(io::Error::other(error)),
         }
@@ -237,20 +243,20 @@ fn fork(
             Ok(Spawned { worker, stdout: OwnedFd::from(stdout).into(), stderr: OwnedFd::from(stderr).into() })
         }
         Err(error) => {
-            // The worker exits, and is an orphan like others.
+            // The worker exits, and is reaped like any other orphan.
             children::forget(pid);
             Err(error)
         }
     }
 }
 
-/// Lets an adopted worker run, with a pidfd and in its cgroup.
+/// Opens the pidfd of an adopted worker, moves it to its cgroup, and lets it run.
 fn release(pid: u32, cgroup: Option<&OwnedFd>, mut adopted: PipeWriter) -> io::Result<Worker> {
     let pid_typed = i32::try_from(pid).ok().and_then(Pid::from_raw);
     let pid_typed = pid_typed.ok_or_else(|| io::Error::other(format!("{pid} is not a process id")))?;
     let pidfd = pidfd_open(pid_typed, PidfdFlags::NONBLOCK)?;
     if let Some(procs) = cgroup {
-        // The starter checks where the process is.
+        // Errors are ignored: `ProcessTree::add` checks whether the process is in its cgroup.
         let _ = rustix::io::write(procs, pid.to_string().as_bytes());
     }
     adopted.write_all(b"\n")?;
