@@ -124,14 +124,8 @@ async fn a_blocked_sink_delays_neither_the_driver_nor_other_sinks_and_its_losses
 #[tokio::test]
 async fn file_that_fails_for_a_while_is_written_again_and_what_is_missing_is_said() {
     for (fails, expected) in [
-        (
-            1..3,
-            &["cannot be written: disk full; trying again with every report", "is written again"][..],
-        ),
-        (
-            1..9,
-            &["cannot be written: disk full; trying again with every report", "is written again"][..],
-        ),
+        (1..3, &["cannot be written: disk full; trying again with every report", "is written again"][..]),
+        (1..9, &["cannot be written: disk full; trying again with every report", "is written again"][..]),
     ] {
         let ((console, shown), (failing, written), (other, other_written)) =
             (TestSink::new(), TestSink::new(), TestSink::new());

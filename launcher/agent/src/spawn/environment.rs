@@ -73,17 +73,17 @@ impl BaseEnvironment {
 pub(crate) struct TrainerGroup<'a> {
     pub(crate) base: &'a BaseEnvironment,
     pub(crate) run_id: &'a str,
-/// Socket on which the agent listens.
+    /// Socket on which the agent listens.
     pub(crate) socket: &'a Path,
     pub(crate) placement: &'a Placement,
-/// Attempt number, counted from 0.
+    /// Attempt number, counted from 0.
     pub(crate) attempt: u32,
     pub(crate) max_restarts: u32,
-/// Place of this node in the job.
+    /// Place of this node in the job.
     pub(crate) assignment: &'a Assignment,
-/// Address at which other nodes reach this one.
+    /// Address at which other nodes reach this one.
     pub(crate) address: &'a str,
-/// Whether a single process runs all ranks as threads.
+    /// Whether a single process runs all ranks as threads.
     pub(crate) rank_threads: bool,
 }
 
@@ -92,17 +92,17 @@ pub(crate) struct TrainerGroup<'a> {
 pub(crate) struct CommandGroup<'a> {
     pub(crate) base: &'a BaseEnvironment,
     pub(crate) spec: &'a ResolvedCommand,
-/// `TORCHELASTIC_RUN_ID`: the id that the user chose, or else the run's.
+    /// `TORCHELASTIC_RUN_ID`: the id that the user chose, or else the run's.
     pub(crate) run_id: &'a str,
-/// Socket on which the agent listens.
+    /// Socket on which the agent listens.
     pub(crate) socket: &'a Path,
-/// Attempt number, counted from 0.
+    /// Attempt number, counted from 0.
     pub(crate) attempt: u32,
-/// Place of this node in the job.
+    /// Place of this node in the job.
     pub(crate) assignment: &'a Assignment,
-/// Whether the job may have several nodes. They get the address of node rank 0 from the coordinator.
+    /// Whether the job may have several nodes. They get the address of node rank 0 from the coordinator.
     pub(crate) may_have_peers: bool,
-/// Network interface of this node's address, if the job may have several nodes.
+    /// Network interface of this node's address, if the job may have several nodes.
     pub(crate) interface: Option<&'a Interface>,
 }
 
