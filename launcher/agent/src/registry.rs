@@ -1,4 +1,4 @@
-//! The running launches of this user, which `xlaunch status` finds from any directory.
+//! The registry of this user's running launches, which `xlaunch status` finds from any directory.
 //!
 //! ```text
 //! <$XDG_RUNTIME_DIR, $TMPDIR, /tmp, /var/tmp or ~/.cache>/xlaunch-<uid>/    mode 0700
@@ -6,7 +6,7 @@
 //!         agent.sock            here because the path of a socket is limited
 //!         run -> DIRECTORY      the run's directory; absent if that is this entry itself
 //! ```
-//! An unlocked entry is stale, however its launch ended: readers skip it, and remove it if it is old.
+//! An unlocked entry is stale, regardless of how its launch ended: readers skip it, and remove it if it is old.
 
 use std::fs::{File, TryLockError};
 use std::io;
@@ -19,24 +19,24 @@ use xlaunch_proto::exit::ExitCode;
 use crate::Refusal;
 use crate::names::{file_name, unique};
 
-/// File name of the agent's socket, in a run's directory and in its entry.
+/// File name of the agent's socket, both in a run's directory and in its entry.
 pub const SOCKET: &str = "agent.sock";
-/// Link to the run's directory, in its entry.
+/// Name of the link from an entry to the run's directory.
 const RUN_LINK: &str = "run";
 /// Longest path of a unix socket: `sizeof(sun_path) - 1`.
 const MAX_SOCKET_PATH_LEN: usize = 107;
-/// A temporary directory with a longer path leaves no room for the socket's.
+/// A temporary directory with a longer path leaves no room for the socket's path.
 const MAX_TEMP_DIR_LEN: usize = 30;
-/// Temporary directories of any host, for one whose `TMPDIR` is unusable.
+/// Temporary directories that any host has, in case `TMPDIR` is unusable.
 const TEMP_DIRS: [&str; 2] = ["/tmp", "/var/tmp"];
-/// Characters of the run's id in the name of its entry.
+/// Maximum number of characters of the run id in the name of its entry.
 const MAX_ID_LEN: usize = 32;
-/// An entry's name has at least this many characters of the launch's name, if that is so long.
+/// An entry's name keeps at least this many characters of the launch's name.
 const MIN_NAME_LEN: usize = 8;
-/// A younger unlocked entry may just have been created, and not be locked yet.
+/// An unlocked entry younger than this may just have been created and not be locked yet.
 const STALE_AFTER: Duration = Duration::from_secs(60);
 
-/// The entry of a running launch; removed when dropped.
+/// The entry of a running launch. Dropping it removes the entry.
 #[derive(Debug)]
 pub struct Entry {
     path: PathBuf,
@@ -48,7 +48,7 @@ pub struct Entry {
 struct State {
     /// The locked directory.
     dir: File,
-    /// The run's directory, if it is linked.
+    /// The run's directory, if the entry links to one.
     run: Option<PathBuf>,
 }
 
@@ -57,7 +57,7 @@ struct State {
 pub struct Running {
     /// `<name>-<run id>`.
     pub name: String,
-    /// Where its agent listens.
+    /// Socket of its agent.
     pub socket: PathBuf,
 }
 
@@ -65,12 +65,12 @@ impl Entry {
     /// Creates the entry of a launch that starts now.
     ///
     /// # Errors
-    /// No private directory for it can be created.
+    /// Fails if no private directory for it can be created.
     pub fn create(name: &str, id: &str) -> Result<Self, Refusal> {
         Self::create_in_first(&registry_dirs(), name, id)
     }
 
-    /// Creates the entry in the first of these registries that is this user's, or can be.
+    /// Creates the entry in the first of these registries that belongs to this user, or can be created.
     fn create_in_first(registries: &[PathBuf], name: &str, id: &str) -> Result<Self, Refusal> {
         let mut problems = String::new();
         for registry in registries {
@@ -88,13 +88,13 @@ impl Entry {
 
     fn create_in(registry: &Path, name: &str, id: &str) -> io::Result<Self> {
         if !registry.parent().is_some_and(Path::is_dir) {
-            return Err(io::Error::other("the directory above it does not exist"));
+            return Err(io::Error::other("the parent directory does not exist"));
         }
         let registry = std::path::absolute(registry)?;
         ensure_private(&registry, true)?;
         let (mut name, mut id) = (file_name(name), file_name(id));
         id.truncate(MAX_ID_LEN);
-        // A dash, the suffix of another entry of the same name, and two slashes.
+        // The dash, the suffix of an entry whose name is taken, and two slashes.
         let rest =
             registry.as_os_str().len() + id.len() + SOCKET.len() + "-".len() + "-99".len() + "//".len();
         match MAX_SOCKET_PATH_LEN.checked_sub(rest) {
@@ -111,11 +111,11 @@ impl Entry {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Creates the entry again if it was deleted, as programs do that clean temporary directories. What was in it is
-    /// not restored, apart from the link. Returns whether it was missing.
+    /// Creates the entry again if it was deleted, as programs that clean temporary directories do. Of its contents,
+    /// only the link is restored. Returns whether the entry was missing.
     ///
     /// # Errors
-    /// It cannot be created, or another user has taken the name of the registry.
+    /// Fails if it cannot be created, or if another user has taken the name of the registry.
     pub(crate) fn restore(&self) -> io::Result<bool> {
         use std::os::unix::fs::MetadataExt;
         let mut state = self.state();
@@ -147,7 +147,7 @@ impl Entry {
         self.link_socket(run)
     }
 
-    /// Links the run's directory to the socket again, if it is no longer linked.
+    /// Links the run's directory to the socket again, if the link is gone.
     pub(crate) fn restore_link(&self) -> io::Result<()> {
         let run = self.state().run.clone();
         match run.filter(|run| run.join(SOCKET).symlink_metadata().is_err()) {
@@ -158,23 +158,22 @@ impl Entry {
 
     /// Links a run's directory to the socket.
     pub(crate) fn link_socket(&self, run: &Path) -> io::Result<()> {
-        // An agent of the same node that was killed has left its link: a new one replaces it.
+        // An agent of the same node that was killed leaves its link behind, and a new one replaces it.
         let new = run.join(format!(".{SOCKET}-{}", self.name));
         fs_err::os::unix::fs::symlink(self.socket(), &new)?;
         fs_err::rename(new, run.join(SOCKET))
     }
 
-    /// The entry's directory, private to this user.
+    /// Returns the entry's directory, which is private to this user.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The entry's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Where the agent has to listen.
+    /// Returns the path of the socket for the agent.
     pub fn socket(&self) -> PathBuf {
         self.path.join(SOCKET)
     }
@@ -182,12 +181,12 @@ impl Entry {
 
 impl Drop for Entry {
     fn drop(&mut self) {
-        // If this fails, the entry is stale: the lock is released next.
+        // If this fails, the entry becomes stale, since the lock is released next.
         let _ = fs_err::remove_dir_all(&self.path);
     }
 }
 
-/// All launches of this user, by name.
+/// Returns all running launches of this user, sorted by name.
 pub fn running() -> Vec<Running> {
     let mut found: Vec<_> = registry_dirs().iter().flat_map(|registry| running_in(registry)).collect();
     found.sort();
@@ -207,7 +206,7 @@ fn running_in(registry: &Path) -> Vec<Running> {
     running.collect()
 }
 
-/// Whether the launch of the entry runs. A stale entry is removed.
+/// Whether the launch of this entry is running. A stale entry is removed.
 fn is_locked(entry: &Path) -> bool {
     let Ok(dir) = File::open(entry) else { return false };
     match dir.try_lock() {
@@ -217,7 +216,7 @@ fn is_locked(entry: &Path) -> bool {
             let age =
                 dir.metadata().and_then(|entry| entry.modified()).map(|at| at.elapsed().unwrap_or_default());
             if age.is_ok_and(|age| age > STALE_AFTER) {
-                // Another process may be removing it, too.
+                // Another process may be removing it as well.
                 let _ = fs_err::remove_dir_all(entry);
             }
             false
@@ -225,14 +224,14 @@ fn is_locked(entry: &Path) -> bool {
     }
 }
 
-/// Possible directories of the registry, the preferred one first. Launches and queries agree on them unless their
-/// environments differ.
+/// Returns the possible directories of the registry, preferred one first. Launches and queries agree on them unless
+/// their environments differ.
 fn registry_dirs() -> Vec<PathBuf> {
     let variable = |name| std::env::var_os(name).filter(|dir| !dir.is_empty()).map(PathBuf::from);
     registry_dirs_in(variable("XDG_RUNTIME_DIR"), variable("TMPDIR"), &TEMP_DIRS, variable("HOME"))
 }
 
-/// The same, in these directories, which need not exist.
+/// Same as [`registry_dirs`], in these directories, which need not exist.
 fn registry_dirs_in(
     runtime: Option<PathBuf>,
     temporary: Option<PathBuf>,
@@ -264,7 +263,7 @@ pub(crate) fn ensure_private(dir: &Path, create: bool) -> io::Result<()> {
             _ => {}
         }
     }
-    // Not of the target of a symbolic link, which another user may have created.
+    // Symbolic links are not followed: another user may have created one.
     let found = std::fs::symlink_metadata(dir)?;
     if !found.is_dir() {
         return Err(io::Error::other("not a directory"));
@@ -321,7 +320,7 @@ mod tests {
         entry.restore_link().unwrap();
         assert_eq!(fs_err::read_link(run.join(SOCKET)).unwrap(), entry.socket());
         assert_eq!(fs_err::metadata(&registry).unwrap().permissions().mode() & 0o777, 0o700);
-        // Another user has taken the name meanwhile.
+        // Another user takes the name in the meantime.
         fs_err::remove_dir_all(&registry).unwrap();
         fs_err::os::unix::fs::symlink(&run, &registry).unwrap();
         assert!(entry.restore().is_err() && fs_err::read_dir(&run).unwrap().count() == 1);
@@ -359,7 +358,8 @@ mod tests {
         }
     }
 
-    /// As on a host without a runtime directory where another user has taken the name in the temporary directory.
+    /// Simulates a host without a runtime directory on which another user has taken the name in the temporary
+    /// directory.
     #[test]
     fn cache_directory_is_used_where_another_user_has_taken_the_others() {
         let dir = tempfile::Builder::new().prefix("x").rand_bytes(4).tempdir_in("/tmp").unwrap();
@@ -372,7 +372,7 @@ mod tests {
         let name = format!("xlaunch-{}", user.as_raw());
         let none = dir.path().join("none");
         assert_eq!(registries, [none.join(&name), temporary.join(&name), home.join(".cache").join(&name)]);
-        // Only root can create what belongs to another user; a link to a directory is refused as well.
+        // Only root can create a directory of another user. A link to a directory is refused as well.
         let (taken, problem) =
             (&registries[1], if user.is_root() { "user 65534" } else { "not a directory" });
         if user.is_root() {
@@ -386,7 +386,7 @@ mod tests {
         assert_eq!(registries.iter().flat_map(|registry| names(registry)).collect::<Vec<_>>(), ["n-1"]);
         let refused = Entry::create_in_first(&registries[..2], "n", "1").unwrap_err().message;
         assert!(refused.contains(problem) && refused.contains("set XDG_RUNTIME_DIR"), "{refused}");
-        let missing = format!("\n  {}: the directory above it does not exist", registries[0].display());
+        let missing = format!("\n{}: the parent directory does not exist", registries[0].display());
         assert!(refused.contains(&missing), "{refused}");
     }
 

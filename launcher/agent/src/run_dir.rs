@@ -1,11 +1,12 @@
 //! The directory of one run, and its entry in the registry of running launches.
 //!
-//! The coordinator names the run, so that all nodes of a job write to one directory, also those that join later.
-//! A training run is kept: `<job.output>/<job.name>/<run id>/`. A command's run keeps only logs that the user asked
-//! for, in `<log dir>/<run id>/`; without them its directory is the registry entry, which is removed with the run.
+//! The coordinator chooses the run id, so that all nodes of a job write to the same directory, including nodes that
+//! join later. A training run is kept: `<job.output>/<job.name>/<run id>/`. A command's run keeps only logs that the
+//! user asked for, in `<log dir>/<run id>/`; without them its directory is the registry entry, which is removed with
+//! the run.
 //!
-//! Where a job may have several nodes, each of them has its logs in a directory of its own, `node_<rank>/`. Ranks
-//! change as nodes come and go, directories do not: a node whose rank another one had before gets `node_<rank>-2/`.
+//! If a job may have several nodes, each node has its logs in a directory of its own, `node_<rank>/`. Ranks change as
+//! nodes join and leave, directories do not: a node whose rank belonged to another node before gets `node_<rank>-2/`.
 
 use std::path::{Path, PathBuf};
 
@@ -23,36 +24,36 @@ const KEPT_DIR_MODE: u32 = 0o777;
 /// A run's directory and its socket.
 #[derive(Debug)]
 pub struct RunDir {
-    /// The directory.
+    /// Directory of the run.
     pub path: PathBuf,
-    /// Where output of this node goes: `<logs>/attempt_<n>/<local rank>/`.
+    /// Directory for this node's output: `<logs>/attempt_<n>/<local rank>/`.
     pub logs: PathBuf,
-    /// Where the agent listens.
+    /// Socket of the agent.
     pub socket: PathBuf,
-    /// The run's id, as the name of a directory.
+    /// Run id, as the name of a directory.
     pub id: String,
-    /// `None` under a daemon, which knows the run.
+    /// Registry entry; `None` under a daemon, which knows the run itself.
     entry: Option<Entry>,
 }
 
-/// The directory of all runs of a job.
+/// Returns the directory of all runs of a job.
 pub fn job_dir(spec: &JobSpec) -> PathBuf {
     Path::new(&spec.job.output).join(&spec.job.name)
 }
 
-/// The directory of the files of one attempt, below [`RunDir::logs`].
+/// Returns the directory of one attempt's files, below [`RunDir::logs`].
 pub(crate) fn attempt_dir(logs: &Path, attempt: u32) -> PathBuf {
     logs.join(format!("attempt_{attempt}"))
 }
 
-/// The directory of a rank's files in one attempt.
+/// Returns the directory of a rank's files in one attempt.
 pub fn rank_dir(logs: &Path, attempt: u32, local_rank: u32) -> PathBuf {
     attempt_dir(logs, attempt).join(local_rank.to_string())
 }
 
 impl RunDir {
-    /// Creates the directory of a training run on one node, with `job.json` in it and the link `latest` beside it. Here
-    /// and below, `entry` is that of an agent that listens already.
+    /// Creates the directory of a single-node training run, with `job.json` in it and the link `latest` beside it. Here
+    /// and below, `entry` belongs to an agent that is already listening.
     pub fn create(spec: &JobSpec, run_id: &str, entry: Option<Entry>) -> Result<Self, Refusal> {
         let (path, id) = Self::training(spec, run_id)?;
         let entry = entry.map_or_else(|| Entry::create(&spec.job.name, &id), Ok)?;
@@ -60,14 +61,14 @@ impl RunDir {
         Ok(Self { logs: path.join("logs"), socket: entry.socket(), path, id, entry: Some(entry) })
     }
 
-    /// Like [`create`](Self::create), for a daemon's agent with logs and socket in `agent`.
+    /// Same as [`create`](Self::create), for a daemon's agent, whose logs and socket are in `agent`.
     pub fn create_for_agent(spec: &JobSpec, run_id: &str, agent: &Path) -> Result<Self, Refusal> {
         let (path, id) = Self::training(spec, run_id)?;
         Ok(Self { logs: agent.join("logs"), socket: agent.join(SOCKET), path, id, entry: None })
     }
 
-    /// The directory of a training run that may have several nodes, which may share it. The node of rank 0 describes
-    /// the run there.
+    /// Creates the directory of a training run that may have several nodes, which may share it. The node of rank 0
+    /// writes `job.json` and the link `latest`.
     pub fn for_node(
         spec: &JobSpec,
         run_id: &str,
@@ -87,10 +88,10 @@ impl RunDir {
         Self::of_node(path, id, node_rank, entry).map_err(refuse)
     }
 
-    /// This node's part of a run's directory.
+    /// Creates this node's part of a run's directory.
     fn of_node(path: PathBuf, id: String, node_rank: u32, entry: Entry) -> std::io::Result<Self> {
         let (logs, _) = unique(&path, &format!("node_{node_rank}"), KEPT_DIR_MODE)?;
-        // The directory has one agent's socket: that of rank 0.
+        // The run's directory links to only one agent's socket, that of rank 0.
         entry.link_run_dir(if node_rank == 0 { &path } else { &logs })?;
         Ok(Self { logs, socket: entry.socket(), path, id, entry: Some(entry) })
     }
@@ -105,7 +106,7 @@ impl RunDir {
         Ok((path, id))
     }
 
-    /// Creates the directory of a command's run. `node_rank` is that of a job that may have several nodes.
+    /// Creates the directory of a command's run. `node_rank` is given if the job may have several nodes.
     pub fn for_command(
         spec: &ResolvedCommand,
         run_id: &str,
@@ -127,7 +128,7 @@ impl RunDir {
             Refusal::new(ExitCode::Usage, message)
         };
         fs_err::create_dir_all(logs).map_err(refuse)?;
-        // Absolute, because workers may change their directory.
+        // Workers may change their working directory, so the path is absolute.
         let logs = std::path::absolute(logs).map_err(refuse)?;
         if let Some(node_rank) = node_rank {
             let path = logs.join(&id);
@@ -141,27 +142,28 @@ impl RunDir {
         Ok(Self { logs: path.clone(), socket: entry.socket(), path, id, entry: Some(entry) })
     }
 
-    /// Like [`for_command`](Self::for_command), for a daemon's agent: in the agent's directory, which is kept.
+    /// Same as [`for_command`](Self::for_command), for a daemon's agent: uses the agent's directory, which is kept.
     pub fn for_agent(run_id: &str, agent: &Path) -> Self {
         let id = file_name(run_id);
         Self { logs: agent.join("logs"), socket: agent.join(SOCKET), path: agent.into(), id, entry: None }
     }
 
-    /// This node has rank 0 now: users find its agent through the run's directory.
+    /// Links the run's directory to this agent's socket, because this node has rank 0 now: users find the agent through
+    /// that directory.
     pub(crate) fn lead(&self) {
         if let Some(entry) = self.entry.as_ref().filter(|entry| entry.path() != self.path) {
-            // A convenience: `xlaunch status` finds the launch by its name, too.
+            // Errors are ignored: `xlaunch status` finds the launch by its name too.
             let _ = entry.link_socket(&self.path);
         }
     }
 
-    /// Creates the run's directories again where they were deleted while it runs, as programs do that clean temporary
-    /// directories. May wait for the file system of the logs.
+    /// Creates the run's directories again if they were deleted while it runs, as programs that clean temporary
+    /// directories do. May wait for the file system of the logs.
     ///
     /// # Errors
-    /// They cannot be created.
+    /// Fails if they cannot be created.
     pub(crate) fn restore(&self) -> std::io::Result<()> {
-        // First, as it is private, and may contain the others.
+        // The private directory comes first, because it may contain the others.
         self.restore_private()?;
         for dir in [&self.path, &self.logs] {
             fs_err::create_dir_all(dir)?;
@@ -169,15 +171,15 @@ impl RunDir {
         self.entry.as_ref().map_or(Ok(()), Entry::restore_link)
     }
 
-    /// Creates the private directory again if it was deleted. Returns whether it was.
+    /// Creates the private directory again if it was deleted. Returns whether it was missing.
     ///
     /// # Errors
-    /// It cannot be created.
+    /// Fails if it cannot be created.
     pub(crate) fn restore_private(&self) -> std::io::Result<bool> {
         self.entry.as_ref().map_or(Ok(false), Entry::restore)
     }
 
-    /// The directory that is removed with the run, however it ends.
+    /// Returns the directory that is removed with the run, regardless of how it ends.
     pub fn private(&self) -> Option<&Path> {
         self.entry.as_ref().map(Entry::path)
     }
@@ -189,7 +191,7 @@ impl Drop for RunDir {
         if self.private().is_some_and(|private| private != self.path) {
             for dir in [&self.path, &self.logs] {
                 let link = dir.join(SOCKET);
-                // On a shared directory there are links of other nodes' agents, too.
+                // A shared directory also has links of other nodes' agents.
                 if fs_err::read_link(&link).is_ok_and(|socket| socket == self.socket) {
                     let _ = fs_err::remove_file(link);
                 }
@@ -212,7 +214,7 @@ fn describe(spec: &JobSpec, path: &Path) -> std::io::Result<()> {
     fs_err::write(path.join("job.json"), serde_json::to_vec_pretty(spec).unwrap_or_default())
 }
 
-/// Errors are ignored: the link is a convenience.
+/// Points the link `latest` to this run. Errors are ignored: the link is a convenience.
 fn update_latest_link(jobs: &Path, id: &str) {
     let (link, new) = (jobs.join("latest"), jobs.join(format!(".latest-{id}")));
     if fs_err::os::unix::fs::symlink(id, &new).is_ok() {
@@ -220,7 +222,7 @@ fn update_latest_link(jobs: &Path, id: &str) {
     }
 }
 
-/// UTC time as `20261121-045035` (Hinnant's `civil_from_days`).
+/// Formats a Unix time in UTC as `20261121-045035` (Hinnant's `civil_from_days`).
 pub fn timestamp(seconds: u64) -> String {
     let (days, rest) = (seconds / 86_400, seconds % 86_400);
     let shifted = days + 719_468;
@@ -309,7 +311,7 @@ mod tests {
         let training = |rank| RunDir::for_node(&spec, "r", rank, None).unwrap();
         let command = |rank| RunDir::for_command(&logged, "r", Some(rank), None).unwrap();
         for (path, create) in [("n/r", &training as &dyn Fn(u32) -> RunDir), ("logs/r", &command)] {
-            // The last one joins after the first has taken rank 0.
+            // The last node joins after the first has taken rank 0.
             let (zero, one, later) = (create(0), create(1), create(1));
             let path = dir.path().join(path);
             assert!([&zero, &one, &later].iter().all(|run| run.path == path && run.id == "r"), "{zero:?}");

@@ -1,7 +1,7 @@
 //! The status of a job and its ranks, for both kinds of job.
 //!
-//! The driver records what happens, the monitor what it samples; [`Board::reply`] answers a status query. Everything
-//! that changes with time alone (ages, hints) is computed when it is asked for.
+//! The driver records events and the monitor records its samples; [`Board::reply`] answers a status query. Everything
+//! that changes with time alone (ages, hints) is computed on request.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
@@ -27,24 +27,24 @@ const IDLE_CPU_PERCENT: f64 = 1.0;
 /// The most recent restarts that a status reply contains.
 pub const MAX_PAST_RESTARTS: usize = 20;
 
-/// What is known about a launch from its start.
+/// The properties of a launch that are known from its start.
 #[derive(Clone, Debug)]
 pub struct Launch {
-    /// The built-in trainer, or a command.
+    /// Built-in trainer or command.
     pub kind: JobKind,
-    /// The run's id, unique among the job's runs.
+    /// Run id, unique among the job's runs.
     pub id: String,
     /// Name of the job.
     pub name: String,
-    /// Quoted for a shell.
+    /// Command line, quoted for a shell.
     pub command_line: String,
-    /// Restarts allowed.
+    /// Maximum number of restarts.
     pub max_restarts: u32,
-    /// Steps of the training; 0 for a command.
+    /// Total number of training steps; 0 for a command.
     pub total_steps: u64,
-    /// Contains `attempt_<n>/<local rank>/{stdout,stderr}.log`.
+    /// Directory that contains `attempt_<n>/<local rank>/{stdout,stderr}.log`.
     pub log_dir: PathBuf,
-    /// A rank without output that uses neither CPU nor GPU for this long gets a hint.
+    /// A rank that has no output and uses neither CPU nor GPU for this long gets a hint.
     pub stall_timeout: Duration,
 }
 
@@ -61,20 +61,20 @@ pub struct Board {
     last_step: Option<StepReport>,
     history: History,
     totals: Option<Totals>,
-    /// Where the time goes.
+    /// Account of the job's time.
     pub(crate) time: TimeAccount,
-    /// By local rank, as everything here.
+    /// Ranks by local rank, like everything here.
     ranks: Vec<Rank>,
     assignment: Assignment,
-    /// This node waits to replace another.
+    /// This node is a spare: it waits to replace another one.
     spare: bool,
     /// The coordinator can be reached.
     connected: bool,
-    /// No worker of the attempt writes any more.
+    /// The workers of the attempt write nothing any more.
     attempt_over: bool,
     /// Time of the monitor's last sample.
     last_sample: Option<Instant>,
-    /// Of all ranks together, over all samples.
+    /// Highest memory use of all ranks together in any sample.
     peak_memory_bytes: u64,
 }
 
@@ -83,19 +83,19 @@ struct Rank {
     status: RankStatus,
     last_report: Option<Instant>,
     last_output: Option<Instant>,
-    /// It has used neither CPU nor GPU since then.
+    /// Time since which it has used neither CPU nor GPU.
     idle_since: Option<Instant>,
-    /// From the hang detector.
+    /// Hint from the hang detector.
     hint: Option<String>,
     activity: Option<ActivityRecord>,
-    /// Of stdout and stderr.
+    /// Records of stdout and stderr.
     logs: Option<[Arc<LogRecord>; 2]>,
-    /// The last step that a command's rank wrote as a heartbeat.
+    /// Last step that a command's rank wrote in a heartbeat.
     heartbeat_step: Option<u64>,
 }
 
 impl Board {
-    /// The status of a launch that starts now.
+    /// Creates the status of a launch that starts now.
     pub fn new(launch: Launch) -> Self {
         Self {
             launch,
@@ -119,12 +119,12 @@ impl Board {
         }
     }
 
-    /// The launch has a run now.
+    /// Replaces the launch's properties, once it has a run.
     pub(crate) fn set_launch(&mut self, launch: Launch) {
         self.launch = launch;
     }
 
-    /// This node waits to replace another, without ranks, or does so no longer.
+    /// Makes this node a spare without ranks, or ends that.
     pub(crate) fn set_spare(&mut self, spare: bool) {
         if spare {
             self.reset(self.attempt, 0, &Assignment::default());
@@ -132,17 +132,17 @@ impl Board {
         self.spare = spare;
     }
 
-    /// Whether this node waits to replace another.
+    /// Whether this node is a spare.
     pub(crate) fn is_spare(&self) -> bool {
         self.spare
     }
 
-    /// The coordinator can be reached, or not.
+    /// Records whether the coordinator can be reached.
     pub(crate) fn set_connected(&mut self, connected: bool) {
         self.connected = connected;
     }
 
-    /// A new attempt with `workers` ranks on this node starts.
+    /// Begins an attempt with `workers` ranks on this node.
     pub fn reset(&mut self, attempt: u32, workers: u32, assignment: &Assignment) {
         self.attempt = attempt;
         (self.assignment, self.spare, self.attempt_over) = (assignment.clone(), false, false);
@@ -156,22 +156,22 @@ impl Board {
         self.ranks = (0..workers).map(|rank| Rank { status: status(rank), ..Default::default() }).collect();
     }
 
-    /// All output of the attempt is in its logs.
+    /// Records that all output of the attempt is in its logs.
     pub(crate) fn attempt_ended(&mut self) {
         self.attempt_over = true;
     }
 
-    /// Changes the state of the job.
+    /// Sets the state of the job.
     pub fn set_state(&mut self, state: JobState) {
         self.state = state;
     }
 
-    /// The latest message of the state machine to the user.
+    /// Sets the latest message of the state machine to the user.
     pub(crate) fn set_reason(&mut self, reason: &str) {
         self.reason = reason.into();
     }
 
-    /// An attempt has failed, and another follows.
+    /// Records that an attempt has failed and another one follows.
     pub(crate) fn add_restart(&mut self, restart: Restart) {
         if self.restarts.len() == MAX_PAST_RESTARTS {
             self.restarts.pop_front();
@@ -179,14 +179,14 @@ impl Board {
         self.restarts.push_back(restart);
     }
 
-    /// The directory with the logs of all attempts.
+    /// Returns the directory with the logs of all attempts.
     pub(super) fn log_root(&self) -> PathBuf {
         self.launch.log_dir.clone()
     }
 
-    /// The rank's process has started.
+    /// Records that the rank's process has started.
     pub(crate) fn spawned(&mut self, rank: u32, pid: u32, now: Instant) {
-        // The ranks of a command do not join: they count as running at once.
+        // The ranks of a command do not join, so they count as running at once.
         let is_command = self.launch.kind == JobKind::Command;
         if let Some(rank) = self.rank(rank) {
             rank.status.pid = pid;
@@ -195,27 +195,27 @@ impl Board {
         }
     }
 
-    /// What the rank's worker records of itself.
+    /// Sets the activity record of the rank's worker.
     pub(crate) fn set_activity(&mut self, rank: u32, activity: Option<ActivityRecord>) {
         if let Some(rank) = self.rank(rank) {
             rank.activity = activity;
         }
     }
 
-    /// What becomes of the rank's output.
+    /// Sets the log records of the rank's output.
     pub(crate) fn set_logs(&mut self, rank: u32, logs: [Arc<LogRecord>; 2]) {
         if let Some(rank) = self.rank(rank) {
             rank.logs = Some(logs);
         }
     }
 
-    /// What became of stdout, or stderr, of a rank in the current attempt.
+    /// Returns the record of a rank's stdout or stderr in the current attempt.
     pub(super) fn log_record(&self, rank: u32, stderr: bool) -> Option<Arc<LogRecord>> {
         let [out, err] = self.ranks.get(rank as usize)?.logs.clone()?;
         Some(if stderr { err } else { out })
     }
 
-    /// The rank has joined the others.
+    /// Records that the rank has joined the others.
     pub fn joined(&mut self, rank: u32, device_uuid: &str) {
         if let Some(Rank { status, .. }) = self.rank(rank) {
             status.device_uuid = device_uuid.into();
@@ -223,7 +223,7 @@ impl Board {
         }
     }
 
-    /// The rank has sent a report.
+    /// Records a report of the rank.
     pub(crate) fn reported(&mut self, rank: u32, report: &Report, now: Instant) {
         if let Some(Rank { status, last_report, .. }) = self.rank(rank) {
             *last_report = Some(now);
@@ -251,7 +251,7 @@ impl Board {
         }
     }
 
-    /// A command's rank has sent a heartbeat, perhaps with its step.
+    /// Records a heartbeat of a command's rank, perhaps with its step.
     pub(crate) fn heartbeat(&mut self, rank: u32, step: Option<u64>, now: Instant) {
         if let Some(rank) = self.rank(rank) {
             rank.last_report = Some(now);
@@ -261,7 +261,7 @@ impl Board {
         }
     }
 
-    /// The rank's process has exited; `exit` describes how.
+    /// Records that the rank's process has exited; `exit` describes how.
     pub(crate) fn exited(&mut self, rank: u32, exit: String) {
         if let Some(Rank { status, idle_since, .. }) = self.rank(rank) {
             status.exit = exit;
@@ -270,7 +270,7 @@ impl Board {
         }
     }
 
-    /// Records what the rank's processes use, unless `pid` is of an earlier attempt.
+    /// Records the resource usage of the rank's processes, unless `pid` belongs to an earlier attempt.
     pub(super) fn set_usage(&mut self, rank: u32, pid: u32, usage: &Usage, now: Instant) {
         let Some(rank) = self.rank(rank).filter(|rank| rank.pid() == Some(pid)) else { return };
         rank.status.cpu_percent = Some(usage.cpu_percent);
@@ -281,28 +281,28 @@ impl Board {
         rank.idle_since = idle.then(|| rank.idle_since.unwrap_or(now));
     }
 
-    /// Records when the rank last wrote to stdout or stderr, unless `pid` is of an earlier attempt.
+    /// Records when the rank last wrote to stdout or stderr, unless `pid` belongs to an earlier attempt.
     pub(super) fn set_last_output(&mut self, rank: u32, pid: u32, at: Instant) {
         if let Some(rank) = self.rank(rank).filter(|rank| rank.pid() == Some(pid)) {
             rank.last_output = rank.last_output.max(Some(at));
         }
     }
 
-    /// Replaces the hang detector's hints of all ranks.
+    /// Replaces the hang detector's hints for all ranks.
     pub(crate) fn set_hints(&mut self, mut hints: BTreeMap<u32, String>) {
         for (number, rank) in (0..).zip(&mut self.ranks) {
             rank.hint = hints.remove(&number);
         }
     }
 
-    /// The monitor has sampled all ranks.
+    /// Records that the monitor has sampled all ranks.
     pub(super) fn sampled(&mut self, now: Instant) {
         self.last_sample = Some(now);
         let memory = self.ranks.iter().filter_map(|rank| rank.status.memory_bytes).sum();
         self.peak_memory_bytes = self.peak_memory_bytes.max(memory);
     }
 
-    /// The largest memory of all ranks together in a sample.
+    /// Returns the highest memory use of all ranks together in any sample.
     pub(crate) fn peak_memory_bytes(&self) -> u64 {
         self.peak_memory_bytes
     }
@@ -312,27 +312,27 @@ impl Board {
         self.last_sample >= Some(moment)
     }
 
-    /// The current attempt, from 0.
+    /// Returns the current attempt, counted from 0.
     pub(super) fn attempt(&self) -> u32 {
         self.attempt
     }
 
-    /// The number of ranks on this node.
+    /// Returns the number of ranks on this node.
     pub(super) fn workers(&self) -> u32 {
         u32::try_from(self.ranks.len()).unwrap_or(u32::MAX)
     }
 
-    /// The rank in the job of a local rank.
+    /// Converts a local rank to a rank of the job.
     pub(crate) fn rank_of(&self, local_rank: u32) -> u32 {
         self.assignment.first_rank.saturating_add(local_rank)
     }
 
-    /// The local rank of a rank of the job, if it is on this node.
+    /// Converts a rank of the job to a local rank, if it is on this node.
     pub(crate) fn local_rank(&self, rank: u32) -> Option<u32> {
         rank.checked_sub(self.assignment.first_rank).filter(|local| *local < self.workers())
     }
 
-    /// The place of this node in the attempt.
+    /// Returns this node's place in the attempt.
     pub(crate) fn assignment(&self) -> &Assignment {
         &self.assignment
     }
@@ -347,17 +347,17 @@ impl Board {
         matches!(self.state, JobState::Done | JobState::Failed)
     }
 
-    /// Where the output of a rank's current attempt goes.
+    /// Returns the directory for the output of a rank in the current attempt.
     pub(super) fn log_dir(&self, rank: u32) -> PathBuf {
         rank_dir(&self.launch.log_dir, self.attempt, rank)
     }
 
-    /// Rank and process id of every running worker.
+    /// Returns local rank and process id of every running worker.
     pub(super) fn running(&self) -> Vec<(u32, u32)> {
         self.ranks.iter().filter_map(|rank| Some((rank.status.local_rank, rank.pid()?))).collect()
     }
 
-    /// Every running worker, to be examined.
+    /// Returns every running worker, to be examined.
     pub(crate) fn subjects(&self) -> Vec<Subject> {
         let subject = |rank: &Rank| {
             let activity = rank.activity.clone();
@@ -366,7 +366,7 @@ impl Board {
         self.ranks.iter().filter_map(subject).collect()
     }
 
-    /// A hint for the user if this rank seems to hang.
+    /// Returns a hint for the user if this rank seems to hang.
     pub(crate) fn hint(&self, rank: u32, now: Instant) -> Option<String> {
         let rank = self.ranks.get(rank as usize)?;
         rank.pid()?;
@@ -378,7 +378,7 @@ impl Board {
         idle_hint(without_output, idle, rank.status.gpu_percent.is_some(), self.launch.stall_timeout)
     }
 
-    /// The reply to a status query at `now`.
+    /// Returns the reply to a status query at `now`.
     pub fn reply(&self, now: Instant, history: bool) -> StatusReply {
         let since = |then: Instant| now.saturating_duration_since(then).as_secs_f64();
         let ranks = self.ranks.iter().map(|rank| RankStatus {
@@ -426,14 +426,14 @@ impl Board {
 }
 
 impl Rank {
-    /// The process id while the process runs.
+    /// Returns the process id while the process runs.
     fn pid(&self) -> Option<u32> {
         (self.status.pid != 0 && self.status.state() != RankState::Exited).then_some(self.status.pid)
     }
 }
 
-/// The hint for a rank that has been without output and idle for so long that it may hang. A rank that waits for its
-/// peers in a collective keeps its GPU or a core busy, so this is the one that they wait for.
+/// Returns the hint for a rank that has been idle and without output for so long that it may hang. A rank that waits
+/// for its peers in a collective keeps its GPU or a core busy, so an idle rank is the one that the others wait for.
 fn idle_hint(without_output: Duration, idle: Duration, has_gpu: bool, timeout: Duration) -> Option<String> {
     if without_output.min(idle) < timeout {
         return None;

@@ -1,9 +1,9 @@
 //! A rank's log as a stream of bytes, across rotation and restarts.
 //!
-//! A log that has reached its size limit is renamed to `NAME.1`, which replaces the earlier one; a new attempt writes
-//! to a new directory. A reader keeps its file open, so rotation loses nothing of it; only a reader that is slower than
-//! two rotations misses what was in between, and is told how much. Memory is bounded: the next chunk is read when the
-//! caller has taken the last.
+//! A log that has reached its size limit is renamed to `NAME.1`, which replaces the previous one; a new attempt writes
+//! to a new directory. A reader keeps its file open, so rotation loses nothing of that file. A reader that falls behind
+//! by more than two rotations misses the files in between, and is told how many bytes. Memory is bounded: the next
+//! chunk is read when the caller has taken the last one.
 
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -21,21 +21,21 @@ use super::board::Board;
 use crate::logs::LogRecord;
 use crate::run_dir::rank_dir;
 
-/// Chunks that wait for a slow caller.
+/// Maximum number of chunks that wait for a slow caller.
 const REPLY_QUEUE_LENGTH: usize = 2;
 const REPLY_CHUNK_BYTES: usize = 1 << 16;
-/// Between reads at the end of a log.
+/// Interval between reads at the end of a log.
 const FOLLOW_POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// The last lines are searched for in this many bytes at the end of a file, which may be one huge hole.
+/// The last lines are searched for within this many bytes at the end of a file. The file may be one huge hole.
 const MAX_TAIL_SEARCH_BYTES: u64 = 1 << 30;
 
-/// Receives a log, chunk by chunk.
+/// Channel for a log in chunks.
 pub type Pieces = mpsc::Sender<Result<LogsReply, Status>>;
 
-/// Opens a log; `NotFound` if there is none.
+/// Function that opens a log; fails with `NotFound` if there is none.
 pub type Open = Arc<dyn Fn(&Path) -> std::io::Result<std::fs::File> + Send + Sync>;
 
-/// Streams the log that `logs` names by local rank; `held` is dropped when the stream has ended.
+/// Streams the log named by `logs`, which has a local rank. `held` is dropped when the stream has ended.
 ///
 /// # Errors
 /// `INVALID_ARGUMENT` for a rank that does not exist; in the stream, `NOT_FOUND` if there is no log and `follow` is not
@@ -48,10 +48,10 @@ pub fn stream<T: Send + 'static>(
     stream_until(Until::JobEnds, board, logs, held)
 }
 
-/// The same, until the attempt ends: another node may run the rank in the next one.
+/// Same as [`stream`], but ends with the attempt: another node may run the rank in the next one.
 ///
 /// # Errors
-/// Those of [`stream`].
+/// Same as for [`stream`].
 pub(crate) fn stream_of_attempt<T: Send + 'static>(
     board: watch::Receiver<Board>,
     logs: Logs,
@@ -76,7 +76,7 @@ fn stream_until<T: Send + 'static>(
     tokio::spawn(async move {
         tokio::select! {
             result = send(&board, logs, until, &chunks) => if let Err(status) = result {
-                // The caller may be gone.
+                // Fails only if the caller is gone.
                 let _ = chunks.send(Err(status)).await;
             },
             () = chunks.closed() => {}
@@ -86,26 +86,26 @@ fn stream_until<T: Send + 'static>(
     Ok(stream)
 }
 
-/// Where a stream with `follow` ends.
+/// End of a stream with `follow`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Until {
     JobEnds,
     AttemptEnds,
 }
 
-/// Where a stream begins.
+/// Beginning of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Start {
-    /// With the oldest bytes that are kept.
+    /// Begin with the oldest bytes that are kept.
     Beginning,
-    /// With the last lines, this number of them.
+    /// Begin with this number of last lines.
     LastLines(u64),
-    /// After an earlier stream; at the beginning if its file is not kept any more.
+    /// Continue an earlier stream; begin at the beginning if its file is no longer kept.
     After(LogPosition),
 }
 
 impl Start {
-    /// Where the log of one attempt begins that a request asks for.
+    /// Returns where a request for logs wants the log of this attempt to begin.
     pub fn of(logs: &Logs, attempt: u32) -> Self {
         match (logs.after, logs.tail_lines) {
             (Some(position), _) if position.attempt == attempt => Self::After(position),
@@ -118,7 +118,7 @@ impl Start {
 /// Sends the log of an attempt at `path`, without following it. Returns whether there is one.
 ///
 /// # Errors
-/// Errors of `open` and of reading.
+/// Fails if the log cannot be opened or read.
 pub async fn send_log(
     path: PathBuf,
     attempt: u32,
@@ -141,7 +141,7 @@ async fn send(
     let name = if logs.stderr { "stderr.log" } else { "stdout.log" };
     let open: Open = Arc::new(|path| std::fs::File::open(path));
     let (current, root) = (board.borrow().attempt(), board.borrow().log_root());
-    // What an earlier stream has missed of attempts that are over.
+    // First, the parts of finished attempts that an earlier stream has missed.
     for attempt in logs.after.map_or(current, |after| after.attempt)..current {
         let (path, start) = (rank_dir(&root, attempt, logs.rank.0).join(name), Start::of(&logs, attempt));
         send_log(path, attempt, open.clone(), start, chunks).await.map_err(failed)?;
@@ -179,13 +179,13 @@ async fn send(
     }
 }
 
-/// A log of one attempt.
+/// The log of one attempt.
 struct Log {
     path: PathBuf,
     attempt: u32,
     open: Open,
     start: Start,
-    /// Knows how much a reader has missed; `None` if this process has not written the log.
+    /// Record of how much a reader has missed; `None` if this process did not write the log.
     record: Option<Arc<LogRecord>>,
     /// The open file and its inode.
     file: Option<(File, u64)>,
@@ -202,7 +202,7 @@ impl Log {
                 self.send_gap((inode, offset), *first, chunks).await;
             }
             if let (Some((file, inode)), Start::LastLines(_)) = (&mut self.file, self.start) {
-                // So that the caller can go on from here even if nothing more is written for now.
+                // Send the position, so that the caller can continue from here even if nothing is written for now.
                 let position = LogPosition {
                     attempt: self.attempt,
                     inode: *inode,
@@ -212,7 +212,7 @@ impl Log {
             }
         }
         while let Some((file, inode)) = &mut self.file {
-            // Checked before the file is read: a file that has been renamed already does not grow.
+            // Checked before the file is read: a file that has already been renamed does not grow.
             let next = successor(&self.open, &self.path, *inode).await?;
             send_rest(file, self.attempt, *inode, chunks).await?;
             let end = (*inode, file.stream_position().await?);
@@ -223,18 +223,18 @@ impl Log {
         Ok(())
     }
 
-    /// Tells the caller what is missing between the end of the last file that was sent and the next one.
+    /// Tells the caller how many bytes are missing between the end of the last file that was sent and the next one.
     async fn send_gap(&self, end: (u64, u64), next: u64, chunks: &Pieces) {
         let missing = self.record.as_ref().filter(|_| end.0 != next).and_then(|it| it.between(end, next));
         if let Some(missing @ 1..) = missing {
             let mark = format!("\n[xlaunch: {missing} bytes were rotated away before they were read]\n");
             let position = Some(LogPosition { attempt: self.attempt, inode: next, offset: 0 });
-            // As in `send_rest`.
+            // If the caller is gone, this task ends at its next await.
             let _ = chunks.send(Ok(LogsReply { bytes: mark.into_bytes(), position })).await;
         }
     }
 
-    /// Opens the first file to send, at the position to start at.
+    /// Opens the first file to send and seeks to the start position.
     async fn first(&mut self) -> std::io::Result<Option<(File, u64)>> {
         let (old, new) =
             (open(&self.open, rotated(&self.path)).await?, open(&self.open, self.path.clone()).await?);
@@ -265,7 +265,7 @@ impl Log {
     }
 }
 
-/// The file after the one with this inode; `None` if that is the newest.
+/// Opens the file after the one with this inode; `None` if that one is the newest.
 async fn successor(with: &Open, path: &Path, inode: u64) -> std::io::Result<Option<(File, u64)>> {
     let newest = open(with, path.into()).await?.filter(|(_, newest)| *newest != inode);
     let Some(newest) = newest else { return Ok(None) };
@@ -278,7 +278,7 @@ fn rotated(path: &Path) -> PathBuf {
     path.with_extension("log.1")
 }
 
-/// The file, if it exists, and its inode.
+/// Opens the file, if it exists. Returns it with its inode.
 async fn open(with: &Open, path: PathBuf) -> std::io::Result<Option<(File, u64)>> {
     let with = with.clone();
     let open = move || match with(&path) {
@@ -307,7 +307,8 @@ async fn send_rest(file: &mut File, attempt: u32, inode: u64, chunks: &Pieces) -
     }
 }
 
-/// The offset of the last `lines` lines, and how many were found. The last line may be unfinished.
+/// Finds the offset of the last `lines` lines. Returns it with the number of lines found. The last line may be
+/// unfinished.
 async fn tail_start(file: &File, lines: u64) -> std::io::Result<(u64, u64)> {
     let file = file.try_clone().await?.into_std().await;
     let search = tokio::task::spawn_blocking(move || search_back(&file, lines));
@@ -320,7 +321,7 @@ fn search_back(file: &std::fs::File, lines: u64) -> std::io::Result<(u64, u64)> 
         return Ok((length, 0));
     }
     let mut buffer = vec![0; REPLY_CHUNK_BYTES];
-    // Not the newline that may end the last line.
+    // Skips the newline that may end the last line.
     let (mut end, mut found) = (length - 1, 0);
     let first = length.saturating_sub(MAX_TAIL_SEARCH_BYTES);
     while end > first {

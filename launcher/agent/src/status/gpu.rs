@@ -1,4 +1,4 @@
-//! GPU usage by process, from NVML; empty without NVML.
+//! GPU usage by process, from NVML. Empty without NVML.
 
 use std::collections::HashMap;
 
@@ -9,9 +9,9 @@ use nvml_wrapper::{Device, Nvml};
 /// The usage of one process, summed over all GPUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct GpuUse {
-    /// 100 is one full GPU; `None` if no GPU counts it (MIG).
+    /// Utilization; 100 is one full GPU. `None` if no GPU reports it (MIG).
     pub(super) percent: Option<f64>,
-    /// Memory of its CUDA contexts.
+    /// Device memory of its CUDA contexts.
     pub(super) memory_bytes: u64,
 }
 
@@ -20,12 +20,12 @@ pub(super) struct GpuUse {
 pub(super) struct Gpus {
     /// Opened on first use, which takes a while if the driver is not loaded yet.
     nvml: Option<Result<Nvml, NvmlError>>,
-    /// By GPU: timestamp of the newest sample that was read, in NVML's microseconds.
+    /// Timestamp of the newest sample read, by GPU, in NVML's microseconds.
     seen: HashMap<u32, u64>,
 }
 
 impl Gpus {
-    /// By process id. In a container NVML may report the host's ids, which match nothing.
+    /// Returns the usage by process id. In a container, NVML may report the host's process ids, which match nothing.
     pub(super) fn by_process(&mut self) -> HashMap<u32, GpuUse> {
         let mut uses = HashMap::new();
         let Ok(nvml) = self.nvml.get_or_insert_with(Nvml::init) else { return uses };
@@ -52,11 +52,11 @@ fn add(device: &Device<'_>, seen: &mut u64, uses: &mut HashMap<u32, GpuUse>) {
     }
 }
 
-/// Utilization in percent since the last call, by process; idle processes are missing.
+/// Returns the utilization in percent since the last call, by process; idle processes are missing.
 fn busy(device: &Device<'_>, seen: &mut u64) -> Option<HashMap<u32, f64>> {
     let samples = match device.process_utilization_stats(*seen) {
         Ok(samples) => samples,
-        // All processes were idle.
+        // This error means that all processes were idle.
         Err(NvmlError::NotFound) => Vec::new(),
         Err(_) => return None,
     };

@@ -1,4 +1,4 @@
-//! The progress of a training job: a bounded number of points for a chart, and totals.
+//! The progress of a training job: totals, and a bounded number of points for a chart.
 
 use xlaunch_proto::v1::{Progress, StepReport, StepTimes, Totals};
 
@@ -14,7 +14,7 @@ const STEP_TIME_BUCKETS: [f64; 15] =
 #[derive(Clone, Debug, Default)]
 pub struct History {
     points: Vec<Progress>,
-    /// One of 2^n steps becomes a point.
+    /// One in 2^n steps becomes a point; this is n.
     interval_log2: u32,
     steps: u64,
 }
@@ -42,7 +42,7 @@ impl History {
         }
     }
 
-    /// Oldest first, at most [`MAX_POINTS`].
+    /// Returns at most [`MAX_POINTS`] points, oldest first.
     pub fn points(&self) -> &[Progress] {
         &self.points
     }
@@ -61,7 +61,7 @@ pub fn count(totals: &mut Totals, step: &StepReport) {
     }
 }
 
-/// Whether totals from an untrusted source (for the daemon: a job's user) form a valid histogram.
+/// Whether totals from an untrusted source (to the daemon, a job's user is one) form a valid histogram.
 pub fn is_sound(totals: &Totals) -> bool {
     let ascends = totals.steps.windows(2).all(|pair| pair[0].seconds < pair[1].seconds);
     let last = totals.steps.last().is_some_and(|last| last.seconds == f64::INFINITY);
@@ -73,7 +73,7 @@ pub fn is_sound(totals: &Totals) -> bool {
         && totals.step_seconds.is_finite()
 }
 
-/// Tokens per second of a step; 0 before the first step.
+/// Returns the tokens per second of a step; 0 before the first step.
 #[expect(clippy::cast_precision_loss, reason = "shown to people")]
 pub fn speed(step: &StepReport) -> f64 {
     if step.step_seconds > 0.0 { step.tokens as f64 / step.step_seconds } else { 0.0 }

@@ -1,7 +1,7 @@
-//! One status of a job, from those of its nodes. Pure.
+//! Merges the statuses of a job's nodes into one. Pure.
 //!
-//! Ranks come from their own nodes, what concerns the whole job from the node of rank 0, and host, process, logs and
-//! command line are those of the agent that was asked. A rank whose node does not answer is listed with the
+//! Each rank's status comes from its own node, and the status of the whole job from the node of rank 0. Host, process,
+//! logs and command line are those of the agent that was asked. A rank whose node does not answer is listed with the
 //! reason as its hint.
 
 use std::collections::BTreeSet;
@@ -9,7 +9,8 @@ use std::collections::BTreeSet;
 use xlaunch_proto::labels::member_state;
 use xlaunch_proto::v1::{MemberState, MemberStatus, RankStatus, StatusReply};
 
-/// The status of the job. `own` is that of the agent that was asked, `others` those of other nodes that have answered.
+/// Returns the status of the job. `own` is the status of the agent that was asked, `others` those of other nodes that
+/// have answered.
 pub(crate) fn merge(own: StatusReply, nodes: Vec<MemberStatus>, others: Vec<StatusReply>) -> StatusReply {
     // A node without ranks knows no attempt.
     let newest = others.iter().map(|reply| reply.attempt).max();

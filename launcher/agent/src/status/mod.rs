@@ -6,7 +6,7 @@
 //!                      '--a snapshot--> rendezvous::service: Status
 //!    log files --------------> follow --> rendezvous::service: Logs
 //! ```
-//! `time` is a part of the board: where the time of the job has gone. `merge` makes one status of those of several
+//! `time` is the part of the board that accounts for the job's time. `merge` makes one status out of those of several
 //! nodes.
 //!
 //! Nothing here waits for the driver or makes it wait: the board is changed and read in place, under a lock that is

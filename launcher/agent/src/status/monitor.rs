@@ -1,7 +1,8 @@
-//! The thread that samples running ranks: what they use, and when they last wrote output. It also creates their log
-//! directories again where they were deleted: programs write their error files there.
+//! The thread that samples running ranks: their resource usage, and the time of their last output. It also restores
+//! deleted log directories, because programs write their error files there.
 //!
-//! It samples every few seconds, and sooner on request. It may wait for a disk or a driver; callers do not.
+//! It samples every few seconds, and sooner on request. The thread may have to wait for a disk or a driver; callers
+//! never do.
 
 use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
@@ -12,25 +13,25 @@ use tokio::sync::watch;
 use super::board::Board;
 use super::sample::Sampler;
 
-/// Between samples without a request.
+/// Interval between samples without a request.
 const SAMPLE_INTERVAL: Duration = Duration::from_secs(5);
 /// Minimum interval as a multiple of the duration of the last sample: on a host with thousands of processes, sampling
 /// is slow.
 const SAMPLE_COST_FACTOR: u32 = 250;
-/// A younger sample answers a request.
+/// A sample younger than this answers a request.
 const MAX_SAMPLE_AGE: Duration = Duration::from_secs(1);
-/// For a caller to wait for a newer sample.
+/// Time that a caller waits for a newer sample.
 const REFRESH_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// A handle of the thread, which ends with the last handle.
+/// A handle to the thread, which ends with the last handle.
 #[derive(Clone, Debug)]
 pub(crate) struct Monitor {
     requests: SyncSender<()>,
 }
 
 impl Monitor {
-    /// Starts to sample the ranks on `board`, and to record the samples there. `private` is the agent's own directory,
-    /// which others create again.
+    /// Starts to sample the ranks on `board` and to record the samples there. `private` is the agent's own directory,
+    /// which others restore.
     pub(crate) fn start(board: watch::Sender<Board>, private: &Path) -> std::io::Result<Self> {
         let (requests, receiver) = sync_channel(1);
         let private = private.to_path_buf();
@@ -47,7 +48,7 @@ impl Monitor {
         // A request that is already queued is enough.
         let _ = self.requests.try_send(());
         let sampled = board.wait_for(|board| board.is_sampled_since(oldest));
-        // After a timeout the caller gets the old sample.
+        // After a timeout, the caller gets the old sample.
         let _ = tokio::time::timeout(REFRESH_TIMEOUT, sampled).await;
     }
 }
@@ -67,7 +68,7 @@ fn run(board: &watch::Sender<Board>, private: &Path, requests: &Receiver<()>) {
     }
 }
 
-/// Returns the time of the sample.
+/// Takes a sample. Returns its time.
 fn sample(board: &watch::Sender<Board>, private: &Path, sampler: &mut Sampler) -> Instant {
     let (running, dirs) = {
         let board = board.borrow();
@@ -96,12 +97,12 @@ fn sample(board: &watch::Sender<Board>, private: &Path, sampler: &mut Sampler) -
 fn restore(dir: &Path, private: &Path) {
     let others_restore = dir.starts_with(private) && !private.is_dir();
     if !others_restore && !dir.is_dir() {
-        // If this fails, it is tried again.
+        // If this fails, the next sample tries again.
         let _ = fs_err::create_dir_all(dir);
     }
 }
 
-/// When a rank's log files last changed.
+/// Returns the time at which a rank's log files last changed.
 fn last_output(dir: &Path) -> Option<Instant> {
     let changed = |name: &str| fs_err::metadata(dir.join(name)).ok()?.modified().ok();
     let newest = ["stdout.log", "stderr.log"].into_iter().filter_map(changed).max()?;

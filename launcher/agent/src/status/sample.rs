@@ -1,7 +1,7 @@
-//! What a rank's process tree uses, from `/proc` and NVML.
+//! Resource usage of a rank's process tree, from `/proc` and NVML.
 //!
 //! A tree is a process and its descendants by parent links. Its CPU time includes that of children that have exited and
-//! were waited for, so that short-lived processes count, too. A process that has left its parent is not in the tree.
+//! were waited for, so that short-lived processes count too. A process that was reparented is not in the tree.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -9,14 +9,14 @@ use std::time::{Duration, Instant};
 use super::gpu::Gpus;
 use crate::process::Process;
 
-/// What a process tree uses.
+/// Resource usage of a process tree.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Usage {
     /// CPU use since the last sample, or since the start of the process in the first one. 100 is one full core.
     pub cpu_percent: f64,
     /// Resident memory; shared pages count once per process.
     pub memory_bytes: u64,
-    /// 100 is one full GPU; `None` if NVML knows no process of the tree.
+    /// GPU utilization; 100 is one full GPU. `None` if NVML knows no process of the tree.
     pub gpu_percent: Option<f64>,
     /// Device memory of all CUDA contexts; `None` as above.
     pub gpu_memory_bytes: Option<u64>,
@@ -37,12 +37,12 @@ struct Root {
 }
 
 impl Sampler {
-    /// A sampler without an earlier sample.
+    /// Creates a sampler without an earlier sample.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The usage of the trees of `pids`, in that order; nothing for a process that is gone.
+    /// Returns the usage of the process trees of `pids`, in that order; zero for a process that is gone.
     pub fn sample(&mut self, pids: &[u32], now: Instant) -> Vec<Usage> {
         let all = Process::all().into_iter().map(|process| (process.pid, process));
         let processes: HashMap<u32, Process> = all.collect();
@@ -87,11 +87,11 @@ impl Sampler {
 #[expect(clippy::cast_precision_loss, reason = "shown to people")]
 fn percent(ticks: u64, elapsed: Duration) -> f64 {
     let seconds = ticks as f64 / rustix::param::clock_ticks_per_second() as f64;
-    // CPU time is counted in hundredths of a second, so shorter intervals mean nothing.
+    // CPU time has a resolution of a hundredth of a second, so shorter intervals are meaningless.
     100.0 * seconds / elapsed.as_secs_f64().max(0.01)
 }
 
-/// The age of a process that started this many clock ticks after boot.
+/// Returns the age of a process that started this many clock ticks after boot.
 #[expect(clippy::cast_precision_loss, reason = "shown to people")]
 fn age(started: u64) -> Duration {
     let uptime = fs_err::read_to_string("/proc/uptime").unwrap_or_default();

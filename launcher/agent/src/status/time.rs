@@ -1,14 +1,14 @@
-//! Where the wall time of a job goes. Pure: fed with the events that change the board, each with its time.
+//! Accounts for the wall time of a job. Pure: fed with the events that change the board, each with its time.
 //!
 //! ```text
 //! start of the job     first step          failure        next attempt      first step
 //!        |--- start ---|--- step, evaluation, ---|--- down ---|--- start ---|--- repeated, then step ---> now
 //!                           checkpoint, hang
 //! ```
-//! Time is assigned when it is known what it was used for, up to `settled`. Until then the time since counts as
-//! `current`, so that a reply between two events is complete, too.
+//! Time is assigned, up to `settled`, once it is known what it was used for. The time since then counts as `current`,
+//! so that a reply between two events is complete too.
 //!
-//! Invariant: the kinds add up to the time since the start of the job, at any moment.
+//! Invariant: at any moment, the kinds add up to the time since the start of the job.
 
 mod restart;
 mod young;
@@ -22,7 +22,7 @@ use xlaunch_proto::v1::{Accounting, RestartCount, StepReport};
 pub(crate) use restart::RestartTimes;
 pub(crate) use young::{CheckpointInterval, Measured, suggestion};
 
-/// What time was used for: indices of [`TimeAccount::spent`].
+/// Uses of time; each is an index into [`TimeAccount::spent`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Use {
     Step,
@@ -39,22 +39,24 @@ enum Use {
 pub(crate) struct TimeAccount {
     spent: [Duration; 7],
     started: Instant,
-    /// All time up to here is assigned.
+    /// All time before this is assigned.
     settled: Instant,
-    /// What the time since then counts as.
+    /// Use that the time since then counts as.
     current: Use,
-    /// Ranks were reported to hang, and have not made a step since.
+    /// Ranks were reported to hang, and have not completed a step since.
     hangs_now: bool,
     /// The job has ended.
     is_over: bool,
-    /// The furthest step of all attempts, and the last one.
+    /// The furthest step of all attempts.
     furthest: u64,
+    /// Number of the last step of the job.
     total_steps: u64,
     stopping: bool,
-    /// Steps completed, repeated ones included, and saves that delayed one of them.
+    /// Completed steps, repeated ones included.
     steps: u64,
+    /// Saves that delayed a step.
     saves: u64,
-    /// How long the last checkpoint took to write.
+    /// Time that writing the last checkpoint took.
     write_seconds: f64,
     failures: u64,
     hangs: u64,
@@ -97,7 +99,7 @@ impl TimeAccount {
         self.times.start = Some(now);
     }
 
-    /// All processes of the attempt have been started. Commands `run` from then on.
+    /// All processes of the attempt have been started. If `runs` (for commands), it is running from then on.
     pub(crate) fn spawned(&mut self, runs: bool, now: Instant) {
         self.times.spawned = Some(now);
         if runs && self.current == Use::Start {
@@ -112,7 +114,7 @@ impl TimeAccount {
         self.times.joined = Some(now);
     }
 
-    /// A report of rank 0.
+    /// Handles a report of rank 0.
     pub(crate) fn reported(&mut self, report: &Report, now: Instant) {
         match report {
             Report::TrainStarted(started) => {
@@ -125,7 +127,7 @@ impl TimeAccount {
             }
             Report::Checkpoint(saved) => {
                 self.write_seconds = saved.seconds;
-                // Before that, training goes on while checkpoints are written.
+                // Before the last step, training goes on while checkpoints are written.
                 if self.furthest == self.total_steps || self.stopping {
                     self.settle_as(Use::Checkpoint, now);
                 }
@@ -157,14 +159,14 @@ impl TimeAccount {
         self.current = if step.step < self.furthest { Use::Repeated } else { Use::Step };
     }
 
-    /// A rank of a command has sent a heartbeat: it did not hang until now.
+    /// A rank of a command has sent a heartbeat, so it was not hanging until now.
     pub(crate) fn heartbeat(&mut self, now: Instant) {
         if !self.hangs_now {
             self.settle(now);
         }
     }
 
-    /// Ranks are reported to hang: there has been no progress since the last report.
+    /// Ranks were reported to hang: there has been no progress since the last report.
     pub(crate) fn hung(&mut self) {
         if !self.hangs_now {
             self.hangs += 1;
@@ -172,14 +174,14 @@ impl TimeAccount {
         self.hangs_now = true;
     }
 
-    /// The ranks that were reported to hang go on.
+    /// The ranks that were reported to hang have resumed.
     pub(crate) fn continues(&mut self, now: Instant) {
         if std::mem::take(&mut self.hangs_now) {
             self.settle_as(Use::Hang, now);
         }
     }
 
-    /// A stop was requested: the checkpoint that follows is waited for.
+    /// A stop was requested, so the job waits for the checkpoint that follows.
     pub(crate) fn stopping(&mut self) {
         self.stopping = true;
     }
@@ -211,14 +213,15 @@ impl TimeAccount {
         self.is_over = true;
     }
 
-    /// How long the restart took, once: after the first step that follows it, or for a command when it runs again.
+    /// Returns how long the restart took, once: after the first step that follows it, or for a command when it runs
+    /// again.
     pub(crate) fn take_restart_times(&mut self) -> Option<String> {
         let text = self.times.text()?;
         self.times = RestartTimes::default();
         Some(text)
     }
 
-    /// What an interval between checkpoints depends on; `None` before a failure or a save.
+    /// Returns the measurements that determine the best checkpoint interval; `None` before a failure or a save.
     pub(crate) fn measured(&self, now: Instant) -> Option<Measured> {
         let wall = now.saturating_duration_since(self.started).as_secs_f64();
         let stepping = self.spent[Use::Step as usize] + self.spent[Use::Repeated as usize];
@@ -234,7 +237,7 @@ impl TimeAccount {
         })
     }
 
-    /// The account at `now`.
+    /// Returns the account at `now`.
     pub(crate) fn accounting(&self, now: Instant) -> Accounting {
         let mut spent = self.spent;
         if !self.is_over {
@@ -266,19 +269,19 @@ impl TimeAccount {
         self.settle_as(self.current, until);
     }
 
-    /// Assigns the time up to `until`, unless it is assigned already.
+    /// Assigns the time up to `until`, unless it is already assigned.
     fn settle_as(&mut self, to: Use, until: Instant) {
         if self.is_over {
             return;
         }
-        // A failed attempt is over, and its last reports may still arrive.
+        // A failed attempt is over, although its last reports may still arrive.
         let to = if self.current == Use::Down { Use::Down } else { to };
         self.spent[to as usize] += until.saturating_duration_since(self.settled);
         self.settled = self.settled.max(until);
     }
 }
 
-/// A worker may report any number.
+/// Converts seconds to a duration. A worker may report any number; invalid ones become zero.
 fn seconds(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds).unwrap_or_default()
 }

@@ -177,7 +177,7 @@ async fn reader_that_has_missed_a_rotated_file_is_told_how_much() {
             case.rotate();
         }
         case.write(text);
-        // Kept open, so that its inode is not reused.
+        // The file is kept open, so that its inode is not reused.
         files.push(fs_err::File::open(case.path()).unwrap());
         record.begin(files.last().unwrap().metadata().unwrap().ino(), begin);
         begin += text.len() as u64;

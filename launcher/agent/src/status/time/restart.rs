@@ -1,9 +1,9 @@
-//! How long each part of a restart took.
+//! Times how long each part of a restart takes.
 
 use std::time::Instant;
 
-/// The moments between a failure and the first step of the next attempt, in this order. Those that a kind of job does
-/// not have are missing.
+/// The moments between a failure and the first step of the next attempt, in this order. Moments that a kind of job does
+/// not have are `None`.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct RestartTimes {
     pub(super) failed: Option<Instant>,
@@ -11,19 +11,19 @@ pub(crate) struct RestartTimes {
     pub(super) stopped: Option<Instant>,
     /// The next attempt begins, after a delay or at once.
     pub(super) start: Option<Instant>,
-    /// All its processes run.
+    /// All processes of the attempt have been started.
     pub(super) spawned: Option<Instant>,
     pub(super) joined: Option<Instant>,
     /// The model is initialised, or read from a checkpoint.
     pub(super) train_started: Option<Instant>,
     pub(super) first_step: Option<Instant>,
-    /// That, or for a command the start of its processes.
+    /// End of the restart: the first step, or for a command the start of its processes.
     pub(super) end: Option<Instant>,
 }
 
 impl RestartTimes {
-    /// `restarted in 3.4 s: stop 0.4, start 0.2, join 1.1, first step 1.7`; `None` before its end, and for an
-    /// attempt that follows no failure. The parts add up to the whole.
+    /// Returns a line such as `restarted in 3.4 s: stop 0.4, start 0.2, join 1.1, first step 1.7`; `None` before the
+    /// end of the restart, and for an attempt that follows no failure. The parts add up to the total.
     pub(super) fn text(&self) -> Option<String> {
         let (failed, end) = (self.failed?, self.end?);
         let parts = [

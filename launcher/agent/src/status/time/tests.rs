@@ -35,12 +35,12 @@ fn time_of_a_job_with_a_restart_is_divided_by_kind() {
     account.reported(&Report::Eval(EvalReport::default()), at(9.0));
     // checkpoint 0.5, step 2
     account.reported(&step(3, 2.0, 0.5), at(11.5));
-    // A save that was written meanwhile takes no time.
+    // A checkpoint written in the background takes no time.
     account.reported(
         &Report::Checkpoint(CheckpointReport { seconds: 1.0, ..CheckpointReport::default() }),
         at(12.0),
     );
-    // step 1.5, of which nothing remains
+    // step 1.5, all of which is lost
     account.failed(at(13.0));
     account.failed(at(13.5));
     account.restarts("killed", at(14.0));
@@ -64,7 +64,7 @@ fn time_of_a_job_with_a_restart_is_divided_by_kind() {
 }
 
 #[test]
-fn open_interval_counts_as_what_goes_on() {
+fn open_interval_counts_as_the_current_use() {
     let begin = Instant::now();
     let at = |seconds: u64| begin + Duration::from_secs(seconds);
     let mut account = TimeAccount::new(begin);
@@ -79,7 +79,7 @@ fn open_interval_counts_as_what_goes_on() {
     account.failed(at(13));
     assert_eq!(kinds(&account, at(15)), [2.0, 0.0, 0.0, 0.0, 1.0, 10.0, 2.0]);
     account.begin_attempt(at(15));
-    // Resumed at step 1: the second step is made again, the third is new.
+    // Resumed at step 1: the second step is repeated, the third is new.
     account.reported(&step(2, 1.0, 0.0), at(16));
     account.reported(&step(3, 1.0, 0.0), at(17));
     assert_eq!(kinds(&account, at(17)), [3.0, 1.0, 0.0, 0.0, 1.0, 10.0, 2.0]);

@@ -3,31 +3,31 @@
 
 use std::time::Duration;
 
-/// Failures after which their rate is known well enough.
+/// Number of failures after which their rate is known well enough.
 const MIN_FAILURES: u64 = 2;
-/// An interval that is off by less costs little.
+/// An interval that is off by less than this factor costs little.
 const TOLERANCE: f64 = 2.0;
 
-/// The configured interval; zero for none.
+/// The configured interval; zero means none.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CheckpointInterval {
     pub(crate) steps: u64,
     pub(crate) time: Duration,
 }
 
-/// What has been measured in a job.
+/// Measurements of a job.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Measured {
     pub(crate) failures: u64,
     pub(crate) wall_seconds: f64,
-    /// For which a checkpoint delays steps.
+    /// Time by which a checkpoint delays steps.
     pub(crate) stall_seconds: f64,
-    /// For which a checkpoint is written: another one cannot begin before.
+    /// Time that writing a checkpoint takes. Another one cannot begin before that.
     pub(crate) write_seconds: f64,
     pub(crate) step_seconds: f64,
 }
 
-/// A line for the user if the configured interval is off by more than [`TOLERANCE`].
+/// Returns a line for the user if the configured interval is off by more than a factor of [`TOLERANCE`].
 #[expect(
     clippy::cast_precision_loss,
     clippy::cast_possible_truncation,
@@ -50,8 +50,8 @@ pub(crate) fn suggestion(configured: CheckpointInterval, measured: &Measured) ->
     let steps = (best / measured.step_seconds).round().max(1.0) as u64;
     let now = if now.is_finite() { format!("every {now:.1} s") } else { "only at the end".into() };
     Some(format!(
-        "a failure every {between_failures:.0} s and {:.3} s per checkpoint lose the least time with a checkpoint \
-         every {best:.1} s, not {now}: set `checkpoint.every = {steps}`",
+        "with a failure every {between_failures:.0} s and {:.3} s per checkpoint, checkpoints every {best:.1} s \
+         lose the least time (now: {now}): set `checkpoint.every = {steps}`",
         measured.stall_seconds
     ))
 }
@@ -75,8 +75,8 @@ mod tests {
     #[test]
     fn interval_by_young_is_suggested_if_the_configured_one_is_off_by_a_factor_of_two() {
         // sqrt(2 * 0.5 s * 3600 s) = 60 s = 240 steps.
-        let expected = "a failure every 3600 s and 0.500 s per checkpoint lose the least time with a checkpoint every \
-                        60.0 s, not every 1000.0 s: set `checkpoint.every = 240`";
+        let expected = "with a failure every 3600 s and 0.500 s per checkpoint, checkpoints every 60.0 s lose the least \
+                        time (now: every 1000.0 s): set `checkpoint.every = 240`";
         assert_eq!(suggestion(every(4000, 0), &HOURLY).as_deref(), Some(expected));
         for (steps, seconds, suggested) in
             [(121, 0, false), (119, 0, true), (479, 0, false), (481, 0, true), (0, 100, false), (0, 20, true)]
@@ -84,7 +84,7 @@ mod tests {
             let found = suggestion(every(steps, seconds), &HOURLY);
             assert_eq!(found.is_some(), suggested, "{steps} {seconds}: {found:?}");
         }
-        assert!(suggestion(every(0, 0), &HOURLY).unwrap().contains("not only at the end"));
+        assert!(suggestion(every(0, 0), &HOURLY).unwrap().contains("now: only at the end"));
         let soonest = every(4000, 60);
         assert_eq!(suggestion(soonest, &HOURLY), None, "whichever comes first counts");
     }
