@@ -206,7 +206,7 @@ fn running_in(registry: &Path) -> Vec<Running> {
     running.collect()
 }
 
-/// Whether the launch of this entry is running. A stale entry is removed.
+/// Returns whether the launch of this entry is running. A stale entry is removed.
 fn is_locked(entry: &Path) -> bool {
     let Ok(dir) = File::open(entry) else { return false };
     match dir.try_lock() {
@@ -386,7 +386,7 @@ mod tests {
         assert_eq!(registries.iter().flat_map(|registry| names(registry)).collect::<Vec<_>>(), ["n-1"]);
         let refused = Entry::create_in_first(&registries[..2], "n", "1").unwrap_err().message;
         assert!(refused.contains(problem) && refused.contains("set XDG_RUNTIME_DIR"), "{refused}");
-        let missing = format!("\n{}: the parent directory does not exist", registries[0].display());
+        let missing = format!("\n  {}: the parent directory does not exist", registries[0].display());
         assert!(refused.contains(&missing), "{refused}");
     }
 

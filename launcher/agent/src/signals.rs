@@ -43,7 +43,7 @@ pub fn listen(stopping: &[Signal]) -> std::io::Result<mpsc::UnboundedReceiver<Si
     Ok(stream)
 }
 
-/// Whether a process with this `/proc/PID/status` ignores the signal. Bit 0 of the mask is signal 1.
+/// Returns whether a process with this `/proc/PID/status` ignores the signal. Bit 0 of the mask is signal 1.
 fn ignores(status: &str, signal: Signal) -> bool {
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);

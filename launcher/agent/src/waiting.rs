@@ -251,12 +251,12 @@ impl Group {
         }
     }
 
-    /// Whether the job may have several nodes, regardless of how many it has now.
+    /// Returns whether the job may have several nodes, regardless of how many it has now.
     pub fn may_have_peers(&self) -> bool {
         self.tasks.is_some()
     }
 
-    /// Whether other nodes take part in the first attempt. More may join later: see
+    /// Returns whether other nodes take part in the first attempt. More may join later: see
     /// [`may_have_peers`](Self::may_have_peers).
     pub fn has_peers(&self) -> bool {
         self.first.nodes > 1

@@ -131,13 +131,13 @@ impl Attempt {
         self.processes.iter().for_each(ProcessTree::resume);
     }
 
-    /// Whether the OOM killer has ended this rank, according to its own cgroup and that of the launch.
+    /// Returns whether the OOM killer has ended this rank, according to its own cgroup and that of the launch.
     pub(super) fn is_out_of_memory(&self, rank: u32, exit: Exit) -> bool {
         let kills = self.processes.as_ref().filter(|_| exit == Exit::Signal(Signal::KILL.as_raw()));
         kills.map(|processes| processes.oom_kills(rank)).is_some_and(|kills| kills.rank + kills.launch > 0)
     }
 
-    /// Whether the process of this rank has this id.
+    /// Returns whether the process of this rank has this id.
     pub(super) fn has(&self, rank: u32, pid: u32) -> bool {
         self.process(rank).is_some_and(|started| started.worker.pid == pid)
     }

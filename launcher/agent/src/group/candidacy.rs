@@ -119,7 +119,7 @@ impl Election {
         }))
     }
 
-    /// Whether a coordinator of this job answers at the endpoint.
+    /// Returns whether a coordinator of this job answers at the endpoint.
     async fn is_answered(&self) -> bool {
         let Candidacy { spec, security, .. } = &self.candidacy;
         let mut dialer = Dialer::new(spec.endpoint.clone(), security.clone());

@@ -85,7 +85,7 @@ impl Handle {
         self.notices.clone()
     }
 
-    /// Whether an agent of another process has become a member.
+    /// Returns whether an agent of another process has become a member.
     pub(crate) fn has_members(&self) -> bool {
         self.has_members.load(Ordering::Relaxed)
     }
@@ -166,7 +166,7 @@ impl Task {
         Self { state, agents: BTreeMap::new(), next, over: None, notices: None, refusals, has_members }
     }
 
-    /// Whether all agents know how the job has ended, or have had enough time to learn it.
+    /// Returns whether all agents know how the job has ended, or have had enough time to learn it.
     pub(super) fn is_finished(&mut self, now: Instant) -> bool {
         if !self.state.is_over() {
             return false;
@@ -332,7 +332,7 @@ impl Agent {
         }
     }
 
-    /// Whether the agent has acknowledged every message, or is gone.
+    /// Returns whether the agent has acknowledged every message, or is gone.
     fn knows_all(&self) -> bool {
         self.gone || self.outbox.is_empty()
     }

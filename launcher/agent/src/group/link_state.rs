@@ -160,12 +160,12 @@ impl LinkState {
         self.give_up
     }
 
-    /// Whether the agent has ever been a member.
+    /// Returns whether the agent has ever been a member.
     pub(super) fn was_admitted(&self) -> bool {
         self.was_admitted
     }
 
-    /// Whether workers of an attempt may be alive.
+    /// Returns whether workers of an attempt may be alive.
     pub(super) fn is_attempting(&self) -> bool {
         self.attempting
     }
@@ -308,7 +308,7 @@ impl LinkState {
     }
 }
 
-/// Whether another attempt may follow the loss of a node.
+/// Returns whether another attempt may follow the loss of a node.
 fn allows_restarts(rules: &GroupRules) -> bool {
     rules.max_restarts > 0 || rules.free_codes.contains(&ExitCode::Retryable.code().into())
 }

@@ -73,13 +73,13 @@ impl Assignment {
         }
     }
 
-    /// Whether both assign the same ranks to the same number of workers.
+    /// Returns whether both assign the same ranks to the same number of workers.
     pub fn has_same_ranks(&self, other: &Self) -> bool {
         let ranks = |it: &Self| (it.node_rank, it.nodes, it.first_rank, it.world, it.writers);
         ranks(self) == ranks(other)
     }
 
-    /// Whether other nodes take part.
+    /// Returns whether other nodes take part.
     pub fn has_peers(&self) -> bool {
         self.nodes > 1
     }

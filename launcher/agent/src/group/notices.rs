@@ -23,7 +23,7 @@ impl Notices {
         self.next
     }
 
-    /// Whether a line is due. If so, the caller prints it, and the next one is scheduled.
+    /// Returns whether a line is due. If so, the caller prints it, and the next one is scheduled.
     pub(super) fn is_due(&mut self, now: Instant) -> bool {
         let due = now >= self.next;
         if due {

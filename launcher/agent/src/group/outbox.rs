@@ -31,8 +31,8 @@ impl<T> Outbox<T> {
         }
     }
 
-    /// Whether the message with this number is the next one expected. If not, it is a duplicate, or comes too early and
-    /// will be sent again.
+    /// Returns whether the message with this number is the next one expected. If not, it is a duplicate, or comes too
+    /// early and will be sent again.
     pub fn accept(&mut self, number: u64) -> bool {
         let is_next = number == self.received + 1;
         self.received += u64::from(is_next);
@@ -49,7 +49,7 @@ impl<T> Outbox<T> {
         self.waiting.iter()
     }
 
-    /// Whether all messages have been acknowledged.
+    /// Returns whether all messages have been acknowledged.
     pub fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }

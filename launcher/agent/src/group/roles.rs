@@ -50,7 +50,7 @@ pub(super) fn role(spec: &GroupSpec, sight: &Sight) -> Option<Role> {
     is_known.then_some(Role::Member)
 }
 
-/// Whether another answer from the resolver can change the role.
+/// Returns whether another answer from the resolver can change the role.
 pub(super) fn may_change(spec: &GroupSpec) -> bool {
     spec.backend == Backend::Dynamic && spec.hosts_coordinator.is_none()
 }

@@ -74,8 +74,8 @@ impl Group for Service {
     }
 }
 
-/// Whether a stream has ended because the agent's kernel closed the connection, as it does when the process is gone. A
-/// reset does not count, because a middlebox can send one too; see `presence`.
+/// Returns whether a stream has ended because the agent's kernel closed the connection, as it does when the process is
+/// gone. A reset does not count, because a middlebox can send one too; see `presence`.
 fn is_end_of_file(status: &Status) -> bool {
     let mut source = status.source();
     while let Some(error) = source {

@@ -50,7 +50,7 @@ impl Drop for Mark {
     }
 }
 
-/// Whether the mark of this agent is in the directory.
+/// Returns whether the mark of this agent is in the directory.
 pub fn is_visible(dir: &Path, instance: &[u8]) -> bool {
     path(dir, instance).exists()
 }

@@ -63,8 +63,8 @@ fn bind(socket: &Path, open: Connections) -> io::Result<Incoming> {
     Ok(net::accept(listener, open, identify))
 }
 
-/// Whether the socket was deleted from a directory that is still private. Otherwise another user may have created a
-/// directory of that name.
+/// Returns whether the socket was deleted from a directory that is still private. Otherwise another user may have
+/// created a directory of that name.
 fn is_missing(socket: &Path) -> bool {
     let deleted = socket.symlink_metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
     deleted && socket.parent().is_some_and(|dir| registry::ensure_private(dir, false).is_ok())

@@ -170,7 +170,7 @@ impl Peers {
         Sending(self.clone())
     }
 
-    /// Whether users on other nodes follow logs of this one.
+    /// Returns whether users on other nodes follow logs of this one.
     pub fn is_sending_logs(&self) -> bool {
         *self.shared.sending.borrow() > 0
     }

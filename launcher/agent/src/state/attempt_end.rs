@@ -60,7 +60,7 @@ impl Job {
         [vec![Action::Kill, Action::ReportEnd(ended)], end].concat()
     }
 
-    /// Whether the attempt ran long enough before it failed to count as progress.
+    /// Returns whether the attempt ran long enough before it failed to count as progress.
     fn has_lived(&self, now: Instant) -> bool {
         let failed = self.failed_at.unwrap_or(now);
         failed.saturating_duration_since(self.attempt_start) >= HEALTHY_AFTER
@@ -123,7 +123,7 @@ impl Job {
         notice.into_iter().chain([Action::Kill, Action::End(outcome)]).collect()
     }
 
-    /// Whether the root cause is among the failures of this node.
+    /// Returns whether the root cause is among the failures of this node.
     fn is_here(&self, end: &GroupEnd) -> bool {
         let has_failed = self.last.as_ref().is_some_and(|last| last.root.is_some());
         end.node_rank.is_some() && end.node_rank == self.node_rank && (has_failed || end.of_kept_attempt)

@@ -60,7 +60,7 @@ pub(super) fn of_trainer(rank: u32, exit: Exit, circumstances: &Circumstances) -
     })
 }
 
-/// Whether a worker with this exit code failed for a reason outside its program, its data and its GPU.
+/// Returns whether a worker with this exit code failed for a reason outside its program, its data and its GPU.
 pub(super) fn is_infrastructure(code: ExitCode) -> bool {
     matches!(code, ExitCode::Retryable | ExitCode::Rendezvous | ExitCode::SaveFailed)
 }

@@ -289,7 +289,7 @@ impl Job {
         }
     }
 
-    /// Whether the workers of this node have finished their part of a command's attempt.
+    /// Returns whether the workers of this node have finished their part of a command's attempt.
     pub fn waits_for_other_nodes(&self) -> bool {
         let is_done = |last: &Outcome| last.root.is_none() && last.others.is_empty() && !last.stopped;
         self.rules.kind == Kind::Command
@@ -382,7 +382,7 @@ impl Job {
         Vec::new()
     }
 
-    /// Whether a rank that has failed is going to exit by itself.
+    /// Returns whether a rank that has failed is going to exit by itself.
     fn is_about_to_exit(&self, rank: u32) -> bool {
         self.is_alive(rank) && !self.dying.contains(&rank)
     }

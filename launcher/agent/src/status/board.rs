@@ -132,7 +132,7 @@ impl Board {
         self.spare = spare;
     }
 
-    /// Whether this node is a spare.
+    /// Returns whether this node is a spare.
     pub(crate) fn is_spare(&self) -> bool {
         self.spare
     }
@@ -307,7 +307,7 @@ impl Board {
         self.peak_memory_bytes
     }
 
-    /// Whether the last sample was taken at or after `moment`.
+    /// Returns whether the last sample was taken at or after `moment`.
     pub(super) fn is_sampled_since(&self, moment: Instant) -> bool {
         self.last_sample >= Some(moment)
     }
@@ -337,12 +337,12 @@ impl Board {
         &self.assignment
     }
 
-    /// Whether all output of the attempt is in its logs.
+    /// Returns whether all output of the attempt is in its logs.
     pub(super) fn is_attempt_over(&self) -> bool {
         self.attempt_over
     }
 
-    /// Whether the job has ended.
+    /// Returns whether the job has ended.
     pub(crate) fn is_over(&self) -> bool {
         matches!(self.state, JobState::Done | JobState::Failed)
     }

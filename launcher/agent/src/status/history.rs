@@ -61,7 +61,7 @@ pub fn count(totals: &mut Totals, step: &StepReport) {
     }
 }
 
-/// Whether totals from an untrusted source (to the daemon, a job's user is one) form a valid histogram.
+/// Returns whether totals from an untrusted source (to the daemon, a job's user is one) form a valid histogram.
 pub fn is_sound(totals: &Totals) -> bool {
     let ascends = totals.steps.windows(2).all(|pair| pair[0].seconds < pair[1].seconds);
     let last = totals.steps.last().is_some_and(|last| last.seconds == f64::INFINITY);

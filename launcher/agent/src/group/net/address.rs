@@ -155,7 +155,7 @@ pub(in crate::group) fn interface_with(address: IpAddr) -> Option<String> {
     found.map(|interface| interface.name)
 }
 
-/// Whether the endpoint's host means that all nodes are on one host.
+/// Returns whether the endpoint's host means that all nodes are on one host.
 fn is_loopback(host: &str) -> bool {
     match host.parse::<IpAddr>() {
         Ok(address) => address.to_canonical().is_loopback(),
@@ -163,7 +163,7 @@ fn is_loopback(host: &str) -> bool {
     }
 }
 
-/// Whether other hosts can reach the address.
+/// Returns whether other hosts can reach the address.
 fn is_usable(address: IpAddr) -> bool {
     let link_local = match address {
         IpAddr::V4(address) => address.is_link_local() || address.is_broadcast(),

@@ -93,7 +93,7 @@ pub enum Reason {
 }
 
 impl Reason {
-    /// Whether a later attempt may succeed without a change of this node's configuration.
+    /// Returns whether a later attempt may succeed without a change of this node's configuration.
     pub fn is_transient(&self) -> bool {
         match self {
             Self::Refused
@@ -107,7 +107,8 @@ impl Reason {
         }
     }
 
-    /// Whether this shows that the coordinator is gone: no process listens at its address, or a different one does.
+    /// Returns whether this shows that the coordinator is gone: no process listens at its address, or a different one
+    /// does.
     pub(super) fn is_another_process(&self) -> bool {
         matches!(
             self,
@@ -115,9 +116,9 @@ impl Reason {
         )
     }
 
-    /// Whether this shows that the coordinator of this job is there, but one side does not accept the other, or this
-    /// side has no keys. With several ports, a coordinator turns away callers of other jobs before it authenticates
-    /// them, so a refusal comes from this job.
+    /// Returns whether this shows that the coordinator of this job is there, but one side does not accept the other, or
+    /// this side has no keys. With several ports, a coordinator turns away callers of other jobs before it
+    /// authenticates them, so a refusal comes from this job.
     pub(super) fn is_of_this_job(&self) -> bool {
         matches!(self, Self::WrongToken | Self::Munge(_) | Self::Tls(_))
     }

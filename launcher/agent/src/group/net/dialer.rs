@@ -106,7 +106,8 @@ impl Dialer {
         self.search.restart(Instant::now());
     }
 
-    /// Whether the process of the coordinator is gone: its address refuses connections, or a different process has it.
+    /// Returns whether the process of the coordinator is gone: its address refuses connections, or a different process
+    /// has it.
     pub fn is_gone(&self) -> bool {
         self.search.is_gone()
     }
@@ -121,7 +122,7 @@ impl Dialer {
         self.search.problem(Instant::now())
     }
 
-    /// Whether every candidate has failed at least once.
+    /// Returns whether every candidate has failed at least once.
     #[cfg(test)]
     pub(super) fn is_exhausted(&self) -> bool {
         self.search.is_exhausted()

@@ -231,7 +231,8 @@ impl Search {
         }
     }
 
-    /// Whether the coordinator's process is gone: its address refuses connections, or a different process has it.
+    /// Returns whether the coordinator's process is gone: its address refuses connections, or a different process has
+    /// it.
     pub(super) fn is_gone(&self) -> bool {
         let known = self.candidates.iter().find(|candidate| Some(candidate.address) == self.known);
         known.and_then(|candidate| candidate.failure.as_ref()).is_some_and(Reason::is_another_process)
@@ -266,7 +267,7 @@ impl Search {
         format!("failed to connect to the coordinator at {endpoint}: {reason}")
     }
 
-    /// Whether every candidate has failed at least once.
+    /// Returns whether every candidate has failed at least once.
     #[cfg(test)]
     pub(super) fn is_exhausted(&self) -> bool {
         let all = self.candidates.iter().all(|candidate| candidate.failure.is_some());

@@ -254,7 +254,7 @@ impl Coordinator {
         Self { run_id, is_for_run: true, ..self }
     }
 
-    /// Whether the job is over and all members have been told.
+    /// Returns whether the job is over and all members have been told.
     pub fn is_over(&self) -> bool {
         self.exit_code().is_some()
     }

@@ -67,7 +67,7 @@ impl Policy {
         self.seed
     }
 
-    /// Whether failures are followed by restarts at all.
+    /// Returns whether failures are followed by restarts at all.
     pub(crate) fn has_budget(&self) -> bool {
         self.restarts.most > 0
     }

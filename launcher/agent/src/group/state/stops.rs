@@ -89,7 +89,7 @@ impl Coordinator {
         }
     }
 
-    /// Whether enough nodes remain without this one, spares included.
+    /// Returns whether enough nodes remain without this one, spares included.
     fn can_do_without(&self, id: MemberId) -> bool {
         let Some(reference) = &self.reference else { return false };
         let others = self.members.iter().filter(|(other, it)| **other != id && it.leaving.is_none());

@@ -101,7 +101,7 @@ impl World {
         if self.plan.shared { 0 } else { host }
     }
 
-    /// Whether a host sees the checkpoint directory of the agent with this instance id.
+    /// Returns whether a host sees the checkpoint directory of the agent with this instance id.
     pub(super) fn sees_checkpoints(&self, host: usize, instance: &[u8]) -> bool {
         let keeper = instance.first_chunk().map_or(0, |host| u32::from_be_bytes(*host));
         self.directory(host) == self.directory(keeper as usize)

@@ -174,7 +174,7 @@ impl World {
         }
     }
 
-    /// Whether the agent's process still runs and its link is in the same phase.
+    /// Returns whether the agent's process still runs and its link is in the same phase.
     pub(super) fn is_current(&self, host: usize, incarnation: u32, epoch: Option<u64>) -> bool {
         let node = &self.nodes[host];
         let agent = node.agent.as_ref().filter(|_| node.incarnation == incarnation);
