@@ -84,14 +84,13 @@ impl Process {
         found
     }
 
-    /// Whether the process is stopped by a signal.
+    /// Returns whether the process is stopped by a signal.
     pub fn is_stopped(&self) -> bool {
         self.state == 'T'
     }
 
-    /// Whether the process has exited and only waits to be reaped. A main thread that exits before the other threads
-    /// also
-    /// shows as a zombie, hence the check of the thread count.
+    /// Returns whether the process has exited and only waits to be reaped. A main thread that exits before the other
+    /// threads also shows as a zombie, hence the check of the thread count.
     pub fn ended(&self) -> bool {
         matches!(self.state, 'Z' | 'X') && self.threads <= 1
     }
@@ -122,7 +121,7 @@ impl Process {
         }
     }
 
-    /// Whether the process was started with this `NAME=value` in its environment.
+    /// Returns whether the process was started with this `NAME=value` in its environment.
     pub fn carries(&self, variable: &[u8]) -> bool {
         fs_err::read(format!("/proc/{}/environ", self.pid))
             .is_ok_and(|environment| environment.split(|byte| *byte == 0).any(|one| one == variable))

@@ -34,9 +34,8 @@ pub(crate) fn argv(
     Ok(argv)
 }
 
-/// Whether a preloading process can run a command line that [`argv`] built: it must run a script in source form, a
-/// module
-/// or `-c` text. Standard input, compiled files and other options need Python's own start-up.
+/// Returns whether a preloading process can run a command line that [`argv`] built: it must run a script in source
+/// form, a module or `-c` text. Standard input, compiled files and other options need Python's own start-up.
 pub(crate) fn is_preloadable(argv: &[OsString]) -> bool {
     argv.get(2).is_some_and(|target| {
         let target = target.as_bytes();
@@ -45,7 +44,7 @@ pub(crate) fn is_preloadable(argv: &[OsString]) -> bool {
     })
 }
 
-/// Whether a script is in source form rather than compiled, an archive or a directory.
+/// Returns whether a script is in source form rather than compiled, an archive or a directory.
 fn is_source(script: &[u8]) -> bool {
     !script.ends_with(b".pyc") && !script.ends_with(b".pyz") && !Path::new(OsStr::from_bytes(script)).is_dir()
 }
@@ -69,7 +68,7 @@ fn interpreter(environment: Environment<'_>, own: &[PathBuf]) -> Result<OsString
     found.map(PathBuf::into_os_string).ok_or_else(|| missing.into())
 }
 
-/// Whether this directory of programs belongs to a virtual environment or a conda environment.
+/// Returns whether this directory of programs belongs to a virtual environment or a conda environment.
 fn is_in_python_environment(dir: &Path) -> bool {
     dir.parent().is_some_and(|root| root.join("pyvenv.cfg").is_file() || root.join("conda-meta").is_dir())
 }

@@ -84,7 +84,7 @@ impl Override {
     }
 }
 
-/// Whether a variable that is named like a configuration key belongs to something else.
+/// Returns whether a variable that is named like a configuration key belongs to something else.
 fn is_of_others(name: &str, value: &str, all: &[(String, String)]) -> bool {
     // The daemon passes each variable about a job to its hooks under two names.
     let in_hook = || {

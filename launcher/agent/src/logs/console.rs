@@ -258,12 +258,12 @@ impl View {
         INTERRUPTION_DELAY.saturating_mul(1 << interruptions.min(16)).min(MAX_INTERRUPTION_DELAY)
     }
 
-    /// Whether the console shows an unfinished line of another writer.
+    /// Returns whether the console shows an unfinished line of another writer.
     fn would_interrupt(&self) -> bool {
         lock(&self.console.output).open.is_some_and(|open| open != self.writer)
     }
 
-    /// Whether an unfinished line is held back.
+    /// Returns whether an unfinished line is held back.
     pub fn has_partial_line(&self) -> bool {
         self.lines.as_ref().is_some_and(|prefixed| prefixed.lines.has_partial_line())
     }

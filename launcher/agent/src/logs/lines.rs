@@ -65,7 +65,7 @@ impl Lines {
         }
     }
 
-    /// Whether [`flush`](Self::flush) would pass on any bytes.
+    /// Returns whether [`flush`](Self::flush) would pass on any bytes.
     pub(super) fn has_partial_line(&self) -> bool {
         !whole_characters(&self.partial).is_empty()
     }

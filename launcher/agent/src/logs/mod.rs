@@ -288,7 +288,7 @@ impl Output {
     }
 }
 
-/// Whether a stream of this rank is shown on the console.
+/// Returns whether a stream of this rank is shown on the console.
 fn shows(options: &LogOptions, local_rank: u32, stream: usize) -> bool {
     let [redirect, tee] = [&options.redirects, &options.tee].map(|choice| {
         let streams = choice.of(local_rank);

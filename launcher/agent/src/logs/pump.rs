@@ -189,7 +189,7 @@ fn pump(mut pipe: &File, mut destinations: Destinations, counts: &Counts) {
     destinations.end();
 }
 
-/// Whether the pipe has data or is closed within `timeout`, which must be less than a second.
+/// Returns whether the pipe has data or is closed within `timeout`, which must be less than a second.
 fn readable(pipe: &File, timeout: Duration) -> Result<bool, Errno> {
     let timeout = Timespec { tv_sec: 0, tv_nsec: i64::from(timeout.subsec_nanos()) };
     Ok(poll(&mut [PollFd::new(pipe, PollFlags::IN)], Some(&timeout))? > 0)
@@ -215,8 +215,8 @@ impl Destinations {
         matches!(&self.shown, Shown::View(view) if view.has_partial_line())
     }
 
-    /// How much longer to hold back an unfinished line that began at `since`. Must be polled, because another writer's
-    /// line, which it would interrupt, may end at any time.
+    /// Returns how much longer to hold back an unfinished line that began at `since`. Must be polled, because another
+    /// writer's line, which it would interrupt, may end at any time.
     fn hold(&self, since: Instant, now: Instant) -> Duration {
         let Shown::View(view) = &self.shown else { return Duration::ZERO };
         (since + view.partial_line_delay()).saturating_duration_since(now).min(PARTIAL_LINE_DELAY)

@@ -119,7 +119,7 @@ fn frame(line: &str) -> Option<Place> {
     line.starts_with(' ').then(|| Place { file: file.into(), line: rest[..digits].into() })
 }
 
-/// Whether the file belongs to the user: neither to Python's library nor to an installed package.
+/// Returns whether the file belongs to the user: neither to Python's library nor to an installed package.
 fn is_users(file: &str) -> bool {
     let installed = ["/site-packages/", "/dist-packages/", "/lib/python3"];
     !file.starts_with('<') && !installed.iter().any(|part| file.contains(part))

@@ -107,7 +107,7 @@ fn first_after(path: &Path, last_step: u64) -> io::Result<Option<u64>> {
     }
 }
 
-/// Whether both paths name the same file, which need not exist.
+/// Returns whether both paths name the same file, which need not exist.
 fn is_same(a: &Path, b: &Path) -> bool {
     let dir = |path: &Path| fs_err::canonicalize(path.parent()?).ok();
     a.file_name() == b.file_name() && dir(a) == dir(b)

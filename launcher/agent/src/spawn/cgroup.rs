@@ -63,7 +63,7 @@ impl RankCgroups {
         self.open_procs(local_rank).ok().map(|procs| Arc::new(procs.into_parts().0.into()))
     }
 
-    /// Whether a process, running or zombie, is in one of these cgroups.
+    /// Returns whether a process, running or zombie, is in one of these cgroups.
     pub(super) fn contains(&self, pid: u32) -> bool {
         let Some(name) = self.path.file_name() else { return false };
         let text = fs_err::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();

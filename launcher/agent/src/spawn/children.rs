@@ -42,7 +42,7 @@ pub(super) fn forget(pid: u32) {
     started().remove(&pid);
 }
 
-/// Whether a process is an orphan that this process (`own`) has adopted.
+/// Returns whether a process is an orphan that this process (`own`) has adopted.
 pub(super) fn is_adopted(process: &Process, own: &Process) -> bool {
     is_orphan(process, own, &started())
 }
@@ -71,7 +71,7 @@ pub(crate) fn adopt_orphans() -> std::io::Result<()> {
     set_child_subreaper(Some(getpid())).map_err(|error| refused("prctl(PR_SET_CHILD_SUBREAPER)", error))
 }
 
-/// Whether any child has been stopped by a signal.
+/// Returns whether any child has been stopped by a signal.
 pub(crate) fn has_stopped_child() -> bool {
     let stop = WaitIdOptions::STOPPED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
     matches!(waitid(WaitId::All, stop), Ok(Some(_)))

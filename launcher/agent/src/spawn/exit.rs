@@ -5,7 +5,7 @@ use std::fmt;
 /// The first real-time signal that programs can use: C libraries reserve the kernel's first two (32 and 33).
 const SIGRTMIN: i32 = 34;
 
-/// How a process ended.
+/// Exit status of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
     /// Exited with this code.

@@ -75,7 +75,7 @@ impl MasterPort {
     }
 }
 
-/// Whether the port can be bound on all addresses of each address family that the host has.
+/// Returns whether the port can be bound on all addresses of each address family that the host has.
 fn is_free(port: u16) -> bool {
     let any: [SocketAddr; 2] = [(Ipv4Addr::UNSPECIFIED, port).into(), (Ipv6Addr::UNSPECIFIED, port).into()];
     let opened = any.map(|address| TcpListener::bind(address).map(drop));

@@ -190,7 +190,7 @@ impl ProcessTree {
         self.oom_before.kills_since(of_rank.unwrap_or(0))
     }
 
-    /// Whether all workers added so far are in their cgroups.
+    /// Returns whether all workers added so far are in their cgroups.
     pub(crate) fn has_cgroup(&self) -> bool {
         self.cgroups.is_some() && !self.outside_cgroup
     }

@@ -193,8 +193,9 @@ pub fn relay_main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Whether a worker can read xlaunch's standard input. It can unless the input is xlaunch's controlling terminal and
-/// xlaunch either can never come to the foreground or has a process group without an id in this PID namespace.
+/// Returns whether a worker can read xlaunch's standard input. It can unless the input is xlaunch's controlling
+/// terminal and xlaunch either can never come to the foreground or has a process group without an id in this PID
+/// namespace.
 pub(crate) fn offers_stdin() -> bool {
     let stdin = io::stdin();
     let Some(own) = Process::own() else { return false };
@@ -222,7 +223,8 @@ fn answer(in_foreground: bool, is_orphaned: impl FnOnce() -> bool) -> Answer {
     }
 }
 
-/// Whether the process group of `own` is orphaned: none of its members has a parent in another group of the session.
+/// Returns whether the process group of `own` is orphaned: none of its members has a parent in another group of the
+/// session.
 fn is_orphaned(all: &[Process], own: &Process) -> bool {
     let parent = |process: &Process| all.iter().find(|parent| parent.pid == process.parent);
     let controls = |parent: &Process| parent.session == own.session && parent.group != own.group;

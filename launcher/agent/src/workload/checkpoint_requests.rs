@@ -27,7 +27,8 @@ impl CheckpointRequests {
         self.pending.push((step, requester));
     }
 
-    /// A checkpoint is complete. Returns a line for the user, if a signal had asked for it.
+    /// Answers the requests that a complete checkpoint fulfils. Returns a line for the user, if one was made by a
+    /// signal.
     pub(super) fn saved(&mut self, checkpoint: &CheckpointReply) -> Option<String> {
         let met = self.pending.extract_if(.., |(step, _)| checkpoint.step >= *step);
         let answer = || Ok(checkpoint.clone());
@@ -35,7 +36,7 @@ impl CheckpointRequests {
         by_signal.then(|| format!("saved a checkpoint of step {}: {}", checkpoint.step, checkpoint.path))
     }
 
-    /// No checkpoint will be saved, for this reason. Returns a line for the user, as [`saved`](Self::saved).
+    /// Refuses all requests for this reason. Returns a line for the user, if one was made by a signal.
     pub(super) fn fail(&mut self, reason: &str) -> Option<String> {
         let all = self.pending.drain(..);
         let by_signal =
@@ -45,7 +46,7 @@ impl CheckpointRequests {
 }
 
 impl Requester {
-    /// Refuses a request at once. Returns a line for the user.
+    /// Refuses a request that was not added. Returns a line for the user, if it was made by a signal.
     pub(super) fn refuse_at_once(self, reason: &str) -> Option<String> {
         self.refuse(Status::failed_precondition(reason)).then(|| refusal(reason))
     }
@@ -54,7 +55,7 @@ impl Requester {
         self.answer(Err(status))
     }
 
-    /// Returns whether the user has to be told on the console.
+    /// Answers a request. Returns whether the answer must be printed on the console.
     fn answer(self, answer: Result<CheckpointReply, Status>) -> bool {
         match self {
             Self::Call(reply) => {

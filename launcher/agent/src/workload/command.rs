@@ -214,13 +214,13 @@ impl Workload for CommandWorkload<'_> {
         self.stalled.clear();
         self.exited.clear();
         self.begin_heartbeats(Instant::now());
-        // In this order: dropping the files of the last attempt removes the directory.
+        // The order matters: dropping the files of the last attempt removes the directory.
         self.heartbeat_files = None;
         self.heartbeat_files = Some(HeartbeatFiles::create(self.heartbeat_dir(), self.spec.nproc)?);
         Ok(())
     }
 
-    /// Every attempt has another port: survivors of the last one may still hold theirs.
+    /// Reserves a new port for every attempt, as surviving processes of the last one may still hold its port.
     fn reserve_port(&mut self) -> std::io::Result<u16> {
         if let Some(chosen) = self.spec.master_port {
             return Ok(chosen);
@@ -272,7 +272,7 @@ impl Workload for CommandWorkload<'_> {
         &self.output
     }
 
-    /// Refuses all calls: workers of a command do not use the agent's service.
+    /// Refuses all calls. Workers of a command do not use the agent's service.
     fn message(&mut self, message: Message, _job: &Job, _board: &watch::Sender<Board>) -> Option<Event> {
         let refusal = || Status::failed_precondition("this launch does not run the built-in trainer");
         match message {
@@ -322,13 +322,13 @@ impl Workload for CommandWorkload<'_> {
     }
 }
 
-/// Logs that are removed with the run are bounded in size.
+/// Limits the size of logs that are removed with the run.
 fn bounded(options: &LogOptions) -> LogOptions {
     let limit = options.dir.is_none().then_some(TEMPORARY_LOG_BYTES);
     LogOptions { rotate_bytes: options.rotate_bytes.or(limit), ..options.clone() }
 }
 
-/// The argument with `${local_rank}` replaced, as torchrun does.
+/// Replaces `${local_rank}` in an argument, as torchrun does.
 fn for_rank(argument: &OsStr, rank: u32) -> OsString {
     const MACRO: &[u8] = b"${local_rank}";
     let mut rest = argument.as_bytes();

@@ -1,23 +1,30 @@
 //! Hang detection for jobs of the built-in trainer. Pure: no clock, no IO.
 //!
-//! All ranks take part in every step, so one rank that hangs stalls the whole job. A thread of each worker sends
-//! heartbeats with the phase that the training thread is in. The culprits are
+//! All ranks take part in every step, so one hung rank stalls the whole job. A thread of each worker sends heartbeats
+//! with
+//! the phase of the training thread. The culprits are
 //! 1. ranks whose process is stopped and that sent no heartbeat for [`HEARTBEAT_TIMEOUT`];
-//! 2. after the hang timeout without progress, the ranks that remain after these conditions, of which one is skipped
-//!    if no rank meets it: no heartbeats; a phase that waits for no other rank (anything but all-reduce and read back);
-//!    the fewest steps; the fewest collectives, as a rank that skipped one has started fewer than the others; the
-//!    fewest marks that their GPU has passed, as the host only enqueues work and does not see which GPU waits.
+//! 2. after the hang timeout without progress, the ranks that pass all of these filters, applied in order; a filter
+//! that
+//!    no rank passes is skipped:
+//!    - the rank sends no heartbeats;
+//!    - its phase does not wait for other ranks (any phase except all-reduce and read back);
+//!    - it has completed the fewest steps;
+//!    - it has started the fewest collectives: a rank that skipped one has started fewer than the others;
+//!    - its GPU has passed the fewest marks: the host only enqueues work and does not see which GPU waits.
 //!
-//! If no rank differs, all ranks are culprits: they wait for the network or for a GPU.
+//! If the ranks do not differ, all of them are culprits: they wait for the network or for a GPU.
 //!
-//! Between the rendezvous and its session a rank opens the communicator, with all other ranks. If some have done so, a
-//! rank that has not after the hang timeout is a culprit. If none has, it may only take long: ranks are then pointed
-//! out, so that there is evidence, and the deadline of the sessions ends the attempt.
+//! Between the rendezvous and its session a rank opens the communicator together with all other ranks. If some ranks
+//! have
+//! opened it, a rank that has not done so within the hang timeout is a culprit. If no rank has, opening may just be
+//! slow:
+//! the ranks are then reported so that evidence is collected, and the deadline of the sessions ends the attempt.
 //!
 //! Invariants:
 //! - the timeout adapts to the job: max(60 s or `launch.hang_timeout`, 5 x the 99th percentile of the last 200 step
 //!   times), with fixed minimums for work that reports no progress;
-//! - what counts as progress is a report, and between steps a rise of the counter in a heartbeat;
+//! - progress is any report except a heartbeat, and between steps also a heartbeat with an increased counter;
 //! - time during which the agent itself was suspended never counts;
 //! - a set of culprits is reported once, and so is its recovery.
 
@@ -29,35 +36,36 @@ use xlaunch_proto::v1::{Heartbeat, Phase};
 
 use super::recent::RecentDurations;
 
-/// Heartbeats are sent every second. A rank that misses them for this long is stopped, or its host is overloaded.
+/// Heartbeats are sent every second. If they are missing for this long, the rank is stopped or its host is overloaded.
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(15);
 /// The detector is polled every second. A longer gap means that the agent itself was suspended, so the clock restarts.
 pub(super) const AGENT_SUSPENDED_AFTER: Duration = Duration::from_secs(5);
 /// Minimum of the hang timeout unless the user has set one.
 const DEFAULT_MINIMUM: Duration = Duration::from_secs(60);
-/// Minimum on GPUs for the first step, and for evaluation and samples: they may compile kernels and time algorithms.
+/// Minimum timeout on GPUs for the first step, and for evaluation and samples: they may compile kernels and time
+/// algorithms.
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(300);
-/// Minimum for checkpoints: syncing a file to a slow disk reports no progress.
+/// Minimum timeout for checkpoints: syncing a file to a slow disk reports no progress.
 const CHECKPOINT_TIMEOUT: Duration = Duration::from_secs(600);
-/// Hang timeout as a multiple of the 99th percentile of the last step times.
+/// Hang timeout as a multiple of the 99th percentile of recent step times.
 const SLOW_STEP_FACTOR: u32 = 5;
 
-/// What the detector has to know of a job.
+/// Properties of a job that the detector depends on.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Settings {
     /// `launch.hang_timeout`; zero for the default.
     pub(crate) minimum: Duration,
-    /// Ranks that hang are ended, not only reported.
+    /// Whether hung ranks are terminated, or only reported.
     pub(crate) ends: bool,
-    /// Workers compile kernels.
+    /// Whether workers use GPUs, and so compile kernels.
     pub(crate) gpus: bool,
 }
 
-/// What the ranks of one attempt last reported.
+/// Detects hangs from the last reports of an attempt's ranks.
 #[derive(Debug)]
 pub(crate) struct HangDetector {
     settings: Settings,
-    /// Ranks that have joined, until their sessions close.
+    /// Ranks from the rendezvous until their sessions close.
     ranks: BTreeMap<u32, RankActivity>,
     /// Step times of rank 0; kept across attempts.
     step_times: RecentDurations,
@@ -65,7 +73,7 @@ pub(crate) struct HangDetector {
     stepped: bool,
     last_progress: Instant,
     last_poll: Instant,
-    /// The ranks that were reported, and whether they are to be ended.
+    /// The ranks reported last, and whether they are to be terminated.
     reported: (BTreeSet<u32>, bool),
     /// Number of the last report.
     reports: u64,
@@ -73,14 +81,14 @@ pub(crate) struct HangDetector {
 
 #[derive(Clone, Copy, Debug)]
 struct RankActivity {
-    /// Has opened its session: it sends heartbeats.
+    /// Whether the rank has opened its session. From then on it sends heartbeats.
     opened: bool,
-    /// Or when it joined.
+    /// Time of the last heartbeat, or before the first one the time at which the rank joined.
     last_heartbeat: Instant,
-    /// Completed steps.
+    /// Number of completed steps.
     steps: u64,
     phase: Phase,
-    /// The counters of its last heartbeat.
+    /// Progress counter of the last heartbeat; the next two fields are also from it.
     progress: u64,
     collectives: u64,
     marks: u64,
@@ -88,27 +96,28 @@ struct RankActivity {
 
 type Culprits = BTreeMap<u32, RankActivity>;
 
-/// A change of the culprits, for the user and for status.
+/// A change of the set of culprits, for the user and the status.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct HangReport {
-    /// One line.
+    /// Message for the user, in one line.
     pub(crate) message: String,
-    /// Shown by status beside each culprit; empty after a recovery.
+    /// Hint that the status shows for each culprit; empty after a recovery.
     pub(crate) rank_hints: BTreeMap<u32, String>,
-    /// `None` after a recovery.
+    /// The hang; `None` after a recovery.
     pub(crate) hang: Option<Hang>,
 }
 
-/// Ranks that hang.
+/// A hang of one or several ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Hang {
-    /// Tells it from others of the job.
+    /// Number that identifies the hang within the job.
     pub(crate) number: u64,
-    /// The first is the root cause. As the driver gets them: those of this node, or none.
+    /// The hung ranks. The first one is the root cause. In hangs that the driver gets: only those of this node, which may
+    /// be none.
     pub(crate) culprits: Vec<u32>,
-    /// What the first culprit does, and who waits for it.
+    /// Describes the state of the first culprit and the ranks that wait for it.
     pub(crate) cause: String,
-    /// The attempt is to be ended, unless a debugger is attached.
+    /// Whether the attempt is to be ended, unless a debugger is attached.
     pub(crate) ends: bool,
 }
 
@@ -133,7 +142,7 @@ impl HangDetector {
         (self.stepped, self.last_progress, self.last_poll) = (false, now, now);
     }
 
-    /// All ranks have joined.
+    /// Starts to monitor all ranks, which have joined.
     pub(crate) fn all_joined(&mut self, world: u32, now: Instant) {
         (0..world).for_each(|rank| self.add(rank, false, now));
     }
@@ -142,7 +151,7 @@ impl HangDetector {
         self.add(rank, true, now);
     }
 
-    /// A rank of another node has reported, so it has opened its session.
+    /// Records that a rank of another node has reported, which implies that it has opened its session.
     pub(crate) fn heard_of(&mut self, rank: u32, now: Instant) {
         if self.ranks.get(&rank).is_some_and(|activity| !activity.opened) {
             self.add(rank, true, now);
@@ -157,12 +166,12 @@ impl HangDetector {
         self.last_progress = now;
     }
 
-    /// The rank has closed its session or exited.
+    /// Stops monitoring a rank that has closed its session or exited.
     pub(crate) fn session_closed(&mut self, rank: u32) {
         self.ranks.remove(&rank);
     }
 
-    /// Every report proves that the process runs; all but heartbeats are progress.
+    /// Records a report. Every report proves that the process runs; every report except a heartbeat is progress.
     pub(crate) fn record(&mut self, rank: u32, report: &Report, now: Instant) {
         let Some(activity) = self.ranks.get_mut(&rank) else { return };
         activity.last_heartbeat = now;
@@ -171,7 +180,7 @@ impl HangDetector {
             Report::Step(step) => {
                 self.stepped = true;
                 if rank == 0 {
-                    // A worker may report any number.
+                    // A worker may report any number, even one that is not a valid duration.
                     let time = Duration::try_from_secs_f64(step.step_seconds);
                     self.step_times.record(time.unwrap_or(CHECKPOINT_TIMEOUT / SLOW_STEP_FACTOR));
                 }
@@ -184,8 +193,11 @@ impl HangDetector {
         }
     }
 
-    /// Call once a second. `None` if the culprits, if any, have been reported before. `is_stopped` tells whether the
-    /// process of a rank is stopped by a signal; it is called only for ranks that have not been heard of.
+    /// Looks for hangs. Must be called once a second. Returns `None` if the set of culprits, which may be empty, has
+    /// not
+    /// changed. `is_stopped` tells whether the process of a rank is stopped by a signal; it is called only for ranks
+    /// that
+    /// have missed heartbeats.
     pub(crate) fn poll(&mut self, now: Instant, is_stopped: impl Fn(u32) -> bool) -> Option<HangReport> {
         let since_poll = now.saturating_duration_since(std::mem::replace(&mut self.last_poll, now));
         if since_poll > AGENT_SUSPENDED_AFTER {
@@ -208,7 +220,7 @@ impl HangDetector {
         Some(self.report(found, ends))
     }
 
-    /// Whether this hang is the one that was reported last, and still lasts.
+    /// Returns whether this hang was the last one reported, and still lasts.
     pub(crate) fn lasts(&self, hang: &Hang) -> bool {
         hang.number == self.reports && !self.reported.0.is_empty()
     }
@@ -232,7 +244,7 @@ impl HangDetector {
         HangReport { message, rank_hints, hang: Some(hang) }
     }
 
-    /// Ranks whose process is stopped, after they missed heartbeats.
+    /// Finds ranks that have missed heartbeats and whose process is stopped.
     fn stopped(&self, now: Instant, is_stopped: impl Fn(u32) -> bool) -> Option<Found> {
         let timeout = self.settings.minimum.min(HEARTBEAT_TIMEOUT);
         let silent = select(&self.ranks, |rank| rank.silent(now) > timeout)?;
@@ -240,7 +252,7 @@ impl HangDetector {
         (!culprits.is_empty()).then_some(Found { culprits, what: What::Stopped(now), ends: true })
     }
 
-    /// Ranks that have joined and do not open their session.
+    /// Finds ranks that have joined but not opened their session in time.
     fn without_session(&self, now: Instant) -> Option<Found> {
         let late = |rank: &RankActivity| !rank.opened && rank.silent(now) > self.settings.minimum;
         let culprits = select(&self.ranks, late)?;
@@ -248,7 +260,7 @@ impl HangDetector {
         Some(Found { culprits, what: What::WithoutSession(now), ends })
     }
 
-    /// The culprits if the job makes no progress.
+    /// Finds the culprits if the job makes no progress.
     fn stalled(&self, now: Instant) -> Option<Found> {
         let stalled = now.saturating_duration_since(self.last_progress);
         if stalled <= self.timeout() || self.ranks.values().any(|rank| !rank.opened) {
@@ -269,7 +281,7 @@ impl HangDetector {
         Some(Found { culprits, what, ends: true })
     }
 
-    /// `; ranks 0-2 are waiting for it`.
+    /// Formats the ranks that wait for the culprits, such as `; ranks 0-2 are waiting for it`.
     fn waiting_text(&self, culprits: &Culprits) -> String {
         let victims: Vec<&u32> = self.ranks.keys().filter(|rank| !culprits.contains_key(rank)).collect();
         match victims.is_empty() && culprits.len() != 1 {
@@ -278,7 +290,7 @@ impl HangDetector {
         }
     }
 
-    /// How long the job may go without progress.
+    /// Returns the longest time that the job may currently go without progress.
     fn timeout(&self) -> Duration {
         let minimum = self.settings.minimum;
         let any = |phases: &[Phase]| self.ranks.values().any(|rank| phases.contains(&rank.phase));
@@ -293,8 +305,8 @@ impl HangDetector {
 }
 
 impl RankActivity {
-    /// Takes over a heartbeat. Returns whether it shows progress of work between steps; within a step, the counter is
-    /// that of a checkpoint in the background.
+    /// Stores the contents of a heartbeat. Returns whether it shows progress of work between steps. Within a step, the
+    /// counter is that of a background checkpoint and does not count.
     fn update(&mut self, heartbeat: &Heartbeat) -> bool {
         (self.steps, self.phase) = (heartbeat.step, heartbeat.phase());
         (self.collectives, self.marks) = (heartbeat.collectives, heartbeat.marks);
@@ -306,7 +318,7 @@ impl RankActivity {
         rises && between_steps
     }
 
-    /// Since its last heartbeat.
+    /// Time since the last heartbeat.
     fn silent(&self, now: Instant) -> Duration {
         now.saturating_duration_since(self.last_heartbeat)
     }
@@ -316,7 +328,7 @@ impl RankActivity {
     }
 }
 
-/// What a poll finds. The default is nothing.
+/// Result of a poll. The default is no culprits.
 #[derive(Debug, Default)]
 struct Found {
     culprits: Culprits,
@@ -324,14 +336,14 @@ struct Found {
     ends: bool,
 }
 
-/// What is wrong with the culprits.
+/// The problem of the culprits.
 #[derive(Clone, Copy, Debug)]
 enum What {
-    /// At this time.
+    /// The process is stopped; the time is that of the poll, as in the next two variants.
     Stopped(Instant),
     Silent(Instant),
     WithoutSession(Instant),
-    /// For this long.
+    /// The job has made no progress for this long.
     Stalled(Duration),
 }
 
@@ -342,7 +354,7 @@ impl Default for What {
 }
 
 impl What {
-    /// About one culprit, after its name and a colon.
+    /// Describes the problem of one culprit; follows its name and a colon.
     fn hint(self, rank: &RankActivity) -> String {
         match self {
             Self::Stopped(now) => format!("stopped, no heartbeat for {} s", rank.silent(now).as_secs()),
@@ -356,7 +368,7 @@ impl What {
         }
     }
 
-    /// A sentence about all of them, after their names.
+    /// Describes the problem of all culprits in a sentence that follows their names.
     fn sentence(self, culprits: &Culprits) -> String {
         let single = culprits.len() == 1;
         let longest =
@@ -377,14 +389,15 @@ impl What {
     }
 }
 
-/// The ranks for which `predicate` holds; `None` instead of an empty set.
+/// Selects the ranks for which `predicate` holds; `None` instead of an empty set.
 fn select(ranks: &Culprits, predicate: impl Fn(&RankActivity) -> bool) -> Option<Culprits> {
     let selected = ranks.iter().filter(|(_, rank)| predicate(rank));
     let selected: Culprits = selected.map(|(number, rank)| (*number, *rank)).collect();
     (!selected.is_empty()).then_some(selected)
 }
 
-/// `; ranks 0-2 are waiting for it`, for this number of culprits; empty if no rank waits.
+/// Formats the ranks that wait for this number of culprits, such as `; ranks 0-2 are waiting for it`. Empty if no rank
+/// waits.
 pub(super) fn waiting_text(culprits: usize, waiting: &[&u32]) -> String {
     let them = if culprits == 1 { "it" } else { "them" };
     let are = match waiting.len() {
@@ -395,7 +408,7 @@ pub(super) fn waiting_text(culprits: usize, waiting: &[&u32]) -> String {
     format!("; {} {are} waiting for {them}", ranks_text(waiting.iter().copied()))
 }
 
-/// `rank 3`, or `ranks 0-2, 5`.
+/// Formats ranks, such as `rank 3` or `ranks 0-2, 5`.
 pub(crate) fn ranks_text<'a>(ranks: impl IntoIterator<Item = &'a u32>) -> String {
     let mut ranges: Vec<(u32, u32)> = Vec::new();
     for rank in ranks.into_iter().copied() {

@@ -62,7 +62,7 @@ pub(crate) trait Workload {
     /// Reserves `MASTER_PORT` for the next attempt. Called on the node of rank 0.
     fn reserve_port(&mut self) -> std::io::Result<u16>;
 
-    /// Whether this node sees the files of the agent of node rank 0, which is identified by `_instance`.
+    /// Returns whether this node sees the files of the agent of node rank 0, which is identified by `_instance`.
     fn is_shared(&self, _instance: &[u8]) -> bool {
         true
     }
@@ -158,7 +158,7 @@ pub(crate) trait Workload {
     /// collect evidence for.
     fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Hang>;
 
-    /// Whether the ranks of this hang have made no progress since it was reported.
+    /// Returns whether the ranks of this hang have made no progress since it was reported.
     fn hang_lasts(&self, _hang: &Hang) -> bool {
         false
     }

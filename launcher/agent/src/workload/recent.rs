@@ -1,9 +1,9 @@
-//! The last durations of something that repeats, to which hang timeouts adapt. Pure.
+//! Recent durations of a repeated operation, to which hang timeouts adapt. Pure.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// Durations that are kept.
+/// Number of durations kept.
 pub(super) const RECENT_HISTORY: usize = 200;
 
 /// The last [`RECENT_HISTORY`] durations.
@@ -18,7 +18,7 @@ impl RecentDurations {
         self.0.push_back(duration);
     }
 
-    /// The 99th percentile; zero without any.
+    /// Returns the 99th percentile; zero if there are no durations.
     pub(super) fn slow(&self) -> Duration {
         let mut sorted: Vec<Duration> = self.0.iter().copied().collect();
         sorted.sort_unstable();

@@ -1,36 +1,36 @@
-//! When a checkpoint can be committed: the answers of all ranks that write a part of it. Pure.
+//! Decides when a checkpoint can be committed, from the answers of all ranks that write a shard of it. Pure.
 
 use std::collections::BTreeMap;
 
 use xlaunch_proto::v1::{CommitCheckpoint, SavedFile, ShardSaved};
 
-/// The save in flight. There is one at a time: ranks begin the next one when all of them have answered.
+/// The save in flight. There is only one at a time: ranks begin the next save after all of them have answered.
 #[derive(Debug)]
 pub(super) struct SaveBarrier {
     world: usize,
     step: u64,
-    /// By rank.
+    /// Files of each rank's shard, or the reason why it failed.
     answers: BTreeMap<u32, Result<Vec<SavedFile>, String>>,
     failed_rank: Option<u32>,
 }
 
 impl SaveBarrier {
-    /// No save is in flight.
+    /// Creates a barrier without a save in flight, for `world` ranks.
     pub(super) fn new(world: u32) -> Self {
         Self { world: world as usize, step: 0, answers: BTreeMap::new(), failed_rank: None }
     }
 
-    /// The rank that could not write its part of the last save.
+    /// Returns the rank that could not write its shard of the last save.
     pub(super) fn failed_rank(&self) -> Option<u32> {
         self.failed_rank
     }
 
-    /// Records the answer of a rank. Returns what rank 0 is told when it is the last one. If several ranks have failed,
-    /// the lowest of them is named.
+    /// Records the answer of a rank. The last answer returns the command for rank 0. If several ranks have failed, it
+    /// names the lowest of them.
     pub(super) fn record(&mut self, rank: u32, shard: ShardSaved) -> Option<CommitCheckpoint> {
         let ShardSaved { step, files, error } = shard;
         if step != self.step {
-            // An earlier save whose ranks have not all answered was abandoned with its attempt.
+            // An earlier save that not all ranks have answered was abandoned with its attempt.
             (self.step, self.answers) = (step, BTreeMap::new());
         }
         self.answers.insert(rank, if error.is_empty() { Ok(files) } else { Err(error) });

@@ -1,12 +1,16 @@
-//! Memory snapshots of a training job: whether they are used, the memory files, and the newest snapshot in them.
+//! Memory snapshots of a training job: decides whether they are used, creates the memory files, and finds the newest
+//! snapshot in them.
 //!
 //! ```text
 //! agent: two memory files per rank --inherited--> workers of every attempt: snapshots, with headers
-//!        a worker has died: headers of all ranks --> the newest snapshot that all have --> the next attempt
+//!        a worker has died: headers of all ranks --> newest snapshot that all ranks have --> the next attempt
 //! ```
-//! The agent neither maps nor sizes the files, and reads their headers only; `xlaunch_proto::snapshot` has the format.
-//! It never decides that a snapshot is damaged: the rank that finds out erases it, so that the next attempt takes the
-//! one before or the disk, whichever is newer. The memory is released when the last process that has the files is gone.
+//! The agent neither maps nor sizes the files, and reads only their headers; `xlaunch_proto::snapshot` has the format.
+//! The
+//! agent does not check snapshots for damage: a rank that finds a damaged snapshot erases it, so that the next attempt
+//! resumes from the previous snapshot or from disk, whichever is newer. The memory is released when the last process
+//! that
+//! has the files open is gone.
 
 use std::fs::File;
 use std::io;
@@ -20,25 +24,24 @@ use xlaunch_proto::quantities::shortage_texts;
 use xlaunch_proto::snapshot::{HEADER_BYTES, Header, Identity, SnapshotId, newest_of_all};
 use xlaunch_proto::spec::{JobSpec, MemorySnapshots};
 
-/// One is overwritten while the other one is complete.
+/// Two files per rank, so that one holds a complete snapshot while the other one is overwritten.
 const FILES_PER_RANK: u64 = 2;
-/// `checkpoint.memory = "auto"` uses at most this part of free memory.
+/// `checkpoint.memory = "auto"` uses at most one part in this many of free memory.
 const AUTO_PART: u64 = 4;
 
 /// Whether a job uses memory snapshots.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MemoryUse {
-    /// It does.
     pub used: bool,
-    /// Why it does not although they would be of use, for the user.
+    /// Tells the user why snapshots are not used although they would help.
     pub note: Option<String>,
 }
 
-/// Decides by `checkpoint.memory`. `state_bytes` is the size of one snapshot of all ranks, `available` what training
-/// leaves free, in bytes.
+/// Decides whether to use snapshots, according to `checkpoint.memory`. `state_bytes` is the size of one snapshot of all
+/// ranks, `available` the memory that training leaves free, in bytes.
 ///
 /// # Errors
-/// They must be used, and do not fit into memory.
+/// The user requires snapshots, but they do not fit into memory.
 pub fn memory_use(spec: &JobSpec, state_bytes: u64, available: Option<u64>) -> Result<MemoryUse, String> {
     let needed = state_bytes.saturating_mul(FILES_PER_RANK);
     let mib = |bytes: u64| bytes.div_ceil(1 << 20);
@@ -66,8 +69,9 @@ pub fn memory_use(spec: &JobSpec, state_bytes: u64, available: Option<u64>) -> R
     }
 }
 
-/// What users who want snapshots are told when there are several nodes, which use none: a node that is lost takes its
-/// memory with it.
+/// Message for users who want snapshots, if the job has several nodes. Such jobs use no snapshots, because the memory
+/// of a
+/// lost node is lost too.
 pub(super) fn note_of_nodes(spec: &JobSpec) -> Option<&'static str> {
     let is_wanted = match spec.checkpoint.memory {
         MemorySnapshots::Off => false,
@@ -77,12 +81,13 @@ pub(super) fn note_of_nodes(spec: &JobSpec) -> Option<&'static str> {
     is_wanted.then_some("restarts read checkpoints: with several nodes, there are no snapshots in memory")
 }
 
-/// Whether a restart may find a snapshot: without restarts none is used, and without intervals none is taken.
+/// Returns whether a restart could use a snapshot: restarts must be allowed, and snapshots are taken only at checkpoint
+/// intervals.
 fn restarts_from_checkpoints(spec: &JobSpec) -> bool {
     spec.launch.max_restarts > 0 && (spec.checkpoint.every > 0 || spec.checkpoint.every_seconds > 0.0)
 }
 
-/// The memory files of a job, by rank.
+/// The memory files of a job, indexed by rank.
 #[derive(Debug)]
 pub(super) struct Snapshots {
     run: Digest,
@@ -90,10 +95,10 @@ pub(super) struct Snapshots {
 }
 
 impl Snapshots {
-    /// Empty files for `world` ranks.
+    /// Creates empty files for `world` ranks.
     pub(super) fn create(run_id: &str, world: u32) -> io::Result<Self> {
         let file = |_| -> io::Result<_> {
-            // Closed in all processes but the rank's own worker. The worker seals it against truncation.
+            // Close-on-exec: only the rank's own worker inherits the file. The worker seals it against truncation.
             let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
             Ok(Arc::new(rustix::fs::memfd_create("xlaunch-snapshot", flags)?))
         };
@@ -102,12 +107,12 @@ impl Snapshots {
         Ok(Self { run: Digest::of(run_id.as_bytes()), ranks })
     }
 
-    /// The files of a rank, for its worker to inherit.
+    /// Returns the files of a rank, for its worker to inherit.
     pub(super) fn of_rank(&self, rank: u32) -> &[Arc<OwnedFd>] {
         self.ranks.get(rank as usize).map_or(&[], Vec::as_slice)
     }
 
-    /// The newest snapshot that every rank has. No worker must be running.
+    /// Returns the newest snapshot that every rank has. No worker may be running.
     pub(super) fn newest(&self) -> Option<SnapshotId> {
         let world = u32::try_from(self.ranks.len()).ok()?;
         let complete = |(rank, files): (u32, &Vec<Arc<OwnedFd>>)| {
@@ -119,7 +124,8 @@ impl Snapshots {
     }
 }
 
-/// The value of [`SNAPSHOT_FDS`](xlaunch_proto::env::SNAPSHOT_FDS): descriptors keep their numbers in the worker.
+/// Returns the value of [`SNAPSHOT_FDS`](xlaunch_proto::env::SNAPSHOT_FDS). Descriptors keep their numbers in the
+/// worker.
 pub(super) fn descriptor_list(files: &[Arc<OwnedFd>]) -> String {
     files.iter().map(|file| file.as_raw_fd().to_string()).collect::<Vec<_>>().join(",")
 }
@@ -213,7 +219,7 @@ mod tests {
         assert_eq!(newest(0, 0, &complete("run", 0, 10)), None);
         assert_eq!(newest(1, 1, &complete("run", 1, 10)), Some(10));
         assert_eq!(newest(0, 1, &complete("run", 0, 20)), Some(10));
-        // Of another run, of another rank, and cut off.
+        // Snapshots of another run, of another rank, and a truncated one.
         assert_eq!(newest(1, 0, &complete("other", 1, 20)), Some(10));
         assert_eq!(newest(1, 0, &complete("run", 0, 20)), Some(10));
         assert_eq!(newest(1, 0, &complete("run", 1, 20)[..100]), Some(10));

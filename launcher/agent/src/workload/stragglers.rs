@@ -1,47 +1,51 @@
-//! Finds ranks that are slower than the others. Pure.
+//! Finds stragglers: ranks that are slower than the others. Pure.
 //!
-//! All ranks make a step together, so the slowest sets the pace of all. Each rank reports how long a step took without
-//! the time that it waited for others, and is compared with the median over all ranks in two ways:
-//! - its median step in a window of [`WINDOW_STEPS`] steps, [`WINDOWS`] windows in a row: a rank that is always slower;
-//! - its total in a span of windows that took [`SPAN_SECONDS`], [`SPANS`] spans in a row: a rank that stops now and
-//!   then, whose median step is as fast as any.
+//! All ranks make each step together, so the slowest one sets the pace. Each rank reports the duration of a step
+//! without
+//! the time that it waited for others. It is compared with the median over all ranks in two ways:
+//! - its median step in a window of [`WINDOW_STEPS`] steps, [`WINDOWS`] times in a row, finds a rank that is always
+//! slow;
+//! - its total time in a span of windows that took [`SPAN_SECONDS`], [`SPANS`] times in a row, finds a rank that pauses
+//! now
+//!   and then but whose median step is as fast as that of the others.
 //!
-//! A rank above [`SLOW_FACTOR`] x the median is a straggler, until the first window and span in which it is not.
-//! Stragglers are reported, never ended.
+//! A rank above [`SLOW_FACTOR`] x the median is a straggler, until the first window and span in which it is below.
+//! Stragglers are reported, never terminated.
 //!
-//! A window counts when every rank has completed it. With two ranks the lower time is the median.
+//! A window is evaluated once every rank has completed it. With two ranks, the lower of both times is the median.
 
 use std::collections::{BTreeMap, VecDeque};
 
 const WINDOW_STEPS: usize = 20;
-/// Windows in a row whose median step makes a straggler.
+/// Number of consecutive windows with a slow median step that make a straggler.
 const WINDOWS: u32 = 5;
-/// A span has at least as many windows as make a straggler by its median step, in which the slowest ranks have worked
-/// for this long in all.
+/// Minimum duration of a span: sum over its windows of the slowest rank's time. A span also has at least [`WINDOWS`]
+/// windows.
 const SPAN_SECONDS: f64 = 5.0;
-/// Spans in a row whose total makes a straggler: a single pause, however long, is in one of them.
+/// Number of consecutive spans with a slow total that make a straggler. A single pause, however long, is in one span
+/// only.
 const SPANS: u32 = 2;
 const SLOW_FACTOR: f64 = 1.3;
-/// Differences below this are noise of the clock and the scheduler.
+/// Smaller differences are noise of the clock and the scheduler.
 const LEAST_EXCESS_SECONDS: f64 = 0.002;
 
-/// The own times of all ranks of an attempt.
+/// Step times of all ranks of an attempt, without waiting.
 #[derive(Debug)]
 pub(super) struct Stragglers {
     ranks: Vec<RankTimes>,
-    /// Windows of the current span.
+    /// Number of windows in the current span.
     windows: u32,
-    /// Sum over these windows of the slowest rank's total.
+    /// Sum of the slowest rank's total over these windows.
     span_seconds: f64,
 }
 
 #[derive(Debug, Default)]
 struct RankTimes {
-    /// Of the window that is not complete.
+    /// Step times of the incomplete window.
     seconds: Vec<f64>,
-    /// Complete windows that other ranks have not completed.
+    /// Complete windows that other ranks have not completed yet.
     windows: VecDeque<Window>,
-    /// Own time in the current span.
+    /// Time of this rank in the current span.
     span_seconds: f64,
     by_median: Pace,
     by_total: Pace,
@@ -53,17 +57,17 @@ struct Window {
     total: f64,
 }
 
-/// A rank's speed beside that of all ranks.
+/// A rank's speed compared with that of all ranks.
 #[derive(Debug, Default)]
 struct Pace {
-    /// Comparisons in a row in which it was slow.
+    /// Number of consecutive comparisons in which the rank was slow.
     slow: u32,
-    /// Time of a step as a multiple of the median, and in seconds, while the rank is a straggler.
+    /// While the rank is a straggler: its step time as a multiple of the median, and in seconds.
     straggler: Option<(f64, f64)>,
 }
 
 impl Stragglers {
-    /// No step was made.
+    /// Creates the detector of an attempt with `world` ranks.
     pub(super) fn new(world: u32) -> Self {
         let ranks = (0..world).map(|_| RankTimes::default()).collect();
         Self { ranks, windows: 0, span_seconds: 0.0 }
@@ -88,7 +92,7 @@ impl Stragglers {
         numbered.filter_map(|((rank, before), times)| changed(rank, before, times.straggler())).collect()
     }
 
-    /// Shown by status beside each straggler.
+    /// Returns the hint that the status shows for each straggler.
     pub(super) fn hints(&self) -> BTreeMap<u32, String> {
         let stragglers =
             (0..).zip(&self.ranks).filter_map(|(rank, times)| Some((rank, times.straggler()?.0)));
@@ -97,7 +101,7 @@ impl Stragglers {
             .collect()
     }
 
-    /// Takes the oldest window, which all ranks have completed.
+    /// Compares the ranks in the oldest window, which all of them have completed.
     fn compare(&mut self) {
         let windows: Vec<Window> =
             self.ranks.iter_mut().filter_map(|times| times.windows.pop_front()).collect();
@@ -130,7 +134,8 @@ impl RankTimes {
 }
 
 impl Pace {
-    /// Takes the rank's time of a step and the median of all; `enough` slow ones in a row make a straggler.
+    /// Compares the rank's own time with the median of all ranks. After `enough` slow results in a row, it is a
+    /// straggler.
     fn compare(&mut self, own: f64, median: f64, enough: u32) {
         let is_slow = own > SLOW_FACTOR * median && own - median > LEAST_EXCESS_SECONDS;
         self.slow = if is_slow { self.slow.saturating_add(1) } else { 0 };
@@ -150,7 +155,7 @@ fn changed(rank: u32, was_straggler: bool, straggler: Option<(f64, f64)>) -> Opt
     }
 }
 
-/// The lower one of the two in the middle if the count is even; 0 without numbers.
+/// Returns the median, which is the lower of the two middle values if the count is even; 0 if there are no values.
 fn lower_median(mut seconds: Vec<f64>) -> f64 {
     seconds.sort_by(f64::total_cmp);
     seconds.get(seconds.len().saturating_sub(1) / 2).copied().unwrap_or(0.0)
@@ -160,7 +165,7 @@ fn lower_median(mut seconds: Vec<f64>) -> f64 {
 mod tests {
     use super::*;
 
-    /// Runs windows in which each rank has this own time in milliseconds; returns what is reported.
+    /// Runs windows in which each rank has this own time in milliseconds. Returns the reports.
     fn run(stragglers: &mut Stragglers, windows: u32, ms: &[f64]) -> Vec<String> {
         let mut lines = Vec::new();
         for _ in 0..windows as usize * WINDOW_STEPS {
@@ -200,7 +205,7 @@ mod tests {
         assert!(matches!(&lines[..], [line] if line.starts_with("rank 1 slows")), "{lines:?}");
     }
 
-    /// Runs steps in which rank 0 takes this long and rank 1 the time that `own` gives; returns what is reported.
+    /// Runs steps in which rank 0 takes `seconds` and rank 1 the time that `own` gives. Returns the reports.
     fn run_beside(seconds: f64, steps: usize, own: impl Fn(usize) -> f64) -> Vec<String> {
         let mut stragglers = Stragglers::new(2);
         let both = |step| [stragglers.record(0, seconds), stragglers.record(1, own(step))].concat();
@@ -209,7 +214,7 @@ mod tests {
 
     #[test]
     fn rank_that_stops_again_and_again_is_reported_although_most_of_its_steps_are_fast() {
-        // Stopped for 200 ms of every 250, with steps of a millisecond.
+        // The rank pauses for 200 ms of every 250, with steps of a millisecond.
         let lines = run_beside(0.001, 3000, |step| if step % 50 == 49 { 0.201 } else { 0.001 });
         assert!(matches!(&lines[..], [line] if line.starts_with("rank 1 slows")), "{lines:?}");
         let lines = run_beside(0.1, 200, |step| if step % 3 == 0 { 1.0 } else { 0.1 });

@@ -1,4 +1,4 @@
-//! A job of the built-in trainer: rendezvous, sessions, reports of workers, and the checkpoint to resume from.
+//! Jobs of the built-in trainer: rendezvous, sessions, reports of workers, and the checkpoint to resume from.
 
 mod hangs;
 mod join;
@@ -53,44 +53,45 @@ use crate::workload::stragglers::Stragglers;
 use crate::workload::{Hang, Workload};
 use leading::Lead;
 
-/// For the hint in status about a rank without output that uses neither CPU nor GPU. The hang detector is much faster.
+/// Time after which the status shows a hint about a rank that has no output and uses neither CPU nor GPU. The hang
+/// detector is much faster.
 const IDLE_STALL_TIMEOUT: Duration = Duration::from_secs(300);
-/// For the sinks to write what is queued, at the end of the job.
+/// Time for the sinks to write their queues at the end of the job.
 const SINK_FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
 /// `MASTER_PORT` if no port could be reserved: torchrun's default. The trainer itself does not use it.
 const DEFAULT_MASTER_PORT: u16 = 29_500;
 /// Name of the sink whose file the summary mentions.
 const METRICS: &str = "metrics.jsonl";
 
-/// A job of the built-in trainer, ready to run.
+/// A job of the built-in trainer, ready to start.
 #[derive(Debug)]
 pub struct TrainerPlan<'a> {
     /// The checked job description.
     pub spec: &'a JobSpec,
-    /// Where the workers compute.
+    /// The devices of the workers.
     pub placement: &'a Placement,
-    /// Checkpoint of the first attempt.
+    /// Checkpoint that the first attempt resumes from.
     pub resume_from: Option<PathBuf>,
-    /// Directory of the run that wrote it, whose curves this one continues.
+    /// Directory of the run that wrote that checkpoint. This run continues its curves.
     pub parent: Option<PathBuf>,
     /// Access to the checkpoints of this run.
     pub files: CheckpointFiles,
-    /// Keeps other jobs out of `checkpoint.dir`, on the node that has rank 0 in the first attempt.
+    /// Lock of `checkpoint.dir`, held by the node that has rank 0 in the first attempt.
     pub lock: Option<HeldLock>,
-    /// Where the state is while it is saved. Attempts on several nodes keep no snapshots.
+    /// Where the state is kept while it is saved. Attempts on several nodes keep no snapshots.
     pub buffers: SaveBuffers,
-    /// What `xlaunch bench` measures; `None` trains.
+    /// The benchmark that `xlaunch bench` runs; `None` to train.
     pub bench: Option<Bench>,
-    /// All ranks are threads of one process, on a single node, to compare that with a process per rank.
+    /// Whether all ranks run as threads of one process, to compare that with a process per rank. Single node only.
     pub rank_threads: bool,
-    /// What the workers inherit.
+    /// The environment that the workers inherit.
     pub base: &'a BaseEnvironment,
 }
 
 /// A lock that is held until this is dropped.
 pub type HeldLock = Box<dyn Any + Send>;
 
-/// What an agent needs to know of the checkpoints of a run, which are the worker crate's.
+/// The agent's access to the checkpoints of a run, which the worker crate implements.
 #[derive(Clone, Copy, Debug)]
 pub struct CheckpointFiles {
     /// Finds the checkpoint that an attempt after the first resumes from.
@@ -101,82 +102,85 @@ pub struct CheckpointFiles {
     pub lock: fn(&Path, &str) -> Result<HeldLock, String>,
 }
 
-/// Finds the newest complete checkpoint of a run in a directory, or else the one that the run began with. Opens no
-/// checkpoint if a memory snapshot of this step is as new.
+/// Finds the newest complete checkpoint of a run, or else the checkpoint that the run began with. Arguments: directory,
+/// run id, that first checkpoint, and the step of the newest memory snapshot. If that snapshot is at least as new, no
+/// checkpoint is opened.
 pub type Recover = fn(&Path, &str, Option<&Path>, Option<u64>) -> Result<Recovered, String>;
 
-/// What an attempt that failed has left.
+/// The state that a failed attempt has left.
 #[derive(Debug, Default)]
 pub struct Recovered {
     /// The checkpoint to resume from.
     pub checkpoint: Option<PathBuf>,
-    /// The memory snapshot is as new, and to be used instead.
+    /// Whether the memory snapshot is at least as new and must be used instead.
     pub from_memory: bool,
-    /// There is a checkpoint of that step, too.
+    /// Whether a checkpoint of the same step as the memory snapshot exists on disk.
     pub on_disk: bool,
-    /// Checkpoints that were rejected, for the user.
+    /// Messages for the user about rejected checkpoints.
     pub notes: Vec<String>,
 }
 
-/// The results of a training job, beside what every job has.
+/// The results that only training jobs have.
 #[derive(Debug)]
 pub struct TrainingResults {
-    /// The closing summary.
+    /// The summary to print at the end.
     pub summary: Summary,
-    /// `metrics.jsonl`, if it was asked for and is complete.
+    /// Path of `metrics.jsonl`, if it is enabled and complete.
     pub metrics: Option<PathBuf>,
-    /// For a bench: all reports but heartbeats, in the order of arrival.
+    /// All reports of a benchmark except heartbeats, in the order of arrival.
     pub reports: Vec<sinks::RankReport>,
 }
 
 pub(crate) struct TrainerWorkload<'a> {
     plan: TrainerPlan<'a>,
-    /// What this attempt resumes from is known.
+    /// Whether the state that this attempt resumes from is known. On nodes without rank 0 it arrives later.
     resume_known: bool,
     run: &'a RunDir,
     barrier: JoinBarrier,
-    /// From 0.
+    /// The current attempt, counted from 0.
     attempt: u32,
-    /// Workers of the next attempt that ask for their job.
+    /// Workers that wait for their job description, because their attempt has not begun or `resume_known` is not set.
     waiting: Vec<(GetJobRequest, oneshot::Sender<Result<GetJobReply, Status>>)>,
     sessions: Sessions,
-    /// By rank: the counter of its last heartbeat.
+    /// Progress counter of each local rank's last heartbeat.
     progress: Vec<u64>,
     checkpoint_requests: CheckpointRequests,
     /// Steps completed; `None` until this attempt trains.
     step: Option<u64>,
-    /// Of all attempts.
+    /// The highest step of all attempts.
     furthest_step: u64,
-    /// The user was told of a better interval between checkpoints.
+    /// Whether a better interval between checkpoints was suggested to the user.
     interval_suggested: bool,
-    /// By rank, as they have joined.
+    /// Device ids of the local ranks that have joined.
     devices: BTreeMap<u32, String>,
     hang_detector: HangDetector,
     /// Hints of the hang detector that status shows.
     hang_hints: BTreeMap<u32, String>,
     stragglers: Stragglers,
-    /// For the agent of rank 0, sent once a second: with a message per report, a thousand nodes would be too many.
+    /// Reports for the agent of rank 0, sent once a second. A message per report would be too many with a thousand
+    /// nodes.
     unsent_reports: Vec<RankReport>,
-    /// By rank; `None` where the memory could not be created.
+    /// Activity records, indexed by local rank; `None` if the memory could not be created.
     activities: Vec<Option<ActivityRecord>>,
     saves: SaveBarrier,
-    /// While the job has one node.
+    /// Memory snapshots; `None` if they are not used, or while the job has several nodes.
     snapshots: Option<Snapshots>,
-    /// The snapshot that this attempt resumes from.
+    /// The memory snapshot that this attempt resumes from, if any.
     resume_snapshot: Option<MemorySnapshot>,
-    /// To the coordinator.
+    /// Messages to the coordinator.
     messages: mpsc::UnboundedSender<FromAgent>,
-    /// At which other nodes reach this one.
+    /// Address at which other nodes reach this one.
     address: String,
-    /// Of this attempt.
+    /// Place of this node in the current attempt.
     assignment: Assignment,
     may_have_peers: bool,
-    /// Set when this node gets rank 0, which it keeps.
+    /// Set when this node gets rank 0, which it then keeps.
     lead: Option<Lead>,
-    /// The user was told that nodes do not share checkpoints, and that they keep none in memory.
+    /// Whether the user was told that the nodes do not share the checkpoint directory.
     told_unshared: bool,
+    /// Whether the user was told that jobs on several nodes keep no memory snapshots.
     told_without_memory: bool,
-    /// For frameworks that rendezvous on their own; the trainer does not.
+    /// `MASTER_PORT`, for frameworks that do their own rendezvous. The trainer does not use it.
     port: Option<MasterPort>,
     output: Output,
     sinks: Sinks,
@@ -204,7 +208,7 @@ impl<'a> TrainerWorkload<'a> {
             hang_hints: BTreeMap::new(),
             stragglers: Stragglers::new(plan.placement.workers),
             unsent_reports: Vec::new(),
-            // Without them, training goes on: they are for people.
+            // Training works without the records: they only serve status displays and hang evidence.
             activities: (0..plan.placement.workers).map(|_| ActivityRecord::create().ok()).collect(),
             saves: SaveBarrier::new(plan.placement.workers),
             snapshots: None,
@@ -236,7 +240,7 @@ impl<'a> TrainerWorkload<'a> {
     }
 }
 
-/// A launch that has no run yet.
+/// Describes a launch that has no run yet.
 pub fn launch(spec: &JobSpec) -> board::Launch {
     let arguments: Vec<_> = std::env::args_os().collect();
     board::Launch {
@@ -370,7 +374,7 @@ impl Workload for TrainerWorkload<'_> {
         &self.output
     }
 
-    /// When the rendezvous, or the opening of the communicator after it, times out.
+    /// Returns the time at which the rendezvous, or the opening of the communicator after it, times out.
     fn deadline(&self, job: &Job) -> Option<Instant> {
         match job.phase() {
             Phase::Rendezvous => self.barrier.deadline(),
@@ -392,7 +396,7 @@ impl Workload for TrainerWorkload<'_> {
         self.sessions.send_to_all(&WorkerCommand::Stop(StopCommand {}));
     }
 
-    /// Schedulers announce the end of an allocation with SIGUSR1, among others.
+    /// Takes SIGUSR1 as a request for a checkpoint: some schedulers announce the end of an allocation with it.
     fn takes_signal(&mut self, signal: Signal, job: &Job) -> bool {
         if signal == Signal::USR1 {
             self.request_checkpoint(Requester::Signal, job);
@@ -403,7 +407,7 @@ impl Workload for TrainerWorkload<'_> {
     fn worker_exited(&mut self, rank: u32) {
         self.sessions.closed(rank);
         self.hang_detector.session_closed(rank);
-        // Rank 0 reports checkpoints; its last report is processed before its exit.
+        // Rank 0 reports checkpoints, and its last report is processed before its exit.
         if rank == 0 {
             let line = self.checkpoint_requests.fail("rank 0 exited before a checkpoint was complete");
             self.notify_if(line);
@@ -459,7 +463,7 @@ impl Workload for TrainerWorkload<'_> {
     }
 
     fn hang_lasts(&self, hang: &Hang) -> bool {
-        // What the agent of rank 0 has found is final.
+        // The findings of the agent of rank 0 are final on the other nodes.
         !self.leads() || self.hang_detector.lasts(hang)
     }
 }

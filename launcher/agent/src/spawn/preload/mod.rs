@@ -99,7 +99,7 @@ impl Preloader {
         Ok(Self { processes, process, environment, channel: Some(ours) })
     }
 
-    /// Whether the process can fork workers.
+    /// Returns whether the process can fork workers.
     pub(crate) fn is_usable(&self) -> bool {
         self.channel.is_some()
     }

@@ -1,11 +1,13 @@
-//! Ranks of a command that hang. With several nodes, the agent of rank 0 compares the heartbeats of all ranks, and the
-//! agent of the ranks that hang ends them.
+//! Hung ranks of a command. With several nodes, the agent of rank 0 compares the heartbeats of all ranks; hung ranks
+//! are
+//! terminated by the agent of their node.
 //!
 //! ```text
 //! files --> agent of another node --RankHeartbeats--> agent of rank 0: HeartbeatMonitor --NodeHung--> all agents
 //! ```
-//! An agent sends what its own ranks have written, once a second and when one exits, and only to the agent of rank 0:
-//! the traffic grows with the ranks of the job, not with their square.
+//! Each agent sends its ranks' heartbeats to the agent of rank 0 alone, once a second and when a rank exits, so the
+//! traffic
+//! grows with the number of ranks, not with its square.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -23,30 +25,30 @@ use crate::status::board::Board;
 use crate::workload::heartbeat::files::{Change, HeartbeatFiles};
 use crate::workload::{Hang, HangReport, ranks_text};
 
-/// Heartbeats that are compared on another node, as far as they have not been sent.
+/// Changes that have not yet been sent to the agent of rank 0.
 #[derive(Debug, Default)]
 pub(super) struct Unsent {
     changes: Vec<RankHeartbeat>,
-    /// Ranks whose process was stopped, as it was sent last.
+    /// Ranks whose process is stopped, as last sent.
     stopped: Vec<u32>,
 }
 
-/// What other nodes have sent in this attempt.
+/// State of the other nodes in this attempt, from their messages.
 #[derive(Debug, Default)]
 pub(super) struct Elsewhere {
-    /// By first rank: node rank and host.
+    /// Node rank and host of each node, by its first rank.
     nodes: BTreeMap<u32, (u32, String)>,
     /// Ranks whose process is stopped.
     stopped: BTreeSet<u32>,
 }
 
 impl CommandWorkload<'_> {
-    /// Whether rank 0 is on this node, so that all heartbeats are compared here.
+    /// Returns whether this node has rank 0, so that all heartbeats are compared here.
     fn leads(&self) -> bool {
         self.assignment.node_rank == 0
     }
 
-    /// Forgets what is known of the last attempt.
+    /// Resets the state for a new attempt.
     pub(super) fn begin_heartbeats(&mut self, now: Instant) {
         self.heartbeats.begin_attempt(now);
         (self.unsent, self.elsewhere) = (Unsent::default(), Elsewhere::default());
@@ -62,7 +64,7 @@ impl CommandWorkload<'_> {
         let mut advanced = false;
         for (local, change) in changes {
             match change {
-                // Written before its exit, and seen after it.
+                // The rank wrote it before its exit, which has already been handled.
                 _ if self.exited.contains(&local) => {}
                 Change::Heartbeat { step, age } => {
                     advanced |= self.heartbeats.record(first + local, step, age, now);
@@ -80,7 +82,7 @@ impl CommandWorkload<'_> {
         advanced.then(|| Event::Advanced { by_steps: self.heartbeats.has_steps() })
     }
 
-    /// A rank of this node sends no more heartbeats.
+    /// Records that a rank of this node sends no more heartbeats.
     pub(super) fn heartbeats_end(&mut self, local_rank: u32) {
         let rank = self.assignment.first_rank + local_rank;
         self.heartbeats.remove(rank);
@@ -93,8 +95,9 @@ impl CommandWorkload<'_> {
         }
     }
 
-    /// Reports ranks that hang, or passes on what is needed to find them. Returns a hang of which there is to be
-    /// evidence on this node.
+    /// Reports hung ranks on the node of rank 0; on other nodes, sends the heartbeats there. Returns a hang if this
+    /// node
+    /// is to collect evidence about it.
     pub(super) fn find_hang(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Hang> {
         if !self.leads() {
             let stopped = match self.heartbeats.tick(now) {
@@ -120,7 +123,8 @@ impl CommandWorkload<'_> {
         let (local, others): (Vec<u32>, Vec<u32>) =
             hang.culprits.iter().partition(|rank| **rank < self.spec.nproc);
         if self.assignment.has_peers() {
-            // If none is on this node, the agent of the first one ends them. All agents collect evidence.
+            // If no culprit is on this node, the agent of the first culprit terminates them. All agents collect
+            // evidence.
             let ranks = if local.is_empty() { others } else { Vec::new() };
             let message = hang.cause.clone();
             self.send(FromAgent::Hung(NodeHung { attempt: self.attempt, ranks, message }));
@@ -129,7 +133,7 @@ impl CommandWorkload<'_> {
         Some(hang)
     }
 
-    /// Sends what is new. `stopped` are ranks whose process is stopped.
+    /// Sends the changes, if there are any. `stopped` are the ranks whose process is stopped.
     pub(super) fn send_heartbeats(&mut self, stopped: Vec<u32>) {
         if self.unsent.changes.is_empty() && self.unsent.stopped == stopped {
             return;
@@ -146,13 +150,13 @@ impl CommandWorkload<'_> {
         }));
     }
 
-    /// A rank has exited: other nodes learn of it at once, as this one may no longer look for hangs.
+    /// Tells the agent of rank 0 immediately that a rank has exited: this node may not poll for hangs any more.
     pub(super) fn send_exit(&mut self, local_rank: u32) {
         self.heartbeats_end(local_rank);
         self.send_heartbeats(self.unsent.stopped.clone());
     }
 
-    /// What another node has sent.
+    /// Handles the heartbeats of another node's ranks.
     pub(super) fn heard(&mut self, heartbeats: RankHeartbeats, now: Instant) {
         if heartbeats.attempt != self.attempt || !self.leads() {
             return;
@@ -167,7 +171,7 @@ impl CommandWorkload<'_> {
         self.elsewhere.heard(heartbeats);
     }
 
-    /// Whether ranks of this node that hang have not gone on.
+    /// Returns whether the hung ranks of this node have made no progress since the hang was reported.
     pub(super) fn lasts(&self, hang: &Hang, now: Instant) -> bool {
         match self.leads() {
             true => self.heartbeats.lasts(hang),
@@ -201,7 +205,7 @@ impl Elsewhere {
         self.nodes.insert(first_rank, (node_rank, host));
     }
 
-    /// `node 1 (host): ranks 2-3 (local ranks 0-1)`; `rank 3` on one node.
+    /// Formats ranks, such as `node 1 (host): ranks 2-3 (local ranks 0-1)`, or `rank 3` for a job on one node.
     fn names(&self, ranks: &[u32]) -> String {
         let mut by_node: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
         for rank in ranks {
@@ -219,7 +223,7 @@ impl Elsewhere {
     }
 }
 
-/// The local ranks of which a process is stopped by a signal.
+/// Returns the local ranks that have a process stopped by a signal.
 fn stopped_ranks(subjects: &[Subject]) -> BTreeSet<u32> {
     let all = Process::all();
     let is_stopped = |subject: &&Subject| Process::tree(&all, subject.pid).iter().any(|it| it.is_stopped());

@@ -2,16 +2,18 @@ use super::super::recent::RECENT_HISTORY;
 use super::*;
 use xlaunch_proto::v1::{EvalReport, Heartbeat, StepReport};
 
-/// Three ranks that send a heartbeat every second, polled every second, and the messages with their times.
+/// Simulates three ranks that send a heartbeat every second and a detector that is polled every second. Records the
+/// messages with their times.
 struct Simulation {
     detector: HangDetector,
     start: Instant,
     seconds: u64,
-    /// `None`: the rank sends nothing.
+    /// Step and phase of each rank; `None` if it sends nothing.
     ranks: [Option<(u64, Phase)>; 3],
-    /// By rank: collectives that it has started, and its progress between steps.
+    /// Number of collectives that each rank has started.
     collectives: [u64; 3],
     marks: [u64; 3],
+    /// Progress counter of each rank between steps.
     progress: [u64; 3],
     /// Ranks whose process is stopped.
     stopped: Vec<u32>,

@@ -1,10 +1,11 @@
-//! The files by which the ranks of a command send heartbeats, one per rank, in the run's private directory.
+//! Heartbeat files, which the ranks of a command write: one per rank, in the run's private directory.
 //!
-//! A file exists, empty, before its worker starts. Whatever changes it is a heartbeat; a decimal number in it is the
-//! rank's step, and anything else a mere touch. A worker that removes its file turns hang detection off for its rank
-//! until it writes the file again. If the whole directory is gone, a program that cleans temporary directories has
-//! removed it: it is created again, with its files. The directory is on a local file system, so a poll costs one system
-//! call per rank, and it opens only what has changed, without following links or waiting for a writer.
+//! Each file exists, empty, before its worker starts. Any change of the file is a heartbeat. If it contains a decimal
+//! number, that is the rank's step; any other contents are ignored. A worker that removes its file turns hang detection
+//! off for its rank until it writes the file again. If the whole directory is gone, a program that cleans temporary
+//! directories has removed it, so it is created again with its files. The directory is on a local file system, so a
+//! poll
+//! costs one system call per rank. Only changed files are opened, without following links or waiting for a writer.
 
 use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
@@ -14,27 +15,29 @@ use std::time::{Duration, Instant, SystemTime};
 use fs_err::os::unix::fs::OpenOptionsExt;
 use rustix::fs::OFlags;
 
-/// Bytes of a file that are read: more than any step has.
+/// Number of bytes read from a file: more than any step number has digits.
 const MAX_STEP_BYTES: u64 = 32;
 
-/// The files of one attempt, and what was seen of them.
+/// The heartbeat files of one attempt, and the versions seen last.
 #[derive(Debug)]
 pub(in crate::workload) struct HeartbeatFiles {
     dir: PathBuf,
-    /// By rank; `None` while the file does not exist.
+    /// Last version of each rank's file; `None` while the file does not exist.
     seen: Vec<Option<Version>>,
-    /// A change was made after this. Clocks can be set, so a file's time alone does not tell when.
+    /// Time of the last poll. A change that a poll finds was made after it, which bounds its age: clocks can be set, so
+    /// the
+    /// time of a file alone is not reliable.
     polled: Instant,
 }
 
-/// Differs after every change of a file.
+/// Version of a file: modification time (seconds, nanoseconds), size and inode. It differs after every change.
 type Version = (i64, i64, u64, u64);
 
-/// What a rank has done with its file.
+/// A change of a rank's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::workload) enum Change {
     Heartbeat {
-        /// The number in the file.
+        /// The step number in the file, if there is one.
         step: Option<u64>,
         /// Time since the file changed.
         age: Duration,
@@ -65,12 +68,12 @@ impl HeartbeatFiles {
         Ok(())
     }
 
-    /// The changes since the last poll, by rank.
+    /// Returns the changes since the last poll, each with its rank.
     pub(in crate::workload) fn poll(&mut self) -> Vec<(u32, Change)> {
         if !self.dir.is_dir() {
             let world = u32::try_from(self.seen.len()).unwrap_or(u32::MAX);
             if self.fill(world).is_err() {
-                // The ranks cannot send heartbeats until it exists.
+                // The ranks cannot send heartbeats until the directory exists.
                 self.seen.resize(world as usize, None);
                 return Vec::new();
             }
@@ -103,14 +106,14 @@ impl HeartbeatFiles {
     }
 }
 
-/// The file of a rank.
+/// Path of a rank's file.
 pub(in crate::workload) fn path(dir: &Path, rank: u32) -> PathBuf {
     dir.join(rank.to_string())
 }
 
 impl Drop for HeartbeatFiles {
     fn drop(&mut self) {
-        // Errors are ignored: in the foreground the whole directory is removed with the run.
+        // Errors are ignored: a run in the foreground removes its whole directory anyway.
         let _ = fs_err::remove_dir_all(&self.dir);
     }
 }
@@ -206,7 +209,7 @@ mod tests {
         fs_err::remove_file(files.path(0)).unwrap();
         symlink(dir.path().join("other"), files.path(0)).unwrap();
         fs_err::remove_file(files.path(1)).unwrap();
-        // Without O_NONBLOCK, opening it would wait for a writer for ever.
+        // Without O_NONBLOCK, opening the FIFO would wait for a writer forever.
         let mode = rustix::fs::Mode::RWXU;
         rustix::fs::mknodat(rustix::fs::CWD, files.path(1), rustix::fs::FileType::Fifo, mode, 0).unwrap();
         assert_eq!(steps(&mut files), [(0, None), (1, None)]);
@@ -220,7 +223,7 @@ mod tests {
         assert_eq!(files.poll(), [], "no rank has removed its file");
         fs_err::write(files.path(1), "7").unwrap();
         assert_eq!(steps(&mut files), [(1, Some(7))]);
-        // Not while the directory above it is missing.
+        // It cannot be created while its parent directory is missing.
         let (root, moved) = (dir.path().to_path_buf(), dir.path().with_extension("moved"));
         fs_err::rename(&root, &moved).unwrap();
         assert_eq!((files.poll(), files.poll()), (vec![], vec![]));

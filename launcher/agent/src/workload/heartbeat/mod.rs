@@ -1,22 +1,25 @@
-//! Hang detection for any command, by the heartbeats of its ranks. Pure: no clock, no IO.
+//! Hang detection for arbitrary commands, from the heartbeats of their ranks. Pure: no clock, no IO.
 //!
 //! ```text
 //! files --changes--> HeartbeatMonitor --progress, HangReport--> the workload
 //! ```
-//! A rank's first heartbeat turns detection on for it. A rank is overdue when it has sent none for the hang timeout.
-//! The ranks that hang are then told apart from those that wait for them, by the first rule that applies:
+//! A rank's first heartbeat turns detection on for that rank. A rank is overdue if it has sent no heartbeat for the
+//! hang
+//! timeout. Once a rank is overdue, the first rule that applies separates the hung ranks from those that wait for them:
 //! 1. ranks whose process is stopped, and which have been silent for half of the timeout;
-//! 2. if all ranks report steps: ranks that are overdue at the lowest step. While none of these is overdue, the others
-//!    wait for a rank that is slow, and none hangs;
-//! 3. ranks that are overdue.
+//! 2. if all ranks report steps: overdue ranks at the lowest step. While no rank at the lowest step is overdue, the
+//! others
+//!    wait for a slow rank, and no rank hangs;
+//! 3. overdue ranks.
 //!
-//! In rules 2 and 3, the rank that has been silent for longest counts. Ranks that run in lockstep fell silent within
-//! one interval of it: they cannot be told apart, and are all named.
+//! Rules 2 and 3 select the rank that has been silent for the longest time. Ranks that run in lockstep with it fell
+//! silent
+//! within one interval of it. They cannot be distinguished from it, and are all named.
 //!
 //! Invariants:
-//! - a rank without a heartbeat in this attempt, and one that has exited, never hangs;
+//! - a rank that has sent no heartbeat in this attempt, or has exited, is never reported;
 //! - time during which the agent itself was suspended never counts;
-//! - a set of ranks that hang is reported once, and so is its recovery.
+//! - a set of hung ranks is reported once, and so is its recovery.
 
 pub(super) mod files;
 
@@ -28,25 +31,25 @@ use super::recent::RecentDurations;
 
 /// Minimum of the default timeout.
 const MIN_TIMEOUT: Duration = Duration::from_secs(60);
-/// Minimum of the default timeout up to heartbeat number [`WARM_UP_HEARTBEATS`]: first steps compile kernels.
+/// Minimum of the default timeout up to heartbeat number [`WARM_UP_HEARTBEATS`]: the first steps compile kernels.
 const WARM_UP_TIMEOUT: Duration = Duration::from_secs(300);
 const WARM_UP_HEARTBEATS: usize = 3;
-/// Default timeout as a multiple of the 99th percentile of the last intervals of the rank.
+/// Default timeout as a multiple of the 99th percentile of the rank's recent intervals.
 const SLOW_INTERVAL_FACTOR: u32 = 5;
 
-/// The heartbeats of the ranks of one attempt.
+/// Detects hangs from the heartbeats of an attempt's ranks. Ranks are global ranks.
 #[derive(Debug)]
 pub(super) struct HeartbeatMonitor {
-    /// From the command line: zero is never, `None` the default.
+    /// Timeout from the command line: zero turns detection off, `None` is the default.
     timeout: Option<Duration>,
-    /// By rank of the job, as everything here, for those that have sent a heartbeat.
+    /// The ranks that have sent a heartbeat.
     ranks: BTreeMap<u32, RankHeartbeats>,
-    /// By rank, between heartbeats; kept across attempts.
+    /// Intervals between the heartbeats of each rank; kept across attempts.
     intervals: BTreeMap<u32, RecentDurations>,
     last_poll: Instant,
-    /// The highest step that any rank has written in any attempt.
+    /// The highest step that any rank has reported in any attempt.
     furthest: Option<u64>,
-    /// The ranks that were reported.
+    /// The ranks reported last.
     reported: BTreeSet<u32>,
     /// Number of the last report.
     reports: u64,
@@ -56,18 +59,18 @@ pub(super) struct HeartbeatMonitor {
 struct RankHeartbeats {
     last: Instant,
     count: usize,
-    /// The last one that it wrote.
+    /// The last step that the rank has written.
     step: Option<u64>,
 }
 
-/// Ranks that hang.
+/// Hung ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Found {
     /// Not empty.
     ranks: Vec<u32>,
-    /// What happened to them, without a subject: `sent no heartbeat for 62 s (step 12); rank 0 is waiting for it`.
+    /// Description without a subject, such as `sent no heartbeat for 62 s (step 12); rank 0 is waiting for it`.
     message: String,
-    /// For the status of each of them.
+    /// Hint that the status shows for each rank.
     hints: BTreeMap<u32, String>,
 }
 
@@ -90,8 +93,10 @@ impl HeartbeatMonitor {
         self.last_poll = now;
     }
 
-    /// A heartbeat that was sent `age` ago. Without a step, the last one stays. Returns whether it is progress: a step
-    /// beyond the furthest of all attempts, or any heartbeat as long as no rank has written a step.
+    /// Records a heartbeat that was sent `age` ago. A heartbeat without a step keeps the rank's last step. Returns
+    /// whether
+    /// it is progress: a step beyond the furthest of all attempts, or any heartbeat as long as no rank has reported a
+    /// step.
     pub(super) fn record(&mut self, rank: u32, step: Option<u64>, age: Duration, now: Instant) -> bool {
         let advances = self.furthest.is_none_or(|furthest| step.is_some_and(|step| step > furthest));
         self.furthest = self.furthest.max(step);
@@ -99,9 +104,9 @@ impl HeartbeatMonitor {
         advances
     }
 
-    /// The same of a rank on another node, which judges its progress.
+    /// Records a heartbeat of a rank on another node. That node's agent decides whether it is progress.
     pub(super) fn record_elsewhere(&mut self, rank: u32, step: Option<u64>, age: Duration, now: Instant) {
-        // It was found in this poll and not in the last one, whatever the clock of the file system says.
+        // The heartbeat was found by this poll and not by the last one, whatever the clock of the file system says.
         let age = age.min(now.saturating_duration_since(self.last_poll));
         let at = now.checked_sub(age).unwrap_or(now);
         let Some(known) = self.ranks.get_mut(&rank) else {
@@ -112,29 +117,31 @@ impl HeartbeatMonitor {
         *known = RankHeartbeats { last: at, count: known.count + 1, step: step.or(known.step) };
     }
 
-    /// The rank has exited, or removed its file: it sends no more heartbeats.
+    /// Removes a rank that sends no more heartbeats because it has exited or removed its file.
     pub(super) fn remove(&mut self, rank: u32) {
         self.ranks.remove(&rank);
     }
 
-    /// Whether a rank has written a step, in this attempt or an earlier one.
+    /// Returns whether any rank has reported a step in this attempt or an earlier one.
     pub(super) fn has_steps(&self) -> bool {
         self.furthest.is_some()
     }
 
-    /// The ranks that were reported to hang, and still do.
+    /// Returns the ranks that have been reported as hung and still are.
     pub(super) fn reported(&self) -> &BTreeSet<u32> {
         &self.reported
     }
 
-    /// Whether this hang is the one that was reported last, and still lasts.
+    /// Returns whether this hang was the last one reported, and still lasts.
     pub(super) fn lasts(&self, hang: &Hang) -> bool {
         hang.number == self.reports && !self.reported.is_empty()
     }
 
-    /// Call once a second, after the heartbeats of this second were recorded. `None` if the ranks that hang, if any,
-    /// have been reported before. `stopped` finds the ranks whose process is stopped by a signal; it is called only if
-    /// a rank is overdue. `names` is what the ranks that hang are called.
+    /// Looks for hangs. Must be called once a second, after the heartbeats of that second were recorded. Returns `None`
+    /// if
+    /// the set of hung ranks, which may be empty, has not changed. `stopped` finds the ranks whose process is stopped
+    /// by a
+    /// signal; it is called only if a rank is overdue. `names` formats the hung ranks for the message.
     pub(super) fn poll(
         &mut self,
         now: Instant,
@@ -159,12 +166,14 @@ impl HeartbeatMonitor {
         Some(HangReport { message: line, rank_hints: hints, hang: Some(hang) })
     }
 
-    /// The lowest last step of the ranks that report steps.
+    /// Returns the lowest current step of the ranks that report steps.
     fn step(&self) -> Option<u64> {
         self.ranks.values().filter_map(|rank| rank.step).min()
     }
 
-    /// Call once a second where [`poll`](Self::poll) is not. Whether a rank has been silent for half of its timeout.
+    /// Keeps track of time on nodes that do not call [`poll`](Self::poll). Must be called once a second. Returns
+    /// whether
+    /// any rank has been silent for half of its timeout.
     pub(super) fn tick(&mut self, now: Instant) -> bool {
         let since_poll = now.saturating_duration_since(std::mem::replace(&mut self.last_poll, now));
         if since_poll > AGENT_SUSPENDED_AFTER {
@@ -173,12 +182,12 @@ impl HeartbeatMonitor {
         self.ranks.keys().any(|rank| self.is_silent(*rank, now))
     }
 
-    /// Whether a rank has been silent for half of its timeout.
+    /// Returns whether a rank has been silent for half of its timeout.
     pub(super) fn is_silent(&self, number: u32, now: Instant) -> bool {
         self.ranks.get(&number).is_some_and(|rank| silence(rank, now) > self.timeout(number) / 2)
     }
 
-    /// The ranks that hang. `stopped` are ranks whose process is stopped by a signal.
+    /// Finds the hung ranks. `stopped` are the ranks whose process is stopped by a signal.
     fn find(&self, stopped: &BTreeSet<u32>, now: Instant) -> Option<Found> {
         let overdue = |number: &u32| self.is_overdue(*number, now);
         if !self.ranks.keys().any(overdue) {
@@ -233,7 +242,7 @@ impl HeartbeatMonitor {
         least.max(self.slow_interval(number).saturating_mul(SLOW_INTERVAL_FACTOR))
     }
 
-    /// Ranks that wait for each other in every step send their heartbeats within this time.
+    /// Time within which ranks that run in lockstep with this rank send their heartbeats of the same step.
     fn lockstep(&self, number: u32) -> Duration {
         self.slow_interval(number).min(self.timeout(number) / 4)
     }

@@ -1,9 +1,9 @@
-//! Who hangs, and when.
+//! Tests which ranks are reported as hung, and when.
 
 use super::*;
 use crate::workload::ranks_text;
 
-/// Heartbeats at given seconds, polled every second as the agent does.
+/// A monitor that gets heartbeats at given seconds and is polled every second, as by the agent.
 struct Run {
     monitor: HeartbeatMonitor,
     start: Instant,
@@ -20,7 +20,7 @@ impl Run {
         self.start + Duration::from_secs(self.second)
     }
 
-    /// A second later, these ranks have written these steps.
+    /// Advances by a second, in which these ranks have written these steps.
     fn second(&mut self, heartbeats: &[(u32, Option<u64>)]) -> bool {
         self.second += 1;
         let now = self.now();
@@ -36,7 +36,7 @@ impl Run {
         self.monitor.ranks.keys().any(|rank| self.monitor.is_overdue(*rank, now))
     }
 
-    /// The ranks make these many steps in lockstep, one per second, up to the step of this number.
+    /// Runs the ranks in lockstep from step `first` to step `last`, one step per second.
     fn steps(&mut self, ranks: &[u32], first: u64, last: u64) {
         for step in first..=last {
             let heartbeats: Vec<_> = ranks.iter().map(|rank| (*rank, Some(step))).collect();
@@ -50,7 +50,7 @@ impl Run {
         }
     }
 
-    /// Nothing is written until a rank hangs; after how many seconds, and what.
+    /// Runs without heartbeats until a rank hangs. Returns the number of seconds and the hung ranks.
     fn silence_until_hang(&mut self, stopped: &[u32]) -> (u64, Found) {
         for waited in 1..10_000 {
             let overdue = self.second(&[]);

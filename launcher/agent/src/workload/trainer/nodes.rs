@@ -18,7 +18,7 @@ use crate::state::Event;
 use crate::status::board::Board;
 
 impl TrainerWorkload<'_> {
-    /// Whether this node has rank 0, and with it the files of the run.
+    /// Returns whether this node has rank 0, and with it the files of the run.
     pub(super) fn leads(&self) -> bool {
         self.assignment.node_rank == 0
     }
