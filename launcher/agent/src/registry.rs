@@ -81,7 +81,7 @@ impl Entry {
         }
         let message = format!(
             "failed to create a directory for the agent's socket; create /tmp, or set XDG_RUNTIME_DIR or TMPDIR to a \
-             local directory that you can write:{problems}"
+             local directory that you can write to:{problems}"
         );
         Err(Refusal::new(ExitCode::Usage, message))
     }

@@ -44,7 +44,7 @@ impl Driver<'_> {
         match imported.threads {
             Ok(threads) if threads.is_empty() => {}
             Ok(threads) => self.notify(&format!(
-                "preloading left threads running, which forked workers do not have: {}",
+                "preloading left threads running that forked workers will not have: {}",
                 counted(&threads)
             )),
             Err(reason) => {

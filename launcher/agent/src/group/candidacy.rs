@@ -170,7 +170,7 @@ pub(super) async fn look(spec: &GroupSpec) -> Sight {
         Ok(Location::Own) => Sight::Own,
         Ok(Location::Other(addresses)) => match route(&addresses) {
             Some(route) => Sight::Other { addresses, route },
-            None => Sight::Unknown("no route leads to it; check the address and routes".into()),
+            None => Sight::Unknown("there is no route to it; check the address and routes".into()),
         },
         Err(error) => Sight::Unknown(net::unresolved(&error)),
     }

@@ -66,7 +66,8 @@ impl TryFrom<v1::NodeJoin> for NodeJoin {
     type Error = String;
 
     fn try_from(join: v1::NodeJoin) -> Result<Self, String> {
-        let digest = |bytes: Vec<u8>| bytes.try_into().map(Digest).map_err(|_| "a digest has another length");
+        let digest =
+            |bytes: Vec<u8>| bytes.try_into().map(Digest).map_err(|_| "a digest has the wrong length");
         Ok(Self {
             config_hash: digest(join.config_hash)?,
             layout_hash: digest(join.layout_hash)?,
@@ -101,7 +102,11 @@ impl TryFrom<v1::GroupJoin> for GroupJoin {
         Ok(Self {
             nccl_id: nccl_id(join.nccl_id)?,
             next_ring_address: join.next_ring_address,
-            ring_key: join.ring_key.try_into().map(RingKey).map_err(|_| "the ring key has another length")?,
+            ring_key: join
+                .ring_key
+                .try_into()
+                .map(RingKey)
+                .map_err(|_| "the ring key has the wrong length")?,
         })
     }
 }
@@ -110,7 +115,7 @@ fn nccl_id(bytes: Vec<u8>) -> Result<Option<NcclId>, String> {
     if bytes.is_empty() {
         return Ok(None);
     }
-    bytes.try_into().map(|id| Some(NcclId(id))).map_err(|_| "the NCCL id has another length".into())
+    bytes.try_into().map(|id| Some(NcclId(id))).map_err(|_| "the NCCL id has the wrong length".into())
 }
 
 /// The rendezvous of the nodes of one attempt.

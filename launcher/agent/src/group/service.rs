@@ -34,7 +34,7 @@ impl Group for Service {
         request: Request<Streaming<AgentMessage>>,
     ) -> Result<Response<Self::AttendStream>, Status> {
         let mut messages = request.into_inner();
-        let ending = || Status::unavailable("the coordinator is ending");
+        let ending = || Status::unavailable("the coordinator is shutting down");
         let first = tokio::time::timeout(GREETING_TIMEOUT, messages.next()).await;
         let Ok(Some(Ok(AgentMessage { acknowledged, body: Some(Body::Greeting(greeting)), .. }))) = first
         else {

@@ -14,7 +14,7 @@ use crate::group::rendezvous::{GroupJoin, NodeJoin};
 pub type Reply = oneshot::Sender<Result<JoinReply, Status>>;
 
 /// The rendezvous of one attempt on one node, with its waiting callers. Callers that have not been answered when it is
-/// dropped learn that the agent is ending.
+/// dropped learn that the agent is shutting down.
 #[derive(Debug)]
 pub struct JoinBarrier {
     rendezvous: Rendezvous,

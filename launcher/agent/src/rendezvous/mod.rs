@@ -157,7 +157,7 @@ impl Rendezvous {
         }
         (has_gpu(join) != has_gpu(other)).then(|| {
             format!(
-                "rank {rank} computes on `{}`, rank {} on `{}`: a job runs on GPUs or on CPUs",
+                "rank {rank} computes on `{}`, rank {} on `{}`: a job runs either on GPUs or on CPUs",
                 join.device_uuid, other.rank, other.device_uuid
             )
         })

@@ -173,7 +173,7 @@ impl Service {
         &self,
         message: impl FnOnce(oneshot::Sender<T>) -> Message,
     ) -> Result<T, Status> {
-        let ending = || Status::unavailable("the agent is ending");
+        let ending = || Status::unavailable("the agent is shutting down");
         let (reply, answer) = oneshot::channel();
         self.messages.send(message(reply)).await.map_err(|_| ending())?;
         answer.await.map_err(|_| ending())
@@ -269,7 +269,7 @@ impl Agent for Service {
     }
 
     async fn stop(&self, request: Request<StopRequest>) -> Result<Response<StopReply>, Status> {
-        let ending = |_| Status::unavailable("the agent is ending");
+        let ending = |_| Status::unavailable("the agent is shutting down");
         let by = request.extensions().get::<Peer>().map_or_else(|| "an unknown caller".into(), caller);
         self.messages.send(Message::Stop(by)).await.map_err(ending)?;
         Ok(Response::new(StopReply {}))
@@ -287,7 +287,7 @@ impl Agent for Service {
     async fn signal(&self, request: Request<SignalRequest>) -> Result<Response<SignalReply>, Status> {
         let SignalRequest { signal } = request.into_inner();
         check_signal("signal", signal).map_err(|error| Status::invalid_argument(error.to_string()))?;
-        let ending = |_| Status::unavailable("the agent is ending");
+        let ending = |_| Status::unavailable("the agent is shutting down");
         self.messages.send(Message::Signal(signal)).await.map_err(ending)?;
         Ok(Response::new(SignalReply {}))
     }

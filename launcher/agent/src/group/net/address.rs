@@ -17,7 +17,7 @@ pub(super) const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Debug, thiserror::Error)]
 pub enum AddressError {
     /// No such interface.
-    #[error("interface `{name}` does not exist on this host; it has {}", known.join(", "))]
+    #[error("interface `{name}` does not exist; this host has {}", known.join(", "))]
     UnknownInterface {
         /// Name as given by the user.
         name: String,
@@ -26,7 +26,7 @@ pub enum AddressError {
     },
     /// The interface has no address for other hosts.
     #[error(
-        "interface `{name}` has no address that other hosts can reach; those that have one: {}",
+        "interface `{name}` has no address that other hosts can reach; interfaces that have one: {}",
         list(usable)
     )]
     NoAddress {
@@ -307,11 +307,11 @@ mod tests {
     #[test]
     fn unsuitable_interface_is_named_with_those_that_exist() {
         let error = chosen(Some("ib1"), "10.77.0.10", "other").unwrap_err();
-        assert_eq!(error, "interface `ib1` does not exist on this host; it has bare, eth0, ib0, link, lo");
+        assert_eq!(error, "interface `ib1` does not exist; this host has bare, eth0, ib0, link, lo");
         for name in ["lo", "link", "bare"] {
             let error = chosen(Some(name), "10.77.0.10", "other").unwrap_err();
             assert!(error.starts_with(&format!("interface `{name}` has no address")), "{error}");
-            assert!(error.ends_with("those that have one: eth0, ib0"), "{error}");
+            assert!(error.ends_with("interfaces that have one: eth0, ib0"), "{error}");
         }
     }
 

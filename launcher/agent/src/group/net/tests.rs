@@ -109,7 +109,7 @@ async fn call_works_with_the_token_and_without_security_over_both_families() {
 }
 
 #[tokio::test]
-async fn name_with_addresses_that_refuse_connects_to_another_of_its_addresses() {
+async fn next_address_of_a_name_is_tried_if_one_refuses() {
     // `localhost` usually resolves to ::1 first, where nothing listens.
     let (port, _connections) = start(with_token());
     let connection =
@@ -188,7 +188,7 @@ async fn other_programs_are_recognised() {
 }
 
 #[tokio::test]
-async fn missing_coordinator_is_waited_for() {
+async fn dialer_waits_for_a_missing_coordinator() {
     let (listener, port) = listen(with_token());
     drop(listener);
     let error = connect(&endpoint(&[port]), &with_token()).await.unwrap_err();

@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn restart_that_costs_nothing_is_immediate_and_not_counted() {
+    fn free_restart_is_immediate_and_not_counted() {
         let now = Instant::now();
         for most in [0, 1] {
             let mut policy = policy(most);

@@ -16,7 +16,7 @@ fn stop_before_the_first_attempt_ends_the_job_before_a_worker_starts() {
 }
 
 #[test]
-fn stop_during_a_restart_delay_ends_with_its_code_and_says_what_came_before() {
+fn stop_during_a_restart_delay_exits_with_its_code_and_names_the_last_failure() {
     let stopped_in_delay = |mut job: Job, saved: bool, cause| {
         let now = Instant::now();
         for code in [1, 4] {
@@ -131,7 +131,7 @@ fn stop_without_the_last_checkpoint_is_retryable_and_names_the_newest_one() {
 }
 
 #[test]
-fn checkpoint_that_cannot_be_read_back_is_not_one() {
+fn unreadable_checkpoint_does_not_count() {
     let saved = |step| Event::Checkpoint { step, path: format!("/c/step-{step}").into() };
     let incomplete = || Event::CheckpointIncomplete("a file is missing".into());
     let end = |events: &[Event]| {
@@ -221,7 +221,7 @@ fn stop_during_the_rendezvous_kills_at_once() {
 }
 
 #[test]
-fn stop_of_a_failing_job_changes_nothing_but_prevents_the_restart() {
+fn stop_of_a_failing_job_only_prevents_the_restart() {
     let mut job = command(2, 3);
     run(&mut job, &[exited(0, 1)]);
     let deadline = job.deadline();
@@ -256,7 +256,7 @@ fn first_sigint_explains_the_second() {
 }
 
 #[test]
-fn escalation_names_the_ranks_that_are_left() {
+fn escalation_names_the_remaining_ranks() {
     let mut job = trainer(3, 0);
     let start = Instant::now();
     job.handle(Event::AllJoined, start);

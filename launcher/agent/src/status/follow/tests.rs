@@ -167,7 +167,7 @@ async fn log_for_another_node_ends_with_its_attempt_and_goes_on_with_the_next() 
 }
 
 #[tokio::test]
-async fn reader_that_has_missed_a_rotated_file_is_told_how_much() {
+async fn reader_that_missed_a_rotated_file_is_told_how_many_bytes() {
     let case = Case::new();
     let record = Arc::new(LogRecord::new(&case.path(), Some(0)));
     case.board.send_modify(|board| board.set_logs(0, [record.clone(), record.clone()]));

@@ -104,7 +104,7 @@ fn command_runs_from_the_start_of_its_processes() {
 }
 
 #[test]
-fn checkpoint_of_a_stop_is_waited_for() {
+fn final_checkpoint_of_a_stop_counts_as_checkpoint_time() {
     let begin = Instant::now();
     let at = |seconds: u64| begin + Duration::from_secs(seconds);
     let mut account = TimeAccount::new(begin);

@@ -149,7 +149,7 @@ impl World {
 const LEASE: Duration = Duration::from_millis(9500);
 
 #[test]
-fn lost_connection_is_made_again_on_a_slow_network_whose_names_are_slow_or_gone() {
+fn lost_connection_is_restored_on_a_slow_network_with_slow_or_no_name_resolution() {
     for (lookup, addresses) in [(ms(1200), &["10.0.0.1"][..]), (ms(30_000), &[]), (ms(10), &[])] {
         let mut world = World::new(&[29400], &["10.0.0.1"], &[("10.0.0.1:29400", Behaviour::Coordinator)]);
         world.round_trip = ms(600);
@@ -175,7 +175,7 @@ fn port_that_worked_is_tried_before_those_of_other_processes() {
 }
 
 #[test]
-fn network_that_is_back_is_used_within_a_second() {
+fn restored_network_is_used_within_a_second() {
     let mut world = World::new(&[1], &["10.0.0.1"], &[("10.0.0.1:1", Behaviour::Coordinator)]);
     assert!(world.dial(LEASE).is_some());
     world.lose();
@@ -206,7 +206,7 @@ fn name_that_resolves_late_or_wrongly_at_first_is_asked_again() {
 }
 
 #[test]
-fn failure_that_says_most_is_reported_whichever_port_it_is_of() {
+fn most_specific_failure_is_reported_regardless_of_its_port() {
     let ports: Vec<u16> = (1..=16).collect();
     let mut world = World::new(&ports, &["10.0.0.1"], &[("10.0.0.1:3", Behaviour::OtherJob)]);
     assert_eq!(world.dial(ms(4000)), None);
@@ -224,7 +224,7 @@ fn failure_that_says_most_is_reported_whichever_port_it_is_of() {
 }
 
 #[test]
-fn cause_of_a_wait_is_told_from_the_beginning() {
+fn cause_of_a_wait_is_reported_from_the_beginning() {
     let mut world = World::new(&[29400], &[], &[]);
     world.lookup.0 = ms(30_000);
     assert_eq!(world.dial(ms(4000)), None);

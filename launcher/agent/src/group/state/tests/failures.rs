@@ -27,7 +27,7 @@ fn failure_of_a_rank_ends_the_attempt_on_the_other_nodes_at_once() {
 }
 
 #[test]
-fn lost_peers_are_consequences_of_what_another_node_reports_later() {
+fn lost_peers_are_consequences_of_a_failure_reported_later_by_another_node() {
     let mut group = Group::running(3, 0);
     group.fail(1, 0, true);
     assert_eq!(peer_failures(&group.take()), [], "its cause may still come");
@@ -113,7 +113,7 @@ fn silence_of_less_than_the_lease_is_shown_and_more_is_a_loss() {
 }
 
 #[test]
-fn coordinator_that_was_suspended_waits_for_what_members_have_sent_meanwhile() {
+fn resumed_coordinator_first_reads_messages_sent_during_its_suspension() {
     let mut group = Group::running(2, 0);
     group.now += 20 * SECOND;
     group.input(Input::Tick);
@@ -125,7 +125,7 @@ fn coordinator_that_was_suspended_waits_for_what_members_have_sent_meanwhile() {
 }
 
 #[test]
-fn coordinator_that_was_suspended_is_the_cause_where_nodes_have_ended_their_workers_meanwhile() {
+fn suspended_coordinator_is_the_cause_if_nodes_have_ended_their_workers() {
     let cut_off = || RootCause {
         message: "no contact with the coordinator for 11 s".into(),
         exit_code: 75,
@@ -217,7 +217,7 @@ fn lost_node_without_a_replacement_ends_the_job_with_75() {
 }
 
 #[test]
-fn all_nodes_done_is_done_and_stop_is_passed_on() {
+fn job_is_done_when_all_nodes_are_and_stop_reaches_all_nodes() {
     let mut group = Group::running(2, 0);
     group.all_end(&[1], 0);
     assert_eq!(group.ends(), []);

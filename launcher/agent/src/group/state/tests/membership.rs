@@ -385,7 +385,7 @@ fn status_lists_silent_nodes_and_lost_ones_until_they_are_replaced() {
 }
 
 #[test]
-fn node_that_waits_for_an_attempt_is_not_a_spare() {
+fn node_that_waits_for_the_next_attempt_is_not_a_spare() {
     use MemberState::{Active, Waiting};
     let mut group = Group::new();
     group.greet(1, dynamic(1, (2, 3)));

@@ -317,7 +317,7 @@ fn at_most_one_attempt_is_active_and_every_job_ends_whatever_the_network_does() 
 }
 
 #[test]
-fn training_that_grows_and_shrinks_goes_on_from_the_last_checkpoint_that_was_announced() {
+fn resized_training_resumes_from_the_last_announced_checkpoint() {
     let total = simulate(seeds(), Plan::growth, |_| Ok(()));
     assert!(seeds().count() < 1000 || (total.resized > 500 && total.left > 0), "{total:?}");
 }
