@@ -1,4 +1,4 @@
-//! The process of one rank: trains a GPT on the orders of its agent, and reports to the agent.
+//! The process of one rank: trains a GPT as instructed by its agent, and reports to the agent.
 //!
 //! ```text
 //! environment --> session: data, device, model, rendezvous --> train::Run --> teardown

@@ -316,7 +316,7 @@ fn check_continued(
     let Changes { refused, others } = state.changes(spec, world, data);
     if !refused.is_empty() && !spec.checkpoint.resume_changed {
         let message = format!(
-            "checkpoint {} is of a run that differs: {}; to continue it all the same, pass `--resume-changed`",
+            "checkpoint {} belongs to a run with other settings: {}; to continue it anyway, pass `--resume-changed`",
             path.display(),
             refused.join("; ")
         );

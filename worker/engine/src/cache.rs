@@ -1,9 +1,9 @@
-//! Files that one process of a host writes and later ones read: machine code, selected algorithms, peak rates of
-//! devices.
+//! Cache of files that one process on a host writes and later ones read: machine code, selected algorithms, peak rates
+//! of devices.
 //!
-//! A file's name contains a hash of everything that its content depends on, so that it is never stale. It is written to
-//! a temporary name and renamed: a reader sees all of it or nothing. A lock file makes one of several ranks compute the
-//! result while the others wait for it. A cache that cannot be used costs time, nothing else.
+//! A file's name contains a hash of everything that its content depends on, so a file is never stale. It is written
+//! under a temporary name and then renamed, so a reader sees all of it or nothing. With a lock file, one of several
+//! ranks computes the result while the others wait for it. An unusable cache only costs time.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use crate::error::Result;
 /// Overrides the directories of the XDG base directory specification.
 const CACHE_VARIABLE: &str = "XLAUNCH_CACHE";
 
-/// The directory of the files, created if it is missing. `None` if it cannot be.
+/// Returns the directory of the cache, creating it if it is missing. `None` if that is impossible.
 pub fn dir() -> Option<PathBuf> {
     let path = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     path(CACHE_VARIABLE)
@@ -22,7 +22,7 @@ pub fn dir() -> Option<PathBuf> {
         .filter(|dir| std::fs::create_dir_all(dir).is_ok())
 }
 
-/// What `load` makes of the file `name`, which `compute` creates if it is missing or `load` rejects it.
+/// Returns the result of `load` for the file `name`. `compute` creates the file if it is missing or `load` rejects it.
 pub(crate) fn cached<T>(
     name: &str,
     load: impl Fn(Vec<u8>) -> Result<T>,
@@ -35,7 +35,7 @@ pub(crate) fn cached<T>(
     if let Ok(value) = read(&path, &load) {
         return Ok(value);
     }
-    // The lock is released with the file's last handle, also when this process is killed.
+    // The lock is released with the last handle of the file, even if this process is killed.
     let lock = File::create(path.with_extension("lock")).and_then(|file| file.lock().map(|()| file));
     if lock.is_ok()
         && let Ok(value) = read(&path, &load)
@@ -43,7 +43,7 @@ pub(crate) fn cached<T>(
         return Ok(value);
     }
     let bytes = compute()?;
-    // On a full or read-only disk, the next process computes it again.
+    // On a full or read-only disk, the next process computes the result again.
     let _ = write(&path, &bytes);
     load(bytes)
 }
@@ -55,7 +55,7 @@ fn read<T>(path: &Path, load: &impl Fn(Vec<u8>) -> Result<T>) -> std::result::Re
 /// Writes a file atomically.
 ///
 /// # Errors
-/// Those of the file system.
+/// If the file system fails.
 pub fn write(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let part = path.with_extension(format!("part-{}", std::process::id()));
     std::fs::write(&part, bytes)?;

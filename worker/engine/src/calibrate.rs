@@ -1,7 +1,7 @@
-//! Peak rates of a device, measured through the same operations that a model uses.
+//! Peak rates of a device, measured with the operations that a model uses.
 //!
-//! Times are the host's: many operations are enqueued between two waits, so that the host's share is small. Matrices
-//! are random, since zeros draw less power and so run at higher clocks.
+//! Times are measured on the host: many operations are enqueued between two waits, so that the host's share is small.
+//! Matrices are random, because zeros draw less power and so allow higher clocks.
 
 use std::time::Instant;
 
@@ -12,24 +12,24 @@ use crate::error::Result;
 use crate::ops::{LinearForward, LinearShape, SwigluForward};
 use crate::tensor::Tensor;
 
-/// Rounds per rate; the best counts.
+/// Rounds per rate; the best one counts.
 const ROUNDS: usize = 5;
 /// Target duration of a round, in seconds.
 const ROUND_SECONDS: f64 = 0.1;
-/// Most operations of a round.
+/// Maximum number of operations in a round.
 const MAX_OPERATIONS: f64 = 1000.0;
-/// Elements copied to the device at once.
+/// Elements copied to the device in one call.
 const CHUNK: usize = 1 << 20;
-/// Elements that the operation for latencies writes.
+/// Elements that the operation for measuring latencies writes.
 const SMALL: usize = 32;
-/// Launches that are timed together: fewer than fit into a stream's queue.
+/// Launches that are timed together; fewer than fit into a stream's queue.
 const LAUNCHES: usize = 200;
 
-/// Floating-point operations per second of a large square GEMM in the back end's precision, counting multiplications
-/// and additions.
+/// Returns the floating-point operations per second of a large square GEMM in the back end's precision, counting
+/// multiplications and additions.
 ///
 /// # Errors
-/// Those of the operations; no memory for three matrices of 8192 x 8192 (1024 x 1024 on the CPU).
+/// If an operation fails, or three matrices of 8192 x 8192 (1024 x 1024 on the CPU) do not fit in memory.
 pub fn gemm(backend: &dyn Backend) -> Result<f64> {
     let size = if backend.is_asynchronous() { 8192 } else { 1024 };
     let (x, w) = (random(backend, size * size)?, random(backend, size * size)?);
@@ -41,11 +41,11 @@ pub fn gemm(backend: &dyn Backend) -> Result<f64> {
     Ok(2.0 * (size as f64).powi(3) / seconds)
 }
 
-/// Number of wrong elements of a GEMM in the back end's precision. All numbers and results are small integers, which
-/// every precision represents exactly: each row of the weights adds two elements of the input.
+/// Returns the number of wrong elements of a GEMM in the back end's precision. All numbers and results are small
+/// integers, which every precision represents exactly: each row of the weights adds two elements of the input.
 ///
 /// # Errors
-/// Those of the operations; no memory.
+/// If an operation fails, or there is not enough memory.
 #[expect(clippy::cast_precision_loss, reason = "small integers")]
 #[expect(clippy::float_cmp, reason = "exact results")]
 pub fn wrong_gemm_elements(backend: &dyn Backend) -> Result<u64> {
@@ -66,11 +66,11 @@ pub fn wrong_gemm_elements(backend: &dyn Backend) -> Result<u64> {
     Ok(results.iter().enumerate().filter(|(at, result)| **result != expected(*at)).count() as u64)
 }
 
-/// Bytes read plus bytes written per second by a copy that exceeds all caches: 256 MiB, or 64 MiB on the CPU, where one
-/// thread copies.
+/// Returns the bytes read plus bytes written per second by a copy that exceeds all caches: 256 MiB, or 64 MiB on the
+/// CPU, where one thread copies.
 ///
 /// # Errors
-/// Those of the operations; no memory.
+/// If an operation fails, or there is not enough memory.
 pub fn copy(backend: &dyn Backend) -> Result<f64> {
     let len = if backend.is_asynchronous() { 64 << 20 } else { 16 << 20 };
     let (x, y) = (backend.alloc(DType::F32, len)?, backend.alloc(DType::F32, len)?);
@@ -80,10 +80,11 @@ pub fn copy(backend: &dyn Backend) -> Result<f64> {
     Ok((2 * len * DType::F32.size()) as f64 / seconds)
 }
 
-/// Seconds to enqueue one of many small kernels, and seconds from the launch of one to its result on the host.
+/// Returns the time to enqueue one of many small kernels, and the time from the launch of one to its result on the
+/// host, both in seconds.
 ///
 /// # Errors
-/// Those of the operations.
+/// If an operation fails.
 pub fn latencies(backend: &dyn Backend) -> Result<(f64, f64)> {
     let (x, y) = (random(backend, 2 * SMALL)?, backend.alloc(backend.activation_dtype(), SMALL)?);
     let launch = || backend.swiglu_forward(SwigluForward { rows: 1, ffn: SMALL, h: x.all(), a: y.all() });
@@ -108,7 +109,7 @@ pub fn latencies(backend: &dyn Backend) -> Result<(f64, f64)> {
     Ok((enqueue / each, round_trip / each))
 }
 
-/// Seconds per operation, the best of several rounds.
+/// Returns the seconds per operation in the best of several rounds.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
@@ -130,13 +131,13 @@ fn best(backend: &dyn Backend, operation: impl Fn() -> Result<()>) -> Result<f64
     (0..ROUNDS).try_fold(f64::INFINITY, |best, _| Ok(best.min(round(count)?)))
 }
 
-/// Waits for everything enqueued so far.
+/// Waits for all work enqueued so far.
 fn wait(backend: &dyn Backend, probe: &Tensor) -> Result<()> {
     backend.zero(probe.slice(0..1))?;
     backend.read_f32(probe.slice(0..1), &mut [0.0])
 }
 
-/// Random numbers between -1 and 1 in the activations' element type.
+/// Allocates random numbers between -1 and 1 in the activations' element type.
 fn random(backend: &dyn Backend, len: usize) -> Result<Tensor> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut next = || {
@@ -150,7 +151,7 @@ fn random(backend: &dyn Backend, len: usize) -> Result<Tensor> {
     filled(backend, len, |_| next())
 }
 
-/// These numbers in the activations' element type.
+/// Allocates these numbers in the activations' element type.
 fn filled(backend: &dyn Backend, len: usize, mut number: impl FnMut(usize) -> f32) -> Result<Tensor> {
     let tensor = backend.alloc(backend.activation_dtype(), len)?;
     let staged = backend.alloc(DType::F32, len.min(CHUNK))?;

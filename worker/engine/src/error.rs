@@ -1,17 +1,17 @@
-//! What can go wrong on a device.
+//! Errors of the engine.
 
 use xlaunch_pool::PoolError;
 
 /// Result of an engine call.
 pub type Result<T> = std::result::Result<T, EngineError>;
 
-/// Why an engine call failed.
+/// Reason why an engine call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
     /// A shared library is missing.
     #[error("failed to load {library}: looked for {looked_for}")]
     Library {
-        /// Such as "the CUDA driver".
+        /// Name, such as "the CUDA driver".
         library: &'static str,
         /// File names and directories that were tried.
         looked_for: String,
@@ -29,7 +29,7 @@ pub enum EngineError {
     Compile {
         /// Path of the source below `src/ops`.
         file: &'static str,
-        /// Such as `sm_90`.
+        /// Architecture, such as `sm_90`.
         arch: String,
         /// The compiler's log.
         log: String,
@@ -37,7 +37,7 @@ pub enum EngineError {
     /// The device or one of its libraries reported an error. The context may be unusable afterwards.
     #[error("{what}: {reason}")]
     Cuda {
-        /// What failed, such as "failed to launch norm_fwd".
+        /// The failed operation, such as "failed to launch norm_fwd".
         what: String,
         /// The library's message.
         reason: String,
@@ -48,7 +48,7 @@ pub enum EngineError {
 }
 
 impl EngineError {
-    /// A kernel that no loaded file has: a mistake in a list of kernels.
+    /// Reports a kernel that is in no loaded file: a mistake in a list of kernels.
     pub(crate) fn no_kernel(name: &str) -> Self {
         Self::Cuda { what: format!("failed to find kernel {name}"), reason: "no file has it".into() }
     }

@@ -1,4 +1,5 @@
-//! Opaque handles to work on a device: a copy to the host in flight, and captured work. They hide the back end's types.
+//! Opaque handles to work on a device: a copy to the host in flight, and captured work. They hide the types of the back
+//! end.
 
 use std::fmt;
 
@@ -23,7 +24,7 @@ impl PendingRead {
     /// Waits for the values. Work enqueued after the read may still be running.
     ///
     /// # Errors
-    /// The device's, if work before the read has failed.
+    /// If work before the read has failed on the device.
     pub fn wait(self, values: &mut [f32]) -> Result<()> {
         self.0(values)
     }
@@ -32,9 +33,9 @@ impl PendingRead {
 /// Work recorded between [`Backend::begin_capture`](crate::Backend::begin_capture) and
 /// [`end_capture`](crate::Backend::end_capture): on a GPU, an instantiated CUDA graph.
 ///
-/// It contains addresses. The caller ensures that the memory at these addresses belongs to it as long as it is
-/// launched: persistent tensors, and buffers of a pinned plan of the pool. Dropping it releases the graph; the device
-/// may still be running an earlier launch.
+/// It contains addresses. While it is launched, the caller must own the memory at these addresses: persistent tensors,
+/// and buffers of a pinned plan of the pool. Dropping it releases the graph; the device may still be running an earlier
+/// launch.
 pub struct Capture(Box<dyn Fn() -> Result<()>>);
 
 impl fmt::Debug for Capture {
@@ -48,10 +49,10 @@ impl Capture {
         Self(Box::new(launch))
     }
 
-    /// Enqueues all of the work, in order with what the compute stream was given before and is given after.
+    /// Enqueues all of the work, in order with earlier and later work on the compute stream.
     ///
     /// # Errors
-    /// The driver's.
+    /// If the driver refuses the launch.
     pub fn launch(&self) -> Result<()> {
         self.0()
     }

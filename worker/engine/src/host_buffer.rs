@@ -1,12 +1,12 @@
-//! Host memory for large copies from the device: pinned where there is a GPU, as it copies several times faster to
-//! memory that cannot be paged out.
+//! Host memory for large copies from the device. If there is a GPU, the memory is pinned: copies to memory that cannot
+//! be paged out are several times faster.
 //!
-//! A buffer is either memory of this process, or a part of a memory file (`memfd_create`) that another process keeps:
-//! its contents outlive this process.
+//! A buffer is either memory of this process, or a part of a memory file (`memfd_create`) that another process holds
+//! open, so that its contents outlive this process.
 //!
-//! The driver admits no other call while it pins memory, a second for a few gigabytes, and so no launch. Buffers are
-//! therefore pinned piece by piece, with pauses, while the device is busy with other work. A copy to the host must not
-//! touch two pieces: see [`HostBuffer::pieces`].
+//! While the driver pins memory, which takes a second for a few gigabytes, it admits no other call and so no launch.
+//! Buffers are therefore pinned piece by piece, with pauses, while the device is busy with other work. A copy to the
+//! host must not touch two pieces: see [`HostBuffer::pieces`].
 
 use std::fmt;
 use std::fs::File;
@@ -20,19 +20,19 @@ use cudarc::driver::{CudaContext, sys};
 use rustix::fs::SealFlags;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-/// Bytes that are pinned at once: some milliseconds. A multiple of every page size.
+/// Bytes that are pinned at once, which takes some milliseconds. A multiple of every page size.
 const PIECE: usize = 64 << 20;
-/// Values of a piece.
+/// Number of values in a piece.
 const PIECE_LEN: usize = PIECE / size_of::<f32>();
 
 /// Allocates [`HostBuffer`]s on any thread: pinning gigabytes takes a while.
 #[derive(Clone, Debug, Default)]
 pub struct HostAllocator {
-    /// `None` on the CPU.
+    /// The context to pin memory in; `None` on the CPU.
     context: Option<Arc<CudaContext>>,
 }
 
-/// Host values, all zero at first.
+/// Host values, initially zero.
 pub struct HostBuffer(Memory);
 
 enum Memory {
@@ -40,7 +40,7 @@ enum Memory {
     Mapped(Mapped),
 }
 
-/// Pages of this process, or a part of a memory file.
+/// Private pages of this process, or a part of a memory file.
 struct Mapped {
     address: NonNull<f32>,
     len: usize,
@@ -48,7 +48,7 @@ struct Mapped {
     pinned: Option<(Arc<CudaContext>, usize)>,
 }
 
-// SAFETY: the mapping belongs to this value alone, and system and driver let any thread use and release it.
+// SAFETY: the mapping belongs to this value alone, and the system and the driver let any thread use and release it.
 unsafe impl Send for Mapped {}
 
 impl HostAllocator {
@@ -56,7 +56,7 @@ impl HostAllocator {
         Self { context: Some(context) }
     }
 
-    /// A buffer of `len` values. Copies are slower to what the driver cannot pin.
+    /// Allocates a buffer of `len` values. Copies to memory that the driver cannot pin are slower.
     pub fn alloc(&self, len: usize) -> HostBuffer {
         let mapped = self.context.as_ref().filter(|_| len > 0).and_then(|context| {
             let mut mapped = Mapped::anonymous(len).ok()?;
@@ -66,18 +66,19 @@ impl HostAllocator {
         mapped.unwrap_or_else(|| HostBuffer::from(vec![0.0; len]))
     }
 
-    /// `len` values of a memory file, from byte `offset` on, a multiple of the page size. The file's memory must have
-    /// been allocated that far; it cannot be truncated any more. Other processes may read it, but must not write while
-    /// the buffer exists. Copies are slower to what the driver cannot pin.
+    /// Maps `len` values of a memory file from byte `offset`, a multiple of the page size. The file's memory must have
+    /// been allocated up to the end of the range; afterwards the file can no longer be truncated. Other processes may
+    /// read the range, but must not write to it while the buffer exists. Copies to memory that the driver cannot pin
+    /// are slower.
     ///
     /// # Errors
-    /// It is not a memory file, or too short, or the system cannot map it.
+    /// If the file is not a memory file or is too short, or the system cannot map it.
     pub fn map(&self, file: &File, offset: u64, len: usize) -> io::Result<HostBuffer> {
         if len == 0 {
             return Ok(HostBuffer::default());
         }
         let bytes = len.checked_mul(size_of::<f32>()).ok_or(io::ErrorKind::InvalidInput)?;
-        // Only memory files can be sealed. Without the seal, an access beyond a truncation would be SIGBUS.
+        // Only memory files can be sealed. Without the seal, an access past a truncated end would raise SIGBUS.
         rustix::fs::fcntl_add_seals(file, SealFlags::SHRINK)?;
         if offset.checked_add(bytes as u64).is_none_or(|end| end > file.metadata().map_or(0, |it| it.len())) {
             return Err(io::ErrorKind::UnexpectedEof.into());
@@ -122,35 +123,35 @@ impl Mapped {
         self.len.div_ceil(PIECE_LEN)
     }
 
-    /// Address and bytes of a piece.
+    /// Returns address and size in bytes of a piece.
     fn piece(&self, index: usize) -> (*mut std::ffi::c_void, usize) {
         let (start, bytes) = (index * PIECE_LEN, self.len.min((index + 1) * PIECE_LEN) - index * PIECE_LEN);
         (self.address.as_ptr().wrapping_add(start).cast(), bytes * size_of::<f32>())
     }
 
-    /// Makes the pages of a piece exist. Where the kernel does not know this advice (before Linux 5.14), they come to
-    /// exist when they are pinned or written.
+    /// Populates the pages of a piece. If the kernel does not know this advice (before Linux 5.14), they are populated
+    /// when they are pinned or written.
     fn touch(&self, piece: usize) {
         let (address, bytes) = self.piece(piece);
-        // SAFETY: a part of the mapping, at a page's start. The advice changes no contents.
+        // SAFETY: a part of the mapping that starts at a page boundary. The advice does not change contents.
         let _ = unsafe { rustix::mm::madvise(address, bytes, Advice::LinuxPopulateWrite) };
     }
 
-    /// Pins as many pieces as the driver can.
+    /// Pins as many pieces as the driver permits.
     fn pin(&mut self, context: &Arc<CudaContext>) {
         if context.bind_to_thread().is_err() {
             return;
         }
         for piece in 0..self.pieces() {
-            // Before, so that the driver does not do it.
+            // Populate first, so that the driver does not have to.
             self.touch(piece);
             let ((address, bytes), begin) = (self.piece(piece), Instant::now());
-            // SAFETY: the mapping contains the piece, and is unmapped after the piece was unregistered.
+            // SAFETY: the mapping contains the piece, and is unmapped only after the piece is unregistered.
             if unsafe { sys::cuMemHostRegister_v2(address, bytes, 0) }.result().is_err() {
                 break;
             }
             self.pinned = Some((context.clone(), piece + 1));
-            // The driver's locks are not fair: other threads would wait for all pieces.
+            // The driver's locks are not fair: without a pause, other threads would have to wait for all pieces.
             std::thread::sleep(begin.elapsed());
         }
     }
@@ -163,7 +164,7 @@ impl Drop for Mapped {
             && context.bind_to_thread().is_ok()
         {
             for piece in 0..count {
-                // SAFETY: registered by `pin`. Copies to it were waited for by those who began them.
+                // SAFETY: registered by `pin`. The callers that started copies to it have waited for them.
                 let _ = unsafe { sys::cuMemHostUnregister(self.piece(piece).0) };
             }
         }
@@ -174,8 +175,8 @@ impl Drop for Mapped {
 }
 
 impl HostBuffer {
-    /// These values in parts, to each of which one copy from the device may write: each is in one piece that was pinned
-    /// by itself.
+    /// Splits these values into parts that a single copy from the device may write: each part lies within one piece,
+    /// which was pinned separately.
     pub fn pieces(&self, values: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
         let len = match &self.0 {
             Memory::Ordinary(_) => usize::MAX,
@@ -202,8 +203,8 @@ impl Deref for HostBuffer {
     fn deref(&self) -> &[f32] {
         match &self.0 {
             Memory::Ordinary(values) => values,
-            // SAFETY: `len` values of a mapping that this buffer owns, of which any bytes are valid, also the zeros of
-            // pages that were never written; see `map` for other processes.
+            // SAFETY: `len` values of a mapping that this buffer owns. Any bytes are valid values, including the zeros
+            // of pages that were never written; for other processes, see `map`.
             Memory::Mapped(Mapped { address, len, .. }) => unsafe {
                 std::slice::from_raw_parts(address.as_ptr(), *len)
             },

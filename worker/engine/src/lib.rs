@@ -2,12 +2,12 @@
 //!
 //! Modules, each depending only on those above it:
 //!
-//! - `error`, `options`, `handles`, `profile`: what callers pass in and get back;
+//! - `error`, `options`, `handles`, `profile`: arguments and results of calls;
 //! - [`cache`]: files that are computed once per machine; [`nvtx`]: named ranges for an attached profiler;
 //! - [`tensor`]: [`Tensor`] and [`Slice`], handles to memory of any device;
-//! - `cpu`, [`cuda`]: what operations are built from on either device; CUDA kernels are compiled when it is opened;
+//! - `cpu`, [`cuda`]: building blocks of operations on either device; CUDA kernels are compiled when it is opened;
 //! - `ops`: the operations, one folder each, with the maths, arguments, both implementations and the kernel;
-//! - `backend`: [`Backend`], the list of operations that a model is written over, [`CpuBackend`] and [`CudaBackend`];
+//! - `backend`: [`Backend`], the list of operations that models are written in, [`CpuBackend`] and [`CudaBackend`];
 //! - [`calibrate`]: the peak rates of a device.
 //!
 //! Shape letters are listed in `ops`. All arrays are row-major.

@@ -1,13 +1,14 @@
-//! Named ranges of a thread for an attached profiler, by NVTX.
+//! Named ranges of a thread for an attached profiler, through NVTX.
 //!
-//! Nsight Systems and others set `NVTX_INJECTION64_PATH` to the library that receives ranges; without it nothing is
-//! loaded. NVTX itself consists of C headers; CUDA's `libnvtx3interop.so` exports the functions that they define.
+//! Nsight Systems and other profilers set `NVTX_INJECTION64_PATH` to the library that receives ranges; without it
+//! nothing is loaded. NVTX itself consists of C headers; CUDA's `libnvtx3interop.so` exports the functions that they
+//! define.
 
 use std::ffi::{CString, c_char, c_int};
 use std::marker::PhantomData;
 use std::sync::OnceLock;
 
-/// Set by an attached profiler.
+/// Variable set by an attached profiler.
 const ATTACHED: &str = "NVTX_INJECTION64_PATH";
 const LIBRARIES: [&str; 2] = ["libnvtx3interop.so.1", "libnvtx3interop.so"];
 
@@ -20,11 +21,11 @@ struct Functions {
 #[derive(Debug)]
 #[must_use = "the range ends when this is dropped"]
 pub struct Range {
-    /// Not `Send`: a range ends on the thread that it began on.
+    /// Makes the type `!Send`: a range must end on the thread on which it began.
     thread: PhantomData<*const ()>,
 }
 
-/// Begins a range of this thread; `None` if no profiler is attached or the library is missing.
+/// Begins a range on this thread; `None` if no profiler is attached or the library is missing.
 pub fn range(name: &str) -> Option<Range> {
     let functions = functions()?;
     let name = CString::new(name).ok()?;

@@ -1,4 +1,4 @@
-//! How a back end computes, and what it computes on.
+//! Options of a back end, and information about its device.
 
 use xlaunch_pool::{DType, Options};
 
@@ -23,7 +23,7 @@ impl Precision {
     }
 }
 
-/// How to open a GPU.
+/// Options for opening a GPU.
 #[derive(Clone, Debug)]
 pub struct CudaOptions {
     /// Arithmetic of matrix multiplications and, with it, the element type of activations.
@@ -31,25 +31,25 @@ pub struct CudaOptions {
     /// Whether every operation gives the same bits each time, on any host. This rules out cuDNN's attention backward,
     /// which uses atomics, and algorithms chosen by timing, which another host may choose differently.
     pub deterministic: bool,
-    /// Where memory comes from.
+    /// Options of the memory pool.
     pub pool: Options,
     /// Whether to print to stderr, once per operation and shape, which variant was selected and why.
     pub log_fallback: bool,
-    /// Whether to warn on stderr, once each, of what is missing on this host and makes it slow.
+    /// Whether to warn on stderr, once each, about missing libraries that make this host slow.
     pub warnings: bool,
 }
 
 impl CudaOptions {
-    /// The fastest variant of every operation, without a log or warnings.
+    /// Creates options that use the fastest variant of every operation, without a log or warnings.
     pub fn new(precision: Precision, pool: impl Into<Options>) -> Self {
         Self { precision, deterministic: false, pool: pool.into(), log_fallback: false, warnings: false }
     }
 }
 
-/// What a back end computes on.
+/// The device of a back end.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// Such as "NVIDIA H200" or "CPU (2 threads)".
+    /// Name, such as "NVIDIA H200" or "CPU (2 threads)".
     pub name: String,
     /// "GPU-..." or "cpu".
     pub uuid: String,

@@ -154,7 +154,7 @@ impl Memory {
         let file = self.files.iter().find(|file| header(file).is_some_and(|header| header.id == id));
         let result = match file {
             Some(file) => self.read_file(file, threads, sink),
-            None => Err(Failure::Damaged("it is not there any more".into())),
+            None => Err(Failure::Damaged("it no longer exists".into())),
         };
         match result {
             Ok(state) => Ok(Some(state)),
@@ -176,10 +176,10 @@ impl Memory {
         let header = header(file).ok_or_else(|| damaged("its header was erased"))?;
         let values = self.portion.len() as u64;
         if header.identity != self.identity {
-            return Err(damaged("it is of another run or rank"));
+            return Err(damaged("it belongs to another run or rank"));
         }
         if (header.layout, header.values) != (self.layout, values) {
-            return Err(damaged("it is of another model, or another division among ranks"));
+            return Err(damaged("it belongs to another model, or another division among ranks"));
         }
         if header.state_bytes > MAX_STATE_BYTES {
             return Err(damaged("the size of its state is invalid"));

@@ -197,7 +197,7 @@ pub(super) fn check_complete(
             let mut end = stored.start;
             while let Some(part) = parts.next_if(|part| part.start < stored.end) {
                 if part.start != end {
-                    return Err(damaged(format!("it does not have every value of {} once", param.name)));
+                    return Err(damaged(format!("it does not contain every value of {} once", param.name)));
                 }
                 end = part.end;
             }

@@ -87,7 +87,7 @@ pub fn parse(bytes: &[u8]) -> Result<Vec<Question>, String> {
     }
     match questions.len() == said && said > 0 {
         true => Ok(questions),
-        false => Err(format!("the header says {said} questions, but it has {}", questions.len())),
+        false => Err(format!("the header says {said} questions, but the file has {}", questions.len())),
     }
 }
 
@@ -239,7 +239,9 @@ mod tests {
         assert!(error(&good[..500]).contains("truncated"));
         assert!(error(&good[..good.len() - 2]).contains("question 0 is damaged"));
         assert!(error(&[&good[..], &[1, 2, 3]].concat()).contains("question 1 is damaged"));
-        assert!(error(&encode(&[QUESTION], i32::MAX)).contains("says 2147483647 questions, but it has 1"));
+        assert!(
+            error(&encode(&[QUESTION], i32::MAX)).contains("says 2147483647 questions, but the file has 1")
+        );
         assert!(error(&encode(&[(4, &[5], [&[1]; 4])], 1)).contains("damaged"));
         assert!(error(&encode(&[(0, &[], [&[1]; 4])], 1)).contains("damaged"));
         for at in HEADER_BYTES..good.len() {

@@ -42,7 +42,7 @@ pub(super) fn render(inherited: &Inherited, messages: &serde_json::Value) -> Res
     let tokens: BTreeMap<&str, &str> = tokens.collect();
     let values = context! { ..Value::from(Serde(tokens)), ..values };
     let rendered = environment.render_str(&template, values);
-    rendered.map_err(|error| format!("the model's chat template refuses it: {error}"))
+    rendered.map_err(|error| format!("the model's chat template rejects the messages: {error}"))
 }
 
 /// Removes tags that mark the text of the assistant for training in Python. They do not change the text.

@@ -132,9 +132,9 @@ fn check_target(target: &Path, overwrite: bool) -> Result<bool, ModelError> {
         (_, true, false) => {
             Err(refused("it holds an earlier export; choose another directory or pass `--overwrite`"))
         }
-        (_, false, true) => {
-            Err(refused("it holds files that are not of an export; `--overwrite` does not remove them"))
-        }
+        (_, false, true) => Err(refused(
+            "it contains files that are not part of an export; `--overwrite` does not remove them",
+        )),
         (_, false, false) => Err(refused("it is not empty; choose another directory")),
     }
 }
@@ -211,9 +211,9 @@ mod tests {
         std::os::unix::fs::symlink("empty", dir.path().join("link")).unwrap();
         std::os::unix::fs::symlink("missing", dir.path().join("dangling")).unwrap();
         assert!(refusal("file").contains("not a directory"));
-        assert!(refusal("full").contains("files that are not of an export"));
+        assert!(refusal("full").contains("files that are not part of an export"));
         assert!(refusal("dangling").contains("it is a link to nothing"));
-        assert!(refusal("..").contains("files that are not of an export"));
+        assert!(refusal("..").contains("files that are not part of an export"));
 
         let destination = claim("link").unwrap();
         fs_err::write(destination.path().join(CONFIG), "{}").unwrap();

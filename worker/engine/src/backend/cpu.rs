@@ -1,7 +1,7 @@
 //! The CPU back end: f32 on threads. Each operation is the readable reference of its CUDA implementation.
 //!
 //! Results are the same in every run and for every number of threads: work is split into blocks by size alone, and the
-//! blocks' sums are added in order.
+//! sums of the blocks are added in order.
 
 use xlaunch_pool::{DType, Options, Pool};
 
@@ -17,7 +17,7 @@ use crate::ops::{
 use crate::options::DeviceInfo;
 use crate::tensor::Slice;
 
-/// Computes on this process's threads.
+/// Back end that computes on threads of this process.
 #[derive(Debug)]
 pub struct CpuBackend {
     threads: Threads,
@@ -26,7 +26,7 @@ pub struct CpuBackend {
 }
 
 impl CpuBackend {
-    /// A back end of `threads` threads, the calling one among them where possible.
+    /// Opens a back end with `threads` threads, including the calling one if possible.
     pub fn new(threads: usize, pool: impl Into<Options>) -> Self {
         let threads = Threads::new(threads);
         let count = threads.count();

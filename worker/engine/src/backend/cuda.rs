@@ -30,7 +30,7 @@ use crate::options::{CudaOptions, DeviceInfo};
 use crate::profile::KernelSpan;
 use crate::tensor::Slice;
 
-/// One GPU.
+/// Back end that computes on one GPU.
 #[derive(Debug)]
 pub struct CudaBackend {
     attention: Attention,
@@ -47,7 +47,7 @@ impl CudaBackend {
     /// Opens GPU `ordinal` of this process and compiles or loads its kernels.
     ///
     /// # Errors
-    /// A missing library, a missing device, kernels that do not compile, no memory.
+    /// If a library or the device is missing, a kernel does not compile, or there is not enough memory.
     pub fn open(ordinal: usize, options: CudaOptions) -> Result<Self> {
         let gpu = Gpu::open(ordinal, options, &ops::KERNEL_FILES)?;
         let staging = Rc::new(Staging::new(&gpu.device)?);
@@ -57,12 +57,12 @@ impl CudaBackend {
         Ok(Self { attention, cached_attention, gelu, swiglu, weight_grads, marks, staging, gpu })
     }
 
-    /// The compute stream, which collectives synchronise with by events.
+    /// Returns the compute stream. Collectives synchronise with it by events.
     pub fn stream(&self) -> Arc<CudaStream> {
         self.gpu.device.stream.clone()
     }
 
-    /// All work enqueued so far is done: memory returned to the pools is free for any stream and for the host.
+    /// Marks all enqueued work as done: memory returned to the pools is free for any stream and for the host.
     fn host_waited(&self) {
         self.gpu.pool.record_synchronize(StreamId::default());
         self.staging.host_waited();
@@ -70,7 +70,7 @@ impl CudaBackend {
 
     fn write(&self, x: Slice<'_>, dtype: DType, len: usize, bytes: &[u8]) -> Result<()> {
         expect(x, dtype, len);
-        // SAFETY: the slice holds `len` elements of that type, which `bytes` are.
+        // SAFETY: the slice holds `len` elements of that type, and `bytes` has the same size.
         unsafe { self.staging.write(x.address(), bytes) }
     }
 }

@@ -22,72 +22,70 @@ use crate::options::DeviceInfo;
 use crate::profile::KernelSpan;
 use crate::tensor::{Slice, Tensor};
 
-/// One device's implementation of the operations. Formulas are with the argument structs' modules.
+/// Implementation of the operations on one device. The modules of the argument structs have the formulas.
 ///
 /// Contract of all operations:
 ///
-/// - they run in order, on one stream; on a GPU they only enqueue, and only [`read_f32`](Self::read_f32) and
+/// - they run in order, on one stream; on a GPU they only enqueue work, and only [`read_f32`](Self::read_f32) and
 ///   [`PendingRead::wait`] wait;
-/// - activations have the type [`activation_dtype`](Self::activation_dtype), and so have the parameters that forward
-///   and
+/// - activations have the type [`activation_dtype`](Self::activation_dtype), as do the parameters that forward and
 ///   backward read; statistics, losses, master weights and optimizer state are F32; token ids are I32;
 /// - gradients of parameters are F32 or Bf16, independently of the activations; sums are formed in F32;
 /// - outputs are written completely, inputs are not changed, and an output overlaps no other operand unless the
-///   operation
-///   works in place;
+///   operation works in place;
 /// - the result is the same in every run, except for variants that
 ///   [`CudaOptions::deterministic`](crate::CudaOptions::deterministic) rules out;
 /// - a slice of the wrong length or element type is a programming error and panics before any memory is touched.
 pub trait Backend {
-    /// The device.
+    /// Returns the device.
     fn device(&self) -> &DeviceInfo;
 
-    /// Element type of activations and of the parameters that forward and backward read.
+    /// Returns the element type of activations and of the parameters that forward and backward read.
     fn activation_dtype(&self) -> DType;
 
-    /// Where tensors are allocated.
+    /// Returns the pool that tensors are allocated from.
     fn pool(&self) -> &Pool;
 
-    /// Whether operations only enqueue work, so that the host may run ahead of the device.
+    /// Returns whether operations only enqueue work, so that the host may run ahead of the device.
     fn is_asynchronous(&self) -> bool {
         false
     }
 
-    /// Starts to time every kernel; does nothing on the CPU.
+    /// Starts to time every kernel. Does nothing on the CPU.
     fn begin_profile(&self) {}
 
-    /// Ends it; returns every launch, in order.
+    /// Ends the timing. Returns all launches in order.
     fn end_profile(&self) -> Result<Vec<KernelSpan>> {
         Ok(Vec::new())
     }
 
-    /// From now on, records what is enqueued to the compute stream, and to streams that are ordered after it by events,
-    /// instead of running it. Returns false, and starts nothing, on the CPU, where work runs at once.
+    /// Starts to capture: work enqueued to the compute stream, and to streams that are ordered after it by events, is
+    /// recorded instead of run. On the CPU, where work runs at once, returns false and does nothing.
     fn begin_capture(&self) -> Result<bool> {
         Ok(false)
     }
 
-    /// Ends the capture, also after a failure: the stream would keep recording otherwise.
+    /// Ends the capture. Call it even after a failure: the stream would otherwise keep recording.
     fn end_capture(&self) -> Result<Capture> {
         Err(EngineError::Cuda { what: "failed to end a capture".into(), reason: "none was started".into() })
     }
 
-    /// Starts what the first step would otherwise wait for, and returns at once. `attention` is the shape of the
-    /// model's attention.
+    /// Starts preparations that the first step would otherwise wait for, and returns at once. `attention` is the shape
+    /// of the model's attention.
     fn prepare(&self, _attention: AttentionShape) {}
 
-    /// A tensor with unspecified contents.
+    /// Allocates a tensor with unspecified contents.
     #[track_caller]
     fn alloc(&self, dtype: DType, len: usize) -> Result<Tensor> {
         Tensor::new(self.pool(), dtype, len)
     }
 
-    /// Allocates host memory for large [`read_f32`](Self::read_f32)s.
+    /// Returns an allocator of host memory for large [`read_f32`](Self::read_f32)s.
     fn host_allocator(&self) -> HostAllocator {
         HostAllocator::default()
     }
 
-    /// Counts the marks from now on. `None` on devices without marks, which ignore them.
+    /// Starts to count marks. Returns `None` on devices without marks, which ignore them.
     fn open_marks(&self) -> Result<Option<Marks>> {
         Ok(None)
     }
@@ -122,7 +120,7 @@ pub trait Backend {
         }))
     }
 
-    /// `y = x`, converting between F32 and Bf16 (round to nearest even) as their element types require.
+    /// Computes `y = x`, converting between F32 and Bf16 (round to nearest even) as the element types require.
     fn cast(&self, x: Slice<'_>, y: Slice<'_>) -> Result<()>;
 
     /// Token and position embedding.
@@ -163,8 +161,8 @@ pub trait Backend {
     /// GELU without the linear layer before it.
     fn gelu_forward(&self, args: GeluForward<'_>) -> Result<()>;
 
-    /// The gradient of GELU's input from that of the linear layer after it, fused with the gradient of the bias before
-    /// it.
+    /// The gradient of GELU's input from that of the output of the linear layer after it, fused with the gradient of
+    /// the bias before it.
     fn gelu_linear_backward(&self, args: GeluLinearBackward<'_>) -> Result<()>;
 
     /// The gradient of GELU's input from that of its output.
@@ -190,7 +188,7 @@ pub trait Backend {
         self.swiglu_backward(SwigluBackward { rows: shape.rows, ffn: shape.inputs, h, da, dh })
     }
 
-    /// Whether the device multiplies FP8 operands.
+    /// Returns whether the device multiplies FP8 operands.
     fn supports_fp8(&self) -> bool {
         true
     }
@@ -198,7 +196,7 @@ pub trait Backend {
     /// Rounds a tensor to FP8.
     fn quantize_fp8(&self, args: QuantizeFp8<'_>) -> Result<()>;
 
-    /// A product of FP8 operands.
+    /// A matrix multiplication of FP8 operands.
     fn gemm_fp8(&self, args: GemmFp8<'_>) -> Result<()>;
 
     /// Softmax cross entropy, fused with its gradient.
@@ -216,13 +214,13 @@ pub trait Backend {
     /// One AdamW step over a flat arena.
     fn adamw(&self, args: AdamWStep<'_>) -> Result<()>;
 
-    /// A linear layer of a few rows.
+    /// A linear layer with a few rows.
     fn gemv(&self, args: Gemv<'_>) -> Result<()>;
 
     /// Attention of new tokens over the cached keys and values of their sequences.
     fn cached_attention(&self, args: CachedAttention<'_>) -> Result<()>;
 
-    /// The likeliest tokens, as inputs of the next step.
+    /// The most likely tokens, as inputs of the next step.
     fn greedy(&self, args: Greedy<'_>) -> Result<()>;
 
     /// A checksum of the bits of a tensor.

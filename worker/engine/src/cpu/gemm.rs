@@ -17,17 +17,17 @@ pub(crate) struct Mat<'a> {
 }
 
 impl<'a> Mat<'a> {
-    /// A row-major matrix without gaps.
+    /// Describes a row-major matrix without gaps.
     pub(crate) fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
         Self { data, rows, cols, row_stride: cols, col_stride: 1 }
     }
 
-    /// `rows` rows of `cols` elements, `row_stride` apart.
+    /// Describes `rows` rows of `cols` elements, `row_stride` apart.
     pub(crate) fn strided(data: &'a [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
         Self { data, rows, cols, row_stride, col_stride: 1 }
     }
 
-    /// The transposed matrix, in the same memory.
+    /// Transposes the matrix, in the same memory.
     pub(crate) fn t(self) -> Self {
         Self {
             rows: self.cols,
@@ -38,7 +38,7 @@ impl<'a> Mat<'a> {
         }
     }
 
-    /// Some of its rows, in the same memory.
+    /// Selects some of the rows, in the same memory.
     fn part(self, rows: Range<usize>) -> Self {
         let data = self.data.get(rows.start * self.row_stride..).unwrap_or_default();
         Self { data, rows: rows.len(), ..self }
@@ -52,11 +52,11 @@ impl<'a> Mat<'a> {
     }
 }
 
-/// Most products that the `gemm` crate sums at once, whatever the other sizes are. Of longer sums it makes parts whose
-/// length depends on them, so that results would depend on how rows are split among threads.
+/// Maximum number of products that the `gemm` crate sums at once regardless of the other sizes. It splits longer sums
+/// into parts whose length depends on the other sizes, so results would depend on how rows are split among threads.
 const DEPTH: usize = 512;
 
-/// `out = scale a b`, added to the contents of `out` if `add`. Rows of `out` are `stride` apart.
+/// Computes `out = scale a b`, or adds to `out` if `add`. Rows of `out` are `stride` apart.
 pub(crate) fn gemm(out: &mut [f32], stride: usize, a: Mat<'_>, b: Mat<'_>, scale: f32, add: bool) {
     assert!(a.cols == b.rows);
     for first in (0..a.cols.max(1)).step_by(DEPTH) {
@@ -66,14 +66,15 @@ pub(crate) fn gemm(out: &mut [f32], stride: usize, a: Mat<'_>, b: Mat<'_>, scale
     }
 }
 
-/// The same, with at most [`DEPTH`] products in each sum.
+/// Same as [`gemm`], with at most [`DEPTH`] products in each sum.
 fn gemm_at_once(out: &mut [f32], stride: usize, a: Mat<'_>, b: Mat<'_>, scale: f32, add: bool) {
     let shape = Mat { data: out, rows: a.rows, cols: b.cols, row_stride: stride, col_stride: 1 };
     assert!(a.cols == b.rows && a.fits() && b.fits() && shape.fits() && stride >= b.cols);
     // SAFETY: every element that the call reads or writes is inside its slice, as `fits` has checked; `out` is borrowed
-    // mutably, so it overlaps neither input; its rows do not overlap each other, since they are `stride >= cols` apart.
+    // mutably, so it overlaps neither input; its rows do not overlap each other, because they are `stride >= cols`
+    // apart.
     unsafe {
-        // The kernels prefer column-major outputs: the transposed product `out^T = b^T a^T` is the same memory.
+        // The kernels prefer column-major outputs: the transposed product `out^T = b^T a^T` occupies the same memory.
         gemm_f32::gemm::f32::get_gemm_fn()(
             b.cols,
             a.rows,
@@ -98,8 +99,8 @@ fn gemm_at_once(out: &mut [f32], stride: usize, a: Mat<'_>, b: Mat<'_>, scale: f
     }
 }
 
-/// `out = a b`, added to the contents of `out` if `add`, with the rows of `out` split among threads. None gets a single
-/// row of several, which the `gemm` crate would sum in another order.
+/// Computes `out = a b`, or adds to `out` if `add`, with the rows of `out` split among threads. No thread gets a single
+/// row of several: the `gemm` crate would sum it in another order.
 pub(crate) fn parallel_gemm(threads: &Threads, out: &mut [f32], a: Mat<'_>, b: Mat<'_>, add: bool) {
     let parts = threads.count().min(a.rows / 2).max(1);
     let (mut rest, mut tasks) = (out, Vec::with_capacity(parts));

@@ -1,10 +1,10 @@
-//! Scalar functions and sums that the compiler vectorises, and the dispatch to the vector unit at hand.
+//! Scalar functions and sums that the compiler vectorises, and dispatch to the available vector unit.
 
-/// Evaluates an expression compiled for the vector unit at hand (AVX-512, AVX2 or the target's baseline).
+/// Evaluates an expression compiled for the available vector unit (AVX-512, AVX2 or the target's baseline).
 ///
-/// Only code that is inlined into pulp's dispatch is compiled for that unit; anywhere else every fused multiply-add is
-/// a library call. Hence a macro, which can put the attribute on the closure, and hence the token: it makes the closure
-/// `FnOnce` only, so that no `FnMut` wrapper that might not be inlined sits between it and the dispatch.
+/// Only code that is inlined into pulp's dispatch is compiled for that unit; elsewhere every fused multiply-add is a
+/// library call. Therefore this is a macro, which can put the attribute on the closure. The token makes the closure
+/// `FnOnce` only, so that no `FnMut` wrapper, which might not be inlined, sits between it and the dispatch.
 macro_rules! simd {
     ($body:expr) => {{
         let token = $crate::cpu::math::Once;
@@ -19,10 +19,10 @@ macro_rules! simd {
 }
 pub(crate) use simd;
 
-/// Moved out of a [`simd`] closure, which makes it `FnOnce`.
+/// Token moved out of a [`simd`] closure to make it `FnOnce`.
 pub(crate) struct Once;
 
-/// `e^x`, with a relative error below 2e-7 where the result is a normal number; 0 below -87.3.
+/// `e^x`, with a relative error below 2e-7 if the result is a normal number; 0 below -87.3.
 ///
 /// Cody-Waite reduction to `|r| <= ln(2)/2` and a polynomial of degree 6. Adding a float near 2^23 rounds to the
 /// integer n and leaves n in the low mantissa bits, from which the scale 2^n is built without a conversion instruction.
@@ -94,7 +94,7 @@ pub(crate) fn dot(x: &[f32], y: &[f32]) -> f32 {
     sum(x.len(), |i| x[i] * y[i])
 }
 
-/// Largest element; negative infinity if there are none.
+/// Largest element; negative infinity if there is none.
 #[inline(always)]
 pub(crate) fn max(x: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; LANES];

@@ -1,4 +1,4 @@
-//! What operations on the CPU are built from.
+//! Building blocks of operations on the CPU.
 //!
 //! - `access`: checked Rust slices of tensor memory for the duration of one operation;
 //! - `gemm`: strided matrix multiplication;

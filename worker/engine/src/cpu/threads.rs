@@ -2,7 +2,7 @@
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-/// A thread pool of a fixed size. The thread that creates it is one of its threads where possible, so that with one
+/// A thread pool of a fixed size. If possible, the thread that creates the pool is one of its threads, so that with one
 /// thread no work is ever handed over.
 #[derive(Debug)]
 pub(crate) struct Threads {
@@ -11,12 +11,12 @@ pub(crate) struct Threads {
 }
 
 impl Threads {
-    /// `count` threads, at least one. If the system cannot start threads, everything runs on the caller's: in a pool of
-    /// its own, as rayon panics when it cannot start its global pool.
+    /// Starts `count` threads, at least one. If the system cannot start threads, everything runs on the caller's
+    /// thread, in a pool of its own: rayon panics if it cannot start its global pool.
     pub(crate) fn new(count: usize) -> Self {
         let count = count.max(1);
         let builder = || ThreadPoolBuilder::new().num_threads(count).thread_name(|i| format!("cpu-{i}"));
-        // A thread can belong to one rayon pool only: a second back end on the same thread starts threads of its own.
+        // A thread can belong to only one rayon pool: a second back end on the same thread starts threads of its own.
         let pool = builder().use_current_thread().build().or_else(|_| builder().build());
         let pool =
             pool.or_else(|_| ThreadPoolBuilder::new().num_threads(1).use_current_thread().build()).ok();
@@ -29,7 +29,7 @@ impl Threads {
         self.count
     }
 
-    /// Runs `f`, whose parallel iterators use these threads.
+    /// Runs `f` so that its parallel iterators use these threads.
     pub(crate) fn run<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
         match &self.pool {
             Some(pool) => pool.install(f),

@@ -1,4 +1,5 @@
-//! Kernel text to machine code by NVRTC, cached on disk by source, options, NVRTC version and architecture.
+//! Compiles kernel text to machine code with NVRTC. The result is cached on disk by source, options, NVRTC version and
+//! architecture.
 
 use std::ffi::{CString, c_int};
 use std::num::NonZero;
@@ -11,12 +12,12 @@ use xxhash_rust::xxh3::xxh3_128;
 use crate::cache::{self, cached};
 use crate::error::{EngineError, Result};
 
-/// Threads of a block, unless a kernel has a shape of its own.
+/// Threads of a block, for kernels without a block shape of their own.
 pub(crate) const BLOCK_THREADS: u32 = 256;
-/// Block of the kernels that sum columns: threads along columns, eight each, and along rows.
+/// Block of the kernels that sum columns: threads along columns (eight columns each), and along rows.
 pub(crate) const COLUMN_BLOCK: (u32, u32) = (32, 8);
 
-/// Text before every file.
+/// Text that precedes every file.
 const PRELUDE: &str = concat!(
     "#line 1 \"ptx.cuh\"\n",
     include_str!("headers/ptx.cuh"),
@@ -24,7 +25,7 @@ const PRELUDE: &str = concat!(
     include_str!("headers/prelude.cuh")
 );
 
-/// A `.cu` file with the headers it needs before it, each after a `#line` that names it in the compiler's messages.
+/// A `.cu` file, preceded by the headers that it needs. A `#line` before each part names it in the compiler's messages.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Source {
     /// Path below `src/ops`.
@@ -32,7 +33,7 @@ pub(crate) struct Source {
     pub(crate) text: &'static str,
 }
 
-/// A kernel file, with the headers that it needs before it, as a [`Source`]. Paths are relative to `src/ops`.
+/// Builds the [`Source`] of a kernel file and the headers that it needs. Paths are relative to `src/ops`.
 macro_rules! source {
     ($file:literal $(, after $header:literal)* $(,)?) => {
         $crate::cuda::Source {
@@ -51,7 +52,8 @@ macro_rules! source {
 }
 pub(crate) use source;
 
-/// A constant of the launch code that kernels need too. Defined once in Rust and passed to the compiler as a macro.
+/// A constant of the launch code that kernels need as well. It is defined once, in Rust, and passed to the compiler as
+/// a macro.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Macro {
     name: &'static str,
@@ -76,14 +78,14 @@ impl Macro {
     fn option(self) -> String {
         match self.value {
             Value::Int(value) => format!("--define-macro={}={value}", self.name),
-            // Debug prints the shortest text that is read back as the same f32, always with a point or an exponent.
+            // Debug prints the shortest text that parses to the same f32, always with a point or an exponent.
             Value::Float(value) => format!("--define-macro={}={value:?}f", self.name),
         }
     }
 }
 
-/// Options that compile a file for this architecture, number of threads of a warp, and element type of activations.
-/// They are part of the cache key.
+/// Returns the options to compile a file for this architecture, warp size and element type of activations. They are
+/// part of the cache key.
 pub(crate) fn options(arch: &str, warp: u32, activations: DType, macros: &[Macro]) -> Vec<String> {
     let act = if activations == DType::Bf16 { "bf16" } else { "float" };
     let common = [
@@ -98,8 +100,8 @@ pub(crate) fn options(arch: &str, warp: u32, activations: DType, macros: &[Macro
     options
 }
 
-/// What `load` makes of the cubin of a source, from the cache or newly compiled. A cached cubin that `load` rejects is
-/// compiled again.
+/// Returns the result of `load` for the cubin of a source, which comes from the cache or is compiled. A cached cubin
+/// that `load` rejects is compiled again.
 pub(crate) fn cubin<T>(
     source: Source,
     arch: &str,
@@ -110,8 +112,8 @@ pub(crate) fn cubin<T>(
     cached(&name, load, || compile(source, arch, options))
 }
 
-/// Compiles what the cache lacks of these sources, with their options, on all cores: one after the other they would
-/// take seconds on a new host. Errors are reported when a source is loaded.
+/// Compiles the sources that the cache lacks, with their options, on all cores: sequentially they would take seconds on
+/// a new host. Errors are reported when a source is loaded.
 pub(crate) fn fill_cache(arch: &str, sources: impl Iterator<Item = (Source, Vec<String>)>) {
     if cache::dir().is_none() {
         return;
@@ -135,7 +137,7 @@ fn file_name(source: Source, options: &[String], version: (c_int, c_int)) -> Str
     format!("{}-{:032x}.cubin", source.file.replace('/', "-"), xxh3_128(key.as_bytes()))
 }
 
-/// Version of the loaded NVRTC.
+/// Returns the version of the loaded NVRTC.
 fn version() -> (c_int, c_int) {
     let (mut major, mut minor) = (0, 0);
     // SAFETY: both are valid for writes; opening the device has checked that the library is installed.
@@ -143,12 +145,12 @@ fn version() -> (c_int, c_int) {
     (major, minor)
 }
 
-/// Compiles one file, with the prelude before it.
+/// Compiles a file, preceded by the prelude.
 pub(crate) fn compile(source: Source, arch: &str, options: &[String]) -> Result<Vec<u8>> {
     compile_with_log(source, arch, options).map(|(cubin, _)| cubin)
 }
 
-/// The machine code, and what the compiler says.
+/// Returns the machine code and the compiler's log.
 pub(crate) fn compile_with_log(source: Source, arch: &str, options: &[String]) -> Result<(Vec<u8>, String)> {
     let failed = |log: String| EngineError::Compile { file: source.file, arch: arch.into(), log };
     let text = format!("{PRELUDE}\n{}", source.text);
@@ -185,7 +187,7 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // SAFETY: the program was created and is destroyed once. An error would mean that it was not valid.
+        // SAFETY: the program was created and is destroyed once. An error would mean that it was invalid.
         let _ = unsafe { result::destroy_program(self.0) };
     }
 }

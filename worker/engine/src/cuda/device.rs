@@ -1,4 +1,4 @@
-//! One GPU of this process: its context and stream, and checks that the libraries are installed.
+//! One GPU of this process: its context and stream, and checks that its libraries are installed.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -10,10 +10,10 @@ use super::{cudnn, profile::Profiler};
 use crate::error::{EngineError, Result};
 use crate::options::DeviceInfo;
 
-/// Threads of a warp of all GPUs by NVIDIA: kernels are compiled with this constant where no device is open.
+/// Warp size of all NVIDIA GPUs, with which kernels are compiled if no device is open.
 pub(crate) const NVIDIA_WARP: u32 = 32;
 
-/// A context on one device and the stream that everything is enqueued to.
+/// A context on one device, and the stream to which all work is enqueued.
 #[derive(Clone, Debug)]
 pub(crate) struct Device {
     pub(crate) context: Arc<CudaContext>,
@@ -57,39 +57,40 @@ impl Device {
     }
 }
 
-/// The compiler's name of a compute capability; for Hopper, with the instructions that only it has.
+/// Returns the compiler's name of a compute capability; for Hopper, with the instructions that only it has.
 fn arch((major, minor): (i32, i32)) -> String {
     let own = if (major, minor) == (9, 0) { "a" } else { "" };
     format!("sm_{major}{minor}{own}")
 }
 
-/// Loads the libraries, which opening a GPU then does not have to wait for, without any call. What is missing is
+/// Loads the libraries without calling them, so that opening a GPU does not have to wait for that. A missing library is
 /// reported when a GPU is opened.
 pub fn load_libraries() {
     let _ = find_libraries();
     cudnn::library::load_all();
 }
 
-/// Initialises the driver, which opening a GPU then does not have to wait for. Errors are reported when one is opened.
+/// Initialises the driver, so that opening a GPU does not have to wait for that. Errors are reported when a GPU is
+/// opened.
 pub fn initialise_driver() {
     if find_libraries().is_ok() {
         let _ = result::init();
     }
 }
 
-/// A new stream on GPU `ordinal`, for programs that use the pool without the engine's operations.
+/// Creates a stream on GPU `ordinal`, for programs that use the pool without the engine's operations.
 ///
 /// # Errors
-/// As [`CudaBackend::open`](crate::CudaBackend::open).
+/// The same as for [`CudaBackend::open`](crate::CudaBackend::open).
 pub fn compute_stream(ordinal: usize) -> Result<Arc<CudaStream>> {
     Device::open(ordinal).map(|device| device.stream)
 }
 
-/// High-water mark of the driver's default memory pool of GPU `ordinal` in this process, in bytes: what was allocated
-/// by `cudaMallocAsync` instead of the pool.
+/// Returns the high-water mark, in bytes, of the driver's default memory pool of GPU `ordinal` in this process: memory
+/// that was allocated by `cudaMallocAsync` instead of this crate's pool.
 ///
 /// # Errors
-/// As [`CudaBackend::open`](crate::CudaBackend::open).
+/// The same as for [`CudaBackend::open`](crate::CudaBackend::open).
 pub fn default_mempool_high(ordinal: usize) -> Result<u64> {
     let device = Device::open(ordinal)?;
     let failed = |error: DriverError| EngineError::Device { ordinal, reason: message(error) };
@@ -103,7 +104,7 @@ pub fn default_mempool_high(ordinal: usize) -> Result<u64> {
     Ok(high)
 }
 
-/// cudarc panics on the first use of a missing library, so they are checked first.
+/// Checks that all libraries are present, as cudarc panics on the first use of a missing one.
 fn find_libraries() -> Result<()> {
     let missing = |library, looked_for: &str| EngineError::Library { library, looked_for: looked_for.into() };
     // SAFETY: the check opens the library, whose initialisers have no preconditions; here and below.
@@ -128,13 +129,13 @@ pub(crate) fn driver_error(what: impl Into<String>, error: DriverError) -> Engin
     EngineError::Cuda { what: what.into(), reason: message(error) }
 }
 
-/// The driver's message and name of an error.
+/// Formats the driver's message and name of an error.
 fn message(error: DriverError) -> String {
     let text = error.error_string().map(|text| text.to_string_lossy().into_owned());
     format!("{} ({:?})", text.unwrap_or_else(|_| "unknown error".into()), error.0)
 }
 
-/// The UUID in the format of NVML and nvidia-smi.
+/// Formats a UUID like NVML and nvidia-smi do.
 fn uuid_text(bytes: impl IntoIterator<Item = std::ffi::c_char>) -> String {
     use std::fmt::Write;
     let mut text = String::from("GPU-");

@@ -1,4 +1,4 @@
-//! Capture of the compute stream into CUDA graphs, each launched in one call afterwards.
+//! Captures the compute stream into CUDA graphs, which are then launched in one call each.
 
 use cudarc::driver::CudaGraph;
 use cudarc::driver::sys::{CUgraphInstantiate_flags as Flags, CUstreamCaptureMode as Mode};
@@ -6,9 +6,9 @@ use cudarc::driver::sys::{CUgraphInstantiate_flags as Flags, CUstreamCaptureMode
 use super::device::{Device, driver_error};
 use crate::error::{EngineError, Result};
 
-/// Starts capturing what is enqueued to the stream.
+/// Starts to capture the work enqueued to the stream.
 pub(crate) fn begin(device: &Device) -> Result<()> {
-    // Thread-local mode: other threads, such as NCCL's proxy and the watchdog, keep making driver calls meanwhile,
+    // Thread-local mode: other threads, such as NCCL's proxy and the watchdog, make driver calls during the capture,
     // which the global mode would reject.
     device
         .stream
@@ -18,7 +18,7 @@ pub(crate) fn begin(device: &Device) -> Result<()> {
 
 /// Ends the capture and instantiates the graph.
 pub(crate) fn end(device: &Device) -> Result<CudaGraph> {
-    // Node priorities keep those of the streams: all-reduce kernels go before the GEMMs that they overlap with.
+    // Nodes keep the priorities of their streams: all-reduce kernels precede the GEMMs that they overlap with.
     let graph = device
         .stream
         .end_capture(Flags::CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY)
@@ -34,7 +34,7 @@ pub(crate) fn launch(graph: &CudaGraph) -> Result<()> {
     graph.launch().map_err(|error| driver_error("failed to launch a graph", error))
 }
 
-/// Whether a capture is in progress.
+/// Returns whether a capture is in progress.
 pub(crate) fn is_capturing(device: &Device) -> Result<bool> {
     use cudarc::driver::sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as NONE;
     let status = device.stream.capture_status();

@@ -1,5 +1,5 @@
-//! What launches of our GEMMs for compute capability 9.0 have in common: kernels that are compiled when they are first
-//! needed, and descriptions of their operands (`headers/hopper.cuh`).
+//! Common parts of launching our GEMMs for compute capability 9.0: kernels that are compiled on first use, and
+//! descriptors of their operands (`headers/hopper.cuh`).
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -19,16 +19,16 @@ use super::launch::{Arg, Kernels, Launch, VEC};
 use crate::error::{EngineError, Result};
 use crate::tensor::Slice;
 
-/// Threads of a block: a warpgroup that loads tiles and two that multiply.
+/// Threads of a block: one warpgroup that loads tiles and two that multiply.
 pub(crate) const THREADS: u32 = 384;
-/// Rows of a tile, its depth, and the edge of the squares that operands with k in their rows are loaded in.
+/// Rows of a tile, its depth, and the edge of the squares in which operands with k in their rows are loaded.
 pub(crate) const TILE_M: usize = 128;
 pub(crate) const TILE_K: usize = 64;
 pub(crate) const SQUARE: usize = 64;
-/// Dynamic shared memory besides tiles: barriers, and room to begin at a multiple of 1,024.
+/// Dynamic shared memory other than tiles: barriers, and space to align the start to 1,024 bytes.
 pub(crate) const OTHER_SHARED: usize = 2048;
 
-/// A kernel and what it is compiled with.
+/// A kernel and its compilation settings.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HopperKernel {
     pub(crate) source: Source,
@@ -38,11 +38,11 @@ pub(crate) struct HopperKernel {
     pub(crate) shared: usize,
 }
 
-/// The kernels that were needed so far.
+/// The kernels used so far.
 #[derive(Debug)]
 pub(crate) struct Hopper {
     kernels: Rc<Kernels>,
-    /// By address, as they are statics.
+    /// Loaded kernels, by the address of their static.
     loaded: RefCell<HashMap<*const HopperKernel, CudaFunction>>,
 }
 
@@ -51,8 +51,8 @@ impl Hopper {
         Self { kernels: kernels.clone(), loaded: RefCell::default() }
     }
 
-    /// Whether this device can run the kernels, and they can access these operands as arrays with innermost dimensions
-    /// of these lengths: bf16, and whole vectors. Other dimensions must fit into an `int`, too.
+    /// Returns whether this device can run the kernels and they can access these operands: they must be bf16, and their
+    /// innermost dimensions, of these lengths, must consist of whole vectors. All dimensions must fit into an `int`.
     pub(crate) fn supports(&self, operands: &[Slice<'_>], inner: &[usize], other: &[usize]) -> bool {
         self.kernels.device().capability == (9, 0)
             && operands.iter().all(|x| x.dtype() == DType::Bf16 && x.address().is_multiple_of(16))
@@ -60,7 +60,7 @@ impl Hopper {
             && inner.iter().chain(other).all(|len| (1..i32::MAX as usize / 2).contains(len))
     }
 
-    /// Streaming multiprocessors: blocks that run at a time.
+    /// Returns the number of streaming multiprocessors, which is the number of blocks that run at a time.
     pub(crate) fn multiprocessors(&self) -> usize {
         self.kernels.device().multiprocessors as usize
     }
@@ -81,7 +81,7 @@ impl Hopper {
         unsafe { self.kernels.launch_function(kernel.name, &function, launch, args) }
     }
 
-    /// The kernel, compiled or loaded when it is first needed.
+    /// Returns the kernel, which is compiled or loaded on first use.
     fn function(&self, kernel: &'static HopperKernel) -> Result<CudaFunction> {
         let HopperKernel { source, name, macros, shared } = *kernel;
         if let Some(function) = self.loaded.borrow().get(&std::ptr::from_ref(kernel)) {
@@ -96,7 +96,7 @@ impl Hopper {
 }
 
 /// Describes a dense array, innermost dimension first, that is loaded in boxes with the 128-byte swizzle. Elements
-/// outside of it read as zero.
+/// outside the array read as zero.
 pub(crate) fn tensor_map(x: Slice<'_>, dims: [usize; 3], tile: [usize; 3]) -> Result<CUtensorMap> {
     let mut map = MaybeUninit::uninit();
     let size = DType::Bf16.size() as u64;

@@ -1,4 +1,4 @@
-//! The kernels of one device: loaded by file, launched by name.
+//! The kernels of one device, loaded by file and launched by name.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -21,7 +21,7 @@ use crate::tensor::Slice;
 /// Elements of a `Vec8`.
 pub(crate) const VEC: usize = 8;
 
-/// Shared memory of a block that is left to static allocations, in bytes.
+/// Shared memory of a block that is reserved for static allocations, in bytes.
 pub(crate) const STATIC_SHARED: usize = 1024;
 
 /// A kernel file that is compiled when a GPU is opened.
@@ -31,7 +31,7 @@ pub(crate) struct KernelFile {
     /// Names of its kernels.
     pub(crate) kernels: &'static [&'static str],
     pub(crate) macros: &'static [Macro],
-    /// Kernels that may use all of a block's shared memory dynamically but [`STATIC_SHARED`] bytes.
+    /// Kernels that may dynamically use all of a block's shared memory except [`STATIC_SHARED`] bytes.
     pub(crate) dynamic_shared: &'static [&'static str],
 }
 
@@ -54,7 +54,7 @@ impl From<Slice<'_>> for Arg {
     }
 }
 
-/// `None` is a null pointer.
+/// `None` becomes a null pointer.
 impl From<Option<Slice<'_>>> for Arg {
     fn from(slice: Option<Slice<'_>>) -> Self {
         Self::Word(slice.map_or(0, Slice::address))
@@ -79,7 +79,7 @@ impl From<bool> for Arg {
     }
 }
 
-/// The arguments of a kernel, each converted to what it is passed as.
+/// Builds the arguments of a kernel, converting each one to the type that is passed.
 macro_rules! args {
     ($($arg:expr),* $(,)?) => { &[$($crate::cuda::Arg::from($arg)),*] };
 }
@@ -90,29 +90,29 @@ pub(crate) use args;
 pub(crate) struct Launch {
     pub(crate) grid: (usize, usize, usize),
     pub(crate) block: (u32, u32),
-    /// In bytes.
+    /// Dynamic shared memory in bytes.
     pub(crate) shared: usize,
 }
 
 impl Launch {
-    /// `count` blocks.
+    /// Launches `count` blocks.
     pub(crate) fn blocks(count: usize, threads: u32) -> Self {
         Self { grid: (count, 1, 1), block: (threads, 1), shared: 0 }
     }
 
-    /// As many blocks of `block` threads as make at least `count` threads.
+    /// Launches the smallest number of blocks of `block` threads that has at least `count` threads.
     pub(crate) fn threads(count: usize, block: u32) -> Self {
         Self::blocks(count.div_ceil(block as usize), block)
     }
 
-    /// `count` two-dimensional blocks.
+    /// Launches `count` two-dimensional blocks.
     pub(crate) fn rows(count: usize, block: (u32, u32)) -> Self {
         Self { grid: (count, 1, 1), block, shared: 0 }
     }
 }
 
-/// Most blocks in the dimensions of a grid, on devices of every compute capability. Attention has sequences in the
-/// second or third one.
+/// Maximum number of blocks in each dimension of a grid, on devices of every compute capability. Attention has
+/// sequences in the second or third dimension.
 const MAX_GRID_X: usize = i32::MAX as usize;
 const MAX_GRID_YZ: usize = 65_535;
 
@@ -151,7 +151,7 @@ impl Kernels {
         &self.device
     }
 
-    /// The kernels of a source, compiled or from the cache.
+    /// Loads the kernels of a source, which is compiled or taken from the cache.
     pub(crate) fn load(
         &self,
         source: Source,
@@ -191,15 +191,16 @@ impl Kernels {
 
     /// Enqueues a kernel.
     ///
-    /// # Safety The arguments are those that the kernel of this name declares, and every pointer is the address of as
-    /// many elements as the kernel accesses, which stay allocated until the stream has passed this point.
+    /// # Safety
+    /// The arguments are those that the kernel of this name declares, and every pointer is the address of as many
+    /// elements as the kernel accesses, which stay allocated until the stream has passed this point.
     pub(crate) unsafe fn launch(&self, name: &'static str, launch: Launch, args: &[Arg]) -> Result<()> {
         let function = self.functions.get(name).ok_or_else(|| EngineError::no_kernel(name))?;
         // SAFETY: the caller's promise.
         unsafe { self.launch_function(name, function, launch, args) }
     }
 
-    /// Enqueues a kernel of [`load`](Self::load).
+    /// Enqueues a kernel returned by [`load`](Self::load).
     ///
     /// # Safety
     /// As [`launch`](Self::launch).
@@ -215,7 +216,7 @@ impl Kernels {
         self.device.profiler.time(&self.device.stream, || name.to_owned(), enqueue)
     }
 
-    /// Enqueues a kernel of [`load`](Self::load), whose time the caller records.
+    /// Enqueues a kernel returned by [`load`](Self::load), whose time the caller records.
     ///
     /// # Safety
     /// As [`launch`](Self::launch).
@@ -269,8 +270,8 @@ impl Kernels {
     }
 }
 
-/// Programmatic dependent launch: the kernel may start before its predecessor has ended, see `pdl_wait_and_launch` in
-/// the prelude.
+/// Enables programmatic dependent launch: the kernel may start before its predecessor has ended; see
+/// `pdl_wait_and_launch` in ptx.cuh.
 fn pdl_attribute() -> CUlaunchAttribute {
     CUlaunchAttribute {
         id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,

@@ -1,19 +1,19 @@
-//! What operations on an NVIDIA GPU are built from.
+//! Building blocks of operations on an NVIDIA GPU.
 //!
 //! - `device`: libraries, context, stream;
-//! - `compile`, `launch`: `.cu` files to machine code, loaded and launched by name;
+//! - `compile`, `launch`: compile `.cu` files to machine code, and load and launch kernels by name;
 //! - `gemm`: matrix multiplication by cuBLASLt;
 //! - `hopper`: our own GEMMs on compute capability 9.0;
 //! - `cudnn`: cuDNN's graph API;
 //! - `graph`: capture into CUDA graphs;
 //! - `profile`: times of kernels;
-//! - `staging`: host to device and back through pinned memory;
-//! - `variants`: which variant of an operation runs; `variant_log`: prints which one was selected;
-//! - this file: an open GPU, and the checks of operands.
+//! - `staging`: copies between host and device through pinned memory;
+//! - `variants`: selects the variant of an operation; `variant_log`: prints the selection;
+//! - this file: an open GPU, and checks of operands.
 //!
-//! Everything is enqueued to one stream, in the order of the calls, so memory that a dropped tensor returns to the pool
-//! may be handed out again at once: its next user writes after its last reader. Operations check lengths and element
-//! types before they enqueue anything, because kernels trust them.
+//! All work is enqueued to one stream in the order of the calls, so memory that a dropped tensor returns to the pool
+//! can be reused at once: its next user writes after its last reader. Operations check lengths and element types before
+//! they enqueue anything, because kernels rely on them.
 
 pub(crate) mod compile;
 pub(crate) mod cudnn;
@@ -81,7 +81,7 @@ impl Gpu {
         })
     }
 
-    /// A tensor with unspecified contents.
+    /// Allocates a tensor with unspecified contents.
     #[track_caller]
     pub(crate) fn alloc(&self, dtype: DType, len: usize) -> Result<Tensor> {
         Tensor::new(&self.pool, dtype, len)
@@ -95,7 +95,7 @@ impl Gpu {
             .map_err(|error| driver_error("failed to clear memory", error))
     }
 
-    /// Enough blocks to fill the device, no more than there are elements: for grid-stride loops.
+    /// Returns a launch for grid-stride loops: enough blocks to fill the device, but not more than there are elements.
     pub(crate) fn grid_for(&self, len: usize) -> Launch {
         let most = self.device.multiprocessors as usize * 8;
         Launch::blocks(len.div_ceil(BLOCK_THREADS as usize).min(most), BLOCK_THREADS)
@@ -123,7 +123,7 @@ impl Gpu {
     }
 }
 
-/// Panics unless `x` has this type and length: see the contract of [`Backend`](crate::Backend).
+/// Panics unless `x` has this type and length; see the contract of [`Backend`](crate::Backend).
 pub(crate) fn expect(x: Slice<'_>, dtype: DType, len: usize) {
     assert!(x.dtype() == dtype && x.len() == len, "expected {len} {}, got {x:?}", dtype.name());
 }
@@ -140,12 +140,12 @@ pub(crate) fn is_bf16(x: Slice<'_>) -> bool {
     x.dtype() == DType::Bf16
 }
 
-/// Whether rows of `cols` elements of these arrays can be accessed as vectors of eight.
+/// Returns whether rows of `cols` elements of these arrays can be accessed as vectors of eight.
 pub(crate) fn vectorizable(cols: usize, arrays: &[Slice<'_>]) -> bool {
     cols.is_multiple_of(VEC) && arrays.iter().all(|x| x.address().is_multiple_of(16))
 }
 
-/// Threads of a block that processes a row as vectors: whole warps, at most [`BLOCK_THREADS`].
+/// Returns the number of threads of a block that processes a row as vectors: whole warps, at most [`BLOCK_THREADS`].
 pub(crate) fn vec_threads(gpu: &Gpu, cols: usize) -> u32 {
     (cols.div_ceil(VEC) as u32).next_multiple_of(gpu.device.warp).min(BLOCK_THREADS)
 }

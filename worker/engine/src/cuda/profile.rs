@@ -1,7 +1,7 @@
-//! Times of kernels: an event before and after every launch, while profiling is on.
+//! Times of kernels: while profiling is on, an event is recorded before and after every launch.
 //!
-//! The events add about 3 us to each kernel and keep kernels from overlapping. The device's clock is aligned with the
-//! host's at the first launch, assuming that it starts at once on a stream that was idle.
+//! The events add about 3 us to each kernel and prevent kernels from overlapping. The device's clock is aligned with
+//! the host's at the first launch, assuming that on an idle stream it starts at once.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ pub(crate) struct Profiler {
 #[derive(Debug)]
 struct Session {
     started: Instant,
-    /// From the start to the first launch.
+    /// Time from the start of the session to the first launch.
     until_first: Duration,
     records: Vec<Record>,
 }
@@ -65,7 +65,7 @@ impl Profiler {
         *self.session.borrow_mut() = Some(session);
     }
 
-    /// Ends the session: waits for the last launch and returns the times of all.
+    /// Ends the session: waits for the last launch and returns the times of all launches.
     pub(crate) fn end(&self) -> Result<Vec<KernelSpan>> {
         let Some(Session { until_first, records, .. }) = self.session.take() else { return Ok(Vec::new()) };
         let mut spans = Vec::with_capacity(records.len());
@@ -78,12 +78,12 @@ impl Profiler {
     }
 }
 
-/// Device time between two events, the second of which is waited for.
+/// Returns the device time between two events, and waits for the second one.
 pub(crate) fn seconds(from: &CudaEvent, to: &CudaEvent) -> Result<f64> {
     from.elapsed_ms(to).map(|milliseconds| f64::from(milliseconds) / 1e3).map_err(failed)
 }
 
-/// A timing event, recorded now.
+/// Records a timing event.
 pub(crate) fn mark(stream: &Arc<CudaStream>) -> Result<CudaEvent> {
     stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).map_err(failed)
 }

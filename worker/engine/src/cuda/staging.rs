@@ -4,8 +4,8 @@
 //! write: values -> pinned buffer -> device         the buffer is held until the host knows that the copy is done
 //! read:  device -> pinned buffer -> event ... wait for the event -> values
 //! ```
-//! Waiting for a read shows that every copy before it is done too. A long series of writes without a read waits by
-//! itself.
+//! When a read has been waited for, every earlier copy is done as well. A long series of writes without a read
+//! eventually waits.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -18,9 +18,9 @@ use xlaunch_pool::{Mode, Pool, PoolBuf};
 use super::device::{Device, driver_error};
 use crate::error::Result;
 
-/// Most bytes of one copy.
+/// Maximum size of one copy in bytes.
 const COPY_BYTES: usize = 1 << 20;
-/// Most writes in flight.
+/// Maximum number of writes in flight.
 const MAX_WRITES_IN_FLIGHT: usize = 64;
 
 /// The pinned pool, and the buffers of copies in flight.
@@ -29,7 +29,7 @@ pub(crate) struct Staging {
     device: Device,
     pool: Pool,
     writes: RefCell<Writes>,
-    /// Events for reuse, of reads that were waited for.
+    /// Events of completed reads, for reuse.
     events: RefCell<Vec<Rc<CudaEvent>>>,
 }
 
@@ -37,23 +37,22 @@ pub(crate) struct Staging {
 #[derive(Debug, Default)]
 struct Writes {
     buffers: VecDeque<PoolBuf<u8>>,
-    /// Buffers returned to the pool so far: `completed + buffers.len()` writes were started.
+    /// Number of buffers returned to the pool so far: `completed + buffers.len()` writes were started.
     completed: u64,
 }
 
-/// A copy to the host in flight.
+/// A copy to the host that is in flight.
 #[derive(Debug)]
 pub(crate) struct StagedRead {
     pinned: PoolBuf<u8>,
     done: Rc<CudaEvent>,
-    /// Number of writes started before it.
+    /// Number of writes that were started before it.
     writes_before: u64,
 }
 
 impl Drop for StagedRead {
     fn drop(&mut self) {
-        // The pool may hand the buffer out again, so the copy must have ended. If this fails, so does everything after
-        // it.
+        // The pool may reuse the buffer, so the copy must have ended. If waiting fails, all later work fails too.
         let _ = self.done.synchronize();
     }
 }
@@ -67,7 +66,8 @@ impl Staging {
     /// Enqueues a copy of `bytes` to `address`.
     ///
     /// # Safety
-    /// `address` is that of as many bytes of this device's memory, allocated until the stream has passed this point.
+    /// `address` is the address of `bytes.len()` bytes of this device's memory, which stay allocated until the stream
+    /// has passed this point.
     pub(crate) unsafe fn write(&self, address: u64, bytes: &[u8]) -> Result<()> {
         for (index, chunk) in bytes.chunks(COPY_BYTES).enumerate() {
             let pinned = self.pool.alloc::<u8>(chunk.len())?;
@@ -94,7 +94,7 @@ impl Staging {
     /// Enqueues a copy of the `bytes` bytes at `address`.
     ///
     /// # Safety
-    /// As [`write`](Self::write).
+    /// The same as for [`write`](Self::write).
     pub(crate) unsafe fn begin_read(&self, address: u64, bytes: usize) -> Result<StagedRead> {
         let failed = |error| driver_error("failed to read from the device", error);
         let pinned = self.pool.alloc::<u8>(bytes)?;
@@ -129,7 +129,7 @@ impl Staging {
         Ok(())
     }
 
-    /// The host has waited for the compute stream: all copies are done.
+    /// The host has waited for the compute stream, so all copies are done.
     pub(crate) fn host_waited(&self) {
         let writes = &mut *self.writes.borrow_mut();
         writes.completed += writes.buffers.len() as u64;

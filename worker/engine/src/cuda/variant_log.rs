@@ -1,12 +1,12 @@
-//! A log of the variant selected for each operation and shape, and why not a faster one.
+//! Log of the variant selected for each operation and shape, and of the reason why a faster one was not.
 //!
-//! One line on stderr for each operation and shape, when it is first seen. And warnings of what is missing.
+//! Prints one line to stderr for each operation and shape when it is first seen, and warnings about missing libraries.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
 use std::fmt;
 
-/// Lines printed so far. Either kind of them may be off.
+/// Lines printed so far. The log, the warnings, or both may be off.
 #[derive(Debug)]
 pub(crate) struct VariantLog {
     log: bool,
@@ -19,7 +19,8 @@ impl VariantLog {
         Self { log, warnings, printed: RefCell::default() }
     }
 
-    /// An operation on a shape uses this variant; `instead_of` names a faster one and why it was not selected.
+    /// Logs that an operation on a shape uses this variant. `instead_of` names a faster one and the reason why it was
+    /// not selected.
     pub(crate) fn selected(
         &self,
         operation: &'static str,
@@ -36,7 +37,7 @@ impl VariantLog {
         });
     }
 
-    /// Something is missing on this host, without which `what`.
+    /// Warns that something is missing on this host; `what` is the consequence.
     pub(crate) fn missing(&self, what: &str, reason: &str) {
         if self.warnings {
             self.print(format!("warning: {what}: {reason}"));

@@ -1,8 +1,8 @@
-//! Which variant of an operation runs: the fastest by timing, found once per host.
+//! Selects the variant of an operation: the fastest by timing, found once per host.
 //!
-//! All variants of an operation write the same outputs and read none of them. So they can be timed in any order, on the
-//! operation's own operands, when a shape is first seen. The choice is kept on disk. Where there is none, the first
-//! variant runs, which supports everything.
+//! All variants of an operation write the same outputs and do not read them, so they can be timed in any order, on the
+//! operation's own operands, when a shape is first seen. The choice is kept on disk. If no choice is possible, the
+//! first variant runs, which supports everything.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -12,7 +12,7 @@ use std::hash::Hash;
 use super::{Gpu, Source};
 use crate::error::Result;
 
-/// What a choice depends on.
+/// Everything that a choice depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Site<S> {
     pub(crate) operation: &'static str,
@@ -26,11 +26,11 @@ pub(crate) trait Variant: Copy {
     fn name(self) -> &'static str;
 }
 
-/// Numbers of the fastest variants that were found so far.
+/// Indices of the fastest variants found so far.
 #[derive(Debug)]
 pub(crate) struct Fastest<S> {
     found: RefCell<HashMap<Site<S>, usize>>,
-    /// For tests: the variant of all sites that it supports.
+    /// For tests: the variant to use for all sites that it supports.
     forced: Cell<Option<usize>>,
 }
 
@@ -41,8 +41,8 @@ impl<S> Default for Fastest<S> {
 }
 
 impl<S: Copy + Debug + Eq + Hash> Fastest<S> {
-    /// The variant to run, which is also printed to the log. `unsupported` says why none but the first can run, if so;
-    /// `sources` are our own kernels, as the choice depends on how fast they are. `run` may be called any number of
+    /// Returns the variant to run, and logs it. `unsupported` is the reason why only the first one can run, if so;
+    /// `sources` are our own kernels, since the choice depends on how fast they are. `run` may be called any number of
     /// times.
     pub(crate) fn select<V: Variant>(
         &self,
@@ -68,17 +68,18 @@ impl<S: Copy + Debug + Eq + Hash> Fastest<S> {
         Ok(selected)
     }
 
-    /// From now on, selects this variant for all sites that it supports, in deterministic runs too; or the fastest.
+    /// From now on, selects this variant for all sites that it supports, even in deterministic runs; `None` restores
+    /// the choice of the fastest.
     pub(crate) fn force(&self, variant: Option<usize>) {
         self.forced.set(variant);
     }
 
-    /// Selects this variant from now on.
+    /// From now on, selects this variant for a site.
     pub(crate) fn set(&self, site: Site<S>, variant: usize) {
         self.found.borrow_mut().insert(site, variant);
     }
 
-    /// The number of the fastest; `None` if it is not known yet and nothing can be timed now.
+    /// Returns the index of the fastest variant; `None` if it is not known yet and nothing can be timed now.
     fn find<V: Variant>(
         &self,
         gpu: &Gpu,

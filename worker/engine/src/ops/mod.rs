@@ -1,9 +1,9 @@
-//! The operations that a GPT trainer is made of, one folder each: formulas, shapes and arguments in `mod.rs`, the CPU
-//! implementation in `cpu.rs`, checks and launches in `cuda.rs`, kernels in `kernel.cu`.
+//! The operations of a GPT trainer, one folder each: formulas, shapes and arguments in `mod.rs`, the CPU implementation
+//! in `cpu.rs`, checks and launches in `cuda.rs`, kernels in `kernel.cu`.
 //!
-//! An argument struct has the shape of each operand at its field. Letters: B batch, T sequence, C model width, H heads,
-//! Hkv key heads, D head width, F ffn, V vocabulary, Vp padded vocabulary, L layers; N = B T rows of tokens. Arrays are
-//! row-major. The contract that all operations share is that of [`Backend`](crate::Backend).
+//! An argument struct documents the shape of each operand at its field. Letters: B batch, T sequence, C model width, H
+//! heads, Hkv key heads, D head width, F ffn, V vocabulary, Vp padded vocabulary, L layers; N = B T rows of tokens.
+//! Arrays are row-major. The contract shared by all operations is that of [`Backend`](crate::Backend).
 //!
 //! | module | defines | builds on |
 //! |---|---|---|
@@ -70,7 +70,7 @@ pub enum Accumulate {
     Add,
 }
 
-/// Kernel files that are compiled when a GPU is opened. Those of attention are compiled per head width, on first use.
+/// Kernel files that are compiled when a GPU is opened. Those of attention are compiled on first use, per head width.
 pub(crate) const KERNEL_FILES: [&KernelFile; 15] = [
     &adamw::cuda::KERNELS,
     &cast::cuda::KERNELS,

@@ -235,8 +235,8 @@ fn claims_of_giant_sizes_are_refused_without_allocating_them() {
 
 #[test]
 fn erased_snapshot_is_refused() {
-    assert!(refused(0, &[0; HEADER_BYTES]).contains("not there"));
-    assert!(refused(20, &[1]).contains("not there"), "a header that is changed is none");
+    assert!(refused(0, &[0; HEADER_BYTES]).contains("no longer exists"));
+    assert!(refused(20, &[1]).contains("no longer exists"), "a changed header is no header");
 }
 
 #[test]

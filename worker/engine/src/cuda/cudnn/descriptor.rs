@@ -1,4 +1,4 @@
-//! One object of cuDNN's backend API, and the library's errors.
+//! Objects of cuDNN's backend API, and the library's errors.
 //!
 //! Everything in that API is a descriptor: created with a type, given attributes, finalised, destroyed. Attributes and
 //! their types are listed in the documentation of the cuDNN graph library.
@@ -12,7 +12,7 @@ use cudarc::cudnn::sys::{
 
 use super::library::{Library, SUCCESS, Status};
 
-/// An error of the library: in most cases a shape or a device that it has no kernel for.
+/// An error of the library. In most cases it has no kernel for a shape or a device.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{call}: {reason}")]
 pub(crate) struct CudnnError {
@@ -25,7 +25,7 @@ impl CudnnError {
         Self { call, reason: reason.into() }
     }
 
-    /// The error of the call just made, with the library's message.
+    /// Turns the status of the latest call into an error with the library's message.
     pub(crate) fn check(call: &'static str, status: Status) -> Result<(), Self> {
         if status == SUCCESS {
             return Ok(());
@@ -39,7 +39,7 @@ impl CudnnError {
     }
 }
 
-/// The library. Opening a [`Cudnn`](super::Cudnn) has shown that it is installed.
+/// Returns the library. Opening a [`Cudnn`](super::Cudnn) has shown that it is installed.
 pub(crate) fn library() -> Result<&'static Library, CudnnError> {
     Library::get().map_err(|reason| CudnnError::new("dlopen", reason))
 }
@@ -73,7 +73,8 @@ values! {
     sys::cudnnBackendHeurMode_t => CUDNN_TYPE_HEUR_MODE,
 }
 
-/// A descriptor, laid out as the library's own pointer to it, so that a slice of these is an array of pointers.
+/// A descriptor. It has the same layout as the library's own pointer, so that a slice of descriptors is an array of
+/// pointers.
 #[derive(Debug)]
 #[repr(transparent)]
 pub(crate) struct Descriptor(cudnnBackendDescriptor_t);
@@ -91,7 +92,8 @@ impl Descriptor {
         Ok(Self(raw))
     }
 
-    /// The library copies the values, but keeps references: a descriptor among them has to outlive this one.
+    /// Sets an attribute. The library copies the values but keeps references, so a descriptor among them must outlive
+    /// this one.
     pub(crate) fn set<T: Value>(&self, attribute: Attribute, values: &[T]) -> Result<(), CudnnError> {
         // SAFETY: this descriptor is alive; the array has `values.len()` values, laid out as the type says. The library
         // checks that the attribute has that type.
@@ -107,15 +109,15 @@ impl Descriptor {
         CudnnError::check("cudnnBackendSetAttribute", status)
     }
 
-    /// Checks all attributes together. None can be set afterwards.
+    /// Checks all attributes together. No attribute can be set afterwards.
     pub(crate) fn finalize(self) -> Result<Self, CudnnError> {
         // SAFETY: this descriptor is alive.
         CudnnError::check("cudnnBackendFinalize", unsafe { (library()?.finalize)(self.0) })?;
         Ok(self)
     }
 
-    /// Reads at most `values.len()` values of an attribute and returns their number; for an empty slice, the number
-    /// that exists.
+    /// Reads at most `values.len()` values of an attribute and returns their number; for an empty slice, returns the
+    /// number of existing values.
     pub(crate) fn get<T: Value>(&self, attribute: Attribute, values: &mut [T]) -> Result<usize, CudnnError> {
         let mut count = 0;
         let array = if values.is_empty() { std::ptr::null_mut() } else { values.as_mut_ptr() };
@@ -134,7 +136,7 @@ impl Descriptor {
         Ok(usize::try_from(count).unwrap_or(0))
     }
 
-    /// The library's own pointer.
+    /// Returns the library's own pointer.
     pub(crate) fn raw(&self) -> cudnnBackendDescriptor_t {
         self.0
     }

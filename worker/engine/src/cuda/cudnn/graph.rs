@@ -1,8 +1,8 @@
 //! Operation graphs, and the execution plans that the library builds from them.
 //!
-//! A tensor is real (device memory, whose address each execution passes), a scalar (passed by value), or virtual (it
-//! exists inside the plan's kernels only). The library has kernels for a few patterns of operations in some shapes and
-//! rejects everything else. All tensors here have four dimensions, with sizes and strides in elements.
+//! A tensor is real (device memory whose address is passed to each execution), a scalar (passed by value), or virtual
+//! (it exists only inside the plan's kernels). The library has kernels for a few patterns of operations in some shapes
+//! and rejects everything else. All tensors here have four dimensions, with sizes and strides in elements.
 
 use std::ffi::c_void;
 
@@ -26,13 +26,13 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    /// Row-major without gaps.
+    /// Row-major layout without gaps.
     pub(crate) fn dense(element: DataType, dims: [i64; 4]) -> Self {
         let [_, b, c, d] = dims;
         Self { element, dims, strides: [b * c * d, c * d, d, 1] }
     }
 
-    /// The last two dimensions transposed, in the same memory.
+    /// Transposes the last two dimensions, in the same memory.
     pub(crate) fn transposed(mut self) -> Self {
         self.dims.swap(2, 3);
         self.strides.swap(2, 3);
@@ -43,7 +43,7 @@ impl Layout {
         Self { element, ..self }
     }
 
-    /// Bytes of a tensor without gaps.
+    /// Returns the size in bytes of a tensor without gaps.
     pub(crate) fn bytes(self) -> usize {
         let size = if self.element == DataType::CUDNN_DATA_BFLOAT16 { 2 } else { 4 };
         usize::try_from(self.dims.iter().product::<i64>()).unwrap_or(0) * size
@@ -62,14 +62,14 @@ pub(crate) struct Tensor {
 pub(crate) enum Target {
     /// The device of this handle.
     Handle(cudnnHandle_t),
-    /// A device that need not be present, by its properties: for tests.
+    /// A device that need not be present, described by its properties. For tests.
     Properties(Descriptor),
 }
 
-/// Operations in data-flow order, and their tensors.
+/// Operations in data-flow order, with their tensors.
 #[derive(Debug, Default)]
 pub(crate) struct Graph {
-    /// By id.
+    /// Descriptors of tensors, indexed by id.
     tensors: Vec<Descriptor>,
     scalars: Vec<(Tensor, f32)>,
     /// Descriptors that operations refer to.
@@ -78,17 +78,17 @@ pub(crate) struct Graph {
 }
 
 impl Graph {
-    /// A tensor in device memory.
+    /// Adds a tensor in device memory.
     pub(crate) fn real(&mut self, layout: Layout) -> Result<Tensor, CudnnError> {
         self.tensor(layout, None)
     }
 
-    /// A virtual tensor.
+    /// Adds a virtual tensor.
     pub(crate) fn virtual_tensor(&mut self, layout: Layout) -> Result<Tensor, CudnnError> {
         self.tensor(layout, Some(Attribute::CUDNN_ATTR_TENSOR_IS_VIRTUAL))
     }
 
-    /// A scalar, passed by value.
+    /// Adds a scalar, which is passed by value.
     pub(crate) fn scalar(&mut self, value: f32) -> Result<Tensor, CudnnError> {
         let layout = Layout::dense(DataType::CUDNN_DATA_FLOAT, [1; 4]);
         let tensor = self.tensor(layout, Some(Attribute::CUDNN_ATTR_TENSOR_IS_BY_VALUE))?;
@@ -96,7 +96,7 @@ impl Graph {
         Ok(tensor)
     }
 
-    /// `c = a b`, batched over the first two dimensions; the second (heads) of b may be a divisor of that of a.
+    /// `c = a b`, batched over the first two dimensions; the second dimension (heads) of b may be a divisor of a's.
     pub(crate) fn matmul(&mut self, a: Tensor, b: Tensor, c: Tensor) -> Result<(), CudnnError> {
         let descriptor = Descriptor::new(Kind::CUDNN_BACKEND_MATMUL_DESCRIPTOR)?;
         descriptor.set(Attribute::CUDNN_ATTR_MATMUL_COMP_TYPE, &[DataType::CUDNN_DATA_FLOAT])?;
@@ -114,14 +114,14 @@ impl Graph {
         self.pointwise_along(mode, None, x, y)
     }
 
-    /// A virtual f32 tensor `mode(x, ...)` with the sizes of the first operand.
+    /// Adds a virtual f32 tensor `mode(x, ...)` with the sizes of the first operand.
     pub(crate) fn pointwise_f32(&mut self, mode: Mode, x: &[Tensor]) -> Result<Tensor, CudnnError> {
         let y = self.virtual_tensor(x[0].layout.of(DataType::CUDNN_DATA_FLOAT))?;
         self.pointwise(mode, x, y)?;
         Ok(y)
     }
 
-    /// A virtual tensor of the indices along one dimension of `like`.
+    /// Adds a virtual tensor of the indices along one dimension of `like`.
     pub(crate) fn indices(&mut self, axis: i64, like: Tensor) -> Result<Tensor, CudnnError> {
         let y = self.virtual_tensor(like.layout.of(DataType::CUDNN_DATA_INT32))?;
         self.pointwise_along(Mode::CUDNN_POINTWISE_GEN_INDEX, Some(axis), &[like], y)?;
@@ -163,7 +163,7 @@ impl Graph {
         self.push(descriptor, operation)
     }
 
-    /// `y = x` reduced along the dimensions in which y has size 1, or fewer elements than x.
+    /// `y = x`, reduced along the dimensions in which y has size 1 or fewer elements than x.
     pub(crate) fn reduce(&mut self, operator: Reduce, x: Tensor, y: Tensor) -> Result<(), CudnnError> {
         let descriptor = Descriptor::new(Kind::CUDNN_BACKEND_REDUCTION_DESCRIPTOR)?;
         descriptor.set(Attribute::CUDNN_ATTR_REDUCTION_OPERATOR, &[operator])?;
@@ -176,7 +176,7 @@ impl Graph {
         self.push(descriptor, operation)
     }
 
-    /// A virtual tensor: x with its last two dimensions transposed, in this element type.
+    /// Adds a virtual tensor: x with its last two dimensions transposed, in this element type.
     pub(crate) fn transpose(&mut self, x: Tensor, element: DataType) -> Result<Tensor, CudnnError> {
         let y = self.virtual_tensor(x.layout.transposed().of(element))?;
         let operation = Descriptor::new(Kind::CUDNN_BACKEND_OPERATION_RESHAPE_DESCRIPTOR)?;
@@ -186,7 +186,8 @@ impl Graph {
         Ok(y)
     }
 
-    /// The first plan in the order of the library's heuristic that it can also build. Takes up to seconds.
+    /// Builds the first plan, in the order of the library's heuristic, that the library can build. Takes up to several
+    /// seconds.
     pub(crate) fn plan(self, target: &Target) -> Result<Plan, CudnnError> {
         let graph = Descriptor::new(Kind::CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR)?;
         graph.set(Attribute::CUDNN_ATTR_OPERATIONGRAPH_OPS, &self.operations)?;
@@ -239,7 +240,7 @@ impl Graph {
     }
 
     fn at(&self, tensor: Tensor) -> &[Descriptor] {
-        // Ids count up from 0.
+        // Ids are consecutive, starting at 0.
         std::slice::from_ref(&self.tensors[tensor.id as usize])
     }
 
@@ -250,7 +251,7 @@ impl Graph {
     }
 }
 
-/// A plan of this engine configuration, and the bytes of its workspace.
+/// Builds the plan of this engine configuration. Also returns the size of its workspace in bytes.
 fn build(configuration: &Descriptor) -> Result<(Descriptor, usize), CudnnError> {
     let plan = Descriptor::new(Kind::CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR)?;
     let from = std::slice::from_ref(configuration);
@@ -265,10 +266,11 @@ fn build(configuration: &Descriptor) -> Result<(Descriptor, usize), CudnnError> 
 #[derive(Debug)]
 pub(crate) struct Plan {
     plan: Descriptor,
-    /// Bytes of scratch memory that it needs while it runs.
+    /// Scratch memory needed during execution, in bytes.
     pub(crate) workspace: usize,
     scalars: Vec<(Tensor, f32)>,
-    /// What the plan was built from: each descriptor before those that it refers to, which is the order of destruction.
+    /// Descriptors that the plan was built from. Each one precedes those that it refers to, which is the order of
+    /// destruction.
     #[expect(dead_code, reason = "the plan refers to them")]
     kept: Vec<Descriptor>,
 }
@@ -276,9 +278,10 @@ pub(crate) struct Plan {
 impl Plan {
     /// Enqueues the plan to the handle's stream.
     ///
-    /// # Safety The plan was built for this handle. `tensors` has every real tensor of its graph with the address of
-    /// memory of the tensor's layout, and `workspace` is the address of as many bytes as the plan needs; all of it
-    /// stays allocated until the stream has passed this point.
+    /// # Safety
+    /// The plan was built for this handle. `tensors` has every real tensor of its graph with the address of memory of
+    /// the tensor's layout, and `workspace` is the address of as many bytes as the plan needs; all of it stays
+    /// allocated until the stream has passed this point.
     pub(crate) unsafe fn execute(
         &self,
         handle: cudnnHandle_t,

@@ -1,7 +1,7 @@
 //! cuDNN's functions, loaded on first use. A missing library or function is an error, never a panic or abort.
 //!
-//! The versioned name is tried first: with several installations, it is the one whose other files have versioned names
-//! too.
+//! The versioned name is tried first: among several installations it selects the one whose other files have versioned
+//! names as well.
 
 use std::ffi::{c_char, c_void};
 use std::path::{Path, PathBuf};
@@ -14,8 +14,8 @@ use cudarc::cudnn::sys::{
 
 /// Names under which packages, distributions and Python wheels install cuDNN.
 const NAMES: [&str; 2] = ["libcudnn.so.9", "libcudnn.so"];
-/// The file that `libcudnn.so.9` forwards calls to. Without it, cuDNN aborts the process at the first call: hence the
-/// check.
+/// The file to which `libcudnn.so.9` forwards calls. If it is missing, cuDNN aborts the process at the first call, so
+/// its presence is checked.
 const GRAPH: &str = "libcudnn_graph.so.9";
 /// Files that the library loads when it builds a plan for attention.
 const ENGINES: [&str; 3] = [
@@ -30,7 +30,7 @@ const PATH_VARIABLE: &str = "XLAUNCH_CUDNN";
 pub(crate) type Status = i32;
 pub(crate) const SUCCESS: Status = 0;
 
-/// The functions in use, as `cudnn_graph.h` declares them; streams are `cudaStream_t`.
+/// The functions in use, declared as in `cudnn_graph.h`; streams are `cudaStream_t`.
 pub(crate) struct Library {
     pub(crate) version: unsafe extern "C" fn() -> usize,
     pub(crate) last_error: unsafe extern "C" fn(*mut c_char, usize),
@@ -46,26 +46,26 @@ pub(crate) struct Library {
     pub(crate) finalize: unsafe extern "C" fn(cudnnBackendDescriptor_t) -> Status,
     pub(crate) execute:
         unsafe extern "C" fn(cudnnHandle_t, cudnnBackendDescriptor_t, cudnnBackendDescriptor_t) -> Status,
-    /// As it was loaded.
+    /// Path from which the library was loaded.
     path: PathBuf,
-    /// Keep the functions above in memory.
+    /// Keep the functions above loaded.
     _files: [libloading::Library; 2],
 }
 
-/// Loads the library and the files that it would load when it builds its first plan.
+/// Loads the library, and the files that it would load when it builds its first plan.
 pub(crate) fn load_all() {
     let Ok(library) = Library::get() else { return };
     for file in ENGINES {
         // SAFETY: cuDNN's initialisers have no preconditions; the operator answers for files of these names.
         if let Ok(engine) = unsafe { libloading::Library::new(library.path.with_file_name(file)) } {
-            // The library keeps it until the process ends.
+            // The library stays loaded until the process ends.
             std::mem::forget(engine);
         }
     }
 }
 
 impl Library {
-    /// The library, loaded once per process, or why it could not be loaded.
+    /// Returns the library, which is loaded once per process, or the reason why it could not be loaded.
     pub(crate) fn get() -> Result<&'static Self, String> {
         static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
         LIBRARY.get_or_init(Self::load).as_ref().map_err(Clone::clone)

@@ -1,11 +1,11 @@
-//! cuDNN's graph API, where the library is installed. Which graphs are built is up to the operations.
+//! cuDNN's graph API, if the library is installed. Operations decide which graphs are built.
 //!
 //! - `library`: its functions, loaded at run time;
 //! - `descriptor`: one object of the backend API, and errors;
 //! - `graph`: operations on tensors, built into a plan;
 //! - this file: the library's handle.
 //!
-//! Building a plan also loads its kernels. From then on an execution only enqueues, so that it can be captured.
+//! Building a plan also loads its kernels. Afterwards an execution only enqueues work, so it can be captured.
 
 pub(crate) mod descriptor;
 pub(crate) mod graph;
@@ -20,12 +20,12 @@ pub(crate) use descriptor::CudnnError;
 use descriptor::library;
 use library::Library;
 
-/// 9.15.1. Earlier versions compute wrong attention gradients: for sequences that are not multiples of 128 unless the
-/// graph pads them, or (before 9.6) unless the accumulator of dq is zeroed, or (9.10.0 and 9.10.1) in other cases; see
-/// the version checks in cudnn-frontend.
+/// Version 9.15.1. Earlier versions compute wrong attention gradients: for sequences that are not multiples of 128
+/// unless the graph pads them, or (before 9.6) unless the accumulator of dq is zeroed, or (9.10.0 and 9.10.1) in other
+/// cases; see the version checks in cudnn-frontend.
 const OLDEST_VERSION: usize = 9_15_01;
 
-/// A handle of the library, which enqueues to one stream.
+/// A handle of the library that enqueues to one stream.
 #[derive(Debug)]
 pub(crate) struct Cudnn {
     handle: cudnnHandle_t,
@@ -37,7 +37,8 @@ pub(crate) struct Cudnn {
 unsafe impl Send for Cudnn {}
 
 impl Cudnn {
-    /// Opens the library for this stream, whose context is the current one; or the reason why it cannot be used.
+    /// Opens the library for this stream, whose context is the current one. An error is the reason why it cannot be
+    /// used.
     pub(crate) fn open(stream: &Arc<CudaStream>) -> Result<Self, String> {
         // SAFETY: the function has no preconditions.
         let version = unsafe { (Library::get()?.version)() };
@@ -58,7 +59,7 @@ impl Cudnn {
         Ok(cudnn)
     }
 
-    /// The library's handle, valid as long as this.
+    /// Returns the library's handle, which is valid as long as `self`.
     pub(crate) fn handle(&self) -> cudnnHandle_t {
         self.handle
     }

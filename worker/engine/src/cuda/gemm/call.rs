@@ -18,7 +18,7 @@ pub(crate) struct GemmCall<'a> {
     pub(crate) accumulate: bool,
 }
 
-/// What is applied to the result before it is written. Biases and their gradients have length m; `h` is laid out like
+/// Function applied to the result before it is written. Biases and their gradients have length m; `h` has the layout of
 /// the output.
 #[derive(Clone, Copy)]
 pub(crate) enum Epilogue<'a> {
@@ -38,7 +38,7 @@ pub(crate) enum Epilogue<'a> {
 }
 
 impl<'a> Epilogue<'a> {
-    /// Its name in the library.
+    /// Returns the name in the library.
     pub(super) fn kind(self) -> LtEpilogue {
         match self {
             Self::None => LtEpilogue::CUBLASLT_EPILOGUE_DEFAULT,
@@ -49,7 +49,7 @@ impl<'a> Epilogue<'a> {
         }
     }
 
-    /// The bias that is read, or its gradient that is written.
+    /// Returns the bias that is read, or the gradient of a bias that is written.
     pub(super) fn bias(self) -> Option<Slice<'a>> {
         match self {
             Self::None => None,
@@ -58,7 +58,7 @@ impl<'a> Epilogue<'a> {
         }
     }
 
-    /// The GELU input, written forward and read backward.
+    /// Returns the GELU input, which is written in forward and read in backward.
     pub(super) fn h(self) -> Option<Slice<'a>> {
         match self {
             Self::None | Self::Bias(_) => None,
@@ -67,7 +67,7 @@ impl<'a> Epilogue<'a> {
     }
 }
 
-/// One operand: its memory, whether it is transposed, and the F32 that FP8 elements are multiplied with.
+/// One operand: its memory, whether it is transposed, and the F32 factor of FP8 elements.
 #[derive(Clone, Copy)]
 pub(crate) struct Operand<'a> {
     pub(super) slice: Slice<'a>,
@@ -81,12 +81,12 @@ impl<'a> Operand<'a> {
     }
 }
 
-/// As in memory, column-major.
+/// Operand in its column-major layout in memory.
 pub(crate) fn plain(slice: Slice<'_>) -> Operand<'_> {
     Operand { slice, transpose: false, scale: None }
 }
 
-/// Transposed.
+/// Operand that is transposed.
 pub(crate) fn transposed(slice: Slice<'_>) -> Operand<'_> {
     Operand { slice, transpose: true, scale: None }
 }

@@ -1,8 +1,8 @@
 //! Matrix multiplication by cuBLASLt.
 //!
-//! cuBLASLt is column-major: a row-major (n, k) array is its k x n matrix. Descriptors and the selected algorithm
+//! cuBLASLt is column-major: it sees a row-major (n, k) array as a k x n matrix. Descriptors and the selected algorithm
 //! (`select`, `timing`) are created once per site (shape, types, epilogue, alignment) and kept. All work goes to one
-//! stream, so that one workspace is enough.
+//! stream, so a single workspace suffices.
 
 mod call;
 mod select;
@@ -31,16 +31,16 @@ use crate::tensor::Slice;
 use call::Operand;
 pub(crate) use call::{Epilogue, GemmCall, plain, transposed};
 
-/// Bytes of scratch memory for the library: what its documentation recommends for Hopper.
+/// Scratch memory for the library in bytes, as its documentation recommends for Hopper.
 const WORKSPACE: usize = 32 << 20;
-/// Values of `cublasOperation_t`, which cudarc binds with cuBLAS, not with cuBLASLt.
+/// Values of `cublasOperation_t`, which cudarc binds with cuBLAS rather than cuBLASLt.
 const OP_N: i32 = 0;
 const OP_T: i32 = 1;
 /// Largest alignment that algorithms distinguish, in bytes.
 const MAX_ALIGNMENT: u64 = 256;
 
-/// What the choice of an algorithm depends on: `c (m, n) (+)= op(a) op(b)`, column-major, with a (m, k), b (k, n) after
-/// `op`.
+/// Everything that determines the choice of an algorithm: `c (m, n) (+)= op(a) op(b)`, column-major, with a (m, k), b
+/// (k, n) after `op`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Site {
     m: usize,
@@ -51,7 +51,7 @@ struct Site {
     epilogue: LtEpilogue,
     inputs: [Element; 2],
     output: Element,
-    /// Of a, b, c and the GELU input, in bytes.
+    /// Alignment of a, b, c and the GELU input, in bytes.
     alignment: [u64; 4],
 }
 
@@ -60,8 +60,9 @@ impl Site {
         self.inputs.iter().any(|input| matches!(input, Element::Fp8E4m3 | Element::Fp8E5m2))
     }
 
-    /// Whether sums of FP8 products keep the 14 bits of mantissa that tensor cores sum with (DeepSeek-AI, 2024, section
-    /// 3.3.2). Those of gradients are added in F32 after a few products each, which takes longer.
+    /// Returns whether sums of FP8 products keep only the 14 bits of mantissa of the tensor cores' accumulators
+    /// (DeepSeek-AI, 2024, section 3.3.2). For gradients, partial sums of a few products are added in F32, which takes
+    /// longer.
     fn accumulates_fast(&self) -> bool {
         self.inputs == [Element::Fp8E4m3; 2]
     }
@@ -111,7 +112,7 @@ impl Element {
     }
 }
 
-/// The library's description of a site. Its objects are never destroyed: there are a few dozen sites.
+/// The library's description of a site. Its objects are never destroyed: there are only a few dozen sites.
 #[derive(Clone, Copy)]
 struct Objects {
     description: sys::cublasLtMatmulDesc_t,
@@ -140,9 +141,9 @@ pub(crate) struct Gemm {
 }
 
 impl Drop for Gemm {
-    /// The process must not exit while a thread is in the library.
+    /// The process must not exit while a thread is inside the library.
     fn drop(&mut self) {
-        // A panic of the thread has been printed already.
+        // If the thread panicked, the panic was printed already.
         let _ = self.warm_up.take().map(JoinHandle::join);
     }
 }
@@ -172,7 +173,7 @@ impl Gemm {
         Ok(Self { device, handle, compute, timed, variants, workspace, plans: RefCell::default(), warm_up })
     }
 
-    /// Scratch memory of the library, for other work of the same stream.
+    /// Returns the library's scratch memory, which other work of the same stream may use.
     pub(crate) fn workspace(&self) -> &PoolBuf<u8> {
         &self.workspace
     }
@@ -180,7 +181,7 @@ impl Gemm {
     /// Enqueues a matrix multiplication.
     ///
     /// # Safety
-    /// Every slice has the size that the call says, and nothing that is written overlaps another operand.
+    /// Every slice has the size that the call specifies, and nothing that is written overlaps another operand.
     pub(crate) unsafe fn run(&self, call: &GemmCall<'_>) -> Result<()> {
         let GemmCall { m, n, k, a, b, epilogue, c, .. } = *call;
         let site = Site {
@@ -199,14 +200,14 @@ impl Gemm {
             &self.device.stream,
             || site.to_string(),
             || {
-                // SAFETY: the plan is of this site; by the caller's promise the operands are as large as it says.
+                // SAFETY: the plan is of this site; by the caller's promise the operands have the specified sizes.
                 unsafe { self.enqueue(&plan.objects, &plan.algorithm, call) }
                     .map_err(|error| failed(&format!("failed to enqueue {site}"), error))
             },
         )
     }
 
-    /// The plan of a site, made when it is first seen.
+    /// Returns the plan of a site, which is made when the site is first seen.
     fn plan(&self, site: &Site, call: &GemmCall<'_>) -> Result<Plan> {
         if let Some(plan) = self.plans.borrow().get(site) {
             return Ok(*plan);
@@ -220,7 +221,7 @@ impl Gemm {
     }
 
     /// # Safety
-    /// As [`run`](Self::run), with the description and an algorithm of this site.
+    /// The same as for [`run`](Self::run); description and algorithm must be of this site.
     unsafe fn enqueue(
         &self,
         objects: &Objects,
@@ -287,7 +288,7 @@ impl Gemm {
     }
 }
 
-/// The largest power of two that divides the address, up to [`MAX_ALIGNMENT`].
+/// Returns the largest power of two that divides the address, up to [`MAX_ALIGNMENT`].
 fn alignment(slice: Slice<'_>) -> u64 {
     1 << slice.address().trailing_zeros().min(MAX_ALIGNMENT.trailing_zeros())
 }
@@ -300,7 +301,7 @@ unsafe fn set_epilogue_pointers(
     description: sys::cublasLtMatmulDesc_t,
     epilogue: Epilogue<'_>,
 ) -> std::result::Result<(), CublasError> {
-    // SAFETY: the caller's promise; the attributes are pointers, which addresses have the size of.
+    // SAFETY: the caller's promise; the attributes are pointers, and addresses have the same size.
     unsafe {
         if let Some(bias) = epilogue.bias() {
             set(description, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.address())?;
@@ -321,7 +322,7 @@ unsafe fn set_scale_pointers(
     a: Operand<'_>,
     b: Operand<'_>,
 ) -> std::result::Result<(), CublasError> {
-    // SAFETY: the caller's promise; the attributes are pointers, which addresses have the size of.
+    // SAFETY: the caller's promise; the attributes are pointers, and addresses have the same size.
     unsafe {
         if let Some(scale) = a.scale {
             set(description, Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &scale.address())?;

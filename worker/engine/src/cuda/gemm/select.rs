@@ -1,9 +1,9 @@
-//! Autotuning: the fastest of cuBLASLt's algorithms for a site, found once per host.
+//! Autotuning: finds the fastest of cuBLASLt's algorithms for a site, once per host.
 //!
-//! The first algorithm of the library's heuristic is the fastest in most cases, not in all. The candidates are timed
-//! when a site is first seen, on its own operands, and the choice is kept on disk: all ranks and all later runs use the
-//! same algorithm and so get the same bits. Variants of an operation with and without an epilogue are selected
-//! likewise.
+//! The first algorithm of the library's heuristic is usually, but not always, the fastest. When a site is first seen,
+//! the candidates are timed on its own operands, and the choice is kept on disk: all ranks and all later runs use the
+//! same algorithm and so get the same bits. Variants of an operation with and without an epilogue are selected in the
+//! same way.
 
 use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys::{
@@ -16,10 +16,10 @@ use crate::cache::cached;
 use crate::cuda::graph;
 use crate::error::Result;
 
-/// Algorithms requested from the heuristic.
+/// Number of algorithms requested from the heuristic.
 const CANDIDATES: usize = 32;
 
-/// The algorithm of a site. `call` may be repeated any number of times.
+/// Selects the algorithm of a site. `call` may be repeated any number of times.
 pub(super) fn algorithm(
     gemm: &Gemm,
     site: &Site,
@@ -61,10 +61,10 @@ pub(super) fn algorithm(
 }
 
 impl Gemm {
-    /// Index of the fastest variant of an operation that consists of GEMMs and kernels: the first, or one that is
-    /// clearly faster than those before it. `run` may be called any number of times; variants that fail are ignored.
-    /// `site` names everything that the answer depends on besides the device and the library. `None` during a capture,
-    /// which runs nothing.
+    /// Returns the index of the fastest variant of an operation that consists of GEMMs and kernels: the first one, or
+    /// one that is clearly faster than the earlier ones. `run` may be called any number of times; variants that fail
+    /// are ignored. `site` names everything that the answer depends on other than the device and the library. Returns
+    /// `None` during a capture, in which nothing runs.
     pub(crate) fn fastest_variant(
         &self,
         site: &str,
@@ -87,7 +87,7 @@ impl Gemm {
 
 const NOT_SUPPORTED: CublasError = CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED);
 
-/// A choice is valid for one device, library version and site.
+/// File name of a choice, which is valid for one device, library version and site.
 fn file_name(gemm: &Gemm, kind: &str, site: &str) -> String {
     // SAFETY: the function has no preconditions; opening the device has checked that the library is installed.
     let version = unsafe { sys::cublasLtGetVersion() };
@@ -96,7 +96,7 @@ fn file_name(gemm: &Gemm, kind: &str, site: &str) -> String {
     format!("{kind}-{:032x}.choice", xxh3_128(key.as_bytes()))
 }
 
-/// The library's algorithms in the order of its heuristic.
+/// Returns the library's algorithms in the order of its heuristic.
 fn candidates(
     gemm: &Gemm,
     site: &Site,
@@ -113,7 +113,7 @@ fn candidates(
     };
     let (mut found, mut count) = ([empty; CANDIDATES], 0);
     // SAFETY: the preference was just created and is destroyed once, below; values have the attributes' types; all
-    // layouts are alive; the array has room for as many results as are requested.
+    // layouts are alive; the array has room for the requested number of results.
     unsafe {
         prefer(preference, Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &WORKSPACE)?;
         prefer(preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &align_a)?;

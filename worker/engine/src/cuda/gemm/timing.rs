@@ -1,48 +1,50 @@
-//! The fastest of several ways to do the same work.
+//! Finds the fastest of several ways to do the same work.
 //!
-//! A GPU that multiplies large matrices reaches its power limit within some ten milliseconds, and lowers its clocks.
-//! Then another candidate can be the fastest: one that moves less data. So candidates for long work are timed at the
-//! power limit: each for an instant, and those that are close to the best one once more, in turns. (H200: of the
-//! algorithms for the layers of a model of a billion parameters, the fastest one before that takes up to 1.07 times as
-//! long as the best one at the limit, and 1.19 times for GPT-2's head.)
+//! A GPU that multiplies large matrices reaches its power limit within about ten milliseconds and lowers its clocks.
+//! Another candidate may then be the fastest: one that moves less data. Candidates for long work are therefore timed at
+//! the power limit: each one briefly, then those close to the best one again, in turns. (H200: among the algorithms for
+//! the layers of a model with a billion parameters, the fastest one before the limit takes up to 1.07 times as long as
+//! the best one at the limit, and 1.19 times for GPT-2's head.)
 //!
-//! A new host pays for all choices of a model before its first step, so long work is launched few times.
+//! A new host pays for all choices of a model before its first step, so long work is launched only a few times.
 
 use crate::cuda::device::Device;
 use crate::cuda::profile::{mark, seconds};
 use crate::error::Result;
 
-/// Part of the key of stored choices; increased when choices are made in another way.
+/// Part of the key of stored choices. Increase it when the way of choosing changes.
 pub(super) const VERSION: u32 = 3;
-/// Work that takes less time leaves the GPU below its power limit, between the other work of a model of such sizes.
+/// Minimum duration of long work. Shorter work leaves the GPU below its power limit, since it runs between other work
+/// of a model of such sizes.
 pub(super) const LONG_SECONDS: f64 = 40e-6;
 
-/// The first measurement is the shortest of SELECT_ROUNDS rounds of SELECT_LAUNCHES launches, or of fewer launches that
-/// take SELECT_ROUND_SECONDS, and fewer rounds that take SELECT_SECONDS together.
+/// The first measurement of a candidate is its shortest round: SELECT_ROUNDS rounds of SELECT_LAUNCHES launches. There
+/// are fewer launches if they take SELECT_ROUND_SECONDS, and fewer rounds if they take SELECT_SECONDS in total.
 const SELECT_ROUNDS: usize = 3;
 const SELECT_LAUNCHES: usize = 4;
 const SELECT_ROUND_SECONDS: f64 = 1e-3;
 const SELECT_SECONDS: f64 = 3e-3;
 /// A candidate that takes more than this multiple of the best time in a round is not timed further.
 const MUCH_SLOWER: f64 = 1.2;
-/// Candidates come in the order of the library's estimates. After so many seconds only the first FEWEST are timed.
+/// Candidates are in the order of the library's estimates. Once timing has taken this many seconds, only the first
+/// FEWEST are timed.
 const SITE_SECONDS: f64 = 1.0;
 const FEWEST: usize = 8;
-/// Seconds of work after which the GPU is at its power limit.
+/// Seconds of work after which the GPU has reached its power limit.
 const WARM_UP_SECONDS: f64 = 0.1;
-/// Candidates for long work within this multiple of the best time are timed again, the first MOST_CLOSE of them. This
-/// second measurement is the median of TURNS turns of TURN_SECONDS.
+/// Candidates for long work within this multiple of the best time are timed again, at most the first MOST_CLOSE of
+/// them. This second measurement is the median of TURNS turns of TURN_SECONDS.
 const CLOSE: f64 = 1.1;
 const MOST_CLOSE: usize = 8;
 const TURNS: usize = 3;
 const TURN_SECONDS: f64 = 3e-3;
-/// A candidate replaces an earlier one if it takes less than this share of its time: noise must not decide. Medians of
-/// turns differ less from run to run.
+/// A candidate replaces an earlier one if it takes less than this share of its time, so that noise does not decide.
+/// Medians of turns vary less from run to run.
 const CLEARLY_FASTER: f64 = 0.98;
 const CLEARLY_FASTER_IN_TURNS: f64 = 0.99;
 
-/// Index of the fastest of `count` candidates: the first, or one that is clearly faster than those before it. At the
-/// power limit if the first one takes `long` seconds. `None` if all fail.
+/// Returns the index of the fastest of `count` candidates: the first one, or one that is clearly faster than the
+/// earlier ones. Times them at the power limit if the first one takes at least `long` seconds. `None` if all fail.
 #[expect(clippy::cast_precision_loss, reason = "a small count")]
 pub(super) fn fastest(
     device: &Device,
@@ -59,7 +61,7 @@ pub(super) fn fastest(
     })
 }
 
-/// Of candidates that `time` runs a number of times, for the seconds of one.
+/// Chooses among candidates. `time` runs a candidate a given number of times and returns the seconds per run.
 fn choose(count: usize, long: f64, time: impl FnMut(usize, usize) -> Result<f64>) -> Result<Option<usize>> {
     let mut stopwatch = Stopwatch { time, total: 0.0 };
     let (mut times, mut best, mut is_long) = (Vec::with_capacity(count), f64::INFINITY, false);
@@ -67,7 +69,7 @@ fn choose(count: usize, long: f64, time: impl FnMut(usize, usize) -> Result<f64>
         if candidate >= FEWEST && stopwatch.total >= SITE_SECONDS {
             break;
         }
-        // The first launch loads the kernel. The heuristic also returns algorithms that fail to run.
+        // The first launch loads the kernel. The heuristic may also return algorithms that fail to run.
         if stopwatch.time(candidate, 1).is_err() {
             continue;
         }
@@ -90,12 +92,12 @@ fn choose(count: usize, long: f64, time: impl FnMut(usize, usize) -> Result<f64>
 
 struct Stopwatch<F> {
     time: F,
-    /// Seconds of all that was timed.
+    /// Total seconds of all timed launches.
     total: f64,
 }
 
 impl<F: FnMut(usize, usize) -> Result<f64>> Stopwatch<F> {
-    /// Seconds of one of so many launches.
+    /// Returns the seconds per launch over this number of launches.
     #[expect(clippy::cast_precision_loss, reason = "a small count")]
     fn time(&mut self, candidate: usize, launches: usize) -> Result<f64> {
         let seconds = (self.time)(candidate, launches)?;
@@ -104,7 +106,7 @@ impl<F: FnMut(usize, usize) -> Result<f64>> Stopwatch<F> {
     }
 }
 
-/// Seconds of a candidate that has run once. `best` is the best time of earlier ones.
+/// Returns the seconds of a candidate that has run once already. `best` is the best time of earlier candidates.
 #[expect(clippy::cast_precision_loss, reason = "a small count")]
 fn at_once<F: FnMut(usize, usize) -> Result<f64>>(
     stopwatch: &mut Stopwatch<F>,
@@ -114,7 +116,7 @@ fn at_once<F: FnMut(usize, usize) -> Result<f64>>(
     let mut shortest = stopwatch.time(candidate, 1)?;
     let count = launches(SELECT_ROUND_SECONDS, shortest).min(SELECT_LAUNCHES);
     let rounds = launches(SELECT_SECONDS, shortest * count as f64).min(SELECT_ROUNDS);
-    // Much of the time of a single short launch is overhead.
+    // A large part of the time of a single short launch is overhead.
     let mut is_reliable = count == 1;
     for _ in 0..rounds {
         if is_reliable && shortest > best * MUCH_SLOWER {
@@ -126,7 +128,7 @@ fn at_once<F: FnMut(usize, usize) -> Result<f64>>(
     Ok(shortest)
 }
 
-/// Candidates with the medians of their turns.
+/// Returns the candidates with the medians of their turns.
 fn in_turns<F: FnMut(usize, usize) -> Result<f64>>(
     stopwatch: &mut Stopwatch<F>,
     candidates: &[(usize, f64)],
@@ -140,7 +142,8 @@ fn in_turns<F: FnMut(usize, usize) -> Result<f64>>(
     Ok(times.iter_mut().zip(candidates).map(|(times, (candidate, _))| (*candidate, median(times))).collect())
 }
 
-/// As many launches, which take `time` each, as take this long together. Events tell half a microsecond apart.
+/// Returns the number of launches of `time` seconds each that take `seconds` in total. Events have a resolution of half
+/// a microsecond.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a small positive count")]
 fn launches(seconds: f64, time: f64) -> usize {
     (seconds / time.max(5e-7)).ceil().max(1.0) as usize
@@ -151,7 +154,8 @@ fn median(times: &mut [f64]) -> f64 {
     times[times.len() / 2]
 }
 
-/// Of candidates with their times, the first, or one that takes less than this share of the time of those before it.
+/// Returns the first of these candidates, or a later one that takes less than this share of the time of the earlier
+/// ones.
 fn clearly_fastest(times: &[(usize, f64)], share: f64) -> Option<usize> {
     let mut best: Option<(usize, f64)> = None;
     for (candidate, time) in times {
@@ -168,7 +172,8 @@ mod tests {
     use super::*;
     use crate::error::EngineError;
 
-    /// A GPU whose clocks fall after 10 ms of work: the seconds of each candidate before and after that, if it runs.
+    /// A simulated GPU whose clocks fall after 10 ms of work: the seconds of each candidate before and after that;
+    /// `None` if it does not run.
     struct Simulated {
         candidates: Vec<Option<[f64; 2]>>,
         busy: f64,
@@ -202,7 +207,8 @@ mod tests {
 
     #[test]
     fn long_work_is_chosen_at_the_power_limit_and_short_work_before_it() {
-        // The last one is the fastest only at the limit, where all take more time than the first one before it.
+        // The last one is the fastest only at the limit, where all of them take longer than the first one before the
+        // limit.
         let of = |seconds: f64| {
             let first = Some([seconds, 1.3 * seconds]);
             let others = (0..20).map(move |_| Some([1.1 * seconds, 1.35 * seconds]));
@@ -228,7 +234,7 @@ mod tests {
             assert_eq!(gpu.choose(), Some(0));
             assert!(gpu.busy < most, "{seconds}: {}", gpu.busy);
         }
-        // What is much slower is launched twice: once to load it.
+        // A much slower candidate is launched only twice, one of them to load it.
         let mut gpu = Simulated::new([Some([2e-3; 2]), Some([4e-3; 2]), Some([2.01e-3; 2])]);
         gpu.choose();
         assert_eq!(gpu.launches[1], 2);

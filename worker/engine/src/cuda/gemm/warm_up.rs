@@ -1,4 +1,4 @@
-//! Makes cuBLASLt load its tables before they are needed: the first request for algorithms takes 0.3 s.
+//! Makes cuBLASLt load its tables in advance: the first request for algorithms takes 0.3 s.
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -7,10 +7,10 @@ use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys::{cublasComputeType_t, cudaDataType};
 use cudarc::driver::CudaContext;
 
-/// Rows and columns of the matrices of the request; which ones does not matter.
+/// Rows and columns of the matrices in the request; the value does not matter.
 const SIZE: u32 = 256;
 
-/// Starts it on a thread of its own. Without the thread, or after an error, the first use takes longer.
+/// Starts the request on a separate thread. If there is no thread, or the request fails, the first use takes longer.
 pub(super) fn start(context: &Arc<CudaContext>) -> Option<JoinHandle<()>> {
     let context = context.clone();
     let request = move || {
@@ -19,7 +19,7 @@ pub(super) fn start(context: &Arc<CudaContext>) -> Option<JoinHandle<()>> {
     std::thread::Builder::new().name("cublaslt".into()).spawn(request).ok()
 }
 
-/// Asks for the algorithms of a matrix product, with the context current.
+/// Requests the algorithms of a matrix multiplication, with the context current.
 fn request() -> Result<(), CublasError> {
     let handle = result::create_handle()?;
     let description =

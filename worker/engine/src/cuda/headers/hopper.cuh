@@ -1,15 +1,15 @@
-// Instructions of compute capability 9.0 for matrix multiplication, after ptx.cuh and the prelude: tiles copied by an
-// SM's copy engine (TMA), barriers in shared memory, and wgmma. Compiled for sm_90a.
+// Instructions of compute capability 9.0 for matrix multiplication: tiles copied by an SM's copy engine (TMA), barriers
+// in shared memory, and wgmma. Comes after ptx.cuh and the prelude. Compiled for sm_90a.
 //
-// The other version of each is for the emulator, as in ptx.cuh.
+// The alternative version of each function is for the emulator, as in ptx.cuh.
 
 // A description of a tensor in device memory, made by cuTensorMapEncodeTiled.
 struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-// A barrier in shared memory. A phase of it ends when all arrivals are there and all bytes that were announced; waiting
-// threads name the phase by its parity: that of 0, 1, 0, ...
+// A barrier in shared memory. A phase ends when all arrivals have happened and all announced bytes have been copied.
+// Waiting threads name a phase by its parity: 0, 1, 0, ...
 typedef unsigned long long Barrier;
 
 #if ON_GPU
@@ -24,7 +24,7 @@ __device__ inline void barrier_init(Barrier* barrier, u32 arrivals) {
 #endif
 }
 
-// Makes initialised barriers visible to the copy engine. The block's threads need a __syncthreads in addition.
+// Makes initialised barriers visible to the copy engine. The block's threads also need a __syncthreads.
 __device__ inline void fence_barriers() {
 #if ON_GPU
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -41,7 +41,7 @@ __device__ inline void barrier_arrive(Barrier* barrier) {
 #endif
 }
 
-// Arrives, and announces bytes that copies to shared memory will bring.
+// Arrives at the barrier, and announces bytes that copies to shared memory will bring.
 __device__ inline void barrier_arrive_and_expect(Barrier* barrier, u32 bytes) {
 #if ON_GPU
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
@@ -51,7 +51,7 @@ __device__ inline void barrier_arrive_and_expect(Barrier* barrier, u32 bytes) {
 #endif
 }
 
-// Waits until the phase of this parity has ended; the one before it has.
+// Waits until the phase of this parity has ended. The phase before it has ended already.
 __device__ inline void barrier_wait(Barrier* barrier, u32 parity) {
 #if ON_GPU
     asm volatile(
@@ -68,8 +68,8 @@ __device__ inline void barrier_wait(Barrier* barrier, u32 parity) {
 #endif
 }
 
-// Starts to copy the map's box at these coordinates to shared memory; what is outside of the tensor becomes zero. The
-// barrier gets the bytes of the box when they are there. `to` is a multiple of 1,024 bytes.
+// Starts to copy the map's box at these coordinates to shared memory; elements outside the tensor become zero. The
+// barrier counts the bytes of the box when they have arrived. `to` is a multiple of 1,024 bytes.
 __device__ inline void copy_box(void* to, const TensorMap* map, Barrier* barrier, int x, int y, int z) {
 #if ON_GPU
     asm volatile(
@@ -82,7 +82,7 @@ __device__ inline void copy_box(void* to, const TensorMap* map, Barrier* barrier
 #endif
 }
 
-// More or fewer registers per thread, for all threads of a warpgroup.
+// Raises or lowers the number of registers per thread, for all threads of a warpgroup.
 template <int COUNT>
 __device__ inline void raise_registers() {
 #if ON_GPU
@@ -96,7 +96,7 @@ __device__ inline void lower_registers() {
 #endif
 }
 
-// Before the first wgmma that uses registers which other instructions wrote.
+// Required before the first wgmma that uses registers written by other instructions.
 __device__ inline void wgmma_fence() {
 #if ON_GPU
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -113,8 +113,8 @@ __device__ inline void wgmma_commit() {
 #endif
 }
 
-// Waits for this warpgroup's multiplications but those of the LATER newest groups. Only then are their results in
-// registers, and may their operands in shared memory be overwritten.
+// Waits for this warpgroup's multiplications, except those of the LATER newest groups. Only then are their results in
+// registers, and only then may their operands in shared memory be overwritten.
 template <int LATER>
 __device__ inline void wgmma_wait() {
 #if ON_GPU
@@ -125,8 +125,8 @@ __device__ inline void wgmma_wait() {
 }
 
 #if ON_GPU
-// Description of an operand in shared memory whose rows of 64 elements have the 128-byte swizzle; "Shared Memory Matrix
-// Layout" in the PTX ISA. Groups of 8 rows follow each other; `ACROSS`: blocks of 64 rows of k follow each other.
+// Descriptor of an operand in shared memory whose rows of 64 elements have the 128-byte swizzle; see "Shared Memory
+// Matrix Layout" in the PTX ISA. Groups of 8 rows follow each other; with `ACROSS`, so do blocks of 64 rows of k.
 template <bool ACROSS>
 __device__ inline unsigned long long wgmma_operand(const void* p) {
     const unsigned long long block = ACROSS ? 8192 : 16, group = 1024, swizzle_128 = 1ull << 62;
@@ -134,7 +134,7 @@ __device__ inline unsigned long long wgmma_operand(const void* p) {
 }
 #endif
 
-// Operands of an instruction with 64 or 128 registers for results.
+// Operands of an instruction with 64 or 128 result registers.
 #define WGMMA_0_63 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
@@ -151,12 +151,12 @@ __device__ inline unsigned long long wgmma_operand(const void* p) {
 #define WGMMA_32(i) WGMMA_8(i), WGMMA_8(i + 8), WGMMA_8(i + 16), WGMMA_8(i + 24)
 #define WGMMA_64(i) WGMMA_32(i), WGMMA_32(i + 32)
 
-// d (64, N) = a b, or d += a b, by a warpgroup: a (64, 16), b (16, N) in bf16, N twice the length of d. Starts; see
-// wgmma_wait. Elements 4 j and 4 j + 1 of each thread are of row 16 warp + lane / 4 and of columns 8 j + lane % 4 * 2
-// and the next one; the two after them are of 8 rows below.
+// d (64, N) = a b, or d += a b, by a warpgroup: a (64, 16), b (16, N) in bf16, where N is twice the length of d. This
+// only starts the multiplication; see wgmma_wait. Elements 4 j and 4 j + 1 of each thread are in row 16 warp + lane / 4
+// and in columns 8 j + lane % 4 * 2 and the next one; elements 4 j + 2 and 4 j + 3 are 8 rows below.
 //
 // Operands are tiles that copy_box has written with the 128-byte swizzle. Rows of a, and columns of b, are rows of the
-// tile. If ACROSS, k runs down the tile: each 64 rows of a, or columns of b, are the columns of a tile of their own.
+// tile. With ACROSS, k runs down the tile: each 64 rows of a, or columns of b, are the columns of a separate tile.
 template <bool A_ACROSS, bool B_ACROSS>
 __device__ inline void wgmma(float (&d)[64], const void* a, const void* b, bool add) {
 #if ON_GPU

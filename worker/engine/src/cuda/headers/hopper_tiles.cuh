@@ -1,14 +1,14 @@
-// What our GEMMs for compute capability 9.0 have in common: tiles in shared memory and results in registers.
+// Common parts of our GEMMs for compute capability 9.0: tiles in shared memory and results in registers.
 //
-// A warpgroup multiplies 64 rows. Its results are in the registers as wgmma defines them: of 8 columns, each thread has
-// two neighbouring ones in row lane / 4 of its warp's 16, and in the row 8 below.
+// A warpgroup multiplies 64 rows. Its results are in the registers defined by wgmma: of 8 columns, each thread has two
+// neighbouring ones in row lane / 4 of its warp's 16 rows, and the same two in the row 8 below.
 
 #define TILE_M 128
 #define TILE_K 64
 // Bytes of a tile of 64 x 64 elements.
 #define SQUARE 8192
 
-// Of each four lanes, lane i has word i of four groups of four words; afterwards it has the words of group i.
+// Among each four lanes, lane i has word i of four groups of four words; afterwards it has the four words of group i.
 __device__ inline void transpose(u32 (&w)[4]) {
     bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
     u32 x = __shfl_xor_sync(FULL_WARP, odd ? w[0] : w[1], 1), y = __shfl_xor_sync(FULL_WARP, odd ? w[2] : w[3], 1);

@@ -1,11 +1,11 @@
 // Tile GEMMs of the attention kernels for bf16: mma.sync m16n8k16 on operands loaded by ldmatrix. Head widths are
 // multiples of 16.
 //
-// Thread t of each four holds columns 2 t and 2 t + 1 of a row of an accumulator; two accumulators of 8 columns form a
+// Thread t of each four holds columns 2 t and 2 t + 1 of an accumulator's row; two accumulators of 8 columns form a
 // left operand of 16 columns.
 
-// Offset of a chunk of 8 elements of a tile in shared memory: the XOR puts the same chunk of eight rows into distinct
-// banks, which ldmatrix reads together.
+// Offset of a chunk of 8 elements of a tile in shared memory. The XOR puts the same chunk of eight rows, which ldmatrix
+// reads together, into distinct banks.
 __device__ inline int swizzle(int row, int chunk) {
 #if WIDTH % 64 == 0
     return row * WIDTH + (chunk ^ (row & 7)) * 8;
@@ -47,7 +47,7 @@ __device__ inline void accumulate_rows(float (&c)[M][N][4], const bf16* a, const
     }
 }
 
-// c[rows of this warp][WIDTH] += s b, where s are scores in registers, N * 8 columns, and b has as many rows.
+// c[rows of this warp][WIDTH] += s b, where s are scores in registers with N * 8 columns, and b has N * 8 rows.
 template <int M, int N>
 __device__ inline void accumulate(float (&c)[M][WIDTH / 8][4], const float (&s)[M][N][4], const bf16* b) {
     int lane = threadIdx.x % WARP;

@@ -2,9 +2,9 @@
 // multiples of 8.
 //
 // Thread t of each four supplies columns t and t + 4 of a left operand's row and receives columns 2 t and 2 t + 1 of an
-// accumulator's. The order of a contraction is free as long as both operands agree: here column t stands for 2 t, and t
-// + 4 for 2 t + 1. So an accumulator is a left operand without a shuffle, and rows are read two elements at a
-// time.
+// accumulator's row. The order of a contraction is free as long as both operands agree: here column t means 2 t, and t
+// + 4 means 2 t + 1. So an accumulator can be used as a left operand without a shuffle, and rows are read two elements
+// at a time.
 
 // Offset of a chunk of 8 elements of a tile in shared memory. For WIDTH a multiple of 32 neither read pattern has bank
 // conflicts: two elements of each of rows 0 to 3 or 4 to 7, or 8 elements of each even or each odd row.
@@ -21,11 +21,11 @@ __device__ inline int swizzle(int row, int chunk) {
 // c += a b: 16 x 8 by 8 x 8.
 __device__ inline void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_tf32(c, a, b0, b1); }
 
-// Rounds to the nearest 10-bit mantissa: (x + 2^13 x) - 2^13 x, where the sum keeps only the upper bits of x. Pair
-// instructions, cvt.rna.tf32 compiles to more. NaN stays NaN; where 2^13 x overflows the result is NaN.
+// Rounds to the nearest 10-bit mantissa: (x + 2^13 x) - 2^13 x, where the sum keeps only the upper bits of x. This is a
+// pair of instructions; cvt.rna.tf32 compiles to more. NaN stays NaN; if 2^13 x overflows, the result is NaN.
 __device__ inline u32 to_tf32(float x) { return __float_as_uint(fmaf(x, -8192.0f, x * 8193.0f)); }
 
-// Elements are rounded to operands once, in offset.
+// Rounds elements to operands once, in place, in the thread that copied them.
 __device__ inline void prepare_copy(float* piece) {
     float4 x = *(float4*)piece;
     *(uint4*)piece = make_uint4(to_tf32(x.x), to_tf32(x.y), to_tf32(x.z), to_tf32(x.w));
@@ -59,7 +59,7 @@ __device__ inline void accumulate_rows(float (&c)[M][N][4], const float* a, cons
     }
 }
 
-// c[rows of this warp][WIDTH] += s b, where s are scores in registers, N * 8 columns, and b has as many rows.
+// c[rows of this warp][WIDTH] += s b, where s are scores in registers with N * 8 columns, and b has N * 8 rows.
 template <int M, int N>
 __device__ inline void accumulate(float (&c)[M][WIDTH / 8][4], const float (&s)[M][N][4], const float* b) {
     int group = threadIdx.x % WARP / 4, row = threadIdx.x % 4 * 2;

@@ -2,7 +2,7 @@
 //
 // Compiled with -DACT=float or -DACT=bf16: the element type of activations and of the parameters that forward and
 // backward read. Parameter gradients are float or bf16 independently of ACT: they are passed as a pointer and a flag.
-// Constants that the launch code needs too are defined in Rust and passed as macros (see `Macro` in cuda/kernels.rs).
+// Constants that the launch code also needs are defined in Rust and passed as macros (see `Macro` in cuda/compile.rs).
 //
 // Rules for kernels: the first statement is pdl_wait_and_launch(); sums have a fixed order, so that every run gives the
 // same bits; all floating-point arithmetic is in float.
@@ -22,13 +22,13 @@ __device__ inline bf16 to_bf16(float x) { return {bf16_bits(x)}; }
 __device__ inline void store(float* p, i64 i, float x) { p[i] = x; }
 __device__ inline void store(bf16* p, i64 i, float x) { p[i] = to_bf16(x); }
 
-// Vec8 neighbouring elements, unpacked: one 16-byte access in bf16, two in float.
+// Eight neighbouring elements, unpacked: one 16-byte access in bf16, two in float.
 struct Vec8 {
     float x[8];
 };
 
-// The same as laid out in memory. Kernels fetch everything they need before they unpack any of it, so that all loads
-// are in flight together; in bf16 the packed form also takes half the registers while it waits.
+// The same eight elements, as laid out in memory. Kernels fetch everything they need before unpacking any of it, so
+// that all loads are in flight together; in bf16 the packed form also takes half the registers in the meantime.
 template <typename T>
 struct Packed;
 template <>
@@ -87,8 +87,8 @@ __device__ inline void store8(T* p, const Vec8& e) {
     pack(e, *(Packed<T>*)p);
 }
 
-// Elements i to i + 8 of len: as one vector if `wide` (see is_wide), else one by one; elements past the end read as 0
-// and are not written.
+// Elements i to i + 8 of len: as one vector if `wide` (see is_wide), otherwise one by one. Elements past the end read
+// as 0 and are not written.
 template <typename T>
 __device__ inline Packed<T> fetch8(const T* p, i64 i, i64 len, bool wide) {
     if (wide) return fetch8(p + i);
@@ -138,7 +138,7 @@ __device__ inline float sigmoid_for<bf16>(float x) {
     return reciprocal_approx(1.0f + exp_for<bf16>(-x));
 }
 
-// Gradients of parameters: float or bf16, as the flag says.
+// Gradients of parameters: float or bf16, according to the flag.
 __device__ inline float load_grad(const void* p, bool is_bf16, i64 i) {
     return is_bf16 ? load((const bf16*)p, i) : load((const float*)p, i);
 }

@@ -1,7 +1,7 @@
-// Instructions that CUDA C++ has no function for. Prepended to every kernel file, before the prelude.
+// Instructions for which CUDA C++ has no function. Prepended to every kernel file, before the prelude.
 //
-// NVRTC compiles the PTX. The other version of each is for the host's C++ compiler, with which tests run the kernels on
-// CPU threads (tests/kernels); its emulator_ functions are declared there.
+// NVRTC compiles the PTX. The alternative version of each function is for the host's C++ compiler, with which tests run
+// the kernels on CPU threads (tests/kernels); its emulator_ functions are declared there.
 
 typedef unsigned u32;
 
@@ -13,8 +13,8 @@ typedef unsigned u32;
 
 // The first statement of every kernel. Kernels are launched with programmatic dependent launch (PDL): a grid may start
 // while its predecessor is still running, which hides most of the launch latency. Nothing before the wait may touch
-// global memory; after it, everything that earlier kernels wrote is visible. The successor is released right away: it
-// blocks in its own wait until this grid has finished, so the early release is always safe.
+// global memory; after it, all writes of earlier kernels are visible. The successor is released right away: it blocks
+// in its own wait until this grid has finished, so the early release is always safe.
 __device__ inline void pdl_wait_and_launch() {
 #if ON_GPU && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -46,8 +46,8 @@ __device__ inline u32 bf16_pair(float low, float high) {
 #endif
 }
 
-// The bits of x as FP8 with 4 exponent and 3 mantissa bits, or 5 and 2: rounded to nearest even, the largest number for
-// what is larger; NaN stays NaN. From compute capability 8.9 on, fp8_pair has an instruction for it.
+// The bits of x as FP8 with 4 exponent and 3 mantissa bits, or 5 and 2: rounded to nearest even; larger values become
+// the largest number; NaN stays NaN. From compute capability 8.9 on, fp8_pair uses an instruction instead.
 template <bool E5M2>
 __device__ inline u32 fp8_bits(float x) {
     const u32 mantissa = E5M2 ? 2 : 3, bias = E5M2 ? 15 : 7, dropped = 23 - mantissa;
@@ -75,7 +75,7 @@ __device__ inline u32 fp8_pair(float low, float high) {
 #endif
 }
 
-// 2^x and 1/x by the special-function unit: relative errors up to 2^-22 and 2^-23; subnormal results are 0.
+// 2^x and 1/x by the special-function unit, with relative errors up to 2^-22 and 2^-23; subnormal results become 0.
 __device__ inline float exp2_approx(float x) {
     float y;
 #if ON_GPU
@@ -97,14 +97,14 @@ __device__ inline float reciprocal_approx(float x) {
     return y;
 }
 
-// Other blocks write the same values to these bytes, in any order. Says so to tests that look for data races.
+// Tells tests that look for data races that other blocks write the same values to these bytes, in any order.
 __device__ inline void written_alike(const void* p, int bytes) {
 #if !ON_GPU
     emulator_written_alike(p, bytes);
 #endif
 }
 
-// Nanoseconds.
+// Time in nanoseconds.
 __device__ inline unsigned long long global_timer() {
     unsigned long long now;
 #if ON_GPU
@@ -115,7 +115,7 @@ __device__ inline unsigned long long global_timer() {
     return now;
 }
 
-// Starts to copy 16 bytes to shared memory, without registers in between; with 0 bytes they become zero.
+// Starts to copy 16 bytes to shared memory without going through registers; if `bytes` is 0, they become zero.
 __device__ inline void copy_async_16(void* to, const void* from, u32 bytes) {
 #if ON_GPU
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from),
@@ -133,7 +133,7 @@ __device__ inline void commit_copies() {
 #endif
 }
 
-// Waits for this thread's copies but those of the LATER newest groups.
+// Waits for this thread's copies, except those of the LATER newest groups.
 template <int LATER>
 __device__ inline void wait_copies() {
 #if ON_GPU
@@ -143,7 +143,7 @@ __device__ inline void wait_copies() {
 #endif
 }
 
-// Fragments of four 8 x 8 matrices of 16-bit elements; lane i gives row i % 8 of matrix i / 8.
+// Loads fragments of four 8 x 8 matrices of 16-bit elements; lane i supplies the address of row i % 8 of matrix i / 8.
 __device__ inline void ldmatrix_x4(u32 (&x)[4], const void* row) {
 #if ON_GPU
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -1,9 +1,10 @@
 // One AdamW step over the flat arena (Loshchilov and Hutter, 2019). The learning rate and the bias corrections c1, c2
 // are read from device memory, so that a captured step can be replayed with other values.
 //
-// A step whose loss or squared norm is not finite changes nothing but `skipped`, nor does any step once `skipped` has
-// reached skip_limit. One thread writes `skipped` while others read it. The order does not matter: if the step is not
-// finite, all threads return whatever they read, and otherwise they read a count below the limit, before and after.
+// A step whose loss or squared norm is not finite changes only `skipped`. Once `skipped` has reached skip_limit, no
+// later step changes anything. One thread writes `skipped` while others read it; the order does not matter. If the step
+// is not finite, all threads return, whichever value they read; otherwise the count is below the limit both before and
+// after.
 //
 // Grid-stride loop, eight elements per thread and iteration. decay (len / DECAY_CHUNK,) flags; work (len,) or null.
 extern "C" __global__ void adamw(float* __restrict__ params, const void* __restrict__ grads, bool grads_bf16,

@@ -31,7 +31,7 @@ pub struct AdamWConfig {
     pub weight_decay: f32,
     /// Largest global gradient norm; 0 turns clipping off.
     pub clip: f32,
-    /// After this many skipped steps in a row, every later step is skipped, too. At least 1.
+    /// Number of consecutive skipped steps after which every later step is skipped, too; at least 1.
     pub skip_limit: f32,
 }
 
@@ -57,13 +57,13 @@ pub struct AdamWStep<'a> {
     pub scalars: Slice<'a>,
     /// (1,) squared global norm of the gradients.
     pub grad_norm_sq: Slice<'a>,
-    /// (1,) loss of the global batch: it can be infinite where all gradients are finite.
+    /// (1,) loss of the global batch, which can be infinite even if all gradients are finite.
     pub loss: Slice<'a>,
-    /// (1,) skipped steps in a row, updated in place; 0 before the first step.
+    /// (1,) number of consecutive skipped steps, updated in place; 0 before the first step.
     pub skipped: Slice<'a>,
 }
 
-/// Elements covered by one decay flag. Every parameter starts on a multiple of it.
+/// Elements covered by one decay flag. Every parameter starts at a multiple of it.
 pub const DECAY_CHUNK: usize = 64;
 
 /// Indices into [`AdamWStep::scalars`], which are read from device memory so that a captured step can be replayed with

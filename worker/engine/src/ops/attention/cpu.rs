@@ -1,4 +1,4 @@
-//! Attention on threads, one task per sequence, in blocks of queries that see only the keys up to their last one.
+//! Attention on threads, with one task per sequence, in blocks of queries that see only the keys up to their last one.
 
 use rayon::prelude::*;
 
@@ -38,7 +38,7 @@ pub(crate) fn forward(t: &Threads, args: AttentionForward<'_>) {
     });
 }
 
-/// Offsets of a query head and its key and value heads in a token's row of `qkv`.
+/// Returns the offsets of a query head, and of its key and value heads, in a token's row of `qkv`.
 fn offsets(s: AttentionShape, head: usize) -> (usize, usize, usize) {
     let kv = head / (s.heads / s.kv_heads);
     (head * s.width, (s.heads + kv) * s.width, (s.heads + s.kv_heads + kv) * s.width)
@@ -74,7 +74,8 @@ fn forward_head(
     }
 }
 
-/// Softmax of the first `visible` scores, zero for the rest; returns the logarithm of the sum of exponentials.
+/// Computes the softmax of the first `visible` scores and sets the rest to zero. Returns the logarithm of the sum of
+/// exponentials.
 #[inline(always)]
 fn softmax(scores: &mut [f32], visible: usize) -> f32 {
     let (seen, hidden) = scores.split_at_mut(visible);
@@ -104,7 +105,7 @@ pub(crate) fn backward(t: &Threads, args: AttentionBackward<'_>) {
             .for_each_init(
                 || Scratch { p: vec![0.0; QUERIES * s.seq], dp: vec![0.0; QUERIES * s.seq] },
                 |scratch, ((((qkv, dqkv), out), dout), lse)| {
-                    // Keys and values accumulate over blocks and heads; queries are written once.
+                    // Gradients of keys and values accumulate over blocks and heads; those of queries are written once.
                     dqkv.fill(0.0);
                     for head in 0..s.heads {
                         let lse = &lse[head * s.seq..][..s.seq];
@@ -118,7 +119,7 @@ pub(crate) fn backward(t: &Threads, args: AttentionBackward<'_>) {
     }
 }
 
-/// What backward of one sequence reads; `lse` is of one head.
+/// Inputs of backward for one sequence; `lse` is that of one head.
 #[derive(Clone, Copy)]
 struct Sequence<'a> {
     qkv: &'a [f32],
@@ -171,8 +172,8 @@ fn backward_head(
     }
 }
 
-/// Scores become probabilities `p = exp(s - lse)`, gradients of probabilities those of scores `ds = p (dp - delta)`;
-/// hidden ones become zero.
+/// Turns scores into probabilities `p = exp(s - lse)`, and gradients of probabilities into gradients of scores `ds = p
+/// (dp - delta)`; hidden ones become zero.
 #[inline(always)]
 fn probabilities(p: &mut [f32], dp: &mut [f32], visible: usize, lse: f32, delta: f32) {
     let dp = &mut dp[..p.len()];

@@ -1,8 +1,8 @@
-//! Attention on a GPU: which variant runs for a shape, and its launches.
+//! Attention on a GPU: selects the variant for a shape, and launches it.
 //!
-//! Short sequences with narrow heads run on our own kernels whose blocks keep a whole head, which also apply the rotary
-//! embedding. Everything else runs on cuDNN's kernels where it has some, else on our own in tiles; both after a kernel
-//! that rotates `qkv` in place.
+//! Short sequences with narrow heads run on our own kernels, whose blocks keep a whole head and which also apply the
+//! rotary embedding. Everything else runs on cuDNN's kernels if it has some, otherwise on our own tiled kernels; in
+//! both cases a separate kernel first rotates `qkv` in place.
 
 use std::cell::{OnceCell, RefCell};
 use std::collections::HashMap;
@@ -21,30 +21,30 @@ use crate::error::{EngineError, Result};
 use crate::ops::rope::{self, Rotation};
 use crate::tensor::Slice;
 
-/// How the log names the kernels whose blocks keep a whole head.
+/// Name in the log of the kernels whose blocks keep a whole head.
 const WHOLE_HEAD: &str = "own kernels for whole heads";
 
-/// What attention keeps between calls.
+/// State of attention that is kept between calls.
 #[derive(Debug, Default)]
 pub(crate) struct Attention {
     /// Our own kernels by head width and name, compiled on first use.
     functions: RefCell<HashMap<(usize, &'static str), CudaFunction>>,
-    /// Opened on first use; or the reason why it is not used.
+    /// cuDNN, opened on first use, or the reason why it is not used.
     cudnn: OnceCell<std::result::Result<CudnnAttention, String>>,
     preparing: RefCell<Option<JoinHandle<std::result::Result<Prepared, String>>>>,
 }
 
 impl Drop for Attention {
-    /// The process must not exit while a thread is in the library.
+    /// The process must not exit while a thread is inside the library.
     fn drop(&mut self) {
-        // A panic of the thread has been printed already.
+        // If the thread panicked, the panic was printed already.
         let _ = self.preparing.take().map(JoinHandle::join);
     }
 }
 
 impl Attention {
-    /// Starts to open cuDNN and to build its plans for a shape, if they will be used: the first step would wait for
-    /// that for up to seconds.
+    /// Starts to open cuDNN and to build its plans for a shape, if they will be used. Otherwise the first step would
+    /// wait for that, up to several seconds.
     pub(crate) fn prepare(&self, gpu: &Gpu, s: AttentionShape) {
         if own_kernels(gpu, s).keeps_whole_head(s) || not_cudnn(gpu).is_some() || self.cudnn.get().is_some() {
             return;
@@ -54,7 +54,7 @@ impl Attention {
             let bound = stream.context().bind_to_thread().map_err(|error| error.to_string());
             bound.and_then(|()| Prepared::new(&stream, s))
         };
-        // Without the thread, the first use does it.
+        // If the thread cannot be started, the first use does the work.
         let thread = std::thread::Builder::new().name("cudnn".into()).spawn(prepare);
         *self.preparing.borrow_mut() = thread.ok();
     }
@@ -111,7 +111,7 @@ impl Attention {
         rope.map_or(Ok(()), |table| rope::cuda::rotate(gpu, s, dqkv, table, Rotation::Back))
     }
 
-    /// Backward by our own kernels. Operands were checked.
+    /// Computes backward with our own kernels. The caller has checked the operands.
     fn backward_in_tiles(&self, gpu: &Gpu, a: AttentionBackward<'_>) -> Result<()> {
         let AttentionBackward { shape: s, qkv, out, dout, lse, dqkv, .. } = a;
         let rows = s.batch * s.seq * s.heads;
@@ -162,7 +162,7 @@ impl Attention {
         unsafe { gpu.kernels.launch_function(name, &function, launch, args) }
     }
 
-    /// Compiles or loads all of our own kernels for this head width; returns the one of this name.
+    /// Compiles or loads all of our own kernels for this head width; returns the one with this name.
     fn load(&self, gpu: &Gpu, s: AttentionShape, name: &'static str) -> Result<CudaFunction> {
         let own = own_kernels(gpu, s);
         let (source, macros) = own.source();
@@ -178,7 +178,7 @@ impl Attention {
         Ok(found)
     }
 
-    /// The library, opened on first use; or the reason why it is not used.
+    /// Returns the library, which is opened on first use, or the reason why it is not used.
     fn cudnn(&self, gpu: &Gpu) -> std::result::Result<&CudnnAttention, String> {
         let open = || {
             if let Some(reason) = not_cudnn(gpu) {
@@ -192,7 +192,7 @@ impl Attention {
         self.cudnn.get_or_init(open).as_ref().map_err(Clone::clone)
     }
 
-    /// cuDNN's plan, if that is the variant to run.
+    /// Returns cuDNN's plan, if that is the variant to run.
     fn cudnn_plan(&self, gpu: &Gpu, s: AttentionShape, direction: Direction) -> Option<Rc<AttentionPlan>> {
         let plan = self.cudnn(gpu).and_then(|cudnn| cudnn.plan(s, direction));
         let (variant, instead_of) = match &plan {
@@ -209,7 +209,7 @@ impl Attention {
     /// Enqueues cuDNN's plan.
     ///
     /// # Safety
-    /// The operands are addresses of the operands of the plan's direction and shape.
+    /// The operands are the addresses of the operands of the plan's direction and shape.
     unsafe fn run_cudnn(
         &self,
         gpu: &Gpu,
@@ -232,7 +232,7 @@ impl Attention {
     }
 }
 
-/// Why cuDNN is not used on this GPU, if it is not.
+/// Returns the reason why cuDNN is not used on this GPU, if it is not.
 fn not_cudnn(gpu: &Gpu) -> Option<String> {
     match (gpu.deterministic, gpu.activations) {
         (true, _) => Some("the run is deterministic".into()),

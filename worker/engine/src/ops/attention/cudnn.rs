@@ -1,13 +1,13 @@
-//! Attention by cuDNN: the two operation graphs that the library has fused kernels for, and their plans.
+//! Attention by cuDNN: the two operation graphs for which the library has fused kernels, and their plans.
 //!
-//! The operations and their order are those that NVIDIA's cudnn-frontend builds
+//! The operations and their order are those built by NVIDIA's cudnn-frontend
 //! (node/scaled_dot_product_flash_attention.h, "composite"): the library matches the pattern, so they cannot be written
-//! in another way. Queries, keys and values are strided parts of the packed rows; keys, and in backward values, are
-//! described transposed.
+//! in another way. Queries, keys and values are strided parts of the packed rows. Keys, and in backward also values,
+//! are described as transposed.
 //!
 //! Backward is not deterministic: blocks of keys add to dq in the order in which they finish. The deterministic form of
-//! the pattern writes and reads something for every pair of a query and a key (a workspace of 805 MB for GPT-2 124M at
-//! 32 sequences), which costs about what cuDNN gains: deterministic runs use this crate's own kernels instead.
+//! the pattern writes and reads data for every pair of a query and a key (a workspace of 805 MB for GPT-2 124M at 32
+//! sequences), which costs about as much as cuDNN gains. Deterministic runs use this crate's own kernels instead.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -26,8 +26,8 @@ use crate::cuda::cudnn::{Cudnn, CudnnError};
 const BF16: DataType = DataType::CUDNN_DATA_BFLOAT16;
 const F32: DataType = DataType::CUDNN_DATA_FLOAT;
 
-/// Widest heads that the library has backward kernels for on some device (compute capability 9.0); others refuse the
-/// plan.
+/// Maximum head width for which the library has backward kernels on any device (compute capability 9.0); on other
+/// devices the plan is refused.
 const MAX_WIDTH: usize = 256;
 
 /// Alignment of tensors in scratch memory, in bytes.
@@ -40,7 +40,7 @@ pub(crate) enum Direction {
 }
 
 impl Direction {
-    /// The operation's name in logs and profiles.
+    /// Returns the operation's name in logs and profiles.
     pub(crate) fn operation(self) -> &'static str {
         match self {
             Self::Forward => "attention_fwd",
@@ -49,7 +49,7 @@ impl Direction {
     }
 }
 
-/// Addresses of operands, laid out as the operation says; `dout` and `dqkv` are used by backward only.
+/// Addresses of operands, with the layouts of the operation; only backward uses `dout` and `dqkv`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Operands {
     pub(crate) qkv: u64,
@@ -59,18 +59,18 @@ pub(crate) struct Operands {
     pub(crate) dqkv: u64,
 }
 
-/// A plan, or why there is none.
+/// A plan, or the reason why there is none.
 type Planned = Result<Rc<AttentionPlan>, String>;
 
 /// The library on one stream, and the plans built so far.
 #[derive(Debug)]
 pub(crate) struct CudnnAttention {
-    /// Failures are cached too. Declared before the handle that plans were built for.
+    /// Plans or failures. Declared before the handle that they were built for, so that they are dropped first.
     plans: RefCell<HashMap<(AttentionShape, Direction), Planned>>,
     cudnn: Cudnn,
 }
 
-/// The same, on its way to the thread that uses it.
+/// A prepared [`CudnnAttention`], on its way to the thread that uses it.
 #[derive(Debug)]
 pub(crate) struct Prepared {
     plans: [((AttentionShape, Direction), Result<AttentionPlan, String>); 2],
@@ -78,8 +78,8 @@ pub(crate) struct Prepared {
 }
 
 impl Prepared {
-    /// Opens the library and builds the plans for a shape, with the stream's context current; or the reason why it
-    /// cannot be used.
+    /// Opens the library and builds the plans for a shape, with the stream's context current. An error is the reason
+    /// why the library cannot be used.
     pub(crate) fn new(stream: &Arc<CudaStream>, s: AttentionShape) -> Result<Self, String> {
         let cudnn = Cudnn::open(stream)?;
         let plans = [Direction::Forward, Direction::Backward];
@@ -100,12 +100,13 @@ fn build(cudnn: &Cudnn, s: AttentionShape, direction: Direction) -> Result<Atten
 }
 
 impl CudnnAttention {
-    /// Opens the library; or the reason why it cannot be used.
+    /// Opens the library. An error is the reason why it cannot be used.
     pub(crate) fn open(stream: &Arc<CudaStream>) -> Result<Self, String> {
         Ok(Self { plans: RefCell::default(), cudnn: Cudnn::open(stream)? })
     }
 
-    /// The plan for a shape, built on first use, which takes up to seconds; or why there is none.
+    /// Returns the plan for a shape, or the reason why there is none. The first use builds it, which takes up to
+    /// several seconds.
     pub(crate) fn plan(&self, s: AttentionShape, direction: Direction) -> Planned {
         let build = || build(&self.cudnn, s, direction).map(Rc::new);
         self.plans.borrow_mut().entry((s, direction)).or_insert_with(build).clone()
@@ -113,9 +114,10 @@ impl CudnnAttention {
 
     /// Enqueues a plan.
     ///
-    /// # Safety The plan was built by [`plan`](Self::plan). The operands of its direction are addresses of memory of
-    /// its shape, and `scratch` is the address of as many bytes as the plan needs; all of it stays allocated until the
-    /// stream has passed this point.
+    /// # Safety
+    /// The plan was built by [`plan`](Self::plan). The operands of its direction are addresses of memory of its shape,
+    /// and `scratch` is the address of as many bytes as the plan needs; all of it stays allocated until the stream has
+    /// passed this point.
     pub(crate) unsafe fn execute(
         &self,
         plan: &AttentionPlan,
@@ -127,7 +129,7 @@ impl CudnnAttention {
     }
 }
 
-/// Where the memory of a real tensor is.
+/// Location of a real tensor.
 #[derive(Clone, Copy, Debug)]
 enum Location {
     /// A byte offset from the start of an operand.
@@ -141,7 +143,7 @@ enum Location {
 pub(crate) struct AttentionPlan {
     plan: Plan,
     locations: Vec<(Tensor, Location)>,
-    /// Bytes of scratch memory: tensors, then the plan's workspace.
+    /// Scratch memory in bytes: tensors, then the plan's workspace.
     pub(crate) scratch: usize,
     workspace: u64,
 }
@@ -165,7 +167,7 @@ impl AttentionPlan {
     /// Enqueues the plan to the handle's stream.
     ///
     /// # Safety
-    /// As [`Plan::execute`], with operands that are laid out as the operation says.
+    /// The same as for [`Plan::execute`]; the operands have the layouts of the operation.
     pub(crate) unsafe fn execute(
         &self,
         handle: cudnnHandle_t,
@@ -255,7 +257,7 @@ impl Builder {
         let sums = self.graph.virtual_tensor(row)?;
         self.graph.reduce(Reduce::CUDNN_REDUCE_TENSOR_ADD, terms, sums)?;
         let delta = self.scratch(row)?;
-        // The pattern requires a factor here, for dropout.
+        // The pattern requires a factor here, which is meant for dropout.
         self.graph.pointwise(Mode::CUDNN_POINTWISE_MUL, &[sums, one], delta)?;
 
         let scores = self.scores_of(queries, keys)?;
@@ -276,7 +278,7 @@ impl Builder {
         let dkeys = self.heads_in(packed, self.heads, self.kv_heads, false)?;
         self.gemm_over_groups(transposed, queries, dkeys)?;
 
-        // The pattern requires virtual tensors in f32, whatever the element type of the real one.
+        // The pattern requires virtual tensors in f32, regardless of the element type of the real one.
         let keys = self.graph.transpose(keys, F32)?;
         let sum = self.scratch(Layout::dense(F32, rows.dims))?;
         self.graph.matmul(dscores, keys, sum)?;
@@ -284,14 +286,14 @@ impl Builder {
         self.graph.pointwise(Mode::CUDNN_POINTWISE_IDENTITY, &[sum], dqueries)
     }
 
-    /// `a b` for every pair of a query and a key, virtual.
+    /// Adds a virtual tensor `a b` with a value for every pair of a query and a key.
     fn scores_of(&mut self, a: Tensor, b: Tensor) -> Result<Tensor, CudnnError> {
         let scores = self.graph.virtual_tensor(self.scores())?;
         self.graph.matmul(a, b, scores)?;
         Ok(scores)
     }
 
-    /// -inf where the key is after the query.
+    /// Masks scores with -inf where the key is after the query.
     fn causal_mask(&mut self, scores: Tensor) -> Result<Tensor, CudnnError> {
         let minus_infinity = self.graph.scalar(f32::NEG_INFINITY)?;
         let (rows, cols) = (self.graph.indices(2, scores)?, self.graph.indices(3, scores)?);
@@ -300,7 +302,7 @@ impl Builder {
         self.graph.pointwise_f32(Mode::CUDNN_POINTWISE_BINARY_SELECT, &[scores, minus_infinity, visible])
     }
 
-    /// `out = a b`, summed over the query heads that share a key head.
+    /// Adds `out = a b`, summed over the query heads that share a key head.
     fn gemm_over_groups(&mut self, a: Tensor, b: Tensor, out: Tensor) -> Result<(), CudnnError> {
         if self.heads == self.kv_heads {
             return self.graph.matmul(a, b, out);
@@ -310,7 +312,7 @@ impl Builder {
         self.graph.reduce(Reduce::CUDNN_REDUCE_TENSOR_ADD, each, out)
     }
 
-    /// Heads `first..first + heads` of packed rows, with the last two dimensions transposed if requested.
+    /// Adds heads `first..first + heads` of packed rows, with the last two dimensions transposed if requested.
     fn heads_in(
         &mut self,
         operand: fn(&Operands) -> u64,

@@ -1,7 +1,7 @@
 // Causal attention in tiles on the FP32 units, for any head width and element type: the T x T matrix of scores is never
-// materialised. mma_tiled.cu is the tensor core variant.
+// materialised. mma_tiled.cu is the variant for tensor cores.
 //
-// Compiled per head width, -DWIDTH=D. A block is 16 x 16 threads (THREADS) and works on TILE rows (of queries, or of
+// Compiled per head width, -DWIDTH=D. A block has 16 x 16 threads (THREADS) and works on TILE rows (of queries, or of
 // keys for dk and dv) of one head; thread (ty, tx) owns rows ty*R.. of the block's tile, columns tx + 16 j of a tile of
 // scores, and columns tx + 16 j of the head's width.
 //
@@ -46,8 +46,8 @@ __device__ inline void scores(float (&s)[R][R], const float* a, const float* b, 
     }
 }
 
-// Stores this thread's part of a tile of scores. Its readers are the 16 threads with the same ty, half a warp, so that
-// a warp barrier is enough.
+// Stores this thread's part of a tile of scores. It is read by the 16 threads with the same ty, half a warp, so a warp
+// barrier is enough.
 __device__ inline void put_scores(float* tile, const float (&s)[R][R], int ty, int tx) {
 #pragma unroll
     for (int i = 0; i < R; i++)
@@ -114,13 +114,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_fwd(const ACT* q
             float top = running_max[i];
 #pragma unroll
             for (int j = 0; j < R; j++) {
-                // The causal mask also hides keys past T: they are after every query that is written.
+                // The causal mask also hides keys past T: they come after every query that is written.
                 s[i][j] = key + tx + 16 * j <= query ? s[i][j] * scale : __int_as_float(0xff800000);
                 top = fmaxf(top, s[i][j]);
             }
-            // The first tile holds key 0, which every row sees: the maximum is finite.
+            // The first tile holds key 0, which every row sees, so the maximum is finite.
             top = row_max(top);
-            // Rescales what was accumulated under the previous maximum.
+            // Rescales the sums accumulated under the previous maximum.
             float rescale = expf(running_max[i] - top), sum = 0.0f;
             running_max[i] = top;
 #pragma unroll
@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_fwd(const ACT* q
     }
 }
 
-// delta[b,h,t] = dout . out. DELTA_LANES threads per row of a head.
+// delta[b,h,t] = dout . out, with DELTA_LANES threads per row of a head.
 extern "C" __global__ void attention_bwd_delta(const ACT* out, const ACT* dout, float* delta, i64 batch, i64 seq,
                                                i64 heads) {
     pdl_wait_and_launch();
@@ -214,7 +214,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 // dk and dv. Grid: (tiles of keys, Hkv, B): a block visits all query heads of its key head, so that no two blocks add
-// to the same gradient. Shared: 4 tiles of width, 1 of scores. Rows of the scores are keys here, columns queries.
+// to the same gradient. Shared: 4 tiles of width, 1 of scores. Here, rows of the scores are keys and columns are
+// queries.
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_bwd_keys(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv, i64 seq,
                        i64 heads, i64 kv_heads, float scale) {

@@ -1,15 +1,15 @@
 // Causal attention on tensor cores: device functions shared by mma_tiled.cu and mma_whole_head.cu. Layouts, results and
-// formulas are those of kernel.cu; after FlashAttention-2 (Dao, 2023).
+// formulas are those of kernel.cu; the algorithm follows FlashAttention-2 (Dao, 2023).
 //
-// Operands are bf16 or tf32, accumulators float (compute capability 8.0 and later). Compiled after the header of the
-// element type, mma_bf16.cuh or mma_tf32.cuh, which defines the mma and the swizzle of tiles in shared memory; per head
-// width, -DWIDTH=D; with tile sizes chosen by the caller. A warp owns M x 16 rows. Scores stay in registers: the result
-// of one mma has the layout of the next mma's left operand. Tiles are copied to shared memory by cp.async,
+// Operands are bf16 or tf32, accumulators are float (compute capability 8.0 and later). Compiled after the header of
+// the element type, mma_bf16.cuh or mma_tf32.cuh, which defines the mma and the swizzle of tiles in shared memory; per
+// head width, -DWIDTH=D; with tile sizes chosen by the caller. A warp owns M x 16 rows. Scores stay in registers: the
+// result of one mma has the layout of the next mma's left operand. Tiles are copied to shared memory by cp.async,
 // double-buffered.
 //
-// Every sum has a fixed order, and dk and dv belong to one block each, so that every run gives the same bits.
-// Exponentials and lse are kept to base 2 inside the kernels (scale_log2 = scale log2(e)), which saves a multiplication
-// per score.
+// Every sum has a fixed order, and each dk and dv belongs to one block, so that every run gives the same bits.
+// Exponentials and lse are in base 2 inside the kernels (scale_log2 = scale log2(e)), which saves a multiplication per
+// score.
 
 #define WARPS (THREADS / WARP)
 #define LOG2E 1.4426950408889634f
@@ -36,8 +36,8 @@ __device__ inline void copy_rows(ACT* tile, const ACT* rows, i64 stride, i64 fir
     }
 }
 
-// Converts what this thread itself has copied of a tile to operands; a thread's own copies are visible to it without a
-// barrier. Adjacent tiles may be treated as one if each gives all threads equally many copies.
+// Converts the part of a tile that this thread itself has copied to operands; a thread's own copies are visible to it
+// without a barrier. Adjacent tiles may be treated as one if each gives every thread the same number of copies.
 template <int ROWS>
 __device__ inline void prepare(ACT* tile) {
 #pragma unroll
@@ -46,7 +46,7 @@ __device__ inline void prepare(ACT* tile) {
 }
 
 // Waits for all but the LATER newest groups of copies: two tiles of COLS rows and, with the first of them, the RESIDENT
-// rows that stay resident. Afterwards they are operands.
+// rows that stay in shared memory. Afterwards they are operands.
 template <int LATER, int RESIDENT, int COLS>
 __device__ inline void wait_for_tiles(bool first, ACT* resident, ACT* a, ACT* b) {
     wait_copies<LATER>();
@@ -128,7 +128,7 @@ template <int M, int N>
 __device__ inline void online_softmax(float (&o)[M][WIDTH / 8][4], float (&row_max)[M][2], float (&row_sum)[M][2],
                                       const ACT* q, const ACT* k, const ACT* v, int row, int offset,
                                       float scale_log2) {
-    // All queries are before the first key: nothing is visible.
+    // All queries are before the first key, so nothing is visible.
     if (offset + 16 * M <= 0) return;
     float s[M][N][4];
     scores(s, q, k, row);
@@ -146,7 +146,7 @@ __device__ inline void online_softmax(float (&o)[M][WIDTH / 8][4], float (&row_m
                     if (diagonal && column_of(n, i) > query) s[m][n][i] = NEG_INF;
                     new_max = fmaxf(new_max, s[m][n][i]);
                 }
-            // The first step includes key 0, which every row sees: the maximum is finite from then on.
+            // The first step includes key 0, which every row sees, so the maximum is finite from then on.
             new_max = fmaxf(row_max[m][half], quad_max(new_max) * scale_log2);
             float rescale = exp2_approx(row_max[m][half] - new_max), sum = 0.0f;
             row_max[m][half] = new_max;
@@ -183,7 +183,7 @@ __device__ inline void write_output(ACT* out, i64 stride, float* lse, i64 first,
 }
 
 // dq += ds k for the warp's queries, at `row` of q and o (dout), over N * 8 keys; the scale is applied when dq is
-// written. ds = p (dp - delta) with p = exp2(s - lse) and dp = dout v^T. row_lse is to base 2; `offset` as above.
+// written. ds = p (dp - delta) with p = exp2(s - lse) and dp = dout v^T. row_lse is in base 2; `offset` as above.
 template <int M, int N>
 __device__ inline void query_gradients(float (&dq)[M][WIDTH / 8][4], const ACT* q, const ACT* o, const ACT* k,
                                        const ACT* v, const float (&row_lse)[M][2], const float (&row_delta)[M][2],
@@ -208,14 +208,14 @@ __device__ inline void query_gradients(float (&dq)[M][WIDTH / 8][4], const ACT* 
     accumulate(dq, s, k);
 }
 
-// dv += p^T dout and dk += ds^T q for the warp's keys, at `row` of k and v, over N * 8 queries with their o
-// (dout), lse (to base 2) and delta; DK and DV say which of the two are wanted. `offset` is the first key's position
-// minus the first query's. Rows of the scores are keys here, columns queries. The scale is applied when dk is written.
+// dv += p^T dout and dk += ds^T q for the warp's keys, at `row` of k and v, over N * 8 queries with their o (dout), lse
+// (base 2) and delta; DK and DV select which of the two are computed. `offset` is the first key's position minus the
+// first query's. Here, rows of the scores are keys and columns are queries. The scale is applied when dk is written.
 template <bool DK, bool DV, int M, int N>
 __device__ inline void key_gradients(float (&dk)[M][WIDTH / 8][4], float (&dv)[M][WIDTH / 8][4], const ACT* k,
                                      const ACT* v, const ACT* q, const ACT* o, const float* lse, const float* delta,
                                      int row, int offset, float scale_log2) {
-    // All keys are after the last query: nothing is visible.
+    // All keys are after the last query, so nothing is visible.
     if (offset >= 8 * N) return;
     float s[M][N][4], dp[M][N][4];
     scores(s, k, q, row);

@@ -1,4 +1,4 @@
-// Causal attention on tensor cores, one block per tile of rows: any sequence length. Compiled after mma_common.cuh.
+// Causal attention on tensor cores, one block per tile of rows, for any sequence length. Compiled after mma_common.cuh.
 
 // out and lse. Grid: (tiles of queries, H, B). Shared: 1 tile of queries, 4 of keys and values.
 extern "C" __global__ void __launch_bounds__(THREADS) attention_fwd(const ACT* qkv, ACT* out, float* lse, i64 seq,
@@ -106,12 +106,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     write_rows(dqkv + layout.q_at(head), row, first + warp_row, seq, dq, scales);
 }
 
-// dk and dv, or one of them: the accumulators of both exceed a thread's registers for heads wider than 128.
-// A block visits all query heads of its key head, so that no two blocks add to the same gradient.
+// dk and dv, or one of them: for heads wider than 128 the accumulators of both exceed a thread's registers. A block
+// visits all query heads of its key head, so that no two blocks add to the same gradient.
 template <bool DK, bool DV>
 __device__ inline void bwd_keys(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv,
                                 i64 seq, i64 heads, i64 kv_heads, float scale) {
-    // Values are used only by dk.
+    // Only dk needs the values.
     constexpr int ROWS = BWD_K_ROWS, COLS = BWD_K_COLS, M = ROWS / 16 / WARPS, N = COLS / 8,
                   RESIDENT = DK ? 2 * ROWS : ROWS;
     extern __shared__ float4 memory[];
@@ -119,7 +119,7 @@ __device__ inline void bwd_keys(const ACT* qkv, const ACT* dout, const float* ls
     ACT *v = k + ROWS * WIDTH, *q = v + ROWS * WIDTH, *o = q + 2 * COLS * WIDTH;
     float* stats = (float*)(o + 2 * COLS * WIDTH);
     QkvLayout layout = {seq, heads, kv_heads};
-    // Early keys first: the most queries see them, so starting their blocks early balances the load.
+    // Early keys first: they are seen by the most queries, so starting their blocks early balances the load.
     i64 first = blockIdx.x * (i64)ROWS, group = heads / kv_heads, row = layout.row(), first_head = blockIdx.y * group;
     int warp_row = threadIdx.x / WARP * 16 * M;
     qkv += blockIdx.z * seq * row;

@@ -1,6 +1,6 @@
 // The gradient of values for heads wider than 128. Compiled after mma_tiled.cu.
 
-// dv. Grid and shared memory of attention_bwd_keys.
+// dv. Grid and shared memory are those of attention_bwd_keys.
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_bwd_values(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv, i64 seq,
                          i64 heads, i64 kv_heads, float scale) {

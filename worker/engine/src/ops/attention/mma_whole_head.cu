@@ -1,8 +1,9 @@
-// Causal attention on tensor cores, one block per head: short sequences and narrow heads, whose q, k and v fit into
+// Causal attention on tensor cores, one block per head, for short sequences and narrow heads whose q, k and v fit into
 // shared memory. Rotary embedding is fused: queries and keys are rotated in shared memory. Compiled after
 // mma_common.cuh.
 
-// The tile of rows that a warp takes in this round. The order reverses every round, which balances the causal triangle.
+// The tile of rows that a warp processes in this round. The order reverses every round, which balances the causal
+// triangle.
 __device__ inline int warp_tile(int round) {
     int warp = threadIdx.x / WARP;
     return round * WARPS + (round % 2 ? WARPS - 1 - warp : warp);
@@ -84,9 +85,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     }
 }
 
-// The whole backward for sequences of at most MAX_SEQ tokens with Hkv = H, in one launch. Grid: (H, B). Shared: q,
-// k, v and dout of a head, its lse and delta. Scores are computed twice, once by the warps that own keys and once by
-// those that own queries, so that no gradient has two writers and the order of sums is fixed.
+// The whole backward for sequences of at most MAX_SEQ tokens with Hkv = H, in one launch. Grid: (H, B). Shared: q, k, v
+// and dout of a head, its lse and delta. Scores are computed twice, once by the warps that own keys and once by those
+// that own queries, so that no gradient has two writers and the order of sums is fixed.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
     attention_bwd_whole(const ACT* qkv, const float* table, const ACT* out, const ACT* dout, const float* lse,
                         ACT* dqkv, i64 seq, i64 heads, float scale) {
@@ -113,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
     wait_for_tiles<0, 2 * MAX_SEQ, MAX_SEQ>(true, q, v, o);
     rotate(q, table, seq);
     rotate(k, table, seq);
-    // delta = dout . out, CHUNKS threads a row.
+    // delta = dout . out, with CHUNKS threads per row.
 #pragma unroll
     for (int i = threadIdx.x; i < MAX_SEQ * CHUNKS; i += THREADS) {
         int r = i / CHUNKS, c = i % CHUNKS;

@@ -37,12 +37,12 @@ pub struct AttentionShape {
 }
 
 impl AttentionShape {
-    /// Elements of `qkv` in one token's row.
+    /// Returns the number of elements of `qkv` in one token's row.
     pub fn qkv_width(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.width
     }
 
-    /// Factor of the scores.
+    /// Returns the factor of the scores.
     #[expect(clippy::cast_precision_loss, reason = "head widths are small")]
     pub fn scale(&self) -> f32 {
         1.0 / (self.width as f32).sqrt()
@@ -54,7 +54,7 @@ impl AttentionShape {
 pub struct AttentionForward<'a> {
     /// Sizes.
     pub shape: AttentionShape,
-    /// (B, T, (H + 2 Hkv) D). Whether it is rotated in place is up to the back end: backward takes it as forward leaves
+    /// (B, T, (H + 2 Hkv) D). The back end decides whether to rotate it in place; pass it to backward as forward leaves
     /// it.
     pub qkv: Slice<'a>,
     /// (T, D) F32 rotary table: D/2 cosines, then D/2 sines per position. Pairs are (i, i + D/2).
@@ -70,7 +70,7 @@ pub struct AttentionForward<'a> {
 pub struct AttentionBackward<'a> {
     /// Sizes.
     pub shape: AttentionShape,
-    /// (B, T, (H + 2 Hkv) D), as forward left it.
+    /// (B, T, (H + 2 Hkv) D), as left by forward.
     pub qkv: Slice<'a>,
     /// (T, D) F32, as in forward.
     pub rope: Option<Slice<'a>>,

@@ -1,8 +1,9 @@
 //! This crate's attention kernels for a head width, and their tile sizes.
 //!
-//! Two sets of kernels compute the same: `kernel.cu` on FP32 units, for every width and element type, and `mma_*.cu` on
-//! tensor cores, for bf16 with widths that are multiples of 16 and for tf32 with multiples of 8. For bf16 the latter
-//! also has kernels for short sequences and narrow heads, whose blocks keep a whole head in shared memory.
+//! Two sets of kernels compute the same function: `kernel.cu` on FP32 units, for every width and element type, and
+//! `mma_*.cu` on tensor cores, for bf16 with widths that are multiples of 16 and for tf32 with multiples of 8. For bf16
+//! the latter set also has kernels for short sequences and narrow heads, whose blocks keep a whole head in shared
+//! memory.
 
 use xlaunch_pool::DType;
 
@@ -10,7 +11,7 @@ use super::AttentionShape;
 use crate::cuda::{Launch, Macro, Source, VEC, source};
 use crate::options::Precision;
 
-/// The kernel that does not work in tiles: every other one is a [`Kernel`].
+/// Name of the only kernel that does not work in tiles; all others are a [`Kernel`].
 pub(super) const DELTA: &str = "attention_bwd_delta";
 
 const FP32: Source = source!("attention/kernel.cu", after "attention/qkv.cuh");
@@ -45,19 +46,19 @@ pub(crate) enum OwnKernels {
     Mma { activations: DType, width: usize, tiles: Tiles },
 }
 
-/// Rows that a block owns, and rows of the other operand that it visits at a time: queries and keys, or keys and
-/// queries.
+/// Number of rows that a block owns, and number of rows of the other operand that it visits at a time. These are
+/// queries and keys, or keys and queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Tiles {
     fwd: (usize, usize),
     bwd_queries: (usize, usize),
     bwd_keys: (usize, usize),
     threads: u32,
-    /// Whether dv has a kernel of its own, because its accumulators and those of dk exceed a thread's registers.
+    /// Whether dv has a separate kernel, because its accumulators and those of dk exceed a thread's registers.
     separate_values: bool,
 }
 
-/// One of the kernels that keep parts of a head in shared memory.
+/// A kernel that keeps parts of a head in shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kernel {
     Fwd,
@@ -68,20 +69,20 @@ pub(crate) enum Kernel {
     BwdWholeHead,
 }
 
-/// Most bytes of a head's q, k, v and dout that a block keeps.
+/// Maximum size in bytes of a head's q, k, v and dout that a block keeps.
 const WHOLE_HEAD_BYTES: usize = 64 << 10;
-/// Keys or queries that a warp of the whole-head kernels visits at a time, forward and backward.
+/// Number of keys or queries that a warp of the whole-head kernels visits at a time, in forward and backward.
 const WHOLE_HEAD_COLS: (usize, usize) = (32, 32);
 
 /// Threads of a block of the FP32 kernels.
 const FP32_THREADS: u32 = 256;
-/// Threads of a block of the delta kernels: the FP32 one is compiled with the same THREADS as its neighbours.
+/// Threads of a block of the delta kernels. The FP32 one is compiled with the same THREADS as the others in its file.
 const DELTA_THREADS: u32 = FP32_THREADS;
 /// Extra floats per row of the FP32 kernels' tiles in shared memory.
 const ROW_PADDING: usize = 4;
 
 impl OwnKernels {
-    /// The fastest kernels for this width on a device of this compute capability.
+    /// Selects the fastest kernels for this width on a device of this compute capability.
     pub(crate) fn select(precision: Precision, capability: (i32, i32), width: usize) -> Self {
         let activations = precision.activations();
         let plain = Self::Fp32 { width };
@@ -93,8 +94,8 @@ impl OwnKernels {
         if capability.0 < 8 || !width.is_multiple_of(multiple) {
             return plain;
         }
-        // The fastest of those tried on an H200 that keep the accumulators in a thread's 255 registers and a block
-        // within 99 KiB of shared memory, the limit of compute capability 8.6.
+        // The fastest tile sizes among those tried on an H200 that keep the accumulators in a thread's 255 registers
+        // and a block within 99 KiB of shared memory, the limit of compute capability 8.6.
         let (threads, fwd, bwd_queries, bwd_keys) = match (precision, width) {
             (Precision::Bf16, 0..=32) => (128, (128, 128), (64, 64), (64, 64)),
             (Precision::Bf16, 33..=64) => (128, (128, 64), (64, 64), (128, 32)),
@@ -110,7 +111,7 @@ impl OwnKernels {
         Self::Mma { activations, width, tiles }
     }
 
-    /// The source, and the macros it is compiled with.
+    /// Returns the source, and the macros that it is compiled with.
     pub(crate) fn source(self) -> (Source, Vec<Macro>) {
         let (activations, width, tiles) = match self {
             Self::Fp32 { width } => {
@@ -154,7 +155,7 @@ impl OwnKernels {
         (MMA_BF16_WHOLE_HEAD, macros)
     }
 
-    /// Name in logs.
+    /// Returns the name in logs.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Mma { .. } => "own kernels on tensor cores",
@@ -162,7 +163,7 @@ impl OwnKernels {
         }
     }
 
-    /// The source's kernels, and those among them that use dynamic shared memory.
+    /// Returns the source's kernels, and those among them that use dynamic shared memory.
     pub(crate) fn kernels(self) -> (Vec<&'static str>, Vec<Kernel>) {
         let mut shared = vec![Kernel::Fwd, Kernel::BwdQueries, Kernel::BwdKeys];
         if self.has_separate_values() {
@@ -174,12 +175,13 @@ impl OwnKernels {
         (shared.iter().map(|kernel| kernel.name()).chain([DELTA]).collect(), shared)
     }
 
-    /// Whether [`Kernel::BwdKeys`] leaves dv to [`Kernel::BwdValues`].
+    /// Returns whether [`Kernel::BwdKeys`] leaves dv to [`Kernel::BwdValues`].
     pub(crate) fn has_separate_values(self) -> bool {
         matches!(self, Self::Mma { tiles, .. } if tiles.separate_values)
     }
 
-    /// Longest sequence of which a block can keep a head. Wider heads leave too few registers for the accumulators.
+    /// Returns the longest sequence whose heads fit into a block. Wider heads leave too few registers for the
+    /// accumulators.
     fn max_whole_head_seq(self) -> Option<usize> {
         match self {
             Self::Mma { activations: DType::Bf16, width: width @ (16 | 32), .. } => {
@@ -189,12 +191,12 @@ impl OwnKernels {
         }
     }
 
-    /// Whether the whole-head kernels support this shape.
+    /// Returns whether the whole-head kernels support this shape.
     pub(crate) fn keeps_whole_head(self, s: AttentionShape) -> bool {
         self.max_whole_head_seq().is_some_and(|longest| s.seq <= longest) && s.kv_heads == s.heads
     }
 
-    /// Blocks, threads and shared memory of a kernel.
+    /// Returns blocks, threads and shared memory of a kernel.
     pub(crate) fn launch(self, kernel: Kernel, s: AttentionShape) -> Launch {
         let (rows, block) = match self {
             Self::Fp32 { width } => (fp32_tile(width), FP32_THREADS),
@@ -208,12 +210,13 @@ impl OwnKernels {
         Launch { grid, block: (block, 1), shared: self.shared(kernel) }
     }
 
-    /// Blocks and threads of [`DELTA`] for `rows` rows of a head.
+    /// Returns blocks and threads of [`DELTA`] for `rows` rows of a head.
     pub(crate) fn delta_launch(self, rows: usize) -> Launch {
         Launch::threads(rows * self.delta_lanes(), DELTA_THREADS)
     }
 
-    /// Threads per row of [`DELTA`], a power of two that divides the warp: most of them, or one per vector.
+    /// Returns the number of threads per row of [`DELTA`], a power of two that divides the warp size: one per vector,
+    /// up to a limit.
     fn delta_lanes(self) -> usize {
         match self {
             Self::Fp32 { .. } => 32,
@@ -221,7 +224,7 @@ impl OwnKernels {
         }
     }
 
-    /// Bytes of shared memory of a kernel's block.
+    /// Returns the size in bytes of the shared memory of a kernel's block.
     pub(crate) fn shared(self, kernel: Kernel) -> usize {
         match self {
             Self::Fp32 { width } => {
@@ -251,14 +254,14 @@ impl Tiles {
             Kernel::Fwd => self.fwd,
             Kernel::BwdQueries => self.bwd_queries,
             Kernel::BwdKeys | Kernel::BwdValues => self.bwd_keys,
-            // They have no tiles of their own.
+            // These kernels have no tiles of their own.
             Kernel::FwdWholeHead | Kernel::BwdWholeHead => (0, 0),
         }
     }
 }
 
 impl Kernel {
-    /// Its name in the source.
+    /// Returns the name in the source.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Fwd => "attention_fwd",
@@ -271,7 +274,7 @@ impl Kernel {
     }
 }
 
-/// Rows and columns of a tile of the FP32 kernels.
+/// Returns the number of rows and columns of a tile of the FP32 kernels.
 fn fp32_tile(width: usize) -> usize {
     if width <= 64 { 64 } else { 32 }
 }

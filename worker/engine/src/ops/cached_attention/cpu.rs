@@ -1,4 +1,4 @@
-//! Attention over the cache on threads, one task per row and key head.
+//! Attention over the cache on threads, with one task per row and key head.
 
 use rayon::prelude::*;
 
@@ -40,7 +40,7 @@ struct Row<'a> {
     qkv: &'a [f32],
     slot: usize,
     position: usize,
-    /// D/2 cosines and D/2 sines of its position.
+    /// D/2 cosines and D/2 sines of the token's position.
     angles: Option<&'a [f32]>,
 }
 
@@ -67,7 +67,7 @@ fn rotate(head: &[f32], angles: Option<&[f32]>, out: &mut [f32]) {
     }
 }
 
-/// The query heads `queries` of one key head over the keys and values that the row sees.
+/// Attention of the query heads `queries` of one key head over the keys and values that the row sees.
 #[inline(always)]
 fn attend(
     s: CachedAttentionShape,

@@ -1,5 +1,5 @@
-//! Launches of attention over the cache. The kernels are compiled per head width and number of query heads of a key
-//! head, on first use.
+//! Launches of attention over the cache. The kernels are compiled on first use, per head width and number of query
+//! heads per key head.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -15,17 +15,17 @@ use crate::error::{EngineError, Result};
 const CACHED_THREADS: u32 = 256;
 /// Positions whose keys and values a thread fetches together.
 const UNROLL: usize = 4;
-/// Most query heads that a block keeps in registers.
+/// Maximum number of query heads that a block keeps in registers.
 const MAX_GROUP: usize = 4;
 
 const SOURCE: Source = source!("cached_attention/kernel.cu");
 const CACHED_KERNELS: [&str; 2] = ["cached_attention", "cache_store"];
 
-/// The kernels loaded so far, by name, head width and query heads of a block.
+/// The kernels loaded so far, by name, head width and query heads per block.
 #[derive(Debug, Default)]
 pub(crate) struct CachedKernels(RefCell<HashMap<(&'static str, usize, usize), CudaFunction>>);
 
-/// The source, its macros and its kernels for this head width and number of query heads of a block.
+/// Returns the source, its macros and its kernels for this head width and number of query heads per block.
 pub(crate) fn source_for(width: usize, group: usize) -> (Source, Vec<Macro>, Vec<&'static str>) {
     let macros = vec![
         Macro::int("WIDTH", width),
@@ -109,7 +109,7 @@ impl CachedKernels {
     }
 }
 
-/// Query heads of a block: as many of those of a key head as it can keep.
+/// Returns the number of query heads per block: as many of those of a key head as it can keep.
 fn group(s: CachedAttentionShape) -> usize {
     let per_key_head = s.heads / s.kv_heads;
     (1..=MAX_GROUP).rev().find(|group| per_key_head.is_multiple_of(*group)).unwrap_or(1)

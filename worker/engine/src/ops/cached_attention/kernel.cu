@@ -1,11 +1,11 @@
-// Attention of new tokens over cached keys and values, on FP32 units. Reading the cache takes all the time.
+// Attention of new tokens over cached keys and values, on FP32 units. Reading the cache takes nearly all of the time.
 //
-// Compiled per head width, -DWIDTH=D, and number of query heads that a block serves, -DGROUP. qkv (N, (H + 2 Hkv) D),
-// keys and values (S, Hkv, T, D), out (N, H D), table (T, D) or null: D/2 cosines, then D/2 sines.
+// Compiled per head width, -DWIDTH=D, and number of query heads per block, -DGROUP. qkv (N, (H + 2 Hkv) D), keys and
+// values (S, Hkv, T, D), out (N, H D), table (T, D) or null: D/2 cosines, then D/2 sines.
 //
 // LANES neighbouring threads read one key or value, eight elements each (D / 8 rounded up to a power of two; the rest
-// are idle). The THREADS / LANES such teams of a block take positions in turn, UNROLL at a time, each with a softmax of
-// its own, which are combined at the end: with m = max of m_i, sum = sum_i exp(m_i - m) sum_i.
+// are idle). The THREADS / LANES such teams of a block take positions in turn, UNROLL at a time. Each team has its own
+// softmax; they are combined at the end: with m = max of m_i, sum = sum_i exp(m_i - m) sum_i.
 
 #define TEAMS (THREADS / LANES)
 #define WARPS (THREADS / WARP)
@@ -57,7 +57,8 @@ struct Softmax {
     Vec8 sums;
 };
 
-// Factor of what was summed relative to `largest` when the maximum becomes `now`. Nothing was summed if it is infinite.
+// Factor that rescales sums relative to `largest` when the maximum becomes `now`. If `largest` is infinite, nothing was
+// summed.
 __device__ inline float rescale(float largest, float now) {
     return largest == now ? 1.0f : exp_for<ACT>(largest - now);
 }
@@ -77,7 +78,7 @@ __device__ inline void combine_teams(Softmax& s) {
     }
 }
 
-// Element c of the combination of `count` results, `stride` floats apart; its maximum and denominator, too.
+// Element c of the combination of `count` results, `stride` floats apart. Also returns its maximum and denominator.
 __device__ inline float combine_results(const volatile float* results, int count, i64 stride, int c, float& largest,
                                         float& total) {
     largest = __int_as_float(0xff800000), total = 0.0f;
@@ -91,9 +92,9 @@ __device__ inline float combine_results(const volatile float* results, int count
     return sum;
 }
 
-// Grid: (splits of `split` positions, H / GROUP, N). With `append` the block that has a row's own position stores its
-// key and value; otherwise cache_store has. partials: splits x RESULT floats per head; counters: one per block of a
-// row, zero, and zero again afterwards.
+// Grid: (splits of `split` positions, H / GROUP, N). With `append`, the block that has a row's own position stores its
+// key and value; otherwise cache_store has done so. partials: splits x RESULT floats per head; counters: one per block
+// of a row, zero before and after.
 extern "C" __global__ void __launch_bounds__(THREADS)
     cached_attention(const ACT* qkv, const float* table, const int* slots, const int* positions, ACT* keys,
                      ACT* values, ACT* out, float* partials, unsigned* counters, i64 heads, i64 kv_heads, i64 capacity,
@@ -109,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     i64 start = (slots[row] * kv_heads + kv) * capacity * WIDTH;
     keys += start + d, values += start + d;
     if (append && last == position) {
-        // Blocks of other query heads of this key head write the same.
+        // Blocks of other query heads of this key head write the same values.
         i64 at = position * (i64)WIDTH - d;
         if (team == 0 && inside) {
             written_alike(keys + at + d, sizeof(Packed<ACT>));

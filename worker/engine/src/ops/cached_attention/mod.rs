@@ -1,15 +1,15 @@
-//! Attention of new tokens over the cached keys and values of their sequences, as generation needs it.
+//! Attention of new tokens over the cached keys and values of their sequences, for generation.
 //!
 //! A row is one new token: of the sequence in cache slot `slots[n]`, at position `positions[n]`. Its key and value are
-//! stored there, after the rotation by the position where there is a rotary table, and its query heads attend to all
-//! positions of the slot up to its own: `s = q k^T / sqrt(D)`, `p = softmax(s)`, `out = p v`. Rows of a prompt, of
-//! several prompts of different lengths, and of one step of several sequences are the same to this operation.
+//! stored there, after rotation by the position if there is a rotary table, and its query heads attend to all positions
+//! of the slot up to its own: `s = q k^T / sqrt(D)`, `p = softmax(s)`, `out = p v`. This operation treats rows of one
+//! prompt, of several prompts of different lengths, and of one step of several sequences alike.
 //!
-//! Slots and positions are read on the device, so that a captured step can be replayed at other positions. The cache is
-//! (S, Hkv, T, D) for keys and the same for values: a block reads the keys of one head from consecutive addresses.
+//! Slots and positions are read on the device, so that a captured step can be replayed at other positions. The caches
+//! of keys and of values are (S, Hkv, T, D) each, so a block reads the keys of one head from consecutive addresses.
 //!
-//! On a GPU a block serves all query heads of a key head, so that the cache is read once. Where that gives too few
-//! blocks to fill the device, the positions are split among several, and the last one combines their results.
+//! On a GPU a block serves all query heads of a key head, so that the cache is read once. If that gives too few blocks
+//! to fill the device, the positions are split among several blocks, and the last one combines their results.
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;
@@ -18,7 +18,7 @@ use crate::tensor::Slice;
 
 /// Blocks that fill a large GPU.
 const BLOCKS: usize = 264;
-/// Fewest positions of a split.
+/// Minimum number of positions in a split.
 const MIN_SPLIT: usize = 64;
 
 /// Attention of N rows over a cache of S slots.
@@ -39,34 +39,35 @@ pub struct CachedAttentionShape {
 }
 
 impl CachedAttentionShape {
-    /// Elements of `qkv` in one row.
+    /// Returns the number of elements of `qkv` in one row.
     pub fn qkv_width(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.width
     }
 
-    /// Elements of the cache of keys, and of that of values.
+    /// Returns the number of elements of the cache of keys, which is that of values as well.
     pub fn cache(&self) -> usize {
         self.slots * self.kv_heads * self.capacity * self.width
     }
 
-    /// Factor of the scores.
+    /// Returns the factor of the scores.
     #[expect(clippy::cast_precision_loss, reason = "head widths are small")]
     pub fn scale(&self) -> f32 {
         1.0 / (self.width as f32).sqrt()
     }
 
-    /// Positions of a split: all where the rows alone fill a GPU.
+    /// Returns the number of positions per split: all of them if the rows alone fill a GPU.
     pub(crate) fn split(&self) -> usize {
         let splits = (BLOCKS / (self.rows * self.kv_heads)).max(1);
         self.capacity.div_ceil(splits).next_multiple_of(MIN_SPLIT).min(self.capacity)
     }
 
-    /// Number of splits of a full slot.
+    /// Returns the number of splits of a full slot.
     pub(crate) fn splits(&self) -> usize {
         self.capacity.div_ceil(self.split())
     }
 
-    /// F32 elements of scratch memory for the results of splits: of each, D sums, a maximum and a denominator.
+    /// Returns the number of F32 elements of scratch memory for the results of splits: D sums, a maximum and a
+    /// denominator each.
     pub fn partials(&self) -> usize {
         match self.splits() {
             1 => 0,
@@ -88,7 +89,7 @@ pub struct CachedAttention<'a> {
     pub slots: Slice<'a>,
     /// (N,) I32 below T: the caller has checked them. Positions before those of the rows are in the cache.
     pub positions: Slice<'a>,
-    /// Whether all rows are of different slots, which saves a pass.
+    /// Whether no two rows share a slot, which saves a pass.
     pub distinct: bool,
     /// (S, Hkv, T, D).
     pub keys: Slice<'a>,
@@ -96,7 +97,7 @@ pub struct CachedAttention<'a> {
     pub values: Slice<'a>,
     /// At least [`CachedAttentionShape::partials`] F32.
     pub partials: Slice<'a>,
-    /// (>= N H,) I32, zero; they are zero again afterwards.
+    /// (>= N H,) I32, zero before and after.
     pub counters: Slice<'a>,
     /// (N, H D).
     pub out: Slice<'a>,

@@ -1,4 +1,4 @@
-//! A copy: the CPU has F32 activations only.
+//! A plain copy, as the CPU has only F32 activations.
 
 use crate::cpu::Access;
 use crate::tensor::Slice;

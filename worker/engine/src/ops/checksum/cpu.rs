@@ -24,7 +24,7 @@ pub(crate) fn run(t: &Threads, args: Checksum<'_>) {
     }
 }
 
-/// The sum over these words, of which the first has this index.
+/// Computes the sum over these words; the first one has index `first`.
 fn block_sum(first: usize, bytes: &[u8]) -> u64 {
     let words = bytes.as_chunks::<4>().0.iter().map(|word| u64::from(u32::from_ne_bytes(*word)));
     let indexed = words.zip(first as u64..);

@@ -2,8 +2,8 @@
 //!
 //! `checksum = sum over i of mix(words[i] ^ i GOLDEN) mod 2^64`, with the memory read as 32-bit words, and mix and
 //! GOLDEN of SplitMix64 (Steele et al., 2014). The sum does not depend on the order of its terms, so the result is the
-//! same for every number of threads and on every device. mix is a bijection: a change of a single word always changes
-//! the sum.
+//! same for every number of threads and on every device. mix is a bijection, so a change of a single word always
+//! changes the sum.
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;
@@ -22,7 +22,7 @@ pub struct Checksum<'a> {
 /// Digits of a checksum.
 pub const CHECKSUM_DIGITS: usize = 4;
 
-/// Number of 32-bit words.
+/// Returns the number of 32-bit words.
 fn words(x: Slice<'_>) -> usize {
     let bytes = x.len() * x.dtype().size();
     assert!(bytes.is_multiple_of(4), "checksum: {x:?}");

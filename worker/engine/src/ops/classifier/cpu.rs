@@ -67,7 +67,7 @@ fn losses_and_gradients(
     });
 }
 
-/// The caller has checked the targets; a negative one would fail the bounds check like any other wrong one.
+/// Converts a target to an index. The caller has checked the targets; a negative one would fail the bounds check.
 fn index(target: i32) -> usize {
     usize::try_from(target).unwrap_or(usize::MAX)
 }

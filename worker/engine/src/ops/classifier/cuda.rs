@@ -6,8 +6,9 @@ use super::FusedClassifier;
 use crate::cuda::{Gpu, KernelFile, Launch, Macro, args, expect, source};
 use crate::error::Result;
 
-/// Threads of a block, which has a multiprocessor to itself where its row is longer than LONG_ROW bytes: the rows of
-/// all blocks at a time have to fit into the L2 cache. Otherwise it has half of them, and two blocks share one.
+/// Threads of a block whose row is longer than LONG_ROW bytes: such a block has a multiprocessor to itself, as the rows
+/// of all running blocks must fit into the L2 cache. For shorter rows a block has half as many threads, and two blocks
+/// share a multiprocessor.
 const CLASSIFIER_THREADS: u32 = 1024;
 const LONG_ROW: usize = 160 << 10;
 

@@ -3,27 +3,27 @@
 // loss = log(sum exp(l - max)) + max - l[target]; dl = (softmax(l) - onehot(target)) grad_scale, 0 in the padding.
 //
 // A block reads its row twice: for the maximum and the sum of exponentials, then for the gradient. The rows of all
-// blocks that run at a time fit into the L2 cache, from where they come the second time. Keeping them in shared memory
-// instead leaves room for too few loads in flight.
+// running blocks fit into the L2 cache, which serves the second read. Keeping the rows in shared memory instead would
+// leave room for too few loads in flight.
 
 #define NEG_INF __int_as_float(0xff800000)
 
 // Vectors that a thread fetches at once.
 constexpr int CLASSIFIER_VECS = sizeof(ACT) == 2 ? 4 : 2;
 
-// exp(x - reference). In bf16 one multiplication and addition, and one approximation.
+// exp(x - reference). In bf16: one multiplication, one addition, and one approximation.
 __device__ inline float exp_relative(float x, float reference) {
     const float log2e = 1.4426950408889634f;
     return sizeof(ACT) == 2 ? exp2_approx(x * log2e - reference * log2e) : expf(x - reference);
 }
 
-// A part of a row: the vectors of one thread, a block's width apart. WIDE: rows can be accessed as vectors.
+// A part of a row: the vectors of one thread, a block's width apart. With WIDE, rows can be accessed as vectors.
 template <bool WIDE>
 struct Part {
     Packed<ACT> vectors[CLASSIFIER_VECS];
 
-    // From column `start` on. Logits in the padding are meaningless: they become -inf, so that their exponentials are
-    // 0, and so does what is past the row's end.
+    // Fetches from column `start` on. Logits in the padding are meaningless: they become -inf, so that their
+    // exponentials are 0, and so do elements past the row's end.
     __device__ void fetch(const ACT* row, int start, int step, int vocab, int padded) {
 #pragma unroll
         for (int k = 0; k < CLASSIFIER_VECS; k++) {
@@ -44,7 +44,7 @@ struct Part {
     }
 };
 
-// The maximum of what a thread has read of a row, and the sum of exponentials relative to it.
+// The maximum of the elements that a thread has read of a row, and the sum of exponentials relative to it.
 struct Softmax {
     float max = NEG_INF, sum = 0.0f;
 
@@ -57,7 +57,7 @@ struct Softmax {
 #pragma unroll
             for (int j = 0; j < 8; j++) new_max = fmaxf(new_max, e.x[j]);
         }
-        // Nothing but padding, or NaN, has been read where the maximum is still -inf.
+        // If the maximum is still -inf, only padding or NaN has been read.
         float reference = new_max == NEG_INF ? 0.0f : new_max;
         sum *= exp_relative(max, reference);
         max = new_max;
@@ -110,10 +110,11 @@ extern "C" __global__ void __launch_bounds__(CLASSIFIER_THREADS, 1)
     classifier(ACT* logits, const int* __restrict__ targets, float* __restrict__ losses, i64 vocab, i64 padded,
                bool with_grad, float grad_scale) {
     pdl_wait_and_launch();
-    // In reverse order: the GEMM before this kernel wrote the last rows last, so they are still in the L2 cache.
+    // Rows are taken in reverse order: the GEMM before this kernel wrote the last rows last, so they are still in the
+    // L2 cache.
     i64 row = gridDim.x - 1 - blockIdx.x;
     ACT* l = logits + row * padded;
-    // Columns are counted in 32 bits, as comparisons of them are a large part of the arithmetic.
+    // Columns are counted in 32 bits, because comparing them is a large part of the arithmetic.
     if (is_wide(l, padded)) classify<true>(l, targets[row], losses + row, vocab, padded, with_grad, grad_scale);
     else classify<false>(l, targets[row], losses + row, vocab, padded, with_grad, grad_scale);
 }

@@ -36,7 +36,7 @@ pub(crate) fn backward(args: EmbedBackward<'_>) {
     }
 }
 
-/// The caller has checked the ids; a negative one would fail the bounds check like any other wrong one.
+/// Converts an id to an index. The caller has checked the ids; a negative one would fail the bounds check.
 fn index(token: i32) -> usize {
     usize::try_from(token).unwrap_or(usize::MAX / (1 << 24))
 }

@@ -9,7 +9,7 @@ use crate::cuda::{
 };
 use crate::error::Result;
 
-/// Most threads of a row in `embed_fwd`.
+/// Maximum number of threads per row in `embed_fwd`.
 const ROW_THREADS: u32 = 128;
 /// Threads of a block of `embed_starts` and of `embed_sort`.
 const STARTS_THREADS: u32 = 1024;
@@ -73,7 +73,7 @@ pub(crate) fn backward(gpu: &Gpu, a: EmbedBackward<'_>) -> Result<()> {
     unsafe { gpu.launch("embed_bwd_positions", row_blocks(gpu, s.seq, s.cols), args) }
 }
 
-/// Adds to dwte. Operands were checked.
+/// Adds to dwte. The caller has checked the operands.
 fn token_gradients(gpu: &Gpu, a: EmbedBackward<'_>) -> Result<()> {
     let (s, rows) = (a.shape, a.shape.batch * a.shape.seq);
     let counters = gpu.alloc(DType::I32, 2 * s.vocab)?;
@@ -104,7 +104,7 @@ fn token_gradients(gpu: &Gpu, a: EmbedBackward<'_>) -> Result<()> {
     }
 }
 
-/// A grid of `count` by as many blocks as cover `cols` columns, eight per thread.
+/// Returns a grid of `count` by the number of blocks that cover `cols` columns, eight per thread.
 fn row_blocks(gpu: &Gpu, count: usize, cols: usize) -> Launch {
     let threads = vec_threads(gpu, cols);
     let grid = (count, cols.div_ceil(VEC * threads as usize), 1);

@@ -33,7 +33,7 @@ extern "C" __global__ void embed_count(const int* __restrict__ tokens, int* coun
     if (row < rows) atomicAdd(counts + tokens[row], 1);
 }
 
-// Exclusive prefix sum over a block of WARPS warps, plus `before`; then the block's total is added to `before`.
+// Exclusive prefix sum over a block of WARPS warps, plus `before`; afterwards the block's total is added to `before`.
 template <int WARPS>
 __device__ inline int block_prefix_sum(int mine, int& before) {
     __shared__ int sums[WARPS];
@@ -136,9 +136,9 @@ extern "C" __global__ void __launch_bounds__(EMBED_SORT_THREADS)
 }
 
 // dwte[token] += sum of dout's rows with that token. Each block sums EMBED_PART sorted rows, so that a frequent token
-// is spread over several blocks. Where a token's rows cross the block's boundary, the block leaves a partial sum for
+// is spread over several blocks. If a token's rows cross the block's boundary, the block leaves a partial sum for
 // embed_bwd_joins instead: heads[block] for a first token that began in an earlier block, tails[block] for a last token
-// that begins here and continues in the next. heads, tails (N / EMBED_PART, C).
+// that begins here and continues in the next block. heads, tails (N / EMBED_PART, C).
 // Grid: (N / EMBED_PART, C / 8 / blockDim.x), one thread per eight columns.
 extern "C" __global__ void embed_bwd_tokens(const int* __restrict__ tokens, const int* __restrict__ sorted,
                                             const ACT* __restrict__ dout, void* dwte, bool dwte_bf16,
@@ -147,7 +147,7 @@ extern "C" __global__ void embed_bwd_tokens(const int* __restrict__ tokens, cons
     __shared__ int row_of[EMBED_PART], token_of[EMBED_PART + 2];
     i64 first = blockIdx.x * (i64)EMBED_PART;
     int count = (int)min((i64)EMBED_PART, rows - first);
-    // Including the last token of the previous block and the first of the next.
+    // This includes the last token of the previous block and the first of the next.
     for (int i = threadIdx.x; i < count + 2; i += blockDim.x) {
         i64 place = first + i - 1;
         int row = place >= 0 && place < rows ? sorted[place] : -1;
@@ -186,9 +186,9 @@ extern "C" __global__ void embed_bwd_tokens(const int* __restrict__ tokens, cons
     }
 }
 
-// dwte[token] += the partial sums of a token that spans several blocks, in block order, by the block in which it
-// starts.
-// Grid and block as for embed_bwd_tokens.
+// dwte[token] += the partial sums of a token that spans several blocks, in block order. The block in which the token
+// starts does this.
+// Grid and block are those of embed_bwd_tokens.
 extern "C" __global__ void embed_bwd_joins(const int* __restrict__ tokens, const int* __restrict__ counts,
                                            const int* __restrict__ starts, const int* __restrict__ sorted, void* dwte,
                                            bool dwte_bf16, const float* __restrict__ heads,

@@ -1,6 +1,5 @@
-//! Token and position embedding: `out[b, t] = wte[tokens[b, t]] (+ wpe[t])`, or with positions,
-//! `(+ wpe[positions[b, t]])`. Backward adds the rows of `dout` to the rows of the tables they came from, in a fixed
-//! order.
+//! Token and position embedding: `out[b, t] = wte[tokens[b, t]] (+ wpe[t])` or, with positions, `(+ wpe[positions[b,
+//! t]])`. Backward adds the rows of `dout` to the rows of the tables that they came from, in a fixed order.
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;

@@ -19,7 +19,7 @@ pub(crate) fn quantize(t: &Threads, args: QuantizeFp8<'_>) {
             access.write_bytes(out)
         })
     });
-    // The bits of NaN are larger than those of every number.
+    // The bits of NaN compare greater than those of every number.
     let max = t.run(|| x.par_iter().map(|x| x.abs().to_bits()).max());
     let max = max.map_or(0.0, f32::from_bits);
     let max = if max < SMALLEST_MAX { SMALLEST_MAX } else { max };

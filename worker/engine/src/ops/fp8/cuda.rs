@@ -1,4 +1,4 @@
-//! FP8: launches of the kernels that round, and products by cuBLASLt.
+//! FP8: launches of the kernels that round, and matrix multiplications by cuBLASLt.
 
 use xlaunch_pool::DType;
 
@@ -9,7 +9,7 @@ use crate::cuda::{Gpu, KernelFile, Launch, Macro, VEC, args, expect, source};
 use crate::error::Result;
 use crate::ops::Accumulate;
 
-/// Edge of the tiles that blocks round, and the blocks' threads.
+/// Edge of the tiles that blocks round, and the number of threads per block.
 const FP8_TILE: usize = 128;
 const FP8_THREADS: usize = (FP8_TILE / VEC) * (FP8_TILE / VEC);
 

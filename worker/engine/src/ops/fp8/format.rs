@@ -1,4 +1,4 @@
-//! The numbers of both FP8 formats, as the CPU computes with them.
+//! The numbers of both FP8 formats, as used by the CPU.
 
 use xlaunch_pool::DType;
 
@@ -19,10 +19,11 @@ const F32_BIAS: u32 = 127;
 const SIGN: u8 = 0x80;
 /// Not a number in both formats.
 const NAN: u8 = 0x7f;
-/// The exponent of infinities and NaN in E5M2. E4M3 has no infinities, and [`NAN`] is its only other number.
+/// The exponent of infinities and NaN in E5M2. E4M3 has no infinities; among the codes with all exponent bits set, only
+/// [`NAN`] is not a number.
 const E5M2_INFINITY: u8 = 0x7c;
 
-/// Smaller maxima of a tensor count as this one, so that reciprocals of scales are finite.
+/// Smaller maxima of a tensor are treated as this one, so that reciprocals of scales are finite.
 pub(crate) const SMALLEST_MAX: f32 = 1e-30;
 
 pub(crate) fn is_fp8(dtype: DType) -> bool {
@@ -30,13 +31,13 @@ pub(crate) fn is_fp8(dtype: DType) -> bool {
 }
 
 impl Format {
-    /// Of elements of one of the two types.
+    /// Returns the format of an FP8 element type.
     pub(crate) fn of(dtype: DType) -> Self {
         assert!(is_fp8(dtype), "{} is not FP8", dtype.name());
         if dtype == DType::Fp8E4m3 { E4M3 } else { E5M2 }
     }
 
-    /// The nearest number, the even one of two; the largest for what is larger. NaN stays NaN.
+    /// Rounds to the nearest number, ties to even. Larger values become the largest number. NaN stays NaN.
     pub(crate) fn encode(self, x: f32) -> u8 {
         if x.is_nan() {
             return NAN;
@@ -44,7 +45,8 @@ impl Format {
         let sign = if x.is_sign_negative() { SIGN } else { 0 };
         let x = x.abs().min(self.largest);
         let code = if x < self.unit() * f32::from(1_u8 << self.mantissa_bits) {
-            // A multiple of the unit. One that is rounded up to the smallest normal number has that number's code.
+            // The result is a multiple of the unit. A value that is rounded up to the smallest normal number gets that
+            // number's code.
             (x / self.unit()).round_ties_even() as u32
         } else {
             let (bits, dropped) = (x.to_bits(), F32_MANTISSA_BITS - self.mantissa_bits);
@@ -54,7 +56,7 @@ impl Format {
         sign | code as u8
     }
 
-    /// The number of this code.
+    /// Returns the number with this code.
     pub(crate) fn decode(self, code: u8) -> f32 {
         let magnitude = code & !SIGN;
         let mantissa = u32::from(code) & ((1 << self.mantissa_bits) - 1);
@@ -72,7 +74,7 @@ impl Format {
         if code & SIGN == 0 { x } else { -x }
     }
 
-    /// The smallest positive number, of which all numbers below the normal ones are multiples.
+    /// Returns the smallest positive number. All numbers below the normal ones are multiples of it.
     fn unit(self) -> f32 {
         f32::from_bits((F32_BIAS + 1 - self.bias - self.mantissa_bits) << F32_MANTISSA_BITS)
     }
@@ -114,7 +116,7 @@ mod tests {
 
     #[test]
     fn ties_are_rounded_to_even() {
-        // Neighbours have codes that differ by one, so the even code is the even number.
+        // Codes of neighbouring numbers differ by one, so an even code is an even number.
         for format in [E4M3, E5M2] {
             for code in 0..SIGN - 1 {
                 let (low, high) = (format.decode(code), format.decode(code + 1));

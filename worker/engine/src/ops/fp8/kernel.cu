@@ -1,14 +1,14 @@
 // Rounding of tensors to FP8 with one scale (see mod.rs). Two launches: the largest absolute value, then the rounding.
 //
-// Sizes are multiples of 16, so that every access is a whole vector.
+// Sizes are multiples of 16, so every access is a whole vector.
 
-// The bits of a positive float, or of NaN, compare like unsigned numbers, NaN as the largest.
+// The bits of a positive float or NaN compare like unsigned numbers, with NaN as the largest.
 __device__ inline u32 magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
 // Vectors that a thread fetches at once.
 #define FP8_MAX_VECS 4
 
-// *found, zero before: the bits of the largest absolute value of x. Grid-stride loop.
+// *found = the bits of the largest absolute value of x; zero before. Grid-stride loop.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) fp8_max(const ACT* __restrict__ x, u32* found, i64 len) {
     pdl_wait_and_launch();
     __shared__ u32 warps[BLOCK_THREADS / WARP];
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) fp8_max(const ACT* _
 // A block rounds a tile of FP8_TILE x FP8_TILE elements, each of its FP8_THREADS threads 8 x 8 of them.
 #define FP8_PIECES (FP8_TILE / 8)
 
-// Of a 4 x 4 matrix of bytes with these rows, the columns.
+// Transposes a 4 x 4 matrix of bytes with these rows.
 __device__ inline void transpose_bytes(u32 (&w)[4]) {
     u32 a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[2], w[3], 0x5140);
     u32 c = __byte_perm(w[0], w[1], 0x7362), d = __byte_perm(w[2], w[3], 0x7362);
@@ -48,13 +48,13 @@ __device__ inline void transpose_bytes(u32 (&w)[4]) {
 template <bool E5M2>
 __device__ inline void quantize(const ACT* __restrict__ x, const u32* __restrict__ max_bits, u8* __restrict__ q,
                                 u8* __restrict__ transposed, float* __restrict__ scale, i64 rows, i64 cols) {
-    // Of each column of the tile, its rows in pieces of 8 bytes. Threads of a warp write pieces of different columns at
-    // a time, and read those of one column: so a piece is at the place whose number differs from its own in the bits
-    // of the column's number, and both use all banks.
+    // For each column of the tile, its rows in pieces of 8 bytes. The threads of a warp write pieces of different
+    // columns at the same time, but read those of one column. To use all banks in both cases, the index of a piece is
+    // XORed with bits of the column's index.
     __shared__ uint4 tile[FP8_TILE][FP8_PIECES / 2];
     const float largest = E5M2 ? 57344.0f : 448.0f;
     float x_max = __uint_as_float(*max_bits);
-    // NaN is not smaller.
+    // If x_max is NaN, the comparison is false and it stays NaN.
     if (x_max < FP8_SMALLEST_MAX) x_max = FP8_SMALLEST_MAX;
     float inverse = largest / x_max;
     if (blockIdx.x == 0 && threadIdx.x == 0) *scale = x_max / largest;
@@ -68,7 +68,7 @@ __device__ inline void quantize(const ACT* __restrict__ x, const u32* __restrict
     if (inside)
 #pragma unroll
         for (int i = 0; i < 8; i++) p[i] = fetch8(x + (row + i) * cols + col);
-    // By columns 0 to 3 and 4 to 7, rows 0 to 3 and 4 to 7.
+    // Indexed by columns 0 to 3 and 4 to 7, then rows 0 to 3 and 4 to 7.
     u32 words[2][2][4];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -101,7 +101,7 @@ __device__ inline void quantize(const ACT* __restrict__ x, const u32* __restrict
         i64 to_row = first_col + column, to_col = first_row + 16 * pair;
         if (to_row >= cols || to_col >= rows) continue;
         uint4 bytes = tile[column][pair ^ flip / 2];
-        // The two pieces of a pair are in turned order.
+        // The two pieces of the pair are swapped.
         if (flip % 2) bytes = make_uint4(bytes.z, bytes.w, bytes.x, bytes.y);
         *(uint4*)(transposed + to_row * rows + to_col) = bytes;
     }

@@ -1,13 +1,13 @@
-//! FP8: tensors of one byte per element with one scale each, and products of them.
+//! FP8: tensors with one byte per element and one scale each, and their matrix multiplication.
 //!
-//! Elements have the formats of Micikevicius et al. (2022): E4M3 for weights and activations, E5M2, with a larger range
-//! and less precision, for gradients. A tensor x is stored as `q = x / scale`, rounded to nearest even, with `scale =
-//! max|x| / largest`, so that its largest element becomes the largest number of the format. The scale is that of the
-//! tensor itself ("current scaling"), not of an earlier step. If an element of x is not finite, neither is any product
-//! with q.
+//! Elements have the formats of Micikevicius et al. (2022): E4M3 for weights and activations; E5M2, which has a larger
+//! range and less precision, for gradients. A tensor x is stored as `q = x / scale`, rounded to nearest even, with
+//! `scale = max|x| / largest`, so that its largest element becomes the largest number of the format. The scale comes
+//! from the tensor itself ("current scaling"), not from an earlier step. If an element of x is not finite, no product
+//! with q is finite either.
 //!
-//! Tensor cores multiply FP8 operands only where the sum runs along the rows of both in memory. So a tensor is rounded
-//! together with its transpose where both are needed.
+//! Tensor cores multiply FP8 operands only if the sum runs along the rows of both in memory. If a tensor is needed in
+//! both orientations, it is rounded together with its transpose.
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;
@@ -40,7 +40,7 @@ pub struct QuantizeFp8<'a> {
     pub scale: Slice<'a>,
 }
 
-/// What [`QuantizeFp8`] has written.
+/// The output of [`QuantizeFp8`].
 #[derive(Clone, Copy, Debug)]
 pub struct Fp8Operand<'a> {
     /// q or its transpose.
@@ -66,6 +66,6 @@ pub struct GemmFp8<'a> {
     pub bias: Option<Slice<'a>>,
     /// (N, O) activations, or a gradient.
     pub y: Slice<'a>,
-    /// Whether the product is added to y; not with a bias.
+    /// Whether the product is added to y; not supported with a bias.
     pub acc: Accumulate,
 }

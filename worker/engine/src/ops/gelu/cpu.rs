@@ -58,7 +58,7 @@ pub(crate) fn activation_backward(t: &Threads, args: GeluBackward<'_>) {
     gradient(t, h, dh, args.cols, access.write(args.dbias, args.cols), args.acc);
 }
 
-/// The gradient of h from that of gelu(h), in place, and its sum over rows.
+/// Computes the gradient of h from that of gelu(h), in place, and its sum over rows.
 fn gradient(t: &Threads, h: &[f32], dh: &mut [f32], cols: usize, dbias: &mut [f32], acc: Accumulate) {
     t.run(|| {
         dh.par_chunks_mut(ELEMENTS).zip(h.par_chunks(ELEMENTS)).for_each(|(d, h)| {

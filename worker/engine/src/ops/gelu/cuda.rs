@@ -1,9 +1,9 @@
-//! Linear layers with GELU: which variant runs, and its launches.
+//! Linear layers with GELU: selects a variant and launches it.
 //!
-//! The epilogue of a cuBLASLt GEMM saves the pass in which a kernel reads and writes (N, F) once more. But a GEMM with
-//! such an epilogue can be slower than a plain one by as much. So all variants of the operation are timed as a whole.
-//! Where no choice is possible (F32, rows that are not multiples of 8 elements, deterministic runs, during a capture)
-//! the kernel runs. Every variant writes the same outputs and partial sums and reads none of them.
+//! The epilogue of a cuBLASLt GEMM saves the pass in which a kernel reads and writes (N, F) again. But a GEMM with such
+//! an epilogue can be slower than a plain one by as much. Therefore all variants of the operation are timed as a whole.
+//! If no choice is possible (F32, rows that are not multiples of 8 elements, deterministic runs, during a capture), the
+//! kernel runs. Every variant writes the same outputs and partial sums and reads none of them.
 
 use xlaunch_pool::DType;
 
@@ -32,12 +32,12 @@ pub(crate) const KERNELS: KernelFile = KernelFile {
     dynamic_shared: &[],
 };
 
-/// What computes GELU or its derivative.
+/// The way in which GELU or its derivative is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GeluVariant {
-    /// A kernel, in a pass of its own over the GEMM's output.
+    /// A kernel, in a separate pass over the GEMM's output.
     Kernel,
-    /// The GEMM's epilogue; in backward, the bias gradient takes a pass of its own.
+    /// The GEMM's epilogue; in backward, the bias gradient takes a separate pass.
     Epilogue,
     /// The GEMM's epilogue, which also computes the bias gradient.
     EpilogueWithBiasGrad,
@@ -83,7 +83,8 @@ pub(crate) fn activation_backward(gpu: &Gpu, args: GeluBackward<'_>) -> Result<(
     sums.finish(gpu, dbias, acc)
 }
 
-/// The gradient of h from that of gelu(h), in place, and partial sums over rows, of operands that were checked.
+/// Computes the gradient of h from that of gelu(h), in place, and partial sums over rows. The caller has checked the
+/// operands.
 fn gradient(
     gpu: &Gpu,
     sums: &ColumnSums,
@@ -164,8 +165,8 @@ impl Gelu {
         sums.finish(gpu, dbias, acc)
     }
 
-    /// Selects this variant from now on, instead of the fastest: forward for one layer's shape, backward for the next
-    /// layer's.
+    /// From now on, selects this variant instead of the fastest: in forward for one layer's shape, in backward for the
+    /// next layer's.
     pub(crate) fn force(&self, forward: LinearShape, backward: LinearShape, variant: GeluVariant) {
         let forward_variant = if variant == GeluVariant::Kernel { variant } else { GeluVariant::Epilogue };
         let backward = backward_site(backward, BACKWARD.len());
@@ -173,7 +174,7 @@ impl Gelu {
         self.0.set(backward, variant as usize);
     }
 
-    /// The fastest of these variants. The first one supports every shape and type.
+    /// Selects the fastest of these variants. The first one supports every shape and type.
     fn select(
         &self,
         gpu: &Gpu,

@@ -33,13 +33,13 @@ pub struct LinearGeluForward<'a> {
 /// `a = gelu(h)`, for an `a` that [`LinearGeluForward`] computed and that was not kept.
 #[derive(Clone, Copy, Debug)]
 pub struct GeluForward<'a> {
-    /// (L,) what [`LinearGeluForward`] has written.
+    /// (L,) output of [`LinearGeluForward`].
     pub h: Slice<'a>,
     /// (L,).
     pub a: Slice<'a>,
 }
 
-/// Backward of `y = gelu(h) w^T` to h: `dh = gelu'(h) (dy w)`, `dbias = sum of dh's rows`, the gradient of the bias
+/// Backward of `y = gelu(h) w^T` to h: `dh = gelu'(h) (dy w)`, and `dbias = sum of dh's rows`, the gradient of the bias
 /// that was added in h.
 #[derive(Clone, Copy, Debug)]
 pub struct GeluLinearBackward<'a> {
@@ -55,7 +55,7 @@ pub struct GeluLinearBackward<'a> {
     pub dh: Slice<'a>,
     /// (I,) gradient.
     pub dbias: Slice<'a>,
-    /// For `dbias`.
+    /// Applies to `dbias`.
     pub acc: Accumulate,
 }
 
@@ -72,6 +72,6 @@ pub struct GeluBackward<'a> {
     pub dh: Slice<'a>,
     /// (F,) gradient of the bias that was added in h.
     pub dbias: Slice<'a>,
-    /// For `dbias`.
+    /// Applies to `dbias`.
     pub acc: Accumulate,
 }

@@ -1,7 +1,7 @@
-//! Matrix-vector multiplication on threads, which split the outputs.
+//! Matrix-vector multiplication on threads, among which the outputs are split.
 //!
-//! A dot product is a sum over interleaved parts, the lanes of [`SUMS`] vectors, whatever number of rows it is computed
-//! with, so that a row gives the same bits alone and in a batch.
+//! A dot product is a sum over interleaved parts, the lanes of [`SUMS`] vectors. This does not depend on the number of
+//! rows computed together, so a row gives the same bits alone and in a batch.
 
 use std::array::from_fn;
 
@@ -14,11 +14,11 @@ use crate::cpu::{Access, Threads};
 use crate::ops::LinearShape;
 use crate::ops::gelu::cpu::gelu;
 
-/// Vectors of partial sums of a dot product: additions do not wait for each other for long.
+/// Vectors of partial sums of a dot product: several, so that additions do not wait long for each other.
 const SUMS: usize = 2;
-/// Rows that share what is read of the weights. Their partial sums stay in registers.
+/// Rows that share each read of the weights. Their partial sums stay in registers.
 const TILE_ROWS: usize = 4;
-/// Tasks per thread, which balances the load.
+/// Tasks per thread; more than one, to balance the load.
 const TASKS: usize = 4;
 
 pub(crate) fn run(t: &Threads, args: Gemv<'_>) {
@@ -65,7 +65,7 @@ pub(crate) fn run(t: &Threads, args: Gemv<'_>) {
     });
 }
 
-/// `out (N, O) = x (N, I) w (O, I)^T`, in explicit vectors: the compiler makes scalars of sums in nested arrays.
+/// `out (N, O) = x (N, I) w (O, I)^T` in explicit vectors: the compiler would turn sums in nested arrays into scalars.
 struct DotProducts<'a> {
     shape: LinearShape,
     x: &'a [f32],
@@ -94,7 +94,7 @@ impl WithSimd for DotProducts<'_> {
     }
 }
 
-/// The dot products of R rows of x with one row of w.
+/// Computes the dot products of R rows of x with one row of w.
 #[inline(always)]
 fn tile<S: Simd, const R: usize>(simd: S, inputs: usize, x: &[f32], w: &[f32]) -> [f32; R] {
     let xs: [(&[S::f32s], &[f32]); R] = from_fn(|r| S::as_simd_f32s(&x[r * inputs..(r + 1) * inputs]));

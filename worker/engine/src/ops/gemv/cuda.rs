@@ -1,4 +1,4 @@
-//! Launches of the kernels for a few rows: on tensor cores for bf16, on FP32 units otherwise.
+//! Launches of the kernels for a few rows: tensor cores for bf16, FP32 units otherwise.
 
 use xlaunch_pool::DType;
 
@@ -7,13 +7,13 @@ use crate::cuda::{Gpu, KernelFile, Launch, Macro, args, expect, is_bf16, source}
 use crate::error::Result;
 use crate::ops::gelu::{GELU_CUBE, GELU_SCALE};
 
-/// Outputs of a block of the tensor core kernels, and inputs that a warp reads at a time.
+/// Outputs per block of the tensor core kernels, and inputs that a warp reads at a time.
 const MMA_OUTPUTS: usize = 16;
 const MMA_INPUTS: usize = 32;
-/// Most warps of a block of these kernels; they split the inputs. Each should read a few times.
+/// Maximum number of warps per block of these kernels. They split the inputs, and each should read several times.
 const MMA_WARPS: usize = 16;
 const MMA_READS: usize = 3;
-/// Warps of a block of the FP32 kernel, one per output.
+/// Warps per block of the FP32 kernel, one per output.
 const FMA_WARPS: usize = 8;
 
 pub(crate) const KERNELS: KernelFile = KernelFile {

@@ -1,4 +1,5 @@
-// Linear layers of a few rows: y (N, O) = f(x (N, I) w (O, I)^T + bias), f the identity or GELU; y is bf16 or float.
+// Linear layers with a few rows: y (N, O) = f(x (N, I) w (O, I)^T + bias), where f is the identity or GELU; y is bf16
+// or float.
 //
 // Weights are read once, with 16-byte loads. The sum of an output has the same order for every number of rows.
 
@@ -44,8 +45,8 @@ extern "C" __global__ void gemv_fma(const ACT* __restrict__ x, const ACT* __rest
 
 // bf16 on tensor cores: a block computes 16 outputs of up to 8 TILES rows; its warps split the inputs, 32 at a time.
 //
-// The order of the inputs within a multiplication does not matter as long as both operands have the same: each thread
-// takes eight neighbouring inputs of its rows, which are one 16-byte load, as its parts of two multiplications.
+// The order of the inputs within a multiplication is free as long as it is the same in both operands: each thread takes
+// eight neighbouring inputs of its rows, which are one 16-byte load, as its parts of two multiplications.
 template <int TILES>
 __device__ inline void gemv_tiles(const ACT* x, const ACT* w, const ACT* bias, void* y, bool y_bf16, bool gelu,
                                   i64 rows, i64 inputs, i64 outputs) {
@@ -85,7 +86,7 @@ __device__ inline void gemv_tiles(const ACT* x, const ACT* w, const ACT* bias, v
     }
 }
 
-// Grid of all three: one block per 16 outputs, of at most GEMV_WARPS warps. I is a multiple of 32.
+// Grid of all three: one block per 16 outputs, with at most GEMV_WARPS warps. I is a multiple of 32.
 extern "C" __global__ void gemv_mma_8(const ACT* __restrict__ x, const ACT* __restrict__ w,
                                       const ACT* __restrict__ bias, void* __restrict__ y, bool y_bf16, bool gelu,
                                       i64 rows, i64 inputs, i64 outputs) {

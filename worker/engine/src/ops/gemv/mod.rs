@@ -1,7 +1,7 @@
-//! Linear layers of a few rows, as decoding has them: `y = f(x w^T + bias)`, where f is the identity or GELU.
+//! Linear layers with a few rows, as in decoding: `y = f(x w^T + bias)`, where f is the identity or GELU.
 //!
-//! Reading the weights takes all the time, so each kernel reads them once. A row of y is the same, bit for bit,
-//! whatever the other rows are and however many: a sequence gets the same logits alone and in a batch.
+//! Reading the weights takes nearly all of the time, so each kernel reads them once. A row of y has the same bits
+//! regardless of the number and values of other rows: a sequence gets the same logits alone and in a batch.
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;
@@ -9,7 +9,7 @@ pub(crate) mod cuda;
 use super::LinearShape;
 use crate::tensor::Slice;
 
-/// Most rows of a [`Gemv`].
+/// Maximum number of rows of a [`Gemv`].
 pub const GEMV_ROWS: usize = 32;
 
 /// `y = f(x w^T + bias)` of at most [`GEMV_ROWS`] rows.

@@ -6,7 +6,7 @@ use super::Greedy;
 use crate::cuda::{Gpu, KernelFile, Launch, args, expect, source};
 use crate::error::Result;
 
-/// Threads of a block, which has one row.
+/// Threads of a block, which processes one row.
 const GREEDY_THREADS: u32 = 1024;
 
 pub(crate) const KERNELS: KernelFile = KernelFile {

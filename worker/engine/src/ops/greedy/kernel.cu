@@ -1,6 +1,6 @@
-// Greedy decoding: id = argmax of a row's logits, the lowest of equal ones; -1 if none is a number.
+// Greedy decoding: id = argmax of a row's logits, the lowest of equal ones; -1 if no logit is a number.
 
-// The better of two candidates. Id -1 is no candidate.
+// Selects the better of two candidates. Id -1 means no candidate.
 __device__ inline void take_better(float& largest, int& id, float other, int other_id) {
     bool better = other_id >= 0 && (id < 0 || other > largest || (other == largest && other_id < id));
     if (better) largest = other, id = other_id;

@@ -1,15 +1,15 @@
-//! Greedy decoding on the device: the likeliest token becomes the next step's input, without the host.
+//! Greedy decoding on the device: the most likely token becomes the next step's input without involving the host.
 //!
-//! Of each row: `id = argmax of its logits` (the lowest of equal ones, -1 if none is a number), `tokens = max(id, 0)`,
-//! `positions = min(positions + 1, last)`. The bound keeps steps that are enqueued after the end of a sequence within
-//! the cache.
+//! For each row: `id = argmax of its logits` (the lowest of equal ones, -1 if no logit is a number), `tokens = max(id,
+//! 0)`, `positions = min(positions + 1, last)`. The bound keeps steps that are enqueued after the end of a sequence
+//! within the cache.
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 
 use crate::tensor::Slice;
 
-/// Takes the likeliest token of every row.
+/// Selects the most likely token of every row.
 #[derive(Clone, Copy, Debug)]
 pub struct Greedy<'a> {
     /// N.

@@ -26,7 +26,7 @@ pub(crate) fn x_w_transposed(
     parallel_gemm(t, y, x, w.t(), add);
 }
 
-/// Sets every row of y to the bias that is to be added to a product. Whether there is one.
+/// Sets every row of y to the bias, to which a product is to be added. Returns whether there is a bias.
 pub(crate) fn begin_sum(y: &mut [f32], cols: usize, bias: Option<&[f32]>) -> bool {
     if let Some(bias) = bias {
         y.chunks_exact_mut(cols).for_each(|row| row.copy_from_slice(bias));

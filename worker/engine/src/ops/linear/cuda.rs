@@ -1,7 +1,7 @@
-//! Linear layers by cuBLASLt, the bias in the epilogue of the GEMM.
+//! Linear layers by cuBLASLt, with the bias in the epilogue of the GEMM.
 //!
-//! cuBLASLt is column-major: a row-major (n, k) array is its k x n matrix. So `y = x w^T` becomes `y^T = w x^T` with
-//! m = O, n = N, k = I, and the two gradients likewise.
+//! cuBLASLt is column-major: it sees a row-major (n, k) array as a k x n matrix. So `y = x w^T` becomes `y^T = w x^T`
+//! with m = O, n = N, k = I; the two gradients are transformed likewise.
 
 use super::{LinearBackwardInput, LinearBackwardWeight, LinearForward};
 use crate::cuda::gemm::{Epilogue, GemmCall, plain, transposed};
@@ -56,7 +56,7 @@ pub(super) fn check_backward_weight(gpu: &Gpu, args: &LinearBackwardWeight<'_>) 
     expect_grad(dw, s.outputs * s.inputs);
 }
 
-/// `dw` of operands that were checked.
+/// Computes `dw`. The caller has checked the operands.
 pub(super) fn weight_gradient(gpu: &Gpu, args: LinearBackwardWeight<'_>) -> Result<()> {
     let LinearBackwardWeight { shape: s, dy, x, dw, acc, .. } = args;
     let call = GemmCall {

@@ -60,6 +60,6 @@ pub struct LinearBackwardWeight<'a> {
     pub x: Slice<'a>,
     /// (O, I) gradient.
     pub dw: Slice<'a>,
-    /// Whether it is added.
+    /// Whether the gradient is added.
     pub acc: Accumulate,
 }

@@ -3,7 +3,7 @@
 extern "C" __global__ void __launch_bounds__(TRANSPOSE_TILE * TRANSPOSE_ROWS)
     transpose(const ACT* __restrict__ x, ACT* __restrict__ y, i64 rows, i64 cols) {
     pdl_wait_and_launch();
-    // One more column, so that neither rows nor columns of the tile are all in one bank.
+    // The additional column keeps the elements of a row or column of the tile in different banks.
     __shared__ ACT tile[TRANSPOSE_TILE][TRANSPOSE_TILE + 1];
     i64 across = (cols + TRANSPOSE_TILE - 1) / TRANSPOSE_TILE;
     i64 row = blockIdx.x / across * TRANSPOSE_TILE, col = blockIdx.x % across * TRANSPOSE_TILE;

@@ -1,8 +1,8 @@
-//! The gradient of a layer's weights in TF32, with one of its operands transposed before.
+//! The gradient of a layer's weights in TF32, with one of the operands transposed first.
 //!
 //! The sum is over rows, but tensor cores read TF32 along the columns of both operands in memory, and Hopper's have no
-//! other way. cuBLASLt then multiplies as GPUs before them did, at half the rate or less. A copy of the operand with
-//! fewer columns costs less than it gains where the other one has many.
+//! alternative. cuBLASLt then multiplies as on earlier GPUs, at half the rate or less. If one operand has many columns,
+//! a transposed copy of the other one, which has fewer, costs less than it gains.
 
 use xlaunch_pool::DType;
 
@@ -15,7 +15,7 @@ use crate::ops::Accumulate;
 use crate::options::Precision;
 use crate::tensor::Tensor;
 
-/// Edge of a tile, and rows of it that a block moves at a time.
+/// Edge of a tile, and number of its rows that a block moves at a time.
 const TRANSPOSE_TILE: usize = 32;
 const TRANSPOSE_ROWS: usize = 8;
 
@@ -26,7 +26,7 @@ pub(crate) const KERNELS: KernelFile = KernelFile {
     dynamic_shared: &[],
 };
 
-/// What the GEMM reads.
+/// The operands of the GEMM.
 #[derive(Clone, Copy, Debug)]
 enum Operands {
     AsTheyAre,
@@ -44,12 +44,12 @@ impl Variant for Operands {
 
 const OPERANDS: [Operands; 2] = [Operands::AsTheyAre, Operands::OneTransposed];
 
-/// Gradients of one layer's weights.
+/// State for the gradients of one layer's weights.
 #[derive(Debug, Default)]
 pub(crate) struct WeightGrad(Fastest<LinearShape>);
 
 impl WeightGrad {
-    /// `dw` of operands that were checked.
+    /// Computes `dw`. The caller has checked the operands.
     pub(crate) fn run(&self, gpu: &Gpu, args: LinearBackwardWeight<'_>) -> Result<()> {
         if gpu.precision != Precision::Tf32 {
             return cuda::weight_gradient(gpu, args);
@@ -67,7 +67,7 @@ impl WeightGrad {
         run(self.0.select(gpu, site, unsupported, &[KERNELS.source], &OPERANDS, run)?)
     }
 
-    /// From now on, whether an operand is transposed wherever that is supported; or what was selected.
+    /// From now on, sets whether an operand is transposed wherever that is supported; `None` restores the selection.
     pub(crate) fn force(&self, transposed: Option<bool>) {
         self.0.force(transposed.map(usize::from));
     }

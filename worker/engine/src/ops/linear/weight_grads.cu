@@ -1,12 +1,12 @@
 // Gradients of the weights of two linear layers on compute capability 9.0: dw (O, I) = dy^T x over all rows of a step.
 //
-// There may be fewer tiles of dw than SMs, so the rows are divided, too: a block multiplies one tile over one part of
-// the rows. Each block leaves its sums in `partials`, and the last of a tile's blocks to do so adds them, in the order
-// of the rows, so that results do not depend on which one is the last. Each warp does that for its own 16 rows of the
-// tile. All blocks fit on the device at once, and go through the rows at the same pace, so that most of what they load
-// is in the L2 cache.
+// There may be fewer tiles of dw than SMs, so the rows are divided as well: a block multiplies one tile over one part
+// of the rows. Each block leaves its sums in `partials`, and the last of a tile's blocks to finish adds them in the
+// order of the rows, so that results do not depend on which block is last. Each warp does that for its own 16 rows of
+// the tile. All blocks fit on the device at once and go through the rows at the same pace, so that most of their loads
+// hit the L2 cache.
 //
-// dy (rows, O) and x (rows, I) are in memory as they are, so rows run down the tiles ("across" in hopper.cuh). The
+// dy (rows, O) and x (rows, I) are not transposed in memory, so rows run down the tiles ("across" in hopper.cuh). The
 // boxes of their maps are 64 x 64, swizzled. O and I are multiples of 8.
 
 #define TILE_N 128
@@ -29,12 +29,12 @@ struct Layer {
     __device__ int tiles() const { return (outputs + TILE_M - 1) / TILE_M * across(); }
 };
 
-// What a block computes.
+// The work of a block.
 struct Work {
     Layer layer;
     // The tile's corner in dw.
     int row, col;
-    // Its rows of dy and x, in multiples of TILE_K.
+    // The rows of dy and x, in multiples of TILE_K.
     int begin, end;
 };
 
@@ -51,8 +51,8 @@ __device__ inline void load_tiles(Shared& s, const Work& work, const TensorMap* 
     }
 }
 
-// Leaves this warp's sums to the last of the tile's blocks. Returns whether that is this one; `d` is then the sum of
-// all of them.
+// Leaves this warp's sums to the last of the tile's blocks. Returns whether this block is the last; then `d` is the sum
+// over all of them.
 __device__ inline bool combine(float (&d)[TILE_N / 2], int tile, int tiles, int parts, float* partials, u32* counters) {
     int warp = threadIdx.x / WARP - 4, lane = threadIdx.x % WARP;
     auto sums = [&](i64 part) {
@@ -70,7 +70,7 @@ __device__ inline bool combine(float (&d)[TILE_N / 2], int tile, int tiles, int 
     __threadfence();
     // Only lane 0 has read the counter.
     __syncwarp();
-    // For the next launch.
+    // Reset for the next launch.
     if (lane == 0) *counter = 0;
 #pragma unroll
     for (int j = 0; j < TILE_N / 2; j++) d[j] = 0.0f;
@@ -96,7 +96,7 @@ __device__ inline void multiply(float (&d)[TILE_N / 2], Shared& s, const Work& w
 #pragma unroll
         for (int j = 0; j < TILE_K / 16; j++) wgmma<true, true>(d, dy + j * 2048, x + j * 2048, i + j > 0);
         wgmma_commit();
-        // The stage before this one has been read when its group of multiplications has ended.
+        // When the previous stage's group of multiplications has ended, that stage has been read.
         if (i > 0) {
             wgmma_wait<1>();
             if (lane == 0) barrier_arrive(&s.empty[(i - 1) % STAGES]);
@@ -120,7 +120,7 @@ __device__ inline void write_tile(const float (&d)[TILE_N / 2], const Work& work
     }
 }
 
-// Grid: the tiles of both layers, parts. `partials`: MULTIPLIERS * SUMS floats per block, not used for one part.
+// Grid: the tiles of both layers, parts. `partials`: MULTIPLIERS * SUMS floats per block, unused if there is one part.
 // `counters`: MULTIPLIERS per tile, zero before and after.
 extern "C" __global__ void __launch_bounds__(384, 1)
     weight_grads(const __grid_constant__ TensorMap first_dy, const __grid_constant__ TensorMap first_x,

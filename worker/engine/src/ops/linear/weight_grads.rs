@@ -1,7 +1,8 @@
 //! Gradients of the weights of two layers in one launch, on compute capability 9.0: launches of `weight_grads.cu`.
 //!
-//! In small models, one layer's weights have fewer tiles than the device has SMs. Those of two layers, with the rows
-//! divided where that is not enough, fill it better. It runs where it is faster than a GEMM for each layer.
+//! In small models, the weights of one layer have fewer tiles than the device has SMs. The tiles of two layers fill it
+//! better; if they are still too few, the rows are divided as well. This variant runs where it is faster than a GEMM
+//! for each layer.
 
 use std::cell::{Cell, OnceCell};
 
@@ -17,9 +18,9 @@ use crate::ops::Accumulate;
 use crate::tensor::Tensor;
 
 const TILE_N: usize = 128;
-/// Warps that multiply, each of which has a counter per tile.
+/// Number of warps that multiply. Each one has a counter per tile.
 const MULTIPLIERS: usize = 8;
-/// Tiles of each operand in shared memory at a time.
+/// Number of tiles of each operand in shared memory at a time.
 const STAGES: usize = 6;
 
 pub(crate) static KERNEL: HopperKernel = HopperKernel {
@@ -32,7 +33,7 @@ pub(crate) static KERNEL: HopperKernel = HopperKernel {
     shared: STAGES * (TILE_M + TILE_N) * TILE_K * size_of::<u16>() + OTHER_SHARED,
 };
 
-/// How the gradients of two layers' weights are computed.
+/// The way in which the gradients of two layers' weights are computed.
 #[derive(Clone, Copy, Debug)]
 enum Launches {
     /// A GEMM for each layer.
@@ -52,25 +53,25 @@ impl Variant for Launches {
 
 const WAYS: [Launches; 2] = [Launches::Separate, Launches::Together];
 
-/// Gradients of one layer's weights, and of two layers'.
+/// State for the gradients of one layer's weights, and of two layers'.
 #[derive(Debug, Default)]
 pub(crate) struct WeightGrads {
     pub(crate) one: WeightGrad,
     fastest: Fastest<[LinearShape; 2]>,
-    /// See the kernel.
+    /// Counters of the kernel, one per warp and tile.
     counters: OnceCell<Tensor>,
-    /// For tests: parts of the rows.
+    /// For tests: number of parts into which the rows are divided.
     parts: Cell<Option<usize>>,
 }
 
 impl WeightGrads {
-    /// Of one layer.
+    /// Computes the gradient of one layer.
     pub(crate) fn one(&self, gpu: &Gpu, layer: LinearBackwardWeight<'_>) -> Result<()> {
         cuda::check_backward_weight(gpu, &layer);
         self.one.run(gpu, layer)
     }
 
-    /// Of two layers.
+    /// Computes the gradients of two layers.
     pub(crate) fn two(&self, gpu: &Gpu, layers: [LinearBackwardWeight<'_>; 2]) -> Result<()> {
         layers.iter().for_each(|layer| cuda::check_backward_weight(gpu, layer));
         let shapes = layers.map(|layer| layer.shape);
@@ -86,7 +87,8 @@ impl WeightGrads {
         run(self.fastest.select(gpu, site, unsupported, &[KERNEL.source], &WAYS, run)?)
     }
 
-    /// From now on, one kernel computes all that it supports, with the rows in so many parts; or what was selected.
+    /// From now on, one kernel computes all layers that it supports, with the rows in this number of parts; `None`
+    /// restores the selection.
     pub(crate) fn force(&self, parts: Option<usize>) {
         self.parts.set(parts);
         self.fastest.force(parts.map(|_| Launches::Together as usize));
@@ -124,12 +126,13 @@ impl WeightGrads {
     }
 }
 
-/// Most tiles that there are counters for: more than blocks that run at a time, for tests.
+/// Maximum number of tiles, as given by the number of counters: more than the blocks that run at a time, for tests.
 fn max_tiles(gpu: &Gpu) -> usize {
     gpu.hopper.multiprocessors().max(64)
 }
 
-/// Parts of the rows with which all blocks fit on the device at once; 0 if there are too many tiles.
+/// Returns the number of parts of the rows with which all blocks fit on the device at once; 0 if there are too many
+/// tiles.
 fn parts(gpu: &Gpu, shapes: [LinearShape; 2]) -> usize {
     gpu.hopper.multiprocessors() / shapes.into_iter().map(tiles).sum::<usize>().max(1)
 }

@@ -1,4 +1,4 @@
-//! Marks on a GPU: a kernel of one thread, which writes its number to host memory.
+//! Marks on a GPU: a kernel with one thread that writes its number to host memory.
 
 use std::cell::RefCell;
 use std::sync::atomic::AtomicU64;
@@ -11,37 +11,37 @@ use crate::cuda::{Arg, Gpu, KernelFile, Launch, args, driver_error, expect, sour
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// Memory of the count and of the time on the device, in bytes.
+/// Size of the count and the time on the device, in bytes.
 const STATE_BYTES: usize = 16;
-/// Registered memory should not share its page.
+/// Page-aligned: registered memory should not share its page with other data.
 #[repr(align(4096))]
 struct Page(AtomicU64);
 
 pub(crate) const KERNELS: KernelFile =
     KernelFile { source: source!("mark/kernel.cu"), kernels: &["mark"], macros: &[], dynamic_shared: &[] };
 
-/// The counter of a GPU, from its first use on.
+/// The counter of a GPU, which exists from its first use.
 #[derive(Debug, Default)]
 pub(crate) struct Counter(RefCell<Option<Counting>>);
 
 #[derive(Debug)]
 struct Counting {
     marks: Marks,
-    /// Of the count in host memory, as the device sees it.
+    /// Address of the count in host memory, as seen by the device.
     address: u64,
     /// The count, and the time of the last `Begin` in nanoseconds.
     state: Tensor,
 }
 
 impl Counter {
-    /// Registers the counter with the device, unless that was done.
+    /// Registers the counter with the device, if that was not done yet.
     pub(crate) fn open(&self, gpu: &Gpu) -> Result<Marks> {
         let mut counting = self.0.borrow_mut();
         if let Some(Counting { marks, .. }) = &*counting {
             return Ok(*marks);
         }
         let failed = |error| driver_error("failed to register the counter of marks", error);
-        // Never freed: another thread may read it after the device was closed. A process opens one device.
+        // Never freed: another thread may read it after the device is closed. A process opens only one device.
         let page: &'static Page = Box::leak(Box::new(Page(AtomicU64::new(0))));
         let (host, mut address) = (std::ptr::from_ref(page).cast_mut().cast(), 0);
         // SAFETY: the page is never freed, and belongs to this counter. Only the device writes to it, atomically.
@@ -58,7 +58,7 @@ impl Counter {
         Ok(marks)
     }
 
-    /// Enqueues a mark; none before the counter is [opened](Self::open).
+    /// Enqueues a mark. Does nothing before the counter is [opened](Self::open).
     pub(crate) fn mark(&self, gpu: &Gpu, mark: Mark<'_>) -> Result<()> {
         let Some(Counting { address, state, .. }) = &*self.0.borrow() else { return Ok(()) };
         let seconds = match mark {

@@ -1,8 +1,8 @@
-//! Marks in the stream of a device, which show from outside how far it has got: they tell a device that computes, or
-//! hangs in a kernel, from one that waits for the other ranks, and how long its own part of a step took.
+//! Marks in the stream of a device, which show its progress to observers. They distinguish a device that computes, or
+//! hangs in a kernel, from one that waits for the other ranks, and measure how long its own part of a step took.
 //!
-//! The marks that the device has passed are counted in host memory, which any thread reads without a call of the
-//! driver, so also while the device hangs. Marks are part of a captured graph. Devices whose operations have ended when
+//! The marks that the device has passed are counted in host memory, which any thread can read without calling the
+//! driver, even while the device hangs. Marks are part of a captured graph. Devices whose operations have ended when
 //! they return have no marks.
 
 pub(crate) mod cuda;
@@ -11,10 +11,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::tensor::Slice;
 
-/// What a mark does beside being counted.
+/// Effect of a mark in addition to being counted.
 #[derive(Clone, Copy, Debug)]
 pub enum Mark<'a> {
-    /// The time begins again.
+    /// Restarts the timer.
     Begin,
     /// Writes the seconds since the last `Begin` to F32 (1,).
     End(Slice<'a>),
@@ -25,7 +25,7 @@ pub enum Mark<'a> {
 pub struct Marks(&'static AtomicU64);
 
 impl Marks {
-    /// Marks passed since they were [opened](crate::Backend::open_marks).
+    /// Returns the number of marks passed since they were [opened](crate::Backend::open_marks).
     pub fn passed(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }

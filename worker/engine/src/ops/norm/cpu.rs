@@ -42,7 +42,7 @@ pub(crate) fn forward(t: &Threads, args: NormForward<'_>) {
     });
 }
 
-/// Means, where the norm has them, and reciprocal deviations.
+/// Splits statistics into means, if the norm has them, and reciprocal deviations.
 fn split_stats(s: NormShape, stats: &mut [f32]) -> (Means<'_>, &mut [f32]) {
     match s.kind {
         NormKind::Layer => {
@@ -53,11 +53,11 @@ fn split_stats(s: NormShape, stats: &mut [f32]) -> (Means<'_>, &mut [f32]) {
     }
 }
 
-/// The means of a number of rows, or none of them.
+/// The means of a number of rows; `None` if the norm has no means.
 struct Means<'a>(Option<&'a mut [f32]>, usize);
 
 impl<'a> Means<'a> {
-    /// The means of each block of `rows` rows.
+    /// Splits the means into blocks of `rows` rows.
     fn par_chunks_mut(self, rows: usize) -> impl IndexedParallelIterator<Item = Option<&'a mut [f32]>> {
         let blocks: Vec<Option<&mut [f32]>> = match self.0 {
             Some(means) => means.chunks_mut(rows).map(Some).collect(),
@@ -143,7 +143,7 @@ pub(crate) fn backward(t: &Threads, args: NormBackward<'_>) {
     }
 }
 
-/// What backward of some rows reads.
+/// Inputs of backward for some rows.
 #[derive(Clone, Copy)]
 struct Rows<'a> {
     x: &'a [f32],
@@ -173,7 +173,7 @@ fn backward_rows(
         let mean_gx = math::sum(cols, |i| dy[i] * gamma[i] * (x[i] - mean)) * scale / count;
         for i in 0..cols {
             let normed = (x[i] - mean) * scale;
-            // Unless it is added to, dx may hold anything, even NaN.
+            // If dx is overwritten, its contents are arbitrary, even NaN.
             let kept = if add { dx[i] * keep } else { 0.0 };
             // dx = r (g - mean(g) - xh mean(g xh))
             dx[i] = kept + scale * (dy[i] * gamma[i] - mean_g - normed * mean_gx);

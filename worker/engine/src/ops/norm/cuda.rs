@@ -1,4 +1,4 @@
-//! Norm launches: kernels that keep rows in registers where rows are narrow enough, kernels for any width otherwise.
+//! Norm launches: kernels that keep rows in registers if rows are narrow enough, and kernels for any width otherwise.
 
 use xlaunch_pool::DType;
 
@@ -10,13 +10,13 @@ use crate::error::Result;
 use crate::ops::reduce;
 use crate::tensor::Slice;
 
-/// Most threads of a block of the kernels that keep rows in registers, eight columns per thread: blocks of several
-/// rows, and of one.
+/// Maximum number of threads per block of the kernels that keep rows in registers, with eight columns per thread: for
+/// blocks of several rows, and of one row.
 const NORM_THREADS: usize = 192;
 const NORM_WIDE_THREADS: usize = 1024;
-/// Rows that a thread works on at a time where a block has several.
+/// Number of rows that a thread works on at a time in blocks of several rows.
 const NORM_ROWS: usize = 2;
-/// Blocks of `norm_bwd` that a multiprocessor runs at once, which limits the registers of a thread.
+/// Number of `norm_bwd` blocks that a multiprocessor runs at once, which limits the registers per thread.
 const BWD_BLOCKS_BF16: usize = 3;
 const BWD_BLOCKS_F32: usize = 2;
 /// Blocks of `norm_bwd_any` per multiprocessor.
@@ -97,7 +97,7 @@ pub(crate) fn backward(gpu: &Gpu, a: NormBackward<'_>) -> Result<()> {
     reduce::cuda::column_sum_final(gpu, &partials, s.cols, &outputs, a.acc)
 }
 
-/// Means, where the norm has them, and reciprocal deviations.
+/// Splits statistics into means, if the norm has them, and reciprocal deviations.
 fn split_stats(s: NormShape, stats: Slice<'_>) -> (Option<Slice<'_>>, Slice<'_>) {
     match s.kind {
         NormKind::Layer => (Some(stats.slice(0..s.rows)), stats.slice(s.rows..2 * s.rows)),
@@ -105,7 +105,7 @@ fn split_stats(s: NormShape, stats: Slice<'_>) -> (Option<Slice<'_>>, Slice<'_>)
     }
 }
 
-/// Block of the kernels that keep rows in registers.
+/// Block shape of the kernels that keep rows in registers.
 #[derive(Clone, Copy)]
 struct RegisterBlock {
     row_threads: usize,
@@ -114,7 +114,7 @@ struct RegisterBlock {
 }
 
 impl RegisterBlock {
-    /// `None` if a row is too wide or cannot be accessed as vectors.
+    /// Returns `None` if a row is too wide or cannot be accessed as vectors.
     fn of(gpu: &Gpu, s: NormShape, operands: &[Slice<'_>]) -> Option<Self> {
         let row_threads = s.cols.div_ceil(VEC).next_multiple_of(gpu.device.warp as usize);
         let rows = (NORM_THREADS / row_threads).max(1);
@@ -126,8 +126,8 @@ impl RegisterBlock {
         self.row_threads > NORM_THREADS
     }
 
-    /// As many blocks as there are rows for, and as run at once: `at_once` of the largest on a multiprocessor. Each
-    /// copies its next rows of `arrays` arrays to shared memory.
+    /// Launches as many blocks as there are rows for and as run at once: `at_once` blocks of the largest size per
+    /// multiprocessor. Each block copies its next rows of `arrays` arrays to shared memory.
     fn launch(self, gpu: &Gpu, s: NormShape, at_once: usize, arrays: usize) -> Launch {
         let Self { row_threads, rows } = self;
         let (most, per_thread) =

@@ -6,11 +6,12 @@
 // works on NORM_ROWS of them at a time; above, a block has one row at a time (*_wide). Even wider rows, or rows that
 // cannot be read as vectors, are read again for every pass (*_any).
 //
-// Where few blocks fit on a multiprocessor, which are backward and wide rows, a block copies its next rows to shared
+// In backward and for wide rows, few blocks fit on a multiprocessor. There a block copies its next rows to shared
 // memory while it works: otherwise the memory would be idle while the threads of a row wait for each other.
 
 // Sums over the threads of each row, returned to all of them. Calls alternate between two buffers, which saves a
-// barrier: a thread that writes a buffer again has passed the other buffer's barrier, so everyone has read this one.
+// barrier: a thread that writes to a buffer again has passed the other buffer's barrier, so all threads have read this
+// one.
 template <int THREADS, int COUNT>
 __device__ inline void row_sums(float (&x)[COUNT], int& buffer) {
     __shared__ float partial[2][COUNT][THREADS / WARP];
@@ -28,7 +29,7 @@ __device__ inline void row_sums(float (&x)[COUNT], int& buffer) {
 #pragma unroll
             for (int i = 0; i < COUNT; i++) x[i] += partial[buffer][i][w];
     } else {
-        // Each warp adds the sums of all warps, which are up to 32.
+        // Each warp adds up the sums of all warps, of which there are at most 32.
         int lane = threadIdx.x % WARP;
 #pragma unroll
         for (int i = 0; i < COUNT; i++) x[i] = warp_sum(lane < warps ? partial[buffer][i][lane] : 0.0f);
@@ -36,9 +37,8 @@ __device__ inline void row_sums(float (&x)[COUNT], int& buffer) {
     buffer ^= 1;
 }
 
-// A block's rows of ARRAYS arrays, of which each thread has a vector of each of ROWS rows. With AHEAD, start_copy
-// brings the next ones to dynamic shared memory. A thread reads only what it has copied itself, so no barrier is
-// needed.
+// A block's rows of ARRAYS arrays; each thread has a vector of each of ROWS rows. With AHEAD, start_copy copies the
+// next ones to dynamic shared memory. A thread reads only data that it has copied itself, so no barrier is needed.
 template <int ROWS, int ARRAYS, bool AHEAD>
 struct Rows {
     i64 rows, cols, column;
@@ -71,7 +71,7 @@ struct Rows {
         if constexpr (AHEAD) wait_copies<0>();
     }
 
-    // Zero past the last row, and for an array that is null.
+    // Returns zero past the last row, and for an array that is null.
     __device__ Packed<ACT> fetch(i64 first, int array, int i) {
         if (!arrays[array] || !has(first, i)) return {};
         if constexpr (AHEAD) return slot(array, i);
@@ -79,9 +79,9 @@ struct Rows {
     }
 };
 
-// y = norm(x), or with `branch`: sum = x + branch, y = norm(sum), where the rounded sum is what is normalised.
-// x, branch, sum, y (N, C); gamma, beta (C,); means, scales (N,). Blocks have up to THREADS threads, each of which
-// works on ROWS rows at a time. Grid: any number of blocks.
+// y = norm(x), or with `branch`: sum = x + branch, y = norm(sum), where the rounded sum is normalised. x, branch, sum,
+// y (N, C); gamma, beta (C,); means, scales (N,). Blocks have up to THREADS threads, each of which works on ROWS rows
+// at a time. Grid: any number of blocks.
 template <int THREADS, int ROWS>
 __device__ inline void forward(const ACT* x, const ACT* branch, ACT* sum, const ACT* __restrict__ gamma,
                                const ACT* __restrict__ beta, ACT* __restrict__ y, float* __restrict__ means,
@@ -151,7 +151,7 @@ __device__ inline void forward(const ACT* x, const ACT* branch, ACT* sum, const 
     }
 }
 
-// x and sum may be the same.
+// x and sum may be the same memory.
 extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     norm_fwd(const ACT* x, const ACT* branch, ACT* sum, const ACT* __restrict__ gamma, const ACT* __restrict__ beta,
              ACT* __restrict__ y, float* __restrict__ means, float* __restrict__ scales, i64 rows, i64 cols,
@@ -231,7 +231,7 @@ __device__ inline void backward(const ACT* __restrict__ x, const ACT* __restrict
     auto store_sums = [&](const Vec8& mine, float* sums) {
         if (!sums) return;
         sums += blockIdx.x * cols;
-        // Where a block has one row at a time, its threads have all of their columns' sums.
+        // If a block has one row at a time, its threads already have the sums of all of their columns.
         if constexpr (THREADS == NORM_THREADS)
             store_column_sums(mine, sums, c, cols);
         else if (inside)
@@ -276,7 +276,7 @@ extern "C" __global__ void norm_fwd_any(const ACT* x, const ACT* branch, ACT* su
         branch += row * cols;
         sum += row * cols;
         wide = wide && is_wide(branch, cols) && is_wide(sum, cols);
-        // Below, each thread reads back only what it writes valid, so no barrier is needed.
+        // Below, each thread reads back only elements that it has written itself, so no barrier is needed.
         for each (c) {
             Vec8 a = load8(x, c, cols, wide), b = load8(branch, c, cols, wide);
 #pragma unroll

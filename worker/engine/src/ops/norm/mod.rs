@@ -11,7 +11,7 @@ pub(crate) mod cuda;
 use super::Accumulate;
 use crate::tensor::Slice;
 
-/// Which normalisation.
+/// Kind of normalisation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NormKind {
     /// `y = (x - mean) / sqrt(var + eps) * gamma + beta`; statistics: N means, then N reciprocal deviations.
@@ -27,14 +27,14 @@ pub struct NormShape {
     pub rows: usize,
     /// C.
     pub cols: usize,
-    /// Which normalisation.
+    /// Kind of normalisation.
     pub kind: NormKind,
     /// Added to the variance or mean square.
     pub eps: f32,
 }
 
 impl NormShape {
-    /// Number of F32 statistics kept for backward.
+    /// Returns the number of F32 statistics kept for backward.
     pub fn stats(&self) -> usize {
         match self.kind {
             NormKind::Layer => 2 * self.rows,
@@ -80,21 +80,21 @@ pub struct NormBackward<'a> {
     pub x: Slice<'a>,
     /// (C,).
     pub gamma: Slice<'a>,
-    /// ([`NormShape::stats`],) F32, of forward.
+    /// ([`NormShape::stats`],) F32, as written by forward.
     pub stats: Slice<'a>,
     /// (N, C).
     pub dy: Slice<'a>,
     /// (N, C) gradient of x.
     pub dx: Slice<'a>,
-    /// Whether the gradient is added to the contents of `dx`, those of the residual path.
+    /// Whether the gradient is added to the contents of `dx`, which come from the residual path.
     pub add_to_dx: bool,
     /// (C,) gradient.
     pub dgamma: Slice<'a>,
     /// (C,) gradient.
     pub dbeta: Option<Slice<'a>>,
-    /// (C,) sum of the rows of the new dx: the gradient of a bias that was added to x. The parameter gradients have one
-    /// element type.
+    /// (C,) sum of the rows of the new dx: the gradient of a bias that was added to x. All parameter gradients have the
+    /// same element type.
     pub dsum: Option<Slice<'a>>,
-    /// For the three parameter gradients.
+    /// Applies to the three parameter gradients.
     pub acc: Accumulate,
 }

@@ -1,4 +1,4 @@
-//! Reductions on threads: blocks of fixed size, whose sums are added in order.
+//! Reductions on threads: blocks of a fixed size, whose sums are added in order.
 
 use rayon::prelude::*;
 
@@ -27,7 +27,7 @@ pub(crate) fn squared_norm(t: &Threads, args: SquaredNorm<'_>) {
     a.write(args.out, 1)[0] = blocks(t, x, |block| math::dot(block, block)) as f32;
 }
 
-/// Sum of `f` over blocks, in double precision.
+/// Returns the sum of `f` over blocks, in double precision.
 fn blocks(t: &Threads, x: &[f32], f: impl Fn(&[f32]) -> f32 + Sync) -> f64 {
     let sums: Vec<f32> = t.run(|| x.par_chunks(REDUCE_BLOCK).map(|block| simd!(f(block))).collect());
     sums.into_iter().map(f64::from).sum()

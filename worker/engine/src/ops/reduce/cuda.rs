@@ -1,4 +1,4 @@
-//! Two-stage reductions: one partial result per block, then a kernel that sums those in a fixed order.
+//! Two-stage reductions: one partial result per block, then a kernel that adds them in a fixed order.
 
 use xlaunch_pool::DType;
 
@@ -11,11 +11,11 @@ use crate::error::Result;
 use crate::ops::Accumulate;
 use crate::tensor::{Slice, Tensor};
 
-/// Blocks of column sums that run on a multiprocessor at once.
+/// Number of blocks of column sums that run on a multiprocessor at once.
 const COLUMN_SUM_BLOCKS_PER_SM: usize = 4;
 /// Blocks of the first stage of a sum.
 const SUM_BLOCKS: usize = 1024;
-/// Rows and columns of threads of `column_sum_final`, at most as many as a warp has.
+/// Rows and columns of threads of `column_sum_final`; at most the warp size.
 const FINAL_TILE: u32 = 32;
 
 pub(crate) const KERNELS: KernelFile = KernelFile {
@@ -71,14 +71,14 @@ pub(crate) fn column_sum(gpu: &Gpu, args: ColumnSum<'_>) -> Result<()> {
 pub(crate) struct ColumnSums {
     rows: usize,
     cols: usize,
-    /// Of `column_sum_partials`, or of another kernel that writes the same partial sums in passing.
+    /// Launch of `column_sum_partials`, or of another kernel that also writes the same partial sums.
     pub(crate) launch: Launch,
     /// (grid rows of `launch`, C).
     pub(crate) partials: Tensor,
 }
 
 impl ColumnSums {
-    /// As many blocks as run at once, each over its share of the rows.
+    /// Plans as many blocks as run at once, each over its share of the rows.
     #[track_caller]
     pub(crate) fn new(gpu: &Gpu, rows: usize, cols: usize) -> Result<Self> {
         let (x, y) = COLUMN_BLOCK;
@@ -89,7 +89,7 @@ impl ColumnSums {
         Ok(Self { rows, cols, launch, partials: gpu.alloc(DType::F32, row_blocks * cols)? })
     }
 
-    /// Writes the partial sums of `x` (N, C), which the caller has checked.
+    /// Writes the partial sums of `x` (N, C). The caller has checked `x`.
     pub(crate) fn partials_of(&self, gpu: &Gpu, x: Slice<'_>) -> Result<()> {
         let args = args![x, self.partials.all(), self.rows, self.cols];
         // SAFETY: the caller has checked x; there is one row of partial sums per grid row.

@@ -94,7 +94,7 @@ extern "C" __global__ void column_sum_final(const float* __restrict__ partials, 
         for (i64 i = threadIdx.y; i < count; i += FINAL_TILE) sum += partials[i * cols + c];
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
-    // Transposed through shared memory: neighbouring threads reduce one column.
+    // Transposed through shared memory, so that neighbouring threads reduce one column.
     sum = sums[threadIdx.x][threadIdx.y];
     for (int lane = FINAL_TILE / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, lane);
     c = blockIdx.x * (i64)FINAL_TILE + threadIdx.y;

@@ -1,4 +1,4 @@
-//! Rotation of query and key heads in a pass of its own.
+//! Rotation of query and key heads in a separate pass.
 
 use super::Rotation;
 use crate::cuda::{BLOCK_THREADS, Gpu, KernelFile, Launch, VEC, args, source};

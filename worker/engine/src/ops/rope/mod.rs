@@ -8,7 +8,7 @@
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 
-/// Which way to rotate.
+/// Direction of the rotation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rotation {
     Forward,
@@ -16,7 +16,7 @@ pub(crate) enum Rotation {
 }
 
 impl Rotation {
-    /// Factor of the sines.
+    /// Returns the factor of the sines.
     pub(crate) fn sign(self) -> f32 {
         match self {
             Self::Forward => 1.0,

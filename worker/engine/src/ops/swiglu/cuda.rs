@@ -1,7 +1,7 @@
-//! SwiGLU: launches of its kernels, and which variant of a linear layer with SwiGLU runs.
+//! SwiGLU: launches its kernels, and selects the variant of a linear layer with SwiGLU.
 //!
 //! Our own GEMM applies SwiGLU, or its derivative, before it writes its result, which saves the pass in which a kernel
-//! reads and writes (N, 2 F) once more. It runs where it is faster than a GEMM with a kernel after it.
+//! reads and writes (N, 2 F) again. It runs where it is faster than a GEMM followed by a kernel.
 
 use super::hopper::{self, Tiling};
 use super::{LinearSwigluForward, SwigluBackward, SwigluForward, SwigluLinearBackward};
@@ -39,10 +39,10 @@ pub(crate) fn backward(gpu: &Gpu, args: SwigluBackward<'_>) -> Result<()> {
     unsafe { gpu.launch("swiglu_bwd", launch, args![h, da, dh, rows, ffn]) }
 }
 
-/// What computes a linear layer with SwiGLU.
+/// The way in which a linear layer with SwiGLU is computed.
 #[derive(Clone, Copy, Debug)]
 enum SwigluVariant {
-    /// A GEMM, and a kernel for SwiGLU.
+    /// A GEMM, followed by a kernel for SwiGLU.
     Kernel,
     /// Our own GEMM.
     Epilogue(Tiling),
@@ -57,7 +57,7 @@ impl Variant for SwigluVariant {
     }
 }
 
-/// The kernel, and the tilings in their order.
+/// The kernel, then the tilings in order.
 const VARIANTS: [SwigluVariant; 3] =
     [SwigluVariant::Kernel, SwigluVariant::Epilogue(Tiling::Halves), SwigluVariant::Epilogue(Tiling::Turns)];
 
@@ -79,8 +79,8 @@ impl Swiglu {
                 linear::forward(gpu, LinearForward { shape, x, w, bias: None, y: h })?;
                 forward(gpu, SwigluForward { rows, ffn, h, a })
             }
-            // SAFETY: checked above; only what is supported has this variant; outputs overlap no input by the
-            // operation's contract.
+            // SAFETY: checked above; this variant is selected only for operands that it supports; outputs overlap no
+            // input by the operation's contract.
             SwigluVariant::Epilogue(tiling) => unsafe { hopper::forward(gpu, tiling, args) },
         };
         run(self.select(gpu, site, hopper::supports_forward(gpu, &args), run)?)
@@ -105,12 +105,12 @@ impl Swiglu {
         run(self.select(gpu, site, hopper::supports_backward(gpu, &args), run)?)
     }
 
-    /// From now on, this variant computes all that it supports, or that which was selected.
+    /// From now on, uses this variant for all operands that it supports; `None` restores the selection.
     pub(crate) fn force(&self, tiling: Option<Tiling>) {
         self.0.force(tiling.map(|tiling| 1 + tiling as usize));
     }
 
-    /// The fastest variant. The kernel supports every shape and type.
+    /// Selects the fastest variant. The kernel supports every shape and type.
     fn select(
         &self,
         gpu: &Gpu,

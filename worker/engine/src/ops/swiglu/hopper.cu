@@ -1,10 +1,10 @@
-// Linear layers with SwiGLU on compute capability 9.0: products of (rows, k) and (k, cols) in bf16, summed in fp32 over
-// k in its order. SwiGLU or its derivative is applied before they are written.
+// Linear layers with SwiGLU on compute capability 9.0: products of (rows, k) and (k, cols) in bf16, summed in fp32 in
+// the order of k. SwiGLU or its derivative is applied before they are written.
 //
-// One block per SM goes through the tiles of the product, TILE_M x TILE_N each. One thread asks for tiles of a and b,
+// One block per SM goes through the tiles of the product, TILE_M x TILE_N each. One thread requests tiles of a and b,
 // TILE_K deep, into a ring of STAGES buffers in shared memory. Two warpgroups multiply them:
-// TURNS 0: 64 rows of each tile by each warpgroup, with TILE_N columns in registers;
-// TURNS 1: tiles of their own, in turn. One writes its results while the other one multiplies, for small k.
+// TURNS 0: each warpgroup multiplies 64 rows of each tile, with TILE_N columns in registers;
+// TURNS 1: the warpgroups take tiles in turn. One writes its results while the other one multiplies, for small k.
 //
 // GRADIENT 0: (g, u) = x w^T, h (rows, 2 cols) = g and u side by side, c (rows, cols) = silu(g) u. x is (rows, k), w is
 //             (2, cols, k). A tile has as many columns of g as of u.
@@ -17,13 +17,13 @@
 
 // Columns of c that a tile covers.
 #define TILE_COLS (GRADIENT ? TILE_N : TILE_N / 2)
-// Of 64 rows that a warpgroup has of a tile.
+// Number of parts of 64 rows that a warpgroup has of a tile.
 #define PARTS (TURNS ? 2 : 1)
 #define MULTIPLIERS 8
 
 // Bytes of 64 columns of g and u in the 16 rows of a warp.
 #define H_BYTES 4096
-// h is fetched so many pieces of 64 columns ahead.
+// Number of pieces of 64 columns of h that are fetched ahead.
 #define H_AHEAD 2
 
 struct Shared {
@@ -32,15 +32,15 @@ struct Shared {
 #if GRADIENT
     char h[MULTIPLIERS][H_AHEAD][H_BYTES];
 #endif
-    // Of a stage: its tiles are there; they are not needed any more.
+    // Per stage: its tiles have arrived; its tiles are no longer needed.
     Barrier full[STAGES], empty[STAGES];
     Barrier h_full[MULTIPLIERS][H_AHEAD];
-    // The other warpgroup has multiplied all of its tile.
+    // The other warpgroup has finished multiplying its tile.
     Barrier turn[2];
 };
 
-// Tiles in the order in which blocks take them: columns by columns of `group` rows of tiles, so that what the blocks
-// work on at a time is little enough for the L2 cache.
+// Tiles in the order in which blocks take them: column by column within `group` rows of tiles, so that the data that
+// the blocks work on at a time fits into the L2 cache.
 struct Tiles {
     int m, n, group;
 
@@ -79,7 +79,7 @@ __device__ inline float low_half(u32 pair) { return __uint_as_float(pair << 16);
 __device__ inline float high_half(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 #if !GRADIENT
-// From g and u as they are written, so that the same follows from h later.
+// Computed from g and u as they are written, so that the same result follows from h later.
 __device__ inline u32 swiglu(u32 g, u32 u) {
     float g0 = low_half(g), g1 = high_half(g);
     return bf16_pair(low_half(u) * (g0 * sigmoid_for<bf16>(g0)), high_half(u) * (g1 * sigmoid_for<bf16>(g1)));
@@ -114,7 +114,7 @@ __device__ inline void swiglu_gradient(const float* da, u32 gate, u32 up, u32& d
     dg = bf16_pair(x[0], x[1]), du = bf16_pair(y[0], y[1]);
 }
 
-// 64 columns; `h` has g and u of these columns and of the 16 rows of this warp, swizzled.
+// Writes 64 columns; `h` has g and u of these columns and of the 16 rows of this warp, swizzled.
 __device__ inline void write_gradients(const float* d, bf16* c, const char* h, int row, int rows, int col, int cols) {
     int lane = threadIdx.x % WARP;
 #pragma unroll
@@ -133,16 +133,16 @@ __device__ inline void write_gradients(const float* d, bf16* c, const char* h, i
 }
 #endif
 
-// The tiles of this warpgroup, number `group` of two.
+// Multiplies the tiles of this warpgroup, number `group` of two.
 __device__ inline void multiply(Shared& s, const TensorMap& h_map, bf16* c, bf16* h, const Tiles& tiles, int rows,
                                 int cols, int k_tiles) {
     int warp = threadIdx.x / WARP - 4, lane = threadIdx.x % WARP, group = warp / 4;
     int step = TURNS ? 2 * gridDim.x : gridDim.x, begin = blockIdx.x + (TURNS ? group * gridDim.x : 0);
-    // Stages that this warpgroup has passed; the other's too where they work in turn.
+    // Number of stages that this warpgroup has passed, including the other one's if they work in turns.
     int at = TURNS ? group * k_tiles : 0;
     auto first_row = [&](int part) { return TURNS ? 64 * part + warp % 4 * 16 : warp * 16; };
 #if GRADIENT
-    // Pieces of h: by tile, part, 64 columns.
+    // Pieces of h: by tile, part, and 64 columns.
     const int pieces = PARTS * TILE_N / 64;
     int fetched = 0, used = 0, fetched_tile = begin;
     auto fetch_h = [&] {
@@ -179,7 +179,7 @@ __device__ inline void multiply(Shared& s, const TensorMap& h_map, bf16* c, bf16
                     wgmma<false, GRADIENT>(d[part], a + part * SQUARE + j * 32, b + j * (GRADIENT ? 2048 : 32),
                                            k + j > 0);
             wgmma_commit();
-            // The stage before this one has been read when its group of multiplications has ended.
+            // When the previous stage's group of multiplications has ended, that stage has been read.
             if (k > 0) {
                 wgmma_wait<1>();
                 if (lane == 0) barrier_arrive(&s.empty[(at - 1) % STAGES]);
@@ -207,7 +207,7 @@ __device__ inline void multiply(Shared& s, const TensorMap& h_map, bf16* c, bf16
     }
 }
 
-// `h` is written in forward; backward reads it by its map. `group`: see Tiles.
+// `h` is written in forward; backward reads it through its map. `group`: see Tiles.
 extern "C" __global__ void __launch_bounds__(384, 1)
     linear_swiglu(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                   const __grid_constant__ TensorMap h_map, bf16* c, bf16* h, i64 rows, i64 cols, i64 k, i64 group) {

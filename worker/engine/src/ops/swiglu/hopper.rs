@@ -12,22 +12,22 @@ pub(crate) const HOPPER_SOURCE: Source = source!(
     after "../cuda/headers/hopper.cuh", after "../cuda/headers/hopper_tiles.cuh"
 );
 
-/// Rows of a warp, of which h is loaded at a time.
+/// Rows of a warp, for which h is loaded at a time.
 const WARP_ROWS: usize = 16;
-/// Bytes of shared memory for h: of eight warps, 64 columns of g and u in two buffers.
+/// Bytes of shared memory for h: for eight warps, 64 columns of g and u in two buffers.
 const H_BYTES: usize = 8 * 2 * 4096;
-/// Rows of tiles whose blocks run one after another have so many bytes of the left operand, which then stay in the L2
-/// cache (50 MiB) while the right one passes. H200, 8192 cubed: 785 TFLOP/s with 8 rows of tiles, 698 with 32.
+/// Bytes of the left operand in the rows of tiles whose blocks run one after another. They stay in the L2 cache (50
+/// MiB) while the right operand passes through. H200, 8192 cubed: 785 TFLOP/s with 8 rows of tiles, 698 with 32.
 const CACHED_BYTES: usize = 16 << 20;
 const MIN_TILE_ROWS: usize = 8;
 const MAX_TILE_ROWS: usize = 64;
 
-/// How the two warpgroups that multiply share the tiles of the product.
+/// Division of the product's tiles between the two warpgroups that multiply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Tiling {
-    /// Half of the rows of each tile: most arithmetic per byte loaded.
+    /// Each takes half of the rows of each tile: most arithmetic per loaded byte.
     Halves,
-    /// Every other tile each, half as wide: one warpgroup writes its results while the other one multiplies.
+    /// Each takes every other tile, half as wide: one warpgroup writes its results while the other one multiplies.
     Turns,
 }
 
@@ -74,7 +74,7 @@ const fn macros(tiling: Tiling, gradient: bool) -> [Macro; 4] {
     ]
 }
 
-/// Tiles of each operand in shared memory at a time: as many as there is room for.
+/// Returns the number of tiles of each operand in shared memory at a time: as many as fit.
 const fn stages(tiling: Tiling, gradient: bool) -> usize {
     match (tiling, gradient) {
         (Tiling::Halves, false) => 4,
@@ -95,7 +95,7 @@ pub(super) fn supports_backward(gpu: &Gpu, args: &SwigluLinearBackward<'_>) -> b
 }
 
 /// # Safety
-/// The operands are supported and as large as the shape says, and outputs overlap no input.
+/// The operands are supported and have the sizes of the shape, and outputs overlap no input.
 pub(super) unsafe fn forward(gpu: &Gpu, tiling: Tiling, args: LinearSwigluForward<'_>) -> Result<()> {
     let LinearSwigluForward { shape, x, w, h, a } = args;
     let (rows, cols, k) = (shape.rows, shape.outputs / 2, shape.inputs);
@@ -108,7 +108,7 @@ pub(super) unsafe fn forward(gpu: &Gpu, tiling: Tiling, args: LinearSwigluForwar
 }
 
 /// # Safety
-/// As [`forward`].
+/// The same as for [`forward`].
 pub(super) unsafe fn backward(gpu: &Gpu, tiling: Tiling, args: SwigluLinearBackward<'_>) -> Result<()> {
     let SwigluLinearBackward { shape, dy, w, h, dh, .. } = args;
     let (rows, cols, k) = (shape.rows, shape.inputs, shape.outputs);
@@ -121,7 +121,7 @@ pub(super) unsafe fn backward(gpu: &Gpu, tiling: Tiling, args: SwigluLinearBackw
 }
 
 /// # Safety
-/// The maps describe operands of these sizes (rows, columns, k), and the pointers those that are written.
+/// The maps describe operands of these sizes (rows, columns, k), and the pointers are those of the outputs.
 unsafe fn launch(
     gpu: &Gpu,
     tiling: Tiling,

@@ -55,7 +55,7 @@ pub struct LinearSwigluForward<'a> {
 /// The gradient of SwiGLU's input `h` from that of the output of the linear layer after it: `da = dy w`.
 #[derive(Clone, Copy, Debug)]
 pub struct SwigluLinearBackward<'a> {
-    /// Of the layer after it: (N, F) to (N, O).
+    /// Sizes of the layer after SwiGLU: (N, F) to (N, O).
     pub shape: LinearShape,
     /// (N, O).
     pub dy: Slice<'a>,
@@ -63,7 +63,7 @@ pub struct SwigluLinearBackward<'a> {
     pub w: Slice<'a>,
     /// (N, 2 F), as in forward.
     pub h: Slice<'a>,
-    /// (N, F): scratch memory; what is in it afterwards is not specified.
+    /// (N, F): scratch memory with unspecified contents afterwards.
     pub da: Slice<'a>,
     /// (N, 2 F).
     pub dh: Slice<'a>,
