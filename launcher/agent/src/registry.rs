@@ -352,7 +352,7 @@ mod tests {
         fs_err::os::unix::fs::symlink(&ours, &link).unwrap();
         let error = Entry::create_in(&link, "n", "1").unwrap_err();
         assert!(error.to_string().contains("not a directory"), "{error}");
-        // Every user but root does not own the root directory.
+        // Only root owns the root directory.
         if !rustix::process::getuid().is_root() {
             assert!(ensure_private(Path::new("/"), false).unwrap_err().to_string().contains("user 0"));
         }

@@ -126,7 +126,7 @@ pub(super) struct Task {
     has_members: Arc<AtomicBool>,
 }
 
-/// An agent that has greeted.
+/// An agent that has sent its greeting.
 #[derive(Debug)]
 struct Agent {
     instance: Vec<u8>,

@@ -111,7 +111,7 @@ pub struct Job {
     interrupted: bool,
     /// The workers of this attempt have been sent a signal that ends them.
     terminated: bool,
-    /// That signal was SIGKILL.
+    /// The workers of this attempt have been sent SIGKILL.
     killed: bool,
     /// Time at which the remaining workers are terminated or killed.
     deadline: Option<Instant>,

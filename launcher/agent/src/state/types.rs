@@ -134,11 +134,7 @@ pub enum Event {
     /// takes up to a second if it uses a GPU.
     Killed { rank: u32, signal: i32 },
     /// The process of a worker has exited: exactly once for every worker that was started.
-    Exited {
-        rank: u32,
-        /// How it ended.
-        exit: Exit,
-    },
+    Exited { rank: u32, exit: Exit },
     /// A stop was requested.
     Stop(StopCause),
     /// The deadline has passed.
@@ -203,7 +199,7 @@ pub enum Action {
     End(Outcome),
 }
 
-/// How a job ended.
+/// The outcome of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
     /// Exit code of `xlaunch`.

@@ -187,7 +187,7 @@ async fn accept_all(
                     && let Some(reason) = why.for_the_user()
                     && let Some(line) = refusals.refused(&format!("a caller at {source}"), &reason, Instant::now())
                 {
-                    // The receiver may be gone.
+                    // Fails only if the receiver is gone.
                     let _ = notices.send(line);
                 }
             }
