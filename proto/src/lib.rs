@@ -13,6 +13,7 @@
 //! - [`snapshot`] is the header of memory snapshots, which workers write and agents read;
 //! - [`flops`] counts the operations of training, and knows the peak rates of GPUs;
 //! - [`accounting`] names what the time of a job was used for;
+//! - [`lineage`] is where a run comes from, [`refusal`] the error of a job that is not started;
 //! - [`quantities`] are times and sizes as users write them;
 //! - [`ids`] are typed ids, [`exit`] is the table of exit codes, [`mod@env`] names the environment variables of
 //!   workers.
@@ -30,11 +31,13 @@ pub mod ids;
 mod invalid;
 pub mod json;
 pub mod labels;
+pub mod lineage;
 pub mod model;
 pub mod net;
 pub mod paths;
 mod phase;
 pub mod quantities;
+pub mod refusal;
 pub mod snapshot;
 pub mod spec;
 

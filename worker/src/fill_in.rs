@@ -6,8 +6,8 @@ use xlaunch_proto::spec::{Invalid, JobSpec};
 
 use crate::data::{DataError, Prepared};
 use crate::error::WorkerError;
-use crate::preflight::Refusal;
 use crate::weights::Weights;
+use xlaunch_proto::refusal::Refusal;
 
 /// Reason why a configuration cannot be completed.
 #[derive(Debug)]

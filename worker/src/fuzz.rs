@@ -11,7 +11,9 @@ use xlaunch_proto::spec::{JobSpec, Tokenizer};
 pub use crate::checkpoint::fuzz::ListedFile;
 use crate::checkpoint::fuzz::{read_tensors, valid_files};
 use crate::checkpoint::{Batch, Parent, State, VERSION};
-use crate::data::{Fingerprint, open_tokens};
+use crate::data::{fingerprint, open_tokens};
+use xlaunch_proto::lineage::Fingerprint;
+
 use crate::model::layout::Layout;
 
 /// A directory in memory: writing to a disk would take longer than the code under test.
@@ -97,7 +99,7 @@ pub fn tokens(bytes: &[u8]) {
             ids.len() == count && ids.iter().all(|id| usize::try_from(*id).is_ok_and(|id| id < VOCABULARY))
         );
     }
-    let _ = Fingerprint::of(&tokens);
+    let _ = fingerprint(&tokens);
 }
 
 /// Reads a `config.json`. If the model is accepted, an export of it is read again.

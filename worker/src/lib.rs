@@ -40,6 +40,7 @@ pub mod weights;
 use std::path::{Path, PathBuf};
 
 use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::lineage::Recovered;
 
 use checkpoint::directory;
 use checkpoint::{CheckpointError, Lock, LockError};
@@ -47,9 +48,8 @@ use environment::Environment;
 use error::WorkerError;
 use fail::Place;
 
-pub use checkpoint::directory::Recovered;
 pub use fill_in::{FillInError, fill_in};
-pub use preflight::{Preflight, Refusal, preflight, preflight_data, preflight_dry_run};
+pub use preflight::{Preflight, preflight, preflight_data, preflight_dry_run};
 
 /// Returns the newest complete checkpoint in `dir`.
 pub fn newest_checkpoint(dir: &Path) -> Option<PathBuf> {

@@ -7,12 +7,14 @@ use std::time::SystemTime;
 
 use rayon::ThreadPoolBuilder;
 use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::lineage::Fingerprint;
 use xlaunch_proto::model::{ModelSection, ModelShape};
+use xlaunch_proto::refusal::Refusal;
 use xlaunch_proto::spec::{Invalid, JobSpec};
 
 use crate::checkpoint::directory::{self, Choice};
 use crate::checkpoint::{self, Changes, CheckpointError, Lock, LockError, Parent, State};
-use crate::data::{Fingerprint, TokenizerSource};
+use crate::data::{TokenizerSource, fingerprint};
 use crate::error::WorkerError;
 use crate::fail;
 use crate::model::layout::Layout;
@@ -40,25 +42,9 @@ pub struct Preflight {
     pub lock: Option<Lock>,
 }
 
-/// A job that cannot start.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Refusal {
-    /// Exit code of the launcher.
-    pub exit: ExitCode,
-    /// The reason.
-    pub message: String,
-}
-
-impl Refusal {
-    /// Creates the refusal of a command that the user interrupted.
-    pub(crate) fn interrupted() -> Self {
-        Self { exit: ExitCode::Signal(2), message: "interrupted".into() }
-    }
-}
-
 impl From<WorkerError> for Refusal {
     fn from(error: WorkerError) -> Self {
-        Self { exit: error.exit(), message: error.to_string() }
+        Self::new(error.exit(), error.to_string())
     }
 }
 
@@ -74,7 +60,7 @@ impl From<LockError> for Refusal {
             LockError::Held { .. } => ExitCode::Retryable,
             LockError::Io { .. } => ExitCode::Data,
         };
-        Self { exit, message: error.to_string() }
+        Self::new(exit, error.to_string())
     }
 }
 
@@ -124,10 +110,10 @@ fn check_data(spec: &JobSpec) -> Result<(Preflight, ModelShape, Fingerprint), Re
     spec.check().map_err(usage)?;
     let shape = spec.model.resolve().map_err(usage)?;
     let dataset = weights::dataset(spec, &shape)?;
-    let data = Fingerprint::of(&dataset.train).map_err(WorkerError::from)?;
+    let data = fingerprint(&dataset.train).map_err(WorkerError::from)?;
     let mut ready = Preflight { data: [("train", data.clone())].into(), ..Preflight::default() };
     if let Some(val) = &dataset.val {
-        ready.data.insert("validation", Fingerprint::of(val).map_err(WorkerError::from)?);
+        ready.data.insert("validation", fingerprint(val).map_err(WorkerError::from)?);
     }
     if dataset.val.is_none() && spec.train.eval_every != 0 {
         let problem = "evaluation is off: the held-out data is shorter than one sequence";

@@ -24,8 +24,8 @@ use crate::huggingface;
 use crate::inherited::Inherited;
 use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model};
-use crate::preflight::Refusal;
 use crate::weights::Weights;
+use xlaunch_proto::refusal::Refusal;
 
 /// Number of pieces of weights, of up to 4 MiB each, that wait for the device.
 const WEIGHTS_READ_AHEAD: usize = 8;

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use xlaunch_proto::exit::ExitCode;
 
-use crate::Refusal;
 use crate::devices::Node;
 use crate::python;
+use xlaunch_proto::refusal::Refusal;
 
 pub use crate::python::Environment;
 pub use xlaunch_proto::command::{

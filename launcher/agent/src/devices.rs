@@ -5,7 +5,7 @@ use nvml_wrapper::error::NvmlError;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::{Device, JobSpec, Precision, WireDtype};
 
-use crate::Refusal;
+use xlaunch_proto::refusal::Refusal;
 
 /// The devices of a job's workers.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -32,6 +32,7 @@ use serde_json::{Value, json};
 use crate::clock;
 use crate::command::quote_line;
 use crate::devices::{self, Placement};
+use xlaunch_proto::lineage::Fingerprint;
 
 pub const ENVIRONMENT_FILE: &str = "environment.json";
 
@@ -49,19 +50,10 @@ pub struct Facts {
     pub placement: Placement,
     /// Number of ranks on all nodes when the run starts.
     pub world: u32,
-    /// Data sets, by name of the split.
-    pub data: BTreeMap<&'static str, DataSet>,
+    /// Fingerprints of the data, by name of the split.
+    pub data: BTreeMap<&'static str, Fingerprint>,
     /// The run that this one continues.
     pub parent: Option<Parent>,
-}
-
-/// Identifies a data set.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct DataSet {
-    /// Number of tokens.
-    pub tokens: u64,
-    /// Hash of a sample of the tokens.
-    pub hash: String,
 }
 
 /// The run that another run continues.
@@ -178,7 +170,7 @@ mod tests {
     #[test]
     fn file_describes_the_run_and_has_no_environment_variables() {
         let dir = tempfile::tempdir().unwrap();
-        let data = DataSet { tokens: 7, hash: "0f".into() };
+        let data = Fingerprint { tokens: 7, hash: "0f".into() };
         let facts = Facts {
             run: "20261123-041500".into(),
             commit: Some("3db4f2e"),

@@ -43,7 +43,6 @@ pub mod memory;
 pub mod names;
 pub mod process;
 mod python;
-mod refusal;
 pub mod registry;
 pub mod rendezvous;
 pub mod report;
@@ -57,5 +56,3 @@ pub mod status;
 pub mod system_errors;
 pub mod waiting;
 pub mod workload;
-
-pub use refusal::Refusal;

@@ -16,8 +16,8 @@ use std::time::Duration;
 
 use xlaunch_proto::exit::ExitCode;
 
-use crate::Refusal;
 use crate::names::{file_name, unique};
+use xlaunch_proto::refusal::Refusal;
 
 /// File name of the agent's socket, both in a run's directory and in its entry.
 pub const SOCKET: &str = "agent.sock";

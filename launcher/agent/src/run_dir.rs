@@ -13,10 +13,10 @@ use std::path::{Path, PathBuf};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
 
-use crate::Refusal;
 use crate::command::ResolvedCommand;
 use crate::names::{file_name, unique};
 use crate::registry::{Entry, SOCKET};
+use xlaunch_proto::refusal::Refusal;
 
 /// Mode of kept directories, before the umask.
 const KEPT_DIR_MODE: u32 = 0o777;

@@ -19,7 +19,6 @@ use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 use xlaunch_proto::v1::{GroupEnd, JobState, NodeRefused, Prepare, StopRequested, Waiting};
 
-use crate::Refusal;
 use crate::group::candidacy::{Election, OtherRole};
 use crate::group::coordinator::Handle;
 use crate::group::join::{Joining, Tasks};
@@ -28,6 +27,7 @@ use crate::registry::Entry;
 use crate::rendezvous::peers::Peers;
 use crate::rendezvous::service::{self, Message, RunningService};
 use crate::status::board::{Board, Launch};
+use xlaunch_proto::refusal::Refusal;
 
 /// Maximum number of calls that wait for the driver's task.
 const MESSAGE_QUEUE: usize = 1024;

@@ -14,8 +14,8 @@ use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{AllReduceBench, AllReduceReport};
 
 use super::{Mode, RankReport, missing_report, run_workers};
-use xlaunch_agent::Refusal;
 use xlaunch_agent::devices::Placement;
+use xlaunch_proto::refusal::Refusal;
 
 /// Each size is this multiple of the previous one.
 const SIZE_FACTOR: u64 = 4;

@@ -9,8 +9,8 @@ use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{Calibration, DeviceBench};
 
 use super::{Mode, missing_report, run_workers};
-use xlaunch_agent::Refusal;
 use xlaunch_agent::devices::{self, Placement};
+use xlaunch_proto::refusal::Refusal;
 
 /// The calibration of the first device of the placement: from the cache unless `refresh`, else measured by a worker.
 ///

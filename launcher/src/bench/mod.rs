@@ -29,13 +29,15 @@ use xlaunch_agent::devices::Placement;
 use xlaunch_agent::driver;
 use xlaunch_agent::group::join;
 use xlaunch_agent::group::work::Work;
+use xlaunch_agent::report;
 use xlaunch_agent::run_dir::RunDir;
 use xlaunch_agent::sinks::RankReport;
 use xlaunch_agent::spawn::environment::BaseEnvironment;
 use xlaunch_agent::waiting;
 use xlaunch_agent::workload::host_memory::SaveBuffers;
-use xlaunch_agent::workload::trainer::{self, CheckpointFiles, Recovered, TrainerPlan};
-use xlaunch_agent::{Refusal, report};
+use xlaunch_agent::workload::trainer::{self, CheckpointFiles, TrainerPlan};
+use xlaunch_proto::lineage::Recovered;
+use xlaunch_proto::refusal::Refusal;
 
 /// What the ranks of a measurement are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

@@ -23,13 +23,13 @@ use xlaunch_proto::ids::{Attempt, Digest, NcclId, Rank, RingKey};
 use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::{JobKind, JoinRequest};
 
-use xlaunch_agent::Refusal;
 use xlaunch_agent::group::Assignment;
 use xlaunch_agent::group::rendezvous as group;
 use xlaunch_agent::rendezvous::Rendezvous;
 use xlaunch_agent::rendezvous::barrier::{JoinBarrier, JoinOutcome};
 use xlaunch_agent::rendezvous::service::{self, Message};
 use xlaunch_agent::status::board::{Board, Launch};
+use xlaunch_proto::refusal::Refusal;
 
 /// Time for all ranks to join.
 const RENDEZVOUS_TIMEOUT: Duration = Duration::from_secs(120);

@@ -29,11 +29,10 @@ use super::kernels::{self, Kernel};
 use super::reports::{measured_period, pool_peak_bytes, profile, started, step_seconds, steps};
 use super::{Mode, RankReport, device, missing_report, quantile, run_workers};
 use crate::console::print_line;
-use crate::trainer::{Checks, Trainer};
-use xlaunch_agent::Refusal;
 use xlaunch_agent::devices::{self, Placement};
 use xlaunch_agent::gpu_clocks::ClockSampler;
 use xlaunch_agent::sinks::progress::count;
+use xlaunch_proto::refusal::Refusal;
 
 /// Which steps to run.
 #[derive(Clone, Copy, Debug)]
@@ -98,12 +97,11 @@ pub(crate) async fn run(
     mode: Mode,
     extent: Extent,
     command_start: Instant,
-    trainer: Trainer,
 ) -> Result<Measured, Refusal> {
     let shape = spec.model.resolve();
     let shape = shape.map_err(|invalid| Refusal::new(ExitCode::Usage, invalid.to_string()))?;
     let spec = measured_job(spec, extent);
-    (trainer.preflight)(&spec, "".as_ref(), placement.workers, Checks::Start)?;
+    xlaunch_worker::preflight(&spec, "".as_ref(), placement.workers)?;
     let profile_step = extent.profile.then_some(extent.end() + 1);
     announce("training");
     let sampler = ClockSampler::start(devices::worker_gpu_addresses(placement));

@@ -21,10 +21,9 @@ use rustix::stdio;
 use xlaunch_proto::convert::node::Work;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::{Device, JobSpec};
+use xlaunch_worker::newest_checkpoint;
 
 use super::launch::{self, Ended, Place};
-use crate::trainer::Trainer;
-use xlaunch_agent::Refusal;
 use xlaunch_agent::command::{self, ResolvedCommand, Streams};
 use xlaunch_agent::devices::{self, Node};
 use xlaunch_agent::registry::SOCKET;
@@ -32,6 +31,7 @@ use xlaunch_agent::run_dir::RunDir;
 use xlaunch_agent::spawn::environment::BaseEnvironment;
 use xlaunch_daemon::files::{self, Description, JobResult, PROTOCOL};
 use xlaunch_daemon::measured::Usage;
+use xlaunch_proto::refusal::Refusal;
 
 /// Interval between attempts to write to a full disk.
 const FULL_DISK_RETRY_DELAY: Duration = Duration::from_secs(1);
@@ -52,9 +52,9 @@ pub(super) struct Agent {
 }
 
 /// Runs the job. Output of this process goes to `agent.log`.
-pub(super) async fn run(options: &Agent, trainer: Trainer) -> ExitCode {
+pub(super) async fn run(options: &Agent) -> ExitCode {
     match begin(options) {
-        Ok(start) => start.finish(trainer).await,
+        Ok(start) => start.finish().await,
         Err(error) => report_failure(&format!("{}: {error}", options.dir.display())),
     }
 }
@@ -118,8 +118,8 @@ fn environment(description: &Description) -> BTreeMap<OsString, OsString> {
 }
 
 impl Start {
-    async fn finish(self, trainer: Trainer) -> ExitCode {
-        let ended = self.work(trainer).await;
+    async fn finish(self) -> ExitCode {
+        let ended = self.work().await;
         let result = self.result(ended.as_ref());
         let status = ended.as_ref().map(|ended| ended.status.encode_to_vec()).unwrap_or_default();
         if let Err(error) = files::write(&self.dir, files::STATUS, &status) {
@@ -141,7 +141,7 @@ impl Start {
         }
     }
 
-    async fn work(&self, trainer: Trainer) -> Result<Ended, Refusal> {
+    async fn work(&self) -> Result<Ended, Refusal> {
         let work_dir = &self.description.work_dir;
         std::env::set_current_dir(work_dir).map_err(|error| {
             Refusal::new(ExitCode::Usage, format!("failed to start in {}: {error}", work_dir.display()))
@@ -150,7 +150,7 @@ impl Start {
             Work::Trainer(spec) => {
                 let mut spec = for_node(spec, &self.description);
                 if self.description.requeued {
-                    self.resume(&mut spec, trainer.newest_checkpoint);
+                    self.resume(&mut spec);
                 }
                 let placement = devices::place(&spec, &Node::inspect())?;
                 let create = |spec: &JobSpec, run_id: &str, _| {
@@ -159,7 +159,7 @@ impl Start {
                     Ok(run)
                 };
                 let place = Place { base: &self.base, group: None, declared: None };
-                launch::train(&spec, &placement, trainer, place, create).await
+                launch::train(&spec, &placement, place, create).await
             }
             Work::Command(spec) => {
                 let variable = |name: &str| self.base.get(name);
@@ -194,7 +194,7 @@ impl Start {
 
     /// Continues from the newest checkpoint of this job's lost starts, not of other jobs of the same name. Without one,
     /// the job starts as it was submitted.
-    fn resume(&self, spec: &mut JobSpec, newest: fn(&Path) -> Option<PathBuf>) {
+    fn resume(&self, spec: &mut JobSpec) {
         if spec.checkpoint.dir.is_some() {
             spec.checkpoint.resume = "auto".into();
             return;
@@ -203,7 +203,7 @@ impl Start {
         let dirs = runs.split(|byte| *byte == b'\0').filter(|run| !run.is_empty()).rev();
         let mut checkpoints = dirs.map(|run| Path::new(OsStr::from_bytes(run)).join("checkpoints"));
         // The directory, not the checkpoint: if that turns out to be damaged, the one before it will do.
-        if let Some(dir) = checkpoints.find(|dir| newest(dir).is_some()) {
+        if let Some(dir) = checkpoints.find(|dir| newest_checkpoint(dir).is_some()) {
             spec.checkpoint.resume = dir.to_string_lossy().into_owned();
         }
     }

@@ -12,9 +12,8 @@ use super::output::answer;
 use crate::bench::all_reduce::{self, Dtype};
 use crate::bench::train::{self, Extent};
 use crate::bench::{Mode, device, launches, nodes, rendezvous};
-use crate::trainer::Trainer;
-use xlaunch_agent::Refusal;
 use xlaunch_agent::devices::{self, Node, Placement};
+use xlaunch_proto::refusal::Refusal;
 
 /// Default for the largest all-reduce, in bytes.
 const DEFAULT_MAX_BYTES_GPU: u64 = 256 << 20;
@@ -116,24 +115,24 @@ pub(super) enum Bench {
     },
 }
 
-pub(super) async fn run(bench: Bench, trainer: Trainer) -> ExitCode {
-    match measure(bench, trainer).await {
+pub(super) async fn run(bench: Bench) -> ExitCode {
+    match measure(bench).await {
         Ok(text) => answer(&text, ExitCode::Done),
         Err(refusal) => launch::refuse(&refusal),
     }
 }
 
-async fn measure(bench: Bench, trainer: Trainer) -> Result<String, Refusal> {
+async fn measure(bench: Bench) -> Result<String, Refusal> {
     let command_start = Instant::now();
     match bench {
         Bench::Train { config, nproc, threads, set, steps, warmup, profile, json } => {
             let (spec, placement) = launch::prepare(
                 &Launch { config, nproc, set, resume: None, dry_run: false },
-                trainer.fill_in,
+                xlaunch_worker::fill_in,
             )?;
             let extent = Extent { warmup, steps, profile };
             let mode = if threads { Mode::Threads } else { Mode::Processes };
-            let found = train::run(spec, &placement, mode, extent, command_start, trainer).await?;
+            let found = train::run(spec, &placement, mode, extent, command_start).await?;
             Ok(if json { as_json(&serde_json::json!(found)) } else { train::table(&found) })
         }
         Bench::AllReduce { nproc, min, max, dtype, windows, json } => {

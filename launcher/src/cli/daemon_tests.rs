@@ -18,7 +18,7 @@ use xlaunch_proto::v1::*;
 
 use super::cancel;
 use crate::client::daemon::{DaemonAddress, DaemonClient};
-use xlaunch_agent::Refusal;
+use xlaunch_proto::refusal::Refusal;
 
 /// A daemon with one user's jobs 1 and 2, and job 3 of another.
 #[derive(Clone, Debug)]

@@ -13,10 +13,10 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde_json::json;
-use xlaunch_agent::Refusal;
 use xlaunch_agent::devices::Placement;
 use xlaunch_agent::doctor::{self, Finding, GpuName, GpuReadings, Level, NodeReadings, Report};
 use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::refusal::Refusal;
 use xlaunch_proto::v1::Calibration;
 
 use super::bench::default_job;

@@ -8,7 +8,7 @@ use xlaunch_proto::v1::{DrainRequest, Gpu, GpuState, NodeStatus};
 use super::output::{QueryError, print};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::render::text::{self, escape};
-use xlaunch_agent::Refusal;
+use xlaunch_proto::refusal::Refusal;
 
 /// Options of `xlaunch drain`.
 #[derive(Debug, Args)]

@@ -5,17 +5,19 @@ use std::fmt::Write as _;
 
 use xlaunch_agent::devices::{self, Node};
 use xlaunch_agent::group::join::Nodes;
+use xlaunch_agent::memory;
 use xlaunch_agent::sinks::progress::count;
 use xlaunch_agent::workload::host_memory::{self, HostNeeds, MemoryPlan, SaveBuffers};
-use xlaunch_agent::{Refusal, memory, run_dir};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::quantities::bytes_text;
+use xlaunch_proto::refusal::Refusal;
 use xlaunch_proto::spec::{Device, JobSpec};
 
 use super::launch::{self, Launch};
 use super::output::answer;
 use crate::console::print_line;
-use crate::trainer::{Checks, Memory, Saving, Trainer};
+use xlaunch_worker::dry_run::{self, Memory, Saving};
+use xlaunch_worker::error::WorkerError;
 
 /// What a job would run on.
 #[derive(Clone, Copy, Debug)]
@@ -55,27 +57,35 @@ impl Target {
 }
 
 /// Prints the report. Fails with exit code 2 if the job does not fit.
-pub(super) fn run(launch: &Launch, group: Option<&Nodes>, trainer: Trainer) -> ExitCode {
-    match report(launch, group, trainer) {
+pub(super) fn run(launch: &Launch, group: Option<&Nodes>) -> ExitCode {
+    match report(launch, group) {
         Ok((text, exit)) => answer(&text, exit),
         Err(refusal) => launch::refuse(&refusal),
     }
 }
 
-fn report(launch: &Launch, group: Option<&Nodes>, trainer: Trainer) -> Result<(String, ExitCode), Refusal> {
-    let mut spec = launch::load(launch, trainer.fill_in)?;
+fn report(launch: &Launch, group: Option<&Nodes>) -> Result<(String, ExitCode), Refusal> {
+    let mut spec = launch::load(launch, xlaunch_worker::fill_in)?;
     let target = Target::of(&spec, group);
     spec.launch.nproc = Some(target.ranks_per_node);
     spec.check().map_err(|invalid| Refusal::new(ExitCode::Usage, invalid.to_string()))?;
     devices::check_device(&spec, target.cuda)?;
-    let checks = (trainer.preflight)(&spec, &run_dir::job_dir(&spec), target.ranks(), Checks::DryRun)?;
+    let checks = xlaunch_worker::preflight_dry_run(&spec, target.ranks())?;
     checks.warnings.iter().for_each(|warning| print_line(format_args!("warning: {warning}")));
-    let (needed, savings) = (trainer.memory)(&spec, target.cuda, target.ranks(), target.limit)?;
+    let (needed, savings) = needs(&spec, target).map_err(Refusal::from)?;
     let tokens = checks.data.get("train").map_or(0, |data| data.tokens);
     let host = plan_host(&spec, target, &needed, checks.state_bytes);
     let text = text(&spec, target, tokens, &needed, &savings, &host);
-    let fits = target.limit.is_none_or(|limit| needed.total <= limit) && host.is_ok();
+    let fits = target.limit.is_none_or(|limit| needed.total() <= limit) && host.is_ok();
     Ok((text, if fits { ExitCode::Done } else { ExitCode::Usage }))
+}
+
+/// The memory of each rank and, if it is more than there is, changes that reduce it.
+fn needs(spec: &JobSpec, target: Target) -> Result<(Memory, Vec<Saving>), WorkerError> {
+    let ranks = target.ranks() as usize;
+    let needed = dry_run::memory(spec, target.cuda, ranks)?;
+    let savings = target.limit.map(|limit| dry_run::savings(spec, needed, target.cuda, ranks, limit));
+    Ok((needed, savings.transpose()?.unwrap_or_default()))
 }
 
 /// Plans the memory of this host as a launch would, unless it cannot be the host of the job.
@@ -90,7 +100,7 @@ fn plan_host(
     }
     let Target { cuda, ranks_per_node: ranks, .. } = target;
     let copy = host_memory::saved_here(spec, state, ranks, target.ranks(), cuda, true);
-    let needs = HostNeeds::new(ranks, (!cuda).then_some(needed.total), copy);
+    let needs = HostNeeds::new(ranks, (!cuda).then_some(needed.total()), copy);
     host_memory::plan(spec, needs, target.nodes > 1, memory::available()).map(Some)
 }
 
@@ -130,7 +140,7 @@ fn text(
         ("optimizer", needed.optimizer),
         ("activations", needed.activations),
         ("libraries", needed.libraries),
-        ("each rank", needed.total),
+        ("each rank", needed.total()),
     ];
     for (name, bytes) in rows.into_iter().filter(|(_, bytes)| *bytes > 0) {
         line(name, bytes_text(bytes));
@@ -147,16 +157,16 @@ fn text(
         return out;
     };
     let limit_text = bytes_text(limit);
-    if needed.total <= limit {
+    if needed.total() <= limit {
         line("fits", format!("yes, into {limit_text}"));
         return out;
     }
     line("fits", format!("no, there is {limit_text}"));
     for saving in savings {
-        let fits = if saving.total <= limit { ", which fits" } else { "" };
-        line("", format!("{}: {}{fits}", saving.change, bytes_text(saving.total)));
+        let fits = if saving.memory.total() <= limit { ", which fits" } else { "" };
+        line("", format!("{}: {}{fits}", saving.change, bytes_text(saving.memory.total())));
     }
-    if savings.last().is_none_or(|last| last.total > limit) {
+    if savings.last().is_none_or(|last| last.memory.total() > limit) {
         line("", "no further change of the configuration makes it fit".into());
     }
     out

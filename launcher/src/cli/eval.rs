@@ -9,7 +9,7 @@ use xlaunch_proto::exit::ExitCode;
 
 use super::generate::{DeviceOptions, until_interrupted};
 use super::output::{QueryError, print, print_note};
-use crate::trainer::{EvaluateCommand, Evaluation, Trainer};
+use xlaunch_worker::evaluate::{self, Command, Results};
 
 /// Options of `xlaunch eval`.
 #[derive(Debug, Args)]
@@ -35,8 +35,8 @@ pub(super) struct Eval {
     json: bool,
 }
 
-pub(super) async fn run(options: Eval, trainer: Trainer) -> Result<ExitCode, QueryError> {
-    let command = EvaluateCommand {
+pub(super) async fn run(options: Eval) -> Result<ExitCode, QueryError> {
+    let command = Command {
         model: options.model,
         data: options.data,
         tokens: options.tokens,
@@ -46,14 +46,14 @@ pub(super) async fn run(options: Eval, trainer: Trainer) -> Result<ExitCode, Que
     };
     let json = options.json;
     until_interrupted(move |interrupted| {
-        let found = (trainer.evaluate)(&command, &mut print_note, &interrupted)?;
+        let found = evaluate::run(&command, &mut print_note, &interrupted)?;
         let text = if json { format!("{:#}\n", as_json(&found)) } else { table(&found) };
         print(text.as_bytes())
     })
     .await
 }
 
-fn table(found: &Evaluation) -> String {
+fn table(found: &Results) -> String {
     let mut out = String::new();
     let mut line = |name: &str, value: String| {
         // Writing to a String cannot fail.
@@ -74,7 +74,7 @@ fn table(found: &Evaluation) -> String {
     out
 }
 
-fn as_json(found: &Evaluation) -> Value {
+fn as_json(found: &Results) -> Value {
     let loss = found.loss.as_ref().map(|loss| {
         json!({
             "loss": loss.loss, "perplexity": loss.loss.exp(), "bits_per_byte": loss.bits_per_byte,

@@ -8,7 +8,8 @@ use xlaunch_proto::exit::ExitCode;
 
 use super::output::{QueryError, print, print_note};
 use crate::render::text::escape;
-use crate::trainer::{ExportRequest, Exported, Trainer};
+use xlaunch_proto::refusal::Refusal;
+use xlaunch_worker::huggingface::export::{self, ExportDtype, Exported};
 
 /// Options of `xlaunch export`.
 #[derive(Debug, Args)]
@@ -52,10 +53,14 @@ enum Dtype {
 }
 
 /// Exports a checkpoint, and prints the directory.
-pub(super) fn run(options: Export, trainer: Trainer) -> Result<ExitCode, QueryError> {
+pub(super) fn run(options: Export) -> Result<ExitCode, QueryError> {
     let Export { checkpoint, output, format: Format::Hf, dtype, tokenizer, overwrite, json } = options;
-    let bf16 = dtype == Dtype::Bf16;
-    let exported = (trainer.export)(ExportRequest { checkpoint, output, bf16, tokenizer, overwrite })?;
+    let dtype = match dtype {
+        Dtype::Fp32 => ExportDtype::Fp32,
+        Dtype::Bf16 => ExportDtype::Bf16,
+    };
+    let exported = export::export(&export::Export { checkpoint, output, dtype, tokenizer, overwrite })
+        .map_err(|error| Refusal::new(error.exit(), error.to_string()))?;
     exported.notes.iter().for_each(|note| print_note(&format!("warning: {note}")));
     if exported.tokenizer.is_none() {
         print_note(
@@ -70,17 +75,15 @@ pub(super) fn run(options: Export, trainer: Trainer) -> Result<ExitCode, QueryEr
 fn text(exported: &Exported, as_json: bool) -> String {
     let Exported { checkpoint, step, output, bytes, tokenizer, .. } = exported;
     let path = |path: &PathBuf| path.to_string_lossy().into_owned();
-    match as_json {
-        true => {
-            let value = json!({
-                "output": path(output),
-                "checkpoint": path(checkpoint),
-                "step": step,
-                "weights_bytes": bytes,
-                "tokenizer": tokenizer,
-            });
-            format!("{value:#}\n")
-        }
-        false => format!("{}\n", escape(&path(output))),
+    if !as_json {
+        return format!("{}\n", escape(&path(output)));
     }
+    let value = json!({
+        "output": path(output),
+        "checkpoint": path(checkpoint),
+        "step": step,
+        "weights_bytes": bytes,
+        "tokenizer": tokenizer,
+    });
+    format!("{value:#}\n")
 }

@@ -10,7 +10,7 @@ use xlaunch_proto::v1::HistoryRequest;
 use super::output::{QueryError, print, terminal_width};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::render::{history, text};
-use xlaunch_agent::Refusal;
+use xlaunch_proto::refusal::Refusal;
 
 /// Options of `xlaunch history`.
 #[derive(Debug, Args)]

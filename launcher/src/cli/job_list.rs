@@ -6,7 +6,7 @@ use xlaunch_proto::v1::Job;
 
 use super::output::{QueryError, print, print_note};
 use crate::render::{job, text};
-use xlaunch_agent::Refusal;
+use xlaunch_proto::refusal::Refusal;
 
 /// Longest range: the jobs of an array.
 const MAX_RANGE: u64 = MAX_ARRAY_JOBS as u64;

@@ -11,7 +11,6 @@ use xlaunch_proto::v1::{Prepare, StatusReply};
 use super::output::print_end;
 use super::resume;
 use crate::console::print_line;
-use crate::trainer::{Checks, FillInError, Preflight, Trainer};
 use xlaunch_agent::command::{self, CommandSpec, ResolvedCommand};
 use xlaunch_agent::config::{self, Layer, Override};
 use xlaunch_agent::devices::{self, Node, Placement};
@@ -30,8 +29,10 @@ use xlaunch_agent::state::Outcome;
 use xlaunch_agent::waiting::{self, Group};
 use xlaunch_agent::workload::command::CommandPlan;
 use xlaunch_agent::workload::host_memory::{self, HostNeeds, MemoryPlan, SaveBuffers};
-use xlaunch_agent::workload::trainer::TrainerPlan;
-use xlaunch_agent::{Refusal, clock, ending, memory, report, system_errors, workload};
+use xlaunch_agent::workload::trainer::{CheckpointFiles, HeldLock, TrainerPlan};
+use xlaunch_agent::{clock, ending, memory, report, system_errors, workload};
+use xlaunch_proto::refusal::Refusal;
+use xlaunch_worker::{FillInError, Preflight, dry_run};
 
 /// A launch of the built-in trainer.
 #[derive(Debug)]
@@ -49,17 +50,17 @@ pub(crate) struct Launch {
 }
 
 /// Trains in the foreground, as one of the nodes of `group` if there is one.
-pub(super) async fn run(launch: &Launch, group: Option<&Nodes>, trainer: Trainer) -> ExitCode {
+pub(super) async fn run(launch: &Launch, group: Option<&Nodes>) -> ExitCode {
     let mut declared = None;
     let fill_in = |spec: &mut JobSpec| {
         declared = spec.checkpoint.init.is_some().then(|| spec.clone());
-        (trainer.fill_in)(spec)
+        xlaunch_worker::fill_in(spec)
     };
     let (mut spec, placement) = match prepare(launch, fill_in) {
         Ok(prepared) => prepared,
         Err(refusal) => return refuse(&refusal),
     };
-    if let Err(refusal) = resume::check(&launch.config, &spec, trainer.newest_checkpoint) {
+    if let Err(refusal) = resume::check(&launch.config, &spec) {
         return refuse(&refusal);
     }
     if group.is_some() {
@@ -67,7 +68,7 @@ pub(super) async fn run(launch: &Launch, group: Option<&Nodes>, trainer: Trainer
         spec.launch.nproc = None;
     }
     let place = Place { base: &BaseEnvironment::Own, group, declared: declared.as_ref() };
-    match train(&spec, &placement, trainer, place, RunDir::create).await {
+    match train(&spec, &placement, place, RunDir::create).await {
         Ok(ended) => {
             record_error(ended.error.as_deref());
             print_end(&ended.summary, &ended.report);
@@ -140,7 +141,6 @@ impl Ended {
 pub(super) async fn train(
     spec: &JobSpec,
     placement: &Placement,
-    trainer: Trainer,
     place: Place<'_>,
     create: impl FnOnce(&JobSpec, &str, Option<Entry>) -> Result<RunDir, Refusal>,
 ) -> Result<Ended, Refusal> {
@@ -150,14 +150,14 @@ pub(super) async fn train(
     let joining = join::join(place.group, work, notify).await?;
     let mut group = waiting::first_attempt(joining, workload::trainer::launch(spec), &notify).await?;
     let spec = &as_completed(spec, &group.first);
-    let ready = match ready(spec, placement, &mut group, trainer, create) {
+    let ready = match ready(spec, placement, &mut group, create) {
         Ok(ready) => ready,
         Err(refusal) => {
             group.refuse(&refusal).await;
             return if refusal.exit == ExitCode::Done { Ok(Ended::without_a_run()) } else { Err(refusal) };
         }
     };
-    let ended = run_trainer(placement, group, trainer, place.base, ready).await?;
+    let ended = run_trainer(placement, group, place.base, ready).await?;
     if ended.left_checkpoints {
         mark.into_iter().for_each(Mark::keep);
     }
@@ -174,12 +174,25 @@ fn as_completed(spec: &JobSpec, first: &Prepare) -> JobSpec {
     spec
 }
 
+/// The worker crate's access to checkpoints, for the agent, which does not depend on that crate.
+const CHECKPOINT_FILES: CheckpointFiles = CheckpointFiles {
+    recover: |dir, run, source, snapshot| {
+        xlaunch_worker::recover(dir, run, source, snapshot).map_err(|error| error.to_string())
+    },
+    verify: |checkpoint| xlaunch_worker::verify_checkpoint(checkpoint).map_err(|error| error.to_string()),
+    lock: |dir, job| match xlaunch_worker::lock_checkpoints(dir, job) {
+        Ok(lock) => Ok(Box::new(lock)),
+        Err(error) => Err(error.to_string()),
+    },
+};
+
 /// What a training job needs before its workers start.
 struct Ready {
     spec: JobSpec,
     checks: Preflight,
     run: RunDir,
     buffers: SaveBuffers,
+    parent: Option<Parent>,
     parent_dir: Option<PathBuf>,
 }
 
@@ -189,12 +202,14 @@ fn ready(
     spec: &JobSpec,
     placement: &Placement,
     group: &mut Group,
-    trainer: Trainer,
     create: impl FnOnce(&JobSpec, &str, Option<Entry>) -> Result<RunDir, Refusal>,
 ) -> Result<Ready, Refusal> {
     let (job_dir, leads) = (run_dir::job_dir(spec), group.first.node_rank == 0);
-    let wanted = if leads { Checks::Start } else { Checks::Data };
-    let checks = (trainer.preflight)(spec, &job_dir, group.first.world_size, wanted)?;
+    let checks = if leads {
+        xlaunch_worker::preflight(spec, &job_dir, group.first.world_size)?
+    } else {
+        xlaunch_worker::preflight_data(spec)?
+    };
     checks.warnings.iter().for_each(|warning| print_line(format_args!("warning: {warning}")));
     if let (Some(checkpoint), Some(step)) = (&checks.resume_from, checks.complete) {
         // Without a run: the newest one of the job stays the one that trained.
@@ -206,16 +221,18 @@ fn ready(
         return Err(Refusal::new(ExitCode::Done, message));
     }
     let spec = spec.clone();
-    let MemoryPlan { buffers, note } = plan_memory(&spec, placement, group, trainer, checks.state_bytes)?;
-    let parent = checks.parent.as_ref().filter(|parent| !parent.run.is_empty());
-    let parent_dir = parent.and_then(|Parent { run, checkpoint, .. }| parent_dir(checkpoint, run, &job_dir));
+    let MemoryPlan { buffers, note } = plan_memory(&spec, placement, group, checks.state_bytes)?;
+    let parent = parent(&checks);
+    let parent_dir = parent.as_ref().filter(|parent| !parent.run.is_empty());
+    let parent_dir =
+        parent_dir.and_then(|Parent { run, checkpoint, .. }| find_run(checkpoint, run, &job_dir));
     let run = if group.may_have_peers() {
         RunDir::for_node(&spec, &group.run_id, group.first.node_rank, group.entry.take())?
     } else {
         create(&spec, &group.run_id, group.entry.take())?
     };
     note.iter().for_each(|note| notify(note));
-    Ok(Ready { spec, checks, run, buffers, parent_dir })
+    Ok(Ready { spec, checks, run, buffers, parent, parent_dir })
 }
 
 /// Plans the memory of this node, before a checkpoint finds out that there is not enough of it.
@@ -223,11 +240,11 @@ fn plan_memory(
     spec: &JobSpec,
     placement: &Placement,
     group: &Group,
-    trainer: Trainer,
     state_bytes: u64,
 ) -> Result<MemoryPlan, Refusal> {
     let (ranks, world, cuda) = (placement.workers, group.first.world_size, placement.cuda);
-    let buffers = if cuda { None } else { Some((trainer.memory)(spec, false, world, None)?.0.total) };
+    let needed = (!cuda).then(|| dry_run::memory(spec, false, world as usize)).transpose()?;
+    let buffers = needed.map(|needed| needed.total());
     let copy = host_memory::saved_here(spec, state_bytes, ranks, world, cuda, group.first.node_rank == 0);
     let needs = HostNeeds::new(ranks, buffers, copy);
     host_memory::plan(spec, needs, group.has_peers(), memory::available())
@@ -237,11 +254,10 @@ fn plan_memory(
 async fn run_trainer(
     placement: &Placement,
     group: Group,
-    trainer: Trainer,
     base: &BaseEnvironment,
     ready: Ready,
 ) -> Result<Ended, Refusal> {
-    let Ready { spec, checks, run, buffers, parent_dir } = ready;
+    let Ready { spec, checks, run, buffers, parent, parent_dir } = ready;
     let device = if placement.cuda { "GPU" } else { "CPU" };
     let (first, path) = (&group.first, run.path.display());
     let node = if group.has_peers() {
@@ -257,7 +273,7 @@ async fn run_trainer(
         placement: placement.clone(),
         world: first.world_size,
         data: checks.data,
-        parent: checks.parent,
+        parent,
     };
     let environment = leads.then(|| environment::write(&run.path, facts)).transpose();
     let environment = environment.map_err(|error| failed(&error))?;
@@ -266,8 +282,8 @@ async fn run_trainer(
         placement,
         resume_from: checks.resume_from,
         parent: parent_dir,
-        files: trainer.files,
-        lock: checks.lock,
+        files: CHECKPOINT_FILES,
+        lock: checks.lock.map(|lock| Box::new(lock) as HeldLock),
         buffers,
         bench: None,
         rank_threads: false,
@@ -308,9 +324,16 @@ fn notify(text: &str) {
     print_line(format_args!("xlaunch: {text}"));
 }
 
+/// The run that wrote the checkpoint to resume from.
+fn parent(checks: &Preflight) -> Option<Parent> {
+    let (parent, path) = checks.parent.as_ref().zip(checks.resume_from.as_ref())?;
+    let checkpoint = std::path::absolute(path).unwrap_or_else(|_| path.clone());
+    Some(Parent { run: parent.run.clone(), step: parent.step, checkpoint })
+}
+
 /// Directory of the run that wrote a checkpoint: the one that the checkpoint is in or, with `checkpoint.dir`, a run of
 /// this job.
-fn parent_dir(checkpoint: &Path, run: &str, job_dir: &Path) -> Option<PathBuf> {
+fn find_run(checkpoint: &Path, run: &str, job_dir: &Path) -> Option<PathBuf> {
     let around = checkpoint.parent().and_then(Path::parent).map(Path::to_path_buf);
     // A name from a file must not lead elsewhere.
     let of_job = Path::new(run).file_name().map(|run| job_dir.join(run));

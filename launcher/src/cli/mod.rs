@@ -60,10 +60,9 @@ use xlaunch_proto::exit::ExitCode;
 use crate::console::print_line;
 use crate::runtime::{self, Threads};
 use crate::ssh;
-use crate::trainer::Trainer;
 use torchrun::{Group, Name, Request, Scope};
-use xlaunch_agent::Refusal;
 use xlaunch_agent::group::join::Nodes;
+use xlaunch_proto::refusal::Refusal;
 
 /// Launches and supervises one worker process per GPU
 #[derive(Debug, Parser)]
@@ -139,17 +138,15 @@ enum Subcommands {
 }
 
 /// Runs the command line of this process.
-pub(crate) fn main(trainer: Trainer) -> ExitCode {
+pub(crate) fn main() -> ExitCode {
     let mut arguments = std::env::args_os();
     let name = Name::of(&arguments.next().unwrap_or_default());
     let arguments: Vec<OsString> = arguments.collect();
     match arguments.split_first() {
-        Some((first, rest)) if name == Name::Xlaunch && first == "remote" => {
-            remote::run(rest, |name, arguments| launch(name, arguments, trainer))
-        }
+        Some((first, rest)) if name == Name::Xlaunch && first == "remote" => remote::run(rest, launch),
         Some((first, _)) if name == Name::Xlaunch && is_subcommand(first) => {
             match parse_subcommand(&arguments) {
-                Ok(cli) => runtime::run(threads(&cli.command), dispatch(cli.command, trainer)),
+                Ok(cli) => runtime::run(threads(&cli.command), dispatch(cli.command)),
                 Err(error) => {
                     // If the stream is closed, the exit code still reports the result.
                     let _ = error.print();
@@ -157,12 +154,12 @@ pub(crate) fn main(trainer: Trainer) -> ExitCode {
                 }
             }
         }
-        _ => launch(name, &arguments, trainer),
+        _ => launch(name, &arguments),
     }
 }
 
 /// Runs what a command line without a subcommand launches.
-fn launch(name: Name, arguments: &[OsString], trainer: Trainer) -> ExitCode {
+fn launch(name: Name, arguments: &[OsString]) -> ExitCode {
     torchrun::print_deprecated_flags(name, arguments);
     let scope = Scope::Nodes(&engine::of_this_process);
     match torchrun::parse(name, arguments, &|variable| std::env::var_os(variable), scope) {
@@ -173,10 +170,10 @@ fn launch(name: Name, arguments: &[OsString], trainer: Trainer) -> ExitCode {
         }
         Ok(Request::Trainer(launch, group)) => {
             if launch.dry_run {
-                return dry_run::run(&launch, nodes(group).as_ref(), trainer);
+                return dry_run::run(&launch, nodes(group).as_ref());
             }
             warn(group.as_deref());
-            run(launch::run(&launch, nodes(group).as_ref(), trainer))
+            run(launch::run(&launch, nodes(group).as_ref()))
         }
         Ok(Request::Command(spec, group)) => {
             warn(group.as_deref());
@@ -244,25 +241,25 @@ fn threads(command: &Subcommands) -> Threads {
     }
 }
 
-async fn dispatch(command: Subcommands, trainer: Trainer) -> ExitCode {
+async fn dispatch(command: Subcommands) -> ExitCode {
     use Subcommands as Run;
     output::finish(match command {
-        Run::Agent(options) => return agent::run(&options, trainer).await,
+        Run::Agent(options) => return agent::run(&options).await,
         Run::Daemon(options) => return daemon::run(options).await,
-        Run::Bench(bench) => return bench::run(bench, trainer).await,
+        Run::Bench(bench) => return bench::run(bench).await,
         Run::Data(what) => data::run(what),
         Run::Doctor(options) => doctor::run(options).await,
         Run::Env(options) => env::run(&options),
         Run::Rendezvous(options) => rendezvous::run(options).await,
-        Run::Generate(options) => generate::run(options, trainer).await,
-        Run::Eval(options) => eval::run(options, trainer).await,
+        Run::Generate(options) => generate::run(options).await,
+        Run::Eval(options) => eval::run(options).await,
         Run::Status(options) => status::run(options).await,
         Run::Logs(options) => logs::run(options).await,
         Run::Stacks(options) => stacks::run(options).await,
         Run::Stop(options) => stop::run(options).await,
-        Run::Export(options) => export::run(options, trainer),
+        Run::Export(options) => export::run(options),
         Run::Checkpoint(options) => checkpoint::run(options).await,
-        Run::Submit(options) => submit::run(options, trainer.fill_in).await,
+        Run::Submit(options) => submit::run(options).await,
         Run::Jobs(options) => jobs::run(options).await,
         Run::History(options) => history::run(options).await,
         Run::Cancel(options) => cancel::run(options).await,

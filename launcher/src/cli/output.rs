@@ -6,8 +6,8 @@ use xlaunch_proto::exit::ExitCode;
 
 use crate::console::print_line;
 use crate::render::text::escape;
-use xlaunch_agent::Refusal;
 use xlaunch_agent::clock;
+use xlaunch_proto::refusal::Refusal;
 
 /// Why a query ends without a complete answer.
 #[derive(Debug)]

@@ -3,17 +3,14 @@
 
 use std::path::{Path, PathBuf};
 
-use xlaunch_agent::{Refusal, run_dir};
+use xlaunch_agent::run_dir;
 use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::refusal::Refusal;
 use xlaunch_proto::spec::JobSpec;
+use xlaunch_worker::newest_checkpoint;
 
-/// Refuses to begin again at step 1 if the job has checkpoints beside its configuration, and none here. `newest` finds
-/// the newest checkpoint in a directory.
-pub(super) fn check(
-    config: &Path,
-    spec: &JobSpec,
-    newest: fn(&Path) -> Option<PathBuf>,
-) -> Result<(), Refusal> {
+/// Refuses to begin again at step 1 if the job has checkpoints beside its configuration, and none here.
+pub(super) fn check(config: &Path, spec: &JobSpec) -> Result<(), Refusal> {
     if spec.checkpoint.resume != "auto" || spec.checkpoint.dir.is_some() {
         return Ok(());
     }
@@ -22,13 +19,10 @@ pub(super) fn check(
     let beside = config.parent().zip(below).map(|(dir, below)| dir.join(below));
     let Some(beside) = beside else { return Ok(()) };
     let absolute = |path: &Path| fs_err::canonicalize(path).ok();
-    if absolute(&beside).is_none()
-        || absolute(&beside) == absolute(&here)
-        || newest_run(&here, newest).is_some()
-    {
+    if absolute(&beside).is_none() || absolute(&beside) == absolute(&here) || newest_run(&here).is_some() {
         return Ok(());
     }
-    let Some(found) = newest_run(&beside, newest) else { return Ok(()) };
+    let Some(found) = newest_run(&beside) else { return Ok(()) };
     Err(Refusal::new(
         ExitCode::Usage,
         format!(
@@ -44,9 +38,9 @@ pub(super) fn check(
 }
 
 /// The newest checkpoint of any run of a job.
-fn newest_run(job_dir: &Path, newest: fn(&Path) -> Option<PathBuf>) -> Option<PathBuf> {
+fn newest_run(job_dir: &Path) -> Option<PathBuf> {
     let entries = fs_err::read_dir(job_dir).ok()?.flatten();
     // Not the link `latest`.
     let runs = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
-    runs.filter_map(|run| newest(&run.path().join("checkpoints"))).max()
+    runs.filter_map(|run| newest_checkpoint(&run.path().join("checkpoints"))).max()
 }

@@ -23,9 +23,9 @@ use super::scheduling::Scheduling;
 use super::torchrun::{self, Name, Request, Scope};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::render::{job, text};
-use crate::trainer::FillIn;
-use xlaunch_agent::{Refusal, command};
+use xlaunch_agent::command;
 use xlaunch_proto::labels::node_job_state;
+use xlaunch_proto::refusal::Refusal;
 
 /// The daemon refuses larger environments.
 const MAX_ENVIRONMENT_BYTES: usize = 256 << 10;
@@ -108,9 +108,9 @@ pub(super) fn split(arguments: &[OsString], takes_value: impl Fn(&str) -> Option
     [own, separator, target].concat()
 }
 
-pub(super) async fn run(options: Submit, fill_in: FillIn) -> Result<ExitCode, QueryError> {
+pub(super) async fn run(options: Submit) -> Result<ExitCode, QueryError> {
     torchrun::print_deprecated_flags(Name::Xlaunch, &options.target);
-    let work = match work(&options.target, &|name| std::env::var_os(name), fill_in)? {
+    let work = match work(&options.target, &|name| std::env::var_os(name))? {
         Parsed::Work(work) => work,
         Parsed::Text(text) => return print(text.as_bytes()).map(|()| ExitCode::Done),
     };
@@ -161,16 +161,12 @@ enum Parsed {
     Text(String),
 }
 
-fn work(
-    target: &[OsString],
-    environment: &dyn Fn(&str) -> Option<OsString>,
-    fill_in: FillIn,
-) -> Result<Parsed, Refusal> {
+fn work(target: &[OsString], environment: &dyn Fn(&str) -> Option<OsString>) -> Result<Parsed, Refusal> {
     let parsed = torchrun::parse(Name::Xlaunch, target, environment, Scope::OneNode);
     Ok(match parsed.map_err(misplaced_option)? {
         Request::Text(text) => Parsed::Text(text),
         Request::Trainer(launch, _) => {
-            Parsed::Work(Work::TrainerSpecJson(launch::load(&launch, fill_in)?.to_json()))
+            Parsed::Work(Work::TrainerSpecJson(launch::load(&launch, xlaunch_worker::fill_in)?.to_json()))
         }
         Request::Command(spec, _) => {
             command::check_script(&spec.program, environment)?;
@@ -316,7 +312,7 @@ mod tests {
     }
 
     fn spec(line: &str, environment: &dyn Fn(&str) -> Option<OsString>) -> CommandSpec {
-        match work(&words(line), environment, |_| Ok(())) {
+        match work(&words(line), environment) {
             Ok(Parsed::Work(Work::CommandSpecJson(json))) => CommandSpec::from_json(&json).unwrap(),
             other => panic!("{line}: {}", other.is_ok()),
         }
@@ -344,14 +340,14 @@ mod tests {
             ("a", "-- a"),
             ("--nproc 2 --name x -- a", "--name is an option of `submit` itself"),
         ] {
-            let refusal = work(&words(line), &|_| None, |_| Ok(())).unwrap_err();
+            let refusal = work(&words(line), &|_| None).unwrap_err();
             assert!(
                 refusal.message.contains(problem) && refusal.exit == ExitCode::Usage,
                 "{}",
                 refusal.message
             );
         }
-        let version = work(&words("--version"), &|_| None, |_| Ok(()));
+        let version = work(&words("--version"), &|_| None);
         assert!(matches!(version, Ok(Parsed::Text(text)) if text.starts_with("xlaunch ")));
     }
 
@@ -361,15 +357,13 @@ mod tests {
         let config = dir.path().join("a.toml");
         fs_err::write(&config, "[data]\ntrain = [\"*.txt\"]\n").unwrap();
         let line = [config.clone().into(), "--set".into(), "train.steps=7".into()];
-        let Ok(Parsed::Work(Work::TrainerSpecJson(json))) = work(&line, &|_| None, |_| Ok(())) else {
-            panic!()
-        };
+        let Ok(Parsed::Work(Work::TrainerSpecJson(json))) = work(&line, &|_| None) else { panic!() };
         let spec = xlaunch_proto::spec::JobSpec::from_json(&json).unwrap();
         assert_eq!((spec.train.steps, spec.job.name.as_str(), spec.launch.nproc), (7, "a", None));
         assert_eq!(spec.data.train, [dir.path().join("*.txt").to_str().unwrap()]);
         assert!(spec.job.output.starts_with('/'));
         fs_err::write(&config, "[train]\nstepz = 1\n").unwrap();
-        assert!(work(&line, &|_| None, |_| Ok(())).unwrap_err().message.contains("train.steps"));
+        assert!(work(&line, &|_| None).unwrap_err().message.contains("train.steps"));
     }
 
     #[test]

@@ -19,8 +19,8 @@ use xlaunch_proto::v1::{
     UpdateRequest,
 };
 
-use xlaunch_agent::Refusal;
 use xlaunch_daemon::view::has_ended;
+use xlaunch_proto::refusal::Refusal;
 
 /// Where the node's daemon listens.
 const SYSTEM_SOCKET: &str = "/run/xlaunch/xlaunch.sock";

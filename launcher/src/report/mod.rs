@@ -23,8 +23,9 @@ mod thinned;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
-use xlaunch_agent::{Refusal, ending, environment};
+use xlaunch_agent::{ending, environment};
 use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::refusal::Refusal;
 
 use curves::Curves;
 use documents::{JOB, Sample};

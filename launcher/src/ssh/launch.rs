@@ -25,10 +25,10 @@ use tokio::sync::Semaphore;
 use tokio::sync::mpsc::{self, UnboundedReceiver};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, interval_at, sleep, sleep_until};
-use xlaunch_agent::Refusal;
 use xlaunch_agent::logs::console::Console;
 use xlaunch_agent::signals::{self, SignalRequest};
 use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::refusal::Refusal;
 
 use super::connection::{self, Ready};
 use super::outcome::{self, Context, Failure, Outcomes};

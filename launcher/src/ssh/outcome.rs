@@ -6,8 +6,8 @@
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 
-use xlaunch_agent::Refusal;
 use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::refusal::Refusal;
 
 use crate::render::text::escape;
 

@@ -12,6 +12,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use xlaunch_proto::lineage::Recovered;
 use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::quantities::shortage_texts;
 
@@ -280,19 +281,6 @@ pub fn check_room(dir: &Path, bytes: u64) -> Result<(), CheckpointError> {
     let [needed, free] = shortage_texts(bytes, free);
     let reason = format!("a checkpoint takes {needed}, but only {free} are free");
     Err(CheckpointError::Write { path: dir.into(), reason })
-}
-
-/// Starting point of a run's next attempt, after cleaning up after workers that were killed.
-#[derive(Debug, Default)]
-pub struct Recovered {
-    /// The checkpoint; `None` if the run starts over or resumes from memory.
-    pub checkpoint: Option<PathBuf>,
-    /// Whether the newest memory snapshot is at least as new as any checkpoint.
-    pub from_memory: bool,
-    /// Whether there is also a checkpoint of the memory snapshot's step.
-    pub on_disk: bool,
-    /// Checkpoints that were rejected, for the user.
-    pub notes: Vec<String>,
 }
 
 /// Finds the newest checkpoint that `run` itself has saved in `dir`. Without one, returns `source`, the checkpoint that

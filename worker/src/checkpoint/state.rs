@@ -4,7 +4,8 @@ use serde::{Deserialize, Serialize};
 use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::JobSpec;
 
-use crate::data::Fingerprint;
+use xlaunch_proto::lineage::Fingerprint;
+
 use crate::inherited::Inherited;
 
 /// The contents of `state.json`. Unknown keys are ignored; keys that version 1 lacks have defaults.

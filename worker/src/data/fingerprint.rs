@@ -1,8 +1,6 @@
 //! Detects training data that has changed between a run and the run that continues it.
 
-use std::fmt;
-
-use serde::{Deserialize, Serialize};
+use xlaunch_proto::lineage::Fingerprint;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::{DataError, Tokens};
@@ -13,40 +11,22 @@ const WINDOWS: u64 = 256;
 /// Tokens per window.
 const WINDOW_TOKENS: u64 = 1024;
 
-/// Number of tokens, and a hash of a sample of them. Changes that keep the number of tokens and touch no window are not
-/// detected.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Fingerprint {
-    /// Number of tokens.
-    pub tokens: u64,
-    /// XXH3-128 of the windows, in hexadecimal.
-    pub hash: String,
-}
-
-impl Fingerprint {
-    /// Computes the fingerprint of these tokens.
-    pub fn of(tokens: &Tokens) -> Result<Self, DataError> {
-        let (len, mut hash, mut ids) = (tokens.len(), Xxh3::new(), Vec::new());
-        let last = len.saturating_sub(WINDOW_TOKENS);
-        for window in 0..WINDOWS {
-            // The first window starts at the first token, and the last one ends at the last token.
-            let position = u128::from(last) * u128::from(window) / u128::from(WINDOWS - 1);
-            let position = u64::try_from(position).unwrap_or(last);
-            ids.clear();
-            tokens.read(position, usize::try_from(WINDOW_TOKENS.min(len)).unwrap_or(0), &mut ids)?;
-            ids.iter().for_each(|id| hash.update(&id.to_le_bytes()));
-            if last == 0 {
-                break;
-            }
+/// Hashes windows of the tokens. Changes that keep the number of tokens and touch no window go unnoticed.
+pub fn fingerprint(tokens: &Tokens) -> Result<Fingerprint, DataError> {
+    let (len, mut hash, mut ids) = (tokens.len(), Xxh3::new(), Vec::new());
+    let last = len.saturating_sub(WINDOW_TOKENS);
+    for window in 0..WINDOWS {
+        // The first window starts at the first token, the last one ends at the last.
+        let position = u128::from(last) * u128::from(window) / u128::from(WINDOWS - 1);
+        let position = u64::try_from(position).unwrap_or(last);
+        ids.clear();
+        tokens.read(position, usize::try_from(WINDOW_TOKENS.min(len)).unwrap_or(0), &mut ids)?;
+        ids.iter().for_each(|id| hash.update(&id.to_le_bytes()));
+        if last == 0 {
+            break;
         }
-        Ok(Self { tokens: len, hash: format!("{:032x}", hash.digest128()) })
     }
-}
-
-impl fmt::Display for Fingerprint {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} tokens ({:.8})", self.tokens, self.hash)
-    }
+    Ok(Fingerprint { tokens: len, hash: format!("{:032x}", hash.digest128()) })
 }
 
 #[cfg(test)]
@@ -60,7 +40,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("text");
         fs_err::write(&path, text).unwrap();
-        Fingerprint::of(&source::open(&[path], Tokenizer::Bytes, 256).unwrap()).unwrap()
+        fingerprint(&source::open(&[path], Tokenizer::Bytes, 256).unwrap()).unwrap()
     }
 
     #[test]

@@ -23,7 +23,7 @@ use xlaunch_data::ManifestError;
 use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::{JobSpec, Tokenizer};
 
-pub use fingerprint::Fingerprint;
+pub use fingerprint::fingerprint;
 pub(crate) use loader::read;
 pub use loader::{Batch, Loader, Schedule};
 pub use order::Order;

@@ -7,8 +7,8 @@ use xlaunch_proto::spec::Precision;
 
 use super::hellaswag::{self, Score};
 use super::{Held, Loss, loss};
-use crate::preflight::Refusal;
 use crate::pretrained::{self, Device, Source};
+use xlaunch_proto::refusal::Refusal;
 
 /// Arguments of the command line.
 #[derive(Clone, Debug)]

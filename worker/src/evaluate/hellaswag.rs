@@ -16,7 +16,7 @@ use xlaunch_proto::exit::ExitCode;
 use super::losses;
 use crate::error::WorkerError;
 use crate::model::{BackendHandle, Model, Rows};
-use crate::preflight::Refusal;
+use xlaunch_proto::refusal::Refusal;
 
 const MAGIC: i32 = 20_240_522;
 const FILE_VERSION: i32 = 1;
@@ -46,6 +46,14 @@ pub struct Score {
     pub questions: usize,
     /// Number of right answers.
     pub correct: usize,
+}
+
+impl Score {
+    /// Share of right answers.
+    #[expect(clippy::cast_precision_loss, reason = "a count of questions")]
+    pub fn accuracy(&self) -> f64 {
+        self.correct as f64 / self.questions.max(1) as f64
+    }
 }
 
 /// Reads a file of questions.

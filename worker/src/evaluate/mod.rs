@@ -19,7 +19,7 @@ use xlaunch_proto::spec::Tokenizer as Format;
 use crate::data::{self, DataError, Order, Prepared, Schedule, Tokens};
 use crate::error::WorkerError;
 use crate::model::{BackendHandle, Model, Rows};
-use crate::preflight::Refusal;
+use xlaunch_proto::refusal::Refusal;
 
 pub use command::{Command, Results, run};
 

@@ -8,8 +8,8 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::Precision;
 
 use super::{Completion, FinishReason, GenerateError, Options, Request, Sampling, Update, chat, generate};
-use crate::preflight::Refusal;
 use crate::pretrained::{self, Device, Source};
+use xlaunch_proto::refusal::Refusal;
 
 /// Number of tokens to draw from if a directory does not set it; the default of Python's `transformers`.
 const DEFAULT_TOP_K: usize = 50;

@@ -24,7 +24,7 @@ use std::time::Duration;
 use xlaunch_data::{Tokenizer, TokenizerError};
 use xlaunch_proto::exit::ExitCode;
 
-use crate::preflight::Refusal;
+use xlaunch_proto::refusal::Refusal;
 
 pub use batch::generate;
 pub use command::{Command, Prompt, run};

@@ -20,7 +20,9 @@ use xlaunch_proto::spec::JobSpec;
 
 use super::Context;
 use crate::checkpoint::{self, Abandoned, Arena, Memory, Parent, Piece, Portion, State};
-use crate::data::{DataError, Fingerprint};
+use crate::data::DataError;
+use xlaunch_proto::lineage::Fingerprint;
+
 use crate::error::{Result, WorkerError};
 use crate::inherited::Inherited;
 use crate::model::layout::Layout;

@@ -27,7 +27,9 @@ use xlaunch_proto::v1::{
 use crate::bench::{self, SkipAllReduce};
 use crate::checkpoint::Memory;
 use crate::control::Control;
-use crate::data::{Dataset, Fingerprint, Loader, Order, Schedule};
+use crate::data::{Dataset, Loader, Order, Schedule, fingerprint};
+use xlaunch_proto::lineage::Fingerprint;
+
 use crate::divergence::SkipCount;
 use crate::environment::{Device, Environment};
 use crate::error::{Result, WorkerError};
@@ -84,7 +86,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let Context { environment, control, spec, job } = *context;
     let shape = spec.model.resolve().map_err(SpecError::from)?;
     let dataset = weights::dataset(spec, &shape)?;
-    let fingerprint = Fingerprint::of(&dataset.train)?;
+    let fingerprint = fingerprint(&dataset.train)?;
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
     let layout = Layout::new(&shape);
     let activations = activation_dtype(spec, environment.device != Device::Cpu);

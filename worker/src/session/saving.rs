@@ -12,7 +12,9 @@ use super::initial::Start;
 use super::{Context, Trainer};
 use crate::checkpoint::saver::{self, Buffers, Saver};
 use crate::checkpoint::{self, Batch, CheckpointError, Memory, Portion, Retention, State, directory};
-use crate::data::{Dataset, Fingerprint};
+use crate::data::Dataset;
+use xlaunch_proto::lineage::Fingerprint;
+
 use crate::error::{Result, WorkerError};
 use crate::inherited::Inherited;
 use crate::model::BackendHandle;

@@ -8,7 +8,7 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::Invalid;
 
 use super::keys::{nearest, nearest_section};
-use crate::Refusal;
+use xlaunch_proto::refusal::Refusal;
 
 /// A configuration that cannot be used. `Display` is one line.
 #[derive(Debug)]

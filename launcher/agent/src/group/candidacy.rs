@@ -17,7 +17,7 @@ use super::net::{self, Dialed, Dialer, ListenError, Listener, Location, Security
 use super::presence;
 use super::roles::{self, Role, Sight};
 use super::work::Work;
-use crate::Refusal;
+use xlaunch_proto::refusal::Refusal;
 
 /// Interval between the lookups of the endpoint that may give this node another role.
 const ELECTION_INTERVAL: Duration = Duration::from_secs(1);

@@ -25,7 +25,8 @@ use super::service::Service;
 use super::state::Coordinator;
 use super::work::Work;
 use crate::clock;
-use crate::{Refusal, devices, run_dir};
+use crate::{devices, run_dir};
+use xlaunch_proto::refusal::Refusal;
 
 /// Interval between lookups of a host name that does not resolve yet.
 const LOCATE_INTERVAL: Duration = Duration::from_millis(500);

@@ -11,9 +11,9 @@ use serde_json::{Value, json};
 use xlaunch_proto::exit::ExitCode;
 
 use super::{Evidence, headline, text};
-use crate::Refusal;
 use crate::spawn::Exit;
 use crate::state::Outcome;
+use xlaunch_proto::refusal::Refusal;
 
 /// Returns the contents after a job that the process `pid` ran; `None` if the job did not fail.
 pub fn of_outcome(outcome: &Outcome, evidence: &[Evidence], pid: u32, unix_seconds: u64) -> Option<String> {

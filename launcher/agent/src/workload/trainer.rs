@@ -17,6 +17,7 @@ use rustix::process::Signal;
 use tokio::sync::{mpsc, oneshot, watch};
 use tonic::Status;
 use xlaunch_proto::env;
+use xlaunch_proto::lineage::Recovered;
 use xlaunch_proto::spec::{DoctorMode, JobSpec};
 use xlaunch_proto::v1::agent_command::Command as WorkerCommand;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
@@ -106,19 +107,6 @@ pub struct CheckpointFiles {
 /// run id, that first checkpoint, and the step of the newest memory snapshot. If that snapshot is at least as new, no
 /// checkpoint is opened.
 pub type Recover = fn(&Path, &str, Option<&Path>, Option<u64>) -> Result<Recovered, String>;
-
-/// The state that a failed attempt has left.
-#[derive(Debug, Default)]
-pub struct Recovered {
-    /// The checkpoint to resume from.
-    pub checkpoint: Option<PathBuf>,
-    /// Whether the memory snapshot is at least as new and must be used instead.
-    pub from_memory: bool,
-    /// Whether a checkpoint of the same step as the memory snapshot exists on disk.
-    pub on_disk: bool,
-    /// Messages for the user about rejected checkpoints.
-    pub notes: Vec<String>,
-}
 
 /// The results that only training jobs have.
 #[derive(Debug)]

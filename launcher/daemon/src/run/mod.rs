@@ -35,10 +35,10 @@ use super::manager::{self, Setup};
 use super::service;
 use super::service::access::Access;
 use super::view::NodeView;
-use xlaunch_agent::Refusal;
 use xlaunch_agent::clock;
 use xlaunch_agent::devices;
 use xlaunch_agent::spawn::sys;
+use xlaunch_proto::refusal::Refusal;
 
 /// Capacity of the channel of commands to the manager.
 const COMMAND_CAPACITY: usize = 256;

@@ -18,8 +18,8 @@ use crate::journal::{Integrity, Journal, Replay};
 use crate::service;
 use crate::state::{Jobs, Record};
 use crate::trusted_path;
-use xlaunch_agent::Refusal;
 use xlaunch_agent::spawn::sys;
+use xlaunch_proto::refusal::Refusal;
 
 /// A killed daemon's sockets stay open until a child that it has just forked execs.
 const BIND_TIMEOUT: Duration = Duration::from_secs(2);

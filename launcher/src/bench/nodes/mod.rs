@@ -26,11 +26,11 @@ use nix::sys::time::TimeVal;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
-use xlaunch_agent::Refusal;
 use xlaunch_agent::group::coordinator::Handle;
 use xlaunch_agent::group::join::{new_coordinator, random_run_id, serve};
 use xlaunch_agent::group::net::{Listener, Security, Token};
 use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::refusal::Refusal;
 
 pub(crate) use agents::simulate;
 

@@ -4,9 +4,9 @@ mod inspect;
 mod prepare;
 
 use clap::Subcommand;
-use xlaunch_agent::Refusal;
 use xlaunch_data::PrepareError;
 use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::refusal::Refusal;
 
 use super::output::QueryError;
 

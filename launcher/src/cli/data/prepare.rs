@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use xlaunch_agent::Refusal;
 use xlaunch_data::{Bos, Documents, Event, Invalid, Manifest, OnError, Options, Progress, Split, Tokenizer};
 use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::refusal::Refusal;
 
 use super::super::output::{QueryError, print, print_note};
 use super::refusal;

@@ -13,7 +13,7 @@ use xlaunch_proto::spec::JobSpec;
 
 use super::output::{QueryError, print};
 use super::torchrun;
-use xlaunch_agent::Refusal;
+use xlaunch_proto::refusal::Refusal;
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Gen {

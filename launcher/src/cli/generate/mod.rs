@@ -15,14 +15,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use clap::{ArgGroup, Args, ValueEnum};
 use fs_err::File;
 use serde_json::{Value, json};
-use xlaunch_agent::Refusal;
 use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::refusal::Refusal;
 use xlaunch_proto::spec::Precision;
 
 use super::output::{QueryError, print_note};
-use crate::trainer::{Device, GenerateCommand, Generated, PromptInput, Trainer};
 use output::{Form, Output};
 use prompts::Prompt;
+use xlaunch_worker::generate::{self, Command, Update};
+use xlaunch_worker::pretrained::Device;
 
 /// A file of prompts may have this size.
 const MAX_PROMPTS_BYTES: u64 = 256 << 20;
@@ -120,9 +121,9 @@ impl DeviceOptions {
     }
 }
 
-pub(super) async fn run(options: Generate, trainer: Trainer) -> Result<ExitCode, QueryError> {
+pub(super) async fn run(options: Generate) -> Result<ExitCode, QueryError> {
     let prompts = read_prompts(&options)?;
-    let command = GenerateCommand {
+    let command = Command {
         model: options.model,
         tokenizer: options.tokenizer,
         prompts: prompts.iter().map(|prompt| input(prompt, options.chat)).collect(),
@@ -146,16 +147,17 @@ pub(super) async fn run(options: Generate, trainer: Trainer) -> Result<ExitCode,
         let mut output = Output::new(form, prompts, command.samples);
         let closed = AtomicBool::new(false);
         let stop = || interrupted() || closed.load(Ordering::Relaxed);
-        let mut sink = |prompt: usize, sample: usize, generated: Generated<'_>| {
-            if output.update(prompt, sample, generated).is_err() {
+        let mut sink = |prompt: usize, sample: usize, update: Update<'_>| {
+            if output.update(prompt, sample, update).is_err() {
                 closed.store(true, Ordering::Relaxed);
             }
         };
-        let result = (trainer.generate)(&command, &stop, &mut print_note, &mut sink);
+        let result = generate::run(&command, &stop, &mut print_note, &mut sink);
         let ended = output.end();
-        match closed.load(Ordering::Relaxed) {
-            true => Err(QueryError::StdoutClosed),
-            false => result.map_err(QueryError::Refused).and(ended),
+        if closed.load(Ordering::Relaxed) {
+            Err(QueryError::StdoutClosed)
+        } else {
+            result.map_err(QueryError::Refused).and(ended)
         }
     })
     .await
@@ -188,12 +190,12 @@ pub(super) async fn until_interrupted<T: Send + 'static>(
     Ok(ExitCode::Signal(2))
 }
 
-/// What the worker crate continues.
-fn input(prompt: &Prompt, chat: bool) -> PromptInput {
+/// The prompt for the model: a chat if it has messages or `--chat` is given.
+fn input(prompt: &Prompt, chat: bool) -> generate::Prompt {
     match (&prompt.messages, chat) {
-        (Some(messages), _) => PromptInput::Chat(messages.clone()),
-        (None, true) => PromptInput::Chat(json!([{"role": "user", "content": prompt.prompt}])),
-        (None, false) => PromptInput::Text(prompt.prompt.clone()),
+        (Some(messages), _) => generate::Prompt::Chat(messages.clone()),
+        (None, true) => generate::Prompt::Chat(json!([{"role": "user", "content": prompt.prompt}])),
+        (None, false) => generate::Prompt::Text(prompt.prompt.clone()),
     }
 }
 

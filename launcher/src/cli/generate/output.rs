@@ -9,7 +9,7 @@ use super::prompts::Prompt;
 use crate::cli::output::{QueryError, print};
 use crate::render::sanitize::LogSanitizer;
 use crate::render::text::escape;
-use crate::trainer::Generated;
+use xlaunch_worker::generate::{Completion, Update};
 
 /// What to print.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,21 +56,22 @@ impl Output {
         &mut self,
         prompt: usize,
         sample: usize,
-        generated: Generated<'_>,
+        update: Update<'_>,
     ) -> Result<(), QueryError> {
         let number = prompt * self.samples + sample;
-        match (self.form, generated) {
-            (_, Generated::Text("")) => Ok(()),
-            (Form::Stream { is_terminal }, Generated::Text(text)) => {
+        match (self.form, update) {
+            (_, Update::Text("")) => Ok(()),
+            (Form::Stream { is_terminal }, Update::Text(text)) => {
                 self.line_open = is_terminal && !text.ends_with('\n');
                 print(self.shown(text, is_terminal).as_bytes())
             }
-            (Form::Stream { .. }, Generated::Finished { .. }) => Ok(()),
-            (_, Generated::Text(text)) => {
+            (Form::Stream { .. }, Update::Finished(_)) => Ok(()),
+            (_, Update::Text(text)) => {
                 self.texts.entry(number).or_default().push_str(text);
                 Ok(())
             }
-            (form, Generated::Finished { tokens, reason, seconds }) => {
+            (form, Update::Finished(Completion { tokens, reason, time })) => {
+                let seconds = time.as_secs_f64();
                 let text = self.texts.remove(&number).unwrap_or_default();
                 let of = &self.prompts[prompt];
                 let ready = match form {
@@ -80,7 +81,7 @@ impl Output {
                         let mut object = json!({
                             "prompt": of.messages.clone().unwrap_or_else(|| of.prompt.clone().into()),
                             "sample": sample, "text": text, "tokens": tokens,
-                            "finish_reason": reason, "seconds": seconds, "tokens_per_second": speed,
+                            "finish_reason": reason.name(), "seconds": seconds, "tokens_per_second": speed,
                         });
                         if let Some(id) = &of.id {
                             object["id"] = id.clone();

@@ -9,7 +9,8 @@ use super::launches;
 use super::state::{Snapshot, Update};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::render::job;
-use xlaunch_agent::{Refusal, registry};
+use xlaunch_agent::registry;
+use xlaunch_proto::refusal::Refusal;
 
 const REFRESH_INTERVAL: Duration = Duration::from_secs(1);
 /// The newest ended jobs are shown as well.

@@ -27,8 +27,8 @@ use super::output::QueryError;
 use crate::client::daemon::DaemonAddress;
 use feed::{Feed, Source};
 use state::{Command, State};
-use xlaunch_agent::Refusal;
 use xlaunch_agent::clock::unix_ms;
+use xlaunch_proto::refusal::Refusal;
 
 /// The key thread checks this often whether its channel is closed.
 const KEY_POLL_INTERVAL: Duration = Duration::from_millis(200);

@@ -43,9 +43,9 @@ use hosts::Hosts;
 use line::{Line, Target};
 use reader::{Environment, Reader};
 pub(super) use values::group_endpoint;
-use xlaunch_agent::Refusal;
 use xlaunch_agent::names::nearest;
 use xlaunch_proto::command::CommandSpec;
+use xlaunch_proto::refusal::Refusal;
 
 /// A flag or subcommand is suggested for a word that is more similar to it than this.
 const MIN_SIMILARITY: f64 = 0.8;

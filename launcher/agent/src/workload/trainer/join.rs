@@ -11,7 +11,7 @@ use xlaunch_proto::snapshot::SnapshotId;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::{GetJobReply, GetJobRequest, MemorySnapshot};
 
-use super::{Recovered, TrainerPlan, TrainerWorkload};
+use super::{TrainerPlan, TrainerWorkload};
 use crate::group::Assignment;
 use crate::rendezvous::Rendezvous;
 use crate::rendezvous::barrier::{JoinBarrier, JoinOutcome, Reply};
@@ -20,6 +20,7 @@ use crate::status::board::Board;
 use crate::workload::Workload;
 use crate::workload::host_memory::SaveBuffers;
 use crate::workload::snapshots::Snapshots;
+use xlaunch_proto::lineage::Recovered;
 
 impl TrainerWorkload<'_> {
     pub(super) fn checkpoint_dir(&self) -> PathBuf {
