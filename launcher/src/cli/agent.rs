@@ -1,8 +1,8 @@
 //! `xlaunch agent DIR`: runs one job of a node's daemon, and outlives the daemon.
 //!
-//! The daemon starts it as the job's user, in an environment of its own, and sends a [`Description`] through standard
-//! input: see [`xlaunch_daemon::files`]. The agent does nothing before it has read all of it. The job's environment
-//! reaches the workers only. The result is written before the agent exits.
+//! The daemon starts the agent as the job's user, with a minimal environment, and sends a [`Description`] through
+//! standard input: see [`xlaunch_daemon::files`]. The agent does nothing before it has read the whole description. Only
+//! the workers get the job's environment. The agent writes the result before it exits.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -35,13 +35,13 @@ use xlaunch_proto::refusal::Refusal;
 
 /// Interval between attempts to write to a full disk.
 const FULL_DISK_RETRY_DELAY: Duration = Duration::from_secs(1);
-/// Time for a full disk to get space again before the job begins. The daemon waits a little longer than this for the
+/// Time that the agent waits for space on a full disk before the job begins. The daemon waits slightly longer for the
 /// agent.
 const BEGIN_TIMEOUT: Duration = Duration::from_secs(45);
-/// Time for a full disk to get space again for the result, for which space was reserved. Then the job is lost: one that
-/// has ended must not hold its GPUs.
+/// Time that the agent waits for space on a full disk to write the result, although space was reserved for it. After
+/// that the job is lost: a job that has ended must not hold its GPUs.
 const RESULT_TIMEOUT: Duration = Duration::from_secs(30);
-/// The directories of the job's training runs, oldest first, each ended by a zero byte.
+/// File with the directories of the job's training runs, oldest first, each terminated by a zero byte.
 const RUNS: &str = "runs";
 
 /// Options of `xlaunch agent`.
@@ -59,7 +59,7 @@ pub(super) async fn run(options: &Agent) -> ExitCode {
     }
 }
 
-/// A start of a job that has begun.
+/// A start of the job that is recorded as begun.
 struct Start {
     dir: PathBuf,
     description: Description,
@@ -72,7 +72,7 @@ fn begin(options: &Agent) -> io::Result<Start> {
     let mut input = Vec::new();
     File::from(stdio::stdin().try_clone_to_owned()?).read_to_end(&mut input)?;
     stdio::dup2_stdin(File::open("/dev/null")?)?;
-    // Incomplete if the daemon was killed: then this start has not happened.
+    // The description is incomplete if the daemon was killed: then this start does not count.
     let description: Description = serde_json::from_slice(&input)?;
     if description.protocol != PROTOCOL {
         return Err(io::Error::other(format!(
@@ -89,7 +89,7 @@ fn begin(options: &Agent) -> io::Result<Start> {
             begun => break begun?,
         }
     }
-    // Left over from a start that was lost. That agent does not run, or this one would not have been started.
+    // The socket may be left over from a lost start. Its agent no longer runs, or this one would not have been started.
     files::remove_if_present(&dir.join(SOCKET))?;
     let base = BaseEnvironment::Submitted(environment(&description));
     Ok(Start { dir, description, base })
@@ -130,7 +130,7 @@ impl Start {
             let bytes = serde_json::to_vec(&result).map_err(io::Error::from);
             match bytes.and_then(|bytes| files::write_result(&self.dir, &bytes)) {
                 Ok(()) => return ExitCode::Done,
-                // The job has removed what was reserved.
+                // The job has removed the file with the reserved space.
                 Err(error) if files::is_full(&error) && Instant::now() < deadline => {
                     tokio::time::sleep(FULL_DISK_RETRY_DELAY).await;
                 }
@@ -167,11 +167,11 @@ impl Start {
                 // All output goes to files, which the daemon serves: there is no console.
                 command.logs.redirects.all = Streams { stdout: true, stderr: true };
                 if let Some(most) = self.description.max_output {
-                    // A rotated log and the current one are kept.
+                    // Two files are kept, the rotated and the current one, so each gets half of the limit.
                     command.logs.rotate_bytes = Some((most / 2).max(1));
                 }
                 command.name.clone_from(&self.description.name);
-                // There is no other launcher above this one that expects torchrun's code.
+                // No program that expects torchrun's exit code runs this launcher.
                 command.propagate_exit_code = true;
                 command.run_id.get_or_insert_with(|| format!("job-{}", self.description.job));
                 let create =
@@ -202,7 +202,7 @@ impl Start {
         let runs = std::fs::read(self.dir.join(RUNS)).unwrap_or_default();
         let dirs = runs.split(|byte| *byte == b'\0').filter(|run| !run.is_empty()).rev();
         let mut checkpoints = dirs.map(|run| Path::new(OsStr::from_bytes(run)).join("checkpoints"));
-        // The directory, not the checkpoint: if that turns out to be damaged, the one before it will do.
+        // Name the directory instead of the checkpoint: if the newest one is damaged, the one before it is used.
         if let Some(dir) = checkpoints.find(|dir| newest_checkpoint(dir).is_some()) {
             spec.checkpoint.resume = dir.to_string_lossy().into_owned();
         }
@@ -232,8 +232,8 @@ impl Start {
     }
 }
 
-/// What the workers, which have all been waited for, have used. Samples miss short peaks, of which the kernel knows
-/// those of single processes.
+/// Returns the resource usage of the workers, all of which have been waited for. Samples miss short peaks, so the peak
+/// is at least that of the largest single process, which the kernel records.
 fn usage(sampled_peak: u64) -> Option<Usage> {
     let used = getrusage(UsageWho::RUSAGE_CHILDREN).ok()?;
     let cpu_ms = (used.user_time() + used.system_time()).num_milliseconds();

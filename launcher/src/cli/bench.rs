@@ -15,7 +15,7 @@ use crate::bench::{Mode, device, launches, nodes, rendezvous};
 use xlaunch_agent::devices::{self, Node, Placement};
 use xlaunch_proto::refusal::Refusal;
 
-/// Default for the largest all-reduce, in bytes.
+/// Default size of the largest all-reduce, in bytes.
 const DEFAULT_MAX_BYTES_GPU: u64 = 256 << 20;
 const DEFAULT_MAX_BYTES_CPU: u64 = 16 << 20;
 
@@ -29,7 +29,7 @@ pub(super) enum Bench {
         /// Number of workers [default: one per GPU, or 1 without GPUs]
         #[arg(long, value_name = "N")]
         nproc: Option<u32>,
-        /// Run all ranks as threads of one process, to compare that with a process each
+        /// Run all ranks as threads of one process, for comparison with one process per rank
         #[arg(long)]
         threads: bool,
         /// Override a key of the configuration; may be repeated
@@ -70,7 +70,7 @@ pub(super) enum Bench {
         #[arg(long)]
         json: bool,
     },
-    /// Launching: overhead, reaction to failures, processes left behind; torchrun too if it is in PATH
+    /// Launching: overhead, reaction to failures, processes left behind; also torchrun's if it is in PATH
     Launch {
         /// Number of workers of each launch
         #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..))]
@@ -94,7 +94,7 @@ pub(super) enum Bench {
         /// Encrypt and authenticate the connections of nodes
         #[arg(long, requires = "nodes")]
         tls: bool,
-        /// Seconds during which no node may be lost
+        /// Seconds for which all nodes must stay connected
         #[arg(long, value_name = "SECONDS", default_value_t = 3, requires = "nodes")]
         hold: u32,
         /// Print JSON
@@ -177,7 +177,7 @@ async fn measure(bench: Bench) -> Result<String, Refusal> {
     }
 }
 
-/// A default job, of which only the workers matter.
+/// Returns a default job for measurements that need only its workers.
 pub(super) fn default_job(name: &str, nproc: Option<u32>) -> Result<(JobSpec, Placement), Refusal> {
     let mut spec = JobSpec::default();
     spec.job.name = name.into();

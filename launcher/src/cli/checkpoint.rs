@@ -20,7 +20,7 @@ pub(super) struct Checkpoint {
     json: bool,
 }
 
-/// Returns when the checkpoint is complete, however long that takes.
+/// Waits until the checkpoint is complete, without a time limit.
 pub(super) async fn run(options: Checkpoint) -> Result<ExitCode, QueryError> {
     let saved = match options.target.server("checkpoint").await? {
         Server::Daemon(mut daemon, id) => daemon.checkpoint(id).await?,
@@ -33,7 +33,7 @@ pub(super) async fn run(options: Checkpoint) -> Result<ExitCode, QueryError> {
     };
     let text = match options.json {
         true => text::json(&json::checkpoint(&saved)),
-        // The agent of another user's job may send anything.
+        // The reply may come from another user's agent, so the path is not trusted.
         false => format!("{}\n", escape(&saved.path)),
     };
     print(text.as_bytes())?;

@@ -1,4 +1,4 @@
-//! `xlaunch daemon`: what `xlaunch.service` runs.
+//! `xlaunch daemon`: the command that `xlaunch.service` runs.
 
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ pub(super) struct Daemon {
     /// Configuration file [default: /etc/xlaunch/daemon.toml, or ~/.config/xlaunch/daemon.toml if not root]
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Check FILE, or the file that the daemon would read, print what is wrong, and exit
+    /// Check FILE, or the file that the daemon would read, print errors and warnings, and exit
     #[arg(
         long,
         value_name = "FILE",
@@ -52,7 +52,7 @@ pub(super) async fn run(options: Daemon) -> ExitCode {
     }
 }
 
-/// Prints errors and warnings of the configuration to stderr, or that it is valid to stdout.
+/// Prints errors and warnings of the configuration to stderr; a valid configuration is reported on stdout.
 fn check_config(file: Option<&Path>) -> ExitCode {
     let (errors, warnings) = run::check_config(file);
     for warning in &warnings {
@@ -69,7 +69,7 @@ fn check_config(file: Option<&Path>) -> ExitCode {
     answer(&format!("{}: valid\n", escape(&name)), ExitCode::Done)
 }
 
-/// Under systemd events go to the journal with their fields, elsewhere to stderr as lines of text.
+/// Sets up logging. Under systemd, events go to the journal with their fields, otherwise to stderr as lines of text.
 fn log(foreground: bool) {
     let filter = || {
         let asked = std::env::var("XLAUNCH_LOG").ok().and_then(|levels| levels.parse::<Targets>().ok());

@@ -1,4 +1,4 @@
-//! The daemon client against a scripted daemon on a socket of its own.
+//! Tests of the daemon client against a scripted daemon on its own socket.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
@@ -128,7 +128,7 @@ impl Node for FakeDaemon {
     }
 
     async fn list(&self, request: Request<ListRequest>) -> Result<Response<ListReply>, Status> {
-        // A job a page.
+        // One job per page.
         let id = if request.into_inner().before == 0 { 2 } else { 1 };
         Ok(Response::new(ListReply { jobs: vec![job(id, NodeJobState::Running)], more: id == 2 }))
     }
@@ -218,7 +218,7 @@ impl Node for FakeDaemon {
     }
 }
 
-/// The last state of a watched job. The connection of the first watcher may break before it.
+/// Streams the last state of a watched job. The first watcher's connection may break before it arrives.
 fn last_state(call: usize, fake: FakeDaemon, last: Job) -> impl Stream<Item = Result<Job, Status>> + Send {
     let (sender, receiver) = tokio::sync::mpsc::channel(1);
     tokio::spawn(async move {

@@ -1,5 +1,5 @@
-//! The files in `deploy/kubernetes` and `deploy/slurm` next to what this program does: command lines, exit codes and
-//! timeouts. Whether Kubernetes accepts the manifests is tested with its schemas, in `tests/tests/external`.
+//! Tests that the files in `deploy/kubernetes` and `deploy/slurm` agree with this program: command lines, exit codes
+//! and timeouts. `tests/tests/external` checks the manifests against the schemas of Kubernetes.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -78,7 +78,7 @@ fn group(manifest: &str, set_by_engine: &[(&str, &str)]) -> Group {
 #[test]
 fn pods_join_the_group_that_their_manifest_describes() {
     let index = [("JOB_COMPLETION_INDEX", "1")];
-    // What Kubeflow Trainer adds for two nodes.
+    // Variables that Kubeflow Trainer adds for two nodes.
     let kubeflow = [
         ("JOB_COMPLETION_INDEX", "1"),
         ("PET_NNODES", "2"),
@@ -95,7 +95,7 @@ fn pods_join_the_group_that_their_manifest_describes() {
         let Group { spec, warnings, .. } = group(manifest, set_by_engine);
         let GroupSpec { nodes, node_rank, backend, security, .. } = &spec;
         assert!(spec.sigterm_is_preemption, "{manifest}");
-        // Nodes may have to be added to the cluster, and have to pull the image.
+        // Nodes may have to be added to the cluster first, and must pull the image.
         assert!(spec.join_timeout >= Duration::from_secs(1800), "{manifest}: {:?}", spec.join_timeout);
         assert_eq!((nodes.to_string().as_str(), *node_rank), ("2", Some(1)), "{manifest}");
         assert_eq!((*backend, *security), (Backend::Static, Security::Token), "{manifest}");
@@ -127,7 +127,7 @@ fn failure_policy_has_the_exit_codes_of_the_table() {
         // A job that a user has stopped stays stopped, so a preempted one must not exit with the same code.
         assert_eq!(of("FailJob"), codes(&[ExitCode::Usage, ExitCode::Data, ExitCode::Stopped]), "{manifest}");
         assert_eq!(of("Ignore"), codes(&[ExitCode::Retryable]), "{manifest}");
-        // The first rule that matches counts.
+        // The first matching rule applies.
         assert_eq!(rules[0]["action"].as_str(), Some("Ignore"), "{manifest}");
         assert_eq!(rules[0]["onPodConditions"][0]["type"].as_str(), Some("DisruptionTarget"), "{manifest}");
         for rule in rules.iter().filter(|rule| !rule["onExitCodes"].is_badvalue()) {

@@ -1,4 +1,4 @@
-//! `xlaunch doctor`: whether work on this node's GPUs would succeed, at the usual speed.
+//! `xlaunch doctor`: checks whether this node's GPUs work correctly and at the usual speed.
 //!
 //! ```text
 //! NVML, with a deadline --> agent's doctor (pure) --> findings --> table or JSON, exit code 0 or 76
@@ -26,33 +26,33 @@ use crate::bench::all_reduce::{self, Dtype};
 use crate::bench::device;
 use crate::render::text::escape;
 
-/// Loading the driver takes seconds on some nodes.
+/// Timeout of NVML in the long form: loading the driver takes seconds on some nodes.
 const NVML_TIMEOUT: Duration = Duration::from_secs(20);
-/// A lower rate than this part of the cached one is a failure.
+/// A rate below this fraction of the cached one is a failure.
 const LOWEST_RATE: f64 = 0.8;
 /// Largest message of the all-reduce.
 const ALL_REDUCE_BYTES: u64 = 16 << 20;
-/// Written to measure a directory.
+/// Number of bytes written to measure the speed of a directory.
 const DIRECTORY_BYTES: usize = 64 << 20;
-/// A directory that is slower than this, in bytes per second, delays checkpoints.
+/// Write rate, in bytes per second, below which a directory delays checkpoints.
 const SLOW_DIRECTORY: f64 = 100e6;
-/// Libraries that workers on GPUs load, by alternative names.
+/// Libraries that workers on GPUs load, each with its alternative names.
 const LIBRARIES: [&[&str]; 3] = [
     &["libcuda.so.1"],
     &["libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"],
     &["libnccl.so.2", "libnccl.so"],
 ];
-/// Where the dynamic linker looks after `LD_LIBRARY_PATH`.
+/// Directories that the dynamic linker searches after `LD_LIBRARY_PATH`.
 const SYSTEM_DIRS: [&str; 5] =
     ["/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/cuda/lib64"];
 
 /// Options of `xlaunch doctor`.
 #[derive(Debug, Args)]
 pub(super) struct Doctor {
-    /// Only read the driver's counters, within 200 ms
+    /// Only read the driver's counters, for at most 200 ms
     #[arg(long)]
     quick: bool,
-    /// Let the node's daemon examine idle GPUs and drain those that fail (administrators)
+    /// Make the node's daemon examine idle GPUs and drain those that fail (administrators)
     #[arg(long, conflicts_with = "quick")]
     daemon: bool,
     #[command(flatten)]
@@ -60,7 +60,7 @@ pub(super) struct Doctor {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// End with stdin. The daemon holds its other end
+    /// Exit when stdin is closed. The daemon holds its other end
     #[arg(long, hide = true)]
     while_stdin_is_open: bool,
 }
@@ -81,7 +81,7 @@ pub(super) async fn run(options: Doctor) -> Result<ExitCode, QueryError> {
 
 async fn check(options: &Doctor) -> Result<ExitCode, QueryError> {
     let node = doctor::read(if options.quick { doctor::QUICK_TIMEOUT } else { NVML_TIMEOUT });
-    // A GPU's links are compared with those of all others.
+    // Compared before the selection by CUDA_VISIBLE_DEVICES: a GPU's links are compared with those of all others.
     let mut findings = doctor::gpus(&node);
     let node = node.visible(std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref());
     findings.retain(|it| it.gpu.as_ref().is_none_or(|name| node.gpus.iter().any(|gpu| gpu.name == *name)));
@@ -108,7 +108,7 @@ async fn check(options: &Doctor) -> Result<ExitCode, QueryError> {
 
 /// Returns when the other end of stdin is closed.
 async fn end_of_stdin() {
-    // An error ends the input, too.
+    // A read error also counts as the end.
     let _ = tokio::task::spawn_blocking(|| io::copy(&mut io::stdin(), &mut io::sink())).await;
 }
 
@@ -160,7 +160,8 @@ async fn measure(node: &NodeReadings, findings: &[Finding]) -> Result<Vec<Findin
     Ok(found)
 }
 
-/// The GPU is to blame unless the worker lacks a library or could not be started.
+/// Returns the finding for a failed worker. It blames the GPU unless a library is missing or the worker could not be
+/// started.
 fn worker_failure(gpu: &GpuReadings, refusal: &Refusal) -> Finding {
     let why = one_line(&refusal.message);
     if matches!(refusal.exit, ExitCode::Internal | ExitCode::Usage) {
@@ -171,14 +172,14 @@ fn worker_failure(gpu: &GpuReadings, refusal: &Refusal) -> Finding {
     Finding::of_gpu(Level::Failure, &gpu.name, "worker", format!("a worker failed on it: {why}"))
 }
 
-/// One worker on each of these GPUs.
+/// Places one worker on each of these GPUs.
 fn on(placement: &Placement, gpus: &[&GpuReadings]) -> Placement {
     let uuids: Vec<&str> = gpus.iter().map(|gpu| gpu.name.uuid.as_str()).collect();
     let workers = u32::try_from(gpus.len()).unwrap_or(1);
     Placement { workers, visible: Some(uuids.join(",")), ..placement.clone() }
 }
 
-/// The results and rates of a GPU, compared with those that were measured on it before.
+/// Compares the results and rates of a GPU with those measured on it before.
 fn rate_findings(gpu: &GpuReadings, found: &Calibration) -> Vec<Finding> {
     let mut all = Vec::new();
     if let Some(wrong @ 1..) = found.wrong {
@@ -198,7 +199,7 @@ fn rate_findings(gpu: &GpuReadings, found: &Calibration) -> Vec<Finding> {
             let percent = 100.0 * rate / before;
             let message = format!("{name} runs at {percent:.0} % of the rate that was measured before");
             let failure = Finding::of_gpu(Level::Failure, &gpu.name, "rates", message);
-            all.push(failure.with_help("check clocks and cooling; `xlaunch bench device` measures it anew"));
+            all.push(failure.with_help("check clocks and cooling; `xlaunch bench device` measures it again"));
         }
     }
     if all.is_empty() && lowest.is_finite() {
@@ -209,7 +210,7 @@ fn rate_findings(gpu: &GpuReadings, found: &Calibration) -> Vec<Finding> {
     all
 }
 
-/// Name, rate and earlier rate of everything that both have measured.
+/// Returns name, rate and earlier rate of everything that both calibrations contain.
 fn pairs(found: &Calibration, reference: &Calibration) -> Vec<(String, f64, f64)> {
     let before = device::gemm_rates(reference);
     let gemm = device::gemm_rates(found).into_iter().filter_map(|(name, rate)| {
@@ -220,7 +221,7 @@ fn pairs(found: &Calibration, reference: &Calibration) -> Vec<(String, f64, f64)
     gemm.chain((copy.2 > 0.0).then_some(copy)).collect()
 }
 
-/// Where the libraries are that workers load. Without a GPU none is needed.
+/// Reports where the libraries that workers load are. Without a GPU, a missing one is not a problem.
 fn libraries(has_gpus: bool) -> Vec<Finding> {
     let search = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
     let dirs: Vec<PathBuf> = std::env::split_paths(&search).chain(SYSTEM_DIRS.map(PathBuf::from)).collect();
@@ -240,7 +241,7 @@ fn libraries(has_gpus: bool) -> Vec<Finding> {
     LIBRARIES.into_iter().map(finding).collect()
 }
 
-/// Whether a directory can be written, and how fast.
+/// Checks whether a directory can be written, and how fast.
 fn directory(dir: &Path) -> Finding {
     let of_node = |level, message| Finding::of_node(level, "directory", message);
     let shown = dir.display();
@@ -258,7 +259,7 @@ fn canonical(dir: &Path) -> PathBuf {
     dir.canonicalize().unwrap_or_else(|_| dir.into())
 }
 
-/// Bytes per second, to the disk.
+/// Measures the write rate to the disk, in bytes per second.
 #[expect(clippy::cast_precision_loss, reason = "a rate")]
 fn write_speed(dir: &Path) -> io::Result<f64> {
     let mut file = tempfile::tempfile_in(dir)?;

@@ -16,10 +16,10 @@ pub(super) struct Drain {
     /// Drain only this GPU: its UUID, a prefix of it, or its index in nvidia-smi; may be repeated
     #[arg(long = "gpu", value_name = "UUID|INDEX")]
     gpus: Vec<String>,
-    /// Reason to show to users whose jobs wait
+    /// Reason to show to users whose jobs are waiting
     #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     reason: String,
-    /// Start jobs again. Without --gpu, GPUs that are drained by themselves stay drained
+    /// Accept jobs again. Without --gpu, GPUs that were drained individually stay drained
     #[arg(long)]
     undo: bool,
     /// Print the node as JSON
@@ -42,7 +42,7 @@ pub(super) async fn run(options: Drain) -> Result<ExitCode, QueryError> {
     Ok(ExitCode::Done)
 }
 
-/// The UUIDs of GPUs that are named by index, UUID or UUID prefix.
+/// Returns the UUIDs of GPUs that are named by index, UUID or UUID prefix.
 pub(super) async fn uuids(daemon: &mut DaemonClient, named: &[String]) -> Result<Vec<String>, Refusal> {
     if named.is_empty() {
         return Ok(Vec::new());

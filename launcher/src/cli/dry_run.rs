@@ -1,5 +1,5 @@
-//! `--dry-run`: checks a training job and prints the memory that each rank needs, beside what there is. If that is too
-//! little, also changes of the configuration with which it fits. Starts nothing and writes nothing.
+//! `--dry-run`: checks a training job and prints the memory that each rank needs and has. If the job does not fit, it
+//! also prints configuration changes that make it fit. Starts nothing and writes nothing.
 
 use std::fmt::Write as _;
 
@@ -19,13 +19,13 @@ use crate::console::print_line;
 use xlaunch_worker::dry_run::{self, Memory, Saving};
 use xlaunch_worker::error::WorkerError;
 
-/// What a job would run on.
+/// The devices that a job would run on.
 #[derive(Clone, Copy, Debug)]
 struct Target {
     cuda: bool,
     ranks_per_node: u32,
     nodes: u32,
-    /// Bytes for each rank, if they are known here.
+    /// Bytes available to each rank; `None` if not known on this machine.
     limit: Option<u64>,
 }
 
@@ -88,7 +88,7 @@ fn needs(spec: &JobSpec, target: Target) -> Result<(Memory, Vec<Saving>), Worker
     Ok((needed, savings.transpose()?.unwrap_or_default()))
 }
 
-/// Plans the memory of this host as a launch would, unless it cannot be the host of the job.
+/// Plans the memory of this host as a launch would, unless the job cannot run on this host.
 fn plan_host(
     spec: &JobSpec,
     target: Target,

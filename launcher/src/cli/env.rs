@@ -1,5 +1,5 @@
-//! `xlaunch env`: what engine started this process, and what a launch without flags takes from it. Prints no token, and
-//! always exits with 0: a problem is part of the answer.
+//! `xlaunch env`: shows the engine that started this process, and the settings that a launch without flags takes from
+//! it. It never prints a token, and always exits with 0, as a problem is part of the answer.
 
 use clap::Args;
 use serde_json::{Value, json};

@@ -1,4 +1,4 @@
-//! `xlaunch eval`: loss, perplexity and bits per byte of a trained model, and its answers to HellaSwag's questions.
+//! `xlaunch eval`: loss, perplexity, bits per byte and HellaSwag accuracy of a trained model.
 
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -15,17 +15,17 @@ use xlaunch_worker::evaluate::{self, Command, Results};
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("task").required(true).multiple(true))]
 pub(super) struct Eval {
-    /// A checkpoint, a directory of checkpoints or a run's directory (the newest valid one is taken)
+    /// A checkpoint, or a directory of checkpoints or of a run (uses the newest valid checkpoint)
     #[arg(value_name = "MODEL")]
     model: PathBuf,
-    /// Prepared data, of which the validation split is used, or a glob of files: text for a model of bytes, otherwise
-    /// token files
+    /// Directory of prepared data (uses its validation split), or a glob of files: text for a byte-level model,
+    /// otherwise token files
     #[arg(long, value_name = "DIR|GLOB", group = "task")]
     data: Option<String>,
     /// Evaluate only the first N tokens of the data, rounded up to whole windows
     #[arg(long, value_name = "N", requires = "data", value_parser = clap::value_parser!(u64).range(1..))]
     tokens: Option<u64>,
-    /// HellaSwag's questions in llm.c's format
+    /// File with HellaSwag questions in llm.c's format
     #[arg(long, value_name = "FILE", group = "task")]
     hellaswag: Option<PathBuf>,
     #[command(flatten)]

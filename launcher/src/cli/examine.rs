@@ -1,4 +1,4 @@
-//! `xlaunch doctor --daemon`: the node's daemon examines idle GPUs and drains those that fail.
+//! `xlaunch doctor --daemon`: makes the node's daemon examine idle GPUs and drain those that fail.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ pub(super) struct Examine {
     /// Examine only this GPU: its UUID, a prefix of it, or its index in nvidia-smi; may be repeated
     #[arg(long = "gpu", value_name = "UUID|INDEX", requires = "daemon")]
     gpus: Vec<String>,
-    /// Drain the GPUs that have no result after this time, such as 90s or 30m [default: 10m]
+    /// Drain GPUs that have no result after this time, such as 90s or 30m [default: 10m]
     #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "daemon")]
     timeout: Option<Duration>,
     #[command(flatten)]
@@ -47,7 +47,7 @@ fn start_line(started: &ExamineReply) -> String {
     format!("examining GPU {}; jobs wait for it meanwhile", indices.join(", "))
 }
 
-/// No GPU has failed or was left without a result, and no check of the node has failed.
+/// Whether every examined GPU has passed, and no check of the node has failed.
 fn is_healthy(reply: &ExamineReply) -> bool {
     use ExaminationState::{Passed, Skipped};
     let is_fine = |gpu: &ExaminedGpu| matches!(gpu.state(), Passed | Skipped);
@@ -55,7 +55,7 @@ fn is_healthy(reply: &ExamineReply) -> bool {
     reply.gpus.iter().all(is_fine) && !reply.findings.iter().any(is_failure)
 }
 
-/// The findings as `xlaunch doctor` prints them, then the result of each GPU.
+/// Formats the findings as `xlaunch doctor` does, then the result of each GPU.
 fn table(reply: &ExamineReply) -> String {
     let mut out = String::new();
     for finding in &reply.findings {

@@ -14,9 +14,9 @@ use xlaunch_worker::huggingface::export::{self, ExportDtype, Exported};
 /// Options of `xlaunch export`.
 #[derive(Debug, Args)]
 pub(super) struct Export {
-    /// A checkpoint, a directory of checkpoints, or a run: its newest checkpoint
+    /// A checkpoint, or a directory of checkpoints or of a run (uses the newest valid checkpoint)
     checkpoint: PathBuf,
-    /// Directory to write, which must not exist or be empty
+    /// Directory to write; must be empty or not exist
     #[arg(long, short)]
     output: PathBuf,
     /// Layout of the directory
@@ -25,7 +25,7 @@ pub(super) struct Export {
     /// Element type of the weights
     #[arg(long, value_enum, default_value_t)]
     dtype: Dtype,
-    /// Tokenizer in place of the checkpoint's: bytes, gpt2 or the path of a tokenizer.json
+    /// Tokenizer to use instead of the checkpoint's: bytes, gpt2 or the path of a tokenizer.json
     #[arg(long, value_name = "NAME|FILE")]
     tokenizer: Option<String>,
     /// Replace an earlier export
@@ -45,7 +45,7 @@ enum Format {
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 enum Dtype {
-    /// As in the checkpoint
+    /// Unchanged from the checkpoint
     #[default]
     Fp32,
     /// Rounded; half the size
@@ -64,7 +64,7 @@ pub(super) fn run(options: Export) -> Result<ExitCode, QueryError> {
     exported.notes.iter().for_each(|note| print_note(&format!("warning: {note}")));
     if exported.tokenizer.is_none() {
         print_note(
-            "warning: no tokenizer files were written, as the tokenizer of the data is not known; name it with \
+            "warning: no tokenizer files were written, because the tokenizer of the data is not known; name it with \
              `--tokenizer gpt2|bytes|FILE.json`",
         );
     }

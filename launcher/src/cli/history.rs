@@ -18,7 +18,7 @@ pub(super) struct History {
     /// Only jobs of this user, by name or number
     #[arg(long, value_name = "USER")]
     user: Option<String>,
-    /// Only jobs that ended in this time, such as 12h or 7d, or since this UTC date, such as 2026-11-01
+    /// Only jobs that ended within this time, such as 12h or 7d, or since this UTC date, such as 2026-11-01
     #[arg(long, value_name = "TIME")]
     since: Option<String>,
     /// Show only the N newest jobs
@@ -47,7 +47,7 @@ pub(super) async fn run(options: History) -> Result<ExitCode, QueryError> {
     Ok(ExitCode::Done)
 }
 
-/// A time before `now`, or a date with or without a time of day, in milliseconds since 1970.
+/// Parses a time before `now`, or a date with or without a time of day. Returns milliseconds since 1970.
 fn unix_ms(text: &str, now: SystemTime) -> Result<u64, Refusal> {
     let date = humantime::parse_rfc3339_weak(text)
         .or_else(|_| humantime::parse_rfc3339_weak(&format!("{text} 00:00:00")));

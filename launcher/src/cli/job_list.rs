@@ -1,4 +1,4 @@
-//! Job numbers on the command line, one by one or as ranges, and calls for each of them.
+//! Job numbers on the command line, single or as ranges, and the results of calls for each of them.
 
 use xlaunch_proto::convert::scheduling::MAX_ARRAY_JOBS;
 use xlaunch_proto::exit::ExitCode;
@@ -8,17 +8,17 @@ use super::output::{QueryError, print, print_note};
 use crate::render::{job, text};
 use xlaunch_proto::refusal::Refusal;
 
-/// Longest range: the jobs of an array.
+/// Longest range: the maximum size of an array.
 const MAX_RANGE: u64 = MAX_ARRAY_JOBS as u64;
 
-/// The outcome of a call for several jobs.
+/// The results of a call for several jobs.
 #[derive(Debug)]
 pub(super) struct JobResults {
-    /// Jobs for which it succeeded.
+    /// Jobs for which the call succeeded.
     pub(super) jobs: Vec<Job>,
-    /// One line per job for which it failed.
+    /// One line per job for which the call failed.
     pub(super) errors: String,
-    /// That of the first error.
+    /// Exit code of the first error.
     pub(super) exit: ExitCode,
 }
 
@@ -44,7 +44,7 @@ impl JobResults {
         self.jobs.iter().map(line).collect()
     }
 
-    /// Prints errors, then the jobs: as JSON, or a line each.
+    /// Prints errors, then the jobs: as JSON, or one line per job.
     pub(super) fn print(&self, as_json: bool, line: impl Fn(&Job) -> String) -> Result<ExitCode, QueryError> {
         if !self.errors.is_empty() {
             print_note(&self.errors);
@@ -58,7 +58,7 @@ impl JobResults {
     }
 }
 
-/// The jobs that these words name: `7`, or `12-21` for a range.
+/// Returns the jobs named by these words: `7`, or `12-21` for a range.
 pub(super) fn job_numbers(words: &[String]) -> Result<Vec<u64>, Refusal> {
     let mut jobs = Vec::new();
     for word in words {

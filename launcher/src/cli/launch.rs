@@ -1,4 +1,4 @@
-//! A launch in the foreground, of the built-in trainer or of any command: from the command line to the exit code.
+//! Foreground launches of the built-in trainer or any command: from the parsed command line to the exit code.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -41,11 +41,11 @@ pub(crate) struct Launch {
     pub(super) config: PathBuf,
     /// Workers to start. Default: one per GPU, or 1 without GPUs.
     pub(super) nproc: Option<u32>,
-    /// `section.key=value`, in rising precedence.
+    /// Overrides `section.key=value`; later ones take precedence.
     pub(super) set: Vec<String>,
     /// `auto` for the newest checkpoint of this job, or the path of a checkpoint.
     pub(super) resume: Option<String>,
-    /// Check the job and report the memory that it needs, instead of starting it.
+    /// Whether to check the job and report the memory that it needs instead of starting it.
     pub(super) dry_run: bool,
 }
 
@@ -64,7 +64,7 @@ pub(super) async fn run(launch: &Launch, group: Option<&Nodes>) -> ExitCode {
         return refuse(&refusal);
     }
     if group.is_some() {
-        // `job.json` describes all nodes, which may differ in this.
+        // `job.json` is shared by all nodes, which may have different numbers of workers.
         spec.launch.nproc = None;
     }
     let place = Place { base: &BaseEnvironment::Own, group, declared: declared.as_ref() };
@@ -78,10 +78,10 @@ pub(super) async fn run(launch: &Launch, group: Option<&Nodes>) -> ExitCode {
     }
 }
 
-/// Where a job runs.
+/// The environment and the nodes of a job.
 #[derive(Clone, Copy)]
 pub(super) struct Place<'a> {
-    /// What the workers inherit.
+    /// Environment that the workers inherit.
     pub(super) base: &'a BaseEnvironment,
     /// The nodes, if there are several.
     pub(super) group: Option<&'a Nodes>,
@@ -98,9 +98,9 @@ impl Place<'_> {
 /// The result of a launch.
 pub(super) struct Ended {
     pub(super) exit: ExitCode,
-    /// It was stopped on request, and had not failed before.
+    /// The launch was stopped on request, and had not failed before.
     pub(super) stopped: bool,
-    /// The job goes on without this node, from the checkpoints that it has.
+    /// The job continues without this node, from the checkpoints that this node has.
     left_checkpoints: bool,
     /// The reason for the exit code, in one line.
     pub(super) reason: String,
@@ -108,7 +108,7 @@ pub(super) struct Ended {
     pub(super) rank: Option<u32>,
     /// The last status of all ranks.
     pub(super) status: StatusReply,
-    /// The most memory that all ranks together were seen to use.
+    /// Highest sampled memory use of all ranks together.
     pub(super) peak_memory_bytes: u64,
     /// Summary of the training, for stdout.
     pub(super) summary: String,
@@ -119,7 +119,7 @@ pub(super) struct Ended {
 }
 
 impl Ended {
-    /// There was nothing to do.
+    /// The result if there was nothing to do.
     fn without_a_run() -> Self {
         Self {
             exit: ExitCode::Done,
@@ -136,8 +136,8 @@ impl Ended {
     }
 }
 
-/// Trains. The run directory is created only after data and checkpoint have been validated: by `create`, with the id of
-/// the run, for a job that has one node.
+/// Trains. The run directory is created only after data and checkpoint have been validated. For a job with one node,
+/// `create` makes it, given the id of the run.
 pub(super) async fn train(
     spec: &JobSpec,
     placement: &Placement,
@@ -164,7 +164,7 @@ pub(super) async fn train(
     Ok(ended)
 }
 
-/// The model and the path of initial weights are those of node rank 0, which alone needs to have the weights.
+/// Takes the model and the path of initial weights from node rank 0: only that node needs to have the weights.
 fn as_completed(spec: &JobSpec, first: &Prepare) -> JobSpec {
     let mut spec = spec.clone();
     // Empty if the configuration is complete without files.
@@ -186,7 +186,7 @@ const CHECKPOINT_FILES: CheckpointFiles = CheckpointFiles {
     },
 };
 
-/// What a training job needs before its workers start.
+/// Everything that a training job needs before its workers start.
 struct Ready {
     spec: JobSpec,
     checks: Preflight,
@@ -212,7 +212,7 @@ fn ready(
     };
     checks.warnings.iter().for_each(|warning| print_line(format_args!("warning: {warning}")));
     if let (Some(checkpoint), Some(step)) = (&checks.resume_from, checks.complete) {
-        // Without a run: the newest one of the job stays the one that trained.
+        // No run is created, so the job's newest run remains the one that trained.
         let checkpoint = checkpoint.display();
         let message = format!(
             "nothing is left to train: checkpoint {checkpoint} has all {step} steps; raise `train.steps` to go on"
@@ -235,7 +235,7 @@ fn ready(
     Ok(Ready { spec, checks, run, buffers, parent, parent_dir })
 }
 
-/// Plans the memory of this node, before a checkpoint finds out that there is not enough of it.
+/// Plans the memory of this node in advance, so that a shortage does not show only at the first checkpoint.
 fn plan_memory(
     spec: &JobSpec,
     placement: &Placement,
@@ -292,7 +292,7 @@ async fn run_trainer(
     let (dir, logs) = (run.path.clone(), run.logs.clone());
     let (finished, results) = driver::run_trainer(plan, run, group).await.map_err(|error| failed(&error))?;
     let described = environment.map(|environment| environment.finish());
-    // The node that has rank 0 at the end, which may have been another one at the start.
+    // Written by the node that has rank 0 at the end. At the start that may have been another node.
     let summed_up = (finished.leads && !finished.left)
         .then(|| ending::write(&dir, &finished, start.elapsed().as_secs_f64()));
     for problem in [described, summed_up].into_iter().flatten().filter_map(Result::err) {
@@ -331,11 +331,11 @@ fn parent(checks: &Preflight) -> Option<Parent> {
     Some(Parent { run: parent.run.clone(), step: parent.step, checkpoint })
 }
 
-/// Directory of the run that wrote a checkpoint: the one that the checkpoint is in or, with `checkpoint.dir`, a run of
-/// this job.
+/// Returns the directory of the run that wrote a checkpoint: the one that contains the checkpoint or, with
+/// `checkpoint.dir`, a run of this job.
 fn find_run(checkpoint: &Path, run: &str, job_dir: &Path) -> Option<PathBuf> {
     let around = checkpoint.parent().and_then(Path::parent).map(Path::to_path_buf);
-    // A name from a file must not lead elsewhere.
+    // The name comes from a file, so it must not point outside the job's directory.
     let of_job = Path::new(run).file_name().map(|run| job_dir.join(run));
     [around, of_job].into_iter().flatten().find(|dir| dir.join("job.json").is_file())
 }
@@ -380,8 +380,8 @@ fn refuse_and_record(refusal: &Refusal) -> ExitCode {
     refuse(refusal)
 }
 
-/// Runs the workers of a command. `create` makes the directory of the run with this id; with the node's rank if there
-/// may be several.
+/// Runs the workers of a command. `create` makes the directory of the run, given its id and, if the job may have
+/// several nodes, the rank of this node.
 pub(super) async fn run_workers(
     spec: &ResolvedCommand,
     place: Place<'_>,
@@ -390,7 +390,7 @@ pub(super) async fn run_workers(
     let affinities = affinities(spec).map_err(|reason| Refusal::new(ExitCode::Usage, reason))?;
     let joining = join::join(place.group, Work::of_command(spec, place.spec()), notify).await?;
     let mut group = waiting::first_attempt(joining, workload::command::launch(spec), &notify).await?;
-    // The same on all nodes, whenever they join.
+    // All nodes use the same run id, whenever they join.
     let spec = ResolvedCommand { run_id: Some(group.run_id.clone()), ..spec.clone() };
     let node_rank = group.may_have_peers().then_some(group.first.node_rank);
     let run = match create(&spec, &group.run_id, node_rank, group.entry.take()) {
@@ -426,12 +426,12 @@ pub(super) fn prepare(
 ) -> Result<(JobSpec, Placement), Refusal> {
     let mut spec = load(launch, fill_in)?;
     let placement = devices::place(&spec, &Node::inspect())?;
-    // From here on the description has the actual number of workers: all ranks compare its digest.
+    // All ranks compare the digest of the description, so it must contain the actual number of workers.
     spec.launch.nproc = Some(placement.workers);
     Ok((spec, placement))
 }
 
-/// The job description from all layers of configuration and the data that it names, not yet placed on devices.
+/// Returns the job description from all layers of configuration and the data that it names, not yet placed on devices.
 pub(super) fn load(
     launch: &Launch,
     fill_in: impl FnOnce(&mut JobSpec) -> Result<(), FillInError>,
@@ -459,12 +459,12 @@ pub(super) fn load(
         FillInError::Invalid(invalid) => sources.error(&invalid).into(),
         FillInError::Refused(refusal) => refusal,
     })?;
-    // What was filled in follows the same rules.
+    // The filled-in values must obey the same rules.
     spec.check().map_err(|invalid| sources.error(&invalid))?;
     Ok(spec)
 }
 
-/// Says why nothing was started. Neither a stop nor a job that is done is an error.
+/// Prints why nothing was started. A stop and a job that is already done are not errors.
 pub(super) fn refuse(refusal: &Refusal) -> ExitCode {
     let is_error = !matches!(refusal.exit, ExitCode::Done | ExitCode::Stopped | ExitCode::Signal(_));
     let prefix = if is_error { "error" } else { "xlaunch" };

@@ -49,7 +49,7 @@ pub(super) async fn run(options: Logs) -> Result<ExitCode, QueryError> {
     Ok(ExitCode::Done)
 }
 
-/// Prints the log of a job unchanged, except another user's on a terminal: that is sanitized.
+/// Prints the log of a job unchanged, except that another user's log is sanitized on a terminal.
 async fn job_logs(mut daemon: DaemonClient, job: u64, request: LogsRequest) -> Result<(), QueryError> {
     if request.follow {
         daemon.wait_until_started(job).await?;
@@ -110,7 +110,7 @@ async fn launch_logs(target: &Launches, request: LogsRequest) -> Result<(), Quer
     Ok(())
 }
 
-/// Says what is missing in the log of the current attempt.
+/// Returns notes about bytes that are missing from the log of the current attempt.
 fn loss_notes(request: &LogsRequest, ranks: &[RankStatus]) -> Vec<String> {
     let name = if request.stream() == LogStream::Stderr { "stderr.log" } else { "stdout.log" };
     let rank = ranks.iter().find(|it| it.rank == request.rank);
@@ -119,13 +119,13 @@ fn loss_notes(request: &LogsRequest, ranks: &[RankStatus]) -> Vec<String> {
     };
     let LogLoss { lost_bytes: lost, rotated_bytes: rotated, reason, .. } = loss;
     let lost = (*lost > 0).then(|| format!("{lost} bytes of this log were lost: {}", escape(reason)));
-    // A user who has asked for the last lines does not miss them.
+    // Rotated bytes do not matter to a user who has asked for the last lines only.
     let is_whole = request.tail_lines.is_none() && *rotated > 0;
     let rotated = is_whole.then(|| format!("the first {rotated} bytes of this log were removed by rotation"));
     lost.into_iter().chain(rotated).collect()
 }
 
-/// Explains why nothing was printed: workers of the built-in trainer write only when something is wrong.
+/// Returns a note that explains an empty log: workers of the built-in trainer write only when something is wrong.
 fn empty_note(request: &LogsRequest, kind: JobKind, status: &str, metrics: Option<&Path>) -> Option<String> {
     if kind != JobKind::Trainer || request.tail_lines == Some(0) {
         return None;

@@ -1,14 +1,16 @@
-//! The command line: a subcommand, one file each, or a launch with torchrun's flags ([`torchrun`], [`mod@launch`]).
+//! The command line: subcommands, each in its own file, and launches with torchrun's flags ([`torchrun`],
+//! [`mod@launch`]).
 //!
 //! - `status`, `logs`, `stacks`, `stop`, `checkpoint`: call the agent of a launch or the daemon, see [`target`];
 //! - `submit`, `jobs`, `history`, `cancel`, `hold`, `release`, `reprioritise`, `node`, `top`, `drain`,
 //!   `doctor --daemon` ([`examine`]): call the daemon;
 //! - `data`: prepares text for training, [`mod@data`]; `export`: writes checkpoints as models; `generate`, `eval`: use
-//!   a trained model; `report`: training runs as a page;
-//! - `env`: what the engine of a launch on several nodes says, [`engine`];
-//! - `daemon`, `agent`, `rendezvous`: services; `bench`, `doctor`; `gen`: generated files for packages.
+//!   a trained model; `report`: writes a page about training runs;
+//! - `env`: shows what a launch on several nodes takes from its [`engine`];
+//! - `daemon`, `agent`, `rendezvous`: services; `bench`, `doctor`: measurements and checks; `gen`: generates files for
+//!   packages.
 //!
-//! Results go to stdout, everything else to stderr ([`output`]). Errors are messages for users with an exit code.
+//! Results go to stdout, everything else to stderr ([`output`]). An error is a message for the user and an exit code.
 
 mod agent;
 mod bench;
@@ -88,7 +90,7 @@ enum Subcommands {
     Submit(submit::Submit),
     /// List the daemon's jobs, the newest last
     Jobs(jobs::Jobs),
-    /// List jobs that have ended, with what they have used
+    /// List jobs that have ended, with their resource usage
     History(history::History),
     /// Remove jobs from the queue, or stop running ones
     Cancel(cancel::Cancel),
@@ -109,12 +111,12 @@ enum Subcommands {
     /// Run one job of a node's daemon
     #[command(hide = true)]
     Agent(agent::Agent),
-    /// Run the part of a launch over ssh that is this host's
+    /// Run this host's share of an ssh launch
     #[command(hide = true)]
     Remote(remote::Remote),
     /// Run the node's daemon
     Daemon(daemon::Daemon),
-    /// Coordinate the nodes of one job, outside of all of them
+    /// Run the coordinator of one job outside its nodes
     Rendezvous(rendezvous::Rendezvous),
     /// Prepare text for training, and show prepared data
     #[command(subcommand)]
@@ -122,7 +124,7 @@ enum Subcommands {
     /// Measure training, communication, launching and the device
     #[command(subcommand)]
     Bench(bench::Bench),
-    /// Write a checkpoint as a model that other programs load
+    /// Write a checkpoint as a model that other programs can load
     Export(export::Export),
     /// Check the node's GPUs: errors, clocks, links, results, rates
     Doctor(doctor::Doctor),
@@ -158,7 +160,7 @@ pub(crate) fn main() -> ExitCode {
     }
 }
 
-/// Runs what a command line without a subcommand launches.
+/// Runs a command line without a subcommand: a launch, or `--help` and the like.
 fn launch(name: Name, arguments: &[OsString]) -> ExitCode {
     torchrun::print_deprecated_flags(name, arguments);
     let scope = Scope::Nodes(&engine::of_this_process);
@@ -270,7 +272,7 @@ async fn dispatch(command: Subcommands) -> ExitCode {
         Run::Top(options) => top::run(options).await,
         Run::Drain(options) => drain::run(options).await,
         Run::Report(options) => report::run(&options),
-        // `main` runs it: what it launches has a command line of its own.
+        // Handled in `main`, because its arguments are a command line of their own.
         Run::Remote(_) => return ExitCode::Internal,
         Run::Gen(what) => r#gen::run(&what, command_definition()),
     })
@@ -295,7 +297,7 @@ fn subcommands() -> Vec<(String, String)> {
     shown.map(|command| (command.get_name().to_owned(), about(command))).collect()
 }
 
-/// The table for `--help`.
+/// The table of exit codes for `--help`.
 fn exit_codes() -> String {
     let lines = ExitCode::TABLE.iter().map(|(exit, meaning)| format!("  {:>3}  {meaning}\n", exit.code()));
     format!("Exit codes:\n{}  128+n  terminated by signal n\n", lines.collect::<String>())

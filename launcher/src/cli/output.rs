@@ -1,4 +1,4 @@
-//! Output of queries: answers to stdout, everything else to stderr.
+//! Output of queries: answers go to stdout, everything else to stderr.
 
 use std::io::{ErrorKind, Write};
 
@@ -13,7 +13,7 @@ use xlaunch_proto::refusal::Refusal;
 #[derive(Debug)]
 pub(super) enum QueryError {
     Refused(Refusal),
-    /// The reader of stdout has gone, as `head` does: not an error of the query.
+    /// The reader has closed stdout, as `head` does. This is not an error of the query.
     StdoutClosed,
 }
 
@@ -29,7 +29,7 @@ impl From<Refusal> for QueryError {
     }
 }
 
-/// The exit code of a query. An error is printed.
+/// Returns the exit code of a query, and prints its error.
 pub(super) fn finish(result: Result<ExitCode, QueryError>) -> ExitCode {
     match result {
         Ok(exit) => exit,
@@ -41,7 +41,7 @@ pub(super) fn finish(result: Result<ExitCode, QueryError>) -> ExitCode {
     }
 }
 
-/// Prints the whole answer to stdout. A reader who has gone does not change the exit code.
+/// Prints the whole answer to stdout. If the reader has closed stdout, the exit code is the same.
 pub(super) fn answer(text: &str, exit: ExitCode) -> ExitCode {
     match print(text.as_bytes()) {
         Err(QueryError::StdoutClosed) => exit,
@@ -55,7 +55,7 @@ pub(super) fn print_note(text: &str) {
     print_line(format_args!("{}", lines.join("\n")));
 }
 
-/// Prints what a job has left, which no reader needs to take.
+/// Prints the summary and the failure report of a job. Errors are ignored: the streams may be closed.
 pub(super) fn print_end(summary: &str, report: &str) {
     let mut stdout = std::io::stdout().lock();
     let _ = stdout.write_all(summary.as_bytes()).and_then(|()| stdout.flush());
@@ -82,7 +82,8 @@ pub(super) fn terminal_width() -> usize {
     size.map_or(usize::MAX, |size| size.ws_col.into())
 }
 
-/// Replaces the last answer on the terminal, which the first one clears.
+/// Returns `text` with the control sequences that replace the previous answer on the terminal; the `first` answer
+/// clears the screen.
 pub(super) fn redraw(text: &str, first: bool) -> String {
     if first { format!("\x1b[2J\x1b[H{text}") } else { format!("\x1b[H\x1b[J{text}") }
 }

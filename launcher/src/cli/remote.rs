@@ -9,14 +9,14 @@ use super::output::print_note;
 use super::torchrun::Name;
 use crate::ssh::remote;
 
-/// Arguments of `xlaunch remote`, which [`run`] reads itself: they are a command line of their own.
+/// Arguments of `xlaunch remote`. They are a complete command line, which [`run`] reads itself.
 #[derive(Debug, Args)]
 pub(super) struct Remote {
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     arguments: Vec<OsString>,
 }
 
-/// Becomes a launch, or runs one by `launch` if there are arguments.
+/// Without arguments, replaces this process by the launch described on stdin; with arguments, runs them with `launch`.
 pub(super) fn run(arguments: &[OsString], launch: impl FnOnce(Name, &[OsString]) -> ExitCode) -> ExitCode {
     let Some((name, arguments)) = arguments.split_first() else {
         let Err(refusal) = remote::become_launch();

@@ -1,5 +1,5 @@
-//! `xlaunch rendezvous`: a coordinator alone, outside of the nodes that train, so that a job survives the loss of any
-//! of them. It serves one job, and exits with its code.
+//! `xlaunch rendezvous`: a coordinator outside the nodes that train, so that a job survives the loss of any node. It
+//! serves one job, and exits with the job's exit code.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -21,16 +21,17 @@ use super::torchrun;
 #[derive(Debug, Args)]
 #[command(after_help = "Exit codes: that of the job; 143 after SIGTERM, 69 if the address cannot be used.")]
 pub(super) struct Rendezvous {
-    /// Name or address of this host that the nodes reach, and a port [default port: 29400]
+    /// Name or address at which the nodes reach this host, and a port [default port: 29400]
     #[arg(long, value_name = "HOST[:PORT]", value_parser = endpoint)]
     listen: Endpoint,
-    /// Id of the job: launches with another one are refused
+    /// Id of the job; launches with another id are refused
     #[arg(long, value_name = "ID")]
     rdzv_id: Option<String>,
-    /// File with the token that all nodes have, 16 bytes or more [env: XLAUNCH_TOKEN, the token itself]
+    /// File with the token of the job, at least 16 bytes and the same on all nodes [env: XLAUNCH_TOKEN, the token
+    /// itself]
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// Plain TCP without authentication, for a trusted network
+    /// Use plain TCP without authentication, for a trusted network
     #[arg(long, conflicts_with = "token_file")]
     rdzv_insecure: bool,
 }
@@ -78,7 +79,7 @@ fn spec(options: Rendezvous) -> Result<GroupSpec, Refusal> {
              turns on TLS"
         ));
     }
-    // How many nodes there are is for their agents to say.
+    // The agents of the nodes bring the actual numbers.
     let nodes = NodeCount { min: 1, max: 1 };
     let spec = GroupSpec { run_id: rdzv_id, ..GroupSpec::new(nodes, Backend::Dynamic, listen, security) };
     spec.check().map_err(|error| usage(error.to_string()))?;
@@ -100,7 +101,7 @@ fn usage(message: String) -> Refusal {
     Refusal::new(ExitCode::Usage, message)
 }
 
-/// The job's exit code; that of a command means what its program likes.
+/// Converts the job's exit code. A command's exit codes are its own, so they need not be in the table.
 fn exit(code: Option<u32>) -> ExitCode {
     let Some(code) = code.and_then(|code| u8::try_from(code).ok()) else { return ExitCode::Internal };
     ExitCode::from_code(code.into()).unwrap_or(ExitCode::Worker(code))

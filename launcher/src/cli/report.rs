@@ -17,10 +17,10 @@ pub(super) struct Report {
     /// Directories of runs or of jobs (their newest run), or files such as `metrics.jsonl`; at most 8
     #[arg(value_name = "RUN", required = true)]
     runs: Vec<PathBuf>,
-    /// Write the page to this file; an older report is replaced, another file is not
+    /// File to write the page to; replaces an older report, but no other file
     #[arg(long, short, value_name = "FILE", default_value = "report.html")]
     output: PathBuf,
-    /// Print the figures as JSON, and write no page
+    /// Print the figures as JSON instead of writing a page
     #[arg(long, conflicts_with = "output")]
     json: bool,
 }
@@ -44,7 +44,7 @@ pub(super) fn run(options: &Report) -> Result<ExitCode, QueryError> {
     Ok(ExitCode::Done)
 }
 
-/// Nothing but a report is replaced: a name in place of another one must not cost a file.
+/// Refuses to replace anything but a report, so that a mistyped name does not destroy a file.
 fn check_output(path: &Path) -> Result<(), Refusal> {
     let refuse = |problem: &str| {
         let message = format!("{}: {problem}; choose another --output", path.display());
@@ -67,7 +67,7 @@ fn check_output(path: &Path) -> Result<(), Refusal> {
     }
 }
 
-/// Writes a file that is complete or remains as it was.
+/// Writes a file atomically: it is complete, or unchanged.
 fn write(path: &Path, text: &str) -> io::Result<()> {
     let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let mut file = tempfile::Builder::new().permissions(readable()).tempfile_in(dir)?;
@@ -76,7 +76,7 @@ fn write(path: &Path, text: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// The mode of an ordinary file, before the umask: temporary ones are private.
+/// Returns the mode of an ordinary file, before the umask; temporary files are private by default.
 fn readable() -> std::fs::Permissions {
     std::os::unix::fs::PermissionsExt::from_mode(0o666)
 }

@@ -1,5 +1,5 @@
-//! `--resume` in another directory than the job's: its runs are below the working directory by default, so a job that
-//! is started elsewhere would not find them, and begin again.
+//! `--resume` in a different directory than before: by default, runs are below the working directory, so a job that is
+//! started elsewhere would not find them, and would start again from step 1.
 
 use std::path::{Path, PathBuf};
 
@@ -37,7 +37,7 @@ pub(super) fn check(config: &Path, spec: &JobSpec) -> Result<(), Refusal> {
     ))
 }
 
-/// The newest checkpoint of any run of a job.
+/// Returns the newest checkpoint of any run of a job.
 fn newest_run(job_dir: &Path) -> Option<PathBuf> {
     let entries = fs_err::read_dir(job_dir).ok()?.flatten();
     // Not the link `latest`.

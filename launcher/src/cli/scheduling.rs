@@ -1,4 +1,4 @@
-//! The options of `xlaunch submit` that say when a job runs and what it reserves.
+//! The options of `xlaunch submit` that control when a job runs and what it reserves.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use xlaunch_proto::convert::scheduling::MAX_ARRAY_JOBS;
 use xlaunch_proto::quantities::{parse_bytes, parse_time};
 use xlaunch_proto::v1::{Dependency, DependencyCondition, SubmitRequest, WarningSignal};
 
-/// Seconds before the time limit at which the signal is sent, unless the option says so.
+/// Default number of seconds before the time limit at which the signal is sent.
 const DEFAULT_WARNING_SECONDS: u64 = 60;
 
 #[derive(Debug, Default, Args)]
@@ -16,7 +16,7 @@ pub(super) struct Scheduling {
     /// Do not start the job before `xlaunch release`
     #[arg(long)]
     hold: bool,
-    /// Longest run time, such as 30m, 4h, 1h30m, 2d, HH:MM:SS or D-HH:MM:SS; then the job is stopped
+    /// Time limit, after which the job is stopped: 30m, 4h, 1h30m, 2d, HH:MM:SS or D-HH:MM:SS
     #[arg(long, value_name = "TIME", value_parser = parse_time)]
     time: Option<Duration>,
     /// Signal to send to the workers before the time limit [default of SECONDS: 60]
@@ -31,15 +31,15 @@ pub(super) struct Scheduling {
     /// Start after these jobs have ended: ok (done; the default), any, or fail; may be repeated
     #[arg(long, value_name = "JOB[:ok|any|fail],...", value_delimiter = ',', value_parser = parse_dependency)]
     after: Vec<Dependency>,
-    /// Submit one job per index, such as 0-9 or 0,3,7-9; %N runs at most N of them at a time
+    /// Submit one job per index, such as 0-9 or 0,3,7-9; with %N, at most N of them run at a time
     #[arg(long, value_name = "INDICES[%N]", value_parser = parse_array, conflicts_with = "wait")]
     array: Option<Array>,
-    /// Queue the job again if it is lost, as in a reboot; training resumes from its newest checkpoint
+    /// Queue the job again if it is lost, for example in a reboot; training resumes from its newest checkpoint
     #[arg(long)]
     requeue: bool,
 }
 
-/// The indices of an array, and how many of its jobs run at a time (0: all).
+/// The indices of an array, and the number of its jobs that may run at a time (0: all).
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Array {
     indices: Vec<u32>,
@@ -47,7 +47,7 @@ struct Array {
 }
 
 impl Scheduling {
-    /// The request with these options.
+    /// Returns the request with these options.
     pub(super) fn apply(&self, request: SubmitRequest) -> SubmitRequest {
         let (indices, parallel) = match &self.array {
             Some(array) => (array.indices.clone(), array.parallel),

@@ -30,7 +30,7 @@ pub(super) async fn run(options: Stacks) -> Result<ExitCode, QueryError> {
         Server::Daemon(mut daemon, id) => daemon.stacks(id, request).await?,
         Server::Agents(launches) => {
             let launch = launches.one().await?;
-            // Debuggers take as long as the limit of other calls.
+            // Debuggers may take as long as the time limit of other calls.
             let mut agent = launches::connect_without_call_timeout(&launch).await?;
             let failed = |status| launches::call_error(&launch, &status);
             let mut replies = agent.stacks(request).await.map_err(failed)?.into_inner();

@@ -28,12 +28,12 @@ pub(super) struct Status {
     /// Print JSON; with --watch, one line per update
     #[arg(long)]
     json: bool,
-    /// Print nothing, and exit with 0 only if workers run here, or this node is a spare
+    /// Print nothing, and exit with 0 only if workers run here or this node is a spare
     ///
-    /// For readiness probes. The exit code is 0 if the workers of a launch on this host run; those of a training job
-    /// have then joined the ranks of all nodes. It is 0 as well if the launch is a spare of a job on several nodes and
-    /// is connected to the coordinator. Otherwise it is 1, with one line on stderr that says why: there is no launch,
-    /// it is starting or waits for other nodes, is between two attempts, is stopping, or has ended.
+    /// For readiness probes. The exit code is 0 if the workers of a launch on this host are running and, for a training
+    /// job, all ranks of all nodes have joined. It is also 0 if the launch is a spare of a job on several nodes and is
+    /// connected to the coordinator. Otherwise it is 1, and one line on stderr gives the reason: there is no launch, or
+    /// the launch is starting, waiting for other nodes, between two attempts, stopping, or has ended.
     #[arg(long, conflicts_with_all = ["watch", "json"])]
     ready: bool,
 }
@@ -50,7 +50,7 @@ pub(super) async fn run(options: Status) -> Result<ExitCode, QueryError> {
     Ok(ExitCode::Done)
 }
 
-/// Whether workers run here, as the exit code.
+/// Checks whether workers run here, and returns the exit code.
 async fn ready(target: Target) -> Result<ExitCode, QueryError> {
     let (mut ready, mut why) = (false, Vec::new());
     match target.server("status").await? {
@@ -81,7 +81,7 @@ async fn ready(target: Target) -> Result<ExitCode, QueryError> {
     }
 }
 
-/// Prints updates in the form that was asked for.
+/// Prints updates in the requested form.
 struct Output {
     watch: Option<Duration>,
     json: bool,
@@ -143,7 +143,7 @@ async fn show_launches(target: &Launches, output: &mut Output) -> Result<(), Que
     }
 }
 
-/// The launches that answered.
+/// Returns the launches that answered, as JSON.
 fn list_as_json(replies: &[(String, Result<StatusReply, String>)]) -> serde_json::Value {
     replies.iter().filter_map(|(_, reply)| reply.as_ref().ok()).map(json::status).collect()
 }

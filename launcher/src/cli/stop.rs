@@ -21,7 +21,7 @@ pub(super) struct Stop {
     wait: bool,
 }
 
-/// How often a launch is checked that is stopping.
+/// Interval between checks of a stopping launch.
 const WAIT_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 pub(super) async fn run(options: Stop) -> Result<ExitCode, QueryError> {

@@ -3,8 +3,8 @@
 //! ```text
 //! arguments --split--> options of submit, command line of the launch --work--> SubmitRequest --> daemon
 //! ```
-//! The launch's command line is parsed here, in the user's environment, so that mistakes are reported at once. What
-//! depends on GPUs is for the daemon to decide.
+//! The launch's command line is parsed here, in the user's environment, so that mistakes are reported at once. The
+//! daemon decides everything that depends on GPUs.
 
 use std::ffi::OsString;
 use std::hash::{BuildHasher, RandomState};
@@ -27,7 +27,7 @@ use xlaunch_agent::command;
 use xlaunch_proto::labels::node_job_state;
 use xlaunch_proto::refusal::Refusal;
 
-/// The daemon refuses larger environments.
+/// Maximum size of the environment: the daemon refuses larger ones.
 const MAX_ENVIRONMENT_BYTES: usize = 256 << 10;
 /// Variables that a launch sets for its workers. A job submitted by a worker must not inherit them.
 const WORKER_VARIABLES: [&str; 24] = [
@@ -86,13 +86,13 @@ pub(super) struct Submit {
     wait: bool,
     #[command(flatten)]
     daemon: DaemonAddress,
-    /// What to launch, with its flags and arguments; starts at the first word that is not one of these options
+    /// Command line of the launch; starts at the first word that is not one of these options
     #[arg(value_name = "TARGET", required = true, num_args = 1.., allow_hyphen_values = true)]
     target: Vec<OsString>,
 }
 
-/// Inserts `--` before the launch's command line, so that clap leaves its flags alone. `takes_value` knows the options
-/// of `submit`.
+/// Inserts `--` before the launch's command line, so that clap does not interpret its flags. `takes_value` says whether
+/// an option of `submit` takes a value, and is `None` for anything else.
 pub(super) fn split(arguments: &[OsString], takes_value: impl Fn(&str) -> Option<bool>) -> Vec<OsString> {
     let mut own = 0;
     while let Some(argument) = arguments.get(own).and_then(|argument| argument.to_str()) {
@@ -153,7 +153,7 @@ fn submitted_array(first: u64, last: u64, jobs: &[Job], as_json: bool) -> String
     }
 }
 
-/// What the launch's command line asks for.
+/// The meaning of the launch's command line.
 #[derive(Debug)]
 enum Parsed {
     Work(Work),
@@ -216,13 +216,13 @@ fn request(options: &Submit, work: Work) -> Result<SubmitRequest, Refusal> {
     Ok(options.scheduling.apply(request))
 }
 
-/// A random id: `RandomState` has random keys.
+/// Returns a random id, from the random keys of `RandomState`.
 fn request_id() -> String {
     let word = || RandomState::new().hash_one((std::process::id(), std::time::SystemTime::now()));
     format!("{:016x}{:016x}", word(), word())
 }
 
-/// The job's environment, each variable as `NAME=VALUE`.
+/// Returns the job's environment, each variable as `NAME=VALUE`.
 fn environment(variables: impl Iterator<Item = (OsString, OsString)>) -> Result<Vec<Vec<u8>>, String> {
     let is_left_out =
         |name: &OsString| [env::SCOPE, env::TOKEN].iter().chain(&WORKER_VARIABLES).any(|known| name == known);
@@ -266,7 +266,7 @@ async fn wait(daemon: &mut DaemonClient, id: u64, quiet: bool) -> Result<Job, Qu
     Ok(ended)
 }
 
-/// The job's own exit code, or one for its state if it never ran.
+/// Returns the job's own exit code, or one for its state if it never ran.
 fn exit_code(job: &Job) -> ExitCode {
     // A job at its time limit has failed, even if its workers exited with 0.
     if let Some(code) = job.exit_code.filter(|code| *code != 0 || job.state() == NodeJobState::Done) {

@@ -1,5 +1,5 @@
-//! What `JOB` names in `status`, `logs`, `stacks`, `stop` and `checkpoint`: a plain number is a job of the daemon if a
-//! daemon is listening; anything else names a running launch.
+//! The argument `JOB` of `status`, `logs`, `stacks`, `stop` and `checkpoint`: a plain number is a job of the daemon if
+//! a daemon is listening; anything else names a running launch.
 
 use std::path::{Path, PathBuf};
 
@@ -21,25 +21,25 @@ pub(super) struct Target {
     daemon: DaemonAddress,
 }
 
-/// Who answers for a target.
+/// The server that answers for a target.
 pub(super) enum Server {
     /// The daemon, for the job of this number.
     Daemon(DaemonClient, u64),
-    /// The agents of the launches that are named.
+    /// The agents of the named launches.
     Agents(Launches),
 }
 
-/// Launches that are still to be looked up.
+/// Launches that have not been looked up yet.
 pub(super) struct Launches {
     run: Option<PathBuf>,
     /// The subcommand that looks for them, for messages.
     command: &'static str,
-    /// Why no daemon was asked, although the target is a number: explains why nothing was found.
+    /// Why no daemon could be asked although the target is a number. It explains why nothing was found.
     no_daemon: Option<String>,
 }
 
 impl Target {
-    /// Finds out who answers `xlaunch COMMAND`.
+    /// Returns the server that answers `xlaunch COMMAND`.
     pub(super) async fn server(self, command: &'static str) -> Result<Server, QueryError> {
         let launches = |no_daemon| Server::Agents(Launches { run: self.run.clone(), command, no_daemon });
         let Some(job) = self.run.as_deref().and_then(Path::to_str).and_then(|run| run.parse().ok()) else {
@@ -54,7 +54,7 @@ impl Target {
 }
 
 impl Launches {
-    /// All launches that are meant. Never empty.
+    /// Looks up all launches that the target names. The result is never empty.
     pub(super) async fn all(&self) -> Result<Vec<Running>, QueryError> {
         launches::find_all(self.run.as_deref(), self.command).await.map_err(|message| self.explain(message))
     }

@@ -56,7 +56,7 @@ async fn run(options: Update, request: impl Fn(u64) -> UpdateRequest) -> Result<
     results.print(options.json, |job| updated(job, is_held))
 }
 
-/// `held`: what was asked for; `None` for a new priority.
+/// Returns the message about an updated job. `held` is the requested state; `None` if the priority was changed.
 fn updated(job: &Job, held: Option<bool>) -> String {
     let id = job.id;
     match held {

@@ -30,17 +30,18 @@ pub(in crate::cli) struct Prepare {
     /// Directory to write; must be new, empty, or left by an interrupted preparation
     #[arg(long, value_name = "DIR")]
     output: PathBuf,
-    /// Where documents end in text: with the file, with the line, or at a separator, in which \n and \t can be written
+    /// Where documents end in text files: at the end of the file, of each line, or at a separator (may contain \n and
+    /// \t)
     #[arg(long, value_name = "file|line|SEPARATOR", default_value = "file")]
     documents: String,
-    /// Field or column that holds the text of JSON, CSV and Parquet; other inputs are read as JSONL, too, if it is
-    /// given [default: text]
+    /// Field or column with the text in JSON, CSV and Parquet; if given, inputs of unknown type are read as JSONL
+    /// [default: text]
     #[arg(long, visible_alias = "column", value_name = "NAME")]
     field: Option<String>,
-    /// Token that starts each document, as it ends the text before, or `none` [default: as the tokenizer's files say]
+    /// End-of-text token, written at the start of each document, or `none` [default: from the tokenizer's files]
     #[arg(long, value_name = "TOKEN")]
     eot: Option<String>,
-    /// Start documents with the token that begins a sequence: as the tokenizer's template does, always, or never
+    /// Whether documents start with the beginning-of-sequence token: as in the tokenizer's template, always, or never
     #[arg(long, value_name = "auto|always|never", default_value = "auto")]
     bos: BosChoice,
     /// Share of documents to hold out for validation

@@ -1,5 +1,5 @@
-//! LSF and PBS: a list of hosts with one entry per slot, in which this host finds its rank by its own name. Slots of a
-//! host that is listed more than once add up to one node.
+//! LSF and PBS: a list of hosts with one entry per slot. This host's rank is the position of its own name, and several
+//! entries for a host make up one node.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ pub(super) fn lsf(host: &Host<'_>) -> Result<Option<Allocation>, String> {
     let file = host.text("LSB_DJOB_HOSTFILE")?.map(|file| read(host, "LSB_DJOB_HOSTFILE", &file));
     let listed = match (file, host.text("LSB_MCPU_HOSTS")?) {
         (Some(Ok(list)), _) => Listed { list, every: 1, variable: "LSB_DJOB_HOSTFILE" },
-        // Names and numbers of slots in turn. A container may have the variables, but not the file.
+        // Alternating names and numbers of slots. A container may have the variables, but not the file.
         (_, Some(list)) => Listed { list, every: 2, variable: "LSB_MCPU_HOSTS" },
         (Some(Err(problem)), None) => return Err(problem),
         (None, None) => return Ok(None),
@@ -38,13 +38,13 @@ fn read(host: &Host<'_>, variable: &str, file: &str) -> Result<String, String> {
 /// A list of hosts.
 struct Listed {
     list: String,
-    /// Every how many words there is a host.
+    /// Number of words per entry; the first one is the host.
     every: usize,
-    /// The variable that has or names it.
+    /// The variable that contains the list, or names its file.
     variable: &'static str,
 }
 
-/// `number` is this node's rank where its name is not in the list.
+/// Returns this node's place in the list. `number` is its rank if its name is not in the list.
 fn allocation(
     host: &Host<'_>,
     engine: &'static str,
@@ -75,7 +75,7 @@ fn allocation(
     })
 }
 
-/// The hosts without repetitions, in order.
+/// Returns the hosts without repetitions, in order.
 fn distinct(listed: &Listed) -> Result<Vec<&str>, String> {
     let Listed { list, every, variable } = listed;
     if list.len() > MAX_HOSTS_BYTES {
@@ -90,7 +90,7 @@ fn distinct(listed: &Listed) -> Result<Vec<&str>, String> {
     }
 }
 
-/// A host's name without its domain. An address stays as it is.
+/// Returns a host's name without its domain. Addresses are not changed.
 fn short(name: &str) -> &str {
     let is_address = name.parse::<std::net::IpAddr>().is_ok();
     if is_address { name } else { name.split('.').next().unwrap_or(name) }

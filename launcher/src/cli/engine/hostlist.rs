@@ -1,25 +1,25 @@
 //! Slurm's compressed lists of hosts: `login,gpu[001-003,7],rack[0-1]n[0-3]`.
 //!
-//! Invariants: an item's hosts are counted before the first of them is written; whatever the text, there are at most
-//! [`MAX_NODES`] hosts with names of at most [`MAX_NAME_BYTES`]. Brackets do not nest, so there is no recursion.
+//! Invariants: an item's hosts are counted before they are expanded, so that any text yields at most [`MAX_NODES`]
+//! hosts with names of at most [`MAX_NAME_BYTES`]. Brackets do not nest, so there is no recursion.
 
 use xlaunch_proto::command::MAX_NODES;
 
 use super::MAX_HOSTS_BYTES;
 
-/// Longest name of a host in DNS.
+/// Maximum length of a host name in DNS.
 const MAX_NAME_BYTES: usize = 253;
-/// Longest number in a range: it fits into 64 bits.
+/// Maximum number of digits in a range, so that a number fits into 64 bits.
 const MAX_DIGITS: usize = 18;
 
 /// A part of a host's name.
 enum Part<'a> {
     Text(&'a str),
-    /// First and last number, and the least number of digits.
+    /// Ranges: first number, last number, and minimum number of digits.
     Numbers(Vec<(u64, u64, usize)>),
 }
 
-/// The hosts in the order of the list.
+/// Returns the hosts in the order of the list.
 pub(super) fn expand(list: &str) -> Result<Vec<String>, String> {
     if list.len() > MAX_HOSTS_BYTES {
         return Err(format!("the list of hosts is longer than {MAX_HOSTS_BYTES} bytes"));
@@ -81,7 +81,7 @@ fn name(text: &str) -> Result<Part<'_>, String> {
     if valid { Ok(Part::Text(text)) } else { Err("expected names of hosts such as gpu[0-3,7]".into()) }
 }
 
-/// `N` or `FIRST-LAST`. `08` sets the least number of digits to two.
+/// Parses `N` or `FIRST-LAST`. `08` sets the minimum number of digits to two.
 fn range(text: &str) -> Result<(u64, u64, usize), String> {
     let number = |digits: &str| {
         let valid = digits.len() <= MAX_DIGITS && digits.bytes().all(|byte| byte.is_ascii_digit());
@@ -94,7 +94,7 @@ fn range(text: &str) -> Result<(u64, u64, usize), String> {
     }
 }
 
-/// How many hosts an item has; `None` if they overflow.
+/// Returns the number of hosts of an item; `None` if it overflows.
 fn count(parts: &[Part<'_>]) -> Option<u64> {
     parts.iter().try_fold(1_u64, |hosts, part| match part {
         Part::Text(_) => Some(hosts),
@@ -107,7 +107,7 @@ fn count(parts: &[Part<'_>]) -> Option<u64> {
     })
 }
 
-/// Length of the longest name.
+/// Returns the length of the longest name.
 fn length(parts: &[Part<'_>]) -> usize {
     let digits = |(_, last, width): &(u64, u64, usize)| last.to_string().len().max(*width);
     let part = |part: &Part<'_>| match part {
@@ -177,13 +177,13 @@ mod tests {
             assert!(expand(list).unwrap_err().contains("more than 65536 hosts"), "{list}");
         }
         assert_eq!(expand("n[0-65535]").unwrap().len(), 65_536);
-        // Each host would repeat a long name.
+        // Every one of the many hosts would have a long name.
         let long = format!("{}[0-65535]", "x".repeat(300));
         assert!(expand(&long).unwrap_err().contains("longer than 253 bytes"));
         assert!(expand(&"n,".repeat(600_000)).unwrap_err().contains("longer than 1048576 bytes"));
     }
 
-    /// A list as Slurm writes it: consecutive numbers of one prefix in brackets.
+    /// Formats a list as Slurm does: consecutive numbers of one prefix in brackets.
     fn compress(hosts: &[(String, Vec<(u32, u32)>)]) -> String {
         let item = |(prefix, ranges): &(String, Vec<(u32, u32)>)| {
             let ranges = ranges.iter().map(|(first, more)| match more {

@@ -1,7 +1,7 @@
 //! Kubernetes: the index of this pod in its Indexed Job.
 //!
-//! There is no variable for the number of pods or the address of the first one, so the manifest gives them, as flags or
-//! as `PET_NNODES` and `PET_RDZV_ENDPOINT`. Kubeflow Trainer sets `PET_*` itself.
+//! No variable has the number of pods or the address of the first one, so the manifest sets them, as flags or as
+//! `PET_NNODES` and `PET_RDZV_ENDPOINT`. Kubeflow Trainer sets `PET_*` itself.
 
 use super::{Allocation, Host};
 

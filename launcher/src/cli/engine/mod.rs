@@ -5,11 +5,11 @@
 //! variables, host file, host name --detect--> Allocation --torchrun/group (flags and PET_* first)--> GroupSpec
 //! ```
 //! Invariants:
-//! - what an engine does not say is missing from its allocation, never guessed; only an engine that knows the number of
-//!   nodes makes a launch span several nodes by itself;
-//! - an engine whose variables are there but cannot work is an error that says what to do, never a job of one node;
+//! - a value that the engine does not provide is absent from its allocation, never guessed; without flags, a launch
+//!   spans several nodes only if the engine knows their number;
+//! - if an engine's variables exist but are unusable, the error says what to do; the job never falls back to one node;
 //! - all nodes of a job derive the same first host, ports and run id;
-//! - texts of the engine are bounded before anything is allocated for them.
+//! - the size of the engine's texts is checked before anything is allocated for them.
 
 mod host_files;
 mod hostlist;
@@ -28,24 +28,24 @@ use xlaunch_agent::devices::host_name;
 use xlaunch_proto::command::{MAX_ENDPOINT_PORTS, MAX_NODES};
 use xlaunch_proto::env;
 
-/// Longest list of hosts, in a variable or a file.
+/// Maximum size of a list of hosts, in a variable or a file.
 const MAX_HOSTS_BYTES: usize = 1 << 20;
-/// Ports that are derived from a job's id: below the range from which Linux takes ports of clients.
+/// Range of the ports derived from a job's id: below the ephemeral ports of Linux.
 const PORTS: std::ops::Range<u64> = 20_000..30_000;
-/// munged's socket.
+/// Socket of munged.
 pub(super) const MUNGE_SOCKET: &str = "/run/munge/munge.socket.2";
 
-/// What detection reads of this process and host.
+/// The properties of this process and host that detection reads.
 pub(super) struct Host<'a> {
     pub(super) environment: &'a dyn Fn(&str) -> Option<OsString>,
-    /// The text of a host file.
+    /// Reads a host file.
     pub(super) read: &'a dyn Fn(&Path) -> Result<String, String>,
     pub(super) name: &'a str,
     /// Whether munged runs here.
     pub(super) munge: bool,
 }
 
-/// A value, and where it comes from: `--nnodes 2`, `PET_NNODES=2`, `SLURM_STEP_NUM_NODES=2`.
+/// A value with its source: `--nnodes 2`, `PET_NNODES=2`, `SLURM_STEP_NUM_NODES=2`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Sourced<T> {
     pub(super) value: T,
@@ -53,7 +53,7 @@ pub(super) struct Sourced<T> {
 }
 
 impl<T> Sourced<T> {
-    /// Another form of the value.
+    /// Converts the value and keeps the source.
     pub(super) fn map<U>(&self, change: impl FnOnce(&T) -> U) -> Sourced<U> {
         Sourced { value: change(&self.value), source: self.source.clone() }
     }
@@ -70,12 +70,12 @@ pub(super) struct Allocation {
     /// The host of node rank 0, and the ports to try there.
     pub(super) endpoint: Option<Sourced<(String, Vec<u16>)>>,
     pub(super) run_id: Option<Sourced<String>>,
-    /// Whether munge can stand in for a token.
+    /// Whether munge can replace a token.
     pub(super) munge: bool,
 }
 
 impl Allocation {
-    /// Whether SIGTERM to one of the launches says that the engine takes its node away, and will start it again.
+    /// Whether SIGTERM to one of the launches means that the engine removes its node and will start it again.
     pub(super) fn preempts_by_sigterm(&self) -> bool {
         self.engine == kubernetes::NAME
     }
@@ -91,17 +91,17 @@ pub(super) fn of_this_process() -> Result<Option<Allocation>, String> {
     })
 }
 
-/// Detects the engine; `None` outside any.
+/// Detects the engine; `None` if there is none.
 ///
 /// # Errors
-/// There is an engine, but it cannot give this launch its place: what is wrong, and what to do.
+/// There is an engine, but its variables do not place this launch. The message says why, and what to do.
 pub(super) fn detect(host: &Host<'_>) -> Result<Option<Allocation>, String> {
-    // A launch in a worker of another one inherits the variables of an engine that did not start it.
+    // A launch in a worker of another launch inherits the variables of an engine that did not start it.
     if host.text(env::SCOPE)?.is_some() {
         return Ok(None);
     }
     if let Some(mpi) = mpi::detect(host)? {
-        // mpirun knows how many and which; a host file of the engine below it knows where.
+        // mpirun knows the number of nodes and the rank; the host file of the engine around it has the host names.
         let files = [host_files::lsf(host)?, host_files::pbs(host)?].into_iter().flatten().next();
         let same = |files: &Allocation| counts(files) == counts(&mpi);
         return Ok(Some(files.filter(same).unwrap_or(mpi)));
@@ -118,8 +118,8 @@ fn counts(allocation: &Allocation) -> Option<u32> {
     allocation.nodes.as_ref().map(|nodes| nodes.value)
 }
 
-/// The same for all nodes of a job, and different for jobs that share a host: the coordinator listens on the first that
-/// is free.
+/// Returns the ports for a job's coordinator, which listens on the first free one. They are the same on all nodes of a
+/// job, and differ between jobs that share a host.
 fn ports(job: &str) -> Vec<u16> {
     // FNV-1a, then splitmix64 for each port.
     let seed = job.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
@@ -153,7 +153,7 @@ fn read_hosts(path: &Path) -> Result<String, String> {
 }
 
 impl Host<'_> {
-    /// The value of a variable. An empty one counts as unset.
+    /// Returns the value of a variable. An empty one counts as unset.
     fn text(&self, name: &str) -> Result<Option<String>, String> {
         let value = (self.environment)(name).filter(|value| !value.is_empty());
         value.map(|value| value.into_string().map_err(|_| format!("{name}: expected UTF-8"))).transpose()
@@ -166,7 +166,7 @@ impl Host<'_> {
         Ok(Some(Sourced { value, source }))
     }
 
-    /// The same for a variable without which the engine's others cannot be used.
+    /// Returns the value of a variable that the engine must set; otherwise an error says what is missing.
     fn required<T: FromStr>(&self, name: &str, engine: &str) -> Result<Sourced<T>, String> {
         self.number(name)?.ok_or_else(|| {
             format!(
@@ -176,7 +176,7 @@ impl Host<'_> {
         })
     }
 
-    /// Those of these variables that are set.
+    /// Returns the variables among `names` that are set.
     fn variables(&self, names: &[&'static str]) -> Vec<(&'static str, String)> {
         let value = |name| (self.environment)(name).filter(|value| !value.is_empty());
         names
@@ -186,7 +186,7 @@ impl Host<'_> {
     }
 }
 
-/// The number of nodes and this node's rank, if they fit together.
+/// Checks that this node's rank is below the number of nodes.
 fn check_place(nodes: &Sourced<u32>, rank: &Sourced<u32>) -> Result<(), String> {
     let count = nodes.value;
     if count == 0 || count > MAX_NODES {

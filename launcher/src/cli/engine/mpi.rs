@@ -1,5 +1,5 @@
-//! Open MPI's `mpirun`: the rank of this process, one per node. There is no list of hosts, so the address of the
-//! coordinator is a flag's.
+//! Open MPI's `mpirun`: the rank of this process, one per node. There is no list of hosts, so a flag gives the address
+//! of the coordinator.
 
 use super::{Allocation, Host, check_place};
 

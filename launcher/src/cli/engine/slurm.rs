@@ -1,13 +1,13 @@
 //! Slurm: the place of this task in its step, from the step's variables alone. `scontrol` does not exist in containers.
 //!
-//! A batch script has `SLURM_NNODES=N` and `SLURM_NODEID=0` without being a task on every node: only `SLURM_STEP_*`
-//! count. `SLURM_LAUNCH_NODE_IPADDR` is the host of `srun`, not that of node rank 0.
+//! A batch script has `SLURM_NNODES=N` and `SLURM_NODEID=0`, although it runs on one node only, so only `SLURM_STEP_*`
+//! are used. `SLURM_LAUNCH_NODE_IPADDR` is the host of `srun`, not that of node rank 0.
 
 use super::{Allocation, Host, Sourced, check_place, hostlist, ports};
 
 /// Name of the engine.
 pub(in crate::cli) const SLURM: &str = "Slurm";
-/// Step ids from here on are not those of `srun`: the batch script, the shell of `salloc`, external processes.
+/// First of the step ids that `srun` does not use: the batch script, the shell of `salloc`, external processes.
 const FIRST_SPECIAL_STEP: u32 = 0xffff_fff0;
 const VARIABLES: [&str; 9] = [
     "SLURM_JOB_ID",
@@ -56,7 +56,8 @@ pub(super) fn detect(host: &Host<'_>) -> Result<Option<Allocation>, String> {
     }))
 }
 
-/// A batch script or the shell of `salloc` runs on the first node alone.
+/// Refuses a launch outside of steps if the job has several nodes: a batch script or the shell of `salloc` runs on the
+/// first node only.
 fn outside_of_steps(host: &Host<'_>) -> Result<(), String> {
     let nodes = match host.number::<u32>("SLURM_JOB_NUM_NODES")? {
         None => host.number("SLURM_NNODES")?,

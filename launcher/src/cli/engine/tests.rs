@@ -1,4 +1,4 @@
-//! Environments of engines, as measured, and what follows from them.
+//! Detection of engines from their environments, which were recorded under the real engines.
 
 use super::*;
 
@@ -21,7 +21,7 @@ const MPI: [(&str, &str); 4] = [
 const LSF: [(&str, &str); 2] = [("LSB_JOBID", "5"), ("LSB_DJOB_HOSTFILE", "/hosts")];
 const PBS: [(&str, &str); 3] = [("PBS_JOBID", "9.server"), ("PBS_NODEFILE", "/hosts"), ("PBS_NODENUM", "2")];
 
-/// On host h1, where the host file lists h0, h1 and h2 with two slots each.
+/// Detects the engine on host h1, where the host file lists h0, h1 and h2 with two slots each.
 fn detected(variables: &[(&str, &str)]) -> Result<Option<Allocation>, String> {
     detect(&Host {
         environment: &|wanted| {

@@ -1,12 +1,12 @@
-//! The reference of training configurations: Markdown tables from the JSON schema, which has the doc comments of the
-//! types.
+//! The reference of training configurations: Markdown tables from the JSON schema, whose descriptions are the doc
+//! comments of the types.
 
 use std::fmt::Write;
 
 use serde_json::Value;
 use xlaunch_proto::spec::JobSpec;
 
-/// A table per section with a row per key, in the order in which the types declare them.
+/// Returns a table per section with a row per key, in the order in which the types declare them.
 pub(super) fn tables(schema: &Value) -> String {
     // The schema sorts by name, but the serialised defaults keep the order of declaration.
     let declared = JobSpec::default().to_json();
@@ -51,7 +51,7 @@ fn row(schema: &Value, section: &str, key: &str, property: &Value) -> String {
     format!("| `{section}.{key}` | {} | {default} | {description} |\n", type_name(target))
 }
 
-/// The definition of a section or an enumeration, if the property refers to one, or the property itself.
+/// Returns the definition of a section or an enumeration, if the property refers to one, or the property itself.
 fn resolve<'a>(schema: &'a Value, property: &'a Value) -> &'a Value {
     let reference = property["$ref"].as_str().or_else(|| property["anyOf"][0]["$ref"].as_str());
     match reference.and_then(|path| path.rsplit('/').next()) {
@@ -76,7 +76,7 @@ fn type_name(property: &Value) -> String {
     }
 }
 
-/// A doc comment as one line of a table, without rustdoc's links.
+/// Returns a doc comment as one line of a table, without rustdoc's links.
 fn text(of: &Value) -> String {
     let text = of["description"].as_str().unwrap_or_default();
     text.replace('\n', " ").replace("[`", "`").replace("`]", "`").replace('|', "\\|")

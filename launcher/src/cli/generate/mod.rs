@@ -25,41 +25,41 @@ use prompts::Prompt;
 use xlaunch_worker::generate::{self, Command, Update};
 use xlaunch_worker::pretrained::Device;
 
-/// A file of prompts may have this size.
+/// Maximum size of a file of prompts.
 const MAX_PROMPTS_BYTES: u64 = 256 << 20;
 
 /// Options of `xlaunch generate`.
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("input").required(true))]
 pub(super) struct Generate {
-    /// A checkpoint, a directory of checkpoints or a run's directory (the newest valid one is taken)
+    /// A checkpoint, or a directory of checkpoints or of a run (uses the newest valid checkpoint)
     #[arg(value_name = "MODEL")]
     model: PathBuf,
     /// Text to continue; empty starts a new document
     #[arg(long, value_name = "TEXT", group = "input")]
     prompt: Option<String>,
-    /// File with one JSON object with `prompt`, or with `--chat` `messages`, and optionally `id` per line; `-` is stdin
+    /// File with one JSON object per line: `prompt`, or `messages` with `--chat`, and optionally `id`; `-` is stdin
     #[arg(long, value_name = "FILE.jsonl", group = "input")]
     prompts: Option<PathBuf>,
-    /// Prompts are what a user says: continue them with the model's own chat template
+    /// Treat prompts as messages of a user, and apply the model's chat template
     #[arg(long, conflicts_with = "raw")]
     chat: bool,
-    /// Prompts are text alone: without a token before them, special tokens and sampling defaults of the model
+    /// Treat prompts as plain text: no token before them, no special tokens, no sampling defaults from the model
     #[arg(long)]
     raw: bool,
-    /// Most tokens per text
+    /// Maximum number of tokens per text
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = positive)]
     max_tokens: usize,
-    /// Softmax temperature; 0 takes the likeliest token (greedy) [default: as generation_config.json says, or 1]
+    /// Softmax temperature; 0 takes the most likely token (greedy) [default: from generation_config.json, or 1]
     #[arg(long, value_name = "T", value_parser = temperature)]
     temperature: Option<f64>,
-    /// Draw from the K likeliest tokens only
+    /// Sample from the K most likely tokens only
     #[arg(long, value_name = "K", value_parser = positive)]
     top_k: Option<usize>,
-    /// Draw from the likeliest tokens that together have this probability only
+    /// Sample only from the smallest set of tokens with this total probability
     #[arg(long, value_name = "P", value_parser = share)]
     top_p: Option<f64>,
-    /// Seed of the random numbers
+    /// Random seed
     #[arg(long, value_name = "S", default_value_t = 0)]
     seed: u64,
     /// End a text before this string; may be repeated
@@ -68,7 +68,7 @@ pub(super) struct Generate {
     /// Number of texts per prompt
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = positive)]
     samples: usize,
-    /// Tokenizer in place of the model's own: `bytes`, `gpt2` or a tokenizer.json
+    /// Tokenizer to use instead of the model's own: `bytes`, `gpt2` or a tokenizer.json
     #[arg(long, value_name = "TOKENIZER")]
     tokenizer: Option<String>,
     #[command(flatten)]
@@ -78,13 +78,13 @@ pub(super) struct Generate {
     json: bool,
 }
 
-/// Where to compute.
+/// Device and precision of the computation.
 #[derive(Clone, Debug, Args)]
 pub(super) struct DeviceOptions {
-    /// Where to compute; `auto` is the first GPU, or the CPU without one
+    /// Device to use; `auto` is the first GPU, or the CPU without one
     #[arg(long, value_enum, default_value_t = DeviceName::Auto)]
     device: DeviceName,
-    /// Arithmetic on a GPU; the CPU computes in fp32
+    /// Precision on a GPU; the CPU computes in fp32
     #[arg(long, value_enum, default_value_t = PrecisionName::Bf16)]
     precision: PrecisionName,
 }
@@ -163,8 +163,8 @@ pub(super) async fn run(options: Generate) -> Result<ExitCode, QueryError> {
     .await
 }
 
-/// Runs `work` on a thread of its own, because it computes. The first SIGINT lets it end where it asks whether it is
-/// interrupted; a second one does not wait for that.
+/// Runs `work` on its own thread, because it is CPU-bound. After the first SIGINT, `work` ends when it next asks
+/// whether it was interrupted; a second SIGINT does not wait for it.
 pub(super) async fn until_interrupted<T: Send + 'static>(
     work: impl FnOnce(&dyn Fn() -> bool) -> Result<T, QueryError> + Send + 'static,
 ) -> Result<ExitCode, QueryError> {
@@ -241,7 +241,7 @@ fn share(text: &str) -> Result<f64, String> {
     text.parse().ok().filter(valid).ok_or_else(|| "expected a number above 0, at most 1".into())
 }
 
-/// The `id` of a prompt, or its number from 1.
+/// Returns the `id` of a prompt, or its number from 1.
 fn label(prompt: &Prompt, index: usize) -> String {
     match &prompt.id {
         None => (index + 1).to_string(),

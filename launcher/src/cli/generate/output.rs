@@ -1,4 +1,4 @@
-//! Generated text on stdout: of one prompt as it comes, of several in the order of the prompts, or as JSON.
+//! Prints generated text to stdout: streamed for a single prompt, in the order of the prompts for several, or as JSON.
 
 use std::collections::BTreeMap;
 
@@ -11,10 +11,10 @@ use crate::render::sanitize::LogSanitizer;
 use crate::render::text::escape;
 use xlaunch_worker::generate::{Completion, Update};
 
-/// What to print.
+/// Form of the output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Form {
-    /// The text of one prompt, as it comes.
+    /// The text of one prompt, streamed.
     Stream { is_terminal: bool },
     /// The texts of several prompts, each after a line that names it.
     Texts { is_terminal: bool },
@@ -28,9 +28,9 @@ pub(super) struct Output {
     prompts: Vec<Prompt>,
     samples: usize,
     sanitizer: LogSanitizer,
-    /// Texts so far, by number of the text.
+    /// Unfinished texts, by text number: the prompt's index times the number of samples, plus the sample's index.
     texts: BTreeMap<usize, String>,
-    /// What is to be printed of texts that are complete, after those of earlier prompts.
+    /// Output of complete texts that must wait for texts with lower numbers.
     ready: BTreeMap<usize, String>,
     /// Number of texts printed.
     printed: usize,
@@ -114,7 +114,7 @@ impl Output {
         Ok(())
     }
 
-    /// A terminal gets no control characters: the model may have learned any.
+    /// Escapes control characters on a terminal: the model may generate any.
     fn shown(&mut self, text: &str, is_terminal: bool) -> String {
         if is_terminal { self.sanitizer.text(text.as_bytes()) } else { text.to_owned() }
     }

@@ -3,26 +3,24 @@
 use serde::Deserialize;
 use serde_json::Value;
 
-/// One line.
+/// A prompt: one line of the file.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub(super) struct Prompt {
-    /// The text to continue, or what a user says.
+    /// The text to continue, or a user's message.
     #[serde(default)]
     pub(super) prompt: String,
-    /// A chat in place of that.
+    /// A chat, in place of `prompt`.
     #[serde(default)]
     pub(super) messages: Option<Value>,
-    /// Repeated in the output: a string or a number.
+    /// A string or a number that is repeated in the output.
     #[serde(default)]
     pub(super) id: Option<Value>,
 }
 
-/// The prompts of a file. Empty lines are skipped.
+/// Parses a file of prompts. Empty lines are skipped. With `chat`, lines may have `messages` in place of `prompt`.
 ///
 /// # Errors
-/// The first line that is not a prompt, by its number.
-///
-/// `chat`: lines may have `messages` in place of `prompt`.
+/// A message about the first line that is not a prompt, with its number.
 pub(super) fn parse(name: &str, text: &[u8], chat: bool) -> Result<Vec<Prompt>, String> {
     let mut prompts = Vec::new();
     for (number, line) in (1..).zip(text.split(|byte| *byte == b'\n')) {
@@ -33,7 +31,7 @@ pub(super) fn parse(name: &str, text: &[u8], chat: bool) -> Result<Vec<Prompt>, 
             format!("{name}:{number}: {reason}; expected {{\"prompt\": \"...\"}} on each line")
         };
         let json = |error: serde_json::Error| {
-            // The position within the line; its line is always 1.
+            // serde_json appends the position; the line number is always 1 here.
             let text = error.to_string();
             failed(text.rsplit_once(" at line ").map_or(text.as_str(), |(reason, _)| reason))
         };

@@ -15,11 +15,11 @@ use crate::render::{job as job_text, jobs, launch, node};
 use xlaunch_agent::sinks::progress::count;
 use xlaunch_proto::labels::{gpu_state, node_job_state};
 
-/// More GPUs than this are drawn two per line.
+/// Maximum number of GPUs that are drawn one per line; more are drawn two per line.
 const MAX_GPUS_IN_ONE_COLUMN: usize = 4;
 /// Characters of a utilization bar.
 const BAR_WIDTH: usize = 12;
-/// Lines of a curve.
+/// Height of a curve in lines.
 const CURVE_HEIGHT: u16 = 2;
 
 pub(super) fn draw(frame: &mut Frame<'_>, state: &State) {
@@ -65,7 +65,7 @@ fn node_lines(state: &State) -> Vec<Line<'static>> {
     vec![Line::styled(heading, Style::new().add_modifier(Modifier::BOLD)), Line::from(counts)]
 }
 
-/// One GPU per line, or two if there are many.
+/// Returns the GPUs, one per line, or two if there are many.
 fn gpu_lines(state: &State, width: u16) -> Vec<Line<'static>> {
     let node = state.node();
     if !node.gpu_problem.is_empty() {
@@ -80,7 +80,7 @@ fn gpu_lines(state: &State, width: u16) -> Vec<Line<'static>> {
     rows.collect()
 }
 
-/// Index, holder, utilization and memory; power, temperature and name if there is room.
+/// Returns index, holder, utilization and memory of a GPU; power, temperature and name if there is room.
 fn gpu_cell(state: &State, gpu: &Gpu, width: usize, has_room: bool) -> Vec<Span<'static>> {
     let holder = if gpu.job == 0 { gpu_state(gpu.state()).to_owned() } else { format!("job {}", gpu.job) };
     let (bar, bar_colour) = match gpu.busy_percent {
@@ -110,7 +110,7 @@ fn gpu_cell(state: &State, gpu: &Gpu, width: usize, has_room: bool) -> Vec<Span<
     ]
 }
 
-/// Such as `||||     48%`.
+/// Draws a utilization bar such as `||||     48%`.
 fn bar(percent: f64) -> String {
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a number from 0 to 100")]
     let percent = percent.clamp(0.0, 100.0).round() as usize;
@@ -119,7 +119,7 @@ fn bar(percent: f64) -> String {
     format!("{:<width$}{number}", "|".repeat(full), width = BAR_WIDTH - number.len())
 }
 
-/// The rows of the table around the selected job.
+/// Returns the rows of the table around the selected job.
 fn job_lines(state: &State, height: u16) -> Vec<Line<'static>> {
     if state.is_zoomed() {
         return Vec::new();
@@ -167,13 +167,13 @@ fn state_colour(state: NodeJobState) -> Color {
     }
 }
 
-/// Lines needed to show all of a job.
+/// Returns the number of lines needed to show a whole job.
 fn height(job: &Job, width: u16) -> u16 {
     let curves = if job.history.is_empty() { 0 } else { 1 + CURVE_HEIGHT };
     lines(text(job, 0, width.into()).lines().count()).saturating_add(curves + 1)
 }
 
-/// A title, the curves of a training job, then its text.
+/// Draws a title, the curves of a training job, and its text.
 fn draw_job(frame: &mut Frame<'_>, area: Rect, job: &Job, state: &State) {
     let curve = if job.history.is_empty() { 0 } else { 1 + CURVE_HEIGHT };
     let [title, curves, rest] =
@@ -199,7 +199,7 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, job: &Job, state: &State) {
     frame.render_widget(Paragraph::new(text), rest);
 }
 
-/// The command line, the failure report, progress, restarts and ranks.
+/// Returns the command line, the failure report, progress, restarts and ranks.
 fn text(job: &Job, now: u64, width: usize) -> String {
     let mut out = format!("{}\n", escape(&job.command_line));
     if !job.report.is_empty() {
@@ -215,7 +215,7 @@ fn text(job: &Job, now: u64, width: usize) -> String {
     out
 }
 
-/// All values, over the whole width.
+/// Draws all values over the whole width.
 fn draw_curve(
     frame: &mut Frame<'_>,
     area: Rect,
@@ -239,7 +239,7 @@ fn draw_curve(
 /// Height of the highest bar, in eighths of a line.
 const MAX_BAR_HEIGHT: u64 = 8 * CURVE_HEIGHT as u64;
 
-/// One bar per column: the mean of the finite values in it, or `None` if there are none.
+/// Returns the height of each column's bar: the mean of its finite values, or `None` if there are none.
 fn bars(values: &[f64], width: usize, (least, most): (f64, f64)) -> Vec<Option<u64>> {
     let width = width.min(values.len());
     let bar = |column: usize| {

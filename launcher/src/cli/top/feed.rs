@@ -13,19 +13,19 @@ use xlaunch_agent::registry;
 use xlaunch_proto::refusal::Refusal;
 
 const REFRESH_INTERVAL: Duration = Duration::from_secs(1);
-/// The newest ended jobs are shown as well.
+/// Number of the newest ended jobs that are shown as well.
 const MAX_ENDED_JOBS: u32 = 50;
 
-/// Where jobs are shown from.
+/// Source of the jobs.
 #[derive(Clone, Debug)]
 pub(super) enum Source {
     Daemon(DaemonClient),
-    /// This user's launches on this host, as no daemon is listening.
+    /// This user's launches on this host, if no daemon is listening.
     Launches,
 }
 
 impl Source {
-    /// The daemon; without one, launches that run.
+    /// Returns the daemon or, without one, the running launches.
     pub(super) async fn find(address: &DaemonAddress) -> Result<Self, Refusal> {
         match DaemonClient::connect(address).await {
             Ok(daemon) => Ok(Self::Daemon(daemon)),
@@ -37,7 +37,7 @@ impl Source {
         }
     }
 
-    /// The current state of the node, with the details of `job`.
+    /// Returns the current state of the node, with the details of `job`.
     pub(super) async fn snapshot(&mut self, job: Option<u64>) -> Result<Update, Refusal> {
         let snapshot = match self {
             Self::Daemon(daemon) => of_daemon(daemon, job).await?,
@@ -46,7 +46,7 @@ impl Source {
         Ok(Update::Snapshot(Box::new(snapshot)))
     }
 
-    /// Cancels a job. Returns what to tell the user.
+    /// Cancels a job. Returns a message for the user.
     async fn cancel(&mut self, job: u64) -> String {
         match self {
             Self::Daemon(daemon) => match daemon.cancel(job, false).await {
@@ -119,7 +119,7 @@ async fn of_daemon(daemon: &mut DaemonClient, job: Option<u64>) -> Result<Snapsh
     let node = daemon.node().await?;
     let mut jobs = daemon.list(false, None).await?;
     for job in daemon.list(true, Some(MAX_ENDED_JOBS)).await? {
-        // A job can end between the two calls: the second list has its newer state.
+        // A job can end between the two calls. The second list has its newer state.
         jobs.retain(|known| known.id != job.id);
         jobs.push(job);
     }

@@ -1,5 +1,5 @@
-//! Launches in the form of a daemon's jobs, for a host without a daemon. The number of a launch is the process id of
-//! its `xlaunch`.
+//! Launches presented as a daemon's jobs, for a host without a daemon. The number of a launch is the process id of its
+//! `xlaunch`.
 
 use xlaunch_proto::v1::{Job, JobState, NodeJobState, NodeStatus, StatusReply, StopRequest};
 
@@ -8,13 +8,13 @@ use crate::client::launches;
 use xlaunch_agent::devices::host_name;
 use xlaunch_agent::registry::{self, Running};
 
-/// What the screen says in place of GPUs, which a daemon knows.
+/// Text in place of the GPUs, which only a daemon knows.
 const NO_DAEMON: &str = "no daemon is running; these are your launches on this host";
 
-/// The launches that run, with the details of one of them.
+/// Returns the running launches, with the details of one of them.
 pub(super) async fn snapshot(selected: Option<u64>) -> Snapshot {
     let replies = launches::status_with_history(&registry::running()).await;
-    // One that does not answer has ended, or is in the list again a second later.
+    // A launch that does not answer has ended, or appears again at the next poll.
     let detailed: Vec<Job> =
         replies.into_iter().filter_map(|(name, reply)| Some(job(name, reply.ok()?))).collect();
     let detail = detailed.iter().find(|job| Some(job.id) == selected).cloned();
@@ -58,7 +58,7 @@ fn job(name: String, mut status: StatusReply) -> Job {
     }
 }
 
-/// Stops a launch. Returns what to tell the user.
+/// Stops a launch. Returns a message for the user.
 pub(super) async fn stop(id: u64) -> String {
     for launch in registry::running() {
         let is_meant = |status: &StatusReply| u64::from(status.launcher_pid) == id;

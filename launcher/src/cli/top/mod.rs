@@ -5,7 +5,7 @@
 //! terminal --keys (a thread)-------------------------+--> State (pure) --draw (pure)--> terminal
 //! signals --> exit
 //! ```
-//! The terminal is restored in every case: by dropping [`Screen`], and by a panic hook before the panic's message.
+//! The terminal is always restored: by dropping [`Screen`], and by a panic hook before the panic's message.
 
 mod draw;
 mod feed;
@@ -30,7 +30,7 @@ use state::{Command, State};
 use xlaunch_agent::clock::unix_ms;
 use xlaunch_proto::refusal::Refusal;
 
-/// The key thread checks this often whether its channel is closed.
+/// Interval at which the key thread checks whether its channel is closed.
 const KEY_POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Options of `xlaunch top`.
@@ -63,7 +63,7 @@ pub(super) async fn run(options: Top) -> Result<ExitCode, QueryError> {
         let command = tokio::select! {
             event = events.recv() => match event {
                 Some(Event::Key(key)) => state.key(key),
-                // A resize: the next frame has the new size.
+                // After a resize, the next frame has the new size.
                 Some(_) => Command::Nothing,
                 None => Command::Quit,
             },

@@ -1,4 +1,4 @@
-//! What the screen shows, and how keys and updates change it. Pure.
+//! The state of the screen, and its changes by keys and updates. Pure.
 
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 use xlaunch_proto::v1::{Job, NodeStatus};
@@ -15,7 +15,7 @@ pub(super) enum Update {
     Notice(String),
 }
 
-/// The node at one moment.
+/// The state of the node at one moment.
 #[derive(Debug, Default)]
 pub(super) struct Snapshot {
     pub(super) node: NodeStatus,
@@ -24,7 +24,7 @@ pub(super) struct Snapshot {
     pub(super) detail: Option<Job>,
 }
 
-/// What a key press asks for beyond a change of the screen.
+/// Effect of a key press beyond a change of the screen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Command {
     Nothing,
@@ -39,7 +39,7 @@ pub(super) struct State {
     now_ms: u64,
     /// Index into the sorted jobs.
     cursor: usize,
-    /// Only the selected job is shown.
+    /// Whether only the selected job is shown.
     zoomed: bool,
     /// The job to cancel once the user confirms.
     confirm: Option<u64>,
@@ -62,7 +62,7 @@ impl State {
         }
     }
 
-    /// Applies an update. The same job stays selected.
+    /// Applies an update. The selected job stays selected.
     pub(super) fn update(&mut self, update: Update) {
         match update {
             Update::Error(error) => self.error = error,
@@ -131,12 +131,12 @@ impl State {
         self.cursor
     }
 
-    /// The number of the selected job.
+    /// Returns the number of the selected job.
     pub(super) fn selected(&self) -> Option<u64> {
         self.job().map(|job| job.id)
     }
 
-    /// The selected job, with its details once they have arrived.
+    /// Returns the selected job, with its details once they have arrived.
     pub(super) fn job(&self) -> Option<&Job> {
         let job = self.snapshot.jobs.get(self.cursor)?;
         Some(self.snapshot.detail.as_ref().filter(|detail| detail.id == job.id).unwrap_or(job))
@@ -159,7 +159,7 @@ impl State {
         self.colours = false;
     }
 
-    /// The last line: a question, an error, the result of a command, or the keys.
+    /// Returns the last line: a question, an error, the result of a command, or the keys.
     pub(super) fn last_line(&self) -> String {
         match self.confirm {
             Some(job) => format!("cancel job {job}?  y: yes, any other key: no"),
@@ -223,7 +223,7 @@ mod tests {
         assert_eq!(press(&mut state, "cn"), [Command::Nothing; 2]);
         assert_eq!(press(&mut state, "c"), [Command::Nothing]);
         assert!(state.last_line().contains("cancel job 1?"));
-        // The list changes while the question is open.
+        // The list changes while the user is asked to confirm.
         state.update(snapshot(&TWO[1..]));
         assert_eq!(press(&mut state, "y"), [Command::Cancel(1)]);
         assert_eq!(press(&mut state, "y"), [Command::Nothing]);

@@ -1,4 +1,4 @@
-//! The table of flags: everything that the parser and `--help` know about them.
+//! The table of flags, from which the parser and `--help` are driven.
 //!
 //! Names are spelled with dashes; underscores are accepted too. Most of torchrun's flags can also be set by an
 //! environment variable, `PET_<NAME>`.
@@ -10,15 +10,15 @@ use super::MIN_SIMILARITY;
 /// One flag.
 #[derive(Debug)]
 pub(super) struct Flag {
-    /// Without the leading dashes.
+    /// Name without the leading dashes.
     pub(super) name: &'static str,
     pub(super) short: Option<char>,
     pub(super) takes: Takes,
-    /// Whether torchrun has it: an abbreviation must mean here what it means there.
+    /// Whether torchrun has this flag: its abbreviations must keep their meaning here.
     pub(super) of_torchrun: bool,
-    /// Whether `PET_<NAME>` is its value if the command line has none.
+    /// Whether `PET_<NAME>` supplies the value if the command line does not.
     pub(super) in_environment: bool,
-    /// Why it is not supported, if it is not.
+    /// The reason if the flag is not supported.
     pub(super) refused: Option<&'static str>,
     /// One line of `--help`.
     pub(super) help: &'static str,
@@ -65,7 +65,7 @@ impl Flag {
         self
     }
 
-    /// The environment variable for this flag.
+    /// Returns the environment variable for this flag.
     pub(super) fn variable(&self) -> Option<String> {
         self.in_environment.then(|| format!("PET_{}", self.name.to_uppercase().replace('-', "_")))
     }
@@ -76,7 +76,7 @@ const RENAMED: [(&str, &str); 1] = [("silence", "stall-timeout")];
 
 const SEVERAL_NODES: &str = "Several nodes";
 
-/// Flags under the headings of `--help`.
+/// Flags, grouped under the headings of `--help`.
 pub(super) static GROUPS: &[(&str, &[Flag])] = &[
     (
         "Workers",
@@ -125,7 +125,7 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
             Flag::xlaunch(
                 "requeue-codes",
                 Value("CODES"),
-                "these exit codes mean preempted: no restart, exit with 75",
+                "exit codes that mean preempted: no restart, exit with 75",
             ),
             Flag::torchrun("shutdown-timeout", Value("SECONDS"), "time between SIGTERM and SIGKILL [30]"),
             Flag::torchrun(
@@ -170,7 +170,7 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
             Flag::torchrun(
                 "log-line-prefix-template",
                 Value("TEXT"),
-                "with ${role_name}, ${local_rank}, ${rank}, ${hostname}",
+                "line prefix: ${role_name}, ${local_rank}, ${rank}, ${hostname}",
             ),
             Flag::torchrun(
                 "local-ranks-filter",
@@ -206,12 +206,12 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
             Flag::torchrun(
                 "rdzv-backend",
                 Value("NAME"),
-                "static or c10d: nodes may join and leave [static]",
+                "static, or c10d, where nodes may join and leave [static]",
             ),
             Flag::torchrun(
                 "rdzv-endpoint",
                 Value("HOST:PORT"),
-                "coordinator of the nodes; on one node MASTER_ADDR, MASTER_PORT",
+                "the nodes' coordinator; on one node MASTER_ADDR, MASTER_PORT",
             ),
             Flag::torchrun("master-addr", Value("HOST"), "the same for static; on one node MASTER_ADDR"),
             Flag::torchrun("master-port", Value("PORT"), "[29500; on one node a free port]"),
@@ -221,7 +221,7 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
                 Value("KEYS"),
                 "join_timeout=600,keep_alive_interval=1,... or is_host=1",
             ),
-            Flag::torchrun("local-addr", Value("HOST"), "address of this host for the others"),
+            Flag::torchrun("local-addr", Value("HOST"), "address at which other nodes reach this one"),
             Flag::xlaunch(
                 "interface",
                 Value("NAME"),
@@ -246,7 +246,11 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
                 "the same, a line per host: HOST, HOST slots=N or HOST:N",
             ),
             Flag::xlaunch("ssh", Value("COMMAND"), "ssh client and its options [ssh -o BatchMode=yes ...]"),
-            Flag::xlaunch("export", Value("NAME"), "variable that the hosts get, too; may be repeated"),
+            Flag::xlaunch(
+                "export",
+                Value("NAME"),
+                "environment variable to send to the hosts; may be repeated",
+            ),
         ],
     ),
     (
@@ -279,7 +283,7 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
             Flag::xlaunch(
                 "resume-changed",
                 Nothing,
-                "resume although data, batch, seed or order have changed",
+                "resume even if data, batch, seed or order have changed",
             ),
             Flag::xlaunch("overwrite", Nothing, "start afresh in a directory with checkpoints"),
             Flag::xlaunch("dry-run", Nothing, "check the job and print the memory it needs; start nothing"),
@@ -297,7 +301,7 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
 /// Flags that only training configurations take.
 pub(super) const TRAINING: [&str; 5] = ["set", "resume", "resume-changed", "overwrite", "dry-run"];
 
-/// Flags of launches on several nodes: those under that heading.
+/// Returns the flags for launches on several nodes: those under that heading.
 pub(super) fn several_nodes() -> impl Iterator<Item = &'static str> {
     let group = GROUPS.iter().filter(|(heading, _)| *heading == SEVERAL_NODES);
     group.flat_map(|(_, flags)| flags.iter().map(|flag| flag.name))
@@ -307,13 +311,13 @@ pub(super) fn all() -> impl Iterator<Item = &'static Flag> {
     GROUPS.iter().flat_map(|(_, flags)| flags.iter())
 }
 
-/// The current name of a flag that was renamed.
+/// Returns the current name of a flag that was renamed.
 pub(super) fn renamed(written: &str) -> Option<&'static str> {
     let name = written.replace('_', "-");
     RENAMED.iter().find(|(old, _)| *old == name).map(|(_, new)| *new)
 }
 
-/// The flag with this name, former name, or unambiguous prefix of a name, in either spelling.
+/// Returns the flag with this name, former name, or unambiguous prefix of a name, in either spelling.
 pub(super) fn find(written: &str) -> Result<&'static Flag, String> {
     let name = renamed(written).map_or_else(|| written.replace('_', "-"), str::to_owned);
     if let Some(flag) = all().find(|flag| flag.name == name) {

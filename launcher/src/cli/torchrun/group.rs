@@ -4,9 +4,9 @@
 //! flags, then PET_*, then one engine's allocation --resolve--> GroupSpec, settings with their sources
 //! ```
 //! Invariants:
-//! - `--standalone`, `--nnodes 1` and an engine's allocation of one node lead to one node, without a socket;
-//! - called as torchrun, a launch looks for no engine, as torchrun does not;
-//! - a number of nodes or a rank that contradicts an engine that knows better is refused, with the names of both;
+//! - `--standalone`, `--nnodes 1` and an engine's allocation of one node give a launch on one node, without a socket;
+//! - when called as torchrun, a launch does not look for an engine, like torchrun;
+//! - a number of nodes or a rank that contradicts the engine is refused, and the error names both;
 //! - several nodes authenticate each other unless the user turns that off, or calls this program torchrun.
 
 use std::path::PathBuf;
@@ -20,35 +20,35 @@ use super::Name;
 use super::reader::Reader;
 use super::values;
 
-/// torchrun's ports.
+/// torchrun's default ports of the two rendezvous backends.
 const STATIC_PORT: u16 = 29500;
 pub(crate) const DYNAMIC_PORT: u16 = 29400;
 const DEFAULT: &str = "default";
 
-/// Where a launch may run.
+/// The nodes that a launch may use.
 #[derive(Clone, Copy)]
 pub(crate) enum Scope<'a> {
-    /// In the foreground: on several nodes, if flags or the engine that this detects say so.
+    /// A foreground launch: several nodes if flags or the engine say so. The function detects the engine.
     Nodes(&'a dyn Fn() -> Result<Option<Allocation>, String>),
-    /// Under the node's daemon.
+    /// A job of the node's daemon: this node only.
     OneNode,
 }
 
-/// How a launch takes part in a job on several nodes.
+/// The part of a launch in a job on several nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Group {
     pub(crate) spec: GroupSpec,
-    /// Where the token is, if not in `XLAUNCH_TOKEN`.
+    /// Path of the token, if it is not in `XLAUNCH_TOKEN`.
     pub(crate) token_file: Option<PathBuf>,
-    /// For the user, before the launch.
+    /// Warnings to print before the launch.
     pub(crate) warnings: Vec<String>,
 }
 
-/// Values that follow from flags, environment and engine, by name. For `xlaunch env`: those that were found before an
-/// error stay.
+/// Values from flags, environment and engine, by name, for `xlaunch env`. After an error, it contains those that were
+/// found before the error.
 pub(crate) type Settings = Vec<(&'static str, Sourced<String>)>;
 
-/// The group of this launch; `None` for one node.
+/// Returns the group of this launch; `None` for one node.
 pub(super) fn resolve(
     reader: &Reader<'_>,
     name: Name,
@@ -79,11 +79,11 @@ pub(super) fn resolve(
         Name::Xlaunch => detect(),
     };
     let allocation = match detected {
-        // Flags that say everything need no engine, as in a script that starts each node by ssh.
+        // Complete flags need no engine, as in a script that starts each node by ssh.
         Err(_) if several.is_some() && rank.is_some() && has_endpoint(reader) => None,
         found => found?,
     };
-    // A node alone may take part in a job that its engine does not know of.
+    // An allocation of a single node may take part in a job that its engine does not know.
     let is_alone = |found: &Allocation| found.nodes.as_ref().is_some_and(|nodes| nodes.value == 1);
     let (alone, allocation) = match allocation {
         Some(found) if is_alone(&found) => (found.nodes.map(|nodes| nodes.source), None),
@@ -131,8 +131,8 @@ fn has_endpoint(reader: &Reader<'_>) -> bool {
     ["rdzv-endpoint", "master-addr"].iter().any(|flag| reader.raw(flag).is_some())
 }
 
-/// The number that flags give, if the engine does not contradict: nodes beyond the maximum of a dynamic group are
-/// spares.
+/// Returns the number of nodes given by flags, if the engine does not contradict it. With a dynamic group, the engine
+/// may have more nodes than the maximum: they are spares.
 fn agreed_nodes(
     given: &Sourced<NodeCount>,
     known: &Sourced<u32>,
@@ -191,7 +191,7 @@ fn group(
     Ok(Group { spec, token_file, warnings })
 }
 
-/// torchrun's default rank is 0 with a static rendezvous.
+/// Returns this node's rank. As in torchrun, the default is 0 with a static rendezvous.
 fn node_rank(
     given: Option<Sourced<u32>>,
     nodes: &Sourced<NodeCount>,
@@ -214,7 +214,7 @@ fn node_rank(
     }
     match (known, backend) {
         (Some(known), _) if known.value < nodes.value.max => Ok(Some(known.clone())),
-        // A spare.
+        // The node is a spare.
         (_, Backend::Dynamic) => Ok(None),
         (Some(known), Backend::Static) => Err(format!(
             "{} is outside the range: {} means ranks below {}",
@@ -227,7 +227,7 @@ fn node_rank(
     }
 }
 
-/// The endpoint, and whether this node has the coordinator, where the engine says so.
+/// Returns the endpoint, and whether this node has the coordinator, if the engine determines that.
 fn endpoint(
     reader: &Reader<'_>,
     nodes: &Sourced<NodeCount>,
@@ -243,7 +243,7 @@ fn endpoint(
     if let Some(given) = reader.sourced("rdzv-endpoint", values::group_endpoint)? {
         return Ok((given.map(|(host, own)| at(host, *own)), None));
     }
-    // torchrun's static rendezvous only.
+    // torchrun uses these flags for the static rendezvous only.
     if backend == Backend::Static
         && let Some(address) = reader.sourced("master-addr", values::address)?
     {
@@ -252,7 +252,7 @@ fn endpoint(
     }
     if let Some((found, known)) = allocation.and_then(|found| Some((found, found.endpoint.as_ref()?))) {
         let endpoint = known.map(|(host, ports)| Endpoint { host: host.clone(), ports: ports.clone() });
-        // The engine's first host, whatever its names and addresses are.
+        // The node rank decides, because the names and addresses of the engine's first host may not be known here.
         return Ok((endpoint, found.node_rank.as_ref().map(|rank| rank.value == 0)));
     }
     let engine = allocation.map(|found| format!(", which {} does not give", found.engine));

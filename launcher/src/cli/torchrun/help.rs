@@ -8,7 +8,7 @@ const DESCRIPTION_COLUMN: usize = 38;
 
 pub(in crate::cli) const ABOUT: &str =
     "Launches and supervises one worker process per GPU, or per share of the CPU cores.";
-/// Ways to call xlaunch, each with a description.
+/// Forms of the command line, each with a description.
 const USAGES: [(&str, &str); 5] = [
     ("xlaunch [FLAGS] SCRIPT.py [ARGUMENTS]", "a Python script, as with torchrun"),
     ("xlaunch [FLAGS] -m MODULE [ARGUMENTS]", "a Python module"),
@@ -17,12 +17,12 @@ const USAGES: [(&str, &str); 5] = [
     ("xlaunch SUBCOMMAND", "see below"),
 ];
 
-/// The ways to call xlaunch, one per line.
+/// Returns the forms of the command line, one per line.
 pub(in crate::cli) fn usage() -> String {
     USAGES.map(|(usage, _)| usage).join("\n")
 }
 
-/// The whole text. `subcommands` are names and descriptions.
+/// Returns the whole text. `subcommands` are names and descriptions.
 pub(super) fn text(name: Name, subcommands: &[(String, String)], exit_codes: &str) -> String {
     let mut out = match name {
         Name::Torchrun => "Launches a script once per worker, as torchrun does.\n\n\
@@ -55,7 +55,7 @@ fn row(left: &str, right: &str) -> String {
     format!("{left:<width$}{right}\n", left = format!("  {left}"), width = DESCRIPTION_COLUMN)
 }
 
-/// Such as `-r, --redirects STREAMS`.
+/// Returns the left column of a flag, such as `-r, --redirects STREAMS`.
 fn left(flag: &Flag) -> String {
     let short = flag.short.map(|letter| format!("-{letter}, ")).unwrap_or_default();
     let value = match flag.takes {

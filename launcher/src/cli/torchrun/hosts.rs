@@ -1,4 +1,4 @@
-//! `--hosts`, `--hostfile`, `--ssh` and `--export`: a launch over ssh, whose hosts get the rest of the command line.
+//! `--hosts`, `--hostfile`, `--ssh` and `--export`: a launch over ssh. The hosts get the rest of the command line.
 
 use std::ffi::{OsStr, OsString};
 use std::io::Read;
@@ -26,9 +26,9 @@ const CONTRADICTING: [(&str, &str); 9] = [
 ];
 /// The client, unless the user names another command.
 const SSH: &str = "ssh";
-/// Options of OpenSSH: it must not ask questions, for there are many of it and the job has the terminal; a host that is
-/// off is noticed soon, and so is one that disappears. They follow those of the user: of an option that is given twice,
-/// the first one counts, and all of them take precedence over configuration files.
+/// Options of OpenSSH. It must not ask questions, because there are many clients and the job has the terminal; and it
+/// must notice soon that a host is off or has disappeared. They follow the user's options: if an option is given twice,
+/// the first one applies, and all of them take precedence over configuration files.
 const SSH_OPTIONS: [&str; 9] = [
     "-T",
     "-o",
@@ -41,23 +41,23 @@ const SSH_OPTIONS: [&str; 9] = [
     "ServerAliveCountMax=6",
 ];
 
-/// As of `--rdzv-conf`.
+/// Default of `join_timeout` in `--rdzv-conf`.
 const DEFAULT_JOIN_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Where to launch.
+/// The hosts of a launch.
 #[derive(Debug)]
 pub(super) enum Hosts {
     Others(SshLaunch),
-    /// `localhost` alone needs no ssh: a launch with these arguments.
+    /// This host: `localhost` alone needs no ssh, only a launch with these arguments.
     This(Vec<OsString>),
 }
 
-/// Whether the command line has flags of this module.
+/// Returns whether the command line has flags of this module.
 pub(super) fn are_given(line: &Line) -> bool {
     line.given.iter().any(|given| FLAGS.contains(&given.flag.name))
 }
 
-/// The launch on the hosts that the command line names.
+/// Returns the launch on the hosts that the command line names.
 pub(super) fn launch(name: Name, line: &Line) -> Result<Hosts, String> {
     let hosts = read_hosts(line)?;
     for given in &line.given {
@@ -128,7 +128,7 @@ fn read_file(path: &Path) -> Result<String, String> {
     }
 }
 
-/// A number of workers for all hosts must not contradict the slots of one.
+/// Refuses a number of workers for all hosts that contradicts the slots of one of them.
 fn check_slots(line: &Line, hosts: &[Host]) -> Result<(), String> {
     let Some(given) = line.last("nproc-per-node") else { return Ok(()) };
     let nproc = given.value.as_deref().unwrap_or_default();
@@ -154,27 +154,27 @@ fn ssh(line: &Line) -> Result<Vec<String>, String> {
             })?
         }
     };
-    // Other programs may have other options.
+    // Programs other than OpenSSH may not know these options.
     let options = SSH_OPTIONS.iter().filter(|_| is_openssh(&words)).map(|option| (*option).to_owned());
     Ok(words.iter().cloned().chain(options).collect())
 }
 
-/// Whether a command runs OpenSSH, perhaps by way of another program: `sshpass -e ssh -F cluster.conf`.
+/// Returns whether a command runs OpenSSH, perhaps through another program: `sshpass -e ssh -F cluster.conf`.
 fn is_openssh(words: &[String]) -> bool {
     let is_client = |word: &String| word == SSH || word.ends_with("/bin/ssh");
     words.first().is_some_and(|first| Path::new(first).file_name() == Some(OsStr::new(SSH)))
         || words.iter().any(is_client)
 }
 
-/// Time for all hosts to accept connections: that for all nodes to join.
+/// Returns the time for all hosts to accept connections, which is the time for all nodes to join.
 fn join_timeout(line: &Line) -> Result<Duration, String> {
     let Some(given) = line.last("rdzv-conf") else { return Ok(DEFAULT_JOIN_TIMEOUT) };
     let text = given.value.as_deref().and_then(OsStr::to_str).unwrap_or_default();
     let pairs = text.split(',').filter_map(|pair| pair.split_once('='));
-    // As for hosts, the last one counts.
+    // The last one applies, as it does on the hosts.
     let value = pairs.rev().find(|(key, _)| ["join_timeout", "timeout"].contains(&key.trim()));
     let seconds = value.map(|(_, seconds)| values::seconds(seconds.trim())).transpose();
-    // Hosts read the rest of it.
+    // The hosts parse the other keys.
     let seconds = seconds.map_err(|error| format!("{} {text}: {error}", given.written))?;
     Ok(seconds.unwrap_or(DEFAULT_JOIN_TIMEOUT))
 }
@@ -188,7 +188,7 @@ fn export(line: &Line) -> Result<Vec<String>, String> {
     given.map(|given| name(given.value.as_deref().unwrap_or_default())).collect()
 }
 
-/// The command line without the flags of this module. Flags have their full names, and their values are attached.
+/// Returns the command line without the flags of this module. Flags have their full names, with their values attached.
 fn arguments(name: Name, line: &Line) -> Vec<OsString> {
     let mut arguments = Vec::new();
     for given in line.given.iter().filter(|given| !FLAGS.contains(&given.flag.name)) {
@@ -200,7 +200,7 @@ fn arguments(name: Name, line: &Line) -> Vec<OsString> {
         arguments.push(argument);
     }
     match &line.target {
-        // To torchrun, `--` only ends the flags.
+        // For torchrun, `--` only ends the flags.
         Some(Target::Script(argv)) if name == Name::Torchrun => {
             arguments.push("--".into());
             arguments.extend(argv.iter().cloned());
@@ -268,7 +268,7 @@ mod tests {
         ] {
             let launch = others(name, &words);
             assert_eq!(launch.arguments, expected, "{words:?}");
-            // What was a flag is a flag again, and what was an argument is one.
+            // Parsing the arguments again gives the same flags and the same target.
             let (first, second) = (
                 Line::read(name, &launch.arguments).unwrap(),
                 Line::read(name, &words.iter().map(OsString::from).collect::<Vec<_>>()).unwrap(),

@@ -13,7 +13,7 @@ use xlaunch_proto::spec::JobSpec;
 /// A command line, split but not yet interpreted.
 #[derive(Debug, Default)]
 pub(super) struct Line {
-    /// In the order of the command line.
+    /// Flags in the order of the command line.
     pub(super) given: Vec<Given>,
     pub(super) target: Option<Target>,
     /// Old and new name of each flag that was given by its former name.
@@ -24,12 +24,12 @@ pub(super) struct Line {
 #[derive(Debug)]
 pub(super) struct Given {
     pub(super) flag: &'static Flag,
-    /// As on the command line, with its dashes and without its value: `--nproc`, `-r`.
+    /// The flag as written on the command line, with dashes and without the value: `--nproc`, `-r`.
     pub(super) written: String,
     pub(super) value: Option<OsString>,
 }
 
-/// What to launch.
+/// The target of a launch.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Target {
     /// A script or module for Python, and its arguments.
@@ -76,7 +76,7 @@ impl Line {
         Ok(line)
     }
 
-    /// Adds the flag in `argument` and returns the rest of `rest`, which may begin with its value.
+    /// Adds the flag in `argument`, whose value may be the first element of `rest`. Returns the remaining arguments.
     fn read_flag<'a>(&mut self, argument: &[u8], mut rest: &'a [OsString]) -> Result<&'a [OsString], String> {
         let (flag, attached) = split(argument).map_err(|error| self.explain(error, argument, rest))?;
         let written = written(argument);
@@ -99,7 +99,7 @@ impl Line {
         Ok(rest)
     }
 
-    /// Adds to the error about a flag after a training configuration how a training key is set.
+    /// Extends the error about an unknown flag after a training configuration with the way to set a training key.
     fn explain(&self, error: String, argument: &[u8], rest: &[OsString]) -> String {
         let Some(name) = long_name(argument).filter(|_| matches!(self.target, Some(Target::Trainer(_))))
         else {
@@ -114,14 +114,14 @@ impl Line {
         format!("{error}; a training key is set with `--set {}`", quote_line([OsStr::new(&setting)]))
     }
 
-    /// The last flag of this name, which overrides earlier ones.
+    /// Returns the last flag of this name, which overrides earlier ones.
     pub(super) fn last(&self, name: &str) -> Option<&Given> {
         debug_assert!(flags::all().any(|flag| flag.name == name), "{name} is not in the table");
         self.given.iter().rfind(|given| given.flag.name == name)
     }
 }
 
-/// The flag that an argument names, and the value attached to it: `--flag=value`, `-r3` or `-r=3`.
+/// Returns the flag that an argument names, and the value attached to it: `--flag=value`, `-r3` or `-r=3`.
 fn split(argument: &[u8]) -> Result<(&'static Flag, Option<&[u8]>), String> {
     if let Some(name) = long_name(argument) {
         let value = argument.iter().position(|byte| *byte == b'=').map(|at| &argument[at + 1..]);
@@ -137,7 +137,7 @@ fn split(argument: &[u8]) -> Result<(&'static Flag, Option<&[u8]>), String> {
     Ok((flag, (argument.len() > 2).then_some(attached)))
 }
 
-/// The section and the name of the training key that is called `name`, if only one is.
+/// Returns `SECTION.KEY` of the training key called `name`, if exactly one key has this name.
 fn training_key(name: &str) -> String {
     let known = keys::of(&JobSpec::default());
     let is_meant = |key: &&String| *key == name || key.split_once('.').is_some_and(|(_, key)| key == name);
@@ -148,7 +148,7 @@ fn training_key(name: &str) -> String {
     }
 }
 
-/// A flag without its value: `--nproc` of `--nproc=2`, `-r` of `-r3`.
+/// Returns a flag without its value: `--nproc` for `--nproc=2`, `-r` for `-r3`.
 fn written(argument: &[u8]) -> String {
     match long_name(argument) {
         Some(name) => format!("--{name}"),
@@ -156,13 +156,13 @@ fn written(argument: &[u8]) -> String {
     }
 }
 
-/// `name` of `--name` and `--name=value`.
+/// Returns `name` for `--name` and `--name=value`.
 fn long_name(argument: &[u8]) -> Option<Cow<'_, str>> {
     let name = argument.strip_prefix(b"--")?.split(|byte| *byte == b'=').next();
     Some(String::from_utf8_lossy(name.unwrap_or_default()))
 }
 
-/// The value in the next argument. One that looks like a flag is not taken as a value; a negative number is.
+/// Takes the value from the next argument. An argument that looks like a flag is not a value; a negative number is.
 fn following_value<'a>(written: &str, rest: &'a [OsString]) -> Result<(OsString, &'a [OsString]), String> {
     let is_flag = |next: &OsString| {
         next.as_bytes().starts_with(b"-") && next.to_str().is_none_or(|text| text.parse::<f64>().is_err())
@@ -185,7 +185,7 @@ mod tests {
         line.split_whitespace().map(OsString::from).collect()
     }
 
-    /// `flag=value flag ...`, and the target.
+    /// Returns `flag=value flag ...`, and the target.
     fn read(name: Name, line: &str) -> (String, Option<Target>) {
         let read = Line::read(name, &arguments(line)).unwrap();
         let shown = read.given.iter().map(|given| match &given.value {

@@ -6,9 +6,9 @@
 //!                                               the engine's allocation ----|-> group --> GroupSpec, if several nodes
 //!                                                                           `-> hosts --> SshLaunch
 //! ```
-//! The parser is our own, over one table of flags. clap cannot express what makes a command line torchrun's: a prefix
-//! that is unambiguous among torchrun's flags must stay so beside xlaunch's; `--` before the target changes its
-//! meaning, and clap drops it; a target that ends in `.toml` is followed by more flags, any other by its own arguments;
+//! The parser is our own, over one table of flags, because clap cannot express some of torchrun's rules: a prefix that
+//! is unambiguous among torchrun's flags must remain so in spite of xlaunch's flags; `--` before the target changes its
+//! meaning, but clap drops it; a target that ends in `.toml` is followed by more flags, any other by its own arguments;
 //! empty variables count as unset, and errors name the variable that a value came from.
 //!
 //! Parsing does not look at the node: the interpreter and the number of workers are resolved by the agent that runs the
@@ -47,19 +47,19 @@ use xlaunch_agent::names::nearest;
 use xlaunch_proto::command::CommandSpec;
 use xlaunch_proto::refusal::Refusal;
 
-/// A flag or subcommand is suggested for a word that is more similar to it than this.
+/// Similarity above which a flag or subcommand is suggested for an unknown word.
 const MIN_SIMILARITY: f64 = 0.8;
 
 /// The name by which the program was called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Name {
     Xlaunch,
-    /// No subcommands and no training configurations: every target means what it means to torchrun.
+    /// torchrun's meaning of every target: no subcommands, no training configurations.
     Torchrun,
 }
 
 impl Name {
-    /// From `argv[0]`.
+    /// Returns the name for `argv[0]`.
     pub(super) fn of(program: &OsStr) -> Self {
         let is_torchrun = Path::new(program).file_name().is_some_and(|name| name == "torchrun");
         if is_torchrun { Self::Torchrun } else { Self::Xlaunch }
@@ -67,7 +67,7 @@ impl Name {
 }
 
 impl Name {
-    /// As a word.
+    /// Returns the name as text.
     pub(super) fn word(self) -> &'static str {
         match self {
             Self::Xlaunch => "xlaunch",
@@ -83,7 +83,7 @@ pub(crate) enum Request {
     Trainer(Launch, Option<Box<Group>>),
     /// Any other command.
     Command(Box<CommandSpec>, Option<Box<Group>>),
-    /// Either of them, on other hosts.
+    /// A trainer or command on other hosts.
     Ssh(Box<SshLaunch>),
     /// Text for stdout.
     Text(String),
@@ -118,7 +118,7 @@ fn request(
     if hosts::are_given(&line) {
         return match hosts::launch(name, &line)? {
             Hosts::Others(launch) => {
-                // A mistake in the rest is reported here, and once.
+                // Parse the rest here as well, so that a mistake is reported once instead of by every host.
                 let here = Scope::Nodes(&|| Ok(None));
                 request(name, &launch.arguments, &|_| None, here).map(|_| Request::Ssh(Box::new(launch)))
             }
@@ -146,7 +146,8 @@ fn request(
     }
 }
 
-/// Where a launch without flags would run, for `xlaunch env`: what was found goes to `settings`, also before an error.
+/// Determines where a launch without flags would run, for `xlaunch env`. `settings` gets all values that are found,
+/// even if an error follows.
 pub(super) fn placement(
     environment: Environment<'_>,
     scope: Scope<'_>,
@@ -171,13 +172,14 @@ pub(super) fn print_deprecated_flags(name: Name, arguments: &[OsString]) {
     }
 }
 
-/// Whether a target without `--` is something that Python runs, or a flag says what it is.
+/// Returns whether a target without `--` is something that Python runs, or a flag says what it is.
 fn is_for_python(reader: &Reader<'_>, argv: &[OsString]) -> Result<bool, String> {
     let is_script = argv.first().is_some_and(|script| script::is_python(Path::new(script)));
     Ok(is_script || reader.is_set("module")? || reader.is_set("no-python")? || reader.is_set("run-path")?)
 }
 
-/// The error for a target without `--` that is neither a script nor a configuration: perhaps a mistyped subcommand.
+/// Returns the error for a target without `--` that is neither a script nor a configuration, such as a mistyped
+/// subcommand.
 fn not_a_script(argv: &[OsString]) -> String {
     let script = argv.first().map(|script| script.display().to_string()).unwrap_or_default();
     if Path::new(&script).is_dir() {

@@ -1,4 +1,4 @@
-//! Looks up values of flags: on the command line, else in the environment.
+//! Looks up values of flags: on the command line, otherwise in the environment.
 
 use std::ffi::{OsStr, OsString};
 
@@ -17,7 +17,7 @@ pub(super) struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// Whether a flag without a value is given. In the environment 1 and 0 are accepted.
+    /// Returns whether a flag without a value is given. In the environment, 1 and 0 are accepted.
     pub(super) fn is_set(&self, name: &str) -> Result<bool, String> {
         if self.line.last(name).is_some() {
             return Ok(true);
@@ -31,12 +31,12 @@ impl Reader<'_> {
         }
     }
 
-    /// The value of a flag, not parsed.
+    /// Returns the value of a flag, not parsed.
     pub(super) fn raw(&self, name: &str) -> Option<OsString> {
         self.written(name).map(|(value, _)| value)
     }
 
-    /// The value of a flag, parsed.
+    /// Returns the value of a flag, parsed.
     pub(super) fn parsed<T>(
         &self,
         name: &str,
@@ -45,7 +45,7 @@ impl Reader<'_> {
         Ok(self.sourced(name, parse)?.map(|found| found.value))
     }
 
-    /// The value of a flag, parsed, with its source for messages.
+    /// Returns the value of a flag, parsed, with its source for messages.
     pub(super) fn sourced<T>(
         &self,
         name: &str,
@@ -56,7 +56,7 @@ impl Reader<'_> {
         Ok(Some(Sourced { value, source }))
     }
 
-    /// The value of an environment variable that does not belong to a flag, parsed.
+    /// Returns the value of an environment variable that does not belong to a flag, parsed.
     pub(super) fn variable<T>(
         &self,
         name: &str,
@@ -66,7 +66,7 @@ impl Reader<'_> {
         value.map(|value| parse_value(&value, &format!("{name}={}", value.display()), parse)).transpose()
     }
 
-    /// A value and its source for error messages.
+    /// Returns a value and its source for error messages.
     fn written(&self, name: &str) -> Option<(OsString, String)> {
         let Some(given) = self.line.last(name) else { return self.in_environment(name) };
         let value = given.value.clone()?;
@@ -74,7 +74,8 @@ impl Reader<'_> {
         Some((value, source))
     }
 
-    /// An empty variable counts as unset, because containers cannot always unset one.
+    /// Looks up the variable of a flag. An empty one counts as unset, because containers cannot always unset a
+    /// variable.
     fn in_environment(&self, name: &str) -> Option<(OsString, String)> {
         let variable = flags::all().find(|flag| flag.name == name).and_then(Flag::variable)?;
         let value = (self.environment)(&variable).filter(|value| !value.is_empty())?;
@@ -82,7 +83,7 @@ impl Reader<'_> {
         Some((value, source))
     }
 
-    /// All values of a flag that may be repeated.
+    /// Returns all values of a flag that may be repeated.
     pub(super) fn repeated<'a>(&'a self, name: &'a str) -> impl Iterator<Item = Option<&'a OsStr>> {
         self.line
             .given

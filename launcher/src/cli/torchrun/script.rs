@@ -1,5 +1,5 @@
-//! Which files and directories Python runs, so that a launch of one needs no flag. torchrun passes anything to Python;
-//! xlaunch also has subcommands and runs programs, and looks at the target.
+//! Recognises files and directories that Python runs, so that they can be launched without a flag. torchrun passes
+//! every target to Python; xlaunch also has subcommands and runs programs, so it inspects the target.
 
 use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
@@ -7,11 +7,11 @@ use std::path::Path;
 
 /// Extensions of Python's own files: source, compiled, and zip archives with a `__main__.py`.
 const EXTENSIONS: [&str; 4] = ["py", "pyw", "pyc", "pyz"];
-/// Bytes of a file that tell what it is.
+/// Number of bytes at the start of a file that are inspected.
 const HEAD_BYTES: u64 = 4096;
 
-/// Whether Python runs this: by its extension, a directory or archive with a `__main__.py`, or a text without an
-/// extension that names Python in its first line, or is not executable by itself.
+/// Returns whether Python runs this path: a file with one of Python's extensions, a directory or archive with a
+/// `__main__.py`, or a text file without an extension that names Python in its first line or is not executable.
 pub(super) fn is_python(path: &Path) -> bool {
     let extension = path.extension().and_then(|extension| extension.to_str());
     if extension.is_some_and(|extension| EXTENSIONS.contains(&extension)) {
@@ -36,7 +36,7 @@ fn is_python_text(head: &[u8], executable: bool) -> bool {
     let first = head.split(|byte| *byte == b'\n').next().unwrap_or_default();
     match first.strip_prefix(b"#!") {
         Some(interpreter) => interpreter.windows(6).any(|word| word == b"python"),
-        // Only the end may be half a character.
+        // The head may end within a character, but must otherwise be valid UTF-8.
         None => !executable && !head.is_empty() && !head.contains(&0),
     }
 }

@@ -9,8 +9,8 @@ use super::reader::Reader;
 use super::{flags, group, values};
 use crate::cli::bench;
 
-/// The launch of `target`, which has at least one element, with its arguments; `is_program` if it follows `--`. On
-/// several nodes it is the same on all of them.
+/// Returns the launch of `target`, a program or script with its arguments; it has at least one element. `is_program`
+/// means that it follows `--`. With several nodes, the result is the same on all of them.
 pub(super) fn command(
     reader: &Reader<'_>,
     target: &[OsString],
@@ -25,7 +25,7 @@ pub(super) fn command(
     check_ignored(reader, several_nodes)?;
     let defaults = CommandSpec::new(program(reader, target, is_program)?, Vec::new());
     let (run_id, master_addr, master_port) = match several_nodes {
-        // The coordinator tells the nodes.
+        // With several nodes, the coordinator sends these to the nodes.
         true => (None, defaults.master_addr, None),
         false => rendezvous(reader)?,
     };
@@ -63,7 +63,7 @@ pub(super) fn command(
     })
 }
 
-/// Checks the values of flags that have no effect: a mistake in one is a mistake of the user all the same.
+/// Checks the values of flags that have no effect, so that a mistake in them is still reported.
 fn check_ignored(reader: &Reader<'_>, several_nodes: bool) -> Result<(), String> {
     reader.parsed("logs-specs", values::logs_specs)?;
     reader.parsed("monitor-interval", values::seconds)?;
@@ -75,7 +75,7 @@ fn check_ignored(reader: &Reader<'_>, several_nodes: bool) -> Result<(), String>
     Ok(())
 }
 
-/// What each worker runs.
+/// Returns the program that each worker runs.
 fn program(reader: &Reader<'_>, target: &[OsString], is_program: bool) -> Result<Program, String> {
     let (is_module, no_python) = (reader.is_set("module")?, reader.is_set("no-python")?);
     let first = target.first().cloned().unwrap_or_default();
@@ -89,8 +89,8 @@ fn program(reader: &Reader<'_>, target: &[OsString], is_program: bool) -> Result
     })
 }
 
-/// Run id, `MASTER_ADDR` and `MASTER_PORT`. With one node the rendezvous endpoint only says where the workers connect,
-/// whatever its backend.
+/// Returns run id, `MASTER_ADDR` and `MASTER_PORT`. With one node, the rendezvous endpoint only sets the address at
+/// which the workers connect, whatever the backend.
 fn rendezvous(reader: &Reader<'_>) -> Result<(Option<String>, String, Option<u16>), String> {
     let id = reader.parsed("rdzv-id", text)?.filter(|id| id != "none");
     let endpoint = reader.parsed("rdzv-endpoint", values::endpoint)?;

@@ -1,4 +1,4 @@
-//! Command lines and what they mean.
+//! Tests of command lines and their meaning.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ fn ask(name: Name, line: &[&str], variables: &[(&str, &str)]) -> Result<Request,
         .map_err(|refusal| refusal.message)
 }
 
-/// What is started on a node with 4 GPUs and 12 cores.
+/// Resolves a command line on a node with 4 GPUs and 12 cores.
 fn resolved(name: Name, line: &str, variables: &[(&str, &str)]) -> Result<ResolvedCommand, String> {
     let node = || Node { gpus: Ok(4), cores: 12 };
     match ask(name, &line.split_whitespace().collect::<Vec<_>>(), variables)? {
@@ -161,7 +161,7 @@ fn environment_variables_replace_missing_flags() {
         ("PET_PRELOAD", "torch, torch.nn"),
         ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7"),
         ("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "${local_rank} "),
-        // torchrun does not read this one.
+        // torchrun does not read this variable.
         ("PET_NUMA_BINDING", "node"),
     ];
     let found = spec("--role mine pkg", &variables);

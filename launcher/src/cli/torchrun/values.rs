@@ -1,4 +1,4 @@
-//! Parsers for values of flags. Their errors say what was expected.
+//! Parsers for the values of flags. Their errors say what was expected.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -11,7 +11,7 @@ pub(super) fn whole(text: &str) -> Result<u32, String> {
     text.trim().parse().map_err(|_| "expected a whole number".into())
 }
 
-/// The number of workers, or what to count.
+/// Parses the number of workers, or the devices to count.
 pub(super) fn nproc(text: &str) -> Result<Nproc, String> {
     match text {
         "auto" => Ok(Nproc::Auto),
@@ -30,13 +30,13 @@ pub(super) fn seconds(text: &str) -> Result<Duration, String> {
     seconds.ok_or_else(|| format!("expected a number of seconds, at most {}", MAX_TIMEOUT.as_secs()))
 }
 
-/// A TCP port; `None` for 0, which means any free port.
+/// Parses a TCP port; `None` for 0, which means any free port.
 pub(super) fn port(text: &str) -> Result<Option<u16>, String> {
     let port: u16 = text.trim().parse().map_err(|_| "expected a port from 0 (a free one) to 65535")?;
     Ok((port != 0).then_some(port))
 }
 
-/// `HOST`, `HOST:PORT` or `[IPv6]:PORT`. An empty host is this host.
+/// Parses `HOST`, `HOST:PORT` or `[IPv6]:PORT`. An empty host is this host.
 pub(super) fn endpoint(text: &str) -> Result<(String, Option<u16>), String> {
     let (host, number) = match text.rsplit_once(':') {
         Some((host, number)) if !text.ends_with(']') => (host, port(number)?),
@@ -49,14 +49,14 @@ pub(super) fn endpoint(text: &str) -> Result<(String, Option<u16>), String> {
     Ok((if bare.is_empty() { "127.0.0.1".into() } else { bare }, number))
 }
 
-/// A host name or address; IPv6 with or without brackets.
+/// Parses a host name or address; IPv6 with or without brackets.
 pub(super) fn address(text: &str) -> Result<String, String> {
     let bare = text.strip_prefix('[').and_then(|inner| inner.strip_suffix(']')).unwrap_or(text);
     let is_valid = bare.chars().all(|sign| sign.is_alphanumeric() || "_.:-%".contains(sign));
     if is_valid { Ok(bare.into()) } else { Err("expected a host name or address".into()) }
 }
 
-/// A number of nodes, as `N` or `MIN:MAX`.
+/// Parses a number of nodes, `N` or `MIN:MAX`.
 pub(super) fn nodes(text: &str) -> Result<NodeCount, String> {
     let (least, most) = text.split_once(':').unwrap_or((text, text));
     match (whole(least), whole(most)) {
@@ -76,7 +76,7 @@ pub(super) fn backend(text: &str) -> Result<Backend, String> {
     }
 }
 
-/// The endpoint of a group: without a port, that of the backend is meant.
+/// Parses the endpoint of a group. Without a port, the backend's default port applies.
 pub(crate) fn group_endpoint(text: &str) -> Result<(String, Option<u16>), String> {
     let (host, port) = endpoint(text)?;
     let has_port = !text.ends_with(']') && text.contains(':');
@@ -86,7 +86,7 @@ pub(crate) fn group_endpoint(text: &str) -> Result<(String, Option<u16>), String
     }
 }
 
-/// `key=value,key=value`.
+/// Parses `key=value,key=value`.
 pub(super) fn pairs(text: &str) -> Result<Vec<(String, String)>, String> {
     let pair = |pair: &str| {
         let (key, value) = pair.split_once('=')?;
@@ -96,7 +96,7 @@ pub(super) fn pairs(text: &str) -> Result<Vec<(String, String)>, String> {
     pairs.ok_or_else(|| "expected KEY=VALUE, separated by commas".into())
 }
 
-/// What torchrun takes for true and false.
+/// Parses a boolean, in the spellings that torchrun accepts.
 pub(super) fn truth(text: &str) -> Result<bool, String> {
     match text.to_lowercase().as_str() {
         "1" | "true" | "t" | "yes" | "y" => Ok(true),
@@ -105,8 +105,8 @@ pub(super) fn truth(text: &str) -> Result<bool, String> {
     }
 }
 
-/// Workers of the built-in trainer; `None`: one per GPU, or 1 without GPUs. A worker on the CPU uses all of its cores,
-/// so `cpu`, which Kubeflow sets on nodes without GPUs, does not mean one worker per core.
+/// Parses the number of workers of the built-in trainer; `None` means one per GPU, or 1 without GPUs. A worker on the
+/// CPU uses all cores, so `cpu`, which Kubeflow sets on nodes without GPUs, does not mean one worker per core.
 pub(super) fn trainer_workers(text: &str) -> Result<Option<u32>, String> {
     match text {
         "auto" | "gpu" | "cpu" => Ok(None),
@@ -114,7 +114,7 @@ pub(super) fn trainer_workers(text: &str) -> Result<Option<u32>, String> {
     }
 }
 
-/// How torchrun starts workers.
+/// Checks the name of a start method of torchrun, which has no effect.
 pub(super) fn start_method(text: &str) -> Result<(), String> {
     if ["spawn", "fork", "forkserver"].contains(&text) {
         Ok(())
@@ -141,7 +141,7 @@ pub(super) fn binding(text: &str) -> Result<Binding, String> {
     }
 }
 
-/// Names of Python modules, such as `torch,torch.distributed`.
+/// Parses names of Python modules, such as `torch,torch.distributed`.
 pub(super) fn modules(text: &str) -> Result<Vec<String>, String> {
     let is_identifier = |part: &str| {
         !part.starts_with(|sign: char| sign.is_numeric())
@@ -172,7 +172,7 @@ pub(super) fn ranks(text: &str) -> Result<BTreeSet<u32>, String> {
     ranks.map_err(|_| "expected a comma-separated list of local ranks, such as 0,1".into())
 }
 
-/// `3` for all ranks, or `0:3,1:2` for some of them.
+/// Parses `3` for all ranks, or `0:3,1:2` for some of them.
 pub(super) fn streams(text: &str) -> Result<PerRank, String> {
     let expected =
         || "expected 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or a comma-separated list of RANK:STREAMS";
@@ -194,7 +194,7 @@ pub(super) fn streams(text: &str) -> Result<PerRank, String> {
     Ok(PerRank { all: Streams::default(), ranks })
 }
 
-/// A comma-separated list; `,,` is a comma within an item.
+/// Parses a comma-separated list; `,,` is a comma within an item.
 pub(super) fn words(text: &str) -> Result<Vec<String>, String> {
     let mut words = vec![String::new()];
     let mut signs = text.chars().peekable();
