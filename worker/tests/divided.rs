@@ -1,6 +1,6 @@
-//! What is divided among the ranks (`comm.shard`) changes memory, and nothing else: no bit with the optimizer sharded
-//! or more. Without, the gradient norm is summed in another order, which can change its last bit. Parameters in several
-//! buckets change nothing, either.
+//! Dividing state among the ranks (`comm.shard`) changes only memory use, and no bit of the results, between sharding
+//! the optimizer and sharding more. Without sharding, the gradient norm is summed in another order, which can change
+//! its last bit. Splitting parameters into several buckets changes nothing either.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -20,15 +20,15 @@ use xlaunch_worker::train::{Division, Requests};
 
 const STEPS: u64 = 4;
 
-/// What one rank has found.
+/// Results of one rank.
 #[derive(Debug, Default, PartialEq)]
 struct Trained {
     /// Losses, gradient norms and held-out losses, bit by bit.
     results: Vec<[u64; 3]>,
-    /// Weights and moments, each in these ranges of the arena.
+    /// Weights and moments, with their ranges of the arena.
     state: Vec<u32>,
     ranges: Vec<Range<usize>>,
-    /// Elements of the model's weights and of what is reduced.
+    /// Number of elements of the model's weights and of the reduced buffers.
     elements: usize,
 }
 
@@ -51,7 +51,7 @@ fn train(rank: &mut Rank) -> Trained {
     trained
 }
 
-/// What each of `world` ranks finds.
+/// Trains and returns the results of each of `world` ranks.
 fn run(shape: &ModelShape, spec: &JobSpec, dir: &Path, world: usize) -> Vec<Trained> {
     let found = Mutex::new(Vec::new());
     on_ranks_with_shape(shape, spec, dir, world, |mut rank| {
@@ -69,7 +69,7 @@ fn division_changes_memory_and_no_bit_of_the_training() {
     let dir = tempfile::tempdir().unwrap();
     let mut spec = spec(dir.path(), false);
     spec.train.accumulate = 1;
-    // An odd number of batches: not all ranks have as many.
+    // With an odd number of batches, not all ranks have the same number.
     (spec.data.val_fraction, spec.train.eval_batches) = (0.2, 3);
     for (arch, tied) in [(Arch::Llama, false), (Arch::Llama, true), (Arch::Gpt2, true), (Arch::Gpt2, false)] {
         for (world, bucket_mb, overlap, recompute) in [
@@ -105,7 +105,7 @@ fn division_changes_memory_and_no_bit_of_the_training() {
     }
 }
 
-/// The arenas of weights and moments, from what all ranks have of them.
+/// Assembles the arenas of weights and moments from the parts of all ranks.
 fn arenas(ranks: &[Trained]) -> Vec<u32> {
     let len = ranks.iter().flat_map(|rank| &rank.ranges).map(|range| range.end).max().unwrap();
     let mut arenas = vec![0; 3 * len];
@@ -126,7 +126,7 @@ fn plan(spec: &JobSpec, shape: &ModelShape) -> Plan {
     division.sharding.plan().clone()
 }
 
-/// Losses and held-out losses, whose bits do not depend on the order in which the gradient norm is summed.
+/// Returns losses and held-out losses, whose bits do not depend on the order in which the gradient norm is summed.
 fn losses(ranks: &[Trained]) -> Vec<[f64; 2]> {
     let [first, others @ ..] = ranks else { panic!("no ranks") };
     assert!(others.iter().all(|rank| rank.results == first.results));
@@ -137,11 +137,11 @@ fn losses(ranks: &[Trained]) -> Vec<[f64; 2]> {
 fn parameters_in_several_buckets_train_with_the_same_bits() {
     let dir = tempfile::tempdir().unwrap();
     let mut spec = spec(dir.path(), false);
-    // Clipping would bring in the order in which the gradient norm is summed.
+    // No clipping: it would depend on the order in which the gradient norm is summed.
     (spec.train.accumulate, spec.train.clip) = (1, 0.0);
     (spec.data.val_fraction, spec.train.eval_batches) = (0.2, 2);
     for (arch, tied) in [(Arch::Llama, false), (Arch::Gpt2, true)] {
-        // Matrices that are cut, and followed by a gap.
+        // Matrices that are cut and followed by a gap.
         let shape = ModelShape { ffn: 50, ..shape(arch, 3, tied) };
         let layout = Layout::new(&shape);
         for world in [2, 4] {
@@ -168,7 +168,7 @@ fn parameters_in_several_buckets_train_with_the_same_bits() {
                     assert!(state == cut_state, "{case}, {shard:?}");
                 }
                 if world == 2 {
-                    // The sum of two gradients has only one order.
+                    // A sum of two gradients has only one order.
                     assert_eq!(cut_losses, whole_losses, "{case}");
                     assert!(cut_state == whole_state, "{case}");
                 }

@@ -27,9 +27,9 @@ use xlaunch_worker::optim::AdamW;
 use xlaunch_worker::train::{Division, Gradients};
 
 const TOLERANCE: f64 = 1e-5;
-/// Of bf16, which keeps 8 bits: roundings of 2^-9 in some ten operations, one after the other.
+/// Tolerance for bf16, which keeps 8 bits: roundings of 2^-9 in about ten consecutive operations.
 const BF16_TOLERANCE: f64 = 3e-2;
-/// Of FP8: E5M2 rounds each gradient by up to an eighth, E4M3 weights and inputs by up to a sixteenth.
+/// Tolerance for FP8: E5M2 rounds each gradient by up to an eighth, E4M3 weights and inputs by up to a sixteenth.
 const FP8_TOLERANCE: f64 = 0.15;
 const ROWS: Rows = Rows { batch: 2, seq: 16 };
 
@@ -61,7 +61,7 @@ struct Case {
     arch: Arch,
     kv_heads: usize,
     tied: bool,
-    /// Heads wider than C / H, and other numbers of norms and rotation.
+    /// Whether heads are wider than C / H, and constants of norms and rotation differ from the defaults.
     wide: bool,
 }
 
@@ -70,7 +70,7 @@ const LLAMA: Case = Case { name: "llama", arch: Arch::Llama, kv_heads: 4, tied: 
 const LLAMA_GQA: Case = Case { name: "llama_gqa", arch: Arch::Llama, kv_heads: 2, tied: true, wide: false };
 const LLAMA_WIDE: Case = Case { name: "llama_wide", arch: Arch::Llama, kv_heads: 2, tied: false, wide: true };
 
-/// The sizes in `tests/peers/goldens.py`.
+/// Returns the sizes in `tests/peers/goldens.py`.
 fn shape(case: Case) -> ModelShape {
     let Case { arch, kv_heads, tied, wide, .. } = case;
     let scaling = RopeScaling {
@@ -104,8 +104,8 @@ struct Golden {
 
 impl Golden {
     fn read(name: &str) -> Self {
-        // Relative to the package, which is where cargo runs tests, so that a test binary copied to a GPU host works
-        // too.
+        // The path is relative to the package, from which cargo runs tests, so that a test binary copied to a GPU host
+        // works as well.
         let path = Path::new("tests/goldens").join(format!("{name}.safetensors"));
         let bytes = std::fs::read(path).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
@@ -124,7 +124,7 @@ impl Golden {
         Self { floats, ids }
     }
 
-    /// The arena of a layout from tensors named `<prefix><parameter>`.
+    /// Builds the arena of a layout from tensors named `<prefix><parameter>`.
     fn arena(&self, layout: &Layout, prefix: &str) -> Vec<f32> {
         let mut arena = vec![0.0; layout.len];
         for param in &layout.params {
@@ -140,7 +140,7 @@ fn relative(ours: &[f32], theirs: &[f32]) -> f64 {
     let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
     let difference = norm(&mut ours.iter().zip(theirs).map(|(a, b)| f64::from(*a) - f64::from(*b)));
     let scale = norm(&mut theirs.iter().map(|b| f64::from(*b)));
-    // A tensor that is zero but for rounding (the gradient of attention's key bias) is compared absolutely.
+    // A tensor that is zero except for rounding (the gradient of attention's key bias) is compared absolutely.
     difference / scale.max(1e-4)
 }
 
@@ -178,7 +178,7 @@ fn cpu() -> BackendHandle {
     BackendHandle::new(CpuBackend::new(2, PoolMode::On))
 }
 
-/// Strict fp32, as nothing less could meet the tolerance.
+/// Opens the GPU in strict fp32: nothing less could meet the tolerance.
 fn gpu() -> BackendHandle {
     BackendHandle::new(CudaBackend::open(0, CudaOptions::new(Precision::Fp32, PoolMode::On)).unwrap())
 }
@@ -293,8 +293,8 @@ fn compare_steps(f: &Fixture) {
         let mut theirs = f.golden.floats[&format!("after.{}", param.name)].clone();
         let ours = &params[param.stored()];
         if param.name.ends_with("qkv.bias") {
-            // A bias of the keys shifts all scores of a query alike, so its gradient is zero but for rounding. AdamW
-            // scales that noise to updates of the size of the learning rate: three of them, at most.
+            // A bias of the keys shifts all scores of a query equally, so its gradient is zero except for rounding.
+            // AdamW scales that noise to updates of about the learning rate, of which there are three at most.
             let keys = f.model.shape.dim..2 * f.model.shape.dim;
             assert!(
                 ours[keys.clone()].iter().zip(&theirs[keys.clone()]).all(|(a, b)| (a - b).abs() < 3.1e-3)
@@ -346,7 +346,7 @@ fn losses_in_chunks_match_pytorch_on_gpu() {
 }
 
 fn losses_in_chunks_match_pytorch(backend: fn() -> BackendHandle) {
-    // The last chunk has two rows, or all are in one.
+    // The last chunk has two rows, or one chunk has all rows.
     for (case, classifier_chunk) in [(GPT2, 5), (LLAMA, 5), (LLAMA, 100)] {
         let memory = MemoryUse { classifier_chunk, ..MemoryUse::default() };
         let f = Fixture::with(backend(), case, memory, DType::F32);
@@ -395,7 +395,7 @@ fn micro_steps_are_added_in_fp32_and_rounded_once_on_gpu() {
     let sharding = Sharding::replicated(Plan::new(&[512, len], ALIGN, 2, 1024, 1024));
     let division = Division { sharding: sharding.clone(), gradients: None, weights: None };
     let layout = Layout::new(&PRESETS[0].1);
-    // In bf16 each of these steps would be lost: 1 + 2^-9 is rounded to 1.
+    // In bf16 each of these additions would be lost: 1 + 2^-9 is rounded to 1.
     let (first, rest) = (vec![1.0; len], vec![1.0 + 3.0 * 2.0_f32.powi(-9); len]);
     for (accumulate, world, expected, dtype) in
         [(2, 2, 1.0 + 2.0_f32.powi(-7), DType::Bf16), (2, 1, rest[0], DType::F32), (1, 2, 1.0, DType::Bf16)]
@@ -456,7 +456,8 @@ fn fp8_is_near_pytorch_on_gpu() {
     }
 }
 
-/// And not so near that nothing was rounded. A sample may have any number of tokens.
+/// Checks that FP8 is close to PyTorch, but not so close that nothing was rounded. A sample may have any number of
+/// tokens.
 fn fp8_is_near_pytorch(backend: fn() -> BackendHandle) {
     for case in [GPT2, LLAMA, LLAMA_GQA, LLAMA_WIDE] {
         let f = Fixture::in_fp8(backend(), case, MemoryUse::default());
@@ -476,7 +477,7 @@ fn emulated_gpu() -> Requirement {
     }
 }
 
-/// The kernels of a GPU on CPU threads; see `tests/kernels`.
+/// Runs the kernels of a GPU on CPU threads; see `tests/kernels`.
 fn tests_on_gpu_pass_in_the_emulator() {
     let directory = tempfile::tempdir().unwrap();
     emulator::build(directory.path()).unwrap();

@@ -1,5 +1,5 @@
-//! A process that saves one checkpoint after the other is killed at random moments. Whatever it has reported as saved
-//! must be there and complete, and nothing incomplete may be taken for a checkpoint.
+//! A process that saves checkpoints in a loop is killed at random moments. Every checkpoint that it has reported as
+//! saved must exist and be complete, and nothing incomplete may be taken for a checkpoint.
 //!
 //! `XLAUNCH_TEST_KILLS=10000 cargo test --release -p xlaunch-worker --test killed_saves` for a long run.
 
@@ -23,11 +23,11 @@ use xlaunch_worker::checkpoint::{
 };
 use xlaunch_worker::model::layout::{ALIGN, Layout};
 
-/// Names the directory in which this process saves until it is killed.
+/// Variable with the directory in which this process saves until it is killed.
 const DIR: &str = "XLAUNCH_TEST_SAVE_IN";
-/// Number of kills.
+/// Variable with the number of kills.
 const KILLS: &str = "XLAUNCH_TEST_KILLS";
-/// By default: a few seconds.
+/// Default number of kills, which takes a few seconds.
 const DEFAULT_KILLS: u32 = 200;
 const RUN: &str = "run";
 
@@ -61,7 +61,7 @@ fn no_kill_costs_a_reported_checkpoint_or_leaves_a_bad_one() {
         let executable = std::env::current_exe().unwrap();
         let mut child = Command::new(executable).env(DIR, dir.path()).stdout(Stdio::piped()).spawn().unwrap();
         let mut reported = BufReader::new(child.stdout.take().unwrap()).lines();
-        // Once it saves, anywhere in the next few saves. xorshift64.
+        // Kill at a random moment during the next few saves. The generator is xorshift64.
         random ^= random << 13;
         random ^= random >> 7;
         random ^= random << 17;
@@ -87,7 +87,7 @@ fn no_kill_costs_a_reported_checkpoint_or_leaves_a_bad_one() {
     println!("{kills} kills, {saved} checkpoints");
 }
 
-/// Reads everything, so that every hash is verified.
+/// Reads the whole checkpoint, so that every hash is verified.
 fn assert_complete(path: &Path, step: u64) {
     let layout = Layout::new(&shape());
     let threads = ThreadPoolBuilder::new().num_threads(1).build().unwrap();
@@ -101,7 +101,7 @@ fn assert_complete(path: &Path, step: u64) {
     assert_eq!(wrong.into_inner().unwrap(), 0, "values of another step in {}", path.display());
 }
 
-/// What every value is after `step` steps.
+/// Returns the value of every element after `step` steps.
 #[expect(clippy::cast_precision_loss, reason = "steps are few")]
 fn value_of(step: u64) -> f32 {
     step as f32
@@ -132,7 +132,7 @@ fn save_until_killed(dir: &Path) {
     });
     for step in first + 1.. {
         let values = || HostBuffer::from(vec![value_of(step); len]);
-        // Every other save replaces the checkpoint before.
+        // Every other save replaces the previous checkpoint.
         for _ in 0..1 + step % 2 {
             let snapshot = Snapshot { params: values(), m: values(), v: values(), slot: None };
             saver.begin(snapshot, state(step), Instant::now());
@@ -161,7 +161,7 @@ fn state(step: u64) -> State {
     }
 }
 
-/// A single rank, whose answer is complete. Prints what it has saved.
+/// Exchange of a single rank, whose own answer completes the save. Prints the steps that are saved.
 struct Alone(Option<Result<Vec<Written>, String>>);
 
 impl Exchange for Alone {

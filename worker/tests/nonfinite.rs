@@ -1,5 +1,5 @@
-//! A step whose loss or gradients are not finite on one rank changes the state of no rank, sharded or not, on CPU and
-//! GPU, and neither does the step that was enqueued after it.
+//! A step whose loss or gradients are not finite on one rank does not change the state of any rank, sharded or not, on
+//! CPU and GPU. With the limit reached, neither does the step that was enqueued after it.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -17,10 +17,10 @@ xlaunch_harness::suite! {
     needs require_gpu: bad_step_in_a_graph_changes_nothing;
 }
 
-/// Enough for the steps to be captured on a GPU.
+/// Number of good steps: enough for steps to be captured on a GPU.
 const GOOD_STEPS: u64 = 4;
 
-/// Two steps of which the first is bad as one weight of the last rank is `bad`, the second enqueued before the
+/// Runs two steps. The first is bad because one weight of the last rank is `bad`; the second is enqueued before the
 /// results of the first are read.
 fn check(mut rank: Rank, nonfinite: NonFinite, bad: f32) {
     for step in 0..GOOD_STEPS {

@@ -1,5 +1,5 @@
-//! Training gives the same bits however memory is allocated and work is launched: with the pool, with a plan, with a
-//! driver allocation per buffer, with any initial contents of new buffers, and from captured graphs.
+//! Training gives the same bits regardless of how memory is allocated and work is launched: with the pool, with a plan,
+//! with a driver allocation per buffer, with any initial contents of new buffers, and from captured graphs.
 
 #![expect(
     clippy::unwrap_used,
@@ -94,7 +94,7 @@ fn compare(name: &str, open: impl Fn(PoolOptions) -> BackendHandle) {
 
         let plan = train(open(options(PoolMode::Plan, None)), arch, Exec::Stream);
         assert_eq!(plan.bits, on.bits, "{name}, {arch:?}: plan");
-        // The third step is the first with a plan, whose region may be larger than any free block of a small model.
+        // The third step is the first one with a plan, whose region may be larger than any free block of a small model.
         let (last, third) = (plan.pool[5], plan.pool[2]);
         assert!(last.plan_hits > 50 && last.plan_misses == 0, "{last:?}");
         assert_eq!(last.chunks.added, third.chunks.added, "{name}: no driver allocation under the plan");

@@ -1,4 +1,4 @@
-//! `observe.check_every` finds a rank whose parameters differ in one bit, and all ranks name it.
+//! `observe.check_every` detects a rank whose parameters differ in one bit, and all ranks name that rank.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 

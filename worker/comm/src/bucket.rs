@@ -1,24 +1,24 @@
-//! Which gradients are reduced over ranks together.
+//! Plans which gradients are reduced over ranks together.
 //!
-//! Gradients are stored in one arena in the order in which backward finishes them. So a bucket is a contiguous range,
-//! and one number, "all gradients below this offset are written", tells which buckets are ready. The first bucket is
-//! smaller, so that its all-reduce starts early.
+//! Gradients are stored in one arena in the order in which backward finishes them. A bucket is therefore a contiguous
+//! range, and a single number, "all gradients below this offset are written", tells which buckets are ready. The first
+//! bucket is smaller, so that its all-reduce starts early.
 //!
 //! ```text
 //! parameters:   | a | b |  c  |              d              | e | f |
 //! buckets:      |   0   |  1  |    2    |    3    |    4    |   5   |
 //! groups:       |   0   |  1  |              2              |   3   |
 //! ```
-//! A bucket has whole parameters, or a part of one that is larger than the cap. The buckets of such a parameter are a
-//! group: operations use the parameter as a whole, so memory that does not have the whole arena must have a group in
-//! one piece.
+//! A bucket contains whole parameters, or a part of one parameter that is larger than the cap. The buckets of such a
+//! parameter are a group: operations use the parameter as a whole, so memory that does not hold the whole arena must
+//! hold a group in one piece.
 //!
-//! Cuts depend on sizes alone, never on the number of ranks or on what they divide: the order in which gradients are
-//! summed depends on the buckets.
+//! Cuts depend on sizes alone, never on the number of ranks or on what is divided among them: the buckets determine the
+//! order in which gradients are summed.
 
 use std::ops::Range;
 
-/// Buckets that cover an arena without gaps, by rising offset.
+/// Buckets that cover an arena without gaps, in order of offset.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     buckets: Vec<Range<usize>>,
@@ -27,11 +27,13 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Buckets of parameters. `ends` are the rising end offsets of the parameters in elements of `element_size` bytes.
+    /// Plans the buckets of parameters. `ends` are the rising end offsets of the parameters, in elements of
+    /// `element_size` bytes.
     ///
-    /// No bucket exceeds `cap_bytes`, and no first one of several parameters `first_cap_bytes`. A parameter above the
-    /// cap is cut into buckets of about equal size, at offsets that are multiples of `align` elements from its start:
-    /// only one of at most `align` elements may exceed the cap. `usize::MAX` cuts none.
+    /// No bucket exceeds `cap_bytes`, and a first bucket of several parameters does not exceed `first_cap_bytes`. A
+    /// parameter above the cap is cut into buckets of about equal size, at offsets that are multiples of `align`
+    /// elements from its start: only a bucket of at most `align` elements may exceed the cap. `usize::MAX` prevents all
+    /// cuts.
     pub fn new(
         ends: &[usize],
         align: usize,
@@ -49,7 +51,7 @@ impl Plan {
                 open = parameter.start..parameter.start;
             }
             if parameter.len() * element_size > cap_bytes {
-                // What was open is closed, as it does not fit beside anything.
+                // Close the open bucket, since a cut parameter does not share a bucket.
                 plan.add_group(cut(&parameter, align, cap_bytes / element_size));
                 open = parameter.end..parameter.end;
             } else {
@@ -67,25 +69,26 @@ impl Plan {
         self.buckets.extend(buckets);
     }
 
-    /// The buckets, by rising offset.
+    /// Returns the buckets in order of offset.
     pub fn buckets(&self) -> &[Range<usize>] {
         &self.buckets
     }
 
-    /// The buckets of each group: of a parameter that is cut, or a single one.
+    /// Returns the buckets of each group: those of a parameter that is cut, or a single bucket.
     pub fn groups(&self) -> impl Iterator<Item = &[Range<usize>]> {
         let ends = self.groups.iter().skip(1).copied().chain([self.buckets.len()]);
         self.groups.iter().zip(ends).map(|(start, end)| &self.buckets[*start..end])
     }
 
-    /// Bytes that are equal exactly when two plans have the same buckets. The rendezvous compares their digest.
+    /// Returns bytes that are equal if and only if two plans have the same buckets. The rendezvous compares their
+    /// digest.
     pub fn layout(&self) -> Vec<u8> {
         format!("{:?}", self.buckets).into_bytes()
     }
 }
 
-/// Cuts a parameter at multiples of `align` from its start into as few parts as have at most `cap` elements each. Their
-/// sizes differ by `align` at most.
+/// Cuts a parameter, at multiples of `align` from its start, into the smallest number of parts with at most `cap`
+/// elements each. Their sizes differ by at most `align`.
 fn cut(parameter: &Range<usize>, align: usize, cap: usize) -> impl Iterator<Item = Range<usize>> {
     let (start, end) = (parameter.start, parameter.end);
     let units = parameter.len().div_ceil(align);
@@ -101,12 +104,13 @@ pub struct ReduceProgress<'a> {
 }
 
 impl<'a> ReduceProgress<'a> {
-    /// The start of backward: no bucket is ready.
+    /// Starts a backward pass, with no bucket ready.
     pub fn new(plan: &'a Plan) -> Self {
         Self { pending: &plan.buckets }
     }
 
-    /// The buckets that became ready now that all gradients below `offset` are written. Each is returned once.
+    /// Returns the buckets that have become ready now that all gradients below `offset` are written. Each bucket is
+    /// returned once.
     pub fn written_up_to(&mut self, offset: usize) -> impl Iterator<Item = Range<usize>> + use<'a> {
         let count = self.pending.partition_point(|bucket| bucket.end <= offset);
         let (ready, pending) = self.pending.split_at(count);
@@ -138,13 +142,13 @@ mod tests {
     #[test]
     fn parameter_above_the_cap_is_cut_into_equal_parts() {
         let plan = Plan::new(&[8, 16, 108, 116], 4, 4, 160, 64);
-        // 92 elements, of which 40 are the cap: 23 units of 4 in three parts.
+        // 92 elements with a cap of 40: 23 units of 4 in three parts.
         assert_eq!(plan.buckets(), [0..16, 16..44, 44..76, 76..108, 108..116]);
         let groups: Vec<usize> = plan.groups().map(<[Range<usize>]>::len).collect();
         assert_eq!(groups, [1, 3, 1]);
-        // The first one as well; then no other bucket is the first.
+        // The first bucket is limited as well; no other bucket counts as the first.
         assert_eq!(Plan::new(&[20, 36], 4, 4, 64, 16).buckets(), [0..8, 8..20, 20..36]);
-        // One unit that is larger than the cap.
+        // A single unit that is larger than the cap.
         assert_eq!(Plan::new(&[16], 8, 4, 4, 4).buckets(), [0..8, 8..16]);
     }
 
@@ -170,7 +174,7 @@ mod tests {
                 for bucket in group {
                     prop_assert_eq!(bucket.start, at);
                     prop_assert!(!bucket.is_empty() && bucket.end.is_multiple_of(align));
-                    // One that cannot be cut is a whole unit.
+                    // A bucket that cannot be cut is a whole unit.
                     prop_assert!(bucket.len() * 4 <= cap || bucket.len() == align);
                     at = bucket.end;
                 }
@@ -197,7 +201,7 @@ mod tests {
             steps in prop::collection::vec(0usize..60, 0..60),
         ) {
             let ends = ends(&sizes);
-            // Some are cut.
+            // Some parameters are cut.
             let plan = Plan::new(&ends, 3, 4, 150, 50);
             let mut progress = ReduceProgress::new(&plan);
             let (mut offset, mut seen) = (0, Vec::new());

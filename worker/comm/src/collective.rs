@@ -1,4 +1,4 @@
-//! The [`Collective`] trait, its errors, and the handle that aborts one.
+//! The [`Collective`] trait, its errors, and its abort handle.
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,13 +8,13 @@ use xlaunch_pool::{DType, Lease};
 /// Result of a collective call.
 pub type Result<T> = std::result::Result<T, CommError>;
 
-/// What can go wrong between ranks.
+/// Errors of communication between ranks.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum CommError {
     /// NCCL is not on this host.
     #[error("failed to load NCCL: looked for {looked_for}")]
     Library {
-        /// Names and places tried.
+        /// Names and locations that were tried.
         looked_for: String,
     },
     /// NCCL reported an error.
@@ -38,15 +38,15 @@ pub enum CommError {
     PeerLost {
         /// The neighbour.
         peer: usize,
-        /// What was observed.
+        /// The observed failure.
         reason: String,
     },
-    /// Two ranks are in different collectives: one of them has left one out.
+    /// Two ranks are in different collectives: one of them has skipped a collective.
     #[error("rank {peer} and this rank are in different collectives: {reason}")]
     Disagree {
         /// The neighbour.
         peer: usize,
-        /// What each of them is in.
+        /// The collective of each of the two.
         reason: String,
     },
     /// [`AbortHandle::abort`] was called.
@@ -59,8 +59,9 @@ pub enum CommError {
 /// Collectives are asynchronous: they run on a second CUDA stream or a second thread. Buffers are leased to a
 /// collective when it is started, and the leases end when it has been waited for.
 ///
-/// Several buckets that are started together are one operation on a GPU. That matters beside GEMMs, which occupy all
-/// multiprocessors: a kernel of NCCL has to wait until one of them ends, and buckets started one by one wait as often.
+/// On a GPU, several buckets that are started together are one operation. That matters during GEMMs, which occupy all
+/// multiprocessors: a kernel of NCCL has to wait until one of them ends, and buckets started one by one each have to
+/// wait.
 pub trait Collective: Send + fmt::Debug {
     /// This rank.
     fn rank(&self) -> usize;
@@ -68,56 +69,57 @@ pub trait Collective: Send + fmt::Debug {
     /// Number of ranks.
     fn world_size(&self) -> usize;
 
-    /// Registers the pool segment of this buffer as an NCCL window: all ranks then access each other's copy of it
-    /// directly until the collective ends, and the block is kept that long. Pass a lease of `0..0` of a buffer from
-    /// [`Pool::registered`](xlaunch_pool::Pool::registered): it overlaps no lease of what is reduced there. Every rank
-    /// calls this for the same buffers of the same pool requests in the same order, before any graph capture. Returns
-    /// false, on all ranks alike, where windows are not supported: collectives then work as without it.
+    /// Registers the pool segment of this buffer as an NCCL window: until the collective ends, all ranks access each
+    /// other's copy of it directly, and the block is kept. Pass a lease of `0..0` of a buffer from
+    /// [`Pool::registered`](xlaunch_pool::Pool::registered): it overlaps no lease that is reduced there. Every rank
+    /// calls this for the same buffers of the same pool requests in the same order, before any graph capture. If
+    /// windows are not supported, returns false on all ranks; collectives then work as without registration.
     ///
     /// # Errors
-    /// Registration that fails on one rank only is fatal: the other ranks wait for it and have to be aborted.
+    /// A failure on only one rank is fatal: the other ranks wait for it and have to be aborted.
     fn register(&mut self, memory: Lease) -> Result<bool>;
 
     /// Starts an in-place sum over ranks of the leased elements (F32 or Bf16) of each bucket, ordered after all work
     /// enqueued on the compute stream so far. Every rank ends with the same bytes.
     fn all_reduce(&mut self, buckets: Vec<Lease>, dtype: DType) -> Result<()>;
 
-    /// Starts the same sums, of which this rank gets its own shards: the first lease of a bucket is cut into one equal
-    /// shard per rank, and shard `rank` is written to the second one. The contents of the first one are unspecified
-    /// afterwards. Needs two ranks or more.
+    /// Starts the same sums, but gives this rank only its own shards: the first lease of a bucket is cut into one equal
+    /// shard per rank, and shard `rank` is written to the second lease. The contents of the first lease are unspecified
+    /// afterwards. Requires at least two ranks.
     fn reduce_scatter(&mut self, buckets: Vec<[Lease; 2]>, dtype: DType) -> Result<()>;
 
-    /// Waits for the oldest bucket of [`reduce_scatter`](Self::reduce_scatter) that has not been waited for, as
+    /// Waits for the oldest bucket of [`reduce_scatter`](Self::reduce_scatter) that has not been waited for, like
     /// [`wait_gather`](Self::wait_gather) does for gathers.
     fn wait_scatter(&mut self) -> Result<()>;
 
-    /// Starts copying every rank's shard, the first lease of a bucket, to all ranks, into shard `rank` of the second
-    /// one. Needs two ranks or more.
+    /// Starts to copy every rank's shard, the first lease of a bucket, to all ranks, into shard `rank` of the second
+    /// lease. Requires at least two ranks.
     fn all_gather(&mut self, buckets: Vec<[Lease; 2]>) -> Result<()>;
 
     /// Waits for the oldest bucket of [`all_gather`](Self::all_gather) that has not been waited for: orders it before
-    /// all work enqueued on the compute stream from now on, and ends its leases. Does nothing if there is none.
+    /// all work that is enqueued on the compute stream afterwards, and ends its leases. Does nothing if there is none.
     fn wait_gather(&mut self) -> Result<()>;
 
-    /// Starts copying `root`'s elements to all ranks.
+    /// Starts to copy `root`'s elements to all ranks.
     fn broadcast(&mut self, elements: Lease, root: usize) -> Result<()>;
 
-    /// Waits for everything started: orders it before all work enqueued on the compute stream from now on, and ends the
-    /// leases. Blocks the host on the CPU; only enqueues on a GPU.
+    /// Waits for all started collectives: orders them before all work that is enqueued on the compute stream
+    /// afterwards, and ends their leases. Blocks the host on the CPU; only enqueues on a GPU.
     fn wait_all(&mut self) -> Result<()>;
 
-    /// Fails if a collective has failed asynchronously or was aborted. Results that were read back before this call
-    /// succeeded must not be used.
+    /// Fails if a collective has failed asynchronously or was aborted. Results that were read back must not be used
+    /// until a subsequent call to this succeeds.
     fn check(&self) -> Result<()>;
 
-    /// For another thread, to make calls under way return [`CommError::Aborted`] when a peer is known to be lost.
+    /// Returns a handle with which another thread can make calls in progress return [`CommError::Aborted`] when a peer
+    /// is known to be lost.
     fn abort_handle(&self) -> AbortHandle;
 
-    /// Orderly shutdown: every rank calls it once all its collectives have been waited for.
+    /// Shuts down in an orderly way. Every rank calls it once all its collectives have been waited for.
     fn finalize(self: Box<Self>) -> Result<()>;
 }
 
-/// Panics unless `whole` is as long as one `shard` per rank: anything else is a bug of the caller.
+/// Panics unless `whole` has the length of one `shard` per rank: anything else is a bug of the caller.
 pub(crate) fn expect_shards(whole: &Lease, shard: &Lease, world: usize) {
     let (whole, shard) = (whole.bytes(), shard.bytes());
     assert!(world > 1 && whole == shard * world, "{whole} bytes in {world} shards of {shard}");
@@ -128,12 +130,12 @@ pub(crate) fn expect_shards(whole: &Lease, shard: &Lease, world: usize) {
 pub struct AbortHandle(Arc<dyn Fn() + Send + Sync>);
 
 impl AbortHandle {
-    /// A handle that calls `abort` each time it is used.
+    /// Creates a handle that calls `abort` each time it is used.
     pub fn new(abort: impl Fn() + Send + Sync + 'static) -> Self {
         Self(Arc::new(abort))
     }
 
-    /// Makes calls under way, and all later ones, fail.
+    /// Makes calls in progress, and all later ones, fail.
     pub fn abort(&self) {
         (self.0)();
     }

@@ -3,10 +3,10 @@
 //! - [`Collective`] is what a trainer uses; [`Nccl`], [`Ring`] and [`Local`] implement it;
 //! - [`bucket`] plans, as pure functions, which ranges of the gradient arena are reduced together, and tracks which of
 //!   them backward has finished;
-//! - [`Sharding`] says which shard of every bucket a rank updates when the optimizer is sharded;
-//! - [`Slots`] lets buckets take turns in memory where the rest of them is sharded, too.
+//! - [`Sharding`] decides which shard of every bucket a rank updates when the optimizer is sharded;
+//! - [`Slots`] lets buckets take turns in memory when gradients or parameters are sharded, too.
 //!
-//! This crate knows buffers of the pool, not models or steps.
+//! This crate knows about buffers of the pool, not about models or steps.
 
 pub mod bucket;
 mod collective;

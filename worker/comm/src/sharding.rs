@@ -1,4 +1,4 @@
-//! Which parameters a rank updates: its shard of every bucket (as in ZeRO), or all of them.
+//! The parameters that a rank updates: its shard of every bucket (as in ZeRO), or all parameters.
 //!
 //! ```text
 //! arena, two buckets, two ranks:   | shard 0 | shard 1 |      shard 0      |      shard 1      |
@@ -12,76 +12,77 @@ use std::ops::Range;
 
 use crate::bucket::Plan;
 
-/// How an arena's buckets are cut into shards, and which shard is this rank's.
+/// Division of an arena's buckets into shards, and the shard of this rank.
 #[derive(Clone, Debug)]
 pub struct Sharding {
     plan: Plan,
     rank: usize,
-    /// Shards per bucket: the world size, or 1 where every rank has all parameters.
+    /// Shards per bucket: the world size, or 1 if every rank has all parameters.
     shards: usize,
 }
 
 impl Sharding {
-    /// One shard of every bucket per rank. The ends of all buckets must be multiples of `world`.
+    /// Gives every rank one shard of every bucket. The ends of all buckets must be multiples of `world`.
     ///
     /// # Panics
-    /// If they are not, or `rank` is not below `world`.
+    /// If an end of a bucket is not, or `rank` is not below `world`.
     pub fn new(plan: Plan, rank: usize, world: usize) -> Self {
         assert!(rank < world, "rank {rank} of {world}");
         assert!(plan.buckets().iter().all(|bucket| bucket.end.is_multiple_of(world)), "{plan:?} for {world}");
         Self { plan, rank, shards: world }
     }
 
-    /// Every rank updates all parameters.
+    /// Makes every rank update all parameters.
     pub fn replicated(plan: Plan) -> Self {
         Self::new(plan, 0, 1)
     }
 
-    /// Whether a rank updates a part of the parameters only.
+    /// Returns whether a rank updates only a part of the parameters.
     pub fn is_sharded(&self) -> bool {
         self.shards > 1
     }
 
-    /// The buckets that are cut.
+    /// Returns the buckets that are cut.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
 
-    /// Elements that this rank updates.
+    /// Returns the number of elements that this rank updates.
     pub fn len(&self) -> usize {
         self.arena_len() / self.shards
     }
 
-    /// Whether there are no parameters.
+    /// Returns whether there are no parameters.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Elements of the whole arena.
+    /// Returns the number of elements of the whole arena.
     pub fn arena_len(&self) -> usize {
         self.plan.buckets().last().map_or(0, |bucket| bucket.end)
     }
 
-    /// Where this rank stores its shard of a bucket.
+    /// Returns the position at which this rank stores its shard of a bucket.
     pub fn in_shard(&self, bucket: &Range<usize>) -> Range<usize> {
         bucket.start / self.shards..bucket.end / self.shards
     }
 
-    /// Where this rank's shard of a bucket is in the whole arena.
+    /// Returns the position of this rank's shard of a bucket in the whole arena.
     pub fn in_arena(&self, bucket: &Range<usize>) -> Range<usize> {
         let len = bucket.len() / self.shards;
         let start = bucket.start + self.rank * len;
         start..start + len
     }
 
-    /// This rank's shards of `arena`, which holds one value for every `chunk` elements. Shards are multiples of
+    /// Returns this rank's shards of `arena`, which holds one value for every `chunk` elements. Shards are multiples of
     /// `chunk`.
     pub fn shard_of<T: Copy>(&self, arena: &[T], chunk: usize) -> Vec<T> {
         let shards = self.plan.buckets().iter().map(|bucket| self.in_arena(bucket));
         shards.flat_map(|shard| &arena[shard.start / chunk..shard.end / chunk]).copied().collect()
     }
 
-    /// Bytes that are equal exactly when two ranks cut the arena alike. The rendezvous compares their digest.
+    /// Returns bytes that are equal if and only if two ranks cut the arena in the same way. The rendezvous compares
+    /// their digest.
     pub fn layout(&self) -> Vec<u8> {
         [self.plan.layout(), format!(" in {} shards", self.shards).into_bytes()].concat()
     }

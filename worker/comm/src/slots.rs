@@ -1,28 +1,28 @@
 //! Memory for a few buckets of an arena at a time.
 //!
-//! A pass over a model uses its parameters part by part. Where ranks keep a shard of each bucket only, buckets come and
-//! go: they take turns in the slots of a tensor that is smaller than the arena.
+//! A pass over a model uses its parameters part by part. If ranks keep only a shard of each bucket, whole buckets are
+//! needed only for a time: they take turns in the slots of a tensor that is smaller than the arena.
 //!
 //! ```text
 //! arena:   | 0 | 1 | 2 | 3 | 4 | 5 | kept |          parts: 5 4, 4 3, 3 2, ...
 //! tensor:  | 0 | 1 | 2 | kept |
 //!            3   4   5
 //! ```
-//! Where a bucket is stored never changes, so that captured graphs can be replayed. The buckets of a group, a parameter
-//! that is cut, are stored in one piece, as operations use it as a whole; they are gathered and reduced one by one all
-//! the same. Two groups share memory only if no part needs one of them while the part before or after it needs the
-//! other. So the buckets of the next part can be gathered, and those of the part before be reduced, while a part is
-//! being computed.
+//! The position of a bucket never changes, so that captured graphs can be replayed. The buckets of a group, that is, of
+//! a parameter that is cut, are stored in one piece, because operations use the parameter as a whole; they are still
+//! gathered and reduced one by one. Two groups share memory only if no part needs one of them while the part before or
+//! after it needs the other. So while a part is being computed, the buckets of the next part can be gathered, and those
+//! of the previous part can be reduced.
 
 use std::ops::Range;
 
 use crate::bucket::Plan;
 
-/// Where the buckets of an arena are stored.
+/// Positions of the buckets of an arena in a tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Slots {
     buckets: Vec<Range<usize>>,
-    /// The group of each bucket.
+    /// Index of the group of each bucket.
     group_of: Vec<usize>,
     groups: Vec<Group>,
     len: usize,
@@ -31,13 +31,13 @@ pub struct Slots {
 /// Buckets that are stored in one piece.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Group {
-    /// Their indices.
+    /// Indices of the buckets.
     buckets: Range<usize>,
-    /// In the arena.
+    /// Range in the arena.
     elements: Range<usize>,
-    /// Where it begins in the tensor.
+    /// Start in the tensor.
     start: usize,
-    /// It shares its memory with no other.
+    /// Whether it shares its memory with no other group.
     kept: bool,
 }
 
@@ -46,14 +46,14 @@ impl Group {
         self.elements.len()
     }
 
-    /// Where it is in the tensor.
+    /// Returns the range in the tensor.
     fn slot(&self) -> Range<usize> {
         self.start..self.start + self.len()
     }
 }
 
 impl Slots {
-    /// Every bucket at its place in the arena.
+    /// Stores every bucket at its position in the arena.
     pub fn whole(plan: &Plan) -> Self {
         let mut slots = Self {
             buckets: plan.buckets().to_vec(),
@@ -70,15 +70,15 @@ impl Slots {
         slots
     }
 
-    /// Slots for passes that need these `parts` of the arena in turn. Groups with elements of `kept` share their memory
-    /// with no other.
+    /// Plans slots for passes that need these `parts` of the arena in turn. Groups with elements of `kept` share their
+    /// memory with no other group.
     pub fn shared(plan: &Plan, parts: &[Range<usize>], kept: &[Range<usize>]) -> Self {
         let mut slots = Self::whole(plan);
         for group in &mut slots.groups {
             group.kept = kept.iter().any(|range| overlaps(range, &group.elements));
         }
         let turns: Vec<usize> = (0..slots.groups.len()).filter(|group| !slots.groups[*group].kept).collect();
-        // Those of `turns` that two neighbouring parts need.
+        // Groups of `turns` that two neighbouring parts need.
         let together: Vec<Vec<usize>> = parts
             .windows(2)
             .map(|pair| {
@@ -90,7 +90,7 @@ impl Slots {
         let size = |group: &usize| slots.groups[*group].len();
         let mut ring: usize = together.iter().map(|groups| groups.iter().map(size).sum()).max().unwrap_or(0);
         let step = turns.iter().map(size).min().unwrap_or(0);
-        // With a ring as large as all groups, no two share memory.
+        // With a ring as large as all groups together, no two share memory.
         let all: usize = turns.iter().map(size).sum();
         loop {
             slots.put_in_ring(&turns, ring);
@@ -107,20 +107,20 @@ impl Slots {
         slots
     }
 
-    /// Elements of the tensor.
+    /// Returns the number of elements of the tensor.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// True for an arena without buckets.
+    /// Returns true for an arena without buckets.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Where these elements of one parameter or bucket are in the tensor.
+    /// Returns the range of the tensor that holds these elements, which belong to one parameter or bucket.
     ///
     /// # Panics
-    /// If they are in no group, or in two, which are not stored in one piece.
+    /// If they are in no group, or in two groups, which are not stored in one piece.
     pub fn place(&self, elements: &Range<usize>) -> Range<usize> {
         let found = self.groups.partition_point(|group| group.elements.end <= elements.start);
         let Group { elements: group, start, .. } = &self.groups[found];
@@ -128,18 +128,19 @@ impl Slots {
         start + elements.start - group.start..start + elements.end - group.start
     }
 
-    /// The buckets whose memory is never shared.
+    /// Returns the buckets whose memory is never shared.
     pub fn kept(&self) -> impl DoubleEndedIterator<Item = &Range<usize>> {
         self.groups.iter().filter(|group| group.kept).flat_map(|group| &self.buckets[group.buckets.clone()])
     }
 
-    /// What to gather, and what to wait for, before each of `parts`, which are computed in this order. `ahead` is the
-    /// number of parts for which buckets are gathered ahead. With `kept_present`, kept buckets are in memory already.
+    /// Returns what to gather, and what to wait for, before each of `parts`, which are computed in this order. `ahead`
+    /// is the number of parts for which buckets are gathered ahead. With `kept_present`, kept buckets are in memory
+    /// already.
     pub fn gathers(&self, parts: &[Range<usize>], ahead: usize, kept_present: bool) -> Vec<Turn> {
         let is_kept = |group: &usize| self.groups[*group].kept;
         let mut present: Vec<bool> =
             self.group_of.iter().map(|group| is_kept(group) && kept_present).collect();
-        // The number of the last gather of each bucket.
+        // Number of the last gather of each bucket.
         let mut number = vec![0_usize; self.buckets.len()];
         let (mut started, mut waited) = (0, 0);
         let mut turns = Vec::with_capacity(parts.len());
@@ -167,8 +168,8 @@ impl Slots {
         turns
     }
 
-    /// What to wait for before each of `parts`, which are written in this order. Buckets are reduced in their order,
-    /// each when the last part that needs it was written.
+    /// Returns what to wait for before each of `parts`, which are written in this order. Buckets are reduced in order,
+    /// each as soon as the last part that needs it is written.
     pub fn writes(&self, parts: &[Range<usize>]) -> Vec<Write> {
         let (mut written, mut waited) = (0, 0);
         let mut writes = Vec::with_capacity(parts.len());
@@ -184,13 +185,13 @@ impl Slots {
         writes
     }
 
-    /// Indices of the buckets with elements of `part`.
+    /// Returns the indices of the buckets with elements of `part`.
     fn needed(&self, part: &Range<usize>) -> Range<usize> {
         let start = self.buckets.partition_point(|bucket| bucket.end <= part.start);
         start..self.buckets.partition_point(|bucket| bucket.start < part.end).max(start)
     }
 
-    /// Stores groups one after the other in a ring of `len` elements, at its start again where the rest is too short.
+    /// Stores groups one after the other in a ring of `len` elements, continuing at its start if the rest is too short.
     fn put_in_ring(&mut self, groups: &[usize], len: usize) {
         let mut at = 0;
         for group in groups {
@@ -206,10 +207,10 @@ impl Slots {
         slots.windows(2).any(|pair| overlaps(&pair[0], &pair[1]))
     }
 
-    /// Other buckets with some of this one's memory.
+    /// Returns the other buckets that share memory with this one.
     fn sharing_with(&self, bucket: usize) -> impl Iterator<Item = usize> + '_ {
         let slot = self.slot(bucket);
-        // Of few groups, as a large model has many buckets.
+        // Iterate over groups, which are few; a large model has many buckets.
         let groups = self.groups.iter().filter({
             let slot = slot.clone();
             move |group| overlaps(&group.slot(), &slot)
@@ -218,7 +219,7 @@ impl Slots {
         buckets.filter(move |other| *other != bucket && overlaps(&self.slot(*other), &slot))
     }
 
-    /// Where a bucket is in the tensor.
+    /// Returns the range of a bucket in the tensor.
     fn slot(&self, bucket: usize) -> Range<usize> {
         let (Range { start, end }, group) = (&self.buckets[bucket], &self.groups[self.group_of[bucket]]);
         let at = |element| group.start + element - group.elements.start;
@@ -226,21 +227,21 @@ impl Slots {
     }
 }
 
-/// What happens before a part is computed, in this order.
+/// Operations before a part is computed, in this order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Turn {
     /// Buckets to gather because this part needs them.
     pub now: Vec<Range<usize>>,
-    /// How many more gathers, the oldest first, must have finished.
+    /// Number of further gathers, the oldest first, that must have finished.
     pub waits: usize,
-    /// Buckets to gather while the part is computed, those of one part together.
+    /// Buckets to gather while the part is computed; those for one part are gathered together.
     pub later: Vec<Vec<Range<usize>>>,
 }
 
-/// What happens before a part is written.
+/// Operations before a part is written.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Write {
-    /// How many more buckets, the first ones first, must have been reduced.
+    /// Number of further buckets, in order, that must have been reduced.
     pub waits: usize,
     /// Buckets that the part is the first to write.
     pub buckets: Vec<Range<usize>>,

@@ -1,6 +1,6 @@
 //! A rank of a ring connects only to processes of its own user and of root, and accepts no others.
 //!
-//! Each thread can have a user of its own, so rank 1 of these rings is another user's. Permissions of files and sockets
+//! Each thread can have its own user, so rank 1 of these rings runs as another user. Permissions of files and sockets
 //! do not keep that user out here: the ranks themselves have to.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
@@ -21,7 +21,7 @@ xlaunch_harness::suite! {
 }
 
 const NOBODY: u32 = 65_534;
-/// Ranks that may connect do so at once.
+/// Time for ranks to connect. Ranks that are allowed to connect do so at once.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
 fn root() -> xlaunch_harness::Requirement {
@@ -46,7 +46,7 @@ fn socket_of_another_user_is_not_used() {
     assert!(error.contains("rank 1") && error.contains(&format!("belongs to user {NOBODY}")), "{error}");
 }
 
-/// The error of rank 0 in a ring of two. `prepare` listens as rank 1 and becomes another user, in either order.
+/// Returns the error of rank 0 in a ring of two. `prepare` listens as rank 1 and becomes another user, in either order.
 fn connect_beside_rank_of_nobody(
     prepare: fn(&dyn Fn() -> RingListener, &dyn Fn()) -> RingListener,
 ) -> String {
@@ -61,7 +61,7 @@ fn connect_beside_rank_of_nobody(
             let become_nobody = || set_thread_uid(Uid::from_raw(NOBODY)).unwrap();
             let theirs = prepare(&|| listen(dir, 1), &become_nobody);
             sender.send(theirs.address().to_owned()).unwrap();
-            // Whether this rank finds a ring does not matter. It listens for longer than rank 0 tries to connect.
+            // It does not matter whether this rank finds a ring. It listens for longer than rank 0 tries to connect.
             let _ = Ring::connect(theirs, &place(1, &our_address), 2 * CONNECT_TIMEOUT);
         });
         let their_address = receiver.recv().unwrap();

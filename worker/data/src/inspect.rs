@@ -1,4 +1,4 @@
-//! `xlaunch data inspect`: reads prepared data or a token file whole, verifies it, and says what it contains.
+//! `xlaunch data inspect`: reads and verifies prepared data or a token file as a whole, and describes its contents.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -13,21 +13,22 @@ use crate::shard::{self, HEADER_BYTES, Layout};
 use crate::{PrepareError, TOKENIZER_FILE, Tokenizer, TokenizerError};
 
 const READ_BYTES: usize = 1 << 20;
-/// Ids of a sample.
+/// Number of ids in a sample.
 const SAMPLE_TOKENS: usize = 64;
 
-/// What a directory or a token file contains.
+/// Contents of a directory or a token file.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// The argument.
+    /// Path that was inspected.
     pub path: PathBuf,
-    /// The tokenizer's name. For a token file without a `tokenizer.json` beside it, `gpt2` if its ids could be that.
+    /// The tokenizer's name. For a token file without a `tokenizer.json` next to it, `gpt2` if the ids are within
+    /// GPT-2's vocabulary.
     pub tokenizer: Option<String>,
     /// Highest id + 1 of the tokenizer.
     pub vocab: Option<usize>,
     /// The id that starts each document.
     pub end_of_text: Option<u32>,
-    /// `train` and `val`, or the file.
+    /// `train` and `val`, or the single token file.
     pub parts: Vec<Part>,
 }
 
@@ -40,15 +41,15 @@ pub struct Part {
     pub shards: usize,
     /// Number of ids.
     pub tokens: u64,
-    /// Bytes of text, which only a manifest says.
+    /// Bytes of text, known only from a manifest.
     pub bytes: Option<u64>,
     /// Number of documents.
     pub documents: Option<u64>,
-    /// Ids per document, without the end-of-text id.
+    /// Ids per document, not counting the end-of-text id.
     pub lengths: Option<Lengths>,
-    /// Starts of some documents.
+    /// Beginnings of some documents.
     pub samples: Vec<String>,
-    /// Whether the contents match the hashes of a manifest. `None` without one.
+    /// Whether the contents match the hashes of a manifest. `None` if there is no manifest.
     pub verified: Option<bool>,
 }
 
@@ -150,7 +151,7 @@ fn token_file(path: &Path) -> Result<Report, PrepareError> {
     scan.file(path, file, layout)?;
     let highest = scan.highest;
     let mut part = scan.part(&name, 1);
-    // Ids of another tokenizer.
+    // The ids may come from another tokenizer.
     let fits = |tokenizer: &Tokenizer| highest.is_none_or(|id| u64::from(id) < tokenizer.vocab() as u64);
     let tokenizer = tokenizer.filter(fits);
     if tokenizer.is_none() {
@@ -176,7 +177,7 @@ fn unusable(error: TokenizerError) -> PrepareError {
     PrepareError::Data(error.to_string())
 }
 
-/// Opens a token file. Returns its size, too.
+/// Opens a token file. Also returns its size.
 fn open(path: &Path) -> Result<(File, Option<Layout>, u64), PrepareError> {
     let failed = |error: io::Error| match error.kind() {
         io::ErrorKind::NotFound => PrepareError::Data(format!("{} is missing", path.display())),
@@ -192,19 +193,19 @@ fn open(path: &Path) -> Result<(File, Option<Layout>, u64), PrepareError> {
     Ok((file, layout, bytes))
 }
 
-/// Counts the ids of one or more files that follow each other.
+/// Counts the ids of consecutive files.
 struct Scan<'a> {
     tokenizer: Option<&'a Tokenizer>,
-    /// Numbers of documents that are shown. Without an end-of-text id, the first ids are.
+    /// Numbers of the documents to show. Without an end-of-text id, the first ids are shown.
     sample_at: [u64; 2],
     tokens: u64,
     highest: Option<u32>,
     documents: u64,
     length: u64,
-    /// Number of documents by length: far fewer than documents.
+    /// Number of documents by length. There are far fewer lengths than documents.
     lengths: BTreeMap<u64, u64>,
     samples: Vec<Vec<u32>>,
-    /// Whether ids belong to the last sample.
+    /// Whether the current ids belong to the last sample.
     sampling: bool,
 }
 
@@ -224,7 +225,7 @@ impl<'a> Scan<'a> {
         }
     }
 
-    /// Returns the file's hash.
+    /// Counts the ids of a file and returns the file's hash.
     fn file(&mut self, path: &Path, mut file: File, layout: Layout) -> Result<String, PrepareError> {
         let (mut hash, mut buffer) = (Xxh3::new(), Vec::with_capacity(READ_BYTES));
         let mut skip = usize::try_from(layout.header).unwrap_or(usize::MAX);
@@ -298,7 +299,7 @@ impl<'a> Scan<'a> {
 
 fn quantiles(lengths: &BTreeMap<u64, u64>) -> Option<Lengths> {
     let count: u64 = lengths.values().sum();
-    // The smallest length that at least this share of the documents do not exceed.
+    // The smallest length that at least this share of the documents does not exceed.
     let at = |share: u64| {
         let rank = (count * share).div_ceil(100).max(1);
         let mut below = 0;
@@ -338,7 +339,7 @@ mod tests {
 
     #[test]
     fn counts_lengths_and_samples_of_documents() {
-        // Documents of 1 to 100 ids.
+        // Documents with 1 to 100 ids.
         let lines: String = (1..=100).map(|length| " a".repeat(length) + "\n").collect();
         let dir = prepared(Tokenizer::gpt2(), &lines);
         let report = inspect(&dir.path().join("out")).unwrap();
@@ -347,7 +348,7 @@ mod tests {
         assert_eq!(train.lengths, Some(Lengths { min: 1, median: 50, p99: 99, max: 100 }));
         assert_eq!(train.samples, [" a".to_owned(), " a".repeat(51)]);
         assert_eq!((train.verified, report.parts[1].tokens), (Some(true), 0));
-        // A document that starts in the shard before is none of the file's.
+        // A document that starts in the previous shard does not count as one of the file.
         let file = inspect(&dir.path().join("out/train_000001.bin")).unwrap();
         assert_eq!((file.parts[0].documents, file.parts[0].verified), (Some(16), None));
         assert_eq!(file.tokenizer.as_deref(), Some("gpt2"));

@@ -1,10 +1,10 @@
-//! From text to token files that a model trains on.
+//! Turns text into token files that a model trains on.
 //!
 //! ```text
 //! text, JSON, CSV, Parquet, .gz, .zst --documents--> documents --tokenizer--> ids --shard--> files, manifest.json
 //! ```
-//! [`Tokenizer`] encodes and decodes, [`shard`] knows the headers of token files, [`Manifest`] describes a prepared
-//! directory. Knows neither models nor devices, so that every command can use it.
+//! [`Tokenizer`] encodes and decodes, [`shard`] handles the headers of token files, [`Manifest`] describes a prepared
+//! directory. This crate knows neither models nor devices, so that every command can use it.
 //!
 //! Invariants:
 //! - a directory without a valid manifest is not prepared data: the manifest is written last;
@@ -28,5 +28,5 @@ pub use prepare::{
 };
 pub use tokenizer::{Decoder, Tokenizer, TokenizerError};
 
-/// File in a prepared directory, a checkpoint and an export that holds the tokenizer.
+/// Name of the file with the tokenizer in a prepared directory, a checkpoint and an export.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";

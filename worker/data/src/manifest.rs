@@ -1,4 +1,5 @@
-//! `manifest.json`: what a prepared directory holds. Written last, so a directory without it is not prepared data.
+//! `manifest.json`: the contents of a prepared directory. It is written last, so a directory without it is not prepared
+//! data.
 
 use std::collections::BTreeSet;
 use std::io::Read;
@@ -9,34 +10,34 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use crate::Tokenizer;
 
-/// A manifest of a million shards has 100 MB.
+/// Size limit of a manifest. With a million shards it has 100 MB.
 const MAX_BYTES: u64 = 128 << 20;
-/// Vocabularies that a manifest may have: far above all in use, and ids fit in i32.
+/// Maximum vocabulary size in a manifest: far above all in use, and ids fit into i32.
 const MAX_VOCAB: usize = 1 << 30;
 
 /// The contents of `manifest.json`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// Format, first in the file.
+    /// Format version; the first key in the file.
     pub version: u32,
-    /// The tokenizer's name: `bytes`, `gpt2`, or a file's.
+    /// The tokenizer's name: `bytes`, `gpt2`, or that of a file.
     pub tokenizer: String,
     /// Highest id + 1.
     pub vocab: usize,
     /// The id that starts each document.
     pub end_of_text: Option<u32>,
-    /// The id that follows it, if the tokenizer's template puts one before a text.
+    /// The id that follows the end-of-text id, if the tokenizer's template puts one before a text.
     #[serde(default)]
     pub bos: Option<u32>,
-    /// Hash of `tokenizer.json`, in hexadecimal.
+    /// XXH3-128 hash of `tokenizer.json` in hexadecimal.
     #[serde(default)]
     pub tokenizer_xxh3_128: Option<String>,
-    /// Lines and rows that were left out, as they cannot be used.
+    /// Number of unusable lines and rows that were left out.
     #[serde(default)]
     pub skipped: u64,
-    /// What is trained on.
+    /// Training data.
     pub train: Split,
-    /// What is held out.
+    /// Held-out data.
     pub val: Split,
 }
 
@@ -45,9 +46,9 @@ pub struct Manifest {
 pub struct Split {
     /// Number of documents.
     pub documents: u64,
-    /// Their text, as UTF-8.
+    /// Size of their text in bytes of UTF-8.
     pub bytes: u64,
-    /// Their ids, with the end-of-text id of each.
+    /// Number of their ids, including an end-of-text id each.
     pub tokens: u64,
     /// Token files, in order. A document may continue in the next file.
     pub shards: Vec<Shard>,
@@ -62,15 +63,15 @@ pub struct Shard {
     pub tokens: u64,
     /// Size of the file.
     pub bytes: u64,
-    /// Hash of the file, in hexadecimal.
+    /// XXH3-128 hash of the file in hexadecimal.
     pub xxh3_128: String,
 }
 
-/// Why a directory is not prepared data.
+/// Reason why a directory is not prepared data.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the fields are")]
 pub enum ManifestError {
-    /// A directory that was never prepared, or whose preparation was interrupted.
+    /// The directory was never prepared, or its preparation was interrupted.
     #[error(
         "{} has no {}: it is not prepared data, or `xlaunch data prepare` was interrupted",
         dir.display(),
@@ -91,9 +92,9 @@ struct Header {
 }
 
 impl Manifest {
-    /// Its name.
+    /// Name of the file.
     pub const FILE: &str = "manifest.json";
-    /// Format of the manifest and of what it describes.
+    /// Version of the manifest and of the data that it describes.
     pub const VERSION: u32 = 1;
 
     /// Reads and checks the manifest of `dir`. Sizes and hashes of the shards are not compared with the files.
@@ -119,7 +120,7 @@ impl Manifest {
     /// Parses and checks the contents of `path`.
     pub fn parse(path: &Path, json: &[u8]) -> Result<Self, ManifestError> {
         let damaged = |reason: String| ManifestError::Damaged { path: path.into(), reason };
-        // First: the rest of another version may have any form.
+        // The version comes first: the rest of another version may have any form.
         let Header { version } = serde_json::from_slice(json).map_err(|error| damaged(error.to_string()))?;
         if version != Self::VERSION {
             return Err(ManifestError::Version { path: path.into(), version });
@@ -129,13 +130,13 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// Bytes of an id in the shards.
+    /// Returns the number of bytes per id in the shards.
     pub fn width(&self) -> usize {
         crate::shard::width(self.vocab)
     }
 
-    /// The tokenizer in `json`, the contents of the `tokenizer.json` beside it. The error is the reason why that is not
-    /// the one with which the data was prepared.
+    /// Parses the tokenizer in `json`, the contents of the `tokenizer.json` next to the manifest. The error is the
+    /// reason why the data was not prepared with it.
     pub fn tokenizer(&self, json: &[u8]) -> Result<Tokenizer, String> {
         if self.tokenizer_xxh3_128.as_ref().is_some_and(|expected| *expected != hash(json)) {
             return Err("it is not the tokenizer with which the data beside it was prepared".into());
@@ -182,7 +183,7 @@ impl Manifest {
     }
 }
 
-/// Hash of a file's contents, in hexadecimal.
+/// Returns the hash of a file's contents in hexadecimal.
 pub(crate) fn hash(contents: &[u8]) -> String {
     format!("{:032x}", xxh3_128(contents))
 }
@@ -192,7 +193,7 @@ pub(crate) const TRAIN_PREFIX: &str = "train_";
 pub(crate) const VAL_PREFIX: &str = "val_";
 pub(crate) const SHARD_SUFFIX: &str = ".bin";
 
-/// Whether this is the name of a shard of the split that has this prefix.
+/// Returns whether this is the name of a shard of the split with this prefix.
 pub(crate) fn is_shard_name(name: &str, prefix: &str) -> bool {
     let digits = name.strip_prefix(prefix).and_then(|rest| rest.strip_suffix(SHARD_SUFFIX));
     digits.is_some_and(|digits| digits.len() >= 6 && digits.bytes().all(|byte| byte.is_ascii_digit()))

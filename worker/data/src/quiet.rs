@@ -1,4 +1,4 @@
-//! Catches panics of libraries without printing them: they are reasons for an error.
+//! Catches panics of libraries, which become errors, without printing them.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
@@ -9,7 +9,7 @@ thread_local! {
 }
 static HOOK: Once = Once::new();
 
-/// The result of `work`; `None` if it panicked.
+/// Returns the result of `work`; `None` if it panicked.
 pub(crate) fn catch<T>(work: impl FnOnce() -> T) -> Option<T> {
     HOOK.call_once(|| {
         let print = take_hook();

@@ -1,4 +1,4 @@
-//! Headers of token files. Pure: from the first bytes and the size of a file to the position and width of its ids.
+//! Headers of token files. Pure: derives the position and width of the ids from the first bytes and the size of a file.
 //!
 //! | magic | ids | from |
 //! |---|---|---|
@@ -9,9 +9,9 @@
 //!
 //! A header is 256 little-endian i32. A file must have exactly the size that its header says.
 
-/// Bytes of a header.
+/// Size of a header in bytes.
 pub const HEADER_BYTES: usize = 1024;
-/// The most tokens that a header can say: it holds their number as i32.
+/// Maximum number of tokens in a header, which stores it as i32.
 pub const MAX_TOKENS: u64 = i32::MAX as u64;
 
 const LLMC_U16: i32 = 20_240_520;
@@ -19,7 +19,7 @@ const LLMC_U32: i32 = 20_240_801;
 const MODDED: i32 = 278_895_051;
 const HEADER_VERSION: i32 = 1;
 
-/// Other files of llm.c that could be taken for token files.
+/// Other files of llm.c that could be mistaken for token files.
 const OTHER_MAGICS: [(i32, &str); 5] = [
     (20_240_326, "an llm.c model"),
     (20_240_327, "an llm.c debug state"),
@@ -28,18 +28,18 @@ const OTHER_MAGICS: [(i32, &str); 5] = [
     (20_240_527, "an llm.c training state"),
 ];
 
-/// Where the ids of a token file are.
+/// Position and width of the ids of a token file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     /// Bytes before the first id.
     pub header: u64,
-    /// Bytes of an id: 2 or 4, little-endian.
+    /// Bytes per id: 2 or 4, little-endian.
     pub width: usize,
     /// Number of ids.
     pub tokens: u64,
 }
 
-/// Why a file is not a token file that can be read.
+/// Reason why a file is not a readable token file.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the fields are")]
 pub enum ShardError {
@@ -55,8 +55,8 @@ pub enum ShardError {
     Other { what: &'static str },
 }
 
-/// The layout that the header of a file says: `head` is the file's first [`HEADER_BYTES`] bytes, or all if there are
-/// fewer; `bytes` its size. `None` if the file does not start with a header of a token file.
+/// Returns the layout according to the header of a file. `head` is the file's first [`HEADER_BYTES`] bytes, or all of
+/// them if there are fewer; `bytes` is its size. `None` if the file does not start with a token file's header.
 pub fn layout(head: &[u8], bytes: u64) -> Result<Option<Layout>, ShardError> {
     let Some(magic) = word(head, 0) else { return Ok(None) };
     if let Some((_, what)) = OTHER_MAGICS.iter().find(|(other, _)| *other == magic) {
@@ -80,7 +80,7 @@ pub fn layout(head: &[u8], bytes: u64) -> Result<Option<Layout>, ShardError> {
     };
     let said = word(head, 2).unwrap_or(0);
     let tokens = u64::try_from(said).unwrap_or(0);
-    // At most 1024 + 4 * 2^31.
+    // This is at most 1024 + 4 * 2^31.
     let expected = HEADER_BYTES as u64 + width * tokens;
     if said < 0 || bytes != expected {
         return Err(ShardError::Size { tokens: said, expected, bytes });
@@ -89,7 +89,8 @@ pub fn layout(head: &[u8], bytes: u64) -> Result<Option<Layout>, ShardError> {
     Ok(Some(Layout { header: HEADER_BYTES as u64, width, tokens }))
 }
 
-/// The header of a file of `tokens` ids of `width` bytes (2 or 4) in llm.c's layout. `None` above [`MAX_TOKENS`].
+/// Returns the header of a file of `tokens` ids of `width` bytes (2 or 4) in llm.c's layout. `None` above
+/// [`MAX_TOKENS`].
 pub fn header(tokens: u64, width: usize) -> Option<[u8; HEADER_BYTES]> {
     let mut header = [0; HEADER_BYTES];
     let magic = if width == 2 { LLMC_U16 } else { LLMC_U32 };
@@ -99,7 +100,7 @@ pub fn header(tokens: u64, width: usize) -> Option<[u8; HEADER_BYTES]> {
     Some(header)
 }
 
-/// Bytes per id in files for a vocabulary of this size.
+/// Returns the number of bytes per id in files for a vocabulary of this size.
 pub fn width(vocab: usize) -> usize {
     if vocab <= 1 << 16 { 2 } else { 4 }
 }
@@ -146,7 +147,7 @@ mod tests {
         assert!(error(&head(&[LLMC_U16, 2, 3]), 1030).contains("version 2"));
         assert!(error(&head(&[MODDED, 1, 3, 8]), 1030).contains("8 bytes per token"));
         assert!(error(&head(&[20_240_522, 1, 3]), 1030).contains("HellaSwag"));
-        // Cut within the header.
+        // The file ends within the header.
         assert!(error(&head(&[LLMC_U16, 1, 0])[..12], 12).contains("truncated"));
         assert!(error(&LLMC_U16.to_le_bytes(), 4).contains("version 0"));
     }

@@ -1,25 +1,26 @@
 //! Finds files below a directory.
 //!
-//! Directories that cannot be meant as data are left out: hidden ones, caches (tagged with `CACHEDIR.TAG`, like cargo's
-//! target directory), Python's virtual environments and those of the caller's choice.
+//! Directories that cannot be meant as data are skipped: hidden ones, caches (tagged with `CACHEDIR.TAG`, like cargo's
+//! target directory), Python's virtual environments, and those selected by the caller.
 
 use std::path::{Component, Path, PathBuf};
 
 use walkdir::{DirEntry, WalkDir};
 
-/// Characters that make a glob of a path.
+/// Characters that turn a path into a glob.
 pub const WILDCARDS: [char; 4] = ['*', '?', '[', '{'];
 
 /// Files that mark a directory as a cache or a virtual environment.
 const MARKS: [&str; 2] = ["CACHEDIR.TAG", "pyvenv.cfg"];
 
-/// The leading components of a glob, up to the first with a wildcard.
+/// Returns the leading components of a glob, up to the first one with a wildcard.
 pub fn literal_base(glob: &Path) -> PathBuf {
     let wild = |part: &Component<'_>| part.as_os_str().to_string_lossy().contains(WILDCARDS);
     glob.components().take_while(|part| !wild(part)).collect()
 }
 
-/// The files below `base`, each directory's sorted by name, without those in directories for which `skip` is true.
+/// Returns the files below `base`, sorted by name within each directory. Leaves out directories for which `skip` is
+/// true.
 pub fn files_below(
     base: &Path,
     skip: impl Fn(&Path) -> bool,

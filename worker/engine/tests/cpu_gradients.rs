@@ -1,9 +1,10 @@
-//! Every backward of the CPU against finite differences of its forward, and the contract of all operations.
+//! Compares every backward of the CPU with finite differences of its forward, and checks the contract of all
+//! operations.
 //!
-//! With `L = sum(dy y)`, the gradient of an input is compared with `(L(x + h) - L(x - h)) / 2h`, element by element, as
-//! the norm of the difference relative to the norm. Forward is computed in f32: with h = 1e-2 its rounding error
-//! contributes about 1e-7 sqrt(terms) / h = 1e-4 and the neglected third derivative about h^2 = 1e-4. The tolerance is
-//! 2e-3.
+//! With `L = sum(dy y)`, the gradient of an input is compared with `(L(x + h) - L(x - h)) / 2h` for each element; the
+//! measure is the norm of the difference relative to the norm. Forward is computed in f32: with h = 1e-2 its rounding
+//! error contributes about 1e-7 sqrt(terms) / h = 1e-4, and the neglected third derivative about h^2 = 1e-4. The
+//! tolerance is 2e-3.
 
 #![expect(clippy::unwrap_used, reason = "a test")]
 
@@ -76,7 +77,7 @@ fn norm_gradients() {
             if let Some(beta) = &beta {
                 check("dbeta", beta, &dy, get(&outputs, "dbeta"), |beta| y(run(&x, &gamma, Some(beta))));
             }
-            // The gradient of the residual path is added, also in the sum of the rows.
+            // The gradient of the residual path is added, and so included in the sum of the rows.
             let (beta, joining) = (beta.as_deref(), Some(&branch[..]));
             let acc = Accumulate::Add;
             let joined = ops.norm(s, &x, Some(&branch), &gamma, beta, &dy, joining, true, acc);
@@ -201,7 +202,8 @@ fn adamw_matches_reference_formula() {
     assert!((params[0] - expected(0.1)).abs() < 1e-6 && (params[127] - expected(0.0)).abs() < 1e-6);
 }
 
-/// Bits of the weights and moments after these squared norms and losses, and the skipped steps in a row.
+/// Returns the bits of the weights and moments after steps with these squared norms and losses, and the number of
+/// consecutive skipped steps.
 fn adamw_state(config: AdamWConfig, steps: &[(f32, f32)]) -> (Vec<u32>, f32) {
     let outputs = with_cpu(|ops| ops.adamw(config, &random(1, 128), &random(2, 128), &[1, 0], steps));
     let state = ["params", "m", "v"].map(|name| get(&outputs, name)).concat();
@@ -219,7 +221,7 @@ fn adamw_step_with_a_loss_or_norm_that_is_not_finite_changes_nothing() {
         for bad in bad {
             assert_eq!(state(&[bad]), (state(&[]).0, 1.0), "{bad:?} at the first step");
             assert_eq!(state(&[good, bad]), (state(&[good]).0, 1.0), "{bad:?} at the last step");
-            // Of two, which is below the limit: the step after it is an update again.
+            // One skipped step is below the limit of two: the following step updates again.
             let (resumed, skipped) = state(&[good, bad, good]);
             assert_eq!((resumed, skipped), (state(&[good, good]).0, 0.0), "{bad:?} at the middle step");
         }

@@ -1,12 +1,13 @@
-//! Every CUDA operation against its CPU implementation, on sizes that are not multiples of tiles, warps or vectors.
+//! Compares every CUDA operation with its CPU implementation, on sizes that are not multiples of tiles, warps or
+//! vectors.
 //!
-//! Both get the same inputs, rounded to Bf16 where the GPU computes in it. The measure is the norm of the difference
+//! Both get the same inputs, rounded to Bf16 if the GPU computes in Bf16. The measure is the norm of the difference
 //! relative to the norm of the CPU's result. Tolerances:
 //!
 //! - fp32: 2e-6. Both sum in f32 in different orders; over the few hundred terms of these sizes that is some 10
 //!   roundings of
 //!   6e-8. Exponentials and square roots differ by a few roundings more.
-//! - tf32: 2e-3. Factors are rounded to 10 bits of mantissa, 2^-11 = 5e-4 each at most, twice per multiplication.
+//! - tf32: 2e-3. Factors are rounded to 10 bits of mantissa, by at most 2^-11 = 5e-4 each, twice per multiplication.
 //! - bf16: 8e-3. Results are rounded once, to 8 bits: 2^-9 = 2e-3 at most; a backward reads results that forward
 //!   rounded.
 
@@ -48,7 +49,7 @@ fn compare(precision: Precision, grads: DType, own: bool, round: fn(f32) -> f32,
     compare_cases(&cuda, grads, kernels, "", round, tolerance);
 }
 
-/// Cases with this part in their names.
+/// Compares the cases with this part in their names.
 fn compare_cases(
     cuda: &CudaBackend,
     grads: DType,
@@ -61,7 +62,7 @@ fn compare_cases(
     let cpu = Ops { backend: &cpu, grads: DType::F32 };
     let cuda = Ops { backend: cuda, grads };
     let (mut worst, mut failures) = ((0.0, String::new()), Vec::new());
-    // FP8 comes with bf16.
+    // FP8 requires bf16.
     let fp8 = cuda.backend.activation_dtype() == DType::Bf16 && cuda.backend.supports_fp8();
     let is_selected = |name: &str| name.contains(part) && (fp8 || !name.contains("fp8"));
     for (name, case) in cases(round).into_iter().filter(|(name, _)| is_selected(name)) {

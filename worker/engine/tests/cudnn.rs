@@ -10,7 +10,7 @@ xlaunch_harness::suite! {
     needs find_cudnn: cudnn_plans_attention_in_both_directions;
 }
 
-/// The library's properties of an H200.
+/// Properties of an H200 in the library's format.
 const H200: &str = r#"{"maxGridSize":[2147483647,65535,65535],"maxBlockSize":[1024,1024,64],"regsPerBlock":65536,
 "multiProcessorCount":132,"warpSize":32,"maxSharedMemoryPerBlock":49152,"maxSharedMemoryPerBlockOptin":232448,
 "reservedSharedMemoryPerBlock":1024,"maxRegistersPerSM":65536,"maxCtasPerSM":32,"maxThreadsPerBlock":1024,
@@ -30,8 +30,8 @@ fn cudnn_plans_attention_in_both_directions() {
         let s = AttentionShape { batch, seq, heads, kv_heads, width };
         let scratch = cudnn_attention_scratch(H200, s).unwrap_or_else(|error| panic!("{s:?}: {error}"));
         println!("{s:?}: {scratch:?} bytes of scratch memory");
-        // Forward keeps nothing of the scores. Backward has delta and the sum for dq in f32, and with grouped heads dk
-        // and dv of every query head in bf16.
+        // Forward keeps no scores. Backward needs delta and the sum for dq in f32 and, with grouped heads, dk and dv of
+        // every query head in bf16.
         let queries = batch * heads * seq;
         let backward = queries * (4 + 4 * width + if heads == kv_heads { 0 } else { 4 * width });
         for (least, bytes) in [0, backward].into_iter().zip(scratch) {

@@ -1,9 +1,9 @@
-//! Every kernel on CPU threads, in the emulator of `tests/kernels`: results are those of the CPU back end, no access is
-//! out of bounds, misaligned, of memory that nothing has written, or a data race, and nothing depends on the order in
-//! which threads run.
+//! Runs every kernel on CPU threads, in the emulator of `tests/kernels`. Results equal those of the CPU back end; no
+//! access is out of bounds, misaligned, to unwritten memory, or a data race; and nothing depends on the order in which
+//! threads run.
 //!
-//! The device is that of `CudaBackend`, so kernels, their arguments and launches are those of a GPU. Every buffer is a
-//! device allocation of its own. The order of threads is another one in each launch.
+//! The device is opened by `CudaBackend`, so kernels, their arguments and launches are those of a GPU. Every buffer is
+//! a separate device allocation. The order of threads differs in each launch.
 
 #![expect(clippy::print_stdout, reason = "measurements are printed")]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
@@ -40,7 +40,7 @@ xlaunch_harness::tests! {
         results_do_not_depend_on_the_order_of_threads;
 }
 
-/// Sizes that take long here, of kernels that run in other sizes, too.
+/// Sizes that take long here, of kernels that also run with other sizes.
 const TOO_LARGE: [&str; 10] = [
     "wpe EmbedShape { batch: 1, seq: 140000",
     "capacity: 600",
@@ -54,14 +54,14 @@ const TOO_LARGE: [&str; 10] = [
     "vocab: 128250",
 ];
 
-/// Cases that TF32 changes: attention and the GEMMs. All others launch the same kernels as FP32.
+/// Cases that differ in TF32: attention and the GEMMs. All others launch the same kernels as FP32.
 const TF32_CASES: &str = "attention AttentionShape|linear |gelu LinearShape";
 
-/// FP8 comes with bf16, and sorting more rows than a bitmap has does not depend on the type of activations.
+/// FP8 requires bf16, and sorting more rows than a bitmap has does not depend on the type of activations.
 const BF16_ONLY: [&str; 2] = ["fp8", "seq: 140000"];
 
 fn main() -> ExitCode {
-    // Does not return where the emulator can be built.
+    // Does not return if the emulator can be built.
     let _ = cpp_compiler();
     if let Some(code) = broken::child().or_else(warps::child).or_else(large::child) {
         return code;
@@ -88,7 +88,7 @@ fn to_bf16(x: f32) -> f32 {
     bf16::from_f32(x).to_f32()
 }
 
-/// The precision and parts of names in this environment variable, which a suite sets for a child of its own.
+/// Returns the precision and parts of names in this environment variable, which a suite sets for its child.
 fn child_cases(variable: &str) -> Option<(Precision, String)> {
     let cases = std::env::var(variable).ok()?;
     let (precision, parts) = cases.split_once(' ')?;
@@ -97,7 +97,7 @@ fn child_cases(variable: &str) -> Option<(Precision, String)> {
     Some((precision, parts.to_owned()))
 }
 
-/// Cases that are not too large and whose name has one of these parts, separated by `|`.
+/// Returns the cases that are not too large and whose name has one of these parts, separated by `|`.
 fn selected(precision: Precision, parts: &str) -> Vec<Case> {
     let round: fn(f32) -> f32 = if precision == Precision::Bf16 { to_bf16 } else { |x| x };
     let has_part = |name: &str| parts.split('|').any(|part| name.contains(part));
@@ -109,7 +109,7 @@ fn selected(precision: Precision, parts: &str) -> Vec<Case> {
     cases(round).into_iter().filter(|(name, _)| is_selected(name)).collect()
 }
 
-/// Tolerances are those of the suite `cuda_ops`. Returns the outputs that differ by more.
+/// Returns the outputs that differ by more than the tolerances of the suite `cuda_ops`.
 fn differences(cuda: &CudaBackend, precision: Precision, parts: &str) -> Vec<String> {
     let (tolerance, grads) = match precision {
         Precision::Fp32 => (2e-6, DType::F32),
@@ -143,7 +143,7 @@ fn differences(cuda: &CudaBackend, precision: Precision, parts: &str) -> Vec<Str
     differences
 }
 
-/// Children mostly compile, or run launches of few blocks. Results are in any order.
+/// Runs children in two threads: mostly they compile, or run launches with few blocks. Results are in any order.
 fn in_two_threads<T: Send>(count: usize, run: impl Fn(usize) -> T + Sync) -> Vec<T> {
     let next = AtomicUsize::new(0);
     let take = || Some(next.fetch_add(1, Ordering::Relaxed)).filter(|i| *i < count);
@@ -154,7 +154,7 @@ fn in_two_threads<T: Send>(count: usize, run: impl Fn(usize) -> T + Sync) -> Vec
     })
 }
 
-/// Kernels that no case runs by itself: both ways of casting, and marks.
+/// Runs kernels that no case runs: casts in both directions, and marks.
 fn cast_and_mark(backend: &CudaBackend) {
     let values = [0.0, 1.0, -2.5, 1.0 / 3.0, 1e-40, f32::MAX, f32::NEG_INFINITY];
     let len = values.len();
@@ -187,7 +187,7 @@ fn every_kernel_runs_and_matches_the_cpu() {
         let ran = backend.end_profile().unwrap().into_iter().map(|span| span.name);
         (differences, ran.collect::<BTreeSet<String>>())
     };
-    // TF32 after FP32, as it compiles the same kernels but for attention.
+    // TF32 follows FP32, as it compiles the same kernels except for attention.
     let groups = [vec![(Precision::Bf16, "")], vec![(Precision::Fp32, ""), (Precision::Tf32, TF32_CASES)]];
     let (differences, ran): (Vec<_>, Vec<_>) = std::thread::scope(|scope| {
         let run_all = |group: Vec<_>| group.into_iter().map(|(p, parts)| run(p, parts)).collect::<Vec<_>>();
@@ -202,7 +202,7 @@ fn every_kernel_runs_and_matches_the_cpu() {
     assert!(missing.is_empty(), "no test runs {missing:?}");
 }
 
-/// Linear layers with SwiGLU, of which GPUs of other compute capabilities run the other variant.
+/// Cases of linear layers with SwiGLU; GPUs of other compute capabilities run the other variant.
 const SWIGLU: &str = "swiglu, to";
 
 fn swiglu_in_gemms_matches_the_cpu() {
@@ -213,15 +213,15 @@ fn swiglu_in_gemms_matches_the_cpu() {
         let differences = differences(&backend, Precision::Bf16, SWIGLU);
         assert!(differences.is_empty(), "{tiling:?}: {}", differences.join("\n"));
         let ran = backend.end_profile().unwrap().into_iter().filter(|span| span.name == "linear_swiglu");
-        // All cases but that of rows which are not whole vectors, forward and backward.
+        // All cases except the one with rows that are not whole vectors, forward and backward.
         assert_eq!(ran.count(), 2 * (selected(Precision::Bf16, SWIGLU).len() - 1), "{tiling:?}");
-        // The deepest one takes long.
+        // The deepest case takes long.
         same_bits_in_any_order(&backend, "rows: 130, inputs: 72, outputs: 528 }, swiglu", 20);
         same_bits_in_any_order(&backend, "rows: 300, inputs: 456, outputs: 1040 }, swiglu", 4);
     }
 }
 
-/// Gradients of the weights of two layers, of which other GPUs run a GEMM for each layer.
+/// Cases of the gradients of two layers' weights; other GPUs run a GEMM for each layer.
 const TWO_LAYERS: &str = "weights of two layers";
 
 fn gradients_of_two_layers_in_one_kernel_match_the_cpu() {
@@ -232,7 +232,7 @@ fn gradients_of_two_layers_in_one_kernel_match_the_cpu() {
         let differences = differences(&backend, Precision::Bf16, TWO_LAYERS);
         assert!(differences.is_empty(), "{parts} parts: {}", differences.join("\n"));
         let ran = backend.end_profile().unwrap().into_iter().filter(|span| span.name == "weight_grads");
-        // All cases but those of rows that are not whole vectors, and that add.
+        // All cases except those with rows that are not whole vectors, and those that add.
         assert_eq!(ran.count(), selected(Precision::Bf16, TWO_LAYERS).len() - 2, "{parts} parts");
         same_bits_in_any_order(&backend, "weights of two layers, 1500", 10);
     }
@@ -240,7 +240,7 @@ fn gradients_of_two_layers_in_one_kernel_match_the_cpu() {
 
 fn reads_fill_all_pieces_of_pinned_memory() {
     let backend = open(Precision::Fp32);
-    // A piece and a part of the next one.
+    // One piece and a part of the next.
     let expected: Vec<f32> = (0..17_000_000_u32).map(|index| (index % 16_777_213) as f32).collect();
     let tensor = backend.alloc(DType::F32, expected.len()).unwrap();
     backend.write_f32(tensor.all(), &expected).unwrap();
@@ -268,7 +268,7 @@ fn results_do_not_depend_on_the_order_of_threads() {
     }
 }
 
-/// Bit for bit, this many times each; 100 times with `XLAUNCH_TEST_LONG=1`.
+/// Runs cases this many times and compares the bits; 100 times with `XLAUNCH_TEST_LONG=1`.
 fn same_bits_in_any_order(backend: &CudaBackend, part: &str, rounds: usize) {
     let rounds = if std::env::var_os("XLAUNCH_TEST_LONG").is_some() { 100 } else { rounds };
     let ops = Ops { backend, grads: DType::Bf16 };

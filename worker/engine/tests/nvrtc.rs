@@ -1,5 +1,5 @@
-//! Every kernel compiles for every element type and head width, without moving more registers to memory than known.
-//! Needs NVRTC, but no GPU. Prints registers and shared memory of every kernel.
+//! Every kernel compiles for every element type and head width, without spilling more registers to memory than
+//! expected. Needs NVRTC, but no GPU. Prints registers and shared memory of every kernel.
 
 #![expect(clippy::print_stdout, reason = "resources are printed")]
 
@@ -13,7 +13,7 @@ xlaunch_harness::suite! {
 
 const WIDTHS: [usize; 6] = [8, 24, 32, 64, 128, 256];
 
-/// Most bytes that a thread may spill: a few addresses, outside of loops over columns.
+/// Maximum number of bytes that a thread may spill: a few addresses, outside of loops over columns.
 const SPILLED: usize = 64;
 
 fn nvrtc() -> Requirement {

@@ -1,8 +1,8 @@
 //! Times of operations over widths, vocabularies, head widths and sequence lengths, one line of JSON each, for
 //! `tests/gpu/sweep.py`, which compares them with the device's peak rates.
 //!
-//! A line has the operation, its axis and size, microseconds of device time (median), and the least bytes and
-//! floating-point operations that it needs. Activations and gradients are bf16. `XLAUNCH_TIMES` names the
+//! A line has the operation, its axis and size, microseconds of device time (median), and the minimum number of bytes
+//! and floating-point operations that it needs. Activations and gradients are bf16. `XLAUNCH_TIMES` names the
 //! operations to measure, such as `norm` or `tf32 attention`; 1 means all.
 
 #![expect(clippy::print_stdout, reason = "measurements are printed")]
@@ -22,16 +22,16 @@ xlaunch_harness::suite! {
     needs gpu_and_xlaunch_times: times;
 }
 
-/// Elements of the activations of most operations: far more than fit into the L2 cache.
+/// Number of elements of the activations of most operations: far more than fit into the L2 cache.
 const ELEMENTS: usize = 1 << 25;
 const SEQ: usize = 1024;
-/// Elements of the classifier's input.
+/// Number of elements of the classifier's input.
 const LOGITS: usize = 1 << 28;
 const WIDTHS: [usize; 9] = [384, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192];
 const VOCABULARIES: [usize; 6] = [32_000, 50_304, 65_536, 128_256, 200_064, 262_144];
 const HEAD_WIDTHS: [usize; 7] = [32, 64, 96, 128, 160, 192, 256];
 const SEQUENCES: [usize; 7] = [256, 512, 1024, 2048, 4096, 8192, 16_384];
-/// bf16.
+/// Bytes per element of bf16.
 const ACT: usize = 2;
 
 fn gpu_and_xlaunch_times() -> Requirement {
@@ -62,13 +62,13 @@ fn rows(cols: usize) -> usize {
     (ELEMENTS / cols).next_multiple_of(SEQ)
 }
 
-/// 16K tokens of 2,048 columns.
+/// Returns the shape of 16K tokens with 2,048 columns.
 fn attention_shape(seq: usize, width: usize) -> AttentionShape {
     let heads = 2048 / width;
     AttentionShape { batch: 16_384 / seq, seq, heads, kv_heads: heads, width }
 }
 
-/// Least bytes and floating-point operations of an operation.
+/// Minimum number of bytes and floating-point operations of an operation.
 struct Work {
     bytes: usize,
     flops: usize,
@@ -86,7 +86,7 @@ impl Work {
 
 struct Sweep<'a> {
     ops: Ops<'a>,
-    /// Of the operations' names.
+    /// Prefix of the operations' names.
     prefix: &'static str,
 }
 
@@ -109,7 +109,7 @@ impl Sweep<'_> {
         }
     }
 
-    /// Whether operations with this word in their names are measured.
+    /// Returns whether operations with this word in their names are measured.
     fn wants(&self, word: &str) -> bool {
         let part = std::env::var("XLAUNCH_TIMES").unwrap_or_default();
         part == "1" || (part.contains(word) && part.starts_with(self.prefix))
@@ -157,7 +157,7 @@ impl Sweep<'_> {
         let ids = common::ids(10, rows, vocab);
         let tokens = b.alloc(DType::I32, rows).unwrap();
         b.write_i32(tokens.all(), &ids).unwrap();
-        // Each distinct token's gradient is read and written.
+        // The gradient of each distinct token is read and written.
         let touched = ids.into_iter().collect::<BTreeSet<i32>>().len() * cols;
         let [wte, dwte] = [11, 12].map(|seed| ops.random(seed, vocab * cols));
         let [out, dout] = [13, 14].map(|seed| ops.random(seed, len));
@@ -192,7 +192,7 @@ impl Sweep<'_> {
         });
     }
 
-    /// Rounding with the transpose, and a square layer.
+    /// Measures rounding with the transpose, and a square layer.
     fn fp8(&self, cols: usize) {
         let (ops, b, rows) = (&self.ops, self.ops.backend, rows(cols));
         let (x, w) = (ops.random(22, rows * cols), ops.random(23, cols * cols));
@@ -209,7 +209,7 @@ impl Sweep<'_> {
             transposed: Some(transposed.all()),
             scale: x_scale.all(),
         };
-        // Read for the maximum and read to be rounded, then written twice.
+        // The input is read for the maximum and again for rounding; two outputs are written.
         self.report("FP8 rounding", "width", cols, Work::bytes(rows * cols * (2 * ACT + 2)), &|| {
             b.quantize_fp8(args).unwrap();
         });
@@ -260,7 +260,7 @@ impl Sweep<'_> {
         let [qkv, dqkv] = [40, 41].map(|seed| ops.random(seed, rows * s.qkv_width()));
         let [out, dout] = [42, 43].map(|seed| ops.random(seed, rows * s.heads * s.width));
         let lse = b.alloc(DType::F32, rows * s.heads).unwrap();
-        // Two GEMMs forward and five backward, half of them above the diagonal.
+        // Two GEMMs in forward and five in backward; half of each is above the diagonal.
         let gemm = s.batch * s.heads * s.seq * (s.seq + 1) * s.width;
         let (qkv, out, dout, lse, dqkv) = (qkv.all(), out.all(), dout.all(), lse.all(), dqkv.all());
         self.report("attention forward", axis, size, Work::flops(2 * gemm), &|| {
@@ -272,8 +272,8 @@ impl Sweep<'_> {
         });
     }
 
-    /// Prints the median time of calls. Each round has several, so that the device never waits for the host; the first
-    /// one, which builds plans and compiles kernels, does not count.
+    /// Prints the median time of calls. Each round has several calls, so that the device never waits for the host. The
+    /// first round, which builds plans and compiles kernels, does not count.
     fn report(&self, name: &str, axis: &str, size: usize, work: Work, call: &dyn Fn()) {
         const ROUNDS: usize = 7;
         const CALLS: usize = 6;

@@ -1,5 +1,5 @@
-//! `config.json` of a model in Hugging Face's layout: what is accepted is a valid shape, and is read again from what an
-//! export writes.
+//! `config.json` of a model in Hugging Face's layout: an accepted file has a valid shape, and an export of it is read
+//! back with the same shape.
 #![no_main]
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};

@@ -1,4 +1,4 @@
-//! `model.safetensors.index.json`: what is accepted names files beside it only.
+//! `model.safetensors.index.json`: an accepted index names only files in its own directory.
 #![no_main]
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};

@@ -1,4 +1,4 @@
-//! Lines of JSONL: texts that are written come back, and nothing else is taken for text.
+//! Lines of JSONL: texts that are written are read back, and nothing else is taken for text.
 #![no_main]
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};

@@ -1,4 +1,4 @@
-//! `manifest.json`: what is accepted names exactly the expected files, whose chunks cover them once.
+//! `manifest.json`: an accepted manifest names exactly the expected files, and its chunks cover each of them once.
 #![no_main]
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
@@ -17,7 +17,7 @@ struct File<'a> {
     name: Name<'a>,
     bytes: u64,
     whole: bool,
-    /// Sizes, and whether the offset is the end of the chunk before.
+    /// Sizes, with an offset or `None`, which means the end of the previous chunk.
     chunks: Vec<(u64, Option<u64>)>,
 }
 

@@ -1,4 +1,4 @@
-//! `manifest.json` of prepared data: what is accepted names shards within the directory, whose sizes add up.
+//! `manifest.json` of prepared data: an accepted manifest names shards within the directory, whose sizes add up.
 #![no_main]
 
 use std::path::Path;

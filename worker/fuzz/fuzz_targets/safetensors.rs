@@ -1,5 +1,5 @@
-//! Files of tensors: a header of any content, on top of data that is as long as a small model's or shorter. Every value
-//! that is accepted lies in the file and in the arena.
+//! Files of tensors: a header with any content, followed by at most as much data as a small model has. Every accepted
+//! value lies within the file and within the arena.
 #![no_main]
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
@@ -11,7 +11,7 @@ use xlaunch_worker::fuzz::{parameters, tensors};
 enum Input<'a> {
     File(&'a [u8]),
     Header { text: &'a [u8], length: Option<u64>, data: u16 },
-    /// The tensors of the model, some of them changed.
+    /// The tensors of the model, with changes to some of them.
     Changed { changes: Vec<(u8, Change<'a>)>, moments: bool, padding: u8, data: Option<u32> },
 }
 

@@ -1,4 +1,4 @@
-//! `state.json`: what is read is written as it was read, and compared with any job without a panic.
+//! `state.json`: an accepted state is written as it was read, and compared with any job without a panic.
 #![no_main]
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
@@ -9,7 +9,7 @@ use xlaunch_worker::fuzz::{example_state, state};
 #[derive(Arbitrary, Debug)]
 enum Input<'a> {
     Text(&'a [u8]),
-    /// Keys of a valid state, and what they become.
+    /// Keys of a valid state, with their replacements.
     Changed(Vec<(u8, Replacement<'a>)>),
 }
 

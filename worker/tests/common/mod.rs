@@ -1,4 +1,4 @@
-//! What trains a tiny model on one rank, and several of them on threads.
+//! Helpers that train a tiny model on one rank, or on several ranks as threads.
 
 #![allow(dead_code, clippy::unwrap_used, reason = "helpers of several tests")]
 
@@ -16,7 +16,7 @@ use xlaunch_worker::train::{Division, Evaluator, PendingStep, Requests, Stepper}
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What trains on one rank.
+/// Training state of one rank.
 pub(crate) struct Rank {
     pub(crate) backend: BackendHandle,
     pub(crate) model: Model,
@@ -28,7 +28,7 @@ pub(crate) struct Rank {
     pub(crate) collective: Box<dyn Collective>,
 }
 
-/// A job with text in `dir`.
+/// Returns a job with text in `dir`.
 pub(crate) fn spec(dir: &Path, sharded: bool) -> JobSpec {
     let text: String = (0..3000).map(|i| char::from(b'a' + (i * i % 23) as u8)).collect();
     std::fs::write(dir.join("text"), text).unwrap();
@@ -36,12 +36,12 @@ pub(crate) fn spec(dir: &Path, sharded: bool) -> JobSpec {
     spec.data.train = vec![dir.join("text").display().to_string()];
     (spec.train.batch, spec.train.accumulate) = (2, 2);
     spec.comm.shard = if sharded { Shard::Optimizer } else { Shard::None };
-    // Several buckets.
+    // The model has several buckets.
     spec.comm.bucket_mb = 0.02;
     spec
 }
 
-/// A tiny model.
+/// Returns the shape of a tiny model.
 pub(crate) fn shape(arch: Arch, layers: usize, tied: bool) -> ModelShape {
     ModelShape {
         arch,
@@ -88,14 +88,14 @@ impl Rank {
         Self { backend, model, optimizer, stepper, evaluator, dataset, loader, collective }
     }
 
-    /// Enqueues a step, from 0.
+    /// Enqueues a step, numbered from 0.
     pub(crate) fn start(&mut self, step: u64) -> PendingStep {
         self.optimizer.prepare(step, 1e-3).unwrap();
         let (model, optimizer, loader) = (&self.model, &self.optimizer, &self.loader);
         self.stepper.start(model, optimizer, &mut *self.collective, loader, Requests::default()).unwrap()
     }
 
-    /// Whether loss and gradient norm are finite.
+    /// Returns whether loss and gradient norm are finite.
     pub(crate) fn finish(&self, pending: PendingStep) -> bool {
         let result = self.stepper.finish(pending, &*self.collective).unwrap();
         result.loss.is_finite() && result.grad_norm.is_finite()
@@ -110,7 +110,7 @@ impl Rank {
         old[0]
     }
 
-    /// Bits of this rank's weights and moments.
+    /// Returns the bits of this rank's weights and moments.
     pub(crate) fn state(&self) -> Vec<u32> {
         let read = |tensor: &Tensor| {
             let mut values = vec![0.0; tensor.len()];
@@ -121,12 +121,12 @@ impl Rank {
     }
 }
 
-/// Calls `f` on threads, with what trains on each of `world` ranks.
+/// Calls `f` on threads, with the training state of each of `world` ranks.
 pub(crate) fn on_ranks(spec: &JobSpec, dir: &Path, world: usize, f: impl Fn(Rank) + Sync) {
     on_ranks_with_shape(&shape(Arch::Llama, 2, false), spec, dir, world, f);
 }
 
-/// The same with a model of this shape.
+/// Same as [`on_ranks`], with a model of this shape.
 pub(crate) fn on_ranks_with_shape(
     shape: &ModelShape,
     spec: &JobSpec,

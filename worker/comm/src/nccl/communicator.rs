@@ -10,11 +10,11 @@ use cudarc::nccl::sys::{ncclComm_t, ncclResult_t, ncclUniqueId};
 use super::library::Library;
 use crate::collective::{CommError, Result};
 
-/// How often the watchdog polls `ncclCommGetAsyncError`.
+/// Interval at which the watchdog polls `ncclCommGetAsyncError`.
 const ASYNC_ERROR_POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// How long an abort lets another thread's NCCL call return on its own before it aborts under it.
+/// Time that an abort gives another thread's NCCL call to return before it aborts during the call.
 const ABORT_CALL_TIMEOUT: Duration = Duration::from_millis(500);
-/// How often an abort checks whether that call has returned.
+/// Interval at which an abort checks whether that call has returned.
 const ABORT_CALL_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// NCCL's handle. NCCL allows calls from any thread, one at a time, and an abort at any time.
@@ -38,7 +38,7 @@ pub(super) struct Communicator {
 
 impl Communicator {
     /// Joins the communicator with this id. Every rank calls it, with its CUDA context current; it returns when all
-    /// have.
+    /// ranks have joined.
     pub(super) fn join(rank: usize, world: usize, id: [u8; 128]) -> Result<Arc<Self>> {
         let library = Library::get()?;
         let mut handle: ncclComm_t = std::ptr::null_mut();
@@ -59,7 +59,7 @@ impl Communicator {
     /// Makes a call on the communicator, unless it is closed.
     pub(super) fn call<R>(&self, call: impl FnOnce(&Library, ncclComm_t) -> R) -> Result<R> {
         let _calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
-        // Under the lock: an abort that came first has destroyed the handle.
+        // Check under the lock: an earlier abort has destroyed the handle.
         self.check()?;
         Ok(call(self.library, self.handle.0))
     }
@@ -77,12 +77,12 @@ impl Communicator {
 
     /// Converts the result of a call to an error.
     pub(super) fn check_result(&self, what: &'static str, result: ncclResult_t) -> Result<()> {
-        // First: after an abort NCCL's own result says nothing about the cause.
+        // Check this first: after an abort, NCCL's own result does not tell the cause.
         self.check()?;
         self.library.check(what, result)
     }
 
-    /// Destroys the communicator together with all other ranks, after `before`. Its streams must be idle.
+    /// Destroys the communicator together with all other ranks, after calling `before`. Its streams must be idle.
     pub(super) fn close(&self, before: impl FnOnce(&Library, ncclComm_t) -> Result<()>) -> Result<()> {
         if self.closed.swap(true, Ordering::SeqCst) {
             return Err(CommError::Aborted);
@@ -90,7 +90,7 @@ impl Communicator {
         let _calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
         let (library, comm) = (self.library, self.handle.0);
         before(library, comm)?;
-        // SAFETY: no work is under way, and `closed` keeps every other thread from using the handle.
+        // SAFETY: no work is in progress, and `closed` keeps every other thread from using the handle.
         let result = unsafe { (library.comm_finalize)(comm) };
         library.check("failed to finalize the communicator", result)?;
         // SAFETY: as above; the handle is not used again.
@@ -98,7 +98,7 @@ impl Communicator {
         library.check("failed to destroy the communicator", result)
     }
 
-    /// The watchdog thread: polls for errors that NCCL reports asynchronously, such as a lost peer.
+    /// Body of the watchdog thread: polls for errors that NCCL reports asynchronously, such as a lost peer.
     pub(super) fn watch(&self) {
         while !self.closed.load(Ordering::SeqCst) {
             std::thread::sleep(ASYNC_ERROR_POLL_INTERVAL);
@@ -121,13 +121,13 @@ impl Communicator {
         }
     }
 
-    /// Aborts the communicator, once: kernels under way end, and other threads' calls return.
+    /// Aborts the communicator, once: running kernels end, and other threads' calls return.
     pub(super) fn abort(&self) {
         if self.closed.swap(true, Ordering::SeqCst) {
             return;
         }
-        // Another thread's call may be stuck waiting for a lost peer, which is what abort is for. A call that is merely
-        // under way gets time to return first.
+        // Another thread's call may be stuck waiting for a lost peer, which is the purpose of an abort. A call that is
+        // merely in progress gets time to return first.
         let deadline = Instant::now() + ABORT_CALL_TIMEOUT;
         let _calls = loop {
             match self.calls.try_lock() {
@@ -142,7 +142,7 @@ impl Communicator {
     }
 }
 
-/// A rank or world size as C's `int`. Saturates: NCCL refuses a number that large.
+/// Converts a rank or world size to C's `int`. Saturates: NCCL refuses a number that large.
 pub(super) fn int(number: usize) -> c_int {
     c_int::try_from(number).unwrap_or(c_int::MAX)
 }

@@ -85,7 +85,7 @@ impl WindowCalls {
 }
 
 impl Library {
-    /// The library, loaded once per process.
+    /// Returns the library, which is loaded once per process.
     pub(super) fn get() -> Result<&'static Self> {
         static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
         LIBRARY.get_or_init(Self::load).as_ref().map_err(Clone::clone)
@@ -140,7 +140,7 @@ impl Library {
         })
     }
 
-    /// Makes these calls as one operation, which has a single kernel. Returns the first failure.
+    /// Makes these calls as one operation with a single kernel. Returns the first failure.
     pub(super) fn group(&self, mut calls: impl ExactSizeIterator<Item = ncclResult_t>) -> ncclResult_t {
         if calls.len() < 2 {
             return calls.next().unwrap_or(ncclResult_t::ncclSuccess);
@@ -151,7 +151,7 @@ impl Library {
             return started;
         }
         let failed = calls.find(|result| has_failed(*result));
-        // SAFETY: a group was started. It is ended after a failure too, as it would take in all later calls.
+        // SAFETY: a group was started. It is ended after a failure as well: otherwise it would include all later calls.
         let ended = unsafe { (self.group_end)() };
         failed.unwrap_or(ended)
     }
@@ -173,7 +173,7 @@ fn has_failed(result: ncclResult_t) -> bool {
     !matches!(result, ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress)
 }
 
-/// A C string that lives as long as the library; empty if there is none.
+/// Copies a C string that lives as long as the library; returns an empty string for null.
 ///
 /// # Safety
 /// `text` is null or such a string.
@@ -185,8 +185,8 @@ unsafe fn text_at(text: *const c_char) -> String {
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
-/// The error for a result, with NCCL's text for it and the last warning that NCCL gave in this process, which may be
-/// empty. A CUDA call of NCCL that failed is a fault of this rank's GPU, not the loss of a peer.
+/// Returns the error for a result, with NCCL's text for it and the last warning of NCCL in this process, which may be
+/// empty. If a CUDA call of NCCL failed, the fault is with this rank's GPU; no peer was lost.
 fn error(what: &'static str, result: ncclResult_t, text: &str, details: &str) -> CommError {
     let text = if text.is_empty() { format!("error {}", result as u32) } else { text.to_owned() };
     let reason = match details.lines().next().map(str::trim) {

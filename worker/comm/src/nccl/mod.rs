@@ -4,10 +4,10 @@
 //! compute stream:  gradients written --event--.                    .--event-- wait_all: work that needs the results
 //! comm stream:                                 `-- ncclAllReduce --'
 //! ```
-//! The host only enqueues. Leases are dropped in [`wait_all`](Collective::wait_all), those of gathers or
-//! reduce-scatters that were started together also when the first of them is waited for: everything enqueued on the
-//! compute stream from then on, including work on a block that the pool has handed out again, is ordered after the
-//! kernels that used them.
+//! The host only enqueues. Leases are dropped in [`wait_all`](Collective::wait_all). Leases of gathers or
+//! reduce-scatters that were started together are dropped as soon as the first of them is waited for. Everything that
+//! is enqueued on the compute stream afterwards, including work on a block that the pool has reused, is ordered after
+//! the kernels that used the leases.
 //!
 //! A watchdog thread polls NCCL's asynchronous errors and aborts the communicator when it finds one.
 
@@ -30,12 +30,12 @@ use communicator::Communicator;
 use library::Library;
 use windows::Windows;
 
-/// Loads NCCL ahead of its first use, which reports what is missing.
+/// Loads NCCL ahead of its first use. The first use reports a missing library.
 pub fn load_library() {
     let _ = Library::get();
 }
 
-/// A new id with which the ranks of one communicator find each other. It is a secret: anyone who has it can join.
+/// Creates an id with which the ranks of one communicator find each other. It is a secret: anyone who has it can join.
 pub fn unique_id() -> Result<[u8; 128]> {
     let library = Library::get()?;
     let mut id = ncclUniqueId { internal: [0; 128] };
@@ -52,15 +52,15 @@ pub struct Nccl {
     communicator: Arc<Communicator>,
     compute: Arc<CudaStream>,
     stream: Arc<CudaStream>,
-    /// Recorded on the compute stream before, and on the comm stream after, collectives. Both are reused: a stream
-    /// waits for the record that is current when the wait is enqueued.
+    /// Recorded on the compute stream before, and on the comm stream after, collectives. Both events are reused: a
+    /// stream waits for the record that is current when the wait is enqueued.
     compute_done: CudaEvent,
     comm_done: CudaEvent,
     pending_gathers: Pending,
     pending_scatters: Pending,
-    /// Events of those waited for, for reuse: creating one each time would be a driver call per bucket and step.
+    /// Events of completed waits, for reuse: creating events each time would cost a driver call per bucket and step.
     spare_events: Vec<CudaEvent>,
-    /// Leases of all other collectives under way.
+    /// Leases of all other collectives in progress.
     leases: Vec<Lease>,
     windows: Windows,
     watchdog: Option<JoinHandle<()>>,
@@ -71,11 +71,11 @@ type Pending = VecDeque<Group>;
 
 /// Collectives that were started together.
 struct Group {
-    /// Recorded after them.
+    /// Event recorded after the group.
     done: CudaEvent,
-    /// Empty once the compute stream is ordered after the event.
+    /// Leases of the group. Empty once the compute stream is ordered after the event.
     leases: Vec<[Lease; 2]>,
-    /// How many of them have not been waited for.
+    /// Number of collectives in the group that have not been waited for.
     pending: usize,
 }
 
@@ -86,8 +86,8 @@ impl fmt::Debug for Nccl {
 }
 
 impl Nccl {
-    /// Joins the communicator with this id. Every rank calls it; it returns when all have. Collectives are ordered
-    /// after and before work on the stream `compute`.
+    /// Joins the communicator with this id. Every rank calls it; it returns when all have joined. Collectives are
+    /// ordered after and before work on the stream `compute`.
     pub fn new(compute: Arc<CudaStream>, rank: usize, world: usize, id: [u8; 128]) -> Result<Self> {
         let context = compute.context().clone();
         let cuda = |what| move |error: DriverError| CommError::Cuda { what, reason: error.to_string() };
@@ -136,7 +136,7 @@ impl Nccl {
         started
     }
 
-    /// As `enqueue`, with an event after it. Returns what to wait for.
+    /// Same as `enqueue`, with an event recorded afterwards. Returns the group to wait for.
     fn enqueue_with_event(
         &mut self,
         what: &'static str,
@@ -151,7 +151,7 @@ impl Nccl {
         });
         match started {
             Ok(done) => Ok(Group { done, pending: buckets.len(), leases: buckets }),
-            // They may have been started.
+            // The collectives may have been started, so keep their leases.
             Err(error) => {
                 self.leases.extend(buckets.into_iter().flatten());
                 Err(error)
@@ -173,7 +173,7 @@ impl Nccl {
         self.communicator.check_result(what, result)
     }
 
-    /// Orders the compute stream after the oldest one, and so after all that were started together with it.
+    /// Orders the compute stream after the oldest collective, and thereby after all collectives of its group.
     fn wait_for_oldest(&mut self, pending: fn(&mut Self) -> &mut Pending) -> Result<()> {
         self.check()?;
         let Some(mut group) = pending(self).pop_front() else { return Ok(()) };
@@ -228,8 +228,8 @@ impl Collective for Nccl {
         let what = "failed to start a reduce-scatter";
         let group = self.enqueue_with_event(what, buckets, |library, comm, [from, into]| {
             let count = into.bytes() / dtype.size();
-            // SAFETY: as in `all_reduce`; `into` has `count` elements, `from` as many per rank, and two leases never
-            // overlap.
+            // SAFETY: as in `all_reduce`; `into` has `count` elements, `from` has `count` per rank, and two leases
+            // never overlap.
             unsafe { (library.reduce_scatter)(address(from), address(into), count, kind, sum, comm, stream) }
         })?;
         self.pending_scatters.push_back(group);
@@ -300,14 +300,14 @@ impl Collective for Nccl {
     }
 }
 
-/// An event for ordering streams. CUDA recommends events without timing for that: they are the fastest to wait for.
+/// Creates an event for ordering streams. As CUDA recommends for that, it has no timing, which makes waits fastest.
 fn new_event(context: &Arc<CudaContext>) -> Result<CudaEvent> {
     let event = context.new_event(Some(CUevent_flags::CU_EVENT_DISABLE_TIMING));
     event.map_err(|error| CommError::Cuda { what: "failed to create an event", reason: error.to_string() })
 }
 
 /// # Panics
-/// If it is not device memory.
+/// If the lease is not device memory.
 fn address(lease: &Lease) -> *mut c_void {
     assert_eq!(lease.space(), Space::Cuda, "NCCL takes device memory only");
     lease.address() as *mut c_void
@@ -329,7 +329,7 @@ impl Drop for Nccl {
     fn drop(&mut self) {
         self.communicator.abort();
         if let Some(watchdog) = self.watchdog.take() {
-            // A panic of the watchdog has been printed already.
+            // If the watchdog panicked, the panic was printed already.
             let _ = watchdog.join();
         }
     }

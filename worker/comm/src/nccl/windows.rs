@@ -8,8 +8,8 @@
 //! NCCL needs one physical allocation that can be exported as a file descriptor and was mapped by one call: a segment
 //! of [`Pool::registered`](xlaunch_pool::Pool::registered). It finds the allocation from any address in it
 //! (`cuMemGetAddressRange`, `cuMemRetainAllocationHandle`) and maps all of it on the other ranks. So a window is a
-//! whole segment, whose start and length are multiples of the driver's 2 MiB granularity, and not a buffer, which may
-//! start anywhere in a segment.
+//! whole segment, whose start and length are multiples of the driver's 2 MiB granularity, rather than a buffer, which
+//! may start anywhere in a segment.
 
 use std::sync::Arc;
 
@@ -27,19 +27,19 @@ const NCCL_WIN_COLL_SYMMETRIC: i32 = 1;
 #[derive(Default)]
 pub(super) struct Windows {
     all: Vec<Window>,
-    /// What `fence` writes. Allocated with the first window.
+    /// Memory that `fence` writes to. Allocated with the first window.
     fence_word: Option<CudaSlice<u32>>,
 }
 
 struct Window {
-    /// Address of its segment.
+    /// Address of the window's segment.
     start: u64,
     handle: Handle,
-    /// One lease per buffer registered in it: they keep the segment mapped.
+    /// One lease per buffer registered in the segment; they keep it mapped.
     leases: Vec<Lease>,
 }
 
-/// NCCL's handle of a window; null where NCCL does not support windows for this memory.
+/// NCCL's handle of a window; null if NCCL does not support windows for this memory.
 struct Handle(ncclWindow_t);
 
 // SAFETY: an opaque handle, which NCCL lets any thread use; calls with it are made under `Communicator::calls`.
@@ -49,7 +49,7 @@ impl Windows {
     /// Registers the segment of this memory, together with all other ranks. Must not be called during graph capture.
     ///
     /// # Errors
-    /// Of NCCL. The communicator is then unusable: NCCL marks it so, and other ranks may be waiting in this call.
+    /// If NCCL fails. The communicator is then unusable: NCCL marks it so, and other ranks may be waiting in this call.
     pub(super) fn register(
         &mut self,
         library: &Library,
@@ -79,17 +79,18 @@ impl Windows {
         Ok(!handle.is_null())
     }
 
-    /// Keeps the next NCCL kernel from starting before the work that the stream waits for has ended.
+    /// Prevents the next NCCL kernel from starting before the work that the stream waits for has ended.
     ///
     /// NCCL's symmetric kernels use programmatic dependent launch: they may start while their predecessor is finishing,
-    /// and those of NCCL 2.28 to 2.30.4 do not wait for its end. In a captured graph any kernel that the stream waits
+    /// and in NCCL 2.28 to 2.30.4 they do not wait for its end. In a captured graph any kernel that the stream waits
     /// for can be that predecessor, including one of the compute stream that is still writing gradients. A memset of
     /// four bytes in between is a predecessor that does not allow an early start.
     pub(super) fn fence(&mut self, stream: &Arc<CudaStream>) -> Result<()> {
         self.fence_word.as_mut().map_or(Ok(()), |word| stream.memset_zeros(word)).map_err(order_error)
     }
 
-    /// Deregisters all windows. No kernel may be using them, and no captured graph that does may be launched again.
+    /// Deregisters all windows. No kernel may be using them, and captured graphs that use them must not be launched
+    /// again.
     pub(super) fn deregister(&mut self, library: &Library, comm: ncclComm_t) -> Result<()> {
         let Some(calls) = &library.windows else { return Ok(()) };
         for window in self.all.drain(..).filter(|window| !window.handle.0.is_null()) {

@@ -1,8 +1,8 @@
-//! Accepts the previous rank among whatever else connects.
+//! Accepts the previous rank, among any other processes that connect.
 //!
-//! Callers are greeted in parallel by one thread, none of which can hold up the others: sockets are non-blocking, each
-//! has a time limit, and their number is bounded. When there are too many, the oldest is dropped. The previous rank may
-//! be dropped so, too; it dials again until the deadline.
+//! One thread greets all callers in parallel, and no caller can delay the others: sockets are non-blocking, each has a
+//! time limit, and their number is bounded. When there are too many, the oldest is dropped. That may hit the previous
+//! rank, but it dials again until the deadline.
 
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind, Read, Write};
@@ -14,16 +14,16 @@ use super::greeting::{self, ANSWER_BYTES, Greeting, Nonce};
 use super::listen::RingListener;
 use super::wire::Socket;
 
-/// Callers that are greeted at the same time.
+/// Maximum number of callers that are greeted at the same time.
 const MAX_CALLERS: usize = 128;
-/// Connections accepted before those that were accepted earlier are looked at again.
+/// Maximum number of connections to accept before polling the earlier ones again.
 const MAX_ACCEPTED_AT_ONCE: usize = 16;
 /// Time for a caller to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// Delay after the kernel has failed to accept, for want of descriptors for example.
+/// Delay after the kernel has failed to accept, for example for lack of descriptors.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(10);
 
-/// Waits until the rank that dials in `greeting` has connected and proved itself.
+/// Waits until the dialling rank of `greeting` has connected and proved its identity.
 pub(super) fn accept(
     listener: &RingListener,
     greeting: &Greeting<'_>,
@@ -46,11 +46,11 @@ pub(super) fn accept(
                     if callers.len() == MAX_CALLERS {
                         callers.pop_front();
                     }
-                    // A caller that is gone already is no loss.
+                    // A caller that has disconnected already is no loss.
                     callers.extend(Caller::challenge(socket, Instant::now() + ANSWER_TIMEOUT).ok());
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                // A process of another user.
+                // The caller is a process of another user.
                 Err(error) if error.kind() == ErrorKind::PermissionDenied => {}
                 Err(_) => {
                     std::thread::sleep(ACCEPT_RETRY_DELAY);
@@ -74,7 +74,7 @@ pub(super) fn accept(
     }
 }
 
-/// Blocks until a caller connects or sends something, for at most this long.
+/// Blocks until a caller connects or sends something, at most for this long.
 fn wait(listener: &RingListener, callers: &VecDeque<Caller>, timeout: Duration) -> io::Result<()> {
     let mut fds = vec![PollFd::new(listener, PollFlags::IN)];
     fds.extend(callers.iter().map(|caller| PollFd::new(&caller.socket, PollFlags::IN)));
@@ -85,7 +85,7 @@ fn wait(listener: &RingListener, callers: &VecDeque<Caller>, timeout: Duration) 
     }
 }
 
-/// A connection whose other end has not proved anything yet.
+/// A connection whose other end has not proved its identity yet.
 struct Caller {
     socket: Socket,
     challenged: Nonce,
@@ -104,7 +104,7 @@ impl Caller {
     fn challenge(mut socket: Socket, until: Instant) -> io::Result<Self> {
         socket.set_nonblocking()?;
         let challenged = super::nonce()?;
-        // Fits into the empty buffer of a new connection.
+        // The challenge fits into the empty buffer of a new connection.
         socket.write_all(&greeting::challenge(&challenged))?;
         Ok(Self { socket, challenged, answer: [0; ANSWER_BYTES], received: 0, until })
     }
@@ -122,7 +122,8 @@ impl Caller {
         Answer::Complete
     }
 
-    /// The connection, if its answer proves that it is that of the expected rank, which then gets the proof it needs.
+    /// Returns the connection if its answer proves that the caller is the expected rank. The caller is then sent the
+    /// proof that it needs.
     fn finish(mut self, greeting: &Greeting<'_>) -> Option<Socket> {
         let proof = greeting.accept(&self.challenged, &self.answer)?;
         self.socket.write_all(&proof).ok()?;

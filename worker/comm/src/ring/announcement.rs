@@ -1,8 +1,8 @@
-//! What neighbours tell each other before the data of a collective.
+//! Announcements that neighbours exchange before the data of a collective.
 
 use std::fmt;
 
-/// Bytes of an announcement: number, kind, size.
+/// Size of an announcement in bytes: number, kind, size.
 pub(super) const BYTES: usize = 8 + 8 + 8;
 
 /// The kind of a collective.
@@ -32,10 +32,10 @@ impl Kind {
 /// A collective of one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Announcement {
-    /// Counts all collectives of the ring, from 1.
+    /// Number of the collective among all of the ring, from 1.
     number: u64,
     kind: u64,
-    /// Of the whole buffer.
+    /// Size of the whole buffer.
     bytes: u64,
 }
 

@@ -1,4 +1,4 @@
-//! How ring neighbours connect: each rank dials the next one and accepts the previous one, both at once.
+//! Connects ring neighbours: each rank dials the next one and accepts the previous one at the same time.
 
 use std::io::ErrorKind;
 use std::panic::resume_unwind;
@@ -12,7 +12,7 @@ use super::listen::RingListener;
 use super::wire::Socket;
 use crate::collective::{CommError, Result};
 
-/// The connections to the next and from the previous rank, ready for transfers.
+/// Connects to the next rank and accepts the previous one. The connections are ready for transfers.
 pub(super) fn neighbours(
     listener: &RingListener,
     place: &RingPlace<'_>,
@@ -26,7 +26,7 @@ pub(super) fn neighbours(
         |error: std::io::Error| lost(next, format!("failed to connect to {next_address}: {error}"));
 
     let target = Target::parse(next_address).map_err(unreachable)?;
-    // The ranks would wait for each other if each of them greeted one neighbour after the other.
+    // If each rank greeted one neighbour after the other, the ranks would wait for each other.
     let (dialled, accepted) = std::thread::scope(|scope| {
         let dialling = std::thread::Builder::new()
             .name("ring dial".into())
@@ -41,7 +41,7 @@ pub(super) fn neighbours(
         }
         _ => lost(previous, format!("failed to accept its connection: {error}")),
     });
-    // If both are missing, the error of the one that was dialled says more.
+    // If both are missing, the error of the dialled one is more informative.
     let to_next = dialled.map_err(unreachable)?;
     let from_previous = from_previous?;
     for (peer, socket) in [(next, &to_next), (previous, &from_previous)] {

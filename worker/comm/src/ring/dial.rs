@@ -13,15 +13,15 @@ use super::greeting::{self, CHALLENGE_BYTES, Greeting, PROOF_BYTES};
 use super::listen::of_own_user;
 use super::wire::Socket;
 
-/// Delay before the second attempt. It doubles with each further one, up to the maximum.
+/// Delay before the second attempt. It doubles with each further attempt, up to the maximum.
 const CONNECT_RETRY_DELAY: Duration = Duration::from_millis(2);
 const MAX_CONNECT_RETRY_DELAY: Duration = Duration::from_millis(100);
-/// Time for an attempt to connect. Where packets are dropped, the kernel alone would try for two minutes.
+/// Time for one attempt to connect. If packets are dropped, the kernel alone would try for two minutes.
 const CONNECT_ATTEMPT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time for a listener to begin the greeting.
 const CHALLENGE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Where a rank listens.
+/// Address at which a rank listens.
 #[derive(Debug)]
 pub(super) enum Target {
     Unix(PathBuf),
@@ -39,8 +39,8 @@ impl Target {
         parsed.ok_or_else(|| io::Error::other(format!("`{address}` is not a ring address")))
     }
 
-    /// Connects to the rank that listens here, and greets it. At the deadline, the last error that says more than that
-    /// the time is up.
+    /// Connects to the rank that listens at this address, and greets it. At the deadline, returns the last error other
+    /// than a timeout.
     pub(super) fn dial(&self, greeting: &Greeting<'_>, deadline: Instant) -> io::Result<Socket> {
         let mut delay = CONNECT_RETRY_DELAY;
         let mut problem = None;
@@ -70,7 +70,7 @@ impl Target {
     }
 }
 
-/// Proves that this rank belongs to the ring, and that the listener does.
+/// Performs the greeting, in which both this rank and the listener prove that they belong to the ring.
 fn greet(mut socket: Socket, greeting: &Greeting<'_>, deadline: Instant) -> io::Result<Socket> {
     let mut challenge = [0; CHALLENGE_BYTES];
     read_by(&mut socket, &mut challenge, deadline.min(Instant::now() + CHALLENGE_TIMEOUT))?;
@@ -80,7 +80,7 @@ fn greet(mut socket: Socket, greeting: &Greeting<'_>, deadline: Instant) -> io::
     let own = super::nonce()?;
     socket.write_all(&greeting.answer(&challenged, &own))?;
     let mut proof = [0; PROOF_BYTES];
-    // Until the deadline: a listener that has accepted the answer takes no other connection.
+    // Wait until the deadline: a listener that has accepted the answer accepts no other connection.
     read_by(&mut socket, &mut proof, deadline).map_err(|error| match error.kind() {
         ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset => {
             io::Error::other("it refused this rank: it has another key, or waits for another rank")
@@ -93,7 +93,7 @@ fn greet(mut socket: Socket, greeting: &Greeting<'_>, deadline: Instant) -> io::
     }
 }
 
-/// Fills `buffer`, until a deadline at the latest.
+/// Fills `buffer` before a deadline.
 fn read_by(socket: &mut Socket, mut buffer: &mut [u8], deadline: Instant) -> io::Result<()> {
     while !buffer.is_empty() {
         socket.set_blocking(left(deadline)?)?;
@@ -108,7 +108,7 @@ fn read_by(socket: &mut Socket, mut buffer: &mut [u8], deadline: Instant) -> io:
     Ok(())
 }
 
-/// The time until a deadline, for calls to which zero means no limit.
+/// Returns the time until a deadline, for calls in which zero means no limit.
 fn left(deadline: Instant) -> io::Result<Duration> {
     let left = deadline.saturating_duration_since(Instant::now());
     if left.is_zero() { Err(ErrorKind::TimedOut.into()) } else { Ok(left) }

@@ -1,4 +1,4 @@
-//! How two neighbours prove to each other that they belong to the same attempt of the same job. Pure.
+//! Proves to two neighbours that they belong to the same attempt of the same job. Pure.
 //!
 //! ```text
 //! dialling rank                                              listening rank
@@ -9,8 +9,8 @@
 //! ```
 //! A proof is the HMAC-SHA256, under the attempt's key, of the protocol, the prover's role, the world size, the
 //! dialling rank and both nonces. Invariants:
-//! - a recorded greeting proves nothing later, as either side chooses a new nonce for each connection;
-//! - a proof cannot be sent back to its prover, as the roles differ, or used by another rank;
+//! - a recorded greeting proves nothing later, because both sides choose a new nonce for each connection;
+//! - a proof cannot be sent back to its prover, because the roles differ, or be used by another rank;
 //! - the listening rank computes nothing and reveals nothing before the caller has sent a whole answer.
 
 use hmac::digest::KeyInit;
@@ -27,7 +27,7 @@ const PROTOCOL: &[u8; 8] = b"xlring\0\x03";
 
 pub(super) type Nonce = [u8; NONCE_BYTES];
 
-/// Who proves something.
+/// Role of the prover.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 enum Role {
@@ -35,7 +35,7 @@ enum Role {
     Listens = 2,
 }
 
-/// What the two ranks of a connection know in advance.
+/// Facts that both ranks of a connection know in advance.
 #[derive(Clone, Copy)]
 pub(super) struct Greeting<'a> {
     pub(super) key: &'a [u8; 32],
@@ -44,7 +44,7 @@ pub(super) struct Greeting<'a> {
     pub(super) dialling: usize,
 }
 
-/// The first message of the listening rank.
+/// Builds the first message of the listening rank.
 pub(super) fn challenge(nonce: &Nonce) -> [u8; CHALLENGE_BYTES] {
     let mut bytes = [0; CHALLENGE_BYTES];
     let (protocol, rest) = bytes.split_at_mut(PROTOCOL.len());
@@ -53,13 +53,13 @@ pub(super) fn challenge(nonce: &Nonce) -> [u8; CHALLENGE_BYTES] {
     bytes
 }
 
-/// The nonce of a challenge; `None` if the listener is not a rank of a ring.
+/// Returns the nonce of a challenge; `None` if the listener is not a rank of a ring.
 pub(super) fn parse_challenge(bytes: &[u8; CHALLENGE_BYTES]) -> Option<Nonce> {
     bytes.strip_prefix(PROTOCOL)?.try_into().ok()
 }
 
 impl Greeting<'_> {
-    /// What the dialling rank answers to a challenge.
+    /// Builds the dialling rank's answer to a challenge.
     pub(super) fn answer(&self, challenged: &Nonce, own: &Nonce) -> [u8; ANSWER_BYTES] {
         let proof = self.mac(Role::Dials, challenged, own).finalize().into_bytes();
         let mut bytes = [0; ANSWER_BYTES];
@@ -68,8 +68,8 @@ impl Greeting<'_> {
         bytes
     }
 
-    /// The proof with which the listening rank ends the greeting; `None` if the answer is not that of the expected
-    /// rank.
+    /// Returns the proof with which the listening rank ends the greeting; `None` if the answer does not come from the
+    /// expected rank.
     pub(super) fn accept(
         &self,
         challenged: &Nonce,
@@ -81,9 +81,9 @@ impl Greeting<'_> {
         Some(self.mac(Role::Listens, challenged, &theirs).finalize().into_bytes().into())
     }
 
-    /// Whether the listening rank has proved itself.
+    /// Returns whether the listening rank has proved its identity.
     pub(super) fn is_proved(&self, challenged: &Nonce, own: &Nonce, proof: &[u8; PROOF_BYTES]) -> bool {
-        // In constant time.
+        // This comparison takes constant time.
         self.mac(Role::Listens, challenged, own).verify_slice(proof).is_ok()
     }
 

@@ -1,4 +1,5 @@
-//! The socket on which a rank waits for the previous one: a unix socket if that is on the same node, otherwise TCP.
+//! The socket on which a rank waits for the previous one: a unix socket if that rank is on the same node, otherwise
+//! TCP.
 
 use std::hash::{BuildHasher, RandomState};
 use std::io::ErrorKind;
@@ -10,7 +11,7 @@ use std::path::{Path, PathBuf};
 use super::wire::Socket;
 use crate::collective::{CommError, Result};
 
-/// Longest path of a unix socket: `sun_path` without its terminating zero.
+/// Maximum length of a unix socket's path: `sun_path` without its terminating zero.
 const MAX_SOCKET_PATH: usize = 107;
 
 /// The listening socket on which one rank accepts its previous neighbour.
@@ -32,10 +33,10 @@ impl RingListener {
         let name = format!("ring-{}-{rank}.sock", std::process::id());
         let in_dir = dir.join(&name);
         let fits = in_dir.as_os_str().len() <= MAX_SOCKET_PATH;
-        // Other users can take names in the temporary directory, but not guess this one.
+        // Other users can create files in the temporary directory, but cannot guess this name.
         let unguessable = || format!("ring-{:016x}.sock", RandomState::new().hash_one(rank));
         let path = if fits { in_dir } else { std::env::temp_dir().join(unguessable()) };
-        // An earlier process with this id may have left its socket.
+        // An earlier process with this id may have left its socket behind.
         let _ = std::fs::remove_file(&path);
         let failed = |error: std::io::Error| CommError::PeerLost {
             peer: rank,
@@ -59,12 +60,12 @@ impl RingListener {
         Ok(Self { kind: Kind::Tcp(listener), address })
     }
 
-    /// What the previous rank connects to: `unix:PATH` or `tcp:IP:PORT`.
+    /// Returns the address for the previous rank: `unix:PATH` or `tcp:IP:PORT`.
     pub fn address(&self) -> &str {
         &self.address
     }
 
-    /// A waiting connection; `WouldBlock` if there is none.
+    /// Returns a waiting connection; `WouldBlock` if there is none.
     pub(super) fn accept(&self) -> std::io::Result<Socket> {
         match &self.kind {
             Kind::Unix(listener, _) => Ok(Socket::Unix(of_own_user(listener.accept()?.0)?)),
@@ -73,7 +74,8 @@ impl RingListener {
     }
 }
 
-/// The connection, if its peer is a process of this user or of root: another could read and change gradients.
+/// Returns the connection if its peer is a process of this user or of root: any other process could read and change
+/// gradients.
 pub(super) fn of_own_user(stream: UnixStream) -> std::io::Result<UnixStream> {
     let peer = rustix::net::sockopt::socket_peercred(&stream)?.uid;
     if peer == rustix::process::getuid() || peer.is_root() {
@@ -97,7 +99,7 @@ impl AsFd for RingListener {
 impl Drop for RingListener {
     fn drop(&mut self) {
         if let Kind::Unix(_, path) = &self.kind {
-            // Connections outlive the path. The error of a path that was removed already is ignored.
+            // Connections outlive the path. If the path was removed already, the error is ignored.
             let _ = std::fs::remove_file(path);
         }
     }

@@ -5,19 +5,19 @@
 //!                                                                    <--socket-- previous rank
 //! ```
 //! The elements are cut into one chunk per rank. Reduce-scatter: chunk c starts at rank c + 1 and travels around the
-//! ring while each rank adds its own part, `x[c] + (x[c-1] + ... + (x[c+2] + x[c+1]))`, so that rank c ends with its
-//! sum. All-gather: the sum travels around once more, to all other ranks. All-reduce is one after the other, and the
-//! two are also available separately.
+//! ring while each rank adds its own part, `x[c] + (x[c-1] + ... + (x[c+2] + x[c+1]))`, so that rank c ends up with the
+//! sum of its chunk. All-gather: the sum travels around once more, to all other ranks. All-reduce is one after the
+//! other; the two are also available separately.
 //!
 //! Invariants:
-//! - each sum is computed once, in an order that depends on the ranks only, and copied. So all ranks end with the same
-//!   bytes, and reduce-scatter plus all-gather gives the same bits as all-reduce;
-//! - before the data of a collective, neighbours exchange its number, kind and size (`announcement`): a rank that
-//!   leaves one out is an error, not wrong data;
-//! - neighbours have proved to each other that they know the attempt's key (`greeting`) before they exchange anything.
+//! - each sum is computed once, in an order that depends only on the ranks, and then copied. So all ranks end up with
+//!   the same bytes, and reduce-scatter plus all-gather gives the same bits as all-reduce;
+//! - before the data of a collective, neighbours exchange its number, kind and size (`announcement`): if a rank skips a
+//!   collective, the result is an error, not wrong data;
+//! - before neighbours exchange anything, they prove to each other that they know the attempt's key (`greeting`).
 //!
-//! Neighbours on one node use a unix socket (`listen`), others TCP. The bytes and their order are the same, so a ring
-//! over several nodes gives the same bits as one on a single node.
+//! Neighbours on one node use a unix socket (`listen`), others use TCP. The bytes and their order are the same, so a
+//! ring over several nodes gives the same bits as one on a single node.
 
 mod accept;
 mod announcement;
@@ -43,7 +43,7 @@ pub use listen::RingListener;
 use thread::Job;
 use wire::Socket;
 
-/// Where a rank is in the ring, and how it finds its next neighbour.
+/// Position of a rank in the ring, and the address of its next neighbour.
 #[derive(Clone, Copy)]
 pub struct RingPlace<'a> {
     /// This rank.
@@ -52,7 +52,7 @@ pub struct RingPlace<'a> {
     pub world: usize,
     /// The address of the next rank's [`RingListener`].
     pub next_address: &'a str,
-    /// The attempt's key: a secret, which `Debug` does not print.
+    /// The attempt's key: a secret that `Debug` does not print.
     pub key: &'a [u8; 32],
 }
 
@@ -62,13 +62,13 @@ impl fmt::Debug for RingPlace<'_> {
     }
 }
 
-/// One rank's end of the ring. Dropping it without [`finalize`](Collective::finalize) breaks the ring for all.
+/// One rank's end of the ring. Dropping it without [`finalize`](Collective::finalize) breaks the ring for all ranks.
 pub struct Ring {
     rank: usize,
     world: usize,
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
-    /// One completion per gather, and per reduce-scatter, that has not been waited for, oldest first.
+    /// One completion per gather, and per reduce-scatter, that has not been waited for; the oldest first.
     pending_gathers: Pending,
     pending_scatters: Pending,
     abort: Arc<AbortState>,
@@ -82,10 +82,10 @@ impl fmt::Debug for Ring {
     }
 }
 
-/// What an abort from any thread needs.
+/// State for aborting from any thread.
 struct AbortState {
     aborted: AtomicBool,
-    /// Clones of both neighbours' sockets: shutting them down ends transfers under way.
+    /// Clones of both neighbours' sockets: shutting them down ends transfers in progress.
     sockets: [Socket; 2],
 }
 
@@ -141,10 +141,10 @@ impl Ring {
         Ok(done)
     }
 
-    /// Waits for a job's reply, and thereby for everything queued before it.
+    /// Waits for a job's reply, and thereby for all jobs queued before it.
     fn wait(&self, done: &Receiver<Result<()>>) -> Result<()> {
         let result = done.recv().unwrap_or(Err(CommError::Aborted));
-        // An abort shuts the sockets down, which the comm thread reports as a lost peer.
+        // An abort shuts down the sockets, which the comm thread reports as a lost peer.
         self.check().and(result)
     }
 }
@@ -226,13 +226,13 @@ impl Drop for Ring {
         self.abort.abort();
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
-            // A panic of the thread has been printed already.
+            // If the thread panicked, the panic was printed already.
             let _ = thread.join();
         }
     }
 }
 
-/// A nonce for a greeting.
+/// Creates a nonce for a greeting.
 fn nonce() -> std::io::Result<greeting::Nonce> {
     let mut nonce = greeting::Nonce::default();
     // Reads of up to 256 bytes are never short.

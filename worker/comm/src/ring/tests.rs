@@ -1,4 +1,4 @@
-//! The ring over real sockets, with ranks as threads.
+//! Tests of the ring over real sockets, with ranks as threads.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -63,12 +63,12 @@ fn contents(buf: &PoolBuf<u8>) -> Vec<u8> {
     unsafe { std::slice::from_raw_parts(buf.address() as *const u8, buf.len()) }.to_vec()
 }
 
-/// Values whose sum depends on the order of the additions.
+/// A value; sums of these depend on the order of the additions.
 fn value(rank: usize, i: usize) -> f32 {
     ((rank * 7919 + i * 104_729) % 1000) as f32 * 0.37 - 123.4 + 1e6 * (rank as f32)
 }
 
-/// The sum in the order that the module documents.
+/// Computes the sums in the documented order.
 fn expected(world: usize, len: usize) -> Vec<f32> {
     let mut sums = vec![0.0; len];
     for c in 0..world {
@@ -101,7 +101,7 @@ fn rank_that_leaves_out_a_collective_is_an_error_before_any_data_is_mixed() {
             drop((skipped, flags));
             result.unwrap_err()
         });
-        // Its next rank finds it out; others may lose the connection first.
+        // The next rank detects it; others may lose the connection first.
         let found = errors.iter().filter(|error| matches!(error, CommError::Disagree { .. })).count();
         assert!(found >= 1, "{errors:?}");
         let text = errors.iter().map(ToString::to_string).find(|text| text.contains("different collectives"));
@@ -172,7 +172,7 @@ fn bf16_is_added_in_f32_and_rounded_once_per_rank() {
     assert!(results.iter().all(|result| *result == sum));
 }
 
-/// The bytes of `len` elements of this rank, F32 or Bf16.
+/// Returns the bytes of `len` elements of this rank, F32 or Bf16.
 fn own_bytes(rank: usize, len: usize, dtype: DType) -> Vec<u8> {
     let values = (0..len).map(|i| value(rank, i));
     match dtype {
@@ -181,7 +181,7 @@ fn own_bytes(rank: usize, len: usize, dtype: DType) -> Vec<u8> {
     }
 }
 
-/// The results of every rank: of all-reduce, of reduce-scatter, and of all-gather of the latter.
+/// Returns the results of every rank: of all-reduce, of reduce-scatter, and of all-gather after reduce-scatter.
 fn all_reduce_and_sharded(world: usize, shard: usize, dtype: DType) -> Vec<[Vec<u8>; 3]> {
     on_ring(world, false, |mut ring| {
         let pool = Pool::host(Mode::On);
@@ -293,7 +293,7 @@ fn error_names_the_dead_peer() {
     });
     let errors: Vec<CommError> = errors.into_iter().flatten().collect();
     assert!(errors.iter().all(|error| matches!(error, CommError::PeerLost { .. })), "{errors:?}");
-    // Rank 0 sends to the dead rank and rank 2 receives from it. The one that notices first names it; the other may
+    // Rank 0 sends to the dead rank and rank 2 receives from it. The one that notices first names it; the other one may
     // only see that the first closed its connections.
     assert!(errors.iter().any(|error| error.to_string().contains("rank 1")), "{errors:?}");
 }

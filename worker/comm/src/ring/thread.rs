@@ -10,15 +10,15 @@ use super::announcement::{self, Announcement, Kind};
 use super::wire::{Side, Socket, exchange};
 use crate::collective::{CommError, Result};
 
-/// A queued operation. Leases are dropped, which ends them, when it is done.
+/// A queued operation. When it is done, its leases are dropped, which ends them.
 pub(super) enum Job {
     AllReduce(Lease, DType),
     ReduceScatter(Lease, Lease, DType),
     AllGather(Lease, Lease),
     Broadcast(Lease, usize),
-    /// Replies with the first error of all jobs before it.
+    /// Replies with the first error of all earlier jobs.
     Flush(Sender<Result<()>>),
-    /// The same, once every rank has reached it.
+    /// Same as `Flush`, once every rank has reached it.
     Barrier(Sender<Result<()>>),
 }
 
@@ -27,7 +27,7 @@ pub(super) struct Worker {
     world: usize,
     next: Socket,
     previous: Socket,
-    /// Collectives so far.
+    /// Number of collectives so far.
     started: u64,
     /// Receive buffer for a chunk of the previous rank, before it is added.
     inbox: Vec<u8>,
@@ -50,7 +50,7 @@ impl Worker {
                 }
                 Job::AllGather(from, into) => state = state.and_then(|()| self.all_gather(from, into)),
                 Job::Broadcast(lease, root) => state = state.and_then(|()| self.broadcast(lease, root)),
-                // The receiver may have been dropped: `wait_all` covers gathers that were not waited for one by one.
+                // The receiver may have been dropped: `wait_all` covers gathers that were not waited for individually.
                 Job::Flush(reply) => drop(reply.send(state.clone())),
                 Job::Barrier(reply) => {
                     state = state.and_then(|()| self.barrier());
@@ -83,9 +83,9 @@ impl Worker {
         self.all_gather_chunks(bytes, 1)
     }
 
-    /// Once around the ring: this rank ends with the sum of chunk `rank`; other chunks hold partial sums.
+    /// Goes once around the ring. Afterwards this rank has the sum of chunk `rank`; other chunks hold partial sums.
     fn reduce_scatter_chunks(&mut self, bytes: &mut [u8], dtype: DType) -> Result<()> {
-        // Chunk indices are taken modulo n; starting from `rank + n` keeps the subtractions above zero.
+        // Chunk indices are taken modulo n; starting at `rank + n` keeps the subtractions below from underflowing.
         let (n, rank, size) = (self.world, self.rank, dtype.size());
         for step in 1..n {
             let out = self.chunk(bytes.len(), size, rank + n - step);
@@ -99,7 +99,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Once around the ring: every rank's chunk `rank` is copied to all ranks.
+    /// Goes once around the ring: every rank's chunk `rank` is copied to all ranks.
     fn all_gather_chunks(&mut self, bytes: &mut [u8], size: usize) -> Result<()> {
         let (n, rank) = (self.world, self.rank);
         for step in 0..n - 1 {
@@ -111,7 +111,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Passes the root's bytes on from rank to rank.
+    /// Passes the root's bytes from rank to rank.
     fn broadcast(&mut self, mut lease: Lease, root: usize) -> Result<()> {
         let bytes = host_bytes(&mut lease);
         self.announce(Kind::Broadcast, bytes.len())?;
@@ -124,7 +124,8 @@ impl Worker {
         Ok(())
     }
 
-    /// After `world - 1` rounds a byte of every rank has, through its neighbours, reached every other.
+    /// Waits for all ranks: after `world - 1` rounds, a byte of every rank has reached every other one through the
+    /// neighbours.
     fn barrier(&mut self) -> Result<()> {
         self.announce(Kind::Barrier, 0)?;
         (1..self.world).try_for_each(|_| self.exchange(&[0], &mut [0]))
@@ -144,8 +145,8 @@ impl Worker {
         Err(CommError::Disagree { peer, reason: format!("it is in {theirs}; this rank in {own}") })
     }
 
-    /// The range of chunk `c` modulo the world size in a buffer of `bytes` bytes: whole elements of `size` bytes, in
-    /// chunks whose lengths differ by at most one element.
+    /// Returns the range of chunk `c` modulo the world size in a buffer of `bytes` bytes. Chunks consist of whole
+    /// elements of `size` bytes, and their lengths differ by at most one element.
     fn chunk(&self, bytes: usize, size: usize, c: usize) -> Range<usize> {
         let (count, n, c) = (bytes / size, self.world, c % self.world);
         count * c / n * size..count * (c + 1) / n * size
@@ -162,16 +163,16 @@ impl Worker {
     }
 }
 
-/// The leased bytes.
+/// Returns the leased bytes.
 fn host_bytes(lease: &mut Lease) -> &mut [u8] {
     assert!(lease.space() == Space::Host, "the ring reduces host memory only");
     // SAFETY: the lease keeps the host block alive and gives its holder exclusive access to the range until it is
-    // dropped: the owner of the buffer checks `is_leased` before it touches a range. Host blocks are initialised when
+    // dropped: the owner of the buffer checks `is_leased` before accessing a range. Host blocks are initialised when
     // they are mapped.
     unsafe { std::slice::from_raw_parts_mut(lease.address() as *mut u8, lease.bytes()) }
 }
 
-/// Two ranges of `bytes` that do not overlap: one to send, one to receive into.
+/// Borrows two ranges of `bytes` that do not overlap: one to send, one to receive into.
 fn disjoint(bytes: &mut [u8], out: Range<usize>, into: Range<usize>) -> (&[u8], &mut [u8]) {
     if out.end <= into.start {
         let (low, high) = bytes.split_at_mut(into.start);
@@ -182,7 +183,7 @@ fn disjoint(bytes: &mut [u8], out: Range<usize>, into: Range<usize>) -> (&[u8], 
     }
 }
 
-/// `sum += part`, element by element, in f32.
+/// Computes `sum += part`, element by element, in f32.
 fn add(sum: &mut [u8], part: &[u8], dtype: DType) {
     match dtype {
         DType::F32 => {

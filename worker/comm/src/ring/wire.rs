@@ -1,5 +1,5 @@
-//! Full-duplex transfer: bytes to the next rank and from the previous one at once, so that a ring in which every rank
-//! sends cannot deadlock on full socket buffers.
+//! Full-duplex transfer: sends bytes to the next rank and receives from the previous one at the same time, so that a
+//! ring in which every rank sends cannot deadlock on full socket buffers.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -10,16 +10,16 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt;
 
-/// Send and receive buffer of each unix socket. A chunk of a small model's bucket fits, so that a rank need not wait
-/// until its neighbour is scheduled.
+/// Size of the send and receive buffer of each unix socket. It holds a chunk of a small model's bucket, so that a rank
+/// need not wait until its neighbour is scheduled.
 const SOCKET_BUFFER_BYTES: usize = 1 << 20;
-/// Transfers fail after this time without a packet from the neighbour's host: its agent is considered lost earlier, and
-/// the job's attempt is ended. Longer than what TCP needs to recover from a network that was cut for some seconds, as
-/// the pauses between retransmissions double.
+/// Transfers fail after this time without a packet from the neighbour's host. The agent of a dead host is considered
+/// lost earlier, which ends the job's attempt. This is longer than TCP needs to recover from a network that was cut for
+/// some seconds, because the pauses between retransmissions double.
 const TCP_STALL_TIMEOUT: Duration = Duration::from_secs(30);
 const TCP_KEEPALIVE_IDLE: Duration = Duration::from_secs(10);
 const TCP_KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
-/// The last of these probes ends when [`TCP_STALL_TIMEOUT`] does.
+/// Number of keepalive probes. The last one ends when [`TCP_STALL_TIMEOUT`] does.
 const TCP_KEEPALIVE_PROBES: u32 = 4;
 
 /// A stream socket of either kind.
@@ -46,12 +46,12 @@ impl Socket {
         })
     }
 
-    /// Ends transfers under way on all clones. The error of a socket that is closed already is ignored.
+    /// Ends transfers in progress on all clones. If the socket is closed already, the error is ignored.
     pub(super) fn shutdown(&self) {
         let _ = either!(self, socket => socket.shutdown(std::net::Shutdown::Both));
     }
 
-    /// For the greeting: blocking reads of at most `timeout`.
+    /// Configures the socket for the greeting: blocking reads of at most `timeout`.
     pub(super) fn set_blocking(&self, timeout: Duration) -> std::io::Result<()> {
         either!(self, socket => {
             socket.set_nonblocking(false)?;
@@ -63,7 +63,7 @@ impl Socket {
         either!(self, socket => socket.set_nonblocking(true))
     }
 
-    /// For transfers: non-blocking, and what each kind needs.
+    /// Configures the socket for transfers: non-blocking, with the settings that each kind needs.
     pub(super) fn prepare(&self) -> std::io::Result<()> {
         self.set_nonblocking()?;
         let fd = self.as_fd();
@@ -72,9 +72,9 @@ impl Socket {
                 sockopt::set_socket_send_buffer_size(fd, SOCKET_BUFFER_BYTES)?;
                 sockopt::set_socket_recv_buffer_size(fd, SOCKET_BUFFER_BYTES)?;
             }
-            // Its buffers grow by themselves, and further than the limit for sizes that programs set.
+            // TCP buffers grow automatically, beyond the limit for sizes set by programs.
             Self::Tcp(socket) => {
-                // Without Nagle's delay of small messages.
+                // Avoid Nagle's delay of small messages.
                 socket.set_nodelay(true)?;
                 sockopt::set_socket_keepalive(fd, true)?;
                 sockopt::set_tcp_keepidle(fd, TCP_KEEPALIVE_IDLE)?;
@@ -146,7 +146,7 @@ pub(super) fn exchange(
     }
 }
 
-/// How many bytes a call moved: 0 when it would block, an error when the peer has closed the connection.
+/// Returns how many bytes a call moved: 0 if it would block, an error if the peer has closed the connection.
 fn progress(result: std::io::Result<usize>) -> std::io::Result<usize> {
     match result {
         Ok(0) => Err(std::io::Error::new(ErrorKind::UnexpectedEof, "the connection was closed")),

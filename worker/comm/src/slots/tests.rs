@@ -3,12 +3,12 @@
 use super::*;
 use proptest::prelude::*;
 
-/// One bucket per parameter.
+/// Plans one bucket per parameter.
 fn plan(sizes: &[usize]) -> Plan {
     Plan::new(&ends(sizes), usize::MAX, 1, 1, 1)
 }
 
-/// Buckets of up to `cap` elements: of several parameters, or of a part of one.
+/// Plans buckets of up to `cap` elements, each with several parameters or a part of one.
 fn cut_plan(sizes: &[usize], cap: usize) -> Plan {
     Plan::new(&ends(sizes), 1, 1, cap, cap)
 }
@@ -21,7 +21,7 @@ fn ends(sizes: &[usize]) -> Vec<usize> {
     sizes.iter().scan(0, end).collect()
 }
 
-/// A pass down an arena and up again, in parts that end at `cuts`.
+/// Returns the parts of a pass down an arena and up again; parts end at `cuts`.
 fn down_and_up(cuts: &[usize]) -> Vec<Range<usize>> {
     let up = cuts.windows(2).map(|cut| cut[0]..cut[1]);
     up.clone().rev().chain(up).collect()
@@ -84,7 +84,7 @@ fn part_is_written_when_its_memory_was_reduced() {
     let parts = [0..10, 10..20, 20..30, 30..40, 40..50];
     let slots = Slots::shared(&plan, &parts, &[0..10]);
     assert_eq!(slots.len(), 30);
-    // Bucket 3 takes the memory of bucket 1, which is the second to be reduced; bucket 4 that of bucket 2.
+    // Bucket 3 takes the memory of bucket 1, which is the second one to be reduced; bucket 4 takes that of bucket 2.
     let writes = slots.writes(&parts);
     assert_eq!(writes.iter().map(|write| write.waits).collect::<Vec<_>>(), [0, 0, 0, 2, 1]);
     assert_eq!(writes[3].buckets, [30..40]);
@@ -98,7 +98,7 @@ fn parameter_that_is_cut_is_stored_in_one_piece() {
     assert_eq!(slots.len(), 40);
     let places = [0..20, 20..40, 40..60, 60..80, 45..52, 70..80].map(|elements| slots.place(&elements));
     assert_eq!(places, [0..20, 20..40, 0..20, 20..40, 5..12, 30..40]);
-    // Its buckets are gathered and reduced one by one, those of a part together.
+    // Its buckets are gathered and reduced one by one; those of one part are started together.
     let turns = slots.gathers(&[40..60, 20..40, 0..20], 1, false);
     assert_eq!(turns[0], Turn { now: vec![50..60, 40..50], waits: 2, later: vec![vec![30..40, 20..30]] });
     assert_eq!(turns[1], Turn { now: vec![], waits: 2, later: vec![vec![10..20, 0..10]] });
@@ -113,8 +113,8 @@ fn elements_of_two_buckets_have_no_place() {
 }
 
 proptest! {
-    /// Whatever sizes buckets and parts have: a part finds its buckets in memory, those of a parameter in one piece,
-    /// and neither a gather nor a later part overwrites what is still needed.
+    /// For any sizes of buckets and parts, a part finds its buckets in memory, those of a parameter in one piece, and
+    /// neither a gather nor a later part overwrites data that is still needed.
     #[test]
     fn buckets_are_there_when_they_are_needed(
         sizes in prop::collection::vec(1usize..40, 3..40),
@@ -147,7 +147,7 @@ proptest! {
             }
         }
 
-        // The bucket whose elements are in each element of the tensor.
+        // The bucket that each element of the tensor belongs to.
         let mut memory = vec![usize::MAX; slots.len()];
         let bucket_at = |range: &Range<usize>| slots.needed(range).start;
         let store = |memory: &mut Vec<usize>, bucket: usize| memory[slots.slot(bucket)].fill(bucket);

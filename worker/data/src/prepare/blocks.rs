@@ -1,8 +1,9 @@
-//! Cuts the text of an input into blocks, each the work of one encoder. Where it cuts depends on the text alone.
+//! Cuts the text of an input into blocks, each of which is the work of one encoder. The positions of the cuts depend on
+//! the text alone.
 //!
 //! A block is cut after a delimiter, so that it holds whole documents. A document that is longer than a block is cut
-//! where the tokenizer allows it, and continues in the next block. Since a block starts where the last one ended, the
-//! cuts within a document depend on nothing but that document.
+//! where the tokenizer allows it, and continues in the next block. A block starts where the previous one ended, so cuts
+//! within a document depend only on that document.
 
 use std::sync::Arc;
 
@@ -12,21 +13,22 @@ use super::PrepareError;
 use super::source::Source;
 use crate::tokenizer::cuts::{Cuts, LONGEST_PIECE, character_start};
 
-/// Blocks have about this size.
+/// Approximate size of a block.
 const BLOCK_BYTES: usize = 512 << 10;
-/// Bytes at the start of a document by which it goes to train or val. A block never ends before them within a document.
+/// Bytes at the start of a document that decide whether it goes to train or val. Within a document, a block never ends
+/// before them.
 pub(super) const HASHED_BYTES: usize = 64 << 10;
-/// The longest line of JSONL. It is parsed as a whole.
+/// Maximum length of a line of JSONL, which is parsed as a whole.
 const MAX_JSON_LINE_BYTES: usize = 64 << 20;
-/// The longest separator of documents.
+/// Maximum length of a separator of documents.
 pub(super) const MAX_DELIMITER_BYTES: usize = 1 << 10;
 
-/// How an input is read.
+/// Format in which an input is read.
 #[derive(Clone, Debug)]
 pub(super) enum Form {
     /// Each line is a JSON object.
     Json,
-    /// Documents end with this, or with the input if it is empty.
+    /// Documents end with this delimiter; if it is empty, the input is a single document.
     Text { delimiter: Vec<u8> },
 }
 
@@ -38,11 +40,11 @@ pub(super) struct Block {
     pub(super) bytes: Vec<u8>,
     /// Whether it starts within a document.
     pub(super) continues: bool,
-    /// Where it starts in the input's text.
+    /// Offset in the input's text.
     pub(super) offset: u64,
-    /// The number of its first line, from 1.
+    /// Number of its first line, starting at 1.
     pub(super) line: u64,
-    /// Bytes of the input's file that were read since the block before.
+    /// Bytes of the input's file that were read since the previous block.
     pub(super) read: u64,
 }
 
@@ -80,7 +82,7 @@ impl Blocks {
         }
     }
 
-    /// The next block; `None` at the end.
+    /// Returns the next block; `None` at the end.
     pub(super) fn next(&mut self) -> Result<Option<Block>, PrepareError> {
         let (mut limit, mut min) = (BLOCK_BYTES, if self.continues { 0 } else { HASHED_BYTES });
         loop {
@@ -93,7 +95,7 @@ impl Blocks {
                 let rest = self.buffer.len();
                 return Ok((rest > 0).then(|| self.take(rest, false)));
             }
-            // A delimiter may start at the end of the buffer.
+            // A delimiter may begin at the end of the buffer.
             let partial = self.delimiter.as_ref().map_or(0, |delimiter| delimiter.needle().len() - 1);
             let text = &self.buffer[..self.buffer.len() - partial];
             if matches!(*self.form, Form::Json) {
@@ -118,7 +120,8 @@ impl Blocks {
         }
     }
 
-    /// Where the last delimiter of the buffer ends. Delimiters do not overlap: they are found from the start.
+    /// Returns the end of the last delimiter in the buffer. Delimiters do not overlap: they are searched from the
+    /// start.
     fn last_delimiter(&self) -> Option<usize> {
         let delimiter = self.delimiter.as_ref()?;
         let length = delimiter.needle().len();

@@ -11,14 +11,14 @@ use super::blocks::{Block, Form, HASHED_BYTES};
 use super::{Invalid, PrepareError};
 use crate::Tokenizer;
 
-/// What encoders need to know.
+/// Settings of the encoders.
 #[derive(Clone, Debug)]
 pub(super) struct Encoder {
     pub(super) tokenizer: Tokenizer,
-    /// The field of JSONL that holds the text.
+    /// Field of JSONL objects that holds the text.
     pub(super) field: String,
     pub(super) invalid: Invalid,
-    /// Leave out lines that cannot be used.
+    /// Whether to leave out lines that cannot be used.
     pub(super) skip: bool,
 }
 
@@ -29,7 +29,7 @@ pub(super) struct Encoded {
     pub(super) parts: Vec<Part>,
     /// See [`Block::read`].
     pub(super) read: u64,
-    /// Why lines were left out.
+    /// Reasons why lines were left out.
     pub(super) skipped: Vec<String>,
 }
 
@@ -64,7 +64,7 @@ impl Encoder {
                 Some(length) => (&rest[..length], at + length + delimiter.len()),
                 None => (rest, block.bytes.len()),
             };
-            // Lines of Windows end with a carriage return, too.
+            // Lines of Windows files also end with a carriage return.
             let bytes = if delimiter == b"\n" { bytes.strip_suffix(b"\r").unwrap_or(bytes) } else { bytes };
             let text = self.text(bytes).map_err(|valid| {
                 let at = block.offset + (at + valid) as u64;
@@ -98,7 +98,8 @@ impl Encoder {
         Ok(())
     }
 
-    /// The text of a line of JSON: a string, or a field of an object. Nothing for an empty line and for `null`.
+    /// Returns the text of a line of JSON: a string, or a field of an object. Returns no text for an empty line and for
+    /// `null`.
     fn line(&self, bytes: &[u8]) -> Result<String, String> {
         let line = self.text(bytes).map_err(|valid| {
             format!("not valid UTF-8 at byte {valid} of the line\nhelp: see --invalid and --on-error")
@@ -112,7 +113,7 @@ impl Encoder {
             text.and_then(|text| json.end().map(|()| text.map(Cow::into_owned)))
         };
         let text = match parse(true) {
-            // Half of a surrogate pair is not a character.
+            // The line contains half a surrogate pair, which is not a character.
             Err(_) if self.invalid == Invalid::Replace => parse(false),
             text => text,
         };
@@ -122,7 +123,7 @@ impl Encoder {
         })
     }
 
-    /// Without the line, which is always the first.
+    /// Formats a JSON error without its line number, which is always 1.
     fn json_reason(error: &serde_json::Error) -> String {
         let text = error.to_string();
         let end = text.rfind(" at line ").unwrap_or(text.len());
@@ -132,7 +133,7 @@ impl Encoder {
         }
     }
 
-    /// The error is how many bytes are valid.
+    /// Converts bytes to text. The error is the number of valid bytes.
     fn text<'a>(&self, bytes: &'a [u8]) -> Result<Cow<'a, str>, usize> {
         match (std::str::from_utf8(bytes), self.invalid) {
             (Ok(text), _) => Ok(Cow::Borrowed(text)),
@@ -146,7 +147,7 @@ impl Encoder {
         let start = first.then(|| {
             let (end, bos) = (self.tokenizer.end_of_text(), self.tokenizer.bos());
             out.ids.extend(end);
-            // Families without a token of their own for the end start every text with the same one.
+            // Model families without an end-of-text token start every text with the same token.
             out.ids.extend(bos.filter(|bos| Some(*bos) != end));
             let bytes = text.as_bytes();
             xxh3_64(&bytes[..bytes.len().min(HASHED_BYTES)])
@@ -159,10 +160,10 @@ impl Encoder {
     }
 }
 
-/// The text of a row: a string, or one field of an object, without keeping the others.
+/// Deserializes the text of a row: a string, or one field of an object without keeping the others.
 struct Row<'a> {
     field: &'a str,
-    /// Refuse half surrogate pairs.
+    /// Whether to refuse half surrogate pairs.
     strict: bool,
 }
 
@@ -209,7 +210,7 @@ impl<'de> Visitor<'de> for Row<'_> {
     }
 }
 
-/// A string, borrowed where it has no escapes, or `null` for an empty one.
+/// A string, borrowed if it has no escapes; `null` counts as an empty one.
 struct Text {
     strict: bool,
 }
@@ -246,7 +247,7 @@ impl<'de> Visitor<'de> for Text {
     }
 }
 
-/// Bytes of UTF-8 in which half surrogate pairs are encoded, too: each becomes U+FFFD.
+/// Converts UTF-8 in which half surrogate pairs are also encoded; each of those becomes U+FFFD.
 fn replace_surrogates(mut bytes: &[u8]) -> String {
     let mut text = String::with_capacity(bytes.len());
     loop {

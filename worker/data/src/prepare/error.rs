@@ -1,12 +1,12 @@
-//! Why data could not be prepared or inspected.
+//! Errors of preparing and inspecting data.
 
 use std::io;
 use std::path::Path;
 
-/// Messages for users. The variant decides the exit code.
+/// Messages for users. The variant determines the exit code.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PrepareError {
-    /// The arguments, or files that they name, cannot be used.
+    /// The arguments, or files named by them, cannot be used.
     #[error("{0}")]
     Usage(String),
     /// The contents of an input, or of prepared data, are wrong.

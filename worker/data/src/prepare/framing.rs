@@ -2,13 +2,13 @@
 
 use crate::{Tokenizer, TokenizerError};
 
-/// Special tokens that a message names.
+/// Number of special tokens that a message lists.
 const SHOWN_TOKENS: usize = 8;
 
 /// Whether documents start with the id that begins a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bos {
-    /// As the tokenizer's template says.
+    /// According to the tokenizer's template.
     Auto,
     /// Yes.
     Always,
@@ -16,12 +16,12 @@ pub enum Bos {
     Never,
 }
 
-/// The tokenizer with the frame that documents get: what it encodes, what its template says and what is written agree.
+/// Applies the frame of documents to a tokenizer, so that its encoder, its template and the written data agree.
 ///
-/// `end_of_text` names the token that ends a text, or `none`; without it, the tokenizer must know.
+/// `end_of_text` names the token that ends a text, or is `none`; if it is not given, the tokenizer must know the token.
 ///
 /// # Errors
-/// There is no such token, or none is known.
+/// If there is no such token, or none is known.
 pub fn frame(tokenizer: Tokenizer, end_of_text: Option<&str>, bos: Bos) -> Result<Tokenizer, String> {
     let tokenizer = match end_of_text {
         Some("none") => tokenizer.with_end_of_text(None),
@@ -70,7 +70,7 @@ mod tests {
 
     use super::*;
 
-    /// A tokenizer with these added tokens, whose template starts texts with `first`.
+    /// Builds a tokenizer with these added tokens, whose template starts texts with `first`.
     fn tokenizer(added: &[&str], first: Option<&str>) -> Tokenizer {
         let token = |(index, content): (usize, &&str)| {
             json!({

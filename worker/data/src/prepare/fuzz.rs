@@ -7,7 +7,7 @@ use super::blocks::{Block, Form};
 use super::encode::Encoder;
 use crate::Tokenizer;
 
-/// Documents and ids of lines of JSONL with the text in `field`, or the message.
+/// Returns the documents and ids of lines of JSONL with the text in `field`, or the error message.
 pub fn jsonl(bytes: &[u8], field: &str, replace: bool) -> Result<(usize, Vec<u32>), String> {
     let invalid = if replace { Invalid::Replace } else { Invalid::Error };
     let encoder = Encoder { tokenizer: Tokenizer::bytes(), field: field.into(), invalid };

@@ -1,6 +1,6 @@
 //! Expands arguments to files, in a stable order.
 //!
-//! Directories are searched for files. Those that cannot be meant as text are skipped ([`walk`]), and the output.
+//! Directories are searched for files, except those that cannot be meant as text ([`walk`]) and the output.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,8 @@ pub(super) enum Input {
     File(PathBuf),
 }
 
-/// The files that `arguments` name, in the order of the arguments, each argument's sorted by path; each file once.
+/// Returns the files that `arguments` name, each file once: in the order of the arguments, and for each argument sorted
+/// by path.
 pub(super) fn find(arguments: &[String], output: &Path) -> Result<Vec<Input>, PrepareError> {
     let (mut inputs, mut seen) = (Vec::new(), HashSet::new());
     for argument in arguments {
@@ -33,7 +34,7 @@ pub(super) fn find(arguments: &[String], output: &Path) -> Result<Vec<Input>, Pr
 
 fn files(argument: &str, output: &Path) -> Result<Vec<PathBuf>, PrepareError> {
     let path = Path::new(argument);
-    // A file may have a name that looks like a glob.
+    // The name of a file may look like a glob.
     match std::fs::metadata(path) {
         Ok(metadata) if metadata.is_dir() => search(path, None, output, argument),
         Ok(_) => Ok(vec![path.into()]),
@@ -54,7 +55,7 @@ fn search(
     output: &Path,
     argument: &str,
 ) -> Result<Vec<PathBuf>, PrepareError> {
-    // With a glob of no directory, paths must start as it does.
+    // For a glob without a directory, paths must have no directory either.
     let root = if base.as_os_str().is_empty() { Path::new(".") } else { base };
     let is_output = |path: &Path| path.canonicalize().is_ok_and(|path| path == output);
     let mut files = Vec::new();

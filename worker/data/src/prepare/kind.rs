@@ -1,25 +1,25 @@
-//! What an input is: by its name, and by how it starts. Pure.
+//! Detects the kind of an input from its name and its first bytes. Pure.
 
 use std::path::Path;
 
 use super::inputs::Input;
 
-/// How an input is read.
+/// Kind of an input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Text,
-    /// A value on each line.
+    /// One value per line.
     JsonLines,
-    /// Arrays of values, or values one after another.
+    /// Arrays of values, or consecutive values.
     Json,
-    /// A header, and a row on each line.
+    /// A header, then one row per line.
     Separated {
         delimiter: u8,
     },
     Parquet,
 }
 
-/// Magic numbers of files that are not text, and what they are.
+/// Magic numbers of files that are not text, with a description.
 const FOREIGN: [(&[u8], &str); 20] = [
     (b"PK\x03\x04", "a zip archive (as PyTorch's .bin and .pt files, .npz and .docx are)"),
     (b"\x80\x02", "a Python pickle"),
@@ -43,10 +43,10 @@ const FOREIGN: [(&[u8], &str); 20] = [
     (b"\xfe\xff", "UTF-16 text; convert it to UTF-8"),
 ];
 
-/// The kind of an input whose text starts with `head`. `named_field`: a field of rows was named.
+/// Returns the kind of an input whose text starts with `head`. `named_field`: the user named a field of rows.
 ///
 /// # Errors
-/// What it is, if that cannot be read.
+/// A description of the file, if it cannot be read.
 pub(super) fn of(input: &Input, head: &[u8], named_field: bool) -> Result<Kind, &'static str> {
     if head.starts_with(b"PAR1") {
         return Ok(Kind::Parquet);
@@ -70,7 +70,7 @@ pub(super) fn of(input: &Input, head: &[u8], named_field: bool) -> Result<Kind, 
     })
 }
 
-/// What a file is that is not text.
+/// Returns a description of a file that is not text.
 fn foreign(head: &[u8]) -> Option<&'static str> {
     const TAR_MAGIC: &[u8] = b"ustar";
     if head.get(257..).is_some_and(|rest| rest.starts_with(TAR_MAGIC)) {
@@ -82,7 +82,7 @@ fn foreign(head: &[u8]) -> Option<&'static str> {
     if head.get(8..10) == Some(b"{\"") && head.get(4..8) == Some(&[0; 4]) {
         return Some("a safetensors file");
     }
-    // Of llm.c's and modded-nanogpt's token files.
+    // Token files of llm.c and modded-nanogpt.
     if head.len() >= 256 && crate::shard::layout(&head[..256], u64::MAX).is_ok_and(|layout| layout.is_some())
     {
         return Some("a file of token ids; train on it as it is");
@@ -90,7 +90,7 @@ fn foreign(head: &[u8]) -> Option<&'static str> {
     FOREIGN.iter().find(|(magic, _)| head.starts_with(magic)).map(|(_, what)| *what)
 }
 
-/// The extension of a file's name without that of its compression.
+/// Returns the extension of a file's name, ignoring that of its compression.
 fn extension(path: &Path) -> Option<String> {
     let name = path.file_name()?.to_string_lossy().to_lowercase();
     let name = [".gz", ".zst"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(&name);

@@ -1,4 +1,4 @@
-//! `xlaunch data prepare`: from text to shards.
+//! `xlaunch data prepare`: turns text into shards.
 //!
 //! ```text
 //! inputs --> reader thread: open, decompress, cut into blocks
@@ -9,8 +9,8 @@
 //!              v
 //!            caller's thread: in order, each document to train or val --> shards --> manifest, last
 //! ```
-//! Where blocks are cut depends on the input alone, and blocks are written in order: any number of threads gives the
-//! same bytes. The first error in that order is the one that is reported.
+//! The cuts between blocks depend on the input alone, and blocks are written in order, so any number of threads gives
+//! the same bytes. If several errors occur, the first one in that order is reported.
 
 mod blocks;
 mod encode;
@@ -34,42 +34,43 @@ use crate::manifest::Manifest;
 pub use error::PrepareError;
 pub use framing::{Bos, frame};
 
-/// The most threads that encode: more would wait for the one that reads.
+/// Maximum number of encoder threads. More would wait for the reader thread.
 pub const MAX_THREADS: usize = 64;
 
-/// What to prepare, and how.
+/// Settings of a preparation.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Gives the ids.
+    /// Encodes the text.
     pub tokenizer: Tokenizer,
-    /// The directory that is written.
+    /// Directory to write.
     pub output: PathBuf,
     /// Files, directories, globs, and `-` for standard input.
     pub inputs: Vec<String>,
-    /// Where documents end in text that is not JSONL.
+    /// Where documents end in text other than JSONL.
     pub documents: Documents,
-    /// The field or column that holds the text. If given, what is not a table by its name or content is JSONL.
+    /// The field or column that holds the text. If it is given, an input that is not a table by its name or content is
+    /// read as JSONL.
     pub field: Option<String>,
-    /// The share of documents that is held out.
+    /// Share of documents to hold out.
     pub val: f64,
-    /// Ids of a shard.
+    /// Number of ids per shard.
     pub shard_tokens: u64,
     /// What to do with text that is not UTF-8.
     pub invalid: Invalid,
     /// What to do with lines and rows that cannot be used.
     pub on_error: OnError,
-    /// Replace a prepared directory.
+    /// Whether to replace a prepared directory.
     pub overwrite: bool,
-    /// Threads that encode.
+    /// Number of encoder threads.
     pub threads: usize,
 }
 
 /// Where documents end.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Documents {
-    /// A file is a document.
+    /// Each file is a document.
     File,
-    /// A line is a document.
+    /// Each line is a document.
     Line,
     /// Documents are separated by this text.
     Separator(String),
@@ -89,7 +90,7 @@ pub enum Invalid {
 pub enum OnError {
     /// Fail.
     Stop,
-    /// Leave it out, and say so.
+    /// Leave it out, and report it.
     Skip,
 }
 
@@ -100,21 +101,21 @@ impl Options {
     }
 }
 
-/// What happens during a preparation.
+/// Progress of a preparation.
 #[derive(Clone, Debug)]
 pub enum Event {
-    /// Something that the user should know.
+    /// A note for the user.
     Note(String),
     /// A block was written.
     Progress(Progress),
 }
 
-/// What was read and written so far.
+/// Amount of data read and written so far.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Progress {
-    /// Bytes of the inputs, as they are on disk.
+    /// Bytes of the inputs read so far, counted as on disk.
     pub read: u64,
-    /// Size of all inputs. `None` with standard input.
+    /// Size of all inputs in bytes. `None` if standard input is one of them.
     pub size: Option<u64>,
     /// Documents written.
     pub documents: u64,
@@ -122,10 +123,10 @@ pub struct Progress {
     pub tokens: u64,
 }
 
-/// Writes the directory. If it fails, what was written is removed, and data that was to be replaced stays.
+/// Writes the directory. If that fails, removes the written files; existing data that was to be replaced stays.
 pub fn prepare(options: &Options, report: &mut dyn FnMut(Event)) -> Result<Manifest, PrepareError> {
     check(options)?;
-    // First: a mistyped input must not cost the data that is replaced.
+    // Find the inputs first: a mistyped input must not destroy the data that is to be replaced.
     let inputs = inputs::find(&options.inputs, &output::resolved(&options.output))?;
     let output = output::Output::claim(&options.output, options.overwrite)?;
     let written = write_all(options, inputs, &output.dir(), report);

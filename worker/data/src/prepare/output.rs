@@ -1,12 +1,13 @@
-//! The directory that is written: who may write there, and when it is complete.
+//! The output directory: which process may write to it, and when it is complete.
 //!
 //! ```text
 //! empty or new --claim--> lock file --> shards, tokenizer.json --complete--> manifest.json, no lock file
 //! ```
-//! - A directory with a manifest is complete. It is replaced only if asked for, and only when all of the new data is
-//!   written, in a directory below it. Then its manifest is removed first.
-//! - A directory with a lock file and no manifest was interrupted, or is written by a process that holds the lock.
-//! - A directory with anything else is not touched, and nothing is ever deleted but files of these names.
+//! - A directory with a manifest is complete. It is replaced only on request, and only when all of the new data has
+//!   been written to a subdirectory. Its manifest is removed first.
+//! - A directory with a lock file and no manifest was interrupted, or is being written by the process that holds the
+//!   lock.
+//! - A directory with anything else is not touched, and only files with these names are ever deleted.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -21,14 +22,14 @@ use crate::prepare::Options;
 
 const LOCK_FILE: &str = ".prepare.lock";
 const UNFINISHED_MANIFEST: &str = ".manifest.json.tmp";
-/// Directory of what will replace complete data.
+/// Subdirectory for data that will replace complete data.
 const REPLACEMENT: &str = ".prepare.new";
 
-/// A directory that this process alone writes.
+/// A directory to which only this process writes.
 #[derive(Debug)]
 pub(super) struct Output {
     dir: PathBuf,
-    /// Complete data that is replaced; empty if there is none.
+    /// Names of the files that are replaced; empty if there is no complete data.
     replaced: Vec<String>,
     /// Whether this process made the directory.
     created: bool,
@@ -37,17 +38,17 @@ pub(super) struct Output {
 }
 
 impl Output {
-    /// Makes the directory and removes what an interrupted preparation left in it, but no complete data.
+    /// Creates the directory and removes leftovers of an interrupted preparation, but no complete data.
     pub(super) fn claim(dir: &Path, overwrite: bool) -> Result<Self, PrepareError> {
         let failed = |error: io::Error| PrepareError::write(dir, &error);
         let created = !dir.exists();
         std::fs::create_dir_all(dir).map_err(failed)?;
-        // Symbolic links are followed once, here.
+        // Symbolic links are resolved only once, here.
         let dir = dir.canonicalize().map_err(failed)?;
         let interrupted = dir.join(LOCK_FILE).exists();
         let before = survey(&dir, interrupted, overwrite)?;
         let lock = lock(&dir)?;
-        // Another process may have come first.
+        // Another process may have been faster.
         let present = survey(&dir, true, overwrite)?;
         if before.is_empty() && !present.is_empty() && !interrupted {
             return Err(in_use(&dir));
@@ -66,12 +67,12 @@ impl Output {
         Ok(Self { dir, replaced, created, _lock: lock })
     }
 
-    /// Where the new data is written.
+    /// Returns the directory for the new data.
     pub(super) fn dir(&self) -> PathBuf {
         if self.replaced.is_empty() { self.dir.clone() } else { self.dir.join(REPLACEMENT) }
     }
 
-    /// Makes what was written valid: the manifest is the last to appear.
+    /// Makes the written data valid: the manifest appears last.
     pub(super) fn complete(&self, manifest: &Manifest, options: &Options) -> Result<(), PrepareError> {
         let (dir, written) = (&self.dir, self.dir());
         write_synced(&written.join(TOKENIZER_FILE), options.tokenizer.to_json().as_bytes())?;
@@ -89,7 +90,7 @@ impl Output {
         remove(dir, LOCK_FILE)
     }
 
-    /// Puts the new data in the place of the old. Without a manifest until that is written: it is incomplete meanwhile.
+    /// Replaces the old data with the new. In the meantime there is no manifest, so the directory is incomplete.
     fn replace(&self, written: &Path) -> Result<(), PrepareError> {
         remove_all(&self.dir, &self.replaced)?;
         let moved = |error: io::Error| PrepareError::write(&self.dir, &error);
@@ -101,7 +102,8 @@ impl Output {
         sync(&self.dir)
     }
 
-    /// Removes what this process has written. What cannot be removed is left: without a manifest it is not accepted.
+    /// Removes the files that this process has written. A file that cannot be removed is harmless: without a manifest
+    /// the data is not accepted.
     pub(super) fn abandon(&self) {
         let (written, manifest) = (self.dir(), self.dir.join(Manifest::FILE));
         if written != self.dir {
@@ -124,12 +126,12 @@ impl Output {
     }
 }
 
-/// The directory itself, if it is named by a symbolic link.
+/// Resolves a directory that is named by a symbolic link.
 pub(super) fn resolved(dir: &Path) -> PathBuf {
     dir.canonicalize().or_else(|_| std::path::absolute(dir)).unwrap_or_else(|_| dir.into())
 }
 
-/// The files that may be removed. An error if the directory must not be written.
+/// Returns the files that may be removed. Fails if the directory must not be written to.
 fn survey(dir: &Path, interrupted: bool, overwrite: bool) -> Result<Vec<String>, PrepareError> {
     let failed = |error: io::Error| PrepareError::read(dir.display(), &error);
     let refused = |reason: String| Err(PrepareError::Usage(format!("--output {}: {reason}", dir.display())));
@@ -209,7 +211,7 @@ fn write_synced(path: &Path, contents: &[u8]) -> Result<(), PrepareError> {
     write().map_err(|error| PrepareError::write(path, &error))
 }
 
-/// Removes these files, the manifest first: from then on the directory is incomplete.
+/// Removes these files, starting with the manifest: from then on the directory is incomplete.
 fn remove_all(dir: &Path, names: &[String]) -> Result<(), PrepareError> {
     for name in names.iter().filter(|name| *name == Manifest::FILE) {
         remove(dir, name)?;

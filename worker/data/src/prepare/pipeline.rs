@@ -1,4 +1,4 @@
-//! The threads of a preparation: one reads, several encode, the caller's writes.
+//! The threads of a preparation: one reads, several encode, and the caller's thread writes.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -14,14 +14,14 @@ use super::source::Source;
 use super::write::Writer;
 use super::{Documents, Event, OnError, Options, PrepareError, Progress, rows};
 
-/// Bytes of blocks that are read and not yet written. With their ids, which take up to 4 times as much, this bounds the
-/// memory of a preparation.
+/// Maximum bytes of blocks that are read but not yet written. Together with their ids, which take up to 4 times as
+/// much, this bounds the memory of a preparation.
 const MAX_BYTES_IN_FLIGHT: usize = 64 << 20;
 
-/// Lines that were skipped and are shown.
+/// Number of skipped lines to show.
 const SKIPPED_SHOWN: usize = 5;
 
-/// Reads, encodes and writes all inputs. Returns how many lines and rows were left out.
+/// Reads, encodes and writes all inputs. Returns the number of lines and rows that were left out.
 pub(super) fn run(
     options: &Options,
     inputs: Vec<Input>,
@@ -47,7 +47,7 @@ pub(super) fn run(
             let done = done.clone();
             let encode = move || encode_blocks(encoder, budget, waiting, &done);
             match thread("encoder").spawn_scoped(scope, encode) {
-                // Fewer threads than wanted do as well.
+                // Fewer threads than requested are fine.
                 Err(error) if number == 0 => return Err(PrepareError::no_thread(&error)),
                 _ => {}
             }
@@ -56,14 +56,14 @@ pub(super) fn run(
         let reading = thread("reader").spawn_scoped(scope, move || reader.run(inputs));
         reading.map_err(|error| PrepareError::no_thread(&error))?;
         let result = write(&results, writer, budget, size, report);
-        // Ends the other threads.
+        // This ends the other threads.
         budget.close();
         drop(results);
         result
     })
 }
 
-/// The result of a block, or something to tell, by the block's number.
+/// The result of a block, or a message, with the block's number.
 enum Done {
     Block { encoded: Encoded, bytes: usize },
     Note(String),
@@ -93,7 +93,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Returns false if nothing more is wanted.
+    /// Reads an input. Returns false if no more blocks are wanted.
     fn read(&self, input: &Input, number: &mut u64) -> Result<bool, PrepareError> {
         let (source, form) = self.open(input)?;
         let label = source.label.clone();
@@ -114,7 +114,7 @@ impl Reader<'_> {
         Ok(true)
     }
 
-    /// Opens an input as what it is.
+    /// Opens an input according to its kind.
     fn open(&self, input: &Input) -> Result<(Source, Form), PrepareError> {
         let source = Source::open(input)?;
         let column = self.options.column();
@@ -160,7 +160,7 @@ fn encode_blocks(
             Err(PrepareError::Internal(format!("{}: encoding failed at byte {}", block.label, block.offset)))
         });
         let result = result.map(|encoded| Done::Block { encoded, bytes: block.bytes.len() });
-        // Fails only once the budget is closed.
+        // Fails only after the budget is closed.
         let _ = done.send((number, result));
     }
 }
@@ -211,7 +211,7 @@ impl Skipped {
         self.first.extend(reasons.into_iter().take(room));
     }
 
-    /// What the user should know of it.
+    /// Returns notes about them for the user.
     fn notes(&self) -> Vec<String> {
         if self.count == 0 {
             return Vec::new();
@@ -223,7 +223,7 @@ impl Skipped {
     }
 }
 
-/// Size of all inputs. `None` with standard input, whose size is unknown.
+/// Returns the size of all inputs. `None` if standard input, whose size is unknown, is one of them.
 fn size(inputs: &[Input]) -> Option<u64> {
     let sizes = inputs.iter().map(|input| match input {
         Input::Stdin => None,
@@ -234,7 +234,7 @@ fn size(inputs: &[Input]) -> Option<u64> {
     sizes.sum()
 }
 
-/// Bounds the bytes of blocks in flight.
+/// Limits the bytes of blocks in flight.
 struct Budget {
     /// `None` once closed.
     used: Mutex<Option<usize>>,
@@ -242,7 +242,7 @@ struct Budget {
 }
 
 impl Budget {
-    /// Waits until there is room. A block larger than all of it waits for all others. Returns false once closed.
+    /// Waits until there is room. A block larger than the whole budget waits for all others. Returns false if closed.
     fn take(&self, bytes: usize) -> bool {
         let mut used = lock(&self.used);
         loop {

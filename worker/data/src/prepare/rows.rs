@@ -1,4 +1,4 @@
-//! Tables as lines of JSON: arrays, CSV and Parquet. Each row becomes a line, so that all of them are read alike.
+//! Converts tables (arrays, CSV and Parquet) to lines of JSON, one per row, so that all inputs are read alike.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -16,7 +16,7 @@ use parquet::schema::types::Type;
 
 const ROW_READ_BYTES: usize = 256 << 10;
 
-/// Lines, each of which is the result of a step.
+/// Lines, each of which is the result of one step.
 struct Lines<F> {
     next: F,
     line: VecDeque<u8>,
@@ -40,7 +40,7 @@ fn lines(next: impl FnMut(&mut Vec<u8>) -> io::Result<bool> + 'static) -> Box<dy
     Box::new(Lines { next, line: VecDeque::new() })
 }
 
-/// The elements of arrays, and values outside of arrays, each on a line. What is not valid JSON stays so.
+/// Returns the elements of arrays, and values outside arrays, one per line. Invalid JSON stays invalid.
 pub(super) fn json(mut text: Box<dyn Read>) -> Box<dyn Read> {
     let (mut splitter, mut input) = (Splitter::default(), vec![0; ROW_READ_BYTES]);
     let mut out = VecDeque::new();
@@ -63,10 +63,10 @@ pub(super) fn json(mut text: Box<dyn Read>) -> Box<dyn Read> {
     Box::new(From(read))
 }
 
-/// Finds the ends of elements: a line feed is white space in JSON, so it can take the place of any other.
+/// Finds the ends of elements. A line feed is white space in JSON, so it can replace any other white space.
 #[derive(Default)]
 struct Splitter {
-    /// Brackets that are open, without the array whose elements are lines.
+    /// Number of open brackets, not counting the array whose elements become lines.
     depth: usize,
     in_array: bool,
     in_string: bool,
@@ -82,7 +82,7 @@ impl Splitter {
                 b'"' => (false, false),
                 _ => (true, false),
             };
-            // Not allowed in strings: an error of the line, not two lines.
+            // A line feed is not allowed in strings. Keep it an error of this line instead of splitting the line.
             return Some(if byte == b'\n' { b'\r' } else { byte });
         }
         match byte {
@@ -99,7 +99,7 @@ impl Splitter {
             b']' | b'}' => {
                 self.depth = self.depth.saturating_sub(1);
                 if self.depth == 0 && !self.in_array {
-                    // The line ends with the next white space or value: nothing is inserted.
+                    // The line ends at the next white space or value: no byte is inserted.
                     return Some(byte);
                 }
             }
@@ -111,7 +111,7 @@ impl Splitter {
     }
 }
 
-/// A column of a table with a header.
+/// Returns a column of a table with a header.
 pub(super) fn separated(text: Box<dyn Read>, delimiter: u8, column: &str) -> io::Result<Box<dyn Read>> {
     let mut reader = ReaderBuilder::new().delimiter(delimiter).flexible(true).from_reader(text);
     let header = reader.byte_headers().map_err(io::Error::other)?.clone();
@@ -125,14 +125,14 @@ pub(super) fn separated(text: Box<dyn Read>, delimiter: u8, column: &str) -> io:
         }
         match record.get(index) {
             Some(text) => quote(text, line),
-            // Not a value, so an error of this line.
+            // This is not a JSON value, so it causes an error for this line.
             None => line.extend_from_slice(b"a row without this column"),
         }
         Ok(true)
     }))
 }
 
-/// A column of strings of a Parquet file.
+/// Returns a column of strings of a Parquet file.
 pub(super) fn parquet(path: &Path, column: &str, read: &Arc<AtomicU64>) -> io::Result<Box<dyn Read>> {
     let file = File::open(path)?;
     let reader = catch(|| SerializedFileReader::new(file))?.map_err(io::Error::other)?;
@@ -162,14 +162,14 @@ pub(super) fn parquet(path: &Path, column: &str, read: &Arc<AtomicU64>) -> io::R
             Some(Field::Bytes(text)) => quote(text.data(), line),
             _ => line.extend_from_slice(b"null"),
         }
-        // Where a row is in the file is not known: for progress, all have the same size.
+        // The position of a row in the file is unknown: for progress, all rows count the same.
         row += 1;
         read.store(share(bytes, row, count), Ordering::Relaxed);
         Ok(true)
     }))
 }
 
-/// The library is not proof against all damage.
+/// Catches panics: the library does not handle all kinds of damage.
 fn catch<T>(work: impl FnOnce() -> T) -> io::Result<T> {
     crate::quiet::catch(work).ok_or_else(|| io::Error::other("it cannot be decoded"))
 }
@@ -187,7 +187,7 @@ fn no_column(column: &str, names: &[String]) -> io::Error {
     ))
 }
 
-/// Bytes as a string of JSON. What is not UTF-8 stays, and is treated as in any line.
+/// Encodes bytes as a JSON string. Invalid UTF-8 stays, and is handled like in any other line.
 fn quote(text: &[u8], out: &mut Vec<u8>) {
     out.push(b'"');
     for byte in text {

@@ -1,4 +1,4 @@
-//! Opens an input. Compression is recognised by content.
+//! Opens an input. Compression is detected from its content.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
@@ -15,21 +15,22 @@ use super::inputs::Input;
 
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
-/// What `zstd --long` uses.
+/// Maximum window size, which is that of `zstd --long`.
 const MAX_ZSTD_WINDOW_BYTES: u64 = 128 << 20;
 const READ_BUFFER_BYTES: usize = 256 << 10;
 
-/// Bytes at the start of a text by which its kind is recognised.
+/// Bytes at the start of a text from which its kind is detected.
 const HEAD_BYTES: usize = 512;
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// The text of an input as it is read, or its rows as lines of JSON.
+/// The text of an input while it is read, or its rows as lines of JSON.
 pub(super) struct Source {
     pub(super) label: Arc<str>,
     reader: Box<dyn Read>,
-    /// What the bytes are decoded from, for messages. `None`: nothing, so that errors are those of reading.
+    /// Format that the bytes are decoded from, for messages. If it is `None`, the bytes are not decoded, so errors are
+    /// read errors.
     format: Option<&'static str>,
-    /// Bytes that were read from the file.
+    /// Number of bytes read from the file.
     read: Arc<AtomicU64>,
     /// The start of the text.
     head: Vec<u8>,
@@ -37,7 +38,7 @@ pub(super) struct Source {
 
 type Buffered = BufReader<Counted>;
 
-/// Counts what is read from the file, for progress.
+/// Counts the bytes read from the file, for progress.
 struct Counted {
     file: Box<dyn Read + Send>,
     read: Arc<AtomicU64>,
@@ -63,7 +64,7 @@ impl Source {
         let mut source = Self { label: label.into(), reader, format, read, head: Vec::new() };
         let mut head = Vec::new();
         source.read(HEAD_BYTES, &mut head)?;
-        // Editors of Windows start UTF-8 with a mark, which is not part of the text.
+        // Windows editors start UTF-8 with a byte order mark, which is not part of the text.
         let text = head.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&head).to_vec();
         let rest = std::mem::replace(&mut source.reader, Box::new(io::empty()));
         source.reader = Box::new(io::Cursor::new(text.clone()).chain(rest));
@@ -76,7 +77,7 @@ impl Source {
         &self.head
     }
 
-    /// Reads the rows of a table in place of the text.
+    /// Switches from reading the text to reading the rows of a table.
     pub(super) fn into_rows(
         self,
         format: &'static str,
@@ -87,12 +88,12 @@ impl Source {
         Ok(Self { label, reader, format: Some(format), read, head })
     }
 
-    /// Bytes of the file that were read.
+    /// Returns the number of bytes of the file that were read.
     pub(super) fn position(&self) -> u64 {
         self.read.load(Ordering::Relaxed)
     }
 
-    /// Appends up to `count` bytes of text to `out`. Fewer only at the end.
+    /// Appends `count` bytes of text to `out`; fewer only at the end.
     pub(super) fn read(&mut self, count: usize, out: &mut Vec<u8>) -> Result<(), PrepareError> {
         let limit = u64::try_from(count).unwrap_or(u64::MAX);
         let label = &self.label;
@@ -117,7 +118,7 @@ fn open(path: &PathBuf) -> Result<File, PrepareError> {
     }
 }
 
-/// Pipes may return less than the magic of a format.
+/// Fills the buffer: pipes may return fewer bytes than the magic number of a format has.
 fn fill(reader: &mut Buffered) -> io::Result<[u8; 4]> {
     let mut head = [0; 4];
     let available = reader.fill_buf()?;
@@ -139,11 +140,11 @@ impl Read for Counted {
     }
 }
 
-/// Frames one after the other, each verified by its checksum if it has one.
+/// Consecutive frames, each verified by its checksum if it has one.
 struct Zstd {
     input: Buffered,
     frame: FrameDecoder,
-    /// Whether a frame was started that is not finished.
+    /// Whether a frame has been started but not finished.
     open: bool,
 }
 
@@ -159,7 +160,7 @@ impl Zstd {
         while !self.open && !self.input.fill_buf()?.is_empty() {
             match self.frame.reset(&mut self.input) {
                 Ok(()) => self.open = true,
-                // Such as pzstd writes.
+                // pzstd writes such frames.
                 Err(FrameDecoderError::ReadFrameHeaderError(ReadFrameHeaderError::SkipFrame {
                     length,
                     ..

@@ -4,7 +4,7 @@ use std::io::Write;
 use super::*;
 use crate::shard;
 
-/// A directory with inputs, and what is prepared from them in `out`.
+/// A directory with inputs, and the data prepared from them in `out`.
 struct Prepared {
     dir: tempfile::TempDir,
     options: Options,
@@ -64,7 +64,7 @@ impl Prepared {
         ids
     }
 
-    /// The texts of the documents of a split prepared with GPT-2.
+    /// Returns the texts of the documents of a split that was prepared with GPT-2.
     fn texts(&self, split: &crate::Split) -> Vec<String> {
         let ids = self.ids(split);
         assert_eq!(ids.first(), Some(&50_256));
@@ -124,7 +124,7 @@ fn forms_of_input_give_the_same_documents() {
     assert_eq!(prepared("a.gz", &gzip(json.as_bytes()), Documents::File, Some("body")), texts);
     let named = json.replace("body", "text").replace("\"id\"", "\"i\"");
     assert_eq!(prepared("a.jsonl.zst", &zstd(named.as_bytes()), Documents::File, None), texts);
-    // Members and frames one after the other.
+    // Consecutive members and frames.
     let parts = |compress: fn(&[u8]) -> Vec<u8>| {
         let (first, second) = separated.as_bytes().split_at(9);
         [compress(first), compress(second)].concat()
@@ -133,7 +133,7 @@ fn forms_of_input_give_the_same_documents() {
     assert_eq!(prepared("a", &parts(zstd), separator, None), texts);
 }
 
-/// Text with short and long documents, one of which has no place to cut for megabytes.
+/// Text with short and long documents; one of them cannot be cut anywhere for megabytes.
 fn mixed() -> String {
     let words: String = (0..300_000).map(|n| format!("w{n}, it's\n")).collect();
     format!("short\u{0}{words}\u{0}\u{0}{}{}end\u{0}last", "x".repeat(700_000), " ".repeat(1_500_000))
@@ -213,7 +213,7 @@ fn wrong_text_is_refused_with_its_place() {
         let error = line(text);
         assert!(error.contains(expected), "{error}");
     }
-    // The first error in the order of the input, whichever thread finds one first.
+    // The first error in the order of the input is reported, regardless of which thread finds one first.
     let many: String =
         (0..200_000).map(|n| if n < 100_000 { "{\"text\": \"a\"}\n" } else { "x\n" }).collect();
     let error = prepared("a.jsonl", many.as_bytes()).error();
@@ -267,14 +267,14 @@ fn only_prepared_directories_are_replaced() {
     assert!(prepared.run().unwrap_err().to_string().contains("UTF-8"));
     assert!(prepared.files() == before, "a preparation that fails costs nothing");
     prepared.options.inputs.pop();
-    // As a kill during a replacement leaves it.
+    // Simulates a process killed during a replacement.
     fs_err::create_dir(out.join(".prepare.new")).unwrap();
     fs_err::write(out.join(".prepare.new/train_000001.bin"), "left").unwrap();
     fs_err::write(out.join(".prepare.lock"), "").unwrap();
     let (manifest, _) = prepared.run().unwrap();
     assert_eq!(prepared.ids(&manifest.train), b"second".map(u32::from));
     assert!(prepared.files().into_keys().eq(["manifest.json", "tokenizer.json", "train_000001.bin"]));
-    // A file of the user's is neither removed nor written beside.
+    // A user's file is not removed, and no data is written next to it.
     fs_err::write(out.join("notes.txt"), "mine").unwrap();
     assert!(prepared.run().unwrap_err().to_string().contains("`notes.txt`"));
     fs_err::remove_file(out.join("notes.txt")).unwrap();
@@ -298,7 +298,7 @@ fn leftovers_of_an_interrupted_preparation_are_replaced() {
     prepared.run().unwrap();
     let names: Vec<String> = prepared.files().into_keys().collect();
     assert_eq!(names, ["manifest.json", "tokenizer.json", "train_000001.bin"]);
-    // While another process writes there, it is not touched.
+    // A directory to which another process is writing is not touched.
     let other = Prepared::new(Tokenizer::bytes()).with("a", "text");
     let claim = output::Output::claim(&other.options.output, false).unwrap();
     assert!(other.run().unwrap_err().to_string().contains("another `xlaunch data prepare`"));
@@ -323,7 +323,7 @@ fn output_may_be_a_symbolic_link() {
     assert!(prepared.run().unwrap_err().to_string().contains("failed to write"));
 }
 
-/// A Parquet file with a column of optional strings.
+/// Builds a Parquet file with a column of optional strings.
 fn parquet(column: &str, rows: &[Option<&str>]) -> Vec<u8> {
     use parquet::data_type::{ByteArray, ByteArrayType};
     use parquet::file::writer::SerializedFileWriter;

@@ -17,11 +17,11 @@ const WRITE_BUFFER_BYTES: usize = 1 << 20;
 /// Writes both splits.
 pub(super) struct Writer<'a> {
     tokenizer: &'a Tokenizer,
-    /// Documents whose hash is below this share of all hashes are held out.
+    /// Documents whose hash is below this share of the hash range are held out.
     val_share: f64,
     train: Shards<'a>,
     val: Shards<'a>,
-    /// Whether the document that is being written is held out.
+    /// Whether the current document is held out.
     held_out: bool,
 }
 
@@ -51,14 +51,13 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// Documents and ids so far.
+    /// Returns the number of documents and ids so far.
     pub(super) fn written(&self) -> (u64, u64) {
         let (train, val) = (&self.train.split, &self.val.split);
         (train.documents + val.documents, train.tokens + val.tokens)
     }
 
-    /// Completes the shards.
-    /// `skipped`: lines and rows that were left out.
+    /// Completes the shards. `skipped` is the number of lines and rows that were left out.
     pub(super) fn finish(mut self, skipped: u64) -> Result<Manifest, PrepareError> {
         self.train.close()?;
         self.val.close()?;
@@ -76,7 +75,7 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Copies of a document have the same hash, so they are on the same side.
+/// Decides by the hash of a document, so that copies are in the same split.
 #[expect(clippy::cast_precision_loss, reason = "a share needs no more digits")]
 fn is_held_out(hash: u64, share: f64) -> bool {
     (hash as f64) < share * 2_f64.powi(64)
@@ -92,7 +91,7 @@ struct Shards<'a> {
     split: Split,
 }
 
-/// A shard that is being written. Its header says that it will be full.
+/// A shard that is being written. Until it is closed, its header claims that it is full.
 struct Open {
     name: String,
     path: PathBuf,
@@ -111,7 +110,7 @@ impl Shards<'_> {
             let room = usize::try_from(self.shard_tokens - shard.tokens).unwrap_or(usize::MAX);
             let (these, rest) = ids.split_at(ids.len().min(room));
             let bytes: Vec<u8> = match self.width {
-                // Ids are below the vocabulary, which has at most 2^16 here.
+                // Ids are below the vocabulary size, which is at most 2^16 here.
                 #[expect(clippy::cast_possible_truncation, reason = "see above")]
                 2 => these.iter().flat_map(|id| (*id as u16).to_le_bytes()).collect(),
                 _ => these.iter().flat_map(|id| id.to_le_bytes()).collect(),
@@ -134,7 +133,7 @@ impl Shards<'_> {
         let path = self.dir.join(&name);
         let header = self.header(self.shard_tokens);
         let failed = |error: io::Error| PrepareError::write(&path, &error);
-        // Nothing is replaced: the directory had no shards.
+        // No file is replaced: the directory contained no shards.
         let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path).map_err(failed)?;
         let mut file = BufWriter::with_capacity(WRITE_BUFFER_BYTES, file);
         file.write_all(&header).map_err(failed)?;
@@ -144,11 +143,11 @@ impl Shards<'_> {
     }
 
     fn header(&self, tokens: u64) -> [u8; HEADER_BYTES] {
-        // `shard_tokens` was checked.
+        // `shard_tokens` was checked before.
         shard::header(tokens, self.width).unwrap_or([0; HEADER_BYTES])
     }
 
-    /// Completes the open shard. If it is not full, header and hash are those of what it has.
+    /// Completes the open shard. If it is not full, updates header and hash to its actual contents.
     fn close(&mut self) -> Result<(), PrepareError> {
         let Some(Open { name, path, file, mut hash, tokens }) = self.open.take() else { return Ok(()) };
         let failed = |error: io::Error| PrepareError::write(&path, &error);

@@ -1,4 +1,4 @@
-//! What files beside a `tokenizer.json` say of its special tokens.
+//! Special tokens declared in files next to a `tokenizer.json`.
 
 use std::collections::HashMap;
 use std::io::Read;
@@ -6,20 +6,20 @@ use std::path::Path;
 
 use serde_json::Value;
 
-/// Largest of these files that is read. Chat templates have up to 100 KB.
+/// Size limit of these files. Chat templates have up to 100 KB.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
 /// Ids of special tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Declared {
-    /// Ends a text.
+    /// Id that ends a text.
     pub(super) eos: Option<u32>,
-    /// Starts one.
+    /// Id that starts a text.
     pub(super) bos: Option<u32>,
 }
 
-/// Reads the files of `dir`, in the order in which Python's libraries believe them. Those that are missing or broken
-/// say nothing: they are not needed.
+/// Reads the files of `dir` in the order of precedence of Python's libraries. They are optional: a missing or broken
+/// file declares nothing.
 pub(super) fn read(dir: &Path, added: &HashMap<String, u32>) -> Declared {
     let mut declared = Declared::default();
     for name in ["tokenizer_config.json", "special_tokens_map.json"] {

@@ -1,11 +1,11 @@
-//! Where a text can be cut without changing its ids. Pure.
+//! Finds places where a text can be cut without changing its ids. Pure.
 //!
-//! Long texts are encoded in pieces: memory stays bounded, and threads share the work. Ids are those of the whole text
-//! if no word, as the tokenizer sees words, spans the cut. Whether that is so is found out by trying: a kind of place
-//! is used if the words of many sample texts are the same, whole and cut there. Where the words of a tokenizer are
-//! longer than that, a cut still changes nothing if no token of the vocabulary spans such a place.
+//! Long texts are encoded in pieces: memory stays bounded, and threads share the work. The ids are those of the whole
+//! text if no word, as the tokenizer splits words, spans the cut. That is determined by trial: a kind of place is used
+//! if many sample texts have the same words when they are whole and when they are cut there. If the tokenizer's words
+//! are longer than that, a cut still changes nothing if no token of the vocabulary spans such a place.
 //!
-//! Where neither holds, and in texts without such a place, pieces have [`LONGEST_PIECE`] bytes.
+//! If neither holds, and in texts without such a place, pieces have [`LONGEST_PIECE`] bytes.
 
 use serde_json::{Map, Value};
 use tokenizers::{
@@ -16,9 +16,10 @@ use unicode_categories::UnicodeCategories;
 
 use super::template::{self, members};
 
-/// Texts are encoded in pieces of about this size. Long enough that cuts cost nothing, short enough for caches.
+/// Approximate size of the pieces in which texts are encoded. Long enough that cuts cost little, short enough for
+/// caches.
 pub(super) const PIECE: usize = 64 << 10;
-/// The longest piece that is encoded at once: 4 MiB of spaces are the longest that any test compares.
+/// Maximum size of a piece that is encoded at once: 4 MiB of spaces are the longest piece that any test compares.
 pub(crate) const LONGEST_PIECE: usize = 9 << 19;
 
 /// The places where a tokenizer's texts can be cut.
@@ -26,9 +27,9 @@ pub(crate) const LONGEST_PIECE: usize = 9 << 19;
 pub(crate) enum Cuts {
     /// Between any two characters.
     Anywhere,
-    /// At places of the kinds that are set.
+    /// At places of the kinds that are enabled.
     Places {
-        /// After anything but white space, before white space.
+        /// After anything except white space, before white space.
         word_end: bool,
         /// After a letter or digit, before white space.
         letter_end: bool,
@@ -40,7 +41,7 @@ pub(crate) enum Cuts {
 impl Cuts {
     pub(crate) const NOWHERE: Self = Self::Places { word_end: false, letter_end: false, line_start: false };
 
-    /// The last place in `text` at which it can be cut, above `min`. `text` need not be UTF-8.
+    /// Returns the last place above `min` at which `text` can be cut. `text` need not be UTF-8.
     pub(crate) fn last(self, text: &[u8], min: usize) -> Option<usize> {
         if self == Self::Anywhere {
             return Some(character_start(text, text.len())).filter(|cut| *cut > min);
@@ -48,7 +49,7 @@ impl Cuts {
         (min + 1..text.len()).rev().find(|cut| self.is_cut(text, *cut))
     }
 
-    /// Whether the text can be cut before byte `at`, which is not the first.
+    /// Returns whether the text can be cut before byte `at`, which is not the first.
     fn is_cut(self, text: &[u8], at: usize) -> bool {
         let Self::Places { word_end, letter_end, line_start } = self else { return true };
         if text[at - 1] == b'\n' {
@@ -61,7 +62,7 @@ impl Cuts {
         (word_end && !before.is_whitespace()) || (letter_end && is_letter_or_digit(before))
     }
 
-    /// For a file whose tokens these are.
+    /// Determines the cuts for a file with these tokens.
     pub(super) fn of<'a>(file: &Map<String, Value>, tokens: impl Iterator<Item = &'a [u8]> + Clone) -> Self {
         let Some(words) = Words::of(file) else { return Self::NOWHERE };
         let added = added_tokens(file);
@@ -90,7 +91,7 @@ enum Kind {
 }
 
 impl Kind {
-    /// Whether there is such a place between two characters. Parts of characters count as letters.
+    /// Returns whether there is such a place between two characters. Incomplete characters count as letters.
     fn is_between(self, first: char, second: char) -> bool {
         let letter = |c: char| is_letter_or_digit(c) || c == char::REPLACEMENT_CHARACTER;
         let space = |c: char| c.is_whitespace() || c == super::file::METASPACE;
@@ -107,7 +108,7 @@ impl Kind {
     }
 }
 
-/// Starts and continuations of texts: any two of them make a text with a place to try between them.
+/// Beginnings and continuations of texts: any two of them form a text with a place to try between them.
 const STARTS: [&str; 44] = [
     "a",
     "the",
@@ -219,11 +220,11 @@ const WORDS: [&str; 12] = [
     "ll ",
 ];
 
-/// What a tokenizer takes for words.
+/// The word splitting of a tokenizer.
 struct Words {
     normalizer: Option<NormalizerWrapper>,
     pre_tokenizer: Option<PreTokenizerWrapper>,
-    /// Of pieces that continue a text.
+    /// Word splitting of pieces that continue a text.
     continued: Option<PreTokenizerWrapper>,
     continued_normalizer: Option<NormalizerWrapper>,
 }
@@ -244,7 +245,7 @@ impl Words {
         Some(Self { normalizer, pre_tokenizer, continued, continued_normalizer })
     }
 
-    /// Whether words end at places of this kind, in all samples.
+    /// Returns whether words end at places of this kind in all samples.
     fn end_at(&self, kind: Kind) -> bool {
         let (before, after): (&[&str], &[&str]) = match kind {
             Kind::WordEnd | Kind::LetterEnd => (&STARTS, &SPACED),
@@ -269,7 +270,7 @@ impl Words {
     }
 }
 
-/// The words of a text.
+/// Returns the words of a text.
 fn words(
     normalizer: &Option<NormalizerWrapper>,
     pre_tokenizer: &Option<PreTokenizerWrapper>,
@@ -289,7 +290,7 @@ fn words(
     })?
 }
 
-/// The start of the character that contains byte `at`, or `at` if that is not within a character.
+/// Returns the start of the character that contains byte `at`, or `at` if it is not within a character.
 pub(crate) fn character_start(text: &[u8], at: usize) -> usize {
     let is_start = |at: &usize| text.get(*at).is_none_or(|byte| byte & 0xc0 != 0x80);
     (at.saturating_sub(3)..=at).rev().find(is_start).unwrap_or(at)
@@ -305,12 +306,12 @@ fn character_from(text: &[u8], at: usize) -> Option<char> {
     std::str::from_utf8(text.get(at..end)?).ok()?.chars().next()
 }
 
-/// Combining marks and symbols of letters are neither: expressions take them for punctuation.
+/// Returns false for combining marks and letter-like symbols, which regular expressions treat as punctuation.
 fn is_letter_or_digit(character: char) -> bool {
     character.is_letter() || character.is_number()
 }
 
-/// Whether normalizers and pre-tokenizers look at single characters alone, so that tokens decide.
+/// Returns whether normalizers and pre-tokenizers look only at single characters, so that tokens decide.
 fn is_local(file: &Map<String, Value>) -> bool {
     let one_character =
         |member: &Value| member["pattern"]["String"].as_str().is_some_and(|text| text.chars().count() == 1);
@@ -329,7 +330,7 @@ fn is_local(file: &Map<String, Value>) -> bool {
     normalizers && members(file.get("pre_tokenizer"), "pretokenizers").into_iter().all(pre_tokenizers)
 }
 
-/// Added tokens that are found within text; `None` if one of them depends on what is around it.
+/// Returns the added tokens that are found within text; `None` if one of them depends on its surroundings.
 fn added_tokens(file: &Map<String, Value>) -> Option<Vec<&str>> {
     let list = file.get("added_tokens").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
     let within_text = list.iter().filter(|token| token["special"] != true);
@@ -360,7 +361,7 @@ mod tests {
         assert_eq!(last(LETTER_END, "ab cd,  ef"), Some(2));
         assert_eq!(last(WORD_END, "a\u{3000} b"), None);
         assert_eq!(last(LETTER_END, "\u{4e16}\u{754c}\nx"), Some(6));
-        // Marks and symbols are part of what follows in the expressions of many families.
+        // In the expressions of many model families, marks and symbols belong to the following text.
         assert_eq!(last(LETTER_END, "\u{915}\u{93f}\nx\u{301} \u{24d0}\n"), None);
         assert_eq!(last(LINE_START, "a.\n\u{4e16}\n!"), Some(3));
         assert_eq!(last(LINE_START, "a.\n\u{301}\n"), None);

@@ -1,15 +1,14 @@
-//! Decodes ids as they come, in whole characters.
+//! Decodes ids incrementally, in whole characters.
 
 use super::Tokenizer;
 
-/// Turns ids into text. What [`Decoder::push`] and [`Decoder::finish`] return, one after the other, is the text of all
-/// ids.
+/// Turns ids into text. The concatenated results of [`Decoder::push`] and [`Decoder::finish`] are the text of all ids.
 #[derive(Debug)]
 pub struct Decoder {
     tokenizer: Tokenizer,
-    /// Bytes of a character that is not complete.
+    /// Bytes of an incomplete character.
     bytes: Vec<u8>,
-    /// Where text depends on the tokens before: the last ids, and how many characters of their text were returned.
+    /// If text depends on earlier tokens: the last ids, and how many characters of their text were returned.
     ids: Vec<u32>,
     returned: usize,
 }
@@ -19,14 +18,14 @@ impl Decoder {
         Self { tokenizer, bytes: Vec::new(), ids: Vec::new(), returned: 0 }
     }
 
-    /// Passes over the ids before the text, such as those of a prompt.
+    /// Skips the ids before the text, such as those of a prompt.
     pub fn skip(&mut self, ids: &[u32]) {
         ids.iter().for_each(|id| drop(self.push(*id)));
         self.returned = self.tokenizer.decode(&self.ids).chars().count();
     }
 
-    /// The text that this id completes. Empty while a character is incomplete, and within a run of bytes whose text
-    /// the next byte may change.
+    /// Returns the text that this id completes. It is empty while a character is incomplete, and within a run of bytes
+    /// whose text the next byte may change.
     pub fn push(&mut self, id: u32) -> String {
         let tokens = &self.tokenizer.inner.tokens;
         let Some(bytes) = tokens.get(id) else { return String::new() };
@@ -39,13 +38,13 @@ impl Decoder {
             return String::new();
         }
         let new = self.new_text();
-        // The last id is context for the next: decoders strip a space before the first word.
+        // Keep the last id as context for the next one: decoders strip a space before the first word.
         self.ids.drain(..self.ids.len() - 1);
         self.returned = self.tokenizer.decode(&self.ids).chars().count();
         new
     }
 
-    /// The text of what is left: U+FFFD for a character that was not completed.
+    /// Returns the remaining text: U+FFFD for a character that was not completed.
     pub fn finish(self) -> String {
         if self.tokenizer.inner.tokens.concatenate {
             return String::from_utf8_lossy(&self.bytes).into_owned();
@@ -53,12 +52,12 @@ impl Decoder {
         self.new_text()
     }
 
-    /// The text of the last ids that was not returned.
+    /// Returns the part of the last ids' text that was not returned before.
     fn new_text(&self) -> String {
         self.tokenizer.decode(&self.ids).chars().skip(self.returned).collect()
     }
 
-    /// Takes the bytes up to the last character that may still be completed.
+    /// Removes and decodes the bytes up to the last character that may still be completed.
     fn whole_characters(&mut self) -> String {
         let held = incomplete(&self.bytes);
         let rest = self.bytes.split_off(self.bytes.len() - held);
@@ -67,7 +66,7 @@ impl Decoder {
     }
 }
 
-/// Bytes at the end that start a character without completing it.
+/// Returns the number of bytes at the end that start a character without completing it.
 fn incomplete(bytes: &[u8]) -> usize {
     let mut end = bytes;
     loop {

@@ -1,6 +1,6 @@
-//! Encodes with the crate that Python's `tokenizers` is built from, so that ids are the same whatever a file asks for.
+//! Encodes with the crate that Python's `tokenizers` is built from, so that ids are the same for any file.
 //!
-//! Its errors and panics (of expressions that need too many steps) are errors here, and print nothing.
+//! Its errors and panics (caused by expressions that need too many steps) become errors and are not printed.
 
 use std::sync::OnceLock;
 
@@ -10,7 +10,7 @@ use tokenizers::Tokenizer;
 use super::template;
 use crate::quiet;
 
-/// A file's tokenizers, each opened when it is first needed.
+/// A file's tokenizers, each opened on first use.
 #[derive(Debug, Default)]
 pub(super) struct Exact {
     documents: OnceLock<Result<Tokenizer, String>>,
@@ -19,7 +19,8 @@ pub(super) struct Exact {
 }
 
 impl Exact {
-    /// The ids of a text, within which special tokens are text. `first`: it is not continued from another piece.
+    /// Returns the ids of a text, in which special tokens count as text. `first`: the text does not continue another
+    /// piece.
     pub(super) fn encode(&self, json: &str, text: &str, first: bool) -> Result<Vec<u32>, String> {
         let documents = self.documents.get_or_init(|| open(json, |_| {}, true));
         let tokenizer = match first || !template::has_prefix(json) {
@@ -29,21 +30,21 @@ impl Exact {
         encode(tokenizer, text, false)
     }
 
-    /// The ids of a prompt as Python encodes it: special tokens within it are ids, and `framed` adds those of the
-    /// file's template.
+    /// Returns the ids of a prompt as Python encodes it: special tokens within it become ids, and `framed` adds the ids
+    /// of the file's template.
     pub(super) fn encode_prompt(&self, json: &str, text: &str, framed: bool) -> Result<Vec<u32>, String> {
         encode(self.prompts.get_or_init(|| open(json, |_| {}, false)), text, framed)
     }
 
-    /// The text of ids, with special tokens.
+    /// Returns the text of ids, including special tokens.
     pub(super) fn decode(&self, json: &str, ids: &[u32]) -> Option<String> {
         let tokenizer = self.prompts.get_or_init(|| open(json, |_| {}, false)).as_ref().ok()?;
         quiet::catch(|| tokenizer.decode(ids, false))?.ok()
     }
 
-    /// Opens what encodes documents, to find out whether it can.
+    /// Opens the tokenizer for documents, to check that it works.
     pub(super) fn check(&self, json: &str) -> Result<(), String> {
-        // Errors and panics that only an encoding shows.
+        // Some errors and panics occur only during encoding.
         self.encode(json, "A b\u{e9}\u{4e16}\n", true).map(|_| ())
     }
 }
@@ -54,7 +55,7 @@ fn open(
     special_tokens_are_text: bool,
 ) -> Result<Tokenizer, String> {
     let mut file: Map<String, Value> = serde_json::from_str(json).map_err(|error| error.to_string())?;
-    // Only whole documents are prepared, and callers limit prompts.
+    // Padding and truncation are not wanted: only whole documents are prepared, and callers limit prompts.
     file.remove("padding");
     file.remove("truncation");
     change(&mut file);

@@ -1,7 +1,7 @@
-//! Encodes files of common kinds several times faster than [`Exact`](super::exact::Exact), with the same ids.
+//! Encodes with files of common kinds several times faster than [`Exact`](super::exact::Exact), with the same ids.
 //!
-//! What is taken has been compared with it, for all characters: see the tests. Anything else, and text that a
-//! normalizer would change, is left to it.
+//! The accepted kinds have been compared with `Exact` for all characters: see the tests. All other kinds, and text that
+//! a normalizer would change, are left to `Exact`.
 
 use serde_json::{Map, Value};
 use tokenizers_fast::pipeline::{EncodeOptions, Override, PipelineToken, PipelineTokenizer};
@@ -10,19 +10,20 @@ use unicode_normalization_alignments::UnicodeNormalization;
 use super::template;
 use crate::quiet;
 
-/// What encodes.
+/// Encoders of one file.
 #[derive(Clone)]
 pub(super) struct Fast {
-    /// Texts, and first pieces of texts.
+    /// Encodes texts, and first pieces of texts.
     start: PipelineTokenizer,
-    /// Pieces that continue a text, where that is another: without what is written before a text.
+    /// Encodes pieces that continue a text, if they need another encoder: without the prefix that is written before a
+    /// text.
     rest: Option<PipelineTokenizer>,
-    /// Whether texts must be in NFC, as the file asks for that.
+    /// Whether texts must be in NFC, because the file requires it.
     nfc: bool,
 }
 
 impl Fast {
-    /// For a file whose kind is known.
+    /// Opens a file of a known kind.
     pub(super) fn open(file: &Map<String, Value>) -> Option<Self> {
         let nfc = file.get("normalizer").is_some_and(|normalizer| normalizer["type"] == "NFC");
         let known = (nfc || is_known_normalizer(file.get("normalizer")))
@@ -46,7 +47,7 @@ impl Fast {
         Some(Self { start, rest, nfc })
     }
 
-    /// Whether the ids of this text are those of the file.
+    /// Returns whether the ids of this text are those of the file.
     pub(super) fn takes(&self, text: &str) -> bool {
         text.is_ascii()
             || ((!self.nfc || text.nfc().map(|(character, _)| character).eq(text.chars()))
@@ -78,15 +79,15 @@ fn load(file: Map<String, Value>) -> Option<PipelineTokenizer> {
     })?
 }
 
-/// Whether the libraries may differ about what a character is.
+/// Returns whether the libraries may disagree about the class of a character.
 pub(super) fn is_disputed(character: char) -> bool {
     let code = u32::from(character);
     let after = NEW_CHARACTERS.partition_point(|(_, last)| *last < code);
     NEW_CHARACTERS.get(after).is_some_and(|(first, _)| *first <= code)
 }
 
-/// Characters that Unicode has since its version 15, with unassigned ones between them. Libraries of different age
-/// take them for letters or not.
+/// Characters added to Unicode since version 15, with unassigned ones between them. Libraries of different versions
+/// disagree on whether they are letters.
 const NEW_CHARACTERS: [(u32, u32); 88] = [
     (0x558, 0x558),
     (0x58b, 0x58c),
@@ -178,7 +179,7 @@ const NEW_CHARACTERS: [(u32, u32); 88] = [
     (0x3d000, 0x3fc3f),
 ];
 
-/// No normalizer, or that of Llama 2: a space before the text, and U+2581 for spaces.
+/// Accepts no normalizer, or that of Llama 2: a space before the text, and U+2581 for spaces.
 fn is_known_normalizer(normalizer: Option<&Value>) -> bool {
     let replaces = |member: &Value| {
         member["type"] == "Replace" && member["pattern"]["String"] == " " && member["content"] == "\u{2581}"
@@ -194,7 +195,7 @@ fn is_known_normalizer(normalizer: Option<&Value>) -> bool {
     }
 }
 
-/// Byte-level words of the expressions that the crate has in code, digits, or no words.
+/// Accepts byte-level words by the expressions that the crate implements in code, digits, or no words.
 fn is_known_pre_tokenizer(pre_tokenizer: Option<&Value>) -> bool {
     let Some(pre_tokenizer) = pre_tokenizer.filter(|value| !value.is_null()) else { return true };
     let members = match pre_tokenizer["type"].as_str() {
@@ -215,7 +216,7 @@ fn is_known_pre_tokenizer(pre_tokenizer: Option<&Value>) -> bool {
     })
 }
 
-/// The expression of a `Split` whose matches are words.
+/// Returns the expression of a `Split` whose matches are words.
 fn isolating_expression(member: &Value) -> Option<&str> {
     let isolates = match member["behavior"].as_str()? {
         "Isolated" => member["invert"] == false,
@@ -225,7 +226,8 @@ fn isolating_expression(member: &Value) -> Option<&str> {
     member["pattern"]["Regex"].as_str().filter(|_| isolates)
 }
 
-/// Whether added tokens that are found within text take nothing around them, and depend on no word around them.
+/// Returns whether the added tokens that are found within text are independent of their surroundings, and consume none
+/// of them.
 fn added_tokens_are_plain(added: Option<&Value>) -> bool {
     let list = added.and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
     list.iter().filter(|token| token["special"] != true).all(|token| {

@@ -1,7 +1,7 @@
 //! Checks a `tokenizer.json`, and opens it.
 //!
-//! The crates that encode renumber added tokens whose ids do not follow the vocabulary, and panic on some
-//! contradictions, so all of this is checked first.
+//! The encoding crates renumber added tokens whose ids do not follow the vocabulary, and panic on some contradictions,
+//! so all of this is checked first.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -12,13 +12,14 @@ use super::exact::Exact;
 use super::fast::Fast;
 use super::{Tokens, template};
 
-/// More than any vocabulary in use.
+/// Maximum number of tokens: more than any vocabulary in use.
 const MAX_VOCAB_TOKENS: usize = 1 << 22;
-/// The crate's own limit.
+/// Maximum length of a token, which is the crate's own limit.
 const MAX_TOKEN_BYTES: usize = 65_535;
-/// Values of JSON, each of which takes 32 bytes: 20 times those of a vocabulary of 128,256.
+/// Maximum number of JSON values, each of which takes 32 bytes: 20 times the number for a vocabulary of 128,256.
 const MAX_VALUES: usize = 1 << 24;
-/// Added tokens that end or start documents, the first that a file has. For files without a configuration beside them.
+/// Added tokens that end or start documents, in order of preference. Used for files without a configuration next to
+/// them.
 const END_OF_TEXT: [&str; 8] = [
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -29,10 +30,10 @@ const END_OF_TEXT: [&str; 8] = [
     "<|eos|>",
     "<|bos|>",
 ];
-/// What files write for a space.
+/// Character that files use for a space.
 pub(super) const METASPACE: char = '\u{2581}';
 
-/// A file that can be used.
+/// A usable file.
 pub(super) struct Opened {
     pub(super) end_of_text: Option<u32>,
     /// The id that the file's template puts before a text.
@@ -40,13 +41,13 @@ pub(super) struct Opened {
     pub(super) tokens: Tokens,
     /// Ids of added tokens.
     pub(super) added: HashMap<String, u32>,
-    /// Of files of common kinds.
+    /// Fast encoder, for files of common kinds.
     pub(super) fast: Option<Fast>,
     pub(super) exact: Exact,
     pub(super) cuts: Cuts,
 }
 
-/// Opens the text of a file. The error is the reason.
+/// Opens a file with this text. The error is the reason.
 pub(super) fn open(json: &str) -> Result<Opened, String> {
     let file = parse(json)?;
     let vocab = check_model(&file)?;
@@ -63,7 +64,7 @@ pub(super) fn open(json: &str) -> Result<Opened, String> {
     Ok(Opened { end_of_text, first, tokens, added: ids, fast, exact, cuts })
 }
 
-/// What encodes a file of a common kind, once more.
+/// Opens another fast encoder for a file of a common kind.
 pub(super) fn reopen_fast(json: &str) -> Option<Fast> {
     Fast::open(&parse(json).ok()?)
 }
@@ -79,7 +80,7 @@ fn parse(json: &str) -> Result<Map<String, Value>, String> {
     }
 }
 
-/// Tokens of the model by id. Their ids are 0, 1, 2 ..., and merges join tokens to tokens.
+/// Returns the tokens of the model by id. Checks that their ids are 0, 1, 2 ..., and that merges join tokens to tokens.
 fn check_model(file: &Map<String, Value>) -> Result<BTreeMap<u32, String>, String> {
     let model = file.get("model").and_then(Value::as_object).ok_or("it has no `model`")?;
     if let Some(kind) = model.get("type").and_then(Value::as_str).filter(|kind| *kind != "BPE") {
@@ -149,7 +150,8 @@ struct Added {
     special: bool,
 }
 
-/// Added tokens by id: each is in the vocabulary under its id, or they follow the vocabulary without gaps.
+/// Returns the added tokens by id. Checks that each one is in the vocabulary under its id, or that they follow the
+/// vocabulary without gaps.
 fn added_tokens(
     file: &Map<String, Value>,
     vocab: &BTreeMap<u32, String>,
@@ -223,8 +225,8 @@ fn tokens(file: &Map<String, Value>, vocab: &BTreeMap<u32, String>, added: &BTre
     tokens
 }
 
-/// The bytes that the characters of a byte-level token stand for. Other characters stand for themselves, as in the
-/// crate.
+/// Returns the bytes that the characters of a byte-level token stand for. As in the crate, other characters stand for
+/// themselves.
 fn byte_level_bytes(token: &str) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(token.len());
     for character in token.chars() {
@@ -236,12 +238,12 @@ fn byte_level_bytes(token: &str) -> Vec<u8> {
     bytes
 }
 
-/// The start of a token, for messages.
+/// Returns the start of a token, for messages.
 fn shown(token: &str) -> String {
     token.escape_debug().take(40).collect()
 }
 
-/// The byte of `<0xNN>`.
+/// Returns the byte of `<0xNN>`.
 fn fallback_byte(token: &str) -> Option<u8> {
     let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
     u8::from_str_radix(digits, 16).ok().filter(|_| digits.len() == 2)

@@ -1,8 +1,8 @@
 //! Writes the `tokenizer.json` of GPT-2 and of byte models.
 //!
-//! GPT-2's vocabulary is known as ranks: the bytes of each id. A `tokenizer.json` lists merges instead. The merge that
-//! makes a token joins the two parts that remain when its bytes are merged by all lower ranks: the id of a token is its
-//! merge's place in the order.
+//! GPT-2's vocabulary is available as ranks, that is, the bytes of each id. A `tokenizer.json` lists merges instead.
+//! The merge that creates a token joins the two parts that remain when all lower ranks have merged its bytes. The order
+//! of merges is that of the token ids.
 
 use std::collections::HashMap;
 
@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 
 use super::GPT2_END_OF_TEXT;
 
-/// GPT-2's `tokenizer.json`.
+/// Returns GPT-2's `tokenizer.json`.
 pub(super) fn json() -> String {
     let ranks = ranks();
     let ids: HashMap<&[u8], usize> =
@@ -35,13 +35,13 @@ pub(super) fn json() -> String {
     file(vocab, &Value::Array(merges), true, &added)
 }
 
-/// A `tokenizer.json` of 256 ids, each the byte of its value.
+/// Returns a `tokenizer.json` with 256 ids, each of which is the byte of its value.
 pub(super) fn bytes_json() -> String {
     let vocab = (0..=u8::MAX).map(|byte| (spelled(&[byte]), json!(byte))).collect();
     file(vocab, &json!([]), false, &json!([]))
 }
 
-/// `split_words`: cut text into words by GPT-2's expression before merging.
+/// Builds a file. `split_words`: split text into words by GPT-2's expression before merging.
 fn file(vocab: Map<String, Value>, merges: &Value, split_words: bool, added: &Value) -> String {
     let byte_level = |use_regex: bool| {
         json!({
@@ -75,13 +75,13 @@ fn file(vocab: Map<String, Value>, merges: &Value, split_words: bool, added: &Va
     file.to_string()
 }
 
-/// The bytes of each id.
+/// Returns the bytes of each id.
 fn ranks() -> Vec<Vec<u8>> {
     let encoding = tiktoken::encoding::r50k_base();
     (0..GPT2_END_OF_TEXT).map(|id| encoding.decode(&[id])).collect()
 }
 
-/// Where the two parts of a token meet that the last merge joins.
+/// Returns the boundary between the two parts of a token that the last merge joins.
 fn split(token: &[u8], id: usize, ids: &HashMap<&[u8], usize>) -> usize {
     let mut ends: Vec<usize> = (1..=token.len()).collect();
     while ends.len() > 2 {
@@ -96,7 +96,7 @@ fn split(token: &[u8], id: usize, ids: &HashMap<&[u8], usize>) -> usize {
     ends[0]
 }
 
-/// A token's bytes as a file spells them: a printable character for each byte.
+/// Spells a token's bytes as in a file: a printable character for each byte.
 fn spelled(token: &[u8]) -> String {
     token
         .iter()

@@ -1,14 +1,14 @@
-//! Text to token ids and back: bytes, GPT-2's BPE, or the BPE of a `tokenizer.json`.
+//! Converts text to token ids and back: bytes, GPT-2's BPE, or the BPE of a `tokenizer.json`.
 //!
-//! - `file` checks a `tokenizer.json` and opens it; `config` reads what is beside it;
+//! - `file` checks a `tokenizer.json` and opens it; `config` reads the files next to it;
 //! - `exact` encodes as Python's `tokenizers` does, `fast` does so for files of common kinds with the same ids;
-//! - `template` is what a file writes before a text;
+//! - `template` handles the prefix that a file writes before a text;
 //! - `gpt2` writes the `tokenizer.json` of GPT-2 from its ranks, so GPT-2 is encoded by the same code as files;
-//! - `cuts` says where a long text can be cut;
-//! - `decoder` turns ids back into text as they come.
+//! - `cuts` finds places where a long text can be cut;
+//! - `decoder` turns ids back into text incrementally.
 //!
 //! Special tokens within documents are text: only the caller adds ids such as that of `<|endoftext|>`. Within prompts
-//! they are ids.
+//! they become ids.
 
 mod config;
 pub(crate) mod cuts;
@@ -31,11 +31,11 @@ pub use decoder::Decoder;
 use exact::Exact;
 use fast::Fast;
 
-/// A `tokenizer.json` may have this size. Those of the largest vocabularies in use have 35 MB.
+/// Size limit of a `tokenizer.json`. Those of the largest vocabularies in use have 35 MB.
 const MAX_FILE_BYTES: u64 = 64 << 20;
-/// Less than GPT-2's `tokenizer.json` has. Smaller files need not be compared with it.
+/// Lower bound of the size of GPT-2's `tokenizer.json`. Smaller files need not be compared with it.
 const MIN_GPT2_BYTES: usize = 1 << 20;
-/// Pieces without a place to cut that take too much memory to be encoded by several threads.
+/// Pieces without a place to cut that are longer than this take too much memory to be encoded by several threads.
 const LONG_PIECE: usize = 512 << 10;
 /// GPT-2's `<|endoftext|>`.
 const GPT2_END_OF_TEXT: u32 = 50_256;
@@ -43,7 +43,7 @@ const GPT2_END_OF_TEXT: u32 = 50_256;
 static GPT2: LazyLock<Tokenizer> = LazyLock::new(Tokenizer::open_gpt2);
 static BYTES: LazyLock<Tokenizer> = LazyLock::new(Tokenizer::open_bytes);
 
-/// Encodes and decodes. Cheap to clone.
+/// Encodes and decodes text. Cheap to clone.
 #[derive(Clone)]
 pub struct Tokenizer {
     inner: Arc<Inner>,
@@ -52,17 +52,17 @@ pub struct Tokenizer {
 
 struct Inner {
     name: String,
-    /// What each id stands for.
+    /// Bytes of each id.
     tokens: Tokens,
     /// Ids of added tokens.
     added: HashMap<String, u32>,
     /// The id that the template puts before a text.
     bos: Option<u32>,
-    /// The id that files beside it call the one that starts a text.
+    /// The id that starts a text according to files next to the tokenizer's.
     declared_bos: Option<u32>,
     /// A `tokenizer.json`.
     json: String,
-    /// `None`: an id is a byte.
+    /// `None` if each id is a byte.
     encoder: Option<Encoder>,
 }
 
@@ -70,7 +70,7 @@ struct Encoder {
     fast: Option<Fast>,
     exact: Exact,
     cuts: Cuts,
-    /// Encodes [`LONG_PIECE`]s, one at a time: what a thread needs for one is kept for the next.
+    /// Encodes [`LONG_PIECE`]s one at a time, so that the memory needed for one is reused for the next.
     long: OnceLock<Option<Mutex<Fast>>>,
 }
 
@@ -78,17 +78,17 @@ struct Encoder {
 #[derive(Debug, Default)]
 struct Tokens {
     bytes: Vec<u8>,
-    /// Where the bytes of each id end.
+    /// End of the bytes of each id.
     ends: Vec<usize>,
-    /// Ids that stand for no text, in order.
+    /// Ids without text, in order.
     special: Vec<u32>,
-    /// Ids of bytes whose text depends on the bytes beside them: a run that is not UTF-8 is one U+FFFD for each byte.
+    /// Ids of bytes whose text depends on their neighbours: in a run that is not UTF-8, each byte becomes one U+FFFD.
     fallback: HashSet<u32>,
-    /// Whether the text of ids is that of their bytes one after the other.
+    /// Whether the text of ids is the concatenation of their bytes.
     concatenate: bool,
 }
 
-/// Why a `tokenizer.json` cannot be used.
+/// Reason why a `tokenizer.json` cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the fields are")]
 pub enum TokenizerError {
@@ -101,17 +101,17 @@ pub enum TokenizerError {
 }
 
 impl Tokenizer {
-    /// 256 ids, each a byte of UTF-8. There is no end-of-text id.
+    /// Returns a tokenizer of 256 ids, each a byte of UTF-8. It has no end-of-text id.
     pub fn bytes() -> Self {
         BYTES.clone()
     }
 
-    /// GPT-2's 50,257 ids.
+    /// Returns GPT-2's tokenizer, with 50,257 ids.
     pub fn gpt2() -> Self {
         GPT2.clone()
     }
 
-    /// What `--tokenizer` names: `bytes`, `gpt2`, or the path of a `tokenizer.json`.
+    /// Opens the tokenizer that `--tokenizer` names: `bytes`, `gpt2`, or the path of a `tokenizer.json`.
     pub fn open(name: &str) -> Result<Self, TokenizerError> {
         match name {
             "bytes" => Ok(Self::bytes()),
@@ -120,7 +120,7 @@ impl Tokenizer {
         }
     }
 
-    /// Reads a `tokenizer.json`, and the special tokens that files beside it name. The tokenizer has the name of the
+    /// Reads a `tokenizer.json`, and the special tokens that files next to it name. The tokenizer has the name of the
     /// file.
     pub fn from_file(path: &Path) -> Result<Self, TokenizerError> {
         let read =
@@ -142,41 +142,41 @@ impl Tokenizer {
             .map_err(|reason| TokenizerError::Format { name: name.into(), reason })
     }
 
-    /// `bytes`, `gpt2`, or the name of the file.
+    /// Returns the name: `bytes`, `gpt2`, or that of the file.
     pub fn name(&self) -> &str {
         &self.inner.name
     }
 
-    /// Highest id + 1.
+    /// Returns the highest id + 1.
     pub fn vocab(&self) -> usize {
         self.inner.tokens.ends.len()
     }
 
-    /// The id that starts each document.
+    /// Returns the id that starts each document.
     pub fn end_of_text(&self) -> Option<u32> {
         self.end_of_text
     }
 
-    /// The same tokenizer, whose documents start with this id.
+    /// Returns the same tokenizer with documents that start with this id.
     #[must_use]
     pub fn with_end_of_text(self, end_of_text: Option<u32>) -> Self {
         Self { end_of_text, ..self }
     }
 
-    /// The id that the file's template puts before a text: the beginning of the sequence.
+    /// Returns the id that the file's template puts before a text: the beginning of the sequence.
     pub fn bos(&self) -> Option<u32> {
         self.inner.bos
     }
 
-    /// The id that stands for the beginning of a sequence, whether or not the template writes it.
+    /// Returns the id that stands for the beginning of a sequence, whether or not the template writes it.
     pub fn known_bos(&self) -> Option<u32> {
         self.inner.bos.or(self.inner.declared_bos)
     }
 
-    /// The same tokenizer with a template that puts this id before a text, or nothing.
+    /// Returns the same tokenizer with a template that puts this id before a text, or no id.
     ///
     /// # Errors
-    /// Bytes have no such id.
+    /// If this is the tokenizer of bytes, which has no such id.
     pub fn with_bos(&self, bos: Option<u32>) -> Result<Self, TokenizerError> {
         if bos == self.inner.bos {
             return Ok(self.clone());
@@ -199,17 +199,17 @@ impl Tokenizer {
         Ok(opened.with_end_of_text(self.end_of_text))
     }
 
-    /// The id of an added token, such as `<|endoftext|>`.
+    /// Returns the id of an added token, such as `<|endoftext|>`.
     pub fn added_id(&self, token: &str) -> Option<u32> {
         self.inner.added.get(token).copied()
     }
 
-    /// The added token of this id.
+    /// Returns the added token with this id.
     pub fn added_token(&self, id: u32) -> Option<&str> {
         self.inner.added.iter().find(|(_, of)| **of == id).map(|(token, _)| token.as_str())
     }
 
-    /// All added tokens, by id.
+    /// Returns all added tokens in order of id.
     pub fn added_tokens(&self) -> Vec<&str> {
         let mut tokens: Vec<(u32, &str)> =
             self.inner.added.iter().map(|(token, id)| (*id, token.as_str())).collect();
@@ -217,7 +217,7 @@ impl Tokenizer {
         tokens.into_iter().map(|(_, token)| token).collect()
     }
 
-    /// Whether this is the same tokenizer, with the same ids before a text.
+    /// Returns whether this is the same tokenizer, with the same ids before a text.
     pub fn same_ids(&self, other: &Self) -> bool {
         if self.inner.json == other.inner.json {
             return true;
@@ -232,15 +232,15 @@ impl Tokenizer {
         }
     }
 
-    /// The ids of a text. Special tokens within it are text.
+    /// Returns the ids of a text. Special tokens within it count as text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
         let mut ids = Vec::with_capacity(text.len() / 4);
         self.encode_part(text, true, &mut ids)?;
         Ok(ids)
     }
 
-    /// The ids of a prompt, as Python's libraries encode it: special tokens within it are ids. `framed`: with what the
-    /// file's template adds, such as the beginning of the sequence.
+    /// Returns the ids of a prompt, as Python's libraries encode it: special tokens within it become ids. `framed` adds
+    /// the ids of the file's template, such as the beginning of the sequence.
     pub fn encode_prompt(&self, text: &str, framed: bool) -> Result<Vec<u32>, TokenizerError> {
         match &self.inner.encoder {
             None => self.encode(text),
@@ -251,7 +251,8 @@ impl Tokenizer {
         }
     }
 
-    /// Appends the ids of a part of a text, which was cut where [`Tokenizer::cuts`] says. `first`: the text's start.
+    /// Appends the ids of a part of a text, which was cut where [`Tokenizer::cuts`] allows. `first`: the part starts
+    /// the text.
     pub(crate) fn encode_part(
         &self,
         text: &str,
@@ -275,25 +276,26 @@ impl Tokenizer {
         TokenizerError::Encode { name: self.inner.name.clone(), reason }
     }
 
-    /// Where texts can be cut without changing their ids.
+    /// Returns the places where texts can be cut without changing their ids.
     pub(crate) fn cuts(&self) -> Cuts {
         self.inner.encoder.as_ref().map_or(Cuts::Anywhere, |encoder| encoder.cuts)
     }
 
-    /// The bytes of text that an id stands for: not whole characters. `None` for special tokens and unknown ids.
+    /// Returns the bytes of text of an id, which need not be whole characters. `None` for special tokens and unknown
+    /// ids.
     pub fn bytes_of(&self, id: u32) -> Option<&[u8]> {
         let tokens = &self.inner.tokens;
         tokens.special.binary_search(&id).err()?;
         tokens.get(id)
     }
 
-    /// Decodes ids as they come.
+    /// Returns an incremental decoder.
     pub fn decoder(&self) -> Decoder {
         Decoder::new(self.clone())
     }
 
-    /// The text of ids. Special tokens are written as in the file, bytes that are not UTF-8 as U+FFFD, and ids outside
-    /// the vocabulary not at all.
+    /// Returns the text of ids. Special tokens are written as in the file, bytes that are not UTF-8 as U+FFFD, and ids
+    /// outside the vocabulary are omitted.
     pub fn decode(&self, ids: &[u32]) -> String {
         let Inner { tokens, encoder, json, .. } = &*self.inner;
         match encoder {
@@ -305,7 +307,7 @@ impl Tokenizer {
         }
     }
 
-    /// A `tokenizer.json` that Hugging Face's libraries read: the file's own text, if there is one.
+    /// Returns a `tokenizer.json` that Hugging Face's libraries can read: the file's own text, if there is one.
     pub fn to_json(&self) -> String {
         self.inner.json.clone()
     }
@@ -364,7 +366,7 @@ impl Tokenizer {
 }
 
 impl Encoder {
-    /// Appends the ids of a piece. `first`: the text's start.
+    /// Appends the ids of a piece. `first`: the piece starts the text.
     fn encode(&self, json: &str, piece: &str, first: bool, ids: &mut Vec<u32>) -> Result<(), String> {
         let Some(fast) = self.fast.as_ref().filter(|fast| fast.takes(piece)) else {
             ids.extend(self.exact.encode(json, piece, first)?);
@@ -399,7 +401,7 @@ impl Tokens {
     }
 }
 
-/// The longest start of a text that is encoded at once.
+/// Returns the longest beginning of a text that is encoded at once.
 fn next_piece(text: &str, cuts: Cuts) -> &str {
     let bytes = text.as_bytes();
     let (mut min, mut limit) = (0, PIECE);

@@ -1,8 +1,8 @@
-//! What a file writes around and before a text: ids of its template, and spaces. Pure.
+//! The additions of a file around and before a text: ids of its template, and spaces. Pure.
 
 use serde_json::{Map, Value, json};
 
-/// The id that the file's template puts before a text.
+/// Returns the id that the file's template puts before a text.
 pub(super) fn first_id(file: &Map<String, Value>) -> Option<u32> {
     members(file.get("post_processor"), "processors").into_iter().find_map(|processor| {
         let id = match processor["type"].as_str()? {
@@ -17,7 +17,7 @@ pub(super) fn first_id(file: &Map<String, Value>) -> Option<u32> {
     })
 }
 
-/// Makes the template one that puts this token before a text, or nothing. Processors that add no ids are kept.
+/// Changes the template to put this token before a text, or no token. Processors that add no ids are kept.
 pub(super) fn set_first(file: &mut Map<String, Value>, first: Option<(&str, u32)>) {
     let adds_ids = |processor: &Value| {
         matches!(
@@ -48,7 +48,7 @@ fn processing(token: &str, id: u32) -> Value {
     })
 }
 
-/// Whether a file may write something before a text.
+/// Returns whether a file may write a prefix before a text.
 pub(super) fn has_prefix(json: &str) -> bool {
     ["\"Prepend\"", "\"Metaspace\"", "\"add_prefix_space\""].iter().any(|key| json.contains(key))
 }
@@ -58,7 +58,7 @@ pub(super) fn remove_prefix(file: &mut Map<String, Value>) {
     remove_prefix_of(file);
 }
 
-/// Removes what is written before a text. Returns whether there was any.
+/// Removes the prefix that is written before a text. Returns whether there was one.
 pub(super) fn remove_prefix_of(file: &mut Map<String, Value>) -> bool {
     let mut removed = false;
     if let Some(normalizer) = file.get_mut("normalizer").filter(|value| !value.is_null()) {
@@ -95,7 +95,7 @@ fn never_prepend(pre_tokenizer: &mut Value) -> bool {
     }
 }
 
-/// A component, or the members of a sequence of them.
+/// Returns a component, or its members if it is a sequence.
 pub(super) fn members<'a>(component: Option<&'a Value>, list: &str) -> Vec<&'a Value> {
     match component {
         None | Some(Value::Null) => Vec::new(),

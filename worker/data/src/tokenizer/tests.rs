@@ -6,7 +6,7 @@ use super::*;
 fn gpt2_ids_are_those_of_the_reference() {
     let gpt2 = Tokenizer::gpt2();
     assert_eq!((gpt2.name(), gpt2.vocab(), gpt2.end_of_text()), ("gpt2", 50_257, Some(50_256)));
-    // From tiktoken, https://github.com/openai/tiktoken.
+    // Expected values from tiktoken, https://github.com/openai/tiktoken.
     assert_eq!(gpt2.encode("hello world").unwrap(), [31373, 995]);
     assert_eq!(gpt2.encode("<|endoftext|>").unwrap(), [27, 91, 437, 1659, 5239, 91, 29]);
     assert_eq!(gpt2.decode(&[15496, 11, 995, 50256]), "Hello, world<|endoftext|>");
@@ -28,7 +28,7 @@ fn tokenizers_come_back_from_their_files() {
     for tokenizer in [Tokenizer::bytes(), Tokenizer::gpt2()] {
         let json = tokenizer.to_json();
         assert_eq!(Tokenizer::from_json(json.as_bytes()).unwrap().name(), tokenizer.name());
-        // Formatted by another program, it is a file like any other.
+        // The same file formatted by another program is a file like any other.
         let other = Tokenizer::from_json(json.replacen('{', "{ ", 1).as_bytes()).unwrap();
         assert_eq!((other.name(), other.vocab()), ("tokenizer.json", tokenizer.vocab()));
         assert_eq!(other.end_of_text(), tokenizer.end_of_text());
@@ -113,7 +113,7 @@ fn texts_of_decoders_are_those_of_all_ids() {
             let mut decoder = tokenizer.decoder();
             let parts: String = ids.iter().map(|id| decoder.push(*id)).collect();
             assert_eq!(parts + &decoder.finish(), whole, "{ids:?}");
-            // After a prompt.
+            // Decoding after a prompt.
             let (prompt, rest) = ids.split_at(next(length + 1));
             let mut decoder = tokenizer.decoder();
             decoder.skip(prompt);
@@ -155,7 +155,7 @@ fn hostile_files_are_refused() {
     assert!(added("1", "a").contains("contradicts"));
 }
 
-/// A file in which every pair of bytes is a token, so that ids tell where words end.
+/// Builds a file in which every pair of bytes is a token, so that ids reveal the boundaries of words.
 fn pairs(pre_tokenizer: &Value, normalizer: &Value) -> String {
     let letter = |byte: u8| tokenizers_fast::utils::byte_level::BYTES_CHAR_LOOKUP[usize::from(byte)];
     let bytes = || (0..=u8::MAX).map(letter);
@@ -227,14 +227,14 @@ fn ids_of_the_fast_encoder_are_those_of_the_exact_one() {
 #[test]
 fn texts_that_libraries_take_differently_are_left_to_the_exact_encoder() {
     let nfc = pairs(&split(&[r"\p{N}{1,3}", "\u{4e00}"]), &json!({"type": "NFC"}));
-    // An expression that is not in code.
+    // This expression is not implemented in code.
     assert!(file::open(&nfc).unwrap().fast.is_none());
     let byte_level =
         json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
     let opened = file::open(&pairs(&byte_level, &json!({"type": "NFC"}))).unwrap();
     let fast = opened.fast.unwrap();
     assert!(fast.takes("plain \u{e9} \u{4e16}"));
-    // Composed by the normalizer; a letter since Unicode 17.
+    // The first text would be composed by the normalizer; the second is a letter since Unicode 17.
     assert!(!fast.takes("e\u{301}") && !fast.takes("\u{88f}"));
 }
 

@@ -4,10 +4,10 @@ use xlaunch_engine::*;
 
 use super::{ADAMW, Ops, Outputs, decoding, ids, random};
 
-/// One operation on one set of sizes, as a function of a back end.
+/// One operation with one set of sizes, as a function of a back end.
 pub(crate) type Case = (String, Box<dyn Fn(&Ops<'_>) -> Outputs>);
 
-/// A rotary table: cosines and sines of angles that grow with the position, more slowly from pair to pair.
+/// Returns a rotary table: cosines and sines of angles that grow with the position, more slowly from pair to pair.
 pub(super) fn rope_table(seq: usize, width: usize) -> Vec<f32> {
     let angle = |t: usize, i: usize| t as f32 / 10_f32.powi(i as i32);
     let row = |t| {
@@ -16,13 +16,14 @@ pub(super) fn rope_table(seq: usize, width: usize) -> Vec<f32> {
     (0..seq).flat_map(row).collect()
 }
 
-/// Every operation on sizes that are not multiples of tiles, warps or vectors. `round` is applied to every input.
+/// Returns every operation on sizes that are not multiples of tiles, warps or vectors. `round` is applied to every
+/// input.
 pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
     let mut cases: Vec<Case> = Vec::new();
     let values =
         move |seed: u64, len: usize| -> Vec<f32> { random(seed, len).into_iter().map(round).collect() };
-    // In the last two, every token has more rows than are sorted by rank, and more than one block sums. The last has
-    // more rows than a bitmap.
+    // In the last two, every token has more rows than are sorted by rank, and is summed by more than one block. The
+    // last one has more rows than a bitmap.
     for (batch, seq, cols, vocab) in [
         (1, 1, 8, 3),
         (3, 37, 36, 11),
@@ -40,7 +41,7 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         cases.push((format!("embed {s:?}"), Box::new(move |ops| ops.embed(s, &tokens, &wte, None, &dout))));
         cases.push((format!("embed wpe {s:?}"), Box::new(move |ops| ops.embed(s, &t, &w, Some(&with), &d))));
     }
-    // Rows that fit into registers of a part of a block, of a whole one, and wider ones; rows that are not
+    // Rows that fit into the registers of a part of a block, or of a whole block, and wider ones; rows that are not
     // vectorizable; more rows than run at once.
     for (rows, cols) in
         [(1, 8), (67, 100), (130, 384), (9, 1536), (15, 1544), (5, 8192), (137, 8192), (3, 8200), (1999, 768)]
@@ -81,7 +82,7 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
     for (rows, inputs, outputs) in [(16, 16, 16), (144, 272, 48), (80, 400, 528)] {
         for (with_bias, acc) in [(false, Accumulate::Overwrite), (true, Accumulate::Add)] {
             let s = LinearShape { rows, inputs, outputs };
-            // Down to the smallest numbers of both formats.
+            // Values down to the smallest numbers of both formats.
             let wide = |seed, len, scale: f32| -> Vec<f32> {
                 values(seed, len).into_iter().map(|x| round(scale * x * x.powi(8).max(1e-6))).collect()
             };
@@ -112,7 +113,7 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
     ] {
         let s = AttentionShape { batch, seq, heads, kv_heads, width };
         let len = batch * seq * s.qkv_width();
-        // Larger scores than unit ones, so that the softmax is not flat.
+        // Scores are larger than unit ones, so that the softmax is not flat.
         let qkv: Vec<f32> = values(18, len).into_iter().map(|x| round(3.0 * x)).collect();
         let dout = values(19, batch * seq * heads * width);
         for table in [None, Some(rope_table(seq, width))] {
@@ -174,7 +175,7 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         let case = move |ops: &Ops<'_>| ops.linear_swiglu(s, &x, &w, &next, &dy);
         cases.push((format!("linear {s:?}, swiglu, to {outputs}"), Box::new(case)));
     }
-    // The third from the end is longer than 512 threads read at once, and has 1024 of them in float; the last one has
+    // The third from the end is longer than 512 threads read at once, and has 1024 threads in float; the last one has
     // them in bf16, too.
     for (rows, vocab, padded) in [
         (1, 2, 2),
@@ -195,7 +196,8 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
     for len in [64, 64 * 157 + 17] {
         let (params, grads) = (random(27, len), values(28, len));
         let decay: Vec<u8> = (0..len.div_ceil(DECAY_CHUNK)).map(|i| u8::from(i % 3 != 0)).collect();
-        // The second step is clipped, the next ones are skipped, and after two skipped ones so is the last.
+        // The second step is clipped and the next ones are skipped. After two skipped steps, the last one is skipped as
+        // well.
         let steps = [(0.04, 3.0), (9.0, 3.0), (f32::NAN, 3.0), (0.04, f32::INFINITY), (0.04, 3.0)];
         cases.push((
             format!("adamw {len}"),

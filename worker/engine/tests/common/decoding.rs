@@ -33,7 +33,7 @@ impl Ops<'_> {
     ) -> Outputs {
         let table = table.map(|table| self.tensor(DType::F32, table));
         let [keys, values] = [(); 2].map(|()| self.act(&vec![0.0; s.cache()]));
-        // Used again by every chunk: they are zero afterwards.
+        // Reused by every chunk: they are zero afterwards.
         let counters = self.ints(&vec![0; chunks.iter().max().unwrap() * s.heads]);
         let mut outs = Vec::new();
         let mut first = 0;
@@ -67,7 +67,7 @@ impl Ops<'_> {
         vec![("out", outs), ("keys", self.read(&keys)), ("values", self.read(&values))]
     }
 
-    /// Ids, and the next position as a multiple of the vocabulary is not read back.
+    /// Returns ids. The next positions are not read back.
     pub(crate) fn greedy(&self, rows: usize, vocab: usize, logits: &[f32]) -> Vec<f32> {
         let (logits, ids) = (self.tensor(DType::F32, logits), self.out_f32(rows));
         let (tokens, positions) = (self.ints(&vec![7; rows]), self.ints(&vec![3; rows]));
@@ -79,7 +79,8 @@ impl Ops<'_> {
     }
 }
 
-/// Slot and position of rows of `lengths.len()` sequences: all of their first tokens, then the rest one by one.
+/// Returns slot and position of rows of `lengths.len()` sequences: first all of their first tokens, then the rest one
+/// by one.
 pub(crate) fn ragged(lengths: &[usize], steps: usize) -> (Vec<(i32, i32)>, Vec<usize>) {
     let mut places = Vec::new();
     for (slot, length) in lengths.iter().enumerate() {
@@ -93,7 +94,7 @@ pub(crate) fn ragged(lengths: &[usize], steps: usize) -> (Vec<(i32, i32)>, Vec<u
     (places, chunks)
 }
 
-/// Every operation of decoding.
+/// Returns every operation of decoding.
 pub(crate) fn cases(values: impl Fn(u64, usize) -> Vec<f32> + Copy + 'static) -> Vec<Case> {
     let mut cases: Vec<Case> = Vec::new();
     for (rows, inputs, outputs) in
@@ -127,7 +128,7 @@ pub(crate) fn cases(values: impl Fn(u64, usize) -> Vec<f32> + Copy + 'static) ->
         }
     }
     for (rows, vocab, padded) in [(1, 5, 5), (3, 50_257, 50_304)] {
-        // Ties, and a row of which no logit is a number.
+        // Logits with ties, and a row in which no logit is a number.
         let mut logits: Vec<f32> = ids(54, rows * padded, 1000).iter().map(|id| *id as f32).collect();
         logits[..padded].fill(f32::NAN);
         let case = move |ops: &Ops<'_>| vec![("ids", ops.greedy(rows, vocab, &logits))];
@@ -148,7 +149,7 @@ pub(crate) fn cases(values: impl Fn(u64, usize) -> Vec<f32> + Copy + 'static) ->
     cases
 }
 
-/// A plain implementation of cached attention in f64: the outputs.
+/// A plain implementation of cached attention in f64. Returns the outputs.
 pub(crate) fn plain_attention(
     s: CachedAttentionShape,
     qkv: &[f32],
@@ -193,7 +194,7 @@ pub(crate) fn plain_attention(
     out
 }
 
-/// Plain values of a seed.
+/// Returns the values of a seed without rounding.
 pub(crate) fn plain(seed: u64, len: usize) -> Vec<f32> {
     random(seed, len)
 }

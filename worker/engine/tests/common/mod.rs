@@ -1,6 +1,7 @@
-//! Every operation as a function of host values, on any back end: inputs in, named outputs and gradients out.
+//! Every operation as a function of host values, on any back end: takes inputs, and returns named outputs and
+//! gradients.
 //!
-//! Outputs are NaN before they are written, so that elements which an operation misses are noticed.
+//! Outputs are NaN before they are written, so that elements missed by an operation are noticed.
 
 #![allow(dead_code, clippy::unwrap_used, clippy::cast_precision_loss, reason = "helpers of several tests")]
 
@@ -14,7 +15,7 @@ pub(crate) use cases::Case;
 /// Named results of one operation.
 pub(crate) type Outputs = Vec<(&'static str, Vec<f32>)>;
 
-/// `len` numbers in [-1, 1), the same for the same seed.
+/// Returns `len` numbers in [-1, 1) that depend only on the seed.
 pub(crate) fn random(seed: u64, len: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -29,7 +30,7 @@ pub(crate) fn random(seed: u64, len: usize) -> Vec<f32> {
     (0..len).map(|_| next()).collect()
 }
 
-/// `len` ids below `vocab`; many repeat.
+/// Returns `len` ids below `vocab`; many are repeated.
 pub(crate) fn ids(seed: u64, len: usize, vocab: usize) -> Vec<i32> {
     random(seed, len).iter().map(|x| ((x.abs() * vocab as f32) as i32).min(vocab as i32 - 1)).collect()
 }
@@ -67,7 +68,7 @@ impl Ops<'_> {
         tensor
     }
 
-    /// An output: NaN until written.
+    /// Allocates an output, which is NaN until written.
     fn out(&self, len: usize) -> Tensor {
         self.act(&vec![f32::NAN; len])
     }
@@ -76,13 +77,13 @@ impl Ops<'_> {
         self.tensor(DType::F32, &vec![f32::NAN; len])
     }
 
-    /// A parameter's gradient: NaN, or the first of these values, to be added to.
+    /// Allocates a parameter's gradient: NaN, or initial values that are added to.
     fn grad(&self, acc: Accumulate, len: usize) -> Tensor {
         let values = if acc == Accumulate::Add { random(77, len) } else { vec![f32::NAN; len] };
         self.tensor(self.grads, &values)
     }
 
-    /// Activations in [-1, 1).
+    /// Returns activations in [-1, 1).
     pub(crate) fn random(&self, seed: u64, len: usize) -> Tensor {
         self.act(&random(seed, len))
     }
@@ -210,7 +211,7 @@ impl Ops<'_> {
         [("y", &y), ("dx", &dx), ("dw", &dw), ("dbias", &dbias)].map(|(n, t)| (n, self.read(t))).into()
     }
 
-    /// A linear layer and its gradients in FP8, and x as it was rounded.
+    /// A linear layer and its gradients in FP8, and the rounded x.
     pub(crate) fn fp8(
         &self,
         s: LinearShape,
@@ -255,7 +256,7 @@ impl Ops<'_> {
         let [one, other] = [Some(q.all()), Some(transposed.all())];
         let args =
             QuantizeFp8 { rows, cols, dtype, x: x.all(), q: one, transposed: other, scale: scale.all() };
-        // Each by itself.
+        // Each output separately.
         for (q, transposed) in [(one, None), (None, other)] {
             [&q, &transposed].into_iter().flatten().for_each(|out| self.backend.zero(*out).unwrap());
             self.backend.quantize_fp8(QuantizeFp8 { q, transposed, ..args }).unwrap();
@@ -324,7 +325,7 @@ impl Ops<'_> {
             acc,
         })
         .unwrap();
-        // The derivative alone, as if dy w had been `h`.
+        // The derivative alone, with dy w replaced by `h`.
         let (alone, dbias_alone) = (self.act(&self.read(&h)), self.grad(acc, s.outputs));
         let (rows, cols, (h_slice, dh_slice)) = (s.rows, s.outputs, (h.all(), alone.all()));
         b.gelu_backward(GeluBackward { rows, cols, h: h_slice, dh: dh_slice, dbias: dbias_alone.all(), acc })
@@ -399,7 +400,7 @@ impl Ops<'_> {
         [("first dw", first), ("second dw", second)].map(|(n, t)| (n, self.read(t))).into()
     }
 
-    /// Losses with and without gradient, and the gradient.
+    /// Returns losses with and without gradient, and the gradient.
     pub(crate) fn classifier(
         &self,
         s: ClassifierShape,
@@ -433,14 +434,14 @@ impl Ops<'_> {
         vec![("sum", self.read(&sum)), ("squared_norm", self.read(&squared_norm))]
     }
 
-    /// The digits of the checksum of `x` in F32, the same on every device.
+    /// Returns the digits of the checksum of `x` in F32, which are the same on every device.
     pub(crate) fn checksum(&self, x: &[f32]) -> Outputs {
         let (x, out) = (self.tensor(DType::F32, x), self.out_f32(CHECKSUM_DIGITS));
         self.backend.checksum(Checksum { x: x.all(), out: out.all() }).unwrap();
         vec![("checksum", self.read(&out))]
     }
 
-    /// Steps of AdamW with these squared norms and losses.
+    /// Runs steps of AdamW with these squared norms and losses.
     pub(crate) fn adamw(
         &self,
         config: AdamWConfig,
@@ -479,7 +480,7 @@ impl Ops<'_> {
         let mut outputs: Outputs = [("params", &params), ("m", &m), ("v", &v), ("skipped", &skipped)]
             .map(|(name, tensor)| (name, self.read(tensor)))
             .into();
-        // The CPU has no rounded copy: the weights themselves are compared.
+        // The CPU has no rounded copy, so the weights themselves are compared.
         outputs.push(("work", self.read(work.as_ref().unwrap_or(&params))));
         outputs
     }
@@ -502,11 +503,11 @@ impl Quantized {
     }
 }
 
-/// Two skipped steps in a row end all updates.
+/// After two consecutive skipped steps there are no more updates.
 pub(crate) const ADAMW: AdamWConfig =
     AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip: 1.0, skip_limit: 2.0 };
 
-/// `|a - b| / |b|`, infinite where either is not finite.
+/// Returns `|a - b| / |b|`; infinite if either is not finite.
 pub(crate) fn distance(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len());
     let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();

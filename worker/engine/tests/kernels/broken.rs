@@ -1,4 +1,4 @@
-//! Kernels that were broken on purpose: the suite must find them, and name the line where a check does.
+//! Kernels with deliberate mistakes: the suite must find each one, and name the line if a check detects it.
 
 use std::path::Path;
 use std::process::{Command, ExitCode};
@@ -15,20 +15,20 @@ xlaunch_harness::tests! {
     needs cpp_compiler: broken_kernels_are_found;
 }
 
-/// Precision and part of the names of the cases that a child runs.
+/// Variable with the precision and a part of the names of the cases that a child runs.
 const CHILD: &str = "KERNELS_CHILD";
 
 /// A kernel and one mistake in it.
 struct Mistake {
-    /// What is compiled, relative to `src/ops`. The mistake may be in a header of it.
+    /// Path of the file to compile, relative to `src/ops`. The mistake may be in one of its headers.
     file: &'static str,
-    /// The first place of this text, in the headers and then in the file, is replaced by `by`.
+    /// The first occurrence of this text, in the headers and then in the file, is replaced by `by`.
     text: &'static str,
     by: &'static str,
     precision: Precision,
-    /// Part of the names of cases that run the kernel.
+    /// Part of the names of the cases that run the kernel.
     cases: &'static str,
-    /// Part of the report.
+    /// Expected part of the report.
     found: &'static str,
 }
 
@@ -43,7 +43,7 @@ const fn mistake(
     Mistake { file, text, by, precision, cases, found }
 }
 
-/// Headers in which a mistake may be, relative to `src/ops`.
+/// Headers that may contain a mistake, relative to `src/ops`.
 const HEADERS: [&str; 6] = [
     "../cuda/headers/prelude.cuh",
     "../cuda/headers/mma_bf16.cuh",
@@ -53,7 +53,7 @@ const HEADERS: [&str; 6] = [
     "attention/mma_common.cuh",
 ];
 
-/// Cases of several mistakes.
+/// Cases used for several mistakes.
 const LAYER: &str = "rows: 130, cols: 384, kind: Layer";
 const RMS: &str = "rows: 130, cols: 384, kind: Rms";
 const EMBED: &str = "embed EmbedShape { batch: 3, seq: 37";
@@ -67,18 +67,18 @@ const LAYERS: &str = "weights of two layers, 1500";
 const LINEAR_SWIGLU: &str = "rows: 300, inputs: 456, outputs: 1040 }, swiglu, to 472";
 const WHOLE_HEAD_ROPE: &str = "seq: 17, heads: 3, kv_heads: 3, width: 16 }, rope";
 
-/// Clang splits the copies of vectors that this misaligns, and their parts are aligned.
+/// Clang splits the vector copies that this misaligns into aligned parts.
 const PADDED_WIDTH: &str = "(WIDTH + ROW_PADDING)";
 
-/// What the checks say. Which of two threads is the later one depends on their order.
+/// Messages of the checks. The order of two threads determines which of them is reported as the later one.
 const RACE: &str = "data race: ";
 const SHARED_READ_RACE: &str = "data race: read of shared memory";
 const SHARED_WRITE_RACE: &str = "data race: write of shared memory";
 const READ_RACE: &str = "data race: read of device memory";
 const WRITE_RACE: &str = "data race: write of device memory";
-/// A data race, or a read before the first write: it depends on the order of threads.
+/// A data race, or a read before the first write, depending on the order of threads.
 const TOO_EARLY: &str = " of shared memory";
-/// A data race with another block, or a write outside of all allocations: it depends on the order of blocks.
+/// A data race with another block, or a write outside of all allocations, depending on the order of blocks.
 const ANY_WRITE: &str = ": write of ";
 const UNWRITTEN: &str = "read of device memory that nothing has written";
 const SHARED_UNWRITTEN: &str = "of shared memory that nothing has written";
@@ -86,7 +86,7 @@ const OUTSIDE: &str = "outside of all allocations";
 const OUTSIDE_ARRAY: &str = "an index is outside of its array";
 const UNALIGNED: &str = "not aligned";
 const DIVERGENCE: &str = "divergence";
-/// What the checks of tiles that are copied and multiplied asynchronously say.
+/// Messages of the checks for tiles that are copied and multiplied asynchronously.
 const EARLY_COPY: &str = "write of shared memory that wgmma";
 const EARLY_WGMMA: &str = "wgmma reads shared memory that nothing has written";
 const EARLY_USE: &str = "read of registers of a wgmma that was not waited for";
@@ -95,10 +95,10 @@ const STUCK: &str = "waits for a barrier that never completes";
 /// A result that differs from the CPU's.
 const DIFFERS: &str = "differs: ";
 
-// One line each where they fit, as a table.
+// One line each if they fit, as a table.
 #[rustfmt::skip]
 const MISTAKES: &[Mistake] = &[
-    // Barriers that are missing.
+    // Missing barriers.
     mistake(
         "norm/kernel.cu", "[i][warp] = x[i];\n    }\n    __syncthreads();",
         "[i][warp] = x[i];\n    }", Fp32, RMS, SHARED_READ_RACE,
@@ -134,13 +134,13 @@ const MISTAKES: &[Mistake] = &[
         "linear/transpose.cu", "col + j];\n    __syncthreads();", "col + j];", Tf32, "linear LinearShape { rows: 67",
         TOO_EARLY,
     ),
-    // A barrier of some threads only.
+    // A barrier that only some threads reach.
     mistake(
         "classifier/kernel.cu", "    float row_max = block_max(softmax.max);",
         "    float row_max = 0.0f;\n    if (first < padded) row_max = block_max(softmax.max);",
         Fp32, "rows: 67, vocab: 50", DIVERGENCE,
     ),
-    // Copies that are still under way, and results that other blocks may not see yet.
+    // Copies that are still in progress, and results that other blocks may not see yet.
     mistake(
         "attention/mma_tiled.cu", "wait_copies<LATER>", "wait_copies<LATER + 1>", Tf32, WIDTH_16, SHARED_UNWRITTEN,
     ),
@@ -148,7 +148,7 @@ const MISTAKES: &[Mistake] = &[
         "cached_attention/kernel.cu", "__threadfence();\n    __syncthreads();",
         "__syncthreads();", Fp32, "capacity: 90", READ_RACE,
     ),
-    // Tiles that are read or overwritten too early, and barriers that are used wrongly.
+    // Tiles that are read or overwritten too early, and barriers that are used incorrectly.
     mistake("swiglu/hopper.cu", "barrier_wait(&s.empty[stage], at", "(at", Bf16, LINEAR_SWIGLU, ARRIVALS),
     mistake("swiglu/hopper.cu", "at / STAGES % 2 ^ 1", "at / STAGES % 2", Bf16, LINEAR_SWIGLU, STUCK),
     mistake(
@@ -176,7 +176,7 @@ const MISTAKES: &[Mistake] = &[
     mistake("linear/weight_grads.cu", "__threadfence();\n    __syncwarp();", "__syncwarp();", Bf16, LAYERS, READ_RACE),
     mistake("linear/weight_grads.cu", "part < parts; part++", "part < parts - 1; part++", Bf16, LAYERS, DIFFERS),
     mistake("linear/weight_grads.cu", "= sums(part);", "= sums(0);", Bf16, LAYERS, DIFFERS),
-    // Several threads write the same place.
+    // Several threads write to the same place.
     mistake("norm/kernel.cu", "    buffer ^= 1;\n", "", Fp32, LAYER, SHARED_WRITE_RACE),
     mistake(
         "cached_attention/kernel.cu", "if (threadIdx.x % WARP >= LANES) continue;",
@@ -188,7 +188,7 @@ const MISTAKES: &[Mistake] = &[
     mistake(
         "cast/kernel.cu", "i += gridDim.x * (i64)blockDim.x", "i += blockDim.x", Bf16, "swiglu 67 x 44", WRITE_RACE,
     ),
-    // Bounds, and offsets that pass them.
+    // Wrong bounds, and offsets that exceed them.
     mistake("swiglu/kernel.cu", "first + i >= rows", "first + i > rows", Fp32, "swiglu 67 x 44", UNWRITTEN),
     mistake("greedy/kernel.cu", "i < vocab", "i <= vocab", Fp32, "greedy 1 x 5", UNWRITTEN),
     mistake("adamw/kernel.cu", "decay[i / DECAY_CHUNK]", "decay[i / DECAY_CHUNK + 1]", Fp32, "adamw 64", UNWRITTEN),
@@ -206,7 +206,7 @@ const MISTAKES: &[Mistake] = &[
         "reduce/kernel.cu", "lane < warps ? partial[lane] : 0.0f",
         "partial[lane]", Fp32, "reductions 31", SHARED_UNWRITTEN,
     ),
-    // Vectors at any address.
+    // Vectors at unaligned addresses.
     mistake("rope/kernel.cu", "half % 8 == 0 && is_wide", "is_wide", Bf16, WIDTH_24_ROPE, UNALIGNED),
     mistake("attention/kernel.cu", PADDED_WIDTH, "(WIDTH + 3)", Fp32, ONE_TOKEN, UNALIGNED),
     // Wrong lanes, operands and factors.
@@ -229,7 +229,7 @@ const MISTAKES: &[Mistake] = &[
 pub(crate) fn child() -> Option<ExitCode> {
     let (precision, part) = child_cases(CHILD)?;
     let backend = open(precision);
-    // Others do not depend on a tiling.
+    // Other cases do not depend on a tiling.
     let tilings = [Some(Tiling::Halves), Some(Tiling::Turns)];
     for tiling in if part.contains(SWIGLU) { &tilings[..] } else { &[None] } {
         force_swiglu_tiling(&backend, *tiling);
@@ -241,13 +241,14 @@ pub(crate) fn child() -> Option<ExitCode> {
     Some(ExitCode::SUCCESS)
 }
 
-/// What a child reports; empty if nothing.
+/// Returns the report of a child; empty if there is none.
 fn report(mistake: &Mistake, number: usize) -> String {
     let directory = emulator::directory().unwrap();
     let cache = directory.join(format!("broken-{number}"));
     std::fs::create_dir_all(&cache).unwrap();
     let changed = mistake.file.replace('/', "-");
-    // What the mistake does not change is compiled already. Files of other kinds belong to a compilation under way.
+    // Kernels that the mistake does not affect are compiled already. Files of other kinds belong to a compilation in
+    // progress.
     for path in std::fs::read_dir(directory.join("cache")).unwrap().map(|entry| entry.unwrap().path()) {
         let name = path.file_name().unwrap().to_str().unwrap();
         if name.ends_with(".cubin") && !name.starts_with(&changed) {
@@ -263,7 +264,7 @@ fn report(mistake: &Mistake, number: usize) -> String {
     if output.status.success() { String::new() } else { stderr }
 }
 
-/// The report of a mistake that was not found as it should be.
+/// Returns the report of a mistake that was not found as expected.
 fn missed(number: usize) -> Option<String> {
     let mistake = &MISTAKES[number];
     if mistake.text == PADDED_WIDTH && emulator::is_clang() {
@@ -283,7 +284,7 @@ fn broken_kernels_are_found() {
             files.any(|file| std::fs::read_to_string(sources.join(file)).unwrap().contains(mistake.text));
         assert!(found, "{}: no `{}`", mistake.file, mistake.text);
     }
-    // Compiles what does not depend on a shape, for all children.
+    // Compiles the kernels that do not depend on a shape, for all children.
     for precision in [Fp32, Tf32, Bf16] {
         drop(open(precision));
     }

@@ -1,6 +1,6 @@
-//! Operands of more than 2^31 elements: their last rows are computed as those of small ones. Only blocks at the ends of
-//! a grid run, and only the memory that they access exists. Each operation runs in a child of its own, as the device
-//! differs. What cannot be that large is refused.
+//! Operands of more than 2^31 elements: their last rows must be computed like those of small operands. Only blocks at
+//! the ends of a grid run, and only the memory that they access exists. Each operation runs in its own child process,
+//! because the device differs. Sizes that are not supported are refused.
 
 use std::process::{Command, ExitCode};
 
@@ -19,12 +19,12 @@ xlaunch_harness::tests! {
 const CHILD: &str = "KERNELS_LARGE_CHILD";
 const EDGE_BLOCKS: usize = 2;
 
-/// Rows at either end of the inputs that are written: more than these blocks read.
+/// Number of rows at either end of the inputs that are written: more than these blocks read.
 const WRITTEN: usize = 32;
-/// Rows at the end of the outputs that are compared, which the last block computes.
+/// Number of rows at the end of the outputs that are compared; the last block computes them.
 const ROWS: usize = 2;
 
-/// An operand that exists at its ends only.
+/// An operand of which only the ends exist.
 struct Ends<'a> {
     backend: &'a dyn Backend,
     cols: usize,
@@ -32,14 +32,14 @@ struct Ends<'a> {
 }
 
 impl<'a> Ends<'a> {
-    /// `rows` rows of `cols` elements, the first and last ones random.
+    /// Allocates `rows` rows of `cols` elements with random first and last rows.
     fn random(backend: &'a dyn Backend, seed: u64, rows: usize, cols: usize) -> Self {
         Self::random_of(backend, seed, rows, cols, |x| x)
     }
 
     fn random_of(backend: &'a dyn Backend, seed: u64, rows: usize, cols: usize, f: fn(f32) -> f32) -> Self {
         let ends = Self::empty(backend, rows, cols);
-        // Exact in BF16, too.
+        // The values are exact in BF16, too.
         let values: Vec<f32> = random(seed, WRITTEN * cols).into_iter().map(|x| f(to_bf16(x))).collect();
         let wide = backend.alloc(DType::F32, values.len()).unwrap();
         backend.write_f32(wide.all(), &values).unwrap();
@@ -81,7 +81,7 @@ impl<'a> Ends<'a> {
     }
 }
 
-/// In pieces of which all blocks run.
+/// Casts in pieces for which all blocks run.
 fn cast(backend: &dyn Backend, x: Slice<'_>, y: Slice<'_>) {
     let piece = 2 * EDGE_BLOCKS * 256;
     for start in (0..x.len()).step_by(piece) {
@@ -90,19 +90,19 @@ fn cast(backend: &dyn Backend, x: Slice<'_>, y: Slice<'_>) {
     }
 }
 
-/// One on that many rows; returns what is compared.
+/// An operation on this number of rows. Returns the values to compare.
 type Operation = fn(&dyn Backend, usize) -> Vec<f32>;
 
-/// An operation and the launches of it that run.
+/// An operation, and the launches of it that run.
 struct Large {
     name: &'static str,
     precision: Precision,
-    /// Elements of a row of the smallest operand that has more than 2^31 of them.
+    /// Number of elements per row of the smallest operand with more than 2^31 elements.
     row: usize,
     run: Operation,
-    /// Blocks at either end of a grid.
+    /// Number of blocks at either end of a grid that run.
     edge_blocks: usize,
-    /// Of the device: enough for a block per row in grid-stride loops.
+    /// Multiprocessors of the device: enough for one block per row in grid-stride loops.
     multiprocessors: usize,
 }
 
@@ -111,12 +111,12 @@ impl Large {
         Self { name, precision: Fp32, row, run, edge_blocks: EDGE_BLOCKS, multiprocessors: 1 << 22 }
     }
 
-    /// Rows of which the last ones begin after 2^31 elements.
+    /// Returns a number of rows of which the last ones begin after 2^31 elements.
     fn rows(&self) -> usize {
         (1_usize << 31).div_ceil(self.row) + WRITTEN
     }
 
-    /// That of the suites `kernels` and `cuda_ops`, by element.
+    /// Returns the tolerance of the suites `kernels` and `cuda_ops`, for single elements.
     fn tolerance(&self) -> f32 {
         match self.precision {
             Fp32 => 1e-5,
@@ -153,11 +153,11 @@ const OPERATIONS: [Large; 11] = [
     },
 ];
 
-/// Elements of a block, and blocks, which are eight per multiprocessor.
+/// Number of elements of a block, and of blocks, of which there are eight per multiprocessor.
 const ADAMW_ROW: usize = 8 * 256;
 const ADAMW_BLOCKS: usize = (1 << 31 >> 11) + WRITTEN;
-/// Elements of a sequence of `out`, and its shape. A grid has at most 65535 sequences. Each kernel has as many blocks
-/// for a sequence as there are heads, so that those at the ends of grids work on the same sequences.
+/// Number of elements of a sequence of `out`, and its shape. A grid has at most 65535 sequences. Each kernel has as
+/// many blocks per sequence as there are heads, so that those at the ends of grids work on the same sequences.
 const TILES: (usize, [usize; 3]) = (8 * 17 * 256, [8, 17, 256]);
 const WHOLE: (usize, [usize; 3]) = (80 * 16 * 32, [80, 16, 32]);
 
@@ -186,7 +186,7 @@ fn swiglu(b: &dyn Backend, rows: usize) -> Vec<f32> {
     [a.read(), dh.read()].concat()
 }
 
-/// Forward and backward. The gradients of the parameters are sums over all rows, which do not run.
+/// Runs forward and backward. The gradients of the parameters are sums over all rows, which do not run.
 fn norm(b: &dyn Backend, kind: NormKind, rows: usize, cols: usize) -> Vec<f32> {
     let shape = NormShape { rows, cols, kind, eps: 1e-5 };
     let x = Ends::random(b, 3, rows, cols);
@@ -255,7 +255,7 @@ fn classifier(b: &dyn Backend, rows: usize, vocab: usize, padded: usize) -> Vec<
 
 fn adamw(b: &dyn Backend, rows: usize) -> Vec<f32> {
     let [params, grads, m] = [10, 11, 12].map(|seed| Ends::random(b, seed, rows, ADAMW_ROW));
-    // Its square root is computed.
+    // Its square root is computed, so it must not be negative.
     let v = Ends::random_of(b, 13, rows, ADAMW_ROW, f32::abs);
     let decay = b.alloc(DType::U8, (rows * ADAMW_ROW).div_ceil(DECAY_CHUNK)).unwrap();
     let flags: Vec<u8> = (0..WRITTEN * ADAMW_ROW / DECAY_CHUNK).map(|i| u8::from(i % 3 != 0)).collect();
@@ -285,7 +285,7 @@ fn adamw(b: &dyn Backend, rows: usize) -> Vec<f32> {
     [params.read(), m.read(), v.read()].concat()
 }
 
-/// Forward and backward of sequences of this length, number of heads and width of a head.
+/// Runs forward and backward of sequences with this length, number of heads and head width.
 fn attention(b: &dyn Backend, batch: usize, [seq, heads, width]: [usize; 3]) -> Vec<f32> {
     let shape = AttentionShape { batch, seq, heads, kv_heads: heads, width };
     let (row, qkv_row) = (seq * heads * width, seq * shape.qkv_width());
@@ -297,16 +297,16 @@ fn attention(b: &dyn Backend, batch: usize, [seq, heads, width]: [usize; 3]) -> 
     let (dout, dqkv_slice) = (dout.all(), dqkv.all());
     let backward = AttentionBackward { shape, qkv, rope, out: out_slice, dout, lse, dqkv: dqkv_slice };
     b.attention_backward(backward).unwrap();
-    // Those of the last sequence, which all kernels have computed.
+    // Values of the last sequence, which all kernels have computed.
     [out, dqkv].map(|ends| ends.read_last(1)).concat()
 }
 
-/// What an operation's child reports; empty if nothing.
+/// Returns the report of an operation's child; empty if there is none.
 fn report(large: &Large) -> String {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.env(CHILD, large.name).env("EMULATOR_EDGE_BLOCKS", large.edge_blocks.to_string());
     command.env("EMULATOR_MULTIPROCESSORS", large.multiprocessors.to_string());
-    // It would read partial sums of blocks that do not run.
+    // This kernel would read partial sums of blocks that do not run.
     let output = command.env("EMULATOR_SKIP", "column_sum_final").output().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);
     if output.status.success() { String::new() } else { format!("{}: {stderr}", large.name) }
@@ -319,7 +319,7 @@ fn offsets_beyond_2_31_are_computed_in_64_bits() {
 }
 
 fn more_sequences_than_a_grid_has_are_refused() {
-    // In tiles, and by whole heads.
+    // Attention in tiles, and by whole heads.
     for (precision, width) in [(Fp32, 8), (Bf16, 16)] {
         let gpu = open(precision);
         let shape = AttentionShape { batch: 65_536, seq: 1, heads: 1, kv_heads: 1, width };

@@ -1,4 +1,4 @@
-//! Warps of 64 threads, as GPUs of other vendors have them: which kernels are written for any size of a warp.
+//! Warps of 64 threads, as on GPUs of other vendors: shows which kernels work with any warp size.
 
 use std::collections::BTreeSet;
 use std::process::{Command, ExitCode, Output};
@@ -13,12 +13,12 @@ xlaunch_harness::tests! {
     needs cpp_compiler: all_but_tensor_core_kernels_run_with_warps_of_64;
 }
 
-/// Precision, and parts of the names of the cases that a child runs, separated by `|`.
+/// Variable with the precision and parts of the names of the cases that a child runs, separated by `|`.
 const CHILD: &str = "KERNELS_WARPS_CHILD";
-/// Before the names of the kernels that a child has run.
+/// Prefix of the names of the kernels that a child has run.
 const RAN: &str = "ran: ";
 
-/// Each kernel that needs no tensor cores, in the precision that runs it.
+/// Cases of each kernel that needs no tensor cores, in the precision that runs it.
 const ANY_WARP: [(Precision, &str); 3] = [
     (
         Fp32,
@@ -26,13 +26,13 @@ const ANY_WARP: [(Precision, &str); 3] = [
          |cols: 1544|linear LinearShape { rows: 67|seq: 37|reductions 31|checksum 31|gelu LinearShape { rows: 67\
          |swiglu 67|rows: 67, vocab: 50|vocab: 59995|adamw 64|gemv LinearShape { rows: 5|capacity: 90|greedy 1",
     ),
-    // bf16 has kernels of its own only where it needs tensor cores, and to convert.
+    // bf16 has separate kernels only for tensor cores and for conversion.
     (Bf16, "rows: 130, cols: 384|rows: 67, vocab: 50|adamw 64|fp8 LinearShape { rows: 16"),
-    // As in the suite, weights' gradients with an operand transposed.
+    // As in the suite, gradients of weights with a transposed operand.
     (Tf32, "linear LinearShape { rows: 67"),
 ];
 
-/// Cases of the others: attention in tiles and by whole heads, decoding.
+/// Cases of the other kernels: attention in tiles and by whole heads, decoding.
 const WARP_OF_32: [(Precision, &str); 4] = [
     (Tf32, "seq: 37, heads: 2, kv_heads: 2, width: 24 }, rope"),
     (Bf16, "seq: 70, heads: 2, kv_heads: 1, width: 16 }, rope"),
@@ -40,7 +40,7 @@ const WARP_OF_32: [(Precision, &str); 4] = [
     (Bf16, "gemv LinearShape { rows: 8"),
 ];
 
-/// The kernels among these that have names of their own.
+/// Names of the kernels among these that have separate names.
 const NAMES: [&str; 6] = [
     "attention_bwd_values",
     "attention_bwd_whole",
@@ -70,7 +70,7 @@ fn run(precision: Precision, parts: &str) -> Output {
     command.env("EMULATOR_WARP", "64").env(CHILD, format!("{precision:?} {parts}")).output().unwrap()
 }
 
-/// All at once: most of their time is compilation.
+/// Runs all children at once: most of their time is compilation.
 fn run_all(cases: &[(Precision, &str)]) -> Vec<Output> {
     std::thread::scope(|scope| {
         let children: Vec<_> = cases.iter().map(|case| scope.spawn(|| run(case.0, case.1))).collect();

@@ -1,4 +1,4 @@
-//! How ranks find each other among foreign connections, over both kinds of sockets.
+//! Tests of connecting among foreign connections, over both kinds of sockets.
 
 use std::io::{Read, Write};
 use std::net::{IpAddr, TcpListener, TcpStream};
@@ -9,7 +9,7 @@ use super::*;
 
 const LOCALHOST: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
 
-/// The host and port of a TCP address.
+/// Returns the host and port of a TCP address.
 fn host(address: &str) -> &str {
     address.strip_prefix("tcp:").unwrap()
 }
@@ -26,7 +26,7 @@ fn connect_pair(listeners: (RingListener, RingListener)) {
     assert!(finalized.into_iter().all(|result| result.is_ok()));
 }
 
-/// The error of rank 0 of two, whose next one is at this address.
+/// Returns the error of rank 0 of 2 if the next rank is at this address.
 fn error_of_rank_0(listener: RingListener, next_address: &str, timeout: Duration) -> String {
     let place = RingPlace { rank: 0, world: 2, next_address, key: &KEY };
     Ring::connect(listener, &place, timeout).unwrap_err().to_string()
@@ -44,7 +44,7 @@ fn ring_works_over_both_families_of_addresses() {
 
 #[test]
 fn two_nodes_of_two_ranks_give_the_bits_of_one_node_of_four() {
-    // `expected` is what four ranks on unix sockets give; see `all_reduce_gives_the_same_bits_on_all_ranks`.
+    // `expected` is the result of four ranks on unix sockets; see `all_reduce_gives_the_same_bits_on_all_ranks`.
     let dir = tempfile::tempdir().unwrap();
     let bind = |rank| match rank % 2 {
         0 => RingListener::bind_tcp(LOCALHOST, rank).unwrap(),
@@ -75,7 +75,7 @@ fn rank_with_another_key_is_refused_by_both_neighbours() {
 fn listener_that_cannot_prove_itself_is_refused() {
     let foreign = TcpListener::bind((LOCALHOST, 0)).unwrap();
     let address = format!("tcp:{}", foreign.local_addr().unwrap());
-    // Sends a challenge, and a proof that it cannot know. Later connections get no answer.
+    // Sends a challenge, and an invalid proof, as it cannot know the key. Later connections get no answer.
     let impostor = std::thread::spawn(move || {
         let (mut socket, _) = foreign.accept().unwrap();
         socket.write_all(&super::super::greeting::challenge(&[3; 32])).unwrap();
@@ -92,7 +92,7 @@ fn listener_that_cannot_prove_itself_is_refused() {
 #[test]
 fn replayed_greeting_is_refused() {
     let (ours, theirs) = tcp_pair();
-    // A recorder between rank 0 and rank 1: what rank 0 sends is kept, and sent again on a connection of its own.
+    // A recorder between rank 0 and rank 1: it keeps rank 0's messages, and sends them again on a separate connection.
     let recorder = TcpListener::bind((LOCALHOST, 0)).unwrap();
     let recorder_address = format!("tcp:{}", recorder.local_addr().unwrap());
     let (our_address, their_address) = (ours.address().to_owned(), theirs.address().to_owned());
@@ -112,7 +112,7 @@ fn replayed_greeting_is_refused() {
             assert_ne!(challenge, other);
             replay.write_all(&answer).unwrap();
             let refused = replay.read(&mut [0; PROOF_BYTES]);
-            // The original still connects. The ring lives as long as the relay does, which is long enough.
+            // The original still connects. The ring lives as long as the relay, which is long enough.
             listener.write_all(&answer).unwrap();
             let mut proof = [0; PROOF_BYTES];
             listener.read_exact(&mut proof).unwrap();
@@ -156,7 +156,7 @@ fn flood_of_strangers_does_not_keep_a_neighbour_out() {
     let (stop, count) = (AtomicBool::new(false), AtomicUsize::new(0));
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // As many at once as the listener and its backlog hold, and more.
+            // More connections at once than the listener and its backlog can hold.
             let mut open = std::collections::VecDeque::new();
             while !stop.load(Ordering::Relaxed) {
                 let timeout = Duration::from_millis(100);
@@ -189,7 +189,7 @@ fn missing_neighbours_are_named_at_the_timeout() {
     assert!(error.contains("rank 1") && error.contains(&address), "{error}");
     assert!(start.elapsed() >= Duration::from_millis(300), "it tries until the deadline");
 
-    // The last rank listens, and rank 0 reaches rank 1, but the last one never connects.
+    // The last rank listens, and rank 0 reaches rank 1, but the last rank never connects.
     let dir = tempfile::tempdir().unwrap();
     let (mut listeners, addresses) = listeners(3, false, dir.path());
     let (second, first) = (listeners.remove(1), listeners.remove(0));
@@ -206,7 +206,7 @@ fn missing_neighbours_are_named_at_the_timeout() {
 
 #[test]
 fn dropped_packets_do_not_outlast_the_deadline() {
-    // A network of documentation (RFC 5737), to which nothing answers. Where it is unreachable, the error comes at once
+    // A network for documentation (RFC 5737), in which nothing answers. If it is unreachable, the error occurs at once
     // and is retried, with the same result.
     let start = Instant::now();
     let (ours, _) = tcp_pair();
@@ -226,7 +226,7 @@ fn invalid_address_fails_at_once() {
 
 #[test]
 fn neighbour_that_listens_late_is_found() {
-    // Rank 1 listens, but answers no caller until later.
+    // Rank 1 listens, but answers no caller for some time.
     let (ours, theirs) = tcp_pair();
     let addresses = [&ours, &theirs].map(|listener| listener.address().to_owned());
     std::thread::scope(|scope| {
