@@ -1,4 +1,5 @@
-//! Waiting times of 10,000 simulated jobs on 8 GPUs, and the time of one pass over a queue of 10,000.
+//! Measures the waiting times of 10,000 simulated jobs on 8 GPUs, and the duration of a pass over a queue of 10,000
+//! jobs.
 
 use std::time::Duration;
 

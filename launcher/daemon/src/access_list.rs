@@ -1,28 +1,28 @@
-//! Access control lists of POSIX.1e, as far as the daemon needs them: one user more may traverse a directory.
+//! POSIX.1e access control lists, as far as the daemon needs them: they let one additional user traverse a directory.
 
 use std::io;
 use std::path::Path;
 
 use rustix::fs::{XattrFlags, setxattr};
 
-/// The extended attribute and its version, from `linux/posix_acl_xattr.h`.
+/// Name of the extended attribute, and the version of its format, from `linux/posix_acl_xattr.h`.
 const ATTRIBUTE: &str = "system.posix_acl_access";
 const FORMAT_VERSION: u32 = 2;
-/// Kinds of entries, from `linux/posix_acl.h`, in the order that the kernel demands.
+/// Kinds of entries, from `linux/posix_acl.h`, in the order that the kernel requires.
 const OWNER: u16 = 0x01;
 const USER: u16 = 0x02;
 const GROUP: u16 = 0x04;
 const MASK: u16 = 0x10;
 const OTHER: u16 = 0x20;
-/// The id of an entry that has none.
+/// The id field of entries without an id.
 const NO_ID: u32 = u32::MAX;
 const EXECUTE: u16 = 1;
 const ALL: u16 = 7;
 
-/// Lets the owner do everything with this directory, `uid` traverse it, and no other user anything.
+/// Grants the owner all rights to this directory, `uid` the right to traverse it, and other users none.
 ///
 /// # Errors
-/// The file system has no such lists, or they are turned off.
+/// The file system does not support access control lists, or they are turned off.
 pub(super) fn allow_user(dir: &Path, uid: u32) -> io::Result<()> {
     let entries = [
         (OWNER, ALL, NO_ID),

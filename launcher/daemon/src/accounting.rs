@@ -1,14 +1,14 @@
-//! The accounting file: one line of JSON for each job that has ended, including those that are forgotten since.
+//! The accounting file: one line of JSON for each ended job, including jobs that the daemon has forgotten.
 //!
 //! ```text
 //! <state>/accounting.jsonl      readable by the daemon only; appended to, never rewritten
 //! ```
-//! It is opened anew each time, so an operator may rename it at any time, as logrotate does: files beside it whose
-//! names begin like its own are read too, unless they are compressed.
+//! The file is reopened for each operation, so an operator may rename it at any time, as logrotate does. Files in the
+//! same
+//! directory whose names begin with its name are read too, unless they are compressed.
 //!
-//! Each job is in it once. When the line of a job is on disk, the journal says so; until then the line is written
-//! again, after a failure and after a restart, unless the file has one of this job's id already. Readers skip a torn
-//! line.
+//! Each job has exactly one line. Once the line is on disk, the journal records that. Until then, writing it is retried
+//! after a failure or a restart, unless the file already has a line with this job's id. Readers skip a torn line.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::fs::File;
@@ -25,20 +25,21 @@ use super::measured::Usage;
 use super::state::{Entry, Phase};
 
 const FILE: &str = "accounting.jsonl";
-/// Only so much of the files is read for a page, and of the end of each file for the ids in it.
+/// Limit on the bytes read for a page, and on the bytes read from the end of each file to find the ids in it.
 const MAX_READ_BYTES: u64 = 64 << 20;
-/// Of the files that were rotated, only the newest are read.
+/// Number of rotated files that are read: the newest ones.
 const MAX_ROTATED_FILES: usize = 8;
-/// Rotated files with these endings are not read.
+/// Rotated files with these extensions are not read.
 const COMPRESSED: [&str; 5] = ["gz", "xz", "zst", "bz2", "lz4"];
-/// Jobs of a page.
+/// Maximum number of jobs on a page.
 const MAX_ACCOUNTS: usize = 1000;
 
-/// A line of the file. Fields are only ever added. Times are in milliseconds since 1970 (UTC), 0 if there is none.
+/// A line of the file. Later versions may add fields, but never remove any. Times are in milliseconds since 1970 (UTC),
+/// or 0 if unset.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Account {
-    /// Which end this was on the node, from 1.
+    /// Sequence number of the job among the ended jobs of the node, counted from 1.
     pub(crate) order: u64,
     pub(crate) job: u64,
     pub(crate) name: String,
@@ -53,7 +54,7 @@ pub(crate) struct Account {
     pub(crate) submitted_unix_ms: u64,
     pub(crate) started_unix_ms: u64,
     pub(crate) ended_unix_ms: u64,
-    /// Number of GPUs times seconds from start to end.
+    /// Number of GPUs times the seconds from start to end.
     pub(crate) gpu_seconds: f64,
     /// Unknown if the daemon was not running when the job ended.
     #[serde(flatten)]
@@ -61,7 +62,7 @@ pub(crate) struct Account {
 }
 
 impl Account {
-    /// The account of a job that has ended. `skew` is what the system's clock shows beyond the node's.
+    /// Creates the account of an ended job. `skew` is the system clock minus the node's clock, in milliseconds.
     pub(crate) fn of(entry: &Entry, skew: i64) -> Option<Self> {
         let Phase::Ended { end, exit, reason, gpus, started, at, order, usage, .. } = &entry.phase else {
             return None;
@@ -116,7 +117,9 @@ impl Account {
     }
 }
 
-/// A time on the node's clock as time since 1970, by the system's clock, which shows `skew` more; 0 stays 0.
+/// Converts a time on the node's clock to milliseconds since 1970 on the system clock, which is ahead by `skew`. 0
+/// stays
+/// 0.
 pub(crate) fn shown(at: u64, skew: i64) -> u64 {
     if at == 0 { 0 } else { at.saturating_add_signed(skew) }
 }
@@ -126,26 +129,26 @@ pub(crate) fn seconds(milliseconds: u64) -> f64 {
     milliseconds as f64 / 1000.0
 }
 
-/// Which accounts are asked for.
+/// A query for accounts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Query {
-    /// Only jobs of this user id, and if the name is known, of this name.
+    /// Only jobs with this user id and, if the name is known, this user name.
     pub(crate) owner: Option<(u32, String)>,
     /// Only jobs of the user with this name or number.
     pub(crate) user: Option<String>,
     /// Only jobs that ended at this time, in milliseconds since 1970 (UTC), or later.
     pub(crate) since: u64,
-    /// Maximum number, the newest; 0 for the largest page.
+    /// Maximum number of accounts, of which the newest are returned; 0 for the largest page.
     pub(crate) limit: usize,
-    /// Only accounts before this position in the files, where the page before began.
+    /// Only accounts before this position in the files, which is where the previous page began.
     pub(crate) before: Option<u64>,
 }
 
-/// Accounts, oldest first.
+/// A page of accounts, oldest first.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Page {
     pub(crate) accounts: Vec<JobAccount>,
-    /// Position in the files before which older accounts may match.
+    /// Position in the files before which older accounts may match; `None` on the last page.
     pub(crate) older: Option<u64>,
 }
 
@@ -165,18 +168,19 @@ impl Query {
 #[derive(Clone, Debug)]
 pub struct Accounting {
     path: PathBuf,
-    /// Positions count the bytes of all files, in order. Where each file begins, by its number in the file system: so
-    /// pages go on where they were when a file was renamed, or removed.
+    /// Start position of each file, by inode. Positions count the bytes of all files in order. The map keeps them
+    /// stable,
+    /// so that paging continues at the right place after a file was renamed or removed.
     begins: Arc<Mutex<HashMap<u64, u64>>>,
 }
 
 impl Accounting {
-    /// The file in this directory, which need not exist.
+    /// Creates a handle of the file in this directory, which need not exist.
     pub fn new(state_dir: &Path) -> Self {
         Self { path: state_dir.join(FILE), begins: Arc::default() }
     }
 
-    /// Whether there is a file.
+    /// Returns whether the file exists.
     pub(crate) fn exists(&self) -> bool {
         self.path.exists()
     }
@@ -197,13 +201,13 @@ impl Accounting {
         file.write_all(&lines)?;
         file.sync_data()?;
         if len == 0 {
-            // It may have been created just now.
+            // The file may have just been created, so sync its directory too.
             File::open(self.path.parent().unwrap_or(&self.path))?.sync_all()?;
         }
         Ok(())
     }
 
-    /// The ids of the jobs in the files.
+    /// Returns the ids of the jobs in the files.
     pub(crate) fn ids(&self) -> io::Result<BTreeSet<u64>> {
         let mut ids = BTreeSet::new();
         for part in self.parts()? {
@@ -214,7 +218,7 @@ impl Accounting {
         Ok(ids)
     }
 
-    /// The files in order, with their positions.
+    /// Opens the files in order, with their positions.
     fn parts(&self) -> io::Result<Vec<Part>> {
         let mut known = self.begins.lock().unwrap_or_else(PoisonError::into_inner);
         let (mut parts, mut begins, mut end) = (Vec::new(), HashMap::new(), 0);
@@ -224,7 +228,7 @@ impl Accounting {
                 file => file?,
             };
             let metadata = file.metadata()?;
-            // A smaller one belonged to a removed file with the same number, or to a file that has grown since.
+            // A smaller position was that of a removed file with the same inode, or the file before it has grown since.
             let begin = known.get(&metadata.ino()).copied().unwrap_or(0).max(end);
             begins.insert(metadata.ino(), begin);
             let part = Part { file, begin, len: metadata.len() };
@@ -235,7 +239,7 @@ impl Accounting {
         Ok(parts)
     }
 
-    /// The file and those that it was renamed to, in the order in which they were written.
+    /// Returns the paths of the rotated files and of the file itself, in the order in which they were written.
     fn files(&self) -> io::Result<Vec<PathBuf>> {
         let mut rotated = Vec::new();
         for entry in std::fs::read_dir(self.path.parent().unwrap_or(&self.path))? {
@@ -252,12 +256,12 @@ impl Accounting {
         Ok(rotated.chain([self.path.clone()]).collect())
     }
 
-    /// The newest accounts that match. Blocks on the disk.
+    /// Returns the newest accounts that match. Blocks on the disk.
     pub(crate) fn query(&self, query: &Query) -> io::Result<Page> {
         self.page(query, MAX_READ_BYTES)
     }
 
-    /// A page, from so many bytes of the files.
+    /// Returns a page, reading at most `bytes` bytes of the files.
     fn page(&self, query: &Query, bytes: u64) -> io::Result<Page> {
         let limit = if query.limit == 0 { MAX_ACCOUNTS } else { query.limit.min(MAX_ACCOUNTS) };
         let parts = self.parts()?;
@@ -288,7 +292,7 @@ impl Accounting {
 /// One of the files.
 struct Part {
     file: File,
-    /// The position of its first byte.
+    /// Position of the file's first byte.
     begin: u64,
     len: u64,
 }
@@ -298,7 +302,9 @@ impl Part {
         self.begin + self.len
     }
 
-    /// The valid lines between these positions, each with its own; and the position of the first complete line there.
+    /// Returns the position of the first complete line between these positions, and the valid lines there, each with
+    /// its
+    /// position.
     fn read(mut self, begin: u64, end: u64) -> io::Result<(u64, impl Iterator<Item = (u64, Account)>)> {
         let begin = begin.clamp(self.begin, self.end());
         let end = end.clamp(begin, self.end());
@@ -306,7 +312,7 @@ impl Part {
         let mut lines = BufReader::new(self.file.take(end - begin));
         let mut first_line = begin;
         if begin > self.begin {
-            // The next page, which is older, ends with the line that begins further ahead.
+            // The line that begins before this position belongs to the next, older page.
             first_line += lines.read_until(b'\n', &mut Vec::new())? as u64;
         }
         let mut next = first_line;
@@ -319,7 +325,7 @@ impl Part {
     }
 }
 
-/// Whether a file of this length ends within a line.
+/// Returns whether a file of this length ends in the middle of a line.
 fn ends_torn(file: &mut File, len: u64) -> io::Result<bool> {
     if len == 0 {
         return Ok(false);
@@ -378,7 +384,7 @@ mod tests {
         assert_eq!(jobs(&accounting, &Query { limit: 1, ..Query::default() }), [3]);
     }
 
-    /// The ids on all pages from `before` on, newest first.
+    /// The ids on all pages, starting with the one before `before`, newest first.
     fn all_pages(accounting: &Accounting, query: &Query, bytes: u64) -> Vec<u64> {
         let (mut found, mut before) = (Vec::new(), query.before);
         loop {
@@ -406,7 +412,7 @@ mod tests {
         for owner in [None, Some((0, "u0".to_owned()))] {
             let is_wanted = |order: &u64| owner.is_none() || order.is_multiple_of(2);
             let expected: Vec<u64> = (1..=25).rev().filter(is_wanted).collect();
-            // Also files larger than what is read at a time.
+            // The second limit makes the files larger than a single read.
             for bytes in [MAX_READ_BYTES, 1000] {
                 let query = Query { limit: 4, owner: owner.clone(), ..Query::default() };
                 assert_eq!(all_pages(&accounting, &query, bytes), expected);

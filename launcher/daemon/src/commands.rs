@@ -1,4 +1,4 @@
-//! Commands to the manager, and the handle that sends them.
+//! Commands for the manager, and the handle that sends them.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -10,19 +10,19 @@ use xlaunch_proto::v1::{ExamineReply, Job, NodeStatus};
 use super::users::Account;
 use super::view::{Caller, NodeView};
 
-/// Why a command was refused. The texts are for the caller.
+/// The reason why a command was refused, with a text for the caller.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CommandError {
-    /// This caller may not do that, or no caller may on this node.
+    /// This caller is not allowed to do that, or no caller is on this node.
     #[error("{0}")]
     NotAllowed(String),
-    /// The command can never succeed as it is.
+    /// The command can never succeed in this form.
     #[error("{0}")]
     Invalid(String),
-    /// No such job, or not one that this caller may see.
+    /// The job does not exist, or this caller may not see it.
     #[error("there is no job {0}")]
     JobNotFound(u64),
-    /// May succeed later.
+    /// A limit is reached; the command may succeed later.
     #[error("{0}")]
     LimitReached(String),
     /// The daemon cannot write its journal, or is shutting down.
@@ -33,14 +33,14 @@ pub enum CommandError {
 /// Where the result of a command is sent.
 pub type Reply<T> = oneshot::Sender<Result<T, CommandError>>;
 
-/// What a submission has added.
+/// The jobs that a submission has added.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Submission {
     /// The job, or all jobs of the array.
     pub jobs: Vec<Job>,
-    /// The request is a repetition of an earlier one.
+    /// Whether the request repeats an earlier one.
     pub repeated: bool,
-    /// What is done differently from what was asked for.
+    /// Differences between the request and the job that was added.
     pub warnings: Vec<String>,
 }
 
@@ -56,7 +56,7 @@ pub enum Command {
     Cancel {
         caller: Caller,
         job: u64,
-        /// Kill a running job at once.
+        /// Whether to kill a running job immediately.
         force: bool,
         reply: Reply<Job>,
     },
@@ -73,7 +73,7 @@ pub enum Command {
         reason: String,
         reply: Reply<NodeStatus>,
     },
-    /// Examines idle GPUs. Of the reply's two messages, one is there at once.
+    /// Examines idle GPUs. The reply has two messages, of which the first is available immediately.
     Examine {
         caller: Caller,
         examine: Examine,
@@ -81,13 +81,13 @@ pub enum Command {
     },
 }
 
-/// Lets each user have one command at the manager at a time. Its queue is first come, first served, and each command
-/// takes a write to the disk: without turns, one user's many calls would delay those of all others.
+/// Limits each user to one command at the manager at a time. The manager's queue is first come, first served, and each
+/// command writes to the disk, so otherwise many calls of one user would delay those of all others.
 #[derive(Clone, Debug, Default)]
 struct Turns(Arc<Mutex<HashMap<u32, Weak<tokio::sync::Mutex<()>>>>>);
 
 impl Turns {
-    /// Waits for this user's turn, which lasts until the result is dropped.
+    /// Waits for this user's turn, which ends when the result is dropped.
     async fn wait(&self, uid: u32) -> OwnedMutexGuard<()> {
         let turn = {
             let mut turns = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -109,22 +109,22 @@ pub struct NodeHandle {
 }
 
 impl NodeHandle {
-    /// A handle to the manager at the other ends of these channels.
+    /// Creates a handle for the manager at the other ends of these channels.
     pub fn new(commands: mpsc::Sender<Command>, view: watch::Receiver<Arc<NodeView>>) -> Self {
         Self { commands, view, turns: Turns::default() }
     }
 
-    /// The newest view.
+    /// Returns the newest view.
     pub fn view(&self) -> Arc<NodeView> {
         self.view.borrow().clone()
     }
 
-    /// Receives later views.
+    /// Returns a receiver of later views.
     pub fn watch(&self) -> watch::Receiver<Arc<NodeView>> {
         self.view.clone()
     }
 
-    /// Adds a job or an array, or finds the one that an earlier request with this id added.
+    /// Adds a job or an array, or returns the one that an earlier request with the same id added.
     pub async fn submit(
         &self,
         caller: Caller,
@@ -140,7 +140,7 @@ impl NodeHandle {
         .await
     }
 
-    /// Cancels a job; with `force`, a running one is killed at once.
+    /// Cancels a job. With `force`, a running job is killed immediately.
     pub async fn cancel(&self, caller: Caller, job: u64, force: bool) -> Result<Job, CommandError> {
         self.send(caller.uid, |reply| Command::Cancel { caller, job, force, reply }).await
     }
@@ -150,7 +150,7 @@ impl NodeHandle {
         self.send(caller.uid, |reply| Command::Update { caller, update, reply }).await
     }
 
-    /// Takes the node or these GPUs out of service, or with `undo` puts them back.
+    /// Takes the node or these GPUs out of service or, with `undo`, puts them back.
     pub async fn drain(
         &self,
         caller: Caller,
@@ -161,7 +161,7 @@ impl NodeHandle {
         self.send(caller.uid, |reply| Command::Drain { caller, gpus, undo, reason, reply }).await
     }
 
-    /// Examines idle GPUs and drains those that fail. The first message says which, the last one has the results.
+    /// Examines idle GPUs, and drains those that fail. The first message lists the GPUs, the last one has the results.
     pub async fn examine(
         &self,
         caller: Caller,

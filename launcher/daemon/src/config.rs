@@ -1,6 +1,6 @@
 //! `daemon.toml`: the operator's configuration. `deploy/daemon.toml` shows every key.
 //!
-//! The environment only sets the default directories of a daemon that is not root.
+//! The environment determines only the default directories of a daemon that does not run as root.
 
 use std::ffi::OsString;
 use std::io;
@@ -19,16 +19,16 @@ mod values;
 
 pub(crate) use values::{MemoryLimit, Size, Span};
 
-/// The file of root's daemon.
+/// The default file of a daemon that runs as root.
 const SYSTEM_FILE: &str = "/etc/xlaunch/daemon.toml";
-/// Maximum of `jobs.keep`: the journal is read at every start.
+/// Maximum of `jobs.keep`. The journal is read at every start, so it must not grow too large.
 const MAX_KEPT: usize = 100_000;
-/// Minimum of `jobs.max_tasks`: a job has an agent and a reaper beside its workers.
+/// Minimum of `jobs.max_tasks`: a job has an agent and a reaper in addition to its workers.
 const MIN_TASKS: u64 = 64;
 /// Minimum of `jobs.max_output`.
 const MIN_OUTPUT_BYTES: u64 = 64 << 10;
 
-/// The whole file. An empty one is valid.
+/// The whole file. An empty file is valid.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub(crate) struct DaemonConfig {
@@ -48,9 +48,9 @@ pub(crate) struct DaemonSection {
     /// The gRPC socket, unless systemd passes one. Default: `/run/xlaunch/xlaunch.sock` for root, for others
     /// `$XDG_RUNTIME_DIR/xlaunch.sock`.
     pub(crate) socket: Option<PathBuf>,
-    /// Members may connect to the daemon if it runs as root.
+    /// Group whose members may connect to the daemon if it runs as root.
     pub(crate) socket_group: String,
-    /// Members have the same rights as root towards the daemon: they see and cancel all jobs, and drain.
+    /// Group whose members have the same rights as root in the daemon: they can see and cancel all jobs, and drain.
     pub(crate) admin_group: String,
     pub(crate) agents: Agents,
 }
@@ -71,12 +71,12 @@ impl Default for DaemonSection {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Agents {
-    /// `Systemd` if the daemon is root on a systemd system, otherwise `Detached`.
+    /// `Systemd` if the daemon runs as root on a systemd system, otherwise `Detached`.
     #[default]
     Auto,
-    /// Each as a transient unit, `xlaunch-job-ID.service`.
+    /// Each agent is a transient unit, `xlaunch-job-ID.service`.
     Systemd,
-    /// Each as a process in its own session.
+    /// Each agent is a process in its own session.
     Detached,
 }
 
@@ -84,7 +84,7 @@ pub(crate) enum Agents {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub(crate) struct JobsSection {
-    /// Accept commands, not only training jobs. Default: true unless the daemon is root.
+    /// Accept commands in addition to training jobs. Default: true unless the daemon runs as root.
     pub(crate) allow_commands: Option<bool>,
     /// Accept jobs of root.
     pub(crate) allow_root: bool,
@@ -92,26 +92,27 @@ pub(crate) struct JobsSection {
     pub(crate) max_per_user: u32,
     /// Maximum number of GPUs that a user's jobs hold at a time; 0 for no limit.
     pub(crate) max_gpus_per_user: u32,
-    /// Maximum memory that the jobs of a user reserve at a time beside the shares of their GPUs. Default: a quarter of
-    /// the node's if the daemon is root, otherwise no limit.
+    /// Maximum memory that the jobs of a user may reserve at a time, in addition to the shares of their GPUs. Default:
+    /// a
+    /// quarter of the node's memory if the daemon runs as root, otherwise no limit.
     pub(crate) max_memory_per_user: Option<MemoryLimit>,
     /// Maximum number of workers of CPU jobs that run at a time. Default: the number of cores.
     pub(crate) cpu_workers: Option<u32>,
-    /// Maximum number of processes and threads of a job, under systemd. Default: a quarter of what the node can have.
+    /// Maximum number of processes and threads of a job, under systemd. Default: a quarter of the node's maximum.
     pub(crate) max_tasks: Option<u64>,
-    /// Output that is kept of each stream of each worker of a command.
+    /// Maximum output kept of each stream of each worker of a command.
     pub(crate) max_output: Size,
-    /// Number of ended jobs of each user that are remembered, with their logs.
+    /// Number of ended jobs per user that are kept, with their logs.
     pub(crate) keep: usize,
-    /// Maximum time that a job's workers get to stop before they are killed, whatever the job asks for.
+    /// Maximum time that a job's workers get to stop before they are killed, whatever the job requests.
     pub(crate) max_grace: Span,
-    /// GPUs, by UUID or index, on which no job is placed.
+    /// GPUs, by UUID or index, that jobs must not use.
     pub(crate) leave_gpus: Vec<String>,
-    /// Time limit of jobs that set none. Default: `max_time`.
+    /// Time limit of jobs that do not set one. Default: `max_time`.
     pub(crate) default_time: Option<Span>,
     /// Maximum time limit of a job. Default: none.
     pub(crate) max_time: Option<Span>,
-    /// Time in which the past use of a user counts half as much for the order of the queue.
+    /// Half-life of a user's past usage in the order of the queue.
     pub(crate) fair_share_half_life: Span,
 }
 
@@ -140,14 +141,15 @@ impl Default for JobsSection {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub(crate) struct WebSection {
-    /// A loopback address with a port, such as `127.0.0.1:9470`, or `unix:/PATH`. Nothing is served by default. Every
-    /// user who can connect sees all jobs.
+    /// A loopback address with a port, such as `127.0.0.1:9470`, or `unix:/PATH`. By default, nothing is served. Every
+    /// user
+    /// who can connect sees all jobs.
     pub(crate) listen: Option<String>,
     /// Show the logs of all jobs to every user who can connect.
     pub(crate) show_logs: bool,
 }
 
-/// As whom a hook runs.
+/// The user that a hook runs as.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum RunAs {
@@ -162,16 +164,16 @@ pub(crate) enum RunAs {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub(crate) struct HooksSection {
-    /// Before a job starts; if it fails, so does the job.
+    /// Runs before a job starts. If it fails, the job does not start.
     pub(crate) prolog: Option<PathBuf>,
     pub(crate) prolog_as: RunAs,
-    /// When the processes of a job are gone, before its GPUs are free.
+    /// Runs after the processes of a job are gone, before its GPUs are freed.
     pub(crate) epilog: Option<PathBuf>,
     pub(crate) epilog_as: RunAs,
-    /// After the end of a job is recorded.
+    /// Runs after the end of a job is recorded.
     pub(crate) on_end: Option<PathBuf>,
     pub(crate) on_end_as: RunAs,
-    /// Time for each of them.
+    /// Time limit of each hook.
     pub(crate) timeout: Span,
 }
 
@@ -189,8 +191,10 @@ impl Default for HooksSection {
     }
 }
 
-/// Reads and validates the file at `path`, or the default file, which may be missing: `/etc/xlaunch/daemon.toml` for
-/// root, for others `$XDG_CONFIG_HOME/xlaunch/daemon.toml` or `~/.config/xlaunch/daemon.toml`.
+/// Reads and validates the file at `path`, or the default file, which may be missing. The default is
+/// `/etc/xlaunch/daemon.toml` for root, and `$XDG_CONFIG_HOME/xlaunch/daemon.toml` or `~/.config/xlaunch/daemon.toml`
+/// for
+/// other users.
 pub(crate) fn load(path: Option<&Path>) -> Result<DaemonConfig, ConfigError> {
     match file(path) {
         Some(file) => read(&file, path.is_some()),
@@ -198,14 +202,14 @@ pub(crate) fn load(path: Option<&Path>) -> Result<DaemonConfig, ConfigError> {
     }
 }
 
-/// The file that [`load`] reads; `None` if the environment determines no default file.
+/// Returns the file that [`load`] reads; `None` if the environment does not determine a default file.
 pub(crate) fn file(path: Option<&Path>) -> Option<PathBuf> {
     let root = rustix::process::geteuid().is_root();
     path.map(PathBuf::from).or_else(|| default_file(root, |name| std::env::var_os(name)))
 }
 
 fn read(file: &Path, must_exist: bool) -> Result<DaemonConfig, ConfigError> {
-    // It names programs that the daemon runs, and who may do what.
+    // The file names programs that the daemon runs, and grants permissions, so only trusted users may write it.
     if let Err(error) = trusted_path::check(file) {
         return Err(ConfigError::unreadable(file, &error));
     }
@@ -216,7 +220,7 @@ fn read(file: &Path, must_exist: bool) -> Result<DaemonConfig, ConfigError> {
     }
 }
 
-/// [`read`] without the file system.
+/// [`read`] without file system access.
 fn parse(path: &Path, text: &str) -> Result<DaemonConfig, ConfigError> {
     let known = || keys::of(&DaemonConfig::default());
     let config: DaemonConfig =
@@ -280,25 +284,25 @@ impl DaemonConfig {
     }
 }
 
-/// Whether this can be the name of a GPU: an index, or a UUID such as `GPU-5c0a1f3e-...`.
+/// Returns whether this can be the name of a GPU: an index, or a UUID such as `GPU-5c0a1f3e-...`.
 fn is_gpu_name(name: &str) -> bool {
     name.parse::<u32>().is_ok()
         || ["GPU-", "MIG-"].iter().any(|kind| name.strip_prefix(kind).is_some_and(|id| !id.trim().is_empty()))
 }
 
-/// `[jobs]` as it is in effect.
+/// The configuration of `[jobs]` that is in effect.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct LiveConfig {
     pub(crate) jobs: JobsSection,
-    /// Why the last reload has failed, so that this is still the configuration from before.
+    /// The reason why the last reload failed, in which case the previous configuration is still in effect.
     pub(crate) reload_problem: Option<String>,
 }
 
 impl DaemonSection {
-    /// The state directory or its default.
+    /// Returns the state directory or its default.
     ///
     /// # Errors
-    /// If the default is needed and the environment of a user who is not root does not determine it.
+    /// The default is needed, and the environment of a user other than root does not determine it.
     pub(crate) fn state_dir(
         &self,
         root: bool,
@@ -314,7 +318,7 @@ impl DaemonSection {
         })
     }
 
-    /// The path of the socket or its default.
+    /// Returns the path of the socket or its default.
     ///
     /// # Errors
     /// As [`state_dir`](Self::state_dir).
@@ -335,18 +339,18 @@ impl DaemonSection {
 }
 
 impl JobsSection {
-    /// Whether commands are accepted, by the key or its default.
+    /// Returns whether commands are accepted: the value of the key or its default.
     pub(crate) fn allow_commands(&self, root: bool) -> bool {
         self.allow_commands.unwrap_or(!root)
     }
 }
 
-/// The directory in this XDG variable, or its default below the home directory.
+/// Returns the directory in this XDG variable, or its default below the home directory.
 fn base(environment: impl Fn(&str) -> Option<OsString>, variable: &str, in_home: &str) -> Option<PathBuf> {
     directory(environment(variable)).or_else(|| Some(directory(environment("HOME"))?.join(in_home)))
 }
 
-/// A directory from the environment. Relative paths are ignored, as the XDG specification demands.
+/// Parses a directory from the environment. Relative paths are ignored, as the XDG specification requires.
 fn directory(value: Option<OsString>) -> Option<PathBuf> {
     value.map(PathBuf::from).filter(|path| path.is_absolute())
 }

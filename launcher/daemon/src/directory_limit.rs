@@ -1,8 +1,10 @@
-//! The limit on what a job's user can put into the job's directory, which is on the file system of the journal.
+//! Limits the size of job directories, which job users can write to and which are on the same file system as the
+//! journal.
 //!
-//! Directories of running jobs are measured every few seconds, others every few minutes: their users can still write
-//! there. A user can do more in the meantime than the limit says; the space that the journal needs is allocated in
-//! advance ([`crate::journal`]).
+//! Directories of running jobs are measured every few seconds, all others every few minutes, because their users can
+//! still
+//! write there. Between measurements a user can exceed the limit. Therefore the journal allocates its space in advance
+//! ([`crate::journal`]).
 
 use std::io;
 use std::path::Path;
@@ -21,12 +23,12 @@ use crate::files::JobDirs;
 use crate::view::NodeView;
 
 const MEASURE_INTERVAL: Duration = Duration::from_secs(10);
-/// Directories of jobs that do not run are measured at every so many intervals.
+/// Number of intervals between measurements of the directories of jobs that do not run.
 const INTERVALS_PER_FULL_MEASUREMENT: u64 = 30;
-/// Part of the file system that a job's directory may take.
+/// A job's directory may take one part in this many of the file system.
 const PART_OF_DISK: u64 = 4;
 const MAX_ENTRIES: u64 = 200_000;
-/// Directories that may be within each other: each takes a descriptor while it is measured.
+/// Maximum nesting of directories. Each level takes a descriptor during the measurement.
 const MAX_DEPTH: usize = 32;
 
 /// Measures directories until the receiver of the events is dropped.
@@ -58,7 +60,7 @@ pub(crate) async fn watch(
     }
 }
 
-/// How a directory exceeds the limit, if it does.
+/// Describes how a directory exceeds the limits; `None` if it does not.
 fn excess(dir: &Path) -> io::Result<Option<String>> {
     let disk = rustix::fs::statvfs(dir)?;
     let max_bytes = disk.f_blocks.saturating_mul(disk.f_frsize) / PART_OF_DISK;
@@ -83,14 +85,14 @@ fn exceeds(dir: &Path, max_bytes: u64, max_entries: u64) -> io::Result<Option<St
         }
         entries += 1;
         let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
-        // It may be gone.
+        // The file may be gone.
         let Ok(found) = statat(&*dir, name, flags) else { continue };
-        // In units of 512 bytes, whatever the block size is.
+        // The kernel counts units of 512 bytes, whatever the block size is.
         bytes = bytes.saturating_add(u64::try_from(found.st_blocks).unwrap_or(0).saturating_mul(512));
         if bytes > max_bytes {
             let most = bytes_text(max_bytes);
             return Ok(Some(format!(
-                "its directory holds more than {most}, a part of the node's disk for all jobs"
+                "its directory holds more than {most}, the part of the node's disk that a job may use"
             )));
         }
         if entries > max_entries {
@@ -99,9 +101,7 @@ fn exceeds(dir: &Path, max_bytes: u64, max_entries: u64) -> io::Result<Option<St
         if FileType::from_raw_mode(found.st_mode) == FileType::Directory && found.st_dev == device {
             let Ok(below) = open(&*dir, name) else { continue };
             if pending.len() == MAX_DEPTH {
-                return Ok(Some(format!(
-                    "its directory has more than {MAX_DEPTH} directories within each other"
-                )));
+                return Ok(Some(format!("its directory has more than {MAX_DEPTH} levels of directories")));
             }
             pending.push((Dir::read_from(&below)?, below));
         }

@@ -1,17 +1,20 @@
-//! The environment of training jobs on a node that accepts no commands (`jobs.allow_commands = false`). Pure.
+//! Restricts the environment of training jobs on a node that accepts no commands (`jobs.allow_commands = false`). Pure.
 //!
-//! A variable can make a process run code of its user: the loader, NCCL, CUDA, cuDNN, libibverbs, glibc and Python have
-//! dozens of such variables, directly or through a file that they name, and each release adds some. So only variables
-//! that are known to be harmless reach the job. None of them names a file that is executed or loaded, or one that
-//! names such files.
+//! Environment variables can make a process run the user's code: the loader, NCCL, CUDA, cuDNN, libibverbs, glibc and
+//! Python have dozens of variables that do so, directly or through a file that they name, and each release adds some.
+//! So
+//! only variables that are known to be harmless reach the job. None of these names a file that is executed or loaded,
+//! or a
+//! file that names such files.
 //!
-//! NCCL also reads `~/.nccl.conf`, which its user can write. It does not if `NCCL_CONF_FILE` names another file, so
-//! that is set to the operator's.
+//! NCCL also reads `~/.nccl.conf`, which the user can write, unless `NCCL_CONF_FILE` names another file. Therefore that
+//! variable is set to the operator's file.
 
-/// Variables that reach training jobs. A `*` at the end stands for any text.
+/// Variables that reach training jobs. A `*` at the end matches any text.
 const ALLOWED: [&str; 79] = [
-    // The user and the session. HOME and the directories of caches are the user's own in any case: what is cached there
-    // is code for the GPUs of the job.
+    // The user and the session. HOME and the cache directories are the user's own in any case; the caches hold code for
+    // the
+    // GPUs of the job.
     "HOME",
     "USER",
     "LOGNAME",
@@ -34,10 +37,11 @@ const ALLOWED: [&str; 79] = [
     "XLAUNCH_ARRAY_JOB",
     "XLAUNCH_ARRAY_INDEX",
     "RUST_BACKTRACE",
-    // Threads and memory of the process. Not OMP_TOOL_LIBRARIES and the like.
+    // Threads and memory of the process, but not OMP_TOOL_LIBRARIES and similar variables.
     "OMP_NUM_THREADS",
     "MALLOC_ARENA_MAX",
-    // CUDA and its libraries: numbers and switches. Not CUDA_INJECTION64_PATH, CUDA_CACHE_PATH, CUBLAS_LOGDEST_DBG.
+    // CUDA and its libraries: numbers and switches, but not CUDA_INJECTION64_PATH, CUDA_CACHE_PATH and
+    // CUBLAS_LOGDEST_DBG.
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_LAUNCH_BLOCKING",
     "CUDA_MODULE_LOADING",
@@ -51,7 +55,8 @@ const ALLOWED: [&str; 79] = [
     "CUDNN_LOGINFO_DBG",
     "CUDNN_LOGLEVEL_DBG",
     "CUDNN_LOGWARN_DBG",
-    // NCCL: numbers, switches and names of interfaces and devices. Not NCCL_CONF_FILE, NCCL_*_PLUGIN, nor the files of
+    // NCCL: numbers, switches and names of interfaces and devices, but not NCCL_CONF_FILE, NCCL_*_PLUGIN, and the files
+    // of
     // topologies and graphs.
     "NCCL_ALGO",
     "NCCL_BUFFSIZE",
@@ -98,20 +103,20 @@ const ALLOWED: [&str; 79] = [
     "NCCL_SOCKET_NTHREADS",
 ];
 
-/// Variables of these names are set to configure a job, so that the user is told if they do not reach it.
+/// Prefixes of variables that configure a job. The user is told if such a variable does not reach the job.
 const CONFIGURING: [&str; 11] =
     ["LD_", "NCCL_", "CUDA_", "CUDNN_", "CUBLAS", "NVTX_", "NVIDIA_", "OMP_", "UCX_", "FI_", "XLAUNCH_"];
 
-/// Set for every training job.
+/// Variable that is set for every training job.
 const OPERATORS_NCCL_CONFIGURATION: &[u8] = b"NCCL_CONF_FILE=/etc/nccl.conf";
 
-/// Removes every variable that is not known to be harmless.
+/// Removes all variables that are not known to be harmless.
 pub(crate) fn restrict(environment: &mut Vec<Vec<u8>>) {
     environment.retain(|variable| is_allowed(name(variable)));
     environment.push(OPERATORS_NCCL_CONFIGURATION.to_vec());
 }
 
-/// The variables that configure a job and that [`restrict`] removes, in order.
+/// Returns the names of configuring variables that [`restrict`] removes, sorted.
 pub(crate) fn withheld(environment: &[Vec<u8>]) -> Vec<String> {
     let names = environment.iter().map(|variable| name(variable)).filter(|name| !is_allowed(name));
     let configuring = names.filter(|name| CONFIGURING.iter().any(|start| name.starts_with(start.as_bytes())));
@@ -140,8 +145,9 @@ mod tests {
         names.iter().map(|name| format!("{name}=/x").into_bytes()).collect()
     }
 
-    /// What the loader, glibc, NCCL, CUDA, cuDNN, OpenMP, libibverbs, UCX, libfabric, Python, Rust and a shell load,
-    /// run, or read such paths from.
+    /// Variables that name code to load or run, or files with such names, for the loader, glibc, NCCL, CUDA, cuDNN,
+    /// OpenMP,
+    /// libibverbs, UCX, libfabric, Python, Rust and shells.
     const CODE: [&str; 49] = [
         "LD_PRELOAD",
         "LD_LIBRARY_PATH",
@@ -197,7 +203,7 @@ mod tests {
     #[test]
     fn variables_that_lead_to_code_do_not_reach_a_training_job() {
         let mut environment = variables(&CODE);
-        // Without a value, or with an empty name, they are no harmless ones either.
+        // Variables without a value or with an empty name are not harmless either.
         environment.extend([b"LD_PRELOAD".to_vec(), b"=x".to_vec(), Vec::new()]);
         restrict(&mut environment);
         assert_eq!(environment, [OPERATORS_NCCL_CONFIGURATION.to_vec()]);

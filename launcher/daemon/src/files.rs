@@ -1,27 +1,29 @@
-//! Job directories: the files through which the daemon and the agents, processes of other users, communicate.
+//! Job directories: the files through which the daemon communicates with agents, which are processes of other users.
 //!
 //! ```text
 //! <state>/jobs/<id>/            owned by the daemon; the job's user can traverse it
 //!     job.json                  the submission with its environment; readable by the daemon only; until the job ends
 //!     agent.json                AgentRecord of the newest start
 //!     agent/                    owned by the job's user, mode 0700
-//!         begun-<start>         written by the agent of this start when it has received its description
+//!         begun-<start>         written by the agent of this start once it has received its description
 //!         agent.sock            the agent's gRPC socket
 //!         agent.log             the agent's own output
 //!         status.pb             the last StatusReply
 //!         result.json           JobResult; written last, atomically
 //!         logs/attempt_<n>/<local rank>/
-//! <state>/ids                   which job ids may have been given out; see [`crate::ids`]
-//! <state>/arrays/<id>.json      the submission of an array, by its first job: `job.json` for all of its jobs
+//! <state>/ids                   the job ids that may have been assigned; see [`crate::ids`]
+//! <state>/arrays/<id>.json      the submission of an array, named after its first job: the `job.json` of all its jobs
 //! <state>/trash/                directories of forgotten jobs, until they are removed
 //! ```
 //! Invariants, even if the daemon is killed at any point:
-//! - A start happens at most once, and an agent that may do anything is recorded: it does nothing before it has read a
+//! - A start happens at most once, and every agent that can act is recorded: an agent does nothing before it has read a
 //!   complete [`Description`] from its standard input, which the daemon sends after it has written `agent.json`.
-//! - Whether an agent runs is never read from `agent/`. What an agent reports counts only once it is known not to run,
-//!   and only for its own job: whether it had begun, and how it ended.
-//! - Nothing in `agent/` is trusted: it is read without following links, only from regular files of the job's user, and
-//!   at most 1 MiB.
+//! - Whether an agent runs is never read from `agent/`. An agent's report (whether it had begun, and how it ended)
+//! counts
+//!   only once the agent is known to have exited, and only for its own job.
+//! - Nothing in `agent/` is trusted: only regular files of the job's user are read, without following links, and at
+//! most
+//!   1 MiB of each.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -44,108 +46,109 @@ use super::state::Element;
 use super::trash::Trash;
 use super::trusted_path;
 
-/// Version of the files between daemon and agent. 2: a command is a `CommandSpec`, not a command line. 3: the agent
-/// waits for its description and does not take on the job's environment.
+/// Version of the files that daemon and agent exchange. Since 2, a command is a `CommandSpec` instead of a command
+/// line.
+/// Since 3, the agent waits for its description and does not run in the job's environment.
 pub const PROTOCOL: u32 = 3;
 /// Name of the file with the agent's last `StatusReply`.
 pub const STATUS: &str = "status.pb";
 /// Name of the file with the [`JobResult`].
 pub const RESULT: &str = "result.json";
 const AGENT_RECORD: &str = "agent.json";
-/// Space that is allocated for a result: its texts are at most 4 KiB each.
+/// Space allocated in advance for a result, whose texts are at most 4 KiB each.
 const RESERVED_RESULT_BYTES: u64 = 16 << 10;
-/// Bytes of a file of a job's user that are read.
+/// Limit on the bytes read from a file of a job's user.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// What an agent runs. It reads this from standard input.
+/// Describes a job to its agent, which reads this from standard input.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Description {
     pub protocol: u32,
     pub job: u64,
     pub name: String,
     pub work_dir: PathBuf,
-    /// `NAME=VALUE`, not necessarily UTF-8.
+    /// Variables as `NAME=VALUE`, not necessarily UTF-8.
     pub environment: Vec<Vec<u8>>,
     pub work: Work,
     pub workers: u32,
-    /// Counts from 1; 0 in `job.json`.
+    /// Number of the start, counted from 1; 0 in `job.json`.
     pub start: u32,
     /// UUIDs of the GPUs that the job holds; empty for a CPU job and in `job.json`.
     pub gpus: Vec<String>,
-    /// An earlier start was lost: training continues from its newest checkpoint.
+    /// Whether an earlier start was lost, so that training continues from its newest checkpoint.
     #[serde(default)]
     pub requeued: bool,
-    /// Output that is kept of each stream of each worker of a command, in bytes; the agent's default if it is not set.
+    /// Maximum output kept of each stream of each worker of a command, in bytes. `None` for the agent's default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_output: Option<u64>,
 }
 
-/// What a start adds to the submission.
+/// The values that a start adds to the submission.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct StartOptions {
-    /// UUIDs.
+    /// UUIDs of the GPUs that the job holds.
     pub(crate) gpus: Vec<String>,
     pub(crate) requeued: bool,
-    /// The job's place in its array.
+    /// The job's place in its array, if it belongs to one.
     pub(crate) element: Option<Element>,
-    /// The node accepts only training jobs, whose environment is restricted.
+    /// Whether the node accepts only training jobs, whose environment is restricted.
     pub(crate) only_training: bool,
-    /// Output that is kept of each stream of each worker of a command, in bytes.
+    /// Maximum output kept of each stream of each worker of a command, in bytes.
     pub(crate) max_output: Option<u64>,
-    /// The owner of an array's job, whose directory is created at its first start.
+    /// Owner of the job's directory. The directory of an array's job is created at its first start.
     pub(crate) uid: u32,
     pub(crate) gid: u32,
 }
 
-/// The agent of a start, as the daemon that started it has recorded it.
+/// Record of a start's agent, written by the daemon that started it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AgentRecord {
-    /// Counts from 1.
+    /// Number of the start, counted from 1.
     pub start: u32,
-    /// `None` if it runs in a unit of systemd.
+    /// `None` if the agent runs in a systemd unit.
     pub process: Option<ProcessId>,
-    /// The name of the job's user.
+    /// Name of the job's user.
     #[serde(default)]
     pub user: String,
     /// UUIDs of the GPUs that the job holds.
     #[serde(default)]
     pub gpus: Vec<String>,
-    /// [`boot_id`](crate::boot_id) when it started; empty in records of version 0.2.
+    /// [`boot_id`](crate::boot_id) at the start; empty in records of version 0.2.
     #[serde(default)]
     pub boot: String,
-    /// When it started, in milliseconds on the node's clock.
+    /// Start time, in milliseconds on the node's clock.
     #[serde(default)]
     pub at: u64,
 }
 
-/// A job's directory, as far as it tells about a job that the journal does not know.
+/// Facts about a job that is missing in the journal, as far as its directory shows them.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct FoundDir {
-    /// The owner of what its user can write.
+    /// Owner of the part of the directory that the job's user can write.
     pub(crate) uid: u32,
     pub(crate) gid: u32,
-    /// Its submission, unless it has ended or belongs to an array.
+    /// The submission, unless the job has ended or belongs to an array.
     pub(crate) description: Option<Description>,
-    /// The agent of its newest start.
+    /// The agent of the newest start.
     pub(crate) agent: Option<AgentRecord>,
 }
 
-/// Identifies a process: its id alone may be used again.
+/// Identifies a process. A process id alone is not enough, as it may be reused.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessId {
     pub pid: u32,
     /// Start time in clock ticks since boot.
     pub started: u64,
-    /// [`boot_id`](crate::boot_id) when it started.
+    /// [`boot_id`](crate::boot_id) at the start of the process.
     pub boot: String,
 }
 
-/// How a job ended, as reported by its agent.
+/// Outcome of a job, as reported by its agent.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct JobResult {
     pub exit: u8,
-    /// It was stopped on request.
+    /// Whether the job was stopped on request.
     pub stopped: bool,
     pub reason: String,
     pub report: String,
@@ -153,7 +156,7 @@ pub struct JobResult {
     pub rank: Option<u32>,
     pub attempt: u32,
     pub start: u32,
-    /// What its workers have used.
+    /// Resources that the workers have used.
     pub usage: Option<Usage>,
 }
 
@@ -163,7 +166,7 @@ pub(crate) struct JobDirs {
     root: PathBuf,
     arrays: PathBuf,
     trash: Trash,
-    /// The daemon is root, so agents run as other users.
+    /// Whether the daemon runs as root, so that agents run as other users.
     is_root: bool,
 }
 
@@ -183,7 +186,7 @@ impl JobDirs {
         self.root.join(job.to_string())
     }
 
-    /// The part of the job's directory that its user owns.
+    /// Returns the part of the job's directory that its user owns.
     pub(crate) fn agent(&self, job: u64) -> PathBuf {
         self.job(job).join("agent")
     }
@@ -192,13 +195,15 @@ impl JobDirs {
         self.agent(job).join("logs")
     }
 
-    /// Creates the directory of a job. An existing one is left over from a submission that was never acknowledged.
+    /// Creates the directory of a job. An existing directory is left over from a submission that was never
+    /// acknowledged,
+    /// and is removed.
     pub(crate) fn create(&self, description: &Description, uid: u32, gid: u32) -> io::Result<()> {
         self.remove(description.job)?;
         self.create_dir(description.job, uid, gid, Some(description))
     }
 
-    /// Creates the submission of an array. The directories of its jobs are created when they start.
+    /// Stores the submission of an array. The directories of its jobs are created when they start.
     pub(crate) fn create_array(&self, description: &Description) -> io::Result<()> {
         write(&self.arrays, &array_file(description.job), &serde_json::to_vec(description)?)
     }
@@ -206,8 +211,8 @@ impl JobDirs {
     fn create_dir(&self, job: u64, uid: u32, gid: u32, description: Option<&Description>) -> io::Result<()> {
         let dir = self.job(job);
         std::fs::DirBuilder::new().mode(0o711).create(&dir)?;
-        // Other users are not to see whose job it is and when its files change. Where a file system has no access
-        // control lists, they can traverse the directory, too.
+        // Other users must not see whose job it is and when its files change. On a file system without access control
+        // lists, other users can traverse the directory too.
         let mode = if self.is_root && allow_user(&dir, uid).is_ok() { 0o710 } else { 0o711 };
         std::fs::set_permissions(&dir, std::fs::Permissions::from_mode(mode))?;
         if let Some(description) = description {
@@ -222,20 +227,20 @@ impl JobDirs {
         sync_dir(&self.root)
     }
 
-    /// The description of one start of a job, as its agent gets it.
+    /// Returns the description of one start of a job, as sent to its agent.
     pub(crate) fn description(&self, job: u64, start: u32, options: &StartOptions) -> io::Result<Vec<u8>> {
         let mut description = self.submission(job, options)?;
         (description.start, description.requeued) = (start, options.requeued);
         description.gpus.clone_from(&options.gpus);
         description.max_output = options.max_output;
-        // Not at the submission: the operator may have changed the rule since.
+        // Restricted here and not at the submission, because the operator may have changed the setting since.
         if options.only_training {
             environment::restrict(&mut description.environment);
         }
         Ok(serde_json::to_vec(&description)?)
     }
 
-    /// The submission of a job: its own or, with its place in the environment, that of its array.
+    /// Reads the submission of a job: its own, or that of its array with the job's place added to the environment.
     fn submission(&self, job: u64, options: &StartOptions) -> io::Result<Description> {
         let Some(element) = options.element else {
             return Ok(serde_json::from_slice(&fs_err::read(self.job(job).join("job.json"))?)?);
@@ -250,7 +255,8 @@ impl JobDirs {
             description.environment.push(format!("{prefix}{value}").into_bytes());
         }
         if !self.agent(job).is_dir() {
-            // Left over from a start that was interrupted between its two directories.
+            // A remaining directory is from a start that was interrupted after creating the first of its two
+            // directories.
             self.remove(job)?;
             self.create_dir(job, options.uid, options.gid, None)?;
         }
@@ -262,20 +268,20 @@ impl JobDirs {
         write(&self.job(job), AGENT_RECORD, &serde_json::to_vec(record)?)
     }
 
-    /// The agent of this start, if it was recorded.
+    /// Returns the agent of this start, if it was recorded.
     pub(crate) fn agent_record(&self, job: u64, start: u32) -> Option<AgentRecord> {
         self.newest_agent(job).filter(|record| record.start == start)
     }
 
-    /// The agent of the newest start, if it was recorded.
+    /// Returns the agent of the newest start, if it was recorded.
     pub(crate) fn newest_agent(&self, job: u64) -> Option<AgentRecord> {
         let bytes = fs_err::read(self.job(job).join(AGENT_RECORD)).ok()?;
         serde_json::from_slice(&bytes).ok()
     }
 
-    /// What the job's directory tells; `None` if it is incomplete.
+    /// Reads the facts that the job's directory shows; `None` if the directory is incomplete.
     pub(crate) fn found(&self, job: u64) -> Option<FoundDir> {
-        // The user owns this directory and cannot replace it: it is in one of the daemon's.
+        // The user owns this directory but cannot replace it, because it is in a directory of the daemon.
         let agent = fs_err::symlink_metadata(self.agent(job)).ok().filter(std::fs::Metadata::is_dir)?;
         let description = fs_err::read(self.job(job).join("job.json")).ok();
         Some(FoundDir {
@@ -286,52 +292,52 @@ impl JobDirs {
         })
     }
 
-    /// Whether the agent of this start has received its description.
+    /// Returns whether the agent of this start has received its description.
     pub(crate) fn has_begun(&self, job: u64, start: u32) -> bool {
         self.agent(job).join(begun(start)).symlink_metadata().is_ok()
     }
 
-    /// The result of a job, once its agent has written it.
+    /// Reads the result of a job, if its agent has written one.
     pub(crate) fn result(&self, job: u64, uid: u32) -> Option<JobResult> {
         let bytes = read(&self.agent(job), RESULT, uid)?;
         serde_json::from_slice(&bytes).ok()
     }
 
-    /// The last status of an ended job.
+    /// Reads the last status of an ended job.
     pub(crate) fn last_status(&self, job: u64, uid: u32) -> Option<StatusReply> {
         let bytes = read(&self.agent(job), STATUS, uid).filter(|bytes| !bytes.is_empty())?;
         StatusReply::decode(bytes.as_slice()).ok()
     }
 
-    /// Removes the submission with its environment, which may hold secrets, once the job has ended.
+    /// Removes the submission of an ended job, because its environment may contain secrets.
     pub(crate) fn remove_submission(&self, job: u64) -> io::Result<()> {
         remove_if_present(&self.job(job).join("job.json"))
     }
 
-    /// Removes the submission of an array once its last job has ended.
+    /// Removes the submission of an array whose last job has ended.
     pub(crate) fn remove_array(&self, first: u64) -> io::Result<()> {
         remove_if_present(&self.arrays.join(array_file(first)))
     }
 
-    /// The first jobs of arrays that have a submission.
+    /// Returns the first jobs of all arrays that have a submission.
     pub(crate) fn arrays(&self) -> Vec<u64> {
         let entries = fs_err::read_dir(&self.arrays).into_iter().flatten().flatten();
         entries.filter_map(|entry| entry.file_name().to_str()?.strip_suffix(".json")?.parse().ok()).collect()
     }
 
-    /// Removes the job's directory, and what is in it in the background.
+    /// Removes the job's directory. Its contents are removed in the background.
     pub(crate) fn remove(&self, job: u64) -> io::Result<()> {
         self.trash.remove(&self.job(job))
     }
 
-    /// The ids of jobs that have a directory.
+    /// Returns the ids of all jobs that have a directory.
     pub(crate) fn all(&self) -> Vec<u64> {
         let entries = fs_err::read_dir(&self.root).into_iter().flatten().flatten();
         entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
     }
 }
 
-/// Creates a directory with exactly this mode, whatever the umask, or gives it to an existing one.
+/// Creates a directory with exactly this mode, whatever the umask, or sets the mode of an existing directory.
 fn open_or_create(dir: &Path, mode: u32) -> io::Result<()> {
     match std::fs::DirBuilder::new().mode(mode).create(dir) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
@@ -350,7 +356,7 @@ fn begun(start: u32) -> String {
     format!("begun-{start}")
 }
 
-/// Says that the agent of this start has its description. From here on the start has happened.
+/// Records that the agent of this start has received its description. From then on the start has happened.
 pub fn begin(agent: &Path, start: u32) -> io::Result<()> {
     write(agent, &begun(start), b"")
 }
@@ -363,13 +369,13 @@ pub fn write(dir: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     finish(file, bytes, &new, &dir.join(name))
 }
 
-/// Allocates space for the [`JobResult`], so that it can be written when the disk is full.
+/// Allocates space for the [`JobResult`], so that it can be written even if the disk is full.
 pub fn reserve_result(dir: &Path) -> io::Result<()> {
     let new = new_file(dir, RESULT);
     remove_if_present(&new)?;
     let file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(new)?;
     match rustix::fs::fallocate(&file, FallocateFlags::KEEP_SIZE, 0, RESERVED_RESULT_BYTES) {
-        // Not all file systems can do that.
+        // Not all file systems support that.
         Err(Errno::OPNOTSUPP) => Ok(()),
         allocated => Ok(allocated?),
     }
@@ -378,7 +384,7 @@ pub fn reserve_result(dir: &Path) -> io::Result<()> {
 /// Writes the [`JobResult`] into the space that was allocated for it, atomically and durably.
 pub fn write_result(dir: &Path, bytes: &[u8]) -> io::Result<()> {
     let new = new_file(dir, RESULT);
-    // The job may have put a link or a pipe in its place.
+    // The job may have replaced the file by a link or a pipe.
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
     let Ok(file) = std::fs::OpenOptions::new().write(true).custom_flags(flags).open(&new) else {
         return write(dir, RESULT, bytes);
@@ -386,7 +392,7 @@ pub fn write_result(dir: &Path, bytes: &[u8]) -> io::Result<()> {
     finish(file, bytes, &new, &dir.join(RESULT))
 }
 
-/// Writes a new file and gives it its name.
+/// Writes a new file and renames it to its final path.
 fn finish(mut file: File, bytes: &[u8], new: &Path, path: &Path) -> io::Result<()> {
     file.write_all(bytes)?;
     file.set_len(bytes.len() as u64)?;
@@ -399,7 +405,7 @@ fn new_file(dir: &Path, name: &str) -> PathBuf {
     dir.join(format!(".{name}.new"))
 }
 
-/// Removes a file, which need not exist.
+/// Removes a file if it exists.
 pub fn remove_if_present(path: &Path) -> io::Result<()> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -407,7 +413,7 @@ pub fn remove_if_present(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Whether a write failed because the disk or the quota is full, so that it may succeed later.
+/// Returns whether a write failed because the disk or the quota is full, in which case it may succeed later.
 pub fn is_full(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }
@@ -424,7 +430,7 @@ fn read(dir: &Path, name: &str, uid: u32) -> Option<Vec<u8>> {
 }
 
 fn open(dir: &Path, name: &str, uid: u32) -> io::Result<File> {
-    // The parents of `dir` are the daemon's, so only `dir` itself must not be a link.
+    // The parents of `dir` belong to the daemon, so only `dir` itself could be a link.
     let path = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let dir = rustix::fs::openat(CWD, dir, path, Mode::empty())?;
     safe_open::open_below(&dir, Path::new(name), uid)
@@ -497,7 +503,7 @@ mod tests {
         dirs.create(&description(1), uid, gid).unwrap();
         let found = dirs.found(1).unwrap();
         assert_eq!(found, FoundDir { uid, gid, description: Some(description(1)), agent: None });
-        // As an agent of version 0.2 was recorded.
+        // A record that version 0.2 has written.
         write(&state.path().join("jobs/1"), AGENT_RECORD, br#"{"start":3,"process":null}"#).unwrap();
         assert_eq!(
             dirs.found(1).unwrap().agent.map(|agent| (agent.start, agent.boot)),
@@ -553,7 +559,7 @@ mod tests {
         assert_eq!(dirs.result(1, uid), None);
         write(&agent, "result.json", &serde_json::to_vec(&result).unwrap()).unwrap();
         assert_eq!(dirs.result(1, uid), Some(result));
-        // A file of another user, as by a hard link where the kernel allows one.
+        // The file of another user, which a hard link can refer to if the kernel allows that.
         assert_eq!(dirs.result(1, uid + 1), None);
     }
 
@@ -576,10 +582,11 @@ mod tests {
         assert!(!dir.exists());
     }
 
-    /// Files written by the first release, whose agents may still run after an upgrade of the daemon.
+    /// Tests files written by the first release, whose agents may still run after an upgrade of the daemon.
     #[test]
     fn files_of_first_release_are_read() {
-        // A queued command was a command line then, which this release does not parse: its job fails with the reason.
+        // In the first release, a queued command was a command line. This release does not parse it: the job fails with
+        // that reason.
         let text = r#"{"protocol":1,"job":7,"name":"n","work_dir":"/w","environment":[[65,61,255]],
             "work":{"command":[[116]]},"workers":2,"start":1,"gpus":["GPU-a"]}"#;
         assert!(serde_json::from_str::<Description>(text).is_err());

@@ -1,5 +1,5 @@
-//! Entry points of the fuzz targets in `fuzz/`: the daemon's functions on what arrives from outside, without their
-//! effects. Only with the feature `fuzzing`; not part of the crate's interface.
+//! Entry points for the fuzz targets in `fuzz/`: the daemon's functions that process external input, without their
+//! effects. They exist only with the feature `fuzzing` and are not part of the crate's interface.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -26,7 +26,7 @@ use crate::web::{api, metrics};
 
 const NODE_MEMORY_BYTES: u64 = 64 << 30;
 
-/// The node on which jobs are admitted and scheduled.
+/// The node for which jobs are admitted and scheduled.
 #[derive(Clone, Copy, Debug)]
 pub struct Node {
     pub gpus: u32,
@@ -81,7 +81,7 @@ pub fn submit(
     Ok((submitted, description))
 }
 
-/// Records, and the jobs that they describe.
+/// Records of a journal, and the jobs that they describe.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct History {
     records: Vec<Record>,
@@ -107,13 +107,13 @@ impl History {
         self.jobs.apply(record);
     }
 
-    /// The journal with these records.
+    /// Returns a journal with these records.
     pub fn encode(&self) -> Vec<u8> {
         let lines = lines::encode(&self.records).unwrap_or_default();
         lines::with_header(&lines).unwrap_or_default()
     }
 
-    /// The history after a compaction of the journal.
+    /// Returns the history after a compaction of the journal.
     pub fn compacted(&self) -> Self {
         Self::of(self.jobs.records())
     }
@@ -122,7 +122,7 @@ impl History {
         self.jobs == other.jobs
     }
 
-    /// The numbers of jobs that start on a node, and of jobs that wait.
+    /// Returns the ids of jobs that start on a node, and of jobs that wait.
     pub fn schedule(&self, node: Node) -> (Vec<u64>, Vec<u64>) {
         let slot = |index: u32| GpuSlot { uuid: format!("GPU-{index}"), unusable: None };
         let resources = Resources {
@@ -136,19 +136,19 @@ impl History {
         (schedule.starts.into_iter().map(|(job, _)| job).collect(), schedule.waits.into_keys().collect())
     }
 
-    /// The numbers of queued jobs in starting order, and of those that are forgotten if `keep` ended ones are kept.
+    /// Returns the ids of queued jobs in starting order, and of jobs that are forgotten if `keep` ended jobs are kept.
     pub fn queued_and_forgotten(&self, keep: usize) -> (Vec<u64>, Vec<u64>) {
         (self.jobs.queue(0), self.jobs.ended_beyond(keep))
     }
 
-    /// The messages for all jobs, and for the node.
+    /// Returns the messages about all jobs and about the node.
     pub fn messages(&self) -> (Vec<Job>, NodeStatus) {
         let message = |entry| snapshot::job(&self.jobs, entry, None, 0, None, 0);
         let node = snapshot::node(&NodeStatus::default(), &self.jobs, &Inventory::default(), &[]);
         (self.jobs.jobs.values().map(message).collect(), node)
     }
 
-    /// The view of a job that has started, after these reports of its agent; and the restarts that are logged.
+    /// Returns the view of a started job after these reports of its agent, and the restarts that are logged.
     pub fn view(
         &mut self,
         submitted: Submitted,
@@ -184,7 +184,7 @@ impl History {
     }
 }
 
-/// The journal as it is after the repair that it needs.
+/// Returns the journal after the repair that it needs; `None` if this version refuses to read it.
 pub fn repaired(journal: &[u8]) -> Option<Vec<u8>> {
     Some(match lines::parse::<Record>(journal).ok()?.state {
         State::New => lines::with_header(&[]).ok()?,
@@ -194,17 +194,17 @@ pub fn repaired(journal: &[u8]) -> Option<Vec<u8>> {
     })
 }
 
-/// Whether a journal needs no repair.
+/// Returns whether a journal needs no repair.
 pub fn is_intact(journal: &[u8]) -> bool {
     lines::parse::<Record>(journal).is_ok_and(|parsed| parsed.state == State::Intact)
 }
 
-/// A line of a journal with this JSON.
+/// Returns a journal line with this JSON.
 pub fn seal(json: &[u8]) -> Vec<u8> {
     [lines::checksum(json).as_bytes(), json, b"\n"].concat()
 }
 
-/// A job as the page shows it, and the response to a scrape.
+/// Returns a job as the page shows it, and the response to a scrape of the metrics.
 pub fn page_and_metrics(view: &JobView) -> (Value, String) {
     let now = 3;
     let jobs = BTreeMap::from([(view.job.id, Arc::new(view.clone()))]);

@@ -1,4 +1,4 @@
-//! The node's GPUs, polled through NVML on a thread of its own: a driver call can block for seconds.
+//! Polls the node's GPUs through NVML, on a thread of its own because a driver call can block for seconds.
 
 use std::path::Path;
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
@@ -12,26 +12,26 @@ use xlaunch_agent::devices::nvml_problem;
 
 const GPU_POLL_INTERVAL: Duration = Duration::from_secs(5);
 
-/// All GPUs at one moment.
+/// State of all GPUs at one moment.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Inventory {
-    /// By index.
+    /// The GPUs in order of their index.
     pub(crate) gpus: Vec<GpuFacts>,
-    /// Why NVML failed; empty if it did not.
+    /// The reason why NVML failed; empty if it did not.
     pub(crate) problem: String,
 }
 
-/// One GPU at one moment. A measurement that the GPU does not support is `None`.
+/// State of one GPU at one moment. Measurements that the GPU does not support are `None`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct GpuFacts {
     pub(crate) index: u32,
     pub(crate) uuid: String,
-    /// Number of its device node, `/dev/nvidia<minor>`.
+    /// Minor number of the device node, `/dev/nvidia<minor>`.
     pub(crate) minor: Option<u32>,
     pub(crate) name: String,
-    /// A fault that needs an operator.
+    /// A fault that needs an operator's attention.
     pub(crate) sick: Option<String>,
-    /// Number of compute processes on it.
+    /// Number of compute processes on the GPU.
     pub(crate) processes: usize,
     pub(crate) busy_percent: Option<f64>,
     pub(crate) memory_used_bytes: Option<u64>,
@@ -41,20 +41,20 @@ pub(crate) struct GpuFacts {
 }
 
 impl GpuFacts {
-    /// Whether it is in this list of UUIDs and indices.
+    /// Returns whether the GPU is in this list of UUIDs and indices.
     pub(super) fn is_among(&self, named: &[String]) -> bool {
         named.iter().any(|named| *named == self.uuid || *named == self.index.to_string())
     }
 }
 
-/// The polling thread. It ends when this is dropped.
+/// Handle of the polling thread, which ends when this is dropped.
 #[derive(Debug)]
 pub(crate) struct GpuMonitor {
     poll_now: SyncSender<()>,
 }
 
 impl GpuMonitor {
-    /// Polls once, then starts the thread. The receiver is notified when something has changed.
+    /// Polls once, then starts the thread. The receiver is notified of every change.
     pub(crate) fn start() -> std::io::Result<(Self, watch::Receiver<Inventory>)> {
         let (poll_now, requests) = sync_channel::<()>(1);
         let (sender, receiver) = watch::channel(poll());
@@ -68,19 +68,19 @@ impl GpuMonitor {
         Ok((Self { poll_now }, receiver))
     }
 
-    /// The GPUs now, without a thread.
+    /// Polls the GPUs without starting a thread.
     pub(crate) fn poll_once() -> Inventory {
         poll()
     }
 
-    /// Polls now instead of at the end of the interval.
+    /// Makes the thread poll immediately instead of at the end of the interval.
     pub(crate) fn poll_now(&self) {
-        // A full channel means that a poll is requested already.
+        // A full channel means that a poll has already been requested.
         let _ = self.poll_now.try_send(());
     }
 }
 
-/// Opens NVML each time, because the driver may be loaded or unloaded while the daemon runs.
+/// Polls the GPUs. Opens NVML each time, because the driver may be loaded or unloaded while the daemon runs.
 fn poll() -> Inventory {
     let polled = || {
         let nvml = Nvml::init()?;
@@ -89,7 +89,7 @@ fn poll() -> Inventory {
     };
     match polled() {
         Ok(gpus) => Inventory { gpus, problem: String::new() },
-        // A node without a driver: it has no GPUs, which is not an error.
+        // A node without a driver has no GPUs, which is not an error.
         Err(NvmlError::LibloadingError(_)) if !Path::new("/dev/nvidiactl").exists() => Inventory::default(),
         Err(error) => Inventory { gpus: Vec::new(), problem: nvml_problem(&error) },
     }
@@ -98,7 +98,7 @@ fn poll() -> Inventory {
 fn facts(nvml: &Nvml, index: u32) -> GpuFacts {
     let lost = |error: NvmlError| GpuFacts {
         index,
-        // The UUID is unknown, and a GPU without UUID holds no job. Being sick, it gets none either.
+        // The UUID is unknown. No job holds a GPU without UUID, and as a sick GPU it gets no new one.
         sick: Some(format!("the driver cannot read it: {error}")),
         ..GpuFacts::default()
     };

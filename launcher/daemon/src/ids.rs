@@ -1,7 +1,8 @@
-//! The highest job id that may have been given out, kept apart from the journal.
+//! Stores the highest job id that may have been assigned, separately from the journal.
 //!
-//! Ids name directories, units and accounts, so none is given out twice, even if the journal is lost or an old one is
-//! restored. Ids are reserved in blocks, so that few submissions write this file.
+//! Ids name directories, units and accounts, so no id may be assigned twice, even if the journal is lost or an old
+//! journal
+//! is restored. Ids are reserved in blocks, so that only few submissions have to write this file.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -12,7 +13,7 @@ use crate::files;
 
 const IDS_FILE: &str = "ids";
 const IDS_VERSION: u32 = 1;
-/// Ids that are reserved at a time beyond those that are needed.
+/// Number of ids reserved in advance.
 const BLOCK: u64 = 1000;
 
 #[derive(Serialize, Deserialize)]
@@ -21,16 +22,16 @@ struct Content {
     reserved: u64,
 }
 
-/// The ids that the file reserves.
+/// The reserved ids.
 #[derive(Debug)]
 pub(crate) struct Ids {
     dir: PathBuf,
-    /// No higher id was ever given out.
+    /// Upper bound of the ids assigned so far.
     reserved: u64,
 }
 
 impl Ids {
-    /// Reads the file in the state directory. Without a file that can be read, nothing is reserved.
+    /// Reads the file in the state directory. A missing or invalid file reserves no ids.
     pub(crate) fn open(dir: &Path) -> io::Result<Self> {
         let reserved = match fs_err::read(dir.join(IDS_FILE)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => 0,
@@ -43,12 +44,13 @@ impl Ids {
         self.reserved
     }
 
-    /// Whether ids beyond the one after this were given out: then it is not the highest one.
+    /// Returns whether ids beyond the one after `submitted` may have been assigned, so that `submitted` is not the
+    /// highest.
     pub(crate) fn are_beyond(&self, submitted: u64) -> bool {
         submitted.saturating_add(1) < self.reserved.saturating_sub(BLOCK)
     }
 
-    /// Reserves the ids up to this one, durably.
+    /// Durably reserves the ids up to `highest`.
     pub(crate) fn reserve(&mut self, highest: u64) -> io::Result<()> {
         if highest <= self.reserved {
             return Ok(());

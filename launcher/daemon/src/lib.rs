@@ -1,4 +1,4 @@
-//! The node daemon: queues jobs, places them on GPUs, has each run by its own agent process, and serves their status.
+//! The node daemon: queues jobs, places them on GPUs, starts an agent process for each, and serves their status.
 //!
 //! ```text
 //! clients --gRPC, unix socket--> service --commands--> manager (one task) --records--> journal
@@ -42,7 +42,7 @@ pub mod users;
 pub mod view;
 pub(crate) mod web;
 
-/// Identifies the current boot of the system.
+/// Returns the id of the system's current boot; empty if it is unknown.
 pub fn boot_id() -> String {
     let id = fs_err::read_to_string("/proc/sys/kernel/random/boot_id");
     id.map(|id| id.trim().to_owned()).unwrap_or_default()

@@ -1,8 +1,8 @@
-//! What a job has used, as systemd or the job's agent has measured it.
+//! Resource usage of a job, measured by systemd or by the job's agent.
 
 use serde::{Deserialize, Serialize};
 
-/// What a job has used, over all its processes.
+/// Resource usage of a job, over all its processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Usage {
     pub cpu_ms: u64,

@@ -1,4 +1,4 @@
-//! The part of a job's state that is not in the journal: what its agent reports while this daemon follows it.
+//! The part of a job's state that is not in the journal: the reports of its agent while this daemon follows it.
 //!
 //! An agent runs as the job's user, so its reports are bounded before they are kept.
 
@@ -13,59 +13,59 @@ use xlaunch_proto::v1::{Accounting, Progress, RankStatus, Restart, StatusReply};
 use xlaunch_agent::status::board::MAX_PAST_RESTARTS;
 use xlaunch_agent::status::history::{MAX_POINTS, is_sound};
 
-/// Maximum size in memory of a kept status: enough for several hundred ranks.
+/// Maximum size of a kept status in memory: enough for several hundred ranks.
 const MAX_STATUS_BYTES: usize = 128 << 10;
 
 /// Maximum length of a restart's cause.
 const MAX_CAUSE_CHARS: usize = 500;
 
-/// What is to happen to a job that runs. It only ever rises.
+/// How a running job is to be stopped. The value only ever increases.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Stop {
     #[default]
     No,
-    /// Ask its agent to stop it, and kill it when its grace period is over.
+    /// Ask the agent to stop the job, and kill it when its grace period is over.
     Ask,
     Kill,
 }
 
-/// A job that is followed, or was. The default is a job that an earlier daemon started.
+/// A job that is or was followed. The default is a job that an earlier daemon started.
 #[derive(Debug, Default)]
 pub(super) struct JobRuntime {
-    /// The agent has introduced itself.
+    /// Whether the agent has begun.
     pub(super) runs: bool,
     /// Set to stop the job.
     pub(super) stop: watch::Sender<Stop>,
-    /// Why it is killed, if no user has asked for it.
+    /// The reason why the job is killed, if that was not requested by a user.
     pub(super) killed_for: Option<String>,
     /// Set to send this signal to the workers, once.
     pub(super) warning: watch::Sender<Option<i32>>,
-    /// The last status, and when it was received.
+    /// The last status, and the time at which it was received.
     pub(super) status: Option<(Arc<StatusReply>, Instant)>,
     /// Loss and throughput of a training job, oldest first.
     pub(super) history: Arc<[Progress]>,
-    /// Failures of attempts below this one have been logged. `None` until the first status of a job that an earlier
-    /// daemon started: that daemon has logged those before.
+    /// Failures of attempts below this number have been logged. `None` before the first status of a job that an earlier
+    /// daemon started: that daemon has logged the earlier failures.
     logged_attempts: Option<u32>,
 }
 
 impl JobRuntime {
-    /// `fresh`: this daemon starts the agent, rather than adopting it.
+    /// Creates the state of a job. `fresh`: this daemon starts the agent rather than adopting it.
     pub(super) fn new(fresh: bool) -> Self {
         Self { logged_attempts: fresh.then_some(0), ..Self::default() }
     }
 
-    /// Keeps a status of the agent, unless it is too large, and returns the restarts that were not logged yet.
+    /// Keeps a status of the agent unless it is too large. Returns the restarts that have not been logged yet.
     pub(super) fn update(&mut self, mut status: StatusReply) -> Vec<Restart> {
         let mut history = std::mem::take(&mut status.history);
         history.truncate(MAX_POINTS);
         self.history = history.into();
-        // An empty rank takes two bytes on the wire and several hundred in memory.
+        // An empty rank takes two bytes on the wire, but several hundred in memory.
         if encoded_size(&status) + status.ranks.len() * size_of::<RankStatus>() > MAX_STATUS_BYTES {
             return Vec::new();
         }
         let mut ranks = HashSet::new();
-        // Metrics have one series for each rank.
+        // Duplicate ranks are removed, because metrics have one series per rank.
         status.ranks.retain(|rank| ranks.insert(rank.rank));
         status.totals = status.totals.filter(is_sound);
         status.accounting = status.accounting.filter(Accounting::is_sound);

@@ -1,6 +1,8 @@
-//! Opens files below a directory that belongs to a job's user, who may have put anything in their place.
+//! Opens files below a directory that belongs to a job's user, who may have replaced them by anything.
 //!
-//! The daemon may run as root, so it must not be made to read a file that the user could not read, or to block on one.
+//! The daemon may run as root, so the user must not be able to make it read a file that the user cannot read, or block
+//! on a
+//! file.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -37,7 +39,7 @@ pub(super) fn open_below(dir: &OwnedFd, path: &Path, uid: u32) -> io::Result<Fil
         return Err(refused("is not a regular file"));
     }
     if found.st_uid != uid {
-        // Not whose it is: the caller may have linked a file here that it could not inspect.
+        // The error does not name the owner, because the caller may have linked a file here that it cannot inspect.
         return Err(refused("does not belong to the job's user"));
     }
     Ok(file.into())

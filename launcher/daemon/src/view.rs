@@ -65,13 +65,13 @@ impl JobView {
         job
     }
 
-    /// Whether the job is in a final state.
+    /// Returns whether the job is in a final state.
     pub fn has_ended(&self) -> bool {
         has_ended(self.job.state())
     }
 }
 
-/// Whether this state is final.
+/// Returns whether this state is final.
 pub fn has_ended(state: NodeJobState) -> bool {
     use NodeJobState::{Cancelled, Done, Failed, Lost};
     matches!(state, Done | Failed | Cancelled | Lost)
@@ -88,8 +88,8 @@ pub struct Caller {
 }
 
 impl Caller {
-    /// Whether the caller may see and cancel the jobs that a user with this id and name has submitted. An id is given
-    /// to another user when its account is removed. Jobs of version 0.1 have no name.
+    /// Returns whether the caller may see and cancel the jobs that a user with this id and name has submitted. An id is
+    /// given to another user when its account is removed. Jobs of version 0.1 have no name.
     pub fn may_see(&self, uid: u32, user: &str) -> bool {
         self.admin || (self.uid == uid && (user.is_empty() || self.name == user))
     }

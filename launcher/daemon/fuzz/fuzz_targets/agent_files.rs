@@ -1,6 +1,7 @@
-//! What the agent of a job, a process of its user, reports: its result and its status, as files and as messages; and
-//! the daemon's record of it. It is bounded before it is kept, encoded, shown on the page and in `/metrics`, and
-//! printed by the clients.
+//! Fuzzes the reports of an agent, which is a process of the job's user: result and status, as files and as messages,
+//! and
+//! the daemon's record of the agent. Reports must be bounded before they are kept, encoded, shown on the page and in
+//! `/metrics`, and printed by the clients.
 #![no_main]
 
 #[path = "../../../src/render/mod.rs"]
@@ -27,7 +28,7 @@ const NOW: u64 = 1_000_000;
 #[derive(Arbitrary, Debug)]
 enum Input<'a> {
     Record(&'a [u8]),
-    /// Statuses, and the result.
+    /// Two optional statuses and a result.
     Report(Status<'a>, Option<Status<'a>>, Option<&'a [u8]>),
     Log(&'a [u8], u8),
 }
@@ -189,7 +190,7 @@ fn report(statuses: Vec<StatusReply>, result: Option<JobResult>) {
     printed(&message);
 }
 
-/// JSON is valid, and metrics are lines of distinct series.
+/// Checks that the JSON is valid and that the metrics are lines of distinct series.
 fn page(view: &JobView) {
     let (page, metrics) = page_and_metrics(view);
     let text = page.to_string();
@@ -203,7 +204,8 @@ fn page(view: &JobView) {
     }
 }
 
-/// Nothing acts on the terminal, and each rank and restart takes the lines that it may.
+/// Checks that printed text contains no terminal control sequences and no more lines than its ranks and restarts may
+/// take.
 fn printed(job: &Job) {
     let ranks = job.status.as_ref().map_or(0, |status| status.ranks.len());
     let text = render::job::text(job, NOW, WIDTH);
@@ -227,7 +229,9 @@ fn assert_lines(text: &str, most: usize) {
     assert!(text.lines().count() <= most, "more than {most} lines:\n{text}");
 }
 
-/// A log is the same text whatever chunks it comes in, up to an incomplete character at its end.
+/// Checks that the text of a log does not depend on the chunks in which it arrives, up to an incomplete character at
+/// its
+/// end.
 fn log(bytes: &[u8], cut: usize) {
     let (first, second) = bytes.split_at(cut.min(bytes.len()));
     let mut chunks = render::sanitize::LogSanitizer::default();

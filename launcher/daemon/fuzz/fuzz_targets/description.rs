@@ -1,5 +1,6 @@
-//! Descriptions of jobs as an agent reads them (`start-N.json`), and the descriptions of commands and training jobs in
-//! them. What is read is valid, written as it was read, and can be resolved on a node.
+//! Fuzzes descriptions of jobs as an agent reads them (`start-N.json`), including the descriptions of commands and
+//! training
+//! jobs in them. A description that is accepted must be valid, be written as it was read, and be resolvable on a node.
 #![no_main]
 
 mod patch;
@@ -78,13 +79,13 @@ fuzz_target!(|input: Input<'_>| match input {
 });
 
 fn resolve(spec: CommandSpec, gpus: u8) {
-    // The daemon has checked what it wrote.
+    // The daemon has checked the descriptions that it wrote.
     if spec.check().is_err() {
         return;
     }
     assert!(!spec.name().contains('/'));
     let _ = spec.to_string();
-    // Scripts are looked for on the disk, and this one cannot be missing.
+    // Resolving looks for scripts on the disk, so use a binary, which is not looked up.
     let spec = match spec.program {
         Program::Binary(_) => spec,
         _ => CommandSpec { program: Program::Binary("true".into()), ..spec },

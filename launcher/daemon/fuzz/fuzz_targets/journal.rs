@@ -1,4 +1,5 @@
-//! A journal with any content: parsed, repaired, applied, compacted. Repair and compaction lose nothing that is valid.
+//! Fuzzes journals with arbitrary contents: parses, repairs, applies and compacts them. Repair and compaction must keep
+//! all valid records.
 #![no_main]
 
 use std::time::Duration;
@@ -10,9 +11,9 @@ use xlaunch_daemon::fuzz::{History, Node, is_intact, repaired, seal};
 
 #[derive(Arbitrary, Debug)]
 enum Input<'a> {
-    /// The file.
+    /// The contents of the file.
     File(&'a [u8]),
-    /// Its lines, most of them with a checksum.
+    /// The lines of the file, most of them with a valid checksum.
     Lines(Vec<Line<'a>>),
 }
 
@@ -25,7 +26,7 @@ enum Line<'a> {
     Repeated(u8),
 }
 
-/// Numbers are mostly small, so that records refer to each other.
+/// A number, mostly small, so that records refer to each other.
 #[derive(Arbitrary, Debug)]
 enum Number {
     Small(u8),

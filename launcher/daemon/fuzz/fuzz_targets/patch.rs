@@ -1,4 +1,4 @@
-//! Valid JSON documents with some values replaced: bytes alone would seldom be a document that is accepted.
+//! Builds fuzz inputs from valid JSON documents by replacing some values: random bytes are rarely an accepted document.
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use serde_json::{Value, json};
@@ -10,7 +10,7 @@ pub enum Document<'a> {
     Patched(Vec<Patch<'a>>),
 }
 
-/// Replaces one of the values of a document, or adds one.
+/// Replaces a value of a document, or adds one.
 #[derive(Arbitrary, Debug)]
 pub struct Patch<'a> {
     at: u8,
@@ -63,7 +63,7 @@ const VARIANTS: [&str; 24] = [
 ];
 
 impl Document<'_> {
-    /// The text of the document, which is based on `valid`.
+    /// Returns the text of the document. Patches apply to `valid`.
     pub fn text(&self, valid: &Value) -> Vec<u8> {
         let patches = match self {
             Self::Text(text) => return text.to_vec(),
@@ -78,7 +78,7 @@ impl Document<'_> {
     }
 }
 
-/// The number of values in a document, itself included.
+/// Counts the values in a document, including itself.
 fn count(value: &Value) -> usize {
     1 + match value {
         Value::Object(map) => map.values().map(count).sum(),
@@ -87,7 +87,7 @@ fn count(value: &Value) -> usize {
     }
 }
 
-/// The value of a document after `skip` others.
+/// Returns the value of a document that follows `skip` others.
 fn nth<'a>(value: &'a mut Value, skip: &mut usize) -> Option<&'a mut Value> {
     if *skip == 0 {
         return Some(value);

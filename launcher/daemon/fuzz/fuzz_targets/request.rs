@@ -1,5 +1,5 @@
-//! Requests of any user: decoded from the wire, checked, resolved, admitted, and written to the journal. What is
-//! accepted is bounded and is read back as it was written.
+//! Fuzzes requests, which any user may send: they are decoded, checked, resolved, admitted, and written to the journal.
+//! Accepted requests must be bounded and be read back as they were written.
 #![no_main]
 
 mod patch;
@@ -24,7 +24,7 @@ use xlaunch_proto::v1::{
     SubmitRequest, UpdateRequest, WarningSignal, submit_request,
 };
 
-/// Limit on what a user is told about a request that is refused. Clients accept headers of 16 KiB.
+/// Limit on the message about a refused request. Clients accept headers of 16 KiB.
 const MAX_REFUSAL_BYTES: usize = 4096;
 
 #[derive(Arbitrary, Debug)]
@@ -153,7 +153,7 @@ fuzz_target!(|input: Input<'_>| {
     }
 });
 
-/// The checked form of a message.
+/// Decodes a message and converts it to its checked form.
 fn checked<M: Message + Default, T: TryFrom<M, Error: std::fmt::Display>>(bytes: &[u8]) -> Option<T> {
     let checked = T::try_from(M::decode(bytes).ok()?).map_err(|error| error.to_string());
     checked.inspect_err(|error| assert!(error.len() <= MAX_REFUSAL_BYTES, "{error}")).ok()

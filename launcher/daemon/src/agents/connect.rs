@@ -1,9 +1,12 @@
 //! Connections to agents.
 //!
-//! The socket's directory belongs to the job's user, who may have put anything in its place. The daemon connects only
-//! to a socket of that user, which it reaches without a link, and uses the connection only if its peer is a process of
-//! that user: no user can make the daemon query or stop another user's job, or wake a service of the system. Message
-//! and window sizes are bounded.
+//! The directory of the socket belongs to the job's user, who may have replaced the socket. The daemon connects only to
+//! a
+//! socket of that user, without following links, and uses the connection only if the peer is a process of that user. So
+//! no
+//! user can make the daemon query or stop another user's job, or activate a system service. Message and window sizes
+//! are
+//! bounded.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -19,14 +22,14 @@ use xlaunch_proto::v1::agent_client::AgentClient;
 
 /// Maximum size of a message. Agents send logs in chunks of 64 KiB.
 const AGENT_MESSAGE_BYTES: usize = 256 << 10;
-/// HTTP/2 flow-control window of a stream and of the connection.
+/// HTTP/2 flow-control window of a stream, and of the connection.
 const AGENT_WINDOW_BYTES: u32 = 128 << 10;
 const AGENT_HEADER_BYTES: u32 = 16 << 10;
 const AGENT_KEEPALIVE_INTERVAL: Duration = Duration::from_secs(20);
 const AGENT_KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Connects to `socket` if a process of user `uid` listens on it. The channel does not reconnect: when the connection
-/// breaks, calls fail.
+/// Connects to `socket` if a process of user `uid` listens on it. The channel does not reconnect: calls fail once the
+/// connection is broken.
 pub(crate) async fn connect(socket: &Path, uid: u32) -> io::Result<AgentClient<Channel>> {
     let refused = || io::Error::other("there is no socket of the job's user");
     let (dir, name) = socket.parent().zip(socket.file_name()).ok_or_else(refused)?;

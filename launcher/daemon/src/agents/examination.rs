@@ -1,12 +1,14 @@
-//! The process that examines GPUs: this program as `xlaunch doctor`, which the daemon's user runs. The daemon itself
-//! never calls CUDA.
+//! Runs the process that examines GPUs: this program as `xlaunch doctor`, under the daemon's user. The daemon itself
+//! never
+//! calls CUDA.
 //!
 //! ```text
 //! files of the last examination removed --> process (under systemd: a unit) --its stdout--> report
 //!                                             ^ ends when its stdin does, as at the timeout and with the daemon
 //! ```
-//! It uses no file or directory that a job's user can write: a full or prepared `/tmp` must not make a GPU fail. Its
-//! cache, which stays, has the rates that later examinations compare with.
+//! The process uses no files or directories that a job's user can write: a full or manipulated `/tmp` must not make a
+//! GPU
+//! fail. Its cache is kept, because later examinations compare with the rates in it.
 
 use std::fs::DirBuilder;
 use std::io;
@@ -34,22 +36,23 @@ use crate::state::examination::Ending;
 pub(crate) const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Arguments of the process.
 pub(super) const DOCTOR: [&str; 3] = ["doctor", "--json", "--while-stdin-is-open"];
-/// Bytes of each output that are read: more than a report has.
+/// Limit on the bytes read from each output. Reports are smaller.
 const MAX_OUTPUT_BYTES: u64 = 4 << 20;
-/// Variables of the daemon that reach the process, by prefix: the operator's settings of libraries and of workers.
+/// Prefixes of the daemon's variables that are passed to the process: the operator's settings for libraries and
+/// workers.
 const PASSED_ON_PREFIXES: [&str; 3] = ["LD_LIBRARY_PATH", "XLAUNCH_", "NCCL_"];
 
 /// An examination to start.
 #[derive(Clone, Debug)]
 pub(crate) struct ExaminationStart {
-    /// UUIDs.
+    /// UUIDs of the GPUs.
     pub(crate) gpus: Vec<String>,
-    /// For its files; it belongs to the daemon's user.
+    /// Directory for the files of the process. It belongs to the daemon's user.
     pub(crate) dir: PathBuf,
     pub(crate) timeout: Duration,
 }
 
-/// The ends of the pipes to the process that it gets.
+/// The process's ends of its pipes.
 pub(super) struct Stdio {
     pub(super) input: OwnedFd,
     pub(super) output: OwnedFd,
@@ -57,7 +60,7 @@ pub(super) struct Stdio {
 }
 
 impl AgentStarter {
-    /// Examines GPUs, in at most the timeout and [`EXIT_TIMEOUT`].
+    /// Examines GPUs. Takes at most the timeout plus [`EXIT_TIMEOUT`].
     pub(crate) async fn examine(&self, start: &ExaminationStart) -> Ending {
         match self.run_examination(start).await {
             Ok(ending) => ending,
@@ -92,7 +95,7 @@ impl AgentStarter {
         };
         drop(input);
         if timeout(EXIT_TIMEOUT, process.exited()).await.is_err() {
-            warn!("the examination of GPUs does not end, and is killed");
+            warn!("the examination of GPUs did not end in time and is killed");
             process.kill().await;
         }
         process.release().await;
@@ -105,7 +108,7 @@ impl ExaminationStart {
         self.dir.join("tmp")
     }
 
-    /// Makes an empty directory. Other users can neither write nor read it.
+    /// Creates an empty directory that other users can neither read nor write.
     fn prepare(&self) -> io::Result<()> {
         let temporary = self.temporary();
         match fs_err::remove_dir_all(&temporary) {
@@ -142,16 +145,16 @@ fn start_detached(start: &ExaminationStart, stdio: Stdio) -> io::Result<AgentPro
     command.stdin(stdio.input).stdout(stdio.output).stderr(stdio.errors);
     sys::start_in_session(&mut command, None);
     let mut child = tokio::process::Command::from(command).spawn()?;
-    // The child is not waited for yet, so its process id is not reused.
+    // The child has not been waited for yet, so its process id cannot have been reused.
     let process = child.id().and_then(AgentProcess::of_child);
     tokio::spawn(async move { child.wait().await });
-    // Its stdin is closed with this error, which ends it.
+    // This error closes the stdin of the process, which ends it.
     process.ok_or_else(|| io::Error::other("failed to open its process"))
 }
 
 async fn read(from: &mut (impl AsyncRead + Unpin)) -> Vec<u8> {
     let mut text = Vec::new();
-    // A text that cannot be read to the end is not a report.
+    // Errors are ignored: incomplete text does not parse as a report.
     let _ = from.take(MAX_OUTPUT_BYTES).read_to_end(&mut text).await;
     text
 }

@@ -1,4 +1,4 @@
-//! The task that follows one start of a job, from its agent's first moment to its result, and reports to the manager.
+//! The task that follows one start of a job, from the start of its agent to its result, and reports to the manager.
 //!
 //! ```text
 //! this daemon starts it:        spawn, record, send the description --.
@@ -8,9 +8,11 @@
 //!                                                    v
 //!                     begun: its result, or lost; otherwise not started
 //! ```
-//! Whether the agent runs is known from its unit or process ([`Agent`]). What it has left in its directory, which its
-//! user can forge, is read only when it is known not to run, so that nothing there can free a slot that is in use or
-//! keep one that is not.
+//! Whether the agent runs is determined from its unit or process ([`Agent`]). The files in its directory, which its
+//! user
+//! can forge, are read only after the agent is known to have exited, so that they can neither free a slot in use nor
+//! keep
+//! an unused one.
 
 use std::io;
 use std::path::PathBuf;
@@ -38,13 +40,13 @@ use crate::state::limits::AGENT_STOP_MARGIN;
 use crate::users;
 use xlaunch_agent::registry::SOCKET;
 
-/// Time for an agent to take its description. Longer than it waits for a full disk before it gives up.
+/// Time for an agent to read its description. Longer than the agent itself waits for space on a full disk.
 const BEGIN_TIMEOUT: Duration = Duration::from_secs(60);
 const BEGIN_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Delay before a failed operation is retried: on a full disk, or while the system manager does not answer.
+/// Delay before an operation is retried that failed because the disk is full or the system manager does not respond.
 const FOLLOW_RETRY_DELAY: Duration = Duration::from_secs(1);
 const STATUS_POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Usage is read at every so many polls of the status, and at the end.
+/// Number of status polls per reading of the usage. It is also read at the end.
 const POLLS_PER_USAGE: u32 = 10;
 const SIGNAL_RETRY_DELAY: Duration = Duration::from_millis(200);
 const AGENT_CALL_TIMEOUT: Duration = Duration::from_secs(5);
@@ -54,38 +56,38 @@ const AGENT_CALL_TIMEOUT: Duration = Duration::from_secs(5);
 pub(crate) struct JobStart {
     pub(crate) job: u64,
     pub(crate) start: u32,
-    /// When it started, on the node's clock.
+    /// Start time, in milliseconds on the node's clock.
     pub(crate) at: u64,
     pub(crate) name: String,
     pub(crate) uid: u32,
-    /// The name of the user who submitted it; empty if it is unknown.
+    /// Name of the user who submitted the job; empty if unknown.
     pub(crate) user: String,
     pub(crate) options: StartOptions,
-    /// Device nodes of these GPUs; `None` on a node without GPUs.
+    /// Device nodes of the job's GPUs; `None` on a node without GPUs.
     pub(crate) gpu_nodes: Option<Vec<PathBuf>>,
-    /// Longest time between the request to stop and SIGKILL of its workers.
+    /// Longest time between the request to stop and SIGKILL of the workers.
     pub(crate) shutdown_timeout: Duration,
-    /// For hooks.
+    /// Facts about the job that hooks get.
     pub(crate) facts: Facts,
-    /// Cores; `None` if it did not ask for any.
+    /// Number of cores; `None` if the job did not request any.
     pub(crate) cpus: Option<u32>,
-    /// Bytes; `None` for no limit.
+    /// Memory limit in bytes; `None` for no limit.
     pub(crate) memory: Option<u64>,
-    /// Processes and threads.
+    /// Limit on processes and threads.
     pub(crate) max_tasks: u64,
 }
 
-/// What happens to a job. Each start ends with one of the last four.
+/// An event of a job. Each start ends with one of the last four.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum AgentEvent {
     /// The agent has begun.
     Started,
     Status(Box<StatusReply>),
-    /// The job's directory exceeds the limit, for this reason.
+    /// The job's directory exceeds a limit, which the text describes.
     Oversized(String),
-    /// The agent has not begun and does not run; the reason, if something has failed.
+    /// The agent has not begun and does not run. The text is the reason, if a failure was the cause.
     NotStarted(Option<String>),
-    /// The node is not ready for jobs, and the agent was not started: why.
+    /// The node is not ready for jobs, for this reason, so the agent was not started.
     PrologFailed(String),
     /// The agent has exited and left a result. Usage is unknown without systemd.
     Ended(JobResult, Option<Usage>),
@@ -93,7 +95,7 @@ pub(crate) enum AgentEvent {
     Lost(String, Option<Usage>),
 }
 
-/// What all starts have in common.
+/// Settings that all starts share.
 #[derive(Clone, Debug)]
 pub(crate) struct FollowSetup {
     pub(crate) dirs: JobDirs,
@@ -102,8 +104,10 @@ pub(crate) struct FollowSetup {
     pub(crate) events: mpsc::Sender<(u64, AgentEvent)>,
 }
 
-/// Follows a start to its end and sends its events with the job's id. `fresh`: starts the agent; otherwise an earlier
-/// daemon has started it, or was about to. `stop` says when the job is stopped, `warning` which signal its workers get.
+/// Follows a start to its end, and sends its events with the job's id. If `fresh`, starts the agent; otherwise an
+/// earlier
+/// daemon has started it or was about to. `stop` tells when to stop the job, `warning` which signal to send its
+/// workers.
 pub(crate) async fn follow(
     job_start: JobStart,
     fresh: bool,
@@ -117,7 +121,7 @@ pub(crate) async fn follow(
         true => follower.start_and_watch().await,
         false => follower.adopt_and_watch().await,
     };
-    // The manager is gone only if the daemon ends; the next daemon reads the job's files.
+    // The manager is gone only if the daemon is ending. The next daemon reads the job's files.
     let _ = follower.events.send((job, last)).await;
 }
 
@@ -156,8 +160,9 @@ impl Follower {
         last
     }
 
-    /// Why the job must not start as its user: the user id has no account any more, or that of another user. Asks again
-    /// while the user database does not answer.
+    /// Returns the reason why the job must not start as its user: the user id has no account any more, or that of
+    /// another
+    /// user. Retries while the user database does not respond.
     async fn account_problem(&self) -> Option<String> {
         let JobStart { job, uid, user, .. } = &self.job_start;
         let uid = *uid;
@@ -178,13 +183,13 @@ impl Follower {
 
     async fn adopt_and_watch(&self) -> AgentEvent {
         let last = match self.find().await {
-            // What keeps it from beginning may be that its daemon ended before it sent the description.
+            // The agent may never begin, because its daemon may have ended before it sent the description.
             Some(agent) => {
                 let failure = self.begin(&agent, None).await;
                 self.watch(agent, failure.map(|_| None)).await
             }
             None if self.has_begun() => self.result(None),
-            // The prolog runs again when the job is started again.
+            // No epilog here: the prolog runs again when the job is started again.
             None => return AgentEvent::NotStarted(None),
         };
         self.epilog().await;
@@ -198,7 +203,7 @@ impl Follower {
         }
     }
 
-    /// Starts the agent, as soon as the disk has space for its record.
+    /// Starts the agent as soon as the disk has space for its record.
     async fn start(&self) -> io::Result<(Agent, Input)> {
         loop {
             match self.try_start().await {
@@ -224,7 +229,7 @@ impl Follower {
         let user = self.job_start.user.clone();
         let record = AgentRecord { start, process, user, gpus, boot, at: self.job_start.at };
         if let Err(error) = self.dirs.record_agent(job, &record) {
-            // It has no description, so this loses nothing.
+            // The agent has no description yet, so nothing is lost.
             drop(pipe);
             agent.kill().await;
             agent.exited().await;
@@ -234,14 +239,14 @@ impl Follower {
         Ok((agent, (pipe, description)))
     }
 
-    /// The agent that an earlier daemon has started; `None` if it does not run.
+    /// Finds the agent that an earlier daemon has started; `None` if it does not run.
     async fn find(&self) -> Option<Agent> {
         let JobStart { job, start, .. } = self.job_start;
         let record = self.dirs.agent_record(job, start);
         loop {
             match self.starter.find(job, record.as_ref()).await {
                 Ok(agent) => return agent,
-                // A guess could give the job's GPUs to a second job.
+                // Guessing could give the job's GPUs to a second job.
                 Err(error) => {
                     warn!(job, "failed to look for the agent of job {job}, retrying: {error}");
                     tokio::time::sleep(FOLLOW_RETRY_DELAY).await;
@@ -250,8 +255,9 @@ impl Follower {
         }
     }
 
-    /// Sends the description, if there is one, and waits until the agent has begun. Returns the reason if it has not:
-    /// then it is about to exit.
+    /// Sends the description, if there is one, and waits until the agent has begun. Returns the reason if it has not,
+    /// in
+    /// which case it is about to exit.
     async fn begin(&self, agent: &Agent, input: Option<Input>) -> Option<String> {
         let send = async {
             if let Some((mut pipe, description)) = input {
@@ -285,7 +291,9 @@ impl Follower {
         self.dirs.has_begun(self.job_start.job, self.job_start.start)
     }
 
-    /// Watches the agent until it has exited. `failure` says that it has not begun, and why, if that is a failure.
+    /// Watches the agent until it has exited. `failure` is set if the agent has not begun; the inner value is the
+    /// reason if
+    /// that is a failure.
     async fn watch(&self, agent: Agent, failure: Option<Option<String>>) -> AgentEvent {
         let mut usage = None;
         let last = match failure {
@@ -297,7 +305,7 @@ impl Follower {
             }
             Some(reason) => {
                 agent.exited().await;
-                // It may have begun in the last moment.
+                // The agent may have begun at the last moment.
                 if self.has_begun() {
                     self.result(agent.usage().await)
                 } else {
@@ -316,7 +324,7 @@ impl Follower {
         let socket = self.dirs.agent(self.job_start.job).join(SOCKET);
         let mut client = Client { job: self.job_start.job, socket, uid: self.job_start.uid, connected: None };
         let mut exited = std::pin::pin!(agent.exited());
-        // When a stopped agent is killed; `None` until a stop is requested.
+        // The time at which a stopped agent is killed; `None` until a stop is requested.
         let mut kill_at: Option<Instant> = None;
         let (mut stop_sent, mut killed, mut warned, mut polls) = (false, false, false, 0);
         loop {
@@ -332,7 +340,7 @@ impl Follower {
                     poll.reset_immediately();
                 }
                 signal = self.warning_due(), if !warned && kill_at.is_none() => {
-                    // Retried like a stop.
+                    // Retried, like a stop.
                     warned = client.signal(signal).await;
                     if !warned {
                         tokio::select! {
@@ -346,7 +354,7 @@ impl Follower {
                         agent.kill().await;
                     }
                     if kill_at.is_some() && !stop_sent {
-                        // Retried at the next poll: an agent that has just started may not listen yet.
+                        // Retried at the next poll, because an agent that has just started may not listen yet.
                         stop_sent = client.stop().await;
                     }
                     polls += 1;
@@ -366,15 +374,16 @@ impl Follower {
         }
     }
 
-    /// Waits until the job is to be stopped in this way: forever if the manager is gone, since the job outlives the
-    /// daemon.
+    /// Waits until the job is to be stopped in this way or a stronger one. Waits forever if the manager is gone,
+    /// because
+    /// the job outlives the daemon.
     async fn stop_requested(&self, how: Stop) {
         if self.stop.clone().wait_for(|stop| *stop >= how).await.is_err() {
             std::future::pending().await
         }
     }
 
-    /// Waits until the workers are to get a signal, and returns it.
+    /// Waits until the workers are to be warned, and returns the signal for that.
     async fn warning_due(&self) -> i32 {
         let due = self.warning.clone().wait_for(Option::is_some).await.ok().and_then(|signal| *signal);
         match due {
@@ -384,7 +393,7 @@ impl Follower {
         }
     }
 
-    /// The result of an agent that has begun and exited.
+    /// Returns the result of an agent that has begun and exited.
     fn result(&self, usage: Option<Usage>) -> AgentEvent {
         let result = self.dirs.result(self.job_start.job, self.job_start.uid);
         match result.filter(|result| result.start == self.job_start.start) {
@@ -394,7 +403,7 @@ impl Follower {
     }
 }
 
-/// The later of two readings, with the peak of both.
+/// Combines two readings of the usage: the larger CPU time and the higher peak.
 fn later(before: Option<Usage>, now: Option<Usage>) -> Option<Usage> {
     match (before, now) {
         (Some(before), Some(now)) => Some(Usage {
@@ -405,7 +414,7 @@ fn later(before: Option<Usage>, now: Option<Usage>) -> Option<Usage> {
     }
 }
 
-/// A client of the agent that connects when needed, and again after an error.
+/// A client of the agent that connects on demand, and reconnects after an error.
 struct Client {
     job: u64,
     socket: PathBuf,
@@ -431,7 +440,7 @@ impl Client {
         reply.map(tonic::Response::into_inner)
     }
 
-    /// Returns whether the agent has answered. One that refuses is not asked again.
+    /// Returns whether the agent has answered. A refusal counts as an answer, and is not retried.
     async fn signal(&mut self, signal: i32) -> bool {
         let Some(client) = self.connected().await else { return false };
         let sent = timeout(AGENT_CALL_TIMEOUT, client.signal(SignalRequest { signal })).await;
@@ -469,7 +478,7 @@ impl Client {
 mod tests {
     use super::*;
 
-    /// The account of the job's user was removed, and its id was given to another user.
+    /// Tests the case that the account of the job's user was removed and its id given to another user.
     #[tokio::test(flavor = "multi_thread")]
     async fn job_does_not_start_as_another_user_who_got_the_user_id() {
         let state = tempfile::tempdir().unwrap();

@@ -1,16 +1,21 @@
-//! The operator's programs around a job: before it starts (prolog), when its processes are gone and before its GPUs are
-//! free (epilog), and after its end is recorded (on_end).
+//! Runs the operator's programs around a job: before the job starts (prolog), after its processes are gone and before
+//! its
+//! GPUs are freed (epilog), and after its end is recorded (on_end).
 //!
 //! ```text
 //! Starting --> prolog --> agent ... exited --> epilog --> Ended --> on_end
-//!                '--> it failed: the node is drained, the job waits
+//!                '--> failed: the node is drained, the job waits
 //! ```
-//! A prolog that runs as the job's user says nothing about the node, since its user can make it fail: then the job has
-//! failed.
+//! If a prolog that runs as the job's user fails, the job fails instead: the user can make the prolog fail, so that
+//! says
+//! nothing about the node.
 //!
-//! A daemon that is killed runs the prolog again when it starts the job again, and the epilog when it finds that the
-//! job has ended: hooks run at least once for each start. Under systemd each is a unit of its own, outside the
-//! confinement of the daemon's; elsewhere a process in its own session. One that takes too long is killed.
+//! After a daemon was killed, the next one runs the prolog again when it starts the job again, and the epilog when it
+//! finds
+//! that the job has ended. So hooks run at least once for each start. Under systemd, each hook is a unit of its own,
+//! outside the confinement of the daemon's unit; otherwise it is a process in its own session. A hook that takes too
+//! long
+//! is killed.
 
 use std::io;
 use std::os::unix::process::CommandExt;
@@ -31,7 +36,7 @@ use xlaunch_proto::v1::JobKind;
 
 const HOOK_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// Variables with the names that they have in addition, for one release.
+/// Variables with the former names under which they are also set, for one release.
 const FORMER_NAMES: [(&str, &str); 12] = [
     ("XLAUNCH_HOOK_JOB_ID", "XLAUNCH_JOB_ID"),
     ("XLAUNCH_HOOK_JOB_NAME", "XLAUNCH_JOB_NAME"),
@@ -65,7 +70,7 @@ impl Moment {
     }
 }
 
-/// What a hook is told about a job, as environment variables.
+/// Facts about a job that a hook gets as environment variables.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Facts {
     job: u64,
@@ -75,7 +80,7 @@ pub(crate) struct Facts {
 }
 
 impl Facts {
-    /// The facts about a job in its present phase.
+    /// Collects the facts about a job in its current phase.
     pub(crate) fn of(entry: &Entry) -> Self {
         let submitted = &entry.submitted;
         let kind = kind(if submitted.trainer { JobKind::Trainer } else { JobKind::Command });
@@ -101,15 +106,15 @@ impl Facts {
                 variables.push(("XLAUNCH_HOOK_JOB_REASON", reason.clone()));
             }
         }
-        // Users choose some of these texts.
+        // Users choose some of these values.
         variables.iter_mut().for_each(|(_, value)| value.retain(|letter| !letter.is_control()));
         variables.extend(former_names(&variables));
         Self { job: submitted.job, uid: submitted.uid, user: submitted.user.clone(), variables }
     }
 }
 
-/// The names that these variables had before: those without `HOOK`, which a launch in a hook would take for keys of
-/// `[job]`. It ignores them while the new names have the same values.
+/// Returns these variables under their former names without `HOOK`. A launch in a hook would take those for keys of
+/// `[job]`, but ignores them as long as the variables with the new names have the same values.
 fn former_names(variables: &[(&'static str, String)]) -> Vec<(&'static str, String)> {
     let former = |(name, value): &(&str, String)| {
         let (_, old) = FORMER_NAMES.iter().find(|(new, _)| new == name)?;
@@ -118,7 +123,7 @@ fn former_names(variables: &[(&'static str, String)]) -> Vec<(&'static str, Stri
     variables.iter().filter_map(former).collect()
 }
 
-/// A hook that is about to run.
+/// A hook to run.
 #[derive(Clone, Debug)]
 pub(crate) struct HookStart {
     pub(crate) job: u64,
@@ -131,7 +136,7 @@ pub(crate) struct HookStart {
 }
 
 impl HooksSection {
-    /// Whether a failure of the prolog is the node's, not the job's.
+    /// Returns whether a failure of the prolog is a problem of the node rather than of the job.
     pub(crate) fn is_prolog_of_node(&self) -> bool {
         let is_unusable =
             |program: &Path| check::problem_of(program).is_some() || trusted_path::check(program).is_err();
@@ -139,10 +144,10 @@ impl HooksSection {
         self.prolog_as == RunAs::Root || cannot_run()
     }
 
-    /// Runs the hook of this moment, if there is one.
+    /// Runs the hook for this moment, if there is one.
     ///
     /// # Errors
-    /// If it cannot be started, fails or takes too long; the text says which.
+    /// The hook cannot be started, fails or takes too long; the text says which.
     pub(crate) async fn run(
         &self,
         moment: Moment,
@@ -156,7 +161,7 @@ impl HooksSection {
         };
         let Some(program) = program else { return Ok(()) };
         let failed = |what: String| format!("the node's {} {what}", moment.name());
-        // Again at each run: it may have been replaced since the daemon was started.
+        // Checked at each run, because the program may have been replaced since the daemon was started.
         trusted_path::check(program).map_err(|error| failed(format!("failed to start: {error}")))?;
         if run_as == RunAs::User {
             let (uid, user) = (facts.uid, facts.user.clone());
@@ -188,14 +193,14 @@ impl HooksSection {
     }
 }
 
-/// Runs a hook as a process. An error says what it did: `failed: ...`.
+/// Runs a hook as a process. The error text is a predicate, such as `failed: ...`.
 async fn run_detached(hook: &HookStart) -> Result<(), String> {
     let failed = |error: io::Error| format!("failed to start: {}: {error}", hook.program.display());
     let mut command = Command::new(&hook.program);
     command.env_clear().envs(hook.environment.iter().cloned()).current_dir("/").stdin(Stdio::null());
     let user = match hook.uid {
         Some(uid) => {
-            // Nothing that a job's user can write goes to the daemon's own log.
+            // Output that a job's user controls must not get into the daemon's own log.
             command.stdout(Stdio::null()).stderr(Stdio::null());
             tokio::task::block_in_place(|| user_to_switch_to(uid)).map_err(failed)?
         }
@@ -204,14 +209,14 @@ async fn run_detached(hook: &HookStart) -> Result<(), String> {
     command.arg0(hook.program.file_name().unwrap_or(Path::new("hook").as_os_str()));
     sys::start_in_session(&mut command, user);
     let mut child = tokio::process::Command::from(command).spawn().map_err(failed)?;
-    // It leads its session and process group.
+    // The hook leads its session and process group.
     let group = child.id().and_then(|pid| Pid::from_raw(pid.cast_signed()));
     match tokio::time::timeout(hook.timeout, child.wait()).await {
         Ok(Ok(status)) if status.success() => Ok(()),
         Ok(Ok(status)) => Err(format!("failed: {status}")),
         Ok(Err(error)) => Err(format!("failed: {error}")),
         Err(_) => {
-            // It may have exited just now.
+            // The hook may have just exited.
             let _ = group.map(|group| kill_process_group(group, Signal::KILL));
             let _ = child.wait().await;
             Err(took_too_long(hook.timeout))
@@ -219,7 +224,7 @@ async fn run_detached(hook: &HookStart) -> Result<(), String> {
     }
 }
 
-/// What a hook did that was killed.
+/// Describes a hook that was killed at its timeout, as a predicate.
 pub(crate) fn took_too_long(timeout: Duration) -> String {
     format!("took longer than {} s (hooks.timeout)", timeout.as_secs())
 }

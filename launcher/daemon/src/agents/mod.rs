@@ -1,15 +1,18 @@
-//! Starting and following the agents of jobs.
+//! Starts and follows the agents of jobs.
 //!
-//! An agent is this program run as `xlaunch agent DIR` by the job's user. Under systemd each agent is a transient unit,
-//! so that it neither ends with the daemon nor shares its resource limits; elsewhere it is a process in its own
+//! An agent is this program, run as `xlaunch agent DIR` under the job's user. Under systemd each agent is a transient
+//! unit,
+//! so that it neither ends with the daemon nor shares the daemon's resource limits; otherwise it is a process in its
+//! own
 //! session.
 //!
 //! ```text
 //! spawn (its input is a pipe) --> record the process --> write the description to the pipe, close it --> begun
 //! ```
-//! An agent does nothing before it has read a complete description. One whose daemon dies before that ends without a
-//! trace, and one that may do something is recorded. Whether an agent runs is known from its unit, or from its process
-//! through a pidfd: never from anything that its user can write.
+//! An agent does nothing before it has read a complete description. If the daemon dies before that, the agent ends
+//! without
+//! a trace; an agent with a description has always been recorded. Whether an agent runs is determined from its unit, or
+//! from its process through a pidfd, and never from anything that its user can write.
 
 pub(crate) mod connect;
 pub(crate) mod examination;
@@ -35,7 +38,7 @@ use crate::measured::Usage;
 use crate::users::{self, Account};
 use xlaunch_agent::spawn::sys;
 
-/// Variables of the daemon that agents get: where the operator has put the driver's libraries.
+/// Variables of the daemon that are passed to agents: the operator's location of the driver's libraries.
 const PASSED_ON: [&str; 1] = ["LD_LIBRARY_PATH"];
 const PATH: &str = "/usr/local/bin:/usr/bin:/bin";
 
@@ -56,25 +59,25 @@ pub(crate) struct AgentStart {
     uid: u32,
     /// The part of the job's directory that its user owns.
     dir: PathBuf,
-    /// UUIDs.
+    /// UUIDs of the job's GPUs.
     gpus: Vec<String>,
-    /// Device nodes of these GPUs; `None` on a node without GPUs, where there is nothing to keep from the job.
+    /// Device nodes of these GPUs; `None` on a node without GPUs, where no devices need to be hidden from the job.
     gpu_nodes: Option<Vec<PathBuf>>,
-    /// Longest time between the request to stop and SIGKILL of its workers.
+    /// Longest time between the request to stop and SIGKILL of the workers.
     shutdown_timeout: Duration,
-    /// Cores; `None` for no limit.
+    /// Number of cores; `None` for no limit.
     cpus: Option<u32>,
-    /// Bytes; `None` for no limit.
+    /// Memory limit in bytes; `None` for no limit.
     memory: Option<u64>,
-    /// Processes and threads.
+    /// Limit on processes and threads.
     max_tasks: u64,
 }
 
 impl AgentStart {
-    /// The agent's environment. The job's own reaches its workers only.
+    /// Builds the agent's environment. The environment of the job is for its workers only.
     fn environment(&self) -> Vec<(&'static str, String)> {
         let passed_on = PASSED_ON.iter().filter_map(|name| Some((*name, std::env::var(name).ok()?)));
-        // A CPU job has no GPUs, so this hides them all: they may belong to other jobs.
+        // For a CPU job the list is empty, which hides all GPUs: they may belong to other jobs.
         let own = [
             ("PATH", PATH.to_owned()),
             ("CUDA_VISIBLE_DEVICES", self.gpus.join(",")),
@@ -84,7 +87,7 @@ impl AgentStart {
     }
 }
 
-/// An agent that runs, as far as the daemon knows.
+/// An agent that was running when the daemon last checked.
 #[derive(Debug)]
 pub(crate) enum Agent {
     Process(AgentProcess),
@@ -92,7 +95,7 @@ pub(crate) enum Agent {
 }
 
 impl AgentStarter {
-    /// Starts an agent, which waits for its description from the pipe. On an error none runs.
+    /// Starts an agent, which waits for its description on the returned pipe. After an error, no agent runs.
     pub(crate) async fn start(&self, start: &AgentStart) -> io::Result<(Agent, pipe::Sender)> {
         let (sender, receiver) = pipe::pipe()?;
         let input = receiver.into_blocking_fd()?;
@@ -108,7 +111,7 @@ impl AgentStarter {
     /// Finds the agent that an earlier daemon has started; `None` if it does not run.
     ///
     /// # Errors
-    /// The system manager does not answer, so that nothing is known.
+    /// The system manager does not respond, so the state is unknown.
     pub(crate) async fn find(&self, job: u64, record: Option<&AgentRecord>) -> io::Result<Option<Agent>> {
         match (self, record.and_then(|record| record.process.as_ref())) {
             (_, Some(process)) => Ok(AgentProcess::find(process).map(Agent::Process)),
@@ -122,11 +125,12 @@ impl AgentStarter {
 }
 
 impl AgentStarter {
-    /// The jobs in these directories whose units run, with the users as whom they run. Processes are found through
-    /// their records.
+    /// Returns the jobs in these directories whose units run, each with the user id that it runs as. Agents that are
+    /// plain
+    /// processes are found through their records instead.
     ///
     /// # Errors
-    /// The system manager does not answer, so that nothing is known.
+    /// The system manager does not respond, so the state is unknown.
     pub(crate) async fn running_units(&self, dirs: &JobDirs) -> io::Result<Vec<(u64, u32)>> {
         match self {
             Self::Detached => Ok(Vec::new()),
@@ -138,7 +142,7 @@ impl AgentStarter {
 }
 
 impl Agent {
-    /// The process to record; a unit is known by its name.
+    /// Returns the process to record; `None` for a unit, which is found by its name.
     pub(crate) fn process(&self) -> Option<crate::files::ProcessId> {
         match self {
             Self::Process(process) => Some(process.id.clone()),
@@ -154,7 +158,7 @@ impl Agent {
         }
     }
 
-    /// Sends SIGKILL: to all processes of the unit, or to the agent, whose reaper then kills the workers.
+    /// Sends SIGKILL to all processes of the unit, or to the agent process, whose reaper then kills the workers.
     pub(crate) async fn kill(&self) {
         match self {
             Self::Process(process) => process.kill(),
@@ -162,7 +166,7 @@ impl Agent {
         }
     }
 
-    /// What the job has used so far; `None` if only the agent can tell.
+    /// Returns the resources that the job has used so far; `None` if only the agent itself knows.
     pub(crate) async fn usage(&self) -> Option<Usage> {
         match self {
             Self::Process(_) => None,
@@ -170,7 +174,7 @@ impl Agent {
         }
     }
 
-    /// Releases what is kept of an agent that has exited.
+    /// Releases the unit of an exited agent.
     pub(crate) async fn release(self) {
         if let Self::Unit(unit) = self {
             unit.release().await;
@@ -182,24 +186,24 @@ fn start_detached(start: &AgentStart, input: Stdio) -> io::Result<AgentProcess> 
     let mut command = Command::new("/proc/self/exe");
     command.arg0("xlaunch").arg("agent").arg(&start.dir).current_dir("/");
     command.env_clear().envs(start.environment());
-    // The agent writes to agent.log. Nothing that a job's user can write goes to the daemon's own log.
+    // The agent writes to agent.log. Output that a job's user controls must not get into the daemon's own log.
     command.stdin(input).stdout(Stdio::null()).stderr(Stdio::null());
     let user = tokio::task::block_in_place(|| user_to_switch_to(start.uid))?;
     sys::start_in_session(&mut command, user);
     let mut child = tokio::process::Command::from(command).spawn()?;
-    // The child is not waited for yet, so its process id is not reused.
+    // The child has not been waited for yet, so its process id cannot have been reused.
     let process = child.id().and_then(AgentProcess::of_child);
     tokio::spawn(async move { child.wait().await });
-    // Without its description it ends by itself.
+    // After this error the agent gets no description, and ends by itself.
     process.ok_or_else(|| io::Error::other("failed to open its process"))
 }
 
-/// The user as whom the agent runs; `None` if the daemon is not root and cannot switch.
+/// Returns the user that the agent must run as; `None` if the daemon is not root and cannot switch users.
 fn user_to_switch_to(uid: u32) -> io::Result<Option<sys::User>> {
     if !rustix::process::getuid().is_root() {
         return Ok(None);
     }
-    // The account may have been removed after the submission.
+    // The account may have been removed since the submission.
     let account = users::find(uid)?;
     let Account { name, gid } =
         account.ok_or_else(|| io::Error::other(format!("user id {uid} has no account on this node")))?;

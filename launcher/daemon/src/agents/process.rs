@@ -1,4 +1,4 @@
-//! The process of an agent: found by its id and start time, watched and killed through a pidfd.
+//! The process of an agent. It is identified by process id and start time, and watched and killed through a pidfd.
 
 use std::os::fd::OwnedFd;
 
@@ -16,16 +16,16 @@ pub(crate) struct AgentProcess {
 }
 
 impl AgentProcess {
-    /// A child that was not waited for.
+    /// Opens a child that has not been waited for.
     pub(super) fn of_child(pid: u32) -> Option<Self> {
         let started = Process::read(pid)?.started;
         Some(Self { id: ProcessId { pid, started, boot: crate::boot_id() }, pidfd: open(pid)? })
     }
 
-    /// The process with this id, if it still runs.
+    /// Opens the process with this id, if it still runs.
     pub(super) fn find(id: &ProcessId) -> Option<Self> {
         let pidfd = open(id.pid)?;
-        // The process id may have been reused before the pidfd was opened, but cannot be from here on.
+        // The process id may have been reused before the pidfd was opened, but not afterwards.
         let process = Process::read(id.pid)?;
         let is_agent = id.boot == crate::boot_id() && process.started == id.started && !process.ended();
         is_agent.then(|| Self { id: id.clone(), pidfd })
@@ -44,7 +44,7 @@ impl AgentProcess {
     }
 }
 
-/// A pidfd that the reactor watches.
+/// Opens a pidfd that the reactor watches.
 pub(super) fn open(pid: u32) -> Option<AsyncFd<OwnedFd>> {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw)?;
     sys::register(pidfd_open(pid, PidfdFlags::empty()).ok()?)

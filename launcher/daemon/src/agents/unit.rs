@@ -1,8 +1,10 @@
-//! Agents as transient systemd units, over D-Bus (org.freedesktop.systemd1).
+//! Runs agents as transient systemd units, over D-Bus (org.freedesktop.systemd1).
 //!
-//! The unit is all that the daemon believes: its user can neither leave its cgroup nor change its state. The agent is
-//! its main process; when that has exited, systemd kills what is left in the cgroup, and only then is the unit
-//! inactive. A reference keeps the unit loaded until the daemon has read what it has used.
+//! The daemon trusts only the state of the unit: a job's user can neither leave the unit's cgroup nor change its state.
+//! The
+//! agent is the main process. After it has exited, systemd kills the remaining processes of the cgroup, and only then
+//! is
+//! the unit inactive. A reference keeps the unit loaded until the daemon has read its resource usage.
 
 use std::fmt::Display;
 use std::os::fd::OwnedFd;
@@ -19,19 +21,21 @@ use super::hooks::{HookStart, took_too_long};
 use super::process;
 use crate::measured::Usage;
 
-/// A unit is polled at this interval from when its main process has exited until it is inactive, and while its main
-/// process is unknown.
+/// Interval at which a unit is polled after its main process has exited until it is inactive, and while its main
+/// process
+/// is unknown.
 const UNIT_POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// Time for systemd to forget an earlier start of the job, whose unit has the same name.
+/// Time for systemd to unload the unit of an earlier start of the job, which has the same name.
 const UNIT_NAME_TIMEOUT: Duration = Duration::from_secs(5);
-/// `TimeoutStopSec=` of the unit beyond the shutdown timeout of the workers.
+/// Time that `TimeoutStopSec=` of the unit exceeds the shutdown timeout of the workers.
 const UNIT_STOP_MARGIN: Duration = Duration::from_secs(30);
-/// `LimitNOFILE=` of the unit, unless pam_limits sets another.
+/// `LimitNOFILE=` of the unit, unless pam_limits sets another value.
 const MAX_OPEN_FILES: u64 = 1 << 20;
-/// If it exists, PAM applies the limits of limits.conf(5); see `deploy/optional/pam-xlaunch`.
+/// If this file exists, PAM applies the limits of limits.conf(5); see `deploy/optional/pam-xlaunch`.
 const PAM_SERVICE: &str = "/etc/pam.d/xlaunch";
-/// Devices of every job on a node with GPUs: those of the driver that belong to no GPU, and of networks between GPUs.
-/// `/dev/null`, terminals and the like are allowed by `DevicePolicy=closed`.
+/// Devices that every job on a node with GPUs may use: driver devices that are not tied to a GPU, and devices of
+/// networks
+/// between GPUs. `DevicePolicy=closed` also allows `/dev/null`, terminals and similar devices.
 const SHARED_DEVICES: [&str; 10] = [
     "/dev/nvidiactl",
     "/dev/nvidia-uvm",
@@ -45,12 +49,12 @@ const SHARED_DEVICES: [&str; 10] = [
     "/dev/fuse",
 ];
 
-/// An `ExecStart=`: program, arguments, whether to ignore a failure.
+/// Value of `ExecStart=`: program, arguments, whether to ignore a failure.
 type Exec<'a> = (&'a str, Vec<&'a str>, bool);
 type Property<'a> = (&'static str, Variant<'a>);
-/// A unit in a list: its name comes first.
+/// An entry of a list of units. The first element is the name.
 type Listed = (String, String, String, String, String, String, OwnedObjectPath, u32, String, OwnedObjectPath);
-/// An `ExecStart=` with its last run: its arguments come second.
+/// Value of `ExecStart=` with its last run. The second element has the arguments.
 type ExecStarted = (String, Vec<String>, bool, u64, u64, u64, u64, u32, i32, i32);
 
 #[proxy(
@@ -83,7 +87,7 @@ trait UnitState {
     #[zbus(property(emits_changed_signal = "false"))]
     fn active_state(&self) -> zbus::Result<String>;
 
-    /// The pending job, whose number is 0 if there is none.
+    /// The pending systemd job of the unit. Its number is 0 if there is none.
     #[zbus(property(emits_changed_signal = "false"))]
     fn job(&self) -> zbus::Result<(u32, OwnedObjectPath)>;
 }
@@ -111,12 +115,12 @@ trait Service {
     #[zbus(property(emits_changed_signal = "false"))]
     fn memory_current(&self) -> zbus::Result<u64>;
 
-    /// Since systemd 256.
+    /// Available since systemd 256.
     #[zbus(property(emits_changed_signal = "false"))]
     fn memory_peak(&self) -> zbus::Result<u64>;
 }
 
-/// The unit of a job that this or an earlier daemon has started.
+/// The unit of a job. This daemon or an earlier one has started it.
 #[derive(Debug)]
 pub(crate) struct Unit {
     bus: zbus::Connection,
@@ -133,7 +137,8 @@ fn job_of(name: &str) -> Option<u64> {
     name.strip_prefix("xlaunch-job-")?.strip_suffix(".service")?.parse().ok()
 }
 
-/// The jobs whose units run an agent in the directory that `dir` gives, with the user ids as which they run.
+/// Returns the jobs whose units run an agent in the directory that `dir` returns, each with the user id that it runs
+/// as.
 pub(super) async fn running(
     bus: &zbus::Connection,
     dir: impl Fn(u64) -> PathBuf,
@@ -144,10 +149,10 @@ pub(super) async fn running(
     let mut running = Vec::new();
     for job in units.iter().filter_map(|unit| job_of(&unit.0)) {
         let unit = Unit { bus: bus.clone(), name: name(job), main: None };
-        // An error means that it has ended meanwhile.
+        // An error means that the unit has ended since it was listed.
         let Ok(service) = unit.service().await else { continue };
         let (Ok(exec), Ok(user)) = (service.exec_start().await, service.user().await) else { continue };
-        // Units of a daemon with another state directory have the same names.
+        // Units of a daemon with another state directory can have the same names.
         let is_own = exec.iter().any(|(_, arguments, ..)| arguments.last().map(Path::new) == Some(&dir(job)));
         running.extend(user.parse().ok().filter(|_| is_own).map(|uid: u32| (job, uid)));
     }
@@ -163,7 +168,7 @@ impl Unit {
     ) -> zbus::Result<Self> {
         let program = program()?;
         // systemd expands variables in ExecStart. ExecStartEx can turn that off, but systemd up to version 252 loses
-        // such a unit at a daemon-reload.
+        // such units at a daemon-reload.
         let dir = start.dir.to_string_lossy().replace('$', "$$");
         let exec: Vec<Exec<'_>> = vec![(&program, vec![&program, "agent", &dir], false)];
         let mut properties = properties(start, input);
@@ -173,7 +178,7 @@ impl Unit {
         Ok(unit)
     }
 
-    /// Runs a hook of the operator in a unit. The inner error says what it did.
+    /// Runs a hook of the operator in a unit. The inner error is a predicate, such as `failed: ...`.
     pub(super) async fn run_hook(
         bus: &zbus::Connection,
         hook: &HookStart,
@@ -186,7 +191,7 @@ impl Unit {
             ("Type", "oneshot".into()),
             ("ExecStart", exec.into()),
             ("TimeoutStartUSec", microseconds(hook.timeout)),
-            // It was asked to stop by its timeout.
+            // systemd has already sent SIGTERM at the start timeout.
             ("TimeoutStopUSec", microseconds(Duration::from_secs(1))),
         ]);
         let name = format!("xlaunch-{}-{}.service", hook.moment, hook.job);
@@ -226,7 +231,7 @@ impl Unit {
         Ok(unit)
     }
 
-    /// Starts a transient unit. One of the same name that is about to be forgotten is waited for.
+    /// Starts a transient unit. If systemd has not yet unloaded an earlier unit of the same name, waits for that.
     async fn transient(
         bus: &zbus::Connection,
         name: String,
@@ -245,28 +250,28 @@ impl Unit {
         }
     }
 
-    /// The unit of a job, if it is active.
+    /// Finds the unit of a job, if it is active.
     pub(super) async fn find(bus: &zbus::Connection, job: u64) -> zbus::Result<Option<Self>> {
         let mut unit = Self { bus: bus.clone(), name: name(job), main: None };
         if !unit.is_active().await? {
             return Ok(None);
         }
-        // It may have ended since. Then it is inactive, or gone, which `exited` sees.
+        // Errors are ignored: if the unit has ended since, it is inactive or gone, which `exited` notices.
         let _ = ManagerProxy::new(bus).await?.ref_unit(&unit.name).await;
         unit.open_main().await;
         Ok(Some(unit))
     }
 
-    /// Opens the main process, if systemd has forked it yet: its exit is noticed at once then.
+    /// Opens the main process, if systemd has already forked it. Its exit is then noticed immediately.
     async fn open_main(&mut self) {
         let pid = async { self.service().await?.main_pid().await };
         self.main = pid.await.ok().filter(|pid| *pid > 0).and_then(process::open);
     }
 
-    /// Waits until the unit is inactive: no process of the job runs any more.
+    /// Waits until the unit is inactive, which means that no process of the job runs any more.
     pub(super) async fn exited(&self) {
         if let Some(main) = &self.main {
-            // An error counts as an exit: the unit decides.
+            // An error counts as an exit; the state of the unit decides.
             let _ = main.readable().await;
         }
         // An error of the bus says nothing about the unit.
@@ -285,7 +290,7 @@ impl Unit {
 
     pub(super) async fn usage(&self) -> Option<Usage> {
         let service = self.service().await.ok()?;
-        // A counter that is not available has the highest value.
+        // An unavailable counter has the maximum value.
         let known = |value: zbus::Result<u64>| value.ok().filter(|value| *value != u64::MAX);
         Some(Usage {
             cpu_ms: known(service.cpu_usage_nsec().await)? / 1_000_000,
@@ -296,26 +301,26 @@ impl Unit {
         })
     }
 
-    /// Lets systemd forget the unit.
+    /// Drops the reference, so that systemd can unload the unit.
     pub(super) async fn release(self) {
         if let Ok(manager) = ManagerProxy::new(&self.bus).await {
-            // An error means that the reference is gone already.
+            // An error means that the reference is already gone.
             let _ = manager.unref_unit(&self.name).await;
         }
     }
 
-    /// Whether the unit exists and is neither inactive nor failed, or is about to be started.
+    /// Returns whether the unit exists and is neither inactive nor failed, or is about to be started.
     async fn is_active(&self) -> zbus::Result<bool> {
         let state = async {
             let path = ManagerProxy::new(&self.bus).await?.get_unit(&self.name).await?;
             let unit = UnitStateProxy::builder(&self.bus).path(path).build().await?;
-            // In this order: a start that is pending here cannot have ended unseen.
+            // The pending job is read first: otherwise a start could be missed that ends between both reads.
             let (pending, _) = unit.job().await?;
             Ok((pending != 0, unit.active_state().await?))
         };
         match state.await {
             Ok((is_pending, state)) => Ok(is_pending || (state != "inactive" && state != "failed")),
-            // systemd answers that there is no such unit, or no longer.
+            // systemd answers that the unit does not exist, or no longer.
             Err(zbus::Error::MethodError(..) | zbus::Error::FDO(_)) => Ok(false),
             Err(error) => Err(error),
         }
@@ -330,8 +335,8 @@ impl Unit {
 /// The path of this program.
 fn program() -> zbus::Result<String> {
     let program = std::env::current_exe().map_err(|error| zbus::Error::InputOutput(error.into()))?;
-    // After an upgrade, the kernel marks the path of the running, replaced binary. The new one is at the path before
-    // it.
+    // After an upgrade, the kernel appends this mark to the path of the replaced binary. The path without it is that
+    // of the new binary.
     let program = program.to_string_lossy();
     Ok(program.strip_suffix(" (deleted)").unwrap_or(&program).to_owned())
 }
@@ -340,7 +345,7 @@ fn is_unit_exists(error: &zbus::Error) -> bool {
     matches!(error, zbus::Error::MethodError(name, ..) if name.as_str() == "org.freedesktop.systemd1.UnitExists")
 }
 
-/// The properties of a job's unit but for its command.
+/// Returns the properties of a job's unit, except its command.
 fn properties<'a>(start: &AgentStart, input: OwnedFd) -> Vec<Property<'a>> {
     let description = format!("xlaunch job {} ({})", start.job, start.name);
     let mut properties = common_properties(description, Some(start.uid), &start.environment());
@@ -352,7 +357,7 @@ fn properties<'a>(start: &AgentStart, input: OwnedFd) -> Vec<Property<'a>> {
         // The agent writes to agent.log.
         ("StandardOutput", "null".into()),
         ("StandardError", "null".into()),
-        // SIGTERM goes to the agent only, which stops the workers; after the timeout all processes are killed.
+        // SIGTERM goes only to the agent, which stops the workers. After the timeout, all processes are killed.
         ("KillMode", "mixed".into()),
         ("TimeoutStopUSec", microseconds(start.shutdown_timeout + UNIT_STOP_MARGIN)),
         ("Delegate", true.into()),
@@ -380,7 +385,7 @@ fn properties<'a>(start: &AgentStart, input: OwnedFd) -> Vec<Property<'a>> {
     properties
 }
 
-/// The properties of every unit. Without a user it runs as root.
+/// Returns the properties that all units share. Without a user, a unit runs as root.
 fn common_properties<'a>(
     description: String,
     uid: Option<u32>,
@@ -395,7 +400,8 @@ fn common_properties<'a>(
     ];
     if let Some(uid) = uid {
         properties.push(("User", uid.to_string().into()));
-        // All jobs of a user share what the operator grants: drop-ins of `xlaunch-user-.slice` apply to each of them.
+        // All jobs of a user share a slice, so that the operator can limit each user with drop-ins of
+        // `xlaunch-user-.slice`.
         properties.push(("Slice", format!("xlaunch-user-{uid}.slice").into()));
     }
     properties

@@ -1,5 +1,5 @@
-//! What of `daemon.toml` depends on the node: hooks, groups and GPUs that have to exist. `xlaunch daemon --check`
-//! prints all of it; at the start of the daemon, a hook that cannot run is refused.
+//! Checks the parts of `daemon.toml` that depend on the node: hooks, groups and GPUs, which must exist. `xlaunch daemon
+//! --check` prints all findings. At start-up, the daemon refuses a hook that cannot run.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -11,18 +11,18 @@ use super::{DaemonConfig, HooksSection, JobsSection};
 use crate::gpus::{GpuMonitor, Inventory};
 use xlaunch_agent::config::ConfigError;
 
-/// Directories that `xlaunch.service` hides from the daemon, but not from hooks, which run in units of their own.
+/// Directories that `xlaunch.service` hides from the daemon but not from hooks, which run in units of their own.
 const HIDDEN_IN_SERVICE: [&str; 5] = ["/home", "/root", "/run/user", "/tmp", "/var/tmp"];
 
 /// The result of a check.
 #[derive(Debug, Default)]
 pub(crate) struct Findings {
-    /// What keeps the daemon from starting or from doing what the file says.
+    /// Problems that keep the daemon from starting, or from doing what the file says.
     pub(crate) errors: Vec<String>,
     pub(crate) warnings: Vec<String>,
 }
 
-/// Reads and checks a file, or the default one. The path is that of the file, if there is one.
+/// Reads and checks the file at `path`, or the default file.
 pub(crate) fn check(path: Option<&Path>) -> Findings {
     let config = match super::load(path) {
         Ok(config) => config,
@@ -46,10 +46,10 @@ pub(crate) fn check(path: Option<&Path>) -> Findings {
     findings
 }
 
-/// Hooks that cannot run.
+/// Returns an error for each hook that cannot run.
 pub(crate) fn hook_errors(path: Option<&Path>, config: &DaemonConfig) -> Vec<ConfigError> {
     let file = super::file(path).unwrap_or_default();
-    // Only for the line and the column.
+    // The text is needed only for line and column.
     let text = fs_err::read_to_string(&file).unwrap_or_default();
     let HooksSection { prolog, epilog, on_end, .. } = &config.hooks;
     let hooks = [("hooks.prolog", prolog), ("hooks.epilog", epilog), ("hooks.on_end", on_end)];
@@ -60,7 +60,7 @@ pub(crate) fn hook_errors(path: Option<&Path>, config: &DaemonConfig) -> Vec<Con
     hooks.into_iter().filter_map(problem).collect()
 }
 
-/// Why a hook cannot run, as far as that can be seen.
+/// Returns the reason why a hook cannot run, as far as the daemon can tell.
 pub(crate) fn problem_of(program: &Path) -> Option<String> {
     let in_service = std::env::var_os("INVOCATION_ID").is_some();
     if in_service && HIDDEN_IN_SERVICE.iter().any(|dir| program.starts_with(dir)) {
@@ -75,8 +75,9 @@ pub(crate) fn problem_of(program: &Path) -> Option<String> {
     }
 }
 
-/// Items of `jobs.leave_gpus` without a GPU: if they are misspelt, jobs run on the GPUs that were meant. Empty if the
-/// GPUs are not known.
+/// Returns a warning for each item of `jobs.leave_gpus` that matches no GPU: it may be misspelt, in which case jobs
+/// would
+/// run on the GPU that was meant. Empty if the GPUs are unknown.
 pub(crate) fn unknown_gpus(jobs: &JobsSection, inventory: &Inventory) -> Vec<String> {
     if !inventory.problem.is_empty() {
         return Vec::new();

@@ -1,11 +1,11 @@
-//! Values of `daemon.toml` that are texts with a unit.
+//! Values of `daemon.toml` that are written as a number with a unit.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use xlaunch_proto::quantities::parse_bytes;
 
-/// A span of time as a text: a whole number and a unit, `s`, `m`, `h` or `d`.
+/// A duration, written as a whole number and a unit: `s`, `m`, `h` or `d`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub(crate) struct Span(pub(crate) Duration);
@@ -19,9 +19,7 @@ impl TryFrom<String> for Span {
             let number: u32 = text.strip_suffix(unit)?.trim_end().parse().ok()?;
             Some(Self(Duration::from_secs(u64::from(number) * seconds)))
         });
-        parsed.ok_or_else(|| {
-            format!("\"{text}\" is not a span of time; expected one such as \"120s\" or \"5m\"")
-        })
+        parsed.ok_or_else(|| format!("\"{text}\" is not a duration; expected one such as \"120s\" or \"5m\""))
     }
 }
 
@@ -31,7 +29,7 @@ impl From<Span> for String {
     }
 }
 
-/// A size as a text, such as `16M`.
+/// A size in bytes, written as, for example, `16M`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub(crate) struct Size(pub(crate) u64);
@@ -50,7 +48,7 @@ impl From<Size> for String {
     }
 }
 
-/// A part of the node's memory as a text: a percentage, or a size such as `64G`.
+/// A part of the node's memory, written as a percentage or a size such as `64G`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub(crate) enum MemoryLimit {
@@ -59,7 +57,7 @@ pub(crate) enum MemoryLimit {
 }
 
 impl MemoryLimit {
-    /// On a node with this memory, in bytes.
+    /// Returns the limit on a node with this much memory, both in bytes.
     pub(crate) fn of(self, memory: u64) -> u64 {
         match self {
             Self::Percent(percent) => {
@@ -80,7 +78,7 @@ impl TryFrom<String> for MemoryLimit {
             None => parse_bytes(&text).ok().map(Self::Bytes),
         };
         limit.ok_or_else(|| {
-            format!("\"{text}\" is not a part of the memory; expected 1% to 100%, or a size such as \"64G\"")
+            format!("\"{text}\" is not an amount of memory; expected 1% to 100%, or a size such as \"64G\"")
         })
     }
 }
@@ -94,7 +92,7 @@ impl From<MemoryLimit> for String {
     }
 }
 
-/// A size that can be parsed again. Sizes that are parsed are multiples of a KiB.
+/// Formats a size so that it can be parsed again. Parsed sizes are multiples of 1 KiB.
 fn size_text(bytes: u64) -> String {
     format!("{}K", bytes >> 10)
 }

@@ -1,4 +1,4 @@
-//! The file operations of the journal behind a trait, so that tests can fail or interrupt each one.
+//! The file operations of the journal, behind a trait so that tests can make each one fail or interrupt it.
 
 use std::fmt::Debug;
 use std::io::{self, Write};
@@ -8,22 +8,23 @@ use fs_err::os::unix::fs::OpenOptionsExt;
 use fs_err::{File, OpenOptions};
 use rustix::fs::{FallocateFlags, fallocate};
 
-/// File operations. Errors name the file.
+/// File operations of the journal. Errors name the file.
 pub(super) trait Disk: Debug + Send {
     fn read(&self, path: &Path) -> io::Result<Vec<u8>>;
     /// Opens an existing file for appending.
     fn open(&self, path: &Path) -> io::Result<File>;
-    /// Creates a file of mode 0600 for appending; fails if it exists.
+    /// Creates a file with mode 0600 for appending. Fails if the file exists.
     fn create(&self, path: &Path) -> io::Result<File>;
-    /// Writes all bytes, in one call unless the kernel writes less.
+    /// Writes all bytes, in a single call unless the kernel writes fewer.
     fn write(&self, file: &mut File, bytes: &[u8]) -> io::Result<()>;
     fn truncate(&self, file: &File, len: u64) -> io::Result<()>;
-    /// Allocates space for this many bytes after the first `len`, if there is that much. The file stays as long as it
-    /// is.
+    /// Allocates space for `bytes` bytes after the first `len`, if the disk has that much. Does not change the length
+    /// of
+    /// the file.
     fn reserve(&self, file: &File, len: u64, bytes: u64);
-    /// fdatasync(2): returns when content and length are on disk.
+    /// fdatasync(2): returns when contents and length are on disk.
     fn sync(&self, file: &File) -> io::Result<()>;
-    /// rename(2): atomic, replaces `to`.
+    /// rename(2): atomically replaces `to`.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
     fn remove(&self, path: &Path) -> io::Result<()>;
     /// fsync(2) of a directory: returns when its entries are on disk.
@@ -55,7 +56,7 @@ impl Disk for RealDisk {
     }
 
     fn reserve(&self, file: &File, len: u64, bytes: u64) {
-        // Not all file systems can do that; without it, appends fail on a full disk.
+        // Not all file systems support that. Without it, appends fail on a full disk.
         let _ = fallocate(file, FallocateFlags::KEEP_SIZE, len, bytes);
     }
 

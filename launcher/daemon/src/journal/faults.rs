@@ -1,7 +1,8 @@
-//! A disk with fault injection for the journal's tests: any call can fail, or be the last before a crash.
+//! A disk with fault injection for the journal's tests: any call can fail, or be the last one before a crash.
 //!
-//! The files in the directory model the page cache. Beside them it keeps what survives a power failure: contents as of
-//! their last sync, names as of the directory's last sync. It never syncs to the real disk.
+//! The files in the directory model the page cache. In addition, the state that survives a power failure is kept:
+//! contents
+//! at their last sync, and names at the last sync of the directory. Nothing is ever synced to the real disk.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsString;
@@ -16,28 +17,28 @@ use rustix::io::Errno;
 
 use super::disk::{Disk, RealDisk};
 
-/// A fault at one call.
+/// A fault to inject at one call.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Fault {
-    /// Index of the call, from 0.
+    /// Index of the call, counted from 0.
     pub(super) at: usize,
-    /// Bytes that a write still writes. Any other call still takes effect unless this is 0.
+    /// Number of bytes that a failing write still writes. Any other call still takes effect unless this is 0.
     pub(super) torn: usize,
     pub(super) kind: FaultKind,
 }
 
 #[derive(Clone, Copy, Debug)]
 pub(super) enum FaultKind {
-    /// The call fails; later ones work.
+    /// The call fails; later calls succeed.
     Error(Errno),
-    /// The daemon crashes: all later calls fail too.
+    /// The daemon crashes, so all later calls fail too.
     Crash,
 }
 
-/// What a crash of the node loses.
+/// The data that a crash of the node loses.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Loss {
-    /// Content that was not synced, except the first `torn` bytes in each file.
+    /// Contents that were not synced, except the first `torn` bytes of them in each file.
     pub(super) contents: bool,
     /// Directory entries that were not synced.
     pub(super) names: bool,
@@ -52,14 +53,14 @@ struct State {
     calls: usize,
     fault: Option<Fault>,
     crashed: bool,
-    /// Files with their synced contents, by inode. They are kept open, so that no inode is reused.
+    /// Files with their synced contents, by inode. The files are kept open so that inodes are not reused.
     files: HashMap<u64, (File, Vec<u8>)>,
     /// Synced directory entries.
     names: BTreeMap<OsString, u64>,
 }
 
 impl FaultyDisk {
-    /// Everything in `dir` counts as synced.
+    /// Creates a disk on which all files in `dir` count as synced.
     pub(super) fn new(dir: &Path, fault: Option<Fault>) -> Self {
         let mut state = State {
             dir: dir.into(),
@@ -77,7 +78,7 @@ impl FaultyDisk {
         Self(Arc::new(Mutex::new(state)))
     }
 
-    /// Whether the fault has been injected.
+    /// Returns whether the fault has been injected.
     pub(super) fn is_injected(&self) -> bool {
         let state = self.0.lock().unwrap();
         state.fault.is_none_or(|fault| state.calls > fault.at)
@@ -89,7 +90,7 @@ impl FaultyDisk {
         (state.crashed, state.fault) = (false, None);
     }
 
-    /// Crashes the node: leaves in the directory what survives.
+    /// Crashes the node: reduces the directory to the data that survives.
     pub(super) fn lose(&self, loss: Loss) {
         let state = self.0.lock().unwrap();
         let torn = state.fault.map_or(0, |fault| fault.torn);
@@ -112,7 +113,7 @@ impl FaultyDisk {
         }
     }
 
-    /// Makes one call, completely or as far as the fault lets it.
+    /// Makes a call, completely or as far as the fault permits.
     fn call<T>(&self, effect: impl FnOnce(&mut State, usize) -> io::Result<T>) -> io::Result<T> {
         let mut state = self.0.lock().unwrap();
         let crashed = || io::Error::other("the daemon has crashed");
@@ -141,7 +142,7 @@ impl State {
         self.files.entry(file.metadata().unwrap().ino()).or_insert((held, Vec::new()));
     }
 
-    /// Entries of the directory except the lock.
+    /// Returns the entries of the directory, except the lock.
     fn present(&self) -> BTreeMap<OsString, u64> {
         let entries = std::fs::read_dir(&self.dir).unwrap().map(Result::unwrap);
         let named = entries.map(|entry| (entry.file_name(), entry.metadata().unwrap().ino()));
@@ -153,7 +154,7 @@ impl State {
     }
 }
 
-/// Reads a file that may be unlinked and open for writing only.
+/// Reads a file that may be unlinked, and open for writing only.
 fn contents(file: &File) -> io::Result<Vec<u8>> {
     std::fs::read(format!("/proc/self/fd/{}", file.file().as_raw_fd()))
 }

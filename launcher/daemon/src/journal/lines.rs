@@ -1,9 +1,10 @@
-//! The format of the journal: a header line, then one line per record, each `<CRC-32 of the JSON, 8 hex digits>
+//! The format of the journal: a header line, then one line per record. Each line is `<CRC-32 of the JSON, 8 hex digits>
 //! <JSON>\n`. Pure.
 //!
-//! A line is valid if it ends in a newline and its checksum matches. An incomplete last line is a torn write: the
-//! daemon or the node stopped during an append. Other invalid lines are damage by the disk or an editor, the last one
-//! too: it may have been acknowledged.
+//! A line is valid if it ends with a newline and its checksum matches. An incomplete last line is a torn write: the
+//! daemon
+//! or the node stopped during an append. All other invalid lines were damaged by the disk or an editor. That includes a
+//! complete last line, because its record may have been acknowledged.
 
 use std::io;
 use std::ops::Range;
@@ -11,10 +12,10 @@ use std::ops::Range;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-/// The version that is written, and the newest that can be read.
+/// The version written, which is also the newest one that can be read.
 pub(crate) const VERSION: u64 = 1;
 const FORMAT: &str = "xlaunch-journal";
-/// The hex digits and the space after them.
+/// Length of the hex digits and the space after them.
 const CHECKSUM_BYTES: usize = 9;
 
 #[derive(Serialize, Deserialize)]
@@ -32,25 +33,26 @@ pub(crate) struct Parsed<E> {
     pub(crate) state: State,
 }
 
-/// Which repair the file needs before records can be appended.
+/// State of the file, which determines the repair needed before records can be appended.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum State {
     /// The file is empty.
     New,
     Intact,
-    /// Truncate the torn write after `end` bytes.
+    /// The file must be truncated to `end` bytes to remove a torn write.
     Torn {
         end: usize,
     },
-    /// Rewrite without the invalid `lines`, counted from 1. If `header` is false the header is missing or invalid, and
-    /// version 1 was assumed.
+    /// The file must be rewritten without the invalid `lines`, counted from 1. If `header` is false, the header is
+    /// missing
+    /// or invalid, and version 1 was assumed.
     Damaged {
         lines: Vec<usize>,
         header: bool,
     },
 }
 
-/// The file was written by a newer xlaunch.
+/// The reason why the file cannot be read: a newer xlaunch has written it.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Unreadable {
     Newer { writer: String, version: u64 },
@@ -69,7 +71,7 @@ pub(crate) fn encode<E: Serialize>(records: &[E]) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Puts the header before these lines.
+/// Prepends the header to these lines.
 pub(crate) fn with_header(lines: &[u8]) -> io::Result<Vec<u8>> {
     let header = Header { format: FORMAT.into(), version: VERSION, writer: env!("CARGO_PKG_VERSION").into() };
     let mut bytes = encode(&[header])?;
@@ -77,7 +79,7 @@ pub(crate) fn with_header(lines: &[u8]) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Parses a whole journal.
+/// Parses a complete journal.
 pub(crate) fn parse<E: DeserializeOwned>(bytes: &[u8]) -> Result<Parsed<E>, Unreadable> {
     let header = header(bytes);
     if let Some(Header { version, writer, .. }) = &header
@@ -103,7 +105,7 @@ pub(crate) fn parse<E: DeserializeOwned>(bytes: &[u8]) -> Result<Parsed<E>, Unre
         })?;
         records.push(record);
     }
-    // The end of the last line that is complete, valid or not.
+    // The end of the last complete line, valid or not.
     let complete = bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
     let state = if bytes.is_empty() {
         State::New
@@ -118,7 +120,7 @@ pub(crate) fn parse<E: DeserializeOwned>(bytes: &[u8]) -> Result<Parsed<E>, Unre
     Ok(Parsed { records, state })
 }
 
-/// The valid lines without the header, byte for byte.
+/// Returns the valid lines without the header, byte for byte.
 pub(crate) fn valid_records(bytes: &[u8]) -> Vec<u8> {
     let skip = usize::from(header(bytes).is_some());
     let valid = lines(bytes).skip(skip).filter(|line| json(&bytes[line.clone()]).is_some());
@@ -131,7 +133,7 @@ fn header(bytes: &[u8]) -> Option<Header> {
     (header.format == FORMAT).then_some(header)
 }
 
-/// The range of each line with its newline, which the last line may lack.
+/// Returns the range of each line with its newline. The last line may lack the newline.
 fn lines(bytes: &[u8]) -> impl Iterator<Item = Range<usize>> {
     let mut start = 0;
     bytes.split_inclusive(|byte| *byte == b'\n').map(move |line| {
@@ -141,7 +143,7 @@ fn lines(bytes: &[u8]) -> impl Iterator<Item = Range<usize>> {
     })
 }
 
-/// The JSON of a line, if the line is valid.
+/// Returns the JSON of a line, if the line is valid.
 fn json(line: &[u8]) -> Option<&[u8]> {
     let (found, json) = line.strip_suffix(b"\n")?.split_at_checked(CHECKSUM_BYTES)?;
     (found == checksum(json).as_bytes()).then_some(json)
@@ -194,15 +196,15 @@ mod tests {
             (Vec::new(), vec![], State::New),
             (header.clone(), vec![], State::Intact),
             (whole.clone(), vec![1, 2], State::Intact),
-            // An incomplete last line is torn; a complete one may have been acknowledged.
+            // An incomplete last line is torn; a complete invalid line may have been acknowledged.
             ([&whole[..], b"1"].concat(), vec![1, 2], State::Torn { end: whole.len() }),
             ([&whole[..], &bad].concat(), vec![1, 2], damaged(&[4], true)),
             ([&whole[..], &bad, b"1"].concat(), vec![1, 2], damaged(&[4, 5], true)),
             (whole[..whole.len() - 1].to_vec(), vec![1], State::Torn { end: header.len() + one.len() }),
-            // A torn line after damage is listed with it.
+            // A torn line after a damaged line is listed as damaged too.
             ([&header[..], &bad, &two].concat(), vec![2], damaged(&[2], true)),
             ([&header[..], &bad, &two, &bad].concat(), vec![2], damaged(&[2, 4], true)),
-            // Without a valid header, everything is damaged.
+            // Without a valid header, the whole file counts as damaged.
             ([&one[..], &two].concat(), vec![1, 2], damaged(&[], false)),
             ([&bad[..], &one].concat(), vec![1], damaged(&[1], false)),
             (bad.clone(), vec![], damaged(&[1], false)),

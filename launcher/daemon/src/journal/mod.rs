@@ -1,18 +1,19 @@
-//! The journal: the daemon's durable state as an append-only file, `journal` in the state directory.
+//! The journal: the daemon's durable state, as an append-only file `journal` in the state directory.
 //!
 //! ```text
 //! append:  one line, one write, fdatasync
 //! rewrite: journal.new, fdatasync, rename to journal, fsync of the directory (compaction, after a failed append)
 //! open:    lock, parse, repair -> records and notes for the operator
 //! ```
-//! Invariants, whenever the daemon or the node crashes:
-//! - a record whose append returned is read by the next [`Journal::open`]; of records whose append did not return, any
-//!   prefix is; no others are;
+//! Invariants, even if the daemon or the node crashes at any time:
+//! - the next [`Journal::open`] reads every record whose append returned, and any prefix of the records whose append
+//! did
+//!   not return, but no other records;
 //! - nothing is appended to a file after a write or sync of it has failed. The kernel drops dirty pages after a failed
-//!   fsync and a second fsync succeeds without them, so what is on disk is unknown until [`Journal::rewrite`] has made
-//!   a new file;
-//! - one daemon at a time has the directory open, by flock(2) on the directory and on `lock` in it: a lock file can be
-//!   deleted, and directories have no locks on NFS;
+//! fsync, and a second fsync succeeds without them, so the contents on disk are unknown until [`Journal::rewrite`] has
+//!   created a new file;
+//! - only one daemon at a time has the directory open. It holds flock(2) locks both on the directory and on the file
+//!   `lock` in it: a lock file can be deleted, and directories cannot be locked on NFS;
 //! - nothing is opened, created or repaired in a directory that other users could have changed.
 //!
 //! The journal keeps no records in memory.
@@ -36,40 +37,43 @@ use lines::{State, Unreadable};
 use crate::trusted_path;
 use xlaunch_agent::clock;
 
-/// How long the lock can outlive its daemon: until that process has exited, and until a child that it has just forked
-/// execs (the lock is shared until then).
+/// Time to wait for the lock. It can outlive its daemon until that process has exited, and until a child that it has
+/// just
+/// forked calls exec, since the child shares the lock until then.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 const LOCK_RETRY_DELAY: Duration = Duration::from_millis(10);
 
-/// Space that is allocated after the end of the file, so that jobs which fill the disk do not keep what happens to jobs
-/// from being recorded. At most this part of the disk.
+/// Space allocated after the end of the file, so that events can still be recorded if jobs fill the disk. Limited to
+/// one
+/// part in [`RESERVED_PART_OF_DISK`] of the disk.
 const RESERVED_BYTES: u64 = 1 << 20;
 const RESERVED_PART_OF_DISK: u64 = 64;
 
-/// Damaged lines that a note lists by number.
+/// Number of damaged lines that a note lists by number.
 const MAX_LISTED_LINES: usize = 10;
 
-/// An open journal. Its calls block on the disk.
+/// An open journal. Its methods block on the disk.
 #[derive(Debug)]
 pub(crate) struct Journal<E> {
     dir: StateDir,
     file: File,
     len: u64,
-    /// How much space is kept after the end, and up to where it was allocated.
+    /// Space to keep allocated after the end, in bytes.
     reserve: u64,
+    /// Offset up to which space was allocated.
     reserved_up_to: u64,
-    /// The failure after which nothing may be appended until the next rewrite.
+    /// A failure after which nothing may be appended until the next rewrite.
     broken: Option<String>,
     _locks: Locks,
     _records: PhantomData<fn(&E)>,
 }
 
-/// The content of a journal when it was opened.
+/// The contents of a journal when it was opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Replay<E> {
-    /// Oldest first.
+    /// All valid records, oldest first.
     pub(crate) records: Vec<E>,
-    /// Repairs that the operator should know of.
+    /// Repairs that the operator should know about.
     pub(crate) notes: Vec<String>,
     pub(crate) integrity: Integrity,
 }
@@ -79,31 +83,32 @@ pub(crate) struct Replay<E> {
 pub(crate) enum Integrity {
     /// There was no journal, or an empty one.
     New,
-    /// All of it.
+    /// The whole journal could be read.
     Intact,
-    /// All but an incomplete last line, which was probably not acknowledged.
+    /// All records except an incomplete last line, which was probably not acknowledged.
     Torn,
     /// Acknowledged records are lost.
     Damaged,
 }
 
-/// Why a journal cannot be opened. The texts are for the operator. The files are unchanged.
+/// The reason why a journal cannot be opened, with a text for the operator. The files are unchanged.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum JournalError {
-    /// Other users could change the directory. `problem` says why, and what to do.
+    /// Other users could change the directory. `problem` has the reason and advice.
     #[error("failed to use {} as the state directory: {problem}", dir.display())]
     Unsafe { dir: PathBuf, problem: io::Error },
     #[error("failed to use {} as the state directory: it is not a directory", .0.display())]
     NotADirectory(PathBuf),
-    /// Another daemon has the lock; `pid` is its process, if the lock file says so.
+    /// Another daemon has the lock. `pid` is its process id, if the lock file contains it.
     #[error("failed to lock {}: another daemon{} uses it; stop that daemon, or set daemon.state_dir to another \
         directory", dir.display(), .pid.map(|pid| format!(" (process {pid})")).unwrap_or_default())]
     InUse { dir: PathBuf, pid: Option<u32> },
-    /// A newer format version.
+    /// The file has a newer format version.
     #[error("failed to read {}: it was written by xlaunch {writer} in format {version}, and this xlaunch reads formats \
         up to {}; start that version or a newer one", path.display(), lines::VERSION)]
     Newer { path: PathBuf, writer: String, version: u64 },
-    /// A valid line whose record this build does not know. `line` counts from 1; `writer` began the file.
+    /// The file has a valid line with a record that this version does not know. `line` counts from 1; `writer` is the
+    /// version that created the file.
     #[error("failed to read {}: line {line}: unknown record ({error}); the file was created by xlaunch {writer}: start \
         the version that wrote the record, or a newer one", path.display())]
     Unknown { path: PathBuf, line: usize, error: String, writer: String },
@@ -113,10 +118,10 @@ pub(crate) enum JournalError {
 
 impl<E: Serialize + DeserializeOwned> Journal<E> {
     /// Opens the journal in the state directory `dir`, and creates both if they are missing. Torn writes and damage are
-    /// repaired and reported in the notes.
+    /// repaired, and reported in the notes.
     ///
     /// # Errors
-    /// If other users can write to `dir`, another daemon has it open, a newer xlaunch wrote the journal, or the disk
+    /// Other users can write to `dir`, another daemon has it open, a newer xlaunch wrote the journal, or the disk
     /// fails.
     pub(crate) fn open(dir: &Path) -> Result<(Self, Replay<E>), JournalError> {
         Self::open_on(dir, Box::new(RealDisk))
@@ -126,7 +131,7 @@ impl<E: Serialize + DeserializeOwned> Journal<E> {
         let dir = StateDir { path: std::path::absolute(dir)?, disk };
         dir.check()?;
         dir.create()?;
-        // Again: in a sticky directory another user may have been faster.
+        // Checked again, because in a sticky directory another user may have created it first.
         dir.check()?;
         dir.check_entries()?;
         let locks = dir.lock()?;
@@ -166,7 +171,7 @@ impl<E: Serialize + DeserializeOwned> Journal<E> {
     /// Appends a record, which is on disk when this returns.
     ///
     /// # Errors
-    /// The disk's. The record may or may not be there when the journal is opened again, and all appends fail until a
+    /// The disk fails. The record may or may not be read when the journal is opened again, and all appends fail until a
     /// rewrite succeeds.
     pub(crate) fn append(&mut self, record: &E) -> io::Result<()> {
         self.append_all(std::slice::from_ref(record))
@@ -175,7 +180,7 @@ impl<E: Serialize + DeserializeOwned> Journal<E> {
     /// Appends several records with one write and one sync.
     ///
     /// # Errors
-    /// As [`append`](Self::append); any prefix of the records may be there.
+    /// The same as for [`append`](Self::append). Any prefix of the records may be read later.
     fn append_all(&mut self, records: &[E]) -> io::Result<()> {
         if let Some(problem) = &self.broken {
             let text = format!(
@@ -194,7 +199,7 @@ impl<E: Serialize + DeserializeOwned> Journal<E> {
         Ok(())
     }
 
-    /// Allocates space after the end when half of it is used.
+    /// Allocates more space after the end once half of it is used.
     fn reserve(&mut self) {
         if self.reserve > 0 && self.len + self.reserve / 2 > self.reserved_up_to {
             self.dir.disk.reserve(&self.file, self.len, self.reserve);
@@ -202,21 +207,21 @@ impl<E: Serialize + DeserializeOwned> Journal<E> {
         }
     }
 
-    /// Whether something has failed after which nothing can be appended.
+    /// Returns whether a failure prevents appends until the next rewrite.
     pub(crate) fn is_broken(&self) -> bool {
         self.broken.is_some()
     }
 
-    /// Replaces all records by these in a new file, to which records can be appended whatever failed before.
+    /// Replaces all records by these in a new file. Records can be appended to it whatever failed before.
     ///
     /// # Errors
-    /// The disk's. Either the old or the new records are then on disk.
+    /// The disk fails. Either the old or the new records are on disk then.
     pub(crate) fn rewrite(&mut self, records: &[E]) -> io::Result<()> {
         let bytes = lines::with_header(&lines::encode(records)?)?;
-        // A failure up to here leaves the old file as it was, broken or not.
+        // A failure up to here does not change the old file, whether broken or not.
         let file = self.dir.write_new(&bytes)?;
         if let Err(error) = self.dir.publish() {
-            // After a crash either file may have the name, so neither may be appended to.
+            // After a crash, either file may have the name, so nothing may be appended to either of them.
             self.broken = Some(error.to_string());
             return Err(error);
         }
@@ -239,7 +244,7 @@ struct Locks {
     _file: File,
 }
 
-/// The state directory, and the disk that it is on.
+/// The state directory, and the disk operations for it.
 #[derive(Debug)]
 struct StateDir {
     path: PathBuf,
@@ -255,14 +260,14 @@ impl StateDir {
         self.path.join("journal.new")
     }
 
-    /// How much space to keep on the disk.
+    /// Returns the space to keep allocated on the disk, in bytes.
     fn reserve(&self) -> u64 {
         let disk =
             rustix::fs::statvfs(&self.path).map_or(0, |disk| disk.f_blocks.saturating_mul(disk.f_frsize));
         RESERVED_BYTES.min(disk / RESERVED_PART_OF_DISK)
     }
 
-    /// Creates the directory with its parents if it is missing, durably.
+    /// Durably creates the directory and its parents if they are missing.
     fn create(&self) -> io::Result<()> {
         use std::os::unix::fs::DirBuilderExt;
         let missing: Vec<_> = self.path.ancestors().take_while(|dir| !dir.exists()).collect();
@@ -272,7 +277,7 @@ impl StateDir {
         missing.iter().filter_map(|dir| dir.parent()).try_for_each(|parent| self.disk.sync_dir(parent))
     }
 
-    /// Checks that only this user and root can change the directory, or anything on the way to it.
+    /// Checks that only this user and root can change the directory and every component of its path.
     fn check(&self) -> Result<(), JournalError> {
         let unsafe_dir = |problem| JournalError::Unsafe { dir: self.path.clone(), problem };
         trusted_path::check(&self.path).map_err(unsafe_dir)?;
@@ -282,8 +287,8 @@ impl StateDir {
         }
     }
 
-    /// Checks what is in the directory: an earlier owner, or other users while they could write to it, may have left
-    /// files there.
+    /// Checks the entries of the directory. An earlier owner may have left files there, and so may other users if they
+    /// were once able to write to it.
     fn check_entries(&self) -> Result<(), JournalError> {
         let unsafe_dir = |problem| JournalError::Unsafe { dir: self.path.clone(), problem };
         trusted_path::check_entries(&self.path).map_err(unsafe_dir)?;
@@ -294,21 +299,21 @@ impl StateDir {
             .map_err(unsafe_dir)
     }
 
-    /// Locks the directory for as long as the returned files are open. They are closed on exec, so agents do not
-    /// inherit them.
+    /// Locks the directory for as long as the returned files are open. They are close-on-exec, so agents do not inherit
+    /// them.
     fn lock(&self) -> Result<Locks, JournalError> {
         use fs_err::os::unix::fs::OpenOptionsExt;
         let path = self.path.join("lock");
         let dir = File::open(&self.path)?;
         match self.try_lock(&dir) {
-            // NFS locks only files that are open for writing.
+            // On NFS only files that are open for writing can be locked.
             Err(JournalError::Io(_)) => {}
             locked => locked?,
         }
         let mut options = fs_err::OpenOptions::new();
         let mut file = options.read(true).write(true).create(true).truncate(false).mode(0o600).open(&path)?;
         self.try_lock(&file)?;
-        // Only for the message of a second daemon, so a full disk is not an error.
+        // The process id is only for the message of a second daemon, so a full disk is not an error.
         let _ = file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id()));
         Ok(Locks { _dir: dir, _file: file })
     }
@@ -334,8 +339,8 @@ impl StateDir {
         }
     }
 
-    /// Makes the file on disk equal to what was parsed, and opens it for appending. Returns it with its length and
-    /// notes.
+    /// Makes the file on disk equal to the parsed contents, and opens it for appending. Returns it with its length and
+    /// the notes.
     fn repair(&self, bytes: &[u8], state: &State) -> io::Result<(File, u64, Vec<String>)> {
         let path = self.journal();
         let (keep, note) = match state {
@@ -359,7 +364,7 @@ impl StateDir {
         if keep < bytes.len() {
             self.disk.truncate(&file, keep as u64)?;
         }
-        // What was read may be only in the page cache, if an earlier daemon died before its sync.
+        // The data may have been read from the page cache only, if an earlier daemon died before its sync.
         self.disk.sync(&file)?;
         self.disk.sync_dir(&self.path)?;
         Ok((file, keep as u64, note.into_iter().collect()))
@@ -371,7 +376,6 @@ impl StateDir {
         Ok((file, bytes.len() as u64, notes))
     }
 
-    /// Writes and syncs `journal.new`.
     fn write_new(&self, bytes: &[u8]) -> io::Result<File> {
         let path = self.new_journal();
         match self.disk.remove(&path) {
@@ -384,7 +388,7 @@ impl StateDir {
         Ok(file)
     }
 
-    /// Renames `journal.new` to `journal`, durably.
+    /// Durably renames `journal.new` to `journal`.
     fn publish(&self) -> io::Result<()> {
         self.disk.rename(&self.new_journal(), &self.journal())?;
         self.disk.sync_dir(&self.path)

@@ -1,5 +1,5 @@
-//! Whatever fails: acknowledged records are read back in order, and nothing else except a prefix of what was being
-//! written.
+//! Tests that, whatever fails, acknowledged records are read back in order, and besides them at most a prefix of the
+//! records that were being written.
 
 use std::path::Path;
 
@@ -27,17 +27,18 @@ fn records(jobs: std::ops::Range<u64>) -> Records {
     jobs.map(record).collect()
 }
 
-/// A directory in memory if possible: the tests make thousands, and syncs of other programs would slow them down.
+/// Creates a temporary directory, in memory if possible: the tests create thousands, and syncs of other programs would
+/// slow them down.
 fn scratch() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
 
-/// Opens without faults and without real syncs.
+/// Opens a journal without faults and without real syncs.
 fn open(dir: &Path) -> Result<(Journal<Record>, Replay<Record>), JournalError> {
     Journal::open_on(dir, Box::new(FaultyDisk::new(dir, None)))
 }
 
-/// Opens a journal of these bytes.
+/// Opens a journal with these contents.
 fn open_bytes(dir: &Path, bytes: &[u8]) -> Result<Replay<Record>, JournalError> {
     fs_err::write(dir.join("journal"), bytes).unwrap();
     open(dir).map(|(_, replay)| replay)
@@ -62,7 +63,7 @@ fn copies(dir: &Path) -> Vec<Vec<u8>> {
 struct Model {
     /// All acknowledged records.
     now: Records,
-    /// These, and every result of a failed call.
+    /// The acknowledged records, and every possible result of a failed call.
     possible: Vec<Records>,
 }
 
@@ -103,7 +104,7 @@ impl Model {
     }
 }
 
-/// Opens, appends and rewrites, twice, until something fails.
+/// Opens, appends and rewrites, twice, until a call fails.
 fn run_script(dir: &Path, disk: &FaultyDisk, model: &mut Model) -> Option<Journal<Record>> {
     for round in 0..2 {
         let (mut journal, replay) = Journal::open_on(dir, Box::new(disk.clone())).ok()?;
@@ -207,7 +208,7 @@ fn failed_append_blocks_appends_until_rewrite() {
                     assert!(model.append(&mut journal, &[record(51)]), "{fault:?}");
                 }
             }
-            // All that was acknowledged was synced, so it survives a power failure as well.
+            // All acknowledged records were synced, so they survive a power failure as well.
             disk.lose(Loss { contents: errno == Errno::IO, names: errno == Errno::IO });
             let (_, replay) = open(dir.path()).unwrap();
             model.check(&replay.records, &fault);
@@ -220,7 +221,7 @@ fn failed_append_blocks_appends_until_rewrite() {
 
 #[test]
 fn append_returns_disk_error() {
-    // Creating a journal takes seven calls. The next two are the write and the sync of the append.
+    // Creating a journal takes seven calls. The next two calls are the write and the sync of the append.
     for at in [7, 8] {
         let dir = scratch();
         let fault = Fault { at, torn: 0, kind: FaultKind::Error(Errno::NOSPC) };
@@ -287,12 +288,12 @@ fn bit_flip_loses_only_the_lines_it_touches() {
         let mut bytes = whole.clone();
         bytes[at] ^= 1 << bit;
         let replay = open_bytes(dir.path(), &bytes).unwrap();
-        // Without the newline between them, two lines are damaged.
+        // If the newline between two lines is damaged, both lines are.
         let left = if whole[at] == b'\n' { 3 } else { 4 };
         assert!(replay.records.len() >= left, "byte {at}, bit {bit}: {:?}", replay.records);
         assert!(is_subsequence(&replay.records, &records(0..5)), "byte {at}, bit {bit}");
         assert_eq!(replay.notes.len(), 1, "byte {at}, bit {bit}: {:?}", replay.notes);
-        // Without its newline, the last line cannot be told from a torn write.
+        // Without its newline, the last line cannot be distinguished from a torn write.
         let is_torn = at == whole.len() - 1;
         assert_eq!(copies(dir.path()).contains(&bytes), !is_torn, "byte {at}, bit {bit}");
         let integrity = if is_torn { Integrity::Torn } else { Integrity::Damaged };
@@ -338,7 +339,7 @@ fn newer_journal_is_refused_unmodified() {
             serde_json::json!({"format": "xlaunch-journal", "version": version, "writer": "9.8.7", "new": 1});
         lines::encode(&[header]).unwrap()
     };
-    // Not even its torn end is repaired.
+    // Not even the torn end is repaired.
     let newer = [header(2), lines::encode(&records(0..2)).unwrap(), b"12".to_vec()].concat();
     let error = open_bytes(dir.path(), &newer).unwrap_err().to_string();
     let expected = "it was written by xlaunch 9.8.7 in format 2, and this xlaunch reads formats up to 1; \
@@ -381,7 +382,7 @@ fn state_directory_writable_by_others_is_refused() {
     fs_err::set_permissions(&state, std::fs::Permissions::from_mode(0o777)).unwrap();
     let error = open(&state).unwrap_err().to_string();
     assert!(error.contains("can be changed by other users") && error.contains("chmod go-w"), "{error}");
-    // Root can give the directory to another user; other users use a directory of root's.
+    // Root can give the directory to another user; other users test with a directory of root.
     let not_ours = if rustix::process::geteuid().is_root() {
         std::os::unix::fs::chown(&state, Some(12_345), None).unwrap();
         state
@@ -400,7 +401,7 @@ fn planted_files_are_refused_and_left_as_they_are() {
     fs_err::create_dir(&state).unwrap();
     let planted = journal_of(&records(0..1));
     fs_err::write(state.join("journal"), &planted).unwrap();
-    // As in a directory that was open to all users, also after its mode was corrected.
+    // Simulates a directory that was open to all users, even if its mode has been corrected since.
     let mode =
         |path: &Path, mode| fs_err::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
     mode(&state, 0o1777);
@@ -469,7 +470,7 @@ fn resident() -> u64 {
 fn appended_records_are_not_kept_in_memory() {
     const ALONE: &str = "XLAUNCH_TEST_JOURNAL_MEMORY";
     if std::env::var_os(ALONE).is_none() {
-        // Run again in a process of its own, so that no other test changes its memory.
+        // The test runs in a process of its own, so that no other test changes the memory use.
         let mut test = std::process::Command::new(std::env::current_exe().unwrap());
         let name = format!("{}::appended_records_are_not_kept_in_memory", module_path!());
         let name = name.split_once("::").unwrap().1;
@@ -527,7 +528,7 @@ proptest! {
                     Replay { records: replay.records, notes: Vec::new(), integrity: Integrity::Intact };
                 prop_assert_eq!(again, intact);
             }
-            // A second header is not a known record.
+            // A second header is an unknown record.
             Err(error) => {
                 prop_assert!(matches!(error, JournalError::Unknown { .. }), "{}", error);
                 prop_assert_eq!(fs_err::read(dir.path().join("journal")).unwrap(), bytes);
@@ -536,7 +537,7 @@ proptest! {
     }
 }
 
-/// Written by the first release. The bytes must never change: later versions must read them.
+/// A journal written by the first release. It must never be changed, because later versions must be able to read it.
 const JOURNAL_V1: &[u8] = include_bytes!("testdata/journal-v1");
 
 #[test]

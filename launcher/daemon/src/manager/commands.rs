@@ -1,5 +1,4 @@
-//! Execution of commands. The view is published before the reply is sent, so that callers see the effect of their
-//! commands.
+//! Executes commands. The view is published before the reply is sent, so that callers see the effect of their commands.
 
 use tracing::info;
 use xlaunch_proto::convert::node::{Submit, Update};
@@ -90,7 +89,7 @@ impl Manager {
         Ok(Submission { jobs: self.messages_of(job)?, repeated: false, warnings: warnings(&withheld) })
     }
 
-    /// The job, or all jobs of its array that are remembered.
+    /// Returns the job, or all jobs of its array that have not been forgotten.
     fn messages_of(&self, first: u64) -> Result<Vec<Job>, CommandError> {
         let of_array = self.jobs.array(first);
         let jobs = if of_array.is_empty() { vec![first] } else { of_array };
@@ -110,14 +109,16 @@ impl Manager {
             self.write(record)?;
             info!(job, uid = caller.uid, "job {job} is cancelled by user {}", caller.label());
         }
-        // Also of a job that is cancelled already: it may have to be killed now. `Jobs::cancel` has checked the caller.
+        // Also applies to a job that was cancelled before, as it may have to be killed now. `Jobs::cancel` has checked
+        // the
+        // caller.
         if self.cancelled_by(job).is_some()
             && let Some(runtime) = self.runtime.get(&job)
         {
             runtime.stop.send_modify(|stop| *stop = (*stop).max(if force { Stop::Kill } else { Stop::Ask }));
         }
         let message = self.job_message(job);
-        // A queued job has ended, and no other event may follow.
+        // If the job was queued, it has now ended, and no other event for it may follow.
         self.forget_old_jobs();
         message
     }
@@ -143,7 +144,8 @@ fn warnings(withheld: &[String]) -> Vec<String> {
         return Vec::new();
     }
     vec![format!(
-        "these variables do not reach a training job here, as they can lead to code (jobs.allow_commands is false): {}",
+        "these variables do not reach training jobs on this node because they could run code (jobs.allow_commands is \
+        false): {}",
         withheld.join(", ")
     )]
 }

@@ -1,4 +1,4 @@
-//! Examinations of idle GPUs: reserves them, starts the process, and drains what has failed.
+//! Examinations of idle GPUs: reserves the GPUs, starts the process, and drains GPUs that have failed.
 
 use std::time::Duration;
 
@@ -16,10 +16,10 @@ use crate::state::examination::{Choice, Ending, Examination, Verdict};
 use crate::state::schedule::GpuSlot;
 use crate::view::Caller;
 
-/// Messages of an examination: its start and its end.
+/// Number of messages about an examination: one at its start, one at its end.
 const REPLIES: usize = 2;
 
-/// An examination that runs.
+/// A running examination.
 #[derive(Debug)]
 pub(super) struct Running {
     uid: u32,
@@ -49,7 +49,7 @@ impl Manager {
             done: gpus.is_empty(),
             ..ExamineReply::default()
         };
-        // There is space for both messages.
+        // The channel has space for both messages.
         let _ = replies.try_send(reply);
         if gpus.is_empty() {
             return Ok(receiver);
@@ -75,7 +75,7 @@ impl Manager {
 
     pub(super) fn on_examined(&mut self, ending: Ending) {
         self.jobs.examination = None;
-        // The last poll still saw the processes of the examination, which count as foreign from now on.
+        // The last poll still saw the processes of the examination, which would now count as foreign.
         self.gpu_monitor.poll_now();
         let Some(Running { uid, choices, replies }) = self.examination.take() else { return };
         let mut gpus = Vec::new();

@@ -1,11 +1,13 @@
 //! The manager: the only task that changes jobs.
 //!
-//! Each event (a command, an agent's event, a GPU change, a reload) becomes records, which are written to the journal
-//! and applied to [`Jobs`] before the manager acts on them. After each event it starts the jobs that can start, and
-//! publishes the view if something has changed.
+//! Each event (a command, an agent's event, a GPU change, a reload) is turned into records, which are written to the
+//! journal and applied to [`Jobs`] before the manager acts on them. After each event, the manager starts the jobs that
+//! can
+//! start, and publishes the view if it has changed.
 //!
-//! If the journal cannot be written, commands are refused and no job is started. Events that have happened anyway, such
-//! as the end of a job, are applied all the same; the journal is rewritten as soon as the disk allows.
+//! If the journal cannot be written, commands are refused and no jobs are started. Events that have already happened,
+//! such
+//! as the end of a job, are applied nevertheless, and the journal is rewritten as soon as the disk permits.
 
 mod commands;
 mod examination;
@@ -50,7 +52,7 @@ const AGENT_EVENT_CAPACITY: usize = 1024;
 /// Interval of watchdog notifications, and of attempts to rewrite a journal that could not be written.
 const MANAGER_TICK_INTERVAL: Duration = Duration::from_secs(5);
 
-/// What the manager works with.
+/// Everything that the manager is created from.
 #[derive(Debug)]
 pub(crate) struct Setup {
     pub(crate) journal: Journal<Record>,
@@ -59,24 +61,24 @@ pub(crate) struct Setup {
     /// Whether the journal was complete.
     pub(crate) integrity: Integrity,
     pub(crate) ids: Ids,
-    /// Jobs whose units run, with their users.
+    /// Jobs whose units run, each with its user id.
     pub(crate) units: Vec<(u64, u32)>,
     pub(crate) dirs: JobDirs,
     pub(crate) accounting: Accounting,
     pub(crate) starter: AgentStarter,
-    /// Files of the examinations of GPUs.
+    /// Directory for the files of GPU examinations.
     pub(crate) doctor_dir: PathBuf,
     pub(crate) hooks: HooksSection,
     pub(crate) gpu_monitor: GpuMonitor,
     pub(crate) gpus: watch::Receiver<Inventory>,
-    /// Replaced by a reload.
+    /// Configuration in effect; a reload replaces it.
     pub(crate) config: watch::Receiver<LiveConfig>,
     /// Where `config` is set and how a change is applied, for messages: `in FILE, then ...`.
     pub(crate) how_to_configure: String,
-    /// Why the page is not served, if there is one.
+    /// The reason why the page is not served, empty if it is; `None` if no page is configured.
     pub(crate) page_problem: Option<watch::Receiver<String>>,
     pub(crate) cores: u32,
-    /// The fields that never change.
+    /// The node's status, with the fields that never change filled in.
     pub(crate) node: NodeStatus,
 }
 
@@ -88,7 +90,7 @@ pub(crate) async fn run(
     on_tick: impl Fn(&NodeStatus) + Send,
 ) {
     let (event_sender, mut events) = mpsc::channel(AGENT_EVENT_CAPACITY);
-    // There is one examination at a time.
+    // There is only one examination at a time.
     let (ending_sender, mut endings) = mpsc::channel(1);
     tokio::spawn(directory_limit::watch(setup.dirs.clone(), view.subscribe(), event_sender.clone()));
     let mut manager = Manager::new(setup, event_sender, ending_sender, view);
@@ -132,8 +134,8 @@ async fn changed(value: &mut Option<watch::Receiver<String>>) {
     }
 }
 
-/// Waits for this time; forever without one. Time in which the node is suspended does not count, so the tick checks,
-/// too.
+/// Waits for this time, or forever if there is none. Time in which the node is suspended does not count, so each tick
+/// checks too.
 async fn wait(time: Option<Duration>) {
     match time {
         Some(time) => tokio::time::sleep(time).await,
@@ -147,16 +149,16 @@ struct Manager {
     integrity: Integrity,
     ids: Ids,
     units: Vec<(u64, u32)>,
-    /// Jobs up to this id are not forgotten: the journal was incomplete when this daemon was started.
+    /// Jobs up to this id are not forgotten. Set if the journal was incomplete when this daemon was started.
     kept_up_to: u64,
     dirs: JobDirs,
     accounting: Accounting,
     accounting_state: AccountingState,
     starter: Arc<AgentStarter>,
     doctor_dir: PathBuf,
-    /// The examination of GPUs that runs.
+    /// The running examination of GPUs, if any.
     examination: Option<Running>,
-    /// GPUs examined since the start, as in [`NodeView::examined`].
+    /// Number of GPUs examined since the start, as in [`NodeView::examined`].
     examined: [u64; 3],
     endings: mpsc::Sender<Ending>,
     hooks: Arc<HooksSection>,
@@ -168,25 +170,25 @@ struct Manager {
     cores: u32,
     base: NodeStatus,
     events: mpsc::Sender<(u64, AgentEvent)>,
-    /// Of jobs that are followed, and of jobs that ended while this daemon ran or left a last status.
+    /// State of jobs that are followed, that ended while this daemon ran, or that left a last status.
     runtime: BTreeMap<u64, JobRuntime>,
-    /// `jobs` has changes that the journal lacks.
+    /// Whether `jobs` has changes that are not in the journal.
     unsaved: bool,
-    /// Size of the journal when it was last compacted; 0 if it was not since the start.
+    /// Size of the journal after its last compaction; 0 if it has not been compacted since the start.
     compacted_bytes: u64,
-    /// What the system's clock shows beyond the node's clock, in milliseconds, as of the last publication.
+    /// System clock minus the node's clock at the last publication, in milliseconds.
     skew: i64,
     published: NodeView,
     view: watch::Sender<Arc<NodeView>>,
     /// Jobs to publish again.
     changed: BTreeSet<u64>,
-    /// Why queued jobs wait.
+    /// The reasons why queued jobs wait.
     waits: BTreeMap<u64, Wait>,
-    /// When the next warning or time limit is due.
+    /// Time at which the next warning or time limit is due, on the node's clock.
     next_limit: Option<u64>,
-    /// The queue in order, with the jobs that have started, as of the last schedule.
+    /// The queue in order at the last schedule, including jobs that have started since.
     queue: Vec<u64>,
-    /// Queue positions, from 1, as published.
+    /// Published queue positions, counted from 1.
     positions: BTreeMap<u64, u32>,
 }
 
@@ -274,7 +276,7 @@ impl Manager {
         }
     }
 
-    /// The time on the node's clock, in milliseconds.
+    /// Returns the time on the node's clock, in milliseconds.
     fn now(&self) -> u64 {
         self.jobs.clock.at(clock::uptime_ms())
     }
@@ -283,7 +285,7 @@ impl Manager {
         self.next_limit.map(|at| Duration::from_millis(at.saturating_sub(self.now())))
     }
 
-    /// Who has cancelled a job that runs.
+    /// Returns the user who has cancelled a running job, if any.
     fn cancelled_by(&self, job: u64) -> Option<String> {
         match &self.jobs.jobs.get(&job)?.phase {
             Phase::Active { cancelled: Some(by), .. } => Some(self.jobs.user_label(by.uid, &by.user)),
@@ -291,7 +293,8 @@ impl Manager {
         }
     }
 
-    /// Why the job ends as failed whatever its agent says: it has reached its time limit.
+    /// Returns the reason if the job has reached its time limit, in which case it has failed whatever its agent
+    /// reports.
     fn limit_reached(&self, job: u64) -> Option<String> {
         match self.jobs.jobs.get(&job)? {
             Entry { submitted, phase: Phase::Active { over_limit: true, .. } } => {
@@ -321,13 +324,13 @@ impl Manager {
             }
             (None, _) => (end, reason),
         };
-        // Without systemd, only the agent knows.
+        // Without systemd, only the agent knows the usage.
         let usage = usage.or(used);
         let (at, order) = (self.now(), 0);
         self.record_event(Record::Ended { job, end, exit: Some(exit), reason, report, at, order, usage });
     }
 
-    /// Ends a job whose directory exceeds the limit, or removes the directory if the job does not run.
+    /// Kills a job whose directory exceeds the limit, or removes the directory if the job does not run.
     fn on_oversized(&mut self, job: u64, reason: String) {
         warn!(job, reason, "the directory of job {job} exceeds the limit");
         match self.jobs.jobs.get(&job).map(|entry| &entry.phase) {
@@ -345,7 +348,7 @@ impl Manager {
         }
     }
 
-    /// Loads the last status that the agent of an ended job has left in its directory.
+    /// Loads the last status that the agent of an ended job has written to its directory.
     fn load_last_status(&mut self, job: u64) {
         let Some(Entry { submitted, .. }) = self.jobs.jobs.get(&job) else { return };
         let Some(status) = self.dirs.last_status(job, submitted.uid) else { return };
@@ -383,7 +386,9 @@ impl Manager {
         self.record_end(job, end, reason, None);
     }
 
-    /// The node is drained before the job goes back to the queue, so that it does not use up the queue.
+    /// Handles a failed prolog. The node is drained before the job returns to the queue: otherwise one job after the
+    /// other
+    /// would fail.
     fn on_prolog_failed(&mut self, job: u64, reason: &str) {
         if self.cancelled_by(job).is_some() || self.limit_reached(job).is_some() {
             return self.on_not_started(job, None);
@@ -394,17 +399,17 @@ impl Manager {
             let (gpus, undo, uid) = (Vec::new(), false, rustix::process::getuid().as_raw());
             self.record_event(Record::Drained { gpus, undo, reason: reason.clone(), uid, at: self.now() });
         }
-        // It is not charged for what the node did.
+        // The failure is the node's fault, so it does not count against the job.
         self.record_event(Record::Requeued { job, reason, lost: false, at: 0 });
     }
 
-    /// Records an end without a result.
+    /// Records the end of a job that has left no result.
     fn record_end(&mut self, job: u64, end: End, reason: String, usage: Option<Usage>) {
         let (exit, report, at, order) = (None, String::new(), self.now(), 0);
         self.record_event(Record::Ended { job, end, exit, reason, report, at, order, usage });
     }
 
-    /// Runs after each event: enforces time limits, starts what can start, then publishes what has changed.
+    /// Runs after each event: enforces time limits, starts jobs that can start, then publishes the changes.
     fn settle(&mut self) {
         self.follow_system_clock();
         self.record_half_life();
@@ -416,11 +421,11 @@ impl Manager {
         self.publish();
     }
 
-    /// The journal has the half-life, so that it can be replayed.
+    /// Records a changed half-life in the journal, so that replaying computes the same usage.
     fn record_half_life(&mut self) {
         let seconds = self.config.borrow().jobs.fair_share_half_life.0.as_secs();
         if seconds != self.jobs.usage.half_life_seconds {
-            // The next event tries again.
+            // If this fails, the next event tries again.
             let _ = self.write(Record::HalfLife { seconds });
         }
     }
@@ -444,7 +449,7 @@ impl Manager {
         }
     }
 
-    /// Ends queued jobs whose dependencies have ended otherwise, and those that depend on these.
+    /// Cancels queued jobs whose dependencies can no longer be met, and in turn the jobs that depend on those.
     fn cancel_unsatisfiable(&mut self) {
         loop {
             let unsatisfiable = self.jobs.unsatisfiable();
@@ -475,7 +480,8 @@ impl Manager {
         }
     }
 
-    /// Spawns the task that follows an active job. `fresh`: it starts the agent, rather than adopting it.
+    /// Spawns the task that follows an active job. If `fresh`, the task starts the agent; otherwise it adopts the
+    /// agent.
     fn follow(&mut self, job: u64, fresh: bool) {
         let Some(entry) = self.jobs.jobs.get(&job) else { return };
         let Entry { submitted, phase: Phase::Active { start, gpus, at, cancelled, over_limit, .. } } = entry
@@ -523,7 +529,7 @@ impl Manager {
 }
 
 impl Manager {
-    /// Runs the hook after the end of a job, in the background.
+    /// Runs the hook for the end of a job, in the background.
     fn run_end_hook(&self, job: u64) {
         let Some(entry) = self.jobs.jobs.get(&job) else { return };
         let (facts, hooks, starter) = (Facts::of(entry), self.hooks.clone(), self.starter.clone());
@@ -535,12 +541,12 @@ impl Manager {
     }
 }
 
-/// Whether the daemon has users other than its own.
+/// Returns whether the daemon runs as root, so that it serves other users than its own.
 fn is_root() -> bool {
     rustix::process::getuid().is_root()
 }
 
-/// The device nodes of these GPUs; `None` on a node without GPUs.
+/// Returns the device nodes of these GPUs; `None` on a node without GPUs.
 fn gpu_nodes(inventory: &Inventory, granted: &[String]) -> Option<Vec<PathBuf>> {
     let is_granted = |gpu: &&GpuFacts| granted.contains(&gpu.uuid);
     let node = |gpu: &GpuFacts| Some(PathBuf::from(format!("/dev/nvidia{}", gpu.minor?)));

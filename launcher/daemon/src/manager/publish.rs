@@ -1,4 +1,4 @@
-//! Publishing the view: the messages of changed jobs are built anew.
+//! Publishes the view. Only the messages of changed jobs are rebuilt.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::view::has_ended;
 use xlaunch_agent::clock;
 use xlaunch_agent::registry::SOCKET;
 
-/// A smaller difference to the system's clock is not shown: it may be adjusted all the time.
+/// Smaller changes of the difference to the system clock are ignored, because that clock may be adjusted constantly.
 const MIN_CLOCK_STEP_MS: u64 = 1000;
 
 impl Manager {
@@ -31,7 +31,7 @@ impl Manager {
         }
     }
 
-    /// Publishes all jobs again if the system's clock was set: its times are those that users see.
+    /// Marks all jobs as changed if the system clock was set, because users see times on that clock.
     pub(super) fn follow_system_clock(&mut self) {
         let skew = clock::unix_ms().cast_signed().saturating_sub(self.now().cast_signed());
         if skew.abs_diff(self.skew) >= MIN_CLOCK_STEP_MS {
@@ -44,7 +44,8 @@ impl Manager {
         self.job_message_at(job, &self.queue_positions())
     }
 
-    /// Queue positions of all queued jobs, from 1. Sorts the queue, as a command may just have changed it.
+    /// Returns the positions of all queued jobs, counted from 1. Sorts the queue, as a command may have just changed
+    /// it.
     pub(super) fn queue_positions(&self) -> BTreeMap<u64, u32> {
         self.jobs.queue(self.now()).into_iter().zip(1..).collect()
     }
@@ -59,7 +60,7 @@ impl Manager {
         Ok(snapshot::job(&self.jobs, entry, self.runtime.get(&job), position, wait, self.skew))
     }
 
-    /// Replaces the view if something has changed. The queue was scheduled in the same turn.
+    /// Replaces the view if it has changed. The queue has been scheduled in the same turn.
     pub(super) fn publish(&mut self) {
         let node = self.node_message();
         if self.changed.is_empty() && node == self.published.node && self.examined == self.published.examined
@@ -72,7 +73,7 @@ impl Manager {
             self.jobs.jobs.get(job).is_some_and(|entry| matches!(entry.phase, Phase::Queued { .. }))
         };
         let queue: BTreeMap<_, _> = self.queue.iter().copied().filter(is_queued).zip(1..).collect();
-        // A job that leaves the queue changes the positions of all jobs after it.
+        // A job that leaves the queue changes the positions of all jobs behind it.
         let moved = queue.iter().filter(|(job, position)| self.positions.get(job) != Some(position));
         self.changed.extend(moved.map(|(job, _)| *job));
         self.positions = queue;

@@ -1,4 +1,4 @@
-//! Writing records to the journal and applying them.
+//! Writes records to the journal and applies them.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -19,22 +19,25 @@ pub(super) enum AccountingState {
     Failed,
 }
 
-/// The journal is compacted when it has grown to twice its last compacted size, and to this.
+/// Minimum size for a compaction. The journal must also have grown to twice its last compacted size.
 const COMPACT_ABOVE_BYTES: u64 = 4 << 20;
 
 impl AccountingState {
-    /// The state when a journal with these jobs was read.
+    /// Returns the initial state after a journal with these jobs was read.
     pub(super) fn of(jobs: &Jobs) -> Self {
         if jobs.unaccounted.is_empty() { Self::Written } else { Self::Unknown }
     }
 }
 
 impl Manager {
-    /// Records an event that has happened whether or not it can be written, then forgets the oldest ended jobs.
+    /// Records an event that has happened, whether or not it can be written to the journal. Then forgets the oldest
+    /// ended
+    /// jobs.
     pub(super) fn record_event(&mut self, record: Record) {
         let on_gpus = self.jobs.active().any(|(_, entry)| entry.submitted.gpus > 0);
         if let Record::Ended { job, end, reason, .. } = &record {
-            // The reason comes from the agent. As a field it cannot be mistaken for another message.
+            // The reason comes from the agent, so it is logged as a field, where it cannot be mistaken for another
+            // message.
             info!(job, reason, "job {job} has ended: {}", node_job_state((*end).into()));
         }
         if self.write(record.clone()).is_err() {
@@ -42,13 +45,14 @@ impl Manager {
             self.apply(record);
         }
         if on_gpus {
-            // The last poll still saw the job's processes, which count as foreign now that no job holds the GPU.
+            // The last poll still saw the job's processes, which would count as foreign now that no job holds the GPU.
             self.gpu_monitor.poll_now();
         }
         self.forget_old_jobs();
     }
 
-    /// Writes the accounts of ended jobs that may not be in the accounting file. After a failure, the next tick tries
+    /// Writes the accounts of ended jobs that may not be in the accounting file yet. After a failure, the next tick
+    /// tries
     /// again.
     pub(super) fn write_accounts(&mut self) {
         if self.jobs.unaccounted.is_empty() || self.accounting_state == AccountingState::Failed {
@@ -71,7 +75,7 @@ impl Manager {
     fn try_write_accounts(&self) -> io::Result<()> {
         let written = match self.accounting_state {
             AccountingState::Written => BTreeSet::new(),
-            // Lines may have been written that the journal does not mention.
+            // The file may have lines that the journal has not recorded as written.
             AccountingState::Unknown | AccountingState::Failed => self.accounting.ids()?,
         };
         let missing = self.jobs.unaccounted.difference(&written);
@@ -81,7 +85,7 @@ impl Manager {
         if accounts.is_empty() { Ok(()) } else { self.accounting.append(&accounts) }
     }
 
-    /// Lets the next [`write_accounts`](Self::write_accounts) try again.
+    /// Makes the next [`write_accounts`](Self::write_accounts) try again.
     pub(super) fn retry_accounts(&mut self) {
         if self.accounting_state == AccountingState::Failed {
             self.accounting_state = AccountingState::Unknown;
@@ -121,7 +125,7 @@ impl Manager {
         }
     }
 
-    /// Writes a record to the journal, then applies it. On an error it is not applied.
+    /// Writes a record to the journal, then applies it. After an error it is not applied.
     pub(super) fn write(&mut self, record: Record) -> Result<(), CommandError> {
         self.rewrite_journal_if_needed();
         let failed = |why: &dyn std::fmt::Display| {
@@ -132,7 +136,7 @@ impl Manager {
         }
         if let Err(error) = tokio::task::block_in_place(|| self.journal.append(&record)) {
             warn!("failed to append to the journal: {error}");
-            // The file's content on disk is unknown after a failed append, so it is rewritten.
+            // After a failed append, the contents on disk are unknown, so the file is rewritten.
             self.unsaved = true;
             self.rewrite_journal_if_needed();
             return Err(failed(&error));
@@ -154,7 +158,7 @@ impl Manager {
         self.changed.extend(jobs);
     }
 
-    /// Rewrites the journal from `jobs` if it lacks changes or is due for compaction.
+    /// Rewrites the journal from `jobs` if changes are missing in it, or if a compaction is due.
     pub(super) fn rewrite_journal_if_needed(&mut self) {
         let limit = COMPACT_ABOVE_BYTES.max(self.compacted_bytes.saturating_mul(2));
         if !self.unsaved && self.journal.len_bytes() <= limit {
@@ -164,7 +168,7 @@ impl Manager {
         match tokio::task::block_in_place(|| self.journal.rewrite(&records)) {
             Ok(()) => (self.unsaved, self.compacted_bytes) = (false, self.journal.len_bytes()),
             Err(error) => {
-                // The old file can still be appended to if only the compaction has failed, as on a full disk.
+                // If only the compaction has failed, as on a full disk, records can still be appended to the old file.
                 self.unsaved |= self.journal.is_broken();
                 warn!("failed to rewrite the journal: {error}");
             }

@@ -1,7 +1,7 @@
-//! Takes over from an earlier daemon: adopts its jobs, and completes what it could not finish.
+//! Takes over from an earlier daemon: adopts its jobs, and completes its unfinished operations.
 //!
-//! The journal says which jobs there are. If it could not be read completely, or is older than the files and units that
-//! are found, those decide: nothing is removed, and what runs or has files is listed again
+//! Normally the journal determines which jobs exist. If it could not be read completely, or is older than the files and
+//! units found, those take precedence: nothing is removed, and jobs that run or have files are listed again
 //! ([`crate::state::recovery`]).
 
 use std::collections::BTreeSet;
@@ -39,8 +39,9 @@ impl Manager {
         self.adopt_active_jobs();
     }
 
-    /// Lists jobs that the journal does not know, and removes what forgotten ones have left. Returns whether the
-    /// journal is complete.
+    /// Lists jobs that are missing in the journal, and removes the files of forgotten jobs. Returns whether the journal
+    /// is
+    /// complete.
     fn find_unlisted_jobs(&mut self) -> bool {
         let last = self.jobs.submitted;
         let now = self.now();
@@ -59,9 +60,9 @@ impl Manager {
             return true;
         }
         warn!(
-            "the journal is incomplete: no files of jobs are removed, and jobs that it lacks are listed again"
+            "the journal is incomplete: job files are not removed, and jobs missing in it are listed again"
         );
-        // Accounts of jobs that are listed again may have been written.
+        // Accounts of jobs that are listed again may have been written before.
         self.accounting_state = AccountingState::Unknown;
         let ids = dirs.iter().copied().chain(self.dirs.arrays()).chain(units.iter().map(|(job, _)| *job));
         self.kept_up_to = ids.chain(self.highest_used_id()).chain([last]).max().unwrap_or(last);
@@ -82,13 +83,13 @@ impl Manager {
         false
     }
 
-    /// The highest id that may have been given out to a job of which no files are left.
+    /// Returns the highest id that may have been assigned to a job that has left no files.
     fn highest_used_id(&self) -> Option<u64> {
         let accounted = self.accounting.ids().unwrap_or_else(|error| {
             warn!("failed to read the accounting file: {error}");
             BTreeSet::new()
         });
-        // A torn record was probably not acknowledged, so its id is still unused.
+        // A torn record was probably not acknowledged, so its id is considered unused.
         let reserved = (self.integrity == Integrity::Damaged).then(|| self.ids.reserved());
         accounted.last().copied().into_iter().chain(reserved).max()
     }
@@ -130,7 +131,7 @@ impl Manager {
         found.records(now).into_iter().for_each(|record| self.record_event(record));
     }
 
-    /// Finds starts that the journal has lost: those jobs would be started a second time.
+    /// Finds starts that are missing in the journal. Those jobs would otherwise be started a second time.
     fn find_lost_starts(&mut self) {
         let now = self.now();
         let jobs: Vec<u64> = self.jobs.jobs.keys().copied().collect();
@@ -164,12 +165,12 @@ impl Manager {
 
 fn found_start(agent: AgentRecord, now: u64) -> FoundStart {
     let AgentRecord { start, process, gpus, boot, at, .. } = agent;
-    // Version 0.2 recorded it with a process only. Whether a unit runs is known in this boot only.
+    // Version 0.2 recorded the boot only for processes. A unit can only be running if it was started in this boot.
     let boot = if boot.is_empty() { process.map_or_else(boot_id, |process| process.boot) } else { boot };
     FoundStart { start, gpus, boot, at: if at > 0 { at } else { now } }
 }
 
-/// The start of a unit about which nothing was recorded.
+/// Returns the start of a unit that has no record.
 fn first_start(now: u64) -> FoundStart {
     FoundStart { start: 1, gpus: Vec::new(), boot: boot_id(), at: now }
 }

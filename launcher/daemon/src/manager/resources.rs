@@ -1,4 +1,4 @@
-//! What the node has and the operator allows, from the inventory of GPUs and the configuration in effect.
+//! Resources and rules of the node, from the inventory of GPUs and the configuration in effect.
 
 use std::collections::BTreeSet;
 
@@ -13,18 +13,18 @@ use crate::state::commands::AdmissionRules;
 use crate::state::schedule::{GpuSlot, Resources, SETTLING_MS};
 use crate::submission::NodeLimits;
 
-/// Default of `jobs.max_memory_per_user` if the daemon is root.
+/// Default of `jobs.max_memory_per_user` if the daemon runs as root.
 const DEFAULT_MEMORY_PER_USER: MemoryLimit = MemoryLimit::Percent(25);
 
 impl Manager {
-    /// What the scheduler gives to jobs.
+    /// Returns the resources that the scheduler can give to jobs.
     pub(super) fn resources(&self) -> Resources {
         let config = &self.config.borrow().jobs;
         let (memory_per_user, memory_per_gpu) = self.memory_limits();
         let held: BTreeSet<&str> = self.jobs.active().flat_map(|(_, entry)| entry.gpus()).collect();
         let slot = |gpu: &GpuFacts| {
             let unusable = snapshot::unusable(gpu, &config.leave_gpus);
-            // The processes of a job or an examination count as foreign.
+            // The poll counts processes of jobs and examinations as foreign too.
             let is_ours = held.contains(gpu.uuid.as_str()) || self.jobs.is_examined(&gpu.uuid);
             let unusable = unusable.filter(|(state, _)| *state != GpuState::Foreign || !is_ours);
             GpuSlot { uuid: gpu.uuid.clone(), unusable: unusable.map(|(_, reason)| reason) }
@@ -43,7 +43,7 @@ impl Manager {
         }
     }
 
-    /// GPUs on which the last poll may still have seen the processes of a job that has just ended.
+    /// Returns the GPUs on which the last poll may still have seen the processes of a job that has just ended.
     fn settling_gpus(&self) -> BTreeSet<String> {
         let (inventory, config, now) = (self.gpus.borrow(), self.config.borrow(), self.now());
         let is_foreign = |gpu: &&GpuFacts| {
@@ -60,8 +60,8 @@ impl Manager {
         foreign.filter(is_recent).collect()
     }
 
-    /// The limit on the memory of a user beside the shares of GPUs, and the share of a GPU, in bytes. The shares leave
-    /// what one user can take beside them, so that no user can keep the GPUs from the others.
+    /// Returns, in bytes, the limit on a user's memory in addition to the shares of GPUs, and the share of a GPU. The
+    /// shares leave room for one user's limit, so that no user can make GPUs unusable by taking memory.
     fn memory_limits(&self) -> (Option<u64>, u64) {
         let default = is_root().then_some(DEFAULT_MEMORY_PER_USER);
         let memory = self.base.memory_bytes;
@@ -70,16 +70,16 @@ impl Manager {
         (limit, shares / (self.gpus.borrow().gpus.len() as u64).max(1))
     }
 
-    /// What is wrong with the configuration, for the operator.
+    /// Returns the problems of the configuration, for the operator.
     pub(super) fn config_problems(&self) -> Vec<String> {
         let config = self.config.borrow();
         let reload = config.reload_problem.iter().map(|problem| {
-            format!("the last reload has failed, and the configuration from before is in effect: {problem}")
+            format!("the last reload failed, and the previous configuration is still in effect: {problem}")
         });
         reload.chain(check::unknown_gpus(&config.jobs, &self.gpus.borrow())).collect()
     }
 
-    /// Which jobs are accepted.
+    /// Returns the rules by which jobs are accepted.
     pub(super) fn admission_rules(&self) -> AdmissionRules<'_> {
         let config = &self.config.borrow().jobs;
         let (memory_per_user, memory_per_gpu) = self.memory_limits();
@@ -101,7 +101,7 @@ impl Manager {
         }
     }
 
-    /// What a submission is resolved by.
+    /// Returns the limits by which a submission is resolved.
     pub(super) fn node_limits(&self) -> NodeLimits {
         let config = &self.config.borrow().jobs;
         NodeLimits {

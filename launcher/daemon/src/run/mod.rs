@@ -1,10 +1,12 @@
-//! The daemon's life: configuration -> [`App`] -> serve -> drain.
+//! The life cycle of the daemon: configuration -> [`App`] -> serve -> drain.
 //!
-//! [`App::open`] acquires what can be refused, in the order in which a refusal helps the operator most: state directory
+//! [`App::open`] acquires everything that can fail, in the order in which an error helps the operator most: state
+//! directory
 //! and journal, agents, sockets, GPUs. [`App::serve`] then starts the manager and the services. On SIGTERM or SIGINT
-//! the services drain; jobs keep running. SIGHUP reloads `[jobs]`.
+//! the
+//! services drain, and jobs keep running. SIGHUP reloads `[jobs]`.
 //!
-//! Under systemd the daemon notifies readiness and status, and feeds the watchdog as long as the manager makes
+//! Under systemd, the daemon notifies readiness and status, and feeds the watchdog for as long as the manager makes
 //! progress.
 
 mod open;
@@ -42,15 +44,15 @@ use xlaunch_proto::refusal::Refusal;
 
 /// Capacity of the channel of commands to the manager.
 const COMMAND_CAPACITY: usize = 256;
-/// Time for calls in progress, and then for the manager, to finish at shutdown.
+/// Time at shutdown for calls in progress to finish, and then again for the manager.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The options of the command line.
+/// Command line options.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The configuration file instead of the default one.
+    /// Path of the configuration file; `None` for the default one.
     pub config: Option<PathBuf>,
-    /// Run without systemd: start detached agents, use no passed socket, notify nothing.
+    /// Run without systemd: start detached agents, ignore passed sockets, send no notifications.
     pub foreground: bool,
     /// Overrides `daemon.state_dir`.
     pub state_dir: Option<PathBuf>,
@@ -61,7 +63,7 @@ pub struct Options {
 /// Runs the daemon until SIGTERM or SIGINT.
 ///
 /// # Errors
-/// If it cannot start or a service fails. The texts are for the operator.
+/// The daemon cannot start, or a service fails. The texts are for the operator.
 pub async fn run(options: &Options) -> Result<(), Refusal> {
     raise_open_file_limit();
     sys::close_inherited_on_exec(&[]);
@@ -73,13 +75,13 @@ pub async fn run(options: &Options) -> Result<(), Refusal> {
     running.until_shutdown(options).await
 }
 
-/// Checks the configuration file at this path, or the default one, on this node. Returns errors and warnings.
+/// Checks the configuration file at this path, or the default file, on this node. Returns errors and warnings.
 pub fn check_config(path: Option<&Path>) -> (Vec<String>, Vec<String>) {
     let check::Findings { errors, warnings } = check::check(path);
     (errors, warnings)
 }
 
-/// The configuration file that is read without an option, if it can be told.
+/// Returns the configuration file that is read if no option names one, if it can be determined.
 pub fn default_config_file() -> Option<PathBuf> {
     config::file(None)
 }
@@ -87,7 +89,7 @@ pub fn default_config_file() -> Option<PathBuf> {
 /// Raises the soft limit of open files to the hard limit: callers and agents hold descriptors.
 fn raise_open_file_limit() {
     let limit = getrlimit(Resource::Nofile);
-    // Not fatal: the current limit suffices for a small node.
+    // A failure is not fatal: the current limit suffices for a small node.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
@@ -104,7 +106,7 @@ fn load(options: &Options) -> Result<DaemonConfig, Refusal> {
     Ok(config)
 }
 
-/// Where `[jobs]` is set and how a change is applied, as the end of a sentence.
+/// Tells where `[jobs]` is set and how a change is applied, as the end of a sentence.
 fn how_to_configure(options: &Options) -> String {
     let Some(file) = config::file(options.config.as_deref()) else {
         return "in a file, and start the daemon with `--config FILE`".into();
@@ -117,11 +119,11 @@ fn how_to_configure(options: &Options) -> String {
     }
 }
 
-/// The daemon with everything acquired and nothing running.
+/// The daemon before it runs: all resources are acquired, and nothing is running.
 struct App {
     setup: Setup,
     listener: UnixListener,
-    /// Path or name of `listener`, for the log.
+    /// Path or name of `listener` for the log.
     socket: String,
     socket_group: String,
     access: Access,
@@ -180,10 +182,10 @@ impl App {
         Ok(Self { setup, listener, socket, socket_group, access, accounting, page, reload, notifier })
     }
 
-    /// Starts the manager, and the services as soon as it has published a view.
+    /// Starts the manager and, once it has published a view, the services.
     async fn serve(self) -> Result<Running, Refusal> {
         let Self { setup, listener, socket, socket_group, access, accounting, page, reload, notifier } = self;
-        // Before readiness is notified, so that no signal is handled by its default action from then on.
+        // Opened before readiness is notified, so that from then on no signal has its default action.
         let signals = Signals::open().map_err(|error| internal(&error))?;
         let (commands, receiver) = mpsc::channel(COMMAND_CAPACITY);
         let view = watch::Sender::new(Arc::new(NodeView::default()));
@@ -211,19 +213,19 @@ impl App {
     }
 }
 
-/// The memory of the node.
+/// Returns the memory of the node, in bytes.
 fn memory_bytes() -> u64 {
     let text = fs_err::read_to_string("/proc/meminfo").unwrap_or_default();
     total_memory(&text).unwrap_or(u64::MAX)
 }
 
-/// `MemTotal` of `/proc/meminfo`, in bytes.
+/// Parses `MemTotal` of `/proc/meminfo`, in bytes.
 fn total_memory(meminfo: &str) -> Option<u64> {
     let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
     total.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// The daemon as it runs.
+/// The running daemon.
 struct Running {
     manager: JoinHandle<()>,
     services: JoinSet<io::Result<()>>,
@@ -235,7 +237,7 @@ struct Running {
 }
 
 impl Running {
-    /// Handles signals until one of them, or a service that fails, ends the daemon. Then drains.
+    /// Handles signals until one of them or a failed service ends the daemon. Then drains.
     async fn until_shutdown(mut self, options: &Options) -> Result<(), Refusal> {
         let result = self.handle_signals(options).await;
         self.notifier.notify(&[NotifyState::Stopping]);
@@ -277,7 +279,7 @@ impl Running {
 
     async fn drain(mut self) {
         self.shutdown.send_replace(true);
-        // What has not finished in time ends with the process.
+        // Services that have not finished in time end with the process.
         let mut page = self.page.take();
         let drained = async {
             while self.services.join_next().await.is_some() {}
@@ -289,7 +291,7 @@ impl Running {
         let _ = tokio::time::timeout(DRAIN_TIMEOUT, drained).await;
         self.services.abort_all();
         page.inspect(JoinHandle::abort);
-        // The manager ends when the services have dropped their handles, after the record that it is writing.
+        // The manager ends after the services have dropped their handles and the current record is written.
         let _ = tokio::time::timeout(DRAIN_TIMEOUT, self.manager).await;
     }
 }
@@ -310,7 +312,7 @@ impl Signals {
     }
 }
 
-/// Notifies systemd.
+/// Sends notifications to systemd.
 #[derive(Clone, Copy)]
 struct Notifier {
     enabled: bool,

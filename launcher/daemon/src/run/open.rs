@@ -1,4 +1,4 @@
-//! Acquires what the daemon needs. Each function fails with a message for the operator.
+//! Acquires the resources of the daemon. Each function fails with a message for the operator.
 
 use std::io;
 use std::path::Path;
@@ -21,11 +21,13 @@ use crate::trusted_path;
 use xlaunch_agent::spawn::sys;
 use xlaunch_proto::refusal::Refusal;
 
-/// A killed daemon's sockets stay open until a child that it has just forked execs.
+/// Time to wait for an address in use. The sockets of a killed daemon stay open until a child that it has just forked
+/// calls
+/// exec.
 const BIND_TIMEOUT: Duration = Duration::from_secs(2);
 const BIND_RETRY_DELAY: Duration = Duration::from_millis(50);
 
-/// What is in the state directory.
+/// Contents of the state directory.
 pub(super) struct State {
     pub(super) journal: Journal<Record>,
     pub(super) jobs: Jobs,
@@ -64,7 +66,7 @@ pub(super) fn state(dir: &Path, accounting: &Accounting, root: bool) -> Result<S
             Integrity::Intact
         }
         Integrity::New => {
-            warn!("{}: there is no journal, but files of jobs", dir.display());
+            warn!("{}: there are files of jobs, but no journal", dir.display());
             Integrity::Damaged
         }
         Integrity::Intact | Integrity::Torn if ids.are_beyond(jobs.submitted) => {
@@ -76,14 +78,14 @@ pub(super) fn state(dir: &Path, accounting: &Accounting, root: bool) -> Result<S
     Ok(State { journal, jobs, integrity, ids, dirs })
 }
 
-/// Users reach their job directories through the directory of root's daemon.
+/// Makes the state directory of a root daemon traversable, so that users can reach their job directories.
 fn make_traversable(dir: &Path) -> io::Result<()> {
     use std::os::unix::fs::PermissionsExt;
     let mode = fs_err::metadata(dir)?.permissions().mode();
     fs_err::set_permissions(dir, std::fs::Permissions::from_mode(mode & 0o7777 | 0o011))
 }
 
-/// Checks the hooks that exist: only root and the daemon's user may be able to change them.
+/// Checks that only root and the daemon's user can change the configured hooks.
 pub(super) fn check_hooks(hooks: &HooksSection) -> Result<(), Refusal> {
     let hooks = [("prolog", &hooks.prolog), ("epilog", &hooks.epilog), ("on_end", &hooks.on_end)];
     for (key, program) in hooks {
@@ -127,7 +129,7 @@ pub(super) struct PassedSockets {
 }
 
 impl PassedSockets {
-    /// Takes them. `xlaunch-web.socket` names its socket `web`.
+    /// Takes the passed sockets. `xlaunch-web.socket` names its socket `web`.
     pub(super) fn take() -> Self {
         let mut passed = Self::default();
         for (fd, name) in sd_notify::listen_fds_with_names().into_iter().flatten() {
@@ -137,7 +139,7 @@ impl PassedSockets {
         passed
     }
 
-    /// The listener of the page, if there is one.
+    /// Returns the listener for the page, if one was passed.
     pub(super) fn web(&mut self) -> Result<Option<std::net::TcpListener>, Refusal> {
         let Some(fd) = self.web.take() else { return Ok(None) };
         let listener = sys::inherited_tcp_listener(fd).ok_or_else(|| {
@@ -151,7 +153,7 @@ impl PassedSockets {
     }
 }
 
-/// The socket that systemd passes, or one of our own; and its name.
+/// Returns the socket that systemd has passed, or binds one, with its name for the log.
 pub(super) async fn socket(
     config: &DaemonConfig,
     passed: &mut PassedSockets,
@@ -183,7 +185,7 @@ pub(super) async fn socket(
     Ok((listener, socket.display().to_string()))
 }
 
-/// Retries for [`BIND_TIMEOUT`] while the address is in use.
+/// Calls `bind` until it succeeds, for up to [`BIND_TIMEOUT`] while the address is in use.
 pub(super) async fn retry_while_in_use<T>(bind: impl AsyncFn() -> io::Result<T>) -> io::Result<T> {
     let deadline = Instant::now() + BIND_TIMEOUT;
     loop {

@@ -1,8 +1,10 @@
-//! The web page as a part of the daemon: it never ends the daemon.
+//! Serves the web page as part of the daemon. A failure of the page never ends the daemon.
 //!
-//! The address is bound before readiness is notified, so that a page that can be served is there from the start. If it
-//! is taken, any user may have taken it: the daemon starts all the same, tries again, and says so in `xlaunch node`.
-//! With `xlaunch-web.socket` systemd has bound it before any user could.
+//! The address is bound before readiness is notified, so that the page is available from the start. If the address is
+//! in
+//! use, which any user can cause, the daemon starts anyway, keeps trying, and reports the problem in `xlaunch node`.
+//! With
+//! `xlaunch-web.socket`, systemd binds the address before any user can.
 
 use std::io;
 use std::time::Duration;
@@ -19,7 +21,7 @@ use crate::{service, web};
 
 const PAGE_RETRY_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Where the page listens.
+/// The address that the page listens on.
 enum Address {
     /// A listener that systemd has passed.
     Passed(std::net::TcpListener),
@@ -35,12 +37,12 @@ impl Address {
     }
 }
 
-/// The page with its address, bound or not.
+/// The page and its address, bound or not.
 pub(super) struct Page {
     address: Address,
     bound: io::Result<web::Listener>,
     show_logs: bool,
-    /// Why the page is not served; empty if it is.
+    /// The reason why the page is not served; empty if it is.
     problem: watch::Sender<String>,
 }
 
@@ -48,7 +50,7 @@ impl Page {
     /// Binds `web.listen`, unless systemd has passed a listener. `None` if there is neither.
     ///
     /// # Errors
-    /// If `web.listen` is not an address. One that cannot be bound is tried again in [`serve`](Self::serve).
+    /// `web.listen` is not a valid address. If it cannot be bound, [`serve`](Self::serve) tries again.
     pub(super) async fn open(
         config: &WebSection,
         passed: Option<std::net::TcpListener>,
@@ -69,17 +71,17 @@ impl Page {
         Ok(Some(Self { address, bound, show_logs: config.show_logs, problem }))
     }
 
-    /// Why the page is not served; empty if it is.
+    /// Returns a receiver of the reason why the page is not served; empty if it is.
     pub(super) fn problem(&self) -> watch::Receiver<String> {
         self.problem.subscribe()
     }
 
-    /// Serves the page until the shutdown, from whenever its address is free.
+    /// Serves the page until the shutdown, starting once its address is free.
     pub(super) async fn serve(self, node: NodeHandle, shutdown: watch::Receiver<bool>) {
         let Self { address, mut bound, show_logs, problem } = self;
         loop {
             let now = bound.as_ref().err().map(ToString::to_string).unwrap_or_default();
-            // Logged once, not at every attempt.
+            // Logged only on a change, not at every attempt.
             let has_changed =
                 problem.send_if_modified(|problem| std::mem::replace(problem, now.clone()) != now);
             match bound {

@@ -1,9 +1,11 @@
-//! Authorization of callers, and quotas on what a user can hold in the daemon at a time.
+//! Authorizes callers, and enforces quotas on the resources that a user can hold in the daemon at a time.
 //!
-//! The kernel gives the user id of a connection. Whose it is now, and whether that user is an administrator, is looked
-//! up in the system's user database, which may be a network service that is slow or down. Lookups run on a few blocking
-//! threads and are cached for a few seconds. While the database does not answer, only root and the daemon's own user
-//! are administrators, users keep the names that they had, and a user whose name was never known is refused.
+//! The kernel reports the user id of a connection. The user's name, and whether the user is an administrator, is looked
+//! up
+//! in the system's user database, which may be a network service that is slow or down. Lookups run on a few blocking
+//! threads and are cached for a few seconds. While the database does not respond, only root and the daemon's own user
+//! are
+//! administrators, known users keep their names, and users whose names are unknown are refused.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -23,25 +25,25 @@ use crate::view::Caller;
 use xlaunch_proto::net::Connections;
 
 const MEMBERSHIP_CACHE_TTL: Duration = Duration::from_secs(5);
-/// How long a call waits for the user database.
+/// Time that a call waits for the user database.
 const MEMBERSHIP_LOOKUP_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long a submission waits for it.
+/// Time that a submission waits for the user database.
 const ACCOUNT_LOOKUP_TIMEOUT: Duration = Duration::from_secs(20);
 const MAX_CONCURRENT_LOOKUPS: usize = 4;
-/// Bounds the cache: one person can call with many user ids, from user namespaces.
+/// Limit on the size of the cache. One person can call with many user ids, from user namespaces.
 const MAX_CACHED_USERS: usize = 4096;
 
-/// Tells administrators from other users. Clones share the cache.
+/// Distinguishes administrators from other users. Clones share the cache.
 #[derive(Clone)]
 pub struct Access(Arc<Inner>);
 
 type IsMember = dyn Fn(u32) -> io::Result<bool> + Send + Sync;
 type FindAccount = dyn Fn(u32) -> io::Result<Option<Account>> + Send + Sync;
 
-/// What the user database says about a user id.
+/// The entry of a user id in the user database.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Identity {
-    /// Empty without an account.
+    /// Name of the user; empty if the id has no account.
     name: String,
     admin: bool,
 }
@@ -53,7 +55,7 @@ struct Inner {
     cache: Mutex<HashMap<u32, (Identity, Instant)>>,
     lookups: Arc<Semaphore>,
     holders: Holders,
-    /// For lookups that no call waits for: they must not delay others.
+    /// Limits lookups that no call waits for, so that they do not delay others.
     background: Semaphore,
 }
 
@@ -76,13 +78,14 @@ impl Access {
         Self(Arc::new(Inner { own, is_member, find_account, cache, lookups, holders, background }))
     }
 
-    /// Whether the user was an administrator when last looked up. Makes no lookup.
+    /// Returns whether the user was an administrator when last looked up. Makes no lookup itself.
     pub(super) fn is_known_admin(&self, uid: u32) -> bool {
         uid == 0 || uid == self.0.own || lock(&self.0.cache).get(&uid).is_some_and(|(known, _)| known.admin)
     }
 
-    /// The user to whom a connection of `uid` is counted. If that needs a lookup, it is made in the background, and the
-    /// connection is counted anew then.
+    /// Returns the user that a connection of `uid` counts against. If that needs a lookup, it is made in the
+    /// background,
+    /// and the connection is recounted afterwards.
     pub(super) fn holder(&self, uid: u32, open: &Connections) -> u32 {
         if uid == 0 || uid == self.0.own {
             return uid;
@@ -101,7 +104,7 @@ impl Access {
         // The semaphore is never closed.
         let Ok(_turn) = self.0.background.acquire().await else { return };
         let found = self.in_database(move |database| (database.find_account)(uid)).await;
-        // While the database does not answer, ids are taken for those of accounts.
+        // While the database does not respond, ids are assumed to have accounts.
         let has_account = !matches!(found, Some(Ok(None)));
         self.0.holders.looked_up(uid, has_account, Instant::now());
         if !has_account {
@@ -109,10 +112,10 @@ impl Access {
         }
     }
 
-    /// This user as a caller.
+    /// Looks up a user as a caller.
     ///
     /// # Errors
-    /// The user database does not answer, so that it is unknown whose jobs the caller may see.
+    /// The user database does not respond, so it is unknown whose jobs the caller may see.
     pub(super) async fn caller(&self, uid: u32) -> Result<Caller, CommandError> {
         let admin = uid == 0 || uid == self.0.own;
         match self.identity(uid).await {
@@ -126,10 +129,11 @@ impl Access {
         }
     }
 
-    /// The account of a user who submits a job.
+    /// Looks up the account of a user who submits a job.
     ///
-    /// A user id without an account is refused: a job would get a group that belongs to someone else. The ids of a user
-    /// namespace, of which one person has many, have no account either.
+    /// A user id without an account is refused, because its job would get a group that belongs to someone else. The ids
+    /// of
+    /// user namespaces, of which one person can have many, have no accounts either.
     pub(super) async fn account(&self, uid: u32) -> Result<Account, CommandError> {
         let unavailable = |why: &dyn fmt::Display| {
             CommandError::Unavailable(format!("failed to look up user id {uid} in the user database: {why}"))
@@ -146,22 +150,23 @@ impl Access {
         }
     }
 
-    /// Who a user is; `None` if it is unknown.
+    /// Returns the identity of a user; `None` if it is unknown.
     async fn identity(&self, uid: u32) -> Option<Identity> {
         if let Some(cached) = self.0.cached(uid) {
             return Some(cached);
         }
         let found = tokio::time::timeout(MEMBERSHIP_LOOKUP_TIMEOUT, self.look_up(uid)).await;
         found.ok().flatten().or_else(|| {
-            tracing::warn!(uid, "the user database does not answer; treating the caller as no administrator");
-            // Later calls of this user do not wait again. A late answer of the database replaces this one.
+            tracing::warn!(uid, "the user database does not answer; treating the caller as an ordinary user");
+            // Cached, so that later calls of this user do not wait again. A late answer of the database replaces the
+            // entry.
             self.0.degrade(uid)
         })
     }
 
     async fn look_up(&self, uid: u32) -> Option<Identity> {
         let found = self.in_database(move |database| {
-            // Another call of the same user may have filled the cache meanwhile.
+            // Another call of the same user may have filled the cache in the meantime.
             if let Some(cached) = database.cached(uid) {
                 return Some(cached);
             }
@@ -175,7 +180,7 @@ impl Access {
         found.await.flatten()
     }
 
-    /// Runs a lookup on one of the few blocking threads; `None` if it panicked.
+    /// Runs a lookup on one of the few blocking threads. `None` if it panicked.
     async fn in_database<T: Send + 'static>(
         &self,
         lookup: impl FnOnce(&Inner) -> T + Send + 'static,
@@ -185,7 +190,8 @@ impl Access {
         let inner = self.0.clone();
         let done = tokio::task::spawn_blocking(move || {
             let found = lookup(&inner);
-            // Held by the thread rather than the waiting call, so that hanging threads stay few.
+            // The permit is held by the thread rather than by the waiting call, which limits the number of hanging
+            // threads.
             drop(permit);
             found
         });
@@ -203,13 +209,13 @@ impl Inner {
     fn cache(&self, uid: u32, identity: Identity) {
         let mut cache = lock(&self.cache);
         if cache.len() >= MAX_CACHED_USERS {
-            // Members stay: they are few, and `is_known_admin` needs them.
+            // Administrators are kept: they are few, and `is_known_admin` needs them.
             cache.retain(|_, (known, _)| known.admin);
         }
         cache.insert(uid, (identity, Instant::now()));
     }
 
-    /// Makes a user of a known name an ordinary one for a while.
+    /// Makes a user with a known name an ordinary user until the cache entry expires.
     fn degrade(&self, uid: u32) -> Option<Identity> {
         let known = lock(&self.cache).get(&uid).map(|(identity, _)| identity.clone())?;
         let degraded = Identity { admin: false, ..known };
@@ -224,14 +230,14 @@ impl fmt::Debug for Access {
     }
 }
 
-/// Whether the user belongs to the group; false if either does not exist.
+/// Returns whether the user belongs to the group; false if either does not exist.
 fn is_member(group: &str, uid: u32) -> io::Result<bool> {
     let Some(group) = Group::from_name(group)? else { return Ok(false) };
     let Some(user) = User::from_uid(Uid::from_raw(uid))? else { return Ok(false) };
     Ok(getgrouplist(&CString::new(user.name)?, user.gid)?.contains(&group.gid))
 }
 
-/// Units that a user gets beyond the total, so that a few users cannot have all of them.
+/// Units that each user can get beyond the total, so that a few users cannot take all of them.
 const ASSURED_UNITS: usize = 4;
 
 /// A limit per user and a limit for all users.
@@ -242,7 +248,7 @@ pub(super) struct Quota(Arc<QuotaInner>);
 struct QuotaInner {
     per_user: usize,
     total: usize,
-    /// By user and class.
+    /// Units held, by user and whether the user is reserved.
     held: Mutex<HashMap<(u32, bool), usize>>,
 }
 
@@ -258,10 +264,10 @@ impl Quota {
         Self(Arc::new(QuotaInner { per_user, total, held: Mutex::default() }))
     }
 
-    /// Acquires one unit for this user. `reserved` users have a total of their own.
+    /// Acquires one unit for a user. `reserved` users have a separate total.
     ///
     /// # Errors
-    /// The number of units in use, if the user's limit or the total is reached.
+    /// The user's limit or the total is reached; the error is the number of units in use.
     pub(super) fn acquire(&self, uid: u32, reserved: bool) -> Result<QuotaGuard, usize> {
         let mut held = lock(&self.0.held);
         let own = held.get(&(uid, reserved)).copied().unwrap_or(0);
@@ -269,7 +275,7 @@ impl Quota {
             return Err(own);
         }
         let total = held.iter().filter(|((_, class), _)| *class == reserved).map(|(_, count)| count).sum();
-        // Users with accounts are few, so that this bounds the total, too.
+        // Users with accounts are few, so this bounds the total too.
         let is_assured = uid != WITHOUT_ACCOUNT && own < ASSURED_UNITS.min(self.0.per_user / 8);
         if total >= self.0.total && !is_assured {
             return Err(total);
@@ -289,7 +295,8 @@ impl Drop for QuotaGuard {
     }
 }
 
-/// Ignores poisoning: each critical section makes a single change, so a panic cannot leave half of one.
+/// Locks a mutex and ignores poisoning: each critical section makes a single change, so a panic cannot leave it half
+/// done.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -330,7 +337,7 @@ mod tests {
         for call in calls {
             assert!(!call.await.unwrap());
         }
-        // Several lookups of 1003 may run before the first one is cached.
+        // Several lookups of user 1003 may run before the first one is cached.
         assert!(asked.load(Ordering::SeqCst) <= 4 + MAX_CONCURRENT_LOOKUPS);
     }
 
@@ -342,14 +349,14 @@ mod tests {
             900,
             move |uid| {
                 if uid >= 2000 {
-                    // Hangs until the test is over.
+                    // This lookup hangs until the test is over.
                     let _ = lock(&hang).recv();
                 }
                 Ok(true)
             },
             |_| Ok(None),
         );
-        // Fewer than the concurrent lookups.
+        // There are fewer hanging lookups than can run concurrently.
         let hanging: Vec<_> = (2000..2002)
             .map(|uid| {
                 tokio::spawn({

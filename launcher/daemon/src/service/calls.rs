@@ -1,7 +1,7 @@
-//! Accounting of calls, from the request's headers to the last byte of the response.
+//! Accounts for calls, from the headers of the request to the last byte of the response.
 //!
 //! A response that the client does not read stays in memory. Until it is sent or dropped, its call counts against the
-//! user's quota and its connection does not count as idle.
+//! user's quota, and its connection does not count as idle.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -26,7 +26,7 @@ pub(super) struct Call {
     _counted: Arc<(CallInProgress, QuotaGuard)>,
 }
 
-/// Starts accounting for a call when its headers have arrived.
+/// Starts to account for a call whose headers have arrived.
 pub(super) fn begin(calls: &Quota, mut request: Request<()>) -> Result<Request<()>, Status> {
     let peer = request.extensions().get::<Peer>().cloned();
     let peer = peer.ok_or_else(|| Status::internal("the connection has no user"))?;
@@ -70,8 +70,8 @@ where
     }
 }
 
-/// A response body with guards. The server drops it after its trailers, which are polled only when the client has made
-/// room for them by reading everything before.
+/// A response body with guards. The server drops it after its trailers, which are polled only after the client has read
+/// everything before them.
 struct Unsent {
     body: Body,
     _guards: (Option<Call>, Option<Arc<QuotaGuard>>),

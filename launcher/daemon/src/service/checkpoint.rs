@@ -1,4 +1,4 @@
-//! Checkpoints on request: the call goes on to the agent of the job, whose answer is not trusted.
+//! Checkpoints on request. The call is forwarded to the job's agent, whose answer is not trusted.
 
 use std::sync::Arc;
 
@@ -9,13 +9,13 @@ use xlaunch_proto::v1::{CheckpointReply, CheckpointRequest};
 use super::relay;
 use crate::view::JobView;
 
-/// Longest path that is passed on: the kernel's.
+/// Longest path that is forwarded: the kernel's limit.
 const MAX_PATH_BYTES: usize = 4096;
 
-/// Sends the answer of the job's agent, when it comes. Drops `guard` then, or when the caller is gone.
+/// Returns a stream of the answer of the job's agent. Drops `guard` after the answer, or when the caller is gone.
 ///
 /// # Errors
-/// `FAILED_PRECONDITION` for a job that does not run. In the stream: the agent's errors.
+/// `FAILED_PRECONDITION` for a job that does not run. The stream contains the errors of the agent.
 pub(super) fn stream<T: Send + 'static>(
     job: Arc<JobView>,
     guard: T,

@@ -1,7 +1,10 @@
-//! To whom connections and calls are counted: one person can call with thousands of user ids, from user namespaces.
+//! Determines the holder that connections and calls count against, because one person can call with thousands of user
+//! ids
+//! from user namespaces.
 //!
-//! Subordinate ids (subuid(5)) are counted to their owner, and all ids without an account to one holder. The latter are
-//! looked up in the background, since the user database may be slow: until then such an id is counted by itself.
+//! Subordinate ids (subuid(5)) count against their owner, and all ids without an account against a common holder.
+//! Accounts
+//! are looked up in the background, since the user database may be slow; until then an id counts by itself.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -15,14 +18,14 @@ use super::access::lock;
 /// Holder of ids without an account. No process has this id.
 pub(super) const WITHOUT_ACCOUNT: u32 = u32::MAX;
 const SUBORDINATE_IDS: &str = "/etc/subuid";
-/// Interval at which the file is looked at again.
+/// Interval between checks whether the file has changed.
 const RELOAD_INTERVAL: Duration = Duration::from_secs(5);
-/// How long a lookup counts. An account may be created for an id that has called before.
+/// Time for which a lookup is valid. An account may be created later for an id that has already called.
 const ACCOUNT_TTL: Duration = Duration::from_secs(60);
-/// Bounds the memory.
+/// Limit on the ids remembered, which bounds the memory.
 const MAX_KNOWN_IDS: usize = 4096;
 
-/// An id without an entry in the file has another account, or none.
+/// Finds the holders of user ids.
 #[derive(Debug)]
 pub(super) struct Holders {
     path: PathBuf,
@@ -30,12 +33,12 @@ pub(super) struct Holders {
     accounts: Mutex<HashMap<u32, (Known, Instant)>>,
 }
 
-/// The file as it was read last.
+/// Contents of the file when it was last read.
 #[derive(Debug, Default)]
 struct Ranges {
     checked: Option<Instant>,
     modified: Option<SystemTime>,
-    /// First id, number of ids, owner.
+    /// Ranges of ids: first id, number of ids, owner.
     ranges: Arc<[(u32, u32, u32)]>,
 }
 
@@ -46,11 +49,11 @@ enum Known {
     NoAccount,
 }
 
-/// How an id is counted.
+/// The holder that an id counts against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Holder {
     Known(u32),
-    /// By itself, until the caller has looked it up and told [`Holders::looked_up`].
+    /// The id counts by itself until the caller has looked it up and called [`Holders::looked_up`].
     LookUp,
 }
 
@@ -63,7 +66,7 @@ impl Holders {
         Self { path, ranges: Mutex::default(), accounts: Mutex::default() }
     }
 
-    /// To whom this id is counted.
+    /// Returns the holder that this id counts against.
     pub(super) fn of(&self, uid: u32, now: Instant) -> Holder {
         let in_range = |(first, count, _): &&(u32, u32, u32)| uid >= *first && uid - first < *count;
         if let Some((.., owner)) = self.ranges(now).iter().find(in_range) {
@@ -90,7 +93,7 @@ impl Holders {
         }
     }
 
-    /// Remembers whether an id has an account.
+    /// Stores whether an id has an account.
     pub(super) fn looked_up(&self, uid: u32, has_account: bool, now: Instant) {
         let known = if has_account { Known::Account } else { Known::NoAccount };
         lock(&self.accounts).insert(uid, (known, now));
@@ -114,7 +117,7 @@ fn read(path: &Path) -> String {
     std::fs::read_to_string(path).unwrap_or_default()
 }
 
-/// The id of a local account. Owners of ranges in the file are local, so that no network service is asked.
+/// Returns the id of a local account. Owners of ranges in the file are local, so no network service is queried.
 fn local_uid(name: &str) -> Option<u32> {
     let users = read(Path::new("/etc/passwd"));
     let local = users.lines().find_map(|line| {
@@ -124,7 +127,7 @@ fn local_uid(name: &str) -> Option<u32> {
     local.or_else(|| User::from_name(name).ok().flatten().map(|user| user.uid.as_raw()))
 }
 
-/// The ranges in lines `OWNER:FIRST:COUNT`. One whose owner is unknown has its first id as owner.
+/// Parses lines `OWNER:FIRST:COUNT`. A range with an unknown owner gets its first id as owner.
 fn parse(text: &str, uid_of: impl Fn(&str) -> Option<u32>) -> Arc<[(u32, u32, u32)]> {
     let range = |line: &str| {
         let mut fields = line.trim().split(':');
@@ -154,7 +157,7 @@ mod tests {
         }
         assert_eq!(of(300_009), Holder::Known(300_000), "of an unknown owner");
         assert_eq!([99_999, 165_536, 300_010].map(of), [Holder::LookUp; 3]);
-        // A later version of the file.
+        // The file is replaced.
         fs_err::remove_file(&file).unwrap();
         assert_eq!(of(100_000), Holder::Known(1001));
         assert_eq!(holders.of(100_000, now + RELOAD_INTERVAL), Holder::LookUp);

@@ -1,4 +1,4 @@
-//! The daemon's socket: its permissions, and the limits on connections.
+//! The daemon's socket: permissions, and limits on connections.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -20,18 +20,19 @@ use crate::trusted_path;
 
 pub(super) const LIMITS: Limits =
     Limits { per_user: 64, total: 512, first_call_timeout: Some(Duration::from_secs(10)), close_busy: false };
-/// Interval of checks that the socket exists.
+/// Interval between checks that the socket still exists.
 const SOCKET_POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Connections that the kernel queues until they are accepted.
+/// Number of connections that the kernel queues until they are accepted.
 const LISTEN_BACKLOG: i32 = 1024;
 
-/// Listens on `socket`, which only this user can connect to; if the daemon is root, the members of `group` can too.
+/// Listens on `socket`. Only this user can connect; if the daemon runs as root, the members of `group` can too.
 ///
-/// Replaces the socket of a dead daemon. Not safe against two daemons that start at the same moment: the lock on the
-/// state directory prevents that.
+/// Replaces the socket of a dead daemon. This is not safe against two daemons that start at the same time, which the
+/// lock
+/// on the state directory prevents.
 ///
 /// # Errors
-/// `AddrInUse` if a daemon listens there; `AlreadyExists` if there is a file that is not a socket.
+/// `AddrInUse` if a daemon listens there; `AlreadyExists` if the path is a file that is not a socket.
 pub fn bind(socket: &Path, group: Option<&str>) -> io::Result<UnixListener> {
     use std::os::unix::fs::{FileTypeExt, PermissionsExt, chown};
     let address = SocketAddrUnix::new(socket).map_err(|error| {
@@ -62,13 +63,14 @@ pub fn bind(socket: &Path, group: Option<&str>) -> io::Result<UnixListener> {
     }
     let mode = if gid.is_some() { 0o660 } else { 0o600 };
     fs_err::set_permissions(socket, std::fs::Permissions::from_mode(mode))?;
-    // Listening starts after the permissions are set, so no other user can have connected before.
+    // Listening starts after the permissions are set, so that no other user can connect before.
     rustix::net::listen(&fd, LISTEN_BACKLOG)?;
     UnixListener::from_std(fd.into())
 }
 
-/// Accepts connections, as [`net::accept`] does. A socket that was deleted, as a cleaner of temporary files may do, is
-/// bound again, since clients would not find this daemon.
+/// Accepts connections, as [`net::accept`] does. If the socket is deleted, for example by a cleaner of temporary files,
+/// it
+/// is bound again, because clients could not find this daemon otherwise.
 pub(super) fn accept(
     listener: UnixListener,
     group: Option<String>,
@@ -104,7 +106,7 @@ pub(super) fn accept(
     ReceiverStream::new(incoming)
 }
 
-/// Binds a socket again that does not exist.
+/// Binds the socket again if it does not exist.
 fn restore(socket: &Path, group: Option<&str>) -> Option<io::Result<UnixListener>> {
     use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
     match fs_err::symlink_metadata(socket) {
@@ -115,7 +117,7 @@ fn restore(socket: &Path, group: Option<&str>) -> Option<io::Result<UnixListener
         trusted_path::check_parent(socket)?;
         if let Some(dir) = socket.parent().filter(|dir| !dir.exists()) {
             std::fs::DirBuilder::new().mode(0o755).create(dir)?;
-            // Whatever the umask is: users reach the socket through it.
+            // Set explicitly, whatever the umask is, because users reach the socket through this directory.
             fs_err::set_permissions(dir, std::fs::Permissions::from_mode(0o755))?;
         }
         let listener = bind(socket, group)?;

@@ -1,4 +1,4 @@
-//! Log streams: from the job's agent while the job runs, from its files when it has ended.
+//! Streams logs: from the job's agent while the job runs, from its files after it has ended.
 //!
 //! The job's user controls both, so neither is trusted: see [`crate::agents::connect`] and [`crate::safe_open`].
 
@@ -23,15 +23,15 @@ use crate::view::{JobView, NodeView};
 use xlaunch_agent::run_dir::rank_dir;
 use xlaunch_agent::status::follow::{self, Open, Pieces, Start};
 
-/// Chunks that are buffered for a slow client.
+/// Number of chunks buffered for a slow client.
 const CHUNK_CAPACITY: usize = 2;
-/// Time for an agent to start its reply, and for the manager to notice the exit of an agent whose connection broke.
+/// Time for an agent to start its reply, and for the manager to notice the exit of an agent whose connection is broken.
 pub(super) const AGENT_REPLY_TIMEOUT: Duration = Duration::from_secs(10);
-/// Characters of an agent's error message that are forwarded.
+/// Length to which an agent's error message is cut before it is forwarded.
 const MAX_AGENT_MESSAGE_CHARS: usize = 1024;
-/// Attempts that a stream continues over.
+/// Maximum number of attempts in one stream.
 const MAX_ATTEMPTS: u32 = 1000;
-/// Entries of a log directory that are read.
+/// Maximum number of entries read from a log directory.
 const MAX_DIR_ENTRIES: usize = 100_000;
 
 /// A requested log.
@@ -39,15 +39,16 @@ pub(super) struct Source {
     pub(super) view: watch::Receiver<Arc<NodeView>>,
     pub(super) job: Arc<JobView>,
     pub(super) logs: Logs,
-    /// Quota of the files' owner: a hanging file system blocks a thread per reader.
+    /// Quota that counts against the owner of the files: a hanging file system blocks a thread per reader.
     pub(super) file_readers: Quota,
 }
 
 /// Streams the log. Drops `guard` when the stream has ended.
 ///
 /// # Errors
-/// `FAILED_PRECONDITION` for a job that has not started. In the stream: the agent's errors, `NOT_FOUND` if there is no
-/// log, `FAILED_PRECONDITION` if it must not be read.
+/// `FAILED_PRECONDITION` for a job that has not started. The stream contains the agent's errors, `NOT_FOUND` if there
+/// is no
+/// log, or `FAILED_PRECONDITION` if the log must not be read.
 pub(super) fn stream<T: Send + 'static>(
     source: Source,
     guard: T,
@@ -79,7 +80,7 @@ impl Source {
             return self.send_files(chunks).await;
         }
         let AgentStream::Broken { partial } = self.send_from_agent(chunks).await? else { return Ok(()) };
-        // The agent exits shortly before the manager knows that the job has ended.
+        // The agent exits shortly before the manager notices the end of the job.
         let id = self.job.job.id;
         let has_ended = |view: &Arc<NodeView>| view.jobs.get(&id).is_none_or(|job| job.has_ended());
         let ended = match tokio::time::timeout(AGENT_REPLY_TIMEOUT, self.view.wait_for(has_ended)).await {
@@ -89,7 +90,7 @@ impl Source {
                 return Err(Status::unavailable(message));
             }
         };
-        // After a part was sent, the file would repeat it.
+        // If a part of the log was already sent, sending the file would repeat it.
         match ended.filter(|_| !partial) {
             Some(job) => {
                 self.job = job;
@@ -151,7 +152,7 @@ impl Source {
         if let (Some(dir), Some(newest)) = (dir, attempt) {
             let name = if self.logs.stderr { "stderr.log" } else { "stdout.log" };
             let open: Open = Arc::new(move |path| open_below(&dir, path, uid));
-            // From the attempt in which an earlier stream has ended.
+            // Continue with the attempt in which an earlier stream ended.
             let first = self
                 .logs
                 .after
@@ -164,7 +165,7 @@ impl Source {
                     follow::send_log(path, attempt, open.clone(), start, chunks).await.map_err(failed)?;
             }
         }
-        // Following a log that does not exist is not an error: it just ends.
+        // Following a missing log is not an error; the stream just ends.
         if !found && !self.logs.follow {
             return Err(Status::not_found(format!("rank {rank} of job {id} has no log")));
         }
@@ -175,19 +176,19 @@ impl Source {
 /// How the stream from an agent ended.
 enum AgentStream {
     Complete,
-    /// The connection broke. `partial`: after a part of the log was sent.
+    /// The connection broke. `partial`: a part of the log was sent before.
     Broken {
         partial: bool,
     },
 }
 
-/// Forwards an agent's error, unless the connection to it broke.
+/// Forwards an agent's error, unless the connection to the agent is broken.
 fn forwarded(status: &Status, partial: bool) -> Result<AgentStream, Status> {
     agent_error(status).map_or(Ok(AgentStream::Broken { partial }), Err)
 }
 
-/// An agent's error as it is forwarded to the client: its message is bounded and cannot control a terminal. `None` if
-/// the connection broke.
+/// Converts an agent's error for the client: its message is cut, and stripped of control characters. `None` if the
+/// connection is broken.
 pub(super) fn agent_error(status: &Status) -> Option<Status> {
     // Errors with a source come from the transport, not from the agent.
     if std::error::Error::source(status).is_some() || status.code() == Code::Cancelled {
@@ -197,7 +198,9 @@ pub(super) fn agent_error(status: &Status) -> Option<Status> {
     Some(Status::new(status.code(), message.take(MAX_AGENT_MESSAGE_CHARS).collect::<String>()))
 }
 
-/// Opens the log directory of a job. Its parent is the daemon's; the directory itself may have been replaced by a link.
+/// Opens the log directory of a job. Its parent belongs to the daemon, but the directory itself may have been replaced
+/// by
+/// a link.
 fn open_dir(path: &Path) -> io::Result<OwnedFd> {
     let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let agent = openat(CWD, path.parent().unwrap_or(path), flags | OFlags::PATH, Mode::empty())?;
@@ -207,7 +210,7 @@ fn open_dir(path: &Path) -> io::Result<OwnedFd> {
     })
 }
 
-/// The highest N among the entries `attempt_N`.
+/// Returns the highest N among the entries `attempt_N`.
 fn newest_attempt(dir: &OwnedFd) -> io::Result<Option<u32>> {
     let mut newest = None;
     for entry in Dir::read_from(dir)?.take(MAX_DIR_ENTRIES) {

@@ -8,9 +8,9 @@
 //!     Logs: logs; Checkpoint: checkpoint; Stacks: stacks
 //! ```
 //! Invariants:
-//! - a job that the caller may not see looks nonexistent to the caller;
-//! - no user can keep others from being served: connections, calls, streams and memory have limits per user and in
-//!   total.
+//! - to a caller, a job that it may not see does not exist;
+//! - no user can keep others from being served: connections, calls, streams and memory are limited per user and in
+//! total.
 
 pub mod access;
 mod calls;
@@ -53,22 +53,24 @@ use super::accounting::Accounting;
 use super::commands::{NodeHandle, Submission};
 use super::view::Caller;
 
-/// Maximum size of a request. The largest has an environment and a command line.
+/// Maximum size of a request. The largest ones contain an environment and a command line.
 const MAX_REQUEST_BYTES: usize = 1 << 20;
 const MAX_HEADER_BYTES: u32 = 16 << 10;
 /// HTTP/2 flow-control windows of a stream and of a connection.
 const STREAM_WINDOW_BYTES: u32 = 64 << 10;
 const CONNECTION_WINDOW_BYTES: u32 = 256 << 10;
 const MAX_CALLS_PER_CONNECTION: u32 = 32;
-/// Quotas, per user and in total. A call counts until its response is sent: both kinds of streams, and some more.
+/// Quota of calls, per user and in total, as for all quotas below. A call counts until its response is sent. The quota
+/// leaves room for both kinds of streams and some more calls.
 const CALL_QUOTA: (usize, usize) = (320, 4096);
-/// Log streams. Job watches, with requests for checkpoints, have a quota of the same size.
+/// Quota of log streams. Job watches together with checkpoint requests have a separate quota of the same size.
 const STREAM_QUOTA: (usize, usize) = (128, 512);
-/// Lists that the client has not read yet. The largest take most of a megabyte each.
+/// Quota of lists that clients have not read yet. The largest lists take almost a megabyte each.
 const LIST_QUOTA: (usize, usize) = (16, 128);
-/// Readers of the accounting file.
+/// Quota of readers of the accounting file.
 const HISTORY_QUOTA: (usize, usize) = (2, 8);
-/// Readers of log files, by the files' owner. The total is below the number of tokio's blocking threads.
+/// Quota of readers of log files, which count against the owner of the files. The total is below the number of tokio's
+/// blocking threads.
 const FILE_READER_QUOTA: (usize, usize) = (32, 128);
 /// Time for a request to arrive and be handled.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
@@ -80,7 +82,7 @@ const CLIENT_DRAIN_TIMEOUT: Duration = Duration::from_millis(500);
 /// Serves on `listener`, to which the members of `group` can connect, until `shutdown` resolves.
 ///
 /// # Errors
-/// If the services cannot be set up.
+/// The services cannot be set up.
 pub async fn serve(
     listener: UnixListener,
     group: Option<String>,
@@ -96,7 +98,7 @@ fn quota((per_user, total): (usize, usize)) -> Quota {
     Quota::new(per_user, total)
 }
 
-/// [`serve`], with the function that gives the user of a connection.
+/// [`serve`] with a function that determines the user of a connection.
 async fn serve_peers(
     listener: UnixListener,
     group: Option<String>,
@@ -155,7 +157,7 @@ async fn serve_peers(
         () = shutdown => {}
     }
     health.set_not_serving::<NodeServer<Service>>().await;
-    // The receiver is held by the server.
+    // Cannot fail: the server holds the receiver.
     let _ = drain.send(());
     let _ = tokio::time::timeout(CLIENT_DRAIN_TIMEOUT, server).await;
     open.close_all();
@@ -181,7 +183,7 @@ struct Service {
 }
 
 impl Service {
-    /// The call and its caller.
+    /// Returns the call and its caller.
     async fn caller<T>(&self, request: &Request<T>) -> Result<(Call, Caller), Status> {
         let call = request.extensions().get::<Call>().cloned();
         let call = call.ok_or_else(|| Status::internal("the call is not accounted for"))?;

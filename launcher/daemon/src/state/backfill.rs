@@ -41,7 +41,7 @@ impl Demand {
             && self.memory <= free.memory
     }
 
-    /// Whether both want some of the same.
+    /// Returns whether both want some of the same.
     pub(super) fn competes_with(self, other: Self) -> bool {
         self.gpus.min(other.gpus) > 0
             || self.cores.min(other.cores) > 0
@@ -49,7 +49,7 @@ impl Demand {
             || self.memory.min(other.memory) > 0
     }
 
-    /// Whether this and `other` fit together, in what this needs.
+    /// Returns whether this and `other` fit together, in what this needs.
     fn fits_beside(self, other: Self, free: Self) -> bool {
         let fits = |own: u64, other: u64, free: u64| own == 0 || own.saturating_add(other) <= free;
         fits(self.gpus.into(), other.gpus.into(), free.gpus.into())
@@ -168,7 +168,7 @@ pub(super) struct Candidate {
 }
 
 impl Reservation {
-    /// Whether this candidate would delay the job. `free` is what is free now.
+    /// Returns whether this candidate would delay the job. `free` is what is free now.
     pub(super) fn is_delayed_by(&self, candidate: &Candidate, free: Demand) -> bool {
         match self.at {
             None => candidate.on_gpus == self.on_gpus || !candidate.demand.fits_beside(self.demand, free),

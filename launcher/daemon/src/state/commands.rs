@@ -29,7 +29,7 @@ pub(crate) struct AdmissionRules<'a> {
 }
 
 impl Jobs {
-    /// Whether the caller may submit this job, whose id and time are not set yet, or `count` such jobs.
+    /// Returns whether the caller may submit this job, whose id and time are not set yet, or `count` such jobs.
     pub(crate) fn admit(
         &self,
         caller: &Caller,

@@ -40,7 +40,7 @@ impl Submitted {
         open.map(|dependency| dependency.job)
     }
 
-    /// Whether all dependencies are met.
+    /// Returns whether all dependencies are met.
     pub(super) fn is_free_of_dependencies(&self) -> bool {
         self.after.iter().all(|dependency| dependency.met == Some(true))
     }

@@ -91,7 +91,7 @@ impl Jobs {
         self.active().find(|(_, entry)| entry.gpus().any(|gpu| gpu == uuid)).map(|(job, _)| job)
     }
 
-    /// Whether a GPU is being examined.
+    /// Returns whether a GPU is being examined.
     pub(crate) fn is_examined(&self, uuid: &str) -> bool {
         self.examination.as_ref().is_some_and(|examination| examination.gpus.iter().any(|gpu| gpu == uuid))
     }

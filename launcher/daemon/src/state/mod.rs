@@ -315,7 +315,7 @@ impl Jobs {
         self.jobs.range(ids).filter(|(_, entry)| of_array(entry)).map(|(job, _)| *job).collect()
     }
 
-    /// Whether no job of this array is queued or active.
+    /// Returns whether no job of this array is queued or active.
     pub(crate) fn array_has_ended(&self, first: u64) -> bool {
         let mut phases = self.array(first).into_iter().filter_map(|job| Some(&self.jobs.get(&job)?.phase));
         phases.all(|phase| matches!(phase, Phase::Ended { .. }))

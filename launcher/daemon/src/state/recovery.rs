@@ -96,8 +96,8 @@ impl Jobs {
         (found.start > known).then(|| found.record(job))
     }
 
-    /// Whether a job that is not listed was forgotten, or was never acknowledged: its files can be removed. `last` is
-    /// the highest id in the journal, all of which could be read.
+    /// Returns whether a job that is not listed was forgotten, or was never acknowledged: its files can be removed.
+    /// `last` is the highest id in the journal, all of which could be read.
     pub(crate) fn is_leftover(job: u64, last: u64, was_started: bool) -> bool {
         job <= last || (job == last.saturating_add(1) && !was_started)
     }

@@ -293,8 +293,8 @@ impl<'a> Pass<'a> {
         memory_per_user.filter(|most| takes_memory && with_job.memory > *most).map(UserLimit::Memory)
     }
 
-    /// Whether the reserved job is one of the same user, who could not hold both at a time: it would wait for its user
-    /// and lose the reservation.
+    /// Returns whether the reserved job is one of the same user, who could not hold both at a time: it would wait for
+    /// its user and lose the reservation.
     fn would_keep_from_user(&self, submitted: &Submitted, reserved: u64) -> bool {
         let Some(Entry { submitted: reserved, .. }) = self.jobs.jobs.get(&reserved) else { return false };
         let holding = |submitted| holding_of(submitted, self.resources);
@@ -354,7 +354,7 @@ fn free_gpus(jobs: &Jobs, resources: &Resources) -> Vec<String> {
 }
 
 impl Entry {
-    /// Whether it is queued and only GPUs, or what else it wants of the node, are missing.
+    /// Returns whether it is queued and only GPUs, or what else it wants of the node, are missing.
     pub(crate) fn waits_for_gpus(&self) -> bool {
         let Self { submitted, phase } = self;
         matches!(phase, Phase::Queued { .. })

@@ -64,7 +64,7 @@ fn line(view: &JobView) -> Value {
     value
 }
 
-/// Whether the job trains and has finished a step.
+/// Returns whether the job trains and has finished a step.
 pub(super) fn has_trained(status: &StatusReply) -> bool {
     status.kind() != JobKind::Command && status.step > 0
 }

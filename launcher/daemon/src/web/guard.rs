@@ -65,7 +65,7 @@ fn names_loopback(request: &Request) -> bool {
     target && host.to_str().is_ok_and(is_loopback)
 }
 
-/// Whether `HOST` or `HOST:PORT` is loopback without asking a name server.
+/// Returns whether `HOST` or `HOST:PORT` is loopback without asking a name server.
 fn is_loopback(host: &str) -> bool {
     if let Some((address, port)) = host.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
         return is_port(port) && address.parse().is_ok_and(|address: Ipv6Addr| address.is_loopback());
@@ -76,7 +76,7 @@ fn is_loopback(host: &str) -> bool {
             || name.parse().is_ok_and(|address: IpAddr| address.is_loopback()))
 }
 
-/// Whether the text is empty, or a colon and a port.
+/// Returns whether the text is empty, or a colon and a port.
 fn is_port(text: &str) -> bool {
     text.is_empty() || text.strip_prefix(':').is_some_and(|port| port.parse::<u16>().is_ok())
 }

@@ -92,7 +92,7 @@ impl Listener {
         }
     }
 
-    /// Whether requests may have any `Host`: a page of another site cannot connect to a unix socket.
+    /// Returns whether requests may have any `Host`: a page of another site cannot connect to a unix socket.
     pub(super) fn any_host(&self) -> bool {
         matches!(self, Self::Unix { .. })
     }

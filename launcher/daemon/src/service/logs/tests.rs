@@ -135,7 +135,7 @@ async fn only_regular_files_of_the_jobs_user_are_streamed() {
         error.message().to_owned()
     };
 
-    // Links in place of the file, of the rank's directory, of the attempt's.
+    // Links in place of the file, of the rank's directory, and of the attempt's directory.
     for (depth, name) in [(0, log), (1, "attempt_0/0"), (2, "attempt_0")] {
         let case = Case::new(NodeJobState::Done);
         let target = case.write("../elsewhere/0/stdout.log", "secret");
@@ -164,7 +164,7 @@ async fn only_regular_files_of_the_jobs_user_are_streamed() {
     fs_err::create_dir(&path).unwrap();
     refused(&case, "directory").await;
 
-    // Another user's file, as by a hard link.
+    // A file of another user, as created by a hard link.
     let case = Case::new(NodeJobState::Done);
     case.write(log, "secret");
     case.now_of(NodeJobState::Done, rustix::process::getuid().as_raw() + 1);
@@ -187,7 +187,7 @@ async fn running_job_is_read_through_its_agent_to_the_end() {
     board.send_modify(|board| board.set_state(JobState::Done));
     assert_eq!(rest(&mut stream).await.unwrap(), "last words");
     serving.finish().await;
-    // The agent has exited, but the view does not show the end of the job yet: the stream waits for it.
+    // The agent has exited, but the view does not show the end of the job yet, so the stream waits for it.
     let mut late = case.stream(OUT).unwrap();
     tokio::task::yield_now().await;
     case.now(NodeJobState::Done);
