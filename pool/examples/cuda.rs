@@ -1,5 +1,5 @@
 //! A pool of device memory shared by two streams: `cargo run -p xlaunch-pool --example cuda`. Needs an NVIDIA GPU;
-//! prints a message and exits where there is none.
+//! without one, prints a message and exits.
 
 #![expect(clippy::print_stdout, reason = "the output of the example")]
 
@@ -9,7 +9,7 @@ use cudarc::driver::{CudaContext, sys};
 use xlaunch_pool::{Mode, Pool};
 
 fn main() -> Result<(), Box<dyn Error>> {
-    // cudarc panics at the first use of a missing library, so look for it before.
+    // cudarc panics at the first use of a missing library, so check for the library first.
     // SAFETY: the call opens the library, whose initialisers have no preconditions.
     if !unsafe { sys::is_culib_present() } {
         println!("no CUDA driver library (libcuda.so): this example needs an NVIDIA GPU");
@@ -42,7 +42,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     copies.memcpy_dtoh(&x, &mut host)?;
     x.record_use(copies_id)?;
 
-    // No driver call. The memory is reused only by work that runs after the copy.
+    // This makes no driver call. The memory is reused only by work that runs after the copy.
     drop(x);
 
     copies.synchronize()?;

@@ -8,7 +8,7 @@ fn main() -> Result<(), PoolError> {
     // `Mode::Plan` serves repeated steps from a plan. `Mode::On` allocates every buffer by best fit.
     let pool = Pool::host(Mode::Plan);
 
-    // Long-lived buffers go to one end of the address range, those of a step to the other.
+    // Long-lived buffers are placed at one end of the address range, those of a step at the other.
     let weights = pool.persistent().alloc::<f32>(1 << 20)?;
 
     for number in 0..4 {
@@ -26,7 +26,7 @@ fn main() -> Result<(), PoolError> {
         }
         println!("step {number}: {}", if step.is_planned() { "planned" } else { "recorded" });
         drop(step);
-        // The plan is made on another thread. Waiting for it is only needed to make this example deterministic.
+        // The plan is made on another thread. Waiting for it only serves to make this example deterministic.
         pool.finish_planning();
     }
 

@@ -13,9 +13,9 @@ use crate::stream::StreamId;
 
 /// `len` elements of `T` in the memory of a pool. The contents are unspecified until written.
 ///
-/// A buffer is a handle, as a device pointer is: kernels read and write it, or host code that upholds what
-/// [`address`](Self::address) demands. With the `cuda` feature it is an argument of kernel launches and of the copies,
-/// cuBLAS, cuBLASLt and NCCL calls of cudarc.
+/// A buffer is a handle, like a device pointer: kernels, or host code that follows the rules of
+/// [`address`](Self::address), read and write its memory. With the `cuda` feature it is an argument of kernel launches
+/// and of cudarc's calls for copies, cuBLAS, cuBLASLt and NCCL.
 ///
 /// Dropping it frees its memory without a driver call, from any thread.
 pub struct PoolBuf<T> {
@@ -37,8 +37,8 @@ impl<T: Pod> PoolBuf<T> {
     }
 
     /// Leases elements `range` to another thread or stream. Until the lease is dropped, the memory stays allocated even
-    /// if the buffer is dropped, and [`is_leased`](Self::is_leased) is true of the range. A lease of `0..0` overlaps no
-    /// other: it only keeps the memory allocated.
+    /// if the buffer is dropped, and [`is_leased`](Self::is_leased) is true for the range. A lease of `0..0` overlaps
+    /// no other lease: it only keeps the memory allocated.
     ///
     /// # Panics
     /// If the range is out of bounds or overlaps another lease.
@@ -54,7 +54,7 @@ impl<T: Pod> PoolBuf<T> {
         Lease { buffer: self.address, bytes, origin: self.origin }
     }
 
-    /// Whether any element of `range` is leased.
+    /// Returns whether any element of `range` is leased.
     pub fn is_leased(&self, range: Range<usize>) -> bool {
         let bytes = range.start * size_of::<T>()..range.end * size_of::<T>();
         self.origin.leases().overlaps(self.address, bytes)
@@ -62,45 +62,47 @@ impl<T: Pod> PoolBuf<T> {
 }
 
 impl<T> PoolBuf<T> {
-    /// Number of elements, as requested: bytes added by rounding are not part of the buffer.
+    /// Returns the requested number of elements: bytes added by rounding are not part of the buffer.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether the buffer has no elements.
+    /// Returns whether the buffer has no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Address of the first element, aligned to 512 bytes, valid for `len` elements while the buffer lives.
+    /// Returns the address of the first element. It is aligned to 512 bytes, and valid for `len` elements while the
+    /// buffer lives.
     ///
-    /// Code that accesses memory through it must do what a device leaves to its programmers: stay within `len`, read
-    /// only what was written, and order accesses with each other and with leases ([`is_leased`](Self::is_leased)).
+    /// Code that accesses memory through the address is responsible for the same things as kernels: stay within `len`,
+    /// read only elements that were written, and order accesses with each other and with leases
+    /// ([`is_leased`](Self::is_leased)).
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// The kind of memory.
+    /// Returns the kind of memory.
     pub fn space(&self) -> Space {
         self.origin.space()
     }
 
-    /// Records that work of `stream` submitted so far uses this buffer: after the buffer is dropped, its memory serves
-    /// only work that runs after that work too. Call it after submitting the work.
+    /// Records that work submitted to `stream` so far uses this buffer. After the buffer is dropped, its memory serves
+    /// only work that also runs after that work. Call this after submitting the work.
     ///
     /// # Errors
-    /// [`PoolError::PlannedBuffer`] if a plan chose the address. Plans leave out buffers whose use by a second stream
-    /// was recorded, so steps should record such uses from their first run on.
+    /// [`PoolError::PlannedBuffer`] if a plan determined the address. Plans exclude buffers for which use by a second
+    /// stream was recorded, so steps should record such uses from their first run on.
     pub fn record_use(&self, stream: StreamId) -> Result<(), PoolError> {
         match &self.origin {
             Origin::Block { inner, handle } => inner.record_use(*handle, stream),
-            // The driver waits for all work itself before it frees memory.
+            // The driver itself waits for all work before it frees memory.
             Origin::Driver { .. } => Ok(()),
             Origin::Slot(_) => Err(PoolError::PlannedBuffer),
         }
     }
 
-    /// Address and length in bytes of the driver allocation that the buffer is in. For a buffer of a
+    /// Returns address and length in bytes of the driver allocation that contains the buffer. For a buffer of a
     /// [registered](crate::Pool::registered) pool this is the segment to pass to `ncclCommRegister`. `None` for planned
     /// buffers.
     pub fn segment(&self) -> Option<(u64, u64)> {
@@ -119,7 +121,7 @@ impl<T> Drop for PoolBuf<T> {
     }
 }
 
-/// A range of a buffer that is leased to another thread or stream until this is dropped.
+/// A range of a buffer that is leased to another thread or stream until the lease is dropped.
 pub struct Lease {
     /// Address of the buffer.
     buffer: u64,
@@ -135,22 +137,22 @@ impl fmt::Debug for Lease {
 }
 
 impl Lease {
-    /// Address of the first leased byte.
+    /// Returns the address of the first leased byte.
     pub fn address(&self) -> u64 {
         self.buffer + self.bytes.start as u64
     }
 
-    /// Number of leased bytes.
+    /// Returns the number of leased bytes.
     pub fn bytes(&self) -> usize {
         self.bytes.len()
     }
 
-    /// The kind of memory.
+    /// Returns the kind of memory.
     pub fn space(&self) -> Space {
         self.origin.space()
     }
 
-    /// The driver allocation that the buffer is in: see [`PoolBuf::segment`].
+    /// Returns the driver allocation that contains the buffer: see [`PoolBuf::segment`].
     pub fn segment(&self) -> Option<(u64, u64)> {
         self.origin.segment(self.buffer)
     }

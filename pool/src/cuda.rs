@@ -1,4 +1,4 @@
-//! Pools of CUDA memory, and buffers as arguments of cudarc's calls.
+//! Pools of CUDA memory; buffers as arguments of cudarc's calls.
 
 use std::sync::Arc;
 
@@ -16,15 +16,15 @@ use crate::options::{Mode, Options, Space};
 use crate::pool::Pool;
 use crate::stream::{MAX_STREAMS, StreamId};
 
-/// Lengths of the address range to try, as multiples of the device's memory: the longer the range, the more surely
-/// growth finds a contiguous hole.
+/// Lengths of the address range to try, as multiples of the device's memory. With a longer range, growth is more likely
+/// to find a contiguous hole.
 const RANGE_TIMES_MEMORY: [u64; 3] = [4, 2, 1];
 
 impl Pool {
-    /// A pool of memory of the device of `stream`, which becomes the pool's stream 0.
+    /// Creates a pool of memory of the device of `stream`, which becomes the pool's stream 0.
     ///
     /// # Errors
-    /// A driver call failed.
+    /// If a driver call fails.
     pub fn cuda(stream: &Arc<CudaStream>, options: impl Into<Options>) -> Result<Self, PoolError> {
         let options = options.into();
         let (streams, cuda) = device(stream)?;
@@ -38,14 +38,15 @@ impl Pool {
         Ok(Self::from_inner(inner))
     }
 
-    /// A pool of page-locked host memory, for copies to and from the device of `stream`. Its stream 0 is the host.
+    /// Creates a pool of page-locked host memory, for copies to and from the device of `stream`. Its stream 0 is the
+    /// host.
     ///
     /// Add the streams that copy with [`add_cuda_stream`](Self::add_cuda_stream), and call [`PoolBuf::record_use`]
     /// after every copy: the memory is reused once the host has waited for that stream. If nothing else is free, the
     /// pool waits for it.
     ///
     /// # Errors
-    /// A driver call failed.
+    /// If a driver call fails.
     pub fn pinned(stream: &Arc<CudaStream>, options: impl Into<Options>) -> Result<Self, PoolError> {
         let options = options.into();
         let (streams, cuda) = device(stream)?;
@@ -62,13 +63,13 @@ impl Pool {
     /// Adds a stream of the pool's device.
     ///
     /// # Errors
-    /// [`PoolError::TooManyStreams`]; [`PoolError::Off`] if the pool is off or not of CUDA memory; or a driver call
-    /// failed.
+    /// [`PoolError::TooManyStreams`]; [`PoolError::Off`] if the pool is off or not a pool of CUDA memory; or the error
+    /// of a failed driver call.
     pub fn add_cuda_stream(&self, stream: &Arc<CudaStream>) -> Result<StreamId, PoolError> {
         let mut state = self.inner().lock();
         let core = state.core()?;
         let streams = self.inner().streams().ok_or(PoolError::Off)?;
-        // What can fail comes first: a stream cannot be removed from the allocator.
+        // Operations that can fail come first: a stream cannot be removed from the allocator.
         if core.streams() == MAX_STREAMS {
             return Err(PoolError::TooManyStreams);
         }
@@ -84,7 +85,7 @@ fn device(stream: &Arc<CudaStream>) -> Result<(Arc<StreamTable>, Cuda), PoolErro
     Ok((streams, cuda))
 }
 
-/// Virtual memory, or plain allocations if the device does not support it or no address range can be reserved.
+/// Returns virtual memory, or plain allocations if the device does not support it or no address range can be reserved.
 fn backing(cuda: Cuda) -> Box<dyn Backing> {
     if cuda.has_virtual_memory()
         && let Some((_, total)) = cuda.memory_info()
@@ -124,7 +125,7 @@ impl MemoryAccess for DeviceMemory {
 }
 
 impl<T> PoolBuf<T> {
-    /// The stream that the buffer was allocated for.
+    /// Returns the stream for which the buffer was allocated.
     fn cuda_stream(&self) -> &Arc<CudaStream> {
         let stream = match self.origin {
             Origin::Block { inner, handle } => inner.stream_of(handle),
@@ -147,7 +148,7 @@ impl<T> DeviceSlice<T> for PoolBuf<T> {
     }
 }
 
-// The pool and its user order streams, by `record_use`, so there is nothing to record when a call is over.
+// The pool and its user order streams with `record_use`, so there is nothing to record at the end of a call.
 impl<T> DevicePtr<T> for PoolBuf<T> {
     fn device_ptr<'a>(&'a self, _: &'a CudaStream) -> (sys::CUdeviceptr, SyncOnDrop<'a>) {
         (self.address, SyncOnDrop::Sync(None))

@@ -1,8 +1,8 @@
 //! Debug mode: fills new buffers with a chosen byte, and detects writes to memory that no buffer owns.
 //!
-//! The fill byte makes a program that reads before it writes visible by its results. Freed memory and the bytes past
-//! the end of a buffer hold patterns, which are verified when the memory is allocated again. All of this happens at
-//! requests, never in a drop, and synchronises the device: this mode is for finding faults.
+//! The fill byte exposes a program that reads memory before writing it: its results change. Freed memory and the bytes
+//! past the end of a buffer hold patterns, which are verified when the memory is allocated again. All of this happens
+//! during requests, never in a drop, and synchronises the device: this mode is for finding faults.
 
 use std::backtrace::Backtrace;
 use std::collections::VecDeque;
@@ -16,10 +16,10 @@ use crate::error::{Corruption, CorruptionKind, PoolError};
 const POISON: u8 = 0xdb;
 /// Pattern of the bytes between the end of a buffer and the end of its block.
 const CANARY: u8 = 0xca;
-/// Number of freed buffers remembered, to report who owned overwritten memory.
+/// Number of freed buffers remembered, to report the owner of overwritten memory.
 const FREE_HISTORY: usize = 4096;
 
-/// Access to the bytes of a pool's memory, while no work uses them.
+/// Access to the bytes of a pool's memory while no work uses them.
 pub(crate) trait MemoryAccess: Send {
     fn fill(&mut self, address: u64, bytes: u64, value: u8) -> DriverResult<()>;
     fn read(&mut self, address: u64, to: &mut [u8]) -> DriverResult<()>;
@@ -29,12 +29,12 @@ pub(crate) trait MemoryAccess: Send {
 pub(crate) struct DebugMode {
     fill: u8,
     memory: Box<dyn MemoryAccess>,
-    /// Buffers dropped since the last request, not poisoned yet.
+    /// Buffers dropped since the last request and not poisoned yet.
     dropped: Vec<FreedBuffer>,
     history: VecDeque<FreedBuffer>,
-    /// Poisoned ranges, disjoint: start and end.
+    /// Poisoned ranges, which are disjoint: start and end.
     poisoned: Vec<(u64, u64)>,
-    /// Bytes that the allocator had unmapped when `poisoned` was last correct.
+    /// Number of bytes that the allocator had unmapped when `poisoned` was last correct.
     unmapped: u64,
 }
 
@@ -65,19 +65,20 @@ impl DebugMode {
         }
     }
 
-    /// Notes that this thread is dropping a buffer.
+    /// Records that this thread is dropping a buffer.
     pub(crate) fn note_drop(&mut self, block: BlockInfo) {
         self.dropped.push(FreedBuffer {
             address: block.address,
             bytes: block.bytes,
             requested: block.requested.unwrap_or(block.bytes),
             site: block.site,
-            // Captured now, resolved to source lines only for a report: resolving is the slow part.
+            // Captured now and resolved to source lines only for a report, as resolving is the slow part.
             freed: Arc::new(Backtrace::force_capture()),
         });
     }
 
-    /// Verifies and poisons what was dropped since the last request, before the allocator reuses any of it.
+    /// Verifies and poisons the buffers dropped since the last request, before the allocator reuses any of their
+    /// memory.
     pub(crate) fn before_alloc(&mut self, core: &Core) -> Result<(), PoolError> {
         self.forget_unmapped(core);
         while let Some(dropped) = self.dropped.pop() {
@@ -123,14 +124,14 @@ impl DebugMode {
         }
     }
 
-    /// Address of the first byte that is not `value`.
+    /// Returns the address of the first byte that is not `value`.
     fn first_difference(&mut self, start: u64, end: u64, value: u8) -> DriverResult<Option<u64>> {
         let mut bytes = vec![0; (end - start) as usize];
         self.memory.read(start, &mut bytes)?;
         Ok(bytes.iter().position(|byte| *byte != value).map(|at| start + at as u64))
     }
 
-    /// Memory that was unmapped since the last request has lost its pattern.
+    /// Forgets memory that was unmapped since the last request, as it has lost its pattern.
     fn forget_unmapped(&mut self, core: &Core) {
         let unmapped = core.counters().mapped.removed;
         if std::mem::replace(&mut self.unmapped, unmapped) != unmapped {
@@ -149,9 +150,9 @@ fn corrupted(kind: CorruptionKind, dropped: &FreedBuffer, at: u64) -> PoolError 
     }))
 }
 
-/// The innermost source line of a backtrace that is outside of the drop of the buffer and of the standard library.
+/// Returns the innermost source line of a backtrace that is outside the drop of the buffer and the standard library.
 fn caller_of_drop(backtrace: &str) -> String {
-    // `Origin::buffer_dropped` is never inlined; `PoolBuf::drop` may be, and then has no line of its own.
+    // `Origin::buffer_dropped` is never inlined; `PoolBuf::drop` may be, and then has no line in the backtrace.
     const DROP: [&str; 2] = ["src/inner/origin.rs", "src/buf.rs"];
     let places = backtrace.lines().filter_map(|line| line.trim_start().strip_prefix("at "));
     let mut from_drop = places.skip_while(|place| !place.contains(DROP[0]));

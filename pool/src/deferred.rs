@@ -1,5 +1,5 @@
-//! Frees deferred because the lock was held when the buffer was dropped: a lock-free stack. Any thread pushes without
-//! waiting; the next thread to hold the lock takes the whole stack.
+//! A lock-free stack of frees that were deferred because the lock was held when the buffer was dropped. Any thread
+//! pushes without waiting; the next thread to hold the lock takes the whole stack.
 
 use std::ptr;
 
@@ -21,7 +21,7 @@ impl<T> std::fmt::Debug for DeferredFrees<T> {
     }
 }
 
-// SAFETY: values move from the pushing thread to the taking thread and are shared by none.
+// SAFETY: values move from the pushing thread to the taking thread and are not shared.
 unsafe impl<T: Send> Send for DeferredFrees<T> {}
 // SAFETY: as above; the head is atomic, and nodes belong to the thread that took them.
 unsafe impl<T: Send> Sync for DeferredFrees<T> {}
@@ -45,12 +45,12 @@ impl<T> DeferredFrees<T> {
         }
     }
 
-    /// Whether the stack was empty a moment ago.
+    /// Returns whether the stack was empty a moment ago.
     pub(crate) fn is_empty(&self) -> bool {
         self.head.load(Ordering::Relaxed).is_null()
     }
 
-    /// Takes all values, the last one pushed first.
+    /// Takes all values, starting with the one pushed last.
     pub(crate) fn take(&self) -> impl Iterator<Item = T> {
         // The whole stack is taken by one exchange, so the ABA problem of popping single nodes cannot occur.
         let mut node = self.head.swap(ptr::null_mut(), Ordering::Acquire);
@@ -71,8 +71,8 @@ impl<T> Drop for DeferredFrees<T> {
     }
 }
 
-/// All interleavings of immediate and deferred frees, by the model checker:
-/// `cargo test -p xlaunch-pool --no-default-features --features loom --lib loom_model`.
+/// Model checking of all interleavings of immediate and deferred frees: `cargo test -p xlaunch-pool
+/// --no-default-features --features loom --lib loom_model`.
 #[cfg(all(test, feature = "loom"))]
 mod loom_model {
     use loom::cell::Cell;
@@ -82,14 +82,14 @@ mod loom_model {
     use super::*;
     use crate::lock::SpinLock;
 
-    /// The pool reduced to what matters here: a bit mask of free blocks, and the deferred frees.
+    /// The pool reduced to the relevant parts: a bit mask of free blocks, and the deferred frees.
     struct Pool {
         free: SpinLock<Cell<u32>>,
         deferred: DeferredFrees<u32>,
     }
 
     impl Pool {
-        /// As `Inner::free_block`.
+        /// Same as `Inner::free_block`.
         fn free_block(&self, block: u32) {
             match self.free.try_lock() {
                 Some(free) => Self::add(&free, block),
@@ -97,7 +97,7 @@ mod loom_model {
             }
         }
 
-        /// As `Inner::lock` followed by allocating all free blocks.
+        /// Same as `Inner::lock` followed by allocating all free blocks.
         fn take_all(&self) -> u32 {
             let free = self.free.lock();
             self.deferred.take().for_each(|block| Self::add(&free, block));

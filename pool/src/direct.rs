@@ -1,14 +1,14 @@
 //! The allocator of a pool that is off: a driver allocation for every buffer.
 //!
-//! Dropping a buffer makes no driver call here either: dropped buffers are freed at the next request.
+//! Here, too, dropping a buffer makes no driver call: dropped buffers are freed at the next request.
 
 use crate::backing::{GRANULE, Result, SegmentDriver};
 use crate::core::Counters;
 
-/// A driver, and the dropped buffers that it has yet to free.
+/// A driver, and the dropped buffers that still have to be freed.
 pub(crate) struct DirectAllocator {
     driver: Box<dyn SegmentDriver>,
-    /// Address and size of each.
+    /// Address and size of each dropped buffer.
     dropped: Vec<(u64, u64)>,
     pub(crate) counters: Counters,
 }
@@ -24,12 +24,12 @@ impl DirectAllocator {
         Self { driver, dropped: Vec::new(), counters: Counters::default() }
     }
 
-    /// Size of the driver allocation for a buffer of this many bytes.
+    /// Returns the size of the driver allocation for a buffer of this many bytes.
     pub(crate) fn rounded(bytes: u64) -> u64 {
         bytes.max(1).next_multiple_of(GRANULE)
     }
 
-    /// Frees what was dropped, then allocates memory for one buffer.
+    /// Frees the dropped buffers, then allocates memory for one buffer.
     pub(crate) fn alloc(&mut self, bytes: u64) -> Result<u64> {
         self.release()?;
         let rounded = Self::rounded(bytes);
@@ -45,7 +45,7 @@ impl DirectAllocator {
         self.dropped.push((address, rounded));
     }
 
-    /// Frees dropped buffers; returns their bytes.
+    /// Frees dropped buffers; returns their total size in bytes.
     pub(crate) fn release(&mut self) -> Result<u64> {
         let mut released = 0;
         while let Some((address, bytes)) = self.dropped.last().copied() {

@@ -5,7 +5,7 @@
 pub enum DType {
     /// IEEE 754 single precision.
     F32,
-    /// bfloat16: the upper half of a single, with 8 exponent and 7 mantissa bits.
+    /// bfloat16: the upper half of an F32, with 8 exponent and 7 mantissa bits.
     Bf16,
     /// 8-bit floating point with 4 exponent and 3 mantissa bits, largest number 448.
     Fp8E4m3,
@@ -18,7 +18,7 @@ pub enum DType {
 }
 
 impl DType {
-    /// Size of one element in bytes.
+    /// Returns the size of one element in bytes.
     pub const fn size(self) -> usize {
         match self {
             Self::F32 | Self::I32 => 4,
@@ -27,7 +27,7 @@ impl DType {
         }
     }
 
-    /// Short name, as used in kernel names and configuration files.
+    /// Returns the short name, as used in kernel names and configuration files.
     pub const fn name(self) -> &'static str {
         match self {
             Self::F32 => "fp32",

@@ -20,7 +20,7 @@ pub enum PoolError {
     /// There is no memory for the request.
     #[error(transparent)]
     OutOfMemory(Box<OutOfMemory>),
-    /// A driver call failed for another reason than lack of memory.
+    /// A driver call failed for a reason other than lack of memory.
     #[error("cannot use device memory: {0}")]
     Driver(#[from] DriverFailure),
     /// Debug mode found bytes that were overwritten.
@@ -38,7 +38,7 @@ pub enum PoolError {
 }
 
 impl PoolError {
-    /// The error of a call that requests no buffer, so that there is no report to attach.
+    /// Converts the error of a call that requests no buffer, so there is no report to attach.
     pub(crate) fn without_report(error: AllocError) -> Self {
         match error {
             AllocError::Driver(failure) => Self::Driver(failure),
@@ -49,17 +49,17 @@ impl PoolError {
     }
 }
 
-/// Report of a request that found no memory. [`Display`](fmt::Display) prints all of it, with what would have made the
-/// request succeed.
+/// Report of a request that found no memory. [`Display`](fmt::Display) prints all of it, including what would have made
+/// the request succeed.
 #[derive(Clone, Debug)]
 pub struct OutOfMemory {
     /// Bytes requested.
     pub requested: u64,
-    /// Stream that the request was made for.
+    /// Stream for which the request was made.
     pub stream: StreamId,
-    /// Where the request was made.
+    /// Origin of the request.
     pub site: Option<Site>,
-    /// Why it failed in the end.
+    /// Final reason of the failure.
     pub cause: AllocError,
     /// Bytes of live buffers.
     pub live: u64,
@@ -75,7 +75,7 @@ pub struct OutOfMemory {
     pub largest_free: u64,
     /// Free bytes that work of other streams may still use, by stream.
     pub pending: Vec<(StreamId, u64)>,
-    /// The sites that hold most memory, largest first: bytes, number of buffers, site.
+    /// The sites that hold the most memory, largest first: bytes, number of buffers, site.
     pub top: Vec<(u64, u64, Option<Site>)>,
     /// The snapshot that was written, if [`Pool::snapshot_on_failure`](crate::Pool::snapshot_on_failure) named a
     /// directory.
@@ -83,12 +83,12 @@ pub struct OutOfMemory {
 }
 
 impl OutOfMemory {
-    /// Mapped bytes that are not live.
+    /// Returns the mapped bytes that are not live.
     pub fn free(&self) -> u64 {
         self.mapped - self.live
     }
 
-    /// What would have made the request succeed.
+    /// Returns what would have made the request succeed.
     fn advice(&self) -> String {
         match &self.cause {
             AllocError::Limit { needed, limit } => {
@@ -151,15 +151,15 @@ impl std::error::Error for OutOfMemory {}
 /// Report of overwritten memory, from debug mode.
 #[derive(Clone, Debug)]
 pub struct Corruption {
-    /// What was overwritten.
+    /// Kind of the overwritten memory.
     pub kind: CorruptionKind,
     /// Position of the first overwritten byte, from the start of the buffer.
     pub offset: u64,
     /// Bytes requested for the buffer.
     pub requested: u64,
-    /// Where the buffer was allocated.
+    /// Site that allocated the buffer.
     pub allocated: Option<Site>,
-    /// Where the buffer was dropped, as `file:line:column`, if the program has debug information.
+    /// Site of the drop of the buffer, as `file:line:column`, if the program has debug information.
     pub freed: String,
 }
 

@@ -1,4 +1,4 @@
-//! Which byte ranges of buffers are leased to another thread or stream.
+//! Byte ranges of buffers that are leased to another thread or stream.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::lock::SpinLock;
 
-/// Leases by the address of their buffer. While nothing is leased, which is nearly always, a query costs one load.
+/// Leases by the address of their buffer. While there are none, which is nearly always the case, a query costs one
+/// load.
 #[derive(Debug, Default)]
 pub(crate) struct Leases {
     count: AtomicUsize,
@@ -16,12 +17,12 @@ pub(crate) struct Leases {
 #[derive(Debug, Default)]
 struct LeasedBuffer {
     ranges: Vec<Range<usize>>,
-    /// Whether the buffer was dropped, which leaves its memory to the last lease.
+    /// Whether the buffer was dropped, so that the last lease owns its memory.
     dropped: bool,
 }
 
 impl Leases {
-    /// Leases bytes `range` of the buffer at `address`; false if the range overlaps another lease.
+    /// Leases bytes `range` of the buffer at `address`. Returns false if the range overlaps another lease.
     pub(crate) fn add(&self, address: u64, range: Range<usize>) -> bool {
         let mut leased = self.leased.lock();
         let buffer = leased.entry(address).or_default();
@@ -33,7 +34,7 @@ impl Leases {
         true
     }
 
-    /// Whether any byte of `range` is leased.
+    /// Returns whether any byte of `range` is leased.
     pub(crate) fn overlaps(&self, address: u64, range: Range<usize>) -> bool {
         self.any()
             && self
@@ -43,12 +44,12 @@ impl Leases {
                 .is_some_and(|buffer| buffer.ranges.iter().any(|other| overlap(other, &range)))
     }
 
-    /// The buffer at `address` is dropped: true if its memory now belongs to its last lease.
+    /// Records that the buffer at `address` is dropped. Returns true if its memory now belongs to its last lease.
     pub(crate) fn inherit(&self, address: u64) -> bool {
         self.any() && self.mark_dropped(address)
     }
 
-    /// Whether anything is leased.
+    /// Returns whether anything is leased.
     #[inline]
     pub(crate) fn any(&self) -> bool {
         self.count.load(Ordering::Relaxed) != 0
@@ -62,7 +63,7 @@ impl Leases {
         })
     }
 
-    /// Ends a lease: true if it was the last one of a dropped buffer, whose memory the caller must now free.
+    /// Ends a lease. Returns true if it was the last one of a dropped buffer; then the caller must free the memory.
     pub(crate) fn end(&self, address: u64, range: &Range<usize>) -> bool {
         let mut leased = self.leased.lock();
         let Some(buffer) = leased.get_mut(&address) else { return false };

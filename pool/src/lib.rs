@@ -1,20 +1,20 @@
-//! A memory pool for CUDA devices and for the host, for programs that make similar allocations again and again, such as
+//! A memory pool for CUDA devices and for the host. It is meant for programs that repeat similar allocations, such as
 //! trainers.
 //!
-//! `cudaMalloc` and `cudaFree` cost tens of microseconds, synchronise the device and serialise the threads of a
-//! context. A [`Pool`] rarely calls the driver and keeps what is freed:
+//! `cudaMalloc` and `cudaFree` take tens of microseconds, synchronise the device and serialise the threads of a
+//! context. A [`Pool`] rarely calls the driver, and keeps freed memory:
 //!
 //! - Requests are served from one growable address range by two-level segregated fit, in multiples of 512 bytes. Freed
 //!   memory is merged with its neighbours at once, so mapped memory stays within a few percent of live memory.
-//! - [`PoolBuf::len`] is what was requested; bytes added by rounding are never read. The contents of a new buffer are
+//! - [`PoolBuf::len`] is the requested length; bytes added by rounding are never read. The contents of a new buffer are
 //!   unspecified.
-//! - The memory of a freed buffer serves work of the same stream at once, and work of another stream if that is known
-//!   to run later. If nothing else fits, the other stream is made to wait. A second stream that uses a buffer is
-//!   recorded with [`PoolBuf::record_use`], or holds a [`Lease`].
+//! - The memory of a freed buffer serves work of the same stream at once, and work of another stream if that work is
+//!   known to run later. If nothing else fits, the pool makes the other stream wait. When a second stream uses a
+//!   buffer, record that with [`PoolBuf::record_use`], or let it hold a [`Lease`].
 //! - Repeated steps are served from a plan ([`Mode::Plan`], [`Pool::step`]): without a lock, at the same addresses.
-//! - A limit on the bytes held is exact. When memory runs out, the error says who holds what ([`OutOfMemory`]).
-//! - Dropping a buffer makes no driver call and does not panic, nor does it wait for a lock, except in debug mode and
-//!   with the pool off.
+//! - A limit on the bytes held is exact. When memory runs out, the error lists the largest holders ([`OutOfMemory`]).
+//! - Dropping a buffer makes no driver call and does not panic. It does not wait for a lock either, except in debug
+//!   mode and with the pool off.
 //!
 //! ```
 //! use xlaunch_pool::{Mode, Pool};
@@ -29,13 +29,13 @@
 //!
 //! # Structure
 //! [`core`] is the allocator, without locks and devices; [`backing`] maps memory; [`plan`] serves repeated steps.
-//! [`Pool`] and [`PoolBuf`] are what programs hold, [`Snapshot`] is what reports show.
+//! Programs use [`Pool`] and [`PoolBuf`]; [`Snapshot`] is the basis of reports.
 //!
 //! # Fork, faults, exit
 //! - After `fork`, the child must not use a CUDA pool: requests that need the driver fail there, and addresses from
 //!   requests that do not are meaningless to the child.
 //! - After a fault, which makes the CUDA context unusable, requests that need the driver fail with the driver's
-//!   message. Drops, and requests that need no driver, still work.
+//!   message. Drops, and requests that do not need the driver, still work.
 //! - CUDA memory is freed by the driver when the context ends. Host memory is freed when the last handle and the last
 //!   buffer of its pool are dropped.
 

@@ -1,7 +1,7 @@
 //! The pool's lock: held for tens of nanoseconds, except while memory is mapped.
 //!
-//! Releasing it is a plain store, so an uncontended lock and unlock cost half of a `std::sync::Mutex`, which would be
-//! half the cost of an allocation. A waiting thread spins briefly, then sleeps in short turns.
+//! Releasing the lock is a plain store, so an uncontended lock and unlock cost half as much as with `std::sync::Mutex`,
+//! which would be half the cost of an allocation. A waiting thread spins briefly, then sleeps for short periods.
 
 use std::cell::UnsafeCell;
 use std::fmt;
@@ -10,12 +10,12 @@ use std::time::Duration;
 
 use crate::sync::{AtomicBool, Ordering, back_off};
 
-/// Attempts before a waiting thread sleeps between attempts.
+/// Number of attempts before a waiting thread sleeps between attempts.
 const SPIN_ATTEMPTS: u32 = 100;
 /// Sleep between attempts of a thread that has spun long enough.
 const CONTENDED_SLEEP: Duration = Duration::from_micros(50);
 
-/// A value that one thread uses at a time. A panic while the lock is held releases it.
+/// A value that only one thread uses at a time. A panic while the lock is held releases it.
 #[derive(Default)]
 pub(crate) struct SpinLock<T> {
     held: AtomicBool,
@@ -37,7 +37,7 @@ impl<T> SpinLock<T> {
         Self { held: AtomicBool::new(false), value: UnsafeCell::new(value) }
     }
 
-    /// Waits for the lock.
+    /// Waits for the lock and takes it.
     pub(crate) fn lock(&self) -> Guard<'_, T> {
         let mut attempts = 0;
         loop {
@@ -55,7 +55,7 @@ impl<T> SpinLock<T> {
         taken.is_ok().then(|| Guard { lock: self })
     }
 
-    /// The value, without locking: the exclusive borrow proves that no guard exists.
+    /// Returns the value without locking: the exclusive borrow proves that no guard exists.
     pub(crate) fn get_mut(&mut self) -> &mut T {
         self.value.get_mut()
     }

@@ -1,4 +1,4 @@
-//! How a pool is created: where its memory is and how requests are served.
+//! Options for creating a pool: the kind of its memory, and how requests are served.
 
 /// The kind of memory that a pool hands out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,7 +16,7 @@ pub enum Space {
 pub enum Mode {
     /// From memory that the pool keeps.
     On,
-    /// As [`On`](Self::On), and repeated steps from a plan: see [`Pool::step`](crate::Pool::step).
+    /// Same as [`On`](Self::On), but repeated steps are served from a plan: see [`Pool::step`](crate::Pool::step).
     Plan,
     /// Every buffer is a driver allocation, freed by the driver at the next request. For comparison.
     Off,
@@ -27,7 +27,7 @@ pub enum Mode {
 pub struct Options {
     /// How requests are served. Default: [`Mode::On`].
     pub mode: Mode,
-    /// Largest number of bytes that the pool may map, counting what [`Pool::reserve_external`] reserved. Default:
+    /// Maximum number of bytes that the pool may map, including bytes reserved by [`Pool::reserve_external`]. Default:
     /// `u64::MAX`, no limit. Ignored in [`Mode::Off`].
     ///
     /// [`Pool::reserve_external`]: crate::Pool::reserve_external

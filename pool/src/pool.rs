@@ -1,4 +1,4 @@
-//! The pool as programs see it.
+//! The public interface of the pool.
 
 use std::panic::Location;
 use std::path::Path;
@@ -19,7 +19,7 @@ use crate::stats::Stats;
 use crate::stream::StreamId;
 use crate::tag;
 
-/// A handle to a pool, which allocates [`PoolBuf`]s. Handles made from one another share the pool; each has its own
+/// A handle to a pool, which allocates [`PoolBuf`]s. Handles made from one another share the pool; each one has its own
 /// stream, [placement](Self::persistent) and [purpose](Self::registered).
 ///
 /// Buffers may outlive all handles.
@@ -29,7 +29,7 @@ pub struct Pool {
     stream: StreamId,
     place: Place,
     purpose: Purpose,
-    /// The plan server. Plans serve only general requests for the first stream, so other handles have none.
+    /// The plan server. Plans serve only general requests for the first stream, so other handles have no server.
     server: Option<&'static PlanServer>,
 }
 
@@ -48,7 +48,7 @@ impl Drop for Pool {
 }
 
 impl Pool {
-    /// A pool of host memory. Its buffers hold initialised bytes.
+    /// Creates a pool of host memory. Its buffers hold initialised bytes.
     pub fn host(options: impl Into<Options>) -> Self {
         let options = options.into();
         if options.mode == Mode::Off {
@@ -62,7 +62,7 @@ impl Pool {
         Self::with_backing(Space::Host, backing, options)
     }
 
-    /// A pool over a back end of the caller's, such as one for a test. [`Options::debug`] requires that the back end
+    /// Creates a pool over a custom back end, such as one for a test. [`Options::debug`] requires that the back end
     /// provides host memory; [`Mode::Off`] is treated as [`Mode::On`].
     pub fn with_backing(space: Space, backing: Box<dyn Backing>, options: impl Into<Options>) -> Self {
         match Inner::new(space, &options.into(), backing, Box::new(HostMemory)) {
@@ -88,7 +88,7 @@ impl Pool {
         self.inner
     }
 
-    /// A handle to the same pool for buffers whose first use is work of `stream`.
+    /// Returns a handle to the same pool for buffers whose first use is work of `stream`.
     #[must_use]
     pub fn on_stream(&self, stream: StreamId) -> Self {
         let mut pool = self.clone();
@@ -97,8 +97,8 @@ impl Pool {
         pool
     }
 
-    /// A handle to the same pool for long-lived buffers such as parameters. They are placed at the low end of the
-    /// address range, away from the short-lived ones at the high end, so that neither fragments the other.
+    /// Returns a handle to the same pool for long-lived buffers such as parameters. They are placed at the low end of
+    /// the address range, away from the short-lived ones at the high end, so that neither fragments the other.
     #[must_use]
     pub fn persistent(&self) -> Self {
         let mut pool = self.clone();
@@ -106,8 +106,8 @@ impl Pool {
         pool
     }
 
-    /// A handle to the same pool for buffers that a communication library registers: each is in a
-    /// [segment](PoolBuf::segment) that is one physical allocation and accessible to network cards.
+    /// Returns a handle to the same pool for buffers that are registered with a communication library: each one is in a
+    /// [segment](PoolBuf::segment) that is a single physical allocation and accessible to network cards.
     #[must_use]
     pub fn registered(&self) -> Self {
         let mut pool = self.persistent();
@@ -115,7 +115,7 @@ impl Pool {
         pool
     }
 
-    /// The kind of memory.
+    /// Returns the kind of memory.
     pub fn space(&self) -> Space {
         self.inner.space
     }
@@ -157,8 +157,8 @@ impl Pool {
     /// one batch shape.
     ///
     /// In [`Mode::Plan`], once two steps with the same key have made the same requests, a plan serves the following
-    /// ones: without a lock, at the same addresses in every step. Only the thread that began the pool's first step is
-    /// served. In other modes nothing happens.
+    /// ones, without a lock and at the same addresses in every step. Only the thread that began the pool's first step
+    /// is served. In other modes this has no effect.
     pub fn step(&self, key: u64) -> Step {
         let mut state = self.inner.lock();
         let state = &mut *state;
@@ -170,22 +170,23 @@ impl Pool {
         Step { pool: begun.then(|| self.clone()), planned }
     }
 
-    /// Waits until the plans that are being computed on other threads are finished. Without it, steps are not planned
-    /// until the plan is ready.
+    /// Waits until the plans that are being computed on other threads are finished. Without this call, steps are served
+    /// without a plan until it is ready.
     pub fn finish_planning(&self) {
         if let Some(planner) = &mut self.inner.lock().planner {
             planner.finish();
         }
     }
 
-    /// Keeps the addresses of planned buffers for the rest of the pool's life, for captured CUDA graphs that hold them.
+    /// Keeps the addresses of planned buffers for the rest of the pool's lifetime, for captured CUDA graphs that
+    /// contain them.
     pub fn pin_plans(&self) {
         if let Some(planner) = &mut self.inner.lock().planner {
             planner.pin();
         }
     }
 
-    /// Adds a stream to a pool with a back end of the caller's. For a CUDA pool, see `add_cuda_stream`.
+    /// Adds a stream to a pool with a custom back end. For a CUDA pool, see `add_cuda_stream`.
     ///
     /// # Errors
     /// [`PoolError::TooManyStreams`], or [`PoolError::Off`] if the pool is off.
@@ -193,8 +194,8 @@ impl Pool {
         self.inner.lock().core()?.add_stream().ok_or(PoolError::TooManyStreams)
     }
 
-    /// Records that the program made all further work of `to` wait for all work submitted to `from` so far. The pool
-    /// then need not insert a wait of its own.
+    /// Records that the program has made all later work of `to` wait for all work submitted to `from` so far. The pool
+    /// then need not insert a wait.
     pub fn record_wait(&self, from: StreamId, to: StreamId) {
         if let Ok(core) = self.inner.lock().core() {
             core.record_wait(from, to);
@@ -208,7 +209,7 @@ impl Pool {
         }
     }
 
-    /// What the pool holds and has done. Linear in the number of blocks.
+    /// Returns the statistics of the pool. Takes time linear in the number of blocks.
     pub fn stats(&self) -> Stats {
         self.inner.lock().stats()
     }
@@ -221,7 +222,7 @@ impl Pool {
     /// Frees all memory that holds no live buffer; returns the number of bytes freed. Synchronises the device.
     ///
     /// # Errors
-    /// A driver call failed.
+    /// If a driver call fails.
     pub fn trim(&self) -> Result<u64, PoolError> {
         self.inner.lock().trim()
     }
@@ -229,7 +230,7 @@ impl Pool {
     /// Sets the limit on the bytes that the pool maps: see [`Options::limit`]. Unused memory above it is freed at once.
     ///
     /// # Errors
-    /// [`PoolError::Off`] if the pool is off, or a driver call failed while memory was freed.
+    /// [`PoolError::Off`] if the pool is off, or the error of a driver call that failed while memory was freed.
     pub fn set_limit(&self, bytes: u64) -> Result<(), PoolError> {
         self.inner.lock().core()?.set_limit(bytes).map_err(PoolError::without_report)
     }
@@ -250,7 +251,7 @@ impl Pool {
         self.inner.lock().snapshot_dir = Some(dir.to_owned());
     }
 
-    /// All blocks and recent events, at one moment.
+    /// Returns all blocks and recent events at one moment.
     pub fn snapshot(&self) -> Snapshot {
         self.inner.lock().snapshot()
     }
@@ -265,8 +266,8 @@ pub struct Step {
 }
 
 impl Step {
-    /// Whether a plan serves this step: equal requests get the same addresses as in every other planned step with this
-    /// key.
+    /// Returns whether a plan serves this step: equal requests then get the same addresses as in every other planned
+    /// step with this key.
     pub fn is_planned(&self) -> bool {
         self.planned
     }
@@ -282,7 +283,7 @@ impl Drop for Step {
     }
 }
 
-/// Bytes of the device that count towards the limit until this is dropped: see [`Pool::reserve_external`].
+/// A reservation of bytes that count towards the limit until it is dropped: see [`Pool::reserve_external`].
 #[derive(Debug)]
 #[must_use = "the reservation ends when this is dropped"]
 pub struct External {
@@ -298,7 +299,8 @@ impl Drop for External {
     }
 }
 
-/// Bytes of addresses to reserve on the host: a multiple of its memory, so that growth always finds a contiguous hole.
+/// Returns the bytes of addresses to reserve on the host: a multiple of its memory, so that growth always finds a
+/// contiguous hole.
 fn host_address_range() -> u64 {
     const TIMES_MEMORY: u64 = 4;
     let info = rustix::system::sysinfo();

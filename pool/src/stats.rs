@@ -1,4 +1,4 @@
-//! What a pool holds and has done, in numbers.
+//! Statistics of a pool.
 
 use crate::core::{Counter, Counters};
 
@@ -19,7 +19,7 @@ pub struct Stats {
     pub free: u64,
     /// Size of the largest free block.
     pub largest_free: u64,
-    /// Free bytes in pieces that also hold live buffers, so that they cannot be unmapped.
+    /// Free bytes in pieces that also hold live buffers, which therefore cannot be unmapped.
     pub inactive_split: u64,
     /// Number of requests that failed.
     pub out_of_memory: u64,
@@ -29,9 +29,9 @@ pub struct Stats {
     pub waits_inserted: u64,
     /// Number of times the allocator synchronised the device.
     pub synchronizations: u64,
-    /// Number of buffers that were dropped while the pool was locked, so that the next request freed them.
+    /// Number of buffers that were dropped while the pool was locked and freed by the next request.
     pub deferred_frees: u64,
-    /// Number of requests served from a plan, in steps that are over.
+    /// Number of requests served from a plan, in completed steps.
     pub plan_hits: u64,
     /// Number of requests of planned steps that departed from the plan.
     pub plan_misses: u64,
@@ -55,12 +55,13 @@ impl Stats {
         }
     }
 
-    /// Fraction of the free bytes that the largest free block cannot serve: 0 if the free bytes are one block.
+    /// Returns the fraction of the free bytes that is outside the largest free block: 0 if the free bytes are one
+    /// block.
     pub fn fragmentation(&self) -> f64 {
         fragmentation(self.free, self.largest_free)
     }
 
-    /// The counters under the names of `torch.cuda.memory_stats()`, as far as they have a meaning here.
+    /// Returns the counters under the names of `torch.cuda.memory_stats()`, as far as they have a meaning here.
     pub fn torch(&self) -> Vec<(String, u64)> {
         let mut all = Vec::new();
         let groups = [

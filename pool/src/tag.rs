@@ -1,4 +1,4 @@
-//! Tags: what the program says a request is for.
+//! Tags: the program's description of a request's purpose.
 
 use std::cell::Cell;
 
@@ -9,7 +9,7 @@ thread_local!(static TAG: Cell<&'static str> = const { Cell::new("") });
 #[must_use = "the tag ends when this is dropped"]
 pub struct Tag {
     previous: &'static str,
-    /// Not `Send`: the tag must end on the thread that it began on.
+    /// Makes the type `!Send`: the tag must end on the thread on which it began.
     not_send: std::marker::PhantomData<*const ()>,
 }
 
@@ -25,7 +25,7 @@ impl Drop for Tag {
     }
 }
 
-/// The current tag of this thread; empty if there is none.
+/// Returns the current tag of this thread; empty if there is none.
 pub(crate) fn current() -> &'static str {
     TAG.get()
 }

@@ -6,7 +6,7 @@ use std::time::Instant;
 use crate::core::Site;
 use crate::stream::StreamId;
 
-/// What an [`Event`] reports.
+/// Kind of an [`Event`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// A buffer was allocated.
@@ -20,17 +20,17 @@ pub enum Action {
 /// One allocation, free or failed request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// What happened.
+    /// Kind of the event.
     pub action: Action,
     /// Microseconds since the pool was created.
     pub micros: u64,
     /// Address of the buffer; 0 for a failed request.
     pub address: u64,
-    /// Size of the buffer in bytes, rounded up to granules; of a failed request, the bytes requested.
+    /// Size of the buffer in bytes, rounded up to granules; for a failed request, the requested bytes.
     pub bytes: u64,
-    /// Stream that the request was made for.
+    /// Stream for which the request was made.
     pub stream: StreamId,
-    /// Where the request was made.
+    /// Origin of the request.
     pub site: Option<Site>,
     /// Bytes live after the event.
     pub live: u64,
@@ -38,7 +38,7 @@ pub struct Event {
     pub mapped: u64,
 }
 
-/// A ring buffer of the last events.
+/// A ring buffer of the most recent events.
 #[derive(Debug)]
 pub(crate) struct EventRing {
     start: Instant,
@@ -60,7 +60,7 @@ impl EventRing {
         self.events.push_back(Event { micros, ..event });
     }
 
-    /// The events, oldest first.
+    /// Returns the events, oldest first.
     pub(crate) fn events(&self) -> Vec<Event> {
         self.events.iter().copied().collect()
     }

@@ -1,4 +1,4 @@
-//! The bench program `benches/alloc`, and the models of allocators that it compares.
+//! Tests of the bench program `benches/alloc`, and of the models of allocators that it compares.
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 

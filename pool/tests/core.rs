@@ -1,5 +1,5 @@
-//! The allocator against its oracle: no overlap, exact counters and limit, reuse only in stream order, and a failure of
-//! every driver call.
+//! Tests of the allocator with its oracle: no overlap, exact counters and limit, reuse only in stream order, and a
+//! failure of every driver call.
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -60,7 +60,7 @@ fn million_operations_keep_limit_exact() {
     }
 }
 
-/// What a small trainer does: parameters, buffers of two streams, one of them shared, a larger request, a trim.
+/// Acts like a small trainer: parameters, buffers of two streams, one of them shared, a larger request, a trim.
 fn program(core: &mut Core, other: StreamId) -> Result<(), AllocError> {
     let mut live = Vec::new();
     let mut alloc = |core: &mut Core, bytes, stream, place| {
@@ -153,7 +153,7 @@ fn reuse_on_another_stream_inserts_one_wait_for_all_freed_blocks() {
 fn free_chunks_are_remapped_for_a_large_request() {
     let sim = Sim::new(64 * MIB);
     let mut core = core_on(&sim);
-    // Every second buffer is freed: 32 MiB free, in pieces of 4.
+    // Every second buffer is freed: 32 MiB are free, in pieces of 4.
     let handles: Vec<_> = (0..16).map(|_| core.alloc(&Request::new(4 * MIB)).unwrap()).collect();
     handles.iter().step_by(2).for_each(|handle| core.free(*handle).unwrap());
     assert_eq!((sim.held(), core.largest_free()), (64 * MIB, 4 * MIB));
@@ -216,7 +216,7 @@ fn small_and_large_requests_do_not_share_memory() {
         core.alloc(&Request::new(bytes)).unwrap();
         core.counters().mapped.current() / MIB
     };
-    // A slab, a chunk for large requests, then the rest of each.
+    // First a slab, then a chunk for large requests, then the rest of each.
     assert_eq!([SMALL_MAX, SMALL_MAX + 1, SMALL_MAX, MIB].map(&mut mapped_after), [2, 4, 4, 4]);
     for _ in 0..30 {
         assert_eq!(mapped_after(SMALL_MAX), 4);
@@ -296,7 +296,7 @@ fn free_memory_at_the_edge_is_extended() {
             core.alloc(&Request { place, ..Request::new(bytes) }).unwrap();
             core.counters().mapped.current() / MIB
         };
-        // The slab of the first request is not extended, the chunk of the second one is.
+        // The slab of the first request is not extended, but the chunk of the second one is.
         assert_eq!([1, 3 * MIB, 3 * MIB, 5 * MIB].map(&mut mapped_after), [2, 6, 8, 14], "{place:?}");
     }
 }
@@ -342,7 +342,7 @@ fn trim_returns_bytes_given_back_to_the_device() {
     assert_eq!(core.trim(), Ok(4 * MIB));
     assert_eq!(core.trim(), Ok(0));
     core.free(second).unwrap();
-    // The device is synchronised, the memory is unmapped, but it cannot be released.
+    // The device is synchronised and the memory is unmapped, but it cannot be released.
     sim.fail(sim.calls() + 2, 1);
     assert_eq!(core.trim(), Ok(0));
     assert_eq!((core.counters().mapped.current(), core.held(), sim.held()), (0, 5 * MIB, 4 * MIB));

@@ -1,4 +1,5 @@
-//! Pools of a real device: memory is mapped, used by kernels and libraries, ordered between streams, and freed.
+//! Tests of pools of a real device: memory is mapped, used by kernels and libraries, ordered between streams, and
+//! freed.
 
 #![expect(
     clippy::unwrap_used,
@@ -33,10 +34,10 @@ xlaunch_harness::suite! {
 
 const MIB: usize = 1 << 20;
 
-/// Tests run one at a time: they compare how much memory the device has free.
+/// Tests run one at a time, because they compare the amount of free device memory.
 static EXCLUSIVE: Mutex<()> = Mutex::new(());
 
-/// A driver library, and a GPU as device 0. Creates no context: the fork test would inherit it.
+/// Requires a driver library, and a GPU as device 0. Creates no context, which the fork test would inherit.
 fn gpu() -> Requirement {
     // SAFETY: the call opens the library, whose initialisers have no preconditions.
     if !unsafe { sys::is_culib_present() } {
@@ -60,7 +61,7 @@ fn exclusive() -> MutexGuard<'static, ()> {
     EXCLUSIVE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A context on the first GPU, for this test alone.
+/// Returns a context on the first GPU, for exclusive use by this test.
 fn device() -> (Arc<CudaContext>, MutexGuard<'static, ()>) {
     let exclusive = exclusive();
     let context = CudaContext::new(0).unwrap();
@@ -101,7 +102,7 @@ fn memory_is_mapped_used_and_freed() {
         let host = stream.clone_dtoh(&bufs[3]).unwrap();
         stream.synchronize().unwrap();
         assert!(host.iter().all(|word| *word == 0));
-        // Less than what was allocated: libraries of earlier tests may free memory meanwhile.
+        // Less than the allocated amount: libraries of earlier tests may free memory in the meantime.
         assert!(before - free_memory(&context) >= 250 * MIB);
         drop(bufs);
         pool.trim().unwrap();
@@ -126,7 +127,7 @@ fn kernels_and_cublaslt_take_buffers_as_arguments() {
     let mut y = pool.alloc::<f32>(n).unwrap();
     stream.memcpy_htod(&vec![1.5_f32; n], &mut x).unwrap();
     let (config, count) = (LaunchConfig::for_num_elems(n as u32), n as i32);
-    // SAFETY: the arguments are what the kernel takes, and it stays within n elements.
+    // SAFETY: the arguments match the kernel's parameters, and it stays within n elements.
     unsafe { stream.launch_builder(&twice).arg(&x).arg(&mut y).arg(&count).launch(config) }.unwrap();
 
     // [32, 32] times [32, 32]: every element is 1.5 * 3 * 32 = 144.
@@ -195,12 +196,12 @@ fn nccl_registers_segment_of_registered_buffer() {
     println!("registered {len} bytes, handle {}", if handle.is_null() { "null" } else { "given" });
 }
 
-/// Another stream gets memory that long work of the first stream still reads: without a wait, the second stream would
-/// overwrite it.
+/// Another stream gets memory that long work of the first stream still reads: without a wait, it would overwrite that
+/// memory.
 fn reuse_on_another_stream_waits_for_pending_work() {
     let (context, _exclusive) = device();
     let len = 256 * MIB;
-    // The limit leaves no room for another buffer, so the pool must reuse what the first stream uses.
+    // The limit leaves no room for another buffer, so the pool must reuse memory that the first stream uses.
     let (pool, first) = pool(&context, Options { limit: 3 * len as u64, ..Options::default() });
     let second = context.new_stream().unwrap();
     let other = pool.add_cuda_stream(&second).unwrap();
@@ -303,7 +304,7 @@ fn pinned_memory_is_reused_after_its_copies() {
 
 const CHILD: &str = "XLAUNCH_POOL_TEST_CHILD";
 
-/// Runs the test again in a child process, because what it does to the process cannot be undone.
+/// Runs the test again in a child process, because its effects on the process cannot be undone.
 fn run_in_child(name: &str) {
     let _exclusive = exclusive();
     let program = std::env::current_exe().unwrap();
@@ -329,7 +330,7 @@ fn request_after_device_fault_is_a_typed_error() {
     unsafe { stream.launch_builder(&fault).arg(&nowhere).launch(LaunchConfig::for_num_elems(1)) }.unwrap();
     stream.synchronize().unwrap_err();
     println!("typed error: {}", pool.trim().unwrap_err());
-    // Whether the driver still maps memory is not specified.
+    // It is unspecified whether the driver still maps memory.
     println!("a larger request: {:?}", pool.alloc::<u8>(500 * MIB).map_err(|error| error.to_string()));
     // Requests that need no driver call still work, and so do drops.
     assert_eq!(pool.alloc::<u8>(64 * MIB).unwrap().address(), freed);

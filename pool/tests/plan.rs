@@ -1,4 +1,4 @@
-//! Plans: repeated steps are served at fixed addresses; departures from a plan cost speed, never data.
+//! Tests of plans: repeated steps are served at fixed addresses; departures from a plan cost speed, never data.
 
 mod common;
 
@@ -73,7 +73,7 @@ fn step_that_departs_from_its_plan_is_served_and_replanned() {
     let (hit, missed) = hits(&other);
     assert!(hit >= 6 && missed >= 3 && hit < 18, "{hit} hits, {missed} misses");
     assert_eq!(hits(&SIZES), (18, 0), "the plan serves again in the next step");
-    // After three departures in a row the plan is replaced by one for the new sizes.
+    // After three consecutive departures, the plan is replaced by one for the new sizes.
     for _ in 0..3 {
         hits(&other);
     }

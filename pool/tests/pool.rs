@@ -1,4 +1,4 @@
-//! The pool's API: reuse, threads, modes, limits, errors, debug mode.
+//! Tests of the pool's API: reuse, threads, modes, limits, errors, debug mode.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! Reports: statistics under PyTorch's names, snapshots and their file formats.
+//! Tests of reports: statistics under PyTorch's names, snapshots and their file formats.
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -43,7 +43,7 @@ fn stats_have_pytorch_names() {
     assert_eq!(value("num_ooms"), Some(0));
 }
 
-/// A pool with events, and the buffers that it holds.
+/// Creates a pool with events, and the buffers that it holds.
 fn traced_pool() -> (Pool, Vec<PoolBuf<u8>>) {
     let pool = Pool::host(Options { trace: 1000, ..Options::default() });
     let kept = [3000, 5 * MIB, 70_000].map(|len| pool.alloc::<u8>(len).unwrap()).into();
@@ -51,7 +51,7 @@ fn traced_pool() -> (Pool, Vec<PoolBuf<u8>>) {
     (pool, kept)
 }
 
-/// CPython loads the pickle and checks what the viewer relies on.
+/// CPython loads the pickle and checks the properties that the viewer relies on.
 fn memory_viz_pickle_is_valid_and_blocks_tile_segments() {
     let (pool, _kept) = traced_pool();
     let dir = tempfile::tempdir().unwrap();

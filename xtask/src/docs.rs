@@ -1,7 +1,8 @@
-//! Runs the commands that the documentation shows, so that it cannot go stale.
+//! Runs the commands shown in the documentation, so that it cannot become outdated.
 //!
-//! A code block that begins with ```` ```sh run ```` is one shell script, run in the repository's root with the release
-//! build of `xlaunch` first in the `PATH` and with its own runtime directory. The first command that fails fails it.
+//! A code block that begins with ```` ```sh run ```` is one shell script. It runs in the repository's root with the
+//! release build of `xlaunch` first in the `PATH` and with its own runtime directory. The script fails at the first
+//! command that fails.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -11,7 +12,7 @@ use std::time::Instant;
 use crate::Error;
 use crate::workspace::Workspace;
 
-/// A block that takes longer has hung.
+/// Time limit of a block. A block that takes longer hangs.
 const BLOCK_TIMEOUT_SECONDS: &str = "300";
 
 /// One runnable block.
@@ -22,7 +23,7 @@ struct Block {
     script: String,
 }
 
-/// Runs the blocks of these files, or of all documents, and returns whether every block succeeds.
+/// Runs the blocks of these files, or of all documents. Returns whether every block succeeds.
 pub(crate) fn run(workspace: &Workspace, files: &[String]) -> Result<bool, Error> {
     let documents: Vec<PathBuf> = match files {
         [] => workspace.files.iter().filter(|file| is_document(file)).cloned().collect(),
@@ -54,7 +55,7 @@ fn is_document(file: &Path) -> bool {
     markdown && (file.starts_with("docs") || file.starts_with("examples") || file.components().count() == 1)
 }
 
-/// The runnable blocks of a Markdown text.
+/// Returns the runnable blocks of a Markdown text.
 fn blocks(text: &str) -> Vec<Block> {
     let mut blocks: Vec<Block> = Vec::new();
     let mut inside = false;
@@ -72,18 +73,19 @@ fn blocks(text: &str) -> Vec<Block> {
     blocks
 }
 
-/// How the script failed, if it did, with what it wrote.
+/// Runs a script. If it fails, describes the failure, including its output.
 fn run_block(root: &Path, script: &str) -> Result<Option<String>, Error> {
     let runtime = tempfile::tempdir()?;
-    // This program is `target/<profile>/xtask`.
+    // The path of this program is `target/<profile>/xtask`.
     let target = std::env::current_exe()?.ancestors().nth(2).map(Path::to_path_buf).unwrap_or_default();
     let mut path = OsString::from(target.join("release"));
     path.push(":");
     path.push(std::env::var_os("PATH").unwrap_or_default());
     let mut shell = Command::new("timeout");
     shell.args(["--kill-after", "10", BLOCK_TIMEOUT_SECONDS, "sh", "-eu", "-c", script]);
-    // What cargo tells xtask of its package. Build scripts that read such variables of their own package, as that of
-    // ring does, would run again, and with them the build of all that depends on them.
+    // Variables that cargo sets for the package of xtask. If they were passed on, build scripts that read such
+    // variables of their own package, like that of ring, would run again, and everything that depends on them would be
+    // rebuilt.
     let variables = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
     for name in variables.filter(|it| it.starts_with("CARGO_MANIFEST_") || it.starts_with("CARGO_PKG_")) {
         shell.env_remove(name);

@@ -1,7 +1,7 @@
 //! Developer commands for this repository, run as `cargo xtask COMMAND`.
 //!
-//! `check` enforces rules that neither the compiler nor clippy knows; `proto` writes generated files, which `check`
-//! compares with what is committed; `docs` runs the commands that the documentation shows.
+//! `check` enforces rules that neither the compiler nor clippy checks; `proto` writes generated files, which `check`
+//! compares with the committed ones; `docs` runs the commands shown in the documentation.
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a command line tool")]
 
@@ -37,7 +37,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether the command found nothing wrong.
+/// Runs a command. Returns whether it found nothing wrong.
 fn run(arguments: &[String]) -> Result<bool, Error> {
     let Some((command, rest)) = arguments.split_first() else { return Err(USAGE.into()) };
     let workspace = Workspace::find()?;

@@ -1,4 +1,4 @@
-//! The modules of a crate as rustc finds them from its root file, without test code.
+//! Parses the modules of a crate from its root file, like rustc, without test code.
 
 use std::path::{Path, PathBuf};
 
@@ -7,12 +7,12 @@ use syn::{Attribute, Expr, ExprLit, Item, Lit, Meta, Token};
 
 use crate::Error;
 
-/// One module; nested inline modules are modules of their own.
+/// One module. Nested inline modules are separate modules.
 pub(crate) struct Module {
-    /// Path below the crate's root, which is the empty path.
+    /// Path below the crate's root; empty for the root.
     pub(crate) path: Vec<String>,
     pub(crate) file: PathBuf,
-    /// Its items other than modules and test code.
+    /// Items other than modules and test code.
     pub(crate) items: Vec<Item>,
 }
 
@@ -22,7 +22,7 @@ pub(crate) type Read<'a> = &'a dyn Fn(&Path) -> Option<String>;
 /// Parses the crate with this root file.
 pub(crate) fn modules(entry: &Path, read: Read<'_>) -> Result<Vec<Module>, Error> {
     let mut modules = Vec::new();
-    // The root file's modules are its siblings, whatever it is called.
+    // The root file's modules are its siblings, regardless of its name.
     let children = entry.parent().unwrap_or(Path::new("")).to_path_buf();
     file(entry, &children, Vec::new(), read, &mut modules)?;
     Ok(modules)
@@ -82,7 +82,7 @@ fn items(
     Ok(())
 }
 
-/// Whether the attributes say that the item is compiled for tests only.
+/// Returns whether the attributes restrict the item to tests.
 pub(crate) fn is_test(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         if attribute.path().is_ident("test") {
@@ -97,7 +97,7 @@ pub(crate) fn is_test(attributes: &[Attribute]) -> bool {
     })
 }
 
-/// Whether a `cfg` condition is true in test builds only: `test`, or `all(.., test, ..)`.
+/// Returns whether a `cfg` condition is true only in test builds: `test`, or `all(.., test, ..)`.
 fn requires_test(condition: &Meta) -> bool {
     match condition {
         Meta::Path(path) => path.is_ident("test"),
@@ -108,7 +108,7 @@ fn requires_test(condition: &Meta) -> bool {
     }
 }
 
-/// The value of `#[path = "..."]`.
+/// Returns the value of `#[path = "..."]`.
 fn path_attribute(attributes: &[Attribute]) -> Option<String> {
     let attribute = attributes.iter().find(|attribute| attribute.path().is_ident("path"))?;
     match &attribute.meta.require_name_value().ok()?.value {
@@ -138,7 +138,7 @@ fn attributes(item: &Item) -> &[Attribute] {
 pub(crate) mod tests {
     use super::*;
 
-    /// The modules of a crate that is given as (file, text) pairs; the first is its root.
+    /// Parses the modules of a crate given as (file, text) pairs; the first one is its root.
     pub(crate) fn parse(files: &[(&str, &str)]) -> Vec<Module> {
         let read = |path: &Path| {
             files.iter().find(|(name, _)| Path::new(name) == path).map(|(_, text)| (*text).to_owned())

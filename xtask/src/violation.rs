@@ -1,4 +1,4 @@
-//! What a check reports.
+//! Result of a check.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, PartialEq)]
 pub(crate) struct Violation {
     pub(crate) file: PathBuf,
-    /// From 1; 0 stands for the whole file.
+    /// Line number, starting at 1; 0 means the whole file.
     pub(crate) line: usize,
     pub(crate) message: String,
 }

@@ -22,7 +22,7 @@ pub(crate) struct Package {
     pub(crate) name: String,
     /// Directory of its manifest, relative to the root.
     pub(crate) dir: PathBuf,
-    /// Root source files of its library, binaries and build script, relative to the root. Test targets are left out.
+    /// Root source files of its library, binaries and build script, relative to the root. Test targets are excluded.
     pub(crate) entries: Vec<PathBuf>,
 }
 
@@ -33,7 +33,7 @@ impl Workspace {
         let listing = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"];
         let listing = output(Command::new("git").args(listing).current_dir(&root))?;
         let mut files: Vec<PathBuf> = listing.split_terminator('\0').map(PathBuf::from).collect();
-        // A file that was deleted but not yet staged is still listed.
+        // A file that is deleted but not yet staged is still listed.
         files.retain(|file| root.join(file).is_file());
         files.sort();
         let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
@@ -47,7 +47,7 @@ impl Workspace {
             .map_err(|error| format!("{}: {error}", file.display()).into())
     }
 
-    /// The crate that contains `file`, or `.` for files of no crate.
+    /// Returns the crate that contains `file`, or `.` if the file belongs to no crate.
     pub(crate) fn crate_of(&self, file: &Path) -> &str {
         let containing = self.packages.iter().filter(|package| file.starts_with(&package.dir));
         containing.max_by_key(|package| package.dir.components().count()).map_or(".", |package| &package.name)
@@ -79,7 +79,7 @@ fn packages(root: &Path, metadata: &Value) -> Vec<Package> {
         .collect()
 }
 
-/// Standard output of a command that succeeds; its standard error is passed through.
+/// Returns the standard output of a command that must succeed; its standard error is passed through.
 pub(crate) fn output(command: &mut Command) -> Result<String, Error> {
     let program = command.get_program().to_string_lossy().into_owned();
     let output = command.stderr(std::process::Stdio::inherit()).output();

@@ -10,14 +10,14 @@ use super::timings::{Timing, median};
 
 const BYTES: usize = 1 << 20;
 
-/// A stream on the first GPU, or why there is none.
+/// Opens a stream on the first GPU. The error is the reason why there is none.
 pub(super) fn open() -> Result<Arc<CudaStream>, String> {
     // SAFETY: the call opens the library, whose initialisers have no preconditions.
     if !unsafe { sys::is_culib_present() } {
         return Err("no CUDA driver library".into());
     }
     let context = CudaContext::new(0).map_err(|error| format!("no GPU: {error}"))?;
-    // SAFETY: there are no CudaSlices whose use would have to be tracked.
+    // SAFETY: no CudaSlice exists whose use would have to be tracked.
     unsafe { context.disable_event_tracking() };
     context.new_stream().map_err(|error| format!("cannot create a stream: {error}"))
 }
@@ -54,8 +54,8 @@ fn synchronous(runs: usize) -> Result<f64, PoolError> {
     })
 }
 
-/// The release threshold of the default memory pool is raised so that it keeps freed memory; by default it frees all of
-/// it at every synchronisation.
+/// Raises the release threshold of the default memory pool, so that it keeps freed memory. By default it frees all of
+/// that at every synchronisation.
 fn stream_ordered(stream: &Arc<CudaStream>, runs: usize) -> Result<f64, PoolError> {
     const PAIRS: usize = 20_000;
     let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;

@@ -1,4 +1,4 @@
-//! What the pool costs and saves, beside other allocators.
+//! Measures the pool's cost and memory use, and compares it with other allocators.
 //!
 //! ```text
 //! cargo bench -p xlaunch-pool                              two tables: time of a request, memory of recorded steps
@@ -6,7 +6,7 @@
 //! cargo bench -p xlaunch-pool --no-run                     builds the program and prints its path, for other hosts
 //! ```
 //! A trace is a log in the replay format of the RAPIDS Memory Manager: `Snapshot::rmm_csv` writes one. Rows of device
-//! allocators are measured where there is a GPU.
+//! allocators are measured if there is a GPU.
 
 #[cfg(feature = "cuda")]
 mod device;

@@ -9,15 +9,15 @@ use xlaunch_pool::PoolError;
 use super::replay::{Outcome, RECORDED, Trace};
 use super::timings::{self, Timing};
 
-/// Steps that a trace is replayed for.
+/// Number of steps for which a trace is replayed.
 const STEPS: usize = 4;
 
 /// All measurements.
 #[derive(Debug, Serialize)]
 pub(crate) struct Report {
-    /// Time of an allocation with its free.
+    /// Time of an allocation with its free, per allocator.
     pub(crate) timings: Vec<Timing>,
-    /// Why no device allocators were measured, if so.
+    /// The reason why no device allocators were measured, if so.
     pub(crate) no_device: Option<String>,
     /// Memory that each trace takes.
     pub(crate) traces: Vec<TraceReport>,
@@ -28,15 +28,15 @@ pub(crate) struct Report {
 pub(crate) struct TraceReport {
     pub(crate) name: String,
     pub(crate) steps: usize,
-    /// Largest number of bytes live at one time, as requested.
+    /// Largest number of requested bytes that are live at any time.
     pub(crate) peak_live_bytes: u64,
-    /// What each allocator maps.
+    /// Memory that each allocator maps.
     pub(crate) outcomes: Vec<Outcome>,
     /// Driver allocations of this crate's allocator, by step.
     pub(crate) driver_allocations: Vec<u64>,
 }
 
-/// The recorded traces and those in `paths`, by name.
+/// Returns the recorded traces and those in `paths`, with names.
 pub(crate) fn load_traces(paths: &[PathBuf]) -> Result<Vec<(String, Trace)>, String> {
     let parse = |name: String, log: &str| match Trace::parse(log) {
         Ok(trace) => Ok((name, trace)),
@@ -51,7 +51,7 @@ pub(crate) fn load_traces(paths: &[PathBuf]) -> Result<Vec<(String, Trace)>, Str
     recorded.chain(own).collect()
 }
 
-/// Measures everything, each time as the median of `runs`.
+/// Measures everything. Each time is the median of `runs` runs.
 pub(crate) fn measure(runs: usize, traces: &[(String, Trace)]) -> Result<Report, PoolError> {
     let mut timings = timings::host(runs)?;
     let no_device = match device_timings(runs)? {
@@ -71,7 +71,7 @@ pub(crate) fn measure(runs: usize, traces: &[(String, Trace)]) -> Result<Report,
     Ok(Report { timings, no_device, traces: traces.collect() })
 }
 
-/// The inner error says why there is no device.
+/// Measures device allocators. The inner error is the reason why there is no device.
 #[cfg(feature = "cuda")]
 fn device_timings(runs: usize) -> Result<Result<Vec<Timing>, String>, PoolError> {
     match super::device::open() {

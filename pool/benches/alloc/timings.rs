@@ -1,4 +1,4 @@
-//! Times of host pools. The hit path is the same for device memory, which it does not access.
+//! Times of host pools. Requests that hit the pool take the same time for device memory, which they do not access.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -15,7 +15,7 @@ pub(crate) struct Timing {
     pub(crate) nanoseconds: f64,
 }
 
-/// Times of a host pool.
+/// Measures the times of a host pool.
 pub(super) fn host(runs: usize) -> Result<Vec<Timing>, PoolError> {
     let timing = |name, nanoseconds| Timing { name, nanoseconds };
     Ok(vec![
@@ -26,7 +26,7 @@ pub(super) fn host(runs: usize) -> Result<Vec<Timing>, PoolError> {
     ])
 }
 
-/// Time of one of the `pairs` that a run makes, in nanoseconds: the median of `runs`, after one to warm up.
+/// Returns the time of one of the `pairs` in a run, in nanoseconds: the median of `runs`, after one run to warm up.
 pub(super) fn median(
     runs: usize,
     pairs: usize,
@@ -56,7 +56,7 @@ fn one_buffer(runs: usize) -> Result<f64, PoolError> {
     })
 }
 
-/// Sizes from 256 bytes to 8 MiB, uniform over powers of two, as the buffers of a trainer.
+/// Measures sizes from 256 bytes to 8 MiB, uniform over powers of two, like the buffers of a trainer.
 fn mixed_sizes(runs: usize) -> Result<f64, PoolError> {
     const PAIRS: usize = 300_000;
     let pool = Pool::host(Mode::On);
@@ -99,7 +99,7 @@ fn planned(runs: usize) -> Result<f64, PoolError> {
     Ok(time)
 }
 
-/// One thread allocates while another one frees.
+/// Measures one thread that allocates while another one frees.
 fn second_thread(runs: usize) -> Result<f64, PoolError> {
     const PAIRS: usize = 100_000;
     let pool = Pool::host(Mode::On);

@@ -1,5 +1,5 @@
-//! Runs byte-coded sequences of requests, frees, waits, limits and driver failures against the oracle of the property
-//! tests.
+//! Runs byte-coded sequences of requests, frees, waits, limits and driver failures, and checks them with the oracle of
+//! the property tests.
 #![no_main]
 
 #[path = "../../tests/common/mod.rs"]

@@ -1,7 +1,7 @@
-//! The drivers of CUDA device memory and of pinned host memory, over the CUDA driver API.
+//! Drivers for CUDA device memory and for pinned host memory, based on the CUDA driver API.
 //!
 //! Calls go through cudarc's raw bindings, which load the driver library at run time. CUDA does not survive a fork, so
-//! calls in another process than the one that created the driver fail before they reach CUDA.
+//! calls in a process other than the one that created the driver fail before they reach CUDA.
 
 use std::sync::{Arc, OnceLock};
 
@@ -43,7 +43,7 @@ impl StreamTable {
         self.streams.get(stream.index())?.get().map(|(stream, _)| stream)
     }
 
-    /// A stream that the allocator knows, and its event.
+    /// Returns a stream that the allocator knows, and its event.
     fn with_event(&self, stream: StreamId) -> &(Arc<CudaStream>, CudaEvent) {
         match self.streams[stream.index()].get() {
             Some(stream) => stream,
@@ -76,13 +76,13 @@ impl Cuda {
         Ok(cuda)
     }
 
-    /// Whether the device supports the virtual memory API.
+    /// Returns whether the device supports the virtual memory API.
     pub(crate) fn has_virtual_memory(&self) -> bool {
         let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
         self.context.attribute(attribute).is_ok_and(|supported| supported == 1)
     }
 
-    /// Makes the context current on this thread, as drops and calls may come from any thread.
+    /// Makes the context current on this thread, because drops and calls may come from any thread.
     fn enter(&self) -> Result<()> {
         if std::process::id() != self.process {
             let reason = "CUDA cannot be used in a forked child: start the child with exec".to_owned();
@@ -111,7 +111,7 @@ impl Cuda {
         properties
     }
 
-    /// Granularity that fits both general and registered memory, in bytes.
+    /// Returns the granularity that fits both general and registered memory, in bytes.
     fn minimum_granularity(&self) -> Result<u64> {
         self.enter()?;
         let flag = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
@@ -228,7 +228,7 @@ impl Streams for Pinned {
         self.0.synchronize()
     }
 
-    /// Stream 0 stands for the host, which waits itself.
+    /// Stream 0 stands for the host, which waits for the stream itself.
     fn insert_wait(&mut self, from: StreamId, to: StreamId) -> Result<()> {
         if to != StreamId::default() {
             return self.0.insert_wait(from, to);

@@ -1,4 +1,4 @@
-//! The driver of host memory: one reserved address range, or separate allocations where no such range can be reserved.
+//! The driver for host memory: one reserved address range, or separate allocations if no such range can be reserved.
 
 use std::alloc::Layout;
 
@@ -43,7 +43,7 @@ impl VirtualDriver for Host {
     }
 
     fn unreserve(&mut self, address: u64, bytes: u64) {
-        // SAFETY: `reserve` reserved the range, and nothing is mapped in it.
+        // SAFETY: `reserve` returned the range, and nothing is mapped in it.
         let _ = unsafe { munmap(address as *mut _, bytes as usize) };
     }
 
@@ -69,10 +69,10 @@ impl VirtualDriver for Host {
     }
 }
 
-/// Replaces the mapping of a range: the range stays reserved, its memory is new.
+/// Replaces the mapping of a range: the range stays reserved, but its memory is new.
 fn remap(address: u64, bytes: u64, access: ProtFlags, flags: MapFlags) -> Result<()> {
     let flags = MapFlags::PRIVATE | MapFlags::FIXED | flags;
-    // SAFETY: the range is part of what `reserve` reserved, and no live buffer is in it.
+    // SAFETY: the range is part of one that `reserve` returned, and no live buffer is in it.
     let result = unsafe { mmap_anonymous(address as *mut _, length("mmap", bytes)?, access, flags) };
     result.map(drop).map_err(failed("mmap"))
 }

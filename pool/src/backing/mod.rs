@@ -1,15 +1,15 @@
-//! Where the allocator's memory comes from.
+//! Sources of the allocator's memory.
 //!
 //! The allocator works in offsets of one long range; a [`Backing`] maps memory at parts of that range. Two back ends
-//! implement it over drivers that are thin, one call per method:
+//! implement it on top of thin drivers with one call per method:
 //!
 //! ```text
 //! Core --offsets--> Backing = VirtualMemory (one reserved address range, memory mapped into it) over a VirtualDriver
 //!                           | Segments      (every growth is a separate allocation)             over a SegmentDriver
 //! ```
-//! What must hold when a driver call fails is written once, in the two back ends. The crate's own drivers are CUDA
-//! device memory, pinned host memory and pageable host memory; implement [`VirtualDriver`] or [`SegmentDriver`] for
-//! others.
+//! The handling of failed driver calls is implemented once, in the two back ends. The crate has drivers for CUDA device
+//! memory, pinned host memory and pageable host memory; implement [`VirtualDriver`] or [`SegmentDriver`] for other
+//! kinds.
 
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
@@ -38,49 +38,49 @@ pub struct DriverFailure {
 /// Result of a driver call.
 pub type Result<T> = std::result::Result<T, DriverFailure>;
 
-/// What mapped memory is used for.
+/// Use of mapped memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     /// Kernels and copies of this process.
     General,
-    /// Also registration with a communication library: one physical allocation that network cards can access.
+    /// Additionally registration with a communication library: one physical allocation that network cards can access.
     Registered,
 }
 
 /// Memory that is mapped at parts of a range of offsets. Offsets and sizes are in bytes; those of mappings are
 /// multiples of [`granularity`](Self::granularity).
 pub trait Backing: Send {
-    /// Length of the range in bytes.
+    /// Returns the length of the range in bytes.
     fn capacity(&self) -> u64;
 
-    /// Unit of mappings in bytes; a multiple of [`GRANULE`].
+    /// Returns the unit of mappings in bytes; a multiple of [`GRANULE`].
     fn granularity(&self) -> u64;
 
-    /// Whether neighbouring offsets have neighbouring addresses.
+    /// Returns whether neighbouring offsets have neighbouring addresses.
     fn is_contiguous(&self) -> bool;
 
-    /// Address of an offset at which memory is mapped.
+    /// Returns the address of an offset at which memory is mapped.
     fn address(&self, offset: u64) -> u64;
 
-    /// Maps consecutive `pieces` of these sizes, the first at `offset`: all, or none if it fails.
+    /// Maps consecutive `pieces` of these sizes, the first one at `offset`. If that fails, none of them is mapped.
     fn map(&mut self, offset: u64, pieces: &[u64], purpose: Purpose) -> Result<()>;
 
     /// Unmaps one piece and frees its memory. If it fails, the piece is still mapped.
     fn unmap(&mut self, offset: u64, bytes: u64) -> Result<()>;
 
-    /// Bytes that failed calls left allocated but unusable.
+    /// Returns the number of bytes that failed calls left allocated but unusable.
     fn stranded(&self) -> u64;
 
-    /// Frees stranded bytes, up to the first failure.
+    /// Frees stranded bytes; stops at the first failure.
     fn reclaim(&mut self) -> Result<()>;
 
     /// Waits until all work that may use the memory has completed.
     fn synchronize(&mut self) -> Result<()>;
 
-    /// Makes all further work of `to` wait for all work submitted to `from` so far.
+    /// Makes all later work of `to` wait for all work submitted to `from` so far.
     fn insert_wait(&mut self, from: StreamId, to: StreamId) -> Result<()>;
 
-    /// Free and total bytes of the device, if the driver reports them.
+    /// Returns free and total bytes of the device, if the driver reports them.
     fn memory_info(&self) -> Option<(u64, u64)>;
 }
 
@@ -101,7 +101,7 @@ pub trait VirtualDriver: Streams {
     /// Handle of a physical allocation.
     type Memory: Copy + Send;
 
-    /// Unit of all sizes in bytes.
+    /// Returns the unit of all sizes in bytes.
     fn granularity(&self) -> u64;
 
     /// Reserves a range of addresses without memory.
@@ -119,7 +119,7 @@ pub trait VirtualDriver: Streams {
     /// Makes a mapped range readable and writable by the device.
     fn set_access(&mut self, address: u64, bytes: u64) -> Result<()>;
 
-    /// Unmaps what one [`map`](Self::map) mapped.
+    /// Unmaps the range of one call to [`map`](Self::map).
     fn unmap(&mut self, address: u64, bytes: u64) -> Result<()>;
 
     /// Frees physical memory that is not mapped.
@@ -128,7 +128,7 @@ pub trait VirtualDriver: Streams {
 
 /// A device that chooses the address of each allocation.
 pub trait SegmentDriver: Streams {
-    /// Unit of all sizes in bytes.
+    /// Returns the unit of all sizes in bytes.
     fn granularity(&self) -> u64;
 
     /// Allocates memory, aligned to [`GRANULE`], and returns its address.

@@ -1,5 +1,5 @@
-//! A back end whose every growth is a separate allocation: for devices without virtual memory management and for pinned
-//! host memory.
+//! A back end in which every growth is a separate allocation: for devices without virtual memory management and for
+//! pinned host memory.
 
 use super::{Backing, Purpose, Result, SegmentDriver};
 use crate::stream::StreamId;
@@ -11,7 +11,7 @@ const CAPACITY: u64 = 1 << 40;
 #[derive(Debug)]
 pub struct Segments<D: SegmentDriver> {
     driver: D,
-    /// Sorted by offset.
+    /// Segments in order of offset.
     segments: Vec<Segment>,
 }
 
@@ -22,12 +22,12 @@ struct Segment {
 }
 
 impl<D: SegmentDriver> Segments<D> {
-    /// A back end without memory yet.
+    /// Creates a back end without memory.
     pub fn new(driver: D) -> Self {
         Self { driver, segments: Vec::new() }
     }
 
-    /// Number of segments that start at or before `offset`.
+    /// Returns the number of segments that start at or before `offset`.
     fn up_to(&self, offset: u64) -> usize {
         self.segments.partition_point(|segment| segment.offset <= offset)
     }

@@ -1,7 +1,8 @@
-//! A back end of one reserved address range, into which memory is mapped where it is needed.
+//! A back end with one reserved address range, into which memory is mapped where it is needed.
 //!
-//! Mapping is a transaction: create all pieces, map all, set access once; if any call fails, the calls before it are
-//! undone. If undoing fails too, the memory is stranded: it is counted, and freed before anything else is mapped.
+//! Mapping is a transaction: create all pieces, map all of them, set access once. If a call fails, the earlier calls
+//! are undone. If undoing fails as well, the memory is stranded: it is counted, and freed before anything else is
+//! mapped.
 
 use std::collections::HashMap;
 
@@ -25,7 +26,7 @@ struct Piece<M> {
     bytes: u64,
 }
 
-/// Memory that could not be freed, and the address it may still be mapped at.
+/// Memory that could not be freed, and the address at which it may still be mapped.
 #[derive(Clone, Copy, Debug)]
 struct Stranded<M> {
     piece: Piece<M>,
@@ -36,14 +37,14 @@ impl<D: VirtualDriver> VirtualMemory<D> {
     /// Reserves `capacity` bytes of addresses, rounded up to the driver's granularity.
     ///
     /// # Errors
-    /// The driver cannot reserve a range of that length.
+    /// If the driver cannot reserve a range of that length.
     pub fn new(mut driver: D, capacity: u64) -> Result<Self> {
         let capacity = capacity.next_multiple_of(driver.granularity());
         let base = driver.reserve(capacity)?;
         Ok(Self { driver, base, capacity, mapped: HashMap::new(), stranded: Vec::new() })
     }
 
-    /// The calls of a mapping. After a failure, `done` holds what must be undone.
+    /// Makes the calls of a mapping. After a failure, `done` contains what must be undone.
     fn try_map(
         &mut self,
         offset: u64,
@@ -87,7 +88,7 @@ impl<D: VirtualDriver> Backing for VirtualMemory<D> {
         let mut done = Vec::with_capacity(pieces.len());
         if let Err(failure) = self.try_map(offset, pieces, purpose, &mut done) {
             self.stranded = done;
-            // What cannot be undone now is tried again before the next mapping.
+            // Memory that cannot be freed now is tried again before the next mapping.
             let _ = self.reclaim();
             return Err(failure);
         }

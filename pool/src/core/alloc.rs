@@ -17,15 +17,15 @@ impl Core {
     /// Allocates a block.
     ///
     /// # Errors
-    /// There is no memory for the request; the allocator stays usable.
+    /// If there is no memory for the request; the allocator stays usable.
     pub fn alloc(&mut self, request: &Request) -> Result<Handle, AllocError> {
         self.alloc_at(request).map(|(handle, _)| handle)
     }
 
-    /// As [`alloc`](Self::alloc), with the address of the block.
+    /// Same as [`alloc`](Self::alloc); also returns the address of the block.
     ///
     /// # Errors
-    /// There is no memory for the request; the allocator stays usable.
+    /// If there is no memory for the request; the allocator stays usable.
     pub fn alloc_at(&mut self, request: &Request) -> Result<(Handle, u64), AllocError> {
         let granules = self.granules(request.bytes)?;
         let arena = arena_of(request);
@@ -41,7 +41,7 @@ impl Core {
     /// Frees a block. Its memory may be allocated again at once, for work that runs after all work that used it.
     ///
     /// # Errors
-    /// The block is not live.
+    /// If the block is not live.
     pub fn free(&mut self, handle: Handle) -> Result<(), StaleHandle> {
         self.blocks.live(handle).ok_or(StaleHandle)?;
         let clocks = &self.clocks;
@@ -89,7 +89,7 @@ impl Core {
             return Ok(index);
         }
         if let Err(error) = self.grow_or_remap(request, arena, granules) {
-            // No more memory, but part of a slab may fit.
+            // There is no more memory, but part of a slab may fit.
             let small = if arena == Arena::Large { Arena::Small } else { arena };
             return self.find_and_wait(small, granules, request)?.ok_or(error);
         }
@@ -99,7 +99,7 @@ impl Core {
         }
     }
 
-    /// Maps what the request lacks, after unmapping unused memory elsewhere if that is the only way.
+    /// Maps the memory that the request lacks, after unmapping unused memory elsewhere if that is the only way.
     fn grow_or_remap(&mut self, request: &Request, arena: Arena, granules: u32) -> Result<(), AllocError> {
         let Err(error) = self.grow(request, arena, granules) else { return Ok(()) };
         if self.trim()? == 0 {
@@ -123,13 +123,13 @@ impl Core {
         }
     }
 
-    /// Makes empty slabs available to large requests. Only called when a large request lacks memory: otherwise slabs
+    /// Makes empty slabs available to large requests. Called only when a large request lacks memory: otherwise slabs
     /// stay where they are, so that equal steps find equal memory.
     pub(super) fn recycle_slabs(&mut self) {
         let small = |index: u32| index != NONE && self.blocks.get(index).arena == Arena::Small;
         let empty = |index: &u32| {
             let block = self.blocks.get(*index);
-            // As large as a slab, or all that remains of one whose other parts were recycled before.
+            // The block has the size of a slab, or is the rest of a slab whose other parts were recycled before.
             let whole =
                 u64::from(block.granules) * GRANULE >= SLAB || !(small(block.before) || small(block.after));
             block.state == State::Free && block.arena == Arena::Small && whole
@@ -142,7 +142,7 @@ impl Core {
         }
     }
 
-    /// Provides a block of a new slab, or a block of its own if there is no memory for a whole slab.
+    /// Provides a block of a new slab, or a separate block if there is no memory for a whole slab.
     fn new_slab(&mut self, request: &Request, granules: u32) -> Result<u32, AllocError> {
         let slab = (SLAB / GRANULE) as u32;
         let ready = |core: &mut Self, granules| match core.find(Arena::Large, granules, request) {
@@ -156,7 +156,7 @@ impl Core {
                 let index = self.split_off(index, slab, request.place);
                 self.blocks.get_mut(index).arena = Arena::Small;
                 let index = self.insert_free(index);
-                // It may have been merged with part of another slab that another stream still uses.
+                // The slab may have been merged with part of another slab that another stream still uses.
                 self.insert_waits(index, request.stream)?;
                 Ok(index)
             }
@@ -165,7 +165,7 @@ impl Core {
         }
     }
 
-    /// Allocates a ready free block, after splitting off what is not needed.
+    /// Allocates a free block that is ready, after splitting off the part that is not needed.
     fn take(&mut self, index: u32, granules: u32, request: &Request) -> (Handle, u64) {
         let arena = self.blocks.get(index).arena;
         self.bins[arena as usize].remove(&mut self.blocks, index);

@@ -1,17 +1,17 @@
 //! Free blocks by size, in the two-level bins of TLSF (Masmano et al., 2004): one bit per bin, so that bit scans find
-//! the next bin that is not empty. The first level is the power of two of a size, which the second level divides into
+//! the next non-empty bin. The first level is the power of two of a size, which the second level divides into
 //! [`SECOND_LEVELS`] bins. Sizes are in granules.
 
 use super::blocks::{Block, Blocks, NONE};
 
-/// Bins of one power of two.
+/// Number of bins per power of two.
 const SECOND_LEVELS: u32 = 32;
-/// Powers of two; the first one holds all sizes below [`SECOND_LEVELS`].
+/// Number of powers of two; the first one holds all sizes below [`SECOND_LEVELS`].
 const FIRST_LEVELS: usize = 28;
-/// Number of blocks of one bin that compete for the best fit; bounds the time of a search.
+/// Number of blocks of one bin among which the best fit is chosen; bounds the time of a search.
 const BEST_FIT_CANDIDATES: usize = 8;
 
-/// Which end of the address range a request prefers.
+/// End of the address range that a request prefers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Place {
     /// The low end: for persistent buffers such as parameters.
@@ -43,7 +43,7 @@ pub(crate) struct Bins {
     heads: Box<[[u32; SECOND_LEVELS as usize]; FIRST_LEVELS]>,
 }
 
-/// The bin of blocks of this size.
+/// Returns the bin of blocks of this size.
 fn bin_of(granules: u32) -> (usize, u32) {
     if granules < SECOND_LEVELS {
         return (0, granules);
@@ -94,8 +94,8 @@ impl Bins {
         }
     }
 
-    /// Finds a block of at least `granules`: the best of the first few of the smallest bin that has one. A larger block
-    /// that is `ready` is preferred to a smaller one that is not.
+    /// Finds a block of at least `granules`: the best among the first few of the smallest bin that has one. A larger
+    /// block that is `ready` is preferred to a smaller one that is not.
     pub(crate) fn find(
         &self,
         blocks: &Blocks,
@@ -129,7 +129,7 @@ impl Bins {
         if needs_wait == NONE { Fit::None } else { Fit::NeedsWait(needs_wait) }
     }
 
-    /// Granules of the largest block.
+    /// Returns the size of the largest block in granules.
     pub(crate) fn largest(&self, blocks: &Blocks) -> u32 {
         let Some(first) = self.first.checked_ilog2() else { return 0 };
         let second = self.second[first as usize].ilog2();
@@ -137,7 +137,7 @@ impl Bins {
         chain(blocks, head).map(|index| blocks.get(index).granules).max().unwrap_or(0)
     }
 
-    /// Whether the block is in the bin of its size and the bits of that bin are set.
+    /// Returns whether the block is in the bin of its size and the bits of that bin are set.
     pub(crate) fn holds(&self, blocks: &Blocks, index: u32) -> bool {
         let (first, second) = bin_of(blocks.get(index).granules);
         self.first & 1 << first != 0
@@ -145,7 +145,7 @@ impl Bins {
             && chain(blocks, self.heads[first][second as usize]).any(|other| other == index)
     }
 
-    /// The first bin that is not empty, starting with this one.
+    /// Returns the first non-empty bin, starting with this one.
     fn bin_from(&self, (first, second): (usize, u32)) -> Option<(usize, u32)> {
         let row = if second < SECOND_LEVELS { self.second[first] & (u32::MAX << second) } else { 0 };
         if row != 0 {
@@ -159,14 +159,14 @@ impl Bins {
     }
 }
 
-/// The blocks of a bin.
+/// Iterates over the blocks of a bin.
 fn chain(blocks: &Blocks, head: u32) -> impl Iterator<Item = u32> {
     let some = |index: u32| (index != NONE).then_some(index);
     std::iter::successors(some(head), move |index| some(blocks.get(*index).bin_after))
 }
 
-/// Whether `a` fits better than `b`, both being large enough: the smaller one, then the one nearer to the preferred
-/// end.
+/// Returns whether `a` fits better than `b`, given that both are large enough: the smaller one is better, then the one
+/// nearer to the preferred end.
 fn better(a: &Block, b: &Block, place: Place) -> bool {
     let by_place = match place {
         Place::Low => a.start.cmp(&b.start),
@@ -179,7 +179,7 @@ fn better(a: &Block, b: &Block, place: Place) -> bool {
 mod tests {
     use super::*;
 
-    /// Adjacent free blocks of these sizes, whose indices are their positions in the list.
+    /// Creates adjacent free blocks of these sizes. Their indices are their positions in the list.
     fn free_blocks(sizes: &[u32]) -> (Blocks, Bins) {
         let (mut blocks, mut bins) = (Blocks::new(sizes.iter().sum()), Bins::new());
         for (index, granules) in sizes.iter().enumerate() {

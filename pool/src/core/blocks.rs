@@ -1,15 +1,15 @@
 //! Block headers. Every granule of the address range belongs to exactly one block, and blocks are linked in address
 //! order.
 //!
-//! Headers are elements of a `Vec` and are named by index, so no pointers are stored. A [`Handle`] adds a generation,
-//! which changes when the block is freed: a stale handle is detected.
+//! Headers are elements of a `Vec` and are referred to by index, so no pointers are stored. A [`Handle`] also has a
+//! generation, which changes when the block is freed, so that a stale handle is detected.
 
 use std::panic::Location;
 
 use super::clock::Stamp;
 use crate::stream::StreamId;
 
-/// Index of no block.
+/// Index that refers to no block.
 pub(crate) const NONE: u32 = u32::MAX;
 
 /// State of the memory of a block.
@@ -23,7 +23,7 @@ pub(crate) enum State {
     Used,
 }
 
-/// Which requests the memory of a block serves. Neighbours of different arenas are never merged.
+/// Kind of requests that the memory of a block serves. Neighbours of different arenas are never merged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Arena {
     /// Requests above [`SMALL_MAX`](super::SMALL_MAX), and slabs for the small ones.
@@ -34,7 +34,7 @@ pub(crate) enum Arena {
     Registered,
 }
 
-/// Where a request was made.
+/// Origin of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Site {
     /// Line of code that made the request.
@@ -43,7 +43,7 @@ pub struct Site {
     pub tag: &'static str,
 }
 
-/// A block header. It fills one cache line; positions and sizes are in granules.
+/// A block header, which fills one cache line. Positions and sizes are in granules.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(64))]
 pub(crate) struct Block {
@@ -58,19 +58,20 @@ pub(crate) struct Block {
     pub(crate) generation: u32,
     pub(crate) state: State,
     pub(crate) arena: Arena,
-    /// Stream that it was last allocated for.
+    /// Stream for which the block was last allocated.
     pub(crate) stream: StreamId,
-    /// While free: the work that must complete before it is used again. While used: the work of other streams on it.
+    /// While free: the work that must complete before the block is used again. While used: the work of other streams on
+    /// it.
     pub(crate) stamp: Stamp,
 }
 
-/// The request that a used block serves. Apart from the header, which the search for a free block reads.
+/// The request that a used block serves. It is separate from the header, which the search for a free block reads.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Detail {
     /// Bytes requested.
     pub(crate) bytes: u64,
     pub(crate) site: Option<Site>,
-    /// Position of the request in a recorded step; [`NONE`] outside of one.
+    /// Position of the request in a recorded step; [`NONE`] outside a step.
     pub(crate) ordinal: u32,
 }
 
@@ -92,13 +93,13 @@ impl Block {
         }
     }
 
-    /// First granule after the block.
+    /// Returns the first granule after the block.
     pub(crate) fn end(&self) -> u32 {
         self.start + self.granules
     }
 }
 
-/// Names an allocated block: its index in the lower half, its generation in the upper half. One word rather than two
+/// Refers to an allocated block: index in the lower half, generation in the upper half. It is one word rather than two
 /// fields: moving two fields that were written separately stalls store forwarding, which costs nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Handle(u64);
@@ -124,12 +125,12 @@ pub(crate) struct Blocks {
     details: Vec<Detail>,
     /// Slots that are not in use.
     vacant: Vec<u32>,
-    /// The block at offset 0. Splits and merges keep the index of the lower part.
+    /// Index of the block at offset 0. Splits and merges keep the index of the lower part.
     first: u32,
 }
 
 impl Blocks {
-    /// A single hole of this many granules.
+    /// Creates a single hole of this many granules.
     pub(crate) fn new(granules: u32) -> Self {
         let mut blocks = Self { slots: Vec::new(), details: Vec::new(), vacant: Vec::new(), first: 0 };
         let first = blocks.grow();
@@ -153,21 +154,21 @@ impl Blocks {
         &mut self.details[index as usize]
     }
 
-    /// The block of a handle; `None` if the handle is stale.
+    /// Returns the block of a handle; `None` if the handle is stale.
     pub(crate) fn live(&self, handle: Handle) -> Option<&Block> {
         self.slots
             .get(handle.index() as usize)
             .filter(|block| block.generation == handle.generation() && block.state == State::Used)
     }
 
-    /// The indices of all blocks in address order.
+    /// Returns the indices of all blocks in address order.
     pub(crate) fn in_order(&self) -> impl Iterator<Item = u32> {
         std::iter::successors(Some(self.first), |index| {
             Some(self.get(*index).after).filter(|after| *after != NONE)
         })
     }
 
-    /// Splits a block after `lower` granules. The upper part, of the same kind, gets the index that is returned.
+    /// Splits a block after `lower` granules. The upper part is of the same kind; returns its index.
     pub(crate) fn split(&mut self, index: u32, lower: u32) -> u32 {
         let new = self.vacant.pop().unwrap_or_else(|| self.grow());
         let whole = self.get_mut(index);
@@ -187,12 +188,12 @@ impl Blocks {
         upper.state = state;
         upper.arena = arena;
         upper.stamp = stamp;
-        // Handles to the former block of this slot must stay stale.
+        // Handles to the previous block of this slot must stay stale.
         upper.generation = upper.generation.wrapping_add(1);
         new
     }
 
-    /// Merges a block with the next one, whose index becomes vacant. The stamp covers the work on both.
+    /// Merges a block with the next one, whose index becomes vacant. The new stamp covers the work on both.
     pub(crate) fn merge_with_next(&mut self, index: u32) {
         let next = self.get(index).after;
         let upper = self.get(next);
@@ -213,7 +214,7 @@ impl Blocks {
     fn grow(&mut self) -> u32 {
         self.slots.push(Block::new());
         self.details.push(Detail { bytes: 0, site: None, ordinal: NONE });
-        // No overflow: every block has at least one granule, and the range has fewer than u32::MAX / 2.
+        // This cannot overflow: every block has at least one granule, and the range has fewer than u32::MAX / 2.
         (self.slots.len() - 1) as u32
     }
 }

@@ -1,4 +1,4 @@
-//! Verification of the invariants of the module documentation: for tests, fuzzing and debugging.
+//! Verifies the invariants listed in the module documentation: for tests, fuzzing and debugging.
 
 use super::Core;
 use super::blocks::{NONE, State};
@@ -16,7 +16,7 @@ impl Core {
         self.check_counters()
     }
 
-    /// Blocks tile the range, and neighbours of the same kind are merged.
+    /// Checks that blocks tile the range, and that neighbours of the same kind are merged.
     fn check_tiling(&self) -> Result<(), String> {
         let (mut before, mut end) = (NONE, 0);
         let mut last = None;
@@ -38,7 +38,7 @@ impl Core {
         Ok(())
     }
 
-    /// Memory is mapped exactly where blocks are not holes, and every hole is in the map of holes.
+    /// Checks that memory is mapped exactly where blocks are not holes, and that every hole is in the map of holes.
     fn check_chunks(&self) -> Result<(), String> {
         let mut mapped = Vec::new();
         for (start, granules) in &self.chunks {
@@ -72,7 +72,7 @@ impl Core {
         Ok(())
     }
 
-    /// Every free block is in the bin of its size.
+    /// Checks that every free block is in the bin of its size.
     fn check_bins(&self) -> Result<(), String> {
         for index in self.blocks.in_order() {
             let block = self.blocks.get(index);
@@ -86,7 +86,7 @@ impl Core {
         Ok(())
     }
 
-    /// The counters equal the totals recomputed from the block list and the number of chunks.
+    /// Checks that the counters equal the totals recomputed from the block list and the number of chunks.
     fn check_counters(&self) -> Result<(), String> {
         let total = |state| -> u64 {
             let blocks = self.blocks.in_order().map(|index| self.blocks.get(index));
@@ -116,7 +116,7 @@ mod tests {
 
     type Damage = fn(&mut Core);
 
-    /// Two adjacent chunks at the low end of the range and one at the high end.
+    /// Creates two adjacent chunks at the low end of the range and one at the high end.
     fn core() -> Core {
         let mut core = Core::new(Box::new(VirtualMemory::new(Host, 64 * MIB).unwrap()));
         for (bytes, place) in [(3, Place::Low), (1, Place::Low), (1, Place::Low), (3, Place::High)] {
@@ -157,7 +157,7 @@ mod tests {
         }
     }
 
-    /// Index of the block at this position in address order.
+    /// Returns the index of the block at this position in address order.
     fn nth(core: &Core, position: usize) -> u32 {
         core.blocks.in_order().nth(position).unwrap()
     }

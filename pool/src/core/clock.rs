@@ -1,13 +1,13 @@
-//! Order between streams by vector clocks: which work is known to run after which, without asking the driver.
+//! Tracks the order of streams with vector clocks: which work is known to run after which, without asking the driver.
 //!
-//! Each stream has a count, which starts a new epoch whenever another stream or the host waits for it. A freed block is
-//! stamped with the current count of every stream that used it; `seen[r][s]` is the count of `s` that all further work
-//! of `r` runs after. A block is ready for `r` if no part of its stamp exceeds what `r` has seen. A free therefore
-//! costs no driver call and advances no count.
+//! Each stream has a count, which starts a new epoch whenever another stream or the host waits for the stream. A freed
+//! block is stamped with the current count of every stream that used it; `seen[r][s]` is the count of `s` that all
+//! later work of `r` runs after. A block is ready for `r` if no part of its stamp exceeds what `r` has seen. A free
+//! therefore makes no driver call and advances no count.
 
 use crate::stream::{MAX_STREAMS, StreamId};
 
-/// Work that must complete before memory may be used again: a count per stream, 0 for none.
+/// Work that must complete before memory may be used again: one count per stream, 0 for none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Stamp([u32; MAX_STREAMS]);
 
@@ -20,7 +20,7 @@ impl Stamp {
     }
 }
 
-/// The counts of all streams, and what each stream has seen of the others.
+/// The counts of all streams, and the counts that each stream has seen of the others.
 #[derive(Clone, Debug)]
 pub(crate) struct Clocks {
     streams: usize,
@@ -55,20 +55,20 @@ impl Clocks {
         stamp.0[stream.index()] = self.now[stream.index()];
     }
 
-    /// Whether all further work of `stream` runs after the work in the stamp.
+    /// Returns whether all later work of `stream` runs after the work in the stamp.
     pub(crate) fn ready(&self, stamp: &Stamp, stream: StreamId) -> bool {
         let seen = &self.seen[stream.index()];
         stamp.0.iter().zip(seen).all(|(stamp, seen)| stamp <= seen)
     }
 
-    /// The streams that `stream` must wait for before it may use memory with this stamp.
+    /// Returns the streams that `stream` must wait for before it may use memory with this stamp.
     pub(crate) fn missing(&self, stamp: &Stamp, stream: StreamId) -> impl Iterator<Item = StreamId> + use<> {
         let (stamp, seen) = (*stamp, self.seen[stream.index()]);
         self.streams().filter(move |other| stamp.0[other.index()] > seen[other.index()])
     }
 
-    /// Records that `to` waits for all work submitted to `from` so far, and thereby for all that `from` has waited for.
-    /// False, with nothing recorded, if the count of `from` is exhausted: see [`reset`](Self::reset).
+    /// Records that `to` waits for all work submitted to `from` so far, and thereby for all work that `from` has waited
+    /// for. Returns false and records nothing if the count of `from` is exhausted: see [`reset`](Self::reset).
     pub(crate) fn record_wait(&mut self, from: StreamId, to: StreamId) -> bool {
         let seen_by_from = self.seen[from.index()];
         self.can_advance(from) && {
@@ -78,8 +78,8 @@ impl Clocks {
         }
     }
 
-    /// Records that the host has waited for all work submitted to `stream` so far: whatever is submitted to any stream
-    /// from now on runs after it. False, with nothing recorded, if the count is exhausted.
+    /// Records that the host has waited for all work submitted to `stream` so far: all work submitted to any stream
+    /// from now on runs after it. Returns false and records nothing if the count is exhausted.
     pub(crate) fn record_synchronize(&mut self, stream: StreamId) -> bool {
         let seen_by_stream = self.seen[stream.index()];
         self.can_advance(stream) && {
@@ -91,7 +91,7 @@ impl Clocks {
         }
     }
 
-    /// `to` has now seen the current count of `from` and all that `from` has seen.
+    /// Records that `to` has now seen the current count of `from` and everything that `from` has seen.
     fn merge(&mut self, to: StreamId, from: StreamId, seen_by_from: &[u32; MAX_STREAMS]) {
         let now = self.now[from.index()];
         let seen = &mut self.seen[to.index()];
@@ -101,12 +101,12 @@ impl Clocks {
         }
     }
 
-    /// Whether the count of `stream` can advance and stay below `u32::MAX`, which means "always ordered".
+    /// Returns whether the count of `stream` can advance and stay below `u32::MAX`, which means "always ordered".
     fn can_advance(&self, stream: StreamId) -> bool {
         self.now[stream.index()] < u32::MAX - 1
     }
 
-    /// Starts all counts anew, when all work of all streams has completed. Every stamp must be cleared with it.
+    /// Restarts all counts, once all work of all streams has completed. Every stamp must be cleared at the same time.
     pub(crate) fn reset(&mut self) {
         let streams = self.streams;
         *self = Self { streams, ..Self::new() };

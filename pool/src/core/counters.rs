@@ -1,4 +1,4 @@
-//! What the allocator holds and has done, in numbers.
+//! Counters of the allocator's holdings and operations.
 
 /// A quantity over time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -12,7 +12,7 @@ pub struct Counter {
 }
 
 impl Counter {
-    /// The current value.
+    /// Returns the current value.
     pub fn current(&self) -> u64 {
         self.added - self.removed
     }

@@ -1,22 +1,21 @@
-//! Mapping and unmapping memory, and the limit. Apart from waits, only this part of the allocator calls the driver.
+//! Maps and unmaps memory, and enforces the limit. Apart from waits, only this part of the allocator calls the driver.
 //!
-//! Memory grows at the edges of what is mapped, by a chunk that is a small fraction of all mapped memory, or by what
-//! the request lacks if that is more. Growth is a transaction: blocks change only after the driver calls have
-//! succeeded.
+//! Memory grows at the edges of the mapped memory, by a chunk that is a small fraction of it, or by the amount that the
+//! request lacks if that is more. Growth is a transaction: blocks change only after the driver calls have succeeded.
 
 use super::blocks::{Arena, Block, Blocks, NONE, State};
 use super::clock::Stamp;
 use super::{AllocError, Core, Place, Request};
 use crate::backing::{GRANULE, Purpose};
 
-/// Mapped bytes divided by the size of a chunk, within the bounds below: unneeded memory stays at a percent or two.
+/// Mapped bytes divided by the size of a chunk, within the bounds below: unneeded memory stays at one or two percent.
 const MAPPED_PER_CHUNK: u64 = 256;
 /// Smallest chunk in bytes.
 const CHUNK_MIN: u64 = 2 << 20;
 /// Largest chunk in bytes.
 const CHUNK_MAX: u64 = 512 << 20;
-/// Largest piece of general memory in bytes. A piece is unmapped as a whole, so this bounds what one buffer keeps
-/// mapped.
+/// Largest piece of general memory in bytes. A piece is unmapped as a whole, so this bounds the memory that one buffer
+/// keeps mapped.
 const PIECE_MAX: u64 = 512 << 20;
 
 /// The part of a hole to map, in granules.
@@ -27,7 +26,7 @@ struct Growth {
 }
 
 impl Core {
-    /// Maps what a request lacks, so that a free block fits it.
+    /// Maps the memory that a request lacks, so that a free block fits it.
     pub(super) fn grow(&mut self, request: &Request, arena: Arena, granules: u32) -> Result<(), AllocError> {
         let granularity = (self.backing.granularity() / GRANULE) as u32;
         let isolated = arena == Arena::Registered || !self.backing.is_contiguous();
@@ -72,7 +71,8 @@ impl Core {
         self.recycle_slabs();
         let unused = self.unused_chunks();
         if !unused.is_empty() {
-            // No work may use memory that is unmapped, and the driver cannot tell which work does: wait for all of it.
+            // No work may use memory that is unmapped, and the driver cannot tell which work does, so wait for all of
+            // it.
             self.backing.synchronize()?;
             self.counters.synchronizations += 1;
             self.clear_stamps();
@@ -83,20 +83,20 @@ impl Core {
         Ok(before - self.held())
     }
 
-    /// Bytes that count towards the limit: mapped, external and stranded.
+    /// Returns the bytes that count towards the limit: mapped, external and stranded.
     pub fn held(&self) -> u64 {
         self.counters.mapped.current() + self.external + self.backing.stranded()
     }
 
-    /// The limit in bytes; `u64::MAX` if there is none.
+    /// Returns the limit in bytes; `u64::MAX` if there is none.
     pub fn limit(&self) -> u64 {
         self.limit
     }
 
-    /// Sets the limit in bytes. If more is held already, unused memory is unmapped.
+    /// Sets the limit in bytes. If more is already held, unused memory is unmapped.
     ///
     /// # Errors
-    /// A driver call failed while unmapping. The limit applies all the same.
+    /// If a driver call fails while unmapping. The limit applies nevertheless.
     pub fn set_limit(&mut self, limit: u64) -> Result<(), AllocError> {
         self.limit = limit;
         if self.held() > limit {
@@ -108,7 +108,7 @@ impl Core {
     /// Counts bytes that other libraries hold on the same device towards the limit.
     ///
     /// # Errors
-    /// They do not fit within the limit, even after unused memory was unmapped.
+    /// If they do not fit within the limit, even after unused memory was unmapped.
     pub fn add_external(&mut self, bytes: u64) -> Result<(), AllocError> {
         let error = AllocError::Limit { limit: self.limit, needed: bytes };
         let fits = |core: &Self| core.held().checked_add(bytes).is_some_and(|held| held <= core.limit);
@@ -122,17 +122,17 @@ impl Core {
         Ok(())
     }
 
-    /// Stops counting bytes that [`add_external`](Self::add_external) counted.
+    /// Stops counting bytes that were added by [`add_external`](Self::add_external).
     pub fn remove_external(&mut self, bytes: u64) {
         self.external = self.external.saturating_sub(bytes);
     }
 
-    /// Bytes that other libraries hold.
+    /// Returns the number of bytes that other libraries hold.
     pub fn external(&self) -> u64 {
         self.external
     }
 
-    /// All work of all streams has completed: clears every stamp and starts the clocks anew.
+    /// Clears every stamp and restarts the clocks; all work of all streams has completed.
     pub(super) fn clear_stamps(&mut self) {
         self.clocks.reset();
         let all: Vec<u32> = self.blocks.in_order().collect();
@@ -141,21 +141,21 @@ impl Core {
         }
     }
 
-    /// Size of the next chunk in bytes.
+    /// Returns the size of the next chunk in bytes.
     fn chunk(&self) -> u64 {
         (self.counters.mapped.current() / MAPPED_PER_CHUNK)
             .clamp(CHUNK_MIN, CHUNK_MAX)
             .next_multiple_of(self.backing.granularity())
     }
 
-    /// The least that must be mapped, and where, to obtain a free block of `granules`. An `isolated` mapping does not
+    /// Returns the smallest part of a hole to map to obtain a free block of `granules`. An `isolated` mapping does not
     /// touch other memory.
     fn find_hole(&self, place: Place, granules: u32, granularity: u32, isolated: bool) -> Option<Growth> {
         let whole = granules.checked_next_multiple_of(granularity)?;
         let fits = |hole: &u32| -> Option<Growth> {
             let block = self.blocks.get(*hole);
             if isolated {
-                // A gap of one granularity on both sides keeps segments from being merged.
+                // A gap of one granularity on both sides prevents segments from being merged.
                 let start = block.start + granularity;
                 let fits = start + whole + granularity <= block.end();
                 return fits.then_some(Growth { start, granules: whole });
@@ -171,13 +171,13 @@ impl Core {
         }
     }
 
-    /// Granules missing from `granules` if the block `edge` is free and grows; all of them if it is not free.
+    /// Returns how many of `granules` are missing if the block `edge` is free and grows; all of them if it is not free.
     fn lacking(&self, granules: u32, edge: u32) -> u32 {
         let free = (edge != NONE)
             .then(|| self.blocks.get(edge))
             .filter(|edge| edge.state == State::Free && edge.arena == Arena::Large)
             .map_or(0, |edge| edge.granules);
-        // At least one: a block that is large enough would have been found before.
+        // At least one is missing: a block that is large enough would have been found before.
         granules.saturating_sub(free).max(1)
     }
 
@@ -185,7 +185,7 @@ impl Core {
         self.hole_at(start).is_some_and(|index| start + granules <= self.blocks.get(index).end())
     }
 
-    /// The hole that contains this granule.
+    /// Returns the hole that contains this granule.
     fn hole_at(&self, start: u32) -> Option<u32> {
         let (_, index) = self.holes.range(..=start).next_back()?;
         (start < self.blocks.get(*index).end()).then_some(*index)
@@ -215,7 +215,7 @@ impl Core {
         Ok(())
     }
 
-    /// Splits a part off a hole and updates the map of holes, which the part is then not in.
+    /// Splits a part off a hole and removes the part from the map of holes.
     fn carve(&mut self, hole: u32, start: u32, granules: u32) -> u32 {
         let first = self.blocks.get(hole).start;
         self.holes.remove(&first);
@@ -231,7 +231,7 @@ impl Core {
         index
     }
 
-    /// Free blocks that contain whole chunks, with those chunks from the highest to the lowest.
+    /// Returns the free blocks that contain whole chunks, with those chunks from the highest to the lowest.
     pub(super) fn unused_chunks(&self) -> Vec<(u32, Vec<(u32, u32)>)> {
         let inside = |index: u32| {
             let block = self.blocks.get(index);
@@ -251,7 +251,8 @@ impl Core {
             .collect()
     }
 
-    /// Unmaps chunks of one free block, from the highest to the lowest: the block keeps its index while it shrinks.
+    /// Unmaps chunks of one free block, from the highest to the lowest, so that the block keeps its index while it
+    /// shrinks.
     fn unmap(&mut self, index: u32, chunks: Vec<(u32, u32)>) -> Result<(), AllocError> {
         for (start, granules) in chunks {
             let bytes = u64::from(granules) * GRANULE;
@@ -301,7 +302,7 @@ mod tests {
     use crate::backing::host::Host;
     use crate::core::Handle;
 
-    /// An allocator over separate segments, with a granularity of one granule.
+    /// Creates an allocator over separate segments, with a granularity of one granule.
     fn segments() -> Core {
         Core::new(Box::new(Segments::new(Host)))
     }
@@ -310,10 +311,10 @@ mod tests {
         core.alloc(&Request::new(u64::from(granules) * GRANULE)).unwrap()
     }
 
-    /// Two segments on either side of an unmapped one of `granules`; returns the handle of the last.
+    /// Allocates two segments on either side of an unmapped one of `granules`; returns the handle of the last one.
     fn segments_around_hole(core: &mut Core, granules: u32) -> Handle {
         alloc(core, 5000);
-        // The limit keeps the segment from being rounded up to a whole chunk.
+        // The limit prevents the segment from being rounded up to a whole chunk.
         core.set_limit(core.held() + u64::from(granules) * GRANULE).unwrap();
         let middle = alloc(core, granules);
         core.set_limit(u64::MAX).unwrap();
@@ -348,7 +349,7 @@ mod tests {
     fn segments_never_touch() {
         let mut core = segments();
         let chunk = (CHUNK_MIN / GRANULE) as u32;
-        // One granule short of room for a whole chunk with gaps on both sides.
+        // The hole is one granule too small for a whole chunk with gaps on both sides.
         let last = segments_around_hole(&mut core, chunk - 1);
         let mapped = core.counters.mapped.current();
         let handle = alloc(&mut core, 200);

@@ -1,11 +1,12 @@
-//! Queries over all blocks, for reports: linear in the number of blocks, never on the path of a request.
+//! Queries over all blocks, for reports. They take time linear in the number of blocks, and are never part of a
+//! request.
 
 use super::blocks::{Handle, Site, State};
 use super::{Core, NONE};
 use crate::backing::GRANULE;
 use crate::stream::StreamId;
 
-/// A free or used block, as reports show it.
+/// A free or used block, as shown in reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockInfo {
     /// Address of its first byte.
@@ -14,14 +15,14 @@ pub struct BlockInfo {
     pub bytes: u64,
     /// Bytes requested, while the block is in use.
     pub requested: Option<u64>,
-    /// Stream that it was last allocated for.
+    /// Stream for which the block was last allocated.
     pub stream: StreamId,
-    /// Where it was last allocated.
+    /// Origin of the last allocation.
     pub site: Option<Site>,
 }
 
 impl Core {
-    /// All free and used blocks in address order. Blocks with consecutive addresses form one inner list.
+    /// Returns all free and used blocks in address order. Blocks with consecutive addresses form one inner list.
     pub fn heap_walk(&self) -> Vec<Vec<BlockInfo>> {
         let mut segments: Vec<Vec<BlockInfo>> = Vec::new();
         let mut end = None;
@@ -39,13 +40,14 @@ impl Core {
         segments
     }
 
-    /// Length of the largest free block in bytes.
+    /// Returns the size of the largest free block in bytes.
     pub fn largest_free(&self) -> u64 {
         let largest = |bins: &super::Bins| bins.largest(&self.blocks);
         u64::from(self.bins.iter().map(largest).max().unwrap_or(0)) * GRANULE
     }
 
-    /// For each stream that `stream` would have to wait for, the free bytes that its work may still use.
+    /// Returns, for each stream that `stream` would have to wait for, the free bytes that the work of that stream may
+    /// still use.
     pub fn pending(&self, stream: StreamId) -> Vec<(StreamId, u64)> {
         let mut pending: Vec<(StreamId, u64)> = self.clocks.streams().map(|stream| (stream, 0)).collect();
         let blocks = self.blocks.in_order().map(|index| self.blocks.get(index));
@@ -58,7 +60,7 @@ impl Core {
         pending
     }
 
-    /// Free bytes in chunks that also hold live buffers, so that they cannot be unmapped.
+    /// Returns the free bytes in chunks that also hold live buffers, which therefore cannot be unmapped.
     pub fn inactive_split(&self) -> u64 {
         let free = self.counters.mapped.current() - self.counters.live.current();
         let unused: u64 = self
@@ -70,32 +72,32 @@ impl Core {
         free - unused
     }
 
-    /// Free and total bytes of the device, if the driver reports them. A driver call.
+    /// Returns free and total bytes of the device, if the driver reports them. Makes a driver call.
     pub fn device_memory(&self) -> Option<(u64, u64)> {
         self.backing.memory_info()
     }
 
-    /// Address and length of the chunk that a live block is in: what a communication library registers.
+    /// Returns address and length of the chunk that contains a live block, as registered with a communication library.
     pub fn segment_of(&self, handle: Handle) -> Option<(u64, u64)> {
         let block = self.blocks.live(handle)?;
         let (start, granules) = self.chunks.range(..=block.start).next_back()?;
         Some((self.address_of(*start), u64::from(*granules) * GRANULE))
     }
 
-    /// Which request of a recorded step a live block serves.
+    /// Returns the index of the request of a recorded step that a live block serves.
     pub(crate) fn ordinal(&self, handle: Handle) -> Option<u32> {
         self.blocks.live(handle)?;
         Some(self.blocks.detail(handle.index()).ordinal).filter(|ordinal| *ordinal != NONE)
     }
 
-    /// Notes which request of a recorded step a live block serves.
+    /// Sets the index of the request of a recorded step that a live block serves.
     pub(crate) fn set_ordinal(&mut self, handle: Handle, ordinal: u32) {
         if self.blocks.live(handle).is_some() {
             self.blocks.detail_mut(handle.index()).ordinal = ordinal;
         }
     }
 
-    /// A live block.
+    /// Describes a live block.
     pub(crate) fn block_info(&self, handle: Handle) -> Option<BlockInfo> {
         self.blocks.live(handle).map(|_| self.info(handle.index()))
     }

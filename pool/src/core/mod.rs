@@ -1,13 +1,13 @@
 //! The allocator: places blocks in one range of addresses over any [`Backing`]. It has no lock, no device and no clock.
 //!
 //! The range is tiled by blocks: holes (no memory mapped), free blocks and used blocks. A request takes the best of a
-//! few fitting free blocks (two-level segregated fit) and splits off what it does not need; a freed block is merged
-//! with its free neighbours at once. Memory is mapped at the edges of what is mapped: persistent buffers grow from the
-//! low end of the range, buffers of a step from the high end. Requests up to [`SMALL_MAX`] are served from slabs of
-//! [`SLAB`] bytes, so that a small buffer never pins a large hole.
+//! few fitting free blocks (two-level segregated fit) and splits off the part that it does not need; a freed block is
+//! immediately merged with its free neighbours. Memory is mapped at the edges of the mapped memory: persistent buffers
+//! grow from the low end of the range, buffers of a step from the high end. Requests up to [`SMALL_MAX`] are served
+//! from slabs of [`SLAB`] bytes, so that a small buffer never pins a large hole.
 //!
-//! A free block carries a stamp of the work that used it. It serves another stream only when vector clocks show that
-//! the stream runs after that work; if nothing else fits, the stream is made to wait.
+//! A free block carries a stamp of the work that used it. It serves another stream only if vector clocks show that the
+//! stream runs after that work; if nothing else fits, the allocator makes the stream wait.
 //!
 //! Invariants; [`Core::check`] verifies the first two:
 //! - blocks tile the range, neighbours of the same kind are merged, every free block is in exactly one bin;
@@ -54,14 +54,14 @@ pub struct Request {
     pub stream: StreamId,
     /// Preferred end of the range.
     pub place: Place,
-    /// Whether the block needs a segment of its own for registration.
+    /// Whether the block needs a separate segment for registration.
     pub purpose: Purpose,
-    /// Where the request was made.
+    /// Origin of the request.
     pub site: Option<Site>,
 }
 
 impl Request {
-    /// A request for general memory at the low end of the range, for the first stream.
+    /// Creates a request for general memory at the low end of the range, for the first stream.
     pub fn new(bytes: u64) -> Self {
         Self {
             bytes,
@@ -73,7 +73,7 @@ impl Request {
     }
 }
 
-/// Why a request failed. Nothing has changed, except that unused memory may have been unmapped.
+/// Reason why a request failed. Nothing has changed, except that unused memory may have been unmapped.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AllocError {
     /// The address range has no room for the request.
@@ -108,9 +108,9 @@ pub struct Core {
     blocks: Blocks,
     /// Free blocks, by arena.
     bins: [Bins; 3],
-    /// Holes: start to index.
+    /// Holes, from start to index.
     holes: BTreeMap<u32, u32>,
-    /// Mapped pieces: start to length, in granules. A piece is unmapped as a whole.
+    /// Mapped pieces, from start to length, in granules. A piece is unmapped as a whole.
     chunks: BTreeMap<u32, u32>,
     clocks: Clocks,
     counters: Counters,
@@ -130,7 +130,7 @@ impl std::fmt::Debug for Core {
 }
 
 impl Core {
-    /// An allocator with nothing mapped. It uses at most 1 TiB of the range.
+    /// Creates an allocator with nothing mapped. It uses at most 1 TiB of the range.
     pub fn new(backing: Box<dyn Backing>) -> Self {
         // Positions are 32-bit granule numbers. One bit is spare, so that the sum of two never overflows.
         let most = u64::from(NONE / 2) * GRANULE;
@@ -151,16 +151,16 @@ impl Core {
         }
     }
 
-    /// Address of a live block.
+    /// Returns the address of a live block.
     ///
     /// # Errors
-    /// The block is not live.
+    /// If the block is not live.
     pub fn address(&self, handle: Handle) -> Result<u64, StaleHandle> {
         let block = self.blocks.live(handle).ok_or(StaleHandle)?;
         Ok(self.address_of(block.start))
     }
 
-    /// Number of streams, at least one.
+    /// Returns the number of streams; at least one.
     pub fn streams(&self) -> usize {
         self.clocks.streams().count()
     }
@@ -170,18 +170,18 @@ impl Core {
         self.clocks.add_stream()
     }
 
-    /// Records that work of `stream` submitted so far uses the block: after it is freed, the block serves only work
-    /// that runs after that work too.
+    /// Records that work submitted to `stream` so far uses the block. After the block is freed, it serves only work
+    /// that also runs after that work.
     ///
     /// # Errors
-    /// The block is not live.
+    /// If the block is not live.
     pub fn record_use(&mut self, handle: Handle, stream: StreamId) -> Result<(), StaleHandle> {
         self.blocks.live(handle).ok_or(StaleHandle)?;
         self.clocks.stamp(&mut self.blocks.get_mut(handle.index()).stamp, stream);
         Ok(())
     }
 
-    /// Records that the caller made all further work of `to` wait for all work submitted to `from` so far.
+    /// Records that the caller has made all later work of `to` wait for all work submitted to `from` so far.
     pub fn record_wait(&mut self, from: StreamId, to: StreamId) {
         if from != to && !self.clocks.record_wait(from, to) {
             self.reset_clocks();
@@ -195,7 +195,7 @@ impl Core {
         }
     }
 
-    /// What the allocator holds and has done.
+    /// Returns the counters of the allocator's holdings and operations.
     pub fn counters(&self) -> &Counters {
         &self.counters
     }
@@ -213,7 +213,8 @@ impl Core {
         }
     }
 
-    /// The count of a stream is exhausted, after about 2^32 waits: synchronises the device and starts all counts anew.
+    /// Synchronises the device and restarts all counts, because the count of a stream is exhausted, after about 2^32
+    /// waits.
     #[cold]
     fn reset_clocks(&mut self) {
         // If synchronising fails, the wait is not recorded, and the next use of the memory waits again.

@@ -1,12 +1,12 @@
-//! What the handles and buffers of one pool share, and the path of a request and of a free.
+//! State shared by the handles and buffers of one pool, and the paths of requests and frees.
 //!
 //! ```text
 //! request -> plan server (no lock) -> lock: deferred frees, debug, allocator, recording, trace -> address
 //! drop    -> plan server (no lock) -> lock if it is free, otherwise deferred
 //! ```
 //! [`Inner`] is never freed: buffers refer to it without a reference count, which would cost as much as the allocator.
-//! When the last handle and the last buffer are gone, the memory is freed, and a few hundred bytes remain. Programs
-//! create few pools.
+//! When the last handle and the last buffer are dropped, the pool's memory is freed, and a few hundred bytes of state
+//! remain. Programs create few pools.
 
 mod origin;
 mod state;
@@ -43,7 +43,7 @@ pub(crate) struct Inner {
     #[cfg(feature = "cuda")]
     streams: Option<Arc<StreamTable>>,
     server: Option<&'static PlanServer>,
-    /// Whether drops wait for the lock: debug mode notes where each buffer was dropped.
+    /// Whether drops wait for the lock: debug mode records where each buffer was dropped.
     debug: bool,
     /// Number of [`Pool`](crate::Pool) handles; the pool is closed with the last one.
     handles: AtomicUsize,
@@ -53,7 +53,7 @@ pub(crate) struct Inner {
 }
 
 impl Inner {
-    /// A pool with an allocator.
+    /// Creates a pool with an allocator.
     pub(crate) fn new(
         space: Space,
         options: &Options,
@@ -65,7 +65,7 @@ impl Inner {
         let mut inner = Self::with_source(space, options, Source::Core(Box::new(core)));
         let state = inner.state.get_mut();
         state.debug = options.debug.map(|fill| DebugMode::new(fill, memory));
-        // Plans bypass the lock, under which debug mode and the trace see every request.
+        // Plans bypass the lock, but debug mode and the trace must see every request under the lock.
         if options.mode == Mode::Plan && options.debug.is_none() && options.trace == 0 {
             let server = PlanServer::new(space);
             state.planner = Some(Planner::new(server));
@@ -75,7 +75,7 @@ impl Inner {
         Ok(inner)
     }
 
-    /// A pool that is off.
+    /// Creates a pool that is off.
     pub(crate) fn off(space: Space, options: &Options, driver: Box<dyn SegmentDriver>) -> Self {
         Self::with_source(space, options, Source::Direct(Box::new(DirectAllocator::new(driver))))
     }
@@ -110,7 +110,7 @@ impl Inner {
         self.streams.as_ref()
     }
 
-    /// The CUDA stream that a live block was allocated for.
+    /// Returns the CUDA stream for which a live block was allocated.
     #[cfg(feature = "cuda")]
     pub(crate) fn stream_of(&self, handle: Handle) -> Option<&Arc<CudaStream>> {
         let block = match &self.lock().source {
@@ -137,12 +137,12 @@ impl Inner {
         state
     }
 
-    /// The plan server, if the pool makes plans.
+    /// Returns the plan server, if the pool makes plans.
     pub(crate) fn server(&self) -> Option<&'static PlanServer> {
         self.server
     }
 
-    /// Allocates memory: its address, and its origin for the free.
+    /// Allocates memory. Returns its address, and its origin for the free.
     pub(crate) fn alloc(&'static self, request: &Request) -> Result<(u64, Origin), PoolError> {
         let mut state = self.lock();
         let state = &mut *state;
@@ -168,8 +168,8 @@ impl Inner {
         }
     }
 
-    /// Frees the block of a dropped buffer, without a driver call and without waiting. Exceptions: debug mode, and the
-    /// last buffers of a closed pool, wait for the lock.
+    /// Frees the block of a dropped buffer, without a driver call and without waiting. Exceptions that wait for the
+    /// lock: debug mode, and the last buffers of a closed pool.
     #[inline]
     pub(crate) fn free_block(&self, handle: Handle) {
         let wait = self.debug || self.closed.load(Relaxed);
@@ -201,7 +201,7 @@ impl Inner {
         self.handles.fetch_add(1, Relaxed);
     }
 
-    /// Closes the pool with its last handle.
+    /// Closes the pool when its last handle is dropped.
     pub(crate) fn handle_dropped(&self) {
         if self.handles.fetch_sub(1, AcqRel) == 1 {
             self.closed.store(true, Relaxed);
@@ -210,7 +210,7 @@ impl Inner {
         }
     }
 
-    /// Frees the host memory of a closed pool whose last buffer is gone. Device memory is left to the end of its
+    /// Frees the host memory of a closed pool whose last buffer is gone. Device memory is freed at the end of its
     /// context, because a drop never calls CUDA. Nothing is freed while a planned buffer may be in use.
     #[cold]
     fn release_if_unused(&self) {
@@ -234,7 +234,7 @@ impl Inner {
         {
             recording.share(ordinal);
         }
-        // The handle of a buffer is live as long as the buffer.
+        // The handle of a buffer is live as long as the buffer is.
         let _ = core.record_use(handle, stream);
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Where the memory of a buffer came from, and so where it is freed.
+//! The origin of a buffer's memory, which determines how it is freed.
 
 use super::Inner;
 use crate::core::Handle;
@@ -7,12 +7,12 @@ use crate::leases::Leases;
 use crate::options::Space;
 use crate::plan::PlannedSlot;
 
-/// Where the memory of a buffer came from.
+/// The origin of a buffer's memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Origin {
     /// The allocator.
     Block { inner: &'static Inner, handle: Handle },
-    /// The driver, because the pool is off; with the bytes requested.
+    /// The driver, because the pool is off; also the requested bytes.
     Driver { inner: &'static Inner, bytes: u64 },
     /// The plan of a step.
     Slot(PlannedSlot),
@@ -33,7 +33,8 @@ impl Origin {
         }
     }
 
-    /// Frees the memory of a dropped buffer, unless a lease inherits it. `self` is taken by value to stay in registers.
+    /// Frees the memory of a dropped buffer, unless a lease inherits it. Takes `self` by value, so that it stays in
+    /// registers.
     #[inline(never)]
     pub(crate) fn buffer_dropped(self, address: u64) {
         if !self.leases().inherit(address) {

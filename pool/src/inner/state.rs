@@ -1,4 +1,4 @@
-//! The part of a pool that its lock guards.
+//! The part of a pool that is protected by its lock.
 
 use std::path::PathBuf;
 
@@ -19,7 +19,7 @@ const REPORTED_SITES: usize = 10;
 pub(crate) struct State {
     pub(crate) source: Source,
     pub(crate) planner: Option<Planner>,
-    /// Whether planner, trace or debug mode observe requests.
+    /// Whether the planner, the trace or debug mode observes requests.
     pub(super) watched: bool,
     trace: Option<EventRing>,
     pub(super) debug: Option<DebugMode>,
@@ -27,7 +27,7 @@ pub(crate) struct State {
     pub(super) deferred_frees: u64,
 }
 
-/// Where buffers come from.
+/// Source of buffers.
 #[derive(Debug)]
 pub(crate) enum Source {
     Core(Box<Core>),
@@ -50,7 +50,7 @@ impl State {
         }
     }
 
-    /// The allocator, unless the pool is off.
+    /// Returns the allocator, unless the pool is off.
     pub(crate) fn core(&mut self) -> Result<&mut Core, PoolError> {
         match &mut self.source {
             Source::Core(core) => Ok(core),
@@ -109,7 +109,7 @@ impl State {
 
     /// Frees all memory of a closed pool if no buffer is live.
     pub(super) fn release_if_unused(&mut self) {
-        // On the host only unmapping can fail, and then nothing can be done about it.
+        // On the host only unmapping can fail, and that cannot be handled.
         let empty = match &mut self.source {
             Source::Core(core) => {
                 if let Some(planner) = &mut self.planner {
@@ -127,7 +127,7 @@ impl State {
         }
     }
 
-    /// Lets planner, trace and debug mode observe a block that was allocated.
+    /// Lets the planner, the trace and debug mode observe an allocated block.
     pub(super) fn allocated(
         &mut self,
         request: &Request,
@@ -167,7 +167,7 @@ impl State {
         if let (Some(debug), Some(block)) = (debug, block) {
             debug.note_drop(block);
         }
-        // Cannot be stale: a buffer frees its handle once.
+        // The handle cannot be stale: a buffer frees its handle once.
         let _ = core.free(handle);
         if let (Some(trace), Some(block)) = (trace, block) {
             let request = Request { stream: block.stream, site: block.site, ..Request::new(0) };
@@ -175,7 +175,7 @@ impl State {
         }
     }
 
-    /// Before a request fails: frees the plan region and tries again, then writes the report.
+    /// Last attempt before a request fails: frees the plan region and tries again, then writes the report.
     #[cold]
     pub(super) fn last_resort(
         &mut self,
@@ -208,7 +208,7 @@ fn event(core: &Core, action: Action, request: &Request, address: u64, bytes: u6
     let counters = core.counters();
     Event {
         action,
-        // Filled in by the ring.
+        // The ring fills this in.
         micros: 0,
         address,
         bytes,

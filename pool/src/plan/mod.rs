@@ -3,11 +3,11 @@
 //! ```text
 //! steps 1, 2: served by the allocator, recorded --equal--> thread: pack --> SlotTable --next step--> region, cursor
 //! ```
-//! A step is identified by a key, such as a batch shape; each key has its plan. All plans share one region, a block of
-//! the allocator as large as the largest plan needs, so addresses stay the same from step to step.
+//! A step is identified by a key, such as a batch shape; each key has its own plan. All plans share one region, a block
+//! of the allocator with the size that the largest plan needs, so addresses stay the same from step to step.
 //!
-//! Files: `record`: the requests of a step; `pack`: offsets; `slots`: the finished plan; `server`: the fast path; this
-//! file: which plan serves a step, and when plans are made.
+//! Files: `record`: the requests of a step; `pack`: computes offsets; `slots`: the finished plan; `server`: the fast
+//! path; this file: selects the plan of a step, and decides when plans are made.
 
 pub mod pack;
 mod record;
@@ -27,36 +27,36 @@ use crate::stream::StreamId;
 use record::Recording;
 use slots::SlotTable;
 
-/// Number of kinds of steps that are remembered at a time.
+/// Maximum number of kinds of steps that are remembered.
 const MAX_STEP_KINDS: usize = 8;
-/// Time limit of the local search for a plan, on a thread of its own.
+/// Time limit of the local search for a plan, which runs on a separate thread.
 const PACK_TIMEOUT: Duration = Duration::from_millis(200);
-/// A plan that this many steps in a row departed from is replaced.
+/// Number of consecutive steps that must depart from a plan before it is replaced.
 const REPLAN_AFTER_DEPARTURES: u32 = 3;
 
-/// Which plan serves the current step, and what is known of steps without a plan. Under the pool's lock.
+/// The plan of the current step, and knowledge about steps without a plan. Protected by the pool's lock.
 #[derive(Debug)]
 pub(crate) struct Planner {
     server: &'static PlanServer,
     kinds: HashMap<u64, StepKind>,
     step: Option<CurrentStep>,
     region: Option<Region>,
-    /// Whether captured graphs hold addresses of the region, so that it must stay.
+    /// Whether captured graphs contain addresses of the region, so that it must stay.
     pinned: bool,
-    /// Number of steps so far, to find the kind that was used least recently.
+    /// Number of steps so far, used to find the kind that was used least recently.
     steps: u64,
 }
 
-/// What is known of the steps with one key.
+/// Knowledge about the steps with one key.
 #[derive(Debug, Default)]
 struct StepKind {
-    /// The last step, until two are equal.
+    /// The last step, until two consecutive ones are equal.
     last: Option<Recording>,
-    /// The thread that makes the plan.
+    /// The thread that is making the plan.
     pending: Option<JoinHandle<Option<SlotTable>>>,
     /// Number of the plan.
     table: Option<usize>,
-    /// Steps in a row that departed from the plan.
+    /// Number of consecutive steps that departed from the plan.
     departures: u32,
     last_used: u64,
 }
@@ -82,8 +82,8 @@ impl Planner {
         Self { server, kinds: HashMap::new(), step: None, region: None, pinned: false, steps: 0 }
     }
 
-    /// Begins a step: served from the plan of its key if there is one, otherwise recorded. False, without beginning
-    /// anything, on a thread other than the first that began a step.
+    /// Begins a step: serves it from the plan of its key if there is one, otherwise records it. Does nothing and
+    /// returns false on threads other than the first one that began a step.
     pub(crate) fn begin(&mut self, core: &mut Core, key: u64) -> bool {
         if !self.server.is_owner() {
             return false;
@@ -132,17 +132,17 @@ impl Planner {
         }
     }
 
-    /// Whether a plan serves the current step.
+    /// Returns whether a plan serves the current step.
     pub(crate) fn is_serving(&self) -> bool {
         self.step.as_ref().is_some_and(|step| step.recording.is_none())
     }
 
-    /// The recording of the current step, if it is recorded.
+    /// Returns the recording of the current step, if it is being recorded.
     pub(crate) fn recording(&mut self) -> Option<&mut Recording> {
         self.step.as_mut()?.recording.as_mut()
     }
 
-    /// Records a block that was allocated, if the current step is recorded.
+    /// Records an allocated block, if the current step is being recorded.
     pub(crate) fn record_alloc(&mut self, core: &mut Core, request: &Request, handle: Handle) {
         let plannable = request.stream == StreamId::default() && request.purpose == Purpose::General;
         let granules = request.bytes.max(1).div_ceil(GRANULE);
@@ -154,11 +154,12 @@ impl Planner {
         }
     }
 
-    /// Fills in the statistics of plans. `live` counts the region as one buffer; it becomes what the buffers in it use.
+    /// Fills in the statistics of plans. On entry, `live` counts the region as one buffer; that is replaced by the
+    /// buffers in it.
     pub(crate) fn fill_stats(&self, stats: &mut Stats) {
         (stats.plan_hits, stats.plan_misses) = self.server.hits_and_misses();
         stats.plan_region = self.region.map_or(0, |region| u64::from(region.granules) * GRANULE);
-        // A thread other than the owner may see some frees late, so the difference may be momentarily off.
+        // Threads other than the owner may see some frees late, so the difference may be inexact for a moment.
         stats.live.removed += stats.plan_region.saturating_sub(self.server.live_bytes());
     }
 
@@ -169,7 +170,7 @@ impl Planner {
         }
     }
 
-    /// Keeps the region where it is.
+    /// Pins the region at its address.
     pub(crate) fn pin(&mut self) {
         self.pinned = true;
     }
@@ -179,7 +180,7 @@ impl Planner {
         self.pinned = false;
     }
 
-    /// Frees the region, unless a buffer is in it or something relies on its address: a captured graph, or a planned
+    /// Frees the region, unless a buffer is in it or its address is relied on: by a captured graph, or by a planned
     /// step, which hands out parts of the region without taking the lock.
     pub(crate) fn release_region(&mut self, core: &mut Core) -> bool {
         if self.pinned || self.is_serving() || self.server.may_be_in_use() {
@@ -188,7 +189,8 @@ impl Planner {
         self.region.take().is_some_and(|region| core.free(region.handle).is_ok())
     }
 
-    /// Address of a region of at least this many granules; `None` if there is no memory, or the region cannot move.
+    /// Returns the address of a region of at least this many granules; `None` if there is no memory, or the region
+    /// cannot move.
     fn region(&mut self, core: &mut Core, granules: u32) -> Option<u64> {
         if let Some(region) = self.region.filter(|region| region.granules >= granules) {
             return Some(region.base);
@@ -224,7 +226,7 @@ impl StepKind {
             return;
         }
         self.last = None;
-        // If no thread can be started, the program goes on without a plan, and two steps later tries again.
+        // If no thread can be started, the program continues without a plan, and tries again two steps later.
         let thread = std::thread::Builder::new().name("pool-planner".into());
         self.pending = thread.spawn(move || SlotTable::new(server, &recording, PACK_TIMEOUT)).ok();
     }

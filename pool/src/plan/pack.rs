@@ -1,6 +1,6 @@
-//! Offline placement of buffers with known lifetimes: offsets such that buffers that live at the same time do not
-//! overlap, in as few bytes as a bounded search finds. The problem (dynamic storage allocation) is NP-hard; on training
-//! steps, greedy orders come within a percent or two of the lower bound.
+//! Offline placement of buffers with known lifetimes: computes offsets such that buffers that live at the same time do
+//! not overlap, in as few bytes as a bounded search finds. The problem (dynamic storage allocation) is NP-hard; on
+//! training steps, greedy orders come within one or two percent of the lower bound.
 
 use std::time::{Duration, Instant};
 
@@ -30,16 +30,16 @@ pub struct Packing {
     pub granules: u32,
 }
 
-/// Largest number of local search steps. On a machine that completes them in time, equal inputs give equal results.
+/// Maximum number of local search steps. On a machine that completes them in time, equal inputs give equal results.
 const MAX_SEARCH_STEPS: u32 = 2000;
 
-/// A lower bound of any placement in granules: the largest total that lives at one time.
+/// Returns a lower bound for any placement, in granules: the largest total size that is live at any time.
 pub fn lower_bound(lives: &[Life]) -> u32 {
     let mut changes: Vec<(u32, bool, u32)> = lives
         .iter()
         .flat_map(|life| [(life.birth, true, life.granules), (life.death, false, life.granules)])
         .collect();
-    // At the same event, deaths are before births: false sorts before true.
+    // At the same event, deaths precede births: false sorts before true.
     changes.sort_unstable();
     let (mut live, mut most) = (0, 0);
     for (_, born, granules) in changes {
@@ -49,13 +49,13 @@ pub fn lower_bound(lives: &[Life]) -> u32 {
     most
 }
 
-/// Places all buffers: the best of four greedy orders, improved by a local search for at most `time`.
+/// Places all buffers: takes the best of four greedy orders, and improves it by local search for at most `time`.
 pub fn pack(lives: &[Life], time: Duration) -> Packing {
     let deadline = Instant::now() + time;
     let bound = lower_bound(lives);
     let life = |index: &usize| lives[*index];
     let length = |life: Life| u64::from(life.death - life.birth);
-    // The largest first, the largest product of size and lifetime, the earliest, the longest-lived.
+    // The four orders: largest size first, largest product of size and lifetime, earliest, longest-lived.
     let orders: [&dyn Fn(Life) -> (u64, u64); 4] = [
         &|life| (u64::MAX - u64::from(life.granules), u64::from(life.birth)),
         &|life| (u64::MAX - u64::from(life.granules) * length(life), u64::from(life.birth)),
@@ -104,7 +104,7 @@ fn move_top_buffer_forward(order: &mut Vec<usize>, packing: &Packing, lives: &[L
 /// Places buffers in this order, each at the lowest offset that is free during its whole life.
 fn place(lives: &[Life], order: &[usize]) -> Packing {
     let mut offsets = vec![0; lives.len()];
-    // Placed buffers, sorted by offset.
+    // Placed buffers in order of offset.
     let mut placed: Vec<(u32, usize)> = Vec::with_capacity(lives.len());
     let mut granules = 0;
     for index in order.iter().copied() {

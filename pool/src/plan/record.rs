@@ -1,4 +1,4 @@
-//! The requests of a step, in order: input of a plan, and what two steps are compared by.
+//! The requests of a step, in order. They are the input of a plan, and the criterion by which two steps are compared.
 
 use super::pack::Life;
 
@@ -11,7 +11,7 @@ enum Event {
         plannable: bool,
     },
     Free {
-        /// The request whose buffer is freed.
+        /// Index of the request whose buffer is freed.
         ordinal: u32,
     },
 }
@@ -21,15 +21,16 @@ enum Event {
 pub(crate) struct Recording {
     events: Vec<Event>,
     requests: u32,
-    /// Requests whose memory a second stream used.
+    /// Requests whose memory is also used by a second stream.
     shared: Vec<u32>,
 }
 
-/// A request of a recorded step, as a plan needs it.
+/// A request of a recorded step, as input of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RecordedRequest {
     pub(crate) granules: u32,
-    /// `None` if the plan must not serve the request: it outlived the step, or several streams used it.
+    /// `None` if the plan must not serve the request, because its buffer outlived the step or was used by several
+    /// streams.
     pub(crate) life: Option<Life>,
 }
 
@@ -53,7 +54,7 @@ impl Recording {
         }
     }
 
-    /// All requests in order.
+    /// Returns all requests in order.
     pub(crate) fn requests(&self) -> Vec<RecordedRequest> {
         let mut requests = Vec::with_capacity(self.requests as usize);
         let mut births = Vec::with_capacity(self.requests as usize);

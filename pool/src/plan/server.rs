@@ -1,8 +1,8 @@
-//! The plan server: serves the requests of a planned step by a cursor, a comparison and a store, without a lock.
+//! The plan server: serves the requests of a planned step with a cursor, a comparison and a store, without a lock.
 //!
-//! Only one thread is served, the first that began a step. It alone moves the cursor and marks slots, by plain loads
-//! and stores: the values are atomics because other threads read some of them, but no instruction is locked. Buffers
-//! that other threads drop are queued in [`DeferredFrees`].
+//! Only one thread is served, the first one that began a step. It alone moves the cursor and marks slots, by plain
+//! loads and stores: the values are atomics because other threads read some of them, but no locked instructions are
+//! needed. Buffers that other threads drop are queued in [`DeferredFrees`].
 //!
 //! A slot is handed out only if every slot whose memory it reuses was handed out and freed in the same step, and a step
 //! starts only when no slot is in use. By induction over the step, the memory of the slot is then free: a request that
@@ -22,10 +22,10 @@ use crate::deferred::DeferredFrees;
 use crate::leases::Leases;
 use crate::options::Space;
 
-/// Number of plans that one pool makes in its life. Later kinds of steps are served by the allocator: a program with
-/// that many kinds does not repeat its steps.
+/// Maximum number of plans that one pool makes in its lifetime. Later kinds of steps are served by the allocator: a
+/// program with that many kinds does not repeat its steps.
 pub(crate) const MAX_TABLES: usize = 64;
-/// Number of slots that are searched for a request that is not the next one of the plan.
+/// Number of slots to search for a request that is not the next one of the plan.
 const RESYNC_WINDOW: usize = 8;
 
 /// The plans of one pool, and the state of the current step.
@@ -33,19 +33,19 @@ const RESYNC_WINDOW: usize = 8;
 pub(crate) struct PlanServer {
     pub(crate) space: Space,
     pub(crate) leases: Leases,
-    /// The pool's first stream, which all planned buffers are for.
+    /// The pool's first stream, to which all planned buffers belong.
     #[cfg(feature = "cuda")]
     pub(crate) stream: OnceLock<std::sync::Arc<cudarc::driver::CudaStream>>,
     /// Token of the thread that is served; 0 before the first step.
     owner: AtomicUsize,
-    /// Never freed either: buffers refer to theirs.
+    /// Plans, which are never freed either: buffers refer to them.
     tables: Box<[OnceLock<&'static SlotTable>]>,
     base: AtomicU64,
     cursor: AtomicUsize,
     step: AtomicU32,
-    /// Planned slots of the current step that were not handed out although the cursor passed them.
+    /// Number of planned slots of the current step that the cursor passed without handing them out.
     skipped: AtomicU64,
-    /// Slots handed out in completed steps; equal to `freed` when no slot is in use.
+    /// Number of slots handed out in completed steps; equal to `freed` when no slot is in use.
     hits: AtomicU64,
     freed: AtomicU64,
     misses: AtomicU64,
@@ -53,7 +53,7 @@ pub(crate) struct PlanServer {
 }
 
 thread_local! {
-    /// The planned step that this thread is in.
+    /// The planned step in which this thread is.
     static ACTIVE: Cell<Option<(&'static PlanServer, &'static SlotTable)>> = const { Cell::new(None) };
 }
 
@@ -61,8 +61,8 @@ thread_local! {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PlannedSlot {
     table: &'static SlotTable,
-    /// The number of the slot, and in the upper half that of the step. One word rather than two fields: moving two
-    /// fields that were written separately stalls store forwarding, which costs as much as the rest of the path.
+    /// The number of the slot and, in the upper half, that of the step. It is one word rather than two fields: moving
+    /// two fields that were written separately stalls store forwarding, which costs as much as the rest of the path.
     slot_and_step: u64,
 }
 
@@ -89,7 +89,7 @@ fn update(number: &AtomicU64, change: impl Fn(u64) -> u64) {
     number.store(change(number.load(Relaxed)), Relaxed);
 }
 
-/// A number that differs between living threads: the address of a thread-local variable.
+/// Returns a number that differs between living threads: the address of a thread-local variable.
 #[inline]
 fn thread_token() -> usize {
     thread_local!(static TOKEN: u8 = const { 0 });
@@ -116,24 +116,25 @@ impl PlanServer {
         }))
     }
 
-    /// Whether this thread is the one that is served. The first thread to ask becomes it.
+    /// Returns whether this thread is the one that is served. The first thread to ask becomes it.
     pub(crate) fn is_owner(&self) -> bool {
         let token = thread_token();
         self.owner.compare_exchange(0, token, Relaxed, Relaxed).is_ok() || self.owner.load(Relaxed) == token
     }
 
-    /// Stores a plan for the rest of the process; returns its number, or `None` if there are [`MAX_TABLES`] already.
+    /// Stores a plan for the rest of the process. Returns its number, or `None` if there are [`MAX_TABLES`] already.
     pub(crate) fn add(&self, table: SlotTable) -> Option<usize> {
         let number = self.tables.iter().position(|slot| slot.get().is_none())?;
         self.tables[number].set(Box::leak(Box::new(table))).ok().map(|()| number)
     }
 
-    /// Length of the region of a plan in granules.
+    /// Returns the length of the region of a plan in granules.
     pub(crate) fn granules(&self, number: usize) -> u32 {
         self.tables[number].get().map_or(0, |table| table.granules)
     }
 
-    /// Begins a step in the region at `base`. Only on the owning thread, and only if [`is_idle`](Self::is_idle).
+    /// Begins a step in the region at `base`. Call it only on the owning thread, and only if
+    /// [`is_idle`](Self::is_idle).
     pub(crate) fn begin(&'static self, number: usize, base: u64) {
         self.base.store(base, Relaxed);
         self.cursor.store(0, Relaxed);
@@ -155,30 +156,30 @@ impl PlanServer {
         }
     }
 
-    /// Whether no slot is in use, after taking deferred frees. Only on the owning thread.
+    /// Returns whether no slot is in use, after taking deferred frees. Call it only on the owning thread.
     pub(crate) fn is_idle(&self) -> bool {
         self.take_deferred();
         !self.may_be_in_use()
     }
 
-    /// Whether a slot may be in use. Outside of a step, from any thread that has taken the pool's lock.
+    /// Returns whether a slot may be in use. Outside of a step, any thread that has taken the pool's lock may call it.
     pub(crate) fn may_be_in_use(&self) -> bool {
         // The owner's frees may become visible late, which errs on the safe side.
         self.hits.load(Relaxed) != self.freed.load(Relaxed)
     }
 
-    /// Bytes of the slots in use.
+    /// Returns the bytes of the slots in use.
     pub(crate) fn live_bytes(&self) -> u64 {
         let tables = self.tables.iter().map_while(OnceLock::get);
         tables.flat_map(|table| table.live()).map(|slot| u64::from(slot.granules) * GRANULE).sum()
     }
 
-    /// Hits of completed steps, and misses.
+    /// Returns the number of hits in completed steps, and of misses.
     pub(crate) fn hits_and_misses(&self) -> (u64, u64) {
         (self.hits.load(Relaxed), self.misses.load(Relaxed))
     }
 
-    /// The address for the next request of the step, if the plan has one of this size.
+    /// Returns the address for the next request of the step, if the plan has a request of this size.
     #[inline(always)]
     pub(crate) fn serve_bytes(&'static self, bytes: usize) -> Option<(u64, PlannedSlot)> {
         self.serve(u32::try_from(bytes.max(1).div_ceil(GRANULE as usize)).ok()?)
@@ -216,7 +217,7 @@ impl PlanServer {
         Some((address, PlannedSlot { table, slot_and_step: number as u64 | u64::from(step) << 32 }))
     }
 
-    /// As [`SlotTable::predecessors_are`], after taking deferred frees. Counts a miss if it is false.
+    /// Same as [`SlotTable::predecessors_are`], after taking deferred frees. Counts a miss if it is false.
     #[cold]
     fn predecessors_are_after_deferred(&self, table: &SlotTable, slot: &Slot, state: u32) -> bool {
         self.take_deferred();
@@ -228,7 +229,7 @@ impl PlanServer {
         free
     }
 
-    /// Handles a request that is not the next one of the plan: if it is one of those that follow, the cursor moves
+    /// Handles a request that is not the next one of the plan: if it is one of the following requests, the cursor moves
     /// there; otherwise the cursor stays, and the allocator serves the request.
     #[cold]
     fn resynchronize(

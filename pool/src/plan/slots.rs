@@ -1,4 +1,4 @@
-//! A finished plan: for each request of a step, in order, its size, its offset, and the slots whose memory it reuses.
+//! A finished plan: the size and offset of each request of a step, in order, and the slots whose memory it reuses.
 
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
@@ -11,25 +11,25 @@ use super::server::PlanServer;
 /// Offset of a request that the plan does not serve.
 const UNPLANNED: u32 = u32::MAX;
 
-/// Index of no slot.
+/// Index that refers to no slot.
 const NO_SLOT: u32 = u32::MAX;
 
 /// One request of a planned step.
 #[derive(Debug)]
 pub(crate) struct Slot {
-    /// Twice the number of the step that last used the slot, plus one once it was freed; 0 if never used.
+    /// Twice the number of the step that last used the slot, plus one after it was freed; 0 if never used.
     pub(crate) state: AtomicU32,
     pub(crate) granules: u32,
-    /// In granules from the start of the region, or [`UNPLANNED`].
+    /// Offset in granules from the start of the region, or [`UNPLANNED`].
     offset: u32,
     /// One of the slots whose memory this one reuses, or [`NO_SLOT`]. Most slots have one or none.
     predecessor: u32,
-    /// The other ones, as a range of [`SlotTable::more_predecessors`].
+    /// The other such slots, as a range of [`SlotTable::more_predecessors`].
     more_predecessors: (u32, u32),
 }
 
 impl Slot {
-    /// Granules from the start of the region, if the plan serves the request.
+    /// Returns the offset in granules from the start of the region, if the plan serves the request.
     pub(crate) fn offset(&self) -> Option<u32> {
         (self.offset != UNPLANNED).then_some(self.offset)
     }
@@ -40,9 +40,9 @@ impl Slot {
 pub(crate) struct SlotTable {
     pub(crate) server: &'static PlanServer,
     pub(crate) slots: Box<[Slot]>,
-    /// Predecessors of slots that have several: within a step, the slots that used each of their granules last.
+    /// Predecessors of slots that have several: within a step, the slots that last used each of their granules.
     more_predecessors: Box<[u32]>,
-    /// For each slot, how many slots before it the plan serves; one more entry for the total.
+    /// For each slot, the number of earlier slots that the plan serves; the additional last entry is the total.
     served_before: Box<[u32]>,
     /// Length of the region in granules.
     pub(crate) granules: u32,
@@ -61,7 +61,7 @@ impl SlotTable {
         let mut slots = Vec::with_capacity(requests.len());
         let mut served_before = vec![0];
         let mut predecessors = Vec::new();
-        // The slot that used each part of the region last: disjoint intervals (start, end, slot).
+        // The slot that last used each part of the region, as disjoint intervals (start, end, slot).
         let mut last_users: Vec<(u32, u32, u32)> = Vec::new();
         for (request, number) in requests.iter().zip(0_u32..) {
             let offset = request.life.and_then(|_| offsets.next()).unwrap_or(UNPLANNED);
@@ -89,20 +89,20 @@ impl SlotTable {
         })
     }
 
-    /// The slots in use.
+    /// Returns the slots in use.
     pub(crate) fn live(&self) -> impl Iterator<Item = &Slot> {
-        // Steps count from one, so even states other than zero are in use.
+        // Steps count from one, so nonzero even states are in use.
         self.slots
             .iter()
             .filter(|slot| !matches!(slot.state.load(Relaxed), state if state == 0 || state % 2 == 1))
     }
 
-    /// How many slots before this one the plan serves.
+    /// Returns how many slots before this one the plan serves.
     pub(crate) fn served_before(&self, number: usize) -> u64 {
         self.served_before.get(number).map_or(0, |count| u64::from(*count))
     }
 
-    /// Whether all slots whose memory this one reuses are in this state.
+    /// Returns whether all slots whose memory this one reuses are in this state.
     #[inline]
     pub(crate) fn predecessors_are(&self, slot: &Slot, state: u32) -> bool {
         let is = |predecessor: u32| {
@@ -114,7 +114,7 @@ impl SlotTable {
     }
 }
 
-/// Puts a new interval over the others, and adds the slots that lose a part to `predecessors`.
+/// Inserts a new interval on top of the others, and adds the slots that lose a part to `predecessors`.
 fn replace_users(last_users: &mut Vec<(u32, u32, u32)>, new: (u32, u32, u32), predecessors: &mut Vec<u32>) {
     let (start, end, _) = new;
     let first = predecessors.len();

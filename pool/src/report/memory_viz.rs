@@ -1,8 +1,8 @@
-//! The pickle file of PyTorch's memory viewer (<https://pytorch.org/memory_viz>): the structure that
-//! `torch.cuda.memory._snapshot()` returns, in pickle protocol 2.
+//! The pickle file of PyTorch's memory viewer (<https://pytorch.org/memory_viz>): the structure returned by
+//! `torch.cuda.memory._snapshot()`, in pickle protocol 2.
 //!
-//! The viewer derives the addresses of blocks from their sizes, so the blocks of a segment must tile it; and it replays
-//! the trace backwards from the final state, so blocks and events must be of the same moment.
+//! The viewer derives the addresses of blocks from their sizes, so the blocks of a segment must tile it. It replays the
+//! trace backwards from the final state, so blocks and events must be from the same moment.
 
 use serde::Serialize;
 
@@ -51,7 +51,7 @@ struct Frame {
 #[derive(Serialize)]
 struct Entry {
     action: &'static str,
-    /// Address of the buffer; a failed request has `device_free` instead.
+    /// Address of the buffer; absent for a failed request, which has `device_free` instead.
     #[serde(skip_serializing_if = "Option::is_none")]
     addr: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -63,10 +63,10 @@ struct Entry {
 }
 
 impl Snapshot {
-    /// The contents of a file for PyTorch's memory viewer.
+    /// Returns the contents of a file for PyTorch's memory viewer.
     ///
     /// # Errors
-    /// The pickle could not be serialised.
+    /// If the pickle cannot be serialised.
     pub fn memory_viz(&self) -> Result<Vec<u8>, serde_pickle::Error> {
         let mut device_traces: Vec<Vec<Entry>> = (0..self.device).map(|_| Vec::new()).collect();
         device_traces.push(self.events.iter().flat_map(entries).collect());
@@ -105,7 +105,7 @@ fn block(block: &BlockInfo) -> Block {
     }
 }
 
-/// The entries of an event. A free is two entries, requested and completed, which the viewer combines.
+/// Returns the entries of an event. A free has two entries, requested and completed, which the viewer combines.
 fn entries(event: &Event) -> Vec<Entry> {
     let actions: &[&'static str] = match event.action {
         Action::Alloc => &["alloc"],

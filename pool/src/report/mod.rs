@@ -28,8 +28,8 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Live bytes and number of buffers by the site that allocated them, most bytes first. When nothing should be live,
-    /// these are the leaks.
+    /// Returns live bytes and number of buffers by the site that allocated them, most bytes first. When nothing should
+    /// be live, these are the leaks.
     pub fn by_site(&self) -> Vec<(Option<Site>, u64, u64)> {
         by_site(&self.segments)
     }
@@ -37,7 +37,7 @@ impl Snapshot {
     /// Writes [`memory_viz`](Self::memory_viz) to a file.
     ///
     /// # Errors
-    /// The file could not be written.
+    /// If the file cannot be written.
     pub fn write_memory_viz(&self, path: &Path) -> std::io::Result<()> {
         std::fs::write(path, self.memory_viz().map_err(std::io::Error::other)?)
     }

@@ -6,8 +6,8 @@ use super::Snapshot;
 use crate::trace::Action;
 
 impl Snapshot {
-    /// A JSON trace of the live and mapped bytes, with a mark at every failed request. `process` is the process id that
-    /// the trace shows, such as a rank.
+    /// Returns a JSON trace of the live and mapped bytes, with a mark at every failed request. `process` is the process
+    /// id shown in the trace, such as a rank.
     pub fn perfetto(&self, process: u32) -> String {
         let counters = self.events.iter().map(|event| {
             let args = json!({ "live": event.live, "mapped": event.mapped });

@@ -1,4 +1,4 @@
-//! The log that the replay benchmark of the RAPIDS Memory Manager reads: one line per allocation and free.
+//! The log format of the RAPIDS Memory Manager's replay benchmark: one line per allocation and free.
 
 use std::fmt::Write;
 
@@ -6,7 +6,7 @@ use super::Snapshot;
 use crate::trace::Action;
 
 impl Snapshot {
-    /// The events as CSV with the columns `Thread,Time,Action,Pointer,Size,Stream`; times are in seconds.
+    /// Returns the events as CSV with the columns `Thread,Time,Action,Pointer,Size,Stream`; times are in seconds.
     pub fn rmm_csv(&self) -> String {
         let mut csv = String::from("Thread,Time,Action,Pointer,Size,Stream\n");
         for event in &self.events {

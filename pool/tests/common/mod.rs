@@ -19,14 +19,14 @@ pub(crate) const MIB: usize = 1 << 20;
 /// Buffer sizes of a step in bytes.
 pub(crate) const SIZES: [usize; 6] = [3 * MIB, 100, 5 * MIB, 700_000, 40_000, 9 * MIB];
 
-/// A pool of a simulated device, whose addresses must not be accessed.
+/// Creates a pool of a simulated device, whose addresses must not be accessed.
 pub(crate) fn sim_pool(total: usize, options: impl Into<Options>) -> (Pool, Sim) {
     let sim = Sim::new(total as u64);
     let backing = VirtualMemory::new(sim.clone(), 8 * total as u64).unwrap();
     (Pool::with_backing(Space::Cuda, Box::new(backing), options), sim)
 }
 
-/// Allocates as a training step does, scratch buffers among buffers that live until the backward pass; returns the
+/// Allocates like a training step, with scratch buffers among buffers that live until the backward pass. Returns the
 /// addresses in order.
 pub(crate) fn step(pool: &Pool, sizes: &[usize]) -> Vec<u64> {
     let mut addresses = Vec::new();

@@ -1,4 +1,4 @@
-//! An oracle for the allocator: runs byte-coded programs on it and checks everything that is visible from outside.
+//! An oracle for the allocator: runs byte-coded programs on it and checks everything that is observable from outside.
 
 use std::collections::BTreeMap;
 
@@ -84,7 +84,7 @@ struct Live {
     bytes: u64,
     /// What its first work wrote to it.
     value: u64,
-    /// Streams whose work reads it, the one it was allocated for first.
+    /// Streams whose work reads it; the first one is the stream for which it was allocated.
     users: Vec<StreamId>,
 }
 
@@ -94,7 +94,7 @@ pub(crate) struct CheckedCore {
     pub(crate) sim: Sim,
     streams: Vec<StreamId>,
     live: Vec<Live>,
-    /// Live buffers: address to end.
+    /// Live buffers, from address to end.
     ranges: BTreeMap<u64, u64>,
     external: Vec<u64>,
     values: u64,
@@ -123,7 +123,7 @@ impl CheckedCore {
         }
     }
 
-    /// Executes an operation and checks what is visible from outside.
+    /// Executes an operation and checks everything that is observable from outside.
     pub(crate) fn step(&mut self, op: Op) {
         let (held, limit) = (self.held(), self.core.limit());
         match op {
@@ -162,12 +162,12 @@ impl CheckedCore {
             }
             Op::Fail { after, count } => self.sim.fail(self.sim.calls() + after, count),
         }
-        // If the limit is below what is held, nothing may be added.
+        // If the limit is below the held bytes, nothing may be added.
         let limit = limit.min(self.core.limit());
         assert!(self.held() <= limit || self.held() <= held, "{op:?}: {} held of {limit}", self.held());
     }
 
-    /// Physical and external bytes.
+    /// Returns physical and external bytes.
     fn held(&self) -> u64 {
         self.sim.held() + self.external.iter().sum::<u64>()
     }
@@ -222,7 +222,7 @@ impl CheckedCore {
         assert!(self.core.address(live.handle).is_err());
     }
 
-    /// Frees everything, and checks that no memory is left and no stream read what another one wrote.
+    /// Frees everything, and checks that no memory remains and that no stream has read data of another one.
     pub(crate) fn finish(mut self) {
         self.sim.heal();
         while !self.live.is_empty() {

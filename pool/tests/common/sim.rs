@@ -1,4 +1,4 @@
-//! A simulated device: addresses without memory, streams that run late, driver calls that fail on demand.
+//! A simulated device: addresses without memory, streams that run late, and driver calls that fail on demand.
 //!
 //! [`Sim`] tracks what is mapped and panics on a call whose behaviour a driver leaves undefined. Work submitted to its
 //! streams runs as late as possible, and the stream chosen by [`Sim::set_lagging`] runs only when something waits for
@@ -14,7 +14,7 @@ const GRANULARITY: u64 = 2 << 20;
 /// First address.
 const BASE: u64 = 1 << 44;
 
-/// A handle to the device. One clone is the driver of a back end, another one stays with the test.
+/// A handle to the device. One clone is the driver of a back end, another one belongs to the test.
 #[derive(Clone, Debug)]
 pub(crate) struct Sim {
     state: Arc<Mutex<State>>,
@@ -26,21 +26,21 @@ struct State {
     total: u64,
     allocated: u64,
     max_allocated: u64,
-    /// Driver calls so far.
+    /// Number of driver calls so far.
     calls: u64,
-    /// Calls that fail: number of the first, and how many.
+    /// Calls that fail: number of the first one, and their count.
     fail: Option<(u64, u64)>,
     next_address: u64,
     next_memory: u64,
-    /// Physical allocations: handle to size.
+    /// Physical allocations, from handle to size.
     memories: HashMap<u64, u64>,
-    /// Mapped ranges: address to length.
+    /// Mapped ranges, from address to length.
     mapped: BTreeMap<u64, u64>,
     streams: [VecDeque<Work>; MAX_STREAMS],
     lagging: Option<usize>,
     events: u64,
     completed: HashSet<u64>,
-    /// What was written last, as disjoint ranges: start to end and value.
+    /// The values written last, as disjoint ranges: start to end and value.
     contents: BTreeMap<u64, (u64, u64)>,
     errors: Vec<String>,
 }
@@ -54,7 +54,7 @@ enum Work {
 }
 
 impl Sim {
-    /// A device with `total` bytes of memory.
+    /// Creates a device with `total` bytes of memory.
     pub(crate) fn new(total: u64) -> Self {
         let state = State { total, next_address: BASE, ..State::default() };
         Self { state: Arc::new(Mutex::new(state)) }
@@ -70,17 +70,17 @@ impl Sim {
         self.state().fail = None;
     }
 
-    /// Number of driver calls so far, including failed ones.
+    /// Returns the number of driver calls so far, including failed ones.
     pub(crate) fn calls(&self) -> u64 {
         self.state().calls
     }
 
-    /// Physical bytes allocated now.
+    /// Returns the number of physical bytes that are allocated now.
     pub(crate) fn held(&self) -> u64 {
         self.state().allocated
     }
 
-    /// Largest number of physical bytes allocated so far.
+    /// Returns the largest number of physical bytes allocated so far.
     pub(crate) fn max_held(&self) -> u64 {
         self.state().max_allocated
     }
@@ -100,7 +100,7 @@ impl Sim {
         self.state().streams[stream.index()].push_back(Work::Read { address, bytes, value });
     }
 
-    /// Makes `to` wait for `from`, as a program does; not counted as a driver call of the pool.
+    /// Makes `to` wait for `from`, like a program does; not counted as a driver call of the pool.
     pub(crate) fn submit_wait(&self, from: StreamId, to: StreamId) {
         self.state().insert_wait(from, to);
     }
@@ -110,7 +110,7 @@ impl Sim {
         self.state().run_until_empty(stream.index());
     }
 
-    /// Runs all remaining work; returns a description of every wrong access.
+    /// Runs all remaining work. Returns a description of every wrong access.
     pub(crate) fn finish(&self) -> Vec<String> {
         let mut state = self.state();
         state.run_all();
@@ -175,7 +175,7 @@ impl State {
         }
     }
 
-    /// A stream that can run, except `excluded`; the lagging one only if no other can.
+    /// Returns a stream that can run, except `excluded`; the lagging one only if no other can run.
     fn next_stream(&self, excluded: Option<usize>) -> Option<usize> {
         let can = |stream: &usize| {
             Some(*stream) != excluded && !self.streams[*stream].is_empty() && !self.blocked(*stream)

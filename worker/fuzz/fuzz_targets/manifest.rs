@@ -17,7 +17,7 @@ struct File<'a> {
     name: Name<'a>,
     bytes: u64,
     whole: bool,
-    /// Sizes, with an offset or `None`, which means the end of the previous chunk.
+    /// Sizes and offsets; `None` means the end of the previous chunk.
     chunks: Vec<(u64, Option<u64>)>,
 }
 

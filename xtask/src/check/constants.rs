@@ -1,4 +1,4 @@
-//! Names of constants: each is defined once per crate, so that a name means one thing.
+//! Names of constants: each is defined once per crate, so that a name has one meaning.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,7 +9,7 @@ use syn::visit::Visit;
 use crate::syntax::Module;
 use crate::violation::Violation;
 
-/// Words that say nothing about what a constant limits.
+/// Words that do not say what a constant limits.
 const VAGUE: [(&str, &str); 7] = [
     ("BREATH", "RETRY_DELAY"),
     ("FAREWELL", "DRAIN_TIMEOUT"),
@@ -20,7 +20,7 @@ const VAGUE: [(&str, &str); 7] = [
     ("WORD", "a specific name"),
 ];
 
-/// Names that mean the same in every module: the kernels of an operation.
+/// Names with the same meaning in every module: the kernels of an operation.
 const SAME_ROLE: [&str; 1] = ["KERNELS"];
 
 struct Constant<'a> {
@@ -58,7 +58,7 @@ pub(super) fn check(modules: &[Module]) -> Vec<Violation> {
     violations
 }
 
-/// Collects constants of modules and functions. Associated constants are named by their type as well.
+/// Collects constants of modules and functions. Associated constants are excluded: the type's name distinguishes them.
 struct Constants<'a, 'b> {
     file: &'a Path,
     found: &'b mut BTreeMap<String, Vec<Constant<'a>>>,

@@ -8,7 +8,7 @@ use syn::{Block, Signature};
 use crate::syntax::{Module, is_test};
 use crate::violation::Violation;
 
-/// Most lines from the signature to the closing brace.
+/// Maximum number of lines from the signature to the closing brace.
 const MAX_FUNCTION_LINES: usize = 80;
 
 pub(super) fn check(modules: &[Module]) -> Vec<Violation> {
@@ -62,7 +62,7 @@ mod tests {
     use super::*;
     use crate::syntax::tests::parse;
 
-    /// A function of this many lines.
+    /// Returns a function of this many lines.
     fn function(name: &str, lines: usize) -> String {
         format!("fn {name}() {{{}}}\n", "\n".repeat(lines - 1))
     }

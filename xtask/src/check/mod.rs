@@ -17,7 +17,7 @@ use crate::{Error, proto};
 
 type Check = fn(&Workspace) -> Result<Vec<Violation>, Error>;
 
-/// Names and meanings of the checks, in the order in which they run.
+/// Names and descriptions of the checks, in the order in which they run.
 const CHECKS: [(&str, &str, Check); 7] = [
     ("modules", "top-level modules of a crate do not import each other in a circle", |w| {
         crates(w, modules::check)
@@ -30,7 +30,7 @@ const CHECKS: [(&str, &str, Check); 7] = [
     ("proto", "generated gRPC code is current", proto::check),
 ];
 
-/// Runs the named checks, or all, prints what they find, and returns whether that is nothing.
+/// Runs the named checks, or all of them, and prints the violations. Returns whether there are none.
 pub(crate) fn run(workspace: &Workspace, names: &[String]) -> Result<bool, Error> {
     if let Some(unknown) = names.iter().find(|name| CHECKS.iter().all(|(known, ..)| known != name)) {
         let known: Vec<_> = CHECKS.iter().map(|(name, ..)| *name).collect();

@@ -1,8 +1,8 @@
 //! Import circles between the top-level modules of a crate.
 //!
-//! An edge `a -> b` is any path in module `a`, or in a module below it, that names something of module `b`: imports,
+//! An edge `a -> b` is any path in module `a`, or in a module below it, that names an item of module `b`: imports,
 //! types, calls, and paths in macro arguments. Names that the crate's root re-exports count for the module that defines
-//! them; items that the root defines itself belong to the node `crate`.
+//! them; items that the root itself defines belong to the node `crate`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -14,10 +14,10 @@ use syn::{Item, UseTree, Visibility};
 use crate::syntax::{Module, is_test};
 use crate::violation::Violation;
 
-/// Node of the items that the crate's root file defines.
+/// Node for the items defined in the crate's root file.
 const ROOT: &str = "crate";
 
-/// Where an edge was seen first.
+/// The position at which an edge was first seen.
 type Edges = BTreeMap<(String, String), (PathBuf, usize)>;
 
 pub(super) fn check(modules: &[Module]) -> Vec<Violation> {
@@ -27,7 +27,7 @@ pub(super) fn check(modules: &[Module]) -> Vec<Violation> {
     for module in modules {
         let mut references = References { module, found: Vec::new() };
         for item in &module.items {
-            // Re-exports of the root are its interface, not a use of its own.
+            // Re-exports of the root are its interface; the root does not use them itself.
             let is_export =
                 |item: &Item| matches!(item, Item::Use(item) if !matches!(item.vis, Visibility::Inherited));
             if !(module.path.is_empty() && is_export(item)) {
@@ -49,7 +49,7 @@ pub(super) fn check(modules: &[Module]) -> Vec<Violation> {
     circles(&edges)
 }
 
-/// Names that the root re-exports, with the modules that define them.
+/// Returns the names that the root re-exports, with the modules that define them.
 fn exports(modules: &[Module], top: &BTreeSet<String>) -> BTreeMap<String, String> {
     let mut exports = BTreeMap::new();
     for module in modules.iter().filter(|module| module.path.is_empty()) {
@@ -67,7 +67,7 @@ fn exports(modules: &[Module], top: &BTreeSet<String>) -> BTreeMap<String, Strin
     exports
 }
 
-/// Calls `leaf` with the path of each name that a `use` imports, and the name it gets.
+/// Calls `leaf` with the path of each name that a `use` imports, and the name under which it is imported.
 fn leaves(tree: &UseTree, prefix: &mut Vec<Ident>, leaf: &mut impl FnMut(&[Ident], &Ident)) {
     match tree {
         UseTree::Path(path) => {
@@ -112,7 +112,7 @@ impl References<'_> {
                 base.truncate(base.len().saturating_sub(ups));
                 &names[ups..]
             }
-            // Another relative path names an external crate, an imported name or a module below this one.
+            // Any other relative path names an external crate, an imported name or a module below this one.
             _ => return,
         };
         base.extend(below.iter().cloned());
@@ -121,7 +121,7 @@ impl References<'_> {
 
     fn add_tokens(&mut self, tokens: TokenStream) {
         let mut path: Vec<Ident> = Vec::new();
-        // Colons since the last name of the path.
+        // Number of colons since the last name of the path.
         let mut colons = 0;
         for token in tokens {
             match token {
@@ -170,7 +170,7 @@ impl<'ast> Visit<'ast> for References<'_> {
     }
 }
 
-/// One violation per set of modules that reach each other.
+/// Returns one violation per set of modules that reach each other.
 fn circles(edges: &Edges) -> Vec<Violation> {
     let nodes: BTreeSet<&String> = edges.keys().flat_map(|(from, to)| [from, to]).collect();
     let reach = |start: &String| {

@@ -6,7 +6,8 @@ use crate::violation::Violation;
 
 const MAX_COLUMNS: usize = 120;
 
-/// Tables and links in Markdown cannot be wrapped. Test data, series of promtool and rules of CSS stay on one line.
+/// Returns whether a line may be wider: tables and links in Markdown cannot be wrapped, and test data, promtool series
+/// and CSS rules stay on one line.
 fn cannot_wrap(file: &Path, line: &str) -> bool {
     let is_data = file.components().any(|part| part.as_os_str() == "testdata");
     if is_data

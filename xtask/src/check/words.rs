@@ -1,10 +1,10 @@
-//! Wording of comments and documents: words that keep readers from the field's own.
+//! Wording of comments and documents: words that obscure the field's own terms.
 
 use std::path::Path;
 
 use crate::violation::Violation;
 
-/// Words to avoid, with what to write. Quoted in backticks they are names, and allowed.
+/// Words to avoid, each with a replacement. Words quoted in backticks are names, and allowed.
 const AVOIDED: [(&str, &str); 18] = [
     ("anybody", "`any user` or `any process`"),
     ("breath", "`retry delay`"),
@@ -26,13 +26,13 @@ const AVOIDED: [(&str, &str); 18] = [
     ("so many of", "`the number of`"),
 ];
 
-/// How comments begin in a language.
+/// Comment syntax of a language.
 enum Language {
     /// `//` and `/* */`.
     C,
     /// `#`.
     Shell,
-    /// All text but code blocks.
+    /// All text except code blocks.
     Markdown,
 }
 
@@ -56,7 +56,7 @@ pub(super) fn check(file: &Path, text: &str) -> Vec<Violation> {
     violations
 }
 
-/// The prose of each line.
+/// Returns the prose of each line.
 fn prose(language: &Language, text: &str) -> Vec<String> {
     match language {
         Language::C => c_comments(text),
@@ -78,7 +78,7 @@ fn shell_comment(line: &str) -> String {
     comment.map_or(String::new(), |at| line[at..].to_owned())
 }
 
-/// Comments, line by line. Strings are skipped, as they may contain `//`.
+/// Returns the comments, line by line. Skips strings, because they may contain `//`.
 fn c_comments(text: &str) -> Vec<String> {
     let mut lines = vec![String::new()];
     let mut rest = text;
@@ -88,7 +88,7 @@ fn c_comments(text: &str) -> Vec<String> {
             '/' if rest.starts_with("/*") => (rest.find("*/").map_or(rest.len(), |end| end + 2), true),
             'r' if rest.starts_with("r\"") || rest.starts_with("r#") => (raw_string(rest), false),
             '"' => (string(rest), false),
-            // A quoted quote, so that it does not begin a string.
+            // A quoted quote, which must not begin a string.
             '\'' if rest.starts_with("'\"'") => (3, false),
             '\'' if rest.starts_with("'\\\"'") => (4, false),
             _ => (first.len_utf8(), false),
@@ -106,7 +106,7 @@ fn c_comments(text: &str) -> Vec<String> {
     lines
 }
 
-/// Length of the string literal that `text` begins with.
+/// Returns the length of the string literal at the start of `text`.
 fn string(text: &str) -> usize {
     let mut escaped = false;
     for (at, char) in text.char_indices().skip(1) {
@@ -120,7 +120,7 @@ fn string(text: &str) -> usize {
     text.len()
 }
 
-/// Length of the raw string literal that `text` begins with; 1 where it is a raw identifier.
+/// Returns the length of the raw string literal at the start of `text`; 1 if it is a raw identifier.
 fn raw_string(text: &str) -> usize {
     let hashes = text[1..].chars().take_while(|char| *char == '#').count();
     if !text[1 + hashes..].starts_with('"') {
@@ -131,7 +131,7 @@ fn raw_string(text: &str) -> usize {
     text[body..].find(&end).map_or(text.len(), |at| body + at + end.len())
 }
 
-/// The line without what is in backticks.
+/// Returns the line without the parts in backticks.
 fn without_code(line: &str) -> String {
     line.split('`').step_by(2).collect::<Vec<_>>().join(" ")
 }

@@ -1,4 +1,4 @@
-//! The generator. protox compiles the sources, so that no `protoc` is needed.
+//! The generator. It compiles the sources with protox, so that no `protoc` is needed.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use prost::Message;
 
 use crate::Error;
 
-/// Code and encoded descriptors.
+/// Returns code and encoded descriptors.
 pub(super) fn generate(dir: &Path) -> Result<(String, Vec<u8>), Error> {
     let files = protox::compile(
         ["xlaunch/v1/agent.proto", "xlaunch/v1/group.proto", "xlaunch/v1/node.proto"],

@@ -1,4 +1,4 @@
-//! How much memory a trace takes in this crate's allocator and in models of others.
+//! Memory that a trace takes in this crate's allocator, and in models of others.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -17,26 +17,26 @@ use super::{Op, Trace};
 /// Time limit of the search for a plan.
 const PACK_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What an allocator needs for a trace.
+/// Memory that an allocator needs for a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Outcome {
     pub(crate) allocator: &'static str,
-    /// Largest number of bytes mapped at one time.
+    /// Largest number of bytes mapped at any time.
     pub(crate) mapped_bytes: u64,
 }
 
-/// An allocator without memory: only what it maps matters.
+/// An allocator without memory: only the amount that it maps matters.
 pub(super) trait Model {
-    /// Serves a request; the token names the buffer in [`free`](Self::free).
+    /// Serves a request. The token identifies the buffer in [`free`](Self::free).
     fn alloc(&mut self, bytes: u64, persistent: bool) -> u64;
     fn free(&mut self, token: u64);
-    /// Largest number of bytes mapped so far.
+    /// Returns the largest number of bytes mapped so far.
     fn mapped(&self) -> u64;
 }
 
 impl Trace {
-    /// What each allocator maps for this many steps: size classes, PyTorch's algorithm, this crate's without and with a
-    /// plan, and the lower bound of any placement.
+    /// Returns the memory that each allocator maps for this number of steps: size classes, PyTorch's algorithm, this
+    /// crate's allocator without and with a plan, and the lower bound of any placement.
     pub(crate) fn compare(&self, steps: usize) -> Vec<Outcome> {
         let (planned, bound) = self.planned();
         vec![
@@ -51,7 +51,7 @@ impl Trace {
         ]
     }
 
-    /// Driver allocations of this crate's allocator, by step.
+    /// Returns the number of driver calls for allocation by this crate's allocator in each step.
     pub(crate) fn driver_allocations(&self, steps: usize) -> Vec<u64> {
         let mut ours = Ours::new();
         let mut tokens = HashMap::new();
@@ -73,7 +73,7 @@ impl Trace {
         model.mapped()
     }
 
-    /// Bytes of the persistent buffers with the region of a plan, and with the lower bound of any plan.
+    /// Returns the bytes of the persistent buffers plus the region of a plan, and plus the lower bound of any plan.
     fn planned(&self) -> (u64, u64) {
         let granules = |bytes: u64| bytes.max(1).div_ceil(GRANULE) as u32;
         let mut start = HashMap::new();
@@ -147,7 +147,7 @@ impl Model for Ours {
 
     fn free(&mut self, token: u64) {
         if let Some(handle) = self.handles.remove(&token) {
-            // The handle is live: it was in the map.
+            // The handle was in the map, so it is live.
             let _ = self.core.free(handle);
         }
     }

@@ -1,7 +1,7 @@
 //! Recorded requests, replayed through this crate's allocator and through models of others.
 //!
 //! A trace is a log in the replay format of the RAPIDS Memory Manager (`Snapshot::rmm_csv`). Everything up to the last
-//! allocation that is never freed is the persistent state of the program; the rest is its step, which is repeated.
+//! allocation that is never freed is the persistent state of the program; the rest is one step, which is repeated.
 
 mod compare;
 mod size_classes;
@@ -11,7 +11,7 @@ pub(crate) use compare::Outcome;
 
 use std::collections::HashMap;
 
-/// Name and log of one training step of each of the two models that this project measures itself by, in bf16 on a GPU.
+/// Name and log of one training step of the two models used in this project's measurements, in bf16 on a GPU.
 pub(crate) const RECORDED: [(&str, &str); 2] = [
     ("llama-28m, batch 32, 256 tokens", include_str!("../../traces/llama-28m.csv")),
     ("gpt2-124m, batch 32, 1024 tokens", include_str!("../../traces/gpt2-124m.csv")),
@@ -27,9 +27,9 @@ pub(crate) enum Op {
 /// The requests of a program.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Trace {
-    /// What happens once, at the start.
+    /// Operations that happen once, at the start.
     pub(crate) start: Vec<Op>,
-    /// What every step repeats.
+    /// Operations that every step repeats.
     pub(crate) step: Vec<Op>,
 }
 
@@ -37,7 +37,7 @@ pub(crate) struct Trace {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("line {line}: {reason}")]
 pub(crate) struct TraceError {
-    /// Counted from 1.
+    /// Line number, starting at 1.
     pub(crate) line: usize,
     pub(crate) reason: String,
 }
@@ -75,7 +75,7 @@ impl Trace {
         Ok(Self { start: ops, step })
     }
 
-    /// Largest number of bytes live at one time, as requested.
+    /// Returns the largest number of requested bytes that are live at any time.
     pub(crate) fn peak_live(&self) -> u64 {
         let mut sizes = HashMap::new();
         let (mut live, mut peak) = (0, 0);

@@ -14,7 +14,7 @@ pub(super) struct SizeClasses {
 }
 
 impl Model for SizeClasses {
-    /// The token is the class: the blocks of a class are interchangeable.
+    /// Serves a request. The token is the class: the blocks of a class are interchangeable.
     fn alloc(&mut self, bytes: u64, _: bool) -> u64 {
         const LARGE: u64 = 1 << 20;
         let class =

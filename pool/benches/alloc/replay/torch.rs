@@ -10,7 +10,7 @@ const MIN_BLOCK: u64 = 512;
 const SMALL_SIZE: u64 = 1 << 20;
 const SMALL_BUFFER: u64 = 2 << 20;
 const LARGE_BUFFER: u64 = 20 << 20;
-/// Smallest request that gets a segment of its own size.
+/// Smallest request that gets a segment of exactly its size.
 const MIN_LARGE_ALLOC: u64 = 10 << 20;
 const ROUND_LARGE: u64 = 2 << 20;
 /// Gap between segments, so that blocks of different segments are never merged.
@@ -24,7 +24,7 @@ struct Block {
 
 #[derive(Default)]
 pub(super) struct Torch {
-    /// By address.
+    /// Blocks by address.
     blocks: BTreeMap<u64, Block>,
     /// Size and address of the free blocks of the small and of the large pool.
     free: [BTreeSet<(u64, u64)>; 2],
@@ -35,7 +35,7 @@ pub(super) struct Torch {
 }
 
 impl Model for Torch {
-    /// The token is the address.
+    /// Serves a request. The token is the address.
     fn alloc(&mut self, bytes: u64, _: bool) -> u64 {
         let bytes = bytes.max(1).next_multiple_of(MIN_BLOCK);
         let pool = usize::from(bytes > SMALL_SIZE);
