@@ -1,8 +1,8 @@
 //! Starts the asynchronous runtime, and reports panics.
 //!
-//! tokio panics where the system refuses a thread or a descriptor, and then waits for the threads that it has started.
-//! So resources are requested first, in a way that returns errors; the panic hook ends the process if another process
-//! takes them in between.
+//! tokio panics if the system refuses a thread or a file descriptor, and then waits for the threads that it has
+//! started. So resources are first requested in a way that returns errors; if another process takes them in between,
+//! the panic hook ends the process.
 
 use std::cell::Cell;
 use std::io;
@@ -16,23 +16,23 @@ use xlaunch_proto::exit::ExitCode;
 
 use crate::console::print_line;
 
-/// Threads that serve connections, so that they do not delay the task that owns the job.
+/// Number of threads that serve connections, so that connections do not delay the task that owns the job.
 const WORKER_THREADS: usize = 2;
-/// Pipes whose descriptors are as many as the runtime itself needs.
+/// Number of pipes to open as a test: they have as many descriptors as the runtime needs.
 const PROBED_PIPES: usize = 4;
-/// Threads for blocking calls are kept as long as the process runs: a call that needs one must not fail, or wait for
-/// ever, because the limit on processes has been reached meanwhile.
+/// Threads for blocking calls are kept as long as the process runs, so that a later call does not fail or wait forever
+/// because the limit on processes has been reached meanwhile.
 const THREAD_KEEP_ALIVE: Duration = Duration::from_secs(365 * 24 * 3600);
 
 thread_local! {
-    /// This thread is starting the runtime.
+    /// Whether this thread is starting the runtime.
     static STARTING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What a command needs of the runtime.
+/// The threads that a command needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Threads {
-    /// The calling thread alone: for commands that ask a question, also where no thread can be started.
+    /// Only the calling thread: for queries, which then work even if no thread can be started.
     One,
     /// Several threads.
     Several,
@@ -72,13 +72,13 @@ fn start(threads: Threads) -> io::Result<Runtime> {
     Ok(runtime)
 }
 
-/// Starts as many threads at the same time, and ends them.
+/// Starts `count` threads at the same time, and ends them, to test that the system allows them.
 fn start_threads(count: usize) -> io::Result<()> {
     let mut threads = Vec::new();
     let started = (0..count).try_for_each(|_| {
         let (end, wait) = channel::<()>();
         let thread = std::thread::Builder::new().spawn(move || {
-            // Ends with the sender.
+            // Returns when the sender is dropped.
             let _ = wait.recv();
         })?;
         threads.push((end, thread));
@@ -86,7 +86,7 @@ fn start_threads(count: usize) -> io::Result<()> {
     });
     for (end, thread) in threads {
         drop(end);
-        // It has nothing that could panic.
+        // The thread cannot panic.
         let _ = thread.join();
     }
     started
@@ -129,7 +129,7 @@ fn payload<'a>(panic: &'a PanicHookInfo<'_>) -> &'a str {
     text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("unknown panic")
 }
 
-/// Whether a library has panicked because the system refused a thread.
+/// Returns whether a library has panicked because the system refused a thread.
 fn is_exhausted(panic: &PanicHookInfo<'_>) -> bool {
     let text = payload(panic);
     text.contains("thread") && text.contains(&rustix::io::Errno::AGAIN.to_string())

@@ -1,8 +1,8 @@
 //! `xlaunch bench allreduce`: all-reduce by message size, with the columns of nccl-tests.
 //!
-//! With n ranks and S bytes in t seconds, algbw is S / t and busbw is algbw times 2 (n - 1) / n: the load of each link
-//! in a ring, comparable between numbers of ranks (nccl-tests, doc/PERFORMANCE.md). Times are means over ranks, the
-//! default of nccl-tests. #wrong counts elements, over all ranks, that are not the exact sum.
+//! For n ranks that reduce S bytes in t seconds, algbw is S / t and busbw is algbw times 2 (n - 1) / n: the load of
+//! each link in a ring, which is comparable between numbers of ranks (nccl-tests, doc/PERFORMANCE.md). Times are means
+//! over ranks, the default of nccl-tests. #wrong counts elements, over all ranks, that differ from the exact sum.
 
 use std::fmt::Write;
 
@@ -34,7 +34,7 @@ impl Dtype {
         if self == Self::Bf16 { 2 } else { 4 }
     }
 
-    /// The name in nccl-tests.
+    /// Returns the name in nccl-tests.
     fn name(self) -> &'static str {
         if self == Self::Bf16 { "bfloat16" } else { "float" }
     }
@@ -56,7 +56,7 @@ pub(crate) struct Row {
 /// Measures all-reduces of `min` to `max` bytes between the workers of the placement.
 ///
 /// # Errors
-/// bf16 was asked for on the CPU; those of [`run_workers`].
+/// bf16 was requested on the CPU; those of [`run_workers`].
 pub(crate) async fn run(
     spec: &JobSpec,
     placement: &Placement,
@@ -76,7 +76,7 @@ pub(crate) async fn run(
     rows.ok_or_else(|| missing_report("every size"))
 }
 
-/// Numbers of elements, from `min` to `max` bytes.
+/// Returns the numbers of elements to measure, from `min` to `max` bytes.
 fn counts(min: u64, max: u64, dtype: Dtype) -> Vec<u64> {
     let elements = |bytes: u64| (bytes / dtype.size()).max(1);
     let sizes = std::iter::successors(Some(min.max(1)), |size| size.checked_mul(SIZE_FACTOR));
@@ -86,7 +86,7 @@ fn counts(min: u64, max: u64, dtype: Dtype) -> Vec<u64> {
     counts
 }
 
-/// One size, over all ranks; `None` if a rank has not reported it.
+/// Returns the row of one size, over all ranks; `None` if a rank has not reported it.
 #[expect(clippy::cast_precision_loss, reason = "sizes and rates")]
 fn row(count: u64, dtype: Dtype, world: u32, reports: &[RankReport]) -> Option<Row> {
     let reports: Vec<&AllReduceReport> = reports

@@ -1,4 +1,5 @@
-//! The clocks of the GPUs during the measured steps: a benchmark of a throttled GPU measures its power supply.
+//! The clocks of the GPUs during the measured steps. They show whether a GPU was throttled, which would make its
+//! figures meaningless.
 
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
@@ -9,19 +10,19 @@ use xlaunch_agent::gpu_clocks::ClockSample;
 
 use super::quantile;
 
-/// What NVML said, with the field names of the JSON form.
+/// Clocks as NVML reports them. Field names are those of the JSON form.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct Clocks {
     /// Median over GPUs and time.
     pub(crate) sm_mhz: f64,
     /// Median over GPUs and time.
     pub(crate) power_watts: f64,
-    /// Those of any GPU at any time, in nvidia-smi's words.
+    /// Throttle reasons of any GPU at any time, as nvidia-smi names them.
     pub(crate) throttle_reasons: BTreeSet<&'static str>,
 }
 
 impl Clocks {
-    /// From the samples of a period; `None` without any.
+    /// Summarises the samples of a period; `None` if there are none.
     pub(crate) fn during(period: &RangeInclusive<Instant>, samples: &[ClockSample]) -> Option<Self> {
         let samples: Vec<_> = samples.iter().filter(|sample| period.contains(&sample.at)).collect();
         let median = |value: fn(&ClockSample) -> f64| {
@@ -36,7 +37,7 @@ impl Clocks {
         })
     }
 
-    /// For the table.
+    /// Formats the clocks as a line of the table.
     pub(crate) fn line(&self) -> String {
         let reasons: Vec<&str> = self.throttle_reasons.iter().copied().collect();
         let reasons = if reasons.is_empty() { "none".into() } else { reasons.join(", ") };

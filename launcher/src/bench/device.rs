@@ -12,7 +12,8 @@ use super::{Mode, missing_report, run_workers};
 use xlaunch_agent::devices::{self, Placement};
 use xlaunch_proto::refusal::Refusal;
 
-/// The calibration of the first device of the placement: from the cache unless `refresh`, else measured by a worker.
+/// Returns the calibration of the first device of the placement. It comes from the cache unless `refresh` is set;
+/// otherwise a worker measures it.
 ///
 /// # Errors
 /// Those of [`run_workers`].
@@ -24,7 +25,7 @@ pub(crate) async fn run(
     measure(spec, placement, DeviceBench { refresh, ..DeviceBench::default() }).await
 }
 
-/// Measures the first device of the placement, checks its results, and leaves a cached calibration as it is.
+/// Measures the first device of the placement and checks its results. A cached calibration is not changed.
 ///
 /// # Errors
 /// Those of [`run_workers`].
@@ -64,7 +65,7 @@ pub(crate) fn table(found: &Calibration, platform: &str) -> String {
     out
 }
 
-/// The same as JSON, in the units of [`Calibration`].
+/// Returns the calibration as JSON, in the units of [`Calibration`].
 pub(crate) fn json(found: &Calibration, platform: &str) -> Value {
     let rates: serde_json::Map<String, Value> =
         gemm_rates(found).into_iter().map(|(name, rate)| (name.into(), rate.into())).collect();
@@ -75,14 +76,14 @@ pub(crate) fn json(found: &Calibration, platform: &str) -> Value {
     })
 }
 
-/// GEMM rates by precision, in FLOP/s, without those that the device does not support.
+/// Returns the GEMM rates by precision, in FLOP/s, for the precisions that the device supports.
 pub(crate) fn gemm_rates(found: &Calibration) -> Vec<(&'static str, f64)> {
     let all =
         [("fp32", found.fp32_gemm_flops), ("tf32", found.tf32_gemm_flops), ("bf16", found.bf16_gemm_flops)];
     all.into_iter().filter(|(_, rate)| *rate > 0.0).collect()
 }
 
-/// The GEMM rate in this precision, in FLOP/s; for fp8, that of bf16, in which the head and attention are.
+/// Returns the GEMM rate in this precision, in FLOP/s; for fp8 that of bf16, in which head and attention are computed.
 pub(crate) fn gemm_rate(found: &Calibration, precision: &str) -> Option<f64> {
     let precision = if precision == "fp8" { "bf16" } else { precision };
     gemm_rates(found).into_iter().find(|(name, _)| *name == precision).map(|(_, rate)| rate)

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use serde::Serialize;
 use xlaunch_proto::v1::KernelReport;
 
-/// Families by prefixes of kernel names. The first match counts.
+/// Families by prefixes of kernel names. The first match applies.
 const FAMILIES: [(&str, &[&str]); 10] = [
     ("GEMM", &["gemm", "linear_swiglu", "weight_grads", "transpose"]),
     ("FP8 rounding", &["fp8"]),
@@ -27,7 +27,7 @@ pub(crate) struct Kernel {
     pub(crate) family: &'static str,
     pub(crate) name: String,
     pub(crate) ms: f64,
-    /// Share of the time in all kernels.
+    /// Fraction of the total time of all kernels.
     pub(crate) share: f64,
     pub(crate) launches: u64,
 }
@@ -60,13 +60,13 @@ fn family(kernel: &str) -> &'static str {
     FAMILIES.iter().find(|(_, names)| matches(names)).map_or(OTHER, |(family, _)| family)
 }
 
-/// Milliseconds and launches of a family.
+/// Returns milliseconds and launches of a family.
 fn family_total(kernels: &[Kernel], family: &str) -> (f64, u64) {
     let members = kernels.iter().filter(|kernel| kernel.family == family);
     members.fold((0.0, 0), |(ms, launches), kernel| (ms + kernel.ms, launches + kernel.launches))
 }
 
-/// One line per family, followed by its kernels.
+/// Returns one line per family, followed by its kernels.
 pub(crate) fn table(kernels: &[Kernel]) -> String {
     if kernels.is_empty() {
         return "kernels      not timed: the CPU back end has no kernels\n".into();

@@ -1,8 +1,8 @@
 //! `xlaunch bench launch`: the overhead and reaction times of launching, compared with torchrun if it is installed.
 //!
 //! Launchers are child processes, measured from outside. Their workers are `true` and `sleep`, and the built-in trainer
-//! to measure hang detection. Every process of a measurement has a marker variable in its environment, by which
-//! processes that a killed launcher leaves behind are counted and removed.
+//! for hang detection. Every process of a measurement has a marker variable in its environment, so that processes left
+//! behind by a killed launcher can be counted and removed.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -20,14 +20,14 @@ use xlaunch_proto::refusal::Refusal;
 
 /// Environment variable of all processes of a measurement.
 const MARKER_VARIABLE: &str = "XLAUNCH_BENCH";
-/// A measurement that takes longer has failed.
+/// Time after which a measurement has failed.
 const MEASUREMENT_TIMEOUT: Duration = Duration::from_secs(120);
-/// Processes left behind are counted this long after the launcher was killed.
+/// Delay between the kill of the launcher and the count of processes left behind.
 const CLEANUP_DELAY: Duration = Duration::from_secs(1);
 const PROCESS_POLL_INTERVAL: Duration = Duration::from_millis(1);
-/// CPU time of an idle launcher is measured over this time.
+/// Period over which the CPU time of an idle launcher is measured.
 const IDLE_TIME: Duration = Duration::from_secs(3);
-/// torchrun needs seconds per launch, so it gets fewer.
+/// Number of launches with torchrun, which needs seconds per launch.
 const TORCHRUN_RUNS: usize = 3;
 /// A job that trains until it is killed.
 const ENDLESS_JOB: &str = r#"
@@ -62,7 +62,7 @@ pub(crate) struct Launcher {
     group_exit_ms: Spread,
     /// Processes left one second after the launcher was killed.
     processes_left: usize,
-    /// Processes that it had started.
+    /// Processes that the launcher had started.
     processes_started: usize,
 }
 
@@ -71,13 +71,13 @@ pub(crate) struct Measured {
     /// Workers of each launch.
     workers: u32,
     xlaunch: Launcher,
-    /// From the death of a worker to its exit status in the launcher.
+    /// From the death of a worker until the launcher has its exit status.
     exit_detection_ms: Spread,
-    /// Resident memory of the launcher while its workers sleep, its cleanup process included.
+    /// Resident memory of the launcher and its cleanup process while the workers sleep.
     resident_bytes: u64,
-    /// CPU time of the same, in percent of a core.
+    /// CPU time of these two processes, in percent of a core.
     cpu_percent: f64,
-    /// From the moment a rank of a training job is stopped to the report that names it.
+    /// From the moment a rank of a training job is suspended to the report that names it.
     hang_report_seconds: f64,
     torchrun: Option<Launcher>,
 }
@@ -110,7 +110,7 @@ async fn measure(workers: u32, runs: usize, torchrun: Option<&Path>) -> std::io:
     })
 }
 
-/// The first `torchrun` in PATH that is not this program.
+/// Returns the first `torchrun` in PATH that is not this program.
 pub(crate) fn torchrun() -> Option<PathBuf> {
     let own = std::env::current_exe().ok().and_then(|path| path.canonicalize().ok());
     let paths = std::env::var_os("PATH")?;
@@ -159,7 +159,7 @@ fn no_op_launch(program: &Program) -> std::io::Result<f64> {
     }
 }
 
-/// Kills one worker.
+/// Kills one worker. Returns the milliseconds until the launcher and all other workers have exited.
 fn group_exit(program: &Program, workers: u32) -> std::io::Result<f64> {
     let mut launcher = program.start("group", &["sleep", "1000"])?;
     let sleepers = all_asleep(&launcher, workers)?;
@@ -170,8 +170,8 @@ fn group_exit(program: &Program, workers: u32) -> std::io::Result<f64> {
     Ok(milliseconds(start))
 }
 
-/// Kills the launcher after each worker has started a process in another session. Returns how many processes are left,
-/// and how many there were.
+/// Kills the launcher after each worker has started a process in another session. Returns the number of processes left
+/// and the number there was.
 fn processes_left(program: &Program, workers: u32) -> std::io::Result<(usize, usize)> {
     let marker = format!("left-{}", std::process::id());
     let mut launcher = program.start(&marker, &["sh", "-c", "setsid sleep 1000 & exec sleep 1000"])?;
@@ -186,7 +186,7 @@ fn processes_left(program: &Program, workers: u32) -> std::io::Result<(usize, us
     Ok((left, started))
 }
 
-/// Resident bytes, and CPU time in percent of a core, of a launcher whose workers sleep.
+/// Measures the resident bytes, and the CPU time in percent of a core, of a launcher whose workers sleep.
 fn idle(program: &Program, workers: u32) -> std::io::Result<(u64, f64)> {
     let mut launcher = program.start("idle", &["sleep", "1000"])?;
     let sleepers = all_asleep(&launcher, workers)?;
@@ -204,7 +204,7 @@ fn idle(program: &Program, workers: u32) -> std::io::Result<(u64, f64)> {
     Ok(found)
 }
 
-/// Trains a small model on the CPU, and stops rank 1 of 2 during training. Returns the seconds until rank 1 is
+/// Trains a small model on the CPU, and suspends rank 1 of 2 during training. Returns the seconds until rank 1 is
 /// reported.
 fn hang(own: &Path) -> std::io::Result<f64> {
     let dir = super::scratch_dir()?;
@@ -229,12 +229,12 @@ fn hang(own: &Path) -> std::io::Result<f64> {
     });
     launcher.kill()?;
     launcher.wait()?;
-    // The workers use the directory, so it must outlive them.
+    // The workers use the directory, so it must not be removed before they have exited.
     wait_until(|| marked(&marker).is_empty().then_some(()))?;
     seconds
 }
 
-/// From the signal that kills a worker to its exit status, as the agent receives it.
+/// Measures the time from the signal that kills a worker until the agent receives its exit status.
 async fn exit_detection(runs: usize) -> std::io::Result<Spread> {
     let spawner = Spawner::start()?;
     let mut times = Vec::new();
@@ -251,7 +251,7 @@ async fn exit_detection(runs: usize) -> std::io::Result<Spread> {
     Ok(spread(times))
 }
 
-/// Waits until all workers have executed `sleep`; returns them.
+/// Waits until all workers have executed `sleep`, and returns them.
 fn all_asleep(launcher: &Child, workers: u32) -> std::io::Result<Vec<Process>> {
     wait_until(|| {
         let mut found = Process::all();
@@ -260,7 +260,7 @@ fn all_asleep(launcher: &Child, workers: u32) -> std::io::Result<Vec<Process>> {
     })
 }
 
-/// Live processes with this marker.
+/// Returns the live processes with this marker.
 fn marked(marker: &str) -> Vec<Process> {
     let mut found = Process::all();
     found.retain(|process| process.carries(format!("{MARKER_VARIABLE}={marker}").as_bytes()));

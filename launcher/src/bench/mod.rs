@@ -1,10 +1,10 @@
-//! The measurements of `xlaunch bench`. Those of the trainer run in workers, which are launched like those of a job.
+//! The measurements of `xlaunch bench`. Those of the trainer run in workers that are launched as in a job.
 //!
-//! - [`train`]: training steps, relative to the peak rates of the device; [`reports`]: what their ranks reported;
+//! - [`train`]: training steps, relative to the peak rates of the device; [`reports`]: reports of the ranks;
 //! - [`all_reduce`]: all-reduce by message size, with the columns of nccl-tests;
 //! - [`device`]: peak rates of a device;
 //! - [`launches`]: launching itself;
-//! - [`rendezvous`]: rendezvous of many ranks on one node; [`nodes`]: of many nodes;
+//! - [`rendezvous`]: rendezvous of many ranks on one node; [`nodes`]: rendezvous of many nodes;
 //! - [`kernels`]: the kernels of a step by family; [`clocks`]: the GPUs' clocks during the steps.
 //!
 //! Run directories are temporary. They are kept only if a launch fails.
@@ -39,13 +39,13 @@ use xlaunch_agent::workload::trainer::{self, CheckpointFiles, TrainerPlan};
 use xlaunch_proto::lineage::Recovered;
 use xlaunch_proto::refusal::Refusal;
 
-/// What the ranks of a measurement are.
+/// Whether the ranks of a measurement are processes or threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Mode {
-    /// A process each, as in a job.
+    /// One process per rank, as in a job.
     Processes,
-    /// Threads of one process.
+    /// One thread per rank in a single process.
     Threads,
 }
 
@@ -94,7 +94,7 @@ async fn run_workers(
         None if finished.outcome.exit == ExitCode::Done => Ok(results.reports),
         None => Err(Refusal::new(finished.outcome.exit, "stopped before the measurement was complete")),
         Some(text) => {
-            // The report refers to the logs in it.
+            // Keep the directory, because the report refers to its logs.
             let _ = dir.keep();
             Err(Refusal::new(finished.outcome.exit, text.trim_start_matches("xlaunch: ")))
         }
@@ -105,12 +105,12 @@ fn scratch_dir() -> std::io::Result<tempfile::TempDir> {
     tempfile::Builder::new().prefix("xlaunch-bench-").tempdir()
 }
 
-/// The error if workers exit successfully without having reported a result.
+/// Returns the error for workers that exit successfully without having reported a result.
 fn missing_report(what: &str) -> Refusal {
     Refusal::new(ExitCode::Internal, format!("the workers did not report {what}"))
 }
 
-/// A quantile of sorted values, by the nearest rank; 0 if there are none.
+/// Returns a quantile of sorted values, by the nearest-rank method; 0 if there are none.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,

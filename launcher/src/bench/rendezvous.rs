@@ -1,6 +1,6 @@
 //! `xlaunch bench rendezvous`: the time that many ranks need to join.
 //!
-//! The ranks are tasks of one child process, each with its own connection, that join as workers do: at the agent's
+//! The ranks are tasks of one child process, each with its own connection. They join as workers do, at the agent's
 //! service on a unix socket, which runs in this process. The child measures from its first connection to the last
 //! reply.
 
@@ -31,16 +31,16 @@ use xlaunch_agent::rendezvous::service::{self, Message};
 use xlaunch_agent::status::board::{Board, Launch};
 use xlaunch_proto::refusal::Refusal;
 
-/// Time for all ranks to join.
+/// Maximum time for all ranks to join.
 const RENDEZVOUS_TIMEOUT: Duration = Duration::from_secs(120);
 /// Delay before another attempt to connect if the backlog of the socket is full.
 const CONNECT_RETRY_DELAY: Duration = Duration::from_millis(2);
 /// File descriptors that each process needs in addition to one per connection.
 const OTHER_DESCRIPTORS: u64 = 100;
-/// Hashed as the configuration of all ranks, which must agree.
+/// Stands for the configuration of all ranks, whose hashes must agree.
 const CONFIG: &[u8] = b"bench";
 
-/// One rendezvous.
+/// The result of one rendezvous.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct Measured {
     ranks: u32,
@@ -129,7 +129,7 @@ async fn measure(ranks: u32) -> io::Result<Measured> {
 /// Joins with all ranks: the child process. Returns the result as JSON.
 ///
 /// # Errors
-/// That of the first rank that could not join.
+/// The error of the first rank that could not join.
 pub(crate) async fn join_all(socket: &Path, ranks: u32) -> Result<String, Refusal> {
     raise_file_limit(ranks, "ranks").map_err(|error| failed(&error))?;
     let start = Instant::now();
@@ -161,7 +161,7 @@ async fn join(socket: &Path, rank: u32) -> io::Result<()> {
     agent.join(request).await.map(drop).map_err(io::Error::other)
 }
 
-/// Connects, again while the backlog of the socket is full: all ranks connect at once.
+/// Connects, and retries while the backlog of the socket is full, as all ranks connect at once.
 async fn connect(socket: &Path) -> io::Result<Channel> {
     loop {
         match crate::client::connect(socket, RENDEZVOUS_TIMEOUT).await {
@@ -173,7 +173,7 @@ async fn connect(socket: &Path) -> io::Result<Channel> {
     }
 }
 
-/// Raises the soft limit of open files to one for each of `count` connections, which are those of `what`.
+/// Raises the soft limit of open files to allow `count` connections. `what` names their owners in errors.
 pub(super) fn raise_file_limit(count: u32, what: &str) -> io::Result<()> {
     let needed = u64::from(count) + OTHER_DESCRIPTORS;
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);

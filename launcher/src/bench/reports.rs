@@ -1,4 +1,4 @@
-//! What the ranks of `bench train` reported: their steps, memory and kernels. Pure.
+//! Evaluates the reports of the ranks of `bench train`: steps, memory and kernels. Pure.
 
 use std::ops::RangeInclusive;
 use std::time::Instant;
@@ -10,7 +10,7 @@ use xlaunch_proto::v1::{StepReport, TrainStarted};
 use super::kernels::{self, Kernel};
 use super::train::Extent;
 
-/// Steps of a rank, with the times at which their reports arrived.
+/// Returns the steps of a rank, with the times at which their reports arrived.
 pub(super) fn steps(reports: &[RankReport], rank: u32) -> impl Iterator<Item = (Instant, StepReport)> {
     reports.iter().filter(move |received| received.rank == rank).filter_map(|received| {
         match &received.report {
@@ -20,7 +20,7 @@ pub(super) fn steps(reports: &[RankReport], rank: u32) -> impl Iterator<Item = (
     })
 }
 
-/// Seconds of a rank's measured steps, sorted.
+/// Returns the durations of a rank's measured steps in seconds, sorted.
 pub(super) fn step_seconds(reports: &[RankReport], rank: u32, extent: Extent) -> Vec<f64> {
     let measured = extent.warmup + 1..=extent.end();
     let measured = steps(reports, rank).filter(|(_, step)| measured.contains(&step.step));
@@ -29,7 +29,8 @@ pub(super) fn step_seconds(reports: &[RankReport], rank: u32, extent: Extent) ->
     seconds
 }
 
-/// From the end of the last step before the measured ones, or that of the first, to the end of the last measured one.
+/// Returns the period of the measured steps: from the end of the step before them, or of the first step if there is
+/// none, to the end of the last one.
 pub(super) fn measured_period(reports: &[RankReport], extent: Extent) -> Option<RangeInclusive<Instant>> {
     let ended = |number| steps(reports, 0).find(|(_, step)| step.step == number).map(|(at, _)| at);
     Some(ended(extent.warmup.max(1))?..=ended(extent.end())?)
@@ -42,7 +43,7 @@ pub(super) fn started(reports: &[RankReport]) -> Option<&TrainStarted> {
     })
 }
 
-/// The most bytes that any rank's pool has mapped.
+/// Returns the largest number of bytes that any rank's pool has mapped.
 pub(super) fn pool_peak_bytes(reports: &[RankReport]) -> u64 {
     let bytes = reports.iter().filter_map(|received| match &received.report {
         Report::Step(step) => Some(step.pool_peak_bytes),

@@ -1,4 +1,4 @@
-//! `xlaunch bench train`: the steps of a training configuration.
+//! `xlaunch bench train`: measures the steps of a training configuration.
 //!
 //! ```text
 //! launch 1: warm-up, measured steps (, one step with its kernels timed)  -> times, loss, memory, kernels, clocks
@@ -6,13 +6,13 @@
 //! launch 3: the same without any all-reduce                              -> waiting
 //! launch 4: calibration of the device, if it is not cached               -> peak FLOP/s
 //! ```
-//! Launches 2 and 3 are for several ranks. A step takes longer than one rank's own work for two reasons. Ranks wait for
-//! the slowest of them: launch 2 still has the small all-reduce of loss and flags, so its steps take as long as those
-//! of the slowest rank, and launch 3 takes what ranks need on their own. The rest is communication that backward and
-//! forward do not hide.
+//! Launches 2 and 3 are made only with several ranks. A step takes longer than one rank's own work for two reasons. The
+//! first is that ranks wait for the slowest one. Launch 2 still has the small all-reduce of loss and flags, so its
+//! steps take as long as those of the slowest rank; in launch 3 each rank takes only the time of its own work. The
+//! second is communication that backward and forward do not hide.
 //!
-//! Evaluation, sampling and checkpoints are turned off. Step times are rank 0's, as all ranks synchronize in every
-//! step; in launch 3 they do not, so that there it is the mean of all ranks' medians.
+//! Evaluation, sampling and checkpoints are turned off. Step times are those of rank 0, as all ranks synchronize in
+//! every step. In launch 3 they do not, so there the step time is the mean of all ranks' medians.
 
 use std::fmt::Write;
 use std::time::Instant;
@@ -34,7 +34,7 @@ use xlaunch_agent::gpu_clocks::ClockSampler;
 use xlaunch_agent::sinks::progress::count;
 use xlaunch_proto::refusal::Refusal;
 
-/// Which steps to run.
+/// The steps to run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Extent {
     /// Number of steps before the measured ones.
@@ -45,7 +45,7 @@ pub(crate) struct Extent {
     pub(crate) profile: bool,
 }
 
-/// The result, with the field names of its JSON form.
+/// The result. Field names are those of the JSON form.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Measured {
     pub(crate) device: String,
@@ -62,7 +62,7 @@ pub(crate) struct Measured {
     pub step_ms_p5: f64,
     pub step_ms_p95: f64,
     pub(crate) tokens_per_second: f64,
-    /// By [`flops::per_token`].
+    /// Counted by [`flops::per_token`].
     pub(crate) flops_per_token: f64,
     pub(crate) tflops_per_rank: f64,
     /// Rate of a large GEMM in the same precision.
@@ -70,20 +70,20 @@ pub(crate) struct Measured {
     pub(crate) share_of_ceiling: f64,
     /// From the start of the command to the end of the first step.
     pub(crate) first_step_seconds: f64,
-    /// How long a rank waits for the slowest one, on average: the small all-reduce's step minus the one without any. 0
-    /// for one rank. Noise can make it negative.
+    /// Time that a rank waits for the slowest one, averaged over ranks: the step with only the small all-reduce minus
+    /// the step without any. 0 for one rank; noise can make it negative.
     pub(crate) waiting_ms: f64,
-    /// The whole step minus that with only the small all-reduce; 0 for one rank. Noise can make it negative.
+    /// The full step minus the step with only the small all-reduce. 0 for one rank; noise can make it negative.
     pub(crate) communication_ms: f64,
-    /// Of loss and flags; gradients and weights are not exchanged.
+    /// Step with only the all-reduce of loss and flags: gradients and weights are not exchanged.
     pub(crate) step_ms_small_all_reduce: f64,
     pub(crate) step_ms_without_all_reduce: f64,
-    /// `None` on the CPU, and where NVML does not tell.
+    /// `None` on the CPU, and if NVML does not report clocks.
     pub(crate) clocks: Option<Clocks>,
-    /// The largest of all ranks' pools.
+    /// Peak of the largest pool of all ranks.
     pub(crate) pool_peak_bytes: u64,
     pub(crate) final_loss: f32,
-    /// Those of one step of rank 0, with `--profile`.
+    /// Kernels of one step of rank 0, with `--profile`.
     pub(crate) kernels: Option<Vec<Kernel>>,
 }
 
@@ -157,7 +157,7 @@ pub(crate) async fn run(
     })
 }
 
-/// What is launched several times.
+/// The job that is launched several times with different settings.
 struct Launch<'a> {
     spec: &'a JobSpec,
     placement: &'a Placement,
@@ -174,7 +174,7 @@ impl Launch<'_> {
         run_workers(self.spec, self.placement, self.mode, Kind::Train(bench)).await
     }
 
-    /// Seconds of a step with only the small all-reduce, and of a rank's step without any.
+    /// Returns the seconds of a step with only the small all-reduce, and of a rank's step without any.
     async fn less_communication(&self, ranks: u32, extent: Extent) -> Result<(f64, f64), Refusal> {
         announce(
             "training with only the all-reduce of loss and flags: replicas diverge, losses are meaningless",
@@ -189,26 +189,26 @@ impl Launch<'_> {
 }
 
 impl Extent {
-    /// The last measured step, from 1.
+    /// Returns the number of the last measured step; steps count from 1.
     pub(super) fn end(self) -> u64 {
         self.warmup + self.steps
     }
 }
 
-/// The job with nothing turned on but its training steps.
+/// Returns the job with everything but its training steps turned off.
 fn measured_job(mut spec: JobSpec, extent: Extent) -> JobSpec {
     let train = &mut spec.train;
     let lr_warmup = train.warmup_steps();
     train.steps = extent.end() + u64::from(extent.profile);
     train.warmup = Some(lr_warmup.min(train.steps));
     (train.eval_every, train.sample) = (0, 0);
-    // Nothing is saved, so another job may use the directory meanwhile.
+    // Nothing is saved, so another job may use the checkpoint directory at the same time.
     spec.checkpoint = CheckpointSection { init: spec.checkpoint.init, ..CheckpointSection::default() };
     spec.observe = ObserveSection { metrics: false, ..ObserveSection::default() };
     spec
 }
 
-/// Says what the next launch measures.
+/// Prints what the next launch measures.
 fn announce(what: &str) {
     print_line(format_args!("xlaunch: {what}"));
 }
@@ -222,7 +222,7 @@ pub(crate) fn table(m: &Measured) -> String {
     };
     line("hardware", format!("{} x {}, {}", m.ranks, m.device, m.platform));
     let mode = match m.mode {
-        Mode::Processes => "a process each",
+        Mode::Processes => "one process per rank",
         Mode::Threads => "threads of one process",
     };
     line("ranks", format!("{}, {mode}", m.ranks));

@@ -9,7 +9,8 @@ use xlaunch_proto::refusal::Refusal;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_worker::newest_checkpoint;
 
-/// Refuses to begin again at step 1 if the job has checkpoints beside its configuration, and none here.
+/// Refuses to start again from step 1 if the job has checkpoints next to its configuration, but none below the working
+/// directory.
 pub(super) fn check(config: &Path, spec: &JobSpec) -> Result<(), Refusal> {
     if spec.checkpoint.resume != "auto" || spec.checkpoint.dir.is_some() {
         return Ok(());

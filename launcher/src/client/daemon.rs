@@ -1,4 +1,5 @@
-//! The node's daemon: where its socket is, a client that survives restarts of the daemon, and what failed calls mean.
+//! Client of the node's daemon. It finds the daemon's socket, survives restarts of the daemon, and turns failed calls
+//! into messages.
 
 use std::ffi::OsString;
 use std::io;
@@ -22,33 +23,33 @@ use xlaunch_proto::v1::{
 use xlaunch_daemon::view::has_ended;
 use xlaunch_proto::refusal::Refusal;
 
-/// Where the node's daemon listens.
+/// Socket of the node's daemon.
 const SYSTEM_SOCKET: &str = "/run/xlaunch/xlaunch.sock";
-/// Environment variable that names another socket.
+/// Environment variable that names a different socket.
 const SOCKET_VARIABLE: &str = "XLAUNCH_SOCKET";
-/// The slowest call is a submission: it returns when the job is on disk.
+/// Timeout of a call. The slowest call is a submission, which returns when the job is on disk.
 const DAEMON_CALL_TIMEOUT: Duration = Duration::from_secs(30);
-/// A followed job outlives a restart or upgrade of the daemon that takes at most this long.
+/// Maximum duration of a restart or upgrade of the daemon during which a job can still be followed.
 const DAEMON_RESTART_TIMEOUT: Duration = Duration::from_secs(120);
 const RECONNECT_DELAY: Duration = Duration::from_millis(500);
 /// Largest reply: the list of a long queue. tonic's default is 4 MiB.
 const MAX_REPLY_BYTES: usize = 64 << 20;
 
-/// Which daemon to call.
+/// The daemon to call.
 #[derive(Debug, Default, Args)]
 pub(crate) struct DaemonAddress {
-    /// Socket of the daemon [default: $XLAUNCH_SOCKET, else your own daemon's, else the node's]
+    /// Socket of the daemon [default: $XLAUNCH_SOCKET, or that of your own daemon, or of the node's]
     #[arg(long, value_name = "PATH")]
     pub(crate) socket: Option<PathBuf>,
 }
 
 impl DaemonAddress {
-    /// Whether the command line names a daemon.
+    /// Returns whether the command line names a daemon.
     pub(crate) fn is_given(&self) -> bool {
         self.socket.is_some()
     }
 
-    /// Sockets to try, in order.
+    /// Returns the sockets to try, in order.
     fn sockets(&self, variable: impl Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
         let set = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         if let Some(socket) = self.socket.clone().or_else(|| set(SOCKET_VARIABLE)) {
@@ -60,7 +61,7 @@ impl DaemonAddress {
     }
 }
 
-/// How many items the next page has to have at most; 0 without a limit.
+/// Returns the maximum number of items to request in the next page; 0 without a limit.
 fn missing<T>(limit: Option<u32>, items: &[T]) -> u32 {
     limit.map_or(0, |limit| limit.saturating_sub(u32::try_from(items.len()).unwrap_or(u32::MAX)))
 }
@@ -91,7 +92,7 @@ impl DaemonClient {
         Err(no_daemon(&problems))
     }
 
-    /// Adds a job. If the reply is lost the request is sent once more: its id keeps it from adding a second job.
+    /// Adds a job. If the reply is lost, the request is sent once more; its id prevents a second job.
     pub(crate) async fn submit(&mut self, request: SubmitRequest) -> Result<SubmitReply, Refusal> {
         let mut reply = self.client.submit(request.clone()).await;
         if reply.as_ref().is_err_and(is_connection_loss) {
@@ -108,7 +109,7 @@ impl DaemonClient {
         self.check(reply)
     }
 
-    /// The newest jobs, page by page: at most `limit`, or all of them.
+    /// Fetches the newest jobs page by page: at most `limit`, or all of them.
     pub(crate) async fn list(&mut self, ended: bool, limit: Option<u32>) -> Result<Vec<Job>, Refusal> {
         let (mut jobs, mut before) = (Vec::new(), 0);
         loop {
@@ -122,7 +123,7 @@ impl DaemonClient {
         }
     }
 
-    /// The newest jobs that have ended, oldest first: at most `limit`, or all of them.
+    /// Fetches the newest jobs that have ended, oldest first: at most `limit`, or all of them.
     pub(crate) async fn history(
         &mut self,
         request: HistoryRequest,
@@ -134,7 +135,7 @@ impl DaemonClient {
             let reply = self.client.history(request).await;
             let page = self.check(reply)?;
             jobs.extend(page.jobs.into_iter().rev());
-            // Offsets go down, or a daemon that repeats itself would never end.
+            // Offsets must decrease: a faulty daemon that repeats a page would cause an endless loop.
             let is_last = page.older == 0 || (before != 0 && page.older >= before);
             if is_last || missing(limit, &jobs) == 0 && limit.is_some() {
                 jobs.reverse();
@@ -149,7 +150,7 @@ impl DaemonClient {
         self.check(reply)
     }
 
-    /// Like [`get`](Self::get), but waits for a daemon that is being restarted.
+    /// Like [`get`](Self::get), but waits while the daemon restarts.
     pub(crate) async fn get_again(&mut self, job: u64) -> Result<Job, Refusal> {
         let lost_since = Instant::now();
         loop {
@@ -205,7 +206,7 @@ impl DaemonClient {
         }
     }
 
-    /// What the processes of a running job are doing.
+    /// Reports what the processes of a running job are doing.
     pub(crate) async fn stacks(
         &mut self,
         job: u64,
@@ -236,7 +237,7 @@ impl DaemonClient {
         self.check(reply)
     }
 
-    /// Examines idle GPUs. `on_start` sees which; the result is the last message.
+    /// Examines idle GPUs. `on_start` gets the GPUs that are examined; the result is the last message.
     pub(crate) async fn examine(
         &mut self,
         request: ExamineRequest,
@@ -317,10 +318,10 @@ impl DaemonClient {
         reply.map(Response::into_inner).map_err(|status| self.refusal(&status))
     }
 
-    /// Waits before another attempt to reach a daemon that last answered at `lost_since`.
+    /// Waits before another attempt to reach a daemon that has not answered since `lost_since`.
     ///
     /// # Errors
-    /// The call failed for another reason, or the daemon has been away for too long.
+    /// The call failed for another reason, or the daemon has been unreachable for too long.
     async fn wait_for_restart(&self, lost_since: Instant, status: &Status) -> Result<(), Refusal> {
         if !is_connection_loss(status) || lost_since.elapsed() > DAEMON_RESTART_TIMEOUT {
             return Err(self.refusal(status));
@@ -329,13 +330,13 @@ impl DaemonClient {
         Ok(())
     }
 
-    /// The message and exit code for a failed call.
+    /// Returns the message and exit code for a failed call.
     fn refusal(&self, status: &Status) -> Refusal {
         let socket = self.socket.display();
         let (exit, message) = match status.code() {
             _ if cause::<tonic::TimeoutExpired>(status).is_some() => (ExitCode::Retryable, self.timed_out()),
             Code::DeadlineExceeded => (ExitCode::Retryable, self.timed_out()),
-            // A status with a source was made by this side: the connection broke.
+            // Only the client's side attaches a source to a status: the connection broke.
             _ if std::error::Error::source(status).is_some() => {
                 let message = format!("lost the connection to the daemon at {socket}: it may be restarting");
                 (ExitCode::Retryable, message)
@@ -366,14 +367,14 @@ impl DaemonClient {
     }
 }
 
-/// Whether the request or its reply was lost, so that repeating an idempotent call may succeed.
+/// Returns whether the request or its reply was lost, so that repeating an idempotent call may succeed.
 fn is_connection_loss(status: &Status) -> bool {
     matches!(status.code(), Code::Unavailable | Code::Cancelled | Code::DeadlineExceeded)
         || std::error::Error::source(status).is_some()
 }
 
 fn no_daemon(problems: &[(PathBuf, io::Error)]) -> Refusal {
-    // A daemon listens where permission is denied, so the other sockets do not matter.
+    // If permission is denied, a daemon listens there, so errors of the other sockets do not matter.
     let denied = problems.iter().rfind(|(_, error)| error.kind() == io::ErrorKind::PermissionDenied);
     if let Some((socket, _)) = denied {
         return Refusal::new(ExitCode::Usage, permission_denied(socket));
@@ -387,7 +388,7 @@ fn no_daemon(problems: &[(PathBuf, io::Error)]) -> Refusal {
     Refusal::new(ExitCode::WorkerFailed, message)
 }
 
-/// Says who may open this socket, as far as its owner and mode tell.
+/// Returns a message that says who may open this socket, according to its owner and mode.
 fn permission_denied(socket: &Path) -> String {
     use std::os::unix::fs::MetadataExt;
     let shown = socket.display();

@@ -1,4 +1,4 @@
-//! Finds the running launch that a user means, and calls its agent.
+//! Finds the running launch that the user names, and calls its agent.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -12,10 +12,11 @@ use xlaunch_agent::registry::{self, Running, SOCKET};
 
 /// Levels of directories searched below a given path: output, job, run.
 const MAX_SEARCH_DEPTH: usize = 3;
-/// An agent answers at once unless its process is stopped or the machine is overloaded.
+/// Timeout of a call. An agent answers at once unless its process is suspended or the machine is overloaded.
 const AGENT_CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The launches that `run` names (a name, a prefix of one, or a path), or all running ones. Never empty.
+/// Returns the launches that `run` names (by name, a prefix of it, or a path), or all running ones. The result is never
+/// empty.
 ///
 /// # Errors
 /// A message for the user of `xlaunch COMMAND`: nothing was found, or the prefix is ambiguous.
@@ -46,7 +47,7 @@ pub(crate) async fn find_all(run: Option<&Path>, command: &str) -> Result<Vec<Ru
     }
 }
 
-/// The one launch that `run` names.
+/// Returns the single launch that `run` names.
 ///
 /// # Errors
 /// Those of [`find_all`]; several launches are running and none was named.
@@ -65,7 +66,7 @@ fn none_running(command: &str) -> String {
     )
 }
 
-/// Where the logs of ended runs are, as the end of a message.
+/// Returns the end of a message that says where the logs of ended runs are.
 fn ended_logs(command: &str) -> &'static str {
     if command == "logs" {
         "; logs of an ended run are in RUN/logs/attempt_N/RANK, those of a command below its --log-dir"
@@ -78,7 +79,7 @@ fn names(launches: &[Running]) -> String {
     launches.iter().map(|launch| format!("\n  {}", launch.name)).collect()
 }
 
-/// The newest run in or below `dir` whose agent accepts connections.
+/// Returns the newest run in or below `dir` whose agent accepts connections.
 async fn newest_below(dir: &Path, command: &str) -> Result<Running, String> {
     let mut sockets = Vec::new();
     collect_sockets(dir, MAX_SEARCH_DEPTH, &mut sockets);
@@ -86,7 +87,7 @@ async fn newest_below(dir: &Path, command: &str) -> Result<Running, String> {
     sockets.sort();
     for socket in sockets.into_iter().rev() {
         let name = socket.parent().map(|run| run.display().to_string()).unwrap_or_default();
-        // The path of a run can be too long for a socket address: the entry there is a symlink to a shorter path.
+        // The path of a run can be too long for a socket address. Then the entry is a symlink to a shorter path.
         let launch = Running { name, socket: socket.canonicalize().unwrap_or(socket) };
         if UnixStream::connect(&launch.socket).await.is_ok() {
             return Ok(launch);
@@ -99,7 +100,8 @@ async fn newest_below(dir: &Path, command: &str) -> Result<Running, String> {
     ))
 }
 
-/// Agents' sockets in and below `dir`. Symlinks such as `latest` are skipped: their targets are found anyway.
+/// Collects the agents' sockets in and below `dir`. Symlinks such as `latest` are skipped, as their targets are found
+/// anyway.
 fn collect_sockets(dir: &Path, depth: usize, found: &mut Vec<PathBuf>) {
     let socket = dir.join(SOCKET);
     if socket.symlink_metadata().is_ok() {
@@ -112,7 +114,7 @@ fn collect_sockets(dir: &Path, depth: usize, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Whether the launch is still registered: an agent that does not answer may only be busy.
+/// Returns whether the launch is still registered. An agent that does not answer may just be busy.
 pub(crate) fn is_running(launch: &Running) -> bool {
     registry::running().iter().any(|other| other.socket == launch.socket)
 }
@@ -123,7 +125,7 @@ pub(crate) async fn connect(launch: &Running) -> Result<AgentClient<Channel>, St
     Ok(AgentClient::new(channel))
 }
 
-/// For calls that last until something has happened in the job.
+/// Connects for calls that wait for an event of the job.
 pub(crate) async fn connect_without_call_timeout(launch: &Running) -> Result<AgentClient<Channel>, String> {
     let channel = super::connect_without_call_timeout(&launch.socket, AGENT_CALL_TIMEOUT).await;
     Ok(AgentClient::new(channel.map_err(|_| not_connected(launch))?))
@@ -139,17 +141,18 @@ async fn ask_status(launch: &Running, request: StatusRequest) -> Result<StatusRe
     reply.map(tonic::Response::into_inner).map_err(|status| call_error(launch, &status))
 }
 
-/// The status of each launch, with its name. Asked concurrently, so that one stopped agent does not delay the others.
+/// Returns the status of each launch, with its name. The calls are concurrent, so that one suspended agent does not
+/// delay the others.
 pub(crate) async fn status_of_all(launches: &[Running]) -> Vec<(String, Result<StatusReply, String>)> {
     ask_all(launches, StatusRequest::default()).await
 }
 
-/// The same, with the history of training jobs.
+/// Returns the status of each launch like [`status_of_all`], with the history of training jobs.
 pub(crate) async fn status_with_history(launches: &[Running]) -> Vec<(String, Result<StatusReply, String>)> {
     ask_all(launches, StatusRequest { history: true, ..StatusRequest::default() }).await
 }
 
-/// The same, of this node only.
+/// Returns the status of each launch like [`status_of_all`], but for this node only.
 pub(crate) async fn status_here(launches: &[Running]) -> Vec<(String, Result<StatusReply, String>)> {
     ask_all(launches, StatusRequest { local: true, ..StatusRequest::default() }).await
 }
@@ -169,7 +172,7 @@ async fn ask_all(launches: &[Running], request: StatusRequest) -> Vec<(String, R
     replies
 }
 
-/// The message for a failed call.
+/// Returns the message for a failed call.
 pub(crate) fn call_error(launch: &Running, status: &tonic::Status) -> String {
     match status.code() {
         tonic::Code::Cancelled | tonic::Code::DeadlineExceeded => format!(
@@ -177,7 +180,7 @@ pub(crate) fn call_error(launch: &Running, status: &tonic::Status) -> String {
             launch.name,
             AGENT_CALL_TIMEOUT.as_secs()
         ),
-        // A status with a source was made by this side: the connection broke.
+        // Only the client's side attaches a source to a status: the connection broke.
         _ if std::error::Error::source(status).is_some() => not_connected(launch),
         _ => format!("{}: {}", launch.name, status.message()),
     }

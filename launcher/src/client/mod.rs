@@ -1,4 +1,4 @@
-//! gRPC clients: of the agents of running launches ([`launches`]) and of the node's daemon ([`daemon`]).
+//! gRPC clients for the agents of running launches ([`launches`]) and for the node's daemon ([`daemon`]).
 
 pub(crate) mod daemon;
 pub(crate) mod launches;
@@ -13,12 +13,12 @@ use xlaunch_proto::net;
 /// Connects to the server that listens on `socket`. The connection and each call fail after `timeout`.
 ///
 /// # Errors
-/// Those of the socket, with their `errno`; also of [`connect_without_call_timeout`].
+/// Errors of the socket, with their `errno`.
 pub(crate) async fn connect(socket: &Path, timeout: Duration) -> io::Result<Channel> {
     net::connect(socket, net::connect::endpoint().timeout(timeout).connect_timeout(timeout)).await
 }
 
-/// The same for calls that take as long as they take.
+/// Like [`connect`], but without a timeout for calls; `timeout` limits the connection only.
 pub(crate) async fn connect_without_call_timeout(socket: &Path, timeout: Duration) -> io::Result<Channel> {
     net::connect(socket, net::connect::endpoint().connect_timeout(timeout)).await
 }

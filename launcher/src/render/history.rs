@@ -1,4 +1,4 @@
-//! Jobs that have ended: a table, and JSON.
+//! Jobs that have ended, as a table and as JSON.
 
 use std::time::{Duration, UNIX_EPOCH};
 
@@ -10,7 +10,7 @@ use xlaunch_proto::v1::JobAccount;
 use super::jobs::truncated_name;
 use super::text::{bytes, columns, fit, or_dash, seconds};
 
-/// One line per job. Lines are truncated to `width` characters.
+/// Returns one line per job. Lines are truncated to `width` characters.
 pub(crate) fn table(jobs: &[JobAccount], width: usize) -> String {
     if jobs.is_empty() {
         return "no jobs\n".into();
@@ -40,7 +40,7 @@ fn row(job: &JobAccount) -> Vec<String> {
     ]
 }
 
-/// All fields of a job; times are `null` if there is none.
+/// Returns all fields of a job; missing times are `null`.
 pub(crate) fn json(job: &JobAccount) -> Value {
     let at = |time: u64| (time > 0).then_some(time);
     json!({

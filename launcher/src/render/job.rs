@@ -1,4 +1,4 @@
-//! A job of the daemon: for people, and as JSON for programs.
+//! A job of the daemon, as text for people and as JSON for programs.
 
 use std::time::Duration;
 
@@ -14,10 +14,10 @@ use xlaunch_proto::json;
 use xlaunch_proto::labels::node_job_state;
 use xlaunch_proto::quantities::{bytes_text, time_text};
 
-/// A status older than this is shown with its age.
+/// Age above which a status is shown with its age.
 const STALE_STATUS_SECONDS: f64 = 5.0;
 
-/// A job with its ranks. Lines are truncated to `width` characters.
+/// Returns a job with its ranks. Lines are truncated to `width` characters.
 pub(crate) fn text(job: &Job, now: u64, width: usize) -> String {
     let mut out = format!("job {}  {}  {}\n", job.id, escape(&job.name), escape(&state_and_reason(job)));
     out += &format!("user {}  {}", escape(&user(job)), times(job, now));
@@ -31,7 +31,7 @@ pub(crate) fn text(job: &Job, now: u64, width: usize) -> String {
     }
     out += &format!("in {}\n", escape(&job.work_dir));
     if let Some(code) = job.exit_code {
-        // The exit codes of a command mean what its program likes.
+        // A command's exit codes are its own.
         let known = i32::try_from(code).ok().and_then(ExitCode::from_code);
         let known = known.filter(|_| job.kind() == JobKind::Trainer);
         let meaning = known.map_or_else(String::new, |exit| format!(" ({})", exit.meaning()));
@@ -71,7 +71,7 @@ fn times(job: &Job, now: u64) -> String {
     }
 }
 
-/// How long the job has run, or `-` if it has not started.
+/// Returns how long the job has run, or `-` if it has not started.
 pub(crate) fn run_time(job: &Job, now: u64) -> String {
     match (job.started_unix_ms, job.ended_unix_ms) {
         (0, _) => "-".into(),
@@ -90,7 +90,7 @@ fn gpus(job: &Job) -> String {
     }
 }
 
-/// Cores and memory that it reserves.
+/// Returns the cores and memory that the job reserves.
 fn reserved(job: &Job) -> String {
     let cpus = job.cpus.map_or_else(String::new, |cpus| format!("  {cpus} CPUs"));
     let memory =
@@ -98,7 +98,7 @@ fn reserved(job: &Job) -> String {
     cpus + &memory
 }
 
-/// Time limit, reservation, array and requeues: a line if there is any of them.
+/// Returns a line with time limit, reservation, array and requeues; empty if there are none.
 fn scheduling(job: &Job, now: u64) -> String {
     let mut parts = Vec::new();
     if let Some(limit) = job.time_limit_seconds {
@@ -122,12 +122,12 @@ fn scheduling(job: &Job, now: u64) -> String {
     if parts.is_empty() { String::new() } else { parts.join("  ") + "\n" }
 }
 
-/// The user's name, or the uid if it has none.
+/// Returns the user's name, or the uid if it has no name.
 pub(crate) fn user(job: &Job) -> String {
     if job.user.is_empty() { job.uid.to_string() } else { job.user.clone() }
 }
 
-/// Such as `queued, position 2 (no free GPU)`.
+/// Returns state and reason, such as `queued, position 2 (no free GPU)`.
 pub(crate) fn state_and_reason(job: &Job) -> String {
     let mut out = node_job_state(job.state()).to_owned();
     if job.state() == NodeJobState::Queued && job.queue_position > 0 {
@@ -139,7 +139,7 @@ pub(crate) fn state_and_reason(job: &Job) -> String {
     out
 }
 
-/// The job with its status, its report and its loss curve.
+/// Returns the job with its status, its report and its loss curve.
 pub(crate) fn json(job: &Job) -> Value {
     let mut value = json::job(job);
     value["report"] = json!(job.report);
@@ -149,7 +149,7 @@ pub(crate) fn json(job: &Job) -> Value {
     value
 }
 
-/// One line about a job that was cancelled.
+/// Returns one line about a job that was cancelled.
 pub(crate) fn cancelled(job: &Job) -> String {
     let id = job.id;
     match job.state() {

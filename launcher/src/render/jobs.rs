@@ -1,4 +1,4 @@
-//! The queue: one line per job.
+//! The table of jobs: one line per job.
 
 use std::cmp::Reverse;
 use std::time::Duration;
@@ -12,16 +12,16 @@ use xlaunch_daemon::view::has_ended;
 use xlaunch_proto::labels::node_job_state;
 use xlaunch_proto::quantities::time_text;
 
-/// Longer names are truncated in tables.
+/// Maximum length of a name in tables; longer names are truncated.
 const MAX_NAME_CHARS: usize = 32;
 
-/// For `xlaunch jobs`: the newest last, whatever their state.
+/// Sorts jobs for `xlaunch jobs`: by number, so the newest is last, whatever their state.
 pub(crate) fn sort_by_number(jobs: &mut [Job]) {
     jobs.sort_by_key(|job| job.id);
 }
 
-/// For `xlaunch top`: running jobs first, then queued ones in the order in which they will start, then ended ones, the
-/// newest first.
+/// Sorts jobs for `xlaunch top`: running jobs first, then queued ones in the order in which they will start, then ended
+/// ones, the newest first.
 pub(crate) fn sort_by_state(jobs: &mut [Job]) {
     jobs.sort_by_key(|job| match job.state() {
         NodeJobState::Queued => (1, u64::from(job.queue_position), Reverse(0)),
@@ -54,8 +54,8 @@ fn row(job: &Job, now: u64) -> Vec<String> {
     ]
 }
 
-/// Progress of a training job, or of a command that sends heartbeats with its step, and the reason for the job's state
-/// if there is one.
+/// Returns the progress of a training job, or of a command that sends heartbeats with its step, and the reason for the
+/// job's state if there is one.
 pub(crate) fn step_or_reason(job: &Job) -> String {
     let step = job.status.as_ref().and_then(|status| match (status.step, status.total_steps) {
         (_, 1..) => Some(launch::progress(status)),

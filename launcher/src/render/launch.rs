@@ -6,10 +6,10 @@ use super::text::{bytes, columns, escape, fit, or_dash, percent, seconds};
 use xlaunch_agent::sinks::progress::{clock, count};
 use xlaunch_proto::labels::{job_state, member_state, rank_state};
 
-/// Only the last restarts are listed.
+/// Maximum number of restarts to list; only the last ones are shown.
 const MAX_RESTARTS_SHOWN: usize = 3;
 
-/// A launch with its ranks. Lines are truncated to `width` characters.
+/// Returns a launch with its ranks. Lines are truncated to `width` characters.
 pub(crate) fn table(reply: &StatusReply, now: u64, width: usize) -> String {
     let mut out = heading(reply, now);
     out += &restarts(reply, now);
@@ -22,10 +22,10 @@ pub(crate) fn table(reply: &StatusReply, now: u64, width: usize) -> String {
     fit(&out, width)
 }
 
-/// A line per node of a job on several.
+/// Returns a line per node of a job on several nodes.
 fn nodes(nodes: &[MemberStatus]) -> String {
     let row = |node: &MemberStatus| {
-        // A spare runs none.
+        // A spare runs no ranks.
         let ranks = node.node_rank.filter(|_| node.workers > 0).map(|_| match node.workers {
             1 => node.first_rank.to_string(),
             workers => format!("{}-{}", node.first_rank, u64::from(node.first_rank) + u64::from(workers) - 1),
@@ -44,7 +44,7 @@ fn nodes(nodes: &[MemberStatus]) -> String {
     columns(&["NODE", "STATE", "RANKS", "SILENT", "HOST", "ADDRESS"], &rows)
 }
 
-/// A line per rank, not truncated: `width` decides where notes go.
+/// Returns a line per rank, not truncated. `width` decides whether a note is on the same line or the next.
 pub(crate) fn ranks(reply: &StatusReply, width: usize) -> String {
     let mut out = String::new();
     match reply.kind() {
@@ -76,7 +76,7 @@ fn heading(reply: &StatusReply, now: u64) -> String {
     out + &time(reply)
 }
 
-/// The last restarts, one per line.
+/// Returns the last restarts, one per line.
 pub(crate) fn restarts(reply: &StatusReply, now: u64) -> String {
     let line = |restart: &Restart| {
         let ago = clock(seconds(now.saturating_sub(restart.unix_ms / 1000)));
@@ -86,8 +86,8 @@ pub(crate) fn restarts(reply: &StatusReply, now: u64) -> String {
     reply.past_restarts.iter().rev().take(MAX_RESTARTS_SHOWN).rev().map(line).collect()
 }
 
-/// One line of training progress. Before the first step, and without an answer of the node with rank 0, loss and speed
-/// are not known.
+/// Returns one line of training progress. Loss and speed are unknown before the first step, and if the node with rank 0
+/// does not answer.
 pub(crate) fn training(reply: &StatusReply) -> String {
     if reply.step == 0 {
         return format!("step {}\n", progress(reply));
@@ -101,7 +101,7 @@ pub(crate) fn training(reply: &StatusReply) -> String {
     )
 }
 
-/// `120/500`, or `120` where the total is not known.
+/// Returns the progress as `120/500`, or `120` if the total is not known.
 pub(crate) fn progress(reply: &StatusReply) -> String {
     if reply.total_steps == 0 {
         return reply.step.to_string();
@@ -109,13 +109,13 @@ pub(crate) fn progress(reply: &StatusReply) -> String {
     format!("{}/{}", reply.step, reply.total_steps)
 }
 
-/// One line about where the time has gone.
+/// Returns one line with the break-down of the wall time.
 pub(crate) fn time(reply: &StatusReply) -> String {
     reply.accounting.as_ref().map_or_else(String::new, |account| account.text() + "\n")
 }
 
 fn command_ranks(reply: &StatusReply, width: usize, out: &mut String) {
-    // Few commands send heartbeats.
+    // Most commands send no heartbeats, so the columns are shown only if needed.
     let has_heartbeats = reply.ranks.iter().any(|rank| rank.seconds_since_heartbeat.is_some());
     let heading = if has_heartbeats { "STEP    BEAT   " } else { "" };
     *out += &format!("RANK  PID      STATE    {heading}OUTPUT  CPU    MEMORY  GPU   GPU MEM\n");
@@ -164,7 +164,7 @@ fn trainer_ranks(reply: &StatusReply, width: usize, out: &mut String) {
     }
 }
 
-/// Appends a row with its note: on the same line if that fits into `width`, else on the next.
+/// Appends a row with its note, on the same line if it fits into `width`, otherwise on the next line.
 fn push_row(row: String, note: &str, width: usize, out: &mut String) {
     *out += row.trim_end();
     if !note.is_empty() && row.len().saturating_add(note.chars().count()) <= width {
@@ -176,7 +176,7 @@ fn push_row(row: String, note: &str, width: usize, out: &mut String) {
     out.push('\n');
 }
 
-/// How the rank ended, or what is unusual about it, and what its log files have lost.
+/// Returns how the rank ended, or what is unusual about it, and what its log files have lost.
 fn note(rank: &RankStatus) -> String {
     let state = if rank.exit.is_empty() { &rank.hint } else { &rank.exit };
     let lost = rank.log_losses.iter().filter(|loss| loss.lost_bytes > 0);
@@ -185,7 +185,7 @@ fn note(rank: &RankStatus) -> String {
     escape(&notes.join("; "))
 }
 
-/// One line per launch: its status, or why there is none.
+/// Returns one line per launch with its status, or the reason why there is none.
 pub(crate) fn list(replies: &[(String, Result<StatusReply, String>)], now: u64, width: usize) -> String {
     let names: Vec<_> = replies.iter().map(|(name, _)| escape(name)).collect();
     let longest = names.iter().map(|name| name.chars().count()).max().unwrap_or(0).max(4);

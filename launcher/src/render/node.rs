@@ -6,7 +6,7 @@ use super::text::{bytes, columns, escape, fit, or_dash, percent, seconds};
 use xlaunch_agent::sinks::progress::clock;
 use xlaunch_proto::labels::gpu_state;
 
-/// Lines are truncated to `width` characters.
+/// Returns the node and its GPUs. Lines are truncated to `width` characters.
 pub(crate) fn table(node: &NodeStatus, now: u64, width: usize) -> String {
     let mut out = format!("{}\n{}\n", heading(node, now), counts(node));
     if !node.drained.is_empty() {
@@ -31,7 +31,7 @@ pub(crate) fn table(node: &NodeStatus, now: u64, width: usize) -> String {
 
 pub(crate) fn heading(node: &NodeStatus, now: u64) -> String {
     let up = clock(seconds(now.saturating_sub(node.started_unix_seconds)));
-    // `top` runs without a daemon, too.
+    // `top` also works without a daemon.
     let daemon = match node.daemon_pid {
         0 => String::new(),
         pid => format!("pid {pid}  up {up}  "),
@@ -58,7 +58,7 @@ fn gpu_row(gpu: &Gpu) -> Vec<String> {
     ]
 }
 
-/// Such as `12.1G/141G`.
+/// Returns used and total memory, such as `12.1G/141G`.
 pub(crate) fn memory(gpu: &Gpu) -> String {
     match (gpu.memory_used_bytes, gpu.memory_bytes) {
         (None, None) => "-".into(),

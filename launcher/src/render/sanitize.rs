@@ -1,4 +1,4 @@
-//! Another user's log on a terminal: readable, but unable to control the terminal.
+//! Makes another user's log safe to print: readable, but unable to control the terminal.
 
 use super::text::escape;
 

@@ -2,7 +2,7 @@
 
 use xlaunch_agent::sinks::progress::count;
 
-/// Lines of at most `width` characters, escaped; longer ones end in `...`.
+/// Escapes text and truncates its lines to `width` characters; truncated lines end in `...`.
 pub(crate) fn fit(text: &str, width: usize) -> String {
     let mut out = String::new();
     for line in text.split_inclusive('\n') {
@@ -34,12 +34,12 @@ fn acts_on_terminal(c: char) -> bool {
         || matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
-/// A value as indented JSON and a line feed. Characters that act on a terminal are written as `\u009b`.
+/// Returns a value as indented JSON and a line feed. Characters that act on a terminal are written as `\u009b`.
 pub(crate) fn json(value: &serde_json::Value) -> String {
     escaped_json(&format!("{value:#}")) + "\n"
 }
 
-/// The same on one line.
+/// Returns a value like [`json`], but on one line.
 pub(crate) fn json_line(value: &serde_json::Value) -> String {
     escaped_json(&value.to_string()) + "\n"
 }
@@ -57,7 +57,7 @@ fn escaped_json(text: &str) -> String {
     out
 }
 
-/// A table with two spaces between columns, each as wide as its widest cell. Cells are escaped.
+/// Returns a table with two spaces between columns, each as wide as its widest cell. Cells are escaped.
 pub(crate) fn columns(head: &[&str], rows: &[Vec<String>]) -> String {
     let head = head.iter().map(|&cell| cell.to_owned()).collect();
     let lines: Vec<Vec<String>> = std::iter::once(&head)
@@ -76,7 +76,7 @@ pub(crate) fn columns(head: &[&str], rows: &[Vec<String>]) -> String {
     out
 }
 
-/// The value, or `-` if it is not known.
+/// Returns the value, or `-` if it is not known.
 pub(crate) fn or_dash<T>(value: Option<T>, show: impl Fn(T) -> String) -> String {
     value.map_or_else(|| "-".into(), show)
 }

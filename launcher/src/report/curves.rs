@@ -1,7 +1,7 @@
 //! The curves and figures of a run, from its `metrics.jsonl` and those of the runs that it continues.
 //!
-//! The files are read twice, oldest run first: once to learn where steps repeat and how long the curves are, once to
-//! reduce them. So memory does not depend on the number of steps.
+//! The files are read twice, oldest run first: the first pass finds where steps repeat and how long the curves are, the
+//! second reduces the curves. So memory does not depend on the number of steps.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -13,26 +13,26 @@ use super::reduce::{self, Reducer};
 use super::rewinds::Rewinds;
 use super::thinned::Thinned;
 
-/// Values from which a median is taken: evenly spaced, all of them in shorter runs.
+/// Maximum number of values from which a median is taken. In longer runs they are evenly spaced.
 const MEDIAN_VALUES: usize = 1 << 16;
 
-/// What the files contain.
+/// The contents of the files.
 #[derive(Debug, Default)]
 pub(crate) struct Curves {
-    /// By key, reduced.
+    /// The reduced curve of each key.
     pub(crate) points: [Vec<reduce::Point>; KEYS.len()],
     pub(crate) figures: Figures,
-    /// What could not be used, for the reader.
+    /// Notes for the reader about data that could not be used.
     pub(crate) notes: Vec<String>,
 }
 
-/// Figures of all steps, not of the reduced curves.
+/// Figures over all steps, not only the points of the reduced curves.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Figures {
     /// The last step.
     pub(crate) steps: u64,
     pub(crate) tokens: f64,
-    /// Time of the steps of the curve, without what is between them.
+    /// Total duration of the steps of the curve, without the time between them.
     pub(crate) step_seconds: f64,
     pub(crate) loss: Extremes,
     pub(crate) val_loss: Extremes,
@@ -40,7 +40,7 @@ pub(crate) struct Figures {
     pub(crate) tokens_per_second: Option<f64>,
     pub(crate) mfu: Option<f64>,
     pub(crate) skipped_steps: f64,
-    /// Times that the run went back to an earlier step.
+    /// Number of times that the run went back to an earlier step.
     pub(crate) restarts: u64,
 }
 
@@ -48,7 +48,7 @@ pub(crate) struct Figures {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Extremes {
     pub(crate) last: Option<f64>,
-    /// With its step.
+    /// The lowest value and its step.
     pub(crate) best: Option<(f64, u64)>,
 }
 
@@ -60,7 +60,7 @@ impl Extremes {
         }
     }
 
-    /// Null where there is no value, or none that is finite.
+    /// Returns the values as JSON; null if there is no finite value.
     pub(crate) fn json(&self) -> Value {
         json!({ "last": self.last, "best": self.best.map(|(best, _)| best), "best_step": self.best.map(|(_, at)| at) })
     }
@@ -73,14 +73,14 @@ pub(crate) struct Source {
     pub(crate) until: u64,
 }
 
-/// The first pass.
+/// The results of the first pass.
 #[derive(Debug, Default)]
 struct Survey {
-    /// By source: bytes that were read.
+    /// Bytes read of each source.
     bytes: Vec<u64>,
     steps: Rewinds,
     evaluations: Rewinds,
-    /// By key, with those that are not part of the final curve.
+    /// Number of points of each key, including those that are not part of the final curve.
     counts: [u64; KEYS.len()],
     first: Option<u64>,
     last: u64,
@@ -139,13 +139,13 @@ impl Survey {
     }
 }
 
-/// What a pass over a file has found.
+/// The result of a pass over a file.
 struct Found {
     bytes: u64,
     broken: u64,
 }
 
-/// Calls `take` with each point of a file and the number of its line, counted over all files.
+/// Calls `take` with each point of a file and its line number, counted over all files.
 fn each_point(
     source: &Source,
     limit: u64,
@@ -159,7 +159,7 @@ fn each_point(
         match lines::parse(text) {
             Some(point) if point.step <= source.until => take(*line, &point),
             Some(_) => {}
-            // The run is writing it.
+            // The run is still writing this line.
             None if cut => {}
             None => broken += 1,
         }
@@ -206,7 +206,7 @@ impl Totals {
 
     fn finish(self) -> Figures {
         let (tokens_per_second, mfu) = (median(self.speeds), median(self.utilisations));
-        // Speeds are rounded, tokens are whole.
+        // The number of tokens follows from rounded speeds, so round it to a whole number.
         Figures { tokens: self.figures.tokens.round(), tokens_per_second, mfu, ..self.figures }
     }
 }
@@ -218,12 +218,12 @@ fn median(values: Thinned<f64>) -> Option<f64> {
 }
 
 impl Source {
-    /// All of a file.
+    /// Returns the source with all steps of a file.
     pub(crate) fn all(path: &Path) -> Self {
         Self { path: path.to_owned(), until: u64::MAX }
     }
 
-    /// The first step of the file; `None` if it has none.
+    /// Returns the first step of the file; `None` if it has no steps.
     pub(crate) fn first_step(&self) -> Option<u64> {
         let mut lines = Lines::open(&self.path, u64::MAX).ok()?;
         while let Ok(Some((text, _))) = lines.next() {

@@ -1,5 +1,5 @@
-//! What a run's directory has beside its metrics: configuration, environment, ending and samples. All of it may be
-//! absent, and of another version.
+//! The files of a run's directory other than its metrics: configuration, environment, summary and samples. Each may be
+//! absent, or written by another version.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read};
@@ -14,20 +14,20 @@ use super::lines::Lines;
 use super::thinned::Thinned;
 use xlaunch_proto::quantities::bytes_text;
 
-/// The points of a run.
+/// File with the points of a run.
 pub(crate) const METRICS: &str = "metrics.jsonl";
-/// The configuration of a run.
+/// File with the configuration of a run.
 pub(crate) const JOB: &str = "job.json";
-/// The texts that a model has written.
+/// File with the texts sampled from the model.
 const SAMPLES: &str = "samples.jsonl";
-/// Bytes of the largest document that is read.
+/// Maximum size of a document that is read.
 const MAX_DOCUMENT_BYTES: u64 = 16 << 20;
-/// Samples of a run in a report, evenly spaced, and the last one.
+/// Maximum number of samples of a run in a report: evenly spaced ones, and the last.
 const MAX_SAMPLES: usize = 24;
-/// Characters of a sample in a report.
+/// Maximum number of characters of a sample in a report.
 const MAX_SAMPLE_CHARS: usize = 4000;
 
-/// Text that the model has written.
+/// A text sampled from the model.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 pub(crate) struct Sample {
     #[serde(rename = "_step")]
@@ -37,7 +37,7 @@ pub(crate) struct Sample {
     pub(crate) text: String,
 }
 
-/// A JSON object in a file; `None` if there is no file.
+/// Reads a JSON object from a file; `None` if there is no file.
 pub(crate) fn read(path: &Path) -> Result<Option<Value>, String> {
     let mut text = Vec::new();
     let file = match File::open(path) {
@@ -52,7 +52,7 @@ pub(crate) fn read(path: &Path) -> Result<Option<Value>, String> {
     value.map(|object| Some(Value::Object(object))).map_err(|error| format!("{}: {error}", path.display()))
 }
 
-/// `state.json` of the newest checkpoint.
+/// Reads `state.json` of the newest checkpoint.
 pub(crate) fn newest_state(run: &Path) -> Option<Value> {
     let entries = fs_err::read_dir(run.join("checkpoints")).ok()?;
     let newest =
@@ -60,7 +60,7 @@ pub(crate) fn newest_state(run: &Path) -> Option<Value> {
     read(&newest).ok()?
 }
 
-/// Keys and values, with the keys of inner objects joined by dots: `train.lr` and `0.0003`.
+/// Returns keys and values, with the keys of inner objects joined by dots: `train.lr` and `0.0003`.
 pub(crate) fn flatten(value: &Value) -> BTreeMap<String, String> {
     let mut out = BTreeMap::new();
     flatten_into("", value, &mut out);
@@ -80,7 +80,7 @@ fn flatten_into(prefix: &str, value: &Value, out: &mut BTreeMap<String, String>)
     }
 }
 
-/// The lines of an environment, in the order of the page. What is not recorded is left out.
+/// Returns the lines of an environment, in the order of the page. Missing values are left out.
 pub(crate) fn environment(value: &Value) -> Vec<(&'static str, String)> {
     let text = |pointer: &str| value.pointer(pointer).and_then(Value::as_str).map(str::to_owned);
     let number = |pointer: &str| value.pointer(pointer).and_then(Value::as_u64);
@@ -118,11 +118,11 @@ pub(crate) fn environment(value: &Value) -> Vec<(&'static str, String)> {
 
 fn date(unix_seconds: u64) -> Option<String> {
     let at = UNIX_EPOCH.checked_add(Duration::from_secs(unix_seconds))?;
-    // Later years than 9999 cannot be formatted.
+    // Years after 9999 cannot be formatted.
     (unix_seconds < 253_402_300_800).then(|| humantime::format_rfc3339_seconds(at).to_string())
 }
 
-/// Such as `train: 9500000 tokens (0f3a51c2), validation: 500000 tokens (77ab0c1d)`.
+/// Describes the data, such as `train: 9500000 tokens (0f3a51c2), validation: 500000 tokens (77ab0c1d)`.
 fn data(value: &Value) -> Option<String> {
     let splits = value.as_object()?.iter().filter_map(|(split, data)| {
         let hash: String = data["hash"].as_str()?.chars().take(8).collect();
@@ -131,7 +131,7 @@ fn data(value: &Value) -> Option<String> {
     Some(splits.collect::<Vec<_>>().join(", ")).filter(|text| !text.is_empty())
 }
 
-/// Such as `8 x NVIDIA H100 80GB HBM3, 79.6 GiB`.
+/// Describes the GPUs, such as `8 x NVIDIA H100 80GB HBM3, 79.6 GiB`.
 fn gpus(value: &Value) -> Option<String> {
     let mut kinds: BTreeMap<(String, u64), usize> = BTreeMap::new();
     for gpu in value.as_array()? {
@@ -143,7 +143,8 @@ fn gpus(value: &Value) -> Option<String> {
     Some(kinds.into_iter().map(kind).collect::<Vec<_>>().join("; ")).filter(|text| !text.is_empty())
 }
 
-/// The samples of a run, oldest first. A later sample of the same or an earlier step replaces those after a restart.
+/// Returns the samples of a run, oldest first. After a restart, a sample replaces earlier ones of the same or a later
+/// step.
 pub(crate) fn samples(run: &Path, notes: &mut Vec<String>) -> Vec<Sample> {
     let path = run.join(SAMPLES);
     let Ok(mut lines) = Lines::open(&path, u64::MAX) else { return Vec::new() };

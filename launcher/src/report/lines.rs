@@ -1,7 +1,7 @@
-//! Lines of `metrics.jsonl`, one at a time: a file of any size takes the memory of its longest line, up to a limit.
+//! Reads `metrics.jsonl` line by line: a file of any size takes the memory of its longest line, up to a limit.
 //!
 //! A line that is not a JSON object with a step in `_step` is broken; the reader skips and counts it. The last line of
-//! a run that is being written may be cut, which is not an error. Unknown keys are ignored.
+//! a run that is being written may be incomplete, which is not an error. Unknown keys are ignored.
 
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read};
@@ -10,10 +10,10 @@ use std::path::Path;
 use fs_err::File;
 use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
-/// Bytes of the longest line that is read.
+/// Maximum length of a line in bytes; longer lines are skipped.
 const MAX_LINE_BYTES: u64 = 1 << 20;
 
-/// What is read of a line beside its step.
+/// The keys that are read from a line, in addition to its step.
 pub(crate) const KEYS: [&str; 9] = [
     "train/loss",
     "val/loss",
@@ -26,7 +26,7 @@ pub(crate) const KEYS: [&str; 9] = [
     "train/skipped_steps",
 ];
 
-/// Places in [`KEYS`].
+/// Indices into [`KEYS`].
 pub(crate) mod key {
     pub(crate) const LOSS: usize = 0;
     pub(crate) const VAL_LOSS: usize = 1;
@@ -37,16 +37,16 @@ pub(crate) mod key {
     pub(crate) const SKIPPED_STEPS: usize = 8;
 }
 
-/// A line: a step or an evaluation.
+/// The values of a line, which is a step or an evaluation.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Point {
     pub(crate) step: u64,
-    /// By key; NaN where the value is not finite, `None` where there is none.
+    /// The value of each key: NaN if it is not finite, `None` if it is absent.
     pub(crate) values: [Option<f64>; KEYS.len()],
 }
 
 impl Point {
-    /// Whether it is of a training step, rather than of an evaluation after one.
+    /// Returns whether the point is a training step rather than an evaluation after one.
     pub(crate) fn is_step(&self) -> bool {
         self.values[key::LOSS].is_some()
     }
@@ -57,20 +57,20 @@ impl Point {
 pub(crate) struct Lines {
     reader: io::Take<BufReader<File>>,
     line: Vec<u8>,
-    /// Bytes read.
+    /// Number of bytes read.
     pub(crate) read: u64,
-    /// Lines that were longer than the limit.
+    /// Number of lines longer than the limit.
     pub(crate) too_long: u64,
 }
 
 impl Lines {
-    /// At most the first `limit` bytes of the file, which may be growing.
+    /// Opens a file to read at most its first `limit` bytes. The file may be growing.
     pub(crate) fn open(path: &Path, limit: u64) -> io::Result<Self> {
         let reader = BufReader::with_capacity(1 << 16, File::open(path)?).take(limit);
         Ok(Self { reader, line: Vec::new(), read: 0, too_long: 0 })
     }
 
-    /// The next line that is not empty, and whether it is the last one, without an end.
+    /// Returns the next line that is not empty, and whether it is an incomplete last line, without a line feed.
     pub(crate) fn next(&mut self) -> io::Result<Option<(&[u8], bool)>> {
         loop {
             self.line.clear();
@@ -124,7 +124,7 @@ impl<'de> Visitor<'de> for PointVisitor {
     }
 }
 
-/// A step as JSON has it.
+/// Converts a step that JSON represents as a float; `None` if it is not a whole number.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "in the range of exact integers")]
 fn whole(value: f64) -> Option<u64> {
     const EXACT: f64 = 9_007_199_254_740_992.0;
@@ -156,8 +156,8 @@ impl<'de> Deserialize<'de> for Key {
     }
 }
 
-/// A number; NaN for null and for the names that JSON writers use for numbers which are not finite; `None` for anything
-/// else.
+/// A number. It is NaN for null and for the names that JSON writers use for numbers that are not finite, and `None` for
+/// anything else.
 struct Number(Option<f64>);
 
 impl<'de> Deserialize<'de> for Number {

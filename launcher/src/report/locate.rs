@@ -1,4 +1,4 @@
-//! Finds the files of a run: its directory from what the user names, and the runs that it continues.
+//! Finds the files of a run: its directory, from the path that the user names, and the runs that it continues.
 
 use std::path::{Path, PathBuf};
 
@@ -7,21 +7,21 @@ use xlaunch_agent::environment;
 use super::curves::Source;
 use super::documents::{self, JOB, METRICS};
 
-/// Most runs that continue each other: more are a circle.
+/// Maximum length of a chain of runs that continue each other; a longer one must be a cycle.
 const MAX_ANCESTORS: usize = 256;
 
 /// The files of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct RunFiles {
-    /// As the page names it.
+    /// Name of the run on the page.
     pub(crate) label: String,
-    /// `None` for a `metrics.jsonl` that is not in the directory of a run.
+    /// Directory of the run; `None` for a `metrics.jsonl` outside the directory of a run.
     pub(crate) dir: Option<PathBuf>,
-    /// Its own file, which may not exist.
+    /// The run's own `metrics.jsonl`, which may not exist.
     pub(crate) metrics: PathBuf,
 }
 
-/// The run that a path means: a run's directory, a job's (its newest run), or a `metrics.jsonl`.
+/// Finds the run that a path names: a run's directory, a job's directory (its newest run), or a `metrics.jsonl`.
 pub(crate) fn find(path: &Path) -> Result<RunFiles, String> {
     if path.is_file() {
         let dir = path.parent().map(Path::to_owned).unwrap_or_default();
@@ -50,7 +50,7 @@ fn is_run(dir: &Path) -> bool {
     [METRICS, JOB, environment::ENVIRONMENT_FILE].iter().any(|name| dir.join(name).is_file())
 }
 
-/// Runs are named by their start time, so names sort by time.
+/// Returns the newest run of a job. Runs are named by their start time, so names sort by time.
 fn newest_run(job: &Path) -> Option<PathBuf> {
     let latest = job.join("latest");
     if is_run(&latest) {
@@ -62,7 +62,7 @@ fn newest_run(job: &Path) -> Option<PathBuf> {
 }
 
 fn of_dir(dir: &Path) -> RunFiles {
-    // `latest`, and paths such as `.`, do not name the run.
+    // Paths such as `latest` or `.` do not contain the name of the run.
     let dir = fs_err::canonicalize(dir).unwrap_or_else(|_| dir.to_owned());
     let name = |path: &Path| path.file_name().map(|name| name.to_string_lossy().into_owned());
     let parts = [dir.parent().and_then(name), name(&dir)];
@@ -70,9 +70,8 @@ fn of_dir(dir: &Path) -> RunFiles {
     RunFiles { label, metrics: dir.join(METRICS), dir: Some(dir) }
 }
 
-/// The files that make up the curve of a run, oldest run first. Files of runs that it continues are left out where they
-/// are gone, and where the run has their points in its own file. A run that it continues but whose file is gone is a
-/// note.
+/// Returns the files that make up the curve of a run, oldest run first. Files of the runs that it continues are left
+/// out if the run has their points in its own file, or if they no longer exist; the latter adds a note.
 pub(crate) fn sources(run: &RunFiles, notes: &mut Vec<String>) -> Vec<Source> {
     let own = Source::all(&run.metrics);
     let (mut sources, mut dirs) = (Vec::new(), Vec::new());
@@ -91,7 +90,7 @@ pub(crate) fn sources(run: &RunFiles, notes: &mut Vec<String>) -> Vec<Source> {
         until = until.min(step);
         let dir = candidates.into_iter().find(|dir| dir.join(METRICS).is_file() && !dirs.contains(dir));
         let Some(dir) = dir else {
-            notes.push(format!("the steps up to {until} are those of run {id}, which is not there"));
+            notes.push(format!("the steps up to {until} are those of run {id}, which no longer exists"));
             break;
         };
         current = Source { path: dir.join(METRICS), until };
@@ -106,7 +105,7 @@ pub(crate) fn sources(run: &RunFiles, notes: &mut Vec<String>) -> Vec<Source> {
 struct Parent {
     run: String,
     step: u64,
-    /// Directories in which it may be.
+    /// Directories that may be the run's.
     candidates: Vec<PathBuf>,
 }
 
@@ -117,16 +116,16 @@ fn parent(dir: &Path) -> Option<Parent> {
     let of_checkpoint = || documents::newest_state(dir)?["parents"].as_array()?.last().cloned();
     let value = match (from_environment, &recorded) {
         (Some(value), _) => value.clone(),
-        // The run continues none.
+        // The run does not continue another one.
         (None, Some(_)) => return None,
-        // Of a version that did not write the file.
+        // The run is of a version that did not write the file.
         (None, None) => of_checkpoint()?,
     };
     let text = |key: &str| value[key].as_str().map(str::to_owned);
     let run = text("run").unwrap_or_default();
     let sibling = Path::new(&run).file_name().is_some_and(|name| name == run.as_str());
     let sibling = sibling.then(|| dir.parent().map(|job| job.join(&run))).flatten();
-    // DIR/checkpoints/step-00000500.
+    // The path is DIR/checkpoints/step-00000500.
     let of_path = text("checkpoint").and_then(|path| Path::new(&path).ancestors().nth(2).map(Path::to_owned));
     let candidates = sibling.into_iter().chain(of_path).collect();
     Some(Parent { run, step: value["step"].as_u64()?, candidates })
@@ -202,12 +201,12 @@ mod tests {
             (sources, notes)
         };
         let file = |dir: &Path, until: u64| (dir.join(METRICS), until);
-        // Run c goes back further than b had begun.
+        // Run c resumes at a step before the first step of b.
         assert_eq!(of(&c), (vec![file(&a, 20), file(&b, 20), file(&c, u64::MAX)], vec![]));
         assert_eq!(of(&copied), (vec![file(&copied, u64::MAX)], vec![]));
         let (sources, notes) = of(&orphan);
         assert_eq!(sources, [file(&orphan, u64::MAX)]);
-        assert_eq!(notes, ["the steps up to 10 are those of run gone, which is not there"]);
+        assert_eq!(notes, ["the steps up to 10 are those of run gone, which no longer exists"]);
         assert!(of(&circle).0.len() <= 2);
     }
 

@@ -8,8 +8,9 @@
 //! ```
 //! Invariants:
 //! - Memory does not depend on the length of a run: files are read line by line, twice.
-//! - Whatever is missing, broken, of another version or still being written is left out, and a note says so.
-//! - No text of a run becomes markup or script: all of it is escaped, and the page's policy allows its own script only.
+//! - Data that is missing, broken, of another version or still being written is left out, and a note says so.
+//! - No text from a run becomes markup or script: all of it is escaped, and the page's policy allows only its own
+//!   script.
 
 mod curves;
 mod documents;
@@ -32,28 +33,28 @@ use documents::{JOB, Sample};
 use locate::RunFiles;
 pub(crate) use page::{MARK, html};
 
-/// Most runs of a report: as many as there are colours.
+/// Maximum number of runs in a report, which is the number of colours.
 pub(crate) const MAX_RUNS: usize = 8;
 
-/// What a report shows of a run.
+/// The contents of a report about a run.
 #[derive(Debug, Default)]
 pub(crate) struct Run {
     label: String,
     path: String,
     curves: Curves,
-    /// As they are on disk; `None` where there is none.
+    /// Documents as they are on disk; `None` if there is no file.
     config: Option<Value>,
     environment: Option<Value>,
     ending: Option<Value>,
     samples: Vec<Sample>,
-    /// What could not be read.
+    /// Notes about files that could not be read.
     notes: Vec<String>,
 }
 
-/// Reads the runs that these paths mean.
+/// Reads the runs that these paths name.
 ///
 /// # Errors
-/// A path that means no run, or a file that cannot be read.
+/// A path does not lead to a run, or a file cannot be read.
 pub(crate) fn read(paths: &[PathBuf]) -> Result<Vec<Run>, Refusal> {
     let usage = |message: String| Refusal::new(ExitCode::Usage, message);
     let found: Result<Vec<RunFiles>, _> =
@@ -86,18 +87,18 @@ fn read_run(files: &RunFiles) -> Result<Run, Refusal> {
     Ok(Run { label: files.label.clone(), path, curves, config, environment, ending, samples, notes })
 }
 
-/// A note for the reader.
+/// Returns a note about broken lines.
 fn broken_lines(path: &Path, count: u64) -> String {
     let what = if count == 1 { "1 line is".into() } else { format!("{count} lines are") };
     format!("{}: {what} broken, and left out", path.display())
 }
 
-/// What could not be read, with the run.
+/// Returns the notes of all runs, each with the name of its run.
 pub(crate) fn notes(runs: &[Run]) -> Vec<String> {
     runs.iter().flat_map(|run| run.notes.iter().map(|note| format!("{}: {note}", run.label))).collect()
 }
 
-/// The figures of the runs, those of the page.
+/// Returns the same figures of the runs as the page shows.
 pub(crate) fn json(runs: &[Run]) -> Value {
     json!({ "version": 1, "runs": runs.iter().map(Run::json).collect::<Vec<_>>() })
 }
@@ -126,7 +127,7 @@ impl Run {
         })
     }
 
-    /// A number of `summary.json`; `None` while the run trains, and for runs of older versions.
+    /// Returns a number from `summary.json`; `None` while the run trains, and for runs of older versions.
     fn ended(&self, pointer: &str) -> Option<f64> {
         self.ending.as_ref()?.pointer(pointer)?.as_f64()
     }

@@ -13,19 +13,19 @@ use super::lines::KEYS;
 use super::{Run, documents, reduce};
 use crate::render::text;
 
-/// The beginning of every report, by which one is recognised before it is replaced.
+/// Beginning of every report. Only a file that starts with it is replaced.
 pub(crate) const MARK: &str = "<!doctype html>\n<!-- xlaunch report -->\n";
 const STYLE: &str = include_str!("assets/report.css");
 const SCRIPT: &str = include_str!("assets/report.js");
-/// Shown where there is no value.
+/// Text in place of a missing value.
 const NONE: &str = "–";
 
-/// A chart: the curves of the same keys, of all runs.
+/// A chart with the curves of the same keys for all runs.
 struct Chart {
     id: &'static str,
     title: &'static str,
     unit: &'static str,
-    /// The second one is drawn with a mark at each value.
+    /// Keys of the curves. The second one is drawn with a mark at each value.
     keys: &'static [&'static str],
 }
 
@@ -38,7 +38,7 @@ const CHARTS: [Chart; 6] = [
     Chart { id: "mfu", title: "Model FLOPs utilisation", unit: "1 is the peak rate", keys: &["perf/mfu"] },
 ];
 
-/// The page.
+/// Returns the page.
 pub(crate) fn html(runs: &[Run]) -> String {
     let policy = format!(
         "default-src 'none'; script-src '{}'; style-src '{}'; base-uri 'none'; form-action 'none'",
@@ -67,12 +67,12 @@ pub(crate) fn html(runs: &[Run]) -> String {
     out
 }
 
-/// The source expression by which a policy allows this script or style, and no other.
+/// Returns the source expression with which a content security policy allows only this script or style.
 fn source_hash(text: &str) -> String {
     format!("sha256-{}", BASE64.encode(Sha256::digest(text)))
 }
 
-/// Text as content or as the value of a quoted attribute. Control characters are made visible.
+/// Escapes text for use as content or as the value of a quoted attribute. Control characters are made visible.
 fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text::escape(text).chars() {
@@ -88,7 +88,8 @@ fn escape(text: &str) -> String {
     out
 }
 
-/// JSON for a script element, which `</script` or `<!--` in a string would end or change.
+/// Returns JSON for a script element. `<` is escaped, because `</script` or `<!--` in a string would end or change the
+/// element.
 fn script_json(value: &Value) -> String {
     value.to_string().replace('<', "\\u003c")
 }
@@ -181,8 +182,8 @@ fn environments(runs: &[Run]) -> String {
     comparison("environment", "Environment", runs, &values, &order)
 }
 
-/// Values of all runs side by side. Rows in which runs differ are marked and come first; those that are equal can be
-/// opened. `order` is that of the keys; without it, they are sorted.
+/// Returns a table with the values of all runs side by side. Rows in which runs differ are marked and come first; equal
+/// rows are collapsed. `order` is the order of the keys; without it, they are sorted.
 fn comparison(
     id: &str,
     title: &str,
@@ -201,7 +202,7 @@ fn comparison(
     for key in keys {
         let value = |values: &Option<BTreeMap<String, String>>| values.as_ref()?.get(key).cloned();
         let cells: Vec<Option<String>> = values.iter().map(value).collect();
-        // A run without the file does not differ.
+        // A run without the file does not count as different.
         let known = cells.iter().zip(values).filter(|(_, values)| values.is_some()).map(|(cell, _)| cell);
         let differs = known.clone().any(|cell| Some(cell) != known.clone().next());
         let cells: Vec<String> = cells.into_iter().map(|cell| cell.unwrap_or_else(|| NONE.into())).collect();
@@ -228,7 +229,7 @@ fn comparison(
     out + "</section>\n"
 }
 
-/// The first row of a table: a column per run.
+/// Returns the first row of a table, with a column per run.
 fn heading(first: &str, runs: &[Run]) -> String {
     let column = |(index, run): (usize, &Run)| {
         format!("<th scope=\"col\">{} {}</th>", swatch(index), escape(&run.label))
@@ -244,14 +245,14 @@ fn row(name: &str, values: &[String], differs: bool) -> String {
     format!("<tr{class}><th scope=\"row\">{mark}{}</th>{cells}</tr>\n", escape(name))
 }
 
-/// The colour and the dashes of a run.
+/// Returns a sample of a run's line: its colour and dashes.
 fn swatch(index: usize) -> String {
     format!(
         "<svg class=\"swatch c{index}\" viewBox=\"0 0 28 8\" aria-hidden=\"true\"><path d=\"M0 4H28\"/></svg>"
     )
 }
 
-/// The curves, for the script.
+/// Returns the curves for the script.
 fn data(runs: &[Run]) -> Value {
     let points = |run: &Run, key: &str| {
         let index = KEYS.iter().position(|other| *other == key)?;
@@ -278,7 +279,7 @@ fn data(runs: &[Run]) -> Value {
     json!({ "runs": labels, "charts": charts, "most_points": reduce::MAX_POINTS })
 }
 
-/// In the digits of an f32: what workers report, and half the size.
+/// Rounds a value to the digits of an f32, the precision of the workers' reports, which halves the size.
 #[expect(clippy::cast_possible_truncation, reason = "that is its purpose")]
 fn short(value: Option<f64>) -> Value {
     let digits = value.map(|value| (value as f32).to_string());
@@ -307,7 +308,7 @@ mod tests {
         hostile.notes = vec![HOSTILE.into()];
         hostile.path = HOSTILE.into();
         let page = html(&[hostile]);
-        // Those of the page itself.
+        // Only the page's own elements.
         assert_eq!((page.matches("<script").count(), page.matches("</script").count()), (2, 2));
         assert_eq!(page.matches("<!--").count(), 1);
         assert!(page.contains("&lt;/script&gt;&lt;script&gt;alert(1)") && !page.contains('\u{1b}'));

@@ -1,15 +1,15 @@
-//! Reduces a curve to a number of points that a page can show. The smallest and the largest value of each interval of
-//! steps remain, so that spikes stay visible, and the first and the last value.
+//! Reduces a curve to a number of points that a page can show. It keeps the smallest and the largest value of each
+//! interval of steps, so that spikes stay visible, and the first and the last value.
 
-/// Most points of a reduced curve.
+/// Maximum number of points of a reduced curve.
 pub(crate) const MAX_POINTS: usize = 2000;
-/// Intervals of a reduced curve, with two points each; two more points are the first and the last one.
+/// Number of intervals of a reduced curve. Each has two points; the first and the last point of the curve are added.
 const BUCKETS: u64 = MAX_POINTS as u64 / 2 - 1;
 
-/// A point: step and value, which is `None` where it is not finite.
+/// A point: step and value; the value is `None` if it is not finite.
 pub(crate) type Point = (u64, Option<f64>);
 
-/// Takes the points of a curve by rising step.
+/// Collects the points of a curve, in increasing order of steps.
 #[derive(Debug)]
 pub(crate) struct Reducer {
     first_step: u64,
@@ -26,12 +26,12 @@ struct Bucket {
     index: u64,
     low: Option<(u64, f64)>,
     high: Option<(u64, f64)>,
-    /// A step whose value is not finite.
+    /// A step in the interval whose value is not finite.
     gap: Option<u64>,
 }
 
 impl Reducer {
-    /// For at most `count` points with steps from `first` to `last`.
+    /// Creates a reducer for at most `count` points with steps from `first` to `last`.
     pub(crate) fn new(count: u64, first: u64, last: u64) -> Self {
         let width = match count <= MAX_POINTS as u64 {
             true => 0,
@@ -63,10 +63,10 @@ impl Reducer {
         }
     }
 
-    /// The reduced curve.
+    /// Returns the reduced curve.
     pub(crate) fn finish(mut self) -> Vec<Point> {
         self.bucket.finish(&mut self.points);
-        // The first and the last point may be extremes of their intervals, too.
+        // The first and the last point may also be extremes of their intervals.
         self.points.dedup_by_key(|(step, _)| *step);
         if let Some(last) = self.last {
             let at = self.points.partition_point(|(step, _)| *step < last.0);
@@ -88,7 +88,7 @@ impl Bucket {
         }
     }
 
-    /// Appends its points, and empties it.
+    /// Appends the interval's points to `points`, and empties the interval.
     fn finish(&mut self, points: &mut Vec<Point>) {
         match (self.low.take(), self.high.take(), self.gap.take()) {
             (Some(low), Some(high), _) => {

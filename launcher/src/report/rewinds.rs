@@ -1,20 +1,20 @@
-//! Repeated steps: after a restart, a run writes the steps since its checkpoint again, and a run that continues another
-//! one may begin before the end of that. The last value of a step counts, and what a run had written beyond the point
-//! that it went back to does not.
+//! Repeated steps. After a restart, a run writes the steps since its checkpoint again, and a run that continues another
+//! one may begin before the end of that run. The last value of a step counts, and lines after the step to which a run
+//! went back are discarded.
 
-/// Where a sequence of lines goes back to an earlier step. Steps and lines both rise: an earlier one that went back no
-/// further than a later one is left out, as the later one decides about all lines before both.
+/// The lines at which a sequence goes back to an earlier step. Lines and steps both increase: an earlier entry whose
+/// step is not below that of a later entry is dropped, because the later entry decides about all lines before both.
 #[derive(Debug, Default)]
 pub(crate) struct Rewinds {
-    /// Number of the first line after going back, and its step.
+    /// Line number of each first line after going back, and its step.
     at: Vec<(u64, u64)>,
     last_step: Option<u64>,
-    /// Times that the sequence went back.
+    /// Number of times that the sequence went back.
     pub(crate) count: u64,
 }
 
 impl Rewinds {
-    /// The next step of the sequence, in this line.
+    /// Adds the next step of the sequence and its line.
     pub(crate) fn add(&mut self, line: u64, step: u64) {
         if self.last_step.replace(step).is_some_and(|last| step <= last) {
             self.count += 1;
@@ -23,7 +23,7 @@ impl Rewinds {
         }
     }
 
-    /// Whether a line with this step is part of the final curve.
+    /// Returns whether a line with this step is part of the final curve.
     pub(crate) fn keeps(&self, line: u64, step: u64) -> bool {
         let after = self.at.partition_point(|(other, _)| *other <= line);
         self.at.get(after).is_none_or(|(_, first)| step < *first)
@@ -48,9 +48,9 @@ mod tests {
         assert_eq!(kept(&[1, 2, 3, 4, 3, 4, 5]), [0, 1, 4, 5, 6]);
         // The second restart goes back further than the first.
         assert_eq!(kept(&[1, 2, 3, 4, 4, 5, 2, 3]), [0, 6, 7]);
-        // And less far.
+        // The second restart goes back less far than the first.
         assert_eq!(kept(&[1, 2, 3, 2, 3, 4, 4, 5]), [0, 3, 4, 6, 7]);
-        // It ends before it has reached the old steps again.
+        // The run ends before it reaches the old steps again.
         assert_eq!(kept(&[10, 20, 30, 40, 20]), [0, 4]);
     }
 

@@ -1,6 +1,6 @@
-//! A bounded selection of the items of a sequence, evenly spaced.
+//! A bounded, evenly spaced selection of the items of a sequence.
 
-/// Keeps every 2^n-th item. When there are too many, every second one is removed, and n rises.
+/// Keeps every 2^n-th item. When there are too many, every second one is removed, and n increases.
 #[derive(Debug)]
 pub(crate) struct Thinned<T> {
     items: Vec<T>,
@@ -29,7 +29,7 @@ impl<T> Thinned<T> {
         }
     }
 
-    /// Those that were kept, in order.
+    /// Returns the kept items in order.
     pub(crate) fn into_items(self) -> Vec<T> {
         self.items
     }

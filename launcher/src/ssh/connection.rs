@@ -1,7 +1,7 @@
 //! One ssh client: started, and followed until its host is ready to start the job.
 //!
-//! The client is in a session of its own: it gets no Ctrl-C of the terminal, which is passed on as a byte, and it
-//! cannot ask for a password there. It dies with this process.
+//! The client runs in its own session, so it does not get Ctrl-C from the terminal, which is passed on as a byte
+//! instead, and it cannot ask for a password. It is killed when this process dies.
 
 use std::ffi::OsStr;
 use std::pin::pin;
@@ -16,25 +16,26 @@ use xlaunch_agent::spawn::sys;
 use super::outcome::Failure;
 use super::wire::{GREETING, READY};
 
-/// Time for ssh to connect and for the host to answer. ssh's own time-outs, which explain more, are shorter.
+/// Maximum time for ssh to connect and for the host to answer. ssh's own timeouts are shorter, as their messages
+/// explain more.
 const START_TIMEOUT: Duration = Duration::from_secs(90);
-/// Time for a client to exit whose output has ended.
+/// Time for a client to exit after its output has ended.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Output before the greeting, such as that of a login script, is read up to this size.
+/// Maximum size of output before the greeting, such as that of a login script.
 const MAX_EARLY_BYTES: usize = 64 << 10;
 
-/// A host that waits for the start.
+/// A host that waits for the start signal.
 #[derive(Debug)]
 pub(super) struct Ready {
     pub(super) child: Child,
     pub(super) input: ChildStdin,
     pub(super) stdout: BufReader<ChildStdout>,
     pub(super) stderr: ChildStderr,
-    /// What came on stderr so far.
+    /// The output on stderr so far.
     pub(super) early_stderr: Vec<u8>,
 }
 
-/// The client for `host`, which runs `remote_command` there.
+/// Returns the command of the client that runs `remote_command` on `host`.
 pub(super) fn command(ssh: &[String], host: &str, remote_command: &OsStr) -> Command {
     let (program, arguments) =
         ssh.split_first().map_or(("ssh", ssh), |(program, rest)| (program.as_str(), rest));
@@ -108,7 +109,7 @@ async fn handshake(
     if theirs != build {
         return Answer::OtherBuild(theirs);
     }
-    // A client that has ended says why by its exit code.
+    // If the client has ended, its exit code says why.
     let _ = input.write_all(description).await;
     match line(stdout).await {
         Some(line) if line == READY => Answer::Ready,
@@ -116,7 +117,7 @@ async fn handshake(
     }
 }
 
-/// A line without its end; `None` at the end of the stream.
+/// Reads a line, without its line feed; `None` at the end of the stream.
 async fn line(from: &mut BufReader<ChildStdout>) -> Option<String> {
     let mut line = Vec::new();
     let mut from = from.take(MAX_EARLY_BYTES as u64);
@@ -125,7 +126,7 @@ async fn line(from: &mut BufReader<ChildStdout>) -> Option<String> {
     Some(text(line.strip_suffix(b"\r").unwrap_or(line)))
 }
 
-/// Reads to the end; keeps the last [`MAX_EARLY_BYTES`].
+/// Reads to the end, and keeps the last [`MAX_EARLY_BYTES`].
 async fn collect(from: &mut (impl AsyncRead + Unpin), kept: &mut Vec<u8>) {
     let mut chunk = [0; 4096];
     while let Ok(count @ 1..) = from.read(&mut chunk).await {

@@ -6,35 +6,36 @@
 //!                                   b slots=4 max_slots=8    # Open MPI, DeepSpeed
 //!                                   [fd77::11]:2 # MPICH
 //! ```
-//! A host that is listed once without slots has none. Slots of a host that is listed several times add up, and an entry
-//! without slots counts as one: PBS and LSF write a line per slot. Node ranks follow the first entry of each host.
+//! A host that is listed once without slots has no slots. If a host is listed several times, its slots add up, and an
+//! entry without slots counts as one slot: PBS and LSF write a line per slot. Node ranks follow the first entry of each
+//! host.
 //!
-//! A host becomes an argument of ssh, so one that ssh could take for an option is refused.
+//! A host becomes an argument of ssh, so a name that ssh could take for an option is refused.
 
 use std::collections::BTreeMap;
 use std::net::Ipv6Addr;
 
 use xlaunch_proto::command::MAX_NODES;
 
-/// Largest host file that is read.
+/// Maximum size of a host file.
 pub(crate) const MAX_FILE_BYTES: u64 = 1 << 20;
 
 /// A host to start workers on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Host {
-    /// Its name for ssh, perhaps with `USER@`; IPv6 without brackets.
+    /// Name for ssh, possibly with `USER@`; IPv6 without brackets.
     pub(crate) name: String,
-    /// Workers; `None` leaves it to the rest of the command line.
+    /// Number of workers; `None` if the rest of the command line decides.
     pub(crate) slots: Option<u32>,
 }
 
 impl Host {
-    /// The name without the user.
+    /// Returns the name without the user.
     pub(crate) fn address(&self) -> &str {
         self.name.rsplit_once('@').map_or(&self.name, |(_, address)| address)
     }
 
-    /// Whether the name means another machine on every host.
+    /// Returns whether the name means a different machine on every host.
     pub(crate) fn is_loopback(&self) -> bool {
         let address = self.address();
         address == "localhost"
@@ -42,12 +43,12 @@ impl Host {
     }
 }
 
-/// The hosts of `--hosts`.
+/// Parses the hosts of `--hosts`.
 pub(crate) fn from_list(text: &str) -> Result<Vec<Host>, String> {
     merge(text.split(',').map(|entry| entry_of_list(entry.trim())))
 }
 
-/// The hosts of a host file. Errors begin with the number of the line.
+/// Parses a host file. Errors begin with the number of the line.
 pub(crate) fn from_file(text: &str) -> Result<Vec<Host>, String> {
     let lines = (1..)
         .zip(text.lines())
@@ -62,8 +63,8 @@ pub(crate) fn from_file(text: &str) -> Result<Vec<Host>, String> {
 /// A host, and its slots if the entry has them.
 type Entry = (String, Option<u32>);
 
-/// `HOST`, `HOST:SLOTS` or `HOST slots=SLOTS`. `max_slots` is for Open MPI, which may start more processes than slots:
-/// here it is only checked.
+/// Parses `HOST`, `HOST:SLOTS` or `HOST slots=SLOTS`. `max_slots` is for Open MPI, which may start more processes than
+/// slots; here it is only checked.
 fn entry_of_file(line: &str) -> Result<Entry, String> {
     let (host, attributes) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
     let (name, mut slots) = entry_of_list(host)?;
@@ -91,7 +92,7 @@ fn entry_of_file(line: &str) -> Result<Entry, String> {
     }
 }
 
-/// `HOST` or `HOST:SLOTS`; IPv6 with slots in brackets.
+/// Parses `HOST` or `HOST:SLOTS`; IPv6 with slots needs brackets.
 fn entry_of_list(entry: &str) -> Result<Entry, String> {
     let (host, slots) = match entry.rsplit_once(':') {
         // Without brackets, the last group of an IPv6 address would look like slots.
@@ -119,7 +120,7 @@ fn after_user(host: &str) -> &str {
     host.rsplit_once('@').map_or(host, |(_, address)| address)
 }
 
-/// Whether this is an IPv6 address, perhaps with a zone such as `%eth0`.
+/// Returns whether this is an IPv6 address, possibly with a zone such as `%eth0`.
 fn is_ipv6(text: &str) -> bool {
     text.split('%').next().is_some_and(|address| address.parse::<Ipv6Addr>().is_ok())
 }
@@ -151,7 +152,7 @@ fn parse_slots(host: &str, text: &str) -> Result<u32, String> {
     }
 }
 
-/// One [`Host`] per name, in the order of the first entries.
+/// Merges the entries into one [`Host`] per name, in the order of the first entries.
 fn merge(entries: impl Iterator<Item = Result<Entry, String>>) -> Result<Vec<Host>, String> {
     let mut hosts: Vec<Host> = Vec::new();
     let mut positions: BTreeMap<String, usize> = BTreeMap::new();

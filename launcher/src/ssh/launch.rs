@@ -5,10 +5,10 @@
 //! connect: at most MAX_CONNECTING clients at a time --all ready--> GO --> supervise: until all clients have exited
 //!             `--a host fails--> every host that fails is named, none starts
 //! ```
-//! A host whose sshd is not up yet is tried again until the join timeout.
+//! A host whose sshd is not up yet is retried until the join timeout.
 //!
-//! Signals act on every host as they would on an `xlaunch` there. After a second SIGINT the hosts have a moment; then
-//! their clients are killed, which ends the job on the hosts, too.
+//! Signals act on every host as they would on an `xlaunch` there. After a second SIGINT the hosts get
+//! [`KILL_DRAIN_TIMEOUT`]; then their clients are killed, which also ends the job on the hosts.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -37,26 +37,26 @@ use super::plan::{Origin, SshLaunch, remote_command};
 use super::wire::{self, GO};
 use crate::console::print_line;
 
-/// Clients that connect at the same time. sshd refuses callers at random from 10 unauthenticated ones on, but these
-/// are for different hosts; a bastion host in between is the limit.
+/// Maximum number of clients that connect at the same time. sshd randomly refuses connections if more than 10 are not
+/// yet authenticated. These clients connect to different hosts, so this matters only for a bastion host in between.
 const MAX_CONNECTING: usize = 64;
-/// After a host has failed, time for others to fail, so that all are named.
+/// Time after the first failure of a host in which other hosts may fail, so that all are named.
 const MORE_FAILURES_TIMEOUT: Duration = Duration::from_secs(5);
-/// The first line about hosts that are waited for comes after this.
+/// Delay before the first line that names the hosts still waited for.
 const FIRST_WAITING_NOTE_AFTER: Duration = Duration::from_secs(4);
 const WAITING_NOTE_INTERVAL: Duration = Duration::from_secs(10);
-/// Pause before a host that is not up yet is tried again, doubled up to the longest one.
+/// Initial delay before a host that is not up yet is retried. It doubles up to [`MAX_RETRY_DELAY`].
 const RETRY_DELAY: Duration = Duration::from_millis(500);
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(4);
-/// Names in such a line.
+/// Maximum number of hosts named in such a line.
 const HOSTS_SHOWN: usize = 8;
-/// After a second SIGINT, time for the agents to kill their workers.
+/// Time for the agents to kill their workers after a second SIGINT.
 const KILL_DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
-/// Open files of one client: three pipes and a pidfd.
+/// Number of open files per client: three pipes and a pidfd.
 const FILES_PER_HOST: u64 = 4;
-/// Other open files.
+/// Number of other open files.
 const OTHER_FILES: u64 = 64;
-/// Signals that are passed on to the agents, which know which of them stop the job.
+/// Signals that are passed on to the agents. The agents know which of them stop the job.
 const PASSED_ON: [Signal; 4] = [Signal::INT, Signal::TERM, Signal::HUP, Signal::QUIT];
 
 type Signals = UnboundedReceiver<SignalRequest>;
@@ -131,7 +131,7 @@ async fn connect(
         let (permits, build, not_up) = (permits.clone(), build.clone(), not_up.clone());
         let (ssh, name, remote) = (launch.ssh.clone(), host.name.clone(), remote.clone());
         let open = async move || {
-            // Never closed.
+            // The semaphore is never closed.
             let _permit = permits.acquire().await;
             connection::open(connection::command(&ssh, &name, &remote), &description, &build).await
         };
@@ -141,7 +141,7 @@ async fn connect(
     }
     let mut ready = BTreeMap::new();
     let mut failures: BTreeMap<usize, Failure> = BTreeMap::new();
-    // The last failures of hosts that are tried again.
+    // The last failure of each host that is being retried.
     let mut retried: BTreeMap<usize, Failure> = BTreeMap::new();
     let mut give_up: Option<Instant> = None;
     let mut note = interval_at(Instant::now() + FIRST_WAITING_NOTE_AFTER, WAITING_NOTE_INTERVAL);
@@ -152,7 +152,7 @@ async fn connect(
                 Some(Ok((node, Ok(host)))) => drop(ready.insert(node, host)),
                 Some(Ok((node, Err(failure)))) => {
                     give_up = give_up.or(Some(Instant::now() + MORE_FAILURES_TIMEOUT));
-                    // All hosts would fail in the same way.
+                    // Without a client, all hosts would fail in the same way.
                     let is_final = matches!(failure, Failure::NoClient(_));
                     failures.insert(node, failure);
                     if is_final {
@@ -180,7 +180,7 @@ async fn connect(
             () = sleep_until(give_up.unwrap_or_else(Instant::now)), if give_up.is_some() => break,
         }
     }
-    // Where others have failed, those that are still tried have, too.
+    // If other hosts have failed, those that are still being retried count as failed, too.
     let unfinished = retried.into_iter().filter(|(node, _)| !ready.contains_key(node));
     if !failures.is_empty() {
         failures = unfinished.chain(failures).collect();
@@ -196,7 +196,7 @@ async fn connect(
     Err(outcome::refusal(&failures, context))
 }
 
-/// Opens a connection, again and again until the deadline while the host is not up yet, which `report` learns.
+/// Opens a connection. While the host is not up yet, retries until the deadline, and sends each failure to `report`.
 async fn until_up(
     open: impl AsyncFn() -> Result<Ready, Failure>,
     deadline: Instant,
@@ -218,13 +218,13 @@ fn interrupted(signal: Signal) -> Refusal {
     Refusal::new(ExitCode::Signal(number), "interrupted before all hosts were ready")
 }
 
-/// Suspends this process alone: an agent that is suspended could not be continued through its input.
+/// Suspends only this process: a suspended agent could not be resumed through its input.
 fn suspend() {
-    // This process exists.
+    // Cannot fail, as this process exists.
     let _ = kill_process(getpid(), Signal::STOP);
 }
 
-/// `a, b and 7 more`.
+/// Returns the names as `a, b and 7 more`.
 fn shorten(names: &[String]) -> String {
     let shown = names.iter().take(HOSTS_SHOWN).map(String::as_str).collect::<Vec<_>>().join(", ");
     match names.len().checked_sub(HOSTS_SHOWN) {
@@ -245,7 +245,7 @@ async fn supervise(
     let mut running = JoinSet::new();
     for ((node, ready), host) in hosts.into_iter().enumerate().zip(&launch.hosts) {
         let Ready { child, mut input, stdout, stderr, early_stderr } = ready;
-        // One that has ended meanwhile says so by its exit code.
+        // If a client has ended meanwhile, its exit code says so.
         let _ = input.write_all(&[GO]).await;
         inputs.push(Some(input));
         let [out, err] = &consoles;
@@ -299,11 +299,11 @@ async fn ended(mut child: tokio::process::Child, pumps: [Pump; 2]) -> Option<Exi
     status
 }
 
-/// Passes a signal on to the hosts that run.
+/// Passes a signal on to the hosts that are still running.
 async fn send(inputs: &mut [Option<ChildStdin>], signal: Signal) {
     let Some(byte) = wire::signal_byte(signal) else { return };
     for input in inputs.iter_mut().flatten() {
-        // One that has ended is about to be reported.
+        // If a client has ended, that is about to be reported.
         let _ = input.write_all(&[byte]).await;
     }
 }

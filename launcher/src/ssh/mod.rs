@@ -7,19 +7,20 @@
 //!   signals, exit codes            stdin: description, go, signals --------->  with `--nnodes`, `--node-rank`, ...
 //!   outcome: what they mean        stdout, stderr <--output-------------------
 //! ```
-//! - [`hosts`] (pure): `--hosts` and `--hostfile`; [`plan`] (pure): what each host is told; [`outcome`] (pure):
+//! - [`hosts`] (pure): `--hosts` and `--hostfile`; [`plan`] (pure): the description for each host; [`outcome`] (pure):
 //!   messages and exit codes;
 //! - [`wire`]: the bytes on the remote standard input and output before the job starts;
 //! - [`launch`]: the launching process; [`connection`]: one ssh client; [`output`]: its output on the console;
 //! - [`remote`]: the other end.
 //!
 //! Invariants:
-//! - The token and the environment travel on standard input, never in an argument.
-//! - No host starts the job before all hosts are ready to.
-//! - The end of its standard input ends the job on a host at once: a killed ssh client leaves its remote command
-//!   running, but closes that.
+//! - The token and the environment are sent on standard input, never in an argument.
+//! - No host starts the job before all hosts are ready.
+//! - The end of standard input ends the job on a host at once: a killed ssh client leaves its remote command running,
+//!   but closes its standard input.
 //!
-//! Membership, restarts and the end of the job are the agents' business: here a host is a command with an exit code.
+//! Membership, restarts and the end of the job are handled by the agents; to this module, a host is a command with an
+//! exit code.
 
 mod connection;
 pub(crate) mod hosts;

@@ -1,7 +1,8 @@
-//! What the ends of the hosts mean: messages and exit codes. Pure.
+//! Turns the exits of the ssh clients into messages and an exit code. Pure.
 //!
 //! Before the job starts, every host that fails is named with its reason. Afterwards the exit code is that of the job:
-//! all agents end with the same one. A connection that is lost in between ends the job: its host has ended its part.
+//! all agents end with the same one. A connection that is lost while the job runs ends the job, as its host ends its
+//! workers.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
@@ -15,24 +16,24 @@ use crate::render::text::escape;
 const SSH_FAILED: i32 = 255;
 /// Exit codes of shells for programs that cannot be executed and that do not exist.
 const NOT_STARTED: [i32; 2] = [126, 127];
-/// Lines of ssh's stderr in a message.
+/// Maximum number of lines of ssh's stderr in a message.
 const SHOWN_LINES: usize = 3;
 
-/// Why a host is not ready to start.
+/// The reason why a host is not ready to start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Failure {
     /// The ssh client could not be started.
     NoClient(String),
     /// ssh, or the host, ended before the host was ready.
     Ended { status: Option<i32>, greeted: bool, stderr: String },
-    /// The host has another build.
+    /// The host has a different build of xlaunch.
     OtherBuild(String),
-    /// Nothing came in time.
+    /// The host did not answer in time.
     Silent { seconds: u64, stderr: String },
 }
 
-/// What ssh says of a host that is not up yet, or not within reach. Unknown names are not among them: they are misspelt
-/// more often than they appear late.
+/// Messages of ssh for a host that is not up yet or cannot be reached. Unknown host names are not included: they are
+/// more often misspelt than late to appear.
 const NOT_UP_YET: [&str; 11] = [
     "Connection refused",
     "Connection timed out",
@@ -48,7 +49,7 @@ const NOT_UP_YET: [&str; 11] = [
 ];
 
 impl Failure {
-    /// Whether the host may just not be up yet.
+    /// Returns whether the host may just not be up yet.
     pub(super) fn is_transient(&self) -> bool {
         match self {
             Self::Ended { status: Some(SSH_FAILED), greeted: false, stderr } => {
@@ -58,7 +59,7 @@ impl Failure {
         }
     }
 
-    /// In a line about a host that is waited for.
+    /// Returns the reason as shown in a line about a host that is waited for.
     pub(super) fn reason(&self) -> String {
         match self {
             Self::Ended { stderr, .. } | Self::Silent { stderr, .. } => or_silent(stderr),
@@ -68,7 +69,7 @@ impl Failure {
     }
 }
 
-/// What all messages need to know about the launch.
+/// The properties of the launch that messages mention.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Context<'a> {
     /// The ssh command.
@@ -78,11 +79,11 @@ pub(super) struct Context<'a> {
     pub(super) build: &'a str,
 }
 
-/// The message about hosts that failed before the start. They are not empty.
+/// Returns the error for the hosts that failed before the start. `failures` is not empty.
 pub(super) fn refusal(failures: &[(&str, Failure)], context: Context<'_>) -> Refusal {
     let lines: Vec<String> = failures.iter().map(|(host, failure)| message(host, failure, context)).collect();
     let exits = || failures.iter().map(|(_, failure)| exit(failure));
-    // A host that cannot be reached may be back later; anything else needs a change.
+    // A host that cannot be reached may come back later; anything else needs a change by the user.
     let code = exits().find(|exit| *exit == ExitCode::Usage).unwrap_or(ExitCode::Rendezvous);
     let mut helps: Vec<String> =
         failures.iter().map(|(host, failure)| help(host, failure, context)).collect();
@@ -146,7 +147,7 @@ fn help(host: &str, failure: &Failure, context: Context<'_>) -> String {
     }
 }
 
-/// The last lines on stderr, in one line.
+/// Returns the last lines on stderr, joined to one line.
 fn or_silent(stderr: &str) -> String {
     let lines: Vec<&str> = stderr.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
     match lines.get(lines.len().saturating_sub(SHOWN_LINES)..) {
@@ -169,10 +170,10 @@ impl Outcomes {
         Self { exits: vec![None; hosts], lost: None }
     }
 
-    /// A host has ended; returns whether its connection is the first to be lost.
+    /// Records that a host has ended. Returns whether its connection is the first to be lost.
     pub(super) fn ended(&mut self, node: usize, status: Option<ExitStatus>) -> bool {
         let code = status.and_then(|status| status.code());
-        // A job that has failed on other hosts may take the connection with it.
+        // If the job has failed on other hosts, the lost connection may be a consequence.
         let failed = self.exits.iter().flatten().any(|code| *code != 0);
         let is_lost = code.is_none_or(|code| code == SSH_FAILED);
         if let Some(exit) = self.exits.get_mut(node) {
@@ -185,7 +186,7 @@ impl Outcomes {
         false
     }
 
-    /// The exit code of the launch: that of the lowest node rank that did not succeed.
+    /// Returns the exit code of the launch: that of the lowest node rank that did not succeed.
     pub(super) fn exit(&self) -> ExitCode {
         let failed = self.exits.iter().flatten().find(|code| **code != 0);
         match (self.lost, failed) {
@@ -196,7 +197,7 @@ impl Outcomes {
     }
 }
 
-/// What ssh's end says about a host whose connection was lost.
+/// Returns the message about a host whose connection was lost, from the exit status of its ssh client.
 pub(super) fn lost(host: &str, status: Option<ExitStatus>) -> String {
     let how = match status {
         Some(status) if status.signal().is_some() => format!("its client ended by {status}"),

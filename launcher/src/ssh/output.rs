@@ -1,7 +1,7 @@
 //! The output of a host on the console of the launch.
 //!
-//! Bytes pass unchanged, in whole lines, as the agent shows the ranks of one node. Only lines of `xlaunch` itself are
-//! marked with their host, except those of node rank 0, which reports for the job.
+//! Bytes are passed on unchanged, in whole lines, as an agent does for the ranks of its node. Only lines of `xlaunch`
+//! itself are marked with their host, except those of node rank 0, which reports for the job.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,9 +15,9 @@ use xlaunch_agent::logs::console::{Console, View};
 const CHUNK_BYTES: usize = 64 << 10;
 /// Age at which an unfinished line, such as a prompt, is printed.
 const PARTIAL_LINE_DELAY: Duration = Duration::from_millis(100);
-/// A pipe that a background process of the ssh client keeps open is left when nothing has come for this long.
+/// Time without output after which a pipe is abandoned that a background process of the ssh client keeps open.
 const DRAIN_TIMEOUT: Duration = Duration::from_millis(500);
-/// Beginnings of lines that `xlaunch` prints itself.
+/// Prefixes of lines that `xlaunch` itself prints.
 const OWN_LINES: [&[u8]; 4] = [b"xlaunch: ", b"error: ", b"warning: ", b"help: "];
 
 /// A stream of one host on the console.
@@ -25,12 +25,12 @@ const OWN_LINES: [&[u8]; 4] = [b"xlaunch: ", b"error: ", b"warning: ", b"help: "
 pub(super) struct HostStream {
     view: View,
     tagger: Option<Tagger>,
-    /// When the unfinished line began.
+    /// Time at which the unfinished line began.
     held: Option<Instant>,
 }
 
 impl HostStream {
-    /// `host` marks the lines of `xlaunch` itself.
+    /// Creates a stream. `host` marks the lines of `xlaunch` itself.
     pub(super) fn new(console: &Arc<Console>, host: Option<&str>) -> Self {
         // An empty prefix keeps lines whole.
         let view = View::new(console.clone(), Some(Vec::new()));
@@ -57,7 +57,7 @@ impl HostStream {
         }
     }
 
-    /// Prints what remains: the stream has ended.
+    /// Prints the rest at the end of the stream.
     fn end(&mut self) {
         if let Some(tagger) = &mut self.tagger {
             self.view.feed(&tagger.flush());
@@ -74,12 +74,12 @@ impl HostStream {
 #[derive(Debug)]
 pub(super) struct Pump {
     task: JoinHandle<()>,
-    /// Counts the chunks that were read and those that were printed.
+    /// Sum of the number of chunks read and the number of chunks printed.
     progress: Arc<AtomicU64>,
 }
 
 impl Pump {
-    /// `early` precedes what is read.
+    /// Starts the task. `early` is output that was read before.
     pub(super) fn start(
         early: Vec<u8>,
         from: impl AsyncRead + Unpin + Send + 'static,
@@ -97,7 +97,7 @@ impl Pump {
                 return;
             }
             let now = self.progress.load(Ordering::Relaxed);
-            // Odd: a chunk waits for a slow console.
+            // If the count is odd, a chunk waits for a slow console.
             if now == before && now.is_multiple_of(2) {
                 self.task.abort();
                 return;
@@ -116,7 +116,7 @@ async fn pump(
     loop {
         let is_flush = chunk.is_empty();
         progress.fetch_add(1, Ordering::Relaxed);
-        // The console may block, and its users take turns.
+        // Printing may block: the console may be slow, or another stream may be using it.
         let printed = spawn_blocking(move || {
             if is_flush {
                 stream.flush()
@@ -136,7 +136,7 @@ async fn pump(
         match read {
             Ok(Ok(count @ 1..)) => chunk.truncate(count),
             Ok(_) => break,
-            // What is unfinished for this long is printed as it is.
+            // A line that has been unfinished for this long is printed as it is.
             Err(_) => chunk.clear(),
         }
     }
@@ -147,7 +147,7 @@ async fn pump(
 #[derive(Debug)]
 struct Tagger {
     tag: Vec<u8>,
-    /// The beginning of a line, while it may become one of [`OWN_LINES`].
+    /// The beginning of a line, as long as it may still match one of [`OWN_LINES`].
     held: Vec<u8>,
     within_line: bool,
 }
@@ -157,7 +157,7 @@ impl Tagger {
         Self { tag: format!("[{host}] ").into_bytes(), held: Vec::new(), within_line: false }
     }
 
-    /// The bytes to print.
+    /// Takes the next bytes of the stream, and returns the bytes to print.
     fn feed(&mut self, mut bytes: &[u8]) -> Vec<u8> {
         let mut out = Vec::with_capacity(bytes.len() + self.tag.len());
         while let Some((first, rest)) = bytes.split_first() {
@@ -183,7 +183,7 @@ impl Tagger {
         out
     }
 
-    /// What is held back, which turns out to be the rest of the stream or an unfinished line.
+    /// Returns the bytes that are held back, at the end of the stream or of a line that stays unfinished.
     fn flush(&mut self) -> Vec<u8> {
         self.within_line |= !self.held.is_empty();
         std::mem::take(&mut self.held)

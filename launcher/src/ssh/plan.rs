@@ -1,12 +1,12 @@
-//! What each host is told to run: its command line, environment and directory. Pure.
+//! The description of what each host runs: its command line, environment and directory. Pure.
 //!
-//! Node ranks are the positions of the hosts, and the coordinator listens on the first host, so a host needs nothing
-//! but ordinary flags in front of the user's.
+//! Node ranks are the positions of the hosts, and the coordinator listens on the first host, so a host needs only
+//! ordinary flags in front of the user's.
 //!
-//! Environment: sshd's login environment, plus the variables below, plus those of `--export`. The variables below are
-//! those that make a launch on other hosts behave as here, since directory and program are the same paths: where
-//! programs and libraries are, and settings of the communication libraries. Others may be secrets, or describe this
-//! host (`CUDA_VISIBLE_DEVICES`).
+//! Environment: sshd's login environment, plus the variables below, plus those of `--export`. The variables below make
+//! a launch on other hosts behave as on this one, where directory and program have the same paths: search paths of
+//! programs and libraries, and settings of the communication libraries. Other variables may be secrets, or describe
+//! this host (`CUDA_VISIBLE_DEVICES`).
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -18,13 +18,13 @@ use xlaunch_proto::env;
 use super::hosts::Host;
 use super::wire::{Description, Token};
 
-/// Variables that hosts get.
+/// Variables that are sent to the hosts.
 const EXPORTED: [&str; 4] = ["PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX"];
-/// They also get those with these prefixes.
+/// Prefixes of further variables that are sent to the hosts.
 const EXPORTED_PREFIXES: [&str; 10] =
     ["NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "PYTORCH_", "PYTHON", "OMP_", "PET_", "XLAUNCH_"];
-/// Not those: an agent sets them for its workers, so they are of a launch around this one; the token is this launch's
-/// own.
+/// Exceptions: an agent sets these for its workers, so they belong to a launch around this one. This launch has its own
+/// token.
 const OF_OUTER_LAUNCH: [&str; 9] = [
     env::TOKEN,
     env::ACTIVITY_FD,
@@ -36,7 +36,7 @@ const OF_OUTER_LAUNCH: [&str; 9] = [
     env::SCOPE,
     env::SNAPSHOT_FDS,
 ];
-/// Not those either: torchrun's flags that `--hosts` itself sets.
+/// Exceptions: variables for torchrun's flags that `--hosts` itself sets.
 const OF_THE_GROUP: [&str; 8] = [
     "PET_NNODES",
     "PET_NODE_RANK",
@@ -47,45 +47,46 @@ const OF_THE_GROUP: [&str; 8] = [
     "PET_LOCAL_ADDR",
     "PET_STANDALONE",
 ];
-/// By which users choose labels of lines themselves.
+/// Variables with which users choose the labels of lines themselves.
 const LABEL_VARIABLES: [&str; 2] = ["PET_LOG_LINE_PREFIX_TEMPLATE", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"];
 
-/// Ports for the coordinator: below those that Linux hands out to clients (from 32768), above those of services.
+/// Range of the coordinator's port: below the ephemeral ports of Linux (from 32768), and above those of common
+/// services.
 const COORDINATOR_PORTS: std::ops::Range<u16> = 20_000..29_000;
 
 /// A launch on several hosts, as its command line describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SshLaunch {
-    /// In the order of their node ranks; not empty.
+    /// Hosts in the order of their node ranks; not empty.
     pub(crate) hosts: Vec<Host>,
     /// Program and arguments of the ssh client.
     pub(crate) ssh: Vec<String>,
-    /// Time for all hosts to accept connections.
+    /// Maximum time for all hosts to accept connections.
     pub(crate) join_timeout: Duration,
-    /// Names of variables that hosts also get.
+    /// Names of further variables to send to the hosts.
     pub(crate) export: Vec<String>,
     /// The name by which this program was called.
     pub(crate) called_as: &'static str,
     /// The command line without the flags about hosts.
     pub(crate) arguments: Vec<OsString>,
-    /// The user has chosen where the coordinator listens.
+    /// Whether the user has chosen the coordinator's endpoint.
     pub(crate) has_endpoint: bool,
-    /// Lines of workers may be preceded by their rank.
+    /// Whether lines of workers may be preceded by their rank.
     pub(crate) labels_ranks: bool,
 }
 
-/// What the launch takes from the process that starts it.
+/// The properties of the launching process that the launch uses.
 #[derive(Debug)]
 pub(super) struct Origin {
     pub(super) directory: OsString,
     pub(super) environment: BTreeMap<OsString, OsString>,
     pub(super) random: [u8; 32],
-    /// Standard output is a terminal.
+    /// Whether standard output is a terminal.
     pub(super) terminal: bool,
 }
 
 impl SshLaunch {
-    /// The descriptions of all hosts.
+    /// Returns the descriptions of all hosts.
     ///
     /// # Errors
     /// A variable to export is not set.
@@ -102,9 +103,9 @@ impl SshLaunch {
         Ok(self.hosts.iter().enumerate().map(describe).collect())
     }
 
-    /// Flags in front of the user's arguments.
+    /// Returns the flags to insert in front of the user's arguments.
     fn flags(&self, rank: usize, host: &Host, origin: &Origin) -> Vec<OsString> {
-        // Even for one host: the flag says that no other source of nodes counts.
+        // Even for one host, as the flag takes precedence over every other source of the number of nodes.
         let mut flags = vec![format!("--nnodes={}", self.hosts.len())];
         if self.hosts.len() > 1 {
             flags.push(format!("--node-rank={rank}"));
@@ -117,7 +118,7 @@ impl SshLaunch {
                 });
             }
         }
-        // The hosts write to pipes, where an agent labels no lines by default.
+        // The hosts write to pipes, and by default an agent labels lines only on a terminal.
         let chosen = LABEL_VARIABLES.iter().any(|name| origin.environment.contains_key(OsStr::new(name)));
         if self.hosts.len() > 1 && self.labels_ranks && origin.terminal && !chosen {
             flags.push("--log-line-prefix-template=[${rank}] ".into());
@@ -136,7 +137,7 @@ impl SshLaunch {
     }
 }
 
-/// Whether hosts get a variable without `--export`.
+/// Returns whether a variable is sent to the hosts without `--export`.
 fn is_exported(name: &OsStr) -> bool {
     let Some(name) = name.to_str() else { return false };
     let is_known =
@@ -144,14 +145,14 @@ fn is_exported(name: &OsStr) -> bool {
     is_known && !OF_OUTER_LAUNCH.contains(&name) && !OF_THE_GROUP.contains(&name)
 }
 
-/// Which variables hosts get, for documents.
+/// Returns the list of variables that are sent to the hosts, as in the documentation.
 #[cfg(test)]
 fn exported() -> String {
     let names = EXPORTED.iter().map(|name| format!("`{name}`"));
     names.chain(EXPORTED_PREFIXES.iter().map(|prefix| format!("`{prefix}*`"))).collect::<Vec<_>>().join(", ")
 }
 
-/// Jobs that start on one host at the same time rarely take the same port.
+/// Returns a random port, so that jobs that start on one host at the same time rarely take the same one.
 fn coordinator_port(random: &[u8]) -> u16 {
     let number = random.iter().rev().take(2).fold(0, |number, byte| number << 8 | u16::from(*byte));
     COORDINATOR_PORTS.start + number % (COORDINATOR_PORTS.end - COORDINATOR_PORTS.start)
@@ -161,9 +162,9 @@ fn hexadecimal(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The command that ssh runs on a host, as one word: ssh passes it to the user's login shell there.
+/// Returns the command that ssh runs on a host, as one word: ssh passes it to the user's login shell there.
 pub(super) fn remote_command(program: &OsStr) -> OsString {
-    // `exec`: no shell waits on the host.
+    // `exec` leaves no shell waiting on the host.
     let command = [b"exec ", quote(program.as_bytes()).as_slice(), b" remote"].concat();
     OsString::from_vec(command)
 }
@@ -178,7 +179,7 @@ fn quote(word: &[u8]) -> Vec<u8> {
     for byte in word {
         match byte {
             b'\'' => quoted.extend(b"'\\''"),
-            // fish takes it for an escape even within quotes; all shells do outside of them.
+            // fish treats a backslash as an escape even within quotes, so it is written outside of them.
             b'\\' => quoted.extend(b"'\\\\'"),
             byte => quoted.push(*byte),
         }
@@ -281,7 +282,7 @@ mod tests {
             ("PET_MAX_RESTARTS", "3"),
             ("XLAUNCH_TRAIN_LR", "1"),
             ("WANDB_API_KEY", "k"),
-            // None of these, although their prefixes are exported.
+            // Not exported, although their prefixes are.
             ("PET_NODE_RANK", "3"),
             ("XLAUNCH_TOKEN", "t"),
             ("XLAUNCH_SCOPE", "s"),

@@ -1,4 +1,4 @@
-//! `xlaunch remote`: the part of a launch over ssh that runs on a host.
+//! `xlaunch remote`: the part of an ssh launch that runs on each host.
 //!
 //! ```text
 //! xlaunch remote                 greets, reads a description, goes to its directory, waits for GO,
@@ -6,11 +6,11 @@
 //!   v exec
 //! xlaunch remote NAME ARGUMENTS  the launch that `NAME ARGUMENTS` is, while a thread reads standard input
 //! ```
-//! Replacing the process is what gives the launch its environment from the first instruction on, and leaves no process
-//! between sshd and the launch.
+//! Because the process is replaced, the launch has its environment from the first instruction on, and there is no
+//! process between sshd and the launch.
 //!
-//! A killed ssh client leaves its remote command running, but closes its standard input. At its end the launch kills
-//! itself; its reaper then kills the workers and removes its files, as for any launch that is killed.
+//! A killed ssh client leaves its remote command running, but closes its standard input. The launch then kills itself,
+//! and its reaper kills the workers and removes its files, as for any launch that is killed.
 
 use std::convert::Infallible;
 use std::fs::File;
@@ -30,7 +30,7 @@ use super::wire::{self, Description, GO, GREETING, READY};
 /// Turns this process into the launch that standard input describes.
 ///
 /// # Errors
-/// The reason, for the launching process's user.
+/// The reason, for the user of the launching process.
 pub(crate) fn become_launch() -> Result<Infallible, Refusal> {
     let lost = |error: io::Error| {
         Refusal::new(ExitCode::Rendezvous, format!("lost the launching process before the start: {error}"))
@@ -52,14 +52,14 @@ pub(crate) fn become_launch() -> Result<Infallible, Refusal> {
     Err(Refusal::new(ExitCode::Internal, format!("failed to start the launch: {error}")))
 }
 
-/// A line for the launching process.
+/// Sends a line to the launching process.
 fn say(line: &str) -> io::Result<()> {
     let mut stdout = io::stdout().lock();
     writeln!(stdout, "{line}")?;
     stdout.flush()
 }
 
-/// Standard input without a buffer: the launch reads what follows.
+/// Returns standard input without a buffer, because the launch reads the bytes that follow.
 fn own_stdin() -> io::Result<File> {
     Ok(File::from(stdio::stdin().try_clone_to_owned()?))
 }
@@ -74,8 +74,8 @@ fn launch(description: Description) -> io::Result<Command> {
     Ok(command)
 }
 
-/// From now on, the bytes on standard input are signals for this process, and their end is its end. Its workers read
-/// from `/dev/null`.
+/// Starts a thread that delivers the bytes on standard input to this process as signals, and kills it when standard
+/// input ends. The workers read from `/dev/null`.
 pub(crate) fn obey_launcher() -> io::Result<()> {
     let input = own_stdin()?;
     stdio::dup2_stdin(File::open("/dev/null")?)?;
@@ -93,7 +93,7 @@ fn obey(mut input: File) {
             Err(_) => Some(Signal::KILL),
         };
         if let Some(signal) = signal {
-            // This process exists.
+            // Cannot fail, as this process exists.
             let _ = kill_process(getpid(), signal);
         }
     }

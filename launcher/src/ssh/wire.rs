@@ -1,4 +1,4 @@
-//! What passes between the launching process and a host.
+//! The protocol between the launching process and a host.
 //!
 //! ```text
 //! host -> launcher (stdout): GREETING BUILD \n                  launcher: is that my build?
@@ -16,35 +16,35 @@ use std::io::{self, Read};
 use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
 
-/// Begins the first line of a host.
+/// Start of the first line from a host.
 pub(super) const GREETING: &str = "xlaunch-remote ";
-/// The second line of a host.
+/// The second line from a host.
 pub(super) const READY: &str = "ready";
-/// Starts the job.
+/// The byte that starts the job.
 pub(super) const GO: u8 = b'g';
-/// A longer description is refused: Linux takes at most 6 MiB of arguments and environment, and JSON needs up to four
+/// Maximum size of a description: Linux accepts at most 6 MiB of arguments and environment, and JSON needs up to four
 /// bytes for one.
 const MAX_DESCRIPTION_BYTES: u32 = 32 << 20;
 /// Signals that are passed on to the hosts.
 const SIGNALS: [Signal; 6] =
     [Signal::HUP, Signal::INT, Signal::QUIT, Signal::USR1, Signal::USR2, Signal::TERM];
 
-/// What a host runs.
+/// The launch that a host runs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Description {
     /// Working directory.
     pub(super) directory: OsString,
     /// Variables to add to the login environment.
     pub(super) environment: Vec<(OsString, OsString)>,
-    /// The job's secret; none with a single host.
+    /// The job's secret; `None` with a single host.
     pub(super) token: Option<Token>,
     /// The name by which the launcher was called: `xlaunch` or `torchrun`.
     pub(super) called_as: String,
-    /// The command line after that name.
+    /// The arguments of the command line, without the program's name.
     pub(super) arguments: Vec<OsString>,
 }
 
-/// The secret of a job, which no log may contain.
+/// The secret of a job. It must not appear in any log.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Token(pub(super) String);
 
@@ -55,7 +55,7 @@ impl fmt::Debug for Token {
 }
 
 impl Description {
-    /// With its length.
+    /// Encodes the description, preceded by its length.
     pub(super) fn encode(&self) -> io::Result<Vec<u8>> {
         let json = serde_json::to_vec(self)?;
         let length = u32::try_from(json.len()).ok().filter(|length| *length <= MAX_DESCRIPTION_BYTES);
@@ -65,7 +65,7 @@ impl Description {
         Ok([&length.to_be_bytes(), json.as_slice()].concat())
     }
 
-    /// Reads exactly one description. Memory grows with what arrives, not with the length that is announced.
+    /// Reads exactly one description. Memory grows with the bytes received, not with the announced length.
     pub(super) fn read(from: &mut impl Read) -> io::Result<Self> {
         let mut length = [0; 4];
         from.read_exact(&mut length)?;
@@ -82,7 +82,7 @@ impl Description {
     }
 }
 
-/// Version and commit of this program, which must be the same on all hosts.
+/// Returns version and commit of this program, which must be the same on all hosts.
 pub(super) fn build() -> String {
     match option_env!("XLAUNCH_COMMIT") {
         Some(commit) => format!("{} ({commit})", xlaunch_proto::VERSION),
@@ -90,12 +90,12 @@ pub(super) fn build() -> String {
     }
 }
 
-/// The byte for a signal, if it is passed on.
+/// Returns the byte for a signal, if it is passed on.
 pub(super) fn signal_byte(signal: Signal) -> Option<u8> {
     SIGNALS.contains(&signal).then(|| u8::try_from(signal.as_raw()).ok()).flatten()
 }
 
-/// The signal of a byte.
+/// Returns the signal for a byte.
 pub(super) fn signal_of(byte: u8) -> Option<Signal> {
     SIGNALS.into_iter().find(|signal| signal_byte(*signal) == Some(byte))
 }
@@ -120,7 +120,7 @@ mod tests {
     #[test]
     fn directories_variables_and_arguments_arrive_unchanged() {
         let bytes = description().encode().unwrap();
-        // A signal that follows is not read.
+        // The signal after the description is not read.
         let mut stream: &[u8] = &[&bytes, &[15][..]].concat();
         assert_eq!(Description::read(&mut stream).unwrap(), description());
         assert_eq!(stream, [15]);

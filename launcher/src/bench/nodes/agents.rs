@@ -30,18 +30,18 @@ use xlaunch_proto::v1::{
 use super::{Milestone, Plan, failed};
 use crate::bench::rendezvous::raise_file_limit;
 
-/// For all nodes to join.
+/// Maximum time for all nodes to join.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(100);
-/// For all nodes to learn of a failure.
+/// Maximum time for all nodes to learn of a failure.
 const FAILURE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Between reports of a node about its ranks.
+/// Interval between reports of a node about its ranks.
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// What happened to a node.
+/// An event at a node.
 enum Change {
     Joined,
     PeerFailed(Instant, String),
-    /// It is no longer a member, for this reason.
+    /// The node is no longer a member, for this reason.
     Lost(String),
 }
 
@@ -90,12 +90,12 @@ async fn run(plan: &Plan) -> io::Result<()> {
     let known = tokio::time::timeout(FAILURE_TIMEOUT, all(&mut changes, plan.nodes - 1)).await;
     let last = known.map_err(|_| io::Error::other("not all nodes have learnt of a failure"))??;
     report(Milestone::Failed(last.unwrap_or(start).saturating_duration_since(start).as_secs_f64()))?;
-    // Until all agents know the end of the job.
+    // Wait until all agents know that the job has ended.
     while agents.join_next().await.is_some() {}
     Ok(())
 }
 
-/// Waits for as many changes; returns the time of the last failure that was seen.
+/// Waits for `nodes` changes. Returns the time at which the last of them learnt of a failure.
 async fn all(changes: &mut mpsc::UnboundedReceiver<Change>, nodes: u32) -> io::Result<Option<Instant>> {
     let mut last = None;
     for _ in 0..nodes {
@@ -116,7 +116,7 @@ fn lost(change: Option<Change>) -> io::Error {
     })
 }
 
-/// Tells the process with the coordinator.
+/// Reports a milestone to the process with the coordinator.
 fn report(milestone: Milestone) -> io::Result<()> {
     let mut stdout = io::stdout().lock();
     writeln!(stdout, "{}", serde_json::json!(milestone))?;
@@ -130,7 +130,7 @@ fn security(plan: &Plan) -> io::Result<Security> {
     Security::from_token(&token).map_err(io::Error::other)
 }
 
-/// The link of one node, which starts to connect at once.
+/// Creates the link of one node, which starts to connect at once.
 fn link(plan: &Plan, node: u32, security: Security) -> Link {
     let endpoint = Endpoint { host: Ipv4Addr::LOCALHOST.to_string(), ports: vec![plan.port] };
     let nodes = NodeCount { min: plan.nodes, max: plan.nodes };
@@ -157,23 +157,23 @@ fn link(plan: &Plan, node: u32, security: Security) -> Link {
     Link::remote(endpoint, security, greeting, JOIN_TIMEOUT)
 }
 
-/// Ranks of a node, which differ by at most one.
+/// Returns the number of ranks of a node. The numbers of any two nodes differ by at most one.
 fn workers(plan: &Plan, node: u32) -> u32 {
     plan.ranks / plan.nodes + u32::from(node < plan.ranks % plan.nodes)
 }
 
-/// One node, without workers.
+/// The agent of one node, without workers.
 struct Agent {
     node: u32,
     workers: u32,
     link: Link,
     changes: mpsc::UnboundedSender<Change>,
-    /// The running attempt, and its first rank here.
+    /// The running attempt, and its first rank on this node.
     attempt: Option<(u32, u32)>,
 }
 
 impl Agent {
-    /// Until the end of the job, or until the node is lost.
+    /// Runs until the end of the job, or until the node is lost.
     async fn run(mut self, mut failing: watch::Receiver<Option<u32>>) {
         let mut reports = interval(REPORT_INTERVAL);
         reports.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -228,7 +228,7 @@ impl Agent {
     }
 
     fn tell(&self, change: Change) {
-        // The receiver ends first only if the measurement has failed.
+        // The receiver is gone only if the measurement has failed.
         let _ = self.changes.send(change);
     }
 
@@ -243,7 +243,7 @@ impl Agent {
         self.link.send(FromAgent::Join(join.to_wire(attempt)));
     }
 
-    /// What the agent of rank 0 gets of the ranks of this node.
+    /// Sends the report about this node's ranks that the agent of rank 0 receives.
     fn report(&self) {
         let Some((attempt, first_rank)) = self.attempt else { return };
         let heartbeat = WorkerReport {

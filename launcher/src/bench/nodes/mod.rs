@@ -4,12 +4,12 @@
 //! this process: listener, service and coordinator of a job <--N connections, TCP or TLS-- child process: N agents
 //!                                                           --one line per milestone-->   (stdout)
 //! ```
-//! The agents have the links of real ones: they are admitted, prepare, join the rendezvous of the trainer, and send
-//! heartbeats and reports; one of them fails in the end. They have no workers: the ranks of a node join at their own
+//! The agents use the same links as real ones: they are admitted, prepare, join the rendezvous of the trainer, and send
+//! heartbeats and reports; in the end one of them fails. They have no workers: the ranks of a node join at their own
 //! agent, which `--ranks` without `--nodes` measures. CPU time and memory are those of this process.
 //!
-//! Times are measured in the child process, from its first connection on. A node that is lost although it has not
-//! failed is an error, not a figure.
+//! Times are measured in the child process, starting with its first connection. The loss of a node that has not failed
+//! is an error of the measurement.
 
 mod agents;
 
@@ -36,42 +36,42 @@ pub(crate) use agents::simulate;
 
 use super::rendezvous::raise_file_limit;
 
-/// For the child process to reach the next milestone, in addition to the time for which nodes are held.
+/// Maximum time for the child process to reach the next milestone, in addition to the time for which nodes are held.
 const MILESTONE_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// What to measure.
+/// Parameters of the measurement.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Setting {
     pub(crate) nodes: u32,
     pub(crate) ranks: u32,
     pub(crate) tls: bool,
-    /// For which all nodes have to remain members.
+    /// Time for which all nodes must remain members.
     pub(crate) hold: Duration,
 }
 
-/// What the child process simulates: one line on its stdin, as it contains a secret.
+/// The agents that the child process simulates. Sent as one line on its stdin, as it contains a secret.
 #[derive(Serialize, Deserialize)]
 struct Plan {
     nodes: u32,
     ranks: u32,
     hold: Duration,
     port: u16,
-    /// In base64; none: without TLS.
+    /// The token in base64; `None` without TLS.
     token: Option<String>,
 }
 
-/// What the child process writes, a line each, in this order.
+/// Milestones that the child process reports, one line each, in this order.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 enum Milestone {
-    /// Seconds from the first connection until the last node had its reply to the join of its ranks.
+    /// Seconds from the first connection until the last node received the reply to the join of its ranks.
     Joined(f64),
-    /// All nodes were members for as long as was asked for.
+    /// All nodes were members for the requested time.
     Held,
-    /// Seconds from the failure of one node until the last of the others knew.
+    /// Seconds from the failure of one node until the last of the others was told.
     Failed(f64),
 }
 
-/// A rendezvous of many nodes.
+/// The result of a rendezvous of many nodes.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Measured {
     nodes: u32,
@@ -80,7 +80,7 @@ pub(crate) struct Measured {
     join_seconds: f64,
     join_cpu_seconds: f64,
     held_seconds: f64,
-    /// While nodes were held, with one CPU as 100.
+    /// CPU use while nodes were held; 100 is one CPU.
     held_cpu_percent: f64,
     failure_seconds: f64,
     peak_memory_bytes: u64,
@@ -89,7 +89,7 @@ pub(crate) struct Measured {
 /// Measures one rendezvous.
 ///
 /// # Errors
-/// Usage: fewer ranks than nodes. Otherwise the limit of open files is too low, or a node was lost.
+/// A usage error if there are fewer ranks than nodes. Otherwise the limit of open files is too low, or a node was lost.
 pub(crate) async fn run(setting: Setting) -> Result<Measured, Refusal> {
     if setting.ranks < setting.nodes {
         let Setting { nodes, ranks, .. } = setting;
@@ -167,7 +167,7 @@ async fn measure(setting: Setting) -> io::Result<Measured> {
     })
 }
 
-/// The child process with the agents. It ends with this.
+/// The child process with the agents. It is killed when this is dropped.
 struct Agents {
     _child: Child,
     lines: Lines<BufReader<ChildStdout>>,
@@ -194,7 +194,7 @@ impl Agents {
     }
 }
 
-/// User and system time of this process.
+/// Returns user plus system time of this process, in seconds.
 fn cpu_seconds() -> f64 {
     let Ok(usage) = getrusage(UsageWho::RUSAGE_SELF) else { return 0.0 };
     let time = |time: TimeVal| {
@@ -204,7 +204,7 @@ fn cpu_seconds() -> f64 {
     (time(usage.user_time()) + time(usage.system_time())).as_secs_f64()
 }
 
-/// Most memory that this process has had since [`reset_peak_memory`], in bytes.
+/// Returns the peak memory of this process since [`reset_peak_memory`], in bytes.
 fn peak_memory() -> io::Result<u64> {
     let status = fs_err::read_to_string("/proc/self/status")?;
     let kib = status.lines().find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix("kB"));
@@ -213,6 +213,6 @@ fn peak_memory() -> io::Result<u64> {
 }
 
 fn reset_peak_memory() {
-    // Without it, the peak is that of all measurements so far.
+    // If this fails, the peak includes earlier measurements.
     let _ = fs_err::write("/proc/self/clear_refs", "5");
 }
