@@ -13,8 +13,9 @@ use super::state::schedule::Wait;
 use super::state::{End, Entry, Jobs, Phase};
 use super::view::JobView;
 
-/// The message for a job. For a queued one, `position` counts from 1 and `wait` says what it waits for. `skew` is what
-/// the system's clock shows beyond the node's clock, in milliseconds.
+/// Builds the message for a job. For a queued job, `position` counts from 1 and `wait` is the reason why it waits.
+/// `skew` is
+/// the system clock minus the node's clock, in milliseconds.
 pub(super) fn job(
     jobs: &Jobs,
     entry: &Entry,
@@ -91,7 +92,7 @@ impl From<End> for NodeJobState {
     }
 }
 
-/// The view of a job from its message and its runtime state.
+/// Builds the view of a job from its message and its runtime state.
 pub(super) fn view(
     job: Job,
     runtime: Option<&JobRuntime>,
@@ -111,8 +112,9 @@ pub(super) fn view(
     })
 }
 
-/// Why no job may be placed on a GPU, drains by administrators aside. Only meaningful for a GPU that no job holds and
-/// that is not being examined: those processes would count as foreign.
+/// Returns the reason why no job may be placed on a GPU, apart from drains by administrators. Valid only for a GPU that
+/// no
+/// job holds and that is not being examined, because those processes would count as foreign.
 pub(super) fn unusable(gpu: &GpuFacts, reserved: &[String]) -> Option<(GpuState, String)> {
     if let Some(sick) = &gpu.sick {
         return Some((GpuState::Sick, sick.clone()));
@@ -127,7 +129,8 @@ pub(super) fn unusable(gpu: &GpuFacts, reserved: &[String]) -> Option<(GpuState,
     }
 }
 
-/// The message for the node with its GPUs. `base` has the fields that never change; `reserved` is `jobs.leave_gpus`.
+/// Builds the message for the node and its GPUs. `base` has the fields that never change; `reserved` is
+/// `jobs.leave_gpus`.
 pub(super) fn node(base: &NodeStatus, jobs: &Jobs, inventory: &Inventory, reserved: &[String]) -> NodeStatus {
     let gpu = |facts: &GpuFacts| {
         let mut gpu = Gpu {
@@ -144,7 +147,7 @@ pub(super) fn node(base: &NodeStatus, jobs: &Jobs, inventory: &Inventory, reserv
         };
         let (state, reason) = match (gpu.job, jobs.drained_gpus.get(&facts.uuid), unusable(facts, reserved)) {
             (1.., _, _) => (GpuState::Held, facts.sick.clone().unwrap_or_default()),
-            // Its processes count as foreign.
+            // The processes of the examination would count as foreign.
             (0, _, _) if jobs.is_examined(&facts.uuid) => {
                 (GpuState::Examined, "`xlaunch doctor` examines it".into())
             }

@@ -1,4 +1,4 @@
-//! Resolves a submission on this node: what it runs, on how many workers and GPUs. Pure.
+//! Resolves a submission on this node: determines the description of the job and its numbers of workers and GPUs. Pure.
 
 use std::time::Duration;
 
@@ -16,26 +16,27 @@ use xlaunch_agent::names::file_name;
 /// Maximum length of a job's name in bytes. Names are ASCII.
 const MAX_NAME_BYTES: usize = 64;
 
-/// What the node has, and the operator's limits on jobs.
+/// Resources of the node, and the operator's limits on jobs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct NodeLimits {
     /// Number of GPUs of the node.
     pub(crate) gpus: u32,
     pub(crate) cores: u32,
-    /// Bytes.
+    /// Memory of the node in bytes.
     pub(crate) memory: u64,
-    /// What a job gets for each of its GPUs, in bytes.
+    /// Memory that a job gets for each of its GPUs, in bytes.
     pub(crate) memory_per_gpu: u64,
     pub(crate) max_grace: Duration,
     pub(crate) default_time: Option<Duration>,
     pub(crate) max_time: Option<Duration>,
 }
 
-/// The job for the journal and for its directory, without id, time and dependencies. Shutdown timeouts above
-/// `max_grace` are shortened to that.
+/// Resolves a submission. Returns the job for the journal and for its directory, without id, time and dependencies.
+/// Shutdown
+/// timeouts above `max_grace` are reduced to it.
 ///
 /// # Errors
-/// [`CommandError::Invalid`] if it asks for something that contradicts itself or that the daemon decides.
+/// [`CommandError::Invalid`] if the submission contradicts itself, or sets something that the daemon decides.
 pub(crate) fn resolve(
     submission: Submit,
     uid: u32,
@@ -97,7 +98,7 @@ pub(crate) fn resolve(
     Ok((submitted, description))
 }
 
-/// Seconds that the job may run.
+/// Determines the time limit of a job in seconds.
 fn time_limit(wanted: Option<u64>, node: &NodeLimits) -> Result<Option<u64>, CommandError> {
     let most = node.max_time;
     let Some(wanted) = wanted else {
@@ -107,7 +108,7 @@ fn time_limit(wanted: Option<u64>, node: &NodeLimits) -> Result<Option<u64>, Com
     if let Some(most) = most.filter(|most| wanted > most.as_secs()) {
         let wanted = time_text(Duration::from_secs(wanted));
         return Err(CommandError::Invalid(format!(
-            "the job wants to run for {wanted}, and a job can run for at most {} here (jobs.max_time)",
+            "the job requests to run for {wanted}, but a job can run for at most {} on this node (jobs.max_time)",
             time_text(most)
         )));
     }
@@ -135,7 +136,9 @@ fn check_warning(
     }
 }
 
-/// Cores and memory that the job holds. A GPU job gets its share of the node, but no cores where GPUs outnumber them.
+/// Determines the cores and the memory that a job holds. By default, a GPU job gets its share of the node, which may be
+/// no
+/// cores if the node has more GPUs than cores.
 fn reserved(scheduling: &Scheduling, gpus: u32, node: &NodeLimits) -> (Option<u32>, Option<u64>) {
     let has_share = gpus > 0 && node.gpus > 0;
     let cpus = has_share.then(|| {
@@ -143,12 +146,12 @@ fn reserved(scheduling: &Scheduling, gpus: u32, node: &NodeLimits) -> (Option<u3
         u32::try_from(share).unwrap_or(u32::MAX)
     });
     let cpus = cpus.filter(|cores| *cores > 0);
-    // More GPUs than the node has are refused later.
+    // A request for more GPUs than the node has is refused later.
     let memory = has_share.then(|| node.memory_per_gpu.saturating_mul(gpus.into()));
     (scheduling.cpus.or(cpus), scheduling.memory_bytes.or(memory))
 }
 
-/// GPUs + max(cores / all cores, memory / all memory), in thousandths.
+/// Returns the usage rate: GPUs + max(cores / all cores, memory / all memory), in thousandths.
 fn rate(gpus: u32, cores: u32, memory: Option<u64>, node: &NodeLimits) -> u32 {
     let cores = u64::from(cores) * 1000 / u64::from(node.cores.max(1));
     let memory = u128::from(memory.unwrap_or(0)) * 1000 / u128::from(node.memory.max(1));
@@ -176,7 +179,7 @@ fn trainer_size(spec: &JobSpec, wanted: Option<u32>, has_gpus: bool) -> Result<S
     }
     let on_cpu = spec.engine.device == Device::Cpu || wanted == Some(0);
     if on_cpu && spec.engine.device == Device::Cuda {
-        return Err(invalid("engine.device is \"cuda\", but the job asks for no GPU (--gpus)"));
+        return Err(invalid("engine.device is \"cuda\", but the job requests no GPU (--gpus)"));
     }
     let workers = spec.launch.nproc.unwrap_or(wanted.filter(|gpus| *gpus > 0).unwrap_or(1));
     let gpus = match wanted {
@@ -194,15 +197,16 @@ fn trainer_size(spec: &JobSpec, wanted: Option<u32>, has_gpus: bool) -> Result<S
     Ok(Size {
         workers,
         gpus,
-        // A job whose checkpoint makes progress is given up to this much.
+        // A job whose checkpoint makes progress gets up to this much time.
         shutdown_timeout: spec.launch.shutdown_timeout.max(spec.launch.shutdown_timeout_max),
         command_line: String::new(),
         name: spec.job.name.clone(),
     })
 }
 
-/// A command without a number of GPUs gets one per worker on a node that has any; `--nproc-per-node gpu` then means
-/// one.
+/// Determines the size of a command. Without a number of GPUs, it gets one per worker on a node that has any, in which
+/// case
+/// `--nproc-per-node gpu` means one worker.
 fn command_size(spec: &CommandSpec, wanted: Option<u32>, present: u32) -> Result<Size, CommandError> {
     if spec.logs.dir.is_some() {
         return Err(invalid(
@@ -262,7 +266,7 @@ mod tests {
         Work::Trainer(Box::new(spec))
     }
 
-    /// A node with so many GPUs.
+    /// A node with this number of GPUs.
     fn node(gpus: u32) -> NodeLimits {
         NodeLimits {
             gpus,
@@ -274,7 +278,7 @@ mod tests {
         }
     }
 
-    /// Workers and GPUs.
+    /// Number of workers and GPUs of a resolved job.
     fn size(work: Work, wanted: Option<u32>, gpus: u32) -> (u32, u32) {
         let (submitted, description) = resolve(submission(work, wanted), 1, &node(gpus)).unwrap();
         assert_eq!(submitted.workers, description.workers);
@@ -319,7 +323,7 @@ mod tests {
         assert_eq!(size(work(virtual_ranks()), None, 8), (3, 3));
     }
 
-    /// The job of a command with these options, on a node with 8 GPUs, 64 cores and 512 GiB.
+    /// Resolves a command with these options, on a node with 8 GPUs, 64 cores and 512 GiB.
     fn scheduled(gpus: u32, scheduling: Scheduling, node: &NodeLimits) -> Result<Submitted, CommandError> {
         let work = work(command(Nproc::Count(gpus.max(2))));
         let submission = Submit { scheduling, ..submission(work, Some(gpus)) };

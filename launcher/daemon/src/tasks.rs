@@ -1,18 +1,19 @@
-//! How many processes and threads the node can have, and a job by default.
+//! Maximum number of processes and threads of the node, and the default maximum of a job.
 
-/// Limits of the kernel and, in a container, of its control group.
+/// Files with the limits of the kernel and, in a container, of its cgroup.
 const TASK_LIMIT_FILES: [&str; 3] =
     ["/proc/sys/kernel/pid_max", "/proc/sys/kernel/threads-max", "/sys/fs/cgroup/pids.max"];
-/// Four jobs that fork without end have all of the node's processes. `xlaunch.slice` keeps them from the last part.
+/// A job gets one part in this many of the node's limit. So it takes four jobs that fork without end to exhaust it, and
+/// `xlaunch.slice` keeps even those from the last part.
 const JOBS_TO_EXHAUST_NODE: u64 = 4;
 
-/// The default of `jobs.max_tasks`; no limit if nothing is known.
+/// Returns the default of `jobs.max_tasks`; no limit if the node's limit is unknown.
 pub(crate) fn default_limit() -> u64 {
     limit(TASK_LIMIT_FILES.iter().filter_map(|path| fs_err::read_to_string(path).ok()))
 }
 
 fn limit(texts: impl Iterator<Item = String>) -> u64 {
-    // `max` in a control group means no limit.
+    // `max` in a cgroup means no limit.
     let node = texts.filter_map(|text| text.trim().parse::<u64>().ok()).min();
     node.map_or(u64::MAX, |node| node / JOBS_TO_EXHAUST_NODE)
 }

@@ -1,15 +1,18 @@
-//! Removal of directories that a job's user has filled, on a thread of its own.
+//! Removes directories that a job's user could write to, on a thread of its own.
 //!
-//! A directory is moved into `<state>/trash` at once, under a new name, and removed there in the background: what a
-//! user has put into it neither delays nor ends the daemon.
+//! A directory is immediately moved to `<state>/trash` under a new name, and removed there in the background, so that
+//! its
+//! contents can neither delay nor crash the daemon.
 //!
 //! ```text
 //! remove(jobs/7) --rename--> trash/<name> --> for each entry: unlink it, or rename a directory to trash/<next name>
 //!                                             then rmdir
 //! ```
-//! Directories are never nested in the trash, so any depth takes the same stack and two descriptors. Paths are not
-//! followed: not down, because every step is a name in an open directory, and not up, because a user could have moved a
-//! directory elsewhere meanwhile. What is left when the daemon ends is removed after its next start.
+//! Subdirectories are moved to the top of the trash, so any depth takes constant stack and two descriptors. Paths are
+//! never
+//! followed: on the way down every step is a name in an open directory, and there is no way up, because a user could
+//! move a
+//! directory elsewhere in the meantime. Entries left when the daemon ends are removed after its next start.
 
 use std::ffi::CString;
 use std::hash::{BuildHasher, RandomState};
@@ -23,7 +26,7 @@ use rustix::fs::{AtFlags, CWD, Dir, Mode, OFlags, fchmod, fchown, openat, rename
 use rustix::io::Errno;
 use tracing::warn;
 
-/// The trash of a state directory, and its thread, which ends with the last clone.
+/// The trash of a state directory. Its thread ends when the last clone is dropped.
 #[derive(Clone, Debug)]
 pub(crate) struct Trash {
     path: PathBuf,
@@ -32,7 +35,7 @@ pub(crate) struct Trash {
 }
 
 impl Trash {
-    /// Opens the trash in this directory, and starts to remove what an earlier daemon has left in it.
+    /// Opens the trash in this directory, and starts to remove the entries that an earlier daemon has left.
     pub(crate) fn open(path: PathBuf) -> io::Result<Self> {
         let dir = open_dir(CWD, &CString::new(path.as_os_str().as_encoded_bytes())?)?;
         let (remover, receiver) = mpsc::channel();
@@ -48,23 +51,21 @@ impl Trash {
         Ok(Self { path, names, remover })
     }
 
-    /// Moves a directory into the trash. Nothing happens if it does not exist.
+    /// Moves a directory to the trash. Does nothing if the directory does not exist.
     pub(crate) fn remove(&self, dir: &Path) -> io::Result<()> {
         let name = self.names.next();
         match std::fs::rename(dir, self.path.join(&name)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
             moved => moved?,
         }
-        self.remover
-            .send(CString::new(name)?)
-            .map_err(|_| io::Error::other("the thread of the trash has ended"))
+        self.remover.send(CString::new(name)?).map_err(|_| io::Error::other("the trash thread has ended"))
     }
 }
 
-/// Names in the trash, unique also among those of earlier daemons.
+/// Generates names for entries of the trash that differ from those of earlier daemons too.
 #[derive(Debug)]
 struct Names {
-    /// Random: the clock may have been set back since an earlier daemon was started.
+    /// A random number. The time is not used, as the clock may have been set back since an earlier daemon was started.
     start: u64,
     next: AtomicU64,
 }
@@ -82,7 +83,7 @@ impl Names {
     }
 }
 
-/// What the thread works with.
+/// State of the thread.
 struct Sweep {
     dir: OwnedFd,
     names: Arc<Names>,
@@ -90,7 +91,7 @@ struct Sweep {
 }
 
 impl Sweep {
-    /// Removes one entry of the trash and all that is below it.
+    /// Removes one entry of the trash and everything below it.
     fn remove(&self, name: CString) {
         let mut pending = vec![name];
         let mut failed = None;
@@ -106,16 +107,20 @@ impl Sweep {
             }
         }
         if let Some((name, error)) = failed {
-            warn!("failed to remove {} of the trash, until the next start: {error}", name.to_string_lossy());
+            warn!(
+                "failed to remove {} from the trash before the next start: {error}",
+                name.to_string_lossy()
+            );
         }
     }
 
-    /// Unlinks the files of a directory of the trash, and moves its directories into the trash: onto `pending`.
+    /// Unlinks the files of a directory in the trash, moves its subdirectories to the trash, and adds them to
+    /// `pending`.
     fn empty(&self, name: &CString, pending: &mut Vec<CString>) -> Result<(), Errno> {
         let dir = match open_dir(&self.dir, name) {
             Ok(dir) => dir,
             Err(Errno::NOTDIR | Errno::LOOP) => return Ok(()),
-            // Of a daemon that is not root: the directory is its own.
+            // Happens if the daemon does not run as root, in which case it owns the directory.
             Err(Errno::ACCESS) => {
                 rustix::fs::chmodat(&self.dir, name, Mode::RWXU, AtFlags::empty())?;
                 open_dir(&self.dir, name)?
@@ -123,8 +128,8 @@ impl Sweep {
             Err(error) => return Err(error),
         };
         if self.is_root {
-            // Its user cannot add to it any more, and a sticky bit does not protect its entries from the owner: the
-            // daemon may lack CAP_FOWNER.
+            // Takes ownership, so that the user cannot add entries any more, and a sticky bit does not keep the daemon
+            // from removing them: it may lack CAP_FOWNER.
             fchown(&dir, Some(rustix::fs::Uid::ROOT), Some(rustix::fs::Gid::ROOT))?;
         }
         fchmod(&dir, Mode::RWXU)?;
@@ -132,7 +137,7 @@ impl Sweep {
         for entry in names(&dir)? {
             let entry = entry?;
             let removed = match unlinkat(&dir, &entry, AtFlags::empty()) {
-                // Linux says ISDIR, POSIX PERM.
+                // For a directory, Linux returns EISDIR, POSIX requires EPERM.
                 Err(Errno::ISDIR | Errno::PERM) => self.take(&dir, &entry).map(|name| pending.push(name)),
                 removed => removed,
             };
@@ -141,11 +146,11 @@ impl Sweep {
         failed
     }
 
-    /// Moves a directory in `dir` into the trash. Returns its new name.
+    /// Moves a subdirectory of `dir` to the trash. Returns its new name.
     fn take(&self, dir: &OwnedFd, entry: &CString) -> Result<CString, Errno> {
         let name = CString::new(self.names.next()).map_err(|_| Errno::INVAL)?;
         match renameat(dir, entry, &self.dir, &name) {
-            // Moving a directory changes its `..`, for which its owner needs the right to write to it.
+            // Moving a directory changes its `..` entry, which requires write permission on the directory itself.
             Err(Errno::ACCESS) if !self.is_root => {
                 rustix::fs::chmodat(dir, entry, Mode::RWXU, AtFlags::empty())?;
                 renameat(dir, entry, &self.dir, &name)?;
@@ -161,7 +166,7 @@ fn open_dir(at: impl rustix::fd::AsFd, name: &CString) -> Result<OwnedFd, Errno>
     openat(at, name, flags, Mode::empty())
 }
 
-/// Names of the entries of a directory, but for `.` and `..`.
+/// Returns the names of a directory's entries, except `.` and `..`.
 fn names(dir: &OwnedFd) -> Result<impl Iterator<Item = Result<CString, Errno>>, Errno> {
     let names = Dir::read_from(dir)?.map(|entry| Ok(entry?.file_name().to_owned()));
     Ok(names.filter(|name| !name.as_ref().is_ok_and(|name| matches!(name.as_bytes(), b"." | b".."))))
@@ -189,7 +194,7 @@ mod tests {
         }
     }
 
-    /// Creates directories within each other; their path is too long for any system call.
+    /// Creates nested directories. Their path is too long for any system call.
     fn nest(dir: &Path, depth: usize) {
         let name = CString::new("d").unwrap();
         let mut at: OwnedFd = std::fs::File::open(dir).unwrap().into();

@@ -1,11 +1,13 @@
-//! Checks that only root and the daemon's user can change what is at a path: the state directory, the configuration,
-//! programs that the daemon runs.
+//! Checks that only root and the daemon's user can change the file or directory at a path: the state directory, the
+//! configuration, programs that the daemon runs.
 //!
-//! Every component is checked, from `/` on and through links, before anything is opened, created or repaired: a repair
-//! would hide who could write there until now. In a sticky directory such as `/tmp` other users can add entries but not
-//! replace any, so one is accepted on the way to an entry, not as the last component.
+//! Every component is checked, starting at `/` and following links, before anything is opened, created or repaired: a
+//! repair would hide that others could write there before. In a sticky directory such as `/tmp` other users can add
+//! entries
+//! but not replace existing ones, so a sticky directory is accepted on the way to an entry, but not as the last
+//! component.
 //!
-//! A path that passes stays as it is: all who could change one of its components are trusted.
+//! A path that passes the check stays safe, because everyone who can change one of its components is trusted.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -16,23 +18,23 @@ use std::path::{Component, Path, PathBuf};
 
 use crate::users;
 
-/// Links that are followed, as many as the kernel follows.
+/// Maximum number of links followed, which is the kernel's limit.
 const MAX_LINKS: u32 = 40;
 const STICKY: u32 = 0o1000;
 const GROUP_WRITES: u32 = 0o020;
 const OTHERS_WRITE: u32 = 0o002;
 
-/// The user and the group that are trusted, beside root.
+/// The user and group that are trusted in addition to root.
 #[derive(Clone, Copy, Debug)]
 struct Trusted {
     uid: u32,
     gid: u32,
 }
 
-/// Checks all components of a path that exist. What is missing has yet to be created, by a trusted user.
+/// Checks all existing components of a path. Only a trusted user can create the missing ones.
 ///
 /// # Errors
-/// `PermissionDenied`, with a text that names the component and what is wrong with it.
+/// `PermissionDenied`, with a text that names the component and the problem.
 pub(crate) fn check(path: &Path) -> io::Result<()> {
     Trusted::own().walk(&std::path::absolute(path)?).map(drop)
 }
@@ -40,7 +42,7 @@ pub(crate) fn check(path: &Path) -> io::Result<()> {
 /// Checks the directory of a file that is about to be created, as [`check`] does.
 pub(crate) fn check_parent(path: &Path) -> io::Result<()> {
     let path = std::path::absolute(path)?;
-    // With the file as a missing component, a sticky directory is not the last one.
+    // The added components make a sticky parent directory acceptable, because it is not the last component then.
     let Some(parent) = path.parent() else { return Ok(()) };
     Trusted::own().walk(&parent.join(".missing/file")).map(drop)
 }
@@ -51,7 +53,7 @@ pub(crate) fn check_entries(dir: &Path) -> io::Result<()> {
     for entry in fs_err::read_dir(dir)? {
         let path = entry?.path();
         let Some(found) = trusted.walk(&path)? else { continue };
-        // The owner of a hard link is that of its file: another user may have linked one of root's.
+        // A hard link has the owner of its file, so another user may have linked a file of root here.
         if found.is_file() && found.nlink() > 1 {
             return Err(refused(&path, "has another hard link"));
         }
@@ -64,7 +66,7 @@ impl Trusted {
         Self { uid: rustix::process::geteuid().as_raw(), gid: rustix::process::getegid().as_raw() }
     }
 
-    /// Checks each component of an absolute path. Returns what is at its end, if it exists.
+    /// Checks each component of an absolute path. Returns the metadata of the last one, if it exists.
     fn walk(self, path: &Path) -> io::Result<Option<Metadata>> {
         let mut pending: VecDeque<OsString> = names(path);
         let (mut at, mut links) = (PathBuf::from("/"), 0);
@@ -109,16 +111,16 @@ impl Trusted {
             return Ok(());
         }
         let (owner, own) = (users::label(found.uid()), users::label(self.uid));
-        Err(refused(path, &format!("belongs to user {owner}, and the daemon runs as user {own}")))
+        Err(refused(path, &format!("belongs to user {owner}, but the daemon runs as user {own}")))
     }
 
     fn check(self, path: &Path, found: &Metadata, is_last: bool) -> io::Result<()> {
         self.check_owner(path, found)?;
-        // Of a socket the mode says who may connect.
+        // The mode of a socket controls who may connect, not who may replace it.
         if !found.is_dir() && !found.is_file() {
             return Ok(());
         }
-        // The daemon's own group is often its user's private one, and root's has no members.
+        // The daemon's own group is often its user's private group, and root's group has no members.
         let group_is_trusted = if is_last {
             self.uid != 0 && found.gid() == self.gid
         } else {
@@ -136,7 +138,7 @@ impl Trusted {
     }
 }
 
-/// The components of a path after the root.
+/// Returns the components of a path after the root.
 fn names(path: &Path) -> VecDeque<OsString> {
     let is_name =
         |component: &Component<'_>| matches!(component, Component::Normal(_) | Component::ParentDir);
@@ -154,7 +156,7 @@ mod tests {
 
     use super::*;
 
-    /// A user other than root and the daemon's.
+    /// A user other than root and the daemon's user.
     const OTHER: u32 = 65_534;
 
     fn mode(path: &Path, mode: u32) {

@@ -1,30 +1,32 @@
-//! Accounts in the system's user database. It may be a network service and slow, so lookups block.
+//! Accounts in the system's user database. Lookups block, and may be slow if the database is a network service.
 
 use std::io;
 
 use nix::unistd::{Uid, User};
 
-/// What the daemon needs to know of a user who submits a job.
+/// The account of a user who submits a job.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Account {
     pub name: String,
-    /// The primary group.
+    /// Id of the primary group.
     pub gid: u32,
 }
 
-/// The account with this user id. Blocks.
+/// Looks up the account with this user id. Blocks.
 pub(crate) fn find(uid: u32) -> io::Result<Option<Account>> {
     let user = User::from_uid(Uid::from_raw(uid))?;
     Ok(user.map(|user| Account { name: user.name, gid: user.gid.as_raw() }))
 }
 
-/// A user in messages: the name, or the number of one without an account. Blocks.
+/// Returns the label of a user in messages: the name, or the user id if it has no account. Blocks.
 pub(crate) fn label(uid: u32) -> String {
     find(uid).ok().flatten().map_or_else(|| uid.to_string(), |account| account.name)
 }
 
-/// Why a user id does not belong to the user of this name any more, if that is so: user ids are given to others when
-/// accounts are removed. A job of version 0.1 has no name; for it any account will do.
+/// Checks that a user id still belongs to the user of this name, and returns the problem if it does not: after an
+/// account
+/// is removed, its user id may be given to another user. Jobs of version 0.1 have no user name; any account is
+/// accepted.
 pub(crate) fn mismatch(uid: u32, user: &str, found: Option<&Account>) -> Option<String> {
     match found {
         None if user.is_empty() => Some(format!("user id {uid} has no account on this node")),

@@ -1,6 +1,7 @@
-//! The view: a snapshot of the node and its jobs, which the manager replaces whenever something changes.
+//! The view: a snapshot of the node and its jobs, which the manager replaces after every change.
 //!
-//! It contains the jobs of all users. Each reader restricts it to what its caller may see ([`Caller::may_see`]).
+//! It contains the jobs of all users. Each reader must restrict it to the jobs that its caller may see
+//! ([`Caller::may_see`]).
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -10,38 +11,38 @@ use std::time::Instant;
 
 use xlaunch_proto::v1::{Job, NodeJobState, NodeStatus, Progress, StatusReply};
 
-/// The node and its jobs at one moment.
+/// Snapshot of the node and its jobs.
 #[derive(Clone, Debug, Default)]
 pub struct NodeView {
-    /// The node with its GPUs and the jobs that hold them.
+    /// The node, its GPUs, and the jobs that hold them.
     pub node: NodeStatus,
-    /// GPUs examined since the daemon was started, by result: passed, failed, unknown.
+    /// Number of GPUs examined since the daemon was started, by result: passed, failed, unknown.
     pub examined: [u64; 3],
-    /// By id; ended jobs only as far as they are remembered.
+    /// Jobs by id. Ended jobs are included until they are forgotten.
     pub jobs: BTreeMap<u64, Arc<JobView>>,
 }
 
-/// A job at one moment.
+/// Snapshot of a job.
 #[derive(Clone, Debug, Default)]
 pub struct JobView {
-    /// The message, without `status` and `history`.
+    /// The job's message, without `status` and `history`.
     pub job: Job,
-    /// The job that a queued one waits for to start first.
+    /// The job that must start before this one, which is queued.
     pub first: Option<u64>,
-    /// The last status of its agent, and when it was received.
+    /// The last status of the agent, and the time at which it was received.
     pub status: Option<(Arc<StatusReply>, Instant)>,
     /// Loss and throughput of a training job, oldest first.
     pub history: Arc<[Progress]>,
-    /// It is queued, wants GPUs, is not held and waits for no other job to end.
+    /// Whether the job is queued, needs GPUs, is not held, and has no open dependencies.
     pub waits_for_gpus: bool,
-    /// The socket of its agent.
+    /// The socket of the agent.
     pub socket: PathBuf,
-    /// The directory of `attempt_N/LOCAL_RANK/{stdout,stderr}.log`. The job's user can put anything there.
+    /// The directory of `attempt_N/LOCAL_RANK/{stdout,stderr}.log`. The job's user can change its contents.
     pub logs: PathBuf,
 }
 
 impl JobView {
-    /// The message with the status and, if `with_history`, the history.
+    /// Returns the message with the status and, if `with_history`, the history.
     pub fn to_message(&self, with_history: bool) -> Job {
         let mut job = self.job.clone();
         if let Some((status, at)) = &self.status {
@@ -54,7 +55,9 @@ impl JobView {
         job
     }
 
-    /// [`to_message`](Self::to_message), without the number of another user's job for which this one waits.
+    /// [`to_message`](Self::to_message) for a caller: leaves out the id of the job that this one waits for if the
+    /// caller
+    /// may not see it.
     pub fn to_message_for(&self, caller: &Caller, view: &NodeView, with_history: bool) -> Job {
         let mut job = self.to_message(with_history);
         let is_visible =
@@ -77,29 +80,30 @@ pub fn has_ended(state: NodeJobState) -> bool {
     matches!(state, Done | Failed | Cancelled | Lost)
 }
 
-/// The user who makes a call, by the credentials of the connection.
+/// The user who makes a call, from the credentials of the connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Caller {
     pub uid: u32,
-    /// The name that this user id has now; empty if it has no account.
+    /// Current name of the user; empty if the user id has no account.
     pub name: Cow<'static, str>,
-    /// Root, the daemon's own user, or a member of `daemon.admin_group`.
+    /// Whether the user is root, the daemon's own user, or a member of `daemon.admin_group`.
     pub admin: bool,
 }
 
 impl Caller {
-    /// Returns whether the caller may see and cancel the jobs that a user with this id and name has submitted. An id is
-    /// given to another user when its account is removed. Jobs of version 0.1 have no name.
+    /// Returns whether the caller may see and cancel the jobs of a user with this id and name. The name is compared
+    /// too,
+    /// because an id may be given to another user after its account is removed. Jobs of version 0.1 have no user name.
     pub fn may_see(&self, uid: u32, user: &str) -> bool {
         self.admin || (self.uid == uid && (user.is_empty() || self.name == user))
     }
 
-    /// [`may_see`](Self::may_see), for the user of this job.
+    /// [`may_see`](Self::may_see) for the user of this job.
     pub fn may_see_job(&self, job: &Job) -> bool {
         self.may_see(job.uid, &job.user)
     }
 
-    /// The caller in messages: the name, or the number of one without an account.
+    /// Returns the label of the caller in messages: the name, or the user id if it has no account.
     pub(crate) fn label(&self) -> Cow<'_, str> {
         if self.name.is_empty() { self.uid.to_string().into() } else { (*self.name).into() }
     }

@@ -98,5 +98,5 @@ fn gpu_that_fails_during_a_job_is_shown_and_gets_no_other_job() {
 fn request_for_more_gpus_than_the_node_has_is_refused() {
     let node = Node::with_gpus(&["GPU-a 0", "GPU-b 0"], "");
     let run = node.run(&["submit", "--gpus", "3", "--", "true"]);
-    assert!(run.code != 0 && run.stderr.contains("can get at most 2 here"), "{}", run.stderr);
+    assert!(run.code != 0 && run.stderr.contains("can get at most 2 on this node"), "{}", run.stderr);
 }

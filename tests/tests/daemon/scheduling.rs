@@ -95,10 +95,10 @@ fn dependent_job_starts_or_is_cancelled_by_how_the_other_ends() {
     node.wait(any, "done");
     node.wait(fail, "done");
     let cancelled = node.wait(ok, "cancelled");
-    assert_eq!(cancelled["reason"], format!("job {first}, which had to end first, is not done"));
+    assert_eq!(cancelled["reason"], format!("dependency not met: job {first} did not succeed"));
     assert_eq!(
         node.wait(next, "cancelled")["reason"],
-        format!("job {ok}, which had to end first, is not done")
+        format!("dependency not met: job {ok} did not succeed")
     );
     let mut ran = node.lines("ran");
     ran.sort();

@@ -74,7 +74,9 @@ impl Manager {
     pub(super) fn config_problems(&self) -> Vec<String> {
         let config = self.config.borrow();
         let reload = config.reload_problem.iter().map(|problem| {
-            format!("the last reload has failed, and the previous configuration is still in effect: {problem}")
+            format!(
+                "the last reload has failed, and the previous configuration is still in effect: {problem}"
+            )
         });
         reload.chain(check::unknown_gpus(&config.jobs, &self.gpus.borrow())).collect()
     }

@@ -384,8 +384,8 @@ impl Node for Service {
     }
 }
 
-/// Why a command was refused, for the daemon's log. It can repeat the caller's words, so it must be logged as a field:
-/// those are escaped and cannot be mistaken for other messages.
+/// Returns the reason why a command was refused, for the daemon's log. It may contain text of the caller, so it must be
+/// logged as a field: fields are escaped and cannot be mistaken for other messages.
 fn refusal<T>(result: &Result<T, Status>) -> Option<&str> {
     result.as_ref().err().map(Status::message)
 }
@@ -394,7 +394,8 @@ fn checked<W, T: TryFrom<W, Error: std::fmt::Display>>(wire: W) -> Result<T, Sta
     T::try_from(wire).map_err(|error| Status::invalid_argument(in_users_words(&error.to_string())))
 }
 
-/// A problem of a request with the option in place of the field: users do not know the fields.
+/// Replaces the name of the field in a problem of a request by the command line option, as users do not know the
+/// fields.
 fn in_users_words(problem: &str) -> String {
     let named = problem.strip_prefix("field ").and_then(|rest| rest.split_once(' '));
     let Some((field, what)) = named else { return problem.into() };

@@ -1,4 +1,4 @@
-//! Queries of the view, restricted to what the caller may see.
+//! Queries of the view, restricted to the jobs that the caller may see.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,20 +14,20 @@ use crate::view::{Caller, JobView, NodeView};
 
 /// Maximum number of jobs in a list.
 const MAX_LISTED_JOBS: usize = 1000;
-/// Maximum size of a list: clients can request many and read none.
+/// Maximum size of a list. A client can request many lists without reading any.
 const MAX_LIST_BYTES: usize = 256 << 10;
-/// Maximum length of a user's name or number in a request.
+/// Maximum length of a user name or number in a request.
 const MAX_USER_BYTES: usize = 256;
-/// Minimum interval between two updates of a watched job.
+/// Minimum interval between updates of a watched job.
 const WATCH_INTERVAL: Duration = Duration::from_millis(250);
 
-/// A job, if the caller may see it.
+/// Returns a job, if the caller may see it.
 pub(super) fn job(view: &NodeView, caller: &Caller, id: u64) -> Result<Arc<JobView>, Status> {
     let job = view.jobs.get(&id).filter(|job| caller.may_see_job(&job.job));
     job.cloned().ok_or_else(|| to_status(CommandError::JobNotFound(id)))
 }
 
-/// The newest jobs that the caller may see, as many as fit, and whether there are more.
+/// Returns the newest jobs that the caller may see, as many as fit, and whether there are more.
 pub(super) fn list(view: &NodeView, caller: &Caller, request: &ListRequest) -> ListReply {
     let limit = match request.limit as usize {
         0 => MAX_LISTED_JOBS,
@@ -39,7 +39,7 @@ pub(super) fn list(view: &NodeView, caller: &Caller, request: &ListRequest) -> L
     for job in view.jobs.range(..before).rev().map(|(_, job)| job).filter(wanted) {
         let message = job.to_message_for(caller, view, false);
         bytes += encoded_size(&message);
-        // A page has a job, however large, so that the next one has others.
+        // Each page has at least one job, however large, so that paging makes progress.
         if jobs.len() == limit || (bytes > MAX_LIST_BYTES && !jobs.is_empty()) {
             return ListReply { jobs, more: true };
         }
@@ -48,7 +48,7 @@ pub(super) fn list(view: &NodeView, caller: &Caller, request: &ListRequest) -> L
     ListReply { jobs, more: false }
 }
 
-/// What a history request asks for, as far as the caller may see it.
+/// Converts a history request to a query, restricted to the accounts that the caller may see.
 pub(super) fn history(caller: &Caller, request: HistoryRequest) -> Result<Query, Status> {
     if request.user.len() > MAX_USER_BYTES {
         return Err(Status::invalid_argument(format!("user: more than {MAX_USER_BYTES} bytes")));
@@ -62,7 +62,7 @@ pub(super) fn history(caller: &Caller, request: HistoryRequest) -> Result<Query,
     })
 }
 
-/// The node, without the ids of jobs that the caller may not see.
+/// Returns the node's status, without the ids of jobs that the caller may not see.
 pub(super) fn status(view: &NodeView, caller: &Caller) -> NodeStatus {
     let mut node = view.node.clone();
     let may_see = |id| view.jobs.get(&id).is_some_and(|job| caller.may_see_job(&job.job));
@@ -72,7 +72,7 @@ pub(super) fn status(view: &NodeView, caller: &Caller) -> NodeStatus {
     node
 }
 
-/// Sends the job, and each change of it until it has ended. A slow receiver skips intermediate changes.
+/// Sends a job, and then each change of it until it has ended. A slow receiver misses intermediate changes.
 pub(super) async fn watch(
     mut view: watch::Receiver<Arc<NodeView>>,
     caller: Caller,
@@ -80,7 +80,7 @@ pub(super) async fn watch(
     jobs: &mpsc::Sender<Result<Job, Status>>,
 ) {
     let mut sent: Option<Arc<JobView>> = None;
-    // Reserved before the view is read, so that the newest state is sent when the receiver has space.
+    // Space is reserved before the view is read, so that the newest state is sent once the receiver has space.
     while let Ok(permit) = jobs.reserve().await {
         let now = view.borrow_and_update().clone();
         let Some(job) = now.jobs.get(&id).cloned() else {

@@ -1,4 +1,4 @@
-//! What calls have in common that go on to the agent of a running job.
+//! Common parts of calls that are forwarded to the agent of a running job.
 
 use tonic::Status;
 use tonic::transport::Channel;
@@ -25,7 +25,7 @@ pub(super) async fn connect_to_agent(job: &JobView) -> Result<AgentClient<Channe
     connected.ok().and_then(Result::ok).ok_or_else(|| no_answer(job))
 }
 
-/// The error of a call to the agent, for the client.
+/// Converts the error of a call to the agent for the client.
 pub(super) fn failure(job: &JobView, status: &Status) -> Status {
     agent_error(status).unwrap_or_else(|| no_answer(job))
 }

@@ -1,4 +1,4 @@
-//! What the processes of a job are doing: the call goes on to the agent of the job, whose answer is not trusted.
+//! Stacks of a job's processes. The call is forwarded to the job's agent, whose answer is not trusted.
 
 use std::sync::Arc;
 
@@ -9,15 +9,15 @@ use xlaunch_proto::v1::{StacksReply, StacksRequest};
 use super::relay;
 use crate::view::JobView;
 
-/// Replies that are buffered for a slow client.
+/// Number of replies buffered for a slow client.
 const REPLY_CAPACITY: usize = 2;
-/// Replies that are passed on: processes of a job.
+/// Maximum number of replies forwarded. Each reply has one process.
 const MAX_REPLIES: usize = 1024;
 
 /// Streams the answer of the job's agent. Drops `guard` at its end, or when the caller is gone.
 ///
 /// # Errors
-/// `FAILED_PRECONDITION` for a job that does not run. In the stream: the agent's errors.
+/// `FAILED_PRECONDITION` for a job that does not run. The stream contains the errors of the agent.
 pub(super) fn stream<T: Send + 'static>(
     job: Arc<JobView>,
     request: StacksRequest,

@@ -1,4 +1,4 @@
-//! The last lines of a log, for the page.
+//! Reads the last lines of a log for the web page.
 
 use std::sync::Arc;
 
@@ -14,10 +14,10 @@ use super::{FILE_READER_QUOTA, quota};
 use crate::commands::NodeHandle;
 use crate::web::LogTail;
 
-/// Longer tails lose their beginning.
+/// Maximum size of a tail. Longer tails lose their beginning.
 const MAX_TAIL_BYTES: usize = 256 << 10;
 
-/// The function by which the page reads log lines.
+/// Returns the function with which the page reads log lines.
 pub(crate) fn log_tail(node: NodeHandle) -> LogTail {
     let file_readers = quota(FILE_READER_QUOTA);
     Arc::new(move |job, rank, stderr, lines| {

@@ -1,5 +1,6 @@
-//! Calls over a real socket as several users. A client binds its end of the connection to a path that begins with a
-//! user id, which replaces the peer credentials of the kernel.
+//! Tests calls of several users over a real socket. A client binds its end of the connection to a path that begins with
+//! a
+//! user id, which stands in for the kernel's peer credentials.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -48,7 +49,9 @@ struct Case {
 }
 
 impl Case {
-    /// With these jobs, each as id, user and state. The manager replies to all commands with `refuse`, or accepts them.
+    /// Creates a daemon with these jobs, each given as id, user and state. The manager answers all commands with
+    /// `refuse`,
+    /// or accepts them.
     fn new<const N: usize>(jobs: [(u64, u32, NodeJobState); N], refuse: Option<CommandError>) -> Self {
         let view = |(id, uid, state): (u64, u32, NodeJobState)| {
             let job = Job { id, uid, state: state.into(), started_unix_ms: 1, ..Default::default() };
@@ -96,7 +99,7 @@ fn connect(dir: &Path, uid: u32, number: usize) -> UnixStream {
     UnixStream::from_std(stream).unwrap()
 }
 
-/// Replaces the peer credentials.
+/// Returns the credentials from the path of the peer.
 fn named(stream: &UnixStream) -> io::Result<Credentials> {
     let address = stream.peer_addr()?;
     let name = address.as_pathname().and_then(|path| path.file_name()?.to_str()?.split_once('-'));
@@ -145,7 +148,7 @@ async fn manage(mut commands: mpsc::Receiver<Command>, refuse: Option<CommandErr
                 drop(reply.send(result));
             }
             (Command::Drain { caller, gpus, reason, undo, reply }, None) => {
-                // As the real manager does, by the role that the service has found.
+                // As in the real manager, this depends on the role that the service has determined.
                 let result = Jobs::drain(&caller, &[], undo, &reason, &[], 0).map(|_| {
                     let drained = format!("{} {undo} {reason}", gpus.join(","));
                     NodeStatus { drained, ..Default::default() }
@@ -405,7 +408,7 @@ async fn attack(case: &Case, uid: u32, kind: usize) -> Option<UnixStream> {
         _ => {
             let Ok(mut raw) = Raw::new(socket).await else { return None };
             match kind {
-                // Half a call.
+                // An incomplete call.
                 4 => drop(raw.begin("Submit", END_HEADERS).await),
                 // Endless headers.
                 5 => {
@@ -425,7 +428,7 @@ async fn attack(case: &Case, uid: u32, kind: usize) -> Option<UnixStream> {
                         }
                     }
                 }
-                // Rapid reset: calls that are cancelled at once.
+                // Rapid reset: calls that are cancelled immediately.
                 6 => {
                     for _ in 0..500 {
                         let begun = raw.begin("Watch", END_HEADERS).await;
@@ -468,7 +471,7 @@ async fn thousand_hostile_clients_do_not_disturb_others() {
         let mut late = case.client(ANN).await;
         let reply = soon("a new caller", late.get(GetRequest { job: 1 })).await;
         assert_eq!(reply.unwrap().into_inner().id, 1);
-        // The same user can still connect, and is served or told that its quota is used up.
+        // The same user can still connect, and is served or gets an error about the used-up quota.
         let mut late = case.client(BOB).await;
         let reply = soon("a new caller of theirs", late.get(GetRequest { job: 2 })).await;
         reply.map_or_else(|error| assert_eq!(error.code(), Code::ResourceExhausted, "{error}"), drop);
@@ -489,7 +492,7 @@ async fn thousand_hostile_clients_do_not_disturb_others() {
 async fn rejected_connection_does_not_affect_others() {
     let case = Case::new([(1, ANN, NodeJobState::Running)], None);
     for _ in 0..3 {
-        // It is not bound to a path, so its user is unknown.
+        // The client is not bound to a path, so its user is unknown.
         let mut unknown = UnixStream::connect(case.dir.path().join("node.sock")).await.unwrap();
         assert_eq!(soon("its end", unknown.read(&mut [0])).await.unwrap(), 0);
     }
@@ -577,7 +580,7 @@ async fn health_watches_with_many_user_ids_of_one_person_shut_out_nobody() {
     let case = Case::new([(2, BOB, NodeJobState::Running)], None);
     let mut watches = Vec::new();
     for uid in (STRANGER..).take(600) {
-        // Some are closed again for later ones.
+        // Some connections are closed again in favour of later ones.
         if let Ok(channel) = net::connect_stream(case.connect(uid), net::connect::endpoint()).await {
             watches.extend(HealthClient::new(channel).watch(HealthCheckRequest::default()).await);
         }
@@ -611,6 +614,6 @@ async fn shutdown_closes_every_connection_without_waiting() {
     soon("the end", &mut case.served).await.unwrap().unwrap();
     soon("the watch", watched.next()).await.unwrap().unwrap_err();
     let mut rest = Vec::new();
-    // The connection may be reset rather than closed, if the server has not read everything.
+    // The connection may be reset rather than closed if the server has not read everything.
     drop(soon("a silent caller", silent.read_to_end(&mut rest)).await);
 }

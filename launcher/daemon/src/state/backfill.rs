@@ -1,24 +1,27 @@
-//! Reservations and backfill (EASY). The first job that does not fit gets a reservation at the earliest time at which,
-//! by the time limits of running jobs, enough is free; later jobs start before it only if they do not delay it. Pure.
+//! Reservations and backfill (EASY). Pure.
 //!
-//! A later job delays a reservation unless it has ended by then, or what it holds is free beside the reservation. If
-//! the time is unknown, since a job that it depends on has no limit, nothing of its kind overtakes it, and jobs of the
-//! other kind leave the reserved memory free.
+//! The first job that does not fit gets a reservation at the earliest time at which, according to the time limits of
+//! running jobs, enough resources are free. Later jobs start before it only if they do not delay it.
 //!
-//! Invariant: if running jobs respect their limits and nothing is put before it in the queue, a job with a reservation
+//! A later job delays a reservation unless it has ended by then, or its resources are free in addition to the reserved
+//! ones. If the time of the reservation is unknown, because a job that it depends on has no limit, no job of the same
+//! kind
+//! overtakes it, and jobs of the other kind leave the reserved memory free.
+//!
+//! Invariant: if running jobs respect their limits and no job is put before it in the queue, a job with a reservation
 //! starts no later than its reservation says.
 
 use super::Submitted;
 
-/// What a job holds while it runs.
+/// The resources that a job holds while it runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Demand {
     pub(super) gpus: u32,
-    /// Of GPU jobs.
+    /// Cores of GPU jobs.
     pub(super) cores: u32,
-    /// Of CPU jobs.
+    /// Workers of CPU jobs.
     pub(super) cpu_workers: u32,
-    /// Bytes.
+    /// Memory in bytes.
     pub(super) memory: u64,
 }
 
@@ -41,7 +44,7 @@ impl Demand {
             && self.memory <= free.memory
     }
 
-    /// Returns whether both want some of the same.
+    /// Returns whether both need some of the same resource.
     pub(super) fn competes_with(self, other: Self) -> bool {
         self.gpus.min(other.gpus) > 0
             || self.cores.min(other.cores) > 0
@@ -49,7 +52,7 @@ impl Demand {
             || self.memory.min(other.memory) > 0
     }
 
-    /// Returns whether this and `other` fit together, in what this needs.
+    /// Returns whether this and `other` fit together, considering only resources that this needs.
     fn fits_beside(self, other: Self, free: Self) -> bool {
         let fits = |own: u64, other: u64, free: u64| own == 0 || own.saturating_add(other) <= free;
         fits(self.gpus.into(), other.gpus.into(), free.gpus.into())
@@ -77,13 +80,13 @@ impl Demand {
     }
 }
 
-/// What is held, and until when.
+/// Resources that are held, and the times at which they are released.
 #[derive(Debug)]
 pub(super) struct Ledger {
     capacity: Demand,
     now: u64,
     held: Demand,
-    /// When what is released, in no order. What has no time is never released.
+    /// Times and amounts of releases, in no particular order. Resources without an entry are never released.
     releases: Vec<(u64, Demand)>,
 }
 
@@ -97,18 +100,21 @@ impl Ledger {
         self.releases.extend(released.map(|at| (at.max(self.now), demand)));
     }
 
-    /// What there is, held or not.
+    /// Returns all resources, held or not.
     pub(super) fn capacity(&self) -> Demand {
         self.capacity
     }
 
-    /// What is free now. Jobs may hold more than there is: limits can be lowered while they run.
+    /// Returns the resources that are free now. Jobs may hold more than the capacity, as limits can be lowered while
+    /// they
+    /// run.
     pub(super) fn free(&self) -> Demand {
         self.capacity.minus(self.held)
     }
 
-    /// Reserves what a job needs. `others` are other reservations, which count as held from now until they are
-    /// released.
+    /// Reserves the resources that a job needs. `others` are other reservations, which count as held from now until
+    /// they
+    /// are released.
     pub(super) fn reserve(
         &self,
         job: u64,
@@ -144,17 +150,17 @@ impl Ledger {
     }
 }
 
-/// What the first job of a kind that does not fit will get.
+/// The reservation of the first job of a kind that does not fit.
 #[derive(Clone, Debug)]
 pub(super) struct Reservation {
     pub(super) job: u64,
     on_gpus: bool,
     pub(super) demand: Demand,
-    /// From when; `None` if that is unknown.
+    /// Start of the reservation; `None` if unknown.
     pub(super) at: Option<u64>,
-    /// What is free beside it then.
+    /// Resources that are free at that time in addition to the reserved ones.
     beside: Demand,
-    /// Until when, at the latest.
+    /// Latest end of the reservation; `None` if unknown.
     pub(super) released: Option<u64>,
 }
 
@@ -163,12 +169,12 @@ pub(super) struct Reservation {
 pub(super) struct Candidate {
     pub(super) on_gpus: bool,
     pub(super) demand: Demand,
-    /// When it would end, at the latest.
+    /// Latest time at which the job would end; `None` if unknown.
     pub(super) released: Option<u64>,
 }
 
 impl Reservation {
-    /// Returns whether this candidate would delay the job. `free` is what is free now.
+    /// Returns whether this candidate would delay the reserved job. `free` are the resources that are free now.
     pub(super) fn is_delayed_by(&self, candidate: &Candidate, free: Demand) -> bool {
         match self.at {
             None => candidate.on_gpus == self.on_gpus || !candidate.demand.fits_beside(self.demand, free),
@@ -176,7 +182,9 @@ impl Reservation {
         }
     }
 
-    /// The candidate starts: what it holds beyond the start of the reservation is no longer free beside it.
+    /// Accounts for a candidate that starts. If it runs beyond the start of the reservation, its resources are no
+    /// longer
+    /// free in addition to the reserved ones.
     pub(super) fn give(&mut self, candidate: &Candidate) {
         if self.at.is_some_and(|at| !candidate.ends_by(at)) {
             self.beside = self.beside.minus(candidate.demand);

@@ -1,16 +1,17 @@
-//! The node's clock, by which all durations are measured: time limits, reservations, the decay of use. Pure.
+//! The node's clock, with which all durations are measured: time limits, reservations, the decay of usage. Pure.
 //!
-//! Times in the journal are in milliseconds on this clock. It shows the time since 1970 when the node was booted, and
-//! goes on with CLOCK_BOOTTIME: setting the system's clock does not change it. It never goes back, also across reboots,
-//! of which the boot id tells. What users see is converted to the system's clock of the moment.
+//! Times in the journal are in milliseconds on this clock. At boot, the clock is set to the time since 1970, and then
+//! advances with CLOCK_BOOTTIME, so setting the system clock does not change it. It never goes back, even across
+//! reboots,
+//! which are detected by the boot id. Times that users see are converted to the system clock at that moment.
 
 use super::{Jobs, Record};
 
-/// The clock of one boot.
+/// The node's clock during one boot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct NodeClock {
     boot: String,
-    /// The time at which this boot began, in milliseconds.
+    /// Time at which this boot began, in milliseconds.
     offset: u64,
 }
 
@@ -19,15 +20,16 @@ impl NodeClock {
         Self { boot, offset }
     }
 
-    /// The time now, from the time since the boot in milliseconds.
+    /// Returns the current time. `uptime` is the time since the boot; both are in milliseconds.
     pub(crate) fn at(&self, uptime: u64) -> u64 {
         self.offset.saturating_add(uptime)
     }
 }
 
 impl Jobs {
-    /// The record that starts the clock of this boot, unless it goes already. `uptime` is the time since the boot,
-    /// `unix` that on the system's clock, which may be wrong.
+    /// Returns the record that starts the clock of this boot, unless it is already running. `uptime` is the time since
+    /// the
+    /// boot, `unix` the time on the system clock, which may be wrong.
     pub(crate) fn start_clock(&self, boot: &str, uptime: u64, unix: u64) -> Option<Record> {
         if self.clock.boot == boot && self.clock.offset > 0 && self.clock.at(uptime) >= self.latest {
             return None;
@@ -36,13 +38,13 @@ impl Jobs {
         Some(Record::Clock { boot: boot.into(), offset, latest: self.latest })
     }
 
-    /// The record that reproduces the clock and the latest time.
+    /// Returns the record that reproduces the clock and the latest time.
     pub(super) fn clock_record(&self) -> Option<Record> {
         let NodeClock { boot, offset } = self.clock.clone();
         (self.latest > 0 || offset > 0).then_some(Record::Clock { boot, offset, latest: self.latest })
     }
 
-    /// Remembers the latest time in a record.
+    /// Updates the latest time from a record.
     pub(super) fn see(&mut self, record: &Record) {
         let at = match record {
             Record::Submitted(submitted) => submitted.at,
@@ -97,7 +99,7 @@ mod tests {
         let submitted = Submitted { job: 1, time_limit: Some(12 * 3600), at: now, ..Submitted::default() };
         jobs.apply(Record::Submitted(Box::new(submitted)));
         jobs.apply(Record::Starting { job: 1, start: 1, gpus: vec![], boot: "a".into(), at: now });
-        // The system's clock is set a day ahead, and the daemon is started again.
+        // The system clock is set a day ahead, and the daemon is restarted.
         let now = boot(&mut jobs, "a", HOUR + 60_000, TODAY + 24 * HOUR);
         assert_eq!((now, due(&jobs, now).stops), (TODAY + 60_000, vec![]));
         let now = boot(&mut jobs, "a", 13 * HOUR, TODAY - YEAR);
@@ -125,7 +127,7 @@ mod tests {
         let before = jobs.used(at)[&7];
         let now = boot(&mut jobs, "a", 1000 + HOUR + 7 * 24 * HOUR, TODAY);
         assert!((jobs.used(now)[&7] / before - 0.5).abs() < 0.01, "half after the half-life");
-        // Also across a reboot, from when the time continues.
+        // The same holds across a reboot, where the time continues.
         let mut again = Jobs::default();
         jobs.records().into_iter().for_each(|record| again.apply(record));
         assert_eq!(again, jobs);

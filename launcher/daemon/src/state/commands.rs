@@ -1,4 +1,5 @@
-//! Commands against the state: the record that carries one out, or why it is refused. Pure.
+//! Evaluates commands against the state: returns the records that carry a command out, or the reason for a refusal.
+//! Pure.
 
 use xlaunch_proto::convert::node::Update;
 use xlaunch_proto::quantities::bytes_text;
@@ -7,29 +8,29 @@ use super::{End, Entry, Hold, Jobs, Phase, Record, Submitted, bounded};
 use crate::commands::CommandError;
 use crate::view::Caller;
 
-/// Which jobs are accepted.
+/// The rules by which jobs are accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct AdmissionRules<'a> {
     pub(crate) allow_commands: bool,
     pub(crate) allow_root: bool,
-    /// Where these two keys are set and how a change is applied, for messages: `in FILE, then ...`.
+    /// Tells in messages where these two keys are set and how a change is applied: `in FILE, then ...`.
     pub(crate) how_to_change: &'a str,
     pub(crate) max_per_user: u32,
-    /// The daemon's own user if the daemon is not root: it cannot run jobs of others.
+    /// The daemon's own user if the daemon does not run as root, because it cannot run jobs of other users then.
     pub(crate) only_user: Option<u32>,
     /// Number of GPUs that a job can get on an otherwise idle node.
     pub(crate) gpus: u32,
     pub(crate) cpu_workers: u32,
     pub(crate) cores: u32,
-    /// Bytes.
+    /// Memory of the node in bytes.
     pub(crate) memory: u64,
-    /// As in [`Resources`](super::schedule::Resources).
+    /// The same as in [`Resources`](super::schedule::Resources), as is the next field.
     pub(crate) memory_per_user: Option<u64>,
     pub(crate) memory_per_gpu: u64,
 }
 
 impl Jobs {
-    /// Returns whether the caller may submit this job, whose id and time are not set yet, or `count` such jobs.
+    /// Checks that the caller may submit `count` jobs like this one, whose id and time are not set yet.
     pub(crate) fn admit(
         &self,
         caller: &Caller,
@@ -79,7 +80,7 @@ impl Jobs {
         Ok(())
     }
 
-    /// The record that cancels this job; `None` if it has ended or is cancelled already.
+    /// Returns the record that cancels this job; `None` if it has already ended or been cancelled.
     pub(crate) fn cancel(&self, caller: &Caller, job: u64, at: u64) -> Result<Option<Record>, CommandError> {
         let entry =
             self.jobs.get(&job).filter(|entry| caller.may_see(entry.submitted.uid, &entry.submitted.user));
@@ -104,7 +105,7 @@ impl Jobs {
         })
     }
 
-    /// The records that hold or release this job, or change its priority; none if nothing changes.
+    /// Returns the records that hold or release this job or change its priority; empty if nothing changes.
     pub(crate) fn update(
         &self,
         caller: &Caller,
@@ -129,7 +130,7 @@ impl Jobs {
         match (wanted.held, &submitted.held) {
             (Some(true), held) => {
                 let admin = caller.admin && uid != submitted.uid;
-                // A user must not weaken the hold of an administrator.
+                // A user must not weaken an administrator's hold.
                 if held.as_ref().is_none_or(|held| admin && !held.admin) {
                     let user = caller.name.clone().into_owned();
                     records.push(Record::Held { job, uid, user, admin, at });
@@ -150,9 +151,11 @@ impl Jobs {
         Ok(records)
     }
 
-    /// The record that takes the node (if `gpus` is empty) or GPUs out of service, or with `undo` puts them back. GPUs
-    /// that are drained by themselves, as by the doctor, stay so when the node is put back.
-    /// `known` are the node's GPUs by index and UUID.
+    /// Returns the record that takes the node (if `gpus` is empty) or GPUs out of service or, with `undo`, puts them
+    /// back.
+    /// GPUs that were drained individually, for example by the doctor, stay drained when the node is put back. `known`
+    /// are
+    /// the node's GPUs by index and UUID.
     pub(crate) fn drain(
         caller: &Caller,
         gpus: &[String],
@@ -173,7 +176,7 @@ impl Jobs {
     }
 }
 
-/// UUIDs of the GPUs with these UUIDs or indices. `known` are the node's GPUs by index and UUID.
+/// Returns the UUIDs of the GPUs with these UUIDs or indices. `known` are the node's GPUs by index and UUID.
 pub(super) fn find_gpus(named: &[String], known: &[(u32, String)]) -> Result<Vec<String>, CommandError> {
     let find = |named: &String| {
         let found = known.iter().find(|(index, uuid)| uuid == named || index.to_string() == *named);
@@ -197,7 +200,7 @@ fn check_priority(caller: &Caller, priority: i32) -> Result<(), CommandError> {
 fn fits_on_node(wanted: &Submitted, rules: &AdmissionRules<'_>) -> Result<(), CommandError> {
     let too_large = |wants: String, has: String, key: &str| {
         Err(CommandError::Invalid(format!(
-            "the job wants {wants}, and a job can get at most {has} here{key}"
+            "the job requests {wants}, but a job can get at most {has} on this node{key}"
         )))
     };
     if wanted.gpus > rules.gpus {

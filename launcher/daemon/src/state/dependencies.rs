@@ -1,7 +1,8 @@
-//! Jobs that wait for others to end. Pure.
+//! Dependencies between jobs. Pure.
 //!
-//! The outcome of a dependency is stored with the job that waits when the dependency ends, so that it outlives the
-//! dependency. A job depends on earlier jobs only, so there are no cycles.
+//! When a dependency ends, its outcome is stored with the waiting job, so that it outlives the dependency. A job can
+//! depend
+//! only on earlier jobs, so there are no cycles.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,7 +12,7 @@ use super::{Dependency, End, Entry, Jobs, Phase, Submitted};
 use crate::commands::CommandError;
 use crate::view::Caller;
 
-/// Jobs that wait, by the job that they wait for.
+/// Waiting jobs, by the job that they wait for.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Dependents(BTreeMap<u64, BTreeSet<u64>>);
 
@@ -55,10 +56,10 @@ fn is_met(condition: Condition, end: End) -> bool {
 }
 
 impl Jobs {
-    /// The dependencies of a new job, with the outcomes of those that have ended.
+    /// Returns the dependencies of a new job, with the outcomes of those that have ended.
     ///
     /// # Errors
-    /// If one is not a job that the caller may see.
+    /// A dependency is not a job that the caller may see.
     pub(crate) fn dependencies(
         &self,
         caller: &Caller,
@@ -78,7 +79,7 @@ impl Jobs {
         after.iter().map(dependency).collect()
     }
 
-    /// A job has ended: stores the outcome with the jobs that wait for it. It waits for none itself any more.
+    /// Stores the outcome of an ended job with the jobs that wait for it, and removes its own dependencies.
     pub(super) fn settle_dependents(&mut self, job: u64, end: End) {
         if let Some(Entry { submitted, .. }) = self.jobs.get(&job) {
             self.dependents.remove(submitted);
@@ -91,13 +92,13 @@ impl Jobs {
         }
     }
 
-    /// Queued jobs that can never start, because a dependency has ended otherwise, with the reason.
+    /// Returns queued jobs that can never start because a dependency was not met, each with the reason.
     pub(crate) fn unsatisfiable(&self) -> Vec<(u64, String)> {
         let failed = |(job, entry): (&u64, &Entry)| {
             let Phase::Queued { .. } = entry.phase else { return None };
             let dependency = entry.submitted.after.iter().find(|it| it.met == Some(false))?;
-            let how = if dependency.condition == Condition::Ok { "is not done" } else { "did not fail" };
-            Some((*job, format!("job {}, which had to end first, {how}", dependency.job)))
+            let how = if dependency.condition == Condition::Ok { "did not succeed" } else { "did not fail" };
+            Some((*job, format!("dependency not met: job {} {how}", dependency.job)))
         };
         self.jobs.iter().filter_map(failed).collect()
     }

@@ -1,11 +1,12 @@
-//! Examinations of idle GPUs: which GPUs are taken, and which of them are drained afterwards. Pure.
+//! Examinations of idle GPUs: decides which GPUs are examined, and which of them are drained afterwards. Pure.
 //!
 //! ```text
 //! request --choose--> examined: no job starts on them (`Jobs::examination`) --verdicts--> passed, failed, unknown
 //!            '------> skipped: held by a job, in foreign use, sick, or excluded by jobs.leave_gpus
 //! ```
-//! An examination is not in the journal: it ends with the daemon, and the next daemon finds the GPUs free. Drained GPUs
-//! are examined too, since that shows whether a repair was successful; they stay drained.
+//! Examinations are not in the journal: they end with the daemon, and the next daemon finds the GPUs free. Drained GPUs
+//! are
+//! examined too, because that shows whether a repair was successful; they stay drained.
 
 use std::time::Duration;
 
@@ -16,48 +17,48 @@ use super::{Jobs, bounded};
 use crate::commands::CommandError;
 use crate::view::Caller;
 
-/// A check without which a GPU has not passed: it is made last.
+/// The last check, which a GPU must have completed to pass.
 const DECISIVE_CHECK: &str = "rates";
 
 /// The GPUs that are being examined.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Examination {
-    /// UUIDs.
+    /// UUIDs of the GPUs.
     pub(crate) gpus: Vec<String>,
-    /// When they are free again at the latest, in milliseconds on the node's clock.
+    /// Latest time at which they are free again, in milliseconds on the node's clock.
     pub(crate) until: u64,
 }
 
-/// What happens to a GPU of a request.
+/// The decision about a GPU of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Choice {
     pub(crate) index: u32,
     pub(crate) uuid: String,
-    /// Why it is not examined.
+    /// The reason why it is not examined; `None` if it is.
     pub(crate) skipped: Option<String>,
 }
 
-/// How the process of an examination has ended.
+/// The end of an examination's process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Ending {
     Report(Report),
     TimedOut(Duration),
-    /// It could not be started, or ended without a report.
+    /// The process could not be started, or ended without a report.
     Broken(String),
 }
 
-/// What is known about a GPU after its examination.
+/// The result of a GPU's examination.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     Passed,
-    /// Why it is drained.
+    /// The GPU is drained, for this reason.
     Failed(String),
-    /// Why it was not measured.
+    /// The GPU could not be measured, for this reason.
     Unknown(String),
 }
 
 impl Jobs {
-    /// The GPUs that a request is about, all if it names none. `known` are the node's GPUs by index.
+    /// Chooses the GPUs of a request, which are all if it names none. `known` are the node's GPUs by index.
     pub(crate) fn choose(
         &self,
         caller: &Caller,
@@ -86,7 +87,7 @@ impl Jobs {
         Ok(chosen.collect())
     }
 
-    /// The job that holds a GPU.
+    /// Returns the job that holds a GPU.
     pub(crate) fn holder(&self, uuid: &str) -> Option<u64> {
         self.active().find(|(_, entry)| entry.gpus().any(|gpu| gpu == uuid)).map(|(job, _)| job)
     }
@@ -98,10 +99,11 @@ impl Jobs {
 }
 
 impl Ending {
-    /// What it says about a GPU that was examined.
+    /// Returns the verdict about a GPU that was examined.
     ///
-    /// A failure that concerns several GPUs, such as a wrong all-reduce, is no GPU's. One that hangs keeps the others
-    /// from being examined, so at the timeout all of them are suspect.
+    /// A failure that concerns several GPUs, such as a wrong all-reduce, is not attributed to any of them. A hanging
+    /// GPU
+    /// keeps the others from being examined, so after a timeout all of them are suspect.
     pub(crate) fn verdict(&self, index: u32, uuid: &str) -> Verdict {
         let report = match self {
             Self::Report(report) => report,
@@ -111,7 +113,7 @@ impl Ending {
             }
             Self::Broken(problem) => return Verdict::Unknown(problem.clone()),
         };
-        // The driver no longer tells the UUID of a lost GPU.
+        // The driver no longer reports the UUID of a lost GPU.
         let is_own = |finding: &&Finding| {
             finding.gpu.as_ref().is_some_and(|gpu| match gpu.uuid.as_str() {
                 "" => gpu.index == index,

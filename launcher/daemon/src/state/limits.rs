@@ -1,8 +1,9 @@
-//! Time limits: which running jobs are due for a warning or a stop, and when the next one is. Pure.
+//! Time limits: determines which running jobs are due for a warning or a stop, and when the next one is due. Pure.
 //!
-//! A job's clock starts with its `Starting` record. The warning is recorded before it is sent, so that it is sent at
-//! most once, and the stop before it is requested, so that it is not forgotten. A user's `cancel` comes first: a job
-//! that is being cancelled gets neither.
+//! A job's time starts with its `Starting` record. A warning is recorded before it is sent, so that it is sent at most
+//! once; a stop is recorded before it is requested, so that it is not lost. A user's `cancel` takes precedence: a job
+//! that
+//! is being cancelled gets neither.
 
 use std::time::Duration;
 
@@ -10,24 +11,24 @@ use xlaunch_proto::quantities::time_text;
 
 use super::{Entry, Jobs, Phase, Record, Submitted};
 
-/// Time for a stopped agent to exit beyond the shutdown timeout of its workers. Then it is killed.
+/// Time for a stopped agent to exit, in addition to the shutdown timeout of its workers. Then it is killed.
 pub(crate) const AGENT_STOP_MARGIN: Duration = Duration::from_secs(60);
 
-/// A job that is lost more often probably takes its node down.
+/// Maximum number of requeues. A job that is lost more often probably takes its node down.
 const MAX_REQUEUES: u32 = 10;
 
-/// What is due at a moment.
+/// Warnings and stops that are due at a moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Due {
-    /// Jobs whose workers are sent a signal, with the signal.
+    /// Jobs whose workers must be sent a signal, with the signal.
     pub(crate) warnings: Vec<(u64, i32)>,
-    /// Jobs that are stopped.
+    /// Jobs that must be stopped.
     pub(crate) stops: Vec<u64>,
-    /// When the next of these is due, in milliseconds on the node's clock.
+    /// Time at which the next warning or stop is due, in milliseconds on the node's clock.
     pub(crate) next: Option<u64>,
 }
 
-/// What is due now.
+/// Determines the warnings and stops that are due now.
 pub(crate) fn due(jobs: &Jobs, now: u64) -> Due {
     let mut due = Due::default();
     let mut next = |at: u64| due.next = Some(due.next.map_or(at, |next| next.min(at)));
@@ -52,7 +53,7 @@ pub(crate) fn due(jobs: &Jobs, now: u64) -> Due {
 }
 
 impl Jobs {
-    /// The record that puts a lost job back in the queue; `None` if it ends instead.
+    /// Returns the record that puts a lost job back in the queue; `None` if it ends instead.
     pub(crate) fn requeue(&self, job: u64, reason: &str, at: u64) -> Option<Record> {
         let Entry { submitted, phase } = self.jobs.get(&job)?;
         let runs = matches!(phase, Phase::Active { cancelled: None, over_limit: false, .. });
@@ -61,12 +62,13 @@ impl Jobs {
     }
 }
 
-/// When a job that started at `started` reaches its time limit.
+/// Returns the time at which a job that started at `started` reaches its time limit.
 pub(crate) fn reached_at(submitted: &Submitted, started: u64) -> Option<u64> {
     submitted.time_limit.map(|limit| started.saturating_add(limit.saturating_mul(1000)))
 }
 
-/// When a job that starts at `started` has released what it holds, at the latest: at its time limit, and after the time
+/// Returns the latest time at which a job that starts at `started` has released its resources: its time limit plus the
+/// time
 /// that it may take to stop.
 pub(crate) fn released_by(submitted: &Submitted, started: u64) -> Option<u64> {
     let margin = AGENT_STOP_MARGIN.as_secs_f64() + submitted.shutdown_timeout.max(0.0);
@@ -74,7 +76,7 @@ pub(crate) fn released_by(submitted: &Submitted, started: u64) -> Option<u64> {
 }
 
 impl Submitted {
-    /// Why a job is stopped at its time limit.
+    /// Returns the reason given when a job is stopped at its time limit.
     pub(crate) fn limit_reached(&self) -> String {
         format!("time limit of {} reached", time_text(Duration::from_secs(self.time_limit.unwrap_or(0))))
     }

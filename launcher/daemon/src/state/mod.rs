@@ -1,7 +1,8 @@
 //! The jobs of a node, as a fold over the journal's records. Pure: no clock, no IO.
 //!
-//! [`Jobs::apply`] takes what has happened. [`mod@commands`] and [`schedule`] decide what happens next, as records that
-//! the manager writes to the journal before it acts on them.
+//! [`Jobs::apply`] applies events that have happened. [`mod@commands`] and [`schedule`] decide what happens next, in
+//! the
+//! form of records that the manager writes to the journal before it acts on them.
 //!
 //! ```text
 //! Submitted -> Queued --Starting--> Active --Ended--> Ended --Forgotten--> removed
@@ -11,14 +12,19 @@
 //!              '-' Held, Released, Reprioritised
 //!                '--Ended (cancelled)---------------->
 //! ```
-//! A submitted job is queued until the scheduler starts it; `Starting` is written before its agent is started, so a job
-//! is active from the moment at which its agent may exist. `Cancelled` and `TimeLimitReached` mark an active job: its
-//! agent is told to stop and it stays active until the agent has exited. A start that provably never happened puts the
-//! job back in the queue; so does the loss of a job that asked for it. The end of a job is final. Of each user the
-//! ended jobs beyond `jobs.keep` are forgotten, oldest first.
+//! A submitted job is queued until the scheduler starts it. `Starting` is written before its agent is started, so a job
+//! is
+//! active from the moment at which its agent may exist. `Cancelled` and `TimeLimitReached` mark an active job: its
+//! agent is
+//! told to stop, and the job stays active until the agent has exited. A start that provably never happened puts the job
+//! back in the queue, and so does the loss of a job that was submitted for requeueing. The end of a job is final. Ended
+//! jobs of a user beyond `jobs.keep` are forgotten, oldest first.
 //!
-//! Invariants: a job holds GPUs only while it is active; applying [`Jobs::records`] to an empty value gives an equal
-//! value, but for the examination of GPUs, which ends with the daemon.
+//! Invariants:
+//! - a job holds GPUs only while it is active;
+//! - applying [`Jobs::records`] to an empty value gives an equal value, except for the examination of GPUs, which ends
+//! with
+//!   the daemon.
 
 mod backfill;
 pub(crate) mod clock;
@@ -48,24 +54,24 @@ use usage::FairShares;
 
 use crate::measured::Usage;
 
-/// Ended jobs of a user that never started, such as cancelled ones, that are kept.
+/// Number of a user's ended jobs that are kept among those that never started, such as cancelled ones.
 const KEPT_UNSTARTED: usize = 100;
 
 /// The state of a job in the diagram above.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Phase {
-    /// `reason` says why an earlier start did not happen.
+    /// `reason` is the reason why an earlier start did not happen.
     Queued { starts: u32, reason: String },
-    /// Its agent may run.
+    /// The job's agent may be running.
     Active {
         start: u32,
         gpus: Vec<String>,
         boot: String,
         at: u64,
         cancelled: Option<Canceller>,
-        /// The signal before its time limit was sent.
+        /// Whether the warning signal before the time limit was sent.
         warned: bool,
-        /// It is stopped because it has reached its time limit.
+        /// Whether the job is being stopped because it has reached its time limit.
         over_limit: bool,
     },
     Ended {
@@ -76,9 +82,11 @@ pub(crate) enum Phase {
         gpus: Vec<String>,
         started: u64,
         at: u64,
-        /// Which end this was on the node, from 1: clocks can be set back.
+        /// Sequence number among the ended jobs of the node, counted from 1. Times cannot be used instead, as clocks
+        /// can be
+        /// set back.
         order: u64,
-        /// `None` if it is unknown.
+        /// `None` if unknown.
         usage: Option<Usage>,
     },
 }
@@ -93,10 +101,10 @@ pub(crate) struct Entry {
 /// A submission's request: the user's id and name, and the request id.
 type Request = (u32, String, String);
 
-/// All jobs, and what administrators have taken out of service.
+/// All jobs of the node, and its resources that were taken out of service.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Jobs {
-    /// By id.
+    /// Jobs by id.
     pub(crate) jobs: BTreeMap<u64, Entry>,
     /// Ids by user and request id, for repeated submissions.
     requests: BTreeMap<Request, u64>,
@@ -104,26 +112,27 @@ pub(crate) struct Jobs {
     pub(crate) submitted: u64,
     /// Number of jobs that have ended, including forgotten ones.
     pub(crate) ended: u64,
-    /// Why the node is drained.
+    /// The reason why the node is drained, if it is.
     pub(crate) drained: Option<String>,
-    /// Why GPUs are drained, by UUID.
+    /// The reasons why GPUs are drained, by UUID.
     pub(crate) drained_gpus: BTreeMap<String, String>,
-    /// GPUs that are reserved because they are being examined. Not in the journal.
+    /// GPUs that are reserved for a running examination. Not in the journal.
     pub(crate) examination: Option<Examination>,
-    /// What users have used, for fair shares.
+    /// Past usage of users, for fair shares.
     pub(crate) usage: FairShares,
-    /// Which queued jobs wait for which.
+    /// Dependencies of queued jobs.
     dependents: Dependents,
     pub(crate) clock: NodeClock,
     /// The latest time in a record.
     latest: u64,
-    /// Ended jobs that may not be in the accounting file. They are not forgotten.
+    /// Ended jobs that may not be in the accounting file yet, and so must not be forgotten.
     pub(crate) unaccounted: BTreeSet<u64>,
 }
 
 impl Jobs {
-    /// Applies a record. One that does not fit the job's phase, as can follow a damaged part of the journal, changes
-    /// nothing.
+    /// Applies a record. A record that does not fit the job's phase, which can happen after a damaged part of the
+    /// journal,
+    /// changes nothing.
     pub(crate) fn apply(&mut self, record: Record) {
         self.see(&record);
         match record {
@@ -203,10 +212,10 @@ impl Jobs {
             return;
         }
         self.submitted = self.submitted.max(job);
-        // All jobs of an array have one request, which is known by the first.
+        // All jobs of an array share one request, which is stored under the first job.
         if submitted.array.is_none_or(|element| element.first == job) {
             let request = request(&submitted);
-            // A request id is accepted again only after its job was forgotten. That record was lost.
+            // A request id is accepted again only after its job was forgotten, so the record of that must be lost.
             if let Some(forgotten) = self.requests.get(&request).copied() {
                 self.forget(forgotten);
             }
@@ -219,7 +228,7 @@ impl Jobs {
 
     fn add_array(&mut self, first: &Submitted, indices: &[u32]) {
         let parallel = first.array.map_or(0, |element| element.parallel);
-        // Inclusive, as an unbounded range overflows after the last number.
+        // An inclusive range, because an unbounded one overflows after the last number.
         for (job, &index) in (first.job..=u64::MAX).zip(indices) {
             let array = Some(Element { first: first.job, index, parallel });
             let name = format!("{}[{index}]", first.name);
@@ -227,15 +236,16 @@ impl Jobs {
         }
     }
 
-    /// Changes what can be changed while a job waits.
+    /// Changes the submission of a job if it is queued.
     fn change(&mut self, job: u64, change: impl FnOnce(&mut Submitted)) {
         if let Some(Entry { submitted, phase: Phase::Queued { .. } }) = self.jobs.get_mut(&job) {
             change(submitted);
         }
     }
 
-    /// Takes a job out of the queue, or what it holds from an active one: its GPUs, and when it started. Its user is
-    /// charged for the time until `at`. `None` for a job that has ended.
+    /// Takes a job out of its phase, and charges its user for the time until `at`. Returns the GPUs that an active job
+    /// held
+    /// and its start time; no GPUs and 0 for a queued job; `None` for an ended one.
     fn leave(&mut self, job: u64, at: u64) -> Option<(Vec<String>, u64)> {
         let entry = self.jobs.get_mut(&job)?;
         match &mut entry.phase {
@@ -269,7 +279,7 @@ impl Jobs {
         }
     }
 
-    /// The shortest list of records that reproduces this value, for compacting the journal.
+    /// Returns the shortest list of records that reproduces this value, for compacting the journal.
     pub(crate) fn records(&self) -> Vec<Record> {
         let kept = self.jobs.values().filter(|entry| matches!(entry.phase, Phase::Ended { .. })).count();
         let mut records = vec![Record::Counted {
@@ -296,19 +306,19 @@ impl Jobs {
         };
         records.extend(self.drained.iter().map(|reason| drained(Vec::new(), reason)));
         records.extend(self.drained_gpus.iter().map(|(gpu, reason)| drained(vec![gpu.clone()], reason)));
-        // Last: the records of ended jobs before these charge their users again, in part.
+        // These must be last, because the records of ended jobs above charge their users again, in part.
         records.extend(self.usage.records());
         records
     }
 
-    /// The job that this user's request with this id added, if it was seen before.
+    /// Returns the job that an earlier request of this user with the same id has added, if there is one.
     pub(crate) fn job_of_request(&self, uid: u32, user: &str, request_id: &str) -> Option<u64> {
         let request = |user: &str| (uid, user.to_owned(), request_id.to_owned());
-        // Jobs of version 0.1 have no name.
+        // Jobs of version 0.1 have no user name.
         self.requests.get(&request(user)).or_else(|| self.requests.get(&request(""))).copied()
     }
 
-    /// The remembered jobs of the array whose first job this is.
+    /// Returns the jobs of the array with this first job that have not been forgotten.
     pub(crate) fn array(&self, first: u64) -> Vec<u64> {
         let ids = first..first.saturating_add(MAX_ARRAY_JOBS as u64);
         let of_array = |entry: &Entry| entry.submitted.array.is_some_and(|element| element.first == first);
@@ -321,8 +331,8 @@ impl Jobs {
         phases.all(|phase| matches!(phase, Phase::Ended { .. }))
     }
 
-    /// A user in messages: this name, otherwise the name that came with one of the user's jobs, otherwise the number.
-    /// Makes no lookup.
+    /// Returns the label of a user in messages: the given name, or else the name stored with one of the user's jobs, or
+    /// else the user id. Makes no lookup.
     pub(crate) fn user_label(&self, uid: u32, user: &str) -> String {
         if !user.is_empty() {
             return user.into();
@@ -335,7 +345,7 @@ impl Jobs {
         }
     }
 
-    /// Jobs whose agent may run.
+    /// Returns the jobs whose agent may be running.
     pub(crate) fn active(&self) -> impl Iterator<Item = (u64, &Entry)> {
         let active = |entry: &&Entry| matches!(entry.phase, Phase::Active { .. });
         self.jobs.iter().map(|(job, entry)| (*job, entry)).filter(move |(_, entry)| active(entry))
@@ -345,8 +355,8 @@ impl Jobs {
         self.jobs.iter().filter(|(_, entry)| matches!(entry.phase, Phase::Queued { .. })).map(|(job, _)| *job)
     }
 
-    /// Queued jobs in starting order: by priority, then by the decayed use of their users, then by submission. Jobs
-    /// that are held or wait for others come last.
+    /// Returns the queued jobs in starting order: by priority, then by the decayed usage of their users, then by
+    /// submission. Jobs that are held or wait for other jobs come last.
     pub(crate) fn queue(&self, now: u64) -> Vec<u64> {
         let used = self.used(now);
         let mut queue: Vec<_> = Vec::new();
@@ -364,8 +374,9 @@ impl Jobs {
         queue.into_iter().map(|(.., job)| job).collect()
     }
 
-    /// Jobs to forget: of each user all ended ones except the `keep` that ended last, and except the
-    /// [`KEPT_UNSTARTED`] last of those that never started, so that cancelled submissions push out no results.
+    /// Returns the jobs to forget: for each user, all ended jobs except the last `keep` that were started and the last
+    /// [`KEPT_UNSTARTED`] that were not. They are counted separately, so that cancelled submissions do not displace
+    /// results.
     pub(crate) fn ended_beyond(&self, keep: usize) -> Vec<u64> {
         let mut ended: BTreeMap<(u32, bool), Vec<(u64, u64)>> = BTreeMap::new();
         for (job, entry) in &self.jobs {
@@ -390,7 +401,7 @@ fn request(submitted: &Submitted) -> Request {
     (submitted.uid, submitted.user.clone(), submitted.request_id.clone())
 }
 
-/// Records that take a submitted job to this phase.
+/// Returns the records that take a submitted job to this phase.
 fn records_to_reach(job: u64, phase: &Phase) -> Vec<Record> {
     let starting = |start, gpus: &[String], boot: &str, at| Record::Starting {
         job,

@@ -1,4 +1,4 @@
-//! The records of the journal: what has happened to jobs and to the node.
+//! The records of the journal: events of jobs and of the node.
 
 use std::ops::RangeInclusive;
 
@@ -9,19 +9,21 @@ use crate::measured::Usage;
 
 /// Maximum length of a reason, a report or a command line.
 pub(crate) const MAX_TEXT_BYTES: usize = 4096;
-/// A change to a job or the node. Times are in milliseconds on the node's clock (`clock`). Fields are only ever added,
-/// with defaults; an unknown kind of record was written by a newer version.
+/// A change of a job or the node. Times are in milliseconds on the node's clock (`clock`). Later versions only add
+/// fields,
+/// with defaults. An unknown kind of record was written by a newer version.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "record", rename_all = "snake_case")]
 pub(crate) enum Record {
     /// A job was added to the queue.
     Submitted(Box<Submitted>),
-    /// An array was added to the queue: one job per index, like `first` but for its id, which counts up from there.
+    /// An array was added to the queue: one job per index. The jobs equal `first`, except for their ids, which count up
+    /// from that of `first`.
     SubmittedArray {
         first: Box<Submitted>,
         indices: Vec<u32>,
     },
-    /// A queued job does not start before it is released. `admin`: only administrators can release it.
+    /// A queued job was held: it does not start before it is released. `admin`: only administrators can release it.
     Held {
         job: u64,
         uid: u32,
@@ -41,7 +43,7 @@ pub(crate) enum Record {
         uid: u32,
         at: u64,
     },
-    /// The agent is about to be started and may run from now on. `start` counts from 1.
+    /// The agent is about to be started, and may be running from now on. `start` counts from 1.
     Starting {
         job: u64,
         start: u32,
@@ -49,7 +51,7 @@ pub(crate) enum Record {
         boot: String,
         at: u64,
     },
-    /// The signal before the time limit is about to be sent to the workers.
+    /// The warning signal before the time limit is about to be sent to the workers.
     Warned {
         job: u64,
         at: u64,
@@ -67,7 +69,9 @@ pub(crate) enum Record {
         user: String,
         at: u64,
     },
-    /// `exit` is unknown if the agent left no result. `order` counts ends from 1; 0 means the next one.
+    /// The job has ended. `exit` is `None` if the agent left no result. `order` counts ended jobs from 1; 0 stands for
+    /// the
+    /// next number.
     Ended {
         job: u64,
         end: End,
@@ -80,7 +84,9 @@ pub(crate) enum Record {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         usage: Option<Usage>,
     },
-    /// The job is back in the queue: its agent never ran or, if `lost`, has disappeared. `at` is 0 if it held nothing.
+    /// The job is back in the queue, because its agent never ran or, if `lost`, has disappeared. `at` is 0 if the job
+    /// held
+    /// no resources.
     Requeued {
         job: u64,
         reason: String,
@@ -94,8 +100,9 @@ pub(crate) enum Record {
         uid: u32,
         at: u64,
     },
-    /// GPUs (the whole node if the list is empty) are out of service or, with `undo`, back. Up to version 0.2, `undo`
-    /// of the whole node put all GPUs back, too.
+    /// GPUs (the whole node if the list is empty) were taken out of service or, with `undo`, put back. Up to version
+    /// 0.2,
+    /// `undo` of the whole node put all GPUs back too.
     Drained {
         gpus: Vec<String>,
         undo: bool,
@@ -107,35 +114,35 @@ pub(crate) enum Record {
     Accounted {
         jobs: Vec<u64>,
     },
-    /// The job was removed with its files.
+    /// The job was removed, with its files.
     Forgotten {
         job: u64,
     },
-    /// Totals since the node's first job, including forgotten ones. First record of a rewritten journal.
+    /// Totals since the node's first job, including forgotten jobs. The first record of a rewritten journal.
     Counted {
         submitted: u64,
         ended: u64,
     },
-    /// The node's clock in this boot began at `offset`. `latest` is the latest time in earlier records.
+    /// The node's clock was at `offset` when this boot began. `latest` is the latest time in earlier records.
     Clock {
         boot: String,
         offset: u64,
         latest: u64,
     },
-    /// The decayed use of a user at this time, in GPU seconds. Part of a rewritten journal.
+    /// The decayed usage of a user at this time, in GPU seconds. Part of a rewritten journal.
     Used {
         uid: u32,
         gpu_seconds: f64,
         at: u64,
     },
-    /// The half-life of use has changed.
+    /// The half-life of usage has changed.
     HalfLife {
         seconds: u64,
     },
 }
 
 impl Record {
-    /// The jobs that it changes.
+    /// Returns the ids of the jobs that the record changes.
     pub(crate) fn jobs(&self) -> RangeInclusive<u64> {
         let nothing = RangeInclusive::new(1, 0);
         match self {
@@ -175,44 +182,47 @@ fn is_zero_u32(number: &u32) -> bool {
     *number == 0
 }
 
-/// A job as submitted, with what was changed while it waited: hold, priority, outcomes of dependencies. Its
-/// environment is not in the journal but in its directory ([`crate::files`]).
+/// A job as submitted, including later changes while it is queued: hold, priority, outcomes of dependencies. The
+/// environment is not in the journal but in the job's directory ([`crate::files`]).
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Submitted {
     pub job: u64,
     pub request_id: String,
     pub uid: u32,
-    /// The user's name; empty in records of version 0.1.
+    /// Name of the user; empty in records of version 0.1.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub user: String,
     pub name: String,
-    /// Runs the built-in trainer, not a command.
+    /// Whether the job runs the built-in trainer rather than a command.
     pub trainer: bool,
     pub priority: i32,
-    /// Number of GPUs held while it runs; 0 for a CPU job.
+    /// Number of GPUs that the job holds while it runs; 0 for a CPU job.
     pub gpus: u32,
     pub workers: u32,
-    /// Seconds between SIGTERM and SIGKILL of its workers.
+    /// Time between SIGTERM and SIGKILL of the workers, in seconds.
     #[serde(rename = "patience")]
     pub shutdown_timeout: f64,
     pub command_line: String,
     pub work_dir: String,
     pub at: u64,
-    /// The user's primary group.
+    /// Primary group of the user.
     #[serde(skip_serializing_if = "is_zero_u32")]
     pub gid: u32,
-    /// Seconds that it may run.
+    /// Maximum run time in seconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub time_limit: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub warning: Option<Warning>,
-    /// Cores and bytes of memory that it holds while it runs.
+    /// Number of cores that the job holds while it runs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpus: Option<u32>,
+    /// Memory that the job holds while it runs, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory: Option<u64>,
-    /// What it uses while it runs, in thousandths: of a GPU, and of all cores of the node. 0 in records of version 0.2.
+    /// Usage charged per second while the job runs, in thousandths of a GPU second. Includes the job's part of the
+    /// node's
+    /// cores or memory. 0 in records of version 0.2.
     #[serde(skip_serializing_if = "is_zero_u32")]
     pub rate: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -221,30 +231,30 @@ pub struct Submitted {
     pub after: Vec<Dependency>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub array: Option<Element>,
-    /// Goes back to the queue if it is lost.
+    /// Whether the job goes back to the queue if it is lost.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub requeue: bool,
-    /// How often that has happened.
+    /// Number of times that the job went back to the queue.
     #[serde(skip_serializing_if = "is_zero_u32")]
     pub requeues: u32,
 }
 
-/// Who cancelled a job.
+/// The user who cancelled a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Canceller {
     pub(crate) uid: u32,
-    /// The user's name; empty in records of version 0.2.
+    /// Name of the user; empty in records of version 0.2.
     pub(crate) user: String,
 }
 
-/// Who holds a job.
+/// A hold on a job, and the user who placed it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hold {
     pub uid: u32,
-    /// The user's name; empty in records of version 0.2.
+    /// Name of the user; empty in records of version 0.2.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub user: String,
-    /// An administrator holds the job of another user.
+    /// Whether an administrator holds the job of another user.
     pub admin: bool,
 }
 
@@ -253,7 +263,7 @@ pub struct Hold {
 pub struct Dependency {
     pub job: u64,
     pub condition: Condition,
-    /// Whether it has ended as required; `None` until it has ended.
+    /// Whether the job has ended as required; `None` until it has ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub met: Option<bool>,
 }
@@ -261,14 +271,14 @@ pub struct Dependency {
 /// The place of a job in its array.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Element {
-    /// The array's first job.
+    /// Id of the array's first job.
     pub first: u64,
     pub index: u32,
-    /// Maximum number of its jobs that run at a time; 0 for no limit.
+    /// Maximum number of the array's jobs that run at a time; 0 for no limit.
     pub parallel: u32,
 }
 
-/// How a job has ended.
+/// Outcome of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum End {
@@ -278,7 +288,7 @@ pub(crate) enum End {
     Lost,
 }
 
-/// Cuts a text from outside to what the journal and replies can hold many of.
+/// Cuts a text from outside to [`MAX_TEXT_BYTES`], as the journal and replies may contain many of them.
 pub(crate) fn bounded(mut text: String) -> String {
     if text.len() > MAX_TEXT_BYTES {
         let most = MAX_TEXT_BYTES - "…".len();

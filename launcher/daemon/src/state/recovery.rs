@@ -1,37 +1,40 @@
-//! Jobs that run, or have files, but are not in the journal: it was damaged, lost, or replaced by an older one. Pure.
+//! Recovers jobs that run or have files but are not in the journal, because it was damaged, lost, or replaced by an
+//! older
+//! one. Pure.
 //!
 //! ```text
-//! found --> an agent was recorded, or its unit runs --> Submitted, Starting: it is adopted like any other job
-//!     '---> otherwise it waited                     --> Submitted, Ended (lost): its user submits it again
+//! found --> an agent was recorded, or its unit runs --> Submitted, Starting: adopted like any other job
+//!     '---> otherwise the job was queued            --> Submitted, Ended (lost): its user must submit it again
 //! ```
-//! So such a job is listed, holds its GPUs, can be cancelled by its user, and its files are kept as long as those of
-//! other jobs.
+//! A recovered job is listed, holds its GPUs and can be cancelled by its user, and its files are kept for as long as
+//! those
+//! of other jobs.
 
 use super::{End, Jobs, Phase, Record, Submitted};
 
-/// Why a job ends whose submission is gone.
+/// The reason given for the end of a job whose submission is lost.
 const SUBMISSION_LOST: &str = "the daemon's journal was damaged and its submission is lost; submit it again";
-/// Name of a job if nothing tells it.
+/// Name of a job whose name is unknown.
 const UNKNOWN_NAME: &str = "unknown";
 
-/// What is known of a job without its record.
+/// The facts known about a job that has no record.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct FoundJob {
     pub(crate) job: u64,
     pub(crate) uid: u32,
     pub(crate) gid: u32,
     pub(crate) user: String,
-    /// Empty if it is unknown.
+    /// Empty if unknown.
     pub(crate) name: String,
     pub(crate) trainer: bool,
     pub(crate) workers: u32,
     pub(crate) shutdown_timeout: f64,
     pub(crate) work_dir: String,
-    /// Its newest start, if it was started.
+    /// The newest start, if the job was started.
     pub(crate) start: Option<FoundStart>,
 }
 
-/// A start of a job, as recorded beside its files.
+/// A start of a job, as recorded in its directory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct FoundStart {
     pub(crate) start: u32,
@@ -48,13 +51,13 @@ impl FoundStart {
 }
 
 impl FoundJob {
-    /// The records that add it.
+    /// Returns the records that add the job.
     pub(crate) fn records(self, now: u64) -> Vec<Record> {
         let job = self.job;
         let gpus = self.start.as_ref().map_or(0, |start| start.gpus.len());
         let submitted = Submitted {
             job,
-            // Not that of its submission, which is unknown.
+            // The request id of the submission is unknown.
             request_id: format!("found-{job}"),
             uid: self.uid,
             gid: self.gid,
@@ -86,7 +89,7 @@ impl FoundJob {
 }
 
 impl Jobs {
-    /// The record of a start that the journal has lost, if this is one.
+    /// Returns the record of a start if it is missing in the journal.
     pub(crate) fn lost_start(&self, job: u64, found: FoundStart) -> Option<Record> {
         let known = match self.jobs.get(&job)?.phase {
             Phase::Queued { starts, .. } => starts,
@@ -96,8 +99,9 @@ impl Jobs {
         (found.start > known).then(|| found.record(job))
     }
 
-    /// Returns whether a job that is not listed was forgotten, or was never acknowledged: its files can be removed.
-    /// `last` is the highest id in the journal, all of which could be read.
+    /// Returns whether an unlisted job was forgotten or never acknowledged, so that its files can be removed. `last` is
+    /// the
+    /// highest id in the journal, which must have been read completely.
     pub(crate) fn is_leftover(job: u64, last: u64, was_started: bool) -> bool {
         job <= last || (job == last.saturating_add(1) && !was_started)
     }

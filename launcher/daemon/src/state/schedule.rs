@@ -1,4 +1,4 @@
-//! The scheduler: which queued jobs start now, on which GPUs, and why the others wait. Pure.
+//! The scheduler: decides which queued jobs start now and on which GPUs, and why the others wait. Pure.
 //!
 //! ```text
 //! queue order --> held, dependency, not accepted, limit of the
@@ -7,8 +7,9 @@
 //!                 first of its kind                             --> reservation (`backfill`)
 //!             --> fits, and delays no reservation               --> starts
 //! ```
-//! Kinds are GPU jobs and CPU jobs. They compete for memory only: the cores that GPU jobs hold and the workers of CPU
-//! jobs are counted separately.
+//! The kinds are GPU jobs and CPU jobs. They compete only for memory: cores held by GPU jobs and workers of CPU jobs
+//! are
+//! counted separately.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,7 +18,8 @@ use xlaunch_proto::quantities::bytes_text;
 use super::backfill::{Candidate, Demand, Ledger, Reservation};
 use super::{Entry, Jobs, Phase, Submitted};
 
-/// Time after the end of a job in which its processes may still be seen on its GPUs, in milliseconds. GPUs are polled
+/// Time after the end of a job during which its processes may still be seen on its GPUs, in milliseconds. GPUs are
+/// polled
 /// every 5 s.
 pub(crate) const SETTLING_MS: u64 = 15_000;
 
@@ -25,71 +27,71 @@ pub(crate) const SETTLING_MS: u64 = 15_000;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct GpuSlot {
     pub(crate) uuid: String,
-    /// Why no job is placed on it: sick, reserved by `jobs.leave_gpus`, or used by a foreign process.
+    /// The reason why no job is placed on it: sick, reserved by `jobs.leave_gpus`, or used by a foreign process.
     pub(crate) unusable: Option<String>,
 }
 
 /// The node's resources and the limits on their use.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Resources {
-    /// In allocation order.
+    /// GPUs in allocation order.
     pub(crate) gpus: Vec<GpuSlot>,
-    /// UUIDs of those that are unusable only because the processes of a job that has just ended are still seen there.
+    /// UUIDs of GPUs that are unusable only because processes of a job that has just ended are still seen there.
     pub(crate) settling: BTreeSet<String>,
     /// Cores for GPU jobs.
     pub(crate) cores: u32,
-    /// Bytes.
+    /// Memory of the node in bytes.
     pub(crate) memory: u64,
     /// Maximum number of workers of CPU jobs that run at a time.
     pub(crate) cpu_workers: u32,
     /// Maximum number of GPUs that a user's jobs hold at a time; 0 for no limit.
     pub(crate) gpus_per_user: u32,
-    /// Maximum memory that a user's jobs hold at a time beside the shares of their GPUs, in bytes.
+    /// Maximum memory that a user's jobs hold at a time in addition to the shares of their GPUs, in bytes.
     pub(crate) memory_per_user: Option<u64>,
-    /// The share of one GPU in the memory, in bytes.
+    /// Share of the memory that belongs to each GPU, in bytes.
     pub(crate) memory_per_gpu: u64,
-    /// Commands do not start (`jobs.allow_commands`).
+    /// Whether commands do not start (`jobs.allow_commands`).
     pub(crate) only_training: bool,
-    /// Jobs of root do not start (`jobs.allow_root`).
+    /// Whether jobs of root do not start (`jobs.allow_root`).
     pub(crate) no_root: bool,
 }
 
 impl Resources {
-    /// The memory that a job holds beside the share of its GPUs, in bytes.
+    /// Returns the memory that a job holds in addition to the shares of its GPUs, in bytes.
     fn memory_beside_gpus(&self, submitted: &Submitted) -> u64 {
         memory_beside_gpus(submitted, self.memory_per_gpu)
     }
 }
 
-/// The memory that a job wants beside the share of its GPUs, in bytes.
+/// Returns the memory that a job requests in addition to the shares of its GPUs, in bytes.
 pub(super) fn memory_beside_gpus(submitted: &Submitted, memory_per_gpu: u64) -> u64 {
     let share = memory_per_gpu.saturating_mul(submitted.gpus.into());
     submitted.memory.unwrap_or(0).saturating_sub(share)
 }
 
-/// What to do with the queue now.
+/// The scheduler's decisions about the queue.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Schedule {
     /// Jobs to start, each with the UUIDs of its GPUs, in starting order.
     pub(crate) starts: Vec<(u64, Vec<String>)>,
-    /// Why every other queued job waits.
+    /// The reasons why all other queued jobs wait.
     pub(crate) waits: BTreeMap<u64, Wait>,
-    /// All of these jobs, in the order in which they were considered.
+    /// All queued jobs, in the order in which they were considered.
     pub(crate) queue: Vec<u64>,
 }
 
-/// Why a job waits.
+/// The reason why a job waits.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Wait {
-    /// For display.
+    /// Text to display.
     pub(crate) reason: String,
-    /// The job that must start first, which may be another user's.
+    /// The job that must start first, which may belong to another user.
     pub(crate) first: Option<u64>,
-    /// When its reservation starts, in milliseconds on the node's clock, if it has one and the time is known.
+    /// Start of the job's reservation in milliseconds on the node's clock, if it has one and the time is known.
     pub(crate) starts_by: Option<u64>,
 }
 
-/// Schedules the queue on what is free at `now`.
+/// Schedules the queue on the resources that are free at `now`.
 pub(crate) fn schedule(jobs: &Jobs, resources: &Resources, now: u64) -> Schedule {
     let mut pass = Pass::new(jobs, resources, now);
     let queue = jobs.queue(now);
@@ -113,18 +115,19 @@ struct Pass<'a> {
     ledger: Ledger,
     by_user: BTreeMap<u32, Holding>,
     running_by_array: BTreeMap<u64, u32>,
-    /// What earlier jobs want that wait without a reservation, for another job or for a limit of their user or array.
-    /// They may start first, so no time can be promised to a job that competes with them.
+    /// Resources requested by earlier jobs that wait without a reservation, for another job or because of a limit of
+    /// their
+    /// user or array. They may start first, so no start time can be promised to a job that competes with them.
     ahead: Demand,
-    /// Of the first job of each kind that does not fit: CPU jobs, GPU jobs.
+    /// Reservation of the first job of each kind that does not fit: CPU jobs, GPU jobs.
     reservations: [Option<Reservation>; 2],
 }
 
-/// What counts against the limits of a user.
+/// Resources that count against the limits of a user.
 #[derive(Clone, Copy, Debug, Default)]
 struct Holding {
     gpus: u32,
-    /// Bytes, beside the shares of these GPUs.
+    /// Memory in addition to the shares of these GPUs, in bytes.
     memory: u64,
 }
 
@@ -162,7 +165,7 @@ impl<'a> Pass<'a> {
             ahead: Demand::default(),
             reservations: [None, None],
         };
-        // They are free in a moment, and a job that waits for them must not be overtaken meanwhile.
+        // These GPUs will be free in a moment, and a job that waits for them must not be overtaken until then.
         let is_settling = |gpu: &&GpuSlot| gpu.unusable.is_some() && usable.contains(gpu.uuid.as_str());
         let settling = resources.gpus.iter().filter(is_settling).count();
         let gpus = u32::try_from(settling).unwrap_or(u32::MAX);
@@ -174,7 +177,7 @@ impl<'a> Pass<'a> {
         }
         for (_, entry) in jobs.active() {
             let Phase::Active { at, .. } = entry.phase else { continue };
-            // GPUs that were drained or broke since will not be free when the job ends.
+            // GPUs that have been drained or become sick since will not be free when the job ends.
             let gpus = entry.gpus().filter(|gpu| usable.contains(gpu)).count();
             let demand =
                 Demand { gpus: u32::try_from(gpus).unwrap_or(u32::MAX), ..Demand::of(&entry.submitted) };
@@ -184,7 +187,7 @@ impl<'a> Pass<'a> {
         pass
     }
 
-    /// Counts a job that runs against the limits of its user and its array.
+    /// Counts a running job against the limits of its user and its array.
     fn count(&mut self, submitted: &Submitted) {
         let holding = self.by_user.entry(submitted.uid).or_default();
         *holding = holding.plus(holding_of(submitted, self.resources));
@@ -193,7 +196,7 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// The GPUs of a job that starts now, or why it waits.
+    /// Decides about a job: returns its GPUs if it starts now, or the reason why it waits.
     fn decide(&mut self, job: u64, submitted: &Submitted) -> Result<Vec<String>, Wait> {
         let wait = |reason: String| Err(Wait { reason, first: None, starts_by: None });
         if let Some(reason) = self.held_back(submitted) {
@@ -206,12 +209,12 @@ impl<'a> Pass<'a> {
             return wait(reason);
         }
         if !demand.fits(self.ledger.capacity()) {
-            // No end of a job makes it fit, so it must not keep what is free from others.
+            // The job does not fit even when all others have ended, so it must not keep free resources from others.
             self.ahead = self.ahead.plus(demand);
             return wait(shortage(submitted, demand, self.ledger.capacity(), "usable on this node"));
         }
         let free = self.ledger.free();
-        // The list is shorter than the count if a reload has changed the GPUs.
+        // The list can be shorter than the count if a reload has changed the GPUs.
         let fits = demand.fits(free) && self.free_gpus.len() >= submitted.gpus as usize;
         let released = super::limits::released_by(submitted, self.now);
         let candidate = Candidate { on_gpus: submitted.gpus > 0, demand, released };
@@ -223,7 +226,8 @@ impl<'a> Pass<'a> {
         let behind = |first: u64| format!("waits for job {first} to start first");
         if self.reservations[kind].is_none() && (!fits || first.is_some()) {
             let reservation = self.reserve(job, submitted, demand);
-            // A job that only waits for one of the other kind holds up its own kind if it is known until when.
+            // A job that only waits for a job of the other kind holds up its own kind if the time of its start is
+            // known.
             if !fits || reservation.at.is_some() {
                 let starts_by = reservation.at.filter(|_| !demand.competes_with(self.ahead));
                 self.reservations[kind] = Some(reservation);
@@ -242,7 +246,7 @@ impl<'a> Pass<'a> {
         Ok(self.free_gpus.by_ref().take(submitted.gpus as usize).collect())
     }
 
-    /// Why a job may not start, whatever is free.
+    /// Returns the reason why a job may not start, whatever resources are free.
     fn held_back(&self, submitted: &Submitted) -> Option<String> {
         if let Some(hold) = &submitted.held {
             return Some(format!("held by user {}", self.jobs.user_label(hold.uid, &hold.user)));
@@ -259,7 +263,7 @@ impl<'a> Pass<'a> {
         self.jobs.drained.as_ref().map(|reason| format!("the node is drained: {reason}"))
     }
 
-    /// Which limit on the jobs of its user or array a job would exceed.
+    /// Describes the limit of its user or array that a job would exceed, if any.
     fn limited(&self, submitted: &Submitted) -> Option<String> {
         if let Some(element) = submitted.array.filter(|element| element.parallel > 0) {
             let (most, running) = (element.parallel, self.running_by_array.get(&element.first).copied());
@@ -282,8 +286,9 @@ impl<'a> Pass<'a> {
         self.by_user.get(&uid).copied().unwrap_or_default()
     }
 
-    /// The limit that a user exceeds who holds this much with this job. A job that takes nothing of a resource is not
-    /// kept back by its limit.
+    /// Returns the limit that a user would exceed by holding `with_job`, which includes this job. The limit of a
+    /// resource
+    /// that the job does not need is ignored.
     fn exceeded(&self, with_job: Holding, submitted: &Submitted) -> Option<UserLimit> {
         let Resources { gpus_per_user, memory_per_user, .. } = *self.resources;
         if submitted.gpus > 0 && gpus_per_user > 0 && with_job.gpus > gpus_per_user {
@@ -293,8 +298,9 @@ impl<'a> Pass<'a> {
         memory_per_user.filter(|most| takes_memory && with_job.memory > *most).map(UserLimit::Memory)
     }
 
-    /// Returns whether the reserved job is one of the same user, who could not hold both at a time: it would wait for
-    /// its user and lose the reservation.
+    /// Returns whether the reserved job belongs to the same user, who could not hold both jobs at a time: the reserved
+    /// job
+    /// would then wait for its user's limit and miss its reservation.
     fn would_keep_from_user(&self, submitted: &Submitted, reserved: u64) -> bool {
         let Some(Entry { submitted: reserved, .. }) = self.jobs.jobs.get(&reserved) else { return false };
         let holding = |submitted| holding_of(submitted, self.resources);
@@ -307,17 +313,17 @@ impl<'a> Pass<'a> {
     }
 
     fn reserve(&self, job: u64, submitted: &Submitted, demand: Demand) -> Reservation {
-        // What the other kind has reserved counts as held: it may start first and compete for memory.
+        // The reservation of the other kind counts as held, because that job may start first and competes for memory.
         let others = self.reservations.iter().flatten();
         let others = others.map(|other| (other.demand, other.released));
         self.ledger.reserve(job, submitted, demand, others)
     }
 }
 
-/// A limit on what the jobs of a user hold.
+/// A limit on the resources of a user's jobs.
 enum UserLimit {
     Gpus(u32),
-    /// Bytes.
+    /// In bytes.
     Memory(u64),
 }
 
@@ -325,7 +331,7 @@ fn holding_of(submitted: &Submitted, resources: &Resources) -> Holding {
     Holding { gpus: submitted.gpus, memory: resources.memory_beside_gpus(submitted) }
 }
 
-/// What is missing: `free` is what there is, `is` what that means.
+/// Describes the resource that is missing. `is` says what the amounts in `free` are, such as `free`.
 fn shortage(submitted: &Submitted, demand: Demand, free: Demand, is: &str) -> String {
     let missing =
         |what: &str, wanted: u32, free: u32| format!("waits for {what}: {wanted} wanted, {free} {is}");
@@ -354,7 +360,7 @@ fn free_gpus(jobs: &Jobs, resources: &Resources) -> Vec<String> {
 }
 
 impl Entry {
-    /// Returns whether it is queued and only GPUs, or what else it wants of the node, are missing.
+    /// Returns whether a GPU job is queued and waits only for resources of the node.
     pub(crate) fn waits_for_gpus(&self) -> bool {
         let Self { submitted, phase } = self;
         matches!(phase, Phase::Queued { .. })
@@ -363,7 +369,7 @@ impl Entry {
             && submitted.is_free_of_dependencies()
     }
 
-    /// The GPUs that it holds.
+    /// Returns the GPUs that the job holds.
     pub(crate) fn gpus(&self) -> impl Iterator<Item = &str> {
         let gpus: &[String] = match &self.phase {
             Phase::Active { gpus, .. } => gpus,

@@ -1,6 +1,7 @@
-//! A simulated node: how long jobs wait under a policy. For `cargo bench -p xlaunch-daemon --bench schedule`.
+//! Simulates a node to measure how long jobs wait under a policy. Used by `cargo bench -p xlaunch-daemon --bench
+//! schedule`.
 //!
-//! Jobs arrive at random and are scheduled by the same code as in the daemon. Everything follows from the seed.
+//! Jobs arrive at random and are scheduled by the daemon's own code. The results depend only on the seed.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -15,24 +16,24 @@ const LOAD: f64 = 0.85;
 /// Milliseconds since 1970 at the first arrival.
 const BEGIN: u64 = 1_700_000_000_000;
 
-/// Which rules apply.
+/// The scheduling policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
-    /// Strictly in order of submission: users set no time limits, so nothing can be backfilled.
+    /// Jobs start strictly in order of submission. Users set no time limits, so no job can be backfilled.
     Fifo,
-    /// Time limits of twice the run time, so that jobs can be backfilled, and users take turns by what they have used.
+    /// Time limits are twice the run time, so that jobs can be backfilled, and users are ordered by their past usage.
     FairShare,
 }
 
-/// What users of the node experience.
+/// Results that users of the node experience.
 #[derive(Clone, Copy, Debug)]
 pub struct Results {
     pub mean_wait: Duration,
-    /// 95 % of the jobs wait no longer.
+    /// 95th percentile of the waiting time.
     pub p95_wait: Duration,
-    /// Part of the GPU time until the last end in which GPUs are held.
+    /// Fraction of the GPU time, up to the end of the last job, during which GPUs are held.
     pub utilisation: f64,
-    /// From the first arrival to the last end.
+    /// Time from the first arrival to the end of the last job.
     pub makespan: Duration,
 }
 
@@ -43,7 +44,7 @@ struct Job {
     uid: u32,
 }
 
-/// Runs this many jobs.
+/// Simulates this many jobs.
 pub fn simulate(jobs: usize, seed: u64, policy: Policy) -> Results {
     let plan = plan(jobs, seed);
     let mut node = Jobs::default();
@@ -91,7 +92,7 @@ pub fn simulate(jobs: usize, seed: u64, policy: Policy) -> Results {
     }
 }
 
-/// Time of one pass over a queue of this length on a full node: the fastest of several.
+/// Measures one pass over a queue of this length on a full node. Returns the fastest of several passes.
 pub fn time_of_pass(queued: usize, policy: Policy) -> Duration {
     let mut node = Jobs::default();
     for (job, id) in plan(queued + 1, 1).iter().zip(1..) {
@@ -137,7 +138,9 @@ fn resources() -> Resources {
     }
 }
 
-/// Poisson arrivals; run times between a minute and two days with a Pareto tail; half of the jobs want one GPU.
+/// Plans the jobs: Poisson arrivals; run times between a minute and two days with a Pareto tail; half of the jobs
+/// request
+/// one GPU.
 fn plan(jobs: usize, seed: u64) -> Vec<Job> {
     let mut random = Random(seed);
     let mut plan: Vec<Job> = (0..jobs)
@@ -149,7 +152,7 @@ fn plan(jobs: usize, seed: u64) -> Vec<Job> {
                 ..0.9 => 4,
                 _ => 8,
             };
-            // Few users submit most of the jobs.
+            // A few users submit most of the jobs.
             let uid = 1000 + (random.unit().powi(2) * USERS as f64) as u32;
             Job { arrives: 0, runs, gpus, uid }
         })
@@ -164,11 +167,11 @@ fn plan(jobs: usize, seed: u64) -> Vec<Job> {
     plan
 }
 
-/// SplitMix64.
+/// SplitMix64 pseudo-random number generator.
 struct Random(u64);
 
 impl Random {
-    /// In (0, 1].
+    /// Returns a number in (0, 1].
     fn unit(&mut self) -> f64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut word = self.0;

@@ -1,18 +1,19 @@
-//! What users have used, for fair shares: the integral of (GPUs + cores / all cores) over time, which decays with a
+//! Past usage of users, for fair shares: the integral of (GPUs + cores / all cores) over time, which decays with a
 //! half-life. Pure.
 //!
-//! With a half-life h, a rate r held from s to e adds the integral of r 2^-((e - t) / h) dt for t in [s, e], which is
-//! r h / ln 2 (1 - 2^-((e - s) / h)). Use of ended jobs is stored as one number per user; running jobs are added when
+//! With half-life h, a rate r held from s to e adds the integral of r 2^-((e - t) / h) dt for t in [s, e], which is
+//! r h / ln 2 (1 - 2^-((e - s) / h)). The usage of ended jobs is stored as one number per user; running jobs are added
+//! when
 //! the queue is sorted.
 
 use std::collections::BTreeMap;
 
 use super::{Jobs, Phase, Record, Submitted};
 
-/// Used until a record says otherwise: 7 days.
+/// Half-life until a record sets another one: 7 days.
 const DEFAULT_HALF_LIFE_SECONDS: u64 = 7 * 86_400;
 
-/// The use of all users.
+/// Past usage of all users.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct FairShares {
     pub(crate) half_life_seconds: u64,
@@ -22,7 +23,7 @@ pub(crate) struct FairShares {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Used {
     gpu_seconds: f64,
-    /// When it was that much, in milliseconds on the node's clock.
+    /// Time at which the usage had this value, in milliseconds on the node's clock.
     at: u64,
 }
 
@@ -41,20 +42,21 @@ impl FairShares {
         self.half_life_seconds = seconds.max(1);
     }
 
-    /// Adds what a job has held from `started` to `ended`. A time of 0 is unknown: nothing is added.
+    /// Adds the usage of a job from `started` to `ended`. If one of the times is 0, which means unknown, nothing is
+    /// added.
     pub(super) fn charge(&mut self, submitted: &Submitted, started: u64, ended: u64) {
         if started == 0 || ended == 0 {
             return;
         }
         let half_life = self.half_life_seconds;
         let used = self.users.entry(submitted.uid).or_default();
-        // Records of version 0.2 have the system's times, which may have been set back.
+        // Records of version 0.2 have times on the system clock, which may have been set back.
         let at = used.at.max(ended);
         let gpu_seconds = used.decayed(at, half_life) + held(submitted, started, ended, half_life);
         *used = Used { gpu_seconds, at };
     }
 
-    /// Records that reproduce this value.
+    /// Returns the records that reproduce this value.
     pub(super) fn records(&self) -> impl Iterator<Item = Record> {
         let changed = self.half_life_seconds != DEFAULT_HALF_LIFE_SECONDS;
         let half_life = changed.then_some(Record::HalfLife { seconds: self.half_life_seconds });
@@ -71,7 +73,7 @@ impl Used {
 }
 
 impl Jobs {
-    /// The use of each user up to now, running jobs included.
+    /// Returns the usage of each user up to now, including running jobs.
     pub(super) fn used(&self, now: u64) -> BTreeMap<u32, f64> {
         let half_life = self.usage.half_life_seconds;
         let ended = self.usage.users.iter().map(|(uid, used)| (*uid, used.decayed(now, half_life)));
@@ -85,14 +87,14 @@ impl Jobs {
     }
 }
 
-/// What a job has used from `from` to `to`, decayed to `to`.
+/// Returns the usage of a job between `from` and `to`, decayed to `to`.
 fn held(submitted: &Submitted, from: u64, to: u64, half_life_seconds: u64) -> f64 {
     let rate = match submitted.rate {
         0 => f64::from(submitted.gpus),
         thousandths => f64::from(thousandths) / 1000.0,
     };
     let half_life = half_life_seconds as f64;
-    // 1 - 2^-x without the cancellation for small x.
+    // 1 - 2^-x, without cancellation for small x.
     let decayed = -(-seconds(from, to) / half_life * std::f64::consts::LN_2).exp_m1();
     rate * half_life / std::f64::consts::LN_2 * decayed
 }

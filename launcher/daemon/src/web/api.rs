@@ -1,5 +1,6 @@
-//! The view as JSON, for the page and for scripts: the objects of [`xlaunch_proto::json`], which `--json` prints too,
-//! and in each job the figures of its status that a list shows.
+//! Returns the view as JSON, for the page and for scripts: the objects of [`xlaunch_proto::json`], which `--json`
+//! prints
+//! too. Each job has in addition the figures of its status that a list shows.
 
 use serde_json::{Value, json};
 use xlaunch_proto::v1::{JobKind, NodeJobState, StatusReply};
@@ -7,12 +8,14 @@ use xlaunch_proto::v1::{JobKind, NodeJobState, StatusReply};
 use crate::view::{JobView, NodeView};
 use xlaunch_proto::json;
 
-/// Ended jobs in a node's JSON: the newest.
+/// Maximum number of ended jobs in a node's JSON; the newest are included.
 const MAX_ENDED_JOBS: usize = 100;
-/// Queued jobs in a node's JSON: the next ones.
+/// Maximum number of queued jobs in a node's JSON; the first in the queue are included.
 const MAX_QUEUED_JOBS: usize = 200;
 
-/// The node, its GPUs and its jobs: first running ones, then queued ones in queue order, then ended ones, newest first.
+/// Returns the node, its GPUs and its jobs: first running jobs, then queued ones in queue order, then ended ones,
+/// newest
+/// first.
 pub(super) fn node(view: &NodeView, now: u64) -> Value {
     let (jobs, left_out) = listed(view);
     let jobs: Vec<_> = jobs.into_iter().map(line).collect();
@@ -24,7 +27,7 @@ pub(super) fn node(view: &NodeView, now: u64) -> Value {
     })
 }
 
-/// The jobs to show, and how many are left out.
+/// Returns the jobs to show, and the number of jobs left out.
 fn listed(view: &NodeView) -> (Vec<&JobView>, usize) {
     let newest_first = || view.jobs.values().rev().map(AsRef::as_ref);
     let is_queued = |job: &&JobView| job.job.state() == NodeJobState::Queued;
@@ -38,7 +41,7 @@ fn listed(view: &NodeView) -> (Vec<&JobView>, usize) {
     (jobs, left_out)
 }
 
-/// A job with its ranks and its history.
+/// Returns a job with its ranks and its history.
 pub(crate) fn job(view: &JobView, now: u64) -> Value {
     let mut value = line(view);
     value["report"] = json!(view.job.report);
@@ -49,7 +52,7 @@ pub(crate) fn job(view: &JobView, now: u64) -> Value {
     value
 }
 
-/// A job as in a list.
+/// Returns a job as shown in a list.
 fn line(view: &JobView) -> Value {
     let mut value = json::job(&view.job);
     let status = view.status.as_ref().map(|(reply, _)| reply.as_ref());
@@ -64,7 +67,7 @@ fn line(view: &JobView) -> Value {
     value
 }
 
-/// Returns whether the job trains and has finished a step.
+/// Returns whether the job trains and has completed a step.
 pub(super) fn has_trained(status: &StatusReply) -> bool {
     status.kind() != JobKind::Command && status.step > 0
 }

@@ -1,7 +1,8 @@
-//! The HTTP connections of the page, limited so that idle or hanging clients do not keep others out.
+//! HTTP connections of the page, limited so that idle or hanging clients do not keep others out.
 //!
-//! Beyond [`MAX_CONNECTIONS`], a new connection closes the oldest one without a request in progress, or else the
-//! oldest. Browsers reopen a closed connection silently.
+//! Beyond [`MAX_CONNECTIONS`], a new connection closes the oldest one that has no request in progress, or if there is
+//! none
+//! the oldest of all. Browsers silently reopen a closed connection.
 
 use std::convert::Infallible;
 use std::pin::pin;
@@ -19,13 +20,13 @@ use xlaunch_proto::net::{Connection, Connections, Credentials, Limits};
 use super::listen::{Listener, Stream};
 
 const MAX_CONNECTIONS: usize = 64;
-/// From the start of a connection, or the end of a response, to the end of the next request's head.
+/// Time from the start of a connection, or the end of a response, to the end of the next request's head.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_HEAD_BYTES: usize = 16 << 10;
-/// Pause after accept(2) failed for lack of descriptors or memory.
+/// Delay after accept(2) has failed for lack of descriptors or memory.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 
-/// All clients count as one user to the limits: TCP has no peer credentials.
+/// Credentials of all clients, which count as a single user: TCP has no peer credentials.
 const READER: Credentials = Credentials { uid: 0, holder: 0, pid: None, exempt: false, reserved: false };
 
 /// Serves until `shutdown` resolves, then drops all connections.
@@ -43,7 +44,8 @@ pub(super) async fn serve(listener: Listener, routes: Router, shutdown: impl Fut
             accepted = listener.accept() => match accepted.and_then(|stream| open.admit(stream, READER)) {
                 Ok(Some(connection)) => {
                     tasks.spawn(serve_connection(connection, routes.clone()));
-                    // Lets the task read a request that has arrived before the next connection may close this one.
+                    // Lets the task read a request that has already arrived before the next connection can close this
+                    // one.
                     tokio::task::yield_now().await;
                 }
                 Ok(None) => {}
@@ -67,6 +69,6 @@ async fn serve_connection(connection: Connection<Box<dyn Stream>>, routes: Route
     });
     let mut builder = Builder::new(TokioExecutor::new()).http1_only();
     builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD_TIMEOUT).max_buf_size(MAX_HEAD_BYTES);
-    // Protocol errors of a client only end its connection.
+    // A protocol error of a client only ends its own connection.
     let _ = builder.serve_connection(TokioIo::new(connection), TowerToHyperService::new(service)).await;
 }

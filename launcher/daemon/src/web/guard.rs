@@ -1,7 +1,9 @@
 //! Request filter and security headers.
 //!
-//! A page of another site can make a browser send requests to loopback and, by DNS rebinding, read the responses. Such
-//! requests carry the other site's name in `Host`, so over TCP only requests whose `Host` is loopback are served.
+//! A page of another site can make a browser send requests to loopback addresses and, through DNS rebinding, read the
+//! responses. Such requests have the name of the other site in `Host`, so over TCP only requests with a loopback `Host`
+//! are
+//! served.
 
 use std::net::{IpAddr, Ipv6Addr};
 
@@ -11,12 +13,12 @@ use axum::http::{HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 
-/// Scripts, styles and data come from the daemon only; the page cannot be framed.
+/// Content security policy: scripts, styles and data only from the daemon, and no framing of the page.
 const CONTENT_POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; \
                       img-src 'self' data:; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
-/// Middleware. `any_host` turns off the check of `Host`.
+/// Middleware that refuses unwanted requests and adds security headers. `any_host` turns off the check of `Host`.
 pub(super) async fn check(State(any_host): State<bool>, request: Request, next: Next) -> Response {
     let mut response = match refusal(any_host, &request) {
         Some((status, why)) => (status, why).into_response(),
@@ -32,7 +34,7 @@ pub(super) async fn check(State(any_host): State<bool>, request: Request, next: 
         (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
         (header::REFERRER_POLICY, "no-referrer"),
         (header::X_FRAME_OPTIONS, "DENY"),
-        // The state changes all the time, and an upgraded daemon has other assets.
+        // The state changes all the time, and an upgraded daemon may have other assets.
         (header::CACHE_CONTROL, "no-store"),
     ] {
         headers.insert(name, HeaderValue::from_static(value));
@@ -65,7 +67,7 @@ fn names_loopback(request: &Request) -> bool {
     target && host.to_str().is_ok_and(is_loopback)
 }
 
-/// Returns whether `HOST` or `HOST:PORT` is loopback without asking a name server.
+/// Returns whether `HOST` or `HOST:PORT` is loopback, without asking a name server.
 fn is_loopback(host: &str) -> bool {
     if let Some((address, port)) = host.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
         return is_port(port) && address.parse().is_ok_and(|address: Ipv6Addr| address.is_loopback());

@@ -1,4 +1,4 @@
-//! The listening address of the page, `web.listen` in `daemon.toml`. It is reachable from this node only.
+//! The listening address of the page, `web.listen` in `daemon.toml`. Only this node can reach it.
 
 use std::io;
 use std::net::SocketAddr;
@@ -11,24 +11,24 @@ use tokio::net::{TcpListener, UnixListener, UnixStream};
 
 use crate::trusted_path;
 
-/// Mode of a unix socket: its owner and group can connect.
+/// Mode of a unix socket, which lets its owner and group connect.
 const SOCKET_MODE: u32 = 0o660;
 
 /// An address that only this node can reach.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Listen {
-    /// Loopback. Every user of the node can connect.
+    /// A loopback address. Every user of the node can connect.
     Tcp(SocketAddr),
-    /// A unix socket of mode 0660.
+    /// A unix socket with mode 0660.
     Unix(PathBuf),
 }
 
 impl Listen {
-    /// What [`parse`](Self::parse) accepts.
+    /// Describes the texts that [`parse`](Self::parse) accepts.
     pub(crate) const EXPECTED: &str =
         "a loopback address with a port, such as \"127.0.0.1:9470\", or \"unix:/PATH\"";
 
-    /// Parses `web.listen`. An error says what is wrong with the text.
+    /// Parses `web.listen`. An error describes the problem of the text.
     pub(crate) fn parse(text: &str) -> Result<Self, String> {
         if let Some(path) = text.strip_prefix("unix:") {
             return match Path::new(path).is_absolute() {
@@ -59,7 +59,7 @@ pub(super) trait Stream: AsyncRead + AsyncWrite + AsFd + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + AsFd + Send + Unpin> Stream for T {}
 
 impl Listener {
-    /// Binds the address. Replaces the unix socket of a dead daemon.
+    /// Binds the address. The unix socket of a dead daemon is replaced.
     pub(crate) async fn bind(listen: &Listen) -> io::Result<Self> {
         match listen {
             Listen::Tcp(address) => {
@@ -74,7 +74,7 @@ impl Listener {
         }
     }
 
-    /// A listener that systemd has bound.
+    /// Wraps a listener that systemd has bound.
     pub(crate) fn passed(listener: &std::net::TcpListener) -> io::Result<Self> {
         listener.try_clone().and_then(TcpListener::from_std).map(Self::Tcp)
     }
@@ -84,7 +84,7 @@ impl Listener {
         match self {
             Self::Tcp(listener) => {
                 let (stream, _) = listener.accept().await?;
-                // Responses are written in one piece, so Nagle's algorithm would only add latency.
+                // Each response is written in one piece, so Nagle's algorithm would only add latency.
                 stream.set_nodelay(true)?;
                 Ok(Box::new(stream))
             }
@@ -92,7 +92,9 @@ impl Listener {
         }
     }
 
-    /// Returns whether requests may have any `Host`: a page of another site cannot connect to a unix socket.
+    /// Returns whether requests may have any `Host`, which is so for a unix socket: a page of another site cannot
+    /// connect
+    /// to it.
     pub(super) fn any_host(&self) -> bool {
         matches!(self, Self::Unix { .. })
     }
@@ -118,13 +120,13 @@ fn failed(error: &io::Error, address: &str) -> io::Error {
     io::Error::new(error.kind(), message)
 }
 
-/// Removes the socket's file when dropped.
+/// Removes the file of the socket when dropped.
 #[derive(Debug)]
 pub(crate) struct SocketFile(PathBuf);
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        // If that fails, the next daemon replaces it.
+        // If this fails, the next daemon replaces the file.
         let _ = std::fs::remove_file(&self.0);
     }
 }
@@ -160,7 +162,7 @@ mod tests {
         let path = dir.path().join("web.sock");
         let listen = Listen::Unix(path.clone());
         let mode = || fs_err::metadata(&path).unwrap().permissions().mode() & 0o777;
-        // The socket of a killed daemon: a file on which no process listens.
+        // A file on which no process listens, like the socket of a killed daemon.
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
         let listener = Listener::bind(&listen).await.unwrap();
         assert_eq!(mode(), SOCKET_MODE);

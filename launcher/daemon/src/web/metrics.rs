@@ -1,8 +1,10 @@
-//! `/metrics`: the view in OpenMetrics format, encoded for each scrape.
+//! `/metrics`: the view in OpenMetrics format, encoded anew for each scrape.
 //!
-//! GPU measurements are left to dcgm-exporter; its series join ours on the label `UUID`. The label `job` is the job's
-//! id on its node, which Prometheus keeps with `honor_labels: true`. Ended jobs are exported for another hour, so that
-//! alerts on them fire and resolve, but without their workers and their throughput.
+//! GPU measurements are left to dcgm-exporter, whose series can be joined with these on the label `UUID`. The label
+//! `job`
+//! is the job's id on its node; Prometheus keeps it with `honor_labels: true`. Ended jobs are exported for another
+//! hour,
+//! without their workers and throughput, so that alerts on them can fire and resolve.
 
 use std::fmt;
 use std::sync::Arc;
@@ -20,12 +22,12 @@ use crate::view::{JobView, NodeView};
 use xlaunch_proto::labels::{examination_state, gpu_state, kind, node_job_state};
 
 pub(super) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-/// How long an ended job is exported, in milliseconds.
+/// Time for which an ended job is exported, in milliseconds.
 const ENDED_JOB_RETENTION_MS: u64 = 3_600_000;
-/// Maximum length of a label value that a user chooses.
+/// Maximum length of label values that users choose.
 const MAX_LABEL_CHARS: usize = 128;
 
-/// The response to a scrape at `now`, in milliseconds since 1970.
+/// Returns the response to a scrape at `now`, in milliseconds since 1970.
 pub(crate) fn text(view: Arc<NodeView>, now: u64) -> Result<String, fmt::Error> {
     let mut registry = Registry::default();
     registry.register_collector(Box::new(Scrape { view, now }));
@@ -67,7 +69,7 @@ impl Out<'_> {
         Ok(())
     }
 
-    /// The encoder appends `_total` to the name.
+    /// Writes a counter. The encoder appends `_total` to the name.
     fn counter(
         &mut self,
         name: &str,
@@ -94,7 +96,7 @@ impl Out<'_> {
         Ok(())
     }
 
-    /// Step durations of each job.
+    /// Writes the histogram of step durations of each job.
     fn histogram(&mut self, name: &str, help: &str, jobs: &[(Labels, Totals)]) -> fmt::Result {
         let mut metric = self.0.encode_descriptor(name, help, None, MetricType::Histogram)?;
         for (labels, totals) in jobs {
@@ -144,15 +146,11 @@ impl Scrape {
         let states = [Queued, Starting, Running, Stopping, Done, Failed, Cancelled, Lost];
         let states =
             states.map(|state| (vec![("state", node_job_state(state).into())], whole(count(state) as u64)));
-        out.gauge(
-            "xlaunch_jobs",
-            "Number of jobs by state; ended jobs as far as they are remembered.",
-            states,
-        )?;
+        out.gauge("xlaunch_jobs", "Number of jobs by state; ended jobs until they are forgotten.", states)?;
         let waiting = self.view.jobs.values().filter(|job| job.waits_for_gpus).count();
-        let help = "Queued jobs that want GPUs, are not held and wait for no other job to end.";
+        let help = "Queued jobs that need GPUs, are not held and have no open dependencies.";
         out.gauge("xlaunch_jobs_waiting_for_gpus", help, [(Vec::new(), whole(waiting as u64))])?;
-        let help = "1 for each job that is queued, runs, or ended within the last hour.";
+        let help = "1 for each job that is queued, is running, or ended within the last hour.";
         out.gauge("xlaunch_job_info", help, self.recent().map(info))?;
         let age = |job: &JobView| Some((of(job), job.status.as_ref()?.1.elapsed().as_secs_f64()));
         out.gauge(
@@ -183,7 +181,7 @@ impl Scrape {
         self.accounting(out)
     }
 
-    /// Where the time of each job has gone, and what went wrong.
+    /// Writes how each job's time was spent, and its failures.
     fn accounting(&self, out: &mut Out<'_>) -> fmt::Result {
         let account = |job: &JobView| Some((of(job), job.status.as_ref()?.0.accounting.clone()?));
         let accounts: Vec<(Labels, Accounting)> = self.recent().filter_map(account).collect();
@@ -193,7 +191,7 @@ impl Scrape {
             let kinds = account.kinds().into_iter();
             kinds.map(|(kind, seconds)| (labelled(labels, "kind", kind), seconds))
         });
-        out.seconds("xlaunch_time_seconds", "Wall time of the job, by what it was used for.", time)?;
+        out.seconds("xlaunch_time_seconds", "Wall time of the job, by use.", time)?;
         let restarts = accounts.iter().flat_map(|(labels, account)| {
             let counts = account.restarts.iter();
             counts.map(|count| (labelled(labels, "cause", &count.cause), count.restarts))
@@ -202,10 +200,10 @@ impl Scrape {
         let mut count = |name, help, value: fn(&Accounting) -> u64| {
             out.counter(name, help, accounts.iter().map(|(labels, account)| (labels.clone(), value(account))))
         };
-        count("xlaunch_hangs", "Times at which ranks hung.", |account| account.hangs)?;
+        count("xlaunch_hangs", "Number of hangs of ranks.", |account| account.hangs)?;
         let help = "Attempts that ended because the parameters of ranks differed.";
         count("xlaunch_replica_mismatches", help, |account| account.replica_mismatches)?;
-        let help = "Checkpoints that were due while the one before was being written.";
+        let help = "Checkpoints that were due while the previous one was still being written.";
         count("xlaunch_skipped_checkpoints", help, |account| account.skipped_saves)?;
         count("xlaunch_failed_checkpoints", "Checkpoints that could not be saved.", |account| {
             account.failed_saves
@@ -239,7 +237,7 @@ impl Scrape {
         out.gauge("xlaunch_pool_peak_bytes", "Peak device memory mapped by the rank's pool.", peak)
     }
 
-    /// Unfinished jobs, and those that ended recently.
+    /// Returns unfinished jobs and jobs that ended recently.
     fn recent(&self) -> impl Iterator<Item = &JobView> {
         let recent = |job: &&JobView| self.now.saturating_sub(job.job.ended_unix_ms) < ENDED_JOB_RETENTION_MS;
         self.view.jobs.values().map(AsRef::as_ref).filter(move |job| !job.has_ended() || recent(job))
@@ -249,7 +247,7 @@ impl Scrape {
         self.view.jobs.values().map(AsRef::as_ref).filter(|job| !job.has_ended())
     }
 
-    /// One sample per worker.
+    /// Returns one sample per worker.
     fn ranks(&self, value: impl Fn(&RankStatus) -> Option<f64>) -> Vec<Sample> {
         let mut samples = Vec::new();
         for job in self.unfinished() {
@@ -266,7 +264,7 @@ impl Scrape {
     }
 }
 
-/// One sample per job that has finished a training step.
+/// Returns one sample per job that has completed a training step.
 fn trained<'a>(
     jobs: impl Iterator<Item = &'a JobView>,
     value: fn(&JobView, &StatusReply) -> Option<f64>,
@@ -303,7 +301,7 @@ fn whole(value: u64) -> f64 {
     value as f64
 }
 
-/// Truncates a label value, which every series repeats at every scrape.
+/// Truncates a label value, because every series repeats it in every scrape.
 fn short(text: &str) -> String {
     text.chars().take(MAX_LABEL_CHARS).collect()
 }

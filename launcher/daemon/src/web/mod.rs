@@ -6,8 +6,8 @@
 //!                                                                            view (read-only)
 //! ```
 //! Invariants:
-//! - it is read-only: the methods are GET and HEAD, and requests have no bodies;
-//! - it has no authentication and shows all jobs, so it listens only on loopback or on a unix socket;
+//! - the page is read-only: only GET and HEAD are served, and requests must not have bodies;
+//! - it has no authentication and shows all jobs, so it listens only on loopback or a unix socket;
 //! - texts of users are sent as JSON strings and label values, never as HTML.
 
 pub(crate) mod api;
@@ -36,17 +36,18 @@ pub(crate) use self::listen::{Listen, Listener};
 use super::commands::NodeHandle;
 use xlaunch_agent::clock::unix_ms;
 
-/// Time to read the lines of a log.
+/// Timeout for reading the lines of a log.
 const LOG_READ_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum number of log lines in a response.
 const MAX_LOG_LINES: usize = 500;
 
-/// Reads the last lines of a log, given job, rank, whether of stderr, and number of lines. An error says why there are
-/// none. The implementation bounds the bytes, and reads only what the job's user may read.
+/// Reads the last lines of a log. Arguments: job, rank, whether to read stderr, and number of lines. An error is the
+/// reason
+/// why there are none. The implementation bounds the bytes, and reads only files that the job's user may read.
 pub(crate) type LogTail = Arc<dyn Fn(u64, u32, bool, usize) -> LogLines + Send + Sync>;
 pub(crate) type LogLines = Pin<Box<dyn Future<Output = Result<Vec<String>, String>> + Send>>;
 
-/// Refuses to show logs: the page has no authentication, and logs belong to the jobs' users.
+/// Returns a function that refuses to show logs: the page has no authentication, and logs belong to the jobs' users.
 pub(crate) fn no_logs() -> LogTail {
     let refusal = "logs are not shown here; `xlaunch logs` shows them to the job's user (web.show_logs)";
     Arc::new(move |_, _, _, _| Box::pin(async move { Err(refusal.into()) }))
@@ -63,7 +64,7 @@ pub(crate) async fn serve(
     connections::serve(listener, routes, shutdown).await;
 }
 
-/// What request handlers share.
+/// State that request handlers share.
 #[derive(Clone)]
 struct AppState {
     node: NodeHandle,

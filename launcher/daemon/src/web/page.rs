@@ -6,7 +6,7 @@ use axum::response::{Html, IntoResponse, Response};
 
 const HTML: &str = include_str!("assets/index.html");
 
-/// Name under `/assets/`, content type and content.
+/// Assets of the page: name under `/assets/`, content type and contents.
 const ASSETS: [(&str, &str, &str); 4] = [
     ("page.css", "text/css; charset=utf-8", include_str!("assets/page.css")),
     ("page.js", "text/javascript; charset=utf-8", include_str!("assets/page.js")),

@@ -1,4 +1,4 @@
-//! Requests over real sockets to the page of a sample node.
+//! Tests requests to the page of a sample node over real sockets.
 
 mod metrics;
 mod sample_node;
@@ -14,7 +14,7 @@ use sample_node::{HOSTILE, job, sample_node};
 use xlaunch_agent::clock::unix_ms;
 
 const HANG_TIMEOUT: Duration = Duration::from_secs(60);
-/// The page of the sample node. Dropping it shuts it down.
+/// The page of the sample node. Dropping this shuts it down.
 struct Served {
     address: String,
     view: watch::Sender<Arc<NodeView>>,
@@ -61,7 +61,7 @@ impl Served {
         }
     }
 
-    /// The response to these bytes, which must ask to close the connection.
+    /// Sends these bytes, which must request to close the connection, and returns the response.
     async fn send(&self, request: &str) -> HttpResponse {
         let exchange = async {
             let mut stream = self.connect().await;
@@ -101,7 +101,7 @@ async fn api_serves_node_and_jobs_as_json() {
     let gpus = &node["node"]["gpus"];
     assert_eq!(gpus[6]["state"], "sick");
     assert_eq!((&gpus[0]["job"], &gpus[4]["job"]), (&json!(7), &Value::Null));
-    // Running, queued by position, ended.
+    // Running jobs, then queued ones by position, then ended ones.
     let ids: Vec<_> =
         node["jobs"].as_array().unwrap().iter().map(|job| job["id"].as_u64().unwrap()).collect();
     assert_eq!(ids, [7, 8, 9, 6, 5, 4, 3]);
@@ -249,7 +249,7 @@ async fn unfinished_requests_keep_no_client_out() {
         let mut slow = Vec::new();
         for number in 0..1000 {
             let mut stream = TcpStream::connect(&served.address).await.unwrap();
-            // Some send nothing, some half a request.
+            // Some clients send nothing, some an incomplete request.
             if number % 2 == 0 {
                 let _ = stream.write_all(b"GET / HTTP/1.1\r\nHost: loc").await;
             }
@@ -257,12 +257,12 @@ async fn unfinished_requests_keep_no_client_out() {
         }
         slow
     };
-    // None has to wait for an older one to time out.
+    // No new connection has to wait until an older one times out.
     let mut slow = tokio::time::timeout(HANG_TIMEOUT, many).await.expect("a new connection has to wait");
     for path in ["/metrics", "/"] {
         assert_eq!(served.get(path).await.status, 200);
     }
-    // The first was closed; the last can still finish its request.
+    // The first connection was closed; the last one can still complete its request.
     let mut rest = Vec::new();
     let end = tokio::time::timeout(HANG_TIMEOUT, slow[0].read_to_end(&mut rest))
         .await

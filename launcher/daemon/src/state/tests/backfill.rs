@@ -1,4 +1,4 @@
-//! Reservations, backfill, fair shares, and the other reasons for which jobs wait.
+//! Tests of reservations, backfill, fair shares, and the other reasons why jobs wait.
 
 use super::super::schedule::{GpuSlot, Resources, schedule};
 use super::*;
@@ -48,7 +48,7 @@ fn short_job_fills_the_gap_before_a_reservation() {
     add(&mut jobs, job(5, 1, 1, Some(4)));
     let now = schedule(&jobs, &node(8), NOW);
     assert_eq!(now.starts, [(5, vec!["g6".to_string()])], "only job 5 ends before job 1");
-    // Its limit and the time that its agent may take to stop.
+    // The limit of job 1 plus the time that its agent may take to stop.
     assert_eq!(now.waits[&2].starts_by, Some(NOW + 4 * HOUR + 60_000));
     assert_eq!(now.waits[&2].reason, "waits for GPUs: 8 wanted, 2 free");
     assert_eq!(now.waits[&3].reason, "waits for job 2 to start first");
@@ -83,7 +83,7 @@ fn with_memory(job: Submitted, memory: u64) -> Submitted {
 
 #[test]
 fn user_without_gpus_leaves_the_memory_of_the_gpus_to_others() {
-    // A quarter of the 64 bytes is what a user can hold beside the shares of GPUs, 6 bytes each.
+    // A user can hold a quarter of the 64 bytes in addition to the shares of GPUs, which are 6 bytes each.
     let node = Resources { memory_per_user: Some(16), memory_per_gpu: 6, ..node(8) };
     let mut jobs = Jobs::default();
     run(&mut jobs, with_memory(job(1, 1, 0, None), 10), 0..0, NOW);
@@ -96,7 +96,7 @@ fn user_without_gpus_leaves_the_memory_of_the_gpus_to_others() {
         now.waits[&2].reason.starts_with("its user holds") && now.waits[&2].starts_by.is_none(),
         "{now:?}"
     );
-    // A job of GPUs counts with what it wants beside their shares, and each of its user's jobs does.
+    // A GPU job counts with the memory that it requests in addition to the shares of its GPUs.
     add(&mut jobs, with_memory(job(5, 3, 1, None), 6 + 17));
     assert!(schedule(&jobs, &node, NOW).waits[&5].reason.contains("jobs.max_memory_per_user"));
 }
@@ -106,7 +106,7 @@ fn reservation_leaves_its_user_the_memory_that_it_needs() {
     let node = Resources { memory_per_user: Some(40), ..node(8) };
     let mut jobs = Jobs::default();
     run(&mut jobs, with_memory(job(1, 2, 0, Some(1)), 30), 0..0, NOW);
-    // Reserved for when job 1 ends.
+    // The reservation is at the end of job 1.
     add(&mut jobs, with_memory(job(2, 1, 0, Some(1)), 38));
     add(&mut jobs, with_memory(job(3, 1, 0, Some(9)), 4));
     add(&mut jobs, with_memory(job(4, 3, 0, Some(9)), 4));
@@ -233,7 +233,7 @@ fn outcome_of_a_dependency_outlives_it() {
     assert_eq!(started(&jobs, &node(0)), [1, 2]);
     jobs.apply(ended(1, NOW));
     jobs.apply(Record::Forgotten { job: 1 });
-    assert_eq!(jobs.unsatisfiable(), [(4, "job 1, which had to end first, did not fail".to_string())]);
+    assert_eq!(jobs.unsatisfiable(), [(4, "dependency not met: job 1 did not fail".to_string())]);
     let Record::Ended { job: 2, .. } = ended(2, NOW) else { unreachable!() };
     jobs.apply(Record::Ended {
         job: 2,
@@ -256,7 +256,7 @@ fn outcome_of_a_dependency_outlives_it() {
         order: 0,
         usage: None,
     });
-    assert_eq!(jobs.unsatisfiable(), [(5, "job 4, which had to end first, is not done".to_string())]);
+    assert_eq!(jobs.unsatisfiable(), [(5, "dependency not met: job 4 did not succeed".to_string())]);
     assert_eq!(of(jobs.records()), jobs);
 }
 

@@ -208,10 +208,12 @@ fn more_than_the_node_has_is_refused() {
     let refused =
         |wanted: Submitted| Jobs::default().admit(&USER, &wanted, 1, &RULES).unwrap_err().to_string();
     let cpus = |gpus, cpus| Submitted { cpus: Some(cpus), ..job(true, gpus, 1, 0) };
-    assert!(refused(cpus(1, 9)).contains("9 CPUs, and a job can get at most 8"));
-    assert!(refused(cpus(0, 3)).contains("3 CPUs, and a job can get at most 2 here (jobs.cpu_workers)"));
+    assert!(refused(cpus(1, 9)).contains("9 CPUs, but a job can get at most 8"));
+    assert!(
+        refused(cpus(0, 3)).contains("3 CPUs, but a job can get at most 2 on this node (jobs.cpu_workers)")
+    );
     let memory = Submitted { memory: Some(65 << 30), ..job(true, 1, 1, 0) };
-    assert!(refused(memory).contains("65 GiB of memory, and a job can get at most 64 GiB here"));
+    assert!(refused(memory).contains("65 GiB of memory, but a job can get at most 64 GiB on this node"));
     let fits = Submitted { memory: Some(64 << 30), ..cpus(0, 2) };
     assert_eq!(Jobs::default().admit(&USER, &fits, 1, &RULES), Ok(()));
     let array = Jobs::default().admit(&USER, &job(true, 0, 1, 0), 3, &RULES).unwrap_err().to_string();

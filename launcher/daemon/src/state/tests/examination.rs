@@ -1,4 +1,4 @@
-//! Which GPUs are examined, what jobs get meanwhile, and what the result is.
+//! Tests which GPUs are examined, which GPUs jobs get during an examination, and its result.
 
 use std::time::Duration;
 

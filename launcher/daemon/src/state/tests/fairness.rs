@@ -1,4 +1,4 @@
-//! Properties of whole histories: jobs arrive, start as scheduled, and end by their limits.
+//! Tests properties of complete histories: jobs arrive, start as scheduled, and end within their limits.
 
 use std::collections::BTreeMap;
 
@@ -12,18 +12,18 @@ use std::borrow::Cow;
 use super::*;
 use crate::view::Caller;
 
-/// What is random about a job.
+/// The random properties of a job.
 #[derive(Clone, Debug)]
 struct Plan {
     arrives: u64,
-    /// Milliseconds that it runs; at most its limit.
+    /// Run time in milliseconds, at most the limit.
     runs: u64,
     limit: Option<u64>,
     uid: u32,
     gpus: u32,
     cpus: Option<u32>,
     memory: Option<u64>,
-    /// Counted back from its own number; 0 for none.
+    /// The job that it depends on, counted back from its own number; 0 for none.
     after: u64,
     parallel: u32,
 }
@@ -76,7 +76,7 @@ fn record(jobs: &Jobs, job: u64, plan: &Plan, with_dependencies: bool) -> Record
     let after = depends.then(|| (job - plan.after, Condition::Any));
     let admin = Caller { uid: 0, name: Cow::Borrowed(""), admin: true };
     let after = jobs.dependencies(&admin, after.as_slice()).unwrap();
-    // Every job of an array of its own user, so that the limit is shared.
+    // All of these jobs share one array, and so its limit.
     let array = (with_dependencies && plan.parallel > 0).then_some(Element {
         first: 1,
         index: u32::try_from(job).unwrap(),
@@ -97,8 +97,9 @@ fn record(jobs: &Jobs, job: u64, plan: &Plan, with_dependencies: bool) -> Record
     }))
 }
 
-/// Runs all jobs to their end. `check` sees the jobs and the promised starts after each pass. Returns when each job
-/// started.
+/// Runs all jobs to their end. `check` is called with the jobs and the promised starts after each pass. Returns the
+/// start
+/// time of each job.
 fn run(
     plans: &[Plan],
     resources: &Resources,
@@ -136,7 +137,7 @@ fn run(
     }
 }
 
-/// The sums of what running jobs hold.
+/// Asserts that the resources held by running jobs do not exceed the node's.
 fn assert_within_limits(jobs: &Jobs, resources: &Resources) {
     let active = || jobs.active().map(|(_, entry)| &entry.submitted);
     let mut held: Vec<&str> = jobs.active().flat_map(|(_, entry)| entry.gpus()).collect();
@@ -162,7 +163,7 @@ proptest! {
             assert_within_limits(jobs, &resources);
             assert_eq!(&of(jobs.records()), jobs, "replayed");
             let of_arrays = jobs.active().filter(|(_, entry)| entry.submitted.array.is_some()).count();
-            // Jobs with different limits share the array here: the largest applies.
+            // Jobs with different limits share the array here, so the largest limit applies.
             assert!(of_arrays <= 2, "{of_arrays} jobs of an array run");
         });
         prop_assert_eq!(started.len(), plans.len(), "a job starves");
@@ -173,7 +174,7 @@ proptest! {
         plans in plans(1),
         gpus_per_user in prop_oneof![Just(0), Just(4)],
     ) {
-        // One user: later jobs are put behind earlier ones.
+        // With a single user, later jobs are always queued after earlier ones.
         let mut last = BTreeMap::new();
         let started = run(&plans, &node(gpus_per_user), false, |_, _, promised| last.clone_from(promised));
         for (job, promised) in last {
@@ -191,11 +192,11 @@ fn job_that_waits_for_one_of_the_other_kind_is_not_overtaken_by_its_own() {
     let plans = [
         plan(0, 190_000, None, 1, None, None),
         plan(0, 77_000, Some(77), 0, None, None),
-        // Waits for a CPU that job 2 holds.
+        // Job 3 waits for a CPU that job 2 holds.
         plan(0, 1000, Some(1), 0, Some(4), Some(1)),
-        // Would fit, and delay job 3, which needs some of the memory.
+        // Job 4 would fit, but would delay job 3, which needs some of the memory.
         plan(1, 11_000, None, 1, None, Some(16)),
-        // Would take the GPU that job 4 needs then.
+        // Job 5 would take the GPU that job 4 needs then.
         plan(1, 300_000, Some(300), 3, None, None),
     ];
     let mut promised = BTreeMap::new();

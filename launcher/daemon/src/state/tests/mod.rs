@@ -1,4 +1,4 @@
-//! The fold over records; the scheduler and the commands have files of their own.
+//! Tests of the fold over records. The tests of the scheduler and of commands are in files of their own.
 
 mod backfill;
 mod commands;
@@ -234,7 +234,7 @@ fn queue_is_ordered_by_priority_then_id() {
     assert_eq!(jobs.queue(10), [2, 4, 1, 3]);
 }
 
-/// All ended jobs are in the accounting file.
+/// Marks all ended jobs as written to the accounting file.
 fn accounted(mut jobs: Jobs) -> Jobs {
     jobs.unaccounted.clear();
     jobs
@@ -288,7 +288,7 @@ fn node_that_is_put_back_leaves_drained_gpus_drained() {
     assert_eq!((gpus(&jobs), jobs.drained.is_some()), (vec!["b".into()], true));
     jobs.apply(Record::Resumed { uid: 0, at: 0 });
     assert_eq!((gpus(&jobs), jobs.drained.is_some()), (vec!["b".into()], false));
-    // A record of version 0.2 means what it meant then.
+    // A record of version 0.2 keeps its meaning.
     jobs.apply(drained(&[], false, "move"));
     jobs.apply(drained(&[], true, ""));
     assert_eq!(jobs, Jobs::default());

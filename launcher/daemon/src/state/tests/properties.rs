@@ -1,4 +1,4 @@
-//! Properties of any sequence of records, fitting or not.
+//! Tests properties of arbitrary sequences of records, even of records that do not fit each other.
 
 use proptest::prelude::*;
 

@@ -79,7 +79,7 @@ fn job_that_needs_exactly_the_free_gpus_starts() {
 
 #[test]
 fn job_that_cannot_fit_keeps_no_other_from_what_is_free() {
-    // Each of jobs 1 to 4 wants more than is in service.
+    // Each of jobs 1 to 4 requests more than is in service.
     let with = |job: Record, change: fn(&mut Submitted)| {
         let Record::Submitted(mut submitted) = job else { unreachable!() };
         change(&mut submitted);
@@ -108,7 +108,7 @@ fn job_that_cannot_fit_keeps_no_other_from_what_is_free() {
             "waits for CPU workers: 3 wanted, 2 usable on this node",
         ]
     );
-    // GPUs that are in use are in service: such a job is waited for.
+    // GPUs in use are in service, so others wait for a job that needs them.
     let jobs =
         of([submitted(1, 1, 2, 0), starting(1, &["a", "b"]), submitted(2, 1, 4, 0), submitted(3, 2, 1, 0)]);
     resources.gpus[3].unusable = None;
@@ -147,7 +147,7 @@ fn cpu_jobs_share_the_workers_that_active_cpu_jobs_leave() {
     let jobs = of([
         on_cpu(1, 2),
         starting(1, &[]),
-        // Workers of GPU jobs do not count, whether they run or start now.
+        // Workers of GPU jobs do not count, whether they are running or start now.
         submitted(2, 1, 3, 0),
         starting(2, &["a", "b", "c"]),
         submitted(3, 1, 1, 0),
@@ -163,7 +163,7 @@ fn cpu_jobs_share_the_workers_that_active_cpu_jobs_leave() {
     assert_eq!(now.waits[&3].reason, "waits for GPUs: 1 wanted, 0 free", "not blocked by CPU jobs");
     assert_eq!(now.waits[&4].reason, "waits for CPU workers: 2 wanted, 1 free");
     assert_eq!(now.waits[&5].reason, "waits for job 4 to start first", "although it would fit");
-    // A reload can lower the limit below what runs.
+    // A reload can lower the limit below the number of running workers.
     assert_eq!(
         schedule(&jobs, &resources(&[], 1), 10).waits[&4].reason,
         "waits for CPU workers: 2 wanted, 1 usable on this node"

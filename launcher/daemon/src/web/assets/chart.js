@@ -7,7 +7,7 @@ const LEFT = 52, RIGHT = 10, TOP = 10, BOTTOM = 26;
 const ROWS = 20;
 
 /**
- * Draws `points` ([x, y] each, y may be NaN) into the figure. `show` writes a y as text.
+ * Draws `points` ([x, y] each, y may be NaN) into the figure. `show` formats a y as text.
  * Only the figure is changed, and the table stays open or closed.
  */
 export function draw(figure, title, points, show) {
@@ -93,7 +93,7 @@ function marks(good, points, show) {
   return out;
 }
 
-/** Round numbers between two, about `count` of them. */
+/** Returns about `count` round numbers between two numbers. */
 function ticks(low, high, count) {
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));

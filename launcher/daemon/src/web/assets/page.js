@@ -22,7 +22,7 @@ async function get(path) {
   throw Object.assign(new Error(value.error ?? `HTTP status ${response.status}`), { replied: true });
 }
 
-/** Polls once and schedules the next poll. Cancels the one before. */
+/** Polls once and schedules the next poll. Cancels the previous poll. */
 async function poll() {
   clearTimeout(timer);
   const number = ++newest;
@@ -216,7 +216,7 @@ function mfu(job) {
   return job.mfu === null ? null : `${(100 * job.mfu).toFixed(1)} %`;
 }
 
-// What the time of a job was used for, without what took none.
+// How the time of a job was spent, without kinds that took no time.
 function spent(seconds) {
   const used = Object.entries(seconds).filter(([, value]) => value >= 0.05);
   return used.map(([kind, value]) => `${kind} ${time(value)}`).join(", ") || null;

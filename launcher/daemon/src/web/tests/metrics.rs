@@ -1,4 +1,4 @@
-//! `/metrics`, and the dashboard and alerts that query it.
+//! Tests of `/metrics`, and of the dashboard and alerts that query it.
 
 use std::sync::Arc;
 
@@ -9,12 +9,12 @@ use super::sample_node::{HOSTILE, job, sample_node};
 use crate::web::metrics;
 use xlaunch_agent::clock::unix_ms;
 
-/// A file of `deploy/`.
+/// Path of a file in `deploy/`.
 fn deployed(name: &str) -> std::path::PathBuf {
     std::path::Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy")).join(name)
 }
 
-/// Words of a text with this prefix.
+/// Returns the words of a text that have this prefix.
 fn names(text: &str, prefix: &str) -> Vec<String> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
     words.filter(|word| word.starts_with(prefix)).map(Into::into).collect()
@@ -43,7 +43,7 @@ fn dashboard_and_alerts_use_exported_metrics_only() {
     for name in asked.iter().chain(&names(&expressions, "xlaunch_")) {
         assert!(has(name), "{name} is queried but not exported");
     }
-    // Nothing that dcgm-exporter exports is exported again.
+    // Metrics of dcgm-exporter are not exported again.
     assert!(names(&text, "DCGM").is_empty());
 }
 
@@ -119,7 +119,7 @@ fn ended_jobs_are_exported_for_an_hour_without_throughput() {
         "xlaunch_drained 0.0",
         "xlaunch_gpus_examined_total{result=\"passed\"} 12",
         "xlaunch_gpus_examined_total{result=\"failed\"} 1",
-        // It failed ten minutes ago.
+        // Job 6 failed ten minutes ago.
         "xlaunch_job_info{job=\"6\",name=\"gpt2-124m\",user=\"ada\",kind=\"trainer\",state=\"failed\"} 1.0",
         "xlaunch_loss{job=\"6\"} NaN",
     ] {

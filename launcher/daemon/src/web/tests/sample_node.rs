@@ -10,7 +10,7 @@ use xlaunch_proto::v1::{
 
 use crate::view::{JobView, NodeView};
 
-/// A name that a user can give a job.
+/// A hostile name, which a user can give to a job.
 pub(super) const HOSTILE: &str = "<img src=x onerror=alert(1)>\"\n}\\ xlaunch_up 1 \u{202e}\r\t'";
 
 pub(super) fn gpu_uuid(index: u32) -> String {
