@@ -1,7 +1,8 @@
-// The subset of CUDA C++ that the kernels use, for the host's C++ compiler: included before the text of every kernel.
+// The subset of CUDA C++ used by the kernels, for the host's C++ compiler. It is included before the text of every
+// kernel.
 //
-// A thread of a block is a fiber. What threads do together (barriers, shuffles, tensor core operations) is a call of
-// the emulator, which continues with other fibers until all that take part have arrived. Loads and stores are reported to
+// A thread of a block is a fiber. Joint operations of threads (barriers, shuffles, tensor core operations) are calls of
+// the emulator, which continues with other fibers until all participants have arrived. Loads and stores are reported to
 // it by the instrumentation of the compiler's thread sanitizer, whose run-time library the emulator replaces.
 #pragma once
 
@@ -49,7 +50,7 @@ inline To bit_cast(From x) {
 inline unsigned __float_as_uint(float x) { return bit_cast<unsigned>(x); }
 inline float __uint_as_float(unsigned x) { return bit_cast<float>(x); }
 inline float __int_as_float(int x) { return bit_cast<float>(x); }
-// Bytes of b and a, b in the upper half, that the four lowest digits of the selector name.
+// The bytes of a and b (b in the upper half) that are selected by the four lowest digits of the selector.
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     uint64_t bytes = (uint64_t)b << 32 | a;
     unsigned x = 0;
@@ -99,7 +100,8 @@ inline T atomicOr(T* p, U x) {
 
 inline unsigned atomicMax(unsigned* p, unsigned x) { return emulator_atomic_max(p, x); }
 
-// A kernel as the emulator calls it: each of its arguments is behind a pointer, as for cuLaunchKernel.
+// A kernel in the form in which the emulator calls it: each argument is passed through a pointer, as for
+// cuLaunchKernel.
 template <auto F>
 struct EmulatorCall;
 template <typename... A, void (*F)(A...)>

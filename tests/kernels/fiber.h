@@ -1,4 +1,4 @@
-// Fibers: threads of control of one OS thread, which switch when they want to.
+// Fibers: threads of control within one OS thread, which switch voluntarily.
 #pragma once
 
 #include <sys/mman.h>
@@ -17,14 +17,14 @@ constexpr size_t STACK_BYTES = 256 << 10;
 
 #ifdef __x86_64__
 
-// Saves the registers that a call preserves on this stack, and continues with another one.
+// Saves the registers that a call preserves on this stack, and continues on another one.
 extern "C" void emulator_switch(void** from, void* to);
 
 struct Context {
     void* stack_pointer = nullptr;
 
     void prepare(char* stack, unsigned number, void (*entry)()) {
-        // Stacks begin in different lines of their pages, or all would compete for the same lines of the cache.
+        // Stacks begin at different lines of their pages; otherwise all of them would compete for the same cache lines.
         size_t begin = STACK_BYTES - number % 16 * 192;
         // The return address is where a call would have put it: at the end of 16 aligned bytes.
         void** top = reinterpret_cast<void**>(stack + begin - 16);

@@ -1,5 +1,5 @@
-// Instructions of compute capability 9.0 that are under way in a block: barriers in shared memory (mbarrier), copies of
-// boxes (TMA), and multiplications of warpgroups (wgmma).
+// Instructions of compute capability 9.0 that are in progress in a block: barriers in shared memory (mbarrier), copies
+// of boxes (TMA), and multiplications by warpgroups (wgmma).
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@ namespace emulator {
 
 constexpr unsigned WARPGROUP = 128, MAX_WARPGROUPS = 8, MAX_WARPGROUP_WARPS = 32, WARPS_OF_GROUP = 4;
 
-// Return addresses of a call of the emulator, and of the call of the function that it is in.
+// Return addresses of a call of the emulator, and of the call of the function that contains it.
 struct Callers {
     void *own, *outer;
 };
@@ -23,18 +23,18 @@ struct Site {
     int line;
     Callers callers;
 };
-// Where the function of hopper.cuh was called that calls the emulator's function with these parameters.
+// The call site of the function of hopper.cuh that calls the emulator's function with these parameters.
 #define SITE {file, line, {__builtin_return_address(0), __builtin_return_address(1)}}
 
-// What a thread knows of each warp: the number of the newest multiplication that the warp has waited for. Barriers pass
-// it on. Multiplications of a warpgroup are numbered from 1.
+// For each warp, the number of the newest multiplication that the warp is known to have waited for. Barriers pass this
+// knowledge on. Multiplications of a warpgroup are numbered from 1.
 using Clock = std::array<uint32_t, MAX_WARPGROUP_WARPS>;
 
 // Rows of boxes in shared memory: eight chunks of 16 bytes, in an order that depends on the row.
 constexpr unsigned ROW_BYTES = 128;
 inline uintptr_t swizzled(uintptr_t address) { return address ^ (address >> 7 & 7) << 4; }
 
-// In the 128 bytes of a CUtensorMap. Sizes in elements, strides in bytes.
+// Contents of the 128 bytes of a CUtensorMap. Sizes are in elements, strides in bytes.
 struct TensorMap {
     static constexpr uint64_t MAGIC = 0x70616d726f736e74;
     uint64_t magic, address, sizes[3], strides[3];
@@ -44,16 +44,16 @@ static_assert(sizeof(TensorMap) <= 128);
 
 struct Mbarrier {
     uint32_t arrivals;
-    // What the current phase lacks. Bytes can be copied before they are announced.
+    // Missing arrivals and bytes of the current phase. Bytes can be copied before they are announced.
     uint32_t pending;
     int64_t bytes = 0;
     uint32_t phase = 0;
-    // Whether a thread has waited for the phase before the current one.
+    // Whether a thread has waited for the previous phase.
     bool observed = true;
-    // Copies may use it after a fence of the thread that initialised it.
+    // The thread that initialised it; copies may use the barrier after a fence of that thread.
     unsigned initialised_by;
     bool fenced = false;
-    // From the arrivals of the current phase, and from those of earlier ones.
+    // Knowledge from the arrivals of the current phase, and from those of earlier ones.
     Clock arrived{}, released{};
 };
 
@@ -65,7 +65,7 @@ struct BoxCopy {
     Site site;
 };
 
-// Registers of a warpgroup that multiplications under way add to, and the sums so far, (64, n).
+// Registers of a warpgroup to which multiplications in progress add, and the sums so far, (64, n).
 struct Accumulator {
     unsigned n;
     std::array<float*, WARPGROUP> d;
@@ -78,13 +78,13 @@ struct Multiplication {
     const char *a, *b;
     bool add, a_across, b_across;
     uint32_t number;
-    // Groups that were committed before.
+    // Number of groups that were committed before.
     uint32_t group;
     Site site;
 };
 
-// Of a multiplication that is being done: (DEPTH, ROWS) and (DEPTH, n). No thread-local memory: a library that is
-// loaded later has little of it.
+// Operands of the multiplication being done: (DEPTH, ROWS) and (DEPTH, n). This is not thread-local memory, of which a
+// library that is loaded late has little.
 struct Operands {
     static constexpr unsigned DEPTH = 16, ROWS = 64, MOST_COLUMNS = 256;
     float a[DEPTH * ROWS], b[DEPTH * MOST_COLUMNS];
@@ -94,11 +94,11 @@ struct Warpgroup {
     std::vector<Multiplication> pending;
     std::vector<std::unique_ptr<Accumulator>> accumulators;
     uint32_t issued = 0, committed = 0;
-    // The thread that the other ones wait for.
+    // The thread for which the other ones wait.
     unsigned awaited = 0;
 };
 
-// Of a block.
+// Asynchronous operations of a block.
 struct Async {
     std::unordered_map<uintptr_t, Mbarrier> barriers;
     std::vector<BoxCopy> copies;
@@ -116,7 +116,7 @@ struct Async {
     }
 };
 
-// Fails unless warps have the 32 threads that the instructions are made for.
+// Fails unless warps have 32 threads, as the instructions require.
 void require_warps_of_32(const Site& site);
 
 }  // namespace emulator

@@ -1,4 +1,4 @@
-// What kernels, compiled as C++, and the emulator know of each other.
+// Interface between kernels compiled as C++ and the emulator.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@ struct EmulatorIndex {
     unsigned x, y, z;
 };
 
-// Lanes exchange a value of at most 8 bytes. A lane that does not exist gives the own value.
+// Lanes exchange a value of at most 8 bytes. For a lane that does not exist, the result is the own value.
 struct EmulatorShuffle {
     uint64_t value;
     int from;
@@ -34,7 +34,7 @@ struct EmulatorWgmma {
     bool add, a_across, b_across;
 };
 
-// What the lanes of a warp do together.
+// Joint operations of the lanes of a warp.
 enum EmulatorOperation {
     EMULATOR_SYNC,
     EMULATOR_SHUFFLE,
@@ -64,24 +64,24 @@ void emulator_fence();
 // Compilers have no such operation. Returns the previous number.
 unsigned emulator_atomic_max(unsigned* p, unsigned x);
 void* emulator_dynamic_shared();
-// Several blocks write the same to these bytes.
+// Several blocks write the same values to these bytes.
 void emulator_written_alike(const void* p, size_t bytes);
 
-// 16 bytes to shared memory, of which the last `16 - bytes` become zero; done when a later wait says so.
+// Copies 16 bytes to shared memory; the last `16 - bytes` become zero. The copy is complete after a corresponding wait.
 void emulator_copy_async(void* to, const void* from, unsigned bytes);
 void emulator_commit_copies();
 // Waits for all but the `later` newest groups.
 void emulator_wait_copies(unsigned later);
 
-// Of compute capability 9.0. A barrier is 8 bytes of shared memory; an arrival announces bytes of copies, or none.
+// For compute capability 9.0. A barrier is 8 bytes of shared memory; an arrival announces bytes of copies, or none.
 void emulator_barrier_init(void* barrier, unsigned arrivals, const char* file, int line);
 void emulator_fence_barriers();
 void emulator_barrier_arrive(void* barrier, unsigned bytes, const char* file, int line);
 void emulator_barrier_wait(void* barrier, unsigned parity, const char* file, int line);
-// Copies a box, whose map cuTensorMapEncodeTiled has made, to shared memory; the barrier gets its bytes.
+// Copies a box, whose map was made by cuTensorMapEncodeTiled, to shared memory; the barrier counts its bytes.
 void emulator_copy_box(void* to, const void* map, void* barrier, int x, int y, int z, const char* file, int line);
 void emulator_wgmma_fence();
-// Called by all threads of a warpgroup; done when a later wait says so.
+// Called by all threads of a warpgroup. The multiplication is complete after a corresponding wait.
 void emulator_wgmma(EmulatorWgmma* call, const char* file, int line);
 void emulator_wgmma_commit(const char* file, int line);
 void emulator_wgmma_wait(unsigned later, const char* file, int line);

@@ -1,4 +1,4 @@
-// Runs kernels: the blocks of a launch on all cores.
+// Runs kernels: executes the blocks of a launch on all cores.
 #pragma once
 
 #include <cstring>
@@ -9,9 +9,9 @@
 
 namespace emulator {
 
-// Threads of a warp: $EMULATOR_WARP, or 32. A power of two.
+// Threads per warp: $EMULATOR_WARP, or 32. A power of two.
 extern const unsigned WARP;
-// Its logarithm. Most accesses ask for a thread's warp, and a division takes long.
+// Logarithm of WARP. Most accesses need the warp of a thread, and a division is slow.
 extern const unsigned WARP_BITS;
 inline unsigned warp_of(unsigned thread) { return thread >> WARP_BITS; }
 
@@ -28,15 +28,15 @@ struct Argument {
 struct Launch {
     const char* name;
     const EmulatorKernel* kernel;
-    // Of the library with the kernel: returns an address in its static shared memory.
+    // From the library with the kernel: returns an address in its static shared memory.
     void* (*shared)();
     EmulatorIndex grid, block;
     size_t dynamic_shared;
     std::vector<Argument> args;
 };
 
-// Returns what the kernel did wrong, or nothing. Launches at the same time, by several threads of the host, must not
-// use the same memory.
+// Returns a description of the kernel's error, or an empty string. Concurrent launches by several threads of the host
+// must not use the same memory.
 std::string run(const Launch& launch);
 
 }  // namespace emulator

@@ -1,8 +1,8 @@
-// Device memory, and what is known of every byte of it.
+// Device memory, and the state that is tracked for every byte of it.
 //
-// Device memory is a range of addresses of this process. Allocations are far from each other, and their addresses are
-// not used again, so that every access outside of one is found. For each byte it is known whether it was written; for
-// each pair of bytes, who last wrote and read it during the current launch.
+// Device memory is a range of addresses of this process. Allocations are far apart, and their addresses are not reused,
+// so that every access outside an allocation is detected. For each byte, the emulator knows whether it was written; for
+// each pair of bytes, which thread last wrote and read it during the current launch.
 #pragma once
 
 #include <atomic>
@@ -11,8 +11,9 @@
 
 namespace emulator {
 
-// Threads are numbered within their block. Accesses are ordered if a barrier of the block (epoch), or one of the warp
-// (warp_epoch, for threads of the same warp), is between them. Packed, as cells are most of what an access touches.
+// Threads are numbered within their block. Accesses are ordered if a barrier of the block (epoch), or of the warp
+// (warp_epoch, for threads of the same warp), lies between them. Packed, because cells are most of the memory that an
+// access touches.
 struct __attribute__((packed, aligned(2))) Access {
     uint32_t block;  // number + 1; 0: none; MANY_BLOCKS: several
     uint16_t thread;  // or a warp or all, see below
@@ -22,16 +23,16 @@ struct __attribute__((packed, aligned(2))) Access {
 constexpr uint32_t MANY_BLOCKS = 0xffffffff;
 constexpr uint16_t WHOLE_WARP = 0x8000, MANY_THREADS = 0xffff;
 
-// Of two bytes.
+// State of two bytes.
 struct Cell {
-    // The launch (device memory) or block (shared memory) that it describes; what is older is forgotten.
+    // The launch (device memory) or block (shared memory) that this describes; older state is forgotten.
     uint32_t time : 31;
     uint32_t alike : 1;  // blocks write the same
     Access writer, reader;
 };
 static_assert(sizeof(Cell) == 24);
 
-// Device memory. Returns 0 if there is no room.
+// Allocates device memory. Returns 0 if there is no room.
 uintptr_t reserve(size_t bytes);
 void map(uintptr_t address, size_t bytes);
 void unmap(uintptr_t address);
@@ -42,14 +43,14 @@ constexpr size_t TOTAL_BYTES = size_t(80) << 30;
 // Host memory that kernels may access.
 void register_host(uintptr_t address, size_t bytes);
 void unregister_host(uintptr_t address);
-// Whether all of these bytes are in one registered range, or none: a driver refuses copies to others.
+// Returns whether all of these bytes are in one registered range, or none is: a driver refuses copies to others.
 bool host_range_contains(uintptr_t address, size_t bytes);
 
-// A copy or memset of the host; false if it leaves its allocation.
+// Records a copy or memset of the host; returns false if it leaves its allocation.
 bool host_writes(uintptr_t address, size_t bytes);
 bool host_reads(uintptr_t address, size_t bytes);
 
-// What an address belongs to, and where that ends: at least `bytes` later if it is as long.
+// The kind of memory at an address, and the end of the range: at least `bytes` later if the range is that long.
 enum class Place { Nowhere, Device, Host };
 struct Range {
     Place place;
@@ -59,12 +60,12 @@ Range find(uintptr_t address, size_t bytes);
 
 constexpr size_t PAGE = 4096, ARENA = size_t(96) << 30;
 
-// All of it is reserved at once; pages exist when they are touched. Here, as every access needs it.
+// All of it is reserved at once; pages exist once they are touched. Defined here because every access needs it.
 struct Arena {
     uintptr_t base;
     uint8_t* written;
     Cell* cells;
-    // End of the allocation that has this page; 0 if none.
+    // End of the allocation that contains this page; 0 if none.
     std::atomic<uintptr_t>* ends;
 
     bool contains(uintptr_t address) const { return address - base < ARENA; }

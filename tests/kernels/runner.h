@@ -1,4 +1,4 @@
-// A launch while it runs: what its OS threads share, and the blocks and fibers of each of them.
+// A running launch: state shared by its OS threads, and the blocks and fibers of each of them.
 #pragma once
 
 #include <atomic>
@@ -41,15 +41,15 @@ struct Fiber {
     Callers callers;
     uintptr_t barrier;
     unsigned parity;
-    // What this thread knows of multiplications.
+    // Knowledge of this thread about multiplications.
     Clock completed;
-    // Whether a wgmma_fence came after the last wait that gave registers back.
+    // Whether a wgmma_fence followed the last wait that returned registers.
     bool fenced;
-    // By group of cp.async; the last one is not committed yet.
+    // Copies by group of cp.async; the last group is not committed yet.
     std::vector<std::vector<Copy>> copies;
 };
 
-// A launch as its OS threads share it.
+// State of a launch that its OS threads share.
 struct Grid {
     const Launch& launch;
     uint32_t number;
@@ -60,15 +60,15 @@ struct Grid {
     std::atomic<bool> failed{false};
     std::mutex lock;
     std::string problem;
-    // Held during an atomic access of device memory.
+    // Held during an atomic access to device memory.
     std::mutex atomics;
-    // For each block: the time of its last release, an atomic after a fence, and of its last atomic; 0: none. Counted
-    // are the releases of one warp, the first to release.
+    // For each block: the time of its last release (an atomic after a fence), and of its last atomic; 0 if none. Only
+    // the releases of one warp count, the first one to release.
     std::unique_ptr<std::atomic<uint64_t>[]> released, acquired;
     uint64_t clock = 0;
 };
 
-// Shared memory. A cell and who accessed it atomically are of two bytes.
+// Shared memory. Each cell, and each set of atomic accessors, covers two bytes.
 struct SharedMemory {
     uintptr_t begin = 0, end = 0;
     uint32_t time = 0;
@@ -79,7 +79,7 @@ struct SharedMemory {
     void reset(uintptr_t at, size_t bytes) {
         begin = at, end = at + bytes;
         if (bytes) memset(reinterpret_cast<void*>(at), 0xff, bytes);
-        // Cells of the block before are older than this.
+        // Cells of the previous block are older than this.
         time++;
         if (cells.size() <= bytes / 2) cells.resize(bytes / 2 + 1), atomics.resize(bytes / 2 + 1);
         written.assign(bytes, 0);
@@ -87,11 +87,11 @@ struct SharedMemory {
     bool contains(uintptr_t address) const { return address >= begin && address < end; }
 };
 
-// Numbers of an order of threads: splitmix64.
+// Random numbers for the order of threads: splitmix64.
 struct Random {
     uint64_t state;
 
-    // Below a limit that is small against 2^32.
+    // Returns a number below a limit that is small compared with 2^32.
     unsigned below(unsigned limit) {
         uint64_t x = state += 0x9e3779b97f4a7c15;
         x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
@@ -100,8 +100,8 @@ struct Random {
     }
 };
 
-// What an OS thread needs to run blocks. Later launches use it again: threads of a block are stacks, which take long to
-// map.
+// Resources of an OS thread for running blocks. Later launches reuse them: threads of a block need stacks, and mapping
+// them takes long.
 struct Resources {
     std::unique_ptr<Fiber[]> fibers{new Fiber[MAX_THREADS]};
     SharedMemory fixed, dynamic;
@@ -130,7 +130,7 @@ struct Runner {
     // The warp whose releases count.
     unsigned releaser;
     Random random;
-    // For each warp, the lane that its other ones wait for.
+    // For each warp, the lane for which its other lanes wait.
     unsigned awaited[MAX_THREADS / MIN_WARP];
 
     explicit Runner(Grid& grid) : grid(grid) {}
@@ -167,31 +167,31 @@ struct Runner {
     void finish_groups(unsigned later);
     void finish_multiplications();
     void join_clocks(unsigned first, unsigned threads, uint64_t mask);
-    // Fail if registers, or bytes to write, are those of a multiplication that is not known to have ended.
+    // Fail if registers, or bytes to write, belong to a multiplication that is not known to have ended.
     void check_registers(uintptr_t address, size_t size, const char* what, const Site& site);
     void check_operands(uintptr_t address, size_t size, const Site& site);
 };
 
-// Forgets what was known of a cell before this time; returns whether it was older.
+// Forgets the state of a cell from before this time; returns whether it was older.
 inline bool refresh(Cell& cell, uint32_t time) {
     if (cell.time == time) return false;
     cell = {time, 0, {}, {}};
     return true;
 }
 
-// Of this OS thread, while it runs blocks.
+// The runner of this OS thread, while it runs blocks.
 extern __attribute__((tls_model("initial-exec"))) thread_local Runner* runner;
 
-// Volatile accesses may overlap with each other; so may atomic ones, which are no plain ones either.
+// Volatile accesses may overlap with each other. So may atomic ones, but neither may overlap with plain accesses.
 enum class Kind { Plain, Volatile, Atomic };
 
-// Checks and records an access of the current thread. `pc` or else `site` says where it is.
+// Checks and records an access of the current thread. `pc` or else `site` is its location.
 void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, const Site* site = nullptr);
 
-// `file:line` of an address in a kernel: of the innermost call that is not in device.h.
-// If `header` is not null, the call is not in that file either; "?" if all of them are.
+// Returns `file:line` of an address in a kernel: the innermost call that is not in device.h. If `header` is not null,
+// calls in that file are skipped as well; "?" if no call remains.
 std::string source_of(void* address, const char* header = nullptr);
-// The same for a call of the emulator: the innermost one outside of the header with the instruction's function.
+// Same for a call of the emulator: the innermost one outside of the header with the instruction's function.
 std::string source_of(const Site& site);
 
 }  // namespace emulator

@@ -1,9 +1,9 @@
-//! Libraries in C that tests load into processes.
+//! C libraries that tests load into processes.
 
 use std::path::Path;
 use std::process::Command;
 
-/// Builds a library of this crate's C file `source`.
+/// Builds a library from this crate's C file `source`.
 ///
 /// # Panics
 /// If there is no C compiler, or it fails.

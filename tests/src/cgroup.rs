@@ -23,12 +23,12 @@ impl MemoryCgroup {
         std::fs::create_dir(&path)?;
         let cgroup = Self(path);
         std::fs::write(cgroup.0.join(limit_file), limit_bytes.to_string())?;
-        // Missing where the system has no swap.
+        // The file is missing if the system has no swap.
         let _ = std::fs::write(cgroup.0.join("memory.swap.max"), "0");
         Ok(cgroup)
     }
 
-    /// File to which a process writes its id to enter.
+    /// Returns the file to which a process writes its id to enter the cgroup.
     pub fn procs_file(&self) -> PathBuf {
         self.0.join("cgroup.procs")
     }
@@ -42,7 +42,7 @@ impl Drop for MemoryCgroup {
     }
 }
 
-/// Path of this process's cgroup in the hierarchy of these controllers, from `/proc/self/cgroup`.
+/// Returns the path of this process's cgroup in the hierarchy of these controllers, from `/proc/self/cgroup`.
 fn path_of(own: &str, controllers: &str) -> Option<String> {
     let mut fields = own.lines().map(|line| line.splitn(3, ':').skip(1));
     fields.find_map(|mut fields| {
@@ -52,13 +52,13 @@ fn path_of(own: &str, controllers: &str) -> Option<String> {
     })
 }
 
-/// Version 1: any cgroup may have children with limits.
+/// cgroup v1: any cgroup may have children with limits.
 fn version1(own: &str) -> Option<(PathBuf, &'static str)> {
     let path = path_of(own, "memory")?;
     Some((Path::new("/sys/fs/cgroup/memory").join(path), "memory.limit_in_bytes"))
 }
 
-/// Version 2: a sibling, if the parent has enabled the controller for its children.
+/// cgroup v2: a sibling, if the parent has enabled the controller for its children.
 fn version2(own: &str) -> Option<(PathBuf, &'static str)> {
     let parent = Path::new("/sys/fs/cgroup").join(path_of(own, "")?).parent()?.to_path_buf();
     let enabled = std::fs::read_to_string(parent.join("cgroup.subtree_control")).ok()?;

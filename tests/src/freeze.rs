@@ -1,16 +1,16 @@
-//! A single stopped thread of another process.
+//! Stops a single thread of another process.
 
 use std::io::{BufRead, BufReader, Error, Read, Result};
 use std::process::{Child, Command, Stdio};
 
 use crate::requirements::python_path;
 
-/// A thread that `peers/freeze.py` holds by ptrace until this is dropped. Other threads of its process go on.
+/// A thread that `peers/freeze.py` holds by ptrace until this is dropped. Other threads of its process continue.
 #[derive(Debug)]
 pub struct FrozenThread(Child);
 
 impl FrozenThread {
-    /// Stops a thread; the id of a process names its main thread.
+    /// Stops a thread; the id of a process means its main thread.
     ///
     /// # Errors
     /// If Python is missing or tracing is not permitted.

@@ -2,12 +2,12 @@
  *
  * Acts in the worker of rank HANG_RANK, in its first attempt, once the file HANG_TRIGGER exists. HANG_MODE:
  *
- *     spin    the training thread loops for ever at the begin of phase HANG_PHASE
- *     slow    the training thread sleeps for 10 ms at the begin of phase HANG_PHASE
- *     read    another thread, which is the data loader, never returns from reading a file
- *     kernel  at the begin of phase HANG_PHASE the training thread starts a kernel that occupies its GPU for ever
- *     fault   at the begin of phase HANG_PHASE the training thread starts a kernel that stores to an illegal address
- *     sockets at the begin of phase HANG_PHASE the process shuts its TCP connections down
+ *     spin    the training thread loops forever at the beginning of phase HANG_PHASE
+ *     slow    the training thread sleeps for 10 ms at the beginning of phase HANG_PHASE
+ *     read    another thread, the data loader, never returns from reading a file
+ *     kernel  at the beginning of phase HANG_PHASE the training thread starts a kernel that occupies its GPU forever
+ *     fault   at the beginning of phase HANG_PHASE the training thread starts a kernel storing to an illegal address
+ *     sockets at the beginning of phase HANG_PHASE the process shuts its TCP connections down
  *
  * The training thread writes a record of 64 bytes at each change of its phase, with the phase's number at byte 12. */
 
@@ -76,7 +76,7 @@ static void shut_connections_down(void) {
         int fd = atoi(entry->d_name), type;
         struct sockaddr_storage peer;
         socklen_t type_size = sizeof type, peer_size = sizeof peer;
-        /* Neither what is no socket, nor the connection to the agent, nor sockets that listen. */
+        /* Skip other descriptors, the connection to the agent, and listening sockets. */
         if (!getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &type_size) && type == SOCK_STREAM &&
             !getpeername(fd, (struct sockaddr *)&peer, &peer_size) &&
             (peer.ss_family == AF_INET || peer.ss_family == AF_INET6))

@@ -1,4 +1,4 @@
-//! A rank of a training job that hangs in a given place.
+//! Makes a rank of a training job hang in a given place.
 
 use std::path::PathBuf;
 
@@ -6,10 +6,10 @@ use xlaunch_proto::v1::Phase;
 
 use crate::{Job, c_library};
 
-/// How a rank hangs.
+/// Way in which a rank hangs.
 #[derive(Clone, Copy, Debug)]
 pub enum HangMode {
-    /// The training thread computes for ever when it enters this phase.
+    /// The training thread computes forever when it enters this phase.
     Spin(Phase),
     /// The training thread is slow in this phase.
     Slow(Phase),
@@ -17,14 +17,14 @@ pub enum HangMode {
     Read,
 }
 
-/// A rank of a job that can be made to hang, in its first attempt.
+/// A rank of a job that can be made to hang in its first attempt.
 #[derive(Debug)]
 pub struct InjectedHang {
     trigger: PathBuf,
 }
 
 impl InjectedHang {
-    /// Prepares the job, before it is started.
+    /// Prepares the job before it is started.
     ///
     /// # Panics
     /// If the library cannot be built.
@@ -45,7 +45,7 @@ impl InjectedHang {
         Self { trigger }
     }
 
-    /// From now on the rank hangs.
+    /// Makes the rank hang from now on.
     ///
     /// # Panics
     /// If a file cannot be written.

@@ -51,7 +51,7 @@ impl Default for Job {
 }
 
 impl Job {
-    /// A job that trains a tiny model for eight steps.
+    /// Creates a job that trains a tiny model for eight steps.
     ///
     /// # Panics
     /// Here and below: if a file cannot be written or read.
@@ -64,7 +64,7 @@ impl Job {
         job
     }
 
-    /// A job with scripted workers: see the `fake_worker` program.
+    /// Creates a job with scripted workers: see the `fake_worker` program.
     pub fn scripted(fake_worker: &str, script: &str) -> Self {
         let mut job = Self::new();
         job.set_env("XLAUNCH_WORKER_PROGRAM", fake_worker);
@@ -72,7 +72,7 @@ impl Job {
         job
     }
 
-    /// A job of a build with fail points, with these rules in `XLAUNCH_FAIL`; see `docs/fail-points.md`.
+    /// Creates a job for a build with fail points, with these rules in `XLAUNCH_FAIL`; see `docs/fail-points.md`.
     pub fn with_fail_points(rules: &str) -> Self {
         let mut job = Self { fail_points: true, ..Self::new() };
         if !rules.is_empty() {
@@ -81,7 +81,7 @@ impl Job {
         job
     }
 
-    /// The job's directory.
+    /// Returns the job's directory.
     pub fn path(&self) -> &Path {
         self.dir.path()
     }
@@ -98,7 +98,7 @@ impl Job {
         self.environment.push((name.into(), value.into()));
     }
 
-    /// The command `xlaunch ARGS` in the job's directory.
+    /// Returns the command `xlaunch ARGS` in the job's directory.
     pub fn command(&self, args: &[&str]) -> Command {
         let program = if self.fail_points { xlaunch_with_fail_points() } else { xlaunch_path() };
         let mut command = Command::new(program);
@@ -119,50 +119,50 @@ impl Job {
         self.spawn(args).wait()
     }
 
-    /// The same, and expects exit code 0.
+    /// Same as [`Self::run`], and expects exit code 0.
     pub fn run_ok(&self, args: &[&str]) -> Output {
         let output = self.run(args);
         assert_eq!(output.code, 0, "{}", output.stderr);
         output
     }
 
-    /// Directory of the newest run.
+    /// Returns the directory of the newest run.
     pub fn run_dir(&self) -> PathBuf {
         let link = self.path().join("runs/train/latest");
         std::fs::canonicalize(&link).unwrap_or(link)
     }
 
-    /// The lines of the newest run's `metrics.jsonl`.
+    /// Returns the lines of the newest run's `metrics.jsonl`.
     pub fn metrics(&self) -> Vec<Value> {
         let text = std::fs::read_to_string(self.run_dir().join("metrics.jsonl")).expect("read metrics");
         text.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect()
     }
 
-    /// The loss of every step of the newest run.
+    /// Returns the loss of every step of the newest run.
     pub fn losses(&self) -> Vec<f64> {
         self.metrics().iter().filter_map(|line| line["train/loss"].as_f64()).collect()
     }
 
-    /// The bytes of a file in the newest run's checkpoint of this step.
+    /// Returns the bytes of a file in the newest run's checkpoint of this step.
     pub fn checkpoint(&self, step: u64, file: &str) -> Vec<u8> {
         let path = self.run_dir().join(format!("checkpoints/step-{step:08}")).join(file);
         std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
     }
 
-    /// As [`read_state`], of the newest run's checkpoint of this step.
+    /// Returns [`read_state`] of the newest run's checkpoint of this step.
     pub fn saved_state(&self, step: u64) -> BTreeMap<String, Vec<u8>> {
         read_state(&self.run_dir().join(format!("checkpoints/step-{step:08}")))
     }
 
-    /// Standard error of a scripted worker's first attempt so far.
+    /// Returns the standard error of a scripted worker's first attempt so far.
     pub fn worker_stderr(&self, rank: usize) -> String {
         let path = self.run_dir().join(format!("logs/attempt_0/{rank}/stderr.log"));
         std::fs::read_to_string(path).unwrap_or_default()
     }
 }
 
-/// Parameters (`wte.weight`) and moments (`m.wte.weight`, `v.wte.weight`) in a checkpoint, as bytes, however many
-/// ranks have saved them.
+/// Returns parameters (`wte.weight`) and moments (`m.wte.weight`, `v.wte.weight`) of a checkpoint as bytes, regardless
+/// of how many ranks have saved them.
 ///
 /// # Panics
 /// If the checkpoint cannot be read.

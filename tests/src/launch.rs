@@ -1,4 +1,4 @@
-//! A temporary directory in which any command is launched, with a runtime directory apart from those of other tests.
+//! A temporary directory in which any command is launched, with a runtime directory separate from those of other tests.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use crate::{Output, Process, xlaunch_path};
 /// Prefixes of environment variables that would change a launch.
 const LAUNCHER_VARIABLES: [&str; 6] = ["PET_", "XLAUNCH_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "OMP_"];
 
-/// Removes what the launch around this test, if any, has set.
+/// Removes variables that a launch around this test may have set.
 pub(crate) fn without_launcher_variables(command: &mut Command) {
     for (name, _) in std::env::vars_os() {
         let name = name.to_string_lossy();
@@ -35,7 +35,7 @@ impl Default for Launch {
 }
 
 impl Launch {
-    /// An empty directory, with `xlaunch` as the launcher.
+    /// Creates an empty directory, with `xlaunch` as the launcher.
     ///
     /// # Panics
     /// If no temporary directory can be created.
@@ -43,22 +43,22 @@ impl Launch {
         Self::with_program(xlaunch_path())
     }
 
-    /// The same with another program, such as the real torchrun or a shell around `xlaunch`.
+    /// Same as [`Self::new`], with another program, such as the real torchrun or a shell around `xlaunch`.
     ///
     /// # Panics
-    /// As [`Self::new`].
+    /// The same as for [`Self::new`].
     pub fn with_program(program: impl AsRef<Path>) -> Self {
         let dir = TempDir::new().expect("create a temporary directory");
         std::fs::create_dir(dir.path().join("runtime")).expect("create the runtime directory");
         Self { dir, program: program.as_ref().to_path_buf() }
     }
 
-    /// Working directory of the launcher.
+    /// Returns the working directory of the launcher.
     pub fn path(&self) -> &Path {
         self.dir.path()
     }
 
-    /// `XDG_RUNTIME_DIR` and `TMPDIR` of the launcher.
+    /// Returns `XDG_RUNTIME_DIR` and `TMPDIR` of the launcher.
     pub fn runtime_dir(&self) -> PathBuf {
         self.dir.path().join("runtime")
     }
@@ -73,12 +73,12 @@ impl Launch {
         path
     }
 
-    /// Reads a file; empty if it does not exist.
+    /// Reads a file; returns an empty string if it does not exist.
     pub fn read(&self, name: &str) -> String {
         std::fs::read_to_string(self.dir.path().join(name)).unwrap_or_default()
     }
 
-    /// The launcher with these arguments.
+    /// Returns the launcher with these arguments.
     pub fn command<A: AsRef<OsStr>>(&self, args: &[A]) -> Command {
         let mut command = Command::new(&self.program);
         command.args(args).current_dir(self.path());
@@ -97,13 +97,13 @@ impl Launch {
         self.spawn(args).wait()
     }
 
-    /// Starts `nproc` workers that run a shell script, with more options of the launcher.
+    /// Starts `nproc` workers that run a shell script, with additional options of the launcher.
     pub fn spawn_shell(&self, options: &[&str], nproc: u32, script: &str) -> Process {
         let nproc = nproc.to_string();
         self.spawn(&[options, &["--nproc-per-node", &nproc, "--", "sh", "-c", script]].concat())
     }
 
-    /// The same, to its end.
+    /// Same as [`Self::spawn_shell`], but waits for the end.
     pub fn run_shell(&self, options: &[&str], nproc: u32, script: &str) -> Output {
         self.spawn_shell(options, nproc, script).wait()
     }

@@ -1,13 +1,13 @@
 //! Harness for end-to-end tests: real `xlaunch` processes in temporary directories.
 //!
 //! - [`Job`]: a training configuration and text; runs the built-in trainer or scripted workers.
-//! - [`Launch`]: a directory to launch any command in.
-//! - [`Hosts`]: hosts with a network that can fail, on this machine; [`Sshd`] and [`Slurm`] on them.
-//! - [`Node`]: a daemon with its state, its jobs and, if wanted, simulated GPUs.
-//! - [`requirements`]: what a test needs of the machine; see `xlaunch_harness`.
+//! - [`Launch`]: a directory in which any command can be launched.
+//! - [`Hosts`]: hosts on this machine with a network that can fail; [`Sshd`] and [`Slurm`] on them.
+//! - [`Node`]: a daemon with its state, its jobs and, optionally, simulated GPUs.
+//! - [`requirements`]: requirements of tests on the machine; see `xlaunch_harness`.
 //!
 //! Nothing outlives a test: dropping a handle kills the process groups below it. Timeouts only catch hangs; no test
-//! measures time with them.
+//! uses them to measure time.
 
 #![expect(clippy::expect_used, reason = "a harness fails its test by panicking")]
 
@@ -39,7 +39,7 @@ pub use slurm::Slurm;
 
 use std::time::{Duration, Instant};
 
-/// Longest that any wait in a test may take before the test counts as hung. Generous: machines may be shared and slow.
+/// Maximum time of any wait in a test before the test counts as hung. Generous, as machines may be shared and slow.
 pub const HANG_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Polls `ready` until it returns a value.

@@ -28,7 +28,7 @@ pub struct Node {
 }
 
 impl Node {
-    /// Starts a daemon without GPUs that accepts commands and jobs of the user who runs the tests. `jobs` is added to
+    /// Creates a node without GPUs that accepts commands and jobs of the user who runs the tests. `jobs` is added to
     /// the `[jobs]` section of its configuration.
     ///
     /// # Panics
@@ -37,10 +37,10 @@ impl Node {
         Self::with_gpus(&[], jobs)
     }
 
-    /// The same with these GPUs, simulated by `nvml.c`, which describes the format of a line.
+    /// Same as [`Self::new`], with these GPUs, simulated by `nvml.c`, which describes the format of a line.
     ///
     /// # Panics
-    /// As [`Self::new`], or if there is no C compiler.
+    /// The same as for [`Self::new`], or if there is no C compiler.
     pub fn with_gpus(gpus: &[&str], jobs: &str) -> Self {
         let dir = TempDir::new().expect("create a temporary directory");
         // Other users need to reach the socket.
@@ -64,7 +64,7 @@ impl Node {
 
     /// Replaces the GPUs.
     pub fn set_gpus(&self, gpus: &[&str]) {
-        // Renamed into place: the daemon may be reading the file.
+        // Renamed into place, because the daemon may be reading the file.
         let new = self.write("gpus.new", &(gpus.join("\n") + "\n"));
         std::fs::rename(new, self.gpus_file()).expect("rename a file");
     }
@@ -73,22 +73,22 @@ impl Node {
         self.path().join("gpus")
     }
 
-    /// Where the program belongs that examines simulated GPUs in place of a worker.
+    /// Returns the path for the program that examines simulated GPUs instead of a worker.
     pub fn examining_worker(&self) -> PathBuf {
         self.path().join("worker")
     }
 
-    /// The directory from which jobs are submitted.
+    /// Returns the directory from which jobs are submitted.
     pub fn path(&self) -> &Path {
         self.dir.path()
     }
 
-    /// The daemon's state directory.
+    /// Returns the daemon's state directory.
     pub fn state_dir(&self) -> PathBuf {
         self.path().join("state")
     }
 
-    /// The daemon's socket.
+    /// Returns the daemon's socket.
     pub fn socket(&self) -> PathBuf {
         self.path().join("xlaunch.sock")
     }
@@ -121,13 +121,13 @@ impl Node {
         self.write("tiny.toml", &format!("{TINY_JOB}steps = {steps}\n")).display().to_string()
     }
 
-    /// Lines of a file; none if it does not exist.
+    /// Returns the lines of a file; none if it does not exist.
     pub fn lines(&self, name: &str) -> Vec<String> {
         let text = std::fs::read_to_string(self.path().join(name)).unwrap_or_default();
         text.lines().map(str::to_owned).collect()
     }
 
-    /// `xlaunch` with the simulated GPUs, if the node has any.
+    /// Returns `xlaunch` with the simulated GPUs, if the node has any.
     fn xlaunch(&self) -> Command {
         let mut command = Command::new(xlaunch_path());
         if self.gpus_file().exists() {
@@ -136,13 +136,13 @@ impl Node {
         command
     }
 
-    /// The command that starts a daemon on this node's directory.
+    /// Returns the command that starts a daemon in this node's directory.
     pub fn daemon_command(&self) -> Command {
         let mut command = self.xlaunch();
         command.args(["daemon", "--foreground", "--config"]).arg(self.path().join("daemon.toml"));
         command.arg("--state-dir").arg(self.state_dir()).arg("--socket").arg(self.socket());
         command.current_dir("/").env_remove("XLAUNCH_SOCKET");
-        // Jobs do not get it.
+        // Jobs do not inherit this variable.
         command.env("XLAUNCH_WORKER_PROGRAM", self.examining_worker());
         command
     }
@@ -152,7 +152,7 @@ impl Node {
         self.daemon = Some(spawn_daemon(&mut self.daemon_command()));
     }
 
-    /// The running daemon.
+    /// Returns the running daemon.
     ///
     /// # Panics
     /// If it was stopped.
@@ -160,7 +160,7 @@ impl Node {
         self.daemon.as_ref().expect("the daemon is running")
     }
 
-    /// Stops the daemon by a signal.
+    /// Stops the daemon with a signal.
     pub fn stop_daemon(&mut self, signal: Signal) -> Output {
         let daemon = self.daemon.take().expect("the daemon is running");
         daemon.signal(signal);
@@ -173,7 +173,7 @@ impl Node {
         self.start_daemon();
     }
 
-    /// A client command that talks to this node's daemon.
+    /// Returns a client command that talks to this node's daemon.
     pub fn client(&self, args: &[&str]) -> Command {
         let mut command = self.xlaunch();
         command.args(args).current_dir(self.path()).env("XLAUNCH_SOCKET", self.socket());
@@ -186,7 +186,7 @@ impl Node {
         Process::spawn(&mut self.client(args)).wait()
     }
 
-    /// The same as [`NOBODY`], in a directory of that user.
+    /// Same as [`Self::run`], as [`NOBODY`], in a directory of that user.
     pub fn run_as_nobody(&self, dir: &Path, args: &[&str]) -> Output {
         Process::spawn(self.client(args).uid(NOBODY).gid(NOBODY).current_dir(dir)).wait()
     }
@@ -206,7 +206,7 @@ impl Node {
         self.submit(&["--", "sh", "-c", script])
     }
 
-    /// Standard output of a client command with `--json`, parsed.
+    /// Returns the standard output of a client command with `--json`, parsed.
     ///
     /// # Panics
     /// If it is not JSON.
@@ -216,7 +216,7 @@ impl Node {
             .unwrap_or_else(|_| panic!("{args:?}: {}{}", output.stdout, output.stderr))
     }
 
-    /// A job, as `xlaunch status --json` shows it.
+    /// Returns a job, as shown by `xlaunch status --json`.
     pub fn job(&self, job: u64) -> Value {
         self.json(&["status", &job.to_string()])
     }
@@ -228,7 +228,7 @@ impl Node {
         })
     }
 
-    /// Process ids of running agents.
+    /// Returns the process ids of running agents.
     pub fn agents(&self) -> Vec<u32> {
         let entries = std::fs::read_dir(self.state_dir().join("jobs")).into_iter().flatten().flatten();
         let agents = entries.filter_map(|entry| {
@@ -240,7 +240,7 @@ impl Node {
     }
 }
 
-/// Builds `nvml.c` in a directory. The file `gpus` there names the GPUs.
+/// Builds `nvml.c` in a directory. The file `gpus` there lists the GPUs.
 ///
 /// # Panics
 /// If there is no C compiler.
@@ -248,7 +248,7 @@ pub fn build_nvml(dir: &Path) {
     c_library::build("nvml.c", &dir.join("libnvidia-ml.so.1"));
 }
 
-/// Starts a daemon by this command and waits until it listens.
+/// Starts a daemon with this command and waits until it listens.
 ///
 /// # Panics
 /// If it exits first.
@@ -264,14 +264,14 @@ pub fn spawn_daemon(command: &mut Command) -> Process {
 impl Drop for Node {
     fn drop(&mut self) {
         drop(self.daemon.take());
-        // Agents, including those that have not written their identity yet. Their reapers kill the workers.
+        // This includes agents that have not written their identity yet. Their reapers kill the workers.
         for pid in processes_with_argument(&self.state_dir()) {
             let _ = kill_process(pid, Signal::KILL);
         }
     }
 }
 
-/// Processes with this path, or a path below it, on their command line.
+/// Returns the processes with this path, or a path below it, on their command line.
 fn processes_with_argument(path: &Path) -> Vec<Pid> {
     let path = path.as_os_str().as_bytes();
     let has_argument = |entry: &DirEntry| {

@@ -1,4 +1,4 @@
-/* A simulated NVML. The file `gpus` beside this library has one line per GPU:
+/* A simulated NVML. The file `gpus` next to this library has one line per GPU:
  *
  *     UUID ERRORS [PID ...]
  *

@@ -1,4 +1,4 @@
-//! `xlaunch` as a child process, and processes seen from outside.
+//! `xlaunch` as a child process, and inspection of processes from outside.
 
 use std::io::Read;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -12,25 +12,26 @@ use tokio::signal::{self, unix::SignalKind};
 
 use crate::wait_for;
 
-/// Names another `xlaunch` to test or measure than the release build, such as one of an earlier release.
+/// Variable with another `xlaunch` to test or measure instead of the release build, such as one of an earlier release.
 pub const BINARY_VARIABLE: &str = "XLAUNCH_TEST_BINARY";
 
-/// Names another `xlaunch` with fail points than the one that is built on demand.
+/// Variable with another `xlaunch` with fail points instead of the one that is built on demand.
 const FAIL_BINARY_VARIABLE: &str = "XLAUNCH_TEST_FAIL_BINARY";
 
-/// The release build of `xlaunch`, whatever the profile of the tests: what users run, and much faster to train with.
+/// Returns the release build of `xlaunch`, regardless of the profile of the tests: it is what users run, and much
+/// faster in training.
 ///
 /// # Panics
-/// If it does not build.
+/// If the build fails.
 pub fn xlaunch_path() -> &'static Path {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
     PATH.get_or_init(|| named_by(BINARY_VARIABLE).unwrap_or_else(|| build(&["--release"])))
 }
 
-/// A build of `xlaunch` with fail points, in the profile `dev`.
+/// Returns a build of `xlaunch` with fail points, in the profile `dev`.
 ///
 /// # Panics
-/// If it does not build.
+/// If the build fails.
 pub fn xlaunch_with_fail_points() -> &'static Path {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
     PATH.get_or_init(|| {
@@ -41,7 +42,7 @@ pub fn xlaunch_with_fail_points() -> &'static Path {
             std::fs::copy(&built, &unfinished).expect("copy xlaunch");
             std::fs::rename(&unfinished, &copy).expect("rename the copy");
             if named_by(BINARY_VARIABLE) == Some(built) {
-                // The build has replaced the binary under test.
+                // The build has replaced the binary under test, so build that again.
                 build(&[]);
             }
             copy
@@ -49,7 +50,7 @@ pub fn xlaunch_with_fail_points() -> &'static Path {
     })
 }
 
-/// The path in a variable. It is absolute, as processes are started in other directories.
+/// Returns the path in a variable. It is made absolute, as processes are started in other directories.
 fn named_by(variable: &str) -> Option<PathBuf> {
     std::env::var_os(variable).map(|path| std::path::absolute(path).expect("find the current directory"))
 }
@@ -70,8 +71,9 @@ fn build(arguments: &[&str]) -> PathBuf {
     path.expect("build xlaunch")
 }
 
-/// Removes what cargo tells this test of its package, for commands that build. Build scripts that read such variables
-/// of their own package, as that of ring does, would run again, and with them the build of all that depends on them.
+/// Removes variables that cargo sets for the package of this test, for commands that build. If they were passed on,
+/// build scripts that read such variables of their own package, like that of ring, would run again, and everything that
+/// depends on them would be rebuilt.
 pub fn forget_package(command: &mut Command) {
     let variables = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
     for name in variables.filter(|it| it.starts_with("CARGO_MANIFEST_") || it.starts_with("CARGO_PKG_")) {
@@ -91,22 +93,22 @@ pub struct Output {
 }
 
 impl Output {
-    /// The failure report of a launch, which follows everything else on stderr; empty without one.
+    /// Returns the failure report of a launch, which is the last part of stderr; empty if there is none.
     pub fn failure_report(&self) -> &str {
         self.stderr.split_once("the job failed").map_or("", |(_, report)| report)
     }
 
-    /// The part of the failure report about the rank that failed first.
+    /// Returns the part of the failure report about the rank that failed first.
     pub fn root_cause(&self) -> &str {
         self.failure_report().split("then:").next().unwrap_or_default()
     }
 
-    /// The part of the failure report about ranks that failed or were stopped after it.
+    /// Returns the part of the failure report about ranks that failed or were stopped afterwards.
     pub fn consequences(&self) -> &str {
         self.failure_report().split_once("then:").map_or("", |(_, rest)| rest)
     }
 
-    /// Whether stderr reports exactly this exit code of a worker.
+    /// Returns whether stderr reports exactly this exit code of a worker.
     pub fn reports_exit_code(&self, code: i32) -> bool {
         self.stderr.split("exit code ").skip(1).any(|rest| {
             let digits = rest.find(|c: char| !c.is_ascii_digit()).map_or(rest, |end| &rest[..end]);
@@ -115,12 +117,11 @@ impl Output {
     }
 }
 
-/// A child in a process group of its own, with its output collected. Dropping it kills its group and those of its
-/// children.
+/// A child in its own process group, with its output collected. Dropping it kills its group and those of its children.
 #[derive(Debug)]
 pub struct Process {
     child: Child,
-    /// Of the program itself, where `child` only enters namespaces and waits for it.
+    /// Id of the program itself, if `child` only enters namespaces and waits for it.
     pid: u32,
     stdout: Option<Collector>,
     stderr: Option<Collector>,
@@ -145,8 +146,8 @@ impl Process {
         Self { pid: child.id(), child, stdout, stderr }
     }
 
-    /// Starts a command that enters a PID namespace, and so forks: signals go to its child, a program with a session
-    /// of its own. See [`crate::Host::command`].
+    /// Starts a command that enters a PID namespace, and therefore forks: signals go to its child, a program with its
+    /// own session. See [`crate::Host::command`].
     ///
     /// # Panics
     /// If it does not start.
@@ -160,22 +161,22 @@ impl Process {
         process
     }
 
-    /// Process id.
+    /// Returns the process id.
     pub fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// Whether it has not exited.
+    /// Returns whether it has not exited.
     pub fn is_running(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// Standard output so far.
+    /// Returns the standard output so far.
     pub fn stdout(&self) -> String {
         self.stdout.as_ref().map(Collector::text).unwrap_or_default()
     }
 
-    /// Standard error so far.
+    /// Returns the standard error so far.
     pub fn stderr(&self) -> String {
         self.stderr.as_ref().map(Collector::text).unwrap_or_default()
     }
@@ -186,7 +187,7 @@ impl Process {
     /// If the process exits without writing it.
     pub fn wait_for_stderr(&self, text: &str) {
         wait_for(&format!("{text:?} on stderr"), || {
-            // In this order: the last output may be collected after the exit.
+            // This order matters: the last output may be collected after the exit.
             let is_complete = self.stderr.as_ref().is_none_or(|stderr| stderr.thread.is_finished());
             let found = self.stderr().contains(text);
             assert!(
@@ -198,12 +199,12 @@ impl Process {
         });
     }
 
-    /// Sends a signal to the process, not to its group.
+    /// Sends a signal to the process, but not to its group.
     pub fn signal(&self, signal: Signal) {
         if let Some(pid) = to_pid(self.pid) {
             let _ = kill_process(pid, signal);
         }
-        // What has entered namespaces for it stops with it, and has to go on to see its end.
+        // The process that has entered namespaces for it stops together with it, and must continue to see its end.
         if let (Signal::KILL, Some(outer)) = (signal, to_pid(self.child.id())) {
             let _ = kill_process(outer, Signal::CONT);
         }
@@ -223,9 +224,9 @@ impl Drop for Process {
     fn drop(&mut self) {
         if self.is_running() {
             let children = children(self.pid);
-            // Before its children: a daemon would start the next job.
+            // Kill it before its children: a daemon would start the next job.
             kill_group(self.pid);
-            // It may not have its group yet.
+            // It may not have its own group yet.
             self.signal(Signal::KILL);
             children.into_iter().for_each(kill_group);
             let _ = self.child.wait();
@@ -265,8 +266,8 @@ impl Collector {
     }
 }
 
-/// Tests started by `nohup` or in the background of a shell inherit ignored signals, and would pass them on to their
-/// children. A signal with a handler has its default action again after exec, so each ignored one gets a handler.
+/// Gives ignored signals a handler. Tests started by `nohup` or in the background of a shell inherit ignored signals,
+/// and would pass them on to their children. A signal with a handler has its default action again after exec.
 fn reset_ignored_signals() {
     static DONE: OnceLock<()> = OnceLock::new();
     DONE.get_or_init(|| {
@@ -295,7 +296,7 @@ fn to_pid(pid: u32) -> Option<Pid> {
 
 fn kill_group(pid: u32) {
     if let Some(pid) = to_pid(pid) {
-        // It may have exited.
+        // It may have exited already.
         let _ = kill_process_group(pid, Signal::KILL);
     }
 }
@@ -309,7 +310,7 @@ pub fn send_signal(pid: u32, signal: Signal) {
     kill_process(pid, signal).expect("signal a process of this test");
 }
 
-/// Suspends a process of the test, and returns when all of its threads have stopped: a system call that was begun is
+/// Suspends a process of the test, and returns when all of its threads have stopped: system calls in progress are
 /// completed first.
 ///
 /// # Panics
@@ -318,7 +319,7 @@ pub fn suspend(pid: u32) {
     send_signal(pid, Signal::STOP);
     let is_running = |task: &Path| {
         let stat = std::fs::read_to_string(task.join("stat")).unwrap_or_default();
-        // A thread that has ended has none.
+        // A thread that has ended has no state.
         state_and_parent(&stat).is_some_and(|(state, _)| !matches!(state, 'T' | 'Z' | 'X'))
     };
     wait_for("a process to stop", || {
@@ -327,13 +328,13 @@ pub fn suspend(pid: u32) {
     });
 }
 
-/// Whether a process exists and is not a zombie.
+/// Returns whether a process exists and is not a zombie.
 pub fn is_alive(pid: u32) -> bool {
     let exists = to_pid(pid).is_some_and(|pid| test_kill_process(pid).is_ok());
     exists && state_and_parent(&stat(pid)).is_some_and(|(state, _)| state != 'Z')
 }
 
-/// Children of a launcher that are its workers: without its guard process.
+/// Returns the children of a launcher that are its workers, without its guard process.
 pub fn children(pid: u32) -> Vec<u32> {
     let Ok(processes) = std::fs::read_dir("/proc") else { return Vec::new() };
     let pids = processes.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
@@ -342,24 +343,24 @@ pub fn children(pid: u32) -> Vec<u32> {
     children.filter(|child| process_name(*child) != "launch-reaper").collect()
 }
 
-/// A process's name, as `ps` shows it.
+/// Returns a process's name, as shown by `ps`.
 pub fn process_name(pid: u32) -> String {
     std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default().trim().to_owned()
 }
 
-/// The contents of `/proc/PID/stat`; empty if the process does not exist.
+/// Returns the contents of `/proc/PID/stat`; empty if the process does not exist.
 fn stat(pid: u32) -> String {
     std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default()
 }
 
-/// State letter and parent of a process or thread, from its `stat`.
+/// Returns the state letter and the parent of a process or thread, from its `stat`.
 fn state_and_parent(stat: &str) -> Option<(char, u32)> {
-    // The name before, in parentheses, may itself contain parentheses and spaces.
+    // The preceding name in parentheses may itself contain parentheses and spaces.
     let mut fields = stat.rsplit(") ").next()?.split(' ');
     Some((fields.next()?.chars().next()?, fields.next()?.parse().ok()?))
 }
 
-/// Whether a program of this name is in `PATH`.
+/// Returns whether a program of this name is in `PATH`.
 pub fn has_program(name: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path).any(|dir| dir.join(name).is_file())

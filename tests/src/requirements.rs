@@ -1,6 +1,8 @@
-//! What tests need of a machine beyond Rust and a C compiler: probes that say what is missing and how to get it.
+//! Requirements of tests on a machine beyond Rust and a C compiler: probes that report what is missing and how to get
+//! it.
 //!
-//! A probe tries the very thing where it can, since what is installed may still not be permitted.
+//! If possible, a probe tries the very operation that a test needs, since installed features may still not be
+//! permitted.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -10,20 +12,20 @@ use xlaunch_harness::Requirement;
 use crate::hosts::sshd_path;
 use crate::{FrozenThread, Hosts, MemoryCgroup, Process, has_program};
 
-/// The interpreter for Python scripts.
+/// Returns the interpreter for Python scripts.
 pub fn python_path() -> PathBuf {
     std::env::var_os("XLAUNCH_TEST_PYTHON").unwrap_or_else(|| "python3".into()).into()
 }
 
-/// Python 3, as `python3`: what `xlaunch` itself starts scripts with.
+/// Requires Python 3 as `python3`, with which `xlaunch` itself starts scripts.
 ///
 /// # Errors
-/// Here and below: what is missing.
+/// Here and below: a description of what is missing.
 pub fn python3() -> Requirement {
     succeeds(Command::new("python3").arg("--version"), "Python 3 (install `python3`)")
 }
 
-/// Python 3, and a mount namespace in which cgroups are not mounted.
+/// Requires Python 3, and a mount namespace in which cgroups are not mounted.
 pub fn python3_without_cgroups() -> Requirement {
     python3()?;
     let mut unshare = Command::new("unshare");
@@ -31,37 +33,37 @@ pub fn python3_without_cgroups() -> Requirement {
     succeeds(&mut unshare, "a private mount (`unshare` of util-linux, and root)")
 }
 
-/// PyTorch.
+/// Requires PyTorch.
 pub fn torch() -> Requirement {
     python_modules(&["torch"])
 }
 
-/// PyTorch and Hugging Face's models.
+/// Requires PyTorch and Hugging Face's models.
 pub fn transformers() -> Requirement {
     python_modules(&["torch", "transformers"])
 }
 
-/// PyTorch and Accelerate.
+/// Requires PyTorch and Accelerate.
 pub fn accelerate() -> Requirement {
     python_modules(&["torch", "accelerate"])
 }
 
-/// PyTorch and Lightning.
+/// Requires PyTorch and Lightning.
 pub fn lightning() -> Requirement {
     python_modules(&["torch", "lightning"])
 }
 
-/// Tokenizers to compare ids with.
+/// Requires tokenizers to compare ids with.
 pub fn tokenizers() -> Requirement {
     python_modules(&["tiktoken", "tokenizers", "transformers"])
 }
 
-/// Schemas of Kubernetes and Kubeflow Trainer.
+/// Requires the schemas of Kubernetes and Kubeflow Trainer.
 pub fn kubernetes_schemas() -> Requirement {
     python_modules(&["kubernetes_validate", "kubeflow_trainer_api"])
 }
 
-/// TensorBoard, to read event files.
+/// Requires TensorBoard, to read event files.
 pub fn tensorboard() -> Requirement {
     python_modules(&["tensorboard"])
 }
@@ -75,19 +77,19 @@ fn python_modules(modules: &[&str]) -> Requirement {
     succeeds(Command::new(python_path()).args(["-c", &format!("import {}", modules.join(", "))]), &what)
 }
 
-/// The right to act as several users.
+/// Requires the right to act as several users.
 pub fn root() -> Requirement {
     if rustix::process::geteuid().is_root() { Ok(()) } else { Err("needs root".into()) }
 }
 
-/// A new user and PID namespace, as an unprivileged container has them.
+/// Requires permission for a new user and PID namespace, as in an unprivileged container.
 pub fn pid_namespace() -> Requirement {
     let mut unshare = Command::new("unshare");
     unshare.args(["--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "true"]);
     succeeds(&mut unshare, "user and PID namespaces (`unshare` of util-linux, and permission)")
 }
 
-/// A file system mounted for some processes only.
+/// Requires permission to mount a file system for some processes only.
 pub fn mount_namespace() -> Requirement {
     let mut unshare = Command::new("unshare");
     unshare.args(["--mount", "mount", "-t", "tmpfs", "none", "/tmp"]);
@@ -95,7 +97,7 @@ pub fn mount_namespace() -> Requirement {
     programs(&["nsenter"])
 }
 
-/// Hosts as namespaces with a network between them.
+/// Requires hosts as namespaces with a network between them.
 pub fn hosts() -> Requirement {
     root()?;
     programs(&["ip", "nft", "nsenter", "unshare", "setsid"])
@@ -104,19 +106,19 @@ pub fn hosts() -> Requirement {
     hosts.map_err(|error| format!("needs network, mount and PID namespaces: {error}"))
 }
 
-/// Hosts, and PyTorch for their workers.
+/// Requires hosts, and PyTorch for their workers.
 pub fn torch_on_hosts() -> Requirement {
     hosts()?;
     torch()
 }
 
-/// Hosts, and Python 3.
+/// Requires hosts, and Python 3.
 pub fn python3_on_hosts() -> Requirement {
     hosts()?;
     python3()
 }
 
-/// Hosts with ssh servers.
+/// Requires hosts with ssh servers.
 pub fn sshd() -> Requirement {
     hosts()?;
     programs(&["ssh", "ssh-keygen"]).map_err(|error| format!("{error} (install `openssh-client`)"))?;
@@ -126,49 +128,49 @@ pub fn sshd() -> Requirement {
     }
 }
 
-/// Hosts with a Slurm.
+/// Requires hosts with Slurm.
 pub fn slurm() -> Requirement {
     hosts()?;
     programs(&["slurmctld", "slurmd", "srun", "munged", "setpriv"])
         .map_err(|error| format!("{error} (install `slurmctld`, `slurmd`, `slurm-client` and `munge`)"))
 }
 
-/// A C compiler, for libraries that tests load into other processes.
+/// Requires a C compiler, for libraries that tests load into other processes.
 pub fn c_compiler() -> Requirement {
     programs(&["cc"])
 }
 
-/// `strace`, and permission to delay system calls with it.
+/// Requires `strace`, and permission to delay system calls with it.
 pub fn strace() -> Requirement {
     let mut strace = Command::new("strace");
     strace.args(["-f", "-qq", "-o", "/dev/null", "-e", "inject=fsync:delay_enter=1", "true"]);
     succeeds(&mut strace, "`strace`, and permission to trace processes")
 }
 
-/// Permission to stop a single thread of another process.
+/// Requires permission to stop a single thread of another process.
 pub fn freeze_thread() -> Requirement {
     let what = "permission to trace processes (CAP_SYS_PTRACE, or kernel.yama.ptrace_scope=0), and Python 3";
     let sleep = Process::spawn(Command::new("sleep").arg("1000"));
     FrozenThread::new(sleep.pid()).map(drop).map_err(|error| format!("needs {what}: {error}"))
 }
 
-/// A cgroup with a memory limit.
+/// Requires a cgroup with a memory limit.
 pub fn memory_cgroup() -> Requirement {
     let cgroup = MemoryCgroup::new("xlaunch-test-probe", 96 << 20);
     cgroup.map(drop).map_err(|error| format!("needs permission to limit memory by cgroup: {error}"))
 }
 
-/// A terminal around a command.
+/// Requires a terminal around a command.
 pub fn terminal() -> Requirement {
     programs(&["script"]).map_err(|error| format!("{error} (install `bsdutils` or `util-linux`)"))
 }
 
-/// `promtool` of Prometheus.
+/// Requires `promtool` of Prometheus.
 pub fn promtool() -> Requirement {
     programs(&["promtool"]).map_err(|error| format!("{error} (install `prometheus`)"))
 }
 
-/// Node.js, Chromium and playwright-core.
+/// Requires Node.js, Chromium and playwright-core.
 pub fn browser() -> Requirement {
     programs(&["node"])?;
     let chromium = std::env::var_os("CHROMIUM").unwrap_or_else(|| "/usr/bin/chromium".into());
@@ -185,12 +187,12 @@ pub fn browser() -> Requirement {
     Ok(())
 }
 
-/// `systemd-analyze security`.
+/// Requires `systemd-analyze security`.
 pub fn systemd_analyze() -> Requirement {
     programs(&["systemd-analyze"])
 }
 
-/// What `systemd/boot.sh` boots a Debian with, and cargo-deb for the package.
+/// Requires the programs with which `systemd/boot.sh` boots a Debian, and cargo-deb for the package.
 pub fn systemd_nspawn() -> Requirement {
     root()?;
     programs(&["systemd-nspawn", "debootstrap"])
@@ -207,7 +209,7 @@ fn programs(names: &[&str]) -> Requirement {
     }
 }
 
-/// Runs a probe without input; its last line on stderr is part of the reason.
+/// Runs a probe without input; its last line on stderr becomes part of the reason.
 fn succeeds(command: &mut Command, what: &str) -> Requirement {
     let reason = match command.stdin(Stdio::null()).output() {
         Ok(output) if output.status.success() => return Ok(()),

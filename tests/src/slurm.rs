@@ -1,11 +1,12 @@
-//! A real Slurm on hosts of this machine: controller on `h0`, a node daemon and MUNGE on every host.
+//! A real Slurm on hosts of this machine: the controller on `h0`, a node daemon and MUNGE on every host.
 //!
-//! Its packages must be installed. Whether the machine runs a Slurm of its own does not matter: these hosts have their
-//! own `/etc/slurm` and `/run`. Partition `main` is the default; a job in `high` preempts those in `main`, which are
-//! requeued. Times are short: SIGKILL 5 s after SIGTERM, and a node is lost after 10 s (noticed up to 30 s later).
+//! Its packages must be installed. It does not matter whether the machine itself runs Slurm: these hosts have their own
+//! `/etc/slurm` and `/run`. Partition `main` is the default; a job in `high` preempts jobs in `main`, which are
+//! requeued. Timeouts are short: SIGKILL follows 5 s after SIGTERM, and a node is lost after 10 s (noticed up to 30 s
+//! later).
 //!
-//! Users are root and `NOBODY`. A requeued job waits 120 s, which is fixed in Slurm: `scontrol update jobid=N
-//! StartTime=now` ends that.
+//! Users are root and `NOBODY`. A requeued job waits 120 s, which cannot be configured in Slurm: `scontrol update
+//! jobid=N StartTime=now` ends the wait.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -13,10 +14,10 @@ use std::process::Command;
 
 use crate::{Hosts, NOBODY, Output, Process, is_alive, wait_for};
 
-/// CPUs that a node claims to have, whatever the machine has.
+/// Number of CPUs that a node claims to have, regardless of the machine.
 const CPUS: usize = 4;
 
-/// A running cluster. Fields are dropped in this order.
+/// A running cluster. The order of the fields is the order in which they are dropped.
 #[derive(Debug)]
 pub struct Slurm {
     daemons: Vec<Process>,
@@ -51,7 +52,7 @@ impl Slurm {
         slurm
     }
 
-    /// Starts the daemons of a host, also after it was killed and booted.
+    /// Starts the daemons of a host, including after it was killed and booted.
     pub fn start_node(&mut self, index: usize) {
         let host = &self.hosts[index];
         let dir = self.hosts.path().join("slurm");
@@ -74,17 +75,17 @@ impl Slurm {
         self.daemons.push(Process::spawn_inside(host.command("slurmd").arg("-D")));
     }
 
-    /// The nodes: `h0` and so on.
+    /// Returns the nodes: `h0` and so on.
     pub fn hosts(&self) -> &Hosts {
         &self.hosts
     }
 
-    /// A directory of the ordinary user [`NOBODY`], which all nodes see.
+    /// Returns a directory of the ordinary user [`NOBODY`], which all nodes see.
     pub fn home(&self) -> PathBuf {
         self.hosts.shared().join("nobody")
     }
 
-    /// A command of the ordinary user on `h0`, such as `srun`, in the user's directory. Start it with
+    /// Returns a command of the ordinary user on `h0`, such as `srun`, in the user's directory. Start it with
     /// [`Process::spawn_inside`].
     pub fn command(&self, program: &str) -> Command {
         let mut command = self.hosts[0].command_in(&self.home(), "setpriv");
@@ -111,7 +112,7 @@ impl Slurm {
         output.stdout.trim().to_owned()
     }
 
-    /// A job's state, such as `RUNNING`; empty when Slurm has forgotten it.
+    /// Returns a job's state, such as `RUNNING`; empty once Slurm has forgotten the job.
     pub fn state(&self, job: &str) -> String {
         let output = self.run("scontrol", &["show", "--oneliner", "job", job]);
         let state = output.stdout.split_whitespace().find_map(|field| field.strip_prefix("JobState="));
@@ -142,7 +143,7 @@ fn config(nodes: usize, dir: &Path) -> String {
     )
 }
 
-/// MUNGE's key, for this cluster only.
+/// Creates MUNGE's key, for this cluster only.
 fn key() -> Vec<u8> {
     use std::io::Read;
     let mut key = vec![0; 1024];

@@ -1,4 +1,5 @@
-//! The emulator of a GPU (`tests/kernels`): built with the host's C++ compiler, used through the loader's path.
+//! The emulator of a GPU (`tests/kernels`), which is built with the host's C++ compiler and used through the loader's
+//! path.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -6,17 +7,17 @@ use std::process::Command;
 
 use crate::Requirement;
 
-/// Set in a process that runs with the emulator, to the directory of its libraries.
+/// Variable with the directory of the emulator's libraries, set in a process that uses them.
 const DIRECTORY: &str = "EMULATOR_DIRECTORY";
 
-/// From which the order of threads follows, which is another one in each launch. 0: that of their numbers.
+/// Variable with a seed for the order of threads, which differs in each launch. With 0, threads run in order of number.
 const SEED: &str = "EMULATOR_SEED";
 
-/// The first with `tsan-distinguish-volatile`.
+/// First version with `tsan-distinguish-volatile`.
 const OLDEST_GCC: u32 = 11;
 const OLDEST_CLANG: u32 = 14;
 
-/// Library and sources; -O3 for what every load and store of a kernel calls.
+/// Name of each library, its sources, and its optimization; -O3 for code that every load and store of a kernel calls.
 const LIBRARIES: [(&str, &[&str], &str); 4] = [
     (
         "libcuda.so",
@@ -37,10 +38,10 @@ const LIBRARIES: [(&str, &[&str], &str); 4] = [
     ("libnccl.so.2", &["nccl.cpp"], "-O2"),
 ];
 
-/// Builds the emulator in `to`: libraries in place of the CUDA driver, NVRTC, cuBLASLt and NCCL.
+/// Builds the emulator in `to`: libraries that replace the CUDA driver, NVRTC, cuBLASLt and NCCL.
 ///
 /// # Errors
-/// What the compiler says, or that there is none.
+/// The output of the compiler, or that there is none.
 pub fn build(to: &Path) -> Result<(), String> {
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kernels");
     let sources = sources.canonicalize().map_err(|error| format!("tests/kernels: {error}"))?;
@@ -67,7 +68,7 @@ fn compiler() -> String {
     std::env::var("CXX").unwrap_or_else(|_| "c++".into())
 }
 
-/// The requirement of tests that call [`build`].
+/// Requirement of tests that call [`build`].
 ///
 /// # Errors
 /// If the compiler is missing, or neither a supported GCC nor a supported Clang.
@@ -87,13 +88,13 @@ pub fn find_compiler() -> Requirement {
     }
 }
 
-/// Whether [`find_compiler`] has found Clang.
+/// Returns whether [`find_compiler`] has found Clang.
 pub fn is_clang() -> bool {
     let output = Command::new(compiler()).arg("--version").output();
     output.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains("clang"))
 }
 
-/// Makes a command use the emulator in `directory`. What it compiles is cached there, too.
+/// Makes a command use the emulator in `directory`, in which compiled kernels are cached as well.
 pub fn use_in(command: &mut Command, directory: &Path) {
     command.env("LD_LIBRARY_PATH", directory).env("XLAUNCH_CACHE", directory.join("cache"));
     command.env(DIRECTORY, directory);
@@ -102,13 +103,13 @@ pub fn use_in(command: &mut Command, directory: &Path) {
     }
 }
 
-/// Where the emulator is that this process uses.
+/// Returns the directory of the emulator that this process uses.
 pub fn directory() -> Option<PathBuf> {
     std::env::var_os(DIRECTORY).map(PathBuf::from)
 }
 
-/// The requirement of suites that run with the emulator: their `main` begins with this. The first call builds it in
-/// `to` and starts this program again, as the loader's path is read at the start. A suite ends with [`leave`].
+/// Requirement of suites that run with the emulator: their `main` begins with it. The first call builds the emulator in
+/// `to` and starts this program again, because the loader's path is read at the start. A suite ends with [`leave`].
 ///
 /// # Errors
 /// If there is no compiler.
@@ -128,10 +129,10 @@ pub fn enter(to: &Path) -> Requirement {
     Err(command.args(std::env::args_os().skip(1)).exec().to_string())
 }
 
-/// Removes what [`enter`] has built.
+/// Removes the emulator that [`enter`] has built.
 pub fn leave() {
     if let Some(directory) = directory() {
-        // What is left over is in the build directory.
+        // Anything that remains is in the build directory.
         let _ = std::fs::remove_dir_all(directory);
     }
 }

@@ -1,9 +1,9 @@
 //! A test harness for suites that need something a machine may not have: a GPU, root, PyTorch.
 //!
 //! The built-in harness decides at compile time which tests are ignored, so a test that returns early because something
-//! is missing counts as passed. Here tests are grouped by requirement, a function that says what is missing. A test
-//! whose requirement is not met is reported as ignored, and the reason is printed on stderr as
-//! `not run: SUITE::TEST: REASON`. With `--include-ignored` such a test fails: for machines that must have everything.
+//! is missing counts as passed. Here tests are grouped by requirement, a function that reports what is missing. A test
+//! with an unmet requirement is reported as ignored, and the reason is printed on stderr as `not run: SUITE::TEST:
+//! REASON`. With `--include-ignored` such a test fails: for machines that must have everything.
 //!
 //! ```text
 //! // Cargo.toml: [[test]] name = "training", harness = false
@@ -22,12 +22,12 @@
 //!
 //! Suites whose tests mostly wait for processes run faster with `threads_per_core 2;` at the head of the list.
 //!
-//! Test functions are private, so one that is missing from the list is dead code, which the compiler reports; so is the
-//! list of a module that is missing from `modules`.
+//! Test functions are private, so a function that is missing from the list is dead code, which the compiler reports.
+//! The same applies to the list of a module that is missing from `modules`.
 //!
-//! The command line is that of the built-in harness, but for at most one filter. `cargo nextest` reports the same tests
-//! as skipped, without reasons. Requirements are probed only if a selected test has them: nextest starts one process
-//! per test.
+//! The command line is that of the built-in harness, except that there is at most one filter. `cargo nextest` reports
+//! the same tests as skipped, without reasons. Requirements are probed only if a selected test has them: nextest starts
+//! one process per test.
 #![forbid(unsafe_code)]
 
 pub mod emulator;
@@ -37,21 +37,22 @@ use std::process::ExitCode;
 
 use libtest_mimic::{Arguments, Failed, Trial};
 
-/// What is missing and how to get it, if the requirement is not met.
+/// A probe of the machine. The error says what is missing and how to get it.
 pub type Requirement = Result<(), String>;
 
-/// Tests of one module that share requirements.
+/// Tests of one module with the same requirements.
 #[derive(Debug)]
 pub struct Group {
-    /// As `module_path!()` gives it; starts with the name of the suite.
+    /// Path of the module, as given by `module_path!()`; starts with the name of the suite.
     pub module: &'static str,
-    /// All must be met.
+    /// Requirements, all of which must be met.
     pub requirements: Vec<fn() -> Requirement>,
     /// Names and functions of the tests. A test fails by panicking.
     pub tests: Vec<(&'static str, fn())>,
 }
 
-/// Runs the groups as the arguments of this process say; unless these say otherwise, on this many threads per core.
+/// Runs the groups according to the arguments of this process; unless these say otherwise, with this many threads per
+/// core.
 #[expect(clippy::print_stderr, reason = "reasons are part of the report")]
 pub fn run(suite: &str, threads_per_core: usize, groups: Vec<Group>) -> ExitCode {
     let mut arguments = Arguments::from_args();
@@ -66,7 +67,7 @@ pub fn run(suite: &str, threads_per_core: usize, groups: Vec<Group>) -> ExitCode
 
 struct Plan {
     trials: Vec<Trial>,
-    /// One line per selected test with an unmet requirement.
+    /// One line for each selected test with an unmet requirement.
     not_run: Vec<String>,
 }
 
@@ -80,7 +81,7 @@ impl Plan {
                 _ => format!("{inner}::{name}"),
             });
             let names: Vec<String> = names.collect();
-            // `--ignored` filters out what is not ignored, which is not known yet.
+            // `--ignored` would filter out tests that are not ignored, but at this point that is not known yet.
             let selected = |name: &String| {
                 let probe = Trial::test(name.clone(), || Ok(())).with_ignored_flag(arguments.ignored);
                 !arguments.is_filtered_out(&probe)
@@ -98,7 +99,7 @@ impl Plan {
     }
 }
 
-/// All reasons of unmet requirements.
+/// Returns all reasons of unmet requirements.
 fn missing(requirements: &[fn() -> Requirement]) -> Option<String> {
     let reasons: Vec<String> = requirements.iter().filter_map(|probe| probe().err()).collect();
     (!reasons.is_empty()).then(|| reasons.join("; "))
@@ -111,7 +112,7 @@ fn trial(name: String, test: fn(), missing: Option<String>) -> Trial {
         if let Some(reason) = missing {
             return Err(Failed::from(format!("requirement not met: {reason}")));
         }
-        // As in the built-in harness: panic messages name the thread, and no test inherits another's thread.
+        // As in the built-in harness: panic messages name the thread, and no test inherits another test's thread.
         let thread = std::thread::Builder::new().name(thread_name).spawn(test)?;
         thread.join().unwrap_or_else(|panic| resume_unwind(panic));
         Ok(())
@@ -119,7 +120,7 @@ fn trial(name: String, test: fn(), missing: Option<String>) -> Trial {
     Trial::test(name, run).with_ignored_flag(ignored)
 }
 
-/// Defines `main` for a suite: its tests by requirement, and the modules that have lists of their own.
+/// Defines `main` for a suite: its tests by requirement, and the modules with lists of their own.
 #[macro_export]
 macro_rules! suite {
     ($($list:tt)*) => {

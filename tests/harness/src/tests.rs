@@ -53,7 +53,7 @@ fn arguments(words: &[&str]) -> Arguments {
     Arguments::from_iter(["suite", "--test-threads=1"].iter().chain(words))
 }
 
-/// Plan of the sample with names as a suite of the name `xlaunch_harness::tests` has them.
+/// Plans the sample, with names as in a suite named `xlaunch_harness::tests`.
 fn plan(words: &[&str]) -> Plan {
     Plan::new("xlaunch_harness::tests", sample::tests(), &arguments(words))
 }

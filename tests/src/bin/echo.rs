@@ -15,9 +15,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Between two messages over TCP.
+/// Interval between two messages over TCP.
 const INTERVAL: Duration = Duration::from_millis(50);
-/// For the last answer over UDP.
+/// Time to wait for the last answer over UDP.
 const LAST_REPLY_TIMEOUT: Duration = Duration::from_millis(500);
 
 fn main() {
@@ -89,7 +89,7 @@ fn send_over_udp(address: &str, count: usize) {
         (received, seen)
     });
     for _ in 0..count {
-        // An unreachable host is a lost datagram.
+        // An unreachable host counts as a lost datagram.
         let _ = socket.send_to(&[0; 8], server);
         std::thread::sleep(Duration::from_micros(200));
     }

@@ -1,11 +1,11 @@
 //! An ssh client for tests that runs the command on this machine: `fake_ssh HOST COMMAND`.
 //!
-//! - Like ssh, it passes standard input on until it ends, and when it is killed, the command goes on.
-//! - The command gets a home directory and `HOSTNAME` of its own, and none of the other variables.
-//! - Hosts share this machine and its addresses, so a launch on several needs `--rdzv-endpoint 127.0.0.1:PORT`.
-//! - Names say how a host fails: `unknown` has no known key, `denied` refuses the user, `old` has another version,
-//!   `bare` has no xlaunch, `apart` has no such directory, `mute` never answers. `chatty` has a login script that
-//!   prints a line. `booting` refuses connections until the file `up` exists.
+//! - Like ssh, it forwards standard input until it ends, and when it is killed, the command continues.
+//! - The command gets its own home directory and `HOSTNAME`, and none of the other variables.
+//! - Hosts share this machine and its addresses, so a launch on several hosts needs `--rdzv-endpoint 127.0.0.1:PORT`.
+//! - The name of a host selects its failure: `unknown` has no known key, `denied` refuses the user, `old` has another
+//!   version, `bare` has no xlaunch, `apart` has no such directory, `mute` never answers. `chatty` has a login script
+//!   that prints a line. `booting` refuses connections until the file `up` exists.
 
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "what an ssh client is for")]
 

@@ -1,18 +1,18 @@
 //! A scripted worker for tests of the launcher.
 //!
-//! `FAKE_WORKER` holds one script per rank, separated by `;`; the last one is for all further ranks. A script is a list
-//! of commands:
+//! `FAKE_WORKER` contains one script per rank, separated by `;`; the last one applies to all further ranks. A script is
+//! a list of commands:
 //!
 //! - `join` takes part in the rendezvous as a worker of this job; `join:version`, `join:config` and `join:layout` do so
-//!   with a value that differs from that of the other ranks. The agent's reply goes to stderr; a refusal ends the
-//!   process with exit code 69;
-//! - `bench` reports plausible results for the benchmark that the agent asks for;
+//!   with a value that differs from the other ranks'. The agent's reply goes to stderr; a refusal ends the process with
+//!   exit code 69;
+//! - `bench` reports plausible results for the benchmark that the agent requests;
 //! - `stderr:TEXT` writes a line; `env` writes the environment to stdout;
 //! - `sleep:MS` sleeps, `sleep` without a time does so forever; `ignore-sigterm` ignores SIGTERM from then on;
-//! - `allocate` uses memory without end;
-//! - `grandchild` starts a process that sleeps, in the process group of the worker;
-//! - `exit:N` and `signal:N` end the process; `exit-plus:N` does so with N plus the number of the attempt, from 0.
-//!   After the last command it exits with code 0.
+//! - `allocate` allocates memory endlessly;
+//! - `grandchild` starts a sleeping process in the worker's process group;
+//! - `exit:N` and `signal:N` end the process; `exit-plus:N` exits with N plus the number of the attempt, counted from
+//!   0. After the last command the process exits with code 0.
 
 #![expect(clippy::print_stdout, clippy::print_stderr, clippy::exit, reason = "what a scripted worker is for")]
 
@@ -135,13 +135,13 @@ fn bench(rank: u32) -> Result<(), Box<dyn Error>> {
             .chain([Report::Finished(Finished::default())]);
         let all: Vec<_> = all.map(|report| WorkerReport { report: Some(report) }).collect();
         let mut commands = agent.session(tokio_stream::iter(all)).await?.into_inner();
-        // Its end says that the last report has arrived.
+        // The end of the stream means that the last report has arrived.
         while commands.message().await?.is_some() {}
         Ok(())
     })
 }
 
-/// Connects to the agent and asks for the job. Returns them with the attempt.
+/// Connects to the agent and asks for the job. Returns both, with the number of the attempt.
 async fn get_job(rank: u32) -> Result<(AgentClient<Channel>, u32, GetJobReply), Box<dyn Error>> {
     let socket = std::env::var(env::AGENT_SOCKET)?;
     let mut agent = AgentClient::new(connect(Path::new(&socket), endpoint()).await?);

@@ -1,7 +1,8 @@
-//! Asks a node's daemon what generic gRPC clients ask: `grpc_client SOCKET`.
+//! Queries a node's daemon like generic gRPC clients do: `grpc_client SOCKET`.
 //!
-//! Lists the services by reflection, fetches the descriptor of `xlaunch.v1.Node` the same way, checks that all services
-//! are healthy, and calls `Status`. Prints one line for each; the first unexpected reply ends it with an error.
+//! Lists the services by reflection, fetches the descriptor of `xlaunch.v1.Node` in the same way, checks that all
+//! services are healthy, and calls `Status`. Prints one line for each; ends with an error at the first unexpected
+//! reply.
 
 #![expect(clippy::print_stdout, reason = "the result is for stdout")]
 

@@ -5,7 +5,7 @@ use Kind::*;
 /// Defines [`Kind`] with its names for tables.
 macro_rules! kinds {
     ($($kind:ident: $name:literal,)*) => {
-        /// What a fault does.
+        /// Kind of a fault.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
         pub enum Kind {
             $(#[doc = $name] $kind,)*
@@ -15,7 +15,7 @@ macro_rules! kinds {
             /// All kinds.
             pub(super) const ALL: &[Self] = &[$($kind,)*];
 
-            /// For tables.
+            /// Returns the name in tables.
             pub(super) fn name(self) -> &'static str {
                 match self {
                     $($kind => $name,)*
@@ -54,7 +54,7 @@ kinds! {
 }
 
 impl Kind {
-    /// Whether it happens in the save of a given step.
+    /// Returns whether the fault occurs in the save of a given step.
     pub(super) fn is_in_save(self) -> bool {
         matches!(
             self,
@@ -62,7 +62,7 @@ impl Kind {
         )
     }
 
-    /// Restarts that it leads to.
+    /// Returns the number of restarts that the fault causes.
     pub(super) fn restarts(self) -> u32 {
         match self {
             DiskFull | DiskError | SlowDisk | SlowRank | PausedRank => 0,

@@ -1,5 +1,5 @@
-//! Chaos: training jobs with restarts, disturbed by faults from a seeded plan. Each must end with the weights and
-//! moments of an undisturbed run, bit for bit.
+//! Chaos runs: training jobs with restarts, disturbed by faults from a seeded plan. Each job must end with the same
+//! weights and moments, bit for bit, as an undisturbed run.
 //!
 //! ```text
 //! seed, number --plan (pure)--> faults of a job --run--> what happened to it --report (pure)--> table

@@ -1,7 +1,7 @@
-//! What happens to each job of a chaos run. Pure: a seed gives the same plan everywhere.
+//! Plans the faults of each job of a chaos run. Pure: a seed gives the same plan everywhere.
 //!
-//! A job gets [`FAULTS_PER_JOB`] faults, one after the other. Each has a window of steps of its own, so that the next
-//! one follows when the job has recovered. A fault that ends the attempt is followed by one in the next attempt.
+//! A job gets [`FAULTS_PER_JOB`] faults, one after the other. Each one has its own window of steps, so that the next
+//! one follows after the job has recovered. A fault that ends the attempt is followed by one in the next attempt.
 
 use std::fmt::Write;
 
@@ -9,59 +9,60 @@ use rustix::process::Signal;
 
 use super::kind::Kind::{self, *};
 
-/// Ranks of a job.
+/// Number of ranks of a job.
 pub(super) const RANKS: u32 = 4;
-/// Steps of a job.
+/// Number of steps of a job.
 pub(super) const STEPS: u64 = WINDOW_START + FAULTS_PER_JOB * WINDOW_INTERVAL + 9;
 /// Steps between checkpoints.
 pub(super) const SAVE_EVERY: u64 = 7;
 /// Steps between evaluations.
 pub(super) const EVALUATE_EVERY: u64 = 12;
-/// Faults of a job, one after the other.
+/// Number of consecutive faults of a job.
 pub const FAULTS_PER_JOB: u64 = 10;
 
-/// Steps of a fault's window: after a first checkpoint, and before the last steps, in which a rank may exit.
+/// Number of steps in a fault's window: after the first checkpoint, and before the last steps, in which a rank may
+/// exit.
 const WINDOW: u64 = 18;
 const WINDOW_START: u64 = 7;
-/// Steps from the start of one window to that of the next.
+/// Number of steps from the start of one window to the start of the next.
 const WINDOW_INTERVAL: u64 = 22;
-/// Longest time from the start of a rank to a signal: it may be starting, joining, training or saving.
+/// Maximum time from the start of a rank to a signal: the rank may be starting, joining, training or saving.
 const MAX_START_DELAY_MS: u64 = 300;
-/// Longest time from a step to a signal.
+/// Maximum time from a step to a signal.
 const MAX_STEP_DELAY_MS: u64 = 30;
-/// Bits of the parameters; a fail point takes larger numbers modulo this.
+/// Number of bits of the parameters; a fail point takes larger numbers modulo this.
 const PARAMETER_BITS: u64 = 1 << 20;
 
-/// A job and its faults, in their order.
+/// A job and its faults, in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobPlan {
     /// The faults.
     pub faults: Vec<Fault>,
     /// Whether `comm.shard` is "optimizer".
     pub sharded: bool,
-    /// `checkpoint.async`.
+    /// Value of `checkpoint.async`.
     pub asynchronous: bool,
 }
 
 /// One fault.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// What it is.
+    /// Kind of the fault.
     pub kind: Kind,
     /// The attempt in which it happens.
     pub attempt: u32,
-    /// How it is injected.
+    /// Way in which it is injected.
     pub action: Action,
 }
 
-/// How a fault is injected.
+/// Way in which a fault is injected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// By rules for `XLAUNCH_FAIL`.
+    /// Rules for `XLAUNCH_FAIL`.
     FailPoints(String),
-    /// By signals.
+    /// Signals to ranks.
     Signal {
-        /// When.
+        /// Time of the signal.
         trigger: Trigger,
         /// Ranks that get the signal.
         ranks: Vec<u32>,
@@ -69,12 +70,12 @@ pub enum Action {
         signal: Signal,
         /// Milliseconds after which SIGCONT follows.
         resume_after_ms: Option<u64>,
-        /// Before the signal, the newest checkpoint is damaged in this way.
+        /// Damage done to the newest checkpoint before the signal.
         damage: Option<Damage>,
     },
 }
 
-/// When a signal is sent.
+/// Time at which a signal is sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trigger {
     /// Milliseconds after the ranks of the attempt have started.
@@ -83,7 +84,7 @@ pub enum Trigger {
     Step(u64, u64),
 }
 
-/// What is done to a checkpoint.
+/// Kind of damage to a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Damage {
     /// The last byte of the weights is changed.
@@ -95,14 +96,14 @@ pub enum Damage {
 }
 
 impl JobPlan {
-    /// The plan of job `number` of a run.
+    /// Returns the plan of job `number` of a run.
     pub fn new(seed: u64, number: u64) -> Self {
         let mut random = Random::new(seed, number);
         let mut faults: Vec<Fault> = Vec::new();
         let mut attempt = 0;
         for index in 0..FAULTS_PER_JOB {
             let is_last = index + 1 == FAULTS_PER_JOB;
-            // Taken in turn, so that all kinds are equally frequent.
+            // Kinds are taken in turn, so that all of them are equally frequent.
             let turn = number * FAULTS_PER_JOB + index;
             let kind = Kind::ALL[(turn % Kind::ALL.len() as u64) as usize];
             let first = WINDOW_START + index * WINDOW_INTERVAL;
@@ -111,14 +112,14 @@ impl JobPlan {
             attempt += kind.restarts();
         }
         let any = |matches: fn(Kind) -> bool| faults.iter().any(|fault| matches(fault.kind));
-        // A flipped bit of a shard reaches all ranks alike, and cannot be found.
+        // A flipped bit of a shard reaches all ranks in the same way, and cannot be detected.
         let sharded = random.below(2) == 1 && !any(|kind| kind == FlippedBit);
-        // Otherwise a save is skipped if the one before takes long, and its faults with it.
+        // Otherwise a save would be skipped, with its faults, if the previous one takes long.
         let asynchronous = random.below(2) == 1 && !any(Kind::is_in_save);
         Self { faults, sharded, asynchronous }
     }
 
-    /// The value of `XLAUNCH_FAIL`.
+    /// Returns the value of `XLAUNCH_FAIL`.
     pub fn fail_points(&self) -> String {
         let mut all = String::new();
         for fault in &self.faults {
@@ -189,8 +190,8 @@ fn action(kind: Kind, attempt: u32, first: u64, is_last: bool, random: &mut Rand
         },
         DamagedCheckpoint => {
             let damages = [Damage::Truncated, Damage::NoManifest, Damage::ChangedByte];
-            // A worker finds the changed byte, which leads to a second restart, unless a newer checkpoint has become
-            // complete: attempts after that are not known.
+            // A worker detects the changed byte, which leads to a second restart, unless a newer checkpoint has
+            // completed: the attempts after that cannot be predicted.
             let candidates = if is_last { 3 } else { 2 };
             let damage = Some(damages[random.below(candidates) as usize]);
             let ranks = vec![rank];
@@ -217,7 +218,7 @@ impl Random {
         z ^ z >> 31
     }
 
-    /// A number below `bound`. The bias is negligible for small bounds.
+    /// Returns a number below `bound`. The bias is negligible for small bounds.
     fn below(&mut self, bound: u64) -> u64 {
         self.next() % bound
     }

@@ -1,4 +1,4 @@
-//! The table of a chaos run: how many faults of each kind, and how long jobs took to recover. Pure.
+//! The table of a chaos run: number of faults of each kind, and the time that jobs took to recover. Pure.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Display};
@@ -15,17 +15,17 @@ pub struct Report {
 }
 
 impl Report {
-    /// The report of these jobs.
+    /// Creates the report of these jobs.
     pub fn new(seed: u64, jobs: Vec<JobResult>) -> Self {
         Self { seed, jobs }
     }
 
-    /// Faults that were injected.
+    /// Returns the number of injected faults.
     pub fn faults(&self) -> usize {
         self.jobs.iter().flat_map(|job| &job.faults).filter(|fault| fault.injected).count()
     }
 
-    /// Jobs with a wrong result.
+    /// Returns the number of jobs with a wrong result.
     pub fn problems(&self) -> usize {
         self.jobs.iter().filter(|job| job.problem.is_some()).count()
     }
@@ -63,7 +63,7 @@ impl Display for Report {
 }
 
 impl Report {
-    /// The number of faults of each kind, and the recovery times.
+    /// Returns the number of faults of each kind, and the recovery times.
     fn by_kind(&self) -> BTreeMap<Kind, (usize, Vec<f64>)> {
         let mut kinds: BTreeMap<Kind, (usize, Vec<f64>)> = BTreeMap::new();
         for fault in self.jobs.iter().flat_map(|job| &job.faults).filter(|fault| fault.injected) {
@@ -83,7 +83,7 @@ fn row(f: &mut fmt::Formatter<'_>, name: &str, number: usize, recoveries: &[f64]
     writeln!(f, "| {name} | {number} | {} | {} | {} |", seconds(0.5), seconds(0.95), seconds(1.0))
 }
 
-/// The smallest value that at least this fraction of the sorted values do not exceed.
+/// Returns the smallest value that at least this fraction of the sorted values does not exceed.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,

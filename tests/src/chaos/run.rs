@@ -14,9 +14,9 @@ use super::plan::{
 use crate::process::xlaunch_with_fail_points;
 use crate::{Job, Process, children};
 
-/// How often a job is examined: its steps take about as long.
+/// Interval at which a job is examined; its steps take about as long.
 const EXAMINE_INTERVAL: Duration = Duration::from_millis(5);
-/// The launcher notices the exit of a rank within milliseconds.
+/// Time for the launcher to notice the exit of a rank, which normally takes milliseconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// A step takes milliseconds, a restart at most seconds. A job without a step for this long hangs.
 const JOB_STALL_TIMEOUT: Duration = Duration::from_secs(120);
@@ -26,33 +26,34 @@ type SavedState = BTreeMap<String, Vec<u8>>;
 /// Runs the jobs of a chaos run.
 #[derive(Debug)]
 pub struct Runner {
-    /// By `sharded` and `asynchronous`: the final state of an undisturbed job, and how long it took.
+    /// By `sharded` and `asynchronous`: the final state of an undisturbed job, and its duration.
     undisturbed: BTreeMap<(bool, bool), (SavedState, Duration)>,
 }
 
-/// What happened to a job.
+/// Result of a job.
 #[derive(Clone, Debug)]
 pub struct JobResult {
-    /// Each fault, whether it was injected, and the seconds until the next step.
+    /// Result of each fault.
     pub faults: Vec<FaultResult>,
     /// Wall time.
     pub wall: Duration,
-    /// That of an undisturbed job with the same settings.
+    /// Wall time of an undisturbed job with the same settings.
     pub undisturbed: Duration,
-    /// Restarts of the job.
+    /// Number of restarts.
     pub restarts: usize,
-    /// What is wrong with the result.
+    /// Description of a wrong result.
     pub problem: Option<String>,
 }
 
-/// What happened to a fault.
+/// Result of a fault.
 #[derive(Clone, Copy, Debug)]
 pub struct FaultResult {
-    /// What it is.
+    /// Kind of the fault.
     pub kind: Kind,
-    /// False if the job did not reach it, such as a skipped save, or ended before it.
+    /// Whether it was injected. It is not if the job did not reach it, for example because a save was skipped, or ended
+    /// first.
     pub injected: bool,
-    /// From the fault to the first step after the restart; `None` without one.
+    /// Seconds from the fault to the first step after the restart; `None` if there was no restart.
     pub recovery: Option<f64>,
 }
 
@@ -60,9 +61,9 @@ impl Runner {
     /// Runs the undisturbed jobs.
     ///
     /// # Panics
-    /// If one fails.
+    /// If one of them fails.
     pub fn prepare() -> Self {
-        // Built before anything is timed.
+        // Build this before anything is timed.
         xlaunch_with_fail_points();
         let configurations = [(false, false), (false, true), (true, false), (true, true)];
         let undisturbed = configurations.map(|(sharded, asynchronous)| {
@@ -139,7 +140,7 @@ fn arguments(sharded: bool, asynchronous: bool) -> Vec<String> {
         "checkpoint.keep=2".into(),
         "comm.bucket_mb=0.02".into(),
         format!("launch.max_restarts={}", 2 * FAULTS_PER_JOB + 2),
-        // After every step: a flipped bit that is found later may have changed the gradients of all ranks.
+        // Compare after every step: a flipped bit that is detected later may have changed the gradients of all ranks.
         "observe.check_every=1".into(),
         "train.batch=2".into(),
         "launch.hang_timeout=2".into(),
@@ -148,7 +149,7 @@ fn arguments(sharded: bool, asynchronous: bool) -> Vec<String> {
     ["--nproc".to_owned(), RANKS.to_string()].into_iter().chain(settings).collect()
 }
 
-/// What is missing in the output of a job about a fault that must be attributed to its rank.
+/// Returns what is missing in the output of a job about a fault that must be attributed to its rank.
 fn unattributed(fault: &Fault, stderr: &str) -> Option<String> {
     let Action::FailPoints(rules) = &fault.action else { return None };
     let place = rules.split('@').nth(1).filter(|_| fault.kind == Kind::FlippedBit)?;
@@ -158,20 +159,20 @@ fn unattributed(fault: &Fault, stderr: &str) -> Option<String> {
     (!stderr.contains(&expected)).then(|| format!("not reported: `{expected}`"))
 }
 
-/// What was seen of a job while it ran. Times are in seconds since 1970.
+/// Observations of a running job. Times are in seconds since 1970.
 #[derive(Debug, Default)]
 struct Observed {
     restarts: Vec<f64>,
-    /// When the ranks of the latest attempt had started.
+    /// Attempt and time of the latest start of the ranks.
     started: Option<(u32, Instant)>,
-    /// By fault: when its signal was sent.
+    /// For each fault, the time at which its signal was sent.
     sent: Vec<Option<f64>>,
     /// The fault whose signal was sent last to a starting rank, and the number of restarts until then.
     unanswered: Option<(usize, usize, Instant)>,
 }
 
 impl Observed {
-    /// Notes restarts, and sends the signal that is due.
+    /// Records restarts, and sends the signal that is due.
     fn examine(&mut self, plan: &JobPlan, job: &Job, process: &Process) {
         let restarts = process.stderr().matches("; restarting").count();
         self.restarts.resize(restarts.max(self.restarts.len()), now());
@@ -212,8 +213,8 @@ impl Observed {
         let signals = |signal| targets.iter().for_each(|pid| send(*pid, signal));
         signals(*signal);
         if *signal == Signal::SEGV {
-            // The handler of Rust's standard library takes the first one for a fault in the stack's guard page, and
-            // restores the default action for the fault that follows.
+            // Rust's standard library handles the first signal as a fault in the guard page of the stack, and restores
+            // the default action for the next one.
             std::thread::sleep(EXAMINE_INTERVAL);
             signals(*signal);
         }
@@ -223,8 +224,8 @@ impl Observed {
         }
     }
 
-    /// A rank that is killed while it waits for its attempt to begin is replaced without a restart: later faults, which
-    /// expect one, would not be reached.
+    /// Repeats a signal without effect: a rank that is killed while it waits for its attempt to begin is replaced
+    /// without a restart, so later faults, which expect a restart, would not be reached.
     fn repeat_unanswered(&mut self) {
         let Some((fault, restarts, at)) = self.unanswered else { return };
         if self.restarts.len() > restarts {
@@ -234,7 +235,7 @@ impl Observed {
         }
     }
 
-    /// Which faults were injected, and how long the job took to recover from each.
+    /// Returns which faults were injected, and how long the job took to recover from each.
     fn results(&self, plan: &JobPlan, job: &Job) -> Vec<FaultResult> {
         let logs = read_all(&job.run_dir().join("logs"));
         let steps: Vec<f64> = job.metrics().iter().filter_map(step_time).collect();
@@ -253,7 +254,7 @@ impl Observed {
             let mut own = restarts.by_ref().take(if kind.restarts() > 0 { happened } else { 0 });
             if let Some(first) = own.next() {
                 let last = own.last().unwrap_or(first);
-                // A fail point is reached within a step after the last one that was reported.
+                // A fail point is reached within one step after the last reported step.
                 let before = steps.iter().rfind(|time| *time < first).copied();
                 let begin = self.sent[index].or(before);
                 // A damaged checkpoint may cost a second restart.
@@ -274,12 +275,12 @@ fn now() -> f64 {
 
 fn send(pid: u32, signal: Signal) {
     if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
-        // In vain if it has just exited.
+        // This fails if the process has just exited.
         let _ = kill_process(pid, signal);
     }
 }
 
-/// Process ids by rank, of the workers of this attempt.
+/// Returns the process ids of the workers of this attempt, by rank.
 fn rank_pids(launcher: u32, attempt: u32) -> BTreeMap<u32, u32> {
     let rank = |pid: u32| -> Option<u32> {
         let environ = std::fs::read(format!("/proc/{pid}/environ")).ok()?;
@@ -295,12 +296,12 @@ fn rank_pids(launcher: u32, attempt: u32) -> BTreeMap<u32, u32> {
 
 fn last_step(job: &Job) -> Option<u64> {
     let text = std::fs::read_to_string(job.run_dir().join("metrics.jsonl")).ok()?;
-    // The last line may be an unfinished one.
+    // The last line may be incomplete.
     let line = text.lines().rev().find_map(|line| serde_json::from_str::<Value>(line).ok())?;
     line["_step"].as_u64()
 }
 
-/// State and wait channel of the workers of a launcher.
+/// Returns state and wait channel of the workers of a launcher.
 fn processes(launcher: u32) -> Vec<String> {
     let describe = |pid: u32| {
         let read = |file: &str| std::fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
@@ -310,7 +311,7 @@ fn processes(launcher: u32) -> Vec<String> {
     children(launcher).into_iter().map(describe).collect()
 }
 
-/// When a step was reported.
+/// Returns the time at which a step was reported.
 fn step_time(line: &Value) -> Option<f64> {
     line["train/loss"].as_f64().and(line["_timestamp"].as_f64())
 }
@@ -323,11 +324,11 @@ fn damage_newest(dir: &Path, damage: Damage) {
             && path.join("manifest.json").exists()
     });
     let Some(newest) = complete.max() else { return };
-    // The signal comes too late where the job is about to end: its result is not to be damaged.
+    // If the job is about to end, the signal comes too late: its result must not be damaged.
     if newest.ends_with(format!("step-{STEPS:08}")) {
         return;
     }
-    // It may be deleted meanwhile, as a newer one is saved.
+    // It may have been deleted because a newer one was saved.
     let _ = damage_checkpoint(&newest, damage);
 }
 
@@ -344,7 +345,7 @@ fn damage_checkpoint(path: &Path, damage: Damage) -> std::io::Result<()> {
     std::fs::write(weights, bytes)
 }
 
-/// The contents of all files below a directory.
+/// Returns the contents of all files below a directory.
 fn read_all(dir: &Path) -> String {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let read = |path: PathBuf| match path.is_dir() {

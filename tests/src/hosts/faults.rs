@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
-/// Which frames the switch drops. Hosts are numbers, `N` at the port `pN`.
+/// Frames that the switch drops. Hosts are numbers; host `N` is at the port `pN`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Faults {
     /// Hosts without any connection.
@@ -26,7 +26,7 @@ impl Faults {
         self.one_way.retain(|(from, to)| *from != host && *to != host);
     }
 
-    /// Input of `nft -f`, which replaces all rules at once.
+    /// Returns the input of `nft -f`, which replaces all rules at once.
     pub(super) fn ruleset(&self) -> String {
         const CHAIN: &str = "bridge faults forward";
         let mut text = String::from(

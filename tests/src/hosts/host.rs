@@ -1,4 +1,4 @@
-//! One host: its files, its programs, its connection, and its end.
+//! One host: its files, programs and connection, and its shutdown.
 
 use std::fs::Permissions;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -14,21 +14,21 @@ use super::network::{self, Network};
 use crate::NOBODY;
 use crate::launch::without_launcher_variables;
 
-/// Resets all TCP connections of a host, in both directions. Packets that are resets themselves must pass.
+/// Resets all TCP connections of a host in both directions. Reset packets themselves must pass.
 const RESETS: &str = r#"table inet resets {
     chain in { type filter hook input priority 0; iifname "eth0" tcp flags & rst == 0 reject with tcp reset; }
     chain out { type filter hook output priority 0; oifname "eth0" tcp flags & rst == 0 reject with tcp reset; }
 }
 "#;
 
-/// A host with processes, a name, addresses, `/run`, `/dev/shm` and `/etc/hosts` of its own. The other files are those
-/// of the machine.
+/// A host with its own processes, name, addresses, `/run`, `/dev/shm` and `/etc/hosts`. All other files are those of
+/// the machine.
 #[derive(Debug)]
 pub struct Host {
     index: usize,
     dir: PathBuf,
     network: Arc<Network>,
-    /// None while it is down.
+    /// `None` while it is down.
     namespaces: Mutex<Option<Namespaces>>,
 }
 
@@ -44,7 +44,7 @@ impl Host {
     }
 
     fn new_namespaces(&self) -> Result<Namespaces, String> {
-        // As on a real host, user sessions find a runtime directory of their own.
+        // As on a real host, user sessions find their own runtime directory.
         let setup = format!(
             "echo {name} > /proc/sys/kernel/hostname\n\
             mount -t tmpfs tmpfs /dev/shm\n\
@@ -70,22 +70,23 @@ impl Host {
         act(self.lock().as_ref().unwrap_or_else(|| panic!("{} is down", self.name())))
     }
 
-    /// Host name: `h0`, `h1` and so on.
+    /// Returns the host name: `h0`, `h1` and so on.
     pub fn name(&self) -> String {
         format!("h{}", self.index)
     }
 
-    /// IPv4 address on `eth0`.
+    /// Returns the IPv4 address on `eth0`.
     pub fn address(&self) -> Ipv4Addr {
         network::address(self.index)
     }
 
-    /// IPv6 address on `eth0`.
+    /// Returns the IPv6 address on `eth0`.
     pub fn address6(&self) -> Ipv6Addr {
         network::address6(self.index)
     }
 
-    /// A directory for files of this host, where its programs start. Others see it too, unless it is made private.
+    /// Returns a directory for files of this host, where its programs start. Other hosts see it too, unless it is made
+    /// private.
     pub fn path(&self) -> &Path {
         &self.dir
     }
@@ -93,7 +94,7 @@ impl Host {
     /// Writes a file in the host's directory.
     ///
     /// # Panics
-    /// Here and below: if that fails, or the host is down.
+    /// Here and below: if the operation fails, or the host is down.
     pub fn write(&self, name: &str, contents: impl AsRef<[u8]>) -> PathBuf {
         let path = self.dir.join(name);
         std::fs::write(&path, contents).expect("write a file");
@@ -102,7 +103,7 @@ impl Host {
 
     /// Replaces the lines of `/etc/hosts` after `localhost`; see [`super::Hosts::names`].
     pub fn set_names(&self, names: &str) {
-        // Written in place: the file is mounted.
+        // Written in place, because the file is mounted.
         let text = format!("127.0.0.1 localhost\n::1 localhost\n{names}");
         std::fs::write(self.names_file(), text).expect("write the file of names");
     }
@@ -111,8 +112,8 @@ impl Host {
         self.dir.with_extension("names")
     }
 
-    /// Gives the host a directory of its own in place of this one, as without a shared file system. Returns where the
-    /// host's files are seen from outside.
+    /// Replaces a directory by one that only this host sees, as without a shared file system. Returns the path at which
+    /// the host's files are visible from outside.
     pub fn make_private(&self, dir: &Path) -> PathBuf {
         let name = dir.file_name().expect("a directory with a name").to_string_lossy().into_owned();
         let own = self.dir.join(format!("private-{name}"));
@@ -124,13 +125,13 @@ impl Host {
         own
     }
 
-    /// A command that runs on this host, in its directory and in a session of its own, without variables of another
+    /// Returns a command that runs on this host, in its directory and in its own session, without variables of another
     /// launch. Start it with [`crate::Process::spawn_inside`], so that signals reach the program.
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         self.command_in(&self.dir, program)
     }
 
-    /// The same in another directory.
+    /// Same, in another directory.
     pub fn command_in(&self, dir: &Path, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = self.with(Namespaces::enter);
         command.arg(format!("--wdns={}", dir.display())).arg("setsid").arg(program);
@@ -142,7 +143,7 @@ impl Host {
         command
     }
 
-    /// Processes on this host but for PID 1.
+    /// Returns the processes on this host except PID 1.
     pub fn processes(&self) -> Vec<ProcessInfo> {
         self.lock()
             .as_ref()
@@ -150,12 +151,12 @@ impl Host {
             .unwrap_or_default()
     }
 
-    /// Addresses on which programs of this host accept TCP connections.
+    /// Returns the addresses on which programs of this host accept TCP connections.
     pub fn listeners(&self) -> Vec<SocketAddr> {
         self.lock().as_ref().map(|namespaces| inspect::listeners(namespaces.pid())).unwrap_or_default()
     }
 
-    /// Cuts the host off: others, and the host itself, see silence.
+    /// Cuts the host off: other hosts and the host itself see silence.
     pub fn cut(&self) {
         self.network.change(|faults| _ = faults.cut.insert(self.index));
     }
@@ -170,7 +171,7 @@ impl Host {
         self.network.change(|faults| faults.heal(self.index));
     }
 
-    /// For this time, resets every TCP connection of the host over which something is sent, and refuses new ones.
+    /// For this time, resets every TCP connection of the host that sends data, and refuses new connections.
     pub fn reset_connections(&self, time: Duration) {
         self.with(|namespaces| namespaces.run(&["nft", "-f", "-"], RESETS)).expect("add rules");
         std::thread::sleep(time);
@@ -178,15 +179,15 @@ impl Host {
             .expect("remove rules");
     }
 
-    /// A power cut: the host falls silent, then all its processes are gone.
+    /// Simulates a power cut: the host falls silent, then all its processes disappear.
     pub fn kill(&self) {
-        // In this order, or its kernel would close the connections.
+        // This order matters: otherwise its kernel would close the connections.
         self.cut();
         drop(self.lock().take());
         self.network.detach(self.index);
     }
 
-    /// Starts a host that was killed, with the same addresses and files.
+    /// Starts a killed host, with the same addresses and files.
     pub fn boot(&self) {
         let mut namespaces = self.lock();
         assert!(namespaces.is_none(), "{} is running", self.name());
@@ -194,7 +195,7 @@ impl Host {
         self.network.change(|faults| faults.heal(self.index));
     }
 
-    /// Process id of the host's PID 1, as seen from outside. Its files are below `/proc/PID/root`.
+    /// Returns the process id of the host's PID 1 as seen from outside. The host's files are below `/proc/PID/root`.
     pub fn init(&self) -> u32 {
         self.with(Namespaces::init)
     }

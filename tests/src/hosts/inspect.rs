@@ -1,4 +1,4 @@
-//! What runs and listens on a host, read from `/proc` of the machine.
+//! Processes and listening sockets of a host, read from the machine's `/proc`.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::Path;
@@ -12,11 +12,11 @@ pub struct ProcessInfo {
     pub pid: u32,
     /// Name as `ps` shows it.
     pub name: String,
-    /// Command line, its arguments separated by spaces.
+    /// Command line, with arguments separated by spaces.
     pub command: String,
 }
 
-/// Processes of a PID namespace but for its PID 1 and those that have exited.
+/// Returns the processes of a PID namespace except its PID 1 and those that have exited.
 pub(super) fn processes(namespace: &Path) -> Vec<ProcessInfo> {
     let Ok(namespace) = std::fs::read_link(namespace) else { return Vec::new() };
     let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
@@ -39,13 +39,13 @@ fn command_line(pid: u32) -> String {
     String::from_utf8_lossy(&bytes).trim_end_matches('\0').replace('\0', " ")
 }
 
-/// Listening TCP sockets in the network namespace of a process.
+/// Returns the listening TCP sockets in the network namespace of a process.
 pub(super) fn listeners(pid: u32) -> Vec<SocketAddr> {
     let tables = ["tcp", "tcp6"].map(|table| std::fs::read_to_string(format!("/proc/{pid}/net/{table}")));
     tables.iter().flatten().flat_map(|table| table.lines().filter_map(listener)).collect()
 }
 
-/// Address in a line of `/proc/net/tcp` or `tcp6`, if its socket listens.
+/// Returns the address in a line of `/proc/net/tcp` or `tcp6`, if its socket listens.
 fn listener(line: &str) -> Option<SocketAddr> {
     const LISTEN: &str = "0A";
     let mut fields = line.split_whitespace().skip(1);
@@ -53,7 +53,7 @@ fn listener(line: &str) -> Option<SocketAddr> {
     if fields.nth(1)? != LISTEN {
         return None;
     }
-    // Words of four bytes, each printed as a number of the machine.
+    // Words of four bytes, each printed as a number in the machine's byte order.
     let words = address
         .as_bytes()
         .chunks(8)

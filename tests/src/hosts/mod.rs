@@ -5,16 +5,17 @@
 //!   h1: eth0 10.77.0.11, fd77::11 ---- p1 | bridge | rules of `nft`: cuts, one-way cuts, loss
 //!   h2: ...                                |        |
 //! ```
-//! A [`Hosts`] is connected to nothing outside: each test has its own with the same addresses, and they run in
-//! parallel. Programs on a host see all files of the machine, but their own `/run`, `/dev/shm` and `/etc/hosts`, and
-//! directories given to [`Host::make_private`]. Variables that programs start with point into the host's `/run`.
+//! A [`Hosts`] is not connected to anything outside: each test has its own with the same addresses, and tests run in
+//! parallel. Programs on a host see all files of the machine, but have their own `/run`, `/dev/shm` and `/etc/hosts`,
+//! and their own directories after [`Host::make_private`]. Variables with which programs start point into the host's
+//! `/run`.
 //!
 //! Invariants:
-//! - no process, interface, mount or file is left after a drop, a panic, or a SIGKILL of the test (files alone remain
-//!   after the last);
-//! - a power cut is silent: nothing that the host's kernel sends at its end is seen by others.
+//! - no process, interface, mount or file remains after a drop, a panic, or a SIGKILL of the test (after SIGKILL, files
+//!   remain);
+//! - a power cut is silent: other hosts see no packet that the host's kernel sends when it ends.
 //!
-//! Root is needed, and the programs `ip`, `nft`, `nsenter`, `unshare`: see [`crate::requirements::hosts`].
+//! Requires root, and the programs `ip`, `nft`, `nsenter`, `unshare`: see [`crate::requirements::hosts`].
 
 mod faults;
 mod host;
@@ -38,7 +39,7 @@ use tempfile::TempDir;
 
 use network::Network;
 
-/// Hosts of one network, by index. Fields are dropped in this order.
+/// Hosts of one network, by index. The order of the fields is the order in which they are dropped.
 #[derive(Debug)]
 pub struct Hosts {
     hosts: Vec<Host>,
@@ -55,10 +56,10 @@ impl Hosts {
         Self::try_new(count).unwrap_or_else(|error| panic!("cannot start hosts: {error}"))
     }
 
-    /// The same.
+    /// Same as [`Self::new`], without a panic.
     ///
     /// # Errors
-    /// What failed.
+    /// A description of the failure.
     pub fn try_new(count: usize) -> Result<Self, String> {
         let dir = TempDir::new().map_err(|error| error.to_string())?;
         let network = Arc::new(Network::new()?);
@@ -77,22 +78,22 @@ impl Hosts {
         Ok(hosts)
     }
 
-    /// A directory for files of the test, which all hosts see.
+    /// Returns a directory for files of the test, which all hosts see.
     pub fn path(&self) -> &Path {
         self.dir.path()
     }
 
-    /// A directory that all hosts see and all users may write to.
+    /// Returns a directory that all hosts see and all users may write to.
     pub fn shared(&self) -> PathBuf {
         self.path().join("shared")
     }
 
-    /// All hosts, by index.
+    /// Iterates over all hosts, by index.
     pub fn iter(&self) -> std::slice::Iter<'_, Host> {
         self.hosts.iter()
     }
 
-    /// Lines of `/etc/hosts` for all hosts: `h0` with both addresses, `h0-v4` and `h0-v6` with one.
+    /// Returns lines of `/etc/hosts` for all hosts: `h0` with both addresses, `h0-v4` and `h0-v6` with one.
     pub fn names(&self) -> String {
         let lines = self.iter().map(|host| {
             let (name, v4, v6) = (host.name(), host.address(), host.address6());
@@ -101,7 +102,7 @@ impl Hosts {
         lines.collect()
     }
 
-    /// Drops everything that one host sends to another.
+    /// Drops all frames from one host to another.
     pub fn cut_one_way(&self, from: usize, to: usize) {
         self.network.change(|faults| _ = faults.one_way.insert((from, to)));
     }

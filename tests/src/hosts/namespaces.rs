@@ -1,9 +1,9 @@
 //! Linux namespaces that exist as long as their handle.
 //!
-//! A process started by `unshare` keeps them: `cat`, which waits for the end of its input, a pipe from this process.
-//! Nothing has a name in `/run/netns`, so nothing has to be removed: when the handle is dropped, or this process dies
-//! in whatever way, `cat` reads the end of its input and exits. The kernel then kills all processes of its PID
-//! namespace and removes the network with its interfaces.
+//! A process started by `unshare` keeps them alive: `cat`, which waits for the end of its input, a pipe from this
+//! process. The namespaces have no name in `/run/netns`, so nothing has to be removed: when the handle is dropped, or
+//! this process dies for any reason, `cat` reads the end of its input and exits. The kernel then kills all processes of
+//! its PID namespace and removes the network with its interfaces.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
@@ -11,12 +11,12 @@ use std::process::{Child, Command, Stdio};
 
 use crate::children;
 
-/// Kinds of namespaces of a host: options of `unshare` and `nsenter`, and files in `/proc/PID/ns`.
+/// Kinds of namespaces of a host, as options of `unshare` and `nsenter`, and as files in `/proc/PID/ns`.
 const OF_HOST: &[(&str, &str)] =
     &[("net", "net"), ("uts", "uts"), ("ipc", "ipc"), ("mount", "mnt"), ("pid", "pid_for_children")];
 const OF_SWITCH: &[(&str, &str)] = &[("net", "net")];
 
-/// A set of namespaces and the process that keeps them.
+/// A set of namespaces and the process that keeps them alive.
 #[derive(Debug)]
 pub(super) struct Namespaces {
     kinds: &'static [(&'static str, &'static str)],
@@ -24,12 +24,13 @@ pub(super) struct Namespaces {
 }
 
 impl Namespaces {
-    /// Namespaces of a host, after a shell script has run in them: network, host name, mounts, processes, System V IPC.
+    /// Creates the namespaces of a host (network, host name, mounts, processes, System V IPC) and runs a shell script
+    /// in them.
     pub(super) fn of_host(setup: &str) -> Result<Self, String> {
         Self::new(OF_HOST, setup)
     }
 
-    /// A network namespace alone.
+    /// Creates a network namespace alone.
     pub(super) fn of_switch() -> Result<Self, String> {
         Self::new(OF_SWITCH, "")
     }
@@ -40,7 +41,7 @@ impl Namespaces {
         if kinds.iter().any(|(option, _)| *option == "pid") {
             unshare.args(["--fork", "--kill-child", "--mount-proc"]);
         }
-        // `cat` is PID 1, which inherits orphans. As it ignores SIGCHLD, the kernel reaps them.
+        // `cat` is PID 1, which inherits orphans. Because it ignores SIGCHLD, the kernel reaps them.
         let script = format!("set -e\n{setup}\necho ready\nexec env --ignore-signal=CHLD cat > /dev/null\n");
         unshare.args(["sh", "-c", &script]);
         unshare.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -56,22 +57,22 @@ impl Namespaces {
         Ok(Self { kinds, keeper })
     }
 
-    /// A process id that `ip` accepts for the network namespace.
+    /// Returns a process id with which `ip` refers to the network namespace.
     pub(super) fn pid(&self) -> u32 {
         self.keeper.id()
     }
 
-    /// Process id of the process that is PID 1 inside, as seen from outside.
+    /// Returns the process id, as seen from outside, of the process that is PID 1 inside.
     pub(super) fn init(&self) -> u32 {
         children(self.keeper.id()).first().copied().unwrap_or(self.keeper.id())
     }
 
-    /// A file in `/proc/PID/ns` that stands for a namespace, of the kind that the file's name says.
+    /// Returns a file in `/proc/PID/ns` that represents the namespace of the kind given by the file's name.
     pub(super) fn file(&self, name: &str) -> PathBuf {
         format!("/proc/{}/ns/{name}", self.keeper.id()).into()
     }
 
-    /// `nsenter` into all of them: add further options, or program and arguments.
+    /// Returns `nsenter` into all of them; add further options, or program and arguments.
     pub(super) fn enter(&self) -> Command {
         let mut nsenter = Command::new("nsenter");
         nsenter.args(
@@ -90,7 +91,7 @@ impl Namespaces {
             Err(error) => return failed(&error.to_string()),
         };
         if let Some(mut stdin) = child.stdin.take() {
-            // A program that ends early says why on stderr.
+            // A program that ends early gives the reason on stderr.
             let _ = stdin.write_all(input.as_bytes());
         }
         match child.wait_with_output() {
@@ -104,7 +105,7 @@ impl Namespaces {
 impl Drop for Namespaces {
     fn drop(&mut self) {
         drop(self.keeper.stdin.take());
-        // Returns when all processes inside are gone.
+        // Returns when all processes inside have ended.
         let _ = self.keeper.wait();
     }
 }

@@ -1,6 +1,7 @@
-//! A switch with hosts on its ports: a bridge in a network namespace of its own.
+//! A switch with hosts on its ports: a bridge in its own network namespace.
 //!
-//! The network is connected to nothing else, so any number of them use the same addresses at the same time.
+//! The network is not connected to anything else, so any number of networks can use the same addresses at the same
+//! time.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::sync::{Mutex, PoisonError};
@@ -10,14 +11,14 @@ use super::namespaces::Namespaces;
 
 /// Host `N` has the addresses `10.77.0.(10 + N)` and `fd77::(10 + N)`.
 const FIRST: usize = 10;
-/// The most hosts of a network.
+/// Maximum number of hosts in a network.
 const MAX_HOSTS: usize = 90;
 
 pub(super) fn address(host: usize) -> Ipv4Addr {
     Ipv4Addr::new(10, 77, 0, last_part(host))
 }
 
-/// With the same decimal digits as the IPv4 address: `fd77::10` is host 0.
+/// Returns an address with the same decimal digits as the IPv4 address: `fd77::10` is host 0.
 pub(super) fn address6(host: usize) -> Ipv6Addr {
     let digits = last_part(host);
     Ipv6Addr::new(0xfd77, 0, 0, 0, 0, 0, 0, u16::from(digits / 10 * 16 + digits % 10))
@@ -28,7 +29,7 @@ fn last_part(host: usize) -> u8 {
     u8::try_from(FIRST + host).expect("below 100")
 }
 
-/// A switch and what is wrong with it.
+/// A switch and its faults.
 #[derive(Debug)]
 pub(super) struct Network {
     switch: Namespaces,
@@ -59,12 +60,12 @@ impl Network {
         namespaces.run(&["ip", "-batch", "-"], &interface)
     }
 
-    /// Removes a port. The host at its other end may be gone.
+    /// Removes a port. The host at the other end may have disappeared.
     pub(super) fn detach(&self, host: usize) {
         let _ = self.switch.run(&["ip", "link", "del", &format!("p{host}")], "");
     }
 
-    /// Changes the faults. They are in force when this returns.
+    /// Changes the faults. They are in effect when this returns.
     pub(super) fn change(&self, change: impl FnOnce(&mut Faults)) {
         let mut faults = self.faults.lock().unwrap_or_else(PoisonError::into_inner);
         change(&mut faults);

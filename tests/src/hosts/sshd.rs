@@ -1,4 +1,4 @@
-//! An ssh server on each host, and a client configuration with which root logs in from any of them to any other.
+//! An ssh server on each host, and a client configuration with which root can log in from any host to any other.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -6,7 +6,8 @@ use std::process::Command;
 use super::Hosts;
 use crate::{Process, wait_for};
 
-/// Running ssh servers. Dropping them ends them; sessions go on until the hosts are dropped, as with a real server.
+/// Running ssh servers. Dropping this ends the servers; sessions continue until the hosts are dropped, as with real
+/// servers.
 #[derive(Debug)]
 pub struct Sshd {
     config: PathBuf,
@@ -14,7 +15,7 @@ pub struct Sshd {
 }
 
 impl Sshd {
-    /// Starts a server on every host, on port 22 of both addresses. Keys are generated.
+    /// Starts a server on every host, on port 22 of both addresses. Generates keys.
     ///
     /// # Panics
     /// If that fails.
@@ -32,7 +33,7 @@ impl Sshd {
         std::fs::write(&server_config, self::server_config(&dir)).expect("write the server's configuration");
         let path = sshd_path().expect("find sshd");
         let servers = hosts.iter().map(|host| {
-            // For separated privileges; a service manager would create it.
+            // Directory for privilege separation, which a service manager would create.
             let made = host.command("mkdir").args(["-p", "/run/sshd"]).status().expect("run mkdir");
             assert!(made.success(), "mkdir failed on {}", host.name());
             let mut sshd = host.command(&path);
@@ -50,7 +51,7 @@ impl Sshd {
         Self { config, _servers: servers.collect() }
     }
 
-    /// Configuration of the client: `ssh -F CONFIG h1 COMMAND`.
+    /// Returns the configuration of the client: `ssh -F CONFIG h1 COMMAND`.
     pub fn config(&self) -> &Path {
         &self.config
     }
@@ -75,7 +76,8 @@ fn server_config(dir: &Path) -> String {
     )
 }
 
-/// The server insists on being started by its absolute path, and is rarely in the `PATH` of users.
+/// Returns the path of the server, which insists on being started by its absolute path and is rarely in the `PATH` of
+/// users.
 pub(crate) fn sshd_path() -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let dirs = std::env::split_paths(&path).chain(["/usr/sbin".into()]);

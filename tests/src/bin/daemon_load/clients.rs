@@ -1,4 +1,4 @@
-//! Clients of a daemon: well-behaved ones at a fixed rate or at full speed, and hostile ones.
+//! Clients of a daemon: well-behaved ones with a fixed rate or at full speed, and hostile ones.
 
 use std::collections::VecDeque;
 use std::io::Write;
@@ -16,11 +16,11 @@ use xlaunch_proto::v1::{GetRequest, JobLogsRequest, ListRequest, LogsRequest, No
 
 use crate::connect;
 
-/// Connections over which queries are sent at a fixed rate.
+/// Number of connections over which queries are sent at a fixed rate.
 const QUERY_CONNECTIONS: usize = 16;
 const FOLLOWERS_PER_CONNECTION: usize = 25;
 
-/// Clients that query the node at a fixed rate and followers of a job's logs, until this is dropped.
+/// Clients that query the node at a fixed rate, and followers of a job's logs. They run until this is dropped.
 pub(crate) struct Clients {
     _tasks: JoinSet<()>,
     replies: Arc<AtomicUsize>,
@@ -66,8 +66,8 @@ impl Clients {
     }
 }
 
-/// Queries the node and its jobs 1 to `jobs` in turn, or without `jobs` the list of all jobs, as fast as it replies.
-/// Returns the sorted latencies in milliseconds.
+/// Queries the node and its jobs 1 to `jobs` in turn, or without `jobs` the list of all jobs, as fast as the daemon
+/// replies. Returns the sorted latencies in milliseconds.
 pub(crate) async fn query(
     socket: &Path,
     connections: usize,
@@ -121,8 +121,8 @@ async fn list_until(mut client: NodeClient<Channel>, deadline: Instant) -> Vec<f
     latencies
 }
 
-/// Opens connections that are silent, send garbage, or never finish the HTTP/2 handshake or a request; says so on
-/// stderr and holds them. With `churn`, the oldest is replaced every millisecond.
+/// Opens connections that are silent, send garbage, or never finish the HTTP/2 handshake or a request. Reports them on
+/// stderr and holds them. With `churn`, replaces the oldest one every millisecond.
 pub(crate) fn hold_hostile_connections(socket: &Path, count: usize, churn: bool) -> ! {
     let mut open = VecDeque::new();
     for kind in 0..count {
@@ -147,7 +147,7 @@ fn open_hostile_connection(socket: &Path, kind: usize) -> UnixStream {
             std::thread::sleep(Duration::from_millis(1));
             continue;
         };
-        // The server may have closed it already.
+        // The server may have closed the connection already.
         let _ = match kind % 4 {
             0 => Ok(()),
             1 => stream.write_all(&[0xa5; 300]),

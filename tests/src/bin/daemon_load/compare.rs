@@ -1,4 +1,4 @@
-//! Daemons of several binaries, measured in turn: what else the machine does falls on all of them.
+//! Compares daemons of several binaries, measured in turn, so that other load on the machine affects all of them.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -6,10 +6,10 @@ use std::process::Command;
 use serde_json::Value;
 use xlaunch_tests::{BINARY_VARIABLE, Process};
 
-/// Arguments, and the results that are shown: heading, key.
+/// Arguments, and the results to show: heading, key.
 type Measurement = (&'static [&'static str], &'static [(&'static str, &'static str)]);
 
-/// What is measured in each round.
+/// Measurements of each round.
 const MEASUREMENTS: [Measurement; 3] = [
     (
         &["status", "--json"],
@@ -23,7 +23,7 @@ const MEASUREMENTS: [Measurement; 3] = [
     (&["idle", "--seconds", "3", "--json"], &[("idle: RSS KiB", "resident_kib")]),
 ];
 
-/// Prints the median over all rounds of each result of each binary, with the lowest and the highest.
+/// Prints, for each result of each binary, the median over all rounds with the lowest and highest value.
 pub(crate) fn compare(binaries: &[PathBuf], rounds: usize, seconds: f64) {
     let columns = MEASUREMENTS.iter().map(|(_, results)| results.len()).sum();
     let mut results = vec![vec![Vec::new(); columns]; binaries.len()];

@@ -1,5 +1,5 @@
-//! Load generator for the daemon, which is measured from outside. `daemon_load --help` lists the measurements; each but
-//! `clients` starts a daemon of its own. Results are in `tests/peers/results/daemon-cpu.txt`.
+//! Load generator for the daemon, which is measured from outside. `daemon_load --help` lists the measurements; each one
+//! except `clients` starts a daemon of its own. Results are in `tests/peers/results/daemon-cpu.txt`.
 
 #![expect(
     clippy::print_stdout,
@@ -30,9 +30,9 @@ use xlaunch_tests::{NOBODY, Node, Process, wait_for};
 use crate::clients::{Clients, hold_hostile_connections};
 use crate::usage::{Usage, cgroups, files_below};
 
-/// Most jobs that are submitted and not finished.
+/// Maximum number of unfinished jobs.
 const MAX_UNFINISHED: usize = 16;
-/// GPUs, and jobs, of the node whose status is queried. One job runs per GPU; the others wait.
+/// Number of GPUs, and of jobs, of the node whose status is queried. One job runs per GPU; the others wait.
 const STATUS_GPUS: usize = 8;
 const STATUS_JOBS: u64 = 100;
 
@@ -54,7 +54,7 @@ enum Measurement {
     },
     /// Queries per second and latency, as fast as the daemon replies: `Status` and `Get` in turn.
     Status {
-        /// `List` instead. At most 16 queries at a time are accepted.
+        /// Call `List` instead. At most 16 queries at a time are accepted.
         #[arg(long)]
         list: bool,
         #[arg(long, default_value_t = 8)]
@@ -69,8 +69,8 @@ enum Measurement {
     },
     /// Queries a running daemon at a fixed rate and follows the logs of one of its jobs.
     Clients { socket: PathBuf, job: u64, rate: usize, followers: usize, seconds: u64 },
-    /// Latency of `Get` beside 1,000 hostile connections of another user. Needs root.
-    // `slow` in recorded results.
+    /// Latency of `Get` during 1,000 hostile connections of another user. Needs root.
+    // Called `slow` in recorded results.
     #[command(alias = "slow")]
     Hostile,
     /// Holds hostile connections until it is killed.
@@ -88,7 +88,7 @@ enum Measurement {
         #[arg(long)]
         json: bool,
     },
-    /// `status`, `status --list` and `idle` with several `xlaunch` in turn.
+    /// Runs `status`, `status --list` and `idle` with several `xlaunch` binaries in turn.
     Compare {
         #[arg(required = true)]
         binaries: Vec<PathBuf>,
@@ -325,7 +325,7 @@ async fn recovery() {
             sleep(Duration::from_millis(1)).await;
         }
         times.push(killed.elapsed().as_secs_f64() * 1e3);
-        // Not a multiple of the agent's poll interval: each kill hits another phase of it.
+        // This is not a multiple of the agent's poll interval, so that each kill occurs in a different phase of it.
         sleep(Duration::from_millis(137)).await;
     }
     times.sort_by(f64::total_cmp);

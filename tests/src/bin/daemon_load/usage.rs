@@ -1,4 +1,4 @@
-//! What a process, a directory and a cgroup use.
+//! Resources used by a process, a directory and a cgroup.
 
 use std::path::{Path, PathBuf};
 
@@ -19,7 +19,7 @@ impl Usage {
             line.split_whitespace().next().unwrap().parse().unwrap()
         };
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
-        // utime and stime, counted from the state, which follows the name in parentheses.
+        // utime and stime are counted from the state, which follows the name in parentheses.
         let fields: Vec<&str> = stat.rsplit(") ").next().unwrap().split(' ').collect();
         let ticks: f64 = fields[11].parse::<f64>().unwrap() + fields[12].parse::<f64>().unwrap();
         Self {
@@ -36,7 +36,7 @@ pub(crate) fn files_below(dir: &Path) -> usize {
     entries.map(|entry| if entry.path().is_dir() { 1 + files_below(&entry.path()) } else { 1 }).sum()
 }
 
-/// Number of cgroups below that of this process.
+/// Returns the number of cgroups below that of this process.
 pub(crate) fn cgroups() -> usize {
     fn below(dir: &Path) -> usize {
         let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();

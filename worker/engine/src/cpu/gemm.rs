@@ -66,7 +66,7 @@ pub(crate) fn gemm(out: &mut [f32], stride: usize, a: Mat<'_>, b: Mat<'_>, scale
     }
 }
 
-/// Same as [`gemm`], with at most [`DEPTH`] products in each sum.
+/// Same as `gemm`, with at most [`DEPTH`] products in each sum.
 fn gemm_at_once(out: &mut [f32], stride: usize, a: Mat<'_>, b: Mat<'_>, scale: f32, add: bool) {
     let shape = Mat { data: out, rows: a.rows, cols: b.cols, row_stride: stride, col_stride: 1 };
     assert!(a.cols == b.rows && a.fits() && b.fits() && shape.fits() && stride >= b.cols);
