@@ -46,8 +46,7 @@ pub struct ResolvedCommand {
 
 impl ResolvedCommand {
     /// Inherited descriptors that the arguments name, such as `/dev/fd/63` from a shell's `<(...)`. Workers inherit
-    /// these
-    /// and no others.
+    /// these and no others.
     pub(crate) fn descriptors(&self) -> Vec<i32> {
         const DIRECTORIES: [&str; 2] = ["/dev/fd/", "/proc/self/fd/"];
         let texts = self.argv.iter().map(|argument| argument.to_string_lossy());
@@ -130,8 +129,7 @@ pub fn resolve(
 
 /// Checks that a Python script exists, relative to the working directory. The check is skipped if Python may open
 /// another file: `PYTHON_EXEC` may be a wrapper that runs in a container, `${local_rank}` is replaced later, and a
-/// script
-/// that starts with a dash is an option of Python or its standard input.
+/// script that starts with a dash is an option of Python or its standard input.
 ///
 /// # Errors
 /// A usage error if the script does not exist.

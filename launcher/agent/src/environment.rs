@@ -13,10 +13,8 @@
 //!   "continues": { "run": "20261122-171100", "step": 500, "checkpoint": "/home/ada/..." } }
 //! ```
 //! The file is written once, when the run starts; restarts do not change it. `driver`, `commit` and `continues` are
-//! null
-//! if unknown or absent. `gpus` lists the GPUs that the job may use. Values of environment variables are never
-//! included,
-//! because they may contain secrets.
+//! null if unknown or absent. `gpus` lists the GPUs that the job may use. Values of environment variables are never
+//! included, because they may contain secrets.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -85,8 +83,7 @@ pub fn write(dir: &Path, facts: Facts) -> io::Result<Writing> {
 
 impl Writing {
     /// Waits until the file is written, with a timeout: a broken GPU can block NVML forever, but must not block the end
-    /// of
-    /// a job.
+    /// of a job.
     pub fn finish(self) -> io::Result<()> {
         let result = self.0.recv_timeout(DRIVER_TIMEOUT);
         result.unwrap_or_else(|_| Err(io::Error::other("the driver does not answer")))

@@ -47,8 +47,7 @@ pub struct ClockSampler {
 
 impl ClockSampler {
     /// Starts to sample the GPUs with these PCI addresses. Returns `None` if there are no addresses, or if no thread
-    /// can
-    /// be started.
+    /// can be started.
     pub fn start(addresses: Vec<String>) -> Option<Self> {
         if addresses.is_empty() {
             return None;

@@ -31,8 +31,7 @@ impl Process {
     }
 
     /// Reads this process. Group and session are 0 if their leaders are outside this PID namespace; `getpgid` and
-    /// `getsid`
-    /// also return 0 then.
+    /// `getsid` also return 0 then.
     pub fn own() -> Option<Self> {
         Self::read(std::process::id())
     }

@@ -50,10 +50,9 @@ fn is_source(script: &[u8]) -> bool {
 }
 
 /// Finds the interpreter, in this order: `PYTHON_EXEC`; the Python of the environment that xlaunch is installed in,
-/// which
-/// is one of the directories `own`; the first Python in `PATH`, which is that of an active virtual environment.
-/// xlaunch's
-/// environment precedes `PATH`, like torchrun's does, because cron, systemd and containers set a `PATH` of their own.
+/// which is one of the directories `own`; the first Python in `PATH`, which is that of an active virtual environment.
+/// xlaunch's environment precedes `PATH`, like torchrun's does, because cron, systemd and containers set a `PATH` of
+/// their own.
 fn interpreter(environment: Environment<'_>, own: &[PathBuf]) -> Result<OsString, String> {
     if let Some(chosen) = environment("PYTHON_EXEC").filter(|chosen| !chosen.is_empty()) {
         return Ok(chosen);

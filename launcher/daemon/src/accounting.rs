@@ -4,8 +4,7 @@
 //! <state>/accounting.jsonl      readable by the daemon only; appended to, never rewritten
 //! ```
 //! The file is reopened for each operation, so an operator may rename it at any time, as logrotate does. Files in the
-//! same
-//! directory whose names begin with its name are read too, unless they are compressed.
+//! same directory whose names begin with its name are read too, unless they are compressed.
 //!
 //! Each job has exactly one line. Once the line is on disk, the journal records that. Until then, writing it is retried
 //! after a failure or a restart, unless the file already has a line with this job's id. Readers skip a torn line.
@@ -118,8 +117,7 @@ impl Account {
 }
 
 /// Converts a time on the node's clock to milliseconds since 1970 on the system clock, which is ahead by `skew`. 0
-/// stays
-/// 0.
+/// stays 0.
 pub(crate) fn shown(at: u64, skew: i64) -> u64 {
     if at == 0 { 0 } else { at.saturating_add_signed(skew) }
 }
@@ -169,8 +167,7 @@ impl Query {
 pub struct Accounting {
     path: PathBuf,
     /// Start position of each file, by inode. Positions count the bytes of all files in order. The map keeps them
-    /// stable,
-    /// so that paging continues at the right place after a file was renamed or removed.
+    /// stable, so that paging continues at the right place after a file was renamed or removed.
     begins: Arc<Mutex<HashMap<u64, u64>>>,
 }
 
@@ -303,8 +300,7 @@ impl Part {
     }
 
     /// Returns the position of the first complete line between these positions, and the valid lines there, each with
-    /// its
-    /// position.
+    /// its position.
     fn read(mut self, begin: u64, end: u64) -> io::Result<(u64, impl Iterator<Item = (u64, Account)>)> {
         let begin = begin.clamp(self.begin, self.end());
         let end = end.clamp(begin, self.end());

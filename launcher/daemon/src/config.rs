@@ -93,8 +93,7 @@ pub(crate) struct JobsSection {
     /// Maximum number of GPUs that a user's jobs hold at a time; 0 for no limit.
     pub(crate) max_gpus_per_user: u32,
     /// Maximum memory that the jobs of a user may reserve at a time, in addition to the shares of their GPUs. Default:
-    /// a
-    /// quarter of the node's memory if the daemon runs as root, otherwise no limit.
+    /// a quarter of the node's memory if the daemon runs as root, otherwise no limit.
     pub(crate) max_memory_per_user: Option<MemoryLimit>,
     /// Maximum number of workers of CPU jobs that run at a time. Default: the number of cores.
     pub(crate) cpu_workers: Option<u32>,
@@ -142,8 +141,7 @@ impl Default for JobsSection {
 #[serde(default, deny_unknown_fields)]
 pub(crate) struct WebSection {
     /// A loopback address with a port, such as `127.0.0.1:9470`, or `unix:/PATH`. By default, nothing is served. Every
-    /// user
-    /// who can connect sees all jobs.
+    /// user who can connect sees all jobs.
     pub(crate) listen: Option<String>,
     /// Show the logs of all jobs to every user who can connect.
     pub(crate) show_logs: bool,
@@ -193,8 +191,7 @@ impl Default for HooksSection {
 
 /// Reads and validates the file at `path`, or the default file, which may be missing. The default is
 /// `/etc/xlaunch/daemon.toml` for root, and `$XDG_CONFIG_HOME/xlaunch/daemon.toml` or `~/.config/xlaunch/daemon.toml`
-/// for
-/// other users.
+/// for other users.
 pub(crate) fn load(path: Option<&Path>) -> Result<DaemonConfig, ConfigError> {
     match file(path) {
         Some(file) => read(&file, path.is_some()),

@@ -2,9 +2,8 @@
 //! journal.
 //!
 //! Directories of running jobs are measured every few seconds, all others every few minutes, because their users can
-//! still
-//! write there. Between measurements a user can exceed the limit. Therefore the journal allocates its space in advance
-//! ([`crate::journal`]).
+//! still write there. Between measurements a user can exceed the limit. Therefore the journal allocates its space in
+//! advance ([`crate::journal`]).
 
 use std::io;
 use std::path::Path;

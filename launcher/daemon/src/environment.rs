@@ -2,10 +2,8 @@
 //!
 //! Environment variables can make a process run the user's code: the loader, NCCL, CUDA, cuDNN, libibverbs, glibc and
 //! Python have dozens of variables that do so, directly or through a file that they name, and each release adds some.
-//! So
-//! only variables that are known to be harmless reach the job. None of these names a file that is executed or loaded,
-//! or a
-//! file that names such files.
+//! So only variables that are known to be harmless reach the job. None of these names a file that is executed or
+//! loaded, or a file that names such files.
 //!
 //! NCCL also reads `~/.nccl.conf`, which the user can write, unless `NCCL_CONF_FILE` names another file. Therefore that
 //! variable is set to the operator's file.
@@ -13,8 +11,7 @@
 /// Variables that reach training jobs. A `*` at the end matches any text.
 const ALLOWED: [&str; 79] = [
     // The user and the session. HOME and the cache directories are the user's own in any case; the caches hold code for
-    // the
-    // GPUs of the job.
+    // the GPUs of the job.
     "HOME",
     "USER",
     "LOGNAME",
@@ -56,8 +53,7 @@ const ALLOWED: [&str; 79] = [
     "CUDNN_LOGLEVEL_DBG",
     "CUDNN_LOGWARN_DBG",
     // NCCL: numbers, switches and names of interfaces and devices, but not NCCL_CONF_FILE, NCCL_*_PLUGIN, and the files
-    // of
-    // topologies and graphs.
+    // of topologies and graphs.
     "NCCL_ALGO",
     "NCCL_BUFFSIZE",
     "NCCL_CHECK_POINTERS",
@@ -146,8 +142,7 @@ mod tests {
     }
 
     /// Variables that name code to load or run, or files with such names, for the loader, glibc, NCCL, CUDA, cuDNN,
-    /// OpenMP,
-    /// libibverbs, UCX, libfabric, Python, Rust and shells.
+    /// OpenMP, libibverbs, UCX, libfabric, Python, Rust and shells.
     const CODE: [&str; 49] = [
         "LD_PRELOAD",
         "LD_LIBRARY_PATH",

@@ -47,8 +47,7 @@ use super::trash::Trash;
 use super::trusted_path;
 
 /// Version of the files that daemon and agent exchange. Since 2, a command is a `CommandSpec` instead of a command
-/// line.
-/// Since 3, the agent waits for its description and does not run in the job's environment.
+/// line. Since 3, the agent waits for its description and does not run in the job's environment.
 pub const PROTOCOL: u32 = 3;
 /// Name of the file with the agent's last `StatusReply`.
 pub const STATUS: &str = "status.pb";
@@ -196,8 +195,7 @@ impl JobDirs {
     }
 
     /// Creates the directory of a job. An existing directory is left over from a submission that was never
-    /// acknowledged,
-    /// and is removed.
+    /// acknowledged, and is removed.
     pub(crate) fn create(&self, description: &Description, uid: u32, gid: u32) -> io::Result<()> {
         self.remove(description.job)?;
         self.create_dir(description.job, uid, gid, Some(description))

@@ -1,8 +1,7 @@
 //! Opens files below a directory that belongs to a job's user, who may have replaced them by anything.
 //!
 //! The daemon may run as root, so the user must not be able to make it read a file that the user cannot read, or block
-//! on a
-//! file.
+//! on a file.
 
 use std::ffi::OsStr;
 use std::fs::File;

@@ -14,8 +14,7 @@ use super::state::{End, Entry, Jobs, Phase};
 use super::view::JobView;
 
 /// Builds the message for a job. For a queued job, `position` counts from 1 and `wait` is the reason why it waits.
-/// `skew` is
-/// the system clock minus the node's clock, in milliseconds.
+/// `skew` is the system clock minus the node's clock, in milliseconds.
 pub(super) fn job(
     jobs: &Jobs,
     entry: &Entry,
@@ -113,8 +112,7 @@ pub(super) fn view(
 }
 
 /// Returns the reason why no job may be placed on a GPU, apart from drains by administrators. Valid only for a GPU that
-/// no
-/// job holds and that is not being examined, because those processes would count as foreign.
+/// no job holds and that is not being examined, because those processes would count as foreign.
 pub(super) fn unusable(gpu: &GpuFacts, reserved: &[String]) -> Option<(GpuState, String)> {
     if let Some(sick) = &gpu.sick {
         return Some((GpuState::Sick, sick.clone()));

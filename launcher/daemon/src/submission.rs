@@ -32,8 +32,7 @@ pub(crate) struct NodeLimits {
 }
 
 /// Resolves a submission. Returns the job for the journal and for its directory, without id, time and dependencies.
-/// Shutdown
-/// timeouts above `max_grace` are reduced to it.
+/// Shutdown timeouts above `max_grace` are reduced to it.
 ///
 /// # Errors
 /// [`CommandError::Invalid`] if the submission contradicts itself, or sets something that the daemon decides.
@@ -137,8 +136,7 @@ fn check_warning(
 }
 
 /// Determines the cores and the memory that a job holds. By default, a GPU job gets its share of the node, which may be
-/// no
-/// cores if the node has more GPUs than cores.
+/// no cores if the node has more GPUs than cores.
 fn reserved(scheduling: &Scheduling, gpus: u32, node: &NodeLimits) -> (Option<u32>, Option<u64>) {
     let has_share = gpus > 0 && node.gpus > 0;
     let cpus = has_share.then(|| {
@@ -205,8 +203,7 @@ fn trainer_size(spec: &JobSpec, wanted: Option<u32>, has_gpus: bool) -> Result<S
 }
 
 /// Determines the size of a command. Without a number of GPUs, it gets one per worker on a node that has any, in which
-/// case
-/// `--nproc-per-node gpu` means one worker.
+/// case `--nproc-per-node gpu` means one worker.
 fn command_size(spec: &CommandSpec, wanted: Option<u32>, present: u32) -> Result<Size, CommandError> {
     if spec.logs.dir.is_some() {
         return Err(invalid(

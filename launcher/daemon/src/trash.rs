@@ -1,18 +1,16 @@
 //! Removes directories that a job's user could write to, on a thread of its own.
 //!
 //! A directory is immediately moved to `<state>/trash` under a new name, and removed there in the background, so that
-//! its
-//! contents can neither delay nor crash the daemon.
+//! its contents can neither delay nor crash the daemon.
 //!
 //! ```text
 //! remove(jobs/7) --rename--> trash/<name> --> for each entry: unlink it, or rename a directory to trash/<next name>
 //!                                             then rmdir
 //! ```
 //! Subdirectories are moved to the top of the trash, so any depth takes constant stack and two descriptors. Paths are
-//! never
-//! followed: on the way down every step is a name in an open directory, and there is no way up, because a user could
-//! move a
-//! directory elsewhere in the meantime. Entries left when the daemon ends are removed after its next start.
+//! never followed: on the way down every step is a name in an open directory, and there is no way up, because a user
+//! could move a directory elsewhere in the meantime. Entries left when the daemon ends are removed after its next
+//! start.
 
 use std::ffi::CString;
 use std::hash::{BuildHasher, RandomState};

@@ -3,8 +3,7 @@
 //!
 //! Every component is checked, starting at `/` and following links, before anything is opened, created or repaired: a
 //! repair would hide that others could write there before. In a sticky directory such as `/tmp` other users can add
-//! entries
-//! but not replace existing ones, so a sticky directory is accepted on the way to an entry, but not as the last
+//! entries but not replace existing ones, so a sticky directory is accepted on the way to an entry, but not as the last
 //! component.
 //!
 //! A path that passes the check stays safe, because everyone who can change one of its components is trusted.

@@ -24,8 +24,7 @@ pub(crate) fn label(uid: u32) -> String {
 }
 
 /// Checks that a user id still belongs to the user of this name, and returns the problem if it does not: after an
-/// account
-/// is removed, its user id may be given to another user. Jobs of version 0.1 have no user name; any account is
+/// account is removed, its user id may be given to another user. Jobs of version 0.1 have no user name; any account is
 /// accepted.
 pub(crate) fn mismatch(uid: u32, user: &str, found: Option<&Account>) -> Option<String> {
     match found {

@@ -56,8 +56,7 @@ impl JobView {
     }
 
     /// [`to_message`](Self::to_message) for a caller: leaves out the id of the job that this one waits for if the
-    /// caller
-    /// may not see it.
+    /// caller may not see it.
     pub fn to_message_for(&self, caller: &Caller, view: &NodeView, with_history: bool) -> Job {
         let mut job = self.to_message(with_history);
         let is_visible =
@@ -92,8 +91,8 @@ pub struct Caller {
 
 impl Caller {
     /// Returns whether the caller may see and cancel the jobs of a user with this id and name. The name is compared
-    /// too,
-    /// because an id may be given to another user after its account is removed. Jobs of version 0.1 have no user name.
+    /// too, because an id may be given to another user after its account is removed. Jobs of version 0.1 have no user
+    /// name.
     pub fn may_see(&self, uid: u32, user: &str) -> bool {
         self.admin || (self.uid == uid && (user.is_empty() || self.name == user))
     }

@@ -22,8 +22,7 @@ const TURN_BYTES: usize = 32 << 10;
 /// Age at which an unfinished line, such as a prompt, is printed.
 pub(super) const PARTIAL_LINE_DELAY: Duration = Duration::from_millis(100);
 /// Age at which an unfinished line is printed although it interrupts that of another writer. The delay doubles with
-/// each
-/// interruption, so that ranks that print dots do not get a line for each dot.
+/// each interruption, so that ranks that print dots do not get a line for each dot.
 const INTERRUPTION_DELAY: Duration = Duration::from_secs(1);
 const MAX_INTERRUPTION_DELAY: Duration = Duration::from_secs(64);
 /// Mark before the rest of an interrupted line.
@@ -169,8 +168,7 @@ impl Console {
 }
 
 /// Returns the bytes to print before `text` if the console is not at the end of the writer's own unfinished line, and
-/// the
-/// part of `text` that remains to be printed.
+/// the part of `text` that remains to be printed.
 fn line_start<'a>(fresh: bool, prefix: &[u8], text: &'a [u8]) -> (Vec<u8>, &'a [u8]) {
     // The interrupted line has already been terminated, so its own line ending is dropped.
     let ended = text.strip_prefix(b"\n").or(text.strip_prefix(b"\r\n"));

@@ -2,10 +2,9 @@
 //!
 //! A full disk does not stop a worker. Bytes that cannot be written are counted in the file's [`LogRecord`], and a mark
 //! with the count is written to the file as soon as possible. If the disk stays full, the mark replaces the last bytes
-//! of
-//! the file. Files are opened for appending, so that a user can truncate them. A deleted file is created again, because
-//! programs that clean temporary directories delete log files. After rotation, the new file begins with the number of
-//! bytes that came before it.
+//! of the file. Files are opened for appending, so that a user can truncate them. A deleted file is created again,
+//! because programs that clean temporary directories delete log files. After rotation, the new file begins with the
+//! number of bytes that came before it.
 
 use std::io::{self, Write};
 use std::os::unix::fs::{FileExt, MetadataExt};

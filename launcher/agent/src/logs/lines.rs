@@ -21,8 +21,7 @@ pub(super) struct Lines {
 
 impl Lines {
     /// Calls `each` for every line that `bytes` complete, and for pieces of about [`MAX_PIECE_BYTES`] bytes of a line
-    /// that
-    /// does not end.
+    /// that does not end.
     pub(super) fn feed(&mut self, mut bytes: &[u8], mut each: impl FnMut(Piece<'_>)) {
         while !bytes.is_empty() {
             let room = MAX_PIECE_BYTES - self.partial.len();

@@ -109,8 +109,7 @@ impl Output {
     }
 
     /// Creates the output of the built-in trainer's workers. Stdout goes to its file only. Lines of stderr are also
-    /// passed
-    /// to `print`, which must not block, with the prefix `[rank N] `.
+    /// passed to `print`, which must not block, with the prefix `[rank N] `.
     pub(crate) fn for_trainer(print: impl Fn(String) + Send + Sync + 'static) -> Self {
         Self::of(Kind::Trainer(PrintLine(Arc::new(print))))
     }
@@ -207,8 +206,7 @@ impl Output {
     }
 
     /// Opens the filter for a stream of a rank. As in torchrun, it applies to streams that are teed, or if none is, to
-    /// all
-    /// that are shown.
+    /// all that are shown.
     fn filtered(
         &self,
         shared: &Shared,
@@ -267,8 +265,7 @@ impl Output {
     }
 
     /// Prints one of xlaunch's own lines to stderr, never in the middle of a worker's line. Does not wait: if the
-    /// console
-    /// is blocked, the line is dropped, because xlaunch must not block.
+    /// console is blocked, the line is dropped, because xlaunch must not block.
     pub(crate) fn print(&self, line: &str) {
         match &self.kind {
             Kind::Command(shared) => offer(&shared.messages, &shared.dropped, line.into()),

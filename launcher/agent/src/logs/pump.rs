@@ -89,8 +89,7 @@ impl Pump {
     /// wrote have been moved, if another process keeps the pipe open; or after `timeout` without progress.
     pub(super) async fn end(&mut self, timeout: Duration) {
         // In this order, bytes that are read between the two calls count twice. In the other order, they would not
-        // count
-        // at all.
+        // count at all.
         let buffered = rustix::io::ioctl_fionread(&*self.pipe).unwrap_or(0);
         let target = self.counts.read.load(Ordering::Relaxed) + buffered;
         loop {

@@ -1,6 +1,5 @@
 //! Accounting of a log file's bytes: how many could not be written, how many rotation has removed, and at which offset
-//! of
-//! the stream each file begins.
+//! of the stream each file begins.
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};

@@ -47,8 +47,7 @@ impl Tail {
     }
 
     /// Returns the last lines, oldest first, without colours and without text that a carriage return has overwritten,
-    /// each
-    /// with the time at which it began to arrive, if known.
+    /// each with the time at which it began to arrive, if known.
     pub(super) fn timed_lines(&self) -> Vec<(String, Option<Instant>)> {
         lock(&self.0).lines()
     }

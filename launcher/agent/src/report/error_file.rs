@@ -2,10 +2,9 @@
 //! outer agent, or a cluster's job controller. Pure.
 //!
 //! The format is that of `torch.distributed.elastic.multiprocessing.errors`. As with torchrun, the error file of the
-//! rank
-//! that failed first is passed on with its exit code added, and a signal that ends the launch is reported as an
-//! exception
-//! of its own. If that rank has written no error file, torchrun writes nothing; xlaunch writes its failure report.
+//! rank that failed first is passed on with its exit code added, and a signal that ends the launch is reported as an
+//! exception of its own. If that rank has written no error file, torchrun writes nothing; xlaunch writes its failure
+//! report.
 
 use serde_json::{Value, json};
 use xlaunch_proto::exit::ExitCode;

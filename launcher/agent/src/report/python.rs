@@ -103,8 +103,7 @@ pub(super) fn before_abort(lines: &[String]) -> &[String] {
 }
 
 /// Returns the innermost frame of the user's code in a crash report of faulthandler, which lists frames innermost
-/// first.
-/// The frame is that of the crashed thread, which need not be listed first.
+/// first. The frame is that of the crashed thread, which need not be listed first.
 pub(super) fn fault(lines: &[String]) -> Option<Place> {
     let thread = |start| lines.iter().position(|line| line.starts_with(start) && line.ends_with("first):"));
     let begin = thread("Current thread").or_else(|| thread("Thread "))?;

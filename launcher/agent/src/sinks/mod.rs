@@ -51,8 +51,7 @@ pub struct RankReport {
 /// A destination of reports. It runs on a thread of its own and may block.
 pub(crate) trait ReportSink: Send + 'static {
     /// Writes a report of rank 0. All ranks take every step together, so one rank speaks for all. A file sink that
-    /// returns
-    /// an error keeps the report and writes it later.
+    /// returns an error keeps the report and writes it later.
     fn report(&mut self, report: &RankReport) -> io::Result<()>;
 
     /// Prints a line for the user.
@@ -95,8 +94,7 @@ impl Sinks {
     }
 
     /// Adds a sink that writes a file. `open` runs on the sink's thread, where it may create the file. `name` is used
-    /// in
-    /// messages and by [`finish`](Self::finish).
+    /// in messages and by [`finish`](Self::finish).
     pub(crate) fn add_file<S: ReportSink>(
         &mut self,
         name: &'static str,
@@ -112,8 +110,7 @@ impl Sinks {
     }
 
     /// Passes a report to all sinks without waiting. Heartbeats and the reports of ranks other than 0 are dropped here,
-    /// as
-    /// no sink needs them.
+    /// as no sink needs them.
     pub(crate) fn report(&self, report: RankReport) {
         if report.rank != 0 || matches!(report.report, Report::Heartbeat(_)) {
             return;

@@ -222,8 +222,7 @@ fn job_line(started: &TrainStarted) -> String {
 }
 
 /// Returns the line that says where an attempt resumes; `None` if it starts at the beginning or has no steps left.
-/// Steps
-/// count from 1, as in the other lines.
+/// Steps count from 1, as in the other lines.
 pub(crate) fn resume_line(started: &TrainStarted, source: impl fmt::Display) -> Option<String> {
     let step = started.first_step + 1;
     (1..started.total_steps)

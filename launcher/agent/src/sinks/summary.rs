@@ -64,8 +64,7 @@ impl Summary {
     }
 
     /// Returns the text to print. The speed is the median over the second half of the steps, which excludes the
-    /// warm-up.
-    /// The last line says how the time was spent.
+    /// warm-up. The last line says how the time was spent.
     pub fn text(
         &self,
         world: u32,

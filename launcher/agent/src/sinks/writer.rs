@@ -81,8 +81,7 @@ impl Writer {
     }
 
     /// Waits until all queued items are written, at most until the deadline. Returns whether they are; if not, the user
-    /// is
-    /// told.
+    /// is told.
     pub(super) async fn finished(&self, deadline: Instant) -> bool {
         let mut state = self.state.clone();
         let ended = timeout_at(deadline, state.wait_for(|state| *state != State::Running)).await;

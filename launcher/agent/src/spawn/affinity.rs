@@ -164,8 +164,7 @@ impl Machine {
 
 impl Cpu {
     /// Reads the topology of a CPU. Without information in sysfs, there is one socket and one complex, and every CPU is
-    /// a
-    /// core.
+    /// a core.
     fn read(dir: &Path, cpu: usize) -> Self {
         let caches = numbered(&dir.join("cache"), "index");
         let data = caches.into_values().filter(|cache| {

@@ -1,9 +1,8 @@
 //! The cgroups (version 2) of an attempt: `xlaunch-<run>.<pid>-<attempt>/<local rank>` below xlaunch's own cgroup.
 //!
 //! A process cannot leave its cgroup by forking or by starting a session. xlaunch enables no controllers, because a
-//! cgroup
-//! with enabled controllers must not contain processes, and xlaunch's own does. OOM kills are therefore counted only if
-//! the administrator has enabled the memory controller.
+//! cgroup with enabled controllers must not contain processes, and xlaunch's own does. OOM kills are therefore counted
+//! only if the administrator has enabled the memory controller.
 
 use std::os::fd::OwnedFd;
 use std::path::{Component, Path, PathBuf};

@@ -221,8 +221,7 @@ pub(crate) fn command_variables(
 }
 
 /// Tells gloo and NCCL which network interface connects the nodes. Otherwise both search for one themselves; gloo goes
-/// by
-/// the host name, which often resolves to the loopback interface.
+/// by the host name, which often resolves to the loopback interface.
 fn interface_variables(group: &CommandGroup<'_>) -> Vec<(&'static str, OsString)> {
     let Some(interface) = group.interface.filter(|_| group.assignment.has_peers()) else { return Vec::new() };
     let names: &[&'static str] = match interface.is_chosen_by_user {

@@ -1,8 +1,7 @@
 //! PyTorch's flight recorder: a ring buffer of each rank's last collectives, which NCCL process groups keep and dump.
 //!
 //! Environment variables set it up. Each rank creates a pipe at `TORCH_NCCL_DEBUG_INFO_PIPE_FILE` + rank + `.pipe`,
-//! which
-//! its monitoring thread reads every second. Any data there makes the thread write a dump to
+//! which its monitoring thread reads every second. Any data there makes the thread write a dump to
 //! `TORCH_NCCL_DEBUG_INFO_TEMP_FILE` + rank. Gloo process groups have no such thread.
 
 use std::ffi::OsString;
@@ -60,8 +59,7 @@ impl FlightRecorders {
     }
 
     /// Makes ranks dump their flight recorders, and waits [`DUMP_TIME`] for that. Returns the number of ranks that
-    /// listen,
-    /// which are those with an NCCL process group. Blocks.
+    /// listen, which are those with an NCCL process group. Blocks.
     pub(crate) fn dump(&self, ranks: impl Iterator<Item = u32>) -> usize {
         let told = ranks.filter(|rank| self.trigger(*rank)).count();
         if told > 0 {

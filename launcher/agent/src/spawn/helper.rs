@@ -1,6 +1,5 @@
 //! Runs a short-lived helper program, such as a debugger, and collects its output. The program has a time limit and
-//! does
-//! not outlive this process.
+//! does not outlive this process.
 
 use std::process::{ChildStderr, ChildStdout, Command};
 use std::time::{Duration, Instant};

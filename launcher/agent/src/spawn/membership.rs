@@ -2,9 +2,8 @@
 //!
 //! A process belongs to the run if it is a worker, is in a worker's process group, carries the run's mark in its
 //! environment, was adopted by xlaunch when its parent died, or descends from such a process. Before they are killed,
-//! all
-//! of them are stopped until a scan finds no new ones, so that none can fork. A process is identified by id and start
-//! time, because ids are reused.
+//! all of them are stopped until a scan finds no new ones, so that none can fork. A process is identified by id and
+//! start time, because ids are reused.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};

@@ -1,12 +1,10 @@
 //! Worker processes. A single thread that never ends starts them; pidfds report their exits; signals go to their
-//! process
-//! groups.
+//! process groups.
 //!
 //! The kernel ties a child's parent-death signal to the thread that forked it, so a thread of a pool would kill its
 //! workers when it retires. Contract: [`Spawner::spawn`] returns when the program runs or has failed to start; an exit
 //! is reported exactly once; [`Worker::signal`] only initiates. A worker is reaped when its [`Worker`] is dropped:
-//! until
-//! then neither its process id nor that of its group can be reused.
+//! until then neither its process id nor that of its group can be reused.
 //!
 //! ```text
 //! Spawner --fork--> enter the cgroup, bind to CPUs --exec--> worker --fork--> its own children

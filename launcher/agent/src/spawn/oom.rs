@@ -1,10 +1,8 @@
 //! Detects OOM kills from kernel counters that any user may read.
 //!
 //! The cgroup of a rank has a counter only if the administrator has enabled the memory controller for it. The cgroup
-//! that
-//! xlaunch was started in (of a container, a systemd unit or a login session) nearly always has one, and the host has
-//! one
-//! since Linux 4.13. The kernel increments all counters before the exit of the killed process becomes visible.
+//! that xlaunch was started in (of a container, a systemd unit or a login session) nearly always has one, and the host
+//! has one since Linux 4.13. The kernel increments all counters before the exit of the killed process becomes visible.
 
 use std::path::{Path, PathBuf};
 
@@ -38,8 +36,7 @@ impl OomCounters {
     }
 
     /// Returns the kills since these counters were read. `rank` is the counter of the rank's own cgroup, which was
-    /// created
-    /// with the attempt and so started at 0.
+    /// created with the attempt and so started at 0.
     pub(super) fn kills_since(self, rank: u64) -> OomKills {
         self.difference(Self::read(), rank)
     }
@@ -52,9 +49,8 @@ impl OomCounters {
 }
 
 /// Returns the files that may contain the counter of this process's cgroup (version 2 or 1), most likely first. The
-/// mount
-/// point is always included, because a container may see its cgroup as the root while `/proc` shows the path on the
-/// host.
+/// mount point is always included, because a container may see its cgroup as the root while `/proc` shows the path on
+/// the host.
 fn own_counters(root: &Path) -> Vec<PathBuf> {
     let text = fs_err::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let mut files = Vec::new();

@@ -9,8 +9,7 @@
 //! port.
 //!
 //! Any user can hold the locks of all ports. In that case a port is chosen without a lock, so that no user can keep
-//! others
-//! from launching.
+//! others from launching.
 
 use std::hash::BuildHasher;
 use std::io;

@@ -1,8 +1,7 @@
 //! All processes that the workers of an attempt started, even if they have moved to other sessions.
 //!
 //! If cgroups version 2 is mounted and writable, each rank has a cgroup and enters it before its program runs.
-//! Otherwise,
-//! or if a rank could not enter its cgroup, processes are found as described in `membership`, which needs
+//! Otherwise, or if a rank could not enter its cgroup, processes are found as described in `membership`, which needs
 //! [`adopt_orphans`](super::adopt_orphans) to find processes that have lost their parent and cleared their environment.
 //! Either way [`ProcessTree::kill_and_wait`] leaves only processes that the kernel itself cannot kill.
 
@@ -70,8 +69,7 @@ impl ProcessTree {
     }
 
     /// Adds the run's mark to the command's environment, and makes the command enter its rank's cgroup before its
-    /// program
-    /// runs.
+    /// program runs.
     pub(crate) fn prepare(&self, local_rank: u32, command: &mut Command) {
         command.env(env::SCOPE, &self.members.mark);
         if let Some(procs) = self.cgroup_of(local_rank) {
@@ -93,16 +91,14 @@ impl ProcessTree {
     }
 
     /// Excludes the workers of `next` from this tree. They are started before this tree is killed, but begin to work
-    /// only
-    /// afterwards.
+    /// only afterwards.
     pub(crate) fn spare(&mut self, next: &Self) {
         self.members.spared.clone_from(&next.members.leaders);
     }
 
     /// Signals the process groups of all workers, including exited ones, whose children may still run. Stopped groups
-    /// are
-    /// continued, so that a terminating signal is delivered. The groups of `except` are left out, as they have already
-    /// received the signal.
+    /// are continued, so that a terminating signal is delivered. The groups of `except` are left out, as they have
+    /// already received the signal.
     pub(crate) fn signal(&self, signal: Signal, except: &[u32]) {
         self.signal_groups(signal, except);
         if ![Signal::KILL, Signal::STOP, Signal::CONT].contains(&signal) {
@@ -168,8 +164,7 @@ impl ProcessTree {
     }
 
     /// Kills all processes and waits until they are gone. Returns those that remain after `timeout`: the kernel cannot
-    /// end
-    /// them, usually because a device does not respond.
+    /// end them, usually because a device does not respond.
     pub(crate) async fn kill_and_wait(&self, timeout: Duration) -> Vec<Survivor> {
         let deadline = Instant::now() + timeout;
         let mut pause = Duration::from_millis(1);

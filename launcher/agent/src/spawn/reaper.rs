@@ -3,8 +3,7 @@
 //!
 //! The reaper is the same program under another name, in a session of its own, so that neither the terminal nor `pkill
 //! xlaunch` reaches it. Its only connection to xlaunch is a pipe, which carries the cleanup plan as records; end of
-//! file
-//! means that xlaunch is gone. A reaper that is no longer needed is killed.
+//! file means that xlaunch is gone. A reaper that is no longer needed is killed.
 //!
 //! A record is a letter, a value and a zero byte:
 //!

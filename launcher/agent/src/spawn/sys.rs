@@ -112,8 +112,7 @@ pub(super) fn number(fd: &OwnedFd) -> i32 {
 }
 
 /// Makes the process ignore [`JOB_SIGNALS`]. Until the hook runs, it has xlaunch's handlers, so that these signals
-/// never
-/// kill it.
+/// never kill it.
 pub(super) fn ignore_job_signals(command: &mut Command) {
     let hook = || {
         for signal in JOB_SIGNALS {
@@ -127,8 +126,7 @@ pub(super) fn ignore_job_signals(command: &mut Command) {
 }
 
 /// Resets SIGTTIN and SIGTTOU to their default action, even if xlaunch was started with both ignored. A worker that
-/// uses
-/// the terminal from the background is then stopped instead of getting an error.
+/// uses the terminal from the background is then stopped instead of getting an error.
 pub(super) fn obey_job_control(command: &mut Command) {
     let hook = || {
         for signal in [libc::SIGTTIN, libc::SIGTTOU] {
@@ -237,8 +235,8 @@ pub fn start_in_session(command: &mut Command, user: Option<User>) {
     let hook = move || {
         setsid()?;
         if let Some(User { uid, gid, groups }) = &user {
-            // The order matters: after setuid, the groups cannot be changed any more.
-            // SAFETY: pointer and length belong to one array that the hook owns; the other arguments are integers.
+            // The order matters: after setuid, the groups cannot be changed any more. SAFETY: pointer and length belong
+            // to one array that the hook owns; the other arguments are integers.
             let failed = unsafe {
                 libc::setgroups(groups.len(), groups.as_ptr()) != 0
                     || libc::setgid(*gid) != 0

@@ -1,9 +1,8 @@
 //! Tests the cleanup of processes with real ones.
 //!
 //! Parenthood, reaping and death concern whole processes, so each scene runs in a process of its own: this test
-//! program,
-//! started again with the name of the scene in [`SCENE`]. It panics if a check fails. Processes of a scene inherit the
-//! variable unless they clear their environment, so the test can find the ones that remain.
+//! program, started again with the name of the scene in [`SCENE`]. It panics if a check fails. Processes of a scene
+//! inherit the variable unless they clear their environment, so the test can find the ones that remain.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};

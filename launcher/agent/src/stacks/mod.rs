@@ -4,8 +4,7 @@
 //! Subject (rank, pid) --/proc--> processes and threads --gdb or eu-stack, py-spy--> stacks --> text, gRPC
 //! ```
 //! Reading `/proc` does not affect a process. A debugger stops it briefly and then continues it, so no debugger is used
-//! on
-//! a process that is stopped or already has a debugger.
+//! on a process that is stopped or already has a debugger.
 //!
 //! The functions here block for up to [`tools::TOOL_TIMEOUT`], so they must run on a thread of their own.
 

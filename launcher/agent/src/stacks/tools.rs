@@ -1,8 +1,7 @@
 //! Gets stacks from installed tools: gdb, or else eu-stack, and in addition py-spy for Python.
 //!
 //! Only one debugger can be attached to a process, so only one tool for native code is used; py-spy reads the memory of
-//! a
-//! process without stopping it. All tools run at the same time.
+//! a process without stopping it. All tools run at the same time.
 
 use std::io::Read;
 use std::path::PathBuf;

@@ -1,8 +1,7 @@
 //! Hang detection for jobs of the built-in trainer. Pure: no clock, no IO.
 //!
 //! All ranks take part in every step, so one hung rank stalls the whole job. A thread of each worker sends heartbeats
-//! with
-//! the phase of the training thread. The culprits are
+//! with the phase of the training thread. The culprits are
 //! 1. ranks whose process is stopped and that sent no heartbeat for [`HEARTBEAT_TIMEOUT`];
 //! 2. after the hang timeout without progress, the ranks that pass all of these filters, applied in order; a filter
 //! that
@@ -16,10 +15,9 @@
 //! If the ranks do not differ, all of them are culprits: they wait for the network or for a GPU.
 //!
 //! Between the rendezvous and its session a rank opens the communicator together with all other ranks. If some ranks
-//! have
-//! opened it, a rank that has not done so within the hang timeout is a culprit. If no rank has, opening may just be
-//! slow:
-//! the ranks are then reported so that evidence is collected, and the deadline of the sessions ends the attempt.
+//! have opened it, a rank that has not done so within the hang timeout is a culprit. If no rank has, opening may just
+//! be slow: the ranks are then reported so that evidence is collected, and the deadline of the sessions ends the
+//! attempt.
 //!
 //! Invariants:
 //! - the timeout adapts to the job: max(60 s or `launch.hang_timeout`, 5 x the 99th percentile of the last 200 step
@@ -194,10 +192,8 @@ impl HangDetector {
     }
 
     /// Looks for hangs. Must be called once a second. Returns `None` if the set of culprits, which may be empty, has
-    /// not
-    /// changed. `is_stopped` tells whether the process of a rank is stopped by a signal; it is called only for ranks
-    /// that
-    /// have missed heartbeats.
+    /// not changed. `is_stopped` tells whether the process of a rank is stopped by a signal; it is called only for
+    /// ranks that have missed heartbeats.
     pub(crate) fn poll(&mut self, now: Instant, is_stopped: impl Fn(u32) -> bool) -> Option<HangReport> {
         let since_poll = now.saturating_duration_since(std::mem::replace(&mut self.last_poll, now));
         if since_poll > AGENT_SUSPENDED_AFTER {

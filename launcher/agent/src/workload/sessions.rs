@@ -50,8 +50,7 @@ impl Sessions {
     }
 
     /// Closes a session. Dropping the last sender ends the stream of commands, which tells the worker that its last
-    /// report
-    /// has arrived.
+    /// report has arrived.
     pub(super) fn closed(&mut self, rank: u32) {
         if let Some(session) = self.ranks.get_mut(rank as usize) {
             session.commands = None;
@@ -59,8 +58,7 @@ impl Sessions {
     }
 
     /// Queues a command for a worker. A worker that does not empty its queue hangs, so a command that finds the queue
-    /// full
-    /// is dropped.
+    /// full is dropped.
     pub(super) fn send(&self, rank: u32, command: Command) {
         if let Some(commands) = self.ranks.get(rank as usize).and_then(|session| session.commands.as_ref()) {
             let _ = commands.try_send(Ok(AgentCommand { command: Some(command) }));

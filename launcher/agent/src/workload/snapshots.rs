@@ -6,11 +6,9 @@
 //!        a worker has died: headers of all ranks --> newest snapshot that all ranks have --> the next attempt
 //! ```
 //! The agent neither maps nor sizes the files, and reads only their headers; `xlaunch_proto::snapshot` has the format.
-//! The
-//! agent does not check snapshots for damage: a rank that finds a damaged snapshot erases it, so that the next attempt
-//! resumes from the previous snapshot or from disk, whichever is newer. The memory is released when the last process
-//! that
-//! has the files open is gone.
+//! The agent does not check snapshots for damage: a rank that finds a damaged snapshot erases it, so that the next
+//! attempt resumes from the previous snapshot or from disk, whichever is newer. The memory is released when the last
+//! process that has the files open is gone.
 
 use std::fs::File;
 use std::io;
@@ -70,8 +68,7 @@ pub fn memory_use(spec: &JobSpec, state_bytes: u64, available: Option<u64>) -> R
 }
 
 /// Message for users who want snapshots, if the job has several nodes. Such jobs use no snapshots, because the memory
-/// of a
-/// lost node is lost too.
+/// of a lost node is lost too.
 pub(super) fn note_of_nodes(spec: &JobSpec) -> Option<&'static str> {
     let is_wanted = match spec.checkpoint.memory {
         MemorySnapshots::Off => false,

@@ -1,8 +1,7 @@
 //! Finds stragglers: ranks that are slower than the others. Pure.
 //!
 //! All ranks make each step together, so the slowest one sets the pace. Each rank reports the duration of a step
-//! without
-//! the time that it waited for others. It is compared with the median over all ranks in two ways:
+//! without the time that it waited for others. It is compared with the median over all ranks in two ways:
 //! - its median step in a window of [`WINDOW_STEPS`] steps, [`WINDOWS`] times in a row, finds a rank that is always
 //! slow;
 //! - its total time in a span of windows that took [`SPAN_SECONDS`], [`SPANS`] times in a row, finds a rank that pauses

@@ -1,7 +1,6 @@
 //! Fuzzes the reports of an agent, which is a process of the job's user: result and status, as files and as messages,
-//! and
-//! the daemon's record of the agent. Reports must be bounded before they are kept, encoded, shown on the page and in
-//! `/metrics`, and printed by the clients.
+//! and the daemon's record of the agent. Reports must be bounded before they are kept, encoded, shown on the page and
+//! in `/metrics`, and printed by the clients.
 #![no_main]
 
 #[path = "../../../src/render/mod.rs"]
@@ -230,8 +229,7 @@ fn assert_lines(text: &str, most: usize) {
 }
 
 /// Checks that the text of a log does not depend on the chunks in which it arrives, up to an incomplete character at
-/// its
-/// end.
+/// its end.
 fn log(bytes: &[u8], cut: usize) {
     let (first, second) = bytes.split_at(cut.min(bytes.len()));
     let mut chunks = render::sanitize::LogSanitizer::default();

@@ -1,12 +1,9 @@
 //! Connections to agents.
 //!
 //! The directory of the socket belongs to the job's user, who may have replaced the socket. The daemon connects only to
-//! a
-//! socket of that user, without following links, and uses the connection only if the peer is a process of that user. So
-//! no
-//! user can make the daemon query or stop another user's job, or activate a system service. Message and window sizes
-//! are
-//! bounded.
+//! a socket of that user, without following links, and uses the connection only if the peer is a process of that user.
+//! So no user can make the daemon query or stop another user's job, or activate a system service. Message and window
+//! sizes are bounded.
 
 use std::io;
 use std::os::fd::AsRawFd;

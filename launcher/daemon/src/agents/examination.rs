@@ -1,14 +1,12 @@
 //! Runs the process that examines GPUs: this program as `xlaunch doctor`, under the daemon's user. The daemon itself
-//! never
-//! calls CUDA.
+//! never calls CUDA.
 //!
 //! ```text
 //! files of the last examination removed --> process (under systemd: a unit) --its stdout--> report
 //!                                             ^ ends when its stdin does, as at the timeout and with the daemon
 //! ```
 //! The process uses no files or directories that a job's user can write: a full or manipulated `/tmp` must not make a
-//! GPU
-//! fail. Its cache is kept, because later examinations compare with the rates in it.
+//! GPU fail. Its cache is kept, because later examinations compare with the rates in it.
 
 use std::fs::DirBuilder;
 use std::io;

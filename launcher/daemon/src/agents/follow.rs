@@ -9,10 +9,8 @@
 //!                     begun: its result, or lost; otherwise not started
 //! ```
 //! Whether the agent runs is determined from its unit or process ([`Agent`]). The files in its directory, which its
-//! user
-//! can forge, are read only after the agent is known to have exited, so that they can neither free a slot in use nor
-//! keep
-//! an unused one.
+//! user can forge, are read only after the agent is known to have exited, so that they can neither free a slot in use
+//! nor keep an unused one.
 
 use std::io;
 use std::path::PathBuf;
@@ -105,8 +103,7 @@ pub(crate) struct FollowSetup {
 }
 
 /// Follows a start to its end, and sends its events with the job's id. If `fresh`, starts the agent; otherwise an
-/// earlier
-/// daemon has started it or was about to. `stop` tells when to stop the job, `warning` which signal to send its
+/// earlier daemon has started it or was about to. `stop` tells when to stop the job, `warning` which signal to send its
 /// workers.
 pub(crate) async fn follow(
     job_start: JobStart,
@@ -161,8 +158,7 @@ impl Follower {
     }
 
     /// Returns the reason why the job must not start as its user: the user id has no account any more, or that of
-    /// another
-    /// user. Retries while the user database does not respond.
+    /// another user. Retries while the user database does not respond.
     async fn account_problem(&self) -> Option<String> {
         let JobStart { job, uid, user, .. } = &self.job_start;
         let uid = *uid;
@@ -256,8 +252,7 @@ impl Follower {
     }
 
     /// Sends the description, if there is one, and waits until the agent has begun. Returns the reason if it has not,
-    /// in
-    /// which case it is about to exit.
+    /// in which case it is about to exit.
     async fn begin(&self, agent: &Agent, input: Option<Input>) -> Option<String> {
         let send = async {
             if let Some((mut pipe, description)) = input {
@@ -292,8 +287,7 @@ impl Follower {
     }
 
     /// Watches the agent until it has exited. `failure` is set if the agent has not begun; the inner value is the
-    /// reason if
-    /// that is a failure.
+    /// reason if that is a failure.
     async fn watch(&self, agent: Agent, failure: Option<Option<String>>) -> AgentEvent {
         let mut usage = None;
         let last = match failure {
@@ -375,8 +369,7 @@ impl Follower {
     }
 
     /// Waits until the job is to be stopped in this way or a stronger one. Waits forever if the manager is gone,
-    /// because
-    /// the job outlives the daemon.
+    /// because the job outlives the daemon.
     async fn stop_requested(&self, how: Stop) {
         if self.stop.clone().wait_for(|stop| *stop >= how).await.is_err() {
             std::future::pending().await

@@ -1,21 +1,17 @@
 //! Runs the operator's programs around a job: before the job starts (prolog), after its processes are gone and before
-//! its
-//! GPUs are freed (epilog), and after its end is recorded (on_end).
+//! its GPUs are freed (epilog), and after its end is recorded (on_end).
 //!
 //! ```text
 //! Starting --> prolog --> agent ... exited --> epilog --> Ended --> on_end
 //!                '--> failed: the node is drained, the job waits
 //! ```
 //! If a prolog that runs as the job's user fails, the job fails instead: the user can make the prolog fail, so that
-//! says
-//! nothing about the node.
+//! says nothing about the node.
 //!
 //! After a daemon was killed, the next one runs the prolog again when it starts the job again, and the epilog when it
-//! finds
-//! that the job has ended. So hooks run at least once for each start. Under systemd, each hook is a unit of its own,
-//! outside the confinement of the daemon's unit; otherwise it is a process in its own session. A hook that takes too
-//! long
-//! is killed.
+//! finds that the job has ended. So hooks run at least once for each start. Under systemd, each hook is a unit of its
+//! own, outside the confinement of the daemon's unit; otherwise it is a process in its own session. A hook that takes
+//! too long is killed.
 
 use std::io;
 use std::os::unix::process::CommandExt;

@@ -1,18 +1,15 @@
 //! Starts and follows the agents of jobs.
 //!
 //! An agent is this program, run as `xlaunch agent DIR` under the job's user. Under systemd each agent is a transient
-//! unit,
-//! so that it neither ends with the daemon nor shares the daemon's resource limits; otherwise it is a process in its
-//! own
-//! session.
+//! unit, so that it neither ends with the daemon nor shares the daemon's resource limits; otherwise it is a process in
+//! its own session.
 //!
 //! ```text
 //! spawn (its input is a pipe) --> record the process --> write the description to the pipe, close it --> begun
 //! ```
 //! An agent does nothing before it has read a complete description. If the daemon dies before that, the agent ends
-//! without
-//! a trace; an agent with a description has always been recorded. Whether an agent runs is determined from its unit, or
-//! from its process through a pidfd, and never from anything that its user can write.
+//! without a trace; an agent with a description has always been recorded. Whether an agent runs is determined from its
+//! unit, or from its process through a pidfd, and never from anything that its user can write.
 
 pub(crate) mod connect;
 pub(crate) mod examination;
@@ -126,8 +123,7 @@ impl AgentStarter {
 
 impl AgentStarter {
     /// Returns the jobs in these directories whose units run, each with the user id that it runs as. Agents that are
-    /// plain
-    /// processes are found through their records instead.
+    /// plain processes are found through their records instead.
     ///
     /// # Errors
     /// The system manager does not respond, so the state is unknown.

@@ -1,10 +1,8 @@
 //! Runs agents as transient systemd units, over D-Bus (org.freedesktop.systemd1).
 //!
 //! The daemon trusts only the state of the unit: a job's user can neither leave the unit's cgroup nor change its state.
-//! The
-//! agent is the main process. After it has exited, systemd kills the remaining processes of the cgroup, and only then
-//! is
-//! the unit inactive. A reference keeps the unit loaded until the daemon has read its resource usage.
+//! The agent is the main process. After it has exited, systemd kills the remaining processes of the cgroup, and only
+//! then is the unit inactive. A reference keeps the unit loaded until the daemon has read its resource usage.
 
 use std::fmt::Display;
 use std::os::fd::OwnedFd;
@@ -22,8 +20,7 @@ use super::process;
 use crate::measured::Usage;
 
 /// Interval at which a unit is polled after its main process has exited until it is inactive, and while its main
-/// process
-/// is unknown.
+/// process is unknown.
 const UNIT_POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Time for systemd to unload the unit of an earlier start of the job, which has the same name.
 const UNIT_NAME_TIMEOUT: Duration = Duration::from_secs(5);
@@ -34,8 +31,7 @@ const MAX_OPEN_FILES: u64 = 1 << 20;
 /// If this file exists, PAM applies the limits of limits.conf(5); see `deploy/optional/pam-xlaunch`.
 const PAM_SERVICE: &str = "/etc/pam.d/xlaunch";
 /// Devices that every job on a node with GPUs may use: driver devices that are not tied to a GPU, and devices of
-/// networks
-/// between GPUs. `DevicePolicy=closed` also allows `/dev/null`, terminals and similar devices.
+/// networks between GPUs. `DevicePolicy=closed` also allows `/dev/null`, terminals and similar devices.
 const SHARED_DEVICES: [&str; 10] = [
     "/dev/nvidiactl",
     "/dev/nvidia-uvm",
@@ -335,8 +331,8 @@ impl Unit {
 /// The path of this program.
 fn program() -> zbus::Result<String> {
     let program = std::env::current_exe().map_err(|error| zbus::Error::InputOutput(error.into()))?;
-    // After an upgrade, the kernel appends this mark to the path of the replaced binary. The path without it is that
-    // of the new binary.
+    // After an upgrade, the kernel appends this mark to the path of the replaced binary. The path without it is that of
+    // the new binary.
     let program = program.to_string_lossy();
     Ok(program.strip_suffix(" (deleted)").unwrap_or(&program).to_owned())
 }

@@ -76,8 +76,7 @@ pub(crate) fn problem_of(program: &Path) -> Option<String> {
 }
 
 /// Returns a warning for each item of `jobs.leave_gpus` that matches no GPU: it may be misspelt, in which case jobs
-/// would
-/// run on the GPU that was meant. Empty if the GPUs are unknown.
+/// would run on the GPU that was meant. Empty if the GPUs are unknown.
 pub(crate) fn unknown_gpus(jobs: &JobsSection, inventory: &Inventory) -> Vec<String> {
     if !inventory.problem.is_empty() {
         return Vec::new();

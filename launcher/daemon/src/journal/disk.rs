@@ -19,8 +19,7 @@ pub(super) trait Disk: Debug + Send {
     fn write(&self, file: &mut File, bytes: &[u8]) -> io::Result<()>;
     fn truncate(&self, file: &File, len: u64) -> io::Result<()>;
     /// Allocates space for `bytes` bytes after the first `len`, if the disk has that much. Does not change the length
-    /// of
-    /// the file.
+    /// of the file.
     fn reserve(&self, file: &File, len: u64, bytes: u64);
     /// fdatasync(2): returns when contents and length are on disk.
     fn sync(&self, file: &File) -> io::Result<()>;

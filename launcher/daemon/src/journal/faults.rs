@@ -1,8 +1,7 @@
 //! A disk with fault injection for the journal's tests: any call can fail, or be the last one before a crash.
 //!
 //! The files in the directory model the page cache. In addition, the state that survives a power failure is kept:
-//! contents
-//! at their last sync, and names at the last sync of the directory. Nothing is ever synced to the real disk.
+//! contents at their last sync, and names at the last sync of the directory. Nothing is ever synced to the real disk.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsString;

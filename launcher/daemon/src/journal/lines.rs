@@ -2,9 +2,8 @@
 //! <JSON>\n`. Pure.
 //!
 //! A line is valid if it ends with a newline and its checksum matches. An incomplete last line is a torn write: the
-//! daemon
-//! or the node stopped during an append. All other invalid lines were damaged by the disk or an editor. That includes a
-//! complete last line, because its record may have been acknowledged.
+//! daemon or the node stopped during an append. All other invalid lines were damaged by the disk or an editor. That
+//! includes a complete last line, because its record may have been acknowledged.
 
 use std::io;
 use std::ops::Range;
@@ -44,8 +43,7 @@ pub(crate) enum State {
         end: usize,
     },
     /// The file must be rewritten without the invalid `lines`, counted from 1. If `header` is false, the header is
-    /// missing
-    /// or invalid, and version 1 was assumed.
+    /// missing or invalid, and version 1 was assumed.
     Damaged {
         lines: Vec<usize>,
         header: bool,

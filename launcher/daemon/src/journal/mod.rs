@@ -38,14 +38,12 @@ use crate::trusted_path;
 use xlaunch_agent::clock;
 
 /// Time to wait for the lock. It can outlive its daemon until that process has exited, and until a child that it has
-/// just
-/// forked calls exec, since the child shares the lock until then.
+/// just forked calls exec, since the child shares the lock until then.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 const LOCK_RETRY_DELAY: Duration = Duration::from_millis(10);
 
 /// Space allocated after the end of the file, so that events can still be recorded if jobs fill the disk. Limited to
-/// one
-/// part in [`RESERVED_PART_OF_DISK`] of the disk.
+/// one part in [`RESERVED_PART_OF_DISK`] of the disk.
 const RESERVED_BYTES: u64 = 1 << 20;
 const RESERVED_PART_OF_DISK: u64 = 64;
 

@@ -110,8 +110,7 @@ impl Manager {
             info!(job, uid = caller.uid, "job {job} is cancelled by user {}", caller.label());
         }
         // Also applies to a job that was cancelled before, as it may have to be killed now. `Jobs::cancel` has checked
-        // the
-        // caller.
+        // the caller.
         if self.cancelled_by(job).is_some()
             && let Some(runtime) = self.runtime.get(&job)
         {

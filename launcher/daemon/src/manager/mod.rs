@@ -2,12 +2,10 @@
 //!
 //! Each event (a command, an agent's event, a GPU change, a reload) is turned into records, which are written to the
 //! journal and applied to [`Jobs`] before the manager acts on them. After each event, the manager starts the jobs that
-//! can
-//! start, and publishes the view if it has changed.
+//! can start, and publishes the view if it has changed.
 //!
 //! If the journal cannot be written, commands are refused and no jobs are started. Events that have already happened,
-//! such
-//! as the end of a job, are applied nevertheless, and the journal is rewritten as soon as the disk permits.
+//! such as the end of a job, are applied nevertheless, and the journal is rewritten as soon as the disk permits.
 
 mod commands;
 mod examination;
@@ -387,8 +385,7 @@ impl Manager {
     }
 
     /// Handles a failed prolog. The node is drained before the job returns to the queue: otherwise one job after the
-    /// other
-    /// would fail.
+    /// other would fail.
     fn on_prolog_failed(&mut self, job: u64, reason: &str) {
         if self.cancelled_by(job).is_some() || self.limit_reached(job).is_some() {
             return self.on_not_started(job, None);

@@ -31,8 +31,7 @@ impl AccountingState {
 
 impl Manager {
     /// Records an event that has happened, whether or not it can be written to the journal. Then forgets the oldest
-    /// ended
-    /// jobs.
+    /// ended jobs.
     pub(super) fn record_event(&mut self, record: Record) {
         let on_gpus = self.jobs.active().any(|(_, entry)| entry.submitted.gpus > 0);
         if let Record::Ended { job, end, reason, .. } = &record {
@@ -52,8 +51,7 @@ impl Manager {
     }
 
     /// Writes the accounts of ended jobs that may not be in the accounting file yet. After a failure, the next tick
-    /// tries
-    /// again.
+    /// tries again.
     pub(super) fn write_accounts(&mut self) {
         if self.jobs.unaccounted.is_empty() || self.accounting_state == AccountingState::Failed {
             return;

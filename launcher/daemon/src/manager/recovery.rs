@@ -40,8 +40,7 @@ impl Manager {
     }
 
     /// Lists jobs that are missing in the journal, and removes the files of forgotten jobs. Returns whether the journal
-    /// is
-    /// complete.
+    /// is complete.
     fn find_unlisted_jobs(&mut self) -> bool {
         let last = self.jobs.submitted;
         let now = self.now();

@@ -1,10 +1,8 @@
 //! The life cycle of the daemon: configuration -> [`App`] -> serve -> drain.
 //!
 //! [`App::open`] acquires everything that can fail, in the order in which an error helps the operator most: state
-//! directory
-//! and journal, agents, sockets, GPUs. [`App::serve`] then starts the manager and the services. On SIGTERM or SIGINT
-//! the
-//! services drain, and jobs keep running. SIGHUP reloads `[jobs]`.
+//! directory and journal, agents, sockets, GPUs. [`App::serve`] then starts the manager and the services. On SIGTERM or
+//! SIGINT the services drain, and jobs keep running. SIGHUP reloads `[jobs]`.
 //!
 //! Under systemd, the daemon notifies readiness and status, and feeds the watchdog for as long as the manager makes
 //! progress.

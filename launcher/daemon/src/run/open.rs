@@ -22,8 +22,7 @@ use xlaunch_agent::spawn::sys;
 use xlaunch_proto::refusal::Refusal;
 
 /// Time to wait for an address in use. The sockets of a killed daemon stay open until a child that it has just forked
-/// calls
-/// exec.
+/// calls exec.
 const BIND_TIMEOUT: Duration = Duration::from_secs(2);
 const BIND_RETRY_DELAY: Duration = Duration::from_millis(50);
 

@@ -1,10 +1,8 @@
 //! Serves the web page as part of the daemon. A failure of the page never ends the daemon.
 //!
 //! The address is bound before readiness is notified, so that the page is available from the start. If the address is
-//! in
-//! use, which any user can cause, the daemon starts anyway, keeps trying, and reports the problem in `xlaunch node`.
-//! With
-//! `xlaunch-web.socket`, systemd binds the address before any user can.
+//! in use, which any user can cause, the daemon starts anyway, keeps trying, and reports the problem in `xlaunch node`.
+//! With `xlaunch-web.socket`, systemd binds the address before any user can.
 
 use std::io;
 use std::time::Duration;

@@ -1,11 +1,9 @@
 //! Authorizes callers, and enforces quotas on the resources that a user can hold in the daemon at a time.
 //!
 //! The kernel reports the user id of a connection. The user's name, and whether the user is an administrator, is looked
-//! up
-//! in the system's user database, which may be a network service that is slow or down. Lookups run on a few blocking
+//! up in the system's user database, which may be a network service that is slow or down. Lookups run on a few blocking
 //! threads and are cached for a few seconds. While the database does not respond, only root and the daemon's own user
-//! are
-//! administrators, known users keep their names, and users whose names are unknown are refused.
+//! are administrators, known users keep their names, and users whose names are unknown are refused.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -84,8 +82,7 @@ impl Access {
     }
 
     /// Returns the user that a connection of `uid` counts against. If that needs a lookup, it is made in the
-    /// background,
-    /// and the connection is recounted afterwards.
+    /// background, and the connection is recounted afterwards.
     pub(super) fn holder(&self, uid: u32, open: &Connections) -> u32 {
         if uid == 0 || uid == self.0.own {
             return uid;
@@ -132,8 +129,7 @@ impl Access {
     /// Looks up the account of a user who submits a job.
     ///
     /// A user id without an account is refused, because its job would get a group that belongs to someone else. The ids
-    /// of
-    /// user namespaces, of which one person can have many, have no accounts either.
+    /// of user namespaces, of which one person can have many, have no accounts either.
     pub(super) async fn account(&self, uid: u32) -> Result<Account, CommandError> {
         let unavailable = |why: &dyn fmt::Display| {
             CommandError::Unavailable(format!("failed to look up user id {uid} in the user database: {why}"))

@@ -1,10 +1,8 @@
 //! Determines the holder that connections and calls count against, because one person can call with thousands of user
-//! ids
-//! from user namespaces.
+//! ids from user namespaces.
 //!
 //! Subordinate ids (subuid(5)) count against their owner, and all ids without an account against a common holder.
-//! Accounts
-//! are looked up in the background, since the user database may be slow; until then an id counts by itself.
+//! Accounts are looked up in the background, since the user database may be slow; until then an id counts by itself.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};

@@ -28,8 +28,7 @@ const LISTEN_BACKLOG: i32 = 1024;
 /// Listens on `socket`. Only this user can connect; if the daemon runs as root, the members of `group` can too.
 ///
 /// Replaces the socket of a dead daemon. This is not safe against two daemons that start at the same time, which the
-/// lock
-/// on the state directory prevents.
+/// lock on the state directory prevents.
 ///
 /// # Errors
 /// `AddrInUse` if a daemon listens there; `AlreadyExists` if the path is a file that is not a socket.
@@ -69,8 +68,7 @@ pub fn bind(socket: &Path, group: Option<&str>) -> io::Result<UnixListener> {
 }
 
 /// Accepts connections, as [`net::accept`] does. If the socket is deleted, for example by a cleaner of temporary files,
-/// it
-/// is bound again, because clients could not find this daemon otherwise.
+/// it is bound again, because clients could not find this daemon otherwise.
 pub(super) fn accept(
     listener: UnixListener,
     group: Option<String>,

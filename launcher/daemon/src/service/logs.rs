@@ -47,8 +47,7 @@ pub(super) struct Source {
 ///
 /// # Errors
 /// `FAILED_PRECONDITION` for a job that has not started. The stream contains the agent's errors, `NOT_FOUND` if there
-/// is no
-/// log, or `FAILED_PRECONDITION` if the log must not be read.
+/// is no log, or `FAILED_PRECONDITION` if the log must not be read.
 pub(super) fn stream<T: Send + 'static>(
     source: Source,
     guard: T,
@@ -199,8 +198,7 @@ pub(super) fn agent_error(status: &Status) -> Option<Status> {
 }
 
 /// Opens the log directory of a job. Its parent belongs to the daemon, but the directory itself may have been replaced
-/// by
-/// a link.
+/// by a link.
 fn open_dir(path: &Path) -> io::Result<OwnedFd> {
     let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let agent = openat(CWD, path.parent().unwrap_or(path), flags | OFlags::PATH, Mode::empty())?;

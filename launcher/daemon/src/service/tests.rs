@@ -1,6 +1,5 @@
 //! Tests calls of several users over a real socket. A client binds its end of the connection to a path that begins with
-//! a
-//! user id, which stands in for the kernel's peer credentials.
+//! a user id, which stands in for the kernel's peer credentials.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -50,8 +49,7 @@ struct Case {
 
 impl Case {
     /// Creates a daemon with these jobs, each given as id, user and state. The manager answers all commands with
-    /// `refuse`,
-    /// or accepts them.
+    /// `refuse`, or accepts them.
     fn new<const N: usize>(jobs: [(u64, u32, NodeJobState); N], refuse: Option<CommandError>) -> Self {
         let view = |(id, uid, state): (u64, u32, NodeJobState)| {
             let job = Job { id, uid, state: state.into(), started_unix_ms: 1, ..Default::default() };

@@ -5,8 +5,7 @@
 //!
 //! A later job delays a reservation unless it has ended by then, or its resources are free in addition to the reserved
 //! ones. If the time of the reservation is unknown, because a job that it depends on has no limit, no job of the same
-//! kind
-//! overtakes it, and jobs of the other kind leave the reserved memory free.
+//! kind overtakes it, and jobs of the other kind leave the reserved memory free.
 //!
 //! Invariant: if running jobs respect their limits and no job is put before it in the queue, a job with a reservation
 //! starts no later than its reservation says.
@@ -106,15 +105,13 @@ impl Ledger {
     }
 
     /// Returns the resources that are free now. Jobs may hold more than the capacity, as limits can be lowered while
-    /// they
-    /// run.
+    /// they run.
     pub(super) fn free(&self) -> Demand {
         self.capacity.minus(self.held)
     }
 
     /// Reserves the resources that a job needs. `others` are other reservations, which count as held from now until
-    /// they
-    /// are released.
+    /// they are released.
     pub(super) fn reserve(
         &self,
         job: u64,
@@ -183,8 +180,7 @@ impl Reservation {
     }
 
     /// Accounts for a candidate that starts. If it runs beyond the start of the reservation, its resources are no
-    /// longer
-    /// free in addition to the reserved ones.
+    /// longer free in addition to the reserved ones.
     pub(super) fn give(&mut self, candidate: &Candidate) {
         if self.at.is_some_and(|at| !candidate.ends_by(at)) {
             self.beside = self.beside.minus(candidate.demand);

@@ -2,8 +2,7 @@
 //!
 //! Times in the journal are in milliseconds on this clock. At boot, the clock is set to the time since 1970, and then
 //! advances with CLOCK_BOOTTIME, so setting the system clock does not change it. It never goes back, even across
-//! reboots,
-//! which are detected by the boot id. Times that users see are converted to the system clock at that moment.
+//! reboots, which are detected by the boot id. Times that users see are converted to the system clock at that moment.
 
 use super::{Jobs, Record};
 
@@ -28,8 +27,7 @@ impl NodeClock {
 
 impl Jobs {
     /// Returns the record that starts the clock of this boot, unless it is already running. `uptime` is the time since
-    /// the
-    /// boot, `unix` the time on the system clock, which may be wrong.
+    /// the boot, `unix` the time on the system clock, which may be wrong.
     pub(crate) fn start_clock(&self, boot: &str, uptime: u64, unix: u64) -> Option<Record> {
         if self.clock.boot == boot && self.clock.offset > 0 && self.clock.at(uptime) >= self.latest {
             return None;

@@ -152,10 +152,8 @@ impl Jobs {
     }
 
     /// Returns the record that takes the node (if `gpus` is empty) or GPUs out of service or, with `undo`, puts them
-    /// back.
-    /// GPUs that were drained individually, for example by the doctor, stay drained when the node is put back. `known`
-    /// are
-    /// the node's GPUs by index and UUID.
+    /// back. GPUs that were drained individually, for example by the doctor, stay drained when the node is put back.
+    /// `known` are the node's GPUs by index and UUID.
     pub(crate) fn drain(
         caller: &Caller,
         gpus: &[String],

@@ -1,8 +1,7 @@
 //! Dependencies between jobs. Pure.
 //!
 //! When a dependency ends, its outcome is stored with the waiting job, so that it outlives the dependency. A job can
-//! depend
-//! only on earlier jobs, so there are no cycles.
+//! depend only on earlier jobs, so there are no cycles.
 
 use std::collections::{BTreeMap, BTreeSet};
 

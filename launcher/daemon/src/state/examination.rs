@@ -5,8 +5,7 @@
 //!            '------> skipped: held by a job, in foreign use, sick, or excluded by jobs.leave_gpus
 //! ```
 //! Examinations are not in the journal: they end with the daemon, and the next daemon finds the GPUs free. Drained GPUs
-//! are
-//! examined too, because that shows whether a repair was successful; they stay drained.
+//! are examined too, because that shows whether a repair was successful; they stay drained.
 
 use std::time::Duration;
 
@@ -102,8 +101,7 @@ impl Ending {
     /// Returns the verdict about a GPU that was examined.
     ///
     /// A failure that concerns several GPUs, such as a wrong all-reduce, is not attributed to any of them. A hanging
-    /// GPU
-    /// keeps the others from being examined, so after a timeout all of them are suspect.
+    /// GPU keeps the others from being examined, so after a timeout all of them are suspect.
     pub(crate) fn verdict(&self, index: u32, uuid: &str) -> Verdict {
         let report = match self {
             Self::Report(report) => report,

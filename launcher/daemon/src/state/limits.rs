@@ -2,8 +2,7 @@
 //!
 //! A job's time starts with its `Starting` record. A warning is recorded before it is sent, so that it is sent at most
 //! once; a stop is recorded before it is requested, so that it is not lost. A user's `cancel` takes precedence: a job
-//! that
-//! is being cancelled gets neither.
+//! that is being cancelled gets neither.
 
 use std::time::Duration;
 
@@ -68,8 +67,7 @@ pub(crate) fn reached_at(submitted: &Submitted, started: u64) -> Option<u64> {
 }
 
 /// Returns the latest time at which a job that starts at `started` has released its resources: its time limit plus the
-/// time
-/// that it may take to stop.
+/// time that it may take to stop.
 pub(crate) fn released_by(submitted: &Submitted, started: u64) -> Option<u64> {
     let margin = AGENT_STOP_MARGIN.as_secs_f64() + submitted.shutdown_timeout.max(0.0);
     Some(reached_at(submitted, started)?.saturating_add((margin * 1000.0) as u64))

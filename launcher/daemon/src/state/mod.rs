@@ -1,8 +1,7 @@
 //! The jobs of a node, as a fold over the journal's records. Pure: no clock, no IO.
 //!
 //! [`Jobs::apply`] applies events that have happened. [`mod@commands`] and [`schedule`] decide what happens next, in
-//! the
-//! form of records that the manager writes to the journal before it acts on them.
+//! the form of records that the manager writes to the journal before it acts on them.
 //!
 //! ```text
 //! Submitted -> Queued --Starting--> Active --Ended--> Ended --Forgotten--> removed
@@ -13,12 +12,10 @@
 //!                '--Ended (cancelled)---------------->
 //! ```
 //! A submitted job is queued until the scheduler starts it. `Starting` is written before its agent is started, so a job
-//! is
-//! active from the moment at which its agent may exist. `Cancelled` and `TimeLimitReached` mark an active job: its
-//! agent is
-//! told to stop, and the job stays active until the agent has exited. A start that provably never happened puts the job
-//! back in the queue, and so does the loss of a job that was submitted for requeueing. The end of a job is final. Ended
-//! jobs of a user beyond `jobs.keep` are forgotten, oldest first.
+//! is active from the moment at which its agent may exist. `Cancelled` and `TimeLimitReached` mark an active job: its
+//! agent is told to stop, and the job stays active until the agent has exited. A start that provably never happened
+//! puts the job back in the queue, and so does the loss of a job that was submitted for requeueing. The end of a job is
+//! final. Ended jobs of a user beyond `jobs.keep` are forgotten, oldest first.
 //!
 //! Invariants:
 //! - a job holds GPUs only while it is active;
@@ -83,8 +80,7 @@ pub(crate) enum Phase {
         started: u64,
         at: u64,
         /// Sequence number among the ended jobs of the node, counted from 1. Times cannot be used instead, as clocks
-        /// can be
-        /// set back.
+        /// can be set back.
         order: u64,
         /// `None` if unknown.
         usage: Option<Usage>,
@@ -131,8 +127,7 @@ pub(crate) struct Jobs {
 
 impl Jobs {
     /// Applies a record. A record that does not fit the job's phase, which can happen after a damaged part of the
-    /// journal,
-    /// changes nothing.
+    /// journal, changes nothing.
     pub(crate) fn apply(&mut self, record: Record) {
         self.see(&record);
         match record {
@@ -244,8 +239,7 @@ impl Jobs {
     }
 
     /// Takes a job out of its phase, and charges its user for the time until `at`. Returns the GPUs that an active job
-    /// held
-    /// and its start time; no GPUs and 0 for a queued job; `None` for an ended one.
+    /// held and its start time; no GPUs and 0 for a queued job; `None` for an ended one.
     fn leave(&mut self, job: u64, at: u64) -> Option<(Vec<String>, u64)> {
         let entry = self.jobs.get_mut(&job)?;
         match &mut entry.phase {

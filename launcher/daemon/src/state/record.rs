@@ -10,8 +10,7 @@ use crate::measured::Usage;
 /// Maximum length of a reason, a report or a command line.
 pub(crate) const MAX_TEXT_BYTES: usize = 4096;
 /// A change of a job or the node. Times are in milliseconds on the node's clock (`clock`). Later versions only add
-/// fields,
-/// with defaults. An unknown kind of record was written by a newer version.
+/// fields, with defaults. An unknown kind of record was written by a newer version.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "record", rename_all = "snake_case")]
 pub(crate) enum Record {
@@ -70,8 +69,7 @@ pub(crate) enum Record {
         at: u64,
     },
     /// The job has ended. `exit` is `None` if the agent left no result. `order` counts ended jobs from 1; 0 stands for
-    /// the
-    /// next number.
+    /// the next number.
     Ended {
         job: u64,
         end: End,
@@ -85,8 +83,7 @@ pub(crate) enum Record {
         usage: Option<Usage>,
     },
     /// The job is back in the queue, because its agent never ran or, if `lost`, has disappeared. `at` is 0 if the job
-    /// held
-    /// no resources.
+    /// held no resources.
     Requeued {
         job: u64,
         reason: String,
@@ -101,8 +98,7 @@ pub(crate) enum Record {
         at: u64,
     },
     /// GPUs (the whole node if the list is empty) were taken out of service or, with `undo`, put back. Up to version
-    /// 0.2,
-    /// `undo` of the whole node put all GPUs back too.
+    /// 0.2, `undo` of the whole node put all GPUs back too.
     Drained {
         gpus: Vec<String>,
         undo: bool,
@@ -221,8 +217,7 @@ pub struct Submitted {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory: Option<u64>,
     /// Usage charged per second while the job runs, in thousandths of a GPU second. Includes the job's part of the
-    /// node's
-    /// cores or memory. 0 in records of version 0.2.
+    /// node's cores or memory. 0 in records of version 0.2.
     #[serde(skip_serializing_if = "is_zero_u32")]
     pub rate: u32,
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -1,14 +1,12 @@
 //! Recovers jobs that run or have files but are not in the journal, because it was damaged, lost, or replaced by an
-//! older
-//! one. Pure.
+//! older one. Pure.
 //!
 //! ```text
 //! found --> an agent was recorded, or its unit runs --> Submitted, Starting: adopted like any other job
 //!     '---> otherwise the job was queued            --> Submitted, Ended (lost): its user must submit it again
 //! ```
 //! A recovered job is listed, holds its GPUs and can be cancelled by its user, and its files are kept for as long as
-//! those
-//! of other jobs.
+//! those of other jobs.
 
 use super::{End, Jobs, Phase, Record, Submitted};
 
@@ -100,8 +98,7 @@ impl Jobs {
     }
 
     /// Returns whether an unlisted job was forgotten or never acknowledged, so that its files can be removed. `last` is
-    /// the
-    /// highest id in the journal, which must have been read completely.
+    /// the highest id in the journal, which must have been read completely.
     pub(crate) fn is_leftover(job: u64, last: u64, was_started: bool) -> bool {
         job <= last || (job == last.saturating_add(1) && !was_started)
     }

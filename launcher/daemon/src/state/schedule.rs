@@ -8,8 +8,7 @@
 //!             --> fits, and delays no reservation               --> starts
 //! ```
 //! The kinds are GPU jobs and CPU jobs. They compete only for memory: cores held by GPU jobs and workers of CPU jobs
-//! are
-//! counted separately.
+//! are counted separately.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,8 +18,7 @@ use super::backfill::{Candidate, Demand, Ledger, Reservation};
 use super::{Entry, Jobs, Phase, Submitted};
 
 /// Time after the end of a job during which its processes may still be seen on its GPUs, in milliseconds. GPUs are
-/// polled
-/// every 5 s.
+/// polled every 5 s.
 pub(crate) const SETTLING_MS: u64 = 15_000;
 
 /// A GPU as the scheduler sees it.
@@ -116,8 +114,7 @@ struct Pass<'a> {
     by_user: BTreeMap<u32, Holding>,
     running_by_array: BTreeMap<u64, u32>,
     /// Resources requested by earlier jobs that wait without a reservation, for another job or because of a limit of
-    /// their
-    /// user or array. They may start first, so no start time can be promised to a job that competes with them.
+    /// their user or array. They may start first, so no start time can be promised to a job that competes with them.
     ahead: Demand,
     /// Reservation of the first job of each kind that does not fit: CPU jobs, GPU jobs.
     reservations: [Option<Reservation>; 2],
@@ -287,8 +284,7 @@ impl<'a> Pass<'a> {
     }
 
     /// Returns the limit that a user would exceed by holding `with_job`, which includes this job. The limit of a
-    /// resource
-    /// that the job does not need is ignored.
+    /// resource that the job does not need is ignored.
     fn exceeded(&self, with_job: Holding, submitted: &Submitted) -> Option<UserLimit> {
         let Resources { gpus_per_user, memory_per_user, .. } = *self.resources;
         if submitted.gpus > 0 && gpus_per_user > 0 && with_job.gpus > gpus_per_user {
@@ -299,8 +295,7 @@ impl<'a> Pass<'a> {
     }
 
     /// Returns whether the reserved job belongs to the same user, who could not hold both jobs at a time: the reserved
-    /// job
-    /// would then wait for its user's limit and miss its reservation.
+    /// job would then wait for its user's limit and miss its reservation.
     fn would_keep_from_user(&self, submitted: &Submitted, reserved: u64) -> bool {
         let Some(Entry { submitted: reserved, .. }) = self.jobs.jobs.get(&reserved) else { return false };
         let holding = |submitted| holding_of(submitted, self.resources);

@@ -139,8 +139,7 @@ fn resources() -> Resources {
 }
 
 /// Plans the jobs: Poisson arrivals; run times between a minute and two days with a Pareto tail; half of the jobs
-/// request
-/// one GPU.
+/// request one GPU.
 fn plan(jobs: usize, seed: u64) -> Vec<Job> {
     let mut random = Random(seed);
     let mut plan: Vec<Job> = (0..jobs)

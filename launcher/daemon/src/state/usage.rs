@@ -1,9 +1,8 @@
 //! Past usage of users, for fair shares: the integral of (GPUs + cores / all cores) over time, which decays with a
 //! half-life. Pure.
 //!
-//! With half-life h, a rate r held from s to e adds the integral of r 2^-((e - t) / h) dt for t in [s, e], which is
-//! r h / ln 2 (1 - 2^-((e - s) / h)). The usage of ended jobs is stored as one number per user; running jobs are added
-//! when
+//! With half-life h, a rate r held from s to e adds the integral of r 2^-((e - t) / h) dt for t in [s, e], which is r h
+//! / ln 2 (1 - 2^-((e - s) / h)). The usage of ended jobs is stored as one number per user; running jobs are added when
 //! the queue is sorted.
 
 use std::collections::BTreeMap;

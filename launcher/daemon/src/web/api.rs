@@ -1,6 +1,5 @@
 //! Returns the view as JSON, for the page and for scripts: the objects of [`xlaunch_proto::json`], which `--json`
-//! prints
-//! too. Each job has in addition the figures of its status that a list shows.
+//! prints too. Each job has in addition the figures of its status that a list shows.
 
 use serde_json::{Value, json};
 use xlaunch_proto::v1::{JobKind, NodeJobState, StatusReply};
@@ -14,8 +13,7 @@ const MAX_ENDED_JOBS: usize = 100;
 const MAX_QUEUED_JOBS: usize = 200;
 
 /// Returns the node, its GPUs and its jobs: first running jobs, then queued ones in queue order, then ended ones,
-/// newest
-/// first.
+/// newest first.
 pub(super) fn node(view: &NodeView, now: u64) -> Value {
     let (jobs, left_out) = listed(view);
     let jobs: Vec<_> = jobs.into_iter().map(line).collect();

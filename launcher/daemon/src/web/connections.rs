@@ -1,8 +1,7 @@
 //! HTTP connections of the page, limited so that idle or hanging clients do not keep others out.
 //!
 //! Beyond [`MAX_CONNECTIONS`], a new connection closes the oldest one that has no request in progress, or if there is
-//! none
-//! the oldest of all. Browsers silently reopen a closed connection.
+//! none the oldest of all. Browsers silently reopen a closed connection.
 
 use std::convert::Infallible;
 use std::pin::pin;

@@ -2,8 +2,7 @@
 //!
 //! A page of another site can make a browser send requests to loopback addresses and, through DNS rebinding, read the
 //! responses. Such requests have the name of the other site in `Host`, so over TCP only requests with a loopback `Host`
-//! are
-//! served.
+//! are served.
 
 use std::net::{IpAddr, Ipv6Addr};
 

@@ -93,8 +93,7 @@ impl Listener {
     }
 
     /// Returns whether requests may have any `Host`, which is so for a unix socket: a page of another site cannot
-    /// connect
-    /// to it.
+    /// connect to it.
     pub(super) fn any_host(&self) -> bool {
         matches!(self, Self::Unix { .. })
     }

@@ -1,10 +1,8 @@
 //! `/metrics`: the view in OpenMetrics format, encoded anew for each scrape.
 //!
 //! GPU measurements are left to dcgm-exporter, whose series can be joined with these on the label `UUID`. The label
-//! `job`
-//! is the job's id on its node; Prometheus keeps it with `honor_labels: true`. Ended jobs are exported for another
-//! hour,
-//! without their workers and throughput, so that alerts on them can fire and resolve.
+//! `job` is the job's id on its node; Prometheus keeps it with `honor_labels: true`. Ended jobs are exported for
+//! another hour, without their workers and throughput, so that alerts on them can fire and resolve.
 
 use std::fmt;
 use std::sync::Arc;

@@ -42,8 +42,7 @@ const LOG_READ_TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_LOG_LINES: usize = 500;
 
 /// Reads the last lines of a log. Arguments: job, rank, whether to read stderr, and number of lines. An error is the
-/// reason
-/// why there are none. The implementation bounds the bytes, and reads only files that the job's user may read.
+/// reason why there are none. The implementation bounds the bytes, and reads only files that the job's user may read.
 pub(crate) type LogTail = Arc<dyn Fn(u64, u32, bool, usize) -> LogLines + Send + Sync>;
 pub(crate) type LogLines = Pin<Box<dyn Future<Output = Result<Vec<String>, String>> + Send>>;
 

@@ -43,8 +43,7 @@ struct Report {
 }
 
 /// Sends the result to `imported` when the imports are done or the process has exited. Reads the process's output to
-/// the
-/// end.
+/// the end.
 pub(super) fn watch(
     channel: UnixStream,
     mut stderr: ChildStderr,

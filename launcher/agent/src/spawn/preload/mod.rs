@@ -7,10 +7,8 @@
 //! agent: registers the child, opens its pidfd, moves it to its cgroup --"adopted"--> worker runs the script
 //! ```
 //! `program.py` runs in the preloading process. A forked worker is supervised like any other: it leads a process group,
-//! is
-//! reaped by the agent alone, and dies with the agent. The kernel ties its parent-death signal to the agent's main
-//! thread,
-//! which inherits orphans; that thread lives as long as the process.
+//! is reaped by the agent alone, and dies with the agent. The kernel ties its parent-death signal to the agent's main
+//! thread, which inherits orphans; that thread lives as long as the process.
 //!
 //! Invariants:
 //! - a worker does not run user code before it can be watched and killed;
@@ -67,8 +65,7 @@ pub(crate) struct Preloader {
     processes: ProcessTree,
     process: Worker,
     /// The environment that the process was started with. Workers are sent only the differences, so they keep changes
-    /// made
-    /// by a wrapper of the interpreter or by an import.
+    /// made by a wrapper of the interpreter or by an import.
     environment: BTreeMap<OsString, OsString>,
     /// `None` once the process must not be used any more.
     channel: Option<UnixStream>,

@@ -1,13 +1,11 @@
 //! Hung ranks of a command. With several nodes, the agent of rank 0 compares the heartbeats of all ranks; hung ranks
-//! are
-//! terminated by the agent of their node.
+//! are terminated by the agent of their node.
 //!
 //! ```text
 //! files --> agent of another node --RankHeartbeats--> agent of rank 0: HeartbeatMonitor --NodeHung--> all agents
 //! ```
 //! Each agent sends its ranks' heartbeats to the agent of rank 0 alone, once a second and when a rank exits, so the
-//! traffic
-//! grows with the number of ranks, not with its square.
+//! traffic grows with the number of ranks, not with its square.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -96,8 +94,7 @@ impl CommandWorkload<'_> {
     }
 
     /// Reports hung ranks on the node of rank 0; on other nodes, sends the heartbeats there. Returns a hang if this
-    /// node
-    /// is to collect evidence about it.
+    /// node is to collect evidence about it.
     pub(super) fn find_hang(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Hang> {
         if !self.leads() {
             let stopped = match self.heartbeats.tick(now) {

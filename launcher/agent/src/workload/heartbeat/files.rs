@@ -4,8 +4,7 @@
 //! number, that is the rank's step; any other contents are ignored. A worker that removes its file turns hang detection
 //! off for its rank until it writes the file again. If the whole directory is gone, a program that cleans temporary
 //! directories has removed it, so it is created again with its files. The directory is on a local file system, so a
-//! poll
-//! costs one system call per rank. Only changed files are opened, without following links or waiting for a writer.
+//! poll costs one system call per rank. Only changed files are opened, without following links or waiting for a writer.
 
 use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
@@ -25,8 +24,7 @@ pub(in crate::workload) struct HeartbeatFiles {
     /// Last version of each rank's file; `None` while the file does not exist.
     seen: Vec<Option<Version>>,
     /// Time of the last poll. A change that a poll finds was made after it, which bounds its age: clocks can be set, so
-    /// the
-    /// time of a file alone is not reliable.
+    /// the time of a file alone is not reliable.
     polled: Instant,
 }
 

@@ -4,8 +4,8 @@
 //! files --changes--> HeartbeatMonitor --progress, HangReport--> the workload
 //! ```
 //! A rank's first heartbeat turns detection on for that rank. A rank is overdue if it has sent no heartbeat for the
-//! hang
-//! timeout. Once a rank is overdue, the first rule that applies separates the hung ranks from those that wait for them:
+//! hang timeout. Once a rank is overdue, the first rule that applies separates the hung ranks from those that wait for
+//! them:
 //! 1. ranks whose process is stopped, and which have been silent for half of the timeout;
 //! 2. if all ranks report steps: overdue ranks at the lowest step. While no rank at the lowest step is overdue, the
 //! others
@@ -13,8 +13,7 @@
 //! 3. overdue ranks.
 //!
 //! Rules 2 and 3 select the rank that has been silent for the longest time. Ranks that run in lockstep with it fell
-//! silent
-//! within one interval of it. They cannot be distinguished from it, and are all named.
+//! silent within one interval of it. They cannot be distinguished from it, and are all named.
 //!
 //! Invariants:
 //! - a rank that has sent no heartbeat in this attempt, or has exited, is never reported;
@@ -94,9 +93,8 @@ impl HeartbeatMonitor {
     }
 
     /// Records a heartbeat that was sent `age` ago. A heartbeat without a step keeps the rank's last step. Returns
-    /// whether
-    /// it is progress: a step beyond the furthest of all attempts, or any heartbeat as long as no rank has reported a
-    /// step.
+    /// whether it is progress: a step beyond the furthest of all attempts, or any heartbeat as long as no rank has
+    /// reported a step.
     pub(super) fn record(&mut self, rank: u32, step: Option<u64>, age: Duration, now: Instant) -> bool {
         let advances = self.furthest.is_none_or(|furthest| step.is_some_and(|step| step > furthest));
         self.furthest = self.furthest.max(step);
@@ -138,10 +136,8 @@ impl HeartbeatMonitor {
     }
 
     /// Looks for hangs. Must be called once a second, after the heartbeats of that second were recorded. Returns `None`
-    /// if
-    /// the set of hung ranks, which may be empty, has not changed. `stopped` finds the ranks whose process is stopped
-    /// by a
-    /// signal; it is called only if a rank is overdue. `names` formats the hung ranks for the message.
+    /// if the set of hung ranks, which may be empty, has not changed. `stopped` finds the ranks whose process is
+    /// stopped by a signal; it is called only if a rank is overdue. `names` formats the hung ranks for the message.
     pub(super) fn poll(
         &mut self,
         now: Instant,
@@ -172,8 +168,7 @@ impl HeartbeatMonitor {
     }
 
     /// Keeps track of time on nodes that do not call [`poll`](Self::poll). Must be called once a second. Returns
-    /// whether
-    /// any rank has been silent for half of its timeout.
+    /// whether any rank has been silent for half of its timeout.
     pub(super) fn tick(&mut self, now: Instant) -> bool {
         let since_poll = now.saturating_duration_since(std::mem::replace(&mut self.last_poll, now));
         if since_poll > AGENT_SUSPENDED_AFTER {

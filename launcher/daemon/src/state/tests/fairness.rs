@@ -98,8 +98,7 @@ fn record(jobs: &Jobs, job: u64, plan: &Plan, with_dependencies: bool) -> Record
 }
 
 /// Runs all jobs to their end. `check` is called with the jobs and the promised starts after each pass. Returns the
-/// start
-/// time of each job.
+/// start time of each job.
 fn run(
     plans: &[Plan],
     resources: &Resources,
