@@ -97,9 +97,10 @@ fn program(core: &mut Core, other: StreamId) -> Result<(), AllocError> {
 fn allocator_survives_failure_of_every_driver_call() {
     for contiguous in [true, false] {
         let make = |sim: &Sim| -> Option<(Core, StreamId)> {
-            let backing: Box<dyn Backing> = match contiguous {
-                true => Box::new(VirtualMemory::new(sim.clone(), 1024 * MIB).ok()?),
-                false => Box::new(Segments::new(sim.clone())),
+            let backing: Box<dyn Backing> = if contiguous {
+                Box::new(VirtualMemory::new(sim.clone(), 1024 * MIB).ok()?)
+            } else {
+                Box::new(Segments::new(sim.clone()))
             };
             let mut core = Core::new(backing);
             let other = core.add_stream()?;

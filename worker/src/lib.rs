@@ -85,10 +85,7 @@ pub fn main(rank_threads: bool) -> ExitCode {
     let result = environment.and_then(|environment| {
         fail::arm(environment.rank.0, environment.attempt.0).map_err(WorkerError::Setting)?;
         fail::at(Place::Start);
-        match rank_threads {
-            true => rank_threads::run(&environment, session::run),
-            false => session::run(&environment),
-        }
+        if rank_threads { rank_threads::run(&environment, session::run) } else { session::run(&environment) }
     });
     match result {
         Ok(exit) => exit,

@@ -371,9 +371,10 @@ fn recomputed_blocks_give_the_same_bits_on_gpu() {
 fn recomputed_blocks_give_the_same_bits(backend: fn() -> BackendHandle) {
     // On a GPU, FP8 comes with bf16.
     let (on, fp8) = (backend(), [false, true]);
-    let fp8 = match on.is_asynchronous() && (on.activation_dtype() == DType::F32 || !on.supports_fp8()) {
-        true => &fp8[..1],
-        false => &fp8[..],
+    let fp8 = if on.is_asynchronous() && (on.activation_dtype() == DType::F32 || !on.supports_fp8()) {
+        &fp8[..1]
+    } else {
+        &fp8[..]
     };
     let cases = [GPT2, LLAMA, LLAMA_GQA, LLAMA_WIDE].into_iter();
     for (case, fp8) in cases.flat_map(|case| fp8.iter().map(move |fp8| (case, *fp8))) {

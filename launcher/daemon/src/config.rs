@@ -305,9 +305,12 @@ impl DaemonSection {
         root: bool,
         environment: impl Fn(&str) -> Option<OsString>,
     ) -> Result<PathBuf, ConfigError> {
-        let default = || match root {
-            true => Some("/var/lib/xlaunch".into()),
-            false => Some(base(environment, "XDG_STATE_HOME", ".local/state")?.join("xlaunch")),
+        let default = || {
+            if root {
+                Some("/var/lib/xlaunch".into())
+            } else {
+                Some(base(environment, "XDG_STATE_HOME", ".local/state")?.join("xlaunch"))
+            }
         };
         self.state_dir.clone().or_else(default).ok_or_else(|| {
             let problem = "neither XDG_STATE_HOME nor HOME is an absolute path";
@@ -324,9 +327,12 @@ impl DaemonSection {
         root: bool,
         environment: impl Fn(&str) -> Option<OsString>,
     ) -> Result<PathBuf, ConfigError> {
-        let default = || match root {
-            true => Some("/run/xlaunch/xlaunch.sock".into()),
-            false => Some(directory(environment("XDG_RUNTIME_DIR"))?.join("xlaunch.sock")),
+        let default = || {
+            if root {
+                Some("/run/xlaunch/xlaunch.sock".into())
+            } else {
+                Some(directory(environment("XDG_RUNTIME_DIR"))?.join("xlaunch.sock"))
+            }
         };
         self.socket.clone().or_else(default).ok_or_else(|| {
             let problem = "XDG_RUNTIME_DIR is not an absolute path";

@@ -19,11 +19,9 @@
 //! - A start happens at most once, and every agent that can act is recorded: an agent does nothing before it has read a
 //!   complete [`Description`] from its standard input, which the daemon sends after it has written `agent.json`.
 //! - Whether an agent runs is never read from `agent/`. An agent's report (whether it had begun, and how it ended)
-//! counts
-//!   only once the agent is known to have exited, and only for its own job.
+//!   counts only once the agent is known to have exited, and only for its own job.
 //! - Nothing in `agent/` is trusted: only regular files of the job's user are read, without following links, and at
-//! most
-//!   1 MiB of each.
+//!   most 1 MiB of each.
 
 use std::fs::File;
 use std::io::{self, Read, Write};

@@ -153,9 +153,10 @@ fn launcher(program: &Program, workers: u32, runs: usize) -> std::io::Result<Lau
 fn no_op_launch(program: &Program) -> std::io::Result<f64> {
     let start = Instant::now();
     let status = program.start("no-op", &["true"])?.wait()?;
-    match status.success() {
-        true => Ok(milliseconds(start)),
-        false => Err(std::io::Error::other(format!("{} -- true: {status}", program.path.display()))),
+    if status.success() {
+        Ok(milliseconds(start))
+    } else {
+        Err(std::io::Error::other(format!("{} -- true: {status}", program.path.display())))
     }
 }
 

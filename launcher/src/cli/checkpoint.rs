@@ -31,10 +31,11 @@ pub(super) async fn run(options: Checkpoint) -> Result<ExitCode, QueryError> {
             reply.map_err(|status| launches::call_error(&launch, &status))?.into_inner()
         }
     };
-    let text = match options.json {
-        true => text::json(&json::checkpoint(&saved)),
+    let text = if options.json {
+        text::json(&json::checkpoint(&saved))
+    } else {
         // The reply may come from another user's agent, so the path is not trusted.
-        false => format!("{}\n", escape(&saved.path)),
+        format!("{}\n", escape(&saved.path))
     };
     print(text.as_bytes())?;
     Ok(ExitCode::Done)

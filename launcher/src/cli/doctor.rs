@@ -98,10 +98,8 @@ async fn check(options: &Doctor) -> Result<ExitCode, QueryError> {
     }
     let healthy = findings.iter().all(|finding| finding.level != Level::Failure);
     let exit = if healthy { ExitCode::Done } else { ExitCode::Gpu };
-    let text = match options.json {
-        true => format!("{:#}\n", json!(Report { healthy, findings })),
-        false => table(&findings),
-    };
+    let text =
+        if options.json { format!("{:#}\n", json!(Report { healthy, findings })) } else { table(&findings) };
     print(text.as_bytes())?;
     Ok(exit)
 }

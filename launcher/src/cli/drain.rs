@@ -34,10 +34,8 @@ pub(super) async fn run(options: Drain) -> Result<ExitCode, QueryError> {
     let gpus = uuids(&mut daemon, &options.gpus).await?;
     let request = DrainRequest { gpus: gpus.clone(), undo: options.undo, reason: options.reason };
     let node = daemon.drain(request).await?;
-    let answer = match options.json {
-        true => text::json(&json::node(&node)),
-        false => drained(&node, &gpus, options.undo),
-    };
+    let answer =
+        if options.json { text::json(&json::node(&node)) } else { drained(&node, &gpus, options.undo) };
     print(answer.as_bytes())?;
     Ok(ExitCode::Done)
 }

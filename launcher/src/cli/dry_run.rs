@@ -43,9 +43,10 @@ impl Target {
         let present = if chosen == 0 { gpus } else { chosen };
         let ranks_per_node = spec.launch.nproc.unwrap_or(if cuda { present.max(1) } else { 1 });
         let configured = spec.engine.memory_limit_mb.map(|mib| mib.saturating_mul(1 << 20));
-        let present = match cuda {
-            true => devices::gpu_memory(),
-            false => memory::available().map(|available| available.buffers_of_rank(ranks_per_node)),
+        let present = if cuda {
+            devices::gpu_memory()
+        } else {
+            memory::available().map(|available| available.buffers_of_rank(ranks_per_node))
         };
         let limit = [configured, present].into_iter().flatten().min();
         Self { cuda, ranks_per_node, nodes: group.map_or(1, |group| group.spec.nodes.max), limit }

@@ -27,9 +27,10 @@ pub(super) fn run(options: &Env) -> Result<ExitCode, QueryError> {
     let problem = placed.as_ref().err();
     let warnings = placed.as_ref().ok().and_then(Option::as_ref).map_or(&[][..], |group| &group.warnings);
     let allocation = found.as_ref().ok().and_then(Option::as_ref);
-    let answer = match options.json {
-        true => format!("{:#}\n", as_json(allocation, &settings, problem, warnings)),
-        false => as_text(allocation, &settings, problem, warnings),
+    let answer = if options.json {
+        format!("{:#}\n", as_json(allocation, &settings, problem, warnings))
+    } else {
+        as_text(allocation, &settings, problem, warnings)
     };
     print(answer.as_bytes())?;
     Ok(ExitCode::Done)

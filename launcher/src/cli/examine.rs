@@ -33,10 +33,7 @@ pub(super) async fn run(options: Examine, as_json: bool) -> Result<ExitCode, Que
     let request = ExamineRequest { gpus, timeout_seconds: options.timeout.map(|timeout| timeout.as_secs()) };
     let reply = daemon.examine(request, |started| print_note(&start_line(started))).await?;
     let healthy = is_healthy(&reply);
-    let text = match as_json {
-        true => text::json(&json::examination(&reply, healthy)),
-        false => table(&reply),
-    };
+    let text = if as_json { text::json(&json::examination(&reply, healthy)) } else { table(&reply) };
     print(text.as_bytes())?;
     Ok(if healthy { ExitCode::Done } else { ExitCode::Gpu })
 }

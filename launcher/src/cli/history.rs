@@ -39,9 +39,10 @@ pub(super) async fn run(options: History) -> Result<ExitCode, QueryError> {
         ..HistoryRequest::default()
     };
     let jobs = DaemonClient::connect(&options.daemon).await?.history(request, options.limit).await?;
-    let text = match options.json {
-        true => text::json(&jobs.iter().map(history::json).collect()),
-        false => history::table(&jobs, terminal_width()),
+    let text = if options.json {
+        text::json(&jobs.iter().map(history::json).collect())
+    } else {
+        history::table(&jobs, terminal_width())
     };
     print(text.as_bytes())?;
     Ok(ExitCode::Done)

@@ -49,10 +49,8 @@ impl JobResults {
         if !self.errors.is_empty() {
             print_note(&self.errors);
         }
-        let answer = match as_json {
-            true => text::json(&self.jobs.iter().map(job::json).collect()),
-            false => self.text(line),
-        };
+        let answer =
+            if as_json { text::json(&self.jobs.iter().map(job::json).collect()) } else { self.text(line) };
         print(answer.as_bytes())?;
         Ok(self.exit)
     }

@@ -28,9 +28,10 @@ pub(super) async fn run(options: Jobs) -> Result<ExitCode, QueryError> {
     let mut daemon = DaemonClient::connect(&options.daemon).await?;
     let mut list = daemon.list(options.all, options.limit).await?;
     jobs::sort_by_number(&mut list);
-    let text = match options.json {
-        true => text::json(&list.iter().map(job::json).collect()),
-        false => jobs::table(&list, unix_ms(), terminal_width()),
+    let text = if options.json {
+        text::json(&list.iter().map(job::json).collect())
+    } else {
+        jobs::table(&list, unix_ms(), terminal_width())
     };
     print(text.as_bytes())?;
     Ok(ExitCode::Done)

@@ -20,9 +20,10 @@ pub(super) struct Node {
 
 pub(super) async fn run(options: Node) -> Result<ExitCode, QueryError> {
     let status = DaemonClient::connect(&options.daemon).await?.node().await?;
-    let text = match options.json {
-        true => text::json(&json::node(&status)),
-        false => node::table(&status, unix_seconds(), terminal_width()),
+    let text = if options.json {
+        text::json(&json::node(&status))
+    } else {
+        node::table(&status, unix_seconds(), terminal_width())
     };
     print(text.as_bytes())?;
     Ok(ExitCode::Done)

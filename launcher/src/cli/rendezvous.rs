@@ -62,16 +62,16 @@ pub(super) async fn run(options: Rendezvous) -> Result<ExitCode, QueryError> {
 fn spec(options: Rendezvous) -> Result<GroupSpec, Refusal> {
     let Rendezvous { listen, rdzv_id, token_file, rdzv_insecure } = options;
     let has_token = std::env::var_os(env::TOKEN).is_some_and(|token| !token.is_empty());
-    let security = match rdzv_insecure {
-        true => Security::Insecure,
-        false if token_file.is_some() || has_token => Security::Token,
-        false => {
-            return Err(usage(format!(
-                "nodes need a secret token: --token-file FILE or {}, with the same 16 bytes or more as on every node; \
-                 on a trusted network, --rdzv-insecure does without",
-                env::TOKEN
-            )));
-        }
+    let security = if rdzv_insecure {
+        Security::Insecure
+    } else if token_file.is_some() || has_token {
+        Security::Token
+    } else {
+        return Err(usage(format!(
+            "nodes need a secret token: --token-file FILE or {}, with the same 16 bytes or more as on every node; on a \
+             trusted network, --rdzv-insecure does without",
+            env::TOKEN
+        )));
     };
     if security == Security::Insecure {
         print_note(&format!(

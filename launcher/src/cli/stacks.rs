@@ -41,9 +41,10 @@ pub(super) async fn run(options: Stacks) -> Result<ExitCode, QueryError> {
             stacks::join(all)
         }
     };
-    let shown = match options.json {
-        true => text::json(&json::stacks(&ranks)),
-        false => ranks.iter().map(stacks::text).collect::<Vec<_>>().join("\n"),
+    let shown = if options.json {
+        text::json(&json::stacks(&ranks))
+    } else {
+        ranks.iter().map(stacks::text).collect::<Vec<_>>().join("\n")
     };
     print(shown.as_bytes())?;
     Ok(ExitCode::Done)

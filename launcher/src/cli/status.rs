@@ -75,10 +75,7 @@ async fn ready(target: Target) -> Result<ExitCode, QueryError> {
             }
         }
     }
-    match ready {
-        true => Ok(ExitCode::Done),
-        false => Err(format!("not ready: {}", why.join("; ")).into()),
-    }
+    if ready { Ok(ExitCode::Done) } else { Err(format!("not ready: {}", why.join("; ")).into()) }
 }
 
 /// Prints updates in the requested form.

@@ -147,10 +147,7 @@ pub(super) async fn run(options: Submit) -> Result<ExitCode, QueryError> {
 }
 
 fn submitted_array(first: u64, last: u64, jobs: &[Job], as_json: bool) -> String {
-    match as_json {
-        true => text::json(&jobs.iter().map(job::json).collect()),
-        false => format!("jobs {first}-{last}\n"),
-    }
+    if as_json { text::json(&jobs.iter().map(job::json).collect()) } else { format!("jobs {first}-{last}\n") }
 }
 
 /// The meaning of the launch's command line.

@@ -23,10 +23,7 @@ const AGENT_CALL_TIMEOUT: Duration = Duration::from_secs(10);
 pub(crate) async fn find_all(run: Option<&Path>, command: &str) -> Result<Vec<Running>, String> {
     let running = registry::running();
     let Some(run) = run else {
-        return match running.is_empty() {
-            true => Err(none_running(command)),
-            false => Ok(running),
-        };
+        return if running.is_empty() { Err(none_running(command)) } else { Ok(running) };
     };
     let text = run.to_string_lossy();
     if let Some(exact) = running.iter().find(|launch| launch.name == text) {

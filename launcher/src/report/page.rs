@@ -206,12 +206,11 @@ fn comparison(
         let known = cells.iter().zip(values).filter(|(_, values)| values.is_some()).map(|(cell, _)| cell);
         let differs = known.clone().any(|cell| Some(cell) != known.clone().next());
         let cells: Vec<String> = cells.into_iter().map(|cell| cell.unwrap_or_else(|| NONE.into())).collect();
-        match differs {
-            true => differing += &row(key, &cells, true),
-            false => {
-                equal += &row(key, &cells, false);
-                equal_count += 1;
-            }
+        if differs {
+            differing += &row(key, &cells, true)
+        } else {
+            equal += &row(key, &cells, false);
+            equal_count += 1;
         }
     }
     let table =

@@ -33,10 +33,7 @@ struct Bucket {
 impl Reducer {
     /// Creates a reducer for at most `count` points with steps from `first` to `last`.
     pub(crate) fn new(count: u64, first: u64, last: u64) -> Self {
-        let width = match count <= MAX_POINTS as u64 {
-            true => 0,
-            false => last.saturating_sub(first) / BUCKETS + 1,
-        };
+        let width = if count <= MAX_POINTS as u64 { 0 } else { last.saturating_sub(first) / BUCKETS + 1 };
         Self { first_step: first, width, points: Vec::new(), bucket: Bucket::default(), last: None }
     }
 

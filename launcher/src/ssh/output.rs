@@ -129,9 +129,10 @@ async fn pump(
         (stream, chunk) = returned;
         progress.fetch_add(1, Ordering::Relaxed);
         chunk.resize(CHUNK_BYTES, 0);
-        let read = match stream.is_partial() {
-            true => timeout(PARTIAL_LINE_DELAY, from.read(&mut chunk)).await,
-            false => Ok(from.read(&mut chunk).await),
+        let read = if stream.is_partial() {
+            timeout(PARTIAL_LINE_DELAY, from.read(&mut chunk)).await
+        } else {
+            Ok(from.read(&mut chunk).await)
         };
         match read {
             Ok(Ok(count @ 1..)) => chunk.truncate(count),

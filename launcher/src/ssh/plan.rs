@@ -112,9 +112,10 @@ impl SshLaunch {
             flags.push("--rdzv-backend=static".into());
             if let (false, Some(first)) = (self.has_endpoint, self.hosts.first()) {
                 let (address, port) = (first.address(), coordinator_port(&origin.random));
-                flags.push(match address.contains(':') {
-                    true => format!("--rdzv-endpoint=[{address}]:{port}"),
-                    false => format!("--rdzv-endpoint={address}:{port}"),
+                flags.push(if address.contains(':') {
+                    format!("--rdzv-endpoint=[{address}]:{port}")
+                } else {
+                    format!("--rdzv-endpoint={address}:{port}")
                 });
             }
         }

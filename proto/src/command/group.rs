@@ -205,10 +205,7 @@ impl GroupSpec {
 /// `N`, or `MIN:MAX`.
 impl fmt::Display for NodeCount {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.min == self.max {
-            true => write!(f, "{}", self.min),
-            false => write!(f, "{}:{}", self.min, self.max),
-        }
+        if self.min == self.max { write!(f, "{}", self.min) } else { write!(f, "{}:{}", self.min, self.max) }
     }
 }
 
@@ -226,9 +223,10 @@ impl fmt::Display for Backend {
 impl fmt::Display for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let port = self.ports.first().copied().unwrap_or_default();
-        match self.host.contains(':') {
-            true => write!(f, "[{}]:{port}", self.host),
-            false => write!(f, "{}:{port}", self.host),
+        if self.host.contains(':') {
+            write!(f, "[{}]:{port}", self.host)
+        } else {
+            write!(f, "{}:{port}", self.host)
         }
     }
 }

@@ -421,16 +421,14 @@ struct Versioned<T> {
 
 fn check_text(field: &'static str, text: &OsStr) -> Result<(), CommandSpecError> {
     at_most(field, "bytes", text.len(), MAX_FIELD_BYTES)?;
-    match text.as_bytes().contains(&0) {
-        true => Err(invalid(field, "has a zero byte".into())),
-        false => Ok(()),
-    }
+    if text.as_bytes().contains(&0) { Err(invalid(field, "has a zero byte".into())) } else { Ok(()) }
 }
 
 fn at_most(field: &'static str, unit: &str, got: usize, limit: usize) -> Result<(), CommandSpecError> {
-    match got > limit {
-        true => Err(invalid(field, format!("has {got} {unit}, at most {limit} are allowed"))),
-        false => Ok(()),
+    if got > limit {
+        Err(invalid(field, format!("has {got} {unit}, at most {limit} are allowed")))
+    } else {
+        Ok(())
     }
 }
 

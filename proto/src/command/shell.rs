@@ -10,9 +10,10 @@ pub fn quote_line<'a>(words: impl IntoIterator<Item = &'a OsStr>) -> String {
     let quote = |word: &OsStr| {
         let text = word.to_string_lossy();
         let plain = |c: char| c.is_alphanumeric() || "_-./=:,@%+".contains(c);
-        match !text.is_empty() && text.chars().all(plain) {
-            true => text.into_owned(),
-            false => format!("'{}'", text.replace('\'', r"'\''")),
+        if !text.is_empty() && text.chars().all(plain) {
+            text.into_owned()
+        } else {
+            format!("'{}'", text.replace('\'', r"'\''"))
         }
     };
     let mut line = words.into_iter().map(quote).collect::<Vec<_>>().join(" ");

@@ -76,23 +76,22 @@ impl Connections {
     pub fn admit<S: AsFd>(&self, stream: S, peer: Credentials) -> io::Result<Option<Connection<S>>> {
         let Credentials { uid, holder, pid, exempt, reserved } = peer;
         let calls = Arc::<Calls>::default();
-        let slot = match exempt {
-            true => None,
-            false => {
-                let mut open = self.lock();
-                match open.room(holder, reserved, self.limits) {
-                    Room::Free => {}
-                    Room::Close(oldest) => open.entries.remove(&oldest).iter().for_each(shut_down),
-                    Room::None => return Ok(None),
-                }
-                let number = open.next;
-                open.next += 1;
-                let duplicate = stream.as_fd().try_clone_to_owned()?;
-                let (since, calls) = (Instant::now(), calls.clone());
-                let entry = Entry { holder, reserved, since, calls, stream: duplicate };
-                open.entries.insert(number, entry);
-                Some(Slot { connections: self.clone(), number })
+        let slot = if exempt {
+            None
+        } else {
+            let mut open = self.lock();
+            match open.room(holder, reserved, self.limits) {
+                Room::Free => {}
+                Room::Close(oldest) => open.entries.remove(&oldest).iter().for_each(shut_down),
+                Room::None => return Ok(None),
             }
+            let number = open.next;
+            open.next += 1;
+            let duplicate = stream.as_fd().try_clone_to_owned()?;
+            let (since, calls) = (Instant::now(), calls.clone());
+            let entry = Entry { holder, reserved, since, calls, stream: duplicate };
+            open.entries.insert(number, entry);
+            Some(Slot { connections: self.clone(), number })
         };
         Ok(Some(Connection { _slot: slot, stream, peer: Peer { uid, holder, pid, reserved, calls } }))
     }
@@ -147,9 +146,12 @@ impl Open {
         alike.for_each(|entry| *counts.entry(entry.holder).or_default() += 1);
         let own = counts.get(&holder).copied().unwrap_or(0);
         let close = |number: Option<u64>| number.map_or(Room::None, Room::Close);
-        let among_own = || match limits.close_busy {
-            true => self.oldest_idle(holder).or_else(|| self.oldest(holder)),
-            false => self.oldest_idle(holder),
+        let among_own = || {
+            if limits.close_busy {
+                self.oldest_idle(holder).or_else(|| self.oldest(holder))
+            } else {
+                self.oldest_idle(holder)
+            }
         };
         if own >= limits.per_user {
             return close(among_own());

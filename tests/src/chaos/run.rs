@@ -348,9 +348,10 @@ fn damage_checkpoint(path: &Path, damage: Damage) -> std::io::Result<()> {
 /// Returns the contents of all files below a directory.
 fn read_all(dir: &Path) -> String {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
-    let read = |path: PathBuf| match path.is_dir() {
-        true => read_all(&path),
-        false => {
+    let read = |path: PathBuf| {
+        if path.is_dir() {
+            read_all(&path)
+        } else {
             std::fs::read(&path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default()
         }
     };

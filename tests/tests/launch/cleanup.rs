@@ -33,9 +33,10 @@ fn runtime_files(launch: &Launch) -> Vec<String> {
     let mut dirs = vec![launch.runtime_dir()];
     while let Some(dir) = dirs.pop() {
         for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
-            match entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-                true => dirs.push(entry.path()),
-                false => found.push(entry.path().display().to_string()),
+            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                dirs.push(entry.path())
+            } else {
+                found.push(entry.path().display().to_string())
             }
         }
     }

@@ -142,9 +142,10 @@ fn token_file(path: &Path) -> Result<Report, PrepareError> {
         }
     };
     let beside = path.parent().unwrap_or(Path::new("")).join(TOKENIZER_FILE);
-    let tokenizer = match beside.exists() {
-        true => Some(Tokenizer::from_file(&beside).map_err(unusable)?),
-        false => Some(Tokenizer::gpt2()).filter(|_| layout.width == 2),
+    let tokenizer = if beside.exists() {
+        Some(Tokenizer::from_file(&beside).map_err(unusable)?)
+    } else {
+        Some(Tokenizer::gpt2()).filter(|_| layout.width == 2)
     };
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let mut scan = Scan::new(tokenizer.as_ref(), None);

@@ -209,9 +209,10 @@ fn check_shard(shard: &Shard, prefix: &str, width: usize) -> Result<(), String> 
     if shard.tokens > crate::shard::MAX_TOKENS || bytes != Some(shard.bytes) {
         return Err(format!("{name}: {} bytes for {} tokens of {width} bytes", shard.bytes, shard.tokens));
     }
-    match shard.xxh3_128.len() == 32 && shard.xxh3_128.bytes().all(|byte| byte.is_ascii_hexdigit()) {
-        true => Ok(()),
-        false => Err(format!("{name}: the hash is not 32 hexadecimal digits")),
+    if shard.xxh3_128.len() == 32 && shard.xxh3_128.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        Ok(())
+    } else {
+        Err(format!("{name}: the hash is not 32 hexadecimal digits"))
     }
 }
 

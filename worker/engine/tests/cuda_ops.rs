@@ -5,8 +5,7 @@
 //! relative to the norm of the CPU's result. Tolerances:
 //!
 //! - fp32: 2e-6. Both sum in f32 in different orders; over the few hundred terms of these sizes that is some 10
-//!   roundings of
-//!   6e-8. Exponentials and square roots differ by a few roundings more.
+//!   roundings of 6e-8. Exponentials and square roots differ by a few roundings more.
 //! - tf32: 2e-3. Factors are rounded to 10 bits of mantissa, by at most 2^-11 = 5e-4 each, twice per multiplication.
 //! - bf16: 8e-3. Results are rounded once, to 8 bits: 2^-9 = 2e-3 at most; a backward reads results that forward
 //!   rounded.

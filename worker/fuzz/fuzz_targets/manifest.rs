@@ -61,10 +61,11 @@ impl File<'_> {
                 json!({"offset": offset, "bytes": bytes, "xxh3_128": "00"})
             })
             .collect();
-        match self.whole {
-            true => json!({"name": name, "bytes": self.bytes, "xxh3_128": "00"}),
-            false => json!({"name": name, "bytes": end, "chunks": chunks}),
-        }
+        if self.whole {
+json!({"name": name, "bytes": self.bytes, "xxh3_128": "00"})
+} else {
+json!({"name": name, "bytes": end, "chunks": chunks})
+}
     }
 }
 

@@ -110,10 +110,7 @@ impl Collective for SkipAllReduce {
     }
 
     fn wait_all(&mut self) -> Result<()> {
-        match std::mem::take(&mut self.started) {
-            true => self.inner.wait_all(),
-            false => self.inner.check(),
-        }
+        if std::mem::take(&mut self.started) { self.inner.wait_all() } else { self.inner.check() }
     }
 
     fn check(&self) -> Result<()> {

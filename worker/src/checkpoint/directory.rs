@@ -62,12 +62,15 @@ pub fn scan(dir: &Path) -> Result<Vec<Found>, CheckpointError> {
         if name.ends_with(PINNED) && !path.is_dir() {
             return None;
         }
-        let state = manifest::check(&path).and_then(|Checked { state, .. }| match state.step == step {
-            true => Ok(state),
-            false => Err(CheckpointError::Damaged {
-                path: path.clone(),
-                reason: format!("its state is of step {}", state.step),
-            }),
+        let state = manifest::check(&path).and_then(|Checked { state, .. }| {
+            if state.step == step {
+                Ok(state)
+            } else {
+                Err(CheckpointError::Damaged {
+                    path: path.clone(),
+                    reason: format!("its state is of step {}", state.step),
+                })
+            }
         });
         Some(Found { path, step, pinned, state })
     };
@@ -122,12 +125,13 @@ pub fn choose(dir: &Path) -> Result<Option<Choice>, CheckpointError> {
             Err(error) => rejected.push((path, error)),
         }
     }
-    match rejected.is_empty() {
-        true => Ok(None),
-        false => Err(CheckpointError::NoneValid {
+    if rejected.is_empty() {
+        Ok(None)
+    } else {
+        Err(CheckpointError::NoneValid {
             path: dir.into(),
             reasons: rejected.into_iter().map(|(_, error)| error.to_string()).collect(),
-        }),
+        })
     }
 }
 
@@ -236,14 +240,16 @@ pub fn clean(dir: &Path) -> io::Result<Vec<CheckpointError>> {
         let entry_name = entry.file_name();
         let Some(entry_name) = entry_name.to_str() else { continue };
         if let Some(replaced) = entry_name.strip_prefix(REPLACED) {
-            match dir.join(replaced).exists() {
-                true => fs_err::remove_dir_all(entry.path())?,
-                false => fs_err::rename(entry.path(), dir.join(replaced))?,
+            if dir.join(replaced).exists() {
+                fs_err::remove_dir_all(entry.path())?
+            } else {
+                fs_err::rename(entry.path(), dir.join(replaced))?
             }
         } else if entry_name.starts_with(TEMPORARY) {
-            match entry.file_type()?.is_dir() {
-                true => fs_err::remove_dir_all(entry.path())?,
-                false => fs_err::remove_file(entry.path())?,
+            if entry.file_type()?.is_dir() {
+                fs_err::remove_dir_all(entry.path())?
+            } else {
+                fs_err::remove_file(entry.path())?
             }
         }
     }

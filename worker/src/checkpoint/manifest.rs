@@ -143,9 +143,10 @@ fn check_names(files: &[Entry]) -> Result<(), String> {
     // Names have leading zeros, so they sort by rank.
     let world = ranks.len();
     let complete = ranks.iter().enumerate().all(|(rank, found)| *found == Some((rank, world)));
-    match complete && world > 0 {
-        true => Ok(()),
-        false => Err(format!("{MANIFEST} does not contain the optimizer state of every rank")),
+    if complete && world > 0 {
+        Ok(())
+    } else {
+        Err(format!("{MANIFEST} does not contain the optimizer state of every rank"))
     }
 }
 
@@ -157,9 +158,10 @@ fn check_chunks(entry: &Entry) -> Result<(), String> {
         }
         end = chunk.end();
     }
-    match end == entry.bytes {
-        true => Ok(()),
-        false => Err(format!("{MANIFEST}: the chunks of {} do not cover it", entry.name)),
+    if end == entry.bytes {
+        Ok(())
+    } else {
+        Err(format!("{MANIFEST}: the chunks of {} do not cover it", entry.name))
     }
 }
 
@@ -167,11 +169,10 @@ fn read_state(dir: &Path, manifest: &Manifest) -> Result<State, CheckpointError>
     let damaged = |reason: String| CheckpointError::Damaged { path: dir.into(), reason };
     let json = read_verified(dir, manifest, STATE, MAX_STATE_BYTES)?;
     let state: State = serde_json::from_slice(&json).map_err(|error| damaged(format!("{STATE}: {error}")))?;
-    match state.version == manifest.version {
-        true => Ok(state),
-        false => {
-            Err(damaged(format!("{STATE} has version {}, {MANIFEST} {}", state.version, manifest.version)))
-        }
+    if state.version == manifest.version {
+        Ok(state)
+    } else {
+        Err(damaged(format!("{STATE} has version {}, {MANIFEST} {}", state.version, manifest.version)))
     }
 }
 

@@ -209,9 +209,10 @@ impl Memory {
             return Err(damaged("it does not match its hash"));
         }
         let state: State = serde_json::from_slice(&state).map_err(|error| read(error.into()))?;
-        match state.step == header.id.step {
-            true => Ok(state),
-            false => Err(Failure::Damaged(format!("its state is of step {}", state.step))),
+        if state.step == header.id.step {
+            Ok(state)
+        } else {
+            Err(Failure::Damaged(format!("its state is of step {}", state.step)))
         }
     }
 }

@@ -101,38 +101,39 @@ mod tests {
     use super::*;
 
     proptest! {
-        #[test]
-        fn all_ranks_together_save_every_element_once(
-            sizes in prop::collection::vec(1usize..9, 1..30),
-            world in 1usize..6,
-            sharded: bool,
-        ) {
-            let step = |end: &mut usize, size: &usize| { *end += size * world; Some(*end) };
-            let ends: Vec<usize> = sizes.iter().scan(0, step).collect();
-            let (plan, len) = (Plan::new(&ends, world, 4, 60, 30), *ends.last().unwrap());
-            let mut seen = vec![0; len];
-            for rank in 0..world {
-                let sharding = match sharded {
-                    true => Sharding::new(plan.clone(), rank, world),
-                    false => Sharding::replicated(plan.clone()),
-                };
-                let portion = Portion::new(&sharding, rank, world);
-                let packed: Vec<usize> = portion.ranges().iter().flat_map(|owned| owned.arena.clone()).collect();
-                prop_assert_eq!(packed.len(), portion.len());
-                packed.iter().for_each(|element| seen[*element] += 1);
-                for (part, at) in portion.within(&(3..len - 1)) {
-                    prop_assert_eq!(&packed[at..at + part.len()], part.collect::<Vec<_>>());
+            #[test]
+            fn all_ranks_together_save_every_element_once(
+                sizes in prop::collection::vec(1usize..9, 1..30),
+                world in 1usize..6,
+                sharded: bool,
+            ) {
+                let step = |end: &mut usize, size: &usize| { *end += size * world; Some(*end) };
+                let ends: Vec<usize> = sizes.iter().scan(0, step).collect();
+                let (plan, len) = (Plan::new(&ends, world, 4, 60, 30), *ends.last().unwrap());
+                let mut seen = vec![0; len];
+                for rank in 0..world {
+                    let sharding = if sharded {
+    Sharding::new(plan.clone(), rank, world)
+    } else {
+    Sharding::replicated(plan.clone())
+    };
+                    let portion = Portion::new(&sharding, rank, world);
+                    let packed: Vec<usize> = portion.ranges().iter().flat_map(|owned| owned.arena.clone()).collect();
+                    prop_assert_eq!(packed.len(), portion.len());
+                    packed.iter().for_each(|element| seen[*element] += 1);
+                    for (part, at) in portion.within(&(3..len - 1)) {
+                        prop_assert_eq!(&packed[at..at + part.len()], part.collect::<Vec<_>>());
+                    }
+                    let stored: Vec<usize> = portion.ranges().iter().flat_map(|owned| owned.stored.clone()).collect();
+                    for (part, at) in portion.within(&(0..len)) {
+                        let packed = at..at + part.len();
+                        prop_assert_eq!(&stored[packed.clone()], portion.stored(&packed).collect::<Vec<_>>());
+                    }
+                    let within: usize = portion.within(&(3..len - 1)).map(|(part, _)| part.len()).sum();
+                    prop_assert_eq!(within, packed.iter().filter(|element| (3..len - 1).contains(*element)).count());
                 }
-                let stored: Vec<usize> = portion.ranges().iter().flat_map(|owned| owned.stored.clone()).collect();
-                for (part, at) in portion.within(&(0..len)) {
-                    let packed = at..at + part.len();
-                    prop_assert_eq!(&stored[packed.clone()], portion.stored(&packed).collect::<Vec<_>>());
-                }
-                let within: usize = portion.within(&(3..len - 1)).map(|(part, _)| part.len()).sum();
-                prop_assert_eq!(within, packed.iter().filter(|element| (3..len - 1).contains(*element)).count());
+                prop_assert!(seen.iter().all(|count| *count == 1));
+                prop_assert!(Portion::new(&Sharding::replicated(plan), world, world).is_empty(), "it does not write");
             }
-            prop_assert!(seen.iter().all(|count| *count == 1));
-            prop_assert!(Portion::new(&Sharding::replicated(plan), world, world).is_empty(), "it does not write");
         }
-    }
 }

@@ -99,12 +99,13 @@ pub fn check_weights(path: &Path, layout: &Layout) -> Result<(), CheckpointError
     let file = open_weights(path, layout)?;
     let size = file.file.metadata().map_err(|error| file.failed(&error))?.len();
     let end = file.tensors.iter().map(|tensor| tensor.bytes.end).max().unwrap_or(0);
-    match end <= size {
-        true => Ok(()),
-        false => Err(CheckpointError::Read {
+    if end <= size {
+        Ok(())
+    } else {
+        Err(CheckpointError::Read {
             path: path.into(),
             reason: format!("it has {size} bytes instead of {end}"),
-        }),
+        })
     }
 }
 

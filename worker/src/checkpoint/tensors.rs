@@ -129,13 +129,14 @@ pub(super) fn read_contents(
 
 /// Returns the parameter that a tensor belongs to, and its elements in the arena.
 fn find<'a>(layout: &'a Layout, name: &str, moments: bool) -> Option<(Arena, &'a Param, Range<usize>)> {
-    let (arena, name) = match moments {
-        false => (Arena::Params, name),
-        true => match name.split_at_checked(2)? {
+    let (arena, name) = if moments {
+        match name.split_at_checked(2)? {
             ("m.", rest) => (Arena::M, rest),
             ("v.", rest) => (Arena::V, rest),
             _ => return None,
-        },
+        }
+    } else {
+        (Arena::Params, name)
     };
     let (name, part) = match name.strip_suffix(']').and_then(|name| name.rsplit_once('[')) {
         Some((name, part)) if moments => (name, Some(part)),

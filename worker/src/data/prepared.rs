@@ -70,9 +70,10 @@ impl Prepared {
     /// Checks the vocabulary again: the directory may have been prepared anew since the job was configured.
     fn check_vocab(&self, vocab: usize) -> Result<(), DataError> {
         let needed = self.manifest.vocab;
-        match needed <= vocab {
-            true => Ok(()),
-            false => Err(DataError::SmallModel { dir: self.dir.clone(), needed, vocab }),
+        if needed <= vocab {
+            Ok(())
+        } else {
+            Err(DataError::SmallModel { dir: self.dir.clone(), needed, vocab })
         }
     }
 
@@ -146,9 +147,10 @@ impl TokenizerSource {
         file.take(MAX_TOKENIZER_BYTES + 1)
             .read_to_end(&mut json)
             .map_err(|error| failed(error.to_string()))?;
-        match json.len() as u64 > MAX_TOKENIZER_BYTES {
-            true => Err(failed(format!("it has more than {MAX_TOKENIZER_BYTES} bytes"))),
-            false => Ok(Some(json)),
+        if json.len() as u64 > MAX_TOKENIZER_BYTES {
+            Err(failed(format!("it has more than {MAX_TOKENIZER_BYTES} bytes")))
+        } else {
+            Ok(Some(json))
         }
     }
 }

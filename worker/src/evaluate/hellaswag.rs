@@ -93,9 +93,10 @@ pub fn parse(bytes: &[u8]) -> Result<Vec<Question>, String> {
         questions.push(question);
         rest = rest.get(bytes..).unwrap_or_default();
     }
-    match questions.len() == said && said > 0 {
-        true => Ok(questions),
-        false => Err(format!("the header says {said} questions, but the file has {}", questions.len())),
+    if questions.len() == said && said > 0 {
+        Ok(questions)
+    } else {
+        Err(format!("the header says {said} questions, but the file has {}", questions.len()))
     }
 }
 

@@ -36,9 +36,10 @@ impl<'a> Keys<'a> {
             return Ok(());
         }
         let accepted: Vec<String> = accepted.iter().map(ToString::to_string).collect();
-        let reason = match accepted.is_empty() {
-            true => "weights must not be quantized".into(),
-            false => format!("this trainer computes {key} = {}", accepted.join(" or ")),
+        let reason = if accepted.is_empty() {
+            "weights must not be quantized".into()
+        } else {
+            format!("this trainer computes {key} = {}", accepted.join(" or "))
         };
         Err(self.refused(key, &reason))
     }

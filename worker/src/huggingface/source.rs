@@ -203,10 +203,7 @@ pub(super) fn files_of_index(path: &Path, json: &[u8]) -> Result<BTreeMap<String
         }
         files.entry(file).or_default().push(tensor);
     }
-    match files.is_empty() {
-        true => Err(invalid("it names no tensors".into())),
-        false => Ok(files),
-    }
+    if files.is_empty() { Err(invalid("it names no tensors".into())) } else { Ok(files) }
 }
 
 /// Checks that the file ends with its last tensor: trailing data would be ignored.
@@ -225,9 +222,10 @@ fn check_length(path: &Path, header: &Metadata, data: u64, bytes: u64) -> Result
 fn check_place(path: &Path, name: &str, info: &TensorInfo, data: u64, bytes: u64) -> Result<(), ModelError> {
     let (begin, end) = info.data_offsets;
     let inside = data.checked_add(end as u64).is_some_and(|end| end <= bytes);
-    match begin <= end && inside {
-        true => Ok(()),
-        false => Err(tensor_error(path, name, &format!("its data is outside the file of {bytes} bytes"))),
+    if begin <= end && inside {
+        Ok(())
+    } else {
+        Err(tensor_error(path, name, &format!("its data is outside the file of {bytes} bytes")))
     }
 }
 
@@ -325,9 +323,10 @@ fn open(path: &Path) -> io::Result<(File, u64)> {
     let flags = i32::try_from(OFlags::NONBLOCK.bits()).unwrap_or(0);
     let file = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path)?;
     let metadata = file.metadata()?;
-    match metadata.is_file() {
-        true => Ok((File::from_parts(file, path), metadata.len())),
-        false => Err(io::Error::new(io::ErrorKind::InvalidData, "it is not a regular file")),
+    if metadata.is_file() {
+        Ok((File::from_parts(file, path), metadata.len()))
+    } else {
+        Err(io::Error::new(io::ErrorKind::InvalidData, "it is not a regular file"))
     }
 }
 
@@ -335,9 +334,10 @@ fn read_whole(path: &Path, max: u64) -> Result<Vec<u8>, ModelError> {
     let (file, _) = open(path).map_err(|error| read_error(path, &error))?;
     let mut contents = Vec::new();
     file.take(max + 1).read_to_end(&mut contents).map_err(|error| read_error(path, &error))?;
-    match contents.len() as u64 > max {
-        true => Err(ModelError::Read { path: path.into(), reason: format!("it has more than {max} bytes") }),
-        false => Ok(contents),
+    if contents.len() as u64 > max {
+        Err(ModelError::Read { path: path.into(), reason: format!("it has more than {max} bytes") })
+    } else {
+        Ok(contents)
     }
 }
 

@@ -318,9 +318,10 @@ impl<'a> Decoder<'a> {
         let (model, shape) = (self.model, LinearShape { rows, inputs: sizes.0, outputs: sizes.1 });
         let (x, y) = (x.slice(0..rows * sizes.0), y.slice(0..rows * sizes.1));
         let (w, bias) = (model.param(&params.weight), params.bias.as_ref().map(|bias| model.param(bias)));
-        match rows <= GEMV_ROWS {
-            true => model.backend.gemv(Gemv { shape, x, w, bias, gelu: false, y }),
-            false => model.backend.linear_forward(LinearForward { shape, x, w, bias, y }),
+        if rows <= GEMV_ROWS {
+            model.backend.gemv(Gemv { shape, x, w, bias, gelu: false, y })
+        } else {
+            model.backend.linear_forward(LinearForward { shape, x, w, bias, y })
         }
     }
 

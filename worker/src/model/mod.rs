@@ -114,9 +114,10 @@ impl BackendHandle {
     /// segment that can be registered.
     #[track_caller]
     pub fn alloc_collective(&self, dtype: DType, len: usize) -> Result<Tensor> {
-        match self.windows {
-            true => Tensor::new(&self.pool().registered(), dtype, len),
-            false => self.alloc_persistent(dtype, len),
+        if self.windows {
+            Tensor::new(&self.pool().registered(), dtype, len)
+        } else {
+            self.alloc_persistent(dtype, len)
         }
     }
 }

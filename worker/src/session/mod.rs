@@ -170,9 +170,10 @@ fn division(context: &Context<'_>, layout: &Layout, activations: DType) -> Resul
     let (cuda, shared) = (environment.device != Device::Cpu, environment.is_shared());
     let shard = spec.comm.shard(world, cuda, shared);
     let division = Division::new(spec, layout, activations, rank, world, shard)?;
-    match division.sharding.is_sharded() && !shared {
-        true => Err(WorkerError::NotShared { writers: environment.writers, world: environment.world_size.0 }),
-        false => Ok(division),
+    if division.sharding.is_sharded() && !shared {
+        Err(WorkerError::NotShared { writers: environment.writers, world: environment.world_size.0 })
+    } else {
+        Ok(division)
     }
 }
 
@@ -239,9 +240,10 @@ fn complete_start(
     if context.job.memory_snapshot.is_some() {
         initial::exchange_portions(model, optimizer, collective)?;
     }
-    let start = match context.environment.is_shared() {
-        true => start,
-        false => share::from_rank_0(backend, model, optimizer, &start, collective)?,
+    let start = if context.environment.is_shared() {
+        start
+    } else {
+        share::from_rank_0(backend, model, optimizer, &start, collective)?
     };
     start.check_data(context.spec, data)?;
     Ok(start)
@@ -399,9 +401,10 @@ fn finish(
     outcome: Outcome,
 ) -> Result<Finished> {
     optimizer.gather(model, collective)?;
-    let difference = match spec.observe.check_replicas {
-        true => Some(train::max_difference_to_rank_0(backend, optimizer.replica(model), collective)?),
-        false => None,
+    let difference = if spec.observe.check_replicas {
+        Some(train::max_difference_to_rank_0(backend, optimizer.replica(model), collective)?)
+    } else {
+        None
     };
     let sample = match sampler.as_ref().filter(|_| !outcome.stopped_early) {
         Some(sampler) => sampler.report(backend, model, control, outcome.steps)?,

@@ -52,10 +52,8 @@ impl Gradients {
         let own = if accumulate == 1 { wire } else { DType::F32 };
         let len = slots.as_ref().map_or(sharding.arena_len(), Slots::len);
         let rounds = own != wire && world > 1;
-        let arena = match rounds {
-            true => backend.alloc_persistent(own, len),
-            false => backend.alloc_collective(own, len),
-        };
+        let arena =
+            if rounds { backend.alloc_persistent(own, len) } else { backend.alloc_collective(own, len) };
         let gradients = Self {
             arena: arena?,
             rounded: rounds.then(|| backend.alloc_collective(wire, len)).transpose()?,

@@ -306,9 +306,10 @@ impl Run<'_> {
         }
         let (done, elapsed) = (step + 1, completed - *since);
         // On a GPU the host does not wait for collectives, so the device measures its own time.
-        let own_seconds = match self.backend.is_asynchronous() {
-            true => f64::from(result.own_seconds),
-            false => elapsed.saturating_sub(phase::take_waited()).as_secs_f64(),
+        let own_seconds = if self.backend.is_asynchronous() {
+            f64::from(result.own_seconds)
+        } else {
+            elapsed.saturating_sub(phase::take_waited()).as_secs_f64()
         };
         self.skips
             .record(done, result.loss, result.grad_norm)

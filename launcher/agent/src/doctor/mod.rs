@@ -5,8 +5,7 @@
 //! /dev/kmsg --kernel_log--> Xid errors --xids--^
 //! ```
 //! A failure means that work on the GPU would fail or give wrong results. A condition that only slows the GPU down, or
-//! a
-//! value that cannot be read, is a warning, so a missing or hanging NVML does not stop a job.
+//! a value that cannot be read, is a warning, so a missing or hanging NVML does not stop a job.
 
 mod kernel_log;
 mod readings;

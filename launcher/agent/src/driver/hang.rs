@@ -134,9 +134,10 @@ impl Examination {
             self.ranks.iter().map(|(_, subject)| (subject.clone(), detail(subject.rank))).collect();
         let found = stacks::collect(&asked);
         let culprits: Vec<u32> = self.hang.culprits.iter().map(|rank| self.first_rank + rank).collect();
-        let culprits = match culprits.is_empty() {
-            true => "ranks of another node".into(),
-            false => crate::workload::ranks_text(&culprits),
+        let culprits = if culprits.is_empty() {
+            "ranks of another node".into()
+        } else {
+            crate::workload::ranks_text(&culprits)
         };
         let head = format!("{} UTC: {culprits}: {}\n\n", timestamp(clock::unix().as_secs()), self.hang.cause);
         let mut first = self.hang.culprits.first().map(|_| Err("its process has exited".to_owned()));

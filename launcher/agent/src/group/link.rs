@@ -299,9 +299,10 @@ impl Remote {
 
     /// Reports that the coordinator is not coming back.
     fn lost(&self, problem: String) {
-        self.pass_on(match self.state.was_admitted() {
-            true => link_state::end(ExitCode::Retryable, format!("the coordinator was lost: {problem}")),
-            false => link_state::end(ExitCode::Rendezvous, problem),
+        self.pass_on(if self.state.was_admitted() {
+            link_state::end(ExitCode::Retryable, format!("the coordinator was lost: {problem}"))
+        } else {
+            link_state::end(ExitCode::Rendezvous, problem)
         });
     }
 

@@ -97,9 +97,10 @@ impl Console {
     fn write(&self, writer: u64, fresh: bool, prefix: &[u8], text: &[u8]) {
         self.turn(|output| {
             let interrupts = output.open.is_some_and(|open| open != writer);
-            let (lead, text) = match output.open == Some(writer) && !fresh {
-                true => (Vec::new(), text),
-                false => line_start(fresh, prefix, text),
+            let (lead, text) = if output.open == Some(writer) && !fresh {
+                (Vec::new(), text)
+            } else {
+                line_start(fresh, prefix, text)
             };
             if text.is_empty() {
                 return;

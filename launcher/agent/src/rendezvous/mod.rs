@@ -89,9 +89,10 @@ impl Rendezvous {
             ));
         }
         let Some(local_rank) = self.local_rank(rank.0) else {
-            return Progress::Ignored(match rank.0 < world.0 {
-                true => format!("rank {rank} is not one of the ranks {:?} of this node", self.ranks),
-                false => format!("rank {rank} does not exist in a job of {world} ranks"),
+            return Progress::Ignored(if rank.0 < world.0 {
+                format!("rank {rank} is not one of the ranks {:?} of this node", self.ranks)
+            } else {
+                format!("rank {rank} does not exist in a job of {world} ranks")
             });
         };
         if self.joined[local_rank].is_some() {

@@ -274,12 +274,13 @@ fn known(line: &str, whole: &str, evidence: &Evidence) -> Option<Cause> {
     } else if has(&["NCCL", "DistBackendError"]) {
         whole.with_help("set NCCL_DEBUG=INFO for details from NCCL")
     } else if name == "ModuleNotFoundError" || line.contains(": No module named ") {
-        match program.is_empty() {
-            true => whole,
-            false => whole.with_help(format!(
+        if program.is_empty() {
+            whole
+        } else {
+            whole.with_help(format!(
                 "install it for {program}, activate its virtual environment, or run `xlaunch [FLAGS] -- \
                  /PATH/TO/python SCRIPT.py`"
-            )),
+            ))
         }
     } else if name == "KeyboardInterrupt" {
         Cause::new("interrupted (SIGINT, Ctrl-C)")

@@ -224,10 +224,11 @@ pub(crate) fn command_variables(
 /// by the host name, which often resolves to the loopback interface.
 fn interface_variables(group: &CommandGroup<'_>) -> Vec<(&'static str, OsString)> {
     let Some(interface) = group.interface.filter(|_| group.assignment.has_peers()) else { return Vec::new() };
-    let names: &[&'static str] = match interface.is_chosen_by_user {
+    let names: &[&'static str] = if interface.is_chosen_by_user {
         // NCCL must then use the user's choice too.
-        true => &["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"],
-        false => &["GLOO_SOCKET_IFNAME"],
+        &["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]
+    } else {
+        &["GLOO_SOCKET_IFNAME"]
     };
     let unset = names.iter().filter(|name| group.base.get(name).is_none());
     unset.map(|name| (*name, interface.name.clone().into())).collect()

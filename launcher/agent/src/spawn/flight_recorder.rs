@@ -80,9 +80,10 @@ fn write_to_pipe(pipe: &Path) -> std::io::Result<()> {
     // Fails if no process reads from the pipe.
     let mut file =
         fs_err::OpenOptions::new().write(true).custom_flags(flags.bits().cast_signed()).open(pipe)?;
-    match file.metadata()?.file_type().is_fifo() {
-        true => file.write_all(b"1"),
-        false => Err(std::io::ErrorKind::InvalidInput.into()),
+    if file.metadata()?.file_type().is_fifo() {
+        file.write_all(b"1")
+    } else {
+        Err(std::io::ErrorKind::InvalidInput.into())
     }
 }
 

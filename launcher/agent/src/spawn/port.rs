@@ -3,10 +3,9 @@
 //! The port could be taken in between by
 //! - the kernel, as an ephemeral port: so ephemeral ports are not chosen;
 //! - another xlaunch, of any user: so an abstract unix socket named after the port is held as a lock. Such names need
-//! no
-//!   cleanup, and belong to a network namespace, as ports do;
+//!   no cleanup, and belong to a network namespace, as ports do;
 //! - any other program: that is unlikely, as the port was free when it was chosen, and the search starts at a random
-//! port.
+//!   port.
 //!
 //! Any user can hold the locks of all ports. In that case a port is chosen without a lock, so that no user can keep
 //! others from launching.

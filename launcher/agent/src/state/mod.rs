@@ -390,9 +390,10 @@ impl Job {
     /// Prepares the next attempt, because starting processes takes as long as ending others. Whether they are needed is
     /// decided when those have ended.
     pub(super) fn prepare_next(&self) -> Vec<Action> {
-        match self.stop.is_none() && self.rules.has_restarts {
-            true => vec![Action::Prepare { attempt: self.attempt + 1 }],
-            false => Vec::new(),
+        if self.stop.is_none() && self.rules.has_restarts {
+            vec![Action::Prepare { attempt: self.attempt + 1 }]
+        } else {
+            Vec::new()
         }
     }
 

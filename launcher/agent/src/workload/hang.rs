@@ -4,8 +4,7 @@
 //! with the phase of the training thread. The culprits are
 //! 1. ranks whose process is stopped and that sent no heartbeat for [`HEARTBEAT_TIMEOUT`];
 //! 2. after the hang timeout without progress, the ranks that pass all of these filters, applied in order; a filter
-//! that
-//!    no rank passes is skipped:
+//!    that no rank passes is skipped:
 //!    - the rank sends no heartbeats;
 //!    - its phase does not wait for other ranks (any phase except all-reduce and read back);
 //!    - it has completed the fewest steps;
@@ -280,9 +279,10 @@ impl HangDetector {
     /// Formats the ranks that wait for the culprits, such as `; ranks 0-2 are waiting for it`.
     fn waiting_text(&self, culprits: &Culprits) -> String {
         let victims: Vec<&u32> = self.ranks.keys().filter(|rank| !culprits.contains_key(rank)).collect();
-        match victims.is_empty() && culprits.len() != 1 {
-            true => "; all ranks are waiting: check the network and the GPUs".into(),
-            false => waiting_text(culprits.len(), &victims),
+        if victims.is_empty() && culprits.len() != 1 {
+            "; all ranks are waiting: check the network and the GPUs".into()
+        } else {
+            waiting_text(culprits.len(), &victims)
         }
     }
 
@@ -414,9 +414,8 @@ pub(crate) fn ranks_text<'a>(ranks: impl IntoIterator<Item = &'a u32>) -> String
         }
     }
     let noun = if matches!(ranges[..], [(first, last)] if first == last) { "rank" } else { "ranks" };
-    let text = |(first, last): &(u32, u32)| match first == last {
-        true => first.to_string(),
-        false => format!("{first}-{last}"),
+    let text = |(first, last): &(u32, u32)| {
+        if first == last { first.to_string() } else { format!("{first}-{last}") }
     };
     format!("{noun} {}", ranges.iter().map(text).collect::<Vec<_>>().join(", "))
 }

@@ -405,10 +405,11 @@ impl Workload for TrainerWorkload<'_> {
     fn message(&mut self, message: Message, job: &Job, board: &watch::Sender<Board>) -> Option<Event> {
         match message {
             Message::GetJob(request, reply) => {
-                match request.attempt > self.attempt || !self.resume_known {
-                    true => self.waiting.push((request, reply)),
+                if request.attempt > self.attempt || !self.resume_known {
+                    self.waiting.push((request, reply))
+                } else {
                     // The caller may be gone.
-                    false => drop(reply.send(self.get_job(&request))),
+                    drop(reply.send(self.get_job(&request)))
                 }
             }
             Message::Join(join, reply) => return self.join(join, reply, board),

@@ -81,10 +81,11 @@ static COMMAND: LazyLock<Value> = LazyLock::new(|| {
 
 impl Submission<'_> {
     fn message(&self) -> SubmitRequest {
-        let work = match self.trainer {
-            true => submit_request::Work::TrainerSpecJson(self.work.text(&TRAINER)),
-            false => submit_request::Work::CommandSpecJson(self.work.text(&COMMAND)),
-        };
+        let work = if self.trainer {
+submit_request::Work::TrainerSpecJson(self.work.text(&TRAINER))
+} else {
+submit_request::Work::CommandSpecJson(self.work.text(&COMMAND))
+};
         let mut request = SubmitRequest {
             request_id: self.request_id.unwrap_or("r").into(),
             version: self.version.into(),

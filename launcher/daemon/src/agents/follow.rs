@@ -114,10 +114,7 @@ pub(crate) async fn follow(
 ) {
     let job = job_start.job;
     let follower = Follower { job_start, dirs, starter, hooks, events, stop, warning };
-    let last = match fresh {
-        true => follower.start_and_watch().await,
-        false => follower.adopt_and_watch().await,
-    };
+    let last = if fresh { follower.start_and_watch().await } else { follower.adopt_and_watch().await };
     // The manager is gone only if the daemon is ending. The next daemon reads the job's files.
     let _ = follower.events.send((job, last)).await;
 }

@@ -7,11 +7,10 @@
 //! ```
 //! Invariants, even if the daemon or the node crashes at any time:
 //! - the next [`Journal::open`] reads every record whose append returned, and any prefix of the records whose append
-//! did
-//!   not return, but no other records;
+//!   did not return, but no other records;
 //! - nothing is appended to a file after a write or sync of it has failed. The kernel drops dirty pages after a failed
-//! fsync, and a second fsync succeeds without them, so the contents on disk are unknown until [`Journal::rewrite`] has
-//!   created a new file;
+//!   fsync, and a second fsync succeeds without them, so the contents on disk are unknown until [`Journal::rewrite`]
+//!   has created a new file;
 //! - only one daemon at a time has the directory open. It holds flock(2) locks both on the directory and on the file
 //!   `lock` in it: a lock file can be deleted, and directories cannot be locked on NFS;
 //! - nothing is opened, created or repaired in a directory that other users could have changed.

@@ -92,9 +92,10 @@ impl Model {
 
     fn rewrite(&mut self, journal: &mut Journal<Record>, to: &[Record]) -> bool {
         let written = journal.rewrite(to).is_ok();
-        match written {
-            true => *self = Self::at(to.to_vec()),
-            false => self.possible.push(to.to_vec()),
+        if written {
+            *self = Self::at(to.to_vec())
+        } else {
+            self.possible.push(to.to_vec())
         }
         written
     }

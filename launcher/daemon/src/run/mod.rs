@@ -111,9 +111,10 @@ fn how_to_configure(options: &Options) -> String {
     };
     let file = std::path::absolute(&file).unwrap_or(file);
     let file = file.display();
-    match options.foreground {
-        true => format!("in {file}, then run `kill -HUP {}`", std::process::id()),
-        false => format!("in {file}, then run `systemctl reload xlaunch`"),
+    if options.foreground {
+        format!("in {file}, then run `kill -HUP {}`", std::process::id())
+    } else {
+        format!("in {file}, then run `systemctl reload xlaunch`")
     }
 }
 

@@ -37,8 +37,9 @@ async fn ask(job: &JobView) -> Result<CheckpointReply, Status> {
     let mut agent = relay::connect_to_agent(job).await?;
     let saved = agent.checkpoint(CheckpointRequest {}).await;
     let saved = saved.map_err(|status| relay::failure(job, &status))?.into_inner();
-    match saved.path.len() <= MAX_PATH_BYTES {
-        true => Ok(saved),
-        false => Err(Status::internal(format!("the agent of job {} sent an invalid path", job.job.id))),
+    if saved.path.len() <= MAX_PATH_BYTES {
+        Ok(saved)
+    } else {
+        Err(Status::internal(format!("the agent of job {} sent an invalid path", job.job.id)))
     }
 }

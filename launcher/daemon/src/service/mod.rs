@@ -10,7 +10,7 @@
 //! Invariants:
 //! - to a caller, a job that it may not see does not exist;
 //! - no user can keep others from being served: connections, calls, streams and memory are limited per user and in
-//! total.
+//!   total.
 
 pub mod access;
 mod calls;

@@ -188,9 +188,10 @@ pub(super) fn find_gpus(named: &[String], known: &[(u32, String)]) -> Result<Vec
 }
 
 fn check_priority(caller: &Caller, priority: i32) -> Result<(), CommandError> {
-    match priority > 0 && !caller.admin {
-        true => Err(CommandError::NotAllowed("only administrators may set a priority above 0".into())),
-        false => Ok(()),
+    if priority > 0 && !caller.admin {
+        Err(CommandError::NotAllowed("only administrators may set a priority above 0".into()))
+    } else {
+        Ok(())
     }
 }
 

@@ -127,9 +127,10 @@ impl Ending {
         if !failures.is_empty() {
             return Verdict::Failed(bounded(format!("doctor: {}", failures.join("; "))));
         }
-        match own.iter().any(|finding| finding.check == DECISIVE_CHECK) {
-            true => Verdict::Passed,
-            false => Verdict::Unknown("it could not be measured".into()),
+        if own.iter().any(|finding| finding.check == DECISIVE_CHECK) {
+            Verdict::Passed
+        } else {
+            Verdict::Unknown("it could not be measured".into())
         }
     }
 }

@@ -31,9 +31,10 @@ impl Listen {
     /// Parses `web.listen`. An error describes the problem of the text.
     pub(crate) fn parse(text: &str) -> Result<Self, String> {
         if let Some(path) = text.strip_prefix("unix:") {
-            return match Path::new(path).is_absolute() {
-                true => Ok(Self::Unix(path.into())),
-                false => Err(format!("\"{path}\" is a relative path")),
+            return if Path::new(path).is_absolute() {
+                Ok(Self::Unix(path.into()))
+            } else {
+                Err(format!("\"{path}\" is a relative path"))
             };
         }
         match text.parse::<SocketAddr>() {

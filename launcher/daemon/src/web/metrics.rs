@@ -59,9 +59,10 @@ impl Out<'_> {
     fn gauge(&mut self, name: &str, help: &str, samples: impl IntoIterator<Item = Sample>) -> fmt::Result {
         let mut metric = self.0.encode_descriptor(name, help, None, MetricType::Gauge)?;
         for (labels, value) in samples {
-            match labels.is_empty() {
-                true => metric.encode_gauge(&value)?,
-                false => metric.encode_family(&labels)?.encode_gauge(&value)?,
+            if labels.is_empty() {
+                metric.encode_gauge(&value)?
+            } else {
+                metric.encode_family(&labels)?.encode_gauge(&value)?
             }
         }
         Ok(())

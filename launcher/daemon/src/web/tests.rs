@@ -55,9 +55,10 @@ impl Served {
     }
 
     async fn connect(&self) -> Box<dyn listen::Stream> {
-        match self.address.starts_with('/') {
-            true => Box::new(UnixStream::connect(&self.address).await.unwrap()),
-            false => Box::new(TcpStream::connect(&self.address).await.unwrap()),
+        if self.address.starts_with('/') {
+            Box::new(UnixStream::connect(&self.address).await.unwrap())
+        } else {
+            Box::new(TcpStream::connect(&self.address).await.unwrap())
         }
     }
 

@@ -181,49 +181,50 @@ impl Agent {
         let mut first_rank = 0;
         loop {
             tokio::select! {
-                message = self.link.next() => match message {
-                    Some(FromGroup::Message(ToAgent::Prepare(prepare))) => {
-                        first_rank = prepare.first_rank;
-                        self.link.send(FromAgent::Prepared(NodePrepared {
-                            attempt: prepare.attempt,
-                            master_port: 1,
-                            shared: true,
-                            ..NodePrepared::default()
-                        }));
-                    }
-                    Some(FromGroup::Message(ToAgent::Begin(begin))) => {
-                        self.attempt = Some((begin.attempt, first_rank));
-                        self.join(begin.attempt);
-                    }
-                    Some(FromGroup::Message(ToAgent::Join(join))) => match join.problem.is_empty() {
-                        true => self.tell(Change::Joined),
-                        false => return self.tell(Change::Lost(join.problem)),
-                    }
-                    Some(FromGroup::Message(ToAgent::PeerFailed(failed))) => {
-                        over = true;
-                        self.tell(Change::PeerFailed(Instant::now(), failed.message));
-                        self.end(failed.attempt, None);
-                    }
-                    Some(FromGroup::Message(ToAgent::End(end))) => {
-                        if !over {
-                            self.tell(Change::Lost(format!("node {}: {}", self.node, end.root)));
-                        }
-                        return;
-                    }
-                    Some(FromGroup::CutOff(reason)) => {
-                        return self.tell(Change::Lost(format!("node {}: {reason}", self.node)));
-                    }
-                    Some(FromGroup::Message(_) | FromGroup::Connected(_) | FromGroup::Notice(_)) => {}
-                    None => return,
-                },
-                _ = reports.tick() => self.report(),
-                Ok(()) = failing.changed() => {
-                    if *failing.borrow_and_update() == Some(self.node) && let Some((attempt, _)) = self.attempt {
-                        over = true;
-                        self.fail(attempt);
-                    }
-                }
+                            message = self.link.next() => match message {
+                                Some(FromGroup::Message(ToAgent::Prepare(prepare))) => {
+                                    first_rank = prepare.first_rank;
+                                    self.link.send(FromAgent::Prepared(NodePrepared {
+                                        attempt: prepare.attempt,
+                                        master_port: 1,
+                                        shared: true,
+                                        ..NodePrepared::default()
+                                    }));
+                                }
+                                Some(FromGroup::Message(ToAgent::Begin(begin))) => {
+                                    self.attempt = Some((begin.attempt, first_rank));
+                                    self.join(begin.attempt);
+                                }
+                                Some(FromGroup::Message(ToAgent::Join(join))) => if join.problem.is_empty() {
+            self.tell(Change::Joined)
+            } else {
+            return self.tell(Change::Lost(join.problem))
             }
+                                Some(FromGroup::Message(ToAgent::PeerFailed(failed))) => {
+                                    over = true;
+                                    self.tell(Change::PeerFailed(Instant::now(), failed.message));
+                                    self.end(failed.attempt, None);
+                                }
+                                Some(FromGroup::Message(ToAgent::End(end))) => {
+                                    if !over {
+                                        self.tell(Change::Lost(format!("node {}: {}", self.node, end.root)));
+                                    }
+                                    return;
+                                }
+                                Some(FromGroup::CutOff(reason)) => {
+                                    return self.tell(Change::Lost(format!("node {}: {reason}", self.node)));
+                                }
+                                Some(FromGroup::Message(_) | FromGroup::Connected(_) | FromGroup::Notice(_)) => {}
+                                None => return,
+                            },
+                            _ = reports.tick() => self.report(),
+                            Ok(()) = failing.changed() => {
+                                if *failing.borrow_and_update() == Some(self.node) && let Some((attempt, _)) = self.attempt {
+                                    over = true;
+                                    self.fail(attempt);
+                                }
+                            }
+                        }
         }
     }
 

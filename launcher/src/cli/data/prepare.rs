@@ -93,10 +93,8 @@ pub(super) fn run(options: Prepare) -> Result<ExitCode, QueryError> {
     let prepared = xlaunch_data::prepare(&options, &mut |event| display.show(event));
     display.finish();
     let manifest = prepared.map_err(refusal)?;
-    let text = match json {
-        true => format!("{:#}\n", serde_json::json!(manifest)),
-        false => table(&options.output, &manifest),
-    };
+    let text =
+        if json { format!("{:#}\n", serde_json::json!(manifest)) } else { table(&options.output, &manifest) };
     print(text.as_bytes())?;
     Ok(ExitCode::Done)
 }

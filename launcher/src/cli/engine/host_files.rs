@@ -84,9 +84,10 @@ fn distinct(listed: &Listed) -> Result<Vec<&str>, String> {
     let mut known = std::collections::HashSet::new();
     let hosts: Vec<&str> =
         list.split_whitespace().step_by(*every).filter(|host| known.insert(*host)).collect();
-    match hosts.len() > MAX_NODES as usize {
-        true => Err(format!("{variable} has more than {MAX_NODES} hosts")),
-        false => Ok(hosts),
+    if hosts.len() > MAX_NODES as usize {
+        Err(format!("{variable} has more than {MAX_NODES} hosts"))
+    } else {
+        Ok(hosts)
     }
 }
 

@@ -146,9 +146,10 @@ fn read_hosts(path: &Path) -> Result<String, String> {
     let limit = MAX_HOSTS_BYTES as u64 + 1;
     let file = fs_err::File::open(path).map_err(|error| error.to_string())?;
     file.take(limit).read_to_string(&mut text).map_err(|error| format!("{}: {error}", path.display()))?;
-    match text.len() > MAX_HOSTS_BYTES {
-        true => Err(format!("{} is longer than {MAX_HOSTS_BYTES} bytes", path.display())),
-        false => Ok(text),
+    if text.len() > MAX_HOSTS_BYTES {
+        Err(format!("{} is longer than {MAX_HOSTS_BYTES} bytes", path.display()))
+    } else {
+        Ok(text)
     }
 }
 

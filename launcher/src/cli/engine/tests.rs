@@ -28,9 +28,12 @@ fn detected(variables: &[(&str, &str)]) -> Result<Option<Allocation>, String> {
             // Later ones replace earlier ones.
             variables.iter().rfind(|(name, _)| *name == wanted).map(|(_, value)| value.into())
         },
-        read: &|path| match path == Path::new("/hosts") {
-            true => Ok("h0.site\nh0.site\nh1.site\nh2.site\nh2.site\nh1.site\n".into()),
-            false => Err("no such file".into()),
+        read: &|path| {
+            if path == Path::new("/hosts") {
+                Ok("h0.site\nh0.site\nh1.site\nh2.site\nh2.site\nh1.site\n".into())
+            } else {
+                Err("no such file".into())
+            }
         },
         name: "h1",
         munge: true,

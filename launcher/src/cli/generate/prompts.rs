@@ -51,10 +51,7 @@ pub(super) fn parse(name: &str, text: &[u8], chat: bool) -> Result<Vec<Prompt>, 
         }
         prompts.push(prompt);
     }
-    match prompts.is_empty() {
-        true => Err(format!("{name}: there is no prompt in it")),
-        false => Ok(prompts),
-    }
+    if prompts.is_empty() { Err(format!("{name}: there is no prompt in it")) } else { Ok(prompts) }
 }
 
 #[cfg(test)]

@@ -24,10 +24,11 @@ pub(super) fn command(
     }
     check_ignored(reader, several_nodes)?;
     let defaults = CommandSpec::new(program(reader, target, is_program)?, Vec::new());
-    let (run_id, master_addr, master_port) = match several_nodes {
+    let (run_id, master_addr, master_port) = if several_nodes {
         // With several nodes, the coordinator sends these to the nodes.
-        true => (None, defaults.master_addr, None),
-        false => rendezvous(reader)?,
+        (None, defaults.master_addr, None)
+    } else {
+        rendezvous(reader)?
     };
     let shutdown_timeout = match reader.parsed("shutdown-timeout", values::seconds)? {
         None => reader.variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", values::seconds)?,

@@ -69,10 +69,7 @@ impl Communicator {
         if let Some(failure) = self.failure.lock().unwrap_or_else(PoisonError::into_inner).clone() {
             return Err(failure);
         }
-        match self.closed.load(Ordering::SeqCst) {
-            true => Err(CommError::Aborted),
-            false => Ok(()),
-        }
+        if self.closed.load(Ordering::SeqCst) { Err(CommError::Aborted) } else { Ok(()) }
     }
 
     /// Converts the result of a call to an error.

@@ -87,9 +87,10 @@ fn greet(mut socket: Socket, greeting: &Greeting<'_>, deadline: Instant) -> io::
         }
         _ => error,
     })?;
-    match greeting.is_proved(&challenged, &own, &proof) {
-        true => Ok(socket),
-        false => Err(io::Error::other("the listener does not have the key of this attempt")),
+    if greeting.is_proved(&challenged, &own, &proof) {
+        Ok(socket)
+    } else {
+        Err(io::Error::other("the listener does not have the key of this attempt"))
     }
 }
 

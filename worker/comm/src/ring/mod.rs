@@ -205,10 +205,7 @@ impl Collective for Ring {
     }
 
     fn check(&self) -> Result<()> {
-        match self.abort.aborted.load(Ordering::SeqCst) {
-            true => Err(CommError::Aborted),
-            false => Ok(()),
-        }
+        if self.abort.aborted.load(Ordering::SeqCst) { Err(CommError::Aborted) } else { Ok(()) }
     }
 
     fn abort_handle(&self) -> AbortHandle {

@@ -18,9 +18,12 @@ fn place(rank: usize, addresses: &[String]) -> RingPlace<'_> {
 }
 
 fn listeners(world: usize, tcp: bool, dir: &std::path::Path) -> (Vec<RingListener>, Vec<String>) {
-    let bind = |rank| match tcp {
-        true => RingListener::bind_tcp([127, 0, 0, 1].into(), rank).unwrap(),
-        false => RingListener::bind(dir, rank).unwrap(),
+    let bind = |rank| {
+        if tcp {
+            RingListener::bind_tcp([127, 0, 0, 1].into(), rank).unwrap()
+        } else {
+            RingListener::bind(dir, rank).unwrap()
+        }
     };
     let listeners: Vec<RingListener> = (0..world).map(bind).collect();
     let addresses = listeners.iter().map(|listener| listener.address().to_string()).collect();

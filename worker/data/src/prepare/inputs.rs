@@ -26,9 +26,10 @@ pub(super) fn find(arguments: &[String], output: &Path) -> Result<Vec<Input>, Pr
         };
         inputs.extend(found.into_iter().filter(|input| seen.insert(input.clone())));
     }
-    match inputs.is_empty() {
-        true => Err(PrepareError::Usage("no input: name files, directories, globs, or `-`".into())),
-        false => Ok(inputs),
+    if inputs.is_empty() {
+        Err(PrepareError::Usage("no input: name files, directories, globs, or `-`".into()))
+    } else {
+        Ok(inputs)
     }
 }
 
@@ -62,9 +63,10 @@ fn search(
     for entry in walk::files_below(root, is_output) {
         let entry =
             entry.map_err(|error| PrepareError::Usage(format!("failed to read {argument}: {error}")))?;
-        let path = match base.as_os_str().is_empty() {
-            true => entry.path().strip_prefix(".").unwrap_or(entry.path()),
-            false => entry.path(),
+        let path = if base.as_os_str().is_empty() {
+            entry.path().strip_prefix(".").unwrap_or(entry.path())
+        } else {
+            entry.path()
         };
         let hidden = entry.file_name().to_string_lossy().starts_with('.');
         let matches = match glob {
@@ -76,9 +78,10 @@ fn search(
         }
     }
     files.sort();
-    match files.is_empty() {
-        true => Err(PrepareError::Usage(format!("no file matches `{argument}`"))),
-        false => Ok(files),
+    if files.is_empty() {
+        Err(PrepareError::Usage(format!("no file matches `{argument}`")))
+    } else {
+        Ok(files)
     }
 }
 

@@ -112,9 +112,10 @@ fn damaged_data(label: &str, format: &str, error: &io::Error) -> PrepareError {
 fn open(path: &PathBuf) -> Result<File, PrepareError> {
     let file = File::open(path).map_err(|error| PrepareError::read(path.display(), &error))?;
     let metadata = file.metadata().map_err(|error| PrepareError::read(path.display(), &error))?;
-    match metadata.is_dir() {
-        true => Err(PrepareError::Usage(format!("failed to read {}: it is a directory", path.display()))),
-        false => Ok(file),
+    if metadata.is_dir() {
+        Err(PrepareError::Usage(format!("failed to read {}: it is a directory", path.display())))
+    } else {
+        Ok(file)
     }
 }
 

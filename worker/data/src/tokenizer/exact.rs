@@ -23,9 +23,10 @@ impl Exact {
     /// piece.
     pub(super) fn encode(&self, json: &str, text: &str, first: bool) -> Result<Vec<u32>, String> {
         let documents = self.documents.get_or_init(|| open(json, |_| {}, true));
-        let tokenizer = match first || !template::has_prefix(json) {
-            true => documents,
-            false => self.continued.get_or_init(|| open(json, template::remove_prefix, true)),
+        let tokenizer = if first || !template::has_prefix(json) {
+            documents
+        } else {
+            self.continued.get_or_init(|| open(json, template::remove_prefix, true))
         };
         encode(tokenizer, text, false)
     }

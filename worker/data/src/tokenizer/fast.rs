@@ -40,10 +40,7 @@ impl Fast {
             file.remove(frame);
         }
         let start = load(file.clone())?;
-        let rest = match template::remove_prefix_of(&mut file) {
-            true => Some(load(file)?),
-            false => None,
-        };
+        let rest = if template::remove_prefix_of(&mut file) { Some(load(file)?) } else { None };
         Some(Self { start, rest, nfc })
     }
 

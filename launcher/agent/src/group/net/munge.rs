@@ -252,9 +252,10 @@ impl Munge {
             }
             let (stdout, stderr) = tokio::join!(read(child.stdout.take()), read(child.stderr.take()));
             let status = child.wait().await?;
-            match status.success() {
-                true => Ok(stdout),
-                false => Err(MungeError::Failed { program: name(), message: first_line(&stderr) }),
+            if status.success() {
+                Ok(stdout)
+            } else {
+                Err(MungeError::Failed { program: name(), message: first_line(&stderr) })
             }
         };
         let done = tokio::time::timeout(PROGRAM_TIMEOUT, work).await;

@@ -203,9 +203,12 @@ fn difference(greeting: &Greeting, first: &Greeting) -> Option<String> {
     if greeting.run_id != first.run_id {
         return differ("the run id", &quoted(&greeting.run_id), &quoted(&first.run_id));
     }
-    let nodes = |it: &Greeting| match it.min_nodes == it.max_nodes {
-        true => it.max_nodes.to_string(),
-        false => format!("{}:{}", it.min_nodes, it.max_nodes),
+    let nodes = |it: &Greeting| {
+        if it.min_nodes == it.max_nodes {
+            it.max_nodes.to_string()
+        } else {
+            format!("{}:{}", it.min_nodes, it.max_nodes)
+        }
     };
     if nodes(greeting) != nodes(first) {
         return differ("--nnodes", &nodes(greeting), &nodes(first));

@@ -137,9 +137,10 @@ impl Coordinator {
         if has_lost_coordinator {
             self.blame_suspension(now);
         }
-        match is_consequence {
-            true => drop(self.announce_at.get_or_insert(now + CAUSE_GRACE)),
-            false => self.announce(),
+        if is_consequence {
+            self.announce_at.get_or_insert(now + CAUSE_GRACE);
+        } else {
+            self.announce();
         }
     }
 
@@ -324,10 +325,8 @@ impl Coordinator {
         match self.policy.decide(failure, now) {
             Decision::Final(reason) => self.end_failed(&root, reason.unwrap_or_default()),
             Decision::Restart { delay, number } => {
-                let when = match delay.is_zero() {
-                    true => String::new(),
-                    false => format!(" in {:.1} s", delay.as_secs_f64()),
-                };
+                let when =
+                    if delay.is_zero() { String::new() } else { format!(" in {:.1} s", delay.as_secs_f64()) };
                 let count =
                     number.map_or(String::new(), |it| format!(" ({it} {})", self.policy.budget_text()));
                 let counted = number.is_some();
@@ -346,11 +345,10 @@ impl Coordinator {
                 let ids: Vec<_> = ended.map(|(id, _)| *id).collect();
                 ids.into_iter().for_each(|id| self.send(id, ToAgent::Restarting(restarting.clone())));
                 self.restarts += u32::from(counted);
-                match delay.is_zero() {
-                    true => self.next_attempt(now),
-                    false => {
-                        (self.attempt, self.phase) = (self.attempt + 1, Phase::Delay { until: now + delay })
-                    }
+                if delay.is_zero() {
+                    self.next_attempt(now)
+                } else {
+                    (self.attempt, self.phase) = (self.attempt + 1, Phase::Delay { until: now + delay })
                 }
             }
         }
@@ -378,10 +376,8 @@ impl Coordinator {
         let root = first.as_ref().unwrap_or(root);
         let is_lost = root.cause.counted_as == "peer" && root.cause.rank.is_none();
         let is_retryable = self.rules.trainer && root.cause.infrastructure && self.policy.has_budget();
-        let exit_code = match is_lost || is_retryable {
-            true => ExitCode::Retryable.code().into(),
-            false => root.cause.exit_code,
-        };
+        let exit_code =
+            if is_lost || is_retryable { ExitCode::Retryable.code().into() } else { root.cause.exit_code };
         let note = note.unwrap_or_default();
         self.end(GroupEnd { exit_code, of_kept_attempt, note, notice, ..root.end() });
     }

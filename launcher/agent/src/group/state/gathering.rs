@@ -46,14 +46,13 @@ impl Coordinator {
             return;
         };
         let found = u32::try_from(self.candidates().count()).unwrap_or(u32::MAX);
-        let last_call_timeout = match self.after_loss {
-            true => LAST_CALL_AFTER_LOSS,
-            false => seconds(self.rules.last_call_timeout),
-        };
+        let last_call_timeout =
+            if self.after_loss { LAST_CALL_AFTER_LOSS } else { seconds(self.rules.last_call_timeout) };
         let Phase::Gathering { deadline, last_call, next_notice } = &mut self.phase else { return };
-        match found >= least {
-            true => drop(last_call.get_or_insert(now + last_call_timeout)),
-            false => *last_call = None,
+        if found >= least {
+            last_call.get_or_insert(now + last_call_timeout);
+        } else {
+            *last_call = None;
         }
         // A group as large as before has already waited through one last call.
         let is_as_before = self.nodes > 0 && found >= self.nodes.max(least);

@@ -427,9 +427,10 @@ impl Member {
     /// `is_complete`: the attempt has as many nodes as the job can use.
     fn status(&self, is_complete: bool, now: Instant) -> MemberStatus {
         // The agent that hosts the coordinator sends no heartbeats.
-        let silence = match self.hosts_coordinator {
-            true => Duration::ZERO,
-            false => now.saturating_duration_since(self.last_heard),
+        let silence = if self.hosts_coordinator {
+            Duration::ZERO
+        } else {
+            now.saturating_duration_since(self.last_heard)
         };
         let state = match self.node_rank {
             None if is_complete => MemberState::Spare,

@@ -134,9 +134,10 @@ impl Policy {
     }
 
     fn window_text(&self) -> String {
-        match self.restarts.window.is_zero() {
-            true => String::new(),
-            false => format!(" within {} s", self.restarts.window.as_secs_f64()),
+        if self.restarts.window.is_zero() {
+            String::new()
+        } else {
+            format!(" within {} s", self.restarts.window.as_secs_f64())
         }
     }
 

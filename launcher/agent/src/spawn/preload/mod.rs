@@ -13,8 +13,7 @@
 //! Invariants:
 //! - a worker does not run user code before it can be watched and killed;
 //! - after an error the preloading process is not used again, and its half-started worker exits because the pipe on
-//! which
-//!   it waits is closed.
+//!   which it waits is closed.
 
 mod channel;
 mod imports;

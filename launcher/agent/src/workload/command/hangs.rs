@@ -97,9 +97,10 @@ impl CommandWorkload<'_> {
     /// node is to collect evidence about it.
     pub(super) fn find_hang(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Hang> {
         if !self.leads() {
-            let stopped = match self.heartbeats.tick(now) {
-                true => self.in_job(stopped_ranks(&board.borrow().subjects())),
-                false => Vec::new(),
+            let stopped = if self.heartbeats.tick(now) {
+                self.in_job(stopped_ranks(&board.borrow().subjects()))
+            } else {
+                Vec::new()
             };
             self.send_heartbeats(stopped);
             return None;
@@ -160,9 +161,10 @@ impl CommandWorkload<'_> {
         }
         for RankHeartbeat { rank, step, age, ended } in &heartbeats.changes {
             let age = Duration::try_from_secs_f64(*age).unwrap_or_default();
-            match ended {
-                true => self.heartbeats.remove(*rank),
-                false => self.heartbeats.record_elsewhere(*rank, *step, age, now),
+            if *ended {
+                self.heartbeats.remove(*rank)
+            } else {
+                self.heartbeats.record_elsewhere(*rank, *step, age, now)
             }
         }
         self.elsewhere.heard(heartbeats);
@@ -170,12 +172,11 @@ impl CommandWorkload<'_> {
 
     /// Returns whether the hung ranks of this node have made no progress since the hang was reported.
     pub(super) fn lasts(&self, hang: &Hang, now: Instant) -> bool {
-        match self.leads() {
-            true => self.heartbeats.lasts(hang),
-            false => {
-                let culprits = self.in_job(hang.culprits.iter().copied());
-                culprits.iter().any(|rank| self.heartbeats.is_silent(*rank, now))
-            }
+        if self.leads() {
+            self.heartbeats.lasts(hang)
+        } else {
+            let culprits = self.in_job(hang.culprits.iter().copied());
+            culprits.iter().any(|rank| self.heartbeats.is_silent(*rank, now))
         }
     }
 

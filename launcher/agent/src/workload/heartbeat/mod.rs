@@ -8,8 +8,7 @@
 //! them:
 //! 1. ranks whose process is stopped, and which have been silent for half of the timeout;
 //! 2. if all ranks report steps: overdue ranks at the lowest step. While no rank at the lowest step is overdue, the
-//! others
-//!    wait for a slow rank, and no rank hangs;
+//!    others wait for a slow rank, and no rank hangs;
 //! 3. overdue ranks.
 //!
 //! Rules 2 and 3 select the rank that has been silent for the longest time. Ranks that run in lockstep with it fell

@@ -24,9 +24,8 @@ impl TrainerWorkload<'_> {
         };
         let report = self.hang_detector.poll(now, is_stopped)?;
         self.notify(&format!("xlaunch: {}", report.message));
-        board.send_modify(|board| match report.rank_hints.is_empty() {
-            true => board.time.continues(now),
-            false => board.time.hung(),
+        board.send_modify(|board| {
+            if report.rank_hints.is_empty() { board.time.continues(now) } else { board.time.hung() }
         });
         self.hang_hints = report.rank_hints;
         self.show_hints(board);

@@ -209,10 +209,11 @@ impl TrainerWorkload<'_> {
         if !differing_ranks.is_empty() {
             let local = differing_ranks.iter().filter_map(|rank| self.local_rank(*rank));
             let ranks: Vec<_> = local.map(|rank| (rank, self.device(rank))).collect();
-            return match ranks.is_empty() {
+            return if ranks.is_empty() {
                 // The node of the differing ranks reports them.
-                true => Event::PeerFailed(message),
-                false => Event::ReplicasDiffer { ranks, message },
+                Event::PeerFailed(message)
+            } else {
+                Event::ReplicasDiffer { ranks, message }
             };
         }
         // Rank 0 reports a failed save on behalf of the rank whose save has failed.

@@ -80,9 +80,10 @@ fn one_transposed(gpu: &Gpu, args: LinearBackwardWeight<'_>, scratch: &Tensor) -
     let launch = Launch::rows(tiles, (TRANSPOSE_TILE as u32, TRANSPOSE_ROWS as u32));
     // SAFETY: the caller has checked the operands; the scratch memory is as large as the narrower one.
     unsafe { gpu.launch("transpose", launch, args![narrow, scratch.all(), rows, cols]) }?;
-    let (a, b) = match inputs <= outputs {
-        true => (transposed(scratch.all()), transposed(dy)),
-        false => (plain(x), plain(scratch.all())),
+    let (a, b) = if inputs <= outputs {
+        (transposed(scratch.all()), transposed(dy))
+    } else {
+        (plain(x), plain(scratch.all()))
     };
     let call =
         GemmCall { m: inputs, n: outputs, k: rows, a, b, epilogue: Epilogue::None, c: dw, accumulate: false };

@@ -83,10 +83,8 @@ impl Plan {
         let fixed_ranks = random.percent(40);
         let most = if fixed_ranks { hosts } else { 1 + random.below(hosts) };
         let least = if fixed_ranks { most } else { 1 + random.below(most) };
-        let starts = (0..hosts).map(|_| match random.percent(85) {
-            true => random.ms(0, 3000),
-            false => random.ms(3000, 25_000),
-        });
+        let starts =
+            (0..hosts).map(|_| if random.percent(85) { random.ms(0, 3000) } else { random.ms(3000, 25_000) });
         let starts = starts.collect();
         let clocks = (0..hosts).map(|_| 0.99 + f64::from(random.below(2001)) / 100_000.0).collect();
         let count = random.below(7);
