@@ -109,8 +109,8 @@ pub(crate) struct HangReport {
 pub(crate) struct Hang {
     /// Number that identifies the hang within the job.
     pub(crate) number: u64,
-    /// The hung ranks. The first one is the root cause. In hangs that the driver gets: only those of this node, which may
-    /// be none.
+    /// The hung ranks. The first one is the root cause. In hangs that the driver gets: only those of this node, which
+    /// may be none.
     pub(crate) culprits: Vec<u32>,
     /// Describes the state of the first culprit and the ranks that wait for it.
     pub(crate) cause: String,

@@ -20,8 +20,7 @@
 //! Invariants:
 //! - a job holds GPUs only while it is active;
 //! - applying [`Jobs::records`] to an empty value gives an equal value, except for the examination of GPUs, which ends
-//! with
-//!   the daemon.
+//!   with the daemon.
 
 mod backfill;
 pub(crate) mod clock;
