@@ -88,7 +88,7 @@ impl ConfigError {
 
     /// Error for a file that sets a renamed key under both names.
     pub(super) fn renamed_twice(path: &Path, text: &str, span: Range<usize>, old: &str, new: &str) -> Self {
-        let problem = format!("`{old}` was renamed to `{new}`, which is set, too");
+        let problem = format!("`{old}` was renamed to `{new}`, which is also set");
         Self::at(path, text, span, problem, format!("remove `{old}`"))
     }
 

@@ -167,7 +167,7 @@ fn renamed_overrides(
         };
         let same_layer = |other: &&Override| other.key == *new && other.layer == change.layer;
         if let Some(other) = overrides.iter().find(same_layer) {
-            let problem = format!("`{old}` was renamed to `{new}`, which {} sets, too", other.source);
+            let problem = format!("`{old}` was renamed to `{new}`, which {} also sets", other.source);
             return Err(ConfigError::value(&change.source, &problem, "only one of the two names"));
         }
         warnings.push(format!("{}: {}", change.source, keys::renamed_warning(old, new)));
@@ -455,7 +455,7 @@ mod tests {
             ["launch.stall_timeout=8", "launch.hang_timeout=9"].map(|it| Override::from_flag(it).unwrap());
         let error = renamed("", &flags).unwrap_err();
         let both = "--set launch.stall_timeout=8: `launch.stall_timeout` was renamed to `launch.hang_timeout`, which \
-                    --set launch.hang_timeout=9 sets, too";
+                    --set launch.hang_timeout=9 also sets";
         assert!(error.starts_with(both), "{error}");
         let both = [("XLAUNCH_LAUNCH_STALL_TIMEOUT", "8"), ("XLAUNCH_LAUNCH_HANG_TIMEOUT", "9")];
         assert!(renamed("", &variables(&both)).is_err());

@@ -1,12 +1,12 @@
-# The preloading process: imports modules once, then forks workers on request of xlaunch's agent.
+# The preloading process: imports modules once, then forks workers when xlaunch's agent requests them.
 #
-# Run as `python -u -c PROGRAM SOCKET AGENT MODULE,... -- PYTHON -u SCRIPT ARGUMENT...`, with the number of the socket
-# to the agent and the agent's process id. What follows `--` is the command line of a worker. Only the standard library
-# is used, and only what Python 3.8 has. Messages are JSON, preceded by their length; the agent's texts are bytes, one
-# per character, because neither arguments nor environments need be UTF-8.
+# Run as `python -u -c PROGRAM SOCKET AGENT MODULE,... -- PYTHON -u SCRIPT ARGUMENT...`. SOCKET is the descriptor number
+# of the socket to the agent, AGENT the agent's process id. The command line of a worker follows `--`. The program uses
+# only the standard library of Python 3.8. Messages are JSON, preceded by their length. Strings from the agent contain
+# one character per byte, because arguments and environments need not be UTF-8.
 #
-# A worker is forked twice, so that it becomes a child of the agent (a subreaper). It starts when the agent has adopted
-# it, and then finds what a new interpreter would: see `become_worker` and `run`. Frames of this program are removed
+# A worker is forked twice, so that it becomes a child of the agent, which is a subreaper. It starts once the agent has
+# adopted it, in the same state as a new interpreter: see `become_worker` and `run`. Frames of this program are removed
 # from its tracebacks.
 import sys
 
@@ -30,11 +30,11 @@ PR_SET_PDEATHSIG = 1
 PR_SET_MM = 35
 PR_SET_MM_ARG_END = 9
 CUDA_ERROR_NOT_INITIALIZED = 3
-# Descriptors of a request: stdin, stdout, stderr, and the pipe on which the agent says that it has adopted the worker.
+# Descriptors of a request: stdin, stdout, stderr, and the pipe on which the agent confirms that it adopted the worker.
 DESCRIPTORS = 4
 INT_BYTES = struct.calcsize("i")
 
-# Imported with the module that is named: scripts import it late, which takes seconds in every attempt.
+# Modules imported together with the named one, because scripts import them late, which takes seconds in every attempt.
 LATE_IMPORTS = {"torch": "torch._dynamo"}
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -47,10 +47,10 @@ def main():
     control = socket.socket(fileno=number)
     os.dup2(2, 1)
     area = command_line_area()
-    # Not the first word of `command_line`, which may be a wrapper that starts the interpreter.
+    # The first word of `command_line` is not used: it may be a wrapper that starts the interpreter.
     interpreter = ctypes.string_at(area[0]) if area[0] else os.fsencode(sys.executable)
     show_command_line(area, [interpreter, b"-u", b"xlaunch-preload", *map(os.fsencode, modules)])
-    # A safe path (`-P`, `-I`) has no entry for the script.
+    # With a safe path (`-P`, `-I`), `sys.path` has no entry for the script.
     old_path = new_path = None
     if sys.path[:1] == [""]:
         sys.path[0] = old_path = script_directory(command_line)
@@ -67,7 +67,7 @@ def main():
 
 
 def import_all(modules):
-    """Why the modules cannot be used, or None."""
+    """Imports the modules. Returns the reason why they cannot be used, or None."""
     for module in modules:
         try:
             importlib.import_module(module)
@@ -81,7 +81,7 @@ def import_all(modules):
             try:
                 importlib.import_module(LATE_IMPORTS[module])
             except BaseException:
-                pass  # the script may do without it
+                                pass  # the script may not need it
         used = cuda_in_use()
         if used:
             return f"`import {module}` initialised CUDA, which does not survive a fork: {used}"
@@ -96,14 +96,14 @@ def cuda_in_use():
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
     except OSError:
         return None  # it is not loaded
-    # Open device files would prove nothing: NVML opens the same ones, and survives.
+    # Open device files would not prove anything: NVML opens the same ones, and survives a fork.
     if driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != CUDA_ERROR_NOT_INITIALIZED:
         return "the driver library is initialised"
     return None
 
 
 def other_threads():
-    """Names of the threads that forked workers will not have."""
+    """Returns the names of other threads, which forked workers will not have."""
     names = []
     for thread in os.listdir("/proc/self/task"):
         try:
@@ -116,7 +116,7 @@ def other_threads():
 
 
 def serve(control):
-    """Forks workers. Returns in each of them, with its request and descriptors; the preloading process stays here."""
+    """Forks workers. Returns only in the workers, each with its request and descriptors."""
     while True:
         request, descriptors = receive(control)
         if request is None:
@@ -136,7 +136,7 @@ def serve(control):
 
 
 def fork_twice():
-    """Forks a grandchild that leads a process group. Returns its process id when its parent has exited, and 0 in it."""
+    """Forks a grandchild that leads a process group. Returns its process id once its parent has exited, and 0 in it."""
     reader, writer = os.pipe()
     child = fork()
     if child == 0:
@@ -171,18 +171,18 @@ def fork():
 
 
 def become_worker(request, descriptors, agent):
-    """Waits until the agent has adopted this process, then sets up what a program that it starts would have."""
+    """Waits until the agent has adopted this process, then sets it up like a program that the agent starts."""
     stdin, stdout, stderr, adopted = descriptors
     if os.read(adopted, 1) == b"":
         os._exit(1)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL.value, 0, 0, 0)
-    # If the agent died before this call, the signal never comes.
+    # If the agent died before this call, the signal is never sent.
     if os.getppid() != agent:
         os._exit(1)
     os.dup2(stdin, 0)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
-    # Readers of the terminal are stopped, not refused, until the agent lets them read.
+    # A worker that reads the terminal must be stopped, rather than get an error, until the agent lets it read.
     signal.signal(signal.SIGTTIN, signal.SIG_DFL)
     signal.signal(signal.SIGTTOU, signal.SIG_DFL)
     reopen_stdin()
@@ -200,7 +200,7 @@ def become_worker(request, descriptors, agent):
 
 
 def reopen_stdin():
-    """Replaces `sys.stdin`, which was opened on the preloading process's own input, as `python -u` opens it."""
+    """Reopens `sys.stdin`, which was opened on the preloading process's own input, the way `python -u` opens it."""
     old = sys.stdin
     if old is not None:
         buffer = io.open(0, "rb", closefd=False)
@@ -211,7 +211,7 @@ def reopen_stdin():
 
 
 def script_directory(command_line):
-    """The first entry of `sys.path` for this command line."""
+    """Returns the first entry of `sys.path` for this command line."""
     how = command_line[2]
     if how == "-m":
         return os.getcwd()
@@ -221,7 +221,7 @@ def script_directory(command_line):
 
 
 def is_archive(script):
-    """Whether it is a directory or an archive with a `__main__.py`."""
+    """Returns whether the script is a directory or an archive with a `__main__.py`."""
     return pkgutil.get_importer(script) is not None
 
 
@@ -257,7 +257,7 @@ def run(command_line):
 def run_script(script, main):
     path = full_path(script)
     if is_archive(script):
-        # With a safe path, too.
+        # Even with a safe path, as the interpreter does.
         if path not in sys.path:
             sys.path.insert(0, path)
         runpy._run_module_as_main("__main__", False)
@@ -276,7 +276,7 @@ def run_script(script, main):
 
 
 def hide_own_frames():
-    """Lets the interpreter report the exception that is on its way without the frames of this program."""
+    """Makes the interpreter report the exception being raised without the frames of this program."""
     hook, own = sys.excepthook, globals()
 
     def report(kind, error, trace):
@@ -290,20 +290,20 @@ def hide_own_frames():
 
 
 def command_line_area():
-    """Addresses between which the kernel finds the command line of this process."""
+    """Returns the start and end addresses of the memory where the kernel finds the command line of this process."""
     with open("/proc/self/stat", "rb") as stat:
-        # Fields 48 and 49 of proc(5). The first after the name in parentheses is the third.
+        # Fields 48 and 49 of proc(5). The first one after the name in parentheses is field 3.
         fields = stat.read().rsplit(b") ", 1)[1].split()
     return int(fields[45]), int(fields[46])
 
 
 def show_command_line(area, words):
-    """Shows a command line in `ps`. One that is longer than this program's text is not shown."""
+    """Sets the command line that `ps` shows, unless it does not fit into the memory of the original one."""
     start, end = area
     text = b"".join(word + b"\0" for word in words)
     if 0 < start and len(text) <= end - start:
         ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
-        # Needs CAP_SYS_RESOURCE; without it, zero bytes follow the command line.
+        # This needs CAP_SYS_RESOURCE. Without it, zero bytes follow the command line.
         libc.prctl(PR_SET_MM, PR_SET_MM_ARG_END, ctypes.c_ulong(start + len(text)), 0, 0)
 
 
@@ -316,7 +316,7 @@ def send(control, message):
 
 
 def receive(control):
-    """A request and its descriptors; None at the end of the stream."""
+    """Receives a request and its descriptors; None at the end of the stream."""
     space = socket.CMSG_SPACE(DESCRIPTORS * INT_BYTES)
     data, ancillary, _, _ = control.recvmsg(4, space, socket.MSG_CMSG_CLOEXEC)
     descriptors = []
@@ -331,7 +331,7 @@ def receive(control):
 
 
 def receive_exactly(control, length):
-    """This many bytes, or fewer at the end of the stream."""
+    """Receives this many bytes, or fewer at the end of the stream."""
     data = bytearray()
     while len(data) < length:
         piece = control.recv(length - len(data))
