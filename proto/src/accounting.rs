@@ -1,13 +1,13 @@
-//! Where the time of a job has gone: the same names and shares in tables, JSON, metrics and on the page.
+//! Break-down of a job's wall time, with the same names and shares in tables, JSON, metrics and on the page.
 
 use crate::v1::Accounting;
 
-/// Causes of restarts, as they are counted.
+/// Causes under which restarts are counted.
 pub const RESTART_CAUSES: [&str; 10] =
     ["crash", "data", "error", "gpu", "hang", "killed", "peer", "rendezvous", "replicas", "save"];
 
 impl Accounting {
-    /// Seconds by kind, in the order of the tables.
+    /// Returns the seconds of each kind, in the order of the tables.
     pub fn kinds(&self) -> [(&'static str, f64); 7] {
         [
             ("step", self.step_seconds),
@@ -20,18 +20,18 @@ impl Accounting {
         ]
     }
 
-    /// Wall time since the start of the job.
+    /// Returns the wall time since the start of the job, in seconds.
     pub fn wall_seconds(&self) -> f64 {
         self.kinds().iter().map(|(_, seconds)| seconds).sum()
     }
 
-    /// Percentage of the wall time for steps that were made for the first time and for evaluations.
+    /// Returns the percentage of the wall time spent on evaluations and on steps that were not repetitions.
     pub fn useful_percent(&self) -> f64 {
         let wall = self.wall_seconds();
         if wall > 0.0 { 100.0 * (self.step_seconds + self.evaluation_seconds) / wall } else { 0.0 }
     }
 
-    /// Whether an account from an untrusted source (for the daemon: a job's user) can be shown.
+    /// Returns whether an account from an untrusted source (for the daemon: a job's user) can be shown.
     pub fn is_sound(&self) -> bool {
         let causes: Vec<&str> = self.restarts.iter().map(|count| count.cause.as_str()).collect();
         self.kinds().iter().all(|(_, seconds)| seconds.is_finite() && *seconds >= 0.0)
@@ -39,7 +39,7 @@ impl Accounting {
             && causes.windows(2).all(|pair| pair[0] < pair[1])
     }
 
-    /// `useful time 98.2 %: step 310.2 s, start 4.1 s`, without the kinds that took no time.
+    /// Returns `useful time 98.2 %: step 310.2 s, start 4.1 s`, without the kinds that took no time.
     pub fn text(&self) -> String {
         let kinds = self.kinds();
         let taken = kinds.iter().filter(|(_, seconds)| *seconds >= 0.05);

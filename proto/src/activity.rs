@@ -1,38 +1,39 @@
-//! What a training thread is doing, in a record of fixed size that outlives its process.
+//! The current activity of a training thread, in a record of fixed size that outlives the thread's process.
 //!
 //! The agent creates a file in memory for each worker, and the worker overwrites it at each change of phase and around
-//! the start of each collective. So the last record is there after SIGKILL, and of a process that is stopped.
+//! the start of each collective. So the last record can be read after SIGKILL, and while the process is suspended.
 //!
-//! A reader may see a write half done: the sequence number is first and last in the record, and both must be equal.
+//! A reader may see a partial write. The record therefore begins and ends with the sequence number, and both must be
+//! equal.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::v1::{Phase, RecordedActivity};
 
-/// Size of a record.
+/// Size of a record in bytes.
 pub const BYTES: usize = 64;
 /// Version of the layout.
 const LAYOUT_VERSION: u32 = 1;
 
-/// What a training thread is doing.
+/// The current activity of a training thread.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Activity {
-    /// Since when.
+    /// Start of the phase, as the time since 1970.
     pub since: Duration,
     /// The phase.
     pub phase: Phase,
-    /// The step that it works on, from 1; 0 before the first.
+    /// The current step, from 1; 0 before the first.
     pub step: u64,
-    /// Collectives that it has started.
+    /// Number of collectives that the thread has started.
     pub collectives: u64,
-    /// Number of the last collective among those started since the thread last waited for all, from 1.
+    /// Number of the last collective, from 1, counted since the thread last waited for all collectives.
     pub bucket: u32,
-    /// It is in the call that starts this collective.
+    /// Whether the thread is in the call that starts this collective.
     pub starting: bool,
 }
 
 impl Activity {
-    /// The record; `sequence` differs from that of the record before.
+    /// Encodes the record. `sequence` must differ from that of the previous record.
     pub fn encode(&self, sequence: u64) -> [u8; BYTES] {
         let phase = u32::try_from(i32::from(self.phase)).unwrap_or_default();
         let nanos = u64::try_from(self.since.as_nanos()).unwrap_or(u64::MAX);
@@ -50,7 +51,7 @@ impl Activity {
         record
     }
 
-    /// `None` if the record is being written, or is of another version.
+    /// Decodes a record. Returns `None` if the record is being written, or is of another version.
     pub fn decode(record: &[u8; BYTES]) -> Option<Self> {
         let long = |at: usize| Some(u64::from_le_bytes(record.get(at..at + 8)?.try_into().ok()?));
         let short = |at: usize| Some(u32::from_le_bytes(record.get(at..at + 4)?.try_into().ok()?));
@@ -67,7 +68,7 @@ impl Activity {
         })
     }
 
-    /// Time since 1970.
+    /// Returns the time since 1970.
     pub fn now() -> Duration {
         SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
     }
@@ -106,7 +107,7 @@ mod tests {
             let mut torn = old;
             torn[..written].copy_from_slice(&new[..written]);
             let read = Activity::decode(&torn);
-            // Once the last sequence number is written, the rest is, too.
+            // When the last sequence number is written, so is everything before it.
             assert_eq!(read.is_some(), written > 56, "{written} bytes");
         }
         assert_eq!(Activity::decode(&[0; BYTES]), None);

@@ -1,5 +1,5 @@
 //! Conversion of wire messages to checked values. All validation of wire data is here: messages of the agent in this
-//! file, of the daemon in [`node`].
+//! file, messages of the daemon in [`node`].
 
 pub mod node;
 pub mod scheduling;
@@ -10,7 +10,7 @@ use crate::v1;
 /// Why a message is invalid.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum WireError {
-    /// A field of fixed length has a different one.
+    /// A field of fixed length has a different length.
     #[error("field {field} has {got} bytes, expected {expected}")]
     Length {
         /// Name in the proto file.
@@ -30,22 +30,22 @@ pub enum WireError {
         /// Maximum number of bytes.
         limit: usize,
     },
-    /// A number outside its range.
+    /// A number is outside its range.
     #[error("field {field} is {got}, expected {expected}")]
     Range {
         /// Name in the proto file.
         field: &'static str,
         /// Number received.
         got: u64,
-        /// What is valid.
+        /// The valid range.
         expected: String,
     },
-    /// A field with invalid content.
+    /// The content of a field is invalid.
     #[error("field {field} {problem}")]
     Content {
         /// Name in the proto file.
         field: &'static str,
-        /// What is wrong, as the end of a sentence that starts with the field's name.
+        /// The problem, as the end of a sentence that starts with the field's name.
         problem: String,
     },
 }
@@ -109,16 +109,16 @@ pub struct Joined {
     pub world_size: WorldSize,
     pub attempt: Attempt,
     pub nccl_id: Option<NcclId>,
-    /// `None` with NCCL.
+    /// How to connect to the next rank of the ring; `None` with NCCL.
     pub ring: Option<RingNeighbour>,
 }
 
 /// How a rank connects to the next one of its ring.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RingNeighbour {
-    /// Where the next rank listens.
+    /// Address on which the next rank listens.
     pub address: String,
-    /// Of the attempt.
+    /// Key of the attempt.
     pub key: RingKey,
 }
 
@@ -183,7 +183,7 @@ impl TryFrom<v1::LogsRequest> for Logs {
     }
 }
 
-/// Encoded size of a message in bytes.
+/// Returns the encoded size of a message in bytes.
 pub fn encoded_size(message: &impl prost::Message) -> usize {
     message.encoded_len()
 }

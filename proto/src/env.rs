@@ -1,7 +1,7 @@
-//! Names of environment variables: those that the agent sets for workers in addition to torchrun's, and those that
-//! users set for workers.
+//! Names of environment variables: those that the agent sets for workers in addition to torchrun's variables, and those
+//! that users set for workers.
 
-/// Set by the agent: number of an open file in which the training thread records what it is doing. See
+/// Set by the agent: descriptor of the file in which the training thread records its activity. See
 /// [`activity`](crate::activity).
 pub const ACTIVITY_FD: &str = "XLAUNCH_ACTIVITY_FD";
 /// Set by the agent of a job on several nodes: the IP address at which other nodes reach this one.
@@ -14,7 +14,7 @@ pub const ATTEMPT: &str = "XLAUNCH_ATTEMPT";
 pub const DEVICE: &str = "XLAUNCH_DEVICE";
 /// Set by users: the fail points of tests, in builds with the feature `fail` only.
 pub const FAIL: &str = "XLAUNCH_FAIL";
-/// Set by the agent: a file of the rank of a command. A touch, or a step number written there, is a heartbeat.
+/// Set by the agent: the heartbeat file of a command's rank. A touch, or a step number written to it, is a heartbeat.
 pub const HEARTBEAT: &str = "XLAUNCH_HEARTBEAT";
 /// Set by the agent: the job's id.
 pub const JOB_ID: &str = "XLAUNCH_JOB_ID";
@@ -35,8 +35,8 @@ pub const SNAPSHOT_FDS: &str = "XLAUNCH_SNAPSHOT_FDS";
 pub const TOKEN: &str = "XLAUNCH_TOKEN";
 /// Read by the agent: a program to start in place of `xlaunch worker`. For tests of the launcher.
 pub const WORKER_PROGRAM: &str = "XLAUNCH_WORKER_PROGRAM";
-/// Set by the agent of a job whose nodes do not share the directory of the run: the number of ranks, from 0, that see
-/// the one of rank 0. Not set where all do.
+/// Set by the agent of a job whose nodes do not share the directory of the run: ranks below this number see the
+/// directory of rank 0. Not set if all ranks do.
 pub const WRITERS: &str = "XLAUNCH_WRITERS";
 /// First job of the job's array.
 pub const ARRAY_JOB: &str = "XLAUNCH_ARRAY_JOB";

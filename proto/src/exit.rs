@@ -1,4 +1,4 @@
-//! The exit codes of `xlaunch` and its workers. `--help` and the man page print the same table.
+//! The exit codes of `xlaunch` and its workers. `--help` and the man page print this table.
 
 /// The reason for an exit, as encoded in an exit code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,7 +16,7 @@ pub enum ExitCode {
     /// An error inside xlaunch.
     Internal,
     /// A failure that a retry may fix: a peer or the agent was lost, a rank hung, the job was preempted, the restarts
-    /// of a training job were used up by failures outside of it, or it was stopped before it had saved its last step.
+    /// of a training job were used up by external failures, or it was stopped before it had saved its last step.
     Retryable,
     /// A GPU fault, or not enough memory for the trainer's buffers.
     Gpu,
@@ -28,19 +28,19 @@ pub enum ExitCode {
     Signal(u8),
     /// The exit code of a worker, with `--propagate-exit-code`.
     Worker(u8),
-    /// Of a trainer's worker only, never of `xlaunch`: training diverged, so a restart would diverge again. `xlaunch`
+    /// Training diverged, so a restart would diverge again. Only workers of the trainer exit with this code; `xlaunch`
     /// exits with 1.
     Diverged,
-    /// Of a trainer's worker only: the checkpoint to resume from does not match its hashes, and was renamed, so that
-    /// the next attempt takes another one.
+    /// The checkpoint to resume from does not match its hashes, and was renamed, so that the next attempt takes another
+    /// one. Only workers of the trainer exit with this code.
     DamagedCheckpoint,
-    /// Of a trainer's worker only: a checkpoint could not be saved, and the job is not to go on without it. `xlaunch`
-    /// exits with 65.
+    /// A checkpoint could not be saved, and the job must not continue without it. Only workers of the trainer exit with
+    /// this code; `xlaunch` exits with 65.
     SaveFailed,
 }
 
 impl ExitCode {
-    /// Every fixed code and its meaning, by rising code.
+    /// Every fixed code and its meaning, in ascending order.
     pub const TABLE: [(Self, &str); 10] = [
         (Self::Done, "done"),
         (Self::WorkerFailed, "a worker failed"),
@@ -57,14 +57,14 @@ impl ExitCode {
         (Self::Stopped, "stopped cleanly, with a checkpoint"),
     ];
 
-    /// Codes that only workers of the trainer exit with.
+    /// Exit codes that only workers of the trainer use.
     const OF_WORKERS: [(Self, &str); 3] = [
         (Self::Diverged, "training diverged"),
         (Self::DamagedCheckpoint, "damaged checkpoint"),
         (Self::SaveFailed, "checkpoint not saved"),
     ];
 
-    /// The numeric exit code.
+    /// Returns the numeric exit code.
     pub fn code(self) -> u8 {
         match self {
             Self::Done => 0,
@@ -85,19 +85,18 @@ impl ExitCode {
         }
     }
 
-    /// The table entry of a numeric code; `None` for a code that is not in the table.
+    /// Returns the table entry of a numeric code; `None` if the code is not in the table.
     pub fn from_code(code: i32) -> Option<Self> {
         Self::TABLE.iter().map(|(exit, _)| *exit).find(|exit| i32::from(exit.code()) == code)
     }
 
-    /// The same for a worker of the trainer, which has codes of its own.
+    /// Returns the meaning of the numeric code of a trainer's worker, which has additional codes.
     pub fn of_worker(code: i32) -> Option<Self> {
         let mut internal = Self::OF_WORKERS.iter().map(|(exit, _)| *exit);
         Self::from_code(code).or_else(|| internal.find(|exit| i32::from(exit.code()) == code))
     }
 
-    /// The code of a job or command that ends for the reason of this one: those that only workers have are not shown
-    /// outside.
+    /// Returns the code with which a job or command ends for this reason: codes that only workers use are replaced.
     pub fn of_job(self) -> Self {
         match self {
             Self::Diverged => Self::WorkerFailed,
@@ -106,7 +105,7 @@ impl ExitCode {
         }
     }
 
-    /// The meaning of this code.
+    /// Returns the meaning of this code.
     pub fn meaning(self) -> &'static str {
         match self {
             Self::Signal(_) => "terminated by a signal",

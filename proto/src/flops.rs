@@ -5,24 +5,24 @@
 //! ```text
 //! MFU = tokens/s (6 N + 12 L H D T) / (ranks x peak FLOP/s of a device)
 //! ```
-//! N is the number of parameters in matrix multiplications: with the head's V columns, without the embedding lookup,
-//! norms and biases. Each takes 2 operations per token in forward and 4 in backward. The two matrix multiplications of
-//! attention take `4 T H D` per layer and token in forward and twice that in backward; that a causal mask needs only
-//! half of them is not considered, as in the literature.
+//! N is the number of parameters in matrix multiplications, including the head's V columns, but without the embedding
+//! lookup, norms and biases. Each takes 2 operations per token in forward and 4 in backward. The two matrix
+//! multiplications of attention take `4 T H D` per layer and token in forward and twice that in backward; as in the
+//! literature, they count in full although a causal mask needs only half of them.
 //!
 //! Not counted: padding of the vocabulary, attention scores that backward recomputes, elementwise operations.
 
 use crate::model::{Arch, ModelShape};
 use crate::spec::Precision;
 
-/// Operations per token, forward and backward.
+/// Returns the operations per token, forward and backward.
 #[expect(clippy::cast_precision_loss, reason = "a size")]
 pub fn per_token(shape: &ModelShape) -> f64 {
     let attention = shape.layers as f64 * shape.attention_width() as f64 * shape.seq as f64;
     6.0 * matrix_parameters(shape) as f64 + 12.0 * attention
 }
 
-/// N: parameters in matrix multiplications.
+/// Returns N, the number of parameters in matrix multiplications.
 fn matrix_parameters(shape: &ModelShape) -> usize {
     let gates = if shape.arch == Arch::Llama { 2 } else { 1 };
     let attention = shape.qkv_width() + shape.attention_width();
@@ -30,8 +30,8 @@ fn matrix_parameters(shape: &ModelShape) -> usize {
     shape.dim * (shape.layers * (attention + feed_forward) + shape.vocab)
 }
 
-/// Seconds that a step of so many tokens would take on these devices at their peak rate: MFU is their share of the
-/// step's time. `None` if the peak is not known.
+/// Returns the seconds that a step with this number of tokens would take on these devices at their peak rate. MFU is
+/// the ratio of this to the actual step time. `None` if the peak is not known.
 #[expect(clippy::cast_precision_loss, reason = "a number of tokens")]
 pub fn seconds_at_peak(
     shape: &ModelShape,
@@ -43,17 +43,17 @@ pub fn seconds_at_peak(
     Some(per_token(shape) * tokens as f64 / (ranks as f64 * peak(device, precision)?))
 }
 
-/// Peaks of one kind of GPU, from NVIDIA's data sheets.
+/// Peak rates of one kind of GPU, from NVIDIA's data sheets.
 struct Peak {
-    /// All of these words are in the name that CUDA reports.
+    /// Words that must all be in the name that CUDA reports.
     words: &'static [&'static str],
-    /// Dense bf16 on tensor cores with fp32 accumulation, in TFLOP/s; tf32 has half of it.
+    /// Rate of dense bf16 on tensor cores with fp32 accumulation, in TFLOP/s; tf32 has half of it.
     bf16: f64,
-    /// On the fp32 units, in TFLOP/s.
+    /// Rate of the fp32 units, in TFLOP/s.
     fp32: f64,
 }
 
-/// The first entry whose words are in the name counts.
+/// Known GPUs. The first entry whose words are all in the name applies.
 const PEAKS: [Peak; 19] = [
     Peak { words: &["GB200"], bf16: 2500.0, fp32: 80.0 },
     Peak { words: &["B200"], bf16: 2250.0, fp32: 75.0 },
@@ -76,10 +76,10 @@ const PEAKS: [Peak; 19] = [
     Peak { words: &["RTX", "3090"], bf16: 71.0, fp32: 35.6 },
 ];
 
-/// Words in the names of devices that are slower than others of the name: a part of a GPU, and variants.
+/// Words in the names of devices that are slower than the known GPU of that name: MIG slices and slower variants.
 const SLOWER_VARIANTS: [&str; 6] = ["MIG", "D", "Laptop", "Mobile", "Max", "Ti"];
 
-/// FLOP/s that a device can reach; `None` for unknown devices and CPUs.
+/// Returns the peak FLOP/s of a device; `None` for unknown devices and CPUs.
 fn peak(device: &str, precision: Precision) -> Option<f64> {
     let words: Vec<&str> = device.split([' ', '-']).collect();
     let has = |word: &str| words.iter().any(|other| other.eq_ignore_ascii_case(word));
@@ -88,7 +88,8 @@ fn peak(device: &str, precision: Precision) -> Option<f64> {
     }
     let peak = PEAKS.iter().find(|peak| peak.words.iter().all(|word| has(word)))?;
     let tera = match precision {
-        // FP8 multiplies twice as fast, but the head and attention stay in bf16: of its peak, MFU would say less.
+        // FP8 multiplies twice as fast, but head and attention stay in bf16, so its peak would make MFU less
+        // meaningful.
         Precision::Bf16 | Precision::Fp8 => peak.bf16,
         Precision::Tf32 => peak.bf16 / 2.0,
         Precision::Fp32 => peak.fp32,

@@ -10,7 +10,7 @@ macro_rules! number {
         pub struct $name(pub u32);
 
         impl $name {
-            /// The number as an index.
+            /// Returns the number as an index.
             pub fn index(self) -> usize {
                 self.0 as usize
             }
@@ -37,7 +37,7 @@ number! {
     WorldSize
 }
 number! {
-    /// One start of all workers: 0, and one more with each restart.
+    /// Number of a start of all workers: 0, and one more with each restart.
     Attempt
 }
 
@@ -51,13 +51,13 @@ impl fmt::Debug for NcclId {
     }
 }
 
-/// With which the ranks of one attempt prove to each other that they belong to it when they connect their ring. Anyone
-/// who knows it can change gradients, so it is a secret: `Debug` does not print it.
+/// Key of an attempt's ring: ranks that connect to each other prove with it that they belong to the attempt. Anyone who
+/// knows it can change gradients, so it is a secret: `Debug` does not print it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct RingKey(pub [u8; 32]);
 
 impl RingKey {
-    /// A new key.
+    /// Creates a new random key.
     ///
     /// # Errors
     /// The kernel has no random numbers yet, or none at all.
@@ -80,7 +80,7 @@ impl fmt::Debug for RingKey {
 pub struct Digest(pub [u8; 16]);
 
 impl Digest {
-    /// The digest of these bytes.
+    /// Returns the digest of these bytes.
     pub fn of(bytes: &[u8]) -> Self {
         Self(xxhash_rust::xxh3::xxh3_128(bytes).to_be_bytes())
     }

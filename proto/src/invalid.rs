@@ -1,4 +1,4 @@
-//! The error of a configuration value that cannot work.
+//! The error for a configuration value that cannot work.
 
 /// A configuration value that cannot work, with the key that holds it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -6,19 +6,19 @@
 pub struct Invalid {
     /// Dotted path of the key, such as `train.lr`.
     pub key: &'static str,
-    /// What is wrong with its value.
+    /// The problem with the value.
     pub problem: String,
-    /// What would be accepted.
+    /// Values that would be accepted.
     pub expected: String,
 }
 
 impl Invalid {
-    /// An error for `key`.
+    /// Creates an error for `key`.
     pub fn new(key: &'static str, problem: String, expected: String) -> Self {
         Self { key, problem, expected }
     }
 
-    /// Whether the text names this other key.
+    /// Returns whether the error's text mentions this other key.
     pub fn names(&self, key: &str) -> bool {
         let words = |text: &str| {
             text.split(|c: char| !c.is_alphanumeric() && !"_.".contains(c)).any(|word| word == key)

@@ -1,4 +1,4 @@
-//! Messages as JSON: clients print the same for `--json` as the daemon's page reads.
+//! Messages as JSON: the same for `--json` of clients and for the daemon's page.
 //!
 //! Keys are field names of `xlaunch/v1/node.proto` and `agent.proto`, states are in lower case, times are milliseconds
 //! since 1970 (UTC). Unknown values, and times of events that have not happened, are null. Numbers that JSON cannot
@@ -17,7 +17,7 @@ use crate::labels::{
     examination_state, finding_level, gpu_state, job_state, kind, member_state, node_job_state, rank_state,
 };
 
-/// A node with its GPUs.
+/// Returns a node with its GPUs.
 pub fn node(node: &NodeStatus) -> Value {
     json!({
         "host": node.host, "version": node.version, "daemon_pid": node.daemon_pid,
@@ -40,7 +40,7 @@ fn gpu(gpu: &Gpu) -> Value {
     })
 }
 
-/// The result of an examination of GPUs. Findings are those of `xlaunch doctor --json`.
+/// Returns the result of an examination of GPUs, with findings as in `xlaunch doctor --json`.
 pub fn examination(reply: &ExamineReply, healthy: bool) -> Value {
     let gpu = |gpu: &ExaminedGpu| {
         json!({
@@ -62,12 +62,12 @@ pub fn examination(reply: &ExamineReply, healthy: bool) -> Value {
     })
 }
 
-/// A checkpoint that was saved on request.
+/// Returns a checkpoint that was saved on request.
 pub fn checkpoint(saved: &CheckpointReply) -> Value {
     json!({ "step": saved.step, "path": saved.path, "seconds": number(saved.seconds) })
 }
 
-/// What the processes of each rank are doing.
+/// Returns what the processes of each rank are doing.
 pub fn stacks(ranks: &[RankStacks]) -> Value {
     let activity = |activity: &RecordedActivity| {
         json!({
@@ -99,7 +99,7 @@ pub fn stacks(ranks: &[RankStacks]) -> Value {
     json!({ "ranks": ranks.iter().map(rank).collect::<Vec<_>>() })
 }
 
-/// A job of a node as a list entry: without its report, which may be long, its status and its history.
+/// Returns a job of a node as a list entry, without its report (which may be long), its status and its history.
 pub fn job(job: &Job) -> Value {
     json!({
         "id": job.id, "name": job.name, "uid": job.uid, "user": job.user, "kind": kind(job.kind()),
@@ -118,14 +118,14 @@ pub fn job(job: &Job) -> Value {
     })
 }
 
-/// Seconds until a running job reaches its time limit, if it has one.
+/// Returns the seconds until a running job reaches its time limit, if it has one.
 fn time_remaining(job: &Job, now: SystemTime) -> Option<u64> {
     let runs = job.time_limit_unix_ms > 0 && job.ended_unix_ms == 0;
     let limit = UNIX_EPOCH + Duration::from_millis(job.time_limit_unix_ms);
     runs.then(|| limit.duration_since(now).unwrap_or_default().as_secs())
 }
 
-/// The status of a job and its ranks, without its history.
+/// Returns the status of a job and its ranks, without its history.
 pub fn status(reply: &StatusReply) -> Value {
     json!({
         "job_id": reply.job_id, "job_name": reply.job_name, "kind": kind(reply.kind()),
@@ -151,7 +151,7 @@ fn member(node: &MemberStatus) -> Value {
     })
 }
 
-/// Where the time of a job has gone, and what went wrong.
+/// Returns the break-down of a job's wall time, and its numbers of failures.
 pub fn accounting(account: &Accounting) -> Value {
     let seconds: serde_json::Map<_, _> =
         account.kinds().into_iter().map(|(kind, seconds)| (kind.to_owned(), number(seconds))).collect();
@@ -191,7 +191,7 @@ fn log_loss(loss: &LogLoss) -> Value {
     })
 }
 
-/// The history of a training job.
+/// Returns the history of a training job.
 pub fn history(points: &[Progress]) -> Value {
     let point = |point: &Progress| {
         json!({
@@ -202,12 +202,12 @@ pub fn history(points: &[Progress]) -> Value {
     points.iter().map(point).collect()
 }
 
-/// Null for 0, which stands for an event that has not happened.
+/// Returns a time; null for 0, which stands for an event that has not happened.
 fn at(unix_ms: u64) -> Value {
     if unix_ms == 0 { Value::Null } else { json!(unix_ms) }
 }
 
-/// A number; a string if JSON cannot represent it.
+/// Returns a number; a string if JSON cannot represent it.
 pub fn number(value: f64) -> Value {
     match value {
         _ if value.is_nan() => json!("NaN"),
@@ -217,7 +217,7 @@ pub fn number(value: f64) -> Value {
     }
 }
 
-/// The shortest decimal that rounds to this f32.
+/// Returns the shortest decimal number that rounds to this f32.
 pub fn single(value: f32) -> Value {
     number(value.to_string().parse().unwrap_or(f64::from(value)))
 }

@@ -1,10 +1,10 @@
-//! Labels of states and kinds, the same on the terminal, in JSON and in metrics.
+//! Labels of states and kinds, used on the terminal, in JSON and in metrics.
 
 use crate::v1::{
     ExaminationState, FindingLevel, GpuState, JobKind, JobState, MemberState, NodeJobState, RankState,
 };
 
-/// The label of a job's kind.
+/// Returns the label of a job's kind.
 pub fn kind(kind: JobKind) -> &'static str {
     match kind {
         JobKind::Unspecified => "unknown",
@@ -13,7 +13,7 @@ pub fn kind(kind: JobKind) -> &'static str {
     }
 }
 
-/// The label of a state of a daemon's job.
+/// Returns the label of a state of a daemon's job.
 pub fn node_job_state(state: NodeJobState) -> &'static str {
     match state {
         NodeJobState::Unspecified => "unknown",
@@ -28,7 +28,7 @@ pub fn node_job_state(state: NodeJobState) -> &'static str {
     }
 }
 
-/// The label of a state of a running job.
+/// Returns the label of a state of a running job.
 pub fn job_state(state: JobState) -> &'static str {
     match state {
         JobState::Unspecified => "unknown",
@@ -41,7 +41,7 @@ pub fn job_state(state: JobState) -> &'static str {
     }
 }
 
-/// The label of a state of a daemon's GPU.
+/// Returns the label of a state of a daemon's GPU.
 pub fn gpu_state(state: GpuState) -> &'static str {
     match state {
         GpuState::Unspecified => "unknown",
@@ -54,7 +54,7 @@ pub fn gpu_state(state: GpuState) -> &'static str {
     }
 }
 
-/// The label of what an examination did with a GPU.
+/// Returns the label of a GPU's state in an examination.
 pub fn examination_state(state: ExaminationState) -> &'static str {
     match state {
         ExaminationState::Unspecified => "unknown",
@@ -66,7 +66,7 @@ pub fn examination_state(state: ExaminationState) -> &'static str {
     }
 }
 
-/// The label of how bad a finding is.
+/// Returns the label of a finding's severity.
 pub fn finding_level(level: FindingLevel) -> &'static str {
     match level {
         FindingLevel::Unspecified => "unknown",
@@ -76,7 +76,7 @@ pub fn finding_level(level: FindingLevel) -> &'static str {
     }
 }
 
-/// The label of a state of a node of a job.
+/// Returns the label of a state of a job's node.
 pub fn member_state(state: MemberState) -> &'static str {
     match state {
         MemberState::Unspecified => "unknown",
@@ -88,7 +88,7 @@ pub fn member_state(state: MemberState) -> &'static str {
     }
 }
 
-/// The label of a state of a rank.
+/// Returns the label of a state of a rank.
 pub fn rank_state(state: RankState) -> &'static str {
     match state {
         RankState::Unspecified => "unknown",

@@ -6,15 +6,16 @@
 //! - [`spec`] is the description of a training job, shared by `train.toml`, the wire and checkpoints; [`model`] is its
 //!   model;
 //! - [`command`] is the description of any other command to launch, independent of the node that runs it;
-//! - [`activity`] is the record of what a training thread is doing, which outlives its process;
+//! - [`activity`] is the record of a training thread's current activity, which outlives its process;
 //! - [`net`] connects processes: gRPC over unix sockets, peer credentials, connection limits;
 //! - [`paths`] normalizes the paths of a job description;
 //! - [`json`] and [`labels`] render messages for programs and people;
 //! - [`snapshot`] is the header of memory snapshots, which workers write and agents read;
 //! - [`flops`] counts the operations of training, and knows the peak rates of GPUs;
-//! - [`accounting`] names what the time of a job was used for;
-//! - [`lineage`] is where a run comes from, [`refusal`] the error of a job that is not started;
-//! - [`quantities`] are times and sizes as users write them;
+//! - [`accounting`] breaks down the wall time of a job;
+//! - [`lineage`] describes the data and the checkpoint that a run started from, [`refusal`] is the error of a job that
+//!   is not started;
+//! - [`quantities`] parses and formats times and sizes as users write them;
 //! - [`ids`] are typed ids, [`exit`] is the table of exit codes, [`mod@env`] names the environment variables of
 //!   workers.
 #![forbid(unsafe_code)]
@@ -41,7 +42,7 @@ pub mod refusal;
 pub mod snapshot;
 pub mod spec;
 
-/// Version of this build. The launcher and its workers must have the same.
+/// Version of this build. The launcher and its workers must have the same version.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 /// `xlaunch/v1` as an encoded `FileDescriptorSet`, for gRPC reflection.

@@ -1,11 +1,11 @@
-//! Where a run comes from: its data, and the checkpoint that it continues.
+//! The origin of a run: its data, and the checkpoint that it continues.
 
 use std::fmt;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// Number of tokens and a hash of a sample of them, by which changed training data is recognised.
+/// Number of tokens and a hash of a sample of them. Used to detect changed training data.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fingerprint {
     /// Number of tokens.
@@ -20,15 +20,15 @@ impl fmt::Display for Fingerprint {
     }
 }
 
-/// State that the next attempt of a run resumes from, after leftovers of killed workers were removed.
+/// The state from which the next attempt of a run resumes. Leftovers of killed workers have been removed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Recovered {
     /// The checkpoint; `None` if the run starts again from its beginning, or from memory.
     pub checkpoint: Option<PathBuf>,
-    /// The newest memory snapshot is at least as new as any checkpoint.
+    /// Whether the newest memory snapshot is at least as new as any checkpoint.
     pub from_memory: bool,
-    /// There is also a checkpoint of the memory snapshot's step.
+    /// Whether there is also a checkpoint of the memory snapshot's step.
     pub on_disk: bool,
-    /// Checkpoints that were rejected, for the user.
+    /// Messages for the user about rejected checkpoints.
     pub notes: Vec<String>,
 }

@@ -18,7 +18,7 @@ pub enum Arch {
     Llama,
 }
 
-/// The model: a preset, and sizes that differ from it. Without a preset, sizes are those of `checkpoint.init`, if set.
+/// The model: a preset, and sizes that override it. Without a preset, sizes come from `checkpoint.init`, if set.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
@@ -36,21 +36,21 @@ pub struct ModelSection {
     /// Number of key and value heads, for grouped-query attention (llama only). Must divide `heads`. Default: `heads`
     /// if that is set, otherwise the preset's.
     pub kv_heads: Option<usize>,
-    /// Width of one attention head (D), a multiple of 8 and at most 256. Other widths than `dim / heads` are for llama
-    /// only. Default: `dim / heads`.
+    /// Width of one attention head (D), a multiple of 8 and at most 256. Widths other than `dim / heads` are supported
+    /// for llama only. Default: `dim / heads`.
     pub head_dim: Option<usize>,
-    /// Width of the residual stream (C). Without `head_dim`, a multiple of `heads`. Default: the preset's.
+    /// Width of the residual stream (C). Must be a multiple of `heads` unless `head_dim` is set. Default: the preset's.
     pub dim: Option<usize>,
     /// Hidden width of the feed-forward layers (F). Default: the preset's.
     pub ffn: Option<usize>,
     /// Sequence length in tokens (T). Default: the preset's.
     pub seq: Option<usize>,
-    /// Vocabulary size (V). At least 256 with `data.tokenizer = "bytes"`, and at least the tokenizer's with prepared
-    /// data. Default: the tokenizer's of prepared data, otherwise the preset's.
+    /// Vocabulary size (V). Must be at least 256 with `data.tokenizer = "bytes"`, and with prepared data at least that
+    /// of its tokenizer. Default: that of the prepared data's tokenizer, otherwise the preset's.
     pub vocab: Option<usize>,
     /// Share the weights of the token embedding with the output head. Default: the preset's.
     pub tied: Option<bool>,
-    /// Added to the variance in every LayerNorm or RMSNorm. Default: the preset's, 1e-5 in all presets.
+    /// Epsilon that is added to the variance in every LayerNorm or RMSNorm. Default: the preset's, 1e-5 in all presets.
     pub norm_eps: Option<f64>,
     /// Base of the rotary position embedding's wavelengths (llama only). Default: the preset's.
     pub rope_theta: Option<f64>,
@@ -81,7 +81,7 @@ pub struct RopeScaling {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum RopeType {
-    /// As in Llama 3.1 and 3.2.
+    /// The scaling of Llama 3.1 and 3.2.
     Llama3,
 }
 
@@ -105,7 +105,7 @@ pub struct ModelShape {
     pub rope_scaling: Option<RopeScaling>,
 }
 
-/// The serialised form of a [`ModelShape`]. Older checkpoints have none of the optional fields.
+/// The serialised form of a [`ModelShape`]. Older checkpoints lack the optional fields.
 #[derive(Deserialize)]
 struct StoredShape {
     arch: Arch,
@@ -143,12 +143,12 @@ impl From<StoredShape> for ModelShape {
     }
 }
 
-/// [`ModelShape::norm_eps`] where nothing else is said.
+/// Default of [`ModelShape::norm_eps`].
 pub const NORM_EPS: f64 = 1e-5;
-/// [`ModelShape::rope_theta`] where nothing else is said.
+/// Default of [`ModelShape::rope_theta`].
 pub const ROPE_THETA: f64 = 10_000.0;
 
-/// A shape of the GPT-2 family: heads of 64, a feed-forward width of 4 C, tied embeddings.
+/// Returns a shape of the GPT-2 family: heads of width 64, a feed-forward width of 4 C, tied embeddings.
 const fn gpt2(layers: usize, heads: usize) -> ModelShape {
     let dim = 64 * heads;
     ModelShape {
@@ -197,7 +197,7 @@ const LLAMA_28M: ModelShape = ModelShape {
     ..BYTE_TINY
 };
 
-/// Its authors trained it with sequences of 2048 tokens; its published configuration allows 8192.
+/// SmolLM2 135M. Its authors trained it with sequences of 2048 tokens; its published configuration allows 8192.
 const SMOLLM2_135M: ModelShape = ModelShape {
     layers: 30,
     heads: 9,
@@ -232,7 +232,7 @@ const LLAMA_1B: ModelShape = ModelShape {
     ..BYTE_TINY
 };
 
-/// The presets, by name. In all of them, D = C / H.
+/// The presets and their names. In all of them, D = C / H.
 pub const PRESETS: [(&str, ModelShape); 8] = [
     ("byte-tiny", BYTE_TINY),
     ("llama-28m", LLAMA_28M),
@@ -244,20 +244,20 @@ pub const PRESETS: [(&str, ModelShape); 8] = [
     ("llama-1b", LLAMA_1B),
 ];
 
-/// Largest value accepted for any one size.
+/// Maximum value of any single size.
 const MAX_SIZE: usize = 1 << 20;
-/// Largest number of parameters. With [`MAX_SIZE`], it keeps products of sizes far from overflow.
+/// Maximum number of parameters. Together with [`MAX_SIZE`], it keeps products of sizes far from overflow.
 const MAX_PARAMETERS: u128 = 1 << 40;
-/// Largest accepted base of rotary wavelengths, and factor of their scaling.
+/// Maximum base of rotary wavelengths, and maximum factor of their scaling.
 const MAX_ROPE: f64 = 1e15;
 
-/// C / H. 0 heads are refused elsewhere.
+/// Returns C / H. [`ModelShape::check`] refuses 0 heads.
 fn default_head_dim(dim: usize, heads: usize) -> usize {
     dim.checked_div(heads).unwrap_or_default()
 }
 
 impl ModelSection {
-    /// Whether sizes are left to initial weights: there is no preset, and not every size is set.
+    /// Returns whether some sizes must come from the initial weights: there is no preset, and not every size is set.
     pub fn has_open_sizes(&self) -> bool {
         let sizes =
             [self.layers, self.heads, self.kv_heads, self.head_dim, self.dim, self.ffn, self.seq, self.vocab];
@@ -309,17 +309,17 @@ impl ModelSection {
 }
 
 impl ModelShape {
-    /// D, the width of one head.
+    /// Returns D, the width of one head.
     pub fn head_width(&self) -> usize {
         self.head_dim
     }
 
-    /// H D, the width of attention's output.
+    /// Returns H D, the width of attention's output.
     pub fn attention_width(&self) -> usize {
         self.heads * self.head_dim
     }
 
-    /// The first key in which two shapes differ, with both values.
+    /// Returns the first key in which two shapes differ, with both values.
     pub fn difference(&self, other: &Self) -> Option<(&'static str, String, String)> {
         let pairs = self.values().into_iter().zip(other.values());
         pairs.into_iter().find(|(own, other)| own != other).map(|((key, own), (_, other))| (key, own, other))
@@ -331,7 +331,7 @@ impl ModelShape {
             ("model.layers", self.layers.to_string()),
             ("model.heads", self.heads.to_string()),
             ("model.kv_heads", self.kv_heads.to_string()),
-            // The head width follows from `dim` unless it is set, so it comes after that.
+            // The head width depends on `dim` unless it is set, so it is compared after `dim`.
             ("model.dim", self.dim.to_string()),
             ("model.head_dim", self.head_dim.to_string()),
             ("model.ffn", self.ffn.to_string()),
@@ -344,17 +344,18 @@ impl ModelShape {
         ]
     }
 
-    /// Vp: V rounded up to a multiple that tensor cores handle well. Small vocabularies are not padded.
+    /// Returns Vp: V rounded up to a multiple that suits tensor cores. Small vocabularies are not padded.
     pub fn padded_vocab(&self) -> usize {
         if self.vocab <= 1024 { self.vocab } else { self.vocab.next_multiple_of(128) }
     }
 
-    /// Output width of the fused query, key and value projection: (H + 2 Hkv) D.
+    /// Returns the output width of the fused query, key and value projection: (H + 2 Hkv) D.
     pub fn qkv_width(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_width()
     }
 
-    /// Parameters of all matrices, without key heads that are shared. Sizes have to be within [`MAX_SIZE`].
+    /// Returns the number of parameters of all matrices, counting shared key heads once. Sizes must be within
+    /// [`MAX_SIZE`].
     fn matrix_parameters(&self) -> u128 {
         let [layers, dim, ffn, vocab, seq, heads, head_dim] =
             [self.layers, self.dim, self.ffn, self.vocab, self.seq, self.heads, self.head_dim]
@@ -555,7 +556,7 @@ mod tests {
         let gpt2 = ModelSection { preset: Some("gpt2-124m".into()), ..Default::default() };
         assert_eq!(key(ModelSection { rope_theta: Some(500.0), ..gpt2.clone() }), "model.rope_theta");
         assert_eq!(key(ModelSection { rope_scaling: Some(scaling), ..gpt2 }), "model.rope_scaling");
-        // Another architecture than the preset's drops what it has no use for.
+        // With an architecture other than the preset's, the preset's inapplicable values are dropped.
         let preset = ModelSection { preset: Some("llama-1b".into()), ..Default::default() };
         let section = ModelSection { arch: Some(Arch::Gpt2), kv_heads: Some(32), ..preset };
         assert_eq!(section.resolve().unwrap().rope_scaling, None);

@@ -1,8 +1,8 @@
-//! Paths of a job description, as the command line writes them and workers read them.
+//! Normalisation of the paths in a job description, for the command line that writes them and workers that read them.
 
 use std::path::{Component, Path, PathBuf};
 
-/// The path without `.` and `..`. Symbolic links are not resolved.
+/// Returns the path without `.` and `..`. Symbolic links are not resolved.
 pub fn normalize(path: &Path) -> PathBuf {
     let mut out = PathBuf::new();
     for component in path.components() {

@@ -1,9 +1,9 @@
-//! Names of training phases, the same on timelines, in status and in messages.
+//! Names of training phases, used on timelines, in status and in messages.
 
 use crate::v1::Phase;
 
 impl Phase {
-    /// The phase's name.
+    /// Returns the name of the phase.
     pub fn name(self) -> &'static str {
         match self {
             Self::Unspecified => "between phases",

@@ -1,4 +1,4 @@
-//! Times and sizes as users write and read them.
+//! Parses and formats times and sizes for users.
 
 use std::time::Duration;
 
@@ -10,10 +10,10 @@ pub const SIZE_FORMS: &str = "a number with K, M, G or T, such as 32G";
 const TIME_UNITS: [(char, u64); 4] = [('d', 86_400), ('h', 3600), ('m', 60), ('s', 1)];
 const SIZE_UNITS: [(char, u32); 4] = [('K', 10), ('M', 20), ('G', 30), ('T', 40)];
 
-/// A time such as `4h`, `1h30m`, or as Slurm writes it: `HH:MM:SS`, `D-HH:MM:SS`.
+/// Parses a time such as `4h`, `1h30m`, or in Slurm's forms `HH:MM:SS` and `D-HH:MM:SS`.
 ///
 /// # Errors
-/// If the text has neither form, or the time is zero.
+/// The text has none of these forms, or the time is zero.
 pub fn parse_time(text: &str) -> Result<Duration, String> {
     let seconds = if text.contains(':') { clock_seconds(text) } else { unit_seconds(text) };
     match seconds {
@@ -22,7 +22,7 @@ pub fn parse_time(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// Numbers with units, each unit smaller than the one before.
+/// Parses numbers with units, each unit smaller than the previous one.
 fn unit_seconds(text: &str) -> Option<u64> {
     let (mut seconds, mut rest, mut units) = (0_u64, text, &TIME_UNITS[..]);
     while !rest.is_empty() {
@@ -46,12 +46,12 @@ fn clock_seconds(text: &str) -> Option<u64> {
     hours.checked_mul(3600)?.checked_add(minutes * 60 + seconds)
 }
 
-/// Digits only: `parse` would also accept a sign.
+/// Parses digits only: `parse` would also accept a sign.
 fn number(text: &str) -> Option<u64> {
     text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok())?
 }
 
-/// A time in the largest units that show it exactly, such as `1h30m`.
+/// Formats a time in the largest units that show it exactly, such as `1h30m`.
 pub fn time_text(time: Duration) -> String {
     let mut rest = time.as_secs();
     let mut text = String::new();
@@ -68,10 +68,10 @@ pub fn time_text(time: Duration) -> String {
     if text.is_empty() { "0s".into() } else { text }
 }
 
-/// A size such as `32G`, `512M` or `32GiB`, in powers of 1024.
+/// Parses a size such as `32G`, `512M` or `32GiB`, in powers of 1024.
 ///
 /// # Errors
-/// If the text is none, or 0.
+/// The text is not a size, or is 0.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let parse = || {
         let bare = text.strip_suffix("iB").or_else(|| text.strip_suffix('B')).unwrap_or(text);
@@ -82,7 +82,7 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
     parse().ok_or_else(|| format!("`{text}` is not a size; expected {SIZE_FORMS}"))
 }
 
-/// A size for people, such as `12 GiB` or `1.5 GiB`.
+/// Formats a size for people, such as `12 GiB` or `1.5 GiB`.
 pub fn bytes_text(bytes: u64) -> String {
     let (unit, shift) = match bytes {
         0x100_0000_0000.. => ("TiB", 40),
@@ -96,7 +96,7 @@ pub fn bytes_text(bytes: u64) -> String {
     }
 }
 
-/// A size that is needed and a smaller one that there is, as precise as it takes to tell them apart.
+/// Formats a needed size and a smaller available one, precisely enough that they differ.
 pub fn shortage_texts(needed: u64, present: u64) -> [String; 2] {
     let texts = [needed, present].map(bytes_text);
     if texts[0] == texts[1] { [needed, present].map(|bytes| format!("{bytes} bytes")) } else { texts }

@@ -1,8 +1,8 @@
-//! The error of a job or command that is not carried out.
+//! The error of a job or command that is refused.
 
 use crate::exit::ExitCode;
 
-/// Why a job or command was refused, or failed before it started.
+/// The reason why a job or command was refused, or failed before it started.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
     /// Exit code of `xlaunch`.
@@ -12,12 +12,12 @@ pub struct Refusal {
 }
 
 impl Refusal {
-    /// A refusal with this exit code; codes that only workers have are replaced by those of jobs.
+    /// Creates a refusal with this exit code. Codes that only workers use are replaced by those of jobs.
     pub fn new(exit: ExitCode, message: impl Into<String>) -> Self {
         Self { exit: exit.of_job(), message: message.into() }
     }
 
-    /// The user pressed Ctrl-C.
+    /// Creates the refusal after the user has pressed Ctrl-C.
     pub fn interrupted() -> Self {
         Self { exit: ExitCode::Signal(2), message: "interrupted".into() }
     }

@@ -1,68 +1,68 @@
-//! The format of memory snapshots: what a worker leaves in its memory files, and the agent finds there.
+//! The format of memory snapshots, which workers write to their memory files and the agent reads.
 //!
 //! ```text
 //! | header       | parameters   | first moments | second moments | state.json |
 //! 0              64 KiB         each a multiple of 64 KiB
 //! ```
-//! Each rank has two files. It writes the header when everything after it is complete, with its hash, and erases the
-//! header before it changes anything. The agent reads headers only, of workers that have died: any bytes are possible,
-//! so a header is believed only if its own hash matches, and no size in it is used before it was compared with what the
-//! reader expects.
+//! Each rank has two files. A worker writes the header, with a hash, when everything after it is complete, and erases
+//! the header before it changes anything. The agent reads only the headers, after workers have died, so they may
+//! contain any bytes: a header is trusted only if its own hash matches, and no size in it is used before it has been
+//! compared with the reader's expectation.
 //!
 //! A snapshot is named by its step and the attempt that saved it. Without the attempt, ranks that were killed during a
-//! save could have one of the same step of an earlier attempt, which differs where training is not deterministic.
+//! save could have a snapshot of the same step from an earlier attempt, which differs if training is not deterministic.
 
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::ids::Digest;
 
-/// Bytes of an encoded [`Header`].
+/// Size of an encoded [`Header`] in bytes.
 pub const HEADER_BYTES: usize = 128;
-/// Largest `state.json`. It contains the job description, which may list many files.
+/// Maximum size of `state.json`. It contains the job description, which may list many files.
 pub const MAX_STATE_BYTES: u64 = 64 << 20;
-/// Arenas start at multiples of this: of the page size on any supported machine, for `mmap`.
+/// Alignment of the arenas: a multiple of the page size on any supported machine, for `mmap`.
 const ALIGNMENT: u64 = 64 << 10;
 const MAGIC: [u8; 8] = *b"xlsnap\0\x01";
 
-/// Which snapshots of a job a rank can resume from.
+/// The properties that a snapshot must have for a rank to resume from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Identity {
-    /// Of the run's id.
+    /// Digest of the run's id.
     pub run: Digest,
-    /// This rank.
+    /// The rank that saved the snapshot.
     pub rank: u32,
     /// Number of ranks.
     pub world: u32,
 }
 
-/// Names a snapshot of all ranks. The newest one is the greatest.
+/// Name of a snapshot of all ranks. The newest snapshot compares as the greatest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct SnapshotId {
-    /// Steps completed.
+    /// Number of completed steps.
     pub step: u64,
     /// The attempt that saved it.
     pub attempt: u32,
 }
 
-/// A complete snapshot of one rank.
+/// The header of a complete snapshot of one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Whose it is.
+    /// Run, rank and number of ranks that the snapshot belongs to.
     pub identity: Identity,
-    /// Which one.
+    /// Step and attempt of the snapshot.
     pub id: SnapshotId,
-    /// Of the model's layout in memory, and how it is divided among ranks.
+    /// Digest of the model's layout in memory and of its division among ranks.
     pub layout: Digest,
-    /// Values of each arena.
+    /// Number of values in each arena.
     pub values: u64,
-    /// Bytes of `state.json`.
+    /// Size of `state.json` in bytes.
     pub state_bytes: u64,
     /// XXH3-128 of the hashes of the blocks of all arenas, which only workers know, and of `state.json`.
     pub hash: u128,
 }
 
 impl Header {
-    /// As written to the start of a file.
+    /// Encodes the header for the start of a file.
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         let Self { identity: Identity { run, rank, world }, id, layout, values, state_bytes, hash } = self;
         let mut bytes = Vec::with_capacity(HEADER_BYTES);
@@ -84,7 +84,7 @@ impl Header {
         encoded
     }
 
-    /// The header of a complete snapshot; `None` for any other bytes.
+    /// Decodes the header of a complete snapshot; `None` for any other bytes.
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Option<Self> {
         let mut fields = Fields(bytes);
         if fields.take()? != MAGIC || xxh3_128(&bytes[..HASHED_BYTES]).to_le_bytes() != bytes[HASHED_BYTES..]
@@ -107,7 +107,7 @@ impl Header {
     }
 }
 
-/// Bytes of a header before its own hash.
+/// Number of bytes of a header before its own hash.
 const HASHED_BYTES: usize = HEADER_BYTES - size_of::<u128>();
 
 struct Fields<'a>(&'a [u8]);
@@ -120,14 +120,14 @@ impl Fields<'_> {
     }
 }
 
-/// Where arena `index`, from 0, of `values` values each starts in a file. With index 3, where `state.json` starts.
-/// `None` beyond 64 bits.
+/// Returns the offset in a file of arena `index`, from 0, with `values` values each; for index 3, that of `state.json`.
+/// `None` if it exceeds 64 bits.
 pub fn offset(index: u64, values: u64) -> Option<u64> {
     let arena = values.checked_mul(size_of::<f32>() as u64)?.checked_next_multiple_of(ALIGNMENT)?;
     arena.checked_mul(index)?.checked_add(ALIGNMENT)
 }
 
-/// The newest snapshot that every rank has. `complete` holds the ids of each rank's complete snapshots.
+/// Returns the newest snapshot that every rank has. `complete` contains the ids of each rank's complete snapshots.
 pub fn newest_of_all(complete: &[Vec<SnapshotId>]) -> Option<SnapshotId> {
     let (first, others) = complete.split_first()?;
     first.iter().filter(|id| others.iter().all(|rank| rank.contains(id))).max().copied()

@@ -1,5 +1,5 @@
-//! How the agents of a job's nodes find each other: what the flags, `PET_*` variables and the engine of a launch on
-//! several nodes say. Without a [`GroupSpec`] a job runs on one node and opens no TCP socket.
+//! How the agents of a job's nodes find each other, as determined by flags, `PET_*` variables and the engine of a
+//! launch on several nodes. Without a [`GroupSpec`] a job runs on one node and opens no TCP socket.
 //!
 //! ```text
 //! flags, PET_*, engine (Slurm, Kubernetes, ...) --> GroupSpec --check--> agent: join the coordinator at `endpoint`
@@ -8,7 +8,7 @@
 //! - 1 <= `nodes.min` <= `nodes.max` <= [`MAX_NODES`], and `min == max` in a static group;
 //! - a static group's node has a rank, and every rank is below `nodes.max`;
 //! - the endpoint has a host and between 1 and [`MAX_ENDPOINT_PORTS`] ports, none of them 0;
-//! - a silent host is lost after between [`MIN_LOSS_TIMEOUT`] and [`MAX_LOSS_TIMEOUT`].
+//! - the time after which a silent host is lost is between [`MIN_LOSS_TIMEOUT`] and [`MAX_LOSS_TIMEOUT`].
 //!
 //! The job's token is a secret and never part of the description.
 
@@ -19,54 +19,54 @@ use serde::{Deserialize, Serialize};
 
 use super::{CommandSpecError, MAX_TIMEOUT, at_most, check_text, invalid};
 
-/// Most nodes of a job.
+/// Maximum number of nodes of a job.
 pub const MAX_NODES: u32 = 65_536;
-/// Most ports that an endpoint can offer.
+/// Maximum number of ports of an endpoint.
 pub const MAX_ENDPOINT_PORTS: usize = 16;
-/// Least time after which a silent host is lost.
+/// Minimum time after which a silent host is lost.
 pub const MIN_LOSS_TIMEOUT: Duration = Duration::from_secs(3);
-/// Most time after which a silent host is lost.
+/// Maximum time after which a silent host is lost.
 pub const MAX_LOSS_TIMEOUT: Duration = Duration::from_secs(60);
-/// Least time between two heartbeats.
+/// Minimum time between two heartbeats.
 pub const MIN_KEEP_ALIVE_INTERVAL: Duration = Duration::from_millis(100);
 
 /// How the agents of a job's nodes find each other.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupSpec {
-    /// Nodes that the job needs and can use.
+    /// Numbers of nodes that the job needs and can use.
     pub nodes: NodeCount,
     /// This node's rank: required in a static group, a preference in a dynamic one.
     pub node_rank: Option<u32>,
-    /// Who decides about node ranks and membership.
+    /// How node ranks and membership are decided.
     pub backend: Backend,
-    /// Where the coordinator listens.
+    /// Address of the coordinator.
     pub endpoint: Endpoint,
-    /// Whether this node's agent contains the coordinator. Default: node rank 0 does in a static group, the host that
+    /// Whether this node's agent contains the coordinator. Default: node rank 0 in a static group, and the host that
     /// has the endpoint's address in a dynamic one.
     pub hosts_coordinator: Option<bool>,
-    /// Equal on all nodes of a job. Default: the coordinator's.
+    /// Id of the run, equal on all nodes of a job. Default: chosen by the coordinator.
     pub run_id: Option<String>,
-    /// Time for all nodes to join.
+    /// Maximum time for all nodes to join.
     pub join_timeout: Duration,
     /// Time to wait for more nodes once `nodes.min` have joined.
     pub last_call_timeout: Duration,
     /// Time between heartbeats of an agent.
     pub keep_alive_interval: Duration,
-    /// Heartbeats that may be missing before the host is lost.
+    /// Number of heartbeats that may be missing before the host is lost.
     pub keep_alive_max_attempt: u32,
-    /// Address of this host for the other nodes.
+    /// Address at which the other nodes reach this host.
     pub local_addr: Option<String>,
-    /// Network interface whose address is this host's for the other nodes.
+    /// Network interface with the address at which the other nodes reach this host.
     pub interface: Option<String>,
     /// How agents and coordinator authenticate each other.
     pub security: Security,
-    /// SIGTERM announces that this node is started again: a job that it stops exits with the code for a retry, even
-    /// with a complete checkpoint.
+    /// Whether SIGTERM means that this node is preempted and will be started again: a job that it stops then exits with
+    /// the code for a retry, even with a complete checkpoint.
     #[serde(default)]
     pub sigterm_is_preemption: bool,
 }
 
-/// A range of nodes.
+/// A range of numbers of nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "named after what they are")]
 pub struct NodeCount {
@@ -74,7 +74,7 @@ pub struct NodeCount {
     pub max: u32,
 }
 
-/// Who decides about node ranks and membership.
+/// How node ranks and membership are decided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Backend {
@@ -84,13 +84,13 @@ pub enum Backend {
     Dynamic,
 }
 
-/// Where the coordinator listens.
+/// Address of the coordinator.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Endpoint {
-    /// Name or address, IPv6 without brackets.
+    /// Host name or address; IPv6 without brackets.
     pub host: String,
-    /// The coordinator listens on the first of these that is free, and agents try them in the same order until one
-    /// proves that it is this job's coordinator. More than one only where an engine's step gave the port.
+    /// Ports. The coordinator listens on the first free one, and agents try them in the same order until a listener
+    /// proves that it is this job's coordinator. There are several only if the ports are derived from an engine's job.
     pub ports: Vec<u16>,
 }
 
@@ -98,16 +98,16 @@ pub struct Endpoint {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Security {
-    /// Not at all: plain TCP, for trusted networks.
+    /// No authentication: plain TCP, for trusted networks.
     Insecure,
     /// TLS with keys derived from the job's token.
     Token,
-    /// TLS, with credentials of munge in place of a token.
+    /// TLS, with munge credentials in place of a token.
     Munge,
 }
 
 impl GroupSpec {
-    /// A job with the default timeouts.
+    /// Creates the specification of a job with the default timeouts.
     pub fn new(nodes: NodeCount, backend: Backend, endpoint: Endpoint, security: Security) -> Self {
         Self {
             nodes,
@@ -127,7 +127,7 @@ impl GroupSpec {
         }
     }
 
-    /// Silence after which a host is lost.
+    /// Returns the duration of silence after which a host is lost.
     pub fn loss_timeout(&self) -> Duration {
         self.keep_alive_interval.saturating_mul(self.keep_alive_max_attempt)
     }
@@ -202,14 +202,14 @@ impl GroupSpec {
     }
 }
 
-/// `N`, or `MIN:MAX`.
+/// Written as `N`, or `MIN:MAX`.
 impl fmt::Display for NodeCount {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.min == self.max { write!(f, "{}", self.min) } else { write!(f, "{}:{}", self.min, self.max) }
     }
 }
 
-/// torchrun's name.
+/// Written as torchrun's name.
 impl fmt::Display for Backend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -219,7 +219,7 @@ impl fmt::Display for Backend {
     }
 }
 
-/// `HOST:PORT` with the first port, and brackets around an IPv6 address.
+/// Written as `HOST:PORT` with the first port, and brackets around an IPv6 address.
 impl fmt::Display for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let port = self.ports.first().copied().unwrap_or_default();

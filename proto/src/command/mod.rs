@@ -1,10 +1,10 @@
-//! The description of a command to launch: what a torchrun-style command line says, independent of any node.
+//! The description of a command to launch: the content of a torchrun-style command line, independent of any node.
 //!
 //! ```text
 //! command line --flags, PET_*--> CommandSpec --JSON--> daemon (queue, disk) --JSON--> agent --resolve--> argv, workers
 //! ```
-//! The command line is parsed once, where the user typed it. What depends on the node that runs the command stays
-//! unresolved: the interpreter of Python programs, and how many workers `auto`, `gpu` and `cpu` are.
+//! The command line is parsed once, where the user typed it. Values that depend on the node that runs the command are
+//! left unresolved: the interpreter of Python programs, and the number of workers for `auto`, `gpu` and `cpu`.
 
 mod group;
 mod os_text;
@@ -27,14 +27,14 @@ pub use shell::quote_line;
 
 /// Version of the serialised form.
 pub const COMMAND_SPEC_VERSION: u32 = 1;
-/// Longest timeout: it can be added to any instant without overflow.
+/// Maximum timeout. It can be added to any instant without overflow.
 pub const MAX_TIMEOUT: Duration = Duration::from_secs(1_000_000_000);
 
 const MAX_ARGUMENTS: usize = 4096;
-/// All arguments together, with their terminating zeros.
+/// Maximum total size of the arguments, with their terminating zeros.
 const MAX_ARGUMENT_BYTES: usize = 512 << 10;
 const MAX_FIELD_BYTES: usize = 4096;
-/// Entries of each list and map other than the arguments.
+/// Maximum number of entries of each list and map other than the arguments.
 const MAX_ENTRIES: usize = 4096;
 
 /// A command, and how to launch and supervise its workers.
@@ -42,13 +42,13 @@ const MAX_ENTRIES: usize = 4096;
 pub struct CommandSpec {
     /// Workers per node.
     pub nproc: Nproc,
-    /// What each worker runs.
+    /// The program that each worker runs.
     pub program: Program,
     /// Arguments of the program. `${local_rank}` in an argument is replaced by the worker's local rank.
     #[serde(with = "os_text::list")]
     pub arguments: Vec<OsString>,
-    /// Python modules that one process per node imports before it forks the workers. Default: workers start by
-    /// themselves.
+    /// Python modules that one process per node imports before it forks the workers. Default: none, and workers are
+    /// spawned.
     #[serde(default)]
     pub preload: Vec<String>,
     /// `ROLE_NAME`, and part of the prefix of log lines.
@@ -59,7 +59,7 @@ pub struct CommandSpec {
     pub master_addr: String,
     /// `MASTER_PORT`. Default: a free port for every attempt.
     pub master_port: Option<u16>,
-    /// Restrict each worker to one GPU with `CUDA_VISIBLE_DEVICES`, and set `LOCAL_RANK` to 0 for all.
+    /// Whether to restrict each worker to one GPU with `CUDA_VISIBLE_DEVICES`, and to set `LOCAL_RANK` to 0 for all.
     pub virtual_local_rank: bool,
     /// CPU affinity of the workers. Default: none.
     pub binding: Option<Binding>,
@@ -67,25 +67,25 @@ pub struct CommandSpec {
     pub max_restarts: u32,
     /// Exit codes of workers after which there is no restart.
     pub no_restart_codes: BTreeSet<i32>,
-    /// Exit codes of workers that mean that the job was preempted: it ends without a restart, to be queued again.
+    /// Exit codes of workers that mean that the job was preempted: it ends without a restart and can be queued again.
     #[serde(default)]
     pub requeue_codes: BTreeSet<i32>,
     /// Time between SIGTERM and SIGKILL.
     pub shutdown_timeout: Duration,
     /// Signals to xlaunch that terminate the job.
     pub signals: Vec<Signal>,
-    /// Exit with the code of the worker that failed first instead of 1.
+    /// Whether to exit with the code of the worker that failed first instead of 1.
     pub propagate_exit_code: bool,
-    /// Report a rank that produces no output and uses neither CPU nor GPU for this long.
+    /// Time after which a rank is reported that produces no output and uses neither CPU nor GPU.
     pub stall_timeout: Duration,
-    /// End the attempt if a rank that has sent a heartbeat sends no other for this long; zero: never. Default: adapts
-    /// to the intervals between heartbeats.
+    /// Time after which the attempt is ended if a rank that has sent a heartbeat sends no further one; zero: never.
+    /// Default: adapts to the intervals between heartbeats.
     #[serde(default)]
     pub hang_timeout: Option<Duration>,
-    /// Turn on PyTorch's flight recorder in the workers.
+    /// Whether to turn on PyTorch's flight recorder in the workers.
     #[serde(default)]
     pub flight_recorder: bool,
-    /// Where output of the workers goes.
+    /// Destinations of the workers' output.
     pub logs: LogOptions,
 }
 
@@ -104,7 +104,7 @@ pub enum Nproc {
 }
 
 impl Nproc {
-    /// The number of workers on a node with these GPUs (or the reason why they are unknown) and cores.
+    /// Returns the number of workers on a node with these GPUs (or the reason why they are unknown) and cores.
     pub fn resolve(self, gpus: &Result<u32, String>, cores: u32) -> Result<u32, String> {
         match (self, gpus) {
             (Self::Count(count), _) => Ok(count),
@@ -117,7 +117,7 @@ impl Nproc {
     }
 }
 
-/// What a worker runs. All but `Binary` need a Python interpreter, which is found on the node.
+/// The program of a worker. All kinds but `Binary` need a Python interpreter, which is found on the node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Program {
@@ -132,7 +132,7 @@ pub enum Program {
 }
 
 impl Program {
-    /// The script, module or executable.
+    /// Returns the script, module or executable.
     pub fn target(&self) -> &OsStr {
         match self {
             Self::Script(target) | Self::Module(target) | Self::RunPath(target) | Self::Binary(target) => {
@@ -148,11 +148,11 @@ impl Program {
 pub enum Binding {
     /// All cores of the NUMA node of its GPU; without GPUs, of the NUMA node assigned to its rank.
     Node,
-    /// All cores of that NUMA node's socket.
+    /// All cores of the socket of that NUMA node.
     Socket,
-    /// An exclusive part of that NUMA node's cores.
+    /// An exclusive share of the cores of that NUMA node.
     Exclusive,
-    /// Cores that share a last-level cache: one such group per worker of a NUMA node.
+    /// A group of cores that share a last-level cache; each worker of a NUMA node gets a different group.
     CoreComplex,
 }
 
@@ -179,11 +179,11 @@ pub enum Signal {
 }
 
 impl Signal {
-    /// All of them.
+    /// All signals.
     pub const ALL: [Self; 8] =
         [Self::Hup, Self::Int, Self::Quit, Self::Usr1, Self::Usr2, Self::Alrm, Self::Term, Self::Xcpu];
 
-    /// The name, such as `SIGTERM`.
+    /// Returns the name, such as `SIGTERM`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Hup => "SIGHUP",
@@ -197,7 +197,7 @@ impl Signal {
         }
     }
 
-    /// The signal with this name or number.
+    /// Returns the signal with this name or number.
     pub fn parse(text: &str) -> Option<Self> {
         let number = text.parse::<i32>().ok();
         Self::ALL.into_iter().find(|signal| signal.name() == text || number == Some(*signal as i32))
@@ -219,17 +219,17 @@ impl From<Signal> for rustix::process::Signal {
     }
 }
 
-/// Where the output of workers goes.
+/// Destinations of the output of workers.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LogOptions {
     /// Directory below which log files are kept. Default: they are deleted with the run.
     #[serde(with = "os_text::path")]
     pub dir: Option<PathBuf>,
-    /// Streams that go to files and not to the console.
+    /// Streams that are written to files but not to the console.
     pub redirects: PerRank,
-    /// Streams that go to files and to the console.
+    /// Streams that are written to files and to the console.
     pub tee: PerRank,
-    /// Local ranks whose output the console shows. Default: all.
+    /// Local ranks whose output is shown on the console. Default: all.
     pub shown: Option<BTreeSet<u32>>,
     /// Lines of stdout that contain any of these are copied to `filtered_stdout.log` of the attempt.
     pub stdout_filters: Vec<String>,
@@ -245,14 +245,14 @@ pub struct LogOptions {
 /// A choice of streams for each local rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PerRank {
-    /// For ranks that are not in `ranks`.
+    /// The choice for ranks that are not in `ranks`.
     pub all: Streams,
-    /// By local rank.
+    /// The choices for single local ranks.
     pub ranks: BTreeMap<u32, Streams>,
 }
 
 impl PerRank {
-    /// The choice for this local rank.
+    /// Returns the choice for this local rank.
     pub fn of(&self, local_rank: u32) -> Streams {
         self.ranks.get(&local_rank).copied().unwrap_or(self.all)
     }
@@ -267,7 +267,7 @@ pub struct Streams {
 }
 
 impl CommandSpec {
-    /// A launch of one worker, with torchrun's defaults for everything else.
+    /// Creates the description of a launch of one worker, with torchrun's defaults for everything else.
     pub fn new(program: Program, arguments: Vec<OsString>) -> Self {
         Self {
             nproc: Nproc::Count(1),
@@ -293,7 +293,7 @@ impl CommandSpec {
         }
     }
 
-    /// The name of its runs: the program's file name without extension, or the whole name of a module.
+    /// Returns the name of the command's runs: the program's file name without extension, or the full name of a module.
     pub fn name(&self) -> String {
         let stem = match &self.program {
             Program::Module(module) => Some(module.as_os_str()),
@@ -302,7 +302,7 @@ impl CommandSpec {
         stem.map_or_else(|| "command".into(), |stem| stem.to_string_lossy().replace('/', "-"))
     }
 
-    /// The serialised form.
+    /// Returns the serialised form.
     pub fn to_json(&self) -> Vec<u8> {
         // Plain data with string keys: serialisation cannot fail.
         serde_json::to_vec(&Versioned { version: COMMAND_SPEC_VERSION, spec: self }).unwrap_or_default()
@@ -310,7 +310,7 @@ impl CommandSpec {
 
     /// Parses the form of [`to_json`](Self::to_json) and checks the result.
     pub fn from_json(json: &[u8]) -> Result<Self, CommandSpecError> {
-        // First: the rest of another version may have any form.
+        // The version is read first, because the rest of another version may have any form.
         let Header { version } = serde_json::from_slice(json)?;
         if version != COMMAND_SPEC_VERSION {
             return Err(CommandSpecError::Version(version));
@@ -376,7 +376,7 @@ impl CommandSpec {
     }
 }
 
-/// The command line of a worker, quoted for a shell, with `python` for the interpreter.
+/// Written as the command line of a worker, quoted for a shell, with `python` for the interpreter.
 impl fmt::Display for CommandSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let interpreter: &[&str] = match self.program {
@@ -403,7 +403,7 @@ pub enum CommandSpecError {
     Invalid {
         /// Name of the field.
         field: &'static str,
-        /// What is wrong, as the end of a sentence that starts with the field's name.
+        /// The problem, as the end of a sentence that starts with the field's name.
         problem: String,
     },
 }

@@ -1,4 +1,5 @@
-//! Serialisation of OS strings, which may be any bytes: as a string if they are UTF-8, otherwise as an array of bytes.
+//! Serialisation of OS strings, which may contain any bytes: as a string if they are UTF-8, otherwise as an array of
+//! bytes.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};

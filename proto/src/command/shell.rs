@@ -1,11 +1,11 @@
-//! Command lines for display.
+//! Formats command lines for display.
 
 use std::ffi::OsStr;
 
-/// Longest command line that is shown in full, in characters.
+/// Maximum length of a command line that is shown in full, in characters.
 const MAX_LINE_CHARS: usize = 4096;
 
-/// Program and arguments in one line, quoted where a shell needs it, truncated if it is very long.
+/// Returns program and arguments as one line, quoted where a shell needs it, and truncated if it is very long.
 pub fn quote_line<'a>(words: impl IntoIterator<Item = &'a OsStr>) -> String {
     let quote = |word: &OsStr| {
         let text = word.to_string_lossy();

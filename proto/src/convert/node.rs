@@ -1,6 +1,6 @@
 //! Validation of requests to the daemon of a node.
 //!
-//! Any user of the node may send anything. All lengths are bounded here, so that the daemon does not have to.
+//! Any user of the node may send any bytes. All lengths are bounded here, so that the daemon does not have to.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -18,20 +18,20 @@ const MAX_VERSION_BYTES: usize = 64;
 const MAX_NAME_BYTES: usize = 256;
 const MAX_PATH_BYTES: usize = 4096;
 const MAX_REASON_BYTES: usize = 1024;
-/// All variables of an environment together.
+/// Maximum total size of the variables of an environment.
 const MAX_ENVIRONMENT_BYTES: usize = 256 << 10;
-/// More than any node has.
+/// Maximum number of GPUs: more than any node has.
 const MAX_GPUS: u32 = 1024;
 const MAX_UUID_BYTES: usize = 128;
-/// Of an examination, in seconds.
+/// Default timeout of an examination, in seconds.
 const DEFAULT_EXAMINATION_TIMEOUT: u64 = 600;
 const MAX_EXAMINATION_TIMEOUT: u64 = 86_400;
-/// The lowest priority is the negative of it.
+/// Highest priority; the lowest one is its negative.
 const MAX_PRIORITY: i32 = 1000;
-/// What is wrong with a request, which may quote the request, is sent back in a header of limited size.
+/// Maximum size of an error message. It may quote the request, and is sent back in a header of limited size.
 const MAX_PROBLEM_BYTES: usize = 1024;
 
-/// What a job runs. The daemon also stores this on disk.
+/// The work of a job. The daemon also stores this on disk.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Work {
@@ -216,12 +216,12 @@ fn work(work: Option<v1::submit_request::Work>) -> Result<Work, WireError> {
     }
 }
 
-/// Total length including terminating zeros, as the kernel counts arguments and environment.
+/// Returns the total length including terminating zeros, as the kernel counts arguments and environment.
 fn total_bytes(strings: &[Vec<u8>]) -> usize {
     strings.iter().map(|string| string.len() + 1).sum()
 }
 
-/// Text that can be displayed on one line.
+/// Checks text that must be displayable on one line.
 fn text(field: &'static str, value: String, limit: usize) -> Result<String, WireError> {
     check_text(field, &value, limit).map(|()| value)
 }
@@ -274,7 +274,7 @@ mod tests {
         CommandSpec::new(Program::Script(program.into()), vec!["--lr".into()])
     }
 
-    /// The error for a valid request with this change.
+    /// Returns the error for a valid request with this change.
     fn refusal(change: impl FnOnce(&mut v1::SubmitRequest)) -> String {
         let mut wire = submit();
         change(&mut wire);
@@ -380,7 +380,7 @@ mod tests {
         assert_eq!([None, Some(5), Some(0), Some(u64::MAX)].map(examine), [Some(600), Some(5), None, None]);
     }
 
-    /// A request that was accepted must be within bounds.
+    /// Asserts that an accepted request is within bounds.
     fn assert_bounded(submit: &Submit) {
         assert!((1..=64).contains(&submit.request_id.len()) && submit.name.len() <= 256);
         assert!(submit.work_dir.is_absolute() && submit.work_dir.as_os_str().len() <= 4096);

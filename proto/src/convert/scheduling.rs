@@ -1,4 +1,4 @@
-//! Validation of the part of a submission that says when a job runs and what it reserves.
+//! Validation of the part of a submission that controls when a job runs and what it reserves.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,17 +11,17 @@ pub const MAX_ARRAY_JOBS: usize = 1000;
 /// Maximum index in an array.
 pub const MAX_ARRAY_INDEX: u32 = 1_000_000;
 const MAX_DEPENDENCIES: usize = 100;
-/// Ten years, in seconds. No sum of times overflows.
+/// Maximum time: ten years, in seconds, so that no sum of times overflows.
 const MAX_TIME_SECONDS: u64 = 10 * 366 * 86_400;
-/// More than any node has.
+/// Maximum number of cores: more than any node has.
 const MAX_CPUS: u32 = 1 << 16;
 const MAX_MEMORY_BYTES: u64 = 1 << 50;
-/// The last signal that has a name; the others are real-time signals.
+/// The highest signal with a name; higher ones are real-time signals.
 const MAX_SIGNAL: i32 = 31;
 const SIGKILL: i32 = 9;
 const SIGSTOP: i32 = 19;
 
-/// When a job runs and what it reserves, as far as its user says so.
+/// The user's settings of when a job runs and what it reserves.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the fields are those of the message")]
 pub struct Scheduling {
@@ -39,30 +39,30 @@ pub struct Scheduling {
 /// A signal to the workers of a job before its time limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Warning {
-    /// As numbered by Linux.
+    /// Number of the signal on Linux.
     pub signal: i32,
-    /// Seconds before the limit.
+    /// Number of seconds before the time limit at which the signal is sent.
     pub before: u64,
 }
 
-/// How a job must end before another one starts.
+/// How a job must end for a dependent one to start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Condition {
-    /// It is done.
+    /// The job is done.
     #[default]
     Ok,
-    /// In whatever way.
+    /// The job has ended in any way.
     Any,
-    /// It failed, was cancelled or was lost.
+    /// The job failed, was cancelled or was lost.
     Fail,
 }
 
 impl Scheduling {
-    /// Reads it from a submission.
+    /// Reads the settings from a submission.
     ///
     /// # Errors
-    /// If a value is outside its range.
+    /// A value is outside its range.
     pub fn of(wire: &v1::SubmitRequest) -> Result<Self, WireError> {
         range("time_limit_seconds", wire.time_limit_seconds, 1, MAX_TIME_SECONDS)?;
         range("memory_bytes", wire.memory_bytes, 1, MAX_MEMORY_BYTES)?;

@@ -10,7 +10,7 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use super::limits::{Connection, Connections};
 
-/// Delay after a failed `accept(2)`, for example for lack of descriptors or memory.
+/// Delay after a failed `accept(2)`, for example because descriptors or memory are exhausted.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 /// Interval at which connections that have made no call are closed.
 const IDLE_POLL_INTERVAL: Duration = Duration::from_secs(1);
@@ -18,19 +18,19 @@ const IDLE_POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// The process at the other end of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Credentials {
-    /// Its user.
+    /// User id of the process.
     pub uid: u32,
-    /// The user to whom it is counted: the same, unless `uid` is one of several that belong to a person.
+    /// User to whom the connection is counted: the same as `uid`, unless that is one of several ids of a person.
     pub holder: u32,
-    /// Its process id; `None` if it is not visible in this PID namespace.
+    /// Process id; `None` if the process is not visible in this PID namespace.
     pub pid: Option<u32>,
-    /// Not subject to limits.
+    /// Whether the connection is exempt from limits.
     pub exempt: bool,
-    /// Counted apart from ordinary users, who can thus not keep this one out.
+    /// Whether the connection is counted separately, so that ordinary users cannot lock it out.
     pub reserved: bool,
 }
 
-/// The credentials of the process that connected, from the kernel (`SO_PEERCRED`).
+/// Returns the credentials of the process that connected, from the kernel (`SO_PEERCRED`).
 pub fn peer_credentials(stream: &UnixStream) -> io::Result<Credentials> {
     let peer = stream.peer_cred()?;
     let pid = peer.pid().and_then(|pid| u32::try_from(pid).ok());

@@ -7,7 +7,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint, Uri};
 
-/// An endpoint for [`connect`] and [`connect_stream`], to which timeouts and limits can be added. Its URI is a
+/// Returns an endpoint for [`connect`] and [`connect_stream`], to which timeouts and limits can be added. Its URI is a
 /// placeholder that is never resolved.
 pub fn endpoint() -> Endpoint {
     Endpoint::from_static("http://unix-socket")
@@ -24,7 +24,7 @@ pub async fn connect(socket: &Path, endpoint: Endpoint) -> io::Result<Channel> {
     endpoint.connect_with_connector(connector).await.map_err(|error| socket_error(&error))
 }
 
-/// A channel over a connection that is already open. If it breaks, calls fail.
+/// Returns a channel over a connection that is already open. If the connection breaks, calls fail.
 pub async fn connect_stream<S>(stream: S, endpoint: Endpoint) -> io::Result<Channel>
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
@@ -37,7 +37,7 @@ where
     endpoint.connect_with_connector(connector).await.map_err(|error| socket_error(&error))
 }
 
-/// The socket error that caused a transport error.
+/// Returns the socket error that caused a transport error.
 fn socket_error(error: &tonic::transport::Error) -> io::Error {
     match cause::<io::Error>(error) {
         Some(found) => found.raw_os_error().map_or_else(|| found.kind().into(), io::Error::from_raw_os_error),
@@ -45,7 +45,7 @@ fn socket_error(error: &tonic::transport::Error) -> io::Error {
     }
 }
 
-/// The first error of this type in a chain of sources.
+/// Returns the first error of this type in a chain of sources.
 pub fn cause<'a, E: std::error::Error + 'static>(
     error: &'a (dyn std::error::Error + 'static),
 ) -> Option<&'a E> {

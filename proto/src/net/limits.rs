@@ -5,7 +5,7 @@
 //! connection without any call is closed after a timeout. [`Peer::begin_call`] marks a connection as busy.
 //!
 //! One person can connect with many user ids, from user namespaces: [`Credentials::holder`] is the user to whom such a
-//! connection is counted. Connections with [`Credentials::reserved`] have limits of their own.
+//! connection is counted. Connections with [`Credentials::reserved`] have separate limits.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -22,16 +22,16 @@ use tonic::transport::server::Connected;
 
 use super::accept::Credentials;
 
-/// How many connections a server keeps open.
+/// Limits of the open connections of a server.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Maximum number of connections per user. Each takes two descriptors.
     pub per_user: usize,
-    /// Maximum number of connections of all users, and as many of reserved ones.
+    /// Maximum number of connections of all users together; the same number applies separately to reserved connections.
     pub total: usize,
-    /// Close connections that make no call within this time.
+    /// Time within which a connection must make its first call; otherwise it is closed.
     pub first_call_timeout: Option<Duration>,
-    /// If all connections of a user are busy, close the oldest instead of refusing the new one.
+    /// Whether to close a user's oldest connection if all of them are busy, instead of refusing a new one.
     pub close_busy: bool,
 }
 
@@ -46,7 +46,7 @@ pub struct Connections {
 struct Open {
     /// Number of the next connection.
     next: u64,
-    /// By number, so that the oldest is first.
+    /// Connections by number, so that the oldest is first.
     entries: BTreeMap<u64, Entry>,
 }
 
@@ -67,12 +67,12 @@ struct Calls {
 }
 
 impl Connections {
-    /// Without connections.
+    /// Creates the set without connections.
     pub fn new(limits: Limits) -> Self {
         Self { limits, open: Arc::default() }
     }
 
-    /// Adds a connection, closing another one if necessary. `None` if it has to be refused.
+    /// Adds a connection, closing another one if necessary. Returns `None` if it has to be refused.
     pub fn admit<S: AsFd>(&self, stream: S, peer: Credentials) -> io::Result<Option<Connection<S>>> {
         let Credentials { uid, holder, pid, exempt, reserved } = peer;
         let calls = Arc::<Calls>::default();
@@ -126,7 +126,7 @@ impl Connections {
 }
 
 fn shut_down(entry: &Entry) {
-    // The peer sees the end of the stream. The error of a connection that is closed already is ignored.
+    // The peer sees the end of the stream. Errors are ignored, as the connection may already be closed.
     let _ = rustix::net::shutdown(&entry.stream, Shutdown::Both);
 }
 
@@ -134,7 +134,7 @@ fn shut_down(entry: &Entry) {
 #[derive(Debug, PartialEq, Eq)]
 enum Room {
     Free,
-    /// Yes, if the connection with this number is closed.
+    /// There is room if the connection with this number is closed.
     Close(u64),
     None,
 }
@@ -160,7 +160,7 @@ impl Open {
             return Room::Free;
         }
         match counts.into_iter().max_by_key(|(_, count)| *count) {
-            // The user with the most connections loses one to a user with fewer, even if it is busy.
+            // The user with the most connections loses one, even a busy one, to a user with fewer.
             Some((most, count)) if most != holder && count > own + 1 => {
                 close(self.oldest_idle(most).or_else(|| self.oldest(most)))
             }
@@ -187,13 +187,13 @@ impl Open {
 /// The process at the other end of a connection, as gRPC handlers see it.
 #[derive(Clone, Debug)]
 pub struct Peer {
-    /// Its user.
+    /// User id of the process.
     pub uid: u32,
-    /// The user to whom it is counted.
+    /// User to whom the connection is counted.
     pub holder: u32,
-    /// Its process id; `None` if it is not visible in this PID namespace.
+    /// Process id; `None` if the process is not visible in this PID namespace.
     pub pid: Option<u32>,
-    /// Counted apart from ordinary users.
+    /// Whether the connection is counted separately from those of ordinary users.
     pub reserved: bool,
     calls: Arc<Calls>,
 }
@@ -220,14 +220,14 @@ impl Drop for CallInProgress {
 /// An admitted connection. It counts towards the limits until it is dropped.
 #[derive(Debug)]
 pub struct Connection<S> {
-    /// Before the stream, as fields are dropped in order: a closed connection must no longer count.
+    /// Declared before the stream, because fields are dropped in order and a closed connection must no longer count.
     _slot: Option<Slot>,
     stream: S,
     peer: Peer,
 }
 
 impl<S> Connection<S> {
-    /// The process at the other end.
+    /// Returns the process at the other end.
     pub fn peer(&self) -> &Peer {
         &self.peer
     }

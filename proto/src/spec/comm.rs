@@ -1,4 +1,5 @@
-//! The section `[comm]`. As in `sections`, doc comments of fields and variants are user documentation.
+//! The section `[comm]`. As in `sections`, doc comments of fields and variants are user
+//! documentation.
 
 use std::fmt;
 
@@ -7,8 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::invalid::Invalid;
 
-/// Most ranks among which a job can be divided. Parameters are aligned in the arena so that every bucket can be cut
-/// into this many equal shards.
+/// Maximum number of ranks over which a job can be sharded. Parameters are aligned in the arena so that every bucket
+/// can be cut into this many equal shards.
 pub const MAX_SHARDS: usize = 8;
 
 /// Communication of gradients and parameters between ranks.
@@ -16,21 +17,21 @@ pub const MAX_SHARDS: usize = 8;
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct CommSection {
-    /// Maximum size of a gradient bucket in MiB, like DDP's bucket_cap_mb; a larger parameter is cut into several
-    /// buckets. Smaller buckets overlap better with backward; larger ones use bandwidth better. Divided gradients and
+    /// Maximum size of a gradient bucket in MiB, like DDP's bucket_cap_mb; a larger parameter is split into several
+    /// buckets. Smaller buckets overlap better with backward; larger ones use bandwidth better. Sharded gradients and
     /// parameters take turns in memory by whole buckets.
     pub bucket_mb: f64,
-    /// Element type in which gradients are all-reduced. Micro-steps are added in fp32.
+    /// Element type in which gradients are all-reduced. Gradients of micro-steps are added in fp32.
     pub dtype: WireDtype,
     /// All-reduce buckets while backward is still running, and all-gather sharded parameters while forward is running.
     /// Turn it off only to measure its effect.
     pub overlap: bool,
-    /// What is divided among the ranks instead of being the same on each. All but "none" need 1, 2, 4 or 8 ranks.
+    /// State that is sharded over the ranks instead of being replicated. All values but "none" need 1, 2, 4 or 8 ranks.
     #[serde(alias = "shard_optimizer", deserialize_with = "shard_or_flag")]
     pub shard: Shard,
     /// Register buffers with NCCL as symmetric memory windows, so that GPUs access each other's memory directly. Needs
-    /// NCCL 2.27, peer access between the GPUs and `engine.pool` other than "off". Not used on
-    /// several nodes. Not faster on every machine: measure with `xlaunch bench allreduce`.
+    /// NCCL 2.27, peer access between the GPUs and `engine.pool` other than "off". Not used on several nodes. Not
+    /// faster on every machine: measure with `xlaunch bench allreduce`.
     pub windows: bool,
 }
 
@@ -40,29 +41,29 @@ impl Default for CommSection {
     }
 }
 
-/// What is divided among the ranks.
+/// State that is sharded over the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Shard {
-    /// What was fastest where it was measured: the optimizer on 2, 4 or 8 GPUs that share their directory, nothing
-    /// elsewhere.
+    /// The setting that was fastest in our measurements: "optimizer" on 2, 4 or 8 GPUs that share the run's directory,
+    /// otherwise "none".
     Auto,
-    /// Nothing.
+    /// Nothing: all state is replicated.
     None,
-    /// The optimizer's state (ZeRO stage 1): each rank updates a part of the parameters and all-gathers the rest.
+    /// The optimizer state (ZeRO stage 1): each rank updates a part of the parameters and all-gathers the rest.
     Optimizer,
-    /// The gradients as well (ZeRO stage 2): those of a few blocks are in memory at a time. Not with
-    /// `train.accumulate`.
+    /// The optimizer state and the gradients (ZeRO stage 2): gradients of a few blocks are in memory at a time. Not
+    /// supported with `train.accumulate`.
     Gradients,
-    /// The parameters as well (ZeRO stage 3, FSDP): those of two blocks are in memory at a time, gathered before
-    /// forward and again before backward. Embeddings and head stay whole. Not with `train.accumulate`; no text is
-    /// sampled.
+    /// The optimizer state, the gradients and the parameters (ZeRO stage 3, FSDP): parameters of two blocks are in
+    /// memory at a time, gathered before forward and again before backward. Embeddings and head are not sharded. Not
+    /// supported with `train.accumulate`, and no text is sampled.
     Parameters,
 }
 
 impl CommSection {
-    /// What this many ranks, which share their directory or not, divide among them; never `Auto`.
+    /// Returns the state that this many ranks shard, with or without a shared directory; never `Auto`.
     pub fn shard(&self, ranks: usize, cuda: bool, share_directory: bool) -> Shard {
         let shards = cuda && share_directory && ranks > 1 && MAX_SHARDS.is_multiple_of(ranks);
         match self.shard {
@@ -73,7 +74,7 @@ impl CommSection {
         }
     }
 
-    /// Checks that this many ranks can divide what they are to divide.
+    /// Checks that the state can be sharded over this many ranks.
     pub fn check_ranks(&self, ranks: usize) -> Result<(), Invalid> {
         if self.shard >= Shard::Optimizer && (ranks == 0 || !MAX_SHARDS.is_multiple_of(ranks)) {
             return Err(Invalid::new(
@@ -85,7 +86,7 @@ impl CommSection {
         Ok(())
     }
 
-    /// Checks that what is divided can be summed over so many micro-steps.
+    /// Checks that the sharding supports this number of micro-steps.
     pub fn check_accumulate(&self, accumulate: usize) -> Result<(), Invalid> {
         if self.shard >= Shard::Gradients && accumulate > 1 {
             return Err(Invalid::new(
@@ -98,7 +99,7 @@ impl CommSection {
     }
 }
 
-/// A [`Shard`], or the value of its old name, `comm.shard_optimizer`: true or false.
+/// Deserialises a [`Shard`], or the value of the old key `comm.shard_optimizer`: true or false.
 fn shard_or_flag<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Shard, D::Error> {
     struct Either;
     impl Visitor<'_> for Either {
@@ -158,7 +159,7 @@ mod tests {
                 ("\"optimizer\"", Shard::Optimizer),
                 ("\"gradients\"", Shard::Gradients),
                 ("\"parameters\"", Shard::Parameters),
-                // The values of the old name.
+                // The values of the old key.
                 ("true", Shard::Optimizer),
                 ("false", Shard::None),
             ] {

@@ -1,4 +1,4 @@
-//! The job description, in the form that `train.toml`, the wire and checkpoints share.
+//! The job description, in the form shared by `train.toml`, the wire and checkpoints.
 //!
 //! The launcher reads it from TOML, applies the layers (file, environment, flags) and checks it with
 //! [`JobSpec::check`]; workers receive it as JSON. The rendezvous compares the ranks' [`digest`](JobSpec::digest)s.
@@ -23,8 +23,8 @@ pub use sections::{
 /// Version of the serialised form.
 pub const SPEC_VERSION: u32 = 1;
 
-/// Renamed keys: the old and the new dotted path. Configuration loaders accept the old one for a release, with a
-/// warning. A key cannot move to another section.
+/// Old and new dotted paths of renamed keys. Configuration loaders accept the old path for one release, with a warning.
+/// A key cannot move to another section.
 pub const RENAMED_KEYS: &[(&str, &str)] =
     &[("launch.stall_timeout", "launch.hang_timeout"), ("comm.shard_optimizer", "comm.shard")];
 
@@ -46,7 +46,7 @@ pub struct JobSpec {
 }
 
 impl JobSpec {
-    /// Checks all rules that depend on the values only, and returns the first violation.
+    /// Checks all rules that depend only on the values, and returns the first violation.
     pub fn check(&self) -> Result<(), Invalid> {
         let train = &self.train;
         let at_least_1 = |key, value: usize| match value {
@@ -109,7 +109,7 @@ impl JobSpec {
         Ok(())
     }
 
-    /// Sizes that are still to be read from weights are checked when they are known.
+    /// Checks the model. Sizes that come from initial weights are checked once they are known.
     fn check_model(&self) -> Result<(), Invalid> {
         let model = match self.model.resolve() {
             Err(_) if self.checkpoint.init.is_some() && self.model.has_open_sizes() => return Ok(()),
@@ -126,15 +126,15 @@ impl JobSpec {
         Ok(())
     }
 
-    /// The hash that the rendezvous compares. Equal descriptions have equal digests. Nodes may differ in how many
-    /// workers they have, and on which devices.
+    /// Returns the hash that the rendezvous compares. Equal descriptions have equal digests. The number of workers and
+    /// their devices, in which nodes may differ, are not included.
     pub fn digest(&self) -> Digest {
         let mut common = self.clone();
         (common.launch.nproc, common.launch.devices) = (None, Vec::new());
         Digest::of(&common.to_json())
     }
 
-    /// What the [`digest`](Self::digest) depends on: values as JSON, by key such as `train.lr`.
+    /// Returns the values that the [`digest`](Self::digest) depends on, as JSON, each with its key, such as `train.lr`.
     pub fn values(&self) -> Vec<(String, String)> {
         let mut common = self.clone();
         (common.launch.nproc, common.launch.devices) = (None, Vec::new());
@@ -153,7 +153,7 @@ impl JobSpec {
         keys.collect()
     }
 
-    /// The serialised form that workers receive.
+    /// Returns the serialised form that workers receive.
     pub fn to_json(&self) -> Vec<u8> {
         // Structs of numbers, strings and lists: serialisation cannot fail.
         serde_json::to_vec(&Versioned { version: SPEC_VERSION, spec: self.clone() }).unwrap_or_default()
@@ -161,7 +161,7 @@ impl JobSpec {
 
     /// Parses the form of [`to_json`](Self::to_json) and checks the result.
     pub fn from_json(json: &[u8]) -> Result<Self, SpecError> {
-        // First: the rest of another version may have any form.
+        // The version is read first, because the rest of another version may have any form.
         let Header { version } = serde_json::from_slice(json)?;
         if version != SPEC_VERSION {
             return Err(SpecError::Version(version));
@@ -198,7 +198,7 @@ struct Versioned {
 }
 
 impl JobSection {
-    /// The name is that of a directory below `output`.
+    /// Checks the name, which is also the name of a directory below `output`.
     fn check_name(&self) -> Result<(), Invalid> {
         if self.name.contains(['/', '\0']) || [".", ".."].contains(&self.name.as_str()) {
             let expected = "a name without `/`, as it is that of a directory in job.output".into();
@@ -212,7 +212,7 @@ impl JobSection {
     }
 }
 
-/// A decay that was set must fit behind the warm-up; the default one is cut.
+/// Checks that a decay set by the user fits after the warm-up. The default decay is shortened instead.
 fn check_decay(train: &TrainSection) -> Result<(), Invalid> {
     let Some(decay) = train.decay_steps.filter(|_| train.schedule == Schedule::Wsd) else { return Ok(()) };
     let (steps, warmup) = (train.steps, train.warmup_steps());
@@ -233,7 +233,7 @@ fn positive(key: &'static str, value: f64) -> Result<(), Invalid> {
     Err(Invalid::new(key, format!("{value} is not a positive number"), "a finite number above 0".into()))
 }
 
-/// Also not 0 or infinite where it is rounded to fp32, in which the optimizer computes.
+/// Checks that a value is positive and finite, also after rounding to fp32, in which the optimizer computes.
 fn positive_in_fp32(key: &'static str, value: f64) -> Result<(), Invalid> {
     positive(key, value)?;
     if (f32::MIN_POSITIVE.into()..=f32::MAX.into()).contains(&value) {

@@ -5,7 +5,7 @@ use std::fmt;
 use serde::Deserializer;
 use serde::de::{SeqAccess, Visitor};
 
-/// What users may write, for the schema.
+/// The forms that users may write, for the schema.
 #[cfg(feature = "schema")]
 #[derive(schemars::JsonSchema)]
 #[schemars(untagged)]

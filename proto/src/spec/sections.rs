@@ -20,8 +20,8 @@ pub struct JobSection {
     /// Seed of the initial weights, the data order and text sampling. Runs with the same seed and configuration see the
     /// same data in the same order.
     pub seed: u64,
-    /// Directory of runs: each creates `<output>/<name>/<run>` for its checkpoints, metrics and logs. Relative to the
-    /// working directory.
+    /// Directory of runs, relative to the working directory. Each run creates `<output>/<name>/<run>` for its
+    /// checkpoints, metrics and logs.
     pub output: String,
 }
 
@@ -41,40 +41,41 @@ pub struct LaunchSection {
     /// GPUs to use, by index (as nvidia-smi numbers them) or UUID. Default: all GPUs that CUDA_VISIBLE_DEVICES allows,
     /// in its order.
     pub devices: Vec<String>,
-    /// How many times all workers are restarted after a failure before the job fails. Restarts resume from the newest
-    /// checkpoint, so set `checkpoint.every` too. After three attempts in a row that get no further than those before
-    /// the job fails, too.
+    /// Maximum number of restarts of all workers after failures. Restarts resume from the newest checkpoint, so set
+    /// `checkpoint.every` too. The job also fails after three consecutive attempts without progress.
     pub max_restarts: u32,
-    /// Seconds within which `max_restarts` are counted: older restarts are forgotten. 0 counts those of the whole job.
+    /// Seconds within which restarts count towards `max_restarts`; older restarts are forgotten. 0 counts all restarts
+    /// of the job.
     pub restart_window: f64,
-    /// Seconds that workers get to stop with a checkpoint before they are killed. The time starts again whenever an
+    /// Seconds that workers get to stop with a checkpoint before they are killed. The timeout starts again whenever an
     /// evaluation or the checkpoint makes progress.
     pub shutdown_timeout: f64,
-    /// Seconds that workers get to stop in all, whatever progress they make. Keep it below the time that your scheduler
-    /// allows between SIGTERM and SIGKILL.
+    /// Maximum total seconds that workers get to stop, whatever progress they make. Keep it below the time that your
+    /// scheduler allows between SIGTERM and SIGKILL.
     pub shutdown_timeout_max: f64,
     /// Seconds within which all ranks must join the rendezvous, and again to open the communicator (NCCL) after it.
     /// Increase it if opening data or reading a checkpoint takes longer.
     pub join_timeout: f64,
-    /// What happens to a rank that hangs and blocks the others.
+    /// Action when a rank hangs and blocks the others.
     pub hang: OnHang,
-    /// Seconds without a completed step after which a job hangs. 0 means 60. Jobs with slow steps get five times the
-    /// time of their slow steps, checkpoints and work that compiles kernels on a GPU get some minutes.
+    /// Seconds without a completed step after which a job counts as hung. 0 means 60. Jobs with slow steps get five
+    /// times the duration of those steps; checkpoints, and work that compiles kernels on a GPU, get several minutes.
     pub hang_timeout: f64,
-    /// Check of the job's GPUs before every attempt, within 200 ms. A GPU with a fault ends the job with exit code 76.
+    /// Check of the job's GPUs before every attempt, which takes at most 200 ms. A faulty GPU ends the job with exit
+    /// code 76.
     pub doctor: DoctorMode,
 }
 
-/// What happens to a rank that hangs.
+/// Action when a rank hangs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum OnHang {
-    /// Report it with evidence in `hang.txt` beside its logs, and end the attempt, which is restarted if
+    /// Report the rank, with evidence in `hang.txt` beside its logs, and end the attempt. The job is restarted if
     /// `launch.max_restarts` allows it.
     #[default]
     Restart,
-    /// Only report it, with the same evidence.
+    /// Only report the rank, with the same evidence.
     Report,
 }
 
@@ -83,10 +84,10 @@ pub enum OnHang {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum DoctorMode {
-    /// By the counters of the driver, as `xlaunch doctor --quick` does.
+    /// Check the driver's counters, as `xlaunch doctor --quick` does.
     #[default]
     Quick,
-    /// Not at all.
+    /// No check.
     Off,
 }
 
@@ -112,24 +113,25 @@ impl Default for LaunchSection {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct DataSection {
-    /// Training data: a directory that `xlaunch data prepare` has written, or files as paths or globs (`**` spans
-    /// directories). Relative to the configuration file. A prepared directory brings its own tokenizer and validation
-    /// data. Of globs, hidden directories, directories with a CACHEDIR.TAG, Python's virtual environments and
-    /// `job.output` are skipped.
+    /// Training data: a directory written by `xlaunch data prepare`, or files as paths or globs (`**` spans
+    /// directories). Relative to the configuration file. A prepared directory includes its tokenizer and validation
+    /// data. Globs skip hidden directories, directories with a CACHEDIR.TAG, Python virtual environments and
+    /// `job.output`.
     #[serde(deserialize_with = "one_or_more::deserialize")]
     #[cfg_attr(feature = "schema", schemars(with = "one_or_more::OneOrMore"))]
     pub train: Vec<String>,
-    /// Evaluation data, like `train`; of a prepared directory, its validation data. Default: the validation data of the
-    /// prepared directory `train`; with files, the last `val_fraction` of the training tokens is held out.
+    /// Evaluation data, in the same forms as `train`; of a prepared directory, the validation data is used. Default:
+    /// the validation data of the prepared directory `train`; with files, the last `val_fraction` of the training
+    /// tokens is held out.
     #[serde(deserialize_with = "one_or_more::deserialize")]
     #[cfg_attr(feature = "schema", schemars(with = "one_or_more::OneOrMore"))]
     pub val: Vec<String>,
-    /// Fraction of the training tokens that is held out for evaluation when `train` are files and `val` is empty: 0 to
-    /// 0.5.
+    /// Fraction of the training tokens, from 0 to 0.5, that is held out for evaluation if `train` is files and `val` is
+    /// empty.
     pub val_fraction: f64,
-    /// How files are turned into token ids. A prepared directory has token ids, whatever this says.
+    /// How files are turned into token ids. Has no effect with a prepared directory, which contains token ids.
     pub tokenizer: Tokenizer,
-    /// Read sequences in a seeded random order, newly drawn each epoch. false reads them in file order.
+    /// Read sequences in a seeded random order that changes each epoch. false reads them in file order.
     pub shuffle: bool,
 }
 
@@ -153,8 +155,8 @@ impl Default for DataSection {
 pub enum Tokenizer {
     /// Every byte of a text file is one token; the vocabulary is 256.
     Bytes,
-    /// Files already contain token ids: 16-bit or 32-bit in llm.c's formats (magic numbers 20240520 and 20240801) or
-    /// modded-nanogpt's (278895051), or 16-bit in nanoGPT's (no header).
+    /// Files contain token ids: 16-bit or 32-bit in llm.c's formats (magic numbers 20240520 and 20240801), or 16-bit in
+    /// modded-nanogpt's format (278895051) or nanoGPT's (no header).
     Bin,
 }
 
@@ -167,14 +169,14 @@ pub struct TrainSection {
     pub steps: u64,
     /// Sequences per rank and micro-step. The global batch is batch * accumulate * number of ranks sequences.
     pub batch: usize,
-    /// Micro-steps per optimizer step (gradient accumulation). Increase it for a larger global batch than fits in
+    /// Micro-steps per optimizer step (gradient accumulation). Increase it if the desired global batch does not fit in
     /// memory.
     pub accumulate: usize,
-    /// What backward computes again instead of keeping it from forward. Saves memory, costs time, and changes no
-    /// result but for rounding.
+    /// Activations that backward recomputes instead of keeping them from forward. Saves memory, costs time, and does
+    /// not change results except for rounding.
     pub recompute: Recompute,
-    /// Rows of logits (tokens) that are in memory at a time, with the gradients of the loss computed along with it. 0:
-    /// those of the whole micro-step. Saves memory where the vocabulary is large.
+    /// Number of tokens whose logits are in memory at a time; the gradients of the loss are computed along with it. 0
+    /// means the whole micro-step. Saves memory if the vocabulary is large.
     pub classifier_chunk: usize,
     /// Peak learning rate.
     pub lr: f64,
@@ -182,9 +184,9 @@ pub struct TrainSection {
     pub schedule: Schedule,
     /// Steps of linear warm-up from 0 to `lr`, at most `steps`. Default: 5 % of `steps`, at most 100.
     pub warmup: Option<u64>,
-    /// Steps at the end over which the wsd schedule lowers the learning rate. Default: 20 % of `steps`.
+    /// Number of final steps over which the wsd schedule lowers the learning rate. Default: 20 % of `steps`.
     pub decay_steps: Option<u64>,
-    /// Learning rate at the end of the cosine and wsd schedules, as a fraction of `lr`: 0 to 1.
+    /// Learning rate at the end of the cosine and wsd schedules, as a fraction of `lr`, from 0 to 1.
     pub min_lr_ratio: f64,
     /// Decay rate of AdamW's first moment.
     pub beta1: f64,
@@ -196,7 +198,7 @@ pub struct TrainSection {
     pub weight_decay: f64,
     /// Maximum global gradient norm; larger gradients are scaled down to it. 0 turns clipping off.
     pub clip: f64,
-    /// What happens after a step whose loss or gradient norm is not finite. Its update is never applied.
+    /// Action after a step whose loss or gradient norm is not finite. The update of such a step is never applied.
     pub nonfinite: NonFinite,
     /// Steps between evaluations; the last step is always evaluated. 0 turns evaluation off.
     pub eval_every: u64,
@@ -204,13 +206,13 @@ pub struct TrainSection {
     /// in file order, the same for any number of ranks.
     pub eval_batches: usize,
     /// Tokens per evaluation, rounded up to whole sequences: the first ones in file order, the same for any number of
-    /// ranks and any `batch`. 0 leaves it to `eval_batches`.
+    /// ranks and any `batch`. 0 uses `eval_batches` instead.
     pub eval_tokens: u64,
-    /// Tokens of text to sample from the model after training and print; for bytes, their number. Needs a tokenizer: a
-    /// prepared directory's, or `data.tokenizer = "bytes"`. 0 turns sampling off.
+    /// Number of tokens (bytes with the byte tokenizer) of text to sample from the model and print after training.
+    /// Needs a prepared directory or `data.tokenizer = "bytes"`. 0 turns sampling off.
     pub sample: usize,
-    /// Steps between samples during training, which `samples.jsonl` in the run's directory collects. 0 samples after
-    /// training only.
+    /// Steps between samples during training, which are written to `samples.jsonl` in the run's directory. 0 samples
+    /// after training only.
     pub sample_every: u64,
     /// Text that samples continue. Default: a line of the evaluation data.
     pub sample_prompt: String,
@@ -246,19 +248,19 @@ impl Default for TrainSection {
 }
 
 impl TrainSection {
-    /// Steps of linear warm-up, with the default filled in, and no more than there are steps.
+    /// Returns the steps of linear warm-up, with the default filled in, and at most the number of steps.
     pub fn warmup_steps(&self) -> u64 {
         self.warmup.unwrap_or_else(|| (self.steps / 20).min(100)).min(self.steps)
     }
 
-    /// Steps over which the wsd schedule lowers the learning rate, with the default filled in, and no more than follow
-    /// the warm-up.
+    /// Returns the steps over which the wsd schedule lowers the learning rate, with the default filled in, and at most
+    /// the number of steps after the warm-up.
     pub fn decay_steps(&self) -> u64 {
         self.decay_steps.unwrap_or_else(|| self.steps.div_ceil(5)).min(self.steps - self.warmup_steps())
     }
 }
 
-/// What backward computes again instead of keeping it from forward.
+/// Activations that backward recomputes instead of keeping them from forward.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
@@ -266,9 +268,9 @@ pub enum Recompute {
     /// Nothing.
     #[default]
     None,
-    /// Outputs of norms and of the activation function, which take no matrix multiplication.
+    /// Outputs of norms and of the activation function, which need no matrix multiplication.
     Cheap,
-    /// Everything in a block but its input. The forward pass is run almost twice.
+    /// Everything in a block except its input. Most of the forward pass runs twice.
     Block,
 }
 
@@ -277,33 +279,32 @@ pub enum Recompute {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Schedule {
-    /// Cosine decay from `lr` towards `lr * min_lr_ratio`, which the step after the last one would have.
+    /// Cosine decay from `lr` to `lr * min_lr_ratio`, which would be reached one step after the last.
     Cosine,
-    /// Warm-up, stable, decay: `lr`, then linear decay over the last `decay_steps` towards `lr * min_lr_ratio`, which
-    /// the step after the last one would have. A run can be continued for more steps from a checkpoint before the
-    /// decay.
+    /// Warm-up, stable, decay: `lr`, then linear decay over the last `decay_steps` to `lr * min_lr_ratio`, which would
+    /// be reached one step after the last. A run can be continued for more steps from a checkpoint before the decay.
     Wsd,
     /// `lr` at every step.
     Constant,
 }
 
-/// What happens after a step whose loss or gradient norm is not finite.
+/// Action after a step whose loss or gradient norm is not finite.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum NonFinite {
     /// The job fails with exit code 1 and is not restarted. No checkpoint is saved.
     Stop,
-    /// The step is skipped: weights and optimizer state remain as they are, while schedule, bias correction and data go
-    /// on. After 10 in a row, or if the last step of the job is one, the same as stop.
+    /// The step is skipped: weights and optimizer state do not change, while schedule, bias correction and data
+    /// advance. After 10 consecutive skipped steps, or if the last step of the job is skipped, the same as stop.
     Skip,
 }
 
-/// Skipped steps in a row that end a job with `train.nonfinite = "skip"`.
+/// Number of consecutive skipped steps that end a job with `train.nonfinite = "skip"`.
 const MAX_SKIPPED_STEPS: u32 = 10;
 
 impl NonFinite {
-    /// Number of steps in a row that are not finite and end the job.
+    /// Returns the number of consecutive steps without a finite loss and norm that ends the job.
     pub fn limit(self) -> u32 {
         match self {
             Self::Stop => 1,
@@ -323,8 +324,8 @@ pub struct EngineSection {
     pub precision: Option<Precision>,
     /// How the operations of a step are launched on a GPU.
     pub exec: Exec,
-    /// Make repeated runs on the same kind of GPU bit-identical, by using neither cuDNN's attention nor kernels
-    /// selected by timing. Slower. CPU runs are always bit-identical.
+    /// Make repeated runs on the same kind of GPU bit-identical, by avoiding cuDNN's attention and kernels selected by
+    /// timing. Slower. CPU runs are always bit-identical.
     pub deterministic: bool,
     /// How device memory is allocated.
     pub pool: PoolMode,
@@ -350,7 +351,7 @@ impl Default for EngineSection {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Device {
-    /// GPUs if there are any, the CPU otherwise.
+    /// GPUs if there are any, otherwise the CPU.
     Auto,
     /// NVIDIA GPUs, one per worker.
     Cuda,
@@ -369,18 +370,18 @@ pub enum Precision {
     Tf32,
     /// bf16 weights, activations and matrix multiplications, with fp32 accumulation.
     Bf16,
-    /// As bf16, but the linear layers of all blocks multiply FP8 (E4M3, gradients E5M2) with a scale per tensor. Faster
-    /// from about a billion parameters on. Needs compute capability 8.9, and sizes that are multiples of 16.
+    /// Like bf16, but the linear layers of all blocks multiply in FP8 (E4M3, gradients E5M2) with a scale per tensor.
+    /// Faster above about a billion parameters. Needs compute capability 8.9, and sizes that are multiples of 16.
     Fp8,
 }
 
 impl Precision {
-    /// Whether activations, and gradients on the wire, are bf16.
+    /// Returns whether activations, and gradients on the wire, are bf16.
     pub fn has_bf16_activations(self) -> bool {
         matches!(self, Self::Bf16 | Self::Fp8)
     }
 
-    /// Its name in configurations.
+    /// Returns the name used in configurations.
     pub fn name(self) -> &'static str {
         match self {
             Self::Fp32 => "fp32",
@@ -396,10 +397,10 @@ impl Precision {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Exec {
-    /// The third step is captured as a CUDA graph and later steps replay it. Same results as stream. On the CPU, and
-    /// with `engine.pool = "off"`, the same as stream.
+    /// The third step is captured as a CUDA graph, and later steps replay it. Gives the same results as stream. On the
+    /// CPU, and with `engine.pool = "off"`, the same as stream.
     Graph,
-    /// Operation by operation.
+    /// Operations are launched one by one.
     Stream,
 }
 
@@ -408,39 +409,39 @@ pub enum Exec {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum PoolMode {
-    /// A caching allocator: freed buffers are reused. With `engine.exec = "graph"` on a GPU the same as plan.
+    /// A caching allocator, which reuses freed buffers. With `engine.exec = "graph"` on a GPU, the same as plan.
     On,
-    /// As on, and the addresses of repeated steps are planned once, so that every step gets the same ones.
+    /// Like on, but the addresses of repeated steps are planned once, so that every step gets the same addresses.
     Plan,
     /// Every buffer is a driver allocation. Very slow; for comparisons.
     Off,
 }
 
-/// Saving and resuming.
+/// Saving checkpoints and resuming from them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct CheckpointSection {
-    /// Steps between checkpoints. The last step is always saved; 0 saves only that one.
+    /// Steps between checkpoints. The last step is always saved; 0 saves only the last step.
     pub every: u64,
-    /// Seconds between checkpoints, beside `every`. 0 turns it off.
+    /// Seconds between checkpoints, in addition to `every`. 0 turns this off.
     pub every_seconds: f64,
-    /// Write checkpoints while training goes on: a step waits only for a copy of the state in host memory. A checkpoint
-    /// that is due while another one is being written is skipped. false waits until each is written.
+    /// Write checkpoints while training continues: a step waits only until the state is copied to host memory. A
+    /// checkpoint that is due while another one is being written is skipped. false waits until each is written.
     #[serde(rename = "async")]
     pub asynchronous: bool,
     /// Keep the two newest snapshots of every rank in memory, so that a restart resumes without reading a checkpoint.
-    /// They take 24 bytes per parameter of host memory in all, instead of 12.
+    /// They take 24 bytes of host memory per parameter in total; without them, checkpoints take 12.
     pub memory: MemorySnapshots,
-    /// What to do if a checkpoint cannot be saved. The last one always fails the job.
+    /// Action if a checkpoint cannot be saved. If the final checkpoint cannot be saved, the job always fails.
     pub on_error: OnSaveError,
-    /// Number of newest checkpoints to keep; older ones of this run, and of those that it continues, are deleted. 0
+    /// Number of newest checkpoints to keep; older ones of this run, and of the runs that it continues, are deleted. 0
     /// keeps all. A checkpoint whose directory is renamed to `step-<N>.keep` is neither counted nor deleted.
     pub keep: usize,
-    /// Keep checkpoints whose step is a multiple of this, beside the newest. 0 turns it off.
+    /// In addition to the newest, keep checkpoints whose step is a multiple of this number. 0 turns this off.
     pub keep_every: u64,
-    /// Number of checkpoints with the lowest validation loss to keep beside the newest. Only checkpoints of steps that
-    /// were evaluated have one.
+    /// Number of checkpoints with the lowest validation loss to keep in addition to the newest. Only checkpoints of
+    /// steps that were evaluated have a validation loss.
     pub keep_best: usize,
     /// Directory of checkpoints. Default: `checkpoints` in the run's directory.
     pub dir: Option<String>,
@@ -451,14 +452,14 @@ pub struct CheckpointSection {
     pub resume_changed: bool,
     /// Start afresh in a `dir` that contains checkpoints, which are renamed to `step-<N>.abandoned`; `--overwrite`.
     pub overwrite: bool,
-    /// Initial weights, in place of random ones: a model in Hugging Face's layout (a directory with a config.json), a
-    /// checkpoint, a run, or a model.safetensors file of xlaunch. Keys of `[model]` that are not set take their values
-    /// from there, unless there is a `preset` or only a file; `seq` may be smaller.
+    /// Initial weights, instead of random ones: a model in Hugging Face's layout (a directory with a config.json), a
+    /// checkpoint, a run, or a model.safetensors file of xlaunch. Unless `preset` is set or this is a file, keys of
+    /// `[model]` that are not set take their values from the model; `seq` may be smaller.
     pub init: Option<String>,
 }
 
 impl CheckpointSection {
-    /// The path in `resume`; `None` if that is "off" or "auto".
+    /// Returns the path in `resume`; `None` if it is "off" or "auto".
     pub fn resume_path(&self) -> Option<&Path> {
         (!["off", "auto"].contains(&self.resume.as_str())).then(|| Path::new(&self.resume))
     }
@@ -489,21 +490,21 @@ impl Default for CheckpointSection {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum MemorySnapshots {
-    /// If the job may restart, saves checkpoints at intervals, and its snapshots fit into a quarter of the memory that
-    /// training leaves free.
+    /// Keep snapshots if the job may restart, saves checkpoints at intervals, and its snapshots fit into a quarter of
+    /// the memory that training leaves free.
     Auto,
-    /// Always. The job fails if there is not enough memory.
+    /// Always keep snapshots. The job fails if there is not enough memory.
     On,
-    /// Never: restarts read the newest checkpoint.
+    /// Never keep snapshots: restarts read the newest checkpoint.
     Off,
 }
 
-/// What to do if a checkpoint cannot be saved.
+/// Action if a checkpoint cannot be saved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum OnSaveError {
-    /// Report it and train on; the next checkpoint is tried as usual.
+    /// Report the failure and continue training; the next checkpoint is tried as usual.
     Continue,
     /// End the attempt. The job is restarted if `launch.max_restarts` allows it, otherwise it ends with exit code 65.
     Stop,
@@ -521,11 +522,11 @@ pub struct ObserveSection {
     /// After training, compare the parameters of all ranks and report the largest difference, which should be 0.
     pub check_replicas: bool,
     /// Steps between comparisons of the parameters of all ranks, by a checksum that each device computes. The job fails
-    /// if they differ, and the error names the ranks in the minority. Checkpoints are compared before they are saved,
-    /// too. 0 turns it off.
+    /// if they differ, and the error names the ranks in the minority. Parameters are also compared before each
+    /// checkpoint is saved. 0 turns this off.
     pub check_every: u64,
-    /// Number of steps of which every rank writes a timeline, `trace-rank<R>.json`, to the run's directory. Open it
-    /// with Perfetto. Traced steps run operation by operation and are slower. 0 turns it off.
+    /// Number of steps for which every rank writes a timeline, `trace-rank<R>.json`, to the run's directory. Open it
+    /// with Perfetto. Traced steps launch operations one by one and are slower. 0 turns this off.
     pub trace: u64,
 }
 

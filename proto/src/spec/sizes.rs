@@ -1,21 +1,20 @@
-//! Limits of everything that is multiplied from the configuration: tokens of a micro-step, of a step and of a run.
-//! Within them no product of sizes overflows. They are far above what any device can train. And what FP8 needs of
-//! sizes.
+//! Limits of the products of configuration values: tokens of a micro-step, of a step and of a run. Within them no
+//! product of sizes overflows. They are far above what any device can train. Also checks the sizes that FP8 requires.
 
 use crate::invalid::Invalid;
 use crate::model::ModelShape;
 use crate::spec::{JobSpec, Precision};
 
-/// Tokens of one rank in a micro-step: rows of the activations.
+/// Maximum number of tokens of one rank in a micro-step, which are the rows of the activations.
 const MAX_MICRO_STEP_TOKENS: u64 = 1 << 31;
-/// Tokens of all ranks in a step.
+/// Maximum number of tokens of all ranks in a step.
 const MAX_STEP_TOKENS: u64 = 1 << 48;
-/// Tokens of all ranks in all steps: the position in the data is a 64-bit number.
+/// Maximum number of tokens of all ranks in all steps, as the position in the data is a 64-bit number.
 const MAX_RUN_TOKENS: u64 = 1 << 62;
-/// Sizes of FP8 matrices on tensor cores are multiples of this.
+/// Sizes of FP8 matrices on tensor cores must be multiples of this.
 const FP8_MULTIPLE: usize = 16;
 
-/// Checks the products of sizes, of which each factor is at least 1.
+/// Checks the products of sizes. Each factor is at least 1.
 pub(super) fn check(spec: &JobSpec, model: &ModelShape) -> Result<(), Invalid> {
     let (train, seq) = (&spec.train, model.seq as u64);
     let ranks = spec.launch.nproc.unwrap_or(1);
@@ -46,7 +45,8 @@ pub(super) fn check(spec: &JobSpec, model: &ModelShape) -> Result<(), Invalid> {
     if spec.engine.precision == Some(Precision::Fp8) { check_fp8(spec, model) } else { Ok(()) }
 }
 
-/// Layers of blocks have inputs and outputs of these sizes, and a row per token of a micro-step.
+/// Checks the sizes of the blocks' linear layers for FP8: their inputs, their outputs, and the rows, one per token of a
+/// micro-step.
 fn check_fp8(spec: &JobSpec, model: &ModelShape) -> Result<(), Invalid> {
     let sizes = [
         ("model.dim", "model.dim", model.dim),
@@ -62,7 +62,7 @@ fn check_fp8(spec: &JobSpec, model: &ModelShape) -> Result<(), Invalid> {
     })
 }
 
-/// The product, or the largest `factor` whose product is within the limit.
+/// Returns the product, or as an error the largest `factor` whose product is within the limit.
 fn within(limit: u64, size: u64, factor: u64) -> Result<u64, u64> {
     size.checked_mul(factor).filter(|product| *product <= limit).ok_or(limit / size)
 }

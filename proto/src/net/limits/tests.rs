@@ -16,7 +16,7 @@ const LIMITS: Limits = Limits {
 /// Connections of users over socket pairs.
 struct Case {
     open: Connections,
-    /// With their calls in progress and the peers' ends.
+    /// Connections with their calls in progress and the peers' ends.
     held: BTreeMap<u64, (Connection<UnixStream>, Vec<CallInProgress>, UnixStream)>,
 }
 
@@ -25,7 +25,7 @@ impl Case {
         Self { open: Connections::new(limits), held: BTreeMap::new() }
     }
 
-    /// Whether a new connection of the user was admitted.
+    /// Returns whether a new connection of the user is admitted.
     fn connect(&mut self, uid: u32, busy: bool) -> bool {
         self.connect_as(Credentials { uid, holder: uid, pid: None, exempt: false, reserved: false }, busy)
     }
@@ -134,7 +134,7 @@ async fn many_user_ids_of_one_person_shut_out_nobody() {
     let admitted = (100_000..100_600).filter(|uid| case.connect_as(owned(*uid), true)).count();
     assert_eq!((admitted, case.total()), (PER_USER, PER_USER), "all of them are counted to user 7");
     assert!(case.connect(1, true) && !case.connect(7, true));
-    // Ids whose owner is known only later.
+    // The owner of these ids becomes known only later.
     let mut case = Case::new(LIMITS);
     (100_000..100_600).for_each(|uid| {
         case.connect(uid, true);
