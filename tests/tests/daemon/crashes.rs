@@ -1,7 +1,7 @@
-//! The daemon is killed before each system call that changes its disk: nothing that it acknowledged is lost, and
-//! nothing is done twice.
+//! The daemon is killed before each system call that changes its disk. Nothing that it has acknowledged may be lost,
+//! and nothing may be done twice.
 //!
-//! `strace` reports each such call before it is made, and delays it long enough to kill the daemon.
+//! `strace` reports each such call before it happens, and delays it long enough to kill the daemon.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -30,22 +30,22 @@ xlaunch_harness::tests! {
 
 /// System calls that make a change durable or visible, in the syntax of `strace`.
 const DISK_CALLS: &str = "fsync,fdatasync,/^rename,/^unlink,ftruncate";
-/// Scenarios that run concurrently. Each sleeps most of the time.
+/// Number of scenarios that run concurrently. Each one sleeps most of the time.
 const CONCURRENCY: usize = 4;
 
-/// A node and a client of its daemon, which is connected again when the daemon was replaced.
+/// A node and a client of its daemon, which reconnects when the daemon has been replaced.
 struct Case {
     node: Node,
     runtime: Runtime,
     client: Option<NodeClient<Channel>>,
-    /// The first daemon, which is to be killed.
+    /// The first daemon, which will be killed.
     traced: Option<TracedDaemon>,
 }
 
 struct TracedDaemon {
     daemon: Process,
     strace_log: PathBuf,
-    /// Number of the call before which it is killed, from 1.
+    /// Number of the call, from 1, before which the daemon is killed.
     kill_at: usize,
 }
 
@@ -55,7 +55,7 @@ impl Case {
         Self { node: Node::new(""), runtime, client: None, traced: None }
     }
 
-    /// A daemon without state, which is killed before this one of its calls.
+    /// Starts a daemon without state, which is killed before this call.
     fn killed_at(kill_at: usize) -> Self {
         let mut case = Self::new();
         case.node.stop_daemon(Signal::TERM);
@@ -63,7 +63,7 @@ impl Case {
         let strace_log = case.node.path().join("calls");
         let daemon = case.node.daemon_command();
         let mut strace = Command::new("strace");
-        // -D: the daemon, not strace, is our child. -f follows agents, too; `calls_of` tells them apart.
+        // -D makes the daemon, not strace, our child. -f also follows agents; `calls_of` tells them apart.
         strace.args(["-D", "-f", "-qq", "-e", "signal=none", "-e"]).arg(format!("trace={DISK_CALLS}"));
         strace.arg("-e").arg(format!("inject={DISK_CALLS}:delay_enter=8000")).arg("-o").arg(&strace_log);
         strace.arg("--").arg(daemon.get_program()).args(daemon.get_args()).current_dir("/");
@@ -71,7 +71,7 @@ impl Case {
         case
     }
 
-    /// Calls until there is a reply, by the next daemon if this one was killed.
+    /// Repeats a call until there is a reply, from the next daemon if this one was killed.
     fn call<T>(&mut self, call: impl AsyncFn(&mut NodeClient<Channel>) -> Result<T, Status>) -> T {
         wait_for("a reply", || {
             if let Some(traced) = &mut self.traced
@@ -137,7 +137,7 @@ impl Case {
         }
     }
 
-    /// Numbers and states of all jobs, newest first.
+    /// Returns numbers and states of all jobs, newest first.
     fn jobs(&mut self) -> Vec<(u64, NodeJobState)> {
         let request = ListRequest { ended: true, ..ListRequest::default() };
         let list = self.call(async |client| Ok(client.list(request).await?.into_inner()));
@@ -155,7 +155,7 @@ fn is_finished(job: &Job) -> bool {
 }
 
 impl TracedDaemon {
-    /// Kills the daemon when its time has come. Whether it is still running.
+    /// Kills the daemon if it has reached the call. Returns whether it is still running.
     fn is_running(&mut self) -> bool {
         let pid = self.daemon.pid();
         let log = std::fs::read_to_string(&self.strace_log).unwrap_or_default();
@@ -167,8 +167,8 @@ impl TracedDaemon {
     }
 }
 
-/// Calls that threads of this process have begun. Lines of the log are `TID call(...`; `TID <... call resumed>` ends an
-/// earlier one.
+/// Counts the calls that threads of this process have begun. Lines of the log are `TID call(...`; `TID <... call
+/// resumed>` ends an earlier one.
 fn calls_of(pid: u32, log: &str) -> usize {
     let is_thread = |line: &&str| {
         let tid = line.split_whitespace().next().unwrap_or_default();
@@ -186,7 +186,7 @@ async fn killed(traced: Option<&mut TracedDaemon>) {
     }
 }
 
-/// Runs the scenario with a daemon that is killed before this one of its calls. `false` if it makes fewer calls.
+/// Runs the scenario with a daemon that is killed before this call. Returns `false` if it makes fewer calls.
 fn survives_kill_at(kill_at: usize) -> bool {
     use NodeJobState::{Cancelled, Done};
     let mut case = Case::killed_at(kill_at);
@@ -248,7 +248,7 @@ fn daemon_killed_at_any_disk_write_loses_nothing_and_repeats_nothing() {
         }
     });
     let calls = next.load(Ordering::Relaxed) - CONCURRENCY;
-    // Three submissions, a cancellation, two drains, two starts and two ends: each is in the journal.
+    // Three submissions, a cancellation, two drains, two starts and two ends: each one is in the journal.
     assert!(calls > 30, "{calls}");
 }
 

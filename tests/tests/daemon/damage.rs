@@ -1,4 +1,4 @@
-//! State that is damaged or that other users could have changed: nothing is deleted, nothing is believed.
+//! State that is damaged, or that other users could have changed: nothing is deleted, and nothing is trusted.
 
 use std::os::unix::fs::PermissionsExt;
 
@@ -40,7 +40,7 @@ fn zeroed_journal_deletes_nothing_and_running_job_can_be_cancelled() {
     node.wait(next, "done");
     assert_eq!(node.run(&["cancel", &running.to_string()]).code, 0);
     node.wait(running, "cancelled");
-    // The next daemon, whose journal is whole, keeps them too.
+    // The next daemon, whose journal is intact, keeps them too.
     node.kill_and_restart_daemon();
     assert_eq!(node.run(&["logs", &done.to_string()]).stdout, "kept\n");
     assert_eq!(node.run(&["logs", &running.to_string()]).stdout, "begins\n");

@@ -1,4 +1,4 @@
-//! Examinations of idle GPUs, which are simulated; so are the workers that measure them.
+//! Examinations of idle GPUs. The GPUs are simulated, as are the workers that measure them.
 
 use std::os::unix::fs::PermissionsExt;
 
@@ -12,7 +12,7 @@ xlaunch_harness::tests! {
     restarted_daemon_frees_the_gpus_of_an_examination;
 }
 
-/// Simulated workers: this shell script, then plausible results.
+/// Writes simulated workers, which run this shell script, then report plausible results.
 fn write_worker(node: &Node, script: &str) {
     let program = env!("CARGO_BIN_EXE_fake_worker");
     let text = format!("#!/bin/sh\n{script}\nFAKE_WORKER=bench exec {program}\n");
@@ -20,7 +20,7 @@ fn write_worker(node: &Node, script: &str) {
     std::fs::set_permissions(node.examining_worker(), PermissionsExt::from_mode(0o755)).unwrap();
 }
 
-/// States of the GPUs, and why.
+/// Returns the states of the GPUs, with reasons.
 fn gpus(node: &Node) -> Vec<(String, String)> {
     let reply = node.json(&["node"]);
     let text = |gpu: &Value, key: &str| gpu[key].as_str().unwrap_or_default().to_owned();
@@ -31,12 +31,12 @@ fn states(node: &Node) -> Vec<String> {
     gpus(node).into_iter().map(|(state, _)| state).collect()
 }
 
-/// A job whose output is its GPUs.
+/// Submits a job that prints its GPUs.
 fn job_on(node: &Node, gpus: &str) -> u64 {
     node.submit(&["--gpus", gpus, "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES"])
 }
 
-/// Starts an examination whose workers hang, and returns it with the process id of the first worker.
+/// Starts an examination whose workers hang. Returns it with the process id of the first worker.
 fn hanging_examination(node: &Node, args: &[&str]) -> (Process, u32) {
     let pid_file = node.path().join("pid");
     write_worker(node, &format!("echo $$ > {}; exec sleep 1000", pid_file.display()));
@@ -74,7 +74,7 @@ fn gpu_that_fails_its_examination_is_drained_and_others_are_used_again() {
     node.wait(next, "done");
     assert_eq!(node.run(&["logs", &next.to_string()]).stdout, "GPU-c\n");
 
-    // A repaired GPU passes, and stays drained until the administrator puts it back.
+    // A repaired GPU passes, but stays drained until the administrator resumes it.
     write_worker(&node, "");
     let run = node.run(&["doctor", "--daemon", "--gpu", "1", "--gpu", "GPU-c"]);
     assert_eq!(run.code, 0, "{}{}", run.stdout, run.stderr);

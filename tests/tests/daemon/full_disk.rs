@@ -1,4 +1,4 @@
-//! A daemon whose disk is full: new jobs are refused, and none is lost.
+//! A daemon with a full disk refuses new jobs, and loses none.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -13,10 +13,10 @@ xlaunch_harness::tests! {
     full_disk_refuses_jobs_and_loses_none;
 }
 
-/// A node whose state is on a tmpfs of 1 MiB, in a mount namespace that only the daemon and its agents share.
+/// A node with its state on a tmpfs of 1 MiB, in a mount namespace that only the daemon and its agents share.
 struct SmallDisk {
     node: Node,
-    /// Keeps the namespace.
+    /// Keeps the namespace alive.
     holder: Process,
 }
 
@@ -39,7 +39,7 @@ impl SmallDisk {
         spawn_daemon(&mut command)
     }
 
-    /// A file that takes all space, seen from outside the namespace.
+    /// Returns the path, seen from outside the namespace, of a file that takes all space.
     fn filler(&self) -> PathBuf {
         let root = PathBuf::from(format!("/proc/{}/root", self.holder.pid()));
         root.join(self.node.state_dir().strip_prefix("/").unwrap()).join("filler")
@@ -57,7 +57,7 @@ impl SmallDisk {
 
 impl Drop for SmallDisk {
     fn drop(&mut self) {
-        // Agents that wait for space can exit.
+        // Agents that are waiting for space can then exit.
         self.free();
     }
 }
@@ -77,9 +77,9 @@ fn full_disk_refuses_jobs_and_loses_none() {
     assert_refused();
     node.write("go", "");
     wait_for("the end of the job's script", || node.path().join("over").exists().then_some(()));
-    // It ends all the same: space for its result was reserved.
+    // The job ends regardless: space for its result was reserved.
     assert_eq!(node.wait(running, "failed")["exit_code"], 3);
-    // The next daemon finds a full disk, too.
+    // The next daemon also finds a full disk.
     daemon.signal(Signal::KILL);
     daemon.wait();
     let daemon = disk.start_daemon();

@@ -12,7 +12,7 @@ xlaunch_harness::tests! {
     request_for_more_gpus_than_the_node_has_is_refused;
 }
 
-/// State and job of each GPU.
+/// Returns state and job of each GPU.
 fn gpus(node: &Node) -> Vec<(String, u64)> {
     let reply = node.json(&["node"]);
     let gpu = |gpu: &Value| {
@@ -26,12 +26,12 @@ fn states(node: &Node) -> Vec<String> {
     gpus(node).into_iter().map(|(state, _)| state).collect()
 }
 
-/// Asserts that a job waits for GPUs, with a reason that has these numbers.
+/// Asserts that a job waits for GPUs, for a reason with these numbers.
 fn assert_waits(node: &Node, job: u64, wanted: usize, free: usize) {
     let reason = wait_for("a reason", || {
         Some(node.job(job)["reason"].as_str()?.to_owned()).filter(|reason| !reason.is_empty())
     });
-    // Of GPUs that are in service, but in use, or of too few in service.
+    // GPUs may be in service but in use, or too few may be in service.
     let numbers =
         [format!("{free} are free"), format!("{free} free"), format!("{wanted} wanted, {free} usable")];
     assert!(reason.contains(&format!("{wanted} ")), "{reason}");

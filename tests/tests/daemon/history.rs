@@ -1,4 +1,4 @@
-//! The history of a node: every job that has ended, with what it has used.
+//! The history of a node: every job that has ended, with the resources that it has used.
 
 use rustix::process::Signal;
 use serde_json::Value;
@@ -76,7 +76,7 @@ fn account_that_a_killed_daemon_has_not_written_is_written_at_the_next_start() {
     node.stop_daemon(Signal::KILL);
     let file = node.state_dir().join("accounting.jsonl");
     let text = std::fs::read_to_string(&file).unwrap();
-    // As if the daemon had been killed while it wrote the second line, before the journal says that it has.
+    // Simulates a daemon that was killed while it wrote the second line, before the journal recorded that.
     std::fs::write(&file, &text[..text.len() - 10]).unwrap();
     let journal = node.state_dir().join("journal");
     let text = std::fs::read_to_string(&journal).unwrap();
@@ -102,7 +102,7 @@ fn users_see_their_own_history_only() {
     assert_eq!(history(&node, &[]).len(), 2);
 }
 
-/// The ids in an accounting file, in order.
+/// Returns the ids in an accounting file, in order.
 fn accounted(node: &Node, name: &str) -> Vec<u64> {
     let text = std::fs::read_to_string(node.state_dir().join(name)).unwrap_or_default();
     text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()?["job"].as_u64()).collect()
@@ -118,12 +118,12 @@ fn job_is_in_the_accounting_file_once_whatever_fails() {
     };
     let first = end(&node);
     wait_for("the first account", || (accounted(&node, "accounting.jsonl") == [first]).then_some(()));
-    // Rotated and compressed by the operator: the daemon cannot read it any more.
+    // The operator has rotated and compressed the file, so the daemon can no longer read it.
     std::fs::rename(&file, node.state_dir().join("accounting.jsonl.1.gz")).unwrap();
     node.kill_and_restart_daemon();
     let second = end(&node);
     wait_for("the second account", || (accounted(&node, "accounting.jsonl") == [second]).then_some(()));
-    // Accounts that cannot be written are written later.
+    // Accounts that cannot be written now are written later.
     std::fs::rename(&file, node.state_dir().join("accounting.jsonl.1")).unwrap();
     std::fs::create_dir(&file).unwrap();
     let third = end(&node);

@@ -1,4 +1,4 @@
-//! The operator's programs around a job.
+//! Hooks: the operator's programs that run around a job.
 
 use std::os::unix::fs::PermissionsExt;
 
@@ -14,7 +14,7 @@ xlaunch_harness::tests! {
     hooks_run_as_root_or_as_the_user;
 }
 
-/// A node with these hooks, which are shell scripts that start in its directory.
+/// Creates a node with these hooks, which are shell scripts that start in its directory.
 fn node(hooks: &[(&str, &str)], keys: &str) -> Node {
     let mut node = Node::new("");
     let mut text = format!("cpu_workers = 4\n[hooks]\n{keys}\n");
@@ -77,7 +77,7 @@ fn hook_that_cannot_run_is_found_before_it_matters() {
         let checked = check(&path);
         assert!(checked.code == 2 && checked.stderr.contains(problem), "{text}: {}", checked.stderr);
     }
-    // A daemon that runs goes on with what it has, and says so.
+    // A running daemon keeps its current configuration, and reports that.
     node.configure("keep = \"all\"");
     node.daemon().signal(Signal::HUP);
     let problems = wait_for("the failed reload", || {
@@ -87,7 +87,7 @@ fn hook_that_cannot_run_is_found_before_it_matters() {
     assert!(problems[0].as_str().unwrap().contains("the last reload has failed"), "{problems}");
     let shown = node.run(&["node"]).stdout;
     assert!(shown.contains("daemon.toml: the last reload has failed"), "{shown}");
-    // The next one does not start.
+    // The next daemon does not start.
     node.configure("[hooks]\nprolog = \"/no/such\"");
     node.stop_daemon(Signal::KILL);
     let refused = Process::spawn(&mut node.daemon_command()).wait();

@@ -21,7 +21,7 @@ xlaunch_harness::tests! {
 /// Clears the screen and sets the clipboard.
 const ESCAPE_SEQUENCES: &str = "\x1b[2J\x1b]52;c;cm0=\x07";
 
-/// What a client writes to a terminal.
+/// Returns the output of a client on a terminal.
 fn on_terminal(node: &Node, args: &str) -> String {
     let line = format!("{} {args}", xlaunch_path().display());
     let mut script = Command::new("script");
@@ -40,11 +40,11 @@ fn job_of_another_user_cannot_send_escape_sequences_to_terminal() {
     assert_eq!(node.run_as_nobody(&dir, &args("nobodys")).stdout, "job 1\n");
     assert_eq!(node.run(&args("roots")).stdout, "job 2\n");
     [1, 2].iter().for_each(|job| drop(node.wait(*job, "done")));
-    // Into a pipe, bytes are copied unchanged.
+    // Bytes are copied to a pipe unchanged.
     assert_eq!(node.run(&["logs", "1"]).stdout, format!("{ESCAPE_SEQUENCES}\n{ESCAPE_SEQUENCES}\n"));
     let nobodys = on_terminal(&node, "logs 1");
     assert!(nobodys.contains("\\u{1b}[2J") && !nobodys.contains('\x1b'), "{nobodys:?}");
-    // A user's own job may do what it likes.
+    // The output of a user's own job is not filtered.
     assert!(on_terminal(&node, "logs 2").contains(ESCAPE_SEQUENCES));
     for command in ["status 1", "jobs --all", "status 1 --json"] {
         let shown = on_terminal(&node, command);
@@ -53,7 +53,7 @@ fn job_of_another_user_cannot_send_escape_sequences_to_terminal() {
 }
 
 fn jobs_inherit_no_descriptor_of_the_daemon() {
-    // Not close-on-exec, as a shell's redirection is not.
+    // The descriptor is not close-on-exec, like one of a shell's redirection.
     let path = std::env::temp_dir().join(format!("secret-{}", std::process::id()));
     let (flags, mode) = (OFlags::CREATE | OFlags::RDWR, Mode::RUSR);
     let secret = rustix::fs::open(&path, flags, mode).unwrap();
@@ -106,7 +106,7 @@ fn slot_of_a_start_that_its_user_blocks_can_be_freed() {
     node.wait(first, "running");
     let blocked = node.submit_shell("true");
     let last = node.submit_shell("true");
-    // As its user could: the agent waits for a process that reads its log.
+    // The job's user can do this: the agent waits for a process that reads its log.
     let log = node.state_dir().join(format!("jobs/{blocked}/agent/agent.log"));
     rustix::fs::mknodat(CWD, &log, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
     node.run(&["cancel", &first.to_string()]);
@@ -121,7 +121,7 @@ fn forged_files_neither_end_a_running_job_nor_free_its_slot() {
     let job = node.submit_shell("exec sleep 1000");
     node.wait(job, "running");
     let (agent, dir) = (node.agents()[0], node.state_dir().join(format!("jobs/{job}/agent")));
-    // All that its user can write.
+    // All files that its user can write.
     let result = r#"{"exit":0,"reason":"forged","start":1}"#;
     std::fs::write(dir.join("result.json"), result).unwrap();
     std::fs::write(dir.join("agent.json"), r#"{"start":1,"process":{"pid":1,"started":1,"boot":""}}"#)
@@ -155,7 +155,7 @@ fn environment_of_a_job_reaches_its_workers_only() {
 
 fn forged_result_cannot_imitate_log_lines_of_the_daemon() {
     let node = Node::new("");
-    // The user of a job may kill its agent and write the result instead.
+    // The user of a job may kill its agent and write the result in its place.
     let result = r#"{"exit":1,"reason":"x\n2026-01-01T00:00:00Z  INFO forged \u001b[2J","start":1}"#;
     let dir = node.state_dir().join("jobs/1/agent").display().to_string();
     let script = "while ! [ -e agent ]; do sleep 0.05; done; printf %s \"$0\" > \"$1/result.json\"; \
@@ -163,7 +163,7 @@ fn forged_result_cannot_imitate_log_lines_of_the_daemon() {
     assert_eq!(node.submit(&["--", "sh", "-c", script, result, &dir]), 1);
     node.wait(1, "running");
     let agent = wait_for("the agent", || node.agents().first().copied());
-    // Renamed into place: the job polls for the file.
+    // Renamed into place, because the job polls for the file.
     let new = node.write("agent.new", &agent.to_string());
     std::fs::rename(new, node.path().join("agent")).unwrap();
     node.wait(1, "failed");

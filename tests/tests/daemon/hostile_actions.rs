@@ -1,8 +1,8 @@
-//! Hostile users act at random beside an honest one, whose jobs and commands must not notice. How long a command may
-//! take is measured at the same time on a second node, without attacks.
+//! Hostile users act at random alongside an honest one, whose jobs and commands must not be affected. The time that a
+//! command may take is measured simultaneously on a second node without attacks.
 //!
-//! What is done to files, processes and sockets is in `hostile_actions.py`, which runs as the user; commands to the
-//! daemon are here. `XLAUNCH_TEST_SEED` sets another seed, `XLAUNCH_TEST_ACTIONS` the number of actions,
+//! Attacks on files, processes and sockets are in `hostile_actions.py`, which runs as the user; commands to the daemon
+//! are here. `XLAUNCH_TEST_SEED` sets another seed, `XLAUNCH_TEST_ACTIONS` the number of actions, and
 //! `XLAUNCH_TEST_MAX_DELAY_MS` how much longer a command of the honest user may take than without attacks.
 
 #![expect(clippy::print_stdout, reason = "the seed repeats a failure")]
@@ -25,21 +25,21 @@ xlaunch_harness::tests! {
     hostile_users_neither_harm_nor_delay_others;
 }
 
-/// Accounts that every Debian system has: `bin` and `games`, and `daemon` as the honest one.
+/// Accounts that exist on every Debian system: `bin` and `games`, and `daemon` as the honest one.
 const HOSTILE: [u32; 2] = [2, 5];
 const HONEST: u32 = 1;
 const SLOTS: usize = 8;
-/// Hostile users hold 6 slots and the honest job one, so that one is always free.
+/// Hostile users hold 6 slots and the honest job one, so one slot is always free.
 const CONFIG: &str = "cpu_workers = 8\nmax_per_user = 3\nkeep = 5\nmax_grace = \"1s\"";
 const CANARY: &str = "canary-d41f8a02-must-not-be-read";
 const ACTIONS: &str = include_str!("hostile_actions.py");
-/// Hostile jobs and clients may slow the machine down: a command may take this multiple of its time on the other node.
+/// Hostile jobs and clients may slow the machine down: a command may take its time on the other node times this factor.
 const BUSY_FACTOR: u32 = 5;
-/// How long a command that reads is waited for.
+/// Time limit of a command that reads.
 const READ_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long an action of the script is waited for. One that holds something goes on beside the next actions.
+/// Time to wait for an action of the script. An action that holds something continues alongside the next ones.
 const SCRIPT_TIMEOUT: Duration = Duration::from_millis(300);
-/// What the daemon may hold at the end beyond what it held at the start.
+/// Limit of the daemon's memory growth from start to end.
 const MAX_GROWTH_KIB: u64 = 48 << 10;
 const MAX_GROWTH_DESCRIPTORS: usize = 8;
 
@@ -48,7 +48,7 @@ fn hostile_users_neither_harm_nor_delay_others() {
     let actions = variable("XLAUNCH_TEST_ACTIONS", 500);
     let honest_job = siege.honest_job();
     let files = siege.untouchable_files(honest_job);
-    // After everything was used once.
+    // Measure the baseline after everything was used once.
     for _ in 0..3 {
         siege.honest_command(0);
     }
@@ -83,12 +83,12 @@ fn hostile_users_neither_harm_nor_delay_others() {
     siege.clean_up();
 }
 
-/// A variable of the environment, or this value.
+/// Returns a variable of the environment, or this value.
 fn variable<T: FromStr<Err: Debug>>(name: &str, default: T) -> T {
     std::env::var(name).map_or(default, |text| text.parse().unwrap())
 }
 
-/// The result of a process, if it exits within this time.
+/// Returns the result of a process if it exits within this time.
 fn exited(mut process: Process, timeout: Duration) -> Result<Output, Process> {
     let deadline = Instant::now() + timeout;
     while process.is_running() {
@@ -107,7 +107,7 @@ fn assert_no_canary(args: &[&str], output: &Output) {
 /// A node under attack.
 struct Siege {
     node: Node,
-    /// The same without attacks.
+    /// The same node without attacks.
     calm: Node,
     daemon: u32,
     seed: u64,
@@ -115,7 +115,7 @@ struct Siege {
     script: PathBuf,
     canary: PathBuf,
     honest_agent: PathBuf,
-    /// Hostile clients and scripts that still run.
+    /// Hostile clients and scripts that are still running.
     clients: Vec<Process>,
     scripts: Vec<Process>,
     /// Values of `HOSTILE_MARK` of jobs whose reaper was attacked.
@@ -168,7 +168,8 @@ impl Siege {
         }
     }
 
-    /// Writes what the daemon reads in the directory of a job, with the canary in each file. Only root can read it.
+    /// Writes the files that the daemon reads in the directory of a job, with the canary in each. Only root can read
+    /// them.
     fn write_bait(dir: &Path) {
         let logs = dir.join("logs/attempt_0/0");
         std::fs::create_dir_all(&logs).unwrap();
@@ -219,7 +220,7 @@ impl Siege {
         self.node.state_dir().join(format!("jobs/{job}/agent"))
     }
 
-    /// Unfinished jobs of this user.
+    /// Returns the unfinished jobs of this user.
     fn jobs_of(&self, uid: u32) -> Vec<u64> {
         let listed = self.node.json(&["jobs"]);
         let jobs = listed.as_array().or_else(|| listed["jobs"].as_array()).unwrap();
@@ -227,7 +228,7 @@ impl Siege {
         own.collect()
     }
 
-    /// One action of one hostile user.
+    /// Performs one action of one hostile user.
     fn act(&mut self) {
         self.clients.retain_mut(Process::is_running);
         self.collect_scripts(Duration::ZERO);
@@ -284,7 +285,7 @@ impl Siege {
         assert!(!output.stderr.contains('\x1b') && !output.stderr.contains(CANARY), "{output:?}");
     }
 
-    /// Many clients at once, which go on for a while.
+    /// Starts many clients at once, which continue for a while.
     fn flood(&mut self, uid: u32, job: Option<u64>) {
         self.count("flood");
         let job = job.unwrap_or(1).to_string();
@@ -363,7 +364,7 @@ impl Siege {
         }
     }
 
-    /// Takes note of what scripts have done, each of which may still take this long.
+    /// Collects the results of scripts, each of which may still take this long.
     fn collect_scripts(&mut self, timeout: Duration) {
         for process in std::mem::take(&mut self.scripts) {
             match exited(process, timeout) {
@@ -381,7 +382,7 @@ impl Siege {
         self.unreaped.extend(unreaped.map(str::to_owned));
     }
 
-    /// A command of the honest user, which is timed. On the other node it takes what a busy machine makes it take.
+    /// Runs and times a command of the honest user. The time on the other node accounts for the load of the machine.
     fn honest_command(&mut self, turn: u64) {
         let commands: [&[&str]; 3] = [&["jobs"], &["status", "1"], &["submit", "--wait", "--", "true"]];
         let command = commands[usize::try_from(turn % 3).unwrap()];
@@ -461,7 +462,7 @@ impl Siege {
         jobs.iter().for_each(|job| drop(self.node.run(&["cancel", "--force", &job.to_string()])));
     }
 
-    /// Owner, mode, change time and content of what no hostile user may change.
+    /// Returns owner, mode, change time and content of files that no hostile user may change.
     fn untouchable_files(&self, honest_job: u64) -> BTreeMap<PathBuf, String> {
         let node = self.node.path();
         let mut files = BTreeMap::new();
@@ -499,7 +500,7 @@ impl Siege {
         std::fs::read_dir(format!("/proc/{}/fd", self.daemon)).unwrap().count()
     }
 
-    /// Removes what a recursive removal cannot, and processes whose reaper was attacked.
+    /// Removes files that a recursive removal cannot remove, and processes whose reaper was attacked.
     fn clean_up(&self) {
         let mark = self.node.path().display().to_string();
         for entry in std::fs::read_dir("/proc").unwrap().flatten() {

@@ -1,4 +1,4 @@
-//! Jobs of a node: submission, order, output, cancellation, and what is kept of them.
+//! Jobs of a node: submission, order, output, cancellation, and retention.
 
 use std::path::Path;
 use std::process::Command;
@@ -26,7 +26,7 @@ xlaunch_harness::tests! {
 
 fn job_runs_in_directory_and_environment_of_its_submission() {
     let node = Node::new("");
-    // A failure stops the other rank, so each waits for the other's output.
+    // A failure stops the other rank, so each rank waits for the other's output.
     let script = "echo hello $RANK $GREETING; echo oops >&2; pwd > where; touch said$RANK; \
                   while ! [ -e said0 -a -e said1 ]; do sleep 0.02; done; exit 3";
     let mut submit = node.client(&["submit", "--name", "greet", "--nproc", "2", "--", "sh", "-c", script]);
@@ -81,7 +81,7 @@ fn job_that_starts_from_the_weights_of_another_takes_its_model_and_refuses_contr
         state.retain(|name, _| !name.starts_with("m.") && !name.starts_with("v."));
         state
     };
-    // No `[model]`, and a step that changes no weight. The path is relative to the submitter's directory.
+    // There is no `[model]`, and the step changes no weight. The path is relative to the submitter's directory.
     let init = run.strip_prefix(std::fs::canonicalize(node.path()).unwrap()).unwrap().display().to_string();
     let config = format!(
         "[data]\ntrain = [\"text.txt\"]\n[engine]\ndevice = \"cpu\"\n[checkpoint]\n\

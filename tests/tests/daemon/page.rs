@@ -25,7 +25,7 @@ const CONFIG: &str = "[model]\npreset = \"byte-tiny\"\nlayers = 1\ndim = 64\nhea
 /// Tokens per step: two ranks, one sequence of 32 tokens each.
 const TOKENS_PER_STEP: f64 = 64.0;
 
-/// A node with a GPU in each state, whose daemon serves the page, and a training job that has been restarted once.
+/// A node with a GPU in each state, whose daemon serves the page, and a training job that was restarted once.
 struct Case {
     node: Node,
     address: String,
@@ -64,7 +64,7 @@ impl Case {
         wait_for(&format!("step {step}"), reached);
     }
 
-    /// Body of the reply to a GET request.
+    /// Returns the body of the reply to a GET request.
     fn get(&self, path: &str) -> String {
         let mut stream = TcpStream::connect(&self.address).unwrap();
         let host = &self.address;
@@ -74,13 +74,13 @@ impl Case {
         reply.split_once("\r\n\r\n").unwrap().1.to_owned()
     }
 
-    /// What the page gets.
+    /// Returns the data of the page.
     fn api(&self, path: &str) -> Value {
         let body = self.get(&format!("/api/v1/{path}"));
         serde_json::from_str(&body).unwrap_or_else(|_| panic!("{body}"))
     }
 
-    /// A metric of the job, as Prometheus reads it.
+    /// Returns a metric of the job, as read by Prometheus.
     fn metric(&self, name: &str) -> f64 {
         let (text, sample) = (self.get("/metrics"), format!("{name}{{job=\"{}\"}} ", self.job));
         let value = text.lines().find_map(|line| line.strip_prefix(&sample));
@@ -106,10 +106,10 @@ fn http_api_and_metrics_agree_with_grpc() {
     assert!(client["history"].as_array().unwrap().len() > 100, "{client}");
     let page_only =
         ["unix_ms", "step", "total_steps", "loss", "tokens_per_second", "mfu", "restarts", "max_restarts"];
-    // Differs by the time between the two requests.
+    // This differs by the time between the two requests.
     let age = ["status_age_seconds"];
     assert_eq!(without(without(page, &page_only), &age), without(client, &age));
-    // Steps after the last checkpoint were made again after the restart.
+    // Steps after the last checkpoint were repeated after the restart.
     let steps = case.metric("xlaunch_step_duration_seconds_count");
     assert!(steps >= case.metric("xlaunch_step"), "{steps}");
     assert_eq!(case.metric("xlaunch_tokens_total"), steps * TOKENS_PER_STEP);
@@ -152,7 +152,7 @@ fn promtool_accepts_metrics_and_alerts() {
     promtool(&["check", "rules", &deployed("rules.yml")], "");
     promtool(&["test", "rules", &deployed("rules_test.yml")], "");
     let metrics = Case::new().get("/metrics");
-    // It reads the older text format, in which comments name counters with their suffix.
+    // `promtool` reads the older text format, in which comments name counters with their suffix.
     let counters = metrics.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.strip_suffix(" counter"));
     let older = counters.fold(metrics.clone(), |text, name| {
         ["HELP", "TYPE"].iter().fold(text, |text, comment| {

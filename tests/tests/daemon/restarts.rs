@@ -1,4 +1,4 @@
-//! Jobs survive restarts and crashes of the daemon; what cannot be known is reported as lost.
+//! Jobs survive restarts and crashes of the daemon. A job whose result cannot be known is reported as lost.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ xlaunch_harness::tests! {
     followed_log_waits_for_the_job_and_goes_on_after_a_restart_of_the_daemon;
 }
 
-/// Attempt, rank and cause of each restart of a job.
+/// Returns attempt, rank and cause of each restart of a job.
 fn past_restarts(node: &Node, job: u64) -> Vec<(u64, u64, String)> {
     let job = node.job(job);
     let restarts = job["status"]["past_restarts"].as_array().into_iter().flatten();
@@ -58,7 +58,7 @@ fn past_restarts_of_a_job_survive_restart_of_the_daemon() {
     assert_eq!(past_restarts(&node, job), expected);
 }
 
-/// Steps and losses of the newest run.
+/// Returns steps and losses of the newest run.
 fn metrics(node: &Node) -> Vec<(u64, f64)> {
     let lines = node.lines("runs/tiny/latest/metrics.jsonl");
     let read = |line: &String| {
@@ -127,7 +127,7 @@ fn job_of_an_earlier_boot_is_lost_and_no_process_is_signalled() {
     node.wait(job, "running");
     let agents = node.agents();
     node.stop_daemon(Signal::KILL);
-    // As if the system had been restarted: the journal names another boot id. Lines start with a CRC of the rest.
+    // Simulates a reboot of the system: the journal names another boot id. Lines start with a CRC of the rest.
     let path = node.state_dir().join("journal");
     let journal = std::fs::read_to_string(&path).unwrap();
     let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
@@ -143,7 +143,7 @@ fn job_of_an_earlier_boot_is_lost_and_no_process_is_signalled() {
     assert!(agents.iter().all(|agent| is_alive(*agent)));
 }
 
-/// CRC-32 (IEEE), bit by bit.
+/// Computes the CRC-32 (IEEE), bit by bit.
 fn crc32(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(!0, |crc, byte| {
         (0..8).fold(crc ^ u32::from(*byte), |crc, _| (crc >> 1) ^ (0xedb8_8320 & (crc & 1).wrapping_neg()))

@@ -1,4 +1,4 @@
-//! When jobs run: holds, time limits, dependencies, arrays, and what happens to lost jobs that asked to be requeued.
+//! Times at which jobs run: holds, time limits, dependencies, arrays, and requeueing of lost jobs that requested it.
 
 use rustix::process::Signal;
 use serde_json::Value;
@@ -32,7 +32,7 @@ fn held_job_starts_when_it_is_released() {
     assert!(node.path().join("ran").exists());
 }
 
-/// Writes `ready`, then each signal that it gets to `signals`, and exits with 0 at SIGTERM.
+/// Writes `ready`, then writes each signal that it receives to `signals`, and exits with 0 at SIGTERM.
 const TRAPS: &str = "trap 'echo USR1 >> signals' USR1; trap 'echo TERM >> signals; exit 0' TERM; \
                      touch ready; while :; do sleep 0.05; done";
 
@@ -158,7 +158,7 @@ fn requeued_training_job_resumes_from_its_newest_checkpoint() {
     let node = Node::new("");
     let config = node.write_tiny_job(400);
     let flags = ["--set", "checkpoint.every=10"];
-    // An earlier run of the same name is not the lineage of the job.
+    // An earlier run of the same name does not belong to the lineage of the job.
     node.wait(node.submit(&[&config, "--set", "train.steps=5", flags[0], flags[1]]), "done");
     let job = node.submit(&["--requeue", &config, flags[0], flags[1]]);
     let step = |job: &Value| job["status"]["step"].as_u64().unwrap_or(0);

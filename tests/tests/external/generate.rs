@@ -1,4 +1,4 @@
-//! `xlaunch generate` next to transformers.
+//! Compares `xlaunch generate` with transformers.
 
 use std::path::Path;
 use std::process::Command;

@@ -1,5 +1,5 @@
-//! xlaunch with the software of others: PyTorch's scripts and torchrun, tokenizers, Hugging Face's models, systemd,
-//! dpkg and the schemas of Kubernetes.
+//! xlaunch with third-party software: PyTorch's scripts and torchrun, tokenizers, Hugging Face's models, systemd, dpkg
+//! and the schemas of Kubernetes.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 

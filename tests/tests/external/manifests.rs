@@ -1,4 +1,4 @@
-//! The manifests in `deploy/kubernetes` next to the schemas of Kubernetes, JobSet and Kubeflow Trainer.
+//! Checks the manifests in `deploy/kubernetes` against the schemas of Kubernetes, JobSet and Kubeflow Trainer.
 
 use std::path::Path;
 use std::process::Command;
@@ -10,7 +10,7 @@ xlaunch_harness::tests! {
     manifests_are_valid_without_unknown_keys;
 }
 
-/// The whole check is `python3 tests/peers/manifests.py`.
+/// The check itself is `python3 tests/peers/manifests.py`.
 fn manifests_are_valid_without_unknown_keys() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/manifests.py");
     let output = Process::spawn(Command::new(requirements::python_path()).arg(script)).wait();

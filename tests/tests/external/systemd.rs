@@ -17,7 +17,7 @@ xlaunch_harness::tests! {
     package_runs_under_systemd;
 }
 
-/// Queries the daemon as generic gRPC clients do.
+/// Queries the daemon like generic gRPC clients do.
 const GRPC_CLIENT: &str = env!("CARGO_BIN_EXE_grpc_client");
 
 fn repository() -> PathBuf {
@@ -26,7 +26,7 @@ fn repository() -> PathBuf {
 
 fn unit_is_confined() {
     let mut analyze = Command::new("systemd-analyze");
-    // In tenths: exposure of at most 3.0.
+    // The threshold is in tenths: exposure of at most 3.0.
     analyze.args(["security", "--offline=true", "--threshold=30", "--no-pager"]);
     let output = analyze.arg(repository().join("deploy/systemd/xlaunch.service")).output().unwrap();
     let table = String::from_utf8_lossy(&output.stdout);
@@ -35,7 +35,7 @@ fn unit_is_confined() {
 }
 
 fn package_runs_under_systemd() {
-    // The package contains the binary that all tests use.
+    // The package contains the binary that is used by all tests.
     xlaunch_path();
     let mut build = Command::new(repository().join("deploy/package.sh"));
     forget_package(&mut build);

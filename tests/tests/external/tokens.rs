@@ -1,4 +1,4 @@
-//! Token ids next to tiktoken's and those of Hugging Face's tokenizers.
+//! Compares token ids with those of tiktoken and of Hugging Face's tokenizers.
 
 use std::path::Path;
 use std::process::Command;
@@ -11,7 +11,7 @@ xlaunch_harness::tests! {
     ids_of_nasty_documents_equal_those_of_python_for_each_family;
 }
 
-/// The whole comparison is `python3 tests/peers/tokens.py`.
+/// The comparison itself is `python3 tests/peers/tokens.py`.
 fn token_ids_equal_those_of_tiktoken_and_tokenizers() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/tokens.py");
     let mut command = Command::new(requirements::python_path());
@@ -21,7 +21,7 @@ fn token_ids_equal_those_of_tiktoken_and_tokenizers() {
     assert!(output.stdout.matches("  equal").count() >= 20, "{}", output.stdout);
 }
 
-/// 2,000 documents, and long ones, with the words of twelve families.
+/// Compares 2,000 documents, and long ones, with words of twelve families of tokenizers.
 fn ids_of_nasty_documents_equal_those_of_python_for_each_family() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/families.py");
     let mut command = Command::new(requirements::python_path());

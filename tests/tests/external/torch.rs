@@ -1,4 +1,4 @@
-//! Scripts for PyTorch under xlaunch and under torchrun.
+//! PyTorch scripts under xlaunch and under torchrun.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -57,7 +57,7 @@ fn lightning_has_the_losses_of_torchrun() {
     assert_same_losses("with_lightning.py", 8);
 }
 
-/// Launches a script that saves every step, with a restart in which it resumes after a rank was killed.
+/// Launches a script that saves every step; after a rank is killed, it is restarted and resumes.
 fn preloaded_workers_have_the_losses_of_plain_ones() {
     let launch = Launch::new();
     let losses = |state: &str, options: &[&str]| {
@@ -97,7 +97,7 @@ fn hanging_rank_is_named_with_its_python_function_and_the_job_restarts() {
     let hang = "rank 1 sent no heartbeat for ";
     let line = run.stderr.lines().find(|line| line.contains(hang)).unwrap_or_default();
     assert!(line.ends_with(" s (step 119); rank 0 is waiting for it"), "{}", run.stderr);
-    // In the stack that faulthandler prints.
+    // This is in the stack that faulthandler prints.
     assert!(run.stderr.contains(" in load_batch"), "{}", run.stderr);
     assert!(run.stderr.contains("; restarting (1 of 1)"), "{}", run.stderr);
     for line in ["resuming at step 100 from ", "step 150  loss "] {
@@ -105,7 +105,7 @@ fn hanging_rank_is_named_with_its_python_function_and_the_job_restarts() {
     }
 }
 
-/// A script whose main function is recorded, and fails or waits.
+/// A script with a recorded main function that fails or waits.
 const RECORDED: &str = "
 import sys, time
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -147,7 +147,7 @@ fn launchers_own_error_file_is_that_of_torchrun() {
     assert_eq!(ours, theirs);
 }
 
-/// What a worker of one of two ranks finds in its environment and this process does not.
+/// Returns the variables in the environment of a worker of one of two ranks that this process does not have.
 fn worker_variables(launch: &Launch, launcher: &[&str]) -> BTreeMap<String, String> {
     const OF_SHELL_AND_TEST: [&str; 6] = ["_", "PWD", "OLDPWD", "SHLVL", "TMPDIR", "XDG_RUNTIME_DIR"];
     let dump = launch.path().join("environment");
@@ -166,7 +166,7 @@ fn worker_variables(launch: &Launch, launcher: &[&str]) -> BTreeMap<String, Stri
 
 fn workers_have_all_variables_of_torchrun() {
     const OF_ONE_RUN: [&str; 3] = ["MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"];
-    // Under torchrun its agent serves the key-value store, under xlaunch rank 0 does.
+    // The key-value store is served by torchrun's agent, and by rank 0 under xlaunch.
     const OF_STORE: [&str; 2] = ["MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE"];
     let ours = worker_variables(&Launch::new(), &[]);
     let torchrun = Launch::with_program(requirements::python_path());

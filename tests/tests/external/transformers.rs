@@ -1,4 +1,4 @@
-//! Models that Hugging Face's library and we compute alike.
+//! Compares models computed by Hugging Face's library and by xlaunch.
 
 use std::path::Path;
 use std::process::Command;
@@ -18,13 +18,13 @@ xlaunch_harness::tests! {
     exported_tokenizers_are_loaded_by_transformers;
 }
 
-/// Largest difference of losses, and of logits, in fp32.
+/// Maximum difference of losses, and of logits, in fp32.
 const TOLERANCE: f64 = 1e-4;
-/// Evaluation on all windows after the last step.
+/// Evaluate on all windows after the last step.
 const EVALUATE: [&str; 6] =
     ["--set", "train.eval_every=1000", "--set", "train.eval_batches=1000", "--set", "checkpoint.async=false"];
 
-/// Runs commands of `peers/huggingface.py`; what each of them prints.
+/// Runs commands of `peers/huggingface.py`; returns the output of each.
 fn judge(commands: &[Vec<String>]) -> Vec<Value> {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/huggingface.py");
     let mut python = Command::new(requirements::python_path());
@@ -47,7 +47,7 @@ fn val_loss(job: &Job, step: u64) -> f64 {
     state["val_loss"].as_f64().unwrap()
 }
 
-/// Exports the newest run; the path of the directory.
+/// Exports the newest run; returns the path of the directory.
 fn export(job: &Job, args: &[&str]) -> String {
     let args = [&["export", "runs/train/latest", "--output"], args].concat();
     let output = Process::spawn(&mut job.command(&args)).wait();
@@ -60,13 +60,13 @@ fn assert_close(ours: f64, theirs: &Value, what: &str) {
     assert!((ours - theirs).abs() <= TOLERANCE, "{what}: {ours} here, {theirs} in transformers");
 }
 
-/// Ids of the longest prompt that all models take, below the smallest vocabulary.
+/// Returns the ids of the longest prompt that all models accept, below the smallest vocabulary.
 fn prompt() -> Vec<u32> {
     (0..32).map(|i| (i * i * 31 + 7) % 256).collect()
 }
 
 /// Compares the logits that transformers computes after each id of [`prompt`] with those of the forward pass of
-/// training and of cached decoding. Each model is a pair of what is opened here, and there.
+/// training and of cached decoding. Each model is a pair of the model to open here and the model to open there.
 fn assert_logits(job: &Job, models: &[(String, String)]) {
     let ids: Vec<String> = prompt().iter().map(ToString::to_string).collect();
     let out = |index: usize| path(job, &format!("logits-{index}"));
@@ -89,7 +89,7 @@ fn assert_logits(job: &Job, models: &[(String, String)]) {
     }
 }
 
-/// The logits after each id of the prompt, by the forward pass of training.
+/// Returns the logits after each id of the prompt, computed by the forward pass of training.
 fn forward(backend: &BackendHandle, model: &Model) -> Vec<f32> {
     let ids: Vec<i32> = prompt().into_iter().map(u32::cast_signed).collect();
     let tokens = backend.alloc(DType::I32, ids.len()).unwrap();
@@ -101,7 +101,7 @@ fn forward(backend: &BackendHandle, model: &Model) -> Vec<f32> {
     padded.chunks(padded.len() / ids.len()).flat_map(|row| row[..model.shape.vocab].to_vec()).collect()
 }
 
-/// The same by a cache: of the first ids at once, then of one after the other.
+/// Same as [`forward`], computed with a cache: first several ids at once, then one after the other.
 fn decoding(model: &Model) -> Vec<f32> {
     let ids = prompt();
     let mut decoder = Decoder::new(model, 1, ids.len(), model.shape.vocab).unwrap();
@@ -176,7 +176,7 @@ fn models_of_transformers_have_their_loss_and_logits_here() {
             ),
         );
         job.run_ok(&EVALUATE);
-        // And back.
+        // Convert in both directions.
         for model in [theirs, export(&job, &[&format!("ours/{case}")])] {
             losses.push((val_loss(&job, 1), model.clone()));
             judged.push(command(&["loss", &model, &data, "2", "64"]));

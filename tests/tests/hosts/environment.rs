@@ -1,5 +1,5 @@
-//! What workers on several hosts find in their environment, however the hosts were told of each other, and the numbers
-//! that their lines are labelled with.
+//! The environment of workers on several hosts, for each way of describing the hosts to them, and the numbers with
+//! which their lines are labelled.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::symlink;
@@ -21,8 +21,8 @@ xlaunch_harness::tests! {
 
 type Variables = BTreeMap<String, String>;
 
-/// Writes the environment of a worker to `DIR/ATTEMPT.HOST.LOCAL_RANK`. Once all `$2` workers of the first attempt
-/// have, the one of rank 2 fails.
+/// Writes the environment of a worker to `DIR/ATTEMPT.HOST.LOCAL_RANK`. When all `$2` workers of the first attempt have
+/// done so, the worker of rank 2 fails.
 const DUMP: &str = r#"
     env -0 > "$1/.$RANK" && mv "$1/.$RANK" "$1/$TORCHELASTIC_RESTART_COUNT.$(uname -n).$LOCAL_RANK"
     test "$TORCHELASTIC_RESTART_COUNT" = 0 -a "$2" -gt 0 || exit 0
@@ -37,7 +37,8 @@ fn run(commands: impl IntoIterator<Item = Command>) -> Vec<Output> {
     launches.into_iter().map(Process::wait).collect()
 }
 
-/// Runs [`DUMP`] on the hosts, with these flags for each. `fails` is the number of workers after which one fails.
+/// Runs [`DUMP`] on the hosts, with these flags for each. `fails` is the number of workers after which one of them
+/// fails.
 fn dump(
     hosts: &Hosts,
     dir: &Path,
@@ -63,7 +64,7 @@ fn dump(
     files.map(|entry| (entry.file_name().into_string().unwrap(), variables(&entry.path()))).collect()
 }
 
-/// The values that all workers have together.
+/// Returns the set of values that all workers have for a variable.
 fn values<'a>(all: impl IntoIterator<Item = &'a Variables>, name: &str) -> BTreeSet<String> {
     all.into_iter().map(|variables| variables.get(name).cloned().unwrap_or_default()).collect()
 }
@@ -132,7 +133,7 @@ fn address_and_interface_are_those_that_the_user_chose() {
     let dynamic = ["--rdzv-backend=c10d", "--rdzv-endpoint=[fd77::10]:29600", "--rdzv-id=seven"];
     let plain = ["--rdzv-endpoint=h0-v4"];
     for (case, flags, own, expected) in [
-        // Any of the two may be the first.
+        // Either of the two may be first.
         ("ipv6", &dynamic[..], ["", ""], ["", "eth0", ""]),
         ("names", &plain, ["--local-addr=h0-v6", "--local-addr=h1-v6"], ["h0-v6", "eth0", ""]),
         ("interface", &plain, ["--interface=eth0"; 2], ["10.77.0.10", "eth0", "eth0"]),

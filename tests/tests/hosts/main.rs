@@ -1,4 +1,4 @@
-//! Several hosts: the namespaces that stand for them, with ssh and Slurm, and jobs on several nodes.
+//! Several hosts: tests of the namespaces that represent them, with ssh and Slurm, and of jobs on several nodes.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -17,7 +17,7 @@ xlaunch_harness::suite! {
     modules environment, network, nodes, security, slurm, slurm_launch, ssh, ssh_launch, torch;
 }
 
-/// Answers messages; see its documentation.
+/// Program that answers messages; see its documentation.
 const ECHO: &str = env!("CARGO_BIN_EXE_echo");
-/// A job's token.
+/// A job's token, which must not appear anywhere.
 const TOKEN: &str = "a token that must be seen nowhere";

@@ -1,4 +1,4 @@
-//! The hosts themselves: what later tests rely on.
+//! The hosts themselves: properties that other tests rely on.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -45,7 +45,7 @@ fn wait_for_replies(client: &Process) {
     wait_for("replies", || (replies(client) > before).then_some(()));
 }
 
-/// Sends datagrams; returns how many came back, and how many the server has seen since it started.
+/// Sends datagrams. Returns how many came back, and how many the server has seen since it started.
 fn send(host: &Host, address: &str, count: usize) -> (usize, usize) {
     let count = count.to_string();
     let output = Process::spawn_inside(host.command(ECHO).args(["udp", address, &count])).wait();
@@ -98,7 +98,7 @@ fn host_that_is_cut_off_is_silent_until_healed() {
 fn one_way_cut_drops_frames_in_one_direction() {
     let hosts = Hosts::new(2);
     let _server = serve(&hosts[1]);
-    // So that the server's host knows the address of the other's interface.
+    // This makes the server's host learn the address of the other interface.
     assert_eq!(send(&hosts[0], "10.77.0.11:7000", 1), (1, 1));
     hosts.cut_one_way(1, 0);
     assert_eq!(send(&hosts[0], "10.77.0.11:7000", 5).0, 0);
@@ -109,16 +109,16 @@ fn one_way_cut_drops_frames_in_one_direction() {
 fn loss_drops_a_share_of_packets() {
     let hosts = Hosts::new(2);
     let _server = serve(&hosts[1]);
-    // Outside this, one run in millions would fail: 2,000 datagrams of which 10 % are lost, with sigma 13.
+    // Outside this range one run in millions would fail: 10 % of 2,000 datagrams are lost, with sigma 13.
     let arrived = 1_730..1_870;
-    // The interfaces' addresses must be known: datagrams that wait for a lost answer about these are dropped.
+    // The addresses of the interfaces must be known: datagrams that wait for a lost reply about them are dropped.
     assert_eq!(send(&hosts[0], "10.77.0.11:7000", 1), (1, 1));
     hosts[1].loss(10);
     let (received, seen) = send(&hosts[0], "10.77.0.11:7000", 2_000);
     assert!(arrived.contains(&seen), "{seen} arrived");
     assert!(received < seen, "{received} of {seen} replies: none was lost on the way back");
     hosts[1].heal();
-    // The last replies may have been among the lost ones: what the server has seen is known only now.
+    // The last replies may have been lost, so the number of datagrams seen by the server is known only now.
     let (_, seen) = send(&hosts[0], "10.77.0.11:7000", 1);
     assert_eq!(send(&hosts[0], "10.77.0.11:7000", 100), (100, seen + 100));
 }
@@ -195,7 +195,7 @@ fn hosts_have_their_own_files_where_asked() {
         std::fs::remove_file(file).unwrap();
     }
     assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 0);
-    // What user sessions have of their own on every host.
+    // Files that are separate for user sessions on every host.
     for path in ["/run/user/0/a", "/run/tmp/a", "/dev/shm/xlaunch-test"] {
         assert!(hosts[0].command("touch").arg(path).status().unwrap().success());
         assert!(!hosts[1].command("test").args(["-e", path]).status().unwrap().success(), "{path}");
@@ -219,7 +219,7 @@ fn nothing_is_left_after_a_panic() {
     let panicked = catch_unwind(AssertUnwindSafe(|| {
         let hosts = Hosts::new(2);
         let server = serve(&hosts[1]);
-        // Not even what its parent knows nothing of.
+        // This includes processes that their parent knows nothing about.
         let daemon = "setsid sleep 1000 > /dev/null 2>&1 & exit 0";
         assert!(hosts[0].command("sh").args(["-c", daemon]).status().unwrap().success());
         let sleeping =

@@ -1,4 +1,5 @@
-//! Who may join a job: tokens that are missing, short, wrong or in the open, and where the token must not be seen.
+//! Permission to join a job: tokens that are missing, short, wrong or readable by others, and places where the token
+//! must not appear.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -16,7 +17,7 @@ xlaunch_harness::tests! {
     token_is_seen_nowhere_but_in_the_launch_that_was_given_it;
 }
 
-/// A launch of `script` on the host of this rank of two.
+/// Returns a launch of `script` on the host of this rank of two.
 fn launch(hosts: &Hosts, rank: usize, flags: &[&str], script: &str) -> Command {
     let mut command = hosts[rank].command(xlaunch_path());
     command.args(["--nnodes=2", "--nproc-per-node=1", "--rdzv-endpoint=h0"]).args(flags);
@@ -47,7 +48,7 @@ fn node_that_does_not_prove_the_token_is_refused_and_the_others_wait_for_the_rig
     let (second, first) = (start(&[], TOKEN), first.wait());
     assert_eq!((first.code, first.stdout.as_str()), (0, "0\n"), "{}", first.stderr);
     for why in ["its token differs", "it does not use TLS"] {
-        // By an address of either family.
+        // The address may be of either family.
         let mut lines = first.stderr.lines();
         let is_named =
             lines.any(|line| line.starts_with("xlaunch: refused a caller at ") && line.contains(why));
@@ -55,7 +56,7 @@ fn node_that_does_not_prove_the_token_is_refused_and_the_others_wait_for_the_rig
     }
     assert_eq!((second.code, second.stdout.as_str()), (0, "1\n"), "{}", second.stderr);
 
-    // The other way round: the coordinator has no token.
+    // The reverse: the coordinator has no token.
     let mut open = Process::spawn_inside(&mut launch(&hosts, 0, &["--rdzv-insecure"], "true"));
     let refused = start(&[], TOKEN);
     let why = "it does not use TLS; give its node the token too, or use `--rdzv-insecure` on all nodes";
@@ -96,7 +97,7 @@ fn nodes_without_a_usable_token_are_told_what_to_do() {
 
 fn token_is_seen_nowhere_but_in_the_launch_that_was_given_it() {
     let hosts = Hosts::new(2);
-    // A process below the worker, too.
+    // This includes a descendant of the worker.
     let script = "env; xargs -0 < /proc/self/environ; echo ready; sleep 1000 & wait";
     let file = hosts[0].write("token", TOKEN);
     std::fs::set_permissions(&file, PermissionsExt::from_mode(0o600)).unwrap();
@@ -116,7 +117,7 @@ fn token_is_seen_nowhere_but_in_the_launch_that_was_given_it() {
         for process in processes {
             assert!(!process.command.contains(TOKEN), "{process:?}");
             let environment = std::fs::read(format!("/proc/{}/environ", process.pid)).unwrap_or_default();
-            // A process cannot take back what its parent gave it.
+            // A process cannot remove a variable that its parent has passed to it.
             let is_given = index == 1 && is_launch(&process.command);
             assert!(is_given || !contains(&environment, TOKEN), "{process:?}");
         }
@@ -136,7 +137,7 @@ fn token_is_seen_nowhere_but_in_the_launch_that_was_given_it() {
     assert!(contains(&text, "ready") && !contains(&text, TOKEN));
 }
 
-/// Whether a command line is that of a launch or its helper, not of a worker.
+/// Returns whether a command line belongs to a launch or its helper, not to a worker.
 fn is_launch(command: &str) -> bool {
     command.starts_with(&xlaunch_path().display().to_string())
 }
@@ -145,7 +146,7 @@ fn contains(bytes: &[u8], text: &str) -> bool {
     bytes.windows(text.len()).any(|window| window == text.as_bytes())
 }
 
-/// The contents of all files below a directory.
+/// Returns the contents of all files below a directory.
 fn all_text(dir: &Path) -> Vec<u8> {
     let paths = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
     paths

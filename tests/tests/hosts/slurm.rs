@@ -27,7 +27,8 @@ fn srun_starts_a_task_on_every_node_as_an_ordinary_user() {
 
 fn job_is_preempted_and_requeued_by_one_of_the_high_partition() {
     let slurm = Slurm::start(2);
-    // Ignores the SIGTERM at the start of the grace time: a batch script that ends of it is finished, not requeued.
+    // Ignores the SIGTERM at the start of the grace time: a batch script that ends because of it counts as finished and
+    // is not requeued.
     let script = "trap '' TERM\n\
         srun --ntasks-per-node=1 sh -c \"trap '' TERM; touch started.\\$SLURM_NODEID; sleep 1000\"";
     let job = slurm.submit(&["-N2", "--exclusive"], script);

@@ -1,4 +1,4 @@
-//! Launches under a real Slurm, by an ordinary user: nothing but `srun xlaunch`, authenticated by munge.
+//! Launches under a real Slurm by an ordinary user: just `srun xlaunch`, authenticated by munge.
 
 use std::path::Path;
 
@@ -20,7 +20,7 @@ fn xlaunch() -> String {
     xlaunch_path().display().to_string()
 }
 
-/// Lines in an order that does not depend on time.
+/// Returns the lines in an order that does not depend on time.
 fn sorted(text: &str) -> Vec<&str> {
     let mut lines: Vec<&str> = text.lines().collect();
     lines.sort_unstable();
@@ -37,7 +37,7 @@ fn write_job(slurm: &Slurm) {
     }
 }
 
-/// Processes of launches and workers on a node.
+/// Returns the processes of launches and workers on a node.
 fn processes(slurm: &Slurm, node: usize) -> Vec<String> {
     let daemons = ["munged", "slurmctld", "slurmscriptd", "slurmd", "slurmstepd", "srun"];
     let processes = slurm.hosts()[node].processes().into_iter();
@@ -70,7 +70,7 @@ fn srun_alone_starts_a_group_with_ranks_of_slurm_and_no_token() {
 
 fn other_token_is_named_at_once_although_other_ports_refuse() {
     let slurm = Slurm::start(2);
-    // The coordinator waits for long, the other node must not.
+    // The coordinator waits long, but the other node must not.
     let script = format!("XLAUNCH_TOKEN=the-token-of-node-$SLURM_NODEID exec {} -- true", xlaunch());
     let run = Process::spawn_inside(slurm.command("srun").args(["-N2", "-K", "sh", "-c", &script])).wait();
     assert!(run.stderr.contains("its token differs; give all nodes the same"), "{}", run.stderr);
@@ -79,7 +79,7 @@ fn other_token_is_named_at_once_although_other_ports_refuse() {
 
 fn two_jobs_on_the_same_nodes_do_not_disturb_each_other() {
     let slurm = Slurm::start(2);
-    // Both hold until the other one's four workers are there.
+    // Each launch waits until the four workers of both exist.
     let script =
         "touch $1.$RANK; while test $(ls one.* two.* | wc -l) -lt 4; do sleep 0.05; done; echo $1 $RANK";
     let start = |name: &str| {
@@ -128,7 +128,7 @@ fn lost_node_ends_the_launches_on_the_others_with_75() {
     assert!(stderr.contains("h1"), "{stderr}");
 }
 
-/// Submits `deploy/slurm/train.sbatch` for training without an end. Returns the job's number.
+/// Submits `deploy/slurm/train.sbatch` for endless training. Returns the job's number.
 fn submit_training(slurm: &Slurm) -> String {
     write_job(slurm);
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/slurm/train.sbatch");
@@ -144,9 +144,9 @@ fn submit_training(slurm: &Slurm) -> String {
     submitted.stdout.trim().to_owned()
 }
 
-/// Lets a job that is queued again start now.
+/// Makes a requeued job start now.
 fn start_now(slurm: &Slurm, job: &str) {
-    // Slurm lets it wait for two minutes otherwise, but refuses a job that starts in the second of its requeue.
+    // Otherwise Slurm would make it wait for two minutes. Slurm refuses a job that starts in the second of its requeue.
     std::thread::sleep(std::time::Duration::from_secs(3));
     assert_eq!(slurm.run("scontrol", &["update", &format!("jobid={job}"), "StartTime=now"]).code, 0);
 }
@@ -158,7 +158,7 @@ fn job_is_queued_again_after_the_kill_of_a_launch_and_at_its_time_limit_but_not_
     let steps = || output().matches("  loss ").count();
     let wait_for_steps = |since: usize| wait_for("training", || (steps() > since).then_some(()));
     wait_for_steps(0);
-    // srun exits with 137, that launch's code.
+    // srun exits with 137, the exit code of that launch.
     let is_launch = |process: &&xlaunch_tests::ProcessInfo| {
         process.command.contains("xlaunch train.toml") && !process.command.contains("srun ")
     };
@@ -168,7 +168,7 @@ fn job_is_queued_again_after_the_kill_of_a_launch_and_at_its_time_limit_but_not_
 
     start_now(&slurm, &job);
     wait_for_steps(steps());
-    // As Slurm does before the time limit.
+    // Slurm does the same before the time limit.
     assert_eq!(slurm.run("scancel", &["--batch", "--signal=TERM", &job]).code, 0);
     slurm.wait_for_state(&job, "PENDING");
 

@@ -13,7 +13,7 @@ xlaunch_harness::tests! {
     host_that_is_cut_off_is_named;
 }
 
-/// Starts `script` on `list`, with more options of ssh.
+/// Starts `script` on the hosts `list`, with additional options of ssh.
 fn spawn(hosts: &Hosts, sshd: &Sshd, list: &str, options: &str, script: &str) -> Process {
     let client = format!("ssh {options} -F {}", sshd.config().display());
     let mut command = hosts[0].command(xlaunch_path());
@@ -25,7 +25,7 @@ fn run(hosts: &Hosts, sshd: &Sshd, list: &str, options: &str, script: &str) -> O
     spawn(hosts, sshd, list, options, script).wait()
 }
 
-/// Commands on a host that are not part of its ssh server.
+/// Returns the commands on a host that are not part of its ssh server.
 fn commands(hosts: &Hosts, index: usize) -> Vec<String> {
     let processes = hosts[index].processes().into_iter();
     processes.filter(|process| !process.name.starts_with("sshd")).map(|process| process.command).collect()
@@ -55,7 +55,7 @@ fn group_of_two_hosts_runs_a_command_on_one_console() {
         assert_eq!((run.code, lines.as_slice()), (0, &expected[..]), "{list}: {}", run.stderr);
         assert_eq!(run.stderr, "", "{list}");
     }
-    // One failure is reported once, wherever it is.
+    // A failure is reported once, regardless of its location.
     let failed = run(&hosts, &sshd, "h1,h2", "", "test $RANK = 1 && exit 3; sleep 1000");
     assert_eq!(failed.code, 1, "{}", failed.stderr);
     assert_eq!(failed.stderr.matches("the job failed\n").count(), 1, "{}", failed.stderr);

@@ -1,4 +1,4 @@
-//! Scripts for PyTorch on two hosts, under xlaunch and under torchrun.
+//! PyTorch scripts on two hosts, under xlaunch and under torchrun.
 
 use std::process::Command;
 
@@ -42,7 +42,7 @@ fn ddp_on_two_hosts_has_the_losses_of_torchrun() {
     let ours = run(&hosts, |index| hosts[index].command(xlaunch_path()), &["ddp.py"]);
     let torchrun = |index: usize| {
         let mut command = hosts[index].command(requirements::python_path());
-        // What xlaunch sets by itself.
+        // xlaunch sets this variable by itself.
         command.args(["-m", "torch.distributed.run"]).env("GLOO_SOCKET_IFNAME", "eth0");
         command
     };

@@ -19,10 +19,10 @@ xlaunch_harness::tests! {
     missing_proc_is_named;
 }
 
-/// Ids of users that no account of a test machine has, so that limits count no other processes.
+/// User ids that no account of a test machine has, so that limits count no other processes.
 const UNUSED_UIDS: u32 = 61_000;
 
-/// Installs a seccomp filter by which a system call fails with an error number, and runs a program. Arguments: NUMBER
+/// Installs a seccomp filter that makes a system call fail with an error number, and runs a program. Arguments: NUMBER
 /// ERRNO PROGRAM.
 const REFUSE_CALL: &str = "\
 import ctypes, os, struct, sys
@@ -37,7 +37,7 @@ assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(progra
 os.execvp(sys.argv[3], sys.argv[3:])
 ";
 
-/// Checks that a launch was refused for lack of something, with these words and in one line.
+/// Checks that a launch was refused for lack of something, with these words and in a single line.
 fn assert_refused(run: &Output, words: &str) {
     let Output { code, stderr, .. } = run;
     assert!(*code != 0 && stderr.contains(words), "exit {code}: {stderr}");
@@ -57,7 +57,7 @@ fn process_limit_is_named_without_a_panic() {
     for limit in [1, 2, 3, 4, 5, 6, 8] {
         assert_refused(&run(limit, &["--", "true"]), "ulimit -u");
     }
-    // Those that only ask start no thread.
+    // Subcommands that only query start no thread.
     let status = run(1, &["status"]);
     assert_refused(&status, "no launch of yours is running");
     assert_eq!(run(1, &["env"]).code, 0);
@@ -84,7 +84,7 @@ fn launch_runs_with_an_empty_or_missing_temporary_directory() {
 
 fn deleted_run_directory_is_created_again_and_the_job_restarts() {
     let launch = Launch::new();
-    // A rank of the first attempt needs the directories for a heartbeat and its error file; the second one succeeds.
+    // A rank of the first attempt needs the directories for its heartbeat and error file; the second attempt succeeds.
     let script = "n=$TORCHELASTIC_RESTART_COUNT; echo up $n
         until [ -e go$n ]; do sleep 0.02; done
         until echo 7 2>/dev/null >$XLAUNCH_HEARTBEAT; do sleep 0.02; done
@@ -96,12 +96,12 @@ fn deleted_run_directory_is_created_again_and_the_job_restarts() {
     for attempt in 0..2 {
         wait_for("the attempt", || run.stdout().contains(&format!("up {attempt}")).then_some(()));
         for entry in std::fs::read_dir(launch.runtime_dir()).unwrap() {
-            // Moved away first: the launch may create it again at any time.
+            // Moved away first, because the launch may create it again at any time.
             let deleted = launch.path().join("deleted");
             std::fs::rename(entry.unwrap().path(), &deleted).unwrap();
             std::fs::remove_dir_all(deleted).unwrap();
         }
-        // The socket is there again once a query is answered.
+        // The socket exists again once a query is answered.
         wait_for("an answer", || (launch.run(&["status"]).code == 0).then_some(()));
         launch.write(&format!("go{attempt}"), "");
     }
@@ -128,7 +128,7 @@ fn python_beside_xlaunch_in_a_virtual_environment_runs_scripts() {
         Process::spawn(&mut command).wait()
     };
     let expected = "python of the environment: -u train.py\n";
-    // As cron and systemd start it.
+    // cron and systemd start it like this.
     assert_eq!(run(&xlaunch, "/usr/bin:/bin").stdout, expected);
     let in_path = format!("/usr/bin:/bin:{}", bin.display());
     assert_eq!(run(Path::new("xlaunch"), &in_path).stdout, expected);
@@ -136,7 +136,7 @@ fn python_beside_xlaunch_in_a_virtual_environment_runs_scripts() {
 
 fn refused_system_call_is_named_with_the_kernel_that_has_it() {
     let launch = Launch::with_program("python3");
-    // pidfd_open has this number on every architecture. Old kernels do not know it, some seccomp profiles refuse it.
+    // pidfd_open has this number on every architecture. Old kernels lack it, and some seccomp profiles refuse it.
     for errno in ["1", "38"] {
         let program = xlaunch_path().to_str().unwrap();
         let run = launch.run(&["-c", REFUSE_CALL, "434", errno, program, "--", "true"]);

@@ -1,4 +1,4 @@
-//! A launch leaves no process, file or cgroup, whatever its workers start and however it ends.
+//! A launch leaves no process, file or cgroup behind, regardless of what its workers start and how it ends.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ xlaunch_harness::tests! {
     runs_in_pid_namespace_without_own_session;
 }
 
-/// Starts an orphan in a session of its own that ignores SIGTERM, and writes its process id to a file.
+/// Starts an orphan that ignores SIGTERM in its own session, and writes its process id to a file.
 const START_DAEMONIZED: &str =
     "setsid sh -c 'trap \"\" TERM; (echo $$ > pid.$RANK; exec sleep 1000) & wait' >/dev/null 2>&1 & ";
 
@@ -43,7 +43,7 @@ fn runtime_files(launch: &Launch) -> Vec<String> {
     found
 }
 
-/// Cgroups of launches with this run id.
+/// Returns the cgroups of launches with this run id.
 fn cgroups(run_id: &str) -> Vec<String> {
     let roots = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
     let names = roots.iter().flat_map(|root| std::fs::read_dir(root).into_iter().flatten().flatten());
@@ -51,7 +51,7 @@ fn cgroups(run_id: &str) -> Vec<String> {
     names.filter(|name| name.starts_with(&format!("xlaunch-{run_id}."))).collect()
 }
 
-/// A run id that launches of other tests do not have.
+/// Returns a run id that launches of other tests do not have.
 fn unique_run_id(test: &str) -> String {
     format!("{test}_{}", std::process::id())
 }
@@ -86,13 +86,13 @@ fn killed_launcher_leaves_no_process_file_or_cgroup() {
 }
 
 fn runs_in_pid_namespace_without_own_session() {
-    // As with `docker exec`: session and process group began outside, so inside they have no number.
+    // As with `docker exec`: session and process group began outside the namespace, so inside they have no number.
     let namespace = ["--user", "--map-root-user", "--pid", "--fork", "--mount-proc"];
     let unshare = Launch::with_program("unshare");
     let worker = "(setsid sleep 1000 &); (env -i setsid sleep 1000 &); echo rank $RANK; exit $RANK";
     let launch = format!("\"$0\" --propagate-exit-code --nproc 2 -- sh -c '{worker}'");
     let count = "echo left $(cat /proc/[0-9]*/comm | grep -c sleep)";
-    // As the namespace's init process, and not.
+    // Once as the namespace's init process, and once not.
     for script in [format!("exec {launch}"), format!("{launch}; code=$?; {count}; exit $code")] {
         let program = xlaunch_path().to_str().unwrap();
         let run = unshare.run(&[namespace.as_slice(), &["sh", "-c", &script, program]].concat());
@@ -120,7 +120,7 @@ fn launcher_killed_at_any_moment_leaves_nothing() {
     for round in 0..200_u64 {
         let run =
             launch.spawn_shell(&["--rdzv-id", &run_id], 2, &format!("{START_DAEMONIZED} exec sleep 1000"));
-        // Spread over the time that a launch takes to start, and some more.
+        // Spread over slightly more than the time that a launch takes to start.
         std::thread::sleep(Duration::from_micros(round * 317 % 40_000));
         run.signal(Signal::KILL);
         run.wait();
@@ -129,7 +129,7 @@ fn launcher_killed_at_any_moment_leaves_nothing() {
     wait_until_clean(&launch, &run_id);
 }
 
-/// Number of processes that have this launch's runtime directory in their environment.
+/// Returns the number of processes that have this launch's runtime directory in their environment.
 fn processes_of(launch: &Launch) -> usize {
     let variable = format!("XDG_RUNTIME_DIR={}", launch.runtime_dir().display());
     let all = std::fs::read_dir("/proc").into_iter().flatten().flatten();

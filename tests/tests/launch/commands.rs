@@ -1,4 +1,4 @@
-//! Any command under torchrun's contract: arguments, environment, output, exit codes, failures and restarts.
+//! Commands of any kind under torchrun's contract: arguments, environment, output, exit codes, failures and restarts.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::symlink;
@@ -53,7 +53,7 @@ fn invoked_as_torchrun_behaves_as_torchrun() {
     let launch = Launch::new();
     let link = launch.path().join("torchrun");
     symlink(xlaunch_path(), &link).unwrap();
-    // As an argument of xlaunch, this would be its subcommand.
+    // As an argument of xlaunch, this name would be its subcommand.
     let script = launch.write("status", "print('a script with the name of a subcommand')\n");
     let run = Launch::with_program(&link).run(&["--standalone", script.to_str().unwrap()]);
     assert_eq!(run.stdout.trim(), "a script with the name of a subcommand", "{}", run.stderr);
@@ -197,14 +197,14 @@ fn launches_at_the_same_time_have_different_run_ids() {
     let logged: Vec<_> = (0..4).map(|_| launch.spawn_shell(&logged, 2, script)).collect();
     let ids = command.into_iter().chain(logged).map(|process| {
         let output = process.wait().stdout;
-        // After the prefix of the rank.
+        // The id follows the prefix of the rank.
         let ids: BTreeSet<&str> = output.lines().filter_map(|line| line.rsplit(':').next()).collect();
         assert_eq!(ids.len(), 1, "both ranks have the same: {output}");
         ids.first().unwrap().to_string()
     });
     let ids: BTreeSet<String> = ids.collect();
     assert_eq!(ids.len(), 8, "{ids:?}");
-    // A chosen one is what it is, however often it is used.
+    // A chosen id is kept, however often it is used.
     for _ in 0..2 {
         let options = ["--log-dir", "logs", "--tee", "3", "--rdzv-id", "my run"];
         assert!(launch.run_shell(&options, 1, script).stdout.ends_with("my run\n"));

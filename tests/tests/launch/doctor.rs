@@ -31,7 +31,7 @@ fn node_without_gpus_is_healthy() {
     let launch = Launch::new();
     for args in [&["--json"][..], &["--quick", "--json"]] {
         let run = doctor(&launch, args);
-        // The machine may have a GPU, whose state is not known here.
+        // The machine may have a GPU, whose state is unknown here.
         let found: Value = serde_json::from_str(&run.stdout).unwrap();
         let findings = found["findings"].as_array().unwrap();
         assert_eq!(found["healthy"], run.code == 0, "{}", run.stdout);
@@ -105,7 +105,7 @@ fn training_does_not_restart_on_a_gpu_with_errors() {
     assert_eq!(run.code, 76, "{}", run.stderr);
     assert!(run.stderr.contains("restarting (1 of 1)"), "{}", run.stderr);
     assert!(run.root_cause().contains("failed to start: GPU 1 (GPU-b)"), "{}", run.stderr);
-    // The processes of the second attempt, which were started already, have left nothing.
+    // The processes of the second attempt, which had already been started, have left nothing behind.
     let attempts = std::fs::read_dir(job.run_dir().join("logs")).unwrap().count();
     assert_eq!(attempts, 1);
 }

@@ -1,4 +1,4 @@
-//! The environment of a trainer's workers, and where their output goes.
+//! The environment of a trainer's workers, and the destination of their output.
 
 use std::collections::HashMap;
 
@@ -12,7 +12,7 @@ xlaunch_harness::tests! {
     stderr_is_prefixed_with_rank_and_logged_without_prefix;
 }
 
-/// What `env` of each rank printed.
+/// Returns the output of `env` of each rank.
 fn environments(job: &Job, ranks: usize) -> Vec<HashMap<String, String>> {
     let read = |rank| {
         let path = job.run_dir().join(format!("logs/attempt_0/{rank}/stdout.log"));

@@ -21,8 +21,8 @@ xlaunch_harness::tests! {
     failed_group_is_restarted_up_to_max_restarts;
 }
 
-/// A killed launcher's workers are killed at once. A worker that notices by itself takes longer: the time after which
-/// it gives up on its agent.
+/// When a launcher is killed, its workers are killed at once. A worker that has to notice by itself takes longer: the
+/// time after which it considers its agent lost.
 const KILLED_WITHIN: Duration = Duration::from_secs(10);
 /// A job that runs until it is stopped.
 const ENDLESS: [&str; 2] = ["--set", "train.steps=1000000"];
@@ -38,7 +38,7 @@ fn start_training(job: &Job, args: &[&str]) -> Process {
     run
 }
 
-/// Process ids of the workers, by rank.
+/// Returns the process ids of the workers, by rank.
 fn workers(run: &Process, count: usize) -> Vec<u32> {
     wait_for("the workers", || Some(children(run.pid())).filter(|workers| workers.len() == count))
 }
@@ -151,7 +151,7 @@ fn failed_group_is_restarted_up_to_max_restarts() {
     let restarts: Vec<&str> = run.stderr.lines().filter(|line| line.contains("restarting")).collect();
     assert!(restarts.len() == 2 && restarts[1].contains("2 of 2"), "{}", run.stderr);
     assert!(run.stderr.contains("2 restarts"), "{}", run.stderr);
-    // The processes of a fourth attempt, if they were started already, have left nothing.
+    // The processes of a fourth attempt, if they had already been started, have left nothing behind.
     let logs = std::fs::read_dir(job.run_dir().join("logs")).unwrap();
     let mut attempts: Vec<_> = logs.map(|entry| entry.unwrap().file_name()).collect();
     attempts.sort();

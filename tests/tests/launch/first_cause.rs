@@ -1,4 +1,4 @@
-//! The report names the rank that failed first, whatever happens to the others.
+//! The report names the rank that failed first, regardless of what happens to the others.
 
 use rustix::process::Signal;
 use xlaunch_tests::{Job, Launch, Output, Process, children, requirements, send_signal, wait_for};
@@ -24,7 +24,7 @@ fn start_training(job: &Job) -> (Process, Vec<u32>) {
     (run, workers)
 }
 
-/// Checks that the root cause has these words, and that the other ranks follow.
+/// Checks that the root cause contains these words, and that the other ranks follow.
 fn assert_root(run: &Output, words: &[&str], others: &[&str]) {
     for words in words {
         assert!(run.root_cause().contains(words), "{words} in {}", run.stderr);
@@ -119,7 +119,7 @@ fn rank_of_a_command_that_raised_is_the_cause_though_its_peer_exits_first() {
     }
 }
 
-/// As by a thread of gloo that notices that the connections are closed.
+/// Simulates a thread of gloo that notices that the connections are closed.
 fn exception_of_a_rank_that_is_aborted_while_it_exits_is_the_cause() {
     let launch = Launch::new();
     launch.write("peers.py", PEERS);

@@ -1,4 +1,4 @@
-//! Ranks of a training job that hang or are slow: what is reported, what is ended, and `xlaunch stacks`.
+//! Ranks of a training job that hang or are slow: reports, terminations, and `xlaunch stacks`.
 
 use std::time::Duration;
 
@@ -24,13 +24,13 @@ xlaunch_harness::tests! {
     rank_under_a_debugger_is_only_reported;
 }
 
-/// Long enough for a loaded machine to make a step.
+/// Long enough for a step on a loaded machine.
 const HANG_TIMEOUT: &str = "launch.hang_timeout=10";
 /// A job that runs until it is stopped.
 const ENDLESS: &str = "train.steps=1000000";
-/// Beyond the hang timeout, and the time after which a worker gives up on its agent.
+/// Longer than the hang timeout, and than the time after which a worker considers its agent lost.
 const LONG_HANG: Duration = Duration::from_secs(16);
-/// Steps of a job that is restarted, and between its checkpoints.
+/// Number of steps of a job that is restarted, and of steps between its checkpoints.
 const STEPS: u64 = 3000;
 const RESTARTED: [&str; 10] = [
     "--nproc",
@@ -52,12 +52,12 @@ fn start_training(job: &Job, args: &[&str]) -> Process {
     run
 }
 
-/// Process ids of the workers, by rank.
+/// Returns the process ids of the workers, by rank.
 fn workers(run: &Process) -> Vec<u32> {
     wait_for("the workers", || Some(children(run.pid())).filter(|workers| workers.len() == 2))
 }
 
-/// The hint that `xlaunch status` shows for each rank.
+/// Returns the hint that `xlaunch status` shows for each rank.
 fn hints(job: &Job) -> Vec<String> {
     let status = Process::spawn(&mut job.command(&["status", "--json"])).wait().stdout;
     let status: Value = serde_json::from_str(&status).unwrap();
@@ -65,7 +65,7 @@ fn hints(job: &Job) -> Vec<String> {
     ranks.map(|rank| rank["hint"].as_str().unwrap_or_default().to_owned()).collect()
 }
 
-/// Waits until rank 1, and no other, has a hint. Returns the line about it on stderr.
+/// Waits until rank 1, and no other rank, has a hint. Returns the line about it on stderr.
 fn wait_until_rank_1_is_reported(job: &Job, run: &Process) -> String {
     wait_for("a hint for rank 1", || hints(job).get(1).is_some_and(|hint| !hint.is_empty()).then_some(()));
     assert!(hints(job)[0].is_empty(), "{:?}", hints(job));
@@ -74,14 +74,14 @@ fn wait_until_rank_1_is_reported(job: &Job, run: &Process) -> String {
     })
 }
 
-/// Waits until steps are made again and the hint is gone.
+/// Waits until there are steps again and the hint is gone.
 fn wait_until_training_continues(job: &Job) {
     let steps = job.losses().len();
     wait_for("steps", || (job.losses().len() > steps).then_some(()));
     wait_for("no hint", || hints(job).iter().all(String::is_empty).then_some(()));
 }
 
-/// The evidence on a rank's first attempt.
+/// Returns the evidence on a rank's first attempt.
 fn evidence(job: &Job, rank: u32) -> String {
     let path = job.run_dir().join(format!("logs/attempt_0/{rank}/hang.txt"));
     std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
@@ -92,7 +92,8 @@ fn wait_for_steps(job: &Job) {
     wait_for("150 steps", || (job.losses().len() >= 150).then_some(()));
 }
 
-/// Lets a job with a hang finish: it names rank 1, is restarted once, and ends with the weights of one that never hung.
+/// Lets a job with a hang finish. It names rank 1, is restarted once, and ends with the weights of a job that never
+/// hung.
 fn finishes_as_if_it_had_not_hung(job: &Job, run: Process) -> String {
     let run = run.wait();
     assert_eq!(run.code, 0, "{}", run.stderr);
@@ -137,7 +138,7 @@ fn rank_that_computes_for_ever_is_named_with_its_phase_and_ended() {
     );
     let culprit = evidence(&job, 1);
     assert!(culprit.contains("phase: backward") && culprit.contains("state R"), "{culprit}");
-    // Of the function that loops.
+    // The stack of the function that loops.
     assert!(culprit.contains("pwrite64") || culprit.contains("no stacks"), "{culprit}");
 }
 
@@ -204,7 +205,7 @@ fn job_that_is_stopped_as_a_whole_and_continues_is_not_a_hang() {
     std::thread::sleep(LONG_HANG);
     all.iter().for_each(|process| send_signal(*process, Signal::CONT));
     wait_until_training_continues(&job);
-    // Longer than the hang timeout.
+    // This is longer than the hang timeout.
     std::thread::sleep(Duration::from_secs(12));
     run.signal(Signal::INT);
     let run = run.wait();
@@ -216,7 +217,7 @@ fn rank_under_a_debugger_is_only_reported() {
     let job = Job::new();
     let run = start_training(&job, &["--nproc", "2", "--set", ENDLESS, "--set", HANG_TIMEOUT]);
     let workers = workers(&run);
-    // The main thread trains. The one that sends heartbeats continues.
+    // The main thread trains. The thread that sends heartbeats continues.
     let frozen = FrozenThread::new(workers[1]).unwrap();
     let line = wait_until_rank_1_is_reported(&job, &run);
     assert!(line.contains("made no progress") && line.contains("step "), "{line}");

@@ -1,4 +1,4 @@
-//! Heartbeats of commands: hangs are named and ended, with the stacks of Python programs; and preemption by exit code.
+//! Heartbeats of commands: hangs are named and ended, with the stacks of Python programs; preemption by exit code.
 
 use std::path::Path;
 use std::process::Command;
@@ -26,7 +26,7 @@ xlaunch_harness::tests! {
     rank_under_a_debugger_is_only_reported;
 }
 
-/// Both ranks make steps of 0.2 s. In the first attempt, rank 1 hangs in step 5, and rank 0 waits for it in step 6.
+/// Both ranks take steps of 0.2 s. In the first attempt rank 1 hangs in step 5, and rank 0 waits for it in step 6.
 const HANG: &str = "step=0; while [ $step -lt 8 ]; do step=$((step + 1)); sleep 0.2; \
     [ $TORCHELASTIC_RESTART_COUNT = 0 ] && [ $step = $((6 - RANK)) ] && exec sleep 1000; \
     echo $step > $XLAUNCH_HEARTBEAT; done";
@@ -72,7 +72,7 @@ while True:
 ";
     launch.write("train.py", script);
     let options = ["--hang-timeout", "2", "--nproc-per-node", "2"];
-    // Below a shell, Python is found as well.
+    // Python is also found below a shell.
     for target in [&["train.py"][..], &["--", "sh", "-c", "python3 train.py; exit $?"]] {
         let run = launch.run(&[&options[..], target].concat());
         assert_eq!(run.code, 75, "{}", run.stderr);
@@ -184,7 +184,7 @@ fn requeue_code_exits_with_75_and_without_a_restart() {
     assert_eq!(run.stdout, "x\nx\n", "no restart: {}", run.stderr);
     assert!(run.stderr.contains("the job was preempted"), "{}", run.stderr);
     line(&run, "exit code 99: preempted (--requeue-codes)");
-    // A scheduler's SIGTERM, on which the script saves its state.
+    // A scheduler's SIGTERM makes the script save its state.
     let script = "trap 'exit 85' TERM; echo ready >&2; while :; do sleep 0.1; done";
     let run = launch.spawn_shell(&options, 2, script);
     wait_for("both workers", || (run.stderr().matches("ready").count() == 2).then_some(()));
@@ -233,7 +233,7 @@ fn rank_under_a_debugger_is_only_reported() {
     let launch = Launch::new();
     let script = "while [ ! -e hang ]; do echo 1 > $XLAUNCH_HEARTBEAT; sleep 0.1; done; exec sleep 1000";
     let run = launch.spawn_shell(&["--hang-timeout", "2"], 1, script);
-    // Other processes of xlaunch have its name before they have their own.
+    // Other processes of xlaunch have its name until they get their own.
     let worker =
         wait_for("the worker", || children(run.pid()).into_iter().find(|child| process_name(*child) == "sh"));
     let mut strace = Command::new("strace");

@@ -12,7 +12,7 @@ xlaunch_harness::tests! {
     output_that_is_not_a_directory_is_refused;
 }
 
-/// A run that must exit with `code` and these words on stderr, before any worker starts.
+/// Runs a job that must exit with `code` and these words on stderr before any worker starts.
 fn refused(job: &Job, args: &[&str], code: i32, words: &[&str]) -> Output {
     let run = job.run(args);
     assert_eq!(run.code, code, "{args:?}: {}", run.stderr);
@@ -28,7 +28,7 @@ fn refused(job: &Job, args: &[&str], code: i32, words: &[&str]) -> Output {
     run
 }
 
-/// The same with another line in `[train]`.
+/// Same, with an additional line in `[train]`.
 fn refused_line(line: &str, code: i32, words: &[&str]) {
     let job = Job::new();
     let config = std::fs::read_to_string(job.path().join("train.toml")).unwrap();
@@ -73,7 +73,7 @@ fn missing_files_are_named() {
     refused(&job, &["--set", "checkpoint.init=\"nowhere.safetensors\""], 65, &["nowhere.safetensors"]);
 }
 
-/// The header of llm.c's token files.
+/// Returns the header of llm.c's token files.
 fn llmc_header(tokens: u32) -> Vec<u8> {
     let mut header = vec![0_u8; 1024];
     for (at, number) in [(0, 20_240_520_u32), (4, 1), (8, tokens)] {
@@ -95,7 +95,7 @@ fn unusable_training_data_is_refused() {
     refused(&job, &bin, 65, &["ids.bin", "300", "256"]);
     job.write("ids.bin", &ids(3)[..1999]);
     refused(&job, &bin, 65, &["ids.bin"]);
-    // The header promises more tokens than the file has.
+    // The header promises more tokens than the file contains.
     job.write("ids.bin", [llmc_header(5000), ids(3)].concat());
     refused(&job, &bin, 65, &["ids.bin", "5000"]);
 }

@@ -1,4 +1,4 @@
-//! Workers that exhaust resources of the host: memory, and output without end.
+//! Workers that exhaust resources of the host: memory, and endless output.
 
 use xlaunch_tests::{Launch, MemoryCgroup, requirements, xlaunch_path};
 

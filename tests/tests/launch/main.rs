@@ -36,7 +36,7 @@ xlaunch_harness::suite! {
 /// The ssh client that runs commands on this machine.
 const FAKE_SSH: &str = env!("CARGO_BIN_EXE_fake_ssh");
 
-/// Lines of a text, sorted: ranks write in any order.
+/// Returns the lines of a text, sorted: ranks write in any order.
 fn sorted_lines(text: &str) -> Vec<&str> {
     let mut lines: Vec<&str> = text.lines().collect();
     lines.sort_unstable();

@@ -1,5 +1,5 @@
-//! A job on several nodes as users of any of them see it, and a coordinator outside of all nodes. Nodes are agents on
-//! loopback with runtime directories of their own.
+//! Views of a job on several nodes for users of each node, and of a coordinator outside of all nodes. Nodes are agents
+//! on loopback with separate runtime directories.
 
 use std::net::TcpListener;
 
@@ -37,7 +37,7 @@ impl Nodes {
         self.nodes[node].spawn_shell(&[&place[..], &["--rdzv-insecure"], options].concat(), nproc, script)
     }
 
-    /// What a subcommand prints on a node.
+    /// Returns the output of a subcommand on a node.
     fn query(&self, node: usize, args: &[&str]) -> String {
         let output = self.nodes[node].run(args);
         assert_eq!(output.code, 0, "{args:?}: {}", output.stderr);
@@ -48,7 +48,7 @@ impl Nodes {
         serde_json::from_str(&self.query(node, &["status", "--json"])).unwrap()
     }
 
-    /// Waits until the log of a rank has this text.
+    /// Waits until the log of a rank contains this text.
     fn wait_for_log(&self, node: usize, rank: &str, text: &str) {
         wait_for(text, || {
             let output = self.nodes[node].run(&["logs", "--rank", rank]);
@@ -57,7 +57,7 @@ impl Nodes {
     }
 }
 
-/// An address of which the port was free.
+/// Returns an address with a port that was free.
 fn free_endpoint() -> String {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
 }
@@ -66,7 +66,7 @@ fn wait_for_stdout(process: &Process, text: &str) {
     wait_for(text, || process.stdout().contains(text).then_some(()));
 }
 
-/// Rank and state of each node.
+/// Returns rank and state of each node.
 fn states(status: &Value) -> Vec<(Option<u64>, String)> {
     let nodes = status["nodes"].as_array().into_iter().flatten();
     nodes.map(|node| (node["node_rank"].as_u64(), node["state"].as_str().unwrap().to_owned())).collect()
@@ -76,7 +76,7 @@ fn either_node_shows_all_ranks_and_stops_the_job() {
     let nodes = Nodes::new();
     let script = "trap 'echo last $RANK; exit 0' TERM; echo first $RANK; while :; do sleep 0.1; done";
     let agents = [nodes.spawn(0, &[], 2, script), nodes.spawn(1, &[], 2, script)];
-    // Written by ranks of the other node.
+    // This was written by ranks of the other node.
     nodes.wait_for_log(0, "3", "first 3\n");
     nodes.wait_for_log(1, "0", "first 0\n");
     nodes.wait_for_log(1, "1", "first 1\n");
@@ -203,7 +203,7 @@ fn spare_answers_for_the_job_and_is_ready() {
     let refused = run(2, &["checkpoint"]);
     assert!(refused.code == 1 && refused.stderr.contains("runs a command"), "{}", refused.stderr);
 
-    // A log that is followed through the spare goes on when that runs the rank itself.
+    // A log that is followed through the spare continues when the spare itself runs the rank.
     let followed = nodes[2].spawn(&["logs", "--rank", "1", "-f"]);
     wait_for_stdout(&followed, "rank 1, attempt 0\n");
     second.signal(Signal::KILL);
@@ -268,7 +268,7 @@ fn coordinator_that_is_terminated_says_so() {
     );
 }
 
-/// One node, then two, then the other one alone, which has rank 0 then. All log to one directory.
+/// First there is one node, then two, then only the other one, which then has rank 0. All of them log to one directory.
 fn nodes_of_a_command_that_grows_have_one_run_id_and_logs_of_their_own() {
     let head = Launch::new();
     let endpoint = free_endpoint();
@@ -291,13 +291,13 @@ fn nodes_of_a_command_that_grows_have_one_run_id_and_logs_of_their_own() {
     let first = agent(0);
     wait_for_line(&first, " 0 1");
     let second = agent(1);
-    // Both find each other by the interface of their address, also the one that began alone.
+    // Both nodes find each other by the interface of their address, including the one that began alone.
     wait_for_line(&first, " 0 2 lo");
     wait_for_line(&second, " 1 2 lo");
     first.signal(Signal::TERM);
     let mut outputs = vec![first.wait()];
     wait_for_line(&second, " 0 1");
-    // The directory of the run leads to the node that has rank 0 now.
+    // The directory of the run leads to the node that now has rank 0.
     let run = std::fs::read_dir(logs).unwrap().next().unwrap().unwrap().path();
     let status = nodes[1].run(&["status", "--json", run.to_str().unwrap()]);
     assert_eq!(status.code, 0, "{}", status.stderr);

@@ -1,4 +1,4 @@
-//! Where a launch runs: flags for several nodes that cannot work, engines, and `xlaunch env`.
+//! Placement of a launch: invalid flags for several nodes, engines, and `xlaunch env`.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -17,7 +17,7 @@ xlaunch_harness::tests! {
     batch_script_queues_again_after_retryable_exit_codes_only;
 }
 
-/// The second of two nodes of a step, as Slurm 22.05 describes it.
+/// The second of two nodes of a step, as described by Slurm 22.05.
 const STEP: [(&str, &str); 7] = [
     ("SLURM_JOB_ID", "7"),
     ("SLURM_STEP_ID", "0"),
@@ -121,7 +121,7 @@ fn env_reports_problems_and_succeeds() {
     assert!(outside.stdout.starts_with("engine: none\n") && !outside.stdout.contains("problem"));
 }
 
-/// The script of `deploy/slurm`, with programs in place of Slurm's that record how they are called.
+/// Runs the script of `deploy/slurm` with programs that replace Slurm's and record how they are called.
 fn batch_script_queues_again_after_retryable_exit_codes_only() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/slurm/train.sbatch");
     for (code, running, restarts, preempted, requeued) in [
@@ -134,7 +134,7 @@ fn batch_script_queues_again_after_retryable_exit_codes_only() {
         (1, "7", "", "None", false),
         (2, "7", "", "None", false),
         (65, "7", "", "None", false),
-        // Cancelled; and without end.
+        // Cancelled, or without an end.
         (143, "", "", "2026-11-25T10:00:00", false),
         (75, "7", "100", "None", false),
     ] {

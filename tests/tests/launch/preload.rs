@@ -1,4 +1,4 @@
-//! `--preload`: forked workers are like spawned ones, and whatever goes wrong, workers start without it.
+//! `--preload`: forked workers behave like spawned ones, and if anything goes wrong, workers start without it.
 
 use std::collections::BTreeSet;
 
@@ -24,7 +24,7 @@ xlaunch_harness::tests! {
     restarts_without_cgroups_fork_from_the_same_process;
 }
 
-/// A module that records its imports and the process in which they happen.
+/// A module that records its imports and the importing process.
 const MODULE: &str = "
 import os
 PROCESS = os.getpid()
@@ -38,12 +38,12 @@ fn launch_with_module(more: &str) -> Launch {
     launch
 }
 
-/// The processes in which the module was imported.
+/// Returns the processes in which the module was imported.
 fn imports(launch: &Launch) -> Vec<u32> {
     launch.read("imports").lines().map(|line| line.parse().unwrap()).collect()
 }
 
-/// What `preload.py` found in rank 1 of a launch.
+/// Returns the findings of `preload.py` in rank 1 of a launch.
 fn dump(launch: &Launch, name: &str, args: &[&str]) -> Value {
     let mut command =
         launch.command(&["--nproc-per-node", "2", "--rdzv-id", "one", "--master-port", "29517"]);
@@ -51,7 +51,7 @@ fn dump(launch: &Launch, name: &str, args: &[&str]) -> Value {
     let run = Process::spawn(&mut command).wait();
     assert_eq!(run.code, 0, "{}", run.stderr);
     let mut dump: Value = serde_json::from_str(&launch.read(&format!("{name}1"))).unwrap();
-    // They differ between any two launches: the mark has the process id of xlaunch, DUMP is the test's.
+    // These differ between any two launches: the mark contains the process id of xlaunch, and DUMP belongs to the test.
     let of_launch = |name: &str| ["XLAUNCH_SCOPE", "DUMP"].contains(&name);
     dump["environment"].as_object_mut().unwrap().retain(|name, _| !of_launch(name));
     let lines = dump["c_environment"].as_array_mut().unwrap();
@@ -80,7 +80,7 @@ fn forked_worker_finds_what_a_spawned_one_does() {
     assert_same_dump(&["--run-path", "dir/preload.py", "x"]);
 }
 
-/// How a launch of a script ended, without what differs between any two launches.
+/// Returns the end of a launch of a script, without parts that differ between any two launches.
 fn end(launch: &Launch, args: &[&str]) -> (i32, String, String) {
     let run = launch.run(&[&["--propagate-exit-code"], args].concat());
     let own = run.stderr.split("xlaunch: the job failed").next().unwrap_or_default().to_owned();
@@ -144,7 +144,8 @@ fn ranks_have_different_random_numbers() {
     assert_eq!(numbers.len(), 8, "{}", run.stdout);
 }
 
-/// A script whose rank 1 fails in the first attempt as `failure` says; the second prints the process that imported.
+/// Writes a script whose rank 1 fails in the first attempt as given by `failure`; the second attempt prints the
+/// importing process.
 fn failing_once(launch: &Launch, failure: &str) {
     let script = format!(
         "import os, recorded, signal, time

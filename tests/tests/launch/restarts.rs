@@ -1,4 +1,4 @@
-//! Restarts by progress, their budget, and the account of a job's time.
+//! Restarts by progress, their budget, and the accounting of a job's time.
 
 use std::time::Duration;
 
@@ -16,14 +16,14 @@ xlaunch_harness::tests! {
     rank_that_cannot_save_is_named_and_the_job_restarts;
 }
 
-/// The difference between the account and the clock of a job: reading both takes a moment.
+/// Tolerated difference between the account and the clock of a job: reading both takes a moment.
 const ACCOUNT_TOLERANCE: Duration = Duration::from_secs(2);
 
 fn scripted(script: &str, args: &[&str]) -> Output {
     Job::scripted(FAKE_WORKER, script).run(args)
 }
 
-/// Lines of xlaunch's own about restarts.
+/// Returns xlaunch's own lines about restarts.
 fn restarts(stderr: &str) -> Vec<&str> {
     stderr.lines().filter(|line| line.contains("; restarting")).collect()
 }
@@ -33,7 +33,7 @@ fn status(job: &Job) -> Value {
     serde_json::from_str(&status).unwrap()
 }
 
-/// The furthest step of the job so far.
+/// Returns the furthest step of the job so far.
 fn furthest_step(job: &Job) -> u64 {
     let text = std::fs::read_to_string(job.run_dir().join("metrics.jsonl")).unwrap_or_default();
     // The last line may be incomplete.
@@ -112,8 +112,8 @@ fn rank_that_cannot_save_is_named_and_the_job_restarts() {
     let job = Job::new();
     let settings = ["checkpoint.every=4", "checkpoint.on_error=stop", "launch.max_restarts=1"];
     let settings: Vec<&str> = settings.iter().flat_map(|setting| ["--set", setting]).collect();
-    // A directory at the place of a temporary file of rank 1 cannot be made in advance; a file at the place of the
-    // directory of checkpoints fails all ranks, and the lowest is named.
+    // A directory in place of a temporary file of rank 1 cannot be created in advance. A file in place of the directory
+    // of checkpoints fails all ranks, and the lowest rank is named.
     let dir = job.path().join("saved");
     let saved = format!("checkpoint.dir={}", dir.display());
     let run = job

@@ -45,7 +45,7 @@ fn terminating_signals_are_forwarded_and_set_exit_code() {
 
 fn sigterm_during_a_restart_delay_sets_exit_code_and_is_named() {
     let launch = Launch::new();
-    // The first restart has no delay. A third attempt would mean that the delay was over before the signal came.
+    // The first restart has no delay. A third attempt would mean that the delay had ended before the signal came.
     let script = "[ $TORCHELASTIC_RESTART_COUNT = 2 ] && exec sleep 1000; exit 3";
     let run = launch.spawn_shell(&["--max-restarts", "3"], 1, script);
     run.wait_for_stderr("; restarting in ");

@@ -32,7 +32,7 @@ fn spawn(launch: &Launch, hosts: &str, options: &[&str], script: &str) -> Proces
     launch.spawn(&[&flags, options, &["--", "sh", "-c", script]].concat())
 }
 
-/// Where the coordinator of one launch listens: the hosts are this machine.
+/// Returns the endpoint of one launch's coordinator: all hosts are this machine.
 fn endpoint() -> String {
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     free.local_addr().unwrap().to_string()
@@ -42,7 +42,7 @@ fn run(launch: &Launch, hosts: &str, options: &[&str], script: &str) -> Output {
     spawn(launch, hosts, options, script).wait()
 }
 
-/// The process ids that workers have written to these files.
+/// Returns the process ids that workers have written to these files.
 fn pids(launch: &Launch, names: &[&str]) -> Vec<u32> {
     wait_for("process ids of workers", || {
         names.iter().map(|name| launch.read(name).trim().parse().ok()).collect()
@@ -151,7 +151,7 @@ fn exit_code_is_that_of_the_job() {
     let script = "test $HOSTNAME = a || exit 42";
     assert_eq!(run(&launch, "a,b", &["--propagate-exit-code"], script).code, 42);
     assert_eq!(run(&launch, "a,b,c", &[], "exit 42").code, 1);
-    // A mistake in the rest of the command line needs no host.
+    // A mistake in the rest of the command line is detected without contacting a host.
     let refused = launch.run(&["--hosts", "unknown", "--ssh", FAKE_SSH, "--nproc", "no", "--", "true"]);
     assert_eq!(
         (
@@ -230,7 +230,7 @@ fn interrupt_while_connecting_ends_the_launch() {
 
 fn killed_launcher_leaves_no_process_on_any_host() {
     let launch = Launch::new();
-    // The second process is in a session of its own, as a daemon.
+    // The second process has its own session, like a daemon.
     let script = "setsid sh -c 'trap \"\" TERM HUP; echo $$ > daemon.$HOSTNAME; exec sleep 1000' >/dev/null 2>&1 & \
         trap '' TERM HUP; echo $$ > pid.$HOSTNAME; while :; do sleep 0.1; done";
     let run = spawn(&launch, "a,b", &[], script);
@@ -266,7 +266,7 @@ fn lost_connection_ends_the_job_on_all_hosts() {
 
 fn more_hosts_than_connect_at_once_are_started() {
     let hosts: Vec<String> = (0..80).map(|n| format!("h{n:02}")).collect();
-    // Fewer open files than they need: the launcher raises its own limit.
+    // There are fewer file descriptors than needed: the launcher raises its own limit.
     let shell = Launch::with_program("sh");
     let mut command = shell.command(&["-c", "ulimit -Sn 128; exec \"$@\"", "sh"]);
     command.arg(xlaunch_tests::xlaunch_path());

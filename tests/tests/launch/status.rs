@@ -1,4 +1,4 @@
-//! What can be seen of a running launch: `status`, `logs`, `stop`, and the gRPC services that they use.
+//! Views of a running launch: `status`, `logs`, `stop`, and the gRPC services that they use.
 
 use std::process::Command;
 use std::time::Duration;
@@ -191,7 +191,7 @@ fn thousand_clients_that_do_not_read_do_not_disturb_training() {
             streams.push(tokio::time::timeout(Duration::from_secs(60), agent.logs(request)).await.unwrap());
         }
         assert!(streams.iter().any(Result::is_err), "the number of followers is limited");
-        // A process of its own, for its file descriptors.
+        // A separate process, because of its file descriptors.
         let mut hold = Command::new(env!("CARGO_BIN_EXE_daemon_load"));
         let hostile = Process::spawn(hold.arg("hostile-clients").arg(&socket).arg("900"));
         hostile.wait_for_stderr("holding 900 connections");

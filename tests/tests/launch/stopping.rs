@@ -1,4 +1,4 @@
-//! Stopping a training job and saving a checkpoint on request, by signals and by calls; what a failed save leaves.
+//! Stopping a training job and saving a checkpoint on request, by signals and by calls; leftovers of a failed save.
 
 use std::path::{Path, PathBuf};
 
@@ -27,9 +27,9 @@ xlaunch_harness::tests! {
 /// Endless training of two ranks.
 const ARGS: [&str; 6] =
     ["--nproc", "2", "--set", "train.steps=100000000", "--set", "observe.tensorboard=false"];
-/// Lines of text of which half are evaluated.
+/// Number of lines of text, half of which are evaluated.
 const LONG_EVALUATION_LINES: usize = 150_000;
-/// Rounds of tests whose outcome could depend on timing.
+/// Number of rounds of tests whose outcome could depend on timing.
 const ROUNDS: usize = 10;
 
 fn start_training(job: &Job, settings: &[&str]) -> (Process, Vec<u32>) {
@@ -74,7 +74,7 @@ fn sigterm_to_every_process_saves_a_checkpoint() {
     for round in 0..ROUNDS {
         let job = Job::new();
         let (run, workers) = start_training(&job, &["checkpoint.every=0"]);
-        // As Slurm and systemd send it: to all, in any order.
+        // Slurm and systemd send the signal to all processes, in any order.
         let mut all = [&[run.pid()], &workers[..]].concat();
         all.rotate_left(round % 3);
         all.iter().for_each(|pid| send_signal(*pid, Signal::TERM));
@@ -130,7 +130,7 @@ fn stop_that_times_out_is_retryable_and_names_the_newest_checkpoint() {
 }
 
 fn stop_waits_for_an_evaluation_that_makes_progress() {
-    // An evaluation takes several times the shutdown timeout, which is longer than the interval of heartbeats.
+    // An evaluation takes several times the shutdown timeout, which is longer than the heartbeat interval.
     for (most, code) in [("launch.shutdown_timeout_max=300.0", 143), ("launch.shutdown_timeout_max=0.0", 75)]
     {
         let job = Job::new();
@@ -148,7 +148,7 @@ fn checkpoint_command_prints_the_path_of_a_complete_checkpoint() {
     let job = Job::new();
     let (run, _) = start_training(&job, &["checkpoint.every=0", "checkpoint.keep=0"]);
     let before = job.losses().len() as u64;
-    // From another directory: the path is absolute.
+    // The path is absolute, as the command runs in another directory.
     let saved = Process::spawn(job.command(&["checkpoint", "train"]).current_dir("/")).wait();
     assert_eq!(saved.code, 0, "{}", saved.stderr);
     let path = PathBuf::from(saved.stdout.strip_suffix('\n').unwrap());
@@ -215,7 +215,7 @@ fn ranks_that_do_not_open_the_communicator_are_named() {
 fn blocked_disk_does_not_disturb_training() {
     let job = Job::new();
     let (run, _) = start_training(&job, &["checkpoint.every=0"]);
-    // All threads that write files of the run, as if its disk did not respond.
+    // All threads that write files of the run stop, as if its disk did not respond.
     let tasks = std::fs::read_dir(format!("/proc/{}/task", run.pid())).unwrap().flatten();
     let tasks = tasks.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     let name = |task: &u32| {
@@ -228,7 +228,7 @@ fn blocked_disk_does_not_disturb_training() {
     let status = || -> Value { serde_json::from_str(&query(&job, &["status", "--json"]).stdout).unwrap() };
     let step = || status()["step"].as_u64().unwrap();
     let before = step();
-    // Longer than a rank may go without acknowledged heartbeats.
+    // This is longer than a rank may go without acknowledged heartbeats.
     std::thread::sleep(std::time::Duration::from_secs(20));
     run.wait_for_stderr("metrics.jsonl is written too slowly: reports are dropped");
     let after = step();

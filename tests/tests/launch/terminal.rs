@@ -35,7 +35,7 @@ fn send(keys: &str) -> serde_json::Value {
     json!(["send", keys])
 }
 
-/// Runs a program on a terminal, and returns all that it showed. See `terminal.py`.
+/// Runs a program on a terminal and returns everything that it displayed. See `terminal.py`.
 fn on_terminal(launch: &Launch, steps: &[serde_json::Value], program: &[&str]) -> Output {
     let driver = launch.write("terminal.py", include_str!("terminal.py"));
     let mut command = launch.command::<&str>(&[]);
@@ -48,7 +48,7 @@ fn on_terminal(launch: &Launch, steps: &[serde_json::Value], program: &[&str]) -
             None => command.env_remove(name),
         };
     }
-    // No colours, and a shell that does not edit lines.
+    // No colours, and a shell without line editing.
     command.env("TERM", "dumb").env_remove("PROMPT_COMMAND");
     command.current_dir(launch.path()).arg(driver).arg(json!(steps).to_string()).args(program);
     Process::spawn(&mut command).wait()
@@ -66,7 +66,7 @@ fn in_shell(launch: &Launch, steps: &[serde_json::Value]) -> String {
     let begin = [expect("$ "), send(&format!("X={}\n", xlaunch_path().display())), expect("$ ")];
     let end = [send("\nexit 0\n")];
     let steps = [&begin, steps, &end].concat();
-    // bash does not take the prompt of root from the environment.
+    // bash does not take root's prompt from the environment.
     launch.write("bashrc", "PS1='$ '\n");
     let run =
         on_terminal(launch, &steps, &["bash", "--noprofile", "--rcfile", "bashrc", "--noediting", "-i"]);
@@ -129,7 +129,7 @@ wait_for_both('interrupted')
 print('rank', rank, 'count', count)
 ",
     );
-    // Also within the moment in which rank 0 has the terminal.
+    // This includes the moment in which rank 0 has the terminal.
     for _ in 0..5 {
         for name in ["ready0", "ready1", "interrupted0", "interrupted1"] {
             let _ = std::fs::remove_file(launch.path().join(name));
@@ -212,7 +212,7 @@ if os.environ['RANK'] == '1':
 
 fn terminal_is_usable_after_the_launcher_is_killed_at_a_prompt() {
     let launch = Launch::new();
-    // The shell of a script has no job control, and takes no terminal back.
+    // The shell of a script has no job control, and does not take the terminal back.
     launch.write(
         "killed.py",
         "
@@ -262,7 +262,7 @@ fn inherited_descriptors_are_closed_unless_an_argument_names_them() {
     let launch = Launch::with_program("bash");
     let xlaunch = xlaunch_path().display();
     let list = "ls /proc/self/fd | wc -l";
-    // One of `ls` itself.
+    // One redirection is to a descriptor of `ls` itself.
     for (line, expected) in [
         (format!("exec 7</dev/null; {xlaunch} -- sh -c '{list}'"), "4"),
         (format!("{xlaunch} -- sh -c 'cat $0' <(echo substituted)"), "substituted"),

@@ -51,7 +51,7 @@ fn file_names(dir: &Path) -> Vec<String> {
     entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
 }
 
-/// The children that have become workers. One that was only forked so far may be any other process.
+/// Returns the children that have become workers. A child that has only been forked may be any other process.
 fn workers(pid: u32) -> Vec<u32> {
     let command_line = |pid: &u32| std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let is_worker = |pid: &u32| command_line(pid).split(|byte| *byte == 0).nth(1) == Some(b"worker");
@@ -69,7 +69,8 @@ fn train_reports_consistent_figures_and_leaves_no_files() {
     close(get("tokens_per_second"), get("tokens_per_step") / (get("step_ms") / 1e3));
     assert!(0.0 < get("step_ms_p5") && get("step_ms_p5") <= get("step_ms"), "{found}");
     assert!(get("step_ms") <= get("step_ms_p95"), "{found}");
-    // 6 N + 12 L H D T for 2 layers, width 32, gated feed-forward of 48, vocabulary 256, sequences of 32.
+    // The formula is 6 N + 12 L H D T for 2 layers, width 32, gated feed-forward of 48, vocabulary 256, sequences of
+    // 32.
     close(
         get("flops_per_token"),
         6.0 * 32.0 * (2.0 * (4.0 * 32.0 + 3.0 * 48.0) + 256.0) + 12.0 * 2.0 * 32.0 * 32.0,
@@ -91,7 +92,7 @@ fn train_reports_consistent_figures_and_leaves_no_files() {
 }
 
 fn train_tells_waiting_for_a_slow_rank_from_communication() {
-    // Rank 1 takes longer in every step, by much more than this model's steps take.
+    // Rank 1 takes longer in every step, by much more than a step of this model.
     let mut job = Job::with_fail_points("forward@1:*=slow(200)");
     let cache = job.path().join("cache").display().to_string();
     job.set_env("XLAUNCH_CACHE", &cache);
@@ -179,7 +180,7 @@ fn allreduce_results_are_correct_and_busbw_follows_algbw() {
     for row in rows {
         assert_eq!((number(row, "wrong"), &row["type"]), (0.0, &"float".into()), "{row}");
         let (algbw, busbw) = (number(row, "algbw"), number(row, "busbw"));
-        // 2 (n - 1) / n with 4 ranks.
+        // The factor is 2 (n - 1) / n with 4 ranks.
         assert!(algbw > 0.0 && (busbw - algbw * 1.5).abs() <= 1e-9 * busbw, "{row}");
         assert!((algbw - number(row, "size") / number(row, "time") / 1e3).abs() <= 1e-9 * algbw, "{row}");
     }
@@ -223,7 +224,7 @@ fn device_calibration_is_cached_until_device_is_measured_again() {
     let files = file_names(&cache);
     assert_eq!(files.len(), 1, "{files:?}");
     assert_eq!(ceiling(), first, "from the cache");
-    // The cached value is the one that counts.
+    // The cached value is used.
     let file = cache.join(&files[0]);
     let mut cached: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
     cached["fp32_gemm_flops"] = 5e12.into();
@@ -249,7 +250,7 @@ fn trace_shows_phases_of_requested_steps_on_every_rank() {
         let spans = events.iter().filter(|event| event["ph"] == "X");
         let (steps, phases): (Vec<&Value>, Vec<&Value>) =
             spans.partition(|span| name(span).starts_with("step "));
-        // Eight steps are too few for ten before the traced ones.
+        // Eight steps are too few for ten steps before the traced ones.
         let names: Vec<String> = steps.iter().map(|step| name(step)).collect();
         assert_eq!(names, ["step 2", "step 3", "step 4"]);
         let range = |event: &Value| (number(event, "ts"), number(event, "ts") + number(event, "dur"));

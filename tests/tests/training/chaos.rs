@@ -1,4 +1,4 @@
-//! Chaos: training jobs with restarts under faults from a seeded plan end with the bits of an undisturbed run.
+//! Chaos: training jobs with restarts under faults from a seeded plan end with the same bits as an undisturbed run.
 //!
 //! `XLAUNCH_TEST_FAULTS=500 cargo test -p xlaunch-tests --test training -- chaos` for a long run. The seed is printed;
 //! `XLAUNCH_TEST_SEED` sets it.
@@ -12,11 +12,11 @@ xlaunch_harness::tests! {
     faults_change_no_bit_of_the_result;
 }
 
-/// Number of faults, and the seed of the plan.
+/// Variables with the number of faults, and with the seed of the plan.
 const FAULTS: &str = "XLAUNCH_TEST_FAULTS";
 const SEED: &str = "XLAUNCH_TEST_SEED";
 const DEFAULT_FAULTS: u64 = 26;
-/// Jobs that run at the same time: restarts wait, and the processors would be idle.
+/// Number of concurrent jobs: restarts wait, and the processors would be idle.
 const JOBS_AT_ONCE: usize = 2;
 
 fn number(variable: &str) -> Option<u64> {
@@ -51,7 +51,7 @@ fn faults_change_no_bit_of_the_result() {
     eprintln!("{report}");
     let failed = report.problems();
     assert_eq!(failed, 0, "{failed} jobs failed, see above; {SEED}={seed} repeats them");
-    // Some are not reached, such as a save that is skipped.
+    // Some are not reached, such as one in a save that is skipped.
     assert!(
         report.faults() as u64 * 10 >= faults * 8,
         "{} of {faults} faults were injected",

@@ -1,4 +1,4 @@
-//! Directories of checkpoints: which one a run continues from, and that no run harms another's.
+//! Directories of checkpoints: the checkpoint that a run continues from, and isolation of runs from each other.
 
 use std::path::Path;
 use std::time::Duration;
@@ -26,7 +26,7 @@ fn args<'a>(more: &[&'a str]) -> Vec<&'a str> {
     [&EVERY_4[..], &SAVED, more].concat()
 }
 
-/// Names in the directory of checkpoints, but for the lock.
+/// Returns the names in the directory of checkpoints, except the lock.
 fn entries(job: &Job) -> Vec<String> {
     let entries = std::fs::read_dir(job.path().join("saved")).into_iter().flatten();
     let mut names: Vec<String> =
@@ -50,7 +50,7 @@ fn run_that_continues_from_an_earlier_step_sets_later_checkpoints_aside() {
     let output = job.run_ok(&[&args(&["--resume=saved/step-00000004"])[..], &keep_1].concat());
     assert!(output.stderr.contains("step-00000008.abandoned"), "{}", output.stderr);
     assert!(output.stderr.contains("resuming at step 5 "), "{}", output.stderr);
-    // What the run began with is kept until another run begins.
+    // The checkpoint that the run began with is kept until another run begins.
     assert_eq!(entries(&job), ["step-00000004", "step-00000008", "step-00000008.abandoned"]);
 }
 
@@ -102,7 +102,7 @@ fn job_without_any_valid_checkpoint_does_not_start_afresh() {
             assert!(output.stderr.contains(text), "{text} in {}", output.stderr);
         }
     }
-    // A checkpoint that was named is not replaced by another one.
+    // A named checkpoint is not replaced by another one.
     let job = Job::new();
     job.run_ok(&args(&[]));
     flip_last_byte(&job.path().join("saved/step-00000008/model.safetensors"));
@@ -160,14 +160,14 @@ fn resumed_run_keeps_its_warm_up() {
     let job = Job::new();
     job.run_ok(&args(&constant));
     let whole = rates(&job);
-    // By default the warm-up is a part of all steps, which are more now.
+    // By default the warm-up is a fraction of all steps, of which there are more now.
     let more =
         ["--resume=saved/step-00000036", "--set", "train.schedule=constant", "--set", "train.steps=4000"];
     let process = job.spawn(&args(&more));
     let first = wait_for("the first step of the second run", || {
-        // Until that has a directory, the newest run is the first one.
+        // Until the second run has a directory, the newest run is the first one.
         let first = std::fs::read_to_string(job.run_dir().join("metrics.jsonl")).ok()?;
-        // It starts with the steps of the first run before that.
+        // Before that, the file starts with the steps of the first run.
         let line: serde_json::Value = serde_json::from_str(first.lines().nth(36)?).ok()?;
         (line["_step"] == 37 && first.lines().nth(40).is_some()).then_some(line)
     });
@@ -181,7 +181,7 @@ fn run_killed_at_random_moments_equals_an_undisturbed_one() {
     let whole = Job::new();
     whole.run_ok(&args);
     let job = Job::new();
-    // Starting, training, saving, resuming: xorshift64 decides.
+    // The job is killed while starting, training, saving or resuming, as decided by xorshift64.
     let mut random = 0x2545_f491_4f6c_dd1d_u64;
     for _ in 0..10 {
         random ^= random << 13;
@@ -191,7 +191,7 @@ fn run_killed_at_random_moments_equals_an_undisturbed_one() {
         std::thread::sleep(Duration::from_millis(random % 800));
         process.signal(Signal::KILL);
         drop(process);
-        // As the next job finds it.
+        // The next job finds these entries.
         let names = entries(&job);
         assert!(names.iter().all(|name| !name.ends_with(".damaged")), "{names:?}");
     }

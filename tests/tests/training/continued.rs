@@ -1,4 +1,4 @@
-//! Runs that continue others: one curve, the schedule, and nothing left to do.
+//! Runs that continue others: one curve, the schedule, and runs with no steps left.
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -37,11 +37,11 @@ fn continued_run_starts_with_the_points_of_its_parent() {
         let whole = job.metrics();
         let first = job.run_dir();
         let checkpoints = if saved.is_empty() { first.join("checkpoints") } else { job.path().join(saved) };
-        // As if the run had been lost after step 7.
+        // Simulates a run that was lost after step 7.
         for step in ["step-00000010", "step-00000012"] {
             std::fs::remove_dir_all(checkpoints.join(step)).unwrap();
         }
-        // A run's directory, also through the link; a directory of checkpoints.
+        // A run's directory, also through the link; or a directory of checkpoints.
         let path = if saved.is_empty() { "--resume=runs/train/latest" } else { "--resume=saved" };
         let run = job.run_ok(&[&set(&common)[..], &[path]].concat());
         assert!(run.stderr.contains("resuming at step 6"), "{}", run.stderr);
@@ -57,7 +57,7 @@ fn continued_run_starts_with_the_points_of_its_parent() {
     }
 }
 
-/// Runs a job of 600 steps, and kills a worker in the middle, after `meanwhile`.
+/// Runs a job of 600 steps, and kills a worker in the middle, after calling `meanwhile`.
 fn killed_in_the_middle(meanwhile: impl FnOnce(&Job)) -> (Job, Output) {
     let job = Job::new();
     let settings =
@@ -86,7 +86,7 @@ fn restarted_run_repeats_no_step() {
 }
 
 fn restart_with_other_data_is_refused() {
-    // The running workers go on with the file that they have opened.
+    // The running workers continue with the file that they have opened.
     let replace = |job: &Job| {
         let path = job.path().join("text/a.txt");
         let text = std::fs::read_to_string(&path).unwrap().replace("line", "LINE");
@@ -128,7 +128,7 @@ fn wsd_decays_at_the_end_and_can_be_continued_before() {
         found.len() == expected.len() && found.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-8)
     };
     assert!(close(&rates(&job), &expected), "{:?}", rates(&job));
-    // By default a fifth of all steps, here two.
+    // By default a fifth of all steps, which is two here.
     let resume = format!("--resume={}", job.run_dir().join("checkpoints/step-00000006").display());
     job.run_ok(&[&set(&common)[..], &[&resume]].concat());
     assert!(close(&rates(&job)[6..], &[0.01, 0.01, 0.01, 0.005]), "{:?}", rates(&job));

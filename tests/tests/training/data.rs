@@ -1,4 +1,4 @@
-//! `xlaunch data`: what users see, exit codes, full disks, and preparations that are killed.
+//! `xlaunch data`: output for users, exit codes, full disks, and preparations that are killed.
 
 use std::io::Write;
 use std::path::Path;
@@ -18,7 +18,7 @@ xlaunch_harness::tests! {
     full_disk_leaves_nothing_that_is_accepted;
 }
 
-/// Number of kills; 100 take about a minute.
+/// Variable with the number of kills; 100 take about a minute.
 const KILLS: &str = "XLAUNCH_TEST_KILLS";
 const DEFAULT_KILLS: u32 = 20;
 
@@ -49,7 +49,7 @@ fn prepared_data_is_shown_and_verified() {
     );
     let table = data(&job, &["inspect", "out", "out/val_000001.bin"]);
     assert!(table.stdout.contains("match") && table.stdout.contains("val_000001.bin"), "{}", table.stdout);
-    // Into a complete directory only if asked for.
+    // A complete directory is overwritten only on request.
     let again = data(&job, &[&prepare[..], &["text"]].concat());
     assert_eq!(again.code, 2);
     assert!(again.stderr.contains("--overwrite"), "{}", again.stderr);
@@ -137,7 +137,7 @@ fn full_disk_leaves_nothing_that_is_accepted() {
     );
 }
 
-/// Kills a preparation at a random moment. What is left is complete and verified, or refused and prepared anew.
+/// Kills a preparation at a random moment. Its leftovers are complete and verified, or refused and prepared again.
 fn killed_preparations_are_complete_or_refused() {
     let kills = std::env::var(KILLS).map_or(DEFAULT_KILLS, |kills| kills.parse().unwrap());
     let job = Job::new();
@@ -171,7 +171,7 @@ fn killed_preparations_are_complete_or_refused() {
                 complete += 1;
                 remove("out");
             }
-            // Left for the next one, which replaces it.
+            // Left for the next preparation, which replaces it.
             2 => {
                 assert!(found.stderr.contains("was interrupted"), "kill {kill}: {}", found.stderr);
                 assert!(!Path::new("out/manifest.json").exists());

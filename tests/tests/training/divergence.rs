@@ -14,7 +14,7 @@ xlaunch_harness::tests! {
     weights_that_overflow_are_not_saved;
 }
 
-/// Every step is saved, and the learning rate of one is that of all.
+/// Every step is saved, and all steps have the same learning rate.
 const SETTINGS: [&str; 5] = [
     "checkpoint.every=1",
     "checkpoint.async=false",
@@ -23,7 +23,7 @@ const SETTINGS: [&str; 5] = [
     "train.schedule=constant",
 ];
 /// With the checkpoint of step 4 and this learning rate, step 5 is the last good one: its update makes weights so large
-/// that the next forward overflows.
+/// that the next forward pass overflows.
 const EXPLODE: &str = "train.lr=1e30";
 
 fn run(job: &Job, ranks: u32, settings: &[&str]) -> Output {
@@ -32,7 +32,7 @@ fn run(job: &Job, ranks: u32, settings: &[&str]) -> Output {
     job.run(&["--nproc", &ranks].into_iter().chain(settings).collect::<Vec<_>>())
 }
 
-/// A job that has trained for four steps, and `checkpoint.resume` with its checkpoint.
+/// Returns a job that has trained for four steps, and `checkpoint.resume` with its checkpoint.
 fn trained_for_four_steps() -> (Job, String) {
     let job = Job::new();
     let output = run(&job, 1, &["train.steps=4"]);
@@ -41,7 +41,7 @@ fn trained_for_four_steps() -> (Job, String) {
     (job, format!("checkpoint.resume={checkpoint:?}"))
 }
 
-/// `checkpoint.init` with weights whose loss is not finite.
+/// Returns `checkpoint.init` with weights whose loss is not finite.
 fn exploded_weights(job: &Job, resume: &str) -> String {
     let output = run(job, 1, &[resume, "train.steps=5", EXPLODE]);
     assert_eq!(output.code, 0, "{}", output.stderr);
@@ -57,7 +57,7 @@ fn checkpoints(job: &Job) -> Vec<PathBuf> {
     steps
 }
 
-/// Asserts that the job failed for this reason, was not restarted, and left as many checkpoints.
+/// Asserts that the job failed for this reason, was not restarted, and left this number of checkpoints.
 fn assert_diverged(job: &Job, output: &Output, reason: &str, saved: usize) {
     assert_eq!(output.code, 1, "{}", output.stderr);
     assert!(output.stderr.contains(reason), "{reason} in {}", output.stderr);
@@ -77,7 +77,7 @@ fn step_that_is_not_finite_ends_the_job_and_leaves_the_checkpoint_of_the_last_go
             let good = run(&[&resume, EXPLODE, "train.steps=5"]);
             assert_eq!(good.code, 0, "{}", good.stderr);
             let expected = state();
-            // In the middle of the job, and at its end.
+            // Once in the middle of the job, and once at its end.
             for steps in ["train.steps=8", "train.steps=6"] {
                 let diverged = run(&[&resume, EXPLODE, steps]);
                 assert_diverged(&job, &diverged, "training diverged at step 6: the loss is", 1);
@@ -105,13 +105,13 @@ fn skipped_steps_are_reported_and_ten_in_a_row_end_the_job() {
     assert_eq!(skipped, (1..10).map(Some).collect::<Vec<_>>());
 }
 
-/// Writes a model in which the logit of byte `~` is about -3e31 everywhere. Where it is the next byte, the loss is
-/// large but finite, and the square of the gradient norm overflows; elsewhere its probability is 0.
+/// Writes a model in which the logit of byte `~` is about -3e31 everywhere. If it is the next byte, the loss is large
+/// but finite, and the square of the gradient norm overflows; otherwise its probability is 0.
 fn write_weights_with_bad_logit(job: &Job) {
     let output = run(job, 1, &["model.arch=gpt2", "model.tied=false", "train.lr=1e-30", "train.steps=1"]);
     assert_eq!(output.code, 0, "{}", output.stderr);
     let mut file = job.checkpoint(1, "model.safetensors");
-    // Normalized values add up to 0: the sum of the final norm's outputs is that of its biases.
+    // Normalised values add up to 0, so the sum of the final norm's outputs is that of its biases.
     fill_row(&mut file, "lnf.bias", 0, 1.0);
     fill_row(&mut file, "head.weight", usize::from(b'~'), -1e30);
     job.write("bad.safetensors", file);

@@ -1,4 +1,4 @@
-//! `--dry-run`, and the keys with which a job needs less memory.
+//! `--dry-run`, and the configuration keys that reduce a job's memory.
 
 use xlaunch_tests::{Job, Output};
 
@@ -14,7 +14,7 @@ xlaunch_harness::tests! {
     divided_gradients_and_parameters_train_alike_and_continue_on_one_rank;
 }
 
-/// The sizes that a report names, in MiB.
+/// Returns the sizes that a report names, in MiB.
 fn sizes(report: &Output, name: &str) -> f64 {
     let line = report.stdout.lines().find_map(|line| line.strip_prefix(name));
     let line = line.unwrap_or_else(|| panic!("no {name} in {report:?}"));
@@ -35,7 +35,7 @@ fn dry_run_predicts_the_memory_of_the_run_and_starts_nothing() {
         "train.classifier_chunk=50",
         "model.arch=\"gpt2\"",
     ] {
-        // Large enough for the pool to grow several times.
+        // The model is large enough for the pool to grow several times.
         let args = ["--nproc", "2", "--set", "train.batch=40", "--set", "model.seq=64", "--set", change];
         let job = Job::new();
         let report = job.run(&[&args[..], &["--dry-run"]].concat());
@@ -72,11 +72,11 @@ fn job_that_does_not_fit_is_told_what_makes_it_fit() {
     args.retain(|arg| *arg != "--dry-run");
     job.run_ok(&args);
 
-    // Weights alone are too large.
+    // The weights alone are too large.
     let too_large = ["--dry-run", "--set", "engine.memory_limit_mb=1"];
     let report = job.run(&too_large);
     assert_eq!(report.code, 2, "{report:?}");
-    // The exit code says it even if the reader of the report has gone.
+    // The exit code is the same even if the reader of the report has gone.
     let (reader, closed) = std::io::pipe().unwrap();
     drop(reader);
     let mut command = job.command(&[&["train.toml"], &too_large[..]].concat());
@@ -84,7 +84,7 @@ fn job_that_does_not_fit_is_told_what_makes_it_fit() {
     assert!(report.stdout.ends_with("no further change of the configuration makes it fit\n"), "{report:?}");
 }
 
-/// A pool that reaches its limit frees what it holds unused.
+/// A pool that reaches its limit frees its unused memory.
 fn job_fits_into_a_limit_exactly_if_it_runs_with_it() {
     let mut codes = Vec::new();
     for limit in 1..=6 {
@@ -168,7 +168,7 @@ fn recomputed_blocks_and_chunks_of_the_loss_train_alike() {
         for change in ["train.recompute=\"cheap\"", "train.recompute=\"block\""] {
             assert_eq!(train(change), expected, "{arch} {change}");
         }
-        // The gradient of the head is added up in another order.
+        // The gradient of the head is added up in a different order.
         let (losses, _) = train("train.classifier_chunk=7");
         let near = losses.iter().zip(&expected.0).all(|(ours, theirs)| (ours - theirs).abs() < 1e-4 * theirs);
         assert!(near && losses.len() == expected.0.len(), "{losses:?} {:?}", expected.0);
@@ -176,7 +176,7 @@ fn recomputed_blocks_and_chunks_of_the_loss_train_alike() {
 }
 
 fn divided_gradients_and_parameters_train_alike_and_continue_on_one_rank() {
-    // Small buckets, of which several take turns in the same memory.
+    // Buckets are small, so that several take turns in the same memory.
     let common = ["--set", "comm.bucket_mb=0.01", "--set", "model.layers=4", "--set", "train.eval_every=3"];
     let train = |shard: &str| {
         let job = Job::new();

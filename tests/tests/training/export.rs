@@ -1,4 +1,4 @@
-//! `xlaunch export`, and training that starts from others' weights.
+//! `xlaunch export`, and training that starts from existing weights.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -19,7 +19,7 @@ xlaunch_harness::tests! {
 }
 
 const EXPORTS_KILLED: u64 = 100;
-/// A step that changes no weight: smaller than any rounding.
+/// Settings of a step that changes no weight: the update is smaller than any rounding.
 const NO_CHANGE: [&str; 10] = [
     "--set",
     "train.steps=1",
@@ -67,7 +67,7 @@ fn exported_model_is_where_another_job_starts() {
         job.run_ok(&[&NO_CHANGE[..], &["--set", &format!("checkpoint.init={init}")]].concat());
         assert!(weights(1, &job.run_dir()) == trained, "{init}");
     }
-    // Export, start, export: the same model.
+    // Exporting, starting from the export and exporting again gives the same model.
     assert_eq!(export(&job, &["runs/train/latest", "--output", "again"]).code, 0);
     let without_card = |dir: &str| {
         let mut files = contents(&job.path().join(dir));
@@ -75,7 +75,7 @@ fn exported_model_is_where_another_job_starts() {
         files
     };
     assert!(without_card("out") == without_card("again"));
-    // Shorter sequences of the same model.
+    // Shorter sequences with the same model.
     let short = ["--set", "checkpoint.init=out", "--set", "model.seq=16"];
     job.run_ok(&[&NO_CHANGE[..], &short].concat());
     assert!(weights(1, &job.run_dir()) == trained);
@@ -125,7 +125,7 @@ fn damaged_model_directory_is_refused_before_any_run() {
 
 fn killed_export_is_complete_or_absent() {
     let job = Job::new();
-    // Large enough that most of the time is spent with the files.
+    // The model is large enough that most of the time is spent on the files.
     job.run_ok(&["--set", "model.vocab=20000", "--set", "train.steps=1"]);
     assert_eq!(export(&job, &["runs/train/latest", "--output", "whole"]).code, 0);
     let whole = contents(&job.path().join("whole"));
@@ -136,7 +136,7 @@ fn killed_export_is_complete_or_absent() {
     for number in 0..EXPORTS_KILLED {
         let mut command = job.command(&["export", "runs/train/latest", "--output", "out"]);
         let process = Process::spawn(&mut command);
-        // Spread over the time of an export, in another order each time.
+        // Kills are spread over the time of an export, in a different order each time.
         let delay = longest * (number * 37 % EXPORTS_KILLED) / EXPORTS_KILLED;
         std::thread::sleep(Duration::from_micros(delay));
         process.signal(Signal::KILL);
@@ -150,7 +150,7 @@ fn killed_export_is_complete_or_absent() {
         }
     }
     assert!(absent > EXPORTS_KILLED / 4, "{absent} of {EXPORTS_KILLED} were killed in time");
-    // The next one removes what they left.
+    // The next export removes their leftovers.
     assert_eq!(export(&job, &["runs/train/latest", "--output", "out"]).code, 0);
     assert!(contents(&job.path().join("out")) == whole);
     let hidden = |name: &String| name.starts_with('.') && name.contains("out");
@@ -185,9 +185,9 @@ fn export_to_a_full_disk_leaves_nothing() {
     let job = Job::new();
     job.run_ok(&["--set", "model.vocab=20000", "--set", "train.steps=1"]);
     std::fs::create_dir(job.path().join("disk")).unwrap();
-    // The weights do not fit; with fewer bytes left, neither do the small files or the directory.
+    // The weights do not fit; with fewer bytes available, neither do the small files or the directory.
     for size in ["1m", "8k", "4k"] {
-        // A file system that only this shell sees. An earlier export in it stays as it was.
+        // A file system that only this shell sees. An earlier export in it stays unchanged.
         let script = format!(
             "mount -t tmpfs -o size={size} none disk && mkdir disk/old && echo x > disk/old/README.md && \"$0\" export \
              runs/train/latest --output disk/out; code=$?; ls -A disk disk/old; exit $code"

@@ -1,5 +1,5 @@
-//! Fail points: rules that are refused, and what a crash, a failed save or a flipped bit in each phase of training
-//! does to the result: nothing, as long as the job may restart.
+//! Fail points: rules that are refused, and the effect of a crash, a failed save or a flipped bit in each phase of
+//! training on the result: none, as long as the job may restart.
 
 use std::process::Command;
 
@@ -82,7 +82,7 @@ fn crash_in_any_phase_changes_no_bit(ranks: u32, sharded: bool) {
     let sharded = format!("comm.shard={:?}", if sharded { "optimizer" } else { "none" });
     let (whole, _) = run_ok("", ranks, &[&sharded], 0);
     let last = ranks - 1;
-    // Saves: of the last step, as any other one is skipped if the one before takes long.
+    // Saves of the last step, because any other save is skipped if the previous one takes long.
     for (rules, restarts) in [
         (format!("join@{last}:0/0=crash"), 1),
         (format!("session@{last}:0/0=crash"), 1),
@@ -99,8 +99,8 @@ fn crash_in_any_phase_changes_no_bit(ranks: u32, sharded: bool) {
         ("save_commit@0:12/0=crash".to_owned(), 1),
         (format!("forward@0:7/0=crash;resume@{last}:0/1=crash"), 2),
     ] {
-        // Where training goes on while a save is written, the one before may not be complete when the crash comes, and
-        // the job would start afresh.
+        // If training continued while a save is written, the previous save might be incomplete at the time of the
+        // crash, and the job would start over.
         let asynchronous =
             format!("checkpoint.async={}", rules.contains("save") || rules.contains("snapshot"));
         let (job, _) = run_ok(&rules, ranks, &[&sharded, &asynchronous], restarts);
@@ -159,7 +159,7 @@ fn every_flipped_bit_is_found_and_its_rank_is_named() {
         let expected = format!("replicas differ after step 3: {named};");
         assert!(output.stderr.contains(&expected), "bit {bit}: {expected} in {}", output.stderr);
     };
-    // Elements in all parts of the model. Bits 0 to 22 are the mantissa, the least significant one first.
+    // Elements are in all parts of the model. Bits 0 to 22 are the mantissa, the least significant one first.
     for (number, bit) in
         [0, 0, 0, 1, 1, 2, 3, 5, 7, 9, 11, 13, 16, 19, 22, 23, 26, 29, 30, 31].into_iter().enumerate()
     {

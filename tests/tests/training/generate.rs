@@ -17,7 +17,7 @@ xlaunch_harness::tests! {
     hellaswag_prefers_the_completion_that_was_learned;
 }
 
-/// A model that has seen enough of its text to continue it.
+/// Trains a model long enough for it to continue its text.
 fn trained(settings: &[&str]) -> Job {
     let job = Job::new();
     let steps = ["--set", "train.steps=150", "--set", "train.lr=1e-2"];
@@ -33,7 +33,7 @@ fn generate(job: &Job, args: &[&str]) -> Output {
     run(job, &[&["generate", "runs/train/latest", "--device", "cpu"], args].concat())
 }
 
-/// The objects that a generation prints.
+/// Returns the objects that a generation prints.
 fn objects(job: &Job, args: &[&str]) -> Vec<Value> {
     let output = generate(job, &[args, &["--json"]].concat());
     assert_eq!(output.code, 0, "{}", output.stderr);
@@ -86,7 +86,7 @@ fn samples_depend_on_seed_and_text_ends_before_stop_string() {
     let stopped = objects(&job, &["--prompt", "line", "--temperature", "0", "--stop", stop, "--stop", "zzz"]);
     assert_eq!(stopped[0]["text"], greedy[..greedy.find(stop).unwrap()]);
     assert_eq!(stopped[0]["finish_reason"], "stop");
-    // The context of 32 tokens.
+    // The context has 32 tokens.
     let full = objects(&job, &["--prompt", "line", "--temperature", "0", "--max-tokens", "99"]);
     assert_eq!((&full[0]["finish_reason"], &full[0]["tokens"]), (&Value::from("context"), &Value::from(29)));
 }
@@ -112,7 +112,7 @@ fn invalid_requests_are_refused_by_exit_code() {
     let other = run(&job, &["generate", "text", "--prompt", "a"]);
     assert_eq!(other.code, 2, "{other:?}");
     assert!(other.stderr.contains("neither a checkpoint"), "{other:?}");
-    // A model of token files has no tokenizer of its own.
+    // A model trained on token files has no tokenizer of its own.
     let ids: Vec<u8> = (0..4000_u16).flat_map(|i| (i % 200).to_le_bytes()).collect();
     let tokens = Job::new();
     tokens.write("ids.bin", ids);
@@ -210,7 +210,8 @@ fn eval_gives_the_validation_loss_of_training() {
     assert_eq!(eval(&["--hellaswag", "text/a.txt"]).code, 65);
 }
 
-/// Questions in the bytes of the text that the model has learned: the right completion is its, the others are not.
+/// The questions are bytes of the text that the model has learned: the right completion comes from the text, the others
+/// do not.
 fn hellaswag_prefers_the_completion_that_was_learned() {
     let job = trained(&[]);
     let mut bytes: Vec<u8> = Vec::new();

@@ -1,4 +1,4 @@
-//! Jobs on several GPUs of the emulator in `tests/kernels`: the CUDA back end with NCCL's place taken by a stand-in.
+//! Jobs on several GPUs of the emulator in `tests/kernels`: the CUDA back end with a replacement for NCCL.
 
 use std::path::PathBuf;
 
@@ -27,7 +27,7 @@ impl Gpus {
         Self { job, libraries }
     }
 
-    /// The losses of a run, and how many operations of NCCL it had.
+    /// Returns the losses of a run, and its number of NCCL operations.
     fn train(&self, settings: &[&str]) -> (Vec<f64>, usize) {
         let settings = settings.iter().flat_map(|setting| ["--set", setting]);
         let fixed = [
@@ -47,7 +47,7 @@ impl Gpus {
         command.env_remove("CUDA_VISIBLE_DEVICES").env("NCCL_OPERATIONS", &operations);
         let output = Process::spawn(&mut command).wait();
         assert_eq!(output.code, 0, "{}", output.stderr);
-        // A job with one rank writes nothing.
+        // A job with one rank writes no such file.
         let found = std::fs::read_to_string(&operations).unwrap_or("0".into());
         let _ = std::fs::remove_file(operations);
         (self.job.losses(), found.trim().parse().unwrap())
@@ -61,15 +61,15 @@ fn dividing_a_model_changes_no_bit_on_gpus() {
         let shard = format!("comm.shard={shard}");
         let (losses, operations) =
             gpus.train(&["launch.nproc=2", "train.batch=2", "comm.bucket_mb=0.002", &shard]);
-        // At most two gathers and a reduction per block and step, and some for the rest; with a call for each bucket
-        // there would be hundreds.
+        // At most two gathers and a reduction per block and step, and some for the rest; with one call per bucket there
+        // would be hundreds.
         assert!((1..=3 * 20).contains(&operations), "{shard}: {operations} operations");
         losses
     };
     let divided = ["optimizer", "gradients", "parameters"].map(train);
     assert_eq!(divided[0].len(), 3);
     assert!(divided.iter().all(|losses| *losses == divided[0]), "{divided:?}");
-    // The norm of gradients, of which ranks add their parts, is rounded differently; sums of bf16 are, too.
+    // The norm of gradients, to which each rank adds its part, is rounded differently, as are sums in bf16.
     let close = |losses: Vec<f64>, tolerance: f64| {
         let pairs = losses.iter().zip(&divided[0]);
         assert!(pairs.clone().all(|(a, b)| (a - b).abs() < tolerance * b), "{losses:?}, {:?}", divided[0]);

@@ -1,6 +1,6 @@
-//! Training that grows from one node and shrinks again, in random histories: every checkpoint that was announced is
-//! complete, and no step is lost. Nodes are agents on loopback; they share the directory of the run, or each has one
-//! of its own under the same path.
+//! Training that grows from one node and shrinks again, in random histories: every announced checkpoint is complete,
+//! and no step is lost. Nodes are agents on loopback. They share the run directory, or each one has its own under the
+//! same path.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::TcpListener;
@@ -17,14 +17,14 @@ xlaunch_harness::tests! {
     growing_and_shrinking_with_separate_directories_loses_no_checkpoint_that_was_announced;
 }
 
-/// Histories of each test: a few, or 25 with this variable.
+/// Variable that sets the number of histories of each test to 25 instead of a few.
 const LONG_VARIABLE: &str = "XLAUNCH_TEST_LONG";
-/// Chooses other histories.
+/// Variable with a seed that selects other histories.
 const SEED_VARIABLE: &str = "XLAUNCH_TEST_SEED";
 const MOST_NODES: usize = 3;
-/// Changes and checkpoints of a history.
+/// Number of changes and checkpoints in a history.
 const EVENTS: u32 = 6;
-/// The path of a directory that is the process's own.
+/// A path that is a different directory in each process.
 const SEPARATE: &str = "/proc/self/cwd/runs";
 
 fn growing_and_shrinking_with_a_shared_directory_loses_no_checkpoint_that_was_announced() {
@@ -44,20 +44,20 @@ fn run_histories(shared: bool) {
     }
 }
 
-/// A job, and what has happened to it.
+/// A job and its history.
 struct History {
     seed: u64,
     random: u64,
     job: Job,
     shared: bool,
     endpoint: String,
-    /// Outside of the nodes, so that each of them may leave.
+    /// Runs outside the nodes, so that each of them may leave.
     coordinator: Process,
-    /// By node.
+    /// Running nodes by number.
     running: BTreeMap<usize, Process>,
-    /// That has rank 0, and the only directory of checkpoints unless it is shared.
+    /// The node with rank 0, which has the only directory of checkpoints unless that is shared.
     first: usize,
-    /// Steps and paths.
+    /// Steps and paths of announced checkpoints.
     announced: BTreeSet<(u64, PathBuf)>,
     events: Vec<String>,
 }
@@ -110,7 +110,7 @@ impl History {
         self.job.path().join(format!("n{node}"))
     }
 
-    /// `xlaunch ARGS` on a node.
+    /// Returns `xlaunch ARGS` on a node.
     fn command(&self, node: usize, args: &[&str]) -> Command {
         let mut command = self.job.command(args);
         let dir = self.node_dir(node);
@@ -119,7 +119,7 @@ impl History {
         command
     }
 
-    /// `xlaunch train.toml` on a node, with the job's settings.
+    /// Returns `xlaunch train.toml` on a node, with the job's settings.
     fn training(&self, node: usize, flags: &[&str], steps: u64) -> Command {
         let shared = self.job.path().join("runs");
         let output = format!("job.output={}", if self.shared { shared.to_str().unwrap() } else { SEPARATE });
@@ -139,7 +139,7 @@ impl History {
         self.running.insert(node, Process::spawn(&mut command));
     }
 
-    /// One node leaves; not the last one, nor the one with the only checkpoints.
+    /// Makes one node leave; neither the last one, nor the one with the only checkpoints.
     fn leave(&mut self) {
         let mut may_leave: Vec<usize> = self.running.keys().copied().collect();
         may_leave.retain(|node| self.shared || *node != self.first);
@@ -158,7 +158,7 @@ impl History {
         }
     }
 
-    /// Whether all nodes are members, so that SIGTERM to one does not stop the job.
+    /// Returns whether all nodes are members, so that SIGTERM to one of them does not stop the job.
     fn can_leave(&self) -> bool {
         let node = *self.running.keys().next().unwrap();
         let output = Process::spawn(&mut self.command(node, &["status", "--json"])).wait();
@@ -166,7 +166,7 @@ impl History {
         status["nodes"].as_array().is_some_and(|nodes| nodes.len() == self.running.len())
     }
 
-    /// Asks any node for a checkpoint. While the group changes there may be none, which it says.
+    /// Requests a checkpoint from any node. While the group changes there may be none, and the node says so.
     fn save(&mut self) {
         let nodes: Vec<usize> = self.running.keys().copied().collect();
         let end = nodes.len() as u64;
@@ -180,7 +180,7 @@ impl History {
         }
     }
 
-    /// A path as it is seen from here.
+    /// Converts a path as seen by a node to a path as seen from here.
     fn on_disk(&self, path: &Path) -> PathBuf {
         match path.strip_prefix(SEPARATE) {
             Ok(rest) => self.node_dir(self.first).join("runs").join(rest),
@@ -188,13 +188,13 @@ impl History {
         }
     }
 
-    /// The directory of the one run that there may be.
+    /// Returns the directory of the only run.
     fn run_dir(&self) -> PathBuf {
         let runs = if self.shared { self.job.path().join("runs") } else { self.node_dir(0).join("runs") };
         runs.join("train/latest").canonicalize().unwrap_or_default()
     }
 
-    /// The steps in the curve of the run.
+    /// Returns the steps in the curve of the run.
     fn steps(&self) -> Vec<u64> {
         let text = std::fs::read_to_string(self.run_dir().join("metrics.jsonl")).unwrap_or_default();
         let lines = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
@@ -210,7 +210,7 @@ impl History {
         });
     }
 
-    /// Stops the job: what it says is the last checkpoint.
+    /// Stops the job and records the checkpoint that it reports as the last one.
     fn stop(&mut self) {
         let node = *self.running.keys().next().unwrap();
         self.events.push(format!("stop at {node}"));
@@ -226,15 +226,15 @@ impl History {
         let steps = self.steps();
         assert!(steps.iter().copied().eq(1..=steps.len() as u64), "{self}\nnot one curve: {steps:?}");
         let last = *steps.last().unwrap();
-        // It was stopped with 143, so with a checkpoint of its last step.
+        // It was stopped with 143, and therefore with a checkpoint of its last step.
         let dir = self.run_dir().join("checkpoints");
         self.announced.insert((last, dir.join(format!("step-{last:08}"))));
         let runs = std::fs::read_dir(self.run_dir().parent().unwrap()).unwrap();
         let runs = runs.filter(|run| run.as_ref().unwrap().path().join("job.json").exists());
-        // The link to it, too.
+        // This includes the link to the run.
         assert_eq!(runs.count(), 2, "{self}");
         for (step, path) in &self.announced {
-            // A job that has nothing left to train reads all of a checkpoint.
+            // A job with no steps left to train reads all of a checkpoint.
             let resume = format!("--resume={}", path.display());
             let output = Process::spawn(&mut self.training(0, &[&resume], *step)).wait();
             let is_complete = output.code == 0 && output.stderr.contains("nothing is left to train");

@@ -1,5 +1,5 @@
-//! The built-in trainer on CPUs: data, runs and what continues them, checkpoints on disk and in memory, its memory
-//! pool, benchmarks and traces, reports, TensorBoard. On emulated GPUs: what is divided among them.
+//! The built-in trainer on CPUs: data, runs and their continuations, checkpoints on disk and in memory, its memory
+//! pool, benchmarks and traces, reports, TensorBoard. On emulated GPUs: division among ranks.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 

@@ -1,4 +1,4 @@
-//! Host memory: snapshots that a restart resumes from, which make no difference to the result, and limits.
+//! Host memory: snapshots that a restart resumes from, which do not affect the result, and limits.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -28,7 +28,7 @@ const STEPS: u64 = 800;
 const EVERY: u64 = 20;
 const FROM_MEMORY: &str = "from a memory snapshot";
 
-/// A job of 800 steps, of some milliseconds each, that saves every 20 steps to `saved`.
+/// Returns the arguments of a job with 800 steps of some milliseconds each that saves every 20 steps to `saved`.
 fn args<'a>(ranks: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     let settings = [
         "train.steps=800",
@@ -51,7 +51,7 @@ fn entries(job: &Job) -> Vec<String> {
     entries.filter_map(|entry| entry.file_name().into_string().ok()).collect()
 }
 
-/// The steps of the checkpoints on disk.
+/// Returns the steps of the checkpoints on disk.
 fn steps(job: &Job) -> Vec<u64> {
     let mut steps: Vec<u64> =
         entries(job).iter().filter_map(|name| name.strip_prefix("step-")?.parse().ok()).collect();
@@ -71,7 +71,7 @@ fn suspend_workers(process: &Process) -> Vec<u32> {
     workers
 }
 
-/// The steps that the attempts after the first one began with, and where from.
+/// Returns the steps with which the attempts after the first one began, and the source of their state.
 fn resumed(output: &Output) -> Vec<(u64, &str)> {
     let line = |line: &'_ str| -> Option<(u64, usize)> {
         let (step, _) = line.strip_prefix("resuming at step ")?.split_once(' ')?;
@@ -80,14 +80,14 @@ fn resumed(output: &Output) -> Vec<(u64, &str)> {
     output.stderr.lines().filter_map(|text| line(text).map(|(step, from)| (step, &text[from..]))).collect()
 }
 
-/// The last state of the job, run without interruption or memory snapshots.
+/// Returns the last state of the job, run without interruption or memory snapshots.
 fn undisturbed(ranks: &str, more: &[&str]) -> BTreeMap<String, Vec<u8>> {
     let job = Job::new();
     job.run_ok(&args(ranks, &[&["checkpoint.memory=off"], more].concat()));
     last_state(&job)
 }
 
-/// The same for two ranks, once for all tests.
+/// Same, for two ranks; computed once for all tests.
 fn undisturbed_2() -> &'static BTreeMap<String, Vec<u8>> {
     static STATE: OnceLock<BTreeMap<String, Vec<u8>>> = OnceLock::new();
     STATE.get_or_init(|| undisturbed("2", &[]))
@@ -97,7 +97,7 @@ fn last_state(job: &Job) -> BTreeMap<String, Vec<u8>> {
     read_state(&saved(job).join(format!("step-{STEPS:08}")))
 }
 
-/// Overwrites every file of the checkpoints, so that none of them can be read as what it was.
+/// Overwrites every file of the checkpoints, so that none of them can be read.
 fn spoil(job: &Job) -> Vec<u64> {
     let steps = steps(job);
     for step in &steps {
@@ -119,7 +119,7 @@ fn restart_resumes_from_memory_and_opens_no_checkpoint() {
         let job = Job::new();
         let process = job.spawn(&args(ranks, settings));
         let workers = suspend_after(&job, &process, EVERY);
-        // One that was opened would be reported and renamed.
+        // A checkpoint that was opened would be reported and renamed.
         let spoiled = spoil(&job);
         send_signal(workers[workers.len() - 1], Signal::KILL);
         let output = process.wait();
@@ -136,7 +136,7 @@ fn restart_resumes_from_memory_and_opens_no_checkpoint() {
 
 fn second_restart_resumes_from_a_snapshot_of_the_first() {
     let job = Job::new();
-    // However long a checkpoint takes to be written, there are several before the end.
+    // There are several checkpoints before the end, however long writing one takes.
     let process = job.spawn(&args("2", &["checkpoint.async=false"]));
     let mut spoiled = Vec::new();
     for killed in [0, 1] {
@@ -157,7 +157,7 @@ fn second_restart_resumes_from_a_snapshot_of_the_first() {
     assert!(last_state(&job) == *undisturbed_2());
 }
 
-/// The memory files that a launcher keeps for its workers.
+/// Returns the memory files that a launcher keeps for its workers.
 fn memory_files(launcher: u32) -> Vec<File> {
     let entries = std::fs::read_dir(format!("/proc/{launcher}/fd")).unwrap();
     let paths = entries.flatten().map(|entry| entry.path());
@@ -176,14 +176,14 @@ fn damaged_snapshot_is_passed_over_for_the_checkpoint() {
     let files = memory_files(process.pid());
     assert_eq!(files.len(), 4, "two for each rank");
     for file in files {
-        // In the first value of the parameters: rank 0 or 1 finds it, whichever is first.
+        // The damage is in the first value of the parameters: rank 0 or 1 finds it, whichever is first.
         let (at, mut byte) = (64 << 10, [0]);
         file.read_exact_at(&mut byte, at).unwrap();
         file.write_all_at(&[byte[0] ^ 1], at).unwrap();
     }
     send_signal(workers[0], Signal::KILL);
     let output = process.wait();
-    // The restart after the damage does not count.
+    // The restart because of the damage does not count.
     assert_eq!(output.code, 0, "{}", output.stderr);
     assert!(output.stderr.contains("does not match its hash"), "{}", output.stderr);
     let [(_, from)] = resumed(&output)[..] else { panic!("{}", output.stderr) };
@@ -210,21 +210,21 @@ fn make_fifo(path: &Path) {
 fn worker_killed_while_a_checkpoint_is_written_resumes_after_its_step() {
     let job = Job::new();
     let process = job.spawn(&args("2", &["checkpoint.every=100"]));
-    // Before the first checkpoint: those that are saved while it is written are skipped.
+    // Do this before the first checkpoint: saves that are due while it is written are skipped.
     let metrics = || std::fs::read(job.run_dir().join("metrics.jsonl")).unwrap_or_default();
     wait_for("a step", || (!metrics().is_empty()).then_some(()));
     let workers = suspend_workers(&process);
     let on_disk = steps(&job).last().copied().unwrap_or(0);
-    // Opening it waits for a reader, so that the next checkpoint is never written.
+    // Opening it waits for a reader, so the next checkpoint is never written.
     for step in (on_disk + 100..=STEPS).step_by(100) {
         let blocked = saved(&job).join(format!(".tmp-step-{step:08}"));
-        // It is there if the workers were suspended while they wrote it.
+        // The directory exists if the workers were suspended while they wrote it.
         std::fs::create_dir_all(&blocked).unwrap();
         let _ = std::fs::remove_file(blocked.join("model.safetensors"));
         make_fifo(&blocked.join("model.safetensors"));
     }
     workers.iter().for_each(|pid| send_signal(*pid, Signal::CONT));
-    // On a slow machine some may be skipped because of an earlier one: the first that is not is blocked.
+    // On a slow machine some may be skipped because of an earlier one: the first one that is not skipped is blocked.
     let skipped = |text: &str| -> Vec<u64> {
         let steps =
             text.lines().filter_map(|line| line.strip_prefix("checkpoint of step ")?.split(' ').next());
@@ -244,7 +244,7 @@ fn worker_killed_while_a_checkpoint_is_written_resumes_after_its_step() {
     assert!(last_state(&job) == *undisturbed_2());
 }
 
-/// A model whose state takes 50 MB: far more than what differs between two runs of the same program.
+/// A model whose state takes 50 MB: far more than the difference between two runs of the same program.
 const LARGE: [&str; 8] = [
     "--set",
     "model.dim=256",
@@ -268,7 +268,7 @@ fn run_limited(job: &Job, name: &str, limit_bytes: u64, args: &[&str]) -> Output
     Process::spawn(&mut shell).wait()
 }
 
-/// Bytes that `--dry-run` says each rank needs, and what a process needs beside them.
+/// Returns the bytes that each rank needs according to `--dry-run`, plus the other memory of a process.
 fn training_bytes(job: &Job, args: &[&str]) -> u64 {
     let report = job.run(&[args, &["--dry-run"]].concat());
     let line = report.stdout.lines().find_map(|line| line.strip_prefix("each rank")).unwrap();

@@ -1,5 +1,5 @@
-//! Training on several nodes, as workers see it: real workers, and agents that are scripted here. Each node has an
-//! agent's service of its own; the rendezvous of nodes is the coordinator's, called directly.
+//! Training on several nodes from the perspective of workers: real workers, with agents that are scripted here. Each
+//! node has its own service of an agent; the rendezvous of nodes is the coordinator's, called directly.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -34,22 +34,22 @@ const MODEL: &str = "checkpoints/step-00000008/model.safetensors";
 struct Group<'a> {
     job: &'a Job,
     spec: JobSpec,
-    /// Ranks of each node.
+    /// Number of ranks of each node.
     nodes: Vec<u32>,
-    /// Ranks that share the directory of rank 0; `None` if all do.
+    /// Number of ranks that share the directory of rank 0; `None` if all do.
     writers: Option<u32>,
-    /// By node.
+    /// Checkpoint to resume from, by node.
     resume_from: Vec<PathBuf>,
 }
 
-/// How the training of a group ended.
+/// Results of a group's training.
 #[derive(Debug, Default)]
 struct Ended {
-    /// By step, as bits.
+    /// Losses by step, as bits.
     losses: BTreeMap<u64, u32>,
-    /// By rank.
+    /// Exit codes by rank.
     codes: Vec<Option<i32>>,
-    /// On stderr, of ranks that failed.
+    /// Standard error of ranks that failed.
     errors: Vec<String>,
 }
 
@@ -68,11 +68,11 @@ fn nodes_without_the_directory_of_rank_0_get_its_state() {
     let job = Job::new();
     let product = reference(&job);
     let whole = group(&job, &[4]).train("whole");
-    // A fresh start, and one in the middle. Nodes may have different numbers of ranks.
+    // One start from scratch, and one in the middle. Nodes may have different numbers of ranks.
     let afresh = Group { writers: Some(1), ..group(&job, &[1, 3]) }.train("afresh");
     assert_eq!(afresh.losses, whole.losses);
     let mut resumed = Group { writers: Some(2), ..group(&job, &[2, 2]) };
-    // That of the run that is continued reaches all ranks, too.
+    // The warm-up of the continued run reaches all ranks, too.
     resumed.spec.train.warmup = None;
     resumed.resume_from =
         vec![product.join("checkpoints/step-00000004"), "/nonexistent/step-00000004".into()];
@@ -108,13 +108,13 @@ fn sharded_optimizer_without_a_shared_directory_is_refused() {
     }
 }
 
-/// Trains with four ranks under `xlaunch`, and returns the directory of the run.
+/// Trains with four ranks under `xlaunch`. Returns the directory of the run.
 fn reference(job: &Job) -> PathBuf {
     job.run_ok(&["--nproc", "4", "--set", "checkpoint.every=4"]);
     job.path().join("runs/train/latest").canonicalize().unwrap()
 }
 
-/// A group with a shared directory and the job of [`reference`].
+/// Creates a group with a shared directory and the job of [`reference`].
 fn group<'a>(job: &'a Job, nodes: &[u32]) -> Group<'a> {
     let json = std::fs::read(job.path().join("runs/train/latest/job.json")).unwrap();
     let spec = serde_json::from_slice(&json).unwrap();
@@ -169,7 +169,7 @@ impl Group<'_> {
         let (mut left, mut saves, mut commands) = (world, BTreeMap::new(), BTreeMap::new());
         while left > 0 {
             tokio::select! {
-                // Reports come before the exit of their worker.
+                // Reports precede the exit of their worker.
                 biased;
                 Some((node, message)) = inbox.recv() => match message {
                     Message::GetJob(_, reply) => drop(reply.send(Ok(self.get_job(name, node)))),
@@ -233,7 +233,7 @@ impl Group<'_> {
         }
     }
 
-    /// What an agent does with a report, as far as the workers need it: the rank to which it sends a command.
+    /// Handles a report like an agent, as far as the workers need it. Returns the rank to which it sends a command.
     fn report(
         &self,
         rank: u32,
@@ -264,7 +264,7 @@ impl Group<'_> {
 type Commands = BTreeMap<u32, mpsc::Sender<Result<AgentCommand, Status>>>;
 
 async fn send(commands: &Commands, rank: u32, command: WorkerCommand) {
-    // The worker may be gone.
+    // The worker may have ended.
     let _ = commands[&rank].send(Ok(AgentCommand { command: Some(command) })).await;
 }
 

@@ -1,4 +1,4 @@
-//! The memory pool as users of the trainer see it: modes, limits, debug fill, traces.
+//! The memory pool from the perspective of the trainer's users: modes, limits, debug fill, traces.
 
 use std::collections::HashSet;
 
@@ -82,7 +82,7 @@ fn trace_of_first_step_is_a_valid_log_of_allocations() {
             assert!(path.metadata().is_ok_and(|file| file.len() > 1000), "{}", path.display());
         }
     }
-    // RAPIDS' replay format; that such a log replays is a test of xlaunch-pool.
+    // RAPIDS' replay format; xlaunch-pool has a test that such a log can be replayed.
     let trace = std::fs::read_to_string(dir.join("pool-rank1.csv")).unwrap();
     let mut lines = trace.lines();
     assert_eq!(lines.next(), Some("Thread,Time,Action,Pointer,Size,Stream"));

@@ -1,4 +1,4 @@
-//! Training on what `xlaunch data prepare` writes and on other files of token ids, and what is refused.
+//! Training on the output of `xlaunch data prepare` and on other files of token ids, and data that is refused.
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ xlaunch_harness::tests! {
     files_of_another_kind_are_refused_with_the_key_to_change;
 }
 
-/// Without `model.vocab` and data.
+/// A configuration without `model.vocab` and data.
 const CONFIG: &str = r#"
 [model]
 layers = 1
@@ -50,14 +50,14 @@ fn text() -> String {
     (0..200).map(|i| format!("line {i}: {} and {}\n", i * i, i % 7)).collect()
 }
 
-/// The bytes of a token file.
+/// Returns the bytes of a token file.
 fn shard_file(ids: &[u32], width: usize) -> Vec<u8> {
     let mut file = shard::header(ids.len() as u64, width).unwrap().to_vec();
     ids.iter().for_each(|id| file.extend_from_slice(&id.to_le_bytes()[..width]));
     file
 }
 
-/// Writes a prepared directory with one document per split. Of the text, the last tenth is held out.
+/// Writes a prepared directory with one document per split. The last tenth of the text is held out.
 fn prepare(dir: &Path, tokenizer: &Tokenizer) -> Manifest {
     let text = text();
     let (train, val) = text.split_at(text.len() / 10 * 9);
@@ -95,7 +95,7 @@ fn text_is_prepared_trained_on_and_sampled() {
     let run = job.run_ok(&["--set", "train.eval_tokens=64", "--set", "train.sample_prompt=line"]);
     assert!(run.stderr.contains("(64 tokens)"), "{}", run.stderr);
     assert!(run.stdout.contains("the model writes:\n  | line"), "{}", run.stdout);
-    // What an interrupted `prepare` leaves.
+    // An interrupted `prepare` leaves the directory in this state.
     std::fs::remove_file(job.path().join("tokens/manifest.json")).unwrap();
     assert_refused(&job.run(&[]), 65, &["tokens has no manifest.json", "interrupted"]);
 }
@@ -125,7 +125,7 @@ fn prepared_directory_brings_tokenizer_vocabulary_and_validation_data() {
     assert_eq!(state["model"]["vocab"], 50_257);
     let written = std::fs::read(job.path().join("tokens/tokenizer.json")).unwrap();
     assert!(job.checkpoint(8, "tokenizer.json") == written);
-    // It is resumed like any other.
+    // It can be resumed like any other run.
     let run = job.run_ok(&["--nproc", "1", "--resume", "--set", "train.steps=10"]);
     assert!(run.stderr.contains("resuming at step 9"), "{}", run.stderr);
     assert!(job.checkpoint(10, "tokenizer.json") == written);
@@ -150,7 +150,7 @@ fn samples_follow_the_prompt_during_training() {
     let last = format!("line 7:{}", found[2]["text"].as_str().unwrap());
     assert!(run.stdout.contains(&format!("the model writes:\n  | {}", last.lines().next().unwrap())));
 
-    // The same data as text, sampled or not, gives the same losses.
+    // The same data as text gives the same losses, whether sampled or not.
     let (text, losses) = (Job::new(), job.losses());
     text.write("train.toml", format!("{CONFIG}train = \"all.txt\"\nval = \"val.txt\"\n"));
     let (whole, cut) = (self::text(), self::text().len() / 10 * 9);
@@ -180,7 +180,7 @@ fn evaluated_tokens_do_not_depend_on_ranks_or_batch() {
     let evaluate = |ranks: &str, batch: &str, tokens: &str| {
         let job = job("train = \"tokens\"");
         prepare(&job.path().join("tokens"), &Tokenizer::bytes());
-        // A learning rate that changes no weight: the global batch depends on ranks and batch.
+        // A learning rate that changes no weight, because the global batch depends on ranks and batch.
         let fixed =
             ["train.steps=1", "train.eval_every=1", "train.lr=1e-30", "train.warmup=0", "train.sample=0"];
         let (batch, tokens) = (format!("train.batch={batch}"), format!("train.eval_tokens={tokens}"));
@@ -193,7 +193,7 @@ fn evaluated_tokens_do_not_depend_on_ranks_or_batch() {
             run.stderr.split_once("bits per byte (").unwrap().1.split(')').next().unwrap().to_owned();
         (losses[0], tokens)
     };
-    // Rounded up to whole sequences; more than there are.
+    // Rounded up to whole sequences; limited to the existing ones.
     for (tokens, expected) in [("300", "320 tokens"), ("1000000", "416 tokens")] {
         let one = evaluate("1", "4", tokens);
         assert_eq!(one.1, expected);
@@ -253,7 +253,7 @@ fn small_vocabulary_is_refused_with_its_place() {
         2,
         &["--set model.vocab=2000", "at least 50257"],
     );
-    // A larger one is accepted: padding, or ids that are added later.
+    // A larger vocabulary is accepted: it allows for padding, or ids that are added later.
     job.run_ok(&["--set", "model.vocab=50304", "--set", "train.steps=1"]);
     let state: Value = serde_json::from_slice(&job.checkpoint(1, "state.json")).unwrap();
     assert_eq!(state["model"]["vocab"], 50_304);

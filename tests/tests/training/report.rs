@@ -1,4 +1,4 @@
-//! What a run leaves about itself, and `xlaunch report`: its figures and its page are those of `metrics.jsonl`.
+//! Records that a run leaves about itself, and `xlaunch report`: its figures and its page match `metrics.jsonl`.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ xlaunch_harness::tests! {
     browser_shows_the_values_of_metrics_jsonl;
 }
 
-/// Keys of `metrics.jsonl` that a report has charts of.
+/// Keys of `metrics.jsonl` for which a report has charts.
 const KEYS: [&str; 6] =
     ["train/loss", "val/loss", "train/lr", "train/grad_norm", "perf/tokens_per_second", "perf/mfu"];
 
@@ -28,7 +28,7 @@ fn report(job: &Job, args: &[&str]) -> Output {
     Process::spawn(&mut job.command(&[&["report"], args].concat())).wait()
 }
 
-/// What `xlaunch report --json` says of these runs.
+/// Returns the output of `xlaunch report --json` for these runs.
 fn figures(job: &Job, runs: &[&str]) -> Vec<Value> {
     let output = report(job, &[&["--json"], runs].concat());
     assert_eq!(output.code, 0, "{}", output.stderr);
@@ -40,7 +40,7 @@ fn read(path: &Path) -> Value {
     serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
 }
 
-/// The points of these files of metrics, the later ones in place of the earlier ones.
+/// Returns the points of these files of metrics; later points replace earlier ones.
 fn curves(files: &[PathBuf]) -> Curves {
     let mut curves = Curves::new();
     for file in files {
@@ -82,7 +82,7 @@ fn environment_describes_the_run_and_outlives_a_restart() {
         let text = std::fs::read_to_string(job.run_dir().join("metrics.jsonl")).unwrap_or_default();
         (text.lines().count() > 100).then_some(())
     });
-    // The reaper has a name of its own.
+    // The reaper has a different name.
     let mut workers = children(launch.pid());
     workers.retain(|pid| process_name(*pid) == process_name(launch.pid()));
     assert_eq!(workers.len(), 2);
@@ -127,7 +127,7 @@ fn continued_run_is_reported_as_one_curve() {
     assert_eq!(expected["train/loss"].len(), 12);
     let figures = &figures(&job, &["runs/train"])[0];
     assert_eq!((&figures["steps"], &figures["notes"]), (&json!(12), &json!([])));
-    // Steps of four sequences of 32 tokens.
+    // Each step has four sequences of 32 tokens.
     assert_eq!(figures["tokens"], json!(12.0 * 4.0 * 32.0));
     for (key, name) in [("train/loss", "loss"), ("val/loss", "val_loss")] {
         let points = &expected[key];
@@ -142,7 +142,7 @@ fn continued_run_is_reported_as_one_curve() {
         expected["perf/tokens_per_second"].iter().map(|(_, speed)| speed.as_f64().unwrap()).collect();
     speeds.sort_by(f64::total_cmp);
     assert_eq!(figures["tokens_per_second"], json!(speeds[6]));
-    // There is no peak rate of a CPU.
+    // There is no peak rate for a CPU.
     assert_eq!(figures["mfu"], Value::Null);
 }
 
@@ -156,7 +156,7 @@ fn run_in_progress_is_reported_without_its_last_line() {
     let figures = &figures(&job, &["runs/train"])[0];
     assert_eq!((&figures["steps"], &figures["exit_code"]), (&json!(7), &Value::Null));
     assert_eq!(figures["notes"], json!([]));
-    // A line that is broken in the middle is another matter.
+    // A line that is broken in the middle is a different case.
     std::fs::write(run.join("metrics.jsonl"), metrics.replacen("_step", "step", 1)).unwrap();
     let output = report(&job, &["runs/train", "--output", "a.html"]);
     assert_eq!((output.code, output.stdout.as_str()), (0, "a.html\n"), "{}", output.stderr);
@@ -182,15 +182,15 @@ fn report_replaces_reports_only() {
     assert!(refused.code == 2 && refused.stderr.contains("at most 8"), "{}", refused.stderr);
 }
 
-/// Markup and script that must not have an effect wherever they are shown.
+/// Markup and script that must not have an effect, regardless of where they are shown.
 const HOSTILE: &str =
     "</script><script>window.executed = 1</script><img src=x onerror=window.executed=1>\u{2028}\u{202e}\"'&";
 
-/// `XLAUNCH_TEST_PICTURES` names a directory for screenshots.
+/// The variable `XLAUNCH_TEST_PICTURES` names a directory for screenshots.
 fn browser_shows_the_values_of_metrics_jsonl() {
     let job = Job::new();
     let runs = continued(&job);
-    // A run of another configuration, whose texts are hostile, with values that are not finite.
+    // A run with another configuration, hostile texts, and values that are not finite.
     job.run_ok(&["--set", "train.lr=1e-3", "--set", "train.steps=10"]);
     let hostile = job.path().join("runs/train/<img src=x onerror=window.executed=1>");
     std::fs::rename(job.run_dir(), &hostile).unwrap();

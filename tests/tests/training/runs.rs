@@ -1,4 +1,4 @@
-//! What a training run leaves, and that neither the number of ranks nor an interruption changes its result.
+//! Outputs of a training run; neither the number of ranks nor an interruption changes the result.
 
 use std::process::Command;
 use std::time::Duration;
@@ -33,7 +33,7 @@ xlaunch_harness::tests! {
 const MODEL: &str = "model.safetensors";
 const SHARD_OPTIMIZER: &str = "comm.shard=\"optimizer\"";
 
-/// Asserts that the values differ by rounding only: an order of additions.
+/// Asserts that the values differ only by rounding, from a different order of additions.
 fn assert_close(found: &[f64], expected: &[f64], what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}");
     for (step, (a, b)) in found.iter().zip(expected).enumerate() {
@@ -89,7 +89,7 @@ fn losses_do_not_depend_on_number_of_ranks() {
 }
 
 fn validation_loss_does_not_depend_on_number_of_ranks() {
-    // A learning rate that changes no weight: the global batch, and so training, depends on the number of ranks.
+    // A learning rate that changes no weight: the global batch, and thus training, depends on the number of ranks.
     let common = ["train.steps=2", "train.eval_every=1", "train.lr=1e-30", "train.warmup=0"];
     let evaluate = |ranks: &str, settings: &[&str]| {
         let job = Job::new();
@@ -99,7 +99,7 @@ fn validation_loss_does_not_depend_on_number_of_ranks() {
         (losses, run.stderr)
     };
     for (settings, tokens) in [
-        // Two batches of four; all three, none for one rank of four; a single sequence.
+        // Two batches of four; all three, with none for one rank of four; a single sequence.
         (["train.eval_batches=2", "train.batch=4"], 256),
         (["train.eval_batches=1000000000000000000", "train.batch=5"], 416),
         (["data.val_fraction=0.005", "train.batch=4"], 32),
@@ -136,8 +136,8 @@ fn same_command_gives_the_same_bits() {
 
 fn tiny_model_memorizes_eight_sequences() {
     let job = Job::new();
-    // Eight windows of 32 tokens and the token after the last. Each begins with a byte of its own, so that every next
-    // token can be known.
+    // Eight windows of 32 tokens plus the token after the last one. Each window begins with a different byte, so every
+    // next token can be predicted.
     let text: Vec<u8> = (0..257_u32)
         .map(|i| if i % 32 == 0 { b'A' + (i / 32) as u8 } else { b'a' + (i * i * 31 % 113 % 26) as u8 })
         .collect();
@@ -163,7 +163,7 @@ fn resumed_run_equals_uninterrupted_run_bit_for_bit() {
     resumed.run_ok(
         &[&args[..], &set(&["checkpoint.every=5", "checkpoint.keep=0", "checkpoint.async=false"])].concat(),
     );
-    // As if the run had been lost after step 5.
+    // Simulates a run that was lost after step 5.
     for step in [10, 12] {
         std::fs::remove_dir_all(resumed.run_dir().join(format!("checkpoints/step-{step:08}"))).unwrap();
     }
@@ -189,13 +189,13 @@ fn stop_ends_the_sampling_of_a_text() {
     assert_eq!(run.code, 143, "{}", run.stderr);
     let steps = job.losses().len();
     assert!(steps < 8 && !job.checkpoint(steps as u64, MODEL).is_empty());
-    // After the last step, all that is left is the text.
+    // After the last step, only the text remains to be done.
     let (job, run) = stopped_at("step 8/8", &[]);
     assert_eq!(run.code, 0, "{}", run.stderr);
     assert!(!job.checkpoint(8, MODEL).is_empty());
 }
 
-/// Workers go on while no process reads their reports, thousands of which come at once afterwards.
+/// Workers continue while no process reads their reports, thousands of which are read at once afterwards.
 fn suspended_launcher_ends_no_run() {
     let job = Job::new();
     let settings = ["train.steps=8000", "model.dim=16", "model.seq=8", "train.batch=1"];
@@ -209,7 +209,7 @@ fn suspended_launcher_ends_no_run() {
     assert_eq!(job.losses().len(), 8000);
 }
 
-/// What a run prints at its end is only about what it has done; the answer of a query is all that it does.
+/// A run's final output only describes what the run has done; for a query, the answer is the whole purpose.
 fn full_disk_behind_the_console_fails_answers_and_no_run() {
     let job = Job::new();
     let full = || std::fs::File::options().write(true).open("/dev/full").unwrap();
@@ -224,7 +224,7 @@ fn full_disk_behind_the_console_fails_answers_and_no_run() {
     }
 }
 
-/// Runs a job of 400 steps, and again with an interrupt and a resume. Returns the uninterrupted one.
+/// Runs a job of 400 steps twice, the second time with an interrupt and a resume. Returns the uninterrupted job.
 fn assert_interruption_changes_nothing(args: &[&str]) -> Job {
     let whole = Job::new();
     whole.run_ok(args);
@@ -245,7 +245,7 @@ fn assert_interruption_changes_nothing(args: &[&str]) -> Job {
 fn sharded_optimizer_equals_replicated_optimizer() {
     for ranks in [2, 4] {
         for model in ["model.arch=\"llama\"", "model.arch=\"gpt2\""] {
-            // Small buckets, so that there are several, and even of one matrix.
+            // Small buckets, so that there are several, even for one matrix.
             let common = [model, "comm.bucket_mb=0.005", "train.batch=2", "train.accumulate=2"];
             let run = |settings: &[&str]| {
                 let job = Job::new();
@@ -372,12 +372,12 @@ fn resume_in_another_directory_names_the_checkpoint_beside_the_configuration() {
     assert!(output.stderr.contains(&format!("--resume={}", found.display())), "{}", output.stderr);
     let output = elsewhere(&[&format!("--resume={}", found.display())]);
     assert_eq!(output.code, 0, "{}", output.stderr);
-    // Now there is one here.
+    // Now there is a checkpoint here.
     let output = elsewhere(&["--resume", "--set", "train.steps=14"]);
     assert_eq!(output.code, 0, "{}", output.stderr);
 }
 
-/// The run's directory is on a small disk of its own, which only the shell below sees.
+/// The run's directory is on a separate small disk that only the shell below sees.
 fn metrics_of_a_disk_that_is_full_for_a_while_have_every_step_once() {
     let job = Job::new();
     std::fs::create_dir(job.path().join("runs")).unwrap();

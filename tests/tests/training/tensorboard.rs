@@ -1,4 +1,4 @@
-//! What TensorBoard itself reads from the event file of a run.
+//! Checks the data that TensorBoard itself reads from the event file of a run.
 
 use std::path::Path;
 use std::process::Command;
@@ -30,14 +30,14 @@ const TAGS: [(&str, &str); 10] = [
     ("train/skipped_steps", "train/skipped_steps"),
     ("perf/tokens_per_second", "perf/tokens_per_second"),
     ("perf/step_seconds", "perf/step_seconds"),
-    // Their names of before, for one release.
+    // Old names, kept for one release.
     ("lr", "train/lr"),
     ("perf/tokens_per_s", "perf/tokens_per_second"),
     ("val/loss", "val/loss"),
     ("val/bits_per_byte", "val/bits_per_byte"),
 ];
 
-/// Step, tag and value of every scalar.
+/// Returns step, tag and value of every scalar.
 fn read_scalars(dir: &Path) -> Vec<Value> {
     let output = Command::new(requirements::python_path()).args(["-c", READER]).arg(dir).output().unwrap();
     let lines = String::from_utf8_lossy(&output.stdout);

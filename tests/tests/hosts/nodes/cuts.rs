@@ -1,4 +1,4 @@
-//! Connections that fail for a while.
+//! Connections that fail temporarily.
 
 use std::time::Duration;
 
@@ -16,26 +16,26 @@ xlaunch_harness::tests! {
     both_sides_of_a_cut_end_with_the_lease_where_nothing_restarts;
 }
 
-/// A short lease, so that tests are short.
+/// A short lease keeps the tests short.
 const LEASE: &str = "--rdzv-conf keep_alive_max_attempt=4,last_call_timeout=1";
 
-/// Process ids of the workers on a host, and of what they are about to start.
+/// Returns the process ids of the workers on a host, and of processes that are about to start workers.
 fn workers(group: &Group, host: usize) -> Vec<u32> {
     let processes = group.hosts[host].processes().into_iter();
     processes.filter(|process| process.command == "sh worker.sh").map(|process| process.pid).collect()
 }
 
-/// Process ids of the two workers on a host.
+/// Returns the process ids of the two workers on a host.
 fn two_workers(group: &Group, host: usize) -> Vec<u32> {
     wait_for("two workers", || Some(workers(group, host)).filter(|pids| pids.len() == 2))
 }
 
 fn connections_that_fail_for_8_s_restart_nothing() {
     type Fault = fn(&Group);
-    // The first ones wait for their end: the others last no longer than 8 s.
+    // The first faults wait for their end; the others last no longer than 8 s.
     let faults: [(&str, Fault); 7] = [
         ("h0-v6", |group| group.hosts[1].reset_connections(Duration::from_millis(500))),
-        // And no name resolves any more.
+        // In addition, no name resolves any more.
         ("h0", |group| {
             group.hosts[1].set_names("");
             group.hosts[1].reset_connections(Duration::from_millis(500));
@@ -46,7 +46,7 @@ fn connections_that_fail_for_8_s_restart_nothing() {
         ("h0", |group| group.hosts.cut_one_way(1, 0)),
         ("h0", |group| group.hosts[1].loss(10)),
     ];
-    // The time is that of one, not the sum.
+    // The groups run concurrently.
     let groups = faults.map(|(endpoint, fault)| {
         let group = Group::new(2, &format!("--nnodes 2 --rdzv-endpoint {endpoint} --max-restarts 1"));
         let launches = group.start_all(2);
@@ -61,7 +61,7 @@ fn connections_that_fail_for_8_s_restart_nothing() {
         group.hosts[0].heal();
         group.hosts[1].heal();
     }
-    // What has been missed so far would be noticed when the lease is over.
+    // Failures to be detected so far would be noticed when the lease expires.
     std::thread::sleep(Duration::from_secs(5));
     for (index, (group, launches, pids, _)) in groups.into_iter().enumerate() {
         let errors = || launches.iter().map(Process::stderr).collect::<String>();
@@ -77,20 +77,20 @@ fn connections_that_fail_for_8_s_restart_nothing() {
 
 fn workers_of_a_host_that_is_cut_off_end_before_others_start_and_it_comes_back() {
     let group = Group::elastic(2, "1:2", &format!("--max-restarts 3 {LEASE}"));
-    // Those of the host that is cut off do not end when asked.
+    // The workers of the host that is cut off do not end on request.
     let stubborn =
         super::WORKER.replace("trap 'exit 0' TERM", "[ $host = h0 ] && trap 'exit 0' TERM || trap '' TERM");
     std::fs::write(group.file("worker.sh"), stubborn).unwrap();
     let launches = group.start_all(2);
     group.hosts[1].cut();
-    // The rest goes on alone.
+    // The rest continues alone.
     let starts = group.wait_for_starts(6, &launches);
     assert_eq!(places(&starts[4..]), [(0, "h0"), (1, "h0")]);
     assert!(workers(&group, 1).is_empty(), "{}", launches[1].stderr());
     let (ended, started) = (group.last_beat("h1"), starts[4].at.min(starts[5].at));
     assert!(ended < started, "workers were alive at {ended} s, the others started at {started} s");
     assert!(starts[4..].iter().all(|start| (start.world, start.restarts) == (2, 1)), "{starts:?}");
-    // Its agent is still there.
+    // The host's agent is still there.
     group.hosts[1].heal();
     let starts = group.wait_for_starts(10, &launches);
     assert_eq!(places(&starts[6..]), [(0, "h0"), (1, "h0"), (2, "h1"), (3, "h1")]);
@@ -151,7 +151,7 @@ fn both_sides_of_a_cut_end_with_the_lease_where_nothing_restarts() {
     let cut = std::time::Instant::now();
     group.hosts[1].cut();
     let outputs = group.expect_codes(launches, 75);
-    // The lease is 4 s. A hang would be the minute for which others wait for the network.
+    // The lease is 4 s. A hang would last the minute for which others wait for the network.
     assert!(cut.elapsed() < Duration::from_secs(30), "{:?}", cut.elapsed());
     assert!(outputs[0].stderr.contains("node 1 (h1): the node was silent for "), "{outputs:#?}");
     for text in ["no contact with the coordinator for ", "ending the workers of this node", "h0"] {

@@ -20,7 +20,7 @@ xlaunch_harness::tests! {
     restart_on_two_nodes_forks_from_the_processes_that_have_preloaded;
 }
 
-/// A module that records its imports and the process in which they happen.
+/// A module that records its imports and the importing process.
 const MODULE: &str = "
 import os
 PROCESS = os.getpid()
@@ -41,13 +41,13 @@ while open('forks').read().count('\\n') < 8:
     time.sleep(0.05)
 ";
 
-/// Outputs with a report of the failure, and those without.
+/// Returns the outputs with a report of the failure, and those without.
 fn reports(outputs: &[Output]) -> (Vec<&Output>, Vec<&Output>) {
     outputs.iter().partition(|output| !output.failure_report().is_empty())
 }
 
 fn killed_worker_is_reported_once_and_ends_all_nodes_alike() {
-    // The coordinator's node, and another one; by both families of addresses.
+    // Both the coordinator's node and another one, with both families of addresses.
     for (endpoint, master, rank) in [("h0-v4", "10.77.0.10", 3), ("[fd77::10]:29500", "fd77::10", 1)] {
         let group = Group::new(3, &format!("--nnodes 3 --rdzv-endpoint {endpoint}"));
         let launches = group.start_all(3);
@@ -57,7 +57,7 @@ fn killed_worker_is_reported_once_and_ends_all_nodes_alike() {
         for start in &starts {
             assert_eq!((start.node_rank, start.local_rank), (start.rank / 2, start.rank % 2));
             assert_eq!((start.world, start.restarts), (6, 0));
-            // The endpoint is a name in one case, an address in the other.
+            // The endpoint is a name in one case, and an address in the other.
             assert!([master, endpoint].contains(&&*start.master.0), "{start:?}");
             assert_eq!(start.master, starts[0].master);
         }
@@ -105,13 +105,13 @@ fn killed_agent_ends_the_job_on_all_nodes() {
     assert!(outputs.iter().all(|output| output.stderr.contains("node 1 (h1)")), "{outputs:#?}");
 }
 
-/// Its kernel then sends a reset, as a network may.
+/// The agent's kernel then sends a reset, as a network may.
 fn killed_agent_that_had_not_read_everything_is_lost_at_once() {
     // The lease alone would take longer than any deadline here.
     let group = Group::fixed(2, "--rdzv-conf keep_alive_max_attempt=60");
     let mut launches = group.start_all(2);
     launches[1].signal(Signal::STOP);
-    // Asks the other node, too, which does not read it.
+    // This also queries the other node, which does not read the query.
     let mut status = group.hosts[0].command(xlaunch_path());
     Process::spawn_inside(status.args(["status"])).wait();
     let killed = Instant::now();
@@ -152,7 +152,7 @@ fn power_cut_ends_the_job_or_lets_the_host_come_back() {
     assert_eq!([ended.remove(1), restarted.remove(1)].map(|launch| launch.wait().code), [137, 137]);
 
     restarting.hosts[1].boot();
-    // Before the coordinator knows that the host is lost.
+    // This happens before the coordinator knows that the host is lost.
     restarted.push(restarting.start(1));
     let outputs = ending.expect_codes(ended, 75);
     assert!(outputs[0].stderr.contains("node 1 (h1): the node was silent for "), "{}", outputs[0].stderr);

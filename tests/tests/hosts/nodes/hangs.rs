@@ -25,7 +25,7 @@ fn line<'a>(output: &'a Output, part: &str) -> &'a str {
     found.unwrap_or_else(|| panic!("{part:?} in {}", output.stderr))
 }
 
-/// All ranks make steps of 0.2 s. In the first attempt rank 3 hangs in step 5, and the others wait for it in step 6.
+/// All ranks take steps of 0.2 s. In the first attempt rank 3 hangs in step 5, and the others wait for it in step 6.
 fn rank_that_hangs_is_found_among_those_of_all_nodes() {
     let script = "step=0; last=6; [ $RANK = 3 ] && last=5; while [ $step -lt 8 ]; do \
         step=$((step + 1)); sleep 0.2; [ $TORCHELASTIC_RESTART_COUNT$step = 0$last ] && exec sleep 1000; \
@@ -72,7 +72,7 @@ fn rank_is_found_after_those_of_the_first_node_have_exited() {
     assert!(outputs[1].root_cause().contains("sent no heartbeat for "), "{}", outputs[1].stderr);
 }
 
-/// Rank 3 is a step ahead, so that only the state of its process tells that it hangs.
+/// Rank 3 is a step ahead, so that only the state of its process shows that it hangs.
 fn stopped_process_on_another_node_is_named() {
     let script = "step=0; while [ $step -lt 3 ]; do step=$((step + 1)); echo $step > $XLAUNCH_HEARTBEAT; sleep 0.2; \
         done; [ $RANK = 3 ] && echo 4 > $XLAUNCH_HEARTBEAT && kill -STOP $$; exec sleep 1000";

@@ -37,7 +37,7 @@ fn late_node_is_named_every_10_s_and_joins() {
 fn node_that_differs_is_refused_with_both_values_and_the_others_keep_waiting() {
     let group = Group::fixed(3, "--rdzv-id job");
     let mut launches = vec![group.start(0), group.start(1)];
-    // Both must be members before others claim what is theirs.
+    // Both must be members before others claim their place.
     launches[0].wait_for_stderr("waiting for node 2 of 3");
     let shell = |host: usize, flags: &[&str], script: &str| {
         let mut command = group.command(host);
@@ -76,7 +76,8 @@ fn name_of_the_coordinator_may_resolve_late() {
     group.expect_success(launches);
 }
 
-/// The environment and arguments of `deploy/kubernetes/indexed-job.yaml`, with a command in place of the configuration.
+/// Uses the environment and arguments of `deploy/kubernetes/indexed-job.yaml`, with a command in place of the
+/// configuration.
 fn pods_of_an_indexed_job_join_by_names_that_resolve_late() {
     let manifest = include_str!("../../../../deploy/kubernetes/indexed-job.yaml");
     let (_, args) = manifest.split_once("args: [").unwrap();
@@ -93,7 +94,7 @@ fn pods_of_an_indexed_job_join_by_names_that_resolve_late() {
     let mut launches = vec![pod(1), pod(0)];
     std::thread::sleep(std::time::Duration::from_secs(1));
     assert!(launches.iter_mut().all(Process::is_running), "{}", launches[0].stderr());
-    // A headless service names its pods once they are there.
+    // A headless service resolves the names of its pods once they exist.
     let names: String =
         (0..2).map(|index| format!("{} train-{index}.train\n", group.hosts[index].address())).collect();
     group.hosts.iter().for_each(|host| host.set_names(&names));
@@ -108,7 +109,7 @@ fn node_that_cannot_connect_says_why_within_seconds() {
     let waiting = group.start(1);
     waiting.wait_for_stderr("coordinator at h0:29500: the name does not resolve");
     group.hosts[1].set_names(&group.hosts.names());
-    // The name resolves, but nothing listens.
+    // The name resolves, but no process listens.
     waiting
         .wait_for_stderr("coordinator at h0:29500: connection refused; check the port of `--rdzv-endpoint`");
     waiting.wait_for_stderr("; trying for another ");
@@ -125,7 +126,7 @@ fn first_node_whose_endpoint_is_another_hosts_is_told() {
 }
 
 fn dynamic_nodes_find_a_coordinator_although_names_are_wrong_or_missing_at_first() {
-    // What each host's resolver says about `head` at first: the address of one of them, or nothing.
+    // Initial results of each host's resolver for `head`: the address of one of the hosts, or none.
     for wrong in [[Some(1), Some(0)], [None, Some(1)], [Some(0), Some(1)]] {
         let group = Group::new(2, "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint head --rdzv-id job");
         let names = |head: Option<usize>| {

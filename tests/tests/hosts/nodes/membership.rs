@@ -65,12 +65,12 @@ fn spare_takes_the_rank_of_a_node_that_is_lost() {
     let starts = group.wait_for_starts(8, &launches);
     assert_eq!(places(&starts[4..]), [(0, "h0"), (1, "h0"), (2, "h2"), (3, "h2")]);
     assert!(starts[4..].iter().all(|start| start.restarts == 1), "{starts:?}");
-    // Another spare leaves when the job ends. It has to be a member by then: it would wait for the next job otherwise.
+    // Another spare leaves when the job ends. It must be a member by then: otherwise it would wait for the next job.
     launches.push(start_spare(&group, 1));
     group.expect_success(launches);
 }
 
-/// Starts the launch of a host, and returns when the coordinator has admitted it as a spare.
+/// Starts the launch of a host. Returns when the coordinator has admitted it as a spare.
 fn start_spare(group: &Group, host: usize) -> Process {
     let spare = group.start(host);
     spare.wait_for_stderr("this node is a spare");

@@ -1,7 +1,7 @@
-//! Jobs on several nodes whose workers, agents, hosts and connections fail, or whose nodes come and go.
+//! Jobs on several nodes: workers, agents, hosts and connections fail, and nodes come and go.
 //!
-//! A [`Group`] has hosts and the command line of one job. Its workers are a shell script that records each start, and
-//! that tests steer with files in a directory which all hosts see.
+//! A [`Group`] has hosts and the command line of one job. Its workers are a shell script that records each start. Tests
+//! control it with files in a directory that all hosts see.
 
 mod cuts;
 mod failures;
@@ -19,7 +19,7 @@ xlaunch_harness::tests! {
     modules cuts, failures, hangs, joining, membership, training;
 }
 
-/// A worker: beats until `done` exists; a file `fail-RANK` has what the worker of that rank shall do.
+/// A worker: writes heartbeats until `done` exists. A file `fail-RANK` contains a command for the worker of that rank.
 const WORKER: &str = r#"
 host=$(uname -n)
 read -r uptime idle < /proc/uptime
@@ -34,7 +34,7 @@ while [ ! -e done ]; do
 done
 "#;
 
-/// What makes a worker fail as one that crashes.
+/// Command that makes a worker fail like a crash.
 const CRASH: &str = "kill -9 $$";
 
 /// Hosts, and the flags of a job on them.
@@ -43,7 +43,7 @@ struct Group {
     flags: Vec<String>,
 }
 
-/// What a worker has recorded at its start.
+/// The record of a worker's start.
 #[derive(Clone, Debug, PartialEq)]
 struct Start {
     rank: u32,
@@ -54,24 +54,24 @@ struct Start {
     host: String,
     /// `MASTER_ADDR` and `MASTER_PORT`.
     master: (String, u16),
-    /// Seconds, by a clock that all hosts share.
+    /// Time in seconds, by a clock that all hosts share.
     at: f64,
 }
 
 impl Group {
-    /// Hosts for a job of two workers per node.
+    /// Creates hosts for a job of two workers per node.
     fn new(hosts: usize, flags: &str) -> Self {
         let hosts = Hosts::new(hosts);
         std::fs::write(hosts.shared().join("worker.sh"), WORKER).unwrap();
         Self { hosts, flags: flags.split_whitespace().map(String::from).collect() }
     }
 
-    /// The same with fixed node ranks, and the coordinator on `h0`.
+    /// Same, with fixed node ranks and the coordinator on `h0`.
     fn fixed(hosts: usize, flags: &str) -> Self {
         Self::new(hosts, &format!("--nnodes {hosts} --rdzv-endpoint h0 {flags}"))
     }
 
-    /// The same with nodes that come and go.
+    /// Same, with nodes that come and go.
     fn elastic(hosts: usize, nodes: &str, flags: &str) -> Self {
         Self::new(
             hosts,
@@ -79,7 +79,7 @@ impl Group {
         )
     }
 
-    /// `xlaunch` with the job's flags on a host.
+    /// Returns `xlaunch` with the job's flags on a host.
     fn command(&self, host: usize) -> Command {
         let mut command = self.hosts[host].command_in(&self.hosts.shared(), xlaunch_path());
         command.env("XLAUNCH_TOKEN", "a token of the tests").args(&self.flags);
@@ -89,7 +89,7 @@ impl Group {
         command
     }
 
-    /// Starts the launch of a host, with more flags.
+    /// Starts the launch of a host with additional flags.
     fn start_with(&self, host: usize, flags: &[&str]) -> Process {
         let mut command = self.command(host);
         command.args(flags).args(["--nproc-per-node", "2", "--", "sh", "worker.sh"]);
@@ -111,43 +111,43 @@ impl Group {
         self.hosts.shared().join(name)
     }
 
-    /// All starts of workers so far.
+    /// Returns all starts of workers so far.
     fn starts(&self) -> Vec<Start> {
         let text = std::fs::read_to_string(self.file("starts")).unwrap_or_default();
         text.split_inclusive('\n').filter(|line| line.ends_with('\n')).map(Start::parse).collect()
     }
 
-    /// Waits until so many workers have started since the first launch. Returns the starts after the first `before`.
+    /// Waits until this many workers have started since the first launch. Returns the starts after the first `before`.
     fn wait_for_starts(&self, count: usize, launches: &[Process]) -> Vec<Start> {
         wait_for("workers to start", || {
             let starts = self.starts();
             let errors = || launches.iter().map(Process::stderr).collect::<Vec<_>>().join("---\n");
             assert!(starts.len() <= count, "{} starts, not {count}: {starts:?}\n{}", starts.len(), errors());
-            // Read after the starts, which come before the end.
+            // Check this after reading the starts, which precede the end.
             let running = launches.iter().all(|launch| is_alive(launch.pid()));
             assert!(running || starts.len() == count, "a launch has ended: {starts:?}\n{}", errors());
             (starts.len() == count).then_some(starts)
         })
     }
 
-    /// When the workers of a host showed that they lived for the last time.
+    /// Returns the time of the last heartbeat of the workers of a host.
     fn last_beat(&self, host: &str) -> f64 {
         let beats = [0, 1].map(|rank| std::fs::read_to_string(self.file(&format!("beat-{host}-{rank}"))));
         beats.map(|beat| beat.unwrap().trim().parse().unwrap_or(0.0)).into_iter().fold(0.0, f64::max)
     }
 
-    /// Lets the worker of a rank run a command of the shell.
+    /// Makes the worker of a rank run a shell command.
     fn order(&self, rank: u32, command: &str) {
         std::fs::write(self.file("order"), command).unwrap();
         std::fs::rename(self.file("order"), self.file(&format!("fail-{rank}"))).unwrap();
     }
 
-    /// Lets all workers exit with code 0.
+    /// Makes all workers exit with code 0.
     fn finish(&self) {
         std::fs::write(self.file("done"), "").unwrap();
     }
 
-    /// Waits until no process and no listener is left on any host.
+    /// Waits until no process and no listener remains on any host.
     fn expect_nothing_left(&self) {
         for host in self.hosts.iter() {
             let what = || format!("{:?}, listening on {:?}", host.processes(), host.listeners());
@@ -157,7 +157,7 @@ impl Group {
         }
     }
 
-    /// Waits for the launches, which end alike.
+    /// Waits for the launches, which all end with the same code.
     fn expect_codes(&self, launches: Vec<Process>, code: i32) -> Vec<Output> {
         let outputs: Vec<Output> = launches.into_iter().map(Process::wait).collect();
         let codes: Vec<i32> = outputs.iter().map(|output| output.code).collect();
@@ -166,7 +166,7 @@ impl Group {
         outputs
     }
 
-    /// Lets the job end well.
+    /// Makes the job end successfully.
     fn expect_success(&self, launches: Vec<Process>) -> Vec<Output> {
         self.finish();
         self.expect_codes(launches, 0)
@@ -190,7 +190,7 @@ impl Start {
     }
 }
 
-/// Ranks and hosts of these starts, by rank.
+/// Returns ranks and hosts of these starts, in order of rank.
 fn places(starts: &[Start]) -> Vec<(u32, &str)> {
     let mut places: Vec<_> = starts.iter().map(|start| (start.rank, &*start.host)).collect();
     places.sort_unstable();

@@ -1,4 +1,4 @@
-//! The trainer on several nodes that fail, come and go: its losses and weights are those of an undisturbed run.
+//! The trainer on several nodes that fail, come and go: losses and weights equal those of an undisturbed run.
 
 use std::time::{Duration, Instant};
 
@@ -18,12 +18,12 @@ xlaunch_harness::tests! {
     ten_random_failures_leave_the_weights_of_an_undisturbed_run;
 }
 
-/// Runs tests that take minutes.
+/// Variable that enables tests which take minutes.
 const LONG_VARIABLE: &str = "XLAUNCH_TEST_LONG";
-/// Chooses other failures.
+/// Variable with a seed that selects other failures.
 const SEED_VARIABLE: &str = "XLAUNCH_TEST_SEED";
 
-/// Of a job of two nodes.
+/// Flags of a job of two nodes.
 const FLAGS: &str = "--rdzv-conf keep_alive_max_attempt=4,last_call_timeout=1 --max-restarts 30";
 
 fn long() -> xlaunch_harness::Requirement {
@@ -31,7 +31,7 @@ fn long() -> xlaunch_harness::Requirement {
     wanted.then_some(()).ok_or_else(|| format!("takes minutes: set {LONG_VARIABLE}=1"))
 }
 
-/// Hosts that train a job in a directory which they share.
+/// Hosts that train a job in a directory that they share.
 struct Training {
     group: Group,
     job: Job,
@@ -56,7 +56,7 @@ impl Training {
         Process::spawn_inside(command.arg("train.toml").args(&self.arguments))
     }
 
-    /// The lines of training in the run's metrics so far.
+    /// Returns the training lines in the run's metrics so far.
     fn steps(&self) -> Vec<Value> {
         let text = std::fs::read_to_string(self.job.run_dir().join("metrics.jsonl")).unwrap_or_default();
         let lines = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
@@ -76,13 +76,13 @@ impl Training {
         });
     }
 
-    /// Process ids of the workers on a host.
+    /// Returns the process ids of the workers on a host.
     fn workers(&self, host: usize) -> Vec<u32> {
         let processes = self.group.hosts[host].processes().into_iter();
         processes.filter(|process| process.command.contains(" worker")).map(|process| process.pid).collect()
     }
 
-    /// Losses of all steps, each of which there is once.
+    /// Returns the losses of all steps, each of which must occur once.
     fn losses(&self) -> Vec<f64> {
         let lines = self.steps();
         let steps: Vec<u64> = lines.iter().filter_map(|line| line["_step"].as_u64()).collect();
@@ -122,7 +122,7 @@ fn training_goes_on_after_a_kill_with_the_weights_of_an_undisturbed_run() {
     expect_equal(&training, &reference, STEPS);
 }
 
-/// The nodes do not share the directory of the run, and no key of `[model]` is set.
+/// The nodes do not share the run directory, and no key of `[model]` is set.
 fn initial_weights_on_the_first_node_are_enough() {
     const CONFIG: &str = "[data]\ntrain = [\"text/*.txt\"]\n[train]\nsteps = 8\nbatch = 4\neval_every = 0\nsample = 0\n\
         [engine]\ndevice = \"cpu\"\n[checkpoint]\ninit = \"first\"\n";
@@ -135,7 +135,7 @@ fn initial_weights_on_the_first_node_are_enough() {
         std::os::unix::fs::symlink(first.run_dir(), job.path().join("first")).unwrap();
     }
     reference.run_ok(&["--nproc", "4", "--set", "train.steps=8", "--set", "checkpoint.every=10"]);
-    // On the second host there is another directory of this name, without the weights.
+    // The second host has another directory of this name, without the weights.
     let dir = training.job.path().display();
     let hide = format!("cp -r {dir} /run/own && rm /run/own/first && mount --bind /run/own {dir}");
     let hidden = Process::spawn_inside(training.group.hosts[1].command("sh").args(["-c", &hide])).wait();
@@ -148,7 +148,7 @@ fn initial_weights_on_the_first_node_are_enough() {
 fn training_saves_before_a_node_joins_and_before_one_leaves() {
     const STEPS: u64 = 1_000_000;
     let mut training = Training::new(Group::elastic(2, "1:2", FLAGS), STEPS);
-    // Only what membership asks for is saved.
+    // Only checkpoints requested by membership changes are saved.
     training.arguments.extend(["--set", "checkpoint.every=100000"].map(String::from));
     let mut launches = vec![training.start(0)];
     training.wait_for_step(20, &mut launches);
@@ -162,7 +162,7 @@ fn training_saves_before_a_node_joins_and_before_one_leaves() {
     assert_eq!(left.code, 143, "{}", left.stderr);
     let step = training.last_step();
     training.wait_for_step(step + 20, &mut launches);
-    // No step was lost or repeated, and none began again.
+    // No step was lost or repeated, and training did not start over.
     assert!(training.losses().len() as u64 > step);
     launches[0].signal(Signal::TERM);
     training.group.expect_codes(launches, 143);
@@ -182,7 +182,7 @@ fn training_survives_a_cut_that_heals() {
     assert!(pids.iter().all(|pid| is_alive(*pid)), "{}", launches[0].stderr());
     launches[1].signal(Signal::TERM);
     training.group.expect_codes(launches, 143);
-    // All of it in one attempt.
+    // All steps were made in one attempt.
     assert!(training.losses().len() as u64 >= step + 50);
 }
 
@@ -192,7 +192,7 @@ enum Failure {
     Worker(usize),
     Agent,
     Power,
-    /// For this many seconds.
+    /// A cut of this many seconds.
     Cut(u64),
     OneWay(usize, usize),
     Loss,
@@ -227,7 +227,7 @@ impl Failure {
         match self {
             Self::Worker(index) => {
                 let workers = training.workers(index);
-                // It may be between two attempts.
+                // The host may be between two attempts.
                 workers.first().into_iter().for_each(|pid| send_signal(*pid, Signal::KILL));
             }
             Self::Agent => {
