@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn missing_nvml_is_reported_in_the_words_of_the_dynamic_linker() {
+    fn missing_nvml_is_reported_with_the_dynamic_linkers_message() {
         let path = "/nowhere/libnvidia-ml.so.1";
         let error = Nvml::builder().lib_path(path.as_ref()).init().map(drop).unwrap_err();
         let problem = nvml_problem(&error);

@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn host_without_cgroup_limits_has_what_the_kernel_calls_available() {
+    fn memory_without_cgroup_limits_is_the_kernels_mem_available() {
         assert_eq!(available(&[MEMINFO]), Some(1_024_000));
         let unlimited =
             [("proc/self/cgroup", "0::/a/b\n"), ("sys/fs/cgroup/a/b/memory.max", "max\n"), MEMINFO];

@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn error_of_a_limit_names_the_limit_to_raise_and_others_stay_as_they_are() {
+    fn limit_errors_name_the_limit_to_raise() {
         let text = |errno: Errno| describe(&errno.into());
         for (errno, limit) in [
             (Errno::AGAIN, "ulimit -u"),

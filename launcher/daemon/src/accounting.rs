@@ -417,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_go_on_where_they_were_if_files_are_rotated_in_between() {
+    fn paging_continues_across_rotation() {
         let dir = tempfile::tempdir().unwrap();
         let accounting = Accounting::new(dir.path());
         let rename =

@@ -196,7 +196,7 @@ mod tests {
     ];
 
     #[test]
-    fn variables_that_lead_to_code_do_not_reach_a_training_job() {
+    fn variables_that_can_run_code_do_not_reach_a_training_job() {
         let mut environment = variables(&CODE);
         // Variables without a value or with an empty name are not harmless either.
         environment.extend([b"LD_PRELOAD".to_vec(), b"=x".to_vec(), Vec::new()]);

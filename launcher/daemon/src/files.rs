@@ -465,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn agent_is_found_by_its_start_and_says_that_it_has_begun() {
+    fn agent_record_and_begun_file_belong_to_one_start() {
         let state = tempfile::tempdir().unwrap();
         let dirs = JobDirs::open(state.path()).unwrap();
         dirs.create(&description(1), own().0, own().1).unwrap();
@@ -491,7 +491,7 @@ mod tests {
     }
 
     #[test]
-    fn directory_tells_about_a_job_that_the_journal_does_not_know() {
+    fn directory_describes_a_job_missing_in_the_journal() {
         let state = tempfile::tempdir().unwrap();
         let dirs = JobDirs::open(state.path()).unwrap();
         assert_eq!(dirs.found(1), None);

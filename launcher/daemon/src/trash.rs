@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_earlier_daemon_left_is_removed() {
+    fn leftovers_of_an_earlier_daemon_are_removed() {
         let state = tempfile::tempdir().unwrap();
         fs_err::create_dir_all(state.path().join("trash/left/below")).unwrap();
         fs_err::write(state.path().join("trash/file"), "").unwrap();

@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn links_are_followed_to_what_they_name_and_loops_end() {
+    fn links_are_followed_and_loops_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let open = dir.path().join("open");
         fs_err::create_dir(&open).unwrap();

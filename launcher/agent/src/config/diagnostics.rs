@@ -199,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_offending_value_is_underlined() {
+    fn offending_value_is_underlined() {
         let text = "[train]\n\tlr = \"äh\" # no\nsteps = 5";
         let shown = |span: Range<usize>| snippet(text, position(text, span.start).0, &span);
         let begin = text.find('"').unwrap();

@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_types_are_described_in_the_words_of_toml() {
+    fn wrong_types_are_described_with_tomls_type_names() {
         for (text, expected) in [
             ("[train]\nsteps = \"500\"\n", "invalid type: string \"500\"; expected a whole number"),
             ("[train]\nsteps = 5e2\n", "invalid type: floating point `500.0`; expected a whole number"),
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn error_about_two_keys_names_the_flag_or_variable_that_sets_the_other_one() {
+    fn error_about_two_keys_names_the_origin_of_the_other_value() {
         let error = |text: &str, overrides: &[Override]| {
             parse(Path::new("a.toml"), text, overrides).unwrap_err().to_string()
         };
@@ -462,7 +462,7 @@ mod tests {
     }
 
     #[test]
-    fn other_errors_are_found_beside_a_renamed_key() {
+    fn renamed_key_does_not_hide_other_errors() {
         let error = renamed("[launch]\nstall_timeout = 9\n[train]\nlrr = 1\n", &[]).unwrap_err();
         assert!(error.contains("unknown key `train.lrr`") && error.contains("`train.lr`"), "{error}");
         assert!(renamed("[launch]\nstall_timeout = \"x\"\n", &[]).is_err());

@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn records_of_the_driver_are_parsed_and_others_are_not() {
+    fn only_driver_records_are_parsed() {
         let now = Duration::from_secs(100);
         let text =
             "4,1234,40000000,-;NVRM: Xid (PCI:0000:3B:00): 79, pid=7, fallen off the bus.\n SUBSYSTEM=x\n";

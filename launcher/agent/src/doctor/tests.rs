@@ -42,7 +42,7 @@ fn missing_nvml_is_a_warning_and_a_node_without_gpus_is_ok() {
 }
 
 #[test]
-fn faults_fail_and_what_slows_down_is_a_warning() {
+fn faults_are_failures_and_slowdowns_are_warnings() {
     let one = |change: &dyn Fn(&mut GpuReadings)| {
         let mut sick = gpu(1);
         change(&mut sick);

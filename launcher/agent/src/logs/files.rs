@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn deleted_file_is_created_again_and_says_what_is_gone() {
+    fn deleted_file_is_recreated_with_the_number_of_lost_bytes() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("logs/stdout.log");
         fs_err::create_dir(dir.path().join("logs")).unwrap();

@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gap_between_files_is_known_also_after_inodes_were_reused() {
+    fn gap_between_files_is_known_after_inode_reuse() {
         let record = LogRecord::new(Path::new("/logs/0/stdout.log"), Some(0));
         for (inode, start) in [(7, 0), (8, 100), (9, 200), (8, 300)] {
             record.begin(inode, start);

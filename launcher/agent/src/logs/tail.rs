@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn each_line_has_the_time_of_its_arrival_also_after_earlier_ones_were_discarded() {
+    fn arrival_times_survive_discarding_earlier_lines() {
         let tail = Tail::default();
         tail.feed(&vec![b'x'; 3 * TAIL_BYTES]);
         tail.feed(b"\nerror\n  in");

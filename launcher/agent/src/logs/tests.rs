@@ -192,7 +192,7 @@ fn blocked_console_delays_neither_the_end_of_a_worker_nor_messages() {
 }
 
 #[test]
-fn orphan_that_holds_the_pipe_causes_no_delay_and_loses_no_output() {
+fn orphan_holding_the_pipe_neither_delays_nor_loses_output() {
     let mut set = Set::new(&LogOptions::default(), 1);
     let screen = set.read(0);
     let Fake { mut output, mut stdout, stderr } = set.start(0);

@@ -171,7 +171,7 @@ RuntimeError: shapes do not match:
     }
 
     #[test]
-    fn last_of_several_tracebacks_counts() {
+    fn last_traceback_is_used() {
         let text = "\
 Traceback (most recent call last):
   File \"a.py\", line 1, in <module>

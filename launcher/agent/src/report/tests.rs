@@ -173,7 +173,7 @@ fn successful_job_has_no_report() {
 }
 
 #[test]
-fn hang_is_reported_as_the_cause_whatever_ended_the_rank_and_names_the_evidence() {
+fn hang_is_the_reported_cause_and_names_the_evidence() {
     let mut job = job(Kind::Trainer, 2);
     let now = Instant::now();
     let message = "no progress for 61 s (phase: forward, step 9); rank 0 is waiting for it".to_owned();

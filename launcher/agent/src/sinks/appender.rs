@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn records_wait_for_a_directory_that_is_not_there_yet_and_are_then_written_in_order() {
+    fn records_are_queued_until_the_directory_exists() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("run/records");
         let mut appender = Appender::new(path.clone());
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn file_that_a_user_truncates_gets_no_hole() {
+    fn truncated_file_gets_no_hole() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("records");
         let mut appender = Appender::new(path.clone());

@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn attempt_that_resumes_earlier_repeats_no_step() {
+    fn points_after_the_resumed_step_are_removed() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
         let mut points = Points::new(path.clone(), None);

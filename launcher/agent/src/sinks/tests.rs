@@ -88,7 +88,7 @@ async fn sinks_receive_the_reports_of_rank_0_and_the_console_lines_in_order() {
 }
 
 #[tokio::test]
-async fn a_blocked_sink_delays_neither_the_driver_nor_other_sinks_and_its_losses_are_reported() {
+async fn blocked_sink_does_not_delay_others_and_its_losses_are_reported() {
     let (console, shown) = TestSink::new();
     let (slow, written, gate) = TestSink::gated();
     let (other, other_written) = TestSink::new();
@@ -122,7 +122,7 @@ async fn a_blocked_sink_delays_neither_the_driver_nor_other_sinks_and_its_losses
 }
 
 #[tokio::test]
-async fn file_that_fails_for_a_while_is_written_again_and_what_is_missing_is_said() {
+async fn file_recovers_from_errors_and_missing_reports_are_counted() {
     for (fails, expected) in [
         (1..3, &["cannot be written: disk full; trying again with every report", "is written again"][..]),
         (1..9, &["cannot be written: disk full; trying again with every report", "is written again"][..]),
@@ -148,7 +148,7 @@ async fn file_that_fails_for_a_while_is_written_again_and_what_is_missing_is_sai
 }
 
 #[tokio::test]
-async fn finish_gives_a_blocked_file_up_at_the_deadline_and_says_so() {
+async fn finish_reports_a_blocked_file_at_the_deadline() {
     let (console, shown) = TestSink::new();
     let (blocked, written, gate) = TestSink::gated();
     let mut sinks = Sinks::new(console).unwrap();
@@ -179,7 +179,7 @@ async fn lines_that_a_slow_console_drops_are_counted() {
 }
 
 #[tokio::test]
-async fn a_file_that_cannot_be_opened_for_now_delays_nothing_and_its_losses_are_counted() {
+async fn blocked_open_delays_nothing_and_its_losses_are_counted() {
     let dir = tempfile::tempdir().unwrap();
     let path = metrics::Metrics::path(dir.path());
     // Opening a FIFO for writing blocks without a reader, like a file on a stalled disk.

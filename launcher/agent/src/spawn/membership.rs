@@ -38,7 +38,8 @@ pub(super) fn clock_ticks() -> u64 {
 pub(super) struct RunProcesses {
     /// The value of [`env::SCOPE`] in the environment of the processes.
     pub(super) mark: String,
-    /// xlaunch's session, in which workers start. Process groups of other sessions are unrelated.
+    /// xlaunch's session, in which workers start. A process group cannot span sessions, so groups of others are
+    /// unrelated.
     pub(super) session: u32,
     /// Process ids and start times of the workers, which lead their process groups.
     pub(super) leaders: BTreeMap<u32, u64>,

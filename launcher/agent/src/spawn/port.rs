@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn locks_of_another_user_do_not_keep_anyone_from_a_port() {
+    fn ports_can_be_reserved_if_another_user_holds_all_locks() {
         let ports: Vec<u16> = (16_000..17_000).collect();
         let held = MasterPort::first_free(&ports, 0).unwrap();
         let without_lock = MasterPort::first_free(&[held.number()], 0).unwrap();

@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn reply_is_the_same_after_it_was_cut_into_messages() {
+    fn reply_survives_splitting_and_joining() {
         let process = |pid| ProcessStacks { pid, ..ProcessStacks::default() };
         let rank = |rank, pids: &[u32]| RankStacks {
             rank,

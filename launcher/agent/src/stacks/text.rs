@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn text_names_phase_step_collective_and_bucket_and_escapes_what_processes_choose() {
+    fn text_names_phase_step_collective_and_bucket_and_escapes_names() {
         let thread = ThreadState {
             tid: 8,
             name: "ring\x1b[2J".into(),

@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn buffers_that_fit_are_those_with_which_the_job_is_not_refused() {
+    fn buffer_limit_is_the_largest_accepted_size() {
         let available = Available { memory: 5 * GIB + 1, swap: GIB };
         let most = available.buffers_of_rank(2);
         let fits = |buffers| {
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn node_saves_its_ranks_part_or_everything_if_it_may_be_the_only_one_with_the_directory() {
+    fn node_saves_its_share_or_everything_if_the_directory_may_not_be_shared() {
         let (mut spec, state) = (JobSpec::default(), 800);
         let saved = |spec: &JobSpec, cuda, leads| saved_here(spec, state, 2, 8, cuda, leads);
         assert_eq!((saved(&spec, false, true), saved(&spec, false, false)), (800, 200));

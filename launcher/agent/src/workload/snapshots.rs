@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn on_is_refused_with_the_sizes_if_memory_is_short_and_off_is_off() {
+    fn snapshots_on_is_refused_if_memory_is_short() {
         let on = spec(MemorySnapshots::On);
         assert!(memory_use(&on, GIB, Some(2 * GIB)).unwrap().used);
         assert!(memory_use(&on, GIB, None).unwrap().used);
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn several_nodes_say_that_they_use_none_where_a_restart_could() {
+    fn jobs_on_several_nodes_note_that_snapshots_are_unused() {
         let note = |memory, max_restarts| {
             let mut spec = spec(memory);
             spec.launch.max_restarts = max_restarts;
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn newest_snapshot_is_of_this_run_and_of_each_rank_itself() {
+    fn newest_snapshot_requires_matching_run_and_rank() {
         let snapshots = Snapshots::create("run", 2).unwrap();
         assert_eq!(snapshots.newest(), None, "files are empty");
         let newest = |rank, file, bytes: &[u8]| {

@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn with_two_ranks_the_faster_one_is_the_measure() {
+    fn with_two_ranks_the_faster_one_is_the_reference() {
         let lines = run(&mut Stragglers::new(2), 5, &[100.0, 140.0]);
         assert!(matches!(&lines[..], [line] if line.starts_with("rank 1 slows")), "{lines:?}");
     }
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn rank_that_stops_again_and_again_is_reported_although_most_of_its_steps_are_fast() {
+    fn rank_with_repeated_pauses_is_a_straggler_despite_fast_steps() {
         // The rank pauses for 200 ms of every 250, with steps of a millisecond.
         let lines = run_beside(0.001, 3000, |step| if step % 50 == 49 { 0.201 } else { 0.001 });
         assert!(matches!(&lines[..], [line] if line.starts_with("rank 1 slows")), "{lines:?}");
@@ -220,13 +220,13 @@ mod tests {
     }
 
     #[test]
-    fn single_pause_does_not_make_a_straggler_however_long_it_is() {
+    fn single_long_pause_does_not_make_a_straggler() {
         assert_eq!(run_beside(0.1, 400, |step| if step == 210 { 100.0 } else { 0.1 }), [""; 0]);
         assert_eq!(run_beside(0.001, 40_000, |step| if step == 21_000 { 4.0 } else { 0.001 }), [""; 0]);
     }
 
     #[test]
-    fn rank_that_no_longer_stops_is_as_fast_as_the_others_again() {
+    fn rank_recovers_once_its_pauses_stop() {
         let lines = run_beside(0.1, 600, |step| if step < 200 && step % 10 == 0 { 1.1 } else { 0.1 });
         assert_eq!(lines.len(), 2, "{lines:?}");
         assert_eq!(lines[1], "rank 1 is as fast as the others again");

@@ -423,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn users_who_hold_all_units_leave_some_to_others() {
+    fn full_quota_leaves_some_units_to_other_users() {
         let quota = Quota::new(128, 512);
         let taken: Vec<_> = (1..=4).flat_map(|uid| (0..128).map(move |_| uid)).collect();
         let _taken: Vec<_> = taken.into_iter().map(|uid| quota.acquire(uid, false).unwrap()).collect();

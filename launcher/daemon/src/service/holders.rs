@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn more_ids_than_are_remembered_are_counted_together() {
+    fn ids_beyond_the_limit_are_counted_together() {
         let holders = Holders::read_from("/no/such/file".into());
         let now = Instant::now();
         (0..MAX_KNOWN_IDS as u32).for_each(|uid| holders.looked_up(uid, true, now));

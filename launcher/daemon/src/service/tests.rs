@@ -574,7 +574,7 @@ async fn unread_responses_count_against_their_caller_only() {
 }
 
 #[tokio::test]
-async fn health_watches_with_many_user_ids_of_one_person_shut_out_nobody() {
+async fn health_watches_with_many_user_ids_do_not_lock_out_other_users() {
     let case = Case::new([(2, BOB, NodeJobState::Running)], None);
     let mut watches = Vec::new();
     for uid in (STRANGER..).take(600) {

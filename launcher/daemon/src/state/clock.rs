@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn clock_that_is_set_changes_no_time_limit() {
+    fn setting_the_clock_does_not_change_time_limits() {
         let mut jobs = Jobs::default();
         let now = boot(&mut jobs, "a", HOUR, TODAY);
         assert_eq!(now, TODAY, "the time since 1970");
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn use_decays_after_a_wrong_year_was_corrected() {
+    fn usage_decays_after_a_wrong_year_was_corrected() {
         let mut jobs = Jobs::default();
         let now = boot(&mut jobs, "a", 1000, TODAY + 10 * YEAR);
         jobs.apply(submitted(1, 7, 1, 0));
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn clock_goes_on_after_a_reboot_with_the_time_that_the_node_was_off() {
+    fn clock_includes_the_time_that_the_node_was_off() {
         let mut jobs = Jobs::default();
         boot(&mut jobs, "a", 1000, TODAY);
         jobs.apply(submitted(1, 7, 1, 0));

@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn limit_that_passed_unnoticed_stops_without_a_warning() {
+    fn missed_time_limit_stops_the_job_without_a_warning() {
         let jobs = running(Some(100), Some(Warning { signal: 10, before: 60 }));
         assert_eq!(due(&jobs, 999_000), Due { stops: vec![1], ..Due::default() });
     }

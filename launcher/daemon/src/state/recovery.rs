@@ -12,7 +12,7 @@ use super::{End, Jobs, Phase, Record, Submitted};
 
 /// The reason given for the end of a job whose submission is lost.
 const SUBMISSION_LOST: &str = "the daemon's journal was damaged and its submission is lost; submit it again";
-/// Name of a job whose name is unknown.
+/// Name of a job if its real name is unknown.
 const UNKNOWN_NAME: &str = "unknown";
 
 /// The facts known about a job that has no record.
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn start_that_the_journal_has_lost_is_found_again() {
+    fn start_missing_in_the_journal_is_recovered() {
         let mut jobs = Jobs::default();
         jobs.apply(submitted(1, 1, 1, 0));
         let lost = jobs.lost_start(1, start(1)).unwrap();
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn files_of_jobs_that_the_journal_cannot_have_had_are_not_leftovers() {
+    fn files_of_jobs_newer_than_the_journal_are_kept() {
         assert!(Jobs::is_leftover(4, 4, true), "forgotten");
         assert!(Jobs::is_leftover(5, 4, false), "never acknowledged");
         assert!(!Jobs::is_leftover(5, 4, true) && !Jobs::is_leftover(6, 4, false), "of a newer journal");

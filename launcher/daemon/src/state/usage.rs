@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn use_halves_with_every_half_life() {
+    fn usage_halves_every_half_life() {
         let mut usage = FairShares::default();
         usage.charge(&one_gpu(1), DAY, DAY + 1000);
         let jobs = |usage: &FairShares| Jobs { usage: usage.clone(), ..Jobs::default() };
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn use_of_two_halves_is_that_of_the_whole() {
+    fn usage_of_two_halves_equals_the_whole() {
         let (mut whole, mut halves) = (FairShares::default(), FairShares::default());
         whole.charge(&one_gpu(1), DAY, 21 * DAY);
         halves.charge(&one_gpu(1), DAY, 11 * DAY);
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn clock_that_is_set_back_adds_nothing_negative() {
+    fn clock_set_back_does_not_reduce_usage() {
         let mut usage = FairShares::default();
         usage.charge(&one_gpu(1), 10 * DAY, DAY);
         assert_eq!(usage.users[&1].gpu_seconds, 0.0);

@@ -61,7 +61,7 @@ fn gpu_and_host_out_of_memory() {
 }
 
 #[test]
-fn fault_of_a_gpu_is_the_cause_whichever_thread_of_torch_finds_it() {
+fn gpu_fault_is_the_cause_whichever_torch_thread_reports_it() {
     let help = "an earlier operation on the GPU may have failed: set CUDA_LAUNCH_BLOCKING=1 to find the one that did";
     let assertion = "/pytorch/aten/src/ATen/native/cuda/IndexKernel.cu:111: operator(): block: [0,0,0], thread: \
                      [0,0,0] Assertion `-sizes[i] <= index && index < sizes[i] && \"index out of bounds\"` failed.\n";
@@ -248,7 +248,7 @@ fn exception_before_an_abort_is_the_cause() {
 }
 
 #[test]
-fn symptom_tells_the_loss_of_a_peer_from_an_error_of_the_ranks_own_and_when_it_was_written() {
+fn symptom_distinguishes_a_lost_peer_from_an_own_error() {
     let start = Instant::now();
     let at = |milliseconds| start + Duration::from_millis(milliseconds);
     let now = at(5000);
@@ -294,7 +294,7 @@ fn symptom_tells_the_loss_of_a_peer_from_an_error_of_the_ranks_own_and_when_it_w
 }
 
 #[test]
-fn root_cause_that_xlaunch_terminated_has_the_exception_that_it_had_written() {
+fn root_cause_terminated_by_xlaunch_keeps_its_exception() {
     let terminated =
         Evidence { signalled: true, ..evidence(Exit::Signal(15), &traceback("ValueError: bad")) };
     assert_eq!(cause(&terminated), None, "of a rank that failed in consequence");

@@ -192,7 +192,7 @@ fn time_in_which_the_agent_was_suspended_does_not_count() {
 }
 
 #[test]
-fn new_attempt_starts_without_the_last_ones_culprits() {
+fn new_attempt_starts_without_earlier_culprits() {
     let mut job = Simulation::new();
     job.step(1);
     job.run(100);
@@ -294,7 +294,7 @@ fn evaluation_waits_for_the_rank_with_fewer_collectives() {
 }
 
 #[test]
-fn hang_tells_what_the_first_culprit_does_and_lasts_until_something_changes() {
+fn hang_describes_the_first_culprit_and_lasts_until_a_change() {
     let mut job = Simulation::new();
     job.step(1);
     job.ranks = [(1, Phase::Forward), (1, Phase::AllReduce), (1, Phase::Backward)].map(Some);
@@ -387,7 +387,7 @@ fn progress_of_a_checkpoint_in_the_background_does_not_hide_a_hang() {
 }
 
 #[test]
-fn evaluation_and_checkpoints_are_no_hang_as_long_as_they_make_progress() {
+fn evaluation_and_checkpoints_with_progress_are_not_hangs() {
     for (phase, limit) in [(Phase::Evaluation, 300), (Phase::Sample, 300), (Phase::Checkpoint, 600)] {
         let mut job = Simulation::new();
         job.step(1);
@@ -439,7 +439,7 @@ fn timeout_is_sixty_seconds_by_default_and_five_times_the_slow_steps() {
 }
 
 #[test]
-fn a_longer_hang_timeout_overrides_the_minimums() {
+fn longer_hang_timeout_overrides_the_minimums() {
     let mut job = Simulation::with_timeout(1000);
     job.run(1000);
     job.ranks[0] = Some((0, Phase::Checkpoint));
@@ -452,7 +452,7 @@ fn a_longer_hang_timeout_overrides_the_minimums() {
 }
 
 #[test]
-fn a_poll_gap_of_exactly_the_limit_is_no_suspension() {
+fn poll_gap_of_exactly_the_limit_is_not_a_suspension() {
     for (gap, reports) in [(AGENT_SUSPENDED_AFTER, 1), (AGENT_SUSPENDED_AFTER + Duration::from_millis(1), 0)]
     {
         let mut job = Simulation::new();

@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn step_is_read_and_anything_else_is_a_touch() {
+    fn step_is_read_and_other_contents_are_a_touch() {
         let dir = tempfile::tempdir().unwrap();
         let mut files = files(&dir);
         assert_eq!(files.poll(), [], "the files are empty and nobody has written");
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn deleted_directory_is_created_again_and_heartbeats_go_on() {
+    fn deleted_directory_is_recreated_and_heartbeats_continue() {
         let dir = tempfile::tempdir().unwrap();
         let mut files = files(&dir);
         fs_err::remove_dir_all(&files.dir).unwrap();

@@ -76,7 +76,7 @@ fn rank_at_the_lowest_step_hangs_and_the_others_wait() {
 }
 
 #[test]
-fn ranks_that_hang_are_called_by_their_names() {
+fn report_uses_the_given_names_of_hung_ranks() {
     let mut run = Run::new(Some(10));
     run.steps(&[4, 5], 1, 5);
     assert!(!run.second(&[(4, Some(6))]));

@@ -159,7 +159,7 @@ async fn watch_ends_with_error_when_job_or_daemon_is_gone() {
 }
 
 #[test]
-fn user_who_got_the_id_of_another_sees_none_of_the_others_jobs() {
+fn reused_user_id_hides_earlier_jobs() {
     let job = Job { id: 1, uid: 1001, user: "anna".into(), ..Job::default() };
     let job = Arc::new(JobView { job, ..JobView::default() });
     let view = NodeView { jobs: [(1, job)].into(), ..NodeView::default() };
@@ -171,7 +171,7 @@ fn user_who_got_the_id_of_another_sees_none_of_the_others_jobs() {
 }
 
 #[test]
-fn job_that_waits_does_not_tell_the_number_of_another_users_job() {
+fn waiting_job_does_not_reveal_the_id_of_another_users_job() {
     let job = |id, uid, first: Option<u64>| {
         let reason = first.map(|first| format!("waits for job {first} to start first")).unwrap_or_default();
         let job = Job { id, uid, reason, ..Job::default() };

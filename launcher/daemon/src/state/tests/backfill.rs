@@ -102,7 +102,7 @@ fn user_without_gpus_leaves_the_memory_of_the_gpus_to_others() {
 }
 
 #[test]
-fn reservation_leaves_its_user_the_memory_that_it_needs() {
+fn reservation_keeps_its_users_memory_limit_free() {
     let node = Resources { memory_per_user: Some(40), ..node(8) };
     let mut jobs = Jobs::default();
     run(&mut jobs, with_memory(job(1, 2, 0, Some(1)), 30), 0..0, NOW);
@@ -196,7 +196,7 @@ fn held_job_waits_and_blocks_no_other() {
 }
 
 #[test]
-fn array_runs_at_most_its_number_of_jobs_at_a_time() {
+fn array_limit_bounds_its_concurrent_jobs() {
     let element = Element { first: 1, index: 0, parallel: 2 };
     let first = Submitted { array: Some(element), ..job(1, 1, 1, None) };
     let indices = vec![4, 7, 9, 11];
@@ -277,7 +277,7 @@ fn lost_job_goes_back_to_the_queue_ten_times() {
 }
 
 #[test]
-fn cancelled_job_and_one_that_did_not_ask_are_not_requeued() {
+fn cancelled_and_non_requeueable_jobs_are_not_requeued() {
     let mut jobs = of([submitted(1, 1, 0, 0), starting(1, &[])]);
     assert_eq!(jobs.requeue(1, "reboot", NOW), None);
     add(&mut jobs, Submitted { requeue: true, ..job(2, 1, 0, None) });

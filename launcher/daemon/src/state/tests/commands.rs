@@ -46,7 +46,7 @@ fn admission_depends_on_user_kind_priority_and_size() {
 }
 
 #[test]
-fn refusal_by_a_configuration_key_names_the_file_and_how_a_change_is_applied() {
+fn refusal_by_a_setting_names_the_file_and_how_to_apply_a_change() {
     let text = |caller, trainer| {
         Jobs::default().admit(caller, &job(trainer, 0, 1, 0), 1, &RULES).unwrap_err().to_string()
     };
@@ -222,7 +222,7 @@ fn more_than_the_node_has_is_refused() {
 }
 
 #[test]
-fn user_who_got_the_id_of_another_does_not_see_the_others_jobs() {
+fn reused_user_id_grants_no_access_to_earlier_jobs() {
     let named = |name: &'static str| Caller { uid: 1000, name: Cow::Borrowed(name), admin: false };
     let (anna, bob) = (named("anna"), named("bob"));
     let Record::Submitted(mut submitted) = super::submitted(1, 1000, 0, 0) else { unreachable!() };

@@ -183,7 +183,7 @@ proptest! {
 }
 
 #[test]
-fn job_that_waits_for_one_of_the_other_kind_is_not_overtaken_by_its_own() {
+fn job_waiting_for_the_other_kind_is_not_overtaken_by_its_own_kind() {
     let plan = |arrives, runs, limit, gpus, cpus, memory| {
         let (uid, after, parallel) = (0, 0, 0);
         Plan { arrives, runs, limit, uid, gpus, cpus, memory, after, parallel }
@@ -204,7 +204,7 @@ fn job_that_waits_for_one_of_the_other_kind_is_not_overtaken_by_its_own() {
 }
 
 #[test]
-fn reservation_allows_for_the_time_that_stopping_takes() {
+fn reservation_includes_the_time_to_stop() {
     let submitted = Submitted { time_limit: Some(100), shutdown_timeout: 30.0, ..Submitted::default() };
     assert_eq!(released_by(&submitted, 5000), Some(5000 + 100_000 + 30_000 + 60_000));
 }

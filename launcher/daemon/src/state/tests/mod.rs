@@ -251,7 +251,7 @@ fn oldest_ended_jobs_are_forgotten_first() {
 }
 
 #[test]
-fn a_users_ended_jobs_push_out_only_their_own() {
+fn keep_limit_applies_to_each_user_separately() {
     let mut jobs = of([submitted(1, 1, 0, 0), starting(1, &[]), ended(1, 5)]);
     for job in 2..=KEPT_UNSTARTED as u64 + 3 {
         jobs.apply(submitted(job, 2, 0, 0));
@@ -267,7 +267,7 @@ fn a_users_ended_jobs_push_out_only_their_own() {
 }
 
 #[test]
-fn jobs_are_forgotten_in_the_order_in_which_they_ended_even_if_the_clock_is_set_back() {
+fn jobs_are_forgotten_in_order_of_their_end_even_if_the_clock_is_set_back() {
     let of_two = |first_end, second_end| {
         let started = |job| [submitted(job, 1, 0, 0), starting(job, &[])];
         let ends = [ended(2, first_end), ended(1, second_end)];
@@ -279,7 +279,7 @@ fn jobs_are_forgotten_in_the_order_in_which_they_ended_even_if_the_clock_is_set_
 }
 
 #[test]
-fn node_that_is_put_back_leaves_drained_gpus_drained() {
+fn resuming_the_node_keeps_drained_gpus_drained() {
     let gpus = |jobs: &Jobs| jobs.drained_gpus.keys().cloned().collect::<Vec<_>>();
     let mut jobs = of([drained(&["a", "b"], false, "fan"), drained(&[], false, "move")]);
     assert_eq!((gpus(&jobs), jobs.drained_gpus["b"].as_str()), (vec!["a".into(), "b".into()], "fan"));

@@ -78,7 +78,7 @@ fn job_that_needs_exactly_the_free_gpus_starts() {
 }
 
 #[test]
-fn job_that_cannot_fit_keeps_no_other_from_what_is_free() {
+fn oversized_job_does_not_block_free_resources() {
     // Each of jobs 1 to 4 requests more than is in service.
     let with = |job: Record, change: fn(&mut Submitted)| {
         let Record::Submitted(mut submitted) = job else { unreachable!() };
