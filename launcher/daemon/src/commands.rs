@@ -30,7 +30,7 @@ pub enum CommandError {
     Unavailable(String),
 }
 
-/// Where the result of a command is sent.
+/// The channel to which the result of a command is sent.
 pub type Reply<T> = oneshot::Sender<Result<T, CommandError>>;
 
 /// The jobs that a submission has added.

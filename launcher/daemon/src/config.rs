@@ -67,7 +67,7 @@ impl Default for DaemonSection {
     }
 }
 
-/// How agents are started.
+/// The way in which agents are started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Agents {

@@ -19,7 +19,7 @@ const MAX_STATUS_BYTES: usize = 128 << 10;
 /// Maximum length of a restart's cause.
 const MAX_CAUSE_CHARS: usize = 500;
 
-/// How a running job is to be stopped. The value only ever increases.
+/// The way in which a running job is to be stopped. The value only ever increases.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Stop {
     #[default]

@@ -196,7 +196,7 @@ struct Prefixed {
     prefix: Vec<u8>,
     /// The last byte was a carriage return: the next text overwrites the line, including its prefix.
     after_return: bool,
-    /// How often the current unfinished line has interrupted another writer's line.
+    /// Number of times that the current unfinished line has interrupted another writer's line.
     interruptions: u32,
 }
 

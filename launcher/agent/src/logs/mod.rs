@@ -310,7 +310,7 @@ impl Shared {
     }
 }
 
-/// How a trainer's stream is shown: lines of stderr with their rank, stdout not at all.
+/// Returns how to show a trainer's stream: lines of stderr with their rank, stdout not at all.
 fn shown_lines(print: &PrintLine, rank: u32, is_stderr: bool) -> Shown {
     if !is_stderr {
         return Shown::Nothing;

@@ -32,7 +32,7 @@ pub(super) struct Destinations {
     pub(super) shown: Shown,
 }
 
-/// How a stream is shown on the console.
+/// Presentation of a stream on the console.
 pub(super) enum Shown {
     Nothing,
     View(View),

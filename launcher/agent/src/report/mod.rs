@@ -31,7 +31,8 @@ pub struct Evidence {
     pub host: String,
     /// Rank of the node, if the job has several.
     pub node_rank: Option<u32>,
-    /// How the process ended. `None` if it still runs, and for exit codes of the built-in trainer, which the failure's
+    /// Exit status of the process. `None` if it still runs, and for exit codes of the built-in trainer, which the
+    /// failure's
     /// message explains.
     pub exit: Option<Exit>,
     pub exit_time: Option<SystemTime>,

@@ -32,7 +32,7 @@ pub(crate) struct Subject {
     pub(crate) activity: Option<ActivityRecord>,
 }
 
-/// How closely a rank is examined.
+/// Level of detail of an examination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Detail {
     /// The state of its threads from `/proc`.

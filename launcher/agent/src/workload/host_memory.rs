@@ -66,10 +66,10 @@ pub enum SaveBuffers {
     Pieces,
 }
 
-/// How a job uses the memory of this node.
+/// Plan for a job's use of this node's memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemoryPlan {
-    /// Where the job keeps its state while it is saved.
+    /// Place of the state while it is saved.
     pub buffers: SaveBuffers,
     /// Tells the user why the choice differs from the expected one.
     pub note: Option<String>,

@@ -79,7 +79,7 @@ pub struct TrainerPlan<'a> {
     pub files: CheckpointFiles,
     /// Lock of `checkpoint.dir`, held by the node that has rank 0 in the first attempt.
     pub lock: Option<HeldLock>,
-    /// Where the state is kept while it is saved. Attempts on several nodes keep no snapshots.
+    /// Place of the state while it is saved. Attempts on several nodes keep no snapshots.
     pub buffers: SaveBuffers,
     /// The benchmark that `xlaunch bench` runs; `None` to train.
     pub bench: Option<Bench>,

@@ -48,7 +48,7 @@ const FORMER_NAMES: [(&str, &str); 12] = [
     ("XLAUNCH_HOOK_JOB_REASON", "XLAUNCH_JOB_REASON"),
 ];
 
-/// When a hook runs.
+/// The moment at which a hook runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Moment {
     Prolog,

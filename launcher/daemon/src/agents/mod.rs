@@ -42,9 +42,9 @@ const PATH: &str = "/usr/local/bin:/usr/bin:/bin";
 /// Starts agents.
 #[derive(Clone, Debug)]
 pub(crate) enum AgentStarter {
-    /// As processes in sessions of their own.
+    /// Agents are processes in sessions of their own.
     Detached,
-    /// As transient units, through this connection to the system bus.
+    /// Agents are transient units, managed through this connection to the system bus.
     Systemd(zbus::Connection),
 }
 

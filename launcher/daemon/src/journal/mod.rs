@@ -75,7 +75,7 @@ pub(crate) struct Replay<E> {
     pub(crate) integrity: Integrity,
 }
 
-/// How much of a journal could be read.
+/// Completeness of a journal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Integrity {
     /// There was no journal, or an empty one.

@@ -71,7 +71,7 @@ pub(crate) struct Setup {
     pub(crate) gpus: watch::Receiver<Inventory>,
     /// Configuration in effect; a reload replaces it.
     pub(crate) config: watch::Receiver<LiveConfig>,
-    /// Where `config` is set and how a change is applied, for messages: `in FILE, then ...`.
+    /// Tells in messages where `config` is set and how a change is applied: `in FILE, then ...`.
     pub(crate) how_to_configure: String,
     /// The reason why the page is not served, empty if it is; `None` if no page is configured.
     pub(crate) page_problem: Option<watch::Receiver<String>>,

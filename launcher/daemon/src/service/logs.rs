@@ -172,7 +172,7 @@ impl Source {
     }
 }
 
-/// How the stream from an agent ended.
+/// End of the stream from an agent.
 enum AgentStream {
     Complete,
     /// The connection broke. `partial`: a part of the log was sent before.

@@ -64,7 +64,7 @@ struct RankHeartbeats {
 /// Hung ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Found {
-    /// Not empty.
+    /// The hung ranks; never empty.
     ranks: Vec<u32>,
     /// Description without a subject, such as `sent no heartbeat for 62 s (step 12); rank 0 is waiting for it`.
     message: String,
