@@ -32,8 +32,7 @@ pub struct Evidence {
     /// Rank of the node, if the job has several.
     pub node_rank: Option<u32>,
     /// Exit status of the process. `None` if it still runs, and for exit codes of the built-in trainer, which the
-    /// failure's
-    /// message explains.
+    /// failure's message explains.
     pub exit: Option<Exit>,
     pub exit_time: Option<SystemTime>,
     /// Whether xlaunch had sent the process a signal before it exited.

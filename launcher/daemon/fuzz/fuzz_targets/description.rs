@@ -1,7 +1,6 @@
 //! Fuzzes descriptions of jobs as an agent reads them from standard input, including the descriptions of commands and
 //! training jobs in them. A description that is accepted must be valid, be written as it was read, and be resolvable on
-//! a
-//! node.
+//! a node.
 #![no_main]
 
 mod patch;
