@@ -1,12 +1,12 @@
 #!/bin/sh
-# The memory pool on the first GPU: its tests, training with the pool on, planned and off, and the cost of an allocation
+# Tests of the memory pool on the first GPU, training with the pool on, planned and off, and the cost of an allocation
 # compared with the driver's and PyTorch's allocators.
 #
 #     tests/gpu/alloc.sh [directory of binaries]
 #
-# Without a directory, cargo builds what is needed. A directory, for hosts without cargo, contains the test binaries
-# pool_cuda (the pool's tests/cuda.rs) and pool_modes, as `cargo test --no-run` builds them, and pool_bench, as
-# `cargo bench -p xlaunch-pool --no-run` builds it.
+# Without a directory, cargo builds everything. A directory, for hosts without cargo, contains the test binaries
+# pool_cuda (the pool's tests/cuda.rs) and pool_modes, as built by `cargo test --no-run`, and pool_bench, as built by
+# `cargo bench -p xlaunch-pool --no-run`.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader

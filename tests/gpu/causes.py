@@ -1,4 +1,4 @@
-"""Failures that only GPUs and NCCL have: is the first cause named, and how long does it take until the launcher ends?
+"""Failures specific to GPUs and NCCL: checks that the first cause is named, and measures the time until the end.
 
     python3 tests/gpu/causes.py --binary target/release/xlaunch [--gpus 2] [--cases fault killed ...]
 
@@ -39,20 +39,21 @@ from restart import workers
 from runner import steps
 
 EXAMPLE = runner.ROOT / "examples/ddp.py"
-# Seconds that anything may take.
+# Time limit of any wait, in seconds.
 LIMIT = 60
-# Of the trainer, in seconds: a failure that no rank notices ends as a hang.
+# Hang timeout of the trainer in seconds: a failure that no rank notices ends as a hang.
 HANG_TIMEOUT = 20
-# Of the command that hangs.
+# Hang timeout of the command that hangs.
 COMMAND_HANG_TIMEOUT = 15
 STEPS = 20
-# NCCL has no other way between ranks than TCP.
+# Leaves NCCL no connection between ranks other than TCP.
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
 SOCKETS |= {"NCCL_NET_PLUGIN": "none"}
 KILLED = "cause: killed by SIGKILL"
 CUDA_FAULT = "CUDA_ERROR_(ILLEGAL_ADDRESS|LAUNCH_FAILED)|illegal memory access"
 HELD = "xlaunch: .*(made no progress|sent no heartbeat)|; restarting"
-# Other processes on a GPU: one has all of its memory but a GiB, one multiplies matrices. They end with their input.
+# Other processes on a GPU: one holds all of its memory except a GiB, one multiplies matrices. They end with their
+# input.
 HOG = """
 import sys, threading, torch
 what, device = sys.argv[1], torch.device("cuda", int(sys.argv[2]))
@@ -76,7 +77,7 @@ FAILED = []
 
 
 def check(what, ok, found=""):
-    """Like `runner.check`, but a failed one does not end the script."""
+    """Like `runner.check`, but but a failed check does not end the script."""
     try:
         runner.check(what, ok, found)
     except SystemExit:
@@ -102,7 +103,7 @@ class Launch:
         return self.log.read_text(errors="replace")
 
     def wait_for(self, what, poll):
-        """The result of `poll`, once that is true."""
+        """Returns the result of `poll` once it is true."""
         deadline = time.monotonic() + LIMIT
         while time.monotonic() < deadline:
             running = self.process.poll() is None
@@ -115,7 +116,7 @@ class Launch:
         raise RuntimeError(f"no {what} within {LIMIT} s, exit code {code}: {self.text()[-3000:]}")
 
     def wait_for_line(self, pattern):
-        """The first line that contains this."""
+        """Returns the first line that contains this text."""
         find = lambda: next((line for line in self.text().split("\n") if re.search(pattern, line)), None)
         return self.wait_for(f"`{pattern}`", find)
 
@@ -133,7 +134,7 @@ class Launch:
 
 
 class Training(Launch):
-    """A job of the trainer that goes on until something ends it. `mode` is that of hang.c."""
+    """A job of the trainer that runs until something ends it. `mode` is that of hang.c."""
 
     def __init__(self, options, scratch, name, mode=None, restarts=0, **variables):
         self.out, self.trigger = str(scratch / name), scratch / f"{name}.trigger"
@@ -179,7 +180,7 @@ def root_cause(text):
 
 
 def check_report(case, text, seconds, code, ranks, pattern, expected_code, in_stderr=False):
-    """The first cause is one of these ranks, with this pattern in its description, or else in its last lines."""
+    """Checks that the first cause is one of these ranks, with this pattern in its description or its last lines."""
     rank, description, last = root_cause(text)
     lines = [line.strip() for line in (description + last * in_stderr).split("\n")]
     found = [line for line in lines if re.search(pattern, line, re.IGNORECASE)]
@@ -261,7 +262,7 @@ def straggler(options, scratch, last):
 
 def command(case, failure, pattern):
     def run(options, scratch, last):
-        # The last of two.
+        # The last of two ranks fails.
         seconds, gone, code, text = launch.fail([str(options.binary)], 2, failure)
         check_report(case, text, seconds, code, [1], pattern, 1)
         check(f"{case}: all processes are gone after {gone:.2f} s", gone < launch.TIMEOUT)
@@ -316,7 +317,7 @@ def main():
     options = parser.parse_args()
     options.binary = options.binary.resolve()
     print(f"{runner.hardware()}; tests/gpu/causes.py --gpus {options.gpus}", flush=True)
-    # The ranks and the other processes number the same GPUs.
+    # Makes the ranks and the other processes number the same GPUs.
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(options.gpus))))
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     began = time.monotonic()

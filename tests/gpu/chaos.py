@@ -3,9 +3,9 @@
     cargo build --release -p xlaunch --features fail
     python3 tests/gpu/chaos.py --binary target/release/xlaunch --gpus 2 [--model B] [--faults 50] [--seed 1] [--sharded]
 
-First each phase alone, by fail points (docs/fail-points.md): a rank is killed there, and the job restarts. Then jobs
-with up to ten seeded faults each: crashes, exits, hangs, flipped bits, failing disks, delays, and signals from outside.
-All runs use `engine.deterministic`, and `engine.exec = "stream"`, as a replayed graph runs no fail points.
+First each phase separately, with fail points (docs/fail-points.md): a rank is killed there, and the job restarts. Then
+jobs with up to ten seeded faults each: crashes, exits, hangs, flipped bits, failing disks, delays, and signals from
+outside. All runs use `engine.deterministic`, and `engine.exec = "stream"`, as a replayed graph runs no fail points.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from runner import check, steps
 STEPS, EVERY, SHORT = 120, 10, 12
 LIMIT = 300
 HANG_TIMEOUT = 5
-# A rank dies there, in training steps, or while a checkpoint of the last step is saved.
+# Places where a rank dies: in training steps, or while a checkpoint of the last step is saved.
 IN_STEPS = ["data", "forward", "backward", "all_reduce", "optimizer", "read_back"]
 IN_SAVES = ["snapshot", "save_write", "save_sync", "save_commit"]
 KINDS = IN_STEPS + ["signal", "exit", "hang", "slow", "errno", "corrupt", "snapshot", "save_write"]
@@ -35,14 +35,14 @@ SIGNALS = [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP]
 
 
 def saved_state(out):
-    """Hashes of the weights and moments of the newest checkpoint."""
+    """Returns hashes of the weights and moments of the newest checkpoint."""
     newest = sorted(pathlib.Path(out).glob("*/latest/checkpoints/step-*"))[-1]
     digest = lambda path: hashlib.sha256(path.read_bytes()).hexdigest()
     return newest.name, {path.name: digest(path) for path in newest.glob("*.safetensors")}
 
 
 def run(options, data, out, gpus, rules="", signals=(), **settings):
-    """Runs a job; `signals` are sent to (step, rank). Returns its exit code, its output, and the faults that came."""
+    """Runs a job; `signals` are sent to (step, rank). Returns exit code, output, and the number of faults."""
     settings = {"data.train": [str(data)], "train.batch": 8, "train.eval_every": 40, "launch.max_restarts": 30,
                 "checkpoint.every": EVERY, "engine.deterministic": True, "engine.exec": "stream",
                 "launch.hang_timeout": HANG_TIMEOUT, "job.output": str(out)} | settings
@@ -70,7 +70,7 @@ def run(options, data, out, gpus, rules="", signals=(), **settings):
 
 
 def phases(options, data, scratch, gpus, sharded):
-    """Each phase alone."""
+    """Runs a fault in each phase separately."""
     settings = {"train.steps": SHORT, "train.eval_every": 4, "checkpoint.every": 4,
                 "comm.shard": "optimizer" if sharded else "none"}
     name = f"{gpus} GPUs{', sharded' if sharded else ''}"
@@ -91,7 +91,7 @@ def phases(options, data, scratch, gpus, sharded):
 
 
 def plan(choose, gpus, faults):
-    """Fail-point rules and signals of one job, in the order of their steps, and the kinds."""
+    """Returns fail-point rules and signals of one job, in order of their steps, and the kinds."""
     rules, signals, kinds, attempt, flipped = [], [], [], 0, False
     for number in range(faults):
         step, rank = 8 + 11 * number, choose.randrange(gpus)
@@ -104,7 +104,7 @@ def plan(choose, gpus, faults):
         elif kind == "slow":
             rules.append(f"forward@{rank}:{step}=slow(300)")
         elif kind == "errno":
-            # In any step: a save is skipped while the one before is written.
+            # Any step, because a save is skipped while the previous one is being written.
             rules.append(f"save_write@{rank}:*/{attempt}=errno({choose.choice([5, 28])})")
         elif kind == "corrupt":
             flipped = True
@@ -131,7 +131,7 @@ def chaos(options, data, scratch, gpus):
         code, text, faults = run(options, data, out, gpus, rules, signals, **settings)
         same = code == 0 and saved_state(out) == expected
         lines = steps(out)
-        # Seconds between two steps of which the second is not the successor of the first, or follows a restart.
+        # Seconds between two steps if the second is not the successor of the first, or follows a restart.
         gaps = [b["_timestamp"] - a["_timestamp"] for a, b in zip(lines, lines[1:])]
         again = text.count("; restarting")
         recoveries += sorted(gaps, reverse=True)[:again]

@@ -1,11 +1,11 @@
-"""What checkpoints cost: how long a save delays the next step, the steps while it is written, and the whole run; and
-that a run that was resumed equals an uninterrupted one.
+"""The cost of checkpoints: how much a save delays the next step, the steps during writing, and the whole run. Checks
+that a resumed run equals an uninterrupted one.
 
     python3 tests/gpu/checkpoints.py --binary target/release/xlaunch --gpus 1 2 --model B [--seconds 75] [--dir DIR]
 
-Saves begin every `--every` seconds. `delay` is the time between the reports of the steps before and after a save, less
+Saves begin every `--every` seconds. `delay` is the time between the reports of the steps before and after a save, minus
 the median time of a step; `while writing` compares the steps until the manifest appears with all others. Checkpoints go
-to `--dir`, whose file system decides how long they are written.
+to `--dir`, whose file system determines how long writing takes.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def train(options, data, gpus, saved, steps, **settings):
 def cost(options, data, gpus):
     with tempfile.TemporaryDirectory(dir=options.dir) as out:
         out = pathlib.Path(out)
-        # How many steps take as long as the run shall.
+        # Number of steps that take as long as the run should.
         probe = train(options, data, gpus, out / "probe", 60)
         step = statistics.median(line["perf/step_seconds"] for line in probe[20:])
         steps = int(options.seconds / step)
@@ -57,7 +57,7 @@ def cost(options, data, gpus):
             saved = out / f"every-{every:g}"
             start = time.time()
             lines = train(options, data, gpus, saved, steps, **{"checkpoint.every_seconds": every})
-            # From the second step on: start-up is not what is measured.
+            # Measured from the second step on: start-up time does not count.
             walls[every] = lines[-1]["_timestamp"] - lines[1]["_timestamp"]
         ends = {int(path.parent.name[5:]): path.stat().st_mtime for path in saved.glob("step-*/manifest.json")}
         report(options, gpus, lines, ends, walls, start)

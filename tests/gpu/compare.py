@@ -5,13 +5,13 @@
 Both train on the same tokens in the same order from the same weights with the same AdamW and clipping, in bf16 with
 fp32 master weights: by default 20 steps of warm-up and 60 measured ones; figures are medians. PyTorch runs `peer.py`
 in the mode of torch.compile that was the fastest for the model, reduce-overhead (CUDA graphs) for A and default for
-others, or in all of `--modes`, of which the fastest counts. Models that do not fit into one GPU are divided, by
+others, or in all of `--modes`; the fastest counts. Models that do not fit into one GPU are divided, by
 `comm.shard = "parameters"` and by FSDP2. Columns:
 
 - sharded: xlaunch with a sharded optimizer;
 - scaling: relative to 1 GPU of the same run;
-- waiting: share of a step's time for which a rank waits for the slowest one, on average;
-- communication: share of a step's time that a step without the exchange of gradients and weights saves;
+- waiting: average share of a step's time that a rank spends waiting for the slowest one;
+- communication: share of a step's time that is saved without the exchange of gradients and weights;
 - clocks: xlaunch's during the measured steps: SM clock, power and throttle reasons;
 - memory: peak of each side's allocator;
 - first step: seconds from the start of the command.
@@ -52,7 +52,7 @@ def run_xlaunch(options, model, gpus, data, weights, precision, shard):
 
 
 def run_pytorch(options, model, gpus, data, weights, precision, mode, lr=peer.LR):
-    """What the peer measured in this mode of torch.compile."""
+    """Returns the peer's measurements in this mode of torch.compile."""
     script = pathlib.Path(peer.__file__)
     launcher = [sys.executable]
     if gpus > 1:
@@ -79,7 +79,7 @@ def main():
     parser.add_argument("--steps", type=int, default=60, help="measured steps")
     options = parser.parse_args()
     if options.warmup + options.steps < peer.WARMUP:
-        # A run of xlaunch shortens the warm-up of its learning rate to its steps.
+        # xlaunch shortens the warm-up of the learning rate in a run with few steps.
         parser.error(f"losses are comparable from {peer.WARMUP} steps on")
     arguments = " ".join(sys.argv[1:])
     print(f"{runner.hardware()}; torch {torch.__version__}; python3 tests/gpu/compare.py {arguments}\n")
@@ -91,7 +91,7 @@ def main():
             weights = pathlib.Path(scratch) / f"{model}.safetensors"
             peer.save_initial(model, weights)
             for precision in options.precisions:
-                # Tokens per second on one GPU, by side.
+                # Tokens per second on one GPU, for each side.
                 single = {}
                 for gpus in options.gpus:
                     slower |= row(options, model, precision, gpus, data, weights, single)
@@ -99,7 +99,7 @@ def main():
 
 
 def row(options, model, precision, gpus, data, weights, single):
-    """Measures and prints one row. Whether PyTorch is faster."""
+    """Measures and prints one row. Returns whether PyTorch is faster."""
     divided = model in runner.DIVIDED
     run = lambda shard: run_xlaunch(options, model, gpus, data, weights, precision, shard)
     x = run("parameters" if divided else "none")

@@ -4,13 +4,13 @@
 
 PyTorch runs eagerly, in strict fp32 or under bf16 autocast with fp32 weights. Under bf16 it runs a second time with
 another attention kernel, which adds in another order: that shows how far rounding alone drives two runs apart. (That
-kernel takes no grouped queries, so models that have them run once.) Learning rates decay to a tenth, as in practice; at
-a constant rate, such runs differ by 2 % after 1,000 steps. Tolerances: fp32 within 1e-4 relative over the first 20
+kernel does not support grouped queries, so models with them run once.) Learning rates decay to a tenth, as in practice;
+at a constant rate, such runs differ by 2 % after 1,000 steps. Tolerances: fp32 within 1e-4 relative over the first 20
 steps, bf16 within 0.5 % for the mean of the last 50 losses. Runs have one GPU each, and share those of the host.
 
 Models that do not fit into one GPU are divided among all, by `comm.shard = "parameters"` and by FSDP2, and compared
-while the learning rate rises: the first 8 losses in bf16 within 0.5 %. (Their losses jump at first, and runs drift
-apart soon.)
+while the learning rate rises: the first 8 losses in bf16 within 0.5 %. (Their losses jump at first, and runs soon
+drift apart.)
 """
 
 import argparse
@@ -36,10 +36,10 @@ sys.path.insert(0, str(runner.ROOT / "tests/peers"))
 from model import GPT, loss, optimizer  # noqa: E402
 
 LR, MIN_LR_RATIO, WARMUP = 6e-4, 0.1, 20
-# Losses that are averaged at the end of a bf16 run, and steps of an fp32 run.
+# Number of losses that are averaged at the end of a bf16 run, and number of steps of an fp32 run.
 LAST, FP32_STEPS = 50, 20
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-4, 5e-3
-# Of divided models: learning rate after the warm-up, steps before the measured ones, and those.
+# For divided models: learning rate after the warm-up, number of steps before the measured ones, and number of those.
 DIVIDED_LR, DIVIDED_STEPS = 3e-5, types.SimpleNamespace(warmup=10, steps=14)
 DIVIDED_FIRST, DIVIDED_TOLERANCE = 8, 5e-3
 
@@ -98,7 +98,7 @@ def take_gpu(numbers):
 
 
 def report(model, precision, steps, xlaunch, pytorch, efficient):
-    """Prints the curves; `efficient` is PyTorch's with the other kernel, if any. Whether they differ too much."""
+    """Prints the curves; `efficient` is PyTorch's with the other kernel, if any. Returns whether they differ."""
     difference = [abs(a - b) / b for a, b in zip(xlaunch, pytorch)]
     mean = lambda losses: sum(losses[-LAST:]) / len(losses[-LAST:])
     apart = lambda losses: abs(mean(losses) - mean(pytorch)) / mean(pytorch)
@@ -117,7 +117,7 @@ def report(model, precision, steps, xlaunch, pytorch, efficient):
 
 
 def compare_divided(binary, model, gpus, scratch):
-    """Whether the losses of a divided model differ too much."""
+    """Returns whether the losses of a divided model differ too much."""
     steps, batch = DIVIDED_STEPS.warmup + DIVIDED_STEPS.steps, runner.BATCHES[model]
     data = runner.tokens(scratch / "divided.bin", gpus * steps * batch * SIZES[model]["seq"] + 1)
     weights = scratch / f"{model}.safetensors"

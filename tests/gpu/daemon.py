@@ -27,7 +27,7 @@ TIMEOUT = 120
 RATE, FOLLOWERS, SECONDS = 10_000, 100, 12
 # Holds a CUDA context and some memory until its stdin is closed.
 FOREIGN = "import torch, sys; x = torch.ones(1 << 28, device='cuda:0'); print('ready', flush=True); sys.stdin.read()"
-# Prints what a worker of a job sees.
+# Prints the environment and GPUs as seen by a worker of a job.
 WORKER = """
 import json, os, torch
 gpus = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
@@ -37,7 +37,7 @@ print(json.dumps(seen), flush=True)
 
 
 def wait_for(what, poll):
-    """The result of `poll`, once that is true."""
+    """Returns the result of `poll` once it is true."""
     deadline = time.monotonic() + TIMEOUT
     while time.monotonic() < deadline:
         if found := poll():
@@ -72,7 +72,7 @@ class Node:
         wait_for("the daemon", lambda: self.run("node", check=False))
 
     def stop(self):
-        """Cancels what a failed check has left, and terminates the daemon."""
+        """Cancels jobs that a failed check has left behind, and terminates the daemon."""
         left = [job["id"] for job in self.json("jobs")]
         for job in left:
             self.run("cancel", str(job), check=False)
@@ -81,7 +81,7 @@ class Node:
         self.daemon.wait()
 
     def run(self, *words, check=True):
-        """Standard output of a client command."""
+        """Returns the standard output of a client command."""
         command = [self.binary, *words]
         done = subprocess.run(command, capture_output=True, text=True, cwd=self.dir, env=self.environment)
         if check and done.returncode != 0:
@@ -101,7 +101,7 @@ class Node:
         return self.json("node")["gpus"]
 
     def wait(self, job, state):
-        """Waits until the job is in this state, and fails if it cannot be any more."""
+        """Waits until the job is in this state, and fails if that is no longer possible."""
         def poll():
             found = self.job(job)
             if found["state"] in ("failed", "lost") and found["state"] != state:
@@ -122,7 +122,7 @@ class Node:
 
 
 def check_inventory(node, gpus):
-    """GPUs as nvidia-smi lists them. Returns their UUIDs."""
+    """Checks that GPUs are listed as by nvidia-smi. Returns their UUIDs."""
     query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
     lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
     expected = [line.split(", ") for line in lines][:gpus]
@@ -261,7 +261,7 @@ def main():
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
     print(f"{runner.hardware()}; tests/gpu/daemon.py --gpus {options.gpus} --model {options.model}")
-    # A short prefix: the length of a socket's path is limited.
+    # The prefix is short, because the length of a socket's path is limited.
     with tempfile.TemporaryDirectory(prefix="xd-") as scratch:
         node = Node(options.binary.resolve(), scratch, options.gpus)
         node.start()

@@ -24,7 +24,7 @@ LIMIT = 120
 
 
 def launch(options, *words):
-    """Runs `hold.py` under xlaunch. Returns what each rank printed about itself, by rank, and stderr."""
+    """Runs `hold.py` under xlaunch. Returns each rank's description of itself, by rank, and stderr."""
     command = [str(options.binary), "--nproc-per-node", str(options.gpus), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     if done.returncode != 0:
@@ -58,7 +58,7 @@ def check_status(options):
 
 
 def local_cpus(address):
-    """CPUs of a PCI device's NUMA node, from sysfs; None if it names no node."""
+    """Returns the CPUs of a PCI device's NUMA node, from sysfs; None if it names no node."""
     path = pathlib.Path("/sys/bus/pci/devices") / address.removeprefix("0000")
     node = int((path / "numa_node").read_text())
     if node < 0:

@@ -1,5 +1,5 @@
 #!/bin/sh
-# A training run on several GPUs whose worker is killed, and one that is interrupted by Ctrl-C.
+# A training run on several GPUs with a worker that is killed, and one that is interrupted by Ctrl-C.
 #
 #     tests/gpu/faults.sh BINARY NPROC
 set -u

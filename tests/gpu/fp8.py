@@ -3,7 +3,7 @@
     python3 tests/gpu/fp8.py --binary target/release/xlaunch [--models A B llama-1b] [--steps 1000] [--batch N]
 
 Learning rates decay to a tenth, as in practice. Both precisions run with two seeds, whose difference shows how far
-runs drift apart by themselves. Tolerance: 0.5 % for the mean of the last 50 losses.
+runs drift apart without a change of precision. Tolerance: 0.5 % for the mean of the last 50 losses.
 """
 
 import argparse

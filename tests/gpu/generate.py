@@ -37,7 +37,7 @@ def make_model(path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(1)
-    # Larger weights than usual: with those of a fresh model, greedy text repeats one token.
+    # Weights are larger than usual: with those of a fresh model, greedy text repeats one token.
     config = GPT2Config(initializer_range=0.08, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
     model = GPT2LMHeadModel(config)
     model.save_pretrained(path)
@@ -48,7 +48,7 @@ def make_model(path):
 
 
 def ours(binary, path, texts, tokens, precision):
-    """Greedy texts, and tokens per second of all together."""
+    """Returns greedy texts, and the total tokens per second."""
     file = path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     command = [str(binary), "generate", str(path), "--prompts", str(file), "--device", "cuda", "--precision", precision,
@@ -61,7 +61,7 @@ def ours(binary, path, texts, tokens, precision):
 
 
 def theirs(model, texts, tokens, **options):
-    """Ids that transformers generates greedily after texts of one length, and the seconds it took."""
+    """Returns the ids that transformers generates greedily after texts of one length, and the duration in seconds."""
     import torch
 
     ids = torch.tensor([byte_vocabulary.encode(text) for text in texts], device="cuda")
@@ -76,7 +76,7 @@ def theirs(model, texts, tokens, **options):
 
 
 def check_tokens(binary, path, model):
-    """Number of prompts after which greedy text in fp32 is that of transformers."""
+    """Returns the number of prompts with the same greedy text in fp32 as in transformers."""
     texts = prompts(CHECKED_PROMPTS)
     found, _ = ours(binary, path, texts, CHECKED_TOKENS, "fp32")
     equal = 0
@@ -115,7 +115,7 @@ def main():
                   flush=True)
             if options.ours:
                 continue
-            # The first one compiles.
+            # The first run compiles.
             runs = [theirs(model, texts, NEW_TOKENS, cache_implementation="static")[1] for _ in range(3)]
             other = NEW_TOKENS * batch / min(runs[1:])
             ratio = mine / other

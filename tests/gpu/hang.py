@@ -1,12 +1,12 @@
-"""Hangs of a rank of a training job: seconds until it is named, and until steps are made again after the restart.
+"""Hangs of a rank of a training job: seconds until it is named, and until training continues after the restart.
 
     python3 tests/gpu/hang.py --binary target/release/xlaunch --gpus 2 [--model A]
 
 In turn, the process of the last rank is stopped, its training thread loops, its data loader is blocked
-(`tests/src/hang.c`), and its GPU is occupied by an endless kernel. Each time the rank must be named, and steps be made
-again within the hang timeout and 15 s.
-Before that, a rank whose training thread a debugger stops (`tests/peers/freeze.py`) is only reported. Meanwhile the job
-evaluates and saves checkpoints, which must not be reported.
+(`tests/src/hang.c`), and its GPU is occupied by an endless kernel. Each time the rank must be named, and training must
+continue within the hang timeout plus 15 s.
+Before that, a rank whose training thread is stopped by a debugger (`tests/peers/freeze.py`) must only be reported.
+Meanwhile the job evaluates and saves checkpoints, which must not be reported.
 """
 
 import argparse
@@ -28,16 +28,16 @@ FREEZE = runner.ROOT / "tests/peers/freeze.py"
 HANG = runner.ROOT / "tests/src/hang.c"
 LIMIT = 180
 HANG_TIMEOUT = 30
-# Seconds beyond the hang timeout for evidence, restart and start-up.
+# Seconds after the hang timeout for evidence, restart and start-up.
 MARGIN = 15
-# `PHASE_WAIT_FOR_DATA`: a replayed graph has no phases between that and read back.
+# `PHASE_WAIT_FOR_DATA`: a replayed graph has no phases between it and read back.
 PHASE = 1
 # A message of the launcher about ranks that hang. Output of a rank itself begins with `[rank N]`.
 REPORT = re.compile(r"xlaunch: ranks? \d.* (made no progress|sent no heartbeat)")
 
 
 class Stderr:
-    """The lines of the launcher with their times."""
+    """Collects the lines of the launcher with their times."""
 
     def __init__(self, pipe):
         self.lines, self.changed = [], threading.Condition()
@@ -53,7 +53,7 @@ class Stderr:
         return [(at, line) for at, line in self.lines if at >= since and re.search(pattern, line)]
 
     def wait_for(self, pattern, since):
-        """Time and text of the first matching line after `since`."""
+        """Returns time and text of the first matching line after `since`."""
         with self.changed:
             if not self.changed.wait_for(lambda: self.find(pattern, since), LIMIT):
                 raise SystemExit(f"no line with `{pattern}` within {LIMIT} s: {self.lines[-20:]}")
@@ -80,7 +80,7 @@ class Training:
         wait_for("steps", lambda: len(runner.steps(self.out)) > 250, self.process)
 
     def wait_for_steps(self):
-        # Steps that are made again replace the others.
+        # Steps that are repeated replace the earlier ones.
         since = time.time()
         wait_for("steps", lambda: runner.steps(self.out)[-1]["_timestamp"] > since, self.process)
 

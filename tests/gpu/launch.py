@@ -4,7 +4,7 @@
 
 DDP, Accelerate and Lightning (if installed) must print the same losses under both. Then one rank raises an exception,
 runs out of GPU memory, or is killed: measures seconds until the launcher has exited and until no process of the launch
-is left, and prints what xlaunch reports. Without GPUs, all but the memory failure runs on gloo.
+is left, and prints what xlaunch reports. Without GPUs, everything except the memory failure runs on gloo.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def losses(launcher, gpus, script):
 
 
 def processes(marker):
-    """Process ids of a launch, found by its marker."""
+    """Returns the process ids of a launch, found by its marker."""
     found, variable = [], f"{MARKER}={marker}".encode()
     for directory in pathlib.Path("/proc").iterdir():
         if directory.name.isdigit():
@@ -62,7 +62,7 @@ def processes(marker):
 
 
 def fail(launcher, gpus, failure):
-    """Seconds until the launcher has exited and until all processes are gone; exit code and stderr."""
+    """Returns the seconds until the launcher has exited and until all processes are gone, the exit code and stderr."""
     marker, process = start(launcher, gpus, "fail.py", "--how", "nothing" if failure == "kill -9" else failure)
     line = next(line for line in process.stdout if line.startswith("failing "))
     _, began, pid = line.split()
@@ -82,7 +82,7 @@ def fail(launcher, gpus, failure):
 
 
 def compare_losses(both, gpus):
-    """Whether the losses of a script differ between the launchers."""
+    """Returns whether the losses of a script differ between the launchers."""
     differ = False
     for module, script in SCRIPTS:
         if subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True).returncode != 0:

@@ -1,10 +1,10 @@
-"""The memory that `--dry-run` predicts, beside what a GPU uses: models and the settings that save memory.
+"""Compares the memory that `--dry-run` predicts with the memory use of a GPU, for models and settings that save memory.
 
     python3 tests/gpu/memory.py --binary target/release/xlaunch [--models A B llama-1b] [--limit 3]
 
-Used memory is the device's, by NVML, without what was used before; pool is the peak of the trainer's own allocator.
-`other` is the rest: context, kernels, libraries, NCCL. Exit code 1 if a prediction is off by more than `--limit`
-percent.
+Used memory is the device's, by NVML, minus the amount in use before the run; pool is the peak of the trainer's own
+allocator. `other` is the rest: context, kernels, libraries, NCCL. Exit code 1 if a prediction is off by more than
+`--limit` percent.
 """
 
 import argparse
@@ -21,14 +21,14 @@ import pynvml
 import runner
 
 WARMUP, STEPS = 3, 12
-# What is tried beside a model's defaults.
+# Settings to try in addition to a model's defaults.
 SETTINGS = [{}, {"train.recompute": "cheap"}, {"train.recompute": "block"}, {"train.classifier_chunk": 2048},
             {"train.recompute": "block", "train.classifier_chunk": 2048}]
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def predicted(command):
-    """Bytes of one rank, and of its libraries."""
+    """Returns the bytes of one rank, and of its libraries."""
     done = subprocess.run(command, capture_output=True, text=True)
     found = dict(re.findall(r"^(each rank|libraries) +(.+)$", done.stdout, re.MULTILINE))
     if not found:
@@ -38,7 +38,7 @@ def predicted(command):
 
 
 class Used:
-    """The most memory that the first GPU uses while this lives."""
+    """Measures the peak memory use of the first GPU while this exists."""
 
     def __enter__(self):
         self.device = pynvml.nvmlDeviceGetHandleByIndex(0)
@@ -80,7 +80,7 @@ def main():
 
 
 def measure(binary, model, gpus, data, changed, warmup, steps):
-    """The JSON of a run, what the first GPU used, and what was predicted for a rank and its libraries."""
+    """Returns the JSON of a run, the memory use of the first GPU, and the predictions for a rank and its libraries."""
     config, sizes = runner.configuration(model)
     settings = {"data.train": [str(data)], "data.val_fraction": 0.0, "engine.device": "cuda",
                 "train.batch": runner.BATCHES[model]} | sizes | changed
@@ -97,7 +97,7 @@ def gib(size):
 
 
 def row(options, model, changed, data):
-    """Measures and prints one row. By how many percent the prediction is off."""
+    """Measures and prints one row. Returns the error of the prediction in percent."""
     found, used, total, libraries = measure(options.binary, model, 1, data, changed, WARMUP, STEPS)
     pool = found["pool_peak_bytes"]
     difference = 100 * (total - used) / used

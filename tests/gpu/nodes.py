@@ -1,11 +1,11 @@
-"""One job on two nodes, shown on one host with several GPUs: each agent has its own GPUs, and NCCL takes it for a host.
+"""One job on two nodes, simulated on one host with several GPUs: each agent has its own GPUs and is a host to NCCL.
 
     cargo build --release -p xlaunch
     python3 tests/gpu/nodes.py --binary target/release/xlaunch --gpus 2 [--model B] [--steps 120]
 
 The losses and the final weights of two agents with half of the GPUs each equal those of one agent with all of them.
-Then one agent is killed: the other ends with 75, or the job goes on with another agent in its place. NCCL connects over
-sockets (`NCCL_HOSTID`), as between hosts. torchrun runs beside it with two agents of the same sizes.
+Then one agent is killed: the other ends with 75, or the job continues with another agent in its place. NCCL connects
+over sockets (`NCCL_HOSTID`), as between hosts. For comparison, torchrun runs with two agents of the same sizes.
 """
 
 import argparse

@@ -1,13 +1,13 @@
 #!/bin/sh
-# Every CUDA operation against its CPU implementation, whole models against PyTorch's numbers, and steps that are not
-# finite, on the first GPU.
+# Compares every CUDA operation with its CPU implementation and whole models with PyTorch's numbers, and runs steps that
+# are not finite, on the first GPU.
 #
 #     tests/gpu/ops.sh [directory of test binaries]
 #
 # XLAUNCH_LOG_FALLBACK=1 prints which kernel was selected for each shape.
 #
 # Without a directory, cargo builds the tests. A directory, for hosts without cargo, contains the binaries cuda_ops,
-# goldens and nonfinite, as `cargo test --no-run` builds them.
+# goldens and nonfinite, as built by `cargo test --no-run`.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader

@@ -54,7 +54,7 @@ class WithLoss(torch.nn.Module):
 
 
 def initial(model):
-    """Initial weights, the same every time. On the GPU, where billions of them take a second."""
+    """Sets the same initial weights every time. Runs on the GPU, where billions of weights take a second."""
     torch.manual_seed(1337)
     with torch.device("cuda"):
         return GPT(SIZES[model]).state_dict()
@@ -82,7 +82,7 @@ def load(net, path):
 def divide(whole, mode):
     """Divides the model among the ranks, block by block. Embedding and head stay gathered between forward and
     backward."""
-    # Rotary embeddings get angles in fp32, and hidden states are in bf16 already.
+    # Rotary embeddings receive angles in fp32, and hidden states are already in bf16.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, cast_forward_inputs=False)
     for block in whole.model.blocks:
         block.compile(mode=mode)

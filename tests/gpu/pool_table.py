@@ -23,7 +23,7 @@ import runner
 WARMUP = 10
 # Step after which plans are in use and the pool makes no driver allocations.
 SETTLED = 5
-# For a run of --threads, in seconds: threads share the locks of the driver, so that one may wait for another forever.
+# Time limit in seconds of a run of --threads: threads share the driver's locks, so one may wait for another forever.
 RUN_TIMEOUT = 120
 
 
@@ -43,7 +43,7 @@ class Utilisation(threading.Thread):
     def stop(self):
         self.stopped.set()
         self.join()
-        # Start and end of a run are not training; the busiest half of the samples is.
+        # Start and end of a run are not training, but the busiest half of the samples is.
         busiest = sorted(self.samples)[len(self.samples) // 2 :]
         return statistics.mean(busiest) if busiest else 0.0
 
@@ -122,7 +122,7 @@ def mode_row(options, data, mode, pool):
 
 
 def bench(options, data, mode, pool, gpus):
-    """The result of `xlaunch bench train`; None if it fails, which leaves the other cells of the table."""
+    """Returns the result of `xlaunch bench train`; None if it fails, so that the rest of the table is still printed."""
     config, sizes = runner.configuration(options.model)
     keys = {"data.train": [str(data)], "data.val_fraction": 0.0} | sizes | settings(pool)
     command = [str(options.binary), "bench", "train", str(config), "--json", "--nproc", str(gpus),

@@ -1,4 +1,4 @@
-"""Starts and restarts with `--preload torch`, beside plain starts and torchrun: seconds, and equal losses.
+"""Starts and restarts with `--preload torch`, compared with plain starts and torchrun: seconds, and equal losses.
 
     python3 tests/gpu/preload.py --binary target/release/xlaunch --workers 4 [--times 5]
 
@@ -30,27 +30,28 @@ def launchers(binary):
         "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
         "xlaunch": [str(binary)],
         "xlaunch --preload torch": [str(binary), "--preload", "torch"],
-        # The first optimizer and DistributedDataParallel import it.
+        # The first optimizer and DistributedDataParallel import torch._dynamo.
         "xlaunch --preload torch,torch._dynamo": [str(binary), "--preload", "torch,torch._dynamo"],
     }
 
 
 def measure(launcher, workers):
-    """Seconds from the command to the last first all-reduce, and from the kill to the next step; losses by step.
+    """Returns the seconds from the command to the last first all-reduce, and from the kill to the next step; losses by
+    step.
 
     None if the launch failed."""
     with tempfile.TemporaryDirectory(prefix="preload-") as state:
         command = [*launcher, "--nproc-per-node", str(workers), "--max-restarts", "1", str(SCRIPT)]
         command += ["--state", state, "--steps", str(STEPS), "--stop-at", str(STOP_AT)]
         environment = os.environ | {"PYTHON_EXEC": sys.executable, "OMP_NUM_THREADS": "1"}
-        # Otherwise torchrun's attempts share a store, and ranks on gloo find addresses of the attempt before in it.
+        # Otherwise torchrun's attempts share a store, in which ranks on gloo find addresses of the previous attempt.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         began = time.time()
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         with process:
             reduced, losses, killed, resumed = {}, {}, None, None
             for line in process.stdout:
-                # After a prefix, if there is one.
+                # The line may have a prefix.
                 words = line[line.find("reduced ") if "reduced " in line else line.find("step ") :].split()
                 if words[:1] == ["reduced"] and killed is None:
                     reduced[int(words[2])] = (float(words[1]), int(words[3]))
@@ -87,7 +88,7 @@ def main():
     print(f"{hardware()}; torch {torch.__version__}; python3 tests/gpu/preload.py {arguments}\n")
     results = {name: [] for name in launchers(options.binary)}
     for _ in range(options.times):
-        # In turn, so that other load on the machine is shared.
+        # Launchers take turns, so that other load on the machine affects all of them.
         for name, launcher in launchers(options.binary.resolve()).items():
             if run := measure(launcher, options.workers):
                 results[name].append(run)

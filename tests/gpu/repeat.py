@@ -34,7 +34,7 @@ def main():
 
 
 def row(options, data, model, gpus, accumulate):
-    """Whether the runs are equal."""
+    """Returns whether the runs are equal."""
     runs = [curve(options, data, model, gpus, accumulate, mode) for mode in ["graph", "stream", "graph"]]
     equal = runs[0] == runs[1] == runs[2]
     first = next((i for i, steps in enumerate(zip(*runs)) if len(set(steps)) > 1), None)

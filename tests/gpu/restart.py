@@ -3,7 +3,7 @@
     python3 tests/gpu/restart.py --binary target/release/xlaunch --gpus 4 [--model B] [--times 2] [--peer]
 
 Measures seconds from the kill until metrics.jsonl has the first step after the checkpoint, and compares the losses of
-steps that were made twice. The figure for the second restart in a row includes xlaunch's retry delay of one second.
+steps that were repeated. The figure for the second consecutive restart includes xlaunch's retry delay of one second.
 With `--peer`, `peer.py` does the same under torchrun, but without a checkpoint: it starts from its initial weights.
 """
 
@@ -21,12 +21,12 @@ from runner import steps
 
 LIMIT = 180
 EVERY = 20
-# Seconds; no restart is as fast.
+# Time in seconds for reports in flight; no restart is that fast.
 IN_FLIGHT = 0.2
 
 
 def wait_for(what, poll, process):
-    """The result of `poll`, once that is true. Fails if the process exits first."""
+    """Returns the result of `poll` once it is true. Fails if the process exits first."""
     deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline and process.poll() is None:
         if found := poll():
@@ -36,19 +36,19 @@ def wait_for(what, poll, process):
 
 
 def workers(launcher):
-    """Process ids of a launcher's workers."""
+    """Returns the process ids of a launcher's workers."""
     listed = subprocess.run(["pgrep", "-P", str(launcher)], capture_output=True, text=True).stdout.split()
     is_worker = lambda pid: b"\0worker\0" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
     return [int(pid) for pid in listed if is_worker(pid)]
 
 
 def first_step_since(lines, at):
-    """Index of the first step that was reported since this time; None if there is none yet."""
+    """Returns the index of the first step reported since this time; None if there is none yet."""
     return next((index for index, line in enumerate(lines) if line["_timestamp"] >= at), None)
 
 
 def restart_torchrun(options, data, scratch):
-    """Seconds from the kill of a worker under torchrun to the first step of the next attempt."""
+    """Returns the seconds from the kill of a worker under torchrun to the first step of the next attempt."""
     import peer
 
     weights = scratch / "init.safetensors"
@@ -58,7 +58,7 @@ def restart_torchrun(options, data, scratch):
     command += ["--model", options.model, "--data", str(data), "--weights", str(weights)]
     began = time.time()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as launched:
-        # One line `first step TIME RANK PID` per rank and attempt.
+        # There is one line `first step TIME RANK PID` per rank and attempt.
         announced = (line.split()[2:] for line in launched.stdout if line.startswith("first step "))
         first = [next(announced) for _ in range(options.gpus)]
         print(f"torchrun: first step {max(float(at) for at, _, _ in first) - began:.2f} s from the command")
@@ -98,7 +98,8 @@ def main():
                     print(f"first step {steps(out)[0]['_timestamp'] - began:.2f} s from the command")
                 before, killed = steps(out), time.time()
                 os.kill(workers(launched.pid)[-1], signal.SIGKILL)
-                # Reports of the killed attempt may still be on their way. Steps that are made again replace the others.
+                # Reports of the killed attempt may still be in flight. Steps that are repeated replace the earlier
+                # ones.
                 since = killed + IN_FLIGHT
                 first = wait_for("a new step", lambda: first_step_since(steps(out), since), launched)
                 line = steps(out)[first]

@@ -8,7 +8,7 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODELS = {"A": "deploy/llama-28m.toml", "B": "deploy/gpt2-124m.toml"}
-# The sizes of these models, for PyTorch; and of others, which have no configuration of their own.
+# The sizes of these models, for PyTorch; the others among them have no configuration of their own.
 SIZES = {
     "A": dict(arch="llama", layers=12, heads=12, kv_heads=12, dim=384, ffn=1536, seq=256, vocab=50257, tied=False),
     "B": dict(arch="gpt2", layers=12, heads=12, kv_heads=12, dim=768, ffn=3072, seq=1024, vocab=50257, tied=True),
@@ -34,7 +34,7 @@ SIZES = {
 # Sequences per GPU.
 BATCHES = {"A": 32, "B": 32, "gpt2-medium": 16, "gpt2-xl": 8, "llama-1b": 16, "llama-1b-8k": 4, "llama-3b": 2,
            "llama-8b": 2, "heads-256": 8, "wide": 4, "long": 1, "vocab-128k": 16}
-# Models whose parameters are divided among the GPUs, as whole ones with their optimizer do not fit into one.
+# Models whose parameters are divided among the GPUs, because a whole model with its optimizer does not fit into one.
 DIVIDED = {"llama-8b"}
 
 
@@ -52,13 +52,13 @@ def tokens(path, count=8_000_000):
 
 
 def overrides(settings):
-    """Configuration keys as `--set` options."""
+    """Returns configuration keys as `--set` options."""
     values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
     return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
 
 
 def configuration(model):
-    """The configuration file of a model, and settings that give it the model's sizes."""
+    """Returns the configuration file of a model, and settings for its sizes."""
     if model in MODELS:
         return ROOT / MODELS[model], {}
     sizes = SIZES[model]
@@ -66,7 +66,7 @@ def configuration(model):
 
 
 def bench(command, **options):
-    """The JSON of `xlaunch bench train --json`; raises with stderr if it fails."""
+    """Returns the JSON of `xlaunch bench train --json`; raises with stderr if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, **options)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}\n{done.stderr[-4000:]}")
@@ -74,12 +74,12 @@ def bench(command, **options):
 
 
 def share(found, key):
-    """A duration of a `bench train`, as a share of its step."""
+    """Formats a duration of a `bench train` as a share of its step."""
     return f"{100 * found[key] / found['step_ms']:.1f} %"
 
 
 def clocks(found):
-    """The clocks of a `bench train` for a cell of a table."""
+    """Formats the clocks of a `bench train` for a cell of a table."""
     clocks = found["clocks"]
     if clocks is None:
         return "-"
@@ -88,14 +88,14 @@ def clocks(found):
 
 
 def check(what, ok, found=""):
-    """Prints the result of a check. A failed one ends the script."""
+    """Prints the result of a check. A failed check ends the script."""
     print(f"{'ok  ' if ok else 'FAIL'} {what}{f': {found}' if found else ''}", flush=True)
     if not ok:
         sys.exit(1)
 
 
 def steps(out):
-    """Steps in the metrics of the newest run below this directory so far; empty if there is no run yet."""
+    """Returns the steps in the metrics of the newest run below this directory so far; empty if there is no run yet."""
     path = next(pathlib.Path(out).glob("*/latest/metrics.jsonl"), None)
     # The last line may be incomplete.
     lines = path.read_text().split("\n")[:-1] if path else []

@@ -1,10 +1,10 @@
-"""What is divided among the GPUs (`comm.shard`): speed, memory and loss of models with each choice.
+"""Speed, memory and loss of models with each choice of what is divided among the GPUs (`comm.shard`).
 
     python3 tests/gpu/shards.py --binary target/release/xlaunch --gpus 2 [--models B llama-1b]
 
 Waiting and communication are shares of a step's time, as in `compare.py`. Used memory is the first GPU's, by NVML,
-without what was used before. A second run of each, with `engine.deterministic`, must end with the same loss, bit for
-bit, for all but "none". Exit code 1 if one does not.
+minus the amount in use before the run. A second run of each, with `engine.deterministic`, must end with the same loss,
+bit for bit, for all but "none". Exit code 1 if one does not.
 """
 
 import argparse

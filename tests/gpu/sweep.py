@@ -1,10 +1,10 @@
-"""Every operation at many sizes, as a share of the least time that the device's peak rates allow.
+"""Times every operation at many sizes, as a share of the minimum time that the device's peak rates allow.
 
     python3 tests/gpu/sweep.py [--binary target/release/xlaunch] [--sweep PATH] [--only NAME]
 
 `--sweep` is the test binary of that name, for hosts without cargo. The floor of an operation is its bytes at the rate
-of copies, or its floating-point operations at that of large GEMMs (`xlaunch bench device`, in the same run). One far
-below its neighbour in size is marked with `<`, and makes the exit code 1.
+of copies, or its floating-point operations at that of large GEMMs (`xlaunch bench device`, in the same run). A share
+far below that of the neighbouring size is marked with `<`, and makes the exit code 1.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import sys
 
 import runner
 
-# Least share, relative to that of the next smaller size.
+# Minimum share, relative to that of the next smaller size.
 LEAST = 0.7
 
 

@@ -52,7 +52,7 @@ def row(options, data, model, precision, pool):
         mapped = max(step["pool/mapped_bytes"] for step in steps)
     cells = ["failed" if rate is None else f"{rate / 1e3:.0f}K" for rate in rates]
     scaling = f"{rates[-1] / rates[0]:.2f}" if rates[0] and rates[-1] else "-"
-    # Without a pool no memory is kept between steps.
+    # Without a pool, no memory is kept between steps.
     size = f"{mapped / 2**30:.2f} GiB" if pool == "on" else "-"
     print(f"| {model} | {precision} | {pool} | " + " | ".join(cells) + f" | {scaling} | {size} |", flush=True)
 

@@ -3,7 +3,7 @@
     python3 tests/gpu/wire.py --binary target/release/xlaunch --gpus 4 [--models A B]
 
 Runs differ only in `comm.dtype` and the seed. Losses are means of the last 100 steps. Seeds determine initial weights
-and the order of tokens, so the spread between them shows how much of a difference is chance.
+and the order of tokens, so the spread between them shows how much of a difference is random.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-// Checks of every load and store of a kernel. The compiler calls them in place of its sanitizers' libraries.
+// Checks every load and store of a kernel. The compiler calls these functions in place of its sanitizers' libraries.
 
 #include <dlfcn.h>
 
@@ -20,7 +20,7 @@ bool ordered(const Access& a, uint16_t thread, uint16_t epoch, uint16_t warp_epo
     return a.thread != MANY_THREADS && warp == warp_of(thread) && a.warp_epoch != warp_epoch;
 }
 
-// Adds a reader to those that a later writer must be ordered after.
+// Adds a reader to those after which a later writer must be ordered.
 void add_reader(Access& a, uint32_t block, uint16_t thread, uint16_t epoch, uint16_t warp_epoch) {
     if (a.block && a.block != block) {
         a.block = MANY_BLOCKS;
@@ -43,8 +43,8 @@ std::string name_of(const Access& a) {
     return text;
 }
 
-// Blocks run on several OS threads, which share the cells of device memory. Holds one group of neighbouring cells at a
-// time. Not held while a fiber is given up.
+// Blocks run on several OS threads, which share the cells of device memory. This holds one group of neighbouring cells
+// at a time. It is not held while a fiber is given up.
 class CellLock {
 public:
     ~CellLock() { release(); }
@@ -95,7 +95,7 @@ std::string source_of(void* address, const char* header) {
     return found;
 }
 
-// Whether all of these flags, each 0 or 1, are 1.
+// Returns whether all of these flags, each 0 or 1, are 1.
 static bool all_set(const uint8_t* flags, size_t count) {
     if (count == 4) {
         uint32_t word;
@@ -138,7 +138,7 @@ void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, con
         Range range = find(address, size);
         if (range.place == Place::Nowhere) {
             Dl_info info;
-            // Constants of the kernel's own library.
+            // These are constants of the kernel's own library.
             if (!write && pc && dladdr(reinterpret_cast<void*>(address), &info)) {
                 Dl_info own;
                 if (dladdr(pc, &own) && own.dli_fbase == info.dli_fbase) return;
@@ -159,7 +159,7 @@ void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, con
     if (write) set_all(written, size);
     if ((kind == Kind::Atomic && !is_shared) || (kind == Kind::Volatile && write)) return;
     uint16_t thread = r->number_of(self), epoch = r->epoch, warp_epoch = self.warp_epoch;
-    // Blocks have shared memory of their own.
+    // Each block has its own shared memory.
     uint32_t block = is_shared ? 1 : static_cast<uint32_t>(r->block + 1);
     uint32_t time = is_shared ? shared->time : r->grid.number;
     bool is_contended = !is_shared && r->grid.is_parallel;
@@ -211,7 +211,7 @@ void emulator_written_alike(const void* p, size_t bytes) {
     }
 }
 
-// What the compiler calls for -fsanitize=thread.
+// Functions that the compiler calls for -fsanitize=thread.
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
@@ -238,7 +238,7 @@ void __tsan_write_range(void* p, size_t size) {
     access(reinterpret_cast<uintptr_t>(p), size, true, Kind::Plain, __builtin_return_address(0));
 }
 
-// What Clang makes of a struct that is copied: before version 15, memcpy itself, which the linker replaces.
+// Clang calls this to copy a struct. Before version 15 it called memcpy itself, which the linker replaces.
 #define COPIES(prefix)                                                                          \
     void* prefix##memcpy(void* to, const void* from, size_t size) {                             \
         void* pc = __builtin_return_address(0);                                                 \
@@ -253,7 +253,7 @@ void __tsan_write_range(void* p, size_t size) {
 COPIES(__tsan_)
 COPIES(__wrap_)
 
-// Checks an atomic access. That of device memory happens while the result is held, so that times are in its order.
+// Checks an atomic access. An access to device memory happens while the result is held, so that times are in its order.
 static std::unique_lock<std::mutex> atomic(volatile void* p, size_t size, void* pc) {
     if (!runner || !runner->current) return {};
     Runner& r = *runner;
@@ -263,7 +263,7 @@ static std::unique_lock<std::mutex> atomic(volatile void* p, size_t size, void* 
     std::unique_lock<std::mutex> turn(r.grid.atomics);
     uint64_t now = ++r.grid.clock;
     unsigned warp = warp_of(r.number_of(*r.current));
-    // A later release of another warp must not hide this one, after which data of its own warp may have been read.
+    // A later release by another warp must not hide this one, because data of its own warp may have been read after it.
     if (r.fenced && (!r.grid.released[r.block] || r.releaser == warp)) {
         r.grid.released[r.block] = now;
         r.releaser = warp;
@@ -288,7 +288,7 @@ unsigned emulator_atomic_max(unsigned* p, unsigned x) {
     return old;
 }
 
-// What it calls for -fsanitize=undefined: the first field of each description is where.
+// Functions that the compiler calls for -fsanitize=undefined. The first field of each description is the location.
 struct Where {
     const char* file;
     unsigned line, column;

@@ -1,8 +1,9 @@
 // A stand-in for libcublasLt.so that computes on the CPU, for machines without a GPU. Device pointers are host
-// pointers, and a product is finished when the call returns; streams and workspaces are ignored.
+// pointers, and a product is complete when the call returns; streams and workspaces are ignored.
 //
-// It has what the engine calls. Combinations that the library's documentation excludes are refused here too, so that
-// a call which fails on a GPU does not pass; everything else that is missing is NOT_SUPPORTED.
+// It contains the functions that the engine calls. Combinations that the library's documentation excludes are refused
+// here as well, so that a call that fails on a GPU does not pass. Everything else that is missing returns
+// NOT_SUPPORTED.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -13,7 +14,7 @@
 #include <new>
 #include <vector>
 
-// Of libcuda.so: whether all of this is device memory that was written; and makes it so.
+// Functions of libcuda.so: one returns whether all of this is device memory that was written, one marks it as written.
 extern "C" bool emulator_device_reads(const void* p, size_t bytes);
 extern "C" bool emulator_device_writes(void* p, size_t bytes);
 
@@ -63,7 +64,7 @@ struct Preference {
     uint32_t alignment[4] = {256, 256, 256, 256};
 };
 
-// Opaque to callers. The alignments are those for which it was selected.
+// Opaque to callers. Also contains the alignments for which it was selected.
 struct Algo {
     uint64_t mark;
     uint32_t alignment[4];
@@ -137,7 +138,7 @@ struct Elements {
 uint64_t element_size(int32_t type) { return is_fp8(type) ? 1 : type == R_16BF ? 2 : 4; }
 bool is_aligned(const void* p, uint64_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
-// A factor of which element (i, l) is at i * along_i + l * along_k, where l counts along the sum.
+// A factor whose element (i, l) is at i * along_i + l * along_k, where l counts along the sum.
 struct Factor {
     Elements x;
     size_t along_i, along_k;
@@ -156,7 +157,7 @@ struct Factor {
 constexpr size_t TILE = 4;
 constexpr size_t BLOCK_COLS = 256;
 
-// TILE rows of a factor from i on, as k groups of TILE; rows past `rows` are zero.
+// Packs TILE rows of a factor from i on, as k groups of TILE; rows past `rows` are zero.
 void pack(const Factor& factor, size_t i, size_t rows, size_t k, double* out) {
     for (size_t r = 0; r < TILE; r++)
         for (size_t l = 0; l < k; l++) out[l * TILE + r] = i + r < rows ? factor.load(i + r, l) : 0.0;
@@ -181,7 +182,7 @@ double gelu_slope(double x) {
     return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * GELU_SCALE * (1.0 + 3.0 * GELU_CUBE * x * x);
 }
 
-// A checked call: d (m, n) = epilogue(alpha a b + beta c), column-major.
+// A validated call: d (m, n) = epilogue(alpha a b + beta c), column-major.
 struct Product {
     size_t m, n, k;
     Factor a, b;
@@ -229,8 +230,9 @@ struct Product {
     }
 };
 
-// What the library documents for FP8 on compute capability 8.9 and 9.0: sums run along the columns of both operands in
-// memory, which are multiples of 16 bytes apart, like those of the result; not both are E5M2; no epilogue but a bias.
+// Rules that the library documents for FP8 on compute capability 8.9 and 9.0: sums run along the columns of both
+// operands in memory; the columns are multiples of 16 bytes apart, like those of the result; not both operands are
+// E5M2; there is no epilogue other than a bias.
 Status check_fp8(const MatmulDesc& desc, const MatrixLayout& a, const MatrixLayout& b, const MatrixLayout& d, uint64_t m,
                  uint64_t n, uint64_t k) {
     bool is_valid = is_fp8(a.type) && is_fp8(b.type) && !(a.type == R_8F_E5M2 && b.type == R_8F_E5M2) &&
@@ -265,7 +267,7 @@ Status check(const MatmulDesc& desc, const MatrixLayout& a, const MatrixLayout& 
     if ((desc.epilogue & (BIAS | BIAS_GRAD)) && !is_aligned(desc.bias, size)) return INVALID_VALUE;
     if (desc.epilogue & AUX) {
         if (desc.aux_ld < 0 || uint64_t(desc.aux_ld) < m || !is_aligned(desc.aux, size)) return INVALID_VALUE;
-        // Documented for GELU.
+        // The library documents this for GELU.
         if (desc.aux_ld % 8 != 0) return NOT_SUPPORTED;
     }
     return SUCCESS;
@@ -278,7 +280,7 @@ Status read(const void* from, size_t size, T& to) {
     return SUCCESS;
 }
 
-// Reads an attribute of which few values are supported.
+// Reads an attribute of which only a few values are supported.
 template <typename T>
 Status read_one_of(const void* from, size_t size, T& to, std::initializer_list<T> values) {
     T value;
@@ -306,7 +308,7 @@ Status destroy(T* object) {
 
 extern "C" {
 
-// Of the bindings that the engine is built with: 13.0.
+// Version of the bindings that the engine is built with: 13.0.
 size_t cublasLtGetVersion() { return 130000; }
 
 Status cublasLtCreate(Handle** handle) { return create(handle, Handle{}); }
@@ -346,7 +348,7 @@ Status cublasLtMatrixLayoutCreate(MatrixLayout** layout, int32_t type, uint64_t 
 Status cublasLtMatrixLayoutDestroy(MatrixLayout* layout) { return destroy(layout); }
 
 Status cublasLtMatrixLayoutSetAttribute(MatrixLayout* layout, int32_t, const void* value, size_t size) {
-    // The engine says everything when it creates a layout, and uses no batches.
+    // The engine specifies everything when it creates a layout, and uses no batches.
     return layout && value && size ? NOT_SUPPORTED : INVALID_VALUE;
 }
 
@@ -398,12 +400,12 @@ Status cublasLtMatmul(Handle* handle, const MatmulDesc* desc, const void* alpha,
     if (algo && algo->mark != ALGO_MARK) return NOT_SUPPORTED;
     for (int i = 0; i < 4; i++) {
         if (!operands[i] || !is_aligned(operands[i], element_size(types[i]))) return INVALID_VALUE;
-        // On a GPU, an algorithm for aligned operands faults on others.
+        // On a GPU, an algorithm for aligned operands faults on unaligned ones.
         if (algo && (algo->alignment[i] == 0 || !is_aligned(operands[i], algo->alignment[i]))) return INVALID_VALUE;
     }
     bool needs_bias = desc->epilogue & (BIAS | BIAS_GRAD), needs_aux = desc->epilogue & AUX;
     if ((needs_bias && !desc->bias) || (needs_aux && !desc->aux)) return INVALID_VALUE;
-    // In place, both layouts have to be the same.
+    // In place, both layouts must be the same.
     if (c == d && c_layout->ld != d_layout->ld) return INVALID_VALUE;
 
     bool ta = desc->transpose_a == OP_T, tb = desc->transpose_b == OP_T;
@@ -417,7 +419,7 @@ Status cublasLtMatmul(Handle* handle, const MatmulDesc* desc, const void* alpha,
         size_t(c_layout->ld), size_t(d_layout->ld), size_t(desc->aux_ld),
         scale_ab, scale_c, desc->epilogue,
     };
-    // Columns of an operand are apart by its leading dimension.
+    // The leading dimension is the distance between the columns of an operand.
     auto all = [](auto access, auto* p, uint64_t rows, uint64_t cols, int64_t ld, int32_t type) {
         size_t size = element_size(type);
         bool is_ok = true;

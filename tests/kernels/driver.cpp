@@ -1,5 +1,5 @@
 // libcuda.so: the part of the CUDA driver API that the engine and the pool use, for one device whose threads are fibers
-// on this machine's cores. Everything is done when it is enqueued. Numbers are those of cuda.h.
+// on this machine's cores. Everything is complete when it is enqueued. Numbers are those of cuda.h.
 
 #include <dlfcn.h>
 #include <elf.h>
@@ -32,7 +32,7 @@ enum Result {
     NOT_SUPPORTED = 801,
 };
 
-// CUdevice_attribute.
+// Values of CUdevice_attribute.
 enum Attribute {
     WARP_SIZE = 10,
     MULTIPROCESSORS = 16,
@@ -69,15 +69,15 @@ struct LaunchConfig {
     unsigned attribute_count;
 };
 
-// For operands that are too large to compute all of: so many multiprocessors that a block has no second turn in a
-// grid-stride loop, and kernels that are not run ($EMULATOR_MULTIPROCESSORS, $EMULATOR_SKIP).
+// For operands that are too large to be computed entirely: a number of multiprocessors with which no block has a second
+// turn in a grid-stride loop, and kernels that are not run ($EMULATOR_MULTIPROCESSORS, $EMULATOR_SKIP).
 const int multiprocessors = [] {
     const char* text = getenv("EMULATOR_MULTIPROCESSORS");
     return text ? atoi(text) : 3;
 }();
 const char* const skipped = getenv("EMULATOR_SKIP");
 
-// The last failure, as cuGetErrorString tells it.
+// The last failure, as reported by cuGetErrorString.
 std::mutex lock;
 std::string last_problem;
 int context, stream;
@@ -88,7 +88,7 @@ int failed(Result result, std::string problem) {
     return result;
 }
 
-// Bytes of a library that is in memory as a file: its section headers are at the end.
+// Returns the size of a library file in memory: its section headers are at the end.
 size_t image_bytes(const void* image) {
     auto header = static_cast<const Elf64_Ehdr*>(image);
     if (memcmp(header->e_ident, ELFMAG, SELFMAG)) return 0;
@@ -107,7 +107,7 @@ int copy(uintptr_t to, uintptr_t from, size_t bytes, bool to_device, bool from_d
 extern "C" {
 
 int cuInit(unsigned) { return SUCCESS; }
-// Ranks of a job have a device each. Within a process, all are the same one.
+// Each rank of a job has its own device. Within a process, all devices are the same.
 int cuDeviceGet(int* device, int ordinal) {
     *device = 0;
     return ordinal >= 0 && ordinal < DEVICES ? SUCCESS : 101;  // CUDA_ERROR_INVALID_DEVICE
@@ -198,7 +198,7 @@ int cuMemAddressReserve(uintptr_t* address, size_t bytes, size_t, uintptr_t, uns
     *address = reserve(bytes);
     return *address ? SUCCESS : failed(OUT_OF_MEMORY, "no addresses are left");
 }
-// Memory exists when it is mapped, so handles are sizes.
+// Memory is allocated when it is mapped, so handles are sizes.
 int cuMemCreate(unsigned long long* handle, size_t bytes, const void*, unsigned long long) {
     if (allocated_bytes() + bytes > TOTAL_BYTES) return failed(OUT_OF_MEMORY, "out of memory");
     return *handle = bytes, SUCCESS;
@@ -227,14 +227,14 @@ int cuMemsetD8Async(uintptr_t to, unsigned char value, size_t bytes, void*) {
     return SUCCESS;
 }
 
-// For the stand-in of cuBLASLt.
+// Functions for the stand-in of cuBLASLt.
 bool emulator_device_reads(const void* p, size_t bytes) {
     auto address = reinterpret_cast<uintptr_t>(p);
     return host_reads(address, bytes) && !memchr(written_of(address), 0, bytes);
 }
 bool emulator_device_writes(void* p, size_t bytes) { return host_writes(reinterpret_cast<uintptr_t>(p), bytes); }
 
-// An image is a library that nvrtc.cpp has made.
+// An image is a library made by nvrtc.cpp.
 int cuModuleLoadData(Module** result, const void* image) {
     char path[] = "/tmp/kernel-XXXXXX";
     size_t bytes = image_bytes(image);
@@ -249,7 +249,7 @@ int cuModuleLoadData(Module** result, const void* image) {
         unlink(path);
         return failed(INVALID_IMAGE, error ? error : "the library has no kernels");
     }
-    // The file stays until the process ends, for the lines of its code.
+    // The file remains until the process ends, because it maps code to source lines.
     static struct Files {
         std::vector<std::string> paths;
         ~Files() {
@@ -272,7 +272,7 @@ int cuFuncSetAttribute(Function* function, int attribute, int value) {
     if (attribute == SHARED_LIMIT_ATTRIBUTE) function->shared_limit = size_t(value);
     return value <= SHARED_PER_BLOCK ? SUCCESS : failed(INVALID_VALUE, "more shared memory than a block can have");
 }
-// Of tensors of three dimensions in bf16, in boxes whose rows of 64 elements have the 128-byte swizzle.
+// Supports bf16 tensors of three dimensions, in boxes whose rows of 64 elements have the 128-byte swizzle.
 int cuTensorMapEncodeTiled(TensorMap* map, int type, unsigned rank, void* address, const uint64_t* sizes,
                            const uint64_t* strides, const unsigned* box, const unsigned* element_strides,
                            int interleave, int swizzle, int, int fill) {

@@ -50,7 +50,8 @@ void find_shared(void* anchor, uintptr_t* begin, size_t* bytes) {
     *begin = query.begin, *bytes = query.bytes;
 }
 
-// Blocks that run at either end of a grid, for operands that are too large for all: $EMULATOR_EDGE_BLOCKS, or all.
+// Number of blocks that run at either end of a grid, for operands that are too large for all: $EMULATOR_EDGE_BLOCKS, or
+// all.
 const uint64_t edge_blocks = [] {
     const char* text = getenv("EMULATOR_EDGE_BLOCKS");
     return text ? strtoull(text, nullptr, 10) : UINT64_MAX;
@@ -58,8 +59,8 @@ const uint64_t edge_blocks = [] {
 
 std::atomic<uint32_t> launches{0};
 
-// The cores that a launch runs on. Several launches, by threads of the host, share them: with more OS threads than
-// cores, one would wait for the lock of a cell that another one holds and that does not run.
+// The cores on which launches run. Several launches, by threads of the host, share them: with more OS threads than
+// cores, one thread might wait for the lock of a cell whose holder is not running.
 class Cores {
 public:
     explicit Cores(uint64_t blocks) {
@@ -86,7 +87,7 @@ std::mutex Cores::lock;
 std::condition_variable Cores::freed;
 unsigned Cores::idle = std::max(1u, std::thread::hardware_concurrency());
 
-// Those that no OS thread uses.
+// Resources that no OS thread is using.
 std::mutex spare_lock;
 std::vector<std::unique_ptr<Resources>> spare;
 
@@ -132,7 +133,7 @@ void Runner::run_blocks() {
     find_shared(launch.shared(), &shared, &shared_bytes);
     uint64_t x = launch.grid.x, y = launch.grid.y, blocks = x * y * launch.grid.z;
     while (!grid.failed) {
-        // With a seed, blocks begin in an order of their own, too: from a random one on.
+        // With a seed, blocks also begin in a different order, starting at a random one.
         uint64_t next = grid.next_block++;
         if (next >= blocks) break;
         block = (next + (grid.seed ? grid.seed % blocks : 0)) % blocks;
@@ -150,7 +151,7 @@ void Runner::run_block(uintptr_t shared, size_t shared_bytes) {
     epoch = 0, fenced = false;
     std::fill(std::begin(awaited), std::end(awaited), 0);
     fixed.reset(shared, shared_bytes);
-    // Aligned to 16 bytes and no more: a kernel must not rely on what CUDA does not promise.
+    // Aligned to exactly 16 bytes: a kernel must not rely on more than CUDA promises.
     auto dynamic_bytes = reinterpret_cast<uintptr_t>(resources->dynamic_bytes.get());
     dynamic.reset((dynamic_bytes + 1023) / 1024 * 1024 + 16, launch.dynamic_shared);
     async.reset();
@@ -169,7 +170,7 @@ void Runner::run_block(uintptr_t shared, size_t shared_bytes) {
     while (!grid.failed && release_barrier());
 }
 
-// Until all threads wait or are done.
+// Runs until all threads wait or are done.
 void Runner::resume_ready() {
     std::vector<unsigned>& ready = resources->ready;
     do {
@@ -187,8 +188,8 @@ void Runner::resume_ready() {
     } while (!ready.empty());
 }
 
-// Lets all threads go on that wait at a barrier, if those are all, or else delivers a TMA copy. Returns whether it did
-// either.
+// Continues all threads that wait at a barrier, if all have arrived; otherwise delivers a TMA copy. Returns whether it
+// did either.
 bool Runner::release_barrier() {
     const Fiber *first = nullptr, *other = nullptr;
     for (unsigned i = 0; i < count; i++) {
@@ -238,7 +239,7 @@ std::string run(const Launch& launch) {
     auto work = [&] { Runner(grid).run_blocks(); };
     std::vector<std::thread> others;
     for (unsigned i = 1; i < cores.count; i++) others.emplace_back(work);
-    // Not on the caller's own thread, whose static shared memory would stay.
+    // Not on the caller's thread, whose static shared memory would remain.
     std::thread(work).join();
     for (auto& other : others) other.join();
     return grid.failed ? std::string(launch.name) + ": " + grid.problem : std::string();

@@ -1,7 +1,7 @@
-// Barriers in shared memory, and copies of boxes that arrive at them, as functions of hopper.cuh call them.
+// Barriers in shared memory, and copies of boxes that arrive at them, as called by the functions of hopper.cuh.
 //
-// A copy is done as late as a GPU may do it: when no thread can go on without it. Until then, what it writes is not
-// known.
+// A copy is done as late as a GPU may do it: when no thread can continue without it. Until then, the bytes that it
+// writes are undefined.
 
 #include <algorithm>
 #include <cstring>
@@ -19,7 +19,8 @@ void merge(Clock& to, const Clock& from) {
     for (size_t i = 0; i < to.size(); i++) to[i] = std::max(to[i], from[i]);
 }
 
-// For each row of a box: its number, and elements `begin` to `end` of it that are in the tensor, from this address on.
+// For each row of a box: its number, and elements `begin` to `end` of it that are in the tensor, starting at this
+// address.
 template <typename F>
 void for_rows(const BoxCopy& copy, F f) {
     const TensorMap& map = copy.map;
@@ -47,12 +48,12 @@ Mbarrier& Runner::barrier_at(uintptr_t address, const Site& site) {
     if (!shared_at(address)) fail("%s: barrier that is not in shared memory", source_of(site).c_str());
     auto found = async.barriers.find(address);
     if (found == async.barriers.end()) fail("%s: use of a barrier that was not initialised", source_of(site).c_str());
-    // Ordered after the initialisation, or else a data race with it.
+    // The access must be ordered after the initialisation; otherwise it is a data race with it.
     access(address, 8, false, Kind::Plain, nullptr, &site);
     return found->second;
 }
 
-// Ends the phase if it lacks nothing. Returns whether threads may go on.
+// Ends the phase if nothing is missing. Returns whether threads may continue.
 bool Runner::end_phase(uintptr_t address, const Site& site) {
     Mbarrier& barrier = async.barriers[address];
     if (!barrier.pending && barrier.bytes < 0)
@@ -73,7 +74,7 @@ bool Runner::end_phase(uintptr_t address, const Site& site) {
     return true;
 }
 
-// Does one of the copies that were asked for, if any. The first one without a seed.
+// Performs one of the requested copies, if there is any. Without a seed, it is the first one.
 bool Runner::deliver_copy() {
     auto& copies = async.copies;
     if (copies.empty()) return false;
@@ -89,7 +90,7 @@ bool Runner::deliver_copy() {
     SharedMemory& shared = *shared_at(copy.to);
     size_t offset = copy.to - shared.begin;
     memset(&shared.written[offset], 1, copy.bytes);
-    // From now on the barrier orders accesses after the copy.
+    // From now on, the barrier orders accesses after the copy.
     for (size_t i = offset / 2; i < (offset + copy.bytes) / 2; i++)
         shared.cells[i].writer = shared.cells[i].reader = {};
     async.barriers[copy.barrier].bytes -= int64_t(copy.bytes);
@@ -102,7 +103,7 @@ void Runner::check_copies_done() {
     report(source_of(async.copies[0].site) + ": the kernel ends before this TMA copy is complete");
 }
 
-// Of threads that wait for barriers in shared memory; empty if there are none.
+// Describes the threads that wait for barriers in shared memory; empty if there are none.
 std::string Runner::describe_waits() {
     std::string text;
     const Fiber* first = nullptr;
@@ -120,7 +121,7 @@ std::string Runner::describe_waits() {
     return text;
 }
 
-// After a barrier of these threads.
+// Called after a barrier of these threads.
 void Runner::join_clocks(unsigned first, unsigned threads, uint64_t mask) {
     if (!async.multiplies) return;
     Clock joined{};
@@ -167,7 +168,7 @@ void emulator_barrier_arrive(void* barrier, unsigned bytes, const char* file, in
                source_of(site).c_str(), to.phase, to.arrivals);
     to.bytes += bytes, to.pending--;
     merge(to.arrived, r.current->completed);
-    // Threads that go on may overtake this one.
+    // Threads that continue may overtake this one.
     if (r.end_phase(address, site) || r.grid.failed) r.yield();
 }
 
@@ -210,7 +211,7 @@ void emulator_copy_box(void* to, const void* map, void* barrier, int x, int y, i
         access(from, size_t(2 * (end - begin)), false, Kind::Plain, nullptr, &site);
     });
     access(copy.to, copy.bytes, true, Kind::Plain, nullptr, &site);
-    // Until the copy is done, what is there is not known.
+    // Until the copy is done, these bytes are undefined.
     memset(&shared->written[copy.to - shared->begin], 0, copy.bytes);
     r.async.copies.push_back(copy);
 }

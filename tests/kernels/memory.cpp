@@ -11,7 +11,7 @@ namespace emulator {
 namespace {
 
 constexpr int POISON = 0xff;  // a NaN, and an index that is far away
-// Larger allocations are zero instead, as poison would take as much memory of the host.
+// Larger allocations are zeroed instead, because poisoning would take the same amount of host memory.
 constexpr size_t MOST_POISON = size_t(1) << 30;
 
 uint8_t* reserve_lazily(size_t bytes) {
@@ -38,7 +38,7 @@ const Arena arena = {
 uintptr_t reserve(size_t bytes) {
     std::lock_guard<std::mutex> guard(lock);
     const Arena& a = arena;
-    // A page that belongs to nobody stays between two ranges.
+    // An unused page remains between two ranges.
     size_t size = round_up(bytes, PAGE) + PAGE;
     if (!a.base || !a.written || !a.cells || !a.ends || next_offset + size > ARENA) return 0;
     uintptr_t address = a.base + next_offset;
@@ -94,7 +94,7 @@ void unregister_host(uintptr_t address) {
 
 bool host_range_contains(uintptr_t address, size_t bytes) {
     std::lock_guard<std::mutex> guard(lock);
-    // The last one that begins before the end has to end before the address, or contain both.
+    // The last range that begins before the end must end before the address, or contain both.
     auto after = host_ranges.lower_bound(address + bytes);
     if (after == host_ranges.begin()) return true;
     auto range = std::prev(after);
@@ -120,7 +120,7 @@ Range find(uintptr_t address, size_t bytes) {
     if (a.contains(address)) {
         uintptr_t end = a.end_of(address);
         if (address >= end) return {Place::Nowhere, 0};
-        // Mappings of one reserved range can be neighbours.
+        // Mappings of one reserved range may be adjacent.
         while (end - address < bytes && end % PAGE == 0) {
             uintptr_t next = a.end_of(end);
             if (next <= end) break;

@@ -1,11 +1,11 @@
 // A stand-in for libnccl.so.2, for ranks on one machine: collectives through a file that all ranks map. Device pointers
-// are host pointers, and a collective is finished when the call returns; streams are ignored.
+// are host pointers, and a collective is complete when the call returns; streams are ignored.
 //
-// It has what the communicator calls. Sums are computed in fp32 in the order of ranks and rounded once. Collectives that
-// read memory which nothing has written fail, and so do those that write outside of device memory.
+// It contains the functions that the communicator calls. Sums are computed in fp32 in the order of ranks and rounded
+// once. Collectives that read unwritten memory fail, as do those that write outside device memory.
 //
-// At its end, rank 0 writes to the file NCCL_OPERATIONS, if that is set, how many operations there were: collectives
-// outside of groups, and groups.
+// At its end, rank 0 writes the number of operations to the file NCCL_OPERATIONS, if that is set: collectives outside
+// of groups, and groups.
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/mman.h>
@@ -20,7 +20,7 @@
 #include <string>
 #include <utility>
 
-// Of libcuda.so: whether all of this is device memory that was written; and makes it so.
+// Functions of libcuda.so: one returns whether all of this is device memory that was written, one marks it as written.
 extern "C" bool emulator_device_reads(const void* p, size_t bytes);
 extern "C" bool emulator_device_writes(void* p, size_t bytes);
 
@@ -31,7 +31,7 @@ enum Result { SUCCESS = 0, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, REMOTE_ERROR 
 enum Type { UINT8 = 1, FLOAT32 = 7, BFLOAT16 = 9 };
 constexpr int SUM = 0;
 
-// The file of a communicator: a barrier, and what each rank sends.
+// The file of a communicator: a barrier, and the data that each rank sends.
 constexpr size_t CHUNK = 1 << 20;
 constexpr int MAX_RANKS = 8;
 struct Shared {
@@ -48,7 +48,7 @@ struct Communicator {
     Shared* shared;
     int operations = 0;
 
-    // Waits for all ranks. False after an abort.
+    // Waits for all ranks. Returns false after an abort.
     bool meet() {
         int phase = shared->phase;
         if (shared->arrived.fetch_add(1) + 1 == ranks) {
@@ -65,7 +65,7 @@ struct Communicator {
 
 std::string last_error;
 int open_groups = 0;
-// Of the collectives in the open group; one communicator at a time has any.
+// Collectives in the open group; only one communicator at a time has any.
 Communicator* grouped = nullptr;
 
 void count(Communicator& c) {
@@ -87,7 +87,7 @@ float widen(uint16_t x) {
     return value;
 }
 
-// To the nearest, ties to even.
+// Rounds to nearest, ties to even.
 uint16_t narrow(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -97,7 +97,7 @@ uint16_t narrow(float x) {
 
 size_t size_of(int type) { return type == UINT8 ? 1 : type == BFLOAT16 ? 2 : 4; }
 
-// The sum of what ranks have sent at this offset.
+// Returns the sum of the values that ranks have sent at this offset.
 void add(const Communicator& c, size_t offset, char* to, size_t count, int type) {
     for (size_t i = 0; i < count; i++) {
         float sum = 0;
@@ -113,7 +113,7 @@ void add(const Communicator& c, size_t offset, char* to, size_t count, int type)
     }
 }
 
-// Calls `send` and then, when all ranks have, `receive` with each part (offset, elements) of all elements.
+// Calls `send`; when all ranks have done so, calls `receive` with each part (offset, elements) of all elements.
 template <class Send, class Receive>
 Result in_parts(Communicator& c, size_t elements, size_t most, Send send, Receive receive) {
     count(c);
@@ -173,7 +173,7 @@ int ncclAllReduce(const char* from, char* to, size_t count, int type, int operat
         [&](size_t at, size_t now) { add(*c, 0, to + at * size, now, type); });
 }
 
-// `count` elements for each rank, those for one rank after those for another.
+// `count` elements for each rank; those for one rank follow those for another.
 int ncclReduceScatter(const char* from, char* to, size_t count, int type, int operation, Communicator* c, void*) {
     size_t size = size_of(type), most = CHUNK / MAX_RANKS / size;
     if (!can_add(type, operation)) return failed(INVALID_ARGUMENT, "only sums of bf16 and fp32");
@@ -208,7 +208,7 @@ int ncclBroadcast(const char* from, char* to, size_t count, int type, int root, 
         [&](size_t at, size_t now) { memcpy(to + at, c->shared->sent[root], now); });
 }
 
-// Collectives are finished when their calls return, in a group as outside of one.
+// Collectives are complete when their calls return, inside and outside a group.
 int ncclGroupStart() {
     open_groups++;
     return SUCCESS;
@@ -231,7 +231,7 @@ int ncclCommDestroy(Communicator* c) {
     delete c;
     return SUCCESS;
 }
-// The memory stays: another thread may be in a collective.
+// The memory stays mapped: another thread may be in a collective.
 int ncclCommAbort(Communicator* c) {
     c->shared->aborted = 1;
     return SUCCESS;

@@ -1,7 +1,7 @@
-// libnvrtc.so: compiles kernels with the host's C++ compiler, $CXX or c++. The result in place of a cubin is a library.
+// libnvrtc.so: compiles kernels with the host's C++ compiler, $CXX or c++. Instead of a cubin, the result is a library.
 //
-// The text is unchanged but for `extern __shared__`, which C++ cannot say. INCLUDE and LIBRARIES are the directories of
-// device.h and of libcuda.so.
+// The text is unchanged except for `extern __shared__`, which C++ cannot express. INCLUDE and LIBRARIES are the
+// directories of device.h and of libcuda.so.
 
 #include <stdlib.h>
 #include <unistd.h>
@@ -21,8 +21,8 @@ struct Program {
     std::string text, log, image;
 };
 
-// With -Og, kernels compile in 60 % of the time that they need with -O1, and run as fast: the checks take most of it.
-// With frame pointers, a call of the emulator sees who called the function that it is in.
+// With -Og, kernels compile in 60 % of the time of -O1 and run equally fast, because the checks take most of the time.
+// With frame pointers, a call of the emulator can find the caller of the function that contains it.
 const char* const FLAGS =
     " -std=c++17 -Og -g1 -fPIC -w -ffp-contract=off -fno-strict-aliasing -fno-omit-frame-pointer -fsanitize=thread"
 #ifdef __clang__
@@ -42,7 +42,7 @@ std::string read(const std::string& path) {
     return text.str();
 }
 
-// For tests of the tests: $EMULATOR_REPLACE and $EMULATOR_BY are a part of a kernel and what to compile instead.
+// For tests of the tests: $EMULATOR_REPLACE and $EMULATOR_BY are a part of a kernel and its replacement.
 std::string changed(std::string text) {
     const char *part = getenv("EMULATOR_REPLACE"), *by = getenv("EMULATOR_BY");
     size_t at = part && by ? text.find(part) : std::string::npos;
@@ -86,7 +86,7 @@ int nvrtcCompileProgram(Program* program, int count, const char* const* options)
         if (!strncmp(options[i], macro.c_str(), macro.size())) macros += " -D" + quoted(options[i] + macro.size());
     }
     std::ofstream(base + ".cpp") << translated(changed(program->text));
-    // Linked by itself: the libraries of the sanitizers are replaced by libcuda.so.
+    // Linked separately: libcuda.so replaces the libraries of the sanitizers.
     std::string object = base + ".o";
     std::string compile = cxx + FLAGS + macros + " -c " + base + ".cpp -o " + object;
     std::string link = cxx + " -shared -Wl,-Bsymbolic" LINK_FLAGS " " + object + " -o " + base + ".so -L" LIBRARIES " -lcuda";

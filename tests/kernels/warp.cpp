@@ -1,4 +1,4 @@
-// What the lanes of a warp do together, and copies from device to shared memory.
+// Joint operations of the lanes of a warp, and copies from device to shared memory.
 
 #include <cstdlib>
 #include <cstring>
@@ -31,7 +31,7 @@ const unsigned WARP = [] {
 }();
 const unsigned WARP_BITS = unsigned(__builtin_ctz(WARP));
 
-// Does what the lanes of the current warp have called together.
+// Performs the operation that the lanes of the current warp have called together.
 void Runner::complete(EmulatorOperation operation) {
     const Site site = {current->file, current->line, {}};
     switch (operation) {
@@ -63,7 +63,7 @@ void Runner::complete(EmulatorOperation operation) {
                 auto address = reinterpret_cast<uintptr_t>(row);
                 if (!shared_at(address))
                     fail("%s:%d: ldmatrix from memory that is not shared", site.file, site.line);
-                // The access is that of the lane which gave the address.
+                // The access belongs to the lane that supplied the address.
                 current = &fibers[warp_of(number_of(*self)) * WARP + i];
                 access(address, 16, false, Kind::Plain, nullptr, &site);
                 current = self;
@@ -145,7 +145,8 @@ void emulator_warp(EmulatorOperation operation, uint64_t mask, void* data, const
     if (operation >= EMULATOR_LDMATRIX && WARP != 32)
         r.fail("%s:%d: the instruction is one of warps of 32 threads, here they have %u", file, line, WARP);
     unsigned warp = warp_of(r.number_of(self)), first = warp * WARP;
-    // Begins with the lane that was missing last. Most lanes then look at one other lane only, and the last one at all.
+    // Begins with the lane that was missing last. Most lanes then look at only one other lane, and the last lane looks
+    // at all.
     unsigned& awaited = r.awaited[warp];
     for (unsigned looked = 0; looked < WARP; looked++, awaited = (awaited + 1) % WARP) {
         if (!(mask >> awaited & 1)) continue;
@@ -170,7 +171,7 @@ void emulator_copy_async(void* to, const void* from, unsigned bytes) {
     access(address, 16, true, Kind::Plain, pc);
     SharedMemory* shared = r.shared_at(address);
     if (!shared) r.fail("%s: cp.async to memory that is not shared", source_of(pc).c_str());
-    // Until the wait, what is there is not known.
+    // Until the wait, these bytes are undefined.
     memset(&shared->written[address - shared->begin], 0, 16);
     r.current->copies.back().push_back({to, from, bytes});
 }

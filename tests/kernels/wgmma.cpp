@@ -1,7 +1,7 @@
-// Multiplications of warpgroups, as functions of hopper.cuh call them.
+// Multiplications by warpgroups, as called by the functions of hopper.cuh.
 //
-// A multiplication is done as late as a GPU may do it: at the wait for its group. Until then, what is in its registers
-// is not known, and what it reads must not change.
+// A multiplication is done as late as a GPU may do it: at the wait for its group. Until then, the contents of its
+// registers are undefined, and its inputs must not change.
 
 #include <algorithm>
 #include <cmath>
@@ -17,7 +17,7 @@ namespace {
 constexpr unsigned DEPTH = Operands::DEPTH, ROWS = Operands::ROWS;
 
 // For each 16 bytes of an operand with `rows` rows, or columns: address, row, element of k. They are eight elements of
-// k, or eight rows if `across`. Tiles have groups of 8 x 128 bytes.
+// k, or eight rows if `across`. Tiles consist of groups of 8 x 128 bytes.
 template <typename F>
 void for_operand(const char* p, unsigned rows, bool across, F f) {
     auto base = reinterpret_cast<uintptr_t>(p);
@@ -31,7 +31,7 @@ void for_operand(const char* p, unsigned rows, bool across, F f) {
     }
 }
 
-// To (16, rows).
+// Unpacks to (16, rows).
 void unpack(const char* p, unsigned rows, bool across, float* to) {
     for_operand(p, rows, across, [&](uintptr_t address, unsigned row, unsigned k) {
         uint16_t elements[8];
@@ -59,7 +59,7 @@ void multiply(const Multiplication& m, Operands& operands) {
             }
 }
 
-// For each register of a warpgroup that has (64, n): thread, number, and its element.
+// For each register of a warpgroup that has (64, n): thread, number, and element.
 template <typename F>
 void for_registers(unsigned n, F f) {
     for (unsigned thread = 0; thread < WARPGROUP; thread++)
@@ -72,7 +72,8 @@ void for_registers(unsigned n, F f) {
 
 }  // namespace
 
-// Waits for the other threads of the warpgroup. True for the last one, which does for all of them what they called.
+// Waits for the other threads of the warpgroup. Returns true for the last one, which performs the operation for all of
+// them.
 bool Runner::gather_warpgroup(void* data, const Site& site) {
     Fiber& self = *current;
     unsigned first = number_of(self) / WARPGROUP * WARPGROUP;
@@ -95,7 +96,7 @@ void Runner::release_warpgroup() {
     for (unsigned i = first; i < first + WARPGROUP; i++) fibers[i].state = State::Ready;
 }
 
-// What the threads of the current warpgroup have called.
+// Performs the operation that the threads of the current warpgroup have called.
 void Runner::start_multiplication(const Site& site) {
     unsigned index = number_of(*current) / WARPGROUP;
     Warpgroup& group = async.warpgroups[index];
@@ -122,7 +123,7 @@ void Runner::start_multiplication(const Site& site) {
                 fail("%s: wgmma reads outside of dynamic shared memory", source_of(site).c_str());
             if (memchr(&dynamic.written[offset], 0, 16))
                 fail("%s: wgmma reads shared memory that nothing has written", source_of(site).c_str());
-            // wgmma does not see what threads write. A delivered copy has no writer any more.
+            // wgmma does not see the writes of threads. A delivered copy has no writer any more.
             for (size_t i = offset / 2; i < offset / 2 + 8; i++) {
                 const Cell& cell = dynamic.cells[i];
                 if (cell.time == dynamic.time && cell.writer.block)
@@ -161,7 +162,7 @@ void Runner::start_multiplication(const Site& site) {
                              own.a_across, own.b_across, number, group.committed, site});
 }
 
-// All but the `later` newest ones of the current warpgroup.
+// Completes all but the `later` newest ones of the current warpgroup.
 void Runner::finish_groups(unsigned later) {
     unsigned index = number_of(*current) / WARPGROUP;
     Warpgroup& group = async.warpgroups[index];
@@ -187,7 +188,7 @@ void Runner::finish_groups(unsigned later) {
     }
 }
 
-// At the end of the current thread.
+// Called at the end of the current thread.
 void Runner::finish_multiplications() {
     const auto& pending = async.warpgroups[number_of(*current) / WARPGROUP].pending;
     if (!pending.empty())

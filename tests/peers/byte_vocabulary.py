@@ -1,13 +1,13 @@
 """A tokenizer for models with random weights: every byte is a token, and all other ids have names.
 
-Text of any ids is unambiguous, so that equal texts mean equal tokens; no ranks have to be downloaded.
+The text of any ids is unambiguous, so equal texts mean equal tokens. No ranks have to be downloaded.
 """
 
 import json
 
 
 def letters():
-    """The characters that byte-level BPE writes for bytes."""
+    """Returns the characters that byte-level BPE uses for bytes."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in plain]
     return {**{byte: chr(byte) for byte in plain}, **{byte: chr(256 + i) for i, byte in enumerate(rest)}}

@@ -1,9 +1,9 @@
-"""Training speed on CPUs next to PyTorch: the model and batch of the README, on the same cores, in one run.
+"""Compares training speed on CPUs with PyTorch: the model and batch of the README, on the same cores, in one run.
 
     cargo build --release && python3 tests/peers/cpu_throughput.py        # needs torch
 
-Compared are xlaunch with 1 process and with 2 ranks, and PyTorch eager and torch.compile with 1 process on all threads
-and with 2 ranks over gloo (DDP, torchrun). All train 16 sequences of 128 tokens per step with AdamW and gradient
+Compares xlaunch with 1 process and with 2 ranks, and PyTorch eager and torch.compile with 1 process on all threads and
+with 2 ranks over gloo (DDP, torchrun). All train 16 sequences of 128 tokens per step with AdamW and gradient
 clipping, and read the loss. They run in turn, ROUNDS times; a figure is the median over rounds of the median step of a
 run. Exit code 1 if PyTorch is faster anywhere.
 """
@@ -37,7 +37,7 @@ def run_xlaunch(binary, ranks):
 
 
 def run_pytorch(mode, ranks):
-    """Runs `train` in processes of its own."""
+    """Runs `train` in separate processes."""
     command = [sys.executable, __file__, "--train", mode]
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     if ranks > 1:
@@ -49,7 +49,7 @@ def run_pytorch(mode, ranks):
 
 
 def train(mode):
-    """One PyTorch rank. Rank 0 prints tokens per second of the job."""
+    """Runs one PyTorch rank. Rank 0 prints tokens per second of the job."""
     import torch
     from model import GPT, loss, optimizer
 

@@ -1,10 +1,10 @@
-"""Ranks that all-reduce endlessly until one of them fails, to test what the launcher does.
+"""Ranks that all-reduce endlessly until one of them fails, to test the launcher.
 
     torchrun --nproc-per-node 2 tests/peers/fail.py --how exception|exit|memory|assert|nothing [--rank 1] [--times FILE]
 
-Just before, the failing rank prints `failing TIME PID`. With `assert` an index is out of range, which on a GPU a kernel
-finds. With `nothing` the rank goes on, to be killed from outside. After a restart no rank fails. Rank 0 appends `start
-TIME` and `step TIME`, for the first step, of each attempt to a log.
+Just before it fails, the rank prints `failing TIME PID`. With `assert` an index is out of range, which is detected by a
+kernel on a GPU. With `nothing` the rank continues, to be killed from outside. After a restart no rank fails. For each
+attempt, rank 0 appends `start TIME`, and `step TIME` for the first step, to a log.
 """
 
 import argparse

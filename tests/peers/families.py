@@ -1,4 +1,4 @@
-"""Token ids of ten families' tokenizers next to Hugging Face's `tokenizers`, on nasty documents.
+"""Compares token ids of ten families' tokenizers with Hugging Face's `tokenizers`, on difficult documents.
 
     python3 tests/peers/families.py --binary PATH [--documents 2000]        # needs tokenizers
 
@@ -69,7 +69,7 @@ def with_bos(tokenizer, token):
 
 
 def sentencepiece(text, special, gemma):
-    """Llama 2's (a space before the text) and Gemma's (none) byte fallback."""
+    """Returns Llama 2's tokenizer with byte fallback (a space before the text), or Gemma's (none)."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -110,7 +110,7 @@ def sentencepiece(text, special, gemma):
 
 
 def families(text):
-    """Name, tokenizer, token that ends a text, and whether that has to be named."""
+    """Yields name, tokenizer, token that ends a text, and whether that token has to be named."""
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
     yield "GPT-2", byte_level(text, gpt2, ["<|endoftext|>"]), "<|endoftext|>"
     yield "Llama 2", sentencepiece(text, ["<unk>", "<s>", "</s>"], gemma=False), "</s>"
@@ -149,7 +149,7 @@ def families(text):
 
 
 def nasty(count):
-    """Documents of everything that tokenizers differ about."""
+    """Returns documents with everything on which tokenizers differ."""
     pick = random.Random(5)
     marks = [chr(code) for code in range(0x300, 0x1E950) if unicodedata.category(chr(code)) == "Mn"]
     anything = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
@@ -229,7 +229,7 @@ def nasty(count):
 
 
 def prepare(binary, folder, name, tokenizer, source, *options):
-    """All ids, and the manifest."""
+    """Returns all ids, and the manifest."""
     out = folder / name
     command = [
         binary,

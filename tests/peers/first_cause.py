@@ -1,10 +1,10 @@
-"""Failures of ten kinds: is the first cause named, and how long does it take until the job runs again?
+"""Failures of ten kinds: checks that the first cause is named, and measures the time until the job runs again.
 
     python3 tests/peers/first_cause.py --binary target/release/xlaunch --runs 200 [--kinds killed,exit] [--torchrun 5]
 
 Trainer: 3 CPU ranks. Commands: 3 ranks of `fail.py` with gloo, under the Python that runs this script. Each run makes
 one failure and may restart once; the rank and the cause are read from xlaunch's line about the restart, or from the
-report where there is none. `--torchrun N` runs N of each kind of command under torchrun, too: without a restart for the
+report if there was none. `--torchrun N` runs N of each kind of command under torchrun, too: without a restart for the
 root cause that it prints, with one for the times. Times are those of rank 0: from the failure to the start of its next
 process, and to its next step.
 """
@@ -70,7 +70,7 @@ class Launch:
         return self.stderr.read_text(errors="replace")
 
     def wait_for(self, what, poll, exited_is_fine=False):
-        """The result of `poll`, once that is true."""
+        """Returns the result of `poll` once it is true."""
         deadline = time.monotonic() + LIMIT
         while time.monotonic() < deadline:
             running = self.process.poll() is None
@@ -84,7 +84,7 @@ class Launch:
         raise RuntimeError(f"no {what}; exit code {self.process.poll()}\n{self.text()[-3000:]}")
 
     def workers(self):
-        """Process ids of all ranks, by rank; None until all run."""
+        """Returns the process ids of all ranks, by rank; None until all are running."""
         children = pathlib.Path(f"/proc/{self.process.pid}/task").glob("*/children")
         pids = [pid for listed in children for pid in listed.read_text().split()]
         ranks = {}
@@ -109,14 +109,14 @@ class Launch:
 
 
 def started(pid):
-    """When a process started, in seconds since the epoch."""
+    """Returns the start time of a process, in seconds since the epoch."""
     ticks = int(pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()[19])
     boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     return boot + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def steps(scratch):
-    """Step numbers and times of a training job so far."""
+    """Returns step numbers and times of a training job so far."""
     path = next(scratch.glob("runs/*/latest/metrics.jsonl"), None)
     lines = path.read_text().split("\n")[:-1] if path else []
     return [(line["_step"], line["_timestamp"]) for line in map(json.loads, lines) if "train/loss" in line]
@@ -127,7 +127,7 @@ def kill(how, *ranks):
         for rank in ranks:
             os.kill(workers[rank], how)
             if how == signal.SIGSEGV:
-                # Rust's handler for stack overflows takes the first one, and restores the default action.
+                # Rust's handler for stack overflows handles the first signal, and restores the default action.
                 time.sleep(0.01)
                 os.kill(workers[rank], how)
 
@@ -145,7 +145,7 @@ def exhaust_files(rank):
     return inject
 
 
-# Per kind: the ranks that may be named, words of the cause, and how to make it. `None` names the group.
+# For each kind: the ranks that may be named, words of the cause, and a function that causes it. `None` names the group.
 def trainer_kind(kind, rank):
     other = (rank + 1) % RANKS
     return {
@@ -166,7 +166,7 @@ Result = collections.namedtuple("Result", "right blamed start step")
 
 
 def named(text):
-    """Rank and cause of xlaunch's line about a restart, or else of its report."""
+    """Returns rank and cause from xlaunch's line about a restart, or from its report."""
     found = re.search(r"xlaunch: (?:rank (\d+)|the group): (.*); restarting", text)
     if not found:
         report = text.split("the job failed\n", 1)[-1]
@@ -204,7 +204,7 @@ def trainer_run(options, kind, rank, scratch):
 
 
 def command_run(options, kind, rank, scratch, torchrun=None):
-    """Under torchrun if `torchrun` is the number of restarts to allow."""
+    """Runs under torchrun if `torchrun` is the number of restarts to allow."""
     how = {"exception": "exception", "exit 0 early": "exit", "killed": "nothing"}[kind.split(": ")[1]]
     log = scratch / "log"
     script = [str(HERE / "fail.py"), "--how", how, "--rank", str(rank), "--times", str(log)]
@@ -287,7 +287,7 @@ def main():
             outcomes = []
             for restarts in [0, 1]:
                 if restarts == 1 and kind == "command: exit 0 early":
-                    continue  # It waits for the other ranks to fail, and restarts them; the same as an exception.
+                    continue  # torchrun waits for the other ranks to fail and restarts them, as after an exception.
                 with tempfile.TemporaryDirectory(prefix="xfc-") as scratch:
                     try:
                         outcomes.append(command_run(options, kind, number % RANKS, pathlib.Path(scratch), restarts))

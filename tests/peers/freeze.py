@@ -1,4 +1,4 @@
-"""Stops one thread of another process until stdin is closed; its other threads go on.
+"""Stops one thread of another process until stdin is closed; its other threads continue.
 
     python3 freeze.py THREAD
 

@@ -1,8 +1,8 @@
-"""Generation on the CPU next to transformers: GPT-2's sizes (124M), fp32, greedy, one prompt, on the same threads.
+"""Compares the speed of generation on the CPU with transformers: GPT-2 124M, fp32, greedy, one prompt, same threads.
 
     cargo build --release && python3 tests/peers/generate_speed.py [--xlaunch PATH]      # needs torch, transformers
 
-Both run in turn, ROUNDS times, in processes of their own or after a warm-up; a figure is the best of a program's
+Both run in turn, ROUNDS times, in separate processes or after a warm-up; a figure is the best of a program's
 rounds. Exit code 1 if tokens differ, or if transformers is not at least 1.5 times slower.
 """
 

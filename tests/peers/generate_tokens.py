@@ -1,9 +1,9 @@
-"""Greedy texts of `xlaunch generate` are those of transformers, for models with random weights of both architectures.
+"""Checks that greedy texts of `xlaunch generate` equal those of transformers, for random models of both architectures.
 
     python3 tests/peers/generate_tokens.py --xlaunch PATH      # needs torch, transformers
 
-64 tokens after each of 20 prompts of different lengths, on the CPU in fp32: all prompts in one batch here, one by one
-there. Exit code 1 if any text differs.
+Generates 64 tokens after each of 20 prompts of different lengths, on the CPU in fp32: xlaunch with all prompts in one
+batch, transformers one by one. Exit code 1 if any text differs.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main():
         if done.returncode != 0:
             sys.exit(f"{name}: exit code {done.returncode}: {done.stderr}")
         equal = 0
-        # Not splitlines, which also cuts at characters within a text.
+        # This is not splitlines, which also cuts at characters within a text.
         for text, line in zip(texts, done.stdout.split("\n")):
             ids = torch.tensor([byte_vocabulary.encode(text)])
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Writes worker/tests/goldens/*.safetensors: what PyTorch computes for tiny models in double precision.
+"""Writes worker/tests/goldens/*.safetensors: PyTorch's results for tiny models in double precision.
 
     python tests/peers/goldens.py            # needs torch and safetensors
 
@@ -30,7 +30,7 @@ def golden(config):
     generator = torch.Generator().manual_seed(7)
     torch.manual_seed(7)
     model = GPT(config)
-    # Larger weights than the initial ones, so that every term matters; rounded to F32, as they are stored.
+    # Weights are larger than initial ones, so that every term matters; rounded to F32, because they are stored as F32.
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn(p.shape, generator=generator) * 0.1)

@@ -2,7 +2,7 @@
 
     python3 tests/peers/healthy.py --binary target/release/xlaunch [--minutes 30] [--ranks 4]
 
-Trains on the CPU with evaluations and checkpoints, by default settings of hang detection. In turn, the file system of
+Trains on the CPU with evaluations and checkpoints, with default settings of hang detection. In turn, the file system of
 the run is frozen for 20 s (as root: an ext4 image, mounted for the run, by `fsfreeze`), and all processes of the launch
 are stopped for 40 s and continued, as when a laptop sleeps. Fails if any rank is reported or restarted.
 """

@@ -1,4 +1,4 @@
-"""A rank that prints what it sees of its GPU and its CPU affinity, allocates memory, and computes for some seconds.
+"""A rank that prints its view of its GPU and its CPU affinity, allocates memory, and computes for some seconds.
 
     torchrun --nproc-per-node 2 tests/peers/hold.py [--share 0.5] [--seconds 5] [--fail]
 

@@ -1,4 +1,4 @@
-"""Hugging Face's models beside ours.
+"""Runs Hugging Face's models for comparison with ours.
 
     python huggingface.py loss DIR TOKENS BYTES SEQ   # mean loss of DIR's model, in fp32, on a file of token ids
     python huggingface.py logits DIR OUT ID...        # logits after each id, in fp32, as a file of f32
@@ -46,7 +46,7 @@ def make(path):
     for case, (create, dtype, size) in CASES.items():
         model = create()
         with torch.no_grad():
-            # Larger than initial weights, and biases that are not zero, so that every term matters.
+            # Weights are larger than initial ones and biases are not zero, so that every term matters.
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         model.to(dtype).save_pretrained(pathlib.Path(path) / case, max_shard_size=size)

@@ -1,10 +1,10 @@
-"""Greedy texts of `xlaunch generate` for imported models are those of transformers, with their own special tokens.
+"""Checks that greedy texts of `xlaunch generate` for imported models, with their special tokens, equal transformers'.
 
     python3 tests/peers/imported.py --xlaunch PATH      # needs torch, transformers
 
 Models with random weights and the tokenizers of `families.py`, each with a configuration that names several ids that
-end a text, and a chat template. Prompts with and without special tokens, and chats, on the CPU in fp32. Exit code 1
-if any text differs.
+end a text, and a chat template. Uses prompts with and without special tokens, and chats, on the CPU in fp32. Exit code
+1 if any text differs.
 """
 
 import argparse
@@ -126,7 +126,7 @@ def main():
                 clean_up_tokenization_spaces=False,
             )
             fast.chat_template = CHATML if index % 2 else LLAMA
-            # Frequent tokens among them, so that texts end for every reason.
+            # Frequent tokens are among them, so that texts end for every reason.
             ends = [end_id, *range(400, 430)]
             made = model(index, tokenizer.get_vocab_size(), ends, tokenizer.token_to_id(bos), end_id)
             made.save_pretrained(directory)

@@ -2,7 +2,7 @@
 
     python3 tests/peers/manifests.py     # needs kubernetes-validate and kubeflow-trainer-api
 
-Prints `FILE KIND NAME  valid` for each object, or what is wrong, and exits with 1 then.
+Prints `FILE KIND NAME  valid` for each object, or its problems. Exit code 1 if there are any.
 """
 
 import pathlib
@@ -22,7 +22,7 @@ MODELS = {
 
 
 def lost(given, kept, path=""):
-    """Paths of what a model did not take over: unknown keys, which a server would reject or drop."""
+    """Returns paths of keys that a model did not accept: unknown keys, which a server would reject or drop."""
     if isinstance(given, dict) and isinstance(kept, dict):
         for key, value in given.items():
             if key not in kept:
@@ -37,7 +37,7 @@ def lost(given, kept, path=""):
 
 
 def jobs(jobset):
-    """The Jobs that a JobSet creates, with all checks of Kubernetes' own schema."""
+    """Returns the Jobs that a JobSet creates, with all checks of Kubernetes' own schema."""
     for job in jobset["replicatedJobs"]:
         yield {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, **job["template"]}
 

@@ -14,7 +14,7 @@ def rotate(x, cos, sin):
 
 
 def frequencies(c):
-    """Angle per position of each pair, with Llama 3's scaling if the model has it."""
+    """Returns the angle per position of each pair, with Llama 3's scaling if the model has it."""
     width = c.get("head_dim", c["dim"] // c["heads"])
     plain = c.get("rope_theta", 10000.0) ** (-torch.arange(0, width, 2).float() / width)
     if not (scaling := c.get("rope_scaling")):
@@ -100,7 +100,7 @@ def loss(logits, targets):
 
 
 def optimizer(model, lr, weight_decay=0.1, **more):
-    """AdamW with weight decay on matrices only."""
+    """Returns AdamW with weight decay on matrices only."""
     params = list(model.parameters())
     groups = [
         {"params": [p for p in params if p.dim() == 2], "weight_decay": weight_decay},

@@ -1,11 +1,11 @@
-"""Speed of `xlaunch data prepare` next to tiktoken, on two threads, in one run.
+"""Compares the speed of `xlaunch data prepare` with tiktoken, on two threads, in one run.
 
     cargo build --release && python3 tests/peers/prepare_speed.py        # needs tiktoken, tokenizers, transformers
 
 xlaunch is timed from end to end: its start, reading, encoding as GPT-2, writing and syncing the shards. tiktoken only
 encodes, with `encode_ordinary_batch` on texts that are in memory. Both run in turn, ROUNDS times; a figure is the
-fastest round, as other work on the machine only slows. Exit code 1 if xlaunch is slower than the targets: 5 times
-tiktoken on prose and code, once on random Unicode.
+fastest round, as other work on the machine can only slow it down. Exit code 1 if xlaunch is slower than the targets: 5
+times tiktoken on prose and code, once on random Unicode.
 """
 
 import argparse

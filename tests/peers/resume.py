@@ -52,7 +52,7 @@ def main():
             if step == options.stop_at:
                 time.sleep(1000)
             if step == options.kill_at:
-                # Rank 0 has saved the step before.
+                # Rank 0 has saved the previous step.
                 dist.barrier()
                 if rank == 1:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -75,5 +75,5 @@ def main():
 
 if __name__ == "__main__":
     main()
-    # Without the interpreter's cleanup: see ddp.py.
+    # Exit without the interpreter's cleanup: see ddp.py.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The loop closed: a trained model is exported and served by another program, whose greedy text is that of xlaunch.
+"""Exports a trained model and serves it with another program, whose greedy text must equal that of xlaunch.
 
     python3 tests/peers/serve.py --binary target/release/xlaunch [--steps 500]     # needs transformers[serving], torch
 

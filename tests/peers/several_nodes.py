@@ -1,10 +1,10 @@
-"""Two nodes with 2 gloo workers each: how long does it take to start, to end after a failure, and to train again?
+"""Two nodes with 2 gloo workers each: time to start, to end after a failure, and to train again.
 
     python3 tests/peers/several_nodes.py torchrun target/release/xlaunch [--rounds 10] [--cases start,worker] [--json F]
 
 The nodes are network namespaces of this machine (root; `ip`, `nft`, `nsenter`, `unshare`), and the Python that runs
-this script must have PyTorch. Every round has new namespaces. Ranks all-reduce every 50 ms; failures come after 2 s of
-that, on node 1. `--preload torch` is passed on to xlaunch, as `PET_PRELOAD`. Times are in seconds:
+this script must have PyTorch. Every round has new namespaces. Ranks all-reduce every 50 ms; failures occur after 2 s,
+on node 1. `--preload torch` is passed on to xlaunch, as `PET_PRELOAD`. Times are in seconds:
 
     start      from the start of both launchers to rank 0's first all-reduce
     worker     a worker is killed, no restart is allowed: until no process is left on either node
@@ -12,7 +12,7 @@ that, on node 1. `--preload torch` is passed on to xlaunch, as `PET_PRELOAD`. Ti
     agent      the launcher on node 1 is killed: until no process is left on either node
     host       node 1 is cut off: until no process is left on either node
 
-What has not happened after --limit seconds counts as never.
+An event that has not happened after --limit seconds counts as never.
 """
 
 import argparse
@@ -57,7 +57,8 @@ def run(command, text=""):
 
 
 class Namespaces:
-    """Kept by `cat`, which exits when its input, a pipe from this process, is closed; then all inside is gone."""
+    """Namespaces kept alive by `cat`, which exits when its input, a pipe from this process, is closed. All processes
+    inside then end."""
 
     def __init__(self, options, files, setup):
         script = f"set -e\n{setup}\necho ready\nexec env --ignore-signal=CHLD cat > /dev/null"
@@ -100,7 +101,7 @@ class Host(Namespaces):
         return all(entry == "1" for entry in os.listdir(self.proc) if entry.isdecimal())
 
     def outer(self, pid):
-        """Process id in this process's namespace of one on the host."""
+        """Returns the process id, in this process's namespace, of a process on the host."""
         namespace = os.readlink(f"/proc/{self.pid}/ns/pid_for_children")
         for entry in filter(str.isdecimal, os.listdir("/proc")):
             try:
@@ -152,7 +153,7 @@ class Round:
         return [Line(line) for line in text.split("\n")[:-1]]
 
     def wait(self, limit, poll):
-        """The result of `poll` once it is true; None after `limit` seconds."""
+        """Returns the result of `poll` once it is true; None after `limit` seconds."""
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             if found := poll():
@@ -168,11 +169,11 @@ class Round:
         return found
 
     def ended(self, limit):
-        """When no process is left on either host."""
+        """Returns the time when no process is left on either host."""
         return self.wait(limit, lambda: all(host.is_empty() for host in self.hosts) and time.time())
 
     def worker_on_node_1(self):
-        """Process id of a worker on node 1, as seen from outside."""
+        """Returns the process id of a worker on node 1, as seen from outside."""
         return self.hosts[1].outer(next(line.pid for line in self.lines() if line.host == "h1"))
 
     def cut(self):
@@ -187,7 +188,7 @@ class Round:
 
 
 def measure(case, round, limit):
-    """The time of one round; None for never."""
+    """Returns the time of one round; None for never."""
     first = round.first_step()
     if case == "start":
         return first.time - round.started

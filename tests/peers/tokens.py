@@ -1,4 +1,4 @@
-"""Token ids next to tiktoken and Hugging Face's tokenizers: every id of `xlaunch data prepare`, whole and cut.
+"""Compares every token id of `xlaunch data prepare`, whole and cut, with tiktoken and Hugging Face's tokenizers.
 
     cargo build --release && python3 tests/peers/tokens.py        # needs tiktoken, tokenizers, transformers
 
@@ -36,7 +36,7 @@ LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[
 
 
 def machine_text(size):
-    """Prose and code of this machine, half and half."""
+    """Returns prose and code of this machine, half and half."""
     library = pathlib.Path(sysconfig.get_paths()["stdlib"])
     code = [library.rglob("*.py"), ROOT.glob("**/src/**/*.rs")]
     prose = [pathlib.Path("/usr/share/doc").rglob("*"), pathlib.Path("/usr/share/man").rglob("*.gz"),
@@ -55,7 +55,7 @@ def machine_text(size):
 
 
 def random_unicode(size):
-    """Code points of all planes, in runs of one script, with white space of all kinds between them."""
+    """Returns code points of all planes, in runs of one script, with white space of all kinds between them."""
     generator, parts, left = random.Random(1), [], size
     ranges = [(0x20, 0x7f), (0x80, 0x250), (0x370, 0x530), (0x590, 0x780), (0x900, 0xe00), (0x2000, 0x2100),
               (0x3040, 0x30ff), (0x4e00, 0xa000), (0xac00, 0xd7a4), (0xe000, 0xf900), (0x1f300, 0x1faff),
@@ -75,7 +75,7 @@ class Xlaunch:
         self.binary, self.folder, self.options, self.runs = binary, folder, options, 0
 
     def prepare(self, tokenizer, text, documents="file", suffix="txt"):
-        """The ids of the text, the directory, and seconds."""
+        """Returns the ids of the text, the directory, and the seconds."""
         self.runs += 1
         source, out = self.folder / f"{self.runs}.{suffix}", self.folder / f"{self.runs}"
         source.write_bytes(text.encode())
@@ -92,7 +92,7 @@ class Xlaunch:
 
 
 def gpt2_reference(folder, prepared):
-    """tiktoken with the ranks of xlaunch's tokenizer.json, which it accepts only if they are OpenAI's."""
+    """Returns tiktoken with the ranks of xlaunch's tokenizer.json, which it accepts only if they are OpenAI's."""
     byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
     vocab = json.loads((prepared / "tokenizer.json").read_text())["model"]["vocab"]
     tokens = sorted((rank, token) for token, rank in vocab.items() if rank < 50256)
@@ -103,14 +103,14 @@ def gpt2_reference(folder, prepared):
 
 
 def byte_alphabet():
-    """The character of each byte in files of byte-level BPE."""
+    """Returns the character of each byte in files of byte-level BPE."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def trained(text):
-    """Name and tokenizer of each kind."""
+    """Yields name and tokenizer of each kind."""
     def train(tokenizer, special, **options):
         trainer = trainers.BpeTrainer(vocab_size=6000, show_progress=False, special_tokens=special, **options)
         tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
@@ -121,7 +121,7 @@ def trained(text):
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme)
         fallback = [f"<0x{byte:02X}>" for byte in range(256)]
         train(tokenizer, ["<unk>", "<s>", "</s>", *fallback], limit_alphabet=500)
-        # As in Llama 2's file: bytes are part of the vocabulary, but not special.
+        # As in Llama 2's file, bytes are part of the vocabulary, but not special.
         contents = json.loads(tokenizer.to_str())
         contents["added_tokens"] = contents["added_tokens"][:3]
         return contents
@@ -179,7 +179,7 @@ def main():
             ids, out, manifest, _ = xlaunch.prepare(tokenizer, text)
             prefix = [] if manifest["end_of_text"] is None else [manifest["end_of_text"]]
             compare(name, text_name, "whole", ids, prefix + encode([text])[0], len(text.encode()))
-            # As xlaunch splits lines: at line feeds alone, without a carriage return before them.
+            # xlaunch splits lines in the same way: only at line feeds, removing a carriage return before them.
             lines = [line.removesuffix("\r") for line in text.split("\n")]
             expected = [id for ids in encode([line for line in lines if line]) for id in prefix + ids]
             ids, _, _, _ = xlaunch.prepare(tokenizer, text, "line")
@@ -190,7 +190,7 @@ def main():
         for name, text in texts.items():
             out = both("GPT-2", "gpt2", name, text, lambda texts: reference.encode_ordinary_batch(texts, num_threads=2))
         spaces = " " * (4 << 20) + "x" + " " * (1 << 20)
-        # More than tiktoken itself can encode: its expression overflows the stack.
+        # This is more than tiktoken itself can encode: its expression overflows the stack.
         space, word = reference.encode_ordinary(" "), reference.encode_ordinary(" x")
         expected = [50256] + space * ((4 << 20) - 1) + word + space * (1 << 20)
         compare("GPT-2", "spaces", "whole", xlaunch.prepare("gpt2", spaces)[0], expected, len(spaces))

@@ -41,6 +41,6 @@ def main():
 
 if __name__ == "__main__":
     main()
-    # Without the interpreter's cleanup: a thread of Gloo that releases its last tensor during it aborts the process
-    # (pytorch/pytorch#179291).
+    # Exit without the interpreter's cleanup: a thread of Gloo that releases its last tensor during cleanup aborts the
+    # process (pytorch/pytorch#179291).
     os._exit(0)

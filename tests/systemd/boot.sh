@@ -5,8 +5,8 @@
 #     boot.sh --check          # can namespaces and cgroups be created here?
 #
 # DEB is the package to install, CLIENT the test program `grpc_client`. DIR receives `log`, the output of inside.sh, and
-# `exit`, its exit status, which is that of this script, too. The Debian tree is created once, in
-# $XLAUNCH_TEST_SYSTEMD_ROOT if that is set, and never written to: changes are in an overlay that is discarded. Nothing
+# `exit`, its exit status, which is also the exit status of this script. The Debian tree is created once, in
+# $XLAUNCH_TEST_SYSTEMD_ROOT if that is set, and never written to: changes go to an overlay that is discarded. Nothing
 # outlives this script. Needs root, systemd-nspawn and, for the tree, debootstrap.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
@@ -18,8 +18,8 @@ fail() {
     exit 1
 }
 
-# The booted system gets cgroups of its own. If systemd runs on the host, it delegates them; otherwise they are
-# created in every hierarchy that systemd uses: version 2 alone, or its part of a hybrid layout.
+# The booted system gets its own cgroups. If systemd runs on the host, it delegates them; otherwise they are created in
+# every hierarchy that systemd uses: version 2 alone, or its part of a hybrid layout.
 group=xlaunch-test-$$
 groups=
 scope=
@@ -68,7 +68,7 @@ mkdir -p "$root"
     flock 9
     [ -d "$root/tree" ] && exit
     rm -rf --one-file-system "$root/tree.new"
-    # In a mount namespace, so that mounts of debootstrap do not stay.
+    # Runs in a mount namespace, so that mounts of debootstrap do not remain.
     unshare --mount debootstrap --variant=minbase --include=systemd,systemd-sysv,dbus,procps,iproute2 \
         bookworm "$root/tree.new" > "$root/debootstrap.log" 2>&1 ||
         fail "debootstrap: $(tail -n 5 "$root/debootstrap.log")"

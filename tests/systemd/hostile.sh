@@ -1,5 +1,5 @@
-# Part of inside.sh: what a user can do to harm the daemon or other users, under the confinement of its unit.
-# Here alice is hostile, dave an ordinary user and carol an administrator.
+# Part of inside.sh: attempts of a user to harm the daemon or other users, under the confinement of its unit. Here alice
+# is hostile, dave is an ordinary user and carol is an administrator.
 state=/var/lib/xlaunch
 
 # Sets keys of daemon.toml, given as KEY=VALUE, and restarts the daemon.
@@ -16,8 +16,8 @@ expect_same_daemon() {
     expect "the daemon's process and restarts after $1" "$pid 0" "$(show MainPID) $(show NRestarts)"
 }
 
-# Expects that a command succeeds within a second. A busy machine gets as much more as it takes to start ten commands
-# that do not need the daemon, and to write ten files to disk as the daemon does.
+# Expects that a command succeeds within a second. A busy machine gets additional time: as long as it takes to start ten
+# commands that do not need the daemon, and to write ten files to disk like the daemon does.
 slowest=0
 answers() {
     from=$(date +%s%N)
@@ -30,7 +30,7 @@ answers() {
     [ $took -le $slowest ] || slowest=$took
 }
 
-# A job of dave that is cancelled before it starts.
+# Submits a job of dave that is cancelled before it starts.
 submit_and_cancel() {
     as dave xlaunch submit --hold -- true > /srv/test/held
     as dave xlaunch cancel "$(sed -n 's/^job //p' /srv/test/held)"
@@ -38,7 +38,8 @@ submit_and_cancel() {
 
 configure keep=1 cpu_workers=1
 
-# Directories of jobs are emptied in the background, at any depth and size. Only the last job of a user is kept here.
+# Directories of jobs are emptied in the background, regardless of depth and size. Only the last job of a user is kept
+# here.
 nested=14000
 files=100000
 filled=$(submit -- true)
@@ -66,14 +67,14 @@ expect_same_daemon "the removal"
 configure keep=5
 step "$nested nested directories and $files files removed; commands meanwhile: $during, the slowest in $slowest ms"
 
-# User ids without an account, as those of a user namespace.
+# User ids without an account, like those of a user namespace.
 if (cd / && setpriv --reuid 4242 --regid xlaunch --clear-groups xlaunch submit -- true 2> /srv/test/refused); then
     fail "a job of a user id without an account is accepted"
 fi
 grep -q 'user id 4242 has no account' /srv/test/refused || fail "$(cat /srv/test/refused)"
 step "a user id without an account is refused"
 
-# The history of each user is kept apart, and that of jobs that never started.
+# The history of each user is kept separately, as is that of jobs that never started.
 kept=$(submit -- echo kept)
 expect_end "$kept" "done" 0
 for _ in $(seq 30); do
@@ -86,7 +87,7 @@ expect "its log" kept "$(as alice xlaunch logs "$kept")"
 expect "cancelled jobs of dave that are kept" 5 "$(as dave xlaunch jobs --all --json | grep -c '"id"')"
 step "cancelled submissions leave ended jobs of all users in place, and are forgotten"
 
-# A start that does not progress: the agent waits for a process that reads its log.
+# A start without progress: the agent waits for a process that reads its log.
 first=$(submit -- sleep 1234567)
 until_true "the start of job $first" is_in "$first" running
 blocked=$(submit -- true)
@@ -100,12 +101,12 @@ begun=$(date +%s)
 as carol xlaunch cancel --force "$blocked" > /dev/null
 until_true "the end of job $blocked" is_in "$blocked" cancelled
 expect_end "$last" "done" 0
-# Without the command the daemon gives up after 60 s.
+# Without the command, the daemon would give up after 60 s.
 [ $(($(date +%s) - begun)) -lt 30 ] || fail "the slot of job $blocked became free after $(($(date +%s) - begun)) s"
 is_inactive "xlaunch-job-$blocked.service" || fail "the unit of job $blocked outlives it"
 step "an administrator frees the slot of a start that its user blocks"
 
-# As many connections as the daemon accepts, each by another user id of a subordinate range.
+# As many connections as the daemon accepts, each from a different user id of a subordinate range.
 perl -MSocket -e '$| = 1; my ($path, $gid) = @ARGV; $) = "$gid $gid"; my @held;
     for my $uid (524288 .. 524987) {
         socket(my $connection, PF_UNIX, SOCK_STREAM, 0) or die "socket: $!";
@@ -114,7 +115,7 @@ perl -MSocket -e '$| = 1; my ($path, $gid) = @ARGV; $) = "$gid $gid"; my @held;
     }
     sleep 1000' $socket "$(stat -c %g $socket)" &
 connector=$!
-# Each takes two descriptors. They are closed when they have made no call for 10 s.
+# Each connection takes two descriptors. Connections are closed after 10 s without a call.
 is_full() {
     [ "$(ls /proc/"$pid"/fd | wc -l)" -ge 1024 ]
 }
@@ -130,7 +131,7 @@ wait $connector 2> /dev/null || true
 expect_same_daemon "the connections"
 step "root and administrators are served beside connections of 700 user ids"
 
-# Texts from jobs are cut, however long: a report of a job that failed, and forged results.
+# Texts from jobs are cut to a limited length: a report of a failed job, and forged results.
 configure keep=20
 long=$(submit -- sh -c 'head -c 3000000 /dev/zero | tr "\0" x >&2; exit 3')
 expect_end "$long" failed 3
@@ -163,7 +164,7 @@ bytes=$(wc -c < /srv/test/answer)
 expect_same_daemon "the long texts"
 step "texts of 400,000 to 3,000,000 bytes are cut; the list of all jobs has $bytes bytes"
 
-# Where commands are not allowed, a training job runs no code of its user. Where they are, it does.
+# A training job runs code of its user only if commands are allowed.
 cp /usr/lib/x86_64-linux-gnu/libz.so.1 $work/preload.so
 printf '#!/bin/sh\ntouch %s/ran\nexec xlaunch worker\n' $work > $work/program
 chmod 755 $work/program
@@ -176,7 +177,7 @@ worker_of() {
     worker=$(pgrep --parent "$(show MainPID "xlaunch-job-$1.service")" --full 'xlaunch.* worker') &&
         grep -q xlaunch "/proc/$worker/maps"
 }
-# What the job and its agent have run and loaded, once it trains.
+# Programs and libraries that the job and its agent have run and loaded once it trains.
 code_of() {
     until_true "the worker of job $1" worker_of "$1"
     until_true "the first step of job $1" test -s $work/code/train/latest/metrics.jsonl

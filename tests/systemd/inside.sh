@@ -1,7 +1,7 @@
 #!/bin/sh
-# Runs in the system that boot.sh boots: installs the package and uses it as an operator and several users would.
-# What hostile users do is in hostile.sh.
-# Prints one line per step, with the seconds since the start; the first failure ends it.
+# Runs in the system booted by boot.sh: installs the package and uses it like an operator and several users would.
+# Actions of hostile users are in hostile.sh.
+# Prints one line per step, with the seconds since the start; ends at the first failure.
 set -eu
 begin=$(date +%s)
 service=xlaunch.service
@@ -9,7 +9,8 @@ socket=/run/xlaunch/xlaunch.sock
 work=/home/alice/job
 # A value in the environment of a job, which other users must not be able to read.
 secret=hunter2-$$
-# Duration of the training job in seconds if it runs alone: long enough for all that happens to the daemon meanwhile.
+# Duration of the training job in seconds if it runs alone: long enough for everything that happens to the daemon in the
+# meantime.
 length=60
 
 step() {
@@ -20,7 +21,7 @@ fail() {
     echo "FAILED: $*"
     systemctl status --no-pager --full xlaunch.service xlaunch.socket || true
     journalctl --no-pager --lines 60 --identifier systemd --identifier xlaunch || true
-    # A hostile user's may not be a file.
+    # The log of a hostile user may not be a regular file.
     find /var/lib/xlaunch/jobs/*/agent -maxdepth 1 -name agent.log -type f -exec tail --lines 20 {} + || true
     exit 1
 }
@@ -29,7 +30,8 @@ expect() {
     [ "$2" = "$3" ] || fail "$1: expected '$2', found '$3'"
 }
 
-# Waits until a command succeeds. Five minutes, or more where the command itself takes long: only a hang takes so long.
+# Waits until a command succeeds: for five minutes, or more if the command itself takes long. Only a hang takes that
+# long.
 until_true() {
     what=$1
     shift
@@ -44,7 +46,7 @@ show() {
     systemctl show --property="$1" --value "${2:-$service}"
 }
 
-# Whether the daemon is active with another process id. One query for both: it may exit between two.
+# Returns whether the daemon is active with another process id. Uses a single query: the daemon may exit between two.
 is_replaced() {
     now=$(systemctl show --property=ActiveState --property=MainPID $service | sort | tr '\n' ' ')
     case $now in
@@ -64,7 +66,7 @@ as() {
     (cd "$(getent passwd "$user" | cut -d : -f 6)" && runuser -u "$user" -- "$@")
 }
 
-# As alice, in the directory of her jobs.
+# Runs a command as alice, in the directory of her jobs.
 in_work() {
     (cd $work && runuser -u alice -- "$@")
 }
@@ -73,12 +75,12 @@ submit() {
     in_work xlaunch submit "$@" | sed -n 's/^job \([0-9]*\)$/\1/p'
 }
 
-# A field of a job, as JSON.
+# Prints a field of a job, as JSON.
 value() {
     as alice xlaunch status "$1" --json | sed -n "s/^  \"$2\": \(.*[^,]\),\{0,1\}\$/\1/p"
 }
 
-# Whether a job is in one of these states.
+# Returns whether a job is in one of these states.
 is_in() {
     case " $2 " in *" $(value "$1" state | tr -d '"') "*) return 0 ;; *) return 1 ;; esac
 }
@@ -88,12 +90,12 @@ expect_end() {
     expect "job $1: $(value "$1" report)" "\"$2\" $3" "$(value "$1" state) $(value "$1" exit_code)"
 }
 
-# Whether a unit is not active any more.
+# Returns whether a unit is no longer active.
 is_inactive() {
     ! systemctl --quiet is-active "$1"
 }
 
-# Steps of a run and their losses.
+# Prints the steps of a run and their losses.
 losses() {
     perl -ne '/"_step": *(\d+)/ and my $s = $1; /"train\/loss": *([^,}\s]+)/ and print "$s $1\n"' "$1"/metrics.jsonl
 }
@@ -106,7 +108,7 @@ has_more_steps_than() {
     [ "$(steps)" -gt "$1" ]
 }
 
-# Whether the daemon has adopted the training job: it has a fresh status from the same agent.
+# Returns whether the daemon has adopted the training job: it has a fresh status from the same agent.
 is_adopted() {
     is_in "$job" running && as alice xlaunch status "$job" --json | grep -q '"status_age_seconds": [01]\.' &&
         [ "$(show MainPID "$unit")" = "$agent" ]
@@ -226,7 +228,7 @@ expect "locked memory" infinity "$(show LimitMEMLOCK $unit)"
 show After $unit | grep -q 'remote-fs.target' || fail "$unit is not ordered after remote-fs.target: $(show After $unit)"
 step "the job runs as its user in $unit"
 
-# What other users see.
+# Checks what other users can see.
 tr '\0' '\n' < "/proc/$worker/environ" | grep -q "^LC_SECRET=$secret$" || fail "the job lacks its environment"
 if tr '\0' '\n' < "/proc/$worker/environ" | grep -q "^SECRET="; then
     fail "a variable that is not allowed reaches it"

@@ -1,7 +1,7 @@
 """One action of a hostile user, chosen by a seed: files of its job, its processes, sockets, and the daemon's socket.
 
 Usage: hostile_actions.py SEED NODE HOME CANARY DAEMON_PID HONEST_DIR [AGENT_DIR]. HOME belongs to the user, NODE holds
-the daemon's directories. Prints what it does, and `unreaped MARK` for jobs whose reaper it attacks.
+the daemon's directories. Prints its action, and `unreaped MARK` for jobs whose reaper it attacks.
 """
 
 import fcntl
@@ -28,7 +28,7 @@ NAMES = [
 
 
 def replace(path):
-    """Removes what is there, by renaming if it is a directory."""
+    """Removes whatever is at this path; renames it if it is a directory."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     if os.path.isdir(path) and not os.path.islink(path):
         os.rename(path, f"{home}/old-{time.monotonic_ns()}")
@@ -45,7 +45,7 @@ def link(path):
 def listen(path):
     """Listens, accepts, and answers with garbage, for a while."""
     with socket.socket(socket.AF_UNIX) as server:
-        # A path may be too long for a socket, a relative one is not.
+        # An absolute path may be too long for a socket, but a relative one is not.
         os.chdir(os.path.dirname(path))
         server.bind(os.path.basename(path))
         server.listen()
@@ -97,14 +97,14 @@ def files():
 
 
 def bait():
-    """Puts a link to what only root can read in the place of what the daemon reads for users."""
+    """Replaces a file that the daemon reads for users by a link to a file that only root can read."""
     name = random.choice(["logs", "logs/attempt_0/0", "logs/attempt_0/0/stdout.log", "logs/attempt_0/0/stderr.log",
                           "result.json"])
     print("bait", name)
     replace(f"{agent}/{name}")
     os.symlink(f"{node}/bait/{name}", f"{agent}/{name}")
     if name == "result.json":
-        # The daemon reads it when the agent has exited.
+        # The daemon reads it once the agent has exited.
         command = b"xlaunch\0agent\0" + agent.encode() + b"\0"
         for pid in os.listdir("/proc"):
             if pid.isdigit() and read(pid, "cmdline") == command:
@@ -162,7 +162,7 @@ def parent(pid):
 
 
 def signals():
-    """Kills or stops a process of a job: an agent, a worker, seldom a reaper."""
+    """Kills or stops a process of a job: an agent, a worker, rarely a reaper."""
     mine = [pid for pid in os.listdir("/proc") if pid.isdigit() and os.stat(f"/proc/{pid}").st_uid == os.getuid()]
     is_of_node = lambda pid: node.encode() in read(pid, "cmdline") + read(pid, "environ")
     agents = [pid for pid in mine if read(pid, "cmdline").startswith(b"xlaunch\0agent\0") and is_of_node(pid)]
@@ -176,7 +176,7 @@ def signals():
     victim, number = random.choice(victims), random.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
     print("signal", number, victim, read(victim, "cmdline"))
     if victims is reapers:
-        # Which of them are the job's is not known if they have left its session.
+        # If they have left its session, it is unknown which of them belong to the job.
         for worker in workers:
             print("\nunreaped", read(worker, "environ").partition(b"HOSTILE_MARK=")[2].partition(b"\0")[0].decode())
     os.kill(int(victim), number)

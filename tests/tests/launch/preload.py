@@ -31,7 +31,7 @@ def descriptors():
         try:
             target = os.readlink(f"/proc/self/fd/{number}")
         except OSError:
-            continue  # that of the listing
+            continue  # the descriptor of the listing itself
         found[number] = [target.split("[")[0], os.get_inheritable(int(number))]
     return found
 
@@ -54,7 +54,7 @@ def spawned(queue):
 
 
 def spawn():
-    """What a child finds that multiprocessing starts with a new interpreter."""
+    """Environment of a child that multiprocessing starts with a new interpreter."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     child = context.Process(target=spawned, args=(queue,))

@@ -1,7 +1,7 @@
-"""Runs a program on a terminal of its own: `terminal.py STEPS PROGRAM ARGUMENT...`.
+"""Runs a program on its own terminal: `terminal.py STEPS PROGRAM ARGUMENT...`.
 
-STEPS is JSON, a list of `["expect", TEXT]`, which waits for TEXT in what was printed since the last one, and
-`["send", KEYS]`. Then waits for the program to end. Prints everything that the terminal showed; exits as the program.
+STEPS is JSON, a list of `["expect", TEXT]`, which waits for TEXT in the output since the last match, and `["send",
+KEYS]`. Then waits for the program to end. Prints everything that the terminal showed, and exits like the program.
 """
 
 import json
@@ -12,7 +12,7 @@ import sys
 import termios
 import time
 
-# For a program that hangs; nothing is measured.
+# Time limit for a program that hangs; nothing is measured with it.
 TIMEOUT = 120
 
 
@@ -25,7 +25,7 @@ def main():
     shown, at, deadline = b"", 0, time.monotonic() + TIMEOUT
 
     def read():
-        """False at the end of the terminal."""
+        """Returns False at the end of the terminal."""
         nonlocal shown
         ready, _, _ = select.select([terminal], [], [], max(0, deadline - time.monotonic()))
         if not ready:
