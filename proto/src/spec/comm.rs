@@ -1,5 +1,4 @@
-//! The section `[comm]`. As in `sections`, doc comments of fields and variants are user
-//! documentation.
+//! The section `[comm]`. As in `sections`, doc comments of fields and variants are user documentation.
 
 use std::fmt;
 
