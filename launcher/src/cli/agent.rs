@@ -76,7 +76,7 @@ fn begin(options: &Agent) -> io::Result<Start> {
     let description: Description = serde_json::from_slice(&input)?;
     if description.protocol != PROTOCOL {
         return Err(io::Error::other(format!(
-            "the daemon speaks protocol {} with agents, this agent {PROTOCOL}: they are of different versions",
+            "the daemon uses agent protocol {}, but this agent uses {PROTOCOL}: their versions differ",
             description.protocol
         )));
     }

@@ -195,14 +195,14 @@ fn rate_findings(gpu: &GpuReadings, found: &Calibration) -> Vec<Finding> {
         lowest = lowest.min(rate / before);
         if rate < LOWEST_RATE * before {
             let percent = 100.0 * rate / before;
-            let message = format!("{name} runs at {percent:.0} % of the rate that was measured before");
+            let message = format!("{name} runs at {percent:.0} % of the rate measured before");
             let failure = Finding::of_gpu(Level::Failure, &gpu.name, "rates", message);
             all.push(failure.with_help("check clocks and cooling; `xlaunch bench device` measures it again"));
         }
     }
     if all.is_empty() && lowest.is_finite() {
         let message =
-            format!("results are right; rates are at least {:.0} % of those before", 100.0 * lowest);
+            format!("results are correct; rates are at least {:.0} % of the earlier ones", 100.0 * lowest);
         all.push(Finding::of_gpu(Level::Ok, &gpu.name, "rates", message));
     }
     all
@@ -313,15 +313,15 @@ mod tests {
     fn rates_below_80_percent_of_the_cached_ones_fail() {
         let before = || Some(rates(100.0, 10.0));
         let found = compared(rates(81.0, 9.0), before());
-        assert_eq!(found, [(Level::Ok, "results are right; rates are at least 81 % of those before".into())]);
-        let found = compared(rates(79.0, 9.0), before());
-        let slow = "bf16 GEMM runs at 79 % of the rate that was measured before";
-        assert_eq!(found, [(Level::Failure, slow.into())]);
-        let found = compared(rates(100.0, 7.0), before());
         assert_eq!(
             found,
-            [(Level::Failure, "copy runs at 70 % of the rate that was measured before".into())]
+            [(Level::Ok, "results are correct; rates are at least 81 % of the earlier ones".into())]
         );
+        let found = compared(rates(79.0, 9.0), before());
+        let slow = "bf16 GEMM runs at 79 % of the rate measured before";
+        assert_eq!(found, [(Level::Failure, slow.into())]);
+        let found = compared(rates(100.0, 7.0), before());
+        assert_eq!(found, [(Level::Failure, "copy runs at 70 % of the rate measured before".into())]);
         assert_eq!(compared(rates(1.0, 1.0), None)[0].0, Level::Ok, "nothing to compare with");
     }
 

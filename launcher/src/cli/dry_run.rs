@@ -168,7 +168,7 @@ fn text(
         line("", format!("{}: {}{fits}", saving.change, bytes_text(saving.memory.total())));
     }
     if savings.last().is_none_or(|last| last.memory.total() > limit) {
-        line("", "no further change of the configuration makes it fit".into());
+        line("", "no other configuration change makes it fit".into());
     }
     out
 }

@@ -37,7 +37,7 @@ use xlaunch_worker::{FillInError, Preflight, dry_run};
 /// A launch of the built-in trainer.
 #[derive(Debug)]
 pub(crate) struct Launch {
-    /// Training configuration.
+    /// Path of the training configuration.
     pub(super) config: PathBuf,
     /// Workers to start. Default: one per GPU, or 1 without GPUs.
     pub(super) nproc: Option<u32>,
@@ -215,7 +215,7 @@ fn ready(
         // No run is created, so the job's newest run remains the one that trained.
         let checkpoint = checkpoint.display();
         let message = format!(
-            "nothing is left to train: checkpoint {checkpoint} has all {step} steps; raise `train.steps` to go on"
+            "nothing is left to train: checkpoint {checkpoint} has all {step} steps; raise `train.steps` to continue"
         );
         notify(&message);
         return Err(Refusal::new(ExitCode::Done, message));

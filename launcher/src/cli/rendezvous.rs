@@ -68,8 +68,8 @@ fn spec(options: Rendezvous) -> Result<GroupSpec, Refusal> {
         Security::Token
     } else {
         return Err(usage(format!(
-            "nodes need a secret token: --token-file FILE or {}, with the same 16 bytes or more as on every node; on a \
-             trusted network, --rdzv-insecure does without",
+            "nodes need a secret token: --token-file FILE or {}, at least 16 bytes and the same on every node; on a \
+             trusted network, --rdzv-insecure turns authentication off",
             env::TOKEN
         )));
     };

@@ -272,8 +272,8 @@ impl DaemonClient {
         Ok(())
     }
 
-    /// Passes what a rank of the job has written to `print`, chunk by chunk. Following a log goes on where it was when
-    /// the daemon has been restarted.
+    /// Passes the output of a rank of the job to `print`, chunk by chunk. After a restart of the daemon, a followed log
+    /// continues at the same position.
     pub(crate) async fn logs<E: From<Refusal>>(
         &mut self,
         job: u64,

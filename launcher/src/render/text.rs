@@ -16,7 +16,7 @@ pub(crate) fn fit(text: &str, width: usize) -> String {
     out
 }
 
-/// Writes control characters, and those that change the direction of text, as `\u{1b}`.
+/// Escapes control characters, and those that change the direction of text, as `\u{1b}`.
 pub(crate) fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {

@@ -136,7 +136,7 @@ fn help(host: &str, failure: &Failure, context: Context<'_>) -> String {
     match failure {
         Failure::NoClient(_) => "give another ssh client with --ssh".into(),
         Failure::Silent { .. } | Failure::Ended { status: Some(SSH_FAILED) | None, .. } => {
-            format!("this must work without a question: `{} {host} true`", context.ssh.join(" "))
+            format!("this must work without a prompt: `{} {host} true`", context.ssh.join(" "))
         }
         Failure::Ended { greeted: true, .. } => {
             "all hosts need the same directories under the same paths".into()
@@ -156,10 +156,10 @@ fn or_silent(stderr: &str) -> String {
     }
 }
 
-/// How the hosts of a running job ended.
+/// The exits of the hosts of a running job.
 #[derive(Debug)]
 pub(super) struct Outcomes {
-    /// By node rank.
+    /// Exit code of each host, by node rank; `None` while it runs.
     exits: Vec<Option<i32>>,
     /// The first connection that was lost while the job ran, by node rank.
     lost: Option<usize>,
@@ -235,7 +235,7 @@ mod tests {
         ]);
         let expected = "ssh to `b` failed: No ED25519 host key is known for b.; Host key verification failed.\n\
             error: ssh to `c` failed: ada@c: Permission denied (publickey).\n\
-            help: this must work without a question: `ssh -F config b true`";
+            help: this must work without a prompt: `ssh -F config b true`";
         assert_eq!((code, message.as_str()), (69, expected));
     }
 

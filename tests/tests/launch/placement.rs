@@ -40,7 +40,7 @@ fn impossible_groups_exit_with_2_and_name_what_is_wrong() {
         ("--nnodes 1:2 --rdzv-endpoint h --rdzv-insecure", "use --rdzv-backend c10d"),
         ("--nnodes 2 --rdzv-backend etcd --rdzv-endpoint h", "etcd is not supported"),
         ("--nnodes 2 --rdzv-insecure", "use --rdzv-endpoint HOST:PORT"),
-        ("--nnodes 2 --rdzv-endpoint h", "--rdzv-insecure does without"),
+        ("--nnodes 2 --rdzv-endpoint h", "--rdzv-insecure turns authentication off"),
         ("--nnodes 2 --rdzv-endpoint h", "--token-file FILE or XLAUNCH_TOKEN"),
     ] {
         for target in [&["--", "true"][..], &["train.toml"]] {

@@ -102,7 +102,7 @@ fn hosts_that_fail_early_are_all_named_and_none_starts() {
     for line in [
         "error: ssh to `unknown` failed: No ED25519 host key is known for unknown.; Host key verification failed.\n",
         "error: ssh to `denied` failed: ada@denied: Permission denied (publickey).\n",
-        "help: this must work without a question: ",
+        "help: this must work without a prompt: ",
     ] {
         assert!(run.stderr.contains(line), "{}", run.stderr);
     }

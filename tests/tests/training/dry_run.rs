@@ -81,7 +81,7 @@ fn job_that_does_not_fit_is_told_what_makes_it_fit() {
     drop(reader);
     let mut command = job.command(&[&["train.toml"], &too_large[..]].concat());
     assert_eq!(command.stdout(closed).status().unwrap().code(), Some(2));
-    assert!(report.stdout.ends_with("no further change of the configuration makes it fit\n"), "{report:?}");
+    assert!(report.stdout.ends_with("no other configuration change makes it fit\n"), "{report:?}");
 }
 
 /// A pool that reaches its limit frees its unused memory.

@@ -24,7 +24,7 @@ pub(in crate::cli) struct Prepare {
     /// gzip or zstd
     #[arg(value_name = "INPUT", required = true)]
     inputs: Vec<String>,
-    /// How text becomes ids: bytes, gpt2, or a tokenizer.json
+    /// Tokenizer: bytes, gpt2, or a tokenizer.json
     #[arg(long, value_name = "bytes|gpt2|FILE.json")]
     tokenizer: String,
     /// Directory to write; must be new, empty, or left by an interrupted preparation
@@ -50,10 +50,10 @@ pub(in crate::cli) struct Prepare {
     /// Token ids per file, such as 500K or 100M
     #[arg(long, value_name = "N", default_value = "100M", value_parser = tokens)]
     shard_tokens: u64,
-    /// What to do with text that is not UTF-8
+    /// Action for text that is not UTF-8
     #[arg(long, value_name = "error|replace", default_value = "error")]
     invalid: InvalidText,
-    /// What to do with lines and rows that are broken or have no text
+    /// Action for lines and rows that are broken or have no text
     #[arg(long, value_name = "stop|skip", default_value = "stop")]
     on_error: OnErrorChoice,
     /// Replace prepared data in the output directory

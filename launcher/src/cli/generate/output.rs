@@ -22,7 +22,7 @@ pub(super) enum Form {
     Json,
 }
 
-/// Prints updates.
+/// Prints generated text in the chosen form.
 pub(super) struct Output {
     form: Form,
     prompts: Vec<Prompt>,

@@ -66,7 +66,7 @@ pub(super) async fn stop(id: u64) -> String {
             return stop_launch(&launch).await.unwrap_or_else(|problem| problem);
         }
     }
-    format!("no launch has process id {id} any more")
+    format!("no running launch has process id {id}")
 }
 
 async fn stop_launch(launch: &Running) -> Result<String, String> {

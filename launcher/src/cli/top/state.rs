@@ -9,7 +9,7 @@ use xlaunch_daemon::view::has_ended;
 #[derive(Debug)]
 pub(super) enum Update {
     Snapshot(Box<Snapshot>),
-    /// Why there is no snapshot.
+    /// The reason why there is no snapshot.
     Error(String),
     /// The result of a command.
     Notice(String),

@@ -7,7 +7,7 @@ use xlaunch_agent::names::nearest;
 
 use super::MIN_SIMILARITY;
 
-/// One flag.
+/// A flag of the command line.
 #[derive(Debug)]
 pub(super) struct Flag {
     /// Name without the leading dashes.

@@ -286,8 +286,8 @@ fn security(
         (None, false) if name == Name::Torchrun => Ok((is(Security::Insecure, "called as torchrun"), None)),
         (None, false) => {
             let token = format!(
-                "--token-file FILE or {}, with the same 16 bytes or more on every node; on a trusted network, \
-                 --rdzv-insecure does without",
+                "--token-file FILE or {}, at least 16 bytes and the same on every node; on a trusted network, \
+                 --rdzv-insecure turns authentication off",
                 env::TOKEN
             );
             Err(match allocation {

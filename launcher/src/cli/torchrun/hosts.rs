@@ -76,7 +76,7 @@ pub(super) fn launch(name: Name, line: &Line) -> Result<Hosts, String> {
     }
     if let Some(host) = hosts.iter().find(|host| hosts.len() > 1 && host.is_loopback()) {
         return Err(format!(
-            "host `{}` among others: they cannot reach it under this name; give this machine's name",
+            "host `{}` with other hosts: they cannot reach it under this name; give this machine's name",
             host.name
         ));
     }
@@ -104,7 +104,7 @@ fn read_hosts(line: &Line) -> Result<Vec<Host>, String> {
             return Err(format!("{} needs --hosts or --hostfile", names.join(" and ")));
         }
         [first, second, ..] if first.flag.name == second.flag.name => {
-            return Err(format!("{} is given twice; the hosts belong into one", first.written));
+            return Err(format!("{} is given twice; list all hosts in one", first.written));
         }
         _ => return Err("--hosts and --hostfile exclude each other".into()),
     };
@@ -343,7 +343,7 @@ mod tests {
             ("--hosts a,b --nnodes 2 a.py", "--nnodes and a list of hosts exclude each other: the hosts are"),
             ("--hosts a --standalone a.py", "--standalone and a list of hosts exclude each other"),
             ("--hosts a:4 --nproc 2 a.py", "--nproc 2 and the 4 slots of host `a` contradict each other"),
-            ("--hosts a,localhost a.py", "host `localhost` among others: they cannot reach it"),
+            ("--hosts a,localhost a.py", "host `localhost` with other hosts: they cannot reach it"),
             ("--hosts a --export A=b a.py", "--export A=b: expected the name of a variable"),
             ("--hosts a --ssh= a.py", "--ssh : expected a command"),
             ("--hosts a --ssh=' a.py", "--ssh ': expected a command, quoted as for a shell"),

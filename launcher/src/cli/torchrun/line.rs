@@ -137,8 +137,8 @@ fn split(argument: &[u8]) -> Result<(&'static Flag, Option<&[u8]>), String> {
     Ok((flag, (argument.len() > 2).then_some(attached)))
 }
 
-/// Returns `SECTION.KEY` of the training key called `name`, or the placeholder `SECTION.name` unless exactly one key has
-/// this name.
+/// Returns `SECTION.KEY` of the training key called `name`, or the placeholder `SECTION.name` unless exactly one key
+/// has this name.
 fn training_key(name: &str) -> String {
     let known = keys::of(&JobSpec::default());
     let is_meant = |key: &&String| *key == name || key.split_once('.').is_some_and(|(_, key)| key == name);

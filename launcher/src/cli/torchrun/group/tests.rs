@@ -49,7 +49,7 @@ fn asked(
     }
 }
 
-/// With a token.
+/// Resolves the group of a launch that has a token.
 fn group(
     flags: &str,
     variables: &[(&str, &str)],
@@ -102,7 +102,7 @@ fn one_node_needs_no_group_and_looks_for_no_engine() {
     for flags in ["", "--rdzv-backend c10d --rdzv-endpoint localhost:0", "--node-rank 0"] {
         assert_eq!(group(flags, &[], None), Ok(None), "{flags}");
     }
-    // An allocation of one node, and a pod that may be one of many that work alone.
+    // An allocation of one node, or a pod that may be one of many independent ones.
     let one = |mut found: Allocation| {
         found.nodes = Some(Sourced { value: 1, source: "SLURM_STEP_NUM_NODES=1".into() });
         found
