@@ -11,10 +11,10 @@ pub enum Space {
     Pinned,
 }
 
-/// How requests are served.
+/// Mode of serving requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// From memory that the pool keeps.
+    /// Requests are served from memory that the pool keeps.
     On,
     /// Same as [`On`](Self::On), but repeated steps are served from a plan: see [`Pool::step`](crate::Pool::step).
     Plan,
@@ -25,7 +25,7 @@ pub enum Mode {
 /// Options of a new pool. A [`Mode`] converts into the default options with that mode.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// How requests are served. Default: [`Mode::On`].
+    /// Mode of serving requests. Default: [`Mode::On`].
     pub mode: Mode,
     /// Maximum number of bytes that the pool may map, including bytes reserved by [`Pool::reserve_external`]. Default:
     /// `u64::MAX`, no limit. Ignored in [`Mode::Off`].

@@ -77,7 +77,7 @@ FAILED = []
 
 
 def check(what, ok, found=""):
-    """Like `runner.check`, but but a failed check does not end the script."""
+    """Like `runner.check`, but a failed check does not end the script."""
     try:
         runner.check(what, ok, found)
     except SystemExit:

@@ -9,7 +9,7 @@ use xlaunch_pool::{Mode, Pool, PoolBuf, PoolError};
 /// Time of one allocation with its free.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct Timing {
-    /// What was measured.
+    /// Name of the measurement.
     pub(crate) name: &'static str,
     /// Median over the runs.
     pub(crate) nanoseconds: f64,

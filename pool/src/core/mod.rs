@@ -82,7 +82,7 @@ pub enum AllocError {
         /// Bytes requested.
         bytes: u64,
     },
-    /// Mapping what is missing would exceed the limit.
+    /// Mapping the missing memory would exceed the limit.
     #[error("mapping {needed} more bytes would exceed the limit of {limit} bytes")]
     Limit {
         /// The limit in bytes.

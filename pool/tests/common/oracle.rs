@@ -82,7 +82,7 @@ struct Live {
     handle: Handle,
     address: u64,
     bytes: u64,
-    /// What its first work wrote to it.
+    /// Value that its first work wrote to it.
     value: u64,
     /// Streams whose work reads it; the first one is the stream for which it was allocated.
     users: Vec<StreamId>,

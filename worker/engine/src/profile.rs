@@ -1,4 +1,4 @@
-//! Times of kernels, as [`Backend::end_profile`](crate::Backend::end_profile) reports them.
+//! Times of kernels, as reported by [`Backend::end_profile`](crate::Backend::end_profile).
 
 use std::collections::HashMap;
 
@@ -13,10 +13,10 @@ pub struct KernelSpan {
     pub seconds: f64,
 }
 
-/// One kernel over all its launches.
+/// Total of one kernel over all its launches.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KernelTime {
-    /// As in [`KernelSpan`].
+    /// The kernel's name, as in [`KernelSpan`].
     pub name: String,
     /// Number of launches.
     pub launches: u64,
@@ -25,7 +25,7 @@ pub struct KernelTime {
 }
 
 impl KernelTime {
-    /// Totals by kernel, the longest first.
+    /// Returns the totals by kernel, the longest first.
     pub fn by_name(spans: &[KernelSpan]) -> Vec<Self> {
         let mut times: HashMap<&str, (u64, f64)> = HashMap::new();
         for span in spans {

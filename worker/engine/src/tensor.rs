@@ -1,8 +1,8 @@
-//! Handles to device memory: a [`Tensor`] owns a buffer, a [`Slice`] points at a part of one.
+//! Handles to device memory: a [`Tensor`] owns a buffer, a [`Slice`] refers to a part of one.
 //!
-//! They carry a run-time element type and bounds but no shape, which operations take separately. As with device
-//! pointers, several slices of one tensor may be passed to one operation. Each back end ensures that this is sound: the
-//! CPU checks before every operation that what it writes overlaps no other operand and is not lent out.
+//! They carry a run-time element type and bounds, but no shape, which operations take separately. As with device
+//! pointers, several slices of one tensor may be passed to one operation. Each back end ensures that this is sound:
+//! before every operation, the CPU checks that an output overlaps no other operand and is not lent out.
 
 use std::cell::Cell;
 use std::fmt;
@@ -18,7 +18,7 @@ pub struct Tensor {
     buf: PoolBuf<u8>,
     dtype: DType,
     len: usize,
-    /// Not `Sync`: only one thread uses a tensor at a time, which makes the CPU's checks sufficient.
+    /// Makes the type `!Sync`: only one thread uses a tensor at a time, so the CPU's checks are sufficient.
     single_thread: PhantomData<Cell<()>>,
 }
 
@@ -29,34 +29,34 @@ impl fmt::Debug for Tensor {
 }
 
 impl Tensor {
-    /// A tensor from this pool, contents unspecified.
+    /// Allocates a tensor from this pool with unspecified contents.
     #[track_caller]
     pub fn new(pool: &Pool, dtype: DType, len: usize) -> Result<Self> {
         let bytes = len.saturating_mul(dtype.size());
         Ok(Self { buf: pool.alloc(bytes)?, dtype, len, single_thread: PhantomData })
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are no elements.
+    /// Returns whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// All elements.
+    /// Returns all elements.
     pub fn all(&self) -> Slice<'_> {
         Slice { tensor: self, start: 0, len: self.len }
     }
 
-    /// Elements `range`.
+    /// Returns elements `range`.
     ///
     /// # Panics
     /// If the range is out of bounds.
@@ -70,7 +70,7 @@ impl Tensor {
         self.buf.lease(range.start * size..range.end * size)
     }
 
-    /// Whether any element of `range` is lent out.
+    /// Returns whether any element of `range` is lent out.
     pub fn is_lent(&self, range: Range<usize>) -> bool {
         let size = self.dtype.size();
         self.buf.is_leased(range.start * size..range.end * size)
@@ -92,7 +92,7 @@ impl fmt::Debug for Slice<'_> {
 }
 
 impl<'a> Slice<'a> {
-    /// Elements `range` of these.
+    /// Returns elements `range` of this slice.
     ///
     /// # Panics
     /// If the range is out of bounds.
@@ -105,27 +105,27 @@ impl<'a> Slice<'a> {
         Slice { tensor: self.tensor, start: self.start + range.start, len: range.len() }
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(self) -> usize {
         self.len
     }
 
-    /// Whether there are no elements.
+    /// Returns whether there are no elements.
     pub fn is_empty(self) -> bool {
         self.len == 0
     }
 
-    /// Element type.
+    /// Returns the element type.
     pub fn dtype(self) -> DType {
         self.tensor.dtype
     }
 
-    /// Address of the first element: see [`PoolBuf::address`] for its safety rules.
+    /// Returns the address of the first element; see [`PoolBuf::address`] for its safety rules.
     pub fn address(self) -> u64 {
         self.tensor.buf.address() + (self.start * self.tensor.dtype.size()) as u64
     }
 
-    /// Whether any of these elements is lent out.
+    /// Returns whether any of these elements is lent out.
     pub fn is_lent(self) -> bool {
         self.tensor.is_lent(self.start..self.start + self.len)
     }

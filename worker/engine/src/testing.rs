@@ -1,4 +1,4 @@
-//! Internals that integration tests need: tests of kernels, NVRTC and cuDNN run only where these are installed.
+//! Internals for integration tests. Tests of kernels, NVRTC and cuDNN run only if these are installed.
 
 use crate::backend::CudaBackend;
 use crate::cuda::cudnn::descriptor::Descriptor;
@@ -16,7 +16,7 @@ pub use crate::ops::swiglu::hopper::Tiling;
 use crate::ops::{AttentionShape, KERNEL_FILES, LinearShape, cached_attention};
 use crate::options::{CudaOptions, Precision};
 
-/// Makes a back end use this variant of GELU for the layers of these shapes before and after it.
+/// Makes a back end use this variant of GELU for layers of these shapes before and after it.
 pub fn force_gelu_variant(
     backend: &CudaBackend,
     before: LinearShape,
@@ -26,26 +26,27 @@ pub fn force_gelu_variant(
     backend.gelu.force(before, after, variant);
 }
 
-/// Makes a back end compute linear layers with SwiGLU by our own GEMM with this tiling, where that supports them.
+/// Makes a back end compute linear layers with SwiGLU with our own GEMM and this tiling, for all layers that it
+/// supports.
 pub fn force_swiglu_tiling(backend: &CudaBackend, tiling: Option<Tiling>) {
     backend.swiglu.force(tiling);
 }
 
-/// Makes a back end compute the gradients of two layers' weights in one kernel, with the rows in so many parts, where
-/// that supports them.
+/// Makes a back end compute the gradients of two layers' weights in one kernel, with the rows in this number of parts,
+/// for all layers that it supports.
 pub fn force_weight_grads_together(backend: &CudaBackend, parts: Option<usize>) {
     backend.weight_grads.force(parts);
 }
 
-/// Makes a back end in TF32 transpose one operand of every gradient of weights, or none.
+/// Makes a back end in TF32 transpose one operand of every gradient of weights, or no operand.
 pub fn force_transposed_weight_grads(backend: &CudaBackend, transposed: Option<bool>) {
     backend.weight_grads.one.force(transposed);
 }
 
-/// The requirement of tests on a GPU: the first one can be opened.
+/// Requirement of tests on a GPU: the first GPU can be opened.
 ///
 /// # Errors
-/// What is missing: a library or the device. Any other failure is one of the tests, which meet it.
+/// The missing library or device. Other failures are left to the tests, which run into them.
 pub fn require_gpu() -> Result<(), String> {
     match CudaBackend::open(0, CudaOptions::new(Precision::Fp32, xlaunch_pool::Mode::On)) {
         Err(error @ (EngineError::Library { .. } | EngineError::Device { .. })) => Err(error.to_string()),
@@ -53,14 +54,14 @@ pub fn require_gpu() -> Result<(), String> {
     }
 }
 
-/// Whether NVRTC can be loaded.
+/// Returns whether NVRTC can be loaded.
 pub fn has_nvrtc() -> bool {
     // SAFETY: the check opens the library, whose initialisers have no preconditions.
     unsafe { cudarc::nvrtc::sys::is_culib_present() }
 }
 
-/// What the compiler says of a kernel: registers of a thread; bytes of them that it moves to memory, and of a block's
-/// static shared memory.
+/// The compiler's report on a kernel: registers per thread, bytes spilled to memory, and static shared memory of a
+/// block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Resources {
     pub kernel: String,
@@ -69,12 +70,12 @@ pub struct Resources {
     pub shared: usize,
 }
 
-/// Compiles every kernel file for `arch` in this precision; attention's for these head widths, with tensor cores and
-/// without. Returns each file with its kernels' resources.
+/// Compiles every kernel file for `arch` in this precision; those of attention for these head widths, with and without
+/// tensor cores. Returns each file with the resources of its kernels.
 ///
 /// # Errors
-/// The compiler's log, the name of a kernel that a cubin lacks, or of one that leaves less dynamic shared memory than
-/// its launch may ask for.
+/// The compiler's log, the name of a kernel that is missing from a cubin, or of one that leaves less dynamic shared
+/// memory than its launch may request.
 pub fn compile_kernels(
     arch: &str,
     precision: Precision,
@@ -92,7 +93,7 @@ pub fn compile_kernels(
         .iter()
         .flat_map(|width| [1, 3, 4].map(|group| cached_attention::cuda::source_for(*width, group)));
     let mut files = Vec::new();
-    // Only bf16, and only for the compute capability whose instructions they use.
+    // Only for bf16, and only for the compute capability whose instructions they use.
     let own_gemms = hopper::KERNELS.iter().chain([&weight_grads::KERNEL]);
     let own_gemms = own_gemms.filter(|_| precision == Precision::Bf16 && arch == "sm_90a");
     let own_gemms = own_gemms.map(|kernel| (kernel.source, kernel.macros.to_vec(), vec![kernel.name]));
@@ -119,7 +120,7 @@ pub fn compile_kernels(
     Ok(files)
 }
 
-/// Reads what `ptxas -v` prints, such as:
+/// Reads the output of `ptxas -v`, such as:
 ///
 /// ```text
 /// ptxas info    : Compiling entry function 'norm_fwd' for 'sm_90'
@@ -144,7 +145,7 @@ fn resources(log: &str) -> Vec<Resources> {
     found
 }
 
-/// Names of all kernels of this precision.
+/// Returns the names of all kernels of this precision.
 pub fn kernel_names(precision: Precision) -> Vec<&'static str> {
     let common = KERNEL_FILES.iter().flat_map(|file| file.kernels.iter().copied());
     let widths = [32, 256].into_iter();
@@ -153,7 +154,7 @@ pub fn kernel_names(precision: Precision) -> Vec<&'static str> {
     common.chain(attention).chain(cached).collect()
 }
 
-/// What planning attention by cuDNN without a GPU lacks, if anything.
+/// Checks that attention by cuDNN can be planned without a GPU.
 ///
 /// # Errors
 /// The missing library.
@@ -166,11 +167,11 @@ pub fn find_cudnn() -> Result<(), String> {
     Ok(())
 }
 
-/// Bytes of scratch memory of cuDNN's forward and backward for a device that need not be present, described by the
-/// library's JSON properties.
+/// Returns the bytes of scratch memory of cuDNN's forward and backward for a device that need not be present, described
+/// by the library's JSON properties.
 ///
 /// # Errors
-/// The library's.
+/// The error of the library.
 pub fn cudnn_attention_scratch(properties: &str, s: AttentionShape) -> Result<[usize; 2], String> {
     use cudarc::cudnn::sys::{
         cudnnBackendAttributeName_t as Attribute, cudnnBackendDescriptorType_t as Kind,

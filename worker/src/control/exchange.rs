@@ -12,7 +12,7 @@ use super::{Request, Shared};
 use crate::checkpoint::saver::{Exchange, Written};
 use crate::checkpoint::{Chunk, parse_hash};
 
-/// How often a wait for the other ranks checks that the agent is still there.
+/// Interval at which a wait for the other ranks checks that the agent is still there.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// Time for the agent to read the reports. It takes longer only if the agent hangs.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(3);

@@ -35,7 +35,7 @@ pub use sample::Sampling;
 pub struct Options {
     /// Maximum number of tokens per request; at least 1.
     pub max_tokens: usize,
-    /// How tokens are chosen.
+    /// Settings for choosing tokens.
     pub sampling: Sampling,
     /// Seed of the random numbers.
     pub seed: u64,

@@ -5,7 +5,7 @@
 
 use crate::random::Random;
 
-/// How tokens are chosen.
+/// Settings for choosing tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
     /// 0 selects the most likely token.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! prompts --> prefill: rows of all prompts, one after another, in passes --> logits of each prompt's last row
-//! set_rows --> step: one row per sequence --> logits, and the likeliest tokens as rows of the next step --> step ...
+//! set_rows --> step: one row per sequence --> logits, and the most likely tokens as rows of the next step --> step ...
 //! ```
 //! Each sequence has a slot of the cache. A row is one new token, in a slot and at a position. Rows name their slots
 //! and positions, so prompts of different lengths need no padding.

@@ -26,7 +26,7 @@ use super::layout::Linear;
 /// A layer's input, or the gradient of its output.
 #[derive(Debug)]
 pub(super) enum Operand {
-    /// In the activations' type.
+    /// Unrounded, in the activations' type.
     Plain(Rc<Tensor>),
     /// Rounded to FP8.
     Fp8(Fp8Tensor),

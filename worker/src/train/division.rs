@@ -58,7 +58,7 @@ impl Division {
         })
     }
 
-    /// Returns the name in `comm.shard` of what is divided among the ranks; empty if nothing is.
+    /// Returns the value of `comm.shard` that describes the division; empty if nothing is divided.
     pub fn sharded(&self) -> &'static str {
         match self {
             Self { weights: Some(_), .. } => "parameters",

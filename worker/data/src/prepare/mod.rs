@@ -46,7 +46,7 @@ pub struct Options {
     pub output: PathBuf,
     /// Files, directories, globs, and `-` for standard input.
     pub inputs: Vec<String>,
-    /// Where documents end in text other than JSONL.
+    /// Boundaries of documents in text other than JSONL.
     pub documents: Documents,
     /// The field or column that holds the text. If it is given, an input that is not a table by its name or content is
     /// read as JSONL.
@@ -65,7 +65,7 @@ pub struct Options {
     pub threads: usize,
 }
 
-/// Where documents end.
+/// Boundaries of documents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Documents {
     /// Each file is a document.

@@ -24,7 +24,7 @@ const WRITTEN: usize = 32;
 /// Number of rows at the end of the outputs that are compared; the last block computes them.
 const ROWS: usize = 2;
 
-/// An operand of which only the ends exist.
+/// An operand that exists only at its ends.
 struct Ends<'a> {
     backend: &'a dyn Backend,
     cols: usize,
@@ -153,7 +153,7 @@ const OPERATIONS: [Large; 11] = [
     },
 ];
 
-/// Number of elements of a block, and of blocks, of which there are eight per multiprocessor.
+/// Number of elements of a block, and number of blocks, which is eight per multiprocessor.
 const ADAMW_ROW: usize = 8 * 256;
 const ADAMW_BLOCKS: usize = (1 << 31 >> 11) + WRITTEN;
 /// Number of elements of a sequence of `out`, and its shape. A grid has at most 65535 sequences. Each kernel has as

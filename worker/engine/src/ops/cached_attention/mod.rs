@@ -95,7 +95,7 @@ pub struct CachedAttention<'a> {
     pub keys: Slice<'a>,
     /// (S, Hkv, T, D).
     pub values: Slice<'a>,
-    /// At least [`CachedAttentionShape::partials`] F32.
+    /// Scratch memory of at least [`CachedAttentionShape::partials`] F32.
     pub partials: Slice<'a>,
     /// (>= N H,) I32, zero before and after.
     pub counters: Slice<'a>,

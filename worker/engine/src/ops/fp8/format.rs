@@ -17,7 +17,7 @@ const E5M2: Format = Format { mantissa_bits: 2, bias: 15, largest: 57_344.0 };
 const F32_MANTISSA_BITS: u32 = 23;
 const F32_BIAS: u32 = 127;
 const SIGN: u8 = 0x80;
-/// Not a number in both formats.
+/// Code of NaN in both formats.
 const NAN: u8 = 0x7f;
 /// The exponent of infinities and NaN in E5M2. E4M3 has no infinities; among the codes with all exponent bits set, only
 /// [`NAN`] is not a number.
