@@ -273,7 +273,7 @@ fn security(
     let is = |value, source: &str| Sourced { value, source: source.to_owned() };
     let in_environment = (reader.environment)(env::TOKEN).is_some_and(|token| !token.is_empty());
     match (reader.raw("token-file"), reader.is_set("rdzv-insecure")?) {
-        (Some(_), true) => Err("--token-file and --rdzv-insecure exclude each other".into()),
+        (Some(_), true) => Err("--token-file and --rdzv-insecure cannot be combined".into()),
         (Some(file), false) => {
             let source = format!("--token-file {}", file.display());
             Ok((is(Security::Token, &source), Some(PathBuf::from(file))))

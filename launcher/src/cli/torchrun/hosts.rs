@@ -62,7 +62,7 @@ pub(super) fn launch(name: Name, line: &Line) -> Result<Hosts, String> {
     let hosts = read_hosts(line)?;
     for given in &line.given {
         if let Some((_, why)) = CONTRADICTING.iter().find(|(flag, _)| *flag == given.flag.name) {
-            return Err(format!("{} and a list of hosts exclude each other: {why}", given.written));
+            return Err(format!("{} cannot be combined with a list of hosts: {why}", given.written));
         }
     }
     check_slots(line, &hosts)?;
@@ -101,12 +101,12 @@ fn read_hosts(line: &Line) -> Result<Vec<Host>, String> {
         [] => {
             let names = line.given.iter().filter(|given| FLAGS.contains(&given.flag.name));
             let names: Vec<&str> = names.map(|given| given.written.as_str()).collect();
-            return Err(format!("{} needs --hosts or --hostfile", names.join(" and ")));
+            return Err(format!("{} can be used only with --hosts or --hostfile", names.join(" and ")));
         }
         [first, second, ..] if first.flag.name == second.flag.name => {
             return Err(format!("{} is given twice; list all hosts in one", first.written));
         }
-        _ => return Err("--hosts and --hostfile exclude each other".into()),
+        _ => return Err("--hosts and --hostfile cannot be combined".into()),
     };
     let source = format!("{} {}", given.written, value.display());
     let hosts = match given.flag.name {
@@ -337,11 +337,14 @@ mod tests {
     #[test]
     fn contradictions_are_refused() {
         for (words, error) in [
-            ("--ssh x --export A a.py", "--ssh and --export needs --hosts or --hostfile"),
+            ("--ssh x --export A a.py", "--ssh and --export can be used only with --hosts or --hostfile"),
             ("--hosts a --hosts b a.py", "--hosts is given twice"),
-            ("--hosts a --hostfile b a.py", "--hosts and --hostfile exclude each other"),
-            ("--hosts a,b --nnodes 2 a.py", "--nnodes and a list of hosts exclude each other: the hosts are"),
-            ("--hosts a --standalone a.py", "--standalone and a list of hosts exclude each other"),
+            ("--hosts a --hostfile b a.py", "--hosts and --hostfile cannot be combined"),
+            (
+                "--hosts a,b --nnodes 2 a.py",
+                "--nnodes cannot be combined with a list of hosts: the hosts are",
+            ),
+            ("--hosts a --standalone a.py", "--standalone cannot be combined with a list of hosts"),
             ("--hosts a:4 --nproc 2 a.py", "--nproc 2 and the 4 slots of host `a` contradict each other"),
             ("--hosts a,localhost a.py", "host `localhost` with other hosts: they cannot reach it"),
             ("--hosts a --export A=b a.py", "--export A=b: expected the name of a variable"),

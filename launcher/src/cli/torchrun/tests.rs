@@ -206,7 +206,7 @@ fn invalid_values_are_refused_with_what_was_expected() {
         ("--preload torch --no-python a", "--preload imports Python modules: it needs a script or -m MODULE"),
         ("--preload torch -- a", "--preload imports Python modules: it needs a script or -m MODULE"),
         ("--preload torch t.toml", "--preload does not apply to training configurations"),
-        ("--no-python -m a", "--no-python and --module exclude each other"),
+        ("--no-python -m a", "--no-python and --module cannot be combined"),
         (
             "--nproc 3 --virtual-local-rank a.py",
             "3 workers need a GPU each, but CUDA_VISIBLE_DEVICES=1,0 has 2",

@@ -251,7 +251,7 @@ fn several_nodes_need_a_token_or_an_explicit_choice() {
     for words in ["--nnodes 2", "--token-file", "XLAUNCH_TOKEN", "--rdzv-insecure"] {
         assert!(refusal.contains(words), "{refusal}");
     }
-    assert!(xlaunch("--token-file /t --rdzv-insecure", &[]).unwrap_err().contains("exclude each other"));
+    assert!(xlaunch("--token-file /t --rdzv-insecure", &[]).unwrap_err().contains("cannot be combined"));
     let under_slurm = |munge, variables: &[(&str, &str)]| {
         let group = asked(Name::Xlaunch, "", variables, Ok(Some(step(munge))))?;
         Ok::<_, String>(group.unwrap().spec.security)
