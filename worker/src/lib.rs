@@ -33,7 +33,7 @@ pub mod pretrained;
 mod random;
 mod rank_threads;
 pub mod session;
-mod tracked;
+mod tracked_collective;
 pub mod train;
 pub mod weights;
 

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use xlaunch_proto::exit::ExitCode;
 
-use crate::names::{file_name, unique};
+use crate::naming::{file_name, unique};
 use xlaunch_proto::refusal::Refusal;
 
 /// File name of the agent's socket, both in a run's directory and in its entry.

@@ -14,7 +14,7 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
 
 use crate::command::ResolvedCommand;
-use crate::names::{file_name, unique};
+use crate::naming::{file_name, unique};
 use crate::registry::{Entry, SOCKET};
 use xlaunch_proto::refusal::Refusal;
 

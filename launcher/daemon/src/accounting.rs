@@ -20,8 +20,8 @@ use serde::{Deserialize, Serialize};
 use xlaunch_proto::labels::{kind as kind_label, node_job_state};
 use xlaunch_proto::v1::{JobAccount, JobKind, NodeJobState};
 
-use super::measured::Usage;
 use super::state::{Entry, Phase};
+use super::usage::Usage;
 
 const FILE: &str = "accounting.jsonl";
 /// Limit on the bytes read for a page, and on the bytes read from the end of each file to find the ids in it.

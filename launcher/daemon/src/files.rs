@@ -38,11 +38,11 @@ use xlaunch_proto::v1::StatusReply;
 
 use super::access_list::allow_user;
 use super::environment;
-use super::measured::Usage;
 use super::safe_open;
 use super::state::Element;
 use super::trash::Trash;
 use super::trusted_path;
+use super::usage::Usage;
 
 /// Version of the files that daemon and agent exchange. Since 2, a command is a `CommandSpec` instead of a command
 /// line. Since 3, the agent waits for its description and does not run in the job's environment.

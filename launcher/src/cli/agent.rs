@@ -30,7 +30,7 @@ use xlaunch_agent::registry::SOCKET;
 use xlaunch_agent::run_dir::RunDir;
 use xlaunch_agent::spawn::environment::BaseEnvironment;
 use xlaunch_daemon::files::{self, Description, JobResult, PROTOCOL};
-use xlaunch_daemon::measured::Usage;
+use xlaunch_daemon::usage::Usage;
 use xlaunch_proto::refusal::Refusal;
 
 /// Interval between attempts to write to a full disk.

@@ -15,7 +15,7 @@ use xlaunch_agent::command::{self, CommandSpec, ResolvedCommand};
 use xlaunch_agent::config::{self, Layer, Override};
 use xlaunch_agent::devices::{self, Node, Placement};
 use xlaunch_agent::driver::{self, Finished};
-use xlaunch_agent::environment::{self, Facts, Parent};
+use xlaunch_agent::environment_file::{self, Facts, Parent};
 use xlaunch_agent::group::interface;
 use xlaunch_agent::group::join::{self, Nodes};
 use xlaunch_agent::group::shared::{self, Mark};
@@ -30,7 +30,7 @@ use xlaunch_agent::waiting::{self, Group};
 use xlaunch_agent::workload::command::CommandPlan;
 use xlaunch_agent::workload::host_memory::{self, HostNeeds, MemoryPlan, SaveBuffers};
 use xlaunch_agent::workload::trainer::{CheckpointFiles, HeldLock, TrainerPlan};
-use xlaunch_agent::{clock, ending, memory, report, system_errors, workload};
+use xlaunch_agent::{clock, memory, report, run_summary, system_errors, workload};
 use xlaunch_proto::refusal::Refusal;
 use xlaunch_worker::{FillInError, Preflight, dry_run};
 
@@ -275,7 +275,7 @@ async fn run_trainer(
         data: checks.data,
         parent,
     };
-    let environment = leads.then(|| environment::write(&run.path, facts)).transpose();
+    let environment = leads.then(|| environment_file::write(&run.path, facts)).transpose();
     let environment = environment.map_err(|error| failed(&error))?;
     let plan = TrainerPlan {
         spec: &spec,
@@ -294,7 +294,7 @@ async fn run_trainer(
     let described = environment.map(|environment| environment.finish());
     // Written by the node that has rank 0 at the end. At the start that may have been another node.
     let summed_up = (finished.leads && !finished.left)
-        .then(|| ending::write(&dir, &finished, start.elapsed().as_secs_f64()));
+        .then(|| run_summary::write(&dir, &finished, start.elapsed().as_secs_f64()));
     for problem in [described, summed_up].into_iter().flatten().filter_map(Result::err) {
         print_line(format_args!("warning: failed to describe the run in {}: {problem}", dir.display()));
     }

@@ -64,7 +64,7 @@ async fn ready(target: Target) -> Result<ExitCode, QueryError> {
             ));
         }
         Server::Agents(launches) => {
-            for (name, reply) in launches::status_here(&launches.all().await?).await {
+            for (name, reply) in launches::local_status(&launches.all().await?).await {
                 let (state, spare) =
                     (reply.as_ref().map(StatusReply::state), reply.as_ref().is_ok_and(|it| it.spare));
                 ready |= spare || state == Ok(JobState::Running);

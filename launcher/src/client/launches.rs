@@ -150,7 +150,7 @@ pub(crate) async fn status_with_history(launches: &[Running]) -> Vec<(String, Re
 }
 
 /// Returns the status of each launch like [`status_of_all`], but for this node only.
-pub(crate) async fn status_here(launches: &[Running]) -> Vec<(String, Result<StatusReply, String>)> {
+pub(crate) async fn local_status(launches: &[Running]) -> Vec<(String, Result<StatusReply, String>)> {
     ask_all(launches, StatusRequest { local: true, ..StatusRequest::default() }).await
 }
 

@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
+use super::downsampled::Downsampled;
 use super::lines::{self, KEYS, Lines, Point, key};
 use super::reduce::{self, Reducer};
 use super::rewinds::Rewinds;
-use super::thinned::Thinned;
 
 /// Maximum number of values from which a median is taken. In longer runs they are evenly spaced.
 const MEDIAN_VALUES: usize = 1 << 16;
@@ -171,13 +171,13 @@ fn each_point(
 #[derive(Debug)]
 struct Totals {
     figures: Figures,
-    speeds: Thinned<f64>,
-    utilisations: Thinned<f64>,
+    speeds: Downsampled<f64>,
+    utilisations: Downsampled<f64>,
 }
 
 impl Default for Totals {
     fn default() -> Self {
-        let (speeds, utilisations) = (Thinned::new(MEDIAN_VALUES), Thinned::new(MEDIAN_VALUES));
+        let (speeds, utilisations) = (Downsampled::new(MEDIAN_VALUES), Downsampled::new(MEDIAN_VALUES));
         Self { figures: Figures::default(), speeds, utilisations }
     }
 }
@@ -211,7 +211,7 @@ impl Totals {
     }
 }
 
-fn median(values: Thinned<f64>) -> Option<f64> {
+fn median(values: Downsampled<f64>) -> Option<f64> {
     let mut values = values.into_items();
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied()

@@ -10,8 +10,8 @@ use fs_err::File;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
+use super::downsampled::Downsampled;
 use super::lines::Lines;
-use super::thinned::Thinned;
 use xlaunch_proto::quantities::bytes_text;
 
 /// File with the points of a run.
@@ -148,7 +148,7 @@ fn gpus(value: &Value) -> Option<String> {
 pub(crate) fn samples(run: &Path, notes: &mut Vec<String>) -> Vec<Sample> {
     let path = run.join(SAMPLES);
     let Ok(mut lines) = Lines::open(&path, u64::MAX) else { return Vec::new() };
-    let (mut thinned, mut last, mut broken) = (Thinned::new(MAX_SAMPLES), None, 0);
+    let (mut thinned, mut last, mut broken) = (Downsampled::new(MAX_SAMPLES), None, 0);
     loop {
         match lines.next() {
             Ok(Some((line, cut))) => match serde_json::from_slice::<Sample>(line) {

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use xlaunch_agent::environment;
+use xlaunch_agent::environment_file;
 
 use super::curves::Source;
 use super::documents::{self, JOB, METRICS};
@@ -47,7 +47,7 @@ pub(crate) fn find(path: &Path) -> Result<RunFiles, String> {
 }
 
 fn is_run(dir: &Path) -> bool {
-    [METRICS, JOB, environment::ENVIRONMENT_FILE].iter().any(|name| dir.join(name).is_file())
+    [METRICS, JOB, environment_file::ENVIRONMENT_FILE].iter().any(|name| dir.join(name).is_file())
 }
 
 /// Returns the newest run of a job. Runs are named by their start time, so names sort by time.
@@ -110,7 +110,7 @@ struct Parent {
 }
 
 fn parent(dir: &Path) -> Option<Parent> {
-    let recorded = documents::read(&dir.join(environment::ENVIRONMENT_FILE)).ok().flatten();
+    let recorded = documents::read(&dir.join(environment_file::ENVIRONMENT_FILE)).ok().flatten();
     let from_environment =
         recorded.as_ref().map(|value| &value["continues"]).filter(|value| value.is_object());
     let of_checkpoint = || documents::newest_state(dir)?["parents"].as_array()?.last().cloned();
@@ -154,8 +154,11 @@ mod tests {
         let dir = job.join(name);
         fs_err::create_dir_all(&dir).unwrap();
         fs_err::write(dir.join(METRICS), lines).unwrap();
-        fs_err::write(dir.join(environment::ENVIRONMENT_FILE), json!({ "continues": continues }).to_string())
-            .unwrap();
+        fs_err::write(
+            dir.join(environment_file::ENVIRONMENT_FILE),
+            json!({ "continues": continues }).to_string(),
+        )
+        .unwrap();
         dir
     }
 

@@ -14,17 +14,17 @@
 
 mod curves;
 mod documents;
+mod downsampled;
 mod lines;
 mod locate;
 mod page;
 mod reduce;
 mod rewinds;
-mod thinned;
 
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
-use xlaunch_agent::{ending, environment};
+use xlaunch_agent::{environment_file, run_summary};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::refusal::Refusal;
 
@@ -81,7 +81,7 @@ fn read_run(files: &RunFiles) -> Result<Run, Refusal> {
         })
     };
     let (config, environment, ending) =
-        (document(JOB), document(environment::ENVIRONMENT_FILE), document(ending::SUMMARY_FILE));
+        (document(JOB), document(environment_file::ENVIRONMENT_FILE), document(run_summary::SUMMARY_FILE));
     let samples = files.dir.as_deref().map(|dir| documents::samples(dir, &mut notes)).unwrap_or_default();
     let path = files.dir.as_ref().unwrap_or(&files.metrics).display().to_string();
     Ok(Run { label: files.label.clone(), path, curves, config, environment, ending, samples, notes })
@@ -141,7 +141,7 @@ mod tests {
     fn run_with_nothing_but_a_configuration_is_reported_with_a_note() {
         let dir = tempfile::tempdir().unwrap();
         fs_err::write(dir.path().join(JOB), "{\"train\": {\"lr\": 1}}").unwrap();
-        fs_err::write(dir.path().join(ending::SUMMARY_FILE), "nonsense").unwrap();
+        fs_err::write(dir.path().join(run_summary::SUMMARY_FILE), "nonsense").unwrap();
         let runs = read(&[dir.path().to_owned()]).unwrap();
         let report = json(&runs);
         let run = &report["runs"][0];

@@ -11,7 +11,7 @@ use xlaunch_data::{TOKENIZER_FILE, Tokenizer};
 
 use super::destination::Destination;
 use super::writer::{Plan, Writer, write_error};
-use super::{INDEX, ModelError, card, names};
+use super::{INDEX, ModelError, card, tensor_names};
 use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, State, directory};
 use crate::model::layout::Layout;
 
@@ -72,7 +72,7 @@ pub(super) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<E
     let layout = Layout::new(&state.model);
     let files = card::files(&state, &layout, options.dtype, tokenizer.as_ref())?;
     let destination = Destination::claim(&options.output, options.overwrite)?;
-    let plan = Plan::new(names::tensors(&state.model, &layout), options.dtype, max_file_bytes);
+    let plan = Plan::new(tensor_names::tensors(&state.model, &layout), options.dtype, max_file_bytes);
     let (bytes, index) = (plan.bytes(), plan.index());
     write_weights(&path, &state, &layout, Writer::create(plan, destination.path())?)?;
     let index = index.map(|index| (INDEX, format!("{index:#}\n").into_bytes()));

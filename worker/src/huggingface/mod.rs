@@ -23,8 +23,8 @@ pub mod export;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzz;
 mod keys;
-mod names;
 mod source;
+mod tensor_names;
 #[cfg(test)]
 mod tests;
 mod writer;

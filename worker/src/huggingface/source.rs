@@ -18,7 +18,7 @@ use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde::Deserialize;
 use xlaunch_proto::model::ModelShape;
 
-use super::names::{self, Mapped};
+use super::tensor_names::{self, Mapped};
 use super::{INDEX, ModelError, WEIGHTS, config};
 use crate::checkpoint::{Abandoned, Arena, Piece, Sink, read_header};
 use crate::inherited::CONFIG;
@@ -157,11 +157,11 @@ impl Directory {
         files: Vec<(PathBuf, File)>,
         mut found: HashMap<String, (usize, TensorInfo, u64)>,
     ) -> Result<Weights, ModelError> {
-        let prefix = names::prefix(shape.arch);
+        let prefix = tensor_names::prefix(shape.arch);
         // Names in a model without a head lack the prefix.
         let whole = found.keys().any(|name| name.starts_with(prefix));
         let mut parts = Vec::new();
-        for tensor in names::tensors(shape, layout) {
+        for tensor in tensor_names::tensors(shape, layout) {
             let bare = tensor.name.strip_prefix(prefix).filter(|_| !whole).unwrap_or(&tensor.name);
             let Some((file, info, data)) = found.remove(bare) else {
                 return Err(tensor_error(&self.path, bare, "not found"));
@@ -170,7 +170,8 @@ impl Directory {
             let at = data.saturating_add(info.data_offsets.0 as u64);
             parts.push(Part { tensor, file, at, dtype: info.dtype });
         }
-        let mut others: Vec<&String> = found.keys().filter(|name| !names::is_derived(name, shape)).collect();
+        let mut others: Vec<&String> =
+            found.keys().filter(|name| !tensor_names::is_derived(name, shape)).collect();
         others.sort_unstable();
         match others.first() {
             None => Ok(Weights { files, parts }),

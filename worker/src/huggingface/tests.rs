@@ -382,7 +382,7 @@ fn half_precision_base_models_and_derived_tensors_are_read() {
         });
         let halved = halved.unwrap();
         assert!(exact.iter().zip(&halved).all(|(a, b)| f16::from_f32(*a).to_f32() == *b));
-        let prefix = super::names::prefix(shape.arch);
+        let prefix = super::tensor_names::prefix(shape.arch);
         let base = changed.read(&|tensors| {
             for (name, ..) in tensors.iter_mut() {
                 *name = name.strip_prefix(prefix).unwrap_or(name).to_owned();

@@ -16,8 +16,8 @@ use fs_err::File;
 use half::bf16;
 use serde_json::{Map, Value, json};
 
-use super::names::Mapped;
 use super::source::transpose;
+use super::tensor_names::Mapped;
 use super::{ModelError, WEIGHTS};
 
 /// Metadata that marks files written by an export.
@@ -277,12 +277,12 @@ mod tests {
     use xlaunch_proto::model::PRESETS;
 
     use super::*;
-    use crate::huggingface::names;
+    use crate::huggingface::tensor_names;
     use crate::model::layout::Layout;
 
     fn plan(max_bytes: u64) -> Plan {
         let shape = &PRESETS[0].1;
-        Plan::new(names::tensors(shape, &Layout::new(shape)), ExportDtype::Bf16, max_bytes)
+        Plan::new(tensor_names::tensors(shape, &Layout::new(shape)), ExportDtype::Bf16, max_bytes)
     }
 
     #[test]

@@ -8,16 +8,16 @@ use xlaunch_engine::{
 };
 use xlaunch_proto::model::Arch;
 
-use super::kept::Kept;
 use super::layout;
 use super::linear::{Operand, Use};
+use super::saved_activations::SavedActivations;
 use super::{Model, Rows, attention_shape};
 
 /// The activations that backward needs. Backward frees each tensor after its last use.
 #[derive(Debug)]
 pub struct Activations {
     pub(super) rows: Rows,
-    pub(super) blocks: Vec<Kept>,
+    pub(super) blocks: Vec<SavedActivations>,
     /// Input, output and statistics of the final norm.
     pub(super) last: Normed,
 }
@@ -100,7 +100,7 @@ impl Model {
             let shape = Self::linear_shape(rows, self.shape.ffn, self.shape.dim);
             let branch = self.linear(shape, &block.inputs.out, &params.out)?;
             ln1 = self.add_norm(rows, &block.ln2.x, branch, next)?;
-            blocks.push(Kept::new(block, self.memory.recompute));
+            blocks.push(SavedActivations::new(block, self.memory.recompute));
         }
         next_part()?;
         Ok(Activations { rows, blocks, last: ln1 })

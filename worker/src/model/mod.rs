@@ -15,10 +15,10 @@ pub mod decode;
 mod forward;
 mod head;
 pub mod init;
-mod kept;
 pub mod layout;
 mod linear;
 mod rope;
+mod saved_activations;
 
 use std::ops::Range;
 use std::rc::Rc;

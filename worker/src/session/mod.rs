@@ -39,7 +39,7 @@ use crate::model::{BackendHandle, Model, Rows, attention_shape};
 use crate::nccl_windows;
 use crate::optim::AdamW;
 use crate::phase;
-use crate::tracked::Tracked;
+use crate::tracked_collective::TrackedCollective;
 use crate::train::{self, Division, Evaluator, Outcome, Run, Sampler, Stepper, Tracer};
 use crate::weights;
 use device::{Libraries, OpenDevice};
@@ -197,7 +197,7 @@ fn connect_and_fill<T>(
 ) -> Result<(Box<dyn Collective>, Result<T>)> {
     let (connected, filled) = std::thread::scope(|scope| {
         let connecting = std::thread::Builder::new().name("connect".into()).spawn_scoped(scope, || {
-            let collective: Box<dyn Collective> = Box::new(Tracked(meeting.connect()?));
+            let collective: Box<dyn Collective> = Box::new(TrackedCollective(meeting.connect()?));
             context.control.open_session(context.hello(), collective.abort_handle());
             Ok(collective)
         });

@@ -4,7 +4,7 @@ use serde::Serialize;
 use serde_json::Value;
 use xlaunch_proto::spec::JobSpec;
 
-use crate::names;
+use crate::naming;
 
 pub use xlaunch_proto::spec::RENAMED_KEYS;
 
@@ -57,7 +57,7 @@ pub(super) fn nearest(key: &str, known: &[String]) -> String {
     if let Some(other) = known.iter().find(|other| name(other) == wanted) {
         return format!("did you mean `{other}`?");
     }
-    match names::nearest(key, known.iter().map(String::as_str)) {
+    match naming::nearest(key, known.iter().map(String::as_str)) {
         Some((best, similarity)) if similarity > 0.85 => format!("did you mean `{best}`?"),
         Some((best, _)) => format!("a known key, such as `{best}`"),
         None => String::new(),
@@ -68,7 +68,7 @@ pub(super) fn nearest(key: &str, known: &[String]) -> String {
 pub(super) fn nearest_section(section: &str, known: &[String]) -> String {
     let mut sections: Vec<&str> = known.iter().filter_map(|key| Some(key.split_once('.')?.0)).collect();
     sections.dedup();
-    match names::nearest(section, sections.iter().copied()) {
+    match naming::nearest(section, sections.iter().copied()) {
         Some((best, similarity)) if similarity > 0.7 => format!("did you mean `[{best}]`?"),
         _ => format!("the sections are [{}]", sections.join("], [")),
     }

@@ -93,7 +93,7 @@ async fn answers(query: &Query, service: &Arc<Service>) -> Result<Answers, Statu
     let malformed = |error: prost::DecodeError| Status::invalid_argument(error.to_string());
     Ok(match &query.question {
         Some(Question::Status(_)) => {
-            let status = service.status_here(false).await;
+            let status = service.local_status(false).await;
             one(Answer::Status(status.encode_to_vec()))
         }
         Some(Question::Logs(request)) => {
@@ -103,7 +103,7 @@ async fn answers(query: &Query, service: &Arc<Service>) -> Result<Answers, Statu
         }
         Some(Question::Stacks(request)) => {
             let request = StacksRequest::decode(&**request).map_err(malformed)?;
-            let replies = service.stacks_here(request.rank).await?;
+            let replies = service.local_stacks(request.rank).await?;
             Box::pin(tokio_stream::iter(replies).map(|reply| Ok(Answer::Stacks(reply.encode_to_vec()))))
         }
         Some(Question::Checkpoint(_)) => {
@@ -112,7 +112,7 @@ async fn answers(query: &Query, service: &Arc<Service>) -> Result<Answers, Statu
             let (saved, answer) = mpsc::channel(1);
             tokio::spawn(async move {
                 tokio::select! {
-                    reply = service.checkpoint_here() => {
+                    reply = service.local_checkpoint() => {
                         let answer = reply.map(|reply| Answer::Checkpoint(reply.encode_to_vec()));
                         // Fails only if the asker has gone.
                         let _ = saved.send(answer).await;

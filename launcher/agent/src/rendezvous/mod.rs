@@ -14,9 +14,9 @@
 
 mod answers;
 pub mod barrier;
-mod elsewhere;
-mod here;
 mod listener;
+mod local_queries;
+mod peer_queries;
 pub mod peers;
 pub mod service;
 

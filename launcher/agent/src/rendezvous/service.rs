@@ -33,7 +33,7 @@ use xlaunch_proto::v1::{
 
 use super::barrier::Reply;
 use super::peers::Peers;
-use super::{answers, elsewhere, listener};
+use super::{answers, listener, peer_queries};
 use crate::process::Process;
 use crate::status::board::Board;
 use crate::status::{Monitor, merge};
@@ -219,10 +219,10 @@ impl Agent for Service {
     async fn status(&self, request: Request<StatusRequest>) -> Result<Response<StatusReply>, Status> {
         let StatusRequest { history, local } = request.into_inner();
         let Some(peers) = self.peers.as_ref().filter(|_| !local) else {
-            return Ok(Response::new(self.status_here(history).await));
+            return Ok(Response::new(self.local_status(history).await));
         };
         let survey = peers.survey(self.node_rank().is_none());
-        let (own, survey) = tokio::join!(self.status_here(history), survey);
+        let (own, survey) = tokio::join!(self.local_status(history), survey);
         Ok(Response::new(merge::merge(own, survey.nodes, survey.replies)))
     }
 
@@ -235,7 +235,7 @@ impl Agent for Service {
             (board.assignment().world, board.local_rank(request.rank).is_some())
         };
         if let Some(peers) = self.peers.as_ref().filter(|_| self.node_rank().is_none()) {
-            world = elsewhere::world(peers).await;
+            world = peer_queries::world(peers).await;
         }
         if request.rank >= world {
             let rank = request.rank;
@@ -243,8 +243,8 @@ impl Agent for Service {
             return Err(Status::invalid_argument(message));
         }
         let chunks = match self.peers_of_attempt().filter(|_| !is_here) {
-            Some(peers) => elsewhere::logs(peers, self.board.clone(), request, self.log_reader()?),
-            None => self.logs_here(request)?,
+            Some(peers) => peer_queries::logs(peers, self.board.clone(), request, self.log_reader()?),
+            None => self.local_logs(request)?,
         };
         Ok(Response::new(ReceiverStream::new(chunks)))
     }
@@ -255,15 +255,15 @@ impl Agent for Service {
         let StacksRequest { rank } = request.into_inner();
         let is_here = rank.is_some_and(|rank| self.board.borrow().local_rank(rank).is_some());
         let replies: Self::StacksStream = match (self.peers_of_attempt().filter(|_| !is_here), rank) {
-            (Some(peers), Some(of)) => Box::pin(elsewhere::stacks(peers, &[of], rank)),
+            (Some(peers), Some(of)) => Box::pin(peer_queries::stacks(peers, &[of], rank)),
             (Some(peers), None) => {
                 let own = self.node_rank();
-                let nodes = elsewhere::first_ranks(peers, own).await;
-                let others = elsewhere::stacks(peers, &nodes, None);
-                let here = if own.is_some() { self.stacks_here(None).await? } else { Vec::new() };
+                let nodes = peer_queries::first_ranks(peers, own).await;
+                let others = peer_queries::stacks(peers, &nodes, None);
+                let here = if own.is_some() { self.local_stacks(None).await? } else { Vec::new() };
                 Box::pin(tokio_stream::iter(here).map(Ok).chain(others))
             }
-            (None, rank) => Box::pin(tokio_stream::iter(self.stacks_here(rank).await?).map(Ok)),
+            (None, rank) => Box::pin(tokio_stream::iter(self.local_stacks(rank).await?).map(Ok)),
         };
         Ok(Response::new(replies))
     }
@@ -278,8 +278,8 @@ impl Agent for Service {
     async fn checkpoint(&self, _: Request<CheckpointRequest>) -> Result<Response<CheckpointReply>, Status> {
         let is_elsewhere = self.node_rank() != Some(0);
         let reply = match self.peers_of_attempt().filter(|_| is_elsewhere) {
-            Some(peers) => elsewhere::checkpoint(peers).await?,
-            None => self.checkpoint_here().await?,
+            Some(peers) => peer_queries::checkpoint(peers).await?,
+            None => self.local_checkpoint().await?,
         };
         Ok(Response::new(reply))
     }

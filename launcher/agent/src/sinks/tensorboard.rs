@@ -20,7 +20,7 @@ use super::appender::Appender;
 use super::{RankReport, ReportSink};
 use crate::clock;
 use crate::devices;
-use crate::names::file_name;
+use crate::naming::file_name;
 
 /// Contents of the first event of every file, which identifies the format.
 const FILE_VERSION: &str = "brain.Event:2";

@@ -10,8 +10,8 @@
 //!
 //! Invariant: at any moment, the kinds add up to the time since the start of the job.
 
+mod checkpoint_interval;
 mod restart;
-mod young;
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{Accounting, RestartCount, StepReport};
 
+pub(crate) use checkpoint_interval::{CheckpointInterval, Measured, suggestion};
 pub(crate) use restart::RestartTimes;
-pub(crate) use young::{CheckpointInterval, Measured, suggestion};
 
 /// Uses of time; each is an index into [`TimeAccount::spent`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -32,9 +32,9 @@ use super::hooks::{Facts, Moment};
 use super::{Agent, AgentStart, AgentStarter};
 use crate::config::HooksSection;
 use crate::files::{AgentRecord, JobDirs, JobResult, StartOptions, is_full};
-use crate::measured::Usage;
 use crate::runtime::Stop;
 use crate::state::limits::AGENT_STOP_MARGIN;
+use crate::usage::Usage;
 use crate::users;
 use xlaunch_agent::registry::SOCKET;
 

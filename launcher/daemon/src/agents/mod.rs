@@ -31,7 +31,7 @@ use tokio::net::unix::pipe;
 use self::process::AgentProcess;
 use self::unit::Unit;
 use crate::files::{AgentRecord, JobDirs};
-use crate::measured::Usage;
+use crate::usage::Usage;
 use crate::users::{self, Account};
 use xlaunch_agent::spawn::sys;
 

@@ -17,7 +17,7 @@ use super::AgentStart;
 use super::examination::{DOCTOR, ExaminationStart, Stdio};
 use super::hooks::{HookStart, took_too_long};
 use super::process;
-use crate::measured::Usage;
+use crate::usage::Usage;
 
 /// Interval at which a unit is polled after its main process has exited until it is inactive, and while its main
 /// process is unknown.

@@ -5,7 +5,7 @@ use std::ops::RangeInclusive;
 use serde::{Deserialize, Serialize};
 use xlaunch_proto::convert::scheduling::{Condition, Warning};
 
-use crate::measured::Usage;
+use crate::usage::Usage;
 
 /// Maximum length of a reason, a report or a command line.
 pub(crate) const MAX_TEXT_BYTES: usize = 4096;

@@ -164,7 +164,7 @@ impl CommandWorkload<'_> {
             if *ended {
                 self.heartbeats.remove(*rank)
             } else {
-                self.heartbeats.record_elsewhere(*rank, *step, age, now)
+                self.heartbeats.record_remote(*rank, *step, age, now)
             }
         }
         self.elsewhere.heard(heartbeats);

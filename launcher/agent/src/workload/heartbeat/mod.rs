@@ -97,12 +97,12 @@ impl HeartbeatMonitor {
     pub(super) fn record(&mut self, rank: u32, step: Option<u64>, age: Duration, now: Instant) -> bool {
         let advances = self.furthest.is_none_or(|furthest| step.is_some_and(|step| step > furthest));
         self.furthest = self.furthest.max(step);
-        self.record_elsewhere(rank, step, age, now);
+        self.record_remote(rank, step, age, now);
         advances
     }
 
     /// Records a heartbeat of a rank on another node. That node's agent decides whether it is progress.
-    pub(super) fn record_elsewhere(&mut self, rank: u32, step: Option<u64>, age: Duration, now: Instant) {
+    pub(super) fn record_remote(&mut self, rank: u32, step: Option<u64>, age: Duration, now: Instant) {
         // The heartbeat was found by this poll and not by the last one, whatever the clock of the file system says.
         let age = age.min(now.saturating_duration_since(self.last_poll));
         let at = now.checked_sub(age).unwrap_or(now);

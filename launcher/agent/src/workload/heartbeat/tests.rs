@@ -92,11 +92,11 @@ fn report_uses_the_given_names_of_hung_ranks() {
 fn steps_of_other_nodes_are_compared_and_are_not_progress_of_this_one() {
     let mut run = Run::new(Some(10));
     run.steps(&[0], 1, 5);
-    run.monitor.record_elsewhere(2, Some(6), Duration::ZERO, run.now());
+    run.monitor.record_remote(2, Some(6), Duration::ZERO, run.now());
     run.second += 1;
     let now = run.now();
     assert!(run.monitor.record(0, Some(6), Duration::ZERO, now));
-    run.monitor.record_elsewhere(3, Some(5), Duration::ZERO, now);
+    run.monitor.record_remote(3, Some(5), Duration::ZERO, now);
     let (_, hang) = run.silence_until_hang(&[]);
     assert_eq!(hang.message, "sent no heartbeat for 11 s (step 5); ranks 0, 2 are waiting for it");
     assert_eq!(hang.ranks, [3]);

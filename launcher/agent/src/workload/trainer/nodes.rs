@@ -46,7 +46,7 @@ impl TrainerWorkload<'_> {
                 for RankReport { rank, report } in reports.reports {
                     let report = WorkerReport::decode(&*report).ok().and_then(|report| report.report);
                     if let Some(report) = report {
-                        self.reported_elsewhere(rank, &report, board);
+                        self.reported_remotely(rank, &report, board);
                     }
                 }
                 None

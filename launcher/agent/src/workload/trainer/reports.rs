@@ -105,7 +105,7 @@ impl TrainerWorkload<'_> {
     }
 
     /// Handles a report of another node's rank.
-    pub(super) fn reported_elsewhere(&mut self, rank: u32, report: &Report, board: &watch::Sender<Board>) {
+    pub(super) fn reported_remotely(&mut self, rank: u32, report: &Report, board: &watch::Sender<Board>) {
         let now = Instant::now();
         self.hang_detector.heard_of(rank, now);
         self.hang_detector.record(rank, report, now);

@@ -2,14 +2,14 @@
 
 /// Keeps every 2^n-th item. When there are too many, every second one is removed, and n increases.
 #[derive(Debug)]
-pub(crate) struct Thinned<T> {
+pub(crate) struct Downsampled<T> {
     items: Vec<T>,
     most: usize,
     interval: u64,
     seen: u64,
 }
 
-impl<T> Thinned<T> {
+impl<T> Downsampled<T> {
     pub(crate) fn new(most: usize) -> Self {
         Self { items: Vec::new(), most, interval: 1, seen: 0 }
     }
@@ -42,7 +42,7 @@ mod tests {
     #[test]
     fn items_stay_evenly_spaced() {
         let thinned = |count: u64| {
-            let mut thinned = Thinned::new(4);
+            let mut thinned = Downsampled::new(4);
             (0..count).for_each(|item| thinned.add(item));
             thinned.into_items()
         };

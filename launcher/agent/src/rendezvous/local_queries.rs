@@ -17,18 +17,18 @@ pub(super) type LogChunks = mpsc::Receiver<Result<LogsReply, Status>>;
 
 impl Service {
     /// Returns the status of this node.
-    pub(super) async fn status_here(&self, history: bool) -> StatusReply {
+    pub(super) async fn local_status(&self, history: bool) -> StatusReply {
         let mut board = self.board.clone();
         self.monitor.refresh(&mut board).await;
         board.borrow().reply(Instant::now(), history)
     }
 
     /// Streams the log of a rank of this node.
-    pub(super) fn logs_here(&self, request: LogsRequest) -> Result<LogChunks, Status> {
+    pub(super) fn local_logs(&self, request: LogsRequest) -> Result<LogChunks, Status> {
         follow::stream(self.board.clone(), self.local(request)?, self.log_reader()?)
     }
 
-    /// Same as [`logs_here`](Self::logs_here), but ends with the current attempt.
+    /// Same as [`local_logs`](Self::local_logs), but ends with the current attempt.
     pub(super) fn logs_of_attempt(&self, request: LogsRequest) -> Result<LogChunks, Status> {
         follow::stream_of_attempt(self.board.clone(), self.local(request)?, self.log_reader()?)
     }
@@ -51,7 +51,7 @@ impl Service {
     }
 
     /// Takes the stacks of a rank of this node, or of all of them.
-    pub(super) async fn stacks_here(&self, rank: Option<u32>) -> Result<Vec<StacksReply>, Status> {
+    pub(super) async fn local_stacks(&self, rank: Option<u32>) -> Result<Vec<StacksReply>, Status> {
         let (mut subjects, first_rank) = {
             let board = self.board.borrow();
             (board.subjects(), board.rank_of(0))
@@ -77,7 +77,7 @@ impl Service {
     }
 
     /// Saves a checkpoint. Rank 0 of the job must be on this node.
-    pub(super) async fn checkpoint_here(&self) -> Result<CheckpointReply, Status> {
+    pub(super) async fn local_checkpoint(&self) -> Result<CheckpointReply, Status> {
         self.call(Message::Checkpoint).await?
     }
 }

@@ -9,9 +9,9 @@ use crate::phase;
 
 /// Wraps the collective that does all the work.
 #[derive(Debug)]
-pub(crate) struct Tracked(pub(crate) Box<dyn Collective>);
+pub(crate) struct TrackedCollective(pub(crate) Box<dyn Collective>);
 
-impl Tracked {
+impl TrackedCollective {
     fn start(&mut self, start: impl FnOnce(&mut dyn Collective) -> Result<()>) -> Result<()> {
         phase::begin_collective();
         let started = start(&mut *self.0);
@@ -20,7 +20,7 @@ impl Tracked {
     }
 }
 
-impl Collective for Tracked {
+impl Collective for TrackedCollective {
     fn rank(&self) -> usize {
         self.0.rank()
     }

@@ -11,7 +11,7 @@ use xlaunch_proto::v1::query::Question;
 use xlaunch_proto::v1::query_reply::Answer;
 use xlaunch_proto::v1::{CheckpointReply, LogsReply, LogsRequest, MemberState, StacksReply, StacksRequest};
 
-use super::here::LogChunks;
+use super::local_queries::LogChunks;
 use super::peers::{Asked, Peers};
 use crate::status::board::Board;
 

@@ -16,7 +16,7 @@ use super::{Model, Rows, layout};
 /// A block between forward and backward.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "there are as many as blocks")]
-pub(super) enum Kept {
+pub(super) enum SavedActivations {
     All(Block),
     /// All activations except the inputs of linear layers: outputs of norms and of the activation function; in FP8,
     /// also the output of attention.
@@ -32,7 +32,7 @@ pub(super) enum Kept {
     Input(Tensor),
 }
 
-impl Kept {
+impl SavedActivations {
     /// Frees the activations that will be recomputed.
     pub(super) fn new(block: Block, recompute: Recompute) -> Self {
         match recompute {
@@ -52,10 +52,15 @@ impl Kept {
 impl Model {
     /// Restores the whole block with the same bits as in forward. The exception is GELU's output on GPUs, which forward
     /// may have computed from an `h` that was not rounded yet.
-    pub(super) fn restore(&self, rows: Rows, kept: Kept, params: &layout::Block) -> Result<Block> {
+    pub(super) fn restore(
+        &self,
+        rows: Rows,
+        kept: SavedActivations,
+        params: &layout::Block,
+    ) -> Result<Block> {
         match kept {
-            Kept::All(block) => Ok(block),
-            Kept::Costly { ln1, qkv, att, lse, ln2, h } => {
+            SavedActivations::All(block) => Ok(block),
+            SavedActivations::Costly { ln1, qkv, att, lse, ln2, h } => {
                 // The inputs of norms are rounded sums, and forward normalised the same rounded values.
                 let (y1, ln1) = self.norm_with_stats(rows, ln1.x, ln1.stats, &params.ln1)?.split();
                 let (y2, ln2) = self.norm_with_stats(rows, ln2.x, ln2.stats, &params.ln2)?.split();
@@ -68,7 +73,7 @@ impl Model {
                 };
                 Ok(Block { ln1, inputs, qkv, att, lse, ln2, h })
             }
-            Kept::Input(x) => self.block(rows, self.norm(rows, x, &params.ln1)?, params),
+            SavedActivations::Input(x) => self.block(rows, self.norm(rows, x, &params.ln1)?, params),
         }
     }
 

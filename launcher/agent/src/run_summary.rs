@@ -27,5 +27,5 @@ pub fn write(dir: &Path, finished: &Finished, seconds: f64) -> io::Result<()> {
         "attempts": finished.status.attempt + 1,
         "accounting": finished.status.accounting.as_ref().map(json::accounting),
     });
-    crate::environment::write_json(&dir.join(SUMMARY_FILE), &value)
+    crate::environment_file::write_json(&dir.join(SUMMARY_FILE), &value)
 }
