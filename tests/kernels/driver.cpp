@@ -215,7 +215,7 @@ int cuMemcpyHtoDAsync_v2(uintptr_t to, const void* from, size_t bytes, void*) {
 }
 int cuMemcpyDtoHAsync_v2(void* to, uintptr_t from, size_t bytes, void*) {
     if (!host_range_contains(reinterpret_cast<uintptr_t>(to), bytes))
-        return failed(INVALID_VALUE, "a copy writes to memory of which only a part was pinned at once");
+        return failed(INVALID_VALUE, "a copy writes to host memory that is not all in one pinned range");
     return copy(reinterpret_cast<uintptr_t>(to), from, bytes, false, true);
 }
 int cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t bytes, void*) {

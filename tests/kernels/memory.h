@@ -43,7 +43,7 @@ constexpr size_t TOTAL_BYTES = size_t(80) << 30;
 // Host memory that kernels may access.
 void register_host(uintptr_t address, size_t bytes);
 void unregister_host(uintptr_t address);
-// Returns whether all of these bytes are in one registered range, or none is: a driver refuses copies to others.
+// Returns whether these bytes lie within one registered range or touch none. A driver refuses any other copy.
 bool host_range_contains(uintptr_t address, size_t bytes);
 
 // Records a copy or memset of the host; returns false if it leaves its allocation.

@@ -215,8 +215,8 @@ impl OwnKernels {
         Launch::threads(rows * self.delta_lanes(), DELTA_THREADS)
     }
 
-    /// Returns the number of threads per row of [`DELTA`], a power of two that divides the warp size: one per vector,
-    /// up to a limit.
+    /// Returns the number of threads per row of [`DELTA`], a power of two that divides the warp size: 32 in the FP32
+    /// kernels, otherwise one per vector.
     fn delta_lanes(self) -> usize {
         match self {
             Self::Fp32 { .. } => 32,
