@@ -34,7 +34,7 @@ function start() {
   figures.forEach((one) => one.draw());
 }
 
-/** A chart: its element, and a function that draws it as the controls say. */
+/** Returns a chart: its element, and a function that draws it with the current settings of the controls. */
 function figure(chart) {
   const log = make("input", { type: "checkbox", id: `log-${chart.id}` });
   const svg = draw("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", tabindex: 0, "aria-label": `${chart.title} by step` });
@@ -107,7 +107,7 @@ function paint(svg, chart, log, smooth) {
     const raw = { class: `curve c${curve.run}${curve.smooth ? " raw" : ""}`, "data-run": curve.run, "data-key": curve.key };
     out.push(draw("path", { ...raw, d: path(curve.steps, curve.values, x, y) }));
     if (curve.smooth) out.push(draw("path", { class: `curve c${curve.run}`, d: path(curve.steps, curve.smooth, x, y) }));
-    // Single values, and those of evaluations, would not be seen as a line.
+    // A single value is not visible as a line, and values of evaluations are few, so both get marks.
     const single = curve.values.filter(shows).length === 1;
     if (!curve.marks && !single) continue;
     curve.steps.forEach((step, index) => {
@@ -129,7 +129,7 @@ function path(steps, values, x, y) {
   return out;
 }
 
-/** Exponential moving average without the bias of its beginning. Gaps stay gaps. */
+/** Returns the exponential moving average, corrected for the bias at the beginning. Gaps remain gaps. */
 function smoothed(values, weight) {
   let sum = 0, total = 0;
   return values.map((value) => {
@@ -163,7 +163,7 @@ function logarithmic([low, high], from, to) {
   return { of, back: inner.back, ticks: (count) => (inside.length < 2 ? ticks(low, high, count) : thin(count)) };
 }
 
-/** Round numbers between two, about `count` of them. */
+/** Returns about `count` round numbers between two numbers. */
 function ticks(low, high, count) {
   if (!(high > low)) return [low];
   const rough = (high - low) / count;
@@ -174,7 +174,7 @@ function ticks(low, high, count) {
   return out;
 }
 
-/** The index of the number that is nearest, in rising ones. */
+/** Returns the index of the nearest number in an ascending list. */
 function nearest(numbers, wanted) {
   let low = 0, high = numbers.length - 1;
   while (low < high) {
@@ -185,7 +185,7 @@ function nearest(numbers, wanted) {
   return low > 0 && wanted - numbers[low - 1] <= numbers[low] - wanted ? low - 1 : low;
 }
 
-/** For axes: `812`, `46.1K`, `3e-4`. */
+/** Formats a number for an axis: `812`, `46.1K`, `3e-4`. */
 function brief(value) {
   const size = Math.abs(value);
   for (const [unit, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "K"]]) {
