@@ -20,8 +20,8 @@
 #include <string>
 #include <utility>
 
-// Functions of libcuda.so. The first returns whether a range is device memory that has been written entirely, the second
-// marks a range as written.
+// Functions of libcuda.so. The first returns whether a range is device memory that has been written entirely; the
+// second marks a range as written.
 extern "C" bool emulator_device_reads(const void* p, size_t bytes);
 extern "C" bool emulator_device_writes(void* p, size_t bytes);
 
