@@ -32,7 +32,7 @@ struct Fiber {
     State state;
     EmulatorIndex index;
     uint16_t warp_epoch;
-    // Where it waits, and for what.
+    // Place and operation that the thread waits for.
     const char* file;
     int line;
     EmulatorOperation operation;

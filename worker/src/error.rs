@@ -95,7 +95,7 @@ pub enum WorkerError {
     OfRank {
         /// The rank.
         rank: u32,
-        /// Its error.
+        /// Error of that rank.
         error: Box<WorkerError>,
     },
     /// A system call failed.

@@ -44,13 +44,13 @@ pub enum Device {
 /// A trained model on disk.
 #[derive(Debug)]
 pub struct Source {
-    /// Its sizes.
+    /// Sizes of the model.
     pub shape: ModelShape,
     /// Tokenizer that it was trained with, if known.
     pub tokenizer: Option<Tokenizer>,
     /// Other settings in the model's directory or, for a checkpoint, in the directory of its initial weights.
     pub inherited: Option<Inherited>,
-    /// Whether it is a checkpoint of a run rather than a model in Hugging Face's layout.
+    /// Whether the source is a checkpoint of a run rather than a model in Hugging Face's layout.
     pub is_run: bool,
     /// Notes for the user.
     pub notes: Vec<String>,

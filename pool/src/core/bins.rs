@@ -24,9 +24,9 @@ pub enum Place {
 /// Result of a search for a free block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fit {
-    /// This block fits and may be used at once.
+    /// The block of this index fits and may be used at once.
     Ready(u32),
-    /// This block fits, but the stream must first wait for other streams.
+    /// The block of this index fits, but the stream must first wait for other streams.
     NeedsWait(u32),
     /// No block fits.
     None,

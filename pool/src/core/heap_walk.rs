@@ -9,9 +9,9 @@ use crate::stream::StreamId;
 /// A free or used block, as shown in reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockInfo {
-    /// Address of its first byte.
+    /// Address of the block's first byte.
     pub address: u64,
-    /// Its length in bytes.
+    /// Length of the block in bytes.
     pub bytes: u64,
     /// Bytes requested, while the block is in use.
     pub requested: Option<u64>,

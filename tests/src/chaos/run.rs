@@ -26,7 +26,7 @@ type SavedState = BTreeMap<String, Vec<u8>>;
 /// Runs the jobs of a chaos run.
 #[derive(Debug)]
 pub struct Runner {
-    /// By `sharded` and `asynchronous`: the final state of an undisturbed job, and its duration.
+    /// Final state and duration of an undisturbed job, by `sharded` and `asynchronous`.
     undisturbed: BTreeMap<(bool, bool), (SavedState, Duration)>,
 }
 
@@ -50,7 +50,7 @@ pub struct JobResult {
 pub struct FaultResult {
     /// Kind of the fault.
     pub kind: Kind,
-    /// Whether it was injected. It is not if the job did not reach it, for example because a save was skipped, or ended
+    /// Whether the fault was injected. A job may not reach it, for example because a save was skipped or the job ended
     /// first.
     pub injected: bool,
     /// Seconds from the fault to the first step after the restart; `None` if there was no restart.
@@ -149,7 +149,7 @@ fn arguments(sharded: bool, asynchronous: bool) -> Vec<String> {
     ["--nproc".to_owned(), RANKS.to_string()].into_iter().chain(settings).collect()
 }
 
-/// Returns what is missing in the output of a job about a fault that must be attributed to its rank.
+/// Checks that the output of a job attributes a fault to its rank. Returns a description of the missing text, if any.
 fn unattributed(fault: &Fault, stderr: &str) -> Option<String> {
     let Action::FailPoints(rules) = &fault.action else { return None };
     let place = rules.split('@').nth(1).filter(|_| fault.kind == Kind::FlippedBit)?;

@@ -226,7 +226,7 @@ impl History {
         let steps = self.steps();
         assert!(steps.iter().copied().eq(1..=steps.len() as u64), "{self}\nnot one curve: {steps:?}");
         let last = *steps.last().unwrap();
-        // It was stopped with 143, and therefore with a checkpoint of its last step.
+        // The job was stopped with 143, and therefore with a checkpoint of its last step.
         let dir = self.run_dir().join("checkpoints");
         self.announced.insert((last, dir.join(format!("step-{last:08}"))));
         let runs = std::fs::read_dir(self.run_dir().parent().unwrap()).unwrap();

@@ -33,9 +33,9 @@ impl PendingRead {
 /// Work recorded between [`Backend::begin_capture`](crate::Backend::begin_capture) and
 /// [`end_capture`](crate::Backend::end_capture): on a GPU, an instantiated CUDA graph.
 ///
-/// It contains addresses. While it is launched, the caller must own the memory at these addresses: persistent tensors,
-/// and buffers of a pinned plan of the pool. Dropping it releases the graph; the device may still be running an earlier
-/// launch.
+/// A capture contains addresses. While it is launched, the caller must own the memory at these addresses: persistent
+/// tensors, and buffers of a pinned plan of the pool. Dropping a capture releases the graph; the device may still be
+/// running an earlier launch.
 pub struct Capture(Box<dyn Fn() -> Result<()>>);
 
 impl fmt::Debug for Capture {

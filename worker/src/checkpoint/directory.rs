@@ -34,13 +34,13 @@ const ABANDONED: &str = ".abandoned";
 /// A directory that has the name of a checkpoint.
 #[derive(Debug)]
 pub struct Found {
-    /// Its path.
+    /// Path of the directory.
     pub path: PathBuf,
     /// Completed steps, according to the name.
     pub step: u64,
-    /// Whether it is never deleted.
+    /// Whether the checkpoint is exempt from deletion.
     pub pinned: bool,
-    /// Its state, or the reason why it is rejected.
+    /// State of the checkpoint, or the reason why it is rejected.
     pub state: Result<State, CheckpointError>,
 }
 
@@ -94,9 +94,9 @@ pub fn newest(dir: &Path) -> Option<PathBuf> {
 /// A checkpoint to resume from.
 #[derive(Debug)]
 pub struct Choice {
-    /// Its path.
+    /// Path of the checkpoint.
     pub path: PathBuf,
-    /// Its state.
+    /// State of the checkpoint.
     pub state: State,
     /// Newer checkpoints that were rejected or never completed, with the reasons.
     pub rejected: Vec<(PathBuf, CheckpointError)>,
@@ -339,8 +339,8 @@ pub fn recover(
             let beside = source.parent().unwrap_or(source);
             let choice = choose(beside)?;
             let choice = choice.ok_or_else(|| CheckpointError::None { path: beside.into() })?;
-            // They may belong to another run, which has to set them aside itself. Those of this directory are already
-            // known.
+            // Rejected checkpoints next to the source may belong to another run, which has to set them aside itself, so
+            // they are only reported. Those of this directory are in the notes already.
             let rejected = choice.rejected.iter().map(|(_, error)| error.to_string());
             let rejected: Vec<String> = rejected.filter(|note| !notes.contains(note)).collect();
             notes.extend(rejected);

@@ -75,7 +75,7 @@ pub enum Buffers {
     Files {
         /// The files.
         memory: Memory,
-        /// Whether it is an error if the files cannot be used. Otherwise there is one copy in private memory.
+        /// If true, unusable files are an error. Otherwise there is one copy in private memory instead.
         required: bool,
     },
     /// No copy: training waits until the state is written.
@@ -285,7 +285,8 @@ struct Thread {
 }
 
 impl Thread {
-    /// Also returns the buffers, if there are any.
+    /// Writes and commits a checkpoint if this rank is a writer. Returns the buffers of a copy, for reuse, and the
+    /// result.
     fn save(
         &mut self,
         source: Source,

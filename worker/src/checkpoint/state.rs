@@ -54,7 +54,7 @@ pub struct State {
 /// A run that was continued.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Parent {
-    /// Its id.
+    /// Id of the continued run.
     pub run: String,
     /// The step after which another run took over.
     pub step: u64,

@@ -77,7 +77,7 @@ impl Values for &Snapshot {
 pub struct Written {
     /// Name of the file.
     pub name: String,
-    /// Its chunks.
+    /// Chunks that the rank has written, with their checksums.
     pub chunks: Vec<Chunk>,
 }
 

@@ -57,7 +57,7 @@ pub(super) enum Action {
     Exit(u8),
     /// The operation is skipped.
     Skip,
-    /// This bit of the parameters is flipped: bit `n % 32` of element `n / 32`.
+    /// A bit of the parameters is flipped: for number `n`, bit `n % 32` of element `n / 32`.
     Corrupt(u64),
     /// The file operation fails with this errno.
     Errno(i32),

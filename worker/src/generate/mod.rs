@@ -50,7 +50,7 @@ pub struct Options {
 /// A prompt to continue once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// Its ids, at least one.
+    /// Token ids of the prompt, at least one.
     pub tokens: Vec<u32>,
     /// Number of the sample among those of this prompt; selects the random numbers.
     pub sample: usize,

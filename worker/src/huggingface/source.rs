@@ -96,7 +96,7 @@ impl Directory {
         Ok(Self { path: path.into(), shape })
     }
 
-    /// Its path.
+    /// Returns the path of the model's directory.
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -13,7 +13,7 @@ use crate::model::layout::{Block, Layout, Norm};
 /// One tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Mapped {
-    /// Its name in a model with a head, such as `model.embed_tokens.weight`.
+    /// Name of the tensor in a model with a head, such as `model.embed_tokens.weight`.
     pub(super) name: String,
     pub(super) shape: Vec<usize>,
     /// Range in the arena.

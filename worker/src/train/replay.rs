@@ -24,9 +24,10 @@ use crate::phase;
 pub(super) enum Work {
     /// A micro-step of training.
     Train {
-        /// Whether it is the first of its step: gradients are overwritten instead of added to.
+        /// Whether this micro-step is the first of its step: gradients are overwritten instead of added to.
         first: bool,
-        /// Whether it is the last of its step: gradients are all-reduced, and the optimizer's step follows.
+        /// Whether this micro-step is the last of its step: gradients are all-reduced, and the optimizer's step
+        /// follows.
         last: bool,
     },
     /// The loss of one batch of held-out data.

@@ -98,7 +98,7 @@ fn parameter_that_is_cut_is_stored_in_one_piece() {
     assert_eq!(slots.len(), 40);
     let places = [0..20, 20..40, 40..60, 60..80, 45..52, 70..80].map(|elements| slots.place(&elements));
     assert_eq!(places, [0..20, 20..40, 0..20, 20..40, 5..12, 30..40]);
-    // Its buckets are gathered and reduced one by one; those of one part are started together.
+    // The buckets of a cut parameter are separate operations; the gathers of one part are started together.
     let turns = slots.gathers(&[40..60, 20..40, 0..20], 1, false);
     assert_eq!(turns[0], Turn { now: vec![50..60, 40..50], waits: 2, later: vec![vec![30..40, 20..30]] });
     assert_eq!(turns[1], Turn { now: vec![], waits: 2, later: vec![vec![10..20, 0..10]] });
