@@ -114,11 +114,11 @@ fn scan_shard(
     let (file, layout, bytes) = open(&path)?;
     let Some(layout) = layout else { return damaged("it has no header") };
     if (bytes, layout.tokens, layout.width) != (shard.bytes, shard.tokens, manifest.width()) {
-        return damaged("its size is not that of the manifest");
+        return damaged("its size differs from the manifest");
     }
     let hash = scan.file(&path, file, layout)?;
     if !hash.eq_ignore_ascii_case(&shard.xxh3_128) {
-        return damaged("its contents do not match the hash of the manifest");
+        return damaged("its contents do not match the hash in the manifest");
     }
     match scan.highest {
         Some(id) if u64::from(id) >= manifest.vocab as u64 => {
@@ -395,7 +395,7 @@ mod tests {
         assert!(refusal().contains("train_000002.bin is missing"));
         fs_err::write(&path, &whole).unwrap();
         fs_err::write(out.join(TOKENIZER_FILE), Tokenizer::bytes().to_json()).unwrap();
-        assert!(refusal().contains("not the tokenizer with which"));
+        assert!(refusal().contains("not the tokenizer that the data"));
         fs_err::remove_file(out.join(Manifest::FILE)).unwrap();
         assert!(matches!(inspect(&out), Err(PrepareError::Usage(reason)) if reason.contains("interrupted")));
     }

@@ -139,13 +139,13 @@ impl Manifest {
     /// reason why the data was not prepared with it.
     pub fn tokenizer(&self, json: &[u8]) -> Result<Tokenizer, String> {
         if self.tokenizer_xxh3_128.as_ref().is_some_and(|expected| *expected != hash(json)) {
-            return Err("it is not the tokenizer with which the data beside it was prepared".into());
+            return Err("it is not the tokenizer that the data in this directory was prepared with".into());
         }
         let tokenizer = Tokenizer::from_json(json).map_err(|error| error.to_string())?;
         if tokenizer.vocab() != self.vocab {
             let (found, expected) = (tokenizer.vocab(), self.vocab);
             return Err(format!(
-                "it has {found} ids, but the manifest beside it says {expected}; prepare the directory again"
+                "it has {found} ids, but the manifest says {expected}; prepare the directory again"
             ));
         }
         Ok(tokenizer.with_end_of_text(self.end_of_text))

@@ -215,7 +215,7 @@ pub fn unfinished(dir: &Path) -> Vec<(u64, CheckpointError)> {
 /// Describes how far a save got.
 fn what_is_missing(path: &Path) -> String {
     if path.join(MANIFEST).exists() {
-        return "it was not put in place".into();
+        return "it was not renamed to its final name".into();
     }
     let entries = fs_err::read_dir(path).into_iter().flatten().flatten();
     let parts: Vec<_> =

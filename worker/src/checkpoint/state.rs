@@ -98,10 +98,10 @@ impl State {
     pub fn changes(&self, spec: &JobSpec, world: u32, data: &Fingerprint) -> Changes {
         let mut changes = Changes::default();
         if self.seed != spec.job.seed {
-            changes.refused.push(format!("job.seed was {}, is {}", self.seed, spec.job.seed));
+            changes.refused.push(format!("job.seed was {}, is now {}", self.seed, spec.job.seed));
         }
         if let Some(saved) = self.data.as_ref().filter(|saved| *saved != data) {
-            changes.refused.push(format!("the training data was {saved}, is {data}"));
+            changes.refused.push(format!("the training data was {saved}, is now {data}"));
         }
         self.compare_batch(Batch::of(spec), world, &mut changes);
         let new = serde_json::to_value(spec).unwrap_or_default();
@@ -113,11 +113,11 @@ impl State {
 
     fn compare_batch(&self, new: Batch, world: u32, changes: &mut Changes) {
         if self.world_size != world {
-            changes.others.push(format!("the number of ranks was {}, is {world}", self.world_size));
+            changes.others.push(format!("the number of ranks was {}, is now {world}", self.world_size));
         }
         let Some(saved) = self.batch else { return };
         if saved.shuffle != new.shuffle {
-            changes.refused.push(format!("data.shuffle was {}, is {}", saved.shuffle, new.shuffle));
+            changes.refused.push(format!("data.shuffle was {}, is now {}", saved.shuffle, new.shuffle));
         }
         let (before, after) = (saved.sequences(self.world_size), new.sequences(world));
         if before == after {
@@ -154,7 +154,7 @@ fn compare(section: &str, saved: &serde_json::Value, new: &serde_json::Value, ch
     for (key, value) in new {
         let name = format!("{section}.{key}");
         if let Some(old) = saved.get(key).filter(|old| *old != value && !EXPECTED.contains(&&*name)) {
-            changes.push(format!("{name} was {old}, is {value}"));
+            changes.push(format!("{name} was {old}, is now {value}"));
         }
     }
 }
@@ -193,8 +193,8 @@ mod tests {
             change(&mut spec);
             saved.changes(&spec, 2, &data).refused.join("; ")
         };
-        assert_eq!(refused(|spec| spec.job.seed = 1), "job.seed was 1337, is 1");
-        assert_eq!(refused(|spec| spec.data.shuffle = false), "data.shuffle was true, is false");
+        assert_eq!(refused(|spec| spec.job.seed = 1), "job.seed was 1337, is now 1");
+        assert_eq!(refused(|spec| spec.data.shuffle = false), "data.shuffle was true, is now false");
         assert!(refused(|spec| spec.train.batch = 7).contains("16 sequences of all ranks, now 14"));
         assert!(refused(|spec| spec.train.lr = 0.5).is_empty());
         let other = Fingerprint { tokens: 101, hash: "b".into() };
@@ -202,7 +202,7 @@ mod tests {
 
         let mut spec = spec.clone();
         (spec.train.lr, spec.train.eval_every) = (0.5, 7);
-        assert_eq!(saved.changes(&spec, 2, &data).others, ["train.lr was 0.001, is 0.5"]);
+        assert_eq!(saved.changes(&spec, 2, &data).others, ["train.lr was 0.001, is now 0.5"]);
     }
 
     #[test]
@@ -212,7 +212,7 @@ mod tests {
         spec.train.batch *= 2;
         let changes = saved.changes(&spec, 1, &data);
         assert!(changes.refused.is_empty(), "{changes:?}");
-        assert_eq!(changes.others, ["the number of ranks was 2, is 1"]);
+        assert_eq!(changes.others, ["the number of ranks was 2, is now 1"]);
         // The unchanged configuration on more ranks is a larger batch, as the user asked for.
         let changes = saved.changes(&JobSpec::default(), 4, &data);
         assert!(changes.refused.is_empty() && changes.others.len() == 2, "{changes:?}");

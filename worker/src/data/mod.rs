@@ -53,7 +53,7 @@ pub enum DataError {
     #[error("{}: this is {what}; {remedy}", path.display())]
     Foreign { path: PathBuf, what: &'static str, remedy: &'static str },
     #[error(
-        "the training data has changed during the run: it was {before}, is {now}; restore it, or resume with \
+        "the training data has changed during the run: it was {before}, is now {now}; restore it, or resume with \
          `--resume-changed`"
     )]
     Changed { before: String, now: String },

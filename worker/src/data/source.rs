@@ -168,7 +168,7 @@ impl Part {
             }
             _ => {
                 let problem = format!(
-                    "it is not the shard that the manifest beside it describes, of {} tokens in {} bytes, but has \
+                    "it does not match the manifest, which describes a shard of {} tokens in {} bytes; the file has \
                      {bytes} bytes; prepare the directory again",
                     shard.tokens, shard.bytes
                 );

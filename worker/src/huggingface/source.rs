@@ -199,7 +199,7 @@ pub(super) fn files_of_index(path: &Path, json: &[u8]) -> Result<BTreeMap<String
             return Err(tensor_error(
                 path,
                 &tensor,
-                &format!("{file:?} is not the name of a file beside it"),
+                &format!("{file:?} is not the name of a file in the same directory"),
             ));
         }
         files.entry(file).or_default().push(tensor);

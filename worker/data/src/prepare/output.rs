@@ -158,7 +158,7 @@ fn survey(dir: &Path, interrupted: bool, overwrite: bool) -> Result<Vec<String>,
     if names.iter().any(|name| name == Manifest::FILE) {
         let Ok(manifest) = Manifest::read(dir) else {
             return refused(
-                "its manifest.json is not one of prepared data\nhelp: name another directory".into(),
+                "its manifest.json does not describe prepared data\nhelp: name another directory".into(),
             );
         };
         let listed = |name: &String| {

@@ -37,7 +37,7 @@ fn newer_saves_that_were_never_completed_are_named_with_what_they_have() {
     let rejected = choose(dir.path()).unwrap().unwrap().rejected;
     let rejected: Vec<String> = rejected.iter().map(|(path, error)| directory::reject(path, error)).collect();
     let expected = [
-        "the checkpoint of step 30 is not complete: it was not put in place: ",
+        "the checkpoint of step 30 is not complete: it was not renamed to its final name: ",
         "the checkpoint of step 20 is not complete: it has no manifest, and files of 2 of 3 ranks: ",
     ];
     assert_eq!(rejected.len(), 2, "{rejected:?}");
