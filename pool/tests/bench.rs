@@ -1,6 +1,6 @@
 //! Tests of the bench program `benches/alloc`, and of the models of allocators that it compares.
 
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![expect(clippy::unwrap_used, reason = "a failed call fails the test")]
 
 #[expect(dead_code, reason = "`main` of the bench")]
 #[path = "../benches/alloc/main.rs"]

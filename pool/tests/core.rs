@@ -1,7 +1,7 @@
 //! Tests of the allocator with its oracle: no overlap, exact counters and limit, reuse only in stream order, and a
 //! failure of every driver call.
 
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![expect(clippy::unwrap_used, reason = "a failed call fails the test")]
 
 mod common;
 

@@ -1,6 +1,6 @@
 //! Tests of reports: statistics under PyTorch's names, snapshots and their file formats.
 
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![expect(clippy::unwrap_used, reason = "a failed call fails the test")]
 
 use std::path::Path;
 use std::process::Command;

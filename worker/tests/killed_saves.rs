@@ -102,7 +102,7 @@ fn assert_complete(path: &Path, step: u64) {
 }
 
 /// Returns the value of every element after `step` steps.
-#[expect(clippy::cast_precision_loss, reason = "steps are few")]
+#[expect(clippy::cast_precision_loss, reason = "there are few steps")]
 fn value_of(step: u64) -> f32 {
     step as f32
 }

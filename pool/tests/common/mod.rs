@@ -3,7 +3,7 @@
 #![allow(
     dead_code,
     clippy::unwrap_used,
-    reason = "each test file uses its part; a test that cannot go on fails"
+    reason = "each test file uses a part of this; a failed call fails the test"
 )]
 
 pub(crate) mod oracle;

@@ -7,7 +7,7 @@
 //!   version, `bare` has no xlaunch, `apart` has no such directory, `mute` never answers. `chatty` has a login script
 //!   that prints a line. `booting` refuses connections until the file `up` exists.
 
-#![expect(clippy::print_stdout, clippy::print_stderr, reason = "what an ssh client is for")]
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "an ssh client prints")]
 
 use std::error::Error;
 use std::io::{Read, Write};

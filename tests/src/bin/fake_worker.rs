@@ -14,7 +14,7 @@
 //! - `exit:N` and `signal:N` end the process; `exit-plus:N` exits with N plus the number of the attempt, counted from
 //!   0. After the last command the process exits with code 0.
 
-#![expect(clippy::print_stdout, clippy::print_stderr, clippy::exit, reason = "what a scripted worker is for")]
+#![expect(clippy::print_stdout, clippy::print_stderr, clippy::exit, reason = "what a scripted worker does")]
 
 use std::error::Error;
 use std::path::Path;

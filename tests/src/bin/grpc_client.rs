@@ -4,7 +4,7 @@
 //! services are healthy, and calls `Status`. Prints one line for each; ends with an error at the first unexpected
 //! reply.
 
-#![expect(clippy::print_stdout, reason = "the result is for stdout")]
+#![expect(clippy::print_stdout, reason = "prints the result")]
 
 use std::error::Error;
 use std::path::PathBuf;

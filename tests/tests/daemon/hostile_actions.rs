@@ -5,7 +5,7 @@
 //! are here. `XLAUNCH_TEST_SEED` sets another seed, `XLAUNCH_TEST_ACTIONS` the number of actions, and
 //! `XLAUNCH_TEST_MAX_DELAY_MS` how much longer a command of the honest user may take than without attacks.
 
-#![expect(clippy::print_stdout, reason = "the seed repeats a failure")]
+#![expect(clippy::print_stdout, reason = "prints the seed that reproduces a failure")]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;

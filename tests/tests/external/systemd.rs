@@ -3,7 +3,7 @@
 //! `XLAUNCH_TEST_SYSTEMD_ROOT` names a directory that keeps the Debian tree between runs; without it, each run
 //! downloads one.
 
-#![expect(clippy::print_stderr, reason = "the log of the booted system")]
+#![expect(clippy::print_stderr, reason = "prints the log of the booted system")]
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -23,7 +23,7 @@ fn number(variable: &str) -> Option<u64> {
     std::env::var(variable).ok().map(|value| value.parse().unwrap())
 }
 
-#[expect(clippy::print_stderr, reason = "the seed and the table")]
+#[expect(clippy::print_stderr, reason = "prints the seed and the table")]
 fn faults_change_no_bit_of_the_result() {
     let random =
         || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| u64::from(time.subsec_nanos()));

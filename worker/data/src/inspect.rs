@@ -55,7 +55,7 @@ pub struct Part {
 
 /// Ids per document.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[expect(missing_docs, reason = "the names say it")]
+#[expect(missing_docs, reason = "the names describe the fields")]
 pub struct Lengths {
     pub min: u64,
     pub median: u64,

@@ -69,7 +69,7 @@ pub struct Shard {
 
 /// Reason why a directory is not prepared data.
 #[derive(Debug, thiserror::Error)]
-#[expect(missing_docs, reason = "the messages say what the fields are")]
+#[expect(missing_docs, reason = "the error messages describe the fields")]
 pub enum ManifestError {
     /// The directory was never prepared, or its preparation was interrupted.
     #[error(

@@ -41,7 +41,7 @@ pub struct Layout {
 
 /// Reason why a file is not a readable token file.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[expect(missing_docs, reason = "the messages say what the fields are")]
+#[expect(missing_docs, reason = "the error messages describe the fields")]
 pub enum ShardError {
     #[error("token file format version {version} is not supported; expected version {HEADER_VERSION}")]
     Version { version: i32 },

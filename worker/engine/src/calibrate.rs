@@ -47,7 +47,7 @@ pub fn gemm(backend: &dyn Backend) -> Result<f64> {
 /// # Errors
 /// If an operation fails, or there is not enough memory.
 #[expect(clippy::cast_precision_loss, reason = "small integers")]
-#[expect(clippy::float_cmp, reason = "exact results")]
+#[expect(clippy::float_cmp, reason = "the results are exact")]
 pub fn wrong_gemm_elements(backend: &dyn Backend) -> Result<u64> {
     let size = if backend.is_asynchronous() { 2048 } else { 128 };
     let input = |row: usize, column: usize| ((7 * row + 3 * column) % 61) as f32 - 30.0;

@@ -140,7 +140,7 @@ mod tests {
     struct Recorder(Arc<Mutex<Vec<String>>>);
 
     impl Recorder {
-        #[expect(clippy::unnecessary_wraps, reason = "what the trait's methods return")]
+        #[expect(clippy::unnecessary_wraps, reason = "the trait's methods return results")]
         fn record(&self, call: impl Into<String>) -> Result<()> {
             self.0.lock().unwrap().push(call.into());
             Ok(())

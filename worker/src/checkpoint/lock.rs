@@ -18,7 +18,7 @@ pub struct Lock {
 
 /// Reason why a directory cannot be locked.
 #[derive(Debug, thiserror::Error)]
-#[expect(missing_docs, reason = "the messages say what the fields are")]
+#[expect(missing_docs, reason = "the error messages describe the fields")]
 pub enum LockError {
     #[error("checkpoint directory {} is used by another job: {holder}", path.display())]
     Held { path: PathBuf, holder: String },

@@ -72,7 +72,7 @@ const MANIFEST: &str = "manifest.json";
 
 /// Reason why a checkpoint cannot be written or used.
 #[derive(Debug, thiserror::Error)]
-#[expect(missing_docs, reason = "the messages say what the fields are")]
+#[expect(missing_docs, reason = "the error messages describe the fields")]
 pub enum CheckpointError {
     #[error("failed to write checkpoint {}: {reason}", path.display())]
     Write { path: PathBuf, reason: String },

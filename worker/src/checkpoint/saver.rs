@@ -48,7 +48,7 @@ pub trait Exchange: Send {
 
 /// Settings of a rank's saves.
 #[derive(Clone, Debug)]
-#[expect(missing_docs, reason = "named after what they are")]
+#[expect(missing_docs, reason = "the names describe the fields")]
 pub struct Settings {
     pub dir: PathBuf,
     pub layout: Layout,
@@ -254,7 +254,7 @@ impl Saver {
 }
 
 /// Allocates buffers for the values of a portion.
-#[expect(clippy::print_stderr, reason = "the agent shows stderr; training goes on")]
+#[expect(clippy::print_stderr, reason = "the agent shows stderr; training continues")]
 fn allocate(host: &HostAllocator, len: usize, buffers: &Buffers) -> Result<Vec<Snapshot>, CheckpointError> {
     match buffers {
         Buffers::Pieces => return Ok(Vec::new()),

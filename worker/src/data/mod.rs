@@ -35,7 +35,7 @@ pub(crate) use source::open as open_tokens;
 
 /// Reason why data cannot be used.
 #[derive(Debug, thiserror::Error)]
-#[expect(missing_docs, reason = "the messages say what the fields are")]
+#[expect(missing_docs, reason = "the error messages describe the fields")]
 pub enum DataError {
     #[error("{key}: no file matches `{patterns}`")]
     NoFiles { key: &'static str, patterns: String },

@@ -117,7 +117,7 @@ pub enum TokenizerSource {
     /// Every byte is one token.
     Bytes,
     /// A `tokenizer.json`, with the manifest next to it if there is one.
-    #[expect(missing_docs, reason = "named after what they are")]
+    #[expect(missing_docs, reason = "the names describe the fields")]
     File { path: PathBuf, manifest: Option<Box<Manifest>> },
 }
 

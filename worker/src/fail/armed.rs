@@ -61,7 +61,7 @@ pub(crate) fn at(place: Place) {
                 thread::sleep(HANG_SLEEP);
             },
             Action::Slow(milliseconds) => thread::sleep(Duration::from_millis(milliseconds)),
-            #[expect(clippy::exit, reason = "the action of the rule")]
+            #[expect(clippy::exit, reason = "the rule says to exit")]
             Action::Exit(code) => std::process::exit(i32::from(code)),
             Action::Errno(_) | Action::Corrupt(_) | Action::Skip => {}
         }

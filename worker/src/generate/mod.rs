@@ -120,7 +120,7 @@ impl FinishReason {
 
 /// Reason why generation failed.
 #[derive(Debug, thiserror::Error)]
-#[expect(missing_docs, reason = "the messages say what the fields are")]
+#[expect(missing_docs, reason = "the error messages describe the fields")]
 pub enum GenerateError {
     #[error(transparent)]
     Engine(#[from] xlaunch_engine::EngineError),

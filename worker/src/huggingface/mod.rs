@@ -45,7 +45,7 @@ const INDEX: &str = "model.safetensors.index.json";
 
 /// Reason why a model in Hugging Face's layout cannot be read or written.
 #[derive(Debug, thiserror::Error)]
-#[expect(missing_docs, reason = "the messages say what the fields are")]
+#[expect(missing_docs, reason = "the error messages describe the fields")]
 pub enum ModelError {
     #[error("failed to read {}: {reason}", path.display())]
     Read { path: PathBuf, reason: String },

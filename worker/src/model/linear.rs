@@ -85,8 +85,8 @@ impl<'a> LayerBackward<'a> {
 }
 
 impl Fp8Tensor {
-    /// Panics if this form was not rounded, which is a programming error.
-    #[expect(clippy::expect_used, reason = "whoever rounds a tensor knows how it will be used")]
+    /// Returns the operand for a use. Panics if the tensor was not rounded for this use, which is a programming error.
+    #[expect(clippy::expect_used, reason = "the code that rounds a tensor knows how it will be used")]
     fn part(&self, used: Use) -> Fp8Operand<'_> {
         let part = if used == Use::Columns { &self.columns } else { &self.rows };
         Fp8Operand { q: part.as_ref().expect("this part was rounded").all(), scale: self.scale.all() }

@@ -37,7 +37,7 @@ fn frequencies(shape: &ModelShape) -> Vec<f32> {
 
 /// Llama 3's scaling of one frequency. Wavelengths longer than the original context are stretched by `factor`, so that
 /// no angles occur that were not seen in training; short ones, which encode local order, are unchanged.
-#[expect(clippy::cast_precision_loss, reason = "a length of sequences is small")]
+#[expect(clippy::cast_precision_loss, reason = "sequence lengths are small")]
 fn scaled(frequency: f64, scaling: &RopeScaling) -> f64 {
     let RopeScaling { factor, low_freq_factor: low, high_freq_factor: high, .. } = *scaling;
     let (original, wavelength) = (scaling.original_max_position_embeddings as f64, TAU / frequency);

@@ -15,7 +15,7 @@ use super::{Model, Rows, layout};
 
 /// A block between forward and backward.
 #[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "there are as many as blocks")]
+#[expect(clippy::large_enum_variant, reason = "there is one value per block of the model")]
 pub(super) enum SavedActivations {
     All(Block),
     /// All activations except the inputs of linear layers: outputs of norms and of the activation function; in FP8,

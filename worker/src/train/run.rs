@@ -377,7 +377,7 @@ impl Run<'_> {
         }
         if self.collective.rank() == 0 {
             let bits_per_byte = self.dataset.bits_per_byte(loss);
-            #[expect(clippy::cast_possible_truncation, reason = "the report has an f32")]
+            #[expect(clippy::cast_possible_truncation, reason = "the report contains an f32")]
             self.control.report(Report::Eval(EvalReport { step, loss: loss as f32, tokens, bits_per_byte }));
         }
         Ok(Some(loss))

@@ -1,4 +1,4 @@
-#![expect(clippy::single_range_in_vec_init, reason = "lists of one range are meant")]
+#![expect(clippy::single_range_in_vec_init, reason = "lists of one range are intended")]
 
 use super::*;
 use proptest::prelude::*;

@@ -76,7 +76,7 @@ impl<'a> Writer<'a> {
 }
 
 /// Decides by the hash of a document, so that copies are in the same split.
-#[expect(clippy::cast_precision_loss, reason = "a share needs no more digits")]
+#[expect(clippy::cast_precision_loss, reason = "a share needs no higher precision")]
 fn is_held_out(hash: u64, share: f64) -> bool {
     (hash as f64) < share * 2_f64.powi(64)
 }
@@ -111,7 +111,7 @@ impl Shards<'_> {
             let (these, rest) = ids.split_at(ids.len().min(room));
             let bytes: Vec<u8> = match self.width {
                 // Ids are below the vocabulary size, which is at most 2^16 here.
-                #[expect(clippy::cast_possible_truncation, reason = "see above")]
+                #[expect(clippy::cast_possible_truncation, reason = "the ids fit into 16 bits")]
                 2 => these.iter().flat_map(|id| (*id as u16).to_le_bytes()).collect(),
                 _ => these.iter().flat_map(|id| id.to_le_bytes()).collect(),
             };

@@ -90,7 +90,7 @@ struct Tokens {
 
 /// Reason why a `tokenizer.json` cannot be used.
 #[derive(Debug, thiserror::Error)]
-#[expect(missing_docs, reason = "the messages say what the fields are")]
+#[expect(missing_docs, reason = "the error messages describe the fields")]
 pub enum TokenizerError {
     #[error("failed to read {}: {reason}", path.display())]
     Read { path: PathBuf, reason: String },
@@ -356,7 +356,7 @@ impl Tokenizer {
         Self { inner: Arc::new(inner), end_of_text: None }
     }
 
-    #[expect(clippy::panic, reason = "the ranks are part of the program, and a test opens them")]
+    #[expect(clippy::panic, reason = "the ranks are part of the program, and a test reads them")]
     fn open_gpt2() -> Self {
         match Self::opened("gpt2", gpt2::json(), &|_| Declared::default()) {
             Ok(gpt2) => gpt2,

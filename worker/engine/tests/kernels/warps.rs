@@ -51,7 +51,7 @@ const NAMES: [&str; 6] = [
 ];
 
 /// Runs the cases of a child; `None` in the process of the suite.
-#[expect(clippy::print_stdout, reason = "read by the suite")]
+#[expect(clippy::print_stdout, reason = "the suite reads the output")]
 pub(crate) fn child() -> Option<ExitCode> {
     let (precision, parts) = child_cases(CHILD)?;
     let backend = open(precision);
