@@ -120,7 +120,7 @@ fn recorded_steps_call_the_driver_once_and_map_little_more_than_is_live() {
 }
 
 #[test]
-fn models_map_what_their_algorithms_say() {
+fn models_map_as_their_algorithms_would() {
     let trace = Trace::parse(LOG).unwrap();
     let outcomes = trace.compare(3);
     assert!(outcomes.iter().all(|outcome| outcome.mapped_bytes >= trace.peak_live()));

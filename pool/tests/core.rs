@@ -353,7 +353,7 @@ fn trim_returns_bytes_given_back_to_the_device() {
 }
 
 #[test]
-fn limit_equal_to_what_is_held_unmaps_nothing() {
+fn limit_equal_to_held_bytes_unmaps_nothing() {
     let mut core = core_on(&Sim::new(64 * MIB));
     let handle = core.alloc(&Request::new(2 * MIB)).unwrap();
     core.free(handle).unwrap();

@@ -110,7 +110,7 @@ fn requirements_are_probed_once_and_only_for_selected_tests() {
 }
 
 #[test]
-fn panic_fails_its_test_and_no_other() {
+fn panic_fails_only_its_own_test() {
     let conclusion = conclude(&[]);
     assert_eq!((conclusion.num_passed, conclusion.num_failed, conclusion.num_ignored), (3, 1, 1));
 }

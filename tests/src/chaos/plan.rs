@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn faults_follow_each_other_in_the_attempts_that_they_lead_to() {
+    fn faults_follow_each_other_in_the_attempts_that_they_cause() {
         for plan in plans(3, 500) {
             let mut attempt = 0;
             for fault in &plan.faults {

@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn layouts_are_equal_if_plans_are() {
+    fn layouts_are_equal_only_for_equal_plans() {
         let layout = |ends: &[usize], cap| Plan::new(ends, usize::MAX, 4, cap, 60).layout();
         assert_eq!(layout(&[10, 20, 40], 160), layout(&[10, 20, 40], 160));
         assert_ne!(layout(&[10, 20, 40], 160), layout(&[10, 20, 40], 80));

@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn empty_files_and_odd_sizes_are_no_token_files() {
+    fn empty_files_and_odd_sizes_are_not_token_files() {
         let dir = tempfile::tempdir().unwrap();
         for (contents, reason) in [(&b""[..], "it is empty"), (b"abc", "16-bit")] {
             let path = dir.path().join("file");

@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_cover_the_values_and_end_where_pinned_ones_do() {
+    fn pieces_cover_the_values_and_end_where_pinned_pieces_end() {
         let of = |buffer: &HostBuffer, values| -> Vec<_> {
             buffer.pieces(values).map(|piece| (piece.start, piece.end)).collect()
         };

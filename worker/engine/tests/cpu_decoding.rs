@@ -62,7 +62,7 @@ fn cached_attention_matches_a_plain_one_for_ragged_sequences() {
 }
 
 #[test]
-fn greedy_takes_the_first_largest_logit_and_no_nan() {
+fn greedy_takes_the_first_largest_logit_and_never_nan() {
     let backend = CpuBackend::new(1, PoolMode::On);
     let ops = Ops { backend: &backend, grads: DType::F32 };
     let nan = f32::NAN;

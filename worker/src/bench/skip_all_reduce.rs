@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_was_started_is_waited_for() {
+    fn only_started_operations_are_waited_for() {
         let none = [const { Vec::<String>::new() }; 2];
         assert_eq!(calls_of_two_steps(|inner| Box::new(SkipAllReduce::all(inner))), none);
         let small = ["all-reduce 16", "wait for all"];

@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn each_change_saves_what_it_says() {
+    fn each_change_saves_the_stated_memory() {
         let of = |change: fn(&mut JobSpec)| {
             let mut spec = spec();
             change(&mut spec);

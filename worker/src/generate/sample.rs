@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn draws_follow_the_distribution_that_is_left() {
+    fn draws_follow_the_remaining_distribution() {
         assert_shares(PLAIN, &[0.1, 0.4, 0.05, 0.25, 0.2]);
         assert_shares(Sampling { top_k: Some(2), ..PLAIN }, &[0.0, 0.4 / 0.65, 0.0, 0.25 / 0.65, 0.0]);
         let three = [0.0, 0.4 / 0.85, 0.0, 0.25 / 0.85, 0.2 / 0.85];

@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_read_is_written_back_but_for_what_training_decides() {
+    fn inherited_settings_are_written_back_unless_training_decides_them() {
         let read = json!({
             "model_type": "mistral", "eos_token_id": [2, 32000], "pad_token_id": 5, "max_position_embeddings": 512,
             "dtype": "bfloat16", "transformers_version": "4.1", "rope_theta": 500.0, "architectures": ["M"],

@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_export_left_is_not_used() {
+    fn remains_of_a_killed_export_are_not_used() {
         let dir = tempfile::tempdir().unwrap();
         fs_err::create_dir(dir.path().join(".out.exporting")).unwrap();
         fs_err::write(dir.path().join(".out.exporting/model.safetensors"), "half").unwrap();

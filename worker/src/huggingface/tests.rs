@@ -223,7 +223,7 @@ fn files_named(dir: &Path, part: &str) -> Vec<PathBuf> {
 }
 
 #[test]
-fn earlier_export_is_replaced_only_on_request_and_nothing_else_ever() {
+fn only_earlier_exports_are_replaced_and_only_on_request() {
     let dir = tempfile::tempdir().unwrap();
     let (saved, _) = checkpoint(&dir.path().join("a"), &shapes()[0]);
     let output = dir.path().join("out");

@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn buckets_of_presets_can_be_divided_and_do_not_depend_on_what_is() {
+    fn buckets_of_presets_can_be_divided_and_do_not_depend_on_the_division() {
         let mut spec = JobSpec::default();
         for (name, shape) in &PRESETS {
             let layout = Layout::new(shape);

@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn layers_and_test_imports_are_no_circle() {
+    fn layers_and_test_imports_form_no_circle() {
         let found = messages(&[
             ("src/lib.rs", "mod a; mod b;"),
             ("src/a.rs", "use crate::b::B; use super::b;"),

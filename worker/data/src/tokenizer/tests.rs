@@ -239,7 +239,7 @@ fn texts_that_libraries_take_differently_are_left_to_the_exact_encoder() {
 }
 
 #[test]
-fn expressions_without_end_are_errors_and_unknown_ones_refused() {
+fn slow_expressions_are_errors_and_invalid_ones_are_refused() {
     let slow = Tokenizer::from_json(pairs(&split(&["(a|aa)+$"]), &Value::Null).as_bytes()).unwrap();
     let error = slow.encode(&("a".repeat(200) + "b")).unwrap_err().to_string();
     assert!(error.contains("too many steps"), "{error}");

@@ -144,7 +144,7 @@ impl Exchange for Watch {
 }
 
 #[test]
-fn snapshot_is_not_complete_before_the_agent_has_what_was_reported() {
+fn snapshot_is_not_complete_before_the_agent_has_all_reports() {
     let (dir, files) = (tempfile::tempdir().unwrap(), Files::new());
     let settings = testing::settings(dir.path(), Retention::default());
     let memory = Memory { portion: settings.portion.clone(), ..files.open_as("run", 0, 0, None) };

@@ -95,7 +95,7 @@ impl Writable for RecordedFile {
 }
 
 #[test]
-fn failing_operation_leaves_the_checkpoints_before_and_nothing_else() {
+fn failing_operation_leaves_only_the_earlier_checkpoints() {
     const ERRORS: [(i32, &str); 5] = [
         (5, "Input/output error"),
         (28, "No space left on device"),

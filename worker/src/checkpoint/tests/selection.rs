@@ -23,7 +23,7 @@ fn newest_valid_checkpoint_is_chosen_and_the_rejected_ones_are_named() {
 }
 
 #[test]
-fn newer_saves_that_were_never_completed_are_named_with_what_they_have() {
+fn newer_saves_that_were_never_completed_are_named_with_their_contents() {
     let dir = tempfile::tempdir().unwrap();
     let unfinished = |step, files: &[&str]| {
         let path = dir.path().join(format!(".tmp-step-{step:08}"));
