@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use crate::v1::{
     Accounting, CheckpointReply, ExamineReply, ExaminedGpu, Finding, Gpu, Job, LogLoss, MemberStatus,
     NodeStatus, ProcessStacks, Progress, RankStacks, RankStatus, RecordedActivity, Restart, StackDump,
-    StatusReply, ThreadState,
+    StatusReply, StepTimes, ThreadState, Totals,
 };
 use serde_json::{Value, json};
 
@@ -137,9 +137,18 @@ pub fn status(reply: &StatusReply) -> Value {
         "log_dir": reply.log_dir, "world_size": reply.world_size, "step": reply.step,
         "total_steps": reply.total_steps, "loss": single(reply.loss),
         "tokens_per_second": number(reply.tokens_per_second), "mfu": reply.mfu.map(number),
-        "accounting": reply.accounting.as_ref().map(accounting),
-        "nodes": reply.nodes.iter().map(member).collect::<Vec<_>>(),
+        "totals": reply.totals.as_ref().map(totals), "accounting": reply.accounting.as_ref().map(accounting),
+        "spare": reply.spare, "nodes": reply.nodes.iter().map(member).collect::<Vec<_>>(),
         "ranks": reply.ranks.iter().map(rank).collect::<Vec<_>>(),
+    })
+}
+
+fn totals(totals: &Totals) -> Value {
+    let steps = |times: &StepTimes| json!({ "seconds": number(times.seconds), "steps": times.steps });
+    json!({
+        "tokens": totals.tokens, "all_reduce_bytes": totals.all_reduce_bytes,
+        "step_seconds": number(totals.step_seconds),
+        "steps": totals.steps.iter().map(steps).collect::<Vec<_>>(),
     })
 }
 
@@ -220,4 +229,56 @@ pub fn number(value: f64) -> Value {
 /// Returns the shortest decimal number that rounds to this f32.
 pub fn single(value: f32) -> Value {
     number(value.to_string().parse().unwrap_or(f64::from(value)))
+}
+
+#[cfg(test)]
+mod tests {
+    use prost::Message;
+    use prost_types::FileDescriptorSet;
+
+    use super::*;
+
+    /// Fields that callers add on request, and the seconds of an accounting, which are one object.
+    const LEFT_OUT: [&str; 12] = [
+        "Job.report",
+        "Job.status",
+        "Job.status_age_seconds",
+        "Job.history",
+        "StatusReply.history",
+        "Accounting.step_seconds",
+        "Accounting.repeated_seconds",
+        "Accounting.checkpoint_seconds",
+        "Accounting.evaluation_seconds",
+        "Accounting.start_seconds",
+        "Accounting.hang_seconds",
+        "Accounting.down_seconds",
+    ];
+
+    #[test]
+    fn every_field_of_a_message_is_in_its_json() {
+        let files = FileDescriptorSet::decode(crate::FILE_DESCRIPTOR_SET).unwrap().file;
+        let messages: Vec<_> = files.iter().flat_map(|file| &file.message_type).collect();
+        let rendered = [
+            ("NodeStatus", node(&NodeStatus::default())),
+            ("Gpu", gpu(&Gpu::default())),
+            ("CheckpointReply", checkpoint(&CheckpointReply::default())),
+            ("Job", job(&Job::default())),
+            ("StatusReply", status(&StatusReply::default())),
+            ("MemberStatus", member(&MemberStatus::default())),
+            ("Totals", totals(&Totals::default())),
+            ("Accounting", accounting(&Accounting::default())),
+            ("Restart", restart(&Restart::default())),
+            ("RankStatus", rank(&RankStatus::default())),
+            ("LogLoss", log_loss(&LogLoss::default())),
+        ];
+        let mut missing = Vec::new();
+        for (name, value) in rendered {
+            let message = messages.iter().find(|message| message.name() == name).unwrap();
+            let keys = message.field.iter().map(|field| format!("{name}.{}", field.name()));
+            let is_left_out = |key: &String| LEFT_OUT.contains(&key.as_str());
+            let has = |key: &String| value.get(&key[name.len() + 1..]).is_some();
+            missing.extend(keys.filter(|key| !has(key) && !is_left_out(key)));
+        }
+        assert_eq!(missing, Vec::<String>::new());
+    }
 }
