@@ -32,6 +32,8 @@ mod examine;
 mod export;
 mod r#gen;
 mod generate;
+#[cfg(test)]
+mod help_tests;
 mod history;
 mod job_list;
 mod jobs;
