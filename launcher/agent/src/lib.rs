@@ -19,7 +19,7 @@
 //! - [`rendezvous`], [`status`], `logs`: gRPC calls of workers and clients;
 //! - [`stacks`]: stacks of the processes of a rank;
 //! - [`report`]: why a job failed; [`sinks`]: progress, metrics, TensorBoard, summary;
-//! - [`environment_file`] and [`run_summary`]: files in a run's directory that record what the run used and how it ended;
+//! - [`environment_file`] and [`run_summary`]: files of a run's directory: what the run used, how it ended;
 //! - [`doctor`]: health of the node's GPUs; [`gpu_clocks`]: their clocks; [`memory`]: free memory;
 //! - [`system_errors`]: advice for errors of the system;
 //! - [`config`]: builds a checked job description from `train.toml`, environment and flags.

@@ -94,7 +94,7 @@ impl Entry {
         ensure_private(&registry, true)?;
         let (mut name, mut id) = (file_name(name), file_name(id));
         id.truncate(MAX_ID_LEN);
-        // The dash, the suffix of an entry whose name is taken, and two slashes.
+        // The dash, the suffix of an entry with a taken name, and two slashes.
         let rest =
             registry.as_os_str().len() + id.len() + SOCKET.len() + "-".len() + "-99".len() + "//".len();
         match MAX_SOCKET_PATH_LEN.checked_sub(rest) {

@@ -219,7 +219,8 @@ impl Agent {
                             },
                             _ = reports.tick() => self.report(),
                             Ok(()) = failing.changed() => {
-                                if *failing.borrow_and_update() == Some(self.node) && let Some((attempt, _)) = self.attempt {
+                                let is_failing = *failing.borrow_and_update() == Some(self.node);
+                                if is_failing && let Some((attempt, _)) = self.attempt {
                                     over = true;
                                     self.fail(attempt);
                                 }

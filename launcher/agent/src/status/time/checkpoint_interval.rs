@@ -75,8 +75,8 @@ mod tests {
     #[test]
     fn interval_by_young_is_suggested_if_the_configured_one_is_off_by_a_factor_of_two() {
         // sqrt(2 * 0.5 s * 3600 s) = 60 s = 240 steps.
-        let expected = "with a failure every 3600 s and 0.500 s per checkpoint, checkpoints every 60.0 s lose the least \
-                        time (now: every 1000.0 s): set `checkpoint.every = 240`";
+        let expected = "with a failure every 3600 s and 0.500 s per checkpoint, checkpoints every 60.0 s lose the \
+                        least time (now: every 1000.0 s): set `checkpoint.every = 240`";
         assert_eq!(suggestion(every(4000, 0), &HOURLY).as_deref(), Some(expected));
         for (steps, seconds, suggested) in
             [(121, 0, false), (119, 0, true), (479, 0, false), (481, 0, true), (0, 100, false), (0, 20, true)]

@@ -70,8 +70,8 @@ fn node_that_differs_is_refused_with_both_values_while_the_others_wait() {
                 settings: settings(&[("a", "1"), ("b", "x\n"), ("d", "4")]),
                 ..base()
             },
-            "node 1 (h1) has a different configuration than node 0 (h0): b is x\\n instead of 2, c is unset instead of 3, \
-             d is 4 instead of unset",
+            "node 1 (h1) has a different configuration than node 0 (h0): b is x\\n instead of 2, c is unset \
+             instead of 3, d is 4 instead of unset",
         ),
         (greeting(Some(1), (3, 3), rules(0)), "node 1 (h1) has --nnodes 3, node 0 (h0) has 2"),
         (greeting(Some(2), (2, 2), rules(0)), "node rank 2 does not exist in a group of 2 nodes"),
