@@ -42,6 +42,7 @@ pub mod memory;
 pub mod naming;
 pub mod process;
 mod python;
+mod redact;
 pub mod registry;
 pub mod rendezvous;
 pub mod report;

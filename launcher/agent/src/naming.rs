@@ -2,11 +2,16 @@
 
 use std::path::{Path, PathBuf};
 
+/// `name`, `name-2`, `name-3`, ...
+pub fn numbered(name: &str, number: u32) -> String {
+    if number > 1 { format!("{name}-{number}") } else { name.to_owned() }
+}
+
 /// Creates `dir/name`, or the first of `name-2`, `name-3`, ... that does not exist.
 pub fn unique(dir: &Path, name: &str, mode: u32) -> std::io::Result<(PathBuf, String)> {
     use std::os::unix::fs::DirBuilderExt;
     for attempt in 1.. {
-        let id = if attempt == 1 { name.to_string() } else { format!("{name}-{attempt}") };
+        let id = numbered(name, attempt);
         let path = dir.join(&id);
         match std::fs::DirBuilder::new().mode(mode).create(&path) {
             Ok(()) => return Ok((path, id)),

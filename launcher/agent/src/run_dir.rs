@@ -7,6 +7,10 @@
 //!
 //! If a job may have several nodes, each node has its logs in a directory of its own, `node_<rank>/`. Ranks change as
 //! nodes join and leave, directories do not: a node whose rank belonged to another node before gets `node_<rank>-2/`.
+//!
+//! A run whose id was used before gets a directory with the suffix `-2`, and that is its id in files and status;
+//! `TORCHELASTIC_RUN_ID` stays as the user wrote it. Nodes agree on the number through the coordinator: the directory
+//! is new on all of them, whether they share it or not.
 
 use std::path::{Path, PathBuf};
 
@@ -14,7 +18,7 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
 
 use crate::command::ResolvedCommand;
-use crate::naming::{file_name, unique};
+use crate::naming::{file_name, numbered, unique};
 use crate::registry::{Entry, SOCKET};
 use xlaunch_proto::refusal::Refusal;
 
@@ -34,6 +38,21 @@ pub struct RunDir {
     pub id: String,
     /// Registry entry; `None` under a daemon, which knows the run itself.
     entry: Option<Entry>,
+}
+
+/// The place of a node in a job that may have several.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NodePlace {
+    pub node_rank: u32,
+    /// Counts the runs with this id, from 1.
+    pub run_number: u32,
+}
+
+/// Returns the number of the first run with this id that has no directory in `parent`.
+pub fn free_run(parent: &Path, run_id: &str) -> u32 {
+    let id = file_name(run_id);
+    let is_free = |number: &u32| parent.join(numbered(&id, *number)).symlink_metadata().is_err();
+    (1..).find(is_free).unwrap_or(1)
 }
 
 /// Returns the directory of all runs of a job.
@@ -72,11 +91,12 @@ impl RunDir {
     pub fn for_node(
         spec: &JobSpec,
         run_id: &str,
-        node_rank: u32,
+        place: NodePlace,
         entry: Option<Entry>,
     ) -> Result<Self, Refusal> {
+        let NodePlace { node_rank, run_number } = place;
         let jobs = job_dir(spec);
-        let id = file_name(run_id);
+        let id = numbered(&file_name(run_id), run_number);
         let path = jobs.join(&id);
         let refuse = |error: std::io::Error| run_dir_error(spec, &error);
         fs_err::create_dir_all(&path).map_err(refuse)?;
@@ -106,11 +126,11 @@ impl RunDir {
         Ok((path, id))
     }
 
-    /// Creates the directory of a command's run. `node_rank` is given if the job may have several nodes.
+    /// Creates the directory of a command's run. `place` is given if the job may have several nodes.
     pub fn for_command(
         spec: &ResolvedCommand,
         run_id: &str,
-        node_rank: Option<u32>,
+        place: Option<NodePlace>,
         entry: Option<Entry>,
     ) -> Result<Self, Refusal> {
         let id = file_name(run_id);
@@ -130,13 +150,14 @@ impl RunDir {
         fs_err::create_dir_all(logs).map_err(refuse)?;
         // Workers may change their working directory, so the path is absolute.
         let logs = std::path::absolute(logs).map_err(refuse)?;
-        if let Some(node_rank) = node_rank {
+        if let Some(NodePlace { node_rank, run_number }) = place {
+            let id = numbered(&id, run_number);
             let path = logs.join(&id);
             fs_err::create_dir_all(&path).map_err(refuse)?;
             let entry = entry.map_or_else(|| new(&id), Ok)?;
             return Self::of_node(path, id, node_rank, entry).map_err(refuse);
         }
-        let (path, _) = unique(&logs, &id, KEPT_DIR_MODE).map_err(refuse)?;
+        let (path, id) = unique(&logs, &id, KEPT_DIR_MODE).map_err(refuse)?;
         let entry = entry.map_or_else(|| new(&id), Ok)?;
         entry.link_run_dir(&path).map_err(refuse)?;
         Ok(Self { logs: path.clone(), socket: entry.socket(), path, id, entry: Some(entry) })
@@ -294,7 +315,7 @@ mod tests {
         let mut spec = command("train");
         spec.logs.dir = Some(dir.path().join("logs"));
         let [a, b] = [(); 2].map(|()| RunDir::for_command(&spec, "../my run", None, None).unwrap());
-        assert_eq!((a.id.as_str(), &a.id), ("_._my_run", &b.id));
+        assert_eq!((a.id.as_str(), b.id.as_str()), ("_._my_run", "_._my_run-2"));
         let logs = dir.path().join("logs");
         assert_eq!((&a.path, &b.path), (&logs.join("_._my_run"), &logs.join("_._my_run-2")));
         let path = a.path.clone();
@@ -303,13 +324,36 @@ mod tests {
     }
 
     #[test]
+    fn nodes_of_a_later_run_with_the_same_id_share_another_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut spec, mut logged) = (JobSpec::default(), command("train"));
+        (spec.job.output, spec.job.name) = (dir.path().display().to_string(), "n".into());
+        logged.logs.dir = Some(dir.path().join("logs"));
+        for number in 1..=3 {
+            for parent in ["n", "logs"] {
+                assert_eq!(free_run(&dir.path().join(parent), "r/1"), number);
+            }
+            let id = if number == 1 { "r_1".to_owned() } else { format!("r_1-{number}") };
+            for node_rank in 0..2 {
+                let place = NodePlace { node_rank, run_number: number };
+                let training = RunDir::for_node(&spec, "r/1", place, None).unwrap();
+                let command = RunDir::for_command(&logged, "r/1", Some(place), None).unwrap();
+                assert_eq!((&training.path, &training.id), (&dir.path().join("n").join(&id), &id));
+                assert_eq!((&command.path, &command.id), (&dir.path().join("logs").join(&id), &id));
+                assert!(command.logs.ends_with(format!("node_{node_rank}")), "{command:?}");
+            }
+        }
+    }
+
+    #[test]
     fn nodes_share_the_directory_of_a_run_and_never_their_logs() {
         let dir = tempfile::tempdir().unwrap();
         let (mut spec, mut logged) = (JobSpec::default(), command("train"));
         (spec.job.output, spec.job.name) = (dir.path().display().to_string(), "n".into());
         logged.logs.dir = Some(dir.path().join("logs"));
-        let training = |rank| RunDir::for_node(&spec, "r", rank, None).unwrap();
-        let command = |rank| RunDir::for_command(&logged, "r", Some(rank), None).unwrap();
+        let place = |node_rank| NodePlace { node_rank, run_number: 1 };
+        let training = |rank| RunDir::for_node(&spec, "r", place(rank), None).unwrap();
+        let command = |rank| RunDir::for_command(&logged, "r", Some(place(rank)), None).unwrap();
         for (path, create) in [("n/r", &training as &dyn Fn(u32) -> RunDir), ("logs/r", &command)] {
             // The last node joins after the first has taken rank 0.
             let (zero, one, later) = (create(0), create(1), create(1));

@@ -6,10 +6,20 @@
 //! checkpoint. SIGTSTP stops the workers, then xlaunch itself; SIGCONT continues both. A SIGHUP that was ignored when
 //! xlaunch started stays ignored, for `nohup`. An ignored SIGINT does not: shells ignore it for background commands,
 //! but a SIGINT sent to one of them explicitly is intended.
+//!
+//! A launch listens from its beginning, before it has anything to stop: the kernel does not deliver signals without a
+//! handler to PID 1, which a launch in a container often is.
 
-use rustix::process::Signal;
+use std::pin::pin;
+
+use rustix::process::{Signal, getpid, kill_process};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::refusal::Refusal;
+
+use crate::spawn::short_signal_name;
+use crate::system_errors;
 
 /// The meaning of a signal for the job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,13 +34,79 @@ pub enum SignalRequest {
     Resume,
 }
 
-/// Replaces the default actions of all these signals by a stream of requests, in order of arrival.
-pub fn listen(stopping: &[Signal]) -> std::io::Result<mpsc::UnboundedReceiver<SignalRequest>> {
+/// Signals to this process, in the order of arrival.
+#[derive(Debug)]
+pub struct Signals(mpsc::UnboundedReceiver<SignalRequest>);
+
+impl Signals {
+    /// Replaces the default actions of the signals that stop the job, and of those that are passed on.
+    ///
+    /// # Errors
+    /// System errors, in words for the user.
+    pub fn listen(stopping: &[Signal]) -> Result<Self, Refusal> {
+        listen(stopping).map(Self).map_err(|error| {
+            let message = format!("failed to listen for signals: {}", system_errors::describe(&error));
+            Refusal::new(ExitCode::Internal, message)
+        })
+    }
+
+    /// The next signal; waits for ever if there can be none.
+    pub async fn next(&mut self) -> SignalRequest {
+        match self.0.recv().await {
+            Some(request) => request,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Completes `work`, which precedes the first worker of this node, unless a signal ends the launch before.
+    /// `notify` shows the user a line.
+    ///
+    /// # Errors
+    /// Those of `work`. [`ExitCode::Signal`] after a signal, which was received `when`.
+    pub async fn unless_stopped<T>(
+        &mut self,
+        when: &str,
+        notify: impl Fn(&str),
+        work: impl Future<Output = Result<T, Refusal>>,
+    ) -> Result<T, Refusal> {
+        let mut work = pin!(work);
+        loop {
+            let request = tokio::select! {
+                request = self.next() => request,
+                result = &mut work => return result,
+            };
+            match request {
+                SignalRequest::Stop(signal) => return Err(stopped(signal, when)),
+                SignalRequest::Forward(signal) => {
+                    let name = short_signal_name(signal.as_raw());
+                    notify(&format!("{name} has no effect yet: no worker runs here"));
+                }
+                SignalRequest::Suspend => suspend_this_process(),
+                SignalRequest::Resume => {}
+            }
+        }
+    }
+}
+
+fn stopped(signal: Signal, when: &str) -> Refusal {
+    let name = short_signal_name(signal.as_raw());
+    let number = u8::try_from(signal.as_raw()).unwrap_or_default();
+    Refusal::new(ExitCode::Signal(number), format!("stopped by {name} {when}: the job never began here"))
+}
+
+/// Stops this process until SIGCONT, as the default action of SIGTSTP would.
+pub fn suspend_this_process() {
+    // This process exists.
+    let _ = kill_process(getpid(), Signal::STOP);
+}
+
+fn listen(stopping: &[Signal]) -> std::io::Result<mpsc::UnboundedReceiver<SignalRequest>> {
     let forwarded = [Signal::USR1, Signal::USR2].into_iter().filter(|signal| !stopping.contains(signal));
     let all = stopping.iter().map(|signal| (*signal, SignalRequest::Stop(*signal)));
     let all = all.chain(forwarded.map(|signal| (signal, SignalRequest::Forward(signal))));
     let all = all.chain([(Signal::TSTP, SignalRequest::Suspend), (Signal::CONT, SignalRequest::Resume)]);
-    let nohup = ignores(&fs_err::read_to_string("/proc/self/status")?, Signal::HUP);
+    // Without /proc, no job begins.
+    let nohup = ignores(&fs_err::read_to_string("/proc/self/status").unwrap_or_default(), Signal::HUP);
     let (requests, stream) = mpsc::unbounded_channel();
     for (number, request) in all.filter(|(signal, _)| !(nohup && *signal == Signal::HUP)) {
         let mut signals = signal(SignalKind::from_raw(number.as_raw()))?;

@@ -2,11 +2,11 @@
 //! spare until a node is lost.
 //!
 //! ```text
-//! Joining --welcome--> the agent's socket exists, and queries are answered --Prepare--> Group, for the driver
+//! join --welcome--> the agent's socket exists, and queries are answered --Prepare--> Group, for the driver
 //! ```
-//! A waiting agent has no run and no ranks, but it is one of the job's nodes, so its service answers by asking the
-//! others. The driver later takes over the same service, so that a log that is being followed goes on when a spare
-//! replaces a node.
+//! Until the welcome, a service without a run lets users see and stop the launch. A waiting agent has no run and no
+//! ranks, but it is one of the job's nodes, so its service answers by asking the others. The driver later takes over
+//! the same service, so that a log that is being followed goes on when a spare replaces a node.
 
 use std::future::pending;
 use std::io;
@@ -21,11 +21,13 @@ use xlaunch_proto::v1::{GroupEnd, JobState, NodeRefused, Prepare, StopRequested,
 
 use crate::group::candidacy::{Election, OtherRole};
 use crate::group::coordinator::Handle;
-use crate::group::join::{Joining, Tasks};
+use crate::group::join::{Joining, Nodes, Tasks, join};
 use crate::group::link::{FromGroup, Link};
+use crate::group::work::Work;
 use crate::registry::Entry;
 use crate::rendezvous::peers::Peers;
 use crate::rendezvous::service::{self, Message, RunningService};
+use crate::run_dir::NodePlace;
 use crate::status::board::{Board, Launch};
 use xlaunch_proto::refusal::Refusal;
 
@@ -62,19 +64,27 @@ pub(crate) struct Queries {
     pub(crate) board: watch::Sender<Board>,
 }
 
-/// Waits for the first attempt of which this node is a member. `notify` shows the user a line.
+/// Joins the job's coordinator and waits for the first attempt of which this node is a member. `notify` shows the user
+/// a line.
 ///
 /// # Errors
 /// [`ExitCode::Rendezvous`] if the coordinator cannot be reached, nodes are missing at the deadline, or this node was
-/// refused.
+/// refused; [`ExitCode::Stopped`] if a user has stopped the launch.
 pub async fn first_attempt(
-    joining: Joining,
+    nodes: Option<&Nodes>,
+    work: Work,
     launch: Launch,
     notify: impl Fn(&str),
 ) -> Result<Group, Refusal> {
+    let mut unwelcome = if nodes.is_some() { Some(Unwelcome::open(&launch).await?) } else { None };
+    let joining = tokio::select! {
+        joining = join(nodes, work, &notify) => joining?,
+        refusal = stopped(&mut unwelcome, &notify) => return Err(refusal),
+    };
     let Joining { mut link, mut address, mut coordinator, mut tasks, election } = joining;
     let mut other_role = election.map(Election::watch);
     let (mut run_id, mut entry, mut queries) = (String::new(), None, None);
+    let mut connected = coordinator.is_some();
     loop {
         // Once another node has joined here, or this node has joined elsewhere, the role is fixed.
         if coordinator.as_ref().is_some_and(Handle::has_members) {
@@ -87,12 +97,17 @@ pub async fn first_attempt(
                 (queries, entry) = (None, None);
                 let election;
                 Joining { link, address, coordinator, tasks, election } = taken;
+                connected = coordinator.is_some();
                 other_role = election.map(Election::watch);
                 continue;
             }
+            refusal = stopped(&mut unwelcome, &notify) => return Err(refusal),
             call = next_call(&mut queries) => {
                 if let Message::Stop(by) = call {
                     notify(&format!("stop requested by {by}"));
+                    if let (false, Some(queries)) = (connected, queries.take()) {
+                        return Err(stopped_by_user(queries).await);
+                    }
                     link.send(FromAgent::StopRequested(StopRequested { signal: 0 }));
                 }
                 continue;
@@ -107,11 +122,10 @@ pub async fn first_attempt(
                     other_role = None;
                 }
                 run_id = welcome.run_id;
+                unwelcome = None;
                 if tasks.is_some() && queries.is_none() {
-                    let own = Entry::create(&launch.name, &run_id)?;
-                    let launch = Launch { id: run_id.clone(), ..launch.clone() };
-                    queries = Some(Queries::open(&own.socket(), launch, Some(&link)).await.map_err(failed)?);
-                    entry = Some(own);
+                    let (opened, own) = open(&launch, &run_id, &link).await?;
+                    (queries, entry) = (Some(opened), Some(own));
                 }
             }
             Some(FromGroup::Message(ToAgent::Prepare(first))) => {
@@ -128,10 +142,21 @@ pub async fn first_attempt(
                 return Err(ended(end));
             }
             Some(FromGroup::Notice(text)) => notify(&text),
-            Some(message) => queries.iter().for_each(|queries| queries.heard(&message, &notify)),
+            Some(message) => {
+                connected = if let FromGroup::Connected(now) = message { now } else { connected };
+                queries.iter().for_each(|queries| queries.heard(&message, &notify));
+            }
             None => return Err(Refusal::new(ExitCode::Internal, "the coordinator has ended".to_owned())),
         }
     }
+}
+
+/// Starts the service of an agent whose coordinator has named the run.
+async fn open(launch: &Launch, run_id: &str, link: &Link) -> Result<(Queries, Entry), Refusal> {
+    let entry = Entry::create(&launch.name, run_id)?;
+    let launch = Launch { id: run_id.to_owned(), ..launch.clone() };
+    let queries = Queries::open(&entry.socket(), launch, Some(link)).await.map_err(failed)?;
+    Ok((queries, entry))
 }
 
 /// Waits until this node has taken another role; pending if no election is open.
@@ -140,6 +165,53 @@ async fn taken(other_role: &mut Option<OtherRole>) -> Joining {
         Some(other_role) => other_role.taken().await,
         None => pending().await,
     }
+}
+
+/// The service of a launch whose coordinator has not answered yet, so that the run has no name.
+struct Unwelcome {
+    /// Dropped before its directory.
+    queries: Queries,
+    _entry: Entry,
+}
+
+impl Unwelcome {
+    async fn open(launch: &Launch) -> Result<Self, Refusal> {
+        let entry = Entry::create(&launch.name, "waiting")?;
+        let queries = Queries::open(&entry.socket(), launch.clone(), None).await.map_err(failed)?;
+        queries.board.send_modify(|board| board.set_reason("the coordinator has not answered yet"));
+        Ok(Self { queries, _entry: entry })
+    }
+}
+
+/// Waits until a user stops a launch that has not reached its coordinator; pending if there is none.
+async fn stopped(unwelcome: &mut Option<Unwelcome>, notify: impl Fn(&str)) -> Refusal {
+    let by = match unwelcome {
+        Some(Unwelcome { queries, .. }) => stop_request(&mut queries.inbox).await,
+        None => None,
+    };
+    match (by, unwelcome.take()) {
+        (Some(by), Some(Unwelcome { queries, _entry })) => {
+            notify(&format!("stop requested by {by}"));
+            stopped_by_user(queries).await
+        }
+        _ => pending().await,
+    }
+}
+
+/// Waits for a request to stop, and returns who sent it.
+async fn stop_request(inbox: &mut mpsc::Receiver<Message>) -> Option<String> {
+    loop {
+        if let Message::Stop(by) = inbox.recv().await? {
+            return Some(by);
+        }
+    }
+}
+
+/// Ends the service when its callers have their answers.
+async fn stopped_by_user(queries: Queries) -> Refusal {
+    queries.finish(ExitCode::Stopped.code().into()).await;
+    let message = "stopped by a user while waiting for other nodes: the job never began here";
+    Refusal::new(ExitCode::Stopped, message)
 }
 
 /// Returns the next call that the service does not answer itself.
@@ -249,6 +321,11 @@ impl Group {
         if let Some(coordinator) = self.coordinator {
             coordinator.finish().await;
         }
+    }
+
+    /// Returns what names this node's part of the run's directory.
+    pub fn place(&self) -> NodePlace {
+        NodePlace { node_rank: self.first.node_rank, run_number: self.first.run_number }
     }
 
     /// Returns whether the job may have several nodes, regardless of how many it has now.

@@ -27,10 +27,10 @@ use xlaunch_proto::v1::bench::Kind;
 
 use xlaunch_agent::devices::Placement;
 use xlaunch_agent::driver;
-use xlaunch_agent::group::join;
 use xlaunch_agent::group::work::Work;
 use xlaunch_agent::report;
 use xlaunch_agent::run_dir::RunDir;
+use xlaunch_agent::signals::Signals;
 use xlaunch_agent::sinks::RankReport;
 use xlaunch_agent::spawn::environment::BaseEnvironment;
 use xlaunch_agent::waiting;
@@ -84,12 +84,12 @@ async fn run_workers(
         rank_threads: mode == Mode::Threads,
     };
     let work = Work::of_trainer(&spec, None, placement.workers, None);
-    let joining = join::join(None, work, |_| {}).await?;
-    let group = waiting::first_attempt(joining, trainer::launch(&spec), |_| {}).await?;
+    let signals = Signals::listen(&trainer::STOP_SIGNALS)?;
+    let group = waiting::first_attempt(None, work, trainer::launch(&spec), |_| {}).await?;
     let run = RunDir::create(&spec, &group.run_id, None)?;
     let logs = run.logs.clone();
-    let (finished, results) =
-        driver::run_trainer(plan, run, group).await.map_err(|error| internal("run the workers", error))?;
+    let finished = driver::run_trainer(plan, run, group, signals).await;
+    let (finished, results) = finished.map_err(|error| internal("run the workers", error))?;
     match report::text(&finished.outcome, &finished.evidence, Some(&logs)) {
         None if finished.outcome.exit == ExitCode::Done => Ok(results.reports),
         None => Err(Refusal::new(finished.outcome.exit, "stopped before the measurement was complete")),

@@ -28,7 +28,10 @@ use xlaunch_agent::command::{self, ResolvedCommand, Streams};
 use xlaunch_agent::devices::{self, Node};
 use xlaunch_agent::registry::SOCKET;
 use xlaunch_agent::run_dir::RunDir;
+use xlaunch_agent::signals::Signals;
 use xlaunch_agent::spawn::environment::BaseEnvironment;
+use xlaunch_agent::workload::command::stop_signals;
+use xlaunch_agent::workload::trainer::STOP_SIGNALS;
 use xlaunch_daemon::files::{self, Description, JobResult, PROTOCOL};
 use xlaunch_daemon::usage::Usage;
 use xlaunch_proto::refusal::Refusal;
@@ -159,7 +162,8 @@ impl Start {
                     Ok(run)
                 };
                 let place = Place { base: &self.base, group: None, declared: None };
-                launch::train(&spec, &placement, place, create).await
+                let signals = Signals::listen(&STOP_SIGNALS)?;
+                launch::train(&spec, &placement, place, signals, create).await
             }
             Work::Command(spec) => {
                 let variable = |name: &str| self.base.get(name);
@@ -177,7 +181,8 @@ impl Start {
                 let create =
                     |_: &ResolvedCommand, run_id: &str, _, _| Ok(RunDir::for_agent(run_id, &self.dir));
                 let place = Place { base: &self.base, group: None, declared: None };
-                launch::run_workers(&command, place, create).await
+                let signals = Signals::listen(&stop_signals(&command.signals))?;
+                launch::run_workers(&command, place, signals, create).await
             }
         }
     }
@@ -223,6 +228,7 @@ impl Start {
             },
             Err(Refusal { exit, message }) => JobResult {
                 exit: exit.code(),
+                stopped: matches!(exit, ExitCode::Signal(_)),
                 reason: exit.meaning().into(),
                 report: format!("error: {}\n", message.trim()),
                 start,

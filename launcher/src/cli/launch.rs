@@ -17,15 +17,17 @@ use xlaunch_agent::devices::{self, Node, Placement};
 use xlaunch_agent::driver::{self, Finished};
 use xlaunch_agent::environment_file::{self, Facts, Parent};
 use xlaunch_agent::group::interface;
-use xlaunch_agent::group::join::{self, Nodes};
+use xlaunch_agent::group::join::Nodes;
 use xlaunch_agent::group::shared::{self, Mark};
 use xlaunch_agent::group::work::Work;
 use xlaunch_agent::registry::Entry;
 use xlaunch_agent::report::{Evidence, error_file};
-use xlaunch_agent::run_dir::{self, RunDir};
+use xlaunch_agent::run_dir::{self, NodePlace, RunDir};
+use xlaunch_agent::signals::Signals;
 use xlaunch_agent::spawn::affinity::{self, Affinity};
 use xlaunch_agent::spawn::environment::BaseEnvironment;
 use xlaunch_agent::state::Outcome;
+use xlaunch_agent::status::board;
 use xlaunch_agent::waiting::{self, Group};
 use xlaunch_agent::workload::command::CommandPlan;
 use xlaunch_agent::workload::host_memory::{self, HostNeeds, MemoryPlan, SaveBuffers};
@@ -34,8 +36,12 @@ use xlaunch_agent::{clock, memory, report, run_summary, system_errors, workload}
 use xlaunch_proto::refusal::Refusal;
 use xlaunch_worker::{FillInError, Preflight, dry_run};
 
+/// When a signal came, for the user: before there was a job to wait for, or workers to stop.
+const AT_START: &str = "before the workers had started";
+const WAITING: &str = "while waiting for other nodes";
+
 /// A launch of the built-in trainer.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Launch {
     /// Path of the training configuration.
     pub(super) config: PathBuf,
@@ -51,24 +57,31 @@ pub(crate) struct Launch {
 
 /// Trains in the foreground, as one of the nodes of `group` if there is one.
 pub(super) async fn run(launch: &Launch, group: Option<&Nodes>) -> ExitCode {
-    let mut declared = None;
-    let fill_in = |spec: &mut JobSpec| {
-        declared = spec.checkpoint.init.is_some().then(|| spec.clone());
-        xlaunch_worker::fill_in(spec)
+    let mut signals = match Signals::listen(&workload::trainer::STOP_SIGNALS) {
+        Ok(signals) => signals,
+        Err(refusal) => return refuse(&refusal),
     };
-    let (mut spec, placement) = match prepare(launch, fill_in) {
+    let launch = launch.clone();
+    let preparing = off_this_thread(move || {
+        let mut declared = None;
+        let fill_in = |spec: &mut JobSpec| {
+            declared = spec.checkpoint.init.is_some().then(|| spec.clone());
+            xlaunch_worker::fill_in(spec)
+        };
+        let (spec, placement) = prepare(&launch, fill_in)?;
+        resume::check(&launch.config, &spec)?;
+        Ok((spec, placement, declared))
+    });
+    let (mut spec, placement, declared) = match signals.unless_stopped(AT_START, notify, preparing).await {
         Ok(prepared) => prepared,
         Err(refusal) => return refuse(&refusal),
     };
-    if let Err(refusal) = resume::check(&launch.config, &spec) {
-        return refuse(&refusal);
-    }
     if group.is_some() {
         // `job.json` is shared by all nodes, which may have different numbers of workers.
         spec.launch.nproc = None;
     }
     let place = Place { base: &BaseEnvironment::Own, group, declared: declared.as_ref() };
-    match train(&spec, &placement, place, RunDir::create).await {
+    match train(&spec, &placement, place, signals, RunDir::create).await {
         Ok(ended) => {
             record_error(ended.error.as_deref());
             print_end(&ended.summary, &ended.report);
@@ -92,6 +105,29 @@ pub(super) struct Place<'a> {
 impl Place<'_> {
     fn spec(&self) -> Option<&GroupSpec> {
         self.group.map(|nodes| &nodes.spec)
+    }
+
+    /// Waits for the first attempt of which this node is a member, unless a signal comes before.
+    async fn first_attempt(
+        &self,
+        work: Work,
+        launch: board::Launch,
+        signals: &mut Signals,
+    ) -> Result<Group, Refusal> {
+        let when = if self.group.is_some() { WAITING } else { AT_START };
+        let joined = waiting::first_attempt(self.group, work, launch, notify);
+        signals.unless_stopped(when, notify, joined).await
+    }
+}
+
+/// Runs what may take long on another thread, so that this one can answer signals meanwhile.
+async fn off_this_thread<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Refusal> + Send + 'static,
+) -> Result<T, Refusal> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result,
+        // It panicked, which was reported.
+        Err(error) => std::panic::resume_unwind(error.into_panic()),
     }
 }
 
@@ -142,22 +178,24 @@ pub(super) async fn train(
     spec: &JobSpec,
     placement: &Placement,
     place: Place<'_>,
+    mut signals: Signals,
     create: impl FnOnce(&JobSpec, &str, Option<Entry>) -> Result<RunDir, Refusal>,
 ) -> Result<Ended, Refusal> {
     let work = Work::of_trainer(spec, place.declared, placement.workers, place.spec());
     let mark = place.group.map(|_| Mark::leave(&shared::directory(spec), &work.instance));
     let mark = mark.transpose().map_err(|error| Refusal::new(ExitCode::Usage, error.to_string()))?;
-    let joining = join::join(place.group, work, notify).await?;
-    let mut group = waiting::first_attempt(joining, workload::trainer::launch(spec), &notify).await?;
+    let mut group = place.first_attempt(work, workload::trainer::launch(spec), &mut signals).await?;
     let spec = &as_completed(spec, &group.first);
-    let ready = match ready(spec, placement, &mut group, create) {
+    let checks = signals.unless_stopped(AT_START, notify, preflight(spec, &group)).await;
+    let ready = checks.and_then(|checks| ready(spec, placement, &mut group, checks, create));
+    let ready = match ready {
         Ok(ready) => ready,
         Err(refusal) => {
             group.refuse(&refusal).await;
             return if refusal.exit == ExitCode::Done { Ok(Ended::without_a_run()) } else { Err(refusal) };
         }
     };
-    let ended = run_trainer(placement, group, place.base, ready).await?;
+    let ended = run_trainer(placement, group, signals, place.base, ready).await?;
     if ended.left_checkpoints {
         mark.into_iter().for_each(Mark::keep);
     }
@@ -196,20 +234,28 @@ struct Ready {
     parent_dir: Option<PathBuf>,
 }
 
-/// Checks data and checkpoint, then creates the directory of the run. Refuses with [`ExitCode::Done`] if nothing is
-/// left to train.
+/// Checks data and checkpoint.
+async fn preflight(spec: &JobSpec, group: &Group) -> Result<Preflight, Refusal> {
+    let (spec, world, leads) = (spec.clone(), group.first.world_size, group.first.node_rank == 0);
+    let check = move || {
+        if leads {
+            xlaunch_worker::preflight(&spec, &run_dir::job_dir(&spec), world)
+        } else {
+            xlaunch_worker::preflight_data(&spec)
+        }
+    };
+    off_this_thread(check).await
+}
+
+/// Creates the directory of the run. Refuses with [`ExitCode::Done`] if nothing is left to train.
 fn ready(
     spec: &JobSpec,
     placement: &Placement,
     group: &mut Group,
+    checks: Preflight,
     create: impl FnOnce(&JobSpec, &str, Option<Entry>) -> Result<RunDir, Refusal>,
 ) -> Result<Ready, Refusal> {
-    let (job_dir, leads) = (run_dir::job_dir(spec), group.first.node_rank == 0);
-    let checks = if leads {
-        xlaunch_worker::preflight(spec, &job_dir, group.first.world_size)?
-    } else {
-        xlaunch_worker::preflight_data(spec)?
-    };
+    let job_dir = run_dir::job_dir(spec);
     checks.warnings.iter().for_each(|warning| print_line(format_args!("warning: {warning}")));
     if let (Some(checkpoint), Some(step)) = (&checks.resume_from, checks.complete) {
         // No run is created, so the job's newest run remains the one that trained.
@@ -227,7 +273,7 @@ fn ready(
     let parent_dir =
         parent_dir.and_then(|Parent { run, checkpoint, .. }| find_run(checkpoint, run, &job_dir));
     let run = if group.may_have_peers() {
-        RunDir::for_node(&spec, &group.run_id, group.first.node_rank, group.entry.take())?
+        RunDir::for_node(&spec, &group.run_id, group.place(), group.entry.take())?
     } else {
         create(&spec, &group.run_id, group.entry.take())?
     };
@@ -254,6 +300,7 @@ fn plan_memory(
 async fn run_trainer(
     placement: &Placement,
     group: Group,
+    signals: Signals,
     base: &BaseEnvironment,
     ready: Ready,
 ) -> Result<Ended, Refusal> {
@@ -290,7 +337,8 @@ async fn run_trainer(
         base,
     };
     let (dir, logs) = (run.path.clone(), run.logs.clone());
-    let (finished, results) = driver::run_trainer(plan, run, group).await.map_err(|error| failed(&error))?;
+    let finished = driver::run_trainer(plan, run, group, signals).await;
+    let (finished, results) = finished.map_err(|error| failed(&error))?;
     let described = environment.map(|environment| environment.finish());
     // Written by the node that has rank 0 at the end. At the start that may have been another node.
     let summed_up = (finished.leads && !finished.left)
@@ -347,7 +395,13 @@ fn reason(outcome: &Outcome, evidence: &[Evidence]) -> String {
 
 /// Runs a command in the foreground, on one of the nodes of `group` if there is one.
 pub(super) async fn run_command(spec: CommandSpec, group: Option<&Nodes>) -> ExitCode {
-    let command = match command::resolve(spec, &|name| std::env::var_os(name), &Node::inspect) {
+    let mut signals = match Signals::listen(&workload::command::stop_signals(&spec.signals)) {
+        Ok(signals) => signals,
+        Err(refusal) => return refuse(&refusal),
+    };
+    let resolving =
+        off_this_thread(move || command::resolve(spec, &|name| std::env::var_os(name), &Node::inspect));
+    let command = match signals.unless_stopped(AT_START, notify, resolving).await {
         Ok(command) => command,
         Err(refusal) => return refuse(&refusal),
     };
@@ -356,7 +410,7 @@ pub(super) async fn run_command(spec: CommandSpec, group: Option<&Nodes>) -> Exi
         return refuse(&Refusal::new(ExitCode::Usage, message));
     }
     let place = Place { base: &BaseEnvironment::Own, group, declared: None };
-    match run_workers(&command, place, RunDir::for_command).await {
+    match run_workers(&command, place, signals, RunDir::for_command).await {
         Ok(ended) => {
             record_error(ended.error.as_deref());
             print_end("", &ended.report);
@@ -381,19 +435,23 @@ fn refuse_and_record(refusal: &Refusal) -> ExitCode {
 }
 
 /// Runs the workers of a command. `create` makes the directory of the run, given its id and, if the job may have
-/// several nodes, the rank of this node.
+/// several nodes, the place of this node.
 pub(super) async fn run_workers(
     spec: &ResolvedCommand,
     place: Place<'_>,
-    create: impl FnOnce(&ResolvedCommand, &str, Option<u32>, Option<Entry>) -> Result<RunDir, Refusal>,
+    mut signals: Signals,
+    create: impl FnOnce(&ResolvedCommand, &str, Option<NodePlace>, Option<Entry>) -> Result<RunDir, Refusal>,
 ) -> Result<Ended, Refusal> {
-    let affinities = affinities(spec).map_err(|reason| Refusal::new(ExitCode::Usage, reason))?;
-    let joining = join::join(place.group, Work::of_command(spec, place.spec()), notify).await?;
-    let mut group = waiting::first_attempt(joining, workload::command::launch(spec), &notify).await?;
+    let planned = spec.clone();
+    let planning =
+        off_this_thread(move || affinities(&planned).map_err(|reason| Refusal::new(ExitCode::Usage, reason)));
+    let affinities = signals.unless_stopped(AT_START, notify, planning).await?;
+    let work = Work::of_command(spec, place.spec());
+    let mut group = place.first_attempt(work, workload::command::launch(spec), &mut signals).await?;
     // All nodes use the same run id, whenever they join.
     let spec = ResolvedCommand { run_id: Some(group.run_id.clone()), ..spec.clone() };
-    let node_rank = group.may_have_peers().then_some(group.first.node_rank);
-    let run = match create(&spec, &group.run_id, node_rank, group.entry.take()) {
+    let place_in_group = group.may_have_peers().then_some(group.place());
+    let run = match create(&spec, &group.run_id, place_in_group, group.entry.take()) {
         Ok(run) => run,
         Err(refusal) => {
             group.refuse(&refusal).await;
@@ -403,7 +461,7 @@ pub(super) async fn run_workers(
     let kept = (spec.logs.dir.is_some() || run.private().is_none()).then(|| run.logs.clone());
     let interface = place.spec().and_then(|spec| interface::of_node(spec, &group.address));
     let plan = CommandPlan { spec: &spec, affinities, base: place.base, interface };
-    let finished = driver::run_command(plan, run, group).await.map_err(|error| failed(&error))?;
+    let finished = driver::run_command(plan, run, group, signals).await.map_err(|error| failed(&error))?;
     Ok(ended(finished, String::new(), kept.as_deref()))
 }
 

@@ -18,15 +18,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use rustix::process::{Signal, getpid, kill_process};
+use rustix::process::Signal;
 use tokio::io::AsyncWriteExt;
 use tokio::process::ChildStdin;
 use tokio::sync::Semaphore;
-use tokio::sync::mpsc::{self, UnboundedReceiver};
+use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, interval_at, sleep, sleep_until};
 use xlaunch_agent::logs::console::Console;
-use xlaunch_agent::signals::{self, SignalRequest};
+use xlaunch_agent::signals::{SignalRequest, Signals, suspend_this_process};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::refusal::Refusal;
 
@@ -59,8 +59,6 @@ const OTHER_FILES: u64 = 64;
 /// Signals that are passed on to the agents. The agents know which of them stop the job.
 const PASSED_ON: [Signal; 4] = [Signal::INT, Signal::TERM, Signal::HUP, Signal::QUIT];
 
-type Signals = UnboundedReceiver<SignalRequest>;
-
 /// Runs the launch to its end.
 pub(crate) async fn run(launch: SshLaunch) -> ExitCode {
     match connect_and_supervise(&launch).await {
@@ -76,12 +74,12 @@ async fn connect_and_supervise(launch: &SshLaunch) -> Result<ExitCode, Refusal> 
     let failed = |error: std::io::Error| {
         Refusal::new(ExitCode::Internal, format!("failed to start the hosts: {error}"))
     };
+    let mut signals = Signals::listen(&PASSED_ON)?;
     let program = std::env::current_exe().map_err(failed)?;
     let descriptions = launch
         .descriptions(&origin().map_err(failed)?)
         .map_err(|message| Refusal::new(ExitCode::Usage, message))?;
     allow_open_files(launch.hosts.len())?;
-    let mut signals = signals::listen(&PASSED_ON).map_err(failed)?;
     let mut encoded = Vec::new();
     for description in &descriptions {
         encoded.push(description.encode().map_err(|error| Refusal::new(ExitCode::Usage, error.to_string()))?);
@@ -161,9 +159,9 @@ async fn connect(
                 }
                 Some(Err(error)) => return Err(Refusal::new(ExitCode::Internal, error.to_string())),
             },
-            Some(request) = signals.recv() => match request {
+            request = signals.next() => match request {
                 SignalRequest::Stop(signal) => return Err(interrupted(signal)),
-                SignalRequest::Suspend => suspend(),
+                SignalRequest::Suspend => suspend_this_process(),
                 SignalRequest::Forward(_) | SignalRequest::Resume => {}
             },
             Some((node, failure)) = not_up_yet.recv() => drop(retried.insert(node, failure)),
@@ -218,12 +216,6 @@ fn interrupted(signal: Signal) -> Refusal {
     Refusal::new(ExitCode::Signal(number), "interrupted before all hosts were ready")
 }
 
-/// Suspends only this process: a suspended agent could not be resumed through its input.
-fn suspend() {
-    // Cannot fail, as this process exists.
-    let _ = kill_process(getpid(), Signal::STOP);
-}
-
 /// Returns the names as `a, b and 7 more`.
 fn shorten(names: &[String]) -> String {
     let shown = names.iter().take(HOSTS_SHOWN).map(String::as_str).collect::<Vec<_>>().join(", ");
@@ -270,7 +262,7 @@ async fn supervise(
                     send(&mut inputs, Signal::TERM).await;
                 }
             }
-            Some(request) = signals.recv() => match request {
+            request = signals.next() => match request {
                 SignalRequest::Stop(signal) => {
                     send(&mut inputs, signal).await;
                     interrupts += u32::from(signal == Signal::INT);
@@ -279,7 +271,8 @@ async fn supervise(
                     }
                 }
                 SignalRequest::Forward(signal) => send(&mut inputs, signal).await,
-                SignalRequest::Suspend => suspend(),
+                // An agent that is suspended could not be continued through its input.
+                SignalRequest::Suspend => suspend_this_process(),
                 SignalRequest::Resume => {}
             },
             () = sleep_until(kill_at.unwrap_or_else(Instant::now)), if kill_at.is_some() => {

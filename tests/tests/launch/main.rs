@@ -23,6 +23,7 @@ mod ssh;
 mod status;
 mod stopping;
 mod terminal;
+mod waiting;
 
 /// The scripted worker of [`xlaunch_tests::Job::scripted`].
 const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
@@ -30,7 +31,7 @@ const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
 xlaunch_harness::suite! {
     threads_per_core 2;
     modules bare_hosts, bench, cleanup, commands, doctor, environment, failures, first_cause, hangs, heartbeats,
-        input, limits, nodes_status, placement, preload, restarts, signals, ssh, status, stopping, terminal;
+        input, limits, nodes_status, placement, preload, restarts, signals, ssh, status, stopping, terminal, waiting;
 }
 
 /// The ssh client that runs commands on this machine.

@@ -16,7 +16,9 @@ xlaunch_harness::tests! {
     spare_answers_for_the_job_and_is_ready,
     coordinator_outside_of_the_nodes_survives_the_loss_of_any_of_them,
     coordinator_that_is_terminated_says_so,
-    nodes_of_a_command_that_grows_have_one_run_id_and_logs_of_their_own;
+    nodes_of_a_command_that_grows_have_one_run_id_and_logs_of_their_own,
+    nodes_of_a_run_whose_id_was_used_before_share_a_new_directory,
+    secret_argument_is_not_shown_to_a_node_that_has_another;
 }
 
 /// Two nodes and the port of their coordinator.
@@ -183,7 +185,9 @@ fn spare_answers_for_the_job_and_is_ready() {
     };
     let first = agent(0);
     first.wait_for_stderr("plain TCP");
-    let waiting = wait_for("an answer", || Some(status(0)).filter(|it| it["state"] == "starting"));
+    // The launch is shown from its beginning, the node once its coordinator has answered.
+    let waiting = wait_for("an answer", || Some(status(0)).filter(|it| !states(it).is_empty()));
+    assert_eq!(waiting["state"], "starting");
     assert_eq!(states(&waiting), [(None, "waiting".into())]);
     assert!(!ready(0), "it waits for the others");
 
@@ -316,4 +320,46 @@ fn nodes_of_a_command_that_grows_have_one_run_id_and_logs_of_their_own() {
     );
     assert_eq!(std::fs::read_dir(logs).unwrap().count(), 1, "one directory for all nodes");
     coordinator.wait();
+}
+
+fn nodes_of_a_run_whose_id_was_used_before_share_a_new_directory() {
+    let logs = Launch::new();
+    let shared = [logs.path().join("shared"), logs.path().join("shared")];
+    let separate = [logs.path().join("zero"), logs.path().join("one")];
+    // Node 1 has taken part in another run with this id.
+    std::fs::create_dir_all(separate[1].join("night/node_0")).unwrap();
+    for (dirs, ids) in [(shared, ["night", "night-2"]), (separate, ["night-2", "night-3"])] {
+        for id in ids {
+            let nodes = Nodes::new();
+            let agents = [0, 1].map(|node| {
+                let options = ["--rdzv-id", "night", "--log-dir", dirs[node].to_str().unwrap(), "--tee", "3"];
+                nodes.spawn(node, &options, 1, "echo $TORCHELASTIC_RUN_ID")
+            });
+            for (node, run) in agents.into_iter().map(Process::wait).enumerate() {
+                assert!(run.code == 0 && run.stdout.ends_with("night\n"), "{}{}", run.stdout, run.stderr);
+                let log = dirs[node].join(format!("{id}/node_{node}/attempt_0/0/stdout.log"));
+                assert_eq!(std::fs::read_to_string(&log).unwrap_or_default(), "night\n", "{}", log.display());
+                assert!(!dirs[node].join(format!("{id}/node_{node}-2")).exists(), "{}", log.display());
+            }
+        }
+    }
+}
+
+fn secret_argument_is_not_shown_to_a_node_that_has_another() {
+    let nodes = [Launch::new(), Launch::new()];
+    let endpoint = free_endpoint();
+    let start = |node: usize, key: &str| {
+        let rank = node.to_string();
+        let place = ["--nnodes", "2", "--node-rank", &rank, "--rdzv-endpoint", &endpoint, "--rdzv-insecure"];
+        nodes[node].spawn(&[&place[..], &["--", "true", "--api-key", key]].concat())
+    };
+    let agents = [start(0, "tr0ub4dor"), start(1, "correct-horse")];
+    agents[1].wait_for_stderr("a different configuration");
+    agents[0].signal(Signal::TERM);
+    for run in agents.map(Process::wait) {
+        assert!(!run.stderr.contains("tr0ub4dor") && !run.stderr.contains("correct-horse"), "{}", run.stderr);
+        if run.code == 69 {
+            assert!(run.stderr.contains("in `true --api-key '[redacted]'`"), "{}", run.stderr);
+        }
+    }
 }

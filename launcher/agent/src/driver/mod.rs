@@ -40,7 +40,7 @@ use crate::rendezvous::peers::Peers;
 use crate::rendezvous::service::Message;
 use crate::report::Evidence;
 use crate::run_dir::RunDir;
-use crate::signals::{self, SignalRequest};
+use crate::signals::{SignalRequest, Signals};
 use crate::spawn::preload::Preloader;
 use crate::spawn::reaper::Reaper;
 use crate::spawn::terminal::{Relayed, Terminal};
@@ -85,11 +85,12 @@ pub async fn run_trainer(
     plan: TrainerPlan<'_>,
     run: RunDir,
     group: Group,
+    signals: Signals,
 ) -> io::Result<(Finished, TrainingResults)> {
     sys::close_inherited_on_exec(&[]);
     with_reaper(run, async |run, reaper| {
         let mut workload = TrainerWorkload::new(plan, run, &group)?;
-        let mut finished = drive(&mut workload, run, reaper, group).await?;
+        let mut finished = drive(&mut workload, run, reaper, group, signals).await?;
         finished.losses = workload.output().losses();
         Ok((finished, workload.finish().await))
     })
@@ -100,11 +101,16 @@ pub async fn run_trainer(
 ///
 /// # Errors
 /// Fails on system errors before the first worker is started.
-pub async fn run_command(plan: CommandPlan<'_>, run: RunDir, group: Group) -> io::Result<Finished> {
+pub async fn run_command(
+    plan: CommandPlan<'_>,
+    run: RunDir,
+    group: Group,
+    signals: Signals,
+) -> io::Result<Finished> {
     sys::close_inherited_on_exec(&plan.spec.descriptors());
     with_reaper(run, async |run, reaper| {
         let mut workload = CommandWorkload::new(plan, run, &group)?;
-        let mut finished = drive(&mut workload, run, reaper, group).await?;
+        let mut finished = drive(&mut workload, run, reaper, group, signals).await?;
         finished.losses = workload.finish().await;
         Ok(finished)
     })
@@ -132,12 +138,12 @@ async fn drive(
     run: &RunDir,
     reaper: &Reaper,
     mut group: Group,
+    mut signals: Signals,
 ) -> io::Result<Finished> {
     let queries = group.take_queries(&run.socket, workload.launch()).await?;
     let Queries { service, mut inbox, board } = queries;
     let (exits, mut exited) = mpsc::unbounded_channel();
     let (examined, mut hangs) = mpsc::unbounded_channel();
-    let mut requests = signals::listen(&workload.stop_signals())?;
     let mut children = signal(SignalKind::child())?;
     let mut stall_poll = tokio::time::interval(STALL_POLL_INTERVAL);
     stall_poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -173,7 +179,7 @@ async fn drive(
                 driver.relayed(relayed);
                 Vec::new()
             }
-            Some(request) = requests.recv() => Vec::from_iter(driver.signal_request(request)),
+            request = signals.next() => Vec::from_iter(driver.signal_request(request)),
             Some(examined) = hangs.recv() => Vec::from_iter(driver.hang_examined(examined)),
             _ = children.recv() => {
                 reap_orphans();

@@ -191,6 +191,7 @@ pub(super) fn greeting(work: &Work) -> Greeting {
         new: true,
         rules: Some(work.rules.clone()),
         completed: work.completed.clone(),
+        free_run: work.free_run,
         ..Greeting::default()
     }
 }

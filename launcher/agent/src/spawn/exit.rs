@@ -43,6 +43,12 @@ impl Exit {
     }
 }
 
+/// `SIGTERM`, without a description.
+pub(crate) fn short_signal_name(signal: i32) -> &'static str {
+    let name = signal_name(signal);
+    name.split_once(':').map_or(name, |(name, _)| name)
+}
+
 fn signal_name(signal: i32) -> &'static str {
     match signal {
         1 => "SIGHUP: terminal closed",

@@ -55,6 +55,7 @@ use tokio::sync::oneshot;
 use crate::system_errors::SYSTEM_CALL_HELP;
 pub(crate) use children::{adopt_orphans, has_stopped_child, reap_orphans};
 pub use exit::Exit;
+pub(crate) use exit::short_signal_name;
 pub use oom::OomKills;
 
 /// A running worker.

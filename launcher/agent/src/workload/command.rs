@@ -172,6 +172,11 @@ impl CommandWorkload<'_> {
     }
 }
 
+/// The signals that stop the job when xlaunch receives them.
+pub fn stop_signals(signals: &[xlaunch_proto::command::Signal]) -> Vec<Signal> {
+    signals.iter().map(|signal| Signal::from(*signal)).collect()
+}
+
 /// Describes a launch that has no run yet.
 pub fn launch(spec: &ResolvedCommand) -> board::Launch {
     board::Launch {
@@ -202,10 +207,6 @@ impl Workload for CommandWorkload<'_> {
     fn launch(&self) -> board::Launch {
         let (id, log_dir) = (self.run.id.clone(), self.run.logs.clone());
         board::Launch { id, log_dir, ..launch(self.spec) }
-    }
-
-    fn stop_signals(&self) -> Vec<Signal> {
-        self.spec.signals.iter().map(|signal| Signal::from(*signal)).collect()
     }
 
     fn begin_attempt(&mut self, attempt: u32, assignment: &Assignment) -> std::io::Result<()> {

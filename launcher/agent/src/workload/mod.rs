@@ -40,20 +40,17 @@ pub(crate) use hang::{Hang, HangReport, ranks_text};
 /// The part of a running job that depends on its kind.
 ///
 /// The driver's task makes all calls, one at a time, so no method may block on a disk, a socket or a terminal. Order:
-/// the descriptions ([`rules`](Self::rules), [`launch`](Self::launch), [`stop_signals`](Self::stop_signals)) once,
-/// before anything starts; then for every attempt [`begin_attempt`](Self::begin_attempt), [`command`](Self::command)
-/// for each rank, and the events of its workers in the order in which they happen. Workers of a trainer may be started
-/// before their attempt begins: [`command`](Self::command) comes first then, and so may their first calls. Workers of
-/// an earlier attempt are gone when the next one begins, but their last messages may still arrive.
+/// the descriptions ([`rules`](Self::rules), [`launch`](Self::launch)) once, before anything starts; then for every
+/// attempt [`begin_attempt`](Self::begin_attempt), [`command`](Self::command) for each rank, and the events of its
+/// workers in the order in which they happen. Workers of a trainer may be started before their attempt begins:
+/// [`command`](Self::command) comes first then, and so may their first calls. Workers of an earlier attempt are gone
+/// when the next one begins, but their last messages may still arrive.
 pub(crate) trait Workload {
     /// The properties of the job that the state machine decides by.
     fn rules(&self) -> Rules;
 
     /// The description of the launch that status queries return.
     fn launch(&self) -> board::Launch;
-
-    /// The signals that stop the job when xlaunch receives them.
-    fn stop_signals(&self) -> Vec<Signal>;
 
     /// Prepares an attempt. On error none of its workers is started and all of them count as failed, with exit code 65
     /// if the error is `InvalidData`.

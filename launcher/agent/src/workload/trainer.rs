@@ -228,6 +228,9 @@ impl<'a> TrainerWorkload<'a> {
     }
 }
 
+/// The signals that stop the job when xlaunch receives them.
+pub const STOP_SIGNALS: [Signal; 3] = [Signal::INT, Signal::TERM, Signal::HUP];
+
 /// Describes a launch that has no run yet.
 pub fn launch(spec: &JobSpec) -> board::Launch {
     let arguments: Vec<_> = std::env::args_os().collect();
@@ -260,10 +263,6 @@ impl Workload for TrainerWorkload<'_> {
     fn launch(&self) -> board::Launch {
         let (id, log_dir) = (self.run.id.clone(), self.run.logs.clone());
         board::Launch { id, log_dir, ..launch(self.plan.spec) }
-    }
-
-    fn stop_signals(&self) -> Vec<Signal> {
-        vec![Signal::INT, Signal::TERM, Signal::HUP]
     }
 
     /// Starts a new rendezvous; a restart resumes from the newest snapshot or checkpoint.

@@ -14,6 +14,7 @@ use xlaunch_proto::v1::{Greeting, GroupRules, Setting, Welcome};
 use super::{Coordinator, Member, MemberId, Output, Phase, Stage, gathering, name, policy::Policy};
 use crate::command::Restarts;
 use crate::escape::escaped;
+use crate::redact::REDACTED;
 
 /// Maximum number of differing settings named in a refusal.
 const MAX_DIFFERENCES: usize = 8;
@@ -219,12 +220,25 @@ fn difference(greeting: &Greeting, first: &Greeting) -> Option<String> {
     if greeting.work_text != first.work_text {
         return Some(format!("{own} runs `{}`, {other} runs `{}`", greeting.work_text, first.work_text));
     }
-    let differing = differing_settings(&greeting.settings, &first.settings);
+    let differing = differing_settings(&greeting.settings, &first.settings)
+        .or_else(|| {
+            hidden(greeting).map(|of| format!("a value that looks like a secret, and is not shown, in {of}"))
+        })
+        .unwrap_or_else(|| "its digest differs".into());
     Some(format!("{own} has a different configuration than {other}: {differing}"))
 }
 
-/// Lists the differences: `train.lr is 0.001 instead of 0.0003, train.batch is 8 instead of 16 and 3 more`.
-fn differing_settings(own: &[Setting], other: &[Setting]) -> String {
+/// Names a setting or a command line from which an agent has left out a value, which may be what differs.
+fn hidden(greeting: &Greeting) -> Option<String> {
+    let mut settings = greeting.settings.iter();
+    let setting = settings.find(|setting| setting.value.contains(REDACTED)).map(|setting| &setting.name);
+    let text = || Some(&greeting.work_text).filter(|text| text.contains(REDACTED));
+    setting.or_else(text).map(|text| format!("`{}`", shortened(text)))
+}
+
+/// Lists the differences: `train.lr is 0.001 instead of 0.0003, train.batch is 8 instead of 16 and 3 more`. `None` if
+/// there is none.
+fn differing_settings(own: &[Setting], other: &[Setting]) -> Option<String> {
     let by_name = |settings: &[Setting]| -> BTreeMap<String, String> {
         settings.iter().map(|setting| (setting.name.clone(), setting.value.clone())).collect()
     };
@@ -240,11 +254,11 @@ fn differing_settings(own: &[Setting], other: &[Setting]) -> String {
         .take(MAX_DIFFERENCES)
         .map(|name| format!("{} is {} instead of {}", escaped(name), value(&own, name), value(&other, name)))
         .collect();
-    match differing.len().saturating_sub(MAX_DIFFERENCES) {
-        0 if named.is_empty() => "its digest differs".into(),
+    Some(match differing.len().saturating_sub(MAX_DIFFERENCES) {
+        0 if named.is_empty() => return None,
         0 => named.join(", "),
         more => format!("{} and {more} more", named.join(", ")),
-    }
+    })
 }
 
 fn shortened(value: &str) -> String {

@@ -126,6 +126,7 @@ impl Coordinator {
                 world += member.greeting.workers;
             }
         }
+        let run_number = self.run_number();
         for (index, id) in chosen.iter().enumerate() {
             let Some((master, own)) = self.members.get(&chosen[0]).zip(self.members.get(id)) else {
                 continue;
@@ -145,6 +146,7 @@ impl Coordinator {
                 master_address: master.greeting.address.clone(),
                 master_completed: master.greeting.completed.clone(),
                 checkpoints_instance: self.keeper.as_ref().unwrap_or(&master.greeting.instance).clone(),
+                run_number,
             };
             self.outputs.push(super::Output::Send(*id, ToAgent::Prepare(prepare)));
         }
@@ -156,6 +158,13 @@ impl Coordinator {
         spares.into_iter().for_each(|id| self.tell_spare(id));
         self.after_loss = false;
         self.phase = Phase::Preparing { deadline: now + seconds(self.rules.join_timeout) };
+    }
+
+    /// Returns the number of the run's directory, which is free on all members of the first attempt. Nodes that join
+    /// later get the same number.
+    fn run_number(&mut self) -> u32 {
+        let free = self.members.values().map(|member| member.greeting.free_run).max().unwrap_or(0);
+        *self.run_number.get_or_insert(free.max(1))
     }
 
     /// Tells a member that the attempt is full without it.

@@ -91,6 +91,8 @@ pub enum Output {
 #[derive(Debug)]
 pub struct Coordinator {
     run_id: String,
+    /// The number of the run's directory; `None` before the first attempt.
+    run_number: Option<u32>,
     /// Members must have this run id, or none.
     is_for_run: bool,
     new_key: fn() -> [u8; 32],
@@ -215,6 +217,7 @@ impl Coordinator {
     pub fn new(run_id: String, seed: u64, new_key: fn() -> [u8; 32], now: Instant) -> Self {
         Self {
             run_id,
+            run_number: None,
             is_for_run: false,
             new_key,
             reference: None,

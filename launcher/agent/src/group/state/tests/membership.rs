@@ -96,6 +96,25 @@ fn node_that_differs_is_refused_with_both_values_while_the_others_wait() {
 }
 
 #[test]
+fn node_with_another_secret_is_refused_without_showing_it() {
+    let text = "train.py --api-key '[redacted]'";
+    let (mut group, of) = (Group::new(), |rank: u32| Greeting {
+        work: vec![u8::try_from(rank).unwrap()],
+        work_text: text.into(),
+        ..greeting(Some(rank), (2, 2), rules(0))
+    });
+    group.greet(1, of(0));
+    group.take();
+    group.greet(2, of(1));
+    let said = group.take();
+    let expected = format!(
+        "node 1 (h1) has a different configuration than node 0 (h0): a value that looks like a secret, and is not \
+         shown, in `{text}`"
+    );
+    assert_eq!(said.iter().filter_map(refusal).collect::<Vec<_>>(), [(2, &*expected)]);
+}
+
+#[test]
 fn missing_nodes_are_named_every_ten_seconds_and_at_the_deadline() {
     let mut group = Group::new();
     let rules = GroupRules { join_timeout: 25.0, ..rules(0) };
