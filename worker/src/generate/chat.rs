@@ -1,8 +1,9 @@
 //! Turns chats into prompts with the model's own template, rendered like Python's `transformers` does.
 
 use std::collections::BTreeMap;
-use std::time::{SystemTime, UNIX_EPOCH};
 
+use chrono::format::{Item, StrftimeItems};
+use chrono::{Local, NaiveDateTime};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde, Value};
 use minijinja::{Environment, Error, ErrorKind, context};
@@ -13,7 +14,6 @@ use crate::inherited::Inherited;
 
 /// Tokens that templates refer to by name.
 const TOKENS: [&str; 4] = ["bos_token", "eos_token", "pad_token", "unk_token"];
-const SECONDS_PER_DAY: u64 = 86_400;
 
 /// Renders a chat as a prompt, up to the point where the model answers. `messages` are objects with `role` and
 /// `content`.
@@ -31,7 +31,7 @@ pub(super) fn render(inherited: &Inherited, messages: &serde_json::Value) -> Res
     environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, message))
     });
-    environment.add_function("strftime_now", |format: String| strftime(&format, SystemTime::now()));
+    environment.add_function("strftime_now", |format: String| strftime(&format, Local::now().naive_local()));
     let values = context! {
         messages => Value::from(Serde(messages)),
         add_generation_prompt => true,
@@ -106,78 +106,31 @@ impl serde_json::ser::Formatter for Spaced {
     }
 }
 
-/// Formats the date and time in UTC, in the notation of C's `strftime`.
-fn strftime(format: &str, now: SystemTime) -> String {
-    const MONTHS: [&str; 12] = [
-        "January",
-        "February",
-        "March",
-        "April",
-        "May",
-        "June",
-        "July",
-        "August",
-        "September",
-        "October",
-        "November",
-        "December",
-    ];
-    const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
-    let seconds = now.duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-    let (days, time) = (seconds / SECONDS_PER_DAY, seconds % SECONDS_PER_DAY);
-    let (year, month, day) = civil(days);
-    let (month_name, day_name) = (MONTHS[month - 1], DAYS[usize::try_from(days % 7).unwrap_or(0)]);
-    let mut out = String::new();
+/// Python's `now.strftime(format)` of a time without a time zone, as `datetime.now()` is.
+fn strftime(format: &str, now: NaiveDateTime) -> Result<String, Error> {
+    let mut here = String::with_capacity(format.len());
     let mut characters = format.chars();
     while let Some(character) = characters.next() {
-        if character != '%' {
-            out.push(character);
-            continue;
+        match (character, (character == '%').then(|| characters.next()).flatten()) {
+            // Microseconds.
+            ('%', Some('f')) => here += "%6f",
+            // Empty without a time zone.
+            ('%', Some('z' | 'Z')) => {}
+            ('%', Some(directive)) => here.extend(['%', directive]),
+            (other, _) => here.push(other),
         }
-        out += &match characters.next() {
-            Some('Y') => year.to_string(),
-            Some('y') => format!("{:02}", year % 100),
-            Some('m') => format!("{month:02}"),
-            Some('d') => format!("{day:02}"),
-            Some('B') => month_name.to_owned(),
-            Some('b' | 'h') => month_name[..3].to_owned(),
-            Some('A') => day_name.to_owned(),
-            Some('a') => day_name[..3].to_owned(),
-            Some('H') => format!("{:02}", time / 3600),
-            Some('M') => format!("{:02}", time / 60 % 60),
-            Some('S') => format!("{:02}", time % 60),
-            Some('F') => format!("{year}-{month:02}-{day:02}"),
-            Some(other) => other.to_string(),
-            None => String::new(),
-        };
     }
-    out
-}
-
-/// Returns year, month and day for a number of days since 1970-01-01.
-fn civil(mut days: u64) -> (u64, usize, u64) {
-    let leap = |year: u64| (year.is_multiple_of(4) && !year.is_multiple_of(100)) || year.is_multiple_of(400);
-    let mut year = 1970;
-    while days >= 365 + u64::from(leap(year)) {
-        days -= 365 + u64::from(leap(year));
-        year += 1;
+    let items: Vec<Item<'_>> = StrftimeItems::new(&here).collect();
+    if items.contains(&Item::Error) {
+        let reason = format!("strftime_now: {format:?} is not a format of dates");
+        return Err(Error::new(ErrorKind::InvalidOperation, reason));
     }
-    let lengths = [31, 28 + u64::from(leap(year)), 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
-    let mut month = 1;
-    for length in lengths {
-        if days < length {
-            break;
-        }
-        days -= length;
-        month += 1;
-    }
-    (year, month, days + 1)
+    Ok(now.format_with_items(items.into_iter()).to_string())
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
+    use chrono::DateTime;
     use serde_json::json;
 
     use super::*;
@@ -208,10 +161,17 @@ mod tests {
     }
 
     #[test]
-    fn dates_are_those_of_the_calendar() {
-        let at = |seconds: u64| strftime("%d %b %Y %A %H:%M", UNIX_EPOCH + Duration::from_secs(seconds));
-        assert_eq!(at(0), "01 Jan 1970 Thursday 00:00");
-        assert_eq!(at(951_782_400 + 3661), "29 Feb 2000 Tuesday 01:01");
-        assert_eq!(at(1_735_689_599), "31 Dec 2024 Tuesday 23:59");
+    fn dates_are_written_as_in_python() {
+        let at = |seconds: i64, format: &str| {
+            strftime(format, DateTime::from_timestamp(seconds, 5_006_000).unwrap().naive_utc()).unwrap()
+        };
+        let format = "%d %b %Y %A %H:%M";
+        assert_eq!(at(0, format), "01 Jan 1970 Thursday 00:00");
+        assert_eq!(at(951_782_400 + 3661, format), "29 Feb 2000 Tuesday 01:01");
+        assert_eq!(at(1_735_689_599, format), "31 Dec 2024 Tuesday 23:59");
+        assert_eq!(at(0, "%-d/%m %I %p %j %f%z%Z 100%%"), "1/01 12 AM 001 005006 100%");
+        for format in ["%", "%Q", "%d %!"] {
+            strftime(format, NaiveDateTime::default()).unwrap_err();
+        }
     }
 }
