@@ -15,13 +15,15 @@ struct TestSink {
     gate: Option<Receiver<()>>,
     /// Steps whose reports cannot be written.
     fails: Range<u64>,
+    /// The end cannot be written, either.
+    fails_at_end: bool,
     missing: u64,
 }
 
 impl TestSink {
     fn new() -> (Self, Arc<Mutex<Vec<String>>>) {
         let seen = Arc::<Mutex<Vec<String>>>::default();
-        (Self { seen: seen.clone(), gate: None, fails: 0..0, missing: 0 }, seen)
+        (Self { seen: seen.clone(), gate: None, fails: 0..0, fails_at_end: false, missing: 0 }, seen)
     }
 
     fn gated() -> (Self, Arc<Mutex<Vec<String>>>, Sender<()>) {
@@ -55,6 +57,9 @@ impl ReportSink for TestSink {
     }
 
     fn finish(&mut self) -> io::Result<()> {
+        if self.fails_at_end {
+            return Err(io::Error::other("disk full"));
+        }
         self.take("finish".into())
     }
 
@@ -123,20 +128,21 @@ async fn blocked_sink_does_not_delay_others_and_its_losses_are_reported() {
 
 #[tokio::test]
 async fn file_recovers_from_errors_and_missing_reports_are_counted() {
-    for (fails, expected) in [
-        (1..3, &["cannot be written: disk full; trying again with every report", "is written again"][..]),
-        (1..9, &["cannot be written: disk full; trying again with every report", "is written again"][..]),
-    ] {
+    let failing = "cannot be written: disk full; trying again with every report";
+    // For a while, and to the end.
+    for (fails, fails_at_end, expected) in
+        [(1..3, false, &[failing, "is written again"][..]), (1..9, true, &[failing])]
+    {
         let ((console, shown), (failing, written), (other, other_written)) =
             (TestSink::new(), TestSink::new(), TestSink::new());
         let mut sinks = Sinks::new(console).unwrap();
         let missing = fails.end.min(5) - fails.start;
-        let failing = TestSink { fails, ..failing };
+        let failing = TestSink { fails, fails_at_end, ..failing };
         sinks.add_file("metrics", move || failing).unwrap();
         sinks.add_file("tensorboard", move || other).unwrap();
         (0..5).for_each(|number| sinks.report(step(0, number)));
         assert_eq!(sinks.finish(TIMEOUT).await, ["tensorboard"].into());
-        assert_eq!(contents(&written).len() as u64, 5 - missing + 1);
+        assert_eq!(contents(&written).len() as u64, 5 - missing + u64::from(!fails_at_end));
         assert_eq!(contents(&other_written).len(), 6);
         let lines: Vec<String> = contents(&shown)
             .iter()
