@@ -78,12 +78,22 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
         Some(dir) => ready.lock = Some(claim(dir, &spec.job.name, bytes, &mut ready.warnings)?),
         None => directory::check_room(job_dir, bytes)?,
     }
-    let source = verified_source(spec, &shape, &layout, job_dir, &mut ready.warnings)?;
-    match source {
-        Some(path) => resume(spec, &shape, world, &data, path, &mut ready)?,
-        None => start_afresh(spec, job_dir, &mut ready.warnings)?,
+    let mut find_start = || match verified_source(spec, &shape, &layout, job_dir, &mut ready.warnings)? {
+        Some(path) => resume(spec, &shape, world, &data, path, &mut ready),
+        None => start_afresh(spec, job_dir, &mut ready.warnings),
+    };
+    match find_start() {
+        Ok(()) => Ok(ready),
+        Err(refusal) => Err(with_warnings(refusal, &ready.warnings)),
     }
-    Ok(ready)
+}
+
+/// Adds what was done before it: a job that cannot start has no other place to report that.
+fn with_warnings(mut refusal: Refusal, warnings: &[String]) -> Refusal {
+    if !warnings.is_empty() {
+        refusal.message += &format!("; before that: {}", warnings.join("; "));
+    }
+    refusal
 }
 
 /// Checks only configuration and data, not checkpoints: the part of [`preflight`] that every node needs.

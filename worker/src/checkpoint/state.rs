@@ -2,11 +2,15 @@
 
 use serde::{Deserialize, Serialize};
 use xlaunch_proto::model::ModelShape;
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::spec::{JobSpec, TrainSection};
 
 use xlaunch_proto::lineage::Fingerprint;
 
 use crate::inherited::Inherited;
+use crate::optim::schedule;
+
+/// Learning rates that differ by less are the same schedule, computed for other numbers of steps.
+const RATE_TOLERANCE: f64 = 1e-9;
 
 /// The contents of `state.json`. Unknown keys are ignored; keys that version 1 lacks have defaults.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -108,7 +112,24 @@ impl State {
         for section in ["train", "comm", "engine"] {
             compare(section, &self.spec[section], &new[section], &mut changes.others);
         }
+        changes.others.extend(self.changed_rate(&spec.train));
         changes
+    }
+
+    /// What becomes of the learning rate of the next step: a schedule that depends on the number of steps jumps where a
+    /// run is continued for more of them.
+    fn changed_rate(&self, new: &TrainSection) -> Option<String> {
+        // Versions with other keys are not compared.
+        let mut old: TrainSection = serde_json::from_value(self.spec["train"].clone()).ok()?;
+        let mut new = new.clone();
+        old.warmup = old.warmup.or(self.warmup);
+        new.warmup = new.warmup.or(self.warmup);
+        let [before, after] = [&old, &new].map(|train| schedule::learning_rate(train, self.step));
+        // Another peak rate is a change of its own.
+        let [part_before, part_after] = [before / old.lr, after / new.lr];
+        let differs = (part_before - part_after).abs() > RATE_TOLERANCE * part_before.abs();
+        let step = self.step + 1;
+        differs.then(|| format!("the learning rate of step {step} was {before:.3e}, is now {after:.3e}"))
     }
 
     fn compare_batch(&self, new: Batch, world: u32, changes: &mut Changes) {
@@ -203,6 +224,14 @@ mod tests {
         let mut spec = spec.clone();
         (spec.train.lr, spec.train.eval_every) = (0.5, 7);
         assert_eq!(saved.changes(&spec, 2, &data).others, ["train.lr was 0.001, is now 0.5"]);
+        let steps = spec.train.steps;
+        spec.train.steps *= 2;
+        let others = saved.changes(&spec, 2, &data).others;
+        assert_eq!(
+            others[..2],
+            ["train.lr was 0.001, is now 0.5".to_owned(), format!("train.steps was {steps}, is now {}", 2 * steps)]
+        );
+        assert!(others[2].starts_with("the learning rate of step 11 was "), "{others:?}");
     }
 
     #[test]

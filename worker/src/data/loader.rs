@@ -121,4 +121,29 @@ mod tests {
         let accumulated = |micro| read(&text, &order, schedule(0, 1, 2), micro).unwrap().tokens;
         assert_eq!([accumulated(0), accumulated(1)].concat(), one(0));
     }
+
+    #[test]
+    fn runs_that_continue_each_other_read_every_window_of_each_epoch_once() {
+        let text = tokens(&(0..169).collect::<Vec<u8>>());
+        // 41 windows an epoch. Neither a batch nor a run ends with an epoch.
+        let order = Order::new(169, 4, Some(9));
+        let mut starts = Vec::new();
+        for (world, batch, micro_steps) in [(2, 3, 5), (3, 3, 5), (1, 6, 8)] {
+            let first = starts.len() as u64;
+            for micro in 0..micro_steps {
+                for rank in 0..world {
+                    let schedule = Schedule { first, ..schedule(rank, world, batch) };
+                    let read = read(&text, &order, schedule, micro).unwrap();
+                    starts.extend(read.tokens.chunks(4).map(|window| window[0]));
+                }
+            }
+        }
+        assert_eq!(starts.len(), 3 * 41);
+        for (epoch, windows) in starts.chunks(41).enumerate() {
+            let mut windows = windows.to_vec();
+            windows.sort_unstable();
+            let shift = windows[0];
+            assert_eq!(windows, (0..41).map(|index| shift + 4 * index).collect::<Vec<_>>(), "epoch {epoch}");
+        }
+    }
 }
