@@ -21,7 +21,7 @@ use xlaunch_proto::spec::Precision;
 use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, directory};
 use crate::error::WorkerError;
 use crate::huggingface;
-use crate::inherited::Inherited;
+use crate::inherited::{CONFIG, Inherited};
 use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model};
 use crate::weights::Weights;
@@ -67,6 +67,7 @@ impl Source {
         if huggingface::Directory::is_one(path) {
             return Self::hugging_face(path);
         }
+        huggingface::refuse_other_weights(path).map_err(WorkerError::from)?;
         let (path, rejected) = directory::locate(path).map_err(|error| match error {
             CheckpointError::None { path } => not_a_model(&path),
             error => error.into(),
@@ -88,12 +89,22 @@ impl Source {
         let directory = huggingface::Directory::open(path).map_err(WorkerError::from)?;
         let file = path.join(TOKENIZER_FILE);
         let tokenizer = file.exists().then(|| Tokenizer::from_file(&file)).transpose();
+        let mut shape = directory.shape().clone();
+        let window = directory.window().filter(|window| *window < shape.seq);
+        let note = window.map(|window| {
+            format!(
+                "the context is limited to {window} tokens, the `sliding_window` of {}: attention reaches all earlier \
+                 positions here",
+                path.join(CONFIG).display()
+            )
+        });
+        shape.seq = window.unwrap_or(shape.seq);
         Ok(Self {
-            shape: directory.shape().clone(),
+            shape,
             tokenizer: tokenizer.map_err(|error| tokenizer_refusal(&error, ExitCode::Data))?,
             inherited: Some(Inherited::read(path)),
             is_run: false,
-            notes: Vec::new(),
+            notes: note.into_iter().collect(),
             weights: Weights::HuggingFace(directory),
         })
     }
@@ -203,24 +214,12 @@ fn no_threads(error: impl std::fmt::Display) -> Refusal {
 }
 
 fn not_a_model(path: &Path) -> Refusal {
-    let adapter = path.join("adapter_config.json").exists();
-    let message = if adapter {
-        format!(
-            "{} is an adapter alone: merge it into its base model with PEFT's `merge_and_unload()`, and save that",
-            path.display()
-        )
-    } else {
-        not_a_model_message(path)
-    };
-    Refusal { exit: ExitCode::Usage, message }
-}
-
-fn not_a_model_message(path: &Path) -> String {
-    format!(
+    let message = format!(
         "{} is neither a checkpoint, nor a directory of checkpoints, nor a run's directory with checkpoints, nor a \
          model in Hugging Face's layout with a config.json",
         path.display()
-    )
+    );
+    Refusal { exit: ExitCode::Usage, message }
 }
 
 fn tokenizer_refusal(error: &TokenizerError, exit: ExitCode) -> Refusal {

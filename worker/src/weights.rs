@@ -12,7 +12,7 @@ use xlaunch_proto::spec::{Invalid, JobSpec};
 use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, Sink, State, directory};
 use crate::data::{Dataset, TokenizerSource};
 use crate::error::{Result, WorkerError};
-use crate::huggingface::Directory;
+use crate::huggingface::{Directory, refuse_other_weights};
 use crate::inherited::Inherited;
 use crate::model::layout::Layout;
 
@@ -34,6 +34,7 @@ impl Weights {
         if Directory::is_one(path) {
             return Ok(Self::HuggingFace(Directory::open(path)?));
         }
+        refuse_other_weights(path)?;
         if !path.is_dir() {
             return Ok(Self::File(path.into()));
         }
@@ -106,7 +107,16 @@ impl Weights {
         Some(self.path().join(TOKENIZER_FILE)).filter(|path| path.is_file())
     }
 
+    /// Refuses sequences that are longer than the model's attention reaches.
+    pub(crate) fn check_context(&self, seq: usize) -> Result<()> {
+        match self {
+            Self::HuggingFace(directory) => Ok(directory.check_context(seq)?),
+            Self::Checkpoint(..) | Self::File(_) => Ok(()),
+        }
+    }
+
     fn check_shape(&self, wanted: &ModelShape) -> Result<()> {
+        self.check_context(wanted.seq)?;
         let Some(own) = self.shape() else { return Ok(()) };
         match contradiction(own, wanted) {
             None => Ok(()),

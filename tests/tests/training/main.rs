@@ -4,10 +4,12 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod bench;
+mod boundaries;
 mod chaos;
 mod checkpoints;
 mod continued;
 mod data;
+mod directories;
 mod divergence;
 mod dry_run;
 mod export;
@@ -25,6 +27,6 @@ mod tensorboard;
 
 xlaunch_harness::suite! {
     threads_per_core 2;
-    modules bench, chaos, checkpoints, continued, data, divergence, dry_run, export, fail_points, generate, gpus,
+    modules bench, boundaries, chaos, checkpoints, continued, data, directories, divergence, dry_run, export, fail_points, generate, gpus,
         growth, memory, nodes, pool, prepared, report, runs, tensorboard;
 }

@@ -21,24 +21,45 @@ pub struct TokenIds {
     pub bos: Option<u32>,
 }
 
-/// Returns the shape of the model that `config.json` describes. `path` is used in messages.
-pub(super) fn parse(path: &Path, json: &[u8]) -> Result<ModelShape, ModelError> {
+/// The model that `config.json` describes.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Described {
+    /// Its sequence length is the longest one that the model supports.
+    pub(super) shape: ModelShape,
+    /// Positions that attention reaches; `None` for all. Here it always reaches all, which is the same for sequences
+    /// that are no longer.
+    pub(super) window: Option<usize>,
+}
+
+/// Reads `config.json`. `path` is for messages.
+pub(super) fn parse(path: &Path, json: &[u8]) -> Result<Described, ModelError> {
     let invalid = |reason: String| ModelError::Read { path: path.into(), reason };
     let values: Map<String, Value> =
         serde_json::from_slice(json).map_err(|error| invalid(error.to_string()))?;
     let keys = Keys { path, values: &values };
     keys.only("quantization_config", &[])?;
-    let shape = match values.get("model_type").and_then(Value::as_str) {
-        Some("gpt2") => gpt2(&keys)?,
-        Some("llama") => llama(&keys, &LLAMA)?,
-        Some("mistral") => llama(&keys, &MISTRAL)?,
+    let (shape, window) = match values.get("model_type").and_then(Value::as_str) {
+        Some("gpt2") => (gpt2(&keys)?, None),
+        Some("llama") => (llama(&keys, &LLAMA)?, window(&keys, &LLAMA)?),
+        Some("mistral") => (llama(&keys, &MISTRAL)?, window(&keys, &MISTRAL)?),
         _ => return Err(keys.refused("model_type", "only `gpt2`, `llama` and `mistral` are supported")),
     };
     shape.check().map_err(|invalid| {
         let key = key_of(shape.arch, invalid.key);
         keys.error(key, format!("{}; expected {}", invalid.problem, invalid.expected))
     })?;
-    Ok(shape)
+    Ok(Described { shape, window })
+}
+
+/// Refuses sequences that are longer than the attention window of a model.
+pub(super) fn check_context(path: &Path, window: Option<usize>, seq: usize) -> Result<(), ModelError> {
+    let Some(window) = window.filter(|window| *window < seq) else { return Ok(()) };
+    let problem = format!(
+        "{window} is not supported with a context of {seq} tokens, as attention reaches all earlier positions here; a \
+         context of at most {window} tokens works: set `model.seq` to at most {window}, as with `--set \
+         model.seq={window}`"
+    );
+    Err(ModelError::Config { path: path.into(), key: WINDOW.into(), problem })
 }
 
 fn gpt2(keys: &Keys<'_>) -> Result<ModelShape, ModelError> {
@@ -64,17 +85,33 @@ fn gpt2(keys: &Keys<'_>) -> Result<ModelShape, ModelError> {
     })
 }
 
+/// The key of the positions that attention reaches.
+const WINDOW: &str = "sliding_window";
+
 /// Sizes of Llama-like models for keys that `config.json` lacks.
 struct Defaults {
     ffn: usize,
     kv_heads: Option<usize>,
     seq: usize,
-    /// Number of positions that attention reaches.
-    window: usize,
+    /// Positions that attention reaches; `None` for all.
+    window: Option<usize>,
 }
 
-const LLAMA: Defaults = Defaults { ffn: 11008, kv_heads: None, seq: 2048, window: usize::MAX };
-const MISTRAL: Defaults = Defaults { ffn: 14336, kv_heads: Some(8), seq: 131_072, window: 4096 };
+const LLAMA: Defaults = Defaults { ffn: 11008, kv_heads: None, seq: 2048, window: None };
+const MISTRAL: Defaults = Defaults { ffn: 14336, kv_heads: Some(8), seq: 131_072, window: Some(4096) };
+
+/// Positions that attention reaches; `null` is not the same as no key.
+fn window(keys: &Keys<'_>, defaults: &Defaults) -> Result<Option<usize>, ModelError> {
+    let window = match keys.values.get(WINDOW) {
+        None => defaults.window,
+        Some(Value::Null) => None,
+        Some(_) => Some(keys.size(WINDOW, 0)?),
+    };
+    match window {
+        Some(0) => Err(keys.refused(WINDOW, "it must be at least 1, or null")),
+        window => Ok(window),
+    }
+}
 
 fn llama(keys: &Keys<'_>, defaults: &Defaults) -> Result<ModelShape, ModelError> {
     keys.only("hidden_act", &[json!("silu"), json!("swish")])?;
@@ -82,12 +119,6 @@ fn llama(keys: &Keys<'_>, defaults: &Defaults) -> Result<ModelShape, ModelError>
     keys.only("mlp_bias", &[json!(false)])?;
     keys.only("partial_rotary_factor", &[json!(1.0), json!(1)])?;
     let (dim, heads) = (keys.size("hidden_size", 4096)?, keys.size("num_attention_heads", 32)?);
-    let seq = keys.size("max_position_embeddings", defaults.seq)?;
-    // A window no shorter than the longest sequence hides nothing.
-    let unset = if keys.values.contains_key("sliding_window") { usize::MAX } else { defaults.window };
-    if keys.size("sliding_window", unset)? < seq {
-        return Err(keys.refused("sliding_window", "attention reaches all earlier positions"));
-    }
     let (rope_theta, rope_scaling) = rotary(keys)?;
     Ok(ModelShape {
         arch: Arch::Llama,
@@ -97,7 +128,7 @@ fn llama(keys: &Keys<'_>, defaults: &Defaults) -> Result<ModelShape, ModelError>
         head_dim: keys.size("head_dim", dim.checked_div(heads).unwrap_or_default())?,
         dim,
         ffn: keys.size("intermediate_size", defaults.ffn)?,
-        seq,
+        seq: keys.size("max_position_embeddings", defaults.seq)?,
         vocab: keys.size("vocab_size", 32000)?,
         tied: keys.flag("tie_word_embeddings", false)?,
         norm_eps: keys.number("rms_norm_eps", 1e-6)?,
@@ -283,8 +314,12 @@ mod tests {
 
     use super::*;
 
-    fn read(config: &Value) -> Result<ModelShape, ModelError> {
+    fn describe(config: &Value) -> Result<Described, ModelError> {
         parse(Path::new("config.json"), config.to_string().as_bytes())
+    }
+
+    fn read(config: &Value) -> Result<ModelShape, ModelError> {
+        describe(config).map(|described| described.shape)
     }
 
     #[test]
@@ -314,12 +349,29 @@ mod tests {
         };
         let shape = read(&config(Value::Null)).unwrap();
         assert_eq!((shape.arch, shape.kv_heads, shape.seq), (Arch::Llama, 2, 8192));
-        assert_eq!(read(&config(json!(8192))).unwrap(), shape);
-        assert!(read(&config(json!(4096))).unwrap_err().to_string().contains("sliding_window"));
+        for (window, expected) in [(Value::Null, None), (json!(4096), Some(4096)), (json!(8192), Some(8192))]
+        {
+            assert_eq!(
+                describe(&config(window)).unwrap(),
+                Described { shape: shape.clone(), window: expected }
+            );
+        }
         let mut old = config(Value::Null);
         old.as_object_mut().unwrap().remove("sliding_window");
-        // By default, the library uses a window.
-        assert!(read(&old).unwrap_err().to_string().contains("sliding_window"));
+        // The library's default is a window.
+        assert_eq!(describe(&old).unwrap().window, Some(4096));
+    }
+
+    #[test]
+    fn context_beyond_the_window_is_refused_with_the_one_that_works() {
+        let path = Path::new("config.json");
+        for (window, seq) in [(None, 1 << 20), (Some(4096), 4096), (Some(4096), 1)] {
+            check_context(path, window, seq).unwrap();
+        }
+        let error = check_context(path, Some(4096), 8192).unwrap_err().to_string();
+        for text in ["`sliding_window`: 4096", "8192 tokens", "`model.seq` to at most 4096"] {
+            assert!(error.contains(text), "{text} in {error}");
+        }
     }
 
     #[test]
@@ -413,7 +465,8 @@ mod tests {
             ("hidden_act", json!("gelu")),
             ("attention_bias", json!(true)),
             ("mlp_bias", json!(true)),
-            ("sliding_window", json!(1024)),
+            ("sliding_window", json!(0)),
+            ("sliding_window", json!("long")),
             ("partial_rotary_factor", json!(0.5)),
             ("rope_theta", json!(7)),
             ("rope_scaling", json!({"rope_type": "default"})),

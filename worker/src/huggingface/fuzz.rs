@@ -10,9 +10,9 @@ use crate::inherited::CONFIG;
 /// Returns the shape that a `config.json` describes, and the shape read back from the configuration that an export
 /// writes for it.
 pub(crate) fn config(json: &[u8]) -> Option<(ModelShape, Option<ModelShape>)> {
-    let shape = config::parse(Path::new(CONFIG), json).ok()?;
+    let shape = config::parse(Path::new(CONFIG), json).ok()?.shape;
     let written = config::write(&shape, config::TokenIds::default(), "float32").to_string();
-    let again = config::parse(Path::new(CONFIG), written.as_bytes()).ok();
+    let again = config::parse(Path::new(CONFIG), written.as_bytes()).ok().map(|described| described.shape);
     Some((shape, again))
 }
 

@@ -37,6 +37,7 @@ use crate::checkpoint::CheckpointError;
 
 pub use config::TokenIds;
 pub use source::Directory;
+pub(crate) use source::refuse_other_weights;
 
 /// File with all weights, unless they are split into several files.
 const WEIGHTS: &str = "model.safetensors";

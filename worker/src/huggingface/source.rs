@@ -18,6 +18,7 @@ use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde::Deserialize;
 use xlaunch_proto::model::ModelShape;
 
+use super::config::Described;
 use super::tensor_names::{self, Mapped};
 use super::{INDEX, ModelError, WEIGHTS, config};
 use crate::checkpoint::{Abandoned, Arena, Piece, Sink, read_header};
@@ -37,7 +38,7 @@ const OTHER_WEIGHTS: [(&[&str], &str); 4] = [
         "pickles are not read, as they can run code; convert them with `model.save_pretrained(DIR)` in Python",
     ),
     (
-        &["adapter_model.safetensors", "adapter_model.bin"],
+        &["adapter_model.safetensors", "adapter_model.bin", "adapter_config.json"],
         "an adapter alone is not a model; merge it with PEFT's `merge_and_unload()`, and save that",
     ),
     (&["tf_model.h5"], "weights of TensorFlow are not read; convert them with transformers"),
@@ -48,7 +49,7 @@ const OTHER_WEIGHTS: [(&[&str], &str); 4] = [
 #[derive(Clone, Debug)]
 pub struct Directory {
     path: PathBuf,
-    shape: ModelShape,
+    described: Described,
 }
 
 /// The files of a directory, whose tensors match those of a model.
@@ -92,8 +93,8 @@ impl Directory {
     /// If the file cannot be read, or describes a model that cannot be represented.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
         let file = path.join(CONFIG);
-        let shape = config::parse(&file, &read_whole(&file, MAX_CONFIG_BYTES)?)?;
-        Ok(Self { path: path.into(), shape })
+        let described = config::parse(&file, &read_whole(&file, MAX_CONFIG_BYTES)?)?;
+        Ok(Self { path: path.into(), described })
     }
 
     /// Returns the path of the model's directory.
@@ -103,7 +104,17 @@ impl Directory {
 
     /// The model's shape. Its sequence length is the longest one that the model supports.
     pub fn shape(&self) -> &ModelShape {
-        &self.shape
+        &self.described.shape
+    }
+
+    /// Positions that attention reaches in this model; `None` for all.
+    pub fn window(&self) -> Option<usize> {
+        self.described.window
+    }
+
+    /// Refuses sequences that are longer than the attention window.
+    pub(crate) fn check_context(&self, seq: usize) -> Result<(), ModelError> {
+        config::check_context(&self.path.join(CONFIG), self.window(), seq)
     }
 
     /// Opens the weights for a model that differs from this one at most in its sequence length. Reads only the headers.
@@ -134,16 +145,8 @@ impl Directory {
     /// Returns the names of the files, with the tensors that the index expects in each.
     fn files(&self) -> Result<BTreeMap<String, Vec<String>>, ModelError> {
         let index = self.path.join(INDEX);
-        let has = |name: &str| self.path.join(name).exists();
-        if !has(WEIGHTS) && !index.exists() {
-            for (names, what) in OTHER_WEIGHTS {
-                if let Some(name) = names.iter().find(|name| has(name)) {
-                    let reason = format!("it has no {WEIGHTS}, but {name}: {what}");
-                    return Err(ModelError::Read { path: self.path.clone(), reason });
-                }
-            }
-        }
-        if has(WEIGHTS) || !index.exists() {
+        refuse_other_weights(&self.path)?;
+        if self.path.join(WEIGHTS).exists() || !index.exists() {
             return Ok(BTreeMap::from([(WEIGHTS.to_owned(), Vec::new())]));
         }
         files_of_index(&index, &read_whole(&index, MAX_INDEX_BYTES)?)
@@ -182,6 +185,23 @@ impl Directory {
             }
         }
     }
+}
+
+/// Refuses a directory that has other weights than those that are read, or the file of such weights.
+pub(crate) fn refuse_other_weights(path: &Path) -> Result<(), ModelError> {
+    if path.join(WEIGHTS).exists() || path.join(INDEX).exists() {
+        return Ok(());
+    }
+    let is_file = path.is_file();
+    let found = |name: &&&str| if is_file { path.ends_with(name) } else { path.join(name).exists() };
+    for (names, what) in OTHER_WEIGHTS {
+        if let Some(name) = names.iter().find(found) {
+            let reason =
+                if is_file { what.to_owned() } else { format!("it has no {WEIGHTS}, but {name}: {what}") };
+            return Err(ModelError::Read { path: path.into(), reason });
+        }
+    }
+    Ok(())
 }
 
 /// Returns the files that an index names, each with its tensors.

@@ -1,5 +1,7 @@
 //! Tests of exports of small checkpoints, and of reading directories that are whole, damaged or hostile.
 
+mod refusals;
+
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 

@@ -1,0 +1,120 @@
+//! Directories of models that say more than this trainer computes, or need it in another way.
+
+use serde_json::{Value, json};
+use xlaunch_tests::{Job, Output, Process};
+
+xlaunch_harness::tests! {
+    model_with_an_attention_window_is_used_within_it_and_refused_beyond,
+    header_with_a_million_tensors_is_refused_within_a_gigabyte_of_memory,
+    chat_template_knows_the_local_date;
+}
+
+/// A step that changes no weight: smaller than any rounding.
+const NO_CHANGE: [&str; 4] =
+    ["train.steps=1", "train.lr=1.2e-38", "train.weight_decay=0", "train.eval_every=1"];
+
+fn xlaunch(job: &Job, args: &[&str]) -> Output {
+    Process::spawn(&mut job.command(args)).wait()
+}
+
+/// An exported model in `out`, and a configuration that starts from it.
+fn exported() -> Job {
+    let job = Job::new();
+    job.run_ok(&[]);
+    let output = xlaunch(&job, &["export", "runs/train/latest", "--output", "out"]);
+    assert_eq!(output.code, 0, "{}", output.stderr);
+    job.write(
+        "train.toml",
+        "[data]\ntrain = [\"text/*.txt\"]\n[train]\nsample = 0\n[engine]\ndevice = \"cpu\"\n[checkpoint]\ninit = \"out\"\n",
+    );
+    job
+}
+
+/// Changes keys of a file of the model.
+fn edit(job: &Job, file: &str, keys: &[(&str, Value)]) {
+    let path = job.path().join("out").join(file);
+    let mut json: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    for (key, value) in keys {
+        json[*key] = value.clone();
+    }
+    std::fs::write(path, json.to_string()).unwrap();
+}
+
+/// `--set` before each setting.
+fn set<'a>(settings: &[&'a str]) -> Vec<&'a str> {
+    settings.iter().flat_map(|setting| ["--set", setting]).collect()
+}
+
+fn model_with_an_attention_window_is_used_within_it_and_refused_beyond() {
+    let job = exported();
+    let losses = |job: &Job| {
+        job.run_ok(&set(&[&NO_CHANGE[..], &["model.seq=16"]].concat()));
+        let series =
+            |key: &str| job.metrics().iter().filter_map(|line| line[key].as_f64()).collect::<Vec<_>>();
+        (series("train/loss"), series("val/loss"))
+    };
+    let without = losses(&job);
+    edit(&job, "config.json", &[("model_type", json!("mistral")), ("sliding_window", json!(16))]);
+    let runs = || std::fs::read_dir(job.path().join("runs/train")).unwrap().count();
+    let before = runs();
+    for (seq, context) in [(None, 32), (Some("model.seq=17"), 17), (Some("model.seq=64"), 64)] {
+        let refused = job.run(&set(&NO_CHANGE.into_iter().chain(seq).collect::<Vec<_>>()));
+        assert_eq!(refused.code, 65, "{}", refused.stderr);
+        let context = format!("a context of {context} tokens");
+        for text in ["out/config.json: `sliding_window`: 16", &context, "`model.seq` to at most 16"] {
+            assert!(refused.stderr.contains(text), "{text} in {}", refused.stderr);
+        }
+    }
+    assert_eq!(runs(), before);
+    assert_eq!(losses(&job), without);
+    let generate = |prompt: &str| xlaunch(&job, &["generate", "out", "--prompt", prompt, "--device", "cpu"]);
+    let within = generate("within");
+    assert_eq!(within.code, 0, "{}", within.stderr);
+    assert!(
+        within.stderr.contains("the context is limited to 16 tokens, the `sliding_window`"),
+        "{}",
+        within.stderr
+    );
+    let beyond = generate("a prompt of more than 16 tokens");
+    assert!(beyond.code != 0 && beyond.stderr.contains("16"), "{}", beyond.stderr);
+}
+
+/// Parsed, such a header would take more.
+fn header_with_a_million_tensors_is_refused_within_a_gigabyte_of_memory() {
+    let job = exported();
+    let tensors = 1_000_000;
+    let entry = |at: usize| {
+        format!("\"a{at:07}\":{{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[{at},{}]}},", at + 1)
+    };
+    let entries: String = (0..tensors).map(entry).collect();
+    let header = format!("{{{}}}", entries.trim_end_matches(','));
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend(header.as_bytes());
+    file.resize(file.len() + tensors, 0);
+    job.write("out/model.safetensors", file);
+    let command = job.command(&["train.toml"]);
+    let mut shell = std::process::Command::new("sh");
+    shell
+        .args(["-c", "ulimit -v 1000000 && exec \"$@\"", "sh"])
+        .arg(command.get_program())
+        .args(command.get_args());
+    shell.current_dir(job.path()).envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    let output = Process::spawn(&mut shell).wait();
+    assert_eq!(output.code, 65, "{}", output.stderr);
+    assert!(output.stderr.contains("more than 50000 tensors"), "{}", output.stderr);
+}
+
+fn chat_template_knows_the_local_date() {
+    let mut job = exported();
+    let template = "{{ raise_exception('today is ' ~ strftime_now('%d %b %Y %H')) }}";
+    edit(&job, "tokenizer_config.json", &[("chat_template", json!(template))]);
+    let mut dates = Vec::new();
+    // A day apart: whatever the time, not the same date.
+    for zone in ["EAST-14", "WEST+10"] {
+        job.set_env("TZ", zone);
+        let output = xlaunch(&job, &["generate", "out", "--chat", "--prompt", "Hi", "--device", "cpu"]);
+        let date = output.stderr.split("today is ").nth(1).map(|rest| rest[..11].to_owned());
+        dates.push(date.unwrap_or_else(|| panic!("{}", output.stderr)));
+    }
+    assert_ne!(dates[0], dates[1]);
+}

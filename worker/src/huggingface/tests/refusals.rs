@@ -1,0 +1,104 @@
+//! Files that are not the weights of a model, each refused by what it is.
+
+use std::path::Path;
+
+use fs_err as fs;
+use xlaunch_proto::exit::ExitCode;
+
+use super::{checkpoint, export, options, read, shapes};
+use crate::pretrained::Source;
+use crate::weights::Weights;
+
+#[test]
+fn file_that_goes_on_after_its_last_tensor_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let shape = &shapes()[0];
+    let (saved, _) = checkpoint(&dir.path().join("a"), shape);
+    let output = export(&options(&saved, &dir.path().join("out"))).unwrap().output;
+    let weights = output.join("model.safetensors");
+    let whole = fs::read(&weights).unwrap();
+    for rest in [&b"x"[..], &[0; 4096], &whole] {
+        fs::write(&weights, [&whole, rest].concat()).unwrap();
+        let error = read(&output, shape).unwrap_err();
+        assert_eq!(error.exit(), ExitCode::Data, "{error}");
+        let expected = format!("{} bytes follow its last tensor", rest.len());
+        assert!(error.to_string().contains(&expected), "{expected}: {error}");
+    }
+    fs::write(&weights, &whole).unwrap();
+    read(&output, shape).unwrap();
+}
+
+/// A header with this many tensors of one byte.
+fn header_of(tensors: usize) -> Vec<u8> {
+    let entry =
+        |at: usize| format!("\"{at}\":{{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[{at},{}]}}", at + 1);
+    let text = format!("{{{}}}", (0..tensors).map(entry).collect::<Vec<_>>().join(","));
+    [&(text.len() as u64).to_le_bytes()[..], text.as_bytes(), &vec![0; tensors]].concat()
+}
+
+#[test]
+fn header_with_more_tensors_than_any_model_has_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let shape = &shapes()[0];
+    let (saved, _) = checkpoint(&dir.path().join("a"), shape);
+    let output = export(&options(&saved, &dir.path().join("out"))).unwrap().output;
+    for (tensors, expected) in [(50_000, "not found"), (50_001, "more than 50000 tensors")] {
+        fs::write(output.join("model.safetensors"), header_of(tensors)).unwrap();
+        let error = read(&output, shape).unwrap_err();
+        assert_eq!(error.exit(), ExitCode::Data, "{error}");
+        assert!(error.to_string().contains(expected), "{tensors}: {error}");
+    }
+}
+
+#[test]
+fn pickles_and_adapters_are_refused_by_what_they_are() {
+    const PICKLE: &[&str] = &["pickles are not read", "save_pretrained"];
+    const ADAPTER: &[&str] = &["an adapter alone is not a model", "merge_and_unload()"];
+    let dir = tempfile::tempdir().unwrap();
+    let shape = &shapes()[0];
+    let (saved, _) = checkpoint(&dir.path().join("a"), shape);
+    let output = export(&options(&saved, &dir.path().join("out"))).unwrap().output;
+    let config = fs::read(output.join("config.json")).unwrap();
+    for (index, (files, expected)) in [
+        (&["pytorch_model.bin", "config.json"][..], PICKLE),
+        (&["pytorch_model.bin"], PICKLE),
+        (&["pytorch_model.bin.index.json", "config.json"], PICKLE),
+        (&["adapter_model.safetensors", "adapter_config.json"], ADAPTER),
+        (&["adapter_model.safetensors", "adapter_config.json", "config.json"], ADAPTER),
+        (&["adapter_model.bin", "adapter_config.json"], ADAPTER),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let model = dir.path().join(index.to_string());
+        fs::create_dir(&model).unwrap();
+        for file in files {
+            fs::write(model.join(file), if *file == "config.json" { &config[..] } else { b"{}" }).unwrap();
+        }
+        // To train from, by its directory and by its file; to generate from.
+        let mut refusals = vec![train_from(&model, shape), generate_from(&model)];
+        refusals.extend((!files[0].ends_with(".json")).then(|| train_from(&model.join(files[0]), shape)));
+        for (exit, message) in refusals {
+            assert_eq!(exit, ExitCode::Data, "{files:?}: {message}");
+            for text in expected.iter().chain(&files[..1]) {
+                assert!(message.contains(text), "{files:?}: {text} in {message}");
+            }
+        }
+    }
+}
+
+fn train_from(path: &Path, shape: &xlaunch_proto::model::ModelShape) -> (ExitCode, String) {
+    let error = Weights::open(path).and_then(|weights| weights.check(shape)).unwrap_err();
+    (error.exit(), error.to_string())
+}
+
+fn generate_from(path: &Path) -> (ExitCode, String) {
+    let source = Source::find(path);
+    let backend = crate::pretrained::open_device(
+        crate::pretrained::Device::Cpu,
+        xlaunch_proto::spec::Precision::Fp32,
+        false,
+    );
+    let refusal = source.and_then(|source| source.load(&backend?, &|| false).map(drop)).unwrap_err();
+    (refusal.exit, refusal.message)
+}
