@@ -256,14 +256,10 @@ def prepare(binary, folder, name, tokenizer, source, *options):
     return ids, manifest
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--binary", required=True)
-    parser.add_argument("--documents", type=int, default=2000)
-    options = parser.parse_args()
-    root = pathlib.Path(__file__).resolve().parents[2]
-    text = "\n".join(path.read_text() for path in sorted(root.glob("docs/*.md")))[:300_000]
-    documents = list(nasty(options.documents))
+def compare(binary, tokenizers, count, name_end=False):
+    """Compares the ids of each of the tokenizers, as `families` yields them. Returns whether all are equal."""
+    named = lambda end: ["--eot", end] if name_end else []
+    documents = list(nasty(count))
     prose = "Words, it's 12345 times.\n\n  (Caf\u00e9)\u3002\n\u4e16\u754c\u3002\n" * 400
     chinese = "\u4e16\u754c\u4eba\u6c11\u3002\n" * 30_000
     different = 0
@@ -271,7 +267,7 @@ def main():
         folder = pathlib.Path(folder)
         (folder / "nasty.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
         (folder / "long.txt").write_text((prose + chinese) * 2)
-        for name, tokenizer, end in families(text):
+        for name, tokenizer, end in tokenizers:
             path = folder / f"{name}.json"
             tokenizer.save(str(path))
             fast = Tokenizer.from_file(str(path))
@@ -280,14 +276,14 @@ def main():
             prefix = [end_id] + [id for id in first if id != end_id]
             fast.encode_special_tokens = True
             encode = lambda texts: [e.ids for e in fast.encode_batch_fast(texts, add_special_tokens=False)]
-            ids, manifest = prepare(options.binary, folder, name, path, folder / "nasty.jsonl")
+            ids, manifest = prepare(binary, folder, name, path, folder / "nasty.jsonl", *named(end))
             expected, equal, at = encode(documents), 0, 0
             for document, theirs in zip(documents, expected):
                 theirs = prefix + theirs
                 equal += ids[at : at + len(theirs)] == theirs
                 at += len(theirs)
             framed = (manifest["end_of_text"], manifest["bos"]) == (end_id, first[0] if first else None)
-            ids, _ = prepare(options.binary, folder, name, path, folder / "long.txt")
+            ids, _ = prepare(binary, folder, name, path, folder / "long.txt", *named(end))
             whole = ids == prefix + encode([(prose + chinese) * 2])[0]
             good = equal == len(documents) and at and framed and whole
             different += not good
@@ -296,7 +292,17 @@ def main():
                 f", frame {'equal' if framed else 'DIFFERENT'}",
                 flush=True,
             )
-    sys.exit(different > 0)
+    return different == 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--binary", required=True)
+    parser.add_argument("--documents", type=int, default=2000)
+    options = parser.parse_args()
+    root = pathlib.Path(__file__).resolve().parents[2]
+    text = "\n".join(path.read_text() for path in sorted(root.glob("docs/*.md")))[:300_000]
+    sys.exit(not compare(options.binary, families(text), options.documents))
 
 
 if __name__ == "__main__":

