@@ -229,7 +229,10 @@ mod tests {
         let others = saved.changes(&spec, 2, &data).others;
         assert_eq!(
             others[..2],
-            ["train.lr was 0.001, is now 0.5".to_owned(), format!("train.steps was {steps}, is now {}", 2 * steps)]
+            [
+                "train.lr was 0.001, is now 0.5".to_owned(),
+                format!("train.steps was {steps}, is now {}", 2 * steps)
+            ]
         );
         assert!(others[2].starts_with("the learning rate of step 11 was "), "{others:?}");
     }
