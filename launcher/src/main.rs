@@ -10,6 +10,7 @@ mod bench;
 mod cli;
 mod client;
 mod console;
+mod error_file;
 mod render;
 mod report;
 mod runtime;

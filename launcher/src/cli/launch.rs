@@ -11,6 +11,7 @@ use xlaunch_proto::v1::{Prepare, StatusReply};
 use super::output::print_end;
 use super::resume;
 use crate::console::print_line;
+use crate::error_file;
 use xlaunch_agent::command::{self, CommandSpec, ResolvedCommand};
 use xlaunch_agent::config::{self, Layer, Override};
 use xlaunch_agent::devices::{self, Node, Placement};
@@ -21,7 +22,7 @@ use xlaunch_agent::group::join::Nodes;
 use xlaunch_agent::group::shared::{self, Mark};
 use xlaunch_agent::group::work::Work;
 use xlaunch_agent::registry::Entry;
-use xlaunch_agent::report::{Evidence, error_file};
+use xlaunch_agent::report::Evidence;
 use xlaunch_agent::run_dir::{self, NodePlace, RunDir};
 use xlaunch_agent::signals::Signals;
 use xlaunch_agent::spawn::affinity::{self, Affinity};
@@ -83,7 +84,7 @@ pub(super) async fn run(launch: &Launch, group: Option<&Nodes>) -> ExitCode {
     let place = Place { base: &BaseEnvironment::Own, group, declared: declared.as_ref() };
     match train(&spec, &placement, place, signals, RunDir::create).await {
         Ok(ended) => {
-            record_error(ended.error.as_deref());
+            error_file::record(ended.error.as_deref());
             print_end(&ended.summary, &ended.report);
             ended.exit
         }
@@ -364,7 +365,8 @@ fn ended(finished: Finished, summary: String, logs: Option<&Path>) -> Ended {
     let (stopped, rank) = (finished.outcome.stopped, finished.outcome.rank());
     let Finished { outcome, evidence, status, peak_memory_bytes, leads, left, .. } = finished;
     let left_checkpoints = leads && left;
-    let error = error_file::of_outcome(&outcome, &evidence, std::process::id(), clock::unix().as_secs());
+    let error =
+        report::error_file::of_outcome(&outcome, &evidence, std::process::id(), clock::unix().as_secs());
     Ended { exit, stopped, left_checkpoints, reason, rank, status, peak_memory_bytes, summary, report, error }
 }
 
@@ -412,7 +414,7 @@ pub(super) async fn run_command(spec: CommandSpec, group: Option<&Nodes>) -> Exi
     let place = Place { base: &BaseEnvironment::Own, group, declared: None };
     match run_workers(&command, place, signals, RunDir::for_command).await {
         Ok(ended) => {
-            record_error(ended.error.as_deref());
+            error_file::record(ended.error.as_deref());
             print_end("", &ended.report);
             ended.exit
         }
@@ -420,17 +422,8 @@ pub(super) async fn run_command(spec: CommandSpec, group: Option<&Nodes>) -> Exi
     }
 }
 
-/// Writes the launcher's own `TORCHELASTIC_ERROR_FILE`, as torchrun does.
-fn record_error(contents: Option<&str>) {
-    let path = std::env::var_os("TORCHELASTIC_ERROR_FILE").filter(|path| !path.is_empty());
-    let Some((path, contents)) = path.zip(contents) else { return };
-    if let Err(error) = fs_err::write(&path, contents) {
-        print_line(format_args!("warning: TORCHELASTIC_ERROR_FILE: {error}"));
-    }
-}
-
 fn refuse_and_record(refusal: &Refusal) -> ExitCode {
-    record_error(error_file::of_refusal(refusal, clock::unix().as_secs()).as_deref());
+    error_file::record_refusal(refusal);
     refuse(refusal)
 }
 

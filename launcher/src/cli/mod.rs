@@ -166,7 +166,11 @@ pub(crate) fn main() -> ExitCode {
 fn launch(name: Name, arguments: &[OsString]) -> ExitCode {
     torchrun::print_deprecated_flags(name, arguments);
     let scope = Scope::Nodes(&engine::of_this_process);
-    match torchrun::parse(name, arguments, &|variable| std::env::var_os(variable), scope) {
+    let request = torchrun::parse(name, arguments, &|variable| std::env::var_os(variable), scope);
+    if let Ok(Request::Trainer(_, None) | Request::Command(_, None)) = &request {
+        torchrun::print_unused_flags(name, arguments);
+    }
+    match request {
         Ok(Request::Text(text)) => {
             // The reader may have closed stdout, as `head` does.
             let _ = std::io::stdout().write_all(text.as_bytes());

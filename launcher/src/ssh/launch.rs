@@ -36,6 +36,7 @@ use super::output::{HostStream, Pump};
 use super::plan::{Origin, SshLaunch, remote_command};
 use super::wire::{self, GO};
 use crate::console::print_line;
+use crate::error_file;
 
 /// Maximum number of clients that connect at the same time. sshd randomly refuses connections if more than 10 are not
 /// yet authenticated. These clients connect to different hosts, so this matters only for a bastion host in between.
@@ -61,16 +62,21 @@ const PASSED_ON: [Signal; 4] = [Signal::INT, Signal::TERM, Signal::HUP, Signal::
 
 /// Runs the launch to its end.
 pub(crate) async fn run(launch: SshLaunch) -> ExitCode {
-    match connect_and_supervise(&launch).await {
-        Ok(exit) => exit,
+    let failure = match connect_and_supervise(&launch).await {
+        Ok(None) => return ExitCode::Done,
+        // Hosts have reported it.
+        Ok(Some(failure)) => failure,
         Err(refusal) => {
             print_line(format_args!("error: {}", refusal.message));
-            refusal.exit
+            refusal
         }
-    }
+    };
+    error_file::record_refusal(&failure);
+    failure.exit
 }
 
-async fn connect_and_supervise(launch: &SshLaunch) -> Result<ExitCode, Refusal> {
+/// Returns how a job that was started has failed.
+async fn connect_and_supervise(launch: &SshLaunch) -> Result<Option<Refusal>, Refusal> {
     let failed = |error: std::io::Error| {
         Refusal::new(ExitCode::Internal, format!("failed to start the hosts: {error}"))
     };
@@ -230,7 +236,7 @@ async fn supervise(
     launch: &SshLaunch,
     hosts: Vec<Ready>,
     signals: &mut Signals,
-) -> std::io::Result<ExitCode> {
+) -> std::io::Result<Option<Refusal>> {
     let consoles = Console::own()?;
     let mut outcomes = Outcomes::new(hosts.len());
     let mut inputs = Vec::new();
@@ -253,7 +259,7 @@ async fn supervise(
     loop {
         tokio::select! {
             joined = running.join_next() => {
-                let Some(joined) = joined else { return Ok(outcomes.exit()) };
+                let Some(joined) = joined else { return Ok(outcomes.failure(|node| launch.hosts.get(node)?.name.as_str().into())) };
                 let Ok((node, status)) = joined else { continue };
                 inputs.get_mut(node).map(Option::take);
                 if outcomes.ended(node, status) {
@@ -277,7 +283,8 @@ async fn supervise(
             },
             () = sleep_until(kill_at.unwrap_or_else(Instant::now)), if kill_at.is_some() => {
                 running.abort_all();
-                return Ok(ExitCode::Interrupted);
+                let exit = ExitCode::Interrupted;
+                return Ok(Some(Refusal::new(exit, exit.meaning())));
             }
         }
     }

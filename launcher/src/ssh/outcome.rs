@@ -186,6 +186,20 @@ impl Outcomes {
         false
     }
 
+    /// Returns how the launch has failed, for whatever has started it; `None` if it has not. The hosts' own reports are
+    /// on stderr.
+    pub(super) fn failure<'a>(&self, host: impl Fn(usize) -> Option<&'a str>) -> Option<Refusal> {
+        let exit = self.exit();
+        let first =
+            self.lost.or_else(|| self.exits.iter().position(|code| code.is_some_and(|code| code != 0)));
+        let name = host(first?).unwrap_or_default();
+        let how = match self.lost {
+            Some(_) => "the connection was lost".to_owned(),
+            None => format!("exit code {}: {}", exit.code(), exit.meaning()),
+        };
+        (exit != ExitCode::Done).then(|| Refusal::new(exit, format!("the job failed on `{name}`: {how}")))
+    }
+
     /// Returns the exit code of the launch: that of the lowest node rank that did not succeed.
     pub(super) fn exit(&self) -> ExitCode {
         let failed = self.exits.iter().flatten().find(|code| **code != 0);

@@ -23,6 +23,7 @@ xlaunch_harness::tests! {
     restart_increments_count_and_changes_port,
     final_exit_code_and_repeated_failure_stop_restarts,
     log_dir_has_layout_of_torchrun,
+    flags_that_only_several_nodes_use_are_named_on_one_node,
     launches_at_the_same_time_have_different_run_ids,
     launchers_own_error_file_has_the_first_failure_or_the_signal,
     unsupported_options_are_refused_by_name,
@@ -301,4 +302,15 @@ fn status_and_stop_work_for_commands() {
     assert_eq!(launch.run(&["stop"]).code, 0);
     assert_eq!(run.wait().code, 143);
     assert_ne!(launch.run(&["status"]).code, 0);
+}
+
+fn flags_that_only_several_nodes_use_are_named_on_one_node() {
+    let launch = Launch::new();
+    let run = launch.run(&["--token-file", "/nosuch", "--interface", "nosuch0", "--", "true"]);
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    for flag in ["--token-file", "--interface"] {
+        let warning = format!("warning: {flag} has no effect: the job has one node\n");
+        assert_eq!(run.stderr.matches(&warning).count(), 1, "{}", run.stderr);
+    }
+    assert_eq!(launch.run(&["--", "true"]).stderr, "");
 }

@@ -16,6 +16,7 @@ xlaunch_harness::tests! {
     host_whose_sshd_is_not_up_yet_is_waited_for_until_the_join_timeout,
     different_program_or_missing_directory_is_named_with_its_host,
     exit_code_is_that_of_the_job,
+    launchers_own_error_file_names_the_host_that_failed,
     lines_of_hosts_stay_whole_and_own_lines_of_other_hosts_are_marked,
     first_interrupt_stops_the_job_on_all_hosts,
     second_interrupt_kills_the_job_on_all_hosts,
@@ -275,4 +276,21 @@ fn more_hosts_than_connect_at_once_are_started() {
     let run = Process::spawn(&mut command).wait();
     assert_eq!(run.code, 0, "{}", run.stderr);
     assert_eq!(sorted_lines(&run.stdout), hosts, "{}", run.stderr);
+}
+
+fn launchers_own_error_file_names_the_host_that_failed() {
+    let launch = Launch::new();
+    let file = launch.path().join("own.json");
+    let start = |hosts: &str, script: &str| {
+        let endpoint = endpoint();
+        let flags = ["--hosts", hosts, "--ssh", FAKE_SSH, "--rdzv-endpoint", &endpoint];
+        let mut command = launch.command(&[&flags[..], &["--", "sh", "-c", script]].concat());
+        Process::spawn(command.env("TORCHELASTIC_ERROR_FILE", &file)).wait()
+    };
+    assert_eq!(start("a,b", "true").code, 0);
+    assert!(!file.exists());
+    let run = start("a,b", "exit 3");
+    let written: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    assert_eq!((run.code, &written["message"]["errorCode"]), (1, &1.into()), "{}", run.stderr);
+    assert_eq!(written["message"]["message"], "the job failed on `a`: exit code 1: a worker failed");
 }

@@ -26,7 +26,7 @@ use xlaunch_agent::status::follow::{self, Open, Pieces, Start};
 /// Number of chunks buffered for a slow client.
 const CHUNK_CAPACITY: usize = 2;
 /// Time for an agent to start its reply, and for the manager to notice the exit of an agent whose connection is broken.
-pub(super) const AGENT_REPLY_TIMEOUT: Duration = Duration::from_secs(10);
+pub(super) const AGENT_REPLY_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 300 } else { 10 });
 /// Length to which an agent's error message is cut before it is forwarded.
 const MAX_AGENT_MESSAGE_CHARS: usize = 1024;
 /// Maximum number of attempts in one stream.

@@ -172,6 +172,17 @@ pub(super) fn print_deprecated_flags(name: Name, arguments: &[OsString]) {
     }
 }
 
+/// Flags that only connections between nodes use.
+const OF_SEVERAL_NODES: [&str; 2] = ["token-file", "interface"];
+
+/// Warns on stderr about flags that a launch on one node does not use.
+pub(super) fn print_unused_flags(name: Name, arguments: &[OsString]) {
+    let line = Line::read(name, arguments).unwrap_or_default();
+    for flag in OF_SEVERAL_NODES.into_iter().filter(|flag| line.last(flag).is_some()) {
+        print_note(&format!("warning: --{flag} has no effect: the job has one node"));
+    }
+}
+
 /// Returns whether a target without `--` is something that Python runs, or a flag says what it is.
 fn is_for_python(reader: &Reader<'_>, argv: &[OsString]) -> Result<bool, String> {
     let is_script = argv.first().is_some_and(|script| script::is_python(Path::new(script)));

@@ -8,6 +8,9 @@ use super::*;
 use crate::group::net::listener::{HANDSHAKE_TIMEOUT, MAX_PENDING, MAX_WAITING};
 
 const SILENT_CALLERS: usize = 1000;
+/// Time for all agents to get in, against hangs only: a thousand handshakes take minutes on a machine that is busy with
+/// other work.
+const ALL_DEADLINE: Duration = Duration::from_secs(1200);
 
 async fn silent_callers(port: u16, count: usize) -> Vec<TcpStream> {
     let mut callers = Vec::with_capacity(count);
@@ -34,7 +37,7 @@ async fn dial_all(port: u16, security: &Security, count: usize) -> Vec<Connectio
         let security = security.clone();
         agents.spawn(dial_until_connected(port, security));
     }
-    tokio::time::timeout(DEADLINE, agents.join_all()).await.unwrap()
+    tokio::time::timeout(ALL_DEADLINE, agents.join_all()).await.unwrap()
 }
 
 fn is_open(stream: &TcpStream) -> bool {
