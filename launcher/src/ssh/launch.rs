@@ -259,7 +259,10 @@ async fn supervise(
     loop {
         tokio::select! {
             joined = running.join_next() => {
-                let Some(joined) = joined else { return Ok(outcomes.failure(|node| launch.hosts.get(node)?.name.as_str().into())) };
+                let Some(joined) = joined else {
+                    let name = |node: usize| launch.hosts.get(node).map(|host| host.name.as_str());
+                    return Ok(outcomes.failure(name));
+                };
                 let Ok((node, status)) = joined else { continue };
                 inputs.get_mut(node).map(Option::take);
                 if outcomes.ended(node, status) {
