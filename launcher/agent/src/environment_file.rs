@@ -30,6 +30,7 @@ use serde_json::{Value, json};
 use crate::clock;
 use crate::command::quote_line;
 use crate::devices::{self, Placement};
+use crate::libraries::Libraries;
 use xlaunch_proto::lineage::Fingerprint;
 
 pub const ENVIRONMENT_FILE: &str = "environment.json";
@@ -50,6 +51,8 @@ pub struct Facts {
     pub world: u32,
     /// Fingerprints of the data, by name of the split.
     pub data: BTreeMap<&'static str, Fingerprint>,
+    /// Libraries of workers on GPUs.
+    pub libraries: Option<Libraries>,
     /// The run that this one continues.
     pub parent: Option<Parent>,
 }
@@ -119,6 +122,7 @@ fn describe(facts: &Facts, started: u64) -> Value {
         },
         "driver": nvml.as_ref().and_then(driver),
         "gpus": nvml.as_ref().map(|nvml| gpus(nvml, facts)).unwrap_or_default(),
+        "libraries": facts.libraries.as_ref().map(Libraries::to_json),
         "device": if facts.placement.cuda { "cuda" } else { "cpu" },
         "world_size": facts.world,
         "data": facts.data,
@@ -173,6 +177,7 @@ mod tests {
             commit: Some("3db4f2e"),
             placement: Placement { workers: 2, cuda: false, visible: None, threads: 1 },
             world: 4,
+            libraries: None,
             data: [("train", data)].into(),
             parent: Some(Parent { run: "a".into(), step: 5, checkpoint: "/x/step-00000005".into() }),
         };

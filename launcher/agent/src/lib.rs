@@ -21,7 +21,7 @@
 //! - [`report`]: why a job failed; [`sinks`]: progress, metrics, TensorBoard, summary;
 //! - [`environment_file`] and [`run_summary`]: files of a run's directory: what the run used, how it ended;
 //! - [`doctor`]: health of the node's GPUs; [`gpu_clocks`]: their clocks; [`memory`]: free memory;
-//! - [`system_errors`]: advice for errors of the system;
+//! - [`libraries`]: the CUDA libraries of workers; [`system_errors`]: advice for errors of the system;
 //! - [`config`]: builds a checked job description from `train.toml`, environment and flags.
 //!
 //! The agent never calls CUDA; GPUs and their usage come from NVML, loaded at run time.
@@ -37,6 +37,7 @@ pub mod environment_file;
 mod escape;
 pub mod gpu_clocks;
 pub mod group;
+pub mod libraries;
 pub mod logs;
 pub mod memory;
 pub mod naming;

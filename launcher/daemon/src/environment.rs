@@ -143,7 +143,7 @@ mod tests {
 
     /// Variables that name code to load or run, or files with such names, for the loader, glibc, NCCL, CUDA, cuDNN,
     /// OpenMP, libibverbs, UCX, libfabric, Python, Rust and shells.
-    const CODE: [&str; 49] = [
+    const CODE: [&str; 51] = [
         "LD_PRELOAD",
         "LD_LIBRARY_PATH",
         "LD_AUDIT",
@@ -191,6 +191,8 @@ mod tests {
         "XLAUNCH_WORKER_PROGRAM",
         "XLAUNCH_NCCL",
         "XLAUNCH_CUDNN",
+        "XLAUNCH_NVRTC",
+        "XLAUNCH_CUBLASLT",
         "XLAUNCH_FAIL",
         "lc_all",
     ];

@@ -28,6 +28,7 @@ use xlaunch_proto::v1::bench::Kind;
 use xlaunch_agent::devices::Placement;
 use xlaunch_agent::driver;
 use xlaunch_agent::group::work::Work;
+use xlaunch_agent::libraries::Libraries;
 use xlaunch_agent::report;
 use xlaunch_agent::run_dir::RunDir;
 use xlaunch_agent::signals::Signals;
@@ -67,6 +68,7 @@ async fn run_workers(
     spec.job.output = dir.path().display().to_string();
     spec.launch.nproc = Some(placement.workers);
     spec.launch.max_restarts = 0;
+    let libraries = placement.cuda.then(|| Libraries::find(&|name| std::env::var_os(name)));
     let plan = TrainerPlan {
         base: &BaseEnvironment::Own,
         spec: &spec,
@@ -80,6 +82,7 @@ async fn run_workers(
         },
         lock: None,
         buffers: SaveBuffers::Copy,
+        libraries: libraries.as_ref(),
         bench: Some(Bench { kind: Some(kind) }),
         rank_threads: mode == Mode::Threads,
     };

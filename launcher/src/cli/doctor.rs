@@ -15,6 +15,7 @@ use clap::Args;
 use serde_json::json;
 use xlaunch_agent::devices::Placement;
 use xlaunch_agent::doctor::{self, Finding, GpuName, GpuReadings, Level, NodeReadings, Report};
+use xlaunch_agent::libraries::{Libraries, Selected};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::refusal::Refusal;
 use xlaunch_proto::v1::Calibration;
@@ -36,16 +37,6 @@ const ALL_REDUCE_BYTES: u64 = 16 << 20;
 const DIRECTORY_BYTES: usize = 64 << 20;
 /// Write rate, in bytes per second, below which a directory delays checkpoints.
 const SLOW_DIRECTORY: f64 = 100e6;
-/// Libraries that workers on GPUs load, each with its alternative names.
-const LIBRARIES: [&[&str]; 3] = [
-    &["libcuda.so.1"],
-    &["libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"],
-    &["libnccl.so.2", "libnccl.so"],
-];
-/// Directories that the dynamic linker searches after `LD_LIBRARY_PATH`.
-const SYSTEM_DIRS: [&str; 5] =
-    ["/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/cuda/lib64"];
-
 /// Options of `xlaunch doctor`.
 #[derive(Debug, Args)]
 pub(super) struct Doctor {
@@ -219,24 +210,20 @@ fn pairs(found: &Calibration, reference: &Calibration) -> Vec<(String, f64, f64)
     gemm.chain((copy.2 > 0.0).then_some(copy)).collect()
 }
 
-/// Reports where the libraries that workers load are. Without a GPU, a missing one is not a problem.
+/// Reports the libraries that workers load. Without a GPU, a missing one is not a problem.
 fn libraries(has_gpus: bool) -> Vec<Finding> {
-    let search = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
-    let dirs: Vec<PathBuf> = std::env::split_paths(&search).chain(SYSTEM_DIRS.map(PathBuf::from)).collect();
-    let find = |names: &[&str]| {
-        dirs.iter().flat_map(|dir| names.iter().map(move |name| dir.join(name))).find(|file| file.exists())
+    let missing = if has_gpus { Level::Warning } else { Level::Ok };
+    let finding = |selected: &Selected| {
+        let name = selected.kind.name();
+        let Some(file) = &selected.file else {
+            let message = format!("{name} was not found");
+            return Finding::of_node(missing, "library", message)
+                .with_help("`xlaunch env` lists the files that were found");
+        };
+        let version = file.version.as_ref().map_or_else(|| "of unknown version".into(), ToString::to_string);
+        Finding::of_node(Level::Ok, "library", format!("{name} {version}: {}", file.path.display()))
     };
-    let finding = |names: &[&str]| match find(names) {
-        Some(file) => Finding::of_node(Level::Ok, "library", file.display().to_string()),
-        None => {
-            let message = format!(
-                "{} is not in LD_LIBRARY_PATH or the system's directories",
-                names.first().copied().unwrap_or_default()
-            );
-            Finding::of_node(if has_gpus { Level::Warning } else { Level::Ok }, "library", message)
-        }
-    };
-    LIBRARIES.into_iter().map(finding).collect()
+    Libraries::find(&|name| std::env::var_os(name)).selected.iter().map(finding).collect()
 }
 
 /// Checks whether a directory can be written, and how fast.

@@ -1,9 +1,10 @@
-//! `xlaunch env`: shows the engine that started this process, and the settings that a launch without flags takes from
-//! it. It never prints a token, and always exits with 0, as a problem is part of the answer.
+//! `xlaunch env`: shows the engine that started this process, the settings that a launch without flags takes from it,
+//! and the CUDA libraries that workers load. It never prints a token, and always exits with 0, as a problem is part of the answer.
 
 use clap::Args;
 use serde_json::{Value, json};
 use xlaunch_agent::devices::host_name;
+use xlaunch_agent::libraries::{File, Libraries, Selected};
 use xlaunch_proto::exit::ExitCode;
 
 use super::engine::{self, Allocation};
@@ -27,10 +28,11 @@ pub(super) fn run(options: &Env) -> Result<ExitCode, QueryError> {
     let problem = placed.as_ref().err();
     let warnings = placed.as_ref().ok().and_then(Option::as_ref).map_or(&[][..], |group| &group.warnings);
     let allocation = found.as_ref().ok().and_then(Option::as_ref);
+    let libraries = Libraries::find(&|name| std::env::var_os(name));
     let answer = if options.json {
-        format!("{:#}\n", as_json(allocation, &settings, problem, warnings))
+        format!("{:#}\n", as_json(allocation, &settings, &libraries, problem, warnings))
     } else {
-        as_text(allocation, &settings, problem, warnings)
+        as_text(allocation, &settings, problem, warnings) + &libraries_text(&libraries)
     };
     print(answer.as_bytes())?;
     Ok(ExitCode::Done)
@@ -56,9 +58,28 @@ fn as_text(
     out
 }
 
+/// Returns a row per library, and one for each file that was passed over.
+fn libraries_text(libraries: &Libraries) -> String {
+    let version = |file: &File| file.version.as_ref().map_or_else(|| "-".into(), ToString::to_string);
+    let path = |file: &File| escape(&file.path.to_string_lossy());
+    let mut rows = Vec::new();
+    for Selected { kind, file, others } in &libraries.selected {
+        let name = kind.name().to_owned();
+        rows.push(match file {
+            Some(file) => vec![name, version(file), path(file), "selected".into()],
+            None => vec![name, "-".into(), "-".into(), "not found".into()],
+        });
+        for (file, reason) in others {
+            rows.push(vec![String::new(), version(file), path(file), format!("passed over: {reason}")]);
+        }
+    }
+    format!("\n{}", columns(&["LIBRARY", "VERSION", "FILE", ""], &rows))
+}
+
 fn as_json(
     allocation: Option<&Allocation>,
     settings: &Settings,
+    libraries: &Libraries,
     problem: Option<&String>,
     warnings: &[String],
 ) -> Value {
@@ -72,6 +93,7 @@ fn as_json(
         "host": host_name(),
         "engine": allocation.map(|found| json!({ "name": found.engine, "variables": variables(found) })),
         "settings": settings.iter().map(setting).collect::<Vec<_>>(),
+        "libraries": libraries.to_json(),
         "warnings": warnings,
         "problem": problem,
     })

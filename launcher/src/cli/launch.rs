@@ -21,6 +21,7 @@ use xlaunch_agent::group::interface;
 use xlaunch_agent::group::join::Nodes;
 use xlaunch_agent::group::shared::{self, Mark};
 use xlaunch_agent::group::work::Work;
+use xlaunch_agent::libraries::Libraries;
 use xlaunch_agent::registry::Entry;
 use xlaunch_agent::report::Evidence;
 use xlaunch_agent::run_dir::{self, NodePlace, RunDir};
@@ -315,11 +316,13 @@ async fn run_trainer(
     };
     notify(&format!("{node}{} x {device}, run {path}", placement.workers));
     let (start, leads) = (Instant::now(), first.node_rank == 0);
+    let libraries = placement.cuda.then(|| Libraries::find(&|name| base.get(name)));
     let facts = Facts {
         run: run.id.clone(),
         commit: option_env!("XLAUNCH_COMMIT"),
         placement: placement.clone(),
         world: first.world_size,
+        libraries: libraries.clone(),
         data: checks.data,
         parent,
     };
@@ -333,6 +336,7 @@ async fn run_trainer(
         files: CHECKPOINT_FILES,
         lock: checks.lock.map(|lock| Box::new(lock) as HeldLock),
         buffers,
+        libraries: libraries.as_ref(),
         bench: None,
         rank_threads: false,
         base,

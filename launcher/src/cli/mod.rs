@@ -38,6 +38,7 @@ mod history;
 mod job_list;
 mod jobs;
 mod launch;
+mod libraries;
 mod logs;
 mod node;
 mod output;
@@ -150,7 +151,12 @@ pub(crate) fn main() -> ExitCode {
         Some((first, rest)) if name == Name::Xlaunch && first == "remote" => remote::run(rest, launch),
         Some((first, _)) if name == Name::Xlaunch && is_subcommand(first) => {
             match parse_subcommand(&arguments) {
-                Ok(cli) => runtime::run(threads(&cli.command), dispatch(cli.command)),
+                Ok(cli) => {
+                    if matches!(cli.command, Subcommands::Generate(_) | Subcommands::Eval(_)) {
+                        libraries::use_selected();
+                    }
+                    runtime::run(threads(&cli.command), dispatch(cli.command))
+                }
                 Err(error) => {
                     // If the stream is closed, the exit code still reports the result.
                     let _ = error.print();

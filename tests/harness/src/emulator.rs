@@ -38,6 +38,14 @@ const LIBRARIES: [(&str, &[&str], &str); 4] = [
     ("libnccl.so.2", &["nccl.cpp"], "-O2"),
 ];
 
+/// Variables that select a library, and the files that they name. There is no cuDNN.
+const SELECTED: [(&str, &str); 4] = [
+    ("XLAUNCH_NVRTC", "libnvrtc.so"),
+    ("XLAUNCH_CUBLASLT", "libcublasLt.so"),
+    ("XLAUNCH_NCCL", "libnccl.so.2"),
+    ("XLAUNCH_CUDNN", "no-cudnn"),
+];
+
 /// Builds the emulator in `to`: libraries that replace the CUDA driver, NVRTC, cuBLASLt and NCCL.
 ///
 /// # Errors
@@ -97,6 +105,10 @@ pub fn is_clang() -> bool {
 /// Makes a command use the emulator in `directory`, in which compiled kernels are cached as well.
 pub fn use_in(command: &mut Command, directory: &Path) {
     command.env("LD_LIBRARY_PATH", directory).env("XLAUNCH_CACHE", directory.join("cache"));
+    // Otherwise real libraries of the host would be selected.
+    for (variable, file) in SELECTED {
+        command.env(variable, directory.join(file));
+    }
     command.env(DIRECTORY, directory);
     if std::env::var_os(SEED).is_none() {
         command.env(SEED, "1");

@@ -11,6 +11,7 @@ use crate::command::ResolvedCommand;
 use crate::devices::Placement;
 use crate::group::Assignment;
 use crate::group::interface::Interface;
+use crate::libraries::Libraries;
 use crate::spawn::flight_recorder;
 
 /// Variables whose value differs between workers or attempts, in addition to `CUDA_VISIBLE_DEVICES` with virtual local
@@ -85,6 +86,8 @@ pub(crate) struct TrainerGroup<'a> {
     pub(crate) address: &'a str,
     /// Whether a single process runs all ranks as threads.
     pub(crate) rank_threads: bool,
+    /// Libraries of workers on GPUs.
+    pub(crate) libraries: Option<&'a Libraries>,
 }
 
 /// Settings that a command's workers of one attempt share.
@@ -119,6 +122,7 @@ pub(crate) fn trainer_command(group: &TrainerGroup<'_>, local_rank: u32) -> std:
     };
     command.args(group.rank_threads.then_some(RANK_THREADS));
     group.base.apply(&mut command);
+    command.envs(group.libraries.into_iter().flat_map(Libraries::variables));
     command.envs(trainer_variables(group, local_rank));
     Ok(command)
 }

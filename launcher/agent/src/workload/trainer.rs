@@ -31,6 +31,7 @@ use crate::command::quote_line;
 use crate::devices::Placement;
 use crate::group::Assignment;
 use crate::group::shared;
+use crate::libraries::Libraries;
 use crate::logs::Output;
 use crate::rendezvous::barrier::JoinBarrier;
 use crate::rendezvous::service::Message;
@@ -83,6 +84,8 @@ pub struct TrainerPlan<'a> {
     pub buffers: SaveBuffers,
     /// The benchmark that `xlaunch bench` runs; `None` to train.
     pub bench: Option<Bench>,
+    /// Libraries of workers on GPUs.
+    pub libraries: Option<&'a Libraries>,
     /// Whether all ranks run as threads of one process, to compare that with a process per rank. Single node only.
     pub rank_threads: bool,
     /// The environment that the workers inherit.
@@ -312,6 +315,7 @@ impl Workload for TrainerWorkload<'_> {
             max_restarts: self.plan.spec.launch.max_restarts,
             assignment: &self.assignment,
             rank_threads: self.plan.rank_threads,
+            libraries: self.plan.libraries,
         };
         let mut command = environment::trainer_command(&group, rank)?;
         let mut inherited =

@@ -47,7 +47,7 @@ pub(crate) struct Library {
     pub(crate) execute:
         unsafe extern "C" fn(cudnnHandle_t, cudnnBackendDescriptor_t, cudnnBackendDescriptor_t) -> Status,
     /// Path from which the library was loaded.
-    path: PathBuf,
+    pub(crate) path: PathBuf,
     /// Keep the functions above loaded.
     _files: [libloading::Library; 2],
 }
