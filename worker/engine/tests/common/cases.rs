@@ -110,6 +110,9 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         (1, 75, 2, 1, 144),
         (1, 150, 2, 2, 256),
         (3, 384, 2, 2, 64),
+        (2, 128, 4, 1, 128),
+        (1, 256, 2, 1, 128),
+        (1, 256, 2, 2, 96),
     ] {
         let s = AttentionShape { batch, seq, heads, kv_heads, width };
         let len = batch * seq * s.qkv_width();
