@@ -136,10 +136,16 @@ fn spare_is_ready_while_it_reaches_the_coordinator_also_if_it_was_active_before(
     wait_until(1, false);
     group.hosts[1].heal();
     wait_until(1, true);
-    let status: Value = serde_json::from_str(&query(1, "--json").stdout).unwrap();
-    let list = |name: &str, key: &str| -> Vec<Value> {
-        status[name].as_array().unwrap().iter().map(|it| it[key].clone()).collect()
+    let list = |status: &Value, name: &str, key: &str| -> Vec<Value> {
+        status[name].as_array().into_iter().flatten().map(|it| it[key].clone()).collect()
     };
+    // On a busy machine, the other nodes may answer too late for a query.
+    let status = wait_for("a status with all nodes", || {
+        let status: Value = serde_json::from_str(&query(1, "--json").stdout).ok()?;
+        (list(&status, "nodes", "state").len() == 3 && list(&status, "ranks", "rank").len() == 4)
+            .then_some(status)
+    });
+    let list = |name: &str, key: &str| list(&status, name, key);
     assert_eq!(list("nodes", "state"), ["active", "active", "spare"], "{status}");
     assert_eq!((list("ranks", "rank").len(), &status["attempt"]), (4, &1.into()), "{status}");
     assert!(list("ranks", "pid").iter().all(|pid| pid.as_u64() > Some(0)), "{status}");
