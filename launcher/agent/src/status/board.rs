@@ -277,7 +277,8 @@ impl Board {
         rank.status.memory_bytes = Some(usage.memory_bytes);
         rank.status.gpu_percent = usage.gpu_percent;
         rank.status.gpu_memory_bytes = usage.gpu_memory_bytes;
-        let idle = usage.cpu_percent < IDLE_CPU_PERCENT && usage.gpu_percent.unwrap_or(0.0) == 0.0;
+        let computes = usage.runnable || usage.cpu_percent >= IDLE_CPU_PERCENT;
+        let idle = !computes && usage.gpu_percent.unwrap_or(0.0) == 0.0;
         rank.idle_since = idle.then(|| rank.idle_since.unwrap_or(now));
     }
 
@@ -466,7 +467,7 @@ mod tests {
     }
 
     fn usage(cpu_percent: f64, gpu_percent: Option<f64>) -> Usage {
-        Usage { cpu_percent, memory_bytes: 7, gpu_percent, gpu_memory_bytes: None }
+        Usage { cpu_percent, runnable: false, memory_bytes: 7, gpu_percent, gpu_memory_bytes: None }
     }
 
     #[test]
@@ -520,6 +521,14 @@ mod tests {
         board.set_usage(0, 42, &usage(50.0, None), now);
         assert_eq!(board.reply(now, false).ranks[0].cpu_percent, None);
         assert_eq!((board.running(), board.reply(now, false).restarts), (vec![(0, 43)], 2));
+    }
+
+    #[test]
+    fn process_that_waits_for_a_core_is_not_idle() {
+        let (mut board, start) = (board(), Instant::now());
+        board.spawned(0, 42, start);
+        board.set_usage(0, 42, &Usage { runnable: true, ..usage(0.0, None) }, start);
+        assert_eq!(board.hint(0, start + Duration::from_secs(100_000)), None);
     }
 
     #[test]

@@ -14,6 +14,8 @@ use crate::process::Process;
 pub struct Usage {
     /// CPU use since the last sample, or since the start of the process in the first one. 100 is one full core.
     pub cpu_percent: f64,
+    /// Whether a process of the tree was running or ready to run: it may get little CPU time on an overloaded host.
+    pub runnable: bool,
     /// Resident memory; shared pages count once per process.
     pub memory_bytes: u64,
     /// GPU utilization; 100 is one full GPU. `None` if NVML knows no process of the tree.
@@ -61,6 +63,7 @@ impl Sampler {
                 if let Some(process) = processes.get(&pid) {
                     ticks += process.ticks;
                     pages += process.pages;
+                    usage.runnable |= process.state == 'R';
                 }
                 if let Some(gpu) = gpus.get(&pid) {
                     *usage.gpu_memory_bytes.get_or_insert(0) += gpu.memory_bytes;
