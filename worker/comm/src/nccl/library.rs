@@ -10,7 +10,7 @@ use crate::collective::{CommError, Result};
 
 /// Names under which packages, distributions and Python wheels install NCCL.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
-/// Environment variable with a path that is tried first.
+/// Environment variable with the path of the file to load. The agent sets it.
 const PATH_VARIABLE: &str = "XLAUNCH_NCCL";
 
 /// The functions in use, as declared in `nccl.h`. Streams (`cudaStream_t`) are passed as `*mut c_void`.
@@ -93,7 +93,11 @@ impl Library {
 
     fn load() -> Result<Self> {
         let path = std::env::var(PATH_VARIABLE).ok();
-        Self::open(path.as_deref().into_iter().chain(NAMES))
+        // A file that was selected is not replaced by another one.
+        match path.as_deref() {
+            Some(path) => Self::open([path].into_iter()),
+            None => Self::open(NAMES.into_iter()),
+        }
     }
 
     /// Loads the first of these names that exists.
@@ -106,9 +110,7 @@ impl Library {
                 Err(error) => tried.push(format!("{name} ({error})")),
             }
         }
-        let looked_for =
-            format!("{}; set {PATH_VARIABLE} or LD_LIBRARY_PATH to where it is", tried.join(", "));
-        Err(CommError::Library { looked_for })
+        Err(CommError::Library { looked_for: format!("{}; see `xlaunch env`", tried.join(", ")) })
     }
 
     fn resolve(library: libloading::Library, name: &str) -> Result<Self> {

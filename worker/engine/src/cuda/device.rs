@@ -113,13 +113,13 @@ fn find_libraries() -> Result<()> {
     }
     // SAFETY: as above.
     if !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
-        return Err(missing("NVRTC", "libnvrtc.so, libnvrtc.so.13, libnvrtc.so.12 in LD_LIBRARY_PATH"));
+        return Err(missing("NVRTC", "libnvrtc.so, libnvrtc.so.13, libnvrtc.so.12; see `xlaunch env`"));
     }
     // SAFETY: as above.
     if !unsafe { cudarc::cublaslt::sys::is_culib_present() } {
         return Err(missing(
             "cuBLASLt",
-            "libcublasLt.so, libcublasLt.so.13, libcublasLt.so.12 in LD_LIBRARY_PATH",
+            "libcublasLt.so, libcublasLt.so.13, libcublasLt.so.12; see `xlaunch env`",
         ));
     }
     Ok(())

@@ -23,7 +23,7 @@ const ENGINES: [&str; 3] = [
     "libcudnn_engines_precompiled.so.9",
     "libcudnn_engines_runtime_compiled.so.9",
 ];
-/// Environment variable with a path that is tried before all names.
+/// Environment variable with the path of the file to load. The agent sets it.
 const PATH_VARIABLE: &str = "XLAUNCH_CUDNN";
 
 /// `cudnnStatus_t` as an integer: newer versions have values that the binding's enum lacks.
@@ -74,7 +74,9 @@ impl Library {
     fn load() -> Result<Self, String> {
         let custom = std::env::var(PATH_VARIABLE).ok();
         let mut tried = Vec::new();
-        for name in custom.iter().map(String::as_str).chain(NAMES) {
+        // A file that was selected is not replaced by another one.
+        let names = custom.as_deref().map_or(NAMES.to_vec(), |path| vec![path]);
+        for name in names {
             let beside = Path::new(name).with_file_name(GRAPH);
             // SAFETY: cuDNN's initialisers have no preconditions; the operator answers for files of these names.
             let opened = unsafe {
@@ -86,10 +88,7 @@ impl Library {
                 Err(error) => tried.push(format!("{name} ({error})")),
             }
         }
-        Err(format!(
-            "cuDNN is not fully installed: looked for {}; set {PATH_VARIABLE} or LD_LIBRARY_PATH",
-            tried.join(", ")
-        ))
+        Err(format!("cuDNN is not fully installed: looked for {}; see `xlaunch env`", tried.join(", ")))
     }
 
     fn resolve(files: [libloading::Library; 2], name: &str) -> Result<Self, String> {
