@@ -110,7 +110,9 @@ impl Library {
                 Err(error) => tried.push(format!("{name} ({error})")),
             }
         }
-        Err(CommError::Library { looked_for: format!("{}; see `xlaunch env`", tried.join(", ")) })
+        Err(CommError::Library {
+            looked_for: format!("{}; see `xlaunch env`, or set {PATH_VARIABLE}", tried.join(", ")),
+        })
     }
 
     fn resolve(library: libloading::Library, name: &str) -> Result<Self> {

@@ -88,7 +88,10 @@ impl Library {
                 Err(error) => tried.push(format!("{name} ({error})")),
             }
         }
-        Err(format!("cuDNN is not fully installed: looked for {}; see `xlaunch env`", tried.join(", ")))
+        Err(format!(
+            "cuDNN is not fully installed: looked for {}; see `xlaunch env`, or set {PATH_VARIABLE}",
+            tried.join(", ")
+        ))
     }
 
     fn resolve(files: [libloading::Library; 2], name: &str) -> Result<Self, String> {
