@@ -42,7 +42,10 @@ SIZES = {
 }
 # What a step changes by less than half of a bit of any weight.
 NO_CHANGE = "lr = 1.2e-38\nweight_decay = 0\nwarmup = 0\n"
-TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ '<|start|>' + m.role + '\\n' + m.content + '<|eot|>' }}{% endfor %}"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|start|>' + m.role + '\\n' + m.content + '<|eot|>' }}{% endfor %}"
+)
 # Ids of special tokens of the model that is fine-tuned, by the ids of its configuration.
 TOKENS = ("bos", "eos", "pad", "unk")
 

@@ -25,7 +25,8 @@ fn exported() -> Job {
     assert_eq!(output.code, 0, "{}", output.stderr);
     job.write(
         "train.toml",
-        "[data]\ntrain = [\"text/*.txt\"]\n[train]\nsample = 0\n[engine]\ndevice = \"cpu\"\n[checkpoint]\ninit = \"out\"\n",
+        "[data]\ntrain = [\"text/*.txt\"]\n[train]\nsample = 0\n[engine]\ndevice = \"cpu\"\n\
+         [checkpoint]\ninit = \"out\"\n",
     );
     job
 }

@@ -27,6 +27,6 @@ mod tensorboard;
 
 xlaunch_harness::suite! {
     threads_per_core 2;
-    modules bench, boundaries, chaos, checkpoints, continued, data, directories, divergence, dry_run, export, fail_points, generate, gpus,
-        growth, memory, nodes, pool, prepared, report, runs, tensorboard;
+    modules bench, boundaries, chaos, checkpoints, continued, data, directories, divergence,
+        dry_run, export, fail_points, generate, gpus, growth, memory, nodes, pool, prepared, report, runs, tensorboard;
 }

@@ -153,7 +153,10 @@ impl Libraries {
     /// Returns the selection for `environment.json` and `xlaunch env --json`.
     pub fn to_json(&self) -> Value {
         let version = |file: &File| file.version.as_ref().map(ToString::to_string);
-        let other = |(file, reason): &(File, String)| json!({ "path": file.path, "version": version(file), "reason": reason });
+        let other = |(file, reason): &(File, String)| {
+            let version = version(file);
+            json!({ "path": file.path, "version": version, "reason": reason })
+        };
         let library = |selected: &Selected| {
             json!({
                 "name": selected.kind.name(),

@@ -42,8 +42,8 @@ impl Host<'_> {
         found.into_iter().map(|(_, file)| file).collect()
     }
 
-    /// Returns the directories in the order in which equal versions are preferred, each with whether the loader finds it
-    /// by itself.
+    /// Returns the directories in the order of preference among equal versions, each with whether the loader finds it by
+    /// itself.
     fn dirs(&self) -> Vec<(PathBuf, bool)> {
         let listed = (self.variable)("LD_LIBRARY_PATH").unwrap_or_default();
         let listed: Vec<PathBuf> = std::env::split_paths(&listed).filter(|dir| dir.is_absolute()).collect();
@@ -99,8 +99,8 @@ impl Host<'_> {
         toolkits.iter().flat_map(|dir| [dir.join("lib64"), dir.join(&target)]).collect()
     }
 
-    /// Returns the directories of libraries in Python environments: the active one, that of the `python3` in `PATH`, and
-    /// the user's.
+    /// Returns the directories of libraries in Python environments: the active one, that of the `python3` in `PATH`,
+    /// and the user's.
     fn wheel_dirs(&self) -> Vec<PathBuf> {
         let path = |name: &str| (self.variable)(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         let mut prefixes: Vec<PathBuf> =

@@ -74,8 +74,8 @@ fn package(kind: Kind, path: &Path) -> Option<(Version, Option<u64>)> {
         };
         Some((Version::parse(version)?, cuda))
     });
-    // Packages for two releases of CUDA may be installed side by side: NVRTC's and cuBLAS' are told apart by the name of
-    // the file, the others replace each other's file.
+    // Packages for two releases of CUDA may be installed side by side: NVRTC's and cuBLAS' are told apart by the name
+    // of the file, the others replace each other's file.
     let fits = |version: &Version| match kind {
         Kind::Nvrtc | Kind::CublasLt => soname(kind, path).is_none_or(|major| major == version.major()),
         Kind::Cudnn | Kind::Nccl => true,
