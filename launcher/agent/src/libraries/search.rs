@@ -42,8 +42,8 @@ impl Host<'_> {
         found.into_iter().map(|(_, file)| file).collect()
     }
 
-    /// Returns the directories in the order of preference among equal versions, each with whether the loader finds it by
-    /// itself.
+    /// Returns the directories in the order of preference among equal versions, each with whether the loader finds it
+    /// by itself.
     fn dirs(&self) -> Vec<(PathBuf, bool)> {
         let listed = (self.variable)("LD_LIBRARY_PATH").unwrap_or_default();
         let listed: Vec<PathBuf> = std::env::split_paths(&listed).filter(|dir| dir.is_absolute()).collect();
