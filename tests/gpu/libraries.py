@@ -33,7 +33,7 @@ def measure(options, model, data, weights, path):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--binary", type=pathlib.Path, default=runner.ROOT / "target/release/xlaunch")
-    parser.add_argument("--models", nargs="+", default=["long-4k", "smollm2-135m"], choices=runner.SIZES)
+    parser.add_argument("--models", nargs="+", default=["long-4k", "smollm-size"], choices=runner.SIZES)
     parser.add_argument("--warmup", type=int, default=15)
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args()

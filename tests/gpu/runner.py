@@ -30,14 +30,14 @@ SIZES = {
     "long": dict(arch="llama", layers=12, heads=6, kv_heads=6, dim=768, ffn=2048, seq=16384, vocab=50257, tied=False),
     "long-4k": dict(arch="llama", layers=12, heads=8, kv_heads=8, dim=1024, ffn=2816, seq=4096, vocab=50257,
                     tied=False),
-    "smollm2-135m": dict(arch="llama", layers=30, heads=9, kv_heads=3, dim=576, ffn=1536, seq=2048, vocab=49152,
+    "smollm-size": dict(arch="llama", layers=30, heads=9, kv_heads=3, dim=576, ffn=1536, seq=2048, vocab=50257,
                          tied=True),
     "vocab-128k": dict(arch="llama", layers=12, heads=12, kv_heads=12, dim=768, ffn=2048, seq=1024, vocab=128256,
                        tied=True),
 }
 # Sequences per GPU.
 BATCHES = {"A": 32, "B": 32, "gpt2-medium": 16, "gpt2-xl": 8, "llama-1b": 16, "llama-1b-8k": 4, "llama-3b": 2,
-           "llama-8b": 2, "heads-256": 8, "wide": 4, "long": 1, "long-4k": 4, "smollm2-135m": 8,
+           "llama-8b": 2, "heads-256": 8, "wide": 4, "long": 1, "long-4k": 4, "smollm-size": 8,
            "vocab-128k": 16}
 # Models whose parameters are divided among the GPUs, because a whole model with its optimizer does not fit into one.
 DIVIDED = {"llama-8b"}
