@@ -360,7 +360,10 @@ mod tests {
         assert_eq!(resolved(Some(30), Some(60), Some(3600)), Some(30));
         assert_eq!(resolved(Some(3600), Some(60), Some(3600)), Some(3600));
         let refused = limit(Some(7200), None, Some(3600)).unwrap_err().to_string();
-        assert!(refused.contains("for 2h") && refused.contains("1h here (jobs.max_time)"), "{refused}");
+        assert!(
+            refused.contains("for 2h") && refused.contains("1h on this node (jobs.max_time)"),
+            "{refused}"
+        );
     }
 
     #[test]

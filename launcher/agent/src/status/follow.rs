@@ -131,13 +131,22 @@ pub async fn send_log(
     Ok(log.file.is_some())
 }
 
+/// Converts an error of reading a log for the caller. If the agent is exiting, its runtime cancels reads: callers see
+/// that as a broken connection.
+fn failed(error: std::io::Error) -> Status {
+    // Tokio's files keep no other trace of the cancelled task.
+    if error.kind() == std::io::ErrorKind::Other && error.to_string() == "task was cancelled" {
+        return Status::cancelled("the agent is exiting");
+    }
+    Status::internal(format!("failed to read the log: {error}"))
+}
+
 async fn send(
     board: &watch::Receiver<Board>,
     logs: Logs,
     until: Until,
     chunks: &Pieces,
 ) -> Result<(), Status> {
-    let failed = |error: std::io::Error| Status::internal(format!("failed to read the log: {error}"));
     let name = if logs.stderr { "stderr.log" } else { "stdout.log" };
     let open: Open = Arc::new(|path| std::fs::File::open(path));
     let (current, root) = (board.borrow().attempt(), board.borrow().log_root());
@@ -289,7 +298,7 @@ async fn open(with: &Open, path: PathBuf) -> std::io::Result<Option<(File, u64)>
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error),
     };
-    tokio::task::spawn_blocking(open).await.map_err(std::io::Error::other)?
+    tokio::task::spawn_blocking(open).await?
 }
 
 /// Sends the file from its current position to its end.
@@ -311,8 +320,7 @@ async fn send_rest(file: &mut File, attempt: u32, inode: u64, chunks: &Pieces) -
 /// unfinished.
 async fn tail_start(file: &File, lines: u64) -> std::io::Result<(u64, u64)> {
     let file = file.try_clone().await?.into_std().await;
-    let search = tokio::task::spawn_blocking(move || search_back(&file, lines));
-    search.await.map_err(std::io::Error::other)?
+    tokio::task::spawn_blocking(move || search_back(&file, lines)).await?
 }
 
 fn search_back(file: &std::fs::File, lines: u64) -> std::io::Result<(u64, u64)> {
