@@ -28,6 +28,9 @@ use crate::model::layout::Layout;
 /// Size limit of files that are read whole. An index has about 100 bytes per tensor.
 const MAX_CONFIG_BYTES: u64 = 4 << 20;
 const MAX_INDEX_BYTES: u64 = 64 << 20;
+/// The head of any model, and the ends of the names of embeddings.
+const HEAD: &str = "lm_head.weight";
+const EMBEDDINGS: [&str; 2] = ["embed_tokens.weight", "wte.weight"];
 /// Values per piece, unless a matrix has to be transposed.
 const READ_LEN: usize = 1 << 20;
 
@@ -94,7 +97,10 @@ impl Directory {
     pub fn open(path: &Path) -> Result<Self, ModelError> {
         let file = path.join(CONFIG);
         let described = config::parse(&file, &read_whole(&file, MAX_CONFIG_BYTES)?)?;
-        Ok(Self { path: path.into(), described })
+        let mut directory = Self { path: path.into(), described };
+        let shape = &directory.described.shape;
+        directory.described.shape.tied = shape.tied && !directory.has_other_head();
+        Ok(directory)
     }
 
     /// Returns the path of the model's directory.
@@ -115,6 +121,28 @@ impl Directory {
     /// Refuses sequences that are longer than the attention window.
     pub(crate) fn check_context(&self, seq: usize) -> Result<(), ModelError> {
         config::check_context(&self.path.join(CONFIG), self.window(), seq)
+    }
+
+    /// Returns whether the files have a head that differs from the embedding. Transformers uses both then, even if
+    /// `config.json` says that they are tied. Files that cannot be read are reported by [`weights`](Self::weights).
+    fn has_other_head(&self) -> bool {
+        let (mut head, mut embedding) = (None, None);
+        for name in self.files().into_iter().flat_map(BTreeMap::into_keys) {
+            let Ok((file, _)) = open(&self.path.join(name)) else { return false };
+            let Ok((header, data)) = read_header(&file) else { return false };
+            for (name, info) in header.tensors() {
+                let slot = match &*name {
+                    HEAD => &mut head,
+                    name if EMBEDDINGS.iter().any(|embedding| name.ends_with(embedding)) => &mut embedding,
+                    _ => continue,
+                };
+                let Ok(file) = file.file().try_clone() else { return false };
+                let at = data.saturating_add(info.data_offsets.0 as u64);
+                let len = info.data_offsets.1.saturating_sub(info.data_offsets.0);
+                *slot = Some((file, at, len));
+            }
+        }
+        head.zip(embedding).is_some_and(|(head, embedding)| !are_equal(&head, &embedding))
     }
 
     /// Opens the weights for a model that differs from this one at most in its sequence length. Reads only the headers.
@@ -185,6 +213,23 @@ impl Directory {
             }
         }
     }
+}
+
+/// Returns whether two tensors, each a file, an offset and a length, have the same bytes.
+fn are_equal(a: &(std::fs::File, u64, usize), b: &(std::fs::File, u64, usize)) -> bool {
+    let mut offset = 0;
+    while a.2 == b.2 && offset < a.2 {
+        let len = (a.2 - offset).min(READ_LEN);
+        let read = |(file, at, _): &(std::fs::File, u64, usize)| {
+            let mut bytes = vec![0; len];
+            file.read_exact_at(&mut bytes, at.saturating_add(offset as u64)).map(|()| bytes)
+        };
+        match (read(a), read(b)) {
+            (Ok(a), Ok(b)) if a == b => offset += len,
+            _ => return false,
+        }
+    }
+    a.2 == b.2
 }
 
 /// Refuses a directory that has other weights than those that are read, or the file of such weights.

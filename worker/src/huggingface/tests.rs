@@ -13,6 +13,7 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::model::{Arch, ModelShape, PRESETS};
 use xlaunch_proto::spec::JobSpec;
 
+use super::Directory;
 use super::export::{Export, ExportDtype, Exported, export, export_in_files};
 use crate::checkpoint::testing::save_model;
 use crate::error::WorkerError;
@@ -302,6 +303,11 @@ fn tensors(path: &Path) -> Vec<(String, String, Vec<usize>, Vec<u8>)> {
 
 type Tensors = Vec<(String, String, Vec<usize>, Vec<u8>)>;
 
+fn embedding(tensors: &Tensors) -> (String, String, Vec<usize>, Vec<u8>) {
+    let is_embedding = |name: &str| name.ends_with("embed_tokens.weight") || name.ends_with("wte.weight");
+    tensors.iter().find(|(name, ..)| is_embedding(name)).unwrap().clone()
+}
+
 /// An export with modified tensors.
 struct Changed {
     output: PathBuf,
@@ -370,6 +376,26 @@ fn files_with_other_tensors_are_refused_by_name() {
 }
 
 #[test]
+fn head_that_differs_from_the_embedding_is_used_although_the_configuration_ties_them() {
+    let shape = shapes().into_iter().find(|shape| shape.tied).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let changed = Changed::new(dir.path(), &shape);
+    let tied_with = |head: &dyn Fn(Vec<u8>) -> Vec<u8>| {
+        // The expected shape is that of the configuration.
+        let _ = changed.read(&|tensors| {
+            let (_, dtype, sizes, bytes) = embedding(tensors);
+            tensors.push(("lm_head.weight".into(), dtype, sizes, head(bytes)));
+        });
+        Directory::open(&changed.output).unwrap().shape().tied
+    };
+    assert!(tied_with(&|bytes| bytes));
+    assert!(!tied_with(&|mut bytes| {
+        *bytes.last_mut().unwrap() ^= 1;
+        bytes
+    }));
+}
+
+#[test]
 fn half_precision_base_models_and_derived_tensors_are_read() {
     for shape in shapes() {
         let dir = tempfile::tempdir().unwrap();
@@ -399,14 +425,9 @@ fn half_precision_base_models_and_derived_tensors_are_read() {
         });
         assert!(base.unwrap() == exact);
         let head = changed.read(&|tensors| {
-            let (rows, cols) = (shape.vocab, shape.dim);
             if shape.tied {
-                tensors.push((
-                    "lm_head.weight".into(),
-                    "F32".into(),
-                    vec![rows, cols],
-                    vec![1; 4 * rows * cols],
-                ));
+                let (_, dtype, sizes, bytes) = embedding(tensors);
+                tensors.push(("lm_head.weight".into(), dtype, sizes, bytes));
             }
         });
         assert!(head.unwrap() == exact, "a tied head is not read");
