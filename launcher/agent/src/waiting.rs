@@ -94,7 +94,13 @@ pub async fn first_attempt(
             message = link.next() => message,
             taken = taken(&mut other_role) => {
                 // The service of the old role ends before that of the new one is opened.
-                (queries, entry) = (None, None);
+                if let Some(queries) = queries.take()
+                    && let Some(by) = queries.end().await
+                {
+                    notify(&format!("stop requested by {by}"));
+                    return Err(stopped_by_user());
+                }
+                entry = None;
                 let election;
                 Joining { link, address, coordinator, tasks, election } = taken;
                 connected = coordinator.is_some();
@@ -105,8 +111,9 @@ pub async fn first_attempt(
             call = next_call(&mut queries) => {
                 if let Message::Stop(by) = call {
                     notify(&format!("stop requested by {by}"));
-                    if let (false, Some(queries)) = (connected, queries.take()) {
-                        return Err(stopped_by_user(queries).await);
+                    if !connected && let Some(queries) = queries.take() {
+                        queries.finish(ExitCode::Stopped.code().into()).await;
+                        return Err(stopped_by_user());
                     }
                     link.send(FromAgent::StopRequested(StopRequested { signal: 0 }));
                 }
@@ -122,7 +129,12 @@ pub async fn first_attempt(
                     other_role = None;
                 }
                 run_id = welcome.run_id;
-                unwelcome = None;
+                if let Some(Unwelcome { queries, _entry }) = unwelcome.take()
+                    && let Some(by) = queries.end().await
+                {
+                    notify(&format!("stop requested by {by}"));
+                    link.send(FromAgent::StopRequested(StopRequested { signal: 0 }));
+                }
                 if tasks.is_some() && queries.is_none() {
                     let (opened, own) = open(&launch, &run_id, &link).await?;
                     (queries, entry) = (Some(opened), Some(own));
@@ -192,7 +204,8 @@ async fn stopped(unwelcome: &mut Option<Unwelcome>, notify: impl Fn(&str)) -> Re
     match (by, unwelcome.take()) {
         (Some(by), Some(Unwelcome { queries, _entry })) => {
             notify(&format!("stop requested by {by}"));
-            stopped_by_user(queries).await
+            queries.finish(ExitCode::Stopped.code().into()).await;
+            stopped_by_user()
         }
         _ => pending().await,
     }
@@ -207,9 +220,7 @@ async fn stop_request(inbox: &mut mpsc::Receiver<Message>) -> Option<String> {
     }
 }
 
-/// Ends the service when its callers have their answers.
-async fn stopped_by_user(queries: Queries) -> Refusal {
-    queries.finish(ExitCode::Stopped.code().into()).await;
+fn stopped_by_user() -> Refusal {
     let message = "stopped by a user while waiting for other nodes: the job never began here";
     Refusal::new(ExitCode::Stopped, message)
 }
@@ -293,6 +304,17 @@ impl Queries {
             board.set_spare(false);
             board.set_reason("");
         });
+    }
+
+    /// Ends the service, which another one replaces, when its callers have their answers. Returns who has asked to stop
+    /// in the meantime: a request that was accepted must not be lost.
+    async fn end(self) -> Option<String> {
+        let Self { service, mut inbox, board } = self;
+        inbox.close();
+        // Streams end with the board's final state.
+        board.send_modify(|board| board.set_state(JobState::Done));
+        service.finish().await;
+        stop_request(&mut inbox).await
     }
 
     /// Ends the service: the job is over, without an attempt here.

@@ -159,6 +159,9 @@ fn ctrl_z_at_a_prompt_suspends_the_job_until_fg() {
         expect("shell-2"),
         send("bg\n"),
         expect("suspended, continue with `fg`"),
+        // The line is printed before xlaunch stops.
+        send("until jobs | grep Stopped; do sleep 0.1; done\n"),
+        expect("Stopped  "),
         send("fg\n"),
         expect("ask.py"),
         send("bob\n"),

@@ -23,7 +23,8 @@ const SIGNALS: [(Signal, &str, i32); 2] = [(Signal::TERM, "SIGTERM", 143), (Sign
 
 /// The part of a launch on two nodes of which only this one exists.
 fn node(rank: &str) -> Vec<String> {
-    let endpoint = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    // Other tests listen on 127.0.0.1, where the port could be taken again.
+    let endpoint = TcpListener::bind("127.0.77.1:0").unwrap().local_addr().unwrap().to_string();
     let place = ["--nnodes", "2", "--node-rank", rank, "--rdzv-endpoint", &endpoint, "--rdzv-insecure"];
     [&place[..], &["--", "true"]].concat().into_iter().map(str::to_owned).collect()
 }
