@@ -94,12 +94,7 @@ pub async fn first_attempt(
             message = link.next() => message,
             taken = taken(&mut other_role) => {
                 // The service of the old role ends before that of the new one is opened.
-                if let Some(queries) = queries.take()
-                    && let Some(by) = queries.end().await
-                {
-                    notify(&format!("stop requested by {by}"));
-                    return Err(stopped_by_user());
-                }
+                leave_role(queries.take(), &notify).await?;
                 entry = None;
                 let election;
                 Joining { link, address, coordinator, tasks, election } = taken;
@@ -108,15 +103,8 @@ pub async fn first_attempt(
                 continue;
             }
             refusal = stopped(&mut unwelcome, &notify) => return Err(refusal),
-            call = next_call(&mut queries) => {
-                if let Message::Stop(by) = call {
-                    notify(&format!("stop requested by {by}"));
-                    if !connected && let Some(queries) = queries.take() {
-                        queries.finish(ExitCode::Stopped.code().into()).await;
-                        return Err(stopped_by_user());
-                    }
-                    link.send(FromAgent::StopRequested(StopRequested { signal: 0 }));
-                }
+            by = next_stop(&mut queries) => {
+                request_stop(&by, &link, queries.take_if(|_| !connected), &notify).await?;
                 continue;
             }
         };
@@ -132,8 +120,7 @@ pub async fn first_attempt(
                 if let Some(Unwelcome { queries, _entry }) = unwelcome.take()
                     && let Some(by) = queries.end().await
                 {
-                    notify(&format!("stop requested by {by}"));
-                    link.send(FromAgent::StopRequested(StopRequested { signal: 0 }));
+                    request_stop(&by, &link, None, &notify).await?;
                 }
                 if tasks.is_some() && queries.is_none() {
                     let (opened, own) = open(&launch, &run_id, &link).await?;
@@ -225,15 +212,48 @@ fn stopped_by_user() -> Refusal {
     Refusal::new(ExitCode::Stopped, message)
 }
 
-/// Returns the next call that the service does not answer itself.
-async fn next_call(queries: &mut Option<Queries>) -> Message {
-    let call = match queries {
-        Some(queries) => queries.inbox.recv().await,
+/// Waits until a user asks the service of a launch with a name to stop it. Returns who.
+async fn next_stop(queries: &mut Option<Queries>) -> String {
+    let by = match queries {
+        Some(queries) => stop_request(&mut queries.inbox).await,
         None => None,
     };
-    match call {
-        Some(call) => call,
+    match by {
+        Some(by) => by,
         None => pending().await,
+    }
+}
+
+/// Asks the coordinator to stop the job or, if `alone` has the service of a launch without a connection, ends the
+/// launch.
+async fn request_stop(
+    by: &str,
+    link: &Link,
+    alone: Option<Queries>,
+    notify: impl Fn(&str),
+) -> Result<(), Refusal> {
+    notify(&format!("stop requested by {by}"));
+    match alone {
+        Some(queries) => {
+            queries.finish(ExitCode::Stopped.code().into()).await;
+            Err(stopped_by_user())
+        }
+        None => {
+            link.send(FromAgent::StopRequested(StopRequested { signal: 0 }));
+            Ok(())
+        }
+    }
+}
+
+/// Ends the service of a role that this node gives up.
+async fn leave_role(queries: Option<Queries>, notify: impl Fn(&str)) -> Result<(), Refusal> {
+    let Some(queries) = queries else { return Ok(()) };
+    match queries.end().await {
+        Some(by) => {
+            notify(&format!("stop requested by {by}"));
+            Err(stopped_by_user())
+        }
+        None => Ok(()),
     }
 }
 
