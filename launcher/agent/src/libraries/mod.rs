@@ -123,8 +123,10 @@ impl Libraries {
     /// Searches this host. `variable` looks up the environment of the workers.
     pub fn find(variable: &dyn Fn(&str) -> Option<OsString>) -> Self {
         let driver = search::driver_cuda(Path::new("/"));
-        let selected = select::all(&search::Host { root: Path::new("/"), variable }, driver);
-        let links = links::create(&selected, variable);
+        let host = search::Host { root: Path::new("/"), variable };
+        let selected = select::all(&host, driver);
+        // The user can change what is in the cache.
+        let links = if host.is_restricted() { None } else { links::create(&selected, variable) };
         Self { selected, links, library_path: variable("LD_LIBRARY_PATH").unwrap_or_default() }
     }
 

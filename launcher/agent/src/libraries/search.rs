@@ -113,7 +113,9 @@ impl Host<'_> {
             let real = real.as_deref().and_then(Path::parent).and_then(Path::parent).map(Path::to_path_buf);
             prefixes.extend(bin.parent().map(Path::to_path_buf).into_iter().chain(real));
         }
-        prefixes.extend(path("HOME").map(|home| home.join(".local")));
+        if !self.is_restricted() {
+            prefixes.extend(path("HOME").map(|home| home.join(".local")));
+        }
         prefixes.push(self.root.join("usr/local"));
         let mut dirs = Vec::new();
         for prefix in prefixes {
@@ -128,6 +130,12 @@ impl Host<'_> {
             }
         }
         dirs
+    }
+
+    /// Returns whether the environment is that of a job that must not choose its code: the daemon withholds `PATH` then,
+    /// which any other environment has. Only directories that the system's administrator controls are trusted.
+    pub(super) fn is_restricted(&self) -> bool {
+        (self.variable)("PATH").is_none()
     }
 
     fn absolute(&self, path: &Path) -> PathBuf {

@@ -94,6 +94,18 @@ fn environment_of_the_python_in_path_is_searched_without_running_it() {
 }
 
 #[test]
+fn job_that_must_not_choose_its_code_gets_no_libraries_of_its_user() {
+    let host = Files::new()
+        .cudnn_wheel("home/.local", 13, "9.19.0.56")
+        .linked(SYSTEM, "libcudnn.so", "9.14.0")
+        .file(&format!("{SYSTEM}/libcudnn_graph.so.9"))
+        .variable("HOME", "home");
+    assert_eq!(chosen(&host.select(Kind::Cudnn, None)).as_deref(), Some("9.14.0"));
+    let host = host.variable("PATH", "bin");
+    assert_eq!(chosen(&host.select(Kind::Cudnn, None)).as_deref(), Some("9.19.0.56"));
+}
+
+#[test]
 fn libraries_that_need_a_newer_driver_or_another_cuda_are_passed_over_with_the_reason() {
     let host = Files::new()
         .linked("usr/local/cuda-13.0/lib64", "libnvrtc.so", "13.0.88")
