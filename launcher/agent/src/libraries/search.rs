@@ -132,8 +132,8 @@ impl Host<'_> {
         dirs
     }
 
-    /// Returns whether the environment is that of a job that must not choose its code: the daemon withholds `PATH` then,
-    /// which any other environment has. Only directories that the system's administrator controls are trusted.
+    /// Returns whether the environment is that of a job that must not choose its code: the daemon withholds `PATH`
+    /// then, which any other environment has. Only directories that the system's administrator controls are trusted.
     pub(super) fn is_restricted(&self) -> bool {
         (self.variable)("PATH").is_none()
     }
