@@ -165,10 +165,14 @@ fn killed_host_falls_silent_leaves_no_process_and_boots_again() {
 
 fn orphans_are_reaped_and_the_host_goes_on() {
     let hosts = Hosts::new(1);
-    let orphan = "(sleep 0.1; exit 3) > /dev/null 2>&1 & echo $!";
-    let output = Process::spawn_inside(hosts[0].command("sh").args(["-c", orphan])).wait();
+    let dir = tempfile::tempdir().unwrap();
+    let go = dir.path().join("go");
+    let orphan =
+        format!("(while [ ! -e {} ]; do sleep 0.1; done; exit 3) > /dev/null 2>&1 & echo $!", go.display());
+    let output = Process::spawn_inside(hosts[0].command("sh").args(["-c", &orphan])).wait();
     let entry = format!("/proc/{}/root/proc/{}", hosts[0].init(), output.stdout.trim());
     assert!(Path::new(&entry).exists(), "{entry}");
+    std::fs::write(&go, "").unwrap();
     wait_for("the orphan to be reaped", || (!Path::new(&entry).exists()).then_some(()));
     std::thread::sleep(Duration::from_millis(100));
     assert!(hosts[0].command("true").status().unwrap().success());
