@@ -220,13 +220,19 @@ fn terminal_is_usable_after_the_launcher_is_killed_at_a_prompt() {
         "killed.py",
         "
 import os, signal, threading, time
+open('pid', 'w').write(str(os.getpid()))
 threading.Thread(target=lambda: (time.sleep(0.5), os.kill(os.getppid(), 9))).start()
 input('name? ')
 ",
     );
     let steps = [
-        send("export X; sh -c '$X killed.py; read line; echo got $line'\n"),
+        // Until the worker is gone, it may read the answer.
+        send(
+            "export X; sh -c '$X killed.py; while kill -0 $(cat pid); do sleep 0.1; done; echo it-$((1+1)); \
+             read line; echo got $line'\n",
+        ),
         expect("Killed"),
+        expect("it-2"),
         send("bob\n"),
         expect("got bob"),
     ];
