@@ -194,16 +194,14 @@ impl Attention {
 
     /// Returns cuDNN's plan, if that is the variant to run.
     fn cudnn_plan(&self, gpu: &Gpu, s: AttentionShape, direction: Direction) -> Option<Rc<AttentionPlan>> {
-        let plan = self.cudnn(gpu).and_then(|cudnn| match sequence_problem(s.seq) {
-            Some(reason) => Err(reason),
-            None => cudnn.plan(s, direction),
-        });
+        let plan = self.cudnn(gpu).and_then(|cudnn| cudnn.plan(s, direction));
         let (variant, instead_of) = match &plan {
             Ok(_) => ("cuDNN", None),
             Err(reason) => (own_kernels(gpu, s).name(), Some(("cuDNN", reason.as_str()))),
         };
         gpu.variants.selected(direction.operation(), s, variant, instead_of);
-        if not_cudnn(gpu).is_none()
+        if plan.is_err()
+            && not_cudnn(gpu).is_none()
             && let Some(reason) = self.cudnn(gpu).err().or_else(|| sequence_problem(s.seq))
         {
             gpu.variants.missing("attention takes about twice as long as with cuDNN", &reason);

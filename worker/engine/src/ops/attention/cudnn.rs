@@ -21,7 +21,7 @@ use cudarc::driver::CudaStream;
 
 use super::AttentionShape;
 use crate::cuda::cudnn::graph::{Graph, Layout, Plan, Target, Tensor};
-use crate::cuda::cudnn::{Cudnn, CudnnError};
+use crate::cuda::cudnn::{Cudnn, CudnnError, sequence_problem};
 
 const BF16: DataType = DataType::CUDNN_DATA_BFLOAT16;
 const F32: DataType = DataType::CUDNN_DATA_FLOAT;
@@ -96,6 +96,9 @@ impl From<Prepared> for CudnnAttention {
 }
 
 fn build(cudnn: &Cudnn, s: AttentionShape, direction: Direction) -> Result<AttentionPlan, String> {
+    if let Some(problem) = sequence_problem(s.seq) {
+        return Err(problem);
+    }
     AttentionPlan::new(s, direction, &Target::Handle(cudnn.handle())).map_err(|error| error.to_string())
 }
 
