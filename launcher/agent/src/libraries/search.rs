@@ -25,26 +25,27 @@ pub(super) fn driver_cuda(root: &Path) -> Option<u64> {
     DRIVERS.iter().find(|(first, _)| release >= *first).map(|(_, cuda)| *cuda)
 }
 
-impl Host<'_> {
-    /// Returns the files of a library. Several links to one file count once.
-    pub(super) fn files(&self, kind: Kind) -> Vec<File> {
-        let mut found: Vec<(PathBuf, File)> = Vec::new();
-        for (dir, in_loader_path) in self.dirs() {
-            for path in kind.files().into_iter().map(|name| dir.join(name)) {
-                let Ok(real) = path.canonicalize() else { continue };
-                if !real.is_file() || found.iter().any(|(known, _)| *known == real) {
-                    continue;
-                }
-                let (version, cuda) = version::of(kind, &path);
-                found.push((real, File { path, version, cuda, in_loader_path }));
+/// Returns the files of a library in these directories, each given with whether the loader finds it by itself. Several
+/// links to one file count once.
+pub(super) fn files(kind: Kind, dirs: &[(PathBuf, bool)]) -> Vec<File> {
+    let mut found: Vec<(PathBuf, File)> = Vec::new();
+    for (dir, in_loader_path) in dirs {
+        for path in kind.files().into_iter().map(|name| dir.join(name)) {
+            let Ok(real) = path.canonicalize() else { continue };
+            if !real.is_file() || found.iter().any(|(known, _)| *known == real) {
+                continue;
             }
+            let (version, cuda) = version::of(kind, &path);
+            found.push((real, File { path, version, cuda, in_loader_path: *in_loader_path }));
         }
-        found.into_iter().map(|(_, file)| file).collect()
     }
+    found.into_iter().map(|(_, file)| file).collect()
+}
 
+impl Host<'_> {
     /// Returns the directories in the order of preference among equal versions, each with whether the loader finds it
     /// by itself.
-    fn dirs(&self) -> Vec<(PathBuf, bool)> {
+    pub(super) fn dirs(&self) -> Vec<(PathBuf, bool)> {
         let listed = (self.variable)("LD_LIBRARY_PATH").unwrap_or_default();
         let listed: Vec<PathBuf> = std::env::split_paths(&listed).filter(|dir| dir.is_absolute()).collect();
         let others = [self.cuda_dirs(), self.wheel_dirs()].concat();

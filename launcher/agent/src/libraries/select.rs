@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::search::Host;
+use super::search::{Host, files};
 use super::{File, Kind, Selected, version};
 
 /// The file to which `libcudnn.so.9` forwards calls.
@@ -10,10 +10,11 @@ const CUDNN_GRAPH: &str = "libcudnn_graph.so.9";
 
 /// Selects all libraries for a driver that supports this major version of CUDA, if that is known.
 pub(super) fn all(host: &Host<'_>, driver: Option<u64>) -> Vec<Selected> {
+    let dirs = host.dirs();
     let mut selected: Vec<Selected> = Vec::new();
     for kind in Kind::ALL {
         let cuda = selected.first().and_then(|nvrtc| nvrtc.file.as_ref()?.cuda);
-        let files = host.files(kind);
+        let files = files(kind, &dirs);
         let named = (host.variable)(kind.variable()).filter(|path| !path.is_empty()).map(PathBuf::from);
         selected.push(match named {
             Some(path) => named_by_user(kind, path, files),
