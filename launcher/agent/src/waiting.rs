@@ -189,11 +189,7 @@ async fn stopped(unwelcome: &mut Option<Unwelcome>, notify: impl Fn(&str)) -> Re
         None => None,
     };
     match (by, unwelcome.take()) {
-        (Some(by), Some(Unwelcome { queries, _entry })) => {
-            notify(&format!("stop requested by {by}"));
-            queries.finish(ExitCode::Stopped.code().into()).await;
-            stopped_by_user()
-        }
+        (Some(by), Some(Unwelcome { queries, _entry })) => stop_alone(&by, queries, notify).await,
         _ => pending().await,
     }
 }
@@ -205,6 +201,13 @@ async fn stop_request(inbox: &mut mpsc::Receiver<Message>) -> Option<String> {
             return Some(by);
         }
     }
+}
+
+/// Ends a launch without a connection when the callers of its service have their answers.
+async fn stop_alone(by: &str, queries: Queries, notify: impl Fn(&str)) -> Refusal {
+    notify(&format!("stop requested by {by}"));
+    queries.finish(ExitCode::Stopped.code().into()).await;
+    stopped_by_user()
 }
 
 fn stopped_by_user() -> Refusal {
@@ -232,13 +235,10 @@ async fn request_stop(
     alone: Option<Queries>,
     notify: impl Fn(&str),
 ) -> Result<(), Refusal> {
-    notify(&format!("stop requested by {by}"));
     match alone {
-        Some(queries) => {
-            queries.finish(ExitCode::Stopped.code().into()).await;
-            Err(stopped_by_user())
-        }
+        Some(queries) => Err(stop_alone(by, queries, notify).await),
         None => {
+            notify(&format!("stop requested by {by}"));
             link.send(FromAgent::StopRequested(StopRequested { signal: 0 }));
             Ok(())
         }
