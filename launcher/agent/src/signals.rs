@@ -62,7 +62,7 @@ impl Signals {
     /// `notify` shows the user a line.
     ///
     /// # Errors
-    /// Those of `work`. [`ExitCode::Signal`] after a signal, which was received `when`.
+    /// The errors of `work`, and [`ExitCode::Signal`] after a signal, which was received `when`.
     pub async fn unless_stopped<T>(
         &mut self,
         when: &str,

@@ -71,13 +71,13 @@ pub(crate) struct Measured {
     /// Workers of each launch.
     workers: u32,
     xlaunch: Launcher,
-    /// From the death of a worker until the launcher has its exit status.
+    /// Time from the death of a worker until the launcher has its exit status.
     exit_detection_ms: Spread,
     /// Resident memory of the launcher and its cleanup process while the workers sleep.
     resident_bytes: u64,
     /// CPU time of these two processes, in percent of a core.
     cpu_percent: f64,
-    /// From the moment a rank of a training job is suspended to the report that names it.
+    /// Time from the suspension of a rank of a training job to the report that names it.
     hang_report_seconds: f64,
     torchrun: Option<Launcher>,
 }

@@ -28,7 +28,7 @@ pub(super) enum Session {
     ClosedEarly,
 }
 
-/// What a failed rank of a command wrote about the failure.
+/// Report of a failed rank of a command about the failure.
 #[derive(Clone, Debug)]
 pub(super) struct Symptom {
     pub(super) kind: Written,

@@ -115,7 +115,7 @@ pub struct Job {
     killed: bool,
     /// Time at which the remaining workers are terminated or killed.
     deadline: Option<Instant>,
-    /// What the coordinator has been told about a failure of this attempt: its cause, or only a consequence.
+    /// Report of a failure of this attempt that the coordinator has: the cause, or only a consequence.
     reported: Option<Reported>,
     /// How the last attempt ended on this node.
     last: Option<Outcome>,
