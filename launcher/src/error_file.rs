@@ -2,7 +2,7 @@
 
 use xlaunch_agent::clock;
 use xlaunch_agent::report::error_file;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 use crate::console::print_line;
 

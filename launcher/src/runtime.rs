@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
 use xlaunch_agent::system_errors;
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use crate::console::print_line;
 

@@ -4,8 +4,8 @@
 pub mod node;
 pub mod scheduling;
 
-use crate::ids::{Attempt, Digest, NcclId, Rank, RingKey, WorldSize};
 use crate::v1;
+use xlaunch_spec::ids::{Attempt, Digest, NcclId, Rank, RingKey, WorldSize};
 
 /// Why a message is invalid.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]

@@ -14,7 +14,7 @@
 
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::ids::Digest;
+use xlaunch_spec::ids::Digest;
 
 /// Size of an encoded [`Header`] in bytes.
 pub const HEADER_BYTES: usize = 128;

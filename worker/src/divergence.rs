@@ -7,7 +7,7 @@
 
 use std::fmt;
 
-use xlaunch_proto::spec::TrainSection;
+use xlaunch_spec::job::TrainSection;
 
 /// The value that was not finite.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -96,7 +96,7 @@ impl SkipCount {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use xlaunch_proto::spec::NonFinite;
+    use xlaunch_spec::job::NonFinite;
 
     fn count(nonfinite: NonFinite) -> SkipCount {
         SkipCount::new(&TrainSection { steps: 100, nonfinite, ..TrainSection::default() })

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 
 use xlaunch_proto::env;
-use xlaunch_proto::ids::{Attempt, LocalRank, Rank, WorldSize};
+use xlaunch_spec::ids::{Attempt, LocalRank, Rank, WorldSize};
 
 use crate::error::{Result, WorkerError};
 

@@ -2,7 +2,7 @@
 
 use xlaunch_comm::CommError;
 use xlaunch_engine::EngineError;
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use crate::checkpoint::CheckpointError;
 use crate::huggingface::ModelError;
@@ -48,7 +48,7 @@ pub enum WorkerError {
     AgentLost(String),
     /// The job description is invalid.
     #[error(transparent)]
-    Spec(#[from] xlaunch_proto::spec::SpecError),
+    Spec(#[from] xlaunch_spec::job::SpecError),
     /// Ranks have shards of the state that they cannot save.
     #[error(
         "`comm.shard = \"optimizer\"` needs a directory of checkpoints that all nodes share: ranks {writers} to {} \

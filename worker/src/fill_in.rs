@@ -2,12 +2,12 @@
 
 use std::path::Path;
 
-use xlaunch_proto::spec::{Invalid, JobSpec};
+use xlaunch_spec::job::{Invalid, JobSpec};
 
 use crate::data::{DataError, Prepared};
 use crate::error::WorkerError;
 use crate::weights::Weights;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Reason why a configuration cannot be completed.
 #[derive(Debug)]

@@ -5,14 +5,14 @@ use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 use serde_json::Value;
-use xlaunch_proto::model::{ModelSection, ModelShape};
-use xlaunch_proto::spec::{JobSpec, Tokenizer};
+use xlaunch_spec::job::{JobSpec, Tokenizer};
+use xlaunch_spec::model::{ModelSection, ModelShape};
 
 pub use crate::checkpoint::fuzz::ListedFile;
 use crate::checkpoint::fuzz::{read_tensors, valid_files};
 use crate::checkpoint::{Batch, Parent, State, VERSION};
 use crate::data::{fingerprint, open_tokens};
-use xlaunch_proto::lineage::Fingerprint;
+use xlaunch_spec::lineage::Fingerprint;
 
 use crate::model::layout::Layout;
 

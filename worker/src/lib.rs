@@ -39,8 +39,8 @@ pub mod weights;
 
 use std::path::{Path, PathBuf};
 
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::lineage::Recovered;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::lineage::Recovered;
 
 use checkpoint::directory;
 use checkpoint::{CheckpointError, Lock, LockError};

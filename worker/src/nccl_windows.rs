@@ -7,7 +7,7 @@
 use xlaunch_comm::Collective;
 use xlaunch_engine::Tensor;
 use xlaunch_pool::Space;
-use xlaunch_proto::spec::{JobSpec, PoolMode};
+use xlaunch_spec::job::{JobSpec, PoolMode};
 
 use crate::error::Result;
 use crate::model::BackendHandle;

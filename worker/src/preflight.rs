@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use rayon::ThreadPoolBuilder;
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::lineage::Fingerprint;
-use xlaunch_proto::model::{ModelSection, ModelShape};
-use xlaunch_proto::refusal::Refusal;
-use xlaunch_proto::spec::{Invalid, JobSpec};
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::job::{Invalid, JobSpec};
+use xlaunch_spec::lineage::Fingerprint;
+use xlaunch_spec::model::{ModelSection, ModelShape};
+use xlaunch_spec::refusal::Refusal;
 
 use crate::checkpoint::directory::{self, Choice};
 use crate::checkpoint::{self, Changes, CheckpointError, Lock, LockError, Parent, State};
@@ -361,7 +361,7 @@ fn abandon(dir: &Path, after: Option<u64>, warnings: &mut Vec<String>) -> Result
 
 #[cfg(test)]
 mod tests {
-    use xlaunch_proto::spec::{CheckpointSection, DataSection};
+    use xlaunch_spec::job::{CheckpointSection, DataSection};
 
     use super::*;
 

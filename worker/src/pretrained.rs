@@ -14,9 +14,9 @@ use std::sync::mpsc::sync_channel;
 use rayon::ThreadPool;
 use xlaunch_data::{TOKENIZER_FILE, Tokenizer, TokenizerError};
 use xlaunch_engine::{CpuBackend, CudaBackend, CudaOptions, EngineError, PoolMode};
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::model::ModelShape;
-use xlaunch_proto::spec::Precision;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::job::Precision;
+use xlaunch_spec::model::ModelShape;
 
 use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, directory};
 use crate::error::WorkerError;
@@ -25,7 +25,7 @@ use crate::inherited::{CONFIG, Inherited};
 use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model};
 use crate::weights::Weights;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Number of pieces of weights, of up to 4 MiB each, that wait for the device.
 const WEIGHTS_READ_AHEAD: usize = 8;

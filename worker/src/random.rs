@@ -1,6 +1,6 @@
 //! Seeded random numbers: the same on every device, rank and platform.
 
-use xlaunch_proto::ids::Digest;
+use xlaunch_spec::ids::Digest;
 
 /// SplitMix64's increment between states: 2^64 divided by the golden ratio.
 const INCREMENT: u64 = 0x9e37_79b9_7f4a_7c15;

@@ -13,7 +13,7 @@ use std::panic::{catch_unwind, resume_unwind};
 use std::sync::mpsc::channel;
 use std::thread;
 
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use crate::environment::Environment;
 use crate::error::{Result, WorkerError};
@@ -55,7 +55,7 @@ pub(crate) fn run(first: &Environment, session: fn(&Environment) -> Result<ExitC
 #[cfg(test)]
 mod tests {
     use xlaunch_proto::env;
-    use xlaunch_proto::ids::Rank;
+    use xlaunch_spec::ids::Rank;
 
     use super::*;
 

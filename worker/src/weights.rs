@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use rayon::ThreadPool;
 use xlaunch_data::TOKENIZER_FILE;
-use xlaunch_proto::model::{Arch, ModelSection, ModelShape};
-use xlaunch_proto::spec::{Invalid, JobSpec};
+use xlaunch_spec::job::{Invalid, JobSpec};
+use xlaunch_spec::model::{Arch, ModelSection, ModelShape};
 
 use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, Sink, State, directory};
 use crate::data::{Dataset, TokenizerSource};

@@ -13,8 +13,8 @@ use std::sync::Mutex;
 use common::{Rank, on_ranks_with_shape, shape, spec};
 use xlaunch_comm::bucket::Plan;
 use xlaunch_engine::{DType, Tensor};
-use xlaunch_proto::model::{Arch, ModelShape};
-use xlaunch_proto::spec::{JobSpec, Recompute, Shard};
+use xlaunch_spec::job::{JobSpec, Recompute, Shard};
+use xlaunch_spec::model::{Arch, ModelShape};
 use xlaunch_worker::model::layout::Layout;
 use xlaunch_worker::train::{Division, Requests};
 

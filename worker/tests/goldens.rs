@@ -19,8 +19,8 @@ use xlaunch_engine::{
     Tensor,
 };
 use xlaunch_harness::{Requirement, emulator};
-use xlaunch_proto::model::{Arch, ModelShape, NORM_EPS, PRESETS, ROPE_THETA, RopeScaling, RopeType};
-use xlaunch_proto::spec::{Recompute, TrainSection};
+use xlaunch_spec::job::{Recompute, TrainSection};
+use xlaunch_spec::model::{Arch, ModelShape, NORM_EPS, PRESETS, ROPE_THETA, RopeScaling, RopeType};
 use xlaunch_worker::model::layout::{ALIGN, Layout};
 use xlaunch_worker::model::{BackendHandle, GradientArena, LossGradients, MemoryUse, Model, Progress, Rows};
 use xlaunch_worker::optim::AdamW;

@@ -15,8 +15,8 @@ use rayon::ThreadPoolBuilder;
 use xlaunch_comm::Sharding;
 use xlaunch_comm::bucket::Plan;
 use xlaunch_engine::{HostAllocator, HostBuffer};
-use xlaunch_proto::model::{ModelSection, ModelShape};
 use xlaunch_proto::v1::worker_report::Report;
+use xlaunch_spec::model::{ModelSection, ModelShape};
 use xlaunch_worker::checkpoint::saver::{Buffers, Exchange, Saver, Settings, Written};
 use xlaunch_worker::checkpoint::{
     Piece, Portion, Retention, Snapshot, State, VERSION, directory, name, read,

@@ -9,7 +9,7 @@ use common::{Rank, on_ranks, spec};
 use xlaunch_comm::Local;
 use xlaunch_engine::testing::require_gpu;
 use xlaunch_engine::{CudaBackend, CudaOptions, PoolMode, Precision};
-use xlaunch_proto::spec::NonFinite;
+use xlaunch_spec::job::NonFinite;
 use xlaunch_worker::model::BackendHandle;
 
 xlaunch_harness::suite! {

@@ -5,14 +5,14 @@ use std::ffi::OsString;
 use std::io;
 use std::time::Duration;
 
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use crate::devices::Node;
 use crate::python;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 pub use crate::python::Environment;
-pub use xlaunch_proto::command::{
+pub use xlaunch_spec::command::{
     Binding, CommandSpec, LogOptions, Nproc, PerRank, Program, Signal, Streams, quote_line,
 };
 

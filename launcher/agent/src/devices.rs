@@ -2,10 +2,10 @@
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::spec::{Device, JobSpec, Precision, WireDtype};
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::job::{Device, JobSpec, Precision, WireDtype};
 
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// The devices of a job's workers.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -31,7 +31,7 @@ use crate::clock;
 use crate::command::quote_line;
 use crate::devices::{self, Placement};
 use crate::libraries::Libraries;
-use xlaunch_proto::lineage::Fingerprint;
+use xlaunch_spec::lineage::Fingerprint;
 
 pub const ENVIRONMENT_FILE: &str = "environment.json";
 

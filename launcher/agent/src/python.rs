@@ -5,7 +5,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use xlaunch_proto::command::Program;
+use xlaunch_spec::command::Program;
 
 /// Looks up a variable of a process's environment.
 pub type Environment<'a> = &'a dyn Fn(&str) -> Option<OsString>;

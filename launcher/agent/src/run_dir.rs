@@ -14,13 +14,13 @@
 
 use std::path::{Path, PathBuf};
 
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::job::JobSpec;
 
 use crate::command::ResolvedCommand;
 use crate::naming::{file_name, numbered, unique};
 use crate::registry::{Entry, SOCKET};
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Mode of kept directories, before the umask.
 const KEPT_DIR_MODE: u32 = 0o777;

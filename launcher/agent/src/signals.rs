@@ -15,8 +15,8 @@ use std::pin::pin;
 use rustix::process::{Signal, getpid, kill_process};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::refusal::Refusal;
 
 use crate::spawn::short_signal_name;
 use crate::system_errors;

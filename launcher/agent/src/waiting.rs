@@ -14,10 +14,10 @@ use std::path::Path;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 use xlaunch_proto::v1::{GroupEnd, JobState, NodeRefused, Prepare, StopRequested, Waiting};
+use xlaunch_spec::exit::ExitCode;
 
 use crate::group::candidacy::{Election, OtherRole};
 use crate::group::coordinator::Handle;
@@ -29,7 +29,7 @@ use crate::rendezvous::peers::Peers;
 use crate::rendezvous::service::{self, Message, RunningService};
 use crate::run_dir::NodePlace;
 use crate::status::board::{Board, Launch};
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Maximum number of calls that wait for the driver's task.
 const MESSAGE_QUEUE: usize = 1024;

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use xlaunch_proto::spec::Invalid;
+use xlaunch_spec::job::Invalid;
 
 use super::trusted_path;
 use super::web::Listen;

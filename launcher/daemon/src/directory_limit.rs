@@ -15,7 +15,7 @@ use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, fstat, openat, stata
 use rustix::io::Errno;
 use tokio::sync::{mpsc, watch};
 use tokio::time::MissedTickBehavior;
-use xlaunch_proto::quantities::bytes_text;
+use xlaunch_spec::quantities::bytes_text;
 
 use crate::agents::follow::AgentEvent;
 use crate::files::JobDirs;

@@ -436,7 +436,7 @@ fn open(dir: &Path, name: &str, uid: u32) -> io::Result<File> {
 mod tests {
     use std::ffi::CString;
 
-    use xlaunch_proto::command::{CommandSpec, Program};
+    use xlaunch_spec::command::{CommandSpec, Program};
 
     use super::*;
 

@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use xlaunch_proto::command::CommandSpec;
 use xlaunch_proto::convert::node::{Submit, Work};
 use xlaunch_proto::convert::scheduling::Scheduling;
-use xlaunch_proto::quantities::time_text;
-use xlaunch_proto::spec::{Device, JobSpec};
+use xlaunch_spec::command::CommandSpec;
+use xlaunch_spec::job::{Device, JobSpec};
+use xlaunch_spec::quantities::time_text;
 
 use super::commands::CommandError;
 use super::files::{Description, PROTOCOL};
@@ -229,8 +229,8 @@ fn command_size(spec: &CommandSpec, wanted: Option<u32>, present: u32) -> Result
 
 #[cfg(test)]
 mod tests {
-    use xlaunch_proto::command::{Nproc, Program};
     use xlaunch_proto::convert::scheduling::Warning;
+    use xlaunch_spec::command::{Nproc, Program};
 
     use super::*;
 

@@ -7,15 +7,15 @@
 use std::fmt::Write;
 
 use serde::Serialize;
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{AllReduceBench, AllReduceReport};
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::job::JobSpec;
 
 use super::{Mode, RankReport, missing_report, run_workers};
 use xlaunch_agent::devices::Placement;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Each size is this multiple of the previous one.
 const SIZE_FACTOR: u64 = 4;

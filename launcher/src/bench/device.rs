@@ -3,14 +3,14 @@
 use std::fmt::Write;
 
 use serde_json::{Value, json};
-use xlaunch_proto::spec::{Exec, JobSpec, PoolMode};
 use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{Calibration, DeviceBench};
+use xlaunch_spec::job::{Exec, JobSpec, PoolMode};
 
 use super::{Mode, missing_report, run_workers};
 use xlaunch_agent::devices::{self, Placement};
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Returns the calibration of the first device of the placement. It comes from the cache unless `refresh` is set;
 /// otherwise a worker measures it.

@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Serialize;
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use xlaunch_agent::process::Process;
 use xlaunch_agent::spawn::{Options, Spawner, Worker};
 use xlaunch_agent::status::sample::Sampler;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Environment variable of all processes of a measurement.
 const MARKER_VARIABLE: &str = "XLAUNCH_BENCH";

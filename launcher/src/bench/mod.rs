@@ -20,10 +20,10 @@ mod reports;
 pub(crate) mod train;
 
 use serde::Serialize;
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::Bench;
 use xlaunch_proto::v1::bench::Kind;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::job::JobSpec;
 
 use xlaunch_agent::devices::Placement;
 use xlaunch_agent::driver;
@@ -37,8 +37,8 @@ use xlaunch_agent::spawn::environment::BaseEnvironment;
 use xlaunch_agent::waiting;
 use xlaunch_agent::workload::host_memory::SaveBuffers;
 use xlaunch_agent::workload::trainer::{self, CheckpointFiles, TrainerPlan};
-use xlaunch_proto::lineage::Recovered;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::lineage::Recovered;
+use xlaunch_spec::refusal::Refusal;
 
 /// Whether the ranks of a measurement are processes or threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

@@ -18,10 +18,10 @@ use tokio::task::JoinSet;
 use tonic::transport::Channel;
 use xlaunch_proto::VERSION;
 use xlaunch_proto::convert::Join;
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::ids::{Attempt, Digest, NcclId, Rank, RingKey};
 use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::{JobKind, JoinRequest};
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::ids::{Attempt, Digest, NcclId, Rank, RingKey};
 
 use xlaunch_agent::group::Assignment;
 use xlaunch_agent::group::rendezvous as group;
@@ -29,7 +29,7 @@ use xlaunch_agent::rendezvous::Rendezvous;
 use xlaunch_agent::rendezvous::barrier::{JoinBarrier, JoinOutcome};
 use xlaunch_agent::rendezvous::service::{self, Message};
 use xlaunch_agent::status::board::{Board, Launch};
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Maximum time for all ranks to join.
 const RENDEZVOUS_TIMEOUT: Duration = Duration::from_secs(120);

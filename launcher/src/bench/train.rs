@@ -18,11 +18,11 @@ use std::fmt::Write;
 use std::time::Instant;
 
 use serde::Serialize;
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::flops;
-use xlaunch_proto::spec::{CheckpointSection, JobSpec, ObserveSection};
 use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::{StepCommunication, TrainBench};
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::flops;
+use xlaunch_spec::job::{CheckpointSection, JobSpec, ObserveSection};
 
 use super::clocks::Clocks;
 use super::kernels::{self, Kernel};
@@ -32,7 +32,7 @@ use crate::console::print_line;
 use xlaunch_agent::devices::{self, Placement};
 use xlaunch_agent::gpu_clocks::ClockSampler;
 use xlaunch_agent::sinks::progress::count;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// The steps to run.
 #[derive(Clone, Copy, Debug)]

@@ -19,8 +19,8 @@ use nix::sys::time::TimeValLike;
 use prost::Message;
 use rustix::stdio;
 use xlaunch_proto::convert::node::Work;
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::spec::{Device, JobSpec};
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::job::{Device, JobSpec};
 use xlaunch_worker::newest_checkpoint;
 
 use super::launch::{self, Ended, Place};
@@ -34,7 +34,7 @@ use xlaunch_agent::workload::command::stop_signals;
 use xlaunch_agent::workload::trainer::STOP_SIGNALS;
 use xlaunch_daemon::files::{self, Description, JobResult, PROTOCOL};
 use xlaunch_daemon::usage::Usage;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Interval between attempts to write to a full disk.
 const FULL_DISK_RETRY_DELAY: Duration = Duration::from_secs(1);

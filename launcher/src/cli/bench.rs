@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::Subcommand;
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::job::JobSpec;
 
 use super::launch::{self, Launch};
 use super::output::answer;
@@ -13,7 +13,7 @@ use crate::bench::all_reduce::{self, Dtype};
 use crate::bench::train::{self, Extent};
 use crate::bench::{Mode, device, launches, nodes, rendezvous};
 use xlaunch_agent::devices::{self, Node, Placement};
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Default size of the largest all-reduce, in bytes.
 const DEFAULT_MAX_BYTES_GPU: u64 = 256 << 20;

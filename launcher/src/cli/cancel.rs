@@ -1,7 +1,7 @@
 //! `xlaunch cancel`.
 
 use clap::Args;
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use super::job_list::{JobResults, job_numbers};
 use super::output::QueryError;

@@ -1,9 +1,9 @@
 //! `xlaunch checkpoint`.
 
 use clap::Args;
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::json;
 use xlaunch_proto::v1::CheckpointRequest;
+use xlaunch_spec::exit::ExitCode;
 
 use super::output::{QueryError, print};
 use super::target::{Server, Target};

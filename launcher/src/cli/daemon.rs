@@ -7,7 +7,7 @@ use clap::Args;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use xlaunch_daemon::run::{self, Options};
 

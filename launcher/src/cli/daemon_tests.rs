@@ -12,13 +12,13 @@ use tokio::sync::Notify;
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status};
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::node_server::{Node, NodeServer};
 use xlaunch_proto::v1::*;
+use xlaunch_spec::exit::ExitCode;
 
 use super::cancel;
 use crate::client::daemon::{DaemonAddress, DaemonClient};
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// A daemon with one user's jobs 1 and 2, and job 3 of another.
 #[derive(Clone, Debug)]

@@ -7,9 +7,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use xlaunch_agent::config;
-use xlaunch_proto::command::{Backend, GroupSpec, Security};
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_spec::command::{Backend, GroupSpec, Security};
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::job::JobSpec;
 use yaml_rust2::{Yaml, YamlLoader};
 
 use super::engine::{self, Host};

@@ -16,9 +16,9 @@ use serde_json::json;
 use xlaunch_agent::devices::Placement;
 use xlaunch_agent::doctor::{self, Finding, GpuName, GpuReadings, Level, NodeReadings, Report};
 use xlaunch_agent::libraries::{Libraries, Selected};
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::refusal::Refusal;
 use xlaunch_proto::v1::Calibration;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::refusal::Refusal;
 
 use super::bench::default_job;
 use super::examine;

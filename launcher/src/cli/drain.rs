@@ -1,14 +1,14 @@
 //! `xlaunch drain`.
 
 use clap::Args;
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::json;
 use xlaunch_proto::v1::{DrainRequest, Gpu, GpuState, NodeStatus};
+use xlaunch_spec::exit::ExitCode;
 
 use super::output::{QueryError, print};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::render::text::{self, escape};
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Options of `xlaunch drain`.
 #[derive(Debug, Args)]

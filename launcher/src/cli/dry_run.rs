@@ -8,10 +8,10 @@ use xlaunch_agent::group::join::Nodes;
 use xlaunch_agent::memory;
 use xlaunch_agent::sinks::progress::count;
 use xlaunch_agent::workload::host_memory::{self, HostNeeds, MemoryPlan, SaveBuffers};
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::quantities::bytes_text;
-use xlaunch_proto::refusal::Refusal;
-use xlaunch_proto::spec::{Device, JobSpec};
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::job::{Device, JobSpec};
+use xlaunch_spec::quantities::bytes_text;
+use xlaunch_spec::refusal::Refusal;
 
 use super::launch::{self, Launch};
 use super::output::answer;

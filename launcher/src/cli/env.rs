@@ -6,7 +6,7 @@ use clap::Args;
 use serde_json::{Value, json};
 use xlaunch_agent::devices::host_name;
 use xlaunch_agent::libraries::{File, Libraries, Selected};
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use super::engine::{self, Allocation};
 use super::output::{QueryError, print};

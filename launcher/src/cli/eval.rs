@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::{ArgGroup, Args};
 use serde_json::{Value, json};
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use super::generate::{DeviceOptions, until_interrupted};
 use super::output::{QueryError, print, print_note};

@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use clap::Args;
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::json;
 use xlaunch_proto::labels::{examination_state, finding_level};
-use xlaunch_proto::quantities::parse_time;
 use xlaunch_proto::v1::{ExaminationState, ExamineReply, ExamineRequest, ExaminedGpu, Finding, FindingLevel};
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::quantities::parse_time;
 
 use super::drain::uuids;
 use super::output::{QueryError, print, print_note};

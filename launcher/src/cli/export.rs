@@ -4,11 +4,11 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use serde_json::json;
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use super::output::{QueryError, print, print_note};
 use crate::render::text::escape;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 use xlaunch_worker::huggingface::export::{self, ExportDtype, Exported};
 
 /// Options of `xlaunch export`.

@@ -3,14 +3,14 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::Args;
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::quantities::parse_time;
 use xlaunch_proto::v1::HistoryRequest;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::quantities::parse_time;
 
 use super::output::{QueryError, print, terminal_width};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::render::{history, text};
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Options of `xlaunch history`.
 #[derive(Debug, Args)]

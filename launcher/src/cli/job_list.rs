@@ -1,12 +1,12 @@
 //! Job numbers on the command line, single or as ranges, and the results of calls for each of them.
 
 use xlaunch_proto::convert::scheduling::MAX_ARRAY_JOBS;
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::Job;
+use xlaunch_spec::exit::ExitCode;
 
 use super::output::{QueryError, print, print_note};
 use crate::render::{job, text};
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Longest range: the maximum size of an array.
 const MAX_RANGE: u64 = MAX_ARRAY_JOBS as u64;

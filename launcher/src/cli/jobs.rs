@@ -1,7 +1,7 @@
 //! `xlaunch jobs`.
 
 use clap::Args;
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use super::output::{QueryError, print, terminal_width};
 use crate::client::daemon::{DaemonAddress, DaemonClient};

@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use xlaunch_proto::command::GroupSpec;
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::{Prepare, StatusReply};
+use xlaunch_spec::command::GroupSpec;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::job::JobSpec;
 
 use super::output::print_end;
 use super::resume;
@@ -35,7 +35,7 @@ use xlaunch_agent::workload::command::CommandPlan;
 use xlaunch_agent::workload::host_memory::{self, HostNeeds, MemoryPlan, SaveBuffers};
 use xlaunch_agent::workload::trainer::{CheckpointFiles, HeldLock, TrainerPlan};
 use xlaunch_agent::{clock, memory, report, run_summary, system_errors, workload};
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 use xlaunch_worker::{FillInError, Preflight, dry_run};
 
 /// When a signal came, for the user: before there was a job to wait for, or workers to stop.

@@ -4,8 +4,8 @@ use std::io::IsTerminal;
 use std::path::Path;
 
 use clap::Args;
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::{JobKind, LogLoss, LogStream, LogsRequest, RankStatus};
+use xlaunch_spec::exit::ExitCode;
 
 use super::output::{QueryError, print, print_note};
 use super::target::{Launches, Server, Target};

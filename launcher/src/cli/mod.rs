@@ -60,14 +60,14 @@ use std::ffi::OsString;
 use std::io::Write;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use crate::console::print_line;
 use crate::runtime::{self, Threads};
 use crate::ssh;
 use torchrun::{Group, Name, Request, Scope};
 use xlaunch_agent::group::join::Nodes;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Launches and supervises one worker process per GPU
 #[derive(Debug, Parser)]

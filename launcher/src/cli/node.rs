@@ -1,8 +1,8 @@
 //! `xlaunch node`.
 
 use clap::Args;
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::json;
+use xlaunch_spec::exit::ExitCode;
 
 use super::output::{QueryError, print, terminal_width, unix_seconds};
 use crate::client::daemon::{DaemonAddress, DaemonClient};

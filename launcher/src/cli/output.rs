@@ -2,12 +2,12 @@
 
 use std::io::{ErrorKind, Write};
 
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use crate::console::print_line;
 use crate::render::text::escape;
 use xlaunch_agent::clock;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Why a query ends without a complete answer.
 #[derive(Debug)]

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 
 use clap::Args;
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use super::output::print_note;
 use super::torchrun::Name;

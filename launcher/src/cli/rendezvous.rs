@@ -9,10 +9,10 @@ use clap::Args;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 use xlaunch_agent::group::join::{Nodes, Standalone};
-use xlaunch_proto::command::{Backend, Endpoint, GroupSpec, NodeCount, Security};
 use xlaunch_proto::env;
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::command::{Backend, Endpoint, GroupSpec, NodeCount, Security};
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::refusal::Refusal;
 
 use super::output::{QueryError, print_note};
 use super::torchrun;

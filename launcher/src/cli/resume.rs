@@ -4,9 +4,9 @@
 use std::path::{Path, PathBuf};
 
 use xlaunch_agent::run_dir;
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::refusal::Refusal;
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::job::JobSpec;
+use xlaunch_spec::refusal::Refusal;
 use xlaunch_worker::newest_checkpoint;
 
 /// Refuses to start again from step 1 if the job has checkpoints next to its configuration, but none below the working

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use clap::Args;
-use xlaunch_proto::command::Signal;
 use xlaunch_proto::convert::scheduling::MAX_ARRAY_JOBS;
-use xlaunch_proto::quantities::{parse_bytes, parse_time};
 use xlaunch_proto::v1::{Dependency, DependencyCondition, SubmitRequest, WarningSignal};
+use xlaunch_spec::command::Signal;
+use xlaunch_spec::quantities::{parse_bytes, parse_time};
 
 /// Default number of seconds before the time limit at which the signal is sent.
 const DEFAULT_WARNING_SECONDS: u64 = 60;

@@ -2,9 +2,9 @@
 
 use clap::Args;
 use xlaunch_agent::stacks;
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::json;
 use xlaunch_proto::v1::StacksRequest;
+use xlaunch_spec::exit::ExitCode;
 
 use super::output::{QueryError, print};
 use super::target::{Server, Target};

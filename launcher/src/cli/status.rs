@@ -4,10 +4,10 @@ use std::io::IsTerminal;
 use std::time::Duration;
 
 use clap::Args;
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::json;
 use xlaunch_proto::labels::{job_state, node_job_state};
 use xlaunch_proto::v1::{JobState, StatusReply};
+use xlaunch_spec::exit::ExitCode;
 
 use super::output::{QueryError, print, redraw, terminal_width, unix_seconds};
 use super::target::{Launches, Server, Target};

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use clap::Args;
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::StopRequest;
+use xlaunch_spec::exit::ExitCode;
 
 use super::output::{QueryError, print};
 use super::target::{Server, Target};

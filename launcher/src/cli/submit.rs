@@ -13,9 +13,9 @@ use std::os::unix::ffi::OsStringExt;
 
 use clap::Args;
 use xlaunch_proto::env;
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::submit_request::Work;
 use xlaunch_proto::v1::{Job, NodeJobState, SubmitRequest};
+use xlaunch_spec::exit::ExitCode;
 
 use super::launch;
 use super::output::{QueryError, print, print_note};
@@ -25,7 +25,7 @@ use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::render::{job, text};
 use xlaunch_agent::command;
 use xlaunch_proto::labels::node_job_state;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Maximum size of the environment: the daemon refuses larger ones.
 const MAX_ENVIRONMENT_BYTES: usize = 256 << 10;
@@ -280,7 +280,7 @@ fn exit_code(job: &Job) -> ExitCode {
 
 #[cfg(test)]
 mod tests {
-    use xlaunch_proto::command::{CommandSpec, Nproc};
+    use xlaunch_spec::command::{CommandSpec, Nproc};
 
     use super::*;
 
@@ -355,7 +355,7 @@ mod tests {
         fs_err::write(&config, "[data]\ntrain = [\"*.txt\"]\n").unwrap();
         let line = [config.clone().into(), "--set".into(), "train.steps=7".into()];
         let Ok(Parsed::Work(Work::TrainerSpecJson(json))) = work(&line, &|_| None) else { panic!() };
-        let spec = xlaunch_proto::spec::JobSpec::from_json(&json).unwrap();
+        let spec = xlaunch_spec::job::JobSpec::from_json(&json).unwrap();
         assert_eq!((spec.train.steps, spec.job.name.as_str(), spec.launch.nproc), (7, "a", None));
         assert_eq!(spec.data.train, [dir.path().join("*.txt").to_str().unwrap()]);
         assert!(spec.job.output.starts_with('/'));

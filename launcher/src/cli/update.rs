@@ -1,8 +1,8 @@
 //! `xlaunch hold`, `release` and `reprioritise`: changes to queued jobs.
 
 use clap::Args;
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::{Job, UpdateRequest};
+use xlaunch_spec::exit::ExitCode;
 
 use super::job_list::{JobResults, job_numbers};
 use super::output::QueryError;

@@ -10,7 +10,6 @@ use clap::Args;
 use nix::unistd::{Gid, Group, Uid, User};
 use tonic::transport::Channel;
 use tonic::{Code, Response, Status};
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::net::connect::cause;
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::{
@@ -19,9 +18,10 @@ use xlaunch_proto::v1::{
     NodeJobState, NodeStatus, NodeStatusRequest, RankStacks, StacksRequest, SubmitReply, SubmitRequest,
     UpdateRequest,
 };
+use xlaunch_spec::exit::ExitCode;
 
 use xlaunch_daemon::view::has_ended;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Socket of the node's daemon.
 const SYSTEM_SOCKET: &str = "/run/xlaunch/xlaunch.sock";

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::{Job, JobKind, NodeJobState};
+use xlaunch_spec::exit::ExitCode;
 
 use super::launch;
 use super::text::{bytes, escape, fit, seconds};
@@ -12,7 +12,7 @@ use xlaunch_agent::sinks::progress::clock;
 use xlaunch_daemon::view::has_ended;
 use xlaunch_proto::json;
 use xlaunch_proto::labels::node_job_state;
-use xlaunch_proto::quantities::{bytes_text, time_text};
+use xlaunch_spec::quantities::{bytes_text, time_text};
 
 /// Age above which a status is shown with its age.
 const STALE_STATUS_SECONDS: f64 = 5.0;

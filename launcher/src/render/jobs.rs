@@ -10,7 +10,7 @@ use super::launch;
 use super::text::{columns, fit, or_dash};
 use xlaunch_daemon::view::has_ended;
 use xlaunch_proto::labels::node_job_state;
-use xlaunch_proto::quantities::time_text;
+use xlaunch_spec::quantities::time_text;
 
 /// Maximum length of a name in tables; longer names are truncated.
 const MAX_NAME_CHARS: usize = 32;

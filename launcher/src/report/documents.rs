@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 
 use super::downsampled::Downsampled;
 use super::lines::Lines;
-use xlaunch_proto::quantities::bytes_text;
+use xlaunch_spec::quantities::bytes_text;
 
 /// File with the points of a run.
 pub(crate) const METRICS: &str = "metrics.jsonl";

@@ -25,8 +25,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 use xlaunch_agent::{environment_file, run_summary};
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::refusal::Refusal;
 
 use curves::Curves;
 use documents::{JOB, Sample};

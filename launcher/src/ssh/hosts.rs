@@ -15,7 +15,7 @@
 use std::collections::BTreeMap;
 use std::net::Ipv6Addr;
 
-use xlaunch_proto::command::MAX_NODES;
+use xlaunch_spec::command::MAX_NODES;
 
 /// Maximum size of a host file.
 pub(crate) const MAX_FILE_BYTES: u64 = 1 << 20;

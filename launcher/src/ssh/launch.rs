@@ -27,8 +27,8 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, interval_at, sleep, sleep_until};
 use xlaunch_agent::logs::console::Console;
 use xlaunch_agent::signals::{SignalRequest, Signals, suspend_this_process};
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::refusal::Refusal;
 
 use super::connection::{self, Ready};
 use super::outcome::{self, Context, Failure, Outcomes};

@@ -22,8 +22,8 @@ use std::process::Command;
 use rustix::process::{Signal, getpid, kill_process};
 use rustix::stdio;
 use xlaunch_proto::env;
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::refusal::Refusal;
 
 use super::wire::{self, Description, GO, GREETING, READY};
 

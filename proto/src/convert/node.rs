@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 
 use super::scheduling::Scheduling;
 use super::{Logs, WireError};
-use crate::command::CommandSpec;
-use crate::spec::JobSpec;
 use crate::v1;
+use xlaunch_spec::command::CommandSpec;
+use xlaunch_spec::job::JobSpec;
 
 const MAX_REQUEST_ID_BYTES: usize = 64;
 const MAX_VERSION_BYTES: usize = 64;
@@ -254,7 +254,7 @@ mod tests {
     use v1::submit_request::Work::{CommandSpecJson, TrainerSpecJson};
 
     use super::*;
-    use crate::command::{Nproc, Program};
+    use xlaunch_spec::command::{Nproc, Program};
 
     fn submit() -> v1::SubmitRequest {
         v1::SubmitRequest {

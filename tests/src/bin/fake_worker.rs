@@ -23,9 +23,7 @@ use std::time::Duration;
 
 use rustix::process::{Signal, getpid, kill_process};
 use tonic::transport::Channel;
-use xlaunch_proto::ids::Digest;
 use xlaunch_proto::net::connect::{connect, endpoint};
-use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
@@ -33,6 +31,8 @@ use xlaunch_proto::v1::{
     AllReduceReport, Calibration, Finished, GetJobReply, GetJobRequest, Hello, JoinRequest, WorkerReport,
 };
 use xlaunch_proto::{VERSION, env};
+use xlaunch_spec::ids::Digest;
+use xlaunch_spec::job::JobSpec;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let rank: u32 = std::env::var("RANK")?.parse()?;

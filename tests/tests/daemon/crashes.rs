@@ -12,13 +12,13 @@ use rustix::process::Signal;
 use tokio::runtime::Runtime;
 use tonic::transport::Channel;
 use tonic::{Code, Status};
-use xlaunch_proto::command::{CommandSpec, Program};
 use xlaunch_proto::net::connect::{connect, endpoint};
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::submit_request::Work;
 use xlaunch_proto::v1::{
     CancelRequest, DrainRequest, GetRequest, Job, ListRequest, NodeJobState, SubmitReply, SubmitRequest,
 };
+use xlaunch_spec::command::{CommandSpec, Program};
 use xlaunch_tests::{HANG_TIMEOUT, Node, Process, is_alive, requirements, send_signal, wait_for};
 
 xlaunch_harness::tests! {

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use serde_json::Value;
 use xlaunch_engine::DType;
-use xlaunch_proto::spec::Precision;
+use xlaunch_spec::job::Precision;
 use xlaunch_tests::{Job, Process, requirements};
 use xlaunch_worker::model::decode::{Decoder, Row};
 use xlaunch_worker::model::{BackendHandle, Model, Rows};

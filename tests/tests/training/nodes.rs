@@ -15,11 +15,11 @@ use xlaunch_agent::rendezvous::barrier::{JoinBarrier, JoinOutcome};
 use xlaunch_agent::rendezvous::service::{self, Message};
 use xlaunch_agent::status::board::{Board, Launch};
 use xlaunch_proto::env;
-use xlaunch_proto::ids::RingKey;
-use xlaunch_proto::spec::{JobSpec, Shard};
 use xlaunch_proto::v1::agent_command::Command as WorkerCommand;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{AgentCommand, CommitCheckpoint, FailedAck, GetJobReply, JobKind, SavedFile};
+use xlaunch_spec::ids::RingKey;
+use xlaunch_spec::job::{JobSpec, Shard};
 use xlaunch_tests::{HANG_TIMEOUT, Job, xlaunch_path};
 
 xlaunch_harness::tests! {

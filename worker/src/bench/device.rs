@@ -7,8 +7,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use xlaunch_engine::{Backend, cache, calibrate};
-use xlaunch_proto::spec::Precision;
 use xlaunch_proto::v1::{Calibration, DeviceBench};
+use xlaunch_spec::job::Precision;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::error::Result;

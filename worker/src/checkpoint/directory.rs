@@ -12,9 +12,9 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use xlaunch_proto::lineage::Recovered;
-use xlaunch_proto::model::ModelShape;
-use xlaunch_proto::quantities::shortage_texts;
+use xlaunch_spec::lineage::Recovered;
+use xlaunch_spec::model::ModelShape;
+use xlaunch_spec::quantities::shortage_texts;
 
 use super::manifest::{self, Checked};
 use super::write::{REPLACED, TEMPORARY};

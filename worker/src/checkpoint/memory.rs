@@ -31,8 +31,8 @@ use rayon::ThreadPool;
 use rayon::prelude::*;
 use rustix::fs::FallocateFlags;
 use xlaunch_engine::{HostAllocator, HostBuffer};
-use xlaunch_proto::ids::Digest;
 use xlaunch_proto::snapshot::{HEADER_BYTES, Header, Identity, MAX_STATE_BYTES, SnapshotId, offset};
+use xlaunch_spec::ids::Digest;
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 use super::tensors::Arena;

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use fs_err::File;
 use rayon::ThreadPool;
 use rayon::prelude::*;
-use xlaunch_proto::model::ModelShape;
+use xlaunch_spec::model::ModelShape;
 use xxhash_rust::xxh3::Xxh3;
 
 pub use super::tensors::Arena;

@@ -2,7 +2,7 @@
 
 use std::cmp::Ordering;
 
-use xlaunch_proto::spec::CheckpointSection;
+use xlaunch_spec::job::CheckpointSection;
 
 /// Rules for keeping checkpoints.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

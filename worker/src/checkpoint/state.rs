@@ -1,10 +1,10 @@
 //! `state.json`: the position of a run, and the settings that must not change silently when it continues.
 
 use serde::{Deserialize, Serialize};
-use xlaunch_proto::model::ModelShape;
-use xlaunch_proto::spec::{JobSpec, TrainSection};
+use xlaunch_spec::job::{JobSpec, TrainSection};
+use xlaunch_spec::model::ModelShape;
 
-use xlaunch_proto::lineage::Fingerprint;
+use xlaunch_spec::lineage::Fingerprint;
 
 use crate::inherited::Inherited;
 use crate::optim::schedule;

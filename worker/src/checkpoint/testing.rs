@@ -7,9 +7,9 @@ use std::time::Instant;
 use xlaunch_comm::Sharding;
 use xlaunch_comm::bucket::Plan;
 use xlaunch_engine::{HostAllocator, HostBuffer};
-use xlaunch_proto::model::{ModelSection, ModelShape};
-use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::worker_report::Report;
+use xlaunch_spec::job::JobSpec;
+use xlaunch_spec::model::{ModelSection, ModelShape};
 
 use super::disk::{Disk, Real};
 use super::saver::{Buffers, Exchange, Saver, Settings, Written};

@@ -15,8 +15,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
-use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::v1::worker_report::Report;
+use xlaunch_spec::model::ModelShape;
 
 use super::directory::{choose, clean, newest, recover, scan};
 use super::disk::{Disk, Real, Writable};

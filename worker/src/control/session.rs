@@ -9,11 +9,11 @@ use tokio::time::{MissedTickBehavior, interval};
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::transport::Channel;
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::agent_command::Command;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{Heartbeat, Hello, WorkerReport};
+use xlaunch_spec::exit::ExitCode;
 
 use super::{Request, Shared};
 use crate::phase;

@@ -5,7 +5,7 @@
 use std::path::{Path, PathBuf};
 
 use xlaunch_data::walk;
-use xlaunch_proto::paths::normalize;
+use xlaunch_spec::paths::normalize;
 
 use super::DataError;
 

@@ -1,6 +1,6 @@
 //! Detects training data that has changed between a run and the run that continues it.
 
-use xlaunch_proto::lineage::Fingerprint;
+use xlaunch_spec::lineage::Fingerprint;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::{DataError, Tokens};
@@ -31,7 +31,7 @@ pub fn fingerprint(tokens: &Tokens) -> Result<Fingerprint, DataError> {
 
 #[cfg(test)]
 mod tests {
-    use xlaunch_proto::spec::Tokenizer;
+    use xlaunch_spec::job::Tokenizer;
 
     use super::super::source;
     use super::*;

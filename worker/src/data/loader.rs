@@ -86,7 +86,7 @@ pub(crate) fn read(tokens: &Tokens, order: &Order, s: Schedule, micro: u64) -> R
 mod tests {
     use super::*;
     use crate::data::source;
-    use xlaunch_proto::spec::Tokenizer;
+    use xlaunch_spec::job::Tokenizer;
 
     fn tokens(text: &[u8]) -> Arc<Tokens> {
         let dir = tempfile::tempdir().unwrap();

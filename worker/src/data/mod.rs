@@ -20,8 +20,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use xlaunch_data::ManifestError;
-use xlaunch_proto::model::ModelShape;
-use xlaunch_proto::spec::{JobSpec, Tokenizer};
+use xlaunch_spec::job::{JobSpec, Tokenizer};
+use xlaunch_spec::model::ModelShape;
 
 pub use fingerprint::fingerprint;
 pub(crate) use loader::read;

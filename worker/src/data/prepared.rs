@@ -8,7 +8,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use xlaunch_data::{Manifest, Split, TOKENIZER_FILE, Tokenizer};
-use xlaunch_proto::spec::{Invalid, JobSpec};
+use xlaunch_spec::job::{Invalid, JobSpec};
 
 use super::{DataError, Tokens, source};
 
@@ -51,7 +51,7 @@ impl Prepared {
         }
         spec.model.vocab.get_or_insert(*vocab);
         // The bytes of these files are not tokens.
-        spec.data.tokenizer = xlaunch_proto::spec::Tokenizer::Bin;
+        spec.data.tokenizer = xlaunch_spec::job::Tokenizer::Bin;
         Ok(())
     }
 

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use xlaunch_data::{Shard, shard};
-use xlaunch_proto::spec::Tokenizer;
+use xlaunch_spec::job::Tokenizer;
 
 use super::DataError;
 use super::foreign::{self, Foreign};

@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use xlaunch_comm::Local;
 use xlaunch_engine::{DType, PoolOptions};
-use xlaunch_proto::spec::{CommSection, JobSpec, Recompute, Shard, SpecError};
+use xlaunch_spec::job::{CommSection, JobSpec, Recompute, Shard, SpecError};
 
 use crate::bench::SkipAllReduce;
 use crate::error::Result;
@@ -258,7 +258,7 @@ fn bucket_mb_of_blocks(layout: &Layout, wire: DType) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use xlaunch_proto::spec::Precision;
+    use xlaunch_spec::job::Precision;
 
     fn spec() -> JobSpec {
         let mut spec = JobSpec::default();

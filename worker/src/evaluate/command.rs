@@ -3,12 +3,12 @@
 use std::path::PathBuf;
 
 use xlaunch_data::Tokenizer;
-use xlaunch_proto::spec::Precision;
+use xlaunch_spec::job::Precision;
 
 use super::hellaswag::{self, Score};
 use super::{Held, Loss, loss};
 use crate::pretrained::{self, Device, Source};
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Arguments of the command line.
 #[derive(Clone, Debug)]

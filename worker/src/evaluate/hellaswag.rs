@@ -11,12 +11,12 @@ use std::io::Read;
 use std::path::Path;
 
 use fs_err::File;
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use super::losses;
 use crate::error::WorkerError;
 use crate::model::{BackendHandle, Model, Rows};
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 const MAGIC: i32 = 20_240_522;
 const FILE_VERSION: i32 = 1;

@@ -12,14 +12,14 @@ use std::path::Path;
 
 use xlaunch_data::Tokenizer;
 use xlaunch_engine::{DType, EngineError};
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::model::ModelShape;
-use xlaunch_proto::spec::Tokenizer as Format;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::job::Tokenizer as Format;
+use xlaunch_spec::model::ModelShape;
 
 use crate::data::{self, DataError, Order, Prepared, Schedule, Tokens};
 use crate::error::WorkerError;
 use crate::model::{BackendHandle, Model, Rows};
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 pub use command::{Command, Results, run};
 

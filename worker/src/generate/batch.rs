@@ -258,7 +258,7 @@ impl Batch<'_> {
 #[cfg(test)]
 mod tests {
     use xlaunch_engine::{CpuBackend, PoolMode};
-    use xlaunch_proto::model::{Arch, ModelSection};
+    use xlaunch_spec::model::{Arch, ModelSection};
 
     use super::*;
     use crate::generate::Sampling;

@@ -4,12 +4,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use xlaunch_data::{Tokenizer, TokenizerError};
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::spec::Precision;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::job::Precision;
 
 use super::{Completion, FinishReason, GenerateError, Options, Request, Sampling, Update, chat, generate};
 use crate::pretrained::{self, Device, Source};
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Number of tokens to draw from if a directory does not set it; the default of Python's `transformers`.
 const DEFAULT_TOP_K: usize = 50;

@@ -22,9 +22,9 @@ mod text;
 use std::time::Duration;
 
 use xlaunch_data::{Tokenizer, TokenizerError};
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 pub use batch::generate;
 pub use command::{Command, Prompt, run};

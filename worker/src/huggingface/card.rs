@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 use xlaunch_data::{TOKENIZER_FILE, Tokenizer};
-use xlaunch_proto::model::{Arch, ModelShape};
+use xlaunch_spec::model::{Arch, ModelShape};
 
 use super::ModelError;
 use super::config::{self, TokenIds};

@@ -7,7 +7,7 @@
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
-use xlaunch_proto::model::{Arch, ModelShape, NORM_EPS, ROPE_THETA, RopeScaling, RopeType};
+use xlaunch_spec::model::{Arch, ModelShape, NORM_EPS, ROPE_THETA, RopeScaling, RopeType};
 
 use super::ModelError;
 use super::keys::Keys;
@@ -310,7 +310,7 @@ fn nested(error: ModelError, table: &str) -> ModelError {
 
 #[cfg(test)]
 mod tests {
-    use xlaunch_proto::model::PRESETS;
+    use xlaunch_spec::model::PRESETS;
 
     use super::*;
 

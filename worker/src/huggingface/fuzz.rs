@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use xlaunch_proto::model::ModelShape;
+use xlaunch_spec::model::ModelShape;
 
 use super::{INDEX, config, source};
 use crate::inherited::CONFIG;

@@ -5,7 +5,7 @@
 //! DIR/*.safetensors --source--> pieces of the arena          (`checkpoint.init`)
 //! checkpoint --export--> DIR: config, weights, tokenizer, model card
 //! ```
-//! - `config`, `keys`: convert `config.json` from and to a [`ModelShape`](xlaunch_proto::model::ModelShape); pure;
+//! - `config`, `keys`: convert `config.json` from and to a [`ModelShape`](xlaunch_spec::model::ModelShape); pure;
 //! - `names`: names and shapes of tensors; pure;
 //! - `source`: reads and checks a directory;
 //! - [`export`]: writes a directory; `destination`: puts a whole export into place, or nothing; `writer`: writes the
@@ -31,7 +31,7 @@ mod writer;
 
 use std::path::PathBuf;
 
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use crate::checkpoint::CheckpointError;
 

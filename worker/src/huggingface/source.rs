@@ -16,7 +16,7 @@ use rayon::prelude::*;
 use rustix::fs::OFlags;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde::Deserialize;
-use xlaunch_proto::model::ModelShape;
+use xlaunch_spec::model::ModelShape;
 
 use super::config::Described;
 use super::tensor_names::{self, Mapped};

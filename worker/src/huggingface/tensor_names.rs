@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use xlaunch_proto::model::{Arch, ModelShape};
+use xlaunch_spec::model::{Arch, ModelShape};
 
 use crate::model::layout::{Block, Layout, Norm};
 
@@ -132,7 +132,7 @@ impl List {
 
 #[cfg(test)]
 mod tests {
-    use xlaunch_proto::model::PRESETS;
+    use xlaunch_spec::model::PRESETS;
 
     use super::*;
 

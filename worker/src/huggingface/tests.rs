@@ -9,9 +9,9 @@ use fs_err as fs;
 use half::f16;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use serde_json::{Value, json};
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::model::{Arch, ModelShape, PRESETS};
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::job::JobSpec;
+use xlaunch_spec::model::{Arch, ModelShape, PRESETS};
 
 use super::Directory;
 use super::export::{Export, ExportDtype, Exported, export, export_in_files};

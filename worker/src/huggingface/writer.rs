@@ -274,7 +274,7 @@ pub(super) fn write_error(path: &Path, error: &io::Error) -> ModelError {
 
 #[cfg(test)]
 mod tests {
-    use xlaunch_proto::model::PRESETS;
+    use xlaunch_spec::model::PRESETS;
 
     use super::*;
     use crate::huggingface::tensor_names;

@@ -11,7 +11,7 @@ use xlaunch_comm::Slots;
 use xlaunch_engine::{
     Accumulate, AttentionBackward, ColumnSum, EmbedBackward, NormBackward, Result, Slice, Tensor,
 };
-use xlaunch_proto::model::Arch;
+use xlaunch_spec::model::Arch;
 
 use super::forward::{Activations, Block, Unnormed};
 use super::layout::{self, Linear};

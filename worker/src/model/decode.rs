@@ -21,7 +21,7 @@ use xlaunch_engine::{
     LinearForward, LinearGeluForward, LinearShape, NormForward, PendingRead, ResidualAdd, Result, Slice,
     SwigluForward, Tensor,
 };
-use xlaunch_proto::model::Arch;
+use xlaunch_spec::model::Arch;
 
 use super::layout::{self, Linear};
 use super::{Model, Rows};
@@ -417,7 +417,7 @@ mod tests {
     use super::*;
     use crate::model::{BackendHandle, init};
     use xlaunch_engine::{CpuBackend, PoolMode};
-    use xlaunch_proto::model::{ModelSection, ModelShape};
+    use xlaunch_spec::model::{ModelSection, ModelShape};
 
     fn shapes() -> Vec<ModelShape> {
         let shape = |arch, kv_heads, tied| {

@@ -6,7 +6,7 @@ use xlaunch_engine::{
     AttentionForward, DType, EmbedForward, EmbedShape, EngineError, LinearShape, NormForward, ResidualAdd,
     Result, Slice, Tensor,
 };
-use xlaunch_proto::model::Arch;
+use xlaunch_spec::model::Arch;
 
 use super::layout;
 use super::linear::{Operand, Use};

@@ -73,7 +73,7 @@ impl Normal {
 mod tests {
     use super::*;
     use rayon::ThreadPoolBuilder;
-    use xlaunch_proto::model::{ModelSection, PRESETS};
+    use xlaunch_spec::model::{ModelSection, PRESETS};
 
     fn threads(count: usize) -> ThreadPool {
         ThreadPoolBuilder::new().num_threads(count).build().unwrap()

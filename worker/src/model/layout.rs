@@ -7,8 +7,8 @@
 use std::ops::Range;
 
 use xlaunch_engine::DECAY_CHUNK;
-use xlaunch_proto::model::{Arch, ModelShape};
-use xlaunch_proto::spec::MAX_SHARDS;
+use xlaunch_spec::job::MAX_SHARDS;
+use xlaunch_spec::model::{Arch, ModelShape};
 
 /// Alignment, in elements, of parameters and of the buckets into which large ones are cut. It aligns rows for tensor
 /// cores in both element types, prevents a decay flag from covering two parameters, and makes every shard of a bucket a
@@ -276,7 +276,7 @@ impl Builder {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use xlaunch_proto::model::PRESETS;
+    use xlaunch_spec::model::PRESETS;
 
     #[test]
     fn parameters_follow_each_other_aligned_and_in_backward_order() {

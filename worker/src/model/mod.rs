@@ -27,8 +27,8 @@ use xlaunch_comm::Slots;
 use xlaunch_engine::{
     AttentionShape, Backend, DType, LinearShape, NormKind, NormShape, Result, Slice, Tensor,
 };
-use xlaunch_proto::model::{Arch, ModelShape};
-use xlaunch_proto::spec::{JobSpec, Precision, Recompute, TrainSection};
+use xlaunch_spec::job::{JobSpec, Precision, Recompute, TrainSection};
+use xlaunch_spec::model::{Arch, ModelShape};
 
 pub use backward::{GradientArena, Progress};
 pub use forward::Activations;

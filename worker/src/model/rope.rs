@@ -2,7 +2,7 @@
 
 use std::f64::consts::TAU;
 
-use xlaunch_proto::model::{ModelShape, RopeScaling};
+use xlaunch_spec::model::{ModelShape, RopeScaling};
 
 /// Computes `[T, D]`: D/2 cosines, then D/2 sines, of the angles `t f_i` with frequencies `f_i`.
 #[expect(
@@ -54,7 +54,7 @@ fn scaled(frequency: f64, scaling: &RopeScaling) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use xlaunch_proto::model::PRESETS;
+    use xlaunch_spec::model::PRESETS;
 
     #[test]
     fn llama_3_scaling_keeps_short_wavelengths_and_stretches_long_ones() {

@@ -6,8 +6,8 @@
 use std::rc::Rc;
 
 use xlaunch_engine::{GeluForward, Result, SwigluForward, Tensor};
-use xlaunch_proto::model::Arch;
-use xlaunch_proto::spec::Recompute;
+use xlaunch_spec::job::Recompute;
+use xlaunch_spec::model::Arch;
 
 use super::forward::{Block, Inputs, Unnormed};
 use super::linear::Use;

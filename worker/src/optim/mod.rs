@@ -21,7 +21,7 @@ use std::ops::Range;
 
 use xlaunch_comm::{Collective, Sharding};
 use xlaunch_engine::{AdamWConfig, AdamWStep, DECAY_CHUNK, DType, Result, Slice, Tensor, scalar};
-use xlaunch_proto::spec::TrainSection;
+use xlaunch_spec::job::TrainSection;
 
 use crate::model::{BackendHandle, Model};
 

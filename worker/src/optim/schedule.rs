@@ -1,6 +1,6 @@
 //! The learning rate as a pure function of the step.
 
-use xlaunch_proto::spec::{Schedule, TrainSection};
+use xlaunch_spec::job::{Schedule, TrainSection};
 
 /// Returns the learning rate of step `step` (from 0): linear warm-up up to `lr`, then the schedule.
 #[expect(clippy::cast_precision_loss, reason = "step counts are far below 2^53")]

@@ -5,7 +5,7 @@ use std::sync::mpsc::{Sender, channel};
 
 use cudarc::driver::CudaStream;
 use xlaunch_engine::{self as engine, Backend, CpuBackend, CudaBackend, CudaOptions, DType};
-use xlaunch_proto::spec::{Exec, JobSpec, PoolMode, Precision};
+use xlaunch_spec::job::{Exec, JobSpec, PoolMode, Precision};
 
 use crate::environment::{Device, Environment};
 use crate::error::{Result, WorkerError};

@@ -15,13 +15,13 @@ use std::thread::JoinHandle;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use serde::{Deserialize, Serialize};
 use xlaunch_comm::Collective;
-use xlaunch_proto::model::ModelShape;
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_spec::job::JobSpec;
+use xlaunch_spec::model::ModelShape;
 
 use super::Context;
 use crate::checkpoint::{self, Abandoned, Arena, Memory, Parent, Piece, Portion, State};
 use crate::data::DataError;
-use xlaunch_proto::lineage::Fingerprint;
+use xlaunch_spec::lineage::Fingerprint;
 
 use crate::error::{Result, WorkerError};
 use crate::inherited::Inherited;

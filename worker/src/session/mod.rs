@@ -14,21 +14,21 @@ use std::time::Duration;
 use xlaunch_comm::Collective;
 use xlaunch_engine::DType;
 use xlaunch_proto::VERSION;
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::flops;
-use xlaunch_proto::model::ModelShape;
-use xlaunch_proto::spec::{JobSpec, SpecError};
 use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{
     Finished, GetJobReply, GetJobRequest, Hello, Phase, StepCommunication, TrainBench, TrainStarted,
 };
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::flops;
+use xlaunch_spec::job::{JobSpec, SpecError};
+use xlaunch_spec::model::ModelShape;
 
 use crate::bench::{self, SkipAllReduce};
 use crate::checkpoint::Memory;
 use crate::control::Control;
 use crate::data::{Dataset, Loader, Order, Schedule, fingerprint};
-use xlaunch_proto::lineage::Fingerprint;
+use xlaunch_spec::lineage::Fingerprint;
 
 use crate::divergence::SkipCount;
 use crate::environment::{Device, Environment};

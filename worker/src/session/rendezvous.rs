@@ -8,7 +8,7 @@ use cudarc::driver::CudaStream;
 use xlaunch_comm::{Collective, Local, Nccl, Ring, RingListener, RingPlace};
 use xlaunch_proto::VERSION;
 use xlaunch_proto::convert::{Join, Joined, RingNeighbour};
-use xlaunch_proto::ids::{Digest, NcclId};
+use xlaunch_spec::ids::{Digest, NcclId};
 
 use super::Context;
 use super::device::OpenDevice;

@@ -3,17 +3,17 @@
 use std::path::{Path, PathBuf};
 
 use xlaunch_comm::Sharding;
-use xlaunch_proto::ids::Digest;
 use xlaunch_proto::snapshot::{Identity, SnapshotId};
-use xlaunch_proto::spec::{JobSpec, MemorySnapshots};
 use xlaunch_proto::v1::GetJobReply;
+use xlaunch_spec::ids::Digest;
+use xlaunch_spec::job::{JobSpec, MemorySnapshots};
 
 use super::initial::Start;
 use super::{Context, Trainer};
 use crate::checkpoint::saver::{self, Buffers, Saver};
 use crate::checkpoint::{self, Batch, CheckpointError, Memory, Portion, Retention, State, directory};
 use crate::data::Dataset;
-use xlaunch_proto::lineage::Fingerprint;
+use xlaunch_spec::lineage::Fingerprint;
 
 use crate::error::{Result, WorkerError};
 use crate::inherited::Inherited;

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use xlaunch_proto::spec::{CheckpointSection, OnSaveError};
+use xlaunch_spec::job::{CheckpointSection, OnSaveError};
 
 use crate::checkpoint::saver::Saver;
 use crate::checkpoint::{CheckpointError, Portion, State};

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use xlaunch_comm::{Sharding, Slots, bucket};
 use xlaunch_engine::DType;
-use xlaunch_proto::spec::{JobSpec, Shard, SpecError, WireDtype};
+use xlaunch_spec::job::{JobSpec, Shard, SpecError, WireDtype};
 
 use crate::error::Result;
 use crate::model::layout::{ALIGN, Layout};
@@ -85,7 +85,7 @@ pub fn wire_dtype(spec: &JobSpec, activations: DType) -> DType {
 
 #[cfg(test)]
 mod tests {
-    use xlaunch_proto::model::PRESETS;
+    use xlaunch_spec::model::PRESETS;
 
     use super::*;
 

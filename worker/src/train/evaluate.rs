@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use xlaunch_comm::Collective;
 use xlaunch_engine::{DType, Tensor};
-use xlaunch_proto::spec::{JobSpec, TrainSection};
+use xlaunch_spec::job::{JobSpec, TrainSection};
 
 use super::division::Division;
 use super::gathers::Gathers;

@@ -13,7 +13,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 
 use xlaunch_engine::Capture;
-use xlaunch_proto::spec::Exec;
+use xlaunch_spec::job::Exec;
 
 use crate::error::{Result, WorkerError};
 use crate::model::BackendHandle;

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use xlaunch_comm::Collective;
 use xlaunch_engine::KernelTime;
-use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{CheckpointSkipped, EvalReport, KernelReport, Phase, ProfileReport, StepReport};
+use xlaunch_spec::job::JobSpec;
 
 use super::checkpoints::{Checkpoints, Position};
 use super::compare::compare_replicas;

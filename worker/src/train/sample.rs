@@ -6,9 +6,9 @@
 
 use xlaunch_data::Tokenizer;
 use xlaunch_engine::DType;
-use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{Phase, SampleReport};
+use xlaunch_spec::job::JobSpec;
 
 use super::trace;
 use crate::control::Control;

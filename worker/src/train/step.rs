@@ -22,8 +22,8 @@
 
 use xlaunch_comm::{Collective, Sharding, bucket};
 use xlaunch_engine::{Accumulate, DType, Mark, PendingRead, SquaredNorm, Tensor};
-use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::Phase;
+use xlaunch_spec::job::JobSpec;
 
 use super::division::{self, Division, wire_dtype};
 use super::gathers::Gathers;

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use xlaunch_comm::{Collective, Local, Ring, RingListener, RingPlace};
 use xlaunch_engine::{CpuBackend, PoolMode, Tensor};
-use xlaunch_proto::model::{Arch, ModelShape, NORM_EPS, ROPE_THETA};
-use xlaunch_proto::spec::{JobSpec, Shard};
+use xlaunch_spec::job::{JobSpec, Shard};
+use xlaunch_spec::model::{Arch, ModelShape, NORM_EPS, ROPE_THETA};
 use xlaunch_worker::data::{Dataset, Loader, Order, Schedule};
 use xlaunch_worker::model::{BackendHandle, Model, init, layout::Layout};
 use xlaunch_worker::optim::AdamW;

@@ -4,11 +4,11 @@ use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::spec::Invalid;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::job::Invalid;
 
 use super::keys::{nearest, nearest_section};
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// A configuration that cannot be used. `Display` is one line.
 #[derive(Debug)]

@@ -2,11 +2,11 @@
 
 use serde::Serialize;
 use serde_json::Value;
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_spec::job::JobSpec;
 
 use crate::naming;
 
-pub use xlaunch_proto::spec::RENAMED_KEYS;
+pub use xlaunch_spec::job::RENAMED_KEYS;
 
 pub(super) fn renamed_warning(old: &str, new: &str) -> String {
     format!("`{old}` was renamed to `{new}`; the old name will be removed in the next release")

@@ -15,8 +15,8 @@ use std::path::Path;
 use serde::Deserialize;
 use toml::{Table, Value};
 use xlaunch_proto::env;
-use xlaunch_proto::paths::normalize;
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_spec::job::JobSpec;
+use xlaunch_spec::paths::normalize;
 
 pub use diagnostics::ConfigError;
 pub use sources::Sources;
@@ -394,7 +394,7 @@ mod tests {
         let text = "[train]\nlr = 1.0\nsteps = 1\nbatch = 3\n";
         let spec = parse(Path::new("a.toml"), text, &overrides).unwrap().spec;
         assert_eq!((spec.train.lr, spec.train.steps, spec.train.batch), (0.25, 7, 3));
-        assert_eq!(spec.model.arch, Some(xlaunch_proto::model::Arch::Gpt2));
+        assert_eq!(spec.model.arch, Some(xlaunch_spec::model::Arch::Gpt2));
     }
 
     #[test]

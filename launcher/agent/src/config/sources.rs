@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use xlaunch_proto::spec::Invalid;
+use xlaunch_spec::job::Invalid;
 
 use super::{ConfigError, Override, keys};
 

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 
 use rustix::process::Signal;
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use super::Driver;
 use crate::doctor;

@@ -29,9 +29,9 @@ use rustix::process::Signal;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{MissedTickBehavior, sleep_until};
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::{JobState, Restart, StatusReply};
+use xlaunch_spec::exit::ExitCode;
 
 use crate::clock;
 use crate::group::Assignment;

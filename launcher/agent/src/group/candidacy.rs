@@ -7,8 +7,8 @@ use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
-use xlaunch_proto::command::{Backend, GroupSpec};
 use xlaunch_proto::v1::Greeting;
+use xlaunch_spec::command::{Backend, GroupSpec};
 
 use super::coordinator::Handle;
 use super::join::{Joining, Tasks, greeting, new_coordinator, random_run_id, refuse, serve};
@@ -17,7 +17,7 @@ use super::net::{self, Dialed, Dialer, ListenError, Listener, Location, Security
 use super::presence;
 use super::roles::{self, Role, Sight};
 use super::work::Work;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Interval between the lookups of the endpoint that may give this node another role.
 const ELECTION_INTERVAL: Duration = Duration::from_secs(1);

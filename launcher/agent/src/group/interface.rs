@@ -1,6 +1,6 @@
 //! The network interface of this node's address.
 
-use xlaunch_proto::command::GroupSpec;
+use xlaunch_spec::command::GroupSpec;
 
 use super::net::address;
 

@@ -9,11 +9,11 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, sleep_until};
 use tonic::transport::Server;
-use xlaunch_proto::command::{self, GroupSpec};
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::ids::RingKey;
 use xlaunch_proto::v1::Greeting;
 use xlaunch_proto::v1::group_server::GroupServer;
+use xlaunch_spec::command::{self, GroupSpec};
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::ids::RingKey;
 
 use super::candidacy::{Candidacy, Election, look};
 use super::coordinator::Handle;
@@ -26,7 +26,7 @@ use super::state::Coordinator;
 use super::work::Work;
 use crate::clock;
 use crate::{devices, run_dir};
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Interval between lookups of a host name that does not resolve yet.
 const LOCATE_INTERVAL: Duration = Duration::from_millis(500);

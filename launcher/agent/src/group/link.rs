@@ -16,11 +16,11 @@ use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::transport::Channel;
 use tonic::{Response, Streaming};
-use xlaunch_proto::command::Endpoint;
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::group_client::GroupClient;
 use xlaunch_proto::v1::{AgentMessage, CoordinatorMessage, Greeting};
+use xlaunch_spec::command::Endpoint;
+use xlaunch_spec::exit::ExitCode;
 
 use super::coordinator::{Event, Handle, HowClosed};
 pub use super::link_state::FromGroup;

@@ -14,12 +14,12 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 use xlaunch_proto::v1::{
     AgentMessage, CoordinatorMessage, Greeting, GroupEnd, GroupRules, NodeHeartbeat, Welcome,
 };
+use xlaunch_spec::exit::ExitCode;
 
 use super::outbox::Outbox;
 

@@ -5,8 +5,8 @@
 //! other nodes it names only the address of the next one's first rank, to which this node's last rank connects its
 //! ring.
 
-use xlaunch_proto::ids::{Digest, NcclId, RingKey};
 use xlaunch_proto::v1;
+use xlaunch_spec::ids::{Digest, NcclId, RingKey};
 
 /// A node whose ranks have joined and agree with each other.
 #[derive(Clone, Debug, PartialEq, Eq)]

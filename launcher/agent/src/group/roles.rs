@@ -6,7 +6,7 @@
 
 use std::net::IpAddr;
 
-use xlaunch_proto::command::{Backend, GroupSpec};
+use xlaunch_spec::command::{Backend, GroupSpec};
 
 /// What this host's resolver says about the endpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -74,7 +74,7 @@ pub(super) fn misplaced(spec: &GroupSpec, sight: &Sight, own: &[IpAddr]) -> Opti
 
 #[cfg(test)]
 mod tests {
-    use xlaunch_proto::command::{Endpoint, NodeCount, Security};
+    use xlaunch_spec::command::{Endpoint, NodeCount, Security};
 
     use super::*;
 

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use xlaunch_proto::command::GroupSpec;
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::GroupRules;
+use xlaunch_spec::command::GroupSpec;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::job::JobSpec;
 
 use crate::command::{ResolvedCommand, Restarts};
 
@@ -56,7 +56,7 @@ fn rules(trainer: bool, restarts: &Restarts, group: Option<&GroupSpec>) -> Group
         restart_window: restarts.window.as_secs_f64(),
         final_codes: restarts.not_after.iter().copied().collect(),
         free_codes: restarts.free.iter().copied().collect(),
-        fixed_ranks: group.is_some_and(|group| group.backend == xlaunch_proto::command::Backend::Static),
+        fixed_ranks: group.is_some_and(|group| group.backend == xlaunch_spec::command::Backend::Static),
         join_timeout: time(|group| group.join_timeout, 600.0),
         last_call_timeout: time(|group| group.last_call_timeout, 0.0),
         heartbeat_interval: time(|group| group.keep_alive_interval, 1.0),

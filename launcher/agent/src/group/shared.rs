@@ -4,7 +4,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_spec::job::JobSpec;
 
 use crate::run_dir::job_dir;
 

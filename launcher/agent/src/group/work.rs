@@ -3,10 +3,10 @@
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
-use xlaunch_proto::command::GroupSpec;
-use xlaunch_proto::ids::Digest;
-use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::{GroupRules, Setting};
+use xlaunch_spec::command::GroupSpec;
+use xlaunch_spec::ids::Digest;
+use xlaunch_spec::job::JobSpec;
 
 use super::link::new_instance;
 use super::rules;

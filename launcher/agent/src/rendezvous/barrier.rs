@@ -98,7 +98,7 @@ impl JoinBarrier {
 mod tests {
     use std::time::Duration;
 
-    use xlaunch_proto::ids::{Attempt, Digest, Rank, RingKey};
+    use xlaunch_spec::ids::{Attempt, Digest, Rank, RingKey};
 
     use super::*;
 

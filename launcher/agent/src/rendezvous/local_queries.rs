@@ -5,8 +5,8 @@ use std::time::Instant;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tonic::Status;
 use xlaunch_proto::convert::Logs;
-use xlaunch_proto::ids::Rank;
 use xlaunch_proto::v1::{CheckpointReply, LogsReply, LogsRequest, StacksReply, StatusReply};
+use xlaunch_spec::ids::Rank;
 
 use super::service::{MAX_LOG_READERS, Message, Service};
 use crate::stacks::{self, Detail};

@@ -24,7 +24,7 @@ use std::ops::Range;
 use std::time::Instant;
 
 use xlaunch_proto::convert::{Join, Joined, RingNeighbour};
-use xlaunch_proto::ids::{Attempt, Digest, WorldSize};
+use xlaunch_spec::ids::{Attempt, Digest, WorldSize};
 
 use crate::group::rendezvous::{GroupJoin, NodeJoin};
 
@@ -192,7 +192,7 @@ mod tests {
     use crate::group::rendezvous as group;
     use proptest::prelude::*;
     use std::time::Duration;
-    use xlaunch_proto::ids::{Rank, RingKey};
+    use xlaunch_spec::ids::{Rank, RingKey};
 
     fn join(rank: u32) -> Join {
         Join {

@@ -7,12 +7,12 @@
 //! report.
 
 use serde_json::{Value, json};
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use super::{Evidence, headline, text};
 use crate::spawn::Exit;
 use crate::state::Outcome;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Returns the contents after a job that the process `pid` ran; `None` if the job did not fail.
 pub fn of_outcome(outcome: &Outcome, evidence: &[Evidence], pid: u32, unix_seconds: u64) -> Option<String> {

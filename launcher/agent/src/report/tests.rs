@@ -120,7 +120,7 @@ fn worker_that_failed_to_start_is_reported_without_pid_and_logs() {
     let mut job = job(Kind::Command, 1);
     let reason = "No such file or directory (os error 2)".to_string();
     let actions = job.handle(
-        Event::SpawnFailed { rank: 0, reason, exit: xlaunch_proto::exit::ExitCode::WorkerFailed },
+        Event::SpawnFailed { rank: 0, reason, exit: xlaunch_spec::exit::ExitCode::WorkerFailed },
         Instant::now(),
     );
     let outcome = &end_after(&mut job, &actions);

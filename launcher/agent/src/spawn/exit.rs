@@ -20,7 +20,7 @@ pub enum Exit {
 impl fmt::Display for Exit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Code(code) => match xlaunch_proto::exit::ExitCode::of_worker(*code) {
+            Self::Code(code) => match xlaunch_spec::exit::ExitCode::of_worker(*code) {
                 Some(known) => write!(f, "exit code {code} ({})", known.meaning()),
                 None => write!(f, "exit code {code}"),
             },

@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::{GroupEnd, NodeEnded, Restarting, RootCause};
+use xlaunch_spec::exit::ExitCode;
 
 use super::{
     Action, Failure, HEALTHY_AFTER, Job, Kind, Outcome, Phase, StopCause, exits, first_phase, outcome,

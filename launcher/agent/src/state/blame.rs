@@ -11,7 +11,7 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use super::{Action, Event, Failure, Job, Kind, Phase, STACKS_TIMEOUT, exits};
 use crate::spawn::Exit;

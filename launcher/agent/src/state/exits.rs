@@ -2,7 +2,7 @@
 //! another one.
 
 use xlaunch_proto::accounting::RESTART_CAUSES;
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use super::{Failure, SIGTERM};
 use crate::spawn::Exit;

@@ -42,8 +42,8 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::{GroupEnd, NodeFailed};
+use xlaunch_spec::exit::ExitCode;
 
 use crate::spawn::Exit;
 use blame::Written;

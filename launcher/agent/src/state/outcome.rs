@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use super::{Failure, Kind, Outcome, StopCause};
 

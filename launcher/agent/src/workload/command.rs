@@ -173,7 +173,7 @@ impl CommandWorkload<'_> {
 }
 
 /// The signals that stop the job when xlaunch receives them.
-pub fn stop_signals(signals: &[xlaunch_proto::command::Signal]) -> Vec<Signal> {
+pub fn stop_signals(signals: &[xlaunch_spec::command::Signal]) -> Vec<Signal> {
     signals.iter().map(|signal| Signal::from(*signal)).collect()
 }
 

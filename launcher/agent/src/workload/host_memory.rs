@@ -5,8 +5,8 @@
 //! needs room for a copy of the state in addition; without that room, the ranks write their state piece by piece while
 //! training waits.
 
-use xlaunch_proto::quantities::shortage_texts;
-use xlaunch_proto::spec::{JobSpec, Shard};
+use xlaunch_spec::job::{JobSpec, Shard};
+use xlaunch_spec::quantities::shortage_texts;
 
 use super::snapshots::{MemoryUse, memory_use};
 use crate::memory::Available;

@@ -17,10 +17,10 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use rustix::fs::MemfdFlags;
-use xlaunch_proto::ids::Digest;
-use xlaunch_proto::quantities::shortage_texts;
 use xlaunch_proto::snapshot::{HEADER_BYTES, Header, Identity, SnapshotId, newest_of_all};
-use xlaunch_proto::spec::{JobSpec, MemorySnapshots};
+use xlaunch_spec::ids::Digest;
+use xlaunch_spec::job::{JobSpec, MemorySnapshots};
+use xlaunch_spec::quantities::shortage_texts;
 
 /// Two files per rank, so that one holds a complete snapshot while the other one is overwritten.
 const FILES_PER_RANK: u64 = 2;

@@ -17,14 +17,14 @@ use rustix::process::Signal;
 use tokio::sync::{mpsc, oneshot, watch};
 use tonic::Status;
 use xlaunch_proto::env;
-use xlaunch_proto::lineage::Recovered;
-use xlaunch_proto::spec::{DoctorMode, JobSpec};
 use xlaunch_proto::v1::agent_command::Command as WorkerCommand;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 use xlaunch_proto::v1::{
     Bench, GetJobReply, GetJobRequest, JobKind, MemorySnapshot, NodeResume, RankReport, StopCommand,
 };
+use xlaunch_spec::job::{DoctorMode, JobSpec};
+use xlaunch_spec::lineage::Recovered;
 
 use crate::activity::ActivityRecord;
 use crate::command::quote_line;

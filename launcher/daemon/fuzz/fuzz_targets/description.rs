@@ -15,9 +15,9 @@ use serde_json::Value;
 use xlaunch_agent::command;
 use xlaunch_agent::devices::{self, Node};
 use xlaunch_daemon::files::{Description, PROTOCOL};
-use xlaunch_proto::command::{CommandSpec, Program};
+use xlaunch_spec::command::{CommandSpec, Program};
 use xlaunch_proto::convert::node::Work;
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_spec::job::JobSpec;
 
 #[derive(Arbitrary, Debug)]
 enum Input<'a> {

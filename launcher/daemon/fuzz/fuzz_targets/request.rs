@@ -16,9 +16,9 @@ use serde_json::Value;
 use xlaunch_daemon::files::Description;
 use xlaunch_daemon::fuzz::{History, Node, submit};
 use xlaunch_daemon::view::Caller;
-use xlaunch_proto::command::{CommandSpec, Program};
+use xlaunch_spec::command::{CommandSpec, Program};
 use xlaunch_proto::convert::node::{Drain, JobLogs, Submit, Work};
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_spec::job::JobSpec;
 use xlaunch_proto::v1::{
     CancelRequest, Dependency, DrainRequest, GetRequest, HistoryRequest, JobLogsRequest, ListRequest,
     SubmitRequest, UpdateRequest, WarningSignal, submit_request,

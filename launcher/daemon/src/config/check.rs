@@ -5,7 +5,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use nix::unistd::Group;
-use xlaunch_proto::spec::Invalid;
+use xlaunch_spec::job::Invalid;
 
 use super::{DaemonConfig, HooksSection, JobsSection};
 use crate::gpus::{GpuMonitor, Inventory};

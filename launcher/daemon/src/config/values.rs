@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use xlaunch_proto::quantities::parse_bytes;
+use xlaunch_spec::quantities::parse_bytes;
 
 /// A duration, written as a whole number and a unit: `s`, `m`, `h` or `d`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -22,8 +22,8 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tracing::{error, info};
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::NodeStatus;
+use xlaunch_spec::exit::ExitCode;
 
 use self::open::PassedSockets;
 use self::page::Page;
@@ -38,7 +38,7 @@ use super::view::NodeView;
 use xlaunch_agent::clock;
 use xlaunch_agent::devices;
 use xlaunch_agent::spawn::sys;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Capacity of the channel of commands to the manager.
 const COMMAND_CAPACITY: usize = 256;

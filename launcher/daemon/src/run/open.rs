@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use tokio::net::UnixListener;
 use tracing::warn;
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use super::internal;
 use crate::accounting::Accounting;
@@ -19,7 +19,7 @@ use crate::service;
 use crate::state::{Jobs, Record};
 use crate::trusted_path;
 use xlaunch_agent::spawn::sys;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Time to wait for an address in use. The sockets of a killed daemon stay open until a child that it has just forked
 /// calls exec.

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 use tracing::{error, info, warn};
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::refusal::Refusal;
 
 use super::open::retry_while_in_use;
 use crate::commands::NodeHandle;

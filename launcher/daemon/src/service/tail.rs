@@ -5,8 +5,8 @@ use std::sync::Arc;
 use tokio::sync::mpsc;
 use tonic::Status;
 use xlaunch_proto::convert::Logs;
-use xlaunch_proto::ids::Rank;
 use xlaunch_proto::v1::LogsReply;
+use xlaunch_spec::ids::Rank;
 
 use super::access::Quota;
 use super::logs::{self, Source};

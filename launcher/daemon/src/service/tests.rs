@@ -18,13 +18,13 @@ use tonic::metadata::MetadataValue;
 use tonic::transport::Channel;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
-use xlaunch_proto::command::{CommandSpec, Program};
-use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::submit_request::Work as Wire;
 use xlaunch_proto::v1::{
     ExaminedGpu, Gpu, JobCheckpointRequest, JobStacksRequest, LogsRequest, NodeJobState,
 };
+use xlaunch_spec::command::{CommandSpec, Program};
+use xlaunch_spec::job::JobSpec;
 
 use super::*;
 use crate::commands::{Command, CommandError, Submission};

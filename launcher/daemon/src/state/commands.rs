@@ -2,7 +2,7 @@
 //! Pure.
 
 use xlaunch_proto::convert::node::Update;
-use xlaunch_proto::quantities::bytes_text;
+use xlaunch_spec::quantities::bytes_text;
 
 use super::{End, Entry, Hold, Jobs, Phase, Record, Submitted, bounded};
 use crate::commands::CommandError;

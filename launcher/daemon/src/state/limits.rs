@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use xlaunch_proto::quantities::time_text;
+use xlaunch_spec::quantities::time_text;
 
 use super::{Entry, Jobs, Phase, Record, Submitted};
 

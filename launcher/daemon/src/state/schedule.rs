@@ -12,7 +12,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use xlaunch_proto::quantities::bytes_text;
+use xlaunch_spec::quantities::bytes_text;
 
 use super::backfill::{Candidate, Demand, Ledger, Reservation};
 use super::{Entry, Jobs, Phase, Submitted};

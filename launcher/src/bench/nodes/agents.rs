@@ -14,11 +14,6 @@ use xlaunch_agent::group::link::{FromGroup, Link};
 use xlaunch_agent::group::net::{Security, Token};
 use xlaunch_agent::group::rendezvous::NodeJoin;
 use xlaunch_agent::group::work::Work;
-use xlaunch_proto::command::{self, Backend, Endpoint, GroupSpec, NodeCount};
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::ids::Digest;
-use xlaunch_proto::refusal::Refusal;
-use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 use xlaunch_proto::v1::worker_report::Report;
@@ -26,6 +21,11 @@ use xlaunch_proto::v1::{
     Greeting, Heartbeat, NodeEnded, NodeFailed, NodePrepared, RankReport, RankReports, RootCause,
     WorkerReport,
 };
+use xlaunch_spec::command::{self, Backend, Endpoint, GroupSpec, NodeCount};
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::ids::Digest;
+use xlaunch_spec::job::JobSpec;
+use xlaunch_spec::refusal::Refusal;
 
 use super::{Milestone, Plan, failed};
 use crate::bench::rendezvous::raise_file_limit;

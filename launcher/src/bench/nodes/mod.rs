@@ -29,8 +29,8 @@ use tokio::process::{Child, ChildStdout, Command};
 use xlaunch_agent::group::coordinator::Handle;
 use xlaunch_agent::group::join::{new_coordinator, random_run_id, serve};
 use xlaunch_agent::group::net::{Listener, Security, Token};
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::refusal::Refusal;
 
 pub(crate) use agents::simulate;
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use xlaunch_data::{Lengths, Part, Report};
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use super::super::output::{QueryError, print};
 use super::refusal;

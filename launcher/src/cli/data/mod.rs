@@ -5,8 +5,8 @@ mod prepare;
 
 use clap::Subcommand;
 use xlaunch_data::PrepareError;
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::refusal::Refusal;
 
 use super::output::QueryError;
 

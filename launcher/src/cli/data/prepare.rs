@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use xlaunch_data::{Bos, Documents, Event, Invalid, Manifest, OnError, Options, Progress, Split, Tokenizer};
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::refusal::Refusal;
 
 use super::super::output::{QueryError, print, print_note};
 use super::refusal;

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use xlaunch_proto::command::MAX_NODES;
+use xlaunch_spec::command::MAX_NODES;
 
 use super::{Allocation, Host, MAX_HOSTS_BYTES, Sourced, ports};
 

@@ -3,7 +3,7 @@
 //! Invariants: an item's hosts are counted before they are expanded, so that any text yields at most [`MAX_NODES`]
 //! hosts with names of at most [`MAX_NAME_BYTES`]. Brackets do not nest, so there is no recursion.
 
-use xlaunch_proto::command::MAX_NODES;
+use xlaunch_spec::command::MAX_NODES;
 
 use super::MAX_HOSTS_BYTES;
 

@@ -25,8 +25,8 @@ use std::path::Path;
 use std::str::FromStr;
 
 use xlaunch_agent::devices::host_name;
-use xlaunch_proto::command::{MAX_ENDPOINT_PORTS, MAX_NODES};
 use xlaunch_proto::env;
+use xlaunch_spec::command::{MAX_ENDPOINT_PORTS, MAX_NODES};
 
 /// Maximum size of a list of hosts, in a variable or a file.
 const MAX_HOSTS_BYTES: usize = 1 << 20;

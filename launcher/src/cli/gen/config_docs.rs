@@ -4,7 +4,7 @@
 use std::fmt::Write;
 
 use serde_json::Value;
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_spec::job::JobSpec;
 
 /// Returns a table per section with a row per key, in the order in which the types declare them.
 pub(super) fn tables(schema: &Value) -> String {

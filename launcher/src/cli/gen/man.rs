@@ -6,7 +6,7 @@ use std::path::Path;
 use clap::Command;
 use clap_mangen::Man;
 use clap_mangen::roff::{Roff, bold, roman};
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 /// Writes `xlaunch.1` and a page per subcommand.
 pub(super) fn write(dir: &Path, mut command: Command) -> io::Result<()> {

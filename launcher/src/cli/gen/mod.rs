@@ -8,12 +8,12 @@ use std::path::PathBuf;
 
 use clap::{Arg, Command, Subcommand, ValueHint};
 use clap_complete::Shell;
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::job::JobSpec;
 
 use super::output::{QueryError, print};
 use super::torchrun;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Gen {

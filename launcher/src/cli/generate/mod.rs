@@ -15,9 +15,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use clap::{ArgGroup, Args, ValueEnum};
 use fs_err::File;
 use serde_json::{Value, json};
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::refusal::Refusal;
-use xlaunch_proto::spec::Precision;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::job::Precision;
+use xlaunch_spec::refusal::Refusal;
 
 use super::output::{QueryError, print_note};
 use output::{Form, Output};

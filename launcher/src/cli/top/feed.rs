@@ -10,7 +10,7 @@ use super::state::{Snapshot, Update};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::render::job;
 use xlaunch_agent::registry;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 const REFRESH_INTERVAL: Duration = Duration::from_secs(1);
 /// Number of the newest ended jobs that are shown as well.

@@ -21,14 +21,14 @@ use ratatui::DefaultTerminal;
 use ratatui::crossterm::event::{self, Event};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use super::output::QueryError;
 use crate::client::daemon::DaemonAddress;
 use feed::{Feed, Source};
 use state::{Command, State};
 use xlaunch_agent::clock::unix_ms;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::refusal::Refusal;
 
 /// Interval at which the key thread checks whether its channel is closed.
 const KEY_POLL_INTERVAL: Duration = Duration::from_millis(200);

@@ -12,8 +12,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use xlaunch_proto::command::{Backend, Endpoint, GroupSpec, NodeCount, Security};
 use xlaunch_proto::env;
+use xlaunch_spec::command::{Backend, Endpoint, GroupSpec, NodeCount, Security};
 
 use super::super::engine::{self, Allocation, Sourced};
 use super::Name;

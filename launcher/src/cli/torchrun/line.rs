@@ -7,8 +7,8 @@ use std::os::unix::ffi::OsStrExt;
 use super::Name;
 use super::flags::{self, Flag, Takes};
 use xlaunch_agent::config::keys;
-use xlaunch_proto::command::quote_line;
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_spec::command::quote_line;
+use xlaunch_spec::job::JobSpec;
 
 /// A command line, split but not yet interpreted.
 #[derive(Debug, Default)]

@@ -30,7 +30,7 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use super::engine::Sourced;
 use super::launch::Launch;
@@ -44,8 +44,8 @@ use line::{Line, Target};
 use reader::{Environment, Reader};
 pub(super) use values::group_endpoint;
 use xlaunch_agent::naming::nearest;
-use xlaunch_proto::command::CommandSpec;
-use xlaunch_proto::refusal::Refusal;
+use xlaunch_spec::command::CommandSpec;
+use xlaunch_spec::refusal::Refusal;
 
 /// Similarity above which a flag or subcommand is suggested for an unknown word.
 const MIN_SIMILARITY: f64 = 0.8;

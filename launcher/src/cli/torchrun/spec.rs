@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use xlaunch_proto::command::{CommandSpec, LogOptions, Program};
+use xlaunch_spec::command::{CommandSpec, LogOptions, Program};
 
 use super::reader::Reader;
 use super::{flags, group, values};

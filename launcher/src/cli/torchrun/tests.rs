@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use xlaunch_agent::command::{ResolvedCommand, resolve};
 use xlaunch_agent::devices::Node;
-use xlaunch_proto::command::{Binding, Program, Signal, Streams};
+use xlaunch_spec::command::{Binding, Program, Signal, Streams};
 
 use super::*;
 

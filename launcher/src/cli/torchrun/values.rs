@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use xlaunch_proto::command::{
+use xlaunch_spec::command::{
     Backend, Binding, MAX_NODES, MAX_TIMEOUT, NodeCount, Nproc, PerRank, Signal, Streams,
 };
 

@@ -20,11 +20,11 @@ use std::time::{Duration, Instant};
 use clap::{Parser, Subcommand};
 use tokio::time::sleep;
 use tonic::transport::Channel;
-use xlaunch_proto::command::{CommandSpec, Program};
 use xlaunch_proto::net;
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::submit_request::Work;
 use xlaunch_proto::v1::{GetRequest, ListRequest, NodeJobState, SubmitRequest};
+use xlaunch_spec::command::{CommandSpec, Program};
 use xlaunch_tests::{NOBODY, Node, Process, wait_for};
 
 use crate::clients::{Clients, hold_hostile_connections};

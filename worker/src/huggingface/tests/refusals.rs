@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use fs_err as fs;
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 
 use super::{checkpoint, export, options, read, shapes};
 use crate::pretrained::Source;
@@ -87,7 +87,7 @@ fn pickles_and_adapters_are_refused_by_what_they_are() {
     }
 }
 
-fn train_from(path: &Path, shape: &xlaunch_proto::model::ModelShape) -> (ExitCode, String) {
+fn train_from(path: &Path, shape: &xlaunch_spec::model::ModelShape) -> (ExitCode, String) {
     let error = Weights::open(path).and_then(|weights| weights.check(shape)).unwrap_err();
     (error.exit(), error.to_string())
 }
@@ -96,7 +96,7 @@ fn generate_from(path: &Path) -> (ExitCode, String) {
     let source = Source::find(path);
     let backend = crate::pretrained::open_device(
         crate::pretrained::Device::Cpu,
-        xlaunch_proto::spec::Precision::Fp32,
+        xlaunch_spec::job::Precision::Fp32,
         false,
     );
     let refusal = source.and_then(|source| source.load(&backend?, &|| false).map(drop)).unwrap_err();

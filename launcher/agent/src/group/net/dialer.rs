@@ -7,7 +7,7 @@ use std::time::Instant;
 use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::sleep_until;
-use xlaunch_proto::command::Endpoint;
+use xlaunch_spec::command::Endpoint;
 
 use super::Security;
 use super::connect::{ConnectError, Connection, Reason, connect_to};

@@ -24,7 +24,7 @@ use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::sleep_until;
 use tokio_rustls::LazyConfigAcceptor;
 use tokio_stream::wrappers::UnboundedReceiverStream;
-use xlaunch_proto::command::Endpoint;
+use xlaunch_spec::command::Endpoint;
 
 use super::admission::{Admission, Start};
 use super::preface::{Io, PrefaceError, Stream};

@@ -24,7 +24,7 @@
 //!
 //! ```no_run
 //! # use xlaunch_agent::group::net::{self, Listener, Security, Token};
-//! # use xlaunch_proto::command::Endpoint;
+//! # use xlaunch_spec::command::Endpoint;
 //! # async fn example(endpoint: Endpoint) -> Result<(), Box<dyn std::error::Error>> {
 //! let token = Token::read("token".as_ref())?;
 //! let security = Security::from_token(&token)?;

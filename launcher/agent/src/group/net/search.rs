@@ -23,7 +23,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use xlaunch_proto::command::Endpoint;
+use xlaunch_spec::command::Endpoint;
 
 use super::connect::{ConnectError, Reason, unresolved};
 

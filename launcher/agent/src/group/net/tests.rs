@@ -13,7 +13,7 @@ use tokio::sync::mpsc;
 use tokio_stream::StreamExt;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
-use xlaunch_proto::command::Endpoint;
+use xlaunch_spec::command::Endpoint;
 
 use super::connect::{Reason, connect_to};
 use super::tls::Tls;

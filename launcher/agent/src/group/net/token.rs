@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 
 use ring::hkdf;
 use ring::rand::{SecureRandom, SystemRandom};
-use xlaunch_proto::exit::ExitCode;
+use xlaunch_spec::exit::ExitCode;
 use zeroize::Zeroizing;
 
 /// Environment variable with the token.

@@ -7,9 +7,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 use xlaunch_proto::v1::{Greeting, GroupRules, Setting, Welcome};
+use xlaunch_spec::exit::ExitCode;
 
 use super::{Coordinator, Member, MemberId, Output, Phase, Stage, gathering, name, policy::Policy};
 use crate::command::Restarts;

@@ -2,13 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::ids::RingKey;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 use xlaunch_proto::v1::{
     Begin, GroupEnd, MemberState, NodeEnded, NodeFailed, NodePrepared, NodeRefused, Pause, PeerFailed,
     Restarting, RootCause,
 };
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::ids::RingKey;
 
 use super::policy::{AttemptFailure, Decision};
 use super::{

@@ -8,9 +8,9 @@ use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 use xlaunch_proto::v1::{GroupEnd, Prepare, Waiting};
+use xlaunch_spec::exit::ExitCode;
 
 use super::admission::seconds;
 use super::{Coordinator, Member, MemberId, Phase, Stage};

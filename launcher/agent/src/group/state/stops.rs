@@ -2,9 +2,9 @@
 
 use std::time::Instant;
 
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 use xlaunch_proto::v1::{GroupEnd, GroupRules, GroupStop};
+use xlaunch_spec::exit::ExitCode;
 
 use super::{Coordinator, Member, MemberId, Output, Phase, Stage};
 

@@ -1,7 +1,7 @@
 use std::io::Write;
 
-use xlaunch_proto::ids::Rank;
 use xlaunch_proto::v1::{JobKind, JobState};
+use xlaunch_spec::ids::Rank;
 
 use super::super::board::Launch;
 use super::*;

@@ -4,9 +4,9 @@
 use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
-use xlaunch_proto::spec::OnHang;
 use xlaunch_proto::v1::NodeHung;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
+use xlaunch_spec::job::OnHang;
 
 use super::{TrainerPlan, TrainerWorkload};
 use crate::process::Process;

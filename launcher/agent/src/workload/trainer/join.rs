@@ -20,7 +20,7 @@ use crate::status::board::Board;
 use crate::workload::Workload;
 use crate::workload::host_memory::SaveBuffers;
 use crate::workload::snapshots::Snapshots;
-use xlaunch_proto::lineage::Recovered;
+use xlaunch_spec::lineage::Recovered;
 
 impl TrainerWorkload<'_> {
     pub(super) fn checkpoint_dir(&self) -> PathBuf {

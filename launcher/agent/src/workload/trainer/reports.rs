@@ -4,7 +4,6 @@ use std::time::{Duration, Instant};
 
 use prost::Message as _;
 use tokio::sync::watch;
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1;
 use xlaunch_proto::v1::agent_command::Command as WorkerCommand;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
@@ -13,6 +12,7 @@ use xlaunch_proto::v1::{
     CheckpointCommand, CheckpointReply, CheckpointReport, Failed, FailedAck, Heartbeat, NodeSaved,
     RankReports, ShardSaved, StepReport, WorkerReport,
 };
+use xlaunch_spec::exit::ExitCode;
 
 use super::TrainerWorkload;
 use crate::sinks::{RankReport, progress};

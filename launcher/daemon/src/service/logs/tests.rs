@@ -1,7 +1,7 @@
 use std::path::PathBuf;
 
-use xlaunch_proto::ids::Rank;
 use xlaunch_proto::v1::{Job, JobKind, JobState};
+use xlaunch_spec::ids::Rank;
 
 use super::*;
 use xlaunch_agent::group::Assignment;

@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 use xlaunch_proto::v1::{AgentMessage, Begin, NodePrepared, Prepare, StopRequested};
+use xlaunch_spec::exit::ExitCode;
 
 use super::invariants::AgentEnd;
 use super::network::{Direction, Down, Up};

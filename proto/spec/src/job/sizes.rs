@@ -2,8 +2,8 @@
 //! product of sizes overflows. They are far above what any device can train. Also checks the sizes that FP8 requires.
 
 use crate::invalid::Invalid;
+use crate::job::{JobSpec, Precision};
 use crate::model::ModelShape;
-use crate::spec::{JobSpec, Precision};
 
 /// Maximum number of tokens of one rank in a micro-step, which are the rows of the activations.
 const MAX_MICRO_STEP_TOKENS: u64 = 1 << 31;

@@ -12,8 +12,8 @@
 //!
 //! Not counted: padding of the vocabulary, attention scores that backward recomputes, elementwise operations.
 
+use crate::job::Precision;
 use crate::model::{Arch, ModelShape};
-use crate::spec::Precision;
 
 /// Returns the operations per token, forward and backward.
 #[expect(clippy::cast_precision_loss, reason = "a size")]
