@@ -4,6 +4,7 @@
 //! - [`convert`] converts wire messages to checked values; no other code in the project validates wire data;
 //! - [`activity`] is the record of a training thread's current activity, which outlives its process;
 //! - [`net`] connects processes: gRPC over unix sockets, peer credentials, connection limits;
+//! - [`disk`] has the file operations of data that must survive a crash; tests can make each of them fail;
 //! - [`json`] and [`labels`] render messages for programs and people;
 //! - [`snapshot`] is the header of memory snapshots, which workers write and agents read;
 //! - [`accounting`] breaks down the wall time of a job;
@@ -16,6 +17,7 @@
 pub mod accounting;
 pub mod activity;
 pub mod convert;
+pub mod disk;
 pub mod env;
 pub mod json;
 pub mod labels;

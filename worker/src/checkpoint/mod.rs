@@ -27,7 +27,6 @@
 //! newest checkpoint or the one that the run was resumed from.
 
 pub mod directory;
-mod disk;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzz;
 mod lock;

@@ -22,10 +22,10 @@ use std::thread;
 use std::time::Instant;
 
 use xlaunch_engine::{HostAllocator, HostBuffer};
+use xlaunch_proto::disk::Disk;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{CheckpointFailed, CheckpointReport};
 
-use super::disk::{Disk, Real};
 use super::retention::Candidate;
 use super::tensors::Arena;
 pub use super::write::Written;
@@ -135,14 +135,10 @@ pub struct Saver {
 impl Saver {
     /// Starts the thread.
     pub fn start(settings: Settings, exchange: Box<dyn Exchange>) -> io::Result<Self> {
-        Self::with_disk(settings, exchange, Arc::new(Real))
+        Self::with_disk(settings, exchange, Disk::default())
     }
 
-    pub(super) fn with_disk(
-        settings: Settings,
-        exchange: Box<dyn Exchange>,
-        disk: Arc<dyn Disk>,
-    ) -> io::Result<Self> {
+    pub(super) fn with_disk(settings: Settings, exchange: Box<dyn Exchange>, disk: Disk) -> io::Result<Self> {
         let Settings { dir, layout, portion, rank, writers, .. } = settings;
         let Settings { retention, tokenizer, source, host, buffers, .. } = settings;
         let (jobs, queue) = channel();
@@ -280,7 +276,7 @@ struct Thread {
     tokenizer: Option<Vec<u8>>,
     source: Option<PathBuf>,
     exchange: Box<dyn Exchange>,
-    disk: Arc<dyn Disk>,
+    disk: Disk,
     reported_failure: bool,
 }
 
@@ -305,10 +301,10 @@ impl Thread {
         let (buffers, written) = match source {
             Source::Copy(snapshot) => {
                 self.complete(&snapshot, &state);
-                let written = self.writer.write(&*self.disk, &temporary, &mut &snapshot);
+                let written = self.writer.write(&self.disk, &temporary, &mut &snapshot);
                 (Some(snapshot), written)
             }
-            Source::Pieces(mut pieces) => (None, self.writer.write(&*self.disk, &temporary, &mut pieces)),
+            Source::Pieces(mut pieces) => (None, self.writer.write(&self.disk, &temporary, &mut pieces)),
         };
         let written = written.map_err(|error| format!("rank {}: {error}", self.writer.rank));
         (buffers, self.commit(written, &state, start))
@@ -343,7 +339,7 @@ impl Thread {
         }
         let saved = self.exchange.all_written(step).and_then(|parts| {
             let tokenizer = self.tokenizer.as_deref();
-            commit(&*self.disk, &self.dir, state, tokenizer, parts).map_err(|error| error.to_string())
+            commit(&self.disk, &self.dir, state, tokenizer, parts).map_err(|error| error.to_string())
         });
         match saved {
             Ok(path) => {
@@ -387,7 +383,7 @@ impl Thread {
         let candidates = found.iter().filter_map(candidate).collect();
         for step in self.retention.to_delete(candidates) {
             let path = self.dir.join(name(step));
-            if let Err(error) = delete(&*self.disk, &self.dir, step) {
+            if let Err(error) = delete(&self.disk, &self.dir, step) {
                 self.retention_failed(newest.step, &path, &error.to_string());
             }
         }

@@ -1,17 +1,16 @@
 //! Small checkpoints for tests.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Instant;
 
 use xlaunch_comm::Sharding;
 use xlaunch_comm::bucket::Plan;
 use xlaunch_engine::{HostAllocator, HostBuffer};
+use xlaunch_proto::disk::Disk;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_spec::job::JobSpec;
 use xlaunch_spec::model::{ModelSection, ModelShape};
 
-use super::disk::{Disk, Real};
 use super::saver::{Buffers, Exchange, Saver, Settings, Written};
 use super::*;
 use crate::model::layout::{ALIGN, Layout};
@@ -123,7 +122,7 @@ pub(crate) fn settings(dir: &Path, retention: Retention) -> Settings {
 /// Saves a state with a single rank.
 pub(super) fn save_with(
     settings: Settings,
-    disk: Arc<dyn Disk>,
+    disk: Disk,
     exchange: Alone,
     state: State,
 ) -> Result<(), CheckpointError> {
@@ -136,7 +135,7 @@ pub(super) fn save_with(
 
 /// Saves a checkpoint of the run `run`.
 pub(crate) fn save(dir: &Path, step: u64) -> PathBuf {
-    save_with(settings(dir, Retention::default()), Arc::new(Real), Alone::default(), state("run", step))
+    save_with(settings(dir, Retention::default()), Disk::default(), Alone::default(), state("run", step))
         .unwrap();
     dir.join(name(step))
 }
@@ -158,7 +157,7 @@ pub(crate) fn save_model(dir: &Path, shape: &ModelShape, params: &[f32]) -> Path
     };
     let settings = Settings { layout, portion, ..settings(dir, Retention::default()) };
     let state = State { model: shape.clone(), ..state("run", 10) };
-    let mut saver = Saver::with_disk(settings, Box::new(Alone::default()), Arc::new(Real)).unwrap();
+    let mut saver = Saver::with_disk(settings, Box::new(Alone::default()), Disk::default()).unwrap();
     saver.wait().unwrap();
     saver.begin(snapshot, state, Instant::now());
     saver.wait().unwrap();

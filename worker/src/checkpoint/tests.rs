@@ -15,11 +15,11 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
+use xlaunch_proto::disk::{Disk, Failure, Faults, Operation};
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_spec::model::ModelShape;
 
 use super::directory::{choose, clean, newest, recover, scan};
-use super::disk::{Disk, Real, Writable};
 use super::saver::{Buffers, Exchange, Saver, Settings, Written};
 use super::tensors::Arena;
 use super::testing::*;

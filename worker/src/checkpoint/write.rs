@@ -12,9 +12,10 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use fs_err::{File, OpenOptions};
 use xlaunch_engine::HostBuffer;
+use xlaunch_proto::disk::Disk;
 
-use super::disk::{Disk, Writable};
 use super::manifest::{self, Chunk, Entry, Manifest};
 use super::tensors::{Arena, Contents, Stored};
 use super::{MANIFEST, MODEL, Portion, STATE, Slot, State, TOKENIZER, name, optimizer_name};
@@ -97,12 +98,7 @@ pub(super) fn temporary(dir: &Path, step: u64) -> PathBuf {
 
 impl Writer {
     /// Writes this rank's part into the directory `to`, and syncs it.
-    pub(super) fn write(
-        &self,
-        disk: &dyn Disk,
-        to: &Path,
-        values: &mut dyn Values,
-    ) -> io::Result<Vec<Written>> {
+    pub(super) fn write(&self, disk: &Disk, to: &Path, values: &mut dyn Values) -> io::Result<Vec<Written>> {
         disk.create_dir(to)?;
         let model = Contents::model(&self.layout)?;
         let mut file = ChunkWriter::open(disk, to, MODEL)?;
@@ -121,7 +117,7 @@ impl Writer {
     }
 
     /// Writes the parts of tensors that are in this rank's portion.
-    fn put(&self, file: &mut ChunkWriter, tensors: &[Stored], values: &mut dyn Values) -> io::Result<()> {
+    fn put(&self, file: &mut ChunkWriter<'_>, tensors: &[Stored], values: &mut dyn Values) -> io::Result<()> {
         for tensor in tensors {
             for (part, at) in self.portion.within(&tensor.elements) {
                 for from in (0..part.len()).step_by(PIECE_LEN) {
@@ -139,7 +135,7 @@ impl Writer {
 
 /// Turns the files that all ranks have written to [`temporary`] into a checkpoint. Returns its path.
 pub(super) fn commit(
-    disk: &dyn Disk,
+    disk: &Disk,
     dir: &Path,
     state: &State,
     tokenizer: Option<&[u8]>,
@@ -201,7 +197,7 @@ fn read_back(dir: &Path, samples: &[(String, Chunk)]) -> io::Result<()> {
 
 /// Deletes the checkpoint of a step. Renames it first: if the process is killed, the rest must not look like a damaged
 /// checkpoint.
-pub(super) fn delete(disk: &dyn Disk, dir: &Path, step: u64) -> io::Result<()> {
+pub(super) fn delete(disk: &Disk, dir: &Path, step: u64) -> io::Result<()> {
     fail::io(Place::SaveDelete)?;
     let name = name(step);
     let deleted = dir.join(format!("{TEMPORARY}deleted-{name}"));
@@ -210,7 +206,7 @@ pub(super) fn delete(disk: &dyn Disk, dir: &Path, step: u64) -> io::Result<()> {
 }
 
 /// Renames a directory, replacing any directory of that name.
-fn put_in_place(disk: &dyn Disk, dir: &Path, from: &Path, to: &Path, step: u64) -> io::Result<()> {
+fn put_in_place(disk: &Disk, dir: &Path, from: &Path, to: &Path, step: u64) -> io::Result<()> {
     if !to.exists() {
         return disk.rename(from, to);
     }
@@ -228,19 +224,20 @@ fn put_in_place(disk: &dyn Disk, dir: &Path, from: &Path, to: &Path, step: u64) 
 }
 
 /// Writes a file in chunks, each of which is hashed before it leaves memory.
-struct ChunkWriter {
+struct ChunkWriter<'a> {
+    disk: &'a Disk,
     name: String,
-    file: Box<dyn Writable>,
+    file: File,
     /// Offset of `buffer` in the file.
     offset: u64,
     buffer: Vec<u8>,
     chunks: Vec<Chunk>,
 }
 
-impl ChunkWriter {
-    fn open(disk: &dyn Disk, dir: &Path, name: &str) -> io::Result<Self> {
-        let file = disk.open(&dir.join(name))?;
-        Ok(Self { name: name.into(), file, offset: 0, buffer: Vec::new(), chunks: Vec::new() })
+impl<'a> ChunkWriter<'a> {
+    fn open(disk: &'a Disk, dir: &Path, name: &str) -> io::Result<Self> {
+        let file = disk.open(&dir.join(name), OpenOptions::new().write(true).create(true).truncate(false))?;
+        Ok(Self { disk, name: name.into(), file, offset: 0, buffer: Vec::new(), chunks: Vec::new() })
     }
 
     fn put(&mut self, offset: u64, mut bytes: &[u8]) -> io::Result<()> {
@@ -265,7 +262,7 @@ impl ChunkWriter {
         }
         self.chunks.push(Chunk::of(self.offset, &self.buffer));
         fail::io(Place::SaveWrite)?;
-        self.file.write_at(&self.buffer, self.offset)?;
+        self.disk.write_at(&self.file, &self.buffer, self.offset)?;
         self.offset += self.buffer.len() as u64;
         self.buffer.clear();
         phase::advance();
@@ -275,7 +272,7 @@ impl ChunkWriter {
     fn finish(mut self) -> io::Result<Written> {
         self.flush()?;
         fail::io(Place::SaveSync)?;
-        self.file.sync()?;
+        self.disk.sync(&self.file)?;
         Ok(Written { name: self.name, chunks: self.chunks })
     }
 }

@@ -1,7 +1,7 @@
 //! A disk with fault injection for the journal's tests: any call can fail, or be the last one before a crash.
 //!
 //! The files in the directory model the page cache. In addition, the state that survives a power failure is kept:
-//! contents at their last sync, and names at the last sync of the directory. Nothing is ever synced to the real disk.
+//! contents at their last sync, and names at the last sync of the directory.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsString;
@@ -13,8 +13,7 @@ use std::sync::{Arc, Mutex};
 
 use fs_err::File;
 use rustix::io::Errno;
-
-use super::disk::{Disk, RealDisk};
+use xlaunch_proto::disk::{Disk, Failure, Faults, Operation};
 
 /// A fault to inject at one call.
 #[derive(Clone, Copy, Debug)]
@@ -70,11 +69,14 @@ impl FaultyDisk {
             names: BTreeMap::new(),
         };
         state.sync_names();
-        for (name, inode) in state.names.clone() {
-            state.hold(&File::open(dir.join(&name)).unwrap());
-            state.files.get_mut(&inode).unwrap().1 = std::fs::read(dir.join(name)).unwrap();
+        for (file, synced) in state.files.values_mut() {
+            *synced = contents(file).unwrap();
         }
         Self(Arc::new(Mutex::new(state)))
+    }
+
+    pub(super) fn disk(&self) -> Disk {
+        Disk::with_faults(Arc::new(self.clone()))
     }
 
     /// Returns whether the fault has been injected.
@@ -91,7 +93,7 @@ impl FaultyDisk {
 
     /// Crashes the node: reduces the directory to the data that survives.
     pub(super) fn lose(&self, loss: Loss) {
-        let state = self.0.lock().unwrap();
+        let mut state = self.0.lock().unwrap();
         let torn = state.fault.map_or(0, |fault| fault.torn);
         let names = if loss.names { state.names.clone() } else { state.present() };
         let mut surviving = BTreeMap::new();
@@ -111,41 +113,25 @@ impl FaultyDisk {
             std::fs::write(state.dir.join(name), contents).unwrap();
         }
     }
-
-    /// Makes a call, completely or as far as the fault permits.
-    fn call<T>(&self, effect: impl FnOnce(&mut State, usize) -> io::Result<T>) -> io::Result<T> {
-        let mut state = self.0.lock().unwrap();
-        let crashed = || io::Error::other("the daemon has crashed");
-        if state.crashed {
-            return Err(crashed());
-        }
-        let fault = state.fault.filter(|fault| fault.at == state.calls);
-        state.calls += 1;
-        let Some(Fault { torn, kind, .. }) = fault else { return effect(&mut state, usize::MAX) };
-        if torn > 0 {
-            let _ = effect(&mut state, torn);
-        }
-        match kind {
-            FaultKind::Error(errno) => Err(errno.into()),
-            FaultKind::Crash => {
-                state.crashed = true;
-                Err(crashed())
-            }
-        }
-    }
 }
 
 impl State {
-    fn hold(&mut self, file: &File) {
-        let held = File::from_parts(file.file().try_clone().unwrap(), file.path());
-        self.files.entry(file.metadata().unwrap().ino()).or_insert((held, Vec::new()));
+    /// Keeps a file open, and returns its contents at the last sync.
+    fn hold(&mut self, file: &File) -> &mut Vec<u8> {
+        let held = || (File::from_parts(file.file().try_clone().unwrap(), file.path()), Vec::new());
+        &mut self.files.entry(file.metadata().unwrap().ino()).or_insert_with(held).1
     }
 
     /// Returns the entries of the directory, except the lock.
-    fn present(&self) -> BTreeMap<OsString, u64> {
-        let entries = std::fs::read_dir(&self.dir).unwrap().map(Result::unwrap);
-        let named = entries.map(|entry| (entry.file_name(), entry.metadata().unwrap().ino()));
-        named.filter(|(name, _)| name != "lock").collect()
+    fn present(&mut self) -> BTreeMap<OsString, u64> {
+        let mut present = BTreeMap::new();
+        for entry in std::fs::read_dir(&self.dir).unwrap().map(Result::unwrap) {
+            if entry.file_name() != "lock" {
+                self.hold(&File::open(entry.path()).unwrap());
+                present.insert(entry.file_name(), entry.metadata().unwrap().ino());
+            }
+        }
+        present
     }
 
     fn sync_names(&mut self) {
@@ -158,57 +144,40 @@ fn contents(file: &File) -> io::Result<Vec<u8>> {
     std::fs::read(format!("/proc/self/fd/{}", file.file().as_raw_fd()))
 }
 
-impl Disk for FaultyDisk {
-    fn read(&self, path: &Path) -> io::Result<Vec<u8>> {
-        self.call(|_, _| RealDisk.read(path))
-    }
-
-    fn open(&self, path: &Path) -> io::Result<File> {
-        self.call(|state, _| {
-            let file = RealDisk.open(path)?;
-            state.hold(&file);
-            Ok(file)
-        })
-    }
-
-    fn create(&self, path: &Path) -> io::Result<File> {
-        self.call(|state, _| {
-            let file = RealDisk.create(path)?;
-            state.hold(&file);
-            Ok(file)
-        })
-    }
-
-    fn write(&self, file: &mut File, bytes: &[u8]) -> io::Result<()> {
-        self.call(|_, torn| file.write_all(&bytes[..torn.min(bytes.len())]))
-    }
-
-    fn truncate(&self, file: &File, len: u64) -> io::Result<()> {
-        self.call(|_, _| RealDisk.truncate(file, len))
-    }
-
-    fn reserve(&self, _: &File, _: u64, _: u64) {}
-
-    fn sync(&self, file: &File) -> io::Result<()> {
-        self.call(|state, _| {
-            let now = contents(file)?;
-            state.files.get_mut(&file.metadata()?.ino()).unwrap().1 = now;
-            Ok(())
-        })
-    }
-
-    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
-        self.call(|_, _| RealDisk.rename(from, to))
-    }
-
-    fn remove(&self, path: &Path) -> io::Result<()> {
-        self.call(|_, _| RealDisk.remove(path))
-    }
-
-    fn sync_dir(&self, _dir: &Path) -> io::Result<()> {
-        self.call(|state, _| {
-            state.sync_names();
-            Ok(())
-        })
+impl Faults for FaultyDisk {
+    fn check(&self, operation: &Operation<'_>) -> Result<(), Failure> {
+        let crashed = || io::Error::other("the daemon has crashed");
+        if let Operation::Reserve(_) = operation {
+            // Thousands of journals would fill a disk in memory.
+            return Err(Failure::Before(Errno::NOSPC.into()));
+        }
+        let mut state = self.0.lock().unwrap();
+        if state.crashed {
+            return Err(Failure::Before(crashed()));
+        }
+        let fault = state.fault.filter(|fault| fault.at == state.calls);
+        state.calls += 1;
+        let takes_effect = fault.is_none_or(|fault| fault.torn > 0);
+        match (operation, fault) {
+            (Operation::Sync(file), _) if takes_effect => {
+                *state.hold(file) = contents(file).map_err(Failure::Before)?;
+            }
+            (Operation::SyncDir(_), _) if takes_effect => state.sync_names(),
+            (Operation::Append { file, bytes }, Some(fault)) => {
+                let mut file: &File = file;
+                file.write_all(&bytes[..fault.torn.min(bytes.len())]).map_err(Failure::Before)?;
+            }
+            _ => {}
+        }
+        let Some(fault) = fault else { return Ok(()) };
+        let error = match fault.kind {
+            FaultKind::Error(errno) => errno.into(),
+            FaultKind::Crash => {
+                state.crashed = true;
+                crashed()
+            }
+        };
+        let is_append = matches!(operation, Operation::Append { .. });
+        Err(if takes_effect && !is_append { Failure::After(error) } else { Failure::Before(error) })
     }
 }

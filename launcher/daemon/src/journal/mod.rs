@@ -17,7 +17,6 @@
 //!
 //! The journal keeps no records in memory.
 
-mod disk;
 pub(crate) mod lines;
 
 use std::fs::TryLockError;
@@ -26,15 +25,16 @@ use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use fs_err::File;
+use fs_err::os::unix::fs::OpenOptionsExt;
+use fs_err::{File, OpenOptions};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use disk::{Disk, RealDisk};
 use lines::{State, Unreadable};
 
 use crate::trusted_path;
 use xlaunch_agent::clock;
+use xlaunch_proto::disk::Disk;
 
 /// Time to wait for the lock. It can outlive its daemon until that process has exited, and until a child that it has
 /// just forked calls exec, since the child shares the lock until then.
@@ -121,10 +121,10 @@ impl<E: Serialize + DeserializeOwned> Journal<E> {
     /// Other users can write to `dir`, another daemon has it open, a newer xlaunch wrote the journal, or the disk
     /// fails.
     pub(crate) fn open(dir: &Path) -> Result<(Self, Replay<E>), JournalError> {
-        Self::open_on(dir, Box::new(RealDisk))
+        Self::open_on(dir, Disk::default())
     }
 
-    fn open_on(dir: &Path, disk: Box<dyn Disk>) -> Result<(Self, Replay<E>), JournalError> {
+    fn open_on(dir: &Path, disk: Disk) -> Result<(Self, Replay<E>), JournalError> {
         let dir = StateDir { path: std::path::absolute(dir)?, disk };
         dir.check()?;
         dir.create()?;
@@ -187,7 +187,7 @@ impl<E: Serialize + DeserializeOwned> Journal<E> {
         }
         let bytes = lines::encode(records)?;
         let disk = &self.dir.disk;
-        if let Err(error) = disk.write(&mut self.file, &bytes).and_then(|()| disk.sync(&self.file)) {
+        if let Err(error) = disk.append(&self.file, &bytes).and_then(|()| disk.sync(&self.file)) {
             self.broken = Some(error.to_string());
             return Err(error);
         }
@@ -245,7 +245,7 @@ struct Locks {
 #[derive(Debug)]
 struct StateDir {
     path: PathBuf,
-    disk: Box<dyn Disk>,
+    disk: Disk,
 }
 
 impl StateDir {
@@ -299,7 +299,6 @@ impl StateDir {
     /// Locks the directory for as long as the returned files are open. They are close-on-exec, so agents do not inherit
     /// them.
     fn lock(&self) -> Result<Locks, JournalError> {
-        use fs_err::os::unix::fs::OpenOptionsExt;
         let path = self.path.join("lock");
         let dir = File::open(&self.path)?;
         match self.try_lock(&dir) {
@@ -307,7 +306,7 @@ impl StateDir {
             Err(JournalError::Io(_)) => {}
             locked => locked?,
         }
-        let mut options = fs_err::OpenOptions::new();
+        let mut options = OpenOptions::new();
         let mut file = options.read(true).write(true).create(true).truncate(false).mode(0o600).open(&path)?;
         self.try_lock(&file)?;
         // The process id is only for the message of a second daemon, so a full disk is not an error.
@@ -357,7 +356,7 @@ impl StateDir {
             }
             State::Intact => (bytes.len(), None),
         };
-        let file = self.disk.open(&path)?;
+        let file = self.disk.open(&path, OpenOptions::new().append(true))?;
         if keep < bytes.len() {
             self.disk.truncate(&file, keep as u64)?;
         }
@@ -373,14 +372,19 @@ impl StateDir {
         Ok((file, bytes.len() as u64, notes))
     }
 
+    /// Creates a file for appending. Fails if it exists.
+    fn create_file(&self, path: &Path) -> io::Result<File> {
+        self.disk.open(path, OpenOptions::new().append(true).create_new(true).mode(0o600))
+    }
+
     fn write_new(&self, bytes: &[u8]) -> io::Result<File> {
         let path = self.new_journal();
-        match self.disk.remove(&path) {
+        match self.disk.remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
-        let mut file = self.disk.create(&path)?;
-        self.disk.write(&mut file, bytes)?;
+        let file = self.create_file(&path)?;
+        self.disk.append(&file, bytes)?;
         self.disk.sync(&file)?;
         Ok(file)
     }
@@ -398,9 +402,9 @@ impl StateDir {
         loop {
             let suffix = if number == 1 { String::new() } else { format!("-{number}") };
             let path = self.path.join(format!("journal.damaged-{now}{suffix}"));
-            match self.disk.create(&path) {
-                Ok(mut file) => {
-                    self.disk.write(&mut file, bytes)?;
+            match self.create_file(&path) {
+                Ok(file) => {
+                    self.disk.append(&file, bytes)?;
                     self.disk.sync(&file)?;
                     self.disk.sync_dir(&self.path)?;
                     return Ok(path);

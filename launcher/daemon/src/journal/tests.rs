@@ -33,9 +33,9 @@ fn scratch() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
 
-/// Opens a journal without faults and without real syncs.
+/// Opens a journal without faults.
 fn open(dir: &Path) -> Result<(Journal<Record>, Replay<Record>), JournalError> {
-    Journal::open_on(dir, Box::new(FaultyDisk::new(dir, None)))
+    Journal::open_on(dir, FaultyDisk::new(dir, None).disk())
 }
 
 /// Opens a journal with these contents.
@@ -108,7 +108,7 @@ impl Model {
 /// Opens, appends and rewrites, twice, until a call fails.
 fn run_script(dir: &Path, disk: &FaultyDisk, model: &mut Model) -> Option<Journal<Record>> {
     for round in 0..2 {
-        let (mut journal, replay) = Journal::open_on(dir, Box::new(disk.clone())).ok()?;
+        let (mut journal, replay) = Journal::open_on(dir, disk.disk()).ok()?;
         model.check(&replay.records, &"restart");
         let first = round * 10;
         let ok = model.append(&mut journal, &[record(first)])
@@ -175,7 +175,7 @@ fn records_read_by_restart_survive_a_later_crash() {
             drop(run_script(dir.path(), &disk, &mut Model::at(Vec::new())));
             injected = disk.is_injected();
             disk.restart();
-            let (_, replay) = Journal::<Record>::open_on(dir.path(), Box::new(disk.clone())).unwrap();
+            let (_, replay) = Journal::<Record>::open_on(dir.path(), disk.disk()).unwrap();
             disk.lose(Loss { contents: true, names: true });
             assert_eq!(open(dir.path()).unwrap().1.records, replay.records, "{fault:?}");
         }
@@ -227,7 +227,7 @@ fn append_returns_disk_error() {
         let dir = scratch();
         let fault = Fault { at, torn: 0, kind: FaultKind::Error(Errno::NOSPC) };
         let disk = FaultyDisk::new(dir.path(), Some(fault));
-        let (mut journal, _) = Journal::open_on(dir.path(), Box::new(disk)).unwrap();
+        let (mut journal, _) = Journal::open_on(dir.path(), disk.disk()).unwrap();
         let error = journal.append(&record(1)).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::StorageFull);
     }
@@ -248,7 +248,7 @@ fn repair_interrupted_at_any_call_is_repeated() {
                 fs_err::write(dir.path().join("journal"), &bytes).unwrap();
                 let fault = Fault { at, torn, kind: FaultKind::Crash };
                 let disk = FaultyDisk::new(dir.path(), Some(fault));
-                let repaired = Journal::<Record>::open_on(dir.path(), Box::new(disk.clone())).is_ok();
+                let repaired = Journal::<Record>::open_on(dir.path(), disk.disk()).is_ok();
                 injected = disk.is_injected();
                 disk.lose(Loss { contents: lost, names: lost });
                 let (_, replay) = open(dir.path()).unwrap();

@@ -1,16 +1,19 @@
 //! Tests of failing disk operations, and of power cuts.
 
+use fs_err::OpenOptions;
+
 use super::*;
 
-/// The operations of a disk, and which of them fails.
+/// The operations made on a disk, and which of them fails.
 #[derive(Debug, Default)]
 struct Log {
-    operations: Vec<Operation>,
+    operations: Vec<Made>,
     fail_at: Option<(usize, i32)>,
 }
 
+/// An operation, in a form that can be kept and repeated.
 #[derive(Clone, Debug)]
-enum Operation {
+enum Made {
     CreateDir(PathBuf),
     Open(PathBuf),
     Write(PathBuf, u64, Vec<u8>),
@@ -21,7 +24,25 @@ enum Operation {
     SyncDir,
 }
 
-/// Records operations and performs them, except for the one that is to fail.
+impl From<&Operation<'_>> for Made {
+    fn from(operation: &Operation<'_>) -> Self {
+        match *operation {
+            Operation::CreateDir(path) => Self::CreateDir(path.into()),
+            Operation::Open(path) => Self::Open(path.into()),
+            Operation::WriteAt { file, offset, bytes } => {
+                Self::Write(file.path().into(), offset, bytes.into())
+            }
+            Operation::Sync(file) => Self::Sync(file.path().into()),
+            Operation::Rename { from, to } => Self::Rename(from.into(), to.into()),
+            Operation::Exchange(a, b) => Self::Exchange(a.into(), b.into()),
+            Operation::RemoveDir(path) => Self::RemoveDir(path.into()),
+            Operation::SyncDir(_) => Self::SyncDir,
+            ref other => unreachable!("{other:?}"),
+        }
+    }
+}
+
+/// Records operations, and lets one of them fail.
 #[derive(Clone, Debug, Default)]
 struct Recorder(Arc<Mutex<Log>>);
 
@@ -30,67 +51,25 @@ impl Recorder {
         Self(Arc::new(Mutex::new(Log { operations: Vec::new(), fail_at: Some((at, errno)) })))
     }
 
-    fn record(&self, operation: Operation) -> io::Result<()> {
-        let log = &mut *self.0.lock().unwrap();
-        log.operations.push(operation);
-        match log.fail_at {
-            Some((at, errno)) if at + 1 == log.operations.len() => Err(io::Error::from_raw_os_error(errno)),
-            _ => Ok(()),
-        }
+    fn disk(&self) -> Disk {
+        Disk::with_faults(Arc::new(self.clone()))
     }
 
-    fn operations(&self) -> Vec<Operation> {
+    fn operations(&self) -> Vec<Made> {
         self.0.lock().unwrap().operations.clone()
     }
 }
 
-impl Disk for Recorder {
-    fn create_dir(&self, path: &Path) -> io::Result<()> {
-        self.record(Operation::CreateDir(path.into()))?;
-        Real.create_dir(path)
-    }
-
-    fn open(&self, path: &Path) -> io::Result<Box<dyn Writable>> {
-        self.record(Operation::Open(path.into()))?;
-        Ok(Box::new(RecordedFile { log: self.clone(), path: path.into(), file: Real.open(path)? }))
-    }
-
-    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
-        self.record(Operation::Rename(from.into(), to.into()))?;
-        Real.rename(from, to)
-    }
-
-    fn exchange(&self, a: &Path, b: &Path) -> io::Result<()> {
-        self.record(Operation::Exchange(a.into(), b.into()))?;
-        Real.exchange(a, b)
-    }
-
-    fn remove_dir(&self, path: &Path) -> io::Result<()> {
-        self.record(Operation::RemoveDir(path.into()))?;
-        Real.remove_dir(path)
-    }
-
-    fn sync_dir(&self, path: &Path) -> io::Result<()> {
-        self.record(Operation::SyncDir)?;
-        Real.sync_dir(path)
-    }
-}
-
-struct RecordedFile {
-    log: Recorder,
-    path: PathBuf,
-    file: Box<dyn Writable>,
-}
-
-impl Writable for RecordedFile {
-    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
-        self.log.record(Operation::Write(self.path.clone(), offset, bytes.to_vec()))?;
-        self.file.write_at(bytes, offset)
-    }
-
-    fn sync(&self) -> io::Result<()> {
-        self.log.record(Operation::Sync(self.path.clone()))?;
-        self.file.sync()
+impl Faults for Recorder {
+    fn check(&self, operation: &Operation<'_>) -> Result<(), Failure> {
+        let log = &mut *self.0.lock().unwrap();
+        log.operations.push(operation.into());
+        match log.fail_at {
+            Some((at, errno)) if at + 1 == log.operations.len() => {
+                Err(Failure::Before(io::Error::from_raw_os_error(errno)))
+            }
+            _ => Ok(()),
+        }
     }
 }
 
@@ -107,8 +86,7 @@ fn failing_operation_leaves_only_the_earlier_checkpoints() {
         let (reports, received) = channel();
         let exchange = Alone { reports: Some(reports), ..Alone::default() };
         let retention = Retention { newest: 1, ..Retention::default() };
-        let result =
-            save_with(settings(dir, retention), Arc::new(recorder.clone()), exchange, state("run", 20));
+        let result = save_with(settings(dir, retention), recorder.disk(), exchange, state("run", 20));
         (result, received.iter().collect::<Vec<_>>())
     };
     let dir = tempfile::tempdir().unwrap();
@@ -116,7 +94,7 @@ fn failing_operation_leaves_only_the_earlier_checkpoints() {
     let recorder = Recorder::default();
     try_save(&recorder, dir.path()).0.unwrap();
     let total = recorder.operations().len();
-    let renamed = recorder.operations().iter().position(|it| matches!(it, Operation::Rename(..))).unwrap();
+    let renamed = recorder.operations().iter().position(|it| matches!(it, Made::Rename(..))).unwrap();
     assert!(total > 20 && renamed > 10, "{total}, {renamed}");
 
     for at in 0..total {
@@ -148,23 +126,25 @@ fn failing_operation_leaves_only_the_earlier_checkpoints() {
     }
 }
 
-/// Performs operations, except for data that was not synced by then.
-fn replay(operations: &[Operation]) {
+/// Makes operations again, except for writes that were not synced by then.
+fn replay(operations: &[Made]) {
+    let disk = Disk::default();
+    let open = |path: &Path| disk.open(path, OpenOptions::new().write(true).create(true)).unwrap();
     let mut unsynced: Vec<(PathBuf, u64, Vec<u8>)> = Vec::new();
     for operation in operations {
         match operation {
-            Operation::CreateDir(path) => Real.create_dir(path).unwrap(),
-            Operation::Open(path) => drop(Real.open(path).unwrap()),
-            Operation::Write(path, offset, bytes) => unsynced.push((path.clone(), *offset, bytes.clone())),
-            Operation::Sync(path) => {
+            Made::CreateDir(path) => disk.create_dir(path).unwrap(),
+            Made::Open(path) => drop(open(path)),
+            Made::Write(path, offset, bytes) => unsynced.push((path.clone(), *offset, bytes.clone())),
+            Made::Sync(path) => {
                 for (path, offset, bytes) in unsynced.extract_if(.., |(written, ..)| written == path) {
-                    Real.open(&path).unwrap().write_at(&bytes, offset).unwrap();
+                    disk.write_at(&open(&path), &bytes, offset).unwrap();
                 }
             }
-            Operation::Rename(from, to) => Real.rename(from, to).unwrap(),
-            Operation::Exchange(a, b) => Real.exchange(a, b).unwrap(),
-            Operation::RemoveDir(path) => Real.remove_dir(path).unwrap(),
-            Operation::SyncDir => {}
+            Made::Rename(from, to) => disk.rename(from, to).unwrap(),
+            Made::Exchange(a, b) => disk.exchange(a, b).unwrap(),
+            Made::RemoveDir(path) => disk.remove_dir(path).unwrap(),
+            Made::SyncDir => {}
         }
     }
 }
@@ -183,13 +163,7 @@ fn power_cut_after_any_operation_leaves_a_complete_checkpoint() {
         prepare();
         let recorder = Recorder::default();
         let retention = Retention { newest: 2, ..Retention::default() };
-        save_with(
-            settings(&work, retention),
-            Arc::new(recorder.clone()),
-            Alone::default(),
-            state("run", step),
-        )
-        .unwrap();
+        save_with(settings(&work, retention), recorder.disk(), Alone::default(), state("run", step)).unwrap();
         let operations = recorder.operations();
         for cut in 0..=operations.len() {
             prepare();

@@ -211,7 +211,7 @@ fn tokenizer_is_part_of_a_checkpoint_and_older_ones_have_none() {
     let settings = Settings { tokenizer: Some(json.clone()), ..settings(dir.path(), Retention::default()) };
     let mut state = state("run", 2);
     (state.version, state.spec) = (version(true), serde_json::Value::Null);
-    save_with(settings, Arc::new(Real), Alone::default(), state).unwrap();
+    save_with(settings, Disk::default(), Alone::default(), state).unwrap();
     let path = dir.path().join(name(2));
     assert_eq!((open_version(&path), fs_err::read(path.join(TOKENIZER)).unwrap()), (3, json));
     assert_eq!(tokenizer(&path).unwrap().unwrap().vocab(), 256);

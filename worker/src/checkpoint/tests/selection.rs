@@ -69,7 +69,7 @@ fn recovery_finds_checkpoints_of_this_run_only_and_cleans_up() {
     let dir = tempfile::tempdir().unwrap();
     let save_of = |run: &str, step| {
         let settings = settings(dir.path(), Retention::default());
-        save_with(settings, Arc::new(Real), Alone::default(), state(run, step)).unwrap();
+        save_with(settings, Disk::default(), Alone::default(), state(run, step)).unwrap();
     };
     save_of("a", 10);
     save_of("b", 20);
@@ -108,7 +108,7 @@ fn newest_memory_snapshot_is_taken_without_opening_a_checkpoint_unless_one_is_ne
     let dir = tempfile::tempdir().unwrap();
     let save_of = |run: &str, step| {
         let settings = settings(dir.path(), Retention::default());
-        save_with(settings, Arc::new(Real), Alone::default(), state(run, step)).unwrap();
+        save_with(settings, Disk::default(), Alone::default(), state(run, step)).unwrap();
     };
     let recovered = |snapshot| recover(dir.path(), "a", None, snapshot).unwrap();
     assert!(recovered(Some(5)).from_memory, "nothing is on disk");
@@ -136,7 +136,7 @@ fn retention_deletes_own_and_continued_checkpoints_but_not_others() {
         let source = source.map(|step| dir.path().join(name(step)));
         let settings = Settings { source, ..settings(dir.path(), retention) };
         let state = State { parents: parents.to_vec(), ..state(run, step) };
-        save_with(settings, Arc::new(Real), Alone::default(), state).unwrap();
+        save_with(settings, Disk::default(), Alone::default(), state).unwrap();
     };
     let steps = || -> Vec<u64> { scan(dir.path()).unwrap().iter().map(|found| found.step).collect() };
     save_of("other", 600, &[], None);
