@@ -1,7 +1,7 @@
 //! Writes the launcher's own `TORCHELASTIC_ERROR_FILE`, as torchrun does.
 
-use xlaunch_agent::clock;
 use xlaunch_agent::report::error_file;
+use xlaunch_host::clock;
 use xlaunch_spec::refusal::Refusal;
 
 use crate::console::print_line;

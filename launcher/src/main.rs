@@ -18,7 +18,8 @@ mod ssh;
 
 use std::process::ExitCode;
 
-use xlaunch_agent::spawn::{self, environment};
+use xlaunch_agent::environment;
+use xlaunch_host::spawn;
 
 fn main() -> ExitCode {
     runtime::report_panics();

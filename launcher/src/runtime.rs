@@ -11,7 +11,7 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
-use xlaunch_agent::system_errors;
+use xlaunch_host::system_errors;
 use xlaunch_spec::exit::ExitCode;
 
 use crate::console::print_line;

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use xlaunch_spec::exit::ExitCode;
 
-use crate::devices::Node;
 use crate::python;
+use xlaunch_host::devices::Node;
 use xlaunch_spec::refusal::Refusal;
 
 pub use crate::python::Environment;

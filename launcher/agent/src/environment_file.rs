@@ -27,10 +27,10 @@ use nvml_wrapper::error::NvmlError;
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::clock;
 use crate::command::quote_line;
-use crate::devices::{self, Placement};
-use crate::libraries::Libraries;
+use xlaunch_host::clock;
+use xlaunch_host::devices::{self, Placement};
+use xlaunch_host::libraries::Libraries;
 use xlaunch_spec::lineage::Fingerprint;
 
 pub const ENVIRONMENT_FILE: &str = "environment.json";

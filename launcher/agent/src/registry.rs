@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use xlaunch_spec::exit::ExitCode;
 
-use crate::naming::{file_name, unique};
+use xlaunch_host::naming::{file_name, unique};
 use xlaunch_spec::refusal::Refusal;
 
 /// File name of the agent's socket, both in a run's directory and in its entry.

@@ -18,8 +18,8 @@ use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::JobSpec;
 
 use crate::command::ResolvedCommand;
-use crate::naming::{file_name, numbered, unique};
 use crate::registry::{Entry, SOCKET};
+use xlaunch_host::naming::{file_name, numbered, unique};
 use xlaunch_spec::refusal::Refusal;
 
 /// Mode of kept directories, before the umask.

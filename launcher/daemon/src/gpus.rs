@@ -8,7 +8,7 @@ use nvml_wrapper::Nvml;
 use nvml_wrapper::enum_wrappers::device::{EccCounter, MemoryError, TemperatureSensor};
 use nvml_wrapper::error::NvmlError;
 use tokio::sync::watch;
-use xlaunch_agent::devices::nvml_problem;
+use xlaunch_host::devices::nvml_problem;
 
 const GPU_POLL_INTERVAL: Duration = Duration::from_secs(5);
 

@@ -11,7 +11,7 @@ use xlaunch_spec::quantities::time_text;
 use super::commands::CommandError;
 use super::files::{Description, PROTOCOL};
 use super::state::{Submitted, bounded};
-use xlaunch_agent::naming::file_name;
+use xlaunch_host::naming::file_name;
 
 /// Maximum length of a job's name in bytes. Names are ASCII.
 const MAX_NAME_BYTES: usize = 64;

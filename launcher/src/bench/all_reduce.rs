@@ -14,7 +14,7 @@ use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::JobSpec;
 
 use super::{Mode, RankReport, missing_report, run_workers};
-use xlaunch_agent::devices::Placement;
+use xlaunch_host::devices::Placement;
 use xlaunch_spec::refusal::Refusal;
 
 /// Each size is this multiple of the previous one.

@@ -6,7 +6,7 @@ use std::ops::RangeInclusive;
 use std::time::Instant;
 
 use serde::Serialize;
-use xlaunch_agent::gpu_clocks::ClockSample;
+use xlaunch_host::gpu_clocks::ClockSample;
 
 use super::quantile;
 

@@ -9,7 +9,7 @@ use xlaunch_proto::v1::{Calibration, DeviceBench};
 use xlaunch_spec::job::{Exec, JobSpec, PoolMode};
 
 use super::{Mode, missing_report, run_workers};
-use xlaunch_agent::devices::{self, Placement};
+use xlaunch_host::devices::{self, Placement};
 use xlaunch_spec::refusal::Refusal;
 
 /// Returns the calibration of the first device of the placement. It comes from the cache unless `refresh` is set;

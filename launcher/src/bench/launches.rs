@@ -13,9 +13,9 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde::Serialize;
 use xlaunch_spec::exit::ExitCode;
 
-use xlaunch_agent::process::Process;
-use xlaunch_agent::spawn::{Options, Spawner, Worker};
 use xlaunch_agent::status::sample::Sampler;
+use xlaunch_host::process::Process;
+use xlaunch_host::spawn::{Options, Spawner, Worker};
 use xlaunch_spec::refusal::Refusal;
 
 /// Environment variable of all processes of a measurement.

@@ -25,18 +25,18 @@ use xlaunch_proto::v1::bench::Kind;
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::JobSpec;
 
-use xlaunch_agent::devices::Placement;
 use xlaunch_agent::driver;
+use xlaunch_agent::environment::BaseEnvironment;
 use xlaunch_agent::group::work::Work;
-use xlaunch_agent::libraries::Libraries;
 use xlaunch_agent::report;
 use xlaunch_agent::run_dir::RunDir;
-use xlaunch_agent::signals::Signals;
 use xlaunch_agent::sinks::RankReport;
-use xlaunch_agent::spawn::environment::BaseEnvironment;
 use xlaunch_agent::waiting;
 use xlaunch_agent::workload::host_memory::SaveBuffers;
 use xlaunch_agent::workload::trainer::{self, CheckpointFiles, TrainerPlan};
+use xlaunch_host::devices::Placement;
+use xlaunch_host::libraries::Libraries;
+use xlaunch_host::signals::Signals;
 use xlaunch_spec::lineage::Recovered;
 use xlaunch_spec::refusal::Refusal;
 

@@ -29,9 +29,9 @@ use super::kernels::{self, Kernel};
 use super::reports::{measured_period, pool_peak_bytes, profile, started, step_seconds, steps};
 use super::{Mode, RankReport, device, missing_report, quantile, run_workers};
 use crate::console::print_line;
-use xlaunch_agent::devices::{self, Placement};
-use xlaunch_agent::gpu_clocks::ClockSampler;
 use xlaunch_agent::sinks::progress::count;
+use xlaunch_host::devices::{self, Placement};
+use xlaunch_host::gpu_clocks::ClockSampler;
 use xlaunch_spec::refusal::Refusal;
 
 /// The steps to run.

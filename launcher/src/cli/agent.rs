@@ -25,15 +25,15 @@ use xlaunch_worker::newest_checkpoint;
 
 use super::launch::{self, Ended, Place};
 use xlaunch_agent::command::{self, ResolvedCommand, Streams};
-use xlaunch_agent::devices::{self, Node};
+use xlaunch_agent::environment::BaseEnvironment;
 use xlaunch_agent::registry::SOCKET;
 use xlaunch_agent::run_dir::RunDir;
-use xlaunch_agent::signals::Signals;
-use xlaunch_agent::spawn::environment::BaseEnvironment;
 use xlaunch_agent::workload::command::stop_signals;
 use xlaunch_agent::workload::trainer::STOP_SIGNALS;
 use xlaunch_daemon::files::{self, Description, JobResult, PROTOCOL};
 use xlaunch_daemon::usage::Usage;
+use xlaunch_host::devices::{self, Node};
+use xlaunch_host::signals::Signals;
 use xlaunch_spec::refusal::Refusal;
 
 /// Interval between attempts to write to a full disk.

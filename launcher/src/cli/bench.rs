@@ -12,7 +12,7 @@ use super::output::answer;
 use crate::bench::all_reduce::{self, Dtype};
 use crate::bench::train::{self, Extent};
 use crate::bench::{Mode, device, launches, nodes, rendezvous};
-use xlaunch_agent::devices::{self, Node, Placement};
+use xlaunch_host::devices::{self, Node, Placement};
 use xlaunch_spec::refusal::Refusal;
 
 /// Default size of the largest all-reduce, in bytes.

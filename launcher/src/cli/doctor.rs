@@ -13,9 +13,9 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde_json::json;
-use xlaunch_agent::devices::Placement;
-use xlaunch_agent::doctor::{self, Finding, GpuName, GpuReadings, Level, NodeReadings, Report};
-use xlaunch_agent::libraries::{Libraries, Selected};
+use xlaunch_host::devices::Placement;
+use xlaunch_host::doctor::{self, Finding, GpuName, GpuReadings, Level, NodeReadings, Report};
+use xlaunch_host::libraries::{Libraries, Selected};
 use xlaunch_proto::v1::Calibration;
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::refusal::Refusal;

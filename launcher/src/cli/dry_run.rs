@@ -3,11 +3,11 @@
 
 use std::fmt::Write as _;
 
-use xlaunch_agent::devices::{self, Node};
 use xlaunch_agent::group::join::Nodes;
-use xlaunch_agent::memory;
 use xlaunch_agent::sinks::progress::count;
 use xlaunch_agent::workload::host_memory::{self, HostNeeds, MemoryPlan, SaveBuffers};
+use xlaunch_host::devices::{self, Node};
+use xlaunch_host::memory;
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::{Device, JobSpec};
 use xlaunch_spec::quantities::bytes_text;
@@ -46,7 +46,7 @@ impl Target {
         let present = if cuda {
             devices::gpu_memory()
         } else {
-            memory::available().map(|available| available.buffers_of_rank(ranks_per_node))
+            memory::available().map(|available| host_memory::buffers_of_rank(available, ranks_per_node))
         };
         let limit = [configured, present].into_iter().flatten().min();
         Self { cuda, ranks_per_node, nodes: group.map_or(1, |group| group.spec.nodes.max), limit }

@@ -4,8 +4,8 @@
 
 use clap::Args;
 use serde_json::{Value, json};
-use xlaunch_agent::devices::host_name;
-use xlaunch_agent::libraries::{File, Libraries, Selected};
+use xlaunch_host::devices::host_name;
+use xlaunch_host::libraries::{File, Libraries, Selected};
 use xlaunch_spec::exit::ExitCode;
 
 use super::engine::{self, Allocation};

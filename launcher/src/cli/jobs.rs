@@ -6,7 +6,7 @@ use xlaunch_spec::exit::ExitCode;
 use super::output::{QueryError, print, terminal_width};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::render::{job, jobs, text};
-use xlaunch_agent::clock::unix_ms;
+use xlaunch_host::clock::unix_ms;
 
 /// Options of `xlaunch jobs`.
 #[derive(Debug, Args)]

@@ -14,27 +14,28 @@ use crate::console::print_line;
 use crate::error_file;
 use xlaunch_agent::command::{self, CommandSpec, ResolvedCommand};
 use xlaunch_agent::config::{self, Layer, Override};
-use xlaunch_agent::devices::{self, Node, Placement};
 use xlaunch_agent::driver::{self, Finished};
+use xlaunch_agent::environment::BaseEnvironment;
 use xlaunch_agent::environment_file::{self, Facts, Parent};
-use xlaunch_agent::group::interface;
 use xlaunch_agent::group::join::Nodes;
 use xlaunch_agent::group::shared::{self, Mark};
 use xlaunch_agent::group::work::Work;
-use xlaunch_agent::libraries::Libraries;
 use xlaunch_agent::registry::Entry;
 use xlaunch_agent::report::Evidence;
 use xlaunch_agent::run_dir::{self, NodePlace, RunDir};
-use xlaunch_agent::signals::Signals;
-use xlaunch_agent::spawn::affinity::{self, Affinity};
-use xlaunch_agent::spawn::environment::BaseEnvironment;
 use xlaunch_agent::state::Outcome;
 use xlaunch_agent::status::board;
 use xlaunch_agent::waiting::{self, Group};
 use xlaunch_agent::workload::command::CommandPlan;
 use xlaunch_agent::workload::host_memory::{self, HostNeeds, MemoryPlan, SaveBuffers};
 use xlaunch_agent::workload::trainer::{CheckpointFiles, HeldLock, TrainerPlan};
-use xlaunch_agent::{clock, memory, report, run_summary, system_errors, workload};
+use xlaunch_agent::{report, run_summary, workload};
+use xlaunch_host::devices::{self, Node, Placement};
+use xlaunch_host::libraries::Libraries;
+use xlaunch_host::network::Interface;
+use xlaunch_host::signals::Signals;
+use xlaunch_host::spawn::affinity::{self, Affinity};
+use xlaunch_host::{clock, memory, system_errors};
 use xlaunch_spec::refusal::Refusal;
 use xlaunch_worker::{FillInError, Preflight, dry_run};
 
@@ -456,7 +457,7 @@ pub(super) async fn run_workers(
         }
     };
     let kept = (spec.logs.dir.is_some() || run.private().is_none()).then(|| run.logs.clone());
-    let interface = place.spec().and_then(|spec| interface::of_node(spec, &group.address));
+    let interface = place.spec().and_then(|spec| Interface::of_node(spec, &group.address));
     let plan = CommandPlan { spec: &spec, affinities, base: place.base, interface };
     let finished = driver::run_command(plan, run, group, signals).await.map_err(|error| failed(&error))?;
     Ok(ended(finished, String::new(), kept.as_deref()))

@@ -4,7 +4,7 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
 
-use xlaunch_agent::libraries::Libraries;
+use xlaunch_host::libraries::Libraries;
 
 /// Set once the libraries are selected.
 const SELECTED: &str = "XLAUNCH_LIBRARIES";

@@ -6,7 +6,7 @@ use xlaunch_spec::exit::ExitCode;
 
 use crate::console::print_line;
 use crate::render::text::escape;
-use xlaunch_agent::clock;
+use xlaunch_host::clock;
 use xlaunch_spec::refusal::Refusal;
 
 /// Why a query ends without a complete answer.

@@ -14,8 +14,8 @@ use super::target::{Launches, Server, Target};
 use crate::client::daemon::DaemonClient;
 use crate::client::launches;
 use crate::render::{job, launch, text};
-use xlaunch_agent::clock::unix_ms;
 use xlaunch_daemon::view::has_ended;
+use xlaunch_host::clock::unix_ms;
 
 /// Options of `xlaunch status`.
 #[derive(Debug, Args)]

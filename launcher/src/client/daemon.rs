@@ -10,7 +10,7 @@ use clap::Args;
 use nix::unistd::{Gid, Group, Uid, User};
 use tonic::transport::Channel;
 use tonic::{Code, Response, Status};
-use xlaunch_proto::net::connect::cause;
+use xlaunch_proto::connect::cause;
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::{
     CancelRequest, CheckpointReply, DrainRequest, ExamineReply, ExamineRequest, GetRequest, HistoryRequest,

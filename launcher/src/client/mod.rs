@@ -8,17 +8,17 @@ use std::path::Path;
 use std::time::Duration;
 
 use tonic::transport::Channel;
-use xlaunch_proto::net;
+use xlaunch_proto::connect;
 
 /// Connects to the server that listens on `socket`. The connection and each call fail after `timeout`.
 ///
 /// # Errors
 /// Errors of the socket, with their `errno`.
 pub(crate) async fn connect(socket: &Path, timeout: Duration) -> io::Result<Channel> {
-    net::connect(socket, net::connect::endpoint().timeout(timeout).connect_timeout(timeout)).await
+    connect::connect(socket, connect::endpoint().timeout(timeout).connect_timeout(timeout)).await
 }
 
 /// Like [`connect`], but without a timeout for calls; `timeout` limits the connection only.
 pub(crate) async fn connect_without_call_timeout(socket: &Path, timeout: Duration) -> io::Result<Channel> {
-    net::connect(socket, net::connect::endpoint().connect_timeout(timeout)).await
+    connect::connect(socket, connect::endpoint().connect_timeout(timeout)).await
 }

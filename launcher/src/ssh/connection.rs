@@ -11,7 +11,7 @@ use std::time::Duration;
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command};
 use tokio::time::timeout;
-use xlaunch_agent::spawn::sys;
+use xlaunch_host::spawn::sys;
 
 use super::outcome::Failure;
 use super::wire::{GREETING, READY};

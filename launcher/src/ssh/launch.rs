@@ -26,7 +26,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, interval_at, sleep, sleep_until};
 use xlaunch_agent::logs::console::Console;
-use xlaunch_agent::signals::{SignalRequest, Signals, suspend_this_process};
+use xlaunch_host::signals::{SignalRequest, Signals, suspend_this_process};
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::refusal::Refusal;
 

@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use rustix::process::{Signal, getpid, kill_process};
 use tonic::transport::Channel;
-use xlaunch_proto::net::connect::{connect, endpoint};
+use xlaunch_proto::connect::{connect, endpoint};
 use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;

@@ -17,7 +17,7 @@ use tonic_reflection::pb::v1::ServerReflectionRequest;
 use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
 use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
 use tonic_reflection::pb::v1::server_reflection_response::MessageResponse;
-use xlaunch_proto::net::connect::{connect, endpoint};
+use xlaunch_proto::connect::{connect, endpoint};
 use xlaunch_proto::v1::NodeStatusRequest;
 use xlaunch_proto::v1::node_client::NodeClient;
 

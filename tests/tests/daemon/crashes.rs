@@ -12,7 +12,7 @@ use rustix::process::Signal;
 use tokio::runtime::Runtime;
 use tonic::transport::Channel;
 use tonic::{Code, Status};
-use xlaunch_proto::net::connect::{connect, endpoint};
+use xlaunch_proto::connect::{connect, endpoint};
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::submit_request::Work;
 use xlaunch_proto::v1::{

@@ -11,7 +11,7 @@ use tonic_reflection::pb::v1::ServerReflectionRequest;
 use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
 use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
 use tonic_reflection::pb::v1::server_reflection_response::MessageResponse;
-use xlaunch_proto::net::connect::{connect, endpoint};
+use xlaunch_proto::connect::{connect, endpoint};
 use xlaunch_proto::v1::LogsRequest;
 use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_tests::{Job, Output, Process, wait_for};

@@ -21,8 +21,8 @@ use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
 use tonic::transport::Channel;
 use xlaunch_comm::AbortHandle;
+use xlaunch_proto::connect;
 use xlaunch_proto::convert::{Join, Joined};
-use xlaunch_proto::net;
 use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{CommitCheckpoint, Failed, GetJobReply, GetJobRequest, Hello, JoinRequest};
@@ -90,7 +90,7 @@ impl Control {
         let trainer = PhaseTracker::of_this_thread();
         let shared = Arc::new(Shared { trainer, ..Shared::default() });
         let (sender, requests) = mpsc::unbounded_channel();
-        let channel = runtime.block_on(net::connect(socket, net::connect::endpoint())).map_err(|error| {
+        let channel = runtime.block_on(connect::connect(socket, connect::endpoint())).map_err(|error| {
             WorkerError::AgentLost(format!("failed to connect to {}: {error}", socket.display()))
         })?;
         let thread_shared = shared.clone();

@@ -4,7 +4,7 @@ use serde::Serialize;
 use serde_json::Value;
 use xlaunch_spec::job::JobSpec;
 
-use crate::naming;
+use xlaunch_host::naming;
 
 pub use xlaunch_spec::job::RENAMED_KEYS;
 

@@ -9,12 +9,13 @@ use rustix::process::Signal;
 use xlaunch_spec::exit::ExitCode;
 
 use super::Driver;
-use crate::doctor;
 use crate::logs::RankOutput;
+use crate::python::faulthandler;
 use crate::run_dir::rank_dir;
-use crate::spawn::process_tree::ProcessTree;
-use crate::spawn::{Exit, Spawned, Worker, faulthandler, gpu_memory};
 use crate::state::{Action, Event};
+use xlaunch_host::doctor;
+use xlaunch_host::spawn::process_tree::ProcessTree;
+use xlaunch_host::spawn::{Exit, Spawned, Worker, gpu_memory};
 
 /// Time to read the remaining output of an exited worker; a process that it started may hold the pipe open.
 const OUTPUT_DRAIN_TIMEOUT: Duration = Duration::from_millis(500);

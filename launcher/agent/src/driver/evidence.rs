@@ -7,11 +7,11 @@ use std::time::Instant;
 
 use super::Driver;
 use super::hang::HANG_FILE;
-use crate::devices;
 use crate::report::{self, Evidence, Symptom};
 use crate::run_dir::rank_dir;
-use crate::spawn::Exit;
 use crate::state::Event;
+use xlaunch_host::devices;
+use xlaunch_host::spawn::Exit;
 
 /// Maximum number of bytes read from a worker's error file.
 const MAX_ERROR_FILE_BYTES: u64 = 1 << 20;

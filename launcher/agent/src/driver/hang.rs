@@ -15,12 +15,12 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 
 use super::Driver;
-use crate::clock;
+use crate::python::flight_recorder::FlightRecorders;
 use crate::run_dir::{rank_dir, timestamp};
-use crate::spawn::flight_recorder::FlightRecorders;
 use crate::stacks::{self, Detail, Subject, Tracer};
 use crate::state::Event;
 use crate::workload::Hang;
+use xlaunch_host::clock;
 
 /// Name of the evidence file in a rank's directory.
 pub(super) const HANG_FILE: &str = "hang.txt";

@@ -9,7 +9,7 @@
 //!   that forks workers, if there is one; `evidence`: evidence about a failure; `hang`: evidence about hanging ranks,
 //!   and their end; `terminal`: workers that use the terminal.
 //! - Everything that depends on the kind of job is in a [`Workload`]; the driver knows only `dyn Workload`.
-//! - The processes of an attempt belong to a [`ProcessTree`](crate::spawn::process_tree::ProcessTree), which is empty
+//! - The processes of an attempt belong to a [`ProcessTree`](xlaunch_host::spawn::process_tree::ProcessTree), which is empty
 //!   before the next attempt starts or the job ends. A [`Reaper`] process cleans up if this process is killed.
 
 mod attempt;
@@ -33,18 +33,12 @@ use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::{JobState, Restart, StatusReply};
 use xlaunch_spec::exit::ExitCode;
 
-use crate::clock;
 use crate::group::Assignment;
-use crate::process::Process;
+use crate::python::preload::Preloader;
 use crate::rendezvous::peers::Peers;
 use crate::rendezvous::service::Message;
 use crate::report::Evidence;
 use crate::run_dir::RunDir;
-use crate::signals::{SignalRequest, Signals};
-use crate::spawn::preload::Preloader;
-use crate::spawn::reaper::Reaper;
-use crate::spawn::terminal::{Relayed, Terminal};
-use crate::spawn::{Exit, Spawner, adopt_orphans, check_system_calls, open_files, reap_orphans, sys};
 use crate::state::{Action, Event, Job, Outcome, Phase};
 use crate::status::board::Board;
 use crate::waiting::{Group, Queries};
@@ -54,6 +48,12 @@ use crate::workload::trainer::{TrainerPlan, TrainerWorkload, TrainingResults};
 use attempt::{Attempt, StartedWorker, WorkerExit};
 use group::Membership;
 use hang::Examined;
+use xlaunch_host::clock;
+use xlaunch_host::process::Process;
+use xlaunch_host::signals::{SignalRequest, Signals};
+use xlaunch_host::spawn::reaper::Reaper;
+use xlaunch_host::spawn::terminal::{Relayed, Terminal};
+use xlaunch_host::spawn::{Exit, Spawner, adopt_orphans, check_system_calls, open_files, reap_orphans, sys};
 
 /// Maximum number of queued calls that are handled before an exit.
 const MAX_EARLIER_CALLS: usize = 1024;

@@ -5,7 +5,7 @@ use super::Driver;
 use super::attempt::{Attempt, WorkerExit};
 use crate::group::Assignment;
 use crate::run_dir::attempt_dir;
-use crate::spawn::process_tree::ProcessTree;
+use xlaunch_host::spawn::process_tree::ProcessTree;
 
 impl Driver<'_> {
     /// Starts the workers of the next attempt. If one cannot be started, all are dropped: the attempt then starts its

@@ -7,9 +7,9 @@ use std::collections::BTreeSet;
 use tokio::sync::mpsc;
 
 use super::Driver;
-use crate::spawn::preload::{Imported, PreloadPlan, Preloader};
-use crate::spawn::process_tree::ProcessTree;
-use crate::spawn::{Options, Spawned};
+use crate::python::preload::{Imported, PreloadPlan, Preloader};
+use xlaunch_host::spawn::process_tree::ProcessTree;
+use xlaunch_host::spawn::{Options, Spawned};
 
 impl Driver<'_> {
     /// Starts the preloading process. The node is ready for its first attempt when the imports are done.

@@ -1,13 +1,13 @@
-//! Handles workers that use the terminal; see [`spawn::terminal`](crate::spawn::terminal).
+//! Handles workers that use the terminal; see [`spawn::terminal`](xlaunch_host::spawn::terminal).
 
 use std::time::{Duration, Instant};
 
 use rustix::process::{Signal, getpid, kill_process};
 
 use super::Driver;
-use crate::clock;
-use crate::spawn::has_stopped_child;
-use crate::spawn::terminal::{Answer, Relayed, Terminal};
+use xlaunch_host::clock;
+use xlaunch_host::spawn::has_stopped_child;
+use xlaunch_host::spawn::terminal::{Answer, Relayed, Terminal};
 
 /// Time for the console to print the reason before this process stops.
 const REASON_FLUSH_TIMEOUT: Duration = Duration::from_millis(500);

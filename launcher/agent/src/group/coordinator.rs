@@ -15,7 +15,7 @@ use xlaunch_proto::v1::{AgentMessage, CoordinatorHeartbeat, CoordinatorMessage, 
 use super::outbox::Outbox;
 use super::refusals::RefusalLog;
 use super::state::{Coordinator, Input, MemberId, Output};
-use crate::clock;
+use xlaunch_host::clock;
 
 /// How long the coordinator waits at the end of the job for members to learn its outcome. Covers a network outage that
 /// is too short to lose a node.

@@ -24,8 +24,9 @@ use super::roles::{self, Role, Sight, misplaced};
 use super::service::Service;
 use super::state::Coordinator;
 use super::work::Work;
-use crate::clock;
-use crate::{devices, run_dir};
+use crate::run_dir;
+use xlaunch_host::clock;
+use xlaunch_host::devices;
 use xlaunch_spec::refusal::Refusal;
 
 /// Interval between lookups of a host name that does not resolve yet.

@@ -19,7 +19,6 @@
 
 pub(crate) mod candidacy;
 pub mod coordinator;
-pub mod interface;
 pub mod join;
 pub mod link;
 mod link_state;

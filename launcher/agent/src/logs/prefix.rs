@@ -7,7 +7,7 @@
 //! | several ranks, not on a terminal | none, so that programs that parse torchrun's output find the same lines |
 //! | one rank | none, and bytes pass through unchanged |
 
-use crate::devices;
+use xlaunch_host::devices;
 
 /// torchrun's default template.
 const DEFAULT_TEMPLATE: &str = "[${role_name}${local_rank}]:";

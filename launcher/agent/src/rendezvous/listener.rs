@@ -13,10 +13,11 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::mpsc;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::ReceiverStream;
-use xlaunch_proto::net::{self, Connection, Connections, Credentials, Limits};
+use xlaunch_host::net::{self, Connection, Connections, Credentials, Limits};
 
-use crate::process::Process;
-use crate::{registry, system_errors};
+use crate::registry;
+use xlaunch_host::process::Process;
+use xlaunch_host::system_errors;
 
 /// Maximum number of simultaneous client connections. Each takes two descriptors, of which a process often has no more
 /// than 1024.

@@ -19,9 +19,9 @@ use tokio_stream::{Stream, StreamExt};
 use tonic::transport::Server;
 use tonic::{Request, Response, Status, Streaming};
 use tonic_health::server::HealthReporter;
+use xlaunch_host::net::Peer;
 use xlaunch_proto::convert::Join;
 use xlaunch_proto::convert::scheduling::check_signal;
-use xlaunch_proto::net::Peer;
 use xlaunch_proto::v1::agent_command::Command;
 use xlaunch_proto::v1::agent_server::{Agent, AgentServer};
 use xlaunch_proto::v1::worker_report::Report;
@@ -34,9 +34,9 @@ use xlaunch_proto::v1::{
 use super::barrier::Reply;
 use super::peers::Peers;
 use super::{answers, listener, peer_queries};
-use crate::process::Process;
 use crate::status::board::Board;
 use crate::status::{Monitor, merge};
+use xlaunch_host::process::Process;
 
 /// Maximum number of commands that wait for a worker. It reads them at once, so a full queue means that it hangs.
 const COMMAND_QUEUE: usize = 16;

@@ -7,8 +7,8 @@ use rustix::io::Errno;
 
 use super::python::{self, Exception};
 use super::{Evidence, escaped};
-use crate::spawn::{Exit, OomKills};
-use crate::system_errors::{FILE_LIMIT_HELP, PROCESS_LIMIT_HELP, SYSTEM_CALL_HELP};
+use xlaunch_host::spawn::{Exit, OomKills};
+use xlaunch_host::system_errors::{FILE_LIMIT_HELP, PROCESS_LIMIT_HELP, SYSTEM_CALL_HELP};
 
 /// Prefix of the message of an uncaught C++ exception.
 const CPP_WHAT: &str = "what():  ";

@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 use xlaunch_spec::exit::ExitCode;
 
 use super::{Evidence, headline, text};
-use crate::spawn::Exit;
 use crate::state::Outcome;
+use xlaunch_host::spawn::Exit;
 use xlaunch_spec::refusal::Refusal;
 
 /// Returns the contents after a job that the process `pid` ran; `None` if the job did not fail.

@@ -12,10 +12,10 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-pub(crate) use crate::escape::escaped;
 use crate::run_dir;
-use crate::spawn::{Exit, OomKills};
 use crate::state::{Failure, Outcome};
+pub(crate) use xlaunch_host::escape::escaped;
+use xlaunch_host::spawn::{Exit, OomKills};
 
 pub(crate) use cause::{MAX_SYMPTOM_AGE, Symptom, symptom};
 use cause::{cause, cause_of_root};

@@ -10,7 +10,7 @@ use xlaunch_proto::v1::{EvalReport, StepReport};
 
 use super::points::Points;
 use super::{RankReport, ReportSink};
-use crate::clock;
+use xlaunch_host::clock;
 
 #[derive(Debug)]
 pub(crate) struct Metrics {

@@ -9,7 +9,7 @@ use xlaunch_proto::v1::worker_report::Report;
 
 use super::points::Points;
 use super::{RankReport, ReportSink};
-use crate::clock;
+use xlaunch_host::clock;
 
 const FILE: &str = "samples.jsonl";
 

@@ -18,9 +18,9 @@ use xlaunch_proto::v1::{EvalReport, StepReport};
 
 use super::appender::Appender;
 use super::{RankReport, ReportSink};
-use crate::clock;
-use crate::devices;
-use crate::naming::file_name;
+use xlaunch_host::clock;
+use xlaunch_host::devices;
+use xlaunch_host::naming::file_name;
 
 /// Contents of the first event of every file, which identifies the format.
 const FILE_VERSION: &str = "brain.Event:2";

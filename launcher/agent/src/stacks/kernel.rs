@@ -3,7 +3,7 @@
 use fs_err::{read_dir, read_to_string};
 use xlaunch_proto::v1::{ProcessStacks, ThreadState};
 
-use crate::process::Process;
+use xlaunch_host::process::Process;
 
 /// Maximum number of threads listed per process.
 const MAX_THREADS: usize = 512;

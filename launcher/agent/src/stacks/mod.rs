@@ -17,9 +17,9 @@ use std::collections::BTreeMap;
 use xlaunch_proto::v1::{ProcessStacks, RankStacks, StacksReply};
 
 use crate::activity::ActivityRecord;
-use crate::clock;
-use crate::process::Process;
 pub use text::text;
+use xlaunch_host::clock;
+use xlaunch_host::process::Process;
 
 /// Maximum number of processes examined per rank.
 const MAX_PROCESSES: usize = 64;

@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use xlaunch_proto::v1::{ProcessStacks, StackDump};
 
-use crate::spawn::helper;
-use crate::system_errors;
+use xlaunch_host::spawn::helper;
+use xlaunch_host::system_errors;
 
 /// Time limit for a tool to print stacks. A debugger may have to read gigabytes of symbols.
 pub(super) const TOOL_TIMEOUT: Duration = Duration::from_secs(10);

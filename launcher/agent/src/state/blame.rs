@@ -14,7 +14,7 @@ use std::time::Instant;
 use xlaunch_spec::exit::ExitCode;
 
 use super::{Action, Event, Failure, Job, Kind, Phase, STACKS_TIMEOUT, exits};
-use crate::spawn::Exit;
+use xlaunch_host::spawn::Exit;
 
 /// Progress of a trainer's rank, according to its session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,7 +5,7 @@ use xlaunch_proto::accounting::RESTART_CAUSES;
 use xlaunch_spec::exit::ExitCode;
 
 use super::{Failure, SIGTERM};
-use crate::spawn::Exit;
+use xlaunch_host::spawn::Exit;
 
 /// Exit of a trainer's worker that was asked to stop, when the checkpoint of the last step is complete.
 pub(super) const STOPPED: Exit = Exit::Code(143);

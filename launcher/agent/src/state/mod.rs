@@ -45,9 +45,9 @@ use std::time::{Duration, Instant};
 use xlaunch_proto::v1::{GroupEnd, NodeFailed};
 use xlaunch_spec::exit::ExitCode;
 
-use crate::spawn::Exit;
 use blame::Written;
 pub use types::{Action, Event, Failure, Kind, Outcome, Phase, Rules, StopCause};
+use xlaunch_host::spawn::Exit;
 
 /// Time for ranks of a trainer to exit by themselves after a failure whose cause is not known yet. A rank that fails
 /// breaks the connections of the others, and those may be the first to exit; a rank that has reported an error of its

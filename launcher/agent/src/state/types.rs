@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use xlaunch_proto::v1::{GroupEnd, NodeEnded, NodeFailed, Restarting};
 use xlaunch_spec::exit::ExitCode;
 
-use crate::spawn::Exit;
+use xlaunch_host::spawn::Exit;
 
 /// The properties of a job that decide how it ends.
 #[derive(Clone, Debug)]

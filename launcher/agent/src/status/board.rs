@@ -15,12 +15,12 @@ use super::history::{self, History};
 use super::sample::Usage;
 use super::time::TimeAccount;
 use crate::activity::ActivityRecord;
-use crate::clock;
-use crate::devices;
 use crate::group::Assignment;
 use crate::logs::LogRecord;
 use crate::run_dir::rank_dir;
 use crate::stacks::Subject;
+use xlaunch_host::clock;
+use xlaunch_host::devices;
 
 /// A rank that uses less CPU than this, in percent of a core, counts as idle.
 const IDLE_CPU_PERCENT: f64 = 1.0;

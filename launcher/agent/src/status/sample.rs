@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use super::gpu::Gpus;
-use crate::process::Process;
+use xlaunch_host::process::Process;
 
 /// Resource usage of a process tree.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -22,18 +22,14 @@ use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 
 use crate::command::{LogOptions, ResolvedCommand, quote_line};
+use crate::environment::{self, BaseEnvironment, CommandGroup};
 use crate::group::Assignment;
-use crate::group::interface::Interface;
 use crate::logs::Output;
 use crate::python;
+use crate::python::flight_recorder::FlightRecorders;
+use crate::python::preload::PreloadPlan;
 use crate::rendezvous::service::Message;
 use crate::run_dir::RunDir;
-use crate::spawn::affinity::Affinity;
-use crate::spawn::environment::{self, BaseEnvironment, CommandGroup};
-use crate::spawn::flight_recorder::FlightRecorders;
-use crate::spawn::port::MasterPort;
-use crate::spawn::preload::PreloadPlan;
-use crate::spawn::{Options, terminal};
 use crate::state::{Event, Job, Kind, Rules};
 use crate::status::board::{self, Board};
 use crate::waiting::Group;
@@ -41,6 +37,10 @@ use crate::workload::heartbeat::HeartbeatMonitor;
 use crate::workload::heartbeat::files::{self, HeartbeatFiles};
 use crate::workload::{Hang, Workload};
 use hangs::{Elsewhere, Unsent};
+use xlaunch_host::network::Interface;
+use xlaunch_host::spawn::affinity::Affinity;
+use xlaunch_host::spawn::port::MasterPort;
+use xlaunch_host::spawn::{Options, terminal};
 
 /// Rotation size of log files that are removed with the run. They are in a temporary directory, which is often a tmpfs.
 const TEMPORARY_LOG_BYTES: u64 = 8 << 20;

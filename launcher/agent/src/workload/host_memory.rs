@@ -9,7 +9,7 @@ use xlaunch_spec::job::{JobSpec, Shard};
 use xlaunch_spec::quantities::shortage_texts;
 
 use super::snapshots::{MemoryUse, memory_use};
-use crate::memory::Available;
+use xlaunch_host::memory::Available;
 
 /// Bytes that a worker process on a CPU takes in addition to the trainer's buffers: 11 MiB measured at rest, 60 MiB
 /// during start-up.
@@ -35,12 +35,10 @@ impl HostNeeds {
     }
 }
 
-impl Available {
-    /// Bytes available for the buffers of each rank when `ranks` ranks train on the CPU.
-    pub fn buffers_of_rank(self, ranks: u32) -> u64 {
-        let all = self.memory.saturating_add(self.swap);
-        (all / u64::from(ranks.max(1))).saturating_sub(CPU_PROCESS)
-    }
+/// Bytes available for the buffers of each rank when `ranks` ranks train on the CPU.
+pub fn buffers_of_rank(available: Available, ranks: u32) -> u64 {
+    let all = available.memory.saturating_add(available.swap);
+    (all / u64::from(ranks.max(1))).saturating_sub(CPU_PROCESS)
 }
 
 /// Bytes of state that this node saves. `state` is the size of the whole job's state, which has `world` ranks, `ranks`
@@ -162,7 +160,7 @@ mod tests {
     #[test]
     fn buffer_limit_is_the_largest_accepted_size() {
         let available = Available { memory: 5 * GIB + 1, swap: GIB };
-        let most = available.buffers_of_rank(2);
+        let most = buffers_of_rank(available, 2);
         let fits = |buffers| {
             plan(&JobSpec::default(), HostNeeds::new(2, Some(buffers), 0), false, Some(available)).is_ok()
         };

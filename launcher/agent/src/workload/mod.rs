@@ -26,16 +26,16 @@ use tokio::sync::watch;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 
 use crate::activity::ActivityRecord;
+use crate::environment::BaseEnvironment;
 use crate::group::Assignment;
 use crate::logs::Output;
+use crate::python::flight_recorder::FlightRecorders;
+use crate::python::preload::PreloadPlan;
 use crate::rendezvous::service::Message;
-use crate::spawn::Options;
-use crate::spawn::environment::BaseEnvironment;
-use crate::spawn::flight_recorder::FlightRecorders;
-use crate::spawn::preload::PreloadPlan;
 use crate::state::{Event, Job, Rules};
 use crate::status::board::{self, Board};
 pub(crate) use hang::{Hang, HangReport, ranks_text};
+use xlaunch_host::spawn::Options;
 
 /// The part of a running job that depends on its kind.
 ///

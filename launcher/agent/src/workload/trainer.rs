@@ -28,10 +28,9 @@ use xlaunch_spec::lineage::Recovered;
 
 use crate::activity::ActivityRecord;
 use crate::command::quote_line;
-use crate::devices::Placement;
+use crate::environment::{self, BaseEnvironment, TrainerGroup};
 use crate::group::Assignment;
 use crate::group::shared;
-use crate::libraries::Libraries;
 use crate::logs::Output;
 use crate::rendezvous::barrier::JoinBarrier;
 use crate::rendezvous::service::Message;
@@ -39,9 +38,6 @@ use crate::run_dir::RunDir;
 use crate::sinks::progress::Progress;
 use crate::sinks::summary::Summary;
 use crate::sinks::{self, Sinks};
-use crate::spawn::Options;
-use crate::spawn::environment::{self, BaseEnvironment, TrainerGroup};
-use crate::spawn::port::MasterPort;
 use crate::state::{Event, Job, Kind, Phase, Rules};
 use crate::status::board::{self, Board};
 use crate::waiting::Group;
@@ -54,6 +50,10 @@ use crate::workload::snapshots::{Snapshots, descriptor_list};
 use crate::workload::stragglers::Stragglers;
 use crate::workload::{Hang, Workload};
 use leading::Lead;
+use xlaunch_host::devices::Placement;
+use xlaunch_host::libraries::Libraries;
+use xlaunch_host::spawn::Options;
+use xlaunch_host::spawn::port::MasterPort;
 
 /// Time after which the status shows a hint about a rank that has no output and uses neither CPU nor GPU. The hang
 /// detector is much faster.

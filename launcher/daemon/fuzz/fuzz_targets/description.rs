@@ -13,7 +13,7 @@ use libfuzzer_sys::fuzz_target;
 use patch::Document;
 use serde_json::Value;
 use xlaunch_agent::command;
-use xlaunch_agent::devices::{self, Node};
+use xlaunch_host::devices::{self, Node};
 use xlaunch_daemon::files::{Description, PROTOCOL};
 use xlaunch_spec::command::{CommandSpec, Program};
 use xlaunch_proto::convert::node::Work;

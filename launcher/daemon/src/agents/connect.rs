@@ -14,7 +14,7 @@ use rustix::fs::{CWD, FileType, Mode, OFlags, fstat, openat};
 
 use tokio::net::UnixStream;
 use tonic::transport::Channel;
-use xlaunch_proto::net;
+use xlaunch_proto::connect;
 use xlaunch_proto::v1::agent_client::AgentClient;
 
 /// Maximum size of a message. Agents send logs in chunks of 64 KiB.
@@ -41,13 +41,13 @@ pub(crate) async fn connect(socket: &Path, uid: u32) -> io::Result<AgentClient<C
     if stream.peer_cred()?.uid() != uid {
         return Err(io::Error::other("the process that listens there belongs to another user"));
     }
-    let endpoint = net::connect::endpoint()
+    let endpoint = connect::endpoint()
         .initial_stream_window_size(AGENT_WINDOW_BYTES)
         .initial_connection_window_size(AGENT_WINDOW_BYTES)
         .http2_max_header_list_size(AGENT_HEADER_BYTES)
         .http2_keep_alive_interval(AGENT_KEEPALIVE_INTERVAL)
         .keep_alive_timeout(AGENT_KEEPALIVE_TIMEOUT);
-    let channel = net::connect_stream(stream, endpoint).await?;
+    let channel = connect::connect_stream(stream, endpoint).await?;
     Ok(AgentClient::new(channel).max_decoding_message_size(AGENT_MESSAGE_BYTES))
 }
 

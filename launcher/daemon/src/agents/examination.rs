@@ -21,8 +21,8 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::net::unix::pipe;
 use tokio::time::timeout;
 use tracing::warn;
-use xlaunch_agent::doctor::Report;
-use xlaunch_agent::spawn::sys;
+use xlaunch_host::doctor::Report;
+use xlaunch_host::spawn::sys;
 
 use super::process::AgentProcess;
 use super::unit::Unit;

@@ -26,7 +26,7 @@ use super::{AgentStarter, user_to_switch_to};
 use crate::config::{HooksSection, RunAs, check};
 use crate::state::{Entry, Phase};
 use crate::{trusted_path, users};
-use xlaunch_agent::spawn::sys;
+use xlaunch_host::spawn::sys;
 use xlaunch_proto::labels::{kind, node_job_state};
 use xlaunch_proto::v1::JobKind;
 

@@ -33,7 +33,7 @@ use self::unit::Unit;
 use crate::files::{AgentRecord, JobDirs};
 use crate::usage::Usage;
 use crate::users::{self, Account};
-use xlaunch_agent::spawn::sys;
+use xlaunch_host::spawn::sys;
 
 /// Variables of the daemon that are passed to agents: the operator's location of the driver's libraries.
 const PASSED_ON: [&str; 1] = ["LD_LIBRARY_PATH"];

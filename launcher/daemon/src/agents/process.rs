@@ -6,8 +6,8 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use tokio::io::unix::AsyncFd;
 
 use crate::files::ProcessId;
-use xlaunch_agent::process::Process;
-use xlaunch_agent::spawn::sys;
+use xlaunch_host::process::Process;
+use xlaunch_host::spawn::sys;
 
 #[derive(Debug)]
 pub(crate) struct AgentProcess {

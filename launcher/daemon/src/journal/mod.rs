@@ -33,7 +33,7 @@ use serde::de::DeserializeOwned;
 use lines::{State, Unreadable};
 
 use crate::trusted_path;
-use xlaunch_agent::clock;
+use xlaunch_host::clock;
 use xlaunch_proto::disk::Disk;
 
 /// Time to wait for the lock. It can outlive its daemon until that process has exited, and until a child that it has

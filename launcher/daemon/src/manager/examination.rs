@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tracing::{info, warn};
-use xlaunch_agent::doctor::{Finding, Level};
+use xlaunch_host::doctor::{Finding, Level};
 use xlaunch_proto::convert::node::Examine;
 use xlaunch_proto::v1::{self, ExaminationState, ExamineReply, ExaminedGpu, FindingLevel};
 

@@ -43,7 +43,7 @@ use super::view::NodeView;
 use super::{boot_id, directory_limit, tasks};
 use examination::Running;
 use records::AccountingState;
-use xlaunch_agent::clock;
+use xlaunch_host::clock;
 
 /// Capacity of the channel of agents' events.
 const AGENT_EVENT_CAPACITY: usize = 1024;

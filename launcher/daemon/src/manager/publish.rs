@@ -10,8 +10,8 @@ use crate::commands::CommandError;
 use crate::snapshot;
 use crate::state::{Entry, Phase};
 use crate::view::has_ended;
-use xlaunch_agent::clock;
 use xlaunch_agent::registry::SOCKET;
+use xlaunch_host::clock;
 
 /// Smaller changes of the difference to the system clock are ignored, because that clock may be adjusted constantly.
 const MIN_CLOCK_STEP_MS: u64 = 1000;

@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 
 use tracing::{info, warn};
-use xlaunch_agent::clock;
+use xlaunch_host::clock;
 use xlaunch_proto::convert::node::Work;
 
 use super::Manager;

@@ -35,9 +35,9 @@ use super::manager::{self, Setup};
 use super::service;
 use super::service::access::Access;
 use super::view::NodeView;
-use xlaunch_agent::clock;
-use xlaunch_agent::devices;
-use xlaunch_agent::spawn::sys;
+use xlaunch_host::clock;
+use xlaunch_host::devices;
+use xlaunch_host::spawn::sys;
 use xlaunch_spec::refusal::Refusal;
 
 /// Capacity of the channel of commands to the manager.

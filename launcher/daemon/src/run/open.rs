@@ -18,7 +18,7 @@ use crate::journal::{Integrity, Journal, Replay};
 use crate::service;
 use crate::state::{Jobs, Record};
 use crate::trusted_path;
-use xlaunch_agent::spawn::sys;
+use xlaunch_host::spawn::sys;
 use xlaunch_spec::refusal::Refusal;
 
 /// Time to wait for an address in use. The sockets of a killed daemon stay open until a child that it has just forked

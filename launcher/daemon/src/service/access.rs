@@ -20,7 +20,7 @@ use super::holders::{Holder, Holders, WITHOUT_ACCOUNT};
 use crate::commands::CommandError;
 use crate::users::{self, Account};
 use crate::view::Caller;
-use xlaunch_proto::net::Connections;
+use xlaunch_host::net::Connections;
 
 const MEMBERSHIP_CACHE_TTL: Duration = Duration::from_secs(5);
 /// Time that a call waits for the user database.

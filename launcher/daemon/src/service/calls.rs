@@ -17,7 +17,7 @@ use tower::Service;
 
 use super::access::{Quota, QuotaGuard};
 use super::busy;
-use xlaunch_proto::net::limits::{CallInProgress, Peer};
+use xlaunch_host::net::limits::{CallInProgress, Peer};
 
 /// A call in progress. It ends when the last clone is dropped.
 #[derive(Clone, Debug)]

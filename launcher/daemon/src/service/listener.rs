@@ -13,8 +13,8 @@ use tokio::sync::mpsc;
 use tokio::time::MissedTickBehavior;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::ReceiverStream;
-use xlaunch_proto::net::limits::Connection;
-use xlaunch_proto::net::{self, Connections, Credentials, Limits};
+use xlaunch_host::net::limits::Connection;
+use xlaunch_host::net::{self, Connections, Credentials, Limits};
 
 use crate::trusted_path;
 

@@ -35,8 +35,8 @@ use tonic::service::InterceptorLayer;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status};
 use tower::layer::layer_fn;
+use xlaunch_host::net::{self, Connections, Credentials};
 use xlaunch_proto::convert::node::{Drain, Examine, JobLogs, Submit, Update};
-use xlaunch_proto::net::{self, Connections, Credentials};
 use xlaunch_proto::v1::node_server::{Node, NodeServer};
 use xlaunch_proto::v1::{
     CancelRequest, CheckpointReply, DrainRequest, ExamineReply, ExamineRequest, GetRequest, HistoryReply,

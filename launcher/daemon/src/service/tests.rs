@@ -79,7 +79,9 @@ impl Case {
     }
 
     async fn channel(&self, uid: u32) -> Channel {
-        net::connect_stream(self.connect(uid), net::connect::endpoint()).await.unwrap()
+        xlaunch_proto::connect::connect_stream(self.connect(uid), xlaunch_proto::connect::endpoint())
+            .await
+            .unwrap()
     }
 
     async fn client(&self, uid: u32) -> NodeClient<Channel> {
@@ -579,12 +581,17 @@ async fn health_watches_with_many_user_ids_do_not_lock_out_other_users() {
     let mut watches = Vec::new();
     for uid in (STRANGER..).take(600) {
         // Some connections are closed again in favour of later ones.
-        if let Ok(channel) = net::connect_stream(case.connect(uid), net::connect::endpoint()).await {
+        if let Ok(channel) =
+            xlaunch_proto::connect::connect_stream(case.connect(uid), xlaunch_proto::connect::endpoint())
+                .await
+        {
             watches.extend(HealthClient::new(channel).watch(HealthCheckRequest::default()).await);
         }
     }
     let answers = async |uid: u32| {
-        let channel = net::connect_stream(case.connect(uid), net::connect::endpoint()).await;
+        let channel =
+            xlaunch_proto::connect::connect_stream(case.connect(uid), xlaunch_proto::connect::endpoint())
+                .await;
         match channel {
             Ok(channel) => NodeClient::new(channel).get(GetRequest { job: 2 }).await.is_ok(),
             Err(_) => false,

@@ -9,7 +9,7 @@
 
 use std::time::Duration;
 
-use xlaunch_agent::doctor::{Finding, Level, Report};
+use xlaunch_host::doctor::{Finding, Level, Report};
 
 use super::schedule::GpuSlot;
 use super::{Jobs, bounded};

@@ -14,7 +14,7 @@ use hyper_util::server::conn::auto::Builder;
 use hyper_util::service::TowerToHyperService;
 use tokio::task::JoinSet;
 use tower::ServiceExt;
-use xlaunch_proto::net::{Connection, Connections, Credentials, Limits};
+use xlaunch_host::net::{Connection, Connections, Credentials, Limits};
 
 use super::listen::{Listener, Stream};
 

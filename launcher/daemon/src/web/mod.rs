@@ -34,7 +34,7 @@ use serde_json::{Value, json};
 
 pub(crate) use self::listen::{Listen, Listener};
 use super::commands::NodeHandle;
-use xlaunch_agent::clock::unix_ms;
+use xlaunch_host::clock::unix_ms;
 
 /// Timeout for reading the lines of a log.
 const LOG_READ_TIMEOUT: Duration = Duration::from_secs(10);

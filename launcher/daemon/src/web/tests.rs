@@ -11,7 +11,7 @@ use xlaunch_proto::v1::NodeJobState;
 use super::*;
 use crate::view::NodeView;
 use sample_node::{HOSTILE, job, sample_node};
-use xlaunch_agent::clock::unix_ms;
+use xlaunch_host::clock::unix_ms;
 
 const HANG_TIMEOUT: Duration = Duration::from_secs(60);
 /// The page of the sample node. Dropping this shuts it down.

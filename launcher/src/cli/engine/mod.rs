@@ -24,7 +24,7 @@ use std::io::Read;
 use std::path::Path;
 use std::str::FromStr;
 
-use xlaunch_agent::devices::host_name;
+use xlaunch_host::devices::host_name;
 use xlaunch_proto::env;
 use xlaunch_spec::command::{MAX_ENDPOINT_PORTS, MAX_NODES};
 

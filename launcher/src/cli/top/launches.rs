@@ -5,8 +5,8 @@ use xlaunch_proto::v1::{Job, JobState, NodeJobState, NodeStatus, StatusReply, St
 
 use super::state::Snapshot;
 use crate::client::launches;
-use xlaunch_agent::devices::host_name;
 use xlaunch_agent::registry::{self, Running};
+use xlaunch_host::devices::host_name;
 
 /// Text in place of the GPUs, which only a daemon knows.
 const NO_DAEMON: &str = "no daemon is running; these are your launches on this host";

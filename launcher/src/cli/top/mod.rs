@@ -27,7 +27,7 @@ use super::output::QueryError;
 use crate::client::daemon::DaemonAddress;
 use feed::{Feed, Source};
 use state::{Command, State};
-use xlaunch_agent::clock::unix_ms;
+use xlaunch_host::clock::unix_ms;
 use xlaunch_spec::refusal::Refusal;
 
 /// Interval at which the key thread checks whether its channel is closed.

@@ -3,7 +3,7 @@
 //! Names are spelled with dashes; underscores are accepted too. Most of torchrun's flags can also be set by an
 //! environment variable, `PET_<NAME>`.
 
-use xlaunch_agent::naming::nearest;
+use xlaunch_host::naming::nearest;
 
 use super::MIN_SIMILARITY;
 

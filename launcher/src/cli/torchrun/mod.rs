@@ -43,7 +43,7 @@ use hosts::Hosts;
 use line::{Line, Target};
 use reader::{Environment, Reader};
 pub(super) use values::group_endpoint;
-use xlaunch_agent::naming::nearest;
+use xlaunch_host::naming::nearest;
 use xlaunch_spec::command::CommandSpec;
 use xlaunch_spec::refusal::Refusal;
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use xlaunch_agent::command::{ResolvedCommand, resolve};
-use xlaunch_agent::devices::Node;
+use xlaunch_host::devices::Node;
 use xlaunch_spec::command::{Binding, Program, Signal, Streams};
 
 use super::*;

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use clap::{Parser, Subcommand};
 use tokio::time::sleep;
 use tonic::transport::Channel;
-use xlaunch_proto::net;
+use xlaunch_proto::connect;
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::submit_request::Work;
 use xlaunch_proto::v1::{GetRequest, ListRequest, NodeJobState, SubmitRequest};
@@ -126,7 +126,7 @@ async fn main() {
 }
 
 async fn connect(socket: &Path) -> NodeClient<Channel> {
-    let channel = net::connect(socket, net::connect::endpoint()).await.unwrap();
+    let channel = connect::connect(socket, connect::endpoint()).await.unwrap();
     NodeClient::new(channel).max_decoding_message_size(1 << 20)
 }
 

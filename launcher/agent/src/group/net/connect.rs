@@ -160,7 +160,8 @@ pub(super) async fn connect_to(
     let (stream, Addresses { local, peer }) = secured.unwrap_or(Err(Reason::Stalled))?;
     // The URI is a placeholder: the connection is already open.
     let placeholder = tonic::transport::Endpoint::from_static("http://coordinator");
-    let channel = xlaunch_proto::net::connect_stream(stream, placeholder).await.map_err(Reason::Closed)?;
+    let channel =
+        xlaunch_proto::connect::connect_stream(stream, placeholder).await.map_err(Reason::Closed)?;
     Ok(Connection { channel, local, peer })
 }
 

@@ -12,7 +12,7 @@ use xlaunch_spec::command::Endpoint;
 use super::Security;
 use super::connect::{ConnectError, Connection, Reason, connect_to};
 use super::search::{Action, AttemptId, Search, Urgency};
-use crate::clock::IDLE_SLEEP;
+use xlaunch_host::clock::IDLE_SLEEP;
 
 /// Connects to one coordinator, as often as needed. Remembers the address that worked.
 #[derive(Debug)]

@@ -30,9 +30,9 @@ use super::admission::{Admission, Start};
 use super::preface::{Io, PrefaceError, Stream};
 use super::socket::Addresses;
 use super::tls::Tls;
-use super::{AddressError, MungeError, Security, address, munge, preface, socket, tls};
-use crate::clock::IDLE_SLEEP;
+use super::{AddressError, MungeError, Security, munge, preface, socket, tls};
 use crate::group::refusals::RefusalLog;
+use xlaunch_host::clock::IDLE_SLEEP;
 
 /// Maximum number of simultaneous handshakes.
 pub const MAX_PENDING: usize = 64;
@@ -85,7 +85,7 @@ impl Listener {
     /// # Errors
     /// Fails if no port is free, or if this host has no suitable address.
     pub async fn bind_host(endpoint: &Endpoint, security: Security) -> Result<Self, ListenError> {
-        let addresses = address::to_listen(&endpoint.host).await?;
+        let addresses = xlaunch_host::network::to_listen(&endpoint.host).await?;
         let mut in_use = Vec::new();
         for port in &endpoint.ports {
             let wanted: Vec<SocketAddr> = addresses.iter().map(|ip| SocketAddr::new(*ip, *port)).collect();

@@ -39,7 +39,6 @@
 //! # }
 //! ```
 
-pub mod address;
 mod admission;
 pub mod connect;
 pub mod dialer;
@@ -53,7 +52,6 @@ pub mod token;
 
 use std::sync::Arc;
 
-pub use address::{AddressError, Location, Wish, advertised, locate, own_addresses};
 pub(crate) use connect::unresolved;
 pub use connect::{ConnectError, Connection};
 pub use dialer::{Dialed, Dialer};
@@ -64,6 +62,7 @@ pub use search::Urgency;
 pub use socket::Addresses;
 pub use tls::TlsError;
 pub use token::{TOKEN_VARIABLE, Token, TokenError};
+pub use xlaunch_host::network::{AddressError, Location, Wish, advertised, locate, own_addresses};
 
 use munge::Munge;
 use tls::Tls;

@@ -13,8 +13,8 @@ use xlaunch_spec::exit::ExitCode;
 
 use super::{Coordinator, Member, MemberId, Output, Phase, Stage, gathering, name, policy::Policy};
 use crate::command::Restarts;
-use crate::escape::escaped;
 use crate::redact::REDACTED;
+use xlaunch_host::escape::escaped;
 
 /// Maximum number of differing settings named in a refusal.
 const MAX_DIFFERENCES: usize = 8;

@@ -15,13 +15,13 @@ use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::{NodeHung, RankHeartbeat, RankHeartbeats};
 
 use super::CommandWorkload;
-use crate::devices;
-use crate::process::Process;
 use crate::stacks::Subject;
 use crate::state::Event;
 use crate::status::board::Board;
 use crate::workload::heartbeat::files::{Change, HeartbeatFiles};
 use crate::workload::{Hang, HangReport, ranks_text};
+use xlaunch_host::devices;
+use xlaunch_host::process::Process;
 
 /// Changes that have not yet been sent to the agent of rank 0.
 #[derive(Debug, Default)]

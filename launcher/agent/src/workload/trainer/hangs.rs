@@ -9,9 +9,9 @@ use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_spec::job::OnHang;
 
 use super::{TrainerPlan, TrainerWorkload};
-use crate::process::Process;
 use crate::status::board::Board;
 use crate::workload::{Hang, Workload, hang};
+use xlaunch_host::process::Process;
 
 impl TrainerWorkload<'_> {
     /// Reports a hang once it has lasted long enough. Returns it if this node is to collect evidence.

@@ -1,7 +1,7 @@
 use std::os::unix::fs::PermissionsExt;
 
 use tokio::net::UnixStream;
-use xlaunch_proto::net::peer_credentials;
+use xlaunch_host::net::peer_credentials;
 
 use super::*;
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use xlaunch_agent::doctor::{Finding, GpuName, Level, Report};
+use xlaunch_host::doctor::{Finding, GpuName, Level, Report};
 
 use super::super::examination::{Ending, Examination, Verdict};
 use super::super::schedule::{GpuSlot, Resources, schedule};

@@ -7,7 +7,7 @@ use xlaunch_proto::v1::NodeJobState;
 
 use super::sample_node::{HOSTILE, job, sample_node};
 use crate::web::metrics;
-use xlaunch_agent::clock::unix_ms;
+use xlaunch_host::clock::unix_ms;
 
 /// Path of a file in `deploy/`.
 fn deployed(name: &str) -> std::path::PathBuf {

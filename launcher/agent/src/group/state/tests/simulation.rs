@@ -20,13 +20,13 @@ use xlaunch_proto::v1::agent_message::Body as FromAgent;
 
 use crate::group::coordinator::Task;
 use crate::group::state::Coordinator;
-use crate::spawn::Exit;
 use crate::state::{Event, Phase};
 use invariants::{AgentEnd, Summary, Told};
 use network::{Connection, Direction};
 use node::Node;
 use plan::{CALM_AFTER, Fault, Plan, Random};
 use workers::Worker;
+use xlaunch_host::spawn::Exit;
 
 /// Time for a job to end after its network has healed: agents wait for others, and for the coordinator.
 const END_TIMEOUT: Duration = Duration::from_secs(240);

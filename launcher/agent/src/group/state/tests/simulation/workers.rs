@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use super::plan::CALM_AFTER;
 use super::{Happening, World};
-use crate::spawn::Exit;
 use crate::state::{Event, Kind};
+use xlaunch_host::spawn::Exit;
 
 #[derive(Debug)]
 pub(super) struct Worker {

@@ -12,7 +12,7 @@ use super::sys;
 static ORIGINAL: OnceLock<Rlimit> = OnceLock::new();
 
 /// Raises the soft limit of this process to the hard limit.
-pub(crate) fn raise_limit() {
+pub fn raise_limit() {
     let limit = getrlimit(Resource::Nofile);
     if limit.current != limit.maximum
         && setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).is_ok()

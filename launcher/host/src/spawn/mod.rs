@@ -8,39 +8,35 @@
 //!
 //! ```text
 //! Spawner --fork--> enter the cgroup, bind to CPUs --exec--> worker --fork--> its own children
-//! preload         forks Python workers from a process that has already imported the modules
 //! process_tree    finds all processes of an attempt, by cgroup or by `membership`, and kills them
 //! reaper          does the same from another process if xlaunch is killed
 //! children        processes that this process started, and orphans that it adopted
-//! environment, affinity, port, gpu_memory     prerequisites of a worker's start
+//! affinity, port, gpu_memory                  prerequisites of a worker's start
 //! helper                                      runs a helper program, such as a debugger
 //! terminal                                    terminal input for workers, which are in the background
 //! open_files                                  the agent's limit of open files, which workers do not inherit
 //! exit, oom                                   exit status, and OOM kills
-//! faulthandler, flight_recorder               stacks of Python programs, and PyTorch's record of collectives
 //! ```
 
 pub mod affinity;
 mod cgroup;
-mod children;
-pub mod environment;
+pub mod children;
 mod exit;
-pub(crate) mod faulthandler;
-pub(crate) mod flight_recorder;
-pub(crate) mod gpu_memory;
-pub(crate) mod helper;
+pub mod gpu_memory;
+pub mod helper;
 mod membership;
 mod oom;
-pub(crate) mod open_files;
-pub(crate) mod port;
-pub(crate) mod preload;
-pub(crate) mod process_tree;
+pub mod open_files;
+pub mod port;
+pub mod process_tree;
 pub mod reaper;
+#[allow(unsafe_code, reason = "hooks between fork and exec")]
 pub mod sys;
 pub mod terminal;
 #[cfg(test)]
 mod tests;
 
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::{ChildStderr, ChildStdout, Command, Stdio};
 use std::sync::Arc;
@@ -53,9 +49,9 @@ use rustix::thread::CpuSet;
 use tokio::sync::oneshot;
 
 use crate::system_errors::SYSTEM_CALL_HELP;
-pub(crate) use children::{adopt_orphans, has_stopped_child, reap_orphans};
+pub use children::{adopt_orphans, has_stopped_child, reap_orphans};
 pub use exit::Exit;
-pub(crate) use exit::short_signal_name;
+pub use exit::short_signal_name;
 pub use oom::OomKills;
 
 /// A running worker.
@@ -93,7 +89,7 @@ pub struct Options {
 ///
 /// # Errors
 /// The error names the refused system call and how to allow it.
-pub(crate) fn check_system_calls() -> std::io::Result<()> {
+pub fn check_system_calls() -> std::io::Result<()> {
     let own = pidfd_open(getpid(), PidfdFlags::empty()).map_err(|error| refused("pidfd_open", error))?;
     let peek = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
     match waitid(WaitId::PidFd(own.as_fd()), peek) {
@@ -179,6 +175,17 @@ fn start(mut command: Command, options: &Options) -> std::io::Result<Spawned> {
 }
 
 impl Worker {
+    /// Takes over a process that another child started and that [`children::adopt`] has registered.
+    ///
+    /// # Errors
+    /// There is no such process, or the system refuses a pidfd.
+    pub fn adopted(pid: u32) -> io::Result<Self> {
+        let typed = i32::try_from(pid).ok().and_then(Pid::from_raw);
+        let typed = typed.ok_or_else(|| io::Error::other(format!("{pid} is not a process id")))?;
+        let pidfd = pidfd_open(typed, PidfdFlags::NONBLOCK)?;
+        Ok(Self { pid, pid_typed: typed, pidfd: Arc::new(pidfd) })
+    }
+
     /// Waits until the process exits. Its [`Worker`] must live until then.
     pub async fn exit(pidfd: Arc<OwnedFd>) -> Exit {
         let Some(pidfd) = sys::register_shared(pidfd) else { return Exit::Unknown };
@@ -194,7 +201,7 @@ impl Worker {
     }
 
     /// Returns the signal that has stopped the process since the last call; `None` if none has.
-    pub(crate) fn stopped_by(&self) -> Option<Signal> {
+    pub fn stopped_by(&self) -> Option<Signal> {
         let stop = WaitIdOptions::STOPPED | WaitIdOptions::NOHANG;
         let status = waitid(WaitId::PidFd(self.pidfd.as_fd()), stop).ok()??;
         Signal::from_named_raw(status.stopping_signal()?)
@@ -207,7 +214,7 @@ impl Worker {
 }
 
 /// Reads the exit status of an exited child without reaping it.
-fn exit_status(pidfd: BorrowedFd<'_>) -> Exit {
+pub fn exit_status(pidfd: BorrowedFd<'_>) -> Exit {
     let peek = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
     match waitid(WaitId::PidFd(pidfd), peek) {
         Ok(Some(status)) => match (status.exit_status(), status.terminating_signal()) {

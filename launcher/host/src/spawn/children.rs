@@ -19,7 +19,7 @@ fn started() -> MutexGuard<'static, BTreeSet<u32>> {
 }
 
 /// Starts a process that [`reap_orphans`] leaves alone until [`forget`] is called.
-pub(super) fn spawn(command: &mut Command) -> std::io::Result<Child> {
+pub fn spawn(command: &mut Command) -> std::io::Result<Child> {
     open_files::restore_limit(command);
     let mut started = started();
     let child = command.spawn()?;
@@ -29,7 +29,7 @@ pub(super) fn spawn(command: &mut Command) -> std::io::Result<Child> {
 
 /// Registers an orphan as a started child. `start` returns the id of a process whose parent has just exited;
 /// [`reap_orphans`] leaves it alone until [`forget`] is called.
-pub(super) fn adopt(start: impl FnOnce() -> std::io::Result<u32>) -> std::io::Result<u32> {
+pub fn adopt(start: impl FnOnce() -> std::io::Result<u32>) -> std::io::Result<u32> {
     // The lock is held during the call, because the process may exit at any time, and `reap_orphans` must not reap it.
     let mut started = started();
     let pid = start()?;
@@ -38,12 +38,12 @@ pub(super) fn adopt(start: impl FnOnce() -> std::io::Result<u32>) -> std::io::Re
 }
 
 /// Removes a process that has been reaped or is left to [`reap_orphans`].
-pub(super) fn forget(pid: u32) {
+pub fn forget(pid: u32) {
     started().remove(&pid);
 }
 
 /// Returns whether a process is an orphan that this process (`own`) has adopted.
-pub(super) fn is_adopted(process: &Process, own: &Process) -> bool {
+pub fn is_adopted(process: &Process, own: &Process) -> bool {
     is_orphan(process, own, &started())
 }
 
@@ -67,18 +67,18 @@ fn children() -> Vec<Process> {
 }
 
 /// Makes this process a subreaper: orphaned descendants become its children instead of init's.
-pub(crate) fn adopt_orphans() -> std::io::Result<()> {
+pub fn adopt_orphans() -> std::io::Result<()> {
     set_child_subreaper(Some(getpid())).map_err(|error| refused("prctl(PR_SET_CHILD_SUBREAPER)", error))
 }
 
 /// Returns whether any child has been stopped by a signal.
-pub(crate) fn has_stopped_child() -> bool {
+pub fn has_stopped_child() -> bool {
     let stop = WaitIdOptions::STOPPED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
     matches!(waitid(WaitId::All, stop), Ok(Some(_)))
 }
 
 /// Reaps orphans that have exited. Workers are left to [`Worker::exit`](super::Worker::exit). Call it at SIGCHLD.
-pub(crate) fn reap_orphans() {
+pub fn reap_orphans() {
     let any = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
     if !matches!(waitid(WaitId::All, any), Ok(Some(_))) {
         return;

@@ -25,7 +25,7 @@ const TORCHRUN_PORTS: [u16; 2] = [29_400, 29_500];
 
 /// A port that neither another xlaunch on this host nor the kernel will take while this value lives.
 #[derive(Debug)]
-pub(crate) struct MasterPort {
+pub struct MasterPort {
     number: u16,
     /// The lock. It is close-on-exec, so that no worker keeps it. `None` if other processes hold the locks of all
     /// ports.
@@ -37,7 +37,7 @@ impl MasterPort {
     ///
     /// # Errors
     /// No port is free, or no socket can be opened.
-    pub(crate) fn reserve() -> io::Result<Self> {
+    pub fn reserve() -> io::Result<Self> {
         let setting =
             |name: &str| fs_err::read_to_string(format!("/proc/sys/net/ipv4/{name}")).unwrap_or_default();
         let ports = candidates(&setting("ip_local_port_range"), &setting("ip_local_reserved_ports"));
@@ -45,7 +45,7 @@ impl MasterPort {
     }
 
     /// The port number.
-    pub(crate) fn number(&self) -> u16 {
+    pub fn number(&self) -> u16 {
         self.number
     }
 

@@ -5,7 +5,7 @@
 
 use rustix::process::Signal;
 
-use crate::process::Process;
+use xlaunch_host::process::Process;
 
 /// Sends SIGABRT to the Python programs of these workers. Returns whether there are any.
 ///

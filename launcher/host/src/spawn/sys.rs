@@ -61,7 +61,7 @@ pub fn die_with_parent(command: &mut Command) {
 
 /// Lets this process and its children trace the new process where Yama restricts that to parents. The debuggers that
 /// print its stacks are children of this process, not parents of the new one.
-pub(super) fn let_agent_trace(command: &mut Command) {
+pub fn let_agent_trace(command: &mut Command) {
     let agent = getpid();
     let hook = move || {
         // Fails without Yama, in which case it is not needed.
@@ -74,7 +74,7 @@ pub(super) fn let_agent_trace(command: &mut Command) {
 
 /// Moves the process into the cgroup of this `cgroup.procs` before its program runs. If that fails, the process runs
 /// outside the cgroup.
-pub(super) fn enter_cgroup(command: &mut Command, procs: Arc<OwnedFd>) {
+pub fn enter_cgroup(command: &mut Command, procs: Arc<OwnedFd>) {
     let hook = move || {
         // Errors are ignored: `ProcessTree::add` checks whether the process is in its cgroup.
         let _ = rustix::io::write(&procs, b"0");
@@ -85,21 +85,21 @@ pub(super) fn enter_cgroup(command: &mut Command, procs: Arc<OwnedFd>) {
 }
 
 /// Binds the process to these CPUs. If that fails, the process does not start.
-pub(super) fn bind_to_cpus(command: &mut Command, cpus: CpuSet) {
+pub fn bind_to_cpus(command: &mut Command, cpus: CpuSet) {
     let hook = move || Ok(sched_setaffinity(None, &cpus)?);
     // SAFETY: the hook makes one system call on a set of fixed size that it owns: it is async-signal-safe.
     unsafe { command.pre_exec(hook) };
 }
 
 /// Sets the process's limit of open files. If that fails, the process does not start.
-pub(super) fn limit_open_files(command: &mut Command, limit: Rlimit) {
+pub fn limit_open_files(command: &mut Command, limit: Rlimit) {
     let hook = move || Ok(setrlimit(Resource::Nofile, limit)?);
     // SAFETY: the hook makes one system call on numbers that it owns: it is async-signal-safe.
     unsafe { command.pre_exec(hook) };
 }
 
 /// Lets the process inherit a close-on-exec descriptor, under the same [`number`].
-pub(super) fn inherit(command: &mut Command, fd: Arc<OwnedFd>) {
+pub fn inherit(command: &mut Command, fd: Arc<OwnedFd>) {
     let hook = move || Ok(fcntl_setfd(&fd, FdFlags::empty())?);
     // SAFETY: the hook makes one system call on an open descriptor, of which only the child's copy changes: it is
     // async-signal-safe.
@@ -107,13 +107,13 @@ pub(super) fn inherit(command: &mut Command, fd: Arc<OwnedFd>) {
 }
 
 /// The number of a descriptor.
-pub(super) fn number(fd: &OwnedFd) -> i32 {
+pub fn number(fd: &OwnedFd) -> i32 {
     fd.as_raw_fd()
 }
 
 /// Makes the process ignore [`JOB_SIGNALS`]. Until the hook runs, it has xlaunch's handlers, so that these signals
 /// never kill it.
-pub(super) fn ignore_job_signals(command: &mut Command) {
+pub fn ignore_job_signals(command: &mut Command) {
     let hook = || {
         for signal in JOB_SIGNALS {
             // SAFETY: `signal` is async-signal-safe. SIG_IGN is inherited through exec.
@@ -127,7 +127,7 @@ pub(super) fn ignore_job_signals(command: &mut Command) {
 
 /// Resets SIGTTIN and SIGTTOU to their default action, even if xlaunch was started with both ignored. A worker that
 /// uses the terminal from the background is then stopped instead of getting an error.
-pub(super) fn obey_job_control(command: &mut Command) {
+pub fn obey_job_control(command: &mut Command) {
     let hook = || {
         for signal in [libc::SIGTTIN, libc::SIGTTOU] {
             // SAFETY: `signal` is async-signal-safe.
@@ -141,7 +141,7 @@ pub(super) fn obey_job_control(command: &mut Command) {
 
 /// Makes a process group of this session the foreground group of the controlling terminal. A process of a background
 /// group must block SIGTTOU for that.
-pub(super) fn set_foreground(tty: &OwnedFd, group: Pid) -> std::io::Result<()> {
+pub fn set_foreground(tty: &OwnedFd, group: Pid) -> std::io::Result<()> {
     let mut before = std::mem::MaybeUninit::uninit();
     let mut blocked = std::mem::MaybeUninit::uninit();
     // SAFETY: sigemptyset initialises the set that the other calls read; pthread_sigmask writes the mask of this thread
@@ -158,7 +158,7 @@ pub(super) fn set_foreground(tty: &OwnedFd, group: Pid) -> std::io::Result<()> {
 }
 
 /// Blocks all signals in the process, which then receives them through [`terminal_signals`].
-pub(super) fn block_signals(command: &mut Command) {
+pub fn block_signals(command: &mut Command) {
     let hook = || {
         let mut all = std::mem::MaybeUninit::uninit();
         // SAFETY: both calls are async-signal-safe. sigfillset initialises the set that the other one reads.
@@ -174,7 +174,7 @@ pub(super) fn block_signals(command: &mut Command) {
 
 /// Calls `each` with every signal that a key of the terminal sends to this process, until `each` returns false. Signals
 /// from other processes are consumed and ignored. All signals must be blocked.
-pub(super) fn terminal_signals(mut each: impl FnMut(i32) -> bool) {
+pub fn terminal_signals(mut each: impl FnMut(i32) -> bool) {
     let mut wanted = std::mem::MaybeUninit::uninit();
     let mut info = std::mem::MaybeUninit::<libc::siginfo_t>::uninit();
     // SAFETY: sigemptyset initialises the set; the signals are valid.
@@ -196,7 +196,7 @@ pub(super) fn terminal_signals(mut each: impl FnMut(i32) -> bool) {
 }
 
 /// Detaches the reaper: its own session, signals that end sessions ignored, and no descriptors but the standard three.
-pub(super) fn detach(command: &mut Command) {
+pub fn detach(command: &mut Command) {
     let hook = || {
         setsid()?;
         for signal in REAPER_IGNORES {
@@ -276,7 +276,7 @@ pub fn register(fd: OwnedFd) -> Option<AsyncFd<OwnedFd>> {
 }
 
 /// Registers a shared descriptor with tokio's reactor; `None` if that fails.
-pub(super) fn register_shared(fd: Arc<OwnedFd>) -> Option<AsyncFd<Arc<OwnedFd>>> {
+pub fn register_shared(fd: Arc<OwnedFd>) -> Option<AsyncFd<Arc<OwnedFd>>> {
     // SAFETY: an OwnedFd is always the same open descriptor, and is open at least until the AsyncFd drops its share.
     unsafe { AsyncFd::register(fd) }.ok()
 }

@@ -94,7 +94,7 @@ fn addresses_among(visible: Option<&str>) -> Vec<String> {
 
 /// Selects the addresses of visible GPUs from pairs of UUID and address. `visible` is `CUDA_VISIBLE_DEVICES`, which
 /// names GPUs by index or by a prefix of the UUID.
-pub(crate) fn visible_addresses(gpus: &[(String, String)], visible: Option<&str>) -> Vec<String> {
+pub fn visible_addresses(gpus: &[(String, String)], visible: Option<&str>) -> Vec<String> {
     let Some(visible) = visible else { return gpus.iter().map(|(_, address)| address.clone()).collect() };
     let named = |entry: &str| match entry.parse::<usize>() {
         Ok(index) => gpus.get(index),

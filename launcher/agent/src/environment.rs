@@ -8,11 +8,11 @@ use std::process::Command;
 use xlaunch_proto::env;
 
 use crate::command::ResolvedCommand;
-use crate::devices::Placement;
 use crate::group::Assignment;
-use crate::group::interface::Interface;
-use crate::libraries::Libraries;
-use crate::spawn::flight_recorder;
+use crate::python::flight_recorder;
+use xlaunch_host::devices::Placement;
+use xlaunch_host::libraries::Libraries;
+use xlaunch_host::network::Interface;
 
 /// Variables whose value differs between workers or attempts, in addition to `CUDA_VISIBLE_DEVICES` with virtual local
 /// ranks.

@@ -1,7 +1,7 @@
 //! Makes text from workers, peers and files safe to print on a terminal.
 
 /// Escapes all characters that move the cursor, change colours or reverse the direction of writing.
-pub(crate) fn escaped(text: &str) -> String {
+pub fn escaped(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
         let is_bidi =

@@ -35,7 +35,7 @@ impl fmt::Display for Exit {
 
 impl Exit {
     /// Describes the exit of a command, whose exit codes are its own.
-    pub(crate) fn of_command(self) -> String {
+    pub fn of_command(self) -> String {
         match self {
             Self::Code(code) => format!("exit code {code}"),
             Self::Signal(_) | Self::Unknown => self.to_string(),
@@ -44,7 +44,7 @@ impl Exit {
 }
 
 /// `SIGTERM`, without a description.
-pub(crate) fn short_signal_name(signal: i32) -> &'static str {
+pub fn short_signal_name(signal: i32) -> &'static str {
     let name = signal_name(signal);
     name.split_once(':').map_or(name, |(name, _)| name)
 }

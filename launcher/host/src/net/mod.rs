@@ -1,18 +1,15 @@
-//! Sockets of xlaunch's processes: gRPC over unix sockets, credentials of peers, and limits on connections.
+//! Sockets that servers of xlaunch listen on: credentials of peers, and limits on connections.
 //!
 //! ```text
 //! client --connect--> socket --accept: credentials, limits--> Connection --> tonic or hyper
 //! ```
-//! - [`mod@connect`]: a gRPC channel over a unix socket;
 //! - [`limits`]: decides which connections stay open when there are too many (pure, except for closing them);
 //! - [`mod@accept`]: the accept loop of a server, which applies these limits.
 //!
 //! Invariant: a client that opens many connections, or sends nothing on them, cannot lock out another user.
 
 pub mod accept;
-pub mod connect;
 pub mod limits;
 
 pub use accept::{Credentials, accept, peer_credentials};
-pub use connect::{connect, connect_stream};
 pub use limits::{Connection, Connections, Limits, Peer};

@@ -3,7 +3,7 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// How long an event loop sleeps if it has no deadline.
-pub(crate) const IDLE_SLEEP: Duration = Duration::from_secs(3600);
+pub const IDLE_SLEEP: Duration = Duration::from_secs(3600);
 
 /// Time since the Unix epoch; zero if the clock is set to an earlier time.
 pub fn unix() -> Duration {

@@ -11,7 +11,7 @@ use serde::Deserialize;
 use tokio::sync::mpsc;
 
 use super::channel;
-use crate::spawn::exit_status;
+use xlaunch_host::spawn::exit_status;
 
 /// Limit on the output of the imports that is kept.
 const MAX_OUTPUT_BYTES: usize = 64 << 10;

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use rustix::thread::CpuSet;
 
-use crate::command::Binding;
+use xlaunch_spec::command::Binding;
 
 /// Logical CPU numbers.
 type Cpus = BTreeSet<usize>;

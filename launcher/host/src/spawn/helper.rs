@@ -11,15 +11,15 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Result of a helper program.
 #[derive(Debug)]
-pub(crate) struct Done<T> {
+pub struct Done<T> {
     /// `None` if the program was killed at its time limit.
-    pub(crate) success: Option<bool>,
-    pub(crate) stdout: T,
-    pub(crate) stderr: T,
+    pub success: Option<bool>,
+    pub stdout: T,
+    pub stderr: T,
 }
 
 /// Runs a command with piped output. Both readers must read to the end. Blocks.
-pub(crate) fn run<T: Send + Default>(
+pub fn run<T: Send + Default>(
     mut command: Command,
     timeout: Duration,
     read_stdout: impl FnOnce(ChildStdout) -> T + Send,

@@ -10,7 +10,7 @@ const RELEASE_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Waits until no GPU lists any of these exited processes. Returns false after `timeout`. Returns immediately without
 /// NVML, and in a container, where NVML reports the process ids of the host.
-pub(crate) async fn released(pids: &[u32], timeout: Duration) -> bool {
+pub async fn released(pids: &[u32], timeout: Duration) -> bool {
     let pids = pids.to_vec();
     // NVML blocks for milliseconds. If it fails, the memory counts as released.
     tokio::task::spawn_blocking(move || wait(&pids, timeout)).await.unwrap_or(true)

@@ -1,4 +1,12 @@
 //! Finds the Python interpreter of this node, and builds the command lines that run programs with it.
+//!
+//! - [`preload`] forks workers from a process that has already imported their modules;
+//! - [`faulthandler`] makes programs print their stacks;
+//! - [`flight_recorder`] reads PyTorch's record of collectives.
+
+pub(crate) mod faulthandler;
+pub(crate) mod flight_recorder;
+pub(crate) mod preload;
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;

@@ -13,14 +13,14 @@ use std::time::Duration;
 use fs_err::os::unix::fs::OpenOptionsExt;
 use rustix::fs::OFlags;
 
-use crate::spawn::environment::BaseEnvironment;
+use crate::environment::BaseEnvironment;
 
 /// Time from [`FlightRecorders::trigger`] to the complete dump: up to a second until the monitoring thread notices, and
 /// the time to write the dump.
 const DUMP_TIME: Duration = Duration::from_secs(3);
 
 /// Variable with the path prefix of dumps. Its value differs between workers.
-pub(super) const DUMP_FILE: &str = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE";
+pub(crate) const DUMP_FILE: &str = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE";
 const PIPE: &str = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE";
 /// Capacity of the ring buffer, in events.
 const BUFFER_SIZE: &str = "2000";
@@ -29,7 +29,7 @@ const STEM: &str = "nccl_trace_rank_";
 
 /// Returns the variables that a worker needs and does not inherit. Dumps go to its log directory `dir`, pipes to the
 /// directory of `socket`, which is local. In the table, each variable is followed by its alias in newer versions.
-pub(super) fn variables(
+pub(crate) fn variables(
     inherited: &dyn Fn(&str) -> Option<OsString>,
     dir: &Path,
     socket: &Path,

@@ -10,8 +10,9 @@ use std::time::Duration;
 
 use nix::ifaddrs::getifaddrs;
 use nix::net::if_::InterfaceFlags;
+use xlaunch_spec::command::GroupSpec;
 
-pub(super) const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
+pub const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The reason why no address was found.
 #[derive(Debug, thiserror::Error)]
@@ -61,7 +62,7 @@ pub struct Wish<'a> {
 
 /// An address of an interface that is up.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Interface {
+struct InterfaceAddress {
     name: String,
     /// `None` if it has neither an IPv4 nor an IPv6 address.
     address: Option<IpAddr>,
@@ -137,20 +138,41 @@ async fn resolve(host: &str) -> io::Result<Vec<IpAddr>> {
 }
 
 /// Lists the addresses of all interfaces that are up, in the kernel's order.
-fn interfaces() -> io::Result<Vec<Interface>> {
+fn interfaces() -> io::Result<Vec<InterfaceAddress>> {
     let found = getifaddrs()?.filter(|entry| entry.flags.contains(InterfaceFlags::IFF_UP));
     let interface = |entry: nix::ifaddrs::InterfaceAddress| {
         let storage = entry.address;
         let v4 = storage.and_then(|address| address.as_sockaddr_in().map(|address| IpAddr::V4(address.ip())));
         let v6 =
             || storage.and_then(|address| address.as_sockaddr_in6().map(|address| IpAddr::V6(address.ip())));
-        Interface { name: entry.interface_name, address: v4.or_else(v6) }
+        InterfaceAddress { name: entry.interface_name, address: v4.or_else(v6) }
     };
     Ok(found.map(interface).collect())
 }
 
+/// The network interface for a job's traffic.
+#[derive(Clone, Debug)]
+pub struct Interface {
+    /// Interface name, such as `eth0`.
+    pub name: String,
+    /// The user has named it with `--interface`.
+    pub is_chosen_by_user: bool,
+}
+
+impl Interface {
+    /// Returns the interface for a command's workers: the one given with `--interface`, or else the one that has the
+    /// node's address.
+    pub fn of_node(group: &GroupSpec, address: &str) -> Option<Self> {
+        if let Some(name) = group.interface.clone() {
+            return Some(Self { name, is_chosen_by_user: true });
+        }
+        let name = interface_with(address.parse().ok()?)?;
+        Some(Self { name, is_chosen_by_user: false })
+    }
+}
+
 /// Returns the name of the interface with this address.
-pub(in crate::group) fn interface_with(address: IpAddr) -> Option<String> {
+fn interface_with(address: IpAddr) -> Option<String> {
     let found = interfaces().ok()?.into_iter().find(|interface| interface.address == Some(address));
     found.map(|interface| interface.name)
 }
@@ -172,7 +194,7 @@ fn is_usable(address: IpAddr) -> bool {
     !(link_local || address.is_loopback() || address.is_unspecified() || address.is_multicast())
 }
 
-fn has(interfaces: &[Interface], address: IpAddr) -> bool {
+fn has(interfaces: &[InterfaceAddress], address: IpAddr) -> bool {
     // An interface lists only one address of 127.0.0.0/8, but all of them are local.
     let any_v4_loopback = address.is_ipv4() && address.is_loopback();
     any_v4_loopback || interfaces.iter().any(|interface| interface.address == Some(address))
@@ -184,7 +206,7 @@ fn choose(
     connection: IpAddr,
     local: bool,
     endpoint: &[IpAddr],
-    interfaces: &[Interface],
+    interfaces: &[InterfaceAddress],
 ) -> Result<IpAddr, AddressError> {
     let usable = |address: &IpAddr| is_usable(*address) || (local && address.is_loopback());
     let addresses = |wanted: Option<&str>| -> Vec<IpAddr> {
@@ -206,8 +228,8 @@ fn choose(
     same_family(own).or_else(|| same_family(addresses(None))).ok_or(AddressError::OnlyLoopback)
 }
 
-fn no_address(name: &str, interfaces: &[Interface]) -> AddressError {
-    let names = |keep: &dyn Fn(&Interface) -> bool| {
+fn no_address(name: &str, interfaces: &[InterfaceAddress]) -> AddressError {
+    let names = |keep: &dyn Fn(&InterfaceAddress) -> bool| {
         let mut names: Vec<String> =
             interfaces.iter().filter(|found| keep(found)).map(|found| found.name.clone()).collect();
         names.sort();
@@ -222,7 +244,7 @@ fn no_address(name: &str, interfaces: &[Interface]) -> AddressError {
 }
 
 /// Chooses the addresses to listen on; see [`to_listen`]. `local`: all nodes are on this host.
-fn listening(local: bool, endpoint: &[IpAddr], interfaces: &[Interface]) -> Vec<IpAddr> {
+fn listening(local: bool, endpoint: &[IpAddr], interfaces: &[InterfaceAddress]) -> Vec<IpAddr> {
     let named = |address: &&IpAddr| {
         address.is_unspecified() || (has(interfaces, **address) && (local || is_usable(**address)))
     };
@@ -248,7 +270,7 @@ mod tests {
     }
 
     /// A host with two networks, one of them with both families.
-    fn host() -> Vec<Interface> {
+    fn host() -> Vec<InterfaceAddress> {
         let addresses = [
             ("lo", "127.0.0.1"),
             ("lo", "::1"),
@@ -258,10 +280,10 @@ mod tests {
             ("ib0", "10.88.0.10"),
             ("link", "169.254.3.4"),
         ];
-        let mut interfaces: Vec<Interface> = addresses
-            .map(|(name, address)| Interface { name: name.into(), address: Some(ip(address)) })
+        let mut interfaces: Vec<InterfaceAddress> = addresses
+            .map(|(name, address)| InterfaceAddress { name: name.into(), address: Some(ip(address)) })
             .into();
-        interfaces.push(Interface { name: "bare".into(), address: None });
+        interfaces.push(InterfaceAddress { name: "bare".into(), address: None });
         interfaces
     }
 
@@ -292,7 +314,7 @@ mod tests {
             let found = chosen(None, connection, endpoint);
             assert_eq!(found.as_deref(), Ok(expected), "{connection} {endpoint}");
         }
-        let alone = [Interface { name: "lo".into(), address: Some(ip("127.0.0.1")) }];
+        let alone = [InterfaceAddress { name: "lo".into(), address: Some(ip("127.0.0.1")) }];
         let error = choose(None, ip("127.0.0.1"), false, &[], &alone).unwrap_err().to_string();
         assert!(error.contains("no address that other hosts can reach; set one"), "{error}");
     }

@@ -27,7 +27,7 @@ const DROP_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The processes of one attempt. Dropping it kills those that remain, and removes its cgroups.
 #[derive(Debug)]
-pub(crate) struct ProcessTree {
+pub struct ProcessTree {
     members: RunProcesses,
     cgroups: Option<RankCgroups>,
     /// Whether a worker could not enter its cgroup.
@@ -37,23 +37,23 @@ pub(crate) struct ProcessTree {
 
 /// A process that still exists.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Survivor {
-    pub(crate) pid: u32,
+pub struct Survivor {
+    pub pid: u32,
     /// The kernel's name of the program, up to 15 bytes.
-    pub(crate) name: String,
+    pub name: String,
     /// The state letter that `ps` shows. A process in state `D` cannot be killed.
-    pub(crate) state: char,
+    pub state: char,
 }
 
 impl ProcessTree {
     /// Creates a tree for `world` local ranks, with a cgroup for each if version 2 is mounted and writable.
-    pub(crate) fn create(run_id: &str, attempt: u32, world: u32) -> Self {
+    pub fn create(run_id: &str, attempt: u32, world: u32) -> Self {
         let mut tree = Self::without_cgroup(run_id);
         tree.cgroups = RankCgroups::create(run_id, attempt, world);
         tree
     }
 
-    pub(super) fn without_cgroup(run_id: &str) -> Self {
+    pub fn without_cgroup(run_id: &str) -> Self {
         let pid = getpid();
         let members = RunProcesses {
             mark: membership::mark(run_id),
@@ -70,7 +70,7 @@ impl ProcessTree {
 
     /// Adds the run's mark to the command's environment, and makes the command enter its rank's cgroup before its
     /// program runs.
-    pub(crate) fn prepare(&self, local_rank: u32, command: &mut Command) {
+    pub fn prepare(&self, local_rank: u32, command: &mut Command) {
         command.env(env::SCOPE, &self.members.mark);
         if let Some(procs) = self.cgroup_of(local_rank) {
             sys::enter_cgroup(command, procs);
@@ -78,12 +78,12 @@ impl ProcessTree {
     }
 
     /// Opens `cgroup.procs` of a rank, for a worker that does not enter its cgroup itself.
-    pub(crate) fn cgroup_of(&self, local_rank: u32) -> Option<Arc<OwnedFd>> {
+    pub fn cgroup_of(&self, local_rank: u32) -> Option<Arc<OwnedFd>> {
         self.cgroups.as_ref().and_then(|cgroups| cgroups.procs_file(local_rank))
     }
 
     /// Adds a started worker, whose [`Worker`](super::Worker) must outlive this tree so that its id is not reused.
-    pub(crate) fn add(&mut self, pid: u32) {
+    pub fn add(&mut self, pid: u32) {
         if let Some(process) = Process::read(pid) {
             self.members.leaders.insert(pid, process.started);
             self.outside_cgroup |= !self.cgroups.as_ref().is_some_and(|cgroups| cgroups.contains(pid));
@@ -92,14 +92,14 @@ impl ProcessTree {
 
     /// Excludes the workers of `next` from this tree. They are started before this tree is killed, but begin to work
     /// only afterwards.
-    pub(crate) fn spare(&mut self, next: &Self) {
+    pub fn spare(&mut self, next: &Self) {
         self.members.spared.clone_from(&next.members.leaders);
     }
 
     /// Signals the process groups of all workers, including exited ones, whose children may still run. Stopped groups
     /// are continued, so that a terminating signal is delivered. The groups of `except` are left out, as they have
     /// already received the signal.
-    pub(crate) fn signal(&self, signal: Signal, except: &[u32]) {
+    pub fn signal(&self, signal: Signal, except: &[u32]) {
         self.signal_groups(signal, except);
         if ![Signal::KILL, Signal::STOP, Signal::CONT].contains(&signal) {
             self.signal_groups(Signal::CONT, &[]);
@@ -119,19 +119,19 @@ impl ProcessTree {
     }
 
     /// Handles SIGTSTP: stops the workers, then this process. Call [`resume`](Self::resume) on SIGCONT.
-    pub(crate) fn suspend(&self) {
+    pub fn suspend(&self) {
         self.signal_groups(Signal::STOP, &[]);
         // Cannot fail for this process itself.
         let _ = kill_process(getpid(), Signal::STOP);
     }
 
     /// Handles SIGCONT: continues the workers.
-    pub(crate) fn resume(&self) {
+    pub fn resume(&self) {
         self.signal_groups(Signal::CONT, &[]);
     }
 
     /// Sends SIGKILL to all processes until no new ones appear. Returns before all have exited.
-    pub(crate) fn kill(&self) {
+    pub fn kill(&self) {
         self.kill_found();
     }
 
@@ -147,7 +147,7 @@ impl ProcessTree {
     }
 
     /// Returns the processes that still exist.
-    pub(crate) fn survivors(&self) -> Vec<Survivor> {
+    pub fn survivors(&self) -> Vec<Survivor> {
         let survivor =
             |process: Process| Survivor { pid: process.pid, name: process.name, state: process.state };
         self.members().into_iter().map(survivor).collect()
@@ -165,7 +165,7 @@ impl ProcessTree {
 
     /// Kills all processes and waits until they are gone. Returns those that remain after `timeout`: the kernel cannot
     /// end them, usually because a device does not respond.
-    pub(crate) async fn kill_and_wait(&self, timeout: Duration) -> Vec<Survivor> {
+    pub async fn kill_and_wait(&self, timeout: Duration) -> Vec<Survivor> {
         let deadline = Instant::now() + timeout;
         let mut pause = Duration::from_millis(1);
         loop {
@@ -180,13 +180,13 @@ impl ProcessTree {
     }
 
     /// Returns the OOM kills since this tree was created.
-    pub(crate) fn oom_kills(&self, local_rank: u32) -> OomKills {
+    pub fn oom_kills(&self, local_rank: u32) -> OomKills {
         let of_rank = self.cgroups.as_ref().and_then(|cgroups| cgroups.oom_kills(local_rank));
         self.oom_before.kills_since(of_rank.unwrap_or(0))
     }
 
     /// Returns whether all workers added so far are in their cgroups.
-    pub(crate) fn has_cgroup(&self) -> bool {
+    pub fn has_cgroup(&self) -> bool {
         self.cgroups.is_some() && !self.outside_cgroup
     }
 

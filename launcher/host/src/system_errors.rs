@@ -5,14 +5,14 @@ use std::io;
 use rustix::io::Errno;
 
 /// Advice for the limit on processes, which also counts threads.
-pub(crate) const PROCESS_LIMIT_HELP: &str =
+pub const PROCESS_LIMIT_HELP: &str =
     "raise the limit: ulimit -u, the container's pids limit, or TasksMax of the unit";
 /// Advice for the limit on open files of a process.
-pub(crate) const FILE_LIMIT_HELP: &str =
+pub const FILE_LIMIT_HELP: &str =
     "xlaunch needs about five files per worker; raise the hard limit: ulimit -Hn, or LimitNOFILE of the unit";
 /// Advice for refused system calls. waitid on a pidfd needs Linux 5.4, pidfd_open needs 5.3. Some container runtimes
 /// refuse calls that they do not know.
-pub(crate) const SYSTEM_CALL_HELP: &str =
+pub const SYSTEM_CALL_HELP: &str =
     "xlaunch needs Linux 5.4 or later, and in a container a seccomp profile that allows this call";
 
 /// Describes an error that occurred while something was started or opened, with advice if the reason is a limit or a
@@ -31,7 +31,7 @@ pub fn describe(error: &io::Error) -> String {
 }
 
 /// Prefixes an error with the operation that failed.
-pub(crate) fn context(what: impl std::fmt::Display, error: &io::Error) -> io::Error {
+pub fn context(what: impl std::fmt::Display, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{what}: {}", describe(error)))
 }
 

@@ -28,16 +28,16 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open};
+use rustix::process::Signal;
 use rustix::thread::CpuSet;
 use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
 
-use super::environment::BaseEnvironment;
-use super::process_tree::ProcessTree;
-use super::{Options, Spawned, Spawner, Worker, children, sys};
-use crate::process::Process;
+use crate::environment::BaseEnvironment;
 pub(crate) use imports::Imported;
+use xlaunch_host::process::Process;
+use xlaunch_host::spawn::process_tree::ProcessTree;
+use xlaunch_host::spawn::{Options, Spawned, Spawner, Worker, children, sys};
 
 /// The program of the preloading process, for Python 3.8 or newer.
 const PROGRAM: &str = include_str!("program.py");
@@ -248,15 +248,13 @@ fn fork(
 
 /// Opens the pidfd of an adopted worker, moves it to its cgroup, and lets it run.
 fn release(pid: u32, cgroup: Option<&OwnedFd>, mut adopted: PipeWriter) -> io::Result<Worker> {
-    let pid_typed = i32::try_from(pid).ok().and_then(Pid::from_raw);
-    let pid_typed = pid_typed.ok_or_else(|| io::Error::other(format!("{pid} is not a process id")))?;
-    let pidfd = pidfd_open(pid_typed, PidfdFlags::NONBLOCK)?;
+    let worker = Worker::adopted(pid)?;
     if let Some(procs) = cgroup {
         // Errors are ignored: `ProcessTree::add` checks whether the process is in its cgroup.
         let _ = rustix::io::write(procs, pid.to_string().as_bytes());
     }
     adopted.write_all(b"\n")?;
-    Ok(Worker { pid, pid_typed, pidfd: Arc::new(pidfd) })
+    Ok(worker)
 }
 
 #[cfg(test)]

@@ -42,7 +42,7 @@ const SOON_FACTOR: u32 = 4;
 
 /// The reaction to a worker that was stopped because it used the terminal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Answer {
+pub enum Answer {
     /// xlaunch is in the foreground: grant the terminal to the worker.
     Grant,
     /// xlaunch is in the background of a shell that can bring it to the foreground: suspend the job.
@@ -53,7 +53,7 @@ pub(crate) enum Answer {
 
 /// Grants the controlling terminal to workers. Dropping this takes the terminal back.
 #[derive(Debug)]
-pub(crate) struct Terminal {
+pub struct Terminal {
     relays: BTreeMap<u32, Relay>,
     relayed: mpsc::UnboundedSender<Relayed>,
     grant: Option<Grant>,
@@ -72,20 +72,20 @@ struct Grant {
 
 /// A signal from the terminal that has reached only a worker's process group.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Relayed {
-    pub(crate) worker: u32,
-    pub(crate) signal: Signal,
+pub struct Relayed {
+    pub worker: u32,
+    pub signal: Signal,
 }
 
 impl Terminal {
     /// Creates the handle. Signals that reach only a worker during a grant are sent to `relayed`.
-    pub(crate) fn new(relayed: mpsc::UnboundedSender<Relayed>) -> Self {
+    pub fn new(relayed: mpsc::UnboundedSender<Relayed>) -> Self {
         Self { relays: BTreeMap::new(), relayed, grant: None, duration: MIN_GRANT, ended: None }
     }
 
     /// Returns the reaction to a stopped worker, which leads the process group `worker`; `None` without a controlling
     /// terminal.
-    pub(crate) fn answer(worker: u32) -> Option<Answer> {
+    pub fn answer(worker: u32) -> Option<Answer> {
         let own = Process::own().filter(|own| own.group != 0)?;
         let foreground = tcgetpgrp(controlling_terminal().ok()?).ok()?.as_raw_nonzero().get().cast_unsigned();
         let orphaned = || is_orphaned(&Process::all(), &own);
@@ -93,7 +93,7 @@ impl Terminal {
     }
 
     /// Lets a worker's process group use the terminal briefly.
-    pub(crate) fn grant(&mut self, worker: u32) -> io::Result<()> {
+    pub fn grant(&mut self, worker: u32) -> io::Result<()> {
         self.revoke();
         let own = Process::own().map_or(0, |own| own.group);
         let (Some(own), Some(group)) = (to_pid(own), to_pid(worker)) else {
@@ -113,12 +113,12 @@ impl Terminal {
     }
 
     /// The time at which to call [`revoke`](Self::revoke).
-    pub(crate) fn deadline(&self) -> Option<Instant> {
+    pub fn deadline(&self) -> Option<Instant> {
         self.grant.as_ref().map(|grant| grant.until)
     }
 
     /// Takes the terminal back.
-    pub(crate) fn revoke(&mut self) {
+    pub fn revoke(&mut self) {
         let Some(Grant { tty, own, worker, .. }) = self.grant.take() else { return };
         self.ended = Some(Instant::now());
         // A shell may have given the terminal to another job.
@@ -129,7 +129,7 @@ impl Terminal {
     }
 
     /// Takes the terminal back and stops the relays, because the workers are about to be killed.
-    pub(crate) fn end_attempt(&mut self) {
+    pub fn end_attempt(&mut self) {
         self.revoke();
         self.relays.clear();
     }
@@ -194,7 +194,7 @@ pub fn relay_main() -> ExitCode {
 /// Returns whether a worker can read xlaunch's standard input. It can unless the input is xlaunch's controlling
 /// terminal and xlaunch either can never come to the foreground or has a process group without an id in this PID
 /// namespace.
-pub(crate) fn offers_stdin() -> bool {
+pub fn offers_stdin() -> bool {
     let stdin = io::stdin();
     let Some(own) = Process::own() else { return false };
     if !stdin.is_terminal() {

@@ -38,7 +38,7 @@ const MAX_CLEANUP_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A running reaper. Dropping this kills it without any cleanup, which xlaunch has done by then.
 #[derive(Debug)]
-pub(crate) struct Reaper {
+pub struct Reaper {
     child: Child,
     pipe: ChildStdin,
 }
@@ -46,7 +46,7 @@ pub(crate) struct Reaper {
 impl Reaper {
     /// Starts the reaper of a launch with these private directories. It must be started before any other process, and
     /// dropped after all processes and directories are gone.
-    pub(crate) fn start(run_id: &str, private: &[PathBuf]) -> std::io::Result<Self> {
+    pub fn start(run_id: &str, private: &[PathBuf]) -> std::io::Result<Self> {
         let mut command = Command::new("/proc/self/exe");
         command.arg0(NAME);
         Self::start_as(command, run_id, private).map_err(|error| {
@@ -82,7 +82,7 @@ impl Reaper {
     }
 
     /// Replaces the workers in the cleanup plan with those of these trees. Must be called after each start.
-    pub(crate) fn watch<'a>(&self, trees: impl Iterator<Item = &'a ProcessTree>) {
+    pub fn watch<'a>(&self, trees: impl Iterator<Item = &'a ProcessTree>) {
         let mut records = Vec::new();
         record(&mut records, b'a', b"");
         for (pid, started) in trees.flat_map(ProcessTree::leaders) {
