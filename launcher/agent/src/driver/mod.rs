@@ -39,7 +39,7 @@ use crate::rendezvous::peers::Peers;
 use crate::rendezvous::service::Message;
 use crate::report::Evidence;
 use crate::run_dir::RunDir;
-use crate::state::{Action, Event, Job, Outcome, Phase};
+use crate::state::{Action, Event, Job, Outcome};
 use crate::status::board::Board;
 use crate::waiting::{Group, Queries};
 use crate::workload::Workload;
@@ -223,8 +223,6 @@ struct Driver<'a> {
     /// Imports are in progress, so the node is not ready for an attempt.
     importing: bool,
     board: watch::Sender<Board>,
-    /// The job has ended with a failure.
-    failed: bool,
     /// The job goes on without this node.
     left: bool,
     /// The evidence of the current attempt must be kept.
@@ -261,7 +259,7 @@ impl<'a> Driver<'a> {
             run,
             reaper,
             workers: rules.workers,
-            job: Job::new(rules, Instant::now()),
+            job: Job::new(rules),
             membership: Membership::new(group),
             peers,
             spawner: Spawner::start()?,
@@ -271,7 +269,6 @@ impl<'a> Driver<'a> {
             preloader: None,
             importing: false,
             board,
-            failed: false,
             left: false,
             keep_evidence: false,
             kept_evidence: Vec::new(),
@@ -295,10 +292,10 @@ impl Driver<'_> {
     /// Checks for progress and for hanging ranks. Called every second.
     fn poll(&mut self, now: Instant) -> Option<Event> {
         self.restore_private();
-        let progress = match self.job.phase() {
-            Phase::Running => self.workload.read_heartbeats(&self.board, now),
+        let progress = match self.job.state() {
+            JobState::Running => self.workload.read_heartbeats(&self.board, now),
             // Ranks of other nodes may hang after the last rank of this node has exited.
-            Phase::Waiting if self.job.waits_for_other_nodes() => None,
+            JobState::Starting if self.job.waits_for_other_nodes() => None,
             _ => return None,
         };
         if let Some(hang) = self.workload.report_stalls(&self.board, now) {
@@ -386,7 +383,6 @@ impl Driver<'_> {
                         preloader.end().await;
                     }
                     self.board.send_modify(|board| board.time.end(Instant::now()));
-                    self.failed = end.root.is_some();
                     outcome = Some(end);
                 }
             }
@@ -401,15 +397,7 @@ impl Driver<'_> {
     }
 
     fn publish_state(&self) {
-        let state = match self.job.phase() {
-            Phase::Waiting => JobState::Starting,
-            Phase::Rendezvous => JobState::Rendezvous,
-            Phase::Running => JobState::Running,
-            Phase::Stopping => JobState::Stopping,
-            Phase::Ended if self.failed => JobState::Failed,
-            Phase::Ended => JobState::Done,
-        };
-        self.board.send_modify(|board| board.set_state(state));
+        self.board.send_modify(|board| board.set_state(self.job.state()));
     }
 
     fn exited(&mut self, exited: WorkerExit) -> Option<Event> {
@@ -419,7 +407,7 @@ impl Driver<'_> {
             return None;
         }
         let oom = self.attempt.is_out_of_memory(rank, exit).then_some(Event::OomKilled { rank });
-        let is_first_failure = self.job.phase() == Phase::Running && exit != Exit::Code(0);
+        let is_first_failure = self.job.state() == JobState::Running && exit != Exit::Code(0);
         let progress =
             is_first_failure.then(|| self.workload.read_heartbeats(&self.board, Instant::now())).flatten();
         for event in oom.into_iter().chain(self.symptom(rank, exit)).chain(progress) {
@@ -491,7 +479,7 @@ impl Driver<'_> {
     fn suspend(&mut self) {
         self.terminal.revoke();
         match &self.preloader {
-            Some(preloader) if self.job.phase() == Phase::Waiting => preloader.suspend(),
+            Some(preloader) if self.job.state() == JobState::Starting => preloader.suspend(),
             _ => self.attempt.suspend(),
         }
     }

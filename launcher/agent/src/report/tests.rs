@@ -17,7 +17,7 @@ fn job(kind: Kind, workers: u32) -> Job {
         shutdown_timeout_max: Duration::from_secs(600),
         propagate_exit_code: false,
     };
-    let mut job = Job::new(rules, Instant::now());
+    let mut job = Job::new(rules);
     job.handle(Event::Begin { attempt: 0, node_rank: 0, first_rank: 0 }, Instant::now());
     job
 }

@@ -1,96 +1,31 @@
 //! The end of an attempt on this node, the report to the coordinator, and the end of the job.
 
+use std::path::PathBuf;
 use std::time::Instant;
 
 use xlaunch_proto::v1::{GroupEnd, NodeEnded, Restarting, RootCause};
 use xlaunch_spec::exit::ExitCode;
 
-use super::{
-    Action, Failure, HEALTHY_AFTER, Job, Kind, Outcome, Phase, StopCause, exits, first_phase, outcome,
-};
+use super::attempt::{Attempt, Life, Request};
+use super::{Action, Failure, HEALTHY_AFTER, Job, Kind, Outcome, Phase, exits};
 
 impl Job {
-    pub(super) fn begin_attempt(&mut self, attempt: u32, now: Instant) -> Vec<Action> {
-        self.phase = first_phase(self.rules.kind);
-        (self.attempt, self.attempt_start) = (attempt, now);
-        self.alive.fill(true);
-        (self.terminated, self.killed, self.deadline, self.stop_limit) = (false, false, None, None);
-        (self.progressed, self.failed_at, self.first_done) = (false, None, None);
-        (self.reported, self.stopped, self.last, self.incomplete) = (None, 0, None, None);
-        self.sessions.clear();
-        self.symptoms.clear();
-        self.out_of_memory.clear();
-        self.dying.clear();
-        vec![Action::Start { attempt }]
-    }
-
     /// Ends the attempt, because the last worker is gone. Returns the report to the coordinator.
     pub(super) fn attempt_ended(&mut self, now: Instant) -> Vec<Action> {
-        (self.phase, self.deadline) = (Phase::Waiting, None);
-        self.find_early_exits();
-        self.order_by_symptoms();
-        let mut failures = std::mem::take(&mut self.failures);
-        let paused = self.stop == Some(StopCause::Pause);
-        // Exit code of the job if it is stopped before the next attempt; it tells whether the workers have saved.
-        let paused_exit = paused.then(|| self.outcome(failures.clone()).exit);
-        if paused {
-            self.stop = None;
-        } else if let Some(problem) = &self.incomplete {
-            // Not after a pause: the next attempt takes an earlier checkpoint and says so.
-            failures.push(Failure::of_group(problem.clone(), ExitCode::Data));
-        }
-        let own: Vec<Failure> = failures.iter().filter(|failure| !failure.elsewhere).cloned().collect();
-        let root = outcome::root_of(&own).map(|index| self.cause(&own[index]));
-        let by_age = self.rules.kind == Kind::Command && !self.counts_steps;
-        let progressed = self.progressed || by_age && self.has_lived(now);
-        let is_final = self.stop.is_some() || failures.iter().any(|failure| failure.preempted);
-        let outcome = self.outcome(own);
-        let ended = NodeEnded {
-            attempt: self.attempt,
-            // A consequence of a pause is not a failure.
-            root: root.filter(|root| !(paused && root.consequence)),
-            progressed,
-            differing: std::mem::take(&mut self.differing),
-            r#final: is_final,
-            exit_code: paused_exit.unwrap_or(outcome.exit).code().into(),
-            saved: self.checkpoint.is_some(),
+        let Phase::Attempt(mut attempt) = std::mem::replace(&mut self.phase, Phase::Waiting(None)) else {
+            return Vec::new();
         };
-        self.last = Some(outcome);
-        let end = self.group_end.take().map_or_else(Vec::new, |end| self.end(&end));
+        let (ended, last) = attempt.end(self.counts_steps, self.checkpoint.as_ref(), now);
+        self.phase = Phase::Waiting(Some(last));
+        let end = attempt.group_end.map_or_else(Vec::new, |end| self.end(&end));
         [vec![Action::Kill, Action::ReportEnd(ended)], end].concat()
-    }
-
-    /// Returns whether the attempt ran long enough before it failed to count as progress.
-    fn has_lived(&self, now: Instant) -> bool {
-        let failed = self.failed_at.unwrap_or(now);
-        failed.saturating_duration_since(self.attempt_start) >= HEALTHY_AFTER
-    }
-
-    /// Converts a failure to the coordinator's form.
-    pub(super) fn cause(&self, failure: &Failure) -> RootCause {
-        let code_text = match (self.rules.kind, failure.status) {
-            (_, None) => String::new(),
-            (Kind::Trainer, Some(exit)) => exit.to_string(),
-            (Kind::Command, Some(exit)) => exit.of_command(),
-        };
-        RootCause {
-            rank: failure.rank.map(|rank| self.first_rank + rank),
-            message: what(failure),
-            code_text,
-            code: failure.code(),
-            exit_code: failure.exit.code().into(),
-            consequence: failure.consequence,
-            infrastructure: failure.infrastructure,
-            counted_as: exits::counted_as(failure, !self.differing.is_empty()).into(),
-            refused: failure.status.is_none() && failure.exit == ExitCode::Gpu,
-        }
     }
 
     /// Records that another attempt will follow.
     pub(super) fn restarting(&mut self, restarting: Restarting) -> Vec<Action> {
         let Restarting { attempt, notice, root, keep_evidence, .. } = restarting;
-        if keep_evidence {
-            let last = self.last.iter().flat_map(|last| last.root.iter().chain(&last.others));
+        if keep_evidence && let Phase::Waiting(last) = &self.phase {
+            let last = last.iter().flat_map(|last| last.root.iter().chain(&last.others));
             self.first_failures = last.cloned().collect();
         }
         let RootCause { rank, message: cause, counted_as, .. } = root.unwrap_or_default();
@@ -100,33 +35,32 @@ impl Job {
 
     /// Ends the job.
     pub(super) fn end(&mut self, end: &GroupEnd) -> Vec<Action> {
-        (self.phase, self.deadline) = (Phase::Ended, None);
-        let is_elsewhere = !end.root.is_empty() && !self.is_here(end);
-        let mut outcome = match self.last.take().filter(|_| !end.stopped) {
-            Some(_) if end.of_kept_attempt => outcome::failed(std::mem::take(&mut self.first_failures)),
+        let last = match std::mem::replace(&mut self.phase, Phase::Ended { failed: false }) {
+            Phase::Waiting(last) => last,
+            Phase::Attempt(_) | Phase::Ended { .. } => None,
+        };
+        let has_failed = last.as_ref().is_some_and(|last| last.root.is_some()) || end.of_kept_attempt;
+        let is_here = end.node_rank.is_some() && end.node_rank == self.place.node_rank && has_failed;
+        let mut outcome = match last.filter(|_| !end.stopped) {
+            Some(_) if end.of_kept_attempt => failed(std::mem::take(&mut self.first_failures)),
             Some(last) => last,
             // No attempt has run, or the job ends between two of them.
-            None => Outcome { stopped: end.stopped || end.root.is_empty(), ..self.outcome(Vec::new()) },
+            None => Outcome { stopped: end.stopped || end.root.is_empty(), ..failed(Vec::new()) },
         };
-        (outcome.of_kept_attempt, outcome.first_rank) = (end.of_kept_attempt, self.first_rank);
+        (outcome.of_kept_attempt, outcome.first_rank) = (end.of_kept_attempt, self.place.first_rank);
         if u32::from(outcome.exit.code()) != end.exit_code {
             outcome.exit = self.exit(end.exit_code);
         }
         if !end.note.is_empty() {
             outcome.note = Some(end.note.clone());
         }
-        if is_elsewhere {
+        if !end.root.is_empty() && !is_here {
             (outcome.root, outcome.elsewhere) = (None, Some(end.root.clone()));
             outcome.others.clear();
         }
+        self.phase = Phase::Ended { failed: outcome.root.is_some() };
         let notice = (!end.notice.is_empty()).then(|| Action::Notify(end.notice.clone()));
         notice.into_iter().chain([Action::Kill, Action::End(outcome)]).collect()
-    }
-
-    /// Returns whether the root cause is among the failures of this node.
-    fn is_here(&self, end: &GroupEnd) -> bool {
-        let has_failed = self.last.as_ref().is_some_and(|last| last.root.is_some());
-        end.node_rank.is_some() && end.node_rank == self.node_rank && (has_failed || end.of_kept_attempt)
     }
 
     fn exit(&self, code: u32) -> ExitCode {
@@ -142,20 +76,139 @@ impl Job {
             known => known.unwrap_or(ExitCode::WorkerFailed),
         }
     }
+}
 
-    /// Returns the outcome of the job if no other attempt follows.
-    fn outcome(&self, failures: Vec<Failure>) -> Outcome {
-        let end = outcome::End {
-            kind: self.rules.kind,
-            stop: self.stop,
-            failed_before_stop: self.failed_before_stop,
-            interrupted: self.interrupted,
-            all_stopped: self.stopped == self.rules.workers && self.incomplete.is_none(),
-            none_stopped: self.stopped == 0,
-            checkpoint: self.checkpoint.as_ref(),
+impl Attempt {
+    /// Returns the report of an attempt whose last worker is gone, and the outcome of the job if no other attempt
+    /// follows. `checkpoint`: step and path of the newest checkpoint of this run.
+    fn end(
+        &mut self,
+        counts_steps: bool,
+        checkpoint: Option<&(u64, PathBuf)>,
+        now: Instant,
+    ) -> (NodeEnded, Outcome) {
+        self.find_early_exits();
+        self.order_by_symptoms();
+        let mut failures = std::mem::take(&mut self.failures);
+        let request = self.request();
+        let paused = request == Some(Request::Pause);
+        // Exit code of the job if it is stopped before the next attempt; it tells whether the workers have saved.
+        let paused_exit = paused.then(|| self.outcome(request, failures.clone(), checkpoint).exit);
+        if let Some(problem) = self.incomplete.as_ref().filter(|_| !paused) {
+            // Not after a pause: the next attempt takes an earlier checkpoint and says so.
+            failures.push(Failure::of_group(problem.clone(), ExitCode::Data));
+        }
+        let request = request.filter(|_| !paused);
+        let is_final = request.is_some() || failures.iter().any(|failure| failure.preempted);
+        failures.retain(|failure| !failure.elsewhere);
+        let root = root_of(&failures).map(|index| self.cause(&failures[index]));
+        let by_age = self.rules.kind == Kind::Command && !counts_steps;
+        let outcome = self.outcome(request, failures, checkpoint);
+        let ended = NodeEnded {
+            attempt: self.place.attempt,
+            // A consequence of a pause is not a failure.
+            root: root.filter(|root| !(paused && root.consequence)),
+            progressed: self.progressed || by_age && self.has_lived(now),
+            differing: std::mem::take(&mut self.differing),
+            r#final: is_final,
+            exit_code: paused_exit.unwrap_or(outcome.exit).code().into(),
+            saved: checkpoint.is_some(),
         };
-        end.outcome(failures)
+        (ended, outcome)
     }
+
+    /// Returns whether the attempt ran long enough before it failed to count as progress.
+    fn has_lived(&self, now: Instant) -> bool {
+        self.failed_at.unwrap_or(now).saturating_duration_since(self.start) >= HEALTHY_AFTER
+    }
+
+    /// Converts a failure to the coordinator's form.
+    pub(super) fn cause(&self, failure: &Failure) -> RootCause {
+        let code_text = match (self.rules.kind, failure.status) {
+            (_, None) => String::new(),
+            (Kind::Trainer, Some(exit)) => exit.to_string(),
+            (Kind::Command, Some(exit)) => exit.of_command(),
+        };
+        RootCause {
+            rank: failure.rank.map(|rank| self.place.first_rank + rank),
+            message: what(failure),
+            code_text,
+            code: failure.code(),
+            exit_code: failure.exit.code().into(),
+            consequence: failure.consequence,
+            infrastructure: failure.infrastructure,
+            counted_as: exits::counted_as(failure, !self.differing.is_empty()).into(),
+            refused: failure.status.is_none() && failure.exit == ExitCode::Gpu,
+        }
+    }
+
+    fn outcome(
+        &self,
+        request: Option<Request>,
+        failures: Vec<Failure>,
+        checkpoint: Option<&(u64, PathBuf)>,
+    ) -> Outcome {
+        let clean = |exit| Outcome { exit, stopped: true, ..failed(Vec::new()) };
+        let has_saved = |worker: &super::attempt::Worker| worker.life == Life::Saved;
+        match (request, self.rules.kind) {
+            (Some(Request::Interrupt), _) => clean(ExitCode::Interrupted),
+            (None | Some(Request::StopAfterFailure), _) => failed(failures),
+            (Some(_), Kind::Trainer) if self.incomplete.is_none() && self.workers.iter().all(has_saved) => {
+                clean(ExitCode::Stopped)
+            }
+            // The last step was already in progress when the stop came.
+            (Some(_), Kind::Trainer) if failures.is_empty() && !self.workers.iter().any(has_saved) => {
+                clean(ExitCode::Done)
+            }
+            (Some(_), Kind::Trainer) => without_checkpoint(failures, checkpoint),
+            // Consequences of a stop are not failures of the job.
+            (Some(request), Kind::Command) => match failures.iter().find(|failure| !failure.consequence) {
+                None => clean(u8::try_from(request.signal()).map_or(ExitCode::Internal, ExitCode::Signal)),
+                Some(failure) => Outcome { stopped: failure.preempted, ..failed(failures) },
+            },
+        }
+    }
+}
+
+impl Outcome {
+    /// Returns the rank of the root cause, if it is a rank of this node.
+    pub fn rank(&self) -> Option<u32> {
+        Some(self.first_rank + self.root.as_ref()?.rank?)
+    }
+}
+
+/// Outcome of a job that was not stopped, or had failed before.
+fn failed(mut failures: Vec<Failure>) -> Outcome {
+    let root = root_of(&failures).map(|index| failures.remove(index));
+    let exit = root.as_ref().map_or(ExitCode::Done, |root| root.exit);
+    Outcome {
+        exit,
+        root,
+        others: failures,
+        of_kept_attempt: false,
+        stopped: false,
+        first_rank: 0,
+        elsewhere: None,
+        note: None,
+    }
+}
+
+/// Outcome of a training job that was stopped but has not saved its last step.
+fn without_checkpoint(mut failures: Vec<Failure>, checkpoint: Option<&(u64, PathBuf)>) -> Outcome {
+    if failures.iter().all(|failure| failure.consequence) {
+        let message = "stopped without a checkpoint of the last step".into();
+        failures.insert(0, Failure::of_group(message, ExitCode::Retryable));
+    }
+    let note = match checkpoint {
+        Some((step, path)) => format!("newest checkpoint: step {step}, {}", path.display()),
+        None => "newest checkpoint: none was saved in this run".into(),
+    };
+    Outcome { exit: ExitCode::Retryable, stopped: true, note: Some(note), ..failed(failures) }
+}
+
+/// Returns the index of the root cause.
+fn root_of(failures: &[Failure]) -> Option<usize> {
+    failures.iter().position(|failure| !failure.consequence).or((!failures.is_empty()).then_some(0))
 }
 
 /// Describes a failure: `exit code 1: ValueError: bad`.

@@ -8,12 +8,12 @@
 //! - for commands, what a rank has written to stderr and when: an exception of its own is written before its
 //!   connections are closed, and thus before any other rank can notice.
 
-use std::collections::BTreeMap;
 use std::time::Instant;
 
 use xlaunch_spec::exit::ExitCode;
 
-use super::{Action, Event, Failure, Job, Kind, Phase, STACKS_TIMEOUT, exits};
+use super::attempt::{Attempt, Shutdown, Stage, Worker};
+use super::{Action, Event, Failure, Kind, STACKS_TIMEOUT, exits};
 use xlaunch_host::spawn::Exit;
 
 /// Progress of a trainer's rank, according to its session.
@@ -44,25 +44,19 @@ pub(super) enum Written {
     Nothing,
 }
 
-pub(super) type Sessions = BTreeMap<u32, Session>;
-pub(super) type Symptoms = BTreeMap<u32, Symptom>;
-
-impl Job {
+impl Attempt {
     pub(super) fn session_event(&mut self, event: &Event, now: Instant) -> Vec<Action> {
-        match *event {
-            Event::SessionOpened { rank } if self.is_alive(rank) => {
-                self.sessions.insert(rank, Session::Open);
-            }
-            Event::Finished { rank } => {
-                self.sessions.insert(rank, Session::Finished);
-            }
-            Event::SessionClosed { rank } => match self.sessions.get(&rank) {
-                Some(Session::Open) => {
-                    self.sessions.insert(rank, Session::ClosedEarly);
-                }
-                Some(Session::ExitedEarly) => return self.exited_early(rank, now),
-                _ => {}
-            },
+        let (Event::SessionOpened { rank } | Event::Finished { rank } | Event::SessionClosed { rank }) =
+            *event
+        else {
+            return Vec::new();
+        };
+        let Some(worker) = self.workers.get_mut(rank as usize) else { return Vec::new() };
+        match (event, worker.session) {
+            (Event::SessionOpened { .. }, _) if worker.is_alive() => worker.session = Some(Session::Open),
+            (Event::Finished { .. }, _) => worker.session = Some(Session::Finished),
+            (Event::SessionClosed { .. }, Some(Session::Open)) => worker.session = Some(Session::ClosedEarly),
+            (Event::SessionClosed { .. }, Some(Session::ExitedEarly)) => return self.exited_early(rank, now),
             _ => {}
         }
         Vec::new()
@@ -75,39 +69,41 @@ impl Job {
             self.first_done.get_or_insert(rank);
             return Vec::new();
         }
-        match self.sessions.get(&rank) {
-            Some(Session::ClosedEarly) => self.exited_early(rank, now),
-            Some(Session::Open) => {
-                self.sessions.insert(rank, Session::ExitedEarly);
-                Vec::new()
-            }
-            _ => Vec::new(),
+        let session = &mut self.workers[rank as usize].session;
+        match session {
+            Some(Session::ClosedEarly) => return self.exited_early(rank, now),
+            Some(Session::Open) => *session = Some(Session::ExitedEarly),
+            _ => {}
         }
+        Vec::new()
     }
 
     fn exited_early(&mut self, rank: u32, now: Instant) -> Vec<Action> {
-        self.sessions.insert(rank, Session::Finished);
+        self.workers[rank as usize].session = Some(Session::Finished);
         self.fail(early_exit(rank), now)
     }
 
     /// Adds ranks that exited with code 0 although others still needed them. Called at the end of an attempt that
     /// failed.
     pub(super) fn find_early_exits(&mut self) {
+        let Some(first) = self.failures.first() else { return };
         let lost_peer = |failure: &Failure| {
-            let symptom = failure.rank.and_then(|rank| self.symptoms.get(&rank));
-            symptom.is_some_and(|symptom| symptom.kind == Written::LostPeer)
+            self.symptom(failure).is_some_and(|symptom| symptom.kind == Written::LostPeer)
         };
-        if let (Some(rank), Some(first)) = (self.first_done, self.failures.first())
+        if let Some(rank) = self.first_done
             && self.failures.iter().all(|failure| failure.consequence || lost_peer(failure))
         {
             let exit = first.exit;
             self.failures.push(Failure { exit, ..early_exit(rank) });
         }
-        let early = self.sessions.iter().filter(|(_, session)| **session == Session::ExitedEarly);
-        let early: Vec<u32> = early.map(|(rank, _)| *rank).collect();
-        if !self.failures.is_empty() {
-            self.failures.extend(early.into_iter().map(early_exit));
-        }
+        let early = |(rank, worker): (u32, &Worker)| {
+            (worker.session == Some(Session::ExitedEarly)).then(|| early_exit(rank))
+        };
+        self.failures.extend((0..).zip(&self.workers).filter_map(early));
+    }
+
+    fn symptom(&self, failure: &Failure) -> Option<&Symptom> {
+        self.workers.get(failure.rank? as usize)?.symptom.as_ref()
     }
 
     /// The parameters of ranks differ. This is the failure of the differing rank, or of the group if there are several.
@@ -118,7 +114,7 @@ impl Job {
         message: String,
         now: Instant,
     ) -> Vec<Action> {
-        if self.killed || !self.differing.is_empty() {
+        if self.is_killed() || !self.differing.is_empty() {
             return Vec::new();
         }
         let failure = match ranks[..] {
@@ -137,8 +133,7 @@ impl Job {
         exit: ExitCode,
         now: Instant,
     ) -> Vec<Action> {
-        let is_known = self.failures.iter().any(|failure| failure.rank == Some(rank));
-        if self.killed || is_known || !self.is_alive(rank) {
+        if self.is_killed() || self.has_failed(rank) || !self.is_alive(rank) {
             return Vec::new();
         }
         let failure = Failure::of_rank(rank, message, exits::passed_on(Some(exit)));
@@ -156,20 +151,19 @@ impl Job {
     /// programs of a command first get [`STACKS_TIMEOUT`] to print their stacks. While the job is stopping, a deadline
     /// for that already exists.
     pub(super) fn hung(&mut self, ranks: &[u32], message: &str, now: Instant) -> Vec<Action> {
-        if self.phase == Phase::Stopping {
+        if matches!(self.stage, Stage::Stopping { .. }) {
             return Vec::new();
         }
         let hung: Vec<u32> = ranks.iter().copied().filter(|rank| self.is_alive(*rank)).collect();
         let Some((&first, others)) = hung.split_first() else { return Vec::new() };
         self.failures.push(Failure::hung(first, message.to_owned()));
-        self.note_failure(now);
+        self.failed_at = Some(now);
         let others = others.iter().map(|rank| Failure::hung(*rank, format!("hung, like rank {first}")));
         self.failures.extend(others);
-        self.phase = Phase::Stopping;
         match self.rules.kind {
-            Kind::Trainer => [self.kill(), self.prepare_next()].concat(),
+            Kind::Trainer => [vec![self.kill()], self.prepare_next()].concat(),
             Kind::Command => {
-                self.deadline = Some(now + STACKS_TIMEOUT);
+                self.shut_down(Shutdown::Exiting { deadline: now + STACKS_TIMEOUT });
                 vec![Action::PrintStacks(hung)]
             }
         }
@@ -178,7 +172,7 @@ impl Job {
     /// Returns the failure, if the exit of a command's rank is one.
     pub(super) fn command_failure(&mut self, rank: u32, exit: Exit, now: Instant) -> Option<Failure> {
         let silent = Symptom { kind: Written::Nothing, error: None, at: now };
-        let symptom = self.symptoms.entry(rank).or_insert(silent);
+        let symptom = self.workers[rank as usize].symptom.get_or_insert(silent);
         let (lost_peer, error) = (symptom.kind == Written::LostPeer, symptom.error.clone());
         // A worker may also use a requeue code after SIGTERM. That is preemption if xlaunch was stopped, but not if
         // another rank has failed.
@@ -189,7 +183,7 @@ impl Job {
             }
             _ => {
                 let hung = self.failures.iter().any(|failure| failure.hung);
-                let consequence = self.terminated || hung || lost_peer;
+                let consequence = self.is_terminated() || hung || lost_peer;
                 let failure = exits::of_command(rank, exit, self.rules.propagate_exit_code, consequence)?;
                 Some(Failure { error, ..failure })
             }
@@ -199,22 +193,22 @@ impl Job {
     /// Sorts the failures of a command by the times at which ranks wrote about them; a rank that wrote nothing counts
     /// from its exit. A rank that had written about an error of its own before xlaunch ended it has failed by itself.
     pub(super) fn order_by_symptoms(&mut self) {
-        if self.rules.kind != Kind::Command || self.stop.is_some() {
+        if self.rules.kind != Kind::Command || self.request().is_some() {
             return;
         }
-        let symptoms = &self.symptoms;
-        let symptom = |failure: &Failure| failure.rank.and_then(|rank| symptoms.get(&rank));
-        for failure in &mut self.failures {
-            if symptom(failure).is_some_and(|symptom| symptom.kind == Written::OwnError) {
+        let mut failures = std::mem::take(&mut self.failures);
+        for failure in &mut failures {
+            if self.symptom(failure).is_some_and(|symptom| symptom.kind == Written::OwnError) {
                 failure.consequence = false;
             }
         }
         // Failures of the group, failures to start and hangs are known before any exit, and preemption decides how the
         // job ends: the key `None` sorts first.
         let comes_first = |failure: &Failure| failure.hung || failure.preempted;
-        self.failures.sort_by_key(|failure| {
-            symptom(failure).filter(|_| !comes_first(failure)).map(|symptom| symptom.at)
+        failures.sort_by_key(|failure| {
+            self.symptom(failure).filter(|_| !comes_first(failure)).map(|symptom| symptom.at)
         });
+        self.failures = failures;
     }
 }
 

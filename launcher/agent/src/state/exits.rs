@@ -4,7 +4,7 @@
 use xlaunch_proto::accounting::RESTART_CAUSES;
 use xlaunch_spec::exit::ExitCode;
 
-use super::{Failure, SIGTERM};
+use super::Failure;
 use xlaunch_host::spawn::Exit;
 
 /// Exit of a trainer's worker that was asked to stop, when the checkpoint of the last step is complete.
@@ -165,16 +165,6 @@ impl Failure {
         match self.status {
             Some(Exit::Code(code)) if !self.hung => Some(code),
             _ => None,
-        }
-    }
-}
-
-impl super::StopCause {
-    /// Returns the signal for the workers of a command, which also decides the exit code.
-    pub(super) fn signal(self) -> i32 {
-        match self {
-            Self::Signal(signal) => signal,
-            Self::Call | Self::Pause => SIGTERM,
         }
     }
 }

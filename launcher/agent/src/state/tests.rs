@@ -8,12 +8,14 @@ mod restarts;
 mod stops;
 
 use proptest::prelude::*;
+use xlaunch_spec::exit::ExitCode;
 
 use super::*;
 use crate::group::state::{Coordinator, Input, Output};
+use xlaunch_host::spawn::Exit;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
-use xlaunch_proto::v1::{Begin, Greeting, GroupRules, GroupStop, NodePrepared, StopRequested};
+use xlaunch_proto::v1::{Begin, Greeting, GroupEnd, GroupRules, GroupStop, NodePrepared, StopRequested};
 
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
 const SHUTDOWN_TIMEOUT_MAX: Duration = Duration::from_secs(100);
@@ -88,11 +90,15 @@ impl Job {
 
     fn without_attempt(given: &Given, now: Instant) -> Self {
         let coordinator = Coordinator::new("run".into(), 1, || [0; 32], now);
-        Self { job: super::Job::new(given.rules.clone(), now), coordinator, is_ready: false }
+        Self { job: super::Job::new(given.rules.clone()), coordinator, is_ready: false }
     }
 
-    fn phase(&self) -> Phase {
-        self.job.phase()
+    fn state(&self) -> JobState {
+        self.job.state()
+    }
+
+    fn is_over(&self) -> bool {
+        matches!(self.state(), JobState::Done | JobState::Failed)
     }
 
     fn attempt(&self) -> u32 {
@@ -294,7 +300,7 @@ proptest! {
                 }
             }
         }
-        prop_assert_eq!(ends, u32::from(job.phase() == Phase::Ended));
+        prop_assert_eq!(ends, u32::from(job.is_over()));
     }
 
     #[test]
@@ -310,7 +316,7 @@ proptest! {
         for rank in (0..3).filter(|rank| alive[*rank as usize]) {
             job.handle(Event::Exited { rank, exit: Exit::Signal(9) }, now);
         }
-        prop_assert_eq!(job.phase(), Phase::Ended);
+        prop_assert!(job.is_over());
     }
 }
 
@@ -321,7 +327,7 @@ fn killed(rank: u32, signal: i32) -> Event {
 #[test]
 fn command_skips_the_rendezvous_and_its_codes_are_not_interpreted() {
     let mut job = command(2, 0);
-    assert_eq!(job.phase(), Phase::Running);
+    assert_eq!(job.state(), JobState::Running);
     assert_eq!(outcome(&run(&mut job, &[exited(0, 0), exited(1, 0)])).exit, ExitCode::Done);
     for code in [1, 65, 75, 143] {
         let mut job = command(2, 0);
@@ -371,7 +377,7 @@ fn restart_is_recorded_announced_and_starts_a_fresh_attempt() {
         Action::Start { attempt: 1 },
     ];
     assert_eq!(actions, expected);
-    assert_eq!((job.phase(), job.attempt(), job.deadline()), (Phase::Rendezvous, 1, None));
+    assert_eq!((job.state(), job.attempt(), job.deadline()), (JobState::Rendezvous, 1, None));
     // No state of the first attempt remains: SIGKILL is sent again, and a SIGKILL before it is a failure of its own.
     let again = job.handle(killed(0, 9), start + Duration::from_secs(20));
     assert_eq!(again, [Action::Kill, Action::Prepare { attempt: 2 }]);
@@ -400,7 +406,7 @@ fn nothing_happens_after_the_end() {
     let mut job = command(1, 0);
     outcome(&run(&mut job, &[exited(0, 0)]));
     assert_eq!(run(&mut job, &[Event::Tick, Event::Stop(StopCause::Call), exited(0, 1)]), []);
-    assert_eq!((job.phase(), job.deadline()), (Phase::Ended, None));
+    assert_eq!((job.state(), job.deadline()), (JobState::Done, None));
 }
 
 fn hung(ranks: &[u32]) -> Event {

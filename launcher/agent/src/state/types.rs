@@ -148,8 +148,6 @@ pub enum StopCause {
     Signal(i32),
     /// The gRPC call `Stop`.
     Call,
-    /// The group changes: another attempt follows.
-    Pause,
 }
 
 /// An action for the driver.
@@ -243,19 +241,4 @@ pub struct Failure {
     pub(crate) infrastructure: bool,
     /// The failure happened on another node.
     pub(crate) elsewhere: bool,
-}
-
-/// The phase of a job.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Phase {
-    /// No workers exist: waiting for the coordinator to begin the next attempt or to end the job.
-    Waiting,
-    /// Workers start and join.
-    Rendezvous,
-    /// Workers do their work.
-    Running,
-    /// Workers are being stopped.
-    Stopping,
-    /// The job is over.
-    Ended,
 }

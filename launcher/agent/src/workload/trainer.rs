@@ -21,7 +21,7 @@ use xlaunch_proto::v1::agent_command::Command as WorkerCommand;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 use xlaunch_proto::v1::{
-    Bench, GetJobReply, GetJobRequest, JobKind, MemorySnapshot, NodeResume, RankReport, StopCommand,
+    Bench, GetJobReply, GetJobRequest, JobKind, JobState, MemorySnapshot, NodeResume, RankReport, StopCommand,
 };
 use xlaunch_spec::job::{DoctorMode, JobSpec};
 use xlaunch_spec::lineage::Recovered;
@@ -38,7 +38,7 @@ use crate::run_dir::RunDir;
 use crate::sinks::progress::Progress;
 use crate::sinks::summary::Summary;
 use crate::sinks::{self, Sinks};
-use crate::state::{Event, Job, Kind, Phase, Rules};
+use crate::state::{Event, Job, Kind, Rules};
 use crate::status::board::{self, Board};
 use crate::waiting::Group;
 use crate::workload::checkpoint_requests::{CheckpointRequests, Requester};
@@ -367,17 +367,17 @@ impl Workload for TrainerWorkload<'_> {
 
     /// Returns the time at which the rendezvous, or the opening of the communicator after it, times out.
     fn deadline(&self, job: &Job) -> Option<Instant> {
-        match job.phase() {
-            Phase::Rendezvous => self.barrier.deadline(),
-            Phase::Running => self.sessions.deadline(),
+        match job.state() {
+            JobState::Rendezvous => self.barrier.deadline(),
+            JobState::Running => self.sessions.deadline(),
             _ => None,
         }
     }
 
     fn timer(&self, job: &Job, now: Instant) -> Option<Event> {
-        let reason = match job.phase() {
-            Phase::Rendezvous => self.barrier.expired(now),
-            Phase::Running => self.sessions.expired(now),
+        let reason = match job.state() {
+            JobState::Rendezvous => self.barrier.expired(now),
+            JobState::Running => self.sessions.expired(now),
             _ => None,
         };
         reason.map(Event::RendezvousFailed)
@@ -418,7 +418,7 @@ impl Workload for TrainerWorkload<'_> {
             Message::Join(join, reply) => return self.join(join, reply, board),
             Message::SessionOpened { rank, attempt, commands } => {
                 if attempt == job.attempt() && self.sessions.opened(rank, commands) {
-                    if job.phase() == Phase::Stopping {
+                    if job.state() == JobState::Stopping {
                         self.sessions.send(rank, WorkerCommand::Stop(StopCommand {}));
                     }
                     if self.leads() {

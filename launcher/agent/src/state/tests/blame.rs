@@ -42,7 +42,7 @@ fn exit_with_0_before_the_end_of_the_work_is_the_root_in_any_order() {
 fn early_exit_ends_ranks_that_would_wait_for_it() {
     let mut job = trainer(2, 0);
     run(&mut job, &[Event::AllJoined, Event::SessionOpened { rank: 1 }, exited(1, 0)]);
-    assert_eq!(job.phase(), Phase::Running, "its last reports may not have been read");
+    assert_eq!(job.state(), JobState::Running, "its last reports may not have been read");
     assert_eq!(run(&mut job, &[Event::SessionClosed { rank: 1 }]), [Action::Kill]);
 }
 

@@ -92,7 +92,7 @@ fn sixty_seconds_until_the_failure_are_progress_of_a_command_but_not_of_a_traine
             now += (seconds + 30) * SECOND;
             job.handle(killed(1, 15), now);
         }
-        assert_eq!(job.phase() == Phase::Waiting, delayed, "{seconds} {kind:?}");
+        assert_eq!(job.state() == JobState::Starting, delayed, "{seconds} {kind:?}");
     }
 }
 

@@ -12,7 +12,7 @@ fn stop_before_the_first_attempt_ends_the_job_before_a_worker_starts() {
     assert_eq!(run(&mut job, &[Event::Tick]), []);
     assert_eq!(job.tell(prepared.clone(), Instant::now()), [Action::Start { attempt: 0 }]);
     assert_eq!(job.tell(prepared, Instant::now()), []);
-    assert_eq!(job.phase(), Phase::Running);
+    assert_eq!(job.state(), JobState::Running);
 }
 
 #[test]
@@ -26,7 +26,7 @@ fn stop_during_a_restart_delay_exits_with_its_code_and_names_the_last_failure() 
             }
             job.handle(exited(0, code), now);
         }
-        assert_eq!(job.phase(), Phase::Waiting);
+        assert_eq!(job.state(), JobState::Starting);
         let before_the_end = job.deadline().unwrap() - MILLISECOND;
         assert_eq!(job.handle(Event::Tick, before_the_end), []);
         let actions = job.handle(Event::Stop(cause), before_the_end);
@@ -207,7 +207,7 @@ fn crash_before_a_stop_is_still_the_failure() {
 fn a_second_all_joined_does_not_restart_a_stopping_job() {
     let mut job = trainer(2, 0);
     run(&mut job, &[Event::AllJoined, exited(0, 1), Event::AllJoined]);
-    assert_eq!(job.phase(), Phase::Stopping);
+    assert_eq!(job.state(), JobState::Stopping);
 }
 
 #[test]

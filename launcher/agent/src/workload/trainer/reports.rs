@@ -9,14 +9,14 @@ use xlaunch_proto::v1::agent_command::Command as WorkerCommand;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{
-    CheckpointCommand, CheckpointReply, CheckpointReport, Failed, FailedAck, Heartbeat, NodeSaved,
+    CheckpointCommand, CheckpointReply, CheckpointReport, Failed, FailedAck, Heartbeat, JobState, NodeSaved,
     RankReports, ShardSaved, StepReport, WorkerReport,
 };
 use xlaunch_spec::exit::ExitCode;
 
 use super::TrainerWorkload;
 use crate::sinks::{RankReport, progress};
-use crate::state::{Event, Job, Phase};
+use crate::state::{Event, Job};
 use crate::status::board::Board;
 use crate::status::time::{CheckpointInterval, Measured, suggestion};
 use crate::workload::Workload;
@@ -234,10 +234,10 @@ impl TrainerWorkload<'_> {
 
     /// Requests a checkpoint, or tells the requester why the job cannot save one now.
     pub(super) fn request_checkpoint(&mut self, requester: Requester, job: &Job) {
-        let refusal = match (job.phase(), self.step) {
+        let refusal = match (job.state(), self.step) {
             _ if self.plan.bench.is_some() => "a benchmark saves no checkpoints",
-            (Phase::Stopping | Phase::Ended, _) => "the job is stopping",
-            (Phase::Running, Some(step)) => {
+            (JobState::Stopping | JobState::Done | JobState::Failed, _) => "the job is stopping",
+            (JobState::Running, Some(step)) => {
                 self.checkpoint_requests.add(step, requester);
                 // Only rank 0 gets the command, and tells the others in its next step. Ranks that received it in
                 // different steps would save once for each of these steps.

@@ -15,12 +15,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use xlaunch_proto::v1::NodePrepared;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
+use xlaunch_proto::v1::{JobState, NodePrepared};
 
 use crate::group::coordinator::Task;
 use crate::group::state::Coordinator;
-use crate::state::{Event, Phase};
+use crate::state::Event;
 use invariants::{AgentEnd, Summary, Told};
 use network::{Connection, Direction};
 use node::Node;
@@ -205,7 +205,7 @@ impl World {
             Happening::Joined { host, incarnation, attempt } => {
                 if self.is_current(host, incarnation, None) {
                     let job = self.agent(host).job();
-                    if (job.attempt(), job.phase()) == (attempt, Phase::Rendezvous) {
+                    if (job.attempt(), job.state()) == (attempt, JobState::Rendezvous) {
                         self.job_event(host, Event::AllJoined);
                         self.job_event(host, Event::Advanced { by_steps: true });
                     }

@@ -103,7 +103,7 @@ impl World {
             connection: None,
             given_up: Vec::new(),
             pause: RETRY_DELAY,
-            job: Job::new(rules, now),
+            job: Job::new(rules),
             prepare: None,
             port: 0,
             workers: Vec::new(),
