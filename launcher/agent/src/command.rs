@@ -13,7 +13,7 @@ use xlaunch_spec::refusal::Refusal;
 
 pub use crate::python::Environment;
 pub use xlaunch_spec::command::{
-    Binding, CommandSpec, LogOptions, Nproc, PerRank, Program, Signal, Streams, quote_line,
+    Binding, CommandSpec, LogOptions, Nproc, PerRank, Program, Restarts, Signal, Streams, quote_line,
 };
 
 /// A [`CommandSpec`] with all node-dependent values filled in. The fields are documented there.
@@ -60,19 +60,6 @@ impl ResolvedCommand {
         };
         texts.flat_map(|text| after(&text)).filter_map(number).collect()
     }
-}
-
-/// The restart policy of a command.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Restarts {
-    /// Maximum number of restarts.
-    pub most: u32,
-    /// Sliding window in which restarts are counted; zero counts those of the whole job.
-    pub window: Duration,
-    /// Exit codes that are never restarted.
-    pub not_after: BTreeSet<i32>,
-    /// Exit codes after which a restart is immediate and not counted, because their cause does not recur.
-    pub free: BTreeSet<i32>,
 }
 
 /// Resolves a command in this environment. `node` is called only if the number of workers depends on it, because

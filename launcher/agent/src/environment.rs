@@ -8,8 +8,8 @@ use std::process::Command;
 use xlaunch_proto::env;
 
 use crate::command::ResolvedCommand;
-use crate::group::Assignment;
 use crate::python::flight_recorder;
+use xlaunch_cluster::Assignment;
 use xlaunch_host::devices::Placement;
 use xlaunch_host::libraries::Libraries;
 use xlaunch_host::network::Interface;

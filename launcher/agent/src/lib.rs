@@ -10,8 +10,7 @@
 //! logs: output of the workers --> files, console, tail
 //! ```
 //! - [`state`] decides what happens on this node: a pure function from events to actions;
-//! - [`group`]: the agents of a job's nodes; the coordinator, which decides about membership and restarts, and the link
-//!   to it;
+//! - [`work`]: what the nodes of a job must agree on; its coordinator and the link to it are in `xlaunch-cluster`;
 //! - [`waiting`]: an agent before its first attempt;
 //! - [`driver`] acts: the only code that touches processes and sockets on behalf of the job;
 //! - [`workload`]: the two kinds of job behind one trait; hang detection;
@@ -32,18 +31,19 @@ pub mod config;
 pub mod driver;
 pub mod environment;
 pub mod environment_file;
-pub mod group;
 pub mod logs;
 mod python;
-mod redact;
 pub mod registry;
 pub mod rendezvous;
 pub mod report;
 pub mod run_dir;
 pub mod run_summary;
+#[cfg(test)]
+mod simulation;
 pub mod sinks;
 pub mod stacks;
 pub mod state;
 pub mod status;
 pub mod waiting;
+pub mod work;
 pub mod workload;

@@ -55,11 +55,6 @@ pub fn free_run(parent: &Path, run_id: &str) -> u32 {
     (1..).find(is_free).unwrap_or(1)
 }
 
-/// Returns the directory of all runs of a job.
-pub fn job_dir(spec: &JobSpec) -> PathBuf {
-    Path::new(&spec.job.output).join(&spec.job.name)
-}
-
 /// Returns the directory of one attempt's files, below [`RunDir::logs`].
 pub(crate) fn attempt_dir(logs: &Path, attempt: u32) -> PathBuf {
     logs.join(format!("attempt_{attempt}"))
@@ -95,7 +90,7 @@ impl RunDir {
         entry: Option<Entry>,
     ) -> Result<Self, Refusal> {
         let NodePlace { node_rank, run_number } = place;
-        let jobs = job_dir(spec);
+        let jobs = spec.runs_dir();
         let id = numbered(&file_name(run_id), run_number);
         let path = jobs.join(&id);
         let refuse = |error: std::io::Error| run_dir_error(spec, &error);
@@ -117,7 +112,7 @@ impl RunDir {
     }
 
     fn training(spec: &JobSpec, run_id: &str) -> Result<(PathBuf, String), Refusal> {
-        let jobs = job_dir(spec);
+        let jobs = spec.runs_dir();
         let refuse = |error: std::io::Error| run_dir_error(spec, &error);
         fs_err::create_dir_all(&jobs).map_err(refuse)?;
         let (path, id) = unique(&jobs, &file_name(run_id), KEPT_DIR_MODE).map_err(refuse)?;
@@ -222,7 +217,7 @@ impl Drop for RunDir {
 }
 
 fn run_dir_error(spec: &JobSpec, error: &std::io::Error) -> Refusal {
-    let jobs = job_dir(spec);
+    let jobs = spec.runs_dir();
     let message = format!(
         "failed to create a run in {}: {error}; choose another directory with job.output",
         jobs.display()
@@ -243,32 +238,10 @@ fn update_latest_link(jobs: &Path, id: &str) {
     }
 }
 
-/// Formats a Unix time in UTC as `20261121-045035` (Hinnant's `civil_from_days`).
-pub fn timestamp(seconds: u64) -> String {
-    let (days, rest) = (seconds / 86_400, seconds % 86_400);
-    let shifted = days + 719_468;
-    let (era, day_of_era) = (shifted / 146_097, shifted % 146_097);
-    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let shifted_month = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
-    let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
-    let year = year_of_era + era * 400 + u64::from(month <= 2);
-    let (hour, minute, second) = (rest / 3600, rest / 60 % 60, rest % 60);
-    format!("{year:04}{month:02}{day:02}-{hour:02}{minute:02}{second:02}")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::command::tests::spec as command;
-
-    #[test]
-    fn timestamps_are_utc_calendar_dates() {
-        assert_eq!(timestamp(0), "19700101-000000");
-        assert_eq!(timestamp(951_827_696), "20000229-123456");
-        assert_eq!(timestamp(1_795_236_635), "20261121-045035");
-    }
 
     #[test]
     fn runs_of_one_name_get_different_directories() {

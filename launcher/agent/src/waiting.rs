@@ -19,16 +19,16 @@ use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 use xlaunch_proto::v1::{GroupEnd, JobState, NodeRefused, Prepare, StopRequested, Waiting};
 use xlaunch_spec::exit::ExitCode;
 
-use crate::group::candidacy::{Election, OtherRole};
-use crate::group::coordinator::Handle;
-use crate::group::join::{Joining, Nodes, Tasks, join};
-use crate::group::link::{FromGroup, Link};
-use crate::group::work::Work;
 use crate::registry::Entry;
 use crate::rendezvous::peers::Peers;
 use crate::rendezvous::service::{self, Message, RunningService};
 use crate::run_dir::NodePlace;
 use crate::status::board::{Board, Launch};
+use xlaunch_cluster::candidacy::{Election, OtherRole};
+use xlaunch_cluster::coordinator::Handle;
+use xlaunch_cluster::join::{Joining, Nodes, Tasks, join};
+use xlaunch_cluster::link::{FromGroup, Link};
+use xlaunch_cluster::work::Work;
 use xlaunch_spec::refusal::Refusal;
 
 /// Maximum number of calls that wait for the driver's task.

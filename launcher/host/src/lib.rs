@@ -5,7 +5,8 @@
 //!   interfaces;
 //! - [`devices`]: the GPUs and the placement of workers on them; [`doctor`]: their health; [`gpu_clocks`]: their clocks;
 //! - [`libraries`]: the CUDA libraries that workers load; [`memory`]: free memory;
-//! - [`clock`]: wall-clock time and time since boot; [`naming`], [`escape`]: names and text from outside, made safe;
+//! - [`clock`]: wall-clock time and time since boot; [`naming`], [`escape`], [`redact`]: names and text from
+//!   outside, made safe;
 //! - [`system_errors`]: advice for errors of system calls.
 //!
 //! Nothing here calls CUDA; GPUs and their usage come from NVML, loaded at run time.
@@ -22,6 +23,7 @@ pub mod naming;
 pub mod net;
 pub mod network;
 pub mod process;
+pub mod redact;
 pub mod signals;
 pub mod spawn;
 pub mod system_errors;

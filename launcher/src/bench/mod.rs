@@ -27,11 +27,11 @@ use xlaunch_spec::job::JobSpec;
 
 use xlaunch_agent::driver;
 use xlaunch_agent::environment::BaseEnvironment;
-use xlaunch_agent::group::work::Work;
 use xlaunch_agent::report;
 use xlaunch_agent::run_dir::RunDir;
 use xlaunch_agent::sinks::RankReport;
 use xlaunch_agent::waiting;
+use xlaunch_agent::work;
 use xlaunch_agent::workload::host_memory::SaveBuffers;
 use xlaunch_agent::workload::trainer::{self, CheckpointFiles, TrainerPlan};
 use xlaunch_host::devices::Placement;
@@ -86,7 +86,7 @@ async fn run_workers(
         bench: Some(Bench { kind: Some(kind) }),
         rank_threads: mode == Mode::Threads,
     };
-    let work = Work::of_trainer(&spec, None, placement.workers, None);
+    let work = work::of_trainer(&spec, None, placement.workers, None);
     let signals = Signals::listen(&trainer::STOP_SIGNALS)?;
     let group = waiting::first_attempt(None, work, trainer::launch(&spec), |_| {}).await?;
     let run = RunDir::create(&spec, &group.run_id, None)?;

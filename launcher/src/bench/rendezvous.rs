@@ -23,12 +23,12 @@ use xlaunch_proto::v1::{JobKind, JoinRequest};
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::ids::{Attempt, Digest, NcclId, Rank, RingKey};
 
-use xlaunch_agent::group::Assignment;
-use xlaunch_agent::group::rendezvous as group;
 use xlaunch_agent::rendezvous::Rendezvous;
 use xlaunch_agent::rendezvous::barrier::{JoinBarrier, JoinOutcome};
 use xlaunch_agent::rendezvous::service::{self, Message};
 use xlaunch_agent::status::board::{Board, Launch};
+use xlaunch_cluster::Assignment;
+use xlaunch_cluster::rendezvous as group;
 use xlaunch_spec::refusal::Refusal;
 
 /// Maximum time for all ranks to join.

@@ -3,9 +3,9 @@
 
 use std::fmt::Write as _;
 
-use xlaunch_agent::group::join::Nodes;
 use xlaunch_agent::sinks::progress::count;
 use xlaunch_agent::workload::host_memory::{self, HostNeeds, MemoryPlan, SaveBuffers};
+use xlaunch_cluster::join::Nodes;
 use xlaunch_host::devices::{self, Node};
 use xlaunch_host::memory;
 use xlaunch_spec::exit::ExitCode;

@@ -17,19 +17,20 @@ use xlaunch_agent::config::{self, Layer, Override};
 use xlaunch_agent::driver::{self, Finished};
 use xlaunch_agent::environment::BaseEnvironment;
 use xlaunch_agent::environment_file::{self, Facts, Parent};
-use xlaunch_agent::group::join::Nodes;
-use xlaunch_agent::group::shared::{self, Mark};
-use xlaunch_agent::group::work::Work;
 use xlaunch_agent::registry::Entry;
 use xlaunch_agent::report::Evidence;
-use xlaunch_agent::run_dir::{self, NodePlace, RunDir};
+use xlaunch_agent::run_dir::{NodePlace, RunDir};
 use xlaunch_agent::state::Outcome;
 use xlaunch_agent::status::board;
 use xlaunch_agent::waiting::{self, Group};
+use xlaunch_agent::work;
 use xlaunch_agent::workload::command::CommandPlan;
 use xlaunch_agent::workload::host_memory::{self, HostNeeds, MemoryPlan, SaveBuffers};
 use xlaunch_agent::workload::trainer::{CheckpointFiles, HeldLock, TrainerPlan};
 use xlaunch_agent::{report, run_summary, workload};
+use xlaunch_cluster::join::Nodes;
+use xlaunch_cluster::shared::{self, Mark};
+use xlaunch_cluster::work::Work;
 use xlaunch_host::devices::{self, Node, Placement};
 use xlaunch_host::libraries::Libraries;
 use xlaunch_host::network::Interface;
@@ -184,7 +185,7 @@ pub(super) async fn train(
     mut signals: Signals,
     create: impl FnOnce(&JobSpec, &str, Option<Entry>) -> Result<RunDir, Refusal>,
 ) -> Result<Ended, Refusal> {
-    let work = Work::of_trainer(spec, place.declared, placement.workers, place.spec());
+    let work = work::of_trainer(spec, place.declared, placement.workers, place.spec());
     let mark = place.group.map(|_| Mark::leave(&shared::directory(spec), &work.instance));
     let mark = mark.transpose().map_err(|error| Refusal::new(ExitCode::Usage, error.to_string()))?;
     let mut group = place.first_attempt(work, workload::trainer::launch(spec), &mut signals).await?;
@@ -242,7 +243,7 @@ async fn preflight(spec: &JobSpec, group: &Group) -> Result<Preflight, Refusal> 
     let (spec, world, leads) = (spec.clone(), group.first.world_size, group.first.node_rank == 0);
     let check = move || {
         if leads {
-            xlaunch_worker::preflight(&spec, &run_dir::job_dir(&spec), world)
+            xlaunch_worker::preflight(&spec, &spec.runs_dir(), world)
         } else {
             xlaunch_worker::preflight_data(&spec)
         }
@@ -258,7 +259,7 @@ fn ready(
     checks: Preflight,
     create: impl FnOnce(&JobSpec, &str, Option<Entry>) -> Result<RunDir, Refusal>,
 ) -> Result<Ready, Refusal> {
-    let job_dir = run_dir::job_dir(spec);
+    let job_dir = spec.runs_dir();
     checks.warnings.iter().for_each(|warning| print_line(format_args!("warning: {warning}")));
     if let (Some(checkpoint), Some(step)) = (&checks.resume_from, checks.complete) {
         // No run is created, so the job's newest run remains the one that trained.
@@ -444,7 +445,7 @@ pub(super) async fn run_workers(
     let planning =
         off_this_thread(move || affinities(&planned).map_err(|reason| Refusal::new(ExitCode::Usage, reason)));
     let affinities = signals.unless_stopped(AT_START, notify, planning).await?;
-    let work = Work::of_command(spec, place.spec());
+    let work = work::of_command(spec, place.spec());
     let mut group = place.first_attempt(work, workload::command::launch(spec), &mut signals).await?;
     // All nodes use the same run id, whenever they join.
     let spec = ResolvedCommand { run_id: Some(group.run_id.clone()), ..spec.clone() };

@@ -8,7 +8,7 @@ use std::pin::pin;
 use clap::Args;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
-use xlaunch_agent::group::join::{Nodes, Standalone};
+use xlaunch_cluster::join::{Nodes, Standalone};
 use xlaunch_proto::env;
 use xlaunch_spec::command::{Backend, Endpoint, GroupSpec, NodeCount, Security};
 use xlaunch_spec::exit::ExitCode;

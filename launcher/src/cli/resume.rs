@@ -3,7 +3,6 @@
 
 use std::path::{Path, PathBuf};
 
-use xlaunch_agent::run_dir;
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::JobSpec;
 use xlaunch_spec::refusal::Refusal;
@@ -15,7 +14,7 @@ pub(super) fn check(config: &Path, spec: &JobSpec) -> Result<(), Refusal> {
     if spec.checkpoint.resume != "auto" || spec.checkpoint.dir.is_some() {
         return Ok(());
     }
-    let here = run_dir::job_dir(spec);
+    let here = spec.runs_dir();
     let below = std::env::current_dir().ok().and_then(|dir| Some(here.strip_prefix(dir).ok()?.to_path_buf()));
     let beside = config.parent().zip(below).map(|(dir, below)| dir.join(below));
     let Some(beside) = beside else { return Ok(()) };

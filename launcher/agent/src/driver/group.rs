@@ -14,14 +14,14 @@ use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 use xlaunch_proto::v1::{NodePrepared, Prepare, StopRequested};
 
 use super::Driver;
-use crate::group::Assignment;
-use crate::group::link::FromGroup;
 use crate::rendezvous::peers::Peers;
 use crate::rendezvous::service::Message;
 use crate::state::{Event, StopCause};
 use crate::status::board::Board;
 use crate::waiting::{self, Group};
 use crate::workload::Hang;
+use xlaunch_cluster::Assignment;
+use xlaunch_cluster::link::FromGroup;
 
 /// Timeout for connecting to the next node.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);

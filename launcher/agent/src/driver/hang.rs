@@ -16,7 +16,7 @@ use tokio::sync::mpsc;
 
 use super::Driver;
 use crate::python::flight_recorder::FlightRecorders;
-use crate::run_dir::{rank_dir, timestamp};
+use crate::run_dir::rank_dir;
 use crate::stacks::{self, Detail, Subject, Tracer};
 use crate::state::Event;
 use crate::workload::Hang;
@@ -139,7 +139,8 @@ impl Examination {
         } else {
             crate::workload::ranks_text(&culprits)
         };
-        let head = format!("{} UTC: {culprits}: {}\n\n", timestamp(clock::unix().as_secs()), self.hang.cause);
+        let head =
+            format!("{} UTC: {culprits}: {}\n\n", clock::timestamp(clock::unix().as_secs()), self.hang.cause);
         let mut first = self.hang.culprits.first().map(|_| Err("its process has exited".to_owned()));
         for ((dir, subject), rank) in self.ranks.iter().zip(&found) {
             let path = dir.join(HANG_FILE);

@@ -33,7 +33,6 @@ use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::{JobState, Restart, StatusReply};
 use xlaunch_spec::exit::ExitCode;
 
-use crate::group::Assignment;
 use crate::python::preload::Preloader;
 use crate::rendezvous::peers::Peers;
 use crate::rendezvous::service::Message;
@@ -48,6 +47,7 @@ use crate::workload::trainer::{TrainerPlan, TrainerWorkload, TrainingResults};
 use attempt::{Attempt, StartedWorker, WorkerExit};
 use group::Membership;
 use hang::Examined;
+use xlaunch_cluster::Assignment;
 use xlaunch_host::clock;
 use xlaunch_host::process::Process;
 use xlaunch_host::signals::{SignalRequest, Signals};

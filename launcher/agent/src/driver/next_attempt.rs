@@ -3,8 +3,8 @@
 
 use super::Driver;
 use super::attempt::{Attempt, WorkerExit};
-use crate::group::Assignment;
 use crate::run_dir::attempt_dir;
+use xlaunch_cluster::Assignment;
 use xlaunch_host::spawn::process_tree::ProcessTree;
 
 impl Driver<'_> {

@@ -26,7 +26,7 @@ use std::time::Instant;
 use xlaunch_proto::convert::{Join, Joined, RingNeighbour};
 use xlaunch_spec::ids::{Attempt, Digest, WorldSize};
 
-use crate::group::rendezvous::{GroupJoin, NodeJoin};
+use xlaunch_cluster::rendezvous::{GroupJoin, NodeJoin};
 
 /// The rendezvous of the ranks of one node in one attempt.
 #[derive(Debug)]
@@ -189,9 +189,9 @@ fn has_gpu(join: &Join) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::group::rendezvous as group;
     use proptest::prelude::*;
     use std::time::Duration;
+    use xlaunch_cluster::rendezvous as group;
     use xlaunch_spec::ids::{Rank, RingKey};
 
     fn join(rank: u32) -> Join {

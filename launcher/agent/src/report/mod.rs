@@ -12,7 +12,6 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use crate::run_dir;
 use crate::state::{Failure, Outcome};
 pub(crate) use xlaunch_host::escape::escaped;
 use xlaunch_host::spawn::{Exit, OomKills};
@@ -173,7 +172,7 @@ fn at(evidence: &Evidence) -> String {
     let since =
         evidence.exit_time.and_then(|exit_time| exit_time.duration_since(SystemTime::UNIX_EPOCH).ok());
     since.map_or(String::new(), |since| {
-        let time = run_dir::timestamp(since.as_secs());
+        let time = xlaunch_host::clock::timestamp(since.as_secs());
         let clock = time.split_once('-').map_or("", |(_, clock)| clock);
         format!(", at {}:{}:{} UTC", &clock[..2], &clock[2..4], &clock[4..])
     })

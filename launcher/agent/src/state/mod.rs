@@ -13,7 +13,7 @@
 //! [`Job`] keeps only what outlives it. Workers of a command do not join a rendezvous, so their attempts start in
 //! Running. The first failure, or a stop, leads to Stopping, which ends with SIGKILL for the workers still there at the
 //! deadline ([`Shutdown`](attempt::Shutdown)). When the last worker has exited, the coordinator is told how the attempt
-//! ended (`attempt_end`), and decides between another attempt and the end of the job: see [`group`](crate::group).
+//! ended (`attempt_end`), and decides between another attempt and the end of the job: see [`xlaunch_cluster`].
 //! `blame` decides which of several failures on this node came first.
 //!
 //! - **Ranks that hang** are a failure reported by the hang detector. A trainer's workers are killed at once. Those of

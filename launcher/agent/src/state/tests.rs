@@ -11,7 +11,7 @@ use proptest::prelude::*;
 use xlaunch_spec::exit::ExitCode;
 
 use super::*;
-use crate::group::state::{Coordinator, Input, Output};
+use xlaunch_cluster::state::{Coordinator, Input, Output};
 use xlaunch_host::spawn::Exit;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;

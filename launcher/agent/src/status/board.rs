@@ -15,10 +15,10 @@ use super::history::{self, History};
 use super::sample::Usage;
 use super::time::TimeAccount;
 use crate::activity::ActivityRecord;
-use crate::group::Assignment;
 use crate::logs::LogRecord;
 use crate::run_dir::rank_dir;
 use crate::stacks::Subject;
+use xlaunch_cluster::Assignment;
 use xlaunch_host::clock;
 use xlaunch_host::devices;
 

@@ -23,7 +23,6 @@ use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 
 use crate::command::{LogOptions, ResolvedCommand, quote_line};
 use crate::environment::{self, BaseEnvironment, CommandGroup};
-use crate::group::Assignment;
 use crate::logs::Output;
 use crate::python;
 use crate::python::flight_recorder::FlightRecorders;
@@ -37,6 +36,7 @@ use crate::workload::heartbeat::HeartbeatMonitor;
 use crate::workload::heartbeat::files::{self, HeartbeatFiles};
 use crate::workload::{Hang, Workload};
 use hangs::{Elsewhere, Unsent};
+use xlaunch_cluster::Assignment;
 use xlaunch_host::network::Interface;
 use xlaunch_host::spawn::affinity::Affinity;
 use xlaunch_host::spawn::port::MasterPort;

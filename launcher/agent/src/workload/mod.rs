@@ -27,7 +27,6 @@ use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 
 use crate::activity::ActivityRecord;
 use crate::environment::BaseEnvironment;
-use crate::group::Assignment;
 use crate::logs::Output;
 use crate::python::flight_recorder::FlightRecorders;
 use crate::python::preload::PreloadPlan;
@@ -35,6 +34,7 @@ use crate::rendezvous::service::Message;
 use crate::state::{Event, Job, Rules};
 use crate::status::board::{self, Board};
 pub(crate) use hang::{Hang, HangReport, ranks_text};
+use xlaunch_cluster::Assignment;
 use xlaunch_host::spawn::Options;
 
 /// The part of a running job that depends on its kind.

@@ -10,10 +10,10 @@ use prost::Message;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval};
-use xlaunch_agent::group::link::{FromGroup, Link};
-use xlaunch_agent::group::net::{Security, Token};
-use xlaunch_agent::group::rendezvous::NodeJoin;
-use xlaunch_agent::group::work::Work;
+use xlaunch_agent::work;
+use xlaunch_cluster::link::{FromGroup, Link};
+use xlaunch_cluster::net::{Security, Token};
+use xlaunch_cluster::rendezvous::NodeJoin;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 use xlaunch_proto::v1::worker_report::Report;
@@ -138,7 +138,7 @@ fn link(plan: &Plan, node: u32, security: Security) -> Link {
     let mut spec = JobSpec::default();
     spec.launch.max_restarts = 0;
     let workers = workers(plan, node);
-    let work = Work::of_trainer(&spec, None, workers, Some(&group));
+    let work = work::of_trainer(&spec, None, workers, Some(&group));
     let greeting = Greeting {
         instance: work.instance,
         version: xlaunch_proto::VERSION.into(),

@@ -26,9 +26,9 @@ use nix::sys::time::TimeVal;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
-use xlaunch_agent::group::coordinator::Handle;
-use xlaunch_agent::group::join::{new_coordinator, random_run_id, serve};
-use xlaunch_agent::group::net::{Listener, Security, Token};
+use xlaunch_cluster::coordinator::Handle;
+use xlaunch_cluster::join::{new_coordinator, random_run_id, serve};
+use xlaunch_cluster::net::{Listener, Security, Token};
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::refusal::Refusal;
 

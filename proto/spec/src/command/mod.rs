@@ -37,6 +37,19 @@ const MAX_FIELD_BYTES: usize = 4096;
 /// Maximum number of entries of each list and map other than the arguments.
 const MAX_ENTRIES: usize = 4096;
 
+/// The restart policy of a job.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Restarts {
+    /// Maximum number of restarts.
+    pub most: u32,
+    /// Sliding window in which restarts are counted; zero counts those of the whole job.
+    pub window: Duration,
+    /// Exit codes that are never restarted.
+    pub not_after: BTreeSet<i32>,
+    /// Exit codes after which a restart is immediate and not counted, because their cause does not recur.
+    pub free: BTreeSet<i32>,
+}
+
 /// A command, and how to launch and supervise its workers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CommandSpec {

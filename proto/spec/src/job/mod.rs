@@ -8,6 +8,8 @@ mod one_or_more;
 mod sections;
 mod sizes;
 
+use std::path::{Path, PathBuf};
+
 use serde::{Deserialize, Serialize};
 
 use crate::ids::Digest;
@@ -46,6 +48,11 @@ pub struct JobSpec {
 }
 
 impl JobSpec {
+    /// Directory of all runs of the job.
+    pub fn runs_dir(&self) -> PathBuf {
+        Path::new(&self.job.output).join(&self.job.name)
+    }
+
     /// Checks all rules that depend only on the values, and returns the first violation.
     pub fn check(&self) -> Result<(), Invalid> {
         let train = &self.train;

@@ -5,7 +5,7 @@ use xlaunch_spec::ids::Rank;
 
 use super::super::board::Launch;
 use super::*;
-use crate::group::Assignment;
+use xlaunch_cluster::Assignment;
 
 struct Case {
     dir: tempfile::TempDir,

@@ -12,7 +12,6 @@ use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::{GetJobReply, GetJobRequest, MemorySnapshot};
 
 use super::{TrainerPlan, TrainerWorkload};
-use crate::group::Assignment;
 use crate::rendezvous::Rendezvous;
 use crate::rendezvous::barrier::{JoinBarrier, JoinOutcome, Reply};
 use crate::state::Event;
@@ -20,6 +19,7 @@ use crate::status::board::Board;
 use crate::workload::Workload;
 use crate::workload::host_memory::SaveBuffers;
 use crate::workload::snapshots::Snapshots;
+use xlaunch_cluster::Assignment;
 use xlaunch_spec::lineage::Recovered;
 
 impl TrainerWorkload<'_> {

@@ -13,9 +13,9 @@ use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 use xlaunch_proto::v1::{self, NodeResume, RankReport, ShardSaved, WorkerReport};
 
 use super::TrainerWorkload;
-use crate::group::rendezvous::GroupJoin;
 use crate::state::Event;
 use crate::status::board::Board;
+use xlaunch_cluster::rendezvous::GroupJoin;
 
 impl TrainerWorkload<'_> {
     /// Returns whether this node has rank 0, and with it the files of the run.

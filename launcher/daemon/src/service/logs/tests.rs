@@ -4,9 +4,9 @@ use xlaunch_proto::v1::{Job, JobKind, JobState};
 use xlaunch_spec::ids::Rank;
 
 use super::*;
-use xlaunch_agent::group::Assignment;
 use xlaunch_agent::rendezvous::service::{RunningService, serve};
 use xlaunch_agent::status::board::{Board, Launch};
+use xlaunch_cluster::Assignment;
 
 const OUT: Logs = Logs { rank: Rank(0), stderr: false, follow: false, tail_lines: None, after: None };
 

@@ -1,0 +1,156 @@
+//! Describes the work of this agent for the nodes of its job: what all of them must agree on, and the rules for
+//! restarts and membership.
+
+use std::ffi::{OsStr, OsString};
+use std::path::Path;
+use std::time::Duration;
+
+use xlaunch_cluster::link::new_instance;
+use xlaunch_cluster::work::Work;
+use xlaunch_host::redact;
+use xlaunch_proto::v1::{GroupRules, Setting};
+use xlaunch_spec::command::{Backend, GroupSpec, Restarts, quote_line};
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::ids::Digest;
+use xlaunch_spec::job::JobSpec;
+
+use crate::command::ResolvedCommand;
+use crate::run_dir;
+
+/// Describes a training job. `declared` is the configuration as the user wrote it, given if initial weights
+/// complete it: only node rank 0 needs to have the weights.
+pub fn of_trainer(
+    spec: &JobSpec,
+    declared: Option<&JobSpec>,
+    workers: u32,
+    group: Option<&GroupSpec>,
+) -> Work {
+    let run_id = group.and_then(|group| group.run_id.clone());
+    let completed = if declared.is_some() { spec.to_json() } else { Vec::new() };
+    let common = declared.unwrap_or(spec);
+    Work {
+        instance: new_instance(),
+        digest: common.digest().0.to_vec(),
+        settings: settings(common.values()),
+        completed,
+        text: format!("job {}", spec.job.name),
+        workers,
+        rules: trainer_rules(spec, group),
+        free_run: free_run(Some(&spec.runs_dir()), run_id.as_deref()),
+        run_id,
+    }
+}
+
+/// Describes a command. Nodes may differ in the path of the interpreter and in where they write logs.
+pub fn of_command(spec: &ResolvedCommand, group: Option<&GroupSpec>) -> Work {
+    let program = spec.argv.first().and_then(|program| Path::new(program).file_name());
+    let words: Vec<&OsStr> =
+        program.into_iter().chain(spec.argv.iter().skip(1).map(OsString::as_os_str)).collect();
+    let text = quote_line(redact::words(words.iter().copied()).iter().map(OsString::as_os_str));
+    let rules = command_rules(spec, group);
+    let common = format!("{}\0{}\0{rules:?}", quote_line(words), spec.role);
+    let run_id = group.map_or_else(|| spec.run_id.clone(), |group| group.run_id.clone());
+    let digest = Digest::of(common.as_bytes()).0.to_vec();
+    let role = ("--role".to_owned(), spec.role.clone());
+    Work {
+        instance: new_instance(),
+        digest,
+        settings: settings(std::iter::once(role).chain(by_flag(&rules))),
+        completed: Vec::new(),
+        text,
+        workers: spec.nproc,
+        rules,
+        free_run: free_run(spec.logs.dir.as_deref(), run_id.as_deref()),
+        run_id,
+    }
+}
+
+/// `parent` contains the directories of runs, if they are kept.
+fn free_run(parent: Option<&Path>, run_id: Option<&str>) -> u32 {
+    parent.zip(run_id).map_or(1, |(parent, run_id)| run_dir::free_run(parent, run_id))
+}
+
+fn settings(values: impl IntoIterator<Item = (String, String)>) -> Vec<Setting> {
+    let mut settings: Vec<Setting> = values
+        .into_iter()
+        .map(|(name, value)| Setting { value: redact::value(&name, &value), name })
+        .collect();
+    settings.sort_by(|one, other| one.name.cmp(&other.name));
+    settings
+}
+
+/// Returns the rules of a training job.
+fn trainer_rules(spec: &JobSpec, group: Option<&GroupSpec>) -> GroupRules {
+    let launch = &spec.launch;
+    // A restart repairs neither the configuration nor the data nor a checkpoint, and a diverged run would diverge
+    // again.
+    let final_codes =
+        [ExitCode::Usage, ExitCode::Data, ExitCode::Diverged].map(|exit| i32::from(exit.code()));
+    let restarts = Restarts {
+        most: launch.max_restarts,
+        window: Duration::try_from_secs_f64(launch.restart_window).unwrap_or_default(),
+        not_after: final_codes.into(),
+        free: [i32::from(ExitCode::DamagedCheckpoint.code())].into(),
+    };
+    rules(true, &restarts, group)
+}
+
+/// Returns the rules of a command.
+fn command_rules(spec: &ResolvedCommand, group: Option<&GroupSpec>) -> GroupRules {
+    rules(false, &spec.restarts, group)
+}
+
+/// Returns the rules of a command, each with the flag that sets it.
+fn by_flag(rules: &GroupRules) -> [(String, String); 7] {
+    let codes = |codes: &[i32]| codes.iter().map(i32::to_string).collect::<Vec<_>>().join(",");
+    let seconds = |value: f64| format!("{value} s");
+    let backend = if rules.fixed_ranks { "static" } else { "c10d" };
+    [
+        ("--max-restarts", rules.max_restarts.to_string()),
+        ("--no-restart-codes", codes(&rules.final_codes)),
+        ("--rdzv-backend", backend.into()),
+        ("--rdzv-conf join_timeout", seconds(rules.join_timeout)),
+        ("--rdzv-conf last_call_timeout", seconds(rules.last_call_timeout)),
+        ("--rdzv-conf keep_alive_interval", seconds(rules.heartbeat_interval)),
+        ("--rdzv-conf keep_alive_interval x keep_alive_max_attempt", seconds(rules.lease)),
+    ]
+    .map(|(flag, value)| (flag.to_owned(), value))
+}
+
+fn rules(trainer: bool, restarts: &Restarts, group: Option<&GroupSpec>) -> GroupRules {
+    let time =
+        |of: fn(&GroupSpec) -> Duration, other: f64| group.map_or(other, |group| of(group).as_secs_f64());
+    GroupRules {
+        trainer,
+        max_restarts: restarts.most,
+        restart_window: restarts.window.as_secs_f64(),
+        final_codes: restarts.not_after.iter().copied().collect(),
+        free_codes: restarts.free.iter().copied().collect(),
+        fixed_ranks: group.is_some_and(|group| group.backend == Backend::Static),
+        join_timeout: time(|group| group.join_timeout, 600.0),
+        last_call_timeout: time(|group| group.last_call_timeout, 0.0),
+        heartbeat_interval: time(|group| group.keep_alive_interval, 1.0),
+        lease: time(GroupSpec::loss_timeout, 12.0),
+        // Only for training: a command's launch that is ended by a signal exits with that signal's code, by convention.
+        sigterm_is_preemption: trainer && group.is_some_and(|group| group.sigterm_is_preemption),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::command::tests::spec as command;
+
+    fn work(arguments: &[&str]) -> Work {
+        let mut spec = command("train");
+        spec.argv.extend(arguments.iter().map(OsString::from));
+        of_command(&spec, None)
+    }
+
+    #[test]
+    fn secret_arguments_count_as_a_difference_and_leave_the_node_hidden() {
+        let (one, other) = (work(&["--api-key", "tr0ub4dor"]), work(&["--api-key", "correct"]));
+        assert!(one.digest != other.digest && one.text == other.text, "{}", one.text);
+        assert!(one.text.ends_with("--api-key '[redacted]'") && !format!("{one:?}").contains("tr0ub4dor"));
+    }
+}
