@@ -13,7 +13,7 @@ use std::sync::mpsc::sync_channel;
 
 use rayon::ThreadPool;
 use xlaunch_data::{TOKENIZER_FILE, Tokenizer, TokenizerError};
-use xlaunch_engine::{CpuBackend, CudaBackend, CudaOptions, EngineError, PoolMode};
+use xlaunch_engine::{Backend, CudaOptions, EngineError, PoolMode};
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::Precision;
 use xlaunch_spec::model::ModelShape;
@@ -185,7 +185,7 @@ pub fn open_device(device: Device, precision: Precision, timed: bool) -> Result<
     if device != Device::Cpu {
         let precision = crate::session::engine_precision(precision);
         let options = CudaOptions { deterministic: !timed, ..CudaOptions::new(precision, PoolMode::On) };
-        match CudaBackend::open(0, options) {
+        match Backend::cuda(0, options) {
             Ok(backend) => return Ok(BackendHandle::new(backend)),
             Err(error)
                 if device == Device::Cuda
@@ -198,7 +198,7 @@ pub fn open_device(device: Device, precision: Precision, timed: bool) -> Result<
             Err(_) => {}
         }
     }
-    Ok(BackendHandle::new(CpuBackend::new(cores(), PoolMode::On)))
+    Ok(BackendHandle::new(Backend::cpu(cores(), PoolMode::On)))
 }
 
 fn cores() -> usize {

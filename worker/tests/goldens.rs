@@ -15,8 +15,7 @@ use xlaunch_comm::bucket::Plan;
 use xlaunch_comm::{Local, Sharding};
 use xlaunch_engine::testing::require_gpu;
 use xlaunch_engine::{
-    Accumulate, CpuBackend, CudaBackend, CudaOptions, DType, EngineError, PoolMode, Precision, SquaredNorm,
-    Tensor,
+    Accumulate, Backend, Cast, CudaOptions, DType, EngineError, PoolMode, Precision, SquaredNorm, Tensor,
 };
 use xlaunch_harness::{Requirement, emulator};
 use xlaunch_spec::job::{Recompute, TrainSection};
@@ -175,12 +174,12 @@ impl From<EngineError> for Failed {
 }
 
 fn cpu() -> BackendHandle {
-    BackendHandle::new(CpuBackend::new(2, PoolMode::On))
+    BackendHandle::new(Backend::cpu(2, PoolMode::On))
 }
 
 /// Opens the GPU in strict fp32: nothing less could meet the tolerance.
 fn gpu() -> BackendHandle {
-    BackendHandle::new(CudaBackend::open(0, CudaOptions::new(Precision::Fp32, PoolMode::On)).unwrap())
+    BackendHandle::new(Backend::cuda(0, CudaOptions::new(Precision::Fp32, PoolMode::On)).unwrap())
 }
 
 impl Fixture {
@@ -280,7 +279,7 @@ fn compare_steps(f: &Fixture) {
     {
         let (loss, _) = f.pass(tokens, targets);
         optimizer.prepare(step as u64, train.lr).unwrap();
-        f.backend.squared_norm(SquaredNorm { x: f.grads.all(), out: grad_norm_sq.all() }).unwrap();
+        f.backend.run(SquaredNorm { x: f.grads.all(), out: grad_norm_sq.all() }).unwrap();
         optimizer.step(&f.model, f.grads.all(), grad_norm_sq.all(), finite.all()).unwrap();
         let norm = f64::from(read(&f.backend, &grad_norm_sq)[0]).sqrt();
         for (what, ours) in [("step_losses", loss), ("step_norms", norm)] {
@@ -405,7 +404,7 @@ fn micro_steps_are_added_in_fp32_and_rounded_once_on_gpu() {
         let values = backend.alloc(DType::F32, len).unwrap();
         for written in [&first, &rest].into_iter().take(accumulate) {
             backend.write_f32(values.all(), written).unwrap();
-            backend.cast(values.all(), gradients.arena().tensor.all()).unwrap();
+            backend.run(Cast { x: values.all(), y: gradients.arena().tensor.all() }).unwrap();
         }
         gradients.reduce(sharding.plan().buckets(), &mut Local).unwrap();
         assert_eq!(gradients.reduced().dtype(), dtype);
@@ -415,7 +414,7 @@ fn micro_steps_are_added_in_fp32_and_rounded_once_on_gpu() {
 
 fn gpu_in_bf16() -> BackendHandle {
     let options = CudaOptions { deterministic: true, ..CudaOptions::new(Precision::Bf16, PoolMode::On) };
-    BackendHandle::new(CudaBackend::open(0, options).unwrap())
+    BackendHandle::new(Backend::cuda(0, options).unwrap())
 }
 
 fn bf16_is_near_pytorch_on_gpu() {

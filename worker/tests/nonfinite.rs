@@ -8,7 +8,7 @@ mod common;
 use common::{Rank, on_ranks, spec};
 use xlaunch_comm::Local;
 use xlaunch_engine::testing::require_gpu;
-use xlaunch_engine::{CudaBackend, CudaOptions, PoolMode, Precision};
+use xlaunch_engine::{Backend, CudaOptions, PoolMode, Precision};
 use xlaunch_spec::job::NonFinite;
 use xlaunch_worker::model::BackendHandle;
 
@@ -63,7 +63,7 @@ fn bad_step_in_a_graph_changes_nothing() {
         let mut spec = spec(dir.path(), false);
         spec.train.nonfinite = nonfinite;
         let options = CudaOptions::new(Precision::Fp32, PoolMode::Plan);
-        let backend = BackendHandle::new(CudaBackend::open(0, options).unwrap());
+        let backend = BackendHandle::new(Backend::cuda(0, options).unwrap());
         check(Rank::new(backend, &spec, Box::new(Local)), nonfinite, bad);
     }
 }

@@ -13,7 +13,7 @@ use common::shape;
 use xlaunch_comm::Local;
 use xlaunch_engine::cuda::default_mempool_high;
 use xlaunch_engine::testing::require_gpu;
-use xlaunch_engine::{CpuBackend, CudaBackend, CudaOptions, PoolMode, PoolOptions, PoolStats, Precision};
+use xlaunch_engine::{Backend, CudaOptions, PoolMode, PoolOptions, PoolStats, Precision};
 use xlaunch_spec::job::{Exec, JobSpec, Shard};
 use xlaunch_spec::model::{Arch, ModelShape};
 use xlaunch_worker::data::{Dataset, Loader, Order, Schedule};
@@ -123,16 +123,16 @@ fn compare(name: &str, open: impl Fn(PoolOptions) -> BackendHandle) {
 }
 
 fn pool_modes_and_graphs_train_bit_identically_on_cpu() {
-    compare("CPU", |options| BackendHandle::new(CpuBackend::new(2, options)));
+    compare("CPU", |options| BackendHandle::new(Backend::cpu(2, options)));
 }
 
 fn pool_modes_and_graphs_train_bit_identically_on_gpu() {
-    drop(CudaBackend::open(0, CudaOptions::new(Precision::Bf16, PoolMode::On)).unwrap());
+    drop(Backend::cuda(0, CudaOptions::new(Precision::Bf16, PoolMode::On)).unwrap());
     let high = default_mempool_high(0).unwrap();
     for precision in [Precision::Fp32, Precision::Bf16] {
         compare(&format!("{precision:?}"), |options| {
             let options = CudaOptions { deterministic: true, ..CudaOptions::new(precision, options) };
-            BackendHandle::new(CudaBackend::open(0, options).unwrap())
+            BackendHandle::new(Backend::cuda(0, options).unwrap())
         });
     }
     assert_eq!(default_mempool_high(0).unwrap(), high, "no allocation bypassed the pool");

@@ -9,7 +9,7 @@ use xlaunch_pool::DType;
 
 use crate::backend::Backend;
 use crate::error::Result;
-use crate::ops::{LinearForward, LinearShape, SwigluForward};
+use crate::ops::{Cast, LinearForward, LinearShape, SwigluForward};
 use crate::tensor::Tensor;
 
 /// Rounds per rate; the best one counts.
@@ -30,13 +30,13 @@ const LAUNCHES: usize = 200;
 ///
 /// # Errors
 /// If an operation fails, or three matrices of 8192 x 8192 (1024 x 1024 on the CPU) do not fit in memory.
-pub fn gemm(backend: &dyn Backend) -> Result<f64> {
+pub fn gemm(backend: &Backend) -> Result<f64> {
     let size = if backend.is_asynchronous() { 8192 } else { 1024 };
     let (x, w) = (random(backend, size * size)?, random(backend, size * size)?);
     let y = backend.alloc(backend.activation_dtype(), size * size)?;
     let shape = LinearShape { rows: size, inputs: size, outputs: size };
     let args = LinearForward { shape, x: x.all(), w: w.all(), bias: None, y: y.all() };
-    let seconds = best(backend, || backend.linear_forward(args))?;
+    let seconds = best(backend, || backend.run(args))?;
     #[expect(clippy::cast_precision_loss, reason = "a rate")]
     Ok(2.0 * (size as f64).powi(3) / seconds)
 }
@@ -48,7 +48,7 @@ pub fn gemm(backend: &dyn Backend) -> Result<f64> {
 /// If an operation fails, or there is not enough memory.
 #[expect(clippy::cast_precision_loss, reason = "small integers")]
 #[expect(clippy::float_cmp, reason = "the results are exact")]
-pub fn wrong_gemm_elements(backend: &dyn Backend) -> Result<u64> {
+pub fn wrong_gemm_elements(backend: &Backend) -> Result<u64> {
     let size = if backend.is_asynchronous() { 2048 } else { 128 };
     let input = |row: usize, column: usize| ((7 * row + 3 * column) % 61) as f32 - 30.0;
     let terms = |output: usize| [(5 * output + 1) % size, (11 * output + size / 2) % size];
@@ -58,9 +58,9 @@ pub fn wrong_gemm_elements(backend: &dyn Backend) -> Result<u64> {
     let w = filled(backend, size * size, |at| count(at / size, at % size) as f32)?;
     let y = backend.alloc(backend.activation_dtype(), size * size)?;
     let shape = LinearShape { rows: size, inputs: size, outputs: size };
-    backend.linear_forward(LinearForward { shape, x: x.all(), w: w.all(), bias: None, y: y.all() })?;
+    backend.run(LinearForward { shape, x: x.all(), w: w.all(), bias: None, y: y.all() })?;
     let (wide, mut results) = (backend.alloc(DType::F32, size * size)?, vec![0.0; size * size]);
-    backend.cast(y.all(), wide.all())?;
+    backend.run(Cast { x: y.all(), y: wide.all() })?;
     backend.read_f32(wide.all(), &mut results)?;
     let expected = |at: usize| terms(at % size).into_iter().map(|term| input(at / size, term)).sum::<f32>();
     Ok(results.iter().enumerate().filter(|(at, result)| **result != expected(*at)).count() as u64)
@@ -71,11 +71,11 @@ pub fn wrong_gemm_elements(backend: &dyn Backend) -> Result<u64> {
 ///
 /// # Errors
 /// If an operation fails, or there is not enough memory.
-pub fn copy(backend: &dyn Backend) -> Result<f64> {
+pub fn copy(backend: &Backend) -> Result<f64> {
     let len = if backend.is_asynchronous() { 64 << 20 } else { 16 << 20 };
     let (x, y) = (backend.alloc(DType::F32, len)?, backend.alloc(DType::F32, len)?);
     backend.zero(x.all())?;
-    let seconds = best(backend, || backend.cast(x.all(), y.all()))?;
+    let seconds = best(backend, || backend.run(Cast { x: x.all(), y: y.all() }))?;
     #[expect(clippy::cast_precision_loss, reason = "a rate")]
     Ok((2 * len * DType::F32.size()) as f64 / seconds)
 }
@@ -85,9 +85,9 @@ pub fn copy(backend: &dyn Backend) -> Result<f64> {
 ///
 /// # Errors
 /// If an operation fails.
-pub fn latencies(backend: &dyn Backend) -> Result<(f64, f64)> {
+pub fn latencies(backend: &Backend) -> Result<(f64, f64)> {
     let (x, y) = (random(backend, 2 * SMALL)?, backend.alloc(backend.activation_dtype(), SMALL)?);
-    let launch = || backend.swiglu_forward(SwigluForward { rows: 1, ffn: SMALL, h: x.all(), a: y.all() });
+    let launch = || backend.run(SwigluForward { rows: 1, ffn: SMALL, h: x.all(), a: y.all() });
     let mut host = [0.0; SMALL];
     let (mut enqueue, mut round_trip) = (f64::INFINITY, f64::INFINITY);
     launch()?;
@@ -116,7 +116,7 @@ pub fn latencies(backend: &dyn Backend) -> Result<(f64, f64)> {
     clippy::cast_precision_loss,
     reason = "a count between 1 and MAX_OPERATIONS"
 )]
-fn best(backend: &dyn Backend, operation: impl Fn() -> Result<()>) -> Result<f64> {
+fn best(backend: &Backend, operation: impl Fn() -> Result<()>) -> Result<f64> {
     let probe = backend.alloc(DType::F32, 1)?;
     let round = |count: usize| -> Result<f64> {
         wait(backend, &probe)?;
@@ -132,13 +132,13 @@ fn best(backend: &dyn Backend, operation: impl Fn() -> Result<()>) -> Result<f64
 }
 
 /// Waits for all work enqueued so far.
-fn wait(backend: &dyn Backend, probe: &Tensor) -> Result<()> {
+fn wait(backend: &Backend, probe: &Tensor) -> Result<()> {
     backend.zero(probe.slice(0..1))?;
     backend.read_f32(probe.slice(0..1), &mut [0.0])
 }
 
 /// Allocates random numbers between -1 and 1 in the activations' element type.
-fn random(backend: &dyn Backend, len: usize) -> Result<Tensor> {
+fn random(backend: &Backend, len: usize) -> Result<Tensor> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut next = || {
         state ^= state << 13;
@@ -152,14 +152,14 @@ fn random(backend: &dyn Backend, len: usize) -> Result<Tensor> {
 }
 
 /// Allocates these numbers in the activations' element type.
-fn filled(backend: &dyn Backend, len: usize, mut number: impl FnMut(usize) -> f32) -> Result<Tensor> {
+fn filled(backend: &Backend, len: usize, mut number: impl FnMut(usize) -> f32) -> Result<Tensor> {
     let tensor = backend.alloc(backend.activation_dtype(), len)?;
     let staged = backend.alloc(DType::F32, len.min(CHUNK))?;
     for first in (0..len).step_by(CHUNK) {
         let count = CHUNK.min(len - first);
         let values: Vec<f32> = (first..first + count).map(&mut number).collect();
         backend.write_f32(staged.slice(0..count), &values)?;
-        backend.cast(staged.slice(0..count), tensor.slice(first..first + count))?;
+        backend.run(Cast { x: staged.slice(0..count), y: tensor.slice(first..first + count) })?;
     }
     Ok(tensor)
 }
@@ -167,17 +167,16 @@ fn filled(backend: &dyn Backend, len: usize, mut number: impl FnMut(usize) -> f3
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::CpuBackend;
     use xlaunch_pool::Mode;
 
     #[test]
     fn cpu_multiplies_right() {
-        assert_eq!(wrong_gemm_elements(&CpuBackend::new(1, Mode::On)).unwrap(), 0);
+        assert_eq!(wrong_gemm_elements(&Backend::cpu(1, Mode::On)).unwrap(), 0);
     }
 
     #[test]
     fn cpu_rates_are_plausible() {
-        let backend = CpuBackend::new(1, Mode::On);
+        let backend = Backend::cpu(1, Mode::On);
         let gemm = gemm(&backend).unwrap();
         assert!((1e8..1e13).contains(&gemm), "{gemm}");
         let copy = copy(&backend).unwrap();

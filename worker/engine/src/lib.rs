@@ -1,4 +1,4 @@
-//! Fused training operations behind one trait, on CUDA devices and on CPUs.
+//! Fused training operations on CUDA devices and on CPUs.
 //!
 //! Modules, each depending only on those above it:
 //!
@@ -6,8 +6,8 @@
 //! - [`cache`]: files that are computed once per machine; [`nvtx`]: named ranges for an attached profiler;
 //! - [`tensor`]: [`Tensor`] and [`Slice`], handles to memory of any device;
 //! - `cpu`, [`cuda`]: building blocks of operations on either device; CUDA kernels are compiled when it is opened;
-//! - `ops`: the operations, one folder each, with the maths, arguments, both implementations and the kernel;
-//! - `backend`: [`Backend`], the list of operations that models are written in, [`CpuBackend`] and [`CudaBackend`];
+//! - `ops`: the operations ([`Op`]), one folder each, with the maths, arguments, both implementations and the kernel;
+//! - `backend`: [`Backend`], an open device that runs them;
 //! - [`calibrate`]: the peak rates of a device.
 //!
 //! Shape letters are listed in `ops`. All arrays are row-major.
@@ -28,7 +28,7 @@ pub mod tensor;
 #[doc(hidden)]
 pub mod testing;
 
-pub use backend::{Backend, CpuBackend, CudaBackend};
+pub use backend::Backend;
 pub use error::{EngineError, Result};
 pub use handles::{Capture, PendingRead};
 pub use host_buffer::{HostAllocator, HostBuffer};

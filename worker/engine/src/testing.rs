@@ -1,6 +1,6 @@
 //! Internals for integration tests. Tests of kernels, NVRTC and cuDNN run only if these are installed.
 
-use crate::backend::CudaBackend;
+use crate::backend::Backend;
 use crate::cuda::cudnn::descriptor::Descriptor;
 use crate::cuda::cudnn::graph::Target;
 use crate::cuda::cudnn::library::Library;
@@ -13,34 +13,33 @@ pub use crate::ops::gelu::cuda::GeluVariant;
 use crate::ops::linear::weight_grads;
 use crate::ops::swiglu::hopper;
 pub use crate::ops::swiglu::hopper::Tiling;
-use crate::ops::{AttentionShape, KERNEL_FILES, LinearShape, cached_attention};
+use crate::ops::{AttentionShape, Cuda, KERNEL_FILES, LinearShape, cached_attention};
 use crate::options::{CudaOptions, Precision};
 
 /// Makes a back end use this variant of GELU for layers of these shapes before and after it.
-pub fn force_gelu_variant(
-    backend: &CudaBackend,
-    before: LinearShape,
-    after: LinearShape,
-    variant: GeluVariant,
-) {
-    backend.gelu.force(before, after, variant);
+pub fn force_gelu_variant(backend: &Backend, before: LinearShape, after: LinearShape, variant: GeluVariant) {
+    gpu(backend).gelu.force(before, after, variant);
 }
 
 /// Makes a back end compute linear layers with SwiGLU with our own GEMM and this tiling, for all layers that it
 /// supports.
-pub fn force_swiglu_tiling(backend: &CudaBackend, tiling: Option<Tiling>) {
-    backend.swiglu.force(tiling);
+pub fn force_swiglu_tiling(backend: &Backend, tiling: Option<Tiling>) {
+    gpu(backend).swiglu.force(tiling);
 }
 
 /// Makes a back end compute the gradients of two layers' weights in one kernel, with the rows in this number of parts,
 /// for all layers that it supports.
-pub fn force_weight_grads_together(backend: &CudaBackend, parts: Option<usize>) {
-    backend.weight_grads.force(parts);
+pub fn force_weight_grads_together(backend: &Backend, parts: Option<usize>) {
+    gpu(backend).weight_grads.force(parts);
 }
 
 /// Makes a back end in TF32 transpose one operand of every gradient of weights, or no operand.
-pub fn force_transposed_weight_grads(backend: &CudaBackend, transposed: Option<bool>) {
-    backend.weight_grads.one.force(transposed);
+pub fn force_transposed_weight_grads(backend: &Backend, transposed: Option<bool>) {
+    gpu(backend).weight_grads.one.force(transposed);
+}
+
+fn gpu(backend: &Backend) -> &Cuda {
+    backend.gpu().unwrap_or_else(|| panic!("only a GPU has variants"))
 }
 
 /// Requirement of tests on a GPU: the first GPU can be opened.
@@ -48,7 +47,7 @@ pub fn force_transposed_weight_grads(backend: &CudaBackend, transposed: Option<b
 /// # Errors
 /// The missing library or device. Other failures are left to the tests, which run into them.
 pub fn require_gpu() -> Result<(), String> {
-    match CudaBackend::open(0, CudaOptions::new(Precision::Fp32, xlaunch_pool::Mode::On)) {
+    match Backend::cuda(0, CudaOptions::new(Precision::Fp32, xlaunch_pool::Mode::On)) {
         Err(error @ (EngineError::Library { .. } | EngineError::Device { .. })) => Err(error.to_string()),
         _ => Ok(()),
     }

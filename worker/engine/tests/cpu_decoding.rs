@@ -10,7 +10,7 @@ use xlaunch_engine::*;
 
 #[test]
 fn gemv_matches_a_plain_sum_and_rows_do_not_depend_on_each_other() {
-    let backend = CpuBackend::new(2, PoolMode::On);
+    let backend = Backend::cpu(2, PoolMode::On);
     let ops = Ops { backend: &backend, grads: DType::F32 };
     for (rows, inputs, outputs) in [(1, 8, 3), (7, 100, 41), (32, 353, 66)] {
         let s = LinearShape { rows, inputs, outputs };
@@ -37,7 +37,7 @@ fn gemv_matches_a_plain_sum_and_rows_do_not_depend_on_each_other() {
 
 #[test]
 fn cached_attention_matches_a_plain_one_for_ragged_sequences() {
-    let backend = CpuBackend::new(2, PoolMode::On);
+    let backend = Backend::cpu(2, PoolMode::On);
     let ops = Ops { backend: &backend, grads: DType::F32 };
     for (heads, kv_heads, width, lengths) in
         [(2, 2, 8, vec![1]), (6, 2, 24, vec![9, 1, 70]), (4, 1, 64, vec![3, 5])]
@@ -63,7 +63,7 @@ fn cached_attention_matches_a_plain_one_for_ragged_sequences() {
 
 #[test]
 fn greedy_takes_the_first_largest_logit_and_never_nan() {
-    let backend = CpuBackend::new(1, PoolMode::On);
+    let backend = Backend::cpu(1, PoolMode::On);
     let ops = Ops { backend: &backend, grads: DType::F32 };
     let nan = f32::NAN;
     let logits = [1.0, 5.0, nan, 5.0, 9.0, nan, nan, nan, nan, nan, f32::NEG_INFINITY, -3.0, -7.0, -3.0, 9.0];

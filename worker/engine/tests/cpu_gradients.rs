@@ -17,7 +17,7 @@ const H: f32 = 1e-2;
 const TOLERANCE: f64 = 2e-3;
 
 fn with_cpu<R>(f: impl FnOnce(&Ops<'_>) -> R) -> R {
-    let backend = CpuBackend::new(1, PoolMode::On);
+    let backend = Backend::cpu(1, PoolMode::On);
     f(&Ops { backend: &backend, grads: DType::F32 })
 }
 
@@ -259,7 +259,7 @@ fn checksum_depends_on_every_bit_and_on_the_order() {
 
 #[test]
 fn accumulation_adds_and_results_do_not_depend_on_thread_count() {
-    let (one, three) = (CpuBackend::new(1, PoolMode::On), CpuBackend::new(3, PoolMode::Off));
+    let (one, three) = (Backend::cpu(1, PoolMode::On), Backend::cpu(3, PoolMode::Off));
     let (one, three) = (Ops { backend: &one, grads: DType::F32 }, Ops { backend: &three, grads: DType::F32 });
     for (name, case) in common::cases::cases(|x| x) {
         for ((output, a), (_, b)) in case(&one).iter().zip(&case(&three)) {
@@ -282,15 +282,15 @@ fn accumulation_adds_and_results_do_not_depend_on_thread_count() {
 #[test]
 #[should_panic(expected = "swiglu_forward")]
 fn overlapping_output_panics() {
-    let backend = CpuBackend::new(1, PoolMode::On);
+    let backend = Backend::cpu(1, PoolMode::On);
     let x = backend.alloc(DType::F32, 100).unwrap();
-    let _ = backend.swiglu_forward(SwigluForward { rows: 1, ffn: 30, h: x.slice(0..60), a: x.slice(40..70) });
+    let _ = backend.run(SwigluForward { rows: 1, ffn: 30, h: x.slice(0..60), a: x.slice(40..70) });
 }
 
 #[test]
 #[should_panic(expected = "zero")]
 fn lent_memory_panics() {
-    let backend = CpuBackend::new(1, PoolMode::On);
+    let backend = Backend::cpu(1, PoolMode::On);
     let x = backend.alloc(DType::F32, 100).unwrap();
     let _loan = x.lend(50..100);
     let _ = backend.zero(x.slice(0..60));
@@ -299,7 +299,7 @@ fn lent_memory_panics() {
 #[test]
 #[should_panic(expected = "swiglu_forward")]
 fn slice_of_wrong_length_panics() {
-    let backend = CpuBackend::new(1, PoolMode::On);
+    let backend = Backend::cpu(1, PoolMode::On);
     let (x, y) = (backend.alloc(DType::F32, 100).unwrap(), backend.alloc(DType::F32, 99).unwrap());
-    let _ = backend.swiglu_forward(SwigluForward { rows: 1, ffn: 50, h: x.all(), a: y.all() });
+    let _ = backend.run(SwigluForward { rows: 1, ffn: 50, h: x.all(), a: y.all() });
 }

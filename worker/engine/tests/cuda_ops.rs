@@ -36,10 +36,10 @@ xlaunch_harness::suite! {
 }
 
 /// `own` selects deterministic variants: this crate's kernels, without cuDNN and without timing.
-fn open(precision: Precision, mode: PoolMode, own: bool) -> CudaBackend {
+fn open(precision: Precision, mode: PoolMode, own: bool) -> Backend {
     let log_fallback = std::env::var_os("XLAUNCH_LOG_FALLBACK").is_some();
     let options = CudaOptions { deterministic: own, log_fallback, ..CudaOptions::new(precision, mode) };
-    CudaBackend::open(0, options).unwrap()
+    Backend::cuda(0, options).unwrap()
 }
 
 fn compare(precision: Precision, grads: DType, own: bool, round: fn(f32) -> f32, tolerance: f64) {
@@ -50,14 +50,14 @@ fn compare(precision: Precision, grads: DType, own: bool, round: fn(f32) -> f32,
 
 /// Compares the cases with this part in their names.
 fn compare_cases(
-    cuda: &CudaBackend,
+    cuda: &Backend,
     grads: DType,
     kernels: &str,
     part: &str,
     round: fn(f32) -> f32,
     tolerance: f64,
 ) {
-    let cpu = CpuBackend::new(2, PoolMode::On);
+    let cpu = Backend::cpu(2, PoolMode::On);
     let cpu = Ops { backend: &cpu, grads: DType::F32 };
     let cuda = Ops { backend: cuda, grads };
     let (mut worst, mut failures) = ((0.0, String::new()), Vec::new());

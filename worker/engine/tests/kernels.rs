@@ -2,7 +2,7 @@
 //! access is out of bounds, misaligned, to unwritten memory, or a data race; and nothing depends on the order in which
 //! threads run.
 //!
-//! The device is opened by `CudaBackend`, so kernels, their arguments and launches are those of a GPU. Every buffer is
+//! The device is opened by `Backend`, so kernels, their arguments and launches are those of a GPU. Every buffer is
 //! a separate device allocation. The order of threads differs in each launch.
 
 #![expect(clippy::print_stdout, reason = "measurements are printed")]
@@ -79,9 +79,9 @@ fn cpp_compiler() -> Requirement {
     emulator::enter(&Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels"))
 }
 
-fn open(precision: Precision) -> CudaBackend {
+fn open(precision: Precision) -> Backend {
     let options = CudaOptions { deterministic: true, ..CudaOptions::new(precision, PoolMode::Off) };
-    CudaBackend::open(0, options).unwrap()
+    Backend::cuda(0, options).unwrap()
 }
 
 fn to_bf16(x: f32) -> f32 {
@@ -110,13 +110,13 @@ fn selected(precision: Precision, parts: &str) -> Vec<Case> {
 }
 
 /// Returns the outputs that differ by more than the tolerances of the suite `cuda_ops`.
-fn differences(cuda: &CudaBackend, precision: Precision, parts: &str) -> Vec<String> {
+fn differences(cuda: &Backend, precision: Precision, parts: &str) -> Vec<String> {
     let (tolerance, grads) = match precision {
         Precision::Fp32 => (2e-6, DType::F32),
         Precision::Tf32 => (2e-3, DType::F32),
         Precision::Bf16 => (8e-3, DType::Bf16),
     };
-    let cpu = CpuBackend::new(1, PoolMode::On);
+    let cpu = Backend::cpu(1, PoolMode::On);
     let (cpu, cuda) = (Ops { backend: &cpu, grads: DType::F32 }, Ops { backend: cuda, grads });
     let (mut largest, mut differences) = ((0.0, String::new()), Vec::new());
     for (name, case) in selected(precision, parts) {
@@ -155,22 +155,22 @@ fn in_two_threads<T: Send>(count: usize, run: impl Fn(usize) -> T + Sync) -> Vec
 }
 
 /// Runs kernels that no case runs: casts in both directions, and marks.
-fn cast_and_mark(backend: &CudaBackend) {
+fn cast_and_mark(backend: &Backend) {
     let values = [0.0, 1.0, -2.5, 1.0 / 3.0, 1e-40, f32::MAX, f32::NEG_INFINITY];
     let len = values.len();
     let [x, y] = [0, 1].map(|_| backend.alloc(DType::F32, len).unwrap());
     let half = backend.alloc(DType::Bf16, len).unwrap();
     backend.write_f32(x.all(), &values).unwrap();
-    backend.cast(x.all(), half.all()).unwrap();
-    backend.cast(half.all(), y.all()).unwrap();
+    backend.run(Cast { x: x.all(), y: half.all() }).unwrap();
+    backend.run(Cast { x: half.all(), y: y.all() }).unwrap();
     let mut rounded = vec![0.0; len];
     backend.read_f32(y.all(), &mut rounded).unwrap();
     assert_eq!(rounded, values.map(to_bf16));
 
     let marks = backend.open_marks().unwrap().unwrap();
     let seconds = backend.alloc(DType::F32, 1).unwrap();
-    backend.mark(Mark::Begin).unwrap();
-    backend.mark(Mark::End(seconds.all())).unwrap();
+    backend.run(Mark::Begin).unwrap();
+    backend.run(Mark::End(seconds.all())).unwrap();
     backend.read_f32(seconds.all(), &mut rounded[..1]).unwrap();
     assert_eq!(marks.passed(), 2);
     assert!((0.0..60.0).contains(&rounded[0]), "{} s", rounded[0]);
@@ -269,7 +269,7 @@ fn results_do_not_depend_on_the_order_of_threads() {
 }
 
 /// Runs cases this many times and compares the bits; 100 times with `XLAUNCH_TEST_LONG=1`.
-fn same_bits_in_any_order(backend: &CudaBackend, part: &str, rounds: usize) {
+fn same_bits_in_any_order(backend: &Backend, part: &str, rounds: usize) {
     let rounds = if std::env::var_os("XLAUNCH_TEST_LONG").is_some() { 100 } else { rounds };
     let ops = Ops { backend, grads: DType::Bf16 };
     let bits = |case: &Case| -> Vec<Vec<u32>> {

@@ -39,10 +39,10 @@ fn gpu_and_xlaunch_times() -> Requirement {
     std::env::var_os("XLAUNCH_TIMES").map(drop).ok_or_else(|| "runs with XLAUNCH_TIMES=1 only".into())
 }
 
-fn open(precision: Precision, deterministic: bool) -> CudaBackend {
+fn open(precision: Precision, deterministic: bool) -> Backend {
     let log_fallback = std::env::var_os("XLAUNCH_LOG_FALLBACK").is_some();
     let options = CudaOptions { deterministic, log_fallback, ..CudaOptions::new(precision, PoolMode::On) };
-    CudaBackend::open(0, options).unwrap()
+    Backend::cuda(0, options).unwrap()
 }
 
 fn times() {
@@ -126,14 +126,14 @@ impl Sweep<'_> {
         self.report("norm forward", "width", cols, Work::bytes(4 * len * ACT), &|| {
             let residual = Some(ResidualAdd { branch: branch.all(), sum: branch.all() });
             let (x, gamma, y, stats) = (x.all(), gamma.all(), y.all(), stats.all());
-            b.norm_forward(NormForward { shape, x, residual, gamma, beta: None, y, stats }).unwrap();
+            b.run(NormForward { shape, x, residual, gamma, beta: None, y, stats }).unwrap();
         });
         self.report("norm backward", "width", cols, Work::bytes(4 * len * ACT), &|| {
             let (x, gamma, stats, dy, dx) = (x.all(), gamma.all(), stats.all(), dy.all(), y.all());
             let (dgamma, acc) = (dgamma.all(), Accumulate::Overwrite);
             let (dbeta, dsum, add_to_dx) = (None, None, true);
             let args = NormBackward { shape, x, gamma, stats, dy, dx, add_to_dx, dgamma, dbeta, dsum, acc };
-            b.norm_backward(args).unwrap();
+            b.run(args).unwrap();
         });
     }
 
@@ -143,10 +143,10 @@ impl Sweep<'_> {
         let [a, da] = [6, 7].map(|seed| ops.random(seed, len));
         let [h, dh] = [8, 9].map(|seed| ops.random(seed, 2 * len));
         self.report("SwiGLU forward", "width", ffn, Work::bytes(3 * len * ACT), &|| {
-            b.swiglu_forward(SwigluForward { rows, ffn, h: h.all(), a: a.all() }).unwrap();
+            b.run(SwigluForward { rows, ffn, h: h.all(), a: a.all() }).unwrap();
         });
         self.report("SwiGLU backward", "width", ffn, Work::bytes(5 * len * ACT), &|| {
-            b.swiglu_backward(SwigluBackward { rows, ffn, h: h.all(), da: da.all(), dh: dh.all() }).unwrap();
+            b.run(SwigluBackward { rows, ffn, h: h.all(), da: da.all(), dh: dh.all() }).unwrap();
         });
     }
 
@@ -163,11 +163,11 @@ impl Sweep<'_> {
         let [out, dout] = [13, 14].map(|seed| ops.random(seed, len));
         self.report("embedding forward", "width", cols, Work::bytes(2 * len * ACT), &|| {
             let (tokens, wte, out) = (tokens.all(), wte.all(), out.all());
-            b.embed_forward(EmbedForward { shape, tokens, wte, wpe: None, positions: None, out }).unwrap();
+            b.run(EmbedForward { shape, tokens, wte, wpe: None, positions: None, out }).unwrap();
         });
         self.report("embedding backward", "width", cols, Work::bytes((len + 2 * touched) * ACT), &|| {
             let (tokens, dout, dwte) = (tokens.all(), dout.all(), dwte.all());
-            b.embed_backward(EmbedBackward { shape, tokens, dout, dwte, dwpe: None }).unwrap();
+            b.run(EmbedBackward { shape, tokens, dout, dwte, dwpe: None }).unwrap();
         });
     }
 
@@ -181,14 +181,14 @@ impl Sweep<'_> {
         };
         let (x, y, w, dw) = (x.all(), y.all(), w.all(), dw.all());
         report("linear forward", &|| {
-            b.linear_forward(LinearForward { shape, x, w, bias: None, y }).unwrap();
+            b.run(LinearForward { shape, x, w, bias: None, y }).unwrap();
         });
         report("linear input gradient", &|| {
-            b.linear_backward_input(LinearBackwardInput { shape, dy: x, w, dx: y }).unwrap();
+            b.run(LinearBackwardInput { shape, dy: x, w, dx: y }).unwrap();
         });
         report("linear weight gradient", &|| {
             let acc = Accumulate::Overwrite;
-            b.linear_backward_weight(LinearBackwardWeight { shape, dy: y, x, dw, acc }).unwrap();
+            b.run(LinearBackwardWeight { shape, dy: y, x, dw, acc }).unwrap();
         });
     }
 
@@ -211,16 +211,16 @@ impl Sweep<'_> {
         };
         // The input is read for the maximum and again for rounding; two outputs are written.
         self.report("FP8 rounding", "width", cols, Work::bytes(rows * cols * (2 * ACT + 2)), &|| {
-            b.quantize_fp8(args).unwrap();
+            b.run(args).unwrap();
         });
         let weights = QuantizeFp8 { rows: cols, x: w.all(), q: Some(w8.all()), scale: w_scale.all(), ..args };
-        b.quantize_fp8(QuantizeFp8 { transposed: None, ..weights }).unwrap();
+        b.run(QuantizeFp8 { transposed: None, ..weights }).unwrap();
         let [a, b8] =
             [(&q, &x_scale), (&w8, &w_scale)].map(|(q, scale)| Fp8Operand { q: q.all(), scale: scale.all() });
         let (y, acc) = (y.all(), Accumulate::Overwrite);
         let gemm = GemmFp8 { rows, cols, depth: cols, a, b: b8, bias: None, y, acc };
         self.report("FP8 linear forward", "width", cols, Work::flops(2 * rows * cols * cols), &|| {
-            b.gemm_fp8(gemm).unwrap();
+            b.run(gemm).unwrap();
         });
     }
 
@@ -235,7 +235,7 @@ impl Sweep<'_> {
         b.write_i32(targets.all(), &common::ids(21, rows, vocab - 3)).unwrap();
         self.report("classifier", "vocabulary", vocab, Work::bytes(2 * rows * vocab * ACT), &|| {
             let (logits, targets, losses) = (logits.all(), targets.all(), losses.all());
-            b.classifier(FusedClassifier { shape, logits, targets, losses, grad_scale: Some(1.0) }).unwrap();
+            b.run(FusedClassifier { shape, logits, targets, losses, grad_scale: Some(1.0) }).unwrap();
         });
     }
 
@@ -264,11 +264,11 @@ impl Sweep<'_> {
         let gemm = s.batch * s.heads * s.seq * (s.seq + 1) * s.width;
         let (qkv, out, dout, lse, dqkv) = (qkv.all(), out.all(), dout.all(), lse.all(), dqkv.all());
         self.report("attention forward", axis, size, Work::flops(2 * gemm), &|| {
-            b.attention_forward(AttentionForward { shape, qkv, rope: None, out, lse }).unwrap();
+            b.run(AttentionForward { shape, qkv, rope: None, out, lse }).unwrap();
         });
         self.report("attention backward", axis, size, Work::flops(5 * gemm), &|| {
             let args = AttentionBackward { shape, qkv, rope: None, out, dout, lse, dqkv };
-            b.attention_backward(args).unwrap();
+            b.run(args).unwrap();
         });
     }
 

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::time::Instant;
 
 use xlaunch_comm::Collective;
-use xlaunch_engine::{DType, Tensor};
+use xlaunch_engine::{Cast, DType, Tensor};
 use xlaunch_proto::v1::{AllReduceBench, AllReduceReport};
 
 use crate::error::Result;
@@ -59,7 +59,7 @@ fn check(
         let values: Vec<f32> = part.clone().map(|i| value(i, rank, world)).collect();
         let staging = staging.slice(0..part.len());
         backend.write_f32(staging, &values)?;
-        backend.cast(staging, x.slice(part))?;
+        backend.run(Cast { x: staging, y: x.slice(part) })?;
     }
     run(collective, x, len)?;
     let mut wrong = 0;
@@ -124,7 +124,7 @@ mod tests {
     use super::*;
     use std::time::Duration;
     use xlaunch_comm::{Ring, RingListener, RingPlace};
-    use xlaunch_engine::{CpuBackend, PoolMode};
+    use xlaunch_engine::{Backend, PoolMode};
 
     use crate::bench::SkipAllReduce;
 
@@ -138,7 +138,7 @@ mod tests {
         let rank = |rank: usize, listener: RingListener| {
             let place = RingPlace { rank, world: 2, next_address: &addresses[1 - rank], key: &[7; 32] };
             let ring = Ring::connect(listener, &place, Duration::from_secs(20)).unwrap();
-            let backend = BackendHandle::new(CpuBackend::new(1, PoolMode::On)).with_windows(true);
+            let backend = BackendHandle::new(Backend::cpu(1, PoolMode::On)).with_windows(true);
             let bench = AllReduceBench { counts: BENCH.to_vec(), bf16: false };
             let (mut collective, mut wrong) = (wrap(ring), Vec::new());
             let report = |report: AllReduceReport| {

@@ -43,7 +43,7 @@ pub(crate) fn device(
         Some(rates) if !bench.check => return Ok(calibration(&info.name, &rates, true)),
         _ => {}
     }
-    let wrong = if bench.check { Some(wrong_elements(&*fp32, &open)?) } else { None };
+    let wrong = if bench.check { Some(wrong_elements(&fp32, &open)?) } else { None };
     let rates = measure(fp32, open)?;
     if cached.is_none()
         && let (Some(path), Ok(json)) = (path, serde_json::to_vec_pretty(&rates))
@@ -71,7 +71,7 @@ fn calibration(device: &str, rates: &Rates, cached: bool) -> Calibration {
 }
 
 /// Counts wrong elements over all precisions of the device.
-fn wrong_elements(fp32: &dyn Backend, open: &impl Fn(Precision) -> Result<BackendHandle>) -> Result<u64> {
+fn wrong_elements(fp32: &Backend, open: &impl Fn(Precision) -> Result<BackendHandle>) -> Result<u64> {
     let mut wrong = calibrate::wrong_gemm_elements(fp32)?;
     if fp32.is_asynchronous() {
         for precision in [Precision::Tf32, Precision::Bf16] {
@@ -83,9 +83,9 @@ fn wrong_elements(fp32: &dyn Backend, open: &impl Fn(Precision) -> Result<Backen
 
 /// Measures one back end at a time, as each allocates device memory.
 fn measure(fp32: BackendHandle, open: impl Fn(Precision) -> Result<BackendHandle>) -> Result<Rates> {
-    let (launch_seconds, round_trip_seconds) = calibrate::latencies(&*fp32)?;
+    let (launch_seconds, round_trip_seconds) = calibrate::latencies(&fp32)?;
     let gpu = fp32.is_asynchronous();
-    let (fp32_gemm_flops, copy_bytes_per_second) = (calibrate::gemm(&*fp32)?, calibrate::copy(&*fp32)?);
+    let (fp32_gemm_flops, copy_bytes_per_second) = (calibrate::gemm(&fp32)?, calibrate::copy(&fp32)?);
     drop(fp32);
     let gemm =
         |precision| -> Result<f64> { if gpu { Ok(calibrate::gemm(&*open(precision)?)?) } else { Ok(0.0) } };

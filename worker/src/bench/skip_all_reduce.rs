@@ -130,7 +130,7 @@ impl Collective for SkipAllReduce {
 mod tests {
     use std::sync::{Arc, Mutex};
 
-    use xlaunch_engine::{CpuBackend, PoolMode, Tensor};
+    use xlaunch_engine::{Backend, PoolMode, Tensor};
 
     use super::*;
     use crate::model::BackendHandle;
@@ -203,7 +203,7 @@ mod tests {
 
     /// Returns the calls that reach the collective in two steps with a sharded optimizer.
     fn calls_of_two_steps(skip: impl FnOnce(Box<dyn Collective>) -> Box<dyn Collective>) -> [Vec<String>; 2] {
-        let backend = BackendHandle::new(CpuBackend::new(1, PoolMode::Off));
+        let backend = BackendHandle::new(Backend::cpu(1, PoolMode::Off));
         let tensor = backend.alloc(DType::F32, 1024).unwrap();
         let calls = Arc::new(Mutex::new(Vec::new()));
         let mut skip = skip(Box::new(Recorder(calls.clone())));

@@ -257,7 +257,7 @@ impl Batch<'_> {
 
 #[cfg(test)]
 mod tests {
-    use xlaunch_engine::{CpuBackend, PoolMode};
+    use xlaunch_engine::{Backend, PoolMode};
     use xlaunch_spec::model::{Arch, ModelSection};
 
     use super::*;
@@ -281,7 +281,7 @@ mod tests {
             tied: Some(false),
             ..ModelSection::default()
         };
-        let backend = BackendHandle::new(CpuBackend::new(1, PoolMode::On));
+        let backend = BackendHandle::new(Backend::cpu(1, PoolMode::On));
         let model = Model::zeroed(&backend, &section.resolve().unwrap()).unwrap();
         let (before, after) = ([1.0, -1.0, 0.0, 0.0], [0.0, 0.0, 1.0, -1.0]);
         let write = |at: usize, half: [f32; 4]| model.write_weights(at, &[half, half].concat()).unwrap();

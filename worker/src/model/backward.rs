@@ -147,7 +147,7 @@ impl Model {
         let proj = pass.layer(&params.proj, [shape.attention_width(), shape.dim], &inputs.proj, &dproj);
         let datt = self.input_gradient(proj)?;
         let dqkv = Rc::new(self.activation(block.qkv.len())?);
-        self.backend.attention_backward(AttentionBackward {
+        self.backend.run(AttentionBackward {
             shape: attention_shape(&self.shape, pass.rows),
             qkv: block.qkv.all(),
             rope: self.rope(pass.rows),
@@ -161,7 +161,7 @@ impl Model {
         self.weight_gradients([proj, qkv])?;
         if let Some(out) = pass.bias(&params.qkv) {
             let (rows, cols, x, acc) = (n, shape.qkv_width(), dqkv.all(), pass.acc);
-            self.backend.column_sum(ColumnSum { rows, cols, x, out, acc })?;
+            self.backend.run(ColumnSum { rows, cols, x, out, acc })?;
         }
         let dy = self.input_gradient(qkv)?;
         let added = below.map(|block| &block.out);
@@ -201,7 +201,7 @@ impl Model {
             }
         }
         let shape = self.embed_shape(pass.rows);
-        self.backend.embed_backward(EmbedBackward { shape, tokens, dout: dx.all(), dwte, dwpe })
+        self.backend.run(EmbedBackward { shape, tokens, dout: dx.all(), dwte, dwpe })
     }
 
     fn norm_backward(
@@ -212,7 +212,7 @@ impl Model {
         dy: &Tensor,
         residual: Residual<'_>,
     ) -> Result<()> {
-        self.backend.norm_backward(NormBackward {
+        self.backend.run(NormBackward {
             shape: self.norm_shape(pass.rows),
             x: normed.x.all(),
             gamma: self.param(&params.weight),

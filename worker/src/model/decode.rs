@@ -227,7 +227,7 @@ impl<'a> Decoder<'a> {
         let (dim, width) = (shape.dim, shape.attention_width());
         let embed = EmbedShape { batch: rows, seq: 1, cols: dim, vocab: shape.vocab };
         let positions = b.positions.slice(0..rows);
-        model.backend.embed_forward(EmbedForward {
+        model.backend.run(EmbedForward {
             shape: embed,
             tokens: b.tokens.slice(0..rows),
             wte: model.param(&model.layout.wte),
@@ -255,7 +255,7 @@ impl<'a> Decoder<'a> {
         let (model, len) = (self.model, rows * self.model.shape.dim);
         let shape = model.norm_shape(Rows { batch: rows, seq: 1 });
         let residual = ResidualAdd { branch: b.branch.slice(0..len), sum: b.x[1 - x].slice(0..len) };
-        model.backend.norm_forward(NormForward {
+        model.backend.run(NormForward {
             shape,
             x: b.x[x].slice(0..len),
             residual: add.then_some(residual),
@@ -268,7 +268,7 @@ impl<'a> Decoder<'a> {
 
     fn attention(&self, b: &Buffers, rows: usize, block: usize, distinct: bool) -> Result<()> {
         let shape = CachedAttentionShape { rows, ..attention_shape(self.model, self.slots, self.capacity) };
-        self.model.backend.cached_attention(CachedAttention {
+        self.model.backend.run(CachedAttention {
             shape,
             qkv: b.qkv.slice(0..rows * shape.qkv_width()),
             rope: self.model.rope.as_ref().map(Tensor::all),
@@ -293,15 +293,15 @@ impl<'a> Decoder<'a> {
                 let (bias, shape) =
                     (model.param(bias), LinearShape { rows, inputs: shape.dim, outputs: ffn });
                 if rows <= GEMV_ROWS {
-                    return model.backend.gemv(Gemv { shape, x, w, bias: Some(bias), gelu: true, y: a });
+                    return model.backend.run(Gemv { shape, x, w, bias: Some(bias), gelu: true, y: a });
                 }
                 let h = b.h.slice(0..rows * ffn);
-                model.backend.linear_gelu_forward(LinearGeluForward { shape, x, w, bias, h, a })
+                model.backend.run(LinearGeluForward { shape, x, w, bias, h, a })
             }
             _ => {
                 self.linear(rows, &b.y, &params.fc, (shape.dim, 2 * ffn), &b.h)?;
                 let h = b.h.slice(0..2 * rows * ffn);
-                model.backend.swiglu_forward(SwigluForward { rows, ffn, h, a })
+                model.backend.run(SwigluForward { rows, ffn, h, a })
             }
         }
     }
@@ -319,9 +319,9 @@ impl<'a> Decoder<'a> {
         let (x, y) = (x.slice(0..rows * sizes.0), y.slice(0..rows * sizes.1));
         let (w, bias) = (model.param(&params.weight), params.bias.as_ref().map(|bias| model.param(bias)));
         if rows <= GEMV_ROWS {
-            model.backend.gemv(Gemv { shape, x, w, bias, gelu: false, y })
+            model.backend.run(Gemv { shape, x, w, bias, gelu: false, y })
         } else {
-            model.backend.linear_forward(LinearForward { shape, x, w, bias, y })
+            model.backend.run(LinearForward { shape, x, w, bias, y })
         }
     }
 
@@ -332,7 +332,7 @@ impl<'a> Decoder<'a> {
         backend.write_i32(indices.all(), wanted)?;
         let shape = EmbedShape { batch: wanted.len(), seq: 1, cols, vocab: rows };
         let (tokens, wte) = (indices.all(), b.y.slice(0..rows * cols));
-        backend.embed_forward(EmbedForward { shape, tokens, wte, wpe: None, positions: None, out })
+        backend.run(EmbedForward { shape, tokens, wte, wpe: None, positions: None, out })
     }
 
     /// Computes the logits of the rows of `x`, and their most likely tokens as rows of the next step.
@@ -340,7 +340,7 @@ impl<'a> Decoder<'a> {
         let (model, rows, dim) = (self.model, self.rows, self.model.shape.dim);
         let padded = model.shape.padded_vocab();
         let logits = self.logits.slice(0..rows * padded);
-        model.backend.gemv(Gemv {
+        model.backend.run(Gemv {
             shape: LinearShape { rows, inputs: dim, outputs: padded },
             x: x.slice(0..rows * dim),
             w: model.param(&model.layout.head),
@@ -348,7 +348,7 @@ impl<'a> Decoder<'a> {
             gelu: false,
             y: logits,
         })?;
-        model.backend.greedy(Greedy {
+        model.backend.run(Greedy {
             rows,
             vocab: self.vocab,
             logits,
@@ -416,7 +416,7 @@ fn id(number: usize) -> i32 {
 mod tests {
     use super::*;
     use crate::model::{BackendHandle, init};
-    use xlaunch_engine::{CpuBackend, PoolMode};
+    use xlaunch_engine::{Backend, PoolMode};
     use xlaunch_spec::model::{ModelSection, ModelShape};
 
     fn shapes() -> Vec<ModelShape> {
@@ -439,7 +439,7 @@ mod tests {
     }
 
     fn model(shape: &ModelShape) -> Model {
-        let backend = BackendHandle::new(CpuBackend::new(2, PoolMode::On));
+        let backend = BackendHandle::new(Backend::cpu(2, PoolMode::On));
         let threads = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
         let layout = layout::Layout::new(shape);
         let mut weights = init::weights(&layout, 3, &threads);

@@ -111,14 +111,7 @@ impl Model {
         let wpe = self.layout.wpe.as_ref().map(|wpe| self.param(wpe));
         let wte = self.param(&self.layout.wte);
         let shape = self.embed_shape(rows);
-        self.backend.embed_forward(EmbedForward {
-            shape,
-            tokens,
-            wte,
-            wpe,
-            positions: None,
-            out: x.all(),
-        })?;
+        self.backend.run(EmbedForward { shape, tokens, wte, wpe, positions: None, out: x.all() })?;
         Ok(x)
     }
 
@@ -137,7 +130,7 @@ impl Model {
         let qkv_input = qkv_input.kept();
         let att = Rc::new(self.activation(n * shape.attention_width())?);
         let lse = self.backend.alloc(DType::F32, n * shape.heads)?;
-        self.backend.attention_forward(AttentionForward {
+        self.backend.run(AttentionForward {
             shape: attention_shape(&self.shape, rows),
             qkv: qkv.all(),
             rope: self.rope(rows),
@@ -180,7 +173,7 @@ impl Model {
         params: &layout::Norm,
     ) -> Result<Normed> {
         let y = self.activation(x.len())?;
-        self.backend.norm_forward(NormForward {
+        self.backend.run(NormForward {
             shape: self.norm_shape(rows),
             x: x.all(),
             residual: None,
@@ -198,7 +191,7 @@ impl Model {
         let sum = self.activation(x.len())?;
         let y = self.activation(x.len())?;
         let stats = self.backend.alloc(DType::F32, shape.stats())?;
-        self.backend.norm_forward(NormForward {
+        self.backend.run(NormForward {
             shape,
             x: x.all(),
             residual: Some(ResidualAdd { branch: branch.all(), sum: sum.all() }),

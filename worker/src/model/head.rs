@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use xlaunch_engine::{
-    Accumulate, ClassifierShape, DType, FusedClassifier, LinearBackwardInput, LinearBackwardWeight,
+    Accumulate, Cast, ClassifierShape, DType, FusedClassifier, LinearBackwardInput, LinearBackwardWeight,
     LinearForward, LinearShape, Result, Slice, Sum, Tensor,
 };
 
@@ -32,7 +32,7 @@ impl Model {
         let logits = self.activation(shape.rows * shape.outputs)?;
         let x = acts.last.y.slice(rows.start * shape.inputs..rows.end * shape.inputs);
         let (w, y) = (self.param(&self.layout.head), logits.all());
-        self.backend.linear_forward(LinearForward { shape, x, w, bias: None, y })?;
+        self.backend.run(LinearForward { shape, x, w, bias: None, y })?;
         Ok(logits)
     }
 
@@ -67,8 +67,8 @@ impl Model {
             let (shape, dlogits) = (self.head_shape(rows.len()), logits.all());
             let elements = rows.start * dim..rows.end * dim;
             let (w, dx) = (self.param(&self.layout.head), dy.slice(elements.clone()));
-            self.backend.linear_backward_input(LinearBackwardInput { shape, dy: dlogits, w, dx })?;
-            self.backend.linear_backward_weight(LinearBackwardWeight {
+            self.backend.run(LinearBackwardInput { shape, dy: dlogits, w, dx })?;
+            self.backend.run(LinearBackwardWeight {
                 shape,
                 dy: dlogits,
                 x: acts.last.y.slice(elements),
@@ -77,7 +77,7 @@ impl Model {
             })?;
         }
         if let Some(exact) = exact {
-            self.backend.cast(exact.all(), dw)?;
+            self.backend.run(Cast { x: exact.all(), y: dw })?;
         }
         Ok(dy)
     }
@@ -86,7 +86,7 @@ impl Model {
     pub fn mean_loss(&self, losses: &Tensor, weight: f32, out: Slice<'_>, acc: Accumulate) -> Result<()> {
         #[expect(clippy::cast_precision_loss, reason = "rows of one batch are far below 2^24")]
         let scale = weight / losses.len() as f32;
-        self.backend.sum(Sum { x: losses.all(), scale, out, acc })
+        self.backend.run(Sum { x: losses.all(), scale, out, acc })
     }
 
     /// Computes the losses of a chunk's rows. With `grad_scale`, overwrites the logits with their gradients.
@@ -99,7 +99,7 @@ impl Model {
         grad_scale: Option<f32>,
     ) -> Result<()> {
         let (vocab, padded) = (self.shape.vocab, self.shape.padded_vocab());
-        self.backend.classifier(FusedClassifier {
+        self.backend.run(FusedClassifier {
             shape: ClassifierShape { rows: rows.len(), vocab, padded },
             logits: logits.all(),
             targets: targets.slice(rows.clone()),

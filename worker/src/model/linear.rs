@@ -122,7 +122,7 @@ impl Model {
         };
         let [q, transposed] = [&rounded.rows, &rounded.columns].map(|part| part.as_ref().map(Tensor::all));
         let scale = rounded.scale.all();
-        self.backend.quantize_fp8(QuantizeFp8 { rows, cols, dtype, x, q, transposed, scale })?;
+        self.backend.run(QuantizeFp8 { rows, cols, dtype, x, q, transposed, scale })?;
         Ok(rounded)
     }
 
@@ -139,13 +139,13 @@ impl Model {
         match x {
             Operand::Plain(x) => {
                 let (x, w, y) = (x.all(), self.param(&layer.weight), y.all());
-                self.backend.linear_forward(LinearForward { shape, x, w, bias, y })?;
+                self.backend.run(LinearForward { shape, x, w, bias, y })?;
             }
             Operand::Fp8(x) => {
                 let w = self.rounded_weights(layer, shape, Use::Rows)?;
                 let LinearShape { rows, inputs: depth, outputs: cols } = shape;
                 let (a, b, y, acc) = (x.part(Use::Rows), w.part(Use::Rows), y.all(), Accumulate::Overwrite);
-                self.backend.gemm_fp8(GemmFp8 { rows, cols, depth, a, b, bias, y, acc })?;
+                self.backend.run(GemmFp8 { rows, cols, depth, a, b, bias, y, acc })?;
             }
         }
         Ok(y)
@@ -162,18 +162,11 @@ impl Model {
         let a = self.activation(shape.rows * shape.outputs)?;
         let h = if let Operand::Plain(x) = x {
             let (h, x, w) = (self.activation(a.len())?, x.all(), self.param(&layer.weight));
-            self.backend.linear_gelu_forward(LinearGeluForward {
-                shape,
-                x,
-                w,
-                bias,
-                h: h.all(),
-                a: a.all(),
-            })?;
+            self.backend.run(LinearGeluForward { shape, x, w, bias, h: h.all(), a: a.all() })?;
             h
         } else {
             let h = self.linear(shape, x, layer)?;
-            self.backend.gelu_forward(GeluForward { h: h.all(), a: a.all() })?;
+            self.backend.run(GeluForward { h: h.all(), a: a.all() })?;
             h
         };
         Ok([h, a])
@@ -190,17 +183,11 @@ impl Model {
         let a = self.activation(rows * ffn)?;
         let h = if let Operand::Plain(x) = x {
             let (h, x, w) = (self.activation(2 * a.len())?, x.all(), self.param(&layer.weight));
-            self.backend.linear_swiglu_forward(LinearSwigluForward {
-                shape,
-                x,
-                w,
-                h: h.all(),
-                a: a.all(),
-            })?;
+            self.backend.run(LinearSwigluForward { shape, x, w, h: h.all(), a: a.all() })?;
             h
         } else {
             let h = self.linear(shape, x, layer)?;
-            self.backend.swiglu_forward(SwigluForward { rows, ffn, h: h.all(), a: a.all() })?;
+            self.backend.run(SwigluForward { rows, ffn, h: h.all(), a: a.all() })?;
             h
         };
         Ok([h, a])
@@ -213,14 +200,14 @@ impl Model {
         match dy {
             Operand::Plain(dy) => {
                 let (dy, w, dx) = (dy.all(), self.param(&layer.weight), dx.all());
-                self.backend.linear_backward_input(LinearBackwardInput { shape, dy, w, dx })?;
+                self.backend.run(LinearBackwardInput { shape, dy, w, dx })?;
             }
             Operand::Fp8(dy) => {
                 let w = self.rounded_weights(layer, shape, Use::Columns)?;
                 let LinearShape { rows, inputs: cols, outputs: depth } = shape;
                 let (a, b, y) = (dy.part(Use::Rows), w.part(Use::Columns), dx.all());
                 let (bias, acc) = (None, Accumulate::Overwrite);
-                self.backend.gemm_fp8(GemmFp8 { rows, cols, depth, a, b, bias, y, acc })?;
+                self.backend.run(GemmFp8 { rows, cols, depth, a, b, bias, y, acc })?;
             }
         }
         Ok(dx)
@@ -229,13 +216,13 @@ impl Model {
     /// Computes the gradients of two layers' weights.
     pub(super) fn weight_gradients(&self, layers: [LayerBackward<'_>; 2]) -> Result<()> {
         if let [Some(first), Some(second)] = layers.map(LayerBackward::plain) {
-            return self.backend.linear_backward_weights([first, second]);
+            return self.backend.run([first, second]);
         }
         for LayerBackward { shape, x, dy, dw, acc, .. } in layers {
             if let (Operand::Fp8(x), Operand::Fp8(dy)) = (x, dy) {
                 let LinearShape { rows: depth, inputs: cols, outputs: rows } = shape;
                 let (a, b) = (dy.part(Use::Columns), x.part(Use::Columns));
-                self.backend.gemm_fp8(GemmFp8 { rows, cols, depth, a, b, bias: None, y: dw, acc })?;
+                self.backend.run(GemmFp8 { rows, cols, depth, a, b, bias: None, y: dw, acc })?;
             }
         }
         Ok(())
@@ -254,12 +241,12 @@ impl Model {
             let (dh, w) = (self.activation(h.len())?, self.param(&layer.weight));
             let (dy, h, dh_slice) = (dy.all(), h.all(), dh.all());
             let args = GeluLinearBackward { shape, dy, w, h, dh: dh_slice, dbias, acc };
-            self.backend.gelu_linear_backward(args)?;
+            self.backend.run(args)?;
             return Ok(dh);
         }
         let dh = self.input_gradient(args)?;
         let (rows, cols) = (shape.rows, shape.inputs);
-        self.backend.gelu_backward(GeluBackward { rows, cols, h: h.all(), dh: dh.all(), dbias, acc })?;
+        self.backend.run(GeluBackward { rows, cols, h: h.all(), dh: dh.all(), dbias, acc })?;
         Ok(dh)
     }
 
@@ -270,11 +257,11 @@ impl Model {
         if let Operand::Plain(dy) = dy {
             let (da, w) = (self.activation(h.len() / 2)?, self.param(&layer.weight));
             let (dy, h, da, dh) = (dy.all(), h.all(), da.all(), dh.all());
-            self.backend.swiglu_linear_backward(SwigluLinearBackward { shape, dy, w, h, da, dh })?;
+            self.backend.run(SwigluLinearBackward { shape, dy, w, h, da, dh })?;
         } else {
             let da = self.input_gradient(args)?;
             let (rows, ffn, h, da) = (shape.rows, shape.inputs, h.all(), da.all());
-            self.backend.swiglu_backward(SwigluBackward { rows, ffn, h, da, dh: dh.all() })?;
+            self.backend.run(SwigluBackward { rows, ffn, h, da, dh: dh.all() })?;
         }
         Ok(dh)
     }

@@ -1,4 +1,4 @@
-//! The GPT model, written once over the [`Backend`] trait: forward and a hand-written backward. There is no autograd.
+//! The GPT model, written once for every [`Backend`]: forward and a hand-written backward. There is no autograd.
 //!
 //! - [`layout`]: offsets of each parameter in the flat arenas;
 //! - [`init`]: initial weights;
@@ -25,7 +25,7 @@ use std::rc::Rc;
 
 use xlaunch_comm::Slots;
 use xlaunch_engine::{
-    AttentionShape, Backend, DType, LinearShape, NormKind, NormShape, Result, Slice, Tensor,
+    AttentionShape, Backend, Cast, DType, LinearShape, NormKind, NormShape, Result, Slice, Tensor,
 };
 use xlaunch_spec::job::{JobSpec, Precision, Recompute, TrainSection};
 use xlaunch_spec::model::{Arch, ModelShape};
@@ -75,13 +75,13 @@ impl From<&TrainSection> for MemoryUse {
 /// Handle to the back end, shared by all parts of one worker.
 #[derive(Clone)]
 pub struct BackendHandle {
-    backend: Rc<dyn Backend>,
+    backend: Rc<Backend>,
     windows: bool,
 }
 
 impl BackendHandle {
     /// Creates the first handle to `backend`.
-    pub fn new(backend: impl Backend + 'static) -> Self {
+    pub fn new(backend: Backend) -> Self {
         Self { backend: Rc::new(backend), windows: false }
     }
 
@@ -95,13 +95,6 @@ impl BackendHandle {
     /// Returns whether tensors of [`alloc_collective`](Self::alloc_collective) should be registered as windows.
     pub fn has_windows(&self) -> bool {
         self.windows
-    }
-
-    /// Allocates a tensor with unspecified contents. (As a method of the trait, called through `dyn`, it would report
-    /// the same caller location to the pool for every request.)
-    #[track_caller]
-    pub fn alloc(&self, dtype: DType, len: usize) -> Result<Tensor> {
-        Tensor::new(self.pool(), dtype, len)
     }
 
     /// Allocates a long-lived tensor with unspecified contents. The pool keeps it apart from short-lived ones.
@@ -129,10 +122,10 @@ impl std::fmt::Debug for BackendHandle {
 }
 
 impl std::ops::Deref for BackendHandle {
-    type Target = dyn Backend;
+    type Target = Backend;
 
     fn deref(&self) -> &Self::Target {
-        &*self.backend
+        &self.backend
     }
 }
 
@@ -238,7 +231,7 @@ impl Model {
         }
         let staging = self.backend.alloc(DType::F32, values.len())?;
         self.backend.write_f32(staging.all(), values)?;
-        self.backend.cast(staging.all(), range)
+        self.backend.run(Cast { x: staging.all(), y: range })
     }
 
     /// Returns a parameter in the element type of the activations.

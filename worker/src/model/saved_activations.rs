@@ -82,9 +82,9 @@ impl Model {
         let (rows, ffn) = (rows.count(), self.shape.ffn);
         let a = self.activation(rows * ffn)?;
         match self.shape.arch {
-            Arch::Gpt2 => self.backend.gelu_forward(GeluForward { h: h.all(), a: a.all() })?,
+            Arch::Gpt2 => self.backend.run(GeluForward { h: h.all(), a: a.all() })?,
             Arch::Llama => {
-                self.backend.swiglu_forward(SwigluForward { rows, ffn, h: h.all(), a: a.all() })?;
+                self.backend.run(SwigluForward { rows, ffn, h: h.all(), a: a.all() })?;
             }
         }
         Ok(a)

@@ -20,7 +20,7 @@ pub mod schedule;
 use std::ops::Range;
 
 use xlaunch_comm::{Collective, Sharding};
-use xlaunch_engine::{AdamWConfig, AdamWStep, DECAY_CHUNK, DType, Result, Slice, Tensor, scalar};
+use xlaunch_engine::{AdamWConfig, AdamWStep, Cast, DECAY_CHUNK, DType, Result, Slice, Tensor, scalar};
 use xlaunch_spec::job::TrainSection;
 
 use crate::model::{BackendHandle, Model};
@@ -142,7 +142,7 @@ impl AdamW {
     /// Rounds the masters to the model's element type, for gathering.
     pub fn round(&self) -> Result<()> {
         match (&self.masters, &self.rounded) {
-            (Some(masters), Some(rounded)) => self.backend.cast(masters.all(), rounded.all()),
+            (Some(masters), Some(rounded)) => self.backend.run(Cast { x: masters.all(), y: rounded.all() }),
             _ => Ok(()),
         }
     }
@@ -150,7 +150,7 @@ impl AdamW {
     /// Sets the model's weights to the masters, in the model's element type. Requires masters of all parameters.
     pub fn copy_masters_to(&self, model: &Model) -> Result<()> {
         match &self.masters {
-            Some(masters) => self.backend.cast(masters.all(), model.weights.all()),
+            Some(masters) => self.backend.run(Cast { x: masters.all(), y: model.weights.all() }),
             None => Ok(()),
         }
     }
@@ -209,7 +209,7 @@ impl AdamW {
         let [params, m, v] = self.state(model);
         let f32_model = model.weights.dtype() == DType::F32;
         let work = (!f32_model).then(|| self.rounded.as_ref().unwrap_or(&model.weights).all());
-        self.backend.adamw(AdamWStep {
+        self.backend.run(AdamWStep {
             config: self.config,
             params: params.all(),
             grads,

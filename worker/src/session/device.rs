@@ -1,10 +1,8 @@
 //! Opens the device that the environment names, with the pool and precision of the job.
 
-use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 
-use cudarc::driver::CudaStream;
-use xlaunch_engine::{self as engine, Backend, CpuBackend, CudaBackend, CudaOptions, DType};
+use xlaunch_engine::{self as engine, Backend, CudaOptions, DType};
 use xlaunch_spec::job::{Exec, JobSpec, PoolMode, Precision};
 
 use crate::environment::{Device, Environment};
@@ -75,8 +73,6 @@ pub(crate) fn pool_mode(spec: &JobSpec, cuda: bool) -> engine::PoolMode {
 /// An open device.
 pub(super) struct OpenDevice {
     pub(super) backend: BackendHandle,
-    /// The compute stream; `None` on the CPU.
-    pub(super) stream: Option<Arc<CudaStream>>,
     pub(super) precision: Precision,
 }
 
@@ -88,8 +84,7 @@ impl OpenDevice {
         let pool = engine::PoolOptions { mode, limit, debug: environment.pool_debug, trace };
         Ok(match environment.device {
             Device::Cpu => Self {
-                backend: BackendHandle::new(CpuBackend::new(environment.threads, pool)),
-                stream: None,
+                backend: BackendHandle::new(Backend::cpu(environment.threads, pool)),
                 precision: Precision::Fp32,
             },
             Device::Cuda(ordinal) => {
@@ -101,15 +96,14 @@ impl OpenDevice {
                     log_fallback: environment.log_fallback,
                     warnings: environment.rank.index() == 0,
                 };
-                let backend = CudaBackend::open(ordinal, options)?;
+                let backend = Backend::cuda(ordinal, options)?;
                 if precision == Precision::Fp8 && !backend.supports_fp8() {
                     return Err(WorkerError::NoFp8(backend.device().name.clone()));
                 }
-                let stream = Some(backend.stream());
                 // Windows need memory that all ranks can access, which is impossible across nodes.
                 let one_node = environment.advertised_address.is_none();
                 let windows = one_node && nccl_windows::wanted(spec, environment.world_size.index());
-                Self { backend: BackendHandle::new(backend).with_windows(windows), stream, precision }
+                Self { backend: BackendHandle::new(backend).with_windows(windows), precision }
             }
         })
     }

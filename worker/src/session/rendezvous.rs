@@ -53,12 +53,12 @@ impl Meeting {
 pub(super) fn join(context: &Context<'_>, layout: &[u8], device: &OpenDevice) -> Result<Meeting> {
     let Context { environment, control, spec, job } = context;
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
-    let single = world == 1;
-    let listener = match device.stream {
+    let (single, stream) = (world == 1, device.backend.stream());
+    let listener = match stream {
         None if !single => Some(listen(environment, Path::new(&job.run_dir))?),
         _ => None,
     };
-    let nccl_id = match device.stream {
+    let nccl_id = match stream {
         Some(_) if !single && rank == 0 => Some(NcclId(xlaunch_comm::unique_id()?)),
         _ => None,
     };
@@ -78,10 +78,10 @@ pub(super) fn join(context: &Context<'_>, layout: &[u8], device: &OpenDevice) ->
         let message = format!("the agent's world size is {world_size}, but WORLD_SIZE is {world}");
         return Err(WorkerError::Rendezvous(message));
     }
-    let by = match (&device.stream, listener) {
+    let by = match (stream, listener) {
         (Some(stream), _) if !single => {
             let id = nccl_id.ok_or_else(|| WorkerError::Rendezvous("rank 0 sent no NCCL id".into()))?;
-            Connection::Nccl { stream: stream.clone(), id }
+            Connection::Nccl { stream, id }
         }
         (None, Some(listener)) => {
             let timeout = Duration::from_secs_f64(spec.launch.join_timeout) + RING_CONNECT_MARGIN;

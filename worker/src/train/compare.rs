@@ -31,7 +31,7 @@ pub fn compare_replicas(
     optimizer.gather(model, collective)?;
     let own = backend.alloc(DType::F32, CHECKSUM_DIGITS)?;
     let all = backend.alloc(DType::F32, world * CHECKSUM_DIGITS)?;
-    backend.checksum(Checksum { x: optimizer.replica(model).all(), out: own.all() })?;
+    backend.run(Checksum { x: optimizer.replica(model).all(), out: own.all() })?;
     collective.all_gather(vec![[own.lend(0..own.len()), all.lend(0..all.len())]])?;
     collective.wait_all()?;
     let mut digits = vec![0.0; all.len()];

@@ -14,7 +14,7 @@
 use std::ops::Range;
 
 use xlaunch_comm::{Collective, Sharding, Slots, Write};
-use xlaunch_engine::{DType, Tensor};
+use xlaunch_engine::{Cast, DType, Tensor};
 
 use super::division::Division;
 use crate::error::Result;
@@ -103,7 +103,8 @@ impl Gradients {
         }
         if let Some(rounded) = &self.rounded {
             for bucket in buckets {
-                self.backend.cast(self.arena.slice(bucket.clone()), rounded.slice(bucket.clone()))?;
+                self.backend
+                    .run(Cast { x: self.arena.slice(bucket.clone()), y: rounded.slice(bucket.clone()) })?;
             }
         }
         let sent = self.sent();

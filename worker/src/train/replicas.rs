@@ -1,7 +1,7 @@
 //! Comparisons and agreements of ranks between steps.
 
 use xlaunch_comm::Collective;
-use xlaunch_engine::{Accumulate, DType, Sum, Tensor};
+use xlaunch_engine::{Accumulate, Cast, DType, Sum, Tensor};
 
 use crate::error::Result;
 use crate::model::BackendHandle;
@@ -14,7 +14,7 @@ pub fn max_difference_to_rank_0(
 ) -> Result<f64> {
     let len = arena.len();
     let reference = backend.alloc(DType::F32, len)?;
-    backend.cast(arena.all(), reference.all())?;
+    backend.run(Cast { x: arena.all(), y: reference.all() })?;
     collective.broadcast(reference.lend(0..len), 0)?;
     collective.wait_all()?;
     let (mut theirs, mut ours) = (vec![0.0; len], vec![0.0; len]);
@@ -43,7 +43,7 @@ pub(super) fn survey(
     let sums = backend.alloc(DType::F32, 2)?;
     backend.write_f32(sums.all(), &[0.0, f32::from(u8::from(busy))])?;
     for x in tensors {
-        backend.sum(Sum { x: x.all(), scale: 1.0, out: sums.slice(0..1), acc: Accumulate::Add })?;
+        backend.run(Sum { x: x.all(), scale: 1.0, out: sums.slice(0..1), acc: Accumulate::Add })?;
     }
     collective.all_reduce(vec![sums.lend(0..2)], DType::F32)?;
     collective.wait_all()?;

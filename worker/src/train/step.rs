@@ -252,7 +252,7 @@ impl Stepper {
         let forward = trace::span(Phase::Forward);
         fail::at(Place::Forward);
         if first {
-            self.backend.mark(Mark::Begin)?;
+            self.backend.run(Mark::Begin)?;
         }
         let gathers = &self.gathers[usize::from(!first)];
         let mut part = 0..;
@@ -261,7 +261,7 @@ impl Stepper {
             // This applies to a sharded optimizer only: with sharded parameters, ranks wait for each other until the
             // end.
             if waited && first && model.slots.is_none() {
-                self.backend.mark(Mark::Begin)?;
+                self.backend.run(Mark::Begin)?;
             }
             Ok(())
         };
@@ -300,20 +300,20 @@ impl Stepper {
         let _tag = xlaunch_pool::tag("optimizer");
         let [loss, grad_norm_sq] =
             [slot::LOSS, slot::GRAD_NORM_SQ].map(|slot| self.results.slice(slot..slot + 1));
-        self.backend.mark(Mark::End(self.results.slice(slot::OWN_SECONDS..slot::COUNT)))?;
+        self.backend.run(Mark::End(self.results.slice(slot::OWN_SECONDS..slot::COUNT)))?;
         let all_reduce = trace::span(Phase::AllReduce);
         fail::at(Place::AllReduce);
         let grads = self.gradients.reduced();
         let norm = SquaredNorm { x: grads.all(), out: grad_norm_sq };
         if self.sharding.is_sharded() {
             collective.wait_all()?;
-            self.backend.squared_norm(norm)?;
+            self.backend.run(norm)?;
             collective.all_reduce(vec![self.results.lend(0..slot::OWN_SECONDS)], DType::F32)?;
             collective.wait_all()?;
         } else {
             collective.all_reduce(vec![self.results.lend(0..slot::OWN_SECONDS)], DType::F32)?;
             collective.wait_all()?;
-            self.backend.squared_norm(norm)?;
+            self.backend.run(norm)?;
         }
         drop(all_reduce);
         let _span = trace::span(Phase::Optimizer);

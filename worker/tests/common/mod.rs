@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use xlaunch_comm::{Collective, Local, Ring, RingListener, RingPlace};
-use xlaunch_engine::{CpuBackend, PoolMode, Tensor};
+use xlaunch_engine::{Backend, PoolMode, Tensor};
 use xlaunch_spec::job::{JobSpec, Shard};
 use xlaunch_spec::model::{Arch, ModelShape, NORM_EPS, ROPE_THETA};
 use xlaunch_worker::data::{Dataset, Loader, Order, Schedule};
@@ -146,7 +146,7 @@ pub(crate) fn on_ranks_with_shape(
                     1 => Box::new(Local),
                     _ => Box::new(Ring::connect(listener, &place, CONNECT_TIMEOUT).unwrap()),
                 };
-                let backend = BackendHandle::new(CpuBackend::new(1, PoolMode::On));
+                let backend = BackendHandle::new(Backend::cpu(1, PoolMode::On));
                 f(Rank::with_shape(shape.clone(), backend, spec, collective));
             });
         }

@@ -1,117 +1,234 @@
-//! The operations of a GPT trainer behind one trait, and its two implementations.
+//! A device that operations run on: the CPU, one NVIDIA GPU, or none in a dry run.
 
-mod cpu;
-mod cuda;
+mod dry;
 
-use xlaunch_pool::{DType, Pool};
+use std::sync::Arc;
 
-pub use cpu::CpuBackend;
-pub use cuda::CudaBackend;
+use cudarc::driver::CudaStream;
+use xlaunch_pool::{DType, Options, Pool};
 
+use crate::cpu::{Access, Threads};
+use crate::cuda::{Gpu, graph};
 use crate::error::{EngineError, Result};
 use crate::handles::{Capture, PendingRead};
 use crate::host_buffer::HostAllocator;
-use crate::ops::{
-    AdamWStep, AttentionBackward, AttentionForward, AttentionShape, CachedAttention, Checksum, ColumnSum,
-    EmbedBackward, EmbedForward, FusedClassifier, GeluBackward, GeluForward, GeluLinearBackward, GemmFp8,
-    Gemv, Greedy, LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGeluForward,
-    LinearSwigluForward, Mark, Marks, NormBackward, NormForward, QuantizeFp8, SquaredNorm, Sum,
-    SwigluBackward, SwigluForward, SwigluLinearBackward,
-};
-use crate::options::DeviceInfo;
+use crate::ops::{AttentionShape, Cuda, KERNEL_FILES, Marks, Op};
+use crate::options::{CudaOptions, DeviceInfo};
 use crate::profile::KernelSpan;
 use crate::tensor::{Slice, Tensor};
+use dry::DryRun;
 
-/// Implementation of the operations on one device. The modules of the argument structs have the formulas.
+/// An open device and its memory. Operations [run](Self::run) on it in order, on one stream.
 ///
-/// Contract of all operations:
-///
-/// - they run in order, on one stream; on a GPU they only enqueue work, and only [`read_f32`](Self::read_f32) and
-///   [`PendingRead::wait`] wait;
-/// - activations have the type [`activation_dtype`](Self::activation_dtype), as do the parameters that forward and
-///   backward read; statistics, losses, master weights and optimizer state are F32; token ids are I32;
-/// - gradients of parameters are F32 or Bf16, independently of the activations; sums are formed in F32;
-/// - outputs are written completely, inputs are not changed, and an output overlaps no other operand unless the
-///   operation works in place;
-/// - the result is the same in every run, except for variants that
-///   [`CudaOptions::deterministic`](crate::CudaOptions::deterministic) rules out;
-/// - a slice of the wrong length or element type is a programming error and panics before any memory is touched.
-pub trait Backend {
-    /// Returns the device.
-    fn device(&self) -> &DeviceInfo;
+/// On a GPU they only enqueue work, and only [`read_f32`](Self::read_f32) and [`PendingRead::wait`] wait for it. On the
+/// CPU they have ended when they return. In a dry run they only allocate the memory that a GPU would need.
+#[derive(Debug)]
+pub struct Backend {
+    device: Device,
+    pool: Pool,
+    activations: DType,
+    info: DeviceInfo,
+}
 
-    /// Returns the element type of activations and of the parameters that forward and backward read.
-    fn activation_dtype(&self) -> DType;
+#[derive(Debug)]
+enum Device {
+    Cpu(Threads),
+    Cuda(Box<Cuda>),
+    Dry(DryRun),
+}
 
-    /// Returns the pool that tensors are allocated from.
-    fn pool(&self) -> &Pool;
-
-    /// Returns whether operations only enqueue work, so that the host may run ahead of the device.
-    fn is_asynchronous(&self) -> bool {
-        false
+impl Backend {
+    /// Opens the CPU with `threads` threads, including the calling one if possible.
+    ///
+    /// Results are the same in every run and for every number of threads: work is split into blocks by size alone, and
+    /// the sums of the blocks are added in order.
+    pub fn cpu(threads: usize, pool: impl Into<Options>) -> Self {
+        let threads = Threads::new(threads);
+        let count = threads.count();
+        let name = format!("CPU ({count} thread{})", if count == 1 { "" } else { "s" });
+        let info = DeviceInfo { name, uuid: "cpu".into() };
+        Self { device: Device::Cpu(threads), pool: Pool::host(pool), activations: DType::F32, info }
     }
 
-    /// Starts to time every kernel. Does nothing on the CPU.
-    fn begin_profile(&self) {}
+    /// Opens GPU `ordinal` of this process and compiles or loads its kernels.
+    ///
+    /// # Errors
+    /// If a library or the device is missing, a kernel does not compile, or there is not enough memory.
+    pub fn cuda(ordinal: usize, options: CudaOptions) -> Result<Self> {
+        let gpu = Gpu::open(ordinal, options, &KERNEL_FILES)?;
+        let (pool, activations, info) = (gpu.pool.clone(), gpu.activations, gpu.device.info.clone());
+        Ok(Self { device: Device::Cuda(Box::new(Cuda::new(gpu))), pool, activations, info })
+    }
+
+    /// Opens a device without memory: operations do nothing, and the pool hands out addresses with no memory behind
+    /// them. A job allocates the same buffers on it as on the real device, which is a GPU if `gpu`.
+    ///
+    /// # Errors
+    /// If the device's own memory exceeds the limit of the pool.
+    pub fn dry_run(gpu: bool, activations: DType, options: Options) -> Result<Self> {
+        let pool = dry::pool(gpu, options);
+        let device = Device::Dry(DryRun::new(gpu, &pool)?);
+        let info = DeviceInfo { name: "dry run".into(), uuid: String::new() };
+        Ok(Self { device, pool, activations, info })
+    }
+
+    /// Runs an operation.
+    ///
+    /// # Errors
+    /// If a GPU refuses the work, or there is not enough memory for its scratch space.
+    pub fn run(&self, op: impl Op) -> Result<()> {
+        match &self.device {
+            Device::Cpu(threads) => {
+                op.cpu(threads);
+                Ok(())
+            }
+            Device::Cuda(gpu) => op.cuda(gpu),
+            Device::Dry(dry) => dry.run(&self.pool, op),
+        }
+    }
+
+    /// Returns the name of the device, and its UUID.
+    pub fn device(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    /// Returns the element type of activations and of the parameters that forward and backward read.
+    pub fn activation_dtype(&self) -> DType {
+        self.activations
+    }
+
+    /// Returns the pool that tensors are allocated from.
+    pub fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
+    /// Returns the GPU; `None` if this is another device.
+    pub(crate) fn gpu(&self) -> Option<&Cuda> {
+        match &self.device {
+            Device::Cuda(gpu) => Some(gpu),
+            Device::Cpu(_) | Device::Dry(_) => None,
+        }
+    }
+
+    /// Returns the GPU's compute stream. Collectives synchronise with it by events.
+    pub fn stream(&self) -> Option<Arc<CudaStream>> {
+        self.gpu().map(|gpu| gpu.device.stream.clone())
+    }
+
+    /// Returns whether operations only enqueue work, so that the host may run ahead of the device.
+    pub fn is_asynchronous(&self) -> bool {
+        self.gpu().is_some()
+    }
+
+    /// Returns whether the device multiplies FP8 operands.
+    pub fn supports_fp8(&self) -> bool {
+        self.gpu().is_none_or(|gpu| gpu.device.capability >= (8, 9))
+    }
+
+    /// Starts to time every kernel of a GPU.
+    pub fn begin_profile(&self) {
+        if let Some(gpu) = self.gpu() {
+            gpu.device.profiler.begin();
+        }
+    }
 
     /// Ends the timing. Returns all launches in order.
-    fn end_profile(&self) -> Result<Vec<KernelSpan>> {
-        Ok(Vec::new())
+    pub fn end_profile(&self) -> Result<Vec<KernelSpan>> {
+        self.gpu().map_or(Ok(Vec::new()), |gpu| gpu.device.profiler.end())
     }
 
     /// Starts to capture: work enqueued to the compute stream, and to streams that are ordered after it by events, is
-    /// recorded instead of run. On the CPU, where work runs at once, returns false and does nothing.
-    fn begin_capture(&self) -> Result<bool> {
-        Ok(false)
+    /// recorded instead of run. On other devices than a GPU, returns false and does nothing.
+    pub fn begin_capture(&self) -> Result<bool> {
+        self.gpu().map_or(Ok(false), |gpu| graph::begin(&gpu.device).map(|()| true))
     }
 
     /// Ends the capture. Call it even after a failure: the stream would otherwise keep recording.
-    fn end_capture(&self) -> Result<Capture> {
-        Err(EngineError::Cuda { what: "failed to end a capture".into(), reason: "none was started".into() })
+    pub fn end_capture(&self) -> Result<Capture> {
+        let none = || EngineError::Cuda {
+            what: "failed to end a capture".into(),
+            reason: "none was started".into(),
+        };
+        let captured = graph::end(&self.gpu().ok_or_else(none)?.device)?;
+        Ok(Capture::new(move || graph::launch(&captured)))
     }
 
     /// Starts preparations that the first step would otherwise wait for, and returns at once. `attention` is the shape
     /// of the model's attention.
-    fn prepare(&self, _attention: AttentionShape) {}
-
-    /// Allocates a tensor with unspecified contents.
-    #[track_caller]
-    fn alloc(&self, dtype: DType, len: usize) -> Result<Tensor> {
-        Tensor::new(self.pool(), dtype, len)
-    }
-
-    /// Returns an allocator of host memory for large [`read_f32`](Self::read_f32)s.
-    fn host_allocator(&self) -> HostAllocator {
-        HostAllocator::default()
+    pub fn prepare(&self, attention: AttentionShape) {
+        if let Some(gpu) = self.gpu() {
+            gpu.attention.prepare(gpu, attention);
+        }
     }
 
     /// Starts to count marks. Returns `None` on devices without marks, which ignore them.
-    fn open_marks(&self) -> Result<Option<Marks>> {
-        Ok(None)
+    pub fn open_marks(&self) -> Result<Option<Marks>> {
+        self.gpu().map(|gpu| gpu.marks.open(gpu)).transpose()
     }
 
-    /// Enqueues a mark.
-    fn mark(&self, _mark: Mark<'_>) -> Result<()> {
-        Ok(())
+    /// Returns an allocator of host memory for large [`read_f32`](Self::read_f32)s.
+    pub fn host_allocator(&self) -> HostAllocator {
+        self.gpu()
+            .map_or_else(HostAllocator::default, |gpu| HostAllocator::pinned(gpu.device.context.clone()))
+    }
+
+    /// Allocates a tensor with unspecified contents.
+    #[track_caller]
+    pub fn alloc(&self, dtype: DType, len: usize) -> Result<Tensor> {
+        Tensor::new(&self.pool, dtype, len)
     }
 
     /// Sets every element to zero.
-    fn zero(&self, x: Slice<'_>) -> Result<()>;
+    pub fn zero(&self, x: Slice<'_>) -> Result<()> {
+        match &self.device {
+            Device::Cpu(_) => Access::new("zero").write_bytes(x).fill(0),
+            Device::Cuda(gpu) => gpu.zero(x)?,
+            Device::Dry(_) => {}
+        }
+        Ok(())
+    }
 
     /// Copies host values into F32 memory. `values` may change as soon as this returns.
-    fn write_f32(&self, x: Slice<'_>, values: &[f32]) -> Result<()>;
+    pub fn write_f32(&self, x: Slice<'_>, values: &[f32]) -> Result<()> {
+        self.write("write_f32", x, DType::F32, values.len(), bytemuck::cast_slice(values))
+    }
 
     /// Copies host values into I32 memory. `values` may change as soon as this returns.
-    fn write_i32(&self, x: Slice<'_>, values: &[i32]) -> Result<()>;
+    pub fn write_i32(&self, x: Slice<'_>, values: &[i32]) -> Result<()> {
+        self.write("write_i32", x, DType::I32, values.len(), bytemuck::cast_slice(values))
+    }
 
     /// Copies host bytes into U8 memory. `values` may change as soon as this returns.
-    fn write_u8(&self, x: Slice<'_>, values: &[u8]) -> Result<()>;
+    pub fn write_u8(&self, x: Slice<'_>, values: &[u8]) -> Result<()> {
+        self.write("write_u8", x, DType::U8, values.len(), values)
+    }
+
+    fn write(&self, name: &'static str, x: Slice<'_>, dtype: DType, len: usize, bytes: &[u8]) -> Result<()> {
+        assert!(x.dtype() == dtype && x.len() == len, "{name}: {x:?} should hold {len} {}", dtype.name());
+        match &self.device {
+            Device::Cpu(_) => Access::new(name).write_bytes(x).copy_from_slice(bytes),
+            // SAFETY: the slice holds `len` elements of that type, and `bytes` has the same size.
+            Device::Cuda(gpu) => unsafe { gpu.staging.write(x.address(), bytes) }?,
+            Device::Dry(_) => {}
+        }
+        Ok(())
+    }
 
     /// Waits for all work enqueued so far, then copies F32 or Bf16 memory to the host as f32.
-    fn read_f32(&self, x: Slice<'_>, values: &mut [f32]) -> Result<()>;
+    pub fn read_f32(&self, x: Slice<'_>, values: &mut [f32]) -> Result<()> {
+        match &self.device {
+            Device::Cpu(_) => values.copy_from_slice(Access::new("read_f32").read(x, values.len())),
+            Device::Cuda(gpu) => gpu.read_f32(x, values)?,
+            Device::Dry(_) => values.fill(0.0),
+        }
+        Ok(())
+    }
 
     /// Starts to copy F32 memory to the host, after all work enqueued so far, without waiting.
-    fn begin_read(&self, x: Slice<'_>) -> Result<PendingRead> {
+    pub fn begin_read(&self, x: Slice<'_>) -> Result<PendingRead> {
+        if let Some(gpu) = self.gpu() {
+            return gpu.begin_read(x);
+        }
         let mut read = vec![0.0; x.len()];
         self.read_f32(x, &mut read)?;
         Ok(PendingRead::new(move |values| {
@@ -119,110 +236,4 @@ pub trait Backend {
             Ok(())
         }))
     }
-
-    /// Computes `y = x`, converting between F32 and Bf16 (round to nearest even) as the element types require.
-    fn cast(&self, x: Slice<'_>, y: Slice<'_>) -> Result<()>;
-
-    /// Token and position embedding.
-    fn embed_forward(&self, args: EmbedForward<'_>) -> Result<()>;
-
-    /// Gradients of the embedding tables.
-    fn embed_backward(&self, args: EmbedBackward<'_>) -> Result<()>;
-
-    /// LayerNorm or RMSNorm, fused with the residual addition before it.
-    fn norm_forward(&self, args: NormForward<'_>) -> Result<()>;
-
-    /// Gradients of the norm's input and parameters.
-    fn norm_backward(&self, args: NormBackward<'_>) -> Result<()>;
-
-    /// A linear layer.
-    fn linear_forward(&self, args: LinearForward<'_>) -> Result<()>;
-
-    /// The gradient of a linear layer's input.
-    fn linear_backward_input(&self, args: LinearBackwardInput<'_>) -> Result<()>;
-
-    /// The gradient of a linear layer's weights.
-    fn linear_backward_weight(&self, args: LinearBackwardWeight<'_>) -> Result<()>;
-
-    /// Gradients of the weights of two linear layers.
-    fn linear_backward_weights(&self, layers: [LinearBackwardWeight<'_>; 2]) -> Result<()> {
-        layers.into_iter().try_for_each(|layer| self.linear_backward_weight(layer))
-    }
-
-    /// Causal attention, fused with the rotary embedding.
-    fn attention_forward(&self, args: AttentionForward<'_>) -> Result<()>;
-
-    /// The gradient of attention's input.
-    fn attention_backward(&self, args: AttentionBackward<'_>) -> Result<()>;
-
-    /// A linear layer fused with the GELU after it.
-    fn linear_gelu_forward(&self, args: LinearGeluForward<'_>) -> Result<()>;
-
-    /// GELU without the linear layer before it.
-    fn gelu_forward(&self, args: GeluForward<'_>) -> Result<()>;
-
-    /// The gradient of GELU's input from that of the output of the linear layer after it, fused with the gradient of
-    /// the bias before it.
-    fn gelu_linear_backward(&self, args: GeluLinearBackward<'_>) -> Result<()>;
-
-    /// The gradient of GELU's input from that of its output.
-    fn gelu_backward(&self, args: GeluBackward<'_>) -> Result<()>;
-
-    /// SwiGLU.
-    fn swiglu_forward(&self, args: SwigluForward<'_>) -> Result<()>;
-
-    /// The gradient of SwiGLU's input.
-    fn swiglu_backward(&self, args: SwigluBackward<'_>) -> Result<()>;
-
-    /// A linear layer and the SwiGLU after it.
-    fn linear_swiglu_forward(&self, args: LinearSwigluForward<'_>) -> Result<()> {
-        let LinearSwigluForward { shape, x, w, h, a } = args;
-        self.linear_forward(LinearForward { shape, x, w, bias: None, y: h })?;
-        self.swiglu_forward(SwigluForward { rows: shape.rows, ffn: shape.outputs / 2, h, a })
-    }
-
-    /// The gradient of SwiGLU's input from that of the output of the linear layer after it.
-    fn swiglu_linear_backward(&self, args: SwigluLinearBackward<'_>) -> Result<()> {
-        let SwigluLinearBackward { shape, dy, w, h, da, dh } = args;
-        self.linear_backward_input(LinearBackwardInput { shape, dy, w, dx: da })?;
-        self.swiglu_backward(SwigluBackward { rows: shape.rows, ffn: shape.inputs, h, da, dh })
-    }
-
-    /// Returns whether the device multiplies FP8 operands.
-    fn supports_fp8(&self) -> bool {
-        true
-    }
-
-    /// Rounds a tensor to FP8.
-    fn quantize_fp8(&self, args: QuantizeFp8<'_>) -> Result<()>;
-
-    /// A matrix multiplication of FP8 operands.
-    fn gemm_fp8(&self, args: GemmFp8<'_>) -> Result<()>;
-
-    /// Softmax cross entropy, fused with its gradient.
-    fn classifier(&self, args: FusedClassifier<'_>) -> Result<()>;
-
-    /// A scaled sum.
-    fn sum(&self, args: Sum<'_>) -> Result<()>;
-
-    /// Sums of columns.
-    fn column_sum(&self, args: ColumnSum<'_>) -> Result<()>;
-
-    /// A squared norm.
-    fn squared_norm(&self, args: SquaredNorm<'_>) -> Result<()>;
-
-    /// One AdamW step over a flat arena.
-    fn adamw(&self, args: AdamWStep<'_>) -> Result<()>;
-
-    /// A linear layer with a few rows.
-    fn gemv(&self, args: Gemv<'_>) -> Result<()>;
-
-    /// Attention of new tokens over the cached keys and values of their sequences.
-    fn cached_attention(&self, args: CachedAttention<'_>) -> Result<()>;
-
-    /// The most likely tokens, as inputs of the next step.
-    fn greedy(&self, args: Greedy<'_>) -> Result<()>;
-
-    /// A checksum of the bits of a tensor.
-    fn checksum(&self, args: Checksum<'_>) -> Result<()>;
 }

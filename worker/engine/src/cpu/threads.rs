@@ -5,7 +5,7 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 /// A thread pool of a fixed size. If possible, the thread that creates the pool is one of its threads, so that with one
 /// thread no work is ever handed over.
 #[derive(Debug)]
-pub(crate) struct Threads {
+pub struct Threads {
     pool: Option<ThreadPool>,
     count: usize,
 }

@@ -81,7 +81,7 @@ pub fn initialise_driver() {
 /// Creates a stream on GPU `ordinal`, for programs that use the pool without the engine's operations.
 ///
 /// # Errors
-/// The same as for [`CudaBackend::open`](crate::CudaBackend::open).
+/// The same as for [`Backend::cuda`](crate::Backend::cuda).
 pub fn compute_stream(ordinal: usize) -> Result<Arc<CudaStream>> {
     Device::open(ordinal).map(|device| device.stream)
 }
@@ -90,7 +90,7 @@ pub fn compute_stream(ordinal: usize) -> Result<Arc<CudaStream>> {
 /// that was allocated by `cudaMallocAsync` instead of this crate's pool.
 ///
 /// # Errors
-/// The same as for [`CudaBackend::open`](crate::CudaBackend::open).
+/// The same as for [`Backend::cuda`](crate::Backend::cuda).
 pub fn default_mempool_high(ordinal: usize) -> Result<u64> {
     let device = Device::open(ordinal)?;
     let failed = |error: DriverError| EngineError::Device { ordinal, reason: message(error) };

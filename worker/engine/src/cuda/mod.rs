@@ -29,10 +29,13 @@ pub(crate) mod variants;
 
 use std::rc::Rc;
 
+use bytemuck::Pod;
 use cudarc::driver::result;
-use xlaunch_pool::{DType, Pool};
+use half::bf16;
+use xlaunch_pool::{DType, Pool, StreamId};
 
 use crate::error::Result;
+use crate::handles::PendingRead;
 use crate::options::{CudaOptions, Precision};
 use crate::tensor::{Slice, Tensor};
 pub(crate) use compile::{BLOCK_THREADS, COLUMN_BLOCK, Macro, Source, source};
@@ -40,13 +43,16 @@ use device::Device;
 pub(crate) use device::driver_error;
 pub use device::{compute_stream, default_mempool_high, initialise_driver, load_libraries};
 use gemm::Gemm;
+pub(crate) use gemm::WORKSPACE as GEMM_WORKSPACE;
 use hopper::Hopper;
 pub(crate) use launch::{Arg, KernelFile, Kernels, Launch, STATIC_SHARED, VEC, args};
+use staging::Staging;
 use variant_log::VariantLog;
 
 /// An open GPU: its libraries, kernels and memory.
 #[derive(Debug)]
-pub(crate) struct Gpu {
+pub struct Gpu {
+    pub(crate) staging: Rc<Staging>,
     pub(crate) device: Device,
     pub(crate) precision: Precision,
     /// Element type of activations.
@@ -69,6 +75,7 @@ impl Gpu {
         let activations = precision.activations();
         let kernels = Rc::new(Kernels::new(&device, activations, files)?);
         Ok(Self {
+            staging: Rc::new(Staging::new(&device)?),
             precision,
             activations,
             deterministic,
@@ -93,6 +100,42 @@ impl Gpu {
         // SAFETY: the slice holds `bytes` bytes of this device; every type is valid with any bytes.
         unsafe { result::memset_d8_async(x.address(), 0, bytes, stream) }
             .map_err(|error| driver_error("failed to clear memory", error))
+    }
+
+    /// Waits for all work enqueued so far, then copies F32 or Bf16 memory to the host as f32.
+    pub(crate) fn read_f32(&self, x: Slice<'_>, values: &mut [f32]) -> Result<()> {
+        if !is_bf16(x) {
+            return self.read(x, DType::F32, values);
+        }
+        let mut halves = vec![bf16::ZERO; values.len()];
+        self.read(x, DType::Bf16, &mut halves)?;
+        values.iter_mut().zip(halves).for_each(|(value, half)| *value = half.to_f32());
+        Ok(())
+    }
+
+    fn read<T: Pod>(&self, x: Slice<'_>, dtype: DType, values: &mut [T]) -> Result<()> {
+        expect(x, dtype, values.len());
+        let failed = |error| driver_error("failed to read from the device", error);
+        let stream = &self.device.stream;
+        // SAFETY: the slice holds as many elements; `values` outlives the copy, which is waited for below.
+        unsafe { result::memcpy_dtoh_async(values, x.address(), stream.cu_stream()) }.map_err(failed)?;
+        stream.synchronize().map_err(failed)?;
+        // Memory returned to the pools is free for any stream and for the host.
+        self.pool.record_synchronize(StreamId::default());
+        self.staging.host_waited();
+        Ok(())
+    }
+
+    /// Starts to copy F32 memory to the host, after all work enqueued so far, without waiting.
+    pub(crate) fn begin_read(&self, x: Slice<'_>) -> Result<PendingRead> {
+        expect(x, DType::F32, x.len());
+        // SAFETY: the slice holds as many bytes of this device; memory that its tensor returns to the pool is written
+        // again by later work of the same stream only.
+        let read = unsafe { self.staging.begin_read(x.address(), x.len() * DType::F32.size()) }?;
+        let staging = self.staging.clone();
+        Ok(PendingRead::new(move |values| {
+            staging.end_read(read, |bytes| bytemuck::cast_slice_mut(values).copy_from_slice(bytes))
+        }))
     }
 
     /// Returns a launch for grid-stride loops: enough blocks to fill the device, but not more than there are elements.
@@ -123,7 +166,7 @@ impl Gpu {
     }
 }
 
-/// Panics unless `x` has this type and length; see the contract of [`Backend`](crate::Backend).
+/// Panics unless `x` has this type and length; see the contract of [`Op`](crate::Op).
 pub(crate) fn expect(x: Slice<'_>, dtype: DType, len: usize) {
     assert!(x.dtype() == dtype && x.len() == len, "expected {len} {}, got {x:?}", dtype.name());
 }

@@ -1,16 +1,17 @@
 //! The operations of a GPT trainer, one folder each: formulas, shapes and arguments in `mod.rs`, the CPU implementation
-//! in `cpu.rs`, checks and launches in `cuda.rs`, kernels in `kernel.cu`.
+//! in `cpu.rs`, checks and launches in `cuda.rs`, kernels in `kernel.cu`. A new operation is a new folder, whose modules
+//! and kernels are listed in this file.
 //!
 //! An argument struct documents the shape of each operand at its field. Letters: B batch, T sequence, C model width, H
 //! heads, Hkv key heads, D head width, F ffn, V vocabulary, Vp padded vocabulary, L layers; N = B T rows of tokens.
-//! Arrays are row-major. The contract shared by all operations is that of [`Backend`](crate::Backend).
+//! Arrays are row-major.
 //!
 //! | module | defines | builds on |
 //! |---|---|---|
 //! | `adamw` | AdamWConfig, AdamWStep, scalar, DECAY_CHUNK | |
 //! | `attention` | AttentionShape, AttentionForward, AttentionBackward | rope |
 //! | `cached_attention` | CachedAttentionShape, CachedAttention | |
-//! | `cast` | conversion between F32 and Bf16 | |
+//! | `cast` | Cast | |
 //! | `checksum` | Checksum, CHECKSUM_DIGITS | |
 //! | `classifier` | ClassifierShape, FusedClassifier | |
 //! | `embed` | EmbedShape, EmbedForward, EmbedBackward | |
@@ -46,6 +47,7 @@ pub(crate) mod swiglu;
 pub use adamw::{AdamWConfig, AdamWStep, DECAY_CHUNK, scalar};
 pub use attention::{AttentionBackward, AttentionForward, AttentionShape};
 pub use cached_attention::{CachedAttention, CachedAttentionShape};
+pub use cast::Cast;
 pub use checksum::{CHECKSUM_DIGITS, Checksum};
 pub use classifier::{ClassifierShape, FusedClassifier};
 pub use embed::{EmbedBackward, EmbedForward, EmbedShape};
@@ -59,7 +61,72 @@ pub use norm::{NormBackward, NormForward, NormKind, NormShape, ResidualAdd};
 pub use reduce::{ColumnSum, SquaredNorm, Sum};
 pub use swiglu::{LinearSwigluForward, SwigluBackward, SwigluForward, SwigluLinearBackward};
 
-use crate::cuda::KernelFile;
+use std::ops::Deref;
+
+use crate::cpu::Threads;
+use crate::cuda::{Gpu, KernelFile};
+use crate::error::Result;
+
+/// An operation, which is the struct of its arguments. [`Backend::run`](crate::Backend::run) runs it.
+///
+/// Contract of all operations:
+///
+/// - activations have the type [`Backend::activation_dtype`](crate::Backend::activation_dtype), as do the parameters
+///   that forward and backward read; statistics, losses, master weights and optimizer state are F32; token ids are I32;
+/// - gradients of parameters are F32 or Bf16, independently of the activations; sums are formed in F32;
+/// - outputs are written completely, inputs are not changed, and an output overlaps no other operand unless the
+///   operation works in place;
+/// - the result is the same in every run, except for variants that
+///   [`CudaOptions::deterministic`](crate::CudaOptions::deterministic) rules out;
+/// - a slice of the wrong length or element type is a programming error and panics before any memory is touched.
+pub trait Op: Copy {
+    /// Runs on the CPU: the readable reference of [`cuda`](Self::cuda).
+    fn cpu(self, threads: &Threads);
+
+    /// Enqueues to the GPU's compute stream.
+    fn cuda(self, gpu: &Cuda) -> Result<()>;
+
+    /// Returns the bytes of memory that [`cuda`](Self::cuda) allocates while it runs, as far as they matter for the
+    /// memory of a job.
+    fn scratch(&self) -> usize {
+        0
+    }
+}
+
+/// An open GPU, and the state that operations keep on it between calls.
+#[derive(Debug)]
+pub struct Cuda {
+    pub(crate) attention: attention::cuda::Attention,
+    pub(crate) cached_attention: cached_attention::cuda::CachedKernels,
+    pub(crate) gelu: gelu::cuda::Gelu,
+    pub(crate) swiglu: swiglu::cuda::Swiglu,
+    pub(crate) weight_grads: linear::weight_grads::WeightGrads,
+    pub(crate) marks: mark::cuda::Counter,
+    /// Dropped last, because the others use it.
+    gpu: Gpu,
+}
+
+impl Cuda {
+    pub(crate) fn new(gpu: Gpu) -> Self {
+        Self {
+            attention: Default::default(),
+            cached_attention: Default::default(),
+            gelu: Default::default(),
+            swiglu: Default::default(),
+            weight_grads: Default::default(),
+            marks: Default::default(),
+            gpu,
+        }
+    }
+}
+
+impl Deref for Cuda {
+    type Target = Gpu;
+
+    fn deref(&self) -> &Gpu {
+        &self.gpu
+    }
+}
 
 /// Whether a gradient replaces the contents of its slice or is added to them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

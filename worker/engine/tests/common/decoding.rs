@@ -18,7 +18,7 @@ impl Ops<'_> {
         let y = self.out_f32(s.rows * s.outputs);
         let bias = bias.as_ref().map(Tensor::all);
         let gemv = Gemv { shape: s, x: x.all(), w: w.all(), bias, gelu, y: y.all() };
-        self.backend.gemv(gemv).unwrap();
+        self.backend.run(gemv).unwrap();
         self.read(&y)
     }
 
@@ -47,7 +47,7 @@ impl Ops<'_> {
             let partials = self.out_f32(shape.partials());
             let out = self.out(rows * s.heads * s.width);
             self.backend
-                .cached_attention(CachedAttention {
+                .run(CachedAttention {
                     shape,
                     qkv: qkv.all(),
                     rope: table.as_ref().map(Tensor::all),
@@ -74,7 +74,7 @@ impl Ops<'_> {
         let (tokens, positions) = (tokens.all(), positions.all());
         let (logits, last) = (logits.all(), 10);
         let args = Greedy { rows, vocab, logits, tokens, positions, last, ids: ids.all() };
-        self.backend.greedy(args).unwrap();
+        self.backend.run(args).unwrap();
         self.read(&ids)
     }
 }
@@ -142,7 +142,7 @@ pub(crate) fn cases(values: impl Fn(u64, usize) -> Vec<f32> + Copy + 'static) ->
         let (tokens, wte, wpe) = (tokens.all(), wte.all(), Some(wpe.all()));
         let positions = Some(positions.all());
         let args = EmbedForward { shape: s, tokens, wte, wpe, positions, out: out.all() };
-        ops.backend.embed_forward(args).unwrap();
+        ops.backend.run(args).unwrap();
         vec![("out", ops.read(&out))]
     };
     cases.push(("embed at positions".into(), Box::new(case)));

@@ -37,7 +37,7 @@ pub(crate) fn ids(seed: u64, len: usize, vocab: usize) -> Vec<i32> {
 
 /// The operations of one back end over host values.
 pub(crate) struct Ops<'a> {
-    pub(crate) backend: &'a dyn Backend,
+    pub(crate) backend: &'a Backend,
     /// Element type of parameters' gradients.
     pub(crate) grads: DType,
 }
@@ -49,7 +49,7 @@ impl Ops<'_> {
             self.backend.write_f32(tensor.all(), values).unwrap();
         } else {
             let wide = self.tensor(DType::F32, values);
-            self.backend.cast(wide.all(), tensor.all()).unwrap();
+            self.backend.run(Cast { x: wide.all(), y: tensor.all() }).unwrap();
         }
         tensor
     }
@@ -108,15 +108,13 @@ impl Ops<'_> {
         let (shape, tokens) = (s, tokens.all());
         let forward =
             EmbedForward { shape, tokens, wte: wte_t.all(), wpe: wpe_slice, positions: None, out: out.all() };
-        self.backend.embed_forward(forward).unwrap();
+        self.backend.run(forward).unwrap();
         // These gradients always accumulate.
         let dwte = self.grad(Accumulate::Add, wte.len());
         let dwpe = wpe.map(|wpe| self.grad(Accumulate::Add, wpe.len()));
         let dout = self.act(dout);
         let (dout, dwpe_slice) = (dout.all(), dwpe.as_ref().map(Tensor::all));
-        self.backend
-            .embed_backward(EmbedBackward { shape, tokens, dout, dwte: dwte.all(), dwpe: dwpe_slice })
-            .unwrap();
+        self.backend.run(EmbedBackward { shape, tokens, dout, dwte: dwte.all(), dwpe: dwpe_slice }).unwrap();
         let mut outputs = vec![("out", self.read(&out)), ("dwte", self.read(&dwte))];
         outputs.extend(dwpe.map(|dwpe| ("dwpe", self.read(&dwpe))));
         outputs
@@ -149,7 +147,7 @@ impl Ops<'_> {
             y: y.all(),
             stats: stats.all(),
         };
-        b.norm_forward(forward).unwrap();
+        b.run(forward).unwrap();
         let x = match sum {
             None => x,
             Some((_, sum)) => {
@@ -177,7 +175,7 @@ impl Ops<'_> {
             dsum: dsum.as_ref().map(Tensor::all),
             acc,
         };
-        b.norm_backward(backward).unwrap();
+        b.run(backward).unwrap();
         outputs.extend(
             [("y", &y), ("stats", &stats), ("dx", &dx), ("dgamma", &dgamma)].map(|(n, t)| (n, self.read(t))),
         );
@@ -201,13 +199,13 @@ impl Ops<'_> {
         let bias_slice = bias.as_ref().map(Tensor::all);
         let shape = s;
         let forward = LinearForward { shape, x: x.all(), w: w.all(), bias: bias_slice, y: y.all() };
-        b.linear_forward(forward).unwrap();
+        b.run(forward).unwrap();
         let (dy, dw) = (self.act(dy), self.grad(acc, w.len()));
         let (dy, dbias) = (dy.all(), self.grad(acc, s.outputs));
-        b.linear_backward_input(LinearBackwardInput { shape, dy, w: w.all(), dx: dx.all() }).unwrap();
-        b.linear_backward_weight(LinearBackwardWeight { shape, dy, x: x.all(), dw: dw.all(), acc }).unwrap();
+        b.run(LinearBackwardInput { shape, dy, w: w.all(), dx: dx.all() }).unwrap();
+        b.run(LinearBackwardWeight { shape, dy, x: x.all(), dw: dw.all(), acc }).unwrap();
         let (rows, cols) = (s.rows, s.outputs);
-        b.column_sum(ColumnSum { rows, cols, x: dy, out: dbias.all(), acc }).unwrap();
+        b.run(ColumnSum { rows, cols, x: dy, out: dbias.all(), acc }).unwrap();
         [("y", &y), ("dx", &dx), ("dw", &dw), ("dbias", &dbias)].map(|(n, t)| (n, self.read(t))).into()
     }
 
@@ -234,7 +232,7 @@ impl Ops<'_> {
         let bias = bias.as_ref().map(Tensor::all);
         let gemm = |[rows, cols, depth]: [usize; 3], a, b, bias: Option<Slice<'_>>, acc, y: Tensor| {
             let args = GemmFp8 { rows, cols, depth, a, b, bias, y: y.all(), acc };
-            self.backend.gemm_fp8(args).unwrap();
+            self.backend.run(args).unwrap();
             self.read(&y)
         };
         let new = Accumulate::Overwrite;
@@ -259,7 +257,7 @@ impl Ops<'_> {
         // Each output separately.
         for (q, transposed) in [(one, None), (None, other)] {
             [&q, &transposed].into_iter().flatten().for_each(|out| self.backend.zero(*out).unwrap());
-            self.backend.quantize_fp8(QuantizeFp8 { q, transposed, ..args }).unwrap();
+            self.backend.run(QuantizeFp8 { q, transposed, ..args }).unwrap();
         }
         Quantized { q, transposed, scale }
     }
@@ -286,8 +284,8 @@ impl Ops<'_> {
             dqkv: dqkv.all(),
         };
         let AttentionBackward { shape, qkv, out: out_slice, lse: lse_slice, .. } = backward;
-        b.attention_forward(AttentionForward { shape, qkv, rope, out: out_slice, lse: lse_slice }).unwrap();
-        b.attention_backward(backward).unwrap();
+        b.run(AttentionForward { shape, qkv, rope, out: out_slice, lse: lse_slice }).unwrap();
+        b.run(backward).unwrap();
         vec![("out", self.read(&out)), ("lse", self.read(&lse)), ("dqkv", self.read(&dqkv))]
     }
 
@@ -308,14 +306,14 @@ impl Ops<'_> {
         let (h, a) = (self.out(s.rows * s.outputs), self.out(s.rows * s.outputs));
         let forward =
             LinearGeluForward { shape: s, x: x.all(), w: w.all(), bias: bias.all(), h: h.all(), a: a.all() };
-        b.linear_gelu_forward(forward).unwrap();
+        b.run(forward).unwrap();
         let again = self.out(a.len());
-        b.gelu_forward(GeluForward { h: h.all(), a: again.all() }).unwrap();
+        b.run(GeluForward { h: h.all(), a: again.all() }).unwrap();
         let shape = LinearShape { rows: s.rows, inputs: s.outputs, outputs: dy.len() / s.rows };
         let (next, dy) = (self.act(next), self.act(dy));
         let (dh, dbias) = (self.out(h.len()), self.grad(acc, s.outputs));
         let (w, dh_slice, dbias_slice) = (next.all(), dh.all(), dbias.all());
-        b.gelu_linear_backward(GeluLinearBackward {
+        b.run(GeluLinearBackward {
             shape,
             dy: dy.all(),
             w,
@@ -328,8 +326,7 @@ impl Ops<'_> {
         // The derivative alone, with dy w replaced by `h`.
         let (alone, dbias_alone) = (self.act(&self.read(&h)), self.grad(acc, s.outputs));
         let (rows, cols, (h_slice, dh_slice)) = (s.rows, s.outputs, (h.all(), alone.all()));
-        b.gelu_backward(GeluBackward { rows, cols, h: h_slice, dh: dh_slice, dbias: dbias_alone.all(), acc })
-            .unwrap();
+        b.run(GeluBackward { rows, cols, h: h_slice, dh: dh_slice, dbias: dbias_alone.all(), acc }).unwrap();
         [
             ("h", &h),
             ("a", &a),
@@ -345,9 +342,9 @@ impl Ops<'_> {
 
     pub(crate) fn swiglu(&self, rows: usize, ffn: usize, h: &[f32], da: &[f32]) -> Outputs {
         let (h, da, a, dh) = (self.act(h), self.act(da), self.out(da.len()), self.out(h.len()));
-        self.backend.swiglu_forward(SwigluForward { rows, ffn, h: h.all(), a: a.all() }).unwrap();
+        self.backend.run(SwigluForward { rows, ffn, h: h.all(), a: a.all() }).unwrap();
         let backward = SwigluBackward { rows, ffn, h: h.all(), da: da.all(), dh: dh.all() };
-        self.backend.swiglu_backward(backward).unwrap();
+        self.backend.run(backward).unwrap();
         vec![("a", self.read(&a)), ("dh", self.read(&dh))]
     }
 
@@ -366,7 +363,7 @@ impl Ops<'_> {
         let [h, dh] = [0, 1].map(|_| self.out(2 * rows * ffn));
         let [a, da] = [0, 1].map(|_| self.out(rows * ffn));
         let forward = LinearSwigluForward { shape: s, x: x.all(), w: w.all(), h: h.all(), a: a.all() };
-        self.backend.linear_swiglu_forward(forward).unwrap();
+        self.backend.run(forward).unwrap();
         let backward = SwigluLinearBackward {
             shape: LinearShape { rows, inputs: ffn, outputs: dy.len() / rows },
             dy: dy.all(),
@@ -375,7 +372,7 @@ impl Ops<'_> {
             da: da.all(),
             dh: dh.all(),
         };
-        self.backend.swiglu_linear_backward(backward).unwrap();
+        self.backend.run(backward).unwrap();
         vec![("h", self.read(&h)), ("a", self.read(&a)), ("dh", self.read(&dh))]
     }
 
@@ -395,7 +392,7 @@ impl Ops<'_> {
             let (x, dy, dw) = &operands[i];
             LinearBackwardWeight { shape: shapes[i], dy: dy.all(), x: x.all(), dw: dw.all(), acc }
         });
-        self.backend.linear_backward_weights(layers).unwrap();
+        self.backend.run(layers).unwrap();
         let [(.., first), (.., second)] = &operands;
         [("first dw", first), ("second dw", second)].map(|(n, t)| (n, self.read(t))).into()
     }
@@ -414,7 +411,7 @@ impl Ops<'_> {
         for (losses, grad_scale) in [(&only, None), (&losses, Some(scale))] {
             let losses = losses.all();
             let args = FusedClassifier { shape: s, logits: logits_slice, targets, losses, grad_scale };
-            b.classifier(args).unwrap();
+            b.run(args).unwrap();
         }
         vec![
             ("losses", self.read(&only)),
@@ -427,17 +424,17 @@ impl Ops<'_> {
         let (b, x_t) = (self.backend, self.tensor(DType::F32, x));
         let (sum, squared_norm) = (self.out_f32(1), self.out_f32(1));
         for (scale, acc) in [(0.5, Accumulate::Overwrite), (0.25, Accumulate::Add)] {
-            b.sum(Sum { x: x_t.all(), scale, out: sum.all(), acc }).unwrap();
+            b.run(Sum { x: x_t.all(), scale, out: sum.all(), acc }).unwrap();
         }
         let grads = self.tensor(self.grads, x);
-        b.squared_norm(SquaredNorm { x: grads.all(), out: squared_norm.all() }).unwrap();
+        b.run(SquaredNorm { x: grads.all(), out: squared_norm.all() }).unwrap();
         vec![("sum", self.read(&sum)), ("squared_norm", self.read(&squared_norm))]
     }
 
     /// Returns the digits of the checksum of `x` in F32, which are the same on every device.
     pub(crate) fn checksum(&self, x: &[f32]) -> Outputs {
         let (x, out) = (self.tensor(DType::F32, x), self.out_f32(CHECKSUM_DIGITS));
-        self.backend.checksum(Checksum { x: x.all(), out: out.all() }).unwrap();
+        self.backend.run(Checksum { x: x.all(), out: out.all() }).unwrap();
         vec![("checksum", self.read(&out))]
     }
 
@@ -475,7 +472,7 @@ impl Ops<'_> {
                 loss: loss.all(),
                 skipped: skipped.all(),
             };
-            b.adamw(step).unwrap();
+            b.run(step).unwrap();
         }
         let mut outputs: Outputs = [("params", &params), ("m", &m), ("v", &v), ("skipped", &skipped)]
             .map(|(name, tensor)| (name, self.read(tensor)))

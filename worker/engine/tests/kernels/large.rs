@@ -26,18 +26,18 @@ const ROWS: usize = 2;
 
 /// An operand that exists only at its ends.
 struct Ends<'a> {
-    backend: &'a dyn Backend,
+    backend: &'a Backend,
     cols: usize,
     tensor: Tensor,
 }
 
 impl<'a> Ends<'a> {
     /// Allocates `rows` rows of `cols` elements with random first and last rows.
-    fn random(backend: &'a dyn Backend, seed: u64, rows: usize, cols: usize) -> Self {
+    fn random(backend: &'a Backend, seed: u64, rows: usize, cols: usize) -> Self {
         Self::random_of(backend, seed, rows, cols, |x| x)
     }
 
-    fn random_of(backend: &'a dyn Backend, seed: u64, rows: usize, cols: usize, f: fn(f32) -> f32) -> Self {
+    fn random_of(backend: &'a Backend, seed: u64, rows: usize, cols: usize, f: fn(f32) -> f32) -> Self {
         let ends = Self::empty(backend, rows, cols);
         // The values are exact in BF16, too.
         let values: Vec<f32> = random(seed, WRITTEN * cols).into_iter().map(|x| f(to_bf16(x))).collect();
@@ -54,7 +54,7 @@ impl<'a> Ends<'a> {
         ends
     }
 
-    fn empty(backend: &'a dyn Backend, rows: usize, cols: usize) -> Self {
+    fn empty(backend: &'a Backend, rows: usize, cols: usize) -> Self {
         let tensor = backend.alloc(backend.activation_dtype(), rows * cols).unwrap();
         Self { backend, cols, tensor }
     }
@@ -82,16 +82,16 @@ impl<'a> Ends<'a> {
 }
 
 /// Casts in pieces for which all blocks run.
-fn cast(backend: &dyn Backend, x: Slice<'_>, y: Slice<'_>) {
+fn cast(backend: &Backend, x: Slice<'_>, y: Slice<'_>) {
     let piece = 2 * EDGE_BLOCKS * 256;
     for start in (0..x.len()).step_by(piece) {
         let range = start..(start + piece).min(x.len());
-        backend.cast(x.slice(range.clone()), y.slice(range)).unwrap();
+        backend.run(Cast { x: x.slice(range.clone()), y: y.slice(range) }).unwrap();
     }
 }
 
 /// An operation on this number of rows. Returns the values to compare.
-type Operation = fn(&dyn Backend, usize) -> Vec<f32>;
+type Operation = fn(&Backend, usize) -> Vec<f32>;
 
 /// An operation, and the launches of it that run.
 struct Large {
@@ -165,7 +165,7 @@ const WHOLE: (usize, [usize; 3]) = (80 * 16 * 32, [80, 16, 32]);
 pub(crate) fn child() -> Option<ExitCode> {
     let name = std::env::var(CHILD).ok()?;
     let large = OPERATIONS.iter().find(|large| large.name == name)?;
-    let (gpu, cpu) = (open(large.precision), CpuBackend::new(1, PoolMode::On));
+    let (gpu, cpu) = (open(large.precision), Backend::cpu(1, PoolMode::On));
     let (ours, theirs) = ((large.run)(&gpu, large.rows()), (large.run)(&cpu, WRITTEN));
     assert_eq!(ours.len(), theirs.len());
     for (i, (a, b)) in ours.iter().zip(&theirs).enumerate() {
@@ -175,19 +175,19 @@ pub(crate) fn child() -> Option<ExitCode> {
     Some(ExitCode::SUCCESS)
 }
 
-fn swiglu(b: &dyn Backend, rows: usize) -> Vec<f32> {
+fn swiglu(b: &Backend, rows: usize) -> Vec<f32> {
     let ffn = 4096;
     let h = Ends::random(b, 1, rows, 2 * ffn);
     let da = Ends::random(b, 2, rows, ffn);
     let a = Ends::empty(b, rows, ffn);
     let dh = Ends::empty(b, rows, 2 * ffn);
-    b.swiglu_forward(SwigluForward { rows, ffn, h: h.all(), a: a.all() }).unwrap();
-    b.swiglu_backward(SwigluBackward { rows, ffn, h: h.all(), da: da.all(), dh: dh.all() }).unwrap();
+    b.run(SwigluForward { rows, ffn, h: h.all(), a: a.all() }).unwrap();
+    b.run(SwigluBackward { rows, ffn, h: h.all(), da: da.all(), dh: dh.all() }).unwrap();
     [a.read(), dh.read()].concat()
 }
 
 /// Runs forward and backward. The gradients of the parameters are sums over all rows, which do not run.
-fn norm(b: &dyn Backend, kind: NormKind, rows: usize, cols: usize) -> Vec<f32> {
+fn norm(b: &Backend, kind: NormKind, rows: usize, cols: usize) -> Vec<f32> {
     let shape = NormShape { rows, cols, kind, eps: 1e-5 };
     let x = Ends::random(b, 3, rows, cols);
     let [gamma, dgamma, dbeta] = [4, 0, 0].map(|seed| {
@@ -200,7 +200,7 @@ fn norm(b: &dyn Backend, kind: NormKind, rows: usize, cols: usize) -> Vec<f32> {
     let (x, gamma, stats_slice, beta) = (x.all(), gamma.all(), stats.all(), has_beta.then(|| gamma.all()));
     let y = Ends::empty(b, rows, cols);
     let args = NormForward { shape, x, residual: None, gamma, beta, y: y.all(), stats: stats_slice };
-    b.norm_forward(args).unwrap();
+    b.run(args).unwrap();
     let mut results = y.read();
     drop(y);
     let mut last_stats = vec![0.0; ROWS];
@@ -221,12 +221,12 @@ fn norm(b: &dyn Backend, kind: NormKind, rows: usize, cols: usize) -> Vec<f32> {
         dsum: None,
         acc: Accumulate::Overwrite,
     };
-    b.norm_backward(backward).unwrap();
+    b.run(backward).unwrap();
     results.extend(dx.read());
     results
 }
 
-fn embedding(b: &dyn Backend, rows: usize) -> Vec<f32> {
+fn embedding(b: &Backend, rows: usize) -> Vec<f32> {
     let (cols, vocab) = (512, 64);
     let shape = EmbedShape { batch: rows, seq: 1, cols, vocab };
     let (tokens, wte) = (b.alloc(DType::I32, rows).unwrap(), b.alloc(DType::F32, vocab * cols).unwrap());
@@ -236,11 +236,11 @@ fn embedding(b: &dyn Backend, rows: usize) -> Vec<f32> {
     let out = Ends::empty(b, rows, cols);
     let (tokens, wte, out_slice) = (tokens.all(), wte.all(), out.all());
     let args = EmbedForward { shape, tokens, wte, wpe: None, positions: None, out: out_slice };
-    b.embed_forward(args).unwrap();
+    b.run(args).unwrap();
     out.read()
 }
 
-fn classifier(b: &dyn Backend, rows: usize, vocab: usize, padded: usize) -> Vec<f32> {
+fn classifier(b: &Backend, rows: usize, vocab: usize, padded: usize) -> Vec<f32> {
     let shape = ClassifierShape { rows, vocab, padded };
     let logits = Ends::random(b, 7, rows, padded);
     let targets = b.alloc(DType::I32, rows).unwrap();
@@ -249,11 +249,11 @@ fn classifier(b: &dyn Backend, rows: usize, vocab: usize, padded: usize) -> Vec<
     let (logits_slice, targets, losses_slice, grad_scale) =
         (logits.all(), targets.all(), losses.all(), Some(0.5));
     let args = FusedClassifier { shape, logits: logits_slice, targets, losses: losses_slice, grad_scale };
-    b.classifier(args).unwrap();
+    b.run(args).unwrap();
     [losses.read(), logits.read()].concat()
 }
 
-fn adamw(b: &dyn Backend, rows: usize) -> Vec<f32> {
+fn adamw(b: &Backend, rows: usize) -> Vec<f32> {
     let [params, grads, m] = [10, 11, 12].map(|seed| Ends::random(b, seed, rows, ADAMW_ROW));
     // Its square root is computed, so it must not be negative.
     let v = Ends::random_of(b, 13, rows, ADAMW_ROW, f32::abs);
@@ -281,22 +281,22 @@ fn adamw(b: &dyn Backend, rows: usize) -> Vec<f32> {
         loss: loss.all(),
         skipped: skipped.all(),
     };
-    b.adamw(step).unwrap();
+    b.run(step).unwrap();
     [params.read(), m.read(), v.read()].concat()
 }
 
 /// Runs forward and backward of sequences with this length, number of heads and head width.
-fn attention(b: &dyn Backend, batch: usize, [seq, heads, width]: [usize; 3]) -> Vec<f32> {
+fn attention(b: &Backend, batch: usize, [seq, heads, width]: [usize; 3]) -> Vec<f32> {
     let shape = AttentionShape { batch, seq, heads, kv_heads: heads, width };
     let (row, qkv_row) = (seq * heads * width, seq * shape.qkv_width());
     let (qkv, dout) = (Ends::random(b, 14, batch, qkv_row), Ends::random(b, 15, batch, row));
     let (out, dqkv) = (Ends::empty(b, batch, row), Ends::empty(b, batch, qkv_row));
     let lse = b.alloc(DType::F32, batch * heads * seq).unwrap();
     let (qkv, out_slice, lse, rope) = (qkv.all(), out.all(), lse.all(), None);
-    b.attention_forward(AttentionForward { shape, qkv, rope, out: out_slice, lse }).unwrap();
+    b.run(AttentionForward { shape, qkv, rope, out: out_slice, lse }).unwrap();
     let (dout, dqkv_slice) = (dout.all(), dqkv.all());
     let backward = AttentionBackward { shape, qkv, rope, out: out_slice, dout, lse, dqkv: dqkv_slice };
-    b.attention_backward(backward).unwrap();
+    b.run(backward).unwrap();
     // Values of the last sequence, which all kernels have computed.
     [out, dqkv].map(|ends| ends.read_last(1)).concat()
 }
@@ -328,7 +328,7 @@ fn more_sequences_than_a_grid_has_are_refused() {
         let out = gpu.alloc(dtype, shape.batch * width).unwrap();
         let lse = gpu.alloc(DType::F32, shape.batch).unwrap();
         let (qkv, out, lse) = (qkv.all(), out.all(), lse.all());
-        let refused = gpu.attention_forward(AttentionForward { shape, qkv, rope: None, out, lse });
+        let refused = gpu.run(AttentionForward { shape, qkv, rope: None, out, lse });
         let error = refused.unwrap_err().to_string();
         assert!(error.contains("65536") && error.contains("too large: CUDA allows"), "{error}");
     }

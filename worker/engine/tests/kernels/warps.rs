@@ -3,7 +3,6 @@
 use std::collections::BTreeSet;
 use std::process::{Command, ExitCode, Output};
 
-use xlaunch_engine::Backend;
 use xlaunch_engine::Precision::{self, Bf16, Fp32, Tf32};
 use xlaunch_engine::testing::{force_transposed_weight_grads, kernel_names};
 

@@ -32,7 +32,7 @@ use call::Operand;
 pub(crate) use call::{Epilogue, GemmCall, plain, transposed};
 
 /// Scratch memory for the library in bytes, as its documentation recommends for Hopper.
-const WORKSPACE: usize = 32 << 20;
+pub(crate) const WORKSPACE: usize = 32 << 20;
 /// Values of `cublasOperation_t`, which cudarc binds with cuBLAS rather than cuBLASLt.
 const OP_N: i32 = 0;
 const OP_T: i32 = 1;

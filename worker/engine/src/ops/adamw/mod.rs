@@ -16,6 +16,9 @@
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 
+use super::{Cuda, Op};
+use crate::cpu::Threads;
+use crate::error::Result;
 use crate::tensor::Slice;
 
 /// Constants of AdamW.
@@ -61,6 +64,16 @@ pub struct AdamWStep<'a> {
     pub loss: Slice<'a>,
     /// (1,) number of consecutive skipped steps, updated in place; 0 before the first step.
     pub skipped: Slice<'a>,
+}
+
+impl Op for AdamWStep<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::step(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::step(gpu, self)
+    }
 }
 
 /// Elements covered by one decay flag. Every parameter starts at a multiple of it.

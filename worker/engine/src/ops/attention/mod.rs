@@ -18,6 +18,11 @@ pub(crate) mod cuda;
 pub(crate) mod cudnn;
 pub(crate) mod variant;
 
+use xlaunch_pool::DType;
+
+use super::{Cuda, Op};
+use crate::cpu::Threads;
+use crate::error::Result;
 use crate::tensor::Slice;
 
 /// Attention over `qkv` (B, T, (H + 2 Hkv) D): H query heads, then Hkv key heads, then Hkv value heads. Query head h
@@ -65,6 +70,16 @@ pub struct AttentionForward<'a> {
     pub lse: Slice<'a>,
 }
 
+impl Op for AttentionForward<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::forward(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        gpu.attention.forward(gpu, self)
+    }
+}
+
 /// Backward of attention, including the rotation.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionBackward<'a> {
@@ -82,4 +97,21 @@ pub struct AttentionBackward<'a> {
     pub lse: Slice<'a>,
     /// (B, T, (H + 2 Hkv) D), the gradient of qkv before the rotation.
     pub dqkv: Slice<'a>,
+}
+
+impl Op for AttentionBackward<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::backward(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        gpu.attention.backward(gpu, self)
+    }
+
+    fn scratch(&self) -> usize {
+        // The gradient of the queries is summed in F32, plus one sum per row. cuDNN and our own kernels need about this
+        // much.
+        let s = self.shape;
+        DType::F32.size() * s.batch * s.seq * s.heads * (s.width + 2)
+    }
 }

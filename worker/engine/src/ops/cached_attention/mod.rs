@@ -14,6 +14,9 @@
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 
+use super::{Cuda, Op};
+use crate::cpu::Threads;
+use crate::error::Result;
 use crate::tensor::Slice;
 
 /// Blocks that fill a large GPU.
@@ -101,4 +104,14 @@ pub struct CachedAttention<'a> {
     pub counters: Slice<'a>,
     /// (N, H D).
     pub out: Slice<'a>,
+}
+
+impl Op for CachedAttention<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::run(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        gpu.cached_attention.run(gpu, self)
+    }
 }

@@ -1,9 +1,9 @@
 //! A plain copy, as the CPU has only F32 activations.
 
+use super::Cast;
 use crate::cpu::Access;
-use crate::tensor::Slice;
 
-pub(crate) fn cast(x: Slice<'_>, y: Slice<'_>) {
+pub(crate) fn cast(Cast { x, y }: Cast<'_>) {
     let access = Access::new("cast");
     access.write(y, x.len()).copy_from_slice(access.read(x, x.len()));
 }

@@ -3,9 +3,9 @@
 use cudarc::driver::result;
 use xlaunch_pool::DType;
 
+use super::Cast;
 use crate::cuda::{Gpu, KernelFile, args, driver_error, expect, source};
 use crate::error::Result;
-use crate::tensor::Slice;
 
 pub(crate) const KERNELS: KernelFile = KernelFile {
     source: source!("cast/kernel.cu"),
@@ -14,7 +14,7 @@ pub(crate) const KERNELS: KernelFile = KernelFile {
     dynamic_shared: &[],
 };
 
-pub(crate) fn cast(gpu: &Gpu, x: Slice<'_>, y: Slice<'_>) -> Result<()> {
+pub(crate) fn cast(gpu: &Gpu, Cast { x, y }: Cast<'_>) -> Result<()> {
     let len = x.len();
     let name = match (x.dtype(), y.dtype()) {
         (DType::F32, DType::Bf16) => "cast_f32_bf16",

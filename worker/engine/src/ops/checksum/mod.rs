@@ -8,6 +8,9 @@
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 
+use super::{Cuda, Op};
+use crate::cpu::Threads;
+use crate::error::Result;
 use crate::tensor::Slice;
 
 /// `out = checksum(x)`.
@@ -17,6 +20,16 @@ pub struct Checksum<'a> {
     pub x: Slice<'a>,
     /// ([`CHECKSUM_DIGITS`],) F32: the digits of the checksum in base 2^16, from the lowest, which F32 holds exactly.
     pub out: Slice<'a>,
+}
+
+impl Op for Checksum<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::run(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::run(gpu, self)
+    }
 }
 
 /// Digits of a checksum.

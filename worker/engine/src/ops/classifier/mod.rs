@@ -6,6 +6,9 @@
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 
+use super::{Cuda, Op};
+use crate::cpu::Threads;
+use crate::error::Result;
 use crate::tensor::Slice;
 
 /// Cross entropy over rows of `padded` logits, of which the first `vocab` take part.
@@ -32,4 +35,14 @@ pub struct FusedClassifier<'a> {
     pub losses: Slice<'a>,
     /// Factor of the gradients.
     pub grad_scale: Option<f32>,
+}
+
+impl Op for FusedClassifier<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::run(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::run(gpu, self)
+    }
 }

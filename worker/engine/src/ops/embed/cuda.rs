@@ -15,7 +15,7 @@ const ROW_THREADS: u32 = 128;
 const STARTS_THREADS: u32 = 1024;
 const SORT_THREADS: u32 = 512;
 /// Sorted rows that one block of `embed_bwd_tokens` sums.
-const PART: usize = 64;
+pub(super) const PART: usize = 64;
 
 pub(crate) const KERNELS: KernelFile = KernelFile {
     source: source!("embed/kernel.cu"),

@@ -4,6 +4,11 @@
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 
+use xlaunch_pool::DType;
+
+use super::{Cuda, Op};
+use crate::cpu::Threads;
+use crate::error::Result;
 use crate::tensor::Slice;
 
 /// Embedding of B sequences of T tokens.
@@ -36,6 +41,16 @@ pub struct EmbedForward<'a> {
     pub out: Slice<'a>,
 }
 
+impl Op for EmbedForward<'_> {
+    fn cpu(self, _: &Threads) {
+        cpu::forward(self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::forward(gpu, self)
+    }
+}
+
 /// `dwte[tokens[b, t]] += dout[b, t]`, `dwpe[t] += dout[b, t]`.
 #[derive(Clone, Copy, Debug)]
 pub struct EmbedBackward<'a> {
@@ -49,4 +64,19 @@ pub struct EmbedBackward<'a> {
     pub dwte: Slice<'a>,
     /// (>= T, C) gradient, always added to.
     pub dwpe: Option<Slice<'a>>,
+}
+
+impl Op for EmbedBackward<'_> {
+    fn cpu(self, _: &Threads) {
+        cpu::backward(self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::backward(gpu, self)
+    }
+
+    fn scratch(&self) -> usize {
+        let (s, rows) = (self.shape, self.shape.batch * self.shape.seq);
+        DType::F32.size() * (3 * s.vocab + 2 * rows + 2 * rows.div_ceil(cuda::PART) * s.cols)
+    }
 }

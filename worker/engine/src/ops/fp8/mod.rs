@@ -15,7 +15,9 @@ pub(crate) mod format;
 
 use xlaunch_pool::DType;
 
-use super::Accumulate;
+use super::{Accumulate, Cuda, Op};
+use crate::cpu::Threads;
+use crate::error::Result;
 use crate::tensor::Slice;
 
 /// Sizes of FP8 operands are multiples of this, in all dimensions.
@@ -38,6 +40,20 @@ pub struct QuantizeFp8<'a> {
     pub transposed: Option<Slice<'a>>,
     /// (1,) F32.
     pub scale: Slice<'a>,
+}
+
+impl Op for QuantizeFp8<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::quantize(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::quantize(gpu, self)
+    }
+
+    fn scratch(&self) -> usize {
+        DType::I32.size()
+    }
 }
 
 /// The output of [`QuantizeFp8`].
@@ -68,4 +84,14 @@ pub struct GemmFp8<'a> {
     pub y: Slice<'a>,
     /// Whether the product is added to y; not supported with a bias.
     pub acc: Accumulate,
+}
+
+impl Op for GemmFp8<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::gemm(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::gemm(gpu, self)
+    }
 }

@@ -6,7 +6,9 @@
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 
-use super::{Accumulate, LinearShape};
+use super::{Accumulate, Cuda, LinearShape, Op, reduce};
+use crate::cpu::Threads;
+use crate::error::Result;
 use crate::tensor::Slice;
 
 /// sqrt(2 / pi).
@@ -30,6 +32,16 @@ pub struct LinearGeluForward<'a> {
     pub a: Slice<'a>,
 }
 
+impl Op for LinearGeluForward<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::forward(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        gpu.gelu.forward(gpu, self)
+    }
+}
+
 /// `a = gelu(h)`, for an `a` that [`LinearGeluForward`] computed and that was not kept.
 #[derive(Clone, Copy, Debug)]
 pub struct GeluForward<'a> {
@@ -37,6 +49,16 @@ pub struct GeluForward<'a> {
     pub h: Slice<'a>,
     /// (L,).
     pub a: Slice<'a>,
+}
+
+impl Op for GeluForward<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::activation(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::activation(gpu, self)
+    }
 }
 
 /// Backward of `y = gelu(h) w^T` to h: `dh = gelu'(h) (dy w)`, and `dbias = sum of dh's rows`, the gradient of the bias
@@ -59,6 +81,20 @@ pub struct GeluLinearBackward<'a> {
     pub acc: Accumulate,
 }
 
+impl Op for GeluLinearBackward<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::backward(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        gpu.gelu.backward(gpu, self)
+    }
+
+    fn scratch(&self) -> usize {
+        reduce::column_sum_scratch(self.shape.inputs)
+    }
+}
+
 /// The gradient of h from that of `a = gelu(h)`: `dh = gelu'(h) da`, `dbias = sum of dh's rows`.
 #[derive(Clone, Copy, Debug)]
 pub struct GeluBackward<'a> {
@@ -74,4 +110,18 @@ pub struct GeluBackward<'a> {
     pub dbias: Slice<'a>,
     /// Applies to `dbias`.
     pub acc: Accumulate,
+}
+
+impl Op for GeluBackward<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::activation_backward(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::activation_backward(gpu, self)
+    }
+
+    fn scratch(&self) -> usize {
+        reduce::column_sum_scratch(self.cols)
+    }
 }

@@ -6,7 +6,9 @@
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 
-use super::LinearShape;
+use super::{Cuda, LinearShape, Op};
+use crate::cpu::Threads;
+use crate::error::Result;
 use crate::tensor::Slice;
 
 /// Maximum number of rows of a [`Gemv`].
@@ -27,4 +29,14 @@ pub struct Gemv<'a> {
     pub gelu: bool,
     /// (N, O), in F32 or the element type of activations.
     pub y: Slice<'a>,
+}
+
+impl Op for Gemv<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::run(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::run(gpu, self)
+    }
 }

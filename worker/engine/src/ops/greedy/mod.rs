@@ -7,6 +7,9 @@
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 
+use super::{Cuda, Op};
+use crate::cpu::Threads;
+use crate::error::Result;
 use crate::tensor::Slice;
 
 /// Selects the most likely token of every row.
@@ -26,4 +29,14 @@ pub struct Greedy<'a> {
     pub last: usize,
     /// (N,) F32, which holds ids exactly up to 2^24.
     pub ids: Slice<'a>,
+}
+
+impl Op for Greedy<'_> {
+    fn cpu(self, _: &Threads) {
+        cpu::run(self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::run(gpu, self)
+    }
 }

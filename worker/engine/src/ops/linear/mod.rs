@@ -7,7 +7,9 @@ pub(crate) mod cuda;
 pub(crate) mod transposed;
 pub(crate) mod weight_grads;
 
-use super::Accumulate;
+use super::{Accumulate, Cuda, Op};
+use crate::cpu::Threads;
+use crate::error::Result;
 use crate::tensor::Slice;
 
 /// `y (N, O) = x (N, I) w (O, I)^T`.
@@ -36,6 +38,16 @@ pub struct LinearForward<'a> {
     pub y: Slice<'a>,
 }
 
+impl Op for LinearForward<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::forward(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::forward(gpu, self)
+    }
+}
+
 /// `dx = dy w`.
 #[derive(Clone, Copy, Debug)]
 pub struct LinearBackwardInput<'a> {
@@ -47,6 +59,16 @@ pub struct LinearBackwardInput<'a> {
     pub w: Slice<'a>,
     /// (N, I).
     pub dx: Slice<'a>,
+}
+
+impl Op for LinearBackwardInput<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::backward_input(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::backward_input(gpu, self)
+    }
 }
 
 /// `dw = dy^T x`.
@@ -62,4 +84,25 @@ pub struct LinearBackwardWeight<'a> {
     pub dw: Slice<'a>,
     /// Whether the gradient is added.
     pub acc: Accumulate,
+}
+
+impl Op for LinearBackwardWeight<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::backward_weight(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        gpu.weight_grads.one(gpu, self)
+    }
+}
+
+/// Gradients of the weights of two layers.
+impl Op for [LinearBackwardWeight<'_>; 2] {
+    fn cpu(self, threads: &Threads) {
+        self.into_iter().for_each(|layer| layer.cpu(threads));
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        gpu.weight_grads.two(gpu, self)
+    }
 }

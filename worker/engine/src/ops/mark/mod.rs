@@ -9,6 +9,9 @@ pub(crate) mod cuda;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::{Cuda, Op};
+use crate::cpu::Threads;
+use crate::error::Result;
 use crate::tensor::Slice;
 
 /// Effect of a mark in addition to being counted.
@@ -18,6 +21,14 @@ pub enum Mark<'a> {
     Begin,
     /// Writes the seconds since the last `Begin` to F32 (1,).
     End(Slice<'a>),
+}
+
+impl Op for Mark<'_> {
+    fn cpu(self, _: &Threads) {}
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        gpu.marks.mark(gpu, self)
+    }
 }
 
 /// The number of marks that a device has passed.

@@ -8,7 +8,12 @@
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 
-use super::Accumulate;
+use xlaunch_pool::DType;
+
+use super::reduce::MAX_SUM_ROWS;
+use super::{Accumulate, Cuda, Op};
+use crate::cpu::Threads;
+use crate::error::Result;
 use crate::tensor::Slice;
 
 /// Kind of normalisation.
@@ -62,6 +67,16 @@ pub struct NormForward<'a> {
     pub stats: Slice<'a>,
 }
 
+impl Op for NormForward<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::forward(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::forward(gpu, self)
+    }
+}
+
 /// `sum = x + branch`.
 #[derive(Clone, Copy, Debug)]
 pub struct ResidualAdd<'a> {
@@ -97,4 +112,19 @@ pub struct NormBackward<'a> {
     pub dsum: Option<Slice<'a>>,
     /// Applies to the three parameter gradients.
     pub acc: Accumulate,
+}
+
+impl Op for NormBackward<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::backward(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::backward(gpu, self)
+    }
+
+    fn scratch(&self) -> usize {
+        let outputs = 1 + usize::from(self.dbeta.is_some()) + usize::from(self.dsum.is_some());
+        DType::F32.size() * outputs * MAX_SUM_ROWS.min(self.shape.rows) * self.shape.cols
+    }
 }

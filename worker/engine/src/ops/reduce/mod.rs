@@ -3,8 +3,21 @@
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 
-use super::Accumulate;
+use xlaunch_pool::DType;
+
+use super::{Accumulate, Cuda, Op};
+use crate::cpu::Threads;
+use crate::error::Result;
 use crate::tensor::Slice;
+
+/// Maximum number of blocks of a kernel in which each block writes one row of partial sums; two per multiprocessor of
+/// an H200.
+pub(super) const MAX_SUM_ROWS: usize = 264;
+
+/// Returns the bytes of partial sums of `cols` columns.
+pub(super) fn column_sum_scratch(cols: usize) -> usize {
+    DType::F32.size() * MAX_SUM_ROWS * cols
+}
 
 /// `out[0] (+)= scale sum(x)`.
 #[derive(Clone, Copy, Debug)]
@@ -17,6 +30,16 @@ pub struct Sum<'a> {
     pub out: Slice<'a>,
     /// Whether `out` is added to.
     pub acc: Accumulate,
+}
+
+impl Op for Sum<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::sum(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::sum(gpu, self)
+    }
 }
 
 /// `out (+)= sum of the rows of x`: the gradient of a bias from that of its layer's output.
@@ -34,6 +57,20 @@ pub struct ColumnSum<'a> {
     pub acc: Accumulate,
 }
 
+impl Op for ColumnSum<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::column_sum(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::column_sum(gpu, self)
+    }
+
+    fn scratch(&self) -> usize {
+        column_sum_scratch(self.cols)
+    }
+}
+
 /// `out[0] = sum(x^2)`.
 #[derive(Clone, Copy, Debug)]
 pub struct SquaredNorm<'a> {
@@ -41,4 +78,14 @@ pub struct SquaredNorm<'a> {
     pub x: Slice<'a>,
     /// (1,) F32.
     pub out: Slice<'a>,
+}
+
+impl Op for SquaredNorm<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::squared_norm(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::squared_norm(gpu, self)
+    }
 }

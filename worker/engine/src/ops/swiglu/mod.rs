@@ -6,7 +6,9 @@ pub(crate) mod cpu;
 pub(crate) mod cuda;
 pub(crate) mod hopper;
 
-use super::LinearShape;
+use super::{Cuda, LinearBackwardInput, LinearForward, LinearShape, Op};
+use crate::cpu::Threads;
+use crate::error::Result;
 use crate::tensor::Slice;
 
 /// `a = silu(g) u`.
@@ -20,6 +22,16 @@ pub struct SwigluForward<'a> {
     pub h: Slice<'a>,
     /// (N, F).
     pub a: Slice<'a>,
+}
+
+impl Op for SwigluForward<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::forward(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::forward(gpu, self)
+    }
 }
 
 /// The gradient of `h` from that of `a`.
@@ -37,6 +49,16 @@ pub struct SwigluBackward<'a> {
     pub dh: Slice<'a>,
 }
 
+impl Op for SwigluBackward<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::backward(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::backward(gpu, self)
+    }
+}
+
 /// A linear layer and the SwiGLU after it: `h = x w^T`, `a = silu(g) u`.
 #[derive(Clone, Copy, Debug)]
 pub struct LinearSwigluForward<'a> {
@@ -50,6 +72,18 @@ pub struct LinearSwigluForward<'a> {
     pub h: Slice<'a>,
     /// (N, F).
     pub a: Slice<'a>,
+}
+
+impl Op for LinearSwigluForward<'_> {
+    fn cpu(self, threads: &Threads) {
+        let Self { shape, x, w, h, a } = self;
+        LinearForward { shape, x, w, bias: None, y: h }.cpu(threads);
+        SwigluForward { rows: shape.rows, ffn: shape.outputs / 2, h, a }.cpu(threads);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        gpu.swiglu.linear_forward(gpu, self)
+    }
 }
 
 /// The gradient of SwiGLU's input `h` from that of the output of the linear layer after it: `da = dy w`.
@@ -67,4 +101,16 @@ pub struct SwigluLinearBackward<'a> {
     pub da: Slice<'a>,
     /// (N, 2 F).
     pub dh: Slice<'a>,
+}
+
+impl Op for SwigluLinearBackward<'_> {
+    fn cpu(self, threads: &Threads) {
+        let Self { shape, dy, w, h, da, dh } = self;
+        LinearBackwardInput { shape, dy, w, dx: da }.cpu(threads);
+        SwigluBackward { rows: shape.rows, ffn: shape.inputs, h, da, dh }.cpu(threads);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        gpu.swiglu.linear_backward(gpu, self)
+    }
 }

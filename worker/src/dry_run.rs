@@ -1,15 +1,13 @@
 //! Predicts the memory that a job needs on each rank, without running it.
 //!
-//! The trainer itself runs a few steps, on a [`device`] without memory and with a collective without peers. So the
+//! The trainer itself runs a few steps, on a device without memory and with a collective without peers. So the
 //! sizes of all buffers, the order in which they are allocated and freed, and the behaviour of the pool are those of
 //! the real job. The memory use of libraries was measured on one kind of GPU.
-
-mod device;
 
 use std::ops::Range;
 
 use xlaunch_comm::Local;
-use xlaunch_engine::{DType, PoolOptions};
+use xlaunch_engine::{Backend, DType, PoolOptions};
 use xlaunch_spec::job::{CommSection, JobSpec, Recompute, Shard, SpecError};
 
 use crate::bench::SkipAllReduce;
@@ -19,7 +17,6 @@ use crate::model::{BackendHandle, Model};
 use crate::optim::AdamW;
 use crate::session;
 use crate::train::{Division, Evaluator, Stepper, wire_dtype};
-use device::DryDevice;
 
 /// Memory of the CUDA context, kernels and libraries of a GPU, as measured on an H200 (`tests/gpu/memory.py`).
 const LIBRARIES: u64 = 544 << 20;
@@ -94,7 +91,7 @@ fn memory_within(limit: Option<u64>, spec: &JobSpec, cuda: bool, ranks: usize) -
         limit: limit.unwrap_or(u64::MAX),
         ..PoolOptions::default()
     };
-    let backend = BackendHandle::new(DryDevice::new(cuda, activations, pool)?);
+    let backend = BackendHandle::new(Backend::dry_run(cuda, activations, pool)?);
     let live = || backend.pool().stats().live.current();
     let workspace = live();
     let shard = spec.comm.shard(ranks, cuda, true);
