@@ -1,6 +1,6 @@
 //! The operations of a GPT trainer, one folder each: formulas, shapes and arguments in `mod.rs`, the CPU implementation
-//! in `cpu.rs`, checks and launches in `cuda.rs`, kernels in `kernel.cu`. A new operation is a new folder, whose modules
-//! and kernels are listed in this file.
+//! in `cpu.rs`, checks and launches in `cuda.rs`, kernels in `kernel.cu`. Short implementations are in `mod.rs`, too. A
+//! new operation is a new folder, whose types and kernels are listed in this file.
 //!
 //! An argument struct documents the shape of each operand at its field. Letters: B batch, T sequence, C model width, H
 //! heads, Hkv key heads, D head width, F ffn, V vocabulary, Vp padded vocabulary, L layers; N = B T rows of tokens.
@@ -140,19 +140,19 @@ pub enum Accumulate {
 /// Kernel files that are compiled when a GPU is opened. Those of attention are compiled on first use, per head width.
 pub(crate) const KERNEL_FILES: [&KernelFile; 15] = [
     &adamw::cuda::KERNELS,
-    &cast::cuda::KERNELS,
-    &checksum::cuda::KERNELS,
-    &classifier::cuda::KERNELS,
+    &cast::KERNELS,
+    &checksum::KERNELS,
+    &classifier::KERNELS,
     &embed::cuda::KERNELS,
     &fp8::cuda::KERNELS,
     &gelu::cuda::KERNELS,
     &gemv::cuda::KERNELS,
-    &greedy::cuda::KERNELS,
+    &greedy::KERNELS,
     &linear::transposed::KERNELS,
     &mark::cuda::KERNELS,
     &norm::cuda::KERNELS,
     &reduce::cuda::KERNELS,
-    &rope::cuda::KERNELS,
+    &rope::KERNELS,
     &swiglu::cuda::KERNELS,
 ];
 

@@ -19,7 +19,7 @@ pub(crate) fn forward(t: &Threads, args: AttentionForward<'_>) {
         None => a.read(args.qkv, rows * row),
         Some(table) => {
             let qkv = a.write(args.qkv, rows * row);
-            rope::cpu::rotate(t, s, qkv, a.read(table, s.seq * s.width), Rotation::Forward);
+            rope::cpu(t, s, qkv, a.read(table, s.seq * s.width), Rotation::Forward);
             qkv
         }
     };
@@ -115,7 +115,7 @@ pub(crate) fn backward(t: &Threads, args: AttentionBackward<'_>) {
             );
     });
     if let Some(table) = args.rope {
-        rope::cpu::rotate(t, s, dqkv, a.read(table, s.seq * s.width), Rotation::Back);
+        rope::cpu(t, s, dqkv, a.read(table, s.seq * s.width), Rotation::Back);
     }
 }
 

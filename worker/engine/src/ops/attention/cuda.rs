@@ -74,7 +74,7 @@ impl Attention {
             return unsafe { self.launch(gpu, s, Kernel::FwdWholeHead, args) };
         }
         if let Some(table) = rope {
-            rope::cuda::rotate(gpu, s, qkv, table, Rotation::Forward)?;
+            rope::cuda(gpu, s, qkv, table, Rotation::Forward)?;
         }
         if let Some(plan) = self.cudnn_plan(gpu, s, Direction::Forward) {
             let [qkv, out, lse] = [qkv, out, lse].map(Slice::address);
@@ -108,7 +108,7 @@ impl Attention {
         } else {
             self.backward_in_tiles(gpu, a)?;
         }
-        rope.map_or(Ok(()), |table| rope::cuda::rotate(gpu, s, dqkv, table, Rotation::Back))
+        rope.map_or(Ok(()), |table| rope::cuda(gpu, s, dqkv, table, Rotation::Back))
     }
 
     /// Computes backward with our own kernels. The caller has checked the operands.

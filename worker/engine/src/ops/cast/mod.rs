@@ -1,12 +1,20 @@
 //! Conversion between element types, or a copy if both are the same.
 
-pub(crate) mod cpu;
-pub(crate) mod cuda;
+use cudarc::driver::result;
+use xlaunch_pool::DType;
 
 use super::{Cuda, Op};
-use crate::cpu::Threads;
+use crate::cpu::{Access, Threads};
+use crate::cuda::{KernelFile, args, driver_error, expect, source};
 use crate::error::Result;
 use crate::tensor::Slice;
+
+pub(crate) const KERNELS: KernelFile = KernelFile {
+    source: source!("cast/kernel.cu"),
+    kernels: &["cast_f32_bf16", "cast_bf16_f32"],
+    macros: &[],
+    dynamic_shared: &[],
+};
 
 /// `y = x`.
 #[derive(Clone, Copy, Debug)]
@@ -18,11 +26,28 @@ pub struct Cast<'a> {
 }
 
 impl Op for Cast<'_> {
+    /// Copies, as the CPU has only F32 activations.
     fn cpu(self, _: &Threads) {
-        cpu::cast(self);
+        let access = Access::new("cast");
+        access.write(self.y, self.x.len()).copy_from_slice(access.read(self.x, self.x.len()));
     }
 
     fn cuda(self, gpu: &Cuda) -> Result<()> {
-        cuda::cast(gpu, self)
+        let Self { x, y } = self;
+        let len = x.len();
+        let name = match (x.dtype(), y.dtype()) {
+            (DType::F32, DType::Bf16) => "cast_f32_bf16",
+            (DType::Bf16, DType::F32) => "cast_bf16_f32",
+            _ => {
+                expect(y, x.dtype(), len);
+                let (bytes, stream) = (len * x.dtype().size(), gpu.device.stream.cu_stream());
+                // SAFETY: both slices hold `bytes` bytes of this device.
+                return unsafe { result::memcpy_dtod_async(y.address(), x.address(), bytes, stream) }
+                    .map_err(|error| driver_error("failed to copy on the device", error));
+            }
+        };
+        expect(y, y.dtype(), len);
+        // SAFETY: both slices hold `len` elements of the types in the kernel's name.
+        unsafe { gpu.launch(name, gpu.grid_for(len), args![x, y, len]) }
     }
 }

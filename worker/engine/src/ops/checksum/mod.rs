@@ -5,13 +5,30 @@
 //! same for every number of threads and on every device. mix is a bijection, so a change of a single word always
 //! changes the sum.
 
-pub(crate) mod cpu;
-pub(crate) mod cuda;
+use rayon::prelude::*;
+use xlaunch_pool::DType;
 
 use super::{Cuda, Op};
-use crate::cpu::Threads;
+use crate::cpu::{Access, Threads};
+use crate::cuda::{BLOCK_THREADS, KernelFile, Launch, Macro, args, expect, source};
 use crate::error::Result;
 use crate::tensor::Slice;
+
+/// Digits of a checksum.
+pub const CHECKSUM_DIGITS: usize = 4;
+/// Words per task on the CPU.
+const CHECKSUM_BLOCK: usize = 1 << 14;
+/// Blocks of the first stage on a GPU: one partial sum per block, then their sum.
+const CHECKSUM_BLOCKS: usize = 1024;
+/// 2^64 divided by the golden ratio.
+const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+
+pub(crate) const KERNELS: KernelFile = KernelFile {
+    source: source!("checksum/kernel.cu"),
+    kernels: &["checksum_partials", "checksum_final"],
+    macros: &[Macro::int("CHECKSUM_DIGITS", CHECKSUM_DIGITS)],
+    dynamic_shared: &[],
+};
 
 /// `out = checksum(x)`.
 #[derive(Clone, Copy, Debug)]
@@ -23,21 +40,51 @@ pub struct Checksum<'a> {
 }
 
 impl Op for Checksum<'_> {
+    #[expect(clippy::cast_possible_truncation, reason = "16 bits remain")]
     fn cpu(self, threads: &Threads) {
-        cpu::run(threads, self);
+        let a = Access::new("checksum");
+        words(self.x);
+        let (bytes, out) = (a.read_bytes(self.x), a.write(self.out, CHECKSUM_DIGITS));
+        let sum = threads.run(|| {
+            let blocks = bytes.par_chunks(4 * CHECKSUM_BLOCK).enumerate();
+            blocks
+                .map(|(block, bytes)| block_sum(block * CHECKSUM_BLOCK, bytes))
+                .reduce(|| 0, u64::wrapping_add)
+        });
+        for (digit, out) in out.iter_mut().enumerate() {
+            *out = f32::from((sum >> (16 * digit)) as u16);
+        }
     }
 
     fn cuda(self, gpu: &Cuda) -> Result<()> {
-        cuda::run(gpu, self)
+        let words = words(self.x);
+        expect(self.out, DType::F32, CHECKSUM_DIGITS);
+        let partials = gpu.alloc(DType::U8, CHECKSUM_BLOCKS * size_of::<u64>())?;
+        let launch = Launch::blocks(CHECKSUM_BLOCKS, BLOCK_THREADS);
+        // SAFETY: x holds this number of words; there is one partial sum per block.
+        unsafe { gpu.launch("checksum_partials", launch, args![self.x, partials.all(), words]) }?;
+        let args = args![partials.all(), CHECKSUM_BLOCKS, self.out];
+        // SAFETY: partials holds CHECKSUM_BLOCKS sums; `out` was checked above.
+        unsafe { gpu.launch("checksum_final", Launch::blocks(1, BLOCK_THREADS), args) }
     }
 }
-
-/// Digits of a checksum.
-pub const CHECKSUM_DIGITS: usize = 4;
 
 /// Returns the number of 32-bit words.
 fn words(x: Slice<'_>) -> usize {
     let bytes = x.len() * x.dtype().size();
     assert!(bytes.is_multiple_of(4), "checksum: {x:?}");
     bytes / 4
+}
+
+/// Computes the sum over these words; the first one has index `first`.
+fn block_sum(first: usize, bytes: &[u8]) -> u64 {
+    let words = bytes.as_chunks::<4>().0.iter().map(|word| u64::from(u32::from_ne_bytes(*word)));
+    let indexed = words.zip(first as u64..);
+    indexed.fold(0, |sum, (word, i)| sum.wrapping_add(mix(word ^ i.wrapping_mul(GOLDEN))))
+}
+
+fn mix(mut z: u64) -> u64 {
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
 }
