@@ -3,6 +3,7 @@
 use xlaunch_comm::CommError;
 use xlaunch_engine::EngineError;
 use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::quantities::ranks_text;
 
 use crate::checkpoint::CheckpointError;
 use crate::huggingface::ModelError;
@@ -88,7 +89,7 @@ pub enum WorkerError {
         /// Number of the step, from 1.
         step: u64,
         /// Ranks that differ from the majority; all ranks if there is no majority.
-        ranks: Vec<usize>,
+        ranks: Vec<u32>,
     },
     /// One of several ranks of this process cannot continue.
     #[error("rank {rank}: {error}")]
@@ -143,13 +144,6 @@ impl WorkerError {
     /// Returns the ranks to blame for this error. Every rank reports it, so the agent attributes it to these ranks
     /// instead of the reporting one.
     pub fn differing_ranks(&self) -> Vec<u32> {
-        let Self::ReplicasDiffer { ranks, .. } = self else { return Vec::new() };
-        ranks.iter().filter_map(|rank| u32::try_from(*rank).ok()).collect()
+        if let Self::ReplicasDiffer { ranks, .. } = self { ranks.clone() } else { Vec::new() }
     }
-}
-
-/// Formats ranks, such as `ranks 1, 3`.
-fn ranks_text(ranks: &[usize]) -> String {
-    let numbers: Vec<String> = ranks.iter().map(ToString::to_string).collect();
-    format!("{} {}", if ranks.len() == 1 { "rank" } else { "ranks" }, numbers.join(", "))
 }

@@ -47,7 +47,7 @@ fn equal_replicas_pass() {
 fn rank_with_a_flipped_bit_is_named_on_every_rank() {
     check(4, false, &[2], Some("replicas differ after step 1: rank 2"));
     check(3, false, &[0], Some("replicas differ after step 1: rank 0"));
-    check(2, false, &[1], Some("replicas differ after step 1: ranks 0, 1"));
+    check(2, false, &[1], Some("replicas differ after step 1: ranks 0-1"));
 }
 
 #[test]

@@ -29,9 +29,9 @@ use super::kernels::{self, Kernel};
 use super::reports::{measured_period, pool_peak_bytes, profile, started, step_seconds, steps};
 use super::{Mode, RankReport, device, missing_report, quantile, run_workers};
 use crate::console::print_line;
-use xlaunch_agent::sinks::progress::count;
 use xlaunch_host::devices::{self, Placement};
 use xlaunch_host::gpu_clocks::ClockSampler;
+use xlaunch_spec::quantities::count_text;
 use xlaunch_spec::refusal::Refusal;
 
 /// The steps to run.
@@ -226,14 +226,14 @@ pub(crate) fn table(m: &Measured) -> String {
         Mode::Threads => "threads of one process",
     };
     line("ranks", format!("{}, {mode}", m.ranks));
-    let parameters = count(m.parameters as f64);
+    let parameters = count_text(m.parameters as f64);
     line(
         "model",
         format!("{}, {parameters} parameters, {}, {} tokens per step", m.job, m.precision, m.tokens_per_step),
     );
     let spread = format!("5 % {:.3}, 95 % {:.3}", m.step_ms_p5, m.step_ms_p95);
     line("step", format!("{:.3} ms, {spread}; {} steps after {}", m.step_ms, m.steps, m.warmup));
-    line("speed", format!("{} tok/s", count(m.tokens_per_second)));
+    line("speed", format!("{} tok/s", count_text(m.tokens_per_second)));
     line(
         "arithmetic",
         format!(

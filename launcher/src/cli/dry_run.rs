@@ -3,19 +3,18 @@
 
 use std::fmt::Write as _;
 
-use xlaunch_agent::sinks::progress::count;
 use xlaunch_agent::workload::host_memory::{self, HostNeeds, MemoryPlan, SaveBuffers};
 use xlaunch_cluster::join::Nodes;
 use xlaunch_host::devices::{self, Node};
 use xlaunch_host::memory;
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::{Device, JobSpec};
-use xlaunch_spec::quantities::bytes_text;
 use xlaunch_spec::refusal::Refusal;
 
 use super::launch::{self, Launch};
 use super::output::answer;
 use crate::console::print_line;
+use xlaunch_spec::quantities::{bytes_text, count_text};
 use xlaunch_worker::dry_run::{self, Memory, Saving};
 use xlaunch_worker::error::WorkerError;
 
@@ -122,7 +121,7 @@ fn text(
     let device = if target.cuda { "GPU" } else { "CPU" };
     let nodes = if target.nodes > 1 { format!(" on {} nodes", target.nodes) } else { String::new() };
     line("ranks", format!("{} x {device}{nodes}", target.ranks()));
-    line("model", format!("{} parameters", count(needed.parameters as f64)));
+    line("model", format!("{} parameters", count_text(needed.parameters as f64)));
     let per_step = needed.tokens as f64 * f64::from(target.ranks());
     let all = per_step * spec.train.steps as f64;
     let epochs = all / (tokens as f64).max(1.0);
@@ -130,9 +129,9 @@ fn text(
         "tokens",
         format!(
             "{} a step, {} in all, {epochs:.2} epochs of {}",
-            count(per_step),
-            count(all),
-            count(tokens as f64)
+            count_text(per_step),
+            count_text(all),
+            count_text(tokens as f64)
         ),
     );
     let rows = [

@@ -6,6 +6,7 @@ use xlaunch_spec::exit::ExitCode;
 
 use super::output::{QueryError, print, print_note};
 use crate::render::{job, text};
+use xlaunch_spec::quantities::parse_range;
 use xlaunch_spec::refusal::Refusal;
 
 /// Longest range: the maximum size of an array.
@@ -60,15 +61,14 @@ impl JobResults {
 pub(super) fn job_numbers(words: &[String]) -> Result<Vec<u64>, Refusal> {
     let mut jobs = Vec::new();
     for word in words {
-        let (first, last) = word.split_once('-').unwrap_or((word, word));
-        match (first.parse::<u64>(), last.parse::<u64>()) {
-            (Ok(first), Ok(last)) if first <= last && last - first < MAX_RANGE => jobs.extend(first..=last),
-            (Ok(first), Ok(last)) if first <= last => {
+        match parse_range::<u64>(word) {
+            Some(range) if range.end() - range.start() < MAX_RANGE => jobs.extend(range),
+            Some(_) => {
                 let message =
                     format!("`{word}` names too many jobs: at most {MAX_RANGE} can be given as a range");
                 return Err(Refusal::new(ExitCode::Usage, message));
             }
-            _ => {
+            None => {
                 let message = format!(
                     "`{word}` is not a job number, nor a range such as 12-21; `xlaunch jobs` lists job numbers"
                 );

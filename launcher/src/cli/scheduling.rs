@@ -6,7 +6,7 @@ use clap::Args;
 use xlaunch_proto::convert::scheduling::MAX_ARRAY_JOBS;
 use xlaunch_proto::v1::{Dependency, DependencyCondition, SubmitRequest, WarningSignal};
 use xlaunch_spec::command::Signal;
-use xlaunch_spec::quantities::{parse_bytes, parse_time};
+use xlaunch_spec::quantities::{parse_bytes, parse_range, parse_time};
 
 /// Default number of seconds before the time limit at which the signal is sent.
 const DEFAULT_WARNING_SECONDS: u64 = 60;
@@ -112,18 +112,13 @@ fn parse_array(text: &str) -> Result<Array, String> {
     };
     let mut indices = Vec::new();
     for range in list.split(',') {
-        let (first, last) = range.split_once('-').unwrap_or((range, range));
-        let (first, last): (u32, u32) =
-            (first.parse().map_err(|_| invalid())?, last.parse().map_err(|_| invalid())?);
-        if first > last {
-            return Err(invalid());
-        }
-        if indices.len() as u64 + u64::from(last - first) >= MAX_ARRAY_JOBS as u64 {
+        let range = parse_range::<u32>(range).ok_or_else(invalid)?;
+        if indices.len() as u64 + u64::from(range.end() - range.start()) >= MAX_ARRAY_JOBS as u64 {
             return Err(format!(
                 "`{text}` has too many indices: at most {MAX_ARRAY_JOBS} jobs can be in an array"
             ));
         }
-        indices.extend(first..=last);
+        indices.extend(range);
     }
     Ok(Array { indices, parallel })
 }

@@ -16,6 +16,7 @@ use crate::client::launches;
 use crate::render::{job, launch, text};
 use xlaunch_daemon::view::has_ended;
 use xlaunch_host::clock::unix_ms;
+use xlaunch_spec::quantities::parse_seconds;
 
 /// Options of `xlaunch status`.
 #[derive(Debug, Args)]
@@ -146,8 +147,7 @@ fn list_as_json(replies: &[(String, Result<StatusReply, String>)]) -> serde_json
 }
 
 fn interval(text: &str) -> Result<Duration, String> {
-    let seconds = text.parse::<f64>().ok().filter(|seconds| (0.1..=86_400.0).contains(seconds));
-    seconds
-        .map(Duration::from_secs_f64)
-        .ok_or_else(|| "expected seconds from 0.1 to 86400; JOB goes before --watch".into())
+    let limits = Duration::from_millis(100)..=Duration::from_secs(86_400);
+    let interval = parse_seconds(text).filter(|interval| limits.contains(interval));
+    interval.ok_or_else(|| "expected seconds from 0.1 to 86400; JOB goes before --watch".into())
 }

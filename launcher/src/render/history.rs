@@ -3,9 +3,9 @@
 use std::time::{Duration, UNIX_EPOCH};
 
 use serde_json::{Value, json};
-use xlaunch_agent::sinks::progress::clock;
 use xlaunch_proto::labels::{kind, node_job_state};
 use xlaunch_proto::v1::JobAccount;
+use xlaunch_spec::quantities::rough_time_text;
 
 use super::jobs::truncated_name;
 use super::text::{bytes, columns, fit, or_dash, seconds};
@@ -32,9 +32,9 @@ fn row(job: &JobAccount) -> Vec<String> {
         node_job_state(job.state()).into(),
         or_dash(job.exit_code, |code| code.to_string()),
         job.gpus.to_string(),
-        or_dash(ran, clock),
-        or_dash((job.gpus > 0).then_some(job.gpu_seconds), clock),
-        or_dash(job.cpu_seconds, clock),
+        or_dash(ran, rough_time_text),
+        or_dash((job.gpus > 0).then_some(job.gpu_seconds), rough_time_text),
+        or_dash(job.cpu_seconds, rough_time_text),
         or_dash(job.peak_memory_bytes, bytes),
         humantime::format_rfc3339_seconds(ended).to_string(),
     ]

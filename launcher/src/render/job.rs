@@ -8,11 +8,10 @@ use xlaunch_spec::exit::ExitCode;
 
 use super::launch;
 use super::text::{bytes, escape, fit, seconds};
-use xlaunch_agent::sinks::progress::clock;
 use xlaunch_daemon::view::has_ended;
 use xlaunch_proto::json;
 use xlaunch_proto::labels::node_job_state;
-use xlaunch_spec::quantities::{bytes_text, time_text};
+use xlaunch_spec::quantities::{bytes_text, rough_time_text, time_text};
 
 /// Age above which a status is shown with its age.
 const STALE_STATUS_SECONDS: f64 = 5.0;
@@ -38,7 +37,7 @@ pub(crate) fn text(job: &Job, now: u64, width: usize) -> String {
         out += &format!("exit code {code}{meaning}\n");
     }
     if let (Some(cpu), Some(memory)) = (job.cpu_seconds, job.peak_memory_bytes) {
-        out += &format!("used {} of CPU time, {} of memory at most\n", clock(cpu), bytes(memory));
+        out += &format!("used {} of CPU time, {} of memory at most\n", rough_time_text(cpu), bytes(memory));
     }
     if !job.report.is_empty() {
         out += &format!("\n{}\n", job.report.trim_end());
@@ -49,7 +48,7 @@ pub(crate) fn text(job: &Job, now: u64, width: usize) -> String {
             out += &launch::training(status);
         }
         if job.status_age_seconds >= STALE_STATUS_SECONDS && !has_ended(job.state()) {
-            out += &format!("status from {} ago\n", clock(job.status_age_seconds));
+            out += &format!("status from {} ago\n", rough_time_text(job.status_age_seconds));
         }
         out += &launch::time(status);
         out += &launch::restarts(status, now / 1000);
@@ -60,7 +59,7 @@ pub(crate) fn text(job: &Job, now: u64, width: usize) -> String {
 }
 
 fn times(job: &Job, now: u64) -> String {
-    let since = |at: u64| clock(seconds(now.saturating_sub(at) / 1000));
+    let since = |at: u64| rough_time_text(seconds(now.saturating_sub(at) / 1000));
     match (job.started_unix_ms, job.ended_unix_ms) {
         (0, 0) => format!("waiting for {}", since(job.submitted_unix_ms)),
         (0, ended) => format!("ended {} ago without starting", since(ended)),
@@ -77,7 +76,7 @@ pub(crate) fn run_time(job: &Job, now: u64) -> String {
         (0, _) => "-".into(),
         (started, ended) => {
             let until = if ended == 0 { now } else { ended };
-            clock(seconds(until.saturating_sub(started) / 1000))
+            rough_time_text(seconds(until.saturating_sub(started) / 1000))
         }
     }
 }
@@ -105,8 +104,10 @@ fn scheduling(job: &Job, now: u64) -> String {
         parts.push(format!("time limit {}", time_text(Duration::from_secs(limit))));
     }
     if job.time_limit_unix_ms > 0 && job.ended_unix_ms == 0 {
-        parts
-            .push(format!("{} remaining", clock(seconds(job.time_limit_unix_ms.saturating_sub(now) / 1000))));
+        parts.push(format!(
+            "{} remaining",
+            rough_time_text(seconds(job.time_limit_unix_ms.saturating_sub(now) / 1000))
+        ));
     }
     if let (Some(first), Some(index)) = (job.array_job, job.array_index) {
         parts.push(format!("index {index} of array {first}"));
@@ -116,7 +117,7 @@ fn scheduling(job: &Job, now: u64) -> String {
         parts.push(format!("requeued {times}"));
     }
     if job.starts_by_unix_ms > 0 {
-        let within = clock(seconds(job.starts_by_unix_ms.saturating_sub(now) / 1000));
+        let within = rough_time_text(seconds(job.starts_by_unix_ms.saturating_sub(now) / 1000));
         parts.push(format!("starts within {within} at the latest"));
     }
     if parts.is_empty() { String::new() } else { parts.join("  ") + "\n" }

@@ -3,8 +3,8 @@
 use xlaunch_proto::v1::{JobKind, MemberState, MemberStatus, RankStatus, Restart, StatusReply};
 
 use super::text::{bytes, columns, escape, fit, or_dash, percent, seconds};
-use xlaunch_agent::sinks::progress::{clock, count};
 use xlaunch_proto::labels::{job_state, member_state, rank_state};
+use xlaunch_spec::quantities::{count_text, rough_time_text};
 
 /// Maximum number of restarts to list; only the last ones are shown.
 const MAX_RESTARTS_SHOWN: usize = 3;
@@ -35,7 +35,7 @@ fn nodes(nodes: &[MemberStatus]) -> String {
             or_dash(node.node_rank, |rank| rank.to_string()),
             member_state(node.state()).to_owned(),
             ranks.unwrap_or_else(|| "-".into()),
-            or_dash(is_quiet.then_some(node.seconds_since_heartbeat), clock),
+            or_dash(is_quiet.then_some(node.seconds_since_heartbeat), rough_time_text),
             node.host.clone(),
             node.address.clone(),
         ]
@@ -63,7 +63,7 @@ fn heading(reply: &StatusReply, now: u64) -> String {
     out += &format!(
         "\non {}, running for {}  pid {}  restarts {} of {}  {}\n",
         escape(&reply.host),
-        clock(seconds(now.saturating_sub(reply.started_unix_seconds))),
+        rough_time_text(seconds(now.saturating_sub(reply.started_unix_seconds))),
         reply.launcher_pid,
         reply.restarts,
         reply.max_restarts,
@@ -79,7 +79,7 @@ fn heading(reply: &StatusReply, now: u64) -> String {
 /// Returns the last restarts, one per line.
 pub(crate) fn restarts(reply: &StatusReply, now: u64) -> String {
     let line = |restart: &Restart| {
-        let ago = clock(seconds(now.saturating_sub(restart.unix_ms / 1000)));
+        let ago = rough_time_text(seconds(now.saturating_sub(restart.unix_ms / 1000)));
         let who = restart.rank.map_or_else(|| "the group".into(), |rank| format!("rank {rank}"));
         format!("attempt {} failed {ago} ago: {who}: {}\n", restart.attempt, escape(&restart.cause))
     };
@@ -96,7 +96,7 @@ pub(crate) fn training(reply: &StatusReply) -> String {
         "step {}  loss {:.4}  {} tok/s{}\n",
         progress(reply),
         reply.loss,
-        count(reply.tokens_per_second),
+        count_text(reply.tokens_per_second),
         reply.mfu.map_or_else(String::new, |mfu| format!("  MFU {:.1} %", 100.0 * mfu))
     )
 }
@@ -122,14 +122,14 @@ fn command_ranks(reply: &StatusReply, width: usize, out: &mut String) {
     for rank in &reply.ranks {
         let sent = rank.seconds_since_heartbeat;
         let step = sent.filter(|_| rank.step > 0).map_or("-".into(), |_| rank.step.to_string());
-        let heartbeat = format!("{step:<8}{:<7}", or_dash(sent, clock));
+        let heartbeat = format!("{step:<8}{:<7}", or_dash(sent, rough_time_text));
         let row = format!(
             "{:<6}{:<9}{:<9}{}{:<8}{:<7}{:<8}{:<6}{:<9}",
             rank.rank,
             rank.pid,
             rank_state(rank.state()),
             if has_heartbeats { &heartbeat } else { "" },
-            or_dash(rank.seconds_since_output, clock),
+            or_dash(rank.seconds_since_output, rough_time_text),
             or_dash(rank.cpu_percent, percent),
             or_dash(rank.memory_bytes, bytes),
             or_dash(rank.gpu_percent, percent),
@@ -150,7 +150,7 @@ fn trainer_ranks(reply: &StatusReply, width: usize, out: &mut String) {
             rank.pid,
             rank_state(rank.state()),
             rank.step,
-            or_dash(rank.seconds_since_heartbeat, clock),
+            or_dash(rank.seconds_since_heartbeat, rough_time_text),
             or_dash(rank.cpu_percent, percent),
             or_dash(rank.memory_bytes, bytes),
             or_dash(rank.gpu_percent, percent),
@@ -198,7 +198,7 @@ pub(crate) fn list(replies: &[(String, Result<StatusReply, String>)], now: u64, 
                     "{name:<longest$}  {:<12}{:<7}{:<8}{}\n",
                     job_state(reply.state()),
                     reply.world_size,
-                    clock(up),
+                    rough_time_text(up),
                     escape(&reply.command_line)
                 );
             }

@@ -3,8 +3,8 @@
 use xlaunch_proto::v1::{Gpu, NodeStatus};
 
 use super::text::{bytes, columns, escape, fit, or_dash, percent, seconds};
-use xlaunch_agent::sinks::progress::clock;
 use xlaunch_proto::labels::gpu_state;
+use xlaunch_spec::quantities::rough_time_text;
 
 /// Returns the node and its GPUs. Lines are truncated to `width` characters.
 pub(crate) fn table(node: &NodeStatus, now: u64, width: usize) -> String {
@@ -30,7 +30,7 @@ pub(crate) fn table(node: &NodeStatus, now: u64, width: usize) -> String {
 }
 
 pub(crate) fn heading(node: &NodeStatus, now: u64) -> String {
-    let up = clock(seconds(now.saturating_sub(node.started_unix_seconds)));
+    let up = rough_time_text(seconds(now.saturating_sub(node.started_unix_seconds)));
     // `top` also works without a daemon.
     let daemon = match node.daemon_pid {
         0 => String::new(),

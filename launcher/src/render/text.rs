@@ -1,6 +1,6 @@
 //! Cells, columns, units, and escaping.
 
-use xlaunch_agent::sinks::progress::count;
+use xlaunch_spec::quantities::count_text;
 
 /// Escapes text and truncates its lines to `width` characters; truncated lines end in `...`.
 pub(crate) fn fit(text: &str, width: usize) -> String {
@@ -87,7 +87,7 @@ pub(crate) fn percent(value: f64) -> String {
 
 #[expect(clippy::cast_precision_loss, reason = "shown with three digits")]
 pub(crate) fn bytes(value: u64) -> String {
-    count(value as f64)
+    count_text(value as f64)
 }
 
 #[expect(clippy::cast_precision_loss, reason = "shown with three digits")]

@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
+use xlaunch_spec::quantities::{count_text, rough_time_text};
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD as BASE64;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use xlaunch_agent::sinks::progress::{clock, count};
 
 use super::lines::KEYS;
 use super::{Run, documents, reduce};
@@ -102,11 +102,11 @@ fn summary(runs: &[Run]) -> String {
     let best =
         |best: Option<(f64, u64)>| best.map_or(NONE.into(), |(value, at)| format!("{value:.4} at step {at}"));
     let percent = |value: Option<f64>| value.map_or(NONE.into(), |value| format!("{value:.1} %"));
-    let seconds = |value: Option<f64>| value.map_or(NONE.into(), clock);
+    let seconds = |value: Option<f64>| value.map_or(NONE.into(), rough_time_text);
     let rows: [SummaryRow<'_>; 12] = [
         ("steps", &|run| run.curves.figures.steps.to_string()),
-        ("tokens", &|run| count(run.curves.figures.tokens)),
-        ("time in steps", &|run| clock(run.curves.figures.step_seconds)),
+        ("tokens", &|run| count_text(run.curves.figures.tokens)),
+        ("time in steps", &|run| rough_time_text(run.curves.figures.step_seconds)),
         ("wall time of the run", &|run| seconds(run.ended("/seconds"))),
         ("useful time", &|run| percent(run.ended("/accounting/useful_percent"))),
         ("final loss", &|run| figure(run.curves.figures.loss.last)),
@@ -114,7 +114,7 @@ fn summary(runs: &[Run]) -> String {
         ("final validation loss", &|run| figure(run.curves.figures.val_loss.last)),
         ("best validation loss", &|run| best(run.curves.figures.val_loss.best)),
         ("best bits per byte", &|run| best(run.curves.figures.bits_per_byte.best)),
-        ("median tok/s", &|run| run.curves.figures.tokens_per_second.map_or(NONE.into(), count)),
+        ("median tok/s", &|run| run.curves.figures.tokens_per_second.map_or(NONE.into(), count_text)),
         ("median MFU", &|run| percent(run.curves.figures.mfu.map(|mfu| 100.0 * mfu))),
     ];
     let mut out = String::from("<section>\n<h2>Summary</h2>\n<div class=\"scroll\"><table id=\"summary\">\n");

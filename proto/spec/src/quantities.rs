@@ -1,5 +1,8 @@
-//! Parses and formats times and sizes for users.
+//! Parses and formats times, sizes, counts and lists of numbers for users.
 
+use std::borrow::Borrow;
+use std::ops::RangeInclusive;
+use std::str::FromStr;
 use std::time::Duration;
 
 /// The forms of a time that [`parse_time`] accepts, for messages.
@@ -15,24 +18,39 @@ const SIZE_UNITS: [(char, u32); 4] = [('K', 10), ('M', 20), ('G', 30), ('T', 40)
 /// # Errors
 /// The text has none of these forms, or the time is zero.
 pub fn parse_time(text: &str) -> Result<Duration, String> {
+    let time = parse_span(text).filter(|time| !time.is_zero());
+    time.ok_or_else(|| format!("`{text}` is not a time; expected one such as {TIME_FORMS}"))
+}
+
+/// Parses a time in the forms of [`parse_time`], or zero.
+pub fn parse_span(text: &str) -> Option<Duration> {
     let seconds = if text.contains(':') { clock_seconds(text) } else { unit_seconds(text) };
-    match seconds {
-        Some(seconds) if seconds > 0 => Ok(Duration::from_secs(seconds)),
-        _ => Err(format!("`{text}` is not a time; expected one such as {TIME_FORMS}")),
-    }
+    seconds.map(Duration::from_secs)
+}
+
+/// Parses a decimal number of seconds.
+pub fn parse_seconds(text: &str) -> Option<Duration> {
+    Duration::try_from_secs_f64(text.trim().parse().ok()?).ok()
+}
+
+/// Converts a number of seconds that another process has sent. Values that are not a time become zero.
+pub fn seconds(value: f64) -> Duration {
+    Duration::try_from_secs_f64(value).unwrap_or_default()
 }
 
 /// Parses numbers with units, each unit smaller than the previous one.
 fn unit_seconds(text: &str) -> Option<u64> {
     let (mut seconds, mut rest, mut units) = (0_u64, text, &TIME_UNITS[..]);
-    while !rest.is_empty() {
+    loop {
         let end = rest.find(|letter: char| !letter.is_ascii_digit())?;
-        let (number, unit) = (number(&rest[..end])?, rest[end..].chars().next()?);
-        let at = units.iter().position(|(known, _)| *known == unit)?;
-        seconds = seconds.checked_add(number.checked_mul(units[at].1)?)?;
-        (rest, units) = (&rest[end + 1..], &units[at + 1..]);
+        let (number, unit) = (rest[..end].parse::<u32>().ok()?, rest[end..].trim_start());
+        let at = units.iter().position(|(known, _)| unit.starts_with(*known))?;
+        seconds = seconds.checked_add(u64::from(number).checked_mul(units[at].1)?)?;
+        (rest, units) = (&unit[1..], &units[at + 1..]);
+        if rest.is_empty() {
+            return Some(seconds);
+        }
     }
-    Some(seconds)
 }
 
 fn clock_seconds(text: &str) -> Option<u64> {
@@ -66,6 +84,17 @@ pub fn time_text(time: Duration) -> String {
         }
     }
     if text.is_empty() { "0s".into() } else { text }
+}
+
+/// Formats a time in seconds roughly, as `7s`, `3m05s` or `2h04m`.
+pub fn rough_time_text(seconds: f64) -> String {
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "shown to people")]
+    let seconds = seconds.max(0.0).round() as u64;
+    match seconds {
+        s if s < 60 => format!("{s}s"),
+        s if s < 3600 => format!("{}m{:02}s", s / 60, s % 60),
+        s => format!("{}h{:02}m", s / 3600, s / 60 % 60),
+    }
 }
 
 /// Parses a size such as `32G`, `512M` or `32GiB`, in powers of 1024.
@@ -102,9 +131,71 @@ pub fn shortage_texts(needed: u64, present: u64) -> [String; 2] {
     if texts[0] == texts[1] { [needed, present].map(|bytes| format!("{bytes} bytes")) } else { texts }
 }
 
+/// Formats a number with three significant digits, such as `812`, `46.1K` or `1.38M`.
+pub fn count_text(value: f64) -> String {
+    let (value, unit) = match value {
+        v if v < 1e3 => (v, ""),
+        v if v < 1e6 => (v / 1e3, "K"),
+        v if v < 1e9 => (v / 1e6, "M"),
+        v => (v / 1e9, "G"),
+    };
+    let digits = if unit.is_empty() || value >= 100.0 {
+        0
+    } else if value >= 10.0 {
+        1
+    } else {
+        2
+    };
+    format!("{value:.digits$}{unit}")
+}
+
+/// Parses `N` or `FIRST-LAST`.
+pub fn parse_range<T: FromStr + PartialOrd>(text: &str) -> Option<RangeInclusive<T>> {
+    let (first, last) = text.split_once('-').unwrap_or((text, text));
+    let range = first.parse().ok()?..=last.parse().ok()?;
+    (!range.is_empty()).then_some(range)
+}
+
+/// Formats ascending numbers as ranges, such as `0-2, 5`.
+pub fn ranges_text(numbers: impl IntoIterator<Item: Borrow<u32>>) -> String {
+    let mut ranges: Vec<RangeInclusive<u32>> = Vec::new();
+    for number in numbers.into_iter().map(|number| *number.borrow()) {
+        match ranges.last_mut() {
+            Some(range) if range.end() + 1 == number => *range = *range.start()..=number,
+            _ => ranges.push(number..=number),
+        }
+    }
+    let text = |range: &RangeInclusive<u32>| match (range.start(), range.end()) {
+        (first, last) if first == last => first.to_string(),
+        (first, last) => format!("{first}-{last}"),
+    };
+    ranges.iter().map(text).collect::<Vec<_>>().join(", ")
+}
+
+/// Formats ascending ranks, such as `rank 3` or `ranks 0-2, 5`.
+pub fn ranks_text(ranks: impl IntoIterator<Item: Borrow<u32>>) -> String {
+    let ranges = ranges_text(ranks);
+    let is_single = ranges.bytes().all(|byte| byte.is_ascii_digit());
+    format!("{} {ranges}", if is_single { "rank" } else { "ranks" })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn lists_of_ranks_are_compressed_to_ranges() {
+        assert_eq!(ranks_text([3]), "rank 3");
+        assert_eq!(ranks_text([0, 1, 2]), "ranks 0-2");
+        assert_eq!(ranks_text([0, 2, 3, 9]), "ranks 0, 2-3, 9");
+    }
+
+    #[test]
+    fn counts_and_rough_times_are_abbreviated() {
+        let counts = [7.0, 812.4, 46_123.0, 461_000.0, 1_384_000.0];
+        assert_eq!(counts.map(count_text), ["7", "812", "46.1K", "461K", "1.38M"]);
+        assert_eq!([7.2, 185.0, 7440.0].map(rough_time_text), ["7s", "3m05s", "2h04m"]);
+    }
 
     #[test]
     fn sizes_that_differ_never_look_the_same() {

@@ -208,7 +208,7 @@ fn ranks_that_do_not_open_the_communicator_are_named() {
     let job = Job::scripted(FAKE_WORKER, "join sleep");
     let run = job.run(&["--nproc", "2", "--set", "launch.join_timeout=2.0"]);
     assert_eq!(run.code, 69, "{}", run.stderr);
-    let expected = "ranks 0, 1 of 2 joined, but did not open the communicator within 2 s";
+    let expected = "ranks 0-1 of 2 joined, but did not open the communicator within 2 s";
     assert!(run.failure_report().contains(expected), "{}", run.stderr);
 }
 

@@ -166,7 +166,7 @@ fn every_flipped_bit_is_found_and_its_rank_is_named() {
         let (rank, element) = (number as u32 % 3, number as u64 * 1249);
         assert_named(3, rank, element * 32 + bit, &format!("rank {rank}"));
     }
-    assert_named(2, 1, 5000, "ranks 0, 1");
+    assert_named(2, 1, 5000, "ranks 0-1");
 }
 
 fn hang_is_reported_with_its_rank_and_phase() {

@@ -16,6 +16,7 @@ use xlaunch_spec::exit::ExitCode;
 use super::losses;
 use crate::error::WorkerError;
 use crate::model::{BackendHandle, Model, Rows};
+use xlaunch_spec::quantities::bytes_text;
 use xlaunch_spec::refusal::Refusal;
 
 const MAGIC: i32 = 20_240_522;
@@ -71,7 +72,7 @@ pub fn read(path: &Path) -> Result<Vec<Question>, Refusal> {
 /// Parses a file of questions.
 pub fn parse(bytes: &[u8]) -> Result<Vec<Question>, String> {
     if bytes.len() as u64 > MAX_BYTES {
-        return Err(format!("larger than {} MiB", MAX_BYTES >> 20));
+        return Err(format!("larger than {}", bytes_text(MAX_BYTES)));
     }
     let word = |index: usize| {
         let bytes = bytes.get(4 * index..4 * index + 4)?;

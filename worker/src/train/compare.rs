@@ -46,13 +46,13 @@ pub fn compare_replicas(
 
 /// Returns the ranks whose checksum is not that of the largest group of equal ones; all ranks if no group is the
 /// largest.
-fn differing<T: PartialEq>(checksums: &[T]) -> Vec<usize> {
+fn differing<T: PartialEq>(checksums: &[T]) -> Vec<u32> {
     let group_size = |checksum: &T| checksums.iter().filter(|other| *other == checksum).count();
     let sizes: Vec<usize> = checksums.iter().map(group_size).collect();
     let largest = sizes.iter().copied().max().unwrap_or(0);
     // Each rank of a group counts the whole group, so a single group of the largest size has that number of ranks.
     let unique = sizes.iter().filter(|size| **size == largest).count() == largest;
-    (0..checksums.len()).filter(|rank| !unique || sizes[*rank] != largest).collect()
+    (0..).zip(sizes).filter(|(_, size)| !unique || *size != largest).map(|(rank, _)| rank).collect()
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use tokio::sync::mpsc;
+use xlaunch_spec::quantities::ranks_text;
 
 use super::Driver;
 use crate::python::flight_recorder::FlightRecorders;
@@ -134,11 +135,8 @@ impl Examination {
             self.ranks.iter().map(|(_, subject)| (subject.clone(), detail(subject.rank))).collect();
         let found = stacks::collect(&asked);
         let culprits: Vec<u32> = self.hang.culprits.iter().map(|rank| self.first_rank + rank).collect();
-        let culprits = if culprits.is_empty() {
-            "ranks of another node".into()
-        } else {
-            crate::workload::ranks_text(&culprits)
-        };
+        let culprits =
+            if culprits.is_empty() { "ranks of another node".into() } else { ranks_text(&culprits) };
         let head =
             format!("{} UTC: {culprits}: {}\n\n", clock::timestamp(clock::unix().as_secs()), self.hang.cause);
         let mut first = self.hang.culprits.first().map(|_| Err("its process has exited".to_owned()));

@@ -162,7 +162,7 @@ mod tests {
     fn refused_callers_learn_the_reason() {
         let mut barrier = barrier(2);
         let deadline = barrier.deadline().unwrap();
-        assert!(barrier.expired(deadline).unwrap().starts_with("ranks 0, 1 of 2"));
+        assert!(barrier.expired(deadline).unwrap().starts_with("ranks 0-1 of 2"));
         let (_, mut refused) = join(&mut barrier, 0, b"job");
         barrier.refuse("the attempt is over");
         assert_eq!(refused.try_recv().unwrap().unwrap_err().message(), "the attempt is over");

@@ -25,6 +25,7 @@ use std::time::Instant;
 
 use xlaunch_proto::convert::{Join, Joined, RingNeighbour};
 use xlaunch_spec::ids::{Attempt, Digest, WorldSize};
+use xlaunch_spec::quantities::ranks_text;
 
 use xlaunch_cluster::rendezvous::{GroupJoin, NodeJoin};
 
@@ -125,13 +126,9 @@ impl Rendezvous {
     /// Returns the reason, which names the missing ranks, if the rendezvous has timed out at `now`.
     pub fn expired(&self, now: Instant) -> Option<String> {
         self.deadline().filter(|deadline| now >= *deadline)?;
-        let missing: Vec<String> = (self.ranks.clone())
-            .zip(&self.joined)
-            .filter(|(_, joined)| joined.is_none())
-            .map(|(rank, _)| rank.to_string())
-            .collect();
-        let (noun, list) = (if missing.len() == 1 { "rank" } else { "ranks" }, missing.join(", "));
-        Some(format!("{noun} {list} of {} did not join in time (launch.join_timeout)", self.world))
+        let missing = self.ranks.clone().zip(&self.joined).filter(|(_, joined)| joined.is_none());
+        let missing = ranks_text(missing.map(|(rank, _)| rank));
+        Some(format!("{missing} of {} did not join in time (launch.join_timeout)", self.world))
     }
 
     /// Describes how the rank disagrees with the agent, or with the ranks that have joined.

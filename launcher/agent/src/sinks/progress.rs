@@ -9,6 +9,7 @@ use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{
     CheckpointFailed, CheckpointSkipped, EvalReport, SampleReport, StepReport, TrainStarted,
 };
+use xlaunch_spec::quantities::{count_text, rough_time_text};
 
 use super::{RankReport, ReportSink};
 
@@ -152,7 +153,7 @@ impl Progress {
         let mut times = self.first_times.clone();
         times.sort_by(f64::total_cmp);
         let seconds = left as f64 * times[times.len() / 2];
-        Some(format!("xlaunch: expected time: {} for the remaining {left} steps", clock(seconds)))
+        Some(format!("xlaunch: expected time: {} for the remaining {left} steps", rough_time_text(seconds)))
     }
 
     #[expect(clippy::cast_precision_loss, reason = "shown to people")]
@@ -163,9 +164,9 @@ impl Progress {
             step.loss,
             step.learning_rate,
             step.grad_norm,
-            count(step.tokens as f64 / self.seconds_per_step.max(1e-9)),
+            count_text(step.tokens as f64 / self.seconds_per_step.max(1e-9)),
             self.mfu(step).map_or_else(String::new, |mfu| format!("  MFU {:.1} %", 100.0 * mfu)),
-            clock(left)
+            rough_time_text(left)
         )
     }
 
@@ -210,10 +211,10 @@ fn job_line(started: &TrainStarted) -> String {
     let epochs = tokens / (*train_tokens).max(1) as f64;
     format!(
         "xlaunch: {} parameters, {total_steps} steps of {} tokens: {} tokens, {epochs:.2} epochs of {}{}",
-        count(*parameters as f64),
-        count(*tokens_per_step as f64),
-        count(tokens),
-        count(*train_tokens as f64),
+        count_text(*parameters as f64),
+        count_text(*tokens_per_step as f64),
+        count_text(tokens),
+        count_text(*train_tokens as f64),
         match started.sharded.as_str() {
             "" => String::new(),
             what => format!("; {what} sharded"),
@@ -230,45 +231,9 @@ pub(crate) fn resume_line(started: &TrainStarted, source: impl fmt::Display) -> 
         .then(|| format!("resuming at step {step} from {source}"))
 }
 
-/// Formats a number with three significant digits, such as `812`, `46.1K` or `1.38M`.
-pub fn count(value: f64) -> String {
-    let (value, unit) = match value {
-        v if v < 1e3 => (v, ""),
-        v if v < 1e6 => (v / 1e3, "K"),
-        v if v < 1e9 => (v / 1e6, "M"),
-        v => (v / 1e9, "G"),
-    };
-    let digits = if unit.is_empty() || value >= 100.0 {
-        0
-    } else if value >= 10.0 {
-        1
-    } else {
-        2
-    };
-    format!("{value:.digits$}{unit}")
-}
-
-/// Formats a duration as `7s`, `3m05s` or `2h04m`.
-pub fn clock(seconds: f64) -> String {
-    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "shown to people")]
-    let seconds = seconds.max(0.0).round() as u64;
-    match seconds {
-        s if s < 60 => format!("{s}s"),
-        s if s < 3600 => format!("{}m{:02}s", s / 60, s % 60),
-        s => format!("{}h{:02}m", s / 3600, s / 60 % 60),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn counts_and_durations_are_abbreviated() {
-        let counts = [7.0, 812.4, 46_123.0, 461_000.0, 1_384_000.0];
-        assert_eq!(counts.map(count), ["7", "812", "46.1K", "461K", "1.38M"]);
-        assert_eq!([7.2, 185.0, 7440.0].map(clock), ["7s", "3m05s", "2h04m"]);
-    }
 
     #[test]
     fn resume_line_names_the_next_step_and_the_checkpoint() {

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{Accounting, EvalReport, StepReport, TrainStarted};
+use xlaunch_spec::quantities::{count_text, rough_time_text};
 
 use super::RankReport;
-use super::progress::{clock, count};
 
 /// Values collected from the reports of a run. All except `replica_difference` are from rank 0.
 #[derive(Debug, Default)]
@@ -79,7 +79,7 @@ impl Summary {
         };
         if let Some(started) = &self.started {
             #[expect(clippy::cast_precision_loss, reason = "shown to people")]
-            let parameters = count(started.parameters as f64);
+            let parameters = count_text(started.parameters as f64);
             let ranks = if world == 1 { "1 rank".into() } else { format!("{world} ranks") };
             line(
                 "model",
@@ -91,7 +91,7 @@ impl Summary {
                 1 => String::new(),
                 first => format!(" ({} in this run)", (last.step + 1).saturating_sub(first)),
             };
-            line("steps", format!("{}{resumed} in {}", last.step, clock(wall.as_secs_f64())));
+            line("steps", format!("{}{resumed} in {}", last.step, rough_time_text(wall.as_secs_f64())));
             line("loss", format!("{:.4} -> {:.4}", first.loss, last.loss));
             if let Some(eval) = &self.eval {
                 let bits =
@@ -101,7 +101,7 @@ impl Summary {
             #[expect(clippy::cast_precision_loss, reason = "shown to people")]
             let (seconds, tokens) = (self.median_seconds(), last.tokens as f64);
             let mfu = last.mfu.map(|mfu| format!(", MFU {:.1} %", 100.0 * mfu * last.step_seconds / seconds));
-            line("speed", format!("{} tok/s{}", count(tokens / seconds), mfu.unwrap_or_default()));
+            line("speed", format!("{} tok/s{}", count_text(tokens / seconds), mfu.unwrap_or_default()));
         }
         if let Some(difference) = self.replica_difference {
             line("replicas", format!("largest parameter difference {difference:e}"));

@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use xlaunch_proto::v1::{GroupEnd, NodeFailed};
 use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::quantities::ranges_text;
 
 use super::blame::{Session, Symptom, Written};
 use super::{Action, Event, FAILURE_GRACE, Failure, Kind, Rules, SIGINT, SIGTERM, StopCause, exits};
@@ -429,8 +430,8 @@ impl Attempt {
             return vec![self.terminate(now)];
         }
         let alive = (self.place.first_rank..).zip(&self.workers).filter(|(_, worker)| worker.is_alive());
-        let ranks: Vec<String> = alive.map(|(rank, _)| rank.to_string()).collect();
-        let notice = format!("killing ranks that did not exit in time: {}", ranks.join(", "));
+        let ranks = ranges_text(alive.map(|(rank, _)| rank));
+        let notice = format!("killing ranks that did not exit in time: {ranks}");
         vec![Action::Notify(notice), self.kill()]
     }
 }

@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{Accounting, RestartCount, StepReport};
+use xlaunch_spec::quantities::seconds;
 
 pub(crate) use checkpoint_interval::{CheckpointInterval, Measured, suggestion};
 pub(crate) use restart::RestartTimes;
@@ -279,11 +280,6 @@ impl TimeAccount {
         self.spent[to as usize] += until.saturating_duration_since(self.settled);
         self.settled = self.settled.max(until);
     }
-}
-
-/// Converts seconds to a duration. A worker may report any number; invalid ones become zero.
-fn seconds(seconds: f64) -> Duration {
-    Duration::try_from_secs_f64(seconds).unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -30,6 +30,7 @@ use std::time::{Duration, Instant};
 
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{Heartbeat, Phase};
+use xlaunch_spec::quantities::ranks_text;
 
 use super::recent::RecentDurations;
 
@@ -402,22 +403,6 @@ pub(super) fn waiting_text(culprits: usize, waiting: &[&u32]) -> String {
         _ => "are",
     };
     format!("; {} {are} waiting for {them}", ranks_text(waiting.iter().copied()))
-}
-
-/// Formats ranks, such as `rank 3` or `ranks 0-2, 5`.
-pub(crate) fn ranks_text<'a>(ranks: impl IntoIterator<Item = &'a u32>) -> String {
-    let mut ranges: Vec<(u32, u32)> = Vec::new();
-    for rank in ranks.into_iter().copied() {
-        match ranges.last_mut() {
-            Some((_, last)) if *last + 1 == rank => *last = rank,
-            _ => ranges.push((rank, rank)),
-        }
-    }
-    let noun = if matches!(ranges[..], [(first, last)] if first == last) { "rank" } else { "ranks" };
-    let text = |(first, last): &(u32, u32)| {
-        if first == last { first.to_string() } else { format!("{first}-{last}") }
-    };
-    format!("{noun} {}", ranges.iter().map(text).collect::<Vec<_>>().join(", "))
 }
 
 #[cfg(test)]

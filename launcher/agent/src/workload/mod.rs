@@ -33,7 +33,7 @@ use crate::python::preload::PreloadPlan;
 use crate::rendezvous::service::Message;
 use crate::state::{Event, Job, Rules};
 use crate::status::board::{self, Board};
-pub(crate) use hang::{Hang, HangReport, ranks_text};
+pub(crate) use hang::{Hang, HangReport};
 use xlaunch_cluster::Assignment;
 use xlaunch_host::spawn::Options;
 

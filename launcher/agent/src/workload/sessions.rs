@@ -11,6 +11,7 @@ use tokio::sync::mpsc;
 use tonic::Status;
 use xlaunch_proto::v1::AgentCommand;
 use xlaunch_proto::v1::agent_command::Command;
+use xlaunch_spec::quantities::ranks_text;
 
 /// Sends commands to one worker.
 pub(crate) type Commands = mpsc::Sender<Result<AgentCommand, Status>>;
@@ -78,10 +79,9 @@ impl Sessions {
     pub(super) fn expired(&self, now: Instant) -> Option<String> {
         self.deadline().filter(|due| now >= *due)?;
         let missing = (0..).zip(&self.ranks).filter(|(_, session)| !session.has_opened);
-        let missing: Vec<String> = missing.map(|(rank, _): (u32, _)| rank.to_string()).collect();
-        let (noun, list) = (if missing.len() == 1 { "rank" } else { "ranks" }, missing.join(", "));
         Some(format!(
-            "{noun} {list} of {} joined, but did not open the communicator within {} s (launch.join_timeout)",
+            "{} of {} joined, but did not open the communicator within {} s (launch.join_timeout)",
+            ranks_text(missing.map(|(rank, _): (u32, _)| rank)),
             self.ranks.len(),
             self.timeout.as_secs_f64()
         ))

@@ -5,11 +5,12 @@
 //! agent, the next agent is often back before the lease is over.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 use xlaunch_proto::v1::{Greeting, GroupRules, Setting, Welcome};
 use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::quantities::seconds;
 
 use super::{Coordinator, Member, MemberId, Output, Phase, Stage, gathering, name, policy::Policy};
 use xlaunch_host::escape::escaped;
@@ -174,11 +175,6 @@ fn taken(greeting: &Greeting, holder: &Greeting) -> String {
         "node rank {rank} of {} ({}) is taken by {} ({})",
         greeting.host, greeting.address, holder.host, holder.address
     )
-}
-
-/// Converts a time in seconds from the wire; invalid values become zero.
-pub(super) fn seconds(value: f64) -> Duration {
-    Duration::try_from_secs_f64(value).unwrap_or_default()
 }
 
 fn malformed(greeting: &Greeting) -> Option<String> {

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 use xlaunch_proto::v1::{GroupEnd, Prepare, Waiting};
 use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::quantities::{ranges_text, seconds};
 
-use super::admission::seconds;
 use super::{Coordinator, Member, MemberId, Phase, Stage};
 
 /// Interval between the lines that say who is missing.
@@ -95,13 +95,12 @@ impl Coordinator {
         let here: Vec<&Member> = self.candidates().map(|(_, member)| member).collect();
         if self.rules.fixed_ranks {
             let ranks: BTreeSet<u32> = here.iter().filter_map(|member| member.greeting.node_rank).collect();
-            let missing: Vec<String> =
-                (0..most).filter(|rank| !ranks.contains(rank)).map(|rank| rank.to_string()).collect();
+            let missing: Vec<u32> = (0..most).filter(|rank| !ranks.contains(rank)).collect();
             let noun = if missing.len() == 1 { "node" } else { "nodes" };
             // Out of thousands of nodes, naming a few is enough.
             let (named, rest) = missing.split_at(missing.len().min(20));
             let more = if rest.is_empty() { String::new() } else { format!(" and {} more", rest.len()) };
-            return format!("{noun} {}{more} of {most}", named.join(", "));
+            return format!("{noun} {}{more} of {most}", ranges_text(named));
         }
         let found = u32::try_from(here.len()).unwrap_or(u32::MAX);
         let hosts: Vec<&str> = here.iter().take(20).map(|member| member.greeting.host.as_str()).collect();

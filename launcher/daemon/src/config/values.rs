@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use xlaunch_spec::quantities::parse_bytes;
+use xlaunch_spec::quantities::{parse_bytes, parse_span};
 
-/// A duration, written as a whole number and a unit: `s`, `m`, `h` or `d`.
+/// A duration, written with the units `s`, `m`, `h` and `d`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub(crate) struct Span(pub(crate) Duration);
@@ -14,12 +14,8 @@ impl TryFrom<String> for Span {
     type Error = String;
 
     fn try_from(text: String) -> Result<Self, String> {
-        let units = [("s", 1), ("m", 60), ("h", 3600), ("d", 86_400)];
-        let parsed = units.iter().find_map(|(unit, seconds)| {
-            let number: u32 = text.strip_suffix(unit)?.trim_end().parse().ok()?;
-            Some(Self(Duration::from_secs(u64::from(number) * seconds)))
-        });
-        parsed.ok_or_else(|| format!("\"{text}\" is not a duration; expected one such as \"120s\" or \"5m\""))
+        let span = parse_span(&text).map(Self);
+        span.ok_or_else(|| format!("\"{text}\" is not a duration; expected one such as \"120s\" or \"5m\""))
     }
 }
 

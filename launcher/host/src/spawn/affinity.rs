@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use rustix::thread::CpuSet;
+use xlaunch_spec::quantities::parse_range;
 
 use xlaunch_spec::command::Binding;
 
@@ -198,11 +199,7 @@ fn number(file: &Path) -> Option<usize> {
 /// Parses a CPU list file such as `0-3,8-11`. A missing file is an empty list.
 fn list(file: &Path) -> Cpus {
     let text = fs_err::read_to_string(file).unwrap_or_default();
-    let range = |part: &str| {
-        let (first, last) = part.trim().split_once('-').unwrap_or((part.trim(), part.trim()));
-        Some(first.parse::<usize>().ok()?..=last.parse().ok()?)
-    };
-    text.split(',').filter_map(range).flatten().collect()
+    text.split(',').filter_map(|part| parse_range::<usize>(part.trim())).flatten().collect()
 }
 
 /// Converts NVML's `00000000:3B:00.0` to sysfs's `0000:3b:00.0`.

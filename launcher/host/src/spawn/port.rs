@@ -16,6 +16,7 @@ use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::ops::RangeInclusive;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::UnixListener;
+use xlaunch_spec::quantities::parse_range;
 
 /// Lower ports belong to well-known services.
 const PORT_RANGE: RangeInclusive<u16> = 20_000..=u16::MAX;
@@ -83,11 +84,9 @@ fn is_free(port: u16) -> bool {
 
 /// Returns the ports to choose from, given two kernel settings such as "32768 60999" and "8080,9000-9100".
 fn candidates(ephemeral: &str, reserved: &str) -> Vec<u16> {
-    let number = |text: &str| text.trim().parse::<u16>().ok();
-    let range = |(first, last): (&str, &str)| Some(number(first)?..=number(last)?);
-    let ephemeral = ephemeral.trim().split_once(char::is_whitespace).and_then(range);
-    let reserved: Vec<_> =
-        reserved.split(',').filter_map(|part| range(part.split_once('-').unwrap_or((part, part)))).collect();
+    let ephemeral = ephemeral.split_whitespace().collect::<Vec<_>>().join("-");
+    let ephemeral = parse_range::<u16>(&ephemeral);
+    let reserved: Vec<_> = reserved.split(',').filter_map(|part| parse_range::<u16>(part.trim())).collect();
     let free =
         |port: &u16| !TORCHRUN_PORTS.contains(port) && !reserved.iter().any(|range| range.contains(port));
     let (mut ports, ephemeral_ports): (Vec<u16>, Vec<u16>) = PORT_RANGE

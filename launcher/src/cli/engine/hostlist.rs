@@ -4,13 +4,12 @@
 //! hosts with names of at most [`MAX_NAME_BYTES`]. Brackets do not nest, so there is no recursion.
 
 use xlaunch_spec::command::MAX_NODES;
+use xlaunch_spec::quantities::parse_range;
 
 use super::MAX_HOSTS_BYTES;
 
 /// Maximum length of a host name in DNS.
 const MAX_NAME_BYTES: usize = 253;
-/// Maximum number of digits in a range, so that a number fits into 64 bits.
-const MAX_DIGITS: usize = 18;
 
 /// A part of a host's name.
 enum Part<'a> {
@@ -83,15 +82,10 @@ fn name(text: &str) -> Result<Part<'_>, String> {
 
 /// Parses `N` or `FIRST-LAST`. `08` sets the minimum number of digits to two.
 fn range(text: &str) -> Result<(u64, u64, usize), String> {
-    let number = |digits: &str| {
-        let valid = digits.len() <= MAX_DIGITS && digits.bytes().all(|byte| byte.is_ascii_digit());
-        digits.parse::<u64>().ok().filter(|_| valid)
-    };
-    let (first, last) = text.split_once('-').unwrap_or((text, text));
-    match (number(first), number(last)) {
-        (Some(from), Some(to)) if from <= to => Ok((from, to, first.len())),
-        _ => Err("expected ranges such as 0-3 between the brackets".into()),
-    }
+    let is_unsigned = text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'-');
+    let range = parse_range(text).filter(|_| is_unsigned);
+    let range = range.ok_or("expected ranges such as 0-3 between the brackets")?;
+    Ok((*range.start(), *range.end(), text.find('-').unwrap_or(text.len())))
 }
 
 /// Returns the number of hosts of an item; `None` if it overflows.

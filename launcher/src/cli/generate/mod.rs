@@ -22,6 +22,7 @@ use xlaunch_spec::refusal::Refusal;
 use super::output::{QueryError, print_note};
 use output::{Form, Output};
 use prompts::Prompt;
+use xlaunch_spec::quantities::bytes_text;
 use xlaunch_worker::generate::{self, Command, Update};
 use xlaunch_worker::pretrained::Device;
 
@@ -213,7 +214,7 @@ fn read_prompts(options: &Generate) -> Result<Vec<Prompt>, Refusal> {
     let failed = |reason: String| Refusal::new(ExitCode::Data, reason);
     let text = text.map_err(|error| failed(format!("failed to read prompts: {name}: {error}")))?;
     if text.len() as u64 > MAX_PROMPTS_BYTES {
-        return Err(failed(format!("{name}: larger than {} MiB; split it", MAX_PROMPTS_BYTES >> 20)));
+        return Err(failed(format!("{name}: larger than {}; split it", bytes_text(MAX_PROMPTS_BYTES))));
     }
     prompts::parse(&name, &text, options.chat).map_err(failed)
 }

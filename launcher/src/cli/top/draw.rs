@@ -12,8 +12,8 @@ use xlaunch_proto::v1::{Gpu, GpuState, Job, JobKind, NodeJobState};
 use super::state::State;
 use crate::render::text::{columns, escape, or_dash};
 use crate::render::{job as job_text, jobs, launch, node};
-use xlaunch_agent::sinks::progress::count;
 use xlaunch_proto::labels::{gpu_state, node_job_state};
+use xlaunch_spec::quantities::count_text;
 
 /// Maximum number of GPUs that are drawn one per line; more are drawn two per line.
 const MAX_GPUS_IN_ONE_COLUMN: usize = 4;
@@ -191,7 +191,7 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, job: &Job, state: &State) {
         let loss: Vec<_> = job.history.iter().map(|point| f64::from(point.loss)).collect();
         let speed: Vec<_> = job.history.iter().map(|point| point.tokens_per_second).collect();
         draw_curve(frame, left, "loss", &loss, |value| format!("{value:.4}"), colour(state, Color::Cyan));
-        draw_curve(frame, right, "tok/s", &speed, count, colour(state, Color::Magenta));
+        draw_curve(frame, right, "tok/s", &speed, count_text, colour(state, Color::Magenta));
     }
     let width = usize::from(rest.width);
     let text: Vec<_> =

@@ -6,6 +6,7 @@ use std::time::Duration;
 use xlaunch_spec::command::{
     Backend, Binding, MAX_NODES, MAX_TIMEOUT, NodeCount, Nproc, PerRank, Signal, Streams,
 };
+use xlaunch_spec::quantities::parse_seconds;
 
 pub(super) fn whole(text: &str) -> Result<u32, String> {
     text.trim().parse().map_err(|_| "expected a whole number".into())
@@ -25,8 +26,7 @@ pub(super) fn nproc(text: &str) -> Result<Nproc, String> {
 }
 
 pub(super) fn seconds(text: &str) -> Result<Duration, String> {
-    let seconds = text.trim().parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-    let seconds = seconds.filter(|seconds| *seconds <= MAX_TIMEOUT);
+    let seconds = parse_seconds(text).filter(|seconds| *seconds <= MAX_TIMEOUT);
     seconds.ok_or_else(|| format!("expected a number of seconds, at most {}", MAX_TIMEOUT.as_secs()))
 }
 

@@ -8,18 +8,19 @@
 //! traffic grows with the number of ranks, not with its square.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use tokio::sync::watch;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::{NodeHung, RankHeartbeat, RankHeartbeats};
+use xlaunch_spec::quantities::{ranks_text, seconds};
 
 use super::CommandWorkload;
 use crate::stacks::Subject;
 use crate::state::Event;
 use crate::status::board::Board;
 use crate::workload::heartbeat::files::{Change, HeartbeatFiles};
-use crate::workload::{Hang, HangReport, ranks_text};
+use crate::workload::{Hang, HangReport};
 use xlaunch_host::devices;
 use xlaunch_host::process::Process;
 
@@ -160,7 +161,7 @@ impl CommandWorkload<'_> {
             return;
         }
         for RankHeartbeat { rank, step, age, ended } in &heartbeats.changes {
-            let age = Duration::try_from_secs_f64(*age).unwrap_or_default();
+            let age = seconds(*age);
             if *ended {
                 self.heartbeats.remove(*rank)
             } else {

@@ -211,14 +211,6 @@ fn reports_of_a_rank_without_a_session_are_ignored() {
 }
 
 #[test]
-fn rank_lists_are_compressed_to_ranges() {
-    let text = |ranks: &[u32]| ranks_text(ranks);
-    assert_eq!(text(&[3]), "rank 3");
-    assert_eq!(text(&[0, 1, 2]), "ranks 0-2");
-    assert_eq!(text(&[0, 2, 3, 9]), "ranks 0, 2-3, 9");
-}
-
-#[test]
 fn stopped_process_is_the_culprit_after_the_heartbeat_timeout() {
     let mut job = Simulation::new();
     job.step(1);

@@ -1,7 +1,7 @@
 //! Tests which ranks are reported as hung, and when.
 
 use super::*;
-use crate::workload::ranks_text;
+use xlaunch_spec::quantities::ranks_text;
 
 /// A monitor that gets heartbeats at given seconds and is polled every second, as by the agent.
 struct Run {
