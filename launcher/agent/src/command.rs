@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use xlaunch_spec::exit::ExitCode;
 
-use crate::python;
+use crate::interpreter;
 use xlaunch_host::devices::Node;
 use xlaunch_spec::refusal::Refusal;
 
-pub use crate::python::Environment;
+pub use crate::interpreter::Environment;
 pub use xlaunch_spec::command::{
     Binding, CommandSpec, LogOptions, Nproc, PerRank, Program, Restarts, Signal, Streams, quote_line,
 };
@@ -75,7 +75,7 @@ pub fn resolve(
     let usage = |message: String| Refusal::new(ExitCode::Usage, message);
     check_script(&spec.program, environment)?;
     let name = spec.name();
-    let argv = python::argv(spec.program, spec.arguments, environment).map_err(usage)?;
+    let argv = interpreter::argv(spec.program, spec.arguments, environment).map_err(usage)?;
     let nproc = match spec.nproc {
         Nproc::Count(count) => count,
         counted => {

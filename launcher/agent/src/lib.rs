@@ -14,8 +14,8 @@
 //! - [`waiting`]: an agent before its first attempt;
 //! - [`driver`] acts: the only code that touches processes and sockets on behalf of the job;
 //! - [`workload`]: the two kinds of job behind one trait; hang detection;
-//! - [`environment`]: the environment variables of workers; `python`: the interpreter, and what only Python programs
-//!   have;
+//! - [`environment`]: the environment variables of workers; `interpreter` finds Python, `python` has what only its
+//!   programs need;
 //! - [`rendezvous`], [`status`], `logs`: gRPC calls of workers and clients;
 //! - [`stacks`]: stacks of the processes of a rank;
 //! - [`report`]: why a job failed; [`sinks`]: progress, metrics, TensorBoard, summary;
@@ -31,6 +31,7 @@ pub mod config;
 pub mod driver;
 pub mod environment;
 pub mod environment_file;
+mod interpreter;
 pub mod logs;
 mod python;
 pub mod registry;

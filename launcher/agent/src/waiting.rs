@@ -24,10 +24,13 @@ use crate::rendezvous::peers::Peers;
 use crate::rendezvous::service::{self, Message, RunningService};
 use crate::run_dir::NodePlace;
 use crate::status::board::{Board, Launch};
+use xlaunch_cluster::candidacy::Joining;
 use xlaunch_cluster::candidacy::{Election, OtherRole};
 use xlaunch_cluster::coordinator::Handle;
-use xlaunch_cluster::join::{Joining, Nodes, Tasks, join};
+use xlaunch_cluster::hosting::Tasks;
+use xlaunch_cluster::join::join;
 use xlaunch_cluster::link::{FromGroup, Link};
+use xlaunch_cluster::nodes::Nodes;
 use xlaunch_cluster::work::Work;
 use xlaunch_spec::refusal::Refusal;
 

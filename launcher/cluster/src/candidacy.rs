@@ -11,9 +11,10 @@ use xlaunch_proto::v1::Greeting;
 use xlaunch_spec::command::{Backend, GroupSpec};
 
 use super::coordinator::Handle;
-use super::join::{Joining, Tasks, greeting, new_coordinator, random_run_id, refuse, serve};
+use super::hosting::{Tasks, new_coordinator, random_run_id, serve};
 use super::link::Link;
 use super::net::{self, Dialed, Dialer, ListenError, Listener, Location, Security, Urgency, Wish};
+use super::nodes::refuse;
 use super::presence;
 use super::roles::{self, Role, Sight};
 use super::work::Work;
@@ -25,6 +26,20 @@ const ELECTION_INTERVAL: Duration = Duration::from_secs(1);
 const OTHER_COORDINATOR_TIMEOUT: Duration = Duration::from_secs(10);
 /// Looking up a route needs a port; any number will do.
 const DISCARD_PORT: u16 = 9;
+
+/// An agent that has introduced itself to the coordinator and waits for its place in an attempt.
+#[derive(Debug)]
+pub struct Joining {
+    pub link: Link,
+    /// Address at which other nodes reach this one.
+    pub address: String,
+    /// The coordinator, if it runs in this process.
+    pub coordinator: Option<Handle>,
+    /// Background tasks; `None` in a single-node job.
+    pub tasks: Option<Tasks>,
+    /// `Some` while this node may still get another role, which is only before it has joined.
+    pub election: Option<Election>,
+}
 
 /// Everything a node needs to take either role.
 #[derive(Clone, Debug)]
@@ -82,7 +97,7 @@ impl Candidacy {
             probe_port: probe_port.into(),
             min_nodes: spec.nodes.min,
             max_nodes: spec.nodes.max,
-            ..greeting(&self.work)
+            ..self.work.greeting()
         };
         Ok((greeting, ip, tokio::spawn(presence::hold(probe))))
     }

@@ -20,10 +20,12 @@
 
 pub mod candidacy;
 pub mod coordinator;
+pub mod hosting;
 pub mod join;
 pub mod link;
 pub mod link_state;
 pub mod net;
+pub mod nodes;
 mod notices;
 pub mod outbox;
 mod presence;

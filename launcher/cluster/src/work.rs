@@ -1,6 +1,7 @@
 //! The work that the agents of one job must agree on, and the rules that the coordinator applies to it.
 
-use xlaunch_proto::v1::{GroupRules, Setting};
+use xlaunch_host::devices;
+use xlaunch_proto::v1::{Greeting, GroupRules, Setting};
 
 /// The work that an agent is about to run.
 #[derive(Clone, Debug)]
@@ -24,4 +25,25 @@ pub struct Work {
     pub run_id: Option<String>,
     /// The number of the first run with that id that has no directory on this node.
     pub free_run: u32,
+}
+
+impl Work {
+    /// Introduces the agent to the coordinator, without its place among the nodes.
+    pub(super) fn greeting(&self) -> Greeting {
+        Greeting {
+            instance: self.instance.clone(),
+            version: xlaunch_proto::VERSION.into(),
+            run_id: self.run_id.clone().unwrap_or_default(),
+            work: self.digest.clone(),
+            work_text: self.text.clone(),
+            settings: self.settings.clone(),
+            host: devices::host_name(),
+            workers: self.workers,
+            new: true,
+            rules: Some(self.rules.clone()),
+            completed: self.completed.clone(),
+            free_run: self.free_run,
+            ..Greeting::default()
+        }
+    }
 }

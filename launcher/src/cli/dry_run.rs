@@ -4,7 +4,7 @@
 use std::fmt::Write as _;
 
 use xlaunch_agent::workload::host_memory::{self, HostNeeds, MemoryPlan, SaveBuffers};
-use xlaunch_cluster::join::Nodes;
+use xlaunch_cluster::nodes::Nodes;
 use xlaunch_host::devices::{self, Node};
 use xlaunch_host::memory;
 use xlaunch_spec::exit::ExitCode;

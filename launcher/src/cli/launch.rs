@@ -28,7 +28,7 @@ use xlaunch_agent::workload::command::CommandPlan;
 use xlaunch_agent::workload::host_memory::{self, HostNeeds, MemoryPlan, SaveBuffers};
 use xlaunch_agent::workload::trainer::{CheckpointFiles, HeldLock, TrainerPlan};
 use xlaunch_agent::{report, run_summary, workload};
-use xlaunch_cluster::join::Nodes;
+use xlaunch_cluster::nodes::Nodes;
 use xlaunch_cluster::shared::{self, Mark};
 use xlaunch_cluster::work::Work;
 use xlaunch_host::devices::{self, Node, Placement};

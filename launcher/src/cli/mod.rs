@@ -66,7 +66,7 @@ use crate::console::print_line;
 use crate::runtime::{self, Threads};
 use crate::ssh;
 use torchrun::{Group, Name, Request, Scope};
-use xlaunch_cluster::join::Nodes;
+use xlaunch_cluster::nodes::Nodes;
 use xlaunch_spec::refusal::Refusal;
 
 /// Launches and supervises one worker process per GPU

@@ -13,8 +13,6 @@ use std::time::Duration;
 use fs_err::os::unix::fs::OpenOptionsExt;
 use rustix::fs::OFlags;
 
-use crate::environment::BaseEnvironment;
-
 /// Time from [`FlightRecorders::trigger`] to the complete dump: up to a second until the monitoring thread notices, and
 /// the time to write the dump.
 const DUMP_TIME: Duration = Duration::from_secs(3);
@@ -53,9 +51,9 @@ pub(crate) struct FlightRecorders {
 }
 
 impl FlightRecorders {
-    /// Creates the handle for workers that inherit `base`.
-    pub(crate) fn new(base: &BaseEnvironment, socket: &Path) -> Self {
-        Self { pipes: base.get(PIPE).unwrap_or_else(|| socket.with_file_name(STEM).into()) }
+    /// Creates the handle for workers with these inherited variables.
+    pub(crate) fn new(inherited: impl Fn(&str) -> Option<OsString>, socket: &Path) -> Self {
+        Self { pipes: inherited(PIPE).unwrap_or_else(|| socket.with_file_name(STEM).into()) }
     }
 
     /// Makes ranks dump their flight recorders, and waits [`DUMP_TIME`] for that. Returns the number of ranks that
@@ -115,11 +113,7 @@ mod tests {
     fn rank_that_listens_is_told_to_dump() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("agent.sock");
-        let submitted = |variables: &[(&str, &Path)]| {
-            let variables = variables.iter().map(|(name, value)| ((*name).into(), (*value).into()));
-            BaseEnvironment::Submitted(variables.collect())
-        };
-        let recorders = FlightRecorders::new(&submitted(&[]), &socket);
+        let recorders = FlightRecorders::new(|_| None, &socket);
         assert!(!recorders.trigger(3), "there is no pipe");
         let pipe = dir.path().join("nccl_trace_rank_3.pipe");
         let mode = rustix::fs::Mode::RWXU;
@@ -130,7 +124,10 @@ mod tests {
         assert!(recorders.trigger(3));
         assert_eq!(reader.read(&mut [0; 128]).unwrap(), 1);
         let stem = dir.path().join("nccl_trace_rank_");
-        let chosen = FlightRecorders::new(&submitted(&[(PIPE, &stem)]), Path::new("/nowhere/agent.sock"));
+        let chosen = FlightRecorders::new(
+            |name| (name == PIPE).then(|| stem.clone().into()),
+            Path::new("/nowhere/agent.sock"),
+        );
         assert!(chosen.trigger(3), "the user has chosen the place");
         fs_err::write(dir.path().join("nccl_trace_rank_4.pipe"), "").unwrap();
         assert!(!recorders.trigger(4), "a file is not a pipe");

@@ -23,8 +23,8 @@ use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 
 use crate::command::{LogOptions, ResolvedCommand, quote_line};
 use crate::environment::{self, BaseEnvironment, CommandGroup};
+use crate::interpreter;
 use crate::logs::Output;
-use crate::python;
 use crate::python::flight_recorder::FlightRecorders;
 use crate::python::preload::PreloadPlan;
 use crate::rendezvous::service::Message;
@@ -249,7 +249,7 @@ impl Workload for CommandWorkload<'_> {
         if modules.is_empty() {
             return None;
         }
-        if !python::is_preloadable(&argv) {
+        if !interpreter::is_preloadable(&argv) {
             self.notify(
                 "xlaunch: --preload applies to Python sources and modules only; starting workers without it",
             );
@@ -306,7 +306,7 @@ impl Workload for CommandWorkload<'_> {
     }
 
     fn flight_recorders(&self) -> Option<FlightRecorders> {
-        self.spec.flight_recorder.then(|| FlightRecorders::new(self.base, &self.run.socket))
+        self.spec.flight_recorder.then(|| FlightRecorders::new(|name| self.base.get(name), &self.run.socket))
     }
 
     fn read_heartbeats(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Event> {

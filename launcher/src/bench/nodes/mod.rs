@@ -27,7 +27,7 @@ use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
 use xlaunch_cluster::coordinator::Handle;
-use xlaunch_cluster::join::{new_coordinator, random_run_id, serve};
+use xlaunch_cluster::hosting::{new_coordinator, random_run_id, serve};
 use xlaunch_cluster::net::{Listener, Security, Token};
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::refusal::Refusal;
