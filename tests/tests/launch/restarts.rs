@@ -13,6 +13,7 @@ xlaunch_harness::tests! {
     three_attempts_without_progress_end_the_job_with_the_first_error,
     restarts_used_up_by_outside_kills_are_retryable,
     command_without_progress_ends_after_three_attempts_with_code_1,
+    first_error_of_three_attempts_is_quoted_from_the_error_file_of_its_attempt,
     rank_that_cannot_save_is_named_and_the_job_restarts;
 }
 
@@ -106,6 +107,17 @@ fn command_without_progress_ends_after_three_attempts_with_code_1() {
     let script = "test $RANK = 0 || kill -9 $$; sleep 100";
     let run = launch.run_shell(&["--max-restarts", "8"], 2, script);
     assert_eq!((run.code, restarts(&run.stderr).len()), (1, 2), "{}", run.stderr);
+}
+
+fn first_error_of_three_attempts_is_quoted_from_the_error_file_of_its_attempt() {
+    let launch = Launch::new();
+    let script = r#"
+        test $RANK = 0 && exec sleep 100
+        echo "{\"message\": \"broken in attempt $TORCHELASTIC_RESTART_COUNT\"}" > $TORCHELASTIC_ERROR_FILE
+        exit $((40 + TORCHELASTIC_RESTART_COUNT))
+    "#;
+    let run = launch.run_shell(&["--max-restarts", "8"], 2, script);
+    assert!(run.root_cause().contains("broken in attempt 0"), "{}", run.stderr);
 }
 
 fn rank_that_cannot_save_is_named_and_the_job_restarts() {

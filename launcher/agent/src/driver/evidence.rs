@@ -37,7 +37,7 @@ impl Driver<'_> {
         let started = self.attempt.process(rank);
         let end = self.attempt.ends.get(rank as usize).copied().unwrap_or_default();
         let program = self.workload.program();
-        let rank_dir = rank_dir(&self.run.logs, self.job.attempt(), rank);
+        let rank_dir = rank_dir(&self.run.logs, self.attempt.number, rank);
         let hang_file = rank_dir.join(HANG_FILE);
         let tail = started.map(|started| started.output.timed_tail()).unwrap_or_default();
         let is_old = |at: Instant| {
