@@ -38,6 +38,8 @@ pub(super) struct Attempt {
     pub(super) workers: Vec<Option<StartedWorker>>,
     /// Ends by rank.
     pub(super) ends: Vec<WorkerEnd>,
+    /// The report may need the evidence of this attempt.
+    pub(super) keep_evidence: bool,
     /// The workers have been sent a signal that ends them.
     signalled: bool,
     /// Workers whose process group has already received a signal from the terminal.
@@ -164,7 +166,7 @@ impl Driver<'_> {
         if !self.attempt.workers.is_empty() {
             let pids: Vec<u32> = self.attempt.workers.iter().flatten().map(|it| it.worker.pid).collect();
             self.end_attempt().await;
-            if std::mem::take(&mut self.keep_evidence) {
+            if self.attempt.keep_evidence {
                 self.kept_evidence = self.all_evidence();
             }
             if !gpu_memory::released(&pids, GPU_MEMORY_RELEASE_TIMEOUT).await {

@@ -225,8 +225,6 @@ struct Driver<'a> {
     board: watch::Sender<Board>,
     /// The job goes on without this node.
     left: bool,
-    /// The evidence of the current attempt must be kept.
-    keep_evidence: bool,
     /// Evidence, by rank, of the last attempt for which it was kept.
     kept_evidence: Vec<Evidence>,
     /// The run's private directory was deleted and could not be created again, which was reported.
@@ -270,7 +268,6 @@ impl<'a> Driver<'a> {
             importing: false,
             board,
             left: false,
-            keep_evidence: false,
             kept_evidence: Vec::new(),
             private_is_lost: false,
             exits,
@@ -369,7 +366,7 @@ impl Driver<'_> {
                     self.board.send_modify(|board| board.set_reason(&text));
                 }
                 Action::Restart { attempt, rank, cause, keep_evidence, counted_as } => {
-                    self.keep_evidence |= keep_evidence;
+                    self.attempt.keep_evidence |= keep_evidence;
                     let restart = Restart { unix_ms: clock::unix_ms(), attempt, rank, cause };
                     self.board.send_modify(|board| {
                         board.add_restart(restart);

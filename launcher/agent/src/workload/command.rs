@@ -35,8 +35,9 @@ use crate::waiting::Group;
 use crate::workload::heartbeat::HeartbeatMonitor;
 use crate::workload::heartbeat::files::{self, HeartbeatFiles};
 use crate::workload::{Hang, Workload};
-use hangs::{Elsewhere, Unsent};
+use hangs::{NodeStates, Unsent};
 use xlaunch_cluster::Assignment;
+use xlaunch_host::devices;
 use xlaunch_host::network::Interface;
 use xlaunch_host::spawn::affinity::Affinity;
 use xlaunch_host::spawn::port::MasterPort;
@@ -67,25 +68,32 @@ pub(crate) struct CommandWorkload<'a> {
     base: &'a BaseEnvironment,
     run: &'a RunDir,
     output: Output,
-    assignment: Assignment,
     interface: Option<Interface>,
     may_have_peers: bool,
     /// Reserved while the attempt runs; `None` if the user chose a port.
     port: Option<MasterPort>,
-    /// Ranks that were reported as stalled.
-    stalled: BTreeSet<u32>,
-    /// Ranks whose processes have exited in this attempt.
-    exited: BTreeSet<u32>,
-    /// The current attempt, counted from 0.
-    attempt: u32,
-    /// `None` before the first attempt.
-    heartbeat_files: Option<HeartbeatFiles>,
+    attempt: Attempt,
     /// Heartbeats of all ranks on the node of rank 0; of the node's own ranks on the others.
     heartbeats: HeartbeatMonitor,
-    unsent: Unsent,
-    elsewhere: Elsewhere,
     /// Messages to the coordinator.
     messages: mpsc::UnboundedSender<FromAgent>,
+}
+
+/// The state of one attempt.
+#[derive(Default)]
+struct Attempt {
+    /// Counted from 0.
+    number: u32,
+    /// Place of this node.
+    assignment: Assignment,
+    /// Ranks that were reported as stalled.
+    stalled: BTreeSet<u32>,
+    /// Ranks whose processes have exited.
+    exited: BTreeSet<u32>,
+    /// `None` before the first attempt.
+    heartbeat_files: Option<HeartbeatFiles>,
+    unsent: Unsent,
+    nodes: NodeStates,
 }
 
 impl<'a> CommandWorkload<'a> {
@@ -98,17 +106,11 @@ impl<'a> CommandWorkload<'a> {
             base,
             run,
             output,
-            assignment: Assignment::default(),
             interface,
             may_have_peers: group.may_have_peers(),
             port: None,
-            stalled: BTreeSet::new(),
-            exited: BTreeSet::new(),
-            attempt: 0,
-            heartbeat_files: None,
+            attempt: Attempt::default(),
             heartbeats: HeartbeatMonitor::new(spec.hang_timeout, Instant::now()),
-            unsent: Unsent::default(),
-            elsewhere: Elsewhere::default(),
             messages: group.link.sender(),
         })
     }
@@ -128,15 +130,15 @@ impl<'a> CommandWorkload<'a> {
 
     /// Reports local ranks that have been idle and without output for too long.
     fn report_idle_ranks(&mut self, board: &watch::Sender<Board>, now: Instant) {
-        let first = self.assignment.first_rank;
+        let first = self.attempt.assignment.first_rank;
         for rank in (0..self.spec.nproc).filter(|rank| !self.heartbeats.reported().contains(&(first + rank)))
         {
             match board.borrow().hint(rank, now) {
-                Some(hint) if self.stalled.insert(rank) => {
+                Some(hint) if self.attempt.stalled.insert(rank) => {
                     self.output.print(&format!("xlaunch: rank {}: {hint}; it may hang", first + rank));
                 }
                 Some(_) => {}
-                None => drop(self.stalled.remove(&rank)),
+                None => drop(self.attempt.stalled.remove(&rank)),
             }
         }
     }
@@ -150,7 +152,7 @@ impl CommandWorkload<'_> {
             run_id: self.spec.run_id.as_deref().unwrap_or(&self.run.id),
             socket: &self.run.socket,
             attempt,
-            assignment: &self.assignment,
+            assignment: &self.attempt.assignment,
             may_have_peers: self.may_have_peers,
             interface: self.interface.as_ref(),
         }
@@ -161,7 +163,7 @@ impl CommandWorkload<'_> {
     fn input_rank(&self) -> Option<u32> {
         let only = self.spec.logs.shown.as_ref().filter(|shown| shown.len() == 1);
         let only = only.and_then(|shown| shown.first()).copied();
-        (self.assignment.node_rank == 0).then(|| only.unwrap_or(0))
+        (self.attempt.assignment.node_rank == 0).then(|| only.unwrap_or(0))
     }
 
     /// `OMP_NUM_THREADS` of a rank. The affinity plan counts cores; a container's CPU quota may allow fewer.
@@ -210,14 +212,15 @@ impl Workload for CommandWorkload<'_> {
     }
 
     fn begin_attempt(&mut self, attempt: u32, assignment: &Assignment) -> std::io::Result<()> {
-        (self.attempt, self.assignment) = (attempt, assignment.clone());
+        // The order matters: dropping the last attempt removes the directory of its heartbeat files.
+        self.attempt = Attempt { number: attempt, assignment: assignment.clone(), ..Attempt::default() };
+        if assignment.has_peers() {
+            self.attempt.nodes.add(0, 0, devices::host_name());
+        }
         self.output.begin_attempt(assignment.first_rank);
-        self.stalled.clear();
-        self.exited.clear();
-        self.begin_heartbeats(Instant::now());
-        // The order matters: dropping the files of the last attempt removes the directory.
-        self.heartbeat_files = None;
-        self.heartbeat_files = Some(HeartbeatFiles::create(self.heartbeat_dir(), self.spec.nproc)?);
+        self.heartbeats.begin_attempt(Instant::now());
+        let files = HeartbeatFiles::create(self.heartbeat_dir(), self.spec.nproc)?;
+        self.attempt.heartbeat_files = Some(files);
         Ok(())
     }
 
@@ -289,7 +292,7 @@ impl Workload for CommandWorkload<'_> {
     }
 
     fn worker_exited(&mut self, rank: u32) {
-        self.exited.insert(rank);
+        self.attempt.exited.insert(rank);
         self.send_exit(rank);
     }
 

@@ -135,9 +135,8 @@ impl HangDetector {
     }
 
     pub(crate) fn begin_attempt(&mut self, now: Instant) {
-        self.ranks.clear();
-        self.reported.0.clear();
-        (self.stepped, self.last_progress, self.last_poll) = (false, now, now);
+        let step_times = std::mem::take(&mut self.step_times);
+        *self = Self { step_times, reports: self.reports, ..Self::new(self.settings, now) };
     }
 
     /// Starts to monitor all ranks, which have joined.

@@ -16,7 +16,7 @@ use xlaunch_spec::quantities::ranks_text;
 /// Sends commands to one worker.
 pub(crate) type Commands = mpsc::Sender<Result<AgentCommand, Status>>;
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Sessions {
     /// Indexed by rank.
     ranks: Vec<RankSession>,
@@ -33,9 +33,9 @@ struct RankSession {
 }
 
 impl Sessions {
-    pub(super) fn begin_attempt(&mut self, world: u32) {
-        self.ranks = (0..world).map(|_| RankSession::default()).collect();
-        self.due = None;
+    pub(super) fn new(world: u32) -> Self {
+        let ranks = (0..world).map(|_| RankSession::default()).collect();
+        Self { ranks, due: None, timeout: Duration::ZERO }
     }
 
     /// Starts the deadline: the rendezvous is complete.
@@ -98,8 +98,7 @@ mod tests {
 
     #[test]
     fn ranks_without_a_session_are_named_at_the_deadline() {
-        let (mut sessions, now) = (Sessions::default(), Instant::now());
-        sessions.begin_attempt(4);
+        let (mut sessions, now) = (Sessions::new(4), Instant::now());
         assert_eq!(sessions.deadline(), None, "ranks are joining");
         sessions.all_joined(TIMEOUT, now);
         let (commands, _receiver) = mpsc::channel(1);
@@ -113,14 +112,11 @@ mod tests {
         assert!(reason.starts_with("ranks 1, 3 of 4 joined, but did not open"), "{reason}");
         assert!(sessions.opened(1, commands.clone()) && sessions.opened(3, commands));
         assert_eq!((sessions.deadline(), sessions.expired(now + TIMEOUT)), (None, None));
-        sessions.begin_attempt(4);
-        assert_eq!(sessions.deadline(), None);
     }
 
     #[test]
     fn commands_reach_open_sessions_and_a_full_queue_does_not_block() {
-        let mut sessions = Sessions::default();
-        sessions.begin_attempt(3);
+        let mut sessions = Sessions::new(3);
         let channels: Vec<_> = (0..3).map(|_| mpsc::channel(1)).collect();
         for (rank, (commands, _)) in (0..).zip(&channels) {
             sessions.opened(rank, commands.clone());

@@ -112,7 +112,7 @@ pub struct CheckpointFiles {
 pub type Recover = fn(&Path, &str, Option<&Path>, Option<u64>) -> Result<Recovered, String>;
 
 /// The results that only training jobs have.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct TrainingResults {
     /// The summary to print at the end.
     pub summary: Summary,
@@ -124,60 +124,83 @@ pub struct TrainingResults {
 
 pub(crate) struct TrainerWorkload<'a> {
     plan: TrainerPlan<'a>,
-    /// Whether the state that this attempt resumes from is known. On nodes without rank 0 it arrives later.
-    resume_known: bool,
     run: &'a RunDir,
-    barrier: JoinBarrier,
-    /// The current attempt, counted from 0.
-    attempt: u32,
-    /// Workers that wait for their job description, because their attempt has not begun or `resume_known` is not set.
+    attempt: Attempt,
+    /// Workers that wait for their job description, because their attempt has not begun or the state to resume from is
+    /// not known.
     waiting: Vec<(GetJobRequest, oneshot::Sender<Result<GetJobReply, Status>>)>,
-    sessions: Sessions,
-    /// Progress counter of each local rank's last heartbeat.
-    progress: Vec<u64>,
     checkpoint_requests: CheckpointRequests,
-    /// Steps completed; `None` until this attempt trains.
-    step: Option<u64>,
     /// The highest step of all attempts.
     furthest_step: u64,
     /// Whether a better interval between checkpoints was suggested to the user.
     interval_suggested: bool,
+    hang_detector: HangDetector,
+    /// Activity records, indexed by local rank; `None` if the memory could not be created.
+    activities: Vec<Option<ActivityRecord>>,
+    /// Memory snapshots; `None` if they are not used, or while the job has several nodes.
+    snapshots: Option<Snapshots>,
+    /// Messages to the coordinator.
+    messages: mpsc::UnboundedSender<FromAgent>,
+    /// Address at which other nodes reach this one.
+    address: String,
+    may_have_peers: bool,
+    /// Set when this node gets rank 0, which it then keeps.
+    lead: Option<Lead>,
+    /// Notes about the group that the user has seen.
+    told: BTreeSet<String>,
+    /// `MASTER_PORT`, for frameworks that do their own rendezvous. The trainer does not use it.
+    port: Option<MasterPort>,
+    output: Output,
+    sinks: Sinks,
+    results: TrainingResults,
+}
+
+/// The state of one attempt.
+struct Attempt {
+    /// Counted from 0.
+    number: u32,
+    /// Place of this node.
+    assignment: Assignment,
+    /// Whether the state that this attempt resumes from is known. On nodes without rank 0 it arrives later.
+    resume_known: bool,
+    /// The memory snapshot that this attempt resumes from, if any.
+    resume_snapshot: Option<MemorySnapshot>,
+    barrier: JoinBarrier,
     /// Device ids of the local ranks that have joined.
     devices: BTreeMap<u32, String>,
-    hang_detector: HangDetector,
+    sessions: Sessions,
+    /// Progress counter of each local rank's last heartbeat.
+    progress: Vec<u64>,
+    /// Steps completed; `None` until this attempt trains.
+    step: Option<u64>,
+    saves: SaveBarrier,
     /// Hints of the hang detector that status shows.
     hang_hints: BTreeMap<u32, String>,
     stragglers: Stragglers,
     /// Reports for the agent of rank 0, sent once a second. A message per report would be too many with a thousand
     /// nodes.
     unsent_reports: Vec<RankReport>,
-    /// Activity records, indexed by local rank; `None` if the memory could not be created.
-    activities: Vec<Option<ActivityRecord>>,
-    saves: SaveBarrier,
-    /// Memory snapshots; `None` if they are not used, or while the job has several nodes.
-    snapshots: Option<Snapshots>,
-    /// The memory snapshot that this attempt resumes from, if any.
-    resume_snapshot: Option<MemorySnapshot>,
-    /// Messages to the coordinator.
-    messages: mpsc::UnboundedSender<FromAgent>,
-    /// Address at which other nodes reach this one.
-    address: String,
-    /// Place of this node in the current attempt.
-    assignment: Assignment,
-    may_have_peers: bool,
-    /// Set when this node gets rank 0, which it then keeps.
-    lead: Option<Lead>,
-    /// Whether the user was told that the nodes do not share the checkpoint directory.
-    told_unshared: bool,
-    /// Whether the user was told that jobs on several nodes keep no memory snapshots.
-    told_without_memory: bool,
-    /// `MASTER_PORT`, for frameworks that do their own rendezvous. The trainer does not use it.
-    port: Option<MasterPort>,
-    output: Output,
-    sinks: Sinks,
-    metrics_path: Option<PathBuf>,
-    summary: Summary,
-    reports: Vec<sinks::RankReport>,
+}
+
+impl Attempt {
+    fn new(plan: &TrainerPlan<'_>, number: u32, assignment: Assignment) -> Self {
+        let workers = plan.placement.workers;
+        Self {
+            number,
+            resume_known: assignment.node_rank == 0,
+            resume_snapshot: None,
+            barrier: join::barrier(plan, number, &assignment),
+            devices: BTreeMap::new(),
+            sessions: Sessions::new(workers),
+            progress: vec![0; workers as usize],
+            step: None,
+            saves: SaveBarrier::new(assignment.writers),
+            hang_hints: BTreeMap::new(),
+            stragglers: Stragglers::new(assignment.world),
+            unsent_reports: Vec::new(),
+            assignment,
+        }
+    }
 }
 
 impl<'a> TrainerWorkload<'a> {
@@ -185,39 +208,24 @@ impl<'a> TrainerWorkload<'a> {
         let sinks = Sinks::new(Progress::default())?;
         let printer = sinks.printer().clone();
         Ok(Self {
-            barrier: join::barrier(&plan, 0, &Assignment::default()),
-            attempt: 0,
+            attempt: Attempt::new(&plan, 0, Assignment::default()),
             waiting: Vec::new(),
-            sessions: Sessions::default(),
-            progress: Vec::new(),
             checkpoint_requests: CheckpointRequests::default(),
-            step: None,
             furthest_step: 0,
             interval_suggested: false,
-            devices: BTreeMap::new(),
             hang_detector: HangDetector::new(hangs::settings(&plan), Instant::now()),
-            hang_hints: BTreeMap::new(),
-            stragglers: Stragglers::new(plan.placement.workers),
-            unsent_reports: Vec::new(),
             // Training works without the records: they only serve status displays and hang evidence.
             activities: (0..plan.placement.workers).map(|_| ActivityRecord::create().ok()).collect(),
-            saves: SaveBarrier::new(plan.placement.workers),
             snapshots: None,
-            resume_snapshot: None,
             messages: group.link.sender(),
             address: group.address.clone(),
-            assignment: Assignment::default(),
             may_have_peers: group.may_have_peers(),
             lead: None,
-            told_unshared: false,
-            told_without_memory: false,
+            told: BTreeSet::new(),
             port: None,
             output: Output::for_trainer(move |line| printer.print(line)),
             sinks,
-            metrics_path: None,
-            summary: Summary::default(),
-            reports: Vec::new(),
-            resume_known: true,
+            results: TrainingResults::default(),
             plan,
             run,
         })
@@ -226,8 +234,8 @@ impl<'a> TrainerWorkload<'a> {
     /// Flushes the sinks. Call it when the job is over.
     pub(crate) async fn finish(self) -> TrainingResults {
         let complete: BTreeSet<_> = self.sinks.finish(SINK_FLUSH_TIMEOUT).await;
-        let metrics = self.metrics_path.filter(|_| complete.contains(METRICS));
-        TrainingResults { summary: self.summary, metrics, reports: self.reports }
+        let metrics = self.results.metrics.filter(|_| complete.contains(METRICS));
+        TrainingResults { metrics, ..self.results }
     }
 }
 
@@ -270,29 +278,16 @@ impl Workload for TrainerWorkload<'_> {
 
     /// Starts a new rendezvous; a restart resumes from the newest snapshot or checkpoint.
     fn begin_attempt(&mut self, attempt: u32, assignment: &Assignment) -> std::io::Result<()> {
-        self.assignment = assignment.clone();
+        self.attempt.barrier.refuse("the attempt is over");
+        self.attempt = Attempt::new(&self.plan, attempt, assignment.clone());
+        self.hang_detector.begin_attempt(Instant::now());
         self.output.begin_attempt(assignment.first_rank);
-        self.attempt = attempt;
-        self.resume_known = self.leads();
         self.use_memory()?;
         if self.leads() {
             self.lead()?;
             if attempt > 0 {
                 self.recover()?;
             }
-        }
-        self.barrier.refuse("the attempt is over");
-        self.barrier = join::barrier(&self.plan, attempt, assignment);
-        let world = self.plan.placement.workers;
-        self.sessions.begin_attempt(world);
-        self.progress = vec![0; world as usize];
-        self.step = None;
-        self.hang_detector.begin_attempt(Instant::now());
-        self.hang_hints.clear();
-        self.stragglers = Stragglers::new(assignment.world);
-        self.unsent_reports.clear();
-        self.saves = SaveBarrier::new(assignment.writers);
-        if self.leads() {
             self.describe_group();
             if assignment.has_peers() {
                 let path = self.plan.resume_from.as_deref().map(Path::to_string_lossy);
@@ -313,7 +308,7 @@ impl Workload for TrainerWorkload<'_> {
             placement: self.plan.placement,
             attempt,
             max_restarts: self.plan.spec.launch.max_restarts,
-            assignment: &self.assignment,
+            assignment: &self.attempt.assignment,
             rank_threads: self.plan.rank_threads,
             libraries: self.plan.libraries,
         };
@@ -368,23 +363,23 @@ impl Workload for TrainerWorkload<'_> {
     /// Returns the time at which the rendezvous, or the opening of the communicator after it, times out.
     fn deadline(&self, job: &Job) -> Option<Instant> {
         match job.state() {
-            JobState::Rendezvous => self.barrier.deadline(),
-            JobState::Running => self.sessions.deadline(),
+            JobState::Rendezvous => self.attempt.barrier.deadline(),
+            JobState::Running => self.attempt.sessions.deadline(),
             _ => None,
         }
     }
 
     fn timer(&self, job: &Job, now: Instant) -> Option<Event> {
         let reason = match job.state() {
-            JobState::Rendezvous => self.barrier.expired(now),
-            JobState::Running => self.sessions.expired(now),
+            JobState::Rendezvous => self.attempt.barrier.expired(now),
+            JobState::Running => self.attempt.sessions.expired(now),
             _ => None,
         };
         reason.map(Event::RendezvousFailed)
     }
 
     fn request_stop(&self) {
-        self.sessions.send_to_all(&WorkerCommand::Stop(StopCommand {}));
+        self.attempt.sessions.send_to_all(&WorkerCommand::Stop(StopCommand {}));
     }
 
     /// Takes SIGUSR1 as a request for a checkpoint: some schedulers announce the end of an allocation with it.
@@ -396,7 +391,7 @@ impl Workload for TrainerWorkload<'_> {
     }
 
     fn worker_exited(&mut self, rank: u32) {
-        self.sessions.closed(rank);
+        self.attempt.sessions.closed(rank);
         self.hang_detector.session_closed(rank);
         // Rank 0 reports checkpoints, and its last report is processed before its exit.
         if rank == 0 {
@@ -408,7 +403,7 @@ impl Workload for TrainerWorkload<'_> {
     fn message(&mut self, message: Message, job: &Job, board: &watch::Sender<Board>) -> Option<Event> {
         match message {
             Message::GetJob(request, reply) => {
-                if request.attempt > self.attempt || !self.resume_known {
+                if request.attempt > self.attempt.number || !self.attempt.resume_known {
                     self.waiting.push((request, reply))
                 } else {
                     // The caller may be gone.
@@ -417,9 +412,9 @@ impl Workload for TrainerWorkload<'_> {
             }
             Message::Join(join, reply) => return self.join(join, reply, board),
             Message::SessionOpened { rank, attempt, commands } => {
-                if attempt == job.attempt() && self.sessions.opened(rank, commands) {
+                if attempt == job.attempt() && self.attempt.sessions.opened(rank, commands) {
                     if job.state() == JobState::Stopping {
-                        self.sessions.send(rank, WorkerCommand::Stop(StopCommand {}));
+                        self.attempt.sessions.send(rank, WorkerCommand::Stop(StopCommand {}));
                     }
                     if self.leads() {
                         self.hang_detector.session_opened(rank, Instant::now());
@@ -429,7 +424,7 @@ impl Workload for TrainerWorkload<'_> {
             }
             Message::SessionClosed { rank, attempt } => {
                 if attempt == job.attempt() {
-                    self.sessions.closed(rank);
+                    self.attempt.sessions.closed(rank);
                     self.hang_detector.session_closed(rank);
                     return Some(Event::SessionClosed { rank });
                 }

@@ -32,9 +32,9 @@ pub(super) struct Unsent {
     stopped: Vec<u32>,
 }
 
-/// State of the other nodes in this attempt, from their messages.
+/// State of the nodes in this attempt, from the messages of the others.
 #[derive(Debug, Default)]
-pub(super) struct Elsewhere {
+pub(super) struct NodeStates {
     /// Node rank and host of each node, by its first rank.
     nodes: BTreeMap<u32, (u32, String)>,
     /// Ranks whose process is stopped.
@@ -44,27 +44,18 @@ pub(super) struct Elsewhere {
 impl CommandWorkload<'_> {
     /// Returns whether this node has rank 0, so that all heartbeats are compared here.
     fn leads(&self) -> bool {
-        self.assignment.node_rank == 0
-    }
-
-    /// Resets the state for a new attempt.
-    pub(super) fn begin_heartbeats(&mut self, now: Instant) {
-        self.heartbeats.begin_attempt(now);
-        (self.unsent, self.elsewhere) = (Unsent::default(), Elsewhere::default());
-        if self.assignment.has_peers() {
-            self.elsewhere.add(0, 0, devices::host_name());
-        }
+        self.attempt.assignment.node_rank == 0
     }
 
     /// Records the heartbeats that ranks of this node have written since the last call.
     pub(super) fn poll_heartbeats(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Event> {
-        let changes = self.heartbeat_files.as_mut().map(HeartbeatFiles::poll).unwrap_or_default();
-        let first = self.assignment.first_rank;
+        let changes = self.attempt.heartbeat_files.as_mut().map(HeartbeatFiles::poll).unwrap_or_default();
+        let first = self.attempt.assignment.first_rank;
         let mut advanced = false;
         for (local, change) in changes {
             match change {
                 // The rank wrote it before its exit, which has already been handled.
-                _ if self.exited.contains(&local) => {}
+                _ if self.attempt.exited.contains(&local) => {}
                 Change::Heartbeat { step, age } => {
                     advanced |= self.heartbeats.record(first + local, step, age, now);
                     board.send_modify(|board| board.heartbeat(local, step, now));
@@ -83,14 +74,14 @@ impl CommandWorkload<'_> {
 
     /// Records that a rank of this node sends no more heartbeats.
     pub(super) fn heartbeats_end(&mut self, local_rank: u32) {
-        let rank = self.assignment.first_rank + local_rank;
+        let rank = self.attempt.assignment.first_rank + local_rank;
         self.heartbeats.remove(rank);
         self.add_unsent(RankHeartbeat { rank, ended: true, ..RankHeartbeat::default() });
     }
 
     fn add_unsent(&mut self, change: RankHeartbeat) {
         if !self.leads() {
-            self.unsent.changes.push(change);
+            self.attempt.unsent.changes.push(change);
         }
     }
 
@@ -106,10 +97,10 @@ impl CommandWorkload<'_> {
             self.send_heartbeats(stopped);
             return None;
         }
-        let elsewhere = &self.elsewhere;
-        let stopped = || &stopped_ranks(&board.borrow().subjects()) | &elsewhere.stopped;
+        let nodes = &self.attempt.nodes;
+        let stopped = || &stopped_ranks(&board.borrow().subjects()) | &nodes.stopped;
         let HangReport { message, rank_hints, hang } =
-            self.heartbeats.poll(now, stopped, |ranks| elsewhere.names(ranks))?;
+            self.heartbeats.poll(now, stopped, |ranks| nodes.names(ranks))?;
         self.output.print(&format!("xlaunch: {message}"));
         board.send_modify(|board| {
             match hang {
@@ -121,12 +112,12 @@ impl CommandWorkload<'_> {
         let mut hang = hang?;
         let (local, others): (Vec<u32>, Vec<u32>) =
             hang.culprits.iter().partition(|rank| **rank < self.spec.nproc);
-        if self.assignment.has_peers() {
+        if self.attempt.assignment.has_peers() {
             // If no culprit is on this node, the agent of the first culprit terminates them. All agents collect
             // evidence.
             let ranks = if local.is_empty() { others } else { Vec::new() };
             let message = hang.cause.clone();
-            self.send(FromAgent::Hung(NodeHung { attempt: self.attempt, ranks, message }));
+            self.send(FromAgent::Hung(NodeHung { attempt: self.attempt.number, ranks, message }));
         }
         hang.culprits = local;
         Some(hang)
@@ -134,16 +125,16 @@ impl CommandWorkload<'_> {
 
     /// Sends the changes, if there are any. `stopped` are the ranks whose process is stopped.
     pub(super) fn send_heartbeats(&mut self, stopped: Vec<u32>) {
-        if self.unsent.changes.is_empty() && self.unsent.stopped == stopped {
+        if self.attempt.unsent.changes.is_empty() && self.attempt.unsent.stopped == stopped {
             return;
         }
-        self.unsent.stopped.clone_from(&stopped);
-        let changes = std::mem::take(&mut self.unsent.changes);
+        self.attempt.unsent.stopped.clone_from(&stopped);
+        let changes = std::mem::take(&mut self.attempt.unsent.changes);
         self.send(FromAgent::Heartbeats(RankHeartbeats {
-            attempt: self.attempt,
-            node_rank: self.assignment.node_rank,
+            attempt: self.attempt.number,
+            node_rank: self.attempt.assignment.node_rank,
             host: devices::host_name(),
-            first_rank: self.assignment.first_rank,
+            first_rank: self.attempt.assignment.first_rank,
             changes,
             stopped,
         }));
@@ -152,12 +143,12 @@ impl CommandWorkload<'_> {
     /// Tells the agent of rank 0 immediately that a rank has exited: this node may not poll for hangs any more.
     pub(super) fn send_exit(&mut self, local_rank: u32) {
         self.heartbeats_end(local_rank);
-        self.send_heartbeats(self.unsent.stopped.clone());
+        self.send_heartbeats(self.attempt.unsent.stopped.clone());
     }
 
     /// Handles the heartbeats of another node's ranks.
     pub(super) fn heard(&mut self, heartbeats: RankHeartbeats, now: Instant) {
-        if heartbeats.attempt != self.attempt || !self.leads() {
+        if heartbeats.attempt != self.attempt.number || !self.leads() {
             return;
         }
         for RankHeartbeat { rank, step, age, ended } in &heartbeats.changes {
@@ -168,7 +159,7 @@ impl CommandWorkload<'_> {
                 self.heartbeats.record_remote(*rank, *step, age, now)
             }
         }
-        self.elsewhere.heard(heartbeats);
+        self.attempt.nodes.heard(heartbeats);
     }
 
     /// Returns whether the hung ranks of this node have made no progress since the hang was reported.
@@ -182,7 +173,7 @@ impl CommandWorkload<'_> {
     }
 
     fn in_job(&self, local_ranks: impl IntoIterator<Item = u32>) -> Vec<u32> {
-        local_ranks.into_iter().map(|rank| self.assignment.first_rank + rank).collect()
+        local_ranks.into_iter().map(|rank| self.attempt.assignment.first_rank + rank).collect()
     }
 
     fn send(&self, message: FromAgent) {
@@ -191,7 +182,7 @@ impl CommandWorkload<'_> {
     }
 }
 
-impl Elsewhere {
+impl NodeStates {
     fn heard(&mut self, heartbeats: RankHeartbeats) {
         let RankHeartbeats { node_rank, host, first_rank, stopped, .. } = heartbeats;
         self.add(first_rank, node_rank, host);
@@ -200,7 +191,7 @@ impl Elsewhere {
         self.stopped.extend(stopped);
     }
 
-    fn add(&mut self, first_rank: u32, node_rank: u32, host: String) {
+    pub(super) fn add(&mut self, first_rank: u32, node_rank: u32, host: String) {
         self.nodes.insert(first_rank, (node_rank, host));
     }
 
@@ -240,24 +231,24 @@ mod tests {
 
     #[test]
     fn ranks_are_named_with_node_host_and_local_rank() {
-        let mut elsewhere = Elsewhere::default();
-        assert_eq!(elsewhere.names(&[1, 2]), "ranks 1-2", "of one node");
-        elsewhere.add(0, 0, "h0".into());
-        elsewhere.heard(from(1, 2, &[]));
-        assert_eq!(elsewhere.names(&[3]), "node 1 (h1): rank 3 (local rank 1)");
-        elsewhere.heard(from(2, 4, &[]));
+        let mut nodes = NodeStates::default();
+        assert_eq!(nodes.names(&[1, 2]), "ranks 1-2", "of one node");
+        nodes.add(0, 0, "h0".into());
+        nodes.heard(from(1, 2, &[]));
+        assert_eq!(nodes.names(&[3]), "node 1 (h1): rank 3 (local rank 1)");
+        nodes.heard(from(2, 4, &[]));
         let expected = "node 0 (h0): rank 1 (local rank 1), node 2 (h2): ranks 4-6 (local ranks 0-2)";
-        assert_eq!(elsewhere.names(&[1, 4, 5, 6]), expected);
+        assert_eq!(nodes.names(&[1, 4, 5, 6]), expected);
     }
 
     #[test]
     fn stopped_ranks_of_a_node_replace_its_earlier_ones() {
-        let mut elsewhere = Elsewhere::default();
-        elsewhere.heard(from(1, 2, &[2, 3]));
-        elsewhere.heard(from(2, 4, &[5]));
-        elsewhere.heard(from(1, 2, &[3]));
-        assert_eq!(elsewhere.stopped, [3, 5].into());
-        elsewhere.heard(from(2, 4, &[]));
-        assert_eq!(elsewhere.stopped, [3].into());
+        let mut nodes = NodeStates::default();
+        nodes.heard(from(1, 2, &[2, 3]));
+        nodes.heard(from(2, 4, &[5]));
+        nodes.heard(from(1, 2, &[3]));
+        assert_eq!(nodes.stopped, [3, 5].into());
+        nodes.heard(from(2, 4, &[]));
+        assert_eq!(nodes.stopped, [3].into());
     }
 }

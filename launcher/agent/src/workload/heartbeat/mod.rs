@@ -86,9 +86,9 @@ impl HeartbeatMonitor {
     }
 
     pub(super) fn begin_attempt(&mut self, now: Instant) {
-        self.ranks.clear();
-        self.reported.clear();
-        self.last_poll = now;
+        let intervals = std::mem::take(&mut self.intervals);
+        let (furthest, reports) = (self.furthest, self.reports);
+        *self = Self { intervals, furthest, reports, ..Self::new(self.timeout, now) };
     }
 
     /// Records a heartbeat that was sent `age` ago. A heartbeat without a step keeps the rank's last step. Returns

@@ -27,17 +27,17 @@ impl TrainerWorkload<'_> {
         board.send_modify(|board| {
             if report.rank_hints.is_empty() { board.time.continues(now) } else { board.time.hung() }
         });
-        self.hang_hints = report.rank_hints;
+        self.attempt.hang_hints = report.rank_hints;
         self.show_hints(board);
         let mut hang = report.hang?;
         let (local, others): (Vec<u32>, Vec<u32>) =
             hang.culprits.iter().partition(|rank| self.local_rank(**rank).is_some());
-        if hang.ends && self.assignment.has_peers() {
+        if hang.ends && self.attempt.assignment.has_peers() {
             // If no culprit is on this node, the agent of the first culprit terminates them. All agents collect
             // evidence.
             let ranks = if local.is_empty() { others } else { Vec::new() };
             let message = hang.cause.clone();
-            self.send(FromAgent::Hung(NodeHung { attempt: self.attempt, ranks, message }));
+            self.send(FromAgent::Hung(NodeHung { attempt: self.attempt.number, ranks, message }));
         }
         hang.culprits = local;
         (hang.ends || !hang.culprits.is_empty()).then_some(hang)

@@ -45,7 +45,7 @@ impl TrainerWorkload<'_> {
             resume_from: self.plan.resume_from.as_deref().map(path).unwrap_or_default(),
             bench: self.plan.bench.clone(),
             run_id: self.run.id.clone(),
-            memory_snapshot: self.resume_snapshot,
+            memory_snapshot: self.attempt.resume_snapshot,
             save_in_pieces: self.plan.buffers == SaveBuffers::Pieces,
         })
     }
@@ -58,7 +58,7 @@ impl TrainerWorkload<'_> {
         let Recovered { checkpoint, from_memory, on_disk, notes } =
             recovered.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
         notes.iter().for_each(|note| self.notify(&format!("xlaunch: {note}")));
-        self.resume_snapshot = snapshot
+        self.attempt.resume_snapshot = snapshot
             .filter(|_| from_memory)
             .map(|SnapshotId { step, attempt }| MemorySnapshot { step, attempt, on_disk });
         if !from_memory {
@@ -69,16 +69,16 @@ impl TrainerWorkload<'_> {
 
     pub(super) fn join(&mut self, join: Join, reply: Reply, board: &watch::Sender<Board>) -> Option<Event> {
         let (rank, device) = (join.rank.0, join.device_uuid.clone());
-        let outcome = self.barrier.join(join, reply);
+        let outcome = self.attempt.barrier.join(join, reply);
         if matches!(outcome, JoinOutcome::Waiting | JoinOutcome::Complete(_)) {
-            let local_rank = rank.saturating_sub(self.assignment.first_rank);
+            let local_rank = rank.saturating_sub(self.attempt.assignment.first_rank);
             board.send_modify(|board| board.joined(local_rank, &device));
-            self.devices.insert(local_rank, device);
+            self.attempt.devices.insert(local_rank, device);
         }
         match outcome {
             JoinOutcome::Waiting | JoinOutcome::Ignored => None,
             JoinOutcome::Complete(node) => {
-                self.send(FromAgent::Join(node.to_wire(self.attempt)));
+                self.send(FromAgent::Join(node.to_wire(self.attempt.number)));
                 None
             }
             JoinOutcome::Failed(problem) => Some(Event::RendezvousFailed(problem)),

@@ -79,7 +79,7 @@ impl TrainerWorkload<'_> {
         let (spec, is_bench) = (self.plan.spec, self.plan.bench.is_some());
         let files = || (self.run.path.clone(), self.plan.parent.clone());
         if spec.observe.metrics {
-            self.metrics_path = Some(Metrics::path(&self.run.path));
+            self.results.metrics = Some(Metrics::path(&self.run.path));
             let (dir, parent) = files();
             self.sinks.add_file(METRICS, move || Metrics::create(&dir, parent.as_deref()))?;
         }
@@ -98,8 +98,8 @@ impl TrainerWorkload<'_> {
     /// Creates the memory snapshots of this attempt, or drops them if it has several nodes. Snapshots exist on a single
     /// node only, and those of an earlier attempt are older than the checkpoint saved when the group changed.
     pub(super) fn use_memory(&mut self) -> io::Result<()> {
-        if self.assignment.has_peers() {
-            (self.snapshots, self.resume_snapshot) = (None, None);
+        if self.attempt.assignment.has_peers() {
+            self.snapshots = None;
         } else if self.plan.buffers == SaveBuffers::Snapshots && self.snapshots.is_none() {
             self.snapshots = Some(Snapshots::create(&self.run.id, self.plan.placement.workers)?);
         }
@@ -108,18 +108,19 @@ impl TrainerWorkload<'_> {
 
     /// Tells the user, once, how running on several nodes affects checkpoints.
     pub(super) fn describe_group(&mut self) {
-        if self.assignment.writers < self.assignment.world
-            && !std::mem::replace(&mut self.told_unshared, true)
-        {
+        let assignment = &self.attempt.assignment;
+        let unshared = (assignment.writers < assignment.world).then(|| {
             let dir = self.checkpoint_dir();
-            self.notify(&format!(
-                "xlaunch: nodes do not share {}: node 0 keeps the checkpoints, and the job ends if it is lost",
+            format!(
+                "nodes do not share {}: node 0 keeps the checkpoints, and the job ends if it is lost",
                 dir.display()
-            ));
-        }
-        let note = note_of_nodes(self.plan.spec).filter(|_| self.assignment.has_peers());
-        if let Some(note) = note.filter(|_| !std::mem::replace(&mut self.told_without_memory, true)) {
-            self.notify(&format!("xlaunch: {note}"));
+            )
+        });
+        let note = note_of_nodes(self.plan.spec).filter(|_| assignment.has_peers());
+        for text in unshared.into_iter().chain(note.map(Into::into)) {
+            if self.told.insert(text.clone()) {
+                self.notify(&format!("xlaunch: {text}"));
+            }
         }
     }
 }

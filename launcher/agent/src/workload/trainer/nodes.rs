@@ -20,12 +20,13 @@ use xlaunch_cluster::rendezvous::GroupJoin;
 impl TrainerWorkload<'_> {
     /// Returns whether this node has rank 0, and with it the files of the run.
     pub(super) fn leads(&self) -> bool {
-        self.assignment.node_rank == 0
+        self.attempt.assignment.node_rank == 0
     }
 
     /// The local rank of a global rank, or `None` if that rank is on another node.
     pub(super) fn local_rank(&self, rank: u32) -> Option<u32> {
-        rank.checked_sub(self.assignment.first_rank).filter(|local| *local < self.plan.placement.workers)
+        rank.checked_sub(self.attempt.assignment.first_rank)
+            .filter(|local| *local < self.plan.placement.workers)
     }
 
     /// Handles a message of the coordinator or of another node's agent.
@@ -36,13 +37,13 @@ impl TrainerWorkload<'_> {
                 self.resume(resume);
                 None
             }
-            ToAgent::Saved(saved) if saved.attempt == self.attempt => {
+            ToAgent::Saved(saved) if saved.attempt == self.attempt.number => {
                 if let Ok(shard) = ShardSaved::decode(&*saved.shard) {
                     self.shard_saved(saved.rank, shard);
                 }
                 None
             }
-            ToAgent::Reports(reports) if reports.attempt == self.attempt => {
+            ToAgent::Reports(reports) if reports.attempt == self.attempt.number => {
                 for RankReport { rank, report } in reports.reports {
                     let report = WorkerReport::decode(&*report).ok().and_then(|report| report.report);
                     if let Some(report) = report {
@@ -57,32 +58,32 @@ impl TrainerWorkload<'_> {
 
     /// Handles the checkpoint to resume from, which the agent of rank 0 has found.
     fn resume(&mut self, resume: NodeResume) {
-        if resume.attempt != self.attempt || self.resume_known {
+        if resume.attempt != self.attempt.number || self.attempt.resume_known {
             return;
         }
-        self.resume_known = true;
+        self.attempt.resume_known = true;
         self.plan.resume_from = Some(resume.path).filter(|path| !path.is_empty()).map(PathBuf::from);
         self.answer_waiting();
     }
 
     /// Handles the outcome of the rendezvous: all nodes have joined, or they disagree.
     fn group_joined(&mut self, join: v1::GroupJoin, board: &watch::Sender<Board>) -> Option<Event> {
-        if join.attempt != self.attempt {
+        if join.attempt != self.attempt.number {
             return None;
         }
         match GroupJoin::try_from(join) {
             Ok(join) => {
-                self.barrier.finish(&join);
+                self.attempt.barrier.finish(&join);
                 let now = Instant::now();
-                self.sessions.all_joined(self.join_timeout(), now);
+                self.attempt.sessions.all_joined(self.join_timeout(), now);
                 board.send_modify(|board| board.time.joined(now));
                 if self.leads() {
-                    self.hang_detector.all_joined(self.assignment.world, now);
+                    self.hang_detector.all_joined(self.attempt.assignment.world, now);
                 }
                 Some(Event::AllJoined)
             }
             Err(problem) => {
-                self.barrier.refuse(&problem);
+                self.attempt.barrier.refuse(&problem);
                 Some(Event::RendezvousFailed(problem))
             }
         }

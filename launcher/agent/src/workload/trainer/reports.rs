@@ -33,15 +33,18 @@ impl TrainerWorkload<'_> {
         report: Report,
         board: &watch::Sender<Board>,
     ) -> Option<Event> {
-        let global_rank = self.assignment.first_rank + rank;
+        let global_rank = self.attempt.assignment.first_rank + rank;
         let report = match report {
             Report::ShardSaved(shard) if self.leads() => {
                 self.shard_saved(global_rank, shard);
                 return None;
             }
             Report::ShardSaved(shard) => {
-                let saved =
-                    NodeSaved { attempt: self.attempt, rank: global_rank, shard: shard.encode_to_vec() };
+                let saved = NodeSaved {
+                    attempt: self.attempt.number,
+                    rank: global_rank,
+                    shard: shard.encode_to_vec(),
+                };
                 self.send(FromAgent::Saved(saved));
                 return None;
             }
@@ -68,8 +71,8 @@ impl TrainerWorkload<'_> {
             self.rank_stepped(rank, *own_seconds, board);
         }
         let report = RankReport { rank, at, report };
-        self.summary.record(&report);
-        let resume_line = match (&report.report, &self.resume_snapshot, &self.plan.resume_from) {
+        self.results.summary.record(&report);
+        let resume_line = match (&report.report, &self.attempt.resume_snapshot, &self.plan.resume_from) {
             (Report::TrainStarted(started), Some(_), _) => {
                 progress::resume_line(started, "a memory snapshot")
             }
@@ -82,7 +85,7 @@ impl TrainerWorkload<'_> {
             self.sinks.printer().print(line);
         }
         if self.plan.bench.is_some() && !matches!(report.report, Report::Heartbeat(_)) {
-            self.reports.push(report.clone());
+            self.results.reports.push(report.clone());
         }
         self.sinks.report(report);
         event
@@ -92,15 +95,15 @@ impl TrainerWorkload<'_> {
     fn forward(&mut self, rank: u32, report: Report) {
         if matches!(report, Report::Heartbeat(_) | Report::Step(_) | Report::TrainStarted(_)) {
             let report = WorkerReport { report: Some(report) }.encode_to_vec();
-            self.unsent_reports.push(v1::RankReport { rank, report });
+            self.attempt.unsent_reports.push(v1::RankReport { rank, report });
         }
     }
 
     /// Sends the queued reports to the agent of rank 0.
     pub(super) fn send_reports(&mut self) {
-        let reports = std::mem::take(&mut self.unsent_reports);
+        let reports = std::mem::take(&mut self.attempt.unsent_reports);
         if !reports.is_empty() {
-            self.send(FromAgent::Reports(RankReports { attempt: self.attempt, reports }));
+            self.send(FromAgent::Reports(RankReports { attempt: self.attempt.number, reports }));
         }
     }
 
@@ -131,7 +134,7 @@ impl TrainerWorkload<'_> {
 
     /// Records the time of a step, and reports stragglers.
     fn rank_stepped(&mut self, rank: u32, own_seconds: f64, board: &watch::Sender<Board>) {
-        let lines = self.stragglers.record(rank, own_seconds);
+        let lines = self.attempt.stragglers.record(rank, own_seconds);
         if !lines.is_empty() {
             lines.iter().for_each(|line| self.notify(&format!("xlaunch: {line}")));
             self.show_hints(board);
@@ -140,15 +143,15 @@ impl TrainerWorkload<'_> {
 
     /// Updates the hints that the status shows for hung and slow ranks.
     pub(super) fn show_hints(&self, board: &watch::Sender<Board>) {
-        let mut hints = self.stragglers.hints();
-        hints.extend(self.hang_hints.clone());
+        let mut hints = self.attempt.stragglers.hints();
+        hints.extend(self.attempt.hang_hints.clone());
         board.send_modify(|board| board.set_hints(hints));
     }
 
     /// Tells rank 0 to commit a checkpoint once all ranks have written their shards.
     pub(super) fn shard_saved(&mut self, rank: u32, shard: ShardSaved) {
-        if let Some(commit) = self.saves.record(rank, shard) {
-            self.sessions.send(0, WorkerCommand::CommitCheckpoint(commit));
+        if let Some(commit) = self.attempt.saves.record(rank, shard) {
+            self.attempt.sessions.send(0, WorkerCommand::CommitCheckpoint(commit));
         }
     }
 
@@ -156,13 +159,13 @@ impl TrainerWorkload<'_> {
     fn event_of(&mut self, rank: u32, report: &Report) -> Option<Event> {
         match report {
             Report::Heartbeat(Heartbeat { progress, .. }) => {
-                let last = self.progress.get_mut(rank as usize)?;
+                let last = self.attempt.progress.get_mut(rank as usize)?;
                 let rises = *progress > std::mem::replace(last, *progress);
                 return rises.then_some(Event::Progress);
             }
-            Report::TrainStarted(started) if rank == 0 => self.step = Some(started.first_step),
+            Report::TrainStarted(started) if rank == 0 => self.attempt.step = Some(started.first_step),
             Report::Step(step) if rank == 0 => {
-                self.step = Some(step.step);
+                self.attempt.step = Some(step.step);
                 if step.step > self.furthest_step {
                     self.furthest_step = step.step;
                     return Some(Event::Advanced { by_steps: true });
@@ -200,10 +203,10 @@ impl TrainerWorkload<'_> {
 
     fn rank_failed(&mut self, rank: u32, failed: &Failed) -> Event {
         let Failed { message, exit_code, differing_ranks } = failed;
-        let number = self.assignment.first_rank + rank;
+        let number = self.attempt.assignment.first_rank + rank;
         let line = self.checkpoint_requests.fail(&format!("rank {number} failed: {message}"));
         self.notify_if(line);
-        self.sessions.send(rank, WorkerCommand::FailedAck(FailedAck {}));
+        self.attempt.sessions.send(rank, WorkerCommand::FailedAck(FailedAck {}));
         let exit = i32::try_from(*exit_code).ok().and_then(ExitCode::of_worker);
         let message = message.lines().next().unwrap_or_default().to_owned();
         if !differing_ranks.is_empty() {
@@ -217,7 +220,7 @@ impl TrainerWorkload<'_> {
             };
         }
         // Rank 0 reports a failed save on behalf of the rank whose save has failed.
-        let saving = self.saves.failed_rank().filter(|_| exit == Some(ExitCode::SaveFailed));
+        let saving = self.attempt.saves.failed_rank().filter(|_| exit == Some(ExitCode::SaveFailed));
         let saving = saving.and_then(|rank| self.local_rank(rank));
         let rank = saving.unwrap_or(rank);
         Event::OwnError { rank, message, exit: exit.unwrap_or(ExitCode::WorkerFailed) }
@@ -225,8 +228,8 @@ impl TrainerWorkload<'_> {
 
     /// The name under which a rank's device is remembered across attempts.
     fn device(&self, rank: u32) -> String {
-        let number = self.assignment.first_rank + rank;
-        match self.devices.get(&rank) {
+        let number = self.attempt.assignment.first_rank + rank;
+        match self.attempt.devices.get(&rank) {
             Some(uuid) if uuid != CPU_DEVICE => format!("{uuid} (rank {number})"),
             _ => format!("rank {number}"),
         }
@@ -234,14 +237,14 @@ impl TrainerWorkload<'_> {
 
     /// Requests a checkpoint, or tells the requester why the job cannot save one now.
     pub(super) fn request_checkpoint(&mut self, requester: Requester, job: &Job) {
-        let refusal = match (job.state(), self.step) {
+        let refusal = match (job.state(), self.attempt.step) {
             _ if self.plan.bench.is_some() => "a benchmark saves no checkpoints",
             (JobState::Stopping | JobState::Done | JobState::Failed, _) => "the job is stopping",
             (JobState::Running, Some(step)) => {
                 self.checkpoint_requests.add(step, requester);
                 // Only rank 0 gets the command, and tells the others in its next step. Ranks that received it in
                 // different steps would save once for each of these steps.
-                return self.sessions.send(0, WorkerCommand::Checkpoint(CheckpointCommand {}));
+                return self.attempt.sessions.send(0, WorkerCommand::Checkpoint(CheckpointCommand {}));
             }
             _ => "the job is not training yet; try again when `xlaunch status` shows a step",
         };
