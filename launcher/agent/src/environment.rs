@@ -1,12 +1,12 @@
 //! Builds the environment of a worker: torchrun's and xlaunch's own variables, on top of a [`BaseEnvironment`].
 
-use std::collections::BTreeMap;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use xlaunch_proto::env;
 
+use crate::base_environment::BaseEnvironment;
 use crate::command::ResolvedCommand;
 use crate::python::flight_recorder;
 use xlaunch_cluster::Assignment;
@@ -30,44 +30,6 @@ const OF_ONE_WORKER: [&str; 8] = [
 /// Argument of `xlaunch worker` for a single process that runs all ranks of the job as threads. It gets the environment
 /// of rank 0.
 pub const RANK_THREADS: &str = "--rank-threads";
-
-/// The environment that workers inherit.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum BaseEnvironment {
-    /// The environment of this process.
-    #[default]
-    Own,
-    /// The environment of the user who submitted the job. The daemon's agent does not run in that environment itself:
-    /// `LD_PRELOAD` and similar variables must not affect the process that supervises the job.
-    Submitted(BTreeMap<OsString, OsString>),
-}
-
-impl BaseEnvironment {
-    /// Returns the value of a variable.
-    pub fn get(&self, name: impl AsRef<OsStr>) -> Option<OsString> {
-        match self {
-            Self::Own => std::env::var_os(name),
-            Self::Submitted(variables) => variables.get(name.as_ref()).cloned(),
-        }
-    }
-
-    /// Returns all variables.
-    pub(crate) fn variables(&self) -> BTreeMap<OsString, OsString> {
-        match self {
-            Self::Own => std::env::vars_os().collect(),
-            Self::Submitted(variables) => variables.clone(),
-        }
-    }
-
-    /// Makes a command inherit this environment.
-    pub(crate) fn apply(&self, command: &mut Command) {
-        if let Self::Submitted(variables) = self {
-            command.env_clear().envs(variables);
-        }
-        // The token is a secret of the agents.
-        command.env_remove(env::TOKEN);
-    }
-}
 
 /// Settings that the built-in trainer's workers of one attempt share.
 #[derive(Clone, Debug)]
@@ -294,6 +256,8 @@ impl Shared<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use std::collections::{BTreeMap, BTreeSet};
 
     use super::*;

@@ -26,6 +26,7 @@
 #![forbid(unsafe_code)]
 
 mod activity;
+pub mod base_environment;
 pub mod command;
 pub mod config;
 pub mod driver;

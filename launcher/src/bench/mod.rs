@@ -25,8 +25,8 @@ use xlaunch_proto::v1::bench::Kind;
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::JobSpec;
 
+use xlaunch_agent::base_environment::BaseEnvironment;
 use xlaunch_agent::driver;
-use xlaunch_agent::environment::BaseEnvironment;
 use xlaunch_agent::report;
 use xlaunch_agent::run_dir::RunDir;
 use xlaunch_agent::sinks::RankReport;

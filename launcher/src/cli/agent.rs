@@ -24,8 +24,8 @@ use xlaunch_spec::job::{Device, JobSpec};
 use xlaunch_worker::newest_checkpoint;
 
 use super::launch::{self, Ended, Place};
+use xlaunch_agent::base_environment::BaseEnvironment;
 use xlaunch_agent::command::{self, ResolvedCommand, Streams};
-use xlaunch_agent::environment::BaseEnvironment;
 use xlaunch_agent::registry::SOCKET;
 use xlaunch_agent::run_dir::RunDir;
 use xlaunch_agent::workload::command::stop_signals;

@@ -9,8 +9,8 @@
 //!   that forks workers, if there is one; `evidence`: evidence about a failure; `hang`: evidence about hanging ranks,
 //!   and their end; `terminal`: workers that use the terminal.
 //! - Everything that depends on the kind of job is in a [`Workload`]; the driver knows only `dyn Workload`.
-//! - The processes of an attempt belong to a [`ProcessTree`](xlaunch_host::spawn::process_tree::ProcessTree), which is empty
-//!   before the next attempt starts or the job ends. A [`Reaper`] process cleans up if this process is killed.
+//! - The processes of an attempt belong to a [`ProcessTree`](xlaunch_host::spawn::process_tree::ProcessTree), which is
+//!   empty before the next attempt starts or the job ends. A [`Reaper`] process cleans up if this process is killed.
 
 mod attempt;
 mod evidence;

@@ -21,8 +21,9 @@ use xlaunch_proto::v1::JobKind;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 
+use crate::base_environment::BaseEnvironment;
 use crate::command::{LogOptions, ResolvedCommand, quote_line};
-use crate::environment::{self, BaseEnvironment, CommandGroup};
+use crate::environment::{self, CommandGroup};
 use crate::interpreter;
 use crate::logs::Output;
 use crate::python::flight_recorder::FlightRecorders;

@@ -26,7 +26,7 @@ use tokio::sync::watch;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 
 use crate::activity::ActivityRecord;
-use crate::environment::BaseEnvironment;
+use crate::base_environment::BaseEnvironment;
 use crate::logs::Output;
 use crate::python::flight_recorder::FlightRecorders;
 use crate::python::preload::PreloadPlan;

@@ -27,8 +27,9 @@ use xlaunch_spec::job::{DoctorMode, JobSpec};
 use xlaunch_spec::lineage::Recovered;
 
 use crate::activity::ActivityRecord;
+use crate::base_environment::BaseEnvironment;
 use crate::command::quote_line;
-use crate::environment::{self, BaseEnvironment, TrainerGroup};
+use crate::environment::{self, TrainerGroup};
 use crate::logs::Output;
 use crate::rendezvous::barrier::JoinBarrier;
 use crate::rendezvous::service::Message;

@@ -33,7 +33,7 @@ use rustix::thread::CpuSet;
 use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
 
-use crate::environment::BaseEnvironment;
+use crate::base_environment::BaseEnvironment;
 pub(crate) use imports::Imported;
 use xlaunch_host::process::Process;
 use xlaunch_host::spawn::process_tree::ProcessTree;
