@@ -256,8 +256,6 @@ impl Shared<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
     use std::collections::{BTreeMap, BTreeSet};
 
     use super::*;
