@@ -4,7 +4,6 @@
 //! - [`all_reduce`]: all-reduce by message size, with the columns of nccl-tests;
 //! - [`device`]: peak rates of a device;
 //! - [`launches`]: launching itself;
-//! - [`rendezvous`]: rendezvous of many ranks on one node; [`nodes`]: rendezvous of many nodes;
 //! - [`kernels`]: the kernels of a step by family; [`clocks`]: the GPUs' clocks during the steps.
 //!
 //! Run directories are temporary. They are kept only if a launch fails.
@@ -14,8 +13,6 @@ pub(crate) mod clocks;
 pub(crate) mod device;
 pub(crate) mod kernels;
 pub(crate) mod launches;
-pub(crate) mod nodes;
-pub(crate) mod rendezvous;
 mod reports;
 pub(crate) mod train;
 

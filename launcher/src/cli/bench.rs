@@ -1,7 +1,7 @@
 //! `xlaunch bench`: options, and dispatch to [`crate::bench`].
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use clap::Subcommand;
 use xlaunch_spec::exit::ExitCode;
@@ -11,7 +11,7 @@ use super::launch::{self, Launch};
 use super::output::answer;
 use crate::bench::all_reduce::{self, Dtype};
 use crate::bench::train::{self, Extent};
-use crate::bench::{Mode, device, launches, nodes, rendezvous};
+use crate::bench::{Mode, device, launches};
 use xlaunch_host::devices::{self, Node, Placement};
 use xlaunch_spec::refusal::Refusal;
 
@@ -82,31 +82,6 @@ pub(super) enum Bench {
         #[arg(long)]
         json: bool,
     },
-    /// Rendezvous of simulated ranks on one node, or of simulated nodes, each with its own connection
-    Rendezvous {
-        /// Number of ranks; may be repeated
-        #[arg(long, value_name = "N", default_values_t = [1000, 10_000])]
-        #[arg(value_parser = clap::value_parser!(u32).range(1..=100_000))]
-        ranks: Vec<u32>,
-        /// Number of nodes, whose agents connect to a coordinator over TCP
-        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=10_000))]
-        nodes: Option<u32>,
-        /// Encrypt and authenticate the connections of nodes
-        #[arg(long, requires = "nodes")]
-        tls: bool,
-        /// Seconds for which all nodes must stay connected
-        #[arg(long, value_name = "SECONDS", default_value_t = 3, requires = "nodes")]
-        hold: u32,
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
-        /// Simulate the ranks that join at this socket
-        #[arg(long, hide = true)]
-        join_at: Option<PathBuf>,
-        /// Simulate the agents of nodes, as described on stdin
-        #[arg(long, hide = true)]
-        simulate_agents: bool,
-    },
     /// Peak rates of the first device: GEMM, copies, kernel launches; updates the cached calibration
     Device {
         /// Print JSON
@@ -150,22 +125,6 @@ async fn measure(bench: Bench) -> Result<String, Refusal> {
             let torchrun = launches::torchrun();
             let found = launches::run(nproc, runs.into(), torchrun.as_deref()).await?;
             Ok(if json { as_json(&serde_json::json!(found)) } else { launches::table(&found) })
-        }
-        Bench::Rendezvous { ranks, join_at: Some(socket), .. } => {
-            rendezvous::join_all(&socket, ranks.first().copied().unwrap_or_default()).await
-        }
-        Bench::Rendezvous { simulate_agents: true, .. } => nodes::simulate().await,
-        Bench::Rendezvous { ranks, nodes: Some(nodes), tls, hold, json, .. } => {
-            let mut found = Vec::new();
-            for ranks in ranks {
-                let hold = Duration::from_secs(hold.into());
-                found.push(nodes::run(nodes::Setting { nodes, ranks, tls, hold }).await?);
-            }
-            Ok(if json { as_json(&serde_json::json!(found)) } else { nodes::table(&found) })
-        }
-        Bench::Rendezvous { ranks, json, .. } => {
-            let found = rendezvous::run(&ranks).await?;
-            Ok(if json { as_json(&serde_json::json!(found)) } else { rendezvous::table(&found) })
         }
         Bench::Device { json } => {
             let (spec, placement) = default_job("device", None)?;

@@ -3,7 +3,6 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod bare_hosts;
-mod bench;
 mod cleanup;
 mod commands;
 mod doctor;
@@ -17,6 +16,7 @@ mod limits;
 mod nodes_status;
 mod placement;
 mod preload;
+mod rendezvous_load;
 mod restarts;
 mod signals;
 mod ssh;
@@ -30,7 +30,7 @@ const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
 
 xlaunch_harness::suite! {
     threads_per_core 2;
-    modules bare_hosts, bench, cleanup, commands, doctor, environment, failures, first_cause, hangs, heartbeats,
+    modules bare_hosts, rendezvous_load, cleanup, commands, doctor, environment, failures, first_cause, hangs, heartbeats,
         input, limits, nodes_status, placement, preload, restarts, signals, ssh, status, stopping, terminal, waiting;
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 use serde_json::Value;
-use xlaunch_tests::{Job, Launch, Output, Process, children, is_alive, send_signal, xlaunch_path};
+use xlaunch_tests::{Job, Output, Process, children, is_alive, send_signal};
 
 xlaunch_harness::tests! {
     train_reports_consistent_figures_and_leaves_no_files,
@@ -15,7 +15,6 @@ xlaunch_harness::tests! {
     train_with_threads_has_the_losses_of_processes,
     train_with_threads_that_fails_says_why_and_leaves_no_process,
     allreduce_results_are_correct_and_busbw_follows_algbw,
-    rendezvous_of_simulated_ranks_needs_enough_file_descriptors,
     launch_measures_cleanup_and_hang_detection,
     device_calibration_is_cached_until_device_is_measured_again,
     trace_shows_phases_of_requested_steps_on_every_rank;
@@ -190,18 +189,6 @@ fn allreduce_results_are_correct_and_busbw_follows_algbw() {
     assert_eq!((last.len(), &last[..5], last[8]), expected, "{table:?}");
     let refused = bench(&job, &["allreduce", "--dtype", "bf16"]);
     assert!(refused.code == 2 && refused.stderr.contains("--dtype bf16"), "{}", refused.stderr);
-}
-
-fn rendezvous_of_simulated_ranks_needs_enough_file_descriptors() {
-    let found = json(&job(), &["rendezvous", "--ranks", "50", "--ranks", "200"]);
-    assert_eq!([0, 1].map(|row| number(&found[row], "ranks")), [50.0, 200.0]);
-    assert!(number(&found[1], "seconds") > 0.0, "{found}");
-    let limited = format!("ulimit -n 150; exec {} bench rendezvous --ranks 200", xlaunch_path().display());
-    let run = Launch::with_program("sh").run(&["-c", &limited]);
-    assert_eq!(run.code, 70, "{}", run.stderr);
-    for words in ["200 ranks", "300", "150"] {
-        assert!(run.stderr.contains(words), "{words} in {}", run.stderr);
-    }
 }
 
 fn launch_measures_cleanup_and_hang_detection() {

@@ -1,4 +1,4 @@
-//! `xlaunch bench rendezvous --nodes N`: the coordinator of a job with many nodes.
+//! The coordinator of a job with many nodes.
 //!
 //! ```text
 //! this process: listener, service and coordinator of a job <--N connections, TCP or TLS-- child process: N agents
@@ -6,12 +6,10 @@
 //! ```
 //! The agents use the same links as real ones: they are admitted, prepare, join the rendezvous of the trainer, and send
 //! heartbeats and reports; in the end one of them fails. They have no workers: the ranks of a node join at their own
-//! agent, which `--ranks` without `--nodes` measures. CPU time and memory are those of this process.
+//! agent, which [`ranks`](crate::ranks) measures. CPU time and memory are those of this process.
 //!
 //! Times are measured in the child process, starting with its first connection. The loss of a node that has not failed
 //! is an error of the measurement.
-
-mod agents;
 
 use std::fmt::Write;
 use std::io;
@@ -21,6 +19,7 @@ use std::time::Duration;
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
+use clap::Args;
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeVal;
 use serde::{Deserialize, Serialize};
@@ -29,40 +28,39 @@ use tokio::process::{Child, ChildStdout, Command};
 use xlaunch_cluster::coordinator::Handle;
 use xlaunch_cluster::hosting::{new_coordinator, random_run_id, serve};
 use xlaunch_cluster::net::{Listener, Security, Token};
-use xlaunch_spec::exit::ExitCode;
-use xlaunch_spec::refusal::Refusal;
 
-pub(crate) use agents::simulate;
-
-use super::rendezvous::raise_file_limit;
+use crate::raise_file_limit;
 
 /// Maximum time for the child process to reach the next milestone, in addition to the time for which nodes are held.
 const MILESTONE_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Parameters of the measurement.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Setting {
-    pub(crate) nodes: u32,
-    pub(crate) ranks: u32,
-    pub(crate) tls: bool,
-    /// Time for which all nodes must remain members.
-    pub(crate) hold: Duration,
+#[derive(Clone, Copy, Debug, Args)]
+pub(super) struct Setting {
+    nodes: u32,
+    ranks: u32,
+    /// Encrypt and authenticate the connections.
+    #[arg(long)]
+    tls: bool,
+    /// Seconds for which all nodes must remain members.
+    #[arg(long, default_value_t = 3)]
+    hold: u64,
 }
 
 /// The agents that the child process simulates. Sent as one line on its stdin, as it contains a secret.
 #[derive(Serialize, Deserialize)]
-struct Plan {
-    nodes: u32,
-    ranks: u32,
-    hold: Duration,
-    port: u16,
+pub(super) struct Plan {
+    pub(super) nodes: u32,
+    pub(super) ranks: u32,
+    pub(super) hold: Duration,
+    pub(super) port: u16,
     /// The token in base64; `None` without TLS.
-    token: Option<String>,
+    pub(super) token: Option<String>,
 }
 
 /// Milestones that the child process reports, one line each, in this order.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-enum Milestone {
+pub(super) enum Milestone {
     /// Seconds from the first connection until the last node received the reply to the join of its ranks.
     Joined(f64),
     /// All nodes were members for the requested time.
@@ -73,7 +71,7 @@ enum Milestone {
 
 /// The result of a rendezvous of many nodes.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub(crate) struct Measured {
+pub(super) struct Measured {
     nodes: u32,
     ranks: u32,
     tls: bool,
@@ -89,23 +87,16 @@ pub(crate) struct Measured {
 /// Measures one rendezvous.
 ///
 /// # Errors
-/// A usage error if there are fewer ranks than nodes. Otherwise the limit of open files is too low, or a node was lost.
-pub(crate) async fn run(setting: Setting) -> Result<Measured, Refusal> {
-    if setting.ranks < setting.nodes {
-        let Setting { nodes, ranks, .. } = setting;
-        let message = format!(
-            "{ranks} ranks are fewer than {nodes} nodes; give a larger `--ranks`, or fewer `--nodes`"
-        );
-        return Err(Refusal::new(ExitCode::Usage, message));
+/// There are fewer ranks than nodes, the limit of open files is too low, or a node was lost.
+pub(super) async fn run(setting: Setting) -> io::Result<Measured> {
+    let Setting { nodes, ranks, tls, hold } = setting;
+    if ranks < nodes {
+        return Err(io::Error::other(format!("{ranks} ranks are fewer than {nodes} nodes")));
     }
-    measure(setting).await.map_err(|error| failed(&error))
+    measure(nodes, ranks, tls, Duration::from_secs(hold)).await
 }
 
-fn failed(error: &io::Error) -> Refusal {
-    Refusal::new(ExitCode::Internal, format!("failed to measure the rendezvous of nodes: {error}"))
-}
-
-pub(crate) fn table(measured: &[Measured]) -> String {
+pub(super) fn table(measured: &[Measured]) -> String {
     let mut out = format!(
         "{:>6} {:>7} {:>4}  {:>8}  {:>10}  {:>11}  {:>9}  {:>14}\n",
         "nodes", "ranks", "tls", "joined s", "join CPU s", "held s, CPU", "failure s", "peak memory"
@@ -125,8 +116,7 @@ pub(crate) fn table(measured: &[Measured]) -> String {
 }
 
 /// Runs the coordinator, and the agents in a child process.
-async fn measure(setting: Setting) -> io::Result<Measured> {
-    let Setting { nodes, ranks, tls, hold } = setting;
+async fn measure(nodes: u32, ranks: u32, tls: bool, hold: Duration) -> io::Result<Measured> {
     raise_file_limit(nodes, "nodes")?;
     let token = tls.then(Token::generate).transpose().map_err(io::Error::other)?;
     let security = token.as_ref().map_or(Ok(Security::Insecure), Security::from_token);
@@ -176,7 +166,7 @@ struct Agents {
 impl Agents {
     async fn start(plan: &Plan) -> io::Result<Self> {
         let mut child = Command::new(std::env::current_exe()?);
-        child.args(["bench", "rendezvous", "--simulate-agents"]);
+        child.arg("simulate-agents");
         let mut child = child.stdin(Stdio::piped()).stdout(Stdio::piped()).kill_on_drop(true).spawn()?;
         let (Some(mut stdin), Some(stdout)) = (child.stdin.take(), child.stdout.take()) else {
             return Err(io::ErrorKind::BrokenPipe.into());

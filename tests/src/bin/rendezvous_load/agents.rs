@@ -25,10 +25,9 @@ use xlaunch_spec::command::{self, Backend, Endpoint, GroupSpec, NodeCount};
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::ids::Digest;
 use xlaunch_spec::job::JobSpec;
-use xlaunch_spec::refusal::Refusal;
 
-use super::{Milestone, Plan, failed};
-use crate::bench::rendezvous::raise_file_limit;
+use crate::nodes::{Milestone, Plan};
+use crate::raise_file_limit;
 
 /// Maximum time for all nodes to join.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(100);
@@ -49,9 +48,9 @@ enum Change {
 ///
 /// # Errors
 /// A node could not join, or was lost.
-pub(crate) async fn simulate() -> Result<String, Refusal> {
-    let plan = read_plan().map_err(|error| failed(&error))?;
-    run(&plan).await.map_err(|error| failed(&error))?;
+pub(super) async fn simulate() -> io::Result<String> {
+    let plan = read_plan()?;
+    run(&plan).await?;
     Ok(String::new())
 }
 

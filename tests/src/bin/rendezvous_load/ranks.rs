@@ -1,4 +1,4 @@
-//! `xlaunch bench rendezvous`: the time that many ranks need to join.
+//! The time that many ranks of one node need to join.
 //!
 //! The ranks are tasks of one child process, each with its own connection. They join as workers do, at the agent's
 //! service on a unix socket, which runs in this process. The child measures from its first connection to the last
@@ -10,39 +10,36 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::{Deserialize, Serialize};
 use tokio::process::Command;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tonic::transport::Channel;
 use xlaunch_proto::VERSION;
+use xlaunch_proto::connect;
 use xlaunch_proto::convert::Join;
 use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::{JobKind, JoinRequest};
-use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::ids::{Attempt, Digest, NcclId, Rank, RingKey};
 
+use crate::raise_file_limit;
 use xlaunch_agent::rendezvous::Rendezvous;
 use xlaunch_agent::rendezvous::barrier::{JoinBarrier, JoinOutcome};
 use xlaunch_agent::rendezvous::service::{self, Message};
 use xlaunch_agent::status::board::{Board, Launch};
 use xlaunch_cluster::Assignment;
 use xlaunch_cluster::rendezvous as group;
-use xlaunch_spec::refusal::Refusal;
 
 /// Maximum time for all ranks to join.
 const RENDEZVOUS_TIMEOUT: Duration = Duration::from_secs(120);
 /// Delay before another attempt to connect if the backlog of the socket is full.
 const CONNECT_RETRY_DELAY: Duration = Duration::from_millis(2);
-/// File descriptors that each process needs in addition to one per connection.
-const OTHER_DESCRIPTORS: u64 = 100;
 /// Stands for the configuration of all ranks, whose hashes must agree.
 const CONFIG: &[u8] = b"bench";
 
 /// The result of one rendezvous.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub(crate) struct Measured {
+pub(super) struct Measured {
     ranks: u32,
     /// From the first connection to the last reply.
     seconds: f64,
@@ -52,19 +49,15 @@ pub(crate) struct Measured {
 ///
 /// # Errors
 /// The limit of open files is too low, or the rendezvous failed.
-pub(crate) async fn run(ranks: &[u32]) -> Result<Vec<Measured>, Refusal> {
+pub(super) async fn run(ranks: &[u32]) -> io::Result<Vec<Measured>> {
     let mut measured = Vec::new();
     for ranks in ranks {
-        measured.push(measure(*ranks).await.map_err(|error| failed(&error))?);
+        measured.push(measure(*ranks).await?);
     }
     Ok(measured)
 }
 
-fn failed(error: &io::Error) -> Refusal {
-    Refusal::new(ExitCode::Internal, format!("failed to measure the rendezvous: {error}"))
-}
-
-pub(crate) fn table(measured: &[Measured]) -> String {
+pub(super) fn table(measured: &[Measured]) -> String {
     let mut out = format!("{:>8}  seconds\n", "ranks");
     for Measured { ranks, seconds } in measured {
         // Writing to a String cannot fail.
@@ -76,7 +69,7 @@ pub(crate) fn table(measured: &[Measured]) -> String {
 /// Runs the agent's service, and the ranks in a child process.
 async fn measure(ranks: u32) -> io::Result<Measured> {
     raise_file_limit(ranks, "ranks")?;
-    let dir = super::scratch_dir()?;
+    let dir = tempfile::tempdir()?;
     let socket = dir.path().join("agent.sock");
     let (messages, mut inbox) = mpsc::channel(1024);
     let board = watch::Sender::new(Board::new(Launch {
@@ -93,7 +86,7 @@ async fn measure(ranks: u32) -> io::Result<Measured> {
     board.send_modify(|board| board.reset(0, ranks, &assignment));
     let serving = service::serve(&socket, messages, board.clone()).await?;
     let mut child = Command::new(std::env::current_exe()?);
-    child.args(["bench", "rendezvous", "--ranks", &ranks.to_string(), "--join-at"]).arg(&socket);
+    child.arg("join-at").arg(&socket).arg(ranks.to_string());
     let child = child.stdin(Stdio::null()).stdout(Stdio::piped()).kill_on_drop(true).spawn()?;
     let deadline = Instant::now() + RENDEZVOUS_TIMEOUT;
     let mut barrier = JoinBarrier::new(Rendezvous::new(0..ranks, ranks, 0, Digest::of(CONFIG), deadline));
@@ -130,8 +123,8 @@ async fn measure(ranks: u32) -> io::Result<Measured> {
 ///
 /// # Errors
 /// The error of the first rank that could not join.
-pub(crate) async fn join_all(socket: &Path, ranks: u32) -> Result<String, Refusal> {
-    raise_file_limit(ranks, "ranks").map_err(|error| failed(&error))?;
+pub(super) async fn join_all(socket: &Path, ranks: u32) -> io::Result<String> {
+    raise_file_limit(ranks, "ranks")?;
     let start = Instant::now();
     let mut joining = JoinSet::new();
     for rank in 0..ranks {
@@ -139,7 +132,7 @@ pub(crate) async fn join_all(socket: &Path, ranks: u32) -> Result<String, Refusa
         joining.spawn(async move { join(&socket, rank).await });
     }
     while let Some(joined) = joining.join_next().await {
-        joined.unwrap_or_else(|error| Err(io::Error::other(error))).map_err(|error| failed(&error))?;
+        joined??;
     }
     let measured = Measured { ranks, seconds: start.elapsed().as_secs_f64() };
     Ok(serde_json::json!(measured).to_string())
@@ -157,34 +150,18 @@ async fn join(socket: &Path, rank: u32) -> io::Result<()> {
         ring_address: String::new(),
         pid: std::process::id(),
     });
-    let mut agent = AgentClient::new(connect(socket).await?);
+    let mut agent = AgentClient::new(connected(socket).await?);
     agent.join(request).await.map(drop).map_err(io::Error::other)
 }
 
 /// Connects, and retries while the backlog of the socket is full, as all ranks connect at once.
-async fn connect(socket: &Path) -> io::Result<Channel> {
+async fn connected(socket: &Path) -> io::Result<Channel> {
     loop {
-        match crate::client::connect(socket, RENDEZVOUS_TIMEOUT).await {
+        match connect::connect(socket, connect::endpoint().timeout(RENDEZVOUS_TIMEOUT)).await {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 tokio::time::sleep(CONNECT_RETRY_DELAY).await
             }
             connected => return connected,
         }
     }
-}
-
-/// Raises the soft limit of open files to allow `count` connections. `what` names their owners in errors.
-pub(super) fn raise_file_limit(count: u32, what: &str) -> io::Result<()> {
-    let needed = u64::from(count) + OTHER_DESCRIPTORS;
-    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
-    if current.is_none_or(|current| current >= needed) {
-        return Ok(());
-    }
-    if maximum.is_some_and(|maximum| maximum < needed) {
-        let limit = maximum.unwrap_or_default();
-        return Err(io::Error::other(format!(
-            "{count} {what} need {needed} file descriptors, {limit} are allowed (ulimit -Hn)"
-        )));
-    }
-    Ok(setrlimit(Resource::Nofile, Rlimit { current: Some(needed), maximum })?)
 }
