@@ -238,13 +238,15 @@ mod tests {
 
     use super::*;
 
-    /// Fields that callers add on request, and the seconds of an accounting, which are one object.
-    const LEFT_OUT: [&str; 12] = [
+    /// Fields that callers add on request, metrics that have keys of their own, and the seconds of an accounting, which are one object.
+    const LEFT_OUT: [&str; 14] = [
         "Job.report",
         "Job.status",
         "Job.status_age_seconds",
         "Job.history",
         "StatusReply.history",
+        "StatusReply.last_step",
+        "RankStatus.last_step",
         "Accounting.step_seconds",
         "Accounting.repeated_seconds",
         "Accounting.checkpoint_seconds",

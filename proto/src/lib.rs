@@ -6,6 +6,7 @@
 //! - [`disk`] has the file operations of data that must survive a crash; tests can make each of them fail;
 //! - [`mod@connect`]: gRPC channels over unix sockets;
 //! - [`json`] and [`labels`] render messages for programs and people;
+//! - [`metrics`] is the table of the values of training steps;
 //! - [`snapshot`] is the header of memory snapshots, which workers write and agents read;
 //! - [`accounting`] breaks down the wall time of a job;
 //! - [`mod@env`] names the environment variables of workers.
@@ -22,6 +23,7 @@ pub mod disk;
 pub mod env;
 pub mod json;
 pub mod labels;
+pub mod metrics;
 mod phase;
 pub mod snapshot;
 

@@ -7,9 +7,10 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
+use xlaunch_proto::metrics::METRICS;
 
 use super::downsampled::Downsampled;
-use super::lines::{self, KEYS, Lines, Point, key};
+use super::lines::{self, Lines, Point};
 use super::reduce::{self, Reducer};
 use super::rewinds::Rewinds;
 
@@ -20,7 +21,7 @@ const MEDIAN_VALUES: usize = 1 << 16;
 #[derive(Debug, Default)]
 pub(crate) struct Curves {
     /// The reduced curve of each key.
-    pub(crate) points: [Vec<reduce::Point>; KEYS.len()],
+    pub(crate) points: [Vec<reduce::Point>; METRICS.len()],
     pub(crate) figures: Figures,
     /// Notes for the reader about data that could not be used.
     pub(crate) notes: Vec<String>,
@@ -81,7 +82,7 @@ struct Survey {
     steps: Rewinds,
     evaluations: Rewinds,
     /// Number of points of each key, including those that are not part of the final curve.
-    counts: [u64; KEYS.len()],
+    counts: [u64; METRICS.len()],
     first: Option<u64>,
     last: u64,
     notes: Vec<String>,
@@ -129,7 +130,7 @@ impl Survey {
     fn add(&mut self, line: u64, point: &Point) {
         if point.is_step() {
             self.steps.add(line, point.step);
-        } else if point.values[key::VAL_LOSS].is_some() {
+        } else if point.value("val/loss").is_some() {
             self.evaluations.add(line, point.step);
         }
         let counts = self.counts.iter_mut().zip(point.values);
@@ -184,24 +185,25 @@ impl Default for Totals {
 
 impl Totals {
     fn add(&mut self, point: &Point) {
-        let (figures, value) = (&mut self.figures, |index: usize| point.values[index]);
-        let finite = |index: usize| value(index).filter(|value| value.is_finite());
+        let figures = &mut self.figures;
+        let finite = |key: &str| point.value(key).filter(|value| value.is_finite());
         figures.steps = figures.steps.max(point.step);
         let curves = [
-            (&mut figures.loss, key::LOSS),
-            (&mut figures.val_loss, key::VAL_LOSS),
-            (&mut figures.bits_per_byte, key::BITS_PER_BYTE),
+            (&mut figures.loss, "train/loss"),
+            (&mut figures.val_loss, "val/loss"),
+            (&mut figures.bits_per_byte, "val/bits_per_byte"),
         ];
-        for (extremes, index) in curves {
-            value(index).into_iter().for_each(|value| extremes.add(point.step, value));
+        for (extremes, key) in curves {
+            point.value(key).into_iter().for_each(|value| extremes.add(point.step, value));
         }
-        if let (Some(speed), Some(seconds)) = (finite(key::TOKENS_PER_SECOND), finite(key::STEP_SECONDS)) {
+        if let (Some(speed), Some(seconds)) = (finite("perf/tokens_per_second"), finite("perf/step_seconds"))
+        {
             figures.tokens += speed * seconds;
             figures.step_seconds += seconds;
         }
-        figures.skipped_steps = finite(key::SKIPPED_STEPS).unwrap_or(figures.skipped_steps);
-        finite(key::TOKENS_PER_SECOND).into_iter().for_each(|speed| self.speeds.add(speed));
-        finite(key::MFU).into_iter().for_each(|mfu| self.utilisations.add(mfu));
+        figures.skipped_steps = finite("train/skipped_steps").unwrap_or(figures.skipped_steps);
+        finite("perf/tokens_per_second").into_iter().for_each(|speed| self.speeds.add(speed));
+        finite("perf/mfu").into_iter().for_each(|mfu| self.utilisations.add(mfu));
     }
 
     fn finish(self) -> Figures {
@@ -253,8 +255,9 @@ mod tests {
         })
     }
 
-    fn losses(curves: &Curves, index: usize) -> Vec<(u64, f64)> {
-        curves.points[index].iter().map(|(step, value)| (*step, value.unwrap_or(f64::INFINITY))).collect()
+    fn losses(curves: &Curves, key: &str) -> Vec<(u64, f64)> {
+        let points = &curves.points[lines::index(key).unwrap()];
+        points.iter().map(|(step, value)| (*step, value.unwrap_or(f64::INFINITY))).collect()
     }
 
     #[test]
@@ -267,8 +270,8 @@ mod tests {
         let own = [step(4, 5.0), eval(4, 5.5), step(5, 4.0), step(6, 3.0), eval(6, 3.5), step(5, 2.0)];
         let own = file(dir.path(), "own", &own, "");
         let curves = read(&[parent, own]).unwrap();
-        assert_eq!(losses(&curves, key::LOSS), [(1, 9.0), (2, 8.0), (3, 7.0), (4, 5.0), (5, 2.0)]);
-        assert_eq!(losses(&curves, key::VAL_LOSS), [(2, 8.5), (4, 5.5)]);
+        assert_eq!(losses(&curves, "train/loss"), [(1, 9.0), (2, 8.0), (3, 7.0), (4, 5.0), (5, 2.0)]);
+        assert_eq!(losses(&curves, "val/loss"), [(2, 8.5), (4, 5.5)]);
         let figures = &curves.figures;
         assert_eq!((figures.steps, figures.restarts, figures.step_seconds), (5, 1, 2.5));
         assert_eq!(figures.loss, Extremes { last: Some(2.0), best: Some((2.0, 5)) });
@@ -285,7 +288,7 @@ mod tests {
         nan["train/loss"] = Value::Null;
         let source = file(dir.path(), "a", &[step(1, 3.0), nan], "");
         let curves = read(&[source]).unwrap();
-        assert_eq!(curves.points[key::LOSS], [(1, Some(3.0)), (2, None)]);
+        assert_eq!(curves.points[lines::index("train/loss").unwrap()], [(1, Some(3.0)), (2, None)]);
         assert_eq!(curves.figures.loss.json(), json!({ "last": null, "best": 3.0, "best_step": 1 }));
     }
 
@@ -295,7 +298,7 @@ mod tests {
         let rest = "not JSON\n{\"_step\": \"x\"}\n{\"_step\": 2, \"train/lo";
         let source = file(dir.path(), "a", &[step(1, 3.0)], rest);
         let curves = read(std::slice::from_ref(&source)).unwrap();
-        assert_eq!(losses(&curves, key::LOSS), [(1, 3.0)]);
+        assert_eq!(losses(&curves, "train/loss"), [(1, 3.0)]);
         assert_eq!(curves.notes, [format!("{}: 2 lines are broken, and left out", source.path.display())]);
         let empty = file(dir.path(), "b", &[], "");
         let curves = read(&[empty]).unwrap();

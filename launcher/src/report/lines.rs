@@ -9,46 +9,28 @@ use std::path::Path;
 
 use fs_err::File;
 use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use xlaunch_proto::metrics::METRICS;
 
 /// Maximum length of a line in bytes; longer lines are skipped.
 const MAX_LINE_BYTES: u64 = 1 << 20;
-
-/// The keys that are read from a line, in addition to its step.
-pub(crate) const KEYS: [&str; 9] = [
-    "train/loss",
-    "val/loss",
-    "val/bits_per_byte",
-    "train/lr",
-    "train/grad_norm",
-    "perf/tokens_per_second",
-    "perf/mfu",
-    "perf/step_seconds",
-    "train/skipped_steps",
-];
-
-/// Indices into [`KEYS`].
-pub(crate) mod key {
-    pub(crate) const LOSS: usize = 0;
-    pub(crate) const VAL_LOSS: usize = 1;
-    pub(crate) const BITS_PER_BYTE: usize = 2;
-    pub(crate) const TOKENS_PER_SECOND: usize = 5;
-    pub(crate) const MFU: usize = 6;
-    pub(crate) const STEP_SECONDS: usize = 7;
-    pub(crate) const SKIPPED_STEPS: usize = 8;
-}
 
 /// The values of a line, which is a step or an evaluation.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Point {
     pub(crate) step: u64,
-    /// The value of each key: NaN if it is not finite, `None` if it is absent.
-    pub(crate) values: [Option<f64>; KEYS.len()],
+    /// The value of each metric: NaN if it is not finite, `None` if it is absent.
+    pub(crate) values: [Option<f64>; METRICS.len()],
 }
 
 impl Point {
     /// Returns whether the point is a training step rather than an evaluation after one.
     pub(crate) fn is_step(&self) -> bool {
-        self.values[key::LOSS].is_some()
+        self.value("train/loss").is_some()
+    }
+
+    /// Returns the value of the metric with this key.
+    pub(crate) fn value(&self, key: &str) -> Option<f64> {
+        self.values[index(key)?]
     }
 }
 
@@ -111,7 +93,7 @@ impl<'de> Visitor<'de> for PointVisitor {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Point, A::Error> {
-        let (mut step, mut values) = (None, [None; KEYS.len()]);
+        let (mut step, mut values) = (None, [None; METRICS.len()]);
         while let Some(key) = map.next_key()? {
             match key {
                 Key::Step => step = map.next_value::<Number>()?.0,
@@ -131,6 +113,11 @@ fn whole(value: f64) -> Option<u64> {
     ((0.0..=EXACT).contains(&value) && value.fract() == 0.0).then_some(value as u64)
 }
 
+/// Returns the index of the metric with this key.
+pub(super) fn index(key: &str) -> Option<usize> {
+    METRICS.iter().position(|metric| metric.key == key)
+}
+
 enum Key {
     Step,
     Value(usize),
@@ -148,8 +135,7 @@ impl<'de> Deserialize<'de> for Key {
             }
 
             fn visit_str<E>(self, name: &str) -> Result<Key, E> {
-                let index = || KEYS.iter().position(|key| *key == name);
-                Ok(if name == "_step" { Key::Step } else { index().map_or(Key::Other, Key::Value) })
+                Ok(if name == "_step" { Key::Step } else { index(name).map_or(Key::Other, Key::Value) })
             }
         }
         deserializer.deserialize_identifier(KeyVisitor)
@@ -221,9 +207,11 @@ mod tests {
             br#"{"x": {"y": [1]}, "_step": 3, "train/loss": 0.1, "val/loss": null, "train/lr": "NaN",
                 "train/grad_norm": "high", "perf/mfu": [1, {"a": 2}], "perf/step_seconds": {"a": 1}, "\u0041": 1}"#,
         );
-        let values = point.unwrap().values.map(|value| value.map(|value| value.to_string()));
-        let expected = [Some("0.1"), Some("NaN"), None, Some("NaN"), None, None, None, None, None];
-        assert_eq!(values, expected.map(|value| value.map(str::to_owned)));
+        let point = point.unwrap();
+        let value = |key| point.value(key).map(|value| value.to_string());
+        let keys = ["train/loss", "val/loss", "train/lr"];
+        assert_eq!(keys.map(|key| value(key).unwrap()), ["0.1", "NaN", "NaN"]);
+        assert_eq!(point.values.iter().flatten().count(), 3);
         for broken in
             ["{}", "[1]", "3", "{\"_step\": -1}", "{\"_step\": 1.5}", "{\"_step\": \"1\"}", "{\"_step\": 1"]
         {

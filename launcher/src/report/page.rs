@@ -2,14 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use xlaunch_spec::quantities::{count_text, rough_time_text};
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD as BASE64;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
+use xlaunch_proto::metrics::{Chart, METRICS};
+use xlaunch_spec::quantities::{count_text, rough_time_text};
 
-use super::lines::KEYS;
 use super::{Run, documents, reduce};
 use crate::render::text;
 
@@ -19,24 +19,6 @@ const STYLE: &str = include_str!("assets/report.css");
 const SCRIPT: &str = include_str!("assets/report.js");
 /// Text in place of a missing value.
 const NONE: &str = "–";
-
-/// A chart with the curves of the same keys for all runs.
-struct Chart {
-    id: &'static str,
-    title: &'static str,
-    unit: &'static str,
-    /// Keys of the curves. The second one is drawn with a mark at each value.
-    keys: &'static [&'static str],
-}
-
-const CHARTS: [Chart; 6] = [
-    Chart { id: "loss", title: "Loss", unit: "nats per token", keys: &["train/loss", "val/loss"] },
-    Chart { id: "bits", title: "Validation loss", unit: "bits per byte", keys: &["val/bits_per_byte"] },
-    Chart { id: "lr", title: "Learning rate", unit: "", keys: &["train/lr"] },
-    Chart { id: "norm", title: "Gradient norm", unit: "L2, before clipping", keys: &["train/grad_norm"] },
-    Chart { id: "speed", title: "Throughput", unit: "tokens per second", keys: &["perf/tokens_per_second"] },
-    Chart { id: "mfu", title: "Model FLOPs utilisation", unit: "1 is the peak rate", keys: &["perf/mfu"] },
-];
 
 /// Returns the page.
 pub(crate) fn html(runs: &[Run]) -> String {
@@ -253,27 +235,25 @@ fn swatch(index: usize) -> String {
 
 /// Returns the curves for the script.
 fn data(runs: &[Run]) -> Value {
-    let points = |run: &Run, key: &str| {
-        let index = KEYS.iter().position(|other| *other == key)?;
-        Some(run.curves.points[index].clone()).filter(|points| !points.is_empty())
-    };
-    let curve = |index: usize, run: &Run, key: &str, marks: bool| {
-        let points = points(run, key)?;
-        let steps: Vec<u64> = points.iter().map(|(step, _)| *step).collect();
-        let values: Vec<Value> = points.iter().map(|(_, value)| short(*value)).collect();
+    let curve = |index: usize, run: &Run, at: usize, marks: bool| {
+        let points = Some(&run.curves.points[at]).filter(|points| !points.is_empty())?;
+        let (steps, values): (Vec<u64>, Vec<Value>) =
+            points.iter().map(|(step, value)| (*step, short(*value))).unzip();
+        let key = METRICS[at].key;
         Some(json!({ "run": index, "key": key, "marks": marks, "steps": steps, "values": values }))
     };
-    let chart = |chart: &Chart| {
-        let keys = chart.keys.iter().enumerate();
-        let curves: Vec<Value> = keys
-            .flat_map(|(at, key)| {
-                runs.iter().enumerate().filter_map(move |(index, run)| curve(index, run, key, at > 0))
-            })
-            .collect();
-        (!curves.is_empty())
-            .then(|| json!({ "id": chart.id, "title": chart.title, "unit": chart.unit, "curves": curves }))
+    let metrics = METRICS.iter().enumerate().filter_map(|(at, metric)| Some((at, metric.chart?)));
+    let metrics: Vec<(usize, Chart)> = metrics.collect();
+    let chart = |metrics: &[(usize, Chart)]| {
+        let Chart { id, title, unit } = metrics[0].1;
+        // The values of the second metric are drawn with marks.
+        let curves = metrics.iter().enumerate().flat_map(|(nth, (at, _))| {
+            runs.iter().enumerate().filter_map(move |(index, run)| curve(index, run, *at, nth > 0))
+        });
+        let curves: Vec<Value> = curves.collect();
+        (!curves.is_empty()).then(|| json!({ "id": id, "title": title, "unit": unit, "curves": curves }))
     };
-    let charts: Vec<Value> = CHARTS.iter().filter_map(chart).collect();
+    let charts: Vec<Value> = metrics.chunk_by(|a, b| a.1.id == b.1.id).filter_map(chart).collect();
     let labels: Vec<String> = runs.iter().map(|run| text::escape(&run.label)).collect();
     json!({ "runs": labels, "charts": charts, "most_points": reduce::MAX_POINTS })
 }

@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 
 use fs_err::File;
 use prost::Message;
+use xlaunch_proto::metrics::Point;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{EvalReport, StepReport};
 
 use super::appender::Appender;
 use super::{RankReport, ReportSink};
@@ -84,12 +84,17 @@ struct Value {
 
 impl ReportSink for TensorBoard {
     fn report(&mut self, report: &RankReport) -> io::Result<()> {
-        match &report.report {
-            Report::TrainStarted(started) => self.begin(started.first_step),
-            Report::Step(step) => self.step(step),
-            Report::Eval(eval) => self.eval(eval),
-            _ => Ok(()),
+        if let Report::TrainStarted(started) = &report.report {
+            return self.begin(started.first_step);
         }
+        let Some(Point { step, values }) = Point::of(&report.report) else { return Ok(()) };
+        self.last_step = step;
+        let mut scalars = Vec::new();
+        for (metric, value) in values.iter().filter(|(metric, _)| metric.in_tensorboard) {
+            let tags = std::iter::once(metric.key).chain(metric.deprecated_tag);
+            scalars.extend(tags.map(|tag| Value { tag: tag.into(), simple_value: Some(value.f32()) }));
+        }
+        self.write(step, What::Summary(Summary { value: scalars }))
     }
 
     fn finish(&mut self) -> io::Result<()> {
@@ -148,39 +153,6 @@ impl TensorBoard {
         result
     }
 
-    #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "speeds and times")]
-    fn step(&mut self, step: &StepReport) -> io::Result<()> {
-        let speed = step.tokens as f64 / step.step_seconds.max(1e-9);
-        let mut values = vec![
-            ("train/loss", step.loss),
-            ("train/lr", step.learning_rate),
-            ("train/grad_norm", step.grad_norm),
-            ("train/skipped_steps", step.skipped_steps as f32),
-            ("perf/tokens_per_second", speed as f32),
-            ("perf/step_seconds", step.step_seconds as f32),
-            // Deprecated names, kept for one release.
-            ("lr", step.learning_rate),
-            ("perf/tokens_per_s", speed as f32),
-        ];
-        values.extend(step.mfu.map(|mfu| ("perf/mfu", mfu as f32)));
-        self.last_step = step.step;
-        self.scalars(step.step, &values)
-    }
-
-    #[expect(clippy::cast_possible_truncation, reason = "a scalar is an f32")]
-    fn eval(&mut self, eval: &EvalReport) -> io::Result<()> {
-        let loss = ("val/loss", eval.loss);
-        match eval.bits_per_byte {
-            Some(bits) => self.scalars(eval.step, &[loss, ("val/bits_per_byte", bits as f32)]),
-            None => self.scalars(eval.step, &[loss]),
-        }
-    }
-
-    fn scalars(&mut self, step: u64, values: &[(&str, f32)]) -> io::Result<()> {
-        let value = |&(tag, value): &(&str, f32)| Value { tag: tag.into(), simple_value: Some(value) };
-        self.write(step, What::Summary(Summary { value: values.iter().map(value).collect() }))
-    }
-
     fn write(&mut self, step: u64, what: What) -> io::Result<()> {
         let step = i64::try_from(step).unwrap_or(i64::MAX);
         let event = Event { wall_time: now(), step, what: Some(what) };
@@ -227,7 +199,15 @@ fn now() -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
+    use xlaunch_proto::v1::{EvalReport, StepReport};
+
     use super::*;
+
+    fn write(board: &mut TensorBoard, report: Report) {
+        board.report(&RankReport { rank: 0, at: Instant::now(), report }).unwrap();
+    }
 
     /// The events of the one file in a run's directory.
     fn events(run_dir: &Path) -> Vec<Event> {
@@ -276,20 +256,23 @@ mod tests {
             mfu: Some(0.25),
             ..Default::default()
         };
-        board.step(&step).unwrap();
-        board.eval(&EvalReport { step: 4, loss: f32::NAN, tokens: 10, bits_per_byte: Some(1.5) }).unwrap();
+        write(&mut board, Report::Step(step));
+        write(
+            &mut board,
+            Report::Eval(EvalReport { step: 4, loss: f32::NAN, tokens: 10, bits_per_byte: Some(1.5) }),
+        );
         let events = events(dir.path());
         assert_eq!(events[0].what, Some(What::FileVersion("brain.Event:2".into())));
         assert_eq!(events.iter().map(|event| event.step).collect::<Vec<_>>(), [0, 3, 4]);
         let expected = [
             ("train/loss", 0.1),
             ("train/lr", 1e-4),
+            ("lr", 1e-4),
             ("train/grad_norm", 0.0),
             ("train/skipped_steps", 2.0),
             ("perf/tokens_per_second", 200.0),
-            ("perf/step_seconds", 0.5),
-            ("lr", 1e-4),
             ("perf/tokens_per_s", 200.0),
+            ("perf/step_seconds", 0.5),
             ("perf/mfu", 0.25),
         ];
         assert_eq!(scalars(&events[1]), expected);
@@ -304,7 +287,7 @@ mod tests {
         let train = |board: &mut TensorBoard, steps: std::ops::RangeInclusive<u64>| {
             board.begin(steps.start() - 1).unwrap();
             for step in steps {
-                board.step(&StepReport { step, ..Default::default() }).unwrap();
+                write(board, Report::Step(StepReport { step, ..Default::default() }));
             }
         };
         train(&mut TensorBoard::create(parent.path(), None), 1..=4);

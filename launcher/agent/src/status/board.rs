@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use xlaunch_proto::metrics::tokens_per_second;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{JobKind, JobState, RankState, RankStatus, Restart, StatusReply, StepReport, Totals};
 
@@ -232,6 +233,7 @@ impl Board {
             }
             if let Report::Step(step) = report {
                 status.step = step.step;
+                status.last_step = Some(*step);
                 status.pool_live_bytes = step.pool_live_bytes;
                 status.pool_mapped_bytes = step.pool_mapped_bytes;
                 status.pool_peak_bytes = step.pool_peak_bytes;
@@ -401,7 +403,7 @@ impl Board {
             step: self.last_step.map(|step| step.step).or(lowest_step).unwrap_or(0),
             total_steps: self.launch.total_steps,
             loss: step.loss,
-            tokens_per_second: history::speed(&step),
+            tokens_per_second: tokens_per_second(&step),
             mfu: step.mfu,
             nodes: Vec::new(),
             spare: self.spare && self.connected,
@@ -417,6 +419,7 @@ impl Board {
             past_restarts: self.restarts.iter().cloned().collect(),
             totals: self.totals.clone(),
             accounting: Some(self.time.accounting(now)),
+            last_step: self.last_step,
             history: if history { self.history.points().to_vec() } else { Vec::new() },
         }
     }

@@ -1,5 +1,6 @@
 //! The progress of a training job: totals, and a bounded number of points for a chart.
 
+use xlaunch_proto::metrics::tokens_per_second;
 use xlaunch_proto::v1::{Progress, StepReport, StepTimes, Totals};
 
 /// A history is thinned out to at most this many points.
@@ -30,7 +31,7 @@ impl History {
         if !self.steps.is_multiple_of(1 << self.interval_log2) {
             return;
         }
-        let tokens_per_second = speed(step);
+        let tokens_per_second = tokens_per_second(step);
         self.points.push(Progress { unix_ms, step: step.step, loss: step.loss, tokens_per_second });
         if self.points.len() > MAX_POINTS {
             let mut keep = false;
@@ -71,12 +72,6 @@ pub fn is_sound(totals: &Totals) -> bool {
         && sum.is_some()
         && totals.steps.len() <= STEP_TIME_BUCKETS.len()
         && totals.step_seconds.is_finite()
-}
-
-/// Returns the tokens per second of a step; 0 before the first step.
-#[expect(clippy::cast_precision_loss, reason = "shown to people")]
-pub fn speed(step: &StepReport) -> f64 {
-    if step.step_seconds > 0.0 { step.tokens as f64 / step.step_seconds } else { 0.0 }
 }
 
 #[cfg(test)]

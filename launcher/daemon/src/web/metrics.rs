@@ -11,8 +11,10 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, text};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
+use xlaunch_proto::metrics::{Gauge, METRICS, Metric, Series};
 use xlaunch_proto::v1::{
-    Accounting, ExaminationState, NodeJobState, RankState, RankStatus, StatusReply, StepTimes, Totals,
+    Accounting, ExaminationState, NodeJobState, RankState, RankStatus, StatusReply, StepReport, StepTimes,
+    Totals,
 };
 
 use super::api::has_trained;
@@ -158,14 +160,13 @@ impl Scrape {
             self.unfinished().filter_map(age),
         )?;
 
-        let steps = trained(self.recent(), |_, status| Some(whole(status.step)));
+        let steps = trained(self.recent(), |status| Some(whole(status.step)));
         out.gauge("xlaunch_step", "Last finished training step.", steps)?;
-        let losses = trained(self.recent(), |_, status| Some(f64::from(status.loss)));
-        out.gauge("xlaunch_loss", "Training loss of the last step, in nats per token.", losses)?;
-        let speeds = trained(self.unfinished(), |_, status| Some(status.tokens_per_second));
-        out.gauge("xlaunch_tokens_per_second", "Throughput of the last step, over all ranks.", speeds)?;
-        let mfu = trained(self.unfinished(), |_, status| status.mfu);
-        out.gauge("xlaunch_mfu_ratio", "Model FLOPs utilisation of the last step, from 0 to 1.", mfu)?;
+        for (metric, gauge) in gauges().filter(|(_, gauge)| gauge.series != Series::Rank) {
+            let jobs = self.recent().filter(|job| gauge.series == Series::Job || !job.has_ended());
+            let value = |status: &StatusReply| Some(metric.of_step(&last_step(status))?.f64());
+            out.gauge(gauge.name, gauge.help, trained(jobs, value))?;
+        }
         let totals = |job: &JobView| Some((of(job), job.status.as_ref()?.0.totals.clone()?));
         let totals: Vec<_> = self.recent().filter_map(totals).collect();
         let help = "Duration of training steps with pauses between them; steps repeated after a restart count again.";
@@ -226,14 +227,11 @@ impl Scrape {
             "1 if the worker needs attention, for example after a long time without output and CPU use.";
         out.gauge("xlaunch_worker_hint", help, self.ranks(|rank| Some(flag(!rank.hint.is_empty()))))?;
 
-        // Only workers of the built-in trainer have a pool.
-        let pool = |rank: &RankStatus, bytes| (rank.pool_peak_bytes > 0).then(|| whole(bytes));
-        let live = self.ranks(|rank| pool(rank, rank.pool_live_bytes));
-        out.gauge("xlaunch_pool_live_bytes", "Device memory allocated from the rank's pool.", live)?;
-        let mapped = self.ranks(|rank| pool(rank, rank.pool_mapped_bytes));
-        out.gauge("xlaunch_pool_mapped_bytes", "Device memory mapped by the rank's pool.", mapped)?;
-        let peak = self.ranks(|rank| pool(rank, rank.pool_peak_bytes));
-        out.gauge("xlaunch_pool_peak_bytes", "Peak device memory mapped by the rank's pool.", peak)
+        for (metric, gauge) in gauges().filter(|(_, gauge)| gauge.series == Series::Rank) {
+            let value = |rank: &RankStatus| Some(metric.of_step(&last_step_of_rank(rank)?)?.f64());
+            out.gauge(gauge.name, gauge.help, self.ranks(value))?;
+        }
+        Ok(())
     }
 
     /// Returns unfinished jobs and jobs that ended recently.
@@ -266,12 +264,42 @@ impl Scrape {
 /// Returns one sample per job that has completed a training step.
 fn trained<'a>(
     jobs: impl Iterator<Item = &'a JobView>,
-    value: fn(&JobView, &StatusReply) -> Option<f64>,
+    value: impl Fn(&StatusReply) -> Option<f64>,
 ) -> impl Iterator<Item = Sample> {
     jobs.filter_map(move |job| {
         let (status, _) = job.status.as_ref().filter(|(status, _)| has_trained(status))?;
-        Some((of(job), value(job, status)?))
+        Some((of(job), value(status)?))
     })
+}
+
+/// Returns the metrics of training steps that have a gauge.
+fn gauges() -> impl Iterator<Item = (&'static Metric, Gauge)> {
+    METRICS.iter().filter_map(|metric| Some((metric, metric.gauge?)))
+}
+
+/// Returns the last step of rank 0. Agents up to version 0.2 send only these values of it.
+fn last_step(status: &StatusReply) -> StepReport {
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a speed, rounded")]
+    let tokens = status.tokens_per_second as u64;
+    status.last_step.unwrap_or_else(|| StepReport {
+        loss: status.loss,
+        tokens,
+        step_seconds: 1.0,
+        mfu: status.mfu,
+        ..StepReport::default()
+    })
+}
+
+/// Returns the last step of a rank, if it belongs to the built-in trainer. Agents up to version 0.2 send only these
+/// values of it.
+fn last_step_of_rank(rank: &RankStatus) -> Option<StepReport> {
+    let older = || StepReport {
+        pool_live_bytes: rank.pool_live_bytes,
+        pool_mapped_bytes: rank.pool_mapped_bytes,
+        pool_peak_bytes: rank.pool_peak_bytes,
+        ..StepReport::default()
+    };
+    rank.last_step.or_else(|| (rank.pool_peak_bytes > 0).then(older))
 }
 
 fn info(view: &JobView) -> Sample {

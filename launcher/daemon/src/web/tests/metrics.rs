@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use serde_json::Value;
-use xlaunch_proto::v1::NodeJobState;
+use xlaunch_proto::v1::{NodeJobState, StatusReply, StepReport};
 
 use super::sample_node::{HOSTILE, job, sample_node};
 use crate::web::metrics;
@@ -45,6 +45,42 @@ fn dashboard_and_alerts_use_exported_metrics_only() {
     }
     // Metrics of dcgm-exporter are not exported again.
     assert!(names(&text, "DCGM").is_empty());
+}
+
+#[test]
+fn gauges_have_the_values_of_the_last_step_also_of_an_older_agent() {
+    let mut view = sample_node(unix_ms(), 800);
+    let mut edit = |change: &dyn Fn(&mut StatusReply)| {
+        let job = Arc::make_mut(view.jobs.get_mut(&7).unwrap());
+        change(Arc::make_mut(&mut job.status.as_mut().unwrap().0));
+        metrics::text(Arc::new(view.clone()), unix_ms()).unwrap()
+    };
+    let step =
+        StepReport { loss: 2.5, tokens: 600, step_seconds: 0.5, pool_live_bytes: 17, ..Default::default() };
+    let text = edit(&|status| {
+        status.last_step = Some(step);
+        status.ranks[1].last_step = Some(step);
+    });
+    for line in [
+        "xlaunch_loss{job=\"7\"} 2.5",
+        "xlaunch_tokens_per_second{job=\"7\"} 1200.0",
+        "xlaunch_pool_live_bytes{job=\"7\",rank=\"1\"} 17.0",
+    ] {
+        assert!(text.lines().any(|other| other == line), "{line} is missing in {text}");
+    }
+    let text = edit(&|status| {
+        (status.last_step, status.ranks[1].last_step) = (None, None);
+        (status.loss, status.tokens_per_second, status.mfu) = (3.5, 400.0, Some(0.25));
+        status.ranks[1].pool_live_bytes = 18;
+    });
+    for line in [
+        "xlaunch_loss{job=\"7\"} 3.5",
+        "xlaunch_tokens_per_second{job=\"7\"} 400.0",
+        "xlaunch_mfu_ratio{job=\"7\"} 0.25",
+        "xlaunch_pool_live_bytes{job=\"7\",rank=\"1\"} 18.0",
+    ] {
+        assert!(text.lines().any(|other| other == line), "{line} is missing in {text}");
+    }
 }
 
 /// The page shows what this JSON contains.
