@@ -1,8 +1,7 @@
 //! A collective that records the operations that its rank starts and the time that it waits, for heartbeats and as
 //! evidence of hangs.
 
-use xlaunch_comm::{AbortHandle, Collective, Result};
-use xlaunch_engine::DType;
+use xlaunch_comm::{AbortHandle, Collective, Operation, Result, Wait};
 use xlaunch_pool::Lease;
 
 use crate::phase;
@@ -10,15 +9,6 @@ use crate::phase;
 /// Wraps the collective that does all the work.
 #[derive(Debug)]
 pub(crate) struct TrackedCollective(pub(crate) Box<dyn Collective>);
-
-impl TrackedCollective {
-    fn start(&mut self, start: impl FnOnce(&mut dyn Collective) -> Result<()>) -> Result<()> {
-        phase::begin_collective();
-        let started = start(&mut *self.0);
-        phase::collective_started();
-        started
-    }
-}
 
 impl Collective for TrackedCollective {
     fn rank(&self) -> usize {
@@ -33,32 +23,15 @@ impl Collective for TrackedCollective {
         self.0.register(memory)
     }
 
-    fn all_reduce(&mut self, buckets: Vec<Lease>, dtype: DType) -> Result<()> {
-        self.start(|inner| inner.all_reduce(buckets, dtype))
+    fn start(&mut self, operation: Operation) -> Result<()> {
+        phase::begin_collective();
+        let started = self.0.start(operation);
+        phase::collective_started();
+        started
     }
 
-    fn reduce_scatter(&mut self, buckets: Vec<[Lease; 2]>, dtype: DType) -> Result<()> {
-        self.start(|inner| inner.reduce_scatter(buckets, dtype))
-    }
-
-    fn all_gather(&mut self, buckets: Vec<[Lease; 2]>) -> Result<()> {
-        self.start(|inner| inner.all_gather(buckets))
-    }
-
-    fn wait_scatter(&mut self) -> Result<()> {
-        phase::wait_for_collectives(|| self.0.wait_scatter())
-    }
-
-    fn wait_gather(&mut self) -> Result<()> {
-        phase::wait_for_collectives(|| self.0.wait_gather())
-    }
-
-    fn broadcast(&mut self, elements: Lease, root: usize) -> Result<()> {
-        self.start(|inner| inner.broadcast(elements, root))
-    }
-
-    fn wait_all(&mut self) -> Result<()> {
-        phase::wait_for_collectives(|| self.0.wait_all())
+    fn wait(&mut self, wait: Wait) -> Result<()> {
+        phase::wait_for_collectives(|| self.0.wait(wait))
     }
 
     fn check(&self) -> Result<()> {

@@ -1,4 +1,4 @@
-//! The [`Collective`] trait, its errors, and its abort handle.
+//! The [`Collective`] trait, its operations, errors and abort handle.
 
 use std::fmt;
 use std::sync::Arc;
@@ -54,10 +54,52 @@ pub enum CommError {
     Aborted,
 }
 
+/// A collective operation. Memory is leased to it when it is started, and the leases end when it has been waited for.
+#[derive(Debug)]
+pub enum Operation {
+    /// An in-place sum over ranks of the elements (F32 or Bf16) of each bucket. Every rank ends with the same bytes.
+    AllReduce { buckets: Vec<Lease>, dtype: DType },
+    /// The same sums, of which this rank gets only its own shards: the first lease of a bucket is cut into one equal
+    /// shard per rank, and shard `rank` is written to the second lease. The contents of the first lease are unspecified
+    /// afterwards. Requires at least two ranks.
+    ReduceScatter { buckets: Vec<[Lease; 2]>, dtype: DType },
+    /// Copies every rank's shard, the first lease of a bucket, to all ranks, into shard `rank` of the second lease.
+    /// Requires at least two ranks.
+    AllGather { buckets: Vec<[Lease; 2]> },
+    /// Copies the elements of rank `root` to all ranks.
+    Broadcast { elements: Lease, root: usize },
+}
+
+impl Operation {
+    /// Panics unless the whole of each bucket has the length of one shard per rank: anything else is a bug of the
+    /// caller.
+    pub(crate) fn expect_shards(&self, world: usize) {
+        let (buckets, whole) = match self {
+            Self::ReduceScatter { buckets, .. } => (buckets, 0),
+            Self::AllGather { buckets } => (buckets, 1),
+            Self::AllReduce { .. } | Self::Broadcast { .. } => return,
+        };
+        for bucket in buckets {
+            let (whole, shard) = (bucket[whole].bytes(), bucket[1 - whole].bytes());
+            assert!(world > 1 && whole == shard * world, "{whole} bytes in {world} shards of {shard}");
+        }
+    }
+}
+
+/// Started operations to wait for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wait {
+    /// The oldest bucket of an [`Operation::ReduceScatter`] that has not been waited for, if any.
+    OldestScatter,
+    /// The oldest bucket of an [`Operation::AllGather`] that has not been waited for, if any.
+    OldestGather,
+    /// Everything.
+    All,
+}
+
 /// The communicator of one rank. Every rank makes the same calls in the same order.
 ///
-/// Collectives are asynchronous: they run on a second CUDA stream or a second thread. Buffers are leased to a
-/// collective when it is started, and the leases end when it has been waited for.
+/// Operations are asynchronous: they run on a second CUDA stream or a second thread.
 ///
 /// On a GPU, several buckets that are started together are one operation. That matters during GEMMs, which occupy all
 /// multiprocessors: a kernel of NCCL has to wait until one of them ends, and buckets started one by one each have to
@@ -73,41 +115,28 @@ pub trait Collective: Send + fmt::Debug {
     /// other's copy of it directly, and the block is kept. Pass a lease of `0..0` of a buffer from
     /// [`Pool::registered`](xlaunch_pool::Pool::registered): it overlaps no lease that is reduced there. Every rank
     /// calls this for the same buffers of the same pool requests in the same order, before any graph capture. If
-    /// windows are not supported, returns false on all ranks; collectives then work as without registration.
+    /// windows are not supported, returns false on all ranks; operations then work as without registration.
     ///
     /// # Errors
     /// A failure on only one rank is fatal: the other ranks wait for it and have to be aborted.
-    fn register(&mut self, memory: Lease) -> Result<bool>;
+    fn register(&mut self, _memory: Lease) -> Result<bool> {
+        Ok(false)
+    }
 
-    /// Starts an in-place sum over ranks of the leased elements (F32 or Bf16) of each bucket, ordered after all work
-    /// enqueued on the compute stream so far. Every rank ends with the same bytes.
-    fn all_reduce(&mut self, buckets: Vec<Lease>, dtype: DType) -> Result<()>;
+    /// Starts an operation, ordered after all work enqueued on the compute stream so far.
+    fn start(&mut self, operation: Operation) -> Result<()>;
 
-    /// Starts the same sums, but gives this rank only its own shards: the first lease of a bucket is cut into one equal
-    /// shard per rank, and shard `rank` is written to the second lease. The contents of the first lease are unspecified
-    /// afterwards. Requires at least two ranks.
-    fn reduce_scatter(&mut self, buckets: Vec<[Lease; 2]>, dtype: DType) -> Result<()>;
+    /// Waits: orders started operations before all work that is enqueued on the compute stream afterwards, and ends
+    /// their leases. Blocks the host on the CPU; only enqueues on a GPU.
+    fn wait(&mut self, wait: Wait) -> Result<()>;
 
-    /// Waits for the oldest bucket of [`reduce_scatter`](Self::reduce_scatter) that has not been waited for, like
-    /// [`wait_gather`](Self::wait_gather) does for gathers.
-    fn wait_scatter(&mut self) -> Result<()>;
+    /// Starts an operation and waits for it, and for all earlier ones.
+    fn run(&mut self, operation: Operation) -> Result<()> {
+        self.start(operation)?;
+        self.wait(Wait::All)
+    }
 
-    /// Starts to copy every rank's shard, the first lease of a bucket, to all ranks, into shard `rank` of the second
-    /// lease. Requires at least two ranks.
-    fn all_gather(&mut self, buckets: Vec<[Lease; 2]>) -> Result<()>;
-
-    /// Waits for the oldest bucket of [`all_gather`](Self::all_gather) that has not been waited for: orders it before
-    /// all work that is enqueued on the compute stream afterwards, and ends its leases. Does nothing if there is none.
-    fn wait_gather(&mut self) -> Result<()>;
-
-    /// Starts to copy `root`'s elements to all ranks.
-    fn broadcast(&mut self, elements: Lease, root: usize) -> Result<()>;
-
-    /// Waits for all started collectives: orders them before all work that is enqueued on the compute stream
-    /// afterwards, and ends their leases. Blocks the host on the CPU; only enqueues on a GPU.
-    fn wait_all(&mut self) -> Result<()>;
-
-    /// Fails if a collective has failed asynchronously or was aborted. Results that were read back must not be used
+    /// Fails if an operation has failed asynchronously or was aborted. Results that were read back must not be used
     /// until a subsequent call to this succeeds.
     fn check(&self) -> Result<()>;
 
@@ -115,14 +144,8 @@ pub trait Collective: Send + fmt::Debug {
     /// is known to be lost.
     fn abort_handle(&self) -> AbortHandle;
 
-    /// Shuts down in an orderly way. Every rank calls it once all its collectives have been waited for.
+    /// Shuts down in an orderly way. Every rank calls it once all its operations have been waited for.
     fn finalize(self: Box<Self>) -> Result<()>;
-}
-
-/// Panics unless `whole` has the length of one `shard` per rank: anything else is a bug of the caller.
-pub(crate) fn expect_shards(whole: &Lease, shard: &Lease, world: usize) {
-    let (whole, shard) = (whole.bytes(), shard.bytes());
-    assert!(world > 1 && whole == shard * world, "{whole} bytes in {world} shards of {shard}");
 }
 
 /// Aborts a collective from any thread, any number of times.

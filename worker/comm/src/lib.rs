@@ -1,6 +1,7 @@
 //! Collectives over ranks: NCCL between GPUs, a ring over sockets between CPU workers, nothing for a single rank.
 //!
-//! - [`Collective`] is what a trainer uses; [`Nccl`], [`Ring`] and [`Local`] implement it;
+//! - a trainer starts [`Operation`]s of a [`Collective`] and waits for them; [`Nccl`], [`Ring`] and [`Local`] implement
+//!   it;
 //! - [`bucket`] plans, as pure functions, which ranges of the gradient arena are reduced together, and tracks which of
 //!   them backward has finished;
 //! - [`Sharding`] decides which shard of every bucket a rank updates when the optimizer is sharded;
@@ -16,7 +17,7 @@ mod ring;
 mod sharding;
 mod slots;
 
-pub use collective::{AbortHandle, Collective, CommError, Result};
+pub use collective::{AbortHandle, Collective, CommError, Operation, Result, Wait};
 pub use local::Local;
 pub use nccl::{Nccl, load_library, unique_id};
 pub use ring::{Ring, RingListener, RingPlace};

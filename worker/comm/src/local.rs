@@ -1,8 +1,6 @@
 //! The collective of a job with one rank: nothing to communicate.
 
-use xlaunch_pool::{DType, Lease};
-
-use crate::collective::{AbortHandle, Collective, Result};
+use crate::collective::{AbortHandle, Collective, Operation, Result, Wait};
 
 /// A world of one rank.
 #[derive(Clone, Copy, Debug, Default)]
@@ -17,35 +15,12 @@ impl Collective for Local {
         1
     }
 
-    fn register(&mut self, _: Lease) -> Result<bool> {
-        Ok(false)
-    }
-
-    fn all_reduce(&mut self, _: Vec<Lease>, _: DType) -> Result<()> {
+    fn start(&mut self, operation: Operation) -> Result<()> {
+        operation.expect_shards(1);
         Ok(())
     }
 
-    fn reduce_scatter(&mut self, _: Vec<[Lease; 2]>, _: DType) -> Result<()> {
-        unreachable!("one rank is never sharded")
-    }
-
-    fn all_gather(&mut self, _: Vec<[Lease; 2]>) -> Result<()> {
-        unreachable!("one rank is never sharded")
-    }
-
-    fn wait_scatter(&mut self) -> Result<()> {
-        Ok(())
-    }
-
-    fn wait_gather(&mut self) -> Result<()> {
-        Ok(())
-    }
-
-    fn broadcast(&mut self, _: Lease, _: usize) -> Result<()> {
-        Ok(())
-    }
-
-    fn wait_all(&mut self) -> Result<()> {
+    fn wait(&mut self, _: Wait) -> Result<()> {
         Ok(())
     }
 

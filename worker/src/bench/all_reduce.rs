@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::time::Instant;
 
-use xlaunch_comm::Collective;
+use xlaunch_comm::{Collective, Operation};
 use xlaunch_engine::{Cast, DType, Tensor};
 use xlaunch_proto::v1::{AllReduceBench, AllReduceReport};
 
@@ -97,8 +97,7 @@ fn time(
 }
 
 fn run(collective: &mut dyn Collective, x: &Tensor, len: usize) -> Result<()> {
-    collective.all_reduce(vec![x.lend(0..len)], x.dtype())?;
-    Ok(collective.wait_all()?)
+    Ok(collective.run(Operation::AllReduce { buckets: vec![x.lend(0..len)], dtype: x.dtype() })?)
 }
 
 fn parts(len: usize) -> impl Iterator<Item = Range<usize>> {

@@ -9,8 +9,7 @@
 //! A benchmark does gather the weights in its first step and keeps them. Without that, the memory of sharded weights
 //! would hold zeros, and multiplying matrices of zeros takes less power, and so less time.
 
-use xlaunch_comm::{AbortHandle, Collective, Result};
-use xlaunch_engine::DType;
+use xlaunch_comm::{AbortHandle, Collective, Operation, Result, Wait};
 use xlaunch_pool::Lease;
 use xlaunch_proto::v1::StepCommunication;
 
@@ -74,43 +73,31 @@ impl Collective for SkipAllReduce {
         self.inner.register(memory)
     }
 
-    fn all_reduce(&mut self, buckets: Vec<Lease>, dtype: DType) -> Result<()> {
-        let bytes: usize = buckets.iter().map(Lease::bytes).sum();
-        self.gathers &= bytes > SMALL_ALL_REDUCE_BYTES;
-        if bytes > self.max_bytes {
+    fn start(&mut self, operation: Operation) -> Result<()> {
+        let runs = match &operation {
+            Operation::AllReduce { buckets, .. } => {
+                let bytes: usize = buckets.iter().map(Lease::bytes).sum();
+                self.gathers &= bytes > SMALL_ALL_REDUCE_BYTES;
+                bytes <= self.max_bytes
+            }
+            Operation::ReduceScatter { .. } => false,
+            Operation::AllGather { .. } => self.gathers,
+            Operation::Broadcast { .. } => true,
+        };
+        if !runs {
             return self.inner.check();
         }
         self.started = true;
-        self.inner.all_reduce(buckets, dtype)
+        self.inner.start(operation)
     }
 
-    fn reduce_scatter(&mut self, _: Vec<[Lease; 2]>, _: DType) -> Result<()> {
-        self.inner.check()
-    }
-
-    fn all_gather(&mut self, buckets: Vec<[Lease; 2]>) -> Result<()> {
-        if !self.gathers {
-            return self.inner.check();
-        }
-        self.started = true;
-        self.inner.all_gather(buckets)
-    }
-
-    fn wait_scatter(&mut self) -> Result<()> {
-        Ok(())
-    }
-
-    fn wait_gather(&mut self) -> Result<()> {
-        if self.gathers { self.inner.wait_gather() } else { self.inner.check() }
-    }
-
-    fn broadcast(&mut self, elements: Lease, root: usize) -> Result<()> {
-        self.started = true;
-        self.inner.broadcast(elements, root)
-    }
-
-    fn wait_all(&mut self) -> Result<()> {
-        if std::mem::take(&mut self.started) { self.inner.wait_all() } else { self.inner.check() }
+    fn wait(&mut self, wait: Wait) -> Result<()> {
+        let waits = match wait {
+            Wait::OldestScatter => false,
+            Wait::OldestGather => self.gathers,
+            Wait::All => std::mem::take(&mut self.started),
+        };
+        if waits { self.inner.wait(wait) } else { self.inner.check() }
     }
 
     fn check(&self) -> Result<()> {
@@ -130,7 +117,7 @@ impl Collective for SkipAllReduce {
 mod tests {
     use std::sync::{Arc, Mutex};
 
-    use xlaunch_engine::{Backend, PoolMode, Tensor};
+    use xlaunch_engine::{Backend, DType, PoolMode, Tensor};
 
     use super::*;
     use crate::model::BackendHandle;
@@ -141,8 +128,8 @@ mod tests {
 
     impl Recorder {
         #[expect(clippy::unnecessary_wraps, reason = "the trait's methods return results")]
-        fn record(&self, call: impl Into<String>) -> Result<()> {
-            self.0.lock().unwrap().push(call.into());
+        fn record(&self, call: String) -> Result<()> {
+            self.0.lock().unwrap().push(call);
             Ok(())
         }
     }
@@ -156,36 +143,19 @@ mod tests {
             2
         }
 
-        fn register(&mut self, _: Lease) -> Result<bool> {
-            Ok(false)
+        fn start(&mut self, operation: Operation) -> Result<()> {
+            self.record(match operation {
+                Operation::AllReduce { buckets, .. } => {
+                    format!("all-reduce {}", buckets.iter().map(Lease::bytes).sum::<usize>())
+                }
+                Operation::ReduceScatter { .. } => "reduce-scatter".into(),
+                Operation::AllGather { .. } => "all-gather".into(),
+                Operation::Broadcast { .. } => "broadcast".into(),
+            })
         }
 
-        fn all_reduce(&mut self, buckets: Vec<Lease>, _: DType) -> Result<()> {
-            self.record(format!("all-reduce {}", buckets.iter().map(Lease::bytes).sum::<usize>()))
-        }
-
-        fn reduce_scatter(&mut self, _: Vec<[Lease; 2]>, _: DType) -> Result<()> {
-            self.record("reduce-scatter")
-        }
-
-        fn all_gather(&mut self, _: Vec<[Lease; 2]>) -> Result<()> {
-            self.record("all-gather")
-        }
-
-        fn wait_scatter(&mut self) -> Result<()> {
-            self.record("wait for a scatter")
-        }
-
-        fn wait_gather(&mut self) -> Result<()> {
-            self.record("wait for a gather")
-        }
-
-        fn broadcast(&mut self, _: Lease, _: usize) -> Result<()> {
-            self.record("broadcast")
-        }
-
-        fn wait_all(&mut self) -> Result<()> {
-            self.record("wait for all")
+        fn wait(&mut self, wait: Wait) -> Result<()> {
+            self.record(format!("wait for {wait:?}"))
         }
 
         fn check(&self) -> Result<()> {
@@ -214,21 +184,22 @@ mod tests {
     }
 
     fn run_step(tensor: &Tensor, skip: &mut dyn Collective) {
-        skip.all_gather(vec![[tensor.lend(0..512), tensor.lend(512..1024)]]).unwrap();
-        skip.wait_gather().unwrap();
-        skip.all_reduce(vec![tensor.lend(0..512)], DType::F32).unwrap();
-        skip.reduce_scatter(vec![[tensor.lend(0..512), tensor.lend(512..1024)]], DType::F32).unwrap();
-        skip.wait_scatter().unwrap();
-        skip.wait_all().unwrap();
-        skip.all_reduce(vec![tensor.lend(0..4)], DType::F32).unwrap();
-        skip.wait_all().unwrap();
+        let (half, dtype) = (|| tensor.lend(0..512), DType::F32);
+        let pair = || vec![[half(), tensor.lend(512..1024)]];
+        skip.start(Operation::AllGather { buckets: pair() }).unwrap();
+        skip.wait(Wait::OldestGather).unwrap();
+        skip.start(Operation::AllReduce { buckets: vec![half()], dtype }).unwrap();
+        skip.start(Operation::ReduceScatter { buckets: pair(), dtype }).unwrap();
+        skip.wait(Wait::OldestScatter).unwrap();
+        skip.wait(Wait::All).unwrap();
+        skip.run(Operation::AllReduce { buckets: vec![tensor.lend(0..4)], dtype }).unwrap();
     }
 
     #[test]
     fn only_started_operations_are_waited_for() {
         let none = [const { Vec::<String>::new() }; 2];
         assert_eq!(calls_of_two_steps(|inner| Box::new(SkipAllReduce::all(inner))), none);
-        let small = ["all-reduce 16", "wait for all"];
+        let small = ["all-reduce 16", "wait for All"];
         assert_eq!(calls_of_two_steps(|inner| Box::new(SkipAllReduce::except_small(inner))), [small; 2]);
     }
 
@@ -238,9 +209,9 @@ mod tests {
             calls_of_two_steps(|inner| SkipAllReduce::down_to(communication, inner))
                 .map(|calls| calls.join(", "))
         };
-        let gather = "all-gather, wait for a gather, wait for all";
+        let gather = "all-gather, wait for OldestGather, wait for All";
         assert_eq!(calls_of(StepCommunication::None), [gather, ""]);
-        let small = "all-reduce 16, wait for all";
+        let small = "all-reduce 16, wait for All";
         assert_eq!(calls_of(StepCommunication::SmallAllReduce), [&format!("{gather}, {small}"), small]);
     }
 }

@@ -19,7 +19,7 @@ pub mod schedule;
 
 use std::ops::Range;
 
-use xlaunch_comm::{Collective, Sharding};
+use xlaunch_comm::{Collective, Operation, Sharding, Wait};
 use xlaunch_engine::{AdamWConfig, AdamWStep, Cast, DECAY_CHUNK, DType, Result, Slice, Tensor, scalar};
 use xlaunch_spec::job::TrainSection;
 
@@ -246,7 +246,7 @@ impl AdamW {
             Some(slots) => self.start_gather(model, slots.kept(), collective)?,
             None => self.start_gather(model, self.sharding.plan().buckets(), collective)?,
         }
-        collective.wait_all()
+        collective.wait(Wait::All)
     }
 
     /// Starts to gather several buckets together.
@@ -260,7 +260,7 @@ impl AdamW {
         let leases = |bucket: &Range<usize>| {
             [shard.lend(self.sharding.in_shard(bucket)), weights.lend(model.place(bucket))]
         };
-        let leases: Vec<_> = buckets.into_iter().map(leases).collect();
-        if leases.is_empty() { Ok(()) } else { collective.all_gather(leases) }
+        let buckets: Vec<_> = buckets.into_iter().map(leases).collect();
+        if buckets.is_empty() { Ok(()) } else { collective.start(Operation::AllGather { buckets }) }
     }
 }

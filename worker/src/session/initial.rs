@@ -14,7 +14,7 @@ use std::thread::JoinHandle;
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use serde::{Deserialize, Serialize};
-use xlaunch_comm::Collective;
+use xlaunch_comm::{Collective, Operation, Wait};
 use xlaunch_spec::job::JobSpec;
 use xlaunch_spec::model::ModelShape;
 
@@ -130,11 +130,12 @@ pub(super) fn exchange_portions(
         let portion = Portion::new(sharding, root, world);
         for owned in portion.ranges().iter().filter(|owned| !owned.stored.is_empty()) {
             for tensor in optimizer.state(model) {
-                collective.broadcast(tensor.lend(owned.stored.clone()), root)?;
+                let elements = tensor.lend(owned.stored.clone());
+                collective.start(Operation::Broadcast { elements, root })?;
             }
         }
     }
-    collective.wait_all()?;
+    collective.wait(Wait::All)?;
     collective.check()?;
     Ok(optimizer.copy_masters_to(model)?)
 }

@@ -8,7 +8,7 @@
 //! different math libraries would round some of them differently.
 
 use serde::{Deserialize, Serialize};
-use xlaunch_comm::Collective;
+use xlaunch_comm::{Collective, Operation, Wait};
 use xlaunch_engine::{DType, Tensor};
 
 use super::initial::Start;
@@ -47,13 +47,14 @@ pub(super) fn from_rank_0(
 /// Copies rank 0's tensor to the other ranks.
 fn broadcast(tensor: &Tensor, collective: &mut dyn Collective) -> Result<()> {
     for (index, first) in (0..tensor.len()).step_by(BROADCAST_ELEMENTS).enumerate() {
-        collective.broadcast(tensor.lend(first..tensor.len().min(first + BROADCAST_ELEMENTS)), 0)?;
+        let elements = tensor.lend(first..tensor.len().min(first + BROADCAST_ELEMENTS));
+        collective.start(Operation::Broadcast { elements, root: 0 })?;
         if (index + 1) % BROADCASTS_IN_FLIGHT == 0 {
-            collective.wait_all()?;
+            collective.wait(Wait::All)?;
             phase::advance();
         }
     }
-    collective.wait_all()?;
+    collective.wait(Wait::All)?;
     Ok(collective.check()?)
 }
 

@@ -5,7 +5,7 @@
 //! ```
 //! Every rank compares the same checksums, so all ranks reach the same result.
 
-use xlaunch_comm::Collective;
+use xlaunch_comm::{Collective, Operation};
 use xlaunch_engine::{CHECKSUM_DIGITS, Checksum, DType};
 
 use crate::error::{Result, WorkerError};
@@ -32,8 +32,8 @@ pub fn compare_replicas(
     let own = backend.alloc(DType::F32, CHECKSUM_DIGITS)?;
     let all = backend.alloc(DType::F32, world * CHECKSUM_DIGITS)?;
     backend.run(Checksum { x: optimizer.replica(model).all(), out: own.all() })?;
-    collective.all_gather(vec![[own.lend(0..own.len()), all.lend(0..all.len())]])?;
-    collective.wait_all()?;
+    let buckets = vec![[own.lend(0..own.len()), all.lend(0..all.len())]];
+    collective.run(Operation::AllGather { buckets })?;
     let mut digits = vec![0.0; all.len()];
     backend.read_f32(all.all(), &mut digits)?;
     collective.check()?;

@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use xlaunch_comm::Collective;
+use xlaunch_comm::{Collective, Operation};
 use xlaunch_engine::{DType, Tensor};
 use xlaunch_spec::job::{JobSpec, TrainSection};
 
@@ -73,8 +73,8 @@ impl Evaluator {
         let gathered = self.backend.alloc(DType::F32, losses.len())?;
         self.backend.write_f32(gathered.all(), &losses)?;
         // The sum is exact: the loss of a sequence comes from one rank, and all others contribute 0.
-        collective.all_reduce(vec![gathered.lend(0..losses.len())], DType::F32)?;
-        collective.wait_all()?;
+        let buckets = vec![gathered.lend(0..losses.len())];
+        collective.run(Operation::AllReduce { buckets, dtype: DType::F32 })?;
         self.backend.read_f32(gathered.all(), &mut losses)?;
         collective.check()?;
         Ok((mean(&losses), sequences * self.rows.seq as u64))

@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 
-use xlaunch_comm::{Collective, Slots, Turn};
+use xlaunch_comm::{Collective, Slots, Turn, Wait};
 
 use super::division::Division;
 use crate::error::Result;
@@ -46,7 +46,7 @@ impl Gathers {
         let Some(Turn { now, waits, later }) = self.0.get(part) else { return Ok(false) };
         optimizer.start_gather(model, now, collective)?;
         for _ in 0..*waits {
-            collective.wait_gather()?;
+            collective.wait(Wait::OldestGather)?;
         }
         later.iter().try_for_each(|buckets| optimizer.start_gather(model, buckets, collective))?;
         Ok(*waits > 0)

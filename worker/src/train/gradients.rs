@@ -13,7 +13,7 @@
 
 use std::ops::Range;
 
-use xlaunch_comm::{Collective, Sharding, Slots, Write};
+use xlaunch_comm::{Collective, Operation, Sharding, Slots, Wait, Write};
 use xlaunch_engine::{Cast, DType, Tensor};
 
 use super::division::Division;
@@ -84,7 +84,7 @@ impl Gradients {
     pub fn begin_part(&self, part: usize, collective: &mut dyn Collective) -> Result<()> {
         let Some(write) = self.writes.get(part) else { return Ok(()) };
         for _ in 0..write.waits {
-            collective.wait_scatter()?;
+            collective.wait(Wait::OldestScatter)?;
         }
         // Gaps contain data of other buckets that used the same memory.
         let is_written = |gap: &&Range<usize>| {
@@ -109,15 +109,15 @@ impl Gradients {
         }
         let sent = self.sent();
         let lend = |bucket| sent.lend(self.arena().place(bucket));
-        match &self.shard {
-            None => collective.all_reduce(buckets.iter().map(lend).collect(), sent.dtype())?,
+        let dtype = sent.dtype();
+        Ok(collective.start(match &self.shard {
+            None => Operation::AllReduce { buckets: buckets.iter().map(lend).collect(), dtype },
             Some(shard) => {
                 let own = |bucket| shard.lend(self.sharding.in_shard(bucket));
                 let pairs = buckets.iter().map(|bucket| [lend(bucket), own(bucket)]);
-                collective.reduce_scatter(pairs.collect(), sent.dtype())?;
+                Operation::ReduceScatter { buckets: pairs.collect(), dtype }
             }
-        }
-        Ok(())
+        })?)
     }
 
     /// Returns the input of the optimizer when all buckets are reduced: all gradients, or this rank's shard.

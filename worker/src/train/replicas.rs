@@ -1,6 +1,6 @@
 //! Comparisons and agreements of ranks between steps.
 
-use xlaunch_comm::Collective;
+use xlaunch_comm::{Collective, Operation};
 use xlaunch_engine::{Accumulate, Cast, DType, Sum, Tensor};
 
 use crate::error::Result;
@@ -15,8 +15,7 @@ pub fn max_difference_to_rank_0(
     let len = arena.len();
     let reference = backend.alloc(DType::F32, len)?;
     backend.run(Cast { x: arena.all(), y: reference.all() })?;
-    collective.broadcast(reference.lend(0..len), 0)?;
-    collective.wait_all()?;
+    collective.run(Operation::Broadcast { elements: reference.lend(0..len), root: 0 })?;
     let (mut theirs, mut ours) = (vec![0.0; len], vec![0.0; len]);
     backend.read_f32(reference.all(), &mut theirs)?;
     backend.read_f32(arena.all(), &mut ours)?;
@@ -45,8 +44,7 @@ pub(super) fn survey(
     for x in tensors {
         backend.run(Sum { x: x.all(), scale: 1.0, out: sums.slice(0..1), acc: Accumulate::Add })?;
     }
-    collective.all_reduce(vec![sums.lend(0..2)], DType::F32)?;
-    collective.wait_all()?;
+    collective.run(Operation::AllReduce { buckets: vec![sums.lend(0..2)], dtype: DType::F32 })?;
     let mut totals = [0.0; 2];
     backend.read_f32(sums.all(), &mut totals)?;
     collective.check()?;

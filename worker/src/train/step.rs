@@ -20,7 +20,7 @@
 //! All data that changes from step to step (tokens, targets, flags, the optimizer's scalars) is written to device
 //! memory before the work that reads it is enqueued, so the work itself can be captured and replayed: see [`Replay`].
 
-use xlaunch_comm::{Collective, Sharding, bucket};
+use xlaunch_comm::{Collective, Operation, Sharding, Wait, bucket};
 use xlaunch_engine::{Accumulate, DType, Mark, PendingRead, SquaredNorm, Tensor};
 use xlaunch_proto::v1::Phase;
 use xlaunch_spec::job::JobSpec;
@@ -305,14 +305,14 @@ impl Stepper {
         fail::at(Place::AllReduce);
         let grads = self.gradients.reduced();
         let norm = SquaredNorm { x: grads.all(), out: grad_norm_sq };
-        if self.sharding.is_sharded() {
-            collective.wait_all()?;
+        let sharded = self.sharding.is_sharded();
+        if sharded {
+            collective.wait(Wait::All)?;
             self.backend.run(norm)?;
-            collective.all_reduce(vec![self.results.lend(0..slot::OWN_SECONDS)], DType::F32)?;
-            collective.wait_all()?;
-        } else {
-            collective.all_reduce(vec![self.results.lend(0..slot::OWN_SECONDS)], DType::F32)?;
-            collective.wait_all()?;
+        }
+        let buckets = vec![self.results.lend(0..slot::OWN_SECONDS)];
+        collective.run(Operation::AllReduce { buckets, dtype: DType::F32 })?;
+        if !sharded {
             self.backend.run(norm)?;
         }
         drop(all_reduce);

@@ -1,11 +1,11 @@
 //! Collectives between GPUs by NCCL, on a separate CUDA stream.
 //!
 //! ```text
-//! compute stream:  gradients written --event--.                    .--event-- wait_all: work that needs the results
+//! compute stream:  gradients written --event--.                    .--event-- waited: work that needs the results
 //! comm stream:                                 `-- ncclAllReduce --'
 //! ```
-//! The host only enqueues. Leases are dropped in [`wait_all`](Collective::wait_all). Leases of gathers or
-//! reduce-scatters that were started together are dropped as soon as the first of them is waited for. Everything that
+//! The host only enqueues. Leases are dropped by [`Wait::All`]. Leases of gathers or reduce-scatters that were started
+//! together are dropped as soon as the first of them is waited for. Everything that
 //! is enqueued on the compute stream afterwards, including work on a block that the pool has reused, is ordered after
 //! the kernels that used the leases.
 //!
@@ -25,7 +25,7 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, sys::CUeve
 use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId};
 use xlaunch_pool::{DType, Lease, Space};
 
-use crate::collective::{AbortHandle, Collective, CommError, Result, expect_shards};
+use crate::collective::{AbortHandle, Collective, CommError, Operation, Result, Wait};
 use communicator::Communicator;
 use library::Library;
 use windows::Windows;
@@ -173,9 +173,8 @@ impl Nccl {
         self.communicator.check_result(what, result)
     }
 
-    /// Orders the compute stream after the oldest collective, and thereby after all collectives of its group.
+    /// Orders the compute stream after the oldest bucket, and thereby after all buckets of its group.
     fn wait_for_oldest(&mut self, pending: fn(&mut Self) -> &mut Pending) -> Result<()> {
-        self.check()?;
         let Some(mut group) = pending(self).pop_front() else { return Ok(()) };
         let leases = std::mem::take(&mut group.leases);
         if !leases.is_empty()
@@ -189,6 +188,16 @@ impl Nccl {
             0 => self.spare_events.push(group.done),
             _ => pending(self).push_front(group),
         }
+        Ok(())
+    }
+
+    /// Orders the compute stream after everything.
+    fn wait_for_all(&mut self) -> Result<()> {
+        self.comm_done.record(&self.stream).map_err(order_error)?;
+        self.compute.wait(&self.comm_done).map_err(order_error)?;
+        let pending = self.pending_gathers.drain(..).chain(self.pending_scatters.drain(..));
+        self.spare_events.extend(pending.map(|group| group.done));
+        self.leases.clear();
         Ok(())
     }
 }
@@ -210,70 +219,60 @@ impl Collective for Nccl {
         result
     }
 
-    fn all_reduce(&mut self, buckets: Vec<Lease>, dtype: DType) -> Result<()> {
-        let stream = self.stream.cu_stream().cast();
-        let (kind, sum) = (data_type(dtype), ncclRedOp_t::ncclSum);
-        self.enqueue("failed to start an all-reduce", buckets, |library, comm, elements| {
-            let (data, count) = (address(elements), elements.bytes() / dtype.size());
-            // SAFETY: the lease gives exclusive access to `count` elements of device memory until `wait_all`, which
-            // orders the compute stream after this call; in place is allowed; the stream lives as long as `self`.
-            unsafe { (library.all_reduce)(data, data, count, kind, sum, comm, stream) }
-        })
+    fn start(&mut self, operation: Operation) -> Result<()> {
+        operation.expect_shards(self.world);
+        let (stream, sum) = (self.stream.cu_stream().cast(), ncclRedOp_t::ncclSum);
+        let bytes = ncclDataType_t::ncclUint8;
+        match operation {
+            Operation::AllReduce { buckets, dtype } => {
+                let kind = data_type(dtype);
+                self.enqueue("failed to start an all-reduce", buckets, |library, comm, elements| {
+                    let (data, count) = (address(elements), elements.bytes() / dtype.size());
+                    // SAFETY: the lease gives exclusive access to `count` elements of device memory until they are
+                    // waited for, which orders the compute stream after this call; in place is allowed; the stream
+                    // lives as long as `self`.
+                    unsafe { (library.all_reduce)(data, data, count, kind, sum, comm, stream) }
+                })
+            }
+            Operation::ReduceScatter { buckets, dtype } => {
+                let (kind, what) = (data_type(dtype), "failed to start a reduce-scatter");
+                let group = self.enqueue_with_event(what, buckets, |library, comm, [from, into]| {
+                    let (from, into, count) = (address(from), address(into), into.bytes() / dtype.size());
+                    // SAFETY: as above; `into` has `count` elements, `from` has `count` per rank, and two leases never
+                    // overlap.
+                    unsafe { (library.reduce_scatter)(from, into, count, kind, sum, comm, stream) }
+                })?;
+                self.pending_scatters.push_back(group);
+                Ok(())
+            }
+            Operation::AllGather { buckets } => {
+                let what = "failed to start an all-gather";
+                let group = self.enqueue_with_event(what, buckets, |library, comm, [from, into]| {
+                    let (from, into, count) = (address(from), address(into), from.bytes());
+                    // SAFETY: as in a reduce-scatter, with bytes as elements and the roles of the two swapped.
+                    unsafe { (library.all_gather)(from, into, count, bytes, comm, stream) }
+                })?;
+                self.pending_gathers.push_back(group);
+                Ok(())
+            }
+            Operation::Broadcast { elements, root } => {
+                let root = communicator::int(root);
+                self.enqueue("failed to start a broadcast", vec![elements], |library, comm, elements| {
+                    let (data, count) = (address(elements), elements.bytes());
+                    // SAFETY: as in an all-reduce, with bytes as elements.
+                    unsafe { (library.broadcast)(data, data, count, bytes, root, comm, stream) }
+                })
+            }
+        }
     }
 
-    fn reduce_scatter(&mut self, buckets: Vec<[Lease; 2]>, dtype: DType) -> Result<()> {
-        buckets.iter().for_each(|[from, into]| expect_shards(from, into, self.world));
-        let stream = self.stream.cu_stream().cast();
-        let (kind, sum) = (data_type(dtype), ncclRedOp_t::ncclSum);
-        let what = "failed to start a reduce-scatter";
-        let group = self.enqueue_with_event(what, buckets, |library, comm, [from, into]| {
-            let count = into.bytes() / dtype.size();
-            // SAFETY: as in `all_reduce`; `into` has `count` elements, `from` has `count` per rank, and two leases
-            // never overlap.
-            unsafe { (library.reduce_scatter)(address(from), address(into), count, kind, sum, comm, stream) }
-        })?;
-        self.pending_scatters.push_back(group);
-        Ok(())
-    }
-
-    fn wait_scatter(&mut self) -> Result<()> {
-        self.wait_for_oldest(|this| &mut this.pending_scatters)
-    }
-
-    fn all_gather(&mut self, buckets: Vec<[Lease; 2]>) -> Result<()> {
-        buckets.iter().for_each(|[from, into]| expect_shards(into, from, self.world));
-        let (stream, kind) = (self.stream.cu_stream().cast(), ncclDataType_t::ncclUint8);
-        let what = "failed to start an all-gather";
-        let group = self.enqueue_with_event(what, buckets, |library, comm, [from, into]| {
-            // SAFETY: as in `reduce_scatter`, with bytes as elements and the roles of the two swapped.
-            unsafe { (library.all_gather)(address(from), address(into), from.bytes(), kind, comm, stream) }
-        })?;
-        self.pending_gathers.push_back(group);
-        Ok(())
-    }
-
-    fn wait_gather(&mut self) -> Result<()> {
-        self.wait_for_oldest(|this| &mut this.pending_gathers)
-    }
-
-    fn broadcast(&mut self, elements: Lease, root: usize) -> Result<()> {
-        let (bytes, stream) = (elements.bytes(), self.stream.cu_stream().cast());
-        let (kind, root) = (ncclDataType_t::ncclUint8, communicator::int(root));
-        self.enqueue("failed to start a broadcast", vec![elements], |library, comm, elements| {
-            let data = address(elements);
-            // SAFETY: as in `all_reduce`, with bytes as elements.
-            unsafe { (library.broadcast)(data, data, bytes, kind, root, comm, stream) }
-        })
-    }
-
-    fn wait_all(&mut self) -> Result<()> {
+    fn wait(&mut self, wait: Wait) -> Result<()> {
         self.check()?;
-        self.comm_done.record(&self.stream).map_err(order_error)?;
-        self.compute.wait(&self.comm_done).map_err(order_error)?;
-        let pending = self.pending_gathers.drain(..).chain(self.pending_scatters.drain(..));
-        self.spare_events.extend(pending.map(|group| group.done));
-        self.leases.clear();
-        Ok(())
+        match wait {
+            Wait::OldestScatter => self.wait_for_oldest(|this| &mut this.pending_scatters),
+            Wait::OldestGather => self.wait_for_oldest(|this| &mut this.pending_gathers),
+            Wait::All => self.wait_for_all(),
+        }
     }
 
     fn check(&self) -> Result<()> {

@@ -36,9 +36,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use xlaunch_pool::{DType, Lease};
-
-use crate::collective::{AbortHandle, Collective, CommError, Result, expect_shards};
+use crate::collective::{AbortHandle, Collective, CommError, Operation, Result, Wait};
 pub use listen::RingListener;
 use thread::Job;
 use wire::Socket;
@@ -68,13 +66,18 @@ pub struct Ring {
     world: usize,
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
-    /// One completion per gather, and per reduce-scatter, that has not been waited for; the oldest first.
-    pending_gathers: Pending,
-    pending_scatters: Pending,
+    /// The comm thread's state after each bucket.
+    done: Receiver<Result<()>>,
+    /// The last one received.
+    state: Result<()>,
+    /// Numbers of buckets started, and received from `done`.
+    started: usize,
+    ended: usize,
+    /// Numbers of the buckets that have not been waited for, the oldest first.
+    scatters: VecDeque<usize>,
+    gathers: VecDeque<usize>,
     abort: Arc<AbortState>,
 }
-
-type Pending = VecDeque<Receiver<Result<()>>>;
 
 impl fmt::Debug for Ring {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -112,7 +115,8 @@ impl Ring {
             ],
         };
         let (jobs, queue) = channel();
-        let worker = thread::Worker::new(rank, world, to_next, from_previous);
+        let (ended, done) = channel();
+        let worker = thread::Worker::new(rank, world, to_next, from_previous, ended);
         let thread = std::thread::Builder::new()
             .name("ring".into())
             .spawn(move || worker.run(&queue))
@@ -120,9 +124,19 @@ impl Ring {
                 peer: rank,
                 reason: format!("failed to start its thread: {error}"),
             })?;
-        let (jobs, thread) = (Some(jobs), Some(thread));
-        let (pending_gathers, pending_scatters) = (Pending::new(), Pending::new());
-        Ok(Self { rank, world, jobs, thread, pending_gathers, pending_scatters, abort: Arc::new(abort) })
+        Ok(Self {
+            rank,
+            world,
+            jobs: Some(jobs),
+            thread: Some(thread),
+            done,
+            state: Ok(()),
+            started: 0,
+            ended: 0,
+            scatters: VecDeque::new(),
+            gathers: VecDeque::new(),
+            abort: Arc::new(abort),
+        })
     }
 
     /// Queues a job for the comm thread, which runs as long as `self.jobs` is open.
@@ -132,20 +146,6 @@ impl Ring {
             Some(jobs) if jobs.send(job).is_ok() => Ok(()),
             _ => Err(CommError::Aborted),
         }
-    }
-
-    /// Queues a job that replies when it is done.
-    fn submit_with_reply(&self, job: impl FnOnce(Sender<Result<()>>) -> Job) -> Result<Receiver<Result<()>>> {
-        let (reply, done) = channel();
-        self.submit(job(reply))?;
-        Ok(done)
-    }
-
-    /// Waits for a job's reply, and thereby for all jobs queued before it.
-    fn wait(&self, done: &Receiver<Result<()>>) -> Result<()> {
-        let result = done.recv().unwrap_or(Err(CommError::Aborted));
-        // An abort shuts down the sockets, which the comm thread reports as a lost peer.
-        self.check().and(result)
     }
 }
 
@@ -158,50 +158,39 @@ impl Collective for Ring {
         self.world
     }
 
-    fn register(&mut self, _: Lease) -> Result<bool> {
-        Ok(false)
-    }
-
-    fn all_reduce(&mut self, buckets: Vec<Lease>, dtype: DType) -> Result<()> {
-        buckets.into_iter().try_for_each(|elements| self.submit(Job::AllReduce(elements, dtype)))
-    }
-
-    fn reduce_scatter(&mut self, buckets: Vec<[Lease; 2]>, dtype: DType) -> Result<()> {
-        for [from, into] in buckets {
-            expect_shards(&from, &into, self.world);
-            self.submit(Job::ReduceScatter(from, into, dtype))?;
-            let done = self.submit_with_reply(Job::Flush)?;
-            self.pending_scatters.push_back(done);
+    fn start(&mut self, operation: Operation) -> Result<()> {
+        operation.expect_shards(self.world);
+        let (count, pending) = match &operation {
+            Operation::AllReduce { buckets, .. } => (buckets.len(), None),
+            Operation::ReduceScatter { buckets, .. } => (buckets.len(), Some(&mut self.scatters)),
+            Operation::AllGather { buckets } => (buckets.len(), Some(&mut self.gathers)),
+            Operation::Broadcast { .. } => (1, None),
+        };
+        if let Some(pending) = pending {
+            pending.extend(self.started + 1..=self.started + count);
         }
-        Ok(())
+        self.started += count;
+        self.submit(Job::Run(operation))
     }
 
-    fn wait_scatter(&mut self) -> Result<()> {
-        self.pending_scatters.pop_front().map_or(Ok(()), |done| self.wait(&done))
-    }
-
-    fn all_gather(&mut self, buckets: Vec<[Lease; 2]>) -> Result<()> {
-        for [from, into] in buckets {
-            expect_shards(&into, &from, self.world);
-            self.submit(Job::AllGather(from, into))?;
-            let done = self.submit_with_reply(Job::Flush)?;
-            self.pending_gathers.push_back(done);
+    fn wait(&mut self, wait: Wait) -> Result<()> {
+        self.check()?;
+        let number = match wait {
+            Wait::OldestScatter => self.scatters.pop_front(),
+            Wait::OldestGather => self.gathers.pop_front(),
+            Wait::All => {
+                self.scatters.clear();
+                self.gathers.clear();
+                Some(self.started)
+            }
+        };
+        let Some(number) = number else { return Ok(()) };
+        while self.ended < number {
+            self.state = self.done.recv().unwrap_or(Err(CommError::Aborted));
+            self.ended += 1;
         }
-        Ok(())
-    }
-
-    fn wait_gather(&mut self) -> Result<()> {
-        self.pending_gathers.pop_front().map_or(Ok(()), |done| self.wait(&done))
-    }
-
-    fn broadcast(&mut self, elements: Lease, root: usize) -> Result<()> {
-        self.submit(Job::Broadcast(elements, root))
-    }
-
-    fn wait_all(&mut self) -> Result<()> {
-        self.pending_gathers.clear();
-        self.pending_scatters.clear();
-        self.wait(&self.submit_with_reply(Job::Flush)?)
+        // An abort shuts down the sockets, which the comm thread reports as a lost peer.
+        self.check().and(self.state.clone())
     }
 
     fn check(&self) -> Result<()> {
@@ -213,8 +202,10 @@ impl Collective for Ring {
         AbortHandle::new(move || state.abort())
     }
 
-    fn finalize(self: Box<Self>) -> Result<()> {
-        self.wait(&self.submit_with_reply(Job::Barrier)?)
+    fn finalize(mut self: Box<Self>) -> Result<()> {
+        self.started += 1;
+        self.submit(Job::Barrier)?;
+        self.wait(Wait::All)
     }
 }
 

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use xlaunch_pool::{DType, Mode, Pool, PoolBuf};
 
 use super::{Ring, RingListener, RingPlace};
-use crate::collective::{Collective, CommError};
+use crate::collective::{Collective, CommError, Operation, Wait};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 const KEY: [u8; 32] = [7; 32];
@@ -89,7 +89,7 @@ fn start_all_reduce(ring: &mut Ring, pool: &Pool, len: usize) -> PoolBuf<u8> {
     let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
     let buf = pool.alloc::<u8>(bytes.len()).unwrap();
     fill(&buf, &bytes);
-    ring.all_reduce(vec![buf.lease(0..bytes.len())], DType::F32).unwrap();
+    ring.start(Operation::AllReduce { buckets: vec![buf.lease(0..bytes.len())], dtype: DType::F32 }).unwrap();
     buf
 }
 
@@ -100,7 +100,7 @@ fn rank_that_leaves_out_a_collective_is_an_error_before_any_data_is_mixed() {
             let pool = Pool::host(Mode::On);
             let skipped = (ring.rank() != 1).then(|| start_all_reduce(&mut ring, &pool, 64));
             let flags = start_all_reduce(&mut ring, &pool, 4);
-            let result = ring.wait_all();
+            let result = ring.wait(Wait::All);
             drop((skipped, flags));
             result.unwrap_err()
         });
@@ -124,7 +124,7 @@ fn check_all_reduce_over(listeners: Vec<RingListener>, addresses: &[String], len
     let results = on_listeners(listeners, addresses, |mut ring| {
         let pool = Pool::host(Mode::On);
         let buffers: Vec<_> = lens.iter().map(|len| start_all_reduce(&mut ring, &pool, *len)).collect();
-        ring.wait_all().unwrap();
+        ring.wait(Wait::All).unwrap();
         assert!(buffers.iter().all(|buf| !buf.is_leased(0..buf.len())));
         let results: Vec<Vec<u8>> = buffers.iter().map(contents).collect();
         ring.finalize().unwrap();
@@ -165,8 +165,8 @@ fn bf16_is_added_in_f32_and_rounded_once_per_rank() {
         let own = half::bf16::from_f32(if ring.rank() == 0 { 1.0 } else { 0.003_906_25 });
         let buf = pool.alloc::<u8>(20).unwrap();
         fill(&buf, &own.to_ne_bytes().repeat(10));
-        ring.all_reduce(vec![buf.lease(0..20)], DType::Bf16).unwrap();
-        ring.wait_all().unwrap();
+        ring.start(Operation::AllReduce { buckets: vec![buf.lease(0..20)], dtype: DType::Bf16 }).unwrap();
+        ring.wait(Wait::All).unwrap();
         let result = contents(&buf);
         ring.finalize().unwrap();
         result
@@ -193,13 +193,20 @@ fn all_reduce_and_sharded(world: usize, shard: usize, dtype: DType) -> Vec<[Vec<
         let own = pool.alloc::<u8>(bytes.len() / world).unwrap();
         fill(&whole, &bytes);
         fill(&scattered, &bytes);
-        ring.all_reduce(vec![whole.lease(0..bytes.len())], dtype).unwrap();
-        ring.reduce_scatter(vec![[scattered.lease(0..bytes.len()), own.lease(0..own.len())]], dtype).unwrap();
-        ring.wait_all().unwrap();
+        ring.start(Operation::AllReduce { buckets: vec![whole.lease(0..bytes.len())], dtype }).unwrap();
+        ring.start(Operation::ReduceScatter {
+            buckets: vec![[scattered.lease(0..bytes.len()), own.lease(0..own.len())]],
+            dtype,
+        })
+        .unwrap();
+        ring.wait(Wait::All).unwrap();
         assert!(!scattered.is_leased(0..bytes.len()) && !own.is_leased(0..own.len()));
-        ring.all_gather(vec![[own.lease(0..own.len()), gathered.lease(0..bytes.len())]]).unwrap();
-        ring.all_reduce(vec![scattered.lease(0..bytes.len())], dtype).unwrap();
-        ring.wait_gather().unwrap();
+        ring.start(Operation::AllGather {
+            buckets: vec![[own.lease(0..own.len()), gathered.lease(0..bytes.len())]],
+        })
+        .unwrap();
+        ring.start(Operation::AllReduce { buckets: vec![scattered.lease(0..bytes.len())], dtype }).unwrap();
+        ring.wait(Wait::OldestGather).unwrap();
         assert!(!own.is_leased(0..own.len()) && !gathered.is_leased(0..bytes.len()));
         let results = [&whole, &own, &gathered].map(contents);
         ring.finalize().unwrap();
@@ -233,12 +240,17 @@ fn sharded_collectives_fail_after_peer_death_and_abort() {
         }
         let pool = Pool::host(Mode::On);
         let (whole, own) = (pool.alloc::<u8>(800).unwrap(), pool.alloc::<u8>(400).unwrap());
-        ring.reduce_scatter(vec![[whole.lease(0..800), own.lease(0..400)]], DType::F32).unwrap();
-        assert!(matches!(ring.wait_all(), Err(CommError::PeerLost { peer: 1, .. })));
-        ring.all_gather(vec![[own.lease(0..400), whole.lease(0..800)]]).unwrap();
-        assert!(matches!(ring.wait_gather(), Err(CommError::PeerLost { peer: 1, .. })));
+        ring.start(Operation::ReduceScatter {
+            buckets: vec![[whole.lease(0..800), own.lease(0..400)]],
+            dtype: DType::F32,
+        })
+        .unwrap();
+        assert!(matches!(ring.wait(Wait::All), Err(CommError::PeerLost { peer: 1, .. })));
+        ring.start(Operation::AllGather { buckets: vec![[own.lease(0..400), whole.lease(0..800)]] }).unwrap();
+        assert!(matches!(ring.wait(Wait::OldestGather), Err(CommError::PeerLost { peer: 1, .. })));
         ring.abort_handle().abort();
-        let refused = ring.all_gather(vec![[own.lease(0..400), whole.lease(0..800)]]);
+        let refused =
+            ring.start(Operation::AllGather { buckets: vec![[own.lease(0..400), whole.lease(0..800)]] });
         assert!(matches!(refused, Err(CommError::Aborted)));
     });
 }
@@ -248,7 +260,8 @@ fn sharded_collectives_fail_after_peer_death_and_abort() {
 fn unequal_shards_panic() {
     let pool = Pool::host(Mode::On);
     let (whole, own) = (pool.alloc::<u8>(700).unwrap(), pool.alloc::<u8>(400).unwrap());
-    crate::collective::expect_shards(&whole.lease(0..700), &own.lease(0..400), 2);
+    let buckets = vec![[own.lease(0..400), whole.lease(0..700)]];
+    Operation::AllGather { buckets }.expect_shards(2);
 }
 
 #[test]
@@ -271,8 +284,8 @@ fn broadcast_copies_from_any_root() {
             let pool = Pool::host(Mode::On);
             let buf = pool.alloc::<u8>(100_000).unwrap();
             fill(&buf, &vec![u8::try_from(ring.rank()).unwrap(); 100_000]);
-            ring.broadcast(buf.lease(0..100_000), root).unwrap();
-            ring.wait_all().unwrap();
+            ring.start(Operation::Broadcast { elements: buf.lease(0..100_000), root }).unwrap();
+            ring.wait(Wait::All).unwrap();
             let result = contents(&buf);
             ring.finalize().unwrap();
             result
@@ -290,7 +303,7 @@ fn error_names_the_dead_peer() {
         let pool = Pool::host(Mode::On);
         let start = Instant::now();
         let _buf = start_all_reduce(&mut ring, &pool, 1000);
-        let error = ring.wait_all().unwrap_err();
+        let error = ring.wait(Wait::All).unwrap_err();
         assert!(start.elapsed() < Duration::from_secs(5));
         Some(error)
     });
@@ -317,7 +330,7 @@ fn abort_from_another_thread_ends_a_blocked_all_reduce() {
                 std::thread::sleep(Duration::from_millis(50));
                 handle.abort();
             });
-            assert!(matches!(ring.wait_all(), Err(CommError::Aborted)));
+            assert!(matches!(ring.wait(Wait::All), Err(CommError::Aborted)));
         });
         assert!(matches!(ring.check(), Err(CommError::Aborted)));
         barrier.wait();

@@ -8,18 +8,13 @@ use xlaunch_pool::{DType, Lease, Space};
 
 use super::announcement::{self, Announcement, Kind};
 use super::wire::{Side, Socket, exchange};
-use crate::collective::{CommError, Result};
+use crate::collective::{CommError, Operation, Result};
 
-/// A queued operation. When it is done, its leases are dropped, which ends them.
+/// Work for the comm thread.
 pub(super) enum Job {
-    AllReduce(Lease, DType),
-    ReduceScatter(Lease, Lease, DType),
-    AllGather(Lease, Lease),
-    Broadcast(Lease, usize),
-    /// Replies with the first error of all earlier jobs.
-    Flush(Sender<Result<()>>),
-    /// Same as `Flush`, once every rank has reached it.
-    Barrier(Sender<Result<()>>),
+    Run(Operation),
+    /// Ends when every rank has reached it.
+    Barrier,
 }
 
 pub(super) struct Worker {
@@ -27,6 +22,10 @@ pub(super) struct Worker {
     world: usize,
     next: Socket,
     previous: Socket,
+    /// Receives `state` after each bucket, and after a barrier.
+    ended: Sender<Result<()>>,
+    /// The first error. It breaks the ring: everything later fails with it.
+    state: Result<()>,
     /// Number of collectives so far.
     started: u64,
     /// Receive buffer for a chunk of the previous rank, before it is added.
@@ -34,30 +33,49 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    pub(super) fn new(rank: usize, world: usize, next: Socket, previous: Socket) -> Self {
-        Self { rank, world, next, previous, started: 0, inbox: Vec::new() }
+    pub(super) fn new(
+        rank: usize,
+        world: usize,
+        next: Socket,
+        previous: Socket,
+        ended: Sender<Result<()>>,
+    ) -> Self {
+        Self { rank, world, next, previous, ended, state: Ok(()), started: 0, inbox: Vec::new() }
     }
 
-    /// Runs jobs until the sender of `queue` is dropped. The first error breaks the ring: every later job fails with
-    /// it.
+    /// Runs jobs until the sender of `queue` is dropped.
     pub(super) fn run(mut self, queue: &Receiver<Job>) {
-        let mut state = Ok(());
         for job in queue {
             match job {
-                Job::AllReduce(lease, dtype) => state = state.and_then(|()| self.all_reduce(lease, dtype)),
-                Job::ReduceScatter(from, into, dtype) => {
-                    state = state.and_then(|()| self.reduce_scatter(from, into, dtype));
+                Job::Run(Operation::AllReduce { buckets, dtype }) => {
+                    for elements in buckets {
+                        self.bucket(|this| this.all_reduce(elements, dtype));
+                    }
                 }
-                Job::AllGather(from, into) => state = state.and_then(|()| self.all_gather(from, into)),
-                Job::Broadcast(lease, root) => state = state.and_then(|()| self.broadcast(lease, root)),
-                // The receiver may have been dropped: `wait_all` covers gathers that were not waited for individually.
-                Job::Flush(reply) => drop(reply.send(state.clone())),
-                Job::Barrier(reply) => {
-                    state = state.and_then(|()| self.barrier());
-                    drop(reply.send(state.clone()));
+                Job::Run(Operation::ReduceScatter { buckets, dtype }) => {
+                    for [from, into] in buckets {
+                        self.bucket(|this| this.reduce_scatter(from, into, dtype));
+                    }
                 }
+                Job::Run(Operation::AllGather { buckets }) => {
+                    for [from, into] in buckets {
+                        self.bucket(|this| this.all_gather(from, into));
+                    }
+                }
+                Job::Run(Operation::Broadcast { elements, root }) => {
+                    self.bucket(|this| this.broadcast(elements, root));
+                }
+                Job::Barrier => self.bucket(Self::barrier),
             }
         }
+    }
+
+    /// Runs one bucket, unless the ring is broken. Its leases have been dropped, and thereby ended, when this reports
+    /// its end.
+    fn bucket(&mut self, run: impl FnOnce(&mut Self) -> Result<()>) {
+        self.state = std::mem::replace(&mut self.state, Ok(())).and_then(|()| run(self));
+        // Nobody waits for the last buckets of a ring that is dropped.
+        let _ = self.ended.send(self.state.clone());
     }
 
     fn all_reduce(&mut self, mut lease: Lease, dtype: DType) -> Result<()> {
