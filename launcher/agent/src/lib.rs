@@ -18,7 +18,7 @@
 //!   programs need;
 //! - [`rendezvous`], [`status`], `logs`: gRPC calls of workers and clients;
 //! - [`stacks`]: stacks of the processes of a rank;
-//! - [`report`]: why a job failed; [`sinks`]: progress, metrics, TensorBoard, summary;
+//! - [`ending`]: how a job ended, for all who tell of it; [`report`]: why it failed; [`sinks`]: progress, metrics, TensorBoard, summary;
 //! - [`environment_file`] and [`run_summary`]: files of a run's directory: what the run used, how it ended;
 //! - [`config`]: builds a checked job description from `train.toml`, environment and flags.
 //!
@@ -30,6 +30,7 @@ pub mod base_environment;
 pub mod command;
 pub mod config;
 pub mod driver;
+pub mod ending;
 pub mod environment;
 pub mod environment_file;
 mod interpreter;

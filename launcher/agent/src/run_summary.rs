@@ -11,21 +11,21 @@ use std::path::Path;
 
 use serde_json::json;
 
-use crate::driver::Finished;
+use crate::ending::Ending;
 use crate::report;
 use xlaunch_proto::json;
 
 pub const SUMMARY_FILE: &str = "summary.json";
 
 /// Writes the file. `seconds` is the duration of the run.
-pub fn write(dir: &Path, finished: &Finished, seconds: f64) -> io::Result<()> {
+pub fn write(dir: &Path, ending: &Ending, seconds: f64) -> io::Result<()> {
     let value = json!({
         "version": 1,
-        "exit_code": finished.outcome.exit.code(),
-        "reason": report::headline(&finished.outcome, &finished.evidence).unwrap_or_default(),
+        "exit_code": ending.exit.code(),
+        "reason": report::headline(ending).unwrap_or_default(),
         "seconds": json::number(seconds),
-        "attempts": finished.status.attempt + 1,
-        "accounting": finished.status.accounting.as_ref().map(json::accounting),
+        "attempts": ending.status.attempt + 1,
+        "accounting": ending.status.accounting.as_ref().map(json::accounting),
     });
     crate::environment_file::write_json(&dir.join(SUMMARY_FILE), &value)
 }

@@ -88,15 +88,16 @@ async fn run_workers(
     let group = waiting::first_attempt(None, work, trainer::launch(&spec), |_| {}).await?;
     let run = RunDir::create(&spec, &group.run_id, None)?;
     let logs = run.logs.clone();
-    let finished = driver::run_trainer(plan, run, group, signals).await;
-    let (finished, results) = finished.map_err(|error| internal("run the workers", error))?;
-    match report::text(&finished.outcome, &finished.evidence, Some(&logs)) {
-        None if finished.outcome.exit == ExitCode::Done => Ok(results.reports),
-        None => Err(Refusal::new(finished.outcome.exit, "stopped before the measurement was complete")),
+    let ended = driver::run_trainer(plan, run, group, signals).await;
+    let (mut ending, results) = ended.map_err(|error| internal("run the workers", error))?;
+    ending.logs = Some(logs);
+    match report::text(&ending) {
+        None if ending.exit == ExitCode::Done => Ok(results.reports),
+        None => Err(Refusal::new(ending.exit, "stopped before the measurement was complete")),
         Some(text) => {
             // Keep the directory, because the report refers to its logs.
             let _ = dir.keep();
-            Err(Refusal::new(finished.outcome.exit, text.trim_start_matches("xlaunch: ")))
+            Err(Refusal::new(ending.exit, text.trim_start_matches("xlaunch: ")))
         }
     }
 }

@@ -23,10 +23,12 @@ use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::{Device, JobSpec};
 use xlaunch_worker::newest_checkpoint;
 
-use super::launch::{self, Ended, Place};
+use super::launch::{self, Place};
 use xlaunch_agent::base_environment::BaseEnvironment;
 use xlaunch_agent::command::{self, ResolvedCommand, Streams};
+use xlaunch_agent::ending::Ending;
 use xlaunch_agent::registry::SOCKET;
+use xlaunch_agent::report;
 use xlaunch_agent::run_dir::RunDir;
 use xlaunch_agent::workload::command::stop_signals;
 use xlaunch_agent::workload::trainer::STOP_SIGNALS;
@@ -144,7 +146,7 @@ impl Start {
         }
     }
 
-    async fn work(&self) -> Result<Ended, Refusal> {
+    async fn work(&self) -> Result<Ending, Refusal> {
         let work_dir = &self.description.work_dir;
         std::env::set_current_dir(work_dir).map_err(|error| {
             Refusal::new(ExitCode::Usage, format!("failed to start in {}: {error}", work_dir.display()))
@@ -213,18 +215,18 @@ impl Start {
         }
     }
 
-    fn result(&self, ended: Result<&Ended, &Refusal>) -> JobResult {
+    fn result(&self, ended: Result<&Ending, &Refusal>) -> JobResult {
         let start = self.description.start;
         match ended {
-            Ok(Ended { exit, stopped, reason, rank, status, peak_memory_bytes, report, .. }) => JobResult {
-                exit: exit.code(),
-                stopped: *stopped,
-                reason: reason.clone(),
-                report: report.clone(),
-                rank: *rank,
-                attempt: status.attempt,
+            Ok(ending) => JobResult {
+                exit: ending.exit.code(),
+                stopped: ending.stopped,
+                reason: report::reason(ending),
+                report: report::at_end(ending),
+                rank: ending.rank(),
+                attempt: ending.status.attempt,
                 start,
-                usage: usage(*peak_memory_bytes),
+                usage: usage(ending.peak_memory_bytes),
             },
             Err(Refusal { exit, message }) => JobResult {
                 exit: exit.code(),

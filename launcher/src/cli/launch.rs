@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use xlaunch_proto::v1::{Prepare, StatusReply};
+use xlaunch_proto::v1::Prepare;
 use xlaunch_spec::command::GroupSpec;
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::JobSpec;
@@ -15,12 +15,11 @@ use crate::error_file;
 use xlaunch_agent::base_environment::BaseEnvironment;
 use xlaunch_agent::command::{self, CommandSpec, ResolvedCommand};
 use xlaunch_agent::config::{self, Layer, Override};
-use xlaunch_agent::driver::{self, Finished};
+use xlaunch_agent::driver;
+use xlaunch_agent::ending::Ending;
 use xlaunch_agent::environment_file::{self, Facts, Parent};
 use xlaunch_agent::registry::Entry;
-use xlaunch_agent::report::Evidence;
 use xlaunch_agent::run_dir::{NodePlace, RunDir};
-use xlaunch_agent::state::Outcome;
 use xlaunch_agent::status::board;
 use xlaunch_agent::waiting::{self, Group};
 use xlaunch_agent::work;
@@ -86,13 +85,16 @@ pub(super) async fn run(launch: &Launch, group: Option<&Nodes>) -> ExitCode {
     }
     let place = Place { base: &BaseEnvironment::Own, group, declared: declared.as_ref() };
     match train(&spec, &placement, place, signals, RunDir::create).await {
-        Ok(ended) => {
-            error_file::record(ended.error.as_deref());
-            print_end(&ended.summary, &ended.report);
-            ended.exit
-        }
+        Ok(ending) => report_and_exit(&ending),
         Err(refusal) => refuse_and_record(&refusal),
     }
+}
+
+fn report_and_exit(ending: &Ending) -> ExitCode {
+    let now = clock::unix().as_secs();
+    error_file::record(report::error_file::of_ending(ending, std::process::id(), now).as_deref());
+    print_end(&ending.summary, &report::at_end(ending));
+    ending.exit
 }
 
 /// The environment and the nodes of a job.
@@ -135,47 +137,6 @@ async fn off_this_thread<T: Send + 'static>(
     }
 }
 
-/// The result of a launch.
-pub(super) struct Ended {
-    pub(super) exit: ExitCode,
-    /// The launch was stopped on request, and had not failed before.
-    pub(super) stopped: bool,
-    /// The job continues without this node, from the checkpoints that this node has.
-    left_checkpoints: bool,
-    /// The reason for the exit code, in one line.
-    pub(super) reason: String,
-    /// The rank that failed first, if a rank failed.
-    pub(super) rank: Option<u32>,
-    /// The last status of all ranks.
-    pub(super) status: StatusReply,
-    /// Highest sampled memory use of all ranks together.
-    pub(super) peak_memory_bytes: u64,
-    /// Summary of the training, for stdout.
-    pub(super) summary: String,
-    /// Failure report for stderr; empty on success.
-    pub(super) report: String,
-    /// The contents of the launcher's own `TORCHELASTIC_ERROR_FILE`, unless the job is done.
-    error: Option<String>,
-}
-
-impl Ended {
-    /// The result if there was nothing to do.
-    fn without_a_run() -> Self {
-        Self {
-            exit: ExitCode::Done,
-            stopped: false,
-            left_checkpoints: false,
-            reason: String::new(),
-            rank: None,
-            status: StatusReply::default(),
-            peak_memory_bytes: 0,
-            summary: String::new(),
-            report: String::new(),
-            error: None,
-        }
-    }
-}
-
 /// Trains. The run directory is created only after data and checkpoint have been validated. For a job with one node,
 /// `create` makes it, given the id of the run.
 pub(super) async fn train(
@@ -184,7 +145,7 @@ pub(super) async fn train(
     place: Place<'_>,
     mut signals: Signals,
     create: impl FnOnce(&JobSpec, &str, Option<Entry>) -> Result<RunDir, Refusal>,
-) -> Result<Ended, Refusal> {
+) -> Result<Ending, Refusal> {
     let work = work::of_trainer(spec, place.declared, placement.workers, place.spec());
     let mark = place.group.map(|_| Mark::leave(&shared::directory(spec), &work.instance));
     let mark = mark.transpose().map_err(|error| Refusal::new(ExitCode::Usage, error.to_string()))?;
@@ -196,14 +157,19 @@ pub(super) async fn train(
         Ok(ready) => ready,
         Err(refusal) => {
             group.refuse(&refusal).await;
-            return if refusal.exit == ExitCode::Done { Ok(Ended::without_a_run()) } else { Err(refusal) };
+            return if refusal.exit == ExitCode::Done {
+                Ok(Ending::new(ExitCode::Done))
+            } else {
+                Err(refusal)
+            };
         }
     };
-    let ended = run_trainer(placement, group, signals, place.base, ready).await?;
-    if ended.left_checkpoints {
+    let ending = run_trainer(placement, group, signals, place.base, ready).await?;
+    if ending.leads && ending.left {
+        // The job continues from the checkpoints that this node has.
         mark.into_iter().for_each(Mark::keep);
     }
-    Ok(ended)
+    Ok(ending)
 }
 
 /// Takes the model and the path of initial weights from node rank 0: only that node needs to have the weights.
@@ -307,7 +273,7 @@ async fn run_trainer(
     signals: Signals,
     base: &BaseEnvironment,
     ready: Ready,
-) -> Result<Ended, Refusal> {
+) -> Result<Ending, Refusal> {
     let Ready { spec, checks, run, buffers, parent, parent_dir } = ready;
     let device = if placement.cuda { "GPU" } else { "CPU" };
     let (first, path) = (&group.first, run.path.display());
@@ -344,36 +310,21 @@ async fn run_trainer(
         base,
     };
     let (dir, logs) = (run.path.clone(), run.logs.clone());
-    let finished = driver::run_trainer(plan, run, group, signals).await;
-    let (finished, results) = finished.map_err(|error| failed(&error))?;
+    let ended = driver::run_trainer(plan, run, group, signals).await;
+    let (mut ending, results) = ended.map_err(|error| failed(&error))?;
+    ending.logs = Some(logs);
     let described = environment.map(|environment| environment.finish());
     // Written by the node that has rank 0 at the end. At the start that may have been another node.
-    let summed_up = (finished.leads && !finished.left)
-        .then(|| run_summary::write(&dir, &finished, start.elapsed().as_secs_f64()));
+    let summed_up = (ending.leads && !ending.left)
+        .then(|| run_summary::write(&dir, &ending, start.elapsed().as_secs_f64()));
     for problem in [described, summed_up].into_iter().flatten().filter_map(Result::err) {
         print_line(format_args!("warning: failed to describe the run in {}: {problem}", dir.display()));
     }
-    let summary = match results.summary.steps() {
-        0 => String::new(),
-        _ => {
-            let accounting = finished.status.accounting.as_ref();
-            let world = finished.status.world_size;
-            results.summary.text(world, start.elapsed(), results.metrics, accounting)
-        }
-    };
-    Ok(ended(finished, summary, Some(&logs)))
-}
-
-fn ended(finished: Finished, summary: String, logs: Option<&Path>) -> Ended {
-    let mut report: String = finished.losses.iter().map(|line| format!("{line}\n")).collect();
-    report += &report::text(&finished.outcome, &finished.evidence, logs).unwrap_or_default();
-    let (exit, reason) = (finished.outcome.exit, reason(&finished.outcome, &finished.evidence));
-    let (stopped, rank) = (finished.outcome.stopped, finished.outcome.rank());
-    let Finished { outcome, evidence, status, peak_memory_bytes, leads, left, .. } = finished;
-    let left_checkpoints = leads && left;
-    let error =
-        report::error_file::of_outcome(&outcome, &evidence, std::process::id(), clock::unix().as_secs());
-    Ended { exit, stopped, left_checkpoints, reason, rank, status, peak_memory_bytes, summary, report, error }
+    if results.summary.steps() > 0 {
+        let (world, accounting) = (ending.status.world_size, ending.status.accounting.as_ref());
+        ending.summary = results.summary.text(world, start.elapsed(), results.metrics, accounting);
+    }
+    Ok(ending)
 }
 
 fn notify(text: &str) {
@@ -396,11 +347,6 @@ fn find_run(checkpoint: &Path, run: &str, job_dir: &Path) -> Option<PathBuf> {
     [around, of_job].into_iter().flatten().find(|dir| dir.join("job.json").is_file())
 }
 
-fn reason(outcome: &Outcome, evidence: &[Evidence]) -> String {
-    let meaning = if outcome.exit == ExitCode::Done { "" } else { outcome.exit.meaning() };
-    report::headline(outcome, evidence).unwrap_or_else(|| meaning.into())
-}
-
 /// Runs a command in the foreground, on one of the nodes of `group` if there is one.
 pub(super) async fn run_command(spec: CommandSpec, group: Option<&Nodes>) -> ExitCode {
     let mut signals = match Signals::listen(&workload::command::stop_signals(&spec.signals)) {
@@ -419,11 +365,7 @@ pub(super) async fn run_command(spec: CommandSpec, group: Option<&Nodes>) -> Exi
     }
     let place = Place { base: &BaseEnvironment::Own, group, declared: None };
     match run_workers(&command, place, signals, RunDir::for_command).await {
-        Ok(ended) => {
-            error_file::record(ended.error.as_deref());
-            print_end("", &ended.report);
-            ended.exit
-        }
+        Ok(ending) => report_and_exit(&ending),
         Err(refusal) => refuse_and_record(&refusal),
     }
 }
@@ -440,7 +382,7 @@ pub(super) async fn run_workers(
     place: Place<'_>,
     mut signals: Signals,
     create: impl FnOnce(&ResolvedCommand, &str, Option<NodePlace>, Option<Entry>) -> Result<RunDir, Refusal>,
-) -> Result<Ended, Refusal> {
+) -> Result<Ending, Refusal> {
     let planned = spec.clone();
     let planning =
         off_this_thread(move || affinities(&planned).map_err(|reason| Refusal::new(ExitCode::Usage, reason)));
@@ -457,11 +399,11 @@ pub(super) async fn run_workers(
             return Err(refusal);
         }
     };
-    let kept = (spec.logs.dir.is_some() || run.private().is_none()).then(|| run.logs.clone());
+    let logs = (spec.logs.dir.is_some() || run.private().is_none()).then(|| run.logs.clone());
     let interface = place.spec().and_then(|spec| Interface::of_node(spec, &group.address));
     let plan = CommandPlan { spec: &spec, affinities, base: place.base, interface };
-    let finished = driver::run_command(plan, run, group, signals).await.map_err(|error| failed(&error))?;
-    Ok(ended(finished, String::new(), kept.as_deref()))
+    let ending = driver::run_command(plan, run, group, signals).await.map_err(|error| failed(&error))?;
+    Ok(Ending { logs, ..ending })
 }
 
 fn affinities(spec: &ResolvedCommand) -> Result<Vec<Affinity>, String> {

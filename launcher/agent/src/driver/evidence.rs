@@ -7,7 +7,8 @@ use std::time::Instant;
 
 use super::Driver;
 use super::hang::HANG_FILE;
-use crate::report::{self, Evidence, Symptom};
+use crate::ending::Evidence;
+use crate::report::{self, Symptom};
 use crate::run_dir::rank_dir;
 use crate::state::Event;
 use xlaunch_host::devices;

@@ -150,10 +150,7 @@ impl Driver<'_> {
                 Some(Event::Stop(signal.map_or(StopCause::Call, StopCause::Signal)))
             }
             ToAgent::Restarting(restarting) => Some(Event::Restarting(restarting)),
-            ToAgent::End(end) => {
-                self.left = end.left;
-                Some(Event::GroupEnded(end))
-            }
+            ToAgent::End(end) => Some(Event::GroupEnded(end)),
             ToAgent::Hung(hung) if hung.attempt == attempt => {
                 let first = self.membership.assignment.first_rank;
                 let culprits = hung.ranks.iter().filter_map(|rank| rank.checked_sub(first));

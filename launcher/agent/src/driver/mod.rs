@@ -30,15 +30,15 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{MissedTickBehavior, sleep_until};
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
-use xlaunch_proto::v1::{JobState, Restart, StatusReply};
+use xlaunch_proto::v1::{JobState, Restart};
 use xlaunch_spec::exit::ExitCode;
 
+use crate::ending::{Ending, Evidence};
 use crate::python::preload::Preloader;
 use crate::rendezvous::peers::Peers;
 use crate::rendezvous::service::Message;
-use crate::report::Evidence;
 use crate::run_dir::RunDir;
-use crate::state::{Action, Event, Job, Outcome};
+use crate::state::{Action, Event, Job};
 use crate::status::board::Board;
 use crate::waiting::{Group, Queries};
 use crate::workload::Workload;
@@ -59,24 +59,6 @@ use xlaunch_host::spawn::{Exit, Spawner, adopt_orphans, check_system_calls, open
 const MAX_EARLIER_CALLS: usize = 1024;
 const STALL_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The end of a job of either kind.
-#[derive(Debug)]
-pub struct Finished {
-    pub outcome: Outcome,
-    /// Evidence by rank; empty unless the job failed.
-    pub evidence: Vec<Evidence>,
-    /// The last status, with its history.
-    pub status: StatusReply,
-    /// Highest memory use observed for all ranks together.
-    pub peak_memory_bytes: u64,
-    /// This node had rank 0 in its last attempt.
-    pub leads: bool,
-    /// The job goes on without this node.
-    pub left: bool,
-    /// Lines for the user about lost output of the workers.
-    pub losses: Vec<String>,
-}
-
 /// Runs a job of the built-in trainer to its end. Leaves no processes, sockets or private directories behind.
 ///
 /// # Errors
@@ -86,13 +68,13 @@ pub async fn run_trainer(
     run: RunDir,
     group: Group,
     signals: Signals,
-) -> io::Result<(Finished, TrainingResults)> {
+) -> io::Result<(Ending, TrainingResults)> {
     sys::close_inherited_on_exec(&[]);
     with_reaper(run, async |run, reaper| {
         let mut workload = TrainerWorkload::new(plan, run, &group)?;
-        let mut finished = drive(&mut workload, run, reaper, group, signals).await?;
-        finished.losses = workload.output().losses();
-        Ok((finished, workload.finish().await))
+        let mut ending = drive(&mut workload, run, reaper, group, signals).await?;
+        ending.losses = workload.output().losses();
+        Ok((ending, workload.finish().await))
     })
     .await
 }
@@ -106,13 +88,13 @@ pub async fn run_command(
     run: RunDir,
     group: Group,
     signals: Signals,
-) -> io::Result<Finished> {
+) -> io::Result<Ending> {
     sys::close_inherited_on_exec(&plan.spec.descriptors());
     with_reaper(run, async |run, reaper| {
         let mut workload = CommandWorkload::new(plan, run, &group)?;
-        let mut finished = drive(&mut workload, run, reaper, group, signals).await?;
-        finished.losses = workload.finish().await;
-        Ok(finished)
+        let mut ending = drive(&mut workload, run, reaper, group, signals).await?;
+        ending.losses = workload.finish().await;
+        Ok(ending)
     })
     .await
 }
@@ -139,7 +121,7 @@ async fn drive(
     reaper: &Reaper,
     mut group: Group,
     mut signals: Signals,
-) -> io::Result<Finished> {
+) -> io::Result<Ending> {
     let queries = group.take_queries(&run.socket, workload.launch()).await?;
     let Queries { service, mut inbox, board } = queries;
     let (exits, mut exited) = mpsc::unbounded_channel();
@@ -158,8 +140,8 @@ async fn drive(
         Some(plan) => driver.preload(plan, imported).await,
         None => driver.prepare_attempt(group.first.clone()),
     }
-    let mut outcome = None;
-    while outcome.is_none() {
+    let mut ending = None;
+    while ending.is_none() {
         let deadline = driver.deadline();
         let events = tokio::select! {
             Some(exit) = exited.recv() => {
@@ -195,13 +177,13 @@ async fn drive(
         };
         for event in events {
             let actions = driver.decide(event);
-            outcome = driver.act(actions).await.or(outcome);
+            ending = driver.act(actions).await.or(ending);
         }
     }
     service.finish().await;
-    let finished = driver.finish(outcome);
+    let ending = driver.finish(ending);
     group.finish().await;
-    Ok(finished)
+    Ok(ending)
 }
 
 struct Driver<'a> {
@@ -223,8 +205,6 @@ struct Driver<'a> {
     /// Imports are in progress, so the node is not ready for an attempt.
     importing: bool,
     board: watch::Sender<Board>,
-    /// The job goes on without this node.
-    left: bool,
     /// Evidence, by rank, of the last attempt for which it was kept.
     kept_evidence: Vec<Evidence>,
     /// The run's private directory was deleted and could not be created again, which was reported.
@@ -267,7 +247,6 @@ impl<'a> Driver<'a> {
             preloader: None,
             importing: false,
             board,
-            left: false,
             kept_evidence: Vec::new(),
             private_is_lost: false,
             exits,
@@ -328,11 +307,11 @@ impl Driver<'_> {
         actions
     }
 
-    /// Performs actions of the state machine, and further ones that result from them. Returns the outcome if the job is
+    /// Performs actions of the state machine, and further ones that result from them. Returns the ending if the job is
     /// over.
-    async fn act(&mut self, actions: Vec<Action>) -> Option<Outcome> {
+    async fn act(&mut self, actions: Vec<Action>) -> Option<Box<Ending>> {
         let mut queue = VecDeque::from(actions);
-        let mut outcome = None;
+        let mut ending = None;
         if !queue.is_empty() {
             // An action may take long, so no worker keeps the terminal meanwhile.
             self.terminal.revoke();
@@ -380,12 +359,12 @@ impl Driver<'_> {
                         preloader.end().await;
                     }
                     self.board.send_modify(|board| board.time.end(Instant::now()));
-                    outcome = Some(end);
+                    ending = Some(end);
                 }
             }
         }
         self.publish_state();
-        outcome
+        ending
     }
 
     /// Shows the user a line, without waiting.
@@ -481,26 +460,17 @@ impl Driver<'_> {
         }
     }
 
-    fn finish(mut self, outcome: Option<Outcome>) -> Finished {
-        let internal = || Outcome {
-            exit: ExitCode::Internal,
-            root: None,
-            others: Vec::new(),
-            of_kept_attempt: false,
-            stopped: false,
-            first_rank: 0,
-            elsewhere: None,
-            note: None,
-        };
-        let outcome = outcome.unwrap_or_else(internal);
-        let evidence = match outcome.root {
-            Some(_) if outcome.of_kept_attempt => std::mem::take(&mut self.kept_evidence),
+    /// Adds to the ending what the driver has collected.
+    fn finish(mut self, ending: Option<Box<Ending>>) -> Ending {
+        let ending = ending.map_or_else(|| Ending::new(ExitCode::Internal), |ending| *ending);
+        let evidence = match ending.root {
+            Some(_) if ending.of_kept_attempt => std::mem::take(&mut self.kept_evidence),
             Some(_) => self.all_evidence(),
             None => Vec::new(),
         };
         let board = self.board.borrow();
         let (status, peak_memory_bytes) = (board.reply(Instant::now(), true), board.peak_memory_bytes());
         let leads = self.membership.assignment().node_rank == 0;
-        Finished { outcome, evidence, status, peak_memory_bytes, leads, left: self.left, losses: Vec::new() }
+        Ending { evidence, status, peak_memory_bytes, leads, ..ending }
     }
 }

@@ -9,28 +9,28 @@
 use serde_json::{Value, json};
 use xlaunch_spec::exit::ExitCode;
 
-use super::{Evidence, headline, text};
-use crate::state::Outcome;
+use super::{reason, text};
+use crate::ending::Ending;
 use xlaunch_host::spawn::Exit;
 use xlaunch_spec::refusal::Refusal;
 
 /// Returns the contents after a job that the process `pid` ran; `None` if the job did not fail.
-pub fn of_outcome(outcome: &Outcome, evidence: &[Evidence], pid: u32, unix_seconds: u64) -> Option<String> {
-    let code = i32::from(outcome.exit.code());
-    let root = outcome.root.as_ref();
-    let contents = match (outcome.exit, root) {
+pub fn of_ending(ending: &Ending, pid: u32, unix_seconds: u64) -> Option<String> {
+    let code = i32::from(ending.exit.code());
+    let root = ending.root.as_ref();
+    let contents = match (ending.exit, root) {
         (ExitCode::Done, _) => return None,
         (ExitCode::Signal(signal), None) => {
             let message = format!("SignalException: Process {pid} got signal: {signal}");
             error(&message, &message, None, unix_seconds)
         }
-        (exit, _) => {
+        _ => {
             let code = root.and_then(|root| root.status).map_or(code, error_code);
-            let of_rank = root.and_then(|root| evidence.get(root.rank? as usize));
+            let of_rank = root.and_then(|root| ending.evidence_of(root));
             let written = of_rank.and_then(|evidence| passed_on(evidence.error_file.as_ref()?, code));
             written.unwrap_or_else(|| {
-                let message = headline(outcome, evidence).unwrap_or_else(|| exit.meaning().into());
-                let report = text(outcome, evidence, None).unwrap_or_else(|| message.clone());
+                let message = reason(ending);
+                let report = text(ending).unwrap_or_else(|| message.clone());
                 error(&message, &report, Some(code), unix_seconds)
             })
         }

@@ -7,14 +7,14 @@ mod cause;
 pub mod error_file;
 mod python;
 
-use std::ffi::OsString;
 use std::fmt::Write;
-use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use crate::state::{Failure, Outcome};
+use xlaunch_host::spawn::Exit;
+use xlaunch_spec::exit::ExitCode;
+
+use crate::ending::{Ending, Evidence, Failure};
 pub(crate) use xlaunch_host::escape::escaped;
-use xlaunch_host::spawn::{Exit, OomKills};
 
 pub(crate) use cause::{MAX_SYMPTOM_AGE, Symptom, symptom};
 use cause::{cause, cause_of_root};
@@ -22,95 +22,75 @@ use cause::{cause, cause_of_root};
 /// Maximum number of stderr lines in a report.
 const MAX_STDERR_LINES: usize = 20;
 
-/// Evidence about a rank in addition to its [`Failure`]. The default is none.
-#[derive(Clone, Debug, Default)]
-pub struct Evidence {
-    /// Process id; 0 if the rank was never started.
-    pub pid: u32,
-    pub host: String,
-    /// Rank of the node, if the job has several.
-    pub node_rank: Option<u32>,
-    /// Exit status of the process. `None` if it still runs, and for exit codes of the built-in trainer, which the
-    /// failure's message explains.
-    pub exit: Option<Exit>,
-    pub exit_time: Option<SystemTime>,
-    /// Whether xlaunch had sent the process a signal before it exited.
-    pub signalled: bool,
-    /// Last lines of stderr, oldest first.
-    pub stderr: Vec<String>,
-    /// Number of these lines written more than [`MAX_SYMPTOM_AGE`] before the exit.
-    pub old_lines: usize,
-    /// The contents of `TORCHELASTIC_ERROR_FILE`.
-    pub error_file: Option<String>,
-    /// File with the evidence about the rank's hang, or about its wait for a hung rank.
-    pub hang_file: Option<PathBuf>,
-    /// OOM kills during the attempt.
-    pub oom_kills: OomKills,
-    /// System error number if the start failed.
-    pub spawn_error: Option<i32>,
-    /// The program that was started; empty for the built-in trainer.
-    pub program: OsString,
-    /// The `PATH` that was searched for the program.
-    pub search_path: OsString,
+/// Returns all lines for stderr at the end: lost output, and the failure report.
+pub fn at_end(ending: &Ending) -> String {
+    let losses = ending.losses.iter().map(|line| format!("{line}\n"));
+    losses.chain(text(ending)).collect()
 }
 
-/// Returns the report; `None` if nothing failed. `evidence` is indexed by local rank; `logs` is the directory of the
-/// logs, if they are kept.
-pub fn text(outcome: &Outcome, evidence: &[Evidence], logs: Option<&Path>) -> Option<String> {
-    if let Some(elsewhere) = &outcome.elsewhere {
+/// Returns the reason for the exit code, in one line; empty for a job that is done.
+pub fn reason(ending: &Ending) -> String {
+    let meaning = if ending.exit == ExitCode::Done { "" } else { ending.exit.meaning() };
+    headline(ending).unwrap_or_else(|| meaning.into())
+}
+
+/// Returns the failure report; `None` if nothing failed.
+pub fn text(ending: &Ending) -> Option<String> {
+    if let Some(elsewhere) = &ending.elsewhere {
         // The node that failed has the evidence, and prints it.
         return Some(format!(
             "xlaunch: the job ended with exit code {}: {}\n",
-            outcome.exit.code(),
+            ending.exit.code(),
             escaped(elsewhere)
         ));
     }
-    let (root, first_rank) = (outcome.root.as_ref()?, outcome.first_rank);
-    let of = |failure: &Failure| failure.rank.and_then(|rank| evidence.get(rank as usize));
+    let (root, first_rank) = (ending.root.as_ref()?, ending.first_rank);
+    let evidence = ending.evidence_of(root);
     let what = if root.preempted { "was preempted" } else { "failed" };
     let mut out = format!("xlaunch: the job {what}\n");
     // Writing to a String cannot fail.
     let _ = writeln!(
         out,
         "  {}{}",
-        describe(root, first_rank, of(root), ""),
-        of(root).map(at).unwrap_or_default()
+        describe(root, first_rank, evidence, ""),
+        evidence.map(at).unwrap_or_default()
     );
-    if let Some(evidence) = of(root) {
+    if let Some(evidence) = evidence {
         explain(&mut out, root, evidence);
     }
-    if !outcome.others.is_empty() {
+    if !ending.others.is_empty() {
         out.push_str("  then:\n");
     }
-    let known = of(root).map_or("", |evidence| evidence.host.as_str());
-    for other in &outcome.others {
-        let later = of(root).zip(of(other)).map(|(root, other)| later(root, other)).unwrap_or_default();
+    let known = evidence.map_or("", |evidence| evidence.host.as_str());
+    for other in &ending.others {
+        let of_other = ending.evidence_of(other);
+        let later = evidence.zip(of_other).map(|(root, other)| later(root, other)).unwrap_or_default();
         // For a signal, its name is enough.
-        let coded = of(other).filter(|evidence| matches!(evidence.exit, Some(Exit::Code(_))));
+        let coded = of_other.filter(|evidence| matches!(evidence.exit, Some(Exit::Code(_))));
         let why = coded.and_then(cause).map_or(String::new(), |cause| format!(": {}", escaped(&cause.what)));
-        let _ = writeln!(out, "    {}{later}{why}", describe(other, first_rank, of(other), known));
+        let _ = writeln!(out, "    {}{later}{why}", describe(other, first_rank, of_other, known));
     }
-    if let Some(note) = &outcome.note {
+    if let Some(note) = &ending.note {
         let _ = writeln!(out, "  {}", escaped(note));
     }
-    if let Some(logs) = logs {
+    if let Some(logs) = &ending.logs {
         let _ = writeln!(out, "  logs: {}", logs.display());
     }
-    let _ = writeln!(out, "  exit code {} ({})", outcome.exit.code(), outcome.exit.meaning());
+    let _ = writeln!(out, "  exit code {} ({})", ending.exit.code(), ending.exit.meaning());
     Some(out)
 }
 
 /// Returns the root cause in one line; `None` if nothing failed.
-pub fn headline(outcome: &Outcome, evidence: &[Evidence]) -> Option<String> {
-    if let Some(elsewhere) = &outcome.elsewhere {
+pub fn headline(ending: &Ending) -> Option<String> {
+    if let Some(elsewhere) = &ending.elsewhere {
         return Some(escaped(elsewhere));
     }
-    let root = outcome.root.as_ref()?;
-    let evidence = root.rank.and_then(|rank| evidence.get(rank as usize));
+    let root = ending.root.as_ref()?;
+    let evidence = ending.evidence_of(root);
     let known = evidence.map_or("", |evidence| evidence.host.as_str());
     let cause = evidence.filter(|_| !root.hung).and_then(cause_of_root);
     let cause = cause.map(|cause| format!(": {}", escaped(&cause.what)));
-    Some(format!("{}{}", describe(root, outcome.first_rank, evidence, known), cause.unwrap_or_default()))
+    Some(format!("{}{}", describe(root, ending.first_rank, evidence, known), cause.unwrap_or_default()))
 }
 
 /// Writes the cause of the root failure, advice, and the last lines of its rank.

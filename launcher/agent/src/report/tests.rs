@@ -1,5 +1,6 @@
 //! Tests of complete reports.
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use xlaunch_proto::v1::GroupEnd;
@@ -22,12 +23,12 @@ fn job(kind: Kind, workers: u32) -> Job {
     job
 }
 
-/// The outcome of a job whose ranks exit in this order.
-fn outcome(world: u32, exits: &[(u32, Exit)]) -> Outcome {
-    outcome_of(Kind::Command, world, exits)
+/// The ending of a job whose ranks exit in this order.
+fn ending(world: u32, exits: &[(u32, Exit)]) -> Ending {
+    ending_of(Kind::Command, world, exits)
 }
 
-fn outcome_of(kind: Kind, world: u32, exits: &[(u32, Exit)]) -> Outcome {
+fn ending_of(kind: Kind, world: u32, exits: &[(u32, Exit)]) -> Ending {
     let mut job = job(kind, world);
     let now = Instant::now();
     job.handle(Event::AllJoined, now);
@@ -36,8 +37,8 @@ fn outcome_of(kind: Kind, world: u32, exits: &[(u32, Exit)]) -> Outcome {
     end_after(&mut job, &actions)
 }
 
-/// The outcome if the attempt that ended with these actions is the last one.
-fn end_after(job: &mut Job, actions: &[Action]) -> Outcome {
+/// The ending if the attempt that ended with these actions is the last one.
+fn end_after(job: &mut Job, actions: &[Action]) -> Ending {
     let ended = actions.iter().find_map(|action| match action {
         Action::ReportEnd(ended) => Some(ended.clone()),
         _ => None,
@@ -46,8 +47,8 @@ fn end_after(job: &mut Job, actions: &[Action]) -> Outcome {
     let root = ended.root.map_or_else(String::new, |root| root.message);
     let end = GroupEnd { exit_code: ended.exit_code, node_rank: Some(0), root, ..GroupEnd::default() };
     let actions = job.handle(Event::GroupEnded(end), Instant::now());
-    let Some(Action::End(outcome)) = actions.last() else { panic!("{actions:?}") };
-    outcome.clone()
+    let Some(Action::End(ending)) = actions.last() else { panic!("{actions:?}") };
+    (**ending).clone()
 }
 
 fn of(pid: u32, exit: Exit, seconds: u64, stderr: &[&str]) -> Evidence {
@@ -80,10 +81,12 @@ fn root_cause_is_first_and_other_failures_take_a_line_each() {
             ..of(103, exits[3].1, 3, &["  File \"/w/train.py\", line 40, in f", "ValueError: bad"])
         },
     ];
-    let text = text(&outcome(4, &exits), &evidence, Some(Path::new("/runs/1/logs"))).unwrap();
+    let logs = Some(PathBuf::from("/runs/1/logs"));
+    let ending = Ending { evidence: evidence.into(), logs, ..ending(4, &exits) };
+    let text = text(&ending).unwrap();
     let line = "rank 1 (pid 101): exit code 1: ModuleNotFoundError: No module named 'flash_attn' \
                 (/w/train.py, line 12)";
-    assert_eq!(headline(&outcome(4, &exits), &evidence).as_deref(), Some(line));
+    assert_eq!(headline(&ending).as_deref(), Some(line));
     let expected = "\
 xlaunch: the job failed
   rank 1 (pid 101) on node7: exit code 1, at 04:50:35 UTC
@@ -107,9 +110,9 @@ xlaunch: the job failed
 #[test]
 fn rank_of_one_of_several_nodes_is_named_with_local_rank_and_node() {
     let exits = [(1, Exit::Code(7)), (0, Exit::Signal(11))];
-    let outcome = Outcome { first_rank: 4, ..outcome(2, &exits) };
     let of_node = |pid, exit| Evidence { node_rank: Some(2), ..of(pid, exit, 0, &[]) };
-    let text = text(&outcome, &[of_node(100, exits[1].1), of_node(101, exits[0].1)], None).unwrap();
+    let evidence = vec![of_node(100, exits[1].1), of_node(101, exits[0].1)];
+    let text = text(&Ending { first_rank: 4, evidence, ..ending(2, &exits) }).unwrap();
     let lines: Vec<&str> = text.lines().collect();
     assert_eq!(lines[1], "  rank 5 (local rank 1, pid 101) on node 2 (node7): exit code 7, at 04:50:35 UTC");
     assert!(text.contains("\n    rank 4 (local rank 0, pid 100): signal 11"), "{text}");
@@ -123,7 +126,7 @@ fn worker_that_failed_to_start_is_reported_without_pid_and_logs() {
         Event::SpawnFailed { rank: 0, reason, exit: xlaunch_spec::exit::ExitCode::WorkerFailed },
         Instant::now(),
     );
-    let outcome = &end_after(&mut job, &actions);
+    let ending = end_after(&mut job, &actions);
     let evidence = Evidence {
         spawn_error: Some(2),
         program: "trian".into(),
@@ -137,14 +140,15 @@ xlaunch: the job failed
   help: install it, or give its path; directories searched (PATH): /bin
   exit code 1 (a worker failed)
 ";
-    assert_eq!(text(outcome, &[evidence], None).unwrap(), expected);
+    assert_eq!(text(&Ending { evidence: vec![evidence], ..ending }).unwrap(), expected);
 }
 
 #[test]
 fn control_characters_of_a_worker_are_escaped() {
     let exits = [(0, Exit::Code(1))];
     let lines = ["\x1b[2Jgone\x07", "a\tb \u{202e}txt \u{9b}31m", "ValueError: \x1b]0;title\x07"];
-    let text = text(&outcome(1, &exits), &[of(7, exits[0].1, 0, &lines)], None).unwrap();
+    let evidence = vec![of(7, exits[0].1, 0, &lines)];
+    let text = text(&Ending { evidence, ..ending(1, &exits) }).unwrap();
     let expected = "\
 xlaunch: the job failed
   rank 0 (pid 7) on node7: exit code 1, at 04:50:35 UTC
@@ -161,15 +165,15 @@ xlaunch: the job failed
 fn trainer_exit_codes_are_explained_and_a_long_tail_is_cut() {
     let lines: Vec<String> = (0..30).map(|i| format!("line {i}")).collect();
     let evidence = Evidence { pid: 7, stderr: lines, ..Evidence::default() };
-    let outcome = outcome_of(Kind::Trainer, 1, &[(0, Exit::Code(65))]);
-    let text = text(&outcome, &[evidence], None).unwrap();
+    let ending = ending_of(Kind::Trainer, 1, &[(0, Exit::Code(65))]);
+    let text = text(&Ending { evidence: vec![evidence], ..ending }).unwrap();
     assert!(text.contains("  rank 0 (pid 7): exit code 65 (bad data or checkpoint)\n"), "{text}");
     assert!(text.contains("stderr:\n    line 10\n") && text.contains("    line 29\n"), "{text}");
 }
 
 #[test]
 fn successful_job_has_no_report() {
-    assert_eq!(text(&outcome(1, &[(0, Exit::Code(0))]), &[], None), None);
+    assert_eq!(text(&ending(1, &[(0, Exit::Code(0))])), None);
 }
 
 #[test]
@@ -180,11 +184,11 @@ fn hang_is_the_reported_cause_and_names_the_evidence() {
     let killed = |rank| Event::Exited { rank, exit: Exit::Signal(9) };
     let events = [Event::AllJoined, Event::Hung { ranks: vec![1], message }, killed(0), killed(1)];
     let actions = events.into_iter().flat_map(|event| job.handle(event, now)).collect::<Vec<_>>();
-    let outcome = end_after(&mut job, &actions);
+    let ending = end_after(&mut job, &actions);
     let hang_file = Some(PathBuf::from("/run/logs/attempt_0/1/hang.txt"));
     let evidence =
         |pid| Evidence { signalled: true, hang_file: hang_file.clone(), ..of(pid, Exit::Signal(9), 0, &[]) };
-    let report = text(&outcome, &[evidence(10), evidence(11)], None).unwrap();
+    let report = text(&Ending { evidence: vec![evidence(10), evidence(11)], ..ending }).unwrap();
     let expected =
         "  rank 1 (pid 11) on node7: no progress for 61 s (phase: forward, step 9); rank 0 is waiting for it";
     let lines: Vec<&str> = report.lines().collect();

@@ -8,7 +8,8 @@ use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::quantities::ranges_text;
 
 use super::blame::{Session, Symptom, Written};
-use super::{Action, Event, FAILURE_GRACE, Failure, Kind, Rules, SIGINT, SIGTERM, StopCause, exits};
+use super::{Action, Event, FAILURE_GRACE, Kind, Rules, SIGINT, SIGTERM, StopCause, exits};
+use crate::ending::Failure;
 use xlaunch_host::spawn::Exit;
 
 /// Everything that is known about an attempt while it lasts.

@@ -7,7 +7,8 @@ use xlaunch_proto::v1::{GroupEnd, NodeEnded, Restarting, RootCause};
 use xlaunch_spec::exit::ExitCode;
 
 use super::attempt::{Attempt, Life, Request};
-use super::{Action, Failure, HEALTHY_AFTER, Job, Kind, Outcome, Phase, exits};
+use super::{Action, HEALTHY_AFTER, Job, Kind, Phase, exits};
+use crate::ending::{Ending, Failure};
 
 impl Job {
     /// Ends the attempt, because the last worker is gone. Returns the report to the coordinator.
@@ -16,7 +17,7 @@ impl Job {
             return Vec::new();
         };
         let (ended, last) = attempt.end(self.counts_steps, self.checkpoint.as_ref(), now);
-        self.phase = Phase::Waiting(Some(last));
+        self.phase = Phase::Waiting(Some(Box::new(last)));
         let end = attempt.group_end.map_or_else(Vec::new, |end| self.end(&end));
         [vec![Action::Kill, Action::ReportEnd(ended)], end].concat()
     }
@@ -41,26 +42,30 @@ impl Job {
         };
         let has_failed = last.as_ref().is_some_and(|last| last.root.is_some()) || end.of_kept_attempt;
         let is_here = end.node_rank.is_some() && end.node_rank == self.place.node_rank && has_failed;
-        let mut outcome = match last.filter(|_| !end.stopped) {
-            Some(_) if end.of_kept_attempt => failed(std::mem::take(&mut self.first_failures)),
+        let mut ending = match last.filter(|_| !end.stopped) {
+            Some(_) if end.of_kept_attempt => Box::new(failed(std::mem::take(&mut self.first_failures))),
             Some(last) => last,
             // No attempt has run, or the job ends between two of them.
-            None => Outcome { stopped: end.stopped || end.root.is_empty(), ..failed(Vec::new()) },
+            None => {
+                let stopped = end.stopped || end.root.is_empty();
+                Box::new(Ending { stopped, ..Ending::new(ExitCode::Done) })
+            }
         };
-        (outcome.of_kept_attempt, outcome.first_rank) = (end.of_kept_attempt, self.place.first_rank);
-        if u32::from(outcome.exit.code()) != end.exit_code {
-            outcome.exit = self.exit(end.exit_code);
+        (ending.of_kept_attempt, ending.left) = (end.of_kept_attempt, end.left);
+        ending.first_rank = self.place.first_rank;
+        if u32::from(ending.exit.code()) != end.exit_code {
+            ending.exit = self.exit(end.exit_code);
         }
         if !end.note.is_empty() {
-            outcome.note = Some(end.note.clone());
+            ending.note = Some(end.note.clone());
         }
         if !end.root.is_empty() && !is_here {
-            (outcome.root, outcome.elsewhere) = (None, Some(end.root.clone()));
-            outcome.others.clear();
+            (ending.root, ending.elsewhere) = (None, Some(end.root.clone()));
+            ending.others.clear();
         }
-        self.phase = Phase::Ended { failed: outcome.root.is_some() };
+        self.phase = Phase::Ended { failed: ending.root.is_some() };
         let notice = (!end.notice.is_empty()).then(|| Action::Notify(end.notice.clone()));
-        notice.into_iter().chain([Action::Kill, Action::End(outcome)]).collect()
+        notice.into_iter().chain([Action::Kill, Action::End(ending)]).collect()
     }
 
     fn exit(&self, code: u32) -> ExitCode {
@@ -79,21 +84,21 @@ impl Job {
 }
 
 impl Attempt {
-    /// Returns the report of an attempt whose last worker is gone, and the outcome of the job if no other attempt
+    /// Returns the report of an attempt whose last worker is gone, and the ending of the job if no other attempt
     /// follows. `checkpoint`: step and path of the newest checkpoint of this run.
     fn end(
         &mut self,
         counts_steps: bool,
         checkpoint: Option<&(u64, PathBuf)>,
         now: Instant,
-    ) -> (NodeEnded, Outcome) {
+    ) -> (NodeEnded, Ending) {
         self.find_early_exits();
         self.order_by_symptoms();
         let mut failures = std::mem::take(&mut self.failures);
         let request = self.request();
         let paused = request == Some(Request::Pause);
         // Exit code of the job if it is stopped before the next attempt; it tells whether the workers have saved.
-        let paused_exit = paused.then(|| self.outcome(request, failures.clone(), checkpoint).exit);
+        let paused_exit = paused.then(|| self.ending(request, failures.clone(), checkpoint).exit);
         if let Some(problem) = self.incomplete.as_ref().filter(|_| !paused) {
             // Not after a pause: the next attempt takes an earlier checkpoint and says so.
             failures.push(Failure::of_group(problem.clone(), ExitCode::Data));
@@ -103,7 +108,7 @@ impl Attempt {
         failures.retain(|failure| !failure.elsewhere);
         let root = root_of(&failures).map(|index| self.cause(&failures[index]));
         let by_age = self.rules.kind == Kind::Command && !counts_steps;
-        let outcome = self.outcome(request, failures, checkpoint);
+        let ending = self.ending(request, failures, checkpoint);
         let ended = NodeEnded {
             attempt: self.place.attempt,
             // A consequence of a pause is not a failure.
@@ -111,10 +116,10 @@ impl Attempt {
             progressed: self.progressed || by_age && self.has_lived(now),
             differing: std::mem::take(&mut self.differing),
             r#final: is_final,
-            exit_code: paused_exit.unwrap_or(outcome.exit).code().into(),
+            exit_code: paused_exit.unwrap_or(ending.exit).code().into(),
             saved: checkpoint.is_some(),
         };
-        (ended, outcome)
+        (ended, ending)
     }
 
     /// Returns whether the attempt ran long enough before it failed to count as progress.
@@ -142,13 +147,13 @@ impl Attempt {
         }
     }
 
-    fn outcome(
+    fn ending(
         &self,
         request: Option<Request>,
         failures: Vec<Failure>,
         checkpoint: Option<&(u64, PathBuf)>,
-    ) -> Outcome {
-        let clean = |exit| Outcome { exit, stopped: true, ..failed(Vec::new()) };
+    ) -> Ending {
+        let clean = |exit| Ending { stopped: true, ..Ending::new(exit) };
         let has_saved = |worker: &super::attempt::Worker| worker.life == Life::Saved;
         match (request, self.rules.kind) {
             (Some(Request::Interrupt), _) => clean(ExitCode::Interrupted),
@@ -164,37 +169,21 @@ impl Attempt {
             // Consequences of a stop are not failures of the job.
             (Some(request), Kind::Command) => match failures.iter().find(|failure| !failure.consequence) {
                 None => clean(u8::try_from(request.signal()).map_or(ExitCode::Internal, ExitCode::Signal)),
-                Some(failure) => Outcome { stopped: failure.preempted, ..failed(failures) },
+                Some(failure) => Ending { stopped: failure.preempted, ..failed(failures) },
             },
         }
     }
 }
 
-impl Outcome {
-    /// Returns the rank of the root cause, if it is a rank of this node.
-    pub fn rank(&self) -> Option<u32> {
-        Some(self.first_rank + self.root.as_ref()?.rank?)
-    }
-}
-
-/// Outcome of a job that was not stopped, or had failed before.
-fn failed(mut failures: Vec<Failure>) -> Outcome {
+/// Ending of a job that was not stopped, or had failed before.
+fn failed(mut failures: Vec<Failure>) -> Ending {
     let root = root_of(&failures).map(|index| failures.remove(index));
     let exit = root.as_ref().map_or(ExitCode::Done, |root| root.exit);
-    Outcome {
-        exit,
-        root,
-        others: failures,
-        of_kept_attempt: false,
-        stopped: false,
-        first_rank: 0,
-        elsewhere: None,
-        note: None,
-    }
+    Ending { root, others: failures, ..Ending::new(exit) }
 }
 
-/// Outcome of a training job that was stopped but has not saved its last step.
-fn without_checkpoint(mut failures: Vec<Failure>, checkpoint: Option<&(u64, PathBuf)>) -> Outcome {
+/// Ending of a training job that was stopped but has not saved its last step.
+fn without_checkpoint(mut failures: Vec<Failure>, checkpoint: Option<&(u64, PathBuf)>) -> Ending {
     if failures.iter().all(|failure| failure.consequence) {
         let message = "stopped without a checkpoint of the last step".into();
         failures.insert(0, Failure::of_group(message, ExitCode::Retryable));
@@ -203,7 +192,7 @@ fn without_checkpoint(mut failures: Vec<Failure>, checkpoint: Option<&(u64, Path
         Some((step, path)) => format!("newest checkpoint: step {step}, {}", path.display()),
         None => "newest checkpoint: none was saved in this run".into(),
     };
-    Outcome { exit: ExitCode::Retryable, stopped: true, note: Some(note), ..failed(failures) }
+    Ending { exit: ExitCode::Retryable, stopped: true, note: Some(note), ..failed(failures) }
 }
 
 /// Returns the index of the root cause.

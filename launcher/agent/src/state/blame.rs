@@ -13,7 +13,8 @@ use std::time::Instant;
 use xlaunch_spec::exit::ExitCode;
 
 use super::attempt::{Attempt, Shutdown, Stage, Worker};
-use super::{Action, Event, Failure, Kind, STACKS_TIMEOUT, exits};
+use super::{Action, Event, Kind, STACKS_TIMEOUT, exits};
+use crate::ending::Failure;
 use xlaunch_host::spawn::Exit;
 
 /// Progress of a trainer's rank, according to its session.

@@ -4,7 +4,7 @@
 use xlaunch_proto::accounting::RESTART_CAUSES;
 use xlaunch_spec::exit::ExitCode;
 
-use super::Failure;
+use crate::ending::Failure;
 use xlaunch_host::spawn::Exit;
 
 /// Exit of a trainer's worker that was asked to stop, when the checkpoint of the last step is complete.

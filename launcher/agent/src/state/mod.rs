@@ -45,8 +45,9 @@ use std::time::{Duration, Instant};
 
 use xlaunch_proto::v1::JobState;
 
+use crate::ending::{Ending, Failure};
 use attempt::{Attempt, Place, Stage};
-pub use types::{Action, Event, Failure, Kind, Outcome, Rules, StopCause};
+pub use types::{Action, Event, Kind, Rules, StopCause};
 
 /// Time for ranks of a trainer to exit by themselves after a failure whose cause is not known yet. A rank that fails
 /// breaks the connections of the others, and those may be the first to exit; a rank that has reported an error of its
@@ -80,7 +81,7 @@ pub struct Job {
 enum Phase {
     /// No workers exist: the coordinator begins the next attempt or ends the job. Holds how the last attempt ended on
     /// this node.
-    Waiting(Option<Outcome>),
+    Waiting(Option<Box<Ending>>),
     Attempt(Attempt),
     Ended {
         failed: bool,
@@ -135,7 +136,7 @@ impl Job {
 
     /// Returns whether the workers of this node have finished their part of a command's attempt.
     pub fn waits_for_other_nodes(&self) -> bool {
-        let is_done = |last: &Outcome| last.root.is_none() && last.others.is_empty() && !last.stopped;
+        let is_done = |last: &Ending| last.root.is_none() && last.others.is_empty() && !last.stopped;
         self.rules.kind == Kind::Command && matches!(&self.phase, Phase::Waiting(Some(last)) if is_done(last))
     }
 

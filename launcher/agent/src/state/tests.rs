@@ -195,11 +195,11 @@ fn run(job: &mut Job, events: &[Event]) -> Vec<Action> {
     events.iter().flat_map(|event| job.handle(event.clone(), now)).collect()
 }
 
-fn outcome(actions: &[Action]) -> Outcome {
-    let ends: Vec<_> = actions
+fn outcome(actions: &[Action]) -> Ending {
+    let ends: Vec<Ending> = actions
         .iter()
         .filter_map(|action| match action {
-            Action::End(outcome) => Some(outcome.clone()),
+            Action::End(ending) => Some((**ending).clone()),
             _ => None,
         })
         .collect();

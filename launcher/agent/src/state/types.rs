@@ -1,4 +1,4 @@
-//! Events, actions and outcomes of the state machine.
+//! Rules, events and actions of the state machine.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use xlaunch_proto::v1::{GroupEnd, NodeEnded, NodeFailed, Restarting};
 use xlaunch_spec::exit::ExitCode;
 
+use crate::ending::Ending;
 use xlaunch_host::spawn::Exit;
 
 /// The properties of a job that decide how it ends.
@@ -151,7 +152,7 @@ pub enum StopCause {
 }
 
 /// An action for the driver.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Action {
     /// Tell the coordinator about the first failure of an attempt.
     ReportFailure(NodeFailed),
@@ -194,51 +195,5 @@ pub enum Action {
         counted_as: &'static str,
     },
     /// The job is over.
-    End(Outcome),
-}
-
-/// The outcome of a job.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Outcome {
-    /// Exit code of `xlaunch`.
-    pub exit: ExitCode,
-    /// The root cause of a failure.
-    pub root: Option<Failure>,
-    /// All other failures of the same attempt.
-    pub others: Vec<Failure>,
-    /// The failures are those of the attempt whose evidence was kept, not of the last attempt.
-    pub of_kept_attempt: bool,
-    /// A stop was requested before anything failed.
-    pub stopped: bool,
-    /// Global rank of local rank 0.
-    pub first_rank: u32,
-    /// Description of the root cause, with node and rank, if it is on another node.
-    pub elsewhere: Option<String>,
-    /// The newest checkpoint of a training job that was stopped without a checkpoint of its last step, or how the last
-    /// attempt failed if that is not the root cause.
-    pub note: Option<String>,
-}
-
-/// The failure of one rank, or of the group.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Failure {
-    /// Local rank; `None` for a failure of the whole group.
-    pub rank: Option<u32>,
-    /// Message for the user.
-    pub message: String,
-    /// Error that a command's rank wrote before it exited, in one line.
-    pub(crate) error: Option<String>,
-    /// Exit status; `None` without a process.
-    pub status: Option<Exit>,
-    pub(crate) exit: ExitCode,
-    /// The rank hung and xlaunch ended it, so its exit status says nothing about the cause.
-    pub(crate) hung: bool,
-    /// The rank has exited with a code that means preemption.
-    pub(crate) preempted: bool,
-    /// A consequence of another failure or of a stop: a lost peer, or a signal from xlaunch.
-    pub(crate) consequence: bool,
-    /// Neither the job's program nor its GPU is at fault: the same job may succeed elsewhere or later.
-    pub(crate) infrastructure: bool,
-    /// The failure happened on another node.
-    pub(crate) elsewhere: bool,
+    End(Box<Ending>),
 }
