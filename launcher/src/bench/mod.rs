@@ -13,7 +13,7 @@ pub(crate) mod clocks;
 pub(crate) mod device;
 pub(crate) mod kernels;
 pub(crate) mod launches;
-mod reports;
+pub(crate) mod reports;
 pub(crate) mod train;
 
 use serde::Serialize;

@@ -8,7 +8,24 @@ use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{StepReport, TrainStarted};
 
 use super::kernels::{self, Kernel};
-use super::train::Extent;
+
+/// The steps to run.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Extent {
+    /// Number of steps before the measured ones.
+    pub(crate) warmup: u64,
+    /// Number of measured steps.
+    pub(crate) steps: u64,
+    /// Whether to time the kernels of one more step.
+    pub(crate) profile: bool,
+}
+
+impl Extent {
+    /// Returns the number of the last measured step; steps count from 1.
+    pub(super) fn end(self) -> u64 {
+        self.warmup + self.steps
+    }
+}
 
 /// Returns the steps of a rank, with the times at which their reports arrived.
 pub(super) fn steps(reports: &[RankReport], rank: u32) -> impl Iterator<Item = (Instant, StepReport)> {

@@ -26,24 +26,13 @@ use xlaunch_spec::job::{CheckpointSection, JobSpec, ObserveSection};
 
 use super::clocks::Clocks;
 use super::kernels::{self, Kernel};
-use super::reports::{measured_period, pool_peak_bytes, profile, started, step_seconds, steps};
+use super::reports::{Extent, measured_period, pool_peak_bytes, profile, started, step_seconds, steps};
 use super::{Mode, RankReport, device, missing_report, quantile, run_workers};
 use crate::console::print_line;
 use xlaunch_host::devices::{self, Placement};
 use xlaunch_host::gpu_clocks::ClockSampler;
 use xlaunch_spec::quantities::count_text;
 use xlaunch_spec::refusal::Refusal;
-
-/// The steps to run.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Extent {
-    /// Number of steps before the measured ones.
-    pub(crate) warmup: u64,
-    /// Number of measured steps.
-    pub(crate) steps: u64,
-    /// Whether to time the kernels of one more step.
-    pub(crate) profile: bool,
-}
 
 /// The result. Field names are those of the JSON form.
 #[derive(Clone, Debug, Serialize)]
@@ -185,13 +174,6 @@ impl Launch<'_> {
         let reports = self.run(StepCommunication::None, None).await?;
         let medians = (0..ranks).map(|rank| quantile(&step_seconds(&reports, rank, extent), 0.5));
         Ok((with_small_all_reduce, medians.sum::<f64>() / f64::from(ranks)))
-    }
-}
-
-impl Extent {
-    /// Returns the number of the last measured step; steps count from 1.
-    pub(super) fn end(self) -> u64 {
-        self.warmup + self.steps
     }
 }
 

@@ -39,7 +39,7 @@ pub(crate) struct PlanServer {
     /// Token of the thread that is served; 0 before the first step.
     owner: AtomicUsize,
     /// Plans, which are never freed either: buffers refer to them.
-    tables: Box<[OnceLock<&'static SlotTable>]>,
+    tables: Box<[OnceLock<&'static SlotTable<PlanServer>>]>,
     base: AtomicU64,
     cursor: AtomicUsize,
     step: AtomicU32,
@@ -54,7 +54,7 @@ pub(crate) struct PlanServer {
 
 thread_local! {
     /// The planned step in which this thread is.
-    static ACTIVE: Cell<Option<(&'static PlanServer, &'static SlotTable)>> = const { Cell::new(None) };
+    static ACTIVE: Cell<Option<(&'static PlanServer, &'static SlotTable<PlanServer>)>> = const { Cell::new(None) };
 }
 
 /// A slot that was handed out.
@@ -123,7 +123,7 @@ impl PlanServer {
     }
 
     /// Stores a plan for the rest of the process. Returns its number, or `None` if there are [`MAX_TABLES`] already.
-    pub(crate) fn add(&self, table: SlotTable) -> Option<usize> {
+    pub(crate) fn add(&self, table: SlotTable<PlanServer>) -> Option<usize> {
         let number = self.tables.iter().position(|slot| slot.get().is_none())?;
         self.tables[number].set(Box::leak(Box::new(table))).ok().map(|()| number)
     }

@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use super::pack::{Packing, pack};
 use super::record::Recording;
-use super::server::PlanServer;
 
 /// Offset of a request that the plan does not serve.
 const UNPLANNED: u32 = u32::MAX;
@@ -35,10 +34,10 @@ impl Slot {
     }
 }
 
-/// The plan of a step.
+/// The plan of a step, which `server` serves.
 #[derive(Debug)]
-pub(crate) struct SlotTable {
-    pub(crate) server: &'static PlanServer,
+pub(crate) struct SlotTable<S: 'static> {
+    pub(crate) server: &'static S,
     pub(crate) slots: Box<[Slot]>,
     /// Predecessors of slots that have several: within a step, the slots that last used each of their granules.
     more_predecessors: Box<[u32]>,
@@ -48,9 +47,9 @@ pub(crate) struct SlotTable {
     pub(crate) granules: u32,
 }
 
-impl SlotTable {
+impl<S> SlotTable<S> {
     /// Plans a recorded step within `time`; `None` if the plan would serve nothing.
-    pub(crate) fn new(server: &'static PlanServer, recording: &Recording, time: Duration) -> Option<Self> {
+    pub(crate) fn new(server: &'static S, recording: &Recording, time: Duration) -> Option<Self> {
         let requests = recording.requests();
         let lives: Vec<_> = requests.iter().filter_map(|request| request.life).collect();
         if lives.is_empty() {

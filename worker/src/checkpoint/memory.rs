@@ -36,12 +36,36 @@ use xlaunch_spec::ids::Digest;
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 use super::tensors::Arena;
-use super::{Abandoned, CheckpointError, Piece, Portion, Sink, Snapshot, State};
+use super::{Abandoned, CheckpointError, Piece, Portion, Sink, State};
 
 /// Values per block, the unit of reading and hashing. Small in tests.
 const BLOCK_VALUES: usize = if cfg!(test) { 700 } else { 1 << 20 };
 /// Arenas in the order of the files and of the hash.
 const ARENAS: [Arena; 3] = [Arena::Params, Arena::M, Arena::V];
+
+/// Host copies of a rank's [`Portion`] of the arenas, with its ranges back to back.
+#[derive(Debug, Default)]
+#[expect(missing_docs, reason = "the fields are named after the arenas")]
+pub struct Snapshot {
+    pub params: HostBuffer,
+    pub m: HostBuffer,
+    pub v: HostBuffer,
+    /// The memory file that the buffers are mapped from, if any.
+    pub slot: Option<Slot>,
+}
+
+impl Snapshot {
+    /// Erases the memory snapshot. Call this before overwriting the buffers.
+    pub(super) fn erase(&self) -> io::Result<()> {
+        self.slot.as_ref().map_or(Ok(()), Slot::erase)
+    }
+
+    /// Marks the snapshot in the buffers as complete, so that the next attempt can resume from it.
+    pub(super) fn complete(&self, state: &State) -> io::Result<()> {
+        let complete = |slot: &Slot| slot.complete([&*self.params, &*self.m, &*self.v], state);
+        self.slot.as_ref().map_or(Ok(()), complete)
+    }
+}
 
 /// The memory files of this rank, and the use of each.
 #[derive(Clone, Debug)]

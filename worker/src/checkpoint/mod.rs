@@ -50,14 +50,13 @@ use std::path::PathBuf;
 
 pub use lock::{Lock, LockError};
 pub use manifest::{Chunk, parse_hash};
-pub use memory::{Memory, Slot};
+pub use memory::{Memory, Slot, Snapshot};
 pub use portion::Portion;
 pub use read::{Abandoned, Arena, Piece, Sink, check_weights, read, read_weights};
 pub use retention::Retention;
 pub use state::{Batch, Changes, Parent, State};
 pub(crate) use tensors::read_header;
 pub use tokenizer::tokenizer;
-pub use write::Snapshot;
 
 /// Newest version of the directory layout above, with a tokenizer. Without a tokenizer, version 2 is written, which
 /// older builds can read. Version 1 can still be read: it has a single file of whole moments, `m.<name>` and

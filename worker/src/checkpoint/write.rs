@@ -32,30 +32,6 @@ pub(super) const TEMPORARY: &str = ".tmp-";
 /// Prefix of a checkpoint while another checkpoint of the same step replaces it.
 pub(super) const REPLACED: &str = ".old-";
 
-/// Host copies of a rank's [`Portion`] of the arenas, with its ranges back to back.
-#[derive(Debug, Default)]
-#[expect(missing_docs, reason = "the fields are named after the arenas")]
-pub struct Snapshot {
-    pub params: HostBuffer,
-    pub m: HostBuffer,
-    pub v: HostBuffer,
-    /// The memory file that the buffers are mapped from, if any.
-    pub slot: Option<Slot>,
-}
-
-impl Snapshot {
-    /// Erases the memory snapshot. Call this before overwriting the buffers.
-    pub(super) fn erase(&self) -> io::Result<()> {
-        self.slot.as_ref().map_or(Ok(()), Slot::erase)
-    }
-
-    /// Marks the snapshot in the buffers as complete, so that the next attempt can resume from it.
-    pub(super) fn complete(&self, state: &State) -> io::Result<()> {
-        let complete = |slot: &Slot| slot.complete([&*self.params, &*self.m, &*self.v], state);
-        self.slot.as_ref().map_or(Ok(()), complete)
-    }
-}
-
 /// Values of a rank's [`Portion`], with its ranges back to back.
 pub(super) trait Values {
     /// Returns at most [`PIECE_LEN`] values of an arena.

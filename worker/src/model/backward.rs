@@ -13,9 +13,10 @@ use xlaunch_engine::{
 };
 use xlaunch_spec::model::Arch;
 
-use super::forward::{Activations, Block, Unnormed};
+use super::forward::Activations;
 use super::layout::{self, Linear};
 use super::linear::{LayerBackward, Operand};
+use super::saved_activations::{Block, Unnormed};
 use super::{Model, Rows, attention_shape};
 
 /// Arguments shared by all parts of one backward pass.

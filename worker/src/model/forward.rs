@@ -10,7 +10,7 @@ use xlaunch_spec::model::Arch;
 
 use super::layout;
 use super::linear::{Operand, Use};
-use super::saved_activations::SavedActivations;
+use super::saved_activations::{Block, Inputs, Normed, SavedActivations, Unnormed};
 use super::{Model, Rows, attention_shape};
 
 /// The activations that backward needs. Backward frees each tensor after its last use.
@@ -20,59 +20,6 @@ pub struct Activations {
     pub(super) blocks: Vec<SavedActivations>,
     /// Input, output and statistics of the final norm.
     pub(super) last: Normed,
-}
-
-/// A norm's input (the residual stream at that point), output and statistics.
-#[derive(Debug)]
-pub(super) struct Normed {
-    pub(super) x: Tensor,
-    pub(super) y: Tensor,
-    pub(super) stats: Tensor,
-}
-
-/// A norm's input and statistics.
-#[derive(Debug)]
-pub(super) struct Unnormed {
-    pub(super) x: Tensor,
-    pub(super) stats: Tensor,
-}
-
-impl Normed {
-    /// Separates the output from the rest.
-    pub(super) fn split(self) -> (Rc<Tensor>, Unnormed) {
-        let Self { x, y, stats } = self;
-        (Rc::new(y), Unnormed { x, stats })
-    }
-}
-
-/// One block's activations.
-#[derive(Debug)]
-pub(super) struct Block {
-    pub(super) ln1: Unnormed,
-    /// Inputs of the four linear layers.
-    pub(super) inputs: Inputs,
-    /// `[B, T, (H + 2 Hkv) D]`, after attention, which may have rotated it in place.
-    pub(super) qkv: Tensor,
-    /// `[B, T, H D]`.
-    pub(super) att: Rc<Tensor>,
-    /// `[B, H, T]`.
-    pub(super) lse: Tensor,
-    pub(super) ln2: Unnormed,
-    /// `[N, F]`; with SwiGLU, whose gates are included, `[N, 2 F]`.
-    pub(super) h: Tensor,
-}
-
-/// Inputs of a block's layers.
-#[derive(Debug)]
-pub(super) struct Inputs {
-    /// The first norm's output.
-    pub(super) qkv: Operand,
-    /// Attention's output.
-    pub(super) proj: Operand,
-    /// The second norm's output.
-    pub(super) fc: Operand,
-    /// The activation function's output `[N, F]`.
-    pub(super) out: Operand,
 }
 
 impl Model {

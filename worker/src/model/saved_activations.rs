@@ -9,9 +9,61 @@ use xlaunch_engine::{GeluForward, Result, SwigluForward, Tensor};
 use xlaunch_spec::job::Recompute;
 use xlaunch_spec::model::Arch;
 
-use super::forward::{Block, Inputs, Unnormed};
-use super::linear::Use;
+use super::linear::{Operand, Use};
 use super::{Model, Rows, layout};
+
+/// A norm's input (the residual stream at that point), output and statistics.
+#[derive(Debug)]
+pub(super) struct Normed {
+    pub(super) x: Tensor,
+    pub(super) y: Tensor,
+    pub(super) stats: Tensor,
+}
+
+/// A norm's input and statistics.
+#[derive(Debug)]
+pub(super) struct Unnormed {
+    pub(super) x: Tensor,
+    pub(super) stats: Tensor,
+}
+
+impl Normed {
+    /// Separates the output from the rest.
+    pub(super) fn split(self) -> (Rc<Tensor>, Unnormed) {
+        let Self { x, y, stats } = self;
+        (Rc::new(y), Unnormed { x, stats })
+    }
+}
+
+/// One block's activations.
+#[derive(Debug)]
+pub(super) struct Block {
+    pub(super) ln1: Unnormed,
+    /// Inputs of the four linear layers.
+    pub(super) inputs: Inputs,
+    /// `[B, T, (H + 2 Hkv) D]`, after attention, which may have rotated it in place.
+    pub(super) qkv: Tensor,
+    /// `[B, T, H D]`.
+    pub(super) att: Rc<Tensor>,
+    /// `[B, H, T]`.
+    pub(super) lse: Tensor,
+    pub(super) ln2: Unnormed,
+    /// `[N, F]`; with SwiGLU, whose gates are included, `[N, 2 F]`.
+    pub(super) h: Tensor,
+}
+
+/// Inputs of a block's layers.
+#[derive(Debug)]
+pub(super) struct Inputs {
+    /// The first norm's output.
+    pub(super) qkv: Operand,
+    /// Attention's output.
+    pub(super) proj: Operand,
+    /// The second norm's output.
+    pub(super) fc: Operand,
+    /// The activation function's output `[N, F]`.
+    pub(super) out: Operand,
+}
 
 /// A block between forward and backward.
 #[derive(Debug)]

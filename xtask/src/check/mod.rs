@@ -19,9 +19,11 @@ type Check = fn(&Workspace) -> Result<Vec<Violation>, Error>;
 
 /// Names and descriptions of the checks, in the order in which they run.
 const CHECKS: [(&str, &str, Check); 7] = [
-    ("modules", "top-level modules of a crate do not import each other in a circle", |w| {
-        crates(w, modules::check)
-    }),
+    (
+        "modules",
+        "neither the top-level modules nor the files of a crate import each other in a circle",
+        |w| crates(w, modules::check),
+    ),
     ("functions", "functions outside tests have at most 80 lines", |w| crates(w, functions::check)),
     ("constants", "a constant's name is defined once per crate", |w| crates(w, constants::check)),
     ("width", "lines have at most 120 columns", |w| files(w, width::check)),

@@ -1,8 +1,9 @@
-//! Import circles between the top-level modules of a crate.
+//! Import circles between the top-level modules of a crate, and between its files.
 //!
-//! An edge `a -> b` is any path in module `a`, or in a module below it, that names an item of module `b`: imports,
-//! types, calls, and paths in macro arguments. Names that the crate's root re-exports count for the module that defines
-//! them; items that the root itself defines belong to the node `crate`.
+//! An edge `a -> b` is any path in `a` that names an item of `b`: imports, types, calls, and paths in macro arguments. A
+//! name that a module re-exports counts for the module that defines it. Items that the root itself defines belong to
+//! the node `crate`. Between files, a module may use the items of the modules that contain it, as in
+//! `use super::Shared`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -17,13 +18,19 @@ use crate::violation::Violation;
 /// Node for the items defined in the crate's root file.
 const ROOT: &str = "crate";
 
+/// Path of a module or an item below the crate's root.
+type ItemPath = Vec<String>;
 /// The position at which an edge was first seen.
 type Edges = BTreeMap<(String, String), (PathBuf, usize)>;
+/// Names that modules re-export, with the paths behind them.
+type Exports = BTreeMap<(ItemPath, String), ItemPath>;
 
 pub(super) fn check(modules: &[Module]) -> Vec<Violation> {
-    let top: BTreeSet<String> = modules.iter().filter_map(|module| module.path.first().cloned()).collect();
-    let mut edges = Edges::new();
-    let exports = exports(modules, &top);
+    let known: BTreeMap<&[String], &PathBuf> =
+        modules.iter().map(|module| (&module.path[..], &module.file)).collect();
+    let exports = exports(modules, &known);
+    let top = |path: &[String]| path.first().map_or(ROOT, String::as_str).to_owned();
+    let (mut between_modules, mut between_files) = (Edges::new(), Edges::new());
     for module in modules {
         let mut references = References { module, found: Vec::new() };
         for item in &module.items {
@@ -34,37 +41,79 @@ pub(super) fn check(modules: &[Module]) -> Vec<Violation> {
                 references.visit_item(item);
             }
         }
-        let from = module.path.first().map_or(ROOT, String::as_str);
         for (path, line) in references.found {
-            let to = match path.first() {
-                Some(first) if top.contains(first) => first,
-                Some(first) => exports.get(first).map_or(ROOT, String::as_str),
-                None => continue,
-            };
-            if from != to {
-                edges.entry((from.to_owned(), to.to_owned())).or_insert((module.file.clone(), line));
+            let target = defining(path, &known, &exports);
+            let place = || (module.file.clone(), line);
+            if !target.is_empty() || !module.path.is_empty() {
+                let edge = (top(&module.path), top(&target));
+                if edge.0 != edge.1 {
+                    between_modules.entry(edge).or_insert_with(place);
+                }
+            }
+            let contains = target.starts_with(&module.path) || module.path.starts_with(&target);
+            if let Some(file) = known.get(&target[..]).filter(|file| !contains && ***file != module.file) {
+                let edge = (module.file.display().to_string(), file.display().to_string());
+                between_files.entry(edge).or_insert_with(place);
             }
         }
     }
-    circles(&edges)
+    circles(&between_modules).into_iter().chain(circles(&between_files)).collect()
 }
 
-/// Returns the names that the root re-exports, with the modules that define them.
-fn exports(modules: &[Module], top: &BTreeSet<String>) -> BTreeMap<String, String> {
-    let mut exports = BTreeMap::new();
-    for module in modules.iter().filter(|module| module.path.is_empty()) {
+/// Returns the module that defines the item with this path.
+fn defining(mut path: ItemPath, known: &BTreeMap<&[String], &PathBuf>, exports: &Exports) -> ItemPath {
+    loop {
+        let length = (0..=path.len()).rev().find(|length| known.contains_key(&path[..*length])).unwrap_or(0);
+        let rest = path.split_off(length);
+        match rest.first().and_then(|name| exports.get(&(path.clone(), name.clone()))) {
+            Some(next) => path = next.clone(),
+            None => return path,
+        }
+    }
+}
+
+fn exports(modules: &[Module], known: &BTreeMap<&[String], &PathBuf>) -> Exports {
+    let mut exports = Exports::new();
+    for module in modules {
         for item in &module.items {
             let Item::Use(item) = item else { continue };
+            if matches!(item.vis, Visibility::Inherited) {
+                continue;
+            }
             leaves(&item.tree, &mut Vec::new(), &mut |path, name| {
-                let first =
-                    path.iter().find(|segment| !["crate", "self"].contains(&segment.to_string().as_str()));
-                if let Some(first) = first.map(ToString::to_string).filter(|first| top.contains(first)) {
-                    exports.insert(name.to_string(), first);
+                let names: Vec<String> = path.iter().map(ToString::to_string).collect();
+                let child = [&module.path[..], &names[..1.min(names.len())]].concat();
+                let target = absolute(module, &names).or_else(|| {
+                    known.contains_key(&child[..]).then(|| [&module.path[..], &names[..]].concat())
+                });
+                if let Some(target) = target.filter(|target| target[..] != child[..]) {
+                    exports.insert((module.path.clone(), name.to_string()), target);
                 }
             });
         }
     }
     exports
+}
+
+/// Resolves a path that begins with `crate`, `self` or `super`. Any other path names an external crate, an imported
+/// name or a module below this one.
+fn absolute(module: &Module, names: &[String]) -> Option<ItemPath> {
+    let mut base = module.path.clone();
+    let below = match names.first()?.as_str() {
+        "crate" => {
+            base.clear();
+            &names[1..]
+        }
+        "self" => &names[1..],
+        "super" => {
+            let ups = names.iter().take_while(|name| *name == "super").count();
+            base.truncate(base.len().saturating_sub(ups));
+            &names[ups..]
+        }
+        _ => return None,
+    };
+    base.extend(below.iter().cloned());
+    Some(base)
 }
 
 /// Calls `leaf` with the path of each name that a `use` imports, and the name under which it is imported.
@@ -93,30 +142,15 @@ fn with(prefix: &[Ident], last: &Ident) -> Vec<Ident> {
 /// Collects paths below the crate's root, with their lines.
 struct References<'a> {
     module: &'a Module,
-    found: Vec<(Vec<String>, usize)>,
+    found: Vec<(ItemPath, usize)>,
 }
 
 impl References<'_> {
     fn add(&mut self, path: &[Ident]) {
-        let Some(first) = path.first() else { return };
         let names: Vec<String> = path.iter().map(ToString::to_string).collect();
-        let mut base = self.module.path.clone();
-        let below = match names[0].as_str() {
-            "crate" => {
-                base.clear();
-                &names[1..]
-            }
-            "self" => &names[1..],
-            "super" => {
-                let ups = names.iter().take_while(|name| *name == "super").count();
-                base.truncate(base.len().saturating_sub(ups));
-                &names[ups..]
-            }
-            // Any other relative path names an external crate, an imported name or a module below this one.
-            _ => return,
-        };
-        base.extend(below.iter().cloned());
-        self.found.push((base, first.span().start().line));
+        if let (Some(first), Some(path)) = (path.first(), absolute(self.module, &names)) {
+            self.found.push((path, first.span().start().line));
+        }
     }
 
     fn add_tokens(&mut self, tokens: TokenStream) {
@@ -221,7 +255,7 @@ mod tests {
             ("src/b.rs", "pub struct B;\nfn f() { let _ = vec![super::a::A::new()]; }"),
             ("src/c.rs", "pub struct C;"),
         ]);
-        assert_eq!(found, ["import circle: a -> b (src/a.rs:1), b -> a (src/b.rs:2)"]);
+        assert_eq!(found[0], "import circle: a -> b (src/a.rs:1), b -> a (src/b.rs:2)");
     }
 
     #[test]
@@ -242,6 +276,22 @@ mod tests {
             ("src/a.rs", "use crate::Shared;"),
         ]);
         assert_eq!(found, ["import circle: a -> crate (src/a.rs:1), crate -> a (src/lib.rs:1)"]);
+    }
+
+    #[test]
+    fn files_of_one_module_form_circles_but_use_the_items_of_their_parent() {
+        let found = messages(&[
+            ("src/lib.rs", "mod a;"),
+            ("src/a/mod.rs", "mod b; mod c; pub use c::C; pub struct Shared; fn f() { b::g() }"),
+            ("src/a/b.rs", "use super::{C, Shared}; pub struct B;"),
+            ("src/a/c.rs", "use super::b::B; use super::Shared; pub struct C;"),
+        ]);
+        assert_eq!(
+            found,
+            [
+                "import circle: src/a/b.rs -> src/a/c.rs (src/a/b.rs:1), src/a/c.rs -> src/a/b.rs (src/a/c.rs:1)"
+            ]
+        );
     }
 
     #[test]

@@ -34,10 +34,6 @@ use super::{AddressError, MungeError, Security, munge, preface, socket, tls};
 use crate::refusals::RefusalLog;
 use xlaunch_host::clock::IDLE_SLEEP;
 
-/// Maximum number of simultaneous handshakes.
-pub const MAX_PENDING: usize = 64;
-/// Maximum number of accepted callers that wait for their handshake. More of them wait in the kernel.
-pub const MAX_WAITING: usize = 256;
 /// Time limit from the first step of a handshake to the preface.
 pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 

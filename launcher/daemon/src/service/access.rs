@@ -17,6 +17,7 @@ use nix::unistd::{Group, Uid, User, getgrouplist};
 use tokio::sync::Semaphore;
 
 use super::holders::{Holder, Holders, WITHOUT_ACCOUNT};
+use super::lock;
 use crate::commands::CommandError;
 use crate::users::{self, Account};
 use crate::view::Caller;
@@ -289,12 +290,6 @@ impl Drop for QuotaGuard {
             _ => drop(held.remove(&self.holder)),
         }
     }
-}
-
-/// Locks a mutex and ignores poisoning: each critical section makes a single change, so a panic cannot leave it half
-/// done.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use nix::unistd::User;
 
-use super::access::lock;
+use super::lock;
 
 /// Holder of ids without an account. No process has this id.
 pub(super) const WITHOUT_ACCOUNT: u32 = u32::MAX;

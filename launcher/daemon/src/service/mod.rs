@@ -420,5 +420,11 @@ fn in_users_words(problem: &str) -> String {
     format!("{option} {what}")
 }
 
+/// Locks a mutex and ignores poisoning: each critical section makes a single change, so a panic cannot leave it half
+/// done.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 #[cfg(test)]
 mod tests;

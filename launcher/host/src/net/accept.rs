@@ -8,27 +8,12 @@ use tokio::sync::mpsc;
 use tokio::time::MissedTickBehavior;
 use tokio_stream::wrappers::ReceiverStream;
 
-use super::limits::{Connection, Connections};
+use super::limits::{Connection, Connections, Credentials};
 
 /// Delay after a failed `accept(2)`, for example because descriptors or memory are exhausted.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 /// Interval at which connections that have made no call are closed.
 const IDLE_POLL_INTERVAL: Duration = Duration::from_secs(1);
-
-/// The process at the other end of a connection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Credentials {
-    /// User id of the process.
-    pub uid: u32,
-    /// User to whom the connection is counted: the same as `uid`, unless that is one of several ids of a person.
-    pub holder: u32,
-    /// Process id; `None` if the process is not visible in this PID namespace.
-    pub pid: Option<u32>,
-    /// Whether the connection is exempt from limits.
-    pub exempt: bool,
-    /// Whether the connection is counted separately, so that ordinary users cannot lock it out.
-    pub reserved: bool,
-}
 
 /// Returns the credentials of the process that connected, from the kernel (`SO_PEERCRED`).
 pub fn peer_credentials(stream: &UnixStream) -> io::Result<Credentials> {

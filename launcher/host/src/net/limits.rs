@@ -20,7 +20,20 @@ use rustix::net::Shutdown;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tonic::transport::server::Connected;
 
-use super::accept::Credentials;
+/// The process at the other end of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Credentials {
+    /// User id of the process.
+    pub uid: u32,
+    /// User to whom the connection is counted: the same as `uid`, unless that is one of several ids of a person.
+    pub holder: u32,
+    /// Process id; `None` if the process is not visible in this PID namespace.
+    pub pid: Option<u32>,
+    /// Whether the connection is exempt from limits.
+    pub exempt: bool,
+    /// Whether the connection is counted separately, so that ordinary users cannot lock it out.
+    pub reserved: bool,
+}
 
 /// Limits of the open connections of a server.
 #[derive(Clone, Copy, Debug)]

@@ -11,5 +11,5 @@
 pub mod accept;
 pub mod limits;
 
-pub use accept::{Credentials, accept, peer_credentials};
-pub use limits::{Connection, Connections, Limits, Peer};
+pub use accept::{accept, peer_credentials};
+pub use limits::{Connection, Connections, Credentials, Limits, Peer};

@@ -94,7 +94,7 @@ impl Kind {
     /// Returns whether there is such a place between two characters. Incomplete characters count as letters.
     fn is_between(self, first: char, second: char) -> bool {
         let letter = |c: char| is_letter_or_digit(c) || c == char::REPLACEMENT_CHARACTER;
-        let space = |c: char| c.is_whitespace() || c == super::file::METASPACE;
+        let space = |c: char| c.is_whitespace() || c == super::METASPACE;
         match self {
             Self::WordEnd => !space(first) && space(second),
             Self::LetterEnd => letter(first) && space(second),

@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 use serde_json::{Map, Value};
 
+use super::METASPACE;
 use super::cuts::Cuts;
 use super::exact::Exact;
 use super::fast::Fast;
@@ -30,8 +31,6 @@ const END_OF_TEXT: [&str; 8] = [
     "<|eos|>",
     "<|bos|>",
 ];
-/// Character that files use for a space.
-pub(super) const METASPACE: char = '\u{2581}';
 
 /// A usable file.
 pub(super) struct Opened {

@@ -31,6 +31,9 @@ pub use decoder::Decoder;
 use exact::Exact;
 use fast::Fast;
 
+/// Character that files use for a space.
+const METASPACE: char = '\u{2581}';
+
 /// Size limit of a `tokenizer.json`. Those of the largest vocabularies in use have 35 MB.
 const MAX_FILE_BYTES: u64 = 64 << 20;
 /// Lower bound of the size of GPT-2's `tokenizer.json`. Smaller files need not be compared with it.
