@@ -1,7 +1,7 @@
 //! Plans: if a program makes the same requests in every step, their addresses are computed once.
 //!
 //! ```text
-//! steps 1, 2: served by the allocator, recorded --equal--> thread: pack --> SlotTable<PlanServer> --next step--> region, cursor
+//! steps 1, 2: served by the allocator, recorded --equal--> thread: pack --> SlotTable --next step--> region, cursor
 //! ```
 //! A step is identified by a key, such as a batch shape; each key has its own plan. All plans share one region, a block
 //! of the allocator with the size that the largest plan needs, so addresses stay the same from step to step.
@@ -14,6 +14,7 @@ mod record;
 mod server;
 mod slots;
 
+use server::Table;
 pub(crate) use server::{PlanServer, PlannedSlot};
 
 use std::collections::HashMap;
@@ -25,7 +26,7 @@ use crate::core::{Core, Handle, Place, Request};
 use crate::stats::Stats;
 use crate::stream::StreamId;
 use record::Recording;
-use slots::SlotTable<PlanServer>;
+use slots::SlotTable;
 
 /// Maximum number of kinds of steps that are remembered.
 const MAX_STEP_KINDS: usize = 8;
@@ -53,7 +54,7 @@ struct StepKind {
     /// The last step, until two consecutive ones are equal.
     last: Option<Recording>,
     /// The thread that is making the plan.
-    pending: Option<JoinHandle<Option<SlotTable<PlanServer>>>>,
+    pending: Option<JoinHandle<Option<Table>>>,
     /// Number of the plan.
     table: Option<usize>,
     /// Number of consecutive steps that departed from the plan.

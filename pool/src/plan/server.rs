@@ -28,6 +28,9 @@ pub(crate) const MAX_TABLES: usize = 64;
 /// Number of slots to search for a request that is not the next one of the plan.
 const RESYNC_WINDOW: usize = 8;
 
+/// A plan of this server.
+pub(super) type Table = SlotTable<PlanServer>;
+
 /// The plans of one pool, and the state of the current step.
 #[derive(Debug)]
 pub(crate) struct PlanServer {
@@ -39,7 +42,7 @@ pub(crate) struct PlanServer {
     /// Token of the thread that is served; 0 before the first step.
     owner: AtomicUsize,
     /// Plans, which are never freed either: buffers refer to them.
-    tables: Box<[OnceLock<&'static SlotTable<PlanServer>>]>,
+    tables: Box<[OnceLock<&'static Table>]>,
     base: AtomicU64,
     cursor: AtomicUsize,
     step: AtomicU32,
@@ -54,13 +57,13 @@ pub(crate) struct PlanServer {
 
 thread_local! {
     /// The planned step in which this thread is.
-    static ACTIVE: Cell<Option<(&'static PlanServer, &'static SlotTable<PlanServer>)>> = const { Cell::new(None) };
+    static ACTIVE: Cell<Option<(&'static PlanServer, &'static Table)>> = const { Cell::new(None) };
 }
 
 /// A slot that was handed out.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PlannedSlot {
-    table: &'static SlotTable,
+    table: &'static Table,
     /// The number of the slot and, in the upper half, that of the step. It is one word rather than two fields: moving
     /// two fields that were written separately stalls store forwarding, which costs as much as the rest of the path.
     slot_and_step: u64,
@@ -123,7 +126,7 @@ impl PlanServer {
     }
 
     /// Stores a plan for the rest of the process. Returns its number, or `None` if there are [`MAX_TABLES`] already.
-    pub(crate) fn add(&self, table: SlotTable<PlanServer>) -> Option<usize> {
+    pub(crate) fn add(&self, table: Table) -> Option<usize> {
         let number = self.tables.iter().position(|slot| slot.get().is_none())?;
         self.tables[number].set(Box::leak(Box::new(table))).ok().map(|()| number)
     }
@@ -201,7 +204,7 @@ impl PlanServer {
     #[inline(always)]
     fn hand_out(
         &'static self,
-        table: &'static SlotTable,
+        table: &'static Table,
         number: usize,
         slot: &'static Slot,
     ) -> Option<(u64, PlannedSlot)> {
@@ -217,9 +220,9 @@ impl PlanServer {
         Some((address, PlannedSlot { table, slot_and_step: number as u64 | u64::from(step) << 32 }))
     }
 
-    /// Same as [`SlotTable::predecessors_are`], after taking deferred frees. Counts a miss if it is false.
+    /// Same as [`Table::predecessors_are`], after taking deferred frees. Counts a miss if it is false.
     #[cold]
-    fn predecessors_are_after_deferred(&self, table: &SlotTable, slot: &Slot, state: u32) -> bool {
+    fn predecessors_are_after_deferred(&self, table: &Table, slot: &Slot, state: u32) -> bool {
         self.take_deferred();
         let free = table.predecessors_are(slot, state);
         if !free {
@@ -234,7 +237,7 @@ impl PlanServer {
     #[cold]
     fn resynchronize(
         &'static self,
-        table: &'static SlotTable,
+        table: &'static Table,
         cursor: usize,
         granules: u32,
     ) -> Option<(u64, PlannedSlot)> {

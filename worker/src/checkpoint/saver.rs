@@ -29,8 +29,8 @@ use xlaunch_proto::v1::{CheckpointFailed, CheckpointReport};
 use super::retention::Candidate;
 use super::tensors::Arena;
 pub use super::write::Written;
-use super::write::{PIECE_LEN, Snapshot, Values, Writer, commit, delete, temporary};
-use super::{CheckpointError, Memory, Portion, Retention, State, directory, name};
+use super::write::{PIECE_LEN, Values, Writer, commit, delete, temporary};
+use super::{CheckpointError, Memory, Portion, Retention, Snapshot, State, directory, name};
 use crate::fail;
 use crate::model::layout::Layout;
 

@@ -13,12 +13,11 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use fs_err::{File, OpenOptions};
-use xlaunch_engine::HostBuffer;
 use xlaunch_proto::disk::Disk;
 
 use super::manifest::{self, Chunk, Entry, Manifest};
 use super::tensors::{Arena, Contents, Stored};
-use super::{MANIFEST, MODEL, Portion, STATE, Slot, State, TOKENIZER, name, optimizer_name};
+use super::{MANIFEST, MODEL, Portion, STATE, Snapshot, State, TOKENIZER, name, optimizer_name};
 use crate::fail::{self, Place};
 use crate::model::layout::Layout;
 use crate::phase;

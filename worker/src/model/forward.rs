@@ -9,8 +9,8 @@ use xlaunch_engine::{
 use xlaunch_spec::model::Arch;
 
 use super::layout;
-use super::linear::{Operand, Use};
-use super::saved_activations::{Block, Inputs, Normed, SavedActivations, Unnormed};
+use super::linear::Use;
+use super::saved_activations::{Block, Inputs, Normed, SavedActivations};
 use super::{Model, Rows, attention_shape};
 
 /// The activations that backward needs. Backward frees each tensor after its last use.

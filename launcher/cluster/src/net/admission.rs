@@ -24,9 +24,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// Maximum number of simultaneous handshakes.
-pub const MAX_PENDING: usize = 64;
+pub(super) const MAX_PENDING: usize = 64;
 /// Maximum number of accepted callers that wait for their handshake. More of them wait in the kernel.
-pub const MAX_WAITING: usize = 256;
+pub(super) const MAX_WAITING: usize = 256;
 
 /// A caller whose first message is incomplete is not displaced for this long.
 const HELLO_GRACE: Duration = Duration::from_millis(200);

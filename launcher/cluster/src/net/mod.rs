@@ -18,7 +18,7 @@
 //! Invariants:
 //! - both sides have authenticated each other on every stream that the listener yields and every channel that
 //!   [`Dialer`] returns, unless the group is [`Security::Insecure`];
-//! - unauthenticated callers are few, short-lived and cheap: at most [`listener::MAX_PENDING`] handshakes at once, each
+//! - unauthenticated callers are few, short-lived and cheap: at most 64 handshakes at once, each
 //!   for at most [`listener::HANDSHAKE_TIMEOUT`];
 //! - a token appears in no message, no `Debug` output and no description of a job.
 //!

@@ -8,12 +8,8 @@
 //! The process uses no files or directories that a job's user can write: a full or manipulated `/tmp` must not make a
 //! GPU fail. Its cache is kept, because later examinations compare with the rates in it.
 
-use std::fs::DirBuilder;
 use std::io;
-use std::os::fd::OwnedFd;
-use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -25,38 +21,16 @@ use xlaunch_host::doctor::Report;
 use xlaunch_host::spawn::sys;
 
 use super::process::AgentProcess;
+use super::start::{DOCTOR, ExaminationStart, Stdio};
 use super::unit::Unit;
-use super::{Agent, AgentStarter, PATH};
+use super::{Agent, AgentStarter};
 use crate::state::bounded;
 use crate::state::examination::Ending;
 
 /// Time for the process to end after its stdin has been closed; then it is killed.
 pub(crate) const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Arguments of the process.
-pub(super) const DOCTOR: [&str; 3] = ["doctor", "--json", "--while-stdin-is-open"];
 /// Limit on the bytes read from each output. Reports are smaller.
 const MAX_OUTPUT_BYTES: u64 = 4 << 20;
-/// Prefixes of the daemon's variables that are passed to the process: the operator's settings for libraries and
-/// workers.
-const PASSED_ON_PREFIXES: [&str; 3] = ["LD_LIBRARY_PATH", "XLAUNCH_", "NCCL_"];
-
-/// An examination to start.
-#[derive(Clone, Debug)]
-pub(crate) struct ExaminationStart {
-    /// UUIDs of the GPUs.
-    pub(crate) gpus: Vec<String>,
-    /// Directory for the files of the process. It belongs to the daemon's user.
-    pub(crate) dir: PathBuf,
-    pub(crate) timeout: Duration,
-}
-
-/// The process's ends of its pipes.
-pub(super) struct Stdio {
-    pub(super) input: OwnedFd,
-    pub(super) output: OwnedFd,
-    pub(super) errors: OwnedFd,
-}
-
 impl AgentStarter {
     /// Examines GPUs. Takes at most the timeout plus [`EXIT_TIMEOUT`].
     pub(crate) async fn examine(&self, start: &ExaminationStart) -> Ending {
@@ -98,41 +72,6 @@ impl AgentStarter {
         }
         process.release().await;
         Ok(ending)
-    }
-}
-
-impl ExaminationStart {
-    pub(super) fn temporary(&self) -> PathBuf {
-        self.dir.join("tmp")
-    }
-
-    /// Creates an empty directory that other users can neither read nor write.
-    fn prepare(&self) -> io::Result<()> {
-        let temporary = self.temporary();
-        match fs_err::remove_dir_all(&temporary) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
-        let create = |dir: &Path| DirBuilder::new().recursive(true).mode(0o700).create(dir);
-        create(&temporary)
-    }
-
-    pub(super) fn environment(&self) -> Vec<(String, String)> {
-        let is_passed_on = |name: &str| PASSED_ON_PREFIXES.iter().any(|prefix| name.starts_with(prefix));
-        let passed_on = std::env::vars_os().filter_map(|(name, value)| {
-            Some((name.into_string().ok().filter(|name| is_passed_on(name))?, value.into_string().ok()?))
-        });
-        let (temporary, cache) = (self.temporary().display().to_string(), self.dir.join("cache"));
-        let own = [
-            ("PATH", PATH.to_owned()),
-            ("CUDA_VISIBLE_DEVICES", self.gpus.join(",")),
-            ("CUDA_DEVICE_ORDER", "PCI_BUS_ID".to_owned()),
-            ("HOME", temporary.clone()),
-            ("TMPDIR", temporary.clone()),
-            ("XDG_RUNTIME_DIR", temporary),
-            ("XLAUNCH_CACHE", cache.display().to_string()),
-        ];
-        passed_on.chain(own.map(|(name, value)| (name.to_owned(), value))).collect()
     }
 }
 

@@ -15,12 +15,12 @@
 
 use std::io;
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process_group};
 
+use super::start::{HookStart, took_too_long};
 use super::unit::Unit;
 use super::{AgentStarter, user_to_switch_to};
 use crate::config::{HooksSection, RunAs, check};
@@ -119,18 +119,6 @@ fn former_names(variables: &[(&'static str, String)]) -> Vec<(&'static str, Stri
     variables.iter().filter_map(former).collect()
 }
 
-/// A hook to run.
-#[derive(Clone, Debug)]
-pub(crate) struct HookStart {
-    pub(crate) job: u64,
-    /// `None` runs it as the daemon's user.
-    pub(crate) uid: Option<u32>,
-    pub(crate) moment: &'static str,
-    pub(crate) program: PathBuf,
-    pub(crate) environment: Vec<(&'static str, String)>,
-    pub(crate) timeout: Duration,
-}
-
 impl HooksSection {
     /// Returns whether a failure of the prolog is a problem of the node rather than of the job.
     pub(crate) fn is_prolog_of_node(&self) -> bool {
@@ -220,14 +208,10 @@ async fn run_detached(hook: &HookStart) -> Result<(), String> {
     }
 }
 
-/// Describes a hook that was killed at its timeout, as a predicate.
-pub(crate) fn took_too_long(timeout: Duration) -> String {
-    format!("took longer than {} s (hooks.timeout)", timeout.as_secs())
-}
-
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt;
+    use std::time::Duration;
 
     use super::*;
     use crate::config::Span;

@@ -16,6 +16,7 @@ pub(crate) mod examination;
 pub(crate) mod follow;
 pub(crate) mod hooks;
 mod process;
+pub(crate) mod start;
 mod unit;
 
 use std::ffi::CString;

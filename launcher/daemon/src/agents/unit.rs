@@ -14,9 +14,8 @@ use tokio::io::unix::AsyncFd;
 use zbus::{Fd, OwnedObjectPath, Variant, proxy};
 
 use super::AgentStart;
-use super::examination::{DOCTOR, ExaminationStart, Stdio};
-use super::hooks::{HookStart, took_too_long};
 use super::process;
+use super::start::{DOCTOR, ExaminationStart, HookStart, Stdio, took_too_long};
 use crate::usage::Usage;
 
 /// Interval at which a unit is polled after its main process has exited until it is inactive, and while its main

@@ -9,7 +9,8 @@ use xlaunch_proto::convert::node::Examine;
 use xlaunch_proto::v1::{self, ExaminationState, ExamineReply, ExaminedGpu, FindingLevel};
 
 use super::Manager;
-use crate::agents::examination::{EXIT_TIMEOUT, ExaminationStart};
+use crate::agents::examination::EXIT_TIMEOUT;
+use crate::agents::start::ExaminationStart;
 use crate::commands::CommandError;
 use crate::state::Record;
 use crate::state::examination::{Choice, Ending, Examination, Verdict};

@@ -25,6 +25,7 @@ mod tail;
 
 use std::io;
 use std::pin::Pin;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::net::{UnixListener, UnixStream};

@@ -5,7 +5,8 @@ use std::time::Instant;
 use tokio::task::JoinSet;
 
 use super::*;
-use crate::net::listener::{HANDSHAKE_TIMEOUT, MAX_PENDING, MAX_WAITING};
+use crate::net::admission::{MAX_PENDING, MAX_WAITING};
+use crate::net::listener::HANDSHAKE_TIMEOUT;
 
 const SILENT_CALLERS: usize = 1000;
 /// Time for all agents to get in, against hangs only: a thousand handshakes take minutes on a machine that is busy with
