@@ -10,10 +10,8 @@ use xlaunch_proto::v1::{
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::ids::RingKey;
 
-use super::policy::{AttemptFailure, Decision};
-use super::{
-    CAUSE_GRACE, Coordinator, Member, MemberId, NodeEnd, NodeFailure, Output, Phase, Stage, name, stops,
-};
+use super::policy::Decision;
+use super::{CAUSE_GRACE, Coordinator, Member, MemberId, NodeFailure, Output, Phase, Stage, name, stops};
 use crate::rendezvous::GroupRendezvous;
 
 /// Note in the report of the job's end.
@@ -105,10 +103,10 @@ impl Coordinator {
         if !self.runs(id, ended.attempt) {
             return;
         }
-        let NodeEnded { root, progressed, differing, r#final: is_final, exit_code, saved, .. } = ended;
-        self.saved |= saved;
+        self.saved |= ended.saved;
+        let root = ended.root.clone();
         if let Some(member) = self.members.get_mut(&id) {
-            member.stage = Stage::Ended(NodeEnd { progressed, differing, is_final, exit_code });
+            member.stage = Stage::Ended(ended);
         }
         match (root, self.failures.iter_mut().find(|failure| failure.member == Some(id))) {
             // The final report knows more about the failure than the first one.
@@ -250,7 +248,7 @@ impl Coordinator {
 
     /// Decides how to go on now that no workers remain.
     pub(super) fn attempt_ended(&mut self, now: Instant) {
-        let ends: Vec<NodeEnd> = self
+        let ends: Vec<NodeEnded> = self
             .members
             .values()
             .filter_map(|member| match &member.stage {
@@ -264,7 +262,7 @@ impl Coordinator {
             Stage::Ended(end) => Some(end.exit_code),
             _ => None,
         });
-        let is_final = self.stop.is_some() || ends.iter().any(|end| end.is_final);
+        let is_final = self.stop.is_some() || ends.iter().any(|end| end.r#final);
         match root {
             _ if is_final => self.end_stopped(&ends, root.as_ref(), exit_of_root, paused),
             _ if paused => self.next_attempt(now),
@@ -279,7 +277,7 @@ impl Coordinator {
     /// Ends the job after a stop or a preemption. The members report whether a checkpoint was saved, by exit code.
     fn end_stopped(
         &mut self,
-        ends: &[NodeEnd],
+        ends: &[NodeEnded],
         root: Option<&NodeFailure>,
         exit_of_root: Option<u32>,
         paused: bool,
@@ -309,20 +307,19 @@ impl Coordinator {
     }
 
     /// Decides whether another attempt follows a failed one.
-    fn decide(&mut self, ends: &[NodeEnd], root: NodeFailure, now: Instant) {
-        let differing: Vec<String> = ends.iter().flat_map(|end| end.differing.clone()).collect();
-        let failure = AttemptFailure {
-            code: root.cause.code,
-            code_text: &root.cause.code_text,
+    fn decide(&mut self, ends: &[NodeEnded], root: NodeFailure, now: Instant) {
+        let ended = NodeEnded {
+            root: Some(root.cause.clone()),
             progressed: ends.iter().any(|end| end.progressed),
-            differing: &differing,
+            differing: ends.iter().flat_map(|end| end.differing.clone()).collect(),
+            ..NodeEnded::default()
         };
         self.last_root = Some(root.clone());
         if self.checkpoints_lost {
             let exit_code = ExitCode::Retryable.code().into();
             return self.end(GroupEnd { exit_code, note: CHECKPOINTS_LOST.into(), ..root.end() });
         }
-        match self.policy.decide(failure, now) {
+        match self.policy.decide(&ended, now) {
             Decision::Final(reason) => self.end_failed(&root, reason.unwrap_or_default()),
             Decision::Restart { delay, number } => {
                 let when =

@@ -39,7 +39,9 @@ use std::time::{Duration, Instant};
 
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
-use xlaunch_proto::v1::{Greeting, GroupEnd, GroupRules, MemberState, MemberStatus, NodePrepared, RootCause};
+use xlaunch_proto::v1::{
+    Greeting, GroupEnd, GroupRules, MemberState, MemberStatus, NodeEnded, NodePrepared, RootCause,
+};
 
 use crate::rendezvous::GroupRendezvous;
 use admission::Claim;
@@ -171,16 +173,7 @@ enum Stage {
     Preparing,
     Prepared(NodePrepared),
     Running,
-    Ended(NodeEnd),
-}
-
-/// A member's report at the end of an attempt.
-#[derive(Clone, Debug, Default, PartialEq)]
-struct NodeEnd {
-    progressed: bool,
-    differing: Vec<String>,
-    is_final: bool,
-    exit_code: u32,
+    Ended(NodeEnded),
 }
 
 /// A failure and its place.

@@ -14,6 +14,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::{Duration, Instant};
 
+use xlaunch_proto::v1::NodeEnded;
 use xlaunch_spec::command::Restarts;
 
 /// Number of consecutive attempts without progress that ends a job.
@@ -31,19 +32,6 @@ pub enum Decision {
     },
     /// The job ends. Holds the reason, unless it is obvious.
     Final(Option<String>),
-}
-
-/// How an attempt failed.
-#[derive(Clone, Copy, Debug)]
-pub struct AttemptFailure<'a> {
-    /// Exit code of the root cause.
-    pub code: Option<i32>,
-    /// The exit code with its meaning, for the user.
-    pub code_text: &'a str,
-    /// The attempt got further than any before it.
-    pub progressed: bool,
-    /// Devices whose parameters differed from those of the other ranks.
-    pub differing: &'a [String],
 }
 
 #[derive(Debug)]
@@ -82,19 +70,20 @@ impl Policy {
         format!("of {}{}", self.restarts.most, self.window_text())
     }
 
-    /// Decides on the next step, and counts a restart.
-    pub fn decide(&mut self, failure: AttemptFailure<'_>, now: Instant) -> Decision {
-        if failure.code.is_some_and(|code| self.restarts.free.contains(&code)) {
+    /// Decides on the next step after an attempt that ended like this on all nodes together, and counts a restart.
+    pub fn decide(&mut self, ended: &NodeEnded, now: Instant) -> Decision {
+        let code = ended.root.as_ref().and_then(|root| root.code);
+        if code.is_some_and(|code| self.restarts.free.contains(&code)) {
             return Decision::Restart { delay: Duration::ZERO, number: None };
         }
         if !self.has_budget() {
             return Decision::Final(None);
         }
-        self.fruitless = if failure.progressed { 0 } else { self.fruitless + 1 };
-        if let Some(reason) = self.is_final(&failure).or_else(|| self.is_spent(now)) {
+        self.fruitless = if ended.progressed { 0 } else { self.fruitless + 1 };
+        if let Some(reason) = self.is_final(ended).or_else(|| self.is_spent(now)) {
             return Decision::Final(Some(reason));
         }
-        self.differed.extend(failure.differing.iter().cloned());
+        self.differed.extend(ended.differing.iter().cloned());
         self.recent.push_back(now);
         let delay = match self.fruitless {
             0 | 1 => Duration::ZERO,
@@ -104,12 +93,13 @@ impl Policy {
     }
 
     /// Returns the reason why the next attempt would fail in the same way.
-    fn is_final(&self, failure: &AttemptFailure<'_>) -> Option<String> {
-        if failure.code.is_some_and(|code| self.restarts.not_after.contains(&code)) {
-            return Some(format!("no restart: {} is final", failure.code_text));
+    fn is_final(&self, ended: &NodeEnded) -> Option<String> {
+        let is_final = |code: i32| self.restarts.not_after.contains(&code);
+        if let Some(root) = ended.root.as_ref().filter(|root| root.code.is_some_and(is_final)) {
+            return Some(format!("no restart: {} is final", root.code_text));
         }
         let again: Vec<&str> =
-            failure.differing.iter().filter(|it| self.differed.contains(*it)).map(String::as_str).collect();
+            ended.differing.iter().filter(|it| self.differed.contains(*it)).map(String::as_str).collect();
         (!again.is_empty()).then(|| {
             let devices = again.join(" and ");
             format!("no restart: the parameters on {devices} differed for the second time; test its memory")
@@ -152,6 +142,8 @@ impl Policy {
 
 #[cfg(test)]
 mod tests {
+    use xlaunch_proto::v1::RootCause;
+
     use super::*;
 
     fn restarts(most: u32) -> Restarts {
@@ -162,9 +154,20 @@ mod tests {
         Policy::new(restarts(most), 7)
     }
 
-    const FRUITLESS: AttemptFailure<'_> =
-        AttemptFailure { code: Some(1), code_text: "exit code 1", progressed: false, differing: &[] };
-    const PROGRESSED: AttemptFailure<'_> = AttemptFailure { progressed: true, ..FRUITLESS };
+    /// The end of an attempt with this exit code of the root cause.
+    fn ended(code: i32, progressed: bool) -> NodeEnded {
+        let code_text = format!("exit code {code}");
+        let root = Some(RootCause { code: Some(code), code_text, ..RootCause::default() });
+        NodeEnded { root, progressed, ..NodeEnded::default() }
+    }
+
+    fn fruitless() -> NodeEnded {
+        ended(1, false)
+    }
+
+    fn progressed() -> NodeEnded {
+        ended(1, true)
+    }
 
     fn delay(decision: &Decision) -> f64 {
         match decision {
@@ -185,29 +188,29 @@ mod tests {
         let (mut policy, now) = (policy(500), Instant::now());
         for number in 1..=500 {
             let expected = Decision::Restart { delay: Duration::ZERO, number: Some(number) };
-            assert_eq!(policy.decide(PROGRESSED, now), expected);
+            assert_eq!(policy.decide(&progressed(), now), expected);
         }
-        assert_eq!(reason(policy.decide(PROGRESSED, now)), "all 500 restarts are used up");
+        assert_eq!(reason(policy.decide(&progressed(), now)), "all 500 restarts are used up");
     }
 
     #[test]
     fn third_attempt_without_progress_is_the_last_however_long_it_took() {
         let (mut policy, now) = (policy(100), Instant::now());
         let hour = Duration::from_secs(3600);
-        assert_eq!(delay(&policy.decide(FRUITLESS, now)), 0.0);
-        let second = delay(&policy.decide(FRUITLESS, now + hour));
+        assert_eq!(delay(&policy.decide(&fruitless(), now)), 0.0);
+        let second = delay(&policy.decide(&fruitless(), now + hour));
         assert!((1.0..1.25).contains(&second), "{second}");
-        let last = reason(policy.decide(FRUITLESS, now + 2 * hour));
+        let last = reason(policy.decide(&fruitless(), now + 2 * hour));
         assert_eq!(last, "no restart: 3 attempts in a row made no progress");
     }
 
     #[test]
     fn progress_starts_the_count_again() {
         let (mut policy, now) = (policy(100), Instant::now());
-        for failure in [FRUITLESS, FRUITLESS, PROGRESSED, FRUITLESS, FRUITLESS] {
-            delay(&policy.decide(failure, now));
+        for progressed in [false, false, true, false, false] {
+            delay(&policy.decide(&ended(1, progressed), now));
         }
-        reason(policy.decide(FRUITLESS, now));
+        reason(policy.decide(&fruitless(), now));
     }
 
     #[test]
@@ -215,7 +218,7 @@ mod tests {
         let window = Duration::from_secs(3600);
         let mut policy = Policy::new(Restarts { window, ..restarts(2) }, 7);
         let start = Instant::now();
-        let mut decide = |seconds| policy.decide(PROGRESSED, start + Duration::from_secs(seconds));
+        let mut decide = |seconds| policy.decide(&progressed(), start + Duration::from_secs(seconds));
         for (seconds, number) in [(0, 1), (10, 2), (3600, 2), (3610, 2)] {
             let expected = Decision::Restart { delay: Duration::ZERO, number: Some(number) };
             assert_eq!(decide(seconds), expected, "{seconds}");
@@ -227,25 +230,25 @@ mod tests {
     #[test]
     fn final_codes_and_a_job_without_restarts_end_with_the_first_failure() {
         let now = Instant::now();
-        assert_eq!(policy(0).decide(PROGRESSED, now), Decision::Final(None));
-        let code = AttemptFailure { code: Some(79), code_text: "exit code 79 (x)", ..PROGRESSED };
-        assert_eq!(reason(policy(5).decide(code, now)), "no restart: exit code 79 (x) is final");
+        assert_eq!(policy(0).decide(&progressed(), now), Decision::Final(None));
+        assert_eq!(reason(policy(5).decide(&ended(79, true), now)), "no restart: exit code 79 is final");
         let mut one = policy(1);
-        delay(&one.decide(FRUITLESS, now));
-        assert_eq!(reason(one.decide(FRUITLESS, now)), "the 1 restart allowed is used up");
+        delay(&one.decide(&fruitless(), now));
+        assert_eq!(reason(one.decide(&fruitless(), now)), "the 1 restart allowed is used up");
     }
 
     #[test]
     fn device_that_differs_twice_ends_the_job_and_others_do_not() {
         let devices = ["GPU-a", "GPU-b", "GPU-c"].map(String::from);
-        let differs = |range| AttemptFailure { differing: &devices[range], ..PROGRESSED };
+        let differs =
+            |range: std::ops::Range<usize>| NodeEnded { differing: devices[range].to_vec(), ..progressed() };
         let (mut policy, now) = (policy(9), Instant::now());
-        delay(&policy.decide(differs(0..1), now));
-        delay(&policy.decide(differs(1..2), now));
-        delay(&policy.decide(PROGRESSED, now));
+        delay(&policy.decide(&differs(0..1), now));
+        delay(&policy.decide(&differs(1..2), now));
+        delay(&policy.decide(&progressed(), now));
         let expected =
             "no restart: the parameters on GPU-b differed for the second time; test its memory".to_owned();
-        assert_eq!(reason(policy.decide(differs(1..3), now)), expected);
+        assert_eq!(reason(policy.decide(&differs(1..3), now)), expected);
     }
 
     #[test]
@@ -254,10 +257,11 @@ mod tests {
         for most in [0, 1] {
             let mut policy = policy(most);
             for _ in 0..5 {
-                let decision = policy.decide(AttemptFailure { code: Some(78), ..FRUITLESS }, now);
+                let decision = policy.decide(&ended(78, false), now);
                 assert_eq!(decision, Decision::Restart { delay: Duration::ZERO, number: None });
             }
-            let counted = matches!(policy.decide(FRUITLESS, now), Decision::Restart { number: Some(1), .. });
+            let counted =
+                matches!(policy.decide(&fruitless(), now), Decision::Restart { number: Some(1), .. });
             assert_eq!(counted, most == 1);
         }
     }
@@ -266,8 +270,8 @@ mod tests {
     fn jobs_that_fail_together_wait_for_different_times() {
         let second = |seed| {
             let mut policy = Policy::new(restarts(5), seed);
-            policy.decide(FRUITLESS, Instant::now());
-            delay(&policy.decide(FRUITLESS, Instant::now()))
+            policy.decide(&fruitless(), Instant::now());
+            delay(&policy.decide(&fruitless(), Instant::now()))
         };
         assert_ne!(second(1), second(2));
         assert_eq!(second(1), second(1));
