@@ -82,7 +82,7 @@ enum Phase {
     /// No workers exist: the coordinator begins the next attempt or ends the job. Holds how the last attempt ended on
     /// this node.
     Waiting(Option<Box<Ending>>),
-    Attempt(Attempt),
+    Attempt(Box<Attempt>),
     Ended {
         failed: bool,
     },
@@ -169,7 +169,7 @@ impl Job {
         match event {
             Event::Begin { attempt, node_rank, first_rank } => {
                 self.place = Place { attempt, node_rank: Some(node_rank), first_rank };
-                self.phase = Phase::Attempt(Attempt::new(self.rules.clone(), self.place, now));
+                self.phase = Phase::Attempt(Box::new(Attempt::new(self.rules.clone(), self.place, now)));
                 vec![Action::Start { attempt }]
             }
             Event::Restarting(restarting) => self.restarting(restarting),
