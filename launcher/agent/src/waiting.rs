@@ -20,8 +20,9 @@ use xlaunch_proto::v1::{GroupEnd, JobState, NodeRefused, Prepare, StopRequested,
 use xlaunch_spec::exit::ExitCode;
 
 use crate::registry::Entry;
+use crate::rendezvous::message::Message;
 use crate::rendezvous::peers::Peers;
-use crate::rendezvous::service::{self, Message, RunningService};
+use crate::rendezvous::service::{self, RunningService};
 use crate::run_dir::NodePlace;
 use crate::status::board::{Board, Launch};
 use xlaunch_cluster::candidacy::Joining;

@@ -14,8 +14,8 @@ use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 use xlaunch_proto::v1::{NodePrepared, Prepare, StopRequested};
 
 use super::Driver;
+use crate::rendezvous::message::Message;
 use crate::rendezvous::peers::Peers;
-use crate::rendezvous::service::Message;
 use crate::state::{Event, StopCause};
 use crate::status::board::Board;
 use crate::waiting::{self, Group};

@@ -35,8 +35,8 @@ use xlaunch_spec::exit::ExitCode;
 
 use crate::ending::{Ending, Evidence};
 use crate::python::preload::Preloader;
+use crate::rendezvous::message::Message;
 use crate::rendezvous::peers::Peers;
-use crate::rendezvous::service::Message;
 use crate::run_dir::RunDir;
 use crate::state::{Action, Event, Job};
 use crate::status::board::Board;

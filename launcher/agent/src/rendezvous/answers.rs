@@ -15,8 +15,8 @@ use xlaunch_proto::v1::query::Question;
 use xlaunch_proto::v1::query_reply::Answer;
 use xlaunch_proto::v1::{LogsRequest, Query, StacksRequest};
 
+use super::local_queries::Service;
 use super::peers::{Peers, WINDOW};
-use super::service::Service;
 
 /// An asker that is still waiting says so more often than this.
 const ASKER_TIMEOUT: Duration = Duration::from_secs(30);

@@ -1,21 +1,64 @@
-//! The agent's answers about the ranks of its own node. Callers use ranks in the job.
+//! The state behind the agent's service, and its answers about the ranks of its own node. Callers use ranks in the
+//! job.
 
+use std::sync::Arc;
 use std::time::Instant;
 
-use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 use tonic::Status;
 use xlaunch_proto::convert::Logs;
 use xlaunch_proto::v1::{CheckpointReply, LogsReply, LogsRequest, StacksReply, StatusReply};
 use xlaunch_spec::ids::Rank;
 
-use super::service::{MAX_LOG_READERS, Message, Service};
+use super::message::Message;
+use super::peers::Peers;
 use crate::stacks::{self, Detail};
-use crate::status::follow;
+use crate::status::board::Board;
+use crate::status::{Monitor, follow};
+
+/// Concurrent readers of logs. Each occupies a thread of the runtime whenever it polls its file.
+pub(super) const MAX_LOG_READERS: usize = 64;
 
 /// A log in chunks.
 pub(super) type LogChunks = mpsc::Receiver<Result<LogsReply, Status>>;
 
+/// The agent as a service: a handle to the driver's task, and what answers queries without it.
+#[derive(Debug)]
+pub(super) struct Service {
+    pub(super) messages: mpsc::Sender<Message>,
+    pub(super) board: watch::Receiver<Board>,
+    pub(super) monitor: Monitor,
+    pub(super) readers: Arc<Semaphore>,
+    /// Permit to take stacks: one call at a time.
+    pub(super) examiners: Arc<Semaphore>,
+    /// The other nodes, in a job that may have several.
+    pub(super) peers: Option<Peers>,
+}
+
 impl Service {
+    /// Sends a message to the driver's task and waits for the reply.
+    pub(super) async fn call<T>(
+        &self,
+        message: impl FnOnce(oneshot::Sender<T>) -> Message,
+    ) -> Result<T, Status> {
+        let ending = || Status::unavailable("the agent is shutting down");
+        let (reply, answer) = oneshot::channel();
+        self.messages.send(message(reply)).await.map_err(|_| ending())?;
+        answer.await.map_err(|_| ending())
+    }
+
+    /// Returns the other nodes, if this attempt has any.
+    pub(super) fn peers_of_attempt(&self) -> Option<&Peers> {
+        let board = self.board.borrow();
+        self.peers.as_ref().filter(|_| board.is_spare() || board.assignment().has_peers())
+    }
+
+    /// Rank of this node; `None` for a spare.
+    pub(super) fn node_rank(&self) -> Option<u32> {
+        let board = self.board.borrow();
+        (!board.is_spare()).then_some(board.assignment().node_rank)
+    }
+
     /// Returns the status of this node.
     pub(super) async fn local_status(&self, history: bool) -> StatusReply {
         let mut board = self.board.clone();

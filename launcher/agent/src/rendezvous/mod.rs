@@ -16,6 +16,7 @@ mod answers;
 pub mod barrier;
 mod listener;
 mod local_queries;
+pub mod message;
 mod peer_queries;
 pub mod peers;
 pub mod service;

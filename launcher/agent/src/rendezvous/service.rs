@@ -5,7 +5,7 @@
 //! here, from the status board and the log files, so that callers neither keep that task busy nor wait for it.
 //!
 //! Any agent of a multi-node job answers for all nodes: callers use the job's ranks, and queries about ranks elsewhere
-//! are passed on to their nodes (`peers`, `elsewhere`).
+//! are passed on to their nodes (`peers`, `peer_queries`).
 
 use std::path::Path;
 use std::pin::Pin;
@@ -31,7 +31,8 @@ use xlaunch_proto::v1::{
     StatusReply, StatusRequest, StopReply, StopRequest, WorkerReport,
 };
 
-use super::barrier::Reply;
+use super::local_queries::{MAX_LOG_READERS, Service};
+use super::message::Message;
 use super::peers::Peers;
 use super::{answers, listener, peer_queries};
 use crate::status::board::Board;
@@ -50,37 +51,8 @@ const MAX_HEADER_BYTES: u32 = 16 << 10;
 /// less its own size). While the agent is suspended, step reports would reach that within seconds unless flow control
 /// stops them first.
 const STREAM_WINDOW_BYTES: u32 = 64 << 10;
-/// Concurrent readers of logs. Each occupies a thread of the runtime whenever it polls its file.
-pub(super) const MAX_LOG_READERS: usize = 64;
 /// Time for callers to receive the last replies when the job is over.
 const SERVICE_DRAIN_TIMEOUT: Duration = Duration::from_millis(500);
-
-/// A call for the driver's task.
-#[derive(Debug)]
-pub enum Message {
-    GetJob(GetJobRequest, oneshot::Sender<Result<GetJobReply, Status>>),
-    Join(Join, Reply),
-    SessionOpened {
-        rank: u32,
-        attempt: u32,
-        commands: mpsc::Sender<Result<AgentCommand, Status>>,
-    },
-    SessionClosed {
-        rank: u32,
-        attempt: u32,
-    },
-    Report {
-        rank: u32,
-        attempt: u32,
-        report: Report,
-    },
-    /// Stop the job. Holds a description of the caller.
-    Stop(String),
-    /// Save a checkpoint. Answered when it is complete, or refused.
-    Checkpoint(oneshot::Sender<Result<CheckpointReply, Status>>),
-    /// Send a signal to every worker.
-    Signal(i32),
-}
 
 /// The running services. They end with the process, or in [`finish`](Self::finish).
 #[derive(Debug)]
@@ -152,43 +124,6 @@ impl RunningService {
         // The receiver is gone if the server has failed.
         let _ = self.shutdown.send(());
         let _ = tokio::time::timeout(SERVICE_DRAIN_TIMEOUT, self.server).await;
-    }
-}
-
-#[derive(Debug)]
-pub(super) struct Service {
-    messages: mpsc::Sender<Message>,
-    pub(super) board: watch::Receiver<Board>,
-    pub(super) monitor: Monitor,
-    pub(super) readers: Arc<Semaphore>,
-    /// Permit to take stacks: one call at a time.
-    pub(super) examiners: Arc<Semaphore>,
-    /// The other nodes, in a job that may have several.
-    pub(super) peers: Option<Peers>,
-}
-
-impl Service {
-    /// Sends a message to the driver's task and waits for the reply.
-    pub(super) async fn call<T>(
-        &self,
-        message: impl FnOnce(oneshot::Sender<T>) -> Message,
-    ) -> Result<T, Status> {
-        let ending = || Status::unavailable("the agent is shutting down");
-        let (reply, answer) = oneshot::channel();
-        self.messages.send(message(reply)).await.map_err(|_| ending())?;
-        answer.await.map_err(|_| ending())
-    }
-
-    /// Returns the other nodes, if this attempt has any.
-    fn peers_of_attempt(&self) -> Option<&Peers> {
-        let board = self.board.borrow();
-        self.peers.as_ref().filter(|_| board.is_spare() || board.assignment().has_peers())
-    }
-
-    /// Rank of this node; `None` for a spare.
-    fn node_rank(&self) -> Option<u32> {
-        let board = self.board.borrow();
-        (!board.is_spare()).then_some(board.assignment().node_rank)
     }
 }
 

@@ -28,7 +28,7 @@ use crate::interpreter;
 use crate::logs::Output;
 use crate::python::flight_recorder::FlightRecorders;
 use crate::python::preload::PreloadPlan;
-use crate::rendezvous::service::Message;
+use crate::rendezvous::message::Message;
 use crate::run_dir::RunDir;
 use crate::state::{Event, Job, Kind, Rules};
 use crate::status::board::{self, Board};

@@ -30,7 +30,7 @@ use crate::base_environment::BaseEnvironment;
 use crate::logs::Output;
 use crate::python::flight_recorder::FlightRecorders;
 use crate::python::preload::PreloadPlan;
-use crate::rendezvous::service::Message;
+use crate::rendezvous::message::Message;
 use crate::state::{Event, Job, Rules};
 use crate::status::board::{self, Board};
 pub(crate) use hang::{Hang, HangReport};

@@ -32,7 +32,7 @@ use crate::command::quote_line;
 use crate::environment::{self, TrainerGroup};
 use crate::logs::Output;
 use crate::rendezvous::barrier::JoinBarrier;
-use crate::rendezvous::service::Message;
+use crate::rendezvous::message::Message;
 use crate::run_dir::RunDir;
 use crate::sinks::progress::Progress;
 use crate::sinks::summary::Summary;
