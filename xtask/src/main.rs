@@ -1,12 +1,13 @@
 //! Developer commands for this repository, run as `cargo xtask COMMAND`.
 //!
 //! `check` enforces rules that neither the compiler nor clippy checks; `proto` writes generated files, which `check`
-//! compares with the committed ones; `docs` runs the commands shown in the documentation.
+//! compares with the committed ones; `docs` runs the commands shown in the documentation; `lines` counts the product.
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a command line tool")]
 
 mod check;
 mod docs;
+mod lines;
 mod proto;
 mod syntax;
 mod violation;
@@ -23,7 +24,8 @@ usage: cargo xtask COMMAND
 
   check [NAME...]   report violations of the repository's rules, per crate; NAMEs select checks
   proto             generate proto/src/generated/ from proto/xlaunch/v1/*.proto
-  docs [FILE...]    run the ```sh run blocks of the documentation, or of FILEs, on target/release/xlaunch";
+  docs [FILE...]    run the ```sh run blocks of the documentation, or of FILEs, on target/release/xlaunch
+  lines             print the lines of the product, by crate";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -45,6 +47,7 @@ fn run(arguments: &[String]) -> Result<bool, Error> {
         "check" => check::run(&workspace, rest),
         "proto" => proto::write(&workspace).map(|()| true),
         "docs" => docs::run(&workspace, rest),
+        "lines" => lines::print(&workspace).map(|()| true),
         _ => Err(USAGE.into()),
     }
 }

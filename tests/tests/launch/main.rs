@@ -30,8 +30,8 @@ const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
 
 xlaunch_harness::suite! {
     threads_per_core 2;
-    modules bare_hosts, rendezvous_load, cleanup, commands, doctor, environment, failures, first_cause, hangs, heartbeats,
-        input, limits, nodes_status, placement, preload, restarts, signals, ssh, status, stopping, terminal, waiting;
+    modules bare_hosts, cleanup, commands, doctor, environment, failures, first_cause, hangs, heartbeats, input, limits,
+        nodes_status, placement, preload, rendezvous_load, restarts, signals, ssh, status, stopping, terminal, waiting;
 }
 
 /// The ssh client that runs commands on this machine.

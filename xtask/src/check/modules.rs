@@ -1,7 +1,7 @@
 //! Import circles between the top-level modules of a crate, and between its files.
 //!
-//! An edge `a -> b` is any path in `a` that names an item of `b`: imports, types, calls, and paths in macro arguments. A
-//! name that a module re-exports counts for the module that defines it. Items that the root itself defines belong to
+//! An edge `a -> b` is any path in `a` that names an item of `b`: imports, types, calls, and paths in macro arguments.
+//! A name that a module re-exports counts for the module that defines it. Items that the root itself defines belong to
 //! the node `crate`. Between files, a module may use the items of the modules that contain it, as in
 //! `use super::Shared`.
 
