@@ -238,7 +238,8 @@ mod tests {
 
     use super::*;
 
-    /// Fields that callers add on request, metrics that have keys of their own, and the seconds of an accounting, which are one object.
+    /// Fields that callers add on request, metrics that have keys of their own, and the seconds of an accounting, which
+    /// are one object.
     const LEFT_OUT: [&str; 14] = [
         "Job.report",
         "Job.status",

@@ -14,11 +14,12 @@ use std::time::Instant;
 
 use xlaunch_data::{Decoder as TextDecoder, Tokenizer};
 
-use super::sample::Sampler;
+use super::sample::Draw;
 use super::text::{Shown, StopText};
 use super::{Completion, FinishReason, GenerateError, Options, Request, Update};
 use crate::model::Model;
 use crate::model::decode::{Decoder, MAX_SLOTS, Row};
+use crate::random::Random;
 
 type Result<T> = std::result::Result<T, GenerateError>;
 
@@ -106,7 +107,7 @@ struct Sequence {
     tokens: usize,
     decoder: TextDecoder,
     text: StopText,
-    sampler: Sampler,
+    draw: Draw,
     started: Instant,
 }
 
@@ -128,9 +129,11 @@ impl Batch<'_> {
             // The text of a token may depend on earlier tokens.
             decoder.skip(tokens);
             let row = Row { slot, position: tokens.len(), token: 0 };
-            let sampler = Sampler::new(self.options.sampling, self.options.seed, *sample);
+            // Random numbers do not depend on the prompt, so a prompt gives the same text alone and in a batch.
+            let random = Random::new(self.options.seed, &format!("generate {sample}"));
+            let draw = Draw::new(self.options.sampling, random);
             let text = StopText::new(&self.options.stop);
-            new.push(Sequence { request, row, tokens: 0, decoder, text, sampler, started });
+            new.push(Sequence { request, row, tokens: 0, decoder, text, draw, started });
         }
         let prompts: Vec<(usize, &[u32])> = new
             .iter()
@@ -187,7 +190,7 @@ impl Batch<'_> {
         let mut ids = Vec::with_capacity(sequences.len());
         for (row, sequence) in sequences.iter_mut().enumerate() {
             self.decoder.read_logits(row, &mut self.logits)?;
-            let drawn = sequence.sampler.draw(&self.logits);
+            let drawn = sequence.draw.next(&self.logits);
             ids.push(drawn.ok_or(GenerateError::NotFinite { index: sequence.request })?);
         }
         Ok(ids)

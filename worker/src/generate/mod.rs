@@ -8,7 +8,7 @@
 //! - `sample`: draws a token from logits (pure); `text`: stop strings (pure); `command`: `xlaunch generate`.
 //!
 //! The command runs in the launcher's own process: there is one device, no process to supervise, and the process ends
-//! with the text. [`generate`] itself takes an open model, so that training can use it, too.
+//! with the text. Training samples with the same [`Decoder`](crate::model::decode::Decoder) and [`Draw`].
 //!
 //! Invariants: the text of a prompt does not depend on other prompts of the batch; reported text consists of whole
 //! characters, and ends before a stop string.
@@ -28,6 +28,7 @@ use xlaunch_spec::refusal::Refusal;
 
 pub use batch::generate;
 pub use command::{Command, Prompt, run};
+pub(crate) use sample::Draw;
 pub use sample::Sampling;
 
 /// Generation settings.

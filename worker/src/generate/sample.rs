@@ -25,20 +25,18 @@ impl Sampling {
 
 /// Draws the tokens of one sequence.
 #[derive(Clone, Debug)]
-pub(super) struct Sampler {
+pub(crate) struct Draw {
     sampling: Sampling,
     random: Random,
 }
 
-impl Sampler {
-    /// Random numbers depend on the seed and the number of the sample, not on the prompt: a prompt gives the same text
-    /// alone and in a batch.
-    pub(super) fn new(sampling: Sampling, seed: u64, sample: usize) -> Self {
-        Self { sampling, random: Random::new(seed, &format!("generate {sample}")) }
+impl Draw {
+    pub(crate) fn new(sampling: Sampling, random: Random) -> Self {
+        Self { sampling, random }
     }
 
     /// Draws a token; `None` if the logits are not finite.
-    pub(super) fn draw(&mut self, logits: &[f32]) -> Option<u32> {
+    pub(crate) fn next(&mut self, logits: &[f32]) -> Option<u32> {
         let candidates = self.candidates(logits)?;
         let total: f64 = candidates.iter().map(|(_, p)| p).sum();
         let mut remaining = self.random.uniform() * total;
@@ -91,10 +89,10 @@ mod tests {
 
     /// Returns the share of draws of each of five tokens.
     fn shares(sampling: Sampling, logits: &[f32]) -> Vec<f64> {
-        let mut sampler = Sampler::new(sampling, 5, 0);
+        let mut draw = Draw::new(sampling, Random::new(5, "test"));
         let mut counts = vec![0_u32; logits.len()];
         for _ in 0..20_000 {
-            counts[sampler.draw(logits).unwrap() as usize] += 1;
+            counts[draw.next(logits).unwrap() as usize] += 1;
         }
         counts.into_iter().map(|count| f64::from(count) / 20_000.0).collect()
     }
@@ -121,22 +119,22 @@ mod tests {
     }
 
     #[test]
-    fn same_seed_and_sample_draw_the_same_and_others_differ() {
+    fn same_random_numbers_draw_the_same_and_others_differ() {
         let logits: Vec<f32> = (0..1000).map(|i| (i % 7) as f32 * 0.1).collect();
-        let tokens = |seed, sample| -> Vec<u32> {
-            let mut sampler = Sampler::new(PLAIN, seed, sample);
-            (0..20).map(|_| sampler.draw(&logits).unwrap()).collect()
+        let tokens = |seed, purpose| -> Vec<u32> {
+            let mut draw = Draw::new(PLAIN, Random::new(seed, purpose));
+            (0..20).map(|_| draw.next(&logits).unwrap()).collect()
         };
-        assert_eq!(tokens(1, 0), tokens(1, 0));
-        assert_ne!(tokens(1, 0), tokens(2, 0));
-        assert_ne!(tokens(1, 0), tokens(1, 1));
+        assert_eq!(tokens(1, "a"), tokens(1, "a"));
+        assert_ne!(tokens(1, "a"), tokens(2, "a"));
+        assert_ne!(tokens(1, "a"), tokens(1, "b"));
     }
 
     #[test]
     fn logits_that_are_not_finite_are_refused() {
-        let mut sampler = Sampler::new(PLAIN, 1, 0);
-        assert_eq!(sampler.draw(&[0.0, f32::NAN]), None);
-        assert_eq!(sampler.draw(&[f32::NEG_INFINITY; 3]), None);
-        assert_eq!(sampler.draw(&[f32::NEG_INFINITY, 1.0]), Some(1));
+        let mut draw = Draw::new(PLAIN, Random::new(1, "test"));
+        assert_eq!(draw.next(&[0.0, f32::NAN]), None);
+        assert_eq!(draw.next(&[f32::NEG_INFINITY; 3]), None);
+        assert_eq!(draw.next(&[f32::NEG_INFINITY, 1.0]), Some(1));
     }
 }

@@ -99,7 +99,7 @@ impl<'a> Decoder<'a> {
         let act = backend.activation_dtype();
         let len = slots * capacity * shape.kv_heads * shape.head_width();
         let block = |_| {
-            let [keys, values] = [backend.alloc_persistent(act, len)?, backend.alloc_persistent(act, len)?];
+            let [keys, values] = [backend.alloc(act, len)?, backend.alloc(act, len)?];
             Ok(BlockCache { keys, values })
         };
         let cache = (0..shape.layers).map(block).collect::<Result<_>>()?;
@@ -111,9 +111,9 @@ impl<'a> Decoder<'a> {
             cache,
             step: Buffers::new(model, slots, slots, capacity)?,
             rows: 0,
-            last: backend.alloc_persistent(act, slots * shape.dim)?,
-            logits: backend.alloc_persistent(DType::F32, slots * shape.padded_vocab())?,
-            ids: backend.alloc_persistent(DType::F32, slots)?,
+            last: backend.alloc(act, slots * shape.dim)?,
+            logits: backend.alloc(DType::F32, slots * shape.padded_vocab())?,
+            ids: backend.alloc(DType::F32, slots)?,
             graphs: RefCell::default(),
         })
     }
@@ -364,9 +364,9 @@ impl Buffers {
     fn new(model: &Model, rows: usize, slots: usize, capacity: usize) -> Result<Self> {
         let (shape, backend) = (&model.shape, &model.backend);
         let attention = attention_shape(model, slots, capacity);
-        let act = |cols: usize| backend.alloc_persistent(backend.activation_dtype(), rows * cols);
+        let act = |cols: usize| backend.alloc(backend.activation_dtype(), rows * cols);
         let ints = |len: usize| {
-            let tensor = backend.alloc_persistent(DType::I32, len)?;
+            let tensor = backend.alloc(DType::I32, len)?;
             backend.zero(tensor.all())?;
             Ok::<Tensor, xlaunch_engine::EngineError>(tensor)
         };
@@ -379,13 +379,13 @@ impl Buffers {
             positions: ints(rows)?,
             x: [act(shape.dim)?, act(shape.dim)?],
             y: act(shape.dim)?,
-            stats: backend.alloc_persistent(DType::F32, stats)?,
+            stats: backend.alloc(DType::F32, stats)?,
             qkv: act(shape.qkv_width())?,
             att: act(shape.attention_width())?,
             branch: act(shape.dim)?,
             h: act(gates * shape.ffn)?,
             a: act(shape.ffn)?,
-            partials: backend.alloc_persistent(DType::F32, partials.unwrap_or(0))?,
+            partials: backend.alloc(DType::F32, partials.unwrap_or(0))?,
             counters: ints(rows * shape.heads)?,
         })
     }

@@ -407,7 +407,7 @@ fn finish(
         None
     };
     let sample = match sampler.as_ref().filter(|_| !outcome.stopped_early) {
-        Some(sampler) => sampler.report(backend, model, control, outcome.steps)?,
+        Some(sampler) => sampler.report(model, control, outcome.steps)?,
         None => None,
     };
     Ok(Finished {

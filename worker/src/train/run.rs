@@ -388,7 +388,7 @@ impl Run<'_> {
     fn sample(&mut self, step: u64) -> Result<()> {
         self.optimizer.gather(self.model, self.collective)?;
         let Some(sampler) = self.sampler else { return Ok(()) };
-        sampler.report(self.backend, self.model, self.control, step).map(drop)
+        sampler.report(self.model, self.control, step).map(drop)
     }
 }
 

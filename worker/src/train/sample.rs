@@ -1,11 +1,10 @@
 //! Samples text from a model with a known tokenizer.
 //!
-//! Each token takes a forward pass over the whole context, whose activations fit in the memory of a training step. The
-//! cache of [`crate::model::decode`] would be faster, but needs memory of its own, and with it a text ends when the
-//! context is full.
+//! The cache of keys and values is allocated for each text and fits in the memory that the activations of a training
+//! step leave free. Once a text is longer than the model's context, every token moves all others to the previous
+//! position, so the cache is filled anew for each of them.
 
 use xlaunch_data::Tokenizer;
-use xlaunch_engine::DType;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{Phase, SampleReport};
 use xlaunch_spec::job::JobSpec;
@@ -14,12 +13,14 @@ use super::trace;
 use crate::control::Control;
 use crate::data::{DataError, Dataset, Tokens};
 use crate::error::Result;
-use crate::model::{BackendHandle, Model, Rows};
+use crate::generate::{Draw, Sampling};
+use crate::model::Model;
+use crate::model::decode::{Decoder, Row};
 use crate::phase;
 use crate::random::Random;
 
-/// Softmax temperature. Values below 1 favour likely tokens.
-const TEMPERATURE: f64 = 0.8;
+/// Temperatures below 1 favour likely tokens.
+const SAMPLING: Sampling = Sampling { temperature: 0.8, top_k: None, top_p: 1.0 };
 /// Number of held-out tokens to search for a prompt.
 const PROMPT_TOKENS: usize = 4096;
 /// Minimum number of characters in a line used as a prompt.
@@ -55,50 +56,38 @@ impl Sampler {
     }
 
     /// Samples and reports a text. Returns the text after the prompt; `None` if the job has to stop before its end.
-    pub fn report(
-        &self,
-        backend: &BackendHandle,
-        model: &Model,
-        control: &Control,
-        step: u64,
-    ) -> Result<Option<String>> {
-        let Some(text) = self.sample(backend, model, || control.stop_requested())? else { return Ok(None) };
+    pub fn report(&self, model: &Model, control: &Control, step: u64) -> Result<Option<String>> {
+        let Some(text) = self.sample(model, || control.stop_requested())? else { return Ok(None) };
         let (prompt, whole) = (self.prompt.clone(), format!("{}{text}", self.prompt));
         control.report(Report::Sample(SampleReport { step, prompt, text }));
         Ok(Some(whole))
     }
 
-    /// Returns the model's continuation of the prompt, up to the end-of-text id. `None` if the job has to stop before
-    /// the end.
-    fn sample(
-        &self,
-        backend: &BackendHandle,
-        model: &Model,
-        stop_requested: impl Fn() -> bool,
-    ) -> Result<Option<String>> {
+    /// Returns the model's continuation of the prompt, up to the end-of-text id, or to logits that are not finite.
+    /// `None` if the job has to stop before the end.
+    fn sample(&self, model: &Model, stop_requested: impl Fn() -> bool) -> Result<Option<String>> {
         let _span = trace::span(Phase::Sample);
         let seq = model.shape.seq;
+        let capacity = self.ids.len().saturating_add(self.count).min(seq);
         // A model may have more ids than its tokenizer; the excess ids have no text.
-        let vocab = model.shape.vocab.min(self.tokenizer.vocab());
-        let rows = Rows { batch: 1, seq };
-        let mut random = Random::new(self.seed, "sample");
+        let mut cache = Decoder::new(model, 1, capacity, self.tokenizer.vocab())?;
+        let mut logits = vec![0.0; cache.vocab()];
+        let mut draw = Draw::new(SAMPLING, Random::new(self.seed, "sample"));
         let mut ids = self.ids.clone();
-        let tokens = backend.alloc(DType::I32, seq)?;
-        let mut logits = vec![0.0; vocab];
-        for _ in 0..self.count {
+        for index in 0..self.count {
             if stop_requested() {
                 return Ok(None);
             }
-            // Attention is causal: padding after the last token has no effect, so a single shape serves every length.
-            let context = &ids[ids.len().saturating_sub(seq)..];
-            let mut window: Vec<i32> = context.iter().map(|id| id.cast_signed()).collect();
-            window.resize(seq, 0);
-            backend.write_i32(tokens.all(), &window)?;
-            let acts = model.forward(rows, tokens.all())?;
-            let last = model.logits(&acts, context.len() - 1..context.len())?;
-            backend.read_f32(last.slice(0..vocab), &mut logits)?;
+            if index == 0 || ids.len() > seq {
+                cache.prefill(&[(0, &ids[ids.len().saturating_sub(seq)..])])?;
+            } else {
+                let position = ids.len() - 1;
+                cache.set_rows(&[Row { slot: 0, position, token: ids[position] }])?;
+                cache.step()?;
+            }
+            cache.read_logits(0, &mut logits)?;
             phase::advance();
-            let next = u32::try_from(draw(&logits, random.uniform())).unwrap_or(0);
+            let Some(next) = draw.next(&logits) else { break };
             if Some(next) == self.tokenizer.end_of_text() {
                 break;
             }
@@ -137,19 +126,6 @@ fn encoded(tokenizer: &Tokenizer, text: &str) -> std::result::Result<Vec<u32>, D
     tokenizer.encode_prompt(text, true).map_err(failed)
 }
 
-/// Returns the index at which the cumulative softmax reaches `uniform`.
-fn draw(logits: &[f32], uniform: f64) -> usize {
-    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let weights: Vec<f64> =
-        logits.iter().map(|logit| (f64::from(logit - largest) / TEMPERATURE).exp()).collect();
-    let mut remaining = uniform * weights.iter().sum::<f64>();
-    let index = weights.iter().position(|weight| {
-        remaining -= weight;
-        remaining <= 0.0
-    });
-    index.unwrap_or(0)
-}
-
 /// Replaces control characters other than newline and tab by `\u{fffd}`, so that a sample cannot send escape sequences
 /// to a terminal.
 fn printable(text: &str) -> String {
@@ -159,15 +135,6 @@ fn printable(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn draw_favours_likely_tokens_and_covers_the_whole_range() {
-        let mut logits = vec![-50.0; 70_000];
-        logits[66_000] = 50.0;
-        assert_eq!(draw(&logits, 0.5), 66_000);
-        let flat = vec![0.0; 256];
-        assert_eq!((draw(&flat, 1.0 / 512.0), draw(&flat, 0.999)), (0, 255));
-    }
 
     #[test]
     fn sample_contains_no_control_characters() {
