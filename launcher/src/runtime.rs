@@ -25,7 +25,7 @@ const PROBED_PIPES: usize = 4;
 const THREAD_KEEP_ALIVE: Duration = Duration::from_secs(365 * 24 * 3600);
 
 thread_local! {
-    /// Whether this thread is starting the runtime.
+    /// True if this thread is starting the runtime.
     static STARTING: Cell<bool> = const { Cell::new(false) };
 }
 

@@ -17,7 +17,7 @@ pub(crate) struct Leases {
 #[derive(Debug, Default)]
 struct LeasedBuffer {
     ranges: Vec<Range<usize>>,
-    /// Whether the buffer was dropped, so that the last lease owns its memory.
+    /// True if the buffer was dropped, so that the last lease owns its memory.
     dropped: bool,
 }
 

@@ -28,7 +28,7 @@ pub struct Activity {
     pub collectives: u64,
     /// Number of the last collective, from 1, counted since the thread last waited for all collectives.
     pub bucket: u32,
-    /// Whether the thread is in the call that starts this collective.
+    /// True if the thread is in the call that starts this collective.
     pub starting: bool,
 }
 

@@ -109,11 +109,11 @@ pub struct Joined {
     pub world_size: WorldSize,
     pub attempt: Attempt,
     pub nccl_id: Option<NcclId>,
-    /// How to connect to the next rank of the ring; `None` with NCCL.
+    /// The next rank of the ring; `None` with NCCL.
     pub ring: Option<RingNeighbour>,
 }
 
-/// How a rank connects to the next one of its ring.
+/// The next rank of a ring, as needed to connect to it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RingNeighbour {
     /// Address on which the next rank listens.

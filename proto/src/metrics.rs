@@ -11,7 +11,7 @@ use crate::v1::{EvalReport, StepReport};
 pub struct Metric {
     /// Key in `metrics.jsonl`.
     pub key: &'static str,
-    /// Whether TensorBoard gets the value, with the key as its tag.
+    /// True if TensorBoard gets the value, with the key as its tag.
     pub in_tensorboard: bool,
     /// A tag that was renamed, and is kept for one release.
     pub deprecated_tag: Option<&'static str>,

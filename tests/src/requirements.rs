@@ -1,7 +1,7 @@
 //! Requirements of tests on a machine beyond Rust and a C compiler: probes that report what is missing and how to get
 //! it.
 //!
-//! If possible, a probe tries the very operation that a test needs, since installed features may still not be
+//! A probe tries, if possible, the very operation that a test needs, since installed features may still not be
 //! permitted.
 
 use std::path::{Path, PathBuf};

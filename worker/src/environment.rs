@@ -34,7 +34,7 @@ pub struct Environment {
     pub pool_trace: Option<PathBuf>,
     /// Number of the step, from 1, whose kernels are timed.
     pub profile: Option<u64>,
-    /// Whether to print which variant was selected for each GPU operation.
+    /// True to print which variant was selected for each GPU operation.
     pub log_fallback: bool,
 }
 

@@ -50,7 +50,7 @@ pub struct Source {
     pub tokenizer: Option<Tokenizer>,
     /// Other settings in the model's directory or, for a checkpoint, in the directory of its initial weights.
     pub inherited: Option<Inherited>,
-    /// Whether the source is a checkpoint of a run rather than a model in Hugging Face's layout.
+    /// True if the source is a checkpoint of a run rather than a model in Hugging Face's layout.
     pub is_run: bool,
     /// Notes for the user.
     pub notes: Vec<String>,

@@ -60,7 +60,7 @@ struct Case {
     arch: Arch,
     kv_heads: usize,
     tied: bool,
-    /// Whether heads are wider than C / H, and constants of norms and rotation differ from the defaults.
+    /// True if heads are wider than C / H, and constants of norms and rotation differ from the defaults.
     wide: bool,
 }
 

@@ -1,4 +1,4 @@
-//! How a job ended on this node: one value from the state machine to the report, the summary of the run, the result for
+//! End of a job on this node: one value from the state machine to the report, the summary of the run, the result for
 //! the daemon, and the exit code.
 
 use std::ffi::OsString;
@@ -83,7 +83,7 @@ pub struct Evidence {
     /// failure's message explains.
     pub exit: Option<Exit>,
     pub exit_time: Option<SystemTime>,
-    /// Whether xlaunch had sent the process a signal before it exited.
+    /// True if xlaunch had sent the process a signal before it exited.
     pub signalled: bool,
     /// Last lines of stderr, oldest first.
     pub stderr: Vec<String>,

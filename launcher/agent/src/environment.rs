@@ -46,7 +46,7 @@ pub(crate) struct TrainerGroup<'a> {
     pub(crate) assignment: &'a Assignment,
     /// Address at which other nodes reach this one.
     pub(crate) address: &'a str,
-    /// Whether a single process runs all ranks as threads.
+    /// True if a single process runs all ranks as threads.
     pub(crate) rank_threads: bool,
     /// Libraries of workers on GPUs.
     pub(crate) libraries: Option<&'a Libraries>,
@@ -65,7 +65,7 @@ pub(crate) struct CommandGroup<'a> {
     pub(crate) attempt: u32,
     /// Place of this node in the job.
     pub(crate) assignment: &'a Assignment,
-    /// Whether the job may have several nodes. They get the address of node rank 0 from the coordinator.
+    /// True if the job may have several nodes. They get the address of node rank 0 from the coordinator.
     pub(crate) may_have_peers: bool,
     /// Network interface of this node's address, if the job may have several nodes.
     pub(crate) interface: Option<&'a Interface>,

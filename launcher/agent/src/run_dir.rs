@@ -5,7 +5,7 @@
 //! user asked for, in `<log dir>/<run id>/`; without them its directory is the registry entry, which is removed with
 //! the run.
 //!
-//! If a job may have several nodes, each node has its logs in a directory of its own, `node_<rank>/`. Ranks change as
+//! Each node of a job that may have several has its logs in a directory of its own, `node_<rank>/`. Ranks change as
 //! nodes join and leave, directories do not: a node whose rank belonged to another node before gets `node_<rank>-2/`.
 //!
 //! A run whose id was used before gets a directory with the suffix `-2`, and that is its id in files and status;

@@ -17,7 +17,7 @@ use super::refusals::RefusalLog;
 use super::state::{Coordinator, Input, MemberId, Output};
 use xlaunch_host::clock;
 
-/// How long the coordinator waits at the end of the job for members to learn its outcome. Covers a network outage that
+/// Time that the coordinator waits at the end of the job for members to learn its outcome. Covers a network outage that
 /// is too short to lose a node.
 const MEMBER_DRAIN_TIMEOUT: Duration = Duration::from_secs(15);
 /// Same for an agent that is no longer a member: its last message is already on its way, or the node is lost.
@@ -44,13 +44,13 @@ pub enum Event {
     Closed(Connection, HowClosed),
 }
 
-/// How a connection has ended.
+/// Reason for the end of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HowClosed {
     /// The agent closed it, or its process is gone. Either way, none of its workers is alive.
     ByAgent,
-    /// As far as is known here, the network ended it. The agent may not have noticed, so its workers count as gone only
-    /// after silence for the time of the lease.
+    /// The network ended it, as far as the coordinator knows. The agent may not have noticed, so its workers count as
+    /// gone only after silence for the time of the lease.
     ByNetwork,
 }
 

@@ -27,7 +27,7 @@ use super::outbox::Outbox;
 const DEFAULT_INTERVAL: Duration = Duration::from_secs(1);
 /// A coordinator is gone when its address has refused connections for this long.
 const REFUSED_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long beyond the lease an agent waits for the network to come back, if the coordinator may still be waiting for
+/// Time beyond the lease that an agent waits for the network to come back, if the coordinator may still be waiting for
 /// it.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time for the reply to a greeting on an open connection, if no workers are alive.
@@ -122,7 +122,7 @@ impl LinkState {
         }
     }
 
-    /// How long to wait for the reply to a greeting. While workers may be alive it is the timeout of a heartbeat.
+    /// Time to wait for the reply to a greeting. While workers may be alive it is the timeout of a heartbeat.
     pub fn reply_timeout(&self) -> Duration {
         if self.attempting { SILENT_HEARTBEATS * self.interval } else { REPLY_TIMEOUT }
     }

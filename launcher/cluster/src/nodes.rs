@@ -11,7 +11,7 @@ use super::net::{Security, TOKEN_VARIABLE, Token};
 /// Settings of a job on several nodes.
 #[derive(Clone, Debug)]
 pub struct Nodes {
-    /// How the nodes find each other.
+    /// Description of the group of nodes.
     pub spec: GroupSpec,
     /// File with the token, unless the token is in the environment.
     pub token_file: Option<PathBuf>,

@@ -1,7 +1,7 @@
 //! Tells whether an agent's process is gone, by means of an idle connection.
 //!
-//! When a process is killed, its kernel closes its connections: with an end of file or, if it left data unread, with a
-//! reset. Middleboxes send resets too, so after a reset the coordinator cannot tell what has happened. It therefore
+//! The kernel closes the connections of a killed process: with an end of file or, if the process left data unread, with
+//! a reset. Middleboxes send resets too, so after a reset the coordinator cannot tell what has happened. It therefore
 //! keeps a second connection to each agent on which nothing is ever sent: no data can be left unread, and there is
 //! nothing that the network could answer with a reset. It ends with an end of file, together with the process.
 

@@ -1,6 +1,6 @@
 //! Decides which node runs the coordinator when no flag says so. Pure.
 //!
-//! In a static group it is node rank 0. In a dynamic group it is the node whose resolver says that it has the
+//! Node rank 0 runs it in a static group; in a dynamic one, the node whose resolver says that it has the
 //! endpoint's address. A name may resolve late, or to another address at first, so the resolver is asked again until
 //! the node has joined. A node that does not know the address yet waits: two coordinators, or none, would be worse.
 
@@ -8,7 +8,7 @@ use std::net::IpAddr;
 
 use xlaunch_spec::command::{Backend, GroupSpec};
 
-/// What this host's resolver says about the endpoint.
+/// Answer of this host's resolver about the endpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Sight {
     /// It is an address of this host.

@@ -38,7 +38,7 @@ pub type Reply<T> = oneshot::Sender<Result<T, CommandError>>;
 pub struct Submission {
     /// The job, or all jobs of the array.
     pub jobs: Vec<Job>,
-    /// Whether the request repeats an earlier one.
+    /// True if the request repeats an earlier one.
     pub repeated: bool,
     /// Differences between the request and the job that was added.
     pub warnings: Vec<String>,
@@ -56,7 +56,7 @@ pub enum Command {
     Cancel {
         caller: Caller,
         job: u64,
-        /// Whether to kill a running job immediately.
+        /// True to kill a running job immediately.
         force: bool,
         reply: Reply<Job>,
     },

@@ -72,7 +72,7 @@ pub struct Description {
     pub start: u32,
     /// UUIDs of the GPUs that the job holds; empty for a CPU job and in `job.json`.
     pub gpus: Vec<String>,
-    /// Whether an earlier start was lost, so that training continues from its newest checkpoint.
+    /// True if an earlier start was lost, so that training continues from its newest checkpoint.
     #[serde(default)]
     pub requeued: bool,
     /// Maximum output kept of each stream of each worker of a command, in bytes. `None` for the agent's default.
@@ -88,7 +88,7 @@ pub(crate) struct StartOptions {
     pub(crate) requeued: bool,
     /// The job's place in its array, if it belongs to one.
     pub(crate) element: Option<Element>,
-    /// Whether the node accepts only training jobs, whose environment is restricted.
+    /// True if the node accepts only training jobs, whose environment is restricted.
     pub(crate) only_training: bool,
     /// Maximum output kept of each stream of each worker of a command, in bytes.
     pub(crate) max_output: Option<u64>,
@@ -145,7 +145,7 @@ pub struct ProcessId {
 #[serde(default)]
 pub struct JobResult {
     pub exit: u8,
-    /// Whether the job was stopped on request.
+    /// True if the job was stopped on request.
     pub stopped: bool,
     pub reason: String,
     pub report: String,
@@ -163,7 +163,7 @@ pub(crate) struct JobDirs {
     root: PathBuf,
     arrays: PathBuf,
     trash: Trash,
-    /// Whether the daemon runs as root, so that agents run as other users.
+    /// True if the daemon runs as root, so that agents run as other users.
     is_root: bool,
 }
 

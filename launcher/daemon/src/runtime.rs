@@ -32,7 +32,7 @@ pub(super) enum Stop {
 /// A job that is or was followed. The default is a job that an earlier daemon started.
 #[derive(Debug, Default)]
 pub(super) struct JobRuntime {
-    /// Whether the agent has begun.
+    /// True if the agent has begun.
     pub(super) runs: bool,
     /// Set to stop the job.
     pub(super) stop: watch::Sender<Stop>,

@@ -33,7 +33,7 @@ pub struct JobView {
     pub status: Option<(Arc<StatusReply>, Instant)>,
     /// Loss and throughput of a training job, oldest first.
     pub history: Arc<[Progress]>,
-    /// Whether the job is queued, needs GPUs, is not held, and has no open dependencies.
+    /// True if the job is queued, needs GPUs, is not held, and has no open dependencies.
     pub waits_for_gpus: bool,
     /// The socket of the agent.
     pub socket: PathBuf,
@@ -85,7 +85,7 @@ pub struct Caller {
     pub uid: u32,
     /// Current name of the user; empty if the user id has no account.
     pub name: Cow<'static, str>,
-    /// Whether the user is root, the daemon's own user, or a member of `daemon.admin_group`.
+    /// True if the user is root, the daemon's own user, or a member of `daemon.admin_group`.
     pub admin: bool,
 }
 

@@ -4,7 +4,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use chrono::DateTime;
 
-/// How long an event loop sleeps if it has no deadline.
+/// Time that an event loop sleeps if it has no deadline.
 pub const IDLE_SLEEP: Duration = Duration::from_secs(3600);
 
 /// Time since the Unix epoch; zero if the clock is set to an earlier time.

@@ -12,7 +12,7 @@ use xlaunch_spec::refusal::Refusal;
 pub struct Placement {
     /// Number of workers on this node.
     pub workers: u32,
-    /// Whether each worker has a GPU of its own; otherwise all workers use the CPU.
+    /// True if each worker has a GPU of its own; otherwise all workers use the CPU.
     pub cuda: bool,
     /// `CUDA_VISIBLE_DEVICES` for the workers, if the configuration chooses devices.
     pub visible: Option<String>,

@@ -107,7 +107,7 @@ fn without_token(part: &str) -> String {
     }
 }
 
-/// Whether letters and digits alternate as they do not in words.
+/// Returns whether letters and digits alternate as they do not in words.
 fn is_random(run: &str) -> bool {
     let digits = run.chars().filter(char::is_ascii_digit).count();
     run.len() >= MIN_RANDOM_CHARS && digits >= 2 && digits < run.len()

@@ -56,9 +56,9 @@ pub(crate) struct Spread {
 /// Measurements of one launcher.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Launcher {
-    /// From the start of the command to its exit, with workers that exit at once.
+    /// Time from the start of the command to its exit, with workers that exit at once.
     no_op_launch_ms: Spread,
-    /// From the death of one worker to the exit of the command and of all other workers.
+    /// Time from the death of one worker to the exit of the command and of all other workers.
     group_exit_ms: Spread,
     /// Processes left one second after the launcher was killed.
     processes_left: usize,

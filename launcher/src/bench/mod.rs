@@ -37,7 +37,7 @@ use xlaunch_host::signals::Signals;
 use xlaunch_spec::lineage::Recovered;
 use xlaunch_spec::refusal::Refusal;
 
-/// Whether the ranks of a measurement are processes or threads.
+/// Ranks of a measurement: processes or threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Mode {

@@ -16,7 +16,7 @@ pub(crate) struct Extent {
     pub(crate) warmup: u64,
     /// Number of measured steps.
     pub(crate) steps: u64,
-    /// Whether to time the kernels of one more step.
+    /// True to time the kernels of one more step.
     pub(crate) profile: bool,
 }
 

@@ -57,7 +57,7 @@ pub(crate) struct Measured {
     /// Rate of a large GEMM in the same precision.
     pub(crate) ceiling_tflops: f64,
     pub(crate) share_of_ceiling: f64,
-    /// From the start of the command to the end of the first step.
+    /// Time from the start of the command to the end of the first step.
     pub(crate) first_step_seconds: f64,
     /// Time that a rank waits for the slowest one, averaged over ranks: the step with only the small all-reduce minus
     /// the step without any. 0 for one rank; noise can make it negative.

@@ -44,7 +44,7 @@ fn start_line(started: &ExamineReply) -> String {
     format!("examining GPU {}; jobs wait for it meanwhile", indices.join(", "))
 }
 
-/// Whether every examined GPU has passed, and no check of the node has failed.
+/// Returns whether every examined GPU has passed, and no check of the node has failed.
 fn is_healthy(reply: &ExamineReply) -> bool {
     use ExaminationState::{Passed, Skipped};
     let is_fine = |gpu: &ExaminedGpu| matches!(gpu.state(), Passed | Skipped);

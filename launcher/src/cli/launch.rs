@@ -39,7 +39,7 @@ use xlaunch_host::{clock, memory, system_errors};
 use xlaunch_spec::refusal::Refusal;
 use xlaunch_worker::{FillInError, Preflight, dry_run};
 
-/// When a signal came, for the user: before there was a job to wait for, or workers to stop.
+/// Phases of a launch without workers to stop, for messages about a signal.
 const AT_START: &str = "before the workers had started";
 const WAITING: &str = "while waiting for other nodes";
 
@@ -54,7 +54,7 @@ pub(crate) struct Launch {
     pub(super) set: Vec<String>,
     /// `auto` for the newest checkpoint of this job, or the path of a checkpoint.
     pub(super) resume: Option<String>,
-    /// Whether to check the job and report the memory that it needs instead of starting it.
+    /// True to check the job and report the memory that it needs instead of starting it.
     pub(super) dry_run: bool,
 }
 

@@ -221,7 +221,7 @@ fn parse_subcommand(arguments: &[OsString]) -> Result<Cli, clap::Error> {
     Cli::command().try_get_matches_from(line).and_then(|matches| Cli::from_arg_matches(&matches))
 }
 
-/// Whether this option of `submit` takes a value; `None` if `submit` has no such option.
+/// Returns whether this option of `submit` takes a value; `None` if `submit` has no such option.
 fn submit_option(name: &str) -> Option<bool> {
     let mut command = Cli::command();
     command.build();
@@ -295,8 +295,8 @@ fn command_definition() -> clap::Command {
     Cli::command().about(torchrun::ABOUT)
 }
 
-/// Whether the first argument is a subcommand rather than something to launch. A program of the same name can be
-/// launched after `--`.
+/// Returns whether the first argument is a subcommand rather than something to launch. A program of the same name can
+/// be launched after `--`.
 fn is_subcommand(argument: &OsString) -> bool {
     argument == "help" || Cli::command().get_subcommands().any(|command| argument == command.get_name())
 }

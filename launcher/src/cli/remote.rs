@@ -16,7 +16,7 @@ pub(super) struct Remote {
     arguments: Vec<OsString>,
 }
 
-/// Without arguments, replaces this process by the launch described on stdin; with arguments, runs them with `launch`.
+/// Runs the arguments with `launch`, or replaces this process by the launch described on stdin if there are none.
 pub(super) fn run(arguments: &[OsString], launch: impl FnOnce(Name, &[OsString]) -> ExitCode) -> ExitCode {
     let Some((name, arguments)) = arguments.split_first() else {
         let Err(refusal) = remote::become_launch();

@@ -1,6 +1,6 @@
 //! Turns the exits of the ssh clients into messages and an exit code. Pure.
 //!
-//! Before the job starts, every host that fails is named with its reason. Afterwards the exit code is that of the job:
+//! Every host that fails before the job starts is named with its reason. Afterwards the exit code is that of the job:
 //! all agents end with the same one. A connection that is lost while the job runs ends the job, as its host ends its
 //! workers.
 

@@ -69,9 +69,9 @@ pub(crate) struct SshLaunch {
     pub(crate) called_as: &'static str,
     /// The command line without the flags about hosts.
     pub(crate) arguments: Vec<OsString>,
-    /// Whether the user has chosen the coordinator's endpoint.
+    /// True if the user has chosen the coordinator's endpoint.
     pub(crate) has_endpoint: bool,
-    /// Whether lines of workers may be preceded by their rank.
+    /// True if lines of workers may be preceded by their rank.
     pub(crate) labels_ranks: bool,
 }
 
@@ -81,7 +81,7 @@ pub(super) struct Origin {
     pub(super) directory: OsString,
     pub(super) environment: BTreeMap<OsString, OsString>,
     pub(super) random: [u8; 32],
-    /// Whether standard output is a terminal.
+    /// True if standard output is a terminal.
     pub(super) terminal: bool,
 }
 

@@ -58,7 +58,7 @@ pub(crate) struct Cuda {
     context: Arc<CudaContext>,
     streams: Arc<StreamTable>,
     granularity: u64,
-    /// Whether network cards can access memory of the virtual memory API.
+    /// True if network cards can access memory of the virtual memory API.
     rdma: bool,
     /// The process that created the context.
     process: u32,

@@ -54,7 +54,7 @@ pub struct Request {
     pub stream: StreamId,
     /// Preferred end of the range.
     pub place: Place,
-    /// Whether the block needs a separate segment for registration.
+    /// Use of the block: one that is to be registered needs a separate segment.
     pub purpose: Purpose,
     /// Origin of the request.
     pub site: Option<Site>,

@@ -43,7 +43,7 @@ pub(crate) struct Inner {
     #[cfg(feature = "cuda")]
     streams: Option<Arc<StreamTable>>,
     server: Option<&'static PlanServer>,
-    /// Whether drops wait for the lock: debug mode records where each buffer was dropped.
+    /// True if drops wait for the lock: debug mode records where each buffer was dropped.
     debug: bool,
     /// Number of [`Pool`](crate::Pool) handles; the pool is closed with the last one.
     handles: AtomicUsize,

@@ -19,7 +19,7 @@ const REPORTED_SITES: usize = 10;
 pub(crate) struct State {
     pub(crate) source: Source,
     pub(crate) planner: Option<Planner>,
-    /// Whether the planner, the trace or debug mode observes requests.
+    /// True if the planner, the trace or debug mode observes requests.
     pub(super) watched: bool,
     trace: Option<EventRing>,
     pub(super) debug: Option<DebugMode>,

@@ -42,7 +42,7 @@ pub(crate) struct Planner {
     kinds: HashMap<u64, StepKind>,
     step: Option<CurrentStep>,
     region: Option<Region>,
-    /// Whether captured graphs contain addresses of the region, so that it must stay.
+    /// True if captured graphs contain addresses of the region, so that it must stay.
     pinned: bool,
     /// Number of steps so far, used to find the kind that was used least recently.
     steps: u64,

@@ -7,7 +7,7 @@ use super::pack::Life;
 enum Event {
     Alloc {
         granules: u32,
-        /// Whether the request is for general memory of the pool's first stream, which a plan can serve.
+        /// True if the request is for general memory of the pool's first stream, which a plan can serve.
         plannable: bool,
     },
     Free {

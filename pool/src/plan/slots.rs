@@ -41,7 +41,7 @@ pub(crate) struct SlotTable<S: 'static> {
     pub(crate) slots: Box<[Slot]>,
     /// Predecessors of slots that have several: within a step, the slots that last used each of their granules.
     more_predecessors: Box<[u32]>,
-    /// For each slot, the number of earlier slots that the plan serves; the additional last entry is the total.
+    /// Number of earlier slots that the plan serves, for each slot; the additional last entry is the total.
     served_before: Box<[u32]>,
     /// Length of the region in granules.
     pub(crate) granules: u32,

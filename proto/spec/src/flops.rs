@@ -10,7 +10,7 @@
 //! multiplications of attention take `4 T H D` per layer and token in forward and twice that in backward; as in the
 //! literature, they count in full although a causal mask needs only half of them.
 //!
-//! Not counted: padding of the vocabulary, attention scores that backward recomputes, elementwise operations.
+//! Padding of the vocabulary, attention scores that backward recomputes, and elementwise operations are not counted.
 
 use crate::job::Precision;
 use crate::model::{Arch, ModelShape};

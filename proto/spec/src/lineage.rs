@@ -25,9 +25,9 @@ impl fmt::Display for Fingerprint {
 pub struct Recovered {
     /// The checkpoint; `None` if the run starts again from its beginning, or from memory.
     pub checkpoint: Option<PathBuf>,
-    /// Whether the newest memory snapshot is at least as new as any checkpoint.
+    /// True if the newest memory snapshot is at least as new as any checkpoint.
     pub from_memory: bool,
-    /// Whether there is also a checkpoint of the memory snapshot's step.
+    /// True if there is also a checkpoint of the memory snapshot's step.
     pub on_disk: bool,
     /// Messages for the user about rejected checkpoints.
     pub notes: Vec<String>,

@@ -62,7 +62,7 @@ pub struct ModelSection {
 
 /// Scaling of the rotary position embedding, with the names of Hugging Face's `config.json`.
 ///
-/// With `s = original_max_position_embeddings`: wavelengths above `s / low_freq_factor` are multiplied by `factor`,
+/// With `s = original_max_position_embeddings`, wavelengths above `s / low_freq_factor` are multiplied by `factor`,
 /// those below `s / high_freq_factor` stay, and those between are interpolated.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
@@ -76,7 +76,7 @@ pub struct RopeScaling {
     pub original_max_position_embeddings: usize,
 }
 
-/// How wavelengths are scaled.
+/// Method of scaling wavelengths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]

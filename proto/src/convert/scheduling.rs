@@ -45,7 +45,7 @@ pub struct Warning {
     pub before: u64,
 }
 
-/// How a job must end for a dependent one to start.
+/// Required end of a job that another one depends on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Condition {

@@ -38,7 +38,7 @@ const PARAMETER_BITS: u64 = 1 << 20;
 pub struct JobPlan {
     /// The faults.
     pub faults: Vec<Fault>,
-    /// Whether `comm.shard` is "optimizer".
+    /// True if `comm.shard` is "optimizer".
     pub sharded: bool,
     /// Value of `checkpoint.async`.
     pub asynchronous: bool,

@@ -50,7 +50,7 @@ pub struct JobResult {
 pub struct FaultResult {
     /// Kind of the fault.
     pub kind: Kind,
-    /// Whether the fault was injected. A job may not reach it, for example because a save was skipped or the job ended
+    /// True if the fault was injected. A job may not reach it, for example because a save was skipped or the job ended
     /// first.
     pub injected: bool,
     /// Seconds from the fault to the first step after the restart; `None` if there was no restart.
@@ -165,7 +165,7 @@ struct Observed {
     restarts: Vec<f64>,
     /// Attempt and time of the latest start of the ranks.
     started: Option<(u32, Instant)>,
-    /// For each fault, the time at which its signal was sent.
+    /// Times at which signals were sent, one per fault.
     sent: Vec<Option<f64>>,
     /// The fault whose signal was sent last to a starting rank, and the number of restarts until then.
     unanswered: Option<(usize, usize, Instant)>,

@@ -171,7 +171,7 @@ impl Host {
         self.network.change(|faults| faults.heal(self.index));
     }
 
-    /// For `time`, resets every TCP connection of the host that sends data, and refuses new connections. Then returns.
+    /// Resets, for `time`, every TCP connection of the host that sends data, and refuses new connections. Then returns.
     pub fn reset_connections(&self, time: Duration) {
         self.with(|namespaces| namespaces.run(&["nft", "-f", "-"], RESETS)).expect("add rules");
         std::thread::sleep(time);

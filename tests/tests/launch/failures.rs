@@ -21,7 +21,7 @@ xlaunch_harness::tests! {
     failed_group_is_restarted_up_to_max_restarts;
 }
 
-/// When a launcher is killed, its workers are killed at once. A worker that has to notice by itself takes longer: the
+/// The workers of a launcher that is killed are killed at once. A worker that has to notice by itself takes longer: the
 /// time after which it considers its agent lost.
 const KILLED_WITHIN: Duration = Duration::from_secs(10);
 /// A job that runs until it is stopped.

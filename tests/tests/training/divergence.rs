@@ -22,7 +22,7 @@ const SETTINGS: [&str; 5] = [
     "train.warmup=0",
     "train.schedule=constant",
 ];
-/// With the checkpoint of step 4 and this learning rate, step 5 is the last good one: its update makes weights so large
+/// Step 5 is the last good one with the checkpoint of step 4 and this learning rate: its update makes weights so large
 /// that the next forward pass overflows.
 const EXPLODE: &str = "train.lr=1e30";
 

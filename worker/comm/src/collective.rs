@@ -101,7 +101,7 @@ pub enum Wait {
 ///
 /// Operations are asynchronous: they run on a second CUDA stream or a second thread.
 ///
-/// On a GPU, several buckets that are started together are one operation. That matters during GEMMs, which occupy all
+/// Several buckets that are started together are one operation on a GPU. That matters during GEMMs, which occupy all
 /// multiprocessors: a kernel of NCCL has to wait until one of them ends, and buckets started one by one each have to
 /// wait.
 pub trait Collective: Send + fmt::Debug {

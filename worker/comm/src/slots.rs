@@ -37,7 +37,7 @@ struct Group {
     elements: Range<usize>,
     /// Start in the tensor.
     start: usize,
-    /// Whether the group's memory is shared with no other group.
+    /// True if the group's memory is shared with no other group.
     kept: bool,
 }
 

@@ -49,7 +49,7 @@ pub struct Part {
     pub lengths: Option<Lengths>,
     /// Beginnings of some documents.
     pub samples: Vec<String>,
-    /// Whether the contents match the hashes of a manifest. `None` if there is no manifest.
+    /// True if the contents match the hashes of a manifest. `None` if there is no manifest.
     pub verified: Option<bool>,
 }
 
@@ -206,7 +206,7 @@ struct Scan<'a> {
     /// Number of documents by length. There are far fewer lengths than documents.
     lengths: BTreeMap<u64, u64>,
     samples: Vec<Vec<u32>>,
-    /// Whether the current ids belong to the last sample.
+    /// True if the current ids belong to the last sample.
     sampling: bool,
 }
 

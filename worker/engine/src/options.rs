@@ -28,14 +28,14 @@ impl Precision {
 pub struct CudaOptions {
     /// Arithmetic of matrix multiplications and, with it, the element type of activations.
     pub precision: Precision,
-    /// Whether every operation gives the same bits each time, on any host. This rules out cuDNN's attention backward,
+    /// True if every operation gives the same bits each time, on any host. This rules out cuDNN's attention backward,
     /// which uses atomics, and algorithms chosen by timing, which another host may choose differently.
     pub deterministic: bool,
     /// Options of the memory pool.
     pub pool: Options,
-    /// Whether to print to stderr, once per operation and shape, which variant was selected and why.
+    /// True to print to stderr, once per operation and shape, which variant was selected and why.
     pub log_fallback: bool,
-    /// Whether to warn on stderr, once each, about missing libraries that make this host slow.
+    /// True to warn on stderr, once each, about missing libraries that make this host slow.
     pub warnings: bool,
 }
 

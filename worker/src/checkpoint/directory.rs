@@ -38,7 +38,7 @@ pub struct Found {
     pub path: PathBuf,
     /// Completed steps, according to the name.
     pub step: u64,
-    /// Whether the checkpoint is exempt from deletion.
+    /// True if the checkpoint is exempt from deletion.
     pub pinned: bool,
     /// State of the checkpoint, or the reason why it is rejected.
     pub state: Result<State, CheckpointError>,

@@ -1,6 +1,6 @@
 //! The part of the arenas that one rank saves, so that all ranks together save everything once.
 //!
-//! With a sharded optimizer a rank saves the shards that it updates. Otherwise every rank has the whole state, and
+//! A rank saves the shards that it updates if the optimizer is sharded. Otherwise every rank has the whole state, and
 //! saves an equal part of it.
 
 use std::ops::Range;
@@ -55,7 +55,6 @@ impl Portion {
         self.ranges.iter().map(|owned| owned.arena.len()).sum()
     }
 
-    /// Whether the portion is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

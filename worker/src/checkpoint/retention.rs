@@ -20,7 +20,7 @@ pub struct Retention {
 pub(super) struct Candidate {
     pub(super) step: u64,
     pub(super) val_loss: Option<f64>,
-    /// Whether the run was resumed from this checkpoint.
+    /// True if the run was resumed from this checkpoint.
     pub(super) is_source: bool,
 }
 

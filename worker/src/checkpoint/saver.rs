@@ -75,7 +75,7 @@ pub enum Buffers {
     Files {
         /// The files.
         memory: Memory,
-        /// If true, unusable files are an error. Otherwise there is one copy in private memory instead.
+        /// True if unusable files are an error. Otherwise there is one copy in private memory instead.
         required: bool,
     },
     /// No copy: training waits until the state is written.

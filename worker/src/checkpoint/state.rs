@@ -71,7 +71,7 @@ pub struct Batch {
     pub batch: usize,
     /// Micro-steps per step.
     pub accumulate: usize,
-    /// Whether sequences are read in random order.
+    /// True if sequences are read in random order.
     pub shuffle: bool,
 }
 
@@ -116,8 +116,8 @@ impl State {
         changes
     }
 
-    /// What becomes of the learning rate of the next step: a schedule that depends on the number of steps jumps where a
-    /// run is continued for more of them.
+    /// Describes a jump of the learning rate at the next step: a schedule that depends on the number of steps has one
+    /// where a run is continued for more of them.
     fn changed_rate(&self, new: &TrainSection) -> Option<String> {
         // Versions with other keys are not compared.
         let mut old: TrainSection = serde_json::from_value(self.spec["train"].clone()).ok()?;

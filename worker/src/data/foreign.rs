@@ -7,7 +7,7 @@ use xlaunch_data::shard;
 
 /// Number of bytes of a file that are examined.
 pub(super) const HEAD_BYTES: usize = 16 << 10;
-/// In text, at most one byte in this many is NUL. Files of ids below 256, and UTF-16, have many more.
+/// Text has at most one NUL in this many bytes. Files of ids below 256, and UTF-16, have many more.
 const NUL_SHARE: usize = 64;
 /// Minimum number of bytes for telling files of ids from others.
 const MIN_BYTES: usize = 16;

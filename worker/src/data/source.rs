@@ -77,7 +77,6 @@ impl Tokens {
         self.len
     }
 
-    /// Whether there are no tokens.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

@@ -25,7 +25,7 @@ thread_local!(static STEP: Cell<u64> = const { Cell::new(0) });
 #[derive(Debug)]
 struct Armed {
     rule: Rule,
-    /// Whether the first use of the rule was reported.
+    /// True if the first use of the rule was reported.
     reported: AtomicBool,
 }
 

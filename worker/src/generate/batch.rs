@@ -6,7 +6,7 @@
 //! Waiting prompts are admitted as soon as slots are free. A step has one row per active sequence, so a sequence that
 //! has ended costs nothing more.
 //!
-//! With greedy decoding on a GPU, the next step is enqueued before the host reads the tokens of the current one, so the
+//! The next step of greedy decoding on a GPU is enqueued before the host reads the tokens of the current one, so the
 //! device never waits for the host. Results of that step for sequences that have ended in the meantime are ignored.
 
 use std::collections::VecDeque;

@@ -25,7 +25,7 @@ pub struct Command {
     pub prompts: Vec<Prompt>,
     /// Number of samples per prompt.
     pub samples: usize,
-    /// Whether to take prompts as plain text, and to ignore the generation settings in the model's directory.
+    /// True to take prompts as plain text, and to ignore the generation settings in the model's directory.
     pub raw: bool,
     /// Maximum number of tokens per text.
     pub max_tokens: usize,

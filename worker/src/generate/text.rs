@@ -14,7 +14,7 @@ pub(super) struct StopText {
 pub(super) struct Shown {
     /// Text that may be shown; it precedes any stop string.
     pub(super) text: String,
-    /// Whether a stop string was found.
+    /// True if a stop string was found.
     pub(super) stopped: bool,
 }
 

@@ -34,7 +34,7 @@ pub(super) struct Destination {
     temporary: PathBuf,
     /// The temporary directory, locked.
     lock: File,
-    /// Whether an earlier export is replaced.
+    /// True if an earlier export is replaced.
     replaces: bool,
     committed: bool,
 }

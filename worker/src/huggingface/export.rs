@@ -31,7 +31,7 @@ pub struct Export {
     pub dtype: ExportDtype,
     /// Replaces the checkpoint's tokenizer: `bytes`, `gpt2`, or the path of a `tokenizer.json`.
     pub tokenizer: Option<String>,
-    /// Whether to replace an earlier export.
+    /// True to replace an earlier export.
     pub overwrite: bool,
 }
 

@@ -18,9 +18,9 @@ pub(super) struct Mapped {
     pub(super) shape: Vec<usize>,
     /// Range in the arena.
     pub(super) elements: Range<usize>,
-    /// Whether the file stores the transpose of the arena's matrix.
+    /// True if the file stores the transpose of the arena's matrix.
     pub(super) transposed: bool,
-    /// Whether a file may have additional rows, for positions that the model does not use.
+    /// True if a file may have additional rows, for positions that the model does not use.
     pub(super) prefix: bool,
 }
 

@@ -81,7 +81,7 @@ impl<'a> Pass<'a> {
 #[derive(Clone, Copy)]
 struct Residual<'a> {
     dx: &'a Tensor,
-    /// Whether `dx` already holds the gradient of the residual path.
+    /// True if `dx` already holds the gradient of the residual path.
     add: bool,
     /// The layer whose output was added to the stream directly before the norm.
     added: Option<&'a Linear>,

@@ -7,7 +7,7 @@
 //! Each sequence has a slot of the cache. A row is one new token, in a slot and at a position. Rows name their slots
 //! and positions, so prompts of different lengths need no padding.
 //!
-//! On a GPU, a step is captured per number of rows, then replayed: all data that changes from step to step is in device
+//! A step on a GPU is captured per number of rows, then replayed: all data that changes from step to step is in device
 //! memory, and all buffers of a step are allocated once. A greedy step takes its tokens from the previous one, so the
 //! host need not wait between them.
 //!

@@ -21,7 +21,7 @@ pub struct LossGradients<'a> {
     pub scale: f32,
     /// Gradients of all parameters; the head's are written here.
     pub grads: GradientArena<'a>,
-    /// Whether the gradients are added.
+    /// Selects whether the gradients are added.
     pub acc: Accumulate,
 }
 

@@ -40,7 +40,7 @@ pub struct Param {
     pub shape: Vec<usize>,
     /// Range in the arenas. It is longer than the shape if rows are padded; the padding stays zero.
     pub range: Range<usize>,
-    /// Whether weight decay applies; true for matrices only.
+    /// True if weight decay applies, which is only the case for matrices.
     pub decay: bool,
     /// Initial values.
     pub init: Init,

@@ -57,7 +57,7 @@ pub(super) struct LayerBackward<'a> {
     pub(super) x: &'a Operand,
     pub(super) dy: &'a Operand,
     pub(super) dw: Slice<'a>,
-    /// Whether gradients of parameters are overwritten or added to.
+    /// Selects whether gradients of parameters are overwritten or added to.
     pub(super) acc: Accumulate,
 }
 

@@ -50,7 +50,7 @@ pub struct Model {
     /// Positions of buckets of the weights; `None` if all buckets are at their position in the arena.
     pub slots: Option<Slots>,
     memory: MemoryUse,
-    /// Whether the linear layers of blocks use FP8.
+    /// True if the linear layers of blocks use FP8.
     fp8: bool,
     /// Cosines and sines of the rotary angles, F32 `[T, D]`; llama only.
     rope: Option<Tensor>,

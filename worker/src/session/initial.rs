@@ -114,7 +114,7 @@ impl Reading {
     }
 }
 
-/// After a start from memory snapshots: completes this rank's state with the portions of the others. Every rank calls
+/// Completes this rank's state with the portions of the others after a start from memory snapshots. Every rank calls
 /// it.
 pub(super) fn exchange_portions(
     model: &Model,

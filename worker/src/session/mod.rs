@@ -391,7 +391,7 @@ fn train_started(
     }
 }
 
-/// After the last step: runs the replica check, and samples a text on rank 0 unless the job is to stop.
+/// Runs the replica check after the last step, and samples a text on rank 0 unless the job is to stop.
 fn finish(
     spec: &JobSpec,
     backend: &BackendHandle,

@@ -118,7 +118,7 @@ impl Checkpoints {
         }
     }
 
-    /// Without buffers, no checkpoint could be saved at all, so that error is always fatal.
+    /// No checkpoint could be saved at all without buffers, so that error is always fatal.
     fn is_fatal(&self, error: &CheckpointError) -> bool {
         self.stop_on_error || matches!(error, CheckpointError::Memory { .. })
     }

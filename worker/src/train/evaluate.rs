@@ -32,7 +32,7 @@ pub struct Evaluator {
     targets: Tensor,
     losses: Tensor,
     gathers: Gathers,
-    /// Whether a batch uses collectives, so that all ranks must run the same number of batches.
+    /// True if a batch uses collectives, so that all ranks must run the same number of batches.
     together: bool,
     replay: Replay,
 }

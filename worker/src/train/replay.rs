@@ -24,9 +24,9 @@ use crate::phase;
 pub(super) enum Work {
     /// A micro-step of training.
     Train {
-        /// Whether this micro-step is the first of its step: gradients are overwritten instead of added to.
+        /// True if this micro-step is the first of its step: gradients are overwritten instead of added to.
         first: bool,
-        /// Whether this micro-step is the last of its step: gradients are all-reduced, and the optimizer's step
+        /// True if this micro-step is the last of its step: gradients are all-reduced, and the optimizer's step
         /// follows.
         last: bool,
     },
@@ -53,7 +53,7 @@ pub(super) struct Replay {
     graphs: RefCell<HashMap<Work, (Capture, u64)>>,
     /// Graphs that must not be launched again. They are kept alive because the device may still be executing them.
     retired: RefCell<Vec<Capture>>,
-    /// Whether to enqueue operation by operation even if there is a graph.
+    /// True to enqueue operation by operation even if there is a graph.
     eager: Cell<bool>,
 }
 

@@ -26,9 +26,9 @@ pub fn max_difference_to_rank_0(
 /// Facts that all ranks have to know before they save a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Survey {
-    /// Whether every value of the tensors is finite on every rank. A sum that overflows fp32 counts as not finite.
+    /// True if every value of the tensors is finite on every rank. A sum that overflows fp32 counts as not finite.
     pub(super) finite: bool,
-    /// Whether any rank is still writing the previous checkpoint.
+    /// True if any rank is still writing the previous checkpoint.
     pub(super) busy: bool,
 }
 

@@ -60,7 +60,7 @@ pub struct Run<'a> {
     pub seconds_at_peak: Option<f64>,
     /// Number of the step, from 1, whose kernels are timed.
     pub profile: Option<u64>,
-    /// Whether this is a benchmark, whose profile is reported to the agent.
+    /// True if this is a benchmark, whose profile is reported to the agent.
     pub bench: bool,
     /// Writes the timeline of `[observe] trace`.
     pub tracer: Tracer,
@@ -73,7 +73,7 @@ pub struct Run<'a> {
 pub struct Outcome {
     /// Number of completed steps, including earlier runs.
     pub steps: u64,
-    /// Whether a stop command ended training before the last step.
+    /// True if a stop command ended training before the last step.
     pub stopped_early: bool,
 }
 

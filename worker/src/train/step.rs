@@ -295,7 +295,7 @@ impl Stepper {
         })
     }
 
-    /// After the last micro-step: waits for the reduced gradients, and runs the optimizer.
+    /// Waits for the reduced gradients after the last micro-step, and runs the optimizer.
     fn update(&self, model: &Model, optimizer: &AdamW, collective: &mut dyn Collective) -> Result<()> {
         let _tag = xlaunch_pool::tag("optimizer");
         let [loss, grad_norm_sq] =

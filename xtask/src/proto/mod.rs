@@ -1,6 +1,6 @@
 //! The gRPC code, which is generated from `proto/xlaunch/v1/*.proto` and committed.
 //!
-//! With a build script, every build would compile a protobuf compiler, about 30 crates, for code that rarely changes.
+//! A build script would make every build compile a protobuf compiler, about 30 crates, for code that rarely changes.
 //! For the same reason the generator is an optional feature of this crate, and the check for outdated code does without
 //! it: the header of the generated code contains a hash of the sources and a hash of the generated files.
 

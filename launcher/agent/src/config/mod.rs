@@ -3,7 +3,7 @@
 //! Layers, each overriding the one before: defaults, the file, `XLAUNCH_<SECTION>_<KEY>`, flags (`--nproc`, `--set`).
 //! Relative data paths are resolved against the directory of the file, all others against the working directory.
 //!
-//! For one release, every layer accepts a renamed key under its old name, with a warning.
+//! Every layer accepts a renamed key under its old name for one release, with a warning.
 
 mod diagnostics;
 pub mod keys;

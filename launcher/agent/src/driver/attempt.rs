@@ -60,7 +60,7 @@ pub(super) struct WorkerExit {
     pub(super) exit: Exit,
 }
 
-/// How a worker ended, or the reason why it did not start.
+/// Exit of a worker, or the reason why it did not start.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct WorkerEnd {
     pub(super) exit: Option<Exit>,

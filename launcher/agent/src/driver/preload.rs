@@ -1,6 +1,6 @@
 //! `--preload`: imports modules before the first attempt, and forks workers instead of spawning them.
 //!
-//! If anything goes wrong, workers are started without it: preloading only saves time.
+//! Workers are started without it if anything goes wrong: preloading only saves time.
 
 use std::collections::BTreeSet;
 

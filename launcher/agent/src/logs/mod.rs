@@ -83,7 +83,7 @@ impl std::fmt::Debug for PrintLine {
 struct Shared {
     options: LogOptions,
     prefix: Prefix,
-    /// Whether more than one rank is shown on the console.
+    /// True if more than one rank is shown on the console.
     several: bool,
     consoles: [Arc<Console>; 2],
     filters: [Filter; 2],

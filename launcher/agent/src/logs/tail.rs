@@ -23,7 +23,7 @@ pub(super) struct Tail(Mutex<Kept>);
 #[derive(Debug, Default)]
 struct Kept {
     bytes: Vec<u8>,
-    /// Whether earlier bytes were discarded.
+    /// True if earlier bytes were discarded.
     cut: bool,
     /// Arrival times: each applies to the bytes from its offset up to that of the next entry.
     times: VecDeque<(usize, Instant)>,

@@ -1,4 +1,4 @@
-//! What only workers that run Python have.
+//! Support for workers that run Python.
 //!
 //! - [`preload`] forks workers from a process that has already imported their modules;
 //! - [`faulthandler`] makes programs print their stacks;

@@ -80,7 +80,7 @@ pub(super) fn cause(evidence: &Evidence) -> Option<Cause> {
 pub(crate) struct Symptom {
     /// One line, escaped: `ValueError: bad`.
     pub(crate) error: String,
-    /// Whether the error is a lost connection to another rank.
+    /// True if the error is a lost connection to another rank.
     pub(crate) lost_peer: bool,
     /// Time at which the worker began to write it.
     pub(crate) at: Instant,

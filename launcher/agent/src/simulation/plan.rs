@@ -6,7 +6,7 @@ use xlaunch_proto::v1::{Greeting, GroupRules};
 
 use crate::state::Kind;
 
-/// From this time on, no fault begins, all networks have healed, and workers end soon.
+/// Time from which no fault begins, all networks have healed, and workers end soon.
 pub(super) const CALM_AFTER: Duration = Duration::from_secs(60);
 
 /// A generator of pseudo-random numbers (splitmix64).
@@ -43,7 +43,7 @@ impl Random {
 pub(super) enum Fault {
     /// Packets to the coordinator, from it, or both are lost for `time`.
     Cut { up: bool, down: bool, time: Duration },
-    /// For ten seconds, messages take up to this long.
+    /// Messages take up to this long for ten seconds.
     Slow(Duration),
     /// The network resets the connection; says which ends notice.
     Reset { agent: bool, coordinator: bool },

@@ -27,7 +27,7 @@ pub(crate) struct Progress {
     total: u64,
     last_line: Option<Instant>,
     seconds_per_step: f64,
-    /// Whether the line that describes the job was printed.
+    /// True if the line that describes the job was printed.
     described: bool,
     /// Durations of the first steps, in seconds.
     first_times: Vec<f64>,

@@ -113,7 +113,7 @@ struct Thread<S> {
     dropped: Arc<AtomicU64>,
     /// `None` for the console itself.
     printer: Option<LinePrinter>,
-    /// Whether the last write to the file failed.
+    /// True if the last write to the file failed.
     failing: bool,
 }
 

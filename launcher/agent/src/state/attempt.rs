@@ -19,7 +19,7 @@ pub(super) struct Attempt {
     pub(super) place: Place,
     pub(super) start: Instant,
     pub(super) stage: Stage,
-    /// By local rank.
+    /// Indexed by local rank.
     pub(super) workers: Vec<Worker>,
     pub(super) failures: Vec<Failure>,
     /// Time at which the first failure was noticed.
@@ -68,7 +68,7 @@ pub(super) enum Request {
     Interrupt,
 }
 
-/// How far the workers have been told to end.
+/// Progress in ending the workers.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Shutdown {
     /// They are expected to exit by themselves, after they have printed their stacks if they hang.

@@ -95,7 +95,7 @@ pub enum Event {
     SessionClosed { rank: u32 },
     /// Ranks of a running job hang, and must be ended.
     Hung {
-        /// Not empty; the first is the root cause.
+        /// At least one rank; the first is the root cause.
         ranks: Vec<u32>,
         /// One line about the first rank.
         message: String,

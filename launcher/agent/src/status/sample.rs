@@ -14,7 +14,7 @@ use xlaunch_host::process::Process;
 pub struct Usage {
     /// CPU use since the last sample, or since the start of the process in the first one. 100 is one full core.
     pub cpu_percent: f64,
-    /// Whether a process of the tree was running or ready to run: it may get little CPU time on an overloaded host.
+    /// True if a process of the tree was running or ready to run: it may get little CPU time on an overloaded host.
     pub runnable: bool,
     /// Resident memory; shared pages count once per process.
     pub memory_bytes: u64,

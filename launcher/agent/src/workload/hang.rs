@@ -11,9 +11,9 @@
 //!    - it has started the fewest collectives: a rank that skipped one has started fewer than the others;
 //!    - its GPU has passed the fewest marks: the host only enqueues work and does not see which GPU waits.
 //!
-//! If the ranks do not differ, all of them are culprits: they wait for the network or for a GPU.
+//! All ranks are culprits if they do not differ: they wait for the network or for a GPU.
 //!
-//! Between the rendezvous and its session a rank opens the communicator together with all other ranks. If some ranks
+//! A rank opens the communicator between the rendezvous and its session, together with all other ranks. If some ranks
 //! have opened it, a rank that has not done so within the hang timeout is a culprit. If no rank has, opening may just
 //! be slow: the ranks are then reported so that evidence is collected, and the deadline of the sessions ends the
 //! attempt.
@@ -53,9 +53,9 @@ const SLOW_STEP_FACTOR: u32 = 5;
 pub(crate) struct Settings {
     /// `launch.hang_timeout`; zero for the default.
     pub(crate) minimum: Duration,
-    /// Whether hung ranks are terminated, or only reported.
+    /// True if hung ranks are terminated rather than only reported.
     pub(crate) ends: bool,
-    /// Whether workers use GPUs, and so compile kernels.
+    /// True if workers use GPUs, and so compile kernels.
     pub(crate) gpus: bool,
 }
 
@@ -67,7 +67,7 @@ pub(crate) struct HangDetector {
     ranks: BTreeMap<u32, RankActivity>,
     /// Step times of rank 0; kept across attempts.
     step_times: RecentDurations,
-    /// Whether this attempt has completed a step.
+    /// True if this attempt has completed a step.
     stepped: bool,
     last_progress: Instant,
     last_poll: Instant,
@@ -79,7 +79,7 @@ pub(crate) struct HangDetector {
 
 #[derive(Clone, Copy, Debug)]
 struct RankActivity {
-    /// Whether the rank has opened its session. From then on it sends heartbeats.
+    /// True if the rank has opened its session. From then on it sends heartbeats.
     opened: bool,
     /// Time of the last heartbeat, or before the first one the time at which the rank joined.
     last_heartbeat: Instant,
@@ -115,7 +115,7 @@ pub(crate) struct Hang {
     pub(crate) culprits: Vec<u32>,
     /// Describes the state of the first culprit and the ranks that wait for it.
     pub(crate) cause: String,
-    /// Whether the attempt is to be ended, unless a debugger is attached.
+    /// True if the attempt is to be ended, unless a debugger is attached.
     pub(crate) ends: bool,
 }
 

@@ -1,8 +1,8 @@
 //! The sessions of one attempt's workers: which ranks have opened one, and the deadline for all of them. Pure except
 //! for queueing commands, which never waits.
 //!
-//! Between the rendezvous and its session, a worker opens the communicator. That is collective and has no timeout of
-//! its own: `ncclCommInitRank` hangs for as long as one rank does not take part. So the agent sets a deadline for all
+//! A worker opens the communicator between the rendezvous and its session. That is collective and has no timeout of its
+//! own: `ncclCommInitRank` hangs for as long as one rank does not take part. So the agent sets a deadline for all
 //! ranks, counted from the end of the rendezvous.
 
 use std::time::{Duration, Instant};
@@ -75,7 +75,7 @@ impl Sessions {
         self.due.filter(|_| self.ranks.iter().any(|session| !session.has_opened))
     }
 
-    /// If the deadline has passed at `now`, returns a message that names the ranks without a session.
+    /// Returns a message that names the ranks without a session if the deadline has passed at `now`.
     pub(super) fn expired(&self, now: Instant) -> Option<String> {
         self.deadline().filter(|due| now >= *due)?;
         let missing = (0..).zip(&self.ranks).filter(|(_, session)| !session.has_opened);

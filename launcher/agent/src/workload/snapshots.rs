@@ -27,7 +27,7 @@ const FILES_PER_RANK: u64 = 2;
 /// `checkpoint.memory = "auto"` uses at most one part in this many of free memory.
 const AUTO_PART: u64 = 4;
 
-/// Whether a job uses memory snapshots.
+/// The decision about memory snapshots.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MemoryUse {
     pub used: bool,

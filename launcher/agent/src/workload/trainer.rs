@@ -87,7 +87,7 @@ pub struct TrainerPlan<'a> {
     pub bench: Option<Bench>,
     /// Libraries of workers on GPUs.
     pub libraries: Option<&'a Libraries>,
-    /// Whether all ranks run as threads of one process, to compare that with a process per rank. Single node only.
+    /// True if all ranks run as threads of one process, to compare that with a process per rank. Single node only.
     pub rank_threads: bool,
     /// The environment that the workers inherit.
     pub base: &'a BaseEnvironment,
@@ -133,7 +133,7 @@ pub(crate) struct TrainerWorkload<'a> {
     checkpoint_requests: CheckpointRequests,
     /// The highest step of all attempts.
     furthest_step: u64,
-    /// Whether a better interval between checkpoints was suggested to the user.
+    /// True if a better interval between checkpoints was suggested to the user.
     interval_suggested: bool,
     hang_detector: HangDetector,
     /// Activity records, indexed by local rank; `None` if the memory could not be created.
@@ -162,7 +162,7 @@ struct Attempt {
     number: u32,
     /// Place of this node.
     assignment: Assignment,
-    /// Whether the state that this attempt resumes from is known. On nodes without rank 0 it arrives later.
+    /// True if the state that this attempt resumes from is known. On nodes without rank 0 it arrives later.
     resume_known: bool,
     /// The memory snapshot that this attempt resumes from, if any.
     resume_snapshot: Option<MemorySnapshot>,

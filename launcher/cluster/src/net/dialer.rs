@@ -20,7 +20,8 @@ pub struct Dialer {
     security: Security,
     search: Search,
     attempts: JoinSet<(AttemptId, Result<Connection, Reason>)>,
-    /// Not aborted with the attempts: the resolver's thread cannot be interrupted, and its answer is still of use.
+    /// The pending lookup. It is not aborted with the attempts: the resolver's thread cannot be interrupted, and its
+    /// answer is still of use.
     lookup: Option<JoinHandle<io::Result<Vec<SocketAddr>>>>,
     reached: (mpsc::UnboundedSender<AttemptId>, mpsc::UnboundedReceiver<AttemptId>),
 }

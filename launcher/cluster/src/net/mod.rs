@@ -67,7 +67,7 @@ pub use xlaunch_host::network::{AddressError, Location, Wish, advertised, locate
 use munge::Munge;
 use tls::Tls;
 
-/// How agents and the coordinator authenticate each other, with the keys. Cheap to clone.
+/// Mutual authentication of agents and the coordinator, with the keys. Cheap to clone.
 #[derive(Clone, Debug)]
 pub enum Security {
     /// No authentication, over plain TCP.

@@ -54,7 +54,6 @@ pub(super) enum Action {
     Try(AttemptId, SocketAddr),
 }
 
-/// How urgent a connection is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Urgency {
     /// The agent has no workers.

@@ -142,7 +142,7 @@ pub struct Coordinator {
     next_sweep: Option<Instant>,
     /// The last suspension of more than [`SUSPENDED_AFTER`]: when the coordinator resumed, and how long it had not run.
     suspended: Option<(Instant, Duration)>,
-    /// At least one checkpoint of this run is complete.
+    /// True if at least one checkpoint of this run is complete.
     saved: bool,
     outputs: Vec<Output>,
 }

@@ -6,7 +6,7 @@
 //! 3. the budget is spent: `max_restarts` over the whole job, as with torchrun, or within `restart_window`;
 //! 4. it was the last of [`MAX_FRUITLESS_ATTEMPTS`] in a row without progress, however long each one took.
 //!
-//! After progress the next attempt starts at once: a job that advances between failures is worth restarting. After a
+//! The next attempt starts at once after progress: a job that advances between failures is worth restarting. After a
 //! first attempt without progress the next one starts at once too; the last one waits for [`RETRY_DELAY`] plus up to a
 //! quarter, so that jobs that failed together do not restart together.
 

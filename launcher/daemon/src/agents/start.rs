@@ -1,4 +1,4 @@
-//! What the daemon starts for itself, as a detached process or as a systemd unit: examinations of GPUs, and hooks.
+//! Processes that the daemon starts for itself, detached or as systemd units: examinations of GPUs, and hooks.
 
 use std::fs::DirBuilder;
 use std::io;

@@ -27,7 +27,7 @@ const UNIT_NAME_TIMEOUT: Duration = Duration::from_secs(5);
 const UNIT_STOP_MARGIN: Duration = Duration::from_secs(30);
 /// `LimitNOFILE=` of the unit, unless pam_limits sets another value.
 const MAX_OPEN_FILES: u64 = 1 << 20;
-/// If this file exists, PAM applies the limits of limits.conf(5); see `deploy/optional/pam-xlaunch`.
+/// PAM applies the limits of limits.conf(5) if this file exists; see `deploy/optional/pam-xlaunch`.
 const PAM_SERVICE: &str = "/etc/pam.d/xlaunch";
 /// Devices that every job on a node with GPUs may use: driver devices that are not tied to a GPU, and devices of
 /// networks between GPUs. `DevicePolicy=closed` also allows `/dev/null`, terminals and similar devices.

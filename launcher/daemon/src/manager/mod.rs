@@ -4,7 +4,7 @@
 //! journal and applied to [`Jobs`] before the manager acts on them. After each event, the manager starts the jobs that
 //! can start, and publishes the view if it has changed.
 //!
-//! If the journal cannot be written, commands are refused and no jobs are started. Events that have already happened,
+//! Commands are refused and no jobs are started while the journal cannot be written. Events that have already happened,
 //! such as the end of a job, are applied nevertheless, and the journal is rewritten as soon as the disk permits.
 
 mod commands;
@@ -56,7 +56,7 @@ pub(crate) struct Setup {
     pub(crate) journal: Journal<Record>,
     /// The result of replaying the journal.
     pub(crate) jobs: Jobs,
-    /// Whether the journal was complete.
+    /// Completeness of the journal.
     pub(crate) integrity: Integrity,
     pub(crate) ids: Ids,
     /// Jobs whose units run, each with its user id.
@@ -170,7 +170,7 @@ struct Manager {
     events: mpsc::Sender<(u64, AgentEvent)>,
     /// State of jobs that are followed, that ended while this daemon ran, or that left a last status.
     runtime: BTreeMap<u64, JobRuntime>,
-    /// Whether `jobs` has changes that are not in the journal.
+    /// True if `jobs` has changes that are not in the journal.
     unsaved: bool,
     /// Size of the journal after its last compaction; 0 if it has not been compacted since the start.
     compacted_bytes: u64,

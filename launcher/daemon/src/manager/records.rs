@@ -11,7 +11,7 @@ use crate::commands::CommandError;
 use crate::state::{Jobs, Record};
 use xlaunch_proto::labels::node_job_state;
 
-/// Whether all lines of the accounting file are known to be in the journal.
+/// State of the accounting file: whether all of its lines are known to be in the journal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AccountingState {
     Unknown,

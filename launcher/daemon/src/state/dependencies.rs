@@ -1,7 +1,7 @@
 //! Dependencies between jobs. Pure.
 //!
-//! When a dependency ends, its outcome is stored with the waiting job, so that it outlives the dependency. A job can
-//! depend only on earlier jobs, so there are no cycles.
+//! The outcome of a dependency is stored with the waiting job when the dependency ends, so that it outlives the
+//! dependency. A job can depend only on earlier jobs, so there are no cycles.
 
 use std::collections::{BTreeMap, BTreeSet};
 

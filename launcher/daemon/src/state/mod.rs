@@ -65,9 +65,9 @@ pub(crate) enum Phase {
         boot: String,
         at: u64,
         cancelled: Option<Canceller>,
-        /// Whether the warning signal before the time limit was sent.
+        /// True if the warning signal before the time limit was sent.
         warned: bool,
-        /// Whether the job is being stopped because it has reached its time limit.
+        /// True if the job is being stopped because it has reached its time limit.
         over_limit: bool,
     },
     Ended {

@@ -190,7 +190,7 @@ pub struct Submitted {
     #[serde(skip_serializing_if = "String::is_empty")]
     pub user: String,
     pub name: String,
-    /// Whether the job runs the built-in trainer rather than a command.
+    /// True if the job runs the built-in trainer rather than a command.
     pub trainer: bool,
     pub priority: i32,
     /// Number of GPUs that the job holds while it runs; 0 for a CPU job.
@@ -226,7 +226,7 @@ pub struct Submitted {
     pub after: Vec<Dependency>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub array: Option<Element>,
-    /// Whether the job goes back to the queue if it is lost.
+    /// True if the job goes back to the queue if it is lost.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub requeue: bool,
     /// Number of times that the job went back to the queue.
@@ -249,7 +249,7 @@ pub struct Hold {
     /// Name of the user; empty in records of version 0.2.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub user: String,
-    /// Whether an administrator holds the job of another user.
+    /// True if an administrator holds the job of another user.
     pub admin: bool,
 }
 
@@ -258,7 +258,7 @@ pub struct Hold {
 pub struct Dependency {
     pub job: u64,
     pub condition: Condition,
-    /// Whether the job has ended as required; `None` until it has ended.
+    /// True if the job has ended as required; `None` until it has ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub met: Option<bool>,
 }

@@ -48,9 +48,9 @@ pub(crate) struct Resources {
     pub(crate) memory_per_user: Option<u64>,
     /// Share of the memory that belongs to each GPU, in bytes.
     pub(crate) memory_per_gpu: u64,
-    /// Whether commands do not start (`jobs.allow_commands`).
+    /// True if commands do not start (`jobs.allow_commands`).
     pub(crate) only_training: bool,
-    /// Whether jobs of root do not start (`jobs.allow_root`).
+    /// True if jobs of root do not start (`jobs.allow_root`).
     pub(crate) no_root: bool,
 }
 
@@ -318,7 +318,7 @@ impl<'a> Pass<'a> {
 /// A limit on the resources of a user's jobs.
 enum UserLimit {
     Gpus(u32),
-    /// In bytes.
+    /// Amount in bytes.
     Memory(u64),
 }
 

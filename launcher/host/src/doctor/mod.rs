@@ -40,7 +40,7 @@ const RECENT_FAULT: Duration = Duration::from_secs(3600);
 /// The output of `xlaunch doctor --json`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
-    /// Whether no finding is a failure.
+    /// True if no finding is a failure.
     pub healthy: bool,
     pub findings: Vec<Finding>,
 }

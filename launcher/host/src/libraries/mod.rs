@@ -97,7 +97,7 @@ pub struct File {
     pub version: Option<Version>,
     /// Major version of CUDA that the library was built for or belongs to, if known.
     cuda: Option<u64>,
-    /// Whether the dynamic loader finds the file's directory by itself.
+    /// True if the dynamic loader finds the file's directory by itself.
     in_loader_path: bool,
 }
 

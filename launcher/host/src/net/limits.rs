@@ -29,9 +29,9 @@ pub struct Credentials {
     pub holder: u32,
     /// Process id; `None` if the process is not visible in this PID namespace.
     pub pid: Option<u32>,
-    /// Whether the connection is exempt from limits.
+    /// True if the connection is exempt from limits.
     pub exempt: bool,
-    /// Whether the connection is counted separately, so that ordinary users cannot lock it out.
+    /// True if the connection is counted separately, so that ordinary users cannot lock it out.
     pub reserved: bool,
 }
 
@@ -44,7 +44,7 @@ pub struct Limits {
     pub total: usize,
     /// Time within which a connection must make its first call; otherwise it is closed.
     pub first_call_timeout: Option<Duration>,
-    /// Whether to close a user's oldest connection if all of them are busy, instead of refusing a new one.
+    /// True to close a user's oldest connection if all of them are busy, instead of refusing a new one.
     pub close_busy: bool,
 }
 
@@ -143,7 +143,7 @@ fn shut_down(entry: &Entry) {
     let _ = rustix::net::shutdown(&entry.stream, Shutdown::Both);
 }
 
-/// Whether there is room for one more connection.
+/// Room for one more connection.
 #[derive(Debug, PartialEq, Eq)]
 enum Room {
     Free,
@@ -206,7 +206,7 @@ pub struct Peer {
     pub holder: u32,
     /// Process id; `None` if the process is not visible in this PID namespace.
     pub pid: Option<u32>,
-    /// Whether the connection is counted separately from those of ordinary users.
+    /// True if the connection is counted separately from those of ordinary users.
     pub reserved: bool,
     calls: Arc<Calls>,
 }

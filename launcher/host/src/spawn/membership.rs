@@ -45,7 +45,7 @@ pub(super) struct RunProcesses {
     pub(super) leaders: BTreeMap<u32, u64>,
     /// Start of the run, in clock ticks since boot. Processes that started earlier do not belong to it.
     pub(super) since: u64,
-    /// Whether orphans adopted by this process belong to the run.
+    /// True if orphans adopted by this process belong to the run.
     pub(super) adopts: bool,
     /// Process ids and start times of workers of the next attempt, which must not be killed.
     pub(super) spared: BTreeMap<u32, u64>,

@@ -74,11 +74,11 @@ pub struct Spawned {
 /// Options of a start, in addition to the command.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// Whether the worker gets xlaunch's standard input instead of `/dev/null`.
+    /// True if the worker gets xlaunch's standard input instead of `/dev/null`.
     pub inherit_stdin: bool,
     /// CPUs to bind the worker to; `None` inherits xlaunch's affinity.
     pub cpus: Option<CpuSet>,
-    /// Whether the worker and its children ignore the signals that stop a job or announce its end. The agent acts on
+    /// True if the worker and its children ignore the signals that stop a job or announce its end. The agent acts on
     /// these signals, even if a scheduler sends them to every process.
     pub leave_signals_to_agent: bool,
     /// Descriptors that the worker inherits, under the same numbers.

@@ -1,6 +1,6 @@
 //! All processes that the workers of an attempt started, even if they have moved to other sessions.
 //!
-//! If cgroups version 2 is mounted and writable, each rank has a cgroup and enters it before its program runs.
+//! Each rank has a cgroup if cgroups version 2 is mounted and writable, and enters it before its program runs.
 //! Otherwise, or if a rank could not enter its cgroup, processes are found as described in `membership`, which needs
 //! [`adopt_orphans`](super::adopt_orphans) to find processes that have lost their parent and cleared their environment.
 //! Either way [`ProcessTree::kill_and_wait`] leaves only processes that the kernel itself cannot kill.
@@ -30,7 +30,7 @@ const DROP_TIMEOUT: Duration = Duration::from_secs(1);
 pub struct ProcessTree {
     members: RunProcesses,
     cgroups: Option<RankCgroups>,
-    /// Whether a worker could not enter its cgroup.
+    /// True if a worker could not enter its cgroup.
     outside_cgroup: bool,
     oom_before: oom::OomCounters,
 }

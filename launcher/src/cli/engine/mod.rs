@@ -41,7 +41,7 @@ pub(super) struct Host<'a> {
     /// Reads a host file.
     pub(super) read: &'a dyn Fn(&Path) -> Result<String, String>,
     pub(super) name: &'a str,
-    /// Whether munged runs here.
+    /// True if munged runs on this host.
     pub(super) munge: bool,
 }
 
@@ -70,12 +70,12 @@ pub(super) struct Allocation {
     /// The host of node rank 0, and the ports to try there.
     pub(super) endpoint: Option<Sourced<(String, Vec<u16>)>>,
     pub(super) run_id: Option<Sourced<String>>,
-    /// Whether munge can replace a token.
+    /// True if munge can replace a token.
     pub(super) munge: bool,
 }
 
 impl Allocation {
-    /// Whether SIGTERM to one of the launches means that the engine removes its node and will start it again.
+    /// Returns whether SIGTERM to one of the launches means that the engine removes its node and will start it again.
     pub(super) fn preempts_by_sigterm(&self) -> bool {
         self.engine == kubernetes::NAME
     }

@@ -1,6 +1,7 @@
 //! Draws a frame. Pure.
 //!
-//! From top to bottom: the node, its GPUs, its jobs, the selected job, the keys. Text from other users is escaped.
+//! The screen shows, from top to bottom, the node, its GPUs, its jobs, the selected job and the keys. Text from other
+//! users is escaped.
 
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};

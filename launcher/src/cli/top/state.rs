@@ -39,7 +39,7 @@ pub(super) struct State {
     now_ms: u64,
     /// Index into the sorted jobs.
     cursor: usize,
-    /// Whether only the selected job is shown.
+    /// True if only the selected job is shown.
     zoomed: bool,
     /// The job to cancel once the user confirms.
     confirm: Option<u64>,

@@ -14,9 +14,9 @@ pub(super) struct Flag {
     pub(super) name: &'static str,
     pub(super) short: Option<char>,
     pub(super) takes: Takes,
-    /// Whether torchrun has this flag: its abbreviations must keep their meaning here.
+    /// True if torchrun has this flag: its abbreviations must keep their meaning here.
     pub(super) of_torchrun: bool,
-    /// Whether `PET_<NAME>` supplies the value if the command line does not.
+    /// True if `PET_<NAME>` supplies the value when the command line does not.
     pub(super) in_environment: bool,
     /// The reason if the flag is not supported.
     pub(super) refused: Option<&'static str>,

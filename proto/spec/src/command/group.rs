@@ -1,5 +1,5 @@
-//! How the agents of a job's nodes find each other, as determined by flags, `PET_*` variables and the engine of a
-//! launch on several nodes. Without a [`GroupSpec`] a job runs on one node and opens no TCP socket.
+//! Description of how the agents of a job's nodes find each other, as determined by flags, `PET_*` variables and the
+//! engine of a launch on several nodes. Without a [`GroupSpec`] a job runs on one node and opens no TCP socket.
 //!
 //! ```text
 //! flags, PET_*, engine (Slurm, Kubernetes, ...) --> GroupSpec --check--> agent: join the coordinator at `endpoint`
@@ -30,18 +30,18 @@ pub const MAX_LOSS_TIMEOUT: Duration = Duration::from_secs(60);
 /// Minimum time between two heartbeats.
 pub const MIN_KEEP_ALIVE_INTERVAL: Duration = Duration::from_millis(100);
 
-/// How the agents of a job's nodes find each other.
+/// A group of nodes, and how their agents find each other.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupSpec {
     /// Numbers of nodes that the job needs and can use.
     pub nodes: NodeCount,
     /// This node's rank: required in a static group, a preference in a dynamic one.
     pub node_rank: Option<u32>,
-    /// How node ranks and membership are decided.
+    /// Source of node ranks and membership.
     pub backend: Backend,
     /// Address of the coordinator.
     pub endpoint: Endpoint,
-    /// Whether this node's agent contains the coordinator. Default: node rank 0 in a static group, and the host that
+    /// True if this node's agent contains the coordinator. Default: node rank 0 in a static group, and the host that
     /// has the endpoint's address in a dynamic one.
     pub hosts_coordinator: Option<bool>,
     /// Id of the run, equal on all nodes of a job. Default: chosen by the coordinator.
@@ -58,9 +58,9 @@ pub struct GroupSpec {
     pub local_addr: Option<String>,
     /// Network interface with the address at which the other nodes reach this host.
     pub interface: Option<String>,
-    /// How agents and coordinator authenticate each other.
+    /// Mutual authentication of agents and coordinator.
     pub security: Security,
-    /// Whether SIGTERM means that this node is preempted and will be started again: a job that it stops then exits with
+    /// True if SIGTERM means that this node is preempted and will be started again: a job that it stops then exits with
     /// the code for a retry, even with a complete checkpoint.
     #[serde(default)]
     pub sigterm_is_preemption: bool,
@@ -74,7 +74,7 @@ pub struct NodeCount {
     pub max: u32,
 }
 
-/// How node ranks and membership are decided.
+/// Source of node ranks and membership.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Backend {
@@ -94,7 +94,7 @@ pub struct Endpoint {
     pub ports: Vec<u16>,
 }
 
-/// How agents and coordinator authenticate each other.
+/// Mutual authentication of agents and coordinator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Security {

@@ -72,7 +72,7 @@ pub struct CommandSpec {
     pub master_addr: String,
     /// `MASTER_PORT`. Default: a free port for every attempt.
     pub master_port: Option<u16>,
-    /// Whether to restrict each worker to one GPU with `CUDA_VISIBLE_DEVICES`, and to set `LOCAL_RANK` to 0 for all.
+    /// True to restrict each worker to one GPU with `CUDA_VISIBLE_DEVICES`, and to set `LOCAL_RANK` to 0 for all.
     pub virtual_local_rank: bool,
     /// CPU affinity of the workers. Default: none.
     pub binding: Option<Binding>,
@@ -87,7 +87,7 @@ pub struct CommandSpec {
     pub shutdown_timeout: Duration,
     /// Signals to xlaunch that terminate the job.
     pub signals: Vec<Signal>,
-    /// Whether to exit with the code of the worker that failed first instead of 1.
+    /// True to exit with the code of the worker that failed first instead of 1.
     pub propagate_exit_code: bool,
     /// Time after which a rank is reported that produces no output and uses neither CPU nor GPU.
     pub stall_timeout: Duration,
@@ -95,7 +95,7 @@ pub struct CommandSpec {
     /// Default: adapts to the intervals between heartbeats.
     #[serde(default)]
     pub hang_timeout: Option<Duration>,
-    /// Whether to turn on PyTorch's flight recorder in the workers.
+    /// True to turn on PyTorch's flight recorder in the workers.
     #[serde(default)]
     pub flight_recorder: bool,
     /// Destinations of the workers' output.
@@ -405,10 +405,10 @@ impl fmt::Display for CommandSpec {
 /// Why a command description cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum CommandSpecError {
-    /// Not a command description in JSON.
+    /// The text is not a command description in JSON.
     #[error("invalid command description: {0}")]
     Json(#[from] serde_json::Error),
-    /// Written by another version of xlaunch.
+    /// The description was written by another version of xlaunch.
     #[error("command description has version {0}, but this build reads version {COMMAND_SPEC_VERSION}")]
     Version(u32),
     /// A value out of bounds.

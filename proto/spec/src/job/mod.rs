@@ -182,10 +182,10 @@ impl JobSpec {
 /// Why a job description cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum SpecError {
-    /// Not a job description in JSON.
+    /// The text is not a job description in JSON.
     #[error("invalid job description: {0}")]
     Json(#[from] serde_json::Error),
-    /// Written by another version of xlaunch.
+    /// The description was written by another version of xlaunch.
     #[error("job description has version {0}, but this build reads version {SPEC_VERSION}")]
     Version(u32),
     /// A value that cannot work.

@@ -31,7 +31,7 @@ impl Default for JobSection {
     }
 }
 
-/// How workers are started and supervised.
+/// Start and supervision of workers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
@@ -79,7 +79,7 @@ pub enum OnHang {
     Report,
 }
 
-/// How GPUs are checked before an attempt.
+/// Check of GPUs before an attempt.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
@@ -129,7 +129,7 @@ pub struct DataSection {
     /// Fraction of the training tokens, from 0 to 0.5, that is held out for evaluation if `train` is files and `val` is
     /// empty.
     pub val_fraction: f64,
-    /// How files are turned into token ids. Has no effect with a prepared directory, which contains token ids.
+    /// Conversion of files into token ids. Has no effect with a prepared directory, which contains token ids.
     pub tokenizer: Tokenizer,
     /// Read sequences in a seeded random order that changes each epoch. false reads them in file order.
     pub shuffle: bool,
@@ -148,7 +148,7 @@ impl Default for DataSection {
     }
 }
 
-/// How files are turned into token ids.
+/// Conversion of files into token ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
@@ -322,12 +322,12 @@ pub struct EngineSection {
     pub device: Device,
     /// Arithmetic of matrix multiplications. Default: bf16 on GPUs, fp32 on CPUs.
     pub precision: Option<Precision>,
-    /// How the operations of a step are launched on a GPU.
+    /// Method of launching the operations of a step on a GPU.
     pub exec: Exec,
     /// Make repeated runs on the same kind of GPU bit-identical, by avoiding cuDNN's attention and kernels selected by
     /// timing. Slower. CPU runs are always bit-identical.
     pub deterministic: bool,
-    /// How device memory is allocated.
+    /// Allocator of device memory.
     pub pool: PoolMode,
     /// Maximum device memory of each rank's allocator in MiB. Default: no limit.
     pub memory_limit_mb: Option<u64>,
@@ -392,7 +392,7 @@ impl Precision {
     }
 }
 
-/// How the operations of a step are launched on a GPU.
+/// Method of launching the operations of a step on a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
@@ -404,7 +404,7 @@ pub enum Exec {
     Stream,
 }
 
-/// How device memory is allocated.
+/// Allocator of device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
@@ -438,7 +438,7 @@ pub struct CheckpointSection {
     /// Number of newest checkpoints to keep; older ones of this run, and of the runs that it continues, are deleted. 0
     /// keeps all. A checkpoint whose directory is renamed to `step-<N>.keep` is neither counted nor deleted.
     pub keep: usize,
-    /// In addition to the newest, keep checkpoints whose step is a multiple of this number. 0 turns this off.
+    /// Keep checkpoints whose step is a multiple of this number, in addition to the newest. 0 turns this off.
     pub keep_every: u64,
     /// Number of checkpoints with the lowest validation loss to keep in addition to the newest. Only checkpoints of
     /// steps that were evaluated have a validation loss.
@@ -485,7 +485,7 @@ impl Default for CheckpointSection {
     }
 }
 
-/// Whether snapshots are kept in memory.
+/// Policy for snapshots in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
@@ -519,7 +519,7 @@ pub struct ObserveSection {
     pub metrics: bool,
     /// Write a TensorBoard event file to `tensorboard` in the run's directory.
     pub tensorboard: bool,
-    /// After training, compare the parameters of all ranks and report the largest difference, which should be 0.
+    /// Compare the parameters of all ranks after training, and report the largest difference, which should be 0.
     pub check_replicas: bool,
     /// Steps between comparisons of the parameters of all ranks, by a checksum that each device computes. The job fails
     /// if they differ, and the error names the ranks in the minority. Parameters are also compared before each

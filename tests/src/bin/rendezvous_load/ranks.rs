@@ -42,7 +42,7 @@ const CONFIG: &[u8] = b"bench";
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(super) struct Measured {
     ranks: u32,
-    /// From the first connection to the last reply.
+    /// Time from the first connection to the last reply.
     seconds: f64,
 }
 

@@ -38,7 +38,7 @@ pub(super) struct Block {
     pub(super) label: Arc<str>,
     pub(super) form: Arc<Form>,
     pub(super) bytes: Vec<u8>,
-    /// Whether the block starts within a document.
+    /// True if the block starts within a document.
     pub(super) continues: bool,
     /// Offset in the input's text.
     pub(super) offset: u64,

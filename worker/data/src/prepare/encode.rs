@@ -18,7 +18,7 @@ pub(super) struct Encoder {
     /// Field of JSONL objects that holds the text.
     pub(super) field: String,
     pub(super) invalid: Invalid,
-    /// Whether to leave out lines that cannot be used.
+    /// True to leave out lines that cannot be used.
     pub(super) skip: bool,
 }
 
@@ -163,7 +163,7 @@ impl Encoder {
 /// Deserializes the text of a row: a string, or one field of an object without keeping the others.
 struct Row<'a> {
     field: &'a str,
-    /// Whether to refuse half surrogate pairs.
+    /// True to refuse half surrogate pairs.
     strict: bool,
 }
 

@@ -5,7 +5,7 @@ use crate::{Tokenizer, TokenizerError};
 /// Number of special tokens that a message lists.
 const SHOWN_TOKENS: usize = 8;
 
-/// Whether documents start with the id that begins a sequence.
+/// Use of the id that begins a sequence at the start of documents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bos {
     /// According to the tokenizer's template.

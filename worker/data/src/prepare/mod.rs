@@ -55,11 +55,11 @@ pub struct Options {
     pub val: f64,
     /// Number of ids per shard.
     pub shard_tokens: u64,
-    /// What to do with text that is not UTF-8.
+    /// Handling of text that is not UTF-8.
     pub invalid: Invalid,
-    /// What to do with lines and rows that cannot be used.
+    /// Handling of lines and rows that cannot be used.
     pub on_error: OnError,
-    /// Whether to replace a prepared directory.
+    /// True to replace a prepared directory.
     pub overwrite: bool,
     /// Number of encoder threads.
     pub threads: usize,
@@ -76,7 +76,7 @@ pub enum Documents {
     Separator(String),
 }
 
-/// What to do with text that is not UTF-8.
+/// Handling of text that is not UTF-8.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Invalid {
     /// Fail.
@@ -85,7 +85,7 @@ pub enum Invalid {
     Replace,
 }
 
-/// What to do with a line of JSONL, or a row of a table, that is broken or has no text.
+/// Handling of a line of JSONL, or a row of a table, that is broken or has no text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnError {
     /// Fail.

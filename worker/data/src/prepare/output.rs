@@ -31,7 +31,7 @@ pub(super) struct Output {
     dir: PathBuf,
     /// Names of the files that are replaced; empty if there is no complete data.
     replaced: Vec<String>,
-    /// Whether this process made the directory.
+    /// True if this process made the directory.
     created: bool,
     /// Locked until the process ends.
     _lock: File,

@@ -145,7 +145,7 @@ impl Read for Counted {
 struct Zstd {
     input: Buffered,
     frame: FrameDecoder,
-    /// Whether a frame has been started but not finished.
+    /// True if a frame has been started but not finished.
     open: bool,
 }
 

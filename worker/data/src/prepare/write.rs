@@ -21,7 +21,7 @@ pub(super) struct Writer<'a> {
     val_share: f64,
     train: Shards<'a>,
     val: Shards<'a>,
-    /// Whether the current document is held out.
+    /// True if the current document is held out.
     held_out: bool,
 }
 

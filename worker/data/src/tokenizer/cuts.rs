@@ -5,7 +5,7 @@
 //! if many sample texts have the same words when they are whole and when they are cut there. If the tokenizer's words
 //! are longer than that, a cut still changes nothing if no token of the vocabulary spans such a place.
 //!
-//! If neither holds, and in texts without such a place, pieces have [`LONGEST_PIECE`] bytes.
+//! Pieces have [`LONGEST_PIECE`] bytes if neither holds, and in texts without such a place.
 
 use serde_json::{Map, Value};
 use tokenizers::{
@@ -25,15 +25,15 @@ pub(crate) const LONGEST_PIECE: usize = 9 << 19;
 /// The places where a tokenizer's texts can be cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Cuts {
-    /// Between any two characters.
+    /// Texts can be cut between any two characters.
     Anywhere,
-    /// At places of the kinds that are enabled.
+    /// Texts can be cut at places of the kinds that are enabled.
     Places {
-        /// After anything except white space, before white space.
+        /// Cuts after anything except white space, before white space.
         word_end: bool,
-        /// After a letter or digit, before white space.
+        /// Cuts after a letter or digit, before white space.
         letter_end: bool,
-        /// After a line feed, before a letter.
+        /// Cuts after a line feed, before a letter.
         line_start: bool,
     },
 }

@@ -8,7 +8,7 @@ pub struct Decoder {
     tokenizer: Tokenizer,
     /// Bytes of an incomplete character.
     bytes: Vec<u8>,
-    /// If text depends on earlier tokens: the last ids, and how many characters of their text were returned.
+    /// The last ids, if text depends on earlier tokens. The first `returned` characters of their text were returned.
     ids: Vec<u32>,
     returned: usize,
 }

@@ -18,7 +18,7 @@ pub(super) struct Fast {
     /// Encodes pieces that continue a text, if they need another encoder: without the prefix that is written before a
     /// text.
     rest: Option<PipelineTokenizer>,
-    /// Whether texts must be in NFC, because the file requires it.
+    /// True if texts must be in NFC, because the file requires it.
     nfc: bool,
 }
 

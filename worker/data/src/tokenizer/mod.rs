@@ -87,7 +87,7 @@ struct Tokens {
     special: Vec<u32>,
     /// Ids of bytes whose text depends on their neighbours: in a run that is not UTF-8, each byte becomes one U+FFFD.
     fallback: HashSet<u32>,
-    /// Whether the text of ids is the concatenation of their bytes.
+    /// True if the text of ids is the concatenation of their bytes.
     concatenate: bool,
 }
 

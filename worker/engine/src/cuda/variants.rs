@@ -30,7 +30,7 @@ pub(crate) trait Variant: Copy {
 #[derive(Debug)]
 pub(crate) struct Fastest<S> {
     found: RefCell<HashMap<Site<S>, usize>>,
-    /// For tests: the variant to use for all sites that it supports.
+    /// The variant that a test forces at all sites that support it.
     forced: Cell<Option<usize>>,
 }
 
@@ -68,13 +68,13 @@ impl<S: Copy + Debug + Eq + Hash> Fastest<S> {
         Ok(selected)
     }
 
-    /// From now on, selects this variant for all sites that it supports, even in deterministic runs; `None` restores
-    /// the choice of the fastest.
+    /// Selects this variant from now on for all sites that it supports, even in deterministic runs; `None` restores the
+    /// choice of the fastest.
     pub(crate) fn force(&self, variant: Option<usize>) {
         self.forced.set(variant);
     }
 
-    /// From now on, selects this variant for a site.
+    /// Selects this variant for a site from now on.
     pub(crate) fn set(&self, site: Site<S>, variant: usize) {
         self.found.borrow_mut().insert(site, variant);
     }

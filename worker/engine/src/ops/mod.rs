@@ -128,7 +128,7 @@ impl Deref for Cuda {
     }
 }
 
-/// Whether a gradient replaces the contents of its slice or is added to them.
+/// Treatment of the previous contents of a slice when a gradient is written to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Accumulate {
     /// Previous contents are ignored, even NaN.
@@ -161,7 +161,7 @@ mod tests {
     use super::*;
     use crate::options::Precision;
 
-    /// With programmatic dependent launch a kernel may start before its predecessor has ended.
+    /// Programmatic dependent launch lets a kernel start before its predecessor has ended.
     #[test]
     fn every_kernel_starts_with_the_pdl_wait() {
         let precisions = [Precision::Fp32, Precision::Tf32, Precision::Bf16].into_iter();

@@ -500,7 +500,7 @@ impl Quantized {
     }
 }
 
-/// After two consecutive skipped steps there are no more updates.
+/// There are no more updates after two consecutive skipped steps.
 pub(crate) const ADAMW: AdamWConfig =
     AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip: 1.0, skip_limit: 2.0 };
 

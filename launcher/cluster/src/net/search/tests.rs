@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::*;
 
-/// How an address reacts to a connection.
+/// Reaction of an address to a connection.
 #[derive(Clone, Copy)]
 enum Behaviour {
     Refuses,

@@ -14,7 +14,7 @@ pub(crate) struct GemmCall<'a> {
     pub(crate) b: Operand<'a>,
     pub(crate) epilogue: Epilogue<'a>,
     pub(crate) c: Slice<'a>,
-    /// Whether the result is added to c; only without an epilogue.
+    /// True if the result is added to c; only without an epilogue.
     pub(crate) accumulate: bool,
 }
 

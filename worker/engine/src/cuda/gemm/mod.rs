@@ -132,7 +132,7 @@ pub(crate) struct Gemm {
     device: Device,
     handle: sys::cublasLtHandle_t,
     compute: cublasComputeType_t,
-    /// Whether algorithms are timed; otherwise the first one of the library's heuristic is used.
+    /// True if algorithms are timed; otherwise the first one of the library's heuristic is used.
     timed: bool,
     variants: Rc<VariantLog>,
     workspace: PoolBuf<u8>,

@@ -244,8 +244,8 @@ impl Builder {
         self.graph.matmul(probabilities, values, out)
     }
 
-    /// With p = exp(s - lse), dp = dout v^T and delta = rowsum(dout out): ds = scale p (dp - delta), dv = p^T dout,
-    /// dk = ds^T q, dq = ds k.
+    /// Computes ds = scale p (dp - delta), dv = p^T dout, dk = ds^T q and dq = ds k, with p = exp(s - lse), dp = dout
+    /// v^T and delta = rowsum(dout out).
     fn backward(&mut self) -> Result<(), CudnnError> {
         let (packed, row, rows) = (|operands: &Operands| operands.qkv, self.row(), self.rows());
         let queries = self.heads_in(packed, 0, self.heads, false)?;

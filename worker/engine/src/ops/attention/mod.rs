@@ -4,7 +4,7 @@
 //! and `lse_i = log sum_j exp(s_ij)`, from which backward recomputes `p_ij = exp(s_ij - lse_i)`. With `delta_i = dout_i
 //! . out_i`: `dv = p^T dout`, `ds = p (dout v^T - delta)`, `dq = ds k / sqrt(D)`, `dk = ds^T q / sqrt(D)`.
 //!
-//! On a GPU, in this order of preference (see `cuda`):
+//! Variants on a GPU, in order of preference (see `cuda`):
 //!
 //! | variant | conditions | file |
 //! |---|---|---|

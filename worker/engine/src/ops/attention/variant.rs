@@ -54,7 +54,7 @@ pub(crate) struct Tiles {
     bwd_queries: (usize, usize),
     bwd_keys: (usize, usize),
     threads: u32,
-    /// Whether dv has a separate kernel, because its accumulators and those of dk exceed a thread's registers.
+    /// True if dv has a separate kernel, because its accumulators and those of dk exceed a thread's registers.
     separate_values: bool,
 }
 

@@ -8,7 +8,7 @@
 //! Slots and positions are read on the device, so that a captured step can be replayed at other positions. The caches
 //! of keys and of values are (S, Hkv, T, D) each, so a block reads the keys of one head from consecutive addresses.
 //!
-//! On a GPU a block serves all query heads of a key head, so that the cache is read once. If that gives too few blocks
+//! A block on a GPU serves all query heads of a key head, so that the cache is read once. If that gives too few blocks
 //! to fill the device, the positions are split among several blocks, and the last one combines their results.
 
 pub(crate) mod cpu;
@@ -92,7 +92,7 @@ pub struct CachedAttention<'a> {
     pub slots: Slice<'a>,
     /// (N,) I32 below T: the caller has checked them. Positions before those of the rows are in the cache.
     pub positions: Slice<'a>,
-    /// Whether no two rows share a slot, which saves a pass.
+    /// True if no two rows share a slot, which saves a pass.
     pub distinct: bool,
     /// (S, Hkv, T, D).
     pub keys: Slice<'a>,

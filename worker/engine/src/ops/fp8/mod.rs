@@ -82,7 +82,7 @@ pub struct GemmFp8<'a> {
     pub bias: Option<Slice<'a>>,
     /// (N, O) activations, or a gradient.
     pub y: Slice<'a>,
-    /// Whether the product is added to y; not supported with a bias.
+    /// Selects whether the product is added to y; not supported with a bias.
     pub acc: Accumulate,
 }
 

@@ -165,7 +165,7 @@ impl Gelu {
         sums.finish(gpu, dbias, acc)
     }
 
-    /// From now on, selects this variant instead of the fastest: in forward for one layer's shape, in backward for the
+    /// Selects this variant instead of the fastest from now on: in forward for one layer's shape, in backward for the
     /// next layer's.
     pub(crate) fn force(&self, forward: LinearShape, backward: LinearShape, variant: GeluVariant) {
         let forward_variant = if variant == GeluVariant::Kernel { variant } else { GeluVariant::Epilogue };

@@ -25,7 +25,7 @@ pub struct Gemv<'a> {
     pub w: Slice<'a>,
     /// (O,).
     pub bias: Option<Slice<'a>>,
-    /// Whether f is GELU.
+    /// True if f is GELU.
     pub gelu: bool,
     /// (N, O), in F32 or the element type of activations.
     pub y: Slice<'a>,

@@ -1,8 +1,8 @@
 //! Greedy decoding on the device: the most likely token becomes the next step's input without involving the host.
 //!
-//! For each row: `id = argmax of its logits` (the lowest of equal ones, -1 if no logit is a number), `tokens = max(id,
-//! 0)`, `positions = min(positions + 1, last)`. The bound keeps steps that are enqueued after the end of a sequence
-//! within the cache.
+//! Computes for each row `id = argmax of its logits` (the lowest of equal ones, -1 if no logit is a number), `tokens =
+//! max(id, 0)`, `positions = min(positions + 1, last)`. The bound keeps steps that are enqueued after the end of a
+//! sequence within the cache.
 
 use xlaunch_pool::DType;
 

@@ -82,7 +82,7 @@ pub struct LinearBackwardWeight<'a> {
     pub x: Slice<'a>,
     /// (O, I) gradient.
     pub dw: Slice<'a>,
-    /// Whether the gradient is added.
+    /// Selects whether the gradient is added.
     pub acc: Accumulate,
 }
 

@@ -67,7 +67,7 @@ impl WeightGrad {
         run(self.0.select(gpu, site, unsupported, &[KERNELS.source], &OPERANDS, run)?)
     }
 
-    /// From now on, sets whether an operand is transposed wherever that is supported; `None` restores the selection.
+    /// Sets whether an operand is transposed from now on, wherever that is supported; `None` restores the selection.
     pub(crate) fn force(&self, transposed: Option<bool>) {
         self.0.force(transposed.map(usize::from));
     }

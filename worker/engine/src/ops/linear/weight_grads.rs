@@ -1,6 +1,6 @@
 //! Gradients of the weights of two layers in one launch, on compute capability 9.0: launches of `weight_grads.cu`.
 //!
-//! In small models, the weights of one layer have fewer tiles than the device has SMs. The tiles of two layers fill it
+//! The weights of one layer of a small model have fewer tiles than the device has SMs. The tiles of two layers fill it
 //! better; if they are still too few, the rows are divided as well. This variant runs where it is faster than a GEMM
 //! for each layer.
 
@@ -60,7 +60,7 @@ pub(crate) struct WeightGrads {
     fastest: Fastest<[LinearShape; 2]>,
     /// Counters of the kernel, one per warp and tile.
     counters: OnceCell<Tensor>,
-    /// For tests: number of parts into which the rows are divided.
+    /// Number of parts into which a test has the rows divided.
     parts: Cell<Option<usize>>,
 }
 
@@ -87,7 +87,7 @@ impl WeightGrads {
         run(self.fastest.select(gpu, site, unsupported, &[KERNEL.source], &WAYS, run)?)
     }
 
-    /// From now on, one kernel computes all layers that it supports, with the rows in this number of parts; `None`
+    /// Selects one kernel for all layers that it supports from now on, with the rows in this number of parts; `None`
     /// restores the selection.
     pub(crate) fn force(&self, parts: Option<usize>) {
         self.parts.set(parts);

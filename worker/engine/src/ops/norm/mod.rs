@@ -101,7 +101,7 @@ pub struct NormBackward<'a> {
     pub dy: Slice<'a>,
     /// (N, C) gradient of x.
     pub dx: Slice<'a>,
-    /// Whether the gradient is added to the contents of `dx`, which come from the residual path.
+    /// True if the gradient is added to the contents of `dx`, which come from the residual path.
     pub add_to_dx: bool,
     /// (C,) gradient.
     pub dgamma: Slice<'a>,

@@ -28,7 +28,7 @@ pub struct Sum<'a> {
     pub scale: f32,
     /// (1,) F32.
     pub out: Slice<'a>,
-    /// Whether `out` is added to.
+    /// Selects whether `out` is added to.
     pub acc: Accumulate,
 }
 
@@ -53,7 +53,7 @@ pub struct ColumnSum<'a> {
     pub x: Slice<'a>,
     /// (C,) gradient.
     pub out: Slice<'a>,
-    /// Whether `out` is added to.
+    /// Selects whether `out` is added to.
     pub acc: Accumulate,
 }
 

@@ -105,7 +105,7 @@ impl Swiglu {
         run(self.select(gpu, site, hopper::supports_backward(gpu, &args), run)?)
     }
 
-    /// From now on, uses this variant for all operands that it supports; `None` restores the selection.
+    /// Uses this variant from now on for all operands that it supports; `None` restores the selection.
     pub(crate) fn force(&self, tiling: Option<Tiling>) {
         self.0.force(tiling.map(|tiling| 1 + tiling as usize));
     }
