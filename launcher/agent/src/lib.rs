@@ -9,20 +9,26 @@
 //!     workload: trainer or command -------'--> sinks (writer threads), report
 //! logs: output of the workers --> files, console, tail
 //! ```
-//! - [`state`] decides what happens on this node: a pure function from events to actions;
-//! - [`work`]: what the nodes of a job must agree on; its coordinator and the link to it are in `xlaunch-cluster`;
-//! - [`waiting`]: an agent before its first attempt;
-//! - [`driver`] acts: the only code that touches processes and sockets on behalf of the job;
-//! - [`workload`]: the two kinds of job behind one trait; hang detection;
-//! - [`environment`]: the environment variables of workers; `interpreter` finds Python, `python` has what only its
-//!   programs need;
-//! - [`rendezvous`], [`status`], `logs`: gRPC calls of workers and clients;
-//! - [`stacks`]: stacks of the processes of a rank;
-//! - [`ending`]: how a job ended, for all who tell of it; [`report`]: why it failed; [`sinks`]: progress, metrics, TensorBoard, summary;
-//! - [`environment_file`] and [`run_summary`]: files of a run's directory: what the run used, how it ended;
-//! - [`config`]: builds a checked job description from `train.toml`, environment and flags.
+//! What is to run:
+//! - [`config`]: builds a checked job description from `train.toml`, environment and flags;
+//! - [`command`]: a command of the user, resolved on this node; `interpreter`: finds its Python;
+//! - [`work`]: describes the job for the other nodes, which must agree on it;
+//! - [`base_environment`], [`environment`]: the environment variables of workers.
 //!
-//! Processes, devices and whatever else one machine has are in `xlaunch-host`.
+//! The job while it runs:
+//! - [`waiting`]: an agent before its first attempt; [`driver`]: the only code that touches processes and sockets on
+//!   behalf of the job; [`state`]: decides what happens on this node, as a pure function from events to actions;
+//! - [`workload`]: the two kinds of job behind one trait, and hang detection; `python`: support for workers that run
+//!   Python; `activity`: what a worker's training thread does; [`stacks`]: stacks of the processes of a rank;
+//! - [`rendezvous`], [`status`], [`logs`]: calls of workers and clients.
+//!
+//! What the user sees:
+//! - [`registry`], [`run_dir`]: running launches and the directories of runs; [`environment_file`], [`run_summary`]:
+//!   files in them, about what the run used and how it ended;
+//! - [`sinks`]: progress, metrics, TensorBoard, summary; [`ending`]: how a job ended; [`report`]: why it failed.
+//!
+//! Processes, devices and libraries of this machine are in `xlaunch-host`, the coordinator and the link to it in
+//! `xlaunch-cluster`.
 #![forbid(unsafe_code)]
 
 mod activity;

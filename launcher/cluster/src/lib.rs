@@ -4,16 +4,23 @@
 //! agent of node 0                                        agent of node 1
 //!   driver <--mpsc--> coordinator (task, owns state) <--gRPC stream, TLS--> link (task) <--mpsc--> driver
 //! ```
-//! - [`state`] decides who is a member, when attempts begin and how the group reacts to a failure. Pure.
-//! - [`coordinator`] is the task that owns that state. It runs inside one of the agents, or on its own.
-//! - [`link`] is an agent's side of the connection: it dials again when the connection is lost, resends messages that
-//!   have not been acknowledged, and warns the driver before the coordinator may declare the node lost. `link_state` is
-//!   its pure part.
-//! - `roles` decides which node runs the coordinator; `notices` and `refusals` decide when to tell the user what keeps
-//!   a node from joining. Pure.
-//! - [`outbox`] keeps unacknowledged messages; `service` is the gRPC service; `presence` tells the service whether an
-//!   agent's process is gone; [`join`] opens the link for an agent and its [`work`]; [`net`] has the connections;
-//!   [`shared`] finds out whether nodes share a directory.
+//! Before the link:
+//! - [`nodes`]: settings of a job on several nodes; [`work`]: what its agents must agree on;
+//! - [`join`]: from the start of an agent to its link; [`candidacy`]: takes on a role, the coordinator's or another;
+//! - `roles`: decides which node runs the coordinator (pure); `notices` and [`refusals`]: decide when to tell the user
+//!   what keeps a node from joining (pure);
+//! - [`net`]: connections, encrypted and authenticated; [`shared`]: whether the nodes share a directory.
+//!
+//! The coordinator, inside one of the agents or on its own:
+//! - [`hosting`]: runs it in this process; [`coordinator`]: the task that owns its state;
+//! - [`state`]: decides who is a member, when attempts begin, and how the group reacts to a failure (pure);
+//! - [`rendezvous`]: the rendezvous of the nodes of one attempt (pure);
+//! - `service`: its gRPC service; `presence`: tells whether an agent's process is gone.
+//!
+//! An agent's side:
+//! - [`link`]: dials again when the connection is lost, and warns the driver before the coordinator may declare the
+//!   node lost; [`link_state`]: its pure part;
+//! - [`outbox`]: messages that have not been acknowledged, which are sent again; used by both sides.
 //!
 //! A job on one node has a coordinator too, and its driver a link to it, but there is no socket.
 #![forbid(unsafe_code)]

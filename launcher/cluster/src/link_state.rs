@@ -1,5 +1,5 @@
-//! An agent's side of the link to a remote coordinator. Pure: `link` owns the connections and carries out the decisions
-//! made here.
+//! An agent's side of the link to a remote coordinator. Pure: `link` owns the connections and carries out the
+//! decisions.
 //!
 //! - **Lease.** The coordinator considers a node lost when it has not heard from it for the time of the lease. The link
 //!   counts from the time at which it sent the last message that was answered, which is earlier, and has the workers
@@ -9,7 +9,7 @@
 //! - **Membership.** An agent that the coordinator no longer knows ends its workers and joins as a new member.
 //!
 //! Invariant: after the time at which the coordinator may have given this node's ranks to another node, no attempt
-//! begins here and no worker is alive.
+//! begins on this node and none of its workers is alive.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};

@@ -1,8 +1,8 @@
 //! Decides which node runs the coordinator when no flag says so. Pure.
 //!
-//! Node rank 0 runs it in a static group; in a dynamic one, the node whose resolver says that it has the
-//! endpoint's address. A name may resolve late, or to another address at first, so the resolver is asked again until
-//! the node has joined. A node that does not know the address yet waits: two coordinators, or none, would be worse.
+//! Node rank 0 runs it in a static group; in a dynamic one, the node whose resolver says that it has the endpoint's
+//! address. A name may resolve late, or to another address at first, so the resolver is asked again until the node has
+//! joined. A node that does not know the address yet waits: two coordinators, or none, would be worse.
 
 use std::net::IpAddr;
 

@@ -1,14 +1,16 @@
-//! One machine: its processes, sockets, GPUs and libraries. Shared by the agent and the daemon.
+//! One machine: its processes, sockets, GPUs and libraries. Shared by the agent, the cluster and the daemon.
 //!
-//! - [`process`] reads `/proc`; [`spawn`] starts, watches and kills process trees; [`signals`] to this process;
-//! - [`net`]: credentials of peers and limits on connections; [`network`]: addresses and interfaces;
-//! - [`devices`]: the GPUs and the placement of workers on them; [`doctor`]: their health; [`gpu_clocks`]: clocks;
-//! - [`libraries`]: the CUDA libraries that workers load; [`memory`]: free memory;
-//! - [`clock`]: wall-clock time and time since boot; [`naming`], [`escape`], [`redact`]: names and text from outside,
-//!   made safe;
+//! - [`process`]: snapshots from `/proc`; [`signals`]: signals to this process;
+//! - [`spawn`]: starts, watches and kills the process trees of workers;
+//! - [`net`]: unix sockets of servers, credentials of their clients, and limits on connections;
+//! - [`network`]: addresses and interfaces of this host;
+//! - [`devices`]: GPUs, and the placement of workers on them; [`doctor`]: their health; [`gpu_clocks`]: their clocks;
+//! - [`libraries`]: CUDA libraries for the workers; [`memory`]: free memory;
+//! - [`clock`]: wall-clock time and time since boot;
+//! - [`naming`], [`escape`], [`redact`]: text from outside, made into file names, safe to print, and free of secrets;
 //! - [`system_errors`]: advice for errors of system calls.
 //!
-//! Nothing here calls CUDA; GPUs and their usage come from NVML, loaded at run time.
+//! This crate never calls CUDA: GPUs and their usage are read through NVML, which is loaded at run time.
 #![deny(unsafe_code)]
 
 pub mod clock;

@@ -1,12 +1,12 @@
-//! What a user asks for, independent of the node that runs it and of any wire format.
+//! Descriptions of jobs and commands as users ask for them, independent of the node that runs them and of the wire
+//! format.
 //!
-//! - [`job`] is the description of a training job, shared by `train.toml`, the wire and checkpoints; [`model`] is its
-//!   model, [`flops`] counts the operations of a training step and knows the peak rates of GPUs;
-//! - [`command`] is the description of any other command to launch;
-//! - [`lineage`] describes the data and the checkpoint that a run started from;
-//! - [`refusal`] is the error of a job that is not started, [`exit`] the table of exit codes;
-//! - [`ids`] are typed ids, [`quantities`] are times and sizes as users write them, [`paths`] normalizes the paths of a
-//!   description.
+//! - [`job`]: a training job, as shared by `train.toml`, the wire and checkpoints; [`model`]: its model;
+//! - [`command`]: any other command to launch, and its group of nodes;
+//! - [`lineage`]: the data and the checkpoint that a run started from;
+//! - [`flops`]: the operations of a training step, and the peak rates of GPUs;
+//! - [`refusal`]: the error of a job that is not started; [`exit`]: the table of exit codes;
+//! - [`ids`]: typed ids; [`quantities`]: times and sizes as users write them; [`paths`]: the paths of a description.
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 

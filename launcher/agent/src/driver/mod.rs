@@ -4,7 +4,7 @@
 //! ```text
 //! exits (pidfds), calls (gRPC), signals, deadlines --events--> Job (pure) --actions--> start, signal, kill, notify
 //! ```
-//! - `group`: messages from and to the coordinator;
+//! - `group`: messages from and to the coordinator of the job's nodes;
 //! - `attempt`: the processes of one attempt; `next_attempt`: processes that wait for it to end; `preload`: the process
 //!   that forks workers, if there is one; `evidence`: evidence about a failure; `hang`: evidence about hanging ranks,
 //!   and their end; `terminal`: workers that use the terminal.

@@ -11,6 +11,10 @@
 //! own ranks, the agent makes the reply to each rank. With one node, the coordinator is in the same process.
 //!
 //! A rank of another attempt, or one that has joined already, is refused without failing the others.
+//!
+//! - [`barrier`]: the callers that wait; [`message`]: calls for the driver's task;
+//! - [`service`]: the agent's gRPC services; `listener`: the socket on which it serves them;
+//! - `local_queries`: answers about ranks of this node; [`peers`], `peer_queries` and `answers`: queries between nodes.
 
 mod answers;
 pub mod barrier;

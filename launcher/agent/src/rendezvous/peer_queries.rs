@@ -1,4 +1,4 @@
-//! Calls that concern ranks of other nodes, which are asked there; see [`peers`](super::peers).
+//! Calls about ranks of other nodes, which are passed on to those nodes; see [`peers`](super::peers).
 
 use std::time::Duration;
 

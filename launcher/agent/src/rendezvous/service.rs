@@ -2,10 +2,10 @@
 //! (`grpc.reflection.v1`).
 //!
 //! They decide nothing. A call that changes the job becomes a [`Message`] to the driver's task. Queries are answered
-//! here, from the status board and the log files, so that callers neither keep that task busy nor wait for it.
+//! without that task, from the status board and the log files, so that callers neither keep it busy nor wait for it.
 //!
-//! Any agent of a multi-node job answers for all nodes: callers use the job's ranks, and queries about ranks elsewhere
-//! are passed on to their nodes (`peers`, `peer_queries`).
+//! Any agent of a multi-node job answers for all nodes: callers use the job's ranks, and queries about ranks of other
+//! nodes are passed on to those nodes (`peers`, `peer_queries`).
 
 use std::path::Path;
 use std::pin::Pin;

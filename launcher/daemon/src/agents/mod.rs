@@ -10,6 +10,10 @@
 //! An agent does nothing before it has read a complete description. If the daemon dies before that, the agent ends
 //! without a trace; an agent with a description has always been recorded. Whether an agent runs is determined from its
 //! unit, or from its process through a pidfd, and never from anything that its user can write.
+//!
+//! - [`follow`]: the task that follows one start of a job; [`connect`]: connections to agents;
+//! - `process`, `unit`: an agent as a detached process, or as a systemd unit;
+//! - [`start`]: processes of the daemon itself, which are [`hooks`] and [`examination`].
 
 pub(crate) mod connect;
 pub(crate) mod examination;
