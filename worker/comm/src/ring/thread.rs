@@ -74,7 +74,7 @@ impl Worker {
     /// its end.
     fn bucket(&mut self, run: impl FnOnce(&mut Self) -> Result<()>) {
         self.state = std::mem::replace(&mut self.state, Ok(())).and_then(|()| run(self));
-        // Nobody waits for the last buckets of a ring that is dropped.
+        // The last buckets of a ring that is dropped are not waited for.
         let _ = self.ended.send(self.state.clone());
     }
 

@@ -1,30 +1,10 @@
 //! The operations of a GPT trainer, one folder each: formulas, shapes and arguments in `mod.rs`, the CPU implementation
 //! in `cpu.rs`, checks and launches in `cuda.rs`, kernels in `kernel.cu`. Short implementations are in `mod.rs`, too. A
-//! new operation is a new folder, whose types and kernels are listed in this file.
+//! new operation is a new folder, whose types and kernels are listed in this file: `pub use` names what each defines.
 //!
 //! An argument struct documents the shape of each operand at its field. Letters: B batch, T sequence, C model width, H
 //! heads, Hkv key heads, D head width, F ffn, V vocabulary, Vp padded vocabulary, L layers; N = B T rows of tokens.
 //! Arrays are row-major.
-//!
-//! | module | defines | builds on |
-//! |---|---|---|
-//! | `adamw` | AdamWConfig, AdamWStep, scalar, DECAY_CHUNK | |
-//! | `attention` | AttentionShape, AttentionForward, AttentionBackward | rope |
-//! | `cached_attention` | CachedAttentionShape, CachedAttention | |
-//! | `cast` | Cast | |
-//! | `checksum` | Checksum, CHECKSUM_DIGITS | |
-//! | `classifier` | ClassifierShape, FusedClassifier | |
-//! | `embed` | EmbedShape, EmbedForward, EmbedBackward | |
-//! | `fp8` | QuantizeFp8, Fp8Operand, GemmFp8, FP8_MULTIPLE | linear |
-//! | `gelu` | LinearGeluForward, GeluForward, GeluLinearBackward, GeluBackward | linear, reduce |
-//! | `gemv` | Gemv, GEMV_ROWS | linear, gelu |
-//! | `greedy` | Greedy | |
-//! | `linear` | LinearShape, LinearForward, LinearBackwardInput, LinearBackwardWeight | |
-//! | `mark` | Mark, Marks | |
-//! | `norm` | NormShape, NormKind, NormForward, NormBackward | reduce |
-//! | `reduce` | Sum, SquaredNorm, ColumnSum | |
-//! | `rope` | rotation of query and key heads by their positions | |
-//! | `swiglu` | SwigluForward, SwigluBackward, LinearSwigluForward, SwigluLinearBackward | linear |
 
 pub(crate) mod adamw;
 pub(crate) mod attention;
@@ -139,7 +119,7 @@ pub enum Accumulate {
 
 /// Kernel files that are compiled when a GPU is opened. Those of attention are compiled on first use, per head width.
 pub(crate) const KERNEL_FILES: [&KernelFile; 15] = [
-    &adamw::cuda::KERNELS,
+    &adamw::KERNELS,
     &cast::KERNELS,
     &checksum::KERNELS,
     &classifier::KERNELS,

@@ -14,12 +14,26 @@
 //! ```
 
 pub(crate) mod cpu;
-pub(crate) mod cuda;
+
+use xlaunch_pool::DType;
 
 use super::{Cuda, Op};
 use crate::cpu::Threads;
+use crate::cuda::{KernelFile, Macro, args, expect, expect_grad, is_bf16, source};
 use crate::error::Result;
 use crate::tensor::Slice;
+
+pub(crate) const KERNELS: KernelFile = KernelFile {
+    source: source!("adamw/kernel.cu"),
+    kernels: &["adamw"],
+    macros: &[
+        Macro::int("DECAY_CHUNK", DECAY_CHUNK),
+        Macro::int("LEARNING_RATE", scalar::LEARNING_RATE),
+        Macro::int("CORRECTION1", scalar::CORRECTION1),
+        Macro::int("CORRECTION2", scalar::CORRECTION2),
+    ],
+    dynamic_shared: &[],
+};
 
 /// Constants of AdamW.
 #[derive(Clone, Copy, Debug)]
@@ -72,7 +86,37 @@ impl Op for AdamWStep<'_> {
     }
 
     fn cuda(self, gpu: &Cuda) -> Result<()> {
-        cuda::step(gpu, self)
+        let (c, len) = (self.config, self.params.len());
+        [self.params, self.m, self.v].into_iter().for_each(|x| expect(x, DType::F32, len));
+        expect_grad(self.grads, len);
+        if let Some(work) = self.work {
+            expect(work, DType::Bf16, len);
+        }
+        expect(self.decay, DType::U8, len.div_ceil(DECAY_CHUNK));
+        expect(self.scalars, DType::F32, scalar::COUNT);
+        [self.grad_norm_sq, self.loss, self.skipped].into_iter().for_each(|x| expect(x, DType::F32, 1));
+        let args = args![
+            self.params,
+            self.grads,
+            is_bf16(self.grads),
+            self.m,
+            self.v,
+            self.work,
+            self.decay,
+            self.scalars,
+            self.grad_norm_sq,
+            self.loss,
+            self.skipped,
+            len,
+            c.beta1,
+            c.beta2,
+            c.eps,
+            c.weight_decay,
+            c.clip,
+            c.skip_limit,
+        ];
+        // SAFETY: checked above.
+        unsafe { gpu.launch("adamw", gpu.grid_for(len), args) }
     }
 }
 

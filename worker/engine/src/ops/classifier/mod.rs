@@ -3,16 +3,18 @@
 //! `losses[n] = log sum_v exp(l[n, v]) - l[n, target]` over v < V; with a gradient,
 //! `l[n, v] = (softmax(l[n])[v] - [v = target]) grad_scale`, and 0 in the padding.
 
-pub(crate) mod cpu;
-
+use rayon::prelude::*;
 use xlaunch_pool::DType;
 
 use super::{Cuda, Op};
-use crate::cpu::Threads;
+use crate::cpu::math::{self, simd};
+use crate::cpu::{Access, Threads};
 use crate::cuda::{KernelFile, Launch, Macro, args, expect, source};
 use crate::error::Result;
 use crate::tensor::Slice;
 
+/// Rows per task on the CPU.
+const CLASSIFIER_ROWS: usize = 32;
 /// Threads of a block whose row is longer than LONG_ROW bytes: such a block has a multiprocessor to itself, as the rows
 /// of all running blocks must fit into the L2 cache. For shorter rows a block has half as many threads, and two blocks
 /// share a multiprocessor.
@@ -54,7 +56,13 @@ pub struct FusedClassifier<'a> {
 
 impl Op for FusedClassifier<'_> {
     fn cpu(self, threads: &Threads) {
-        cpu::run(threads, self);
+        let (a, s) = (Access::new("classifier"), self.shape);
+        let len = s.rows * s.padded;
+        let (targets, out) = (a.read_i32(self.targets, s.rows), a.write(self.losses, s.rows));
+        match self.grad_scale {
+            None => losses(threads, s, a.read(self.logits, len), targets, out),
+            Some(scale) => losses_and_gradients(threads, s, a.write(self.logits, len), targets, out, scale),
+        }
     }
 
     fn cuda(self, gpu: &Cuda) -> Result<()> {
@@ -70,4 +78,57 @@ impl Op for FusedClassifier<'_> {
         // SAFETY: checked above; targets are below V by the operation's contract.
         unsafe { gpu.launch("classifier", launch, args) }
     }
+}
+
+fn losses(t: &Threads, s: ClassifierShape, logits: &[f32], targets: &[i32], losses: &mut [f32]) {
+    t.run(|| {
+        let rows = logits.par_chunks(CLASSIFIER_ROWS * s.padded).zip(targets.par_chunks(CLASSIFIER_ROWS));
+        losses.par_chunks_mut(CLASSIFIER_ROWS).zip(rows).for_each(|(losses, (logits, targets))| {
+            simd!({
+                for ((loss, logits), target) in
+                    losses.iter_mut().zip(logits.chunks_exact(s.padded)).zip(targets)
+                {
+                    let logits = &logits[..s.vocab];
+                    let largest = math::max(logits);
+                    let total = math::sum(s.vocab, |i| math::exp(logits[i] - largest));
+                    *loss = total.ln() + largest - logits[index(*target)];
+                }
+            });
+        });
+    });
+}
+
+fn losses_and_gradients(
+    t: &Threads,
+    s: ClassifierShape,
+    logits: &mut [f32],
+    targets: &[i32],
+    losses: &mut [f32],
+    scale: f32,
+) {
+    t.run(|| {
+        let rows = logits.par_chunks_mut(CLASSIFIER_ROWS * s.padded).zip(targets.par_chunks(CLASSIFIER_ROWS));
+        losses.par_chunks_mut(CLASSIFIER_ROWS).zip(rows).for_each(|(losses, (logits, targets))| {
+            simd!({
+                let rows = losses.iter_mut().zip(logits.chunks_exact_mut(s.padded)).zip(targets);
+                for ((loss, row), target) in rows {
+                    let (logits, padding) = row.split_at_mut(s.vocab);
+                    let (largest, target) = (math::max(logits), index(*target));
+                    let chosen = logits[target];
+                    logits.iter_mut().for_each(|logit| *logit = math::exp(*logit - largest));
+                    let total = math::total(logits);
+                    *loss = total.ln() + largest - chosen;
+                    let factor = scale / total;
+                    logits.iter_mut().for_each(|p| *p *= factor);
+                    logits[target] -= scale;
+                    padding.fill(0.0);
+                }
+            });
+        });
+    });
+}
+
+/// Converts a target to an index. The caller has checked the targets; a negative one would fail the bounds check.
+fn index(target: i32) -> usize {
+    usize::try_from(target).unwrap_or(usize::MAX)
 }
