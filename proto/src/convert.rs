@@ -2,7 +2,6 @@
 //! file, messages of the daemon in [`node`].
 
 pub mod node;
-pub mod scheduling;
 
 use crate::v1;
 use xlaunch_spec::ids::{Attempt, Digest, NcclId, Rank, RingKey, WorldSize};

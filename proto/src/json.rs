@@ -1,4 +1,5 @@
-//! Messages as JSON: the same for `--json` of clients and for the daemon's page.
+//! Messages as JSON: the same for `--json` of clients and for the daemon's page. The messages implement
+//! [`Serialize`]; this module has the parts that do not follow from their fields.
 //!
 //! Keys are field names of `xlaunch/v1/node.proto` and `agent.proto`, states are in lower case, times are milliseconds
 //! since 1970 (UTC). Unknown values, and times of events that have not happened, are null. Numbers that JSON cannot
@@ -6,116 +7,16 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::v1::{
-    Accounting, CheckpointReply, ExamineReply, ExaminedGpu, Finding, Gpu, Job, LogLoss, MemberStatus,
-    NodeStatus, ProcessStacks, Progress, RankStacks, RankStatus, RecordedActivity, Restart, StackDump,
-    StatusReply, StepTimes, ThreadState, Totals,
-};
-use serde_json::{Value, json};
+use serde::{Serialize, Serializer};
+use serde_json::{Map, Value, json};
 
-use crate::labels::{
-    examination_state, finding_level, gpu_state, job_state, kind, member_state, node_job_state, rank_state,
-};
+use crate::v1::{Accounting, Finding, Job};
 
-/// Returns a node with its GPUs.
-pub fn node(node: &NodeStatus) -> Value {
-    json!({
-        "host": node.host, "version": node.version, "daemon_pid": node.daemon_pid,
-        "started_unix_seconds": node.started_unix_seconds, "drained": node.drained, "cores": node.cores,
-        "memory_bytes": node.memory_bytes,
-        "jobs_queued": node.jobs_queued, "jobs_running": node.jobs_running, "jobs_ended": node.jobs_ended,
-        "gpu_problem": node.gpu_problem, "page_problem": node.page_problem,
-        "config_problems": node.config_problems,
-        "gpus": node.gpus.iter().map(gpu).collect::<Vec<_>>(),
-    })
-}
-
-fn gpu(gpu: &Gpu) -> Value {
-    json!({
-        "index": gpu.index, "uuid": gpu.uuid, "name": gpu.name, "state": gpu_state(gpu.state()),
-        "reason": gpu.reason, "job": (gpu.job != 0).then_some(gpu.job),
-        "busy_percent": gpu.busy_percent.map(number), "memory_used_bytes": gpu.memory_used_bytes,
-        "memory_bytes": gpu.memory_bytes, "power_watts": gpu.power_watts.map(number),
-        "temperature_celsius": gpu.temperature_celsius.map(number),
-    })
-}
-
-/// Returns the result of an examination of GPUs, with findings as in `xlaunch doctor --json`.
-pub fn examination(reply: &ExamineReply, healthy: bool) -> Value {
-    let gpu = |gpu: &ExaminedGpu| {
-        json!({
-            "index": gpu.index, "uuid": gpu.uuid, "state": examination_state(gpu.state()),
-            "reason": gpu.reason,
-        })
-    };
-    let finding = |finding: &Finding| {
-        let gpu = finding.gpu_index.map(|index| json!({ "index": index, "uuid": finding.gpu_uuid }));
-        json!({
-            "level": finding_level(finding.level()), "check": finding.check, "gpu": gpu,
-            "message": finding.message, "help": (!finding.help.is_empty()).then_some(&finding.help),
-        })
-    };
-    json!({
-        "healthy": healthy,
-        "gpus": reply.gpus.iter().map(gpu).collect::<Vec<_>>(),
-        "findings": reply.findings.iter().map(finding).collect::<Vec<_>>(),
-    })
-}
-
-/// Returns a checkpoint that was saved on request.
-pub fn checkpoint(saved: &CheckpointReply) -> Value {
-    json!({ "step": saved.step, "path": saved.path, "seconds": number(saved.seconds) })
-}
-
-/// Returns what the processes of each rank are doing.
-pub fn stacks(ranks: &[RankStacks]) -> Value {
-    let activity = |activity: &RecordedActivity| {
-        json!({
-            "phase": activity.phase().name(), "step": activity.step, "collectives": activity.collectives,
-            "bucket": activity.bucket, "starting": activity.starting, "unix_ms": activity.unix_ms,
-        })
-    };
-    let thread = |thread: &ThreadState| {
-        json!({
-            "tid": thread.tid, "name": thread.name, "state": thread.state,
-            "wait_channel": thread.wait_channel, "syscall": thread.syscall,
-        })
-    };
-    let dump = |dump: &StackDump| json!({ "tool": dump.tool, "text": dump.text, "problem": dump.problem });
-    let process = |process: &ProcessStacks| {
-        json!({
-            "pid": process.pid, "parent": process.parent, "name": process.name, "state": process.state,
-            "tracer_pid": (process.tracer_pid != 0).then_some(process.tracer_pid),
-            "threads": process.threads.iter().map(thread).collect::<Vec<_>>(),
-            "stacks": process.dumps.iter().map(dump).collect::<Vec<_>>(),
-        })
-    };
-    let rank = |rank: &RankStacks| {
-        json!({
-            "rank": rank.rank, "unix_ms": at(rank.unix_ms), "activity": rank.activity.as_ref().map(activity),
-            "processes": rank.processes.iter().map(process).collect::<Vec<_>>(),
-        })
-    };
-    json!({ "ranks": ranks.iter().map(rank).collect::<Vec<_>>() })
-}
-
-/// Returns a job of a node as a list entry, without its report (which may be long), its status and its history.
+/// Returns a job of a node, with the time that remains until its time limit.
 pub fn job(job: &Job) -> Value {
-    json!({
-        "id": job.id, "name": job.name, "uid": job.uid, "user": job.user, "kind": kind(job.kind()),
-        "state": node_job_state(job.state()), "reason": job.reason, "priority": job.priority,
-        "gpus_wanted": job.gpus_wanted, "gpus": job.gpus, "command_line": job.command_line,
-        "work_dir": job.work_dir, "submitted_unix_ms": at(job.submitted_unix_ms),
-        "started_unix_ms": at(job.started_unix_ms), "ended_unix_ms": at(job.ended_unix_ms),
-        "exit_code": job.exit_code, "cpu_seconds": job.cpu_seconds,
-        "peak_memory_bytes": job.peak_memory_bytes,
-        "queue_position": (job.queue_position != 0).then_some(job.queue_position),
-        "starts_by_unix_ms": at(job.starts_by_unix_ms), "held": job.held,
-        "time_limit_seconds": job.time_limit_seconds, "time_limit_unix_ms": at(job.time_limit_unix_ms),
-        "time_remaining_seconds": time_remaining(job, SystemTime::now()),
-        "memory_bytes": job.memory_bytes, "cpus": job.cpus, "requeues": job.requeues,
-        "array_job": job.array_job, "array_index": job.array_index,
-    })
+    let mut value = json!(job);
+    value["time_remaining_seconds"] = json!(time_remaining(job, SystemTime::now()));
+    value
 }
 
 /// Returns the seconds until a running job reaches its time limit, if it has one.
@@ -125,95 +26,31 @@ fn time_remaining(job: &Job, now: SystemTime) -> Option<u64> {
     runs.then(|| limit.duration_since(now).unwrap_or_default().as_secs())
 }
 
-/// Returns the status of a job and its ranks, without its history.
-pub fn status(reply: &StatusReply) -> Value {
-    json!({
-        "job_id": reply.job_id, "job_name": reply.job_name, "kind": kind(reply.kind()),
-        "state": job_state(reply.state()), "reason": reply.reason, "command_line": reply.command_line,
-        "host": reply.host, "launcher_pid": reply.launcher_pid,
-        "started_unix_seconds": reply.started_unix_seconds, "attempt": reply.attempt,
-        "restarts": reply.restarts, "max_restarts": reply.max_restarts,
-        "past_restarts": reply.past_restarts.iter().map(restart).collect::<Vec<_>>(),
-        "log_dir": reply.log_dir, "world_size": reply.world_size, "step": reply.step,
-        "total_steps": reply.total_steps, "loss": single(reply.loss),
-        "tokens_per_second": number(reply.tokens_per_second), "mfu": reply.mfu.map(number),
-        "totals": reply.totals.as_ref().map(totals), "accounting": reply.accounting.as_ref().map(accounting),
-        "spare": reply.spare, "nodes": reply.nodes.iter().map(member).collect::<Vec<_>>(),
-        "ranks": reply.ranks.iter().map(rank).collect::<Vec<_>>(),
-    })
+/// The break-down of a job's wall time, and its numbers of failures.
+impl Serialize for Accounting {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let seconds = self.kinds().into_iter().map(|(kind, seconds)| (kind.to_owned(), number(seconds)));
+        let restarts = self.restarts.iter().map(|count| (count.cause.clone(), json!(count.restarts)));
+        let value = json!({
+            "seconds": seconds.collect::<Map<_, _>>(), "useful_percent": number(self.useful_percent()),
+            "hangs": self.hangs, "replica_mismatches": self.replica_mismatches,
+            "skipped_saves": self.skipped_saves, "failed_saves": self.failed_saves,
+            "restarts": restarts.collect::<Map<_, _>>(),
+        });
+        value.serialize(serializer)
+    }
 }
 
-fn totals(totals: &Totals) -> Value {
-    let steps = |times: &StepTimes| json!({ "seconds": number(times.seconds), "steps": times.steps });
-    json!({
-        "tokens": totals.tokens, "all_reduce_bytes": totals.all_reduce_bytes,
-        "step_seconds": number(totals.step_seconds),
-        "steps": totals.steps.iter().map(steps).collect::<Vec<_>>(),
-    })
-}
-
-fn member(node: &MemberStatus) -> Value {
-    json!({
-        "node_rank": node.node_rank, "host": node.host, "address": node.address,
-        "state": member_state(node.state()), "first_rank": node.first_rank, "workers": node.workers,
-        "seconds_since_heartbeat": number(node.seconds_since_heartbeat),
-    })
-}
-
-/// Returns the break-down of a job's wall time, and its numbers of failures.
-pub fn accounting(account: &Accounting) -> Value {
-    let seconds: serde_json::Map<_, _> =
-        account.kinds().into_iter().map(|(kind, seconds)| (kind.to_owned(), number(seconds))).collect();
-    let restarts: serde_json::Map<_, _> =
-        account.restarts.iter().map(|count| (count.cause.clone(), json!(count.restarts))).collect();
-    json!({
-        "seconds": seconds, "useful_percent": number(account.useful_percent()), "hangs": account.hangs,
-        "replica_mismatches": account.replica_mismatches, "skipped_saves": account.skipped_saves,
-        "failed_saves": account.failed_saves, "restarts": restarts,
-    })
-}
-
-fn restart(restart: &Restart) -> Value {
-    json!({
-        "unix_ms": restart.unix_ms, "attempt": restart.attempt, "rank": restart.rank, "cause": restart.cause,
-    })
-}
-
-fn rank(rank: &RankStatus) -> Value {
-    json!({
-        "rank": rank.rank, "local_rank": rank.local_rank, "node_rank": rank.node_rank, "pid": rank.pid,
-        "state": rank_state(rank.state()), "device_uuid": rank.device_uuid, "step": rank.step,
-        "seconds_since_heartbeat": rank.seconds_since_heartbeat.map(number), "exit": rank.exit,
-        "seconds_since_output": rank.seconds_since_output.map(number),
-        "cpu_percent": rank.cpu_percent.map(number), "memory_bytes": rank.memory_bytes,
-        "gpu_percent": rank.gpu_percent.map(number), "gpu_memory_bytes": rank.gpu_memory_bytes,
-        "pool_live_bytes": rank.pool_live_bytes, "pool_mapped_bytes": rank.pool_mapped_bytes,
-        "pool_peak_bytes": rank.pool_peak_bytes, "pool_fragmentation": single(rank.pool_fragmentation),
-        "hint": rank.hint, "log_losses": rank.log_losses.iter().map(log_loss).collect::<Vec<_>>(),
-    })
-}
-
-fn log_loss(loss: &LogLoss) -> Value {
-    json!({
-        "file": loss.file, "lost_bytes": loss.lost_bytes, "reason": loss.reason,
-        "rotated_bytes": loss.rotated_bytes,
-    })
-}
-
-/// Returns the history of a training job.
-pub fn history(points: &[Progress]) -> Value {
-    let point = |point: &Progress| {
-        json!({
-            "unix_ms": point.unix_ms, "step": point.step, "loss": single(point.loss),
-            "tokens_per_second": number(point.tokens_per_second),
-        })
-    };
-    points.iter().map(point).collect()
-}
-
-/// Returns a time; null for 0, which stands for an event that has not happened.
-fn at(unix_ms: u64) -> Value {
-    if unix_ms == 0 { Value::Null } else { json!(unix_ms) }
+/// A finding as in `xlaunch doctor --json`.
+impl Serialize for Finding {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let gpu = self.gpu_index.map(|index| json!({ "index": index, "uuid": self.gpu_uuid }));
+        let value = json!({
+            "level": self.level().label(), "check": self.check, "gpu": gpu, "message": self.message,
+            "help": (!self.help.is_empty()).then_some(&self.help),
+        });
+        value.serialize(serializer)
+    }
 }
 
 /// Returns a number; a string if JSON cannot represent it.
@@ -231,57 +68,174 @@ pub fn single(value: f32) -> Value {
     number(value.to_string().parse().unwrap_or(f64::from(value)))
 }
 
+pub(crate) fn double<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
+    number(*value).serialize(serializer)
+}
+
+pub(crate) fn optional_double<S: Serializer>(value: &Option<f64>, serializer: S) -> Result<S::Ok, S::Error> {
+    value.map(number).serialize(serializer)
+}
+
+pub(crate) fn float<S: Serializer>(value: &f32, serializer: S) -> Result<S::Ok, S::Error> {
+    single(*value).serialize(serializer)
+}
+
+/// Writes a value; null for 0, which stands for an unknown one.
+pub(crate) fn unless_zero<T, S>(value: &T, serializer: S) -> Result<S::Ok, S::Error>
+where
+    T: Default + PartialEq + Serialize,
+    S: Serializer,
+{
+    (*value != T::default()).then_some(value).serialize(serializer)
+}
+
 #[cfg(test)]
 mod tests {
-    use prost::Message;
-    use prost_types::FileDescriptorSet;
-
     use super::*;
-
-    /// Fields that callers add on request, metrics that have keys of their own, and the seconds of an accounting, which
-    /// are one object.
-    const LEFT_OUT: [&str; 14] = [
-        "Job.report",
-        "Job.status",
-        "Job.status_age_seconds",
-        "Job.history",
-        "StatusReply.history",
-        "StatusReply.last_step",
-        "RankStatus.last_step",
-        "Accounting.step_seconds",
-        "Accounting.repeated_seconds",
-        "Accounting.checkpoint_seconds",
-        "Accounting.evaluation_seconds",
-        "Accounting.start_seconds",
-        "Accounting.hang_seconds",
-        "Accounting.down_seconds",
-    ];
+    use crate::v1::{
+        Dependency, DependencyCondition, Gpu, GpuState, JobKind, JobState, LogLoss, MemberState,
+        MemberStatus, NodeJobState, Phase, ProcessStacks, Progress, RankStacks, RankState, RankStatus,
+        RecordedActivity, Restart, RestartCount, Scheduling, StackDump, StatusReply, StepTimes, ThreadState,
+        Totals, WarningSignal,
+    };
 
     #[test]
-    fn every_field_of_a_message_is_in_its_json() {
-        let files = FileDescriptorSet::decode(crate::FILE_DESCRIPTOR_SET).unwrap().file;
-        let messages: Vec<_> = files.iter().flat_map(|file| &file.message_type).collect();
-        let rendered = [
-            ("NodeStatus", node(&NodeStatus::default())),
-            ("Gpu", gpu(&Gpu::default())),
-            ("CheckpointReply", checkpoint(&CheckpointReply::default())),
-            ("Job", job(&Job::default())),
-            ("StatusReply", status(&StatusReply::default())),
-            ("MemberStatus", member(&MemberStatus::default())),
-            ("Totals", totals(&Totals::default())),
-            ("Accounting", accounting(&Accounting::default())),
-            ("Restart", restart(&Restart::default())),
-            ("RankStatus", rank(&RankStatus::default())),
-            ("LogLoss", log_loss(&LogLoss::default())),
-        ];
-        let mut missing = Vec::new();
-        for (name, value) in rendered {
-            let message = messages.iter().find(|message| message.name() == name).unwrap();
-            let keys = message.field.iter().map(|field| format!("{name}.{}", field.name()));
-            let is_left_out = |key: &String| LEFT_OUT.contains(&key.as_str());
-            let has = |key: &String| value.get(&key[name.len() + 1..]).is_some();
-            missing.extend(keys.filter(|key| !has(key) && !is_left_out(key)));
-        }
-        assert_eq!(missing, Vec::<String>::new());
+    fn job_has_its_scheduling_and_null_for_what_is_unknown() {
+        let condition = DependencyCondition::Fail.into();
+        let scheduling = Scheduling {
+            time_limit_seconds: Some(60),
+            warning: Some(WarningSignal { signal: 10, seconds_before: 5 }),
+            memory_bytes: Some(1 << 30),
+            after: vec![Dependency { job: 3, condition, met: Some(true) }],
+            requeue: true,
+            ..Scheduling::default()
+        };
+        let shown = Job {
+            id: 7,
+            name: "n".into(),
+            uid: 1000,
+            kind: JobKind::Trainer.into(),
+            state: NodeJobState::Queued.into(),
+            submitted_unix_ms: 5,
+            priority: -1,
+            exit_code: Some(3),
+            gpus: vec!["GPU-a".into()],
+            history: vec![Progress { unix_ms: 9, step: 2, loss: 0.1, tokens_per_second: f64::INFINITY }],
+            scheduling: Some(scheduling),
+            array_job: Some(6),
+            ..Job::default()
+        };
+        let expected = json!({
+            "id": 7, "name": "n", "uid": 1000, "user": "", "kind": "trainer", "state": "queued", "reason": "",
+            "priority": -1, "gpus_wanted": 0, "gpus": ["GPU-a"], "command_line": "", "work_dir": "",
+            "submitted_unix_ms": 5, "started_unix_ms": null, "ended_unix_ms": null, "exit_code": 3,
+            "report": "", "queue_position": null, "status": null, "status_age_seconds": null,
+            "history": [{ "unix_ms": 9, "step": 2, "loss": 0.1, "tokens_per_second": "Infinity" }],
+            "held": false, "time_limit_seconds": 60, "time_limit_unix_ms": null,
+            "time_remaining_seconds": null, "starts_by_unix_ms": null, "memory_bytes": 1 << 30, "cpus": null,
+            "warning": { "signal": 10, "seconds_before": 5 },
+            "after": [{ "job": 3, "condition": "fail", "met": true }], "requeue": true, "requeues": 0,
+            "array_job": 6, "array_index": null, "cpu_seconds": null, "peak_memory_bytes": null,
+        });
+        assert_eq!(job(&shown), expected);
+    }
+
+    #[test]
+    fn status_has_nodes_ranks_totals_and_accounting() {
+        let restarts = vec![RestartCount { cause: "gpu".into(), restarts: 2 }];
+        let accounting =
+            Accounting { step_seconds: 3.0, down_seconds: 1.0, restarts, ..Accounting::default() };
+        let steps = vec![StepTimes { seconds: f64::INFINITY, steps: 4 }];
+        let log_losses = vec![LogLoss { file: "stdout.log".into(), lost_bytes: 3, ..LogLoss::default() }];
+        let (state, pool_fragmentation) = (RankState::Joined.into(), 0.25);
+        let rank = RankStatus { rank: 1, state, pool_fragmentation, log_losses, ..RankStatus::default() };
+        let node = MemberStatus { host: "a".into(), state: MemberState::Silent.into(), ..Default::default() };
+        let shown = StatusReply {
+            state: JobState::Rendezvous.into(),
+            loss: f32::NAN,
+            mfu: Some(0.5),
+            spare: true,
+            history: vec![Progress::default()],
+            past_restarts: vec![Restart { unix_ms: 8, attempt: 1, rank: Some(0), cause: "c".into() }],
+            totals: Some(Totals { tokens: 5, steps, ..Totals::default() }),
+            accounting: Some(accounting),
+            nodes: vec![node],
+            ranks: vec![rank],
+            ..StatusReply::default()
+        };
+        let expected: Value = serde_json::from_str(
+            r#"{
+            "job_id": "", "job_name": "", "kind": "unknown", "state": "rendezvous", "reason": "",
+            "command_line": "", "host": "", "launcher_pid": 0, "started_unix_seconds": 0, "attempt": 0,
+            "restarts": 0, "max_restarts": 0,
+            "past_restarts": [{ "unix_ms": 8, "attempt": 1, "rank": 0, "cause": "c" }], "log_dir": "",
+            "world_size": 0, "step": 0, "total_steps": 0, "loss": "NaN", "tokens_per_second": 0.0, "mfu": 0.5,
+            "totals": {
+                "tokens": 5, "all_reduce_bytes": 0, "step_seconds": 0.0,
+                "steps": [{ "seconds": "Infinity", "steps": 4 }]
+            },
+            "accounting": {
+                "seconds": {
+                    "step": 3.0, "repeated": 0.0, "checkpoint": 0.0, "evaluation": 0.0, "start": 0.0, "hang": 0.0,
+                    "down": 1.0
+                },
+                "useful_percent": 75.0, "hangs": 0, "replica_mismatches": 0, "skipped_saves": 0,
+                "failed_saves": 0, "restarts": { "gpu": 2 }
+            },
+            "spare": true,
+            "nodes": [{
+                "node_rank": null, "host": "a", "address": "", "state": "silent", "first_rank": 0, "workers": 0,
+                "seconds_since_heartbeat": 0.0
+            }],
+            "ranks": [{
+                "rank": 1, "local_rank": 0, "node_rank": 0, "pid": 0, "state": "joined", "device_uuid": "",
+                "step": 0, "seconds_since_heartbeat": null, "exit": "", "seconds_since_output": null,
+                "cpu_percent": null, "memory_bytes": null, "gpu_percent": null, "gpu_memory_bytes": null,
+                "pool_live_bytes": 0, "pool_mapped_bytes": 0, "pool_peak_bytes": 0,
+                "pool_fragmentation": 0.25, "hint": "",
+                "log_losses": [
+                    { "file": "stdout.log", "lost_bytes": 3, "reason": "", "rotated_bytes": 0 }
+                ]
+            }]
+        }"#,
+        )
+        .unwrap();
+        assert_eq!(json!(shown), expected);
+    }
+
+    #[test]
+    fn gpus_stacks_and_findings_keep_their_keys() {
+        let gpu = Gpu { state: GpuState::Foreign.into(), busy_percent: Some(f64::NAN), ..Gpu::default() };
+        let expected = json!({
+            "index": 0, "uuid": "", "name": "", "state": "foreign", "reason": "", "job": null,
+            "busy_percent": "NaN", "memory_used_bytes": null, "memory_bytes": null, "power_watts": null,
+            "temperature_celsius": null,
+        });
+        assert_eq!(json!(gpu), expected);
+        let activity = RecordedActivity { phase: Phase::AllReduce.into(), unix_ms: 3, ..Default::default() };
+        let process = ProcessStacks {
+            threads: vec![ThreadState::default()],
+            dumps: vec![StackDump::default()],
+            ..ProcessStacks::default()
+        };
+        let rank = RankStacks { activity: Some(activity), processes: vec![process], ..RankStacks::default() };
+        let expected = json!({
+            "rank": 0, "unix_ms": null,
+            "activity": {
+                "phase": "all-reduce", "step": 0, "collectives": 0, "bucket": 0, "starting": false,
+                "unix_ms": 3,
+            },
+            "processes": [{
+                "pid": 0, "parent": 0, "name": "", "state": "", "tracer_pid": null,
+                "threads": [{ "tid": 0, "name": "", "state": "", "wait_channel": "", "syscall": "" }],
+                "stacks": [{ "tool": "", "text": "", "problem": "" }],
+            }],
+        });
+        assert_eq!(json!(rank), expected);
+        let finding = Finding { gpu_index: Some(1), gpu_uuid: "u".into(), ..Finding::default() };
+        let expected = json!({
+            "level": "unknown", "check": "", "gpu": { "index": 1, "uuid": "u" }, "message": "", "help": null,
+        });
+        assert_eq!(json!(finding), expected);
     }
 }

@@ -25,7 +25,7 @@ pub fn write(dir: &Path, ending: &Ending, seconds: f64) -> io::Result<()> {
         "reason": report::headline(ending).unwrap_or_default(),
         "seconds": json::number(seconds),
         "attempts": ending.status.attempt + 1,
-        "accounting": ending.status.accounting.as_ref().map(json::accounting),
+        "accounting": ending.status.accounting,
     });
     crate::environment_file::write_json(&dir.join(SUMMARY_FILE), &value)
 }

@@ -17,7 +17,6 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
-use xlaunch_proto::labels::{kind as kind_label, node_job_state};
 use xlaunch_proto::v1::{JobAccount, JobKind, NodeJobState};
 
 use super::state::{Entry, Phase};
@@ -76,8 +75,8 @@ impl Account {
             name: submitted.name.clone(),
             uid: submitted.uid,
             user: submitted.user.clone(),
-            kind: kind_label(kind).into(),
-            state: node_job_state((*end).into()).into(),
+            kind: kind.label().into(),
+            state: NodeJobState::from(*end).label().into(),
             reason: reason.clone(),
             exit_code: *exit,
             gpus,
@@ -91,17 +90,13 @@ impl Account {
     }
 
     fn to_message(&self) -> JobAccount {
-        use NodeJobState::{Cancelled, Done, Failed, Lost, Unspecified};
-        let state = [Done, Failed, Cancelled, Lost].into_iter().find(|it| node_job_state(*it) == self.state);
-        let kind =
-            [JobKind::Trainer, JobKind::Command].into_iter().find(|kind| kind_label(*kind) == self.kind);
         JobAccount {
             id: self.job,
             name: self.name.clone(),
             uid: self.uid,
             user: self.user.clone(),
-            kind: kind.unwrap_or(JobKind::Unspecified).into(),
-            state: state.unwrap_or(Unspecified).into(),
+            kind: JobKind::from_label(&self.kind).into(),
+            state: NodeJobState::from_label(&self.state).into(),
             reason: self.reason.clone(),
             exit_code: self.exit_code.map(u32::from),
             gpus: self.gpus,

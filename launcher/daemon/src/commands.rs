@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use tokio::sync::{OwnedMutexGuard, mpsc, oneshot, watch};
-use xlaunch_proto::convert::node::{Examine, Submit, Update};
-use xlaunch_proto::v1::{ExamineReply, Job, NodeStatus};
+use xlaunch_proto::convert::node::Submit;
+use xlaunch_proto::v1::{DrainRequest, ExamineReply, ExamineRequest, Job, NodeStatus, UpdateRequest};
 
 use super::users::Account;
 use super::view::{Caller, NodeView};
@@ -63,20 +63,18 @@ pub enum Command {
     /// Holds or releases a queued job, or changes its priority.
     Update {
         caller: Caller,
-        update: Update,
+        update: UpdateRequest,
         reply: Reply<Job>,
     },
     Drain {
         caller: Caller,
-        gpus: Vec<String>,
-        undo: bool,
-        reason: String,
+        drain: DrainRequest,
         reply: Reply<NodeStatus>,
     },
     /// Examines idle GPUs. The reply has two messages, of which the first is available immediately.
     Examine {
         caller: Caller,
-        examine: Examine,
+        examine: ExamineRequest,
         reply: Reply<mpsc::Receiver<ExamineReply>>,
     },
 }
@@ -146,26 +144,20 @@ impl NodeHandle {
     }
 
     /// Holds or releases a queued job, or changes its priority.
-    pub async fn update(&self, caller: Caller, update: Update) -> Result<Job, CommandError> {
+    pub async fn update(&self, caller: Caller, update: UpdateRequest) -> Result<Job, CommandError> {
         self.send(caller.uid, |reply| Command::Update { caller, update, reply }).await
     }
 
     /// Takes the node or these GPUs out of service or, with `undo`, puts them back.
-    pub async fn drain(
-        &self,
-        caller: Caller,
-        gpus: Vec<String>,
-        undo: bool,
-        reason: String,
-    ) -> Result<NodeStatus, CommandError> {
-        self.send(caller.uid, |reply| Command::Drain { caller, gpus, undo, reason, reply }).await
+    pub async fn drain(&self, caller: Caller, drain: DrainRequest) -> Result<NodeStatus, CommandError> {
+        self.send(caller.uid, |reply| Command::Drain { caller, drain, reply }).await
     }
 
     /// Examines idle GPUs, and drains those that fail. The first message lists the GPUs, the last one has the results.
     pub async fn examine(
         &self,
         caller: Caller,
-        examine: Examine,
+        examine: ExamineRequest,
     ) -> Result<mpsc::Receiver<ExamineReply>, CommandError> {
         self.send(caller.uid, |reply| Command::Examine { caller, examine, reply }).await
     }

@@ -53,11 +53,13 @@ impl Node {
 pub fn submit(
     history: &History,
     caller: &Caller,
-    submission: Submit,
+    mut submission: Submit,
     node: Node,
 ) -> Result<(Submitted, Description), CommandError> {
-    let after = history.jobs.dependencies(caller, &submission.scheduling.after)?;
-    let count = submission.scheduling.array_indices.len().max(1);
+    let request = &mut submission.request;
+    let after = &mut request.scheduling.get_or_insert_default().after;
+    history.jobs.look_up_dependencies(caller, after)?;
+    let count = request.array_indices.len().max(1);
     let (mut submitted, mut description) = submission::resolve(submission, caller.uid, &node.limits())?;
     let rules = AdmissionRules {
         allow_commands: node.allow_commands,
@@ -77,7 +79,7 @@ pub fn submit(
         environment::restrict(&mut description.environment);
     }
     let job = history.jobs.submitted.saturating_add(1);
-    (submitted.job, description.job, submitted.after) = (job, job, after);
+    (submitted.job, description.job) = (job, job);
     Ok((submitted, description))
 }
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use xlaunch_proto::convert::node::{Submit, Work};
-use xlaunch_proto::convert::scheduling::Scheduling;
+use xlaunch_proto::v1::{Scheduling, SubmitRequest};
 use xlaunch_spec::command::CommandSpec;
 use xlaunch_spec::job::{Device, JobSpec};
 use xlaunch_spec::quantities::time_text;
@@ -41,8 +41,9 @@ pub(crate) fn resolve(
     uid: u32,
     node: &NodeLimits,
 ) -> Result<(Submitted, Description), CommandError> {
-    let Submit { request_id, work_dir, environment, mut work, name, priority, gpus: wanted, .. } = submission;
-    let scheduling = submission.scheduling;
+    let Submit { request, mut work } = submission;
+    let SubmitRequest { request_id, work_dir, environment, name, priority, gpus: wanted, .. } = request;
+    let mut scheduling = request.scheduling.unwrap_or_default();
     match &mut work {
         Work::Trainer(spec) => {
             let (launch, most) = (&mut spec.launch, node.max_grace.as_secs_f64());
@@ -58,9 +59,9 @@ pub(crate) fn resolve(
     let mut name = file_name(if name.is_empty() { &size.name } else { &name });
     name.truncate(MAX_NAME_BYTES);
     let trainer = matches!(work, Work::Trainer(_));
-    let time_limit = time_limit(scheduling.time_limit_seconds, node)?;
-    check_warning(&scheduling, trainer, time_limit)?;
-    let (cpus, memory) = reserved(&scheduling, size.gpus, node);
+    set_time_limit(&mut scheduling, node)?;
+    check_warning(&scheduling, trainer)?;
+    set_reserved(&mut scheduling, size.gpus, node);
     let submitted = Submitted {
         request_id,
         uid,
@@ -71,13 +72,9 @@ pub(crate) fn resolve(
         workers: size.workers,
         shutdown_timeout: size.shutdown_timeout,
         command_line: bounded(size.command_line),
-        work_dir: work_dir.to_string_lossy().into_owned(),
-        time_limit,
-        warning: scheduling.warning,
-        cpus,
-        memory,
-        rate: rate(size.gpus, cpus.unwrap_or(size.workers), memory, node),
-        requeue: scheduling.requeue,
+        work_dir: work_dir.clone(),
+        rate: rate(size.gpus, scheduling.cpus.unwrap_or(size.workers), scheduling.memory_bytes, node),
+        scheduling,
         ..Submitted::default()
     };
     let (workers, start, gpus) = (size.workers, 0, Vec::new());
@@ -85,7 +82,7 @@ pub(crate) fn resolve(
         protocol: PROTOCOL,
         job: 0,
         name,
-        work_dir,
+        work_dir: work_dir.into(),
         environment,
         work,
         workers,
@@ -97,12 +94,13 @@ pub(crate) fn resolve(
     Ok((submitted, description))
 }
 
-/// Determines the time limit of a job in seconds.
-fn time_limit(wanted: Option<u64>, node: &NodeLimits) -> Result<Option<u64>, CommandError> {
+/// Sets the time limit if the job has none, or checks that it can have this one.
+fn set_time_limit(scheduling: &mut Scheduling, node: &NodeLimits) -> Result<(), CommandError> {
     let most = node.max_time;
-    let Some(wanted) = wanted else {
+    let Some(wanted) = scheduling.time_limit_seconds else {
         let default = node.default_time.or(most).map(|default| default.min(most.unwrap_or(default)));
-        return Ok(default.map(|limit| limit.as_secs()));
+        scheduling.time_limit_seconds = default.map(|limit| limit.as_secs());
+        return Ok(());
     };
     if let Some(most) = most.filter(|most| wanted > most.as_secs()) {
         let wanted = time_text(Duration::from_secs(wanted));
@@ -111,14 +109,10 @@ fn time_limit(wanted: Option<u64>, node: &NodeLimits) -> Result<Option<u64>, Com
             time_text(most)
         )));
     }
-    Ok(Some(wanted))
+    Ok(())
 }
 
-fn check_warning(
-    scheduling: &Scheduling,
-    trainer: bool,
-    time_limit: Option<u64>,
-) -> Result<(), CommandError> {
+fn check_warning(scheduling: &Scheduling, trainer: bool) -> Result<(), CommandError> {
     if scheduling.warning.is_none() {
         return Ok(());
     }
@@ -127,7 +121,7 @@ fn check_warning(
             "--signal: not available for a training job, which saves a checkpoint at its time limit without it",
         ));
     }
-    match time_limit {
+    match scheduling.time_limit_seconds {
         None => Err(invalid(
             "--signal: the job has no time limit before which a signal could be sent; add --time",
         )),
@@ -135,18 +129,17 @@ fn check_warning(
     }
 }
 
-/// Determines the cores and the memory that a job holds. By default, a GPU job gets its share of the node, which may be
-/// no cores if the node has more GPUs than cores.
-fn reserved(scheduling: &Scheduling, gpus: u32, node: &NodeLimits) -> (Option<u32>, Option<u64>) {
-    let has_share = gpus > 0 && node.gpus > 0;
-    let cpus = has_share.then(|| {
-        let share = u64::from(node.cores) * u64::from(gpus) / u64::from(node.gpus);
-        u32::try_from(share).unwrap_or(u32::MAX)
-    });
-    let cpus = cpus.filter(|cores| *cores > 0);
-    // A request for more GPUs than the node has is refused later.
-    let memory = has_share.then(|| node.memory_per_gpu.saturating_mul(gpus.into()));
-    (scheduling.cpus.or(cpus), scheduling.memory_bytes.or(memory))
+/// Sets the cores and the memory that a GPU job holds to its share of the node unless they are set. The share may be no
+/// cores if the node has more GPUs than cores.
+fn set_reserved(scheduling: &mut Scheduling, gpus: u32, node: &NodeLimits) {
+    if gpus > 0 && node.gpus > 0 {
+        let cores = u64::from(node.cores) * u64::from(gpus) / u64::from(node.gpus);
+        let cores = u32::try_from(cores).unwrap_or(u32::MAX);
+        scheduling.cpus = scheduling.cpus.or(Some(cores).filter(|cores| *cores > 0));
+        // A request for more GPUs than the node has is refused later.
+        let memory = node.memory_per_gpu.saturating_mul(gpus.into());
+        scheduling.memory_bytes = scheduling.memory_bytes.or(Some(memory));
+    }
 }
 
 /// Returns the usage rate: GPUs + max(cores / all cores, memory / all memory), in thousandths.
@@ -229,22 +222,20 @@ fn command_size(spec: &CommandSpec, wanted: Option<u32>, present: u32) -> Result
 
 #[cfg(test)]
 mod tests {
-    use xlaunch_proto::convert::scheduling::Warning;
+    use xlaunch_proto::v1::WarningSignal;
     use xlaunch_spec::command::{Nproc, Program};
 
     use super::*;
 
     fn submission(work: Work, gpus: Option<u32>) -> Submit {
         Submit {
-            request_id: "r".into(),
-            version: String::new(),
-            work_dir: "/w".into(),
-            environment: Vec::new(),
+            request: SubmitRequest {
+                request_id: "r".into(),
+                work_dir: "/w".into(),
+                gpus,
+                ..SubmitRequest::default()
+            },
             work,
-            name: String::new(),
-            priority: 0,
-            gpus,
-            scheduling: Scheduling::default(),
         }
     }
 
@@ -323,7 +314,8 @@ mod tests {
     /// Resolves a command with these options, on a node with 8 GPUs, 64 cores and 512 GiB.
     fn scheduled(gpus: u32, scheduling: Scheduling, node: &NodeLimits) -> Result<Submitted, CommandError> {
         let work = work(command(Nproc::Count(gpus.max(2))));
-        let submission = Submit { scheduling, ..submission(work, Some(gpus)) };
+        let mut submission = submission(work, Some(gpus));
+        submission.request.scheduling = Some(scheduling);
         resolve(submission, 1, node).map(|(submitted, _)| submitted)
     }
 
@@ -332,7 +324,7 @@ mod tests {
         let reserved = |gpus, cpus, memory_bytes| {
             let scheduling = Scheduling { cpus, memory_bytes, ..Scheduling::default() };
             let job = scheduled(gpus, scheduling, &node(8)).unwrap();
-            (job.cpus, job.memory, job.rate)
+            (job.scheduling.cpus, job.scheduling.memory_bytes, job.rate)
         };
         assert_eq!(reserved(2, None, None), (Some(16), Some(128 << 30), 2250));
         assert_eq!(reserved(2, Some(4), Some(1 << 30)), (Some(4), Some(1 << 30), 2062));
@@ -341,7 +333,7 @@ mod tests {
         assert_eq!(reserved(0, Some(1), Some(256 << 30)).2, 500, "half of the memory");
         assert_eq!(reserved(u32::MAX, None, None).1, Some(u64::MAX), "refused at admission");
         let few_cores = NodeLimits { cores: 4, ..node(8) };
-        assert_eq!(scheduled(1, Scheduling::default(), &few_cores).unwrap().cpus, None);
+        assert_eq!(scheduled(1, Scheduling::default(), &few_cores).unwrap().scheduling.cpus, None);
     }
 
     #[test]
@@ -352,7 +344,8 @@ mod tests {
             let (default_time, max_time) = (default_time.map(seconds), max_time.map(seconds));
             scheduled(1, scheduling, &NodeLimits { default_time, max_time, ..node(8) })
         };
-        let resolved = |wanted, default, most| limit(wanted, default, most).unwrap().time_limit;
+        let resolved =
+            |wanted, default, most| limit(wanted, default, most).unwrap().scheduling.time_limit_seconds;
         assert_eq!(resolved(None, None, None), None);
         assert_eq!(resolved(None, Some(60), None), Some(60));
         assert_eq!(resolved(None, None, Some(3600)), Some(3600));
@@ -368,14 +361,14 @@ mod tests {
 
     #[test]
     fn warning_needs_a_time_limit_and_a_command() {
-        let warning = Some(Warning { signal: 10, before: 60 });
+        let warning = Some(WarningSignal { signal: 10, seconds_before: 60 });
         let limited =
             |time_limit_seconds| Scheduling { warning, time_limit_seconds, ..Scheduling::default() };
         assert!(scheduled(0, limited(Some(90)), &node(8)).is_ok());
         let refused = scheduled(0, limited(None), &node(8)).unwrap_err().to_string();
         assert!(refused.contains("add --time"), "{refused}");
-        let trainer =
-            Submit { scheduling: limited(Some(90)), ..submission(trainer(Device::Cpu, None), None) };
+        let mut trainer = submission(trainer(Device::Cpu, None), None);
+        trainer.request.scheduling = Some(limited(Some(90)));
         let refused = resolve(trainer, 1, &node(8)).unwrap_err().to_string();
         assert!(refused.contains("not available for a training job"), "{refused}");
     }
@@ -408,7 +401,8 @@ mod tests {
     fn jobs_are_named_by_the_user_or_after_the_program() {
         let named = |name: &str| {
             let spec = CommandSpec::new(Program::Binary("/bin/true".into()), vec!["a".into()]);
-            let submission = Submit { name: name.into(), ..submission(work(spec), None) };
+            let mut submission = submission(work(spec), None);
+            submission.request.name = name.into();
             resolve(submission, 1, &node(0)).unwrap().0
         };
         assert_eq!((named("").name.as_str(), named("../x\ny").name.as_str()), ("true", "_._x_y"));

@@ -1,7 +1,6 @@
 //! `xlaunch checkpoint`.
 
 use clap::Args;
-use xlaunch_proto::json;
 use xlaunch_proto::v1::CheckpointRequest;
 use xlaunch_spec::exit::ExitCode;
 
@@ -32,7 +31,7 @@ pub(super) async fn run(options: Checkpoint) -> Result<ExitCode, QueryError> {
         }
     };
     let text = if options.json {
-        text::json(&json::checkpoint(&saved))
+        text::json(&saved)
     } else {
         // The reply may come from another user's agent, so the path is not trusted.
         format!("{}\n", escape(&saved.path))

@@ -1,7 +1,6 @@
 //! `xlaunch drain`.
 
 use clap::Args;
-use xlaunch_proto::json;
 use xlaunch_proto::v1::{DrainRequest, Gpu, GpuState, NodeStatus};
 use xlaunch_spec::exit::ExitCode;
 
@@ -34,8 +33,7 @@ pub(super) async fn run(options: Drain) -> Result<ExitCode, QueryError> {
     let gpus = uuids(&mut daemon, &options.gpus).await?;
     let request = DrainRequest { gpus: gpus.clone(), undo: options.undo, reason: options.reason };
     let node = daemon.drain(request).await?;
-    let answer =
-        if options.json { text::json(&json::node(&node)) } else { drained(&node, &gpus, options.undo) };
+    let answer = if options.json { text::json(&node) } else { drained(&node, &gpus, options.undo) };
     print(answer.as_bytes())?;
     Ok(ExitCode::Done)
 }

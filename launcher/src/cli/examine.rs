@@ -3,8 +3,7 @@
 use std::time::Duration;
 
 use clap::Args;
-use xlaunch_proto::json;
-use xlaunch_proto::labels::{examination_state, finding_level};
+use serde_json::json;
 use xlaunch_proto::v1::{ExaminationState, ExamineReply, ExamineRequest, ExaminedGpu, Finding, FindingLevel};
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::quantities::parse_time;
@@ -33,7 +32,7 @@ pub(super) async fn run(options: Examine, as_json: bool) -> Result<ExitCode, Que
     let request = ExamineRequest { gpus, timeout_seconds: options.timeout.map(|timeout| timeout.as_secs()) };
     let reply = daemon.examine(request, |started| print_note(&start_line(started))).await?;
     let healthy = is_healthy(&reply);
-    let text = if as_json { text::json(&json::examination(&reply, healthy)) } else { table(&reply) };
+    let text = if as_json { json(&reply, healthy) } else { table(&reply) };
     print(text.as_bytes())?;
     Ok(if healthy { ExitCode::Done } else { ExitCode::Gpu })
 }
@@ -52,13 +51,17 @@ fn is_healthy(reply: &ExamineReply) -> bool {
     reply.gpus.iter().all(is_fine) && !reply.findings.iter().any(is_failure)
 }
 
+fn json(reply: &ExamineReply, healthy: bool) -> String {
+    text::json(&json!({ "healthy": healthy, "gpus": reply.gpus, "findings": reply.findings }))
+}
+
 /// Formats the findings as `xlaunch doctor` does, then the result of each GPU.
 fn table(reply: &ExamineReply) -> String {
     let mut out = String::new();
     for finding in &reply.findings {
         let who = finding.gpu_index.map(|index| format!("GPU {index} ({}): ", finding.gpu_uuid));
         let text = format!("{}{}", who.unwrap_or_default(), finding.message);
-        out += &format!("{:<9}{}\n", finding_level(finding.level()), escape(&text));
+        out += &format!("{:<9}{}\n", finding.level().label(), escape(&text));
         if !finding.help.is_empty() {
             out += &format!("{:<9}help: {}\n", "", escape(&finding.help));
         }
@@ -70,7 +73,7 @@ fn table(reply: &ExamineReply) -> String {
             reason => format!(": {drained}{reason}"),
         };
         let text = format!("GPU {} ({}){why}", gpu.index, gpu.uuid);
-        out += &format!("{:<9}{}\n", examination_state(gpu.state()), escape(&text));
+        out += &format!("{:<9}{}\n", gpu.state().label(), escape(&text));
     }
     if reply.gpus.is_empty() {
         out += "there is no GPU\n";

@@ -39,11 +39,7 @@ pub(super) async fn run(options: History) -> Result<ExitCode, QueryError> {
         ..HistoryRequest::default()
     };
     let jobs = DaemonClient::connect(&options.daemon).await?.history(request, options.limit).await?;
-    let text = if options.json {
-        text::json(&jobs.iter().map(history::json).collect())
-    } else {
-        history::table(&jobs, terminal_width())
-    };
+    let text = if options.json { text::json(&jobs) } else { history::table(&jobs, terminal_width()) };
     print(text.as_bytes())?;
     Ok(ExitCode::Done)
 }

@@ -1,11 +1,12 @@
 //! Job numbers on the command line, single or as ranges, and the results of calls for each of them.
 
-use xlaunch_proto::convert::scheduling::MAX_ARRAY_JOBS;
+use xlaunch_proto::convert::node::MAX_ARRAY_JOBS;
+use xlaunch_proto::json;
 use xlaunch_proto::v1::Job;
 use xlaunch_spec::exit::ExitCode;
 
 use super::output::{QueryError, print, print_note};
-use crate::render::{job, text};
+use crate::render::text;
 use xlaunch_spec::quantities::parse_range;
 use xlaunch_spec::refusal::Refusal;
 
@@ -50,8 +51,11 @@ impl JobResults {
         if !self.errors.is_empty() {
             print_note(&self.errors);
         }
-        let answer =
-            if as_json { text::json(&self.jobs.iter().map(job::json).collect()) } else { self.text(line) };
+        let answer = if as_json {
+            text::json(&self.jobs.iter().map(json::job).collect::<Vec<_>>())
+        } else {
+            self.text(line)
+        };
         print(answer.as_bytes())?;
         Ok(self.exit)
     }

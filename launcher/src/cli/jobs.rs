@@ -1,11 +1,12 @@
 //! `xlaunch jobs`.
 
 use clap::Args;
+use xlaunch_proto::json;
 use xlaunch_spec::exit::ExitCode;
 
 use super::output::{QueryError, print, terminal_width};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
-use crate::render::{job, jobs, text};
+use crate::render::{jobs, text};
 use xlaunch_host::clock::unix_ms;
 
 /// Options of `xlaunch jobs`.
@@ -29,7 +30,7 @@ pub(super) async fn run(options: Jobs) -> Result<ExitCode, QueryError> {
     let mut list = daemon.list(options.all, options.limit).await?;
     jobs::sort_by_number(&mut list);
     let text = if options.json {
-        text::json(&list.iter().map(job::json).collect())
+        text::json(&list.iter().map(json::job).collect::<Vec<_>>())
     } else {
         jobs::table(&list, unix_ms(), terminal_width())
     };

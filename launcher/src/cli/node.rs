@@ -1,7 +1,6 @@
 //! `xlaunch node`.
 
 use clap::Args;
-use xlaunch_proto::json;
 use xlaunch_spec::exit::ExitCode;
 
 use super::output::{QueryError, print, terminal_width, unix_seconds};
@@ -21,7 +20,7 @@ pub(super) struct Node {
 pub(super) async fn run(options: Node) -> Result<ExitCode, QueryError> {
     let status = DaemonClient::connect(&options.daemon).await?.node().await?;
     let text = if options.json {
-        text::json(&json::node(&status))
+        text::json(&status)
     } else {
         node::table(&status, unix_seconds(), terminal_width())
     };

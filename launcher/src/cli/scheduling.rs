@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use clap::Args;
-use xlaunch_proto::convert::scheduling::MAX_ARRAY_JOBS;
-use xlaunch_proto::v1::{Dependency, DependencyCondition, SubmitRequest, WarningSignal};
+use xlaunch_proto::convert::node::MAX_ARRAY_JOBS;
+use xlaunch_proto::v1::{self, Dependency, DependencyCondition, SubmitRequest, WarningSignal};
 use xlaunch_spec::command::Signal;
 use xlaunch_spec::quantities::{parse_bytes, parse_range, parse_time};
 
@@ -40,30 +40,30 @@ pub(super) struct Scheduling {
 }
 
 /// The indices of an array, and the number of its jobs that may run at a time (0: all).
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Array {
     indices: Vec<u32>,
     parallel: u32,
 }
 
 impl Scheduling {
-    /// Returns the request with these options.
-    pub(super) fn apply(&self, request: SubmitRequest) -> SubmitRequest {
-        let (indices, parallel) = match &self.array {
-            Some(array) => (array.indices.clone(), array.parallel),
-            None => (Vec::new(), 0),
-        };
-        SubmitRequest {
-            held: self.hold,
+    /// Returns a request with these options.
+    pub(super) fn request(&self) -> SubmitRequest {
+        let Array { indices, parallel } = self.array.clone().unwrap_or_default();
+        let scheduling = v1::Scheduling {
             time_limit_seconds: self.time.map(|time| time.as_secs()),
             warning: self.signal,
             memory_bytes: self.mem,
             cpus: self.cpus,
             after: self.after.clone(),
+            requeue: self.requeue,
+        };
+        SubmitRequest {
+            held: self.hold,
             array_indices: indices,
             array_parallel: parallel,
-            requeue: self.requeue,
-            ..request
+            scheduling: Some(scheduling),
+            ..SubmitRequest::default()
         }
     }
 }
@@ -99,7 +99,7 @@ fn parse_dependency(text: &str) -> Result<Dependency, String> {
         "fail" => DependencyCondition::Fail,
         _ => return Err(invalid()),
     };
-    Ok(Dependency { job: job.parse().map_err(|_| invalid())?, condition: condition.into() })
+    Ok(Dependency { job: job.parse().map_err(|_| invalid())?, condition: condition.into(), met: None })
 }
 
 fn parse_array(text: &str) -> Result<Array, String> {
@@ -150,7 +150,8 @@ mod tests {
         for (text, job, condition) in
             [("12", 12, Done), ("12:ok", 12, Done), ("3:any", 3, Any), ("4:fail", 4, Fail)]
         {
-            assert_eq!(parse_dependency(text), Ok(Dependency { job, condition: condition.into() }), "{text}");
+            let expected = Dependency { job, condition: condition.into(), met: None };
+            assert_eq!(parse_dependency(text), Ok(expected), "{text}");
         }
         for text in ["", "x", "12:", "12:okay", "-1", "12-13"] {
             assert!(parse_dependency(text).unwrap_err().contains("12:any"), "{text}");

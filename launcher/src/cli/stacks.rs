@@ -1,8 +1,8 @@
 //! `xlaunch stacks`.
 
 use clap::Args;
+use serde_json::json;
 use xlaunch_agent::stacks;
-use xlaunch_proto::json;
 use xlaunch_proto::v1::StacksRequest;
 use xlaunch_spec::exit::ExitCode;
 
@@ -42,7 +42,7 @@ pub(super) async fn run(options: Stacks) -> Result<ExitCode, QueryError> {
         }
     };
     let shown = if options.json {
-        text::json(&json::stacks(&ranks))
+        text::json(&json!({ "ranks": ranks }))
     } else {
         ranks.iter().map(stacks::text).collect::<Vec<_>>().join("\n")
     };

@@ -4,8 +4,8 @@ use std::io::IsTerminal;
 use std::time::Duration;
 
 use clap::Args;
+use serde_json::json;
 use xlaunch_proto::json;
-use xlaunch_proto::labels::{job_state, node_job_state};
 use xlaunch_proto::v1::{JobState, StatusReply};
 use xlaunch_spec::exit::ExitCode;
 
@@ -61,7 +61,7 @@ async fn ready(target: Target) -> Result<ExitCode, QueryError> {
             ready = state == Some(JobState::Running);
             why.push(format!(
                 "job {id} is in state `{}`",
-                state.map_or(node_job_state(job.state()), job_state)
+                state.map_or(job.state().label(), JobState::label)
             ));
         }
         Server::Agents(launches) => {
@@ -70,7 +70,7 @@ async fn ready(target: Target) -> Result<ExitCode, QueryError> {
                     (reply.as_ref().map(StatusReply::state), reply.as_ref().is_ok_and(|it| it.spare));
                 ready |= spare || state == Ok(JobState::Running);
                 why.push(match state {
-                    Ok(state) => format!("{name} is in state `{}`", job_state(state)),
+                    Ok(state) => format!("{name} is in state `{}`", state.label()),
                     Err(problem) => problem.clone(),
                 });
             }
@@ -104,7 +104,7 @@ impl Output {
 async fn show_job(mut daemon: DaemonClient, id: u64, output: &mut Output) -> Result<(), QueryError> {
     let mut job = daemon.get(id).await?;
     loop {
-        output.update(|| job::json(&job), job::text(&job, unix_ms(), terminal_width()))?;
+        output.update(|| json::job(&job), job::text(&job, unix_ms(), terminal_width()))?;
         let Some(interval) = output.watch.filter(|_| !has_ended(job.state())) else { return Ok(()) };
         tokio::time::sleep(interval).await;
         job = daemon.get_again(id).await?;
@@ -118,7 +118,7 @@ async fn show_launches(target: &Launches, output: &mut Output) -> Result<(), Que
             [one] => match launches::status(one).await {
                 Ok(reply) => {
                     let text = launch::table(&reply, unix_seconds(), terminal_width());
-                    output.update(|| json::status(&reply), text)?;
+                    output.update(|| json!(reply), text)?;
                 }
                 Err(error) if output.first || launches::is_running(one) => return Err(error.into()),
                 Err(_) if output.json => return Ok(()),
@@ -143,7 +143,7 @@ async fn show_launches(target: &Launches, output: &mut Output) -> Result<(), Que
 
 /// Returns the launches that answered, as JSON.
 fn list_as_json(replies: &[(String, Result<StatusReply, String>)]) -> serde_json::Value {
-    replies.iter().filter_map(|(_, reply)| reply.as_ref().ok()).map(json::status).collect()
+    json!(replies.iter().filter_map(|(_, reply)| reply.as_ref().ok()).collect::<Vec<_>>())
 }
 
 fn interval(text: &str) -> Result<Duration, String> {

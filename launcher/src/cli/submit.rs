@@ -13,6 +13,7 @@ use std::os::unix::ffi::OsStringExt;
 
 use clap::Args;
 use xlaunch_proto::env;
+use xlaunch_proto::json;
 use xlaunch_proto::v1::submit_request::Work;
 use xlaunch_proto::v1::{Job, NodeJobState, SubmitRequest};
 use xlaunch_spec::exit::ExitCode;
@@ -24,7 +25,6 @@ use super::torchrun::{self, Name, Request, Scope};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::render::{job, text};
 use xlaunch_agent::command;
-use xlaunch_proto::labels::node_job_state;
 use xlaunch_spec::refusal::Refusal;
 
 /// Maximum size of the environment: the daemon refuses larger ones.
@@ -130,7 +130,7 @@ pub(super) async fn run(options: Submit) -> Result<ExitCode, QueryError> {
     let id = job.id;
     match (options.json, options.wait) {
         (true, true) => {}
-        (true, false) => print(text::json(&job::json(&job)).as_bytes())?,
+        (true, false) => print(text::json(&json::job(&job)).as_bytes())?,
         (false, _) => print(format!("job {id}\n").as_bytes())?,
     }
     if std::io::stderr().is_terminal() {
@@ -141,13 +141,17 @@ pub(super) async fn run(options: Submit) -> Result<ExitCode, QueryError> {
     }
     let ended = wait(&mut daemon, id, options.json).await?;
     if options.json {
-        print(text::json(&job::json(&ended)).as_bytes())?;
+        print(text::json(&json::job(&ended)).as_bytes())?;
     }
     Ok(exit_code(&ended))
 }
 
 fn submitted_array(first: u64, last: u64, jobs: &[Job], as_json: bool) -> String {
-    if as_json { text::json(&jobs.iter().map(job::json).collect()) } else { format!("jobs {first}-{last}\n") }
+    if as_json {
+        text::json(&jobs.iter().map(json::job).collect::<Vec<_>>())
+    } else {
+        format!("jobs {first}-{last}\n")
+    }
 }
 
 /// The meaning of the launch's command line.
@@ -199,7 +203,7 @@ fn request(options: &Submit, work: Work) -> Result<SubmitRequest, Refusal> {
     let work_dir = here.into_os_string().into_string();
     let work_dir =
         work_dir.map_err(|path| refuse(format!("the working directory {} is not UTF-8", path.display())))?;
-    let request = SubmitRequest {
+    Ok(SubmitRequest {
         request_id: request_id(),
         version: xlaunch_proto::VERSION.into(),
         work_dir,
@@ -208,9 +212,8 @@ fn request(options: &Submit, work: Work) -> Result<SubmitRequest, Refusal> {
         priority: options.priority,
         gpus: options.gpus,
         work: Some(work),
-        ..SubmitRequest::default()
-    };
-    Ok(options.scheduling.apply(request))
+        ..options.scheduling.request()
+    })
 }
 
 /// Returns a random id, from the random keys of `RandomState`.
@@ -251,7 +254,7 @@ fn hint(job: &Job, waits: bool) -> String {
 async fn wait(daemon: &mut DaemonClient, id: u64, quiet: bool) -> Result<Job, QueryError> {
     let mut last = None;
     let ended = daemon.follow(id, |job| {
-        let state = node_job_state(job.state());
+        let state = job.state().label();
         if !quiet && last.replace(state) != Some(state) {
             print_note(&format!("job {id} {}", job::state_and_reason(job)));
         }

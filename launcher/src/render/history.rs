@@ -1,9 +1,7 @@
-//! Jobs that have ended, as a table and as JSON.
+//! Jobs that have ended, as a table.
 
 use std::time::{Duration, UNIX_EPOCH};
 
-use serde_json::{Value, json};
-use xlaunch_proto::labels::{kind, node_job_state};
 use xlaunch_proto::v1::JobAccount;
 use xlaunch_spec::quantities::rough_time_text;
 
@@ -29,7 +27,7 @@ fn row(job: &JobAccount) -> Vec<String> {
         job.id.to_string(),
         truncated_name(&job.name),
         if job.user.is_empty() { job.uid.to_string() } else { job.user.clone() },
-        node_job_state(job.state()).into(),
+        job.state().label().into(),
         or_dash(job.exit_code, |code| code.to_string()),
         job.gpus.to_string(),
         or_dash(ran, rough_time_text),
@@ -40,21 +38,9 @@ fn row(job: &JobAccount) -> Vec<String> {
     ]
 }
 
-/// Returns all fields of a job; missing times are `null`.
-pub(crate) fn json(job: &JobAccount) -> Value {
-    let at = |time: u64| (time > 0).then_some(time);
-    json!({
-        "id": job.id, "name": job.name, "uid": job.uid, "user": job.user, "kind": kind(job.kind()),
-        "state": node_job_state(job.state()), "reason": job.reason, "exit_code": job.exit_code,
-        "gpus": job.gpus, "workers": job.workers, "submitted_unix_ms": at(job.submitted_unix_ms),
-        "started_unix_ms": at(job.started_unix_ms), "ended_unix_ms": at(job.ended_unix_ms),
-        "gpu_seconds": job.gpu_seconds, "cpu_seconds": job.cpu_seconds,
-        "peak_memory_bytes": job.peak_memory_bytes,
-    })
-}
-
 #[cfg(test)]
 mod tests {
+    use serde_json::{Value, json};
     use xlaunch_proto::v1::NodeJobState;
 
     use super::*;
@@ -90,7 +76,7 @@ JOB  NAME     USER  STATE      EXIT  GPUS  TIME   GPU TIME  CPU TIME  MEMORY  EN
 8    x\\u{1b}  7     cancelled  -     0     -      -         -         -       1970-01-01T00:01:02Z
 ";
         assert_eq!(table(&[done.clone(), never], 120), expected);
-        assert_eq!(json(&done)["gpu_seconds"], 120.0);
-        assert_eq!(json(&done)["submitted_unix_ms"], Value::Null);
+        assert_eq!(json!(done)["gpu_seconds"], 120.0);
+        assert_eq!(json!(done)["submitted_unix_ms"], Value::Null);
     }
 }

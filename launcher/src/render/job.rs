@@ -1,16 +1,13 @@
-//! A job of the daemon, as text for people and as JSON for programs.
+//! A job of the daemon, as text for people.
 
 use std::time::Duration;
 
-use serde_json::{Value, json};
 use xlaunch_proto::v1::{Job, JobKind, NodeJobState};
 use xlaunch_spec::exit::ExitCode;
 
 use super::launch;
 use super::text::{bytes, escape, fit, seconds};
 use xlaunch_daemon::view::has_ended;
-use xlaunch_proto::json;
-use xlaunch_proto::labels::node_job_state;
 use xlaunch_spec::quantities::{bytes_text, rough_time_text, time_text};
 
 /// Age above which a status is shown with its age.
@@ -91,16 +88,23 @@ fn gpus(job: &Job) -> String {
 
 /// Returns the cores and memory that the job reserves.
 fn reserved(job: &Job) -> String {
-    let cpus = job.cpus.map_or_else(String::new, |cpus| format!("  {cpus} CPUs"));
-    let memory =
-        job.memory_bytes.map_or_else(String::new, |memory| format!("  {} of memory", bytes_text(memory)));
+    let Some(scheduling) = &job.scheduling else { return String::new() };
+    let cpus = scheduling.cpus.map_or_else(String::new, |cpus| format!("  {cpus} CPUs"));
+    let memory = scheduling
+        .memory_bytes
+        .map_or_else(String::new, |memory| format!("  {} of memory", bytes_text(memory)));
     cpus + &memory
+}
+
+/// Returns the time limit in seconds.
+pub(crate) fn time_limit(job: &Job) -> Option<u64> {
+    job.scheduling.as_ref()?.time_limit_seconds
 }
 
 /// Returns a line with time limit, reservation, array and requeues; empty if there are none.
 fn scheduling(job: &Job, now: u64) -> String {
     let mut parts = Vec::new();
-    if let Some(limit) = job.time_limit_seconds {
+    if let Some(limit) = time_limit(job) {
         parts.push(format!("time limit {}", time_text(Duration::from_secs(limit))));
     }
     if job.time_limit_unix_ms > 0 && job.ended_unix_ms == 0 {
@@ -130,7 +134,7 @@ pub(crate) fn user(job: &Job) -> String {
 
 /// Returns state and reason, such as `queued, position 2 (no free GPU)`.
 pub(crate) fn state_and_reason(job: &Job) -> String {
-    let mut out = node_job_state(job.state()).to_owned();
+    let mut out = job.state().label().to_owned();
     if job.state() == NodeJobState::Queued && job.queue_position > 0 {
         out += &format!(", position {}", job.queue_position);
     }
@@ -140,23 +144,13 @@ pub(crate) fn state_and_reason(job: &Job) -> String {
     out
 }
 
-/// Returns the job with its status, its report and its loss curve.
-pub(crate) fn json(job: &Job) -> Value {
-    let mut value = json::job(job);
-    value["report"] = json!(job.report);
-    value["status"] = job.status.as_ref().map_or(Value::Null, json::status);
-    value["status_age_seconds"] = json!(job.status.as_ref().map(|_| job.status_age_seconds));
-    value["history"] = json::history(&job.history);
-    value
-}
-
 /// Returns one line about a job that was cancelled.
 pub(crate) fn cancelled(job: &Job) -> String {
     let id = job.id;
     match job.state() {
         NodeJobState::Cancelled => format!("job {id} was cancelled\n"),
         NodeJobState::Done | NodeJobState::Failed | NodeJobState::Lost => {
-            format!("job {id} had already ended: {}\n", node_job_state(job.state()))
+            format!("job {id} had already ended: {}\n", job.state().label())
         }
         _ => format!("job {id} is stopping\n"),
     }
@@ -164,7 +158,7 @@ pub(crate) fn cancelled(job: &Job) -> String {
 
 #[cfg(test)]
 mod tests {
-    use xlaunch_proto::v1::{JobState, RankState, RankStatus, StatusReply};
+    use xlaunch_proto::v1::{JobState, RankState, RankStatus, Scheduling, StatusReply};
 
     use super::*;
 
@@ -252,8 +246,10 @@ rank 1 failed
     #[test]
     fn limits_and_reservations_have_a_line() {
         let mut limited = Job { status: None, ..running() };
-        (limited.time_limit_seconds, limited.time_limit_unix_ms) = (Some(14_400), 15_460_000);
-        (limited.cpus, limited.memory_bytes, limited.requeues) = (Some(16), Some(64 << 30), 2);
+        let (cpus, memory_bytes, time_limit_seconds) = (Some(16), Some(64 << 30), Some(14_400));
+        limited.scheduling =
+            Some(Scheduling { cpus, memory_bytes, time_limit_seconds, ..Scheduling::default() });
+        (limited.time_limit_unix_ms, limited.requeues) = (15_460_000, 2);
         (limited.array_job, limited.array_index) = (Some(5), Some(9));
         let shown = text(&limited, 1_245_000, 120);
         assert!(shown.contains("2 GPUs: GPU-a GPU-b  16 CPUs  64 GiB of memory\n"), "{shown}");
@@ -276,15 +272,5 @@ rank 1 failed
         let text = text(&hostile, 1_245_000, 40);
         assert!(text.starts_with("job 7  a\\u{a}user root  running\nuser \\u{1b}[31m"), "{text}");
         assert!(text.lines().all(|line| line.chars().count() <= 40), "{text}");
-    }
-
-    #[test]
-    fn json_has_every_field() {
-        let value = json(&running());
-        assert_eq!(value["state"], "running");
-        assert_eq!(value["ended_unix_ms"], Value::Null);
-        assert_eq!(value["exit_code"], Value::Null);
-        assert_eq!(value["status"]["step"], 120);
-        assert_eq!(value["gpus"], json!(["GPU-a", "GPU-b"]));
     }
 }

@@ -5,11 +5,10 @@ use std::time::Duration;
 
 use xlaunch_proto::v1::{Job, NodeJobState};
 
-use super::job::{run_time, user};
+use super::job::{run_time, time_limit, user};
 use super::launch;
 use super::text::{columns, fit, or_dash};
 use xlaunch_daemon::view::has_ended;
-use xlaunch_proto::labels::node_job_state;
 use xlaunch_spec::quantities::time_text;
 
 /// Maximum length of a name in tables; longer names are truncated.
@@ -45,11 +44,11 @@ fn row(job: &Job, now: u64) -> Vec<String> {
         job.id.to_string(),
         truncated_name(&job.name),
         user(job),
-        node_job_state(job.state()).into(),
+        job.state().label().into(),
         gpus.to_string(),
         or_dash(job.status.as_ref(), |status| status.world_size.to_string()),
         run_time(job, now),
-        or_dash(job.time_limit_seconds, |limit| time_text(Duration::from_secs(limit))),
+        or_dash(time_limit(job), |limit| time_text(Duration::from_secs(limit))),
         step_or_reason(job),
     ]
 }
@@ -99,7 +98,7 @@ mod tests {
             (1_000, 9_000, "rank 1: exit code 1".into());
         let mut runs = job(3, NodeJobState::Running);
         (runs.kind, runs.started_unix_ms) = (JobKind::Trainer.into(), 10_000);
-        runs.time_limit_seconds = Some(14_400);
+        runs.scheduling.get_or_insert_default().time_limit_seconds = Some(14_400);
         runs.status = Some(StatusReply { world_size: 2, step: 120, total_steps: 500, ..Default::default() });
         let mut second = job(4, NodeJobState::Queued);
         (second.queue_position, second.reason) = (2, "needs 2 GPUs, 0 are free".into());

@@ -3,7 +3,6 @@
 use xlaunch_proto::v1::{JobKind, MemberState, MemberStatus, RankStatus, Restart, StatusReply};
 
 use super::text::{bytes, columns, escape, fit, or_dash, percent, seconds};
-use xlaunch_proto::labels::{job_state, member_state, rank_state};
 use xlaunch_spec::quantities::{count_text, rough_time_text};
 
 /// Maximum number of restarts to list; only the last ones are shown.
@@ -33,7 +32,7 @@ fn nodes(nodes: &[MemberStatus]) -> String {
         let is_quiet = matches!(node.state(), MemberState::Silent | MemberState::Lost);
         vec![
             or_dash(node.node_rank, |rank| rank.to_string()),
-            member_state(node.state()).to_owned(),
+            node.state().label().to_owned(),
             ranks.unwrap_or_else(|| "-".into()),
             or_dash(is_quiet.then_some(node.seconds_since_heartbeat), rough_time_text),
             node.host.clone(),
@@ -55,8 +54,7 @@ pub(crate) fn ranks(reply: &StatusReply, width: usize) -> String {
 }
 
 fn heading(reply: &StatusReply, now: u64) -> String {
-    let mut out =
-        format!("{}-{}  {}", escape(&reply.job_name), escape(&reply.job_id), job_state(reply.state()));
+    let mut out = format!("{}-{}  {}", escape(&reply.job_name), escape(&reply.job_id), reply.state().label());
     if !reply.reason.is_empty() {
         out += &format!(" ({})", escape(&reply.reason));
     }
@@ -127,7 +125,7 @@ fn command_ranks(reply: &StatusReply, width: usize, out: &mut String) {
             "{:<6}{:<9}{:<9}{}{:<8}{:<7}{:<8}{:<6}{:<9}",
             rank.rank,
             rank.pid,
-            rank_state(rank.state()),
+            rank.state().label(),
             if has_heartbeats { &heartbeat } else { "" },
             or_dash(rank.seconds_since_output, rough_time_text),
             or_dash(rank.cpu_percent, percent),
@@ -148,7 +146,7 @@ fn trainer_ranks(reply: &StatusReply, width: usize, out: &mut String) {
             "{:<6}{:<8}{:<8}{:<8}{:<7}{:<6}{:<8}{:<5}{:<6}{:<8}{:<6}{:<6}{:<14}",
             rank.rank,
             rank.pid,
-            rank_state(rank.state()),
+            rank.state().label(),
             rank.step,
             or_dash(rank.seconds_since_heartbeat, rough_time_text),
             or_dash(rank.cpu_percent, percent),
@@ -196,7 +194,7 @@ pub(crate) fn list(replies: &[(String, Result<StatusReply, String>)], now: u64, 
                 let up = seconds(now.saturating_sub(reply.started_unix_seconds));
                 out += &format!(
                     "{name:<longest$}  {:<12}{:<7}{:<8}{}\n",
-                    job_state(reply.state()),
+                    reply.state().label(),
                     reply.world_size,
                     rough_time_text(up),
                     escape(&reply.command_line)

@@ -5,7 +5,7 @@
 //! - [`launch`]: a launch and its ranks; [`job`]: a job of the daemon; [`jobs`]: the queue; [`node`]: the node's GPUs;
 //! - [`sanitize`]: another user's log.
 //!
-//! JSON for programs is in [`xlaunch_proto::json`].
+//! JSON for programs is derived from the messages ([`xlaunch_proto::json`]).
 
 pub(crate) mod history;
 pub(crate) mod job;

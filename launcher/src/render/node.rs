@@ -3,7 +3,6 @@
 use xlaunch_proto::v1::{Gpu, NodeStatus};
 
 use super::text::{bytes, columns, escape, fit, or_dash, percent, seconds};
-use xlaunch_proto::labels::gpu_state;
 use xlaunch_spec::quantities::rough_time_text;
 
 /// Returns the node and its GPUs. Lines are truncated to `width` characters.
@@ -48,7 +47,7 @@ fn gpu_row(gpu: &Gpu) -> Vec<String> {
     vec![
         gpu.index.to_string(),
         gpu.name.clone(),
-        gpu_state(gpu.state()).into(),
+        gpu.state().label().into(),
         if gpu.job == 0 { "-".into() } else { gpu.job.to_string() },
         or_dash(gpu.busy_percent, percent),
         memory(gpu),
@@ -68,8 +67,7 @@ pub(crate) fn memory(gpu: &Gpu) -> String {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::Value;
-    use xlaunch_proto::json;
+    use serde_json::{Value, json};
     use xlaunch_proto::v1::GpuState;
 
     use super::*;
@@ -113,6 +111,6 @@ GPU  NAME         STATE  JOB  BUSY  MEMORY      POWER  TEMP  UUID
 1    NVIDIA H200  sick   -    -     -           -      -     GPU-b  Xid 79
 ";
         assert_eq!(table(&status, 1185, 100), expected);
-        assert_eq!(json::node(&status)["gpus"][1]["job"], Value::Null);
+        assert_eq!(json!(status)["gpus"][1]["job"], Value::Null);
     }
 }

@@ -1,5 +1,7 @@
 //! Cells, columns, units, and escaping.
 
+use serde::Serialize;
+use serde_json::json;
 use xlaunch_spec::quantities::count_text;
 
 /// Escapes text and truncates its lines to `width` characters; truncated lines end in `...`.
@@ -35,8 +37,8 @@ fn acts_on_terminal(c: char) -> bool {
 }
 
 /// Returns a value as indented JSON and a line feed. Characters that act on a terminal are written as `\u009b`.
-pub(crate) fn json(value: &serde_json::Value) -> String {
-    escaped_json(&format!("{value:#}")) + "\n"
+pub(crate) fn json(value: &impl Serialize) -> String {
+    escaped_json(&format!("{:#}", json!(value))) + "\n"
 }
 
 /// Returns a value like [`json`], but on one line.

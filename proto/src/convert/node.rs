@@ -2,12 +2,11 @@
 //!
 //! Any user of the node may send any bytes. All lengths are bounded here, so that the daemon does not have to.
 
-use std::path::PathBuf;
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::scheduling::Scheduling;
 use super::{Logs, WireError};
 use crate::v1;
 use xlaunch_spec::command::CommandSpec;
@@ -26,6 +25,20 @@ const MAX_UUID_BYTES: usize = 128;
 /// Default timeout of an examination, in seconds.
 const DEFAULT_EXAMINATION_TIMEOUT: u64 = 600;
 const MAX_EXAMINATION_TIMEOUT: u64 = 86_400;
+/// Maximum number of jobs of an array.
+pub const MAX_ARRAY_JOBS: usize = 1000;
+/// Maximum index in an array.
+const MAX_ARRAY_INDEX: u32 = 1_000_000;
+const MAX_DEPENDENCIES: usize = 100;
+/// Maximum time: ten years, in seconds, so that no sum of times overflows.
+const MAX_TIME_SECONDS: u64 = 10 * 366 * 86_400;
+/// Maximum number of cores: more than any node has.
+const MAX_CPUS: u32 = 1 << 16;
+const MAX_MEMORY_BYTES: u64 = 1 << 50;
+/// The highest signal with a name; higher ones are real-time signals.
+const MAX_SIGNAL: i32 = 31;
+const SIGKILL: i32 = 9;
+const SIGSTOP: i32 = 19;
 /// Highest priority; the lowest one is its negative.
 const MAX_PRIORITY: i32 = 1000;
 /// Maximum size of an error message. It may quote the request, and is sent back in a header of limited size.
@@ -43,23 +56,17 @@ pub enum Work {
 
 /// A checked [`v1::SubmitRequest`].
 #[derive(Clone, Debug, PartialEq)]
-#[expect(missing_docs, reason = "the fields are those of the message")]
 pub struct Submit {
-    pub request_id: String,
-    pub version: String,
-    pub work_dir: PathBuf,
-    pub environment: Vec<Vec<u8>>,
+    /// The request without its work.
+    pub request: v1::SubmitRequest,
+    /// The checked work.
     pub work: Work,
-    pub name: String,
-    pub priority: i32,
-    pub gpus: Option<u32>,
-    pub scheduling: Scheduling,
 }
 
 impl TryFrom<v1::SubmitRequest> for Submit {
     type Error = WireError;
 
-    fn try_from(wire: v1::SubmitRequest) -> Result<Self, WireError> {
+    fn try_from(mut wire: v1::SubmitRequest) -> Result<Self, WireError> {
         within("request_id", wire.request_id.len(), MAX_REQUEST_ID_BYTES)?;
         let printable = wire.request_id.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' ');
         if wire.request_id.is_empty() || !printable {
@@ -69,40 +76,46 @@ impl TryFrom<v1::SubmitRequest> for Submit {
             ));
         }
         check_priority(wire.priority)?;
-        if let Some(gpus) = wire.gpus.filter(|gpus| *gpus > MAX_GPUS) {
-            let expected = format!("at most {MAX_GPUS}");
-            return Err(WireError::Range { field: "gpus", got: gpus.into(), expected });
+        range("gpus", wire.gpus.map(u64::from), 0, MAX_GPUS.into())?;
+        wire.scheduling.as_ref().map_or(Ok(()), check_scheduling)?;
+        check_array_indices(&wire.array_indices)?;
+        check_text("version", &wire.version, MAX_VERSION_BYTES)?;
+        check_text("work_dir", &wire.work_dir, MAX_PATH_BYTES)?;
+        if !wire.work_dir.starts_with('/') {
+            return Err(content("work_dir", "is not an absolute path".into()));
         }
-        Ok(Self {
-            scheduling: Scheduling::of(&wire)?,
-            request_id: wire.request_id,
-            version: text("version", wire.version, MAX_VERSION_BYTES)?,
-            work_dir: work_dir(wire.work_dir)?,
-            environment: environment(wire.environment)?,
-            work: work(wire.work)?,
-            name: text("name", wire.name, MAX_NAME_BYTES)?,
-            priority: wire.priority,
-            gpus: wire.gpus,
-        })
+        check_environment(&wire.environment)?;
+        let work = work(wire.work.take())?;
+        check_text("name", &wire.name, MAX_NAME_BYTES)?;
+        Ok(Self { request: wire, work })
     }
 }
 
-/// A checked [`v1::UpdateRequest`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[expect(missing_docs, reason = "the fields are those of the message")]
-pub struct Update {
-    pub job: u64,
-    pub held: Option<bool>,
-    pub priority: Option<i32>,
+impl v1::UpdateRequest {
+    /// Refuses a priority outside its range.
+    pub fn check(&self) -> Result<(), WireError> {
+        self.priority.map_or(Ok(()), check_priority)
+    }
 }
 
-impl TryFrom<v1::UpdateRequest> for Update {
-    type Error = WireError;
+impl v1::DrainRequest {
+    /// Refuses lists and texts that are too long.
+    pub fn check(&self) -> Result<(), WireError> {
+        check_gpus(&self.gpus)?;
+        check_text("reason", &self.reason, MAX_REASON_BYTES)
+    }
+}
 
-    fn try_from(wire: v1::UpdateRequest) -> Result<Self, WireError> {
-        let v1::UpdateRequest { job, held, priority } = wire;
-        priority.map_or(Ok(()), check_priority)?;
-        Ok(Self { job, held, priority })
+impl v1::ExamineRequest {
+    /// Refuses a list that is too long and a timeout outside its range.
+    pub fn check(&self) -> Result<(), WireError> {
+        range("timeout_seconds", self.timeout_seconds, 1, MAX_EXAMINATION_TIMEOUT)?;
+        check_gpus(&self.gpus)
+    }
+
+    /// Returns the time after which GPUs without a result are drained.
+    pub fn timeout(&self) -> Duration {
+        Duration::from_secs(self.timeout_seconds.unwrap_or(DEFAULT_EXAMINATION_TIMEOUT))
     }
 }
 
@@ -123,51 +136,9 @@ impl TryFrom<v1::JobLogsRequest> for JobLogs {
     }
 }
 
-/// A checked [`v1::DrainRequest`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[expect(missing_docs, reason = "the fields are those of the message")]
-pub struct Drain {
-    pub gpus: Vec<String>,
-    pub undo: bool,
-    pub reason: String,
-}
-
-impl TryFrom<v1::DrainRequest> for Drain {
-    type Error = WireError;
-
-    fn try_from(wire: v1::DrainRequest) -> Result<Self, WireError> {
-        let gpus = gpus(wire.gpus)?;
-        Ok(Self { gpus, undo: wire.undo, reason: text("reason", wire.reason, MAX_REASON_BYTES)? })
-    }
-}
-
-/// A checked [`v1::ExamineRequest`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[expect(missing_docs, reason = "the fields are those of the message")]
-pub struct Examine {
-    pub gpus: Vec<String>,
-    pub timeout: Duration,
-}
-
-impl TryFrom<v1::ExamineRequest> for Examine {
-    type Error = WireError;
-
-    fn try_from(wire: v1::ExamineRequest) -> Result<Self, WireError> {
-        let got = wire.timeout_seconds.unwrap_or(DEFAULT_EXAMINATION_TIMEOUT);
-        if !(1..=MAX_EXAMINATION_TIMEOUT).contains(&got) {
-            let expected = format!("1 to {MAX_EXAMINATION_TIMEOUT}");
-            return Err(WireError::Range { field: "timeout_seconds", got, expected });
-        }
-        Ok(Self { gpus: gpus(wire.gpus)?, timeout: Duration::from_secs(got) })
-    }
-}
-
-fn gpus(wire: Vec<String>) -> Result<Vec<String>, WireError> {
-    if wire.len() > MAX_GPUS as usize {
-        let (got, expected) = (wire.len() as u64, format!("at most {MAX_GPUS}"));
-        return Err(WireError::Range { field: "gpus", got, expected });
-    }
-    wire.into_iter().map(|uuid| text("gpus", uuid, MAX_UUID_BYTES)).collect()
+fn check_gpus(gpus: &[String]) -> Result<(), WireError> {
+    range("gpus", Some(gpus.len() as u64), 0, MAX_GPUS.into())?;
+    gpus.iter().try_for_each(|uuid| check_text("gpus", uuid, MAX_UUID_BYTES))
 }
 
 fn check_priority(priority: i32) -> Result<(), WireError> {
@@ -178,24 +149,52 @@ fn check_priority(priority: i32) -> Result<(), WireError> {
     Ok(())
 }
 
-fn work_dir(path: String) -> Result<PathBuf, WireError> {
-    let path = text("work_dir", path, MAX_PATH_BYTES)?;
-    if !path.starts_with('/') {
-        return Err(content("work_dir", "is not an absolute path".into()));
+fn check_scheduling(wire: &v1::Scheduling) -> Result<(), WireError> {
+    range("time_limit_seconds", wire.time_limit_seconds, 1, MAX_TIME_SECONDS)?;
+    range("memory_bytes", wire.memory_bytes, 1, MAX_MEMORY_BYTES)?;
+    range("cpus", wire.cpus.map(u64::from), 1, MAX_CPUS.into())?;
+    if let Some(v1::WarningSignal { signal, seconds_before }) = wire.warning {
+        check_signal("warning.signal", signal)?;
+        range("warning.seconds_before", Some(seconds_before), 1, MAX_TIME_SECONDS)?;
     }
-    Ok(path.into())
+    within("after", wire.after.len(), MAX_DEPENDENCIES)?;
+    let unspecified = v1::DependencyCondition::Unspecified;
+    if wire.after.iter().any(|dependency| dependency.condition() == unspecified) {
+        return Err(content("after.condition", "is missing".into()));
+    }
+    Ok(())
 }
 
-fn environment(variables: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>, WireError> {
-    within("environment", total_bytes(&variables), MAX_ENVIRONMENT_BYTES)?;
-    for variable in &variables {
+/// Refuses numbers that are not signals, and signals that a worker cannot handle.
+pub fn check_signal(field: &'static str, signal: i32) -> Result<(), WireError> {
+    match signal {
+        SIGKILL | SIGSTOP => Err(content(field, format!("is {signal}, a signal that no process can handle"))),
+        1..=MAX_SIGNAL => Ok(()),
+        _ => Err(content(field, format!("is {signal}, expected 1 to {MAX_SIGNAL}"))),
+    }
+}
+
+fn check_array_indices(indices: &[u32]) -> Result<(), WireError> {
+    within("array_indices", indices.len(), MAX_ARRAY_JOBS)?;
+    range("array_indices", indices.iter().max().copied().map(u64::from), 0, MAX_ARRAY_INDEX.into())?;
+    if indices.iter().collect::<BTreeSet<_>>().len() != indices.len() {
+        return Err(content("array_indices", "has an index twice".into()));
+    }
+    Ok(())
+}
+
+fn check_environment(variables: &[Vec<u8>]) -> Result<(), WireError> {
+    // The length includes terminating zeros, as the kernel counts arguments and environment.
+    let bytes = variables.iter().map(|variable| variable.len() + 1).sum();
+    within("environment", bytes, MAX_ENVIRONMENT_BYTES)?;
+    for variable in variables {
         let name = variable.iter().position(|byte| *byte == b'=');
         if name.is_none_or(|end| end == 0) || variable.contains(&0) {
             let shown = String::from_utf8_lossy(variable).chars().take(32).collect::<String>();
             return Err(content("environment", format!("has {shown:?}, which is not NAME=VALUE")));
         }
     }
-    Ok(variables)
+    Ok(())
 }
 
 fn work(work: Option<v1::submit_request::Work>) -> Result<Work, WireError> {
@@ -216,30 +215,27 @@ fn work(work: Option<v1::submit_request::Work>) -> Result<Work, WireError> {
     }
 }
 
-/// Returns the total length including terminating zeros, as the kernel counts arguments and environment.
-fn total_bytes(strings: &[Vec<u8>]) -> usize {
-    strings.iter().map(|string| string.len() + 1).sum()
-}
-
 /// Checks text that must be displayable on one line.
-fn text(field: &'static str, value: String, limit: usize) -> Result<String, WireError> {
-    check_text(field, &value, limit).map(|()| value)
-}
-
 fn check_text(field: &'static str, value: &str, limit: usize) -> Result<(), WireError> {
     within(field, value.len(), limit)?;
     let shown = !value.chars().any(char::is_control);
     shown.then_some(()).ok_or_else(|| content(field, "has control characters".into()))
 }
 
-pub(super) fn within(field: &'static str, got: usize, limit: usize) -> Result<(), WireError> {
+fn range(field: &'static str, got: Option<u64>, least: u64, most: u64) -> Result<(), WireError> {
+    let Some(got) = got.filter(|got| !(least..=most).contains(got)) else { return Ok(()) };
+    let expected = if least == 0 { format!("at most {most}") } else { format!("{least} to {most}") };
+    Err(WireError::Range { field, got, expected })
+}
+
+fn within(field: &'static str, got: usize, limit: usize) -> Result<(), WireError> {
     if got > limit {
         return Err(WireError::TooLong { field, got, limit });
     }
     Ok(())
 }
 
-pub(super) fn content(field: &'static str, mut problem: String) -> WireError {
+fn content(field: &'static str, mut problem: String) -> WireError {
     if problem.len() > MAX_PROBLEM_BYTES {
         let end = (0..=MAX_PROBLEM_BYTES).rev().find(|end| problem.is_char_boundary(*end)).unwrap_or(0);
         problem.replace_range(end.., "…");
@@ -283,7 +279,7 @@ mod tests {
 
     #[test]
     fn submit_at_the_limits_is_accepted_and_beyond_is_refused_with_the_field_name() {
-        assert_eq!(Submit::try_from(submit()).unwrap().work_dir, PathBuf::from("/home/ann"));
+        assert_eq!(Submit::try_from(submit()).unwrap().request.work_dir, "/home/ann");
         let full = v1::SubmitRequest {
             request_id: "x".repeat(64),
             version: "v".repeat(64),
@@ -319,7 +315,33 @@ mod tests {
         starts(refusal(|wire| wire.priority = i32::MIN), "priority");
         starts(refusal(|wire| wire.gpus = Some(1025)), "gpus");
         let update = v1::UpdateRequest { job: 1, priority: Some(1001), ..Default::default() };
-        starts(Update::try_from(update).unwrap_err().to_string(), "priority");
+        starts(update.check().unwrap_err().to_string(), "priority");
+    }
+
+    #[test]
+    fn scheduling_out_of_range_is_refused_with_the_field_name() {
+        let starts =
+            |text: String, field: &str| assert!(text.starts_with(&format!("field {field} ")), "{text}");
+        let check = |change: &dyn Fn(&mut v1::Scheduling)| {
+            refusal(|wire| change(wire.scheduling.get_or_insert_default()))
+        };
+        starts(check(&|wire| wire.time_limit_seconds = Some(0)), "time_limit_seconds");
+        starts(check(&|wire| wire.time_limit_seconds = Some(u64::MAX)), "time_limit_seconds");
+        starts(check(&|wire| wire.memory_bytes = Some(0)), "memory_bytes");
+        starts(check(&|wire| wire.cpus = Some(0)), "cpus");
+        for signal in [0, -1, 32, SIGKILL, SIGSTOP] {
+            let warning = Some(v1::WarningSignal { signal, seconds_before: 60 });
+            starts(check(&|wire| wire.warning = warning), "warning.signal");
+        }
+        let warning = Some(v1::WarningSignal { signal: 10, seconds_before: 0 });
+        starts(check(&|wire| wire.warning = warning), "warning.seconds_before");
+        let dependency = v1::Dependency { job: 1, ..Default::default() };
+        starts(check(&|wire| wire.after = vec![dependency]), "after.condition");
+        let after = vec![v1::Dependency::default(); MAX_DEPENDENCIES + 1];
+        starts(check(&|wire| wire.after.clone_from(&after)), "after");
+        starts(refusal(|wire| wire.array_indices = vec![3, 3]), "array_indices");
+        starts(refusal(|wire| wire.array_indices = vec![MAX_ARRAY_INDEX + 1]), "array_indices");
+        starts(refusal(|wire| wire.array_indices = (0..1001).collect()), "array_indices");
     }
 
     #[test]
@@ -369,24 +391,22 @@ mod tests {
     fn empty_logs_request_and_values_out_of_range_are_refused() {
         assert!(JobLogs::try_from(v1::JobLogsRequest { job: 1, logs: None }).is_err());
         let drain = |count| v1::DrainRequest { gpus: vec!["GPU-1".into(); count], ..Default::default() };
-        assert!(Drain::try_from(drain(1024)).is_ok() && Drain::try_from(drain(1025)).is_err());
-        assert!(
-            Drain::try_from(v1::DrainRequest { reason: "x".repeat(1025), ..Default::default() }).is_err()
-        );
+        assert!(drain(1024).check().is_ok() && drain(1025).check().is_err());
+        assert!(v1::DrainRequest { reason: "x".repeat(1025), ..Default::default() }.check().is_err());
         let examine = |timeout_seconds| {
             let wire = v1::ExamineRequest { gpus: vec!["1".into()], timeout_seconds };
-            Examine::try_from(wire).map(|examine| examine.timeout.as_secs()).ok()
+            wire.check().map(|()| wire.timeout().as_secs()).ok()
         };
         assert_eq!([None, Some(5), Some(0), Some(u64::MAX)].map(examine), [Some(600), Some(5), None, None]);
     }
 
     /// Asserts that an accepted request is within bounds.
-    fn assert_bounded(submit: &Submit) {
-        assert!((1..=64).contains(&submit.request_id.len()) && submit.name.len() <= 256);
-        assert!(submit.work_dir.is_absolute() && submit.work_dir.as_os_str().len() <= 4096);
-        assert!(submit.environment.iter().all(|variable| variable.contains(&b'=')));
-        assert!(submit.priority.abs() <= 1000 && submit.gpus.unwrap_or(0) <= 1024);
-        match &submit.work {
+    fn assert_bounded(Submit { request, work }: &Submit) {
+        assert!((1..=64).contains(&request.request_id.len()) && request.name.len() <= 256);
+        assert!(request.work_dir.starts_with('/') && request.work_dir.len() <= 4096);
+        assert!(request.environment.iter().all(|variable| variable.contains(&b'=')));
+        assert!(request.priority.abs() <= 1000 && request.gpus.unwrap_or(0) <= 1024);
+        match work {
             Work::Command(spec) => spec.check().unwrap(),
             Work::Trainer(spec) => spec.check().unwrap(),
         }
@@ -418,7 +438,7 @@ mod tests {
                 if let Some(submit) = decode::<v1::SubmitRequest, Submit>(bytes) {
                     assert_bounded(&submit);
                 }
-                if let Some(drain) = decode::<v1::DrainRequest, Drain>(bytes) {
+                if let Ok(drain) = v1::DrainRequest::decode(&**bytes) && drain.check().is_ok() {
                     assert!(drain.gpus.len() <= 1024 && drain.reason.len() <= 1024);
                 }
                 decode::<v1::JobLogsRequest, JobLogs>(bytes);

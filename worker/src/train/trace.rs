@@ -50,7 +50,7 @@ pub(super) struct Span {
 
 /// Begins a phase of this thread. Outside traced steps this costs one atomic write.
 pub(super) fn span(phase: Phase) -> Span {
-    let (name, outer) = (phase.name(), phase::enter(phase));
+    let (name, outer) = (phase.label(), phase::enter(phase));
     let tracing = PHASES.with_borrow(Option::is_some);
     Span { name, outer, begin: tracing.then(Instant::now), _range: nvtx::range(name) }
 }

@@ -21,7 +21,7 @@ use tonic::{Request, Response, Status, Streaming};
 use tonic_health::server::HealthReporter;
 use xlaunch_host::net::Peer;
 use xlaunch_proto::convert::Join;
-use xlaunch_proto::convert::scheduling::check_signal;
+use xlaunch_proto::convert::node::check_signal;
 use xlaunch_proto::v1::agent_command::Command;
 use xlaunch_proto::v1::agent_server::{Agent, AgentServer};
 use xlaunch_proto::v1::worker_report::Report;

@@ -25,7 +25,7 @@ pub fn text(rank: &RankStacks) -> String {
 /// Formats the activity, such as `phase: backward for 3.2 s, step 9, last collective: 41 (bucket 3)`.
 fn activity(recorded: &RecordedActivity, now_ms: u64) -> String {
     let since = Duration::from_millis(now_ms.saturating_sub(recorded.unix_ms)).as_secs_f64();
-    let mut text = format!("phase: {} for {since:.1} s", recorded.phase().name());
+    let mut text = format!("phase: {} for {since:.1} s", recorded.phase().label());
     if recorded.step > 0 {
         let _ = write!(text, ", step {}", recorded.step);
     }

@@ -6,7 +6,6 @@
 
 use std::collections::BTreeSet;
 
-use xlaunch_proto::labels::member_state;
 use xlaunch_proto::v1::{MemberState, MemberStatus, RankStatus, StatusReply};
 
 /// Returns the status of the job. `own` is the status of the agent that was asked, `others` those of other nodes that
@@ -55,7 +54,7 @@ fn is_member(node: &MemberStatus) -> bool {
 fn no_answer(node: &MemberStatus) -> String {
     match node.state() {
         MemberState::Active => format!("{} did not answer in time", node.host),
-        state => format!("{} is {}", node.host, member_state(state)),
+        state => format!("{} is {}", node.host, state.label()),
     }
 }
 

@@ -320,7 +320,7 @@ impl RankActivity {
     }
 
     fn place(&self) -> String {
-        format!("(phase: {}, step {})", self.phase.name(), self.steps + 1)
+        format!("(phase: {}, step {})", self.phase.label(), self.steps + 1)
     }
 }
 

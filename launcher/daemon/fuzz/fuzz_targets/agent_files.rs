@@ -12,11 +12,11 @@ use std::collections::BTreeSet;
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
 use prost::Message;
+use serde_json::json;
 use xlaunch_daemon::files::{AgentRecord, JobResult};
 use xlaunch_daemon::fuzz::{History, page_and_metrics};
 use xlaunch_daemon::state::Submitted;
 use xlaunch_daemon::view::JobView;
-use xlaunch_proto::json;
 use xlaunch_proto::v1::{
     Job, JobKind, JobState, Progress, RankState, RankStatus, Restart, StatusReply, StepTimes, Totals,
 };
@@ -216,7 +216,7 @@ fn printed(job: &Job) {
         assert_lines(&render::launch::table(status, NOW, WIDTH), 9 + 2 * ranks);
         let list = [(status.job_name.clone(), Ok(status.clone())), ("b".into(), Err(status.reason.clone()))];
         assert_lines(&render::launch::list(&list, NOW, WIDTH), 3);
-        let _ = json::status(status).to_string();
+        let _ = json!(status).to_string();
     }
 }
 

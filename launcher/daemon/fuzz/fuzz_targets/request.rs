@@ -17,10 +17,10 @@ use xlaunch_daemon::files::Description;
 use xlaunch_daemon::fuzz::{History, Node, submit};
 use xlaunch_daemon::view::Caller;
 use xlaunch_spec::command::{CommandSpec, Program};
-use xlaunch_proto::convert::node::{Drain, JobLogs, Submit, Work};
+use xlaunch_proto::convert::node::{JobLogs, Submit, Work};
 use xlaunch_spec::job::JobSpec;
 use xlaunch_proto::v1::{
-    CancelRequest, Dependency, DrainRequest, GetRequest, HistoryRequest, JobLogsRequest, ListRequest,
+    self, CancelRequest, Dependency, DrainRequest, GetRequest, HistoryRequest, JobLogsRequest, ListRequest,
     SubmitRequest, UpdateRequest, WarningSignal, submit_request,
 };
 
@@ -107,18 +107,25 @@ submit_request::Work::CommandSpecJson(self.work.text(&COMMAND))
 impl Scheduling {
     fn add_to(&self, request: &mut SubmitRequest) {
         let dependency =
-            |&(job, condition): &(u8, u8)| Dependency { job: job.into(), condition: (condition % 5).into() };
+            |&(job, condition): &(u8, u8)| Dependency {
+                job: job.into(),
+                condition: (condition % 5).into(),
+                met: None,
+            };
         request.held = self.held;
-        request.time_limit_seconds = self.time_limit.map(u64::from);
-        request.warning = self
-            .warning
-            .map(|(signal, seconds)| WarningSignal { signal: signal.into(), seconds_before: seconds.into() });
-        request.memory_bytes = self.memory;
-        request.cpus = self.cpus.map(u32::from);
-        request.after = self.after.iter().map(dependency).collect();
         request.array_indices = self.array.iter().copied().map(u32::from).collect();
         request.array_parallel = self.array_parallel.into();
-        request.requeue = self.requeue;
+        request.scheduling = Some(v1::Scheduling {
+            time_limit_seconds: self.time_limit.map(u64::from),
+            warning: self.warning.map(|(signal, seconds)| WarningSignal {
+                signal: signal.into(),
+                seconds_before: seconds.into(),
+            }),
+            memory_bytes: self.memory,
+            cpus: self.cpus.map(u32::from),
+            after: self.after.iter().map(dependency).collect(),
+            requeue: self.requeue,
+        });
     }
 }
 
@@ -138,7 +145,9 @@ fuzz_target!(|input: Input<'_>| {
     }
     let _ = (ListRequest::decode(&*bytes), GetRequest::decode(&*bytes), CancelRequest::decode(&*bytes));
     let _ = (HistoryRequest::decode(&*bytes), UpdateRequest::decode(&*bytes));
-    if let Some(drain) = checked::<DrainRequest, Drain>(&bytes) {
+    if let Ok(drain) = DrainRequest::decode(&*bytes)
+        && drain.check().is_ok()
+    {
         assert!(drain.gpus.len() <= 1024 && drain.reason.len() <= 1024);
         assert!(drain.gpus.iter().all(|gpu| gpu.len() <= 128));
     }
@@ -161,9 +170,11 @@ fn checked<M: Message + Default, T: TryFrom<M, Error: std::fmt::Display>>(bytes:
 }
 
 fn admitted(submission: Submit, caller: &Caller, node: Node) {
-    assert!((1..=64).contains(&submission.request_id.len()) && submission.name.len() <= 256);
-    assert!(submission.environment.iter().map(|variable| variable.len() + 1).sum::<usize>() <= 256 << 10);
-    assert!(submission.scheduling.array_indices.len() <= 1000 && submission.scheduling.after.len() <= 100);
+    let request = &submission.request;
+    assert!((1..=64).contains(&request.request_id.len()) && request.name.len() <= 256);
+    assert!(request.environment.iter().map(|variable| variable.len() + 1).sum::<usize>() <= 256 << 10);
+    let dependencies = request.scheduling.as_ref().map_or(0, |scheduling| scheduling.after.len());
+    assert!(request.array_indices.len() <= 1000 && dependencies <= 100);
     let work = match &submission.work {
         Work::Trainer(spec) => spec.check().is_ok(),
         Work::Command(spec) => spec.check().is_ok(),
@@ -187,8 +198,9 @@ fn admitted(submission: Submit, caller: &Caller, node: Node) {
     let json = serde_json::to_vec(&description).expect("plain data");
     assert!(json.len() <= 4 << 20, "{} bytes in the job's directory", json.len());
     assert_eq!(serde_json::from_slice::<Description>(&json).expect("as written"), description);
-    assert!(submitted.cpus.is_none_or(|cpus| cpus > 0) && submitted.memory.is_none_or(|memory| memory > 0));
-    assert!(submitted.after.is_empty(), "there is no other job");
+    let scheduling = &submitted.scheduling;
+    assert!(scheduling.cpus != Some(0) && scheduling.memory_bytes != Some(0));
+    assert!(scheduling.after.is_empty(), "there is no other job");
     let (job, held) = (submitted.job, submitted.held.is_some());
     history.add(submitted);
     let journal = history.encode();

@@ -27,8 +27,7 @@ use crate::config::{HooksSection, RunAs, check};
 use crate::state::{Entry, Phase};
 use crate::{trusted_path, users};
 use xlaunch_host::spawn::sys;
-use xlaunch_proto::labels::{kind, node_job_state};
-use xlaunch_proto::v1::JobKind;
+use xlaunch_proto::v1::{JobKind, NodeJobState};
 
 const HOOK_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
@@ -79,11 +78,11 @@ impl Facts {
     /// Collects the facts about a job in its current phase.
     pub(crate) fn of(entry: &Entry) -> Self {
         let submitted = &entry.submitted;
-        let kind = kind(if submitted.trainer { JobKind::Trainer } else { JobKind::Command });
+        let kind = if submitted.trainer { JobKind::Trainer } else { JobKind::Command };
         let mut variables = vec![
             ("XLAUNCH_HOOK_JOB_ID", submitted.job.to_string()),
             ("XLAUNCH_HOOK_JOB_NAME", submitted.name.clone()),
-            ("XLAUNCH_HOOK_JOB_KIND", kind.to_owned()),
+            ("XLAUNCH_HOOK_JOB_KIND", kind.label().to_owned()),
             ("XLAUNCH_HOOK_JOB_USER", submitted.user.clone()),
             ("XLAUNCH_HOOK_JOB_UID", submitted.uid.to_string()),
             ("XLAUNCH_HOOK_JOB_WORK_DIR", submitted.work_dir.clone()),
@@ -97,7 +96,7 @@ impl Facts {
             }
             Phase::Ended { end, exit, reason, gpus, .. } => {
                 variables.push(("XLAUNCH_HOOK_JOB_GPUS", gpus.join(",")));
-                variables.push(("XLAUNCH_HOOK_JOB_STATE", node_job_state((*end).into()).to_owned()));
+                variables.push(("XLAUNCH_HOOK_JOB_STATE", NodeJobState::from(*end).label().to_owned()));
                 variables.extend(exit.map(|exit| ("XLAUNCH_HOOK_JOB_EXIT_CODE", exit.to_string())));
                 variables.push(("XLAUNCH_HOOK_JOB_REASON", reason.clone()));
             }

@@ -1,9 +1,8 @@
 //! Executes commands. The view is published before the reply is sent, so that callers see the effect of their commands.
 
 use tracing::info;
-use xlaunch_proto::convert::node::{Submit, Update};
-use xlaunch_proto::convert::scheduling::Scheduling;
-use xlaunch_proto::v1::{Job, NodeStatus};
+use xlaunch_proto::convert::node::Submit;
+use xlaunch_proto::v1::{DrainRequest, Job, NodeStatus, UpdateRequest};
 
 use super::Manager;
 use crate::commands::{Command, CommandError, Reply, Submission};
@@ -29,8 +28,8 @@ impl Manager {
                 let result = self.update(&caller, update);
                 self.reply(reply, result);
             }
-            Command::Drain { caller, gpus, undo, reason, reply } => {
-                let result = self.drain(&caller, &gpus, undo, &reason);
+            Command::Drain { caller, drain, reply } => {
+                let result = self.drain(&caller, &drain);
                 self.reply(reply, result);
             }
             Command::Examine { caller, examine, reply } => {
@@ -50,14 +49,15 @@ impl Manager {
         &mut self,
         caller: &Caller,
         account: Account,
-        submission: Submit,
+        mut submission: Submit,
     ) -> Result<Submission, CommandError> {
-        if let Some(job) = self.jobs.job_of_request(caller.uid, &account.name, &submission.request_id) {
+        let request = &mut submission.request;
+        if let Some(job) = self.jobs.job_of_request(caller.uid, &account.name, &request.request_id) {
             return Ok(Submission { jobs: self.messages_of(job)?, repeated: true, warnings: Vec::new() });
         }
-        let Scheduling { held, array_parallel, .. } = submission.scheduling;
-        let indices = submission.scheduling.array_indices.clone();
-        let after = self.jobs.dependencies(caller, &submission.scheduling.after)?;
+        let (held, parallel) = (request.held, request.array_parallel);
+        let indices = std::mem::take(&mut request.array_indices);
+        self.jobs.look_up_dependencies(caller, &mut request.scheduling.get_or_insert_default().after)?;
         let (mut submitted, mut description) =
             submission::resolve(submission, caller.uid, &self.node_limits())?;
         let rules = self.admission_rules();
@@ -66,7 +66,7 @@ impl Manager {
             if rules.allow_commands { Vec::new() } else { environment::withheld(&description.environment) };
         let job = self.jobs.submitted + 1;
         (submitted.job, submitted.at, description.job) = (job, self.now(), job);
-        (submitted.user, submitted.gid, submitted.after) = (account.name, account.gid, after);
+        (submitted.user, submitted.gid) = (account.name, account.gid);
         submitted.held =
             held.then(|| Hold { uid: caller.uid, admin: false, user: caller.name.clone().into_owned() });
         let is_array = !indices.is_empty();
@@ -81,7 +81,7 @@ impl Manager {
         })
         .map_err(|error| CommandError::Unavailable(format!("failed to store the submission: {error}")))?;
         self.write(if is_array {
-            submitted.array = Some(Element { first: job, index: 0, parallel: array_parallel });
+            submitted.array = Some(Element { first: job, index: 0, parallel });
             Record::SubmittedArray { first: Box::new(submitted), indices }
         } else {
             Record::Submitted(Box::new(submitted))
@@ -97,7 +97,7 @@ impl Manager {
         jobs.into_iter().map(|job| self.job_message_at(job, &positions)).collect()
     }
 
-    fn update(&mut self, caller: &Caller, update: Update) -> Result<Job, CommandError> {
+    fn update(&mut self, caller: &Caller, update: UpdateRequest) -> Result<Job, CommandError> {
         for record in self.jobs.update(caller, update, self.now())? {
             self.write(record)?;
         }
@@ -122,17 +122,12 @@ impl Manager {
         message
     }
 
-    fn drain(
-        &mut self,
-        caller: &Caller,
-        gpus: &[String],
-        undo: bool,
-        reason: &str,
-    ) -> Result<NodeStatus, CommandError> {
+    fn drain(&mut self, caller: &Caller, drain: &DrainRequest) -> Result<NodeStatus, CommandError> {
         let known: Vec<_> = self.gpus.borrow().gpus.iter().map(|gpu| (gpu.index, gpu.uuid.clone())).collect();
-        self.write(Jobs::drain(caller, gpus, undo, reason, &known, self.now())?)?;
+        self.write(Jobs::drain(caller, drain, &known, self.now())?)?;
+        let DrainRequest { gpus, undo, reason } = drain;
         let target = if gpus.is_empty() { "the node".into() } else { format!("GPU {}", gpus.join(", ")) };
-        let state = if undo { "back in service" } else { "drained" };
+        let state = if *undo { "back in service" } else { "drained" };
         info!(uid = caller.uid, reason, "{target} is {state}");
         Ok(self.node_message())
     }

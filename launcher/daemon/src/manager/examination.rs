@@ -5,8 +5,7 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tracing::{info, warn};
 use xlaunch_host::doctor::{Finding, Level};
-use xlaunch_proto::convert::node::Examine;
-use xlaunch_proto::v1::{self, ExaminationState, ExamineReply, ExaminedGpu, FindingLevel};
+use xlaunch_proto::v1::{self, ExaminationState, ExamineReply, ExamineRequest, ExaminedGpu, FindingLevel};
 
 use super::Manager;
 use crate::agents::examination::EXIT_TIMEOUT;
@@ -33,7 +32,7 @@ impl Manager {
     pub(super) fn examine(
         &mut self,
         caller: &Caller,
-        examine: &Examine,
+        examine: &ExamineRequest,
     ) -> Result<mpsc::Receiver<ExamineReply>, CommandError> {
         let known: Vec<(u32, GpuSlot)> =
             self.gpus.borrow().gpus.iter().map(|gpu| gpu.index).zip(self.resources().gpus).collect();
@@ -56,12 +55,12 @@ impl Manager {
             return Ok(receiver);
         }
         info!(uid = caller.uid, "GPU {} is examined", gpus.join(", "));
-        let longest = examine.timeout.saturating_add(EXIT_TIMEOUT);
+        let longest = examine.timeout().saturating_add(EXIT_TIMEOUT);
         let longest = u64::try_from(longest.as_millis()).unwrap_or(u64::MAX);
         self.jobs.examination =
             Some(Examination { gpus: gpus.clone(), until: self.now().saturating_add(longest) });
         self.examination = Some(Running { uid: caller.uid, choices, replies });
-        self.start_examination(gpus, examine.timeout);
+        self.start_examination(gpus, examine.timeout());
         Ok(receiver)
     }
 

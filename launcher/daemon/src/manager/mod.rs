@@ -508,8 +508,8 @@ impl Manager {
             shutdown_timeout: Duration::try_from_secs_f64(submitted.shutdown_timeout)
                 .map_or(max_grace, |timeout| timeout.min(max_grace)),
             facts: Facts::of(entry),
-            cpus: submitted.cpus,
-            memory: submitted.memory,
+            cpus: submitted.scheduling.cpus,
+            memory: submitted.scheduling.memory_bytes,
             max_tasks: config.jobs.max_tasks.unwrap_or_else(tasks::default_limit),
         };
         drop(config);

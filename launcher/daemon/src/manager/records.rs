@@ -9,7 +9,7 @@ use super::Manager;
 use crate::accounting::Account;
 use crate::commands::CommandError;
 use crate::state::{Jobs, Record};
-use xlaunch_proto::labels::node_job_state;
+use xlaunch_proto::v1::NodeJobState;
 
 /// State of the accounting file: whether all of its lines are known to be in the journal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,7 +37,7 @@ impl Manager {
         if let Record::Ended { job, end, reason, .. } = &record {
             // The reason comes from the agent, so it is logged as a field, where it cannot be mistaken for another
             // message.
-            info!(job, reason, "job {job} has ended: {}", node_job_state((*end).into()));
+            info!(job, reason, "job {job} has ended: {}", NodeJobState::from(*end).label());
         }
         if self.write(record.clone()).is_err() {
             self.unsaved = true;

@@ -37,7 +37,8 @@ use tonic::transport::Server;
 use tonic::{Request, Response, Status};
 use tower::layer::layer_fn;
 use xlaunch_host::net::{self, Connections, Credentials};
-use xlaunch_proto::convert::node::{Drain, Examine, JobLogs, Submit, Update};
+use xlaunch_proto::convert::WireError;
+use xlaunch_proto::convert::node::{JobLogs, Submit};
 use xlaunch_proto::v1::node_server::{Node, NodeServer};
 use xlaunch_proto::v1::{
     CancelRequest, CheckpointReply, DrainRequest, ExamineReply, ExamineRequest, GetRequest, HistoryReply,
@@ -197,8 +198,8 @@ impl Service {
 impl Node for Service {
     async fn submit(&self, request: Request<SubmitRequest>) -> Result<Response<SubmitReply>, Status> {
         let (call, caller) = self.caller(&request).await?;
-        let submission: Submit = checked(request.into_inner())?;
-        let request_id = submission.request_id.clone();
+        let submission = Submit::try_from(request.into_inner()).map_err(invalid)?;
+        let request_id = submission.request.request_id.clone();
         let result = async {
             let account = self.access.account(caller.uid).await?;
             self.node.submit(caller.clone(), account, submission).await
@@ -278,7 +279,7 @@ impl Node for Service {
 
     async fn logs(&self, request: Request<JobLogsRequest>) -> Result<Response<Self::LogsStream>, Status> {
         let (call, caller) = self.caller(&request).await?;
-        let JobLogs { job, logs } = checked(request.into_inner())?;
+        let JobLogs { job, logs } = request.into_inner().try_into().map_err(invalid)?;
         let job = queries::job(&self.node.view(), &caller, job)?;
         let guard =
             self.logs.acquire(call.peer.holder, caller.admin).map_err(|count| busy(count, "log streams"))?;
@@ -340,8 +341,9 @@ impl Node for Service {
 
     async fn update(&self, request: Request<UpdateRequest>) -> Result<Response<Job>, Status> {
         let (call, caller) = self.caller(&request).await?;
-        let update: Update = checked(request.into_inner())?;
-        let Update { job, held, priority } = update;
+        let update = request.into_inner();
+        update.check().map_err(invalid)?;
+        let UpdateRequest { job, held, priority } = update;
         let result = self.node.update(caller.clone(), update).await.map_err(to_status);
         tracing::info!(
             uid = caller.uid,
@@ -357,10 +359,11 @@ impl Node for Service {
 
     async fn drain(&self, request: Request<DrainRequest>) -> Result<Response<NodeStatus>, Status> {
         let (call, caller) = self.caller(&request).await?;
-        let Drain { gpus, undo, reason } = checked(request.into_inner())?;
+        let drain = request.into_inner();
+        drain.check().map_err(invalid)?;
         let (uid, pid) = (caller.uid, call.peer.pid);
-        let named = format!("{gpus:?}");
-        let result = self.node.drain(caller.clone(), gpus, undo, reason).await.map_err(to_status);
+        let (named, undo) = (format!("{:?}", drain.gpus), drain.undo);
+        let result = self.node.drain(caller.clone(), drain).await.map_err(to_status);
         tracing::info!(uid, pid, gpus = named, undo, refusal = refusal(&result), "drain");
         result.map(Response::new)
     }
@@ -372,7 +375,8 @@ impl Node for Service {
         request: Request<ExamineRequest>,
     ) -> Result<Response<Self::ExamineStream>, Status> {
         let (call, caller) = self.caller(&request).await?;
-        let examine: Examine = checked(request.into_inner())?;
+        let examine = request.into_inner();
+        examine.check().map_err(invalid)?;
         let (uid, pid, named) = (caller.uid, call.peer.pid, format!("{:?}", examine.gpus));
         let result = self.node.examine(caller.clone(), examine).await.map_err(to_status);
         tracing::info!(uid, pid, gpus = named, refusal = refusal(&result), "examine");
@@ -391,8 +395,8 @@ fn refusal<T>(result: &Result<T, Status>) -> Option<&str> {
     result.as_ref().err().map(Status::message)
 }
 
-fn checked<W, T: TryFrom<W, Error: std::fmt::Display>>(wire: W) -> Result<T, Status> {
-    T::try_from(wire).map_err(|error| Status::invalid_argument(in_users_words(&error.to_string())))
+fn invalid(error: WireError) -> Status {
+    Status::invalid_argument(in_users_words(&error.to_string()))
 }
 
 /// Replaces the name of the field in a problem of a request by the command line option, as users do not know the

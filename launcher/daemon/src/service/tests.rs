@@ -127,8 +127,8 @@ async fn manage(mut commands: mpsc::Receiver<Command>, refuse: Option<CommandErr
             (Command::Drain { reply, .. }, Some(refused)) => drop(reply.send(Err(refused.clone()))),
             (Command::Submit { caller, account, submission, reply }, None) => {
                 let next = seen.len() as u64 + 1;
-                let repeated = seen.contains_key(&submission.request_id);
-                let id = *seen.entry(submission.request_id).or_insert(next);
+                let repeated = seen.contains_key(&submission.request.request_id);
+                let id = *seen.entry(submission.request.request_id).or_insert(next);
                 let name = format!("{:?}", submission.work);
                 let job = Job { id, uid: caller.uid, user: account.name, name, ..Default::default() };
                 drop(reply.send(Ok(Submission { jobs: vec![job], repeated, warnings: Vec::new() })));
@@ -147,10 +147,11 @@ async fn manage(mut commands: mpsc::Receiver<Command>, refuse: Option<CommandErr
                 });
                 drop(reply.send(result));
             }
-            (Command::Drain { caller, gpus, reason, undo, reply }, None) => {
+            (Command::Drain { caller, drain, reply }, None) => {
                 // As in the real manager, this depends on the role that the service has determined.
-                let result = Jobs::drain(&caller, &[], undo, &reason, &[], 0).map(|_| {
-                    let drained = format!("{} {undo} {reason}", gpus.join(","));
+                let request = DrainRequest { gpus: Vec::new(), ..drain.clone() };
+                let result = Jobs::drain(&caller, &request, &[], 0).map(|_| {
+                    let drained = format!("{} {} {}", drain.gpus.join(","), drain.undo, drain.reason);
                     NodeStatus { drained, ..Default::default() }
                 });
                 drop(reply.send(result));

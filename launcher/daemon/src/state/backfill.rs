@@ -27,12 +27,12 @@ pub(super) struct Demand {
 impl Demand {
     pub(super) fn of(submitted: &Submitted) -> Self {
         let on_gpus = submitted.gpus > 0;
-        let cpus = submitted.cpus.unwrap_or(if on_gpus { 0 } else { submitted.workers });
+        let cpus = submitted.scheduling.cpus.unwrap_or(if on_gpus { 0 } else { submitted.workers });
         Self {
             gpus: submitted.gpus,
             cores: if on_gpus { cpus } else { 0 },
             cpu_workers: if on_gpus { 0 } else { cpus },
-            memory: submitted.memory.unwrap_or(0),
+            memory: submitted.scheduling.memory_bytes.unwrap_or(0),
         }
     }
 

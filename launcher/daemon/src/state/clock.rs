@@ -94,7 +94,8 @@ mod tests {
         let mut jobs = Jobs::default();
         let now = boot(&mut jobs, "a", HOUR, TODAY);
         assert_eq!(now, TODAY, "the time since 1970");
-        let submitted = Submitted { job: 1, time_limit: Some(12 * 3600), at: now, ..Submitted::default() };
+        let mut submitted = Submitted { job: 1, at: now, ..Submitted::default() };
+        submitted.scheduling.time_limit_seconds = Some(12 * 3600);
         jobs.apply(Record::Submitted(Box::new(submitted)));
         jobs.apply(Record::Starting { job: 1, start: 1, gpus: vec![], boot: "a".into(), at: now });
         // The system clock is set a day ahead, and the daemon is restarted.

@@ -1,7 +1,7 @@
 //! Evaluates commands against the state: returns the records that carry a command out, or the reason for a refusal.
 //! Pure.
 
-use xlaunch_proto::convert::node::Update;
+use xlaunch_proto::v1::{DrainRequest, UpdateRequest};
 use xlaunch_spec::quantities::bytes_text;
 
 use super::{End, Entry, Hold, Jobs, Phase, Record, Submitted, bounded};
@@ -109,7 +109,7 @@ impl Jobs {
     pub(crate) fn update(
         &self,
         caller: &Caller,
-        wanted: Update,
+        wanted: UpdateRequest,
         at: u64,
     ) -> Result<Vec<Record>, CommandError> {
         let (job, uid) = (wanted.job, caller.uid);
@@ -151,26 +151,25 @@ impl Jobs {
         Ok(records)
     }
 
-    /// Returns the record that takes the node (if `gpus` is empty) or GPUs out of service or, with `undo`, puts them
+    /// Returns the record that takes the node (if no GPUs are named) or GPUs out of service or, with `undo`, puts them
     /// back. GPUs that were drained individually, for example by the doctor, stay drained when the node is put back.
     /// `known` are the node's GPUs by index and UUID.
     pub(crate) fn drain(
         caller: &Caller,
-        gpus: &[String],
-        undo: bool,
-        reason: &str,
+        request: &DrainRequest,
         known: &[(u32, String)],
         at: u64,
     ) -> Result<Record, CommandError> {
         if !caller.admin {
             return Err(CommandError::NotAllowed("only administrators may drain a node or its GPUs".into()));
         }
+        let DrainRequest { gpus, undo, reason } = request;
         let gpus = find_gpus(gpus, known)?;
-        if undo && gpus.is_empty() {
+        if *undo && gpus.is_empty() {
             return Ok(Record::Resumed { uid: caller.uid, at });
         }
         let reason = if reason.is_empty() { "by an administrator" } else { reason };
-        Ok(Record::Drained { gpus, undo, reason: bounded(reason.into()), uid: caller.uid, at })
+        Ok(Record::Drained { gpus, undo: *undo, reason: bounded(reason.into()), uid: caller.uid, at })
     }
 }
 
@@ -205,16 +204,16 @@ fn fits_on_node(wanted: &Submitted, rules: &AdmissionRules<'_>) -> Result<(), Co
     if wanted.gpus > rules.gpus {
         return too_large(format!("{} GPUs", wanted.gpus), rules.gpus.to_string(), "");
     }
-    let cpus = wanted.cpus.unwrap_or(0);
+    let cpus = wanted.scheduling.cpus.unwrap_or(0);
     if cpus > rules.cores {
         return too_large(format!("{cpus} CPUs"), rules.cores.to_string(), "");
     }
-    let workers = wanted.cpus.unwrap_or(wanted.workers);
+    let workers = wanted.scheduling.cpus.unwrap_or(wanted.workers);
     if wanted.gpus == 0 && workers > rules.cpu_workers {
-        let what = if wanted.cpus.is_some() { "CPUs" } else { "CPU workers" };
+        let what = if wanted.scheduling.cpus.is_some() { "CPUs" } else { "CPU workers" };
         return too_large(format!("{workers} {what}"), rules.cpu_workers.to_string(), " (jobs.cpu_workers)");
     }
-    let memory = wanted.memory.unwrap_or(0);
+    let memory = wanted.scheduling.memory_bytes.unwrap_or(0);
     if memory > rules.memory {
         return too_large(format!("{} of memory", bytes_text(memory)), bytes_text(rules.memory), "");
     }

@@ -5,9 +5,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use xlaunch_proto::convert::scheduling::Condition;
+use xlaunch_proto::v1::{Dependency, DependencyCondition};
 
-use super::{Dependency, End, Entry, Jobs, Phase, Submitted};
+use super::{End, Entry, Jobs, Phase, Submitted};
 use crate::commands::CommandError;
 use crate::view::Caller;
 
@@ -36,46 +36,43 @@ impl Dependents {
 
 impl Submitted {
     fn open_dependencies(&self) -> impl Iterator<Item = u64> {
-        let open = self.after.iter().filter(|it| it.met.is_none() && it.job < self.job);
+        let open = self.scheduling.after.iter().filter(|it| it.met.is_none() && it.job < self.job);
         open.map(|dependency| dependency.job)
     }
 
     /// Returns whether all dependencies are met.
     pub(super) fn is_free_of_dependencies(&self) -> bool {
-        self.after.iter().all(|dependency| dependency.met == Some(true))
+        self.scheduling.after.iter().all(|dependency| dependency.met == Some(true))
     }
 }
 
-fn is_met(condition: Condition, end: End) -> bool {
+fn is_met(condition: DependencyCondition, end: End) -> bool {
     match condition {
-        Condition::Ok => end == End::Done,
-        Condition::Any => true,
-        Condition::Fail => end != End::Done,
+        DependencyCondition::Ok | DependencyCondition::Unspecified => end == End::Done,
+        DependencyCondition::Any => true,
+        DependencyCondition::Fail => end != End::Done,
     }
 }
 
 impl Jobs {
-    /// Returns the dependencies of a new job, with the outcomes of those that have ended.
+    /// Sets the outcomes of the dependencies of a new job.
     ///
     /// # Errors
     /// A dependency is not a job that the caller may see.
-    pub(crate) fn dependencies(
+    pub(crate) fn look_up_dependencies(
         &self,
         caller: &Caller,
-        after: &[(u64, Condition)],
-    ) -> Result<Vec<Dependency>, CommandError> {
-        let dependency = |&(job, condition): &(u64, Condition)| {
-            let entry = self
-                .jobs
-                .get(&job)
-                .filter(|entry| caller.may_see(entry.submitted.uid, &entry.submitted.user));
-            let met = match entry.ok_or(CommandError::JobNotFound(job))?.phase {
-                Phase::Ended { end, .. } => Some(is_met(condition, end)),
+        after: &mut [Dependency],
+    ) -> Result<(), CommandError> {
+        for dependency in after {
+            let entry = self.jobs.get(&dependency.job);
+            let entry = entry.filter(|entry| caller.may_see(entry.submitted.uid, &entry.submitted.user));
+            dependency.met = match entry.ok_or(CommandError::JobNotFound(dependency.job))?.phase {
+                Phase::Ended { end, .. } => Some(is_met(dependency.condition(), end)),
                 Phase::Queued { .. } | Phase::Active { .. } => None,
             };
-            Ok(Dependency { job, condition, met })
-        };
-        after.iter().map(dependency).collect()
+        }
+        Ok(())
     }
 
     /// Stores the outcome of an ended job with the jobs that wait for it, and removes its own dependencies.
@@ -85,8 +82,8 @@ impl Jobs {
         }
         for waiting in self.dependents.0.remove(&job).unwrap_or_default() {
             let Some(entry) = self.jobs.get_mut(&waiting) else { continue };
-            for dependency in entry.submitted.after.iter_mut().filter(|it| it.job == job) {
-                dependency.met.get_or_insert(is_met(dependency.condition, end));
+            for dependency in entry.submitted.scheduling.after.iter_mut().filter(|it| it.job == job) {
+                dependency.met = dependency.met.or(Some(is_met(dependency.condition(), end)));
             }
         }
     }
@@ -95,8 +92,12 @@ impl Jobs {
     pub(crate) fn unsatisfiable(&self) -> Vec<(u64, String)> {
         let failed = |(job, entry): (&u64, &Entry)| {
             let Phase::Queued { .. } = entry.phase else { return None };
-            let dependency = entry.submitted.after.iter().find(|it| it.met == Some(false))?;
-            let how = if dependency.condition == Condition::Ok { "did not succeed" } else { "did not fail" };
+            let dependency = entry.submitted.scheduling.after.iter().find(|it| it.met == Some(false))?;
+            let how = if dependency.condition() == DependencyCondition::Ok {
+                "did not succeed"
+            } else {
+                "did not fail"
+            };
             Some((*job, format!("dependency not met: job {} {how}", dependency.job)))
         };
         self.jobs.iter().filter_map(failed).collect()

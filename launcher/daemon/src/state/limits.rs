@@ -39,8 +39,8 @@ pub(crate) fn due(jobs: &Jobs, now: u64) -> Due {
             continue;
         }
         next(limit);
-        if let Some(warning) = submitted.warning.filter(|_| !warned) {
-            let warn_at = limit.saturating_sub(warning.before.saturating_mul(1000));
+        if let Some(warning) = submitted.scheduling.warning.filter(|_| !warned) {
+            let warn_at = limit.saturating_sub(warning.seconds_before.saturating_mul(1000));
             if now >= warn_at {
                 due.warnings.push((job, warning.signal));
             } else {
@@ -56,14 +56,14 @@ impl Jobs {
     pub(crate) fn requeue(&self, job: u64, reason: &str, at: u64) -> Option<Record> {
         let Entry { submitted, phase } = self.jobs.get(&job)?;
         let runs = matches!(phase, Phase::Active { cancelled: None, over_limit: false, .. });
-        let again = runs && submitted.requeue && submitted.requeues < MAX_REQUEUES;
+        let again = runs && submitted.scheduling.requeue && submitted.requeues < MAX_REQUEUES;
         again.then(|| Record::Requeued { job, reason: reason.into(), lost: true, at })
     }
 }
 
 /// Returns the time at which a job that started at `started` reaches its time limit.
 pub(crate) fn reached_at(submitted: &Submitted, started: u64) -> Option<u64> {
-    submitted.time_limit.map(|limit| started.saturating_add(limit.saturating_mul(1000)))
+    submitted.scheduling.time_limit_seconds.map(|limit| started.saturating_add(limit.saturating_mul(1000)))
 }
 
 /// Returns the latest time at which a job that starts at `started` has released its resources: its time limit plus the
@@ -76,19 +76,23 @@ pub(crate) fn released_by(submitted: &Submitted, started: u64) -> Option<u64> {
 impl Submitted {
     /// Returns the reason given when a job is stopped at its time limit.
     pub(crate) fn limit_reached(&self) -> String {
-        format!("time limit of {} reached", time_text(Duration::from_secs(self.time_limit.unwrap_or(0))))
+        format!(
+            "time limit of {} reached",
+            time_text(Duration::from_secs(self.scheduling.time_limit_seconds.unwrap_or(0)))
+        )
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use xlaunch_proto::convert::scheduling::Warning;
+    use xlaunch_proto::v1::{Scheduling, WarningSignal};
 
     use super::*;
 
-    fn running(limit: Option<u64>, warning: Option<Warning>) -> Jobs {
+    fn running(time_limit_seconds: Option<u64>, warning: Option<WarningSignal>) -> Jobs {
         let mut jobs = Jobs::default();
-        let submitted = Submitted { job: 1, time_limit: limit, warning, ..Submitted::default() };
+        let scheduling = Scheduling { time_limit_seconds, warning, ..Scheduling::default() };
+        let submitted = Submitted { job: 1, scheduling, ..Submitted::default() };
         jobs.apply(Record::Submitted(Box::new(submitted)));
         jobs.apply(Record::Starting { job: 1, start: 1, gpus: vec![], boot: String::new(), at: 5000 });
         jobs
@@ -96,7 +100,7 @@ mod tests {
 
     #[test]
     fn job_is_warned_once_and_stopped_once() {
-        let mut jobs = running(Some(100), Some(Warning { signal: 10, before: 60 }));
+        let mut jobs = running(Some(100), Some(WarningSignal { signal: 10, seconds_before: 60 }));
         let expect = |jobs: &Jobs, now, warnings: &[(u64, i32)], stops: &[u64], next| {
             let expected = Due { warnings: warnings.to_vec(), stops: stops.to_vec(), next };
             assert_eq!(due(jobs, now), expected, "at {now}");
@@ -113,13 +117,13 @@ mod tests {
 
     #[test]
     fn missed_time_limit_stops_the_job_without_a_warning() {
-        let jobs = running(Some(100), Some(Warning { signal: 10, before: 60 }));
+        let jobs = running(Some(100), Some(WarningSignal { signal: 10, seconds_before: 60 }));
         assert_eq!(due(&jobs, 999_000), Due { stops: vec![1], ..Due::default() });
     }
 
     #[test]
     fn warning_longer_than_the_limit_is_due_at_the_start() {
-        let jobs = running(Some(10), Some(Warning { signal: 10, before: 60 }));
+        let jobs = running(Some(10), Some(WarningSignal { signal: 10, seconds_before: 60 }));
         assert_eq!(due(&jobs, 5000).warnings, [(1, 10)]);
     }
 

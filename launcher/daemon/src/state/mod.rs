@@ -38,10 +38,10 @@ mod usage;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
-use xlaunch_proto::convert::scheduling::MAX_ARRAY_JOBS;
+use xlaunch_proto::convert::node::MAX_ARRAY_JOBS;
 
 pub use record::Submitted;
-pub(crate) use record::{Canceller, Dependency, Element, End, Hold, Record, bounded};
+pub(crate) use record::{Canceller, Element, End, Hold, Record, bounded};
 
 use clock::NodeClock;
 use dependencies::Dependents;

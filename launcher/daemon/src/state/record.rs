@@ -2,8 +2,9 @@
 
 use std::ops::RangeInclusive;
 
-use serde::{Deserialize, Serialize};
-use xlaunch_proto::convert::scheduling::{Condition, Warning};
+use serde::{Deserialize, Serialize, Serializer};
+use serde_json::json;
+use xlaunch_proto::v1::Scheduling;
 
 use crate::usage::Usage;
 
@@ -178,6 +179,15 @@ fn is_zero_u32(number: &u32) -> bool {
     *number == 0
 }
 
+/// Leaves out fields without a value, as most jobs have few.
+fn serialize_set_values<S: Serializer>(message: &Scheduling, serializer: S) -> Result<S::Ok, S::Error> {
+    let mut value = json!(message);
+    if let Some(fields) = value.as_object_mut() {
+        fields.retain(|_, value| ![json!(null), json!(false), json!([])].contains(value));
+    }
+    value.serialize(serializer)
+}
+
 /// A job as submitted, including later changes while it is queued: hold, priority, outcomes of dependencies. The
 /// environment is not in the journal but in the job's directory ([`crate::files`]).
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -205,30 +215,17 @@ pub struct Submitted {
     /// Primary group of the user.
     #[serde(skip_serializing_if = "is_zero_u32")]
     pub gid: u32,
-    /// Maximum run time in seconds.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub time_limit: Option<u64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub warning: Option<Warning>,
-    /// Number of cores that the job holds while it runs.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub cpus: Option<u32>,
-    /// Memory that the job holds while it runs, in bytes.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub memory: Option<u64>,
+    /// The scheduling that was requested, with the node's defaults, and with the outcomes of dependencies.
+    #[serde(flatten, serialize_with = "serialize_set_values")]
+    pub scheduling: Scheduling,
     /// Usage charged per second while the job runs, in thousandths of a GPU second. Includes the job's part of the
     /// node's cores or memory. 0 in records of version 0.2.
     #[serde(skip_serializing_if = "is_zero_u32")]
     pub rate: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub held: Option<Hold>,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub after: Vec<Dependency>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub array: Option<Element>,
-    /// True if the job goes back to the queue if it is lost.
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
-    pub requeue: bool,
     /// Number of times that the job went back to the queue.
     #[serde(skip_serializing_if = "is_zero_u32")]
     pub requeues: u32,
@@ -251,16 +248,6 @@ pub struct Hold {
     pub user: String,
     /// True if an administrator holds the job of another user.
     pub admin: bool,
-}
-
-/// A job that must end before another one starts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Dependency {
-    pub job: u64,
-    pub condition: Condition,
-    /// True if the job has ended as required; `None` until it has ended.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub met: Option<bool>,
 }
 
 /// The place of a job in its array.

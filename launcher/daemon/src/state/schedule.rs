@@ -64,7 +64,7 @@ impl Resources {
 /// Returns the memory that a job requests in addition to the shares of its GPUs, in bytes.
 pub(super) fn memory_beside_gpus(submitted: &Submitted, memory_per_gpu: u64) -> u64 {
     let share = memory_per_gpu.saturating_mul(submitted.gpus.into());
-    submitted.memory.unwrap_or(0).saturating_sub(share)
+    submitted.scheduling.memory_bytes.unwrap_or(0).saturating_sub(share)
 }
 
 /// The scheduler's decisions about the queue.
@@ -248,7 +248,8 @@ impl<'a> Pass<'a> {
         if let Some(hold) = &submitted.held {
             return Some(format!("held by user {}", self.jobs.user_label(hold.uid, &hold.user)));
         }
-        if let Some(open) = submitted.after.iter().find(|dependency| dependency.met != Some(true)) {
+        if let Some(open) = submitted.scheduling.after.iter().find(|dependency| dependency.met != Some(true))
+        {
             return Some(format!("waits for job {} to end", open.job));
         }
         if self.resources.only_training && !submitted.trainer {
@@ -333,7 +334,7 @@ fn shortage(submitted: &Submitted, demand: Demand, free: Demand, is: &str) -> St
     if demand.gpus > free.gpus {
         missing("GPUs", demand.gpus, free.gpus)
     } else if demand.cpu_workers > free.cpu_workers {
-        let what = if submitted.cpus.is_some() { "CPUs" } else { "CPU workers" };
+        let what = if submitted.scheduling.cpus.is_some() { "CPUs" } else { "CPU workers" };
         missing(what, demand.cpu_workers, free.cpu_workers)
     } else if demand.cores > free.cores {
         missing("CPUs", demand.cores, free.cores)

@@ -6,6 +6,8 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
+use xlaunch_proto::v1::Scheduling;
+
 use super::schedule::{GpuSlot, Resources, schedule};
 use super::{End, Jobs, Record, Submitted};
 
@@ -116,7 +118,10 @@ fn submitted(job: u64, planned: &Job, policy: Policy) -> Submitted {
         gpus: planned.gpus,
         workers: planned.gpus,
         rate: planned.gpus * 1000,
-        time_limit: fair.then_some(2 * planned.runs.div_ceil(1000)),
+        scheduling: Scheduling {
+            time_limit_seconds: fair.then_some(2 * planned.runs.div_ceil(1000)),
+            ..Scheduling::default()
+        },
         at: planned.arrives,
         request_id: job.to_string(),
         ..Submitted::default()

@@ -1,8 +1,8 @@
-//! Returns the view as JSON, for the page and for scripts: the objects of [`xlaunch_proto::json`], which `--json`
-//! prints too. Each job has in addition the figures of its status that a list shows.
+//! Returns the view as JSON, for the page and for scripts: the objects that `--json` prints too
+//! ([`xlaunch_proto::json`]). Each job has in addition the figures of its status that a list shows.
 
 use serde_json::{Value, json};
-use xlaunch_proto::v1::{JobKind, NodeJobState, StatusReply};
+use xlaunch_proto::v1::{Job, JobKind, NodeJobState, StatusReply};
 
 use crate::view::{JobView, NodeView};
 use xlaunch_proto::json;
@@ -12,6 +12,9 @@ const MAX_ENDED_JOBS: usize = 100;
 /// Maximum number of queued jobs in a node's JSON; the first in the queue are included.
 const MAX_QUEUED_JOBS: usize = 200;
 
+/// Keys of a job that are left out in a list.
+const NOT_LISTED: [&str; 4] = ["history", "report", "status", "status_age_seconds"];
+
 /// Returns the node, its GPUs and its jobs: first running jobs, then queued ones in queue order, then ended ones,
 /// newest first.
 pub(super) fn node(view: &NodeView, now: u64) -> Value {
@@ -19,7 +22,7 @@ pub(super) fn node(view: &NodeView, now: u64) -> Value {
     let jobs: Vec<_> = jobs.into_iter().map(line).collect();
     json!({
         "unix_ms": now,
-        "node": json::node(&view.node),
+        "node": view.node,
         "jobs": jobs,
         "jobs_left_out": left_out,
     })
@@ -41,18 +44,22 @@ fn listed(view: &NodeView) -> (Vec<&JobView>, usize) {
 
 /// Returns a job with its ranks and its history.
 pub(crate) fn job(view: &JobView, now: u64) -> Value {
-    let mut value = line(view);
-    value["report"] = json!(view.job.report);
+    let mut value = with_figures(&view.to_message(true), view);
     value["unix_ms"] = json!(now);
-    value["status"] = view.status.as_ref().map_or(Value::Null, |(reply, _)| json::status(reply));
-    value["status_age_seconds"] = json!(view.status.as_ref().map(|(_, at)| at.elapsed().as_secs_f64()));
-    value["history"] = json::history(&view.history);
     value
 }
 
 /// Returns a job as shown in a list.
 fn line(view: &JobView) -> Value {
-    let mut value = json::job(&view.job);
+    let mut value = with_figures(&view.job, view);
+    if let Some(fields) = value.as_object_mut() {
+        fields.retain(|key, _| !NOT_LISTED.contains(&key.as_str()));
+    }
+    value
+}
+
+fn with_figures(job: &Job, view: &JobView) -> Value {
+    let mut value = json::job(job);
     let status = view.status.as_ref().map(|(reply, _)| reply.as_ref());
     let trained = status.filter(|status| has_trained(status));
     value["step"] = json!(trained.map(|status| status.step));

@@ -19,7 +19,6 @@ use xlaunch_proto::v1::{
 
 use super::api::has_trained;
 use crate::view::{JobView, NodeView};
-use xlaunch_proto::labels::{examination_state, gpu_state, kind, node_job_state};
 
 pub(super) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 /// Time for which an ended job is exported, in milliseconds.
@@ -127,7 +126,7 @@ impl Scrape {
                 ("gpu", gpu.index.to_string()),
                 ("UUID", gpu.uuid.clone()),
                 ("name", gpu.name.clone()),
-                ("state", gpu_state(gpu.state()).into()),
+                ("state", gpu.state().label().into()),
             ];
             (labels, 1.0)
         });
@@ -136,7 +135,7 @@ impl Scrape {
         let held = held.map(|gpu| (vec![("UUID", gpu.uuid.clone()), ("job", gpu.job.to_string())], 1.0));
         out.gauge("xlaunch_gpu_job", "1 for each GPU that a job holds, with the job.", held)?;
         let results = [ExaminationState::Passed, ExaminationState::Failed, ExaminationState::Unknown];
-        let results = results.map(|state| vec![("result", examination_state(state).to_owned())]);
+        let results = results.map(|state| vec![("result", state.label().to_owned())]);
         let help = "GPUs examined by `xlaunch doctor --daemon` since the daemon was started.";
         out.counter("xlaunch_gpus_examined", help, results.into_iter().zip(self.view.examined))
     }
@@ -145,8 +144,7 @@ impl Scrape {
         use NodeJobState::{Cancelled, Done, Failed, Lost, Queued, Running, Starting, Stopping};
         let count = |state| self.view.jobs.values().filter(|job| job.job.state() == state).count();
         let states = [Queued, Starting, Running, Stopping, Done, Failed, Cancelled, Lost];
-        let states =
-            states.map(|state| (vec![("state", node_job_state(state).into())], whole(count(state) as u64)));
+        let states = states.map(|state| (vec![("state", state.label().into())], whole(count(state) as u64)));
         out.gauge("xlaunch_jobs", "Number of jobs by state; ended jobs until they are forgotten.", states)?;
         let waiting = self.view.jobs.values().filter(|job| job.waits_for_gpus).count();
         let help = "Queued jobs that need GPUs, are not held and have no open dependencies.";
@@ -309,8 +307,8 @@ fn info(view: &JobView) -> Sample {
         ("job", job.id.to_string()),
         ("name", short(&job.name)),
         ("user", user),
-        ("kind", kind(job.kind()).into()),
-        ("state", node_job_state(job.state()).into()),
+        ("kind", job.kind().label().into()),
+        ("state", job.state().label().into()),
     ];
     (labels, 1.0)
 }

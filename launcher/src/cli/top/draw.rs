@@ -13,7 +13,6 @@ use xlaunch_proto::v1::{Gpu, GpuState, Job, JobKind, NodeJobState};
 use super::state::State;
 use crate::render::text::{columns, escape, or_dash};
 use crate::render::{job as job_text, jobs, launch, node};
-use xlaunch_proto::labels::{gpu_state, node_job_state};
 use xlaunch_spec::quantities::count_text;
 
 /// Maximum number of GPUs that are drawn one per line; more are drawn two per line.
@@ -83,7 +82,7 @@ fn gpu_lines(state: &State, width: u16) -> Vec<Line<'static>> {
 
 /// Returns index, holder, utilization and memory of a GPU; power, temperature and name if there is room.
 fn gpu_cell(state: &State, gpu: &Gpu, width: usize, has_room: bool) -> Vec<Span<'static>> {
-    let holder = if gpu.job == 0 { gpu_state(gpu.state()).to_owned() } else { format!("job {}", gpu.job) };
+    let holder = if gpu.job == 0 { gpu.state().label().to_owned() } else { format!("job {}", gpu.job) };
     let (bar, bar_colour) = match gpu.busy_percent {
         Some(busy) => (bar(busy), if busy < 10.0 { Color::Blue } else { Color::Green }),
         None => (format!("{:>BAR_WIDTH$}", "-"), Color::Reset),
@@ -152,7 +151,7 @@ fn row(job: &Job, now: u64) -> Vec<String> {
         job.id.to_string(),
         jobs::truncated_name(&job.name),
         job_text::user(job),
-        node_job_state(job.state()).into(),
+        job.state().label().into(),
         gpus.to_string(),
         job_text::run_time(job, now),
         jobs::step_or_reason(job),

@@ -390,7 +390,7 @@ fn evaluation_and_checkpoints_with_progress_are_not_hangs() {
         }
         assert_eq!(job.messages(), [], "{phase:?}");
         job.run(limit + 2);
-        let place = format!("(phase: {}, step 10)", phase.name());
+        let place = format!("(phase: {}, step 10)", phase.label());
         let message = &job.messages()[0].1;
         assert!(message.starts_with("rank 0 made no progress for ") && message.contains(&place), "{message}");
     }

@@ -20,7 +20,7 @@ fn node(gpus: usize) -> Resources {
 
 fn job(id: u64, uid: u32, gpus: u32, hours: Option<u64>) -> Submitted {
     let Record::Submitted(job) = submitted(id, uid, gpus, 0) else { unreachable!() };
-    Submitted { time_limit: hours.map(|hours| hours * 3600), ..*job }
+    with(*job, |scheduling| scheduling.time_limit_seconds = hours.map(|hours| hours * 3600))
 }
 
 fn add(jobs: &mut Jobs, submitted: Submitted) {
@@ -78,7 +78,7 @@ fn nothing_overtakes_a_job_whose_start_is_unknown() {
 }
 
 fn with_memory(job: Submitted, memory: u64) -> Submitted {
-    Submitted { memory: Some(memory), ..job }
+    with(job, |scheduling| scheduling.memory_bytes = Some(memory))
 }
 
 #[test]
@@ -139,10 +139,8 @@ fn backfilled_job_of_the_same_user_does_not_use_up_the_users_gpus() {
 #[test]
 fn jobs_wait_for_memory_and_cores() {
     let mut jobs = Jobs::default();
-    let with = |submitted: Submitted, cpus: Option<u32>, memory: Option<u64>| Submitted {
-        cpus,
-        memory,
-        ..submitted
+    let with = |submitted, cpus: Option<u32>, memory: Option<u64>| {
+        with(submitted, |scheduling| (scheduling.cpus, scheduling.memory_bytes) = (cpus, memory))
     };
     run(&mut jobs, with(job(1, 1, 1, None), Some(12), Some(50)), 0..1, NOW);
     add(&mut jobs, with(job(2, 1, 1, None), Some(8), Some(1)));
@@ -161,8 +159,8 @@ fn jobs_wait_for_memory_and_cores() {
 #[test]
 fn cpus_of_a_cpu_job_count_in_place_of_its_workers() {
     let mut jobs = Jobs::default();
-    add(&mut jobs, Submitted { cpus: Some(6), ..job(1, 1, 0, None) });
-    add(&mut jobs, Submitted { cpus: Some(3), ..job(2, 1, 0, None) });
+    add(&mut jobs, with(job(1, 1, 0, None), |scheduling| scheduling.cpus = Some(6)));
+    add(&mut jobs, with(job(2, 1, 0, None), |scheduling| scheduling.cpus = Some(3)));
     let now = schedule(&jobs, &node(0), NOW);
     assert_eq!(now.starts.len(), 1);
     assert_eq!(now.waits[&2].reason, "waits for CPUs: 3 wanted, 2 free");
@@ -219,10 +217,14 @@ fn array_limit_bounds_its_concurrent_jobs() {
 
 #[test]
 fn outcome_of_a_dependency_outlives_it() {
-    use xlaunch_proto::convert::scheduling::Condition::{Any, Fail, Ok as Done};
-    let after = |id, list: &[(u64, Condition)]| {
-        let after = list.iter().map(|&(job, condition)| Dependency { job, condition, met: None }).collect();
-        Submitted { after, ..job(id, 1, 0, None) }
+    use DependencyCondition::{Any, Fail, Ok as Done};
+    let after = |id, list: &[(u64, DependencyCondition)]| {
+        let dependency = |&(job, condition): &(u64, DependencyCondition)| Dependency {
+            job,
+            condition: condition.into(),
+            met: None,
+        };
+        with(job(id, 1, 0, None), |scheduling| scheduling.after = list.iter().map(dependency).collect())
     };
     let mut jobs = of([submitted(1, 1, 0, 0), submitted(2, 1, 0, 0)]);
     for waiting in [after(3, &[(1, Done), (2, Any)]), after(4, &[(1, Fail)]), after(5, &[(4, Done)])] {
@@ -262,7 +264,8 @@ fn outcome_of_a_dependency_outlives_it() {
 
 #[test]
 fn lost_job_goes_back_to_the_queue_ten_times() {
-    let mut jobs = of([Record::Submitted(Box::new(Submitted { requeue: true, ..job(1, 1, 0, None) }))]);
+    let mut jobs = Jobs::default();
+    add(&mut jobs, with(job(1, 1, 0, None), |scheduling| scheduling.requeue = true));
     for start in 1..=11 {
         jobs.apply(Record::Starting { job: 1, start, gpus: vec![], boot: "b".into(), at: NOW });
         let Some(record) = jobs.requeue(1, "reboot", NOW + HOUR) else {
@@ -280,7 +283,7 @@ fn lost_job_goes_back_to_the_queue_ten_times() {
 fn cancelled_and_non_requeueable_jobs_are_not_requeued() {
     let mut jobs = of([submitted(1, 1, 0, 0), starting(1, &[])]);
     assert_eq!(jobs.requeue(1, "reboot", NOW), None);
-    add(&mut jobs, Submitted { requeue: true, ..job(2, 1, 0, None) });
+    add(&mut jobs, with(job(2, 1, 0, None), |scheduling| scheduling.requeue = true));
     jobs.apply(Record::Starting { job: 2, start: 1, gpus: vec![], boot: "b".into(), at: NOW });
     assert!(jobs.requeue(2, "reboot", NOW).is_some());
     jobs.apply(Record::Cancelled { job: 2, uid: 1, user: String::new(), at: NOW });

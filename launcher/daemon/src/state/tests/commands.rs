@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use super::*;
 use crate::commands::CommandError;
 use crate::view::Caller;
-use xlaunch_proto::convert::node::Update;
+use xlaunch_proto::v1::{Dependency, DependencyCondition, DrainRequest, UpdateRequest};
 
 const USER: Caller = Caller { uid: 1000, name: Cow::Borrowed(""), admin: false };
 const OTHER: Caller = Caller { uid: 1001, name: Cow::Borrowed(""), admin: false };
@@ -114,22 +114,24 @@ fn only_its_user_and_admins_can_cancel_a_job() {
 #[test]
 fn gpus_are_drained_by_index_or_uuid() {
     let known = [(0, "GPU-a".to_string()), (1, "GPU-b".to_string())];
-    let drain = |caller, named: &str| Jobs::drain(caller, &[named.to_string()], false, "", &known, 0);
+    let request = |named: &str| DrainRequest { gpus: vec![named.into()], ..DrainRequest::default() };
+    let drain = |caller, named: &str| Jobs::drain(caller, &request(named), &known, 0);
     assert!(matches!(drain(&USER, "0"), Err(CommandError::NotAllowed(_))));
     for named in ["1", "GPU-b"] {
         assert!(matches!(drain(&ADMIN, named), Ok(Record::Drained { gpus, .. }) if gpus == ["GPU-b"]));
     }
     let Err(CommandError::Invalid(text)) = drain(&ADMIN, "7") else { panic!() };
     assert!(text.contains("0 (GPU-a), 1 (GPU-b)"), "{text}");
-    let Err(CommandError::Invalid(text)) = Jobs::drain(&ADMIN, &["0".into()], false, "", &[], 0) else {
-        panic!()
-    };
+    let Err(CommandError::Invalid(text)) = Jobs::drain(&ADMIN, &request("0"), &[], 0) else { panic!() };
     assert!(text.ends_with("its GPUs: none"), "{text}");
 }
 
 #[test]
 fn drain_record_has_user_time_and_reason() {
-    let drain = |undo, reason| Jobs::drain(&ADMIN, &[], undo, reason, &[], 7).unwrap();
+    let drain = |undo, reason: &str| {
+        let request = DrainRequest { undo, reason: reason.into(), ..DrainRequest::default() };
+        Jobs::drain(&ADMIN, &request, &[], 7).unwrap()
+    };
     let record =
         |undo, reason: &str| Record::Drained { gpus: vec![], undo, reason: reason.into(), uid: 0, at: 7 };
     assert_eq!(drain(false, "fan"), record(false, "fan"));
@@ -137,8 +139,8 @@ fn drain_record_has_user_time_and_reason() {
     assert_eq!(drain(true, ""), Record::Resumed { uid: ADMIN.uid, at: 7 }, "GPUs stay drained");
 }
 
-fn hold(job: u64, held: bool) -> Update {
-    Update { job, held: Some(held), priority: None }
+fn hold(job: u64, held: bool) -> UpdateRequest {
+    UpdateRequest { job, held: Some(held), priority: None }
 }
 
 #[test]
@@ -170,7 +172,7 @@ fn hold_of_an_administrator_is_released_by_administrators_only() {
 #[test]
 fn priority_above_zero_is_for_administrators_and_only_queued_jobs_change() {
     let mut jobs = of([submitted(1, 1000, 0, 0), submitted(2, 1000, 0, 0), starting(2, &[])]);
-    let priority = |priority| Update { job: 1, held: None, priority: Some(priority) };
+    let priority = |priority| UpdateRequest { job: 1, held: None, priority: Some(priority) };
     assert!(matches!(jobs.update(&USER, priority(1), 7), Err(CommandError::NotAllowed(_))));
     assert_eq!(jobs.update(&USER, priority(0), 7), Ok(vec![]));
     for (caller, value) in [(&USER, -5), (&USER, 0), (&ADMIN, 9)] {
@@ -192,29 +194,32 @@ fn priority_above_zero_is_for_administrators_and_only_queued_jobs_change() {
 fn dependencies_must_be_visible_jobs() {
     let mut jobs = of([submitted(1, 1000, 0, 0), submitted(2, 1000, 0, 0), submitted(3, 1001, 0, 0)]);
     jobs.apply(ended(1, 5));
-    let met = |caller, job, condition| {
-        jobs.dependencies(caller, &[(job, condition)]).map(|dependencies| dependencies[0].met)
+    let met = |caller, job, condition: DependencyCondition| {
+        // The outcome is not what the caller says.
+        let mut after = [Dependency { job, condition: condition.into(), met: Some(true) }];
+        jobs.look_up_dependencies(caller, &mut after).map(|()| after[0].met)
     };
-    assert_eq!(met(&USER, 1, Condition::Ok), Ok(Some(true)));
-    assert_eq!(met(&USER, 1, Condition::Fail), Ok(Some(false)));
-    assert_eq!(met(&USER, 2, Condition::Ok), Ok(None));
-    assert_eq!(met(&USER, 3, Condition::Any), Err(CommandError::JobNotFound(3)));
-    assert_eq!(met(&ADMIN, 3, Condition::Any), Ok(None));
-    assert_eq!(met(&USER, 99, Condition::Any), Err(CommandError::JobNotFound(99)));
+    use DependencyCondition::{Any, Fail, Ok as Done};
+    assert_eq!(met(&USER, 1, Done), Ok(Some(true)));
+    assert_eq!(met(&USER, 1, Fail), Ok(Some(false)));
+    assert_eq!(met(&USER, 2, Done), Ok(None));
+    assert_eq!(met(&USER, 3, Any), Err(CommandError::JobNotFound(3)));
+    assert_eq!(met(&ADMIN, 3, Any), Ok(None));
+    assert_eq!(met(&USER, 99, Any), Err(CommandError::JobNotFound(99)));
 }
 
 #[test]
 fn more_than_the_node_has_is_refused() {
     let refused =
         |wanted: Submitted| Jobs::default().admit(&USER, &wanted, 1, &RULES).unwrap_err().to_string();
-    let cpus = |gpus, cpus| Submitted { cpus: Some(cpus), ..job(true, gpus, 1, 0) };
+    let cpus = |gpus, cpus| with(job(true, gpus, 1, 0), |scheduling| scheduling.cpus = Some(cpus));
     assert!(refused(cpus(1, 9)).contains("9 CPUs, but a job can get at most 8"));
     assert!(
         refused(cpus(0, 3)).contains("3 CPUs, but a job can get at most 2 on this node (jobs.cpu_workers)")
     );
-    let memory = Submitted { memory: Some(65 << 30), ..job(true, 1, 1, 0) };
+    let memory = with(job(true, 1, 1, 0), |scheduling| scheduling.memory_bytes = Some(65 << 30));
     assert!(refused(memory).contains("65 GiB of memory, but a job can get at most 64 GiB on this node"));
-    let fits = Submitted { memory: Some(64 << 30), ..cpus(0, 2) };
+    let fits = with(cpus(0, 2), |scheduling| scheduling.memory_bytes = Some(64 << 30));
     assert_eq!(Jobs::default().admit(&USER, &fits, 1, &RULES), Ok(()));
     let array = Jobs::default().admit(&USER, &job(true, 0, 1, 0), 3, &RULES).unwrap_err().to_string();
     assert!(array.starts_with("3 jobs are too many"), "{array}");
@@ -230,8 +235,8 @@ fn reused_user_id_grants_no_access_to_earlier_jobs() {
     let jobs = super::of([Record::Submitted(submitted)]);
     assert_eq!(jobs.cancel(&bob, 1, 0), Err(CommandError::JobNotFound(1)));
     assert_eq!(jobs.update(&bob, hold(1, true), 0), Err(CommandError::JobNotFound(1)));
-    let after = [(1, Condition::Any)];
-    assert_eq!(jobs.dependencies(&bob, &after), Err(CommandError::JobNotFound(1)));
+    let mut after = [Dependency { job: 1, ..Dependency::default() }];
+    assert_eq!(jobs.look_up_dependencies(&bob, &mut after), Err(CommandError::JobNotFound(1)));
     let seen_by = |name| jobs.job_of_request(1000, name, "r1");
     assert_eq!((seen_by("anna"), seen_by("bob")), (Some(1), None));
     let Ok(Some(Record::Ended { reason, .. })) = jobs.cancel(&anna, 1, 0) else { panic!() };

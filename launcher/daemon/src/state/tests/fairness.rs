@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
-use xlaunch_proto::convert::scheduling::Condition;
+use xlaunch_proto::v1::{Dependency, DependencyCondition, Scheduling};
 
 use super::super::limits::released_by;
 use super::super::schedule::{GpuSlot, Resources, schedule};
@@ -73,9 +73,11 @@ fn plans(users: u32) -> impl Strategy<Value = Vec<Plan>> {
 
 fn record(jobs: &Jobs, job: u64, plan: &Plan, with_dependencies: bool) -> Record {
     let depends = with_dependencies && (1..job).contains(&plan.after);
-    let after = depends.then(|| (job - plan.after, Condition::Any));
+    let condition = DependencyCondition::Any.into();
+    let after = depends.then(|| Dependency { job: job - plan.after, condition, met: None });
+    let mut after: Vec<_> = after.into_iter().collect();
     let admin = Caller { uid: 0, name: Cow::Borrowed(""), admin: true };
-    let after = jobs.dependencies(&admin, after.as_slice()).unwrap();
+    jobs.look_up_dependencies(&admin, &mut after).unwrap();
     // All of these jobs share one array, and so its limit.
     let array = (with_dependencies && plan.parallel > 0).then_some(Element {
         first: 1,
@@ -88,10 +90,13 @@ fn record(jobs: &Jobs, job: u64, plan: &Plan, with_dependencies: bool) -> Record
         uid: plan.uid,
         gpus: plan.gpus,
         workers: plan.gpus.max(1),
-        time_limit: plan.limit,
-        cpus: plan.cpus,
-        memory: plan.memory,
-        after,
+        scheduling: Scheduling {
+            time_limit_seconds: plan.limit,
+            cpus: plan.cpus,
+            memory_bytes: plan.memory,
+            after,
+            ..Scheduling::default()
+        },
         array,
         ..Submitted::default()
     }))
@@ -144,9 +149,10 @@ fn assert_within_limits(jobs: &Jobs, resources: &Resources) {
     held.sort_unstable();
     held.dedup();
     assert_eq!(held.len(), all, "a GPU has two jobs");
-    let cores: u32 = active().filter(|it| it.gpus > 0).filter_map(|it| it.cpus).sum();
-    let workers: u32 = active().filter(|it| it.gpus == 0).map(|it| it.cpus.unwrap_or(it.workers)).sum();
-    let memory: u64 = active().filter_map(|it| it.memory).sum();
+    let cores: u32 = active().filter(|it| it.gpus > 0).filter_map(|it| it.scheduling.cpus).sum();
+    let workers: u32 =
+        active().filter(|it| it.gpus == 0).map(|it| it.scheduling.cpus.unwrap_or(it.workers)).sum();
+    let memory: u64 = active().filter_map(|it| it.scheduling.memory_bytes).sum();
     assert!(cores <= resources.cores && workers <= resources.cpu_workers && memory <= resources.memory);
     let mut by_user = BTreeMap::<u32, u32>::new();
     active().for_each(|it| *by_user.entry(it.uid).or_default() += it.gpus);
@@ -205,6 +211,7 @@ fn job_waiting_for_the_other_kind_is_not_overtaken_by_its_own_kind() {
 
 #[test]
 fn reservation_includes_the_time_to_stop() {
-    let submitted = Submitted { time_limit: Some(100), shutdown_timeout: 30.0, ..Submitted::default() };
+    let mut submitted = Submitted { shutdown_timeout: 30.0, ..Submitted::default() };
+    submitted.scheduling.time_limit_seconds = Some(100);
     assert_eq!(released_by(&submitted, 5000), Some(5000 + 100_000 + 30_000 + 60_000));
 }

@@ -9,7 +9,7 @@ mod schedule;
 
 use super::record::MAX_TEXT_BYTES;
 use super::*;
-use xlaunch_proto::convert::scheduling::Condition;
+use xlaunch_proto::v1::{Dependency, DependencyCondition, Scheduling, WarningSignal};
 
 pub(crate) fn submitted(job: u64, uid: u32, gpus: u32, priority: i32) -> Record {
     Record::Submitted(Box::new(Submitted {
@@ -23,6 +23,11 @@ pub(crate) fn submitted(job: u64, uid: u32, gpus: u32, priority: i32) -> Record 
         at: job,
         ..Submitted::default()
     }))
+}
+
+fn with(mut submitted: Submitted, change: impl FnOnce(&mut Scheduling)) -> Submitted {
+    change(&mut submitted.scheduling);
+    submitted
 }
 
 fn starting(job: u64, gpus: &[&str]) -> Record {
@@ -94,6 +99,32 @@ fn records_of_every_phase_reproduce_the_jobs() {
     assert_eq!(jobs.job_of_request(1, "", "r2"), Some(2));
     assert_eq!(jobs.job_of_request(2, "", "r2"), None);
     assert_eq!(jobs.job_of_request(1, "", "r1"), None);
+}
+
+#[test]
+fn scheduling_is_read_as_earlier_builds_wrote_it_and_empty_values_are_not_written() {
+    let earlier = r#"{"record":"submitted","job":1,"time_limit":60,"warning":{"signal":10,"before":5},"cpus":4,
+        "memory":1024,"after":[{"job":3,"condition":"fail","met":true},{"job":4,"condition":"any"}],"requeue":true}"#;
+    let Record::Submitted(read) = serde_json::from_str(earlier).unwrap() else { panic!() };
+    let dependency =
+        |job, condition: DependencyCondition, met| Dependency { job, condition: condition.into(), met };
+    let expected = Scheduling {
+        time_limit_seconds: Some(60),
+        warning: Some(WarningSignal { signal: 10, seconds_before: 5 }),
+        memory_bytes: Some(1024),
+        cpus: Some(4),
+        after: vec![
+            dependency(3, DependencyCondition::Fail, Some(true)),
+            dependency(4, DependencyCondition::Any, None),
+        ],
+        requeue: true,
+    };
+    assert_eq!(read.scheduling, expected);
+    let written = serde_json::to_string(&Record::Submitted(read.clone())).unwrap();
+    assert_eq!(serde_json::from_str::<Record>(&written).unwrap(), Record::Submitted(read));
+    let written = serde_json::to_value(Submitted::default()).unwrap();
+    let empty = ["time_limit_seconds", "warning", "memory_bytes", "cpus", "after", "requeue"];
+    assert!(empty.iter().all(|key| written.get(key).is_none()), "{written}");
 }
 
 #[test]

@@ -15,7 +15,8 @@ fn waiting(job: u64, after: u64) -> Record {
     let Record::Submitted(mut submitted) = submitted(job, u32::try_from(job % 2).unwrap(), 0, 0) else {
         unreachable!()
     };
-    submitted.after = vec![Dependency { job: after, condition: Condition::Ok, met: None }];
+    let condition = DependencyCondition::Ok.into();
+    submitted.scheduling.after = vec![Dependency { job: after, condition, met: None }];
     Record::Submitted(submitted)
 }
 

@@ -87,8 +87,8 @@ fn oversized_job_does_not_block_free_resources() {
     };
     let mut jobs = of([
         submitted(1, 1, 4, 0),
-        with(submitted(2, 1, 1, 0), |job| job.memory = Some(65 << 30)),
-        with(submitted(3, 1, 1, 0), |job| job.cpus = Some(65)),
+        with(submitted(2, 1, 1, 0), |job| job.scheduling.memory_bytes = Some(65 << 30)),
+        with(submitted(3, 1, 1, 0), |job| job.scheduling.cpus = Some(65)),
         on_cpu(4, 3),
         submitted(5, 2, 2, 0),
         on_cpu(6, 2),
