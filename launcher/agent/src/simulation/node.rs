@@ -374,7 +374,7 @@ impl World {
                 Action::Signal(signal) => self.stop_workers(host, Some(signal)),
                 Action::PrintStacks(_) => self.job_event(host, Event::NoStacks),
                 Action::Kill => self.kill_workers(host),
-                Action::End(outcome) => self.agent_exits(host, outcome.exit.code()),
+                Action::End(ending) => self.agent_exits(host, ending.exit.code()),
                 Action::Prepare { .. } | Action::Notify(_) | Action::Restart { .. } => {}
             }
         }

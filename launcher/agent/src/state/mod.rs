@@ -9,12 +9,12 @@
 //!    |                             Stopping ----------------------> SIGKILL ---+
 //!    '-------------------------------------------------- report to coordinator-'     Waiting --GroupEnded--> Ended
 //! ```
-//! An [`Attempt`] owns everything that is known while it lasts, from Rendezvous to the exit of its last worker; a
-//! [`Job`] keeps only what outlives it. Workers of a command do not join a rendezvous, so their attempts start in
-//! Running. The first failure, or a stop, leads to Stopping, which ends with SIGKILL for the workers still there at the
-//! deadline ([`Shutdown`](attempt::Shutdown)). When the last worker has exited, the coordinator is told how the attempt
-//! ended (`attempt_end`), and decides between another attempt and the end of the job: see [`xlaunch_cluster`].
-//! `blame` decides which of several failures on this node came first.
+//! An `Attempt` owns everything that is known while it lasts, from Rendezvous to the exit of its last worker; a [`Job`]
+//! keeps only what outlives it. Workers of a command do not join a rendezvous, so their attempts start in Running. The
+//! first failure, or a stop, leads to Stopping, which ends with SIGKILL for the workers still there at the deadline (see
+//! `Shutdown`). When the last worker has exited, the coordinator is told how the attempt ended (`attempt_end`), and
+//! decides between another attempt and the end of the job: see [`xlaunch_cluster`]. `blame` decides which of several
+//! failures on this node came first.
 //!
 //! - **Ranks that hang** are a failure reported by the hang detector. A trainer's workers are killed at once. Those of
 //!   a command first print their Python stacks, within [`STACKS_TIMEOUT`]; then all are terminated as after any
