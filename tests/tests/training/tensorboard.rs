@@ -4,6 +4,7 @@ use std::path::Path;
 use std::process::Command;
 
 use serde_json::Value;
+use xlaunch_proto::metrics::METRICS;
 use xlaunch_tests::{Job, requirements};
 
 xlaunch_harness::tests! {
@@ -22,21 +23,6 @@ for path in glob.glob(sys.argv[1] + "/events.out.tfevents.*"):
             print(json.dumps([event.step, value.tag, value.simple_value]))
 "#;
 
-/// Tags of the event file, and the keys of `metrics.jsonl` with the same values.
-const TAGS: [(&str, &str); 10] = [
-    ("train/loss", "train/loss"),
-    ("train/lr", "train/lr"),
-    ("train/grad_norm", "train/grad_norm"),
-    ("train/skipped_steps", "train/skipped_steps"),
-    ("perf/tokens_per_second", "perf/tokens_per_second"),
-    ("perf/step_seconds", "perf/step_seconds"),
-    // Old names, kept for one release.
-    ("lr", "train/lr"),
-    ("perf/tokens_per_s", "perf/tokens_per_second"),
-    ("val/loss", "val/loss"),
-    ("val/bits_per_byte", "val/bits_per_byte"),
-];
-
 /// Returns step, tag and value of every scalar.
 fn read_scalars(dir: &Path) -> Vec<Value> {
     let output = Command::new(requirements::python_path()).args(["-c", READER]).arg(dir).output().unwrap();
@@ -52,11 +38,14 @@ fn event_file_has_the_values_of_metrics_jsonl() {
     let found = read_scalars(&job.run_dir().join("tensorboard"));
 
     let metrics = job.metrics();
-    let of_line = |line: &Value| {
-        let step = line["_step"].clone();
-        TAGS.map(|(tag, key)| line[key].as_f64().map(|value| (step.clone(), tag, value)))
-    };
-    let expected: Vec<_> = metrics.iter().flat_map(of_line).flatten().collect();
+    let mut expected = Vec::new();
+    for line in &metrics {
+        for metric in METRICS.iter().filter(|metric| metric.in_tensorboard) {
+            let Some(value) = line[metric.key].as_f64() else { continue };
+            let tags = [metric.key].into_iter().chain(metric.deprecated_tag);
+            expected.extend(tags.map(|tag| (line["_step"].clone(), tag, value)));
+        }
+    }
     assert_eq!(expected.len(), 8 * 8 + 4, "{expected:?}");
     assert_eq!(found.len(), expected.len(), "{found:?}");
     for (found, (step, tag, value)) in found.iter().zip(expected) {
