@@ -181,9 +181,9 @@ fn is_zero_u32(number: &u32) -> bool {
 
 /// Leaves out fields without a value, as most jobs have few.
 fn serialize_set_values<S: Serializer>(message: &Scheduling, serializer: S) -> Result<S::Ok, S::Error> {
-    let mut value = json!(message);
+    let (mut value, unset) = (json!(message), json!(Scheduling::default()));
     if let Some(fields) = value.as_object_mut() {
-        fields.retain(|_, value| ![json!(null), json!(false), json!([])].contains(value));
+        fields.retain(|key, value| *value != unset[key]);
     }
     value.serialize(serializer)
 }

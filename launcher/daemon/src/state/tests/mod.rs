@@ -103,7 +103,7 @@ fn records_of_every_phase_reproduce_the_jobs() {
 
 #[test]
 fn scheduling_is_read_as_earlier_builds_wrote_it_and_empty_values_are_not_written() {
-    let earlier = r#"{"record":"submitted","job":1,"time_limit":60,"warning":{"signal":10,"before":5},"cpus":4,
+    let earlier = r#"{"record":"submitted","job":1,"time_limit":60,"warning":{"signal":10,"before":5},
         "memory":1024,"after":[{"job":3,"condition":"fail","met":true},{"job":4,"condition":"any"}],"requeue":true}"#;
     let Record::Submitted(read) = serde_json::from_str(earlier).unwrap() else { panic!() };
     let dependency =
@@ -112,12 +112,12 @@ fn scheduling_is_read_as_earlier_builds_wrote_it_and_empty_values_are_not_writte
         time_limit_seconds: Some(60),
         warning: Some(WarningSignal { signal: 10, seconds_before: 5 }),
         memory_bytes: Some(1024),
-        cpus: Some(4),
         after: vec![
             dependency(3, DependencyCondition::Fail, Some(true)),
             dependency(4, DependencyCondition::Any, None),
         ],
         requeue: true,
+        ..Scheduling::default()
     };
     assert_eq!(read.scheduling, expected);
     let written = serde_json::to_string(&Record::Submitted(read.clone())).unwrap();
