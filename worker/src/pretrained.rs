@@ -183,7 +183,7 @@ impl Source {
 /// only.
 pub fn open_device(device: Device, precision: Precision, timed: bool) -> Result<BackendHandle, Refusal> {
     if device != Device::Cpu {
-        let precision = crate::session::engine_precision(precision);
+        let precision = crate::model::engine_precision(precision);
         let options = CudaOptions { deterministic: !timed, ..CudaOptions::new(precision, PoolMode::On) };
         match Backend::cuda(0, options) {
             Ok(backend) => return Ok(BackendHandle::new(backend)),

@@ -1,5 +1,6 @@
 //! Errors of the engine.
 
+use cudarc::driver::DriverError;
 use xlaunch_pool::PoolError;
 
 /// Result of an engine call.
@@ -52,4 +53,15 @@ impl EngineError {
     pub(crate) fn no_kernel(name: &str) -> Self {
         Self::Cuda { what: format!("failed to find kernel {name}"), reason: "no file has it".into() }
     }
+}
+
+/// The error of a call of the driver. `what` says what failed.
+pub(crate) fn driver_error(what: impl Into<String>, error: DriverError) -> EngineError {
+    EngineError::Cuda { what: what.into(), reason: driver_message(error) }
+}
+
+/// Formats the driver's message and name of an error.
+pub(crate) fn driver_message(error: DriverError) -> String {
+    let text = error.error_string().map(|text| text.to_string_lossy().into_owned());
+    format!("{} ({:?})", text.unwrap_or_else(|_| "unknown error".into()), error.0)
 }

@@ -269,3 +269,12 @@ impl Model {
         LinearShape { rows: rows.count(), inputs, outputs }
     }
 }
+
+/// Returns the arithmetic of a GPU. With FP8, the model requests it at each use.
+pub(crate) fn engine_precision(precision: Precision) -> xlaunch_engine::Precision {
+    match precision {
+        Precision::Fp32 => xlaunch_engine::Precision::Fp32,
+        Precision::Tf32 => xlaunch_engine::Precision::Tf32,
+        Precision::Bf16 | Precision::Fp8 => xlaunch_engine::Precision::Bf16,
+    }
+}

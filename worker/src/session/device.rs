@@ -7,7 +7,7 @@ use xlaunch_spec::job::{Exec, JobSpec, PoolMode, Precision};
 
 use crate::environment::{Device, Environment};
 use crate::error::{Result, WorkerError};
-use crate::model::BackendHandle;
+use crate::model::{BackendHandle, engine_precision};
 use crate::nccl_windows;
 
 /// Maximum number of events of the first step that a pool trace keeps.
@@ -47,15 +47,6 @@ pub(crate) fn activation_dtype(spec: &JobSpec, cuda: bool) -> DType {
     match (cuda, spec.engine.precision.unwrap_or(Precision::Bf16)) {
         (true, precision) if precision.has_bf16_activations() => DType::Bf16,
         _ => DType::F32,
-    }
-}
-
-/// Returns the arithmetic of a GPU. With FP8, the model requests it at each use.
-pub(crate) fn engine_precision(precision: Precision) -> engine::Precision {
-    match precision {
-        Precision::Fp32 => engine::Precision::Fp32,
-        Precision::Tf32 => engine::Precision::Tf32,
-        Precision::Bf16 | Precision::Fp8 => engine::Precision::Bf16,
     }
 }
 

@@ -43,7 +43,7 @@ use crate::tracked_collective::TrackedCollective;
 use crate::train::{self, Division, Evaluator, Outcome, Run, Sampler, Stepper, Tracer};
 use crate::weights;
 use device::{Libraries, OpenDevice};
-pub(crate) use device::{activation_dtype, engine_precision, pool_mode};
+pub(crate) use device::{activation_dtype, pool_mode};
 use initial::{Reading, Start};
 use rendezvous::Meeting;
 

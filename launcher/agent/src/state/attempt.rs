@@ -7,7 +7,8 @@ use xlaunch_proto::v1::{GroupEnd, NodeFailed};
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::quantities::ranges_text;
 
-use super::blame::{Session, Symptom, Written};
+use super::stage::{Request, Shutdown, Stage};
+use super::worker::{Life, Symptom, Worker, Written};
 use super::{Action, Event, FAILURE_GRACE, Kind, Rules, SIGINT, SIGTERM, StopCause, exits};
 use crate::ending::Failure;
 use xlaunch_host::spawn::Exit;
@@ -47,60 +48,6 @@ pub(super) struct Place {
     pub(super) node_rank: Option<u32>,
     /// Global rank of local rank 0.
     pub(super) first_rank: u32,
-}
-
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Stage {
-    Rendezvous,
-    Running,
-    Stopping { request: Option<Request>, shutdown: Shutdown },
-}
-
-/// The request to end an attempt that has not failed before.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Request {
-    /// The group changes: another attempt follows.
-    Pause,
-    Stop(StopCause),
-    /// A stop that came after a failure: it only prevents the restart.
-    StopAfterFailure,
-    /// A second SIGINT, which has killed the workers.
-    Interrupt,
-}
-
-/// Progress in ending the workers.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Shutdown {
-    /// They are expected to exit by themselves, after they have printed their stacks if they hang.
-    Exiting { deadline: Instant },
-    /// Those of a trainer save a checkpoint. Progress extends the deadline up to the limit.
-    Saving { deadline: Instant, limit: Instant },
-    /// Those of a command have been sent a signal that ends them.
-    Terminated { deadline: Instant },
-    /// They have been sent SIGKILL.
-    Killed,
-}
-
-#[derive(Debug, Default)]
-pub(super) struct Worker {
-    pub(super) life: Life,
-    /// Session of a trainer's rank, from when it begins to train.
-    pub(super) session: Option<Session>,
-    /// Symptom of a command's rank that has exited.
-    pub(super) symptom: Option<Symptom>,
-    /// The OOM killer has ended it.
-    pub(super) out_of_memory: bool,
-}
-
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Life {
-    #[default]
-    Alive,
-    /// A signal has killed it, but it has not exited yet.
-    Dying,
-    Exited,
-    /// It has exited after a stop, and confirmed a checkpoint of the last step by its exit code.
-    Saved,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -434,33 +381,5 @@ impl Attempt {
         let ranks = ranges_text(alive.map(|(rank, _)| rank));
         let notice = format!("killing ranks that did not exit in time: {ranks}");
         vec![Action::Notify(notice), self.kill()]
-    }
-}
-
-impl Request {
-    /// Returns the signal for the workers of a command, which also decides the exit code.
-    pub(super) fn signal(self) -> i32 {
-        match self {
-            Self::Stop(StopCause::Signal(signal)) => signal,
-            _ => SIGTERM,
-        }
-    }
-}
-
-impl Shutdown {
-    /// Time at which the remaining workers are terminated or killed.
-    fn deadline(self) -> Option<Instant> {
-        match self {
-            Self::Exiting { deadline } | Self::Saving { deadline, .. } | Self::Terminated { deadline } => {
-                Some(deadline)
-            }
-            Self::Killed => None,
-        }
-    }
-}
-
-impl Worker {
-    pub(super) fn is_alive(&self) -> bool {
-        matches!(self.life, Life::Alive | Life::Dying)
     }
 }

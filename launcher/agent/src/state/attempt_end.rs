@@ -6,7 +6,9 @@ use std::time::Instant;
 use xlaunch_proto::v1::{GroupEnd, NodeEnded, Restarting, RootCause};
 use xlaunch_spec::exit::ExitCode;
 
-use super::attempt::{Attempt, Life, Request};
+use super::attempt::Attempt;
+use super::stage::Request;
+use super::worker::{Life, Worker};
 use super::{Action, HEALTHY_AFTER, Job, Kind, Phase, exits};
 use crate::ending::{Ending, Failure};
 
@@ -154,7 +156,7 @@ impl Attempt {
         checkpoint: Option<&(u64, PathBuf)>,
     ) -> Ending {
         let clean = |exit| Ending { stopped: true, ..Ending::new(exit) };
-        let has_saved = |worker: &super::attempt::Worker| worker.life == Life::Saved;
+        let has_saved = |worker: &Worker| worker.life == Life::Saved;
         match (request, self.rules.kind) {
             (Some(Request::Interrupt), _) => clean(ExitCode::Interrupted),
             (None | Some(Request::StopAfterFailure), _) => failed(failures),

@@ -12,38 +12,12 @@ use std::time::Instant;
 
 use xlaunch_spec::exit::ExitCode;
 
-use super::attempt::{Attempt, Shutdown, Stage, Worker};
+use super::attempt::Attempt;
+use super::stage::{Shutdown, Stage};
+use super::worker::{Session, Symptom, Worker, Written};
 use super::{Action, Event, Kind, STACKS_TIMEOUT, exits};
 use crate::ending::Failure;
 use xlaunch_host::spawn::Exit;
-
-/// Progress of a trainer's rank, according to its session.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Session {
-    Open,
-    /// The rank has done all its work.
-    Finished,
-    /// The rank has exited with code 0 before that, but its last reports may still be unread.
-    ExitedEarly,
-    /// The rank has closed its session before that.
-    ClosedEarly,
-}
-
-/// Report of a failed rank of a command about the failure.
-#[derive(Clone, Debug)]
-pub(super) struct Symptom {
-    pub(super) kind: Written,
-    /// The error, in one line.
-    pub(super) error: Option<String>,
-    pub(super) at: Instant,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Written {
-    OwnError,
-    LostPeer,
-    Nothing,
-}
 
 impl Attempt {
     pub(super) fn session_event(&mut self, event: &Event, now: Instant) -> Vec<Action> {

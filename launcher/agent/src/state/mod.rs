@@ -11,10 +11,10 @@
 //! ```
 //! An `Attempt` owns everything that is known while it lasts, from Rendezvous to the exit of its last worker; a [`Job`]
 //! keeps only what outlives it. Workers of a command do not join a rendezvous, so their attempts start in Running. The
-//! first failure, or a stop, leads to Stopping, which ends with SIGKILL for the workers still there at the deadline (see
-//! `Shutdown`). When the last worker has exited, the coordinator is told how the attempt ended (`attempt_end`), and
-//! decides between another attempt and the end of the job: see [`xlaunch_cluster`]. `blame` decides which of several
-//! failures on this node came first.
+//! first failure, or a stop, leads to Stopping, which ends with SIGKILL for the workers still there at the deadline
+//! (see `Shutdown`). When the last worker has exited, the coordinator is told how the attempt ended (`attempt_end`),
+//! and decides between another attempt and the end of the job: see [`xlaunch_cluster`]. `blame` decides which of
+//! several failures on this node came first.
 //!
 //! - **Ranks that hang** are a failure reported by the hang detector. A trainer's workers are killed at once. Those of
 //!   a command first print their Python stacks, within [`STACKS_TIMEOUT`]; then all are terminated as after any
@@ -34,7 +34,9 @@ mod attempt;
 mod attempt_end;
 mod blame;
 mod exits;
+mod stage;
 mod types;
+mod worker;
 
 #[cfg(test)]
 mod tests;
@@ -46,7 +48,8 @@ use std::time::{Duration, Instant};
 use xlaunch_proto::v1::JobState;
 
 use crate::ending::{Ending, Failure};
-use attempt::{Attempt, Place, Stage};
+use attempt::{Attempt, Place};
+use stage::Stage;
 pub use types::{Action, Event, Kind, Rules, StopCause};
 
 /// Time for ranks of a trainer to exit by themselves after a failure whose cause is not known yet. A rank that fails

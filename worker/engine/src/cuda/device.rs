@@ -7,7 +7,7 @@ use cudarc::driver::sys::{CUdevice_attribute, CUmemPool_attribute, cuMemPoolGetA
 use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
 
 use super::{cudnn, profile::Profiler};
-use crate::error::{EngineError, Result};
+use crate::error::{EngineError, Result, driver_message};
 use crate::options::DeviceInfo;
 
 /// Warp size of all NVIDIA GPUs, with which kernels are compiled if no device is open.
@@ -32,7 +32,7 @@ pub(crate) struct Device {
 impl Device {
     pub(crate) fn open(ordinal: usize) -> Result<Self> {
         find_libraries()?;
-        let failed = |error: DriverError| EngineError::Device { ordinal, reason: message(error) };
+        let failed = |error: DriverError| EngineError::Device { ordinal, reason: driver_message(error) };
         let context = CudaContext::new(ordinal).map_err(failed)?;
         // SAFETY: nothing relies on cudarc's event tracking: no CudaSlice is ever created, and all work of this back
         // end goes to one stream, with which collectives synchronise by events of their own.
@@ -93,7 +93,7 @@ pub fn compute_stream(ordinal: usize) -> Result<Arc<CudaStream>> {
 /// The same as for [`Backend::cuda`](crate::Backend::cuda).
 pub fn default_mempool_high(ordinal: usize) -> Result<u64> {
     let device = Device::open(ordinal)?;
-    let failed = |error: DriverError| EngineError::Device { ordinal, reason: message(error) };
+    let failed = |error: DriverError| EngineError::Device { ordinal, reason: driver_message(error) };
     let (attribute, mut high) = (CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, 0_u64);
     // SAFETY: the device is open; the attribute is a u64, which the call writes.
     unsafe {
@@ -123,16 +123,6 @@ fn find_libraries() -> Result<()> {
         ));
     }
     Ok(())
-}
-
-pub(crate) fn driver_error(what: impl Into<String>, error: DriverError) -> EngineError {
-    EngineError::Cuda { what: what.into(), reason: message(error) }
-}
-
-/// Formats the driver's message and name of an error.
-fn message(error: DriverError) -> String {
-    let text = error.error_string().map(|text| text.to_string_lossy().into_owned());
-    format!("{} ({:?})", text.unwrap_or_else(|_| "unknown error".into()), error.0)
 }
 
 /// Formats a UUID like NVML and nvidia-smi do.

@@ -3,7 +3,8 @@
 use cudarc::driver::CudaGraph;
 use cudarc::driver::sys::{CUgraphInstantiate_flags as Flags, CUstreamCaptureMode as Mode};
 
-use super::device::{Device, driver_error};
+use super::device::Device;
+use crate::error::driver_error;
 use crate::error::{EngineError, Result};
 
 /// Starts to capture the work enqueued to the stream.

@@ -14,8 +14,8 @@ use cudarc::driver::sys::{
 use xlaunch_pool::DType;
 
 use super::compile::{Macro, Source};
-use super::device::driver_error;
 use super::launch::{Arg, Kernels, Launch, VEC};
+use crate::error::driver_error;
 use crate::error::{EngineError, Result};
 use crate::tensor::Slice;
 

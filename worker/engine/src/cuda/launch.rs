@@ -14,7 +14,8 @@ use cudarc::nvrtc::Ptx;
 use xlaunch_pool::DType;
 
 use super::compile::{self, Macro, Source};
-use super::device::{Device, driver_error};
+use super::device::Device;
+use crate::error::driver_error;
 use crate::error::{EngineError, Result};
 use crate::tensor::Slice;
 

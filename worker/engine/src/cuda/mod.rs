@@ -35,12 +35,12 @@ use half::bf16;
 use xlaunch_pool::{DType, Pool, StreamId};
 
 use crate::error::Result;
+pub(crate) use crate::error::driver_error;
 use crate::handles::PendingRead;
 use crate::options::{CudaOptions, Precision};
 use crate::tensor::{Slice, Tensor};
 pub(crate) use compile::{BLOCK_THREADS, COLUMN_BLOCK, Macro, Source, source};
 use device::Device;
-pub(crate) use device::driver_error;
 pub use device::{compute_stream, default_mempool_high, initialise_driver, load_libraries};
 use gemm::Gemm;
 pub(crate) use gemm::WORKSPACE as GEMM_WORKSPACE;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use cudarc::driver::sys::CUevent_flags;
 use cudarc::driver::{CudaEvent, CudaStream, DriverError};
 
-use super::device::driver_error;
+use crate::error::driver_error;
 use crate::error::{EngineError, Result};
 use crate::profile::KernelSpan;
 

@@ -15,8 +15,9 @@ use cudarc::driver::sys::CUevent_flags;
 use cudarc::driver::{CudaEvent, result};
 use xlaunch_pool::{Mode, Pool, PoolBuf};
 
-use super::device::{Device, driver_error};
+use super::device::Device;
 use crate::error::Result;
+use crate::error::driver_error;
 
 /// Maximum size of one copy in bytes.
 const COPY_BYTES: usize = 1 << 20;
