@@ -13,6 +13,7 @@ use super::output::{QueryError, print, redraw, terminal_width, unix_seconds};
 use super::target::{Launches, Server, Target};
 use crate::client::daemon::DaemonClient;
 use crate::client::launches;
+use crate::console::print_line;
 use crate::render::{job, launch, text};
 use xlaunch_daemon::view::has_ended;
 use xlaunch_host::clock::unix_ms;
@@ -120,7 +121,9 @@ async fn show_launches(target: &Launches, output: &mut Output) -> Result<(), Que
                     let text = launch::table(&reply, unix_seconds(), terminal_width());
                     output.update(|| json!(reply), text)?;
                 }
-                Err(error) if output.first || launches::is_running(one) => return Err(error.into()),
+                Err(error) if output.first => return Err(error.into()),
+                // A launch that ends stops answering a moment before it is gone.
+                Err(error) if launches::is_running(one) => print_line(format_args!("{error}")),
                 Err(_) if output.json => return Ok(()),
                 Err(_) => return print(format!("{} has ended\n", one.name).as_bytes()),
             },
