@@ -276,10 +276,12 @@ fn table(findings: &[Finding]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use xlaunch_host::doctor::{NvLinks, PcieLink, Xid};
+
     use super::*;
 
     fn gpu() -> GpuReadings {
-        GpuReadings { name: GpuName { index: 3, uuid: "GPU-x".into() }, ..GpuReadings::default() }
+        GpuReadings { name: GpuName { index: 3, uuid: "GPU-3".into() }, ..GpuReadings::default() }
     }
 
     fn rates(bf16: f64, copy: f64) -> Calibration {
@@ -329,13 +331,40 @@ mod tests {
 
     #[test]
     fn table_names_the_gpu_and_what_to_do() {
-        let failure = Finding::of_gpu(Level::Failure, &gpu().name, "ecc", "broken\u{1b}");
-        let findings = [Finding::of_node(Level::Ok, "driver", "driver 1"), failure.with_help("replace it")];
-        let expected = "\
-ok       driver 1
-failure  GPU 3 (GPU-x): broken\\u{1b}
-         help: replace it
-";
-        assert_eq!(table(&findings), expected);
+        let reading = |index: u32| GpuReadings {
+            name: GpuName { index, uuid: format!("GPU-{index}") },
+            model: "H200\u{1b}".into(),
+            bus: Some(format!("0000:{index}b:00")),
+            ..GpuReadings::default()
+        };
+        let gpus = vec![
+            reading(0),
+            GpuReadings { lost: Some("GPU is lost".into()), ..reading(1) },
+            GpuReadings { uncorrected_errors: Some(2), ..reading(2) },
+            GpuReadings {
+                has_pending_pages: Some(true),
+                slowdowns: vec!["heat"],
+                pcie: Some(PcieLink { width: 8, most: 16 }),
+                processes: vec![7, 9],
+                ..reading(3)
+            },
+            GpuReadings { nvlinks: Some(NvLinks { up: 17 }), ..reading(4) },
+            GpuReadings { nvlinks: Some(NvLinks { up: 18 }), ..reading(5) },
+        ];
+        let node = NodeReadings { driver: Some("570.1".into()), gpus, ..NodeReadings::default() };
+        let mut findings = doctor::gpus(&node);
+        let age = Duration::from_secs(60);
+        let xids = [79, 31].map(|number| Xid { bus: "0000:0b:00".into(), number, age });
+        findings.extend(doctor::xid_findings(&node, Some(&xids)));
+        let wrong = Calibration { wrong: Some(2), ..rates(79.0, 7.0) };
+        let reference = Some(Box::new(rates(100.0, 10.0)));
+        for found in [Calibration { reference, ..wrong }, rates(1.0, 1.0)] {
+            findings.extend(rate_findings(&gpu(), &found));
+        }
+        for exit in [ExitCode::Internal, ExitCode::Gpu] {
+            findings.push(worker_failure(&gpu(), &Refusal::new(exit, "failed to load NVRTC\n  not found")));
+        }
+        insta::assert_snapshot!("findings", table(&findings));
+        insta::assert_snapshot!("no-gpu", table(&doctor::gpus(&NodeReadings::default())));
     }
 }

@@ -70,12 +70,7 @@ mod tests {
             ended_unix_ms: 62_000,
             ..JobAccount::default()
         };
-        let expected = "\
-JOB  NAME     USER  STATE      EXIT  GPUS  TIME   GPU TIME  CPU TIME  MEMORY  ENDED
-7    train    anna  done       0     2     1m00s  2m00s     1m30s     3.00M   1970-01-01T00:01:01Z
-8    x\\u{1b}  7     cancelled  -     0     -      -         -         -       1970-01-01T00:01:02Z
-";
-        assert_eq!(table(&[done.clone(), never], 120), expected);
+        insta::assert_snapshot!("table", table(&[done.clone(), never], 120));
         assert_eq!(json!(done)["gpu_seconds"], 120.0);
         assert_eq!(json!(done)["submitted_unix_ms"], Value::Null);
     }

@@ -197,20 +197,7 @@ mod tests {
 
     #[test]
     fn running_job_is_shown_with_its_ranks() {
-        let expected = "\
-job 7  train  running
-user anna  submitted 4m05s ago  running for 3m05s
-2 GPUs: GPU-a GPU-b
-train.toml
-in /home/anna
-logs /runs/a/logs
-step 120/500  loss 2.5000  46.1K tok/s
-status from 12s ago
-
-RANK  PID     STATE   STEP    BEAT   CPU   MEMORY  GPU  POOL  MAPPED  PEAK  FRAG  DEVICE
-0     812     running 120     -      -     -       -    0     0       0     0%
-";
-        assert_eq!(text(&running(), 1_245_000, 100), expected);
+        insta::assert_snapshot!("running", text(&running(), 1_245_000, 100));
     }
 
     #[test]
@@ -218,29 +205,11 @@ RANK  PID     STATE   STEP    BEAT   CPU   MEMORY  GPU  POOL  MAPPED  PEAK  FRAG
         let mut waits = Job { status: None, gpus: Vec::new(), started_unix_ms: 0, ..running() };
         waits.state = NodeJobState::Queued.into();
         (waits.queue_position, waits.reason, waits.priority) = (2, "needs 2 GPUs, 1 is free".into(), -5);
-        let expected = "\
-job 7  train  queued, position 2 (needs 2 GPUs, 1 is free)
-user anna  waiting for 1m00s  priority -5
-2 GPUs requested
-train.toml
-in /home/anna
-";
-        assert_eq!(text(&waits, 1_060_000, 100), expected);
+        insta::assert_snapshot!("queued", text(&waits, 1_060_000, 100));
         let mut failed = Job { status: None, ended_unix_ms: 1_070_000, exit_code: Some(76), ..running() };
         failed.state = NodeJobState::Failed.into();
         failed.report = "rank 1 failed\n  \u{1b}[2Jlast line\n".into();
-        let expected = "\
-job 7  train  failed
-user anna  ran for 10s  ended 5s ago
-2 GPUs: GPU-a GPU-b
-train.toml
-in /home/anna
-exit code 76 (GPU fault, or out of memory)
-
-rank 1 failed
-  \\u{1b}[2Jlast line
-";
-        assert_eq!(text(&failed, 1_075_000, 100), expected);
+        insta::assert_snapshot!("failed", text(&failed, 1_075_000, 100));
     }
 
     #[test]
@@ -251,17 +220,23 @@ rank 1 failed
             Some(Scheduling { cpus, memory_bytes, time_limit_seconds, ..Scheduling::default() });
         (limited.time_limit_unix_ms, limited.requeues) = (15_460_000, 2);
         (limited.array_job, limited.array_index) = (Some(5), Some(9));
-        let shown = text(&limited, 1_245_000, 120);
-        assert!(shown.contains("2 GPUs: GPU-a GPU-b  16 CPUs  64 GiB of memory\n"), "{shown}");
-        assert!(
-            shown.contains("time limit 4h  3h56m remaining  index 9 of array 5  requeued 2 times\n"),
-            "{shown}"
-        );
+        insta::assert_snapshot!("limited", text(&limited, 1_245_000, 120));
         let mut waits = Job { time_limit_unix_ms: 0, started_unix_ms: 0, gpus: Vec::new(), ..limited };
         waits.state = NodeJobState::Queued.into();
         (waits.starts_by_unix_ms, waits.requeues, waits.array_job) = (1_365_000, 0, None);
-        let shown = text(&waits, 1_245_000, 120);
-        assert!(shown.contains("time limit 4h  starts within 2m00s at the latest\n"), "{shown}");
+        insta::assert_snapshot!("starts-by", text(&waits, 1_245_000, 120));
+    }
+
+    #[test]
+    fn ended_command_shows_what_it_has_used_and_its_exit_code_without_a_meaning() {
+        let mut done = Job { kind: JobKind::Command.into(), exit_code: Some(76), ..running() };
+        done.state = NodeJobState::Failed.into();
+        (done.ended_unix_ms, done.command_line) = (1_070_000, "python train.py".into());
+        (done.cpu_seconds, done.peak_memory_bytes) = (Some(90.0), Some(3_000_000));
+        let status = done.status.as_mut().unwrap();
+        (status.kind, status.state) = (JobKind::Command.into(), JobState::Failed.into());
+        (status.ranks[0].state, status.ranks[0].exit) = (RankState::Exited.into(), "exit code 76".into());
+        insta::assert_snapshot!("ended-command", text(&done, 1_245_000, 100));
     }
 
     #[test]

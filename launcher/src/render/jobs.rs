@@ -109,16 +109,7 @@ mod tests {
         stops.status = Some(StatusReply { world_size: 1, step: 12, ..Default::default() });
         let mut jobs = vec![stops, first, second, runs, newer, old];
         sort_by_state(&mut jobs);
-        let expected = "\
-JOB  NAME     USER  STATE     GPUS  WORKERS  TIME   LIMIT  STEP OR REASON
-3    train-3  anna  running   2     2        3m05s  4h     120/500
-6    train-6  anna  stopping  2     1        -      -      12
-5    train-5  1007  queued    0     -        -      -
-4    train-4  anna  queued    2     -        -      -      needs 2 GPUs, 0 are free
-2    train-2  anna  failed    2     -        8s     -      rank 1: exit code 1
-1    train-1  anna  done      2     -        7s     -
-";
-        assert_eq!(table(&jobs, 195_000, 100), expected);
+        insta::assert_snapshot!("table", table(&jobs, 195_000, 100));
         assert_eq!(table(&[], 0, 100), "no jobs\n");
         sort_by_number(&mut jobs);
         assert_eq!(jobs.iter().map(|job| job.id).collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6]);

@@ -101,16 +101,22 @@ mod tests {
             jobs_ended: 40,
             ..Default::default()
         };
-        let expected = "\
-node-17  xlaunch 0.1.0  pid 812  up 3m05s  64 cores
-jobs: 2 running, 1 queued, 40 ended
-drained: new driver
-
-GPU  NAME         STATE  JOB  BUSY  MEMORY      POWER  TEMP  UUID
-0    NVIDIA H200  held   7    98%   12.1G/141G  650W   61C   GPU-a
-1    NVIDIA H200  sick   -    -     -           -      -     GPU-b  Xid 79
-";
-        assert_eq!(table(&status, 1185, 100), expected);
+        insta::assert_snapshot!("node", table(&status, 1185, 100));
         assert_eq!(json!(status)["gpus"][1]["job"], Value::Null);
+    }
+
+    #[test]
+    fn problems_of_the_node_have_a_line_each() {
+        let status = NodeStatus {
+            host: "node-17\u{1b}[2J".into(),
+            version: "0.1.0".into(),
+            drained: "new driver\njobs: 0 running".into(),
+            page_problem: "127.0.0.1:8080: address in use".into(),
+            config_problems: vec!["line 3: unknown key `lissen`".into()],
+            gpu_problem: "NVML did not answer".into(),
+            cores: 64,
+            ..Default::default()
+        };
+        insta::assert_snapshot!("problems", table(&status, 1185, 100));
     }
 }

@@ -218,57 +218,67 @@ fn resolve(mut spec: JobSpec, path: &Path, here: &Path) -> JobSpec {
 
 #[cfg(test)]
 mod tests {
+    use xlaunch_spec::refusal::Refusal;
+
     use super::*;
 
-    fn error(text: &str) -> String {
-        parse(Path::new("train.toml"), text, &[]).unwrap_err().to_string()
+    /// What the user reads about these files and flags, after the files and flags.
+    fn messages<'a>(wrong: impl IntoIterator<Item = (&'a str, &'a [&'a str])>) -> String {
+        let message = |(text, flags): (&str, &[&str])| {
+            let overrides: Result<Vec<_>, _> = flags.iter().map(|it| Override::from_flag(it)).collect();
+            let loaded = overrides.and_then(|overrides| parse(Path::new("train.toml"), text, &overrides));
+            let found = Refusal::from(loaded.unwrap_err()).message;
+            let flags = flags.iter().map(|flag| format!("--set {flag}\n")).collect::<Vec<_>>().concat();
+            format!("{text}{flags}=>\n{found}\n")
+        };
+        wrong.into_iter().map(message).collect::<Vec<_>>().join("\n")
     }
 
     #[test]
-    fn unknown_key_is_reported_with_its_place_and_the_nearest_known_key() {
-        let text = error("[train]\nsteps = 10\nlearning_rat = 1\nlrr = 3e-4\n");
-        assert!(text.contains("train.toml:3:1"), "{text}");
-        let text = error("[train]\nlrr = 3e-4\n");
-        assert!(text.contains("train.toml:2:1") && text.contains("`train.lr`"), "{text}");
-        let text = error("[trian]\nlr = 3e-4\n");
-        assert!(text.contains("train.toml:1:") && text.contains("[train]"), "{text}");
+    fn mistakes_in_a_file_are_reported_with_their_place_and_what_was_expected() {
+        let wrong = [
+            "[train]\nsteps = 10\nlearning_rat = 1\nlrr = 3e-4\n",
+            "[train]\nlrr = 3e-4\n",
+            "[trian]\nlr = 3e-4\n",
+            "[train]\nsteps = = 3\n",
+            "[train\nsteps = 3\n",
+            "[job]\nname = \"a\n",
+            "[train]\nsteps = 3\nsteps = 4\n",
+            "[train]\n[train]\n",
+            "[train]\nsteps = \"500\"\n",
+            "[train]\nsteps = 5e2\n",
+            "[train]\nsteps = -1\n",
+            "[launch]\nnproc = 5000000000\n",
+            "[train]\nlr = [1]\n",
+            "[comm]\noverlap = 1\n",
+            "[job]\nname = 1\n",
+            "[data]\ntrain = 1\n",
+            "[launch]\ndevices = \"a\"\n",
+            "[model]\narch = 3\n",
+            "[model]\narch = \"bert\"\n",
+            "train = 3\n",
+            "[train]\nlr = -1.0\n",
+            // The value that does not fit is a default of the preset; the message still names the key.
+            "[model]\nheads = 3\n",
+            "[launch]\nhang_timeout = 9\nstall_timeout = 8\n",
+            // The place is right behind characters of several bytes.
+            "[job]\nname = \"ä\" 3\n",
+        ];
+        insta::assert_snapshot!("file", messages(wrong.map(|text| (text, &[][..]))));
     }
 
     #[test]
-    fn wrong_types_and_syntax_errors_are_reported_with_their_place() {
-        let text = error("[train]\nsteps = \"many\"\n");
-        assert!(text.contains("train.toml:2:9") && text.contains("whole number"), "{text}");
-        let text = error("[model]\narch = \"bert\"\n");
-        assert!(text.contains("train.toml:2:8") && text.contains("gpt2"), "{text}");
-        let text = error("[train]\nsteps = = 3\n");
-        assert!(text.contains("train.toml:2:"), "{text}");
-    }
-
-    #[test]
-    fn wrong_types_are_described_with_tomls_type_names() {
-        for (text, expected) in [
-            ("[train]\nsteps = \"500\"\n", "invalid type: string \"500\"; expected a whole number"),
-            ("[train]\nsteps = 5e2\n", "invalid type: floating point `500.0`; expected a whole number"),
-            ("[train]\nsteps = -1\n", "invalid value: integer `-1`; expected a whole number of at least 0"),
-            (
-                "[launch]\nnproc = 5000000000\n",
-                "invalid value: integer `5000000000`; expected a whole number from 0 to 4294967295",
-            ),
-            ("[train]\nlr = [1]\n", "invalid type: list; expected a number"),
-            ("[comm]\noverlap = 1\n", "invalid type: integer `1`; expected true or false"),
-            ("[job]\nname = 1\n", "invalid type: integer `1`; expected a string"),
-            ("[data]\ntrain = 1\n", "invalid type: integer `1`; expected a string or a list of strings"),
-            ("[launch]\ndevices = \"a\"\n", "invalid type: string \"a\"; expected a list"),
-            ("[model]\narch = 3\n", "invalid type; expected a string"),
-            ("[model]\narch = \"bert\"\n", "unknown value `bert`; expected `gpt2` or `llama`"),
-            ("train = 3\n", "invalid type: integer `3`; expected a section"),
-        ] {
-            let found = error(text);
-            assert_eq!(found.split_once(": ").unwrap().1, expected);
-        }
-        let flag = [Override::from_flag("train.lr=fast").unwrap()];
-        let error = parse(Path::new("a.toml"), "", &flag).unwrap_err().to_string();
-        assert_eq!(error, "--set train.lr=fast: invalid type: string \"fast\"; expected a number");
+    fn mistakes_in_flags_are_reported_with_the_flag() {
+        let wrong: [&[&str]; 7] = [
+            &["train.lr"],
+            &["train.stepz=3"],
+            &["lr=3"],
+            &["train.steps=x"],
+            &["train.lr=fast"],
+            &["train.lr=0"],
+            &["launch.stall_timeout=8", "launch.hang_timeout=9"],
+        ];
+        insta::assert_snapshot!("flags", messages(wrong.map(|flags| ("", flags))));
     }
 
     #[test]
@@ -376,15 +386,6 @@ mod tests {
     }
 
     #[test]
-    fn impossible_values_are_reported_with_their_place_and_the_expectation() {
-        let text = error("[train]\nlr = -1.0\n");
-        assert!(text.contains("train.toml:2:6") && text.contains("above 0"), "{text}");
-        // The bad value is a default of the preset; the message still names the key.
-        let text = error("[model]\nheads = 3\n");
-        assert!(text.contains("model.dim"), "{text}");
-    }
-
-    #[test]
     fn flags_override_the_environment_and_both_override_the_file() {
         let variables =
             [("XLAUNCH_TRAIN_LR".into(), "0.5".into()), ("XLAUNCH_TRAIN_STEPS".into(), "7".into())];
@@ -395,17 +396,6 @@ mod tests {
         let spec = parse(Path::new("a.toml"), text, &overrides).unwrap().spec;
         assert_eq!((spec.train.lr, spec.train.steps, spec.train.batch), (0.25, 7, 3));
         assert_eq!(spec.model.arch, Some(xlaunch_spec::model::Arch::Gpt2));
-    }
-
-    #[test]
-    fn invalid_override_is_reported_with_its_source() {
-        let error = |argument: &str| {
-            let change = Override::from_flag(argument).unwrap();
-            parse(Path::new("a.toml"), "", &[change]).unwrap_err().to_string()
-        };
-        assert!(error("train.stepz=3").contains("train.steps"));
-        assert!(error("train.steps=x").contains("--set train.steps=x"));
-        assert!(error("train.lr=0").contains("--set train.lr=0"));
     }
 
     #[test]
@@ -451,15 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn old_and_new_name_in_one_layer_are_refused() {
-        let file = renamed("[launch]\nhang_timeout = 9\nstall_timeout = 8\n", &[]).unwrap_err();
-        assert!(file.contains("train.toml:3:1:") && file.contains("`launch.hang_timeout`"), "{file}");
-        let flags =
-            ["launch.stall_timeout=8", "launch.hang_timeout=9"].map(|it| Override::from_flag(it).unwrap());
-        let error = renamed("", &flags).unwrap_err();
-        let both = "--set launch.stall_timeout=8: `launch.stall_timeout` was renamed to `launch.hang_timeout`, which \
-                    --set launch.hang_timeout=9 also sets";
-        assert!(error.starts_with(both), "{error}");
+    fn old_and_new_name_in_the_environment_are_refused() {
         let both = [("XLAUNCH_LAUNCH_STALL_TIMEOUT", "8"), ("XLAUNCH_LAUNCH_HANG_TIMEOUT", "9")];
         assert!(renamed("", &variables(&both)).is_err());
     }
