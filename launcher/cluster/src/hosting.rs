@@ -38,7 +38,7 @@ impl Standalone {
     /// Listens on the endpoint, which has to be an address of this host. `notices` receives lines for the user.
     ///
     /// # Errors
-    /// [`ExitCode::Rendezvous`] if it is not, or if the port is taken; [`ExitCode::Usage`] if the token cannot be used.
+    /// `ExitCode::Rendezvous` if it is not, or if the port is taken; `ExitCode::Usage` if the token cannot be used.
     pub async fn start(nodes: &Nodes, notices: mpsc::UnboundedSender<String>) -> Result<Self, Refusal> {
         let spec = &nodes.spec;
         let failed = |why: &str| refuse(format!("failed to listen on {}: {why}", spec.endpoint));

@@ -28,7 +28,7 @@ const LOOPBACK: &str = "127.0.0.1";
 /// shows the user a line.
 ///
 /// # Errors
-/// [`ExitCode::Rendezvous`] if the endpoint or the address of this node is not usable; [`ExitCode::Usage`] if the token
+/// `ExitCode::Rendezvous` if the endpoint or the address of this node is not usable; `ExitCode::Usage` if the token
 /// cannot be used.
 pub async fn join(nodes: Option<&Nodes>, work: Work, notify: impl Fn(&str)) -> Result<Joining, Refusal> {
     let Some(nodes) = nodes else { return Ok(alone(work).await) };

@@ -18,7 +18,7 @@ pub(crate) async fn connect(socket: &Path, timeout: Duration) -> io::Result<Chan
     connect::connect(socket, connect::endpoint().timeout(timeout).connect_timeout(timeout)).await
 }
 
-/// Like [`connect`], but without a timeout for calls; `timeout` limits the connection only.
+/// Like [`connect()`], but without a timeout for calls; `timeout` limits the connection only.
 pub(crate) async fn connect_without_call_timeout(socket: &Path, timeout: Duration) -> io::Result<Channel> {
     connect::connect(socket, connect::endpoint().connect_timeout(timeout)).await
 }

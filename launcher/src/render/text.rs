@@ -41,7 +41,7 @@ pub(crate) fn json(value: &impl Serialize) -> String {
     escaped_json(&format!("{:#}", json!(value))) + "\n"
 }
 
-/// Returns a value like [`json`], but on one line.
+/// Returns a value like [`json()`], but on one line.
 pub(crate) fn json_line(value: &serde_json::Value) -> String {
     escaped_json(&value.to_string()) + "\n"
 }

@@ -12,7 +12,7 @@
 //! - [`listener`]: accepts and authenticates; `admission` (pure) decides which callers may wait for that;
 //! - [`dialer`]: finds the coordinator; `search` (pure) decides which addresses are tried and when; [`connect`]: a
 //!   single attempt, and the reason if it fails;
-//! - [`address`]: addresses of this host;
+//! - [`xlaunch_host::network`]: addresses of this host;
 //! - `socket`: options of TCP sockets.
 //!
 //! Invariants:
