@@ -139,5 +139,7 @@ fn rank_that_cannot_save_is_named_and_the_job_restarts() {
     run.signal(Signal::INT);
     let run = run.wait();
     let restart = restarts(&run.stderr)[0];
-    assert!(restart.contains("rank 0: exit code 79 (checkpoint not saved)"), "{restart}");
+    // The directory may vanish while rank 1 writes to it, which is then the first to fail.
+    let named = ["rank 0: exit code 79 (checkpoint not saved)", "rank 1: failed to "];
+    assert!(named.iter().any(|words| restart.contains(words)), "{restart}");
 }
