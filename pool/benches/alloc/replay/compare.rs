@@ -12,7 +12,7 @@ use xlaunch_pool::plan::pack::{Life, lower_bound, pack};
 use super::super::sim::Sim;
 use super::size_classes::SizeClasses;
 use super::torch::Torch;
-use super::{Op, Trace};
+use super::{Model, Op, Trace};
 
 /// Time limit of the search for a plan.
 const PACK_TIMEOUT: Duration = Duration::from_secs(1);
@@ -23,15 +23,6 @@ pub(crate) struct Outcome {
     pub(crate) allocator: &'static str,
     /// Largest number of bytes mapped at any time.
     pub(crate) mapped_bytes: u64,
-}
-
-/// An allocator without memory: only the amount that it maps matters.
-pub(super) trait Model {
-    /// Serves a request. The token identifies the buffer in [`free`](Self::free).
-    fn alloc(&mut self, bytes: u64, persistent: bool) -> u64;
-    fn free(&mut self, token: u64);
-    /// Returns the largest number of bytes mapped so far.
-    fn mapped(&self) -> u64;
 }
 
 impl Trace {

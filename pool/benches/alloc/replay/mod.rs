@@ -33,6 +33,15 @@ pub(crate) struct Trace {
     pub(crate) step: Vec<Op>,
 }
 
+/// An allocator without memory: only the amount that it maps matters.
+trait Model {
+    /// Serves a request. The token identifies the buffer in [`free`](Self::free).
+    fn alloc(&mut self, bytes: u64, persistent: bool) -> u64;
+    fn free(&mut self, token: u64);
+    /// Returns the largest number of bytes mapped so far.
+    fn mapped(&self) -> u64;
+}
+
 /// A line that cannot be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("line {line}: {reason}")]

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use super::compare::Model;
+use super::Model;
 use xlaunch_pool::backing::GRANULE;
 
 /// Number of free blocks of each class. Blocks are never split or merged.

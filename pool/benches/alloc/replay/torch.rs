@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use super::compare::Model;
+use super::Model;
 
 const MIN_BLOCK: u64 = 512;
 /// Largest request of the small pool.
