@@ -9,20 +9,20 @@
 //!     workload: trainer or command -------'--> sinks (writer threads), report
 //! logs: output of the workers --> files, console, tail
 //! ```
-//! What is to run:
+//! Before the job starts:
 //! - [`config`]: builds a checked job description from `train.toml`, environment and flags;
 //! - [`command`]: a command of the user, resolved on this node; `interpreter`: finds its Python;
 //! - [`work`]: describes the job for the other nodes, which must agree on it;
 //! - [`base_environment`], [`environment`]: the environment variables of workers.
 //!
-//! The job while it runs:
+//! While it runs:
 //! - [`waiting`]: an agent before its first attempt; [`driver`]: the only code that touches processes and sockets on
 //!   behalf of the job; [`state`]: decides what happens on this node, as a pure function from events to actions;
 //! - [`workload`]: the two kinds of job behind one trait, and hang detection; `python`: support for workers that run
 //!   Python; `activity`: what a worker's training thread does; [`stacks`]: stacks of the processes of a rank;
 //! - [`rendezvous`], [`status`], [`logs`]: calls of workers and clients.
 //!
-//! What the user sees:
+//! For the user:
 //! - [`registry`], [`run_dir`]: running launches and the directories of runs; [`environment_file`], [`run_summary`]:
 //!   files in them, about what the run used and how it ended;
 //! - [`sinks`]: progress, metrics, TensorBoard, summary; [`ending`]: how a job ended; [`report`]: why it failed.

@@ -59,9 +59,9 @@ pub enum CommError {
 pub enum Operation {
     /// An in-place sum over ranks of the elements (F32 or Bf16) of each bucket. Every rank ends with the same bytes.
     AllReduce { buckets: Vec<Lease>, dtype: DType },
-    /// The same sums, of which this rank gets only its own shards: the first lease of a bucket is cut into one equal
-    /// shard per rank, and shard `rank` is written to the second lease. The contents of the first lease are unspecified
-    /// afterwards. Requires at least two ranks.
+    /// A sum like that of `AllReduce`, of which each rank gets one shard: the first lease of a bucket is cut into one
+    /// equal shard per rank, and shard `rank` is written to the second lease. The contents of the first lease are
+    /// unspecified afterwards. Requires at least two ranks.
     ReduceScatter { buckets: Vec<[Lease; 2]>, dtype: DType },
     /// Copies every rank's shard, the first lease of a bucket, to all ranks, into shard `rank` of the second lease.
     /// Requires at least two ranks.

@@ -222,7 +222,7 @@ mod tests {
 
     use super::*;
 
-    /// What the user reads about these files and flags, after the files and flags.
+    /// Returns each file with its flags, followed by the message that the user gets.
     fn messages<'a>(wrong: impl IntoIterator<Item = (&'a str, &'a [&'a str])>) -> String {
         let message = |(text, flags): (&str, &[&str])| {
             let overrides: Result<Vec<_>, _> = flags.iter().map(|it| Override::from_flag(it)).collect();

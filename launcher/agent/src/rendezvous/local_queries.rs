@@ -1,5 +1,4 @@
-//! The state behind the agent's service, and its answers about the ranks of its own node. Callers use ranks in the
-//! job.
+//! State of the agent's service, and its answers about the ranks of its own node. Callers use ranks in the job.
 
 use std::sync::Arc;
 use std::time::Instant;

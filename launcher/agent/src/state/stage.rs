@@ -26,13 +26,13 @@ pub(super) enum Request {
 /// Progress in ending the workers.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Shutdown {
-    /// They are expected to exit by themselves, after they have printed their stacks if they hang.
+    /// Workers are expected to exit by themselves, after they have printed their stacks if they hang.
     Exiting { deadline: Instant },
-    /// Those of a trainer save a checkpoint. Progress extends the deadline up to the limit.
+    /// Workers of a trainer save a checkpoint. Progress extends the deadline up to the limit.
     Saving { deadline: Instant, limit: Instant },
-    /// Those of a command have been sent a signal that ends them.
+    /// Workers of a command have been sent a signal that ends them.
     Terminated { deadline: Instant },
-    /// They have been sent SIGKILL.
+    /// Workers have been sent SIGKILL.
     Killed,
 }
 

@@ -1,4 +1,4 @@
-//! What the state machine knows about one worker of an attempt.
+//! One worker of an attempt, as the state machine sees it.
 
 use std::time::Instant;
 
