@@ -10,7 +10,7 @@
 
 mod common;
 
-use common::{ADAMW, Ops, Outputs, distance, ids, random};
+use common::{ADAMW, Added, Ops, Outputs, distance, ids, random};
 use xlaunch_engine::*;
 
 const H: f32 = 1e-2;
@@ -63,12 +63,12 @@ fn embed_gradients() {
 #[test]
 fn norm_gradients() {
     for kind in [NormKind::Layer, NormKind::Rms] {
-        let s = NormShape { rows: 3, cols: 20, kind, eps: 1e-5 };
+        let s = NormShape { rows: 3, cols: 20, kind, eps: 1e-5, offset: 0.0 };
         let (x, branch, gamma, dy) = (random(5, 60), random(6, 60), random(7, 20), random(8, 60));
         let beta = (kind == NormKind::Layer).then(|| random(9, 20));
         with_cpu(|ops| {
             let run = |x: &[f32], gamma: &[f32], beta: Option<&[f32]>| {
-                ops.norm(s, x, Some(&branch), gamma, beta, &dy, None, true, Accumulate::Overwrite)
+                ops.norm(s, x, Added::Before(&branch), gamma, beta, &dy, None, true, Accumulate::Overwrite)
             };
             let outputs = run(&x, &gamma, beta.as_deref());
             let y = |outputs: Outputs| get(&outputs, "y").to_vec();
@@ -80,7 +80,7 @@ fn norm_gradients() {
             // The gradient of the residual path is added, and so included in the sum of the rows.
             let (beta, joining) = (beta.as_deref(), Some(&branch[..]));
             let acc = Accumulate::Add;
-            let joined = ops.norm(s, &x, Some(&branch), &gamma, beta, &dy, joining, true, acc);
+            let joined = ops.norm(s, &x, Added::Before(&branch), &gamma, beta, &dy, joining, true, acc);
             let expected: Vec<f32> = get(&outputs, "dx").iter().zip(&branch).map(|(a, b)| a + b).collect();
             assert!(distance(get(&joined, "dx"), &expected) < 1e-6);
             let added = |start: Vec<f32>, dx: &[f32]| -> Vec<f32> {
@@ -95,6 +95,103 @@ fn norm_gradients() {
             assert!(distance(get(&joined, "dsum"), &added(random(77, 20), &expected)) < 1e-5);
         });
     }
+}
+
+#[test]
+fn gradients_of_a_norm_that_is_added_to_the_stream() {
+    for kind in [NormKind::Layer, NormKind::Rms] {
+        let s = NormShape { rows: 3, cols: 20, kind, eps: 1e-5, offset: 1.0 };
+        let (x, stream, gamma, dy) = (random(5, 60), random(6, 60), random(7, 20), random(8, 60));
+        let beta = (kind == NormKind::Layer).then(|| random(9, 20));
+        let beta = beta.as_deref();
+        with_cpu(|ops| {
+            let run = |x: &[f32], gamma: &[f32], added: Added<'_>| {
+                ops.norm(s, x, added, gamma, beta, &dy, None, true, Accumulate::Overwrite)
+            };
+            let added = Added::After(&stream);
+            let outputs = run(&x, &gamma, added);
+            let y = |outputs: Outputs| get(&outputs, "y").to_vec();
+            check("dx", &x, &dy, get(&outputs, "dx"), |x| y(run(x, &gamma, added)));
+            check("dgamma", &gamma, &dy, get(&outputs, "dgamma"), |gamma| y(run(&x, gamma, added)));
+            // The norm alone, with the offset already in gamma.
+            let plain = NormShape { offset: 0.0, ..s };
+            let gamma: Vec<f32> = gamma.iter().map(|gamma| 1.0 + gamma).collect();
+            let acc = Accumulate::Overwrite;
+            let alone = y(ops.norm(plain, &x, Added::Nothing, &gamma, beta, &dy, None, true, acc));
+            let sum: Vec<f32> = stream.iter().zip(alone).map(|(stream, y)| stream + y).collect();
+            assert!(distance(get(&outputs, "y"), &sum) < 1e-6);
+        });
+    }
+}
+
+#[test]
+fn qk_norm_gradients_with_and_without_rope() {
+    let s = AttentionShape { batch: 2, seq: 3, heads: 4, kv_heads: 2, width: 8 };
+    let len = 6 * s.qkv_width();
+    let (qkv, dout, table) = (random(40, len), random(41, len), random(42, 24));
+    for (kind, offset) in [(QkNorm::Head, 0.0), (QkNorm::Head, 1.0), (QkNorm::Full, 0.0), (QkNorm::Full, 1.0)]
+    {
+        let [q, k] = kind.gammas(s);
+        let (q, k) = (random(43, q), random(44, k));
+        with_cpu(|ops| {
+            for table in [None, Some(table.as_slice())] {
+                let run = |qkv: &[f32], q: &[f32], k: &[f32]| {
+                    ops.qk_norm(s, kind, offset, qkv, [q, k], table, &dout, Accumulate::Overwrite)
+                };
+                let outputs = run(&qkv, &q, &k);
+                let out = |outputs: Outputs| get(&outputs, "out").to_vec();
+                check("dqkv", &qkv, &dout, get(&outputs, "dqkv"), |qkv| out(run(qkv, &q, &k)));
+                check("dq_gamma", &q, &dout, get(&outputs, "dq_gamma"), |q| out(run(&qkv, q, &k)));
+                check("dk_gamma", &k, &dout, get(&outputs, "dk_gamma"), |k| out(run(&qkv, &q, k)));
+            }
+        });
+    }
+}
+
+/// A norm of the heads as rows, then attention, equals the norm of queries and keys before attention.
+#[test]
+fn qk_norm_is_the_norm_of_each_head_or_of_all_heads_before_the_rotation() {
+    let s = AttentionShape { batch: 1, seq: 5, heads: 4, kv_heads: 2, width: 8 };
+    let (row, keys, values) = (s.qkv_width(), 32, 48);
+    let (qkv, dout, table) = (random(40, 5 * row), random(41, 5 * 32), random(42, 40));
+    for (kind, offset) in [(QkNorm::Head, 1.0), (QkNorm::Full, 0.0)] {
+        let [q_width, k_width] = kind.gammas(s);
+        let gammas = [random(43, q_width), random(44, k_width)];
+        with_cpu(|ops| {
+            let acc = Accumulate::Overwrite;
+            let normed = |x: &[f32], gamma: &[f32]| {
+                let (rows, cols) = (x.len() / gamma.len(), gamma.len());
+                let shape = NormShape { rows, cols, kind: NormKind::Rms, eps: 1e-5, offset };
+                get(&ops.norm(shape, x, Added::Nothing, gamma, None, x, None, false, acc), "y").to_vec()
+            };
+            let by_rows: Vec<f32> = qkv
+                .chunks(row)
+                .flat_map(|x| {
+                    let (q, k) = (normed(&x[..keys], &gammas[0]), normed(&x[keys..values], &gammas[1]));
+                    [q, k, x[values..].to_vec()].concat()
+                })
+                .collect();
+            let expected = ops.attention(s, &by_rows, Some(&table), &dout);
+            let gammas = [&gammas[0][..], &gammas[1]];
+            let out = ops.qk_norm(s, kind, offset, &qkv, gammas, Some(&table), &qkv, acc);
+            let found = ops.attention(s, get(&out, "out"), None, &dout);
+            assert!(distance(get(&found, "out"), get(&expected, "out")) < 1e-6, "{kind:?}");
+        });
+    }
+}
+
+#[test]
+fn scaled_addition_works_in_place() {
+    let (x, y) = (random(45, 10_000), random(46, 10_000));
+    let outputs = with_cpu(|ops| ops.add_scaled(&x, &y, 0.5));
+    let expect = |name: &str, f: fn(f32, f32) -> f32| {
+        let expected: Vec<f32> = x.iter().zip(&y).map(|(x, y)| f(*x, *y)).collect();
+        assert!(distance(get(&outputs, name), &expected) < 1e-6, "{name}");
+    };
+    expect("scaled", |_, y| 0.5 * y);
+    expect("sum", |x, y| x + 0.5 * y);
+    expect("in place of y", |x, y| x + 0.25 * (x + 0.5 * y));
+    expect("in place of x", |x, y| x + 0.5 * y);
 }
 
 #[test]
@@ -174,13 +271,30 @@ fn gelu_gradients_between_two_linear_layers() {
 fn classifier_gradients() {
     let s = ClassifierShape { rows: 4, vocab: 9, padded: 12 };
     let (logits, targets) = (random(21, 48), ids(22, 4, 9));
+    for softcap in [None, Some(0.8)] {
+        with_cpu(|ops| {
+            let run = |logits: &[f32]| ops.classifier(s, logits, &targets, 0.25, softcap);
+            let outputs = run(&logits);
+            let dlogits = get(&outputs, "dlogits");
+            check("dlogits", &logits, &[0.25; 4], dlogits, |l| get(&run(l), "losses").to_vec());
+            assert_eq!(get(&outputs, "losses"), get(&outputs, "losses with gradient"));
+            let padding = dlogits.chunks(12).flat_map(|row| &row[9..]);
+            assert!(padding.into_iter().all(|x| *x == 0.0));
+        });
+    }
+}
+
+#[test]
+fn capped_logits_have_the_losses_of_the_classifier_with_a_cap() {
+    let s = ClassifierShape { rows: 4, vocab: 9, padded: 12 };
+    let (logits, targets): (Vec<f32>, _) = (random(21, 48).iter().map(|x| 9.0 * x).collect(), ids(22, 4, 9));
     with_cpu(|ops| {
-        let run = |logits: &[f32]| ops.classifier(s, logits, &targets, 0.25);
-        let outputs = run(&logits);
-        check("dlogits", &logits, &[0.25; 4], get(&outputs, "dlogits"), |l| get(&run(l), "losses").to_vec());
-        assert_eq!(get(&outputs, "losses"), get(&outputs, "losses with gradient"));
-        let padding = get(&outputs, "dlogits").chunks(12).flat_map(|row| &row[9..]);
-        assert!(padding.into_iter().all(|x| *x == 0.0));
+        let capped = ops.softcap(&logits, 3.0);
+        let exact: Vec<f32> = logits.iter().map(|x| 3.0 * (x / 3.0).tanh()).collect();
+        assert!(distance(get(&capped, "f32"), &exact) < 1e-6);
+        let expected = ops.classifier(s, &exact, &targets, 0.25, None);
+        let found = ops.classifier(s, &logits, &targets, 0.25, Some(3.0));
+        assert!(distance(get(&found, "losses"), get(&expected, "losses")) < 1e-6);
     });
 }
 

@@ -50,6 +50,7 @@ fn times() {
     let sweep = Sweep { ops: Ops { backend: &backend, grads: DType::Bf16 }, prefix: "" };
     WIDTHS.into_iter().for_each(|cols| sweep.width(cols));
     VOCABULARIES.into_iter().for_each(|vocab| sweep.vocabulary(vocab));
+    HEAD_WIDTHS.into_iter().for_each(|width| sweep.qk_norm(width));
     sweep.head_widths();
     sweep.sequences();
     for (prefix, precision) in [("deterministic ", Precision::Bf16), ("tf32 ", Precision::Tf32)] {
@@ -95,6 +96,9 @@ impl Sweep<'_> {
         if self.wants("norm") {
             self.norm(cols);
         }
+        if self.wants("scaled addition") {
+            self.add_scaled(cols);
+        }
         if self.wants("SwiGLU") {
             self.swiglu(cols);
         }
@@ -120,11 +124,16 @@ impl Sweep<'_> {
         let len = rows * cols;
         let [x, branch, y, dy] = [1, 2, 3, 4].map(|seed| ops.random(seed, len));
         let gamma = ops.random(5, cols);
-        let shape = NormShape { rows, cols, kind: NormKind::Rms, eps: 1e-5 };
+        let shape = NormShape { rows, cols, kind: NormKind::Rms, eps: 1e-5, offset: 0.0 };
         let stats = b.alloc(DType::F32, shape.stats()).unwrap();
         let dgamma = b.alloc(DType::Bf16, cols).unwrap();
         self.report("norm forward", "width", cols, Work::bytes(4 * len * ACT), &|| {
-            let residual = Some(ResidualAdd { branch: branch.all(), sum: branch.all() });
+            let residual = Residual::Before(ResidualAdd { branch: branch.all(), sum: branch.all() });
+            let (x, gamma, y, stats) = (x.all(), gamma.all(), y.all(), stats.all());
+            b.run(NormForward { shape, x, residual, gamma, beta: None, y, stats }).unwrap();
+        });
+        self.report("norm forward of a branch", "width", cols, Work::bytes(3 * len * ACT), &|| {
+            let residual = Residual::After(branch.all());
             let (x, gamma, y, stats) = (x.all(), gamma.all(), y.all(), stats.all());
             b.run(NormForward { shape, x, residual, gamma, beta: None, y, stats }).unwrap();
         });
@@ -134,6 +143,14 @@ impl Sweep<'_> {
             let (dbeta, dsum, add_to_dx) = (None, None, true);
             let args = NormBackward { shape, x, gamma, stats, dy, dx, add_to_dx, dgamma, dbeta, dsum, acc };
             b.run(args).unwrap();
+        });
+    }
+
+    fn add_scaled(&self, cols: usize) {
+        let (ops, b, len) = (&self.ops, self.ops.backend, rows(cols) * cols);
+        let [x, y] = [54, 55].map(|seed| ops.random(seed, len));
+        self.report("scaled addition", "width", cols, Work::bytes(3 * len * ACT), &|| {
+            b.run(AddScaled { x: Some(x.all()), y: y.all(), factor: 0.5, out: x.all() }).unwrap();
         });
     }
 
@@ -233,10 +250,13 @@ impl Sweep<'_> {
         let (logits, losses) = (ops.random(20, rows * vocab), b.alloc(DType::F32, rows).unwrap());
         let targets = b.alloc(DType::I32, rows).unwrap();
         b.write_i32(targets.all(), &common::ids(21, rows, vocab - 3)).unwrap();
-        self.report("classifier", "vocabulary", vocab, Work::bytes(2 * rows * vocab * ACT), &|| {
-            let (logits, targets, losses) = (logits.all(), targets.all(), losses.all());
-            b.run(FusedClassifier { shape, logits, targets, losses, grad_scale: Some(1.0) }).unwrap();
-        });
+        for (name, softcap) in [("classifier", None), ("classifier with a cap", Some(30.0))] {
+            self.report(name, "vocabulary", vocab, Work::bytes(2 * rows * vocab * ACT), &|| {
+                let (logits, targets, losses, grad_scale) =
+                    (logits.all(), targets.all(), losses.all(), Some(1.0));
+                b.run(FusedClassifier { shape, logits, targets, losses, grad_scale, softcap }).unwrap();
+            });
+        }
     }
 
     fn head_widths(&self) {
@@ -249,6 +269,47 @@ impl Sweep<'_> {
         for width in [64, 128] {
             let axis = format!("sequence, heads of {width}");
             SEQUENCES.into_iter().for_each(|seq| self.attention(&axis, seq, attention_shape(seq, width)));
+        }
+    }
+
+    fn qk_norm(&self, width: usize) {
+        if !self.wants("qk norm") {
+            return;
+        }
+        let shape = attention_shape(2048, width);
+        let (ops, b, len) = (&self.ops, self.ops.backend, shape.batch * shape.seq * shape.qkv_width());
+        let [qkv, out] = [50, 51].map(|seed| ops.random(seed, len));
+        let rope = b.alloc(DType::F32, shape.seq * shape.width).unwrap();
+        b.write_f32(rope.all(), &common::random(52, rope.len())).unwrap();
+        for (kind, name) in [(QkNorm::Head, "of heads"), (QkNorm::Full, "of all heads")] {
+            let gammas = kind.gammas(shape).map(|cols| ops.random(53, cols));
+            let dgammas = gammas.each_ref().map(|gamma| b.alloc(DType::F32, gamma.len()).unwrap());
+            let (eps, offset, rope) = (1e-5, 0.0, Some(rope.all()));
+            let [q_gamma, k_gamma] = gammas.each_ref().map(Tensor::all);
+            let [dq_gamma, dk_gamma] = dgammas.each_ref().map(Tensor::all);
+            let (qkv, out, acc) = (qkv.all(), out.all(), Accumulate::Overwrite);
+            let work = || Work::bytes(2 * len * ACT);
+            self.report(&format!("qk norm forward {name}"), "head width", width, work(), &|| {
+                b.run(QkNormForward { shape, kind, eps, offset, qkv, q_gamma, k_gamma, rope, out }).unwrap();
+            });
+            let args = QkNormBackward {
+                shape,
+                kind,
+                eps,
+                offset,
+                qkv,
+                q_gamma,
+                k_gamma,
+                rope,
+                dqkv: out,
+                dq_gamma,
+                dk_gamma,
+                acc,
+            };
+            // Of three arrays, the two thirds that are queries and keys.
+            self.report(&format!("qk norm backward {name}"), "head width", width, work(), &|| {
+                b.run(args).unwrap()
+            });
         }
     }
 

@@ -18,8 +18,8 @@ use std::collections::HashMap;
 
 use xlaunch_engine::{
     CachedAttention, CachedAttentionShape, Capture, DType, EmbedForward, EmbedShape, GEMV_ROWS, Gemv, Greedy,
-    LinearForward, LinearGeluForward, LinearShape, NormForward, PendingRead, ResidualAdd, Result, Slice,
-    SwigluForward, Tensor,
+    LinearForward, LinearGeluForward, LinearShape, NormForward, PendingRead, Residual, ResidualAdd, Result,
+    Slice, SwigluForward, Tensor,
 };
 use xlaunch_spec::model::Arch;
 
@@ -258,7 +258,7 @@ impl<'a> Decoder<'a> {
         model.backend.run(NormForward {
             shape,
             x: b.x[x].slice(0..len),
-            residual: add.then_some(residual),
+            residual: if add { Residual::Before(residual) } else { Residual::None },
             gamma: model.param(&params.weight),
             beta: params.bias.as_ref().map(|bias| model.param(bias)),
             y: b.y.slice(0..len),

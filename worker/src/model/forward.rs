@@ -3,8 +3,8 @@
 use std::rc::Rc;
 
 use xlaunch_engine::{
-    AttentionForward, DType, EmbedForward, EmbedShape, EngineError, LinearShape, NormForward, ResidualAdd,
-    Result, Slice, Tensor,
+    AttentionForward, DType, EmbedForward, EmbedShape, EngineError, LinearShape, NormForward, Residual,
+    ResidualAdd, Result, Slice, Tensor,
 };
 use xlaunch_spec::model::Arch;
 
@@ -123,7 +123,7 @@ impl Model {
         self.backend.run(NormForward {
             shape: self.norm_shape(rows),
             x: x.all(),
-            residual: None,
+            residual: Residual::None,
             gamma: self.param(&params.weight),
             beta: params.bias.as_ref().map(|bias| self.param(bias)),
             y: y.all(),
@@ -141,7 +141,7 @@ impl Model {
         self.backend.run(NormForward {
             shape,
             x: x.all(),
-            residual: Some(ResidualAdd { branch: branch.all(), sum: sum.all() }),
+            residual: Residual::Before(ResidualAdd { branch: branch.all(), sum: sum.all() }),
             gamma: self.param(&params.weight),
             beta: params.bias.as_ref().map(|bias| self.param(bias)),
             y: y.all(),

@@ -105,6 +105,7 @@ impl Model {
             targets: targets.slice(rows.clone()),
             losses: losses.slice(rows),
             grad_scale,
+            softcap: None,
         })
     }
 

@@ -257,7 +257,7 @@ impl Model {
         };
         #[expect(clippy::cast_possible_truncation, reason = "norms compute in f32")]
         let eps = self.shape.norm_eps as f32;
-        NormShape { rows: rows.count(), cols: self.shape.dim, kind, eps }
+        NormShape { rows: rows.count(), cols: self.shape.dim, kind, eps, offset: 0.0 }
     }
 
     /// Returns the part of the rotary table for these positions.

@@ -7,6 +7,7 @@
 //! Arrays are row-major.
 
 pub(crate) mod adamw;
+pub(crate) mod add_scaled;
 pub(crate) mod attention;
 pub(crate) mod cached_attention;
 pub(crate) mod cast;
@@ -20,11 +21,14 @@ pub(crate) mod greedy;
 pub(crate) mod linear;
 pub(crate) mod mark;
 pub(crate) mod norm;
+pub(crate) mod qk_norm;
 pub(crate) mod reduce;
 pub(crate) mod rope;
+pub(crate) mod softcap;
 pub(crate) mod swiglu;
 
 pub use adamw::{AdamWConfig, AdamWStep, DECAY_CHUNK, scalar};
+pub use add_scaled::AddScaled;
 pub use attention::{AttentionBackward, AttentionForward, AttentionShape};
 pub use cached_attention::{CachedAttention, CachedAttentionShape};
 pub use cast::Cast;
@@ -37,8 +41,10 @@ pub use gemv::{GEMV_ROWS, Gemv};
 pub use greedy::Greedy;
 pub use linear::{LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearShape};
 pub use mark::{Mark, Marks};
-pub use norm::{NormBackward, NormForward, NormKind, NormShape, ResidualAdd};
+pub use norm::{NormBackward, NormForward, NormKind, NormShape, Residual, ResidualAdd};
+pub use qk_norm::{QkNorm, QkNormBackward, QkNormForward};
 pub use reduce::{ColumnSum, SquaredNorm, Sum};
+pub use softcap::SoftCap;
 pub use swiglu::{LinearSwigluForward, SwigluBackward, SwigluForward, SwigluLinearBackward};
 
 use std::ops::Deref;
@@ -118,8 +124,9 @@ pub enum Accumulate {
 }
 
 /// Kernel files that are compiled when a GPU is opened. Those of attention are compiled on first use, per head width.
-pub(crate) const KERNEL_FILES: [&KernelFile; 15] = [
+pub(crate) const KERNEL_FILES: [&KernelFile; 18] = [
     &adamw::KERNELS,
+    &add_scaled::KERNELS,
     &cast::KERNELS,
     &checksum::KERNELS,
     &classifier::KERNELS,
@@ -131,8 +138,10 @@ pub(crate) const KERNEL_FILES: [&KernelFile; 15] = [
     &linear::transposed::KERNELS,
     &mark::cuda::KERNELS,
     &norm::cuda::KERNELS,
+    &qk_norm::cuda::KERNELS,
     &reduce::cuda::KERNELS,
     &rope::KERNELS,
+    &softcap::KERNELS,
     &swiglu::cuda::KERNELS,
 ];
 

@@ -2,7 +2,7 @@
 
 use xlaunch_engine::*;
 
-use super::{ADAMW, Ops, Outputs, decoding, ids, random};
+use super::{ADAMW, Added, Ops, Outputs, decoding, ids, random};
 
 /// One operation with one set of sizes, as a function of a back end.
 pub(crate) type Case = (String, Box<dyn Fn(&Ops<'_>) -> Outputs>);
@@ -14,6 +14,42 @@ pub(super) fn rope_table(seq: usize, width: usize) -> Vec<f32> {
         (0..width).map(move |c| if c < width / 2 { angle(t, c).cos() } else { angle(t, c - width / 2).sin() })
     };
     (0..seq).flat_map(row).collect()
+}
+
+/// Returns norms of queries and keys: heads of all widths, of widths that are not vectorizable, and rows of more
+/// vectors than threads.
+fn qk_norm_cases(values: impl Fn(u64, usize) -> Vec<f32>) -> Vec<Case> {
+    let mut cases: Vec<Case> = Vec::new();
+    for (batch, seq, heads, kv_heads, width) in [
+        (1, 1, 2, 1, 8),
+        (2, 35, 3, 1, 24),
+        (1, 67, 4, 2, 64),
+        (3, 5, 5, 1, 80),
+        (2, 19, 3, 3, 96),
+        (1, 130, 4, 1, 128),
+        (2, 9, 2, 1, 256),
+        (1, 3, 2, 2, 512),
+        (3, 7, 40, 8, 320),
+        (2, 300, 6, 2, 16),
+    ] {
+        let s = AttentionShape { batch, seq, heads, kv_heads, width };
+        let len = batch * seq * s.qkv_width();
+        for (kind, offset, table, acc) in [
+            (QkNorm::Head, 0.0, Some(rope_table(seq, width)), Accumulate::Overwrite),
+            (QkNorm::Head, 1.0, None, Accumulate::Add),
+            (QkNorm::Full, 0.0, Some(rope_table(seq, width)), Accumulate::Add),
+            (QkNorm::Full, 1.0, None, Accumulate::Overwrite),
+        ] {
+            let (qkv, dout, [q, k]) = (values(46, len), values(47, len), kind.gammas(s));
+            let (q, k) = (values(48, q), values(49, k));
+            let rope = if table.is_some() { ", rope" } else { "" };
+            let case = move |ops: &Ops<'_>| {
+                ops.qk_norm(s, kind, offset, &qkv, [&q, &k], table.as_deref(), &dout, acc)
+            };
+            cases.push((format!("qk norm {kind:?} {s:?}{rope}"), Box::new(case)));
+        }
+    }
+    cases
 }
 
 /// Returns every operation on sizes that are not multiples of tiles, warps or vectors. `round` is applied to every
@@ -48,7 +84,7 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
     {
         for kind in [NormKind::Layer, NormKind::Rms] {
             for acc in [Accumulate::Overwrite, Accumulate::Add] {
-                let s = NormShape { rows, cols, kind, eps: 1e-5 };
+                let s = NormShape { rows, cols, kind, eps: 1e-5, offset: 0.0 };
                 let (x, branch, dy) =
                     (values(5, rows * cols), values(6, rows * cols), values(7, rows * cols));
                 let (gamma, residual) = (values(8, cols), values(9, rows * cols));
@@ -57,12 +93,21 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
                     format!("norm {s:?} {acc:?}"),
                     Box::new(move |ops| {
                         let fused = acc == Accumulate::Add;
-                        let branch = fused.then_some(&branch[..]);
+                        let branch = if fused { Added::Before(&branch) } else { Added::Nothing };
                         let residual = fused.then_some(&residual[..]);
                         ops.norm(s, &x, branch, &gamma, beta.as_deref(), &dy, residual, fused, acc)
                     }),
                 ));
             }
+            // The norm of a branch, which is added to the stream.
+            let s = NormShape { rows, cols, kind, eps: 1e-5, offset: 1.0 };
+            let (x, stream, dy) = (values(5, rows * cols), values(6, rows * cols), values(7, rows * cols));
+            let (gamma, beta) = (values(8, cols), (kind == NormKind::Layer).then(|| values(10, cols)));
+            let case = move |ops: &Ops<'_>| {
+                let (added, acc) = (Added::After(&stream), Accumulate::Overwrite);
+                ops.norm(s, &x, added, &gamma, beta.as_deref(), &dy, None, false, acc)
+            };
+            cases.push((format!("norm {s:?} of a branch"), Box::new(case)));
         }
     }
     for (rows, inputs, outputs) in
@@ -124,6 +169,15 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
             let case = move |ops: &Ops<'_>| ops.attention(s, &qkv, table.as_deref(), &dout);
             cases.push((format!("attention {s:?}{rope}"), Box::new(case)));
         }
+    }
+    cases.extend(qk_norm_cases(values));
+    // The second is not vectorizable, and the last ones take several blocks.
+    for len in [8, 31, 4096, 10_008, 10_007] {
+        let (x, y) = (values(43, len), values(44, len));
+        let case = move |ops: &Ops<'_>| ops.add_scaled(&x, &y, 0.375);
+        cases.push((format!("add scaled {len}"), Box::new(case)));
+        let x: Vec<f32> = values(45, len).into_iter().map(|x| round(40.0 * x)).collect();
+        cases.push((format!("softcap {len}"), Box::new(move |ops| ops.softcap(&x, 15.0))));
     }
     for len in [1, 31, 10_007] {
         let x = random(22, len);
@@ -191,10 +245,12 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         let s = ClassifierShape { rows, vocab, padded };
         let logits: Vec<f32> = values(25, rows * padded).into_iter().map(|x| round(6.0 * x)).collect();
         let targets = ids(26, rows, vocab);
-        cases.push((
-            format!("classifier {s:?}"),
-            Box::new(move |ops| ops.classifier(s, &logits, &targets, 0.25)),
-        ));
+        for softcap in [None, Some(4.0)] {
+            let (logits, targets, cap) =
+                (logits.clone(), targets.clone(), if softcap.is_some() { ", cap" } else { "" });
+            let case = move |ops: &Ops<'_>| ops.classifier(s, &logits, &targets, 0.25, softcap);
+            cases.push((format!("classifier {s:?}{cap}"), Box::new(case)));
+        }
     }
     for len in [64, 64 * 157 + 17] {
         let (params, grads) = (random(27, len), values(28, len));

@@ -35,6 +35,16 @@ pub(crate) fn ids(seed: u64, len: usize, vocab: usize) -> Vec<i32> {
     random(seed, len).iter().map(|x| ((x.abs() * vocab as f32) as i32).min(vocab as i32 - 1)).collect()
 }
 
+/// Operand that a norm adds.
+#[derive(Clone, Copy)]
+pub(crate) enum Added<'a> {
+    Nothing,
+    /// The branch that is added to the input.
+    Before(&'a [f32]),
+    /// The stream to which the norm is added.
+    After(&'a [f32]),
+}
+
 /// The operations of one back end over host values.
 pub(crate) struct Ops<'a> {
     pub(crate) backend: &'a Backend,
@@ -125,7 +135,7 @@ impl Ops<'_> {
         &self,
         s: NormShape,
         x: &[f32],
-        branch: Option<&[f32]>,
+        added: Added<'_>,
         gamma: &[f32],
         beta: Option<&[f32]>,
         dy: &[f32],
@@ -133,27 +143,37 @@ impl Ops<'_> {
         with_sum: bool,
         acc: Accumulate,
     ) -> Outputs {
-        let (x, branch, gamma) = (self.act(x), self.maybe_act(branch), self.act(gamma));
+        let (x, gamma) = (self.act(x), self.act(gamma));
         let beta = self.maybe_act(beta);
         let (y, stats) = (self.out(dy.len()), self.out_f32(s.stats()));
         let (b, mut outputs) = (self.backend, Outputs::new());
-        let sum = branch.map(|branch| (branch, self.out(dy.len())));
+        let added = match added {
+            Added::Nothing => None,
+            Added::Before(branch) => Some((self.act(branch), Some(self.out(dy.len())))),
+            Added::After(stream) => Some((self.act(stream), None)),
+        };
         let forward = NormForward {
             shape: s,
             x: x.all(),
-            residual: sum.as_ref().map(|(branch, sum)| ResidualAdd { branch: branch.all(), sum: sum.all() }),
+            residual: match &added {
+                None => Residual::None,
+                Some((branch, Some(sum))) => {
+                    Residual::Before(ResidualAdd { branch: branch.all(), sum: sum.all() })
+                }
+                Some((stream, None)) => Residual::After(stream.all()),
+            },
             gamma: gamma.all(),
             beta: beta.as_ref().map(Tensor::all),
             y: y.all(),
             stats: stats.all(),
         };
         b.run(forward).unwrap();
-        let x = match sum {
-            None => x,
-            Some((_, sum)) => {
+        let x = match added {
+            Some((_, Some(sum))) => {
                 outputs.push(("sum", self.read(&sum)));
                 sum
             }
+            _ => x,
         };
         let dx = match residual {
             Some(residual) => self.act(residual),
@@ -289,6 +309,65 @@ impl Ops<'_> {
         vec![("out", self.read(&out)), ("lse", self.read(&lse)), ("dqkv", self.read(&dqkv))]
     }
 
+    /// Norm of queries and keys, then their rotation.
+    #[expect(clippy::too_many_arguments, reason = "a fused operation has many operands")]
+    pub(crate) fn qk_norm(
+        &self,
+        s: AttentionShape,
+        kind: QkNorm,
+        offset: f32,
+        qkv: &[f32],
+        gammas: [&[f32]; 2],
+        table: Option<&[f32]>,
+        dout: &[f32],
+        acc: Accumulate,
+    ) -> Outputs {
+        let (b, eps, qkv, out) = (self.backend, 1e-5, self.act(qkv), self.out(dout.len()));
+        let gammas_t = gammas.map(|gamma| self.act(gamma));
+        let table = table.map(|table| self.tensor(DType::F32, table));
+        let rope = table.as_ref().map(Tensor::all);
+        let ([q_gamma, k_gamma], qkv) = (gammas_t.each_ref().map(Tensor::all), qkv.all());
+        let (shape, out_slice) = (s, out.all());
+        let forward = QkNormForward { shape, kind, eps, offset, qkv, q_gamma, k_gamma, rope, out: out_slice };
+        b.run(forward).unwrap();
+        let (dqkv, dgammas) = (self.act(dout), gammas.map(|gamma| self.grad(acc, gamma.len())));
+        let [dq_gamma, dk_gamma] = dgammas.each_ref().map(Tensor::all);
+        b.run(QkNormBackward {
+            shape,
+            kind,
+            eps,
+            offset,
+            qkv,
+            q_gamma,
+            k_gamma,
+            rope,
+            dqkv: dqkv.all(),
+            dq_gamma,
+            dk_gamma,
+            acc,
+        })
+        .unwrap();
+        [("out", &out), ("dqkv", &dqkv), ("dq_gamma", &dgammas[0]), ("dk_gamma", &dgammas[1])]
+            .map(|(n, t)| (n, self.read(t)))
+            .into()
+    }
+
+    /// Scaled addition to separate memory, and in place of either operand.
+    pub(crate) fn add_scaled(&self, x: &[f32], y: &[f32], factor: f32) -> Outputs {
+        let b = self.backend;
+        let (x_t, y_t, scaled, sum) = (self.act(x), self.act(y), self.out(x.len()), self.out(x.len()));
+        let (x, y) = (Some(x_t.all()), y_t.all());
+        b.run(AddScaled { x: None, y, factor, out: scaled.all() }).unwrap();
+        b.run(AddScaled { x, y, factor, out: sum.all() }).unwrap();
+        let in_place = self.act(&self.read(&sum));
+        b.run(AddScaled { x: None, y: in_place.all(), factor, out: in_place.all() }).unwrap();
+        b.run(AddScaled { x, y: in_place.all(), factor, out: in_place.all() }).unwrap();
+        b.run(AddScaled { x, y, factor, out: x_t.all() }).unwrap();
+        [("scaled", &scaled), ("sum", &sum), ("in place of y", &in_place), ("in place of x", &x_t)]
+            .map(|(n, t)| (n, self.read(t)))
+            .into()
+    }
+
     /// A linear layer followed by GELU, and the gradient of GELU's input from that of the output of the next linear
     /// layer, whose weights are `next`.
     #[expect(clippy::too_many_arguments, reason = "a fused operation has many operands")]
@@ -404,13 +483,15 @@ impl Ops<'_> {
         logits: &[f32],
         targets: &[i32],
         scale: f32,
+        softcap: Option<f32>,
     ) -> Outputs {
         let (b, logits, targets) = (self.backend, self.act(logits), self.ints(targets));
         let (only, losses) = (self.out_f32(s.rows), self.out_f32(s.rows));
         let (logits_slice, targets) = (logits.all(), targets.all());
         for (losses, grad_scale) in [(&only, None), (&losses, Some(scale))] {
             let losses = losses.all();
-            let args = FusedClassifier { shape: s, logits: logits_slice, targets, losses, grad_scale };
+            let args =
+                FusedClassifier { shape: s, logits: logits_slice, targets, losses, grad_scale, softcap };
             b.run(args).unwrap();
         }
         vec![
@@ -418,6 +499,15 @@ impl Ops<'_> {
             ("losses with gradient", self.read(&losses)),
             ("dlogits", self.read(&logits)),
         ]
+    }
+
+    /// Logits bounded softly, as activations and in F32.
+    pub(crate) fn softcap(&self, x: &[f32], cap: f32) -> Outputs {
+        let (x_act, x_f32) = (self.act(x), self.tensor(DType::F32, x));
+        for x in [&x_act, &x_f32] {
+            self.backend.run(SoftCap { x: x.all(), cap }).unwrap();
+        }
+        vec![("activations", self.read(&x_act)), ("f32", self.read(&x_f32))]
     }
 
     pub(crate) fn reductions(&self, x: &[f32]) -> Outputs {

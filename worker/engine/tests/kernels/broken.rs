@@ -67,6 +67,11 @@ const LAYERS: &str = "weights of two layers, 1500";
 const LINEAR_SWIGLU: &str = "rows: 300, inputs: 456, outputs: 1040 }, swiglu, to 472";
 const WHOLE_HEAD_ROPE: &str = "seq: 17, heads: 3, kv_heads: 3, width: 16 }, rope";
 
+const HEADS: &str = "qk norm Head AttentionShape { batch: 2, seq: 35";
+/// Rows have more items than a block has threads, and blocks have several rows.
+const WIDE_HEADS: &str = "qk norm Full AttentionShape { batch: 3, seq: 7, heads: 40";
+const ALL_HEADS: &str = "qk norm Full AttentionShape { batch: 1, seq: 130";
+
 /// Clang splits the vector copies that this misaligns into aligned parts.
 const PADDED_WIDTH: &str = "(WIDTH + ROW_PADDING)";
 
@@ -134,6 +139,10 @@ const MISTAKES: &[Mistake] = &[
         "linear/transpose.cu", "col + j];\n    __syncthreads();", "col + j];", Tf32, "linear LinearShape { rows: 67",
         TOO_EARLY,
     ),
+    mistake(
+        "qk_norm/kernel.cu", "[i][warp] = x[i];\n    }\n    __syncthreads();",
+        "[i][warp] = x[i];\n    }", Fp32, ALL_HEADS, SHARED_UNWRITTEN,
+    ),
     // A barrier that only some threads reach.
     mistake(
         "classifier/kernel.cu", "    float row_max = block_max(softmax.max);",
@@ -178,6 +187,7 @@ const MISTAKES: &[Mistake] = &[
     mistake("linear/weight_grads.cu", "= sums(part);", "= sums(0);", Bf16, LAYERS, DIFFERS),
     // Several threads write to the same place.
     mistake("norm/kernel.cu", "    buffer ^= 1;\n", "", Fp32, LAYER, SHARED_WRITE_RACE),
+    mistake("qk_norm/kernel.cu", "    buffer ^= 1;\n", "", Fp32, ALL_HEADS, SHARED_WRITE_RACE),
     mistake(
         "cached_attention/kernel.cu", "if (threadIdx.x % WARP >= LANES) continue;",
         "", Fp32, "capacity: 90", SHARED_WRITE_RACE,
@@ -200,6 +210,12 @@ const MISTAKES: &[Mistake] = &[
         "attention/mma_tiled.cu", "if (row >= seq) continue", "if (row > seq) continue", Tf32, WIDTH_24, ANY_WRITE,
     ),
     mistake("attention/kernel.cu", "kv_heads + kv(head)", "kv_heads + head", Fp32, WIDTH_16, OUTSIDE),
+    mistake("qk_norm/kernel.cu", "valid = row < rows && pair", "valid = pair", Fp32, HEADS, OUTSIDE),
+    mistake("qk_norm/kernel.cu", "valid = group < groups && pair", "valid = pair", Fp32, HEADS, RACE),
+    mistake("add_scaled/kernel.cu", "if (first + k * step >= len) break;", "", Fp32, "add scaled 31", OUTSIDE),
+    mistake(
+        "softcap/kernel.cu", "if (first + k * step < len) xs", "xs", Fp32, "softcap 31", OUTSIDE,
+    ),
     // Shared memory that nothing has written.
     mistake("embed/kernel.cu", "if (threadIdx.x == 0) frequent_count = 0;", "", Fp32, EMBED, SHARED_UNWRITTEN),
     mistake(
@@ -209,6 +225,8 @@ const MISTAKES: &[Mistake] = &[
     // Vectors at unaligned addresses.
     mistake("rope/kernel.cu", "half % 8 == 0 && is_wide", "is_wide", Bf16, WIDTH_24_ROPE, UNALIGNED),
     mistake("attention/kernel.cu", PADDED_WIDTH, "(WIDTH + 3)", Fp32, ONE_TOKEN, UNALIGNED),
+    mistake("qk_norm/kernel.cu", "is_wide(qkv, half) && is_wide(out, half)", "true", Bf16, HEADS, UNALIGNED),
+    mistake("add_scaled/kernel.cu", "is_wide(y, len)", "true", Fp32, "add scaled 31", ANY_WRITE),
     // Wrong lanes, operands and factors.
     mistake(
         "attention/mma_tiled.cu", "x + __shfl_xor_sync(FULL_WARP, x, 2)",
@@ -221,6 +239,15 @@ const MISTAKES: &[Mistake] = &[
     mistake("cached_attention/kernel.cu", "if (!valid) continue;", "", Fp32, "capacity: 4 }", DIFFERS),
     mistake(
         "cached_attention/kernel.cu", "if (threadIdx.x == 0) *counter = 0;", "", Fp32, "capacity: 90", DIFFERS,
+    ),
+    mistake("norm/kernel.cu", "if (other && !sum)", "if (other)", Fp32, LAYER, DIFFERS),
+    mistake("norm/kernel.cu", "* (offset + gs.x[j]) +", "* gs.x[j] +", Fp32, LAYER, DIFFERS),
+    mistake("qk_norm/kernel.cu", "row, pair, -1.0f", "row, pair, 1.0f", Fp32, HEADS, DIFFERS),
+    mistake("qk_norm/kernel.cu", "head - s.heads", "head - s.heads + 1", Fp32, ALL_HEADS, ".cu:"),
+    mistake("qk_norm/kernel.cu", "if (row != blockIdx.x) dgamma", "if (false) dgamma", Fp32, WIDE_HEADS, DIFFERS),
+    mistake(
+        "classifier/kernel.cu", "return 1.0f - t * t;", "return 1.0f;", Fp32, "rows: 67, vocab: 50, padded: 50 }, cap",
+        DIFFERS,
     ),
     mistake("gelu/kernel.cu", "3.0f * GELU_CUBE", "2.0f * GELU_CUBE", Fp32, "gelu LinearShape { rows: 67", DIFFERS),
 ];

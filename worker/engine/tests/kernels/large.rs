@@ -126,11 +126,18 @@ impl Large {
     }
 }
 
-const OPERATIONS: [Large; 11] = [
+const OPERATIONS: [Large; 15] = [
     Large::new("SwiGLU", 4096, swiglu),
     Large::new("norm", 512, |b, rows| norm(b, NormKind::Layer, rows, 512)),
     Large::new("norm of wide rows", 2048, |b, rows| norm(b, NormKind::Rms, rows, 2048)),
     Large::new("norm of any rows", 500, |b, rows| norm(b, NormKind::Rms, rows, 500)),
+    Large {
+        edge_blocks: 4,
+        ..Large::new("norm of heads", HEADS.0, |b, rows| qk_norm(b, QkNorm::Head, rows))
+    },
+    Large::new("norm of all heads", HEADS.0, |b, rows| qk_norm(b, QkNorm::Full, rows)),
+    Large::new("scaled addition", 4096, add_scaled),
+    Large::new("soft cap", 4096, softcap),
     Large::new("embedding", 512, embedding),
     Large::new("classifier", 1024, |b, rows| classifier(b, rows, 1000, 1024)),
     // Exactly the blocks that have elements.
@@ -160,6 +167,8 @@ const ADAMW_BLOCKS: usize = (1 << 31 >> 11) + WRITTEN;
 /// many blocks per sequence as there are heads, so that those at the ends of grids work on the same sequences.
 const TILES: (usize, [usize; 3]) = (8 * 17 * 256, [8, 17, 256]);
 const WHOLE: (usize, [usize; 3]) = (80 * 16 * 32, [80, 16, 32]);
+/// Number of elements of a row of queries, keys and values, and its heads and head width.
+const HEADS: (usize, [usize; 2]) = (3 * 8 * 256, [8, 256]);
 
 /// Runs the operation of a child; `None` in the process of the suite.
 pub(crate) fn child() -> Option<ExitCode> {
@@ -188,7 +197,7 @@ fn swiglu(b: &Backend, rows: usize) -> Vec<f32> {
 
 /// Runs forward and backward. The gradients of the parameters are sums over all rows, which do not run.
 fn norm(b: &Backend, kind: NormKind, rows: usize, cols: usize) -> Vec<f32> {
-    let shape = NormShape { rows, cols, kind, eps: 1e-5 };
+    let shape = NormShape { rows, cols, kind, eps: 1e-5, offset: 0.0 };
     let x = Ends::random(b, 3, rows, cols);
     let [gamma, dgamma, dbeta] = [4, 0, 0].map(|seed| {
         let tensor = b.alloc(DType::F32, cols).unwrap();
@@ -199,7 +208,8 @@ fn norm(b: &Backend, kind: NormKind, rows: usize, cols: usize) -> Vec<f32> {
     let stats = b.alloc(DType::F32, shape.stats()).unwrap();
     let (x, gamma, stats_slice, beta) = (x.all(), gamma.all(), stats.all(), has_beta.then(|| gamma.all()));
     let y = Ends::empty(b, rows, cols);
-    let args = NormForward { shape, x, residual: None, gamma, beta, y: y.all(), stats: stats_slice };
+    let residual = Residual::None;
+    let args = NormForward { shape, x, residual, gamma, beta, y: y.all(), stats: stats_slice };
     b.run(args).unwrap();
     let mut results = y.read();
     drop(y);
@@ -226,6 +236,56 @@ fn norm(b: &Backend, kind: NormKind, rows: usize, cols: usize) -> Vec<f32> {
     results
 }
 
+/// Runs forward and backward. The gradients of the gammas are sums over all rows, which do not run.
+fn qk_norm(b: &Backend, kind: QkNorm, rows: usize) -> Vec<f32> {
+    let (row, [heads, width]) = HEADS;
+    let shape = AttentionShape { batch: rows, seq: 1, heads, kv_heads: heads, width };
+    let [gamma, table] = [(16, kind.gammas(shape)[0]), (17, width)].map(|(seed, len)| {
+        let tensor = b.alloc(DType::F32, len).unwrap();
+        b.write_f32(tensor.all(), &random(seed, len)).unwrap();
+        tensor
+    });
+    let (qkv, out) = (Ends::random(b, 18, rows, row), Ends::empty(b, rows, row));
+    let (qkv, rope, eps, offset) = (qkv.all(), Some(table.all()), 1e-5, 0.0);
+    let (q_gamma, k_gamma) = (gamma.all(), gamma.all());
+    let args = QkNormForward { shape, kind, eps, offset, qkv, q_gamma, k_gamma, rope, out: out.all() };
+    b.run(args).unwrap();
+    let mut results = out.read();
+    drop(out);
+    let (dqkv, dgamma) = (Ends::random(b, 19, rows, row), b.alloc(DType::F32, 2 * gamma.len()).unwrap());
+    let (dq_gamma, dk_gamma) = (dgamma.slice(0..gamma.len()), dgamma.slice(gamma.len()..dgamma.len()));
+    let (dqkv_slice, acc) = (dqkv.all(), Accumulate::Overwrite);
+    b.run(QkNormBackward {
+        shape,
+        kind,
+        eps,
+        offset,
+        qkv,
+        q_gamma,
+        k_gamma,
+        rope,
+        dqkv: dqkv_slice,
+        dq_gamma,
+        dk_gamma,
+        acc,
+    })
+    .unwrap();
+    results.extend(dqkv.read());
+    results
+}
+
+fn add_scaled(b: &Backend, rows: usize) -> Vec<f32> {
+    let [x, y] = [20, 21].map(|seed| Ends::random(b, seed, rows, 4096));
+    b.run(AddScaled { x: Some(x.all()), y: y.all(), factor: 0.5, out: x.all() }).unwrap();
+    x.read()
+}
+
+fn softcap(b: &Backend, rows: usize) -> Vec<f32> {
+    let x = Ends::random(b, 22, rows, 4096);
+    b.run(SoftCap { x: x.all(), cap: 0.5 }).unwrap();
+    x.read()
+}
+
 fn embedding(b: &Backend, rows: usize) -> Vec<f32> {
     let (cols, vocab) = (512, 64);
     let shape = EmbedShape { batch: rows, seq: 1, cols, vocab };
@@ -246,9 +306,14 @@ fn classifier(b: &Backend, rows: usize, vocab: usize, padded: usize) -> Vec<f32>
     let targets = b.alloc(DType::I32, rows).unwrap();
     b.write_i32(targets.all(), &[vec![0; rows - ROWS], ids(8, ROWS, vocab)].concat()).unwrap();
     let losses = Ends::empty(b, rows, 1);
-    let (logits_slice, targets, losses_slice, grad_scale) =
-        (logits.all(), targets.all(), losses.all(), Some(0.5));
-    let args = FusedClassifier { shape, logits: logits_slice, targets, losses: losses_slice, grad_scale };
+    let args = FusedClassifier {
+        shape,
+        logits: logits.all(),
+        targets: targets.all(),
+        losses: losses.all(),
+        grad_scale: Some(0.5),
+        softcap: None,
+    };
     b.run(args).unwrap();
     [losses.read(), logits.read()].concat()
 }

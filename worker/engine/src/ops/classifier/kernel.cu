@@ -1,6 +1,7 @@
 // Softmax cross entropy, fused with its gradient, which replaces the logits.
 //
-// loss = log(sum exp(l - max)) + max - l[target]; dl = (softmax(l) - onehot(target)) grad_scale, 0 in the padding.
+// loss = log(sum exp(l - max)) + max - l[target]; dl = (softmax(l) - onehot(target)) grad_scale, 0 in the padding. With
+// a cap, cap t takes the place of l, where t = tanh(l / cap), and dl is multiplied by 1 - t^2.
 //
 // A block reads its row twice: for the maximum and the sum of exponentials, then for the gradient. The rows of all
 // running blocks fit into the L2 cache, which serves the second read. Keeping the rows in shared memory instead would
@@ -16,6 +17,23 @@ __device__ inline float exp_relative(float x, float reference) {
     const float log2e = 1.4426950408889634f;
     return sizeof(ACT) == 2 ? exp2_approx(x * log2e - reference * log2e) : expf(x - reference);
 }
+
+// Bound of the logits' magnitude, if any.
+template <bool CAPPED>
+struct Cap {
+    float cap;
+
+    // Padding stays -inf.
+    __device__ float operator()(float logit) const {
+        return CAPPED && logit != NEG_INF ? cap * tanh_for<ACT>(logit / cap) : logit;
+    }
+
+    // The derivative.
+    __device__ float slope(float logit) const {
+        float t = CAPPED ? tanh_for<ACT>(logit / cap) : 0.0f;
+        return 1.0f - t * t;
+    }
+};
 
 // A part of a row: the vectors of one thread, a block's width apart. With WIDE, rows can be accessed as vectors.
 template <bool WIDE>
@@ -48,15 +66,17 @@ struct Part {
 struct Softmax {
     float max = NEG_INF, sum = 0.0f;
 
-    template <bool WIDE>
-    __device__ void add(const Part<WIDE>& part) {
-        float new_max = max;
+    template <bool WIDE, bool CAPPED>
+    __device__ void add(const Part<WIDE>& part, Cap<CAPPED> capped) {
+        float new_max = NEG_INF;
 #pragma unroll
         for (int k = 0; k < CLASSIFIER_VECS; k++) {
             Vec8 e = unpack(part.vectors[k]);
 #pragma unroll
             for (int j = 0; j < 8; j++) new_max = fmaxf(new_max, e.x[j]);
         }
+        // The cap does not change the order.
+        new_max = fmaxf(max, capped(new_max));
         // If the maximum is still -inf, only padding or NaN has been read.
         float reference = new_max == NEG_INF ? 0.0f : new_max;
         sum *= exp_relative(max, reference);
@@ -65,21 +85,21 @@ struct Softmax {
         for (int k = 0; k < CLASSIFIER_VECS; k++) {
             Vec8 e = unpack(part.vectors[k]);
 #pragma unroll
-            for (int j = 0; j < 8; j++) sum += exp_relative(e.x[j], reference);
+            for (int j = 0; j < 8; j++) sum += exp_relative(capped(e.x[j]), reference);
         }
     }
 };
 
-template <bool WIDE>
+template <bool WIDE, bool CAPPED>
 __device__ inline void classify(ACT* l, int target, float* loss, int vocab, int padded, bool with_grad,
-                                float grad_scale) {
-    float target_logit = load(l, target);
+                                float grad_scale, Cap<CAPPED> capped) {
+    float target_logit = capped(load(l, target));
     int first = threadIdx.x * 8, step = blockDim.x * 8;
     Part<WIDE> part;
     Softmax softmax;
     for (int start = first; start < padded; start += CLASSIFIER_VECS * step) {
         part.fetch(l, start, step, vocab, padded);
-        softmax.add(part);
+        softmax.add(part, capped);
     }
     float row_max = block_max(softmax.max);
     float sum = block_sum(softmax.sum * exp_relative(softmax.max, row_max));
@@ -93,28 +113,46 @@ __device__ inline void classify(ACT* l, int target, float* loss, int vocab, int 
         for (int k = 0; k < CLASSIFIER_VECS; k++) {
             int i = start + k * step;
             if (i >= padded) break;
-            Vec8 e = unpack(part.vectors[k]);
+            Vec8 e = unpack(part.vectors[k]), slopes;
 #pragma unroll
-            for (int j = 0; j < 8; j++) e.x[j] = exp_relative(e.x[j], row_max) * factor;
+            for (int j = 0; j < 8; j++) {
+                slopes.x[j] = capped.slope(e.x[j]);
+                e.x[j] = exp_relative(capped(e.x[j]), row_max) * factor;
+            }
             if ((unsigned)(target - i) < 8)
 #pragma unroll
                 for (int j = 0; j < 8; j++)
                     if (i + j == target) e.x[j] -= grad_scale;
+#pragma unroll
+            for (int j = 0; j < 8; j++) e.x[j] *= slopes.x[j];
             store8(l, i, padded, WIDE, e);
         }
     }
 }
 
 // logits (N, Vp), targets (N,), losses (N,). Grid: one block per row.
-extern "C" __global__ void __launch_bounds__(CLASSIFIER_THREADS, 1)
-    classifier(ACT* logits, const int* __restrict__ targets, float* __restrict__ losses, i64 vocab, i64 padded,
-               bool with_grad, float grad_scale) {
-    pdl_wait_and_launch();
+template <bool CAPPED>
+__device__ inline void classify_row(ACT* logits, const int* __restrict__ targets, float* __restrict__ losses,
+                                    i64 vocab, i64 padded, bool with_grad, float grad_scale, Cap<CAPPED> capped) {
     // Rows are taken in reverse order: the GEMM before this kernel wrote the last rows last, so they are still in the
     // L2 cache.
     i64 row = gridDim.x - 1 - blockIdx.x;
     ACT* l = logits + row * padded;
     // Columns are counted in 32 bits, because comparing them is a large part of the arithmetic.
-    if (is_wide(l, padded)) classify<true>(l, targets[row], losses + row, vocab, padded, with_grad, grad_scale);
-    else classify<false>(l, targets[row], losses + row, vocab, padded, with_grad, grad_scale);
+    if (is_wide(l, padded)) classify<true>(l, targets[row], losses + row, vocab, padded, with_grad, grad_scale, capped);
+    else classify<false>(l, targets[row], losses + row, vocab, padded, with_grad, grad_scale, capped);
+}
+
+extern "C" __global__ void __launch_bounds__(CLASSIFIER_THREADS, 1)
+    classifier(ACT* logits, const int* __restrict__ targets, float* __restrict__ losses, i64 vocab, i64 padded,
+               bool with_grad, float grad_scale) {
+    pdl_wait_and_launch();
+    classify_row(logits, targets, losses, vocab, padded, with_grad, grad_scale, Cap<false>{});
+}
+
+extern "C" __global__ void __launch_bounds__(CLASSIFIER_THREADS, 1)
+    classifier_capped(ACT* logits, const int* __restrict__ targets, float* __restrict__ losses, i64 vocab, i64 padded,
+                      bool with_grad, float grad_scale, float cap) {
+    pdl_wait_and_launch();
+    classify_row(logits, targets, losses, vocab, padded, with_grad, grad_scale, Cap<true>{cap});
 }

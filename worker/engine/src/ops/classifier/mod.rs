@@ -1,12 +1,13 @@
 //! Softmax cross entropy fused with its gradient, which replaces the logits.
 //!
 //! `losses[n] = log sum_v exp(l[n, v]) - l[n, target]` over v < V; with a gradient,
-//! `l[n, v] = (softmax(l[n])[v] - [v = target]) grad_scale`, and 0 in the padding.
+//! `l[n, v] = (softmax(l[n])[v] - [v = target]) grad_scale`, and 0 in the padding. With a cap, `cap t` with `t = tanh(l
+//! / cap)` takes the place of l, and the gradient is multiplied by the derivative `1 - t^2`.
 
 use rayon::prelude::*;
 use xlaunch_pool::DType;
 
-use super::{Cuda, Op};
+use super::{Cuda, Op, softcap};
 use crate::cpu::math::{self, simd};
 use crate::cpu::{Access, Threads};
 use crate::cuda::{KernelFile, Launch, Macro, args, expect, source};
@@ -23,7 +24,7 @@ const LONG_ROW: usize = 160 << 10;
 
 pub(crate) const KERNELS: KernelFile = KernelFile {
     source: source!("classifier/kernel.cu"),
-    kernels: &["classifier"],
+    kernels: &["classifier", "classifier_capped"],
     macros: &[Macro::int("CLASSIFIER_THREADS", CLASSIFIER_THREADS as usize)],
     dynamic_shared: &[],
 };
@@ -52,6 +53,8 @@ pub struct FusedClassifier<'a> {
     pub losses: Slice<'a>,
     /// Factor of the gradients.
     pub grad_scale: Option<f32>,
+    /// Bound of the logits' magnitude, applied before the softmax: see [`SoftCap`](crate::SoftCap).
+    pub softcap: Option<f32>,
 }
 
 impl Op for FusedClassifier<'_> {
@@ -60,8 +63,11 @@ impl Op for FusedClassifier<'_> {
         let len = s.rows * s.padded;
         let (targets, out) = (a.read_i32(self.targets, s.rows), a.write(self.losses, s.rows));
         match self.grad_scale {
-            None => losses(threads, s, a.read(self.logits, len), targets, out),
-            Some(scale) => losses_and_gradients(threads, s, a.write(self.logits, len), targets, out, scale),
+            None => losses(threads, s, a.read(self.logits, len), targets, out, self.softcap),
+            Some(scale) => {
+                let logits = a.write(self.logits, len);
+                losses_and_gradients(threads, s, logits, targets, out, scale, self.softcap);
+            }
         }
     }
 
@@ -76,11 +82,23 @@ impl Op for FusedClassifier<'_> {
         let (with_grad, scale) = (self.grad_scale.is_some(), self.grad_scale.unwrap_or(0.0));
         let args = args![self.logits, self.targets, self.losses, s.vocab, s.padded, with_grad, scale];
         // SAFETY: checked above; targets are below V by the operation's contract.
-        unsafe { gpu.launch("classifier", launch, args) }
+        unsafe {
+            match self.softcap {
+                None => gpu.launch("classifier", launch, args),
+                Some(cap) => gpu.launch("classifier_capped", launch, &[&args[..], args![cap]].concat()),
+            }
+        }
     }
 }
 
-fn losses(t: &Threads, s: ClassifierShape, logits: &[f32], targets: &[i32], losses: &mut [f32]) {
+fn losses(
+    t: &Threads,
+    s: ClassifierShape,
+    logits: &[f32],
+    targets: &[i32],
+    losses: &mut [f32],
+    softcap: Option<f32>,
+) {
     t.run(|| {
         let rows = logits.par_chunks(CLASSIFIER_ROWS * s.padded).zip(targets.par_chunks(CLASSIFIER_ROWS));
         losses.par_chunks_mut(CLASSIFIER_ROWS).zip(rows).for_each(|(losses, (logits, targets))| {
@@ -88,10 +106,10 @@ fn losses(t: &Threads, s: ClassifierShape, logits: &[f32], targets: &[i32], loss
                 for ((loss, logits), target) in
                     losses.iter_mut().zip(logits.chunks_exact(s.padded)).zip(targets)
                 {
-                    let logits = &logits[..s.vocab];
-                    let largest = math::max(logits);
-                    let total = math::sum(s.vocab, |i| math::exp(logits[i] - largest));
-                    *loss = total.ln() + largest - logits[index(*target)];
+                    let (logits, capped) = (&logits[..s.vocab], |logit| capped(logit, softcap));
+                    let largest = capped(math::max(logits));
+                    let total = math::sum(s.vocab, |i| math::exp(capped(logits[i]) - largest));
+                    *loss = total.ln() + largest - capped(logits[index(*target)]);
                 }
             });
         });
@@ -105,14 +123,23 @@ fn losses_and_gradients(
     targets: &[i32],
     losses: &mut [f32],
     scale: f32,
+    softcap: Option<f32>,
 ) {
     t.run(|| {
         let rows = logits.par_chunks_mut(CLASSIFIER_ROWS * s.padded).zip(targets.par_chunks(CLASSIFIER_ROWS));
         losses.par_chunks_mut(CLASSIFIER_ROWS).zip(rows).for_each(|(losses, (logits, targets))| {
+            let mut slopes = Vec::new();
             simd!({
                 let rows = losses.iter_mut().zip(logits.chunks_exact_mut(s.padded)).zip(targets);
                 for ((loss, row), target) in rows {
                     let (logits, padding) = row.split_at_mut(s.vocab);
+                    slopes.clear();
+                    if let Some(cap) = softcap {
+                        for logit in logits.iter_mut() {
+                            *logit = softcap::cpu(*logit, cap);
+                            slopes.push(1.0 - (*logit / cap) * (*logit / cap));
+                        }
+                    }
                     let (largest, target) = (math::max(logits), index(*target));
                     let chosen = logits[target];
                     logits.iter_mut().for_each(|logit| *logit = math::exp(*logit - largest));
@@ -121,11 +148,19 @@ fn losses_and_gradients(
                     let factor = scale / total;
                     logits.iter_mut().for_each(|p| *p *= factor);
                     logits[target] -= scale;
+                    // There are none without a cap.
+                    logits.iter_mut().zip(&slopes).for_each(|(gradient, slope)| *gradient *= slope);
                     padding.fill(0.0);
                 }
             });
         });
     });
+}
+
+/// Applies the cap, if any.
+#[inline(always)]
+fn capped(logit: f32, softcap: Option<f32>) -> f32 {
+    softcap.map_or(logit, |cap| softcap::cpu(logit, cap))
 }
 
 /// Converts a target to an index. The caller has checked the targets; a negative one would fail the bounds check.

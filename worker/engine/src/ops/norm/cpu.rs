@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{NormBackward, NormForward, NormKind, NormShape};
+use super::{NormBackward, NormForward, NormKind, NormShape, Residual};
 use crate::cpu::math::{self, simd};
 use crate::cpu::{Access, Threads};
 use crate::ops::{Accumulate, reduce};
@@ -10,12 +10,23 @@ use crate::ops::{Accumulate, reduce};
 /// Rows per task.
 const NORM_TASK_ROWS: usize = 64;
 
+/// Operands of the residual addition: branch and sum, or the stream.
+enum Added<'a> {
+    Nothing,
+    Before(&'a [f32], &'a mut [f32]),
+    After(&'a [f32]),
+}
+
 pub(crate) fn forward(t: &Threads, args: NormForward<'_>) {
     let (a, s) = (Access::new("norm_forward"), args.shape);
     let (len, block) = (s.rows * s.cols, NORM_TASK_ROWS * s.cols);
     let (gamma, beta) = (a.read(args.gamma, s.cols), args.beta.map(|beta| a.read(beta, s.cols)));
     let (y, stats, x) = (a.write(args.y, len), a.write(args.stats, s.stats()), a.read(args.x, len));
-    let residual = args.residual.map(|r| (a.read(r.branch, len), a.write(r.sum, len)));
+    let residual = match args.residual {
+        Residual::None => Added::Nothing,
+        Residual::Before(add) => Added::Before(a.read(add.branch, len), a.write(add.sum, len)),
+        Residual::After(stream) => Added::After(a.read(stream, len)),
+    };
     let (means, scales) = split_stats(s, stats);
     t.run(|| {
         let rows = y
@@ -23,11 +34,11 @@ pub(crate) fn forward(t: &Threads, args: NormForward<'_>) {
             .zip(scales.par_chunks_mut(NORM_TASK_ROWS))
             .zip(means.par_chunks_mut(NORM_TASK_ROWS));
         match residual {
-            None => rows.zip(x.par_chunks(block)).for_each(|(((y, scales), means), x)| {
+            Added::Nothing => rows.zip(x.par_chunks(block)).for_each(|(((y, scales), means), x)| {
                 simd!(forward_rows(s, x, gamma, beta, y, means, scales));
             }),
             // The sum is formed block by block and normalised while it is in cache.
-            Some((branch, sum)) => {
+            Added::Before(branch, sum) => {
                 let inputs = x.par_chunks(block).zip(branch.par_chunks(block)).zip(sum.par_chunks_mut(block));
                 rows.zip(inputs).for_each(|(((y, scales), means), ((x, branch), sum))| {
                     simd!({
@@ -35,6 +46,15 @@ pub(crate) fn forward(t: &Threads, args: NormForward<'_>) {
                             *sum = x + branch;
                         }
                         forward_rows(s, sum, gamma, beta, y, means, scales);
+                    });
+                });
+            }
+            Added::After(stream) => {
+                let inputs = x.par_chunks(block).zip(stream.par_chunks(block));
+                rows.zip(inputs).for_each(|(((y, scales), means), (x, stream))| {
+                    simd!({
+                        forward_rows(s, x, gamma, beta, y, means, scales);
+                        y.iter_mut().zip(stream).for_each(|(y, stream)| *y += stream);
                     });
                 });
             }
@@ -93,12 +113,12 @@ fn forward_rows(
         match beta {
             None => {
                 for ((y, x), gamma) in y.iter_mut().zip(x).zip(gamma) {
-                    *y = (x - mean) * *scale * gamma;
+                    *y = (x - mean) * *scale * (s.offset + gamma);
                 }
             }
             Some(beta) => {
                 for (((y, x), gamma), beta) in y.iter_mut().zip(x).zip(gamma).zip(beta) {
-                    *y = (x - mean) * *scale * gamma + beta;
+                    *y = (x - mean) * *scale * (s.offset + gamma) + beta;
                 }
             }
         }
@@ -169,14 +189,15 @@ fn backward_rows(
         let (x, dy) = (&rows.x[row * cols..][..cols], &rows.dy[row * cols..][..cols]);
         let dx = &mut dx[row * cols..][..cols];
         let (mean, scale) = (rows.means.map_or(0.0, |means| means[row]), rows.scales[row]);
-        let mean_g = if rows.means.is_some() { math::dot(dy, gamma) / count } else { 0.0 };
-        let mean_gx = math::sum(cols, |i| dy[i] * gamma[i] * (x[i] - mean)) * scale / count;
+        let g = |i: usize| dy[i] * (s.offset + gamma[i]);
+        let mean_g = if rows.means.is_some() { math::sum(cols, g) / count } else { 0.0 };
+        let mean_gx = math::sum(cols, |i| g(i) * (x[i] - mean)) * scale / count;
         for i in 0..cols {
             let normed = (x[i] - mean) * scale;
             // If dx is overwritten, its contents are arbitrary, even NaN.
             let kept = if add { dx[i] * keep } else { 0.0 };
             // dx = r (g - mean(g) - xh mean(g xh))
-            dx[i] = kept + scale * (dy[i] * gamma[i] - mean_g - normed * mean_gx);
+            dx[i] = kept + scale * (g(i) - mean_g - normed * mean_gx);
             dgamma[i] += dy[i] * normed;
         }
         for (sum, dy) in dbeta.iter_mut().zip(dy) {

@@ -2,7 +2,7 @@
 
 use xlaunch_pool::DType;
 
-use super::{NormBackward, NormForward, NormKind, NormShape};
+use super::{NormBackward, NormForward, NormKind, NormShape, Residual};
 use crate::cuda::{
     BLOCK_THREADS, Gpu, KernelFile, Launch, Macro, VEC, args, expect, expect_grad, source, vectorizable,
 };
@@ -37,20 +37,22 @@ pub(crate) const KERNELS: KernelFile = KernelFile {
 
 pub(crate) fn forward(gpu: &Gpu, a: NormForward<'_>) -> Result<()> {
     let s = a.shape;
-    let (branch, sum) = a.residual.map(|residual| (residual.branch, residual.sum)).unzip();
-    [Some(a.x), branch, sum, Some(a.y)]
-        .into_iter()
-        .flatten()
-        .for_each(|x| gpu.expect_act(x, s.rows * s.cols));
+    // Without `sum`, the kernels add the other operand after the norm.
+    let (other, sum) = match a.residual {
+        Residual::None => (None, None),
+        Residual::Before(add) => (Some(add.branch), Some(add.sum)),
+        Residual::After(stream) => (Some(stream), None),
+    };
+    [Some(a.x), other, sum, Some(a.y)].into_iter().flatten().for_each(|x| gpu.expect_act(x, s.rows * s.cols));
     gpu.expect_act(a.gamma, s.cols);
     gpu.expect_optional_act(a.beta, s.cols);
     expect(a.stats, DType::F32, s.stats());
     let (means, scales) = split_stats(s, a.stats);
     let operands: Vec<Slice<'_>> =
-        [Some(a.x), branch, sum, Some(a.gamma), a.beta, Some(a.y)].into_iter().flatten().collect();
+        [Some(a.x), other, sum, Some(a.gamma), a.beta, Some(a.y)].into_iter().flatten().collect();
     let (name, launch, instead_of) = match RegisterBlock::of(gpu, s, &operands) {
         Some(block) if block.is_wide() => {
-            let arrays = if a.residual.is_some() { 2 } else { 1 };
+            let arrays = if other.is_some() { 2 } else { 1 };
             ("norm_fwd_wide", block.launch(gpu, s, 1, arrays), None)
         }
         Some(block) => ("norm_fwd", block.launch(gpu, s, usize::MAX, 0), None),
@@ -60,7 +62,7 @@ pub(crate) fn forward(gpu: &Gpu, a: NormForward<'_>) -> Result<()> {
         }
     };
     gpu.variants.selected("norm", s, name, instead_of);
-    let args = args![a.x, branch, sum, a.gamma, a.beta, a.y, means, scales, s.rows, s.cols, s.eps];
+    let args = args![a.x, other, sum, a.gamma, a.beta, a.y, means, scales, s.rows, s.cols, s.eps, s.offset];
     // SAFETY: checked above.
     unsafe { gpu.launch(name, launch, args) }
 }
@@ -91,7 +93,8 @@ pub(crate) fn backward(gpu: &Gpu, a: NormBackward<'_>) -> Result<()> {
     let mut part = |wanted: bool| if wanted { parts.next() } else { None };
     let (dgammas, dbetas, dsums) = (part(true), part(a.dbeta.is_some()), part(a.dsum.is_some()));
     let (x, dy, dx, add) = (a.x, a.dy, a.dx, a.add_to_dx);
-    let args = args![x, a.gamma, means, scales, dy, dx, add, dgammas, dbetas, dsums, s.rows, s.cols];
+    let args =
+        args![x, a.gamma, means, scales, dy, dx, add, dgammas, dbetas, dsums, s.rows, s.cols, s.offset];
     // SAFETY: checked above; there is one row of partial sums per block.
     unsafe { gpu.launch(name, launch, args) }?;
     reduce::cuda::column_sum_final(gpu, &partials, s.cols, &outputs, a.acc)

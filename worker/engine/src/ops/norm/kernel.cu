@@ -1,4 +1,4 @@
-// LayerNorm and RMSNorm of rows of C elements: xh = (x - mean) scale, y = xh gamma + beta, with
+// LayerNorm and RMSNorm of rows of C elements: xh = (x - mean) scale, y = xh (offset + gamma) + beta, with
 // scale = 1 / sqrt(var + eps). RMSNorm has no mean (`means` is null), no beta, and the mean square in place of var.
 //
 // Rows of up to 8 NORM_WIDE_THREADS columns stay in registers: the threads of a row (threadIdx.x, whole warps) own
@@ -79,15 +79,15 @@ struct Rows {
     }
 };
 
-// y = norm(x), or with `branch`: sum = x + branch, y = norm(sum), where the rounded sum is normalised. x, branch, sum,
-// y (N, C); gamma, beta (C,); means, scales (N,). Blocks have up to THREADS threads, each of which works on ROWS rows
-// at a time. Grid: any number of blocks.
+// y = norm(x); with `other` and `sum`: sum = x + other, y = norm(sum), where the rounded sum is normalised; with `other`
+// alone: y = other + norm(x). x, other, sum, y (N, C); gamma, beta (C,); means, scales (N,). Blocks have up to THREADS
+// threads, each of which works on ROWS rows at a time. Grid: any number of blocks.
 template <int THREADS, int ROWS>
-__device__ inline void forward(const ACT* x, const ACT* branch, ACT* sum, const ACT* __restrict__ gamma,
+__device__ inline void forward(const ACT* x, const ACT* other, ACT* sum, const ACT* __restrict__ gamma,
                                const ACT* __restrict__ beta, ACT* __restrict__ y, float* __restrict__ means,
-                               float* __restrict__ scales, i64 rows, i64 cols, float eps) {
+                               float* __restrict__ scales, i64 rows, i64 cols, float eps, float offset) {
     i64 c = threadIdx.x * 8ll, step = blockDim.y * ROWS, first = blockIdx.x * step;
-    Rows<ROWS, 2, (THREADS > NORM_THREADS)> block = {rows, cols, c, {x, branch}};
+    Rows<ROWS, 2, (THREADS > NORM_THREADS)> block = {rows, cols, c, {x, other}};
     block.start_copy(first);
     bool inside = c < cols;
     Packed<ACT> g = {}, b = {};
@@ -98,21 +98,21 @@ __device__ inline void forward(const ACT* x, const ACT* branch, ACT* sum, const 
         Vec8 a[ROWS];
         float mean[ROWS] = {}, scale[ROWS] = {};
         bool valid[ROWS];
-        Packed<ACT> xs[ROWS] = {}, branches[ROWS] = {};
+        Packed<ACT> xs[ROWS] = {}, others[ROWS] = {};
         block.wait();
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             valid[i] = block.has(first, i);
             if (!valid[i]) continue;
             xs[i] = block.fetch(first, 0, i);
-            branches[i] = block.fetch(first, 1, i);
+            others[i] = block.fetch(first, 1, i);
         }
         block.start_copy(first + gridDim.x * step);
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             a[i] = unpack(xs[i]);
-            if (branch) {
-                Vec8 added = unpack(branches[i]);
+            if (sum) {
+                Vec8 added = unpack(others[i]);
 #pragma unroll
                 for (int j = 0; j < 8; j++) a[i].x[j] += added.x[j];
                 pack(a[i], xs[i]);
@@ -141,7 +141,12 @@ __device__ inline void forward(const ACT* x, const ACT* branch, ACT* sum, const 
             i64 row = block.row(first, i);
             scale[i] = 1.0f / sqrtf(scale[i] / cols + eps);
 #pragma unroll
-            for (int j = 0; j < 8; j++) a[i].x[j] = (a[i].x[j] - mean[i]) * scale[i] * gs.x[j] + bs.x[j];
+            for (int j = 0; j < 8; j++) a[i].x[j] = (a[i].x[j] - mean[i]) * scale[i] * (offset + gs.x[j]) + bs.x[j];
+            if (other && !sum) {
+                Vec8 stream = unpack(others[i]);
+#pragma unroll
+                for (int j = 0; j < 8; j++) a[i].x[j] += stream.x[j];
+            }
             store8(y + row * cols + c, a[i]);
             if (threadIdx.x == 0) {
                 if (means) means[row] = mean[i];
@@ -153,29 +158,30 @@ __device__ inline void forward(const ACT* x, const ACT* branch, ACT* sum, const 
 
 // x and sum may be the same memory.
 extern "C" __global__ void __launch_bounds__(NORM_THREADS)
-    norm_fwd(const ACT* x, const ACT* branch, ACT* sum, const ACT* __restrict__ gamma, const ACT* __restrict__ beta,
-             ACT* __restrict__ y, float* __restrict__ means, float* __restrict__ scales, i64 rows, i64 cols,
-             float eps) {
+    norm_fwd(const ACT* x, const ACT* other, ACT* sum, const ACT* __restrict__ gamma, const ACT* __restrict__ beta,
+             ACT* __restrict__ y, float* __restrict__ means, float* __restrict__ scales, i64 rows, i64 cols, float eps,
+             float offset) {
     pdl_wait_and_launch();
-    forward<NORM_THREADS, NORM_ROWS>(x, branch, sum, gamma, beta, y, means, scales, rows, cols, eps);
+    forward<NORM_THREADS, NORM_ROWS>(x, other, sum, gamma, beta, y, means, scales, rows, cols, eps, offset);
 }
 
 extern "C" __global__ void __launch_bounds__(NORM_WIDE_THREADS)
-    norm_fwd_wide(const ACT* x, const ACT* branch, ACT* sum, const ACT* __restrict__ gamma,
+    norm_fwd_wide(const ACT* x, const ACT* other, ACT* sum, const ACT* __restrict__ gamma,
                   const ACT* __restrict__ beta, ACT* __restrict__ y, float* __restrict__ means,
-                  float* __restrict__ scales, i64 rows, i64 cols, float eps) {
+                  float* __restrict__ scales, i64 rows, i64 cols, float eps, float offset) {
     pdl_wait_and_launch();
-    forward<NORM_WIDE_THREADS, 1>(x, branch, sum, gamma, beta, y, means, scales, rows, cols, eps);
+    forward<NORM_WIDE_THREADS, 1>(x, other, sum, gamma, beta, y, means, scales, rows, cols, eps, offset);
 }
 
-// With g = dy gamma: dx (+)= scale (g - mean(g) - xh mean(g xh)), without mean(g) for RMSNorm. Each block also writes
-// the sums over its rows of dy xh, dy and the new dx: dgammas, dbetas, dsums (gridDim.x, C); the last two may be null.
-// Grid, THREADS and ROWS as above.
+// With g = dy (offset + gamma): dx (+)= scale (g - mean(g) - xh mean(g xh)), without mean(g) for RMSNorm. Each block
+// also writes the sums over its rows of dy xh, dy and the new dx: dgammas, dbetas, dsums (gridDim.x, C); the last two
+// may be null. Grid, THREADS and ROWS as above.
 template <int THREADS, int ROWS>
 __device__ inline void backward(const ACT* __restrict__ x, const ACT* __restrict__ gamma,
                                 const float* __restrict__ means, const float* __restrict__ scales,
                                 const ACT* __restrict__ dy, ACT* dx, bool add, float* __restrict__ dgammas,
-                                float* __restrict__ dbetas, float* __restrict__ dsums, i64 rows, i64 cols) {
+                                float* __restrict__ dbetas, float* __restrict__ dsums, i64 rows, i64 cols,
+                                float offset) {
     i64 c = threadIdx.x * 8ll, step = blockDim.y * ROWS, first = blockIdx.x * step;
     Rows<ROWS, 3, true> block = {rows, cols, c, {x, dy, add ? dx : nullptr}};
     block.start_copy(first);
@@ -206,7 +212,7 @@ __device__ inline void backward(const ACT* __restrict__ x, const ACT* __restrict
             Vec8 a = unpack(xs[i]), d = unpack(dys[i]), gs = unpack(g);
 #pragma unroll
             for (int j = 0; j < 8; j++) {
-                float normed = (a.x[j] - mean[i]) * scale[i], grad = d.x[j] * gs.x[j];
+                float normed = (a.x[j] - mean[i]) * scale[i], grad = d.x[j] * (offset + gs.x[j]);
                 totals[2 * i] += grad;
                 totals[2 * i + 1] += grad * normed;
                 dgamma.x[j] += d.x[j] * normed;
@@ -222,7 +228,7 @@ __device__ inline void backward(const ACT* __restrict__ x, const ACT* __restrict
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 float normed = (a.x[j] - mean[i]) * scale[i];
-                old.x[j] += scale[i] * (d.x[j] * gs.x[j] - mean_g - normed * mean_gx);
+                old.x[j] += scale[i] * (d.x[j] * (offset + gs.x[j]) - mean_g - normed * mean_gx);
                 dsum.x[j] += old.x[j];
             }
             store8(dx + block.row(first, i) * cols + c, old);
@@ -246,44 +252,49 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS,
                                              sizeof(ACT) == 2 ? NORM_BWD_BLOCKS_BF16 : NORM_BWD_BLOCKS_F32)
     norm_bwd(const ACT* __restrict__ x, const ACT* __restrict__ gamma, const float* __restrict__ means,
              const float* __restrict__ scales, const ACT* __restrict__ dy, ACT* dx, bool add,
-             float* __restrict__ dgammas, float* __restrict__ dbetas, float* __restrict__ dsums, i64 rows, i64 cols) {
+             float* __restrict__ dgammas, float* __restrict__ dbetas, float* __restrict__ dsums, i64 rows, i64 cols,
+             float offset) {
     pdl_wait_and_launch();
-    backward<NORM_THREADS, NORM_ROWS>(x, gamma, means, scales, dy, dx, add, dgammas, dbetas, dsums, rows, cols);
+    backward<NORM_THREADS, NORM_ROWS>(x, gamma, means, scales, dy, dx, add, dgammas, dbetas, dsums, rows, cols, offset);
 }
 
 extern "C" __global__ void __launch_bounds__(NORM_WIDE_THREADS)
     norm_bwd_wide(const ACT* __restrict__ x, const ACT* __restrict__ gamma, const float* __restrict__ means,
                   const float* __restrict__ scales, const ACT* __restrict__ dy, ACT* dx, bool add,
                   float* __restrict__ dgammas, float* __restrict__ dbetas, float* __restrict__ dsums, i64 rows,
-                  i64 cols) {
+                  i64 cols, float offset) {
     pdl_wait_and_launch();
-    backward<NORM_WIDE_THREADS, 1>(x, gamma, means, scales, dy, dx, add, dgammas, dbetas, dsums, rows, cols);
+    backward<NORM_WIDE_THREADS, 1>(x, gamma, means, scales, dy, dx, add, dgammas, dbetas, dsums, rows, cols, offset);
 }
 
 // Loop over the columns of a thread, eight at a time.
 #define each(c) (i64 c = threadIdx.x * 8; c < cols; c += blockDim.x * 8)
 
 // norm_fwd for rows of any width. Grid: one block per row.
-extern "C" __global__ void norm_fwd_any(const ACT* x, const ACT* branch, ACT* sum, const ACT* __restrict__ gamma,
+extern "C" __global__ void norm_fwd_any(const ACT* x, const ACT* other, ACT* sum, const ACT* __restrict__ gamma,
                                         const ACT* __restrict__ beta, ACT* __restrict__ y, float* means, float* scales,
-                                        i64 rows, i64 cols, float eps) {
+                                        i64 rows, i64 cols, float eps, float offset) {
     pdl_wait_and_launch();
     i64 row = blockIdx.x;
     x += row * cols;
     y += row * cols;
     bool wide = is_wide(x, cols) && is_wide(gamma, cols) && is_wide(beta, cols) && is_wide(y, cols);
-    if (branch) {
-        branch += row * cols;
+    if (other) {
+        other += row * cols;
+        wide = wide && is_wide(other, cols);
+    }
+    if (sum) {
         sum += row * cols;
-        wide = wide && is_wide(branch, cols) && is_wide(sum, cols);
+        wide = wide && is_wide(sum, cols);
         // Below, each thread reads back only elements that it has written itself, so no barrier is needed.
         for each (c) {
-            Vec8 a = load8(x, c, cols, wide), b = load8(branch, c, cols, wide);
+            Vec8 a = load8(x, c, cols, wide), b = load8(other, c, cols, wide);
 #pragma unroll
             for (int j = 0; j < 8; j++) a.x[j] += b.x[j];
             store8(sum, c, cols, wide, a);
         }
         x = sum;
+        other = nullptr;
     }
     float mean = 0.0f, variance = 0.0f;
     if (means) {
@@ -303,8 +314,10 @@ extern "C" __global__ void norm_fwd_any(const ACT* x, const ACT* branch, ACT* su
     for each (c) {
         Vec8 a = load8(x, c, cols, wide), g = load8(gamma, c, cols, wide), b = {};
         if (beta) b = load8(beta, c, cols, wide);
+        Vec8 stream = {};
+        if (other) stream = load8(other, c, cols, wide);
 #pragma unroll
-        for (int j = 0; j < 8; j++) a.x[j] = (a.x[j] - mean) * scale * g.x[j] + b.x[j];
+        for (int j = 0; j < 8; j++) a.x[j] = (a.x[j] - mean) * scale * (offset + g.x[j]) + b.x[j] + stream.x[j];
         store8(y, c, cols, wide, a);
     }
     if (threadIdx.x == 0) {
@@ -319,7 +332,7 @@ extern "C" __global__ void norm_bwd_any(const ACT* __restrict__ x, const ACT* __
                                         const float* __restrict__ means, const float* __restrict__ scales,
                                         const ACT* __restrict__ dy, ACT* __restrict__ dx, bool add,
                                         float* __restrict__ dgammas, float* __restrict__ dbetas,
-                                        float* __restrict__ dsums, i64 rows, i64 cols) {
+                                        float* __restrict__ dsums, i64 rows, i64 cols, float offset) {
     pdl_wait_and_launch();
     i64 mine = blockIdx.x * cols;
     bool wide = is_wide(x, cols) && is_wide(gamma, cols) && is_wide(dy, cols) && is_wide(dx, cols);
@@ -338,8 +351,9 @@ extern "C" __global__ void norm_bwd_any(const ACT* __restrict__ x, const ACT* __
             Vec8 a = load8(x + at, c, cols, wide), d = load8(dy + at, c, cols, wide), g = load8(gamma, c, cols, wide);
 #pragma unroll
             for (int j = 0; j < 8; j++) {
-                mean_g += d.x[j] * g.x[j];
-                mean_gx += d.x[j] * g.x[j] * (a.x[j] - mean) * scale;
+                float grad = d.x[j] * (offset + g.x[j]);
+                mean_g += grad;
+                mean_gx += grad * (a.x[j] - mean) * scale;
             }
         }
         mean_g = means ? block_sum(mean_g) / cols : 0.0f;
@@ -351,7 +365,7 @@ extern "C" __global__ void norm_bwd_any(const ACT* __restrict__ x, const ACT* __
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 float normed = (a.x[j] - mean) * scale;
-                grad.x[j] += scale * (d.x[j] * g.x[j] - mean_g - normed * mean_gx);
+                grad.x[j] += scale * (d.x[j] * (offset + g.x[j]) - mean_g - normed * mean_gx);
                 dgamma.x[j] = d.x[j] * normed;
             }
             store8(dx + at, c, cols, wide, grad);

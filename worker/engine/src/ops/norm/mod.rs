@@ -1,9 +1,9 @@
 //! LayerNorm (Ba et al., 2016) and RMSNorm (Zhang and Sennrich, 2019) over rows of C elements, fused with the residual
-//! addition before them.
+//! addition before or after them.
 //!
-//! With `xh = (x - mean) r`, `r = 1 / sqrt(var + eps)`: `y = xh gamma + beta`. Backward, with `g = dy gamma`: `dx = r
-//! (g - mean(g) - xh mean(g xh))`, `dgamma = sum dy xh`, `dbeta = sum dy`. RMSNorm has the mean square in place of var,
-//! and neither mean, beta nor `mean(g)`.
+//! With `xh = (x - mean) r`, `r = 1 / sqrt(var + eps)` and `w = offset + gamma`: `y = xh w + beta`. Backward, with `g =
+//! dy w`: `dx = r (g - mean(g) - xh mean(g xh))`, `dgamma = sum dy xh`, `dbeta = sum dy`. RMSNorm has the mean square in
+//! place of var, and neither mean, beta nor `mean(g)`.
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;
@@ -19,9 +19,9 @@ use crate::tensor::Slice;
 /// Kind of normalisation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NormKind {
-    /// `y = (x - mean) / sqrt(var + eps) * gamma + beta`; statistics: N means, then N reciprocal deviations.
+    /// `y = (x - mean) / sqrt(var + eps) * (offset + gamma) + beta`; statistics: N means, then N reciprocal deviations.
     Layer,
-    /// `y = x / sqrt(mean(x^2) + eps) * gamma`; statistics: N reciprocal root mean squares.
+    /// `y = x / sqrt(mean(x^2) + eps) * (offset + gamma)`; statistics: N reciprocal root mean squares.
     Rms,
 }
 
@@ -36,6 +36,8 @@ pub struct NormShape {
     pub kind: NormKind,
     /// Added to the variance or mean square.
     pub eps: f32,
+    /// Added to gamma: 1 for models that store gamma minus 1, such as Gemma, otherwise 0.
+    pub offset: f32,
 }
 
 impl NormShape {
@@ -48,15 +50,15 @@ impl NormShape {
     }
 }
 
-/// `y = norm(x)`, or with a residual addition `sum = x + branch`, `y = norm(sum)`.
+/// `y = norm(x)`, or the norm with a [`Residual`] addition.
 #[derive(Clone, Copy, Debug)]
 pub struct NormForward<'a> {
     /// Sizes.
     pub shape: NormShape,
     /// (N, C).
     pub x: Slice<'a>,
-    /// The residual addition, if any.
-    pub residual: Option<ResidualAdd<'a>>,
+    /// The residual addition.
+    pub residual: Residual<'a>,
     /// (C,).
     pub gamma: Slice<'a>,
     /// (C,), for [`NormKind::Layer`] only.
@@ -75,6 +77,18 @@ impl Op for NormForward<'_> {
     fn cuda(self, gpu: &Cuda) -> Result<()> {
         cuda::forward(gpu, self)
     }
+}
+
+/// Place of the residual addition.
+#[derive(Clone, Copy, Debug)]
+pub enum Residual<'a> {
+    /// `y = norm(x)`.
+    None,
+    /// `sum = x + branch`, `y = norm(sum)`.
+    Before(ResidualAdd<'a>),
+    /// `y = stream + norm(x)`, where x is the output of a branch and this is the residual stream (N, C). In backward,
+    /// `dy` is the gradient of the new stream, and `dx` that of the branch.
+    After(Slice<'a>),
 }
 
 /// `sum = x + branch`.

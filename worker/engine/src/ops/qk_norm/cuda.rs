@@ -1,0 +1,143 @@
+//! Launches of the norm of queries and keys.
+
+use xlaunch_pool::DType;
+
+use super::{QkNorm, QkNormBackward, QkNormForward};
+use crate::cuda::{
+    BLOCK_THREADS, Gpu, KernelFile, Launch, Macro, VEC, args, expect, expect_grad, is_bf16, source,
+};
+use crate::error::{EngineError, Result};
+use crate::ops::{AttentionShape, reduce};
+use crate::tensor::Slice;
+
+/// Blocks of `qk_norm_head_bwd` that a multiprocessor runs at once, which limits the registers per thread.
+const HEAD_BWD_BLOCKS: usize = 2;
+/// Maximum number of threads per block of the kernels for whole rows.
+const FULL_THREADS: usize = 1024;
+const FULL_BWD_THREADS: usize = 512;
+
+pub(crate) const KERNELS: KernelFile = KernelFile {
+    source: source!("qk_norm/kernel.cu"),
+    kernels: &["qk_norm_head_fwd", "qk_norm_head_bwd", "qk_norm_full_fwd", "qk_norm_full_bwd"],
+    macros: &[
+        Macro::int("QK_NORM_HEAD_BLOCKS", HEAD_BWD_BLOCKS),
+        Macro::int("QK_NORM_FULL_THREADS", FULL_THREADS),
+        Macro::int("QK_NORM_FULL_BWD_THREADS", FULL_BWD_THREADS),
+    ],
+    dynamic_shared: &[],
+};
+
+pub(crate) fn forward(gpu: &Gpu, a: QkNormForward<'_>) -> Result<()> {
+    let s = a.shape;
+    check(gpu, s, a.kind, [a.qkv, a.out], [a.q_gamma, a.k_gamma], a.rope);
+    let rows = s.batch * s.seq;
+    let (name, launch) = match a.kind {
+        QkNorm::Head => {
+            let (lanes, groups) = head_block(gpu, s)?;
+            let heads = rows * (s.heads + 2 * s.kv_heads);
+            ("qk_norm_head_fwd", Launch::rows(heads.div_ceil(groups), (lanes as u32, groups as u32)))
+        }
+        QkNorm::Full => {
+            let threads = full_threads(gpu, s, s.heads + 2 * s.kv_heads, FULL_THREADS);
+            ("qk_norm_full_fwd", Launch::blocks(rows, threads as u32))
+        }
+    };
+    let (heads, kv_heads, width) = (s.heads, s.kv_heads, s.width);
+    let (eps, offset, rope) = (a.eps, a.offset, a.rope);
+    let args =
+        args![a.qkv, a.q_gamma, a.k_gamma, rope, a.out, rows, s.seq, heads, kv_heads, width, eps, offset];
+    // SAFETY: checked above.
+    unsafe { gpu.launch(name, launch, args) }
+}
+
+pub(crate) fn backward(gpu: &Gpu, a: QkNormBackward<'_>) -> Result<()> {
+    let s = a.shape;
+    check(gpu, s, a.kind, [a.qkv, a.dqkv], [a.q_gamma, a.k_gamma], a.rope);
+    let widths = a.kind.gammas(s);
+    let outputs = [a.dq_gamma, a.dk_gamma];
+    outputs.iter().zip(widths).for_each(|(grad, len)| expect_grad(*grad, len));
+    assert!(is_bf16(a.dq_gamma) == is_bf16(a.dk_gamma), "gradients {outputs:?} of gammas");
+    let (rows, multiprocessors) = (s.batch * s.seq, gpu.device.multiprocessors as usize);
+    let (name, launch) = match a.kind {
+        QkNorm::Head => {
+            let (lanes, groups) = head_block(gpu, s)?;
+            let blocks = (rows * s.heads).div_ceil(groups).min(HEAD_BWD_BLOCKS * multiprocessors);
+            ("qk_norm_head_bwd", Launch::rows(blocks, (lanes as u32, groups as u32)))
+        }
+        QkNorm::Full => {
+            let threads = full_threads(gpu, s, s.heads + s.kv_heads, FULL_BWD_THREADS);
+            let blocks = rows.min(FULL_BWD_THREADS / threads * multiprocessors);
+            ("qk_norm_full_bwd", Launch::blocks(blocks, threads as u32))
+        }
+    };
+    let blocks = launch.grid.0;
+    // Gammas of the same width are summed by one kernel.
+    let partials = if widths[0] == widths[1] {
+        vec![gpu.alloc(DType::F32, 2 * blocks * widths[0])?]
+    } else {
+        vec![gpu.alloc(DType::F32, blocks * widths[0])?, gpu.alloc(DType::F32, blocks * widths[1])?]
+    };
+    let (dq_gammas, dk_gammas) = match &partials[..] {
+        [both] => (both.slice(0..both.len() / 2), both.slice(both.len() / 2..both.len())),
+        [queries, keys, ..] => (queries.all(), keys.all()),
+        [] => return Ok(()),
+    };
+    let (heads, kv_heads, width) = (s.heads, s.kv_heads, s.width);
+    let args = args![
+        a.qkv, a.q_gamma, a.k_gamma, a.rope, a.dqkv, dq_gammas, dk_gammas, rows, s.seq, heads, kv_heads,
+        width, a.eps, a.offset
+    ];
+    // SAFETY: checked above; there is one row of partial sums of each gamma per block.
+    unsafe { gpu.launch(name, launch, args) }?;
+    let mut rest = &outputs[..];
+    for sums in &partials {
+        let (outs, others) = rest.split_at(outputs.len() / partials.len());
+        rest = others;
+        reduce::cuda::column_sum_final(gpu, sums, outs[0].len(), outs, a.acc)?;
+    }
+    Ok(())
+}
+
+/// Checks the operands that forward and backward have in common.
+fn check(
+    gpu: &Gpu,
+    s: AttentionShape,
+    kind: QkNorm,
+    arrays: [Slice<'_>; 2],
+    gammas: [Slice<'_>; 2],
+    rope: Option<Slice<'_>>,
+) {
+    let rows = s.batch * s.seq;
+    arrays.into_iter().for_each(|x| gpu.expect_act(x, rows * s.qkv_width()));
+    gammas.into_iter().zip(kind.gammas(s)).for_each(|(gamma, len)| gpu.expect_act(gamma, len));
+    if let Some(table) = rope {
+        expect(table, DType::F32, s.seq * s.width);
+    }
+}
+
+/// Number of threads that work on a head with 16 elements each.
+fn head_items(s: AttentionShape) -> usize {
+    (s.width / 2).div_ceil(VEC)
+}
+
+/// Returns the number of lanes that work on a head, and the number of heads of a block.
+fn head_block(gpu: &Gpu, s: AttentionShape) -> Result<(usize, usize)> {
+    let lanes = head_items(s).next_power_of_two();
+    let (warp, groups) = (gpu.device.warp as usize, BLOCK_THREADS as usize / lanes.max(1));
+    if lanes > warp {
+        let reason = format!("heads of {} elements are wider than {}", s.width, 2 * VEC * warp);
+        return Err(EngineError::Cuda {
+            what: "failed to launch the norm of queries and keys".into(),
+            reason,
+        });
+    }
+    // The kernels count heads in 32 bits.
+    let heads = s.batch * s.seq * (s.heads + 2 * s.kv_heads);
+    assert!(i32::try_from(heads).is_ok(), "{s:?} has more than 2^31 heads");
+    Ok((lanes, groups))
+}
+
+/// Returns the number of threads of a block for rows of this number of heads: one per item if there are at most `most`.
+fn full_threads(gpu: &Gpu, s: AttentionShape, heads: usize, most: usize) -> usize {
+    (heads * head_items(s)).next_multiple_of(gpu.device.warp as usize).min(most)
+}
