@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use rayon::ThreadPool;
 use xlaunch_data::TOKENIZER_FILE;
 use xlaunch_spec::job::{Invalid, JobSpec};
-use xlaunch_spec::model::{Arch, ModelSection, ModelShape};
+use xlaunch_spec::model::{ModelShape, Positions};
 
 use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, Sink, State, directory};
 use crate::data::{Dataset, TokenizerSource};
@@ -134,7 +134,7 @@ impl Weights {
     pub fn fill_in(&self, spec: &mut JobSpec) -> std::result::Result<(), Invalid> {
         let Some(own) = self.shape() else { return spec.model.resolve().map(drop) };
         if spec.model.preset.is_none() {
-            complete(&mut spec.model, own);
+            spec.model.complete(own);
         }
         let Some((key, theirs, ours)) = contradiction(own, &spec.model.resolve()?) else { return Ok(()) };
         let whose = self.path().display();
@@ -179,28 +179,12 @@ fn read_checkpoint(
     Ok(())
 }
 
-fn complete(model: &mut ModelSection, own: &ModelShape) {
-    model.arch.get_or_insert(own.arch);
-    model.layers.get_or_insert(own.layers);
-    model.heads.get_or_insert(own.heads);
-    model.kv_heads.get_or_insert(own.kv_heads);
-    model.head_dim.get_or_insert(own.head_dim);
-    model.dim.get_or_insert(own.dim);
-    model.ffn.get_or_insert(own.ffn);
-    model.seq.get_or_insert(own.seq);
-    model.vocab.get_or_insert(own.vocab);
-    model.tied.get_or_insert(own.tied);
-    model.norm_eps.get_or_insert(own.norm_eps);
-    model.rope_theta.get_or_insert(own.rope_theta);
-    model.rope_scaling = model.rope_scaling.or(own.rope_scaling);
-}
-
 /// Returns the first key for which a model of shape `wanted` cannot use weights of shape `own`, with both values.
 fn contradiction(own: &ModelShape, wanted: &ModelShape) -> Option<(&'static str, String, String)> {
     // Sequences may be shorter. Rotary positions have no weights, so with them sequences may also be longer.
-    let seq = match own.arch {
-        Arch::Gpt2 => wanted.seq.max(own.seq),
-        Arch::Llama => own.seq,
+    let seq = match own.positions {
+        Positions::Learned => wanted.seq.max(own.seq),
+        Positions::Rotary => own.seq,
     };
     own.difference(&ModelShape { seq, ..wanted.clone() })
 }

@@ -19,7 +19,7 @@ use xlaunch_engine::{
 };
 use xlaunch_harness::{Requirement, emulator};
 use xlaunch_spec::job::{Recompute, TrainSection};
-use xlaunch_spec::model::{Arch, ModelShape, NORM_EPS, PRESETS, ROPE_THETA, RopeScaling, RopeType};
+use xlaunch_spec::model::{Arch, ModelShape, PRESETS, RopeScaling};
 use xlaunch_worker::model::layout::{ALIGN, Layout};
 use xlaunch_worker::model::{BackendHandle, GradientArena, LossGradients, MemoryUse, Model, Progress, Rows};
 use xlaunch_worker::optim::AdamW;
@@ -72,28 +72,28 @@ const LLAMA_WIDE: Case = Case { name: "llama_wide", arch: Arch::Llama, kv_heads:
 /// Returns the sizes in `tests/peers/goldens.py`.
 fn shape(case: Case) -> ModelShape {
     let Case { arch, kv_heads, tied, wide, .. } = case;
-    let scaling = RopeScaling {
-        rope_type: RopeType::Llama3,
-        factor: 4.0,
-        low_freq_factor: 1.0,
-        high_freq_factor: 4.0,
-        original_max_position_embeddings: 32,
-    };
-    ModelShape {
-        arch,
+    let tiny = ModelShape {
         layers: 2,
         heads: 4,
         kv_heads,
-        head_dim: if wide { 16 } else { 8 },
+        head_dim: 8,
         dim: 32,
         ffn: 48,
         seq: 16,
         vocab: 61,
         tied,
-        norm_eps: if wide { 1e-3 } else { NORM_EPS },
-        rope_theta: if wide { 500.0 } else { ROPE_THETA },
-        rope_scaling: wide.then_some(scaling),
+        ..arch.base()
+    };
+    if !wide {
+        return tiny;
     }
+    let rope_scaling = RopeScaling::Llama3 {
+        factor: 4.0,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position_embeddings: 32,
+    };
+    ModelShape { head_dim: 16, norm_eps: 1e-3, rope_theta: 500.0, rope_scaling, ..tiny }
 }
 
 struct Golden {

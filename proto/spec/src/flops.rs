@@ -8,25 +8,26 @@
 //! N is the number of parameters in matrix multiplications, including the head's V columns, but without the embedding
 //! lookup, norms and biases. Each takes 2 operations per token in forward and 4 in backward. The two matrix
 //! multiplications of attention take `4 T H D` per layer and token in forward and twice that in backward; as in the
-//! literature, they count in full although a causal mask needs only half of them.
+//! literature, they count in full although a causal mask needs only half of them. In blocks with a window, T is the
+//! window.
 //!
 //! Padding of the vocabulary, attention scores that backward recomputes, and elementwise operations are not counted.
 
 use crate::job::Precision;
-use crate::model::{Arch, ModelShape};
+use crate::model::ModelShape;
 
 /// Returns the operations per token, forward and backward.
 #[expect(clippy::cast_precision_loss, reason = "a size")]
 pub fn per_token(shape: &ModelShape) -> f64 {
-    let attention = shape.layers as f64 * shape.attention_width() as f64 * shape.seq as f64;
-    6.0 * matrix_parameters(shape) as f64 + 12.0 * attention
+    let reach = |block| shape.window(block).map_or(shape.seq, |window| window.min(shape.seq));
+    let attention: usize = (0..shape.layers).map(|block| shape.attention_width() * reach(block)).sum();
+    6.0 * matrix_parameters(shape) as f64 + 12.0 * attention as f64
 }
 
 /// Returns N, the number of parameters in matrix multiplications.
 fn matrix_parameters(shape: &ModelShape) -> usize {
-    let gates = if shape.arch == Arch::Llama { 2 } else { 1 };
     let attention = shape.qkv_width() + shape.attention_width();
-    let feed_forward = (gates + 1) * shape.ffn;
+    let feed_forward = shape.ffn_inputs() + shape.ffn;
     shape.dim * (shape.layers * (attention + feed_forward) + shape.vocab)
 }
 

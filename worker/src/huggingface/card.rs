@@ -98,7 +98,7 @@ fn model_card(state: &State, layout: &Layout, dtype: ExportDtype, tokenizer: Opt
     let shape = &state.model;
     let (arch, tag) = match shape.arch {
         Arch::Gpt2 => ("GPT-2", "gpt2"),
-        Arch::Llama => ("Llama", "llama"),
+        _ => ("Llama", "llama"),
     };
     let tokens = u128::from(state.sequences) * shape.seq as u128;
     let loss = state.val_loss.map_or("not measured".into(), |loss| format!("{loss:.4}"));

@@ -7,7 +7,7 @@
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
-use xlaunch_spec::model::{Arch, ModelShape, NORM_EPS, ROPE_THETA, RopeScaling, RopeType};
+use xlaunch_spec::model::{Arch, ModelShape, RopeScaling};
 
 use super::ModelError;
 use super::keys::Keys;
@@ -69,7 +69,6 @@ fn gpt2(keys: &Keys<'_>) -> Result<ModelShape, ModelError> {
     keys.only("add_cross_attention", &[json!(false)])?;
     let (dim, heads) = (keys.size("n_embd", 768)?, keys.size("n_head", 12)?);
     Ok(ModelShape {
-        arch: Arch::Gpt2,
         layers: keys.size("n_layer", 12)?,
         heads,
         kv_heads: heads,
@@ -79,9 +78,8 @@ fn gpt2(keys: &Keys<'_>) -> Result<ModelShape, ModelError> {
         seq: keys.size("n_positions", 1024)?,
         vocab: keys.size("vocab_size", 50257)?,
         tied: keys.flag("tie_word_embeddings", true)?,
-        norm_eps: keys.number("layer_norm_epsilon", NORM_EPS)?,
-        rope_theta: ROPE_THETA,
-        rope_scaling: None,
+        norm_eps: keys.number("layer_norm_epsilon", 1e-5)?,
+        ..Arch::Gpt2.base()
     })
 }
 
@@ -121,7 +119,6 @@ fn llama(keys: &Keys<'_>, defaults: &Defaults) -> Result<ModelShape, ModelError>
     let (dim, heads) = (keys.size("hidden_size", 4096)?, keys.size("num_attention_heads", 32)?);
     let (rope_theta, rope_scaling) = rotary(keys)?;
     Ok(ModelShape {
-        arch: Arch::Llama,
         layers: keys.size("num_hidden_layers", 32)?,
         heads,
         kv_heads: keys.size("num_key_value_heads", defaults.kv_heads.unwrap_or(heads))?,
@@ -134,12 +131,13 @@ fn llama(keys: &Keys<'_>, defaults: &Defaults) -> Result<ModelShape, ModelError>
         norm_eps: keys.number("rms_norm_eps", 1e-6)?,
         rope_theta,
         rope_scaling,
+        ..Arch::Llama.base()
     })
 }
 
 /// Returns base and scaling of the rotary embedding. Since transformers 5 they are in `rope_parameters`, before that in
 /// `rope_theta` and `rope_scaling`.
-fn rotary(keys: &Keys<'_>) -> Result<(f64, Option<RopeScaling>), ModelError> {
+fn rotary(keys: &Keys<'_>) -> Result<(f64, RopeScaling), ModelError> {
     let mut theta = keys.optional_number("rope_theta")?;
     let mut scaling = None;
     for name in ["rope_parameters", "rope_scaling"] {
@@ -159,22 +157,23 @@ fn rotary(keys: &Keys<'_>) -> Result<(f64, Option<RopeScaling>), ModelError> {
         }
         scaling = Some(found);
     }
-    Ok((theta.unwrap_or(ROPE_THETA), scaling.flatten()))
+    Ok((theta.unwrap_or(1e4), scaling.unwrap_or_default()))
 }
 
-fn scaling_of(keys: &Keys<'_>) -> Result<Option<RopeScaling>, ModelError> {
+fn scaling_of(keys: &Keys<'_>) -> Result<RopeScaling, ModelError> {
     // `type` is the older name of the key.
     let key = if keys.values.contains_key("rope_type") { "rope_type" } else { "type" };
     match keys.values.get(key).and_then(Value::as_str) {
-        Some("llama3") => Ok(Some(RopeScaling {
-            rope_type: RopeType::Llama3,
+        Some("llama3") => Ok(RopeScaling::Llama3 {
             factor: keys.required_number("factor")?,
             low_freq_factor: keys.required_number("low_freq_factor")?,
             high_freq_factor: keys.required_number("high_freq_factor")?,
             original_max_position_embeddings: keys.size("original_max_position_embeddings", 0)?,
-        })),
-        Some("default") => Ok(None),
-        None if !keys.values.contains_key(key) && !keys.values.contains_key("factor") => Ok(None),
+        }),
+        Some("default") => Ok(RopeScaling::Default),
+        None if !keys.values.contains_key(key) && !keys.values.contains_key("factor") => {
+            Ok(RopeScaling::Default)
+        }
         _ => Err(keys.refused(key, "only `default` and `llama3` are supported")),
     }
 }
@@ -200,7 +199,7 @@ pub(super) fn write(shape: &ModelShape, ids: TokenIds, dtype: &str) -> Value {
             "scale_attn_by_inverse_layer_idx": false,
             "scale_attn_weights": true,
         }),
-        Arch::Llama => json!({
+        _ => json!({
             "architectures": ["LlamaForCausalLM"],
             "attention_bias": false,
             "attention_dropout": 0.0,
@@ -216,7 +215,7 @@ pub(super) fn write(shape: &ModelShape, ids: TokenIds, dtype: &str) -> Value {
             "num_key_value_heads": shape.kv_heads,
             "rms_norm_eps": shape.norm_eps,
             "rope_parameters": rope_parameters(shape, true),
-            "rope_scaling": shape.rope_scaling.map(|_| rope_parameters(shape, false)),
+            "rope_scaling": (shape.rope_scaling != RopeScaling::Default).then(|| rope_parameters(shape, false)),
             "rope_theta": shape.rope_theta,
         }),
     };
@@ -265,10 +264,7 @@ pub(super) fn inherit(written: Value, read: &Map<String, Value>, ids: TokenIds) 
 
 /// Returns the rotary parameters. With `theta`, they include the base, as in transformers 5.
 fn rope_parameters(shape: &ModelShape, theta: bool) -> Value {
-    let mut parameters = match shape.rope_scaling {
-        Some(scaling) => json!(scaling),
-        None => json!({"rope_type": "default"}),
-    };
+    let mut parameters = json!(shape.rope_scaling);
     if theta {
         parameters["rope_theta"] = json!(shape.rope_theta);
     }
@@ -295,7 +291,7 @@ fn key_of(arch: Arch, key: &str) -> &'static str {
         "model.rope_scaling" => ["rope_parameters", "rope_parameters"],
         _ => ["n_embd", "hidden_size"],
     };
-    names[usize::from(arch == Arch::Llama)]
+    names[usize::from(arch != Arch::Gpt2)]
 }
 
 /// Prepends the name of a table to the key of an error.

@@ -39,7 +39,7 @@ pub(super) fn tensors(shape: &ModelShape, layout: &Layout) -> Vec<Mapped> {
     for (index, block) in layout.blocks.iter().enumerate() {
         match shape.arch {
             Arch::Gpt2 => list.gpt2_block(&format!("{prefix}h.{index}."), shape, block),
-            Arch::Llama => list.llama_block(&format!("{prefix}layers.{index}."), shape, block),
+            _ => list.llama_block(&format!("{prefix}layers.{index}."), shape, block),
         }
     }
     list.norm(&format!("{prefix}{}", if list.gpt2 { "ln_f" } else { "norm" }), shape.dim, &layout.lnf);
@@ -53,7 +53,7 @@ pub(super) fn tensors(shape: &ModelShape, layout: &Layout) -> Vec<Mapped> {
 pub(super) fn prefix(arch: Arch) -> &'static str {
     match arch {
         Arch::Gpt2 => "transformer.",
-        Arch::Llama => "model.",
+        _ => "model.",
     }
 }
 

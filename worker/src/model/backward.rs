@@ -11,7 +11,6 @@ use xlaunch_comm::Slots;
 use xlaunch_engine::{
     Accumulate, AttentionBackward, ColumnSum, EmbedBackward, NormBackward, Result, Slice, Tensor,
 };
-use xlaunch_spec::model::Arch;
 
 use super::forward::Activations;
 use super::layout::{self, Linear};
@@ -180,8 +179,8 @@ impl Model {
         let (n, inputs, shape) = (pass.rows.count(), &block.inputs, &self.shape);
         let dout = self.output_gradient(n, dx.clone())?;
         let out = pass.layer(&params.out, [shape.ffn, shape.dim], &inputs.out, &dout);
-        let dh = match (shape.arch, pass.bias(&params.fc)) {
-            (Arch::Gpt2, Some(dbias)) => self.gelu_gradient(out, &block.h, dbias)?,
+        let dh = match (shape.gated, pass.bias(&params.fc)) {
+            (false, Some(dbias)) => self.gelu_gradient(out, &block.h, dbias)?,
             _ => self.swiglu_gradient(out, &block.h)?,
         };
         let width = dh.len() / n;

@@ -21,7 +21,6 @@ use xlaunch_engine::{
     LinearForward, LinearGeluForward, LinearShape, NormForward, PendingRead, Residual, ResidualAdd, Result,
     Slice, SwigluForward, Tensor,
 };
-use xlaunch_spec::model::Arch;
 
 use super::layout::{self, Linear};
 use super::{Model, Rows};
@@ -287,8 +286,8 @@ impl<'a> Decoder<'a> {
     fn mlp(&self, b: &Buffers, rows: usize, params: &layout::Block) -> Result<()> {
         let (model, shape) = (self.model, &self.model.shape);
         let (a, ffn) = (b.a.slice(0..rows * shape.ffn), shape.ffn);
-        match (shape.arch, &params.fc.bias) {
-            (Arch::Gpt2, Some(bias)) => {
+        match (shape.gated, &params.fc.bias) {
+            (false, Some(bias)) => {
                 let (x, w) = (b.y.slice(0..rows * shape.dim), model.param(&params.fc.weight));
                 let (bias, shape) =
                     (model.param(bias), LinearShape { rows, inputs: shape.dim, outputs: ffn });
@@ -371,7 +370,7 @@ impl Buffers {
             Ok::<Tensor, xlaunch_engine::EngineError>(tensor)
         };
         let partials = (1..=rows).map(|rows| CachedAttentionShape { rows, ..attention }.partials()).max();
-        let gates = if shape.arch == Arch::Llama { 2 } else { 1 };
+
         let stats = model.norm_shape(Rows { batch: rows, seq: 1 }).stats();
         Ok(Self {
             tokens: ints(rows)?,
@@ -383,7 +382,7 @@ impl Buffers {
             qkv: act(shape.qkv_width())?,
             att: act(shape.attention_width())?,
             branch: act(shape.dim)?,
-            h: act(gates * shape.ffn)?,
+            h: act(shape.ffn_inputs())?,
             a: act(shape.ffn)?,
             partials: backend.alloc(DType::F32, partials.unwrap_or(0))?,
             counters: ints(rows * shape.heads)?,
@@ -417,7 +416,7 @@ mod tests {
     use super::*;
     use crate::model::{BackendHandle, init};
     use xlaunch_engine::{Backend, PoolMode};
-    use xlaunch_spec::model::{ModelSection, ModelShape};
+    use xlaunch_spec::model::{Arch, ModelSection, ModelShape};
 
     fn shapes() -> Vec<ModelShape> {
         let shape = |arch, kv_heads, tied| {

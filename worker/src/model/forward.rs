@@ -6,7 +6,6 @@ use xlaunch_engine::{
     AttentionForward, DType, EmbedForward, EmbedShape, EngineError, LinearShape, NormForward, Residual,
     ResidualAdd, Result, Slice, Tensor,
 };
-use xlaunch_spec::model::Arch;
 
 use super::layout;
 use super::linear::Use;
@@ -92,10 +91,8 @@ impl Model {
 
         let fc_input = self.input(n, y, Use::Both)?;
         let fc_shape = Self::linear_shape(rows, shape.dim, shape.ffn);
-        let [h, a] = match (shape.arch, &params.fc.bias) {
-            (Arch::Gpt2, Some(bias)) => {
-                self.linear_gelu(fc_shape, &fc_input, &params.fc, self.param(bias))?
-            }
+        let [h, a] = match (shape.gated, &params.fc.bias) {
+            (false, Some(bias)) => self.linear_gelu(fc_shape, &fc_input, &params.fc, self.param(bias))?,
             _ => {
                 let gates = LinearShape { outputs: 2 * shape.ffn, ..fc_shape };
                 self.linear_swiglu(gates, &fc_input, &params.fc)?

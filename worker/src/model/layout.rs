@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use xlaunch_engine::DECAY_CHUNK;
 use xlaunch_spec::job::MAX_SHARDS;
-use xlaunch_spec::model::{Arch, ModelShape};
+use xlaunch_spec::model::{ModelShape, NormKind, Positions};
 
 /// Alignment, in elements, of parameters and of the buckets into which large ones are cut. It aligns rows for tensor
 /// cores in both element types, prevents a decay flag from covering two parameters, and makes every shard of a bucket a
@@ -170,12 +170,12 @@ impl Layout {
     /// Computes the layout of a model.
     pub fn new(shape: &ModelShape) -> Self {
         let (dim, padded) = (shape.dim, shape.padded_vocab());
-        let gpt2 = shape.arch == Arch::Gpt2;
+        let learned = shape.positions == Positions::Learned;
         // GPT-2's initialisation: projections into the residual stream are scaled down by its depth.
         let normal = Init::Normal(0.02);
         #[expect(clippy::cast_precision_loss, reason = "a count of layers is small")]
         let residual = Init::Normal(0.02 / ((2 * shape.layers) as f32).sqrt());
-        let mut arena = Builder { params: Vec::new(), len: 0, bias: gpt2 };
+        let mut arena = Builder { params: Vec::new(), len: 0, norm_bias: shape.norm == NormKind::Layer };
 
         let untied_head = (!shape.tied).then(|| arena.table("head.weight", shape.vocab, padded, dim, normal));
         let lnf = arena.norm("lnf", dim);
@@ -184,18 +184,18 @@ impl Layout {
             .rev()
             .map(|index| {
                 let name = |part: &str| format!("blocks.{index}.{part}");
-                let gates = if gpt2 { 1 } else { 2 };
-                let out = arena.linear(&name("out"), dim, shape.ffn, residual);
-                let fc = arena.linear(&name("fc"), gates * shape.ffn, dim, normal);
+                let out = arena.linear(&name("out"), [dim, shape.ffn], residual, shape.mlp_bias);
+                let fc = arena.linear(&name("fc"), [shape.ffn_inputs(), dim], normal, shape.mlp_bias);
                 let ln2 = arena.norm(&name("ln2"), dim);
-                let proj = arena.linear(&name("proj"), dim, shape.attention_width(), residual);
-                let qkv = arena.linear(&name("qkv"), shape.qkv_width(), dim, normal);
+                let sizes = [dim, shape.attention_width()];
+                let proj = arena.linear(&name("proj"), sizes, residual, shape.attention_bias);
+                let qkv = arena.linear(&name("qkv"), [shape.qkv_width(), dim], normal, shape.qkv_bias);
                 let ln1 = arena.norm(&name("ln1"), dim);
                 Block { ln1, qkv, proj, ln2, fc, out, end: arena.len }
             })
             .collect();
         blocks.reverse();
-        let wpe = gpt2.then(|| arena.table("wpe.weight", shape.seq, shape.seq, dim, normal));
+        let wpe = learned.then(|| arena.table("wpe.weight", shape.seq, shape.seq, dim, normal));
         let wte = arena.table("wte.weight", shape.vocab, padded, dim, normal);
         let head = untied_head.unwrap_or_else(|| wte.clone());
         Self { wte, wpe, blocks, lnf, head, top_end, len: arena.len, params: arena.params }
@@ -232,21 +232,21 @@ impl Layout {
 struct Builder {
     params: Vec<Param>,
     len: usize,
-    bias: bool,
+    norm_bias: bool,
 }
 
 impl Builder {
     fn norm(&mut self, name: &str, dim: usize) -> Norm {
         Norm {
             weight: self.vector(format!("{name}.weight"), dim, Init::Ones),
-            bias: self.bias.then(|| self.vector(format!("{name}.bias"), dim, Init::Zeros)),
+            bias: self.norm_bias.then(|| self.vector(format!("{name}.bias"), dim, Init::Zeros)),
         }
     }
 
-    fn linear(&mut self, name: &str, outputs: usize, inputs: usize, init: Init) -> Linear {
+    fn linear(&mut self, name: &str, [outputs, inputs]: [usize; 2], init: Init, bias: bool) -> Linear {
         Linear {
             weight: self.table(&format!("{name}.weight"), outputs, outputs, inputs, init),
-            bias: self.bias.then(|| self.vector(format!("{name}.bias"), outputs, Init::Zeros)),
+            bias: bias.then(|| self.vector(format!("{name}.bias"), outputs, Init::Zeros)),
         }
     }
 

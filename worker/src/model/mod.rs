@@ -28,7 +28,7 @@ use xlaunch_engine::{
     AttentionShape, Backend, Cast, DType, LinearShape, NormKind, NormShape, Result, Slice, Tensor,
 };
 use xlaunch_spec::job::{JobSpec, Precision, Recompute, TrainSection};
-use xlaunch_spec::model::{Arch, ModelShape};
+use xlaunch_spec::model::{self, ModelShape, Positions};
 
 pub use backward::{GradientArena, Progress};
 pub use forward::Activations;
@@ -176,10 +176,10 @@ impl Model {
         let len = slots.as_ref().map_or(layout.len, Slots::len);
         let weights = backend.alloc_collective(backend.activation_dtype(), len)?;
         backend.zero(weights.all())?;
-        let rope = match shape.arch {
-            Arch::Gpt2 => None,
-            Arch::Llama => {
-                let table = rope::table(shape);
+        let rope = match shape.positions {
+            Positions::Learned => None,
+            Positions::Rotary => {
+                let table = rope::table(shape, false);
                 let rope = backend.alloc_persistent(DType::F32, table.len())?;
                 backend.write_f32(rope.all(), &table)?;
                 Some(rope)
@@ -251,9 +251,9 @@ impl Model {
     }
 
     fn norm_shape(&self, rows: Rows) -> NormShape {
-        let kind = match self.shape.arch {
-            Arch::Gpt2 => NormKind::Layer,
-            Arch::Llama => NormKind::Rms,
+        let kind = match self.shape.norm {
+            model::NormKind::Layer => NormKind::Layer,
+            model::NormKind::Rms => NormKind::Rms,
         };
         #[expect(clippy::cast_possible_truncation, reason = "norms compute in f32")]
         let eps = self.shape.norm_eps as f32;

@@ -7,7 +7,6 @@ use std::rc::Rc;
 
 use xlaunch_engine::{GeluForward, Result, SwigluForward, Tensor};
 use xlaunch_spec::job::Recompute;
-use xlaunch_spec::model::Arch;
 
 use super::linear::{Operand, Use};
 use super::{Model, Rows, layout};
@@ -133,11 +132,10 @@ impl Model {
     fn activated(&self, rows: Rows, h: &Tensor) -> Result<Tensor> {
         let (rows, ffn) = (rows.count(), self.shape.ffn);
         let a = self.activation(rows * ffn)?;
-        match self.shape.arch {
-            Arch::Gpt2 => self.backend.run(GeluForward { h: h.all(), a: a.all() })?,
-            Arch::Llama => {
-                self.backend.run(SwigluForward { rows, ffn, h: h.all(), a: a.all() })?;
-            }
+        if self.shape.gated {
+            self.backend.run(SwigluForward { rows, ffn, h: h.all(), a: a.all() })?;
+        } else {
+            self.backend.run(GeluForward { h: h.all(), a: a.all() })?;
         }
         Ok(a)
     }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use xlaunch_comm::{Collective, Local, Ring, RingListener, RingPlace};
 use xlaunch_engine::{Backend, PoolMode, Tensor};
 use xlaunch_spec::job::{JobSpec, Shard};
-use xlaunch_spec::model::{Arch, ModelShape, NORM_EPS, ROPE_THETA};
+use xlaunch_spec::model::{Arch, ModelShape};
 use xlaunch_worker::data::{Dataset, Loader, Order, Schedule};
 use xlaunch_worker::model::{BackendHandle, Model, init, layout::Layout};
 use xlaunch_worker::optim::AdamW;
@@ -54,9 +54,7 @@ pub(crate) fn shape(arch: Arch, layers: usize, tied: bool) -> ModelShape {
         seq: 40,
         vocab: 256,
         tied,
-        norm_eps: NORM_EPS,
-        rope_theta: ROPE_THETA,
-        rope_scaling: None,
+        ..arch.base()
     }
 }
 

@@ -1,0 +1,282 @@
+//! Families of models. A family is a preset of the architecture's keys; only the names of tensors and of the keys in
+//! Hugging Face's files depend on it otherwise.
+
+use serde::{Deserialize, Serialize};
+
+use super::{ModelShape, RopeScaling};
+
+/// Family of models: a preset of the keys of the architecture, and the names in Hugging Face's layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum Arch {
+    /// GPT-2: learned position embeddings, LayerNorm, GELU, biases.
+    Gpt2,
+    /// Llama 1 to 3, SmolLM2: rotary position embeddings, RMSNorm, SwiGLU, no biases.
+    Llama,
+    /// Mistral: Llama, in early versions with windowed attention.
+    Mistral,
+    /// Qwen2 and Qwen2.5: Llama with biases on queries, keys and values.
+    Qwen2,
+    /// Qwen3: Llama with norms of each head's queries and keys.
+    Qwen3,
+    /// SmolLM3: Llama without rotation in every fourth block.
+    SmolLm3,
+    /// OLMo 2: norms after attention and feed-forward layers, and of all queries and all keys.
+    Olmo2,
+    /// OLMo 3: OLMo 2 with windowed attention in three of four blocks.
+    Olmo3,
+    /// Gemma: GELU gates, norm weights relative to 1, scaled embeddings.
+    Gemma,
+    /// Gemma 2: norms before and after layers, windows in every other block, soft caps.
+    Gemma2,
+    /// Gemma 3 (text): norms of each head's queries and keys, windows with their own rotary base in five of six blocks.
+    Gemma3,
+    /// Phi 1, 1.5 and 2: attention and feed-forward layers side by side, partial rotation, LayerNorm, biases.
+    Phi,
+    /// Phi 3: Llama, with fused matrices in its files.
+    Phi3,
+    /// StableLM: LayerNorm, SwiGLU, partial rotation.
+    StableLm,
+    /// StarCoder2: LayerNorm, GELU, biases, rotary position embeddings.
+    StarCoder2,
+    /// Granite 3: Llama with multipliers of embeddings, residuals, scores and logits.
+    Granite,
+    /// GPT-NeoX, Pythia: attention and feed-forward layers side by side with a norm each, partial rotation.
+    #[serde(rename = "gpt_neox")]
+    GptNeoX,
+}
+
+impl Arch {
+    /// All families.
+    pub const ALL: [Self; 17] = [
+        Self::Gpt2,
+        Self::Llama,
+        Self::Mistral,
+        Self::Qwen2,
+        Self::Qwen3,
+        Self::SmolLm3,
+        Self::Olmo2,
+        Self::Olmo3,
+        Self::Gemma,
+        Self::Gemma2,
+        Self::Gemma3,
+        Self::Phi,
+        Self::Phi3,
+        Self::StableLm,
+        Self::StarCoder2,
+        Self::Granite,
+        Self::GptNeoX,
+    ];
+
+    /// Returns a tiny model of the family. Its keys of the architecture are those of the family's published models.
+    pub const fn base(self) -> ModelShape {
+        match self {
+            Self::Gpt2 => GPT2,
+            Self::Llama | Self::Phi3 | Self::Mistral => ModelShape { arch: self, ..LLAMA },
+            Self::Qwen2 => {
+                ModelShape { arch: self, qkv_bias: true, norm_eps: 1e-6, rope_theta: 1e6, ..LLAMA }
+            }
+            Self::Qwen3 => {
+                let qk_norm = QkNorm::Head;
+                ModelShape { arch: self, qk_norm, norm_eps: 1e-6, rope_theta: 1e6, ..LLAMA }
+            }
+            Self::SmolLm3 => ModelShape { arch: self, no_rope_every: 4, rope_theta: 2e6, ..LLAMA },
+            Self::Olmo2 => OLMO2,
+            Self::Olmo3 => {
+                ModelShape { arch: self, window: 4096, window_pattern: 4, windowed_rope_theta: 5e5, ..OLMO2 }
+            }
+            Self::Gemma => GEMMA,
+            Self::Gemma2 => ModelShape {
+                arch: self,
+                norm_place: NormPlace::Both,
+                window: 4096,
+                window_pattern: 2,
+                attention_softcap: 50.0,
+                logit_softcap: 30.0,
+                ..GEMMA
+            },
+            Self::Gemma3 => ModelShape {
+                arch: self,
+                norm_place: NormPlace::Both,
+                qk_norm: QkNorm::Head,
+                window: 512,
+                window_pattern: 6,
+                rope_theta: 1e6,
+                windowed_rope_theta: 1e4,
+                ..GEMMA
+            },
+            Self::Phi => ModelShape {
+                arch: self,
+                parallel: Parallel::SharedNorm,
+                rope_fraction: 0.5,
+                head_bias: true,
+                ..NEOX
+            },
+            Self::StableLm => {
+                ModelShape { arch: self, norm: NormKind::Layer, rope_fraction: 0.25, tied: false, ..LLAMA }
+            }
+            Self::StarCoder2 => {
+                ModelShape { arch: self, parallel: Parallel::No, rope_fraction: 1.0, tied: true, ..NEOX }
+            }
+            Self::Granite => ModelShape { arch: self, ..LLAMA },
+            Self::GptNeoX => ModelShape {
+                parallel: Parallel::TwoNorms,
+                rope_fraction: 0.25,
+                activation: Activation::Gelu,
+                ..NEOX
+            },
+        }
+    }
+}
+
+/// Representation of positions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum Positions {
+    /// A learned vector per position, which is added to the token's embedding.
+    Learned,
+    /// Rotary position embedding of queries and keys.
+    Rotary,
+}
+
+/// Kind of the norms.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum NormKind {
+    /// LayerNorm with a bias.
+    Layer,
+    /// RMSNorm.
+    Rms,
+}
+
+/// Place of the norms in a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum NormPlace {
+    /// Inputs of attention and feed-forward layers are normalised.
+    Pre,
+    /// Outputs of attention and feed-forward layers are normalised before they are added to the residual stream.
+    Post,
+    /// Both are.
+    Both,
+}
+
+/// Norms of queries and keys, before their rotation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum QkNorm {
+    /// Queries and keys are not normalised.
+    None,
+    /// RMSNorm of each head, with weights that all heads share.
+    Head,
+    /// RMSNorm of all queries of a token, and of all its keys.
+    Full,
+}
+
+/// Activation function of the feed-forward layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum Activation {
+    /// `x sigmoid(x)`.
+    Silu,
+    /// GELU by the error function.
+    Gelu,
+    /// GELU's approximation by tanh.
+    GeluTanh,
+    /// The square of ReLU.
+    Relu2,
+}
+
+/// Attention and feed-forward layers side by side instead of one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum Parallel {
+    /// One after the other.
+    No,
+    /// Side by side, with one norm for both.
+    SharedNorm,
+    /// Side by side, with a norm each.
+    TwoNorms,
+}
+
+pub(super) const LLAMA: ModelShape = ModelShape {
+    arch: Arch::Llama,
+    layers: 4,
+    heads: 4,
+    kv_heads: 4,
+    head_dim: 32,
+    dim: 128,
+    ffn: 352,
+    seq: 128,
+    vocab: 256,
+    tied: true,
+    positions: Positions::Rotary,
+    norm: NormKind::Rms,
+    norm_eps: 1e-5,
+    norm_place: NormPlace::Pre,
+    norm_offset: false,
+    qk_norm: QkNorm::None,
+    qkv_bias: false,
+    attention_bias: false,
+    mlp_bias: false,
+    head_bias: false,
+    activation: Activation::Silu,
+    gated: true,
+    parallel: Parallel::No,
+    rope_theta: 1e4,
+    rope_scaling: RopeScaling::Default,
+    rope_fraction: 1.0,
+    no_rope_every: 0,
+    window: 0,
+    window_pattern: 0,
+    windowed_rope_theta: 0.0,
+    attention_softcap: 0.0,
+    logit_softcap: 0.0,
+    query_scale: 0.0,
+    embedding_scale: 1.0,
+    residual_scale: 1.0,
+    logit_scale: 1.0,
+};
+
+const GPT2: ModelShape =
+    ModelShape { arch: Arch::Gpt2, positions: Positions::Learned, rope_fraction: 1.0, ..BIASED };
+
+/// LayerNorm, GELU and biases everywhere.
+const BIASED: ModelShape = ModelShape {
+    norm: NormKind::Layer,
+    qkv_bias: true,
+    attention_bias: true,
+    mlp_bias: true,
+    activation: Activation::GeluTanh,
+    gated: false,
+    ffn: 512,
+    ..LLAMA
+};
+
+const NEOX: ModelShape = ModelShape { arch: Arch::GptNeoX, tied: false, ..BIASED };
+
+const OLMO2: ModelShape = ModelShape {
+    arch: Arch::Olmo2,
+    norm_place: NormPlace::Post,
+    qk_norm: QkNorm::Full,
+    norm_eps: 1e-6,
+    rope_theta: 5e5,
+    tied: false,
+    ..LLAMA
+};
+
+const GEMMA: ModelShape = ModelShape {
+    arch: Arch::Gemma,
+    norm_offset: true,
+    norm_eps: 1e-6,
+    activation: Activation::GeluTanh,
+    embedding_scale: 0.0,
+    ..LLAMA
+};

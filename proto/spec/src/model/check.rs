@@ -1,0 +1,218 @@
+//! The rules between the keys of a shape.
+
+use super::{Arch, ModelShape, NormPlace, Parallel, Positions, RopeScaling};
+use crate::invalid::Invalid;
+
+/// Maximum value of any single size.
+const MAX_SIZE: usize = 1 << 20;
+/// Maximum number of parameters. Together with [`MAX_SIZE`], it keeps products of sizes far from overflow.
+const MAX_PARAMETERS: u128 = 1 << 40;
+/// Maximum base of rotary wavelengths, and maximum factor of their scaling.
+const MAX_ROPE: f64 = 1e15;
+/// Limits of factors and soft caps, far from overflow in the type of activations.
+const MIN_FACTOR: f64 = 1e-6;
+const MAX_FACTOR: f64 = 1e6;
+
+impl ModelShape {
+    /// Returns the number of parameters of all matrices, counting shared key heads once. Sizes must be within
+    /// [`MAX_SIZE`].
+    fn matrix_parameters(&self) -> u128 {
+        let [layers, dim, ffn, vocab, seq, heads, head_dim] =
+            [self.layers, self.dim, self.ffn, self.vocab, self.seq, self.heads, self.head_dim]
+                .map(|size| size as u128);
+        let ffn_matrices = if self.gated { 3 } else { 2 };
+        let positions = if self.positions == Positions::Learned { seq } else { 0 };
+        let embeddings = if self.tied { vocab } else { 2 * vocab };
+        dim * (layers * (4 * heads * head_dim + ffn_matrices * ffn) + embeddings + positions)
+    }
+
+    /// Checks the rules between sizes. The launcher and every worker apply them.
+    pub fn check(&self) -> Result<(), Invalid> {
+        self.check_sizes()?;
+        self.check_heads()?;
+        self.check_numbers()
+    }
+
+    pub(super) fn check_sizes(&self) -> Result<(), Invalid> {
+        let sizes = [
+            ("model.layers", self.layers),
+            ("model.heads", self.heads),
+            ("model.kv_heads", self.kv_heads),
+            ("model.dim", self.dim),
+            ("model.ffn", self.ffn),
+            ("model.seq", self.seq),
+            ("model.vocab", self.vocab),
+        ];
+        for (key, size) in sizes {
+            if size == 0 || size > MAX_SIZE {
+                return Err(Invalid::new(key, format!("{size} is out of range"), format!("1 to {MAX_SIZE}")));
+            }
+        }
+        if self.head_dim > MAX_SIZE {
+            return Err(head_dim_invalid(self.head_dim));
+        }
+        let matrices = self.matrix_parameters();
+        if matrices > MAX_PARAMETERS {
+            return Err(Invalid::new(
+                "model.dim",
+                format!(
+                    "{matrices} parameters with model.layers = {}, model.ffn = {} and model.vocab = {}",
+                    self.layers, self.ffn, self.vocab
+                ),
+                "at most 2^40 parameters".into(),
+            ));
+        }
+        Ok(())
+    }
+
+    fn check_heads(&self) -> Result<(), Invalid> {
+        let (width, derived) = (self.head_width(), self.dim == self.attention_width());
+        if width == 0 || !width.is_multiple_of(8) || width > 256 {
+            if !derived {
+                return Err(head_dim_invalid(width));
+            }
+            return Err(Invalid::new(
+                "model.heads",
+                format!("the head width model.dim / model.heads is {width}"),
+                "a multiple of 8, at most 256".into(),
+            ));
+        }
+        if !self.heads.is_multiple_of(self.kv_heads) {
+            return Err(Invalid::new(
+                "model.kv_heads",
+                format!("{} does not divide model.heads = {}", self.kv_heads, self.heads),
+                "a divisor of model.heads, as all key heads serve the same number of query heads".into(),
+            ));
+        }
+        Ok(())
+    }
+
+    fn check_numbers(&self) -> Result<(), Invalid> {
+        within("model.norm_eps", self.norm_eps, f64::from(f32::MIN_POSITIVE), 1.0, "1.2e-38 to 1")?;
+        for (key, factor, least) in [
+            ("model.query_scale", self.query_scale, 0.0),
+            ("model.embedding_scale", self.embedding_scale, 0.0),
+            ("model.attention_softcap", self.attention_softcap, 0.0),
+            ("model.logit_softcap", self.logit_softcap, 0.0),
+            ("model.residual_scale", self.residual_scale, MIN_FACTOR),
+            ("model.logit_scale", self.logit_scale, MIN_FACTOR),
+        ] {
+            let expected = if least == 0.0 { "0 to 1e6" } else { "1e-6 to 1e6" };
+            within(key, factor, least, MAX_FACTOR, expected)?;
+        }
+        if self.parallel != Parallel::No && self.norm_place != NormPlace::Pre {
+            return Err(Invalid::new(
+                "model.norm_place",
+                "layers side by side read one residual stream".into(),
+                "\"pre\", or model.parallel = \"no\"".into(),
+            ));
+        }
+        self.check_window()?;
+        self.check_rotation()
+    }
+
+    fn check_window(&self) -> Result<(), Invalid> {
+        let [window, pattern] = [self.window, self.window_pattern];
+        for (key, size) in [("model.window", window), ("model.window_pattern", pattern)] {
+            if size > MAX_SIZE {
+                return Err(Invalid::new(key, format!("{size} is out of range"), format!("0 to {MAX_SIZE}")));
+            }
+        }
+        if window == 0 && (pattern != 0 || self.windowed_rope_theta != 0.0) {
+            let key = if pattern == 0 { "model.windowed_rope_theta" } else { "model.window_pattern" };
+            return Err(Invalid::new(key, "no block has a window".into(), "0, or model.window".into()));
+        }
+        Ok(())
+    }
+
+    fn check_rotation(&self) -> Result<(), Invalid> {
+        if self.positions == Positions::Learned {
+            let base = Arch::Gpt2.base();
+            let unused = [
+                ("model.rope_scaling", self.rope_scaling == base.rope_scaling),
+                ("model.rope_theta", self.rope_theta == base.rope_theta),
+                ("model.rope_fraction", self.rope_fraction == base.rope_fraction),
+                ("model.no_rope_every", self.no_rope_every == base.no_rope_every),
+                ("model.windowed_rope_theta", self.windowed_rope_theta == base.windowed_rope_theta),
+            ];
+            let Some((key, _)) = unused.iter().find(|(_, is_default)| !is_default) else { return Ok(()) };
+            return Err(Invalid::new(
+                key,
+                "the model has learned position embeddings".into(),
+                "no such key, or model.positions = \"rotary\"".into(),
+            ));
+        }
+        within("model.rope_theta", self.rope_theta, 1.0, MAX_ROPE, "1 to 1e15")?;
+        if self.windowed_rope_theta != 0.0 {
+            within("model.windowed_rope_theta", self.windowed_rope_theta, 1.0, MAX_ROPE, "0, or 1 to 1e15")?;
+        }
+        if !(0.0..=1.0).contains(&self.rope_fraction) || self.rotated_width() < 2 {
+            return Err(Invalid::new(
+                "model.rope_fraction",
+                format!("{} is out of range", self.rope_fraction),
+                format!(
+                    "{} to 1, at least one pair of a head's {} elements",
+                    2.0 / self.head_dim as f64,
+                    self.head_dim
+                ),
+            ));
+        }
+        if self.no_rope_every > MAX_SIZE {
+            return Err(Invalid::new(
+                "model.no_rope_every",
+                format!("{} is out of range", self.no_rope_every),
+                format!("0 to {MAX_SIZE}"),
+            ));
+        }
+        self.rope_scaling
+            .check()
+            .map_err(|(problem, expected)| Invalid::new("model.rope_scaling", problem, expected))
+    }
+}
+
+impl RopeScaling {
+    /// Checks the numbers; returns the problem and what was expected.
+    fn check(self) -> Result<(), (String, String)> {
+        let (factor, original) = match self {
+            Self::Default => return Ok(()),
+            Self::Linear { factor } => (factor, 1),
+            Self::Dynamic { factor, original_max_position_embeddings: original }
+            | Self::Yarn { factor, original_max_position_embeddings: original, .. }
+            | Self::Llama3 { factor, original_max_position_embeddings: original, .. } => (factor, original),
+        };
+        if !(1.0..=MAX_ROPE).contains(&factor) {
+            return Err((format!("factor = {factor}"), "a factor of at least 1".into()));
+        }
+        if original == 0 || original > MAX_SIZE {
+            let expected = format!("original_max_position_embeddings from 1 to {MAX_SIZE}");
+            return Err((format!("original_max_position_embeddings = {original}"), expected));
+        }
+        let in_order = |low: f64, high: f64| low > 0.0 && low < high && high <= MAX_ROPE;
+        match self {
+            Self::Llama3 { low_freq_factor: low, high_freq_factor: high, .. } if !in_order(low, high) => {
+                Err((
+                    format!("low_freq_factor = {low}, high_freq_factor = {high}"),
+                    "0 < low_freq_factor < high_freq_factor".into(),
+                ))
+            }
+            Self::Yarn { beta_fast: fast, beta_slow: slow, .. } if !in_order(slow, fast) => {
+                Err((format!("beta_fast = {fast}, beta_slow = {slow}"), "0 < beta_slow < beta_fast".into()))
+            }
+            Self::Yarn { attention_factor: factor, .. } if !(0.0..=MAX_FACTOR).contains(&factor) => {
+                Err((format!("attention_factor = {factor}"), "0 to 1e6".into()))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+fn head_dim_invalid(width: usize) -> Invalid {
+    Invalid::new("model.head_dim", format!("{width} is out of range"), "a multiple of 8, at most 256".into())
+}
+
+fn within(key: &'static str, value: f64, low: f64, high: f64, expected: &str) -> Result<(), Invalid> {
+    if (low..=high).contains(&value) {
+        return Ok(());
+    }
+    Err(Invalid::new(key, format!("{value:e} is out of range"), expected.into()))
+}
