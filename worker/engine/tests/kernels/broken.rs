@@ -141,7 +141,7 @@ const MISTAKES: &[Mistake] = &[
     ),
     mistake(
         "qk_norm/kernel.cu", "[i][warp] = x[i];\n    }\n    __syncthreads();",
-        "[i][warp] = x[i];\n    }", Fp32, ALL_HEADS, SHARED_UNWRITTEN,
+        "[i][warp] = x[i];\n    }", Fp32, ALL_HEADS, TOO_EARLY,
     ),
     // A barrier that only some threads reach.
     mistake(
@@ -152,6 +152,9 @@ const MISTAKES: &[Mistake] = &[
     // Copies that are still in progress, and results that other blocks may not see yet.
     mistake(
         "attention/mma_tiled.cu", "wait_copies<LATER>", "wait_copies<LATER + 1>", Tf32, WIDTH_16, SHARED_UNWRITTEN,
+    ),
+    mistake(
+        "qk_norm/kernel.cu", "wait_copies<0>();\n        PackedPairs", "PackedPairs", Fp32, ALL_HEADS, SHARED_UNWRITTEN,
     ),
     mistake(
         "cached_attention/kernel.cu", "__threadfence();\n    __syncthreads();",
@@ -211,10 +214,10 @@ const MISTAKES: &[Mistake] = &[
     ),
     mistake("attention/kernel.cu", "kv_heads + kv(head)", "kv_heads + head", Fp32, WIDTH_16, OUTSIDE),
     mistake("qk_norm/kernel.cu", "valid = row < rows && pair", "valid = pair", Fp32, HEADS, OUTSIDE),
-    mistake("qk_norm/kernel.cu", "valid = group < groups && pair", "valid = pair", Fp32, HEADS, RACE),
-    mistake("add_scaled/kernel.cu", "if (first + k * step >= len) break;", "", Fp32, "add scaled 31", OUTSIDE),
+    mistake("qk_norm/kernel.cu", "valid = group < groups && pair", "valid = pair", Fp32, HEADS, OUTSIDE),
+    mistake("add_scaled/kernel.cu", "if (first + k * step >= len) break;", "", Fp32, "add scaled 8", OUTSIDE),
     mistake(
-        "softcap/kernel.cu", "if (first + k * step < len) xs", "xs", Fp32, "softcap 31", OUTSIDE,
+        "softcap/kernel.cu", "if (first + k * step < len) xs", "xs", Fp32, "softcap 8", OUTSIDE,
     ),
     // Shared memory that nothing has written.
     mistake("embed/kernel.cu", "if (threadIdx.x == 0) frequent_count = 0;", "", Fp32, EMBED, SHARED_UNWRITTEN),
@@ -225,8 +228,11 @@ const MISTAKES: &[Mistake] = &[
     // Vectors at unaligned addresses.
     mistake("rope/kernel.cu", "half % 8 == 0 && is_wide", "is_wide", Bf16, WIDTH_24_ROPE, UNALIGNED),
     mistake("attention/kernel.cu", PADDED_WIDTH, "(WIDTH + 3)", Fp32, ONE_TOKEN, UNALIGNED),
-    mistake("qk_norm/kernel.cu", "is_wide(qkv, half) && is_wide(out, half)", "true", Bf16, HEADS, UNALIGNED),
-    mistake("add_scaled/kernel.cu", "is_wide(y, len)", "true", Fp32, "add scaled 31", ANY_WRITE),
+    mistake("qk_norm/kernel.cu", "unsigned)width, wide}", "unsigned)width, true}", Bf16, HEADS, UNALIGNED),
+    mistake(
+        "add_scaled/kernel.cu", "is_wide(x, len) && is_wide(y, len) && is_wide(out, len)",
+        "true", Fp32, "add scaled 31", UNWRITTEN,
+    ),
     // Wrong lanes, operands and factors.
     mistake(
         "attention/mma_tiled.cu", "x + __shfl_xor_sync(FULL_WARP, x, 2)",
@@ -242,8 +248,8 @@ const MISTAKES: &[Mistake] = &[
     ),
     mistake("norm/kernel.cu", "if (other && !sum)", "if (other)", Fp32, LAYER, DIFFERS),
     mistake("norm/kernel.cu", "* (offset + gs.x[j]) +", "* gs.x[j] +", Fp32, LAYER, DIFFERS),
-    mistake("qk_norm/kernel.cu", "row, pair, -1.0f", "row, pair, 1.0f", Fp32, HEADS, DIFFERS),
-    mistake("qk_norm/kernel.cu", "head - s.heads", "head - s.heads + 1", Fp32, ALL_HEADS, ".cu:"),
+    mistake("qk_norm/kernel.cu", "pair), -1.0f", "pair), 1.0f", Fp32, HEADS, DIFFERS),
+    mistake("qk_norm/kernel.cu", "head - s.heads", "head - s.heads + 1", Fp32, ALL_HEADS, OUTSIDE),
     mistake("qk_norm/kernel.cu", "if (row != blockIdx.x) dgamma", "if (false) dgamma", Fp32, WIDE_HEADS, DIFFERS),
     mistake(
         "classifier/kernel.cu", "return 1.0f - t * t;", "return 1.0f;", Fp32, "rows: 67, vocab: 50, padded: 50 }, cap",

@@ -21,16 +21,17 @@ __device__ inline float exp_relative(float x, float reference) {
 // Bound of the logits' magnitude, if any.
 template <bool CAPPED>
 struct Cap {
-    float cap;
+    // The cap and its reciprocal.
+    float cap, inverse;
 
     // Padding stays -inf.
     __device__ float operator()(float logit) const {
-        return CAPPED && logit != NEG_INF ? cap * tanh_for<ACT>(logit / cap) : logit;
+        return CAPPED && logit != NEG_INF ? cap * tanh_for<ACT>(logit * inverse) : logit;
     }
 
     // The derivative.
     __device__ float slope(float logit) const {
-        float t = CAPPED ? tanh_for<ACT>(logit / cap) : 0.0f;
+        float t = CAPPED ? tanh_for<ACT>(logit * inverse) : 0.0f;
         return 1.0f - t * t;
     }
 };
@@ -154,5 +155,5 @@ extern "C" __global__ void __launch_bounds__(CLASSIFIER_THREADS, 1)
     classifier_capped(ACT* logits, const int* __restrict__ targets, float* __restrict__ losses, i64 vocab, i64 padded,
                       bool with_grad, float grad_scale, float cap) {
     pdl_wait_and_launch();
-    classify_row(logits, targets, losses, vocab, padded, with_grad, grad_scale, Cap<true>{cap});
+    classify_row(logits, targets, losses, vocab, padded, with_grad, grad_scale, Cap<true>{cap, 1.0f / cap});
 }

@@ -79,9 +79,9 @@ struct Rows {
     }
 };
 
-// y = norm(x); with `other` and `sum`: sum = x + other, y = norm(sum), where the rounded sum is normalised; with `other`
-// alone: y = other + norm(x). x, other, sum, y (N, C); gamma, beta (C,); means, scales (N,). Blocks have up to THREADS
-// threads, each of which works on ROWS rows at a time. Grid: any number of blocks.
+// y = norm(x); with `other` and `sum`: sum = x + other, y = norm(sum), where the rounded sum is normalised; with
+// `other` alone: y = other + norm(x). x, other, sum, y (N, C); gamma, beta (C,); means, scales (N,). Blocks have up to
+// THREADS threads, each of which works on ROWS rows at a time. Grid: any number of blocks.
 template <int THREADS, int ROWS>
 __device__ inline void forward(const ACT* x, const ACT* other, ACT* sum, const ACT* __restrict__ gamma,
                                const ACT* __restrict__ beta, ACT* __restrict__ y, float* __restrict__ means,

@@ -3,17 +3,16 @@
 use xlaunch_pool::DType;
 
 use super::{QkNorm, QkNormBackward, QkNormForward};
-use crate::cuda::{
-    BLOCK_THREADS, Gpu, KernelFile, Launch, Macro, VEC, args, expect, expect_grad, is_bf16, source,
-};
+use crate::cuda::{BLOCK_THREADS, Gpu, KernelFile, Launch, Macro, VEC, args, expect, expect_grad, source};
 use crate::error::{EngineError, Result};
 use crate::ops::{AttentionShape, reduce};
-use crate::tensor::Slice;
+use crate::tensor::{Slice, Tensor};
 
 /// Blocks of `qk_norm_head_bwd` that a multiprocessor runs at once, which limits the registers per thread.
 const HEAD_BWD_BLOCKS: usize = 2;
-/// Maximum number of threads per block of the kernels for whole rows.
-const FULL_THREADS: usize = 1024;
+/// Maximum number of threads per block of the kernels for whole rows, and of all blocks that a multiprocessor runs at
+/// once.
+const FULL_THREADS: usize = 896;
 const FULL_BWD_THREADS: usize = 512;
 
 pub(crate) const KERNELS: KernelFile = KernelFile {
@@ -24,7 +23,7 @@ pub(crate) const KERNELS: KernelFile = KernelFile {
         Macro::int("QK_NORM_FULL_THREADS", FULL_THREADS),
         Macro::int("QK_NORM_FULL_BWD_THREADS", FULL_BWD_THREADS),
     ],
-    dynamic_shared: &[],
+    dynamic_shared: &["qk_norm_full_fwd", "qk_norm_full_bwd"],
 };
 
 pub(crate) fn forward(gpu: &Gpu, a: QkNormForward<'_>) -> Result<()> {
@@ -37,10 +36,7 @@ pub(crate) fn forward(gpu: &Gpu, a: QkNormForward<'_>) -> Result<()> {
             let heads = rows * (s.heads + 2 * s.kv_heads);
             ("qk_norm_head_fwd", Launch::rows(heads.div_ceil(groups), (lanes as u32, groups as u32)))
         }
-        QkNorm::Full => {
-            let threads = full_threads(gpu, s, s.heads + 2 * s.kv_heads, FULL_THREADS);
-            ("qk_norm_full_fwd", Launch::blocks(rows, threads as u32))
-        }
+        QkNorm::Full => ("qk_norm_full_fwd", full_launch(gpu, s, s.heads + 2 * s.kv_heads, FULL_THREADS, 1)),
     };
     let (heads, kv_heads, width) = (s.heads, s.kv_heads, s.width);
     let (eps, offset, rope) = (a.eps, a.offset, a.rope);
@@ -56,7 +52,6 @@ pub(crate) fn backward(gpu: &Gpu, a: QkNormBackward<'_>) -> Result<()> {
     let widths = a.kind.gammas(s);
     let outputs = [a.dq_gamma, a.dk_gamma];
     outputs.iter().zip(widths).for_each(|(grad, len)| expect_grad(*grad, len));
-    assert!(is_bf16(a.dq_gamma) == is_bf16(a.dk_gamma), "gradients {outputs:?} of gammas");
     let (rows, multiprocessors) = (s.batch * s.seq, gpu.device.multiprocessors as usize);
     let (name, launch) = match a.kind {
         QkNorm::Head => {
@@ -64,24 +59,12 @@ pub(crate) fn backward(gpu: &Gpu, a: QkNormBackward<'_>) -> Result<()> {
             let blocks = (rows * s.heads).div_ceil(groups).min(HEAD_BWD_BLOCKS * multiprocessors);
             ("qk_norm_head_bwd", Launch::rows(blocks, (lanes as u32, groups as u32)))
         }
-        QkNorm::Full => {
-            let threads = full_threads(gpu, s, s.heads + s.kv_heads, FULL_BWD_THREADS);
-            let blocks = rows.min(FULL_BWD_THREADS / threads * multiprocessors);
-            ("qk_norm_full_bwd", Launch::blocks(blocks, threads as u32))
-        }
+        QkNorm::Full => ("qk_norm_full_bwd", full_launch(gpu, s, s.heads + s.kv_heads, FULL_BWD_THREADS, 2)),
     };
     let blocks = launch.grid.0;
-    // Gammas of the same width are summed by one kernel.
-    let partials = if widths[0] == widths[1] {
-        vec![gpu.alloc(DType::F32, 2 * blocks * widths[0])?]
-    } else {
-        vec![gpu.alloc(DType::F32, blocks * widths[0])?, gpu.alloc(DType::F32, blocks * widths[1])?]
-    };
-    let (dq_gammas, dk_gammas) = match &partials[..] {
-        [both] => (both.slice(0..both.len() / 2), both.slice(both.len() / 2..both.len())),
-        [queries, keys, ..] => (queries.all(), keys.all()),
-        [] => return Ok(()),
-    };
+    let [q_partials, k_partials] = widths.map(|cols| gpu.alloc(DType::F32, blocks * cols));
+    let partials = [q_partials?, k_partials?];
+    let [dq_gammas, dk_gammas] = partials.each_ref().map(Tensor::all);
     let (heads, kv_heads, width) = (s.heads, s.kv_heads, s.width);
     let args = args![
         a.qkv, a.q_gamma, a.k_gamma, a.rope, a.dqkv, dq_gammas, dk_gammas, rows, s.seq, heads, kv_heads,
@@ -89,11 +72,8 @@ pub(crate) fn backward(gpu: &Gpu, a: QkNormBackward<'_>) -> Result<()> {
     ];
     // SAFETY: checked above; there is one row of partial sums of each gamma per block.
     unsafe { gpu.launch(name, launch, args) }?;
-    let mut rest = &outputs[..];
-    for sums in &partials {
-        let (outs, others) = rest.split_at(outputs.len() / partials.len());
-        rest = others;
-        reduce::cuda::column_sum_final(gpu, sums, outs[0].len(), outs, a.acc)?;
+    for (sums, out) in partials.iter().zip(outputs) {
+        reduce::cuda::column_sum_final(gpu, sums, out.len(), &[out], a.acc)?;
     }
     Ok(())
 }
@@ -137,7 +117,11 @@ fn head_block(gpu: &Gpu, s: AttentionShape) -> Result<(usize, usize)> {
     Ok((lanes, groups))
 }
 
-/// Returns the number of threads of a block for rows of this number of heads: one per item if there are at most `most`.
-fn full_threads(gpu: &Gpu, s: AttentionShape, heads: usize, most: usize) -> usize {
-    (heads * head_items(s)).next_multiple_of(gpu.device.warp as usize).min(most)
+/// Launches blocks of at most `most` threads for rows of this number of heads, as many as run at once. Each thread
+/// copies its next items of `arrays` arrays to shared memory.
+fn full_launch(gpu: &Gpu, s: AttentionShape, heads: usize, most: usize, arrays: usize) -> Launch {
+    let threads = (heads * head_items(s)).next_multiple_of(gpu.device.warp as usize).min(most);
+    let blocks = (s.batch * s.seq).min(most / threads * gpu.device.multiprocessors as usize);
+    let shared = arrays * threads * 2 * VEC * gpu.activations.size();
+    Launch { shared, ..Launch::blocks(blocks, threads as u32) }
 }

@@ -4,8 +4,9 @@
 // A thread works on items: eight neighbours in the first half of a head and their partners in the second half. With
 // qk_norm_head_*, a mean is that of a head, whose items belong to a group of lanes of one warp: threadIdx.x, which is a
 // power of two in number; a block has several groups (threadIdx.y). With qk_norm_full_*, there is one mean of all query
-// heads and one of all key heads, and a block has whole rows. There a thread keeps its first item in registers; rows of
-// more items than threads are read again.
+// heads and one of all key heads, and a block works on one row after another. There a thread keeps its first item in
+// registers, and copies that of the next row to shared memory in the meantime: few blocks fit on a multiprocessor.
+// Further items, in rows of more items than threads, are read again for every pass.
 //
 // In backward, dqkv is the gradient of out and becomes that of qkv. With dz = dout rotated back and
 // g = dz (offset + gamma): dx = r (g - x r mean(g x r)), dgamma = sum dz x r.
@@ -47,20 +48,24 @@ struct QkvRows {
         store8(head + half(), pair, half(), wide, x.high);
     }
 
-    // Rotates by the angles of the row's position, or back with direction -1. `table` may be null.
-    __device__ void rotate(Pairs& x, const float* table, i64 row, unsigned pair, float direction) const {
-        if (!table) return;
+    // Cosines and sines of the angles of the row's position. Without a table, nothing is rotated.
+    __device__ Pairs angles(const float* table, i64 row, unsigned pair) const {
         // 32-bit divisions are several times faster than 64-bit ones.
-        Pairs angles = load(table + (unsigned)row % seq * (i64)width, pair);
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            // a' = a cos - b sin, b' = b cos + a sin
-            float a = x.low.x[j], b = x.high.x[j], c = angles.low.x[j], s = angles.high.x[j] * direction;
-            x.low.x[j] = a * c - b * s;
-            x.high.x[j] = b * c + a * s;
-        }
+        if (table) return load(table + (unsigned)row % seq * (i64)width, pair);
+        return {{1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f}, {}};
     }
 };
+
+// Rotates by these angles, or back with direction -1.
+__device__ inline void rotate(Pairs& x, const Pairs& angles, float direction) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        // a' = a cos - b sin, b' = b cos + a sin
+        float a = x.low.x[j], b = x.high.x[j], c = angles.low.x[j], s = angles.high.x[j] * direction;
+        x.low.x[j] = a * c - b * s;
+        x.high.x[j] = b * c + a * s;
+    }
+}
 
 __device__ inline QkvRows qkv_rows(const ACT* qkv, const ACT* out, const ACT* q_gamma, const ACT* k_gamma, i64 rows,
                                    i64 seq, i64 heads, i64 kv_heads, i64 width) {
@@ -138,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
     if (!valid) return;
     if (head < s.normed_heads()) {
         normalize(x, gamma, r, offset);
-        s.rotate(x, table, row, pair, 1.0f);
+        rotate(x, s.angles(table, row, pair), 1.0f);
     }
     s.store(out + s.at(row, head), pair, x);
 }
@@ -162,7 +167,7 @@ __device__ inline void head_bwd(const QkvRows& s, const ACT* __restrict__ qkv, c
             packed_dz = s.fetch(dqkv + s.at(row, head), pair);
         }
         Pairs x = unpack(packed), dz = unpack(packed_dz), g = unpack(packed_gamma);
-        if (valid) s.rotate(dz, table, row, pair, -1.0f);
+        if (valid) rotate(dz, s.angles(table, row, pair), -1.0f);
         float r = 1.0f / sqrtf(group_sum(squares(x)) / s.width + eps);
         float mean_gx = group_sum(products(x, dz, g, offset)) * r / s.width;
         if (!valid) continue;
@@ -222,40 +227,85 @@ struct Item {
     }
 };
 
-// Grid: one block per row, of whole warps.
+// The first items of a thread in ARRAYS arrays. If `wide`, start_copy copies the next row's to dynamic shared memory. A
+// thread reads only data that it has copied itself, so no barrier is needed.
+template <int ARRAYS>
+struct FirstItems {
+    const QkvRows& s;
+    Item item;
+    bool inside;
+    const ACT* arrays[ARRAYS];
+
+    __device__ Packed<ACT>& slot(int array, int half) {
+        extern __shared__ uint4 memory[];
+        return ((Packed<ACT>*)memory)[(2 * array + half) * blockDim.x + threadIdx.x];
+    }
+
+    __device__ void start_copy(i64 row) {
+        if (s.wide && inside && row < s.rows) {
+#pragma unroll
+            for (int array = 0; array < ARRAYS; array++) {
+                const ACT* from = arrays[array] + s.at(row, item.head) + item.pair;
+                copy8_async(slot(array, 0), from);
+                copy8_async(slot(array, 1), from + s.half());
+            }
+        }
+        commit_copies();
+    }
+
+    // The copies of this row have been started, and waited for.
+    __device__ PackedPairs fetch(i64 row, int array) {
+        if (!inside) return {};
+        if (s.wide) return {slot(array, 0), slot(array, 1)};
+        return s.fetch(arrays[array] + s.at(row, item.head), item.pair);
+    }
+};
+
+// Grid: any number of blocks, of whole warps.
 extern "C" __global__ void __launch_bounds__(QK_NORM_FULL_THREADS)
     qk_norm_full_fwd(const ACT* __restrict__ qkv, const ACT* __restrict__ q_gamma, const ACT* __restrict__ k_gamma,
                      const float* __restrict__ table, ACT* __restrict__ out, i64 rows, i64 seq, i64 heads,
                      i64 kv_heads, i64 width, float eps, float offset) {
     pdl_wait_and_launch();
     QkvRows s = qkv_rows(qkv, out, q_gamma, k_gamma, rows, seq, heads, kv_heads, width);
-    i64 row = blockIdx.x;
     unsigned parts = (s.half() + 7) / 8, items = s.all_heads() * parts, normed = s.normed_heads() * parts;
-    auto fetch = [&](const Item& item) { return s.fetch(qkv + s.at(row, item.head), item.pair); };
-    float sums[2] = {};
-    auto add_squares = [&](const Item& item, const PackedPairs& x) {
-        sums[item.is_key(s)] += squares(unpack(x));
-    };
     Item first(s, threadIdx.x);
-    PackedPairs mine = {};
-    if (threadIdx.x < items) mine = fetch(first);
-    if (threadIdx.x < normed) add_squares(first, mine);
-    for (unsigned i = threadIdx.x + blockDim.x; i < normed; i += blockDim.x) add_squares({s, i}, fetch({s, i}));
+    bool inside = threadIdx.x < items, is_normed = threadIdx.x < normed;
+    FirstItems<1> block = {s, first, inside, {qkv}};
+    block.start_copy(blockIdx.x);
+    PackedPairs first_gamma = {};
+    if (is_normed) first_gamma = s.fetch(first.of(s, q_gamma, k_gamma), first.pair);
     int buffer = 0;
-    block_sums(sums, buffer);
-    float q_scale = 1.0f / sqrtf(sums[0] / (heads * width) + eps);
-    float k_scale = 1.0f / sqrtf(sums[1] / (kv_heads * width) + eps);
-    auto finish = [&](const Item& item, const PackedPairs& packed) {
-        Pairs x = unpack(packed);
-        if (item.head < s.normed_heads()) {
-            Pairs gamma = s.load(item.of(s, q_gamma, k_gamma), item.pair);
+    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+        Pairs angles = {};
+        if (is_normed) angles = s.angles(table, row, first.pair);
+        wait_copies<0>();
+        PackedPairs mine = block.fetch(row, 0);
+        block.start_copy(row + gridDim.x);
+        auto fetch = [&](const Item& item) { return s.fetch(qkv + s.at(row, item.head), item.pair); };
+        // Squares of queries and of keys.
+        float sums[2] = {};
+        if (is_normed) sums[first.is_key(s)] = squares(unpack(mine));
+        for (unsigned i = threadIdx.x + blockDim.x; i < normed; i += blockDim.x)
+            sums[Item(s, i).is_key(s)] += squares(unpack(fetch({s, i})));
+        block_sums(sums, buffer);
+        float q_scale = 1.0f / sqrtf(sums[0] / (heads * width) + eps);
+        float k_scale = 1.0f / sqrtf(sums[1] / (kv_heads * width) + eps);
+        auto norm = [&](const Item& item, Pairs& x, const Pairs& gamma, const Pairs& angles) {
             normalize(x, gamma, item.is_key(s) ? k_scale : q_scale, offset);
-            s.rotate(x, table, row, item.pair, 1.0f);
+            rotate(x, angles, 1.0f);
+        };
+        Pairs x = unpack(mine);
+        if (is_normed) norm(first, x, unpack(first_gamma), angles);
+        if (inside) s.store(out + s.at(row, first.head), first.pair, x);
+        for (unsigned i = threadIdx.x + blockDim.x; i < items; i += blockDim.x) {
+            Item item(s, i);
+            Pairs x = unpack(fetch(item));
+            if (i < normed)
+                norm(item, x, s.load(item.of(s, q_gamma, k_gamma), item.pair), s.angles(table, row, item.pair));
+            s.store(out + s.at(row, item.head), item.pair, x);
         }
-        s.store(out + s.at(row, item.head), item.pair, x);
-    };
-    if (threadIdx.x < items) finish(first, mine);
-    for (unsigned i = threadIdx.x + blockDim.x; i < items; i += blockDim.x) finish({s, i}, fetch({s, i}));
+    }
 }
 
 // dq_gammas (gridDim.x, H D), dk_gammas (gridDim.x, Hkv D). Grid: at most as many blocks as rows, of whole warps.
@@ -271,6 +321,8 @@ extern "C" __global__ void __launch_bounds__(QK_NORM_FULL_BWD_THREADS)
     dk_gammas += blockIdx.x * kv_heads * width;
     Item first(s, threadIdx.x);
     bool inside = threadIdx.x < items;
+    FirstItems<2> block = {s, first, inside, {qkv, dqkv}};
+    block.start_copy(blockIdx.x);
     PackedPairs first_gamma = {};
     if (inside) first_gamma = s.fetch(first.of(s, q_gamma, k_gamma), first.pair);
     Pairs first_dgamma = {};
@@ -279,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(QK_NORM_FULL_BWD_THREADS)
         auto at = [&](const Item& item) { return s.at(row, item.head); };
         auto load_dz = [&](const Item& item) {
             Pairs dz = s.load(dqkv + at(item), item.pair);
-            s.rotate(dz, table, row, item.pair, -1.0f);
+            rotate(dz, s.angles(table, row, item.pair), -1.0f);
             return dz;
         };
         auto load_gamma = [&](const Item& item) { return s.load(item.of(s, q_gamma, k_gamma), item.pair); };
@@ -290,13 +342,14 @@ extern "C" __global__ void __launch_bounds__(QK_NORM_FULL_BWD_THREADS)
             sums[key] += squares(x);
             sums[2 + key] += products(x, dz, gamma, offset);
         };
-        PackedPairs mine = {};
-        Pairs dz = {};
-        if (inside) {
-            mine = s.fetch(qkv + at(first), first.pair);
-            dz = load_dz(first);
-            add(first, unpack(mine), dz, unpack(first_gamma));
-        }
+        Pairs angles = {};
+        if (inside) angles = s.angles(table, row, first.pair);
+        wait_copies<0>();
+        PackedPairs mine = block.fetch(row, 0);
+        Pairs dz = unpack(block.fetch(row, 1));
+        block.start_copy(row + gridDim.x);
+        rotate(dz, angles, -1.0f);
+        if (inside) add(first, unpack(mine), dz, unpack(first_gamma));
         for (unsigned i = threadIdx.x + blockDim.x; i < items; i += blockDim.x) {
             Item item(s, i);
             add(item, s.load(qkv + at(item), item.pair), load_dz(item), load_gamma(item));

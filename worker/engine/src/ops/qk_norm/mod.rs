@@ -72,11 +72,11 @@ impl Op for QkNormForward<'_> {
 pub struct QkNormBackward<'a> {
     /// Sizes.
     pub shape: AttentionShape,
-    /// As in forward.
+    /// Elements that are normalised together.
     pub kind: QkNorm,
-    /// As in forward.
+    /// Added to the mean square.
     pub eps: f32,
-    /// As in forward.
+    /// Added to the gammas.
     pub offset: f32,
     /// (B, T, (H + 2 Hkv) D) the input of forward.
     pub qkv: Slice<'a>,
@@ -90,7 +90,7 @@ pub struct QkNormBackward<'a> {
     pub dqkv: Slice<'a>,
     /// (D,) or (H D,) gradient.
     pub dq_gamma: Slice<'a>,
-    /// (D,) or (Hkv D,) gradient, of the same element type.
+    /// (D,) or (Hkv D,) gradient.
     pub dk_gamma: Slice<'a>,
     /// Applies to the gradients of both gammas.
     pub acc: Accumulate,
