@@ -7,11 +7,11 @@ use xlaunch_proto::v1::KernelReport;
 
 /// Families by prefixes of kernel names. The first match applies.
 const FAMILIES: [(&str, &[&str]); 10] = [
-    ("GEMM", &["gemm", "linear_swiglu", "weight_grads", "transpose"]),
+    ("GEMM", &["gemm", "linear_glu", "weight_grads", "transpose"]),
     ("FP8 rounding", &["fp8"]),
     ("attention", &["attention", "rope"]),
     ("norms", &["norm"]),
-    ("activations", &["gelu", "swiglu"]),
+    ("activations", &["activation", "glu"]),
     ("classifier", &["classifier"]),
     ("embedding", &["embed"]),
     ("optimizer", &["adamw"]),

@@ -9,7 +9,7 @@ use xlaunch_pool::DType;
 
 use crate::backend::Backend;
 use crate::error::Result;
-use crate::ops::{Cast, LinearForward, LinearShape, SwigluForward};
+use crate::ops::{Activation, Cast, GluForward, LinearForward, LinearShape};
 use crate::tensor::Tensor;
 
 /// Rounds per rate; the best one counts.
@@ -87,7 +87,8 @@ pub fn copy(backend: &Backend) -> Result<f64> {
 /// If an operation fails.
 pub fn latencies(backend: &Backend) -> Result<(f64, f64)> {
     let (x, y) = (random(backend, 2 * SMALL)?, backend.alloc(backend.activation_dtype(), SMALL)?);
-    let launch = || backend.run(SwigluForward { rows: 1, ffn: SMALL, h: x.all(), a: y.all() });
+    let (activation, rows, h, a) = (Activation::Silu, 1, x.all(), y.all());
+    let launch = || backend.run(GluForward { activation, rows, ffn: SMALL, h, a });
     let mut host = [0.0; SMALL];
     let (mut enqueue, mut round_trip) = (f64::INFINITY, f64::INFINITY);
     launch()?;

@@ -7,24 +7,31 @@ use crate::cuda::cudnn::library::Library;
 use crate::cuda::device::NVIDIA_WARP;
 use crate::cuda::{STATIC_SHARED, compile};
 use crate::error::EngineError;
+pub use crate::ops::activation::cuda::ActivationVariant;
 use crate::ops::attention::cudnn::{AttentionPlan, Direction};
-use crate::ops::attention::variant::OwnKernels;
-pub use crate::ops::gelu::cuda::GeluVariant;
+use crate::ops::attention::variant::{OwnKernels, Scores};
+use crate::ops::glu::hopper;
+pub use crate::ops::glu::hopper::Tiling;
 use crate::ops::linear::weight_grads;
-use crate::ops::swiglu::hopper;
-pub use crate::ops::swiglu::hopper::Tiling;
-use crate::ops::{AttentionShape, Cuda, KERNEL_FILES, LinearShape, cached_attention};
+use crate::ops::{
+    Activation, AttentionShape, Cuda, KERNEL_FILES, LinearShape, activation, cached_attention, glu,
+};
 use crate::options::{CudaOptions, Precision};
 
-/// Makes a back end use this variant of GELU for layers of these shapes before and after it.
-pub fn force_gelu_variant(backend: &Backend, before: LinearShape, after: LinearShape, variant: GeluVariant) {
-    gpu(backend).gelu.force(before, after, variant);
+/// Makes a back end use this variant of the tanh form of GELU for layers of these shapes before and after it.
+pub fn force_gelu_variant(
+    backend: &Backend,
+    before: LinearShape,
+    after: LinearShape,
+    variant: ActivationVariant,
+) {
+    gpu(backend).activation.force(before, after, variant);
 }
 
-/// Makes a back end compute linear layers with SwiGLU with our own GEMM and this tiling, for all layers that it
-/// supports.
-pub fn force_swiglu_tiling(backend: &Backend, tiling: Option<Tiling>) {
-    gpu(backend).swiglu.force(tiling);
+/// Makes a back end compute linear layers with gated activations with our own GEMM and this tiling, for all layers that
+/// it supports.
+pub fn force_glu_tiling(backend: &Backend, tiling: Option<Tiling>) {
+    gpu(backend).glu.force(tiling);
 }
 
 /// Makes a back end compute the gradients of two layers' weights in one kernel, with the rows in this number of parts,
@@ -82,21 +89,26 @@ pub fn compile_kernels(
 ) -> Result<Vec<(&'static str, Vec<Resources>)>, String> {
     let common = KERNEL_FILES.map(|file| (file.source, file.macros.to_vec(), file.kernels.to_vec()));
     let attention = widths.iter().flat_map(|width| {
-        [(7, 5), (9, 0)].map(|capability| {
-            let kernels = OwnKernels::select(precision, capability, *width);
+        let kinds = [(7, 5), (9, 0)].into_iter().flat_map(|capability| Scores::ALL.map(|s| (capability, s)));
+        kinds.map(move |(capability, scores)| {
+            let kernels = OwnKernels::select(precision, capability, *width, scores);
             let (source, macros) = kernels.source();
             (source, macros, kernels.kernels().0)
         })
     });
     let cached = widths
         .iter()
-        .flat_map(|width| [1, 3, 4].map(|group| cached_attention::cuda::source_for(*width, group)));
+        .flat_map(|width| [1, 3, 4].map(|group| cached_attention::cuda::source_for((*width, group))));
+    let activations = Activation::ALL.into_iter();
+    let activations = activations.flat_map(|f| [activation::cuda::compilation(f), glu::cuda::compilation(f)]);
     let mut files = Vec::new();
     // Only for bf16, and only for the compute capability whose instructions they use.
-    let own_gemms = hopper::KERNELS.iter().chain([&weight_grads::KERNEL]);
+    let own_gemms = hopper::KERNELS.iter().flatten().chain([&weight_grads::KERNEL]);
     let own_gemms = own_gemms.filter(|_| precision == Precision::Bf16 && arch == "sm_90a");
     let own_gemms = own_gemms.map(|kernel| (kernel.source, kernel.macros.to_vec(), vec![kernel.name]));
-    for (source, macros, names) in common.into_iter().chain(attention).chain(cached).chain(own_gemms) {
+    for (source, macros, names) in
+        common.into_iter().chain(attention).chain(cached).chain(activations).chain(own_gemms)
+    {
         let mut options = compile::options(arch, NVIDIA_WARP, precision.activations(), &macros);
         options.push("--ptxas-options=-v".into());
         let compiled = compile::compile_with_log(source, arch, &options);
@@ -148,9 +160,12 @@ fn resources(log: &str) -> Vec<Resources> {
 pub fn kernel_names(precision: Precision) -> Vec<&'static str> {
     let common = KERNEL_FILES.iter().flat_map(|file| file.kernels.iter().copied());
     let widths = [32, 256].into_iter();
-    let attention = widths.flat_map(|width| OwnKernels::select(precision, (9, 0), width).kernels().0);
-    let cached = cached_attention::cuda::source_for(64, 1).2;
-    common.chain(attention).chain(cached).collect()
+    let attention =
+        widths.flat_map(|width| OwnKernels::select(precision, (9, 0), width, Scores::default()).kernels().0);
+    let cached = cached_attention::cuda::source_for((64, 1)).2;
+    let activations = [activation::cuda::compilation, glu::cuda::compilation];
+    let activations = activations.into_iter().flat_map(|compilation| compilation(Activation::Silu).2);
+    common.chain(attention).chain(cached).chain(activations).collect()
 }
 
 /// Checks that attention by cuDNN can be planned without a GPU.

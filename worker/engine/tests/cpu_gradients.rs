@@ -10,7 +10,7 @@
 
 mod common;
 
-use common::{ADAMW, Added, Ops, Outputs, distance, ids, random};
+use common::{ACTIVATIONS, ADAMW, Added, Ops, Outputs, distance, ids, random};
 use xlaunch_engine::*;
 
 const H: f32 = 1e-2;
@@ -126,7 +126,8 @@ fn gradients_of_a_norm_that_is_added_to_the_stream() {
 
 #[test]
 fn qk_norm_gradients_with_and_without_rope() {
-    let s = AttentionShape { batch: 2, seq: 3, heads: 4, kv_heads: 2, width: 8 };
+    let options = AttentionOptions::new(8);
+    let s = AttentionShape { batch: 2, seq: 3, heads: 4, kv_heads: 2, width: 8, options };
     let len = 6 * s.qkv_width();
     let (qkv, dout, table) = (random(40, len), random(41, len), random(42, 24));
     for (kind, offset) in [(QkNorm::Head, 0.0), (QkNorm::Head, 1.0), (QkNorm::Full, 0.0), (QkNorm::Full, 1.0)]
@@ -151,7 +152,8 @@ fn qk_norm_gradients_with_and_without_rope() {
 /// A norm of the heads as rows, then attention, equals the norm of queries and keys before attention.
 #[test]
 fn qk_norm_is_the_norm_of_each_head_or_of_all_heads_before_the_rotation() {
-    let s = AttentionShape { batch: 1, seq: 5, heads: 4, kv_heads: 2, width: 8 };
+    let options = AttentionOptions::new(8);
+    let s = AttentionShape { batch: 1, seq: 5, heads: 4, kv_heads: 2, width: 8, options };
     let (row, keys, values) = (s.qkv_width(), 32, 48);
     let (qkv, dout, table) = (random(40, 5 * row), random(41, 5 * 32), random(42, 40));
     for (kind, offset) in [(QkNorm::Head, 1.0), (QkNorm::Full, 0.0)] {
@@ -212,22 +214,42 @@ fn linear_gradients() {
 #[test]
 fn attention_gradients_with_and_without_rope() {
     for (seq, heads, kv_heads) in [(9, 2, 2), (70, 2, 1)] {
-        let s = AttentionShape { batch: 1, seq, heads, kv_heads, width: 8 };
-        let len = seq * s.qkv_width();
-        let (qkv, dout) = (random(14, len), random(15, seq * heads * 8));
-        with_cpu(|ops| {
-            let table = random(16, seq * 8);
-            for table in [None, Some(table.as_slice())] {
-                let run = |qkv: &[f32]| ops.attention(s, qkv, table, &dout);
-                check("dqkv", &qkv, &dout, get(&run(&qkv), "dqkv"), |qkv| get(&run(qkv), "out").to_vec());
-            }
-        });
+        let options = AttentionOptions::new(8);
+        let s = AttentionShape { batch: 1, seq, heads, kv_heads, width: 8, options };
+        let table = random(16, seq * 8);
+        check_attention(s, None);
+        check_attention(s, Some(&table));
     }
 }
 
 #[test]
+fn attention_gradients_with_windows_and_caps() {
+    let plain = AttentionOptions::new(8);
+    for window in [1, 2, 8, 9, 20] {
+        let options = AttentionOptions { window: Some(window), ..plain };
+        check_attention(AttentionShape { batch: 2, seq: 9, heads: 2, kv_heads: 1, width: 8, options }, None);
+    }
+    // Blocks of queries that begin with a key other than the first.
+    for (window, softcap) in [(Some(5), None), (Some(64), Some(0.5)), (None, Some(0.5))] {
+        let options = AttentionOptions { scale: 0.8.into(), window, softcap: softcap.map(Scalar::from) };
+        check_attention(AttentionShape { batch: 1, seq: 70, heads: 2, kv_heads: 1, width: 8, options }, None);
+    }
+}
+
+fn check_attention(s: AttentionShape, table: Option<&[f32]>) {
+    let rows = s.batch * s.seq;
+    let (qkv, dout) = (random(14, rows * s.qkv_width()), random(15, rows * s.heads * s.width));
+    with_cpu(|ops| {
+        let run = |qkv: &[f32]| ops.attention(s, qkv, table, &dout);
+        let (what, outputs) = (format!("{s:?}"), run(&qkv));
+        check(&what, &qkv, &dout, get(&outputs, "dqkv"), |qkv| get(&run(qkv), "out").to_vec());
+    });
+}
+
+#[test]
 fn attention_is_causal() {
-    let s = AttentionShape { batch: 1, seq: 70, heads: 1, kv_heads: 1, width: 8 };
+    let options = AttentionOptions::new(8);
+    let s = AttentionShape { batch: 1, seq: 70, heads: 1, kv_heads: 1, width: 8, options };
     let (mut qkv, dout) = (random(18, 70 * 24), vec![0.0; 70 * 8]);
     with_cpu(|ops| {
         let before = ops.attention(s, &qkv, None, &dout);
@@ -239,31 +261,113 @@ fn attention_is_causal() {
 }
 
 #[test]
-fn swiglu_gradients() {
+fn glu_gradients() {
     let (h, da): (Vec<f32>, _) = (random(19, 50).iter().map(|x| 3.0 * x).collect(), random(20, 25));
     with_cpu(|ops| {
-        let run = |h: &[f32]| ops.swiglu(5, 5, h, &da);
-        check("swiglu", &h, &da, get(&run(&h), "dh"), |h| get(&run(h), "a").to_vec());
+        for activation in ACTIVATIONS {
+            let run = |h: &[f32]| ops.glu(activation, [5, 5], h, &da);
+            let what = format!("{activation:?}");
+            check(&what, &h, &da, get(&run(&h), "dh"), |h| get(&run(h), "a").to_vec());
+        }
     });
 }
 
 #[test]
-fn gelu_gradients_between_two_linear_layers() {
+fn glu_gradients_between_two_linear_layers() {
+    let s = LinearShape { rows: 10, inputs: 6, outputs: 10 };
+    let next_shape = LinearShape { rows: 10, inputs: 5, outputs: 4 };
+    let (x, w, bias) = (random(32, 60), random(33, 60), random(34, 10));
+    let (next, dy) = (random(35, 20), random(36, 40));
+    with_cpu(|ops| {
+        for activation in ACTIVATIONS {
+            let run = |x: &[f32], bias: &[f32]| ops.linear_glu(activation, s, x, &w, Some(bias), &next, &dy);
+            let y = |outputs: Outputs| {
+                let y = ops.linear(next_shape, get(&outputs, "a"), &next, None, &dy, Accumulate::Overwrite);
+                get(&y, "y").to_vec()
+            };
+            let dh = run(&x, &bias).pop().unwrap().1;
+            // The gradient of h reaches x through the first layer's weights.
+            let first = ops.linear(s, &x, &w, Some(&bias), &dh, Accumulate::Overwrite);
+            check(&format!("dx, {activation:?}"), &x, &dy, get(&first, "dx"), |x| y(run(x, &bias)));
+            check(&format!("dbias, {activation:?}"), &bias, &dy, get(&first, "dbias"), |b| y(run(&x, b)));
+        }
+    });
+}
+
+#[test]
+fn activation_gradients_between_two_linear_layers() {
     let s = LinearShape { rows: 10, inputs: 6, outputs: 5 };
     let next_shape = LinearShape { rows: 10, inputs: 5, outputs: 4 };
     let (x, w, bias) = (random(32, 60), random(33, 30), random(34, 5));
     let (next, dy) = (random(35, 20), random(36, 40));
     with_cpu(|ops| {
-        let run = |x: &[f32], bias: &[f32]| ops.gelu(s, x, &w, bias, &next, &dy, Accumulate::Overwrite);
-        let y = |outputs: Outputs| {
-            let y = ops.linear(next_shape, get(&outputs, "a"), &next, None, &dy, Accumulate::Overwrite);
-            get(&y, "y").to_vec()
-        };
-        let outputs = run(&x, &bias);
-        check("dbias", &bias, &dy, get(&outputs, "dbias"), |bias| y(run(&x, bias)));
-        // The gradient of h reaches x through the first layer's weights.
-        let dx = ops.linear(s, &x, &w, Some(&bias), get(&outputs, "dh"), Accumulate::Overwrite);
-        check("dx", &x, &dy, get(&dx, "dx"), |x| y(run(x, &bias)));
+        for activation in ACTIVATIONS {
+            let run = |x: &[f32], bias: Option<&[f32]>| {
+                ops.activation(activation, s, x, &w, bias, &next, &dy, Accumulate::Overwrite)
+            };
+            let y = |outputs: Outputs| {
+                let y = ops.linear(next_shape, get(&outputs, "a"), &next, None, &dy, Accumulate::Overwrite);
+                get(&y, "y").to_vec()
+            };
+            let outputs = run(&x, Some(&bias));
+            let what = format!("{activation:?}");
+            check(&what, &bias, &dy, get(&outputs, "dbias"), |bias| y(run(&x, Some(bias))));
+            // The gradient of h reaches x through the first layer's weights.
+            let dx = ops.linear(s, &x, &w, Some(&bias), get(&outputs, "dh"), Accumulate::Overwrite);
+            check(&what, &x, &dy, get(&dx, "dx"), |x| y(run(x, Some(&bias))));
+            let outputs = run(&x, None);
+            let dx = ops.linear(s, &x, &w, None, get(&outputs, "dh"), Accumulate::Overwrite);
+            check(&format!("{what} without bias"), &x, &dy, get(&dx, "dx"), |x| y(run(x, None)));
+        }
+    });
+}
+
+/// Values computed in double precision with Python's `math.erf`, `math.tanh` and `math.exp`.
+#[test]
+fn activation_functions_have_their_published_values() {
+    let x = [-6.0, -2.5, -1.0, -0.1, 0.0, 0.3, 1.0, 4.0];
+    let expected = [
+        [
+            -1.4835739e-2,
+            -1.8964545e-1,
+            -2.6894142e-1,
+            -4.7502081e-2,
+            0.0,
+            1.7233276e-1,
+            7.3105858e-1,
+            3.9280552e0,
+        ],
+        [
+            -5.9195259e-9,
+            -1.5524163e-2,
+            -1.5865525e-1,
+            -4.6017216e-2,
+            0.0,
+            1.8537343e-1,
+            8.4134475e-1,
+            3.9998733e0,
+        ],
+        [
+            -8.4396490e-11,
+            -1.5084266e-2,
+            -1.5880801e-1,
+            -4.6017249e-2,
+            0.0,
+            1.8537092e-1,
+            8.4119199e-1,
+            3.9999298e0,
+        ],
+        [0.0, 0.0, 0.0, 0.0, 0.0, 9.0000000e-2, 1.0000000e0, 1.6000000e1],
+    ];
+    with_cpu(|ops| {
+        for (activation, expected) in ACTIVATIONS.into_iter().zip(expected) {
+            let gates: Vec<f32> = x.iter().flat_map(|x| [*x, 1.0]).collect();
+            let a = get(&ops.glu(activation, [x.len(), 1], &gates, &[0.0; 8]), "a").to_vec();
+            for ((x, a), expected) in x.iter().zip(a).zip(expected) {
+                let error = (a - expected).abs();
+                assert!(error <= 1e-6 * x.abs().max(1.0), "{activation:?}({x}) = {a:e}");
+            }
+        }
     });
 }
 
@@ -394,11 +498,17 @@ fn accumulation_adds_and_results_do_not_depend_on_thread_count() {
 }
 
 #[test]
-#[should_panic(expected = "swiglu_forward")]
+#[should_panic(expected = "glu_forward")]
 fn overlapping_output_panics() {
     let backend = Backend::cpu(1, PoolMode::On);
     let x = backend.alloc(DType::F32, 100).unwrap();
-    let _ = backend.run(SwigluForward { rows: 1, ffn: 30, h: x.slice(0..60), a: x.slice(40..70) });
+    let _ = backend.run(GluForward {
+        activation: Activation::Silu,
+        rows: 1,
+        ffn: 30,
+        h: x.slice(0..60),
+        a: x.slice(40..70),
+    });
 }
 
 #[test]
@@ -411,9 +521,10 @@ fn lent_memory_panics() {
 }
 
 #[test]
-#[should_panic(expected = "swiglu_forward")]
+#[should_panic(expected = "glu_forward")]
 fn slice_of_wrong_length_panics() {
     let backend = Backend::cpu(1, PoolMode::On);
     let (x, y) = (backend.alloc(DType::F32, 100).unwrap(), backend.alloc(DType::F32, 99).unwrap());
-    let _ = backend.run(SwigluForward { rows: 1, ffn: 50, h: x.all(), a: y.all() });
+    let _ =
+        backend.run(GluForward { activation: Activation::Silu, rows: 1, ffn: 50, h: x.all(), a: y.all() });
 }

@@ -19,7 +19,7 @@ use common::cases::cases;
 use common::{Ops, Outputs, distance, random};
 use half::bf16;
 use xlaunch_engine::testing::{
-    GeluVariant, Tiling, force_gelu_variant, force_swiglu_tiling, force_transposed_weight_grads,
+    ActivationVariant, Tiling, force_gelu_variant, force_glu_tiling, force_transposed_weight_grads,
     force_weight_grads_together, require_gpu,
 };
 use xlaunch_engine::*;
@@ -29,7 +29,7 @@ xlaunch_harness::suite! {
         fp32_matches_cpu,
         tf32_matches_cpu,
         bf16_matches_cpu_with_own_and_fastest_kernels,
-        swiglu_in_gemms_matches_cpu,
+        gated_activations_in_gemms_match_cpu,
         gradients_of_two_layers_in_one_kernel_match_cpu,
         all_gelu_variants_agree,
         results_are_bitwise_reproducible_with_and_without_pool;
@@ -104,11 +104,11 @@ fn bf16_matches_cpu_with_own_and_fastest_kernels() {
 }
 
 /// Other tests see the fastest variant only.
-fn swiglu_in_gemms_matches_cpu() {
+fn gated_activations_in_gemms_match_cpu() {
     let backend = open(Precision::Bf16, PoolMode::On, true);
     for tiling in [Tiling::Halves, Tiling::Turns] {
-        force_swiglu_tiling(&backend, Some(tiling));
-        compare_cases(&backend, DType::Bf16, &format!("{tiling:?}"), "swiglu, to", to_bf16, 8e-3);
+        force_glu_tiling(&backend, Some(tiling));
+        compare_cases(&backend, DType::Bf16, &format!("{tiling:?}"), ", glu to", to_bf16, 8e-3);
     }
 }
 
@@ -133,10 +133,11 @@ fn all_gelu_variants_agree() {
         let (next_w, dy) = (random(4, outputs * ffn), random(5, rows * outputs));
         let run = |variant| {
             force_gelu_variant(&backend, s, next, variant);
-            ops.gelu(s, &x, &w, &bias, &next_w, &dy, Accumulate::Overwrite)
+            let (f, acc) = (Activation::GeluTanh, Accumulate::Overwrite);
+            ops.activation(f, s, &x, &w, Some(&bias), &next_w, &dy, acc)
         };
-        let kernel = run(GeluVariant::Kernel);
-        for variant in [GeluVariant::Epilogue, GeluVariant::EpilogueWithBiasGrad] {
+        let kernel = run(ActivationVariant::Kernel);
+        for variant in [ActivationVariant::Epilogue, ActivationVariant::EpilogueWithBiasGrad] {
             for ((name, ours), (_, theirs)) in run(variant).iter().zip(&kernel) {
                 let distance = distance(ours, theirs);
                 assert!(distance < 8e-3, "{name} of {s:?} by {variant:?}: {distance:.2e}");

@@ -3,8 +3,8 @@
 
 #![expect(clippy::print_stdout, reason = "measurements are printed")]
 
-use xlaunch_engine::AttentionShape;
 use xlaunch_engine::testing::{cudnn_attention_scratch, find_cudnn};
+use xlaunch_engine::{AttentionOptions, AttentionShape};
 
 xlaunch_harness::suite! {
     needs find_cudnn: cudnn_plans_attention_in_both_directions;
@@ -27,15 +27,18 @@ fn cudnn_plans_attention_in_both_directions() {
         (2, 2, 2, 37, 24),
         (2, 2, 1, 70, 16),
     ] {
-        let s = AttentionShape { batch, seq, heads, kv_heads, width };
-        let scratch = cudnn_attention_scratch(H200, s).unwrap_or_else(|error| panic!("{s:?}: {error}"));
-        println!("{s:?}: {scratch:?} bytes of scratch memory");
-        // Forward keeps no scores. Backward needs delta and the sum for dq in f32 and, with grouped heads, dk and dv of
-        // every query head in bf16.
-        let queries = batch * heads * seq;
-        let backward = queries * (4 + 4 * width + if heads == kv_heads { 0 } else { 4 * width });
-        for (least, bytes) in [0, backward].into_iter().zip(scratch) {
-            assert!((least..=least + (1 << 20)).contains(&bytes), "{bytes} bytes, {least} expected");
+        for window in [None, Some(seq / 2)] {
+            let options = AttentionOptions { window, ..AttentionOptions::new(width) };
+            let s = AttentionShape { batch, seq, heads, kv_heads, width, options };
+            let scratch = cudnn_attention_scratch(H200, s).unwrap_or_else(|error| panic!("{s:?}: {error}"));
+            println!("{s:?}: {scratch:?} bytes of scratch memory");
+            // Forward keeps no scores. Backward needs delta and the sum for dq in f32 and, with grouped heads, dk and dv of
+            // every query head in bf16.
+            let queries = batch * heads * seq;
+            let backward = queries * (4 + 4 * width + if heads == kv_heads { 0 } else { 4 * width });
+            for (least, bytes) in [0, backward].into_iter().zip(scratch) {
+                assert!((least..=least + (1 << 20)).contains(&bytes), "{bytes} bytes, {least} expected");
+            }
         }
     }
 }

@@ -26,7 +26,7 @@ use common::cases::cases;
 use common::{Case, Ops, distance};
 use half::bf16;
 use xlaunch_engine::testing::{
-    Tiling, force_swiglu_tiling, force_transposed_weight_grads, force_weight_grads_together, kernel_names,
+    Tiling, force_glu_tiling, force_transposed_weight_grads, force_weight_grads_together, kernel_names,
 };
 use xlaunch_engine::*;
 use xlaunch_harness::{Requirement, emulator};
@@ -34,7 +34,7 @@ use xlaunch_harness::{Requirement, emulator};
 xlaunch_harness::tests! {
     needs cpp_compiler:
         every_kernel_runs_and_matches_the_cpu,
-        swiglu_in_gemms_matches_the_cpu,
+        gated_activations_in_gemms_match_the_cpu,
         gradients_of_two_layers_in_one_kernel_match_the_cpu,
         reads_fill_all_pieces_of_pinned_memory,
         results_do_not_depend_on_the_order_of_threads;
@@ -55,7 +55,7 @@ const TOO_LARGE: [&str; 10] = [
 ];
 
 /// Cases that differ in TF32: attention and the GEMMs. All others launch the same kernels as FP32.
-const TF32_CASES: &str = "attention AttentionShape|linear |gelu LinearShape";
+const TF32_CASES: &str = "attention AttentionShape|linear |GeluTanh LinearShape";
 
 /// FP8 requires bf16, and sorting more rows than a bitmap has does not depend on the type of activations.
 const BF16_ONLY: [&str; 2] = ["fp8", "seq: 140000"];
@@ -202,22 +202,23 @@ fn every_kernel_runs_and_matches_the_cpu() {
     assert!(missing.is_empty(), "no test runs {missing:?}");
 }
 
-/// Cases of linear layers with SwiGLU; GPUs of other compute capabilities run the other variant.
-const SWIGLU: &str = "swiglu, to";
+/// Cases of linear layers with gated activations; GPUs of other compute capabilities run the other variant.
+const GLU: &str = ", glu to";
 
-fn swiglu_in_gemms_matches_the_cpu() {
+fn gated_activations_in_gemms_match_the_cpu() {
     let backend = open(Precision::Bf16);
     for tiling in [Tiling::Halves, Tiling::Turns] {
-        force_swiglu_tiling(&backend, Some(tiling));
+        force_glu_tiling(&backend, Some(tiling));
         backend.begin_profile();
-        let differences = differences(&backend, Precision::Bf16, SWIGLU);
+        let differences = differences(&backend, Precision::Bf16, GLU);
         assert!(differences.is_empty(), "{tiling:?}: {}", differences.join("\n"));
-        let ran = backend.end_profile().unwrap().into_iter().filter(|span| span.name == "linear_swiglu");
-        // All cases except the one with rows that are not whole vectors, forward and backward.
-        assert_eq!(ran.count(), 2 * (selected(Precision::Bf16, SWIGLU).len() - 1), "{tiling:?}");
+        let ran = backend.end_profile().unwrap().into_iter().filter(|span| span.name == "linear_glu");
+        // Forward and backward of all cases, except the one with rows that are not whole vectors, and forward of the one
+        // with a bias.
+        assert_eq!(ran.count(), 2 * (selected(Precision::Bf16, GLU).len() - 1) - 1, "{tiling:?}");
         // The deepest case takes long.
-        same_bits_in_any_order(&backend, "rows: 130, inputs: 72, outputs: 528 }, swiglu", 20);
-        same_bits_in_any_order(&backend, "rows: 300, inputs: 456, outputs: 1040 }, swiglu", 4);
+        same_bits_in_any_order(&backend, "rows: 130, inputs: 72, outputs: 528 }, glu", 20);
+        same_bits_in_any_order(&backend, "rows: 300, inputs: 456, outputs: 1040 }, glu", 4);
     }
 }
 

@@ -53,6 +53,7 @@ fn times() {
     HEAD_WIDTHS.into_iter().for_each(|width| sweep.qk_norm(width));
     sweep.head_widths();
     sweep.sequences();
+    sweep.options();
     for (prefix, precision) in [("deterministic ", Precision::Bf16), ("tf32 ", Precision::Tf32)] {
         let backend = open(precision, true);
         Sweep { ops: Ops { backend: &backend, grads: DType::F32 }, prefix }.head_widths();
@@ -66,7 +67,8 @@ fn rows(cols: usize) -> usize {
 /// Returns the shape of 16K tokens with 2,048 columns.
 fn attention_shape(seq: usize, width: usize) -> AttentionShape {
     let heads = 2048 / width;
-    AttentionShape { batch: 16_384 / seq, seq, heads, kv_heads: heads, width }
+    let options = AttentionOptions::new(width);
+    AttentionShape { batch: 16_384 / seq, seq, heads, kv_heads: heads, width, options }
 }
 
 /// Minimum number of bytes and floating-point operations of an operation.
@@ -99,8 +101,8 @@ impl Sweep<'_> {
         if self.wants("scaled addition") {
             self.add_scaled(cols);
         }
-        if self.wants("SwiGLU") {
-            self.swiglu(cols);
+        if self.wants("SwiGLU") || self.wants("GEGLU") {
+            self.glu(cols);
         }
         if self.wants("embedding") {
             self.embedding(cols);
@@ -154,17 +156,23 @@ impl Sweep<'_> {
         });
     }
 
-    fn swiglu(&self, ffn: usize) {
+    fn glu(&self, ffn: usize) {
         let (ops, b, rows) = (&self.ops, self.ops.backend, rows(ffn));
         let len = rows * ffn;
         let [a, da] = [6, 7].map(|seed| ops.random(seed, len));
         let [h, dh] = [8, 9].map(|seed| ops.random(seed, 2 * len));
-        self.report("SwiGLU forward", "width", ffn, Work::bytes(3 * len * ACT), &|| {
-            b.run(SwigluForward { rows, ffn, h: h.all(), a: a.all() }).unwrap();
-        });
-        self.report("SwiGLU backward", "width", ffn, Work::bytes(5 * len * ACT), &|| {
-            b.run(SwigluBackward { rows, ffn, h: h.all(), da: da.all(), dh: dh.all() }).unwrap();
-        });
+        for (name, activation) in [("SwiGLU", Activation::Silu), ("GEGLU", Activation::Gelu)] {
+            let report = |direction: &str, bytes: usize, call: &dyn Fn()| {
+                self.report(&format!("{name} {direction}"), "width", ffn, Work::bytes(bytes), call);
+            };
+            report("forward", 3 * len * ACT, &|| {
+                b.run(GluForward { activation, rows, ffn, h: h.all(), a: a.all() }).unwrap();
+            });
+            report("backward", 5 * len * ACT, &|| {
+                let (h, da, dh) = (h.all(), da.all(), dh.all());
+                b.run(GluBackward { activation, rows, ffn, h, da, dh }).unwrap();
+            });
+        }
     }
 
     fn embedding(&self, cols: usize) {
@@ -313,6 +321,21 @@ impl Sweep<'_> {
         }
     }
 
+    /// Measures long sequences with a window, and scores with a cap.
+    fn options(&self) {
+        for width in [64, 128, 256] {
+            let plain = attention_shape(8192, width);
+            let windowed = |window| AttentionOptions { window: Some(window), ..plain.options };
+            for window in [1024, 4096] {
+                let shape = AttentionShape { options: windowed(window), ..plain };
+                self.attention(&format!("window, heads of {width}"), window, shape);
+            }
+            let options = AttentionOptions { softcap: Some(50.0.into()), ..plain.options };
+            let shape = AttentionShape { options, ..attention_shape(2048, width) };
+            self.attention("head width with cap", width, shape);
+        }
+    }
+
     fn attention(&self, axis: &str, size: usize, shape: AttentionShape) {
         if !self.wants("attention") {
             return;
@@ -321,8 +344,9 @@ impl Sweep<'_> {
         let [qkv, dqkv] = [40, 41].map(|seed| ops.random(seed, rows * s.qkv_width()));
         let [out, dout] = [42, 43].map(|seed| ops.random(seed, rows * s.heads * s.width));
         let lse = b.alloc(DType::F32, rows * s.heads).unwrap();
-        // Two GEMMs in forward and five in backward; half of each is above the diagonal.
-        let gemm = s.batch * s.heads * s.seq * (s.seq + 1) * s.width;
+        // Two GEMMs in forward and five in backward, of which only the visible pairs count: half of them without a window.
+        let window = s.options.window.map_or(s.seq, |window| window.min(s.seq));
+        let gemm = s.batch * s.heads * (2 * s.seq + 1 - window) * window * s.width;
         let (qkv, out, dout, lse, dqkv) = (qkv.all(), out.all(), dout.all(), lse.all(), dqkv.all());
         self.report("attention forward", axis, size, Work::flops(2 * gemm), &|| {
             b.run(AttentionForward { shape, qkv, rope: None, out, lse }).unwrap();

@@ -17,9 +17,9 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 
 use xlaunch_engine::{
-    CachedAttention, CachedAttentionShape, Capture, DType, EmbedForward, EmbedShape, GEMV_ROWS, Gemv, Greedy,
-    LinearForward, LinearGeluForward, LinearShape, NormForward, PendingRead, Residual, ResidualAdd, Result,
-    Slice, SwigluForward, Tensor,
+    Activation, AttentionOptions, CachedAttention, CachedAttentionShape, Capture, DType, EmbedForward,
+    EmbedShape, GEMV_ROWS, Gemv, GluForward, Greedy, LinearActivationForward, LinearForward, LinearShape,
+    NormForward, PendingRead, Residual, ResidualAdd, Result, Slice, Tensor,
 };
 
 use super::layout::{self, Linear};
@@ -290,17 +290,19 @@ impl<'a> Decoder<'a> {
             (false, Some(bias)) => {
                 let (x, w) = (b.y.slice(0..rows * shape.dim), model.param(&params.fc.weight));
                 let (bias, shape) =
-                    (model.param(bias), LinearShape { rows, inputs: shape.dim, outputs: ffn });
+                    (Some(model.param(bias)), LinearShape { rows, inputs: shape.dim, outputs: ffn });
+                let activation = Activation::GeluTanh;
                 if rows <= GEMV_ROWS {
-                    return model.backend.run(Gemv { shape, x, w, bias: Some(bias), gelu: true, y: a });
+                    let activation = Some(activation);
+                    return model.backend.run(Gemv { shape, x, w, bias, activation, y: a });
                 }
                 let h = b.h.slice(0..rows * ffn);
-                model.backend.run(LinearGeluForward { shape, x, w, bias, h, a })
+                model.backend.run(LinearActivationForward { shape, activation, x, w, bias, h, a })
             }
             _ => {
                 self.linear(rows, &b.y, &params.fc, (shape.dim, 2 * ffn), &b.h)?;
                 let h = b.h.slice(0..2 * rows * ffn);
-                model.backend.run(SwigluForward { rows, ffn, h, a })
+                model.backend.run(GluForward { activation: Activation::Silu, rows, ffn, h, a })
             }
         }
     }
@@ -318,7 +320,7 @@ impl<'a> Decoder<'a> {
         let (x, y) = (x.slice(0..rows * sizes.0), y.slice(0..rows * sizes.1));
         let (w, bias) = (model.param(&params.weight), params.bias.as_ref().map(|bias| model.param(bias)));
         if rows <= GEMV_ROWS {
-            model.backend.run(Gemv { shape, x, w, bias, gelu: false, y })
+            model.backend.run(Gemv { shape, x, w, bias, activation: None, y })
         } else {
             model.backend.run(LinearForward { shape, x, w, bias, y })
         }
@@ -344,7 +346,7 @@ impl<'a> Decoder<'a> {
             x: x.slice(0..rows * dim),
             w: model.param(&model.layout.head),
             bias: None,
-            gelu: false,
+            activation: None,
             y: logits,
         })?;
         model.backend.run(Greedy {
@@ -403,7 +405,8 @@ impl Buffers {
 fn attention_shape(model: &Model, slots: usize, capacity: usize) -> CachedAttentionShape {
     let shape = &model.shape;
     let (heads, kv_heads, width) = (shape.heads, shape.kv_heads, shape.head_width());
-    CachedAttentionShape { rows: 0, heads, kv_heads, width, slots, capacity }
+    let options = AttentionOptions::new(width);
+    CachedAttentionShape { rows: 0, heads, kv_heads, width, slots, capacity, options }
 }
 
 /// Converts a number of the model to an id; all of them are below 2^31.

@@ -14,10 +14,10 @@
 use std::rc::Rc;
 
 use xlaunch_engine::{
-    Accumulate, DType, FP8_MULTIPLE, Fp8Operand, GeluBackward, GeluForward, GeluLinearBackward, GemmFp8,
-    LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGeluForward, LinearShape,
-    LinearSwigluForward, QuantizeFp8, Result, Slice, SwigluBackward, SwigluForward, SwigluLinearBackward,
-    Tensor,
+    Accumulate, Activation, ActivationBackward, ActivationForward, ActivationLinearBackward, DType,
+    FP8_MULTIPLE, Fp8Operand, GemmFp8, GluBackward, GluForward, GluLinearBackward, LinearActivationForward,
+    LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGluForward, LinearShape, QuantizeFp8,
+    Result, Slice, Tensor,
 };
 
 use super::Model;
@@ -162,11 +162,14 @@ impl Model {
         let a = self.activation(shape.rows * shape.outputs)?;
         let h = if let Operand::Plain(x) = x {
             let (h, x, w) = (self.activation(a.len())?, x.all(), self.param(&layer.weight));
-            self.backend.run(LinearGeluForward { shape, x, w, bias, h: h.all(), a: a.all() })?;
+            let (activation, bias) = (Activation::GeluTanh, Some(bias));
+            let (h_slice, a) = (h.all(), a.all());
+            self.backend.run(LinearActivationForward { shape, activation, x, w, bias, h: h_slice, a })?;
             h
         } else {
             let h = self.linear(shape, x, layer)?;
-            self.backend.run(GeluForward { h: h.all(), a: a.all() })?;
+            let activation = Activation::GeluTanh;
+            self.backend.run(ActivationForward { activation, h: h.all(), a: a.all() })?;
             h
         };
         Ok([h, a])
@@ -183,11 +186,14 @@ impl Model {
         let a = self.activation(rows * ffn)?;
         let h = if let Operand::Plain(x) = x {
             let (h, x, w) = (self.activation(2 * a.len())?, x.all(), self.param(&layer.weight));
-            self.backend.run(LinearSwigluForward { shape, x, w, h: h.all(), a: a.all() })?;
+            let (activation, bias) = (Activation::Silu, None);
+            let (h_slice, a) = (h.all(), a.all());
+            self.backend.run(LinearGluForward { shape, activation, x, w, bias, h: h_slice, a })?;
             h
         } else {
             let h = self.linear(shape, x, layer)?;
-            self.backend.run(SwigluForward { rows, ffn, h: h.all(), a: a.all() })?;
+            let activation = Activation::Silu;
+            self.backend.run(GluForward { activation, rows, ffn, h: h.all(), a: a.all() })?;
             h
         };
         Ok([h, a])
@@ -240,13 +246,16 @@ impl Model {
         if let Operand::Plain(dy) = dy {
             let (dh, w) = (self.activation(h.len())?, self.param(&layer.weight));
             let (dy, h, dh_slice) = (dy.all(), h.all(), dh.all());
-            let args = GeluLinearBackward { shape, dy, w, h, dh: dh_slice, dbias, acc };
+            let (activation, dbias) = (Activation::GeluTanh, Some(dbias));
+            let args = ActivationLinearBackward { shape, activation, dy, w, h, dh: dh_slice, dbias, acc };
             self.backend.run(args)?;
             return Ok(dh);
         }
         let dh = self.input_gradient(args)?;
         let (rows, cols) = (shape.rows, shape.inputs);
-        self.backend.run(GeluBackward { rows, cols, h: h.all(), dh: dh.all(), dbias, acc })?;
+        let (activation, dbias) = (Activation::GeluTanh, Some(dbias));
+        let args = ActivationBackward { activation, rows, cols, h: h.all(), dh: dh.all(), dbias, acc };
+        self.backend.run(args)?;
         Ok(dh)
     }
 
@@ -257,11 +266,13 @@ impl Model {
         if let Operand::Plain(dy) = dy {
             let (da, w) = (self.activation(h.len() / 2)?, self.param(&layer.weight));
             let (dy, h, da, dh) = (dy.all(), h.all(), da.all(), dh.all());
-            self.backend.run(SwigluLinearBackward { shape, dy, w, h, da, dh })?;
+            let activation = Activation::Silu;
+            self.backend.run(GluLinearBackward { shape, activation, dy, w, h, da, dh })?;
         } else {
             let da = self.input_gradient(args)?;
             let (rows, ffn, h, da) = (shape.rows, shape.inputs, h.all(), da.all());
-            self.backend.run(SwigluBackward { rows, ffn, h, da, dh: dh.all() })?;
+            let (activation, dh) = (Activation::Silu, dh.all());
+            self.backend.run(GluBackward { activation, rows, ffn, h, da, dh })?;
         }
         Ok(dh)
     }

@@ -25,7 +25,8 @@ use std::rc::Rc;
 
 use xlaunch_comm::Slots;
 use xlaunch_engine::{
-    AttentionShape, Backend, Cast, DType, LinearShape, NormKind, NormShape, Result, Slice, Tensor,
+    AttentionOptions, AttentionShape, Backend, Cast, DType, LinearShape, NormKind, NormShape, Result, Slice,
+    Tensor,
 };
 use xlaunch_spec::job::{JobSpec, Precision, Recompute, TrainSection};
 use xlaunch_spec::model::{self, ModelShape, Positions};
@@ -146,6 +147,7 @@ pub fn attention_shape(shape: &ModelShape, rows: Rows) -> AttentionShape {
         heads: shape.heads,
         kv_heads: shape.kv_heads,
         width: shape.head_width(),
+        options: AttentionOptions::new(shape.head_width()),
     }
 }
 

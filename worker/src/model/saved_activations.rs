@@ -5,7 +5,7 @@
 
 use std::rc::Rc;
 
-use xlaunch_engine::{GeluForward, Result, SwigluForward, Tensor};
+use xlaunch_engine::{Activation, ActivationForward, GluForward, Result, Tensor};
 use xlaunch_spec::job::Recompute;
 
 use super::linear::{Operand, Use};
@@ -132,10 +132,13 @@ impl Model {
     fn activated(&self, rows: Rows, h: &Tensor) -> Result<Tensor> {
         let (rows, ffn) = (rows.count(), self.shape.ffn);
         let a = self.activation(rows * ffn)?;
+        let (h, a_slice) = (h.all(), a.all());
         if self.shape.gated {
-            self.backend.run(SwigluForward { rows, ffn, h: h.all(), a: a.all() })?;
+            let activation = Activation::Silu;
+            self.backend.run(GluForward { activation, rows, ffn, h, a: a_slice })?;
         } else {
-            self.backend.run(GeluForward { h: h.all(), a: a.all() })?;
+            let activation = Activation::GeluTanh;
+            self.backend.run(ActivationForward { activation, h, a: a_slice })?;
         }
         Ok(a)
     }

@@ -58,6 +58,17 @@ pub(crate) fn tanh(x: f32) -> f32 {
     2.0f32.mul_add(sigmoid(2.0 * x), -1.0)
 }
 
+/// `tanh(x)`, relative error below 3e-7.
+#[inline(always)]
+pub(crate) fn tanh_relative(x: f32) -> f32 {
+    /// `tanh(x) = x P(x^2)` up to 0.55, fitted for the least relative error. The other formula loses digits there.
+    const POLYNOMIAL: [f32; 5] = [0.016_148_75, -0.052_499_25, 0.133_173_85, -0.333_327_17, 0.999_999_94];
+    let (size, square) = (x.abs(), x * x);
+    let small = x * POLYNOMIAL.iter().fold(0.0_f32, |p, coefficient| p.mul_add(square, *coefficient));
+    let large = 1.0 - 2.0 / (exp(2.0 * size) + 1.0);
+    if size < 0.55 { small } else { large.copysign(x) }
+}
+
 /// Number of partial sums: two AVX-512 registers, which hides the latency of additions.
 const LANES: usize = 32;
 
@@ -121,8 +132,12 @@ mod tests {
         }
         for i in -20_000..20_000 {
             let x = i as f32 * 1e-3;
-            assert!((f64::from(tanh(x)) - f64::from(x).tanh()).abs() < 3e-7, "tanh({x})");
+            let exact = f64::from(x).tanh();
+            assert!((f64::from(tanh(x)) - exact).abs() < 3e-7, "tanh({x})");
+            let error = (f64::from(tanh_relative(x)) - exact).abs();
+            assert!(error <= 3e-7 * exact.abs(), "tanh({x}) = {}", tanh_relative(x));
         }
+        assert!(tanh_relative(f32::NAN).is_nan());
         assert_eq!((exp(-1000.0), exp(f32::NEG_INFINITY), exp(0.0)), (0.0, 0.0, 1.0));
     }
 

@@ -2,6 +2,7 @@
 //!
 //! - `device`: libraries, context, stream;
 //! - `compile`, `launch`: compile `.cu` files to machine code, and load and launch kernels by name;
+//! - `on_demand`: kernels that are compiled on first use;
 //! - `gemm`: matrix multiplication by cuBLASLt;
 //! - `hopper`: our own GEMMs on compute capability 9.0;
 //! - `cudnn`: cuDNN's graph API;
@@ -22,6 +23,7 @@ pub(crate) mod gemm;
 pub(crate) mod graph;
 pub(crate) mod hopper;
 pub(crate) mod launch;
+pub(crate) mod on_demand;
 pub(crate) mod profile;
 pub(crate) mod staging;
 pub(crate) mod variant_log;

@@ -6,6 +6,7 @@
 //! heads, Hkv key heads, D head width, F ffn, V vocabulary, Vp padded vocabulary, L layers; N = B T rows of tokens.
 //! Arrays are row-major.
 
+pub(crate) mod activation;
 pub(crate) mod adamw;
 pub(crate) mod add_scaled;
 pub(crate) mod attention;
@@ -15,8 +16,8 @@ pub(crate) mod checksum;
 pub(crate) mod classifier;
 pub(crate) mod embed;
 pub(crate) mod fp8;
-pub(crate) mod gelu;
 pub(crate) mod gemv;
+pub(crate) mod glu;
 pub(crate) mod greedy;
 pub(crate) mod linear;
 pub(crate) mod mark;
@@ -25,19 +26,21 @@ pub(crate) mod qk_norm;
 pub(crate) mod reduce;
 pub(crate) mod rope;
 pub(crate) mod softcap;
-pub(crate) mod swiglu;
 
+pub use activation::{
+    Activation, ActivationBackward, ActivationForward, ActivationLinearBackward, LinearActivationForward,
+};
 pub use adamw::{AdamWConfig, AdamWStep, DECAY_CHUNK, scalar};
 pub use add_scaled::AddScaled;
-pub use attention::{AttentionBackward, AttentionForward, AttentionShape};
+pub use attention::{AttentionBackward, AttentionForward, AttentionOptions, AttentionShape, Scalar};
 pub use cached_attention::{CachedAttention, CachedAttentionShape};
 pub use cast::Cast;
 pub use checksum::{CHECKSUM_DIGITS, Checksum};
 pub use classifier::{ClassifierShape, FusedClassifier};
 pub use embed::{EmbedBackward, EmbedForward, EmbedShape};
 pub use fp8::{FP8_MULTIPLE, Fp8Operand, GemmFp8, QuantizeFp8};
-pub use gelu::{GeluBackward, GeluForward, GeluLinearBackward, LinearGeluForward};
 pub use gemv::{GEMV_ROWS, Gemv};
+pub use glu::{GluBackward, GluForward, GluLinearBackward, LinearGluForward};
 pub use greedy::Greedy;
 pub use linear::{LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearShape};
 pub use mark::{Mark, Marks};
@@ -45,7 +48,6 @@ pub use norm::{NormBackward, NormForward, NormKind, NormShape, Residual, Residua
 pub use qk_norm::{QkNorm, QkNormBackward, QkNormForward};
 pub use reduce::{ColumnSum, SquaredNorm, Sum};
 pub use softcap::SoftCap;
-pub use swiglu::{LinearSwigluForward, SwigluBackward, SwigluForward, SwigluLinearBackward};
 
 use std::ops::Deref;
 
@@ -82,10 +84,10 @@ pub trait Op: Copy {
 /// An open GPU, and the state that operations keep on it between calls.
 #[derive(Debug)]
 pub struct Cuda {
+    pub(crate) activation: activation::cuda::Activations,
     pub(crate) attention: attention::cuda::Attention,
     pub(crate) cached_attention: cached_attention::cuda::CachedKernels,
-    pub(crate) gelu: gelu::cuda::Gelu,
-    pub(crate) swiglu: swiglu::cuda::Swiglu,
+    pub(crate) glu: glu::cuda::Glu,
     pub(crate) weight_grads: linear::weight_grads::WeightGrads,
     pub(crate) marks: mark::cuda::Counter,
     /// Dropped last, because the others use it.
@@ -95,10 +97,10 @@ pub struct Cuda {
 impl Cuda {
     pub(crate) fn new(gpu: Gpu) -> Self {
         Self {
+            activation: Default::default(),
             attention: Default::default(),
             cached_attention: Default::default(),
-            gelu: Default::default(),
-            swiglu: Default::default(),
+            glu: Default::default(),
             weight_grads: Default::default(),
             marks: Default::default(),
             gpu,
@@ -123,8 +125,9 @@ pub enum Accumulate {
     Add,
 }
 
-/// Kernel files that are compiled when a GPU is opened. Those of attention are compiled on first use, per head width.
-pub(crate) const KERNEL_FILES: [&KernelFile; 18] = [
+/// Kernel files that are compiled when a GPU is opened. Those of attention are compiled on first use, per head width,
+/// and those of activation functions per function.
+pub(crate) const KERNEL_FILES: [&KernelFile; 16] = [
     &adamw::KERNELS,
     &add_scaled::KERNELS,
     &cast::KERNELS,
@@ -132,7 +135,6 @@ pub(crate) const KERNEL_FILES: [&KernelFile; 18] = [
     &classifier::KERNELS,
     &embed::cuda::KERNELS,
     &fp8::cuda::KERNELS,
-    &gelu::cuda::KERNELS,
     &gemv::cuda::KERNELS,
     &greedy::KERNELS,
     &linear::transposed::KERNELS,
@@ -142,11 +144,11 @@ pub(crate) const KERNEL_FILES: [&KernelFile; 18] = [
     &reduce::cuda::KERNELS,
     &rope::KERNELS,
     &softcap::KERNELS,
-    &swiglu::cuda::KERNELS,
 ];
 
 #[cfg(test)]
 mod tests {
+    use super::attention::variant::Scores;
     use super::*;
     use crate::options::Precision;
 
@@ -155,10 +157,15 @@ mod tests {
     fn every_kernel_starts_with_the_pdl_wait() {
         let precisions = [Precision::Fp32, Precision::Tf32, Precision::Bf16].into_iter();
         let attention = precisions.flat_map(|precision| {
-            [32, 256].map(|width| attention::variant::OwnKernels::select(precision, (9, 0), width).source().0)
+            [32, 256].map(|width| {
+                attention::variant::OwnKernels::select(precision, (9, 0), width, Scores::default()).source().0
+            })
         });
-        let cached = cached_attention::cuda::source_for(32, 1).0;
-        let sources = KERNEL_FILES.map(|file| file.source).into_iter().chain(attention).chain([cached]);
+        let cached = cached_attention::cuda::source_for((32, 1)).0;
+        let activations = [activation::cuda::compilation, glu::cuda::compilation];
+        let activations = activations.map(|compilation| compilation(Activation::Silu).0);
+        let common = KERNEL_FILES.map(|file| file.source).into_iter();
+        let sources = common.chain(attention).chain([cached]).chain(activations);
         for source in sources {
             let mut kernels = 0;
             for kernel in source.text.split("extern \"C\" __global__").skip(1) {

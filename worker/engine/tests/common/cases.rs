@@ -2,7 +2,7 @@
 
 use xlaunch_engine::*;
 
-use super::{ADAMW, Added, Ops, Outputs, decoding, ids, random};
+use super::{ACTIVATIONS, ADAMW, Added, Ops, Outputs, decoding, ids, random};
 
 /// One operation with one set of sizes, as a function of a back end.
 pub(crate) type Case = (String, Box<dyn Fn(&Ops<'_>) -> Outputs>);
@@ -32,7 +32,8 @@ fn qk_norm_cases(values: impl Fn(u64, usize) -> Vec<f32>) -> Vec<Case> {
         (3, 7, 40, 8, 320),
         (2, 300, 6, 2, 16),
     ] {
-        let s = AttentionShape { batch, seq, heads, kv_heads, width };
+        let options = AttentionOptions::new(width);
+        let s = AttentionShape { batch, seq, heads, kv_heads, width, options };
         let len = batch * seq * s.qkv_width();
         for (kind, offset, table, acc) in [
             (QkNorm::Head, 0.0, Some(rope_table(seq, width)), Accumulate::Overwrite),
@@ -159,7 +160,8 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         (1, 256, 2, 1, 128),
         (1, 256, 2, 2, 96),
     ] {
-        let s = AttentionShape { batch, seq, heads, kv_heads, width };
+        let options = AttentionOptions::new(width);
+        let s = AttentionShape { batch, seq, heads, kv_heads, width, options };
         let len = batch * seq * s.qkv_width();
         // Scores are larger than unit ones, so that the softmax is not flat.
         let qkv: Vec<f32> = values(18, len).into_iter().map(|x| round(3.0 * x)).collect();
@@ -170,6 +172,7 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
             cases.push((format!("attention {s:?}{rope}"), Box::new(case)));
         }
     }
+    attention_options(&mut cases, values, round);
     cases.extend(qk_norm_cases(values));
     // The second is not vectorizable, and the last ones take several blocks.
     for len in [8, 31, 4096, 10_008, 10_007] {
@@ -190,22 +193,7 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         let x = random(32, len);
         cases.push((format!("checksum {len}"), Box::new(move |ops| ops.checksum(&x))));
     }
-    // The second is not vectorizable.
-    for (rows, inputs, ffn, outputs) in
-        [(1, 8, 16, 8), (67, 40, 44, 24), (130, 72, 1536, 40), (1999, 24, 264, 16)]
-    {
-        for acc in [Accumulate::Overwrite, Accumulate::Add] {
-            let s = LinearShape { rows, inputs, outputs: ffn };
-            let (x, w, bias) = (values(20, rows * inputs), values(21, ffn * inputs), values(29, ffn));
-            let (next, dy) = (values(30, outputs * ffn), values(31, rows * outputs));
-            let case = move |ops: &Ops<'_>| ops.gelu(s, &x, &w, &bias, &next, &dy, acc);
-            cases.push((format!("gelu {s:?} to {outputs} {acc:?}"), Box::new(case)));
-        }
-    }
-    for (rows, ffn) in [(1, 1), (67, 44), (5, 1536), (3, 2056)] {
-        let (h, da) = (values(23, 2 * rows * ffn), values(24, rows * ffn));
-        cases.push((format!("swiglu {rows} x {ffn}"), Box::new(move |ops| ops.swiglu(rows, ffn, &h, &da))));
-    }
+    activations(&mut cases, values);
     for (rows, [first, second], acc) in [
         (1, [(8, 8), (16, 8)], Accumulate::Overwrite),
         // Not vectorizable.
@@ -221,16 +209,6 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
             format!("weights of two layers, {rows} x {first:?} and {second:?} {acc:?}"),
             Box::new(case),
         ));
-    }
-    // The second is not vectorizable.
-    for (rows, inputs, ffn, outputs) in
-        [(1, 8, 8, 8), (67, 40, 44, 24), (130, 72, 264, 40), (300, 456, 520, 472), (2100, 64, 1480, 136)]
-    {
-        let s = LinearShape { rows, inputs, outputs: 2 * ffn };
-        let (x, w) = (values(33, rows * inputs), values(34, 2 * ffn * inputs));
-        let (next, dy) = (values(35, outputs * ffn), values(36, rows * outputs));
-        let case = move |ops: &Ops<'_>| ops.linear_swiglu(s, &x, &w, &next, &dy);
-        cases.push((format!("linear {s:?}, swiglu, to {outputs}"), Box::new(case)));
     }
     // The third from the end is longer than 512 threads read at once, and has 1024 threads in float; the last one has
     // them in bf16, too.
@@ -265,4 +243,108 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
     }
     cases.extend(decoding::cases(values));
     cases
+}
+
+/// Adds attention with scales, sliding windows and soft caps. Windows are next to the tile sizes of the kernels (16 to
+/// 128) and to the sequence's length.
+fn attention_options(
+    cases: &mut Vec<Case>,
+    values: impl Fn(u64, usize) -> Vec<f32> + Copy,
+    round: fn(f32) -> f32,
+) {
+    let all = [1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 199, 200, 300];
+    let shapes: [([usize; 5], &[usize]); 8] = [
+        ([1, 200, 2, 1, 64], &all),
+        ([2, 70, 2, 2, 24], &[1, 31, 64, 65]),
+        ([1, 150, 3, 3, 32], &[1, 64, 65, 130]),
+        ([1, 40, 2, 2, 16], &[7, 39]),
+        ([1, 130, 2, 1, 80], &[33, 64]),
+        ([1, 100, 4, 1, 128], &[1, 32, 65]),
+        ([1, 75, 2, 1, 256], &[9, 33]),
+        ([1, 70, 2, 2, 144], &[17]),
+    ];
+    for (sizes, windows) in shapes {
+        let plain = AttentionOptions::new(sizes[4]);
+        let windowed = |window: usize| AttentionOptions { window: Some(window), ..plain };
+        // Scores well above the cap.
+        let capped = AttentionOptions { scale: 0.5.into(), softcap: Some(5.0.into()), ..plain };
+        let both = AttentionOptions { window: windows.iter().find(|w| **w > 1).copied(), ..capped };
+        let scaled = AttentionOptions { scale: 0.3.into(), ..plain };
+        let options = windows.iter().map(|window| windowed(*window)).chain([capped, both, scaled]);
+        for options in options {
+            let [batch, seq, heads, kv_heads, width] = sizes;
+            let s = AttentionShape { batch, seq, heads, kv_heads, width, options };
+            let qkv: Vec<f32> =
+                values(18, batch * seq * s.qkv_width()).iter().map(|x| round(3.0 * x)).collect();
+            let dout = values(19, batch * seq * heads * width);
+            let table = (options == both).then(|| rope_table(seq, width));
+            let rope = if table.is_some() { ", rope" } else { "" };
+            let case = move |ops: &Ops<'_>| ops.attention(s, &qkv, table.as_deref(), &dout);
+            cases.push((format!("attention {s:?}{rope}"), Box::new(case)));
+        }
+    }
+}
+
+/// Adds activation functions, plain and gated, alone and after linear layers.
+fn activations(cases: &mut Vec<Case>, values: impl Fn(u64, usize) -> Vec<f32> + Copy) {
+    // The second is not vectorizable.
+    for (size, (rows, inputs, ffn, outputs)) in
+        [(1, 8, 16, 8), (67, 40, 44, 24), (130, 72, 1536, 40), (1999, 24, 264, 16)].into_iter().enumerate()
+    {
+        for activation in ACTIVATIONS {
+            for (with_bias, acc) in
+                [(true, Accumulate::Overwrite), (true, Accumulate::Add), (false, Accumulate::Overwrite)]
+            {
+                // All sizes of the function that has epilogues; two of the others.
+                if (activation != Activation::GeluTanh || !with_bias)
+                    && !(size == 1 || size == 2 && !with_bias)
+                {
+                    continue;
+                }
+                let s = LinearShape { rows, inputs, outputs: ffn };
+                let (x, w) = (values(20, rows * inputs), values(21, ffn * inputs));
+                let bias = with_bias.then(|| values(29, ffn));
+                let (next, dy) = (values(30, outputs * ffn), values(31, rows * outputs));
+                let case = move |ops: &Ops<'_>| {
+                    ops.activation(activation, s, &x, &w, bias.as_deref(), &next, &dy, acc)
+                };
+                let bias = if with_bias { "" } else { ", no bias" };
+                cases.push((format!("{activation:?} {s:?} to {outputs} {acc:?}{bias}"), Box::new(case)));
+            }
+        }
+    }
+    for (rows, ffn) in [(1, 1), (67, 44), (5, 1536), (3, 2056)] {
+        for activation in ACTIVATIONS {
+            if activation != Activation::Silu && ffn != 44 {
+                continue;
+            }
+            let (h, da) = (values(23, 2 * rows * ffn), values(24, rows * ffn));
+            // Larger values than those of layers, so that the functions are not nearly linear.
+            let h: Vec<f32> = h.into_iter().map(|x| 4.0 * x).collect();
+            let case = move |ops: &Ops<'_>| ops.glu(activation, [rows, ffn], &h, &da);
+            cases.push((format!("glu {rows} x {ffn} {activation:?}"), Box::new(case)));
+        }
+    }
+    // The second is not vectorizable.
+    for (size, (rows, inputs, ffn, outputs)) in
+        [(1, 8, 8, 8), (67, 40, 44, 24), (130, 72, 264, 40), (300, 456, 520, 472), (2100, 64, 1480, 136)]
+            .into_iter()
+            .enumerate()
+    {
+        for (activation, with_bias) in
+            ACTIVATIONS.map(|f| (f, false)).into_iter().chain([(Activation::Silu, true)])
+        {
+            if (activation != Activation::Silu || with_bias) && size != 2 {
+                continue;
+            }
+            let s = LinearShape { rows, inputs, outputs: 2 * ffn };
+            let (x, w) = (values(33, rows * inputs), values(34, 2 * ffn * inputs));
+            let bias = with_bias.then(|| values(43, 2 * ffn));
+            let (next, dy) = (values(35, outputs * ffn), values(36, rows * outputs));
+            let case =
+                move |ops: &Ops<'_>| ops.linear_glu(activation, s, &x, &w, bias.as_deref(), &next, &dy);
+            let bias = if with_bias { " with bias" } else { "" };
+            cases.push((format!("linear {s:?}{bias}, glu to {outputs}, {activation:?}"), Box::new(case)));
+        }
+    }
 }

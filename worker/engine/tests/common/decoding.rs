@@ -3,7 +3,7 @@
 use xlaunch_engine::*;
 
 use super::cases::rope_table;
-use super::{Case, Ops, Outputs, ids, random};
+use super::{ACTIVATIONS, Case, Ops, Outputs, ids, random};
 
 impl Ops<'_> {
     pub(crate) fn gemv(
@@ -12,12 +12,12 @@ impl Ops<'_> {
         x: &[f32],
         w: &[f32],
         bias: Option<&[f32]>,
-        gelu: bool,
+        activation: Option<Activation>,
     ) -> Vec<f32> {
         let (x, w, bias) = (self.act(x), self.act(w), self.maybe_act(bias));
         let y = self.out_f32(s.rows * s.outputs);
         let bias = bias.as_ref().map(Tensor::all);
-        let gemv = Gemv { shape: s, x: x.all(), w: w.all(), bias, gelu, y: y.all() };
+        let gemv = Gemv { shape: s, x: x.all(), w: w.all(), bias, activation, y: y.all() };
         self.backend.run(gemv).unwrap();
         self.read(&y)
     }
@@ -100,12 +100,15 @@ pub(crate) fn cases(values: impl Fn(u64, usize) -> Vec<f32> + Copy + 'static) ->
     for (rows, inputs, outputs) in
         [(1, 8, 3), (1, 768, 2304), (5, 44, 17), (8, 352, 128), (13, 768, 40), (32, 3072, 72), (31, 96, 50)]
     {
-        for gelu in [false, true] {
+        let all = ACTIVATIONS.map(Some).into_iter().chain([None]);
+        // All functions in one case of each kernel.
+        let few = matches!(inputs, 44 | 352);
+        for activation in all.filter(|f| few || matches!(f, None | Some(Activation::GeluTanh))) {
             let s = LinearShape { rows, inputs, outputs };
             let (x, w) = (values(50, rows * inputs), values(51, outputs * inputs));
-            let bias = gelu.then(|| values(52, outputs));
-            let case = move |ops: &Ops<'_>| vec![("y", ops.gemv(s, &x, &w, bias.as_deref(), gelu))];
-            cases.push((format!("gemv {s:?} gelu {gelu}"), Box::new(case)));
+            let bias = activation.map(|_| values(52, outputs));
+            let case = move |ops: &Ops<'_>| vec![("y", ops.gemv(s, &x, &w, bias.as_deref(), activation))];
+            cases.push((format!("gemv {s:?} {activation:?}"), Box::new(case)));
         }
     }
     for (heads, kv_heads, width, capacity, lengths) in [
@@ -117,7 +120,8 @@ pub(crate) fn cases(values: impl Fn(u64, usize) -> Vec<f32> + Copy + 'static) ->
         (4, 4, 32, 40, vec![7; 32]),
     ] {
         let slots = lengths.len();
-        let s = CachedAttentionShape { rows: 0, heads, kv_heads, width, slots, capacity };
+        let options = AttentionOptions::new(width);
+        let s = CachedAttentionShape { rows: 0, heads, kv_heads, width, slots, capacity, options };
         let (places, chunks) = ragged(&lengths, 3);
         let qkv: Vec<f32> = values(53, places.len() * s.qkv_width()).iter().map(|x| 2.0 * x).collect();
         for table in [None, Some(rope_table(capacity, width))] {
@@ -127,6 +131,7 @@ pub(crate) fn cases(values: impl Fn(u64, usize) -> Vec<f32> + Copy + 'static) ->
             cases.push((format!("cached attention {s:?}{rope}"), Box::new(case)));
         }
     }
+    cached_attention_options(&mut cases, values);
     for (rows, vocab, padded) in [(1, 5, 5), (3, 50_257, 50_304)] {
         // Logits with ties, and a row in which no logit is a number.
         let mut logits: Vec<f32> = ids(54, rows * padded, 1000).iter().map(|id| *id as f32).collect();
@@ -147,6 +152,27 @@ pub(crate) fn cases(values: impl Fn(u64, usize) -> Vec<f32> + Copy + 'static) ->
     };
     cases.push(("embed at positions".into(), Box::new(case)));
     cases
+}
+
+/// Adds cached attention with windows and soft caps. Splits have 64 positions or more.
+fn cached_attention_options(cases: &mut Vec<Case>, values: impl Fn(u64, usize) -> Vec<f32> + Copy) {
+    for (heads, kv_heads, width, capacity, lengths, window, softcap) in [
+        (2, 1, 64, 300, vec![250], Some(1), None),
+        (2, 1, 64, 300, vec![250, 3], Some(64), None),
+        (2, 2, 24, 300, vec![260], Some(65), Some(2.0)),
+        (4, 1, 32, 300, vec![150, 280], Some(130), None),
+        (2, 2, 128, 90, vec![70], Some(90), Some(3.0)),
+        (4, 4, 80, 90, vec![7, 80], None, Some(3.0)),
+    ] {
+        let slots = lengths.len();
+        let scale = (0.4 * AttentionOptions::new(width).scale.get()).into();
+        let options = AttentionOptions { scale, window, softcap: softcap.map(Scalar::from) };
+        let s = CachedAttentionShape { rows: 0, heads, kv_heads, width, slots, capacity, options };
+        let (places, chunks) = ragged(&lengths, 3);
+        let qkv: Vec<f32> = values(53, places.len() * s.qkv_width()).iter().map(|x| 4.0 * x).collect();
+        let case = move |ops: &Ops<'_>| ops.cached_attention(s, &qkv, None, &places, &chunks);
+        cases.push((format!("cached attention {s:?}"), Box::new(case)));
+    }
 }
 
 /// A plain implementation of cached attention in f64. Returns the outputs.
@@ -171,15 +197,16 @@ pub(crate) fn plain_attention(
     };
     let mut out = Vec::new();
     for (row, (slot, position)) in places.iter().enumerate() {
-        let seen: Vec<usize> =
-            (0..places.len()).filter(|i| places[*i].0 == *slot && places[*i].1 <= *position).collect();
+        let seen: Vec<usize> = (0..places.len())
+            .filter(|i| places[*i].0 == *slot && visible(s.options, *position, places[*i].1))
+            .collect();
         for h in 0..s.heads {
             let (q, kv) = (head(row, h), h / (s.heads / s.kv_heads));
             let weights: Vec<f64> = seen
                 .iter()
                 .map(|i| {
                     let k = head(*i, s.heads + kv);
-                    (q.iter().zip(&k).map(|(q, k)| q * k).sum::<f64>() / (width as f64).sqrt()).exp()
+                    score(s.options, q.iter().zip(&k).map(|(q, k)| q * k).sum::<f64>()).exp()
                 })
                 .collect();
             let total: f64 = weights.iter().sum();
@@ -192,6 +219,17 @@ pub(crate) fn plain_attention(
         }
     }
     out
+}
+
+/// Returns whether a query sees a key.
+fn visible(options: AttentionOptions, query: i32, key: i32) -> bool {
+    let window = options.window.map_or(i32::MAX, |window| window as i32);
+    key <= query && query - key < window
+}
+
+fn score(options: AttentionOptions, product: f64) -> f64 {
+    let score = f64::from(options.scale.get()) * product;
+    options.softcap.map_or(score, |cap| f64::from(cap.get()) * (score / f64::from(cap.get())).tanh())
 }
 
 /// Returns the values of a seed without rounding.

@@ -12,6 +12,10 @@ use xlaunch_engine::*;
 
 pub(crate) use cases::Case;
 
+/// All activation functions.
+pub(crate) const ACTIVATIONS: [Activation; 4] =
+    [Activation::Silu, Activation::Gelu, Activation::GeluTanh, Activation::Relu2];
+
 /// Named results of one operation.
 pub(crate) type Outputs = Vec<(&'static str, Vec<f32>)>;
 
@@ -99,8 +103,12 @@ impl Ops<'_> {
     }
 
     pub(crate) fn read(&self, tensor: &Tensor) -> Vec<f32> {
-        let mut values = vec![0.0; tensor.len()];
-        self.backend.read_f32(tensor.all(), &mut values).unwrap();
+        self.read_slice(tensor.all())
+    }
+
+    fn read_slice(&self, slice: Slice<'_>) -> Vec<f32> {
+        let mut values = vec![0.0; slice.len()];
+        self.backend.read_f32(slice, &mut values).unwrap();
         values
     }
 
@@ -368,83 +376,88 @@ impl Ops<'_> {
             .into()
     }
 
-    /// A linear layer followed by GELU, and the gradient of GELU's input from that of the output of the next linear
-    /// layer, whose weights are `next`.
+    /// A linear layer followed by an activation function, and the gradient of the function's input from that of the
+    /// output of the next linear layer, whose weights are `next`.
     #[expect(clippy::too_many_arguments, reason = "a fused operation has many operands")]
-    pub(crate) fn gelu(
+    pub(crate) fn activation(
         &self,
+        activation: Activation,
         s: LinearShape,
         x: &[f32],
         w: &[f32],
-        bias: &[f32],
+        bias: Option<&[f32]>,
         next: &[f32],
         dy: &[f32],
         acc: Accumulate,
     ) -> Outputs {
-        let (b, x, w, bias) = (self.backend, self.act(x), self.act(w), self.act(bias));
-        let (h, a) = (self.out(s.rows * s.outputs), self.out(s.rows * s.outputs));
-        let forward =
-            LinearGeluForward { shape: s, x: x.all(), w: w.all(), bias: bias.all(), h: h.all(), a: a.all() };
+        let (b, x, w, bias) = (self.backend, self.act(x), self.act(w), self.maybe_act(bias));
+        let [h, a, again, dh] = [(); 4].map(|()| self.out(s.rows * s.outputs));
+        let (shape, bias) = (s, bias.as_ref().map(Tensor::all));
+        let (x, w, h_slice) = (x.all(), w.all(), h.all());
+        let forward = LinearActivationForward { shape, activation, x, w, bias, h: h_slice, a: a.all() };
         b.run(forward).unwrap();
-        let again = self.out(a.len());
-        b.run(GeluForward { h: h.all(), a: again.all() }).unwrap();
+        b.run(ActivationForward { activation, h: h.all(), a: again.all() }).unwrap();
         let shape = LinearShape { rows: s.rows, inputs: s.outputs, outputs: dy.len() / s.rows };
         let (next, dy) = (self.act(next), self.act(dy));
-        let (dh, dbias) = (self.out(h.len()), self.grad(acc, s.outputs));
-        let (w, dh_slice, dbias_slice) = (next.all(), dh.all(), dbias.all());
-        b.run(GeluLinearBackward {
-            shape,
-            dy: dy.all(),
-            w,
-            h: h.all(),
-            dh: dh_slice,
-            dbias: dbias_slice,
-            acc,
-        })
-        .unwrap();
+        let [dbias, dbias_alone] = [(); 2].map(|()| bias.map(|_| self.grad(acc, s.outputs)));
+        let (dy, w, h, dh_slice, dbias_slice) =
+            (dy.all(), next.all(), h.all(), dh.all(), dbias.as_ref().map(Tensor::all));
+        let backward =
+            ActivationLinearBackward { shape, activation, dy, w, h, dh: dh_slice, dbias: dbias_slice, acc };
+        b.run(backward).unwrap();
         // The derivative alone, with dy w replaced by `h`.
-        let (alone, dbias_alone) = (self.act(&self.read(&h)), self.grad(acc, s.outputs));
-        let (rows, cols, (h_slice, dh_slice)) = (s.rows, s.outputs, (h.all(), alone.all()));
-        b.run(GeluBackward { rows, cols, h: h_slice, dh: dh_slice, dbias: dbias_alone.all(), acc }).unwrap();
-        [
-            ("h", &h),
-            ("a", &a),
-            ("a again", &again),
-            ("dh", &dh),
-            ("dbias", &dbias),
-            ("dh alone", &alone),
-            ("dbias alone", &dbias_alone),
-        ]
-        .map(|(n, t)| (n, self.read(t)))
-        .into()
+        let alone = self.act(&self.read_slice(h));
+        let (rows, cols, dh_slice) = (s.rows, s.outputs, alone.all());
+        let dbias_slice = dbias_alone.as_ref().map(Tensor::all);
+        let args = ActivationBackward { activation, rows, cols, h, dh: dh_slice, dbias: dbias_slice, acc };
+        b.run(args).unwrap();
+        let mut outputs = vec![("h", self.read_slice(h))];
+        let tensors = [("a", &a), ("a again", &again), ("dh", &dh), ("dh alone", &alone)];
+        outputs.extend(tensors.map(|(name, tensor)| (name, self.read(tensor))));
+        outputs.extend(dbias.map(|dbias| ("dbias", self.read(&dbias))));
+        outputs.extend(dbias_alone.map(|dbias| ("dbias alone", self.read(&dbias))));
+        outputs
     }
 
-    pub(crate) fn swiglu(&self, rows: usize, ffn: usize, h: &[f32], da: &[f32]) -> Outputs {
+    pub(crate) fn glu(
+        &self,
+        activation: Activation,
+        [rows, ffn]: [usize; 2],
+        h: &[f32],
+        da: &[f32],
+    ) -> Outputs {
         let (h, da, a, dh) = (self.act(h), self.act(da), self.out(da.len()), self.out(h.len()));
-        self.backend.run(SwigluForward { rows, ffn, h: h.all(), a: a.all() }).unwrap();
-        let backward = SwigluBackward { rows, ffn, h: h.all(), da: da.all(), dh: dh.all() };
+        self.backend.run(GluForward { activation, rows, ffn, h: h.all(), a: a.all() }).unwrap();
+        let backward = GluBackward { activation, rows, ffn, h: h.all(), da: da.all(), dh: dh.all() };
         self.backend.run(backward).unwrap();
         vec![("a", self.read(&a)), ("dh", self.read(&dh))]
     }
 
-    /// A linear layer followed by SwiGLU, and the gradient of SwiGLU's input from that of the output of the next linear
-    /// layer, whose weights are `next`.
-    pub(crate) fn linear_swiglu(
+    /// A linear layer followed by a gated activation, and the gradient of the activation's input from that of the output
+    /// of the next linear layer, whose weights are `next`.
+    #[expect(clippy::too_many_arguments, reason = "a fused operation has many operands")]
+    pub(crate) fn linear_glu(
         &self,
+        activation: Activation,
         s: LinearShape,
         x: &[f32],
         w: &[f32],
+        bias: Option<&[f32]>,
         next: &[f32],
         dy: &[f32],
     ) -> Outputs {
         let (rows, ffn) = (s.rows, s.outputs / 2);
         let (x, w, next, dy) = (self.act(x), self.act(w), self.act(next), self.act(dy));
+        let bias = self.maybe_act(bias);
         let [h, dh] = [0, 1].map(|_| self.out(2 * rows * ffn));
         let [a, da] = [0, 1].map(|_| self.out(rows * ffn));
-        let forward = LinearSwigluForward { shape: s, x: x.all(), w: w.all(), h: h.all(), a: a.all() };
+        let (shape, bias) = (s, bias.as_ref().map(Tensor::all));
+        let (x, w, h_slice) = (x.all(), w.all(), h.all());
+        let forward = LinearGluForward { shape, activation, x, w, bias, h: h_slice, a: a.all() };
         self.backend.run(forward).unwrap();
-        let backward = SwigluLinearBackward {
+        let backward = GluLinearBackward {
             shape: LinearShape { rows, inputs: ffn, outputs: dy.len() / rows },
+            activation,
             dy: dy.all(),
             w: next.all(),
             h: h.all(),

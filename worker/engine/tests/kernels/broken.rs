@@ -5,11 +5,11 @@ use std::process::{Command, ExitCode};
 
 use xlaunch_engine::Precision::{self, Bf16, Fp32, Tf32};
 use xlaunch_engine::testing::{
-    Tiling, force_swiglu_tiling, force_transposed_weight_grads, force_weight_grads_together,
+    Tiling, force_glu_tiling, force_transposed_weight_grads, force_weight_grads_together,
 };
 use xlaunch_harness::emulator;
 
-use crate::{SWIGLU, child_cases, cpp_compiler, differences, in_two_threads, open};
+use crate::{GLU, child_cases, cpp_compiler, differences, in_two_threads, open};
 
 xlaunch_harness::tests! {
     needs cpp_compiler: broken_kernels_are_found;
@@ -44,13 +44,14 @@ const fn mistake(
 }
 
 /// Headers that may contain a mistake, relative to `src/ops`.
-const HEADERS: [&str; 6] = [
+const HEADERS: [&str; 7] = [
     "../cuda/headers/prelude.cuh",
     "../cuda/headers/mma_bf16.cuh",
     "../cuda/headers/mma_tf32.cuh",
     "../cuda/headers/hopper_tiles.cuh",
     "attention/qkv.cuh",
     "attention/mma_common.cuh",
+    "activation/functions.cuh",
 ];
 
 /// Cases used for several mistakes.
@@ -61,10 +62,13 @@ const ONE_TOKEN: &str = "seq: 1, heads: 1, kv_heads: 1, width: 8 }";
 const WIDTH_16: &str = "seq: 70, heads: 2, kv_heads: 1, width: 16 }";
 const WIDTH_24: &str = "seq: 37, heads: 2, kv_heads: 2, width: 24 }";
 const WIDTH_24_ROPE: &str = "seq: 37, heads: 2, kv_heads: 2, width: 24 }, rope";
+/// The window begins and ends within tiles of every size.
+const WINDOW_33: &str = "seq: 200, heads: 2, kv_heads: 1, width: 64, window: 33 }";
+const CAPPED: &str = "seq: 70, heads: 2, kv_heads: 2, width: 144, scale: 0.5, softcap: 5.0 }";
 const WHOLE_HEAD: &str = "seq: 17, heads: 3, kv_heads: 3, width: 16 }";
 const LAYERS: &str = "weights of two layers, 1500";
 /// Both products are deeper than the ring of tiles.
-const LINEAR_SWIGLU: &str = "rows: 300, inputs: 456, outputs: 1040 }, swiglu, to 472";
+const LINEAR_GLU: &str = "rows: 300, inputs: 456, outputs: 1040 }, glu to 472";
 const WHOLE_HEAD_ROPE: &str = "seq: 17, heads: 3, kv_heads: 3, width: 16 }, rope";
 
 const HEADS: &str = "qk norm Head AttentionShape { batch: 2, seq: 35";
@@ -125,8 +129,8 @@ const MISTAKES: &[Mistake] = &[
     mistake("attention/kernel.cu", "= s[i][j];\n    __syncwarp();", "= s[i][j];", Fp32, ONE_TOKEN, TOO_EARLY),
     mistake("attention/mma_tiled.cu", "(b);\n    __syncthreads();", "(b);", Tf32, WIDTH_16, TOO_EARLY),
     mistake(
-        "attention/mma_tiled.cu", "scale_log2);\n        __syncthreads();\n    }\n    float ones",
-        "scale_log2);\n    }\n    float ones", Tf32, WIDTH_16, TOO_EARLY,
+        "attention/mma_tiled.cu", "(int)window);\n        __syncthreads();\n    }\n    float ones",
+        "(int)window);\n    }\n    float ones", Tf32, WIDTH_16, TOO_EARLY,
     ),
     mistake(
         "attention/mma_whole_head.cu", "rotate(k, table, seq);\n    __syncthreads();",
@@ -161,28 +165,28 @@ const MISTAKES: &[Mistake] = &[
         "__syncthreads();", Fp32, "capacity: 90", READ_RACE,
     ),
     // Tiles that are read or overwritten too early, and barriers that are used incorrectly.
-    mistake("swiglu/hopper.cu", "barrier_wait(&s.empty[stage], at", "(at", Bf16, LINEAR_SWIGLU, ARRIVALS),
-    mistake("swiglu/hopper.cu", "at / STAGES % 2 ^ 1", "at / STAGES % 2", Bf16, LINEAR_SWIGLU, STUCK),
+    mistake("glu/hopper.cu", "barrier_wait(&s.empty[stage], at", "(at", Bf16, LINEAR_GLU, ARRIVALS),
+    mistake("glu/hopper.cu", "at / STAGES % 2 ^ 1", "at / STAGES % 2", Bf16, LINEAR_GLU, STUCK),
     mistake(
-        "swiglu/hopper.cu", "barrier_wait(&s.full[stage], at", "(at", Bf16, LINEAR_SWIGLU, EARLY_WGMMA,
+        "glu/hopper.cu", "barrier_wait(&s.full[stage], at", "(at", Bf16, LINEAR_GLU, EARLY_WGMMA,
     ),
-    mistake("swiglu/hopper.cu", "wgmma_wait<1>();", "wgmma_wait<2>();", Bf16, LINEAR_SWIGLU, EARLY_COPY),
-    mistake("swiglu/hopper.cu", "        wgmma_wait<0>();\n", "", Bf16, LINEAR_SWIGLU, EARLY_USE),
+    mistake("glu/hopper.cu", "wgmma_wait<1>();", "wgmma_wait<2>();", Bf16, LINEAR_GLU, EARLY_COPY),
+    mistake("glu/hopper.cu", "        wgmma_wait<0>();\n", "", Bf16, LINEAR_GLU, EARLY_USE),
     mistake(
-        "swiglu/hopper.cu", "sizeof s.a[0] + sizeof s.b[0]", "sizeof s.a[0]", Bf16, LINEAR_SWIGLU, ".cu:",
-    ),
-    mistake(
-        "swiglu/hopper.cu", "barrier_wait(&s.h_full[warp][slot], used", "(used", Bf16, LINEAR_SWIGLU, SHARED_UNWRITTEN,
-    ),
-    mistake("swiglu/hopper.cu", "__syncwarp();\n                fetch_h", "fetch_h", Bf16, LINEAR_SWIGLU, RACE),
-    mistake(
-        "swiglu/hopper.cu", "if (TURNS) barrier_wait(&s.turn[group], turn);", "", Bf16, LINEAR_SWIGLU, ".cu:",
+        "glu/hopper.cu", "sizeof s.a[0] + sizeof s.b[0]", "sizeof s.a[0]", Bf16, LINEAR_GLU, ".cu:",
     ),
     mistake(
-        "swiglu/hopper.cu", "if (TURNS && lane == 0) barrier", "if (TURNS) barrier", Bf16, LINEAR_SWIGLU, ARRIVALS,
+        "glu/hopper.cu", "barrier_wait(&s.h_full[warp][slot], used", "(used", Bf16, LINEAR_GLU, SHARED_UNWRITTEN,
     ),
-    mistake("swiglu/hopper.cu", "n / 8 + j ^ lane / 4", "n / 8 + j", Bf16, LINEAR_SWIGLU, DIFFERS),
-    mistake("swiglu/hopper.cu", "if (col >= cols) return;", "", Bf16, LINEAR_SWIGLU, ANY_WRITE),
+    mistake("glu/hopper.cu", "__syncwarp();\n                fetch_h", "fetch_h", Bf16, LINEAR_GLU, RACE),
+    mistake(
+        "glu/hopper.cu", "if (TURNS) barrier_wait(&s.turn[group], turn);", "", Bf16, LINEAR_GLU, ".cu:",
+    ),
+    mistake(
+        "glu/hopper.cu", "if (TURNS && lane == 0) barrier", "if (TURNS) barrier", Bf16, LINEAR_GLU, ARRIVALS,
+    ),
+    mistake("glu/hopper.cu", "n / 8 + j ^ lane / 4", "n / 8 + j", Bf16, LINEAR_GLU, DIFFERS),
+    mistake("glu/hopper.cu", "if (col >= cols) return;", "", Bf16, LINEAR_GLU, ANY_WRITE),
     mistake("linear/weight_grads.cu", "barrier_wait(&s.empty[stage], i", "(i", Bf16, LAYERS, ARRIVALS),
     mistake("linear/weight_grads.cu", "    }\n    wgmma_wait<0>();\n", "    }\n", Bf16, LAYERS, EARLY_USE),
     mistake("linear/weight_grads.cu", "__threadfence();\n    __syncwarp();", "__syncwarp();", Bf16, LAYERS, READ_RACE),
@@ -199,10 +203,10 @@ const MISTAKES: &[Mistake] = &[
         "attention/mma_whole_head.cu", "if (c == 0) head_delta", "head_delta", Bf16, WHOLE_HEAD, SHARED_WRITE_RACE,
     ),
     mistake(
-        "cast/kernel.cu", "i += gridDim.x * (i64)blockDim.x", "i += blockDim.x", Bf16, "swiglu 67 x 44", WRITE_RACE,
+        "cast/kernel.cu", "i += gridDim.x * (i64)blockDim.x", "i += blockDim.x", Bf16, "glu 67 x 44 Silu", WRITE_RACE,
     ),
     // Wrong bounds, and offsets that exceed them.
-    mistake("swiglu/kernel.cu", "first + i >= rows", "first + i > rows", Fp32, "swiglu 67 x 44", UNWRITTEN),
+    mistake("glu/kernel.cu", "first + i >= rows", "first + i > rows", Fp32, "glu 67 x 44 Silu", UNWRITTEN),
     mistake("greedy/kernel.cu", "i < vocab", "i <= vocab", Fp32, "greedy 1 x 5", UNWRITTEN),
     mistake("adamw/kernel.cu", "decay[i / DECAY_CHUNK]", "decay[i / DECAY_CHUNK + 1]", Fp32, "adamw 64", UNWRITTEN),
     mistake("embed/kernel.cu", "i > 0 && i <= count", "i <= count", Fp32, EMBED, OUTSIDE_ARRAY),
@@ -255,7 +259,37 @@ const MISTAKES: &[Mistake] = &[
         "classifier/kernel.cu", "return 1.0f - t * t;", "return 1.0f;", Fp32, "rows: 67, vocab: 50, padded: 50 }, cap",
         DIFFERS,
     ),
-    mistake("gelu/kernel.cu", "3.0f * GELU_CUBE", "2.0f * GELU_CUBE", Fp32, "gelu LinearShape { rows: 67", DIFFERS),
+    // Windows and caps of the scores.
+    mistake("attention/kernel.cu", "query - window + 1", "query - window + 2", Fp32, WINDOW_33, DIFFERS),
+    mistake("attention/mma_tiled.cu", "first_key(first, window)", "first_key(first + 64, window)", Bf16, WINDOW_33, DIFFERS),
+    mistake("attention/mma_tiled.cu", "< seq ? key_end - 1 + window", "< seq ? key_end - 33 + window", Bf16, WINDOW_33, DIFFERS),
+    mistake(
+        "attention/mma_tiled.cu", "(u32)(query - key) < (u32)window", "(u32)(query - key) <= (u32)window", Bf16,
+        WINDOW_33, DIFFERS,
+    ),
+    mistake(
+        "attention/mma_tiled.cu", "WINDOWED && offset + 16 * M > window", "WINDOWED && offset > window", Tf32, WINDOW_33,
+        DIFFERS,
+    ),
+    mistake(
+        "attention/mma_tiled.cu", "8 * N - 1 - offset >= window", "-offset >= window", Tf32, WINDOW_33, DIFFERS,
+    ),
+    mistake("attention/mma_tiled.cu", "WINDOWED && new_max == NEG_INF ? 0.0f : new_max", "new_max", Bf16, WINDOW_33, DIFFERS),
+    mistake("attention/kernel.cu", "1.0f - tanh * tanh", "1.0f", Fp32, CAPPED, DIFFERS),
+    mistake("attention/mma_tiled.cu", "1.0f - tanh * tanh", "1.0f", Bf16, CAPPED, DIFFERS),
+    mistake("cached_attention/kernel.cu", "max(first, low)", "first", Fp32, "softcap: 2.0", DIFFERS),
+    mistake("cached_attention/kernel.cu", "position / split - begin + 1", "position / split + 1", Fp32, "softcap: 2.0", DIFFERS),
+    mistake("cached_attention/kernel.cu", "softcap * tanh_for", "tanh_for", Fp32, "softcap: 2.0", DIFFERS),
+    // Functions and their derivatives.
+    mistake(
+        "activation/kernel.cu", "3.0f * GELU_CUBE", "2.0f * GELU_CUBE", Fp32, "GeluTanh LinearShape { rows: 67", DIFFERS,
+    ),
+    mistake(
+        "activation/kernel.cu", "-0.16916612f", "-0.16816612f", Fp32, "Gelu LinearShape { rows: 67", DIFFERS,
+    ),
+    mistake("activation/kernel.cu", "(2.0f * g)", "(1.0f * g)", Fp32, "Relu2 LinearShape { rows: 67", DIFFERS),
+    mistake("glu/kernel.cu", "x * (NORMAL_DENSITY", "(NORMAL_DENSITY", Fp32, "glu 67 x 44 Gelu", DIFFERS),
+    mistake("gemv/kernel.cu", "case RELU2: return x * gate<RELU2>", "case RELU2: return x * gate<SILU>", Bf16, "rows: 8, inputs: 352, outputs: 128 } Some(Relu2)", DIFFERS),
 ];
 
 /// Runs the cases of a child; `None` in the process of the suite.
@@ -264,8 +298,8 @@ pub(crate) fn child() -> Option<ExitCode> {
     let backend = open(precision);
     // Other cases do not depend on a tiling.
     let tilings = [Some(Tiling::Halves), Some(Tiling::Turns)];
-    for tiling in if part.contains(SWIGLU) { &tilings[..] } else { &[None] } {
-        force_swiglu_tiling(&backend, *tiling);
+    for tiling in if part.contains(GLU) { &tilings[..] } else { &[None] } {
+        force_glu_tiling(&backend, *tiling);
         force_weight_grads_together(&backend, Some(3));
         force_transposed_weight_grads(&backend, Some(true));
         let differences = differences(&backend, precision, &part);

@@ -190,8 +190,9 @@ fn swiglu(b: &Backend, rows: usize) -> Vec<f32> {
     let da = Ends::random(b, 2, rows, ffn);
     let a = Ends::empty(b, rows, ffn);
     let dh = Ends::empty(b, rows, 2 * ffn);
-    b.run(SwigluForward { rows, ffn, h: h.all(), a: a.all() }).unwrap();
-    b.run(SwigluBackward { rows, ffn, h: h.all(), da: da.all(), dh: dh.all() }).unwrap();
+    let activation = Activation::Silu;
+    b.run(GluForward { activation, rows, ffn, h: h.all(), a: a.all() }).unwrap();
+    b.run(GluBackward { activation, rows, ffn, h: h.all(), da: da.all(), dh: dh.all() }).unwrap();
     [a.read(), dh.read()].concat()
 }
 
@@ -239,7 +240,8 @@ fn norm(b: &Backend, kind: NormKind, rows: usize, cols: usize) -> Vec<f32> {
 /// Runs forward and backward. The gradients of the gammas are sums over all rows, which do not run.
 fn qk_norm(b: &Backend, kind: QkNorm, rows: usize) -> Vec<f32> {
     let (row, [heads, width]) = HEADS;
-    let shape = AttentionShape { batch: rows, seq: 1, heads, kv_heads: heads, width };
+    let options = AttentionOptions::new(width);
+    let shape = AttentionShape { batch: rows, seq: 1, heads, kv_heads: heads, width, options };
     let [gamma, table] = [(16, kind.gammas(shape)[0]), (17, width)].map(|(seed, len)| {
         let tensor = b.alloc(DType::F32, len).unwrap();
         b.write_f32(tensor.all(), &random(seed, len)).unwrap();
@@ -352,7 +354,8 @@ fn adamw(b: &Backend, rows: usize) -> Vec<f32> {
 
 /// Runs forward and backward of sequences with this length, number of heads and head width.
 fn attention(b: &Backend, batch: usize, [seq, heads, width]: [usize; 3]) -> Vec<f32> {
-    let shape = AttentionShape { batch, seq, heads, kv_heads: heads, width };
+    let options = AttentionOptions::new(width);
+    let shape = AttentionShape { batch, seq, heads, kv_heads: heads, width, options };
     let (row, qkv_row) = (seq * heads * width, seq * shape.qkv_width());
     let (qkv, dout) = (Ends::random(b, 14, batch, qkv_row), Ends::random(b, 15, batch, row));
     let (out, dqkv) = (Ends::empty(b, batch, row), Ends::empty(b, batch, qkv_row));
@@ -387,7 +390,8 @@ fn more_sequences_than_a_grid_has_are_refused() {
     // Attention in tiles, and by whole heads.
     for (precision, width) in [(Fp32, 8), (Bf16, 16)] {
         let gpu = open(precision);
-        let shape = AttentionShape { batch: 65_536, seq: 1, heads: 1, kv_heads: 1, width };
+        let options = AttentionOptions::new(width);
+        let shape = AttentionShape { batch: 65_536, seq: 1, heads: 1, kv_heads: 1, width, options };
         let dtype = gpu.activation_dtype();
         let qkv = gpu.alloc(dtype, shape.batch * shape.qkv_width()).unwrap();
         let out = gpu.alloc(dtype, shape.batch * width).unwrap();

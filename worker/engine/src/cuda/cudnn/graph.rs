@@ -71,7 +71,8 @@ pub(crate) enum Target {
 pub(crate) struct Graph {
     /// Descriptors of tensors, indexed by id.
     tensors: Vec<Descriptor>,
-    scalars: Vec<(Tensor, f32)>,
+    /// Scalars and the bits of their values.
+    scalars: Vec<(Tensor, u32)>,
     /// Descriptors that operations refer to.
     parts: Vec<Descriptor>,
     operations: Vec<Descriptor>,
@@ -90,9 +91,18 @@ impl Graph {
 
     /// Adds a scalar, which is passed by value.
     pub(crate) fn scalar(&mut self, value: f32) -> Result<Tensor, CudnnError> {
-        let layout = Layout::dense(DataType::CUDNN_DATA_FLOAT, [1; 4]);
+        self.scalar_of(DataType::CUDNN_DATA_FLOAT, value.to_bits())
+    }
+
+    /// Adds an integer scalar, which is passed by value.
+    pub(crate) fn integer(&mut self, value: i32) -> Result<Tensor, CudnnError> {
+        self.scalar_of(DataType::CUDNN_DATA_INT32, value.cast_unsigned())
+    }
+
+    fn scalar_of(&mut self, element: DataType, bits: u32) -> Result<Tensor, CudnnError> {
+        let layout = Layout::dense(element, [1; 4]);
         let tensor = self.tensor(layout, Some(Attribute::CUDNN_ATTR_TENSOR_IS_BY_VALUE))?;
-        self.scalars.push((tensor, value));
+        self.scalars.push((tensor, bits));
         Ok(tensor)
     }
 
@@ -137,6 +147,9 @@ impl Graph {
     ) -> Result<(), CudnnError> {
         let precision = match y.layout.element {
             DataType::CUDNN_DATA_BOOLEAN => DataType::CUDNN_DATA_BOOLEAN,
+            DataType::CUDNN_DATA_INT32 if mode != Mode::CUDNN_POINTWISE_GEN_INDEX => {
+                DataType::CUDNN_DATA_INT32
+            }
             _ => DataType::CUDNN_DATA_FLOAT,
         };
         let descriptor = Descriptor::new(Kind::CUDNN_BACKEND_POINTWISE_DESCRIPTOR)?;
@@ -268,7 +281,7 @@ pub(crate) struct Plan {
     plan: Descriptor,
     /// Scratch memory needed during execution, in bytes.
     pub(crate) workspace: usize,
-    scalars: Vec<(Tensor, f32)>,
+    scalars: Vec<(Tensor, u32)>,
     /// Descriptors that the plan was built from. Each one precedes those that it refers to, which is the order of
     /// destruction.
     #[expect(dead_code, reason = "the plan refers to them")]

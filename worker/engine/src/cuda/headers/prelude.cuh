@@ -122,13 +122,20 @@ __device__ inline bool is_wide(const T* p, i64 len) {
     return len % 8 == 0 && (unsigned long long)p % 16 == 0;
 }
 
-// Exponential and sigmoid to the accuracy of results of type T: bf16 keeps 8 bits, for which the special-function unit
+// Exponential, reciprocal, sigmoid and tanh to the accuracy of results of type T: bf16 keeps 8 bits, for which the special-function unit
 // is accurate enough; float gets the library functions. sigmoid(x) = 1 / (1 + exp(-x)).
 template <typename T>
 __device__ inline float exp_for(float x) { return expf(x); }
 template <>
 __device__ inline float exp_for<bf16>(float x) {
     return exp2_approx(x * 1.4426950408889634f);
+}
+
+template <typename T>
+__device__ inline float reciprocal_for(float x) { return 1.0f / x; }
+template <>
+__device__ inline float reciprocal_for<bf16>(float x) {
+    return reciprocal_approx(x);
 }
 
 template <typename T>

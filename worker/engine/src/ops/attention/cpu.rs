@@ -1,8 +1,11 @@
-//! Attention on threads, with one task per sequence, in blocks of queries that see only the keys up to their last one.
+//! Attention on threads, with one task per sequence, in blocks of queries, each over the keys that any of its queries
+//! sees.
+
+use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::{AttentionBackward, AttentionForward, AttentionShape};
+use super::{AttentionBackward, AttentionForward, AttentionShape, Scalar};
 use crate::cpu::gemm::{Mat, gemm};
 use crate::cpu::math::{self, simd};
 use crate::cpu::{Access, Threads};
@@ -55,17 +58,19 @@ fn forward_head(
     let (row, out_row) = (s.qkv_width(), s.heads * s.width);
     let (q, k, v) = offsets(s, head);
     for first in (0..s.seq).step_by(QUERIES) {
-        let queries = QUERIES.min(s.seq - first);
-        let keys = first + queries;
+        let Block { queries, start, keys } = Block::new(s, first);
         let q = Mat::strided(&qkv[first * row + q..], queries, s.width, row);
-        let k = Mat::strided(&qkv[k..], keys, s.width, row);
-        let v = Mat::strided(&qkv[v..], keys, s.width, row);
+        let k = Mat::strided(&qkv[start * row + k..], keys, s.width, row);
+        let v = Mat::strided(&qkv[start * row + v..], keys, s.width, row);
         let scores = &mut scores[..queries * keys];
-        // s = q k^T / sqrt(D)
+        // s = scale q k^T
         gemm(scores, keys, q, k.t(), s.scale(), false);
+        if let Some(softcap) = s.options.softcap {
+            cap(scores, softcap);
+        }
         simd!({
             for (i, scores) in scores.chunks_exact_mut(keys).enumerate() {
-                lse[first + i] = softmax(scores, first + i + 1);
+                lse[first + i] = softmax(scores, visible(s, first + i, start));
             }
         });
         // out = p v
@@ -74,11 +79,42 @@ fn forward_head(
     }
 }
 
-/// Computes the softmax of the first `visible` scores and sets the rest to zero. Returns the logarithm of the sum of
+/// A block of queries, and the keys that any of them sees.
+struct Block {
+    queries: usize,
+    /// The first key.
+    start: usize,
+    /// Number of keys.
+    keys: usize,
+}
+
+impl Block {
+    /// Returns the block that begins with this query.
+    fn new(s: AttentionShape, first: usize) -> Self {
+        let queries = QUERIES.min(s.seq - first);
+        let start = visible(s, first, 0).start;
+        Self { queries, start, keys: first + queries - start }
+    }
+}
+
+/// Returns the keys that a query sees, counted from the key `start`.
+#[inline(always)]
+fn visible(s: AttentionShape, query: usize, start: usize) -> Range<usize> {
+    (query + 1).saturating_sub(s.window()) - start..query + 1 - start
+}
+
+/// `s = cap tanh(s / cap)`.
+fn cap(scores: &mut [f32], cap: Scalar) {
+    let (cap, inverse) = (cap.get(), 1.0 / cap.get());
+    simd!(scores.iter_mut().for_each(|s| *s = cap * math::tanh_relative(*s * inverse)));
+}
+
+/// Computes the softmax of the `visible` scores and sets the rest to zero. Returns the logarithm of the sum of
 /// exponentials.
 #[inline(always)]
-fn softmax(scores: &mut [f32], visible: usize) -> f32 {
-    let (seen, hidden) = scores.split_at_mut(visible);
+fn softmax(scores: &mut [f32], visible: Range<usize>) -> f32 {
+    scores[..visible.start].fill(0.0);
+    let (seen, hidden) = scores[visible.start..].split_at_mut(visible.len());
     let largest = math::max(seen);
     for score in seen.iter_mut() {
         *score = math::exp(*score - largest);
@@ -146,8 +182,8 @@ fn backward_head(
     let (row, out_row, scale) = (s.qkv_width(), s.heads * s.width, s.scale());
     let (q_at, k_at, v_at) = offsets(s, head);
     for first in (0..s.seq).step_by(QUERIES) {
-        let queries = QUERIES.min(s.seq - first);
-        let keys = first + queries;
+        let Block { queries, start, keys } = Block::new(s, first);
+        let (k_at, v_at) = (start * row + k_at, start * row + v_at);
         let at = first * out_row + head * s.width;
         let q = Mat::strided(&qkv[first * row + q_at..], queries, s.width, row);
         let k = Mat::strided(&qkv[k_at..], keys, s.width, row);
@@ -157,30 +193,39 @@ fn backward_head(
 
         gemm(p, keys, q, k.t(), scale, false);
         gemm(dp, keys, dout_mat, v.t(), 1.0, false);
+        if let Some(softcap) = s.options.softcap {
+            cap(p, softcap);
+        }
+        // Factor of s^2 in the derivative 1 - (s / cap)^2 of a capped score.
+        let curvature = s.options.softcap.map_or(0.0, |cap| 1.0 / (cap.get() * cap.get()));
         simd!({
             for (i, (p, dp)) in p.chunks_exact_mut(keys).zip(dp.chunks_exact_mut(keys)).enumerate() {
                 let range = at + i * out_row..at + i * out_row + s.width;
                 let delta = math::dot(&out[range.clone()], &dout[range]);
-                probabilities(p, dp, first + i + 1, lse[first + i], delta);
+                let visible = visible(s, first + i, start);
+                probabilities(p, dp, visible, lse[first + i], delta, curvature);
             }
         });
         let (p, ds) = (Mat::new(p, queries, keys), Mat::new(dp, queries, keys));
-        // dq = ds k / sqrt(D), dk += ds^T q / sqrt(D), dv += p^T dout
+        // dq = scale ds k, dk += scale ds^T q, dv += p^T dout
         gemm(&mut dqkv[first * row + q_at..], row, ds, k, scale, false);
         gemm(&mut dqkv[k_at..], row, ds.t(), q, scale, true);
         gemm(&mut dqkv[v_at..], row, p.t(), dout_mat, 1.0, true);
     }
 }
 
-/// Turns scores into probabilities `p = exp(s - lse)`, and gradients of probabilities into gradients of scores `ds = p
-/// (dp - delta)`; hidden ones become zero.
+/// Turns scores into probabilities `p = exp(s - lse)`, and gradients of probabilities into gradients of scores before
+/// the cap `ds = p (dp - delta) (1 - curvature s^2)`; hidden ones become zero.
 #[inline(always)]
-fn probabilities(p: &mut [f32], dp: &mut [f32], visible: usize, lse: f32, delta: f32) {
+fn probabilities(p: &mut [f32], dp: &mut [f32], visible: Range<usize>, lse: f32, delta: f32, curvature: f32) {
     let dp = &mut dp[..p.len()];
-    for (p, dp) in p[..visible].iter_mut().zip(&mut dp[..visible]) {
-        *p = math::exp(*p - lse);
-        *dp = *p * (*dp - delta);
+    for (p, dp) in p[visible.clone()].iter_mut().zip(&mut dp[visible.clone()]) {
+        let score = *p;
+        *p = math::exp(score - lse);
+        *dp = *p * (*dp - delta) * (1.0 - curvature * score * score);
     }
-    p[visible..].fill(0.0);
-    dp[visible..].fill(0.0);
+    for x in [p, dp] {
+        x[..visible.start].fill(0.0);
+        x[visible.end..].fill(0.0);
+    }
 }

@@ -27,8 +27,8 @@ const WHOLE_HEAD: &str = "own kernels for whole heads";
 /// State of attention that is kept between calls.
 #[derive(Debug, Default)]
 pub(crate) struct Attention {
-    /// Our own kernels by head width and name, compiled on first use.
-    functions: RefCell<HashMap<(usize, &'static str), CudaFunction>>,
+    /// Our own kernels by head width, kind of scores, and name, compiled on first use.
+    functions: RefCell<HashMap<(OwnKernels, &'static str), CudaFunction>>,
     /// cuDNN, opened on first use, or the reason why it is not used.
     cudnn: OnceCell<std::result::Result<CudnnAttention, String>>,
     preparing: RefCell<Option<JoinHandle<std::result::Result<Prepared, String>>>>,
@@ -46,7 +46,11 @@ impl Attention {
     /// Starts to open cuDNN and to build its plans for a shape, if they will be used. Otherwise the first step would
     /// wait for that, up to several seconds.
     pub(crate) fn prepare(&self, gpu: &Gpu, s: AttentionShape) {
-        if own_kernels(gpu, s).keeps_whole_head(s) || not_cudnn(gpu).is_some() || self.cudnn.get().is_some() {
+        let s = plain(s);
+        if own_kernels(gpu, s).keeps_whole_head(s)
+            || not_cudnn(gpu, s).is_some()
+            || self.cudnn.get().is_some()
+        {
             return;
         }
         let stream = gpu.device.stream.clone();
@@ -61,6 +65,7 @@ impl Attention {
 
     pub(crate) fn forward(&self, gpu: &Gpu, a: AttentionForward<'_>) -> Result<()> {
         let AttentionForward { shape: s, qkv, rope, out, lse } = a;
+        let s = plain(s);
         let rows = s.batch * s.seq;
         gpu.expect_act(qkv, rows * s.qkv_width());
         gpu.expect_act(out, rows * s.heads * s.width);
@@ -80,15 +85,16 @@ impl Attention {
             let [qkv, out, lse] = [qkv, out, lse].map(Slice::address);
             let operands = Operands { qkv, out, lse, dout: 0, dqkv: 0 };
             // SAFETY: checked above.
-            return unsafe { self.run_cudnn(gpu, &plan, Direction::Forward, &operands) };
+            return unsafe { self.run_cudnn(gpu, s, (&plan, Direction::Forward), &operands) };
         }
-        let args = args![qkv, out, lse, s.seq, s.heads, s.kv_heads, s.scale()];
+        let args = args![qkv, out, lse, s.seq, s.heads, s.kv_heads, s.scale(), s.window(), s.softcap()];
         // SAFETY: checked above.
         unsafe { self.launch(gpu, s, Kernel::Fwd, args) }
     }
 
     pub(crate) fn backward(&self, gpu: &Gpu, a: AttentionBackward<'_>) -> Result<()> {
         let AttentionBackward { shape: s, qkv, rope, out, dout, lse, dqkv } = a;
+        let s = plain(s);
         let rows = s.batch * s.seq;
         [qkv, dqkv].into_iter().for_each(|x| gpu.expect_act(x, rows * s.qkv_width()));
         [out, dout].into_iter().for_each(|x| gpu.expect_act(x, rows * s.heads * s.width));
@@ -104,7 +110,7 @@ impl Attention {
             let [qkv, out, lse, dout, dqkv] = [qkv, out, lse, dout, dqkv].map(Slice::address);
             let operands = Operands { qkv, out, lse, dout, dqkv };
             // SAFETY: checked above.
-            unsafe { self.run_cudnn(gpu, &plan, Direction::Backward, &operands) }?;
+            unsafe { self.run_cudnn(gpu, s, (&plan, Direction::Backward), &operands) }?;
         } else {
             self.backward_in_tiles(gpu, a)?;
         }
@@ -113,11 +119,14 @@ impl Attention {
 
     /// Computes backward with our own kernels. The caller has checked the operands.
     fn backward_in_tiles(&self, gpu: &Gpu, a: AttentionBackward<'_>) -> Result<()> {
-        let AttentionBackward { shape: s, qkv, out, dout, lse, dqkv, .. } = a;
+        let AttentionBackward { qkv, out, dout, lse, dqkv, .. } = a;
+        let s = plain(a.shape);
         let rows = s.batch * s.seq * s.heads;
         let delta = gpu.alloc(DType::F32, rows)?;
         let delta_args = args![out, dout, delta.all(), s.batch, s.seq, s.heads];
-        let args = args![qkv, dout, lse, delta.all(), dqkv, s.seq, s.heads, s.kv_heads, s.scale()];
+        let operands: &[Arg] = args![qkv, dout, lse, delta.all(), dqkv];
+        let sizes: &[Arg] = args![s.seq, s.heads, s.kv_heads, s.scale(), s.window(), s.softcap()];
+        let args = &[operands, sizes].concat();
         let own = own_kernels(gpu, s);
         let delta_launch = own.delta_launch(rows);
         // SAFETY: the caller has checked the operands; delta has one float per row and head; the others write disjoint
@@ -153,7 +162,7 @@ impl Attention {
         launch: Launch,
         args: &[Arg],
     ) -> Result<()> {
-        let loaded = self.functions.borrow().get(&(s.width, name)).cloned();
+        let loaded = self.functions.borrow().get(&(own_kernels(gpu, s), name)).cloned();
         let function = match loaded {
             Some(function) => function,
             None => self.load(gpu, s, name)?,
@@ -162,7 +171,7 @@ impl Attention {
         unsafe { gpu.kernels.launch_function(name, &function, launch, args) }
     }
 
-    /// Compiles or loads all of our own kernels for this head width; returns the one with this name.
+    /// Compiles or loads all of our own kernels for this head width and kind of scores; returns the one with this name.
     fn load(&self, gpu: &Gpu, s: AttentionShape, name: &'static str) -> Result<CudaFunction> {
         let own = own_kernels(gpu, s);
         let (source, macros) = own.source();
@@ -173,36 +182,34 @@ impl Attention {
             gpu.kernels.allow_dynamic_shared(kernel.name(), function, own.shared(kernel))?;
         }
         let found = loaded.get(name).cloned().ok_or_else(|| EngineError::no_kernel(name))?;
-        let loaded = loaded.into_iter().map(|(name, function)| ((s.width, name), function));
+        let loaded = loaded.into_iter().map(|(name, function)| ((own, name), function));
         self.functions.borrow_mut().extend(loaded);
         Ok(found)
     }
 
     /// Returns the library, which is opened on first use, or the reason why it is not used.
-    fn cudnn(&self, gpu: &Gpu) -> std::result::Result<&CudnnAttention, String> {
-        let open = || {
-            if let Some(reason) = not_cudnn(gpu) {
-                return Err(reason);
-            }
-            match self.preparing.take().map(JoinHandle::join) {
-                Some(Ok(prepared)) => prepared.map(CudnnAttention::from),
-                _ => CudnnAttention::open(&gpu.device.stream),
-            }
+    fn cudnn(&self, gpu: &Gpu, s: AttentionShape) -> std::result::Result<&CudnnAttention, String> {
+        if let Some(reason) = not_cudnn(gpu, s) {
+            return Err(reason);
+        }
+        let open = || match self.preparing.take().map(JoinHandle::join) {
+            Some(Ok(prepared)) => prepared.map(CudnnAttention::from),
+            _ => CudnnAttention::open(&gpu.device.stream),
         };
         self.cudnn.get_or_init(open).as_ref().map_err(Clone::clone)
     }
 
     /// Returns cuDNN's plan, if that is the variant to run.
     fn cudnn_plan(&self, gpu: &Gpu, s: AttentionShape, direction: Direction) -> Option<Rc<AttentionPlan>> {
-        let plan = self.cudnn(gpu).and_then(|cudnn| cudnn.plan(s, direction));
+        let plan = self.cudnn(gpu, s).and_then(|cudnn| cudnn.plan(s, direction));
         let (variant, instead_of) = match &plan {
             Ok(_) => ("cuDNN", None),
             Err(reason) => (own_kernels(gpu, s).name(), Some(("cuDNN", reason.as_str()))),
         };
         gpu.variants.selected(direction.operation(), s, variant, instead_of);
         if plan.is_err()
-            && not_cudnn(gpu).is_none()
-            && let Some(reason) = self.cudnn(gpu).err().or_else(|| sequence_problem(s.seq))
+            && not_cudnn(gpu, s).is_none()
+            && let Some(reason) = self.cudnn(gpu, s).err().or_else(|| sequence_problem(s.seq))
         {
             gpu.variants.missing("attention takes about twice as long as with cuDNN", &reason);
         }
@@ -216,14 +223,14 @@ impl Attention {
     unsafe fn run_cudnn(
         &self,
         gpu: &Gpu,
-        plan: &AttentionPlan,
-        direction: Direction,
+        s: AttentionShape,
+        (plan, direction): (&AttentionPlan, Direction),
         operands: &Operands,
     ) -> Result<()> {
         let operation = direction.operation();
         let failed =
             |reason| EngineError::Cuda { what: format!("failed to enqueue cuDNN's {operation}"), reason };
-        let cudnn = self.cudnn(gpu).map_err(failed)?;
+        let cudnn = self.cudnn(gpu, s).map_err(failed)?;
         let scratch = gpu.alloc(DType::U8, plan.scratch)?;
         gpu.device.profiler.time(
             &gpu.device.stream,
@@ -235,17 +242,23 @@ impl Attention {
     }
 }
 
-/// Returns the reason why cuDNN is not used on this GPU, if it is not.
-fn not_cudnn(gpu: &Gpu) -> Option<String> {
+/// Returns the reason why cuDNN is not used on this GPU for these scores, if it is not.
+fn not_cudnn(gpu: &Gpu, s: AttentionShape) -> Option<String> {
     match (gpu.deterministic, gpu.activations) {
         (true, _) => Some("the run is deterministic".into()),
+        (false, DType::Bf16) if s.options.softcap.is_some() => Some("scores are capped".into()),
         (false, DType::Bf16) => None,
         (false, other) => Some(format!("activations are {}", other.name())),
     }
 }
 
+/// Returns the shape without a window that hides nothing.
+fn plain(s: AttentionShape) -> AttentionShape {
+    AttentionShape { options: s.options.for_length(s.seq), ..s }
+}
+
 fn own_kernels(gpu: &Gpu, s: AttentionShape) -> OwnKernels {
-    OwnKernels::select(gpu.precision, gpu.device.capability, s.width)
+    OwnKernels::select(gpu.precision, gpu.device.capability, s.width, s.options.into())
 }
 
 fn expect_table(s: AttentionShape, rope: Option<Slice<'_>>) {

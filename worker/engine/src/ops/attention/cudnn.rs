@@ -199,6 +199,7 @@ struct Builder {
     seq: i64,
     width: i64,
     scale: f32,
+    window: Option<i32>,
 }
 
 impl Builder {
@@ -214,6 +215,7 @@ impl Builder {
             seq: size(s.seq),
             width: size(s.width),
             scale: s.scale(),
+            window: s.options.window.map(|window| i32::try_from(window).unwrap_or(i32::MAX)),
         }
     }
 
@@ -226,7 +228,7 @@ impl Builder {
         let scores = self.scores_of(queries, keys)?;
         let scale = self.graph.scalar(self.scale)?;
         let scores = self.graph.pointwise_f32(Mode::CUDNN_POINTWISE_MUL, &[scores, scale])?;
-        let scores = self.causal_mask(scores)?;
+        let scores = self.masks(scores)?;
 
         let largest = self.graph.virtual_tensor(row)?;
         self.graph.reduce(Reduce::CUDNN_REDUCE_TENSOR_MAX, scores, largest)?;
@@ -266,7 +268,7 @@ impl Builder {
         let scores = self.scores_of(queries, keys)?;
         let scores = self.graph.pointwise_f32(Mode::CUDNN_POINTWISE_MUL, &[scores, scale])?;
         let scores = self.graph.pointwise_f32(Mode::CUDNN_POINTWISE_SUB, &[scores, lse])?;
-        let scores = self.causal_mask(scores)?;
+        let scores = self.masks(scores)?;
         let probabilities = self.graph.pointwise_f32(Mode::CUDNN_POINTWISE_EXP, &[scores])?;
         let transposed = self.graph.transpose(probabilities, BF16)?;
         let packed = |operands: &Operands| operands.dqkv;
@@ -296,12 +298,23 @@ impl Builder {
         Ok(scores)
     }
 
-    /// Masks scores with -inf where the key is after the query.
-    fn causal_mask(&mut self, scores: Tensor) -> Result<Tensor, CudnnError> {
-        let minus_infinity = self.graph.scalar(f32::NEG_INFINITY)?;
+    /// Masks scores with -inf where the key is after the query, and then where it is before the query's window.
+    fn masks(&mut self, scores: Tensor) -> Result<Tensor, CudnnError> {
         let (rows, cols) = (self.graph.indices(2, scores)?, self.graph.indices(3, scores)?);
+        let scores = self.mask(scores, Mode::CUDNN_POINTWISE_CMP_GE, rows, cols)?;
+        let Some(window) = self.window else { return Ok(scores) };
+        let (rows, cols) = (self.graph.indices(2, scores)?, self.graph.indices(3, scores)?);
+        let window = self.graph.integer(window)?;
+        let ends = self.graph.virtual_tensor(cols.layout)?;
+        self.graph.pointwise(Mode::CUDNN_POINTWISE_ADD, &[cols, window], ends)?;
+        self.mask(scores, Mode::CUDNN_POINTWISE_CMP_GT, ends, rows)
+    }
+
+    /// Masks scores with -inf where this comparison of `a` and `b` is false.
+    fn mask(&mut self, scores: Tensor, mode: Mode, a: Tensor, b: Tensor) -> Result<Tensor, CudnnError> {
+        let minus_infinity = self.graph.scalar(f32::NEG_INFINITY)?;
         let visible = self.graph.virtual_tensor(self.scores().of(DataType::CUDNN_DATA_BOOLEAN))?;
-        self.graph.pointwise(Mode::CUDNN_POINTWISE_CMP_GE, &[rows, cols], visible)?;
+        self.graph.pointwise(mode, &[a, b], visible)?;
         self.graph.pointwise_f32(Mode::CUDNN_POINTWISE_BINARY_SELECT, &[scores, minus_infinity, visible])
     }
 

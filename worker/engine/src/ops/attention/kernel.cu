@@ -1,14 +1,16 @@
 // Causal attention in tiles on the FP32 units, for any head width and element type: the T x T matrix of scores is never
 // materialised. mma_tiled.cu is the variant for tensor cores.
 //
-// Compiled per head width, -DWIDTH=D. A block has 16 x 16 threads (THREADS) and works on TILE rows (of queries, or of
-// keys for dk and dv) of one head; thread (ty, tx) owns rows ty*R.. of the block's tile, columns tx + 16 j of a tile of
-// scores, and columns tx + 16 j of the head's width.
+// Compiled per head width, -DWIDTH=D, with or without a sliding window, -DWINDOWED, and a soft cap, -DCAPPED. A block
+// has 16 x 16 threads (THREADS) and works on TILE rows (of queries, or of keys for dk and dv) of one head; thread (ty,
+// tx) owns rows ty*R.. of the block's tile, columns tx + 16 j of a tile of scores, and columns tx + 16 j of the head's
+// width.
 //
 // qkv (B, T, (H + 2 Hkv) D), out (B, T, H D), lse and delta (B, H, T). Rows past T read as zero and are never written.
 //
-// s = scale q k^T, p = softmax(s), out = p v, lse_i = log sum_j exp(s_ij). Backward recomputes p_ij = exp(s_ij -
-// lse_i); with delta_i = dout_i . out_i: dv = p^T dout, ds = p (dout v^T - delta), dq = scale ds k, dk = scale ds^T q.
+// s = scale q k^T, capped: s = softcap tanh(scale q k^T / softcap), p = softmax(s), out = p v, lse_i = log sum_j
+// exp(s_ij). Backward recomputes p_ij = exp(s_ij - lse_i); with delta_i = dout_i . out_i: dv = p^T dout, ds = p (dout
+// v^T - delta) ds', dq = scale ds k, dk = scale ds^T q, where ds' is 1, capped: 1 - (s / softcap)^2.
 
 #define R (TILE / 16)
 // Row strides in shared memory: multiples of 4 floats for vector loads; the padding avoids bank conflicts.
@@ -45,6 +47,20 @@ __device__ inline void scores(float (&s)[R][R], const float* a, const float* b, 
                 s[i][j] += x[i].x * y[j].x + x[i].y * y[j].y + x[i].z * y[j].z + x[i].w * y[j].w;
     }
 }
+
+// The score of a product of a query and a key.
+__device__ inline float score(float product, float scale, float softcap) {
+    return CAPPED ? softcap * tanhf(product * (scale / softcap)) : product * scale;
+}
+
+// Factor of the gradient of a capped score.
+__device__ inline float cap_slope(float score, float softcap) {
+    float tanh = score / softcap;
+    return 1.0f - tanh * tanh;
+}
+
+// Whether a query sees a key at or before it.
+__device__ inline bool in_window(i64 query, i64 key, i64 window) { return !WINDOWED || query - key < window; }
 
 // Stores this thread's part of a tile of scores. It is read by the 16 threads with the same ty, half a warp, so a warp
 // barrier is enough.
@@ -85,8 +101,9 @@ __device__ inline float row_max(float x) {
 }
 
 // Online softmax over tiles of keys. Grid: (tiles of queries, H, B). Shared: 3 tiles of width, 1 of scores.
-extern "C" __global__ void __launch_bounds__(THREADS) attention_fwd(const ACT* qkv, ACT* out, float* lse, i64 seq,
-                                                                i64 heads, i64 kv_heads, float scale) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attention_fwd(const ACT* qkv, ACT* out, float* lse, i64 seq, i64 heads, i64 kv_heads, float scale, i64 window,
+                  float softcap) {
     pdl_wait_and_launch();
     extern __shared__ float4 memory[];
     float* q = (float*)memory;
@@ -101,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_fwd(const ACT* q
     float o[R][WC] = {}, running_max[R], running_sum[R] = {};
 #pragma unroll
     for (int i = 0; i < R; i++) running_max[i] = __int_as_float(0xff800000);
-    for (i64 key = 0; key <= first; key += TILE) {
+    for (i64 key = first_key(first, window) / TILE * TILE; key <= first; key += TILE) {
         __syncthreads();
         load_tile(k, qkv + layout.k_at(head), row, key, seq);
         load_tile(v, qkv + layout.v_at(head), row, key, seq);
@@ -115,17 +132,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_fwd(const ACT* q
 #pragma unroll
             for (int j = 0; j < R; j++) {
                 // The causal mask also hides keys past T: they come after every query that is written.
-                s[i][j] = key + tx + 16 * j <= query ? s[i][j] * scale : __int_as_float(0xff800000);
+                i64 column = key + tx + 16 * j;
+                bool visible = column <= query && in_window(query, column, window);
+                s[i][j] = visible ? score(s[i][j], scale, softcap) : __int_as_float(0xff800000);
                 top = fmaxf(top, s[i][j]);
             }
-            // The first tile holds key 0, which every row sees, so the maximum is finite.
+            // Without a window, the first tile holds key 0, which every row sees, so the maximum is finite.
             top = row_max(top);
+            float shift = WINDOWED && top == __int_as_float(0xff800000) ? 0.0f : top;
             // Rescales the sums accumulated under the previous maximum.
-            float rescale = expf(running_max[i] - top), sum = 0.0f;
+            float rescale = expf(running_max[i] - shift), sum = 0.0f;
             running_max[i] = top;
 #pragma unroll
             for (int j = 0; j < R; j++) {
-                s[i][j] = expf(s[i][j] - top);
+                s[i][j] = expf(s[i][j] - shift);
                 sum += s[i][j];
             }
             running_sum[i] = running_sum[i] * rescale + row_sum(sum);
@@ -166,7 +186,7 @@ extern "C" __global__ void attention_bwd_delta(const ACT* out, const ACT* dout, 
 // dq. Grid: (tiles of queries, H, B). Shared: 4 tiles of width, 1 of scores.
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_bwd_queries(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv, i64 seq,
-                          i64 heads, i64 kv_heads, float scale) {
+                          i64 heads, i64 kv_heads, float scale, i64 window, float softcap) {
     pdl_wait_and_launch();
     extern __shared__ float4 memory[];
     float* q = (float*)memory;
@@ -185,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         row_lse[i] = query < seq ? lse[stat] : 0.0f;
         row_delta[i] = query < seq ? delta[stat] : 0.0f;
     }
-    for (i64 key = 0; key <= first; key += TILE) {
+    for (i64 key = first_key(first, window) / TILE * TILE; key <= first; key += TILE) {
         __syncthreads();
         load_tile(k, qkv + layout.k_at(head), row, key, seq);
         load_tile(v, qkv + layout.v_at(head), row, key, seq);
@@ -197,8 +217,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int i = 0; i < R; i++)
 #pragma unroll
             for (int j = 0; j < R; j++) {
-                bool visible = key + tx + 16 * j <= first + ty * R + i;
-                s[i][j] = visible ? expf(s[i][j] * scale - row_lse[i]) * (dp[i][j] - row_delta[i]) : 0.0f;
+                i64 column = key + tx + 16 * j, query = first + ty * R + i;
+                bool visible = column <= query && in_window(query, column, window);
+                float x = score(s[i][j], scale, softcap);
+                s[i][j] = visible ? expf(x - row_lse[i]) * (dp[i][j] - row_delta[i]) : 0.0f;
+                if (CAPPED) s[i][j] *= cap_slope(x, softcap);
             }
         put_scores(ds, s, ty, tx);
         accumulate(dq, ds, k, ty, tx);
@@ -218,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // queries.
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_bwd_keys(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv, i64 seq,
-                       i64 heads, i64 kv_heads, float scale) {
+                       i64 heads, i64 kv_heads, float scale, i64 window, float softcap) {
     pdl_wait_and_launch();
     extern __shared__ float4 memory[];
     float* k = (float*)memory;
@@ -232,8 +255,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     load_tile(k, qkv + layout.k_at(first_head), row, first, seq);
     load_tile(v, qkv + layout.v_at(first_head), row, first, seq);
     float dk[R][WC] = {}, dv[R][WC] = {};
+    i64 end = query_end(first + TILE, window, seq);
     for (i64 head = first_head; head < first_head + group; head++) {
-        for (i64 query = first; query < seq; query += TILE) {
+        for (i64 query = first; query < end; query += TILE) {
             __syncthreads();
             load_tile(q, qkv + layout.q_at(head), row, query, seq);
             load_tile(o, dout + (blockIdx.z * seq * heads + head) * WIDTH, heads * WIDTH, query, seq);
@@ -248,10 +272,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 float column_lse = in_range ? lse[stat] : 0.0f, column_delta = in_range ? delta[stat] : 0.0f;
 #pragma unroll
                 for (int i = 0; i < R; i++) {
-                    bool visible = in_range && first + ty * R + i <= column;
-                    float p = visible ? expf(s[i][j] * scale - column_lse) : 0.0f;
+                    i64 key = first + ty * R + i;
+                    bool visible = in_range && key <= column && in_window(column, key, window);
+                    float x = score(s[i][j], scale, softcap), p = visible ? expf(x - column_lse) : 0.0f;
                     s[i][j] = p;
                     dp[i][j] = p * (dp[i][j] - column_delta);
+                    if (CAPPED) dp[i][j] *= cap_slope(x, softcap);
                 }
             }
             put_scores(s_tile, s, ty, tx);

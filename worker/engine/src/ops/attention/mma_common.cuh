@@ -8,13 +8,21 @@
 // double-buffered.
 //
 // Every sum has a fixed order, and each dk and dv belongs to one block, so that every run gives the same bits.
-// Exponentials and lse are in base 2 inside the kernels (scale_log2 = scale log2(e)), which saves a multiplication per
-// score.
+// Exponentials and lse are in base 2 inside the kernels, which saves a multiplication per score.
 
 #define WARPS (THREADS / WARP)
 #define LOG2E 1.4426950408889634f
 #define LN2 0.6931471805599453f
 #define NEG_INF __int_as_float(0xff800000)
+
+// Factors of the scores. A product of a query and a key becomes the score `product log2_factor` in base 2; with a cap,
+// the product is replaced by tanh(product inner) first.
+struct Scores {
+    float log2_factor, inner;
+
+    __device__ Scores(float scale, float softcap)
+        : log2_factor((CAPPED ? softcap : scale) * LOG2E), inner(CAPPED ? scale / softcap : 1.0f) {}
+};
 
 // Elements of one 16-byte copy.
 constexpr int COPY_ELEMENTS = 16 / sizeof(ACT), ROW_COPIES = WIDTH / COPY_ELEMENTS;
@@ -56,20 +64,20 @@ __device__ inline void wait_for_tiles(bool first, ACT* resident, ACT* a, ACT* b)
     __syncthreads();
 }
 
-// Starts the copy of the next tile of keys and values into the other stage, then waits for tile `tile`. The RESIDENT
-// rows arrive with the first tile.
+// Starts the copy of the next tile of keys and values into the other stage, then waits for tile `tile` of begin..end.
+// The RESIDENT rows arrive with the first of them.
 template <int RESIDENT, int COLS>
 __device__ inline void wait_for_kv_tile(ACT* resident, ACT* k, ACT* v, const ACT* keys, const ACT* values, i64 stride,
-                                        int tile, int tiles, i64 seq) {
+                                        int tile, int begin, int end, i64 seq) {
     i64 key = (i64)tile * COLS;
     int stage = tile % 2 * COLS * WIDTH, next = (tile + 1) % 2 * COLS * WIDTH;
-    if (tile + 1 < tiles) {
+    if (tile + 1 < end) {
         copy_rows<COLS>(k + next, keys, stride, key + COLS, seq);
         copy_rows<COLS>(v + next, values, stride, key + COLS, seq);
         commit_copies();
-        wait_for_tiles<1, RESIDENT, COLS>(tile == 0, resident, k + stage, v + stage);
+        wait_for_tiles<1, RESIDENT, COLS>(tile == begin, resident, k + stage, v + stage);
     } else {
-        wait_for_tiles<0, RESIDENT, COLS>(tile == 0, resident, k + stage, v + stage);
+        wait_for_tiles<0, RESIDENT, COLS>(tile == begin, resident, k + stage, v + stage);
     }
 }
 
@@ -89,6 +97,22 @@ __device__ inline void scores(float (&c)[M][N][4], const ACT* a, const ACT* b, i
     zero(c);
     accumulate_rows(c, a, b, warp_row);
 }
+
+// Replaces products by their tanh, with a cap.
+template <int M, int N>
+__device__ inline void cap(float (&c)[M][N][4], const Scores& scores) {
+    if constexpr (CAPPED) {
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) c[m][n][i] = tanh_for<bf16>(c[m][n][i] * scores.inner);
+    }
+}
+
+// Factor of the gradient of a capped score.
+__device__ inline float cap_slope(float tanh) { return 1.0f - tanh * tanh; }
 
 // Row (within the warp) and column of element i of accumulator (m, n) in this thread.
 __device__ inline int row_of(int m, int i) { return 16 * m + threadIdx.x % WARP / 4 + i / 2 * 8; }
@@ -122,17 +146,28 @@ __device__ inline void write_rows(ACT* to, i64 stride, i64 first, i64 seq, const
         }
 }
 
+// Whether a query sees a key, at positions relative to the same one.
+__device__ inline bool is_visible(int query, int key, int window) {
+    return WINDOWED ? (u32)(query - key) < (u32)window : key <= query;
+}
+
+// Whether any of 16 M queries sees any of 8 N keys. `offset` is the first query's position minus the first key's.
+template <int M, int N>
+__device__ inline bool any_visible(int offset, int window) {
+    return offset + 16 * M > 0 && !(WINDOWED && offset - window >= 8 * N - 1);
+}
+
 // One step of the online softmax: the warp's queries, at `row` of q, attend to N * 8 keys. `offset` is the first
 // query's position minus the first key's. o accumulates exp2(s - max) v; the running maximum and sum are kept per row.
 template <int M, int N>
 __device__ inline void online_softmax(float (&o)[M][WIDTH / 8][4], float (&row_max)[M][2], float (&row_sum)[M][2],
                                       const ACT* q, const ACT* k, const ACT* v, int row, int offset,
-                                      float scale_log2) {
-    // All queries are before the first key, so nothing is visible.
-    if (offset + 16 * M <= 0) return;
+                                      const Scores& factors, int window) {
+    if (!any_visible<M, N>(offset, window)) return;
     float s[M][N][4];
     scores(s, q, k, row);
-    bool diagonal = 8 * N - 1 > offset;
+    cap(s, factors);
+    bool masked = 8 * N - 1 > offset || WINDOWED && offset + 16 * M > window;
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -143,18 +178,20 @@ __device__ inline void online_softmax(float (&o)[M][WIDTH / 8][4], float (&row_m
             for (int n = 0; n < N; n++)
 #pragma unroll
                 for (int i = 2 * half; i < 2 * half + 2; i++) {
-                    if (diagonal && column_of(n, i) > query) s[m][n][i] = NEG_INF;
+                    if (masked && !is_visible(query, column_of(n, i), window)) s[m][n][i] = NEG_INF;
                     new_max = fmaxf(new_max, s[m][n][i]);
                 }
-            // The first step includes key 0, which every row sees, so the maximum is finite from then on.
-            new_max = fmaxf(row_max[m][half], quad_max(new_max) * scale_log2);
-            float rescale = exp2_approx(row_max[m][half] - new_max), sum = 0.0f;
+            // Without a window, the first step includes key 0, which every row sees, so the maximum is finite from then
+            // on.
+            new_max = fmaxf(row_max[m][half], quad_max(new_max) * factors.log2_factor);
+            float shift = WINDOWED && new_max == NEG_INF ? 0.0f : new_max;
+            float rescale = exp2_approx(row_max[m][half] - shift), sum = 0.0f;
             row_max[m][half] = new_max;
 #pragma unroll
             for (int n = 0; n < N; n++)
 #pragma unroll
                 for (int i = 2 * half; i < 2 * half + 2; i++) {
-                    s[m][n][i] = exp2_approx(s[m][n][i] * scale_log2 - new_max);
+                    s[m][n][i] = exp2_approx(s[m][n][i] * factors.log2_factor - shift);
                     sum += s[m][n][i];
                 }
             row_sum[m][half] = row_sum[m][half] * rescale + sum;
@@ -183,16 +220,18 @@ __device__ inline void write_output(ACT* out, i64 stride, float* lse, i64 first,
 }
 
 // dq += ds k for the warp's queries, at `row` of q and o (dout), over N * 8 keys; the scale is applied when dq is
-// written. ds = p (dp - delta) with p = exp2(s - lse) and dp = dout v^T. row_lse is in base 2; `offset` as above.
+// written. ds = p (dp - delta), times the slope of the cap, with p = exp2(s - lse) and dp = dout v^T. row_lse is in base
+// 2; `offset` as above.
 template <int M, int N>
 __device__ inline void query_gradients(float (&dq)[M][WIDTH / 8][4], const ACT* q, const ACT* o, const ACT* k,
                                        const ACT* v, const float (&row_lse)[M][2], const float (&row_delta)[M][2],
-                                       int row, int offset, float scale_log2) {
-    if (offset + 16 * M <= 0) return;
+                                       int row, int offset, const Scores& factors, int window) {
+    if (!any_visible<M, N>(offset, window)) return;
     float s[M][N][4], dp[M][N][4];
     scores(s, q, k, row);
+    cap(s, factors);
     scores(dp, o, v, row);
-    bool diagonal = 8 * N - 1 > offset;
+    bool masked = 8 * N - 1 > offset || WINDOWED && offset + 16 * M > window;
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -200,9 +239,10 @@ __device__ inline void query_gradients(float (&dq)[M][WIDTH / 8][4], const ACT* 
             int query = offset + row_of(m, i);
 #pragma unroll
             for (int n = 0; n < N; n++) {
-                bool visible = !diagonal || column_of(n, i) <= query;
-                float p = visible ? exp2_approx(s[m][n][i] * scale_log2 - row_lse[m][i / 2]) : 0.0f;
-                s[m][n][i] = p * (dp[m][n][i] - row_delta[m][i / 2]);
+                bool visible = !masked || is_visible(query, column_of(n, i), window);
+                float p = visible ? exp2_approx(s[m][n][i] * factors.log2_factor - row_lse[m][i / 2]) : 0.0f;
+                float slope = CAPPED ? cap_slope(s[m][n][i]) : 1.0f;
+                s[m][n][i] = p * (dp[m][n][i] - row_delta[m][i / 2]) * slope;
             }
         }
     accumulate(dq, s, k);
@@ -214,13 +254,14 @@ __device__ inline void query_gradients(float (&dq)[M][WIDTH / 8][4], const ACT* 
 template <bool DK, bool DV, int M, int N>
 __device__ inline void key_gradients(float (&dk)[M][WIDTH / 8][4], float (&dv)[M][WIDTH / 8][4], const ACT* k,
                                      const ACT* v, const ACT* q, const ACT* o, const float* lse, const float* delta,
-                                     int row, int offset, float scale_log2) {
-    // All keys are after the last query, so nothing is visible.
-    if (offset >= 8 * N) return;
+                                     int row, int offset, const Scores& factors, int window) {
+    // All keys are after the last query, or before the first one's window, so nothing is visible.
+    if (offset >= 8 * N || WINDOWED && offset + 16 * M - 1 <= -window) return;
     float s[M][N][4], dp[M][N][4];
     scores(s, k, q, row);
+    cap(s, factors);
     if constexpr (DK) scores(dp, v, o, row);
-    bool diagonal = offset + 16 * M - 1 > 0;
+    bool masked = offset + 16 * M - 1 > 0 || WINDOWED && 8 * N - 1 - offset >= window;
 #pragma unroll
     for (int n = 0; n < N; n++) {
         float2 column_lse = *(const float2*)(lse + column_of(n, 0));
@@ -229,11 +270,12 @@ __device__ inline void key_gradients(float (&dk)[M][WIDTH / 8][4], float (&dv)[M
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                bool visible = !diagonal || offset + row_of(m, i) <= column_of(n, i);
-                float p = exp2_approx(s[m][n][i] * scale_log2 - (i % 2 ? column_lse.y : column_lse.x));
+                bool visible = !masked || is_visible(column_of(n, i), offset + row_of(m, i), window);
+                float p = exp2_approx(s[m][n][i] * factors.log2_factor - (i % 2 ? column_lse.y : column_lse.x));
                 p = visible ? p : 0.0f;
+                float slope = CAPPED ? cap_slope(s[m][n][i]) : 1.0f;
                 s[m][n][i] = p;
-                if constexpr (DK) dp[m][n][i] = p * (dp[m][n][i] - (i % 2 ? column_delta.y : column_delta.x));
+                if constexpr (DK) dp[m][n][i] = p * (dp[m][n][i] - (i % 2 ? column_delta.y : column_delta.x)) * slope;
             }
     }
     if constexpr (DV) accumulate(dv, s, o);

@@ -1,8 +1,9 @@
 // Causal attention on tensor cores, one block per tile of rows, for any sequence length. Compiled after mma_common.cuh.
 
 // out and lse. Grid: (tiles of queries, H, B). Shared: 1 tile of queries, 4 of keys and values.
-extern "C" __global__ void __launch_bounds__(THREADS) attention_fwd(const ACT* qkv, ACT* out, float* lse, i64 seq,
-                                                                    i64 heads, i64 kv_heads, float scale) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attention_fwd(const ACT* qkv, ACT* out, float* lse, i64 seq, i64 heads, i64 kv_heads, float scale, i64 window,
+                  float softcap) {
     pdl_wait_and_launch();
     constexpr int ROWS = FWD_ROWS, COLS = FWD_COLS, M = ROWS / 16 / WARPS, N = COLS / 8;
     extern __shared__ float4 memory[];
@@ -15,24 +16,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_fwd(const ACT* q
     qkv += blockIdx.z * seq * row;
     const ACT *keys = qkv + layout.k_at(head), *values = qkv + layout.v_at(head);
     i64 end = first + ROWS < seq ? first + ROWS : seq;
-    int tiles = (int)((end + COLS - 1) / COLS);
+    int begin = (int)(first_key(first, window) / COLS), tiles = (int)((end + COLS - 1) / COLS);
 
     copy_rows<ROWS>(q, qkv + layout.q_at(head), row, first, seq);
-    copy_rows<COLS>(k, keys, row, 0, seq);
-    copy_rows<COLS>(v, values, row, 0, seq);
+    copy_rows<COLS>(k + begin % 2 * COLS * WIDTH, keys, row, (i64)begin * COLS, seq);
+    copy_rows<COLS>(v + begin % 2 * COLS * WIDTH, values, row, (i64)begin * COLS, seq);
     commit_copies();
     float o[M][WIDTH / 8][4], row_max[M][2], row_sum[M][2];
     zero(o);
 #pragma unroll
     for (int m = 0; m < M; m++) row_max[m][0] = row_max[m][1] = NEG_INF, row_sum[m][0] = row_sum[m][1] = 0.0f;
-    float scale_log2 = scale * LOG2E;
+    Scores factors(scale, softcap);
 
-    for (int tile = 0; tile < tiles; tile++) {
+    for (int tile = begin; tile < tiles; tile++) {
         i64 key = (i64)tile * COLS;
         int stage = tile % 2 * COLS * WIDTH;
-        wait_for_kv_tile<ROWS, COLS>(q, k, v, keys, values, row, tile, tiles, seq);
+        wait_for_kv_tile<ROWS, COLS>(q, k, v, keys, values, row, tile, begin, tiles, seq);
         online_softmax<M, N>(o, row_max, row_sum, q, k + stage, v + stage, warp_row, (int)(first - key) + warp_row,
-                             scale_log2);
+                             factors, (int)window);
         __syncthreads();
     }
     out += (blockIdx.z * seq * heads + head) * WIDTH;
@@ -60,7 +61,7 @@ extern "C" __global__ void attention_bwd_delta(const ACT* out, const ACT* dout, 
 // dq. Grid: (tiles of queries, H, B). Shared: 2 tiles of queries, 4 of keys and values.
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_bwd_queries(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv, i64 seq,
-                          i64 heads, i64 kv_heads, float scale) {
+                          i64 heads, i64 kv_heads, float scale, i64 window, float softcap) {
     pdl_wait_and_launch();
     constexpr int ROWS = BWD_Q_ROWS, COLS = BWD_Q_COLS, M = ROWS / 16 / WARPS, N = COLS / 8;
     extern __shared__ float4 memory[];
@@ -73,12 +74,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     dqkv += blockIdx.z * seq * row;
     const ACT *keys = qkv + layout.k_at(head), *values = qkv + layout.v_at(head);
     i64 end = first + ROWS < seq ? first + ROWS : seq;
-    int tiles = (int)((end + COLS - 1) / COLS);
+    int begin = (int)(first_key(first, window) / COLS), tiles = (int)((end + COLS - 1) / COLS);
 
     copy_rows<ROWS>(q, qkv + layout.q_at(head), row, first, seq);
     copy_rows<ROWS>(o, dout + (blockIdx.z * seq * heads + head) * WIDTH, heads * WIDTH, first, seq);
-    copy_rows<COLS>(k, keys, row, 0, seq);
-    copy_rows<COLS>(v, values, row, 0, seq);
+    copy_rows<COLS>(k + begin % 2 * COLS * WIDTH, keys, row, (i64)begin * COLS, seq);
+    copy_rows<COLS>(v + begin % 2 * COLS * WIDTH, values, row, (i64)begin * COLS, seq);
     commit_copies();
     float dq[M][WIDTH / 8][4], row_lse[M][2], row_delta[M][2];
     zero(dq);
@@ -90,14 +91,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             row_lse[m][half] = query < seq ? lse[stat] * LOG2E : 0.0f;
             row_delta[m][half] = query < seq ? delta[stat] : 0.0f;
         }
-    float scale_log2 = scale * LOG2E;
+    Scores factors(scale, softcap);
 
-    for (int tile = 0; tile < tiles; tile++) {
+    for (int tile = begin; tile < tiles; tile++) {
         i64 key = (i64)tile * COLS;
         int stage = tile % 2 * COLS * WIDTH;
-        wait_for_kv_tile<2 * ROWS, COLS>(q, k, v, keys, values, row, tile, tiles, seq);
+        wait_for_kv_tile<2 * ROWS, COLS>(q, k, v, keys, values, row, tile, begin, tiles, seq);
         query_gradients<M, N>(dq, q, o, k + stage, v + stage, row_lse, row_delta, warp_row,
-                              (int)(first - key) + warp_row, scale_log2);
+                              (int)(first - key) + warp_row, factors, (int)window);
         __syncthreads();
     }
     float scales[M][2];
@@ -110,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // visits all query heads of its key head, so that no two blocks add to the same gradient.
 template <bool DK, bool DV>
 __device__ inline void bwd_keys(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv,
-                                i64 seq, i64 heads, i64 kv_heads, float scale) {
+                                i64 seq, i64 heads, i64 kv_heads, float scale, i64 window, float softcap) {
     // Only dk needs the values.
     constexpr int ROWS = BWD_K_ROWS, COLS = BWD_K_COLS, M = ROWS / 16 / WARPS, N = COLS / 8,
                   RESIDENT = DK ? 2 * ROWS : ROWS;
@@ -127,7 +128,8 @@ __device__ inline void bwd_keys(const ACT* qkv, const ACT* dout, const float* ls
     dout += blockIdx.z * seq * heads * WIDTH;
     lse += blockIdx.z * heads * seq;
     delta += blockIdx.z * heads * seq;
-    int start = (int)(first / COLS), per_head = (int)((seq + COLS - 1) / COLS) - start, tiles = per_head * (int)group;
+    i64 end = query_end(first + ROWS, window, seq);
+    int start = (int)(first / COLS), per_head = (int)((end + COLS - 1) / COLS) - start, tiles = per_head * (int)group;
 
     // Starts the copy of tile `tile`, counted over the queries of all heads, into its stage.
     auto start_copy = [&](int tile) {
@@ -148,7 +150,7 @@ __device__ inline void bwd_keys(const ACT* qkv, const ACT* dout, const float* ls
     float dk[M][WIDTH / 8][4], dv[M][WIDTH / 8][4];
     zero(dk);
     zero(dv);
-    float scale_log2 = scale * LOG2E;
+    Scores factors(scale, softcap);
 
     for (int tile = 0; tile < tiles; tile++) {
         i64 query = (i64)(start + tile % per_head) * COLS;
@@ -160,7 +162,8 @@ __device__ inline void bwd_keys(const ACT* qkv, const ACT* dout, const float* ls
             wait_for_tiles<0, RESIDENT, COLS>(tile == 0, k, q + stage * WIDTH, o + stage * WIDTH);
         }
         key_gradients<DK, DV, M, N>(dk, dv, k, v, q + stage * WIDTH, o + stage * WIDTH, stats + 2 * stage,
-                                    stats + 2 * stage + COLS, warp_row, (int)(first - query) + warp_row, scale_log2);
+                                    stats + 2 * stage + COLS, warp_row, (int)(first - query) + warp_row, factors,
+                                    (int)window);
         __syncthreads();
     }
     float ones[M][2], scales[M][2];
@@ -174,7 +177,8 @@ __device__ inline void bwd_keys(const ACT* qkv, const ACT* dout, const float* ls
 // values, 4 of queries and dout, and lse and delta of two tiles of queries.
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_bwd_keys(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv, i64 seq,
-                       i64 heads, i64 kv_heads, float scale) {
+                       i64 heads, i64 kv_heads, float scale, i64 window, float softcap) {
     pdl_wait_and_launch();
-    bwd_keys<true, !SEPARATE_VALUES>(qkv, dout, lse, delta, dqkv, seq, heads, kv_heads, scale);
+    bwd_keys<true, !SEPARATE_VALUES>(qkv, dout, lse, delta, dqkv, seq, heads, kv_heads, scale,
+                                     window, softcap);
 }

@@ -3,7 +3,8 @@
 // dv. Grid and shared memory are those of attention_bwd_keys.
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_bwd_values(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv, i64 seq,
-                         i64 heads, i64 kv_heads, float scale) {
+                         i64 heads, i64 kv_heads, float scale, i64 window, float softcap) {
     pdl_wait_and_launch();
-    bwd_keys<false, true>(qkv, dout, lse, delta, dqkv, seq, heads, kv_heads, scale);
+    bwd_keys<false, true>(qkv, dout, lse, delta, dqkv, seq, heads, kv_heads, scale, window,
+                          softcap);
 }

@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     rotate(k, table, seq);
     __syncthreads();
     int tiles = ((int)seq + ROWS - 1) / ROWS;
-    float scale_log2 = scale * LOG2E;
+    Scores factors(scale, 0.0f);
     for (int round = 0; round * WARPS < tiles; round++) {
         int tile = warp_tile(round), first = tile * ROWS;
         if (tile >= tiles) continue;
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
         for (int m = 0; m < M; m++) row_max[m][0] = row_max[m][1] = NEG_INF, row_sum[m][0] = row_sum[m][1] = 0.0f;
         for (int key = 0; key < first + ROWS; key += WHOLE_FWD_COLS)
             online_softmax<M, N>(o, row_max, row_sum, q, k + key * WIDTH, v + key * WIDTH, first, first - key,
-                                 scale_log2);
+                                 factors, 0);
         write_output(out, width, lse, first, seq, o, row_max, row_sum);
     }
 }
@@ -126,7 +126,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
     __syncthreads();
 
     int tiles = ((int)seq + ROWS - 1) / ROWS;
-    float scale_log2 = scale * LOG2E, ones[M][2], scales[M][2];
+    Scores factors(scale, 0.0f);
+    float ones[M][2], scales[M][2];
 #pragma unroll
     for (int m = 0; m < M; m++) ones[m][0] = ones[m][1] = 1.0f, scales[m][0] = scales[m][1] = scale;
     for (int round = 0; round * WARPS < tiles; round++) {
@@ -137,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
         zero(dv);
         for (int query = first / WHOLE_BWD_COLS * WHOLE_BWD_COLS; query < seq; query += WHOLE_BWD_COLS)
             key_gradients<true, true, M, N>(dk, dv, k, v, q + query * WIDTH, o + query * WIDTH, head_lse + query,
-                                            head_delta + query, first, first - query, scale_log2);
+                                            head_delta + query, first, first - query, factors, 0);
         rotate_back(dk, table, first, seq);
         write_rows(dqkv + layout.k_at(head), row, first, seq, dk, scales);
         write_rows(dqkv + layout.v_at(head), row, first, seq, dv, ones);
@@ -157,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
             }
         for (int key = 0; key < first + ROWS; key += WHOLE_BWD_COLS)
             query_gradients<M, N>(dq, q, o, k + key * WIDTH, v + key * WIDTH, row_lse, row_delta, first, first - key,
-                                  scale_log2);
+                                  factors, 0);
         rotate_back(dq, table, first, seq);
         write_rows(dqkv + layout.q_at(head), row, first, seq, dq, scales);
     }

@@ -1,23 +1,30 @@
 //! Causal attention over packed projections, with rotary positions, grouped query heads and the hand-written backward.
 //!
-//! Per query head: `s = q k^T / sqrt(D)`, `p = softmax(s)` over the keys up to the query's own position, `out = p v`,
-//! and `lse_i = log sum_j exp(s_ij)`, from which backward recomputes `p_ij = exp(s_ij - lse_i)`. With `delta_i = dout_i
-//! . out_i`: `dv = p^T dout`, `ds = p (dout v^T - delta)`, `dq = ds k / sqrt(D)`, `dk = ds^T q / sqrt(D)`.
+//! Per query head: `s = scale q k^T`, `p = softmax(s)` over the keys up to the query's own position, `out = p v`, and
+//! `lse_i = log sum_j exp(s_ij)`, from which backward recomputes `p_ij = exp(s_ij - lse_i)`. With `delta_i = dout_i .
+//! out_i`: `dv = p^T dout`, `ds = p (dout v^T - delta)`, `dq = scale ds k`, `dk = scale ds^T q`.
+//!
+//! With a soft cap c, scores become `c tanh(s / c)` before the softmax, and backward multiplies ds by `1 - tanh(s /
+//! c)^2`. With a window, a query sees only its own and the `window - 1` positions before it.
 //!
 //! Variants on a GPU, in order of preference (see `cuda`):
 //!
 //! | variant | conditions | file |
 //! |---|---|---|
-//! | whole heads in shared memory | bf16, D 16 or 32, short sequences, Hkv = H | `mma_whole_head.cu` |
-//! | cuDNN | bf16, not deterministic, cuDNN 9.15.1 or newer, or 9.6 if 128 divides T, D up to 256 | `cudnn.rs` |
+//! | whole heads in shared memory | plain scores, bf16, D 16 or 32, short sequences, Hkv = H | `mma_whole_head.cu` |
+//! | cuDNN | no cap, bf16, not deterministic, cuDNN 9.15.1 or newer, or 9.6 if 128 divides T, D up to 256 | `cudnn.rs` |
 //! | tiles on tensor cores | bf16 with D a multiple of 16, tf32 with D a multiple of 8, D up to 256 | `mma_tiled.cu` |
 //! | tiles on FP32 units | none | `kernel.cu` |
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 pub(crate) mod cudnn;
+pub(crate) mod options;
 pub(crate) mod variant;
 
+use std::fmt;
+
+pub use options::{AttentionOptions, Scalar};
 use xlaunch_pool::DType;
 
 use super::{Cuda, Op};
@@ -26,8 +33,8 @@ use crate::error::Result;
 use crate::tensor::Slice;
 
 /// Attention over `qkv` (B, T, (H + 2 Hkv) D): H query heads, then Hkv key heads, then Hkv value heads. Query head h
-/// attends to key head `h / (H / Hkv)`, causally, with scores scaled by `1 / sqrt(D)`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+/// attends to key head `h / (H / Hkv)`, causally.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct AttentionShape {
     /// B.
     pub batch: usize,
@@ -39,6 +46,20 @@ pub struct AttentionShape {
     pub kv_heads: usize,
     /// D, a multiple of 8.
     pub width: usize,
+    /// Scale, window and soft cap of the scores.
+    pub options: AttentionOptions,
+}
+
+/// Names options only where they differ from plain attention.
+impl fmt::Debug for AttentionShape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { batch, seq, heads, kv_heads, width, options } = self;
+        let mut shape = f.debug_struct("AttentionShape");
+        shape.field("batch", batch).field("seq", seq).field("heads", heads).field("kv_heads", kv_heads);
+        shape.field("width", width);
+        options.debug(*width, &mut shape);
+        shape.finish()
+    }
 }
 
 impl AttentionShape {
@@ -48,9 +69,18 @@ impl AttentionShape {
     }
 
     /// Returns the factor of the scores.
-    #[expect(clippy::cast_precision_loss, reason = "head widths are small")]
     pub fn scale(&self) -> f32 {
-        1.0 / (self.width as f32).sqrt()
+        self.options.scale.get()
+    }
+
+    /// Returns the bound of the scores; 0 if there is none.
+    pub(crate) fn softcap(&self) -> f32 {
+        self.options.softcap.map_or(0.0, Scalar::get)
+    }
+
+    /// Returns the number of positions that a query sees at most.
+    pub(crate) fn window(&self) -> usize {
+        self.options.visible(self.seq)
     }
 }
 

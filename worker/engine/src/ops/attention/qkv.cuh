@@ -8,3 +8,13 @@ struct QkvLayout {
     __device__ i64 k_at(i64 head) const { return (heads + kv(head)) * WIDTH; }
     __device__ i64 v_at(i64 head) const { return (heads + kv_heads + kv(head)) * WIDTH; }
 };
+
+// Sliding windows, -DWINDOWED: a query at position i sees the keys i - window + 1 to i. Without, `window` is unused.
+
+// The first key that any of the queries from `query` on sees.
+__device__ inline i64 first_key(i64 query, i64 window) { return WINDOWED && query >= window ? query - window + 1 : 0; }
+
+// The end of the queries that see any of the keys before `key_end`.
+__device__ inline i64 query_end(i64 key_end, i64 window, i64 seq) {
+    return WINDOWED && key_end - 1 + window < seq ? key_end - 1 + window : seq;
+}

@@ -7,7 +7,7 @@
 
 use xlaunch_pool::DType;
 
-use super::AttentionShape;
+use super::{AttentionOptions, AttentionShape};
 use crate::cuda::{Launch, Macro, Source, VEC, source};
 use crate::options::Precision;
 
@@ -39,16 +39,44 @@ const MMA_BF16_WHOLE_HEAD: Source = source!(
     after "attention/mma_tiled.cu"
 );
 
-/// Kernels for one head width and element type of activations.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Kernels for one head width, element type of activations and kind of scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum OwnKernels {
-    Fp32 { width: usize },
-    Mma { activations: DType, width: usize, tiles: Tiles },
+    Fp32 { width: usize, scores: Scores },
+    Mma { activations: DType, width: usize, scores: Scores, tiles: Tiles },
+}
+
+/// Options of the scores for which kernels are compiled. Others are arguments.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub(crate) struct Scores {
+    windowed: bool,
+    capped: bool,
+}
+
+impl From<AttentionOptions> for Scores {
+    fn from(options: AttentionOptions) -> Self {
+        Self { windowed: options.window.is_some(), capped: options.softcap.is_some() }
+    }
+}
+
+impl Scores {
+    /// All kinds, plain ones first.
+    pub(crate) const ALL: [Self; 4] = [
+        Self { windowed: false, capped: false },
+        Self { windowed: true, capped: false },
+        Self { windowed: false, capped: true },
+        Self { windowed: true, capped: true },
+    ];
+
+    fn macros(self) -> [Macro; 2] {
+        let Self { windowed, capped } = self;
+        [Macro::int("WINDOWED", usize::from(windowed)), Macro::int("CAPPED", usize::from(capped))]
+    }
 }
 
 /// Number of rows that a block owns, and number of rows of the other operand that it visits at a time. These are
 /// queries and keys, or keys and queries.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Tiles {
     fwd: (usize, usize),
     bwd_queries: (usize, usize),
@@ -82,10 +110,10 @@ const DELTA_THREADS: u32 = FP32_THREADS;
 const ROW_PADDING: usize = 4;
 
 impl OwnKernels {
-    /// Selects the fastest kernels for this width on a device of this compute capability.
-    pub(crate) fn select(precision: Precision, capability: (i32, i32), width: usize) -> Self {
+    /// Selects the fastest kernels for this width and these scores on a device of this compute capability.
+    pub(crate) fn select(precision: Precision, capability: (i32, i32), width: usize, scores: Scores) -> Self {
         let activations = precision.activations();
-        let plain = Self::Fp32 { width };
+        let plain = Self::Fp32 { width, scores };
         let multiple = match precision {
             Precision::Fp32 => return plain,
             Precision::Tf32 => 8,
@@ -108,23 +136,24 @@ impl OwnKernels {
             _ => return plain,
         };
         let tiles = Tiles { fwd, bwd_queries, bwd_keys, threads, separate_values: width > 128 };
-        Self::Mma { activations, width, tiles }
+        Self::Mma { activations, width, scores, tiles }
     }
 
     /// Returns the source, and the macros that it is compiled with.
     pub(crate) fn source(self) -> (Source, Vec<Macro>) {
-        let (activations, width, tiles) = match self {
-            Self::Fp32 { width } => {
-                let macros = vec![
+        let (activations, width, scores, tiles) = match self {
+            Self::Fp32 { width, scores } => {
+                let mut macros = vec![
                     Macro::int("WIDTH", width),
                     Macro::int("THREADS", FP32_THREADS as usize),
                     Macro::int("TILE", fp32_tile(width)),
                     Macro::int("ROW_PADDING", ROW_PADDING),
                     Macro::int("DELTA_LANES", self.delta_lanes()),
                 ];
+                macros.extend(scores.macros());
                 return (FP32, macros);
             }
-            Self::Mma { activations, width, tiles } => (activations, width, tiles),
+            Self::Mma { activations, width, scores, tiles } => (activations, width, scores, tiles),
         };
         let mut macros = vec![
             Macro::int("WIDTH", width),
@@ -138,6 +167,7 @@ impl OwnKernels {
             Macro::int("SEPARATE_VALUES", usize::from(tiles.separate_values)),
             Macro::int("DELTA_LANES", self.delta_lanes()),
         ];
+        macros.extend(scores.macros());
         let Some(seq) = self.max_whole_head_seq() else {
             let source = match (activations, tiles.separate_values) {
                 (DType::Bf16, false) => MMA_BF16,
@@ -180,10 +210,11 @@ impl OwnKernels {
         matches!(self, Self::Mma { tiles, .. } if tiles.separate_values)
     }
 
-    /// Returns the longest sequence whose heads fit into a block. Wider heads leave too few registers for the
-    /// accumulators.
+    /// Returns the longest sequence whose heads fit into a block, for plain scores. Wider heads leave too few registers
+    /// for the accumulators.
     fn max_whole_head_seq(self) -> Option<usize> {
         match self {
+            Self::Mma { scores, .. } if scores != Scores::default() => None,
             Self::Mma { activations: DType::Bf16, width: width @ (16 | 32), .. } => {
                 Some(WHOLE_HEAD_BYTES / (4 * width * size_of::<u16>()))
             }
@@ -199,7 +230,7 @@ impl OwnKernels {
     /// Returns blocks, threads and shared memory of a kernel.
     pub(crate) fn launch(self, kernel: Kernel, s: AttentionShape) -> Launch {
         let (rows, block) = match self {
-            Self::Fp32 { width } => (fp32_tile(width), FP32_THREADS),
+            Self::Fp32 { width, .. } => (fp32_tile(width), FP32_THREADS),
             Self::Mma { tiles, .. } => (tiles.of(kernel).0, tiles.threads),
         };
         let grid = match kernel {
@@ -227,11 +258,11 @@ impl OwnKernels {
     /// Returns the size in bytes of the shared memory of a kernel's block.
     pub(crate) fn shared(self, kernel: Kernel) -> usize {
         match self {
-            Self::Fp32 { width } => {
+            Self::Fp32 { width, .. } => {
                 let (tile, tiles) = (fp32_tile(width), if kernel == Kernel::Fwd { 3 } else { 4 });
                 tile * (tiles * (width + ROW_PADDING) + tile + ROW_PADDING) * size_of::<f32>()
             }
-            Self::Mma { activations, width, tiles } => {
+            Self::Mma { activations, width, tiles, .. } => {
                 let (rows, cols) = tiles.of(kernel);
                 let seq = self.max_whole_head_seq().unwrap_or(0);
                 // Rows of WIDTH activations, and floats for lse and delta. Visited tiles are double-buffered.

@@ -5,6 +5,7 @@ use rayon::prelude::*;
 use super::{CachedAttention, CachedAttentionShape};
 use crate::cpu::math::{self, simd};
 use crate::cpu::{Access, Threads};
+use crate::ops::Scalar;
 
 pub(crate) fn run(t: &Threads, args: CachedAttention<'_>) {
     let (a, s) = (Access::new("cached_attention"), args.shape);
@@ -28,7 +29,8 @@ pub(crate) fn run(t: &Threads, args: CachedAttention<'_>) {
         out.par_chunks_mut(group).enumerate().for_each_init(Vec::new, |scratch, (task, out)| {
             let (row, head) = (&rows[task / s.kv_heads], task % s.kv_heads);
             let start = (row.slot * s.kv_heads + head) * s.capacity * s.width;
-            let seen = start..start + (row.position + 1) * s.width;
+            let first = (row.position + 1).saturating_sub(s.window());
+            let seen = start + first * s.width..start + (row.position + 1) * s.width;
             let queries = &row.qkv[head * group..][..group];
             simd!(attend(s, row, queries, &keys[seen.clone()], &values[seen], scratch, out));
         });
@@ -78,7 +80,7 @@ fn attend(
     scratch: &mut Vec<f32>,
     out: &mut [f32],
 ) {
-    let seen = row.position + 1;
+    let seen = keys.len() / s.width;
     scratch.resize(s.width + seen, 0.0);
     let (q, scores) = scratch.split_at_mut(s.width);
     for (query, out) in queries.chunks_exact(s.width).zip(out.chunks_exact_mut(s.width)) {
@@ -88,6 +90,9 @@ fn attend(
             *score = math::dot(q, key);
         }
         let scores = &mut scores[..seen];
+        if let Some(cap) = s.options.softcap.map(Scalar::get) {
+            scores.iter_mut().for_each(|s| *s = cap * math::tanh_relative(*s / cap));
+        }
         let largest = math::max(scores);
         scores.iter_mut().for_each(|score| *score = math::exp(*score - largest));
         let scale = 1.0 / math::total(scores);

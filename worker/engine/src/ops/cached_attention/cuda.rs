@@ -1,15 +1,13 @@
 //! Launches of attention over the cache. The kernels are compiled on first use, per head width and number of query
 //! heads per key head.
 
-use std::cell::RefCell;
-use std::collections::HashMap;
-
-use cudarc::driver::CudaFunction;
 use xlaunch_pool::DType;
 
 use super::{CachedAttention, CachedAttentionShape};
+use crate::cuda::on_demand::{Compilation, OnDemand};
 use crate::cuda::{Arg, Gpu, Launch, Macro, Source, args, expect, source};
-use crate::error::{EngineError, Result};
+use crate::error::Result;
+use crate::ops::Scalar;
 
 /// Threads of a block.
 const CACHED_THREADS: u32 = 256;
@@ -21,12 +19,12 @@ const MAX_GROUP: usize = 4;
 const SOURCE: Source = source!("cached_attention/kernel.cu");
 const CACHED_KERNELS: [&str; 2] = ["cached_attention", "cache_store"];
 
-/// The kernels loaded so far, by name, head width and query heads per block.
+/// The kernels by head width and query heads per block.
 #[derive(Debug, Default)]
-pub(crate) struct CachedKernels(RefCell<HashMap<(&'static str, usize, usize), CudaFunction>>);
+pub(crate) struct CachedKernels(OnDemand<(usize, usize)>);
 
 /// Returns the source, its macros and its kernels for this head width and number of query heads per block.
-pub(crate) fn source_for(width: usize, group: usize) -> (Source, Vec<Macro>, Vec<&'static str>) {
+pub(crate) fn source_for((width, group): (usize, usize)) -> Compilation {
     let macros = vec![
         Macro::int("WIDTH", width),
         Macro::int("GROUP", group),
@@ -74,7 +72,9 @@ impl CachedKernels {
             s.capacity,
             s.split(),
             a.distinct,
-            s.scale()
+            s.scale(),
+            s.window(),
+            s.options.softcap.map_or(0.0, Scalar::get)
         ];
         // SAFETY: as above; there is scratch memory for every split and a counter for every head of a row.
         unsafe { self.launch(gpu, "cached_attention", s, launch, args) }
@@ -92,20 +92,9 @@ impl CachedKernels {
         launch: Launch,
         args: &[Arg],
     ) -> Result<()> {
-        let key = (name, s.width, group(s));
-        let loaded = self.0.borrow().get(&key).cloned();
-        let function = match loaded {
-            Some(function) => function,
-            None => {
-                let (source, macros, names) = source_for(s.width, group(s));
-                let functions = gpu.kernels.load(source, &macros, &names)?;
-                let mut loaded = self.0.borrow_mut();
-                loaded.extend(functions.into_iter().map(|(name, function)| ((name, key.1, key.2), function)));
-                loaded.get(&key).cloned().ok_or_else(|| EngineError::no_kernel(name))?
-            }
-        };
+        let key = ((s.width, group(s)), name);
         // SAFETY: the caller's promise.
-        unsafe { gpu.kernels.launch_function(name, &function, launch, args) }
+        unsafe { self.0.launch(&gpu.kernels, key, source_for, launch, args) }
     }
 }
 

@@ -92,17 +92,21 @@ __device__ inline float combine_results(const volatile float* results, int count
     return sum;
 }
 
-// Grid: (splits of `split` positions, H / GROUP, N). With `append`, the block that has a row's own position stores its
-// key and value; otherwise cache_store has done so. partials: splits x RESULT floats per head; counters: one per block
-// of a row, zero before and after.
+// Grid: (splits of `split` positions, H / GROUP, N). A row sees its own and the `window - 1` positions before it; the
+// first block takes the first split that has any of them. Scores are capped if softcap > 0. With `append`, the block
+// that has a row's own position stores its key and value; otherwise cache_store has done so. partials: splits x RESULT
+// floats per head; counters: one per block of a row, zero before and after.
 extern "C" __global__ void __launch_bounds__(THREADS)
     cached_attention(const ACT* qkv, const float* table, const int* slots, const int* positions, ACT* keys,
                      ACT* values, ACT* out, float* partials, unsigned* counters, i64 heads, i64 kv_heads, i64 capacity,
-                     i64 split, bool append, float scale) {
+                     i64 split, bool append, float scale, i64 window, float softcap) {
     pdl_wait_and_launch();
     i64 row = blockIdx.z, head = blockIdx.y * (i64)GROUP, kv = head / (heads / kv_heads);
-    int position = positions[row], first = blockIdx.x * split, last = min(position, (int)(first + split - 1));
+    // The first position that the row sees, and the first split that has any.
+    int position = positions[row], low = max(position - (int)window + 1, 0), begin = low / split;
+    int first = (begin + blockIdx.x) * split, last = min(position, (int)(first + split - 1));
     if (first > position) return;
+    first = max(first, low);
     int part = threadIdx.x % LANES, team = threadIdx.x / LANES, d = part * 8;
     bool inside = d < WIDTH;
     const ACT* token = qkv + row * (heads + 2 * kv_heads) * WIDTH;
@@ -151,6 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 for (int distance = LANES / 2; distance > 0; distance /= 2)
                     score += __shfl_xor_sync(FULL_WARP, score, distance);
                 if (!valid) continue;
+                if (softcap > 0.0f) score = softcap * tanh_for<ACT>(score / softcap);
                 float now = fmaxf(state[g].largest, score), old = rescale(state[g].largest, now);
                 float p = exp_for<ACT>(score - now);
                 state[g].largest = now;
@@ -171,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (part == 0) result[WIDTH] = state[g].largest, result[WIDTH + 1] = state[g].total;
     }
     __syncthreads();
-    int active = position / split + 1;
+    int active = position / split - begin + 1;
     out += (row * heads + head) * WIDTH;
     float* mine = partials + (row * heads + head) * gridDim.x * RESULT;
     for (int i = threadIdx.x; i < GROUP * WIDTH; i += THREADS) {

@@ -2,8 +2,11 @@
 //!
 //! A row is one new token: of the sequence in cache slot `slots[n]`, at position `positions[n]`. Its key and value are
 //! stored there, after rotation by the position if there is a rotary table, and its query heads attend to all positions
-//! of the slot up to its own: `s = q k^T / sqrt(D)`, `p = softmax(s)`, `out = p v`. This operation treats rows of one
+//! of the slot up to its own: `s = scale q k^T`, `p = softmax(s)`, `out = p v`. This operation treats rows of one
 //! prompt, of several prompts of different lengths, and of one step of several sequences alike.
+//!
+//! With a window, only its own and the `window - 1` positions before it; with a soft cap c, scores become
+//! `c tanh(s / c)` before the softmax.
 //!
 //! Slots and positions are read on the device, so that a captured step can be replayed at other positions. The caches
 //! of keys and of values are (S, Hkv, T, D) each, so a block reads the keys of one head from consecutive addresses.
@@ -14,7 +17,9 @@
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 
-use super::{Cuda, Op};
+use std::fmt;
+
+use super::{AttentionOptions, Cuda, Op};
 use crate::cpu::Threads;
 use crate::error::Result;
 use crate::tensor::Slice;
@@ -25,7 +30,7 @@ const BLOCKS: usize = 264;
 const MIN_SPLIT: usize = 64;
 
 /// Attention of N rows over a cache of S slots.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub struct CachedAttentionShape {
     /// N.
     pub rows: usize,
@@ -39,6 +44,20 @@ pub struct CachedAttentionShape {
     pub slots: usize,
     /// T: positions of a slot.
     pub capacity: usize,
+    /// Scale, window and soft cap of the scores.
+    pub options: AttentionOptions,
+}
+
+/// Names options only where they differ from plain attention.
+impl fmt::Debug for CachedAttentionShape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { rows, heads, kv_heads, width, slots, capacity, options } = self;
+        let mut shape = f.debug_struct("CachedAttentionShape");
+        shape.field("rows", rows).field("heads", heads).field("kv_heads", kv_heads).field("width", width);
+        shape.field("slots", slots).field("capacity", capacity);
+        options.debug(*width, &mut shape);
+        shape.finish()
+    }
 }
 
 impl CachedAttentionShape {
@@ -53,20 +72,24 @@ impl CachedAttentionShape {
     }
 
     /// Returns the factor of the scores.
-    #[expect(clippy::cast_precision_loss, reason = "head widths are small")]
     pub fn scale(&self) -> f32 {
-        1.0 / (self.width as f32).sqrt()
+        self.options.scale.get()
     }
 
-    /// Returns the number of positions per split: all of them if the rows alone fill a GPU.
+    /// Returns the number of positions that a row sees at most.
+    pub(crate) fn window(&self) -> usize {
+        self.options.visible(self.capacity)
+    }
+
+    /// Returns the number of positions per split: all that a row sees if the rows alone fill a GPU.
     pub(crate) fn split(&self) -> usize {
         let splits = (BLOCKS / (self.rows * self.kv_heads)).max(1);
-        self.capacity.div_ceil(splits).next_multiple_of(MIN_SPLIT).min(self.capacity)
+        self.window().div_ceil(splits).next_multiple_of(MIN_SPLIT).min(self.capacity)
     }
 
-    /// Returns the number of splits of a full slot.
+    /// Returns the number of splits that a row reads at most. A window may begin and end within a split.
     pub(crate) fn splits(&self) -> usize {
-        self.capacity.div_ceil(self.split())
+        self.capacity.div_ceil(self.split()).min((self.window() - 1).div_ceil(self.split()) + 1)
     }
 
     /// Returns the number of F32 elements of scratch memory for the results of splits: D sums, a maximum and a

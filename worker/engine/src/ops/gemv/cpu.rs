@@ -12,7 +12,7 @@ use super::Gemv;
 use crate::cpu::math::simd;
 use crate::cpu::{Access, Threads};
 use crate::ops::LinearShape;
-use crate::ops::gelu::cpu::gelu;
+use crate::ops::activation::cpu::{Function, with_function};
 
 /// Vectors of partial sums of a dot product: several, so that additions do not wait long for each other.
 const SUMS: usize = 2;
@@ -37,11 +37,11 @@ pub(crate) fn run(t: &Threads, args: Gemv<'_>) {
                 if let Some(bias) = bias {
                     row.iter_mut().zip(&bias[first..]).for_each(|(y, bias)| *y += bias);
                 }
-                if args.gelu {
-                    row.iter_mut().for_each(|y| *y = gelu(*y));
-                }
             }
         });
+        if let Some(activation) = args.activation {
+            with_function!(activation, F => activate::<F>(out));
+        }
     };
     t.run(|| {
         if s.rows == 1 {
@@ -63,6 +63,10 @@ pub(crate) fn run(t: &Threads, args: Gemv<'_>) {
             }
         }
     });
+}
+
+fn activate<F: Function>(x: &mut [f32]) {
+    simd!(x.iter_mut().for_each(|x| *x *= F::gate(*x)));
 }
 
 /// `out (N, O) = x (N, I) w (O, I)^T` in explicit vectors: the compiler would turn sums in nested arrays into scalars.

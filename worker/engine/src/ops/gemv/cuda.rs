@@ -5,7 +5,7 @@ use xlaunch_pool::DType;
 use super::{GEMV_ROWS, Gemv};
 use crate::cuda::{Gpu, KernelFile, Launch, Macro, args, expect, is_bf16, source};
 use crate::error::Result;
-use crate::ops::gelu::{GELU_CUBE, GELU_SCALE};
+use crate::ops::Activation;
 
 /// Outputs per block of the tensor core kernels, and inputs that a warp reads at a time.
 const MMA_OUTPUTS: usize = 16;
@@ -17,13 +17,9 @@ const MMA_READS: usize = 3;
 const FMA_WARPS: usize = 8;
 
 pub(crate) const KERNELS: KernelFile = KernelFile {
-    source: source!("gemv/kernel.cu"),
+    source: source!("gemv/kernel.cu", after "activation/functions.cuh"),
     kernels: &["gemv_fma", "gemv_mma_8", "gemv_mma_16", "gemv_mma_32"],
-    macros: &[
-        Macro::float("GELU_SCALE", GELU_SCALE),
-        Macro::float("GELU_CUBE", GELU_CUBE),
-        Macro::int("GEMV_WARPS", MMA_WARPS),
-    ],
+    macros: &[Macro::int("GEMV_WARPS", MMA_WARPS)],
     dynamic_shared: &[],
 };
 
@@ -51,7 +47,8 @@ pub(crate) fn run(gpu: &Gpu, a: Gemv<'_>) -> Result<()> {
     } else {
         ("gemv_fma", Launch::blocks(s.outputs.div_ceil(FMA_WARPS), gpu.device.warp * FMA_WARPS as u32))
     };
-    let args = args![a.x, a.w, a.bias, a.y, y_bf16, a.gelu, s.rows, s.inputs, s.outputs];
+    let activation = a.activation.map_or(Activation::ALL.len(), |activation| activation as usize);
+    let args = args![a.x, a.w, a.bias, a.y, y_bf16, activation, s.rows, s.inputs, s.outputs];
     // SAFETY: checked above; y overlaps no input by the operation's contract.
     unsafe { gpu.launch(name, launch, args) }
 }

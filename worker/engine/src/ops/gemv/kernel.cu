@@ -1,12 +1,17 @@
-// Linear layers with a few rows: y (N, O) = f(x (N, I) w (O, I)^T + bias), where f is the identity or GELU; y is bf16
-// or float.
+// Linear layers with a few rows: y (N, O) = f(x (N, I) w (O, I)^T + bias), where f is the identity or an activation
+// function, selected by its number; y is bf16 or float.
 //
 // Weights are read once, with 16-byte loads. The sum of an output has the same order for every number of rows.
 
-// gelu(x) = x (1 + tanh(u)) / 2 = x sigmoid(2 u)
-__device__ inline float gemv_finish(float x, const ACT* bias, i64 output, bool gelu) {
+__device__ inline float gemv_finish(float x, const ACT* bias, i64 output, i64 activation) {
     if (bias) x += load(bias, output);
-    return gelu ? x * sigmoid_for<ACT>(2.0f * GELU_SCALE * (x + GELU_CUBE * x * x * x)) : x;
+    switch (activation) {
+        case SILU: return x * gate<SILU>(x);
+        case GELU: return x * gate<GELU>(x);
+        case GELU_TANH: return x * gate<GELU_TANH>(x);
+        case RELU2: return x * gate<RELU2>(x);
+        default: return x;
+    }
 }
 
 // Rows whose sums a warp of gemv_fma keeps at a time.
@@ -14,7 +19,8 @@ __device__ inline float gemv_finish(float x, const ACT* bias, i64 output, bool g
 
 // On FP32 units, for any element type and any I. Grid: one warp per output.
 extern "C" __global__ void gemv_fma(const ACT* __restrict__ x, const ACT* __restrict__ w, const ACT* __restrict__ bias,
-                                    void* __restrict__ y, bool y_bf16, bool gelu, i64 rows, i64 inputs, i64 outputs) {
+                                    void* __restrict__ y, bool y_bf16, i64 activation, i64 rows, i64 inputs,
+                                    i64 outputs) {
     pdl_wait_and_launch();
     i64 output = blockIdx.x * (i64)(blockDim.x / WARP) + threadIdx.x / WARP;
     if (output >= outputs) return;
@@ -38,7 +44,8 @@ extern "C" __global__ void gemv_fma(const ACT* __restrict__ x, const ACT* __rest
         for (int r = 0; r < FMA_ROWS; r++) {
             if (first + r >= rows) continue;
             float sum = warp_sum(sums[r]);
-            if (lane == 0) store_grad(y, y_bf16, (first + r) * outputs + output, gemv_finish(sum, bias, output, gelu));
+            if (lane > 0) continue;
+            store_grad(y, y_bf16, (first + r) * outputs + output, gemv_finish(sum, bias, output, activation));
         }
     }
 }
@@ -48,7 +55,7 @@ extern "C" __global__ void gemv_fma(const ACT* __restrict__ x, const ACT* __rest
 // The order of the inputs within a multiplication is free as long as it is the same in both operands: each thread takes
 // eight neighbouring inputs of its rows, which are one 16-byte load, as its parts of two multiplications.
 template <int TILES>
-__device__ inline void gemv_tiles(const ACT* x, const ACT* w, const ACT* bias, void* y, bool y_bf16, bool gelu,
+__device__ inline void gemv_tiles(const ACT* x, const ACT* w, const ACT* bias, void* y, bool y_bf16, i64 activation,
                                   i64 rows, i64 inputs, i64 outputs) {
     __shared__ float partials[GEMV_WARPS][8 * TILES][17];
     int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, group = threadIdx.x % WARP / 4, part = threadIdx.x % 4;
@@ -82,28 +89,28 @@ __device__ inline void gemv_tiles(const ACT* x, const ACT* w, const ACT* bias, v
         if (output >= outputs) continue;
         float sum = 0.0f;
         for (int other = 0; other < warps; other++) sum += partials[other][row][column];
-        store_grad(y, y_bf16, row * outputs + output, gemv_finish(sum, bias, output, gelu));
+        store_grad(y, y_bf16, row * outputs + output, gemv_finish(sum, bias, output, activation));
     }
 }
 
 // Grid of all three: one block per 16 outputs, with at most GEMV_WARPS warps. I is a multiple of 32.
 extern "C" __global__ void gemv_mma_8(const ACT* __restrict__ x, const ACT* __restrict__ w,
-                                      const ACT* __restrict__ bias, void* __restrict__ y, bool y_bf16, bool gelu,
+                                      const ACT* __restrict__ bias, void* __restrict__ y, bool y_bf16, i64 activation,
                                       i64 rows, i64 inputs, i64 outputs) {
     pdl_wait_and_launch();
-    gemv_tiles<1>(x, w, bias, y, y_bf16, gelu, rows, inputs, outputs);
+    gemv_tiles<1>(x, w, bias, y, y_bf16, activation, rows, inputs, outputs);
 }
 
 extern "C" __global__ void gemv_mma_16(const ACT* __restrict__ x, const ACT* __restrict__ w,
-                                       const ACT* __restrict__ bias, void* __restrict__ y, bool y_bf16, bool gelu,
+                                       const ACT* __restrict__ bias, void* __restrict__ y, bool y_bf16, i64 activation,
                                        i64 rows, i64 inputs, i64 outputs) {
     pdl_wait_and_launch();
-    gemv_tiles<2>(x, w, bias, y, y_bf16, gelu, rows, inputs, outputs);
+    gemv_tiles<2>(x, w, bias, y, y_bf16, activation, rows, inputs, outputs);
 }
 
 extern "C" __global__ void gemv_mma_32(const ACT* __restrict__ x, const ACT* __restrict__ w,
-                                       const ACT* __restrict__ bias, void* __restrict__ y, bool y_bf16, bool gelu,
+                                       const ACT* __restrict__ bias, void* __restrict__ y, bool y_bf16, i64 activation,
                                        i64 rows, i64 inputs, i64 outputs) {
     pdl_wait_and_launch();
-    gemv_tiles<4>(x, w, bias, y, y_bf16, gelu, rows, inputs, outputs);
+    gemv_tiles<4>(x, w, bias, y, y_bf16, activation, rows, inputs, outputs);
 }

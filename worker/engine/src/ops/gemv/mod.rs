@@ -1,4 +1,5 @@
-//! Linear layers with a few rows, as in decoding: `y = f(x w^T + bias)`, where f is the identity or GELU.
+//! Linear layers with a few rows, as in decoding: `y = f(x w^T + bias)`, where f is the identity or an
+//! activation function.
 //!
 //! Reading the weights takes nearly all of the time, so each kernel reads them once. A row of y has the same bits
 //! regardless of the number and values of other rows: a sequence gets the same logits alone and in a batch.
@@ -6,7 +7,7 @@
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 
-use super::{Cuda, LinearShape, Op};
+use super::{Activation, Cuda, LinearShape, Op};
 use crate::cpu::Threads;
 use crate::error::Result;
 use crate::tensor::Slice;
@@ -25,8 +26,8 @@ pub struct Gemv<'a> {
     pub w: Slice<'a>,
     /// (O,).
     pub bias: Option<Slice<'a>>,
-    /// True if f is GELU.
-    pub gelu: bool,
+    /// f; `None` for the identity.
+    pub activation: Option<Activation>,
     /// (N, O), in F32 or the element type of activations.
     pub y: Slice<'a>,
 }

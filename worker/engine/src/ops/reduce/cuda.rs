@@ -69,8 +69,10 @@ pub(crate) fn column_sum(gpu: &Gpu, args: ColumnSum<'_>) -> Result<()> {
 
 /// Column sums of an (N, C) array: memory for partial sums, and the launch of the kernel that writes them.
 pub(crate) struct ColumnSums {
-    rows: usize,
-    cols: usize,
+    /// N.
+    pub(crate) rows: usize,
+    /// C.
+    pub(crate) cols: usize,
     /// Launch of `column_sum_partials`, or of another kernel that also writes the same partial sums.
     pub(crate) launch: Launch,
     /// (grid rows of `launch`, C).

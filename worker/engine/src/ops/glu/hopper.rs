@@ -1,15 +1,16 @@
-//! Linear layers with SwiGLU in one kernel on compute capability 9.0: launches of `hopper.cu`.
+//! Linear layers with gated activations in one kernel on compute capability 9.0: launches of `hopper.cu`.
 
 use cudarc::driver::sys::CUtensorMap;
 
 use crate::cuda::hopper::{HopperKernel, OTHER_SHARED, SQUARE, TILE_K, TILE_M, tensor_map};
 use crate::cuda::{Arg, Gpu, Macro, Source, source};
 use crate::error::Result;
-use crate::ops::{LinearSwigluForward, SwigluLinearBackward};
+use crate::ops::{Activation, GluLinearBackward, LinearGluForward};
 
 pub(crate) const HOPPER_SOURCE: Source = source!(
-    "swiglu/hopper.cu",
-    after "../cuda/headers/hopper.cuh", after "../cuda/headers/hopper_tiles.cuh"
+    "glu/hopper.cu",
+    after "../cuda/headers/hopper.cuh", after "../cuda/headers/hopper_tiles.cuh",
+    after "activation/functions.cuh"
 );
 
 /// Rows of a warp, for which h is loaded at a time.
@@ -46,27 +47,39 @@ impl Tiling {
         }
     }
 
-    fn kernel(self, gradient: bool) -> &'static HopperKernel {
-        &KERNELS[2 * usize::from(gradient) + self as usize]
+    fn kernel(self, activation: Activation, gradient: bool) -> &'static HopperKernel {
+        &KERNELS[activation as usize][2 * usize::from(gradient) + self as usize]
     }
 }
 
-/// Forward in both tilings, then backward.
-pub(crate) static KERNELS: [HopperKernel; 4] = [
-    kernel(Tiling::Halves, false, &macros(Tiling::Halves, false)),
-    kernel(Tiling::Turns, false, &macros(Tiling::Turns, false)),
-    kernel(Tiling::Halves, true, &macros(Tiling::Halves, true)),
-    kernel(Tiling::Turns, true, &macros(Tiling::Turns, true)),
+macro_rules! kernels {
+    ($activation:expr) => {
+        [
+            kernel(Tiling::Halves, false, &macros($activation, Tiling::Halves, false)),
+            kernel(Tiling::Turns, false, &macros($activation, Tiling::Turns, false)),
+            kernel(Tiling::Halves, true, &macros($activation, Tiling::Halves, true)),
+            kernel(Tiling::Turns, true, &macros($activation, Tiling::Turns, true)),
+        ]
+    };
+}
+
+/// Kernels by activation, in the order of [`Activation::ALL`]: forward in both tilings, then backward.
+pub(crate) static KERNELS: [[HopperKernel; 4]; 4] = [
+    kernels!(Activation::Silu),
+    kernels!(Activation::Gelu),
+    kernels!(Activation::GeluTanh),
+    kernels!(Activation::Relu2),
 ];
 
 const fn kernel(tiling: Tiling, gradient: bool, macros: &'static [Macro]) -> HopperKernel {
     let tiles = stages(tiling, gradient) * (TILE_M + tiling.tile_n()) * TILE_K * size_of::<u16>();
     let h = if gradient { H_BYTES } else { 0 };
-    HopperKernel { source: HOPPER_SOURCE, name: "linear_swiglu", macros, shared: tiles + h + OTHER_SHARED }
+    HopperKernel { source: HOPPER_SOURCE, name: "linear_glu", macros, shared: tiles + h + OTHER_SHARED }
 }
 
-const fn macros(tiling: Tiling, gradient: bool) -> [Macro; 4] {
+const fn macros(activation: Activation, tiling: Tiling, gradient: bool) -> [Macro; 5] {
     [
+        Macro::int("ACTIVATION", activation as usize),
         Macro::int("TILE_N", tiling.tile_n()),
         Macro::int("STAGES", stages(tiling, gradient)),
         Macro::int("TURNS", matches!(tiling, Tiling::Turns) as usize),
@@ -84,40 +97,40 @@ const fn stages(tiling: Tiling, gradient: bool) -> usize {
     }
 }
 
-pub(super) fn supports_forward(gpu: &Gpu, args: &LinearSwigluForward<'_>) -> bool {
-    let LinearSwigluForward { shape, x, w, h, a } = *args;
+pub(super) fn supports_forward(gpu: &Gpu, args: &LinearGluForward<'_>) -> bool {
+    let LinearGluForward { shape, x, w, h, a, .. } = *args;
     gpu.hopper.supports(&[x, w, h, a], &[shape.inputs, shape.outputs / 2], &[shape.rows])
 }
 
-pub(super) fn supports_backward(gpu: &Gpu, args: &SwigluLinearBackward<'_>) -> bool {
-    let SwigluLinearBackward { shape, dy, w, h, dh, .. } = *args;
+pub(super) fn supports_backward(gpu: &Gpu, args: &GluLinearBackward<'_>) -> bool {
+    let GluLinearBackward { shape, dy, w, h, dh, .. } = *args;
     gpu.hopper.supports(&[dy, w, h, dh], &[shape.inputs, shape.outputs], &[shape.rows])
 }
 
 /// # Safety
 /// The operands are supported and have the sizes of the shape, and outputs overlap no input.
-pub(super) unsafe fn forward(gpu: &Gpu, tiling: Tiling, args: LinearSwigluForward<'_>) -> Result<()> {
-    let LinearSwigluForward { shape, x, w, h, a } = args;
+pub(super) unsafe fn forward(gpu: &Gpu, tiling: Tiling, args: LinearGluForward<'_>) -> Result<()> {
+    let LinearGluForward { shape, activation, x, w, h, a, bias: _ } = args;
     let (rows, cols, k) = (shape.rows, shape.outputs / 2, shape.inputs);
     let a_map = tensor_map(x, [k, rows, 1], [TILE_K, TILE_M, 1])?;
     let b_map = tensor_map(w, [k, cols, 2], [TILE_K, tiling.tile_n() / 2, 1])?;
     // The kernel writes h without a map.
     let maps = [a_map, b_map, b_map];
     // SAFETY: the caller's promise.
-    unsafe { launch(gpu, tiling, false, maps, [a.into(), h.into()], [rows, cols, k]) }
+    unsafe { launch(gpu, tiling, (activation, false), maps, [a.into(), h.into()], [rows, cols, k]) }
 }
 
 /// # Safety
 /// The same as for [`forward`].
-pub(super) unsafe fn backward(gpu: &Gpu, tiling: Tiling, args: SwigluLinearBackward<'_>) -> Result<()> {
-    let SwigluLinearBackward { shape, dy, w, h, dh, .. } = args;
+pub(super) unsafe fn backward(gpu: &Gpu, tiling: Tiling, args: GluLinearBackward<'_>) -> Result<()> {
+    let GluLinearBackward { shape, activation, dy, w, h, dh, .. } = args;
     let (rows, cols, k) = (shape.rows, shape.inputs, shape.outputs);
     let a_map = tensor_map(dy, [k, rows, 1], [TILE_K, TILE_M, 1])?;
     let b_map = tensor_map(w, [cols, k, 1], [SQUARE, SQUARE, 1])?;
     let h_map = tensor_map(h, [cols, 2, rows], [SQUARE, 1, WARP_ROWS])?;
     let maps = [a_map, b_map, h_map];
     // SAFETY: the caller's promise.
-    unsafe { launch(gpu, tiling, true, maps, [dh.into(), None.into()], [rows, cols, k]) }
+    unsafe { launch(gpu, tiling, (activation, true), maps, [dh.into(), None.into()], [rows, cols, k]) }
 }
 
 /// # Safety
@@ -125,7 +138,7 @@ pub(super) unsafe fn backward(gpu: &Gpu, tiling: Tiling, args: SwigluLinearBackw
 unsafe fn launch(
     gpu: &Gpu,
     tiling: Tiling,
-    gradient: bool,
+    (activation, gradient): (Activation, bool),
     maps: [CUtensorMap; 3],
     written: [Arg; 2],
     [rows, cols, k]: [usize; 3],
@@ -136,5 +149,5 @@ unsafe fn launch(
     let sizes = [rows, cols, k, group].map(Arg::from);
     let args = [&maps.map(Arg::TensorMap)[..], &written, &sizes].concat();
     // SAFETY: the arguments are those of the kernel; the rest is the caller's promise.
-    unsafe { gpu.hopper.launch(tiling.kernel(gradient), (blocks, 1, 1), &args) }
+    unsafe { gpu.hopper.launch(tiling.kernel(activation, gradient), (blocks, 1, 1), &args) }
 }

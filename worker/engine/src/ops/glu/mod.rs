@@ -1,19 +1,21 @@
-//! SwiGLU, the gated activation of Llama: `a = silu(g) u` with `silu(g) = g sigmoid(g)`.
+//! Gated activations: `a = f(g) u` with an [`Activation`] f, as in SwiGLU and GEGLU (Shazeer, 2020).
 //!
-//! Backward: `du = da silu(g)`, `dg = da u sigmoid(g) (1 + g (1 - sigmoid(g)))`.
+//! Backward: `du = da f(g)`, `dg = da u f'(g)`.
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 pub(crate) mod hopper;
 
-use super::{Cuda, LinearBackwardInput, LinearForward, LinearShape, Op};
+use super::{Activation, Cuda, LinearBackwardInput, LinearForward, LinearShape, Op};
 use crate::cpu::Threads;
 use crate::error::Result;
 use crate::tensor::Slice;
 
-/// `a = silu(g) u`.
+/// `a = f(g) u`.
 #[derive(Clone, Copy, Debug)]
-pub struct SwigluForward<'a> {
+pub struct GluForward<'a> {
+    /// f.
+    pub activation: Activation,
     /// N.
     pub rows: usize,
     /// F.
@@ -24,19 +26,21 @@ pub struct SwigluForward<'a> {
     pub a: Slice<'a>,
 }
 
-impl Op for SwigluForward<'_> {
+impl Op for GluForward<'_> {
     fn cpu(self, threads: &Threads) {
         cpu::forward(threads, self);
     }
 
     fn cuda(self, gpu: &Cuda) -> Result<()> {
-        cuda::forward(gpu, self)
+        gpu.glu.forward(gpu, self)
     }
 }
 
 /// The gradient of `h` from that of `a`.
 #[derive(Clone, Copy, Debug)]
-pub struct SwigluBackward<'a> {
+pub struct GluBackward<'a> {
+    /// f.
+    pub activation: Activation,
     /// N.
     pub rows: usize,
     /// F.
@@ -49,48 +53,54 @@ pub struct SwigluBackward<'a> {
     pub dh: Slice<'a>,
 }
 
-impl Op for SwigluBackward<'_> {
+impl Op for GluBackward<'_> {
     fn cpu(self, threads: &Threads) {
         cpu::backward(threads, self);
     }
 
     fn cuda(self, gpu: &Cuda) -> Result<()> {
-        cuda::backward(gpu, self)
+        gpu.glu.backward(gpu, self)
     }
 }
 
-/// A linear layer and the SwiGLU after it: `h = x w^T`, `a = silu(g) u`.
+/// A linear layer and the gated activation after it: `h = x w^T (+ bias)`, `a = f(g) u`.
 #[derive(Clone, Copy, Debug)]
-pub struct LinearSwigluForward<'a> {
+pub struct LinearGluForward<'a> {
     /// (N, I) to (N, 2 F).
     pub shape: LinearShape,
+    /// f.
+    pub activation: Activation,
     /// (N, I).
     pub x: Slice<'a>,
     /// (2 F, I): first the rows of g, then those of u.
     pub w: Slice<'a>,
+    /// (2 F,). The gradient is a [`ColumnSum`](super::ColumnSum) of that of h.
+    pub bias: Option<Slice<'a>>,
     /// (N, 2 F): g and u side by side in each row.
     pub h: Slice<'a>,
     /// (N, F).
     pub a: Slice<'a>,
 }
 
-impl Op for LinearSwigluForward<'_> {
+impl Op for LinearGluForward<'_> {
     fn cpu(self, threads: &Threads) {
-        let Self { shape, x, w, h, a } = self;
-        LinearForward { shape, x, w, bias: None, y: h }.cpu(threads);
-        SwigluForward { rows: shape.rows, ffn: shape.outputs / 2, h, a }.cpu(threads);
+        let Self { shape, activation, x, w, bias, h, a } = self;
+        LinearForward { shape, x, w, bias, y: h }.cpu(threads);
+        GluForward { activation, rows: shape.rows, ffn: shape.outputs / 2, h, a }.cpu(threads);
     }
 
     fn cuda(self, gpu: &Cuda) -> Result<()> {
-        gpu.swiglu.linear_forward(gpu, self)
+        gpu.glu.linear_forward(gpu, self)
     }
 }
 
-/// The gradient of SwiGLU's input `h` from that of the output of the linear layer after it: `da = dy w`.
+/// The gradient of a gated activation's input `h` from that of the output of the linear layer after it: `da = dy w`.
 #[derive(Clone, Copy, Debug)]
-pub struct SwigluLinearBackward<'a> {
-    /// Sizes of the layer after SwiGLU: (N, F) to (N, O).
+pub struct GluLinearBackward<'a> {
+    /// Sizes of the layer after the gated activation: (N, F) to (N, O).
     pub shape: LinearShape,
+    /// f.
+    pub activation: Activation,
     /// (N, O).
     pub dy: Slice<'a>,
     /// (O, F).
@@ -103,14 +113,14 @@ pub struct SwigluLinearBackward<'a> {
     pub dh: Slice<'a>,
 }
 
-impl Op for SwigluLinearBackward<'_> {
+impl Op for GluLinearBackward<'_> {
     fn cpu(self, threads: &Threads) {
-        let Self { shape, dy, w, h, da, dh } = self;
+        let Self { shape, activation, dy, w, h, da, dh } = self;
         LinearBackwardInput { shape, dy, w, dx: da }.cpu(threads);
-        SwigluBackward { rows: shape.rows, ffn: shape.inputs, h, da, dh }.cpu(threads);
+        GluBackward { activation, rows: shape.rows, ffn: shape.inputs, h, da, dh }.cpu(threads);
     }
 
     fn cuda(self, gpu: &Cuda) -> Result<()> {
-        gpu.swiglu.linear_backward(gpu, self)
+        gpu.glu.linear_backward(gpu, self)
     }
 }

@@ -1,12 +1,12 @@
-// Linear layers with SwiGLU on compute capability 9.0: products of (rows, k) and (k, cols) in bf16, summed in fp32 in
-// the order of k. SwiGLU or its derivative is applied before they are written.
+// Linear layers with gated activations on compute capability 9.0: products of (rows, k) and (k, cols) in bf16, summed
+// in fp32 in the order of k. The function f, -DACTIVATION, or its derivative is applied before they are written.
 //
 // One block per SM goes through the tiles of the product, TILE_M x TILE_N each. One thread requests tiles of a and b,
 // TILE_K deep, into a ring of STAGES buffers in shared memory. Two warpgroups multiply them:
 // TURNS 0: each warpgroup multiplies 64 rows of each tile, with TILE_N columns in registers;
 // TURNS 1: the warpgroups take tiles in turn. One writes its results while the other one multiplies, for small k.
 //
-// GRADIENT 0: (g, u) = x w^T, h (rows, 2 cols) = g and u side by side, c (rows, cols) = silu(g) u. x is (rows, k), w is
+// GRADIENT 0: (g, u) = x w^T, h (rows, 2 cols) = g and u side by side, c (rows, cols) = f(g) u. x is (rows, k), w is
 //             (2, cols, k). A tile has as many columns of g as of u.
 // GRADIENT 1: da = dy w, c (rows, 2 cols) = dg and du (see kernel.cu) side by side, like g and u in h. dy is (rows, k),
 //             w is (k, cols): "across" in hopper.cuh. Tiles of h are fetched while dy and w are multiplied.
@@ -80,9 +80,9 @@ __device__ inline float high_half(u32 pair) { return __uint_as_float(pair & 0xff
 
 #if !GRADIENT
 // Computed from g and u as they are written, so that the same result follows from h later.
-__device__ inline u32 swiglu(u32 g, u32 u) {
+__device__ inline u32 glu(u32 g, u32 u) {
     float g0 = low_half(g), g1 = high_half(g);
-    return bf16_pair(low_half(u) * (g0 * sigmoid_for<bf16>(g0)), high_half(u) * (g1 * sigmoid_for<bf16>(g1)));
+    return bf16_pair(low_half(u) * (g0 * gate<ACTIVATION>(g0)), high_half(u) * (g1 * gate<ACTIVATION>(g1)));
 }
 
 __device__ inline void write_results(const float* d, bf16* c, bf16* h, int row, int rows, int col, int cols) {
@@ -91,10 +91,10 @@ __device__ inline void write_results(const float* d, bf16* c, bf16* h, int row, 
         Pairs g, u, x;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            const float *gate = d + n / 2 + 4 * j, *up = gate + TILE_COLS / 2;
-            g.upper[j] = bf16_pair(gate[0], gate[1]), g.lower[j] = bf16_pair(gate[2], gate[3]);
+            const float *left = d + n / 2 + 4 * j, *up = left + TILE_COLS / 2;
+            g.upper[j] = bf16_pair(left[0], left[1]), g.lower[j] = bf16_pair(left[2], left[3]);
             u.upper[j] = bf16_pair(up[0], up[1]), u.lower[j] = bf16_pair(up[2], up[3]);
-            x.upper[j] = swiglu(g.upper[j], u.upper[j]), x.lower[j] = swiglu(g.lower[j], u.lower[j]);
+            x.upper[j] = glu(g.upper[j], u.upper[j]), x.lower[j] = glu(g.lower[j], u.lower[j]);
         }
         write(h, 2ll * cols, row, rows, col + n, cols, g);
         write(h + cols, 2ll * cols, row, rows, col + n, cols, u);
@@ -103,12 +103,12 @@ __device__ inline void write_results(const float* d, bf16* c, bf16* h, int row, 
 }
 #else
 // dg and du from da, g and u.
-__device__ inline void swiglu_gradient(const float* da, u32 gate, u32 up, u32& dg, u32& du) {
-    float g[2] = {low_half(gate), high_half(gate)}, u[2] = {low_half(up), high_half(up)}, x[2], y[2];
+__device__ inline void glu_gradient(const float* da, u32 gates, u32 ups, u32& dg, u32& du) {
+    float g[2] = {low_half(gates), high_half(gates)}, u[2] = {low_half(ups), high_half(ups)}, x[2], y[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        float s = sigmoid_for<bf16>(g[i]);
-        x[i] = da[i] * u[i] * s * (1.0f + g[i] * (1.0f - s));
+        float s = gate<ACTIVATION>(g[i]);
+        x[i] = times_derivative<ACTIVATION>(da[i] * u[i], g[i], s);
         y[i] = da[i] * g[i] * s;
     }
     dg = bf16_pair(x[0], x[1]), du = bf16_pair(y[0], y[1]);
@@ -124,8 +124,8 @@ __device__ inline void write_gradients(const float* d, bf16* c, const char* h, i
         for (int j = 0; j < 4; j++) {
             const float* da = d + n / 2 + 4 * j;
             const char *g = h + lane / 4 * 128 + ((n / 8 + j ^ lane / 4) * 16 + lane % 4 * 4), *u = g + H_BYTES / 2;
-            swiglu_gradient(da, *(const u32*)g, *(const u32*)u, dg.upper[j], du.upper[j]);
-            swiglu_gradient(da + 2, *(const u32*)(g + 1024), *(const u32*)(u + 1024), dg.lower[j], du.lower[j]);
+            glu_gradient(da, *(const u32*)g, *(const u32*)u, dg.upper[j], du.upper[j]);
+            glu_gradient(da + 2, *(const u32*)(g + 1024), *(const u32*)(u + 1024), dg.lower[j], du.lower[j]);
         }
         write(c, 2ll * cols, row, rows, col + n, cols, dg);
         write(c + cols, 2ll * cols, row, rows, col + n, cols, du);
@@ -209,8 +209,8 @@ __device__ inline void multiply(Shared& s, const TensorMap& h_map, bf16* c, bf16
 
 // `h` is written in forward; backward reads it through its map. `group`: see Tiles.
 extern "C" __global__ void __launch_bounds__(384, 1)
-    linear_swiglu(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-                  const __grid_constant__ TensorMap h_map, bf16* c, bf16* h, i64 rows, i64 cols, i64 k, i64 group) {
+    linear_glu(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+               const __grid_constant__ TensorMap h_map, bf16* c, bf16* h, i64 rows, i64 cols, i64 k, i64 group) {
     pdl_wait_and_launch();
     extern __shared__ uint4 bytes[];
     Shared& s = *(Shared*)(((unsigned long long)bytes + 1023) / 1024 * 1024);

@@ -1,0 +1,63 @@
+//! Gated activations on threads.
+
+use rayon::prelude::*;
+
+use super::{GluBackward, GluForward};
+use crate::cpu::math::simd;
+use crate::cpu::{Access, Threads};
+use crate::ops::activation::cpu::{Function, with_function};
+
+/// Rows per task.
+const GLU_TASK_ROWS: usize = 32;
+
+pub(crate) fn forward(t: &Threads, args: GluForward<'_>) {
+    let (access, rows, ffn) = (Access::new("glu_forward"), args.rows, args.ffn);
+    let (h, a) = (access.read(args.h, 2 * rows * ffn), access.write(args.a, rows * ffn));
+    with_function!(args.activation, F => activate::<F>(t, ffn, h, a));
+}
+
+fn activate<F: Function>(t: &Threads, ffn: usize, h: &[f32], a: &mut [f32]) {
+    t.run(|| {
+        a.par_chunks_mut(GLU_TASK_ROWS * ffn).zip(h.par_chunks(GLU_TASK_ROWS * 2 * ffn)).for_each(
+            |(a, h)| {
+                simd!({
+                    for (a, h) in a.chunks_exact_mut(ffn).zip(h.chunks_exact(2 * ffn)) {
+                        let (g, u) = h.split_at(ffn);
+                        for ((a, g), u) in a.iter_mut().zip(g).zip(u) {
+                            *a = g * F::gate(*g) * u;
+                        }
+                    }
+                });
+            },
+        );
+    });
+}
+
+pub(crate) fn backward(t: &Threads, args: GluBackward<'_>) {
+    let (access, len, ffn) = (Access::new("glu_backward"), args.rows * args.ffn, args.ffn);
+    let (h, da) = (access.read(args.h, 2 * len), access.read(args.da, len));
+    let dh = access.write(args.dh, 2 * len);
+    with_function!(args.activation, F => derive::<F>(t, ffn, h, da, dh));
+}
+
+fn derive<F: Function>(t: &Threads, ffn: usize, h: &[f32], da: &[f32], dh: &mut [f32]) {
+    t.run(|| {
+        dh.par_chunks_mut(GLU_TASK_ROWS * 2 * ffn)
+            .zip(h.par_chunks(GLU_TASK_ROWS * 2 * ffn))
+            .zip(da.par_chunks(GLU_TASK_ROWS * ffn))
+            .for_each(|((dh, h), da)| {
+                simd!({
+                    let rows =
+                        dh.chunks_exact_mut(2 * ffn).zip(h.chunks_exact(2 * ffn)).zip(da.chunks_exact(ffn));
+                    for ((dh, h), da) in rows {
+                        let (g, u) = h.split_at(ffn);
+                        let (dg, du) = dh.split_at_mut(ffn);
+                        for i in 0..ffn {
+                            du[i] = da[i] * g[i] * F::gate(g[i]);
+                            dg[i] = F::times_derivative(da[i] * u[i], g[i]);
+                        }
+                    }
+                });
+            });
+    });
+}

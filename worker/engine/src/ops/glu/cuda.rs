@@ -1,0 +1,156 @@
+//! Gated activations: launches their kernels, and selects the variant of a linear layer with one.
+//!
+//! Our own GEMM applies the activation, or its derivative, before it writes its result, which saves the pass in which a
+//! kernel reads and writes (N, 2 F) again. It runs where it is faster than a GEMM followed by a kernel.
+
+use super::hopper::{self, Tiling};
+use super::{GluBackward, GluForward, GluLinearBackward, LinearGluForward};
+use crate::cuda::on_demand::{Compilation, OnDemand};
+use crate::cuda::variants::{Fastest, Site, Variant};
+use crate::cuda::{Arg, Gpu, Launch, Macro, Source, args, source, vec_threads};
+use crate::error::Result;
+use crate::ops::linear::cuda as linear;
+use crate::ops::{Activation, LinearBackwardInput, LinearForward, LinearShape};
+
+/// Rows that a block's threads fetch together.
+const GLU_ROWS: usize = 2;
+
+const SOURCE: Source = source!("glu/kernel.cu", after "activation/functions.cuh");
+
+/// Returns the source compiled for an activation.
+pub(crate) fn compilation(activation: Activation) -> Compilation {
+    let macros = vec![Macro::int("ACTIVATION", activation as usize), Macro::int("GLU_ROWS", GLU_ROWS)];
+    (SOURCE, macros, vec!["glu_fwd", "glu_bwd"])
+}
+
+/// The way in which a linear layer with a gated activation is computed.
+#[derive(Clone, Copy, Debug)]
+enum GluVariant {
+    /// A GEMM, followed by a kernel for the gated activation.
+    Kernel,
+    /// Our own GEMM.
+    Epilogue(Tiling),
+}
+
+impl Variant for GluVariant {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Kernel => "kernel",
+            Self::Epilogue(tiling) => tiling.name(),
+        }
+    }
+}
+
+/// The kernel, then the tilings in order.
+const VARIANTS: [GluVariant; 3] =
+    [GluVariant::Kernel, GluVariant::Epilogue(Tiling::Halves), GluVariant::Epilogue(Tiling::Turns)];
+
+/// An activation and the layer before it in forward, after it in backward.
+type Layer = (Activation, LinearShape);
+
+/// Gated activations, and linear layers with them.
+#[derive(Debug, Default)]
+pub(crate) struct Glu {
+    kernels: OnDemand<Activation>,
+    fastest: Fastest<Layer>,
+}
+
+impl Glu {
+    pub(crate) fn forward(&self, gpu: &Gpu, args: GluForward<'_>) -> Result<()> {
+        let GluForward { activation, rows, ffn, h, a } = args;
+        gpu.expect_act(h, 2 * rows * ffn);
+        gpu.expect_act(a, rows * ffn);
+        let launch = Launch::blocks(rows.div_ceil(GLU_ROWS), vec_threads(gpu, ffn));
+        // SAFETY: checked above.
+        unsafe { self.launch(gpu, (activation, "glu_fwd"), launch, args![h, a, rows, ffn]) }
+    }
+
+    pub(crate) fn backward(&self, gpu: &Gpu, args: GluBackward<'_>) -> Result<()> {
+        let GluBackward { activation, rows, ffn, h, da, dh } = args;
+        [h, dh].into_iter().for_each(|x| gpu.expect_act(x, 2 * rows * ffn));
+        gpu.expect_act(da, rows * ffn);
+        let launch = Launch::blocks(rows.div_ceil(GLU_ROWS), vec_threads(gpu, ffn));
+        // SAFETY: checked above.
+        unsafe { self.launch(gpu, (activation, "glu_bwd"), launch, args![h, da, dh, rows, ffn]) }
+    }
+
+    pub(crate) fn linear_forward(&self, gpu: &Gpu, args: LinearGluForward<'_>) -> Result<()> {
+        let LinearGluForward { shape, activation, x, w, bias, h, a } = args;
+        let (rows, ffn) = (shape.rows, shape.outputs / 2);
+        gpu.expect_act(x, rows * shape.inputs);
+        gpu.expect_act(w, 2 * ffn * shape.inputs);
+        gpu.expect_optional_act(bias, 2 * ffn);
+        gpu.expect_act(h, 2 * rows * ffn);
+        gpu.expect_act(a, rows * ffn);
+        let run = |variant| match variant {
+            GluVariant::Kernel => {
+                linear::forward(gpu, LinearForward { shape, x, w, bias, y: h })?;
+                self.forward(gpu, GluForward { activation, rows, ffn, h, a })
+            }
+            // SAFETY: checked above; this variant is selected only for operands that it supports; outputs overlap no
+            // input by the operation's contract.
+            GluVariant::Epilogue(tiling) => unsafe { hopper::forward(gpu, tiling, args) },
+        };
+        let unsupported =
+            bias.map(|_| "it has no bias").or(unsupported(hopper::supports_forward(gpu, &args)));
+        let shape = (activation, shape);
+        let site = Site { operation: "linear_glu_forward", shape, variants: VARIANTS.len() };
+        run(self.select(gpu, site, unsupported, run)?)
+    }
+
+    pub(crate) fn linear_backward(&self, gpu: &Gpu, args: GluLinearBackward<'_>) -> Result<()> {
+        let GluLinearBackward { shape, activation, dy, w, h, da, dh } = args;
+        let (rows, ffn) = (shape.rows, shape.inputs);
+        gpu.expect_act(dy, rows * shape.outputs);
+        gpu.expect_act(w, shape.outputs * ffn);
+        [h, dh].into_iter().for_each(|x| gpu.expect_act(x, 2 * rows * ffn));
+        gpu.expect_act(da, rows * ffn);
+        let run = |variant| match variant {
+            GluVariant::Kernel => {
+                linear::backward_input(gpu, LinearBackwardInput { shape, dy, w, dx: da })?;
+                self.backward(gpu, GluBackward { activation, rows, ffn, h, da, dh })
+            }
+            // SAFETY: as in forward.
+            GluVariant::Epilogue(tiling) => unsafe { hopper::backward(gpu, tiling, args) },
+        };
+        let unsupported = unsupported(hopper::supports_backward(gpu, &args));
+        let shape = (activation, shape);
+        let site = Site { operation: "glu_linear_backward", shape, variants: VARIANTS.len() };
+        run(self.select(gpu, site, unsupported, run)?)
+    }
+
+    /// Uses this variant from now on for all operands that it supports; `None` restores the selection.
+    pub(crate) fn force(&self, tiling: Option<Tiling>) {
+        self.fastest.force(tiling.map(|tiling| 1 + tiling as usize));
+    }
+
+    /// Selects the fastest variant. The kernel supports every shape and type.
+    fn select(
+        &self,
+        gpu: &Gpu,
+        site: Site<Layer>,
+        unsupported: Option<&str>,
+        run: impl Fn(GluVariant) -> Result<()>,
+    ) -> Result<GluVariant> {
+        self.fastest.select(gpu, site, unsupported, &[SOURCE, hopper::HOPPER_SOURCE], &VARIANTS, run)
+    }
+
+    /// Enqueues a kernel.
+    ///
+    /// # Safety
+    /// As [`Kernels::launch`](crate::cuda::Kernels::launch).
+    unsafe fn launch(
+        &self,
+        gpu: &Gpu,
+        kernel: (Activation, &'static str),
+        launch: Launch,
+        args: &[Arg],
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.kernels.launch(&gpu.kernels, kernel, compilation, launch, args) }
+    }
+}
+
+fn unsupported(is_supported: bool) -> Option<&'static str> {
+    (!is_supported).then_some("it is not bf16, not aligned, or not on compute capability 9.0")
+}
