@@ -42,7 +42,7 @@ pub(super) fn tensors(shape: &ModelShape, layout: &Layout) -> Vec<Mapped> {
             _ => list.llama_block(&format!("{prefix}layers.{index}."), shape, block),
         }
     }
-    list.norm(&format!("{prefix}{}", if list.gpt2 { "ln_f" } else { "norm" }), shape.dim, &layout.lnf);
+    list.norm(&format!("{prefix}{}", if list.gpt2 { "ln_f" } else { "norm" }), shape.dim, Some(&layout.lnf));
     if !shape.tied {
         list.rows("lm_head", layout.head.start, shape.vocab, shape.dim);
     }
@@ -71,7 +71,7 @@ struct List {
 impl List {
     fn gpt2_block(&mut self, name: &str, shape: &ModelShape, block: &Block) {
         let (dim, ffn) = (shape.dim, shape.ffn);
-        self.norm(&format!("{name}ln_1"), dim, &block.ln1);
+        self.norm(&format!("{name}ln_1"), dim, block.ln1.as_ref());
         for (part, linear, inputs, outputs) in [
             ("attn.c_attn", &block.qkv, dim, shape.qkv_width()),
             ("attn.c_proj", &block.proj, shape.attention_width(), dim),
@@ -79,7 +79,7 @@ impl List {
             self.conv1d(&format!("{name}{part}"), linear.weight.start, inputs, outputs);
             self.bias(&format!("{name}{part}"), linear.bias.as_ref(), outputs);
         }
-        self.norm(&format!("{name}ln_2"), dim, &block.ln2);
+        self.norm(&format!("{name}ln_2"), dim, block.ln2.as_ref());
         for (part, linear, inputs, outputs) in
             [("mlp.c_fc", &block.fc, dim, ffn), ("mlp.c_proj", &block.out, ffn, dim)]
         {
@@ -91,21 +91,22 @@ impl List {
     fn llama_block(&mut self, name: &str, shape: &ModelShape, block: &Block) {
         let (dim, ffn) = (shape.dim, shape.ffn);
         let (queries, keys) = (shape.attention_width(), shape.kv_heads * shape.head_width());
-        self.norm(&format!("{name}input_layernorm"), dim, &block.ln1);
+        self.norm(&format!("{name}input_layernorm"), dim, block.ln1.as_ref());
         let mut at = block.qkv.weight.start;
         for (part, rows) in [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)] {
             self.rows(&format!("{name}self_attn.{part}"), at, rows, dim);
             at += rows * dim;
         }
         self.rows(&format!("{name}self_attn.o_proj"), block.proj.weight.start, dim, queries);
-        self.norm(&format!("{name}post_attention_layernorm"), dim, &block.ln2);
+        self.norm(&format!("{name}post_attention_layernorm"), dim, block.ln2.as_ref());
         let gate = block.fc.weight.start;
         self.rows(&format!("{name}mlp.gate_proj"), gate, ffn, dim);
         self.rows(&format!("{name}mlp.up_proj"), gate + ffn * dim, ffn, dim);
         self.rows(&format!("{name}mlp.down_proj"), block.out.weight.start, dim, ffn);
     }
 
-    fn norm(&mut self, name: &str, dim: usize, norm: &Norm) {
+    fn norm(&mut self, name: &str, dim: usize, norm: Option<&Norm>) {
+        let Some(norm) = norm else { return };
         self.push(format!("{name}.weight"), vec![dim], norm.weight.start, false);
         self.bias(name, norm.bias.as_ref(), dim);
     }

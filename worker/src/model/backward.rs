@@ -2,21 +2,23 @@
 //!
 //! The gradient of a bias is the column sum of its output's gradient. Where that saves a pass over the output's
 //! gradient, the kernel that writes it also computes the sum: GELU's backward for `fc`, a norm's backward for `out` and
-//! `proj`, whose outputs were added to the residual stream that the norm reads.
+//! `proj`, if their outputs were added to the residual stream that the norm reads.
 
 use std::ops::Range;
 use std::rc::Rc;
 
 use xlaunch_comm::Slots;
 use xlaunch_engine::{
-    Accumulate, AttentionBackward, ColumnSum, EmbedBackward, NormBackward, Result, Slice, Tensor,
+    Accumulate, AddScaled, AttentionBackward, ColumnSum, EmbedBackward, NormBackward, QkNormBackward, Result,
+    Slice, Tensor,
 };
+use xlaunch_spec::model::{NormPlace, Parallel};
 
 use super::forward::Activations;
 use super::layout::{self, Linear};
 use super::linear::{LayerBackward, Operand};
 use super::saved_activations::{Block, Unnormed};
-use super::{Model, Rows, attention_shape};
+use super::{Model, Rows, attention_shape, narrow};
 
 /// Arguments shared by all parts of one backward pass.
 #[derive(Clone, Copy)]
@@ -76,14 +78,13 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// The gradient of the residual stream, as written by the backward of a norm.
+/// The gradient of a norm's input.
 #[derive(Clone, Copy)]
-struct Residual<'a> {
-    dx: &'a Tensor,
-    /// True if `dx` already holds the gradient of the residual path.
-    add: bool,
-    /// The layer whose output was added to the stream directly before the norm.
-    added: Option<&'a Linear>,
+enum Gradient<'a> {
+    /// It is overwritten.
+    New(&'a Tensor),
+    /// It already holds the gradient of the residual path.
+    Sum(&'a Tensor),
 }
 
 impl Model {
@@ -102,7 +103,7 @@ impl Model {
         let _tag = xlaunch_pool::tag("backward");
         let pass = Pass { rows: acts.rows, grads, acc };
         progress(Progress::NextPart)?;
-        let dx = Rc::new(self.top_backward(pass, acts.last.split().1, dy)?);
+        let dx = Rc::new(self.top_backward(pass, acts.last.split().1, &dy)?);
         if !self.shape.tied {
             progress(Progress::Finished(self.layout.top_end))?;
         }
@@ -110,9 +111,8 @@ impl Model {
             let index = acts.blocks.len();
             let params = &self.layout.blocks[index];
             progress(Progress::NextPart)?;
-            let block = self.restore(pass.rows, kept, params)?;
-            let below = index.checked_sub(1).map(|below| &self.layout.blocks[below]);
-            self.block_backward(pass, block, params, below, &dx)?;
+            let block = self.restore(pass.rows, kept, index)?;
+            self.block_backward(pass, &block, &dx)?;
             progress(Progress::Finished(params.end))?;
         }
         self.embed_backward(pass, tokens, &dx)?;
@@ -120,42 +120,113 @@ impl Model {
     }
 
     /// Backward of the final norm. Returns the gradient of the residual stream.
-    fn top_backward(&self, pass: Pass<'_>, last: Unnormed, dy: Tensor) -> Result<Tensor> {
+    fn top_backward(&self, pass: Pass<'_>, last: Unnormed, dy: &Tensor) -> Result<Tensor> {
+        self.scale(dy, narrow(self.shape.logit_scale))?;
         let dx = self.activation(dy.len())?;
         let added = self.layout.blocks.last().map(|block| &block.out);
-        let residual = Residual { dx: &dx, add: false, added };
-        self.norm_backward(pass, &last, &self.layout.lnf, &dy, residual)?;
+        self.norm_backward(pass, &last, &self.layout.lnf, dy, Gradient::New(&dx), added)?;
         Ok(dx)
     }
 
     /// Backward of one block. `dx` is the gradient of the residual stream after the block, and is updated to the
-    /// gradient before it. `below` is the block whose output is added there.
-    fn block_backward(
+    /// gradient before it.
+    fn block_backward(&self, pass: Pass<'_>, block: &Block, dx: &Rc<Tensor>) -> Result<()> {
+        let params = &self.layout.blocks[block.index];
+        let below = block.index.checked_sub(1).map(|below| &self.layout.blocks[below].out);
+        let (ln1, ln2) = (params.ln1.as_ref(), params.ln2.as_ref());
+        let dbranch =
+            self.branch_gradient(pass, dx, block.post2.as_ref().zip(params.post2.as_ref()), &params.out)?;
+        let dfc = self.mlp_backward(pass, block, params, &dbranch)?;
+        if self.shape.parallel == Parallel::No {
+            self.add_gradient(pass, &block.ln2, ln2, &dfc, dx, Some(&params.proj))?;
+        }
+        let post1 = block.post1.as_ref().zip(params.post1.as_ref());
+        let dbranch = self.branch_gradient(pass, dx, post1, &params.proj)?;
+        let dqkv = self.attention_backward(pass, block, params, &dbranch)?;
+        match self.shape.parallel {
+            Parallel::No => {}
+            Parallel::SharedNorm => {
+                let (x, y) = (Some(dfc.all()), dqkv.all());
+                self.backend.run(AddScaled { x, y, factor: 1.0, out: y })?;
+            }
+            Parallel::TwoNorms => self.add_gradient(pass, &block.ln2, ln2, &dfc, dx, None)?,
+        }
+        self.add_gradient(pass, &block.ln1, ln1, &dqkv, dx, below)
+    }
+
+    /// Returns the gradient of a branch from that of the stream to which it was added. `post` is the norm of the branch,
+    /// `layer` the layer before that.
+    fn branch_gradient(
         &self,
         pass: Pass<'_>,
-        block: Block,
-        params: &layout::Block,
-        below: Option<&layout::Block>,
         dx: &Rc<Tensor>,
-    ) -> Result<()> {
-        let dy = self.mlp_backward(pass, &block, params, dx)?;
-        let residual = Residual { dx, add: true, added: Some(&params.proj) };
-        self.norm_backward(pass, &block.ln2, &params.ln2, &dy, residual)?;
+        post: Option<(&Unnormed, &layout::Norm)>,
+        layer: &Linear,
+    ) -> Result<Rc<Tensor>> {
+        let factor = narrow(self.shape.residual_scale);
+        let gradient = if let Some((normed, params)) = post {
+            let gradient = self.activation(dx.len())?;
+            self.norm_backward(pass, normed, params, dx, Gradient::New(&gradient), None)?;
+            Rc::new(gradient)
+        } else if factor == 1.0 {
+            dx.clone()
+        } else {
+            let gradient = self.activation(dx.len())?;
+            self.backend.run(AddScaled { x: None, y: dx.all(), factor, out: gradient.all() })?;
+            Rc::new(gradient)
+        };
+        if let Some(out) = pass.bias(layer).filter(|_| !self.norms_sum_biases()) {
+            let (rows, cols) = (pass.rows.count(), self.shape.dim);
+            self.backend.run(ColumnSum { rows, cols, x: gradient.all(), out, acc: pass.acc })?;
+        }
+        Ok(gradient)
+    }
 
-        let n = pass.rows.count();
-        let (dproj, inputs, shape) = (self.output_gradient(n, dx.clone())?, &block.inputs, &self.shape);
+    /// Returns whether the gradient of the bias of a projection into the stream is the sum of the stream's gradient,
+    /// which the backward of the norm after the addition computes.
+    fn norms_sum_biases(&self) -> bool {
+        let Self { shape, .. } = self;
+        shape.parallel == Parallel::No && shape.norm_place == NormPlace::Pre && shape.residual_scale == 1.0
+    }
+
+    /// Returns the gradient of the input of the projection to queries, keys and values.
+    fn attention_backward(
+        &self,
+        pass: Pass<'_>,
+        block: &Block,
+        params: &layout::Block,
+        dbranch: &Rc<Tensor>,
+    ) -> Result<Tensor> {
+        let (n, inputs, shape) = (pass.rows.count(), &block.inputs, &self.shape);
+        let dproj = self.output_gradient(n, dbranch.clone())?;
         let proj = pass.layer(&params.proj, [shape.attention_width(), shape.dim], &inputs.proj, &dproj);
         let datt = self.input_gradient(proj)?;
-        let dqkv = Rc::new(self.activation(block.qkv.len())?);
+        let dqkv = Rc::new(self.activation(block.heads.qkv.len())?);
         self.backend.run(AttentionBackward {
-            shape: attention_shape(&self.shape, pass.rows),
-            qkv: block.qkv.all(),
-            rope: self.rope(pass.rows),
+            shape: attention_shape(shape, pass.rows, block.index),
+            qkv: block.heads.read().all(),
+            rope: self.rope(pass.rows, block.index).filter(|_| block.heads.normed.is_none()),
             out: block.att.all(),
             dout: datt.all(),
             lse: block.lse.all(),
             dqkv: dqkv.all(),
         })?;
+        if let Some((norm, [q, k])) = self.qk_norm(pass.rows, block.index).zip(params.qk_norm.clone()) {
+            self.backend.run(QkNormBackward {
+                shape: norm.shape,
+                kind: norm.kind,
+                eps: norm.eps,
+                offset: norm.offset,
+                qkv: block.heads.qkv.all(),
+                q_gamma: norm.q_gamma,
+                k_gamma: norm.k_gamma,
+                rope: norm.rope,
+                dqkv: dqkv.all(),
+                dq_gamma: pass.grads.slice(q),
+                dk_gamma: pass.grads.slice(k),
+                acc: pass.acc,
+            })?;
+        }
         let dqkv_operand = self.output_gradient(n, dqkv.clone())?;
         let qkv = pass.layer(&params.qkv, [shape.dim, shape.qkv_width()], &inputs.qkv, &dqkv_operand);
         self.weight_gradients([proj, qkv])?;
@@ -163,29 +234,23 @@ impl Model {
             let (rows, cols, x, acc) = (n, shape.qkv_width(), dqkv.all(), pass.acc);
             self.backend.run(ColumnSum { rows, cols, x, out, acc })?;
         }
-        let dy = self.input_gradient(qkv)?;
-        let added = below.map(|block| &block.out);
-        self.norm_backward(pass, &block.ln1, &params.ln1, &dy, Residual { dx, add: true, added })
+        self.input_gradient(qkv)
     }
 
-    /// Returns the gradient of the norm's output before `fc`, from the gradient of the block's output.
+    /// Returns the gradient of the input of `fc`.
     fn mlp_backward(
         &self,
         pass: Pass<'_>,
         block: &Block,
         params: &layout::Block,
-        dx: &Rc<Tensor>,
+        dbranch: &Rc<Tensor>,
     ) -> Result<Tensor> {
         let (n, inputs, shape) = (pass.rows.count(), &block.inputs, &self.shape);
-        let dout = self.output_gradient(n, dx.clone())?;
+        let dout = self.output_gradient(n, dbranch.clone())?;
         let out = pass.layer(&params.out, [shape.ffn, shape.dim], &inputs.out, &dout);
-        let dh = match (shape.gated, pass.bias(&params.fc)) {
-            (false, Some(dbias)) => self.gelu_gradient(out, &block.h, dbias)?,
-            _ => self.swiglu_gradient(out, &block.h)?,
-        };
-        let width = dh.len() / n;
+        let dh = self.activation_gradient(out, &block.h, pass.bias(&params.fc))?;
         let dh = self.output_gradient(n, Rc::new(dh))?;
-        let fc = pass.layer(&params.fc, [shape.dim, width], &inputs.fc, &dh);
+        let fc = pass.layer(&params.fc, [shape.dim, shape.ffn_inputs()], &inputs.fc, &dh);
         self.weight_gradients([out, fc])?;
         self.input_gradient(fc)
     }
@@ -200,8 +265,29 @@ impl Model {
                 self.backend.zero(table)?;
             }
         }
+        self.scale(dx, self.embedding_factor())?;
         let shape = self.embed_shape(pass.rows);
         self.backend.run(EmbedBackward { shape, tokens, dout: dx.all(), dwte, dwpe })
+    }
+
+    /// Adds the gradient `dy` of what reads the residual stream, through a norm if there is one, to the gradient of the
+    /// stream. `added` is the layer whose output was added to the stream before.
+    fn add_gradient(
+        &self,
+        pass: Pass<'_>,
+        normed: &Unnormed,
+        params: Option<&layout::Norm>,
+        dy: &Tensor,
+        dx: &Tensor,
+        added: Option<&Linear>,
+    ) -> Result<()> {
+        match params {
+            Some(params) => self.norm_backward(pass, normed, params, dy, Gradient::Sum(dx), added),
+            None => {
+                let (x, y) = (Some(dx.all()), dy.all());
+                self.backend.run(AddScaled { x, y, factor: 1.0, out: dx.all() })
+            }
+        }
     }
 
     fn norm_backward(
@@ -210,19 +296,26 @@ impl Model {
         normed: &Unnormed,
         params: &layout::Norm,
         dy: &Tensor,
-        residual: Residual<'_>,
+        gradient: Gradient<'_>,
+        added: Option<&Linear>,
     ) -> Result<()> {
+        let Some(stats) = &normed.stats else { return Ok(()) };
+        let (dx, add_to_dx) = match gradient {
+            Gradient::New(dx) => (dx, false),
+            Gradient::Sum(dx) => (dx, true),
+        };
+        let added = added.filter(|_| self.norms_sum_biases());
         self.backend.run(NormBackward {
             shape: self.norm_shape(pass.rows),
             x: normed.x.all(),
             gamma: self.param(&params.weight),
-            stats: normed.stats.all(),
+            stats: stats.all(),
             dy: dy.all(),
-            dx: residual.dx.all(),
-            add_to_dx: residual.add,
+            dx: dx.all(),
+            add_to_dx,
             dgamma: pass.grads.slice(params.weight.clone()),
             dbeta: params.bias.as_ref().map(|bias| pass.grads.slice(bias.clone())),
-            dsum: residual.added.and_then(|layer| pass.bias(layer)),
+            dsum: added.and_then(|layer| pass.bias(layer)),
             acc: pass.acc,
         })
     }

@@ -3,14 +3,15 @@
 use std::rc::Rc;
 
 use xlaunch_engine::{
-    AttentionForward, DType, EmbedForward, EmbedShape, EngineError, LinearShape, NormForward, Residual,
-    ResidualAdd, Result, Slice, Tensor,
+    AddScaled, AttentionForward, DType, EmbedForward, EmbedShape, EngineError, NormForward, QkNormForward,
+    Residual, ResidualAdd, Result, Slice, Tensor,
 };
+use xlaunch_spec::model::Parallel;
 
 use super::layout;
 use super::linear::Use;
-use super::saved_activations::{Block, Inputs, Normed, SavedActivations};
-use super::{Model, Rows, attention_shape};
+use super::saved_activations::{Block, Heads, Inputs, Normed, SavedActivations, Unnormed};
+use super::{Model, Rows, attention_shape, narrow};
 
 /// The activations that backward needs. Backward frees each tensor after its last use.
 #[derive(Debug)]
@@ -38,18 +39,21 @@ impl Model {
         let _tag = xlaunch_pool::tag("forward");
         let mut blocks = Vec::with_capacity(self.shape.layers);
         next_part()?;
-        let mut ln1 = self.norm(rows, self.embed(rows, tokens)?, &self.layout.blocks[0].ln1)?;
-        for (index, params) in self.layout.blocks.iter().enumerate() {
-            let next = self.layout.blocks.get(index + 1).map_or(&self.layout.lnf, |block| &block.ln1);
+        let x = Rc::new(self.embed(rows, tokens)?);
+        let mut stream = self.norm(rows, x, self.layout.blocks[0].ln1.as_ref())?;
+        for index in 0..self.shape.layers {
             next_part()?;
-            let block = self.block(rows, ln1, params)?;
-            let shape = Self::linear_shape(rows, self.shape.ffn, self.shape.dim);
-            let branch = self.linear(shape, &block.inputs.out, &params.out)?;
-            ln1 = self.add_norm(rows, &block.ln2.x, branch, next)?;
+            let (mut block, beside) = self.block(rows, index, stream)?;
+            let next = match self.layout.blocks.get(index + 1) {
+                Some(block) => block.ln1.as_ref(),
+                None => Some(&self.layout.lnf),
+            };
+            stream = self.end_block(rows, &mut block, beside, next)?;
             blocks.push(SavedActivations::new(block, self.memory.recompute));
         }
         next_part()?;
-        Ok(Activations { rows, blocks, last: ln1 })
+        self.scale(&stream.y, narrow(self.shape.logit_scale))?;
+        Ok(Activations { rows, blocks, last: stream })
     }
 
     fn embed(&self, rows: Rows, tokens: Slice<'_>) -> Result<Tensor> {
@@ -58,28 +62,37 @@ impl Model {
         let wte = self.param(&self.layout.wte);
         let shape = self.embed_shape(rows);
         self.backend.run(EmbedForward { shape, tokens, wte, wpe, positions: None, out: x.all() })?;
+        self.scale(&x, self.embedding_factor())?;
         Ok(x)
+    }
+
+    /// Multiplies a tensor by a factor, in place.
+    pub(super) fn scale(&self, x: &Tensor, factor: f32) -> Result<()> {
+        if factor == 1.0 {
+            return Ok(());
+        }
+        self.backend.run(AddScaled { x: None, y: x.all(), factor, out: x.all() })
     }
 
     pub(super) fn embed_shape(&self, rows: Rows) -> EmbedShape {
         EmbedShape { batch: rows.batch, seq: rows.seq, cols: self.shape.dim, vocab: self.shape.vocab }
     }
 
-    /// Computes one block, from its first norm to the output of the activation function, which is all that backward
-    /// needs.
-    pub(super) fn block(&self, rows: Rows, ln1: Normed, params: &layout::Block) -> Result<Block> {
-        let (n, shape) = (rows.count(), &self.shape);
+    /// Computes one block up to the output of the activation function. If the layers are side by side, also returns
+    /// attention's projected output.
+    pub(super) fn block(&self, rows: Rows, index: usize, ln1: Normed) -> Result<(Block, Option<Tensor>)> {
+        let (n, shape, params) = (rows.count(), &self.shape, &self.layout.blocks[index]);
         let (y, ln1) = ln1.split();
-        let qkv_input = self.input(n, y, Use::Both)?;
+        let qkv_input = self.input(n, y.clone(), Use::Both)?;
         let qkv_shape = Self::linear_shape(rows, shape.dim, shape.qkv_width());
-        let qkv = self.linear(qkv_shape, &qkv_input, &params.qkv)?;
+        let heads = self.heads(rows, index, self.linear(qkv_shape, &qkv_input, &params.qkv)?)?;
         let qkv_input = qkv_input.kept();
         let att = Rc::new(self.activation(n * shape.attention_width())?);
         let lse = self.backend.alloc(DType::F32, n * shape.heads)?;
         self.backend.run(AttentionForward {
-            shape: attention_shape(&self.shape, rows),
-            qkv: qkv.all(),
-            rope: self.rope(rows),
+            shape: attention_shape(shape, rows, index),
+            qkv: heads.read().all(),
+            rope: self.rope(rows, index).filter(|_| heads.normed.is_none()),
             out: att.all(),
             lse: lse.all(),
         })?;
@@ -87,63 +100,138 @@ impl Model {
         let proj_shape = Self::linear_shape(rows, shape.attention_width(), shape.dim);
         let branch = self.linear(proj_shape, &proj_input, &params.proj)?;
         let proj_input = proj_input.kept();
-        let (y, ln2) = self.add_norm(rows, &ln1.x, branch, &params.ln2)?.split();
-
-        let fc_input = self.input(n, y, Use::Both)?;
-        let fc_shape = Self::linear_shape(rows, shape.dim, shape.ffn);
-        let [h, a] = match (shape.gated, &params.fc.bias) {
-            (false, Some(bias)) => self.linear_gelu(fc_shape, &fc_input, &params.fc, self.param(bias))?,
-            _ => {
-                let gates = LinearShape { outputs: 2 * shape.ffn, ..fc_shape };
-                self.linear_swiglu(gates, &fc_input, &params.fc)?
+        let ln2 = params.ln2.as_ref();
+        let (y, ln2, post1, beside) = match shape.parallel {
+            Parallel::No => {
+                let (sum, post1) = self.add(rows, &ln1.x, branch, params.post1.as_ref(), ln2)?;
+                let (y, ln2) = sum.split();
+                (y, ln2, post1, None)
+            }
+            Parallel::SharedNorm => (y, Unnormed { x: ln1.x.clone(), stats: None }, None, Some(branch)),
+            Parallel::TwoNorms => {
+                let (y, ln2) = self.norm(rows, ln1.x.clone(), ln2)?.split();
+                (y, ln2, None, Some(branch))
             }
         };
+
+        let fc_input = self.input(n, y, Use::Both)?;
+        let fc_shape = Self::linear_shape(rows, shape.dim, shape.ffn_inputs());
+        let [h, a] = self.linear_activation(fc_shape, &fc_input, &params.fc)?;
         let out_input = self.input(n, Rc::new(a), Use::Both)?;
         let inputs = Inputs { qkv: qkv_input, proj: proj_input, fc: fc_input.kept(), out: out_input };
-        Ok(Block { ln1, inputs, qkv, att, lse, ln2, h })
+        Ok((Block { index, ln1, inputs, heads, att, lse, post1, ln2, h, post2: None }, beside))
     }
 
-    pub(super) fn norm(&self, rows: Rows, x: Tensor, params: &layout::Norm) -> Result<Normed> {
-        let stats = self.backend.alloc(DType::F32, self.norm_shape(rows).stats())?;
-        self.norm_with_stats(rows, x, stats, params)
-    }
-
-    /// Computes the norm of `x`; overwrites `stats`.
-    pub(super) fn norm_with_stats(
+    /// Adds a block's output to the residual stream, and normalises the sum for what follows. `beside` is attention's
+    /// projected output if it is still missing in the stream.
+    pub(super) fn end_block(
         &self,
         rows: Rows,
-        x: Tensor,
-        stats: Tensor,
-        params: &layout::Norm,
+        block: &mut Block,
+        beside: Option<Tensor>,
+        next: Option<&layout::Norm>,
     ) -> Result<Normed> {
+        let params = &self.layout.blocks[block.index];
+        let shape = Self::linear_shape(rows, self.shape.ffn, self.shape.dim);
+        let branch = self.linear(shape, &block.inputs.out, &params.out)?;
+        if let Some(beside) = beside {
+            let (x, y) = (Some(beside.all()), branch.all());
+            self.backend.run(AddScaled { x, y, factor: 1.0, out: y })?;
+        }
+        let (sum, post2) = self.add(rows, &block.ln2.x, branch, params.post2.as_ref(), next)?;
+        block.post2 = post2;
+        Ok(sum)
+    }
+
+    /// Prepares queries and keys for attention, as far as it doesn't do so itself.
+    pub(super) fn heads(&self, rows: Rows, index: usize, qkv: Tensor) -> Result<Heads> {
+        let Some(norm) = self.qk_norm(rows, index) else { return Ok(Heads { qkv, normed: None }) };
+        let normed = self.activation(qkv.len())?;
+        self.backend.run(QkNormForward {
+            shape: norm.shape,
+            kind: norm.kind,
+            eps: norm.eps,
+            offset: norm.offset,
+            qkv: qkv.all(),
+            q_gamma: norm.q_gamma,
+            k_gamma: norm.k_gamma,
+            rope: norm.rope,
+            out: normed.all(),
+        })?;
+        Ok(Heads { qkv, normed: Some(normed) })
+    }
+
+    /// Normalises `x`, if there is a norm.
+    pub(super) fn norm(&self, rows: Rows, x: Rc<Tensor>, params: Option<&layout::Norm>) -> Result<Normed> {
+        let stats =
+            params.map(|_| self.backend.alloc(DType::F32, self.norm_shape(rows).stats())).transpose()?;
+        self.norm_again(rows, Unnormed { x, stats }, params)
+    }
+
+    /// Same as [`norm`](Self::norm); overwrites the statistics.
+    pub(super) fn norm_again(
+        &self,
+        rows: Rows,
+        Unnormed { x, stats }: Unnormed,
+        params: Option<&layout::Norm>,
+    ) -> Result<Normed> {
+        let y = match params.zip(stats.as_ref()) {
+            Some((params, stats)) => Rc::new(self.run_norm(rows, &x, Residual::None, params, stats)?),
+            None => x.clone(),
+        };
+        Ok(Normed { x, y, stats })
+    }
+
+    /// Computes the residual stream `x + branch`, with the norm of the branch, if there is one, and the norm of the sum.
+    /// Also returns the branch as backward needs it.
+    fn add(
+        &self,
+        rows: Rows,
+        x: &Tensor,
+        branch: Tensor,
+        post: Option<&layout::Norm>,
+        next: Option<&layout::Norm>,
+    ) -> Result<(Normed, Option<Unnormed>)> {
+        let factor = narrow(self.shape.residual_scale);
+        if let Some(post) = post {
+            let (branch, stats) =
+                (Rc::new(branch), self.backend.alloc(DType::F32, self.norm_shape(rows).stats())?);
+            let sum = self.run_norm(rows, &branch, Residual::After(x.all()), post, &stats)?;
+            let normed = self.norm(rows, Rc::new(sum), next)?;
+            return Ok((normed, Some(Unnormed { x: branch, stats: Some(stats) })));
+        }
+        let sum = self.activation(x.len())?;
+        let Some(next) = next else {
+            let (stream, y) = (Some(x.all()), branch.all());
+            self.backend.run(AddScaled { x: stream, y, factor, out: sum.all() })?;
+            return Ok((self.norm(rows, Rc::new(sum), None)?, None));
+        };
+        // One kernel adds and normalises.
+        self.scale(&branch, factor)?;
+        let stats = self.backend.alloc(DType::F32, self.norm_shape(rows).stats())?;
+        let residual = Residual::Before(ResidualAdd { branch: branch.all(), sum: sum.all() });
+        let y = self.run_norm(rows, x, residual, next, &stats)?;
+        Ok((Normed { x: Rc::new(sum), y: Rc::new(y), stats: Some(stats) }, None))
+    }
+
+    fn run_norm(
+        &self,
+        rows: Rows,
+        x: &Tensor,
+        residual: Residual<'_>,
+        params: &layout::Norm,
+        stats: &Tensor,
+    ) -> Result<Tensor> {
         let y = self.activation(x.len())?;
         self.backend.run(NormForward {
             shape: self.norm_shape(rows),
             x: x.all(),
-            residual: Residual::None,
+            residual,
             gamma: self.param(&params.weight),
             beta: params.bias.as_ref().map(|bias| self.param(bias)),
             y: y.all(),
             stats: stats.all(),
         })?;
-        Ok(Normed { x, y, stats })
-    }
-
-    /// Computes the residual stream `x + branch` and its norm in one kernel.
-    fn add_norm(&self, rows: Rows, x: &Tensor, branch: Tensor, params: &layout::Norm) -> Result<Normed> {
-        let shape = self.norm_shape(rows);
-        let sum = self.activation(x.len())?;
-        let y = self.activation(x.len())?;
-        let stats = self.backend.alloc(DType::F32, shape.stats())?;
-        self.backend.run(NormForward {
-            shape,
-            x: x.all(),
-            residual: Residual::Before(ResidualAdd { branch: branch.all(), sum: sum.all() }),
-            gamma: self.param(&params.weight),
-            beta: params.bias.as_ref().map(|bias| self.param(bias)),
-            y: y.all(),
-            stats: stats.all(),
-        })?;
-        Ok(Normed { x: sum, y, stats })
+        Ok(y)
     }
 }

@@ -7,8 +7,8 @@
 use std::ops::Range;
 
 use xlaunch_engine::{
-    Accumulate, Cast, ClassifierShape, DType, FusedClassifier, LinearBackwardInput, LinearBackwardWeight,
-    LinearForward, LinearShape, Result, Slice, Sum, Tensor,
+    Accumulate, Cast, ClassifierShape, ColumnSum, DType, FusedClassifier, LinearBackwardInput,
+    LinearBackwardWeight, LinearForward, LinearShape, Result, Slice, SoftCap, Sum, Tensor,
 };
 
 use super::forward::Activations;
@@ -28,18 +28,28 @@ pub struct LossGradients<'a> {
 impl Model {
     /// Computes the logits of `rows` of the pass, `[R, Vp]`.
     pub fn logits(&self, acts: &Activations, rows: Range<usize>) -> Result<Tensor> {
+        let logits = self.unbounded_logits(acts, rows)?;
+        if let Some(cap) = self.logit_softcap() {
+            self.backend.run(SoftCap { x: logits.all(), cap })?;
+        }
+        Ok(logits)
+    }
+
+    /// Computes logits before their soft cap, which the classifier applies itself.
+    fn unbounded_logits(&self, acts: &Activations, rows: Range<usize>) -> Result<Tensor> {
         let shape = self.head_shape(rows.len());
         let logits = self.activation(shape.rows * shape.outputs)?;
         let x = acts.last.y.slice(rows.start * shape.inputs..rows.end * shape.inputs);
         let (w, y) = (self.param(&self.layout.head), logits.all());
-        self.backend.run(LinearForward { shape, x, w, bias: None, y })?;
+        let bias = self.layout.head_bias.as_ref().map(|bias| self.param(bias));
+        self.backend.run(LinearForward { shape, x, w, bias, y })?;
         Ok(logits)
     }
 
     /// Writes the cross-entropy loss of every row to `losses` F32 `[N]`.
     pub fn loss(&self, acts: &Activations, targets: Slice<'_>, losses: Slice<'_>) -> Result<()> {
         for rows in self.chunks(acts) {
-            let logits = self.logits(acts, rows.clone())?;
+            let logits = self.unbounded_logits(acts, rows.clone())?;
             self.classifier(&logits, rows, targets, losses, None)?;
         }
         Ok(())
@@ -62,19 +72,19 @@ impl Model {
         let exact = rounds.then(|| self.backend.alloc(DType::F32, dw.len())).transpose()?;
         let sum = exact.as_ref().map_or(dw, Tensor::all);
         for (number, rows) in chunks.enumerate() {
-            let logits = self.logits(acts, rows.clone())?;
+            let logits = self.unbounded_logits(acts, rows.clone())?;
             self.classifier(&logits, rows.clone(), targets, losses, Some(scale))?;
             let (shape, dlogits) = (self.head_shape(rows.len()), logits.all());
             let elements = rows.start * dim..rows.end * dim;
             let (w, dx) = (self.param(&self.layout.head), dy.slice(elements.clone()));
             self.backend.run(LinearBackwardInput { shape, dy: dlogits, w, dx })?;
-            self.backend.run(LinearBackwardWeight {
-                shape,
-                dy: dlogits,
-                x: acts.last.y.slice(elements),
-                dw: sum,
-                acc: if number == 0 { acc } else { Accumulate::Add },
-            })?;
+            let acc = if number == 0 { acc } else { Accumulate::Add };
+            let x = acts.last.y.slice(elements);
+            self.backend.run(LinearBackwardWeight { shape, dy: dlogits, x, dw: sum, acc })?;
+            if let Some(bias) = &self.layout.head_bias {
+                let (rows, cols, out) = (shape.rows, shape.outputs, grads.slice(bias.clone()));
+                self.backend.run(ColumnSum { rows, cols, x: dlogits, out, acc })?;
+            }
         }
         if let Some(exact) = exact {
             self.backend.run(Cast { x: exact.all(), y: dw })?;
@@ -105,7 +115,7 @@ impl Model {
             targets: targets.slice(rows.clone()),
             losses: losses.slice(rows),
             grad_scale,
-            softcap: None,
+            softcap: self.logit_softcap(),
         })
     }
 

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use xlaunch_engine::DECAY_CHUNK;
 use xlaunch_spec::job::MAX_SHARDS;
-use xlaunch_spec::model::{ModelShape, NormKind, Positions};
+use xlaunch_spec::model::{ModelShape, NormKind, NormPlace, Parallel, Positions, QkNorm};
 
 /// Alignment, in elements, of parameters and of the buckets into which large ones are cut. It aligns rows for tensor
 /// cores in both element types, prevents a decay flag from covering two parameters, and makes every shard of a bucket a
@@ -53,7 +53,7 @@ impl Param {
     }
 }
 
-/// A matrix and, in gpt2, its bias.
+/// A matrix and, in some architectures, its bias.
 #[derive(Clone, Debug)]
 #[expect(missing_docs, reason = "the fields are named after the parameters")]
 pub struct Linear {
@@ -61,7 +61,7 @@ pub struct Linear {
     pub bias: Option<Range<usize>>,
 }
 
-/// A scale and, in gpt2, a shift.
+/// A scale and, for LayerNorm, a shift.
 #[derive(Clone, Debug)]
 #[expect(missing_docs, reason = "the fields are named after the parameters")]
 pub struct Norm {
@@ -71,16 +71,34 @@ pub struct Norm {
 
 /// The parameters of one transformer block.
 #[derive(Clone, Debug)]
-#[expect(missing_docs, reason = "the fields are named after the parameters")]
 pub struct Block {
-    pub ln1: Norm,
+    /// Norm of attention's input.
+    pub ln1: Option<Norm>,
+    /// Projection to queries, keys and values.
     pub qkv: Linear,
+    /// Scales of the norms of queries and keys.
+    pub qk_norm: Option<[Range<usize>; 2]>,
+    /// Projection of attention's output.
     pub proj: Linear,
-    pub ln2: Norm,
+    /// Norm of the projected output.
+    pub post1: Option<Norm>,
+    /// Norm of the feed-forward layers' input.
+    pub ln2: Option<Norm>,
+    /// Projection to the activation function's input.
     pub fc: Linear,
+    /// Projection of its output.
     pub out: Linear,
+    /// Norm of the projected output.
+    pub post2: Option<Norm>,
     /// End of the block's range: after the block's backward, all gradients below it are written.
     pub end: usize,
+}
+
+impl Block {
+    /// Returns the start of the block's range.
+    fn start(&self) -> usize {
+        self.post2.as_ref().map_or(&self.out.weight, |norm| &norm.weight).start
+    }
 }
 
 /// Offsets of a whole arena.
@@ -93,6 +111,8 @@ pub struct Layout {
     pub lnf: Norm,
     /// Range of the head's table; equal to `wte` if the head is tied.
     pub head: Range<usize>,
+    /// Range of the bias of an untied head.
+    pub head_bias: Option<Range<usize>>,
     /// End of the untied head and the final norm, which precede the blocks.
     pub top_end: usize,
     /// All parameters, in order of offset.
@@ -129,7 +149,8 @@ impl Layout {
         let embeddings = self.first_norm(0)..self.len;
         let blocks = self.blocks.iter().enumerate();
         let blocks = blocks.map(|(index, block)| self.first_norm(index + 1)..block.end);
-        [embeddings].into_iter().chain(blocks).chain([self.head.clone()]).collect()
+        let head = self.head.start..self.head_bias.as_ref().unwrap_or(&self.head).end;
+        [embeddings].into_iter().chain(blocks).chain([head]).collect()
     }
 
     /// Returns the ranges that backward reads and writes, one per part, without the head and the embeddings: the final
@@ -146,14 +167,15 @@ impl Layout {
         let blocks = (0..count).rev();
         let blocks = blocks.map(|index| {
             let block = &self.blocks[index];
-            block.out.weight.start..end(index, block.end)
+            block.start()..end(index, block.end)
         });
         [top].into_iter().chain(blocks).collect()
     }
 
     /// Returns the ranges that passes need throughout: the embeddings and the head.
     pub fn kept(&self) -> Vec<Range<usize>> {
-        [Some(&self.wte), self.wpe.as_ref(), Some(&self.head)].into_iter().flatten().cloned().collect()
+        let kept = [Some(&self.wte), self.wpe.as_ref(), Some(&self.head), self.head_bias.as_ref()];
+        kept.into_iter().flatten().cloned().collect()
     }
 
     /// Returns the gaps between the parameters.
@@ -162,9 +184,13 @@ impl Layout {
         gaps.filter(|gap| !gap.is_empty()).collect()
     }
 
-    /// Returns the start of the first norm of a block, or of the final norm after the last block.
+    /// Returns the start of the norm in front of a block, or of the final norm after the last block. A block without such
+    /// a norm ends here.
     fn first_norm(&self, block: usize) -> usize {
-        self.blocks.get(block).map_or(&self.lnf, |block| &block.ln1).weight.start
+        match self.blocks.get(block) {
+            Some(block) => block.ln1.as_ref().map_or(block.end, |norm| norm.weight.start),
+            None => self.lnf.weight.start,
+        }
     }
 
     /// Computes the layout of a model.
@@ -175,30 +201,39 @@ impl Layout {
         let normal = Init::Normal(0.02);
         #[expect(clippy::cast_precision_loss, reason = "a count of layers is small")]
         let residual = Init::Normal(0.02 / ((2 * shape.layers) as f32).sqrt());
-        let mut arena = Builder { params: Vec::new(), len: 0, norm_bias: shape.norm == NormKind::Layer };
+        let scale = if shape.norm_offset { Init::Zeros } else { Init::Ones };
+        let mut arena = Builder { params: Vec::new(), len: 0, norm: shape.norm, scale };
 
         let untied_head = (!shape.tied).then(|| arena.table("head.weight", shape.vocab, padded, dim, normal));
+        let head_bias = shape.head_bias.then(|| arena.padded("head.bias", shape.vocab, padded));
         let lnf = arena.norm("lnf", dim);
         let top_end = arena.len;
+        let pre = shape.norm_place != NormPlace::Post;
+        let post = shape.norm_place != NormPlace::Pre;
         let mut blocks: Vec<Block> = (0..shape.layers)
             .rev()
             .map(|index| {
                 let name = |part: &str| format!("blocks.{index}.{part}");
+                let post2 = post.then(|| arena.norm(&name("post2"), dim));
                 let out = arena.linear(&name("out"), [dim, shape.ffn], residual, shape.mlp_bias);
                 let fc = arena.linear(&name("fc"), [shape.ffn_inputs(), dim], normal, shape.mlp_bias);
-                let ln2 = arena.norm(&name("ln2"), dim);
+                let own_norm = pre && shape.parallel != Parallel::SharedNorm;
+                let ln2 = own_norm.then(|| arena.norm(&name("ln2"), dim));
+                let post1 = post.then(|| arena.norm(&name("post1"), dim));
                 let sizes = [dim, shape.attention_width()];
                 let proj = arena.linear(&name("proj"), sizes, residual, shape.attention_bias);
+                let qk_norm = qk_norm_sizes(shape)
+                    .map(|[q, k]| [arena.scale(&name("q_norm"), q), arena.scale(&name("k_norm"), k)]);
                 let qkv = arena.linear(&name("qkv"), [shape.qkv_width(), dim], normal, shape.qkv_bias);
-                let ln1 = arena.norm(&name("ln1"), dim);
-                Block { ln1, qkv, proj, ln2, fc, out, end: arena.len }
+                let ln1 = pre.then(|| arena.norm(&name("ln1"), dim));
+                Block { ln1, qkv, qk_norm, proj, post1, ln2, fc, out, post2, end: arena.len }
             })
             .collect();
         blocks.reverse();
         let wpe = learned.then(|| arena.table("wpe.weight", shape.seq, shape.seq, dim, normal));
         let wte = arena.table("wte.weight", shape.vocab, padded, dim, normal);
         let head = untied_head.unwrap_or_else(|| wte.clone());
-        Self { wte, wpe, blocks, lnf, head, top_end, len: arena.len, params: arena.params }
+        Self { wte, wpe, blocks, lnf, head, head_bias, top_end, len: arena.len, params: arena.params }
     }
 
     /// Returns the end offset of each parameter including the gap after it, for the bucket planner.
@@ -229,18 +264,36 @@ impl Layout {
     }
 }
 
+/// Returns the numbers of scales of the norms of queries and keys.
+fn qk_norm_sizes(shape: &ModelShape) -> Option<[usize; 2]> {
+    match shape.qk_norm {
+        QkNorm::None => None,
+        QkNorm::Head => Some([shape.head_dim; 2]),
+        QkNorm::Full => Some([shape.attention_width(), shape.kv_heads * shape.head_dim]),
+    }
+}
+
 struct Builder {
     params: Vec<Param>,
     len: usize,
-    norm_bias: bool,
+    norm: NormKind,
+    /// Initial scale of norms: 0 if they add 1 to it.
+    scale: Init,
 }
 
 impl Builder {
     fn norm(&mut self, name: &str, dim: usize) -> Norm {
-        Norm {
-            weight: self.vector(format!("{name}.weight"), dim, Init::Ones),
-            bias: self.norm_bias.then(|| self.vector(format!("{name}.bias"), dim, Init::Zeros)),
-        }
+        let weight = self.scale(name, dim);
+        let has_bias = self.norm == NormKind::Layer;
+        Norm { weight, bias: has_bias.then(|| self.vector(format!("{name}.bias"), dim, Init::Zeros)) }
+    }
+
+    fn scale(&mut self, name: &str, len: usize) -> Range<usize> {
+        self.vector(format!("{name}.weight"), len, self.scale)
+    }
+
+    fn padded(&mut self, name: &str, len: usize, padded: usize) -> Range<usize> {
+        self.place(name.into(), vec![len], padded, false, Init::Zeros)
     }
 
     fn linear(&mut self, name: &str, [outputs, inputs]: [usize; 2], init: Init, bias: bool) -> Linear {
@@ -276,11 +329,17 @@ impl Builder {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use xlaunch_spec::model::PRESETS;
+    use xlaunch_spec::model::{Arch, PRESETS};
+
+    /// Returns all presets and a model of each family.
+    fn shapes() -> Vec<(String, ModelShape)> {
+        let presets = PRESETS.iter().map(|(name, shape)| ((*name).to_owned(), shape.clone()));
+        presets.chain(Arch::ALL.map(|arch| (format!("{arch:?}"), arch.base()))).collect()
+    }
 
     #[test]
     fn parameters_follow_each_other_aligned_and_in_backward_order() {
-        for (name, shape) in &PRESETS {
+        for (name, shape) in &shapes() {
             let layout = Layout::new(shape);
             let mut end = 0;
             for param in &layout.params {
@@ -298,14 +357,33 @@ mod tests {
     fn presets_have_their_published_sizes() {
         let size = |index: usize| Layout::new(&PRESETS[index].1).parameters();
         // GPT-2 124M has 124,439,808 parameters by the paper's sizes. llama-28m has 28.3M in blocks, and two 50257 x
-        // 384 tables.
+        // 384 tables. Others: as in the model cards, or the sum over the files.
         assert_eq!(size(2), 124_439_808);
+        let of = |name: &str| size(PRESETS.iter().position(|(preset, _)| *preset == name).unwrap());
+        for (name, parameters) in [
+            ("llama-1b", 1_235_814_400),
+            ("llama-3b", 3_212_749_824),
+            ("llama-8b", 8_030_261_248),
+            ("qwen3-0.6b", 596_049_920),
+            ("qwen3-1.7b", 1_720_574_976),
+            ("qwen3-4b", 4_022_468_096),
+            ("qwen3-8b", 8_190_735_360),
+            ("qwen2.5-0.5b", 494_032_768),
+            ("qwen2.5-7b", 7_615_616_512),
+            ("mistral-7b", 7_248_023_552),
+            ("smollm3-3b", 3_075_098_624),
+            ("olmo2-1b", 1_484_916_736),
+            ("gemma3-1b", 999_885_952),
+            ("pythia-160m", 162_322_944),
+        ] {
+            assert_eq!(of(name), parameters, "{name}");
+        }
         assert_eq!(size(1), 12 * (4 * 384 * 384 + 3 * 384 * 1536 + 2 * 384) + 384 + 2 * 50257 * 384);
     }
 
     #[test]
     fn parts_cover_what_passes_use_and_neighbours_touch() {
-        for (name, shape) in &PRESETS {
+        for (name, shape) in &shapes() {
             let layout = Layout::new(shape);
             let (forward, backward) = (layout.forward_parts(), layout.backward_parts());
             assert_eq!((forward.len(), backward.len()), (shape.layers + 2, shape.layers + 1), "{name}");

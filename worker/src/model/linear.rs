@@ -14,11 +14,12 @@
 use std::rc::Rc;
 
 use xlaunch_engine::{
-    Accumulate, Activation, ActivationBackward, ActivationForward, ActivationLinearBackward, DType,
-    FP8_MULTIPLE, Fp8Operand, GemmFp8, GluBackward, GluForward, GluLinearBackward, LinearActivationForward,
-    LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGluForward, LinearShape, QuantizeFp8,
-    Result, Slice, Tensor,
+    Accumulate, Activation, ActivationBackward, ActivationForward, ActivationLinearBackward, ColumnSum,
+    DType, FP8_MULTIPLE, Fp8Operand, GemmFp8, GluBackward, GluForward, GluLinearBackward,
+    LinearActivationForward, LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGluForward,
+    LinearShape, QuantizeFp8, Result, Slice, Tensor,
 };
+use xlaunch_spec::model;
 
 use super::Model;
 use super::layout::Linear;
@@ -151,52 +152,44 @@ impl Model {
         Ok(y)
     }
 
-    /// Computes a layer and GELU. Returns GELU's input and its output.
-    pub(super) fn linear_gelu(
+    /// Computes a layer and the activation function. Returns the function's input and its output.
+    pub(super) fn linear_activation(
         &self,
         shape: LinearShape,
         x: &Operand,
         layer: &Linear,
-        bias: Slice<'_>,
     ) -> Result<[Tensor; 2]> {
-        let a = self.activation(shape.rows * shape.outputs)?;
-        let h = if let Operand::Plain(x) = x {
-            let (h, x, w) = (self.activation(a.len())?, x.all(), self.param(&layer.weight));
-            let (activation, bias) = (Activation::GeluTanh, Some(bias));
-            let (h_slice, a) = (h.all(), a.all());
-            self.backend.run(LinearActivationForward { shape, activation, x, w, bias, h: h_slice, a })?;
-            h
-        } else {
+        let Operand::Plain(x) = x else {
             let h = self.linear(shape, x, layer)?;
-            let activation = Activation::GeluTanh;
-            self.backend.run(ActivationForward { activation, h: h.all(), a: a.all() })?;
-            h
+            let a = self.activated(shape.rows, &h)?;
+            return Ok([h, a]);
         };
-        Ok([h, a])
+        let (h, a) =
+            (self.activation(shape.rows * shape.outputs)?, self.activation(shape.rows * self.shape.ffn)?);
+        let (x, w, bias) =
+            (x.all(), self.param(&layer.weight), layer.bias.as_ref().map(|bias| self.param(bias)));
+        let activation = self.activation_function();
+        let outputs = [h, a];
+        let [h, a] = outputs.each_ref().map(Tensor::all);
+        if self.shape.gated {
+            self.backend.run(LinearGluForward { shape, activation, x, w, bias, h, a })?;
+        } else {
+            self.backend.run(LinearActivationForward { shape, activation, x, w, bias, h, a })?;
+        }
+        Ok(outputs)
     }
 
-    /// Computes a layer and SwiGLU. Returns SwiGLU's input and its output.
-    pub(super) fn linear_swiglu(
-        &self,
-        shape: LinearShape,
-        x: &Operand,
-        layer: &Linear,
-    ) -> Result<[Tensor; 2]> {
-        let (rows, ffn) = (shape.rows, shape.outputs / 2);
-        let a = self.activation(rows * ffn)?;
-        let h = if let Operand::Plain(x) = x {
-            let (h, x, w) = (self.activation(2 * a.len())?, x.all(), self.param(&layer.weight));
-            let (activation, bias) = (Activation::Silu, None);
-            let (h_slice, a) = (h.all(), a.all());
-            self.backend.run(LinearGluForward { shape, activation, x, w, bias, h: h_slice, a })?;
-            h
+    /// Computes the output of the activation function from its input.
+    pub(super) fn activated(&self, rows: usize, h: &Tensor) -> Result<Tensor> {
+        let (activation, ffn) = (self.activation_function(), self.shape.ffn);
+        let out = self.activation(rows * ffn)?;
+        let (h, a) = (h.all(), out.all());
+        if self.shape.gated {
+            self.backend.run(GluForward { activation, rows, ffn, h, a })?;
         } else {
-            let h = self.linear(shape, x, layer)?;
-            let activation = Activation::Silu;
-            self.backend.run(GluForward { activation, rows, ffn, h: h.all(), a: a.all() })?;
-            h
-        };
-        Ok([h, a])
+            self.backend.run(ActivationForward { activation, h, a })?;
+        }
+        Ok(out)
     }
 
     /// Computes the gradient of a layer's input.
@@ -234,46 +227,52 @@ impl Model {
         Ok(())
     }
 
-    /// Computes the gradient of GELU's input `h`, from that of the output of the layer after it, and the gradient of
-    /// the bias added in `h`.
-    pub(super) fn gelu_gradient(
+    /// Computes the gradient of the activation function's input `h`, from that of the output of the layer after it, and
+    /// the gradient of the bias added in `h`, if there is one.
+    pub(super) fn activation_gradient(
         &self,
         args: LayerBackward<'_>,
         h: &Tensor,
-        dbias: Slice<'_>,
+        dbias: Option<Slice<'_>>,
     ) -> Result<Tensor> {
         let LayerBackward { shape, layer, dy, acc, .. } = args;
-        if let Operand::Plain(dy) = dy {
-            let (dh, w) = (self.activation(h.len())?, self.param(&layer.weight));
-            let (dy, h, dh_slice) = (dy.all(), h.all(), dh.all());
-            let (activation, dbias) = (Activation::GeluTanh, Some(dbias));
-            let args = ActivationLinearBackward { shape, activation, dy, w, h, dh: dh_slice, dbias, acc };
-            self.backend.run(args)?;
+        let (activation, rows, ffn) = (self.activation_function(), shape.rows, shape.inputs);
+        let w = self.param(&layer.weight);
+        if self.shape.gated {
+            let dh = self.activation(h.len())?;
+            if let Operand::Plain(dy) = dy {
+                let da = self.activation(rows * ffn)?;
+                let (dy, h, da, dh) = (dy.all(), h.all(), da.all(), dh.all());
+                self.backend.run(GluLinearBackward { shape, activation, dy, w, h, da, dh })?;
+            } else {
+                let da = self.input_gradient(args)?;
+                let (h, da, dh) = (h.all(), da.all(), dh.all());
+                self.backend.run(GluBackward { activation, rows, ffn, h, da, dh })?;
+            }
+            if let Some(out) = dbias {
+                self.backend.run(ColumnSum { rows, cols: 2 * ffn, x: dh.all(), out, acc })?;
+            }
             return Ok(dh);
         }
-        let dh = self.input_gradient(args)?;
-        let (rows, cols) = (shape.rows, shape.inputs);
-        let (activation, dbias) = (Activation::GeluTanh, Some(dbias));
-        let args = ActivationBackward { activation, rows, cols, h: h.all(), dh: dh.all(), dbias, acc };
-        self.backend.run(args)?;
-        Ok(dh)
+        if let Operand::Plain(dy) = dy {
+            let gradient = self.activation(h.len())?;
+            let (dy, h, dh) = (dy.all(), h.all(), gradient.all());
+            self.backend.run(ActivationLinearBackward { shape, activation, dy, w, h, dh, dbias, acc })?;
+            return Ok(gradient);
+        }
+        let gradient = self.input_gradient(args)?;
+        let (h, dh) = (h.all(), gradient.all());
+        self.backend.run(ActivationBackward { activation, rows, cols: ffn, h, dh, dbias, acc })?;
+        Ok(gradient)
     }
 
-    /// Computes the gradient of SwiGLU's input `h`, from that of the output of the layer after it.
-    pub(super) fn swiglu_gradient(&self, args: LayerBackward<'_>, h: &Tensor) -> Result<Tensor> {
-        let LayerBackward { shape, layer, dy, .. } = args;
-        let dh = self.activation(h.len())?;
-        if let Operand::Plain(dy) = dy {
-            let (da, w) = (self.activation(h.len() / 2)?, self.param(&layer.weight));
-            let (dy, h, da, dh) = (dy.all(), h.all(), da.all(), dh.all());
-            let activation = Activation::Silu;
-            self.backend.run(GluLinearBackward { shape, activation, dy, w, h, da, dh })?;
-        } else {
-            let da = self.input_gradient(args)?;
-            let (rows, ffn, h, da) = (shape.rows, shape.inputs, h.all(), da.all());
-            let (activation, dh) = (Activation::Silu, dh.all());
-            self.backend.run(GluBackward { activation, rows, ffn, h, da, dh })?;
+    /// Returns the activation function of the feed-forward layers.
+    pub(super) fn activation_function(&self) -> Activation {
+        match self.shape.activation {
+            model::Activation::Silu => Activation::Silu,
+            model::Activation::Gelu => Activation::Gelu,
+            model::Activation::GeluTanh => Activation::GeluTanh,
+            model::Activation::Relu2 => Activation::Relu2,
         }
-        Ok(dh)
     }
 }

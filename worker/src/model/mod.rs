@@ -5,7 +5,7 @@
 //! - `rope`: the table of rotary angles;
 //! - `forward` and `backward`: the operations of each block, in mirrored order;
 //! - `linear`: the linear layers of blocks, in the activations' type or in FP8;
-//! - `kept`: activations of a block that forward keeps for backward, and their recomputation;
+//! - `saved_activations`: activations of a block that forward keeps for backward, and their recomputation;
 //! - `head`: logits, loss and their gradients;
 //! - [`decode`]: forward for generation: new tokens over cached ones;
 //! - this file: the model's data and helpers that both passes use.
@@ -25,8 +25,8 @@ use std::rc::Rc;
 
 use xlaunch_comm::Slots;
 use xlaunch_engine::{
-    AttentionOptions, AttentionShape, Backend, Cast, DType, LinearShape, NormKind, NormShape, Result, Slice,
-    Tensor,
+    AttentionOptions, AttentionShape, Backend, Cast, DType, EngineError, LinearShape, NormKind, NormShape,
+    QkNorm, Result, Slice, Tensor,
 };
 use xlaunch_spec::job::{JobSpec, Precision, Recompute, TrainSection};
 use xlaunch_spec::model::{self, ModelShape, Positions};
@@ -53,9 +53,29 @@ pub struct Model {
     memory: MemoryUse,
     /// True if the linear layers of blocks use FP8.
     fp8: bool,
-    /// Cosines and sines of the rotary angles, F32 `[T, D]`; llama only.
-    rope: Option<Tensor>,
+    rope: Rope,
     backend: BackendHandle,
+}
+
+/// Cosines and sines of the rotary angles, F32 `[T, D]`.
+#[derive(Debug)]
+struct Rope {
+    /// `None` with learned positions.
+    table: Option<Tensor>,
+    /// Table of blocks with a window, if it differs.
+    windowed: Option<Tensor>,
+}
+
+/// Norms of a block's queries and keys.
+#[derive(Clone, Copy, Debug)]
+struct QkNorms<'a> {
+    shape: AttentionShape,
+    kind: QkNorm,
+    eps: f32,
+    offset: f32,
+    q_gamma: Slice<'a>,
+    k_gamma: Slice<'a>,
+    rope: Option<Slice<'a>>,
 }
 
 /// Ways in which a pass saves memory.
@@ -139,16 +159,32 @@ pub struct Rows {
     pub seq: usize,
 }
 
-/// Returns the attention shape of a model in one pass.
-pub fn attention_shape(shape: &ModelShape, rows: Rows) -> AttentionShape {
+/// Returns the attention shape of a block in one pass.
+pub fn attention_shape(shape: &ModelShape, rows: Rows, block: usize) -> AttentionShape {
     AttentionShape {
         batch: rows.batch,
         seq: rows.seq,
         heads: shape.heads,
         kv_heads: shape.kv_heads,
         width: shape.head_width(),
-        options: AttentionOptions::new(shape.head_width()),
+        options: attention_options(shape, block).for_length(rows.seq),
     }
+}
+
+/// Returns how a block's scores become probabilities.
+fn attention_options(shape: &ModelShape, block: usize) -> AttentionOptions {
+    let softcap = shape.attention_softcap;
+    AttentionOptions {
+        scale: narrow(shape.score_factor()).into(),
+        window: shape.window(block),
+        softcap: (softcap != 0.0).then(|| narrow(softcap).into()),
+    }
+}
+
+/// Returns a factor in the precision in which operations compute.
+#[expect(clippy::cast_possible_truncation, reason = "the operations compute in f32")]
+fn narrow(factor: f64) -> f32 {
+    factor as f32
 }
 
 impl Rows {
@@ -178,15 +214,7 @@ impl Model {
         let len = slots.as_ref().map_or(layout.len, Slots::len);
         let weights = backend.alloc_collective(backend.activation_dtype(), len)?;
         backend.zero(weights.all())?;
-        let rope = match shape.positions {
-            Positions::Learned => None,
-            Positions::Rotary => {
-                let table = rope::table(shape, false);
-                let rope = backend.alloc_persistent(DType::F32, table.len())?;
-                backend.write_f32(rope.all(), &table)?;
-                Some(rope)
-            }
-        };
+        let rope = Rope::new(backend, shape)?;
         let memory = MemoryUse::default();
         Ok(Self {
             shape: shape.clone(),
@@ -257,18 +285,78 @@ impl Model {
             model::NormKind::Layer => NormKind::Layer,
             model::NormKind::Rms => NormKind::Rms,
         };
-        #[expect(clippy::cast_possible_truncation, reason = "norms compute in f32")]
-        let eps = self.shape.norm_eps as f32;
-        NormShape { rows: rows.count(), cols: self.shape.dim, kind, eps, offset: 0.0 }
+        let (eps, offset) = (narrow(self.shape.norm_eps), self.norm_offset());
+        NormShape { rows: rows.count(), cols: self.shape.dim, kind, eps, offset }
     }
 
-    /// Returns the part of the rotary table for these positions.
-    fn rope(&self, rows: Rows) -> Option<Slice<'_>> {
-        self.rope.as_ref().map(|table| table.slice(0..rows.seq * self.shape.head_width()))
+    fn norm_offset(&self) -> f32 {
+        if self.shape.norm_offset { 1.0 } else { 0.0 }
+    }
+
+    /// Returns a block's part of the rotary table for these positions, if it rotates.
+    fn rope(&self, rows: Rows, block: usize) -> Option<Slice<'_>> {
+        self.rope_table(block).map(|table| table.slice(0..rows.seq * self.shape.head_width()))
+    }
+
+    /// Returns a block's rotary table, if it rotates.
+    fn rope_table(&self, block: usize) -> Option<&Tensor> {
+        let windowed = self.rope.windowed.as_ref().filter(|_| self.shape.window(block).is_some());
+        windowed.or(self.rope.table.as_ref()).filter(|_| self.shape.is_rotated(block))
+    }
+
+    /// Returns the norms of a block's queries and keys, if it has them.
+    fn qk_norm(&self, rows: Rows, block: usize) -> Option<QkNorms<'_>> {
+        let kind = match self.shape.qk_norm {
+            model::QkNorm::None => return None,
+            model::QkNorm::Head => QkNorm::Head,
+            model::QkNorm::Full => QkNorm::Full,
+        };
+        let [q, k] = self.layout.blocks[block].qk_norm.as_ref()?;
+        Some(QkNorms {
+            shape: attention_shape(&self.shape, rows, block),
+            kind,
+            eps: narrow(self.shape.norm_eps),
+            offset: self.norm_offset(),
+            q_gamma: self.param(q),
+            k_gamma: self.param(k),
+            rope: self.rope(rows, block),
+        })
+    }
+
+    /// Returns the factor of embeddings. Models that derive it from their width round it to the embeddings' type.
+    fn embedding_factor(&self) -> f32 {
+        let factor = narrow(self.shape.embedding_factor());
+        if self.shape.embedding_scale == 0.0 && self.backend.activation_dtype() == DType::Bf16 {
+            return half::bf16::from_f32(factor).to_f32();
+        }
+        factor
+    }
+
+    /// Returns the bound of the logits, if there is one.
+    fn logit_softcap(&self) -> Option<f32> {
+        let cap = self.shape.logit_softcap;
+        (cap != 0.0).then(|| narrow(cap))
     }
 
     fn linear_shape(rows: Rows, inputs: usize, outputs: usize) -> LinearShape {
         LinearShape { rows: rows.count(), inputs, outputs }
+    }
+}
+
+impl Rope {
+    fn new(backend: &BackendHandle, shape: &ModelShape) -> Result<Self> {
+        let table = |windowed| {
+            let table = rope::table(shape, windowed);
+            let tensor = backend.alloc_persistent(DType::F32, table.len())?;
+            backend.write_f32(tensor.all(), &table)?;
+            Ok::<_, EngineError>(tensor)
+        };
+        let is_rotary = shape.positions == Positions::Rotary;
+        let differs = is_rotary && shape.windowed_rope_theta != 0.0;
+        Ok(Self {
+            table: is_rotary.then(|| table(false)).transpose()?,
+            windowed: differs.then(|| table(true)).transpose()?,
+        })
     }
 }
 

@@ -5,50 +5,73 @@
 
 use std::rc::Rc;
 
-use xlaunch_engine::{Activation, ActivationForward, GluForward, Result, Tensor};
+use xlaunch_engine::{Result, Tensor};
 use xlaunch_spec::job::Recompute;
+use xlaunch_spec::model::Parallel;
 
 use super::linear::{Operand, Use};
-use super::{Model, Rows, layout};
+use super::{Model, Rows};
 
-/// A norm's input (the residual stream at that point), output and statistics.
+/// A norm's input, output and statistics. Without a norm, the output is the input.
 #[derive(Debug)]
 pub(super) struct Normed {
-    pub(super) x: Tensor,
-    pub(super) y: Tensor,
-    pub(super) stats: Tensor,
+    pub(super) x: Rc<Tensor>,
+    pub(super) y: Rc<Tensor>,
+    pub(super) stats: Option<Tensor>,
 }
 
 /// A norm's input and statistics.
 #[derive(Debug)]
 pub(super) struct Unnormed {
-    pub(super) x: Tensor,
-    pub(super) stats: Tensor,
+    pub(super) x: Rc<Tensor>,
+    pub(super) stats: Option<Tensor>,
 }
 
 impl Normed {
     /// Separates the output from the rest.
     pub(super) fn split(self) -> (Rc<Tensor>, Unnormed) {
         let Self { x, y, stats } = self;
-        (Rc::new(y), Unnormed { x, stats })
+        (y, Unnormed { x, stats })
     }
 }
 
 /// One block's activations.
 #[derive(Debug)]
 pub(super) struct Block {
+    pub(super) index: usize,
+    /// The residual stream before attention.
     pub(super) ln1: Unnormed,
     /// Inputs of the four linear layers.
     pub(super) inputs: Inputs,
-    /// `[B, T, (H + 2 Hkv) D]`, after attention, which may have rotated it in place.
-    pub(super) qkv: Tensor,
+    pub(super) heads: Heads,
     /// `[B, T, H D]`.
     pub(super) att: Rc<Tensor>,
     /// `[B, H, T]`.
     pub(super) lse: Tensor,
+    /// Attention's projected output, if it is normalised.
+    pub(super) post1: Option<Unnormed>,
+    /// The residual stream that the feed-forward layers read.
     pub(super) ln2: Unnormed,
-    /// `[N, F]`; with SwiGLU, whose gates are included, `[N, 2 F]`.
+    /// `[N, F]`; if gated, `[N, 2 F]`.
     pub(super) h: Tensor,
+    /// The projected output of the feed-forward layers, if it is normalised.
+    pub(super) post2: Option<Unnormed>,
+}
+
+/// Queries, keys and values, `[B, T, (H + 2 Hkv) D]`.
+#[derive(Debug)]
+pub(super) struct Heads {
+    /// The projection's output. Without norms of queries and keys, attention may have rotated it in place.
+    pub(super) qkv: Tensor,
+    /// The same with queries and keys normalised and rotated, if the model does that.
+    pub(super) normed: Option<Tensor>,
+}
+
+impl Heads {
+    /// Returns what attention reads.
+    pub(super) fn read(&self) -> &Tensor {
+        self.normed.as_ref().unwrap_or(&self.qkv)
+    }
 }
 
 /// Inputs of a block's layers.
@@ -69,18 +92,20 @@ pub(super) struct Inputs {
 #[expect(clippy::large_enum_variant, reason = "there is one value per block of the model")]
 pub(super) enum SavedActivations {
     All(Block),
-    /// All activations except the inputs of linear layers: outputs of norms and of the activation function; in FP8,
-    /// also the output of attention.
+    /// All activations except the inputs of linear layers, which are outputs of norms and of the activation function,
+    /// normalised queries and keys and, in FP8, the output of attention.
     Costly {
         ln1: Unnormed,
         qkv: Tensor,
         att: Rc<Tensor>,
         lse: Tensor,
+        post1: Option<Unnormed>,
         ln2: Unnormed,
         h: Tensor,
+        post2: Option<Unnormed>,
     },
-    /// The input of the first norm, from which the whole block is recomputed.
-    Input(Tensor),
+    /// The residual stream before the block, from which the whole block is recomputed.
+    Input(Rc<Tensor>),
 }
 
 impl SavedActivations {
@@ -92,8 +117,8 @@ impl SavedActivations {
                 Self::All(Block { inputs: Inputs { qkv, proj, fc, out: out.kept() }, ..block })
             }
             Recompute::Cheap => {
-                let Block { ln1, qkv, att, lse, ln2, h, inputs: _ } = block;
-                Self::Costly { ln1, qkv, att, lse, ln2, h }
+                let Block { ln1, heads: Heads { qkv, .. }, att, lse, post1, ln2, h, post2, .. } = block;
+                Self::Costly { ln1, qkv, att, lse, post1, ln2, h, post2 }
             }
             Recompute::Block => Self::Input(block.ln1.x),
         }
@@ -103,43 +128,36 @@ impl SavedActivations {
 impl Model {
     /// Restores the whole block with the same bits as in forward. The exception is GELU's output on GPUs, which forward
     /// may have computed from an `h` that was not rounded yet.
-    pub(super) fn restore(
-        &self,
-        rows: Rows,
-        kept: SavedActivations,
-        params: &layout::Block,
-    ) -> Result<Block> {
+    pub(super) fn restore(&self, rows: Rows, kept: SavedActivations, index: usize) -> Result<Block> {
+        let params = &self.layout.blocks[index];
         match kept {
             SavedActivations::All(block) => Ok(block),
-            SavedActivations::Costly { ln1, qkv, att, lse, ln2, h } => {
+            SavedActivations::Costly { ln1, qkv, att, lse, post1, ln2, h, post2 } => {
                 // The inputs of norms are rounded sums, and forward normalised the same rounded values.
-                let (y1, ln1) = self.norm_with_stats(rows, ln1.x, ln1.stats, &params.ln1)?.split();
-                let (y2, ln2) = self.norm_with_stats(rows, ln2.x, ln2.stats, &params.ln2)?.split();
+                let (y1, ln1) = self.norm_again(rows, ln1, params.ln1.as_ref())?.split();
+                let (y2, ln2) = if self.shape.parallel == Parallel::SharedNorm {
+                    (y1.clone(), ln2)
+                } else {
+                    self.norm_again(rows, ln2, params.ln2.as_ref())?.split()
+                };
                 let input = |x| self.input(rows.count(), x, Use::Columns);
                 let inputs = Inputs {
                     qkv: input(y1)?,
                     proj: input(att.clone())?,
                     fc: input(y2)?,
-                    out: input(Rc::new(self.activated(rows, &h)?))?,
+                    out: input(Rc::new(self.activated(rows.count(), &h)?))?,
                 };
-                Ok(Block { ln1, inputs, qkv, att, lse, ln2, h })
+                let heads = self.heads(rows, index, qkv)?;
+                Ok(Block { index, ln1, inputs, heads, att, lse, post1, ln2, h, post2 })
             }
-            SavedActivations::Input(x) => self.block(rows, self.norm(rows, x, &params.ln1)?, params),
+            SavedActivations::Input(x) => {
+                let ln1 = self.norm(rows, x, params.ln1.as_ref())?;
+                let (mut block, beside) = self.block(rows, index, ln1)?;
+                if params.post2.is_some() {
+                    self.end_block(rows, &mut block, beside, None)?;
+                }
+                Ok(block)
+            }
         }
-    }
-
-    /// Computes the output of the activation function from its input.
-    fn activated(&self, rows: Rows, h: &Tensor) -> Result<Tensor> {
-        let (rows, ffn) = (rows.count(), self.shape.ffn);
-        let a = self.activation(rows * ffn)?;
-        let (h, a_slice) = (h.all(), a.all());
-        if self.shape.gated {
-            let activation = Activation::Silu;
-            self.backend.run(GluForward { activation, rows, ffn, h, a: a_slice })?;
-        } else {
-            let activation = Activation::GeluTanh;
-            self.backend.run(ActivationForward { activation, h, a: a_slice })?;
-        }
-        Ok(a)
     }
 }

@@ -103,7 +103,8 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     }
     let run_dir = PathBuf::from(&job.run_dir);
     device.backend.pool().snapshot_on_failure(&run_dir);
-    device.backend.prepare(attention_shape(&shape, Rows { batch: spec.train.batch, seq: shape.seq }));
+    let rows = Rows { batch: spec.train.batch, seq: shape.seq };
+    device.backend.prepare(attention_shape(&shape, rows, shape.layers - 1));
     let agreement = agreement(spec, &layout, activations, &division, &fingerprint);
     let meeting = rendezvous::join(context, &agreement, &device)?;
     let (collective, filled) = connect_and_fill(context, meeting, || {
