@@ -22,6 +22,21 @@ MODELS = {
     "llama_wide": dict(arch="llama", tied=False, kv_heads=2, head_dim=16, norm_eps=1e-3, rope_theta=500.0,
                        rope_scaling=dict(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
                                          original_max_position_embeddings=32), **SIZES),
+    "head_norms": dict(arch="llama", tied=True, kv_heads=2, head_dim=16, qk_norm="head", qkv_bias=True,
+                       attention_bias=True, mlp_bias=True, no_rope_every=2,
+                       rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8), **SIZES),
+    "post_norms": dict(arch="llama", tied=False, kv_heads=2, norm_place="post", qk_norm="full", activation="gelu",
+                       rope_scaling=dict(rope_type="linear", factor=2.0), **SIZES),
+    "windows": dict(arch="llama", tied=True, kv_heads=1, norm_place="both", norm_offset=True, qk_norm="head",
+                    activation="gelu_tanh", window=5, window_pattern=2, rope_theta=500.0, windowed_rope_theta=50.0,
+                    attention_softcap=3.0, logit_softcap=2.0, query_scale=0.5, embedding_scale=0.0, **SIZES),
+    "two_norms": dict(arch="gpt2", tied=False, positions="rotary", parallel="two_norms", rope_fraction=0.5,
+                      activation="gelu", rope_scaling=dict(rope_type="dynamic", factor=2.0,
+                                                           original_max_position_embeddings=8), **SIZES),
+    "shared_norm": dict(arch="gpt2", tied=False, positions="rotary", parallel="shared_norm", head_bias=True,
+                        qkv_bias=False, activation="relu2", **SIZES),
+    "factors": dict(arch="llama", tied=True, embedding_scale=3.0, residual_scale=0.4, query_scale=0.2,
+                    logit_scale=0.3, attention_bias=True, mlp_bias=True, **SIZES),
 }
 B, T, V = 2, SIZES["seq"], SIZES["vocab"]
 
@@ -35,7 +50,7 @@ def golden(config):
         for p in model.parameters():
             p.add_(torch.randn(p.shape, generator=generator) * 0.1)
     model.double()
-    for name in ("cos", "sin"):
+    for name in ("cos", "sin", "windowed_cos", "windowed_sin"):
         # xlaunch stores the RoPE table in F32.
         setattr(model, name, getattr(model, name).float().double())
     ids = lambda *shape: torch.randint(0, V, shape, generator=generator)

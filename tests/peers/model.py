@@ -7,76 +7,162 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 
+# The keys of `[model]` in which the families differ, with their values for llama and gpt2.
+LLAMA = dict(
+    norm="rms", norm_eps=1e-5, norm_place="pre", norm_offset=False, qk_norm="none", qkv_bias=False,
+    attention_bias=False, mlp_bias=False, head_bias=False, activation="silu", gated=True, parallel="no",
+    positions="rotary", rope_theta=1e4, rope_scaling=None, rope_fraction=1.0, no_rope_every=0, window=0,
+    window_pattern=0, windowed_rope_theta=0.0, attention_softcap=0.0, logit_softcap=0.0, query_scale=0.0,
+    embedding_scale=1.0, residual_scale=1.0, logit_scale=1.0,
+)
+GPT2 = LLAMA | dict(
+    norm="layer", qkv_bias=True, attention_bias=True, mlp_bias=True, activation="gelu_tanh", gated=False,
+    positions="learned",
+)
+ACTIVATIONS = dict(
+    silu=F.silu, gelu=F.gelu, gelu_tanh=lambda x: F.gelu(x, approximate="tanh"), relu2=lambda x: F.relu(x).square()
+)
+
+
 def rotate(x, cos, sin):
     """Rotary position embedding on pairs (i, i + D/2)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def frequencies(c):
-    """Returns the angle per position of each pair, with Llama 3's scaling if the model has it."""
-    width = c.get("head_dim", c["dim"] // c["heads"])
-    plain = c.get("rope_theta", 10000.0) ** (-torch.arange(0, width, 2).float() / width)
-    if not (scaling := c.get("rope_scaling")):
-        return plain
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - smooth) * plain / scaling["factor"] + smooth * plain
+def softcap(x, cap):
+    return cap * torch.tanh(x / cap) if cap else x
+
+
+def rotary(c, windowed):
+    """Returns cosines and sines [T, D/2]. Pairs beyond the rotated fraction of a head have the angle 0."""
+    width = int(c["head_dim"] * c["rope_fraction"]) // 2 * 2
+    theta, scaling, factor = c["rope_theta"], c["rope_scaling"], 1.0
+    if windowed and c["windowed_rope_theta"]:
+        theta, scaling = c["windowed_rope_theta"], None
+    kind = scaling and scaling.get("rope_type", "llama3")
+    if kind == "dynamic" and c["seq"] > scaling["original_max_position_embeddings"]:
+        stretch = scaling["factor"] * c["seq"] / scaling["original_max_position_embeddings"] - scaling["factor"] + 1
+        theta *= stretch ** (width / (width - 2))
+    plain = theta ** (-torch.arange(0, width, 2).float() / width)
+    if kind == "linear":
+        plain = plain / scaling["factor"]
+    if kind == "llama3":
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
+        smooth = ((turns - low) / (high - low)).clamp(0, 1)
+        plain = (1 - smooth) * plain / scaling["factor"] + smooth * plain
+    if kind == "yarn":
+        # The pair whose wavelength fits `turns` times into the original context.
+        original = scaling["original_max_position_embeddings"]
+        pair = lambda turns: width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        low, high = max(math.floor(pair(32)), 0), min(math.ceil(pair(1)), width - 1)
+        stretched = ((torch.arange(width // 2) - low) / (high - low + (0.001 if high == low else 0))).clamp(0, 1)
+        plain = plain / scaling["factor"] * stretched + plain * (1 - stretched)
+        factor = 0.1 * math.log(scaling["factor"]) + 1
+    angle = torch.outer(torch.arange(c["seq"]).float(), plain)
+    still = (0, c["head_dim"] // 2 - width // 2)
+    return F.pad(angle.cos() * factor, still, value=1.0), F.pad(angle.sin() * factor, still)
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm whose weight is relative to 1."""
+
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(dim)), eps
+
+    def forward(self, x):
+        return F.rms_norm(x, x.shape[-1:], 1 + self.weight, self.eps)
+
+
+def make_norm(c, dim, rms=False):
+    if c["norm"] == "layer" and not rms:
+        return nn.LayerNorm(dim, eps=c["norm_eps"])
+    return (RMSNorm if c["norm_offset"] else nn.RMSNorm)(dim, eps=c["norm_eps"])
 
 
 class Block(nn.Module):
-    def __init__(self, c):
+    def __init__(self, c, index):
         super().__init__()
-        dim, llama = c["dim"], c["arch"] == "llama"
-        self.heads, self.kv_heads, self.llama = c["heads"], c.get("kv_heads", c["heads"]), llama
-        self.width, eps = c.get("head_dim", dim // self.heads), c.get("norm_eps", 1e-5)
-        norm = (lambda: nn.RMSNorm(dim, eps=eps)) if llama else (lambda: nn.LayerNorm(dim, eps=eps))
-        self.ln1, self.ln2 = norm(), norm()
-        self.qkv = nn.Linear(dim, (self.heads + 2 * self.kv_heads) * self.width, bias=not llama)
-        self.proj = nn.Linear(self.heads * self.width, dim, bias=not llama)
-        self.fc = nn.Linear(dim, (2 if llama else 1) * c["ffn"], bias=not llama)
-        self.out = nn.Linear(c["ffn"], dim, bias=not llama)
+        self.c, dim, width = c, c["dim"], c["head_dim"]
+        is_multiple = lambda every: every and (index + 1) % every == 0
+        self.window = 0 if is_multiple(c["window_pattern"]) else c["window"]
+        self.rotates = c["positions"] == "rotary" and not is_multiple(c["no_rope_every"])
+        heads, kv_heads = c["heads"], c["kv_heads"]
+        pre, post = c["norm_place"] != "post", c["norm_place"] != "pre"
+        self.ln1 = make_norm(c, dim) if pre else None
+        self.ln2 = make_norm(c, dim) if pre and c["parallel"] != "shared_norm" else None
+        self.post1, self.post2 = (make_norm(c, dim) if post else None for _ in range(2))
+        self.qkv = nn.Linear(dim, (heads + 2 * kv_heads) * width, bias=c["qkv_bias"])
+        sizes = dict(head=(width, width), full=(heads * width, kv_heads * width)).get(c["qk_norm"])
+        self.q_norm, self.k_norm = (make_norm(c, size, rms=True) for size in sizes) if sizes else (None, None)
+        self.proj = nn.Linear(heads * width, dim, bias=c["attention_bias"])
+        self.fc = nn.Linear(dim, (2 if c["gated"] else 1) * c["ffn"], bias=c["mlp_bias"])
+        self.out = nn.Linear(c["ffn"], dim, bias=c["mlp_bias"])
 
-    def forward(self, x, cos, sin):
-        B, T, _ = x.shape
-        kv = self.kv_heads * self.width
-        q, k, v = self.qkv(self.ln1(x)).split([self.heads * self.width, kv, kv], dim=2)
-        q = q.view(B, T, self.heads, self.width).transpose(1, 2)
-        k, v = (t.view(B, T, self.kv_heads, self.width).transpose(1, 2) for t in (k, v))
-        if self.llama:
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        gqa = {"enable_gqa": True} if self.kv_heads != self.heads else {}
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, **gqa)
-        x = x + self.proj(y.transpose(1, 2).reshape(B, T, self.heads * self.width))
-        h = self.fc(self.ln2(x))
-        if self.llama:
-            gate, up = h.chunk(2, dim=-1)
-            h = F.silu(gate) * up
+    def attention(self, x, rope):
+        c, (B, T, _), width = self.c, x.shape, self.c["head_dim"]
+        kv = c["kv_heads"] * width
+        q, k, v = self.qkv(x).split([c["heads"] * width, kv, kv], dim=2)
+        if c["qk_norm"] == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = q.view(B, T, c["heads"], width).transpose(1, 2)
+        k, v = (t.view(B, T, c["kv_heads"], width).transpose(1, 2) for t in (k, v))
+        if c["qk_norm"] == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotates:
+            q, k = (rotate(t, *rope[bool(self.window)]) for t in (q, k))
+        scale = c["query_scale"] or width**-0.5
+        gqa = {"enable_gqa": True} if c["kv_heads"] != c["heads"] else {}
+        if not c["attention_softcap"] and not 0 < self.window < T:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, **gqa)
         else:
-            h = F.gelu(h, approximate="tanh")
-        return x + self.out(h)
+            k, v = (t.repeat_interleave(c["heads"] // c["kv_heads"], dim=1) for t in (k, v))
+            distance = torch.arange(T)[:, None] - torch.arange(T)
+            seen = (distance >= 0) & (distance < (self.window or T))
+            scores = softcap(q @ k.mT * scale, c["attention_softcap"]).masked_fill(~seen, -math.inf)
+            y = scores.softmax(-1) @ v
+        return self.proj(y.transpose(1, 2).reshape(B, T, c["heads"] * width))
+
+    def mlp(self, x):
+        h, f = self.fc(x), ACTIVATIONS[self.c["activation"]]
+        if self.c["gated"]:
+            gate, up = h.chunk(2, dim=-1)
+            return self.out(f(gate) * up)
+        return self.out(f(h))
+
+    def forward(self, x, rope):
+        through = lambda norm, x: norm(x) if norm is not None else x
+        scaled = lambda branch: branch if self.c["residual_scale"] == 1 else self.c["residual_scale"] * branch
+        y = through(self.ln1, x)
+        attention = through(self.post1, self.attention(y, rope))
+        if self.c["parallel"] == "no":
+            x = x + scaled(attention)
+            return x + scaled(through(self.post2, self.mlp(through(self.ln2, x))))
+        return x + scaled(attention + self.mlp(self.ln2(x) if self.ln2 is not None else y))
 
 
 class GPT(nn.Module):
-    """c: arch, layers, heads, dim, ffn, seq, vocab, tied; optional: kv_heads, head_dim, norm_eps, rope_theta,
-    rope_scaling (Llama 3's)."""
+    """c: the keys of `[model]`: arch (gpt2 or llama), layers, heads, dim, ffn, seq, vocab, tied; optional: kv_heads,
+    head_dim, and those above. `rope_scaling` without a type is Llama 3's."""
 
     def __init__(self, c):
         super().__init__()
-        dim, self.llama = c["dim"], c["arch"] == "llama"
+        derived = dict(kv_heads=c["heads"], head_dim=c["dim"] // c["heads"])
+        c = derived | (LLAMA if c["arch"] == "llama" else GPT2) | c
+        self.c, dim = c, c["dim"]
         self.wte = nn.Embedding(c["vocab"], dim)
-        self.wpe = None if self.llama else nn.Embedding(c["seq"], dim)
-        self.blocks = nn.ModuleList(Block(c) for _ in range(c["layers"]))
-        eps = c.get("norm_eps", 1e-5)
-        self.lnf = nn.RMSNorm(dim, eps=eps) if self.llama else nn.LayerNorm(dim, eps=eps)
-        self.head = nn.Linear(dim, c["vocab"], bias=False)
+        self.wpe = nn.Embedding(c["seq"], dim) if c["positions"] == "learned" else None
+        self.blocks = nn.ModuleList(Block(c, index) for index in range(c["layers"]))
+        self.lnf = make_norm(c, dim)
+        self.head = nn.Linear(dim, c["vocab"], bias=c["head_bias"])
         if c["tied"]:
             self.head.weight = self.wte.weight
-        frequency = frequencies(c)
-        angle = torch.outer(torch.arange(c["seq"]).float(), frequency)
-        self.register_buffer("cos", angle.cos(), persistent=False)
-        self.register_buffer("sin", angle.sin(), persistent=False)
+        for name, windowed in (("", False), ("windowed_", True)):
+            cos, sin = rotary(c, windowed)
+            self.register_buffer(name + "cos", cos, persistent=False)
+            self.register_buffer(name + "sin", sin, persistent=False)
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 std = 0.02 / math.sqrt(2 * c["layers"]) if name.endswith(("proj.weight", "out.weight")) else 0.02
@@ -85,13 +171,17 @@ class GPT(nn.Module):
                 nn.init.zeros_(p)
 
     def forward(self, tokens):
+        c, T = self.c, tokens.shape[1]
         x = self.wte(tokens)
-        if not self.llama:
-            x = x + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
-        T = tokens.shape[1]
+        if c["embedding_scale"] != 1:
+            x = x * (c["embedding_scale"] or c["dim"] ** 0.5)
+        if self.wpe is not None:
+            x = x + self.wpe(torch.arange(T, device=tokens.device))
+        rope = (self.cos[:T], self.sin[:T]), (self.windowed_cos[:T], self.windowed_sin[:T])
         for block in self.blocks:
-            x = block(x, self.cos[:T], self.sin[:T])
-        return self.head(self.lnf(x))
+            x = block(x, rope)
+        x = self.lnf(x)
+        return softcap(self.head(x * c["logit_scale"] if c["logit_scale"] != 1 else x), c["logit_softcap"])
 
 
 def loss(logits, targets):

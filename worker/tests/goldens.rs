@@ -19,7 +19,9 @@ use xlaunch_engine::{
 };
 use xlaunch_harness::{Requirement, emulator};
 use xlaunch_spec::job::{Recompute, TrainSection};
-use xlaunch_spec::model::{Arch, ModelShape, PRESETS, RopeScaling};
+use xlaunch_spec::model::{
+    Activation, Arch, ModelShape, NormPlace, PRESETS, Parallel, Positions, QkNorm, RopeScaling,
+};
 use xlaunch_worker::model::layout::{ALIGN, Layout};
 use xlaunch_worker::model::{BackendHandle, GradientArena, LossGradients, MemoryUse, Model, Progress, Rows};
 use xlaunch_worker::optim::AdamW;
@@ -37,6 +39,7 @@ xlaunch_harness::suite! {
     llama_matches_pytorch_on_cpu,
     llama_with_grouped_query_attention_matches_pytorch_on_cpu,
     llama_with_wide_heads_and_scaled_rotation_matches_pytorch_on_cpu,
+    other_architectures_match_pytorch_on_cpu,
     losses_in_chunks_match_pytorch_on_cpu,
     recomputed_blocks_give_the_same_bits_on_cpu,
     fp8_is_near_pytorch_on_cpu;
@@ -45,6 +48,7 @@ xlaunch_harness::suite! {
     llama_matches_pytorch_on_gpu,
     llama_with_grouped_query_attention_matches_pytorch_on_gpu,
     llama_with_wide_heads_and_scaled_rotation_matches_pytorch_on_gpu,
+    other_architectures_match_pytorch_on_gpu,
     losses_in_chunks_match_pytorch_on_gpu,
     recomputed_blocks_give_the_same_bits_on_gpu,
     micro_steps_are_added_in_fp32_and_rounded_once_on_gpu,
@@ -53,29 +57,32 @@ xlaunch_harness::suite! {
     needs emulated_gpu: tests_on_gpu_pass_in_the_emulator;
 }
 
-/// A model and the name of its file.
+/// A model in `tests/peers/goldens.py`, by the name of its file.
 #[derive(Clone, Copy)]
 struct Case {
     name: &'static str,
-    arch: Arch,
-    kv_heads: usize,
-    tied: bool,
-    /// True if heads are wider than C / H, and constants of norms and rotation differ from the defaults.
-    wide: bool,
 }
 
-const GPT2: Case = Case { name: "gpt2", arch: Arch::Gpt2, kv_heads: 4, tied: true, wide: false };
-const LLAMA: Case = Case { name: "llama", arch: Arch::Llama, kv_heads: 4, tied: false, wide: false };
-const LLAMA_GQA: Case = Case { name: "llama_gqa", arch: Arch::Llama, kv_heads: 2, tied: true, wide: false };
-const LLAMA_WIDE: Case = Case { name: "llama_wide", arch: Arch::Llama, kv_heads: 2, tied: false, wide: true };
+const GPT2: Case = Case { name: "gpt2" };
+const LLAMA: Case = Case { name: "llama" };
+const LLAMA_GQA: Case = Case { name: "llama_gqa" };
+const LLAMA_WIDE: Case = Case { name: "llama_wide" };
+/// Models that have all other keys of the architecture among them.
+const OTHERS: [Case; 6] = [
+    Case { name: "head_norms" },
+    Case { name: "post_norms" },
+    Case { name: "windows" },
+    Case { name: "two_norms" },
+    Case { name: "shared_norm" },
+    Case { name: "factors" },
+];
 
-/// Returns the sizes in `tests/peers/goldens.py`.
+/// Returns the shape in `tests/peers/goldens.py`.
 fn shape(case: Case) -> ModelShape {
-    let Case { arch, kv_heads, tied, wide, .. } = case;
-    let tiny = ModelShape {
+    let tiny = |arch: Arch, tied| ModelShape {
         layers: 2,
         heads: 4,
-        kv_heads,
+        kv_heads: 4,
         head_dim: 8,
         dim: 32,
         ffn: 48,
@@ -84,16 +91,91 @@ fn shape(case: Case) -> ModelShape {
         tied,
         ..arch.base()
     };
-    if !wide {
-        return tiny;
+    let rotary = ModelShape { positions: Positions::Rotary, ..tiny(Arch::Gpt2, false) };
+    match case.name {
+        "gpt2" => tiny(Arch::Gpt2, true),
+        "llama" => tiny(Arch::Llama, false),
+        "llama_gqa" => ModelShape { kv_heads: 2, ..tiny(Arch::Llama, true) },
+        "llama_wide" => ModelShape {
+            kv_heads: 2,
+            head_dim: 16,
+            norm_eps: 1e-3,
+            rope_theta: 500.0,
+            rope_scaling: RopeScaling::Llama3 {
+                factor: 4.0,
+                low_freq_factor: 1.0,
+                high_freq_factor: 4.0,
+                original_max_position_embeddings: 32,
+            },
+            ..tiny(Arch::Llama, false)
+        },
+        "head_norms" => ModelShape {
+            kv_heads: 2,
+            head_dim: 16,
+            qk_norm: QkNorm::Head,
+            qkv_bias: true,
+            attention_bias: true,
+            mlp_bias: true,
+            no_rope_every: 2,
+            rope_scaling: RopeScaling::Yarn {
+                factor: 4.0,
+                original_max_position_embeddings: 8,
+                beta_fast: 32.0,
+                beta_slow: 1.0,
+                attention_factor: 0.0,
+                truncate: true,
+            },
+            ..tiny(Arch::Llama, true)
+        },
+        "post_norms" => ModelShape {
+            kv_heads: 2,
+            norm_place: NormPlace::Post,
+            qk_norm: QkNorm::Full,
+            activation: Activation::Gelu,
+            rope_scaling: RopeScaling::Linear { factor: 2.0 },
+            ..tiny(Arch::Llama, false)
+        },
+        "windows" => ModelShape {
+            kv_heads: 1,
+            norm_place: NormPlace::Both,
+            norm_offset: true,
+            qk_norm: QkNorm::Head,
+            activation: Activation::GeluTanh,
+            window: 5,
+            window_pattern: 2,
+            rope_theta: 500.0,
+            windowed_rope_theta: 50.0,
+            attention_softcap: 3.0,
+            logit_softcap: 2.0,
+            query_scale: 0.5,
+            embedding_scale: 0.0,
+            ..tiny(Arch::Llama, true)
+        },
+        "two_norms" => ModelShape {
+            parallel: Parallel::TwoNorms,
+            rope_fraction: 0.5,
+            activation: Activation::Gelu,
+            rope_scaling: RopeScaling::Dynamic { factor: 2.0, original_max_position_embeddings: 8 },
+            ..rotary
+        },
+        "shared_norm" => ModelShape {
+            parallel: Parallel::SharedNorm,
+            head_bias: true,
+            qkv_bias: false,
+            activation: Activation::Relu2,
+            ..rotary
+        },
+        "factors" => ModelShape {
+            embedding_scale: 3.0,
+            residual_scale: 0.4,
+            query_scale: 0.2,
+            logit_scale: 0.3,
+            attention_bias: true,
+            mlp_bias: true,
+            ..tiny(Arch::Llama, true)
+        },
+        other => panic!("{other}"),
     }
-    let rope_scaling = RopeScaling::Llama3 {
-        factor: 4.0,
-        low_freq_factor: 1.0,
-        high_freq_factor: 4.0,
-        original_max_position_embeddings: 32,
-    };
-    ModelShape { head_dim: 16, norm_eps: 1e-3, rope_theta: 500.0, rope_scaling, ..tiny }
 }
 
 struct Golden {
@@ -288,13 +370,16 @@ fn compare_steps(f: &Fixture) {
         }
     }
     let params = read(&f.backend, &f.model.weights);
+    let shape = &f.model.shape;
+    let rotation_is_partial = shape.positions == Positions::Learned || shape.rope_fraction < 1.0;
     for param in &f.model.layout.params {
         let mut theirs = f.golden.floats[&format!("after.{}", param.name)].clone();
         let ours = &params[param.stored()];
-        if param.name.ends_with("qkv.bias") {
-            // A bias of the keys shifts all scores of a query equally, so its gradient is zero except for rounding.
+        if param.name.ends_with("qkv.bias") && rotation_is_partial {
+            // Without rotation, a bias of the keys shifts all scores of a query equally, so its gradient is zero except for rounding.
             // AdamW scales that noise to updates of about the learning rate, of which there are three at most.
-            let keys = f.model.shape.dim..2 * f.model.shape.dim;
+            let first = shape.attention_width();
+            let keys = first..first + shape.head_dim * shape.kv_heads;
             assert!(
                 ours[keys.clone()].iter().zip(&theirs[keys.clone()]).all(|(a, b)| (a - b).abs() < 3.1e-3)
             );
@@ -336,6 +421,21 @@ fn llama_with_wide_heads_and_scaled_rotation_matches_pytorch_on_gpu() {
     compare(gpu(), LLAMA_WIDE);
 }
 
+fn other_architectures_match_pytorch_on_cpu() {
+    other_architectures_match_pytorch(cpu);
+}
+
+fn other_architectures_match_pytorch_on_gpu() {
+    other_architectures_match_pytorch(gpu);
+}
+
+fn other_architectures_match_pytorch(backend: fn() -> BackendHandle) {
+    for case in OTHERS {
+        eprintln!("{}", case.name);
+        compare(backend(), case);
+    }
+}
+
 fn losses_in_chunks_match_pytorch_on_cpu() {
     losses_in_chunks_match_pytorch(cpu);
 }
@@ -346,7 +446,7 @@ fn losses_in_chunks_match_pytorch_on_gpu() {
 
 fn losses_in_chunks_match_pytorch(backend: fn() -> BackendHandle) {
     // The last chunk has two rows, or one chunk has all rows.
-    for (case, classifier_chunk) in [(GPT2, 5), (LLAMA, 5), (LLAMA, 100)] {
+    for (case, classifier_chunk) in [(GPT2, 5), (LLAMA, 5), (LLAMA, 100), (OTHERS[2], 5), (OTHERS[4], 5)] {
         let memory = MemoryUse { classifier_chunk, ..MemoryUse::default() };
         let f = Fixture::with(backend(), case, memory, DType::F32);
         compare_all(&f);
@@ -375,7 +475,7 @@ fn recomputed_blocks_give_the_same_bits(backend: fn() -> BackendHandle) {
     } else {
         &fp8[..]
     };
-    let cases = [GPT2, LLAMA, LLAMA_GQA, LLAMA_WIDE].into_iter();
+    let cases = [GPT2, LLAMA, LLAMA_GQA, LLAMA_WIDE].into_iter().chain(OTHERS);
     for (case, fp8) in cases.flat_map(|case| fp8.iter().map(move |fp8| (case, *fp8))) {
         let [expected, cheap, block] =
             [Recompute::None, Recompute::Cheap, Recompute::Block].map(|recompute| {
@@ -486,5 +586,5 @@ fn tests_on_gpu_pass_in_the_emulator() {
     let output = command.arg("on_gpu").output().unwrap();
     let [stdout, stderr] =
         [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-    assert!(output.status.success() && stdout.contains("ok. 9 passed"), "{stdout}\n{stderr}");
+    assert!(output.status.success() && stdout.contains("ok. 10 passed"), "{stdout}\n{stderr}");
 }

@@ -107,6 +107,22 @@ impl ModelShape {
                 "\"pre\", or model.parallel = \"no\"".into(),
             ));
         }
+        if self.residual_scale != 1.0 && self.norm_place != NormPlace::Pre {
+            let problem = format!("{} with norms of what is added to the stream", self.residual_scale);
+            return Err(Invalid::new(
+                "model.residual_scale",
+                problem,
+                "1, or model.norm_place = \"pre\"".into(),
+            ));
+        }
+        if self.head_bias && self.tied {
+            let problem = "the head of a tied model has no bias";
+            return Err(Invalid::new(
+                "model.head_bias",
+                problem.into(),
+                "false, or model.tied = false".into(),
+            ));
+        }
         self.check_window()?;
         self.check_rotation()
     }
@@ -134,6 +150,7 @@ impl ModelShape {
                 ("model.rope_fraction", self.rope_fraction == base.rope_fraction),
                 ("model.no_rope_every", self.no_rope_every == base.no_rope_every),
                 ("model.windowed_rope_theta", self.windowed_rope_theta == base.windowed_rope_theta),
+                ("model.embedding_scale", self.embedding_scale == base.embedding_scale),
             ];
             let Some((key, _)) = unused.iter().find(|(_, is_default)| !is_default) else { return Ok(()) };
             return Err(Invalid::new(
