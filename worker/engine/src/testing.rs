@@ -89,8 +89,10 @@ pub fn compile_kernels(
 ) -> Result<Vec<(&'static str, Vec<Resources>)>, String> {
     let common = KERNEL_FILES.map(|file| (file.source, file.macros.to_vec(), file.kernels.to_vec()));
     let attention = widths.iter().flat_map(|width| {
-        let kinds = [(7, 5), (9, 0)].into_iter().flat_map(|capability| Scores::ALL.map(|s| (capability, s)));
-        kinds.map(move |(capability, scores)| {
+        // Narrow heads, and kernels on FP32 units, have registers to spare, so plain scores are enough for these.
+        let kinds = if *width < 64 { &Scores::ALL[..1] } else { &Scores::ALL[..] };
+        let kinds = kinds.iter().map(|scores| ((9, 0), *scores));
+        kinds.chain([((7, 5), Scores::default())]).map(move |(capability, scores)| {
             let kernels = OwnKernels::select(precision, capability, *width, scores);
             let (source, macros) = kernels.source();
             (source, macros, kernels.kernels().0)

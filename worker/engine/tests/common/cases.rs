@@ -266,11 +266,11 @@ fn attention_options(
     for (sizes, windows) in shapes {
         let plain = AttentionOptions::new(sizes[4]);
         let windowed = |window: usize| AttentionOptions { window: Some(window), ..plain };
-        // Scores well above the cap.
-        let capped = AttentionOptions { scale: 0.5.into(), softcap: Some(5.0.into()), ..plain };
+        let scaled = |factor: f32| AttentionOptions { scale: (factor * plain.scale.get()).into(), ..plain };
+        // Scores up to several times the cap.
+        let capped = AttentionOptions { softcap: Some(5.0.into()), ..scaled(3.0) };
         let both = AttentionOptions { window: windows.iter().find(|w| **w > 1).copied(), ..capped };
-        let scaled = AttentionOptions { scale: 0.3.into(), ..plain };
-        let options = windows.iter().map(|window| windowed(*window)).chain([capped, both, scaled]);
+        let options = windows.iter().map(|window| windowed(*window)).chain([capped, both, scaled(0.7)]);
         for options in options {
             let [batch, seq, heads, kv_heads, width] = sizes;
             let s = AttentionShape { batch, seq, heads, kv_heads, width, options };
