@@ -71,7 +71,11 @@ fn division_changes_memory_and_no_bit_of_the_training() {
     spec.train.accumulate = 1;
     // With an odd number of batches, not all ranks have the same number.
     (spec.data.val_fraction, spec.train.eval_batches) = (0.2, 3);
-    for (arch, tied) in [(Arch::Llama, false), (Arch::Llama, true), (Arch::Gpt2, true), (Arch::Gpt2, false)] {
+    let (llama, gpt2) = (Arch::Llama, Arch::Gpt2);
+    let others = [Arch::Qwen3, Arch::Olmo2, Arch::Gemma2, Arch::Phi, Arch::GptNeoX, Arch::Granite];
+    let others = others.map(|arch| (arch, arch.base().tied));
+    for (arch, tied) in [(llama, false), (llama, true), (gpt2, true), (gpt2, false)].into_iter().chain(others)
+    {
         for (world, bucket_mb, overlap, recompute) in [
             (2, 0.002, true, Recompute::None),
             (4, 0.02, true, Recompute::Block),
@@ -94,7 +98,7 @@ fn division_changes_memory_and_no_bit_of_the_training() {
                 let pairs = optimizer[rank].results.iter().zip(&none[rank].results);
                 for (divided, whole) in pairs.flat_map(|(divided, whole)| divided.iter().zip(whole)) {
                     let [divided, whole] = [divided, whole].map(|bits| f64::from_bits(*bits));
-                    assert!((divided - whole).abs() < 1e-5 * whole, "{case}, rank {rank}: {divided} {whole}");
+                    assert!((divided - whole).abs() < 5e-5 * whole, "{case}, rank {rank}: {divided} {whole}");
                 }
                 if bucket_mb < 1.0 {
                     let elements = [&optimizer, &gradients, &parameters].map(|found| found[rank].elements);
@@ -140,7 +144,7 @@ fn parameters_in_several_buckets_train_with_the_same_bits() {
     // No clipping: it would depend on the order in which the gradient norm is summed.
     (spec.train.accumulate, spec.train.clip) = (1, 0.0);
     (spec.data.val_fraction, spec.train.eval_batches) = (0.2, 2);
-    for (arch, tied) in [(Arch::Llama, false), (Arch::Gpt2, true)] {
+    for (arch, tied) in [(Arch::Llama, false), (Arch::Gpt2, true), (Arch::Gemma3, true), (Arch::Phi, false)] {
         // Matrices that are cut and followed by a gap.
         let shape = ModelShape { ffn: 50, ..shape(arch, 3, tied) };
         let layout = Layout::new(&shape);
@@ -173,7 +177,7 @@ fn parameters_in_several_buckets_train_with_the_same_bits() {
                     assert!(cut_state == whole_state, "{case}");
                 }
                 for (cut, whole) in cut_losses.iter().flatten().zip(whole_losses.iter().flatten()) {
-                    assert!((cut - whole).abs() < 1e-5 * whole, "{case}: {cut} {whole}");
+                    assert!((cut - whole).abs() < 5e-5 * whole, "{case}: {cut} {whole}");
                 }
             }
         }
