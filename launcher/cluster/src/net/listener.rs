@@ -1,7 +1,7 @@
 //! The coordinator's TCP listener: accepts, authenticates, and yields only connections of members.
 //!
 //! ```text
-//! accept --admission (at most MAX_PENDING)--> task: first bytes -> TLS -> munge -> preface --> stream --> tonic
+//! accept --callers (at most MAX_PENDING)----> task: first bytes -> TLS -> munge -> preface --> stream --> tonic
 //!                                                                    '-- refused: named to the user, see `refusals`
 //! ```
 //! A caller costs a descriptor until its handshake starts, then a small task until it sends something, and then the
@@ -26,7 +26,7 @@ use tokio_rustls::LazyConfigAcceptor;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use xlaunch_spec::command::Endpoint;
 
-use super::admission::{Admission, Start};
+use super::callers::{Callers, Start};
 use super::preface::{Io, PrefaceError, Stream};
 use super::socket::Addresses;
 use super::tls::Tls;
@@ -153,12 +153,12 @@ async fn accept_all(
     connections: mpsc::UnboundedSender<io::Result<Stream>>,
     notices: mpsc::UnboundedSender<String>,
 ) {
-    let mut admission = Admission::<TcpStream, AbortHandle>::new();
+    let mut callers = Callers::<TcpStream, AbortHandle>::new();
     let mut handshakes = JoinSet::new();
     let mut refusals = RefusalLog::default();
     loop {
         let now = Instant::now();
-        while let Some(Start { number, source, connection, displaced }) = admission.start(now) {
+        while let Some(Start { source, connection, displaced }) = callers.start(now) {
             displaced.iter().for_each(AbortHandle::abort);
             let (security, connections, has_greeted) =
                 (security.clone(), connections.clone(), Arc::default());
@@ -171,14 +171,14 @@ async fn accept_all(
                     .map(|stream| _ = connections.send(Ok(stream)))
                     .map_err(|why| (source, why))
             });
-            admission.started(number, source, has_greeted, handle, now);
+            callers.started(source, has_greeted, handle, now);
         }
-        let accepts_at = admission.accepts_at(now);
-        let wake = admission.deadline().into_iter().chain((accepts_at > now).then_some(accepts_at)).min();
+        let accepts_at = callers.accepts_at(now);
+        let wake = callers.deadline().into_iter().chain((accepts_at > now).then_some(accepts_at)).min();
         tokio::select! {
             // The handshake has finished, was aborted, or panicked.
             Some(ended) = handshakes.join_next() => {
-                admission.remove_finished(AbortHandle::is_finished);
+                callers.remove_finished(AbortHandle::is_finished);
                 if let Ok(Err((source, why))) = ended
                     && let Some(reason) = why.for_the_user()
                     && let Some(line) = refusals.refused(&format!("a caller at {source}"), &reason, Instant::now())
@@ -188,7 +188,7 @@ async fn accept_all(
                 }
             }
             accepted = accept(&sockets), if accepts_at <= now => match accepted {
-                Ok((stream, peer)) => admission.accepted(peer.ip().to_canonical(), stream, Instant::now()),
+                Ok((stream, peer)) => callers.accepted(peer.ip().to_canonical(), stream, Instant::now()),
                 Err(_) => tokio::time::sleep(ACCEPT_RETRY_DELAY).await,
             },
             () = sleep_until(wake.unwrap_or(now + IDLE_SLEEP).into()) => {}

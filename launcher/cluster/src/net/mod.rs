@@ -3,13 +3,13 @@
 //! ```text
 //! agent        Dialer: resolve -> TCP ---> TLS --> munge --> HTTP/2 preface --> tonic channel
 //!                                           |        |             |
-//! coordinator  Listener: admission -> TCP --'--------'-------------'--> stream of authenticated connections
+//! coordinator  Listener: callers ---> TCP --'--------'-------------'--> stream of authenticated connections
 //! ```
 //! - [`token`]: the secret that the nodes of a job share, and the keys derived from it;
 //! - `tls`: configurations of both sides, with raw public keys in place of certificates;
 //! - `munge`: proof of the same user in place of a token, bound to the TLS channel;
 //! - `preface`: the first bytes of HTTP/2 in both directions, which prove that both sides speak the same protocol;
-//! - [`listener`]: accepts and authenticates; `admission` (pure) decides which callers may wait for that;
+//! - [`listener`]: accepts and authenticates; `callers` (pure) decides which of them are next;
 //! - [`dialer`]: finds the coordinator; `search` (pure) decides which addresses are tried and when; [`connect`]: a
 //!   single attempt, and the reason if it fails;
 //! - [`xlaunch_host::network`]: addresses of this host;
@@ -39,7 +39,7 @@
 //! # }
 //! ```
 
-mod admission;
+mod callers;
 pub mod connect;
 pub mod dialer;
 pub mod listener;

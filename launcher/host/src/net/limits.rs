@@ -1,4 +1,4 @@
-//! Decides which connections stay open when there are too many.
+//! The open connections of a server: applies the decisions of [`admission`](super::admission).
 //!
 //! Each user may have a limited number of connections. A new connection beyond that replaces the user's oldest one
 //! without a call in progress. If the total limit is reached, it replaces one of the user with the most connections. A
@@ -7,7 +7,6 @@
 //! One person can connect with many user ids, from user namespaces: [`Credentials::holder`] is the user to whom such a
 //! connection is counted. Connections with [`Credentials::reserved`] have separate limits.
 
-use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::pin::Pin;
@@ -19,6 +18,8 @@ use std::time::{Duration, Instant};
 use rustix::net::Shutdown;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tonic::transport::server::Connected;
+
+use super::admission::{self, Admission, Decision, Replaces};
 
 /// The process at the other end of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,25 +49,30 @@ pub struct Limits {
     pub close_busy: bool,
 }
 
+impl Limits {
+    fn of_holders(self) -> admission::Limits {
+        let replaces = if self.close_busy { Replaces::Own } else { Replaces::OwnYielding };
+        // The user with the most connections loses one, even a busy one, to a user with fewer.
+        let takes = |own, most| most > own + 1;
+        admission::Limits { per_holder: self.per_user, total: self.total, takes, replaces }
+    }
+}
+
 /// The open connections of one server.
 #[derive(Clone, Debug)]
 pub struct Connections {
-    limits: Limits,
+    first_call_timeout: Option<Duration>,
     open: Arc<Mutex<Open>>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Open {
-    /// Number of the next connection.
-    next: u64,
-    /// Connections by number, so that the oldest is first.
-    entries: BTreeMap<u64, Entry>,
+    ordinary: Admission<u32, Entry>,
+    reserved: Admission<u32, Entry>,
 }
 
 #[derive(Debug)]
 struct Entry {
-    holder: u32,
-    reserved: bool,
     since: Instant,
     calls: Arc<Calls>,
     /// A duplicate of the descriptor, to shut the connection down.
@@ -82,7 +88,9 @@ struct Calls {
 impl Connections {
     /// Creates the set without connections.
     pub fn new(limits: Limits) -> Self {
-        Self { limits, open: Arc::default() }
+        let admission = || Admission::new(limits.of_holders());
+        let open = Open { ordinary: admission(), reserved: admission() };
+        Self { first_call_timeout: limits.first_call_timeout, open: Arc::new(Mutex::new(open)) }
     }
 
     /// Adds a connection, closing another one if necessary. Returns `None` if it has to be refused.
@@ -93,44 +101,51 @@ impl Connections {
             None
         } else {
             let mut open = self.lock();
-            match open.room(holder, reserved, self.limits) {
-                Room::Free => {}
-                Room::Close(oldest) => open.entries.remove(&oldest).iter().for_each(shut_down),
-                Room::None => return Ok(None),
+            let open = open.of(reserved);
+            let since = Instant::now();
+            match open.decide(holder, since) {
+                Decision::Admit => {}
+                Decision::Evict(other) => open.remove(other).iter().for_each(Entry::shut_down),
+                Decision::Refuse => return Ok(None),
             }
-            let number = open.next;
-            open.next += 1;
             let duplicate = stream.as_fd().try_clone_to_owned()?;
-            let (since, calls) = (Instant::now(), calls.clone());
-            let entry = Entry { holder, reserved, since, calls, stream: duplicate };
-            open.entries.insert(number, entry);
-            Some(Slot { connections: self.clone(), number })
+            let number = open.insert(holder, Entry { since, calls: calls.clone(), stream: duplicate });
+            Some(Slot { connections: self.clone(), reserved, number })
         };
         Ok(Some(Connection { _slot: slot, stream, peer: Peer { uid, holder, pid, reserved, calls } }))
     }
 
     /// Closes connections that made no call within the timeout.
     pub fn close_unused(&self, now: Instant) {
-        let Some(timeout) = self.limits.first_call_timeout else { return };
-        self.lock().entries.retain(|_, entry| {
-            let unused = !entry.calls.made_any.load(Ordering::Relaxed);
-            let keep = !unused || now.duration_since(entry.since) < timeout;
-            if !keep {
-                shut_down(entry);
-            }
-            keep
+        let Some(timeout) = self.first_call_timeout else { return };
+        self.close(|entry| {
+            !entry.calls.made_any.load(Ordering::Relaxed) && now.duration_since(entry.since) >= timeout
         });
     }
 
     /// Counts the connections of one holder to another from now on.
     pub fn recount(&self, from: u32, to: u32) {
         let mut open = self.lock();
-        open.entries.values_mut().filter(|entry| entry.holder == from).for_each(|entry| entry.holder = to);
+        open.ordinary.recount(from, to);
+        open.reserved.recount(from, to);
     }
 
     /// Closes all connections.
     pub fn close_all(&self) {
-        std::mem::take(&mut self.lock().entries).values().for_each(shut_down);
+        self.close(|_| true);
+    }
+
+    fn close(&self, closes: impl Fn(&Entry) -> bool) {
+        let mut open = self.lock();
+        let mut keep = |entry: &Entry| {
+            let closes = closes(entry);
+            if closes {
+                entry.shut_down();
+            }
+            !closes
+        };
+        open.ordinary.retain(&mut keep);
+        open.reserved.retain(&mut keep);
     }
 
     fn lock(&self) -> MutexGuard<'_, Open> {
@@ -138,62 +153,22 @@ impl Connections {
     }
 }
 
-fn shut_down(entry: &Entry) {
-    // The peer sees the end of the stream. Errors are ignored, as the connection may already be closed.
-    let _ = rustix::net::shutdown(&entry.stream, Shutdown::Both);
-}
-
-/// Room for one more connection.
-#[derive(Debug, PartialEq, Eq)]
-enum Room {
-    Free,
-    /// There is room if the connection with this number is closed.
-    Close(u64),
-    None,
-}
-
 impl Open {
-    fn room(&self, holder: u32, reserved: bool, limits: Limits) -> Room {
-        let mut counts = BTreeMap::<u32, usize>::new();
-        let alike = self.entries.values().filter(|entry| entry.reserved == reserved);
-        alike.for_each(|entry| *counts.entry(entry.holder).or_default() += 1);
-        let own = counts.get(&holder).copied().unwrap_or(0);
-        let close = |number: Option<u64>| number.map_or(Room::None, Room::Close);
-        let among_own = || {
-            if limits.close_busy {
-                self.oldest_idle(holder).or_else(|| self.oldest(holder))
-            } else {
-                self.oldest_idle(holder)
-            }
-        };
-        if own >= limits.per_user {
-            return close(among_own());
-        }
-        if counts.values().sum::<usize>() < limits.total {
-            return Room::Free;
-        }
-        match counts.into_iter().max_by_key(|(_, count)| *count) {
-            // The user with the most connections loses one, even a busy one, to a user with fewer.
-            Some((most, count)) if most != holder && count > own + 1 => {
-                close(self.oldest_idle(most).or_else(|| self.oldest(most)))
-            }
-            _ => close(among_own()),
-        }
+    fn of(&mut self, reserved: bool) -> &mut Admission<u32, Entry> {
+        if reserved { &mut self.reserved } else { &mut self.ordinary }
     }
+}
 
-    fn oldest(&self, holder: u32) -> Option<u64> {
-        self.of(holder).map(|(number, _)| number).next()
+impl Entry {
+    fn shut_down(&self) {
+        // The peer sees the end of the stream. Errors are ignored, as the connection may already be closed.
+        let _ = rustix::net::shutdown(&self.stream, Shutdown::Both);
     }
+}
 
-    fn oldest_idle(&self, holder: u32) -> Option<u64> {
-        let mut idle =
-            self.of(holder).filter(|(_, entry)| entry.calls.in_progress.load(Ordering::Relaxed) == 0);
-        idle.next().map(|(number, _)| number)
-    }
-
-    fn of(&self, holder: u32) -> impl Iterator<Item = (u64, &Entry)> {
-        let own = self.entries.iter().filter(move |(_, entry)| entry.holder == holder);
-        own.map(|(number, entry)| (*number, entry))
+impl admission::Entry for Entry {
+    fn yields(&self, _: Instant) -> bool {
+        self.calls.in_progress.load(Ordering::Relaxed) == 0
     }
 }
 
@@ -249,12 +224,13 @@ impl<S> Connection<S> {
 #[derive(Debug)]
 struct Slot {
     connections: Connections,
+    reserved: bool,
     number: u64,
 }
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        self.connections.lock().entries.remove(&self.number);
+        self.connections.lock().of(self.reserved).remove(self.number);
     }
 }
 

@@ -3,12 +3,14 @@
 //! ```text
 //! client --connect--> socket --accept: credentials, limits--> Connection --> tonic or hyper
 //! ```
-//! - [`limits`]: decides which connections stay open when there are too many (pure, except for closing them);
+//! - [`admission`]: decides who gets in when there are too many callers (pure);
+//! - [`limits`]: the open connections of a server, of which the decision closes some;
 //! - [`mod@accept`]: the accept loop of a server, which applies these limits.
 //!
 //! Invariant: a client that opens many connections, or sends nothing on them, cannot lock out another user.
 
 pub mod accept;
+pub mod admission;
 pub mod limits;
 
 pub use accept::{accept, peer_credentials};

@@ -5,7 +5,7 @@ use std::time::Instant;
 use tokio::task::JoinSet;
 
 use super::*;
-use crate::net::admission::{MAX_PENDING, MAX_WAITING};
+use crate::net::callers::{MAX_PENDING, MAX_WAITING};
 use crate::net::listener::HANDSHAKE_TIMEOUT;
 
 const SILENT_CALLERS: usize = 1000;

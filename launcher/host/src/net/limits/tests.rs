@@ -1,3 +1,5 @@
+use std::collections::BTreeMap;
+
 use tokio::io::AsyncReadExt;
 use tokio::net::UnixStream;
 
@@ -40,11 +42,11 @@ impl Case {
     }
 
     fn numbers(&self, uid: u32) -> Vec<u64> {
-        self.open.lock().of(uid).map(|(number, _)| number).collect()
+        self.open.lock().ordinary.iter().filter(|it| it.1 == uid).map(|it| it.0).collect()
     }
 
     fn total(&self) -> usize {
-        self.open.lock().entries.len()
+        self.open.lock().ordinary.iter().count()
     }
 }
 

@@ -15,7 +15,7 @@ enum Caller {
 
 /// The listener's loop: accepts from the kernel's queue, and starts handshakes.
 struct Listener {
-    admission: Admission<Option<Caller>, u64>,
+    callers: Callers<Option<Caller>, ()>,
     /// Callers in order of arrival; an agent has no `Caller`.
     kernel: std::collections::VecDeque<(&'static str, Option<Caller>)>,
     now: Instant,
@@ -24,22 +24,22 @@ struct Listener {
 impl Listener {
     fn flooded(count: usize, caller: Caller) -> Self {
         let kernel = std::iter::repeat_n((FLOOD, Some(caller)), count).collect();
-        Self { admission: Admission::new(), kernel, now: Instant::now() }
+        Self { callers: Callers::new(), kernel, now: Instant::now() }
     }
 
     /// Advances by one step. Returns whether the agent's handshake has started.
     fn step(&mut self) -> bool {
         loop {
-            while let Some(start) = self.admission.start(self.now) {
+            while let Some(start) = self.callers.start(self.now) {
                 let Some(caller) = start.connection else { return true };
                 let greeted = Arc::new(AtomicBool::new(caller == Caller::Greets));
-                self.admission.started(start.number, start.source, greeted, start.number, self.now);
+                self.callers.started(start.source, greeted, (), self.now);
             }
-            if self.kernel.is_empty() || self.admission.accepts_at(self.now) > self.now {
+            if self.kernel.is_empty() || self.callers.accepts_at(self.now) > self.now {
                 return false;
             }
             let (source, caller) = self.kernel.pop_front().unwrap();
-            self.admission.accepted(source.parse().unwrap(), caller, self.now);
+            self.callers.accepted(source.parse().unwrap(), caller, self.now);
         }
     }
 
@@ -100,20 +100,20 @@ fn flood_that_goes_on_does_not_keep_out_an_agent_of_another_source() {
 
 #[test]
 fn agents_that_connect_at_once_are_not_dropped_while_handshakes_proceed() {
-    let (mut admission, mut now) = (Admission::<(), u64>::new(), Instant::now());
+    let (mut callers, mut now) = (Callers::<(), ()>::new(), Instant::now());
     let (mut arrived, mut served) = (0, 0);
     while served < 2000 {
-        while arrived < 2000 && admission.accepts_at(now) <= now {
-            admission.accepted(AGENT.parse().unwrap(), (), now);
+        while arrived < 2000 && callers.accepts_at(now) <= now {
+            callers.accepted(AGENT.parse().unwrap(), (), now);
             arrived += 1;
         }
-        while let Some(start) = admission.start(now) {
+        while let Some(start) = callers.start(now) {
             assert_eq!(start.displaced, None);
-            admission.started(start.number, start.source, Arc::default(), start.number, now);
+            callers.started(start.source, Arc::default(), (), now);
             served += 1;
         }
         now += Duration::from_millis(50);
-        admission.remove_finished(|_| true);
-        assert!(admission.waiting.len() + served >= arrived, "a caller was dropped");
+        callers.remove_finished(|_| true);
+        assert!(callers.waiting.len() + served >= arrived, "a caller was dropped");
     }
 }
