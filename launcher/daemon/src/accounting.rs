@@ -19,8 +19,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use serde::{Deserialize, Serialize};
 use xlaunch_proto::v1::{JobAccount, JobKind, NodeJobState};
 
+use super::files::Usage;
 use super::state::{Entry, Phase};
-use super::usage::Usage;
 
 const FILE: &str = "accounting.jsonl";
 /// Limit on the bytes read for a page, and on the bytes read from the end of each file to find the ids in it.

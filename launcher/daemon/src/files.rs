@@ -23,16 +23,16 @@
 //! - Nothing in `agent/` is trusted: only regular files of the job's user are read, without following links, and at
 //!   most 1 MiB of each.
 
+mod durable;
+mod records;
+
 use std::fs::File;
-use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown};
+use std::io::{self, Read};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 
 use prost::Message;
-use rustix::fs::{CWD, FallocateFlags, Mode, OFlags};
-use rustix::io::Errno;
-use serde::{Deserialize, Serialize};
-use xlaunch_proto::convert::node::Work;
+use rustix::fs::{CWD, Mode, OFlags};
 use xlaunch_proto::env;
 use xlaunch_proto::v1::StatusReply;
 
@@ -42,43 +42,13 @@ use super::safe_open;
 use super::state::Element;
 use super::trash::Trash;
 use super::trusted_path;
-use super::usage::Usage;
+use durable::sync_dir;
+pub use durable::{is_full, remove_if_present, reserve_result, write, write_result};
+pub use records::{AgentRecord, Description, JobResult, PROTOCOL, ProcessId, RESULT, STATUS, Usage};
 
-/// Version of the files that daemon and agent exchange. Since 2, a command is a `CommandSpec` instead of a command
-/// line. Since 3, the agent waits for its description and does not run in the job's environment.
-pub const PROTOCOL: u32 = 3;
-/// Name of the file with the agent's last `StatusReply`.
-pub const STATUS: &str = "status.pb";
-/// Name of the file with the [`JobResult`].
-pub const RESULT: &str = "result.json";
 const AGENT_RECORD: &str = "agent.json";
-/// Space allocated in advance for a result, whose texts are at most 4 KiB each.
-const RESERVED_RESULT_BYTES: u64 = 16 << 10;
 /// Limit on the bytes read from a file of a job's user.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-
-/// Describes a job to its agent, which reads this from standard input.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Description {
-    pub protocol: u32,
-    pub job: u64,
-    pub name: String,
-    pub work_dir: PathBuf,
-    /// Variables as `NAME=VALUE`, not necessarily UTF-8.
-    pub environment: Vec<Vec<u8>>,
-    pub work: Work,
-    pub workers: u32,
-    /// Number of the start, counted from 1; 0 in `job.json`.
-    pub start: u32,
-    /// UUIDs of the GPUs that the job holds; empty for a CPU job and in `job.json`.
-    pub gpus: Vec<String>,
-    /// True if an earlier start was lost, so that training continues from its newest checkpoint.
-    #[serde(default)]
-    pub requeued: bool,
-    /// Maximum output kept of each stream of each worker of a command, in bytes. `None` for the agent's default.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub max_output: Option<u64>,
-}
 
 /// The values that a start adds to the submission.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -97,27 +67,6 @@ pub(crate) struct StartOptions {
     pub(crate) gid: u32,
 }
 
-/// Record of a start's agent, written by the daemon that started it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct AgentRecord {
-    /// Number of the start, counted from 1.
-    pub start: u32,
-    /// `None` if the agent runs in a systemd unit.
-    pub process: Option<ProcessId>,
-    /// Name of the job's user.
-    #[serde(default)]
-    pub user: String,
-    /// UUIDs of the GPUs that the job holds.
-    #[serde(default)]
-    pub gpus: Vec<String>,
-    /// [`boot_id`](crate::boot_id) at the start; empty in records of version 0.2.
-    #[serde(default)]
-    pub boot: String,
-    /// Start time, in milliseconds on the node's clock.
-    #[serde(default)]
-    pub at: u64,
-}
-
 /// Facts about a job that is missing in the journal, as far as its directory shows them.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct FoundDir {
@@ -128,33 +77,6 @@ pub(crate) struct FoundDir {
     pub(crate) description: Option<Description>,
     /// The agent of the newest start.
     pub(crate) agent: Option<AgentRecord>,
-}
-
-/// Identifies a process. A process id alone is not enough, as it may be reused.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ProcessId {
-    pub pid: u32,
-    /// Start time in clock ticks since boot.
-    pub started: u64,
-    /// [`boot_id`](crate::boot_id) at the start of the process.
-    pub boot: String,
-}
-
-/// Outcome of a job, as reported by its agent.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct JobResult {
-    pub exit: u8,
-    /// True if the job was stopped on request.
-    pub stopped: bool,
-    pub reason: String,
-    pub report: String,
-    /// The rank that failed first, if one did.
-    pub rank: Option<u32>,
-    pub attempt: u32,
-    pub start: u32,
-    /// Resources that the workers have used.
-    pub usage: Option<Usage>,
 }
 
 /// The directories of all jobs.
@@ -357,67 +279,6 @@ pub fn begin(agent: &Path, start: u32) -> io::Result<()> {
     write(agent, &begun(start), b"")
 }
 
-/// Writes a file atomically and durably.
-pub fn write(dir: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
-    let new = new_file(dir, name);
-    remove_if_present(&new)?;
-    let file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&new)?;
-    finish(file, bytes, &new, &dir.join(name))
-}
-
-/// Allocates space for the [`JobResult`], so that it can be written even if the disk is full.
-pub fn reserve_result(dir: &Path) -> io::Result<()> {
-    let new = new_file(dir, RESULT);
-    remove_if_present(&new)?;
-    let file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(new)?;
-    match rustix::fs::fallocate(&file, FallocateFlags::KEEP_SIZE, 0, RESERVED_RESULT_BYTES) {
-        // Not all file systems support that.
-        Err(Errno::OPNOTSUPP) => Ok(()),
-        allocated => Ok(allocated?),
-    }
-}
-
-/// Writes the [`JobResult`] into the space that was allocated for it, atomically and durably.
-pub fn write_result(dir: &Path, bytes: &[u8]) -> io::Result<()> {
-    let new = new_file(dir, RESULT);
-    // The job may have replaced the file by a link or a pipe.
-    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
-    let Ok(file) = std::fs::OpenOptions::new().write(true).custom_flags(flags).open(&new) else {
-        return write(dir, RESULT, bytes);
-    };
-    finish(file, bytes, &new, &dir.join(RESULT))
-}
-
-/// Writes a new file and renames it to its final path.
-fn finish(mut file: File, bytes: &[u8], new: &Path, path: &Path) -> io::Result<()> {
-    file.write_all(bytes)?;
-    file.set_len(bytes.len() as u64)?;
-    file.sync_all()?;
-    std::fs::rename(new, path)?;
-    path.parent().map_or(Ok(()), sync_dir)
-}
-
-fn new_file(dir: &Path, name: &str) -> PathBuf {
-    dir.join(format!(".{name}.new"))
-}
-
-/// Removes a file if it exists.
-pub fn remove_if_present(path: &Path) -> io::Result<()> {
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
-    }
-}
-
-/// Returns whether a write failed because the disk or the quota is full, in which case it may succeed later.
-pub fn is_full(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
-}
-
-fn sync_dir(dir: &Path) -> io::Result<()> {
-    File::open(dir)?.sync_all()
-}
-
 /// Reads a small file of the job's user; `None` if it is missing or cannot be trusted.
 fn read(dir: &Path, name: &str, uid: u32) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
@@ -433,172 +294,4 @@ fn open(dir: &Path, name: &str, uid: u32) -> io::Result<File> {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::ffi::CString;
-
-    use xlaunch_spec::command::{CommandSpec, Program};
-
-    use super::*;
-
-    fn description(job: u64) -> Description {
-        Description {
-            protocol: PROTOCOL,
-            job,
-            name: "n".into(),
-            work_dir: "/".into(),
-            environment: vec![b"A=\xff".to_vec()],
-            work: Work::Command(Box::new(CommandSpec::new(Program::Binary("a".into()), Vec::new()))),
-            workers: 1,
-            start: 0,
-            gpus: Vec::new(),
-            requeued: false,
-            max_output: None,
-        }
-    }
-
-    fn on_gpu() -> StartOptions {
-        StartOptions { gpus: vec!["GPU-a".into()], ..StartOptions::default() }
-    }
-
-    fn own() -> (u32, u32) {
-        (rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw())
-    }
-
-    #[test]
-    fn agent_record_and_begun_file_belong_to_one_start() {
-        let state = tempfile::tempdir().unwrap();
-        let dirs = JobDirs::open(state.path()).unwrap();
-        dirs.create(&description(1), own().0, own().1).unwrap();
-        assert_eq!(dirs.agent_record(1, 1), None);
-        let process = Some(ProcessId { pid: 5, started: 6, boot: "b".into() });
-        let record = AgentRecord {
-            start: 1,
-            process,
-            user: "anna".into(),
-            gpus: vec!["GPU-a".into()],
-            boot: "b".into(),
-            at: 7,
-        };
-        dirs.record_agent(1, &record).unwrap();
-        assert_eq!((dirs.agent_record(1, 1), dirs.agent_record(1, 2)), (Some(record), None));
-        assert!(!dirs.has_begun(1, 1));
-        begin(&dirs.agent(1), 1).unwrap();
-        assert!(dirs.has_begun(1, 1) && !dirs.has_begun(1, 2));
-        let sent = dirs.description(1, 2, &on_gpu()).unwrap();
-        let sent: Description = serde_json::from_slice(&sent).unwrap();
-        assert_eq!((sent.start, sent.gpus), (2, vec!["GPU-a".to_string()]));
-        assert_eq!(sent.environment, [b"A=\xff".to_vec()]);
-    }
-
-    #[test]
-    fn directory_describes_a_job_missing_in_the_journal() {
-        let state = tempfile::tempdir().unwrap();
-        let dirs = JobDirs::open(state.path()).unwrap();
-        assert_eq!(dirs.found(1), None);
-        let (uid, gid) = own();
-        dirs.create(&description(1), uid, gid).unwrap();
-        let found = dirs.found(1).unwrap();
-        assert_eq!(found, FoundDir { uid, gid, description: Some(description(1)), agent: None });
-        // A record that version 0.2 has written.
-        write(&state.path().join("jobs/1"), AGENT_RECORD, br#"{"start":3,"process":null}"#).unwrap();
-        assert_eq!(
-            dirs.found(1).unwrap().agent.map(|agent| (agent.start, agent.boot)),
-            Some((3, String::new()))
-        );
-        dirs.remove_submission(1).unwrap();
-        assert_eq!(dirs.found(1).unwrap().description, None);
-    }
-
-    #[test]
-    fn jobs_of_an_array_share_one_submission_and_know_their_place() {
-        let state = tempfile::tempdir().unwrap();
-        let dirs = JobDirs::open(state.path()).unwrap();
-        let mut submission = description(5);
-        submission.environment.push(b"XLAUNCH_ARRAY_INDEX=stale".to_vec());
-        dirs.create_array(&submission).unwrap();
-        assert!(dirs.all().is_empty(), "directories are created at the start");
-        let (uid, gid) = own();
-        for (job, index) in [(5, 3), (6, 9)] {
-            let element = Some(Element { first: 5, index, parallel: 0 });
-            let options = StartOptions { element, uid, gid, requeued: job == 6, ..StartOptions::default() };
-            for start in [1, 2] {
-                let sent = dirs.description(job, start, &options).unwrap();
-                let description: Description = serde_json::from_slice(&sent).unwrap();
-                let place = ["XLAUNCH_ARRAY_JOB=5".to_string(), format!("XLAUNCH_ARRAY_INDEX={index}")];
-                let expected = [b"A=\xff".to_vec(), place[0].clone().into(), place[1].clone().into()];
-                assert_eq!(description.environment, expected);
-                assert_eq!((description.job, description.requeued), (job, job == 6));
-                begin(&dirs.agent(job), start).unwrap();
-            }
-        }
-        assert_eq!(dirs.arrays(), [5]);
-        dirs.remove_array(5).unwrap();
-        dirs.remove_array(5).unwrap();
-        assert!(dirs.arrays().is_empty() && dirs.agent(6).exists());
-    }
-
-    #[test]
-    fn only_regular_files_of_the_jobs_user_are_read() {
-        let state = tempfile::tempdir().unwrap();
-        let dirs = JobDirs::open(state.path()).unwrap();
-        let (uid, gid) = own();
-        dirs.create(&description(1), uid, gid).unwrap();
-        let (agent, result) = (dirs.agent(1), JobResult { exit: 7, ..JobResult::default() });
-        let outside = state.path().join("outside.json");
-        fs_err::write(&outside, serde_json::to_vec(&result).unwrap()).unwrap();
-        assert_eq!(dirs.result(1, uid), None);
-        fs_err::os::unix::fs::symlink(&outside, agent.join("result.json")).unwrap();
-        assert_eq!(dirs.result(1, uid), None);
-        fs_err::remove_file(agent.join("result.json")).unwrap();
-        let path = CString::new(agent.join("result.json").to_str().unwrap()).unwrap();
-        rustix::fs::mknodat(CWD, &*path, rustix::fs::FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
-        assert_eq!(dirs.result(1, uid), None);
-        write(&agent, "result.json", &serde_json::to_vec(&result).unwrap()).unwrap();
-        assert_eq!(dirs.result(1, uid), Some(result));
-        // The file of another user, which a hard link can refer to if the kernel allows that.
-        assert_eq!(dirs.result(1, uid + 1), None);
-    }
-
-    #[test]
-    fn submission_is_readable_by_the_daemon_only() {
-        let state = tempfile::tempdir().unwrap();
-        let dirs = JobDirs::open(state.path()).unwrap();
-        dirs.create(&description(1), own().0, own().1).unwrap();
-        let (user, gpus, boot) = (String::new(), Vec::new(), String::new());
-        dirs.record_agent(1, &AgentRecord { start: 1, process: None, user, gpus, boot, at: 0 }).unwrap();
-        let mode = |path: PathBuf| fs_err::metadata(path).unwrap().permissions().mode() & 0o777;
-        let dir = state.path().join("jobs/1");
-        let names = ["job.json", "agent.json", "agent"];
-        assert_eq!(names.map(|name| mode(dir.join(name))), [0o600, 0o600, 0o700]);
-        assert!([0o710, 0o711].contains(&mode(dir.clone())), "{:o}", mode(dir.clone()));
-        assert_eq!(dirs.all(), [1]);
-        dirs.remove_submission(1).unwrap();
-        assert_eq!(names.map(|name| dir.join(name).exists()), [false, true, true]);
-        dirs.remove(1).unwrap();
-        assert!(!dir.exists());
-    }
-
-    /// Tests files written by the first release, whose agents may still run after an upgrade of the daemon.
-    #[test]
-    fn files_of_first_release_are_read() {
-        // In the first release, a queued command was a command line. This release does not parse it: the job fails with
-        // that reason.
-        let text = r#"{"protocol":1,"job":7,"name":"n","work_dir":"/w","environment":[[65,61,255]],
-            "work":{"command":[[116]]},"workers":2,"start":1,"gpus":["GPU-a"]}"#;
-        assert!(serde_json::from_str::<Description>(text).is_err());
-        let text = r#"{"exit":1,"stopped":true,"reason":"r","report":"t","rank":2,"attempt":3,"start":1}"#;
-        let read: JobResult = serde_json::from_str(text).unwrap();
-        let (reason, report) = ("r".into(), "t".into());
-        let expected = JobResult {
-            exit: 1,
-            stopped: true,
-            reason,
-            report,
-            rank: Some(2),
-            attempt: 3,
-            start: 1,
-            usage: None,
-        };
-        assert_eq!(read, expected);
-    }
-}
+mod tests;

@@ -31,10 +31,9 @@ use super::connect::connect;
 use super::hooks::{Facts, Moment};
 use super::{Agent, AgentStart, AgentStarter};
 use crate::config::HooksSection;
-use crate::files::{AgentRecord, JobDirs, JobResult, StartOptions, is_full};
+use crate::files::{AgentRecord, JobDirs, JobResult, StartOptions, Usage, is_full};
 use crate::runtime::Stop;
 use crate::state::limits::AGENT_STOP_MARGIN;
-use crate::usage::Usage;
 use crate::users;
 use xlaunch_agent::registry::SOCKET;
 

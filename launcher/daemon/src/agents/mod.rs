@@ -35,8 +35,7 @@ use tokio::net::unix::pipe;
 
 use self::process::AgentProcess;
 use self::unit::Unit;
-use crate::files::{AgentRecord, JobDirs};
-use crate::usage::Usage;
+use crate::files::{AgentRecord, JobDirs, Usage};
 use crate::users::{self, Account};
 use xlaunch_host::spawn::sys;
 

@@ -29,7 +29,7 @@ use super::agents::follow::{AgentEvent, FollowSetup, JobStart, follow};
 use super::agents::hooks::{Facts, Moment};
 use super::commands::Command;
 use super::config::{HooksSection, LiveConfig};
-use super::files::{JobDirs, JobResult, StartOptions};
+use super::files::{JobDirs, JobResult, StartOptions, Usage};
 use super::gpus::{GpuFacts, GpuMonitor, Inventory};
 use super::ids::Ids;
 use super::journal::{Integrity, Journal};
@@ -38,9 +38,8 @@ use super::state::examination::Ending;
 use super::state::limits::{Due, due};
 use super::state::schedule::{Schedule, Wait, schedule};
 use super::state::{End, Entry, Jobs, Phase, Record, bounded};
-use super::usage::Usage;
 use super::view::NodeView;
-use super::{boot_id, directory_limit, tasks};
+use super::{boot_id, directory_limit};
 use examination::Running;
 use records::AccountingState;
 use xlaunch_host::clock;
@@ -510,7 +509,7 @@ impl Manager {
             facts: Facts::of(entry),
             cpus: submitted.scheduling.cpus,
             memory: submitted.scheduling.memory_bytes,
-            max_tasks: config.jobs.max_tasks.unwrap_or_else(tasks::default_limit),
+            max_tasks: config.jobs.max_tasks.unwrap_or_else(resources::default_max_tasks),
         };
         drop(config);
         let runtime = JobRuntime::new(fresh);

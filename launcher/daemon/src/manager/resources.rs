@@ -16,6 +16,13 @@ use crate::submission::NodeLimits;
 /// Default of `jobs.max_memory_per_user` if the daemon runs as root.
 const DEFAULT_MEMORY_PER_USER: MemoryLimit = MemoryLimit::Percent(25);
 
+/// Files with the limits of the kernel and, in a container, of its cgroup.
+const TASK_LIMIT_FILES: [&str; 3] =
+    ["/proc/sys/kernel/pid_max", "/proc/sys/kernel/threads-max", "/sys/fs/cgroup/pids.max"];
+/// A job gets one part in this many of the node's limit. So it takes four jobs that fork without end to exhaust it, and
+/// `xlaunch.slice` keeps even those from the last part.
+const JOBS_TO_EXHAUST_NODE: u64 = 4;
+
 impl Manager {
     /// Returns the resources that the scheduler can give to jobs.
     pub(super) fn resources(&self) -> Resources {
@@ -115,5 +122,30 @@ impl Manager {
             default_time: config.default_time.map(|span| span.0),
             max_time: config.max_time.map(|span| span.0),
         }
+    }
+}
+
+/// Returns the default of `jobs.max_tasks`; no limit if the node's limit is unknown.
+pub(super) fn default_max_tasks() -> u64 {
+    task_limit(TASK_LIMIT_FILES.iter().filter_map(|path| fs_err::read_to_string(path).ok()))
+}
+
+fn task_limit(texts: impl Iterator<Item = String>) -> u64 {
+    // `max` in a cgroup means no limit.
+    let node = texts.filter_map(|text| text.trim().parse::<u64>().ok()).min();
+    node.map_or(u64::MAX, |node| node / JOBS_TO_EXHAUST_NODE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn job_gets_a_part_of_the_smallest_limit() {
+        let limit = |texts: &[&str]| task_limit(texts.iter().map(|text| (*text).to_owned()));
+        assert_eq!(limit(&["32768\n", "188000\n", "max\n"]), 8192);
+        assert_eq!(limit(&["4194304", "188000", "2000"]), 500);
+        assert_eq!(limit(&["max"]), u64::MAX);
+        assert!(default_max_tasks() < u64::MAX);
     }
 }

@@ -48,7 +48,7 @@ use dependencies::Dependents;
 use examination::Examination;
 use usage::FairShares;
 
-use crate::usage::Usage;
+use crate::files::Usage;
 
 /// Number of a user's ended jobs that are kept among those that never started, such as cancelled ones.
 const KEPT_UNSTARTED: usize = 100;

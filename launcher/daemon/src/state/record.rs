@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize, Serializer};
 use serde_json::json;
 use xlaunch_proto::v1::Scheduling;
 
-use crate::usage::Usage;
+use crate::files::Usage;
 
 /// Maximum length of a reason, a report or a command line.
 pub(crate) const MAX_TEXT_BYTES: usize = 4096;

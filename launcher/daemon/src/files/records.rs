@@ -1,0 +1,93 @@
+//! The contents of the files: what the daemon tells an agent, what an agent reports, and what the daemon notes for its
+//! successor.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use xlaunch_proto::convert::node::Work;
+
+/// Version of the files that daemon and agent exchange. Since 2, a command is a `CommandSpec` instead of a command
+/// line. Since 3, the agent waits for its description and does not run in the job's environment.
+pub const PROTOCOL: u32 = 3;
+/// Name of the file with the agent's last `StatusReply`.
+pub const STATUS: &str = "status.pb";
+/// Name of the file with the [`JobResult`].
+pub const RESULT: &str = "result.json";
+
+/// Describes a job to its agent, which reads this from standard input.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Description {
+    pub protocol: u32,
+    pub job: u64,
+    pub name: String,
+    pub work_dir: PathBuf,
+    /// Variables as `NAME=VALUE`, not necessarily UTF-8.
+    pub environment: Vec<Vec<u8>>,
+    pub work: Work,
+    pub workers: u32,
+    /// Number of the start, counted from 1; 0 in `job.json`.
+    pub start: u32,
+    /// UUIDs of the GPUs that the job holds; empty for a CPU job and in `job.json`.
+    pub gpus: Vec<String>,
+    /// True if an earlier start was lost, so that training continues from its newest checkpoint.
+    #[serde(default)]
+    pub requeued: bool,
+    /// Maximum output kept of each stream of each worker of a command, in bytes. `None` for the agent's default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_output: Option<u64>,
+}
+
+/// Record of a start's agent, written by the daemon that started it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AgentRecord {
+    /// Number of the start, counted from 1.
+    pub start: u32,
+    /// `None` if the agent runs in a systemd unit.
+    pub process: Option<ProcessId>,
+    /// Name of the job's user.
+    #[serde(default)]
+    pub user: String,
+    /// UUIDs of the GPUs that the job holds.
+    #[serde(default)]
+    pub gpus: Vec<String>,
+    /// [`boot_id`](crate::boot_id) at the start; empty in records of version 0.2.
+    #[serde(default)]
+    pub boot: String,
+    /// Start time, in milliseconds on the node's clock.
+    #[serde(default)]
+    pub at: u64,
+}
+
+/// Identifies a process. A process id alone is not enough, as it may be reused.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessId {
+    pub pid: u32,
+    /// Start time in clock ticks since boot.
+    pub started: u64,
+    /// [`boot_id`](crate::boot_id) at the start of the process.
+    pub boot: String,
+}
+
+/// Outcome of a job, as reported by its agent.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct JobResult {
+    pub exit: u8,
+    /// True if the job was stopped on request.
+    pub stopped: bool,
+    pub reason: String,
+    pub report: String,
+    /// The rank that failed first, if one did.
+    pub rank: Option<u32>,
+    pub attempt: u32,
+    pub start: u32,
+    /// Resources that the workers have used.
+    pub usage: Option<Usage>,
+}
+
+/// Resource usage of a job, over all its processes, measured by systemd or by the job's agent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Usage {
+    pub cpu_ms: u64,
+    pub peak_memory_bytes: u64,
+}
