@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! RUN --locate--> files of the run and of those that it continues
-//! metrics.jsonl --lines--> points --rewinds--> those of the final curve --reduce--> at most 2000 points per curve
+//! metrics.jsonl --lines--> points --curves--> those of the final curve --reduce--> at most 2000 points per curve
 //! job.json, environment.json, summary.json, samples.jsonl --documents--> texts
 //! all of it --page--> HTML (assets/: script and styles)
 //! ```
@@ -19,7 +19,6 @@ mod lines;
 mod locate;
 mod page;
 mod reduce;
-mod rewinds;
 
 use std::path::{Path, PathBuf};
 

@@ -38,7 +38,6 @@ mod retention;
 pub mod saver;
 mod state;
 mod tensors;
-mod tokenizer;
 mod write;
 
 #[cfg(test)]
@@ -52,11 +51,10 @@ pub use lock::{Lock, LockError};
 pub use manifest::{Chunk, parse_hash};
 pub use memory::{Memory, Slot, Snapshot};
 pub use portion::Portion;
-pub use read::{Abandoned, Arena, Piece, Sink, check_weights, read, read_weights};
+pub use read::{Abandoned, Arena, Piece, Sink, check_weights, read, read_weights, tokenizer};
 pub use retention::Retention;
 pub use state::{Batch, Changes, Parent, State};
 pub(crate) use tensors::read_header;
-pub use tokenizer::tokenizer;
 
 /// Newest version of the directory layout above, with a tokenizer. Without a tokenizer, version 2 is written, which
 /// older builds can read. Version 1 can still be read: it has a single file of whole moments, `m.<name>` and

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use fs_err::File;
 use rayon::ThreadPool;
 use rayon::prelude::*;
+use xlaunch_data::Tokenizer;
 use xlaunch_spec::model::ModelShape;
 use xxhash_rust::xxh3::Xxh3;
 
@@ -21,6 +22,7 @@ pub use super::tensors::Arena;
 use super::manifest::{self, Checked, Chunk, Entry, check, hex};
 use super::tensors::{self, Stored};
 use super::{CheckpointError, MODEL, STATE, State, TOKENIZER};
+use crate::data::MAX_TOKENIZER_BYTES;
 use crate::model::layout::Layout;
 
 /// Bytes that a thread reads at once. Small in tests, as are chunks.
@@ -258,4 +260,24 @@ fn blocks(range: Range<u64>, origin: u64) -> impl Iterator<Item = Range<u64>> {
         start = block.end;
         (block.start < block.end).then_some(block)
     })
+}
+
+/// Returns the tokenizer of the checkpoint `dir`: from its `tokenizer.json`, or bytes if its run read files as bytes.
+/// `None` if it is unknown.
+pub fn tokenizer(dir: &Path) -> Result<Option<Tokenizer>, CheckpointError> {
+    let Checked { state, manifest } = check(dir)?;
+    if manifest.files.iter().any(|entry| entry.name == TOKENIZER) {
+        let json = manifest::read_verified(dir, &manifest, TOKENIZER, MAX_TOKENIZER_BYTES)?;
+        let damaged = |reason: String| CheckpointError::Damaged { path: dir.into(), reason };
+        let tokenizer = Tokenizer::from_json(&json);
+        let end_of_text = state.end_of_text;
+        // Older checkpoints do not record the id; the tokenizer determines it.
+        let known = tokenizer.map(|tokenizer| match end_of_text {
+            Some(_) => tokenizer.with_end_of_text(end_of_text),
+            None => tokenizer,
+        });
+        return known.map(Some).map_err(|error| damaged(format!("{TOKENIZER}: {error}")));
+    }
+    let is_bytes = state.spec["data"]["tokenizer"] == "bytes";
+    Ok(is_bytes.then(Tokenizer::bytes))
 }

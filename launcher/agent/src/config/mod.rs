@@ -7,94 +7,17 @@
 
 mod diagnostics;
 pub mod keys;
-mod service_links;
-mod sources;
+mod overrides;
 
 use std::path::Path;
 
 use serde::Deserialize;
 use toml::{Table, Value};
-use xlaunch_proto::env;
 use xlaunch_spec::job::JobSpec;
 use xlaunch_spec::paths::normalize;
 
 pub use diagnostics::ConfigError;
-pub use sources::Sources;
-
-/// A configuration layer that overrides the file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Layer {
-    /// Variables `XLAUNCH_<SECTION>_<KEY>`.
-    Environment,
-    /// `--set` and other flags.
-    Flags,
-}
-
-/// A value from `--set`, another flag or the environment.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Override {
-    /// `section.key`, such as `train.lr`.
-    pub key: String,
-    /// The value as the user wrote it, such as `3e-4`.
-    pub value: String,
-    /// The origin of the value for messages, such as `--set train.lr=3e-4`.
-    pub source: String,
-    pub layer: Layer,
-}
-
-impl Override {
-    /// Parses the argument of `--set`.
-    pub fn from_flag(argument: &str) -> Result<Self, ConfigError> {
-        let source = format!("--set {argument}");
-        match argument.split_once('=') {
-            Some((key, value)) => {
-                let (key, value) = (key.trim().into(), value.trim().into());
-                Ok(Self { key, value, source, layer: Layer::Flags })
-            }
-            None => Err(ConfigError::value(&source, "`=` is missing", "section.key=value")),
-        }
-    }
-
-    /// Extracts the overrides from these variables, sorted by name. Variables with the name of a section and an unknown
-    /// key are included, so that [`load`] rejects them.
-    pub fn from_environment(variables: impl Iterator<Item = (String, String)>) -> Vec<Self> {
-        let renamed = keys::RENAMED_KEYS.iter().map(|(old, _)| (*old).to_owned());
-        let known: Vec<String> = keys::all().into_iter().chain(renamed).collect();
-        let variables: Vec<(String, String)> = variables.collect();
-        let mut found: Vec<Self> = variables
-            .iter()
-            .filter(|(name, value)| !is_of_others(name, value, &variables))
-            .filter_map(|(name, value)| {
-                let (name, value) = (name.clone(), value.clone());
-                let key = keys::of_variable(&name, &known)?;
-                let source = format!("environment variable {name}");
-                Some(Self { key, value, source, layer: Layer::Environment })
-            })
-            .collect();
-        found.sort_by(|a, b| a.key.cmp(&b.key));
-        found
-    }
-
-    /// The name of the flag or variable, without the value.
-    fn origin(&self) -> &str {
-        match self.layer {
-            Layer::Environment => &self.source,
-            Layer::Flags => self.source.split([' ', '=']).next().unwrap_or_default(),
-        }
-    }
-}
-
-/// Returns whether a variable that is named like a configuration key belongs to something else.
-fn is_of_others(name: &str, value: &str, all: &[(String, String)]) -> bool {
-    // The daemon passes each variable about a job to its hooks under two names.
-    let in_hook = || {
-        let rest = name.strip_prefix("XLAUNCH_JOB_")?;
-        let hook = format!("XLAUNCH_HOOK_JOB_{rest}");
-        Some(all.iter().any(|(name, of_hook)| *name == hook && of_hook == value))
-    };
-    // Agents set the job id for their workers, which may start another launch.
-    name == env::JOB_ID || service_links::is_service_link(name, value) || in_hook() == Some(true)
-}
+pub use overrides::{Layer, Override, Sources};
 
 /// A valid configuration.
 #[derive(Clone, Debug)]
@@ -218,6 +141,7 @@ fn resolve(mut spec: JobSpec, path: &Path, here: &Path) -> JobSpec {
 
 #[cfg(test)]
 mod tests {
+    use xlaunch_proto::env;
     use xlaunch_spec::refusal::Refusal;
 
     use super::*;

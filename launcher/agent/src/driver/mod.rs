@@ -53,7 +53,9 @@ use xlaunch_host::process::Process;
 use xlaunch_host::signals::{SignalRequest, Signals};
 use xlaunch_host::spawn::reaper::Reaper;
 use xlaunch_host::spawn::terminal::{Relayed, Terminal};
-use xlaunch_host::spawn::{Exit, Spawner, adopt_orphans, check_system_calls, open_files, reap_orphans, sys};
+use xlaunch_host::spawn::{
+    Exit, Spawner, adopt_orphans, check_system_calls, raise_open_file_limit, reap_orphans, sys,
+};
 
 /// Maximum number of queued calls that are handled before an exit.
 const MAX_EARLIER_CALLS: usize = 1024;
@@ -104,7 +106,7 @@ async fn with_reaper<T>(
     job: impl AsyncFnOnce(&RunDir, &Reaper) -> io::Result<T>,
 ) -> io::Result<T> {
     check_system_calls()?;
-    open_files::raise_limit();
+    raise_open_file_limit();
     adopt_orphans()?;
     let private: Vec<_> = run.private().map(Path::to_path_buf).into_iter().collect();
     let reaper = Reaper::start(&run.id, &private)?;

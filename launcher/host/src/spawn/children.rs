@@ -5,14 +5,18 @@
 
 use std::collections::BTreeSet;
 use std::process::{Child, Command};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-use rustix::process::{Pid, WaitId, WaitIdOptions, getpid, set_child_subreaper, waitid};
+use rustix::process::{
+    Pid, Resource, Rlimit, WaitId, WaitIdOptions, getpid, getrlimit, set_child_subreaper, setrlimit, waitid,
+};
 
-use super::{open_files, refused};
+use super::{refused, sys};
 use crate::process::Process;
 
 static STARTED: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
+/// The limit of open files before it was raised; unset if it was not.
+static ORIGINAL_LIMIT: OnceLock<Rlimit> = OnceLock::new();
 
 fn started() -> MutexGuard<'static, BTreeSet<u32>> {
     STARTED.lock().unwrap_or_else(PoisonError::into_inner)
@@ -20,11 +24,29 @@ fn started() -> MutexGuard<'static, BTreeSet<u32>> {
 
 /// Starts a process that [`reap_orphans`] leaves alone until [`forget`] is called.
 pub fn spawn(command: &mut Command) -> std::io::Result<Child> {
-    open_files::restore_limit(command);
+    restore_open_file_limit(command);
     let mut started = started();
     let child = command.spawn()?;
     started.insert(child.id());
     Ok(child)
+}
+
+/// Raises the soft limit of open files of this process to the hard limit, because each worker takes five descriptors.
+/// Child processes get the original limit: programs that use `select` fail above 1,024.
+pub fn raise_open_file_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    if limit.current != limit.maximum
+        && setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).is_ok()
+    {
+        // Keep the first value: an earlier job of this process may have raised the limit already.
+        let _ = ORIGINAL_LIMIT.set(limit);
+    }
+}
+
+fn restore_open_file_limit(command: &mut Command) {
+    if let Some(limit) = ORIGINAL_LIMIT.get() {
+        sys::limit_open_files(command, *limit);
+    }
 }
 
 /// Registers an orphan as a started child. `start` returns the id of a process whose parent has just exited;

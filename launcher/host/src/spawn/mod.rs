@@ -14,7 +14,6 @@
 //! affinity, port, gpu_memory                  prerequisites of a worker's start
 //! helper                                      runs a helper program, such as a debugger
 //! terminal                                    terminal input for workers, which are in the background
-//! open_files                                  the agent's limit of open files, which workers do not inherit
 //! exit, oom                                   exit status, and OOM kills
 //! ```
 
@@ -26,7 +25,6 @@ pub mod gpu_memory;
 pub mod helper;
 mod membership;
 mod oom;
-pub mod open_files;
 pub mod port;
 pub mod process_tree;
 pub mod reaper;
@@ -49,7 +47,7 @@ use rustix::thread::CpuSet;
 use tokio::sync::oneshot;
 
 use crate::system_errors::SYSTEM_CALL_HELP;
-pub use children::{adopt_orphans, has_stopped_child, reap_orphans};
+pub use children::{adopt_orphans, has_stopped_child, raise_open_file_limit, reap_orphans};
 pub use exit::Exit;
 pub use exit::short_signal_name;
 pub use oom::OomKills;

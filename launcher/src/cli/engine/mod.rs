@@ -13,8 +13,6 @@
 
 mod host_files;
 mod hostlist;
-mod kubernetes;
-mod mpi;
 mod slurm;
 
 pub(super) use slurm::SLURM;
@@ -32,6 +30,8 @@ use xlaunch_spec::command::{MAX_ENDPOINT_PORTS, MAX_NODES};
 const MAX_HOSTS_BYTES: usize = 1 << 20;
 /// Range of the ports derived from a job's id: below the ephemeral ports of Linux.
 const PORTS: std::ops::Range<u64> = 20_000..30_000;
+const MPIRUN: &str = "mpirun";
+const KUBERNETES: &str = "Kubernetes";
 /// Socket of munged.
 pub(super) const MUNGE_SOCKET: &str = "/run/munge/munge.socket.2";
 
@@ -77,7 +77,7 @@ pub(super) struct Allocation {
 impl Allocation {
     /// Returns whether SIGTERM to one of the launches means that the engine removes its node and will start it again.
     pub(super) fn preempts_by_sigterm(&self) -> bool {
-        self.engine == kubernetes::NAME
+        self.engine == KUBERNETES
     }
 }
 
@@ -100,18 +100,65 @@ pub(super) fn detect(host: &Host<'_>) -> Result<Option<Allocation>, String> {
     if host.text(env::SCOPE)?.is_some() {
         return Ok(None);
     }
-    if let Some(mpi) = mpi::detect(host)? {
+    if let Some(mpi) = mpirun(host)? {
         // mpirun knows the number of nodes and the rank; the host file of the engine around it has the host names.
         let files = [host_files::lsf(host)?, host_files::pbs(host)?].into_iter().flatten().next();
         let same = |files: &Allocation| counts(files) == counts(&mpi);
         return Ok(Some(files.filter(same).unwrap_or(mpi)));
     }
-    for engine in [slurm::detect, host_files::lsf, host_files::pbs, kubernetes::detect] {
+    for engine in [slurm::detect, host_files::lsf, host_files::pbs, kubernetes] {
         if let Some(found) = engine(host)? {
             return Ok(Some(found));
         }
     }
     Ok(None)
+}
+
+/// Open MPI's `mpirun`: the rank of this process, one per node. There is no list of hosts, so a flag gives the address of
+/// the coordinator.
+fn mpirun(host: &Host<'_>) -> Result<Option<Allocation>, String> {
+    let Some(nodes) = host.number::<u32>("OMPI_COMM_WORLD_SIZE")? else { return Ok(None) };
+    let rank = match host.number("OMPI_COMM_WORLD_RANK")? {
+        None => host.required("PMIX_RANK", MPIRUN)?,
+        Some(rank) => rank,
+    };
+    check_place(&nodes, &rank)?;
+    if let Some(local) = host.number::<u32>("OMPI_COMM_WORLD_LOCAL_SIZE")?.filter(|local| local.value > 1) {
+        return Err(format!(
+            "mpirun has started several processes on this host ({}), but one launch starts all workers of a node: use \
+             `mpirun -npernode 1 xlaunch ...` and --nproc-per-node",
+            local.source
+        ));
+    }
+    Ok(Some(Allocation {
+        engine: MPIRUN,
+        variables: host.variables(&[
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+            "PMIX_RANK",
+        ]),
+        nodes: Some(nodes),
+        node_rank: Some(rank),
+        endpoint: None,
+        run_id: None,
+        munge: false,
+    }))
+}
+
+/// Kubernetes: the index of this pod in its Indexed Job. No variable has the number of pods or the address of the first
+/// one, so the manifest sets them, as flags or as `PET_NNODES` and `PET_RDZV_ENDPOINT`. Kubeflow Trainer sets `PET_*`
+/// itself.
+fn kubernetes(host: &Host<'_>) -> Result<Option<Allocation>, String> {
+    Ok(host.number("JOB_COMPLETION_INDEX")?.map(|index| Allocation {
+        engine: KUBERNETES,
+        variables: host.variables(&["JOB_COMPLETION_INDEX"]),
+        nodes: None,
+        node_rank: Some(index),
+        endpoint: None,
+        run_id: None,
+        munge: false,
+    }))
 }
 
 fn counts(allocation: &Allocation) -> Option<u32> {

@@ -14,7 +14,6 @@
 //! Parsing does not look at the node: the interpreter and the number of workers are resolved by the agent that runs the
 //! command (`xlaunch_agent::command::resolve`).
 
-mod arguments;
 mod flags;
 mod group;
 mod help;
@@ -36,8 +35,8 @@ use super::engine::Sourced;
 use super::launch::Launch;
 use super::output::print_note;
 use crate::ssh::plan::SshLaunch;
-pub(super) use arguments::arguments;
 pub(super) use group::{DYNAMIC_PORT, Group, Scope, Settings};
+pub(super) use help::arguments;
 pub(super) use help::{ABOUT, usage};
 use hosts::Hosts;
 use line::{Line, Target};

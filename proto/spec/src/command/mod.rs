@@ -8,7 +8,6 @@
 
 mod group;
 mod os_text;
-mod shell;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
@@ -23,7 +22,7 @@ pub use group::{
     Backend, Endpoint, GroupSpec, MAX_ENDPOINT_PORTS, MAX_LOSS_TIMEOUT, MAX_NODES, MIN_KEEP_ALIVE_INTERVAL,
     MIN_LOSS_TIMEOUT, NodeCount, Security,
 };
-pub use shell::quote_line;
+pub use os_text::quote_line;
 
 /// Version of the serialised form.
 pub const COMMAND_SPEC_VERSION: u32 = 1;

@@ -1,10 +1,13 @@
-//! Serialisation of OS strings, which may contain any bytes: as a string if they are UTF-8, otherwise as an array of
-//! bytes.
+//! OS strings, which may contain any bytes. They are serialised as a string if they are UTF-8, otherwise as an array of
+//! bytes, and displayed as a shell would need them.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+/// Maximum length of a command line that is shown in full, in characters.
+const MAX_LINE_CHARS: usize = 4096;
 
 #[derive(Serialize, Deserialize)]
 #[serde(untagged)]
@@ -72,5 +75,37 @@ pub(super) mod path {
         deserializer: D,
     ) -> Result<Option<PathBuf>, D::Error> {
         Ok(Option::<Text>::deserialize(deserializer)?.map(|path| OsString::from(path).into()))
+    }
+}
+
+/// Returns program and arguments as one line, quoted where a shell needs it, and truncated if it is very long.
+pub fn quote_line<'a>(words: impl IntoIterator<Item = &'a OsStr>) -> String {
+    let quote = |word: &OsStr| {
+        let text = word.to_string_lossy();
+        let plain = |c: char| c.is_alphanumeric() || "_-./=:,@%+".contains(c);
+        if !text.is_empty() && text.chars().all(plain) {
+            text.into_owned()
+        } else {
+            format!("'{}'", text.replace('\'', r"'\''"))
+        }
+    };
+    let mut line = words.into_iter().map(quote).collect::<Vec<_>>().join(" ");
+    if let Some((end, _)) = line.char_indices().nth(MAX_LINE_CHARS) {
+        line.truncate(end);
+        line += "...";
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quoted_line_can_be_pasted_into_a_shell() {
+        let line = quote_line(["train.py", "--name", "it's two", "", "a=b"].map(OsStr::new));
+        assert_eq!(line, r"train.py --name 'it'\''s two' '' a=b");
+        let long = "é".repeat(MAX_LINE_CHARS + 1);
+        assert_eq!(quote_line([OsStr::new(&long)]).chars().count(), MAX_LINE_CHARS + 3);
     }
 }
