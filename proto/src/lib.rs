@@ -38,6 +38,7 @@ pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!("generated/xlaunch.v1.bin"
     unreachable_pub,
     clippy::all,
     clippy::allow_attributes_without_reason,
+    clippy::too_many_lines,
     reason = "generated code"
 )]
 pub mod v1 {

@@ -9,17 +9,6 @@ use syn::visit::Visit;
 use crate::syntax::Module;
 use crate::violation::Violation;
 
-/// Words that do not say what a constant limits.
-const VAGUE: [(&str, &str); 7] = [
-    ("BREATH", "RETRY_DELAY"),
-    ("FAREWELL", "DRAIN_TIMEOUT"),
-    ("LOOK", "POLL_INTERVAL"),
-    ("LOOKS", "POLL_INTERVAL"),
-    ("PATIENCE", "TIMEOUT"),
-    ("SILENCE", "STALL_TIMEOUT"),
-    ("WORD", "a specific name"),
-];
-
 /// Names with the same meaning in every module: the kernels of an operation.
 const SAME_ROLE: [&str; 1] = ["KERNELS"];
 
@@ -45,14 +34,6 @@ pub(super) fn check(modules: &[Module]) -> Vec<Violation> {
                 .collect();
             let message = format!("`{name}` is defined {} times: {}", places.len(), places.join(", "));
             violations.push(Violation::new(file, *line, message));
-        }
-        if let Some((word, better)) = VAGUE.iter().find(|(word, _)| name.split('_').any(|part| part == *word))
-        {
-            violations.push(Violation::new(
-                file,
-                *line,
-                format!("`{name}`: `{word}` is vague: use `{better}`"),
-            ));
         }
     }
     violations
@@ -99,11 +80,5 @@ mod tests {
     fn associated_constants_may_share_a_name() {
         let text = "struct A; struct B; impl A { const SIZE: u8 = 1; } impl B { const SIZE: u8 = 2; }";
         assert!(messages(&[("src/lib.rs", text)]).is_empty());
-    }
-
-    #[test]
-    fn vague_names_are_reported() {
-        let found = messages(&[("src/lib.rs", "const MORE_PATIENCE: u32 = 1; const LOOKUP: u32 = 2;")]);
-        assert_eq!(found, ["`MORE_PATIENCE`: `PATIENCE` is vague: use `TIMEOUT`"]);
     }
 }

@@ -1,7 +1,6 @@
 //! The repository's rules: each check is a pure function from sources to violations.
 
 mod constants;
-mod functions;
 mod modules;
 mod readme;
 mod width;
@@ -18,13 +17,12 @@ use crate::{Error, proto};
 type Check = fn(&Workspace) -> Result<Vec<Violation>, Error>;
 
 /// Names and descriptions of the checks, in the order in which they run.
-const CHECKS: [(&str, &str, Check); 7] = [
+const CHECKS: [(&str, &str, Check); 6] = [
     (
         "modules",
         "neither the top-level modules nor the files of a crate import each other in a circle",
         |w| crates(w, modules::check),
     ),
-    ("functions", "functions outside tests have at most 80 lines", |w| crates(w, functions::check)),
     ("constants", "a constant's name is defined once per crate", |w| crates(w, constants::check)),
     ("width", "lines have at most 120 columns", |w| files(w, width::check)),
     ("words", "comments and documents use the field's words", |w| files(w, words::check)),

@@ -55,6 +55,7 @@ fn qk_norm_cases(values: impl Fn(u64, usize) -> Vec<f32>) -> Vec<Case> {
 
 /// Returns every operation on sizes that are not multiples of tiles, warps or vectors. `round` is applied to every
 /// input.
+#[expect(clippy::too_many_lines, reason = "a list")]
 pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
     let mut cases: Vec<Case> = Vec::new();
     let values =

@@ -74,6 +74,7 @@ pub(super) fn job(id: u64, name: &str, state: NodeJobState) -> JobView {
 }
 
 /// The sample node at `now`. Job 7 has finished `steps` of 2000 steps.
+#[expect(clippy::too_many_lines, reason = "a list of jobs")]
 pub(super) fn sample_node(now: u64, steps: u64) -> NodeView {
     let gpu = |index: u32, state: GpuState, job| Gpu {
         index,
