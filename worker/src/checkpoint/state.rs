@@ -155,26 +155,27 @@ impl State {
     }
 }
 
-/// Lists the keys of a section whose values differ, except keys that are compared separately and keys that may change
-/// at any time.
+/// Beginnings of the names of keys that are compared separately, or that may change at any time because they do not
+/// affect the training.
+const NOT_COMPARED: [&str; 7] = [
+    "train.batch",
+    "train.accumulate",
+    "train.warmup",
+    "train.sample",
+    "train.eval_",
+    "engine.memory_limit_mb",
+    "engine.pool",
+];
+
+/// Lists the keys of a section whose values differ, except those that are [`NOT_COMPARED`].
 fn compare(section: &str, saved: &serde_json::Value, new: &serde_json::Value, changes: &mut Vec<String>) {
-    const EXPECTED: [&str; 11] = [
-        "train.batch",
-        "train.accumulate",
-        "train.warmup",
-        "train.sample",
-        "train.sample_every",
-        "train.sample_prompt",
-        "train.eval_every",
-        "train.eval_batches",
-        "train.eval_tokens",
-        "engine.memory_limit_mb",
-        "engine.pool",
-    ];
     let (Some(saved), Some(new)) = (saved.as_object(), new.as_object()) else { return };
     for (key, value) in new {
         let name = format!("{section}.{key}");
-        if let Some(old) = saved.get(key).filter(|old| *old != value && !EXPECTED.contains(&&*name)) {
+        if NOT_COMPARED.iter().any(|beginning| name.starts_with(beginning)) {
+            continue;
+        }
+        if let Some(old) = saved.get(key).filter(|old| *old != value) {
             changes.push(format!("{name} was {old}, is now {value}"));
         }
     }
