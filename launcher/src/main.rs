@@ -18,7 +18,7 @@ mod ssh;
 
 use std::process::ExitCode;
 
-use xlaunch_agent::environment;
+use xlaunch_agent::worker_environment;
 use xlaunch_host::spawn;
 
 fn main() -> ExitCode {
@@ -30,7 +30,8 @@ fn main() -> ExitCode {
         return spawn::terminal::relay_main();
     }
     if std::env::args_os().nth(1).is_some_and(|argument| argument == "worker") {
-        let rank_threads = std::env::args_os().nth(2).is_some_and(|it| it == environment::RANK_THREADS);
+        let rank_threads =
+            std::env::args_os().nth(2).is_some_and(|it| it == worker_environment::RANK_THREADS);
         return xlaunch_worker::main(rank_threads).into();
     }
     cli::main().into()

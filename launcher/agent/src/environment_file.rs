@@ -27,7 +27,7 @@ use nvml_wrapper::error::NvmlError;
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::command::quote_line;
+use crate::resolved_command::quote_line;
 use xlaunch_host::clock;
 use xlaunch_host::devices::{self, Placement};
 use xlaunch_host::libraries::Libraries;

@@ -2,7 +2,7 @@
 //! stops them.
 //!
 //! ```text
-//! JobSpec or CommandSpec --devices, command, run_dir--> driver (the one task that owns the job)
+//! JobSpec or CommandSpec --devices, resolved_command, run_dir--> driver (the one task that owns the job)
 //!     worker processes        --exits-->  |  <--Join, Session, Stop-- rendezvous (gRPC service)
 //!     signals ------------------------->  |  --> state (pure): the next actions, with reasons
 //!     status: a board, read by queries <--|
@@ -11,9 +11,9 @@
 //! ```
 //! Before the job starts:
 //! - [`config`]: builds a checked job description from `train.toml`, environment and flags;
-//! - [`command`]: a command of the user, resolved on this node; `interpreter`: finds its Python;
+//! - [`resolved_command`]: a command of the user, resolved on this node; `interpreter`: finds its Python;
 //! - [`work`]: describes the job for the other nodes, which must agree on it;
-//! - [`base_environment`], [`environment`]: the environment variables of workers.
+//! - [`base_environment`], [`worker_environment`]: the environment variables of workers.
 //!
 //! While it runs:
 //! - [`waiting`]: an agent before its first attempt; [`driver`]: the only code that touches processes and sockets on
@@ -33,11 +33,9 @@
 
 mod activity;
 pub mod base_environment;
-pub mod command;
 pub mod config;
 pub mod driver;
 pub mod ending;
-pub mod environment;
 pub mod environment_file;
 mod interpreter;
 pub mod logs;
@@ -45,6 +43,7 @@ mod python;
 pub mod registry;
 pub mod rendezvous;
 pub mod report;
+pub mod resolved_command;
 pub mod run_dir;
 pub mod run_summary;
 #[cfg(test)]
@@ -55,4 +54,5 @@ pub mod state;
 pub mod status;
 pub mod waiting;
 pub mod work;
+pub mod worker_environment;
 pub mod workload;

@@ -17,8 +17,8 @@ use std::path::{Path, PathBuf};
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::JobSpec;
 
-use crate::command::ResolvedCommand;
 use crate::registry::{Entry, SOCKET};
+use crate::resolved_command::ResolvedCommand;
 use xlaunch_host::naming::{file_name, numbered, unique};
 use xlaunch_spec::refusal::Refusal;
 
@@ -241,7 +241,7 @@ fn update_latest_link(jobs: &Path, id: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::command::tests::spec as command;
+    use crate::resolved_command::tests::spec as command;
 
     #[test]
     fn runs_of_one_name_get_different_directories() {

@@ -14,7 +14,7 @@ use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::ids::Digest;
 use xlaunch_spec::job::JobSpec;
 
-use crate::command::ResolvedCommand;
+use crate::resolved_command::ResolvedCommand;
 use crate::run_dir;
 
 /// Describes a training job. `declared` is the configuration as the user wrote it, given if initial weights
@@ -139,7 +139,7 @@ fn rules(trainer: bool, restarts: &Restarts, group: Option<&GroupSpec>) -> Group
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::command::tests::spec as command;
+    use crate::resolved_command::tests::spec as command;
 
     fn work(arguments: &[&str]) -> Work {
         let mut spec = command("train");

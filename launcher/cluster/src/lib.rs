@@ -14,7 +14,7 @@
 //! The coordinator, inside one of the agents or on its own:
 //! - [`hosting`]: runs it in this process; [`coordinator`]: the task that owns its state;
 //! - [`state`]: decides who is a member, when attempts begin, and how the group reacts to a failure (pure);
-//! - [`rendezvous`]: the rendezvous of the nodes of one attempt (pure);
+//! - [`group_rendezvous`]: the rendezvous of the nodes of one attempt (pure);
 //! - `service`: its gRPC service; `presence`: tells whether an agent's process is gone.
 //!
 //! An agent's side:
@@ -27,6 +27,7 @@
 
 pub mod candidacy;
 pub mod coordinator;
+pub mod group_rendezvous;
 pub mod hosting;
 pub mod join;
 pub mod link;
@@ -37,7 +38,6 @@ mod notices;
 pub mod outbox;
 mod presence;
 pub mod refusals;
-pub mod rendezvous;
 mod roles;
 mod service;
 pub mod shared;

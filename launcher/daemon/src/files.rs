@@ -37,7 +37,7 @@ use xlaunch_proto::env;
 use xlaunch_proto::v1::StatusReply;
 
 use super::access_list::allow_user;
-use super::environment;
+use super::allowed_variables;
 use super::safe_open;
 use super::state::Element;
 use super::trash::Trash;
@@ -153,7 +153,7 @@ impl JobDirs {
         description.max_output = options.max_output;
         // Restricted here and not at the submission, because the operator may have changed the setting since.
         if options.only_training {
-            environment::restrict(&mut description.environment);
+            allowed_variables::restrict(&mut description.environment);
         }
         Ok(serde_json::to_vec(&description)?)
     }

@@ -10,14 +10,14 @@ use serde_json::Value;
 use xlaunch_proto::convert::node::Submit;
 use xlaunch_proto::v1::{Job, NodeStatus, Restart, StatusReply};
 
+use crate::allowed_variables;
 use crate::commands::CommandError;
-use crate::environment;
 use crate::files::{Description, JobResult};
 use crate::gpus::Inventory;
 use crate::journal::lines::{self, State};
 use crate::runtime::JobRuntime;
 use crate::snapshot;
-use crate::state::commands::AdmissionRules;
+use crate::state::evaluate::AdmissionRules;
 use crate::state::schedule::{GpuSlot, Resources, schedule};
 use crate::state::{End, Jobs, Record, Submitted, bounded};
 use crate::submission::{self, NodeLimits};
@@ -76,7 +76,7 @@ pub fn submit(
     };
     history.jobs.admit(caller, &submitted, count, &rules)?;
     if !rules.allow_commands {
-        environment::restrict(&mut description.environment);
+        allowed_variables::restrict(&mut description.environment);
     }
     let job = history.jobs.submitted.saturating_add(1);
     (submitted.job, description.job) = (job, job);

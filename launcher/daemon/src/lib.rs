@@ -15,10 +15,10 @@
 mod access_list;
 pub mod accounting;
 pub(crate) mod agents;
+mod allowed_variables;
 pub mod commands;
 pub(crate) mod config;
 mod directory_limit;
-mod environment;
 pub mod files;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]

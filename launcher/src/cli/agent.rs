@@ -25,10 +25,10 @@ use xlaunch_worker::newest_checkpoint;
 
 use super::launch::{self, Place};
 use xlaunch_agent::base_environment::BaseEnvironment;
-use xlaunch_agent::command::{self, ResolvedCommand, Streams};
 use xlaunch_agent::ending::Ending;
 use xlaunch_agent::registry::SOCKET;
 use xlaunch_agent::report;
+use xlaunch_agent::resolved_command::{self, ResolvedCommand, Streams};
 use xlaunch_agent::run_dir::RunDir;
 use xlaunch_agent::workload::command::stop_signals;
 use xlaunch_agent::workload::trainer::STOP_SIGNALS;
@@ -168,7 +168,7 @@ impl Start {
             }
             Work::Command(spec) => {
                 let variable = |name: &str| self.base.get(name);
-                let mut command = command::resolve((**spec).clone(), &variable, &Node::inspect)?;
+                let mut command = resolved_command::resolve((**spec).clone(), &variable, &Node::inspect)?;
                 // All output goes to files, which the daemon serves: there is no console.
                 command.logs.redirects.all = Streams { stdout: true, stderr: true };
                 if let Some(most) = self.description.max_output {

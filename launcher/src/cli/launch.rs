@@ -13,12 +13,12 @@ use super::resume;
 use crate::console::print_line;
 use crate::error_file;
 use xlaunch_agent::base_environment::BaseEnvironment;
-use xlaunch_agent::command::{self, CommandSpec, ResolvedCommand};
 use xlaunch_agent::config::{self, Layer, Override};
 use xlaunch_agent::driver;
 use xlaunch_agent::ending::Ending;
 use xlaunch_agent::environment_file::{self, Facts, Parent};
 use xlaunch_agent::registry::Entry;
+use xlaunch_agent::resolved_command::{self, CommandSpec, ResolvedCommand};
 use xlaunch_agent::run_dir::{NodePlace, RunDir};
 use xlaunch_agent::status::board;
 use xlaunch_agent::waiting::{self, Group};
@@ -353,8 +353,9 @@ pub(super) async fn run_command(spec: CommandSpec, group: Option<&Nodes>) -> Exi
         Ok(signals) => signals,
         Err(refusal) => return refuse(&refusal),
     };
-    let resolving =
-        off_this_thread(move || command::resolve(spec, &|name| std::env::var_os(name), &Node::inspect));
+    let resolving = off_this_thread(move || {
+        resolved_command::resolve(spec, &|name| std::env::var_os(name), &Node::inspect)
+    });
     let command = match signals.unless_stopped(AT_START, notify, resolving).await {
         Ok(command) => command,
         Err(refusal) => return refuse(&refusal),

@@ -24,7 +24,7 @@ use super::scheduling::Scheduling;
 use super::torchrun::{self, Name, Request, Scope};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::render::{job, text};
-use xlaunch_agent::command;
+use xlaunch_agent::resolved_command;
 use xlaunch_spec::refusal::Refusal;
 
 /// Maximum size of the environment: the daemon refuses larger ones.
@@ -170,7 +170,7 @@ fn work(target: &[OsString], environment: &dyn Fn(&str) -> Option<OsString>) -> 
             Parsed::Work(Work::TrainerSpecJson(launch::load(&launch, xlaunch_worker::fill_in)?.to_json()))
         }
         Request::Command(spec, _) => {
-            command::check_script(&spec.program, environment)?;
+            resolved_command::check_script(&spec.program, environment)?;
             Parsed::Work(Work::CommandSpecJson(spec.to_json()))
         }
         Request::Ssh(_) => {

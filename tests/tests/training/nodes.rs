@@ -14,7 +14,7 @@ use xlaunch_agent::rendezvous::barrier::{JoinBarrier, JoinOutcome};
 use xlaunch_agent::rendezvous::message::Message;
 use xlaunch_agent::rendezvous::service;
 use xlaunch_agent::status::board::{Board, Launch};
-use xlaunch_cluster::rendezvous::{GroupProgress, GroupRendezvous};
+use xlaunch_cluster::group_rendezvous::{GroupProgress, GroupRendezvous};
 use xlaunch_proto::env;
 use xlaunch_proto::v1::agent_command::Command as WorkerCommand;
 use xlaunch_proto::v1::worker_report::Report;

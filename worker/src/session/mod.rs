@@ -2,7 +2,7 @@
 
 mod device;
 mod initial;
-mod rendezvous;
+mod join;
 mod saving;
 mod share;
 
@@ -45,7 +45,7 @@ use crate::weights;
 use device::{Libraries, OpenDevice};
 pub(crate) use device::{activation_dtype, pool_mode};
 use initial::{Reading, Start};
-use rendezvous::Meeting;
+use join::Connector;
 
 /// This worker's rank and job.
 struct Context<'a> {
@@ -106,8 +106,8 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let rows = Rows { batch: spec.train.batch, seq: shape.seq };
     device.backend.prepare(attention_shape(&shape, rows, shape.layers - 1));
     let agreement = agreement(spec, &layout, activations, &division, &fingerprint);
-    let meeting = rendezvous::join(context, &agreement, &device)?;
-    let (collective, filled) = connect_and_fill(context, meeting, || {
+    let connector = join::join(context, &agreement, &device)?;
+    let (collective, filled) = connect_and_fill(context, connector, || {
         let mut trainer = Trainer::new(&device.backend, spec, &shape, &division, world)?;
         // Only one rank samples, so that rank must have all weights.
         let samples = rank == 0 && bench.is_none() && division.weights.is_none();
@@ -193,12 +193,12 @@ fn start_reading(
 /// fails, the other one still runs to its end, because other ranks are waiting for it.
 fn connect_and_fill<T>(
     context: &Context<'_>,
-    meeting: Meeting,
+    connector: Connector,
     fill: impl FnOnce() -> Result<T>,
 ) -> Result<(Box<dyn Collective>, Result<T>)> {
     let (connected, filled) = std::thread::scope(|scope| {
         let connecting = std::thread::Builder::new().name("connect".into()).spawn_scoped(scope, || {
-            let collective: Box<dyn Collective> = Box::new(TrackedCollective(meeting.connect()?));
+            let collective: Box<dyn Collective> = Box::new(TrackedCollective(connector.connect()?));
             context.control.open_session(context.hello(), collective.abort_handle());
             Ok(collective)
         });
@@ -274,7 +274,7 @@ fn end(
 fn measure(context: &Context<'_>, kind: &Kind) -> Result<ExitCode> {
     let Context { environment, control, spec, .. } = *context;
     let device = OpenDevice::new(environment, spec)?;
-    let mut collective = rendezvous::join(context, format!("{kind:?}").as_bytes(), &device)?.connect()?;
+    let mut collective = join::join(context, format!("{kind:?}").as_bytes(), &device)?.connect()?;
     phase::enter(Phase::Unspecified);
     control.open_session(context.hello(), collective.abort_handle());
     match kind {

@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 
-use crate::command::LogOptions;
+use crate::resolved_command::LogOptions;
 use console::{Console, View};
 use files::{Filter, Filtered, LogFile};
 use lines::{Lines, Piece, whole_characters};

@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use tempfile::TempDir;
 
 use super::*;
-use crate::command::{PerRank, Streams};
+use crate::resolved_command::{PerRank, Streams};
 
 /// Longer than any operation takes unless it hangs.
 const TIMEOUT: Duration = Duration::from_secs(60);

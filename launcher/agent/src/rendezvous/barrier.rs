@@ -8,7 +8,7 @@ use xlaunch_proto::convert::Join;
 use xlaunch_proto::v1::JoinReply;
 
 use super::{Progress, Rendezvous};
-use xlaunch_cluster::rendezvous::{GroupJoin, NodeJoin};
+use xlaunch_cluster::group_rendezvous::{GroupJoin, NodeJoin};
 
 /// Answers the `Join` call of one rank.
 pub type Reply = oneshot::Sender<Result<JoinReply, Status>>;

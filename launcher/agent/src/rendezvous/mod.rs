@@ -32,7 +32,7 @@ use xlaunch_proto::convert::{Join, Joined, RingNeighbour};
 use xlaunch_spec::ids::{Attempt, Digest, WorldSize};
 use xlaunch_spec::quantities::ranks_text;
 
-use xlaunch_cluster::rendezvous::{GroupJoin, NodeJoin};
+use xlaunch_cluster::group_rendezvous::{GroupJoin, NodeJoin};
 
 /// The rendezvous of the ranks of one node in one attempt.
 #[derive(Debug)]
@@ -193,7 +193,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
     use std::time::Duration;
-    use xlaunch_cluster::rendezvous as group;
+    use xlaunch_cluster::group_rendezvous as group;
     use xlaunch_spec::ids::{Rank, RingKey};
 
     fn join(rank: u32) -> Join {

@@ -22,17 +22,17 @@ use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 
 use crate::base_environment::BaseEnvironment;
-use crate::command::{LogOptions, ResolvedCommand, quote_line};
-use crate::environment::{self, CommandGroup};
 use crate::interpreter;
 use crate::logs::Output;
 use crate::python::flight_recorder::FlightRecorders;
 use crate::python::preload::PreloadPlan;
 use crate::rendezvous::message::Message;
+use crate::resolved_command::{LogOptions, ResolvedCommand, quote_line};
 use crate::run_dir::RunDir;
 use crate::state::{Event, Job, Kind, Rules};
 use crate::status::board::{self, Board};
 use crate::waiting::Group;
+use crate::worker_environment::{self, CommandGroup};
 use crate::workload::heartbeat::HeartbeatMonitor;
 use crate::workload::heartbeat::files::{self, HeartbeatFiles};
 use crate::workload::{Hang, Workload};
@@ -241,7 +241,12 @@ impl Workload for CommandWorkload<'_> {
         let mut command = Command::new(program);
         command.args(arguments.iter().map(|argument| for_rank(argument, rank)));
         self.base.apply(&mut command);
-        command.envs(environment::command_variables(&self.group(attempt), rank, dir, self.threads(rank)));
+        command.envs(worker_environment::command_variables(
+            &self.group(attempt),
+            rank,
+            dir,
+            self.threads(rank),
+        ));
         command.env(env::HEARTBEAT, files::path(&self.heartbeat_dir(), rank));
         let cpus = self.affinities.get(rank as usize).and_then(Affinity::cpus).copied();
         let inherit_stdin = self.input_rank() == Some(rank) && terminal::offers_stdin();
@@ -261,7 +266,7 @@ impl Workload for CommandWorkload<'_> {
         }
         let mut interpreter = Command::new(argv.first()?);
         self.base.apply(&mut interpreter);
-        interpreter.envs(environment::common_variables(&self.group(0), self.threads(0)));
+        interpreter.envs(worker_environment::common_variables(&self.group(0), self.threads(0)));
         Some(PreloadPlan { interpreter, modules, argv })
     }
 

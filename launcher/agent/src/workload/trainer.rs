@@ -28,11 +28,10 @@ use xlaunch_spec::lineage::Recovered;
 
 use crate::activity::ActivityRecord;
 use crate::base_environment::BaseEnvironment;
-use crate::command::quote_line;
-use crate::environment::{self, TrainerGroup};
 use crate::logs::Output;
 use crate::rendezvous::barrier::JoinBarrier;
 use crate::rendezvous::message::Message;
+use crate::resolved_command::quote_line;
 use crate::run_dir::RunDir;
 use crate::sinks::progress::Progress;
 use crate::sinks::summary::Summary;
@@ -40,6 +39,7 @@ use crate::sinks::{self, Sinks};
 use crate::state::{Event, Job, Kind, Rules};
 use crate::status::board::{self, Board};
 use crate::waiting::Group;
+use crate::worker_environment::{self, TrainerGroup};
 use crate::workload::checkpoint_requests::{CheckpointRequests, Requester};
 use crate::workload::hang::HangDetector;
 use crate::workload::host_memory::SaveBuffers;
@@ -313,7 +313,7 @@ impl Workload for TrainerWorkload<'_> {
             rank_threads: self.plan.rank_threads,
             libraries: self.plan.libraries,
         };
-        let mut command = environment::trainer_command(&group, rank)?;
+        let mut command = worker_environment::trainer_command(&group, rank)?;
         let mut inherited =
             self.snapshots.as_ref().map_or(&[][..], |snapshots| snapshots.of_rank(rank)).to_vec();
         if !inherited.is_empty() {

@@ -12,7 +12,7 @@ use xlaunch_spec::ids::RingKey;
 
 use super::policy::Decision;
 use super::{CAUSE_GRACE, Coordinator, Member, MemberId, NodeFailure, Output, Phase, Stage, name, stops};
-use crate::rendezvous::GroupRendezvous;
+use crate::group_rendezvous::GroupRendezvous;
 
 /// Note in the report of the job's end.
 const CHECKPOINTS_LOST: &str =

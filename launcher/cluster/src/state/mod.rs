@@ -43,7 +43,7 @@ use xlaunch_proto::v1::{
     Greeting, GroupEnd, GroupRules, MemberState, MemberStatus, NodeEnded, NodePrepared, RootCause,
 };
 
-use crate::rendezvous::GroupRendezvous;
+use crate::group_rendezvous::GroupRendezvous;
 use admission::Claim;
 use policy::Policy;
 use xlaunch_spec::command::Restarts;

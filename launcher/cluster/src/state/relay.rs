@@ -7,7 +7,7 @@ use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 use xlaunch_proto::v1::{self as wire, GroupNodes, NodeHung, Query, QueryReply};
 
 use super::{Coordinator, Member, MemberId, Output, Stage};
-use crate::rendezvous::{GroupProgress, NodeJoin};
+use crate::group_rendezvous::{GroupProgress, NodeJoin};
 
 impl Coordinator {
     pub(super) fn relay(&mut self, id: MemberId, message: FromAgent, now: Instant) {

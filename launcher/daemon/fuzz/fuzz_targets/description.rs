@@ -12,7 +12,7 @@ use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
 use patch::Document;
 use serde_json::Value;
-use xlaunch_agent::command;
+use xlaunch_agent::resolved_command;
 use xlaunch_host::devices::{self, Node};
 use xlaunch_daemon::files::{Description, PROTOCOL};
 use xlaunch_spec::command::{CommandSpec, Program};
@@ -92,7 +92,7 @@ fn resolve(spec: CommandSpec, gpus: u8) {
     };
     let variable = |name: &str| (name == "CUDA_VISIBLE_DEVICES").then(|| OsString::from("0,1"));
     let node = || Node { gpus: Ok(gpus.into()), cores: 2 };
-    if let Ok(resolved) = command::resolve(spec, &variable, &node) {
+    if let Ok(resolved) = resolved_command::resolve(spec, &variable, &node) {
         assert!(resolved.nproc > 0 && !resolved.argv.is_empty());
     }
 }

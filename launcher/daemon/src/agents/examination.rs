@@ -25,7 +25,7 @@ use super::start::{DOCTOR, ExaminationStart, Stdio};
 use super::unit::Unit;
 use super::{Agent, AgentStarter};
 use crate::state::bounded;
-use crate::state::examination::Ending;
+use crate::state::examination::ExaminationEnd;
 
 /// Time for the process to end after its stdin has been closed; then it is killed.
 pub(crate) const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -33,14 +33,14 @@ pub(crate) const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_OUTPUT_BYTES: u64 = 4 << 20;
 impl AgentStarter {
     /// Examines GPUs. Takes at most the timeout plus [`EXIT_TIMEOUT`].
-    pub(crate) async fn examine(&self, start: &ExaminationStart) -> Ending {
+    pub(crate) async fn examine(&self, start: &ExaminationStart) -> ExaminationEnd {
         match self.run_examination(start).await {
             Ok(ending) => ending,
-            Err(error) => Ending::Broken(format!("failed to start the examination: {error}")),
+            Err(error) => ExaminationEnd::Broken(format!("failed to start the examination: {error}")),
         }
     }
 
-    async fn run_examination(&self, start: &ExaminationStart) -> io::Result<Ending> {
+    async fn run_examination(&self, start: &ExaminationStart) -> io::Result<ExaminationEnd> {
         tokio::task::block_in_place(|| start.prepare())?;
         let (input, theirs_in) = pipe::pipe()?;
         let (theirs_out, mut output) = pipe::pipe()?;
@@ -63,7 +63,7 @@ impl AgentStarter {
         });
         let ending = match finished.await {
             Ok((output, errors)) => ending(&output, &errors),
-            Err(_) => Ending::TimedOut(start.timeout),
+            Err(_) => ExaminationEnd::TimedOut(start.timeout),
         };
         drop(input);
         if timeout(EXIT_TIMEOUT, process.exited()).await.is_err() {
@@ -96,13 +96,13 @@ async fn read(from: &mut (impl AsyncRead + Unpin)) -> Vec<u8> {
     text
 }
 
-fn ending(output: &[u8], errors: &[u8]) -> Ending {
+fn ending(output: &[u8], errors: &[u8]) -> ExaminationEnd {
     if let Ok(report) = serde_json::from_slice::<Report>(output) {
-        return Ending::Report(report);
+        return ExaminationEnd::Report(report);
     }
     let errors = String::from_utf8_lossy(errors);
     let last = errors.lines().rfind(|line| !line.trim().is_empty()).unwrap_or("it printed no report");
-    Ending::Broken(bounded(format!("the examination failed: {last}")))
+    ExaminationEnd::Broken(bounded(format!("the examination failed: {last}")))
 }
 
 #[cfg(test)]
@@ -113,9 +113,9 @@ mod tests {
     fn output_without_a_report_is_explained_by_the_last_error() {
         let report = Report { healthy: true, findings: Vec::new() };
         let json = serde_json::to_vec(&report).unwrap();
-        assert_eq!(ending(&json, b"a warning\n"), Ending::Report(report));
+        assert_eq!(ending(&json, b"a warning\n"), ExaminationEnd::Report(report));
         let broken = |output: &[u8], errors: &[u8]| match ending(output, errors) {
-            Ending::Broken(problem) => problem,
+            ExaminationEnd::Broken(problem) => problem,
             other => panic!("{other:?}"),
         };
         assert_eq!(broken(&json[1..], b"x\nerror: y\n\n"), "the examination failed: error: y");

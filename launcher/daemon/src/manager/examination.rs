@@ -12,7 +12,7 @@ use crate::agents::examination::EXIT_TIMEOUT;
 use crate::agents::start::ExaminationStart;
 use crate::commands::CommandError;
 use crate::state::Record;
-use crate::state::examination::{Choice, Ending, Examination, Verdict};
+use crate::state::examination::{Choice, Examination, ExaminationEnd, Verdict};
 use crate::state::schedule::GpuSlot;
 use crate::view::Caller;
 
@@ -73,7 +73,7 @@ impl Manager {
         });
     }
 
-    pub(super) fn on_examined(&mut self, ending: Ending) {
+    pub(super) fn on_examined(&mut self, ending: ExaminationEnd) {
         self.jobs.examination = None;
         // The last poll still saw the processes of the examination, which would now count as foreign.
         self.gpu_monitor.poll_now();
@@ -105,8 +105,8 @@ impl Manager {
             gpus.push(gpu);
         }
         let findings = match ending {
-            Ending::Report(report) => report.findings.into_iter().map(finding_message).collect(),
-            Ending::TimedOut(_) | Ending::Broken(_) => Vec::new(),
+            ExaminationEnd::Report(report) => report.findings.into_iter().map(finding_message).collect(),
+            ExaminationEnd::TimedOut(_) | ExaminationEnd::Broken(_) => Vec::new(),
         };
         // The caller may have disconnected.
         let _ = replies.try_send(ExamineReply { gpus, done: true, findings });

@@ -7,8 +7,8 @@
 //! Commands are refused and no jobs are started while the journal cannot be written. Events that have already happened,
 //! such as the end of a job, are applied nevertheless, and the journal is rewritten as soon as the disk permits.
 
-mod commands;
 mod examination;
+mod execute;
 mod publish;
 mod records;
 mod recovery;
@@ -34,7 +34,7 @@ use super::gpus::{GpuFacts, GpuMonitor, Inventory};
 use super::ids::Ids;
 use super::journal::{Integrity, Journal};
 use super::runtime::{JobRuntime, Stop};
-use super::state::examination::Ending;
+use super::state::examination::ExaminationEnd;
 use super::state::limits::{Due, due};
 use super::state::schedule::{Schedule, Wait, schedule};
 use super::state::{End, Entry, Jobs, Phase, Record, bounded};
@@ -157,7 +157,7 @@ struct Manager {
     examination: Option<Running>,
     /// Number of GPUs examined since the start, as in [`NodeView::examined`].
     examined: [u64; 3],
-    endings: mpsc::Sender<Ending>,
+    endings: mpsc::Sender<ExaminationEnd>,
     hooks: Arc<HooksSection>,
     gpu_monitor: GpuMonitor,
     gpus: watch::Receiver<Inventory>,
@@ -193,7 +193,7 @@ impl Manager {
     fn new(
         setup: Setup,
         events: mpsc::Sender<(u64, AgentEvent)>,
-        endings: mpsc::Sender<Ending>,
+        endings: mpsc::Sender<ExaminationEnd>,
         view: watch::Sender<Arc<NodeView>>,
     ) -> Self {
         let Setup { journal, jobs, dirs, accounting, starter, gpu_monitor, gpus, config, .. } = setup;

@@ -9,7 +9,7 @@ use crate::config::{MemoryLimit, check};
 use crate::gpus::GpuFacts;
 use crate::snapshot;
 use crate::state::Phase;
-use crate::state::commands::AdmissionRules;
+use crate::state::evaluate::AdmissionRules;
 use crate::state::schedule::{GpuSlot, Resources, SETTLING_MS};
 use crate::submission::NodeLimits;
 

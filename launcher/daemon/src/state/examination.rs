@@ -39,7 +39,7 @@ pub(crate) struct Choice {
 
 /// The end of an examination's process.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Ending {
+pub(crate) enum ExaminationEnd {
     Report(Report),
     TimedOut(Duration),
     /// The process could not be started, or ended without a report.
@@ -73,7 +73,7 @@ impl Jobs {
             ));
         }
         let names: Vec<_> = known.iter().map(|(index, slot)| (*index, slot.uuid.clone())).collect();
-        let wanted = super::commands::find_gpus(named, &names)?;
+        let wanted = super::evaluate::find_gpus(named, &names)?;
         let is_wanted = |uuid: &String| named.is_empty() || wanted.contains(uuid);
         let chosen = known.iter().filter(|(_, slot)| is_wanted(&slot.uuid)).map(|(index, slot)| Choice {
             index: *index,
@@ -97,7 +97,7 @@ impl Jobs {
     }
 }
 
-impl Ending {
+impl ExaminationEnd {
     /// Returns the verdict about a GPU that was examined.
     ///
     /// A failure that concerns several GPUs, such as a wrong all-reduce, is not attributed to any of them. A hanging

@@ -1,6 +1,6 @@
 //! The jobs of a node, as a fold over the journal's records. Pure: no clock, no IO.
 //!
-//! [`Jobs::apply`] applies events that have happened. [`mod@commands`] and [`schedule`] decide what happens next, in
+//! [`Jobs::apply`] applies events that have happened. [`mod@evaluate`] and [`schedule`] decide what happens next, in
 //! the form of records that the manager writes to the journal before it acts on them.
 //!
 //! ```text
@@ -24,8 +24,8 @@
 
 mod backfill;
 pub(crate) mod clock;
-pub(crate) mod commands;
 mod dependencies;
+pub(crate) mod evaluate;
 pub(crate) mod examination;
 pub(crate) mod limits;
 mod record;

@@ -12,7 +12,7 @@
 //! empty variables count as unset, and errors name the variable that a value came from.
 //!
 //! Parsing does not look at the node: the interpreter and the number of workers are resolved by the agent that runs the
-//! command (`xlaunch_agent::command::resolve`).
+//! command (`xlaunch_agent::resolved_command::resolve`).
 
 mod flags;
 mod group;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use xlaunch_agent::command::{ResolvedCommand, resolve};
+use xlaunch_agent::resolved_command::{ResolvedCommand, resolve};
 use xlaunch_host::devices::Node;
 use xlaunch_spec::command::{Binding, Program, Signal, Streams};
 

@@ -29,7 +29,7 @@ use xlaunch_agent::rendezvous::message::Message;
 use xlaunch_agent::rendezvous::service;
 use xlaunch_agent::status::board::{Board, Launch};
 use xlaunch_cluster::Assignment;
-use xlaunch_cluster::rendezvous as group;
+use xlaunch_cluster::group_rendezvous as group;
 
 /// Maximum time for all ranks to join.
 const RENDEZVOUS_TIMEOUT: Duration = Duration::from_secs(120);

@@ -15,7 +15,7 @@ use xlaunch_proto::v1::{self, NodeResume, RankReport, ShardSaved, WorkerReport};
 use super::TrainerWorkload;
 use crate::state::Event;
 use crate::status::board::Board;
-use xlaunch_cluster::rendezvous::GroupJoin;
+use xlaunch_cluster::group_rendezvous::GroupJoin;
 
 impl TrainerWorkload<'_> {
     /// Returns whether this node has rank 0, and with it the files of the run.

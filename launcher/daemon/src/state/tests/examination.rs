@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use xlaunch_host::doctor::{Finding, GpuName, Level, Report};
 
-use super::super::examination::{Ending, Examination, Verdict};
+use super::super::examination::{Examination, ExaminationEnd, Verdict};
 use super::super::schedule::{GpuSlot, Resources, schedule};
 use std::borrow::Cow;
 
@@ -82,7 +82,8 @@ fn verdict_follows_the_findings_of_the_gpu() {
     let of_gpu = |uuid: &str, level, check, message: &str| {
         Finding::of_gpu(level, &GpuName { index: 3, uuid: uuid.into() }, check, message)
     };
-    let verdict = |findings: Vec<Finding>| Ending::Report(Report { healthy: true, findings }).verdict(3, "a");
+    let verdict =
+        |findings: Vec<Finding>| ExaminationEnd::Report(Report { healthy: true, findings }).verdict(3, "a");
     let measured = of_gpu("a", Level::Ok, "rates", "fast");
     assert_eq!(verdict(vec![measured.clone()]), Verdict::Passed);
     let unknown = Verdict::Unknown("it could not be measured".into());
@@ -96,7 +97,7 @@ fn verdict_follows_the_findings_of_the_gpu() {
     );
     let of_node = Finding::of_node(Level::Failure, "all-reduce", "wrong");
     assert_eq!(verdict(vec![measured, of_node]), Verdict::Passed, "it is not known which GPU is at fault");
-    let late = Ending::TimedOut(Duration::from_secs(9)).verdict(3, "a");
+    let late = ExaminationEnd::TimedOut(Duration::from_secs(9)).verdict(3, "a");
     assert_eq!(late, Verdict::Failed("doctor: timeout: no result within 9 s".into()));
-    assert_eq!(Ending::Broken("x".into()).verdict(3, "a"), Verdict::Unknown("x".into()));
+    assert_eq!(ExaminationEnd::Broken("x".into()).verdict(3, "a"), Verdict::Unknown("x".into()));
 }

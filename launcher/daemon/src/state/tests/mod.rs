@@ -1,7 +1,7 @@
 //! Tests of the fold over records. The tests of the scheduler and of commands are in files of their own.
 
 mod backfill;
-mod commands;
+mod evaluate;
 mod examination;
 mod fairness;
 mod properties;

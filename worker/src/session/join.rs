@@ -21,7 +21,7 @@ use crate::fail::{self, Place};
 const RING_CONNECT_MARGIN: Duration = Duration::from_secs(10);
 
 /// The way to connect to the other ranks, after all have joined.
-pub(super) struct Meeting {
+pub(super) struct Connector {
     rank: usize,
     world: usize,
     by: Connection,
@@ -33,7 +33,7 @@ enum Connection {
     Single,
 }
 
-impl Meeting {
+impl Connector {
     /// Opens the collective of all ranks: every rank calls it.
     pub(super) fn connect(self) -> Result<Box<dyn Collective>> {
         let Self { rank, world, by } = self;
@@ -50,7 +50,7 @@ impl Meeting {
 
 /// Joins the rendezvous. `layout` must be the same bytes on every rank. The agent compares its digest: ranks with
 /// different buckets would reduce different gradients together.
-pub(super) fn join(context: &Context<'_>, layout: &[u8], device: &OpenDevice) -> Result<Meeting> {
+pub(super) fn join(context: &Context<'_>, layout: &[u8], device: &OpenDevice) -> Result<Connector> {
     let Context { environment, control, spec, job } = context;
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
     let (single, stream) = (world == 1, device.backend.stream());
@@ -90,7 +90,7 @@ pub(super) fn join(context: &Context<'_>, layout: &[u8], device: &OpenDevice) ->
         }
         _ => Connection::Single,
     };
-    Ok(Meeting { rank, world, by })
+    Ok(Connector { rank, world, by })
 }
 
 /// Listens for the previous rank: on TCP if that rank is on another node.

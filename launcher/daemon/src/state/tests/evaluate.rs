@@ -1,4 +1,4 @@
-use super::super::commands::AdmissionRules;
+use super::super::evaluate::AdmissionRules;
 use std::borrow::Cow;
 
 use super::*;

@@ -5,8 +5,8 @@ use xlaunch_proto::convert::node::Submit;
 use xlaunch_proto::v1::{DrainRequest, Job, NodeStatus, UpdateRequest};
 
 use super::Manager;
+use crate::allowed_variables;
 use crate::commands::{Command, CommandError, Reply, Submission};
-use crate::environment;
 use crate::runtime::Stop;
 use crate::state::{Element, Hold, Jobs, Record};
 use crate::submission;
@@ -62,8 +62,11 @@ impl Manager {
             submission::resolve(submission, caller.uid, &self.node_limits())?;
         let rules = self.admission_rules();
         self.jobs.admit(caller, &submitted, indices.len().max(1), &rules)?;
-        let withheld =
-            if rules.allow_commands { Vec::new() } else { environment::withheld(&description.environment) };
+        let withheld = if rules.allow_commands {
+            Vec::new()
+        } else {
+            allowed_variables::withheld(&description.environment)
+        };
         let job = self.jobs.submitted + 1;
         (submitted.job, submitted.at, description.job) = (job, self.now(), job);
         (submitted.user, submitted.gid) = (account.name, account.gid);

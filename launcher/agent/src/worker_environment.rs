@@ -7,8 +7,8 @@ use std::process::Command;
 use xlaunch_proto::env;
 
 use crate::base_environment::BaseEnvironment;
-use crate::command::ResolvedCommand;
 use crate::python::flight_recorder;
+use crate::resolved_command::ResolvedCommand;
 use xlaunch_cluster::Assignment;
 use xlaunch_host::devices::Placement;
 use xlaunch_host::libraries::Libraries;
@@ -259,7 +259,7 @@ mod tests {
     use std::collections::{BTreeMap, BTreeSet};
 
     use super::*;
-    use crate::command::{LogOptions, Restarts, Signal};
+    use crate::resolved_command::{LogOptions, Restarts, Signal};
 
     fn spec() -> ResolvedCommand {
         ResolvedCommand {
