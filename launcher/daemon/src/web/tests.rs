@@ -6,7 +6,7 @@ mod sample_node;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{mpsc, oneshot, watch};
-use xlaunch_proto::v1::NodeJobState;
+use xlaunch_proto::v1::{NodeJobState, Progress};
 
 use super::*;
 use crate::view::NodeView;
@@ -121,6 +121,34 @@ async fn api_serves_node_and_jobs_as_json() {
     assert_eq!(job["loss"], job["history"][399]["loss"]);
     let failed = served.json("/api/v1/jobs/6").await;
     assert!(failed["report"].as_str().unwrap().contains("rank 2 of 4"), "{failed}");
+}
+
+/// Returns what the API serves for a path, without times of the test.
+async fn reviewed(served: &Served, path: &str) -> String {
+    let mut value = served.json(path).await;
+    for key in ["unix_ms", "status_age_seconds"] {
+        if let Some(time) = value.get_mut(key) {
+            *time = json!("[time]");
+        }
+    }
+    serde_json::to_string_pretty(&value).unwrap()
+}
+
+#[tokio::test]
+async fn api_serves_these_keys() {
+    let served = Served::new().await;
+    let mut view = sample_node(1_795_000_000_000, 800);
+    view.jobs.retain(|job, _| [7, 8, 6].contains(job));
+    let training = Arc::get_mut(view.jobs.get_mut(&7).unwrap()).unwrap();
+    training.job.command_line = "xlaunch train.toml".into();
+    let point = Progress { unix_ms: 1_794_999_999_000, step: 800, loss: 2.5, tokens_per_second: 4.25e6 };
+    training.history = [point].into();
+    let (status, _) = training.status.as_mut().unwrap();
+    let status = Arc::get_mut(status).unwrap();
+    (status.loss, status.tokens_per_second) = (point.loss, point.tokens_per_second);
+    served.view.send_replace(Arc::new(view));
+    insta::assert_snapshot!("node", reviewed(&served, "/api/v1/node").await);
+    insta::assert_snapshot!("job", reviewed(&served, "/api/v1/jobs/7").await);
 }
 
 #[tokio::test]

@@ -138,84 +138,19 @@ fn state(gpus: u32, jobs: &[Job]) -> State {
 
 #[test]
 fn small_terminal_shows_node_gpus_jobs_and_selected_job() {
-    let expected = "\
-node-17  xlaunch 0.1.0  pid 812  up 3m05s  64 cores
-jobs: 1 running, 1 queued, 40 ended
- 0 job 7    [|||||||||98%] 12.1G/141G    650W  61C  NVIDIA H200
- 1 job 7    [          0%] 12.1G/141G    650W  61C  NVIDIA H200
-
-  JOB  NAME     USER  STATE    GPUS  TIME   STEP OR REASON
-> 7    train    anna  running  2     3m05s  120/500
-  8    sweep-8  ben   queued   4     -      needs 4 GPUs, 0 are free
-  3    eval     anna  failed   0     8s     rank 1: exit code 1
-
-
-
-
-
--- job 7  train  running -------------------------------------------------------
-loss 2.5000  2.5000 to 5.0000            tok/s 45.9K  40.0K to 45.9K
-█▇▇▇▆▆▆▅▅▄▄▄▃▃▂▂▂▁▁▁                               ▁▂▃▃▄▅▆▆▇▃         ▁▁▂▃▄▄▅▆▇█
-██████████████████████▇▇▇▆▆▅▅▅▄▄▄▃▃▂▂▂▁  ▁▂▃▄▄▅▆▇▇███████████▂▂▃▄▅▅▆▇███████████
-train.toml
-step 120/500  loss 2.5000  46.1K tok/s  MFU 41.2 %
-RANK  PID     STATE   STEP    BEAT   CPU   MEMORY  GPU  POOL  MAPPED  PEAK  FRAG
-0     812     running 120     -      101%  -       98%  0     0       0     0%
-1     813     running 120     -      101%  -       98%  0     0       0     0%
-j, k, arrows: select  enter: this job only  c: cancel  q: quit
-";
-    assert_eq!(text(&state(2, &[training(), queued(8), failed()]), 80, 24), expected);
+    insta::assert_snapshot!("node", text(&state(2, &[training(), queued(8), failed()]), 80, 24));
 }
 
 #[test]
 fn many_gpus_are_drawn_two_per_line() {
-    let text = text(&state(8, &[training(), queued(8), failed()]), 80, 24);
-    let expected = "\
-node-17  xlaunch 0.1.0  pid 812  up 3m05s  64 cores
-jobs: 1 running, 1 queued, 40 ended
- 0 job 7    [|||||||||98%] 12.1G/141G    1 job 7    [          0%] 12.1G/141G
- 2 job 7    [||||     31%] 12.1G/141G    3 job 7    [|||||||||98%] 12.1G/141G
- 4 job 7    [          0%] 12.1G/141G    5 job 7    [||||     31%] 12.1G/141G
- 6 job 7    [|||||||||98%] 12.1G/141G    7 job 7    [          0%] 12.1G/141G
-
-  JOB  NAME     USER  STATE    GPUS  TIME   STEP OR REASON
-> 7    train    anna  running  2     3m05s  120/500
-  8    sweep-8  ben   queued   4     -      needs 4 GPUs, 0 are free
-  3    eval     anna  failed   0     8s     rank 1: exit code 1
-
-
-
--- job 7  train  running -------------------------------------------------------
-loss 2.5000  2.5000 to 5.0000            tok/s 45.9K  40.0K to 45.9K
-█▇▇▇▆▆▆▅▅▄▄▄▃▃▂▂▂▁▁▁                               ▁▂▃▃▄▅▆▆▇▃         ▁▁▂▃▄▄▅▆▇█
-██████████████████████▇▇▇▆▆▅▅▅▄▄▄▃▃▂▂▂▁  ▁▂▃▄▄▅▆▇▇███████████▂▂▃▄▅▅▆▇███████████
-train.toml
-step 120/500  loss 2.5000  46.1K tok/s  MFU 41.2 %
-RANK  PID     STATE   STEP    BEAT   CPU   MEMORY  GPU  POOL  MAPPED  PEAK  FRAG
-0     812     running 120     -      101%  -       98%  0     0       0     0%
-1     813     running 120     -      101%  -       98%  0     0       0     0%
-j, k, arrows: select  enter: this job only  c: cancel  q: quit
-";
-    assert_eq!(text, expected);
+    insta::assert_snapshot!("many-gpus", text(&state(8, &[training(), queued(8), failed()]), 80, 24));
 }
 
 #[test]
 fn zoomed_job_shows_its_report() {
     let mut state = state(2, &[failed()]);
     state.key(KeyCode::Enter.into());
-    let expected = "\
-node-17  xlaunch 0.1.0  pid 812  up 3m05s  64 cores
-jobs: 1 running, 1 queued, 40 ended
--- job 3  eval  failed (rank 1: exit code 1) -----------------------------------
-eval.py
-rank 1 failed: exit code 1
-  ValueError: no data
-
-
-
-esc: all jobs  j, k: next, previous  c: cancel  q: quit
-";
-    assert_eq!(text(&state, 80, 10), expected);
+    insta::assert_snapshot!("zoomed", text(&state, 80, 10));
 }
 
 #[test]
