@@ -13,7 +13,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::mpsc;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::ReceiverStream;
-use xlaunch_host::net::{self, Connection, Connections, Credentials, Limits};
+use xlaunch_host::net::{self, Connection, Connections, Credentials, Limits, Replaces};
 
 use crate::registry;
 use xlaunch_host::process::Process;
@@ -30,9 +30,8 @@ type Incoming = ReceiverStream<io::Result<Connection<UnixStream>>>;
 /// Listens on `socket`, which only this user (and root) may open, until the returned stream is dropped. If the socket
 /// is deleted, it is created again once its directory exists: programs that clean temporary directories delete both.
 pub(super) fn listen(socket: &Path) -> io::Result<Incoming> {
-    let limits =
-        Limits { per_user: MAX_CLIENTS, total: MAX_CLIENTS, first_call_timeout: None, close_busy: true };
-    let open = Connections::new(limits);
+    let (per_holder, total) = (MAX_CLIENTS, MAX_CLIENTS);
+    let open = Connections::new(Limits { per_holder, total, margin: 1, replaces: Replaces::Own }, None);
     let mut listening = bind(socket, open.clone())?;
     let socket = socket.to_path_buf();
     let (connections, incoming) = mpsc::channel(1);

@@ -12,8 +12,8 @@
 //!
 //! - A handshake may take [`HELLO_GRACE`] until the caller's first message is complete (agents send it at once, in one
 //!   piece) and [`HANDSHAKE_GRACE`] in total before it may be displaced.
-//! - Among several source addresses, the one with the fewest handshakes is served first. A source with more than half
-//!   of the handshakes can lose one at once, without any grace, to a source that has none. There is no limit per
+//! - Among several source addresses, the one with the fewest handshakes is served first. A source can lose one at
+//!   once, without any grace, to a source that has fewer by more than half of [`MAX_PENDING`]. There is no limit per
 //!   source: agents may share an address.
 //! - A thousand agents that connect at once are served in order: as long as no caller waits for longer than
 //!   [`WAITING_GRACE`], further ones wait in the kernel's queue and none is dropped.
@@ -41,7 +41,7 @@ const WAITING_GRACE: Duration = Duration::from_millis(600);
 const HANDSHAKES: Limits = Limits {
     per_holder: MAX_PENDING,
     total: MAX_PENDING,
-    takes: |own, most| own == 0 && most > MAX_PENDING / 2,
+    margin: MAX_PENDING / 2,
     replaces: Replaces::Yielding,
 };
 

@@ -14,12 +14,14 @@ use tokio::time::MissedTickBehavior;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::ReceiverStream;
 use xlaunch_host::net::limits::Connection;
-use xlaunch_host::net::{self, Connections, Credentials, Limits};
+use xlaunch_host::net::{self, Connections, Credentials, Limits, Replaces};
 
 use crate::trusted_path;
 
 pub(super) const LIMITS: Limits =
-    Limits { per_user: 64, total: 512, first_call_timeout: Some(Duration::from_secs(10)), close_busy: false };
+    Limits { per_holder: 64, total: 512, margin: 1, replaces: Replaces::OwnYielding };
+/// A connection without any call is closed after this time.
+pub(super) const FIRST_CALL_TIMEOUT: Option<Duration> = Some(Duration::from_secs(10));
 /// Interval between checks that the socket still exists.
 const SOCKET_POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Number of connections that the kernel queues until they are accepted.

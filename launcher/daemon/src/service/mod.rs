@@ -110,7 +110,7 @@ async fn serve_peers(
     credentials: fn(&UnixStream) -> io::Result<Credentials>,
     shutdown: impl Future<Output = ()>,
 ) -> io::Result<()> {
-    let open = Connections::new(listener::LIMITS);
+    let open = Connections::new(listener::LIMITS, listener::FIRST_CALL_TIMEOUT);
     let (known, counted) = (access.clone(), open.clone());
     let incoming = listener::accept(listener, group, open.clone(), move |stream| {
         let peer = credentials(stream)?;

@@ -14,7 +14,7 @@ use hyper_util::server::conn::auto::Builder;
 use hyper_util::service::TowerToHyperService;
 use tokio::task::JoinSet;
 use tower::ServiceExt;
-use xlaunch_host::net::{Connection, Connections, Credentials, Limits};
+use xlaunch_host::net::{Connection, Connections, Credentials, Limits, Replaces};
 
 use super::listen::{Listener, Stream};
 
@@ -32,12 +32,8 @@ const READER: Credentials = Credentials { uid: 0, holder: 0, pid: None, exempt: 
 pub(super) async fn serve(listener: Listener, routes: Router, shutdown: impl Future<Output = ()>) {
     let mut shutdown = pin!(shutdown);
     let mut tasks = JoinSet::new();
-    let open = Connections::new(Limits {
-        per_user: MAX_CONNECTIONS,
-        total: MAX_CONNECTIONS,
-        first_call_timeout: None,
-        close_busy: true,
-    });
+    let (per_holder, total) = (MAX_CONNECTIONS, MAX_CONNECTIONS);
+    let open = Connections::new(Limits { per_holder, total, margin: 1, replaces: Replaces::Own }, None);
     loop {
         tokio::select! {
             accepted = listener.accept() => match accepted.and_then(|stream| open.admit(stream, READER)) {

@@ -4,8 +4,8 @@
 //! caller --decide(holder, now)--> Admit | Evict(another) | Refuse
 //! ```
 //! Entries are kept in order of arrival, each counted to a holder: a user, or an address. While there is room, every
-//! caller is admitted. After that, the holder with the most entries makes way first, and [`Limits`] say for whom; then
-//! the oldest entry that [yields](Entry::yields).
+//! caller is admitted. Otherwise the holder with the most entries loses one to a holder with clearly fewer; else the
+//! caller replaces the oldest entry that [yields](Entry::yields).
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -17,10 +17,9 @@ pub struct Limits {
     pub per_holder: usize,
     /// Maximum number of entries of all holders together.
     pub total: usize,
-    /// Given the entries of a caller's holder and the most that another holder has, returns whether that other holder
-    /// loses one to the caller, even one that does not yield.
-    pub takes: fn(own: usize, most: usize) -> bool,
-    /// Entries among which a caller otherwise replaces the oldest.
+    /// A holder loses an entry, even one that does not yield, to a holder that has fewer by more than this.
+    pub margin: usize,
+    /// Entries of which a caller otherwise replaces the oldest.
     pub replaces: Replaces,
 }
 
@@ -63,7 +62,6 @@ pub struct Admission<H, E> {
 }
 
 impl<H: Ord + Copy, E: Entry> Admission<H, E> {
-    /// Creates the set without entries.
     pub fn new(limits: Limits) -> Self {
         Self { limits, next: 0, entries: BTreeMap::new() }
     }
@@ -76,10 +74,8 @@ impl<H: Ord + Copy, E: Entry> Admission<H, E> {
             if self.entries.len() < self.limits.total {
                 return Decision::Admit;
             }
-            if let Some((greediest, most)) = counts.into_iter().max_by_key(|(_, count)| *count)
-                && greediest != holder
-                && (self.limits.takes)(own, most)
-            {
+            let greediest = counts.into_iter().max_by_key(|(_, count)| *count);
+            if let Some((greediest, _)) = greediest.filter(|(_, most)| *most > own + self.limits.margin) {
                 return self.evict(|it| it == greediest, true, now);
             }
         }
@@ -98,7 +94,7 @@ impl<H: Ord + Copy, E: Entry> Admission<H, E> {
         yielding.or(oldest).map_or(Decision::Refuse, |(number, _)| Decision::Evict(*number))
     }
 
-    /// Adds an entry, and returns its number.
+    /// Adds an entry, whatever [`decide`](Self::decide) says, and returns its number.
     pub fn insert(&mut self, holder: H, entry: E) -> u64 {
         let number = self.next;
         self.next += 1;
@@ -106,7 +102,6 @@ impl<H: Ord + Copy, E: Entry> Admission<H, E> {
         number
     }
 
-    /// Removes an entry.
     pub fn remove(&mut self, number: u64) -> Option<E> {
         self.entries.remove(&number).map(|(_, entry)| entry)
     }

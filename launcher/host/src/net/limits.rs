@@ -19,7 +19,7 @@ use rustix::net::Shutdown;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tonic::transport::server::Connected;
 
-use super::admission::{self, Admission, Decision, Replaces};
+use super::admission::{self, Admission, Decision, Limits};
 
 /// The process at the other end of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,39 +36,19 @@ pub struct Credentials {
     pub reserved: bool,
 }
 
-/// Limits of the open connections of a server.
-#[derive(Clone, Copy, Debug)]
-pub struct Limits {
-    /// Maximum number of connections per user. Each takes two descriptors.
-    pub per_user: usize,
-    /// Maximum number of connections of all users together; the same number applies separately to reserved connections.
-    pub total: usize,
-    /// Time within which a connection must make its first call; otherwise it is closed.
-    pub first_call_timeout: Option<Duration>,
-    /// True to close a user's oldest connection if all of them are busy, instead of refusing a new one.
-    pub close_busy: bool,
-}
-
-impl Limits {
-    fn of_holders(self) -> admission::Limits {
-        let replaces = if self.close_busy { Replaces::Own } else { Replaces::OwnYielding };
-        // The user with the most connections loses one, even a busy one, to a user with fewer.
-        let takes = |own, most| most > own + 1;
-        admission::Limits { per_holder: self.per_user, total: self.total, takes, replaces }
-    }
-}
-
 /// The open connections of one server.
 #[derive(Clone, Debug)]
 pub struct Connections {
+    ordinary: Open,
+    /// The same limits apply separately to reserved connections.
+    reserved: Open,
     first_call_timeout: Option<Duration>,
-    open: Arc<Mutex<Open>>,
 }
 
-#[derive(Debug)]
-struct Open {
-    ordinary: Admission<u32, Entry>,
-    reserved: Admission<u32, Entry>,
+type Open = Arc<Mutex<Admission<u32, Entry>>>;
+
+fn lock(open: &Open) -> MutexGuard<'_, Admission<u32, Entry>> {
+    open.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[derive(Debug)]
@@ -86,11 +66,11 @@ struct Calls {
 }
 
 impl Connections {
-    /// Creates the set without connections.
-    pub fn new(limits: Limits) -> Self {
-        let admission = || Admission::new(limits.of_holders());
-        let open = Open { ordinary: admission(), reserved: admission() };
-        Self { first_call_timeout: limits.first_call_timeout, open: Arc::new(Mutex::new(open)) }
+    /// Creates the set without connections. A connection is closed if it makes no call within the timeout. Each takes
+    /// two descriptors.
+    pub fn new(limits: Limits, first_call_timeout: Option<Duration>) -> Self {
+        let open = || Arc::new(Mutex::new(Admission::new(limits)));
+        Self { ordinary: open(), reserved: open(), first_call_timeout }
     }
 
     /// Adds a connection, closing another one if necessary. Returns `None` if it has to be refused.
@@ -100,9 +80,8 @@ impl Connections {
         let slot = if exempt {
             None
         } else {
-            let mut open = self.lock();
-            let open = open.of(reserved);
-            let since = Instant::now();
+            let set = if reserved { &self.reserved } else { &self.ordinary };
+            let (mut open, since) = (lock(set), Instant::now());
             match open.decide(holder, since) {
                 Decision::Admit => {}
                 Decision::Evict(other) => open.remove(other).iter().for_each(Entry::shut_down),
@@ -110,7 +89,7 @@ impl Connections {
             }
             let duplicate = stream.as_fd().try_clone_to_owned()?;
             let number = open.insert(holder, Entry { since, calls: calls.clone(), stream: duplicate });
-            Some(Slot { connections: self.clone(), reserved, number })
+            Some(Slot { open: set.clone(), number })
         };
         Ok(Some(Connection { _slot: slot, stream, peer: Peer { uid, holder, pid, reserved, calls } }))
     }
@@ -125,9 +104,7 @@ impl Connections {
 
     /// Counts the connections of one holder to another from now on.
     pub fn recount(&self, from: u32, to: u32) {
-        let mut open = self.lock();
-        open.ordinary.recount(from, to);
-        open.reserved.recount(from, to);
+        self.sets().for_each(|open| lock(open).recount(from, to));
     }
 
     /// Closes all connections.
@@ -136,26 +113,19 @@ impl Connections {
     }
 
     fn close(&self, closes: impl Fn(&Entry) -> bool) {
-        let mut open = self.lock();
-        let mut keep = |entry: &Entry| {
-            let closes = closes(entry);
-            if closes {
-                entry.shut_down();
-            }
-            !closes
-        };
-        open.ordinary.retain(&mut keep);
-        open.reserved.retain(&mut keep);
+        for open in self.sets() {
+            lock(open).retain(|entry| {
+                let closes = closes(entry);
+                if closes {
+                    entry.shut_down();
+                }
+                !closes
+            });
+        }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Open> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Open {
-    fn of(&mut self, reserved: bool) -> &mut Admission<u32, Entry> {
-        if reserved { &mut self.reserved } else { &mut self.ordinary }
+    fn sets(&self) -> impl Iterator<Item = &Open> {
+        [&self.ordinary, &self.reserved].into_iter()
     }
 }
 
@@ -223,14 +193,13 @@ impl<S> Connection<S> {
 
 #[derive(Debug)]
 struct Slot {
-    connections: Connections,
-    reserved: bool,
+    open: Open,
     number: u64,
 }
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        self.connections.lock().of(self.reserved).remove(self.number);
+        lock(&self.open).remove(self.number);
     }
 }
 

@@ -14,4 +14,5 @@ pub mod admission;
 pub mod limits;
 
 pub use accept::{accept, peer_credentials};
-pub use limits::{Connection, Connections, Credentials, Limits, Peer};
+pub use admission::{Limits, Replaces};
+pub use limits::{Connection, Connections, Credentials, Peer};

@@ -46,7 +46,7 @@ async fn deleted_socket_is_restored() {
     fs_err::create_dir(dir.path().join("run")).unwrap();
     let listener = bind(&socket, None).unwrap();
     let identify = |stream: &UnixStream| peer_credentials(stream).map(Some);
-    let mut incoming = accept(listener, None, Connections::new(LIMITS), identify);
+    let mut incoming = accept(listener, None, Connections::new(LIMITS, FIRST_CALL_TIMEOUT), identify);
     for deleted in [socket.clone(), dir.path().join("run")] {
         let _first = UnixStream::connect(&socket).await.unwrap();
         incoming.next().await.unwrap().unwrap();

@@ -3,17 +3,14 @@ use std::collections::BTreeMap;
 use tokio::io::AsyncReadExt;
 use tokio::net::UnixStream;
 
+use super::super::admission::Replaces;
 use super::*;
 
 const PER_USER: usize = 64;
 const TOTAL: usize = 512;
 const FIRST_CALL_TIMEOUT: Duration = Duration::from_secs(10);
-const LIMITS: Limits = Limits {
-    per_user: PER_USER,
-    total: TOTAL,
-    first_call_timeout: Some(FIRST_CALL_TIMEOUT),
-    close_busy: false,
-};
+const LIMITS: Limits =
+    Limits { per_holder: PER_USER, total: TOTAL, margin: 1, replaces: Replaces::OwnYielding };
 
 /// Connections of users over socket pairs.
 struct Case {
@@ -24,7 +21,7 @@ struct Case {
 
 impl Case {
     fn new(limits: Limits) -> Self {
-        Self { open: Connections::new(limits), held: BTreeMap::new() }
+        Self { open: Connections::new(limits, Some(FIRST_CALL_TIMEOUT)), held: BTreeMap::new() }
     }
 
     /// Returns whether a new connection of the user is admitted.
@@ -42,11 +39,11 @@ impl Case {
     }
 
     fn numbers(&self, uid: u32) -> Vec<u64> {
-        self.open.lock().ordinary.iter().filter(|it| it.1 == uid).map(|it| it.0).collect()
+        lock(&self.open.ordinary).iter().filter(|it| it.1 == uid).map(|it| it.0).collect()
     }
 
     fn total(&self) -> usize {
-        self.open.lock().ordinary.iter().count()
+        lock(&self.open.ordinary).iter().count()
     }
 }
 
@@ -71,7 +68,7 @@ async fn new_connection_of_a_user_replaces_their_oldest_idle_one() {
 
 #[tokio::test]
 async fn busy_connections_are_closed_if_the_limits_allow_it() {
-    let limits = Limits { per_user: 2, total: 2, close_busy: true, ..LIMITS };
+    let limits = Limits { per_holder: 2, total: 2, replaces: Replaces::Own, ..LIMITS };
     let mut case = Case::new(limits);
     assert!(case.connect(1, true) && case.connect(1, false) && case.connect(1, true));
     assert_eq!(case.numbers(1), [0, 2], "the idle one first");
@@ -81,7 +78,7 @@ async fn busy_connections_are_closed_if_the_limits_allow_it() {
 
 #[tokio::test]
 async fn exempt_connections_do_not_count() {
-    let mut case = Case::new(Limits { per_user: 1, total: 1, ..LIMITS });
+    let mut case = Case::new(Limits { per_holder: 1, total: 1, ..LIMITS });
     assert!(case.connect(1, true));
     let (stream, _far) = UnixStream::pair().unwrap();
     let worker = case
