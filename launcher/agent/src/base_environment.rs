@@ -1,4 +1,5 @@
-//! The environment that workers inherit, before [`worker_environment`](crate::worker_environment) adds variables of its own.
+//! The environment that workers inherit, before [`worker_environment`](crate::worker_environment) adds variables of its
+//! own.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};

@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use serde::{Deserialize, Serialize};
 use xlaunch_proto::v1::{JobAccount, JobKind, NodeJobState};
 
-use super::files::Usage;
+use super::state::Usage;
 use super::state::{Entry, Phase};
 
 const FILE: &str = "accounting.jsonl";

@@ -44,7 +44,7 @@ use super::trash::Trash;
 use super::trusted_path;
 use durable::sync_dir;
 pub use durable::{is_full, remove_if_present, reserve_result, write, write_result};
-pub use records::{AgentRecord, Description, JobResult, PROTOCOL, ProcessId, RESULT, STATUS, Usage};
+pub use records::{AgentRecord, Description, JobResult, PROTOCOL, ProcessId, RESULT, STATUS};
 
 const AGENT_RECORD: &str = "agent.json";
 /// Limit on the bytes read from a file of a job's user.

@@ -90,8 +90,9 @@ struct Survey {
 /// Repeated steps: after a restart, a run writes the steps since its checkpoint again, and a run that continues another
 /// one may begin before the end of that run. The last value of a step counts.
 ///
-/// Holds the lines at which a sequence goes back to an earlier step. Lines and steps both increase: an earlier entry whose
-/// step is not below that of a later entry is dropped, because the later entry decides about all lines before both.
+/// Holds the lines at which a sequence goes back to an earlier step. Lines and steps both increase: an earlier entry
+/// whose step is not below that of a later entry is dropped, because the later entry decides about all lines before
+/// both.
 #[derive(Debug, Default)]
 struct Rewinds {
     /// Line number of each first line after going back, and its step.

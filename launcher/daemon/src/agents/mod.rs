@@ -35,7 +35,8 @@ use tokio::net::unix::pipe;
 
 use self::process::AgentProcess;
 use self::unit::Unit;
-use crate::files::{AgentRecord, JobDirs, Usage};
+use crate::files::{AgentRecord, JobDirs};
+use crate::state::Usage;
 use crate::users::{self, Account};
 use xlaunch_host::spawn::sys;
 

@@ -16,7 +16,7 @@ use zbus::{Fd, OwnedObjectPath, Variant, proxy};
 use super::AgentStart;
 use super::process;
 use super::start::{DOCTOR, ExaminationStart, HookStart, Stdio, took_too_long};
-use crate::files::Usage;
+use crate::state::Usage;
 
 /// Interval at which a unit is polled after its main process has exited until it is inactive, and while its main
 /// process is unknown.

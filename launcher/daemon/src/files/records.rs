@@ -6,6 +6,8 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use xlaunch_proto::convert::node::Work;
 
+use crate::state::Usage;
+
 /// Version of the files that daemon and agent exchange. Since 2, a command is a `CommandSpec` instead of a command
 /// line. Since 3, the agent waits for its description and does not run in the job's environment.
 pub const PROTOCOL: u32 = 3;
@@ -83,11 +85,4 @@ pub struct JobResult {
     pub start: u32,
     /// Resources that the workers have used.
     pub usage: Option<Usage>,
-}
-
-/// Resource usage of a job, over all its processes, measured by systemd or by the job's agent.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Usage {
-    pub cpu_ms: u64,
-    pub peak_memory_bytes: u64,
 }

@@ -40,15 +40,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use xlaunch_proto::convert::node::MAX_ARRAY_JOBS;
 
-pub use record::Submitted;
 pub(crate) use record::{Canceller, Element, End, Hold, Record, bounded};
+pub use record::{Submitted, Usage};
 
 use clock::NodeClock;
 use dependencies::Dependents;
 use examination::Examination;
 use usage::FairShares;
-
-use crate::files::Usage;
 
 /// Number of a user's ended jobs that are kept among those that never started, such as cancelled ones.
 const KEPT_UNSTARTED: usize = 100;

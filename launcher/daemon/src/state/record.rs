@@ -6,10 +6,16 @@ use serde::{Deserialize, Serialize, Serializer};
 use serde_json::json;
 use xlaunch_proto::v1::Scheduling;
 
-use crate::files::Usage;
-
 /// Maximum length of a reason, a report or a command line.
 pub(crate) const MAX_TEXT_BYTES: usize = 4096;
+
+/// Resource usage of a job, over all its processes, measured by systemd or by the job's agent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Usage {
+    pub cpu_ms: u64,
+    pub peak_memory_bytes: u64,
+}
+
 /// A change of a job or the node. Times are in milliseconds on the node's clock (`clock`). Later versions only add
 /// fields, with defaults. An unknown kind of record was written by a newer version.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -114,8 +114,8 @@ pub(super) fn detect(host: &Host<'_>) -> Result<Option<Allocation>, String> {
     Ok(None)
 }
 
-/// Open MPI's `mpirun`: the rank of this process, one per node. There is no list of hosts, so a flag gives the address of
-/// the coordinator.
+/// Open MPI's `mpirun`: the rank of this process, one per node. There is no list of hosts, so a flag gives the address
+/// of the coordinator.
 fn mpirun(host: &Host<'_>) -> Result<Option<Allocation>, String> {
     let Some(nodes) = host.number::<u32>("OMPI_COMM_WORLD_SIZE")? else { return Ok(None) };
     let rank = match host.number("OMPI_COMM_WORLD_RANK")? {

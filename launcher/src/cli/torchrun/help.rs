@@ -68,8 +68,8 @@ fn left(flag: &Flag) -> String {
     format!("{short}--{}{value}", flag.name)
 }
 
-/// Returns the flags as clap arguments, from which man pages and completions are generated; nothing is parsed with them.
-/// `--help` is missing, because clap adds it itself.
+/// Returns the flags as clap arguments, from which man pages and completions are generated. Nothing is parsed with
+/// them. `--help` is missing, because clap adds it itself.
 pub(in crate::cli) fn arguments() -> Vec<Arg> {
     let mut all = Vec::new();
     for (heading, flags) in flags::GROUPS {
