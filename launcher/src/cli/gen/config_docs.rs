@@ -41,7 +41,7 @@ fn row(schema: &Value, section: &str, key: &str, property: &Value) -> String {
     let mut description = text(property);
     if let Some(variants) = target["oneOf"].as_array() {
         for variant in variants {
-            let _ = write!(description, "<br>`{}`: {}", variant["const"], text(variant));
+            let _ = write!(description, "<br>`{}`: {}", form(variant), text(variant));
         }
     }
     let default = match &property["default"] {
@@ -49,6 +49,15 @@ fn row(schema: &Value, section: &str, key: &str, property: &Value) -> String {
         value => format!("`{value}`"),
     };
     format!("| `{section}.{key}` | {} | {default} | {description} |\n", type_name(target))
+}
+
+/// Returns the value of a variant or, if it is a table, its tag and its other keys.
+fn form(variant: &Value) -> String {
+    let Some(keys) = variant["properties"].as_object() else { return variant["const"].to_string() };
+    let tag = keys.iter().filter(|(_, value)| value.get("const").is_some());
+    let tag = tag.map(|(key, value)| format!("{key} = {}", value["const"]));
+    let others = keys.iter().filter(|(_, value)| value.get("const").is_none());
+    tag.chain(others.map(|(key, _)| key.clone())).collect::<Vec<_>>().join(", ")
 }
 
 /// Returns the definition of a section or an enumeration, if the property refers to one, or the property itself.
@@ -61,8 +70,9 @@ fn resolve<'a>(schema: &'a Value, property: &'a Value) -> &'a Value {
 }
 
 fn type_name(property: &Value) -> String {
-    if property["oneOf"].is_array() {
-        return "string".into();
+    if let Some(variants) = property["oneOf"].as_array() {
+        let is_table = variants.iter().any(|variant| variant["properties"].is_object());
+        return if is_table { "table" } else { "string" }.into();
     }
     if let Some(forms) = property["anyOf"].as_array() {
         return forms.iter().map(type_name).collect::<Vec<_>>().join(" or ");
@@ -131,6 +141,12 @@ mod tests {
         assert!(
             precision.contains("| string | none | ") && precision.contains("<br>`\"tf32\"`: "),
             "{precision}"
+        );
+        let scaling = row("model.rope_scaling");
+        assert!(
+            scaling.contains("| table | none | ")
+                && scaling.contains("<br>`rope_type = \"linear\", factor`: "),
+            "{scaling}"
         );
         assert!(tables.find("`train.steps`") < tables.find("`train.batch`"));
         assert!(
