@@ -62,6 +62,8 @@ const ONE_TOKEN: &str = "seq: 1, heads: 1, kv_heads: 1, width: 8 }";
 const WIDTH_16: &str = "seq: 70, heads: 2, kv_heads: 1, width: 16 }";
 const WIDTH_24: &str = "seq: 37, heads: 2, kv_heads: 2, width: 24 }";
 const WIDTH_24_ROPE: &str = "seq: 37, heads: 2, kv_heads: 2, width: 24 }, rope";
+/// The last queries of a warp see no key of a tile that its first ones see.
+const WINDOW_31: &str = "seq: 200, heads: 2, kv_heads: 1, width: 64, window: 31 }";
 /// The window begins and ends within tiles of every size.
 const WINDOW_33: &str = "seq: 200, heads: 2, kv_heads: 1, width: 64, window: 33 }";
 const CAPPED: &str = "seq: 70, heads: 2, kv_heads: 2, width: 144, scale: 0.25, softcap: 5.0 }";
@@ -260,7 +262,7 @@ const MISTAKES: &[Mistake] = &[
         DIFFERS,
     ),
     // Windows and caps of the scores.
-    mistake("attention/kernel.cu", "query - window + 1", "query - window + 2", Fp32, WINDOW_33, DIFFERS),
+    mistake("attention/kernel.cu", "query - window + 1", "query - window + 64", Fp32, WINDOW_33, DIFFERS),
     mistake(
         "attention/mma_tiled.cu", "first_key(first, window)", "first_key(first + 64, window)", Bf16, WINDOW_33, DIFFERS,
     ),
@@ -278,7 +280,7 @@ const MISTAKES: &[Mistake] = &[
     ),
     mistake("attention/mma_tiled.cu", "8 * N - 1 - offset >= window", "-offset >= window", Tf32, WINDOW_33, DIFFERS),
     mistake(
-        "attention/mma_tiled.cu", "WINDOWED && new_max == NEG_INF ? 0.0f : new_max", "new_max", Bf16, WINDOW_33,
+        "attention/mma_tiled.cu", "WINDOWED && new_max == NEG_INF ? 0.0f : new_max", "new_max", Bf16, WINDOW_31,
         DIFFERS,
     ),
     mistake("attention/kernel.cu", "1.0f - tanh * tanh", "1.0f", Fp32, CAPPED, DIFFERS),
@@ -286,7 +288,7 @@ const MISTAKES: &[Mistake] = &[
     mistake("cached_attention/kernel.cu", "max(first, low)", "first", Fp32, "softcap: 2.0", DIFFERS),
     mistake(
         "cached_attention/kernel.cu", "position / split - begin + 1", "position / split + 1", Fp32, "softcap: 2.0",
-        DIFFERS,
+        OUTSIDE,
     ),
     mistake("cached_attention/kernel.cu", "softcap * tanh_for", "tanh_for", Fp32, "softcap: 2.0", DIFFERS),
     // Functions and their derivatives.

@@ -92,7 +92,7 @@ impl Glu {
             GluVariant::Epilogue(tiling) => unsafe { hopper::forward(gpu, tiling, args) },
         };
         let unsupported =
-            bias.map(|_| "it has no bias").or(unsupported(hopper::supports_forward(gpu, &args)));
+            bias.map(|_| "it does not add a bias").or(unsupported(hopper::supports_forward(gpu, &args)));
         let shape = (activation, shape);
         let site = Site { operation: "linear_glu_forward", shape, variants: VARIANTS.len() };
         run(self.select(gpu, site, unsupported, run)?)
