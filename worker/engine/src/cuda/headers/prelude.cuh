@@ -122,8 +122,8 @@ __device__ inline bool is_wide(const T* p, i64 len) {
     return len % 8 == 0 && (unsigned long long)p % 16 == 0;
 }
 
-// Exponential, reciprocal, sigmoid and tanh to the accuracy of results of type T: bf16 keeps 8 bits, for which the special-function unit
-// is accurate enough; float gets the library functions. sigmoid(x) = 1 / (1 + exp(-x)).
+// Exponential, reciprocal, sigmoid and tanh to the accuracy of results of type T: bf16 keeps 8 bits, for which the
+// special-function unit is accurate enough; float gets the library functions. sigmoid(x) = 1 / (1 + exp(-x)).
 template <typename T>
 __device__ inline float exp_for(float x) { return expf(x); }
 template <>

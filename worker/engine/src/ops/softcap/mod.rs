@@ -4,7 +4,7 @@
 use rayon::prelude::*;
 
 use super::{Cuda, Op};
-use crate::cpu::math::{simd, tanh};
+use crate::cpu::math::{simd, tanh_relative};
 use crate::cpu::{Access, Threads};
 use crate::cuda::{BLOCK_THREADS, KernelFile, Launch, Macro, VEC, args, expect_grad, is_bf16, source};
 use crate::error::Result;
@@ -55,5 +55,5 @@ impl Op for SoftCap<'_> {
 /// `cap tanh(x / cap)`.
 #[inline(always)]
 pub(crate) fn cpu(x: f32, cap: f32) -> f32 {
-    cap * tanh(x / cap)
+    cap * tanh_relative(x / cap)
 }
