@@ -34,11 +34,28 @@ SIZES = {
                          tied=True),
     "vocab-128k": dict(arch="llama", layers=12, heads=12, kv_heads=12, dim=768, ffn=2048, seq=1024, vocab=128256,
                        tied=True),
+    "qwen3-0.6b": dict(arch="llama", layers=28, heads=16, kv_heads=8, head_dim=128, dim=1024, ffn=3072, seq=2048,
+                       vocab=151936, tied=True, qk_norm="head", norm_eps=1e-6, rope_theta=1e6),
+    "qwen2.5-0.5b": dict(arch="llama", layers=24, heads=14, kv_heads=2, dim=896, ffn=4864, seq=2048, vocab=151936,
+                         tied=True, qkv_bias=True, norm_eps=1e-6, rope_theta=1e6),
+    "smollm2-135m": dict(arch="llama", layers=30, heads=9, kv_heads=3, dim=576, ffn=1536, seq=2048, vocab=49152,
+                         tied=True, rope_theta=1e5),
+    "olmo2-1b": dict(arch="llama", layers=16, heads=16, kv_heads=16, dim=2048, ffn=8192, seq=4096, vocab=100352,
+                     tied=False, norm_place="post", qk_norm="full", norm_eps=1e-6, rope_theta=5e5),
+    "gemma3-1b": dict(arch="llama", layers=26, heads=4, kv_heads=1, head_dim=256, dim=1152, ffn=6912, seq=2048,
+                      vocab=262144, tied=True, norm_place="both", norm_offset=True, qk_norm="head", norm_eps=1e-6,
+                      activation="gelu_tanh", window=512, window_pattern=6, rope_theta=1e6, windowed_rope_theta=1e4,
+                      embedding_scale=0.0),
+    "mistral-8": dict(arch="llama", layers=8, heads=32, kv_heads=8, dim=4096, ffn=14336, seq=2048, vocab=32768,
+                      tied=False, rope_theta=1e6),
+    "pythia-160m": dict(arch="gpt2", layers=12, heads=12, kv_heads=12, dim=768, ffn=3072, seq=2048, vocab=50304,
+                        tied=False, positions="rotary", parallel="two_norms", activation="gelu", rope_fraction=0.25),
 }
 # Sequences per GPU.
 BATCHES = {"A": 32, "B": 32, "gpt2-medium": 16, "gpt2-xl": 8, "llama-1b": 16, "llama-1b-8k": 4, "llama-3b": 2,
            "llama-8b": 2, "heads-256": 8, "wide": 4, "long": 1, "long-4k": 4, "smollm-size": 8,
-           "vocab-128k": 16}
+           "vocab-128k": 16, "qwen3-0.6b": 8, "qwen2.5-0.5b": 8, "smollm2-135m": 16, "olmo2-1b": 4, "gemma3-1b": 4,
+           "mistral-8": 4, "pythia-160m": 16}
 # Models whose parameters are divided among the GPUs, because a whole model with its optimizer does not fit into one.
 DIVIDED = {"llama-8b"}
 

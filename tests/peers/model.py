@@ -115,12 +115,14 @@ class Block(nn.Module):
             q, k = (rotate(t, *rope[bool(self.window)]) for t in (q, k))
         scale = c["query_scale"] or width**-0.5
         gqa = {"enable_gqa": True} if c["kv_heads"] != c["heads"] else {}
-        if not c["attention_softcap"] and not 0 < self.window < T:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, **gqa)
+        positions = torch.arange(T, device=x.device)
+        distance = positions[:, None] - positions
+        seen = (distance >= 0) & (distance < (self.window or T))
+        if not c["attention_softcap"]:
+            mask = {"attn_mask": seen} if 0 < self.window < T else {"is_causal": True}
+            y = F.scaled_dot_product_attention(q, k, v, scale=scale, **mask, **gqa)
         else:
             k, v = (t.repeat_interleave(c["heads"] // c["kv_heads"], dim=1) for t in (k, v))
-            distance = torch.arange(T)[:, None] - torch.arange(T)
-            seen = (distance >= 0) & (distance < (self.window or T))
             scores = softcap(q @ k.mT * scale, c["attention_softcap"]).masked_fill(~seen, -math.inf)
             y = scores.softmax(-1) @ v
         return self.proj(y.transpose(1, 2).reshape(B, T, c["heads"] * width))
