@@ -22,6 +22,7 @@ mod fill_in;
 #[cfg(feature = "fuzzing")]
 pub mod fuzz;
 pub mod generate;
+mod hub;
 pub mod huggingface;
 pub mod inherited;
 pub mod model;

@@ -20,6 +20,7 @@ use xlaunch_spec::model::ModelShape;
 
 use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, directory};
 use crate::error::WorkerError;
+use crate::hub;
 use crate::huggingface;
 use crate::inherited::{CONFIG, Inherited};
 use crate::model::layout::Layout;
@@ -61,7 +62,7 @@ impl Source {
     /// Finds the model at `path`.
     pub fn find(path: &Path) -> Result<Self, Refusal> {
         if !path.exists() {
-            let message = format!("failed to open a model: {} does not exist", path.display());
+            let message = format!("failed to open {}: {}", path.display(), hub::missing(path));
             return Err(Refusal { exit: ExitCode::Usage, message });
         }
         if huggingface::Directory::is_one(path) {

@@ -12,7 +12,8 @@ use xlaunch_spec::model::{ModelShape, Positions};
 use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, Sink, State, directory};
 use crate::data::{Dataset, TokenizerSource};
 use crate::error::{Result, WorkerError};
-use crate::huggingface::{Directory, refuse_other_weights};
+use crate::hub;
+use crate::huggingface::{Directory, ModelError, refuse_other_weights};
 use crate::inherited::Inherited;
 use crate::model::layout::Layout;
 
@@ -31,6 +32,9 @@ impl Weights {
     /// Detects the kind of `path`: a directory in Hugging Face's layout, a checkpoint, a directory of checkpoints, a
     /// run, or a file.
     pub fn open(path: &Path) -> Result<Self> {
+        if !path.exists() {
+            return Err(ModelError::Read { path: path.into(), reason: hub::missing(path) }.into());
+        }
         if Directory::is_one(path) {
             return Ok(Self::HuggingFace(Directory::open(path)?));
         }
