@@ -321,6 +321,8 @@ def conversions(runs, llama_cpp, tuned, text):
 
 
 def main():
+    # The models are so small that more threads would only wait for each other.
+    torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--xlaunch", required=True)
     parser.add_argument("--llama-cpp", type=pathlib.Path)

@@ -35,6 +35,8 @@ def models():
 
 
 def main():
+    # The models are so small that more threads would only wait for each other.
+    torch.set_num_threads(1)
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--xlaunch", required=True)
     binary = options.parse_args().xlaunch

@@ -82,6 +82,8 @@ def text(path, value):
 
 
 def main():
+    # The models are so small that more threads would only wait for each other.
+    torch.set_num_threads(1)
     for separates, words in itertools.groupby(sys.argv[1:], lambda word: word == "--"):
         if not separates:
             command, *rest = words

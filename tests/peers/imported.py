@@ -105,6 +105,8 @@ def ours(xlaunch, directory, lines, *options):
 
 
 def main():
+    # The models are so small that more threads would only wait for each other.
+    torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--xlaunch", required=True)
     xlaunch = parser.parse_args().xlaunch

@@ -337,13 +337,17 @@ fn search_back(file: &std::fs::File, lines: u64) -> std::io::Result<(u64, u64)> 
         #[expect(clippy::cast_possible_truncation, reason = "at most the length of the buffer")]
         let chunk = &mut buffer[..(end - start) as usize];
         file.read_exact_at(chunk, start)?;
+        end = start;
+        // Many chunks are parts of a long line, which `contains` passes over quickly.
+        if !chunk.contains(&b'\n') {
+            continue;
+        }
         for (index, _) in chunk.iter().enumerate().rev().filter(|(_, byte)| **byte == b'\n') {
             found += 1;
             if found == lines {
                 return Ok((start + index as u64 + 1, found));
             }
         }
-        end = start;
     }
     Ok((first, found + 1))
 }
