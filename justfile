@@ -8,9 +8,13 @@ default:
 build:
     cargo build --release
 
-# Run all tests.
+# Run the tests, except the large suites.
 test:
     cargo test --workspace
+
+# Run all tests.
+test-all:
+    cargo xtask test --all
 
 # Run the tests of one crate: `just test-one xlaunch-pool plan`.
 test-one crate *filter:

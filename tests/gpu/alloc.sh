@@ -5,8 +5,8 @@
 #     tests/gpu/alloc.sh [directory of binaries]
 #
 # Without a directory, cargo builds everything. A directory, for hosts without cargo, contains the test binaries
-# pool_cuda (the pool's tests/cuda.rs) and pool_modes, as built by `cargo test --no-run`, and pool_bench, as built by
-# `cargo bench -p xlaunch-pool --no-run`.
+# pool_cuda (the pool's tests/cuda.rs) and pool_modes, as built by `cargo test --no-run --test NAME`, and pool_bench, as
+# built by `cargo bench -p xlaunch-pool --no-run`.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader

@@ -7,7 +7,7 @@
 # XLAUNCH_LOG_FALLBACK=1 prints which kernel was selected for each shape.
 #
 # Without a directory, cargo builds the tests. A directory, for hosts without cargo, contains the binaries cuda_ops,
-# goldens and nonfinite, as built by `cargo test --no-run`.
+# goldens and nonfinite, as built by `cargo test --no-run --test NAME`.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader

@@ -42,6 +42,13 @@ use std::time::{Duration, Instant};
 /// Maximum time of any wait in a test before the test counts as hung. Generous, as machines may be shared and slow.
 pub const HANG_TIMEOUT: Duration = Duration::from_secs(300);
 
+/// Returns the lines of a text, sorted: ranks write in any order.
+pub fn sorted_lines(text: &str) -> Vec<&str> {
+    let mut lines: Vec<&str> = text.lines().collect();
+    lines.sort_unstable();
+    lines
+}
+
 /// Polls `ready` until it returns a value.
 ///
 /// # Panics

@@ -25,7 +25,9 @@ const FAIL_BINARY_VARIABLE: &str = "XLAUNCH_TEST_FAIL_BINARY";
 /// If the build fails.
 pub fn xlaunch_path() -> &'static Path {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
-    PATH.get_or_init(|| named_by(BINARY_VARIABLE).unwrap_or_else(|| build(&["--release"])))
+    PATH.get_or_init(|| {
+        named_by(BINARY_VARIABLE).unwrap_or_else(|| build(&["--package", "xlaunch", "--release"]))
+    })
 }
 
 /// Returns a build of `xlaunch` with fail points, in the profile `dev`.
@@ -36,14 +38,15 @@ pub fn xlaunch_with_fail_points() -> &'static Path {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
     PATH.get_or_init(|| {
         named_by(FAIL_BINARY_VARIABLE).unwrap_or_else(|| {
-            let built = build(&["--features", "fail"]);
+            // All packages are selected, so that dependencies have the features with which the tests were built.
+            let built = build(&["--workspace", "--features", "xlaunch/fail"]);
             let copy = built.with_file_name("xlaunch-fail");
             let unfinished = copy.with_extension(std::process::id().to_string());
             std::fs::copy(&built, &unfinished).expect("copy xlaunch");
             std::fs::rename(&unfinished, &copy).expect("rename the copy");
             if named_by(BINARY_VARIABLE) == Some(built) {
                 // The build has replaced the binary under test, so build that again.
-                build(&[]);
+                build(&["--workspace"]);
             }
             copy
         })
@@ -59,7 +62,7 @@ fn named_by(variable: &str) -> Option<PathBuf> {
 fn build(arguments: &[&str]) -> PathBuf {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
-    command.args(["build", "--quiet", "--package", "xlaunch", "--bin", "xlaunch"]).args(arguments);
+    command.args(["build", "--quiet", "--bin", "xlaunch"]).args(arguments);
     command.args(["--message-format", "json"]).current_dir(env!("CARGO_MANIFEST_DIR"));
     forget_package(&mut command);
     let output = command.stderr(Stdio::inherit()).output().expect("run cargo");

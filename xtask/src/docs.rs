@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use crate::Error;
-use crate::workspace::Workspace;
+use crate::workspace::{Workspace, forget_package};
 
 /// Time limit of a block. A block that takes longer hangs.
 const BLOCK_TIMEOUT_SECONDS: &str = "300";
@@ -83,13 +83,7 @@ fn run_block(root: &Path, script: &str) -> Result<Option<String>, Error> {
     path.push(std::env::var_os("PATH").unwrap_or_default());
     let mut shell = Command::new("timeout");
     shell.args(["--kill-after", "10", BLOCK_TIMEOUT_SECONDS, "sh", "-eu", "-c", script]);
-    // Variables that cargo sets for the package of xtask. If they were passed on, build scripts that read such
-    // variables of their own package, like that of ring, would run again, and everything that depends on them would be
-    // rebuilt.
-    let variables = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
-    for name in variables.filter(|it| it.starts_with("CARGO_MANIFEST_") || it.starts_with("CARGO_PKG_")) {
-        shell.env_remove(name);
-    }
+    forget_package(&mut shell);
     shell.current_dir(root).env("PATH", path).env("XDG_RUNTIME_DIR", runtime.path());
     let output = shell.stdin(Stdio::null()).output()?;
     let written =

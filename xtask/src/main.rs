@@ -1,7 +1,8 @@
 //! Developer commands for this repository, run as `cargo xtask COMMAND`.
 //!
 //! `check` enforces rules that neither the compiler nor clippy checks; `proto` writes generated files, which `check`
-//! compares with the committed ones; `docs` runs the commands shown in the documentation; `lines` counts the product.
+//! compares with the committed ones; `test` runs the tests; `docs` runs the commands shown in the documentation;
+//! `lines` counts the product.
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a command line tool")]
 
@@ -9,6 +10,7 @@ mod check;
 mod docs;
 mod lines;
 mod proto;
+mod suites;
 mod syntax;
 mod violation;
 mod workspace;
@@ -24,6 +26,7 @@ usage: cargo xtask COMMAND
 
   check [NAME...]   report violations of the repository's rules, per crate; NAMEs select checks
   proto             generate proto/src/generated/ from proto/xlaunch/v1/*.proto
+  test [--all]      run the tests of `cargo test --workspace`; with --all, the large suites too
   docs [FILE...]    run the ```sh run blocks of the documentation, or of FILEs, on target/release/xlaunch
   lines             print the lines of the product, by crate";
 
@@ -46,6 +49,7 @@ fn run(arguments: &[String]) -> Result<bool, Error> {
     match command.as_str() {
         "check" => check::run(&workspace, rest),
         "proto" => proto::write(&workspace).map(|()| true),
+        "test" => suites::run(&workspace, rest),
         "docs" => docs::run(&workspace, rest),
         "lines" => lines::print(&workspace).map(|()| true),
         _ => Err(USAGE.into()),

@@ -14,6 +14,8 @@ pub(crate) struct Workspace {
     /// Files that git tracks or would track, relative to the root, sorted.
     pub(crate) files: Vec<PathBuf>,
     pub(crate) packages: Vec<Package>,
+    /// Names of test targets with `test = false`, which `cargo test` runs only by name.
+    pub(crate) large_suites: Vec<String>,
 }
 
 /// A crate of the workspace.
@@ -36,10 +38,11 @@ impl Workspace {
         // A file that is deleted but not yet staged is still listed.
         files.retain(|file| root.join(file).is_file());
         files.sort();
-        let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-        cargo.args(["metadata", "--no-deps", "--format-version", "1", "--locked"]).current_dir(&root);
-        let packages = packages(&root, &serde_json::from_str(&output(&mut cargo)?)?);
-        Ok(Self { root, files, packages })
+        let mut metadata = cargo(&root);
+        metadata.args(["metadata", "--no-deps", "--format-version", "1", "--locked"]);
+        let metadata = serde_json::from_str(&output(&mut metadata)?)?;
+        let (packages, large_suites) = (packages(&root, &metadata), large_suites(&metadata));
+        Ok(Self { root, files, packages, large_suites })
     }
 
     pub(crate) fn read(&self, file: &Path) -> Result<String, Error> {
@@ -59,7 +62,6 @@ fn packages(root: &Path, metadata: &Value) -> Vec<Package> {
         let path = Path::new(path.as_str().unwrap_or_default());
         path.strip_prefix(root).unwrap_or(path).to_path_buf()
     };
-    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
     let is_test = |target: &Value| {
         list(&target["kind"])
             .iter()
@@ -79,6 +81,34 @@ fn packages(root: &Path, metadata: &Value) -> Vec<Package> {
         .collect()
 }
 
+fn large_suites(metadata: &Value) -> Vec<String> {
+    let targets = list(&metadata["packages"]).iter().flat_map(|package| list(&package["targets"]));
+    let large = targets.filter(|target| target["kind"][0] == "test" && target["test"] == false);
+    large.filter_map(|target| target["name"].as_str().map(str::to_owned)).collect()
+}
+
+fn list(value: &Value) -> &[Value] {
+    value.as_array().map_or(&[], Vec::as_slice)
+}
+
+/// Returns cargo, to be run in the root of the repository.
+pub(crate) fn cargo(root: &Path) -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(root);
+    forget_package(&mut command);
+    command
+}
+
+/// Removes variables that cargo sets for the package of xtask, for commands that build. If they were passed on, build
+/// scripts that read such variables of their own package, like that of ring, would run again, and everything that
+/// depends on them would be rebuilt.
+pub(crate) fn forget_package(command: &mut Command) {
+    let variables = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+    for name in variables.filter(|it| it.starts_with("CARGO_MANIFEST_") || it.starts_with("CARGO_PKG_")) {
+        command.env_remove(name);
+    }
+}
+
 /// Returns the standard output of a command that must succeed; its standard error is passed through.
 pub(crate) fn output(command: &mut Command) -> Result<String, Error> {
     let program = command.get_program().to_string_lossy().into_owned();
@@ -88,4 +118,25 @@ pub(crate) fn output(command: &mut Command) -> Result<String, Error> {
         return Err(format!("{program} failed: {}", output.status).into());
     }
     Ok(String::from_utf8(output.stdout)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn large_suites_are_tests_that_cargo_runs_only_by_name() {
+        let target =
+            |kind: &str, name: &str, test: bool| json!({ "kind": [kind], "name": name, "test": test });
+        let targets = [
+            target("test", "basics", true),
+            target("test", "launch", false),
+            target("bin", "echo", false),
+            target("bench", "alloc", false),
+        ];
+        let metadata = json!({ "packages": [{ "targets": targets }] });
+        assert_eq!(large_suites(&metadata), ["launch"]);
+    }
 }

@@ -25,6 +25,8 @@
 //! Test functions are private, so a function that is missing from the list is dead code, which the compiler reports.
 //! The same applies to the list of a module that is missing from `modules`.
 //!
+//! After the last test, those that took long are listed with their times, as other tests ran beside them.
+//!
 //! The command line is that of the built-in harness, except that there is at most one filter. `cargo nextest` reports
 //! the same tests as skipped, without reasons. Requirements are probed only if a selected test has them: nextest starts
 //! one process per test.
@@ -34,8 +36,16 @@ pub mod emulator;
 
 use std::panic::resume_unwind;
 use std::process::ExitCode;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use libtest_mimic::{Arguments, Failed, Trial};
+
+/// Tests that take at least this long are listed with their times.
+const SLOW_TEST: Duration = Duration::from_secs(10);
+
+/// Times and names of slow tests.
+static SLOW_TESTS: Mutex<Vec<(Duration, String)>> = Mutex::new(Vec::new());
 
 /// A probe of the machine. The error says what is missing and how to get it.
 pub type Requirement = Result<(), String>;
@@ -62,7 +72,11 @@ pub fn run(suite: &str, threads_per_core: usize, groups: Vec<Group>) -> ExitCode
     if !arguments.list {
         plan.not_run.iter().for_each(|line| eprintln!("{line}"));
     }
-    libtest_mimic::run(&arguments, plan.trials).exit_code()
+    let code = libtest_mimic::run(&arguments, plan.trials).exit_code();
+    let mut slow = SLOW_TESTS.lock().unwrap_or_else(PoisonError::into_inner);
+    slow.sort_unstable_by(|a, b| b.cmp(a));
+    slow.iter().for_each(|(time, name)| eprintln!("{:4.0} s {suite}::{name}", time.as_secs_f64()));
+    code
 }
 
 struct Plan {
@@ -113,8 +127,13 @@ fn trial(name: String, test: fn(), missing: Option<String>) -> Trial {
             return Err(Failed::from(format!("requirement not met: {reason}")));
         }
         // As in the built-in harness: panic messages name the thread, and no test inherits another test's thread.
-        let thread = std::thread::Builder::new().name(thread_name).spawn(test)?;
-        thread.join().unwrap_or_else(|panic| resume_unwind(panic));
+        let begin = Instant::now();
+        let thread = std::thread::Builder::new().name(thread_name.clone()).spawn(test)?;
+        let result = thread.join();
+        if begin.elapsed() >= SLOW_TEST {
+            SLOW_TESTS.lock().unwrap_or_else(PoisonError::into_inner).push((begin.elapsed(), thread_name));
+        }
+        result.unwrap_or_else(|panic| resume_unwind(panic));
         Ok(())
     };
     Trial::test(name, run).with_ignored_flag(ignored)

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use rustix::process::Signal;
-use xlaunch_tests::{Launch, children, is_alive, process_name, requirements, wait_for, xlaunch_path};
-
-use crate::sorted_lines;
+use xlaunch_tests::{
+    Launch, children, is_alive, process_name, requirements, sorted_lines, wait_for, xlaunch_path,
+};
 
 xlaunch_harness::tests! {
     daemonized_processes_of_workers_are_killed,

@@ -1,26 +1,18 @@
-//! The launcher: commands under torchrun's contract, scripted workers, failures, signals, and the status of a run.
+//! The launcher: hangs, cleanup, several nodes by ssh, terminals, preloaded Python, and hosts that lack something.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod bare_hosts;
 mod cleanup;
-mod commands;
 mod doctor;
-mod environment;
-mod failures;
-mod first_cause;
 mod hangs;
 mod heartbeats;
-mod input;
 mod limits;
 mod nodes_status;
 mod placement;
 mod preload;
 mod rendezvous_load;
-mod restarts;
-mod signals;
 mod ssh;
-mod status;
 mod stopping;
 mod terminal;
 mod waiting;
@@ -30,16 +22,9 @@ const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
 
 xlaunch_harness::suite! {
     threads_per_core 2;
-    modules bare_hosts, cleanup, commands, doctor, environment, failures, first_cause, hangs, heartbeats, input, limits,
-        nodes_status, placement, preload, rendezvous_load, restarts, signals, ssh, status, stopping, terminal, waiting;
+    modules bare_hosts, cleanup, doctor, hangs, heartbeats, limits, nodes_status, placement, preload, rendezvous_load,
+        ssh, stopping, terminal, waiting;
 }
 
 /// The ssh client that runs commands on this machine.
 const FAKE_SSH: &str = env!("CARGO_BIN_EXE_fake_ssh");
-
-/// Returns the lines of a text, sorted: ranks write in any order.
-fn sorted_lines(text: &str) -> Vec<&str> {
-    let mut lines: Vec<&str> = text.lines().collect();
-    lines.sort_unstable();
-    lines
-}

@@ -5,9 +5,9 @@ use std::process::Command;
 use std::time::Duration;
 
 use rustix::process::Signal;
-use xlaunch_tests::{Launch, Output, Process, children, is_alive, wait_for};
+use xlaunch_tests::{Launch, Output, Process, children, is_alive, sorted_lines, wait_for};
 
-use crate::{FAKE_SSH, sorted_lines};
+use crate::FAKE_SSH;
 
 xlaunch_harness::tests! {
     every_host_runs_the_command_with_its_slots_directory_arguments_and_environment,

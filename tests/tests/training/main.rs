@@ -1,20 +1,17 @@
-//! The built-in trainer on CPUs: data, runs and their continuations, checkpoints on disk and in memory, its memory
-//! pool, benchmarks and traces, reports, TensorBoard. On emulated GPUs: division among ranks.
+//! The built-in trainer on CPUs: data, runs, snapshots in memory, faults, its memory pool, benchmarks and traces,
+//! reports, TensorBoard. On emulated GPUs: division among ranks.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod bench;
 mod boundaries;
 mod chaos;
-mod checkpoints;
-mod continued;
 mod data;
 mod directories;
 mod divergence;
 mod dry_run;
 mod export;
 mod fail_points;
-mod generate;
 mod gpus;
 mod growth;
 mod memory;
@@ -27,6 +24,6 @@ mod tensorboard;
 
 xlaunch_harness::suite! {
     threads_per_core 2;
-    modules bench, boundaries, chaos, checkpoints, continued, data, directories, divergence,
-        dry_run, export, fail_points, generate, gpus, growth, memory, nodes, pool, prepared, report, runs, tensorboard;
+    modules bench, boundaries, chaos, data, directories, divergence, dry_run, export, fail_points, gpus, growth, memory,
+        nodes, pool, prepared, report, runs, tensorboard;
 }

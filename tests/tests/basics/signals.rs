@@ -1,9 +1,7 @@
 //! Signals to the launcher of a command: forwarding, job control, exit codes.
 
 use rustix::process::Signal;
-use xlaunch_tests::{Launch, children, wait_for, xlaunch_path};
-
-use crate::sorted_lines;
+use xlaunch_tests::{Launch, children, sorted_lines, wait_for, xlaunch_path};
 
 xlaunch_harness::tests! {
     sigtstp_stops_workers_and_sigcont_continues_them,

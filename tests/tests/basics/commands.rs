@@ -5,9 +5,7 @@ use std::os::unix::fs::symlink;
 
 use rustix::process::Signal;
 use serde_json::Value;
-use xlaunch_tests::{Launch, Process, is_alive, requirements, wait_for, xlaunch_path};
-
-use crate::sorted_lines;
+use xlaunch_tests::{Launch, Process, is_alive, requirements, sorted_lines, wait_for, xlaunch_path};
 
 xlaunch_harness::tests! {
     output_of_every_rank_is_passed_through,
