@@ -32,8 +32,8 @@ fn cudnn_plans_attention_in_both_directions() {
             let s = AttentionShape { batch, seq, heads, kv_heads, width, options };
             let scratch = cudnn_attention_scratch(H200, s).unwrap_or_else(|error| panic!("{s:?}: {error}"));
             println!("{s:?}: {scratch:?} bytes of scratch memory");
-            // Forward keeps no scores. Backward needs delta and the sum for dq in f32 and, with grouped heads, dk and dv of
-            // every query head in bf16.
+            // Forward keeps no scores. Backward needs delta and the sum for dq in f32 and, with grouped heads, dk and
+            // dv of every query head in bf16.
             let queries = batch * heads * seq;
             let backward = queries * (4 + 4 * width + if heads == kv_heads { 0 } else { 4 * width });
             for (least, bytes) in [0, backward].into_iter().zip(scratch) {

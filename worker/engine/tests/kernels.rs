@@ -213,8 +213,8 @@ fn gated_activations_in_gemms_match_the_cpu() {
         let differences = differences(&backend, Precision::Bf16, GLU);
         assert!(differences.is_empty(), "{tiling:?}: {}", differences.join("\n"));
         let ran = backend.end_profile().unwrap().into_iter().filter(|span| span.name == "linear_glu");
-        // Forward and backward of all cases, except the one with rows that are not whole vectors, and forward of the one
-        // with a bias.
+        // Forward and backward of all cases, except the one with rows that are not whole vectors, and forward of the
+        // one with a bias.
         assert_eq!(ran.count(), 2 * (selected(Precision::Bf16, GLU).len() - 1) - 1, "{tiling:?}");
         // The deepest case takes long.
         same_bits_in_any_order(&backend, "rows: 130, inputs: 72, outputs: 528 }, glu", 20);

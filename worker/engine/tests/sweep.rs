@@ -344,7 +344,8 @@ impl Sweep<'_> {
         let [qkv, dqkv] = [40, 41].map(|seed| ops.random(seed, rows * s.qkv_width()));
         let [out, dout] = [42, 43].map(|seed| ops.random(seed, rows * s.heads * s.width));
         let lse = b.alloc(DType::F32, rows * s.heads).unwrap();
-        // Two GEMMs in forward and five in backward, of which only the visible pairs count: half of them without a window.
+        // Two GEMMs in forward and five in backward, of which only the visible pairs count: half of them without a
+        // window.
         let window = s.options.window.map_or(s.seq, |window| window.min(s.seq));
         let gemm = s.batch * s.heads * (2 * s.seq + 1 - window) * window * s.width;
         let (qkv, out, dout, lse, dqkv) = (qkv.all(), out.all(), dout.all(), lse.all(), dqkv.all());

@@ -433,8 +433,8 @@ impl Ops<'_> {
         vec![("a", self.read(&a)), ("dh", self.read(&dh))]
     }
 
-    /// A linear layer followed by a gated activation, and the gradient of the activation's input from that of the output
-    /// of the next linear layer, whose weights are `next`.
+    /// A linear layer followed by a gated activation, and the gradient of the activation's input from that of the
+    /// output of the next linear layer, whose weights are `next`.
     #[expect(clippy::too_many_arguments, reason = "a fused operation has many operands")]
     pub(crate) fn linear_glu(
         &self,

@@ -13,7 +13,7 @@ use crate::ops::{Accumulate, linear, reduce};
 const GELU_SCALE: f32 = 0.797_884_6;
 const GELU_CUBE: f32 = 0.044_715;
 /// Elements per task.
-const ELEMENTS: usize = 1 << 13;
+const ACTIVATION_TASK_ELEMENTS: usize = 1 << 13;
 
 /// An activation function `f(x) = x gate(x)`.
 pub(crate) trait Function {
@@ -144,13 +144,15 @@ pub(crate) fn forward(t: &Threads, args: ActivationForward<'_>) {
 
 fn activate<F: Function>(t: &Threads, h: &[f32], a: &mut [f32]) {
     t.run(|| {
-        a.par_chunks_mut(ELEMENTS).zip(h.par_chunks(ELEMENTS)).for_each(|(a, h)| {
-            simd!({
-                for (a, x) in a.iter_mut().zip(h) {
-                    *a = x * F::gate(*x);
-                }
-            });
-        });
+        a.par_chunks_mut(ACTIVATION_TASK_ELEMENTS).zip(h.par_chunks(ACTIVATION_TASK_ELEMENTS)).for_each(
+            |(a, h)| {
+                simd!({
+                    for (a, x) in a.iter_mut().zip(h) {
+                        *a = x * F::gate(*x);
+                    }
+                });
+            },
+        );
     });
 }
 
@@ -188,12 +190,14 @@ fn gradient(
 
 fn derive<F: Function>(t: &Threads, h: &[f32], dh: &mut [f32]) {
     t.run(|| {
-        dh.par_chunks_mut(ELEMENTS).zip(h.par_chunks(ELEMENTS)).for_each(|(d, h)| {
-            simd!({
-                for (d, x) in d.iter_mut().zip(h) {
-                    *d = F::times_derivative(*d, *x);
-                }
-            });
-        });
+        dh.par_chunks_mut(ACTIVATION_TASK_ELEMENTS).zip(h.par_chunks(ACTIVATION_TASK_ELEMENTS)).for_each(
+            |(d, h)| {
+                simd!({
+                    for (d, x) in d.iter_mut().zip(h) {
+                        *d = F::times_derivative(*d, *x);
+                    }
+                });
+            },
+        );
     });
 }

@@ -25,12 +25,12 @@ use crate::tensor::Slice;
 /// Vectors per thread of `activation_fwd`.
 const VECS: usize = 4;
 
-const SOURCE: Source = source!("activation/kernel.cu", after "activation/functions.cuh");
+const ACTIVATION_SOURCE: Source = source!("activation/kernel.cu", after "activation/functions.cuh");
 
 /// Returns the source compiled for a function.
 pub(crate) fn compilation(activation: Activation) -> Compilation {
     let macros = vec![Macro::int("ACTIVATION", activation as usize), Macro::int("ACTIVATION_VECS", VECS)];
-    (SOURCE, macros, vec!["activation_fwd", "activation_bwd"])
+    (ACTIVATION_SOURCE, macros, vec!["activation_fwd", "activation_bwd"])
 }
 
 /// The way in which an activation function or its derivative is computed.
@@ -181,7 +181,7 @@ impl Activations {
         variants: &[ActivationVariant],
         run: impl Fn(ActivationVariant) -> Result<()>,
     ) -> Result<ActivationVariant> {
-        let sources = [SOURCE, reduce::cuda::KERNELS.source];
+        let sources = [ACTIVATION_SOURCE, reduce::cuda::KERNELS.source];
         self.fastest.select(gpu, site, unsupported, &sources, variants, run)
     }
 
@@ -190,7 +190,8 @@ impl Activations {
         let Gradient { activation, h, dh, dbias, sums } = gradient;
         let partials = dbias.map(|_| sums.partials.all());
         let args = args![*h, *dh, partials, sums.rows, sums.cols];
-        // SAFETY: the caller of `Gradient::new` has checked the operands; there is one row of partial sums per grid row.
+        // SAFETY: the caller of `Gradient::new` has checked the operands; there is one row of partial sums per grid
+        // row.
         unsafe { self.launch(gpu, *activation, "activation_bwd", sums.launch, args) }
     }
 

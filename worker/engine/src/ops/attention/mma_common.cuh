@@ -220,8 +220,8 @@ __device__ inline void write_output(ACT* out, i64 stride, float* lse, i64 first,
 }
 
 // dq += ds k for the warp's queries, at `row` of q and o (dout), over N * 8 keys; the scale is applied when dq is
-// written. ds = p (dp - delta), times the slope of the cap, with p = exp2(s - lse) and dp = dout v^T. row_lse is in base
-// 2; `offset` as above.
+// written. ds = p (dp - delta), times the slope of the cap, with p = exp2(s - lse) and dp = dout v^T. row_lse is in
+// base 2; `offset` as above.
 template <int M, int N>
 __device__ inline void query_gradients(float (&dq)[M][WIDTH / 8][4], const ACT* q, const ACT* o, const ACT* k,
                                        const ACT* v, const float (&row_lse)[M][2], const float (&row_delta)[M][2],

@@ -12,7 +12,7 @@
 //! | variant | conditions | file |
 //! |---|---|---|
 //! | whole heads in shared memory | plain scores, bf16, D 16 or 32, short sequences, Hkv = H | `mma_whole_head.cu` |
-//! | cuDNN | no cap, bf16, not deterministic, cuDNN 9.15.1 or newer, or 9.6 if 128 divides T, D up to 256 | `cudnn.rs` |
+//! | cuDNN | no cap, bf16, not deterministic, cuDNN from 9.15.1, or 9.6 if 128 divides T, D up to 256 | `cudnn.rs` |
 //! | tiles on tensor cores | bf16 with D a multiple of 16, tf32 with D a multiple of 8, D up to 256 | `mma_tiled.cu` |
 //! | tiles on FP32 units | none | `kernel.cu` |
 

@@ -16,7 +16,7 @@ const UNROLL: usize = 4;
 /// Maximum number of query heads that a block keeps in registers.
 const MAX_GROUP: usize = 4;
 
-const SOURCE: Source = source!("cached_attention/kernel.cu");
+const CACHED_SOURCE: Source = source!("cached_attention/kernel.cu");
 const CACHED_KERNELS: [&str; 2] = ["cached_attention", "cache_store"];
 
 /// The kernels by head width and query heads per block.
@@ -32,7 +32,7 @@ pub(crate) fn source_for((width, group): (usize, usize)) -> Compilation {
         Macro::int("THREADS", CACHED_THREADS as usize),
         Macro::int("UNROLL", UNROLL),
     ];
-    (SOURCE, macros, CACHED_KERNELS.to_vec())
+    (CACHED_SOURCE, macros, CACHED_KERNELS.to_vec())
 }
 
 impl CachedKernels {

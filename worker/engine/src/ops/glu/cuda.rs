@@ -15,12 +15,12 @@ use crate::ops::{Activation, LinearBackwardInput, LinearForward, LinearShape};
 /// Rows that a block's threads fetch together.
 const GLU_ROWS: usize = 2;
 
-const SOURCE: Source = source!("glu/kernel.cu", after "activation/functions.cuh");
+const GLU_SOURCE: Source = source!("glu/kernel.cu", after "activation/functions.cuh");
 
 /// Returns the source compiled for an activation.
 pub(crate) fn compilation(activation: Activation) -> Compilation {
     let macros = vec![Macro::int("ACTIVATION", activation as usize), Macro::int("GLU_ROWS", GLU_ROWS)];
-    (SOURCE, macros, vec!["glu_fwd", "glu_bwd"])
+    (GLU_SOURCE, macros, vec!["glu_fwd", "glu_bwd"])
 }
 
 /// The way in which a linear layer with a gated activation is computed.
@@ -132,7 +132,7 @@ impl Glu {
         unsupported: Option<&str>,
         run: impl Fn(GluVariant) -> Result<()>,
     ) -> Result<GluVariant> {
-        self.fastest.select(gpu, site, unsupported, &[SOURCE, hopper::HOPPER_SOURCE], &VARIANTS, run)
+        self.fastest.select(gpu, site, unsupported, &[GLU_SOURCE, hopper::HOPPER_SOURCE], &VARIANTS, run)
     }
 
     /// Enqueues a kernel.
