@@ -106,7 +106,7 @@ impl Source {
             inherited: Some(Inherited::read(path)),
             is_run: false,
             notes: note.into_iter().collect(),
-            weights: Weights::HuggingFace(directory),
+            weights: Weights::HuggingFace(Box::new(directory)),
         })
     }
 

@@ -21,7 +21,7 @@ use crate::model::layout::Layout;
 #[derive(Clone, Debug)]
 pub enum Weights {
     /// A model in Hugging Face's layout.
-    HuggingFace(Directory),
+    HuggingFace(Box<Directory>),
     /// A checkpoint with its state.
     Checkpoint(PathBuf, Box<State>),
     /// A file of parameters under this trainer's names. It does not record the shape of the model.
@@ -36,7 +36,7 @@ impl Weights {
             return Err(ModelError::Read { path: path.into(), reason: hub::missing(path) }.into());
         }
         if Directory::is_one(path) {
-            return Ok(Self::HuggingFace(Directory::open(path)?));
+            return Ok(Self::HuggingFace(Box::new(Directory::open(path)?)));
         }
         refuse_other_weights(path)?;
         if !path.is_dir() {

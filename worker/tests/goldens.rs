@@ -376,8 +376,9 @@ fn compare_steps(f: &Fixture) {
         let mut theirs = f.golden.floats[&format!("after.{}", param.name)].clone();
         let ours = &params[param.stored()];
         if param.name.ends_with("qkv.bias") && rotation_is_partial {
-            // Without rotation, a bias of the keys shifts all scores of a query equally, so its gradient is zero except for rounding.
-            // AdamW scales that noise to updates of about the learning rate, of which there are three at most.
+            // Without rotation, a bias of the keys shifts all scores of a query equally, so its gradient is zero except
+            // for rounding. AdamW scales that noise to updates of about the learning rate, of which there are three at
+            // most.
             let first = shape.attention_width();
             let keys = first..first + shape.head_dim * shape.kv_heads;
             assert!(

@@ -154,7 +154,7 @@ impl Model {
         self.add_gradient(pass, &block.ln1, ln1, &dqkv, dx, below)
     }
 
-    /// Returns the gradient of a branch from that of the stream to which it was added. `post` is the norm of the branch,
+    /// Returns the gradient of a branch from that of the stream to which it was added. `post` is the branch's norm,
     /// `layer` the layer before that.
     fn branch_gradient(
         &self,
