@@ -48,7 +48,6 @@ pub fn fill_in(spec: &mut JobSpec) -> Result<(), FillInError> {
             path.clone_into(init);
         }
         weights.fill_in(spec).map_err(FillInError::Invalid)?;
-        weights.check_context(spec.model.resolve().map_err(FillInError::Invalid)?.seq)?;
     }
     match Prepared::of("data.train", &spec.data.train)? {
         Some(prepared) => prepared.fill_in(spec).map_err(FillInError::Invalid),

@@ -22,7 +22,7 @@ use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, directory};
 use crate::error::WorkerError;
 use crate::hub;
 use crate::huggingface;
-use crate::inherited::{CONFIG, Inherited};
+use crate::inherited::Inherited;
 use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model};
 use crate::weights::Weights;
@@ -90,22 +90,12 @@ impl Source {
         let directory = huggingface::Directory::open(path).map_err(WorkerError::from)?;
         let file = path.join(TOKENIZER_FILE);
         let tokenizer = file.exists().then(|| Tokenizer::from_file(&file)).transpose();
-        let mut shape = directory.shape().clone();
-        let window = directory.window().filter(|window| *window < shape.seq);
-        let note = window.map(|window| {
-            format!(
-                "the context is limited to {window} tokens, the `sliding_window` of {}: attention reaches all earlier \
-                 positions here",
-                path.join(CONFIG).display()
-            )
-        });
-        shape.seq = window.unwrap_or(shape.seq);
         Ok(Self {
-            shape,
+            shape: directory.shape().clone(),
             tokenizer: tokenizer.map_err(|error| tokenizer_refusal(&error, ExitCode::Data))?,
             inherited: Some(Inherited::read(path)),
             is_run: false,
-            notes: note.into_iter().collect(),
+            notes: directory.note().into_iter().collect(),
             weights: Weights::HuggingFace(Box::new(directory)),
         })
     }

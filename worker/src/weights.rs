@@ -111,16 +111,7 @@ impl Weights {
         Some(self.path().join(TOKENIZER_FILE)).filter(|path| path.is_file())
     }
 
-    /// Refuses sequences that are longer than the model's attention reaches.
-    pub(crate) fn check_context(&self, seq: usize) -> Result<()> {
-        match self {
-            Self::HuggingFace(directory) => Ok(directory.check_context(seq)?),
-            Self::Checkpoint(..) | Self::File(_) => Ok(()),
-        }
-    }
-
     fn check_shape(&self, wanted: &ModelShape) -> Result<()> {
-        self.check_context(wanted.seq)?;
         let Some(own) = self.shape() else { return Ok(()) };
         match contradiction(own, wanted) {
             None => Ok(()),

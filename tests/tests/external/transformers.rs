@@ -6,7 +6,7 @@ use std::process::Command;
 use serde_json::Value;
 use xlaunch_engine::DType;
 use xlaunch_spec::job::Precision;
-use xlaunch_tests::{Job, Process, requirements};
+use xlaunch_tests::{Job, Process, requirements, xlaunch_path};
 use xlaunch_worker::model::decode::{Decoder, Row};
 use xlaunch_worker::model::{BackendHandle, Model, Rows};
 use xlaunch_worker::pretrained::{Device, Source, open_device};
@@ -15,6 +15,7 @@ xlaunch_harness::tests! {
     needs requirements::transformers:
     exported_models_have_their_loss_and_logits_in_transformers,
     models_of_transformers_have_their_loss_and_logits_here,
+    models_of_every_family_compute_and_train_as_in_transformers,
     exported_tokenizers_are_loaded_by_transformers;
 }
 
@@ -189,6 +190,19 @@ fn models_of_transformers_have_their_loss_and_logits_here() {
     let case = |case: &Value| path(&job, &format!("theirs/{}", case.as_str().unwrap()));
     let models: Vec<_> = cases.as_array().unwrap().iter().map(|it| (case(it), case(it))).collect();
     assert_logits(&job, &models);
+}
+
+/// The whole comparison is `python3 tests/peers/model_families.py compare`; one process compares all families.
+fn models_of_every_family_compute_and_train_as_in_transformers() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/model_families.py");
+    let mut command = Command::new(requirements::python_path());
+    command.arg(script).args(["compare", "--xlaunch"]).arg(xlaunch_path());
+    command.env("HF_HUB_OFFLINE", "1").env("CUDA_VISIBLE_DEVICES", "");
+    let output = Process::spawn(&mut command).wait();
+    assert_eq!(output.code, 0, "{}\n{}", output.stdout, output.stderr);
+    let equal = ": equal: bits, load, export, loss, greedy, steps\n";
+    assert_eq!(output.stdout.matches(equal).count(), 37, "{}", output.stdout);
+    assert_eq!(output.stdout.matches(": other head is used: ").count(), 2, "{}", output.stdout);
 }
 
 fn exported_tokenizers_are_loaded_by_transformers() {

@@ -10,7 +10,7 @@ use xlaunch_worker::fuzz::config;
 #[derive(Arbitrary, Debug)]
 enum Input<'a> {
     Text(&'a [u8]),
-    Keys { llama: bool, keys: Vec<(u8, Any<'a>)>, rope: Vec<(u8, Any<'a>)> },
+    Keys { family: u8, keys: Vec<(u8, Any<'a>)>, rope: Vec<(u8, Any<'a>)> },
 }
 
 #[derive(Arbitrary, Debug)]
@@ -21,46 +21,94 @@ enum Any<'a> {
     Size(u64),
     Number(f64),
     Text(&'a str),
-    List,
+    /// Numbers, as of blocks without rotation.
+    Numbers(Vec<u8>),
+    /// Kinds of blocks.
+    Kinds(Vec<bool>),
 }
 
-const KEYS: [&str; 34] = [
+const TYPES: [&str; 17] = [
+    "gpt2",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi",
+    "phi3",
+    "stablelm",
+    "starcoder2",
+    "granite",
+    "gpt_neox",
+];
+const KEYS: [&str; 60] = [
     "activation_function",
     "add_cross_attention",
+    "architectures",
     "attention_bias",
+    "attention_multiplier",
+    "attn_logit_softcapping",
+    "dtype",
+    "embedding_multiplier",
+    "final_logit_softcapping",
     "head_dim",
     "hidden_act",
+    "hidden_activation",
     "hidden_size",
     "intermediate_size",
+    "layer_norm_eps",
     "layer_norm_epsilon",
+    "layer_types",
+    "logits_scaling",
     "max_position_embeddings",
+    "max_window_layers",
     "mlp_bias",
     "model_type",
+    "n_ctx",
     "n_embd",
     "n_head",
     "n_inner",
     "n_layer",
     "n_positions",
+    "no_rope_layer_interval",
+    "no_rope_layers",
+    "norm_epsilon",
     "num_attention_heads",
+    "num_experts",
     "num_hidden_layers",
     "num_key_value_heads",
+    "original_max_position_embeddings",
     "partial_rotary_factor",
+    "qk_layernorm",
     "quantization_config",
+    "query_pre_attn_scalar",
+    "residual_multiplier",
     "rms_norm_eps",
+    "rope_local_base_freq",
     "rope_parameters",
     "rope_scaling",
     "rope_theta",
+    "rotary_emb_base",
+    "rotary_pct",
     "scale_attn_by_inverse_layer_idx",
     "scale_attn_weights",
     "sliding_window",
+    "sliding_window_pattern",
     "tie_word_embeddings",
     "torch_dtype",
+    "use_bias",
+    "use_bidirectional_attention",
+    "use_parallel_residual",
+    "use_qkv_bias",
+    "use_sliding_window",
     "vocab_size",
-    "n_ctx",
-    "architectures",
-    "dtype",
 ];
-const ROPE: [&str; 8] = [
+const ROPE: [&str; 13] = [
     "rope_type",
     "type",
     "rope_theta",
@@ -69,7 +117,14 @@ const ROPE: [&str; 8] = [
     "high_freq_factor",
     "original_max_position_embeddings",
     "partial_rotary_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "truncate",
+    "mscale",
 ];
+const SCALINGS: [&str; 5] = ["default", "linear", "dynamic", "yarn", "llama3"];
+const KINDS: [&str; 2] = ["full_attention", "sliding_attention"];
 
 impl Any<'_> {
     fn json(&self) -> Value {
@@ -80,7 +135,8 @@ impl Any<'_> {
             Self::Size(size) => json!(size),
             Self::Number(number) => json!(number),
             Self::Text(text) => json!(text),
-            Self::List => json!([]),
+            Self::Numbers(list) => json!(list),
+            Self::Kinds(list) => list.iter().map(|sliding| KINDS[usize::from(*sliding)]).collect(),
         }
     }
 }
@@ -92,14 +148,19 @@ fn table(names: &[&str], keys: &[(u8, Any<'_>)]) -> Map<String, Value> {
 fuzz_target!(|input: Input<'_>| {
     match input {
         Input::Text(text) => config(text),
-        Input::Keys { llama, keys, rope } => {
+        Input::Keys { family, keys, rope } => {
             let mut root = Map::new();
-            root.insert("model_type".into(), json!(if llama { "llama" } else { "gpt2" }));
+            let kind = TYPES[usize::from(family) % TYPES.len()];
+            root.insert("model_type".into(), json!(kind));
             root.extend(table(&KEYS, &keys));
             if !rope.is_empty() {
                 let mut parameters = table(&ROPE, &rope);
-                parameters.entry("rope_type").or_insert(json!("llama3"));
-                root.insert("rope_parameters".into(), Value::Object(parameters));
+                let scaling = SCALINGS[rope.len() % SCALINGS.len()];
+                parameters.entry("rope_type").or_insert(json!(scaling));
+                let parameters = Value::Object(parameters);
+                let by_kind = matches!(kind, "gemma3_text" | "olmo3");
+                let parameters = if by_kind { json!({"full_attention": parameters}) } else { parameters };
+                root.insert("rope_parameters".into(), parameters);
             }
             config(Value::Object(root).to_string().as_bytes());
         }

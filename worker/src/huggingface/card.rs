@@ -2,10 +2,11 @@
 
 use serde_json::{Value, json};
 use xlaunch_data::{TOKENIZER_FILE, Tokenizer};
-use xlaunch_spec::model::{Arch, ModelShape};
+use xlaunch_spec::model::ModelShape;
 
 use super::ModelError;
 use super::config::{self, TokenIds};
+use super::families::Family;
 use super::writer::ExportDtype;
 use crate::checkpoint::State;
 use crate::inherited::{
@@ -20,6 +21,7 @@ const TOKENIZER_CLASS: &str = "PreTrainedTokenizerFast";
 /// Returns names and contents of all files except weights. `config.json` comes last: without it nothing loads the
 /// directory.
 pub(super) fn files(
+    family: &Family,
     state: &State,
     layout: &Layout,
     dtype: ExportDtype,
@@ -45,8 +47,9 @@ pub(super) fn files(
         files.push((SPECIAL_TOKENS_MAP, text(&json!(inherited.special_tokens_map))));
     }
     files.extend(inherited.chat_template.map(|template| (CHAT_TEMPLATE, template.into_bytes())));
-    files.push((MODEL_CARD, model_card(state, layout, dtype, tokenizer).into_bytes()));
-    let config = config::inherit(config::write(shape, ids, dtype.name()), &inherited.config, ids);
+    files.push((MODEL_CARD, model_card(family, state, layout, dtype, tokenizer).into_bytes()));
+    let config = config::write(family, shape, ids, dtype.name());
+    let config = config::inherit_config(config, &inherited.config, shape, ids);
     files.push((CONFIG, text(&config)));
     Ok(files)
 }
@@ -94,12 +97,15 @@ fn tokenizer_config(tokenizer: &Tokenizer, shape: &ModelShape, inherited: &Inher
     config
 }
 
-fn model_card(state: &State, layout: &Layout, dtype: ExportDtype, tokenizer: Option<&Tokenizer>) -> String {
+fn model_card(
+    family: &Family,
+    state: &State,
+    layout: &Layout,
+    dtype: ExportDtype,
+    tokenizer: Option<&Tokenizer>,
+) -> String {
     let shape = &state.model;
-    let (arch, tag) = match shape.arch {
-        Arch::Gpt2 => ("GPT-2", "gpt2"),
-        _ => ("Llama", "llama"),
-    };
+    let (arch, tag) = (family.title, family.model_type);
     let tokens = u128::from(state.sequences) * shape.seq as u128;
     let loss = state.val_loss.map_or("not measured".into(), |loss| format!("{loss:.4}"));
     let head = if shape.tied { "tied to the embedding" } else { "of its own" };

@@ -11,7 +11,7 @@ use xlaunch_data::{TOKENIZER_FILE, Tokenizer};
 
 use super::destination::Destination;
 use super::writer::{Plan, Writer, write_error};
-use super::{INDEX, ModelError, card, tensor_names};
+use super::{INDEX, ModelError, card, config, tensor_names};
 use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, State, directory};
 use crate::model::layout::Layout;
 
@@ -70,9 +70,16 @@ pub(super) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<E
         None => trained,
     };
     let layout = Layout::new(&state.model);
-    let files = card::files(&state, &layout, options.dtype, tokenizer.as_ref())?;
+    let family = config::family_for(&state.model).map_err(|(key, value)| ModelError::Output {
+        path: options.output.clone(),
+        reason: format!(
+            "no family of Hugging Face's models has `{key}` = {value} with the model's other keys"
+        ),
+    })?;
+    let files = card::files(family, &state, &layout, options.dtype, tokenizer.as_ref())?;
     let destination = Destination::claim(&options.output, options.overwrite)?;
-    let plan = Plan::new(tensor_names::tensors(&state.model, &layout), options.dtype, max_file_bytes);
+    let tensors = tensor_names::tensors(family, &state.model, &layout);
+    let plan = Plan::new(tensors, options.dtype, max_file_bytes);
     let (bytes, index) = (plan.bytes(), plan.index());
     write_weights(&path, &state, &layout, Writer::create(plan, destination.path())?)?;
     let index = index.map(|index| (INDEX, format!("{index:#}\n").into_bytes()));

@@ -4,16 +4,18 @@ use std::path::Path;
 
 use xlaunch_spec::model::ModelShape;
 
+use super::families::Family;
 use super::{INDEX, config, source};
 use crate::inherited::CONFIG;
 
-/// Returns the shape that a `config.json` describes, and the shape read back from the configuration that an export
-/// writes for it.
-pub(crate) fn config(json: &[u8]) -> Option<(ModelShape, Option<ModelShape>)> {
-    let shape = config::parse(Path::new(CONFIG), json).ok()?.shape;
-    let written = config::write(&shape, config::TokenIds::default(), "float32").to_string();
-    let again = config::parse(Path::new(CONFIG), written.as_bytes()).ok().map(|described| described.shape);
-    Some((shape, again))
+/// Returns the shape that a `config.json` describes, and the first key that the configuration of an export in the same
+/// family does not represent.
+pub(crate) fn config(json: &[u8]) -> Option<(ModelShape, Option<&'static str>)> {
+    let shape = config::parse(Path::new(CONFIG), json).ok()?;
+    let lost = config::unrepresented(Family::of(shape.arch), &shape).map(|(key, _)| key);
+    // A class of the library may refuse what this trainer accepts.
+    let lost = lost.filter(|key| *key != "model.heads");
+    Some((shape, lost))
 }
 
 /// Returns the files that an index names; none if it is rejected.

@@ -14,12 +14,25 @@ pub(super) struct Keys<'a> {
 }
 
 impl<'a> Keys<'a> {
-    fn get(&self, key: &str) -> Option<&'a Value> {
+    pub(super) fn get(&self, key: &str) -> Option<&'a Value> {
         self.values.get(key).filter(|value| !value.is_null())
     }
 
+    /// Returns whether a value has no effect: null, false, or empty.
+    pub(super) fn is_unset(&self, key: &str) -> bool {
+        match self.get(key) {
+            None | Some(Value::Bool(false)) => true,
+            Some(Value::Array(list)) => list.is_empty(),
+            Some(Value::Object(table)) => table.is_empty(),
+            Some(Value::String(text)) => text.is_empty(),
+            Some(Value::Number(_) | Value::Bool(true)) => false,
+            Some(Value::Null) => true,
+        }
+    }
+
     pub(super) fn error(&self, key: &str, problem: String) -> ModelError {
-        ModelError::Config { path: self.path.into(), key: key.into(), problem }
+        // A key that is not known may have control characters.
+        ModelError::Config { path: self.path.into(), key: key.escape_debug().to_string(), problem }
     }
 
     /// Returns an error for a value that is not supported.
@@ -30,18 +43,18 @@ impl<'a> Keys<'a> {
         self.error(key, format!("{short} is not supported: {reason}"))
     }
 
-    /// Refuses all values except these.
-    pub(super) fn only(&self, key: &str, accepted: &[Value]) -> Result<(), ModelError> {
-        if self.get(key).is_none_or(|value| accepted.contains(value)) {
+    /// Refuses all values except these, which are JSON.
+    pub(super) fn only(&self, key: &str, accepted: &[&str]) -> Result<(), ModelError> {
+        let equals = |value: &Value, text: &&str| match serde_json::from_str::<Value>(text) {
+            Ok(accepted) => {
+                accepted == *value || accepted.as_f64().is_some_and(|it| value.as_f64() == Some(it))
+            }
+            Err(_) => false,
+        };
+        if self.get(key).is_none_or(|value| accepted.iter().any(|text| equals(value, text))) {
             return Ok(());
         }
-        let accepted: Vec<String> = accepted.iter().map(ToString::to_string).collect();
-        let reason = if accepted.is_empty() {
-            "weights must not be quantized".into()
-        } else {
-            format!("this trainer computes {key} = {}", accepted.join(" or "))
-        };
-        Err(self.refused(key, &reason))
+        Err(self.refused(key, &format!("this trainer computes {key} = {}", accepted.join(" or "))))
     }
 
     pub(super) fn size(&self, key: &str, default: usize) -> Result<usize, ModelError> {
@@ -52,6 +65,12 @@ impl<'a> Keys<'a> {
 
     pub(super) fn number(&self, key: &str, default: f64) -> Result<f64, ModelError> {
         Ok(self.optional_number(key)?.unwrap_or(default))
+    }
+
+    /// Returns a number above 0.
+    pub(super) fn positive(&self, key: &str, default: f64) -> Result<f64, ModelError> {
+        let number = self.number(key, default)?;
+        if number > 0.0 { Ok(number) } else { Err(self.refused(key, "it must be above 0")) }
     }
 
     pub(super) fn required_number(&self, key: &str) -> Result<f64, ModelError> {
@@ -66,6 +85,16 @@ impl<'a> Keys<'a> {
     pub(super) fn flag(&self, key: &str, default: bool) -> Result<bool, ModelError> {
         let Some(value) = self.get(key) else { return Ok(default) };
         value.as_bool().ok_or_else(|| self.refused(key, "it must be true or false"))
+    }
+
+    pub(super) fn text(&self, key: &str) -> Result<Option<&'a str>, ModelError> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        value.as_str().map(Some).ok_or_else(|| self.refused(key, "it must be a string"))
+    }
+
+    pub(super) fn list(&self, key: &str) -> Result<Option<&'a [Value]>, ModelError> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        value.as_array().map(|list| Some(&**list)).ok_or_else(|| self.refused(key, "it must be a list"))
     }
 
     pub(super) fn table(&self, key: &str) -> Result<Option<&'a Map<String, Value>>, ModelError> {

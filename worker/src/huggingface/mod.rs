@@ -1,12 +1,14 @@
 //! Models in Hugging Face's layout: `xlaunch export`, and initial weights from existing models.
 //!
 //! ```text
-//! config.json --config--> ModelShape --names--> tensors and where they are in the arena
+//! config.json --config--> ModelShape --tensor_names--> tensors and where they are in the arena
 //! DIR/*.safetensors --source--> pieces of the arena          (`checkpoint.init`)
 //! checkpoint --export--> DIR: config, weights, tokenizer, model card
 //! ```
-//! - `config`, `keys`: convert `config.json` from and to a [`ModelShape`](xlaunch_spec::model::ModelShape); pure;
-//! - `names`: names and shapes of tensors; pure;
+//! - `families`: one table per family of the keys of `config.json`; `tensor_names`: one of the tensors; pure;
+//! - `config` converts `config.json` from and to a [`ModelShape`](xlaunch_spec::model::ModelShape) by these tables:
+//!   `key` and `keys` read and write single keys, `rope` and `layers` those that depend on each other; `unsupported`
+//!   explains refused types, `without_effect` lists ignored keys; pure;
 //! - `source`: reads and checks a directory;
 //! - [`export`]: writes a directory; `destination`: puts a whole export into place, or nothing; `writer`: writes the
 //!   tensors; `card`: writes the text files.
@@ -20,13 +22,21 @@ mod card;
 mod config;
 mod destination;
 pub mod export;
+mod families;
+#[cfg(test)]
+mod fixtures;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzz;
+mod key;
 mod keys;
+mod layers;
+mod rope;
 mod source;
 mod tensor_names;
 #[cfg(test)]
 mod tests;
+mod unsupported;
+mod without_effect;
 mod writer;
 
 use std::path::PathBuf;

@@ -18,8 +18,8 @@ use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde::Deserialize;
 use xlaunch_spec::model::ModelShape;
 
-use super::config::Described;
-use super::tensor_names::{self, Mapped};
+use super::families::Family;
+use super::tensor_names::{self, Mapped, Order};
 use super::{INDEX, ModelError, WEIGHTS, config};
 use crate::checkpoint::{Abandoned, Arena, Piece, Sink, read_header};
 use crate::inherited::CONFIG;
@@ -28,10 +28,7 @@ use crate::model::layout::Layout;
 /// Size limit of files that are read whole. An index has about 100 bytes per tensor.
 const MAX_CONFIG_BYTES: u64 = 4 << 20;
 const MAX_INDEX_BYTES: u64 = 64 << 20;
-/// The head of any model, and the ends of the names of embeddings.
-const HEAD: &str = "lm_head.weight";
-const EMBEDDINGS: [&str; 2] = ["embed_tokens.weight", "wte.weight"];
-/// Values per piece, unless a matrix has to be transposed.
+/// Values per piece, unless a tensor has another order in the arena.
 const READ_LEN: usize = 1 << 20;
 
 /// Formats of weights that are not read, with a remedy.
@@ -52,7 +49,9 @@ const OTHER_WEIGHTS: [(&[&str], &str); 4] = [
 #[derive(Clone, Debug)]
 pub struct Directory {
     path: PathBuf,
-    described: Described,
+    shape: ModelShape,
+    /// The configuration ties the head to the embedding, but the files have another head.
+    untied: bool,
 }
 
 /// The files of a directory, whose tensors match those of a model.
@@ -96,10 +95,11 @@ impl Directory {
     /// If the file cannot be read, or describes a model that cannot be represented.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
         let file = path.join(CONFIG);
-        let described = config::parse(&file, &read_whole(&file, MAX_CONFIG_BYTES)?)?;
-        let mut directory = Self { path: path.into(), described };
-        let shape = &directory.described.shape;
-        directory.described.shape.tied = shape.tied && !directory.has_other_head();
+        let shape = config::parse(&file, &read_whole(&file, MAX_CONFIG_BYTES)?)?;
+        let mut directory = Self { path: path.into(), shape, untied: false };
+        if directory.shape.tied && directory.has_other_head() {
+            (directory.shape.tied, directory.untied) = (false, true);
+        }
         Ok(directory)
     }
 
@@ -110,30 +110,33 @@ impl Directory {
 
     /// The model's shape. Its sequence length is the longest one that the model supports.
     pub fn shape(&self) -> &ModelShape {
-        &self.described.shape
+        &self.shape
     }
 
-    /// Positions that attention reaches in this model; `None` for all.
-    pub fn window(&self) -> Option<usize> {
-        self.described.window
+    /// Returns a message for the user if the files contradict `config.json`.
+    pub fn note(&self) -> Option<String> {
+        self.untied.then(|| {
+            format!(
+                "{}: `tie_word_embeddings` is true, but the files have a head of their own, which is used; set it to \
+                 false to be read alike by all programs",
+                self.path.join(CONFIG).display()
+            )
+        })
     }
 
-    /// Refuses sequences that are longer than the attention window.
-    pub(crate) fn check_context(&self, seq: usize) -> Result<(), ModelError> {
-        config::check_context(&self.path.join(CONFIG), self.window(), seq)
-    }
-
-    /// Returns whether the files have a head that differs from the embedding. Transformers uses both then, even if
+    /// Returns whether the files have a head that differs from the embedding. Transformers 5 uses both then, even if
     /// `config.json` says that they are tied. Files that cannot be read are reported by [`weights`](Self::weights).
     fn has_other_head(&self) -> bool {
+        let names = Family::of(self.shape.arch).names;
         let (mut head, mut embedding) = (None, None);
         for name in self.files().into_iter().flat_map(BTreeMap::into_keys) {
             let Ok((file, _)) = open(&self.path.join(name)) else { return false };
             let Ok((header, data)) = read_header(&file) else { return false };
             for (name, info) in header.tensors() {
-                let slot = match &*name {
-                    HEAD => &mut head,
-                    name if EMBEDDINGS.iter().any(|embedding| name.ends_with(embedding)) => &mut embedding,
+                let bare = name.strip_prefix(names.prefix).unwrap_or(&name).strip_suffix(".weight");
+                let slot = match bare {
+                    Some(bare) if bare == names.head => &mut head,
+                    Some(bare) if bare == names.embedding => &mut embedding,
                     _ => continue,
                 };
                 let Ok(file) = file.file().try_clone() else { return false };
@@ -188,12 +191,22 @@ impl Directory {
         files: Vec<(PathBuf, File)>,
         mut found: HashMap<String, (usize, TensorInfo, u64)>,
     ) -> Result<Weights, ModelError> {
-        let prefix = tensor_names::prefix(shape.arch);
+        let family = Family::of(shape.arch);
+        let (prefix, head) = (family.names.prefix, format!("{}.weight", family.names.head));
+        let embedding = format!("{prefix}{}.weight", family.names.embedding);
         // Names in a model without a head lack the prefix.
         let whole = found.keys().any(|name| name.starts_with(prefix));
         let mut parts = Vec::new();
-        for tensor in tensor_names::tensors(shape, layout) {
-            let bare = tensor.name.strip_prefix(prefix).filter(|_| !whole).unwrap_or(&tensor.name);
+        for tensor in tensor_names::tensors(family, shape, layout) {
+            let mut bare = tensor.name.strip_prefix(prefix).filter(|_| !whole).unwrap_or(&tensor.name);
+            // As in transformers, one of two tied tensors is enough.
+            if shape.tied
+                && tensor.name == embedding
+                && !found.contains_key(bare)
+                && found.contains_key(&head)
+            {
+                bare = &head;
+            }
             let Some((file, info, data)) = found.remove(bare) else {
                 return Err(tensor_error(&self.path, bare, "not found"));
             };
@@ -202,7 +215,7 @@ impl Directory {
             parts.push(Part { tensor, file, at, dtype: info.dtype });
         }
         let mut others: Vec<&String> =
-            found.keys().filter(|name| !tensor_names::is_derived(name, shape)).collect();
+            found.keys().filter(|name| !tensor_names::is_derived(name, family.names, shape)).collect();
         others.sort_unstable();
         match others.first() {
             None => Ok(Weights { files, parts }),
@@ -348,9 +361,9 @@ impl Weights {
             return Err(tensor_error(path, &part.tensor.name, "it has values that are not finite").into());
         }
         let at = part.tensor.elements.start + range.start;
-        let values = match (part.tensor.transposed, &*part.tensor.shape) {
-            (true, [rows, cols]) => transpose(&values, *rows, *cols),
-            _ => values,
+        let values = match part.tensor.order {
+            Order::Same => values,
+            Order::Transposed | Order::Rows(_) => part.tensor.to_arena(&values),
         };
         sink(Piece { arena: Arena::Params, at, values }).map_err(|Abandoned| Failure::Abandoned)
     }
@@ -360,8 +373,8 @@ impl Part {
     /// Returns the range of values of each piece.
     fn pieces(&self) -> impl Iterator<Item = (&Self, Range<usize>)> {
         let len = self.tensor.elements.len();
-        // A matrix to transpose is read whole. Those of GPT-2 are small compared with the model.
-        let step = if self.tensor.transposed { len.max(1) } else { READ_LEN };
+        // A tensor in another order is read whole. It is small compared with the model.
+        let step = if self.tensor.order == Order::Same { READ_LEN } else { len.max(1) };
         (0..len).step_by(step).map(move |start| (self, start..(start + step).min(len)))
     }
 }
@@ -376,11 +389,6 @@ fn decode(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
             .map(|four| f32::from_le_bytes([four[0], four[1], four[2], four[3]]))
             .collect(),
     }
-}
-
-/// Transposes `[rows, cols]` to `[cols, rows]`.
-pub(super) fn transpose(values: &[f32], rows: usize, cols: usize) -> Vec<f32> {
-    (0..cols).flat_map(|col| (0..rows).map(move |row| values[row * cols + col])).collect()
 }
 
 /// Opens a regular file, or a link to one. Also returns its size.

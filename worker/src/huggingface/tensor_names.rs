@@ -1,14 +1,115 @@
 //! Tensors of Hugging Face's models, and the values of the arena that each of them holds. Pure.
 //!
-//! Fused matrices are split by rows: queries, keys and values; gate and up projections. GPT-2's matrices are stored as
-//! `[inputs, outputs]`, the transpose of the arena's. The rotary embedding pairs the same elements as this trainer's,
-//! so nothing else has to be permuted.
+//! A family's [`Names`] say how its tensors are called, and which matrices its files fuse. Each tensor holds one range
+//! of the arena, possibly in another [`Order`]:
+//! - the arena's fused matrices are split by rows: queries, keys and values; gate and up projections;
+//! - GPT-2's matrices are stored as `[inputs, outputs]`, the transpose of the arena's;
+//! - GPT-NeoX has the queries, keys and values of one head after the other;
+//! - rotation pairs elements i and i + R of the first 2 R of each head in files, and elements i and i + D/2 in the
+//!   arena, which differs if only a part of a head is rotated.
 
 use std::ops::Range;
 
-use xlaunch_spec::model::{Arch, ModelShape};
+use xlaunch_spec::model::ModelShape;
 
-use crate::model::layout::{Block, Layout, Norm};
+use super::families::Family;
+use crate::model::layout::{Block, Layout, Linear, Norm};
+
+/// Names of the tensors of a family, without `.weight` and `.bias`.
+#[derive(Debug)]
+pub(super) struct Names {
+    /// Prefix of all names except the head's. Models that were saved without a head lack it.
+    pub(super) prefix: &'static str,
+    pub(super) embedding: &'static str,
+    positions: &'static str,
+    blocks: &'static str,
+    norm: &'static str,
+    pub(super) head: &'static str,
+    /// Norms before attention and before the feed-forward layer.
+    ln: [&'static str; 2],
+    /// Norms after them.
+    post: [&'static str; 2],
+    qkv: Qkv,
+    qk_norm: [&'static str; 2],
+    proj: &'static str,
+    /// The first feed-forward matrix; gate and up projections if files do not fuse them.
+    fc: &'static [&'static str],
+    out: &'static str,
+    /// True if files store matrices as `[inputs, outputs]`.
+    transposed: bool,
+}
+
+/// Names of the matrices of queries, keys and values.
+#[derive(Debug)]
+enum Qkv {
+    Split([&'static str; 3]),
+    /// All queries, then all keys, then all values.
+    Fused(&'static str),
+    /// Queries, keys and values of each head.
+    ByHead(&'static str),
+}
+
+pub(super) const LLAMA: Names = Names {
+    prefix: "model.",
+    embedding: "embed_tokens",
+    positions: "",
+    blocks: "layers",
+    norm: "norm",
+    head: "lm_head",
+    ln: ["input_layernorm", "post_attention_layernorm"],
+    post: ["", ""],
+    qkv: Qkv::Split(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+    qk_norm: ["self_attn.q_norm", "self_attn.k_norm"],
+    proj: "self_attn.o_proj",
+    fc: &["mlp.gate_proj", "mlp.up_proj"],
+    out: "mlp.down_proj",
+    transposed: false,
+};
+
+pub(super) const GPT2: Names = Names {
+    prefix: "transformer.",
+    embedding: "wte",
+    positions: "wpe",
+    blocks: "h",
+    norm: "ln_f",
+    ln: ["ln_1", "ln_2"],
+    qkv: Qkv::Fused("attn.c_attn"),
+    proj: "attn.c_proj",
+    fc: &["mlp.c_fc"],
+    out: "mlp.c_proj",
+    transposed: true,
+    ..LLAMA
+};
+
+pub(super) const OLMO2: Names =
+    Names { ln: ["", ""], post: ["post_attention_layernorm", "post_feedforward_layernorm"], ..LLAMA };
+
+/// Gemma 2 and 3.
+pub(super) const GEMMA2: Names = Names {
+    ln: ["input_layernorm", "pre_feedforward_layernorm"],
+    post: ["post_attention_layernorm", "post_feedforward_layernorm"],
+    ..LLAMA
+};
+
+pub(super) const PHI: Names =
+    Names { norm: "final_layernorm", proj: "self_attn.dense", fc: &["mlp.fc1"], out: "mlp.fc2", ..LLAMA };
+
+pub(super) const PHI3: Names =
+    Names { qkv: Qkv::Fused("self_attn.qkv_proj"), fc: &["mlp.gate_up_proj"], ..LLAMA };
+
+pub(super) const STARCODER2: Names = Names { fc: &["mlp.c_fc"], out: "mlp.c_proj", ..LLAMA };
+
+pub(super) const GPT_NEOX: Names = Names {
+    prefix: "gpt_neox.",
+    embedding: "embed_in",
+    norm: "final_layer_norm",
+    head: "embed_out",
+    qkv: Qkv::ByHead("attention.query_key_value"),
+    proj: "attention.dense",
+    fc: &["mlp.dense_h_to_4h"],
+    out: "mlp.dense_4h_to_h",
+    ..LLAMA
+};
 
 /// One tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -18,199 +119,221 @@ pub(super) struct Mapped {
     pub(super) shape: Vec<usize>,
     /// Range in the arena.
     pub(super) elements: Range<usize>,
-    /// True if the file stores the transpose of the arena's matrix.
-    pub(super) transposed: bool,
+    /// Order of the values in files.
+    pub(super) order: Order,
     /// True if a file may have additional rows, for positions that the model does not use.
     pub(super) prefix: bool,
 }
 
+/// Order of a tensor's values in files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Order {
+    /// Same as in the arena.
+    Same,
+    /// The file has the transpose of the arena's matrix.
+    Transposed,
+    /// The arena's row of each row in the file.
+    Rows(Vec<usize>),
+}
+
+impl Mapped {
+    /// Brings the values of the whole tensor from the order of files into that of the arena.
+    pub(super) fn to_arena(&self, values: &[f32]) -> Vec<f32> {
+        match (&self.order, &*self.shape) {
+            (Order::Transposed, [rows, cols]) => transpose(values, *rows, *cols),
+            (Order::Rows(rows), _) => {
+                let mut arena = vec![0.0; values.len()];
+                let width = values.len() / rows.len().max(1);
+                for (row, values) in rows.iter().zip(values.chunks_exact(width.max(1))) {
+                    arena[row * width..(row + 1) * width].copy_from_slice(values);
+                }
+                arena
+            }
+            _ => values.to_vec(),
+        }
+    }
+
+    /// Brings the values of the whole tensor from the order of the arena into that of files.
+    pub(super) fn to_file(&self, values: &[f32]) -> Vec<f32> {
+        match (&self.order, &*self.shape) {
+            (Order::Transposed, [rows, cols]) => transpose(values, *cols, *rows),
+            (Order::Rows(rows), _) => {
+                let width = values.len() / rows.len().max(1);
+                rows.iter().flat_map(|row| &values[row * width..(row + 1) * width]).copied().collect()
+            }
+            _ => values.to_vec(),
+        }
+    }
+}
+
+/// Transposes `[rows, cols]` to `[cols, rows]`.
+fn transpose(values: &[f32], rows: usize, cols: usize) -> Vec<f32> {
+    (0..cols).flat_map(|col| (0..rows).map(move |row| values[row * cols + col])).collect()
+}
+
 /// Returns all tensors of a model, from the embedding to the head.
-pub(super) fn tensors(shape: &ModelShape, layout: &Layout) -> Vec<Mapped> {
-    let mut list = List { tensors: Vec::new(), gpt2: shape.arch == Arch::Gpt2 };
-    let prefix = prefix(shape.arch);
-    let embedding = if list.gpt2 { "wte" } else { "embed_tokens" };
-    list.rows(&format!("{prefix}{embedding}"), layout.wte.start, shape.vocab, shape.dim);
+pub(super) fn tensors(family: &Family, shape: &ModelShape, layout: &Layout) -> Vec<Mapped> {
+    let names = family.names;
+    let mut list = List { tensors: Vec::new(), names, shape };
+    let prefix = names.prefix;
+    list.matrix(&format!("{prefix}{}", names.embedding), layout.wte.start, [shape.vocab, shape.dim]);
     if let Some(wpe) = &layout.wpe {
-        list.rows(&format!("{prefix}wpe"), wpe.start, shape.seq, shape.dim);
+        list.matrix(&format!("{prefix}{}", names.positions), wpe.start, [shape.seq, shape.dim]);
         if let Some(positions) = list.tensors.last_mut() {
             positions.prefix = true;
         }
     }
     for (index, block) in layout.blocks.iter().enumerate() {
-        match shape.arch {
-            Arch::Gpt2 => list.gpt2_block(&format!("{prefix}h.{index}."), shape, block),
-            _ => list.llama_block(&format!("{prefix}layers.{index}."), shape, block),
-        }
+        list.block(&format!("{prefix}{}.{index}.", names.blocks), block);
     }
-    list.norm(&format!("{prefix}{}", if list.gpt2 { "ln_f" } else { "norm" }), shape.dim, Some(&layout.lnf));
+    list.norm(&format!("{prefix}{}", names.norm), Some(&layout.lnf));
     if !shape.tied {
-        list.rows("lm_head", layout.head.start, shape.vocab, shape.dim);
+        list.matrix(names.head, layout.head.start, [shape.vocab, shape.dim]);
     }
+    list.vector(&format!("{}.bias", names.head), layout.head_bias.as_ref(), shape.vocab);
     list.tensors
 }
 
-/// Returns the prefix of all tensor names except the head's. Models that were saved without a head lack it.
-pub(super) fn prefix(arch: Arch) -> &'static str {
-    match arch {
-        Arch::Gpt2 => "transformer.",
-        _ => "model.",
-    }
-}
-
 /// Returns whether a tensor holds no parameters: masks and frequencies, which older versions saved, or a tied head.
-pub(super) fn is_derived(name: &str, shape: &ModelShape) -> bool {
-    (shape.tied && name == "lm_head.weight")
-        || [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"].iter().any(|end| name.ends_with(end))
+pub(super) fn is_derived(name: &str, names: &Names, shape: &ModelShape) -> bool {
+    const ENDS: [&str; 6] = [
+        ".attn.bias",
+        ".attn.masked_bias",
+        ".attention.bias",
+        ".attention.masked_bias",
+        ".rotary_emb.inv_freq",
+        ".rotary_emb.cos_cached",
+    ];
+    let is_head = || name.strip_suffix(".weight") == Some(names.head);
+    (shape.tied && is_head()) || ENDS.iter().any(|end| name.ends_with(end))
 }
 
-struct List {
+struct List<'a> {
     tensors: Vec<Mapped>,
-    gpt2: bool,
+    names: &'static Names,
+    shape: &'a ModelShape,
 }
 
-impl List {
-    fn gpt2_block(&mut self, name: &str, shape: &ModelShape, block: &Block) {
-        let (dim, ffn) = (shape.dim, shape.ffn);
-        self.norm(&format!("{name}ln_1"), dim, block.ln1.as_ref());
-        for (part, linear, inputs, outputs) in [
-            ("attn.c_attn", &block.qkv, dim, shape.qkv_width()),
-            ("attn.c_proj", &block.proj, shape.attention_width(), dim),
-        ] {
-            self.conv1d(&format!("{name}{part}"), linear.weight.start, inputs, outputs);
-            self.bias(&format!("{name}{part}"), linear.bias.as_ref(), outputs);
+impl List<'_> {
+    fn block(&mut self, name: &str, block: &Block) {
+        let (names, shape) = (self.names, self.shape);
+        let (dim, ffn, attention) = (shape.dim, shape.ffn, shape.attention_width());
+        let name = |part: &str| format!("{name}{part}");
+        self.norm(&name(names.ln[0]), block.ln1.as_ref());
+        self.qkv(&name, &block.qkv);
+        if let Some(norms) = &block.qk_norm {
+            for (part, range) in names.qk_norm.iter().zip(norms) {
+                self.vector(&format!("{}.weight", name(part)), Some(range), range.len());
+            }
         }
-        self.norm(&format!("{name}ln_2"), dim, block.ln2.as_ref());
-        for (part, linear, inputs, outputs) in
-            [("mlp.c_fc", &block.fc, dim, ffn), ("mlp.c_proj", &block.out, ffn, dim)]
-        {
-            self.conv1d(&format!("{name}{part}"), linear.weight.start, inputs, outputs);
-            self.bias(&format!("{name}{part}"), linear.bias.as_ref(), outputs);
+        self.linear(&name(names.proj), &block.proj, [dim, attention]);
+        self.norm(&name(names.post[0]), block.post1.as_ref());
+        self.norm(&name(names.ln[1]), block.ln2.as_ref());
+        let rows = shape.ffn_inputs() / names.fc.len();
+        for (index, part) in names.fc.iter().enumerate() {
+            self.rows(&name(part), &block.fc, index * rows..(index + 1) * rows, dim);
         }
+        self.linear(&name(names.out), &block.out, [dim, ffn]);
+        self.norm(&name(names.post[1]), block.post2.as_ref());
     }
 
-    fn llama_block(&mut self, name: &str, shape: &ModelShape, block: &Block) {
-        let (dim, ffn) = (shape.dim, shape.ffn);
-        let (queries, keys) = (shape.attention_width(), shape.kv_heads * shape.head_width());
-        self.norm(&format!("{name}input_layernorm"), dim, block.ln1.as_ref());
-        let mut at = block.qkv.weight.start;
-        for (part, rows) in [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)] {
-            self.rows(&format!("{name}self_attn.{part}"), at, rows, dim);
-            at += rows * dim;
-        }
-        self.rows(&format!("{name}self_attn.o_proj"), block.proj.weight.start, dim, queries);
-        self.norm(&format!("{name}post_attention_layernorm"), dim, block.ln2.as_ref());
-        let gate = block.fc.weight.start;
-        self.rows(&format!("{name}mlp.gate_proj"), gate, ffn, dim);
-        self.rows(&format!("{name}mlp.up_proj"), gate + ffn * dim, ffn, dim);
-        self.rows(&format!("{name}mlp.down_proj"), block.out.weight.start, dim, ffn);
-    }
-
-    fn norm(&mut self, name: &str, dim: usize, norm: Option<&Norm>) {
-        let Some(norm) = norm else { return };
-        self.push(format!("{name}.weight"), vec![dim], norm.weight.start, false);
-        self.bias(name, norm.bias.as_ref(), dim);
-    }
-
-    fn bias(&mut self, name: &str, bias: Option<&Range<usize>>, len: usize) {
-        if let Some(bias) = bias {
-            self.push(format!("{name}.bias"), vec![len], bias.start, false);
-        }
-    }
-
-    fn rows(&mut self, name: &str, at: usize, rows: usize, cols: usize) {
-        self.push(format!("{name}.weight"), vec![rows, cols], at, false);
-    }
-
-    fn conv1d(&mut self, name: &str, at: usize, inputs: usize, outputs: usize) {
-        self.push(format!("{name}.weight"), vec![inputs, outputs], at, true);
-    }
-
-    fn push(&mut self, name: String, shape: Vec<usize>, at: usize, transposed: bool) {
-        let elements = at..at + shape.iter().product::<usize>();
-        self.tensors.push(Mapped { name, shape, elements, transposed, prefix: false });
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use xlaunch_spec::model::PRESETS;
-
-    use super::*;
-
-    #[test]
-    fn tensors_hold_every_parameter_once() {
-        let wide = ("wide", ModelShape { kv_heads: 2, head_dim: 64, ..PRESETS[0].1.clone() });
-        for (name, preset) in PRESETS.iter().chain([&wide]) {
-            for tied in [true, false] {
-                let shape = ModelShape { tied, ..preset.clone() };
-                let layout = Layout::new(&shape);
-                let mut ranges: Vec<_> =
-                    tensors(&shape, &layout).into_iter().map(|tensor| tensor.elements).collect();
-                ranges.sort_by_key(|range| range.start);
-                let mut stored = layout.params.iter().map(crate::model::layout::Param::stored);
-                let mut left = stored.next().unwrap();
-                for range in ranges {
-                    if left.is_empty() {
-                        left = stored.next().unwrap();
-                    }
-                    assert_eq!(range.start, left.start, "{name}");
-                    left.start = range.end;
-                    assert!(left.start <= left.end, "{name}");
+    fn qkv(&mut self, name: &dyn Fn(&str) -> String, linear: &Linear) {
+        let (queries, keys) = (self.shape.attention_width(), self.shape.kv_heads * self.shape.head_dim);
+        let order = qkv_rows(self.shape, matches!(self.names.qkv, Qkv::ByHead(_)));
+        match &self.names.qkv {
+            Qkv::Split(parts) => {
+                let bounds = [0, queries, queries + keys, queries + 2 * keys];
+                for (part, bounds) in parts.iter().zip(bounds.windows(2)) {
+                    let range = bounds[0]..bounds[1];
+                    let rows = order[range.clone()].iter().map(|row| row - range.start).collect();
+                    self.ordered_rows(&name(part), linear, range, rows);
                 }
-                assert!(left.is_empty() && stored.next().is_none(), "{name}");
+            }
+            Qkv::Fused(part) if self.names.transposed => {
+                self.linear(&name(part), linear, [queries + 2 * keys, self.shape.dim]);
+            }
+            Qkv::Fused(part) | Qkv::ByHead(part) => {
+                self.ordered_rows(&name(part), linear, 0..order.len(), order);
             }
         }
     }
 
-    #[test]
-    fn names_are_those_of_the_library() {
-        let names = |index: usize| -> Vec<(String, Vec<usize>)> {
-            let shape = ModelShape { layers: 1, tied: false, ..PRESETS[index].1.clone() };
-            let tensors = tensors(&shape, &Layout::new(&shape)).into_iter();
-            tensors.map(|tensor| (tensor.name, tensor.shape)).collect()
-        };
-        let gpt2 = names(2);
-        assert_eq!(gpt2.len(), 2 + 12 + 2 + 1);
-        for (name, shape) in [
-            ("transformer.wpe.weight", vec![1024, 768]),
-            ("transformer.h.0.attn.c_attn.weight", vec![768, 3 * 768]),
-            ("transformer.h.0.mlp.c_proj.weight", vec![3072, 768]),
-            ("transformer.h.0.ln_2.bias", vec![768]),
-            ("transformer.ln_f.weight", vec![768]),
-            ("lm_head.weight", vec![50257, 768]),
-        ] {
-            assert!(gpt2.contains(&(name.into(), shape)), "{name} in {gpt2:?}");
-        }
-        let llama = names(7);
-        assert_eq!(llama.len(), 1 + 9 + 1 + 1);
-        for (name, shape) in [
-            ("model.embed_tokens.weight", vec![128_256, 2048]),
-            ("model.layers.0.self_attn.k_proj.weight", vec![512, 2048]),
-            ("model.layers.0.mlp.down_proj.weight", vec![2048, 8192]),
-            ("model.norm.weight", vec![2048]),
-        ] {
-            assert!(llama.contains(&(name.into(), shape)), "{name} in {llama:?}");
+    /// Adds rows of a matrix, and of its bias, with the arena's row of each.
+    fn ordered_rows(&mut self, name: &str, linear: &Linear, range: Range<usize>, rows: Vec<usize>) {
+        let first = self.tensors.len();
+        self.rows(name, linear, range, self.shape.dim);
+        if !rows.is_sorted() {
+            self.tensors[first..].iter_mut().for_each(|tensor| tensor.order = Order::Rows(rows.clone()));
         }
     }
 
-    #[test]
-    fn matrices_of_gpt2_blocks_are_transposed_and_gates_come_before_up_projections() {
-        let list = |index: usize| {
-            let shape = ModelShape { layers: 1, ..PRESETS[index].1.clone() };
-            tensors(&shape, &Layout::new(&shape))
-        };
-        // The library stores Conv1D weights transposed, which matters even for square matrices.
-        for tensor in list(2) {
-            let conv1d = tensor.name.contains(".c_") && tensor.name.ends_with(".weight");
-            assert_eq!(tensor.transposed, conv1d, "{}", tensor.name);
+    fn norm(&mut self, name: &str, norm: Option<&Norm>) {
+        let Some(norm) = norm else { return };
+        self.vector(&format!("{name}.weight"), Some(&norm.weight), self.shape.dim);
+        self.vector(&format!("{name}.bias"), norm.bias.as_ref(), self.shape.dim);
+    }
+
+    fn linear(&mut self, name: &str, linear: &Linear, [outputs, inputs]: [usize; 2]) {
+        self.rows(name, linear, 0..outputs, inputs);
+    }
+
+    /// Adds some rows of a matrix, and of its bias.
+    fn rows(&mut self, name: &str, linear: &Linear, rows: Range<usize>, cols: usize) {
+        self.matrix(name, linear.weight.start + rows.start * cols, [rows.len(), cols]);
+        if let Some(matrix) = self.tensors.last_mut().filter(|_| self.names.transposed) {
+            matrix.shape.reverse();
+            matrix.order = Order::Transposed;
         }
-        let llama = list(7);
-        assert!(llama.iter().all(|tensor| !tensor.transposed));
-        let parts = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"];
-        let starts: Vec<usize> = parts
-            .iter()
-            .map(|part| llama.iter().find(|tensor| tensor.name.contains(part)).unwrap().elements.start)
-            .collect();
-        assert!(starts[..3].is_sorted() && starts[3] < starts[4], "{starts:?}");
+        let bias = linear.bias.as_ref().map(|bias| bias.start + rows.start..bias.start + rows.end);
+        self.vector(&format!("{name}.bias"), bias.as_ref(), rows.len());
+    }
+
+    fn vector(&mut self, name: &str, range: Option<&Range<usize>>, len: usize) {
+        if let Some(range) = range {
+            self.push(name.into(), vec![len], range.start);
+        }
+    }
+
+    fn matrix(&mut self, name: &str, at: usize, [rows, cols]: [usize; 2]) {
+        self.push(format!("{name}.weight"), vec![rows, cols], at);
+    }
+
+    fn push(&mut self, name: String, shape: Vec<usize>, at: usize) {
+        let elements = at..at + shape.iter().product::<usize>();
+        self.tensors.push(Mapped { name, shape, elements, order: Order::Same, prefix: false });
     }
 }
+
+/// Returns the arena's row of queries, keys and values for each row of a file.
+fn qkv_rows(shape: &ModelShape, by_head: bool) -> Vec<usize> {
+    let (width, heads, kv_heads) = (shape.head_dim, shape.heads, shape.kv_heads);
+    let rotated = (0..width).map(|row| rotated_row(row, width, shape.rotated_width() / 2));
+    let (rotated, plain): (Vec<usize>, Vec<usize>) = (rotated.collect(), (0..width).collect());
+    // The first row of a head, and the order of its rows.
+    let head = |index: usize| {
+        let rows = if index < heads + kv_heads { &rotated } else { &plain };
+        rows.iter().map(move |row| index * width + row)
+    };
+    if by_head {
+        (0..heads).flat_map(|index| [index, heads + index, 2 * heads + index]).flat_map(head).collect()
+    } else {
+        (0..heads + 2 * kv_heads).flat_map(head).collect()
+    }
+}
+
+/// Returns the row of a head of `width` rows in the arena for a row in a file. Files have the `pairs` pairs that are
+/// rotated first: their first elements, then their second ones, and then the rest. In the arena, the elements of a pair
+/// are half of the width apart.
+fn rotated_row(row: usize, width: usize, pairs: usize) -> usize {
+    let half = width / 2;
+    match row {
+        row if row < pairs => row,
+        row if row < 2 * pairs => half + row - pairs,
+        // The rest fills the first half, then the second.
+        row if row < half + pairs => row - pairs,
+        row => row,
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -104,10 +104,12 @@ fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
 
 #[test]
 fn exported_models_are_read_back_exactly_and_exported_again_with_the_same_bytes() {
-    for (number, shape) in shapes().iter().enumerate() {
+    let families = super::fixtures::all().into_values().map(|fixture| fixture.shape());
+    for (number, shape) in shapes().into_iter().chain(families).enumerate() {
+        let (shape, sizes) = (&shape, if number < 4 { &[u64::MAX, 50_000][..] } else { &[50_000] });
         let dir = tempfile::tempdir().unwrap();
         let (saved, arena) = checkpoint(&dir.path().join("a"), shape);
-        for max_file_bytes in [u64::MAX, 50_000] {
+        for max_file_bytes in sizes.iter().copied() {
             let [one, two] = ["one", "two"].map(|name| dir.path().join(format!("{name}-{max_file_bytes}")));
             export_in_files(&options(&saved, &one), max_file_bytes).unwrap();
             assert_eq!(read(&one, shape).unwrap(), arena, "{number}");
@@ -410,7 +412,7 @@ fn half_precision_base_models_and_derived_tensors_are_read() {
         });
         let halved = halved.unwrap();
         assert!(exact.iter().zip(&halved).all(|(a, b)| f16::from_f32(*a).to_f32() == *b));
-        let prefix = super::tensor_names::prefix(shape.arch);
+        let prefix = super::families::Family::of(shape.arch).names.prefix;
         let base = changed.read(&|tensors| {
             for (name, ..) in tensors.iter_mut() {
                 *name = name.strip_prefix(prefix).unwrap_or(name).to_owned();

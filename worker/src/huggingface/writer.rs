@@ -1,8 +1,8 @@
 //! Writes the tensors of an export as the checkpoint is read: pieces of the arena arrive in any order, from several
 //! threads.
 //!
-//! A piece is written to its file at once. Only transposed matrices wait in memory until they are complete, so a few
-//! matrices are in memory regardless of the size of the model.
+//! A piece is written to its file at once. Only tensors that have another order in files wait in memory until they are
+//! complete, so a few matrices are in memory regardless of the size of the model.
 
 use std::collections::HashMap;
 use std::io;
@@ -16,8 +16,7 @@ use fs_err::File;
 use half::bf16;
 use serde_json::{Map, Value, json};
 
-use super::source::transpose;
-use super::tensor_names::Mapped;
+use super::tensor_names::{Mapped, Order};
 use super::{ModelError, WEIGHTS};
 
 /// Metadata that marks files written by an export.
@@ -218,9 +217,9 @@ impl Writer {
     fn put_part(&self, index: usize, values: &[f32], part: Range<usize>) -> Result<(), ModelError> {
         let Planned { tensor, .. } = &self.plan.tensors[index];
         let first = part.start - tensor.elements.start;
-        let (true, [rows, cols]) = (tensor.transposed, &*tensor.shape) else {
+        if tensor.order == Order::Same {
             return self.write(index, first, values);
-        };
+        }
         let whole = {
             let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
             let len = tensor.elements.len();
@@ -230,7 +229,7 @@ impl Writer {
             if *missing == 0 { pending.remove(&index) } else { None }
         };
         match whole {
-            Some((matrix, _)) => self.write(index, 0, &transpose(&matrix, *cols, *rows)),
+            Some((matrix, _)) => self.write(index, 0, &tensor.to_file(&matrix)),
             None => Ok(()),
         }
     }
@@ -277,12 +276,14 @@ mod tests {
     use xlaunch_spec::model::PRESETS;
 
     use super::*;
+    use crate::huggingface::families::Family;
     use crate::huggingface::tensor_names;
     use crate::model::layout::Layout;
 
     fn plan(max_bytes: u64) -> Plan {
         let shape = &PRESETS[0].1;
-        Plan::new(tensor_names::tensors(shape, &Layout::new(shape)), ExportDtype::Bf16, max_bytes)
+        let tensors = tensor_names::tensors(Family::of(shape.arch), shape, &Layout::new(shape));
+        Plan::new(tensors, ExportDtype::Bf16, max_bytes)
     }
 
     #[test]

@@ -1,0 +1,303 @@
+"""Compares models of every family in transformers with the same models here.
+
+    python3 tests/peers/model_families.py compare --xlaunch PATH [NAME...]     # needs torch, transformers
+    python3 tests/peers/model_families.py fixture FILE      # configurations and tensors of all cases, for unit tests
+
+Each case is a small model with random weights. Of each are compared, on the CPU in fp32:
+
+- the loss before training, within 1e-6 of a model in double precision, or within transformers' own distance to that;
+- the losses of 20 steps of AdamW, within 1e-4 of torch's;
+- greedy text;
+- the bits of all tensors after import, a step that changes nothing, and export; and the export loads without a warning.
+
+Prints a line for each case that holds; exit code 1 if one does not.
+"""
+
+import argparse
+import array
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import byte_vocabulary
+import model as peer
+from exported import Warnings
+
+VOCAB, SEQ, STEPS, LR = 300, 32, 20, 1e-3
+PROMPT, TOKENS = "Once upon a time", 12
+SIZES = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=64, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+ROPE = {
+    "llama3": dict(rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_position_embeddings=32),
+    "linear": dict(rope_type="linear", rope_theta=300.0, factor=4.0),
+    "dynamic": dict(rope_type="dynamic", rope_theta=1e4, factor=4.0),
+    "yarn": dict(rope_type="yarn", rope_theta=300.0, factor=4.0, original_max_position_embeddings=16),
+    "yarn-set": dict(rope_type="yarn", rope_theta=300.0, factor=4.0, original_max_position_embeddings=16,
+                     beta_fast=8.0, beta_slow=0.5, attention_factor=1.3, truncate=False),
+}
+THETA = dict(rope_type="default", rope_theta=300.0)
+BIASES = dict(attention_bias=True, mlp_bias=True)
+KINDS = {"s": "sliding_attention", "f": "full_attention"}
+
+
+def layers(kinds):
+    return dict(num_hidden_layers=len(kinds), layer_types=[KINDS[kind] for kind in kinds])
+
+
+def by_kind(full, sliding):
+    return dict(rope_parameters={"full_attention": full, "sliding_attention": sliding})
+
+
+NO_GROUPS = dict(num_key_value_heads=None)
+GPT2 = dict(vocab_size=VOCAB, n_embd=64, n_inner=80, n_layer=2, n_head=4, n_positions=SEQ, bos_token_id=None,
+            eos_token_id=None, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
+# Type and keys of each case; `+` after a name: bf16 in several files.
+CASES = {
+    "gpt2": ("gpt2", dict(layer_norm_epsilon=1e-3)),
+    "gpt2-gelu+": ("gpt2", dict(activation_function="gelu", tie_word_embeddings=False)),
+    "llama": ("llama", dict(rope_parameters=THETA)),
+    "llama-biases+": ("llama", dict(**BIASES, tie_word_embeddings=True, head_dim=32, rope_parameters=ROPE["llama3"])),
+    "llama-linear": ("llama", dict(attention_bias=True, hidden_act="gelu", rope_parameters=ROPE["linear"])),
+    "llama-dynamic": ("llama", dict(mlp_bias=True, hidden_act="relu2", rope_parameters=ROPE["dynamic"])),
+    "llama-yarn": ("llama", dict(rope_parameters=ROPE["yarn"], hidden_act="gelu_pytorch_tanh")),
+    "mistral": ("mistral", dict(sliding_window=None, head_dim=32)),
+    "mistral-window+": ("mistral", dict(sliding_window=8, rope_parameters=ROPE["yarn-set"])),
+    "qwen2": ("qwen2", dict(tie_word_embeddings=True)),
+    "qwen2-windows+": ("qwen2", dict(use_sliding_window=True, sliding_window=8, max_window_layers=0)),
+    "qwen3": ("qwen3", dict(head_dim=32, tie_word_embeddings=True)),
+    "qwen3-windows+": ("qwen3", dict(head_dim=16, attention_bias=True, use_sliding_window=True, sliding_window=8,
+                                     max_window_layers=4, **layers("sfsf"))),
+    "smollm3": ("smollm3", dict(num_hidden_layers=4)),
+    "smollm3-biases+": ("smollm3", dict(**BIASES, num_hidden_layers=3, no_rope_layer_interval=2,
+                                        tie_word_embeddings=False)),
+    "olmo2": ("olmo2", dict()),
+    "olmo2-bias+": ("olmo2", dict(attention_bias=True, tie_word_embeddings=True, rope_parameters=ROPE["linear"])),
+    "olmo3": ("olmo3", dict(sliding_window=8, num_hidden_layers=4)),
+    "olmo3-yarn+": ("olmo3", dict(sliding_window=8, attention_bias=True, **layers("sfs"),
+                                  **by_kind(ROPE["yarn"], dict(rope_type="default", rope_theta=500.0)))),
+    "gemma": ("gemma", dict(head_dim=32)),
+    "gemma-bias+": ("gemma", dict(head_dim=16, attention_bias=True, tie_word_embeddings=False)),
+    "gemma2": ("gemma2", dict(head_dim=32, query_pre_attn_scalar=24, sliding_window=8, attn_logit_softcapping=2.0,
+                              final_logit_softcapping=3.0)),
+    "gemma2-bias+": ("gemma2", dict(head_dim=16, attention_bias=True, sliding_window=8, query_pre_attn_scalar=16,
+                                    attn_logit_softcapping=None, final_logit_softcapping=None,
+                                    tie_word_embeddings=False)),
+    "gemma3": ("gemma3_text", dict(head_dim=32, sliding_window=8, query_pre_attn_scalar=24, **layers("sfs"))),
+    "gemma3-cap+": ("gemma3_text", dict(head_dim=16, attention_bias=True, sliding_window=8, final_logit_softcapping=3.0,
+                                         num_hidden_layers=7,
+                                         **by_kind(ROPE["linear"], dict(rope_type="default", rope_theta=50.0)))),
+    "phi": ("phi", dict(num_attention_heads=2, num_key_value_heads=1)),
+    "phi-quarter+": ("phi", dict(num_attention_heads=2, num_key_value_heads=2, hidden_act="gelu",
+                                 partial_rotary_factor=0.25, layer_norm_eps=1e-3)),
+    "phi3": ("phi3", dict()),
+    "phi3-window+": ("phi3", dict(num_attention_heads=2, num_key_value_heads=1, sliding_window=8,
+                                  partial_rotary_factor=0.75, tie_word_embeddings=True)),
+    "stablelm": ("stablelm", dict(num_attention_heads=2, use_qkv_bias=True)),
+    "stablelm-parallel+": ("stablelm", dict(num_attention_heads=2, use_parallel_residual=True, num_key_value_heads=1,
+                                            partial_rotary_factor=0.5, tie_word_embeddings=True)),
+    "starcoder2": ("starcoder2", dict(sliding_window=8)),
+    "starcoder2-plain+": ("starcoder2", dict(use_bias=False, tie_word_embeddings=False)),
+    "granite": ("granite", dict(embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.1,
+                                logits_scaling=3.0)),
+    "granite-biases+": ("granite", dict(**BIASES, tie_word_embeddings=True, attention_multiplier=0.25)),
+    "gpt_neox": ("gpt_neox", dict(num_attention_heads=2, **NO_GROUPS)),
+    "gpt_neox-sequential+": ("gpt_neox", dict(num_attention_heads=2, use_parallel_residual=False, attention_bias=False,
+                                              rotary_pct=0.5, tie_word_embeddings=True, **NO_GROUPS)),
+}
+
+
+def configuration(case):
+    kind, keys = CASES[case]
+    keys = {**(GPT2 if kind == "gpt2" else SIZES), **keys}
+    return AutoConfig.for_model(kind, **{name: value for name, value in keys.items() if value is not None or
+                                         name not in NO_GROUPS})
+
+
+def make(case, directory):
+    torch.manual_seed(len(case))
+    model = AutoModelForCausalLM.from_config(configuration(case), attn_implementation="eager").eval()
+    with torch.no_grad():
+        # Weights are larger than initial ones and biases are not zero, so that every term matters.
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    if case.endswith("+"):
+        model.to(torch.bfloat16).save_pretrained(directory, max_shard_size="30KB")
+    else:
+        model.save_pretrained(directory)
+    byte_vocabulary.write(pathlib.Path(directory) / "tokenizer.json", VOCAB)
+
+
+def fixture(path):
+    """A line per case: its configuration, and the shapes of its tensors."""
+    lines = []
+    with tempfile.TemporaryDirectory() as folder:
+        for case in CASES:
+            directory = pathlib.Path(folder) / case
+            make(case, directory)
+            config = json.loads((directory / "config.json").read_text())
+            config.pop("transformers_version")
+            lines.append(f"{json.dumps(case)}: {json.dumps({'config': config, 'tensors': shapes(directory)})}")
+    pathlib.Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def tensors(directory):
+    found = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        found.update(load_file(path))
+    return found
+
+
+def shapes(directory):
+    """Those outside of blocks, and of the first block."""
+    first = lambda name: not any(f".{index}." in name for index in range(1, 9))
+    return {name: list(tensor.shape) for name, tensor in sorted(tensors(directory).items()) if first(name)}
+
+
+class Xlaunch:
+    def __init__(self, program, folder):
+        self.program, self.folder = program, folder
+        self.ids = [(i * i * 31 + 7 * i) % (VOCAB - 3) + 3 for i in range(SEQ + 1)]
+        (folder / "ids.bin").write_bytes(array.array("H", self.ids).tobytes())
+
+    def call(self, *words, cwd=None, stdin=None):
+        done = subprocess.run([self.program, *map(str, words)], capture_output=True, text=True, cwd=cwd, input=stdin)
+        if done.returncode != 0:
+            raise AssertionError(f"xlaunch {words[0]}: exit code {done.returncode}: {done.stderr}")
+        return done.stdout
+
+    def train(self, case, init, steps, lr):
+        """Trains on one sequence; returns the loss before each step, and the directory of the export."""
+        here = self.folder / f"{case}-{steps}"
+        here.mkdir()
+        (here / "train.toml").write_text(
+            f'[checkpoint]\ninit = "{init}"\n[model]\nseq = {SEQ}\n[engine]\ndevice = "cpu"\n'
+            f'[data]\ntrain = ["{self.folder}/ids.bin"]\nval = ["{self.folder}/ids.bin"]\ntokenizer = "bin"\n'
+            f'[train]\nsteps = {steps}\nbatch = 1\nwarmup = 0\nlr = {lr}\nschedule = "constant"\nsample = 0\n'
+            f"eval_every = 0\nclip = 0\n{'weight_decay = 0' if steps == 1 else ''}\n"
+        )
+        self.call("train.toml", cwd=here)
+        lines = [json.loads(line) for line in (here / "runs/train/latest/metrics.jsonl").read_text().splitlines()]
+        out = here / "out"
+        self.call("export", "runs/train/latest", "--output", "out",
+                  *(["--dtype", "bf16"] if case.endswith("+") else []), cwd=here)
+        return [line["train/loss"] for line in lines if "train/loss" in line], out
+
+    def generate(self, directory):
+        line = self.call("generate", directory, "--prompt", PROMPT, "--device", "cpu", "--temperature", "0",
+                         "--max-tokens", TOKENS, "--json")
+        return json.loads(line)["text"]
+
+
+def loss(model, ids):
+    ids = torch.tensor([ids])
+    return peer.loss(model(ids[:, :-1]).logits, ids[:, 1:])
+
+
+def compare(xlaunch, case):
+    directory = xlaunch.folder / case
+    make(case, directory)
+    load = lambda path: AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager").eval()
+    ids = xlaunch.ids
+    with torch.no_grad():
+        theirs = loss(load(directory), ids).item()
+        exact = loss(load(directory).double(), ids).item()
+    results = []
+
+    def check(what, holds, detail=""):
+        results.append((what, holds, detail))
+
+    # Bits.
+    [first], out = xlaunch.train(case, directory, 1, 1.2e-38)
+    before, after = tensors(directory), tensors(out)
+    different = [name for name in before.keys() | after.keys()
+                 if name not in before or name not in after or before[name].shape != after[name].shape
+                 or before[name].dtype != after[name].dtype
+                 or before[name].contiguous().view(torch.uint8).ne(after[name].contiguous().view(torch.uint8)).any()]
+    check("bits", not different, str(sorted(different)[:4]))
+    # Strict load without a warning, as the same class.
+    with Warnings() as warned:
+        loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, dtype=torch.float32)
+    wrong = [f"{what}: {names}" for what, names in info.items() if names] + warned.texts
+    check("load", not wrong, str(wrong))
+    with torch.no_grad():
+        again = loss(loaded.eval(), ids).item()
+    check("export", abs(again - theirs) <= 1e-6 * abs(theirs), f"{again} after export, {theirs} before")
+    # Loss before training.
+    tolerance = max(1e-6 * abs(exact), 2 * abs(theirs - exact))
+    detail = f"{first} here, {theirs} in transformers, {exact} in double precision"
+    check("loss", abs(first - exact) <= tolerance, detail)
+    prompt = torch.tensor([byte_vocabulary.encode(PROMPT)])
+    greedy = load(directory).generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=TOKENS,
+                                      do_sample=False, pad_token_id=0)[0, prompt.shape[1]:]
+    greedy, ours = byte_vocabulary.decode(greedy.tolist()), xlaunch.generate(directory)
+    check("greedy", greedy == ours, f"{ours!r} here, {greedy!r} in transformers")
+    # Steps.
+    trained = load(directory).train()
+    optimizer = peer.optimizer(trained, LR)
+    expected = []
+    for _ in range(STEPS):
+        value = loss(trained, ids)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        expected.append(value.item())
+    losses, _ = xlaunch.train(case, directory, STEPS, LR)
+    distance = max(abs(a - b) for a, b in zip(expected, losses, strict=True))
+    check("steps", distance <= 1e-4 * max(map(abs, expected)), f"{distance:.2e} apart: {losses[-1]}, {expected[-1]}")
+    for what, holds, detail in results:
+        if not holds:
+            print(f"{case}: {what} DIFFERENT: {detail}", flush=True)
+    good = [what for what, holds, _ in results if holds]
+    print(f"{case}: equal: {', '.join(good)}", flush=True)
+    return len(good) == len(results)
+
+
+def other_head(xlaunch, case):
+    """The configuration ties head and embedding, but the files have both: the head counts."""
+    directory = xlaunch.folder / f"{case}-other-head"
+    make(case, directory)
+    config = json.loads((directory / "config.json").read_text())
+    assert not config["tie_word_embeddings"]
+    (directory / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    with torch.no_grad():
+        theirs = loss(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval(), xlaunch.ids).item()
+    [ours], _ = xlaunch.train(f"{case}-other-head", directory, 1, 1.2e-38)
+    same = abs(ours - theirs) <= 1e-6 * theirs
+    print(f"{case}: other head {'is used' if same else 'DIFFERENT'}: loss {ours} here, {theirs}", flush=True)
+    return same
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["compare", "fixture"])
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--xlaunch")
+    options = parser.parse_intermixed_args()
+    torch.set_num_threads(1)
+    if options.command == "fixture":
+        fixture(options.names[0])
+        return
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        xlaunch = Xlaunch(options.xlaunch, pathlib.Path(folder))
+        if not options.names:
+            failed += sum(not other_head(xlaunch, case) for case in ("llama", "gpt_neox"))
+        for case in options.names or CASES:
+            try:
+                failed += not compare(xlaunch, case)
+            except AssertionError as error:
+                failed += 1
+                print(f"{case}: FAILED: {error}", flush=True)
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

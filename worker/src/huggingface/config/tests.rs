@@ -1,0 +1,348 @@
+//! Tests of reading and writing `config.json`.
+
+use xlaunch_spec::model::{Activation, NormKind, PRESETS, QkNorm};
+
+use super::*;
+use crate::huggingface::fixtures;
+
+fn read(config: &Value) -> Result<ModelShape, ModelError> {
+    parse(Path::new("config.json"), config.to_string().as_bytes())
+}
+
+fn write_own(shape: &ModelShape, ids: TokenIds) -> Value {
+    Value::Object(write(Family::of(shape.arch), shape, ids, "float32"))
+}
+
+fn preset(name: &str) -> ModelShape {
+    PRESETS.iter().find(|(preset, _)| *preset == name).unwrap().1.clone()
+}
+
+#[test]
+fn configuration_that_was_written_is_read_as_the_same_shape() {
+    let families = Arch::ALL.map(|arch| ("family", arch.base()));
+    for (name, preset) in PRESETS.iter().chain(&families) {
+        for tied in [true, false] {
+            let shape = ModelShape { tied: tied && !preset.head_bias, norm_eps: 1.5e-6, ..preset.clone() };
+            let config = write_own(&shape, TokenIds { end_of_text: Some(7), bos: None });
+            assert_eq!(read(&config).unwrap(), shape, "{name}");
+            assert_eq!((&config["bos_token_id"], &config["eos_token_id"]), (&json!(7), &json!(7)));
+            let config = write_own(&shape, TokenIds::default());
+            assert!(config["eos_token_id"].is_null() && config.get("eos_token_id").is_some());
+        }
+    }
+    let wide = ModelShape { head_dim: 64, ..PRESETS[0].1.clone() };
+    assert_eq!(read(&write_own(&wide, TokenIds::default())).unwrap(), wide);
+}
+
+#[test]
+fn configurations_of_the_library_are_read_and_written_back() {
+    for (name, fixture) in fixtures::all() {
+        let shape = fixture.shape();
+        let written = write_own(&shape, TokenIds::default());
+        assert_eq!(written["architectures"], fixture.config["architectures"], "{name}");
+        for key in ["rope_parameters", "layer_types", "no_rope_layers"] {
+            assert_eq!(written.get(key), fixture.config.get(key), "{name}: {key}");
+        }
+        assert_eq!(read(&written).unwrap(), shape, "{name}");
+        assert_eq!(family_for(&shape).unwrap().arch, shape.arch, "{name}");
+    }
+}
+
+#[test]
+fn older_names_of_rotary_keys_are_read() {
+    let older = |name: &str| {
+        let mut config = write_own(&preset(name), TokenIds::default());
+        config.as_object_mut().unwrap().remove("rope_parameters");
+        config
+    };
+    for name in ["llama-1b", "pythia-160m", "gemma3-1b", "olmo2-1b", "smollm3-3b", "qwen3-0.6b"] {
+        assert_eq!(read(&older(name)).unwrap(), preset(name), "{name}");
+    }
+    let mut config = older("llama-1b");
+    config["rope_scaling"] = json!({"type": "linear", "factor": 2.0});
+    assert_eq!(read(&config).unwrap().rope_scaling, RopeScaling::Linear { factor: 2.0 });
+    // Lengths that are missing are those of the model.
+    config["rope_scaling"] = json!({"type": "yarn", "factor": 2});
+    let RopeScaling::Yarn { original_max_position_embeddings: original, .. } =
+        read(&config).unwrap().rope_scaling
+    else {
+        panic!("not YaRN")
+    };
+    assert_eq!(original, preset("llama-1b").seq);
+}
+
+#[test]
+fn null_head_width_follows_from_the_heads_and_missing_keys_have_the_librarys_values() {
+    let config =
+        json!({"model_type": "qwen3", "hidden_size": 2048, "head_dim": null, "num_key_value_heads": null});
+    let shape = read(&config).unwrap();
+    assert_eq!((shape.head_dim, shape.kv_heads, shape.vocab), (64, 32, 151_936));
+    assert_eq!(read(&json!({"model_type": "qwen3"})).unwrap().head_dim, 128);
+    let mistral = read(&json!({"model_type": "mistral"})).unwrap();
+    assert_eq!((mistral.window, mistral.kv_heads, mistral.seq), (4096, 8, 131_072));
+    assert_eq!(read(&json!({"model_type": "mistral", "sliding_window": null})).unwrap().window, 0);
+    let gemma = read(&json!({"model_type": "gemma2"})).unwrap();
+    assert_eq!((gemma.attention_softcap, gemma.window_pattern, gemma.query_scale), (50.0, 2, 0.0));
+}
+
+#[test]
+fn model_is_exported_as_another_family_if_its_own_cannot_represent_it() {
+    let llama = || preset("byte-tiny");
+    let family = |shape: &ModelShape| family_for(shape).map(|family| family.arch);
+    for (shape, expected) in [
+        (llama(), Arch::Llama),
+        (ModelShape { qkv_bias: true, ..llama() }, Arch::Qwen2),
+        (ModelShape { qk_norm: QkNorm::Head, ..llama() }, Arch::Qwen3),
+        (ModelShape { window: 64, ..llama() }, Arch::Mistral),
+        (ModelShape { logit_scale: 0.1, query_scale: 0.3, ..llama() }, Arch::Granite),
+        (ModelShape { no_rope_every: 3, ..llama() }, Arch::SmolLm3),
+        // The library refuses such a Llama.
+        (ModelShape { heads: 3, kv_heads: 3, ..llama() }, Arch::Mistral),
+        (ModelShape { norm: NormKind::Layer, rope_fraction: 0.5, ..llama() }, Arch::StableLm),
+        (ModelShape { arch: Arch::Qwen3, qk_norm: QkNorm::None, ..llama() }, Arch::Llama),
+        (ModelShape { activation: Activation::Relu2, ..llama() }, Arch::Llama),
+        // Keys that make no difference.
+        (ModelShape { embedding_scale: 128f64.sqrt(), ..Arch::Gemma.base() }, Arch::Gemma),
+        (ModelShape { windowed_rope_theta: 0.0, ..Arch::Olmo3.base() }, Arch::Olmo3),
+    ] {
+        assert_eq!(family(&shape), Ok(expected), "{shape:?}");
+    }
+    for (shape, key, value) in [
+        (ModelShape { attention_softcap: 5.0, ..llama() }, "model.attention_softcap", "5.0"),
+        (ModelShape { qk_norm: QkNorm::Head, rope_fraction: 0.5, ..llama() }, "model.qk_norm", "head"),
+        (ModelShape { gated: true, ..Arch::Gpt2.base() }, "model.gated", "true"),
+    ] {
+        assert_eq!(family(&shape), Err((key, value.to_owned())));
+    }
+}
+
+#[test]
+fn inherited_settings_are_written_back_unless_training_decides_them() {
+    let shape = ModelShape { seq: 128, arch: Arch::Mistral, ..PRESETS[0].1.clone() };
+    let ids = TokenIds { end_of_text: Some(7), bos: Some(1) };
+    let written = write(Family::of(shape.arch), &shape, ids, "float32");
+    let mut original = written.clone();
+    original.extend(
+        json!({
+            "model_type": "mistral", "eos_token_id": [2, 32000], "pad_token_id": 5, "max_position_embeddings": 512,
+            "dtype": "bfloat16", "transformers_version": "4.1", "bos_token_id": 1, "architectures": ["M"],
+        })
+        .as_object()
+        .unwrap()
+        .clone(),
+    );
+    let config = inherit_config(written.clone(), &original, &shape, ids);
+    for (key, value) in [
+        ("eos_token_id", json!([2, 32000, 7])),
+        ("pad_token_id", json!(5)),
+        ("bos_token_id", json!(1)),
+        ("max_position_embeddings", json!(512)),
+        ("model_type", json!("mistral")),
+        ("dtype", json!("float32")),
+        ("architectures", json!(["M"])),
+    ] {
+        assert_eq!(config[key], value, "{key}");
+    }
+    assert!(config.get("transformers_version").is_none());
+    assert_eq!(inherit(json!({"a": 1}), &Map::new(), ids), json!({"a": 1}));
+    // Only tokens are inherited from a configuration of another model.
+    original["num_hidden_layers"] = json!(5);
+    let config = inherit_config(written, &original, &shape, ids);
+    assert_eq!((&config["num_hidden_layers"], &config["pad_token_id"]), (&json!(4), &json!(5)));
+    assert_eq!(config["architectures"], json!(["MistralForCausalLM"]));
+}
+
+#[test]
+fn published_configurations_are_read_as_presets() {
+    let gpt2 = json!({
+        "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+        "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12,
+        "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1, "summary_type": "cls_index",
+        "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}},
+        "vocab_size": 50257
+    });
+    assert_eq!(read(&gpt2).unwrap(), preset("gpt2-124m"));
+    let llama = json!({
+        "architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+        "bos_token_id": 128000, "eos_token_id": 128001, "head_dim": 64, "hidden_act": "silu",
+        "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192,
+        "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "llama",
+        "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+        "rope_theta": 500000.0, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+        "transformers_version": "4.45.0.dev0", "use_cache": true, "vocab_size": 128256
+    });
+    assert_eq!(read(&llama).unwrap(), ModelShape { seq: 131_072, ..preset("llama-1b") });
+    let smollm = json!({
+        "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": 576,
+        "intermediate_size": 1536, "is_llama_config": true, "max_position_embeddings": 8192,
+        "model_type": "llama", "num_attention_heads": 9, "num_hidden_layers": 30,
+        "num_key_value_heads": 3, "rms_norm_eps": 1e-05, "rope_interleaved": false, "rope_scaling": null,
+        "rope_theta": 100000, "tie_word_embeddings": true, "vocab_size": 49152
+    });
+    assert_eq!(read(&smollm).unwrap(), ModelShape { seq: 8192, ..preset("smollm2-135m") });
+    let qwen3 = json!({
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+        "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 1024, "initializer_range": 0.02, "intermediate_size": 3072,
+        "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+        "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+        "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null, "tie_word_embeddings": true,
+        "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true,
+        "use_sliding_window": false, "vocab_size": 151936
+    });
+    assert_eq!(read(&qwen3).unwrap(), ModelShape { seq: 40960, ..preset("qwen3-0.6b") });
+    let gemma3 = json!({
+        "architectures": ["Gemma3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+        "attn_logit_softcapping": null, "bos_token_id": 2, "cache_implementation": "hybrid",
+        "eos_token_id": [1, 106], "final_logit_softcapping": null, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "initializer_range": 0.02,
+        "intermediate_size": 6912, "max_position_embeddings": 32768, "model_type": "gemma3_text",
+        "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1, "pad_token_id": 0,
+        "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+        "rope_scaling": null, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+        "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0", "use_cache": true,
+        "vocab_size": 262144
+    });
+    assert_eq!(read(&gemma3).unwrap(), ModelShape { seq: 32768, ..preset("gemma3-1b") });
+    let pythia = json!({
+        "architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu",
+        "hidden_size": 768, "initializer_range": 0.02, "intermediate_size": 3072, "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 2048, "model_type": "gpt_neox", "num_attention_heads": 12,
+        "num_hidden_layers": 12, "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": false,
+        "torch_dtype": "float16", "transformers_version": "4.24.0", "use_cache": true,
+        "use_parallel_residual": true, "vocab_size": 50304
+    });
+    assert_eq!(read(&pythia).unwrap(), preset("pythia-160m"));
+}
+
+/// Changes a key of a written configuration, `table.key` within a table, and expects a refusal that names it.
+fn refused(shape: &ModelShape, key: &str, value: Value) -> String {
+    let mut config = write_own(shape, TokenIds::default());
+    let (path, last) = key.rsplit_once('.').map_or((None, key), |(path, last)| (Some(path), last));
+    let mut table = &mut config;
+    for name in path.into_iter().flat_map(|path| path.split('.')) {
+        table = &mut table[name];
+    }
+    table[last] = value.clone();
+    let error = read(&config).expect_err(&format!("{key} = {value}"));
+    let ModelError::Config { key: named, problem, .. } = &error else { panic!("{error}") };
+    assert_eq!(named, key, "{error}");
+    problem.clone()
+}
+
+#[test]
+fn what_this_trainer_does_not_compute_is_refused_by_its_key() {
+    for (key, value) in [
+        ("activation_function", json!("relu")),
+        ("scale_attn_weights", json!(false)),
+        ("scale_attn_by_inverse_layer_idx", json!(true)),
+        ("add_cross_attention", json!(true)),
+        ("n_head", json!(7)),
+        ("n_layer", json!(-1)),
+        ("n_layer", json!(1u64 << 40)),
+        ("n_inner", json!("wide")),
+        ("layer_norm_epsilon", json!(0)),
+        ("quantization_config", json!({"bits": 4})),
+        ("rope_theta", json!(1e4)),
+    ] {
+        refused(&preset("gpt2-124m"), key, value);
+    }
+    for (key, value) in [
+        ("model_type", json!("mamba\u{1b}[31m")),
+        ("hidden_act", json!("quick_gelu")),
+        ("sliding_window", json!(4096)),
+        ("layer_types", json!(["full_attention"])),
+        ("partial_rotary_factor", json!(0.5)),
+        ("rope_theta", json!(7)),
+        ("rope_scaling", json!({"rope_type": "default"})),
+        ("rope_parameters.rope_type", json!("longrope")),
+        ("rope_parameters.mscale", json!(1.0)),
+        ("rope_parameters.partial_rotary_factor", json!(0.5)),
+        ("num_key_value_heads", json!(5)),
+        ("head_dim", json!(12)),
+        ("tie_word_embeddings", json!("yes")),
+        ("num_experts", json!(8)),
+        ("kv_lora_rank", json!(512)),
+        ("layer_scale", json!(1)),
+    ] {
+        refused(&preset("llama-1b"), key, value);
+    }
+    for (arch, key, value) in [
+        (Arch::Mistral, "sliding_window", json!(0)),
+        (Arch::Mistral, "attention_bias", json!(true)),
+        (Arch::Qwen2, "layer_types", json!(["full_attention"])),
+        (Arch::Qwen3, "layer_types", json!(vec!["linear_attention"; 4])),
+        (Arch::SmolLm3, "no_rope_layers", json!([0, 1, 1, 1])),
+        (Arch::SmolLm3, "no_rope_layer_interval", json!(0)),
+        (Arch::Olmo3, "rope_parameters.rope_theta", json!(1e4)),
+        (Arch::Olmo3, "rope_parameters.sliding_attention", json!({"rope_type": "linear", "factor": 2.0})),
+        (Arch::Gemma, "hidden_activation", json!("silu")),
+        (Arch::Gemma, "use_bidirectional_attention", json!(true)),
+        (Arch::Gemma2, "final_logit_softcapping", json!(-1)),
+        (Arch::Gemma2, "query_pre_attn_scalar", json!(0)),
+        (Arch::Gemma3, "rope_local_base_freq", json!(3.0)),
+        (Arch::Gemma3, "attn_logit_softcapping", json!(50.0)),
+        (Arch::Phi, "qk_layernorm", json!(true)),
+        (Arch::Phi, "tie_word_embeddings", json!(true)),
+        (Arch::Phi3, "rope_parameters.rope_type", json!("llama3")),
+        (Arch::StableLm, "qk_layernorm", json!(true)),
+        (Arch::StableLm, "head_dim", json!(16)),
+        (Arch::GptNeoX, "num_key_value_heads", json!(2)),
+        (Arch::GptNeoX, "rotary_pct", json!(0.9)),
+        (Arch::Granite, "logits_scaling", json!(0)),
+    ] {
+        refused(&arch.base(), key, value);
+    }
+    let mut config = write_own(&Arch::Qwen2.base(), TokenIds::default());
+    config.as_object_mut().unwrap().remove("layer_types");
+    for (key, value) in
+        [("use_sliding_window", json!(true)), ("sliding_window", json!(8)), ("max_window_layers", json!(2))]
+    {
+        config[key] = value;
+    }
+    assert!(read(&config).unwrap_err().to_string().contains("`max_window_layers`"));
+    let mut config = write_own(&PRESETS[0].1, TokenIds::default());
+    config["rope_scaling"] = json!({"type": "llama3"});
+    assert!(read(&config).unwrap_err().to_string().contains("`rope_scaling.factor`"));
+    // Another name for the same function, and keys that switch something off.
+    let mut config = write_own(&PRESETS[0].1, TokenIds::default());
+    (config["hidden_act"], config["use_mrope"], config["experts"]) =
+        (json!("swish"), json!(false), json!([]));
+    assert_eq!(read(&config).unwrap(), PRESETS[0].1);
+}
+
+#[test]
+fn other_types_of_models_are_refused_with_the_nearest_supported_one() {
+    for (model_type, expected) in [
+        ("qwen3_moe", &["experts", "`qwen3`"][..]),
+        ("qwen3_next", &["linear attention", "`qwen3`"]),
+        ("qwen3_5", &["linear attention", "`qwen3`"]),
+        ("llama4", &["experts", "`llama`"]),
+        ("deepseek_v3", &["latent attention"]),
+        ("gpt_oss", &["sinks"]),
+        ("mixtral", &["experts", "`mistral`"]),
+        ("olmo", &["`olmo2`"]),
+        ("falcon", &["`gpt_neox`"]),
+        ("mpt", &["biases"]),
+        ("gemma3", &["images", "gemma3_text"]),
+        ("never_heard_of", &["supported are llama, gpt2"]),
+    ] {
+        let problem = refused(&preset("byte-tiny"), "model_type", json!(model_type));
+        for text in expected {
+            assert!(problem.contains(text), "{model_type}: {text} in {problem}");
+        }
+    }
+}
+
+#[test]
+fn text_that_is_not_an_object_and_control_characters_give_safe_errors() {
+    for text in [&b"[1]"[..], b"{", b"", b"\xff", b"{\"model_type\": \"\x1b[31m\"}"] {
+        let error = parse(Path::new("config.json"), text).unwrap_err().to_string();
+        assert!(!error.chars().any(char::is_control), "{error:?}");
+    }
+    let error = read(&json!({"model_type": "\u{1b}[31m"})).unwrap_err().to_string();
+    assert!(!error.chars().any(char::is_control), "{error:?}");
+}

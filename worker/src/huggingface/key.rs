@@ -1,0 +1,189 @@
+//! Keys of `config.json` with their meanings, each of which is read and written. Pure.
+
+use serde_json::{Map, Value, json};
+use xlaunch_spec::model::{Activation, ModelShape, Parallel};
+
+use super::ModelError;
+use super::keys::Keys;
+
+/// A field of a shape, with its key in `[model]`.
+#[derive(Debug)]
+pub(super) struct Field<T> {
+    pub(super) key: &'static str,
+    pub(super) of: fn(&mut ModelShape) -> &mut T,
+}
+
+/// Names a field of a shape.
+macro_rules! field {
+    ($name:ident) => {
+        Field { key: concat!("model.", stringify!($name)), of: |shape| &mut shape.$name }
+    };
+}
+pub(super) use field;
+
+/// A key of `config.json` and its meaning.
+#[derive(Debug)]
+pub(super) struct Key(pub(super) &'static str, pub(super) Meaning);
+
+/// Meaning of a key. `null` and a missing key stand for the default, except with [`Cap`](Self::Cap).
+#[derive(Debug)]
+pub(super) enum Meaning {
+    /// A whole number and its default.
+    Size(Field<usize>, usize),
+    /// A whole number whose default follows from earlier keys.
+    Derived(Field<usize>, fn(&ModelShape) -> usize),
+    /// A whole number, the default of a missing key, and what `null` stands for, which follows from earlier keys.
+    Nullable(Field<usize>, usize, fn(&ModelShape) -> usize),
+    /// A whole number that always follows from earlier keys, so the key is not written.
+    Implied(Field<usize>, fn(&ModelShape) -> usize),
+    /// A number and its default.
+    Number(Field<f64>, f64),
+    /// A number of which the shape has the reciprocal, and its default.
+    Reciprocal(Field<f64>, f64),
+    /// A soft cap and the default of a missing key. `null` means that there is none, which is 0 in a shape.
+    Cap(Field<f64>, f64),
+    /// A number n and its default. Attention scores are multiplied by `n^-0.5`.
+    QueryScalar(f64),
+    /// The factor of attention scores and its default.
+    QueryScale(f64),
+    /// A flag and its default. Several fields may have the same key.
+    Flag(Field<bool>, bool),
+    /// Whether attention and feed-forward layers are side by side, how they are if so, and the default.
+    Parallel(Parallel, bool),
+    /// The activation function; the default is that of the family.
+    Activation,
+    /// Only these values, as JSON, are computed. The first one is written.
+    Only(&'static [&'static str]),
+}
+
+/// Names of activation functions. The first one of each is written.
+const ACTIVATIONS: [(&str, Activation); 6] = [
+    ("silu", Activation::Silu),
+    ("swish", Activation::Silu),
+    ("gelu", Activation::Gelu),
+    ("gelu_pytorch_tanh", Activation::GeluTanh),
+    ("gelu_new", Activation::GeluTanh),
+    ("relu2", Activation::Relu2),
+];
+
+impl Key {
+    /// Reads the key into a shape.
+    pub(super) fn read(&self, keys: &Keys<'_>, shape: &mut ModelShape) -> Result<(), ModelError> {
+        let Self(name, meaning) = self;
+        match meaning {
+            Meaning::Size(field, default) => *(field.of)(shape) = keys.size(name, *default)?,
+            Meaning::Derived(field, default) => {
+                let default = default(shape);
+                *(field.of)(shape) = keys.size(name, default)?;
+            }
+            Meaning::Nullable(field, missing, null) => {
+                let default = if keys.values.contains_key(*name) { null(shape) } else { *missing };
+                *(field.of)(shape) = keys.size(name, default)?;
+            }
+            Meaning::Implied(field, value) => {
+                let value = value(shape);
+                if keys.size(name, value)? != value {
+                    return Err(keys.refused(name, &format!("it is always {value} in this family")));
+                }
+                *(field.of)(shape) = value;
+            }
+            Meaning::Number(field, default) => *(field.of)(shape) = keys.number(name, *default)?,
+            Meaning::Reciprocal(field, default) => {
+                *(field.of)(shape) = 1.0 / keys.positive(name, *default)?;
+            }
+            Meaning::Cap(field, default) => {
+                let missing = if keys.values.contains_key(*name) { 0.0 } else { *default };
+                let cap = keys.optional_number(name)?;
+                *(field.of)(shape) = if cap.is_some() { keys.positive(name, *default)? } else { missing };
+            }
+            Meaning::QueryScalar(default) => {
+                set_query_scale(shape, keys.positive(name, *default)?.powf(-0.5));
+            }
+            Meaning::QueryScale(default) => set_query_scale(shape, keys.positive(name, *default)?),
+            Meaning::Flag(field, default) => *(field.of)(shape) = keys.flag(name, *default)?,
+            Meaning::Parallel(parallel, default) => {
+                shape.parallel = if keys.flag(name, *default)? { *parallel } else { Parallel::No };
+            }
+            Meaning::Activation => {
+                let Some(named) = keys.text(name)? else { return Ok(()) };
+                let known = ACTIVATIONS.iter().find(|(known, _)| *known == named);
+                let Some((_, activation)) = known else {
+                    let known: Vec<_> = ACTIVATIONS.iter().map(|(known, _)| *known).collect();
+                    return Err(keys.refused(name, &format!("this trainer computes {}", known.join(", "))));
+                };
+                shape.activation = *activation;
+            }
+            Meaning::Only(accepted) => keys.only(name, accepted)?,
+        }
+        Ok(())
+    }
+
+    /// Writes the value of a shape. A value that the key cannot hold is read back as another one.
+    pub(super) fn write(&self, shape: &ModelShape, config: &mut Map<String, Value>) {
+        let Self(name, meaning) = self;
+        let mut own = shape.clone();
+        let value = match meaning {
+            Meaning::Size(field, _) | Meaning::Derived(field, _) | Meaning::Nullable(field, ..) => {
+                json!(*(field.of)(&mut own))
+            }
+            Meaning::Implied(..) => return,
+            Meaning::Number(field, _) => json!(*(field.of)(&mut own)),
+            Meaning::Reciprocal(field, _) => json!(1.0 / *(field.of)(&mut own)),
+            Meaning::Cap(field, _) => json!(Some(*(field.of)(&mut own)).filter(|cap| *cap != 0.0)),
+            Meaning::QueryScalar(_) => json!(query_scalar(shape)),
+            Meaning::QueryScale(_) => json!(shape.score_factor()),
+            Meaning::Flag(field, _) => json!(*(field.of)(&mut own)),
+            Meaning::Parallel(..) => json!(shape.parallel != Parallel::No),
+            Meaning::Activation => {
+                // GPT-2's class has the older name.
+                let prefer = if *name == "activation_function" { "gelu_new" } else { "" };
+                let mut names = ACTIVATIONS.iter().filter(|(_, known)| *known == shape.activation);
+                let first = names.clone().next();
+                json!(names.find(|(known, _)| *known == prefer).or(first).map(|(known, _)| *known))
+            }
+            Meaning::Only(accepted) => {
+                accepted.first().and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default()
+            }
+        };
+        config.insert((*name).into(), value);
+    }
+
+    /// Returns whether the key holds a key of `[model]`.
+    pub(super) fn holds(&self, key: &str) -> bool {
+        match &self.1 {
+            Meaning::Size(field, _) | Meaning::Derived(field, _) | Meaning::Nullable(field, ..) => {
+                field.key == key
+            }
+            Meaning::Number(field, _) | Meaning::Reciprocal(field, _) | Meaning::Cap(field, _) => {
+                field.key == key
+            }
+            Meaning::Flag(field, _) => field.key == key,
+            Meaning::QueryScalar(_) | Meaning::QueryScale(_) => key == "model.query_scale",
+            Meaning::Parallel(..) => key == "model.parallel",
+            Meaning::Activation => key == "model.activation",
+            Meaning::Implied(..) | Meaning::Only(_) => false,
+        }
+    }
+}
+
+/// Sets the factor of attention scores; to 0, which presets have, if it is the usual one.
+fn set_query_scale(shape: &mut ModelShape, scale: f64) {
+    shape.query_scale = 0.0;
+    if !nearly_equal(shape.score_factor(), scale) {
+        shape.query_scale = scale;
+    }
+}
+
+/// Returns the number whose inverse square root is the factor of attention scores, which is a whole number in most
+/// models.
+fn query_scalar(shape: &ModelShape) -> Value {
+    let scalar = shape.score_factor().powi(-2);
+    #[expect(clippy::cast_possible_truncation, reason = "it is small and whole")]
+    let whole = scalar.round() as i64;
+    if nearly_equal(scalar, scalar.round()) { json!(whole) } else { json!(scalar) }
+}
+
+/// Returns whether two numbers differ by no more than rounding does.
+pub(super) fn nearly_equal(a: f64, b: f64) -> bool {
+    (a - b).abs() <= 1e-12 * a.abs().max(b.abs())
+}

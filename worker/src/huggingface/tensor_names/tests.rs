@@ -1,0 +1,120 @@
+//! Tests of the names and places of tensors.
+
+use std::collections::BTreeMap;
+
+use xlaunch_spec::model::{Arch, PRESETS};
+
+use super::*;
+use crate::huggingface::fixtures;
+use crate::model::layout::Param;
+
+fn mapped(shape: &ModelShape) -> Vec<Mapped> {
+    tensors(Family::of(shape.arch), shape, &Layout::new(shape))
+}
+
+/// Small models of all families, and the presets.
+fn shapes() -> Vec<(String, ModelShape)> {
+    let fixtures = fixtures::all().into_iter().map(|(name, fixture)| (name, fixture.shape()));
+    let presets = PRESETS.iter().map(|(name, shape)| ((*name).to_owned(), shape.clone()));
+    let wide = ("wide".to_owned(), ModelShape { kv_heads: 2, head_dim: 64, ..PRESETS[0].1.clone() });
+    fixtures.chain(presets).chain([wide]).collect()
+}
+
+#[test]
+fn tensors_hold_every_parameter_once() {
+    for (name, preset) in shapes() {
+        for tied in [true, false] {
+            let shape = ModelShape { tied, head_bias: preset.head_bias && !tied, ..preset.clone() };
+            let layout = Layout::new(&shape);
+            let mut ranges: Vec<_> = mapped(&shape).into_iter().map(|tensor| tensor.elements).collect();
+            ranges.sort_by_key(|range| range.start);
+            let mut stored = layout.params.iter().map(Param::stored);
+            let mut left = stored.next().unwrap();
+            for range in ranges {
+                if left.is_empty() {
+                    left = stored.next().unwrap();
+                }
+                assert_eq!(range.start, left.start, "{name}");
+                left.start = range.end;
+                assert!(left.start <= left.end, "{name}");
+            }
+            assert!(left.is_empty() && stored.next().is_none(), "{name}");
+        }
+    }
+}
+
+#[test]
+fn names_and_shapes_are_those_of_the_library() {
+    let fixtures = fixtures::all();
+    for arch in Arch::ALL {
+        assert!(fixtures.values().any(|fixture| fixture.shape().arch == arch), "{arch:?}");
+    }
+    for (name, fixture) in fixtures {
+        let ours: BTreeMap<String, Vec<usize>> = mapped(&fixture.shape())
+            .into_iter()
+            .filter(|tensor| !(1..9).any(|block| tensor.name.contains(&format!(".{block}."))))
+            .map(|tensor| (tensor.name, tensor.shape))
+            .collect();
+        assert_eq!(ours, fixture.tensors, "{name}");
+    }
+}
+
+#[test]
+fn matrices_of_gpt2_blocks_are_transposed_and_gates_come_before_up_projections() {
+    let list = |index: usize| mapped(&ModelShape { layers: 1, ..PRESETS[index].1.clone() });
+    // The library stores Conv1D weights transposed, which matters even for square matrices.
+    for tensor in list(2) {
+        let conv1d = tensor.name.contains(".c_") && tensor.name.ends_with(".weight");
+        assert_eq!(tensor.order == Order::Transposed, conv1d, "{}", tensor.name);
+    }
+    let llama = list(7);
+    assert!(llama.iter().all(|tensor| tensor.order == Order::Same));
+    let parts = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"];
+    let starts: Vec<usize> = parts
+        .iter()
+        .map(|part| llama.iter().find(|tensor| tensor.name.contains(part)).unwrap().elements.start)
+        .collect();
+    assert!(starts[..3].is_sorted() && starts[3] < starts[4], "{starts:?}");
+}
+
+#[test]
+fn rotated_elements_of_a_head_are_half_of_it_apart() {
+    for (width, pairs) in [(8, 1), (32, 4), (32, 8), (64, 12), (16, 8), (80, 16)] {
+        let rows: Vec<usize> = (0..width).map(|row| rotated_row(row, width, pairs)).collect();
+        for pair in 0..pairs {
+            // Files pair elements i and i + R, the arena i and i + D/2.
+            assert_eq!((rows[pair], rows[pairs + pair]), (pair, width / 2 + pair), "{width} {pairs}");
+        }
+        let mut sorted = rows.clone();
+        sorted.sort_unstable();
+        assert_eq!(sorted, (0..width).collect::<Vec<_>>(), "{width} {pairs}: {rows:?}");
+        assert_eq!(rows.is_sorted(), 2 * pairs == width);
+    }
+}
+
+#[test]
+fn rows_of_heads_are_a_permutation_in_both_directions() {
+    let shape =
+        ModelShape { heads: 4, kv_heads: 4, head_dim: 16, rope_fraction: 0.5, ..Arch::GptNeoX.base() };
+    let rows = qkv_rows(&shape, true);
+    // The second head's queries follow the values of the first, in which nothing is rotated.
+    assert_eq!((rows[16], rows[32], rows[48]), (4 * 16, 8 * 16, 16));
+    assert_eq!(rows[32..48], (8 * 16..9 * 16).collect::<Vec<_>>());
+    assert_eq!(rows[..16], [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15]);
+    for (name, shape) in shapes() {
+        for by_head in [false, shape.heads == shape.kv_heads] {
+            let mut rows = qkv_rows(&shape, by_head);
+            rows.sort_unstable();
+            assert_eq!(rows, (0..shape.qkv_width()).collect::<Vec<_>>(), "{name}");
+        }
+    }
+    for (name, fixture) in fixtures::all() {
+        for tensor in mapped(&fixture.shape()) {
+            #[expect(clippy::cast_precision_loss, reason = "test data")]
+            let values: Vec<f32> = (0..tensor.elements.len()).map(|value| value as f32).collect();
+            let file = tensor.to_file(&values);
+            assert_eq!(tensor.to_arena(&file), values, "{name}: {}", tensor.name);
+            assert_eq!(file == values, tensor.order == Order::Same, "{name}: {}", tensor.name);
+        }
+    }
+}
