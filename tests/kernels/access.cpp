@@ -134,12 +134,20 @@ void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, con
         written = &shared->written[address - shared->begin];
         is_shared = true;
         if (write && r->async.multiplies) r->check_operands(address, size, site ? *site : Site{"?", 0, {pc, nullptr}});
+        if (!write && shared == &r->dynamic && !r->async.read_before.empty())
+            for (size_t i = (address - shared->begin) / 16; i <= (address + size - 1 - shared->begin) / 16; i++) {
+                unsigned warp = warp_of(r->number_of(self));
+                r->async.read_before[i][warp] = r->async.arrivals[warp] + 1;
+            }
+        if (write && shared == &r->dynamic && !r->async.published_by.empty())
+            for (size_t i = (address - shared->begin) / 2; i <= (address + size - 1 - shared->begin) / 2; i++)
+                r->async.published_by[i] = self.completed[FENCES + warp_of(r->number_of(self))] + 1;
     } else {
         Range range = find(address, size);
         if (range.place == Place::Nowhere) {
             Dl_info info;
-            // These are constants of the kernel's own library.
-            if (!write && pc && dladdr(reinterpret_cast<void*>(address), &info)) {
+            // These are constants and counters of the kernel's own library.
+            if ((!write || kind == Kind::Atomic) && pc && dladdr(reinterpret_cast<void*>(address), &info)) {
                 Dl_info own;
                 if (dladdr(pc, &own) && own.dli_fbase == info.dli_fbase) return;
             }
@@ -280,6 +288,11 @@ ATOMIC(32_fetch_add, uint32_t, 4, __atomic_fetch_add)
 ATOMIC(64_fetch_add, uint64_t, 8, __atomic_fetch_add)
 ATOMIC(32_fetch_or, uint32_t, 4, __atomic_fetch_or)
 ATOMIC(32_exchange, uint32_t, 4, __atomic_exchange_n)
+
+void emulator_add_async(float* p, const float* x, unsigned count) {
+    auto turn = atomic(p, count * sizeof *p, __builtin_return_address(0));
+    for (unsigned i = 0; i < count; i++) p[i] += x[i];
+}
 
 unsigned emulator_atomic_max(unsigned* p, unsigned x) {
     auto turn = atomic(p, sizeof x, __builtin_return_address(0));

@@ -2,6 +2,7 @@
 // of boxes (TMA), and multiplications by warpgroups (wgmma).
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -26,9 +27,11 @@ struct Site {
 // The call site of the function of hopper.cuh that calls the emulator's function with these parameters.
 #define SITE {file, line, {__builtin_return_address(0), __builtin_return_address(1)}}
 
-// For each warp, the number of the newest multiplication that the warp is known to have waited for. Barriers pass this
-// knowledge on. Multiplications of a warpgroup are numbered from 1.
-using Clock = std::array<uint32_t, MAX_WARPGROUP_WARPS>;
+// For each warp, the number of the newest multiplication that the warp is known to have waited for; then, for each,
+// that of its newest fence_async, and that of its newest arrival at a barrier in shared memory. Barriers pass this
+// knowledge on. Multiplications of a warpgroup, fences of a thread, and arrivals of a warp are numbered from 1.
+using Clock = std::array<uint32_t, 3 * MAX_WARPGROUP_WARPS>;
+constexpr unsigned FENCES = MAX_WARPGROUP_WARPS, ARRIVALS = 2 * MAX_WARPGROUP_WARPS;
 
 // Rows of boxes in shared memory: eight chunks of 16 bytes, in an order that depends on the row.
 constexpr unsigned ROW_BYTES = 128;
@@ -58,6 +61,8 @@ struct Mbarrier {
 };
 
 struct BoxCopy {
+    // Or the address of bytes without a map.
+    uintptr_t from = 0;
     TensorMap map;
     int64_t at[3];
     uintptr_t to, barrier;
@@ -77,6 +82,8 @@ struct Multiplication {
     Accumulator* to;
     const char *a, *b;
     bool add, a_across, b_across;
+    // The left operand if it is in registers: for each thread, their address and contents.
+    std::vector<std::pair<const unsigned*, std::array<unsigned, 4>>> registers;
     uint32_t number;
     // Number of groups that were committed before.
     uint32_t group;
@@ -106,10 +113,17 @@ struct Async {
     bool multiplies = false;
     // For each 16 bytes of dynamic shared memory and each warpgroup, the newest multiplication that reads them.
     std::vector<std::array<uint32_t, MAX_WARPGROUPS>> readers;
+    // For each two bytes of it, the fence of the last writer that makes them visible to wgmma; empty before any fence.
+    std::vector<uint32_t> published_by;
+    // Number of arrivals of each warp. For each 16 bytes of dynamic shared memory and each warp, the arrival that
+    // follows its last read; empty before any arrival.
+    uint32_t arrivals[MAX_WARPGROUP_WARPS] = {};
+    std::vector<std::array<uint32_t, MAX_WARPGROUP_WARPS>> read_before;
     Operands operands;
 
     void reset() {
-        barriers.clear(), copies.clear(), readers.clear();
+        barriers.clear(), copies.clear(), readers.clear(), published_by.clear();
+        read_before.clear(), std::fill(std::begin(arrivals), std::end(arrivals), 0);
         if (multiplies)
             for (Warpgroup& group : warpgroups) group = {};
         multiplies = false;

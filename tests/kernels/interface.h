@@ -26,12 +26,14 @@ struct EmulatorMma {
     const unsigned *a, *b;
 };
 
-// `d` has n / 2 floats of this thread. If across, k runs down the tile.
+// `d` has n / 2 floats of this thread. If across, k runs down the tile. If `registers` is not null, it is the left
+// operand (four words of this thread), and `a` is null.
 struct EmulatorWgmma {
     float* d;
     unsigned n;
     const void *a, *b;
     bool add, a_across, b_across;
+    const unsigned* registers;
 };
 
 // Joint operations of the lanes of a warp.
@@ -80,6 +82,14 @@ void emulator_barrier_arrive(void* barrier, unsigned bytes, const char* file, in
 void emulator_barrier_wait(void* barrier, unsigned parity, const char* file, int line);
 // Copies a box, whose map was made by cuTensorMapEncodeTiled, to shared memory; the barrier counts its bytes.
 void emulator_copy_box(void* to, const void* map, void* barrier, int x, int y, int z, const char* file, int line);
+// Copies bytes in the same way, which are a multiple of 16.
+void emulator_copy_bytes(void* to, const void* from, unsigned bytes, void* barrier, const char* file, int line);
+// Makes the thread's writes of shared memory visible to wgmma.
+void emulator_fence_async();
+// Barrier of some threads, named by a number; they wait, or only arrive.
+void emulator_group_barrier(int number, unsigned threads, bool wait, const char* file, int line);
+// Adds to device memory.
+void emulator_add_async(float* p, const float* x, unsigned count);
 void emulator_wgmma_fence();
 // Called by all threads of a warpgroup. The multiplication is complete after a corresponding wait.
 void emulator_wgmma(EmulatorWgmma* call, const char* file, int line);

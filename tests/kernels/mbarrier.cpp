@@ -81,7 +81,8 @@ bool Runner::deliver_copy() {
     auto it = copies.begin() + (grid.seed ? random.below(unsigned(copies.size())) : 0);
     BoxCopy copy = *it;
     copies.erase(it);
-    for_rows(copy, [&](int64_t row, int64_t begin, int64_t end, uintptr_t from) {
+    if (copy.from) memcpy(reinterpret_cast<void*>(copy.to), reinterpret_cast<void*>(copy.from), copy.bytes);
+    else for_rows(copy, [&](int64_t row, int64_t begin, int64_t end, uintptr_t from) {
         char elements[ROW_BYTES] = {};
         if (end > begin) memcpy(elements + 2 * begin, reinterpret_cast<void*>(from), size_t(2 * (end - begin)));
         for (unsigned i = 0; i < ROW_BYTES; i += 16)
@@ -96,6 +97,34 @@ bool Runner::deliver_copy() {
     async.barriers[copy.barrier].bytes -= int64_t(copy.bytes);
     end_phase(copy.barrier, copy.site);
     return true;
+}
+
+void Runner::count_arrival() {
+    if (async.read_before.empty()) async.read_before.assign((dynamic.end - dynamic.begin + 15) / 16, {});
+    unsigned warp = warp_of(number_of(*current));
+    current->completed[ARRIVALS + warp] = ++async.arrivals[warp];
+}
+
+void Runner::start_copy(const BoxCopy& copy) {
+    SharedMemory* shared = shared_at(copy.to);
+    if (!shared) fail("%s: TMA copy to memory that is not shared", source_of(copy.site).c_str());
+    for (const BoxCopy& other : async.copies)
+        if (copy.to < other.to + other.bytes && other.to < copy.to + copy.bytes)
+            fail("%s: TMA copy to shared memory that another copy is still writing", source_of(copy.site).c_str());
+    // Reads by other warps are ordered before the copy by arrivals that this thread knows of.
+    unsigned own = warp_of(number_of(*current));
+    for (uintptr_t at = copy.to; at < copy.to + copy.bytes && !async.read_before.empty(); at += 16) {
+        const auto& reads = async.read_before[(at - dynamic.begin) / 16];
+        bool known = true;
+        for (unsigned warp = 0; warp < reads.size(); warp++)
+            known = known && (!reads[warp] || (warp != own && reads[warp] <= current->completed[ARRIVALS + warp]));
+        for (size_t i = (at - dynamic.begin) / 2; known && i < (at - dynamic.begin) / 2 + 8; i++)
+            dynamic.cells[i].reader = {};
+    }
+    access(copy.to, copy.bytes, true, Kind::Plain, nullptr, &copy.site);
+    // Until the copy is done, these bytes are undefined.
+    memset(&shared->written[copy.to - shared->begin], 0, copy.bytes);
+    async.copies.push_back(copy);
 }
 
 void Runner::check_copies_done() {
@@ -167,6 +196,7 @@ void emulator_barrier_arrive(void* barrier, unsigned bytes, const char* file, in
         r.fail("%s: too many arrivals at a barrier: phase %u has all %u of them and is only missing bytes",
                source_of(site).c_str(), to.phase, to.arrivals);
     to.bytes += bytes, to.pending--;
+    r.count_arrival();
     merge(to.arrived, r.current->completed);
     // Threads that continue may overtake this one.
     if (r.end_phase(address, site) || r.grid.failed) r.yield();
@@ -193,26 +223,65 @@ void emulator_copy_box(void* to, const void* map, void* barrier, int x, int y, i
     const Site site = SITE;
     Runner& r = *runner;
     require_warps_of_32(site);
-    BoxCopy copy = {{}, {x, y, z}, reinterpret_cast<uintptr_t>(to), reinterpret_cast<uintptr_t>(barrier), 0, site};
+    BoxCopy copy = {0, {}, {x, y, z}, reinterpret_cast<uintptr_t>(to), reinterpret_cast<uintptr_t>(barrier), 0, site};
     memcpy(&copy.map, map, sizeof copy.map);
     if (!r.barrier_at(copy.barrier, site).fenced)
         r.fail("%s: TMA copy to a barrier without a fence after its initialisation", source_of(site).c_str());
-    SharedMemory* shared = r.shared_at(copy.to);
     if (copy.map.magic != TensorMap::MAGIC)
         r.fail("%s: tensor map that was not encoded by cuTensorMapEncodeTiled", source_of(site).c_str());
-    if (!shared) r.fail("%s: TMA copy to memory that is not shared", source_of(site).c_str());
     if (copy.to % 1024)
         r.fail("%s: TMA copy to an address that is not aligned to 1024 bytes", source_of(site).c_str());
     copy.bytes = size_t(copy.map.box[0]) * copy.map.box[1] * copy.map.box[2] * 2;
-    for (const BoxCopy& other : r.async.copies)
-        if (copy.to < other.to + other.bytes && other.to < copy.to + copy.bytes)
-            r.fail("%s: TMA copy to shared memory that another copy is still writing", source_of(site).c_str());
     for_rows(copy, [&](int64_t, int64_t begin, int64_t end, uintptr_t from) {
         access(from, size_t(2 * (end - begin)), false, Kind::Plain, nullptr, &site);
     });
-    access(copy.to, copy.bytes, true, Kind::Plain, nullptr, &site);
-    // Until the copy is done, these bytes are undefined.
-    memset(&shared->written[copy.to - shared->begin], 0, copy.bytes);
-    r.async.copies.push_back(copy);
+    r.start_copy(copy);
+}
+
+void emulator_copy_bytes(void* to, const void* from, unsigned bytes, void* barrier, const char* file, int line) {
+    const Site site = SITE;
+    Runner& r = *runner;
+    require_warps_of_32(site);
+    BoxCopy copy = {reinterpret_cast<uintptr_t>(from), {}, {}, reinterpret_cast<uintptr_t>(to),
+                    reinterpret_cast<uintptr_t>(barrier), bytes, site};
+    if (!r.barrier_at(copy.barrier, site).fenced)
+        r.fail("%s: TMA copy to a barrier without a fence after its initialisation", source_of(site).c_str());
+    if ((copy.to | copy.from | bytes) % 16)
+        r.fail("%s: TMA copy whose addresses or length are not multiples of 16 bytes", source_of(site).c_str());
+    access(copy.from, bytes, false, Kind::Plain, nullptr, &site);
+    r.start_copy(copy);
+}
+
+void emulator_group_barrier(int number, unsigned threads, bool wait, const char* file, int line) {
+    const Site site = SITE;
+    Runner& r = *runner;
+    Fiber& self = *r.current;
+    require_warps_of_32(site);
+    if (number < 1 || number > 15 || !threads || threads % 32)
+        r.fail("%s: barrier %d of %u threads does not exist", source_of(site).c_str(), number, threads);
+    // Such barriers are named by their number, which is the address of no other barrier.
+    auto address = uintptr_t(number);
+    auto [found, is_new] = r.async.barriers.try_emplace(address);
+    Mbarrier& barrier = found->second;
+    if (is_new) barrier.arrivals = barrier.pending = threads;
+    if (barrier.arrivals != threads)
+        r.fail("%s: barrier of %u threads, which was one of %u threads before", source_of(site).c_str(), threads,
+               barrier.arrivals);
+    uint32_t phase = barrier.phase;
+    barrier.pending--;
+    barrier.observed = true;
+    r.count_arrival();
+    merge(barrier.arrived, self.completed);
+    bool ended = r.end_phase(address, site);
+    if (wait) {
+        while (barrier.phase == phase) {
+            self.state = State::AtMbarrier, self.barrier = address, self.parity = phase % 2;
+            self.file = file, self.line = line, self.callers = site.callers;
+            r.yield();
+        }
+        merge(self.completed, barrier.released);
+    }
+    // Threads that continue may overtake this one.
+    if (ended) r.yield();
 }
 }

@@ -158,6 +158,8 @@ struct Runner {
     // mbarrier.cpp, wgmma.cpp
     Mbarrier& barrier_at(uintptr_t address, const Site& site);
     bool end_phase(uintptr_t address, const Site& site);
+    void count_arrival();
+    void start_copy(const BoxCopy& copy);
     bool deliver_copy();
     void check_copies_done();
     std::string describe_waits();
@@ -169,6 +171,7 @@ struct Runner {
     void join_clocks(unsigned first, unsigned threads, uint64_t mask);
     // Fail if registers, or bytes to write, belong to a multiplication that is not known to have ended.
     void check_registers(uintptr_t address, size_t size, const char* what, const Site& site);
+    void check_published(const Clock& known, uintptr_t address, size_t size, const Site& site);
     void check_operands(uintptr_t address, size_t size, const Site& site);
 };
 

@@ -43,10 +43,22 @@ void unpack(const char* p, unsigned rows, bool across, float* to) {
     });
 }
 
+// The same, from the registers of a warpgroup: as those of mma.m16n8k16, with 16 rows per warp.
+void unpack_registers(const Multiplication& m, float* to) {
+    for (unsigned thread = 0; thread < WARPGROUP; thread++)
+        for (unsigned i = 0; i < 8; i++) {
+            unsigned row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
+            unsigned k = thread % 4 * 2 + i % 2 + i / 4 * 8;
+            uint32_t bits = m.registers[thread].second[i / 2] >> 16 * (i % 2) << 16;
+            memcpy(&to[k * ROWS + row], &bits, sizeof bits);
+        }
+}
+
 void multiply(const Multiplication& m, Operands& operands) {
     float *a = operands.a, *b = operands.b;
     unsigned n = m.to->n;
-    unpack(m.a, ROWS, m.a_across, a);
+    if (m.a) unpack(m.a, ROWS, m.a_across, a);
+    else unpack_registers(m, a);
     unpack(m.b, n, m.b_across, b);
     float* sums = m.to->sums.data();
     if (!m.add) std::fill_n(sums, ROWS * n, 0.0f);
@@ -107,6 +119,7 @@ void Runner::start_multiplication(const Site& site) {
     for (unsigned i = 1; i < WARPGROUP; i++) {
         const EmulatorWgmma& other = call(i);
         if (other.a != own.a || other.b != own.b || other.n != own.n || other.add != own.add ||
+            !other.registers != !own.registers ||
             other.a_across != own.a_across || other.b_across != own.b_across)
             fail("%s: divergence: threads 0 and %u of the warpgroup pass different operands to wgmma",
                  source_of(site).c_str(), i);
@@ -114,6 +127,11 @@ void Runner::start_multiplication(const Site& site) {
     if (!async.multiplies) async.readers.assign((dynamic.end - dynamic.begin + 15) / 16, {});
     async.multiplies = true;
     uint32_t number = ++group.issued;
+    // What all threads of the warpgroup know.
+    Clock known = fibers[index * WARPGROUP].completed;
+    for (unsigned i = 1; i < WARPGROUP; i++)
+        for (size_t j = 0; j < known.size(); j++)
+            known[j] = std::min(known[j], fibers[index * WARPGROUP + i].completed[j]);
     auto check = [&](const void* p, unsigned rows, bool across) {
         if (reinterpret_cast<uintptr_t>(p) % 16)
             fail("%s: wgmma operand that is not aligned to 16 bytes", source_of(site).c_str());
@@ -123,17 +141,11 @@ void Runner::start_multiplication(const Site& site) {
                 fail("%s: wgmma reads outside of dynamic shared memory", source_of(site).c_str());
             if (memchr(&dynamic.written[offset], 0, 16))
                 fail("%s: wgmma reads shared memory that nothing has written", source_of(site).c_str());
-            // wgmma does not see the writes of threads. A delivered copy has no writer any more.
-            for (size_t i = offset / 2; i < offset / 2 + 8; i++) {
-                const Cell& cell = dynamic.cells[i];
-                if (cell.time == dynamic.time && cell.writer.block)
-                    fail("%s: wgmma reads shared memory that thread %u has written: only TMA copies are ordered before "
-                         "it", source_of(site).c_str(), cell.writer.thread);
-            }
+            check_published(known, address, 16, site);
             async.readers[offset / 16][index] = number;
         });
     };
-    check(own.a, ROWS, own.a_across);
+    if (own.a) check(own.a, ROWS, own.a_across);
     check(own.b, own.n, own.b_across);
     Accumulator* to = nullptr;
     for (auto& accumulator : group.accumulators)
@@ -146,10 +158,11 @@ void Runner::start_multiplication(const Site& site) {
                 fail("%s: wgmma shares only some of its registers with one that was not waited for",
                      source_of(site).c_str());
         }
-    if (!to) {
+    if (!to || own.registers)
         for (unsigned i = 0; i < WARPGROUP; i++)
             if (!fibers[index * WARPGROUP + i].fenced)
                 fail("%s: wgmma uses registers without a wgmma_fence before it", source_of(site).c_str());
+    if (!to) {
         group.accumulators.emplace_back(to = new Accumulator{own.n, {}, std::vector<float>(ROWS * own.n)});
         for (unsigned i = 0; i < WARPGROUP; i++) to->d[i] = call(i).d;
         for_registers(to->n, [&](unsigned thread, unsigned i, unsigned element) {
@@ -159,7 +172,13 @@ void Runner::start_multiplication(const Site& site) {
     }
     to->users++;
     group.pending.push_back({to, static_cast<const char*>(own.a), static_cast<const char*>(own.b), own.add,
-                             own.a_across, own.b_across, number, group.committed, site});
+                             own.a_across, own.b_across, {}, number, group.committed, site});
+    if (!own.registers) return;
+    for (unsigned i = 0; i < WARPGROUP; i++) {
+        std::array<unsigned, 4> words;
+        memcpy(words.data(), call(i).registers, sizeof words);
+        group.pending.back().registers.emplace_back(call(i).registers, words);
+    }
 }
 
 // Completes all but the `later` newest ones of the current warpgroup.
@@ -169,6 +188,10 @@ void Runner::finish_groups(unsigned later) {
     auto& pending = group.pending;
     size_t done = 0;
     for (; done < pending.size() && pending[done].group + later < group.committed; done++) {
+        for (auto& [at, words] : pending[done].registers)
+            if (memcmp(at, words.data(), sizeof words))
+                fail("%s: a register of the left operand is written before this wgmma was waited for",
+                     source_of(pending[done].site).c_str());
         multiply(pending[done], async.operands);
         pending[done].to->users--;
     }
@@ -185,6 +208,19 @@ void Runner::finish_groups(unsigned later) {
         });
         for (unsigned j = 0; j < WARPGROUP; j++) fibers[index * WARPGROUP + j].fenced = false;
         accumulators.erase(accumulators.begin() + long(i));
+    }
+}
+
+// Fails unless the writes of these bytes were followed by fences that are known.
+void Runner::check_published(const Clock& known, uintptr_t address, size_t size, const Site& site) {
+    // A delivered copy has no writer any more.
+    for (size_t i = (address - dynamic.begin) / 2; i < (address - dynamic.begin + size) / 2; i++) {
+        const Cell& cell = dynamic.cells[i];
+        if (cell.time != dynamic.time || !cell.writer.block) continue;
+        uint32_t fence = async.published_by.empty() ? 1 : async.published_by[i];
+        if (known[FENCES + warp_of(cell.writer.thread)] < fence)
+            fail("%s: wgmma reads shared memory that thread %u has written, without fence_async and a barrier in "
+                 "between", source_of(site).c_str(), cell.writer.thread);
     }
 }
 
@@ -218,6 +254,15 @@ void Runner::check_operands(uintptr_t address, size_t size, const Site& site) {
 using namespace emulator;
 
 extern "C" {
+
+void emulator_fence_async() {
+    Async& async = runner->async;
+    const SharedMemory& shared = runner->dynamic;
+    if (!async.multiplies) async.readers.assign((shared.end - shared.begin + 15) / 16, {});
+    async.multiplies = true;
+    if (async.published_by.empty()) async.published_by.assign((shared.end - shared.begin) / 2 + 1, 1);
+    runner->current->completed[FENCES + warp_of(runner->number_of(*runner->current))]++;
+}
 
 void emulator_wgmma_fence() { runner->current->fenced = true; }
 

@@ -8,7 +8,10 @@ use crate::cuda::device::NVIDIA_WARP;
 use crate::cuda::{STATIC_SHARED, compile};
 use crate::error::EngineError;
 pub use crate::ops::activation::cuda::ActivationVariant;
+pub use crate::ops::attention::cuda::AttentionVariant;
 use crate::ops::attention::cudnn::{AttentionPlan, Direction};
+use crate::ops::attention::hopper::KERNELS as ATTENTION_KERNELS;
+pub use crate::ops::attention::hopper::QueryGradients;
 use crate::ops::attention::variant::{OwnKernels, Scores};
 use crate::ops::glu::hopper;
 pub use crate::ops::glu::hopper::Tiling;
@@ -26,6 +29,11 @@ pub fn force_gelu_variant(
     variant: ActivationVariant,
 ) {
     gpu(backend).activation.force(before, after, variant);
+}
+
+/// Makes a back end compute attention with this variant, for all shapes that it supports.
+pub fn force_attention(backend: &Backend, variant: Option<AttentionVariant>) {
+    gpu(backend).attention.force(variant);
 }
 
 /// Makes a back end compute linear layers with gated activations with our own GEMM and this tiling, for all layers that
@@ -105,11 +113,12 @@ pub fn compile_kernels(
     let activations = activations.flat_map(|f| [activation::cuda::compilation(f), glu::cuda::compilation(f)]);
     let mut files = Vec::new();
     // Only for bf16, and only for the compute capability whose instructions they use.
-    let own_gemms = hopper::KERNELS.iter().flatten().chain([&weight_grads::KERNEL]);
-    let own_gemms = own_gemms.filter(|_| precision == Precision::Bf16 && arch == "sm_90a");
-    let own_gemms = own_gemms.map(|kernel| (kernel.source, kernel.macros.to_vec(), vec![kernel.name]));
+    let hopper = hopper::KERNELS.iter().flatten().chain([&weight_grads::KERNEL]);
+    let hopper = hopper.chain(ATTENTION_KERNELS.iter().flat_map(|kernels| kernels.all()));
+    let hopper = hopper.filter(|_| precision == Precision::Bf16 && arch == "sm_90a");
+    let hopper = hopper.map(|kernel| (kernel.source, kernel.macros.to_vec(), vec![kernel.name]));
     for (source, macros, names) in
-        common.into_iter().chain(attention).chain(cached).chain(activations).chain(own_gemms)
+        common.into_iter().chain(attention).chain(cached).chain(activations).chain(hopper)
     {
         let mut options = compile::options(arch, NVIDIA_WARP, precision.activations(), &macros);
         options.push("--ptxas-options=-v".into());

@@ -19,8 +19,8 @@ use common::cases::cases;
 use common::{Ops, Outputs, distance, random};
 use half::bf16;
 use xlaunch_engine::testing::{
-    ActivationVariant, Tiling, force_gelu_variant, force_glu_tiling, force_transposed_weight_grads,
-    force_weight_grads_together, require_gpu,
+    ActivationVariant, AttentionVariant, QueryGradients, Tiling, force_attention, force_gelu_variant,
+    force_glu_tiling, force_transposed_weight_grads, force_weight_grads_together, require_gpu,
 };
 use xlaunch_engine::*;
 
@@ -30,6 +30,7 @@ xlaunch_harness::suite! {
         tf32_matches_cpu,
         bf16_matches_cpu_with_own_and_fastest_kernels,
         gated_activations_in_gemms_match_cpu,
+        all_variants_of_attention_match_cpu,
         gradients_of_two_layers_in_one_kernel_match_cpu,
         all_gelu_variants_agree,
         results_are_bitwise_reproducible_with_and_without_pool;
@@ -109,6 +110,16 @@ fn gated_activations_in_gemms_match_cpu() {
     for tiling in [Tiling::Halves, Tiling::Turns] {
         force_glu_tiling(&backend, Some(tiling));
         compare_cases(&backend, DType::Bf16, &format!("{tiling:?}"), ", glu to", to_bf16, 8e-3);
+    }
+}
+
+/// Other tests see the fastest variant, or the deterministic one.
+fn all_variants_of_attention_match_cpu() {
+    let backend = open(Precision::Bf16, PoolMode::On, true);
+    let [sums, separate] = [QueryGradients::Sums, QueryGradients::Separate].map(AttentionVariant::Hopper);
+    for variant in [AttentionVariant::Portable, sums, separate] {
+        force_attention(&backend, Some(variant));
+        compare_cases(&backend, DType::Bf16, &format!("{variant:?}"), "attention Att", to_bf16, 8e-3);
     }
 }
 

@@ -26,7 +26,8 @@ use common::cases::cases;
 use common::{Case, Ops, distance};
 use half::bf16;
 use xlaunch_engine::testing::{
-    Tiling, force_glu_tiling, force_transposed_weight_grads, force_weight_grads_together, kernel_names,
+    AttentionVariant, QueryGradients, Tiling, force_attention, force_glu_tiling,
+    force_transposed_weight_grads, force_weight_grads_together, kernel_names,
 };
 use xlaunch_engine::*;
 use xlaunch_harness::{Requirement, emulator};
@@ -35,6 +36,7 @@ xlaunch_harness::tests! {
     needs cpp_compiler:
         every_kernel_runs_and_matches_the_cpu,
         gated_activations_in_gemms_match_the_cpu,
+        all_variants_of_attention_match_the_cpu,
         gradients_of_two_layers_in_one_kernel_match_the_cpu,
         reads_fill_all_pieces_of_pinned_memory,
         results_do_not_depend_on_the_order_of_threads;
@@ -220,6 +222,34 @@ fn gated_activations_in_gemms_match_the_cpu() {
         same_bits_in_any_order(&backend, "rows: 130, inputs: 72, outputs: 528 }, glu", 20);
         same_bits_in_any_order(&backend, "rows: 300, inputs: 456, outputs: 1040 }, glu", 4);
     }
+}
+
+/// Head widths of the kernels for compute capability 9.0.
+const HOPPER_WIDTHS: [&str; 2] = ["width: 64", "width: 128"];
+
+fn all_variants_of_attention_match_the_cpu() {
+    let backend = open(Precision::Bf16);
+    let cases = selected(Precision::Bf16, "attention AttentionShape").into_iter().map(|(name, _)| name);
+    let names: Vec<String> =
+        cases.filter(|name| HOPPER_WIDTHS.iter().any(|width| name.contains(width))).collect();
+    let uncapped = names.iter().filter(|name| !name.contains("softcap")).count();
+    let [sums, separate] = [QueryGradients::Sums, QueryGradients::Separate].map(AttentionVariant::Hopper);
+    for (variant, [first, last], count) in [
+        (AttentionVariant::Portable, ["attention_bwd_queries", "attention_bwd_keys"], names.len()),
+        (sums, ["attention_bwd_hopper", "attention_bwd_hopper_finish"], uncapped),
+        (separate, ["attention_bwd_hopper", "attention_bwd_hopper_queries"], uncapped),
+    ] {
+        force_attention(&backend, Some(variant));
+        backend.begin_profile();
+        let differences = differences(&backend, Precision::Bf16, &names.join("|"));
+        assert!(differences.is_empty(), "{variant:?}: {}", differences.join("\n"));
+        let ran: Vec<String> = backend.end_profile().unwrap().into_iter().map(|span| span.name).collect();
+        for name in [first, last] {
+            assert_eq!(ran.iter().filter(|ran| *ran == name).count(), count, "{variant:?}: {name}");
+        }
+    }
+    same_bits_in_any_order(&backend, "seq: 65, heads: 2, kv_heads: 1, width: 64 }", 10);
+    same_bits_in_any_order(&backend, "seq: 193, heads: 4, kv_heads: 1, width: 128 }", 4);
 }
 
 /// Cases of the gradients of two layers' weights; other GPUs run a GEMM for each layer.

@@ -1,4 +1,4 @@
-//! Common parts of launching our GEMMs for compute capability 9.0: kernels that are compiled on first use, and
+//! Common parts of launching our kernels for compute capability 9.0: kernels that are compiled on first use, and
 //! descriptors of their operands (`headers/hopper.cuh`).
 
 use std::cell::RefCell;
@@ -19,8 +19,10 @@ use crate::error::driver_error;
 use crate::error::{EngineError, Result};
 use crate::tensor::Slice;
 
+/// Threads of a warpgroup.
+pub(crate) const WARPGROUP: u32 = 128;
 /// Threads of a block: one warpgroup that loads tiles and two that multiply.
-pub(crate) const THREADS: u32 = 384;
+pub(crate) const THREADS: u32 = 3 * WARPGROUP;
 /// Rows of a tile, its depth, and the edge of the squares in which operands with k in their rows are loaded.
 pub(crate) const TILE_M: usize = 128;
 pub(crate) const TILE_K: usize = 64;
@@ -34,6 +36,8 @@ pub(crate) struct HopperKernel {
     pub(crate) source: Source,
     pub(crate) name: &'static str,
     pub(crate) macros: &'static [Macro],
+    /// Threads of a block.
+    pub(crate) threads: u32,
     /// Dynamic shared memory, in bytes.
     pub(crate) shared: usize,
 }
@@ -76,14 +80,14 @@ impl Hopper {
         args: &[Arg],
     ) -> Result<()> {
         let function = self.function(kernel)?;
-        let launch = Launch { grid, block: (THREADS, 1), shared: kernel.shared };
+        let launch = Launch { grid, block: (kernel.threads, 1), shared: kernel.shared };
         // SAFETY: the caller's promise.
         unsafe { self.kernels.launch_function(kernel.name, &function, launch, args) }
     }
 
     /// Returns the kernel, which is compiled or loaded on first use.
     fn function(&self, kernel: &'static HopperKernel) -> Result<CudaFunction> {
-        let HopperKernel { source, name, macros, shared } = *kernel;
+        let HopperKernel { source, name, macros, shared, .. } = *kernel;
         if let Some(function) = self.loaded.borrow().get(&std::ptr::from_ref(kernel)) {
             return Ok(function.clone());
         }

@@ -68,6 +68,12 @@ impl From<usize> for Arg {
     }
 }
 
+impl From<CUtensorMap> for Arg {
+    fn from(map: CUtensorMap) -> Self {
+        Self::TensorMap(map)
+    }
+}
+
 impl From<f32> for Arg {
     fn from(number: f32) -> Self {
         Self::Float(number)

@@ -4,7 +4,7 @@
 //! - `compile`, `launch`: compile `.cu` files to machine code, and load and launch kernels by name;
 //! - `on_demand`: kernels that are compiled on first use;
 //! - `gemm`: matrix multiplication by cuBLASLt;
-//! - `hopper`: our own GEMMs on compute capability 9.0;
+//! - `hopper`: our own GEMMs and attention on compute capability 9.0;
 //! - `cudnn`: cuDNN's graph API;
 //! - `graph`: capture into CUDA graphs;
 //! - `profile`: times of kernels;

@@ -5,7 +5,8 @@ use std::process::{Command, ExitCode};
 
 use xlaunch_engine::Precision::{self, Bf16, Fp32, Tf32};
 use xlaunch_engine::testing::{
-    Tiling, force_glu_tiling, force_transposed_weight_grads, force_weight_grads_together,
+    AttentionVariant, QueryGradients, Tiling, force_attention, force_glu_tiling,
+    force_transposed_weight_grads, force_weight_grads_together,
 };
 use xlaunch_harness::emulator;
 
@@ -81,6 +82,10 @@ const ALL_HEADS: &str = "qk norm Full AttentionShape { batch: 1, seq: 130";
 /// Clang splits the vector copies that this misaligns into aligned parts.
 const PADDED_WIDTH: &str = "(WIDTH + ROW_PADDING)";
 
+/// Several tiles of keys, and more tiles of queries than multiprocessors; then windows that end within tiles.
+const HOPPER_ATTENTION: &str =
+    "seq: 193, heads: 4, kv_heads: 1, width: 128 }|seq: 200, heads: 2, kv_heads: 1, width: 64, window: 65 }";
+
 /// Messages of the checks. The order of two threads determines which of them is reported as the later one.
 const RACE: &str = "data race: ";
 const SHARED_READ_RACE: &str = "data race: read of shared memory";
@@ -101,6 +106,7 @@ const DIVERGENCE: &str = "divergence";
 const EARLY_COPY: &str = "write of shared memory that wgmma";
 const EARLY_WGMMA: &str = "wgmma reads shared memory that nothing has written";
 const EARLY_USE: &str = "read of registers of a wgmma that was not waited for";
+const UNFENCED: &str = "without fence_async and a barrier in between";
 const ARRIVALS: &str = "too many arrivals at a barrier";
 const STUCK: &str = "waits for a barrier that never completes";
 /// A result that differs from the CPU's.
@@ -194,6 +200,28 @@ const MISTAKES: &[Mistake] = &[
     mistake("linear/weight_grads.cu", "__threadfence();\n    __syncwarp();", "__syncwarp();", Bf16, LAYERS, READ_RACE),
     mistake("linear/weight_grads.cu", "part < parts; part++", "part < parts - 1; part++", Bf16, LAYERS, DIFFERS),
     mistake("linear/weight_grads.cu", "= sums(part);", "= sums(0);", Bf16, LAYERS, DIFFERS),
+    mistake("attention/hopper_fwd.cu", "wgmma_wait<1>();", "wgmma_wait<2>();", Bf16, HOPPER_ATTENTION, EARLY_USE),
+    mistake("attention/hopper_fwd.cu", "        release(&s.q_empty);\n", "", Bf16, HOPPER_ATTENTION, STUCK),
+    mistake(
+        "attention/hopper_fwd.cu", "            pass_turn(group);\n            wgmma_wait", "            wgmma_wait",
+        Bf16, HOPPER_ATTENTION, STUCK,
+    ),
+    mistake("attention/hopper_bwd.cu", "        fence_async();\n", "", Bf16, HOPPER_ATTENTION, UNFENCED),
+    mistake("attention/hopper_bwd.cu", "        group_wait<256>(1);\n", "", Bf16, HOPPER_ATTENTION, "wgmma reads shared"),
+    mistake(
+        "attention/hopper_bwd.cu", "(chunk ^ lane / 4) * 16", "chunk * 16", Bf16, HOPPER_ATTENTION, DIFFERS,
+    ),
+    mistake("attention/hopper_fwd.cu", "query - window + 1", "query - window + 2", Bf16, HOPPER_ATTENTION, DIFFERS),
+    mistake("attention/hopper_fwd.cu", "if (j * KEYS < edge)", "if (false)", Bf16, HOPPER_ATTENTION, DIFFERS),
+    mistake("attention/hopper_bwd.cu", "min(key + window,", "min(key + window + 1,", Bf16, HOPPER_ATTENTION, DIFFERS),
+    mistake("attention/hopper_bwd.cu", "|| query + QUERIES - 1 > edge", "", Bf16, HOPPER_ATTENTION, DIFFERS),
+    mistake(
+        "attention/hopper_bwd_queries.cu", "query - window + 1", "query - window", Bf16, HOPPER_ATTENTION, DIFFERS,
+    ),
+    mistake(
+        "attention/hopper_bwd_queries.cu", "        wgmma_wait<0>();\n        wgmma_results(dq);\n", "", Bf16,
+        HOPPER_ATTENTION, "a register of the left operand is written",
+    ),
     // Several threads write to the same place.
     mistake("norm/kernel.cu", "    buffer ^= 1;\n", "", Fp32, LAYER, SHARED_WRITE_RACE),
     mistake("qk_norm/kernel.cu", "    buffer ^= 1;\n", "", Fp32, ALL_HEADS, SHARED_WRITE_RACE),
@@ -311,6 +339,16 @@ pub(crate) fn child() -> Option<ExitCode> {
     let backend = open(precision);
     // Other cases do not depend on a tiling.
     let tilings = [Some(Tiling::Halves), Some(Tiling::Turns)];
+    if part == HOPPER_ATTENTION {
+        let forms = [QueryGradients::Sums, QueryGradients::Separate].map(AttentionVariant::Hopper);
+        for form in forms {
+            force_attention(&backend, Some(form));
+            let differences = differences(&backend, precision, &part);
+            assert!(differences.is_empty(), "{DIFFERS}{}", differences.join(", "));
+        }
+        return Some(ExitCode::SUCCESS);
+    }
+    force_attention(&backend, Some(AttentionVariant::Portable));
     for tiling in if part.contains(GLU) { &tilings[..] } else { &[None] } {
         force_glu_tiling(&backend, *tiling);
         force_weight_grads_together(&backend, Some(3));

@@ -134,10 +134,82 @@ __device__ inline unsigned long long wgmma_operand(const void* p) {
 }
 #endif
 
-// Operands of an instruction with 64 or 128 result registers.
-#define WGMMA_0_63 \
+// Makes this thread's earlier writes of shared memory visible to wgmma, for all threads that pass a barrier afterwards.
+__device__ inline void fence_async() {
+#if ON_GPU
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#else
+    emulator_fence_async();
+#endif
+}
+
+// Barriers of THREADS threads of a block, numbered from 1 (0 is __syncthreads). Whole warps wait, or only arrive.
+template <int THREADS>
+__device__ inline void group_wait(int number) {
+#if ON_GPU
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
+#else
+    emulator_group_barrier(number, THREADS, true, __FILE__, __LINE__);
+#endif
+}
+template <int THREADS>
+__device__ inline void group_arrive(int number) {
+#if ON_GPU
+    asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
+#else
+    emulator_group_barrier(number, THREADS, false, __FILE__, __LINE__);
+#endif
+}
+
+// Starts to copy bytes to shared memory, a multiple of 16 and aligned to 16. The barrier counts them.
+__device__ inline void copy_bytes(void* to, const void* from, u32 bytes, Barrier* barrier) {
+#if ON_GPU
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(barrier))
+        : "memory");
+#else
+    emulator_copy_bytes(to, from, bytes, barrier, __FILE__, __LINE__);
+#endif
+}
+
+// p[0..4] += x, without waiting for the result. Other threads may add at the same time.
+__device__ inline void add4_async(float* p, float x0, float x1, float x2, float x3) {
+#if ON_GPU
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x0), "f"(x1), "f"(x2),
+                 "f"(x3)
+                 : "memory");
+#else
+    const float x[4] = {x0, x1, x2, x3};
+    emulator_add_async(p, x, 4);
+#endif
+}
+
+// Follows the wait for multiplications that write d: otherwise the compiler may move reads of d before the wait.
+template <int LENGTH>
+__device__ inline void wgmma_results(float (&d)[LENGTH]) {
+#if ON_GPU
+#pragma unroll
+    for (int i = 0; i < LENGTH; i++) asm volatile("" : "+f"(d[i])::"memory");
+#endif
+}
+
+// d (64, N) = a b, or d += a b, by a warpgroup: a (64, 16), b (16, N) in bf16, where N is twice the length of d. This
+// only starts the multiplication; see wgmma_wait. Elements 4 j and 4 j + 1 of each thread are in row 16 warp + lane / 4
+// and in columns 8 j + lane % 4 * 2 and the next one; elements 4 j + 2 and 4 j + 3 are 8 rows below.
+//
+// Operands are tiles that copy_box has written with the 128-byte swizzle, or threads in the same layout. Rows of a, and
+// columns of b, are rows of the tile. With ACROSS, k runs down the tile: each 64 rows of a, or columns of b, are the
+// columns of a separate tile.
+//
+// In the second form, a is in registers: for results d of an earlier multiplication, bf16 pairs of d[8 j] to
+// d[8 j + 7] are the columns 16 j to 16 j + 15 of a.
+#if ON_GPU
+#define WGMMA_0_31 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_32_63 \
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define WGMMA_64_127 \
@@ -151,45 +223,43 @@ __device__ inline unsigned long long wgmma_operand(const void* p) {
 #define WGMMA_32(i) WGMMA_8(i), WGMMA_8(i + 8), WGMMA_8(i + 16), WGMMA_8(i + 24)
 #define WGMMA_64(i) WGMMA_32(i), WGMMA_32(i + 32)
 
-// d (64, N) = a b, or d += a b, by a warpgroup: a (64, 16), b (16, N) in bf16, where N is twice the length of d. This
-// only starts the multiplication; see wgmma_wait. Elements 4 j and 4 j + 1 of each thread are in row 16 warp + lane / 4
-// and in columns 8 j + lane % 4 * 2 and the next one; elements 4 j + 2 and 4 j + 3 are 8 rows below.
-//
-// Operands are tiles that copy_box has written with the 128-byte swizzle. Rows of a, and columns of b, are rows of the
-// tile. With ACROSS, k runs down the tile: each 64 rows of a, or columns of b, are the columns of a separate tile.
-template <bool A_ACROSS, bool B_ACROSS>
-__device__ inline void wgmma(float (&d)[64], const void* a, const void* b, bool add) {
-#if ON_GPU
-    asm volatile(
-        "{\n"
-        ".reg .pred add;\n"
-        "setp.ne.b32 add, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" WGMMA_0_63 "}, %64, %65, add, 1, 1, %67, %68;\n"
-        "}"
-        : WGMMA_64(0)
-        : "l"(wgmma_operand<A_ACROSS>(a)), "l"(wgmma_operand<B_ACROSS>(b)), "r"((int)add), "n"(A_ACROSS),
-          "n"(B_ACROSS));
+#define WGMMA_NUMBERS_32 WGMMA_0_31
+#define WGMMA_NUMBERS_64 WGMMA_0_31 ", " WGMMA_32_63
+#define WGMMA_NUMBERS_128 WGMMA_NUMBERS_64 ", " WGMMA_64_127
+#define WGMMA_RESULTS_32 WGMMA_32(0)
+#define WGMMA_RESULTS_64 WGMMA_64(0)
+#define WGMMA_RESULTS_128 WGMMA_64(0), WGMMA_64(64)
+#define WGMMA_ASM(LENGTH, N, ADD, OPERANDS)                                                                            \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD ", 0;\n"                                                  \
+                 "wgmma.mma_async.sync.aligned.m64n" N "k16.f32.bf16.bf16 "                                            \
+                 "{" WGMMA_NUMBERS_##LENGTH "}, " OPERANDS ";\n}"                                                      \
+                 : WGMMA_RESULTS_##LENGTH
+// P0 to P6 are the numbers of the operands after the results.
+#define WGMMA(LENGTH, N, P0, P1, P2, P3, P4, P5, P6)                                                                   \
+    template <bool A_ACROSS, bool B_ACROSS>                                                                            \
+    __device__ inline void wgmma(float (&d)[LENGTH], const void* a, const void* b, bool add) {                         \
+        WGMMA_ASM(LENGTH, N, P2, P0 ", " P1 ", add, 1, 1, " P3 ", " P4)                                                \
+                     : "l"(wgmma_operand<A_ACROSS>(a)), "l"(wgmma_operand<B_ACROSS>(b)), "r"((int)add),                \
+                       "n"(A_ACROSS), "n"(B_ACROSS));                                                                  \
+    }                                                                                                                  \
+    template <bool B_ACROSS>                                                                                           \
+    __device__ inline void wgmma(float (&d)[LENGTH], const u32 (&a)[4], const void* b, bool add) {                     \
+        WGMMA_ASM(LENGTH, N, P5, "{" P0 ", " P1 ", " P2 ", " P3 "}, " P4 ", add, 1, 1, " P6)                           \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(wgmma_operand<B_ACROSS>(b)), "r"((int)add),     \
+                       "n"(B_ACROSS));                                                                                 \
+    }
+WGMMA(32, "64", "%32", "%33", "%34", "%35", "%36", "%37", "%38")
+WGMMA(64, "128", "%64", "%65", "%66", "%67", "%68", "%69", "%70")
+WGMMA(128, "256", "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 #else
-    EmulatorWgmma call = {d, 128, a, b, add, A_ACROSS, B_ACROSS};
+template <bool A_ACROSS, bool B_ACROSS, int LENGTH>
+__device__ inline void wgmma(float (&d)[LENGTH], const void* a, const void* b, bool add) {
+    EmulatorWgmma call = {d, 2 * LENGTH, a, b, add, A_ACROSS, B_ACROSS, nullptr};
     emulator_wgmma(&call, __FILE__, __LINE__);
-#endif
 }
-
-template <bool A_ACROSS, bool B_ACROSS>
-__device__ inline void wgmma(float (&d)[128], const void* a, const void* b, bool add) {
-#if ON_GPU
-    asm volatile(
-        "{\n"
-        ".reg .pred add;\n"
-        "setp.ne.b32 add, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" WGMMA_0_63 ", " WGMMA_64_127
-        "}, %128, %129, add, 1, 1, %131, %132;\n"
-        "}"
-        : WGMMA_64(0), WGMMA_64(64)
-        : "l"(wgmma_operand<A_ACROSS>(a)), "l"(wgmma_operand<B_ACROSS>(b)), "r"((int)add), "n"(A_ACROSS),
-          "n"(B_ACROSS));
-#else
-    EmulatorWgmma call = {d, 256, a, b, add, A_ACROSS, B_ACROSS};
+template <bool B_ACROSS, int LENGTH>
+__device__ inline void wgmma(float (&d)[LENGTH], const u32 (&a)[4], const void* b, bool add) {
+    EmulatorWgmma call = {d, 2 * LENGTH, nullptr, b, add, false, B_ACROSS, a};
     emulator_wgmma(&call, __FILE__, __LINE__);
-#endif
 }
+#endif

@@ -1,10 +1,11 @@
 //! Attention on a GPU: selects the variant for a shape, and launches it.
 //!
 //! Short sequences with narrow heads run on our own kernels, whose blocks keep a whole head and which also apply the
-//! rotary embedding. Everything else runs on cuDNN's kernels if it has some, otherwise on our own tiled kernels; in
-//! both cases a separate kernel first rotates `qkv` in place.
+//! rotary embedding. For everything else, a separate kernel first rotates `qkv` in place. Then follow our own kernels
+//! for compute capability 9.0, where they are faster than cuDNN's; cuDNN's, if it has some; our own for compute capability
+//! 9.0, if they support the shape, which are about as fast; or our own tiled kernels.
 
-use std::cell::{OnceCell, RefCell};
+use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::thread::JoinHandle;
@@ -13,6 +14,7 @@ use cudarc::driver::CudaFunction;
 use xlaunch_pool::DType;
 
 use super::cudnn::{AttentionPlan, CudnnAttention, Direction, Operands, Prepared};
+use super::hopper::{self, QueryGradients};
 use super::variant::{DELTA, Kernel, OwnKernels};
 use super::{AttentionBackward, AttentionForward, AttentionShape};
 use crate::cuda::cudnn::sequence_problem;
@@ -24,6 +26,22 @@ use crate::tensor::Slice;
 /// Name in the log of the kernels whose blocks keep a whole head.
 const WHOLE_HEAD: &str = "own kernels for whole heads";
 
+/// A variant that a test forces, for shapes that it supports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AttentionVariant {
+    /// Our own tiled kernels for any GPU.
+    Portable,
+    /// Our own kernels for compute capability 9.0, with this form of backward.
+    Hopper(QueryGradients),
+}
+
+/// The variant that computes one direction of a shape, except for whole heads.
+enum Selected {
+    Hopper(&'static hopper::Kernels),
+    Cudnn(Rc<AttentionPlan>),
+    Portable,
+}
+
 /// State of attention that is kept between calls.
 #[derive(Debug, Default)]
 pub(crate) struct Attention {
@@ -32,6 +50,7 @@ pub(crate) struct Attention {
     /// cuDNN, opened on first use, or the reason why it is not used.
     cudnn: OnceCell<std::result::Result<CudnnAttention, String>>,
     preparing: RefCell<Option<JoinHandle<std::result::Result<Prepared, String>>>>,
+    forced: Cell<Option<AttentionVariant>>,
 }
 
 impl Drop for Attention {
@@ -81,15 +100,22 @@ impl Attention {
         if let Some(table) = rope {
             rope::cuda(gpu, s, qkv, table, Rotation::Forward)?;
         }
-        if let Some(plan) = self.cudnn_plan(gpu, s, Direction::Forward) {
-            let [qkv, out, lse] = [qkv, out, lse].map(Slice::address);
-            let operands = Operands { qkv, out, lse, dout: 0, dqkv: 0 };
+        match self.select(gpu, s, Direction::Forward) {
             // SAFETY: checked above.
-            return unsafe { self.run_cudnn(gpu, s, (&plan, Direction::Forward), &operands) };
+            Selected::Hopper(kernels) => unsafe { hopper::forward(gpu, kernels, s, a) },
+            Selected::Cudnn(plan) => {
+                let [qkv, out, lse] = [qkv, out, lse].map(Slice::address);
+                let operands = Operands { qkv, out, lse, dout: 0, dqkv: 0 };
+                // SAFETY: checked above.
+                unsafe { self.run_cudnn(gpu, s, (&plan, Direction::Forward), &operands) }
+            }
+            Selected::Portable => {
+                let args =
+                    args![qkv, out, lse, s.seq, s.heads, s.kv_heads, s.scale(), s.window(), s.softcap()];
+                // SAFETY: checked above.
+                unsafe { self.launch(gpu, s, Kernel::Fwd, args) }
+            }
         }
-        let args = args![qkv, out, lse, s.seq, s.heads, s.kv_heads, s.scale(), s.window(), s.softcap()];
-        // SAFETY: checked above.
-        unsafe { self.launch(gpu, s, Kernel::Fwd, args) }
     }
 
     pub(crate) fn backward(&self, gpu: &Gpu, a: AttentionBackward<'_>) -> Result<()> {
@@ -106,14 +132,20 @@ impl Attention {
             // SAFETY: checked above; each block writes its own head's parts of dqkv.
             return unsafe { self.launch(gpu, s, Kernel::BwdWholeHead, args) };
         }
-        if let Some(plan) = self.cudnn_plan(gpu, s, Direction::Backward) {
-            let [qkv, out, lse, dout, dqkv] = [qkv, out, lse, dout, dqkv].map(Slice::address);
-            let operands = Operands { qkv, out, lse, dout, dqkv };
-            // SAFETY: checked above.
-            unsafe { self.run_cudnn(gpu, s, (&plan, Direction::Backward), &operands) }?;
-        } else {
-            self.backward_in_tiles(gpu, a)?;
-        }
+        match self.select(gpu, s, Direction::Backward) {
+            Selected::Hopper(kernels) => {
+                let form = self.query_gradients(gpu);
+                // SAFETY: checked above.
+                unsafe { hopper::backward(gpu, kernels, (s, form), a) }
+            }
+            Selected::Cudnn(plan) => {
+                let [qkv, out, lse, dout, dqkv] = [qkv, out, lse, dout, dqkv].map(Slice::address);
+                let operands = Operands { qkv, out, lse, dout, dqkv };
+                // SAFETY: checked above.
+                unsafe { self.run_cudnn(gpu, s, (&plan, Direction::Backward), &operands) }
+            }
+            Selected::Portable => self.backward_in_tiles(gpu, a),
+        }?;
         rope.map_or(Ok(()), |table| rope::cuda(gpu, s, dqkv, table, Rotation::Back))
     }
 
@@ -199,21 +231,52 @@ impl Attention {
         self.cudnn.get_or_init(open).as_ref().map_err(Clone::clone)
     }
 
-    /// Returns cuDNN's plan, if that is the variant to run.
-    fn cudnn_plan(&self, gpu: &Gpu, s: AttentionShape, direction: Direction) -> Option<Rc<AttentionPlan>> {
-        let plan = self.cudnn(gpu, s).and_then(|cudnn| cudnn.plan(s, direction));
-        let (variant, instead_of) = match &plan {
-            Ok(_) => ("cuDNN", None),
-            Err(reason) => (own_kernels(gpu, s).name(), Some(("cuDNN", reason.as_str()))),
+    /// Makes later calls use this variant for all shapes that it supports; `None` restores the selection.
+    pub(crate) fn force(&self, variant: Option<AttentionVariant>) {
+        self.forced.set(variant);
+    }
+
+    /// Returns the form of backward for compute capability 9.0.
+    fn query_gradients(&self, gpu: &Gpu) -> QueryGradients {
+        match self.forced.get() {
+            Some(AttentionVariant::Hopper(form)) => form,
+            _ if gpu.deterministic => QueryGradients::Separate,
+            _ => QueryGradients::Sums,
+        }
+    }
+
+    /// Selects the variant, and logs it.
+    fn select(&self, gpu: &Gpu, s: AttentionShape, direction: Direction) -> Selected {
+        match (self.forced.get(), hopper::select(gpu, s)) {
+            (Some(AttentionVariant::Hopper(_)), Some(kernels)) => return Selected::Hopper(kernels),
+            (Some(_), _) => return Selected::Portable,
+            (None, _) => {}
+        }
+        let log = |variant, instead_of| gpu.variants.selected(direction.operation(), s, variant, instead_of);
+        let hopper = hopper::select(gpu, s);
+        if let Some(kernels) = hopper.filter(|_| hopper::is_faster_than_cudnn(s, direction)) {
+            log(hopper::HOPPER_NAME, None);
+            return Selected::Hopper(kernels);
+        }
+        let reason = match self.cudnn(gpu, s).and_then(|cudnn| cudnn.plan(s, direction)) {
+            Ok(plan) => {
+                log("cuDNN", None);
+                return Selected::Cudnn(plan);
+            }
+            Err(reason) => reason,
         };
-        gpu.variants.selected(direction.operation(), s, variant, instead_of);
-        if plan.is_err()
-            && not_cudnn(gpu, s).is_none()
+        if let Some(kernels) = hopper {
+            // About as fast, so that a missing cuDNN is no reason for a warning.
+            log(hopper::HOPPER_NAME, Some(("cuDNN", &reason)));
+            return Selected::Hopper(kernels);
+        }
+        log(own_kernels(gpu, s).name(), Some(("cuDNN", &reason)));
+        if not_cudnn(gpu, s).is_none()
             && let Some(reason) = self.cudnn(gpu, s).err().or_else(|| sequence_problem(s.seq))
         {
             gpu.variants.missing("attention takes about twice as long as with cuDNN", &reason);
         }
-        plan.ok()
+        Selected::Portable
     }
 
     /// Enqueues cuDNN's plan.

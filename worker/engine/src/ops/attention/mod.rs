@@ -13,12 +13,14 @@
 //! |---|---|---|
 //! | whole heads in shared memory | plain scores, bf16, D 16 or 32, short sequences, Hkv = H | `mma_whole_head.cu` |
 //! | cuDNN | no cap, bf16, not deterministic, cuDNN from 9.15.1, or 9.6 if 128 divides T, D up to 256 | `cudnn.rs` |
+//! | tiles by TMA and WGMMA | no cap, bf16, compute capability 9.0, D 64 or 128; first if fastest | `hopper_*.cu` |
 //! | tiles on tensor cores | bf16 with D a multiple of 16, tf32 with D a multiple of 8, D up to 256 | `mma_tiled.cu` |
 //! | tiles on FP32 units | none | `kernel.cu` |
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 pub(crate) mod cudnn;
+pub(crate) mod hopper;
 pub(crate) mod options;
 pub(crate) mod variant;
 
@@ -139,9 +141,9 @@ impl Op for AttentionBackward<'_> {
     }
 
     fn scratch(&self) -> usize {
-        // The gradient of the queries is summed in F32, plus one sum per row. cuDNN and our own kernels need about this
-        // much.
+        // The gradient of the queries is summed in F32, plus two numbers per row. cuDNN and our own kernels need about
+        // this much.
         let s = self.shape;
-        DType::F32.size() * s.batch * s.seq * s.heads * (s.width + 2)
+        DType::F32.size() * s.batch * s.seq.next_multiple_of(hopper::MAX_QUERIES) * s.heads * (s.width + 2)
     }
 }

@@ -2,7 +2,7 @@
 
 use cudarc::driver::sys::CUtensorMap;
 
-use crate::cuda::hopper::{HopperKernel, OTHER_SHARED, SQUARE, TILE_K, TILE_M, tensor_map};
+use crate::cuda::hopper::{HopperKernel, OTHER_SHARED, SQUARE, THREADS, TILE_K, TILE_M, tensor_map};
 use crate::cuda::{Arg, Gpu, Macro, Source, source};
 use crate::error::Result;
 use crate::ops::{Activation, GluLinearBackward, LinearGluForward};
@@ -74,7 +74,8 @@ pub(crate) static KERNELS: [[HopperKernel; 4]; 4] = [
 const fn kernel(tiling: Tiling, gradient: bool, macros: &'static [Macro]) -> HopperKernel {
     let tiles = stages(tiling, gradient) * (TILE_M + tiling.tile_n()) * TILE_K * size_of::<u16>();
     let h = if gradient { H_BYTES } else { 0 };
-    HopperKernel { source: HOPPER_SOURCE, name: "linear_glu", macros, shared: tiles + h + OTHER_SHARED }
+    let shared = tiles + h + OTHER_SHARED;
+    HopperKernel { source: HOPPER_SOURCE, name: "linear_glu", macros, threads: THREADS, shared }
 }
 
 const fn macros(activation: Activation, tiling: Tiling, gradient: bool) -> [Macro; 5] {

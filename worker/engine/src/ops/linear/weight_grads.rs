@@ -10,7 +10,7 @@ use xlaunch_pool::DType;
 
 use super::transposed::WeightGrad;
 use super::{LinearBackwardWeight, LinearShape, cuda};
-use crate::cuda::hopper::{HopperKernel, OTHER_SHARED, SQUARE, TILE_K, TILE_M, tensor_map};
+use crate::cuda::hopper::{HopperKernel, OTHER_SHARED, SQUARE, THREADS, TILE_K, TILE_M, tensor_map};
 use crate::cuda::variants::{Fastest, Site, Variant};
 use crate::cuda::{Arg, Gpu, Macro, args, source};
 use crate::error::Result;
@@ -30,6 +30,7 @@ pub(crate) static KERNEL: HopperKernel = HopperKernel {
     ),
     name: "weight_grads",
     macros: &[Macro::int("STAGES", STAGES)],
+    threads: THREADS,
     shared: STAGES * (TILE_M + TILE_N) * TILE_K * size_of::<u16>() + OTHER_SHARED,
 };
 
