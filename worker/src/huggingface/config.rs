@@ -280,15 +280,5 @@ fn key_of(family: &Family, key: &'static str) -> &'static str {
     }
 }
 
-/// Prepends the name of a table to the key of an error.
-pub(super) fn nested(table: &str) -> impl Fn(ModelError) -> ModelError {
-    move |error| match error {
-        ModelError::Config { path, key, problem } => {
-            ModelError::Config { path, key: format!("{table}.{key}"), problem }
-        }
-        other => other,
-    }
-}
-
 #[cfg(test)]
 mod tests;

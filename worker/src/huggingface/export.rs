@@ -78,7 +78,7 @@ pub(super) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<E
     })?;
     let files = card::files(family, &state, &layout, options.dtype, tokenizer.as_ref())?;
     let destination = Destination::claim(&options.output, options.overwrite)?;
-    let tensors = tensor_names::tensors(family, &state.model, &layout);
+    let tensors = tensor_names::tensors(family.names, &state.model, &layout);
     let plan = Plan::new(tensors, options.dtype, max_file_bytes);
     let (bytes, index) = (plan.bytes(), plan.index());
     write_weights(&path, &state, &layout, Writer::create(plan, destination.path())?)?;

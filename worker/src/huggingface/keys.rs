@@ -102,3 +102,13 @@ impl<'a> Keys<'a> {
         value.as_object().map(Some).ok_or_else(|| self.refused(key, "it must be an object"))
     }
 }
+
+/// Prepends the name of a table to the key of an error.
+pub(super) fn nested(table: &str) -> impl Fn(ModelError) -> ModelError {
+    move |error| match error {
+        ModelError::Config { path, key, problem } => {
+            ModelError::Config { path, key: format!("{table}.{key}"), problem }
+        }
+        other => other,
+    }
+}

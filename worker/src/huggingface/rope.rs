@@ -8,8 +8,7 @@ use serde_json::{Map, Value, json};
 use xlaunch_spec::model::{ModelShape, RopeScaling};
 
 use super::ModelError;
-use super::config::nested;
-use super::keys::Keys;
+use super::keys::{Keys, nested};
 
 /// Names and defaults of a family.
 #[derive(Debug)]

@@ -12,7 +12,6 @@ use std::ops::Range;
 
 use xlaunch_spec::model::ModelShape;
 
-use super::families::Family;
 use crate::model::layout::{Block, Layout, Linear, Norm};
 
 /// Names of the tensors of a family, without `.weight` and `.bias`.
@@ -172,8 +171,7 @@ fn transpose(values: &[f32], rows: usize, cols: usize) -> Vec<f32> {
 }
 
 /// Returns all tensors of a model, from the embedding to the head.
-pub(super) fn tensors(family: &Family, shape: &ModelShape, layout: &Layout) -> Vec<Mapped> {
-    let names = family.names;
+pub(super) fn tensors(names: &'static Names, shape: &ModelShape, layout: &Layout) -> Vec<Mapped> {
     let mut list = List { tensors: Vec::new(), names, shape };
     let prefix = names.prefix;
     list.matrix(&format!("{prefix}{}", names.embedding), layout.wte.start, [shape.vocab, shape.dim]);

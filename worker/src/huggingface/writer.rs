@@ -282,7 +282,7 @@ mod tests {
 
     fn plan(max_bytes: u64) -> Plan {
         let shape = &PRESETS[0].1;
-        let tensors = tensor_names::tensors(Family::of(shape.arch), shape, &Layout::new(shape));
+        let tensors = tensor_names::tensors(Family::of(shape.arch).names, shape, &Layout::new(shape));
         Plan::new(tensors, ExportDtype::Bf16, max_bytes)
     }
 

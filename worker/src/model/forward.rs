@@ -182,8 +182,8 @@ impl Model {
         Ok(Normed { x, y, stats })
     }
 
-    /// Computes the residual stream `x + branch`, with the branch's norm, if there is one, and the norm of the sum. Also
-    /// returns the branch as backward needs it.
+    /// Computes the residual stream `x + branch`, with the branch's norm, if there is one, and the norm of the sum.
+    /// Also returns the branch as backward needs it.
     fn add(
         &self,
         rows: Rows,

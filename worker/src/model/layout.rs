@@ -184,8 +184,8 @@ impl Layout {
         gaps.filter(|gap| !gap.is_empty()).collect()
     }
 
-    /// Returns the start of the norm in front of a block, or of the final norm after the last block; without a norm, the
-    /// end of the block's range.
+    /// Returns the start of the norm in front of a block, or of the final norm after the last block; without a norm,
+    /// the end of the block's range.
     fn first_norm(&self, block: usize) -> usize {
         match self.blocks.get(block) {
             Some(block) => block.ln1.as_ref().map_or(block.end, |norm| norm.weight.start),

@@ -1,4 +1,4 @@
-//! The open connections of a server: applies the decisions of [`admission`](super::admission).
+//! The open connections of a server: applies the decisions of `admission`.
 //!
 //! Each user may have a limited number of connections. A new connection beyond that replaces the user's oldest one
 //! without a call in progress. If the total limit is reached, it replaces one of the user with the most connections. A

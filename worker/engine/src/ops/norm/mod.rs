@@ -2,8 +2,8 @@
 //! addition before or after them.
 //!
 //! With `xh = (x - mean) r`, `r = 1 / sqrt(var + eps)` and `w = offset + gamma`: `y = xh w + beta`. Backward, with `g =
-//! dy w`: `dx = r (g - mean(g) - xh mean(g xh))`, `dgamma = sum dy xh`, `dbeta = sum dy`. RMSNorm has the mean square in
-//! place of var, and neither mean, beta nor `mean(g)`.
+//! dy w`: `dx = r (g - mean(g) - xh mean(g xh))`, `dgamma = sum dy xh`, `dbeta = sum dy`. RMSNorm has the mean square
+//! in place of var, and neither mean, beta nor `mean(g)`.
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;

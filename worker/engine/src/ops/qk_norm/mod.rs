@@ -1,8 +1,8 @@
 //! RMSNorm of queries and keys before attention (Henry et al., 2020; Dehghani et al., 2023), and their rotation.
 //!
 //! With `z = x r (offset + gamma)`, `r = 1 / sqrt(mean(x^2) + eps)`, where the mean is over a head or over all heads:
-//! `out = rotate(z)`. Backward recomputes r. With `dz` = `dout` rotated back and `g = dz (offset + gamma)`: `dx = r (g -
-//! x r mean(g x r))`, `dgamma = sum dz x r`. Values are copied, as are their gradients.
+//! `out = rotate(z)`. Backward recomputes r. With `dz` = `dout` rotated back and `g = dz (offset + gamma)`: `dx = r (g
+//! - x r mean(g x r))`, `dgamma = sum dz x r`. Values are copied, as are their gradients.
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;
@@ -18,7 +18,7 @@ use crate::tensor::Slice;
 /// Elements that are normalised together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum QkNorm {
-    /// Each head of D elements, as in Qwen3 and Gemma 3; all query heads share one gamma (D,), and all key heads another.
+    /// Each head of D elements, as in Qwen3 and Gemma 3; query heads share one gamma (D,), and key heads another.
     Head,
     /// All query heads of a token together, and all of its key heads, as in OLMo 2; gammas (H D,) and (Hkv D,).
     Full,

@@ -1,5 +1,5 @@
-//! Soft bound of logits (Gemma Team, 2024): `x = cap tanh(x / cap)`. [`FusedClassifier`](super::FusedClassifier) applies
-//! it within its own passes; this operation is for logits that are read.
+//! Soft bound of logits (Gemma Team, 2024): `x = cap tanh(x / cap)`. [`FusedClassifier`](super::FusedClassifier)
+//! applies it within its own passes; this operation is for logits that are read.
 
 use rayon::prelude::*;
 
@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::tensor::Slice;
 
 /// Elements per task on the CPU.
-const ELEMENTS: usize = 1 << 13;
+const SOFTCAP_ELEMENTS: usize = 1 << 13;
 /// Vectors that a thread of the kernel fetches at once.
 const SOFTCAP_VECS: usize = 2;
 
@@ -36,7 +36,7 @@ impl Op for SoftCap<'_> {
         let access = Access::new("softcap");
         let x = access.write(self.x, self.x.len());
         threads.run(|| {
-            x.par_chunks_mut(ELEMENTS).for_each(|x| {
+            x.par_chunks_mut(SOFTCAP_ELEMENTS).for_each(|x| {
                 simd!(x.iter_mut().for_each(|x| *x = cpu(*x, self.cap)));
             });
         });
