@@ -5,11 +5,12 @@ use std::collections::BTreeMap;
 use xlaunch_spec::model::{Arch, PRESETS};
 
 use super::*;
+use crate::huggingface::families::Family;
 use crate::huggingface::fixtures;
 use crate::model::layout::Param;
 
 fn mapped(shape: &ModelShape) -> Vec<Mapped> {
-    tensors(Family::of(shape.arch), shape, &Layout::new(shape))
+    tensors(Family::of(shape.arch).names, shape, &Layout::new(shape))
 }
 
 /// Small models of all families, and the presets.
