@@ -207,7 +207,10 @@ const MISTAKES: &[Mistake] = &[
         Bf16, HOPPER_ATTENTION, STUCK,
     ),
     mistake("attention/hopper_bwd.cu", "        fence_async();\n", "", Bf16, HOPPER_ATTENTION, UNFENCED),
-    mistake("attention/hopper_bwd.cu", "        group_wait<256>(1);\n", "", Bf16, HOPPER_ATTENTION, "wgmma reads shared"),
+    mistake(
+        "attention/hopper_bwd.cu", "        group_wait<256>(1);\n", "", Bf16, HOPPER_ATTENTION,
+        "wgmma reads shared",
+    ),
     mistake(
         "attention/hopper_bwd.cu", "(chunk ^ lane / 4) * 16", "chunk * 16", Bf16, HOPPER_ATTENTION, DIFFERS,
     ),

@@ -2,8 +2,8 @@
 //!
 //! Short sequences with narrow heads run on our own kernels, whose blocks keep a whole head and which also apply the
 //! rotary embedding. For everything else, a separate kernel first rotates `qkv` in place. Then follow our own kernels
-//! for compute capability 9.0, where they are faster than cuDNN's; cuDNN's, if it has some; our own for compute capability
-//! 9.0, if they support the shape, which are about as fast; or our own tiled kernels.
+//! for compute capability 9.0, where they are faster than cuDNN's; cuDNN's, if it has some; our own for compute
+//! capability 9.0, if they support the shape, which are about as fast; or our own tiled kernels.
 
 use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::HashMap;
