@@ -43,8 +43,6 @@ const FEW_TILES: usize = 8;
 const KEYS: usize = 128;
 /// Elements of a tile of queries in [`Kernels::bwd`], of all columns: two squares.
 const QUERY_ELEMENTS: usize = 2 * SQUARE * SQUARE;
-/// Largest number of queries in a tile; rows of sums and statistics are padded to whole tiles.
-pub(super) const MAX_QUERIES: usize = QUERY_ELEMENTS / 64;
 /// Threads of a block of the kernels that go through rows.
 const HEAD_ROW_THREADS: u32 = 256;
 
@@ -181,6 +179,14 @@ const fn rows(name: &'static str, macros: &'static [Macro]) -> HopperKernel {
     HopperKernel { source: BWD_ROWS, name, macros, threads: HEAD_ROW_THREADS, shared: 0 }
 }
 
+/// Returns the number of rows of sums and statistics of a head: they are padded to whole tiles.
+pub(super) fn padded_length(s: AttentionShape) -> usize {
+    match s.width {
+        64 | 128 => s.seq.next_multiple_of(QUERY_ELEMENTS / s.width),
+        _ => s.seq,
+    }
+}
+
 /// Returns the kernels for a shape, if they can run it on this device.
 pub(super) fn select(gpu: &Gpu, s: AttentionShape) -> Option<&'static Kernels> {
     let kernels = match s.width {
@@ -267,8 +273,8 @@ pub(super) unsafe fn backward(
     let AttentionBackward { qkv, out, dout, lse, dqkv, .. } = a;
     let row = s.qkv_width();
     let queries = QUERY_ELEMENTS / s.width;
-    let query_tiles = s.batch * s.heads * s.seq.div_ceil(queries);
-    let rows = query_tiles * queries;
+    let rows = s.batch * s.heads * padded_length(s);
+    let query_tiles = rows / queries;
     let stats = gpu.alloc(DType::F32, 2 * rows)?;
     let sums = (form == QueryGradients::Sums).then(|| gpu.alloc(DType::F32, rows * s.width)).transpose()?;
     let sums = sums.as_ref().map(Tensor::all);

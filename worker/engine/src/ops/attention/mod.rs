@@ -144,6 +144,6 @@ impl Op for AttentionBackward<'_> {
         // The gradient of the queries is summed in F32, plus two numbers per row. cuDNN and our own kernels need about
         // this much.
         let s = self.shape;
-        DType::F32.size() * s.batch * s.seq.next_multiple_of(hopper::MAX_QUERIES) * s.heads * (s.width + 2)
+        DType::F32.size() * s.batch * hopper::padded_length(s) * s.heads * (s.width + 2)
     }
 }
