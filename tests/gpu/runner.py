@@ -46,7 +46,7 @@ SIZES = {
                       vocab=262144, tied=True, norm_place="both", norm_offset=True, qk_norm="head", norm_eps=1e-6,
                       activation="gelu_tanh", window=512, window_pattern=6, rope_theta=1e6, windowed_rope_theta=1e4,
                       embedding_scale=0.0),
-    "mistral-8": dict(arch="llama", layers=8, heads=32, kv_heads=8, dim=4096, ffn=14336, seq=2048, vocab=32768,
+    "mistral-8": dict(arch="llama", layers=8, heads=32, kv_heads=8, dim=4096, ffn=14336, seq=2048, vocab=50257,
                       tied=False, rope_theta=1e6),
     "pythia-160m": dict(arch="gpt2", layers=12, heads=12, kv_heads=12, dim=768, ffn=3072, seq=2048, vocab=50304,
                         tied=False, positions="rotary", parallel="two_norms", activation="gelu", rope_fraction=0.25),
