@@ -30,11 +30,8 @@ pub enum Weights {
 
 impl Weights {
     /// Detects the kind of `path`: a directory in Hugging Face's layout, a checkpoint, a directory of checkpoints, a
-    /// run, or a file.
+    /// run, or a file. What does not exist counts as a file, as another job may be about to write it.
     pub fn open(path: &Path) -> Result<Self> {
-        if !path.exists() {
-            return Err(ModelError::Read { path: path.into(), reason: hub::missing(path) }.into());
-        }
         if Directory::is_one(path) {
             return Ok(Self::HuggingFace(Box::new(Directory::open(path)?)));
         }
@@ -75,6 +72,9 @@ impl Weights {
             Self::HuggingFace(directory) => drop(directory.weights(shape, &Layout::new(shape))?),
             // Opening it has checked the names and sizes of its files.
             Self::Checkpoint(..) => {}
+            Self::File(path) if !path.exists() => {
+                return Err(ModelError::Read { path: path.clone(), reason: hub::missing(path) }.into());
+            }
             Self::File(path) => checkpoint::check_weights(path, &Layout::new(shape))?,
         }
         Ok(())

@@ -136,22 +136,22 @@ impl Model {
         let (ln1, ln2) = (params.ln1.as_ref(), params.ln2.as_ref());
         let dbranch =
             self.branch_gradient(pass, dx, block.post2.as_ref().zip(params.post2.as_ref()), &params.out)?;
-        let dfc = self.mlp_backward(pass, block, params, &dbranch)?;
+        let dmlp = self.mlp_backward(pass, block, params, &dbranch)?;
         if self.shape.parallel == Parallel::No {
-            self.add_gradient(pass, &block.ln2, ln2, &dfc, dx, Some(&params.proj))?;
+            self.add_gradient(pass, &block.ln2, ln2, &dmlp, dx, Some(&params.proj))?;
         }
         let post1 = block.post1.as_ref().zip(params.post1.as_ref());
         let dbranch = self.branch_gradient(pass, dx, post1, &params.proj)?;
-        let dqkv = self.attention_backward(pass, block, params, &dbranch)?;
+        let datt = self.attention_backward(pass, block, params, &dbranch)?;
         match self.shape.parallel {
             Parallel::No => {}
             Parallel::SharedNorm => {
-                let (x, y) = (Some(dfc.all()), dqkv.all());
+                let (x, y) = (Some(dmlp.all()), datt.all());
                 self.backend.run(AddScaled { x, y, factor: 1.0, out: y })?;
             }
-            Parallel::TwoNorms => self.add_gradient(pass, &block.ln2, ln2, &dfc, dx, None)?,
+            Parallel::TwoNorms => self.add_gradient(pass, &block.ln2, ln2, &dmlp, dx, None)?,
         }
-        self.add_gradient(pass, &block.ln1, ln1, &dqkv, dx, below)
+        self.add_gradient(pass, &block.ln1, ln1, &datt, dx, below)
     }
 
     /// Returns the gradient of a branch from that of the stream to which it was added. `post` is the branch's norm,
