@@ -115,11 +115,11 @@ fn damaged_model_directory_is_refused_before_any_run() {
     assert!(output.stderr.contains("out/model.safetensors: tensor"), "{}", output.stderr);
     std::fs::write(&weights, &whole).unwrap();
     let mut changed: Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
-    changed["attention_bias"] = true.into();
+    changed["clip_qkv"] = 8.0.into();
     std::fs::write(&config, changed.to_string()).unwrap();
     let output = job.run(&[]);
     assert_eq!(output.code, 65, "{}", output.stderr);
-    assert!(output.stderr.contains("out/config.json: `attention_bias`: true"), "{}", output.stderr);
+    assert!(output.stderr.contains("out/config.json: `clip_qkv`: 8"), "{}", output.stderr);
     assert_eq!(std::fs::read_dir(job.path().join("runs/train")).unwrap().count(), runs);
 }
 
