@@ -297,23 +297,11 @@ impl Sweep<'_> {
             let [dq_gamma, dk_gamma] = dgammas.each_ref().map(Tensor::all);
             let (qkv, out, acc) = (qkv.all(), out.all(), Accumulate::Overwrite);
             let work = || Work::bytes(2 * len * ACT);
+            let norms = QkNorms { shape, kind, eps, offset, q_gamma, k_gamma, rope };
             self.report(&format!("qk norm forward {name}"), "head width", width, work(), &|| {
-                b.run(QkNormForward { shape, kind, eps, offset, qkv, q_gamma, k_gamma, rope, out }).unwrap();
+                b.run(QkNormForward { norms, qkv, out }).unwrap();
             });
-            let args = QkNormBackward {
-                shape,
-                kind,
-                eps,
-                offset,
-                qkv,
-                q_gamma,
-                k_gamma,
-                rope,
-                dqkv: out,
-                dq_gamma,
-                dk_gamma,
-                acc,
-            };
+            let args = QkNormBackward { norms, qkv, dqkv: out, dq_gamma, dk_gamma, acc };
             // Of three arrays, the two thirds that are queries and keys.
             self.report(&format!("qk norm backward {name}"), "head width", width, work(), &|| {
                 b.run(args).unwrap()

@@ -121,7 +121,7 @@ impl Model {
 
     /// Backward of the final norm. Returns the gradient of the residual stream.
     fn top_backward(&self, pass: Pass<'_>, last: Unnormed, dy: &Tensor) -> Result<Tensor> {
-        self.scale(dy, narrow(self.shape.logit_scale))?;
+        self.scale(dy.all(), narrow(self.shape.logit_scale))?;
         let dx = self.activation(dy.len())?;
         let added = self.layout.blocks.last().map(|block| &block.out);
         self.norm_backward(pass, &last, &self.layout.lnf, dy, Gradient::New(&dx), added)?;
@@ -211,21 +211,10 @@ impl Model {
             lse: block.lse.all(),
             dqkv: dqkv.all(),
         })?;
-        if let Some((norm, [q, k])) = self.qk_norm(pass.rows, block.index).zip(params.qk_norm.clone()) {
-            self.backend.run(QkNormBackward {
-                shape: norm.shape,
-                kind: norm.kind,
-                eps: norm.eps,
-                offset: norm.offset,
-                qkv: block.heads.qkv.all(),
-                q_gamma: norm.q_gamma,
-                k_gamma: norm.k_gamma,
-                rope: norm.rope,
-                dqkv: dqkv.all(),
-                dq_gamma: pass.grads.slice(q),
-                dk_gamma: pass.grads.slice(k),
-                acc: pass.acc,
-            })?;
+        if let Some((norms, [q, k])) = self.qk_norms(pass.rows, block.index).zip(params.qk_norm.clone()) {
+            let [dq_gamma, dk_gamma] = [q, k].map(|gamma| pass.grads.slice(gamma));
+            let (qkv, dqkv, acc) = (block.heads.qkv.all(), dqkv.all(), pass.acc);
+            self.backend.run(QkNormBackward { norms, qkv, dqkv, dq_gamma, dk_gamma, acc })?;
         }
         let dqkv_operand = self.output_gradient(n, dqkv.clone())?;
         let qkv = pass.layer(&params.qkv, [shape.dim, shape.qkv_width()], &inputs.qkv, &dqkv_operand);
@@ -265,7 +254,7 @@ impl Model {
                 self.backend.zero(table)?;
             }
         }
-        self.scale(dx, self.embedding_factor())?;
+        self.scale(dx.all(), self.embedding_factor())?;
         let shape = self.embed_shape(pass.rows);
         self.backend.run(EmbedBackward { shape, tokens, dout: dx.all(), dwte, dwpe })
     }

@@ -18,13 +18,13 @@ use std::collections::HashMap;
 
 use xlaunch_engine::{
     AddScaled, CachedAttention, CachedAttentionShape, Capture, DType, EmbedForward, EmbedShape, GEMV_ROWS,
-    Gemv, GluForward, Greedy, LinearActivationForward, LinearForward, LinearShape, NormForward, PendingRead,
-    QkNormForward, Residual, ResidualAdd, Result, Slice, SoftCap, Tensor,
+    Gemv, GluForward, Greedy, LinearActivationForward, LinearForward, LinearShape, PendingRead,
+    QkNormForward, QkNorms, Residual, ResidualAdd, Result, Slice, SoftCap, Tensor,
 };
 use xlaunch_spec::model::{Parallel, QkNorm};
 
 use super::layout::{self, Linear};
-use super::{Model, QkNorms, Rows, attention_options, narrow};
+use super::{Model, Rows, attention_options, narrow};
 
 /// Maximum number of sequences that are decoded at once.
 pub const MAX_SLOTS: usize = GEMV_ROWS;
@@ -244,7 +244,7 @@ impl<'a> Decoder<'a> {
             positions: model.layout.wpe.as_ref().map(|_| positions),
             out: b.x[0].slice(0..rows * dim),
         })?;
-        self.scale(b.x[0].slice(0..rows * dim), model.embedding_factor())?;
+        model.scale(b.x[0].slice(0..rows * dim), model.embedding_factor())?;
         let mut stream = Stream { x: 0, rows };
         let mut input = self.norm(b, stream, model.layout.blocks[0].ln1.as_ref())?;
         for (index, params) in model.layout.blocks.iter().enumerate() {
@@ -267,20 +267,9 @@ impl<'a> Decoder<'a> {
                 let y = free.slice(0..rows * dim);
                 model.backend.run(AddScaled { x: Some(branch), y, factor: 1.0, out: branch })?;
             }
-            let next = match model.layout.blocks.get(index + 1) {
-                Some(block) => block.ln1.as_ref(),
-                None => Some(&model.layout.lnf),
-            };
-            input = self.add(b, &mut stream, params.post2.as_ref(), next)?;
+            input = self.add(b, &mut stream, params.post2.as_ref(), model.layout.norm_after(index))?;
         }
-        self.scale(input, narrow(shape.logit_scale))
-    }
-
-    fn scale(&self, x: Slice<'_>, factor: f32) -> Result<()> {
-        if factor == 1.0 {
-            return Ok(());
-        }
-        self.model.backend.run(AddScaled { x: None, y: x, factor, out: x })
+        model.scale(input, narrow(shape.logit_scale))
     }
 
     /// Adds `branch`, normalised if there is a norm for it, to the residual stream. Returns what the next layer reads.
@@ -303,7 +292,7 @@ impl<'a> Decoder<'a> {
             model.backend.run(AddScaled { x: Some(x), y: branch, factor, out: sum })?;
             return Ok(sum);
         };
-        self.scale(branch, factor)?;
+        model.scale(branch, factor)?;
         let y = b.y.slice(0..len);
         self.run_norm(b, stream.rows, x, Residual::Before(ResidualAdd { branch, sum }), next, y)?;
         Ok(y)
@@ -332,32 +321,20 @@ impl<'a> Decoder<'a> {
         params: &layout::Norm,
         y: Slice<'_>,
     ) -> Result<()> {
-        let (model, shape) = (self.model, self.model.norm_shape(Rows { batch: rows, seq: 1 }));
-        let gamma = model.param(&params.weight);
-        let beta = params.bias.as_ref().map(|bias| model.param(bias));
-        let stats = b.stats.slice(0..shape.stats());
-        model.backend.run(NormForward { shape, x, residual, gamma, beta, y, stats })
+        let (model, rows) = (self.model, Rows { batch: rows, seq: 1 });
+        let stats = b.stats.slice(0..model.norm_shape(rows).stats());
+        model.run_norm(rows, x, residual, params, y, stats)
     }
 
     fn attention(&self, b: &Buffers, rows: usize, block: usize, distinct: bool) -> Result<()> {
         let model = self.model;
         let shape = CachedAttentionShape { rows, ..attention_shape(model, block, self.slots, self.capacity) };
         let mut qkv = b.qkv.slice(0..rows * shape.qkv_width());
-        if let Some(norm) = model.qk_norm(Rows { batch: rows, seq: 1 }, block) {
+        if let Some(norms) = model.qk_norms(Rows { batch: rows, seq: 1 }, block) {
             let out = b.normed.slice(0..qkv.len());
-            let QkNorms { shape, kind, eps, offset, q_gamma, k_gamma, .. } = norm;
             // Attention rotates, as only it knows the positions.
-            model.backend.run(QkNormForward {
-                shape,
-                kind,
-                eps,
-                offset,
-                qkv,
-                q_gamma,
-                k_gamma,
-                rope: None,
-                out,
-            })?;
+            let norms = QkNorms { rope: None, ..norms };
+            model.backend.run(QkNormForward { norms, qkv, out })?;
             qkv = out;
         }
         model.backend.run(CachedAttention {

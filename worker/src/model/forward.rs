@@ -44,15 +44,11 @@ impl Model {
         for index in 0..self.shape.layers {
             next_part()?;
             let (mut block, beside) = self.block(rows, index, stream)?;
-            let next = match self.layout.blocks.get(index + 1) {
-                Some(block) => block.ln1.as_ref(),
-                None => Some(&self.layout.lnf),
-            };
-            stream = self.end_block(rows, &mut block, beside, next)?;
+            stream = self.end_block(rows, &mut block, beside, self.layout.norm_after(index))?;
             blocks.push(SavedActivations::new(block, self.memory.recompute));
         }
         next_part()?;
-        self.scale(&stream.y, narrow(self.shape.logit_scale))?;
+        self.scale(stream.y.all(), narrow(self.shape.logit_scale))?;
         Ok(Activations { rows, blocks, last: stream })
     }
 
@@ -62,16 +58,16 @@ impl Model {
         let wte = self.param(&self.layout.wte);
         let shape = self.embed_shape(rows);
         self.backend.run(EmbedForward { shape, tokens, wte, wpe, positions: None, out: x.all() })?;
-        self.scale(&x, self.embedding_factor())?;
+        self.scale(x.all(), self.embedding_factor())?;
         Ok(x)
     }
 
     /// Multiplies a tensor by a factor, in place.
-    pub(super) fn scale(&self, x: &Tensor, factor: f32) -> Result<()> {
+    pub(super) fn scale(&self, x: Slice<'_>, factor: f32) -> Result<()> {
         if factor == 1.0 {
             return Ok(());
         }
-        self.backend.run(AddScaled { x: None, y: x.all(), factor, out: x.all() })
+        self.backend.run(AddScaled { x: None, y: x, factor, out: x })
     }
 
     pub(super) fn embed_shape(&self, rows: Rows) -> EmbedShape {
@@ -145,19 +141,9 @@ impl Model {
 
     /// Prepares queries and keys for attention, as far as it doesn't do so itself.
     pub(super) fn heads(&self, rows: Rows, index: usize, qkv: Tensor) -> Result<Heads> {
-        let Some(norm) = self.qk_norm(rows, index) else { return Ok(Heads { qkv, normed: None }) };
+        let Some(norms) = self.qk_norms(rows, index) else { return Ok(Heads { qkv, normed: None }) };
         let normed = self.activation(qkv.len())?;
-        self.backend.run(QkNormForward {
-            shape: norm.shape,
-            kind: norm.kind,
-            eps: norm.eps,
-            offset: norm.offset,
-            qkv: qkv.all(),
-            q_gamma: norm.q_gamma,
-            k_gamma: norm.k_gamma,
-            rope: norm.rope,
-            out: normed.all(),
-        })?;
+        self.backend.run(QkNormForward { norms, qkv: qkv.all(), out: normed.all() })?;
         Ok(Heads { qkv, normed: Some(normed) })
     }
 
@@ -176,7 +162,7 @@ impl Model {
         params: Option<&layout::Norm>,
     ) -> Result<Normed> {
         let y = match params.zip(stats.as_ref()) {
-            Some((params, stats)) => Rc::new(self.run_norm(rows, &x, Residual::None, params, stats)?),
+            Some((params, stats)) => Rc::new(self.new_norm(rows, &x, Residual::None, params, stats)?),
             None => x.clone(),
         };
         Ok(Normed { x, y, stats })
@@ -196,7 +182,7 @@ impl Model {
         if let Some(post) = post {
             let (branch, stats) =
                 (Rc::new(branch), self.backend.alloc(DType::F32, self.norm_shape(rows).stats())?);
-            let sum = self.run_norm(rows, &branch, Residual::After(x.all()), post, &stats)?;
+            let sum = self.new_norm(rows, &branch, Residual::After(x.all()), post, &stats)?;
             let normed = self.norm(rows, Rc::new(sum), next)?;
             return Ok((normed, Some(Unnormed { x: branch, stats: Some(stats) })));
         }
@@ -207,14 +193,14 @@ impl Model {
             return Ok((self.norm(rows, Rc::new(sum), None)?, None));
         };
         // One kernel adds and normalises.
-        self.scale(&branch, factor)?;
+        self.scale(branch.all(), factor)?;
         let stats = self.backend.alloc(DType::F32, self.norm_shape(rows).stats())?;
         let residual = Residual::Before(ResidualAdd { branch: branch.all(), sum: sum.all() });
-        let y = self.run_norm(rows, x, residual, next, &stats)?;
+        let y = self.new_norm(rows, x, residual, next, &stats)?;
         Ok((Normed { x: Rc::new(sum), y: Rc::new(y), stats: Some(stats) }, None))
     }
 
-    fn run_norm(
+    fn new_norm(
         &self,
         rows: Rows,
         x: &Tensor,
@@ -223,15 +209,22 @@ impl Model {
         stats: &Tensor,
     ) -> Result<Tensor> {
         let y = self.activation(x.len())?;
-        self.backend.run(NormForward {
-            shape: self.norm_shape(rows),
-            x: x.all(),
-            residual,
-            gamma: self.param(&params.weight),
-            beta: params.bias.as_ref().map(|bias| self.param(bias)),
-            y: y.all(),
-            stats: stats.all(),
-        })?;
+        self.run_norm(rows, x.all(), residual, params, y.all(), stats.all())?;
         Ok(y)
+    }
+
+    /// Computes a norm into `y`.
+    pub(super) fn run_norm(
+        &self,
+        rows: Rows,
+        x: Slice<'_>,
+        residual: Residual<'_>,
+        params: &layout::Norm,
+        y: Slice<'_>,
+        stats: Slice<'_>,
+    ) -> Result<()> {
+        let (shape, gamma) = (self.norm_shape(rows), self.param(&params.weight));
+        let beta = params.bias.as_ref().map(|bias| self.param(bias));
+        self.backend.run(NormForward { shape, x, residual, gamma, beta, y, stats })
     }
 }

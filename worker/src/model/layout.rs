@@ -193,6 +193,12 @@ impl Layout {
         }
     }
 
+    /// Returns the norm of the residual stream after a block, if there is one: that of the next block's attention, or
+    /// the final norm.
+    pub fn norm_after(&self, block: usize) -> Option<&Norm> {
+        self.blocks.get(block + 1).map_or(Some(&self.lnf), |next| next.ln1.as_ref())
+    }
+
     /// Computes the layout of a model.
     pub fn new(shape: &ModelShape) -> Self {
         let (dim, padded) = (shape.dim, shape.padded_vocab());

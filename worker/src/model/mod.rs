@@ -26,7 +26,7 @@ use std::rc::Rc;
 use xlaunch_comm::Slots;
 use xlaunch_engine::{
     AttentionOptions, AttentionShape, Backend, Cast, DType, EngineError, LinearShape, NormKind, NormShape,
-    QkNorm, Result, Slice, Tensor,
+    QkNorm, QkNorms, Result, Slice, Tensor,
 };
 use xlaunch_spec::job::{JobSpec, Precision, Recompute, TrainSection};
 use xlaunch_spec::model::{self, ModelShape, Positions};
@@ -64,18 +64,6 @@ struct Rope {
     table: Option<Tensor>,
     /// Table of blocks with a window, if it differs.
     windowed: Option<Tensor>,
-}
-
-/// Norms of a block's queries and keys.
-#[derive(Clone, Copy, Debug)]
-struct QkNorms<'a> {
-    shape: AttentionShape,
-    kind: QkNorm,
-    eps: f32,
-    offset: f32,
-    q_gamma: Slice<'a>,
-    k_gamma: Slice<'a>,
-    rope: Option<Slice<'a>>,
 }
 
 /// Ways in which a pass saves memory.
@@ -305,7 +293,7 @@ impl Model {
     }
 
     /// Returns the norms of a block's queries and keys, if it has them.
-    fn qk_norm(&self, rows: Rows, block: usize) -> Option<QkNorms<'_>> {
+    fn qk_norms(&self, rows: Rows, block: usize) -> Option<QkNorms<'_>> {
         let kind = match self.shape.qk_norm {
             model::QkNorm::None => return None,
             model::QkNorm::Head => QkNorm::Head,

@@ -295,13 +295,14 @@ impl ModelShape {
 
     /// Returns the number of positions that tokens attend to in a block, counted from 0; `None` if they attend to all.
     pub fn window(&self, block: usize) -> Option<usize> {
-        let is_full = self.window == 0 || is_multiple(block + 1, self.window_pattern);
+        // No number above 0 is a multiple of 0.
+        let is_full = self.window == 0 || (block + 1).is_multiple_of(self.window_pattern);
         (!is_full).then_some(self.window)
     }
 
     /// Returns whether queries and keys are rotated in a block, counted from 0.
     pub fn is_rotated(&self, block: usize) -> bool {
-        self.positions == Positions::Rotary && !is_multiple(block + 1, self.no_rope_every)
+        self.positions == Positions::Rotary && !(block + 1).is_multiple_of(self.no_rope_every)
     }
 
     /// Returns the factor of attention scores.
@@ -341,11 +342,6 @@ impl ModelShape {
     pub fn qkv_width(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_width()
     }
-}
-
-/// Returns whether `number` is a multiple of `every`; never if that is 0.
-fn is_multiple(number: usize, every: usize) -> bool {
-    every != 0 && number.is_multiple_of(every)
 }
 
 #[cfg(test)]

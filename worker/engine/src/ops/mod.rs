@@ -45,7 +45,7 @@ pub use greedy::Greedy;
 pub use linear::{LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearShape};
 pub use mark::{Mark, Marks};
 pub use norm::{NormBackward, NormForward, NormKind, NormShape, Residual, ResidualAdd};
-pub use qk_norm::{QkNorm, QkNormBackward, QkNormForward};
+pub use qk_norm::{QkNorm, QkNormBackward, QkNormForward, QkNorms};
 pub use reduce::{ColumnSum, SquaredNorm, Sum};
 pub use softcap::SoftCap;
 

@@ -335,26 +335,11 @@ impl Ops<'_> {
         let table = table.map(|table| self.tensor(DType::F32, table));
         let rope = table.as_ref().map(Tensor::all);
         let ([q_gamma, k_gamma], qkv) = (gammas_t.each_ref().map(Tensor::all), qkv.all());
-        let (shape, out_slice) = (s, out.all());
-        let forward = QkNormForward { shape, kind, eps, offset, qkv, q_gamma, k_gamma, rope, out: out_slice };
-        b.run(forward).unwrap();
+        let norms = QkNorms { shape: s, kind, eps, offset, q_gamma, k_gamma, rope };
+        b.run(QkNormForward { norms, qkv, out: out.all() }).unwrap();
         let (dqkv, dgammas) = (self.act(dout), gammas.map(|gamma| self.grad(acc, gamma.len())));
         let [dq_gamma, dk_gamma] = dgammas.each_ref().map(Tensor::all);
-        b.run(QkNormBackward {
-            shape,
-            kind,
-            eps,
-            offset,
-            qkv,
-            q_gamma,
-            k_gamma,
-            rope,
-            dqkv: dqkv.all(),
-            dq_gamma,
-            dk_gamma,
-            acc,
-        })
-        .unwrap();
+        b.run(QkNormBackward { norms, qkv, dqkv: dqkv.all(), dq_gamma, dk_gamma, acc }).unwrap();
         [("out", &out), ("dqkv", &dqkv), ("dq_gamma", &dgammas[0]), ("dk_gamma", &dgammas[1])]
             .map(|(n, t)| (n, self.read(t)))
             .into()

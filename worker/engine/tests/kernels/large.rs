@@ -250,28 +250,14 @@ fn qk_norm(b: &Backend, kind: QkNorm, rows: usize) -> Vec<f32> {
     let (qkv, out) = (Ends::random(b, 18, rows, row), Ends::empty(b, rows, row));
     let (qkv, rope, eps, offset) = (qkv.all(), Some(table.all()), 1e-5, 0.0);
     let (q_gamma, k_gamma) = (gamma.all(), gamma.all());
-    let args = QkNormForward { shape, kind, eps, offset, qkv, q_gamma, k_gamma, rope, out: out.all() };
-    b.run(args).unwrap();
+    let norms = QkNorms { shape, kind, eps, offset, q_gamma, k_gamma, rope };
+    b.run(QkNormForward { norms, qkv, out: out.all() }).unwrap();
     let mut results = out.read();
     drop(out);
     let (dqkv, dgamma) = (Ends::random(b, 19, rows, row), b.alloc(DType::F32, 2 * gamma.len()).unwrap());
     let (dq_gamma, dk_gamma) = (dgamma.slice(0..gamma.len()), dgamma.slice(gamma.len()..dgamma.len()));
     let (dqkv_slice, acc) = (dqkv.all(), Accumulate::Overwrite);
-    b.run(QkNormBackward {
-        shape,
-        kind,
-        eps,
-        offset,
-        qkv,
-        q_gamma,
-        k_gamma,
-        rope,
-        dqkv: dqkv_slice,
-        dq_gamma,
-        dk_gamma,
-        acc,
-    })
-    .unwrap();
+    b.run(QkNormBackward { norms, qkv, dqkv: dqkv_slice, dq_gamma, dk_gamma, acc }).unwrap();
     results.extend(dqkv.read());
     results
 }

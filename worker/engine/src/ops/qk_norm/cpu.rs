@@ -3,11 +3,11 @@
 
 use rayon::prelude::*;
 
-use super::{QkNorm, QkNormBackward, QkNormForward};
+use super::{QkNormBackward, QkNormForward, QkNorms};
 use crate::cpu::math::{self, simd};
 use crate::cpu::{Access, Threads};
 use crate::ops::rope::{self, Rotation};
-use crate::ops::{Accumulate, AttentionShape, reduce};
+use crate::ops::{Accumulate, reduce};
 
 /// Rows per task.
 const TASK_ROWS: usize = 64;
@@ -59,23 +59,21 @@ impl Norm<'_> {
 }
 
 /// Returns the norms of the queries and of the keys.
-fn norms<'a>(
-    s: AttentionShape,
-    kind: QkNorm,
-    eps: f32,
-    offset: f32,
-    gammas: [&'a [f32]; 2],
-) -> [Norm<'a>; 2] {
-    let widths = kind.gammas(s);
-    [0, 1].map(|i| Norm { width: widths[i], gamma: gammas[i], eps, offset })
+fn norms<'a>(a: &'a Access, norms: QkNorms<'a>) -> [Norm<'a>; 2] {
+    let QkNorms { shape, kind, eps, offset, q_gamma, k_gamma, .. } = norms;
+    let [q, k] = kind.gammas(shape);
+    [(q_gamma, q), (k_gamma, k)].map(|(gamma, width)| Norm {
+        width,
+        gamma: a.read(gamma, width),
+        eps,
+        offset,
+    })
 }
 
 pub(crate) fn forward(t: &Threads, args: QkNormForward<'_>) {
-    let (a, s) = (Access::new("qk_norm_forward"), args.shape);
+    let (a, s) = (Access::new("qk_norm_forward"), args.norms.shape);
     let (rows, row) = (s.batch * s.seq, s.qkv_width());
-    let [q_len, k_len] = args.kind.gammas(s);
-    let gammas = [a.read(args.q_gamma, q_len), a.read(args.k_gamma, k_len)];
-    let [q_norm, k_norm] = norms(s, args.kind, args.eps, args.offset, gammas);
+    let [q_norm, k_norm] = norms(&a, args.norms);
     let (qkv, out) = (a.read(args.qkv, rows * row), a.write(args.out, rows * row));
     let (keys, values) = (s.heads * s.width, (s.heads + s.kv_heads) * s.width);
     t.run(|| {
@@ -89,20 +87,19 @@ pub(crate) fn forward(t: &Threads, args: QkNormForward<'_>) {
             });
         });
     });
-    if let Some(table) = args.rope {
+    if let Some(table) = args.norms.rope {
         rope::cpu(t, s, out, a.read(table, s.seq * s.width), Rotation::Forward);
     }
 }
 
 pub(crate) fn backward(t: &Threads, args: QkNormBackward<'_>) {
-    let (a, s) = (Access::new("qk_norm_backward"), args.shape);
+    let (a, s) = (Access::new("qk_norm_backward"), args.norms.shape);
     let (rows, row) = (s.batch * s.seq, s.qkv_width());
-    let [q_len, k_len] = args.kind.gammas(s);
-    let gammas = [a.read(args.q_gamma, q_len), a.read(args.k_gamma, k_len)];
-    let [q_norm, k_norm] = norms(s, args.kind, args.eps, args.offset, gammas);
+    let [q_norm, k_norm] = norms(&a, args.norms);
+    let (q_len, k_len) = (q_norm.width, k_norm.width);
     let (dq_gamma, dk_gamma) = (a.write(args.dq_gamma, q_len), a.write(args.dk_gamma, k_len));
     let (qkv, dqkv) = (a.read(args.qkv, rows * row), a.write(args.dqkv, rows * row));
-    if let Some(table) = args.rope {
+    if let Some(table) = args.norms.rope {
         rope::cpu(t, s, dqkv, a.read(table, s.seq * s.width), Rotation::Back);
     }
     let (keys, values) = (s.heads * s.width, (s.heads + s.kv_heads) * s.width);

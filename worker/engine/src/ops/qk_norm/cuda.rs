@@ -2,7 +2,7 @@
 
 use xlaunch_pool::DType;
 
-use super::{QkNorm, QkNormBackward, QkNormForward};
+use super::{QkNorm, QkNormBackward, QkNormForward, QkNorms};
 use crate::cuda::{BLOCK_THREADS, Gpu, KernelFile, Launch, Macro, VEC, args, expect, expect_grad, source};
 use crate::error::{EngineError, Result};
 use crate::ops::{AttentionShape, reduce};
@@ -27,10 +27,10 @@ pub(crate) const KERNELS: KernelFile = KernelFile {
 };
 
 pub(crate) fn forward(gpu: &Gpu, a: QkNormForward<'_>) -> Result<()> {
-    let s = a.shape;
-    check(gpu, s, a.kind, [a.qkv, a.out], [a.q_gamma, a.k_gamma], a.rope);
+    let QkNorms { shape: s, kind, eps, offset, q_gamma, k_gamma, rope } = a.norms;
+    check(gpu, a.norms, [a.qkv, a.out]);
     let rows = s.batch * s.seq;
-    let (name, launch) = match a.kind {
+    let (name, launch) = match kind {
         QkNorm::Head => {
             let (lanes, groups) = head_block(gpu, s)?;
             let heads = rows * (s.heads + 2 * s.kv_heads);
@@ -39,21 +39,19 @@ pub(crate) fn forward(gpu: &Gpu, a: QkNormForward<'_>) -> Result<()> {
         QkNorm::Full => ("qk_norm_full_fwd", full_launch(gpu, s, s.heads + 2 * s.kv_heads, FULL_THREADS, 1)),
     };
     let (heads, kv_heads, width) = (s.heads, s.kv_heads, s.width);
-    let (eps, offset, rope) = (a.eps, a.offset, a.rope);
-    let args =
-        args![a.qkv, a.q_gamma, a.k_gamma, rope, a.out, rows, s.seq, heads, kv_heads, width, eps, offset];
+    let args = args![a.qkv, q_gamma, k_gamma, rope, a.out, rows, s.seq, heads, kv_heads, width, eps, offset];
     // SAFETY: checked above.
     unsafe { gpu.launch(name, launch, args) }
 }
 
 pub(crate) fn backward(gpu: &Gpu, a: QkNormBackward<'_>) -> Result<()> {
-    let s = a.shape;
-    check(gpu, s, a.kind, [a.qkv, a.dqkv], [a.q_gamma, a.k_gamma], a.rope);
-    let widths = a.kind.gammas(s);
+    let QkNorms { shape: s, kind, eps, offset, q_gamma, k_gamma, rope } = a.norms;
+    check(gpu, a.norms, [a.qkv, a.dqkv]);
+    let widths = kind.gammas(s);
     let outputs = [a.dq_gamma, a.dk_gamma];
     outputs.iter().zip(widths).for_each(|(grad, len)| expect_grad(*grad, len));
     let (rows, multiprocessors) = (s.batch * s.seq, gpu.device.multiprocessors as usize);
-    let (name, launch) = match a.kind {
+    let (name, launch) = match kind {
         QkNorm::Head => {
             let (lanes, groups) = head_block(gpu, s)?;
             let blocks = (rows * s.heads).div_ceil(groups).min(HEAD_BWD_BLOCKS * multiprocessors);
@@ -67,8 +65,8 @@ pub(crate) fn backward(gpu: &Gpu, a: QkNormBackward<'_>) -> Result<()> {
     let [dq_gammas, dk_gammas] = partials.each_ref().map(Tensor::all);
     let (heads, kv_heads, width) = (s.heads, s.kv_heads, s.width);
     let args = args![
-        a.qkv, a.q_gamma, a.k_gamma, a.rope, a.dqkv, dq_gammas, dk_gammas, rows, s.seq, heads, kv_heads,
-        width, a.eps, a.offset
+        a.qkv, q_gamma, k_gamma, rope, a.dqkv, dq_gammas, dk_gammas, rows, s.seq, heads, kv_heads, width,
+        eps, offset
     ];
     // SAFETY: checked above; there is one row of partial sums of each gamma per block.
     unsafe { gpu.launch(name, launch, args) }?;
@@ -79,17 +77,11 @@ pub(crate) fn backward(gpu: &Gpu, a: QkNormBackward<'_>) -> Result<()> {
 }
 
 /// Checks the operands that forward and backward have in common.
-fn check(
-    gpu: &Gpu,
-    s: AttentionShape,
-    kind: QkNorm,
-    arrays: [Slice<'_>; 2],
-    gammas: [Slice<'_>; 2],
-    rope: Option<Slice<'_>>,
-) {
+fn check(gpu: &Gpu, norms: QkNorms<'_>, arrays: [Slice<'_>; 2]) {
+    let QkNorms { shape: s, kind, q_gamma, k_gamma, rope, .. } = norms;
     let rows = s.batch * s.seq;
     arrays.into_iter().for_each(|x| gpu.expect_act(x, rows * s.qkv_width()));
-    gammas.into_iter().zip(kind.gammas(s)).for_each(|(gamma, len)| gpu.expect_act(gamma, len));
+    [q_gamma, k_gamma].into_iter().zip(kind.gammas(s)).for_each(|(gamma, len)| gpu.expect_act(gamma, len));
     if let Some(table) = rope {
         expect(table, DType::F32, s.seq * s.width);
     }

@@ -34,9 +34,9 @@ impl QkNorm {
     }
 }
 
-/// Norm of queries and keys, then their rotation.
+/// Norms of queries and keys, and their rotation.
 #[derive(Clone, Copy, Debug)]
-pub struct QkNormForward<'a> {
+pub struct QkNorms<'a> {
     /// Sizes.
     pub shape: AttentionShape,
     /// Elements that are normalised together.
@@ -45,14 +45,21 @@ pub struct QkNormForward<'a> {
     pub eps: f32,
     /// Added to the gammas: 1 for models that store gamma minus 1, otherwise 0.
     pub offset: f32,
-    /// (B, T, (H + 2 Hkv) D).
-    pub qkv: Slice<'a>,
     /// (D,) or (H D,).
     pub q_gamma: Slice<'a>,
     /// (D,) or (Hkv D,).
     pub k_gamma: Slice<'a>,
     /// (T, D) F32 rotary table, as in attention, which then gets none.
     pub rope: Option<Slice<'a>>,
+}
+
+/// Norm of queries and keys, then their rotation.
+#[derive(Clone, Copy, Debug)]
+pub struct QkNormForward<'a> {
+    /// Norms and rotation.
+    pub norms: QkNorms<'a>,
+    /// (B, T, (H + 2 Hkv) D).
+    pub qkv: Slice<'a>,
     /// (B, T, (H + 2 Hkv) D).
     pub out: Slice<'a>,
 }
@@ -70,22 +77,10 @@ impl Op for QkNormForward<'_> {
 /// Backward of [`QkNormForward`], to its input and gammas.
 #[derive(Clone, Copy, Debug)]
 pub struct QkNormBackward<'a> {
-    /// Sizes.
-    pub shape: AttentionShape,
-    /// Elements that are normalised together.
-    pub kind: QkNorm,
-    /// Added to the mean square.
-    pub eps: f32,
-    /// Added to the gammas.
-    pub offset: f32,
+    /// As in forward.
+    pub norms: QkNorms<'a>,
     /// (B, T, (H + 2 Hkv) D) the input of forward.
     pub qkv: Slice<'a>,
-    /// (D,) or (H D,).
-    pub q_gamma: Slice<'a>,
-    /// (D,) or (Hkv D,).
-    pub k_gamma: Slice<'a>,
-    /// (T, D) F32, as in forward.
-    pub rope: Option<Slice<'a>>,
     /// (B, T, (H + 2 Hkv) D): the gradient of `out` before, that of `qkv` afterwards.
     pub dqkv: Slice<'a>,
     /// (D,) or (H D,) gradient.
@@ -106,6 +101,6 @@ impl Op for QkNormBackward<'_> {
     }
 
     fn scratch(&self) -> usize {
-        DType::F32.size() * MAX_SUM_ROWS * self.kind.gammas(self.shape).iter().sum::<usize>()
+        DType::F32.size() * MAX_SUM_ROWS * self.norms.kind.gammas(self.norms.shape).iter().sum::<usize>()
     }
 }
