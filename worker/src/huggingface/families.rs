@@ -107,7 +107,7 @@ const fn logit_cap(default: f64) -> Key {
     Key("final_logit_softcapping", Cap(field!(logit_softcap), default))
 }
 
-/// What most families have.
+/// Keys and names that most families share.
 const LLAMA_FAMILY: Family = Family {
     arch: Arch::Llama,
     model_type: "llama",

@@ -40,14 +40,14 @@ pub trait Entry {
     fn yields(&self, now: Instant) -> bool;
 }
 
-/// What happens to a caller.
+/// Decision about a caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Decision {
-    /// There is room.
+    /// The caller gets a free place.
     Admit,
     /// There is room once the entry with this number is gone.
     Evict(u64),
-    /// There is no room.
+    /// All places stay with their holders.
     Refuse,
 }
 

@@ -161,7 +161,7 @@ pub enum NormPlace {
     Pre,
     /// Outputs of attention and feed-forward layers are normalised before they are added to the residual stream.
     Post,
-    /// Both are.
+    /// Inputs and outputs are normalised.
     Both,
 }
 

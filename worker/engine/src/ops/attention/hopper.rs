@@ -58,7 +58,7 @@ pub enum QueryGradients {
 /// The kernels for a head width.
 pub(crate) struct Kernels {
     pub(crate) fwd: HopperKernel,
-    /// By [`QueryGradients`].
+    /// Kernels that prepare backward, indexed by [`QueryGradients`].
     pub(crate) prepare: [HopperKernel; 2],
     pub(crate) bwd: [HopperKernel; 2],
     pub(crate) finish: HopperKernel,
