@@ -367,9 +367,9 @@ fn report(mistake: &Mistake, number: usize) -> String {
     let directory = emulator::directory().unwrap();
     let cache = directory.join(format!("broken-{number}"));
     std::fs::create_dir_all(&cache).unwrap();
-    let changed = mistake.file.replace('/', "-");
-    // Kernels that the mistake does not affect are compiled already. Files of other kinds belong to a compilation in
-    // progress.
+    // Kernels of other operations are compiled already; in the folder of the mistake, other files may include it. Files
+    // of other kinds belong to a compilation in progress.
+    let changed = mistake.file.rsplit_once('/').unwrap().0.replace('/', "-") + "-";
     for path in std::fs::read_dir(directory.join("cache")).unwrap().map(|entry| entry.unwrap().path()) {
         let name = path.file_name().unwrap().to_str().unwrap();
         if name.ends_with(".cubin") && !name.starts_with(&changed) {
