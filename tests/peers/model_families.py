@@ -172,15 +172,16 @@ class Xlaunch:
             raise AssertionError(f"xlaunch {words[0]}: exit code {done.returncode}: {done.stderr}")
         return done.stdout
 
-    def train(self, case, init, steps, lr):
-        """Trains on one sequence; returns the loss before each step, and the directory of the export."""
+    def train(self, case, init, steps, lr, more="clip = 0"):
+        """Trains on one sequence, with more keys of [train] and other sections; returns the loss before each step, and
+        the directory of the export."""
         here = self.folder / f"{case}-{steps}"
         here.mkdir()
         (here / "train.toml").write_text(
             f'[checkpoint]\ninit = "{init}"\n[model]\nseq = {SEQ}\n[engine]\ndevice = "cpu"\n'
             f'[data]\ntrain = ["{self.folder}/ids.bin"]\nval = ["{self.folder}/ids.bin"]\ntokenizer = "bin"\n'
             f'[train]\nsteps = {steps}\nbatch = 1\nwarmup = 0\nlr = {lr}\nschedule = "constant"\nsample = 0\n'
-            f"eval_every = 0\nclip = 0\n{'weight_decay = 0' if steps == 1 else ''}\n"
+            f"eval_every = 0\n{'weight_decay = 0' if steps == 1 else ''}\n{more}\n"
         )
         self.call("train.toml", cwd=here)
         lines = [json.loads(line) for line in (here / "runs/train/latest/metrics.jsonl").read_text().splitlines()]

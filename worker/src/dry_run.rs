@@ -99,7 +99,7 @@ fn memory_within(limit: Option<u64>, spec: &JobSpec, cuda: bool, ranks: usize) -
     let model = Model::with_slots(&backend, &shape, division.weights.clone())?;
     let model = model.with_job(spec);
     let weights = live() - workspace;
-    let optimizer = AdamW::zeroed(&backend, &model, &division.sharding, &spec.train)?;
+    let optimizer = AdamW::zeroed(&backend, &model, &division.sharding, spec)?;
     let state = live() - workspace - weights;
     let stepper = Stepper::new(&backend, &model, spec, &division, ranks)?;
     let gradients = live() - workspace - weights - state;

@@ -33,6 +33,7 @@ mod preflight;
 pub mod pretrained;
 mod random;
 mod rank_threads;
+mod schedule;
 pub mod session;
 mod tracked_collective;
 pub mod train;

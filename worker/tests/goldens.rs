@@ -18,7 +18,7 @@ use xlaunch_engine::{
     Accumulate, Backend, Cast, CudaOptions, DType, EngineError, PoolMode, Precision, SquaredNorm, Tensor,
 };
 use xlaunch_harness::{Requirement, emulator};
-use xlaunch_spec::job::{Recompute, TrainSection};
+use xlaunch_spec::job::{JobSpec, Recompute, TrainSection};
 use xlaunch_spec::model::{
     Activation, Arch, ModelShape, NormPlace, PRESETS, Parallel, Positions, QkNorm, RopeScaling,
 };
@@ -340,7 +340,8 @@ fn compare_pass(f: &Fixture) {
 }
 
 fn compare_steps(f: &Fixture) {
-    let train = TrainSection {
+    let mut spec = JobSpec::default();
+    spec.train = TrainSection {
         lr: 1e-3,
         beta1: 0.9,
         beta2: 0.95,
@@ -352,7 +353,7 @@ fn compare_steps(f: &Fixture) {
     let weights = f.golden.arena(&f.model.layout, "param.");
     let replicated =
         Sharding::replicated(Plan::new(&f.model.layout.ends(), ALIGN, 4, usize::MAX, usize::MAX));
-    let optimizer = AdamW::new(&f.backend, &f.model, &weights, &replicated, &train).unwrap();
+    let optimizer = AdamW::new(&f.backend, &f.model, &weights, &replicated, &spec).unwrap();
     let grad_norm_sq = f.backend.alloc(DType::F32, 1).unwrap();
     let finite = f.backend.alloc(DType::F32, 1).unwrap();
     f.backend.zero(finite.all()).unwrap();
@@ -360,9 +361,9 @@ fn compare_steps(f: &Fixture) {
     for (step, (tokens, targets)) in tokens.chunks(ROWS.count()).zip(targets.chunks(ROWS.count())).enumerate()
     {
         let (loss, _) = f.pass(tokens, targets);
-        optimizer.prepare(step as u64, train.lr).unwrap();
+        optimizer.prepare(step as u64, spec.train.lr).unwrap();
         f.backend.run(SquaredNorm { x: f.grads.all(), out: grad_norm_sq.all() }).unwrap();
-        optimizer.step(&f.model, f.grads.all(), grad_norm_sq.all(), finite.all()).unwrap();
+        optimizer.step(&f.model, f.grads.all(), grad_norm_sq.all(), finite.all(), &mut Local).unwrap();
         let norm = f64::from(read(&f.backend, &grad_norm_sq)[0]).sqrt();
         for (what, ours) in [("step_losses", loss), ("step_norms", norm)] {
             let theirs = f64::from(f.golden.floats[what][step]);

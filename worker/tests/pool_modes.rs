@@ -59,7 +59,7 @@ fn train(backend: BackendHandle, arch: Arch, exec: Exec) -> Trained {
     let model = Model::new(&backend, &shape, &weights).unwrap();
     let division =
         Division::new(&spec, &model.layout, backend.activation_dtype(), 0, 1, Shard::None).unwrap();
-    let optimizer = AdamW::new(&backend, &model, &weights, &division.sharding, &spec.train).unwrap();
+    let optimizer = AdamW::new(&backend, &model, &weights, &division.sharding, &spec).unwrap();
     let stepper = Stepper::new(&backend, &model, &spec, &division, 1).unwrap();
     let evaluator = Evaluator::new(&backend, &model, &spec, &division).unwrap();
     let order = Order::new(dataset.train.len(), shape.seq, Some(7));

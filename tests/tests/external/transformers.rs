@@ -16,6 +16,7 @@ xlaunch_harness::tests! {
     exported_models_have_their_loss_and_logits_in_transformers,
     models_of_transformers_have_their_loss_and_logits_here,
     models_of_every_family_compute_and_train_as_in_transformers,
+    muon_trains_as_in_torch,
     exported_tokenizers_are_loaded_by_transformers;
 }
 
@@ -203,6 +204,17 @@ fn models_of_every_family_compute_and_train_as_in_transformers() {
     let equal = ": equal: bits, load, export, loss, greedy, steps\n";
     assert_eq!(output.stdout.matches(equal).count(), 37, "{}", output.stdout);
     assert_eq!(output.stdout.matches(": other head is used: ").count(), 2, "{}", output.stdout);
+}
+
+/// See `tests/peers/muon.py`.
+fn muon_trains_as_in_torch() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/muon.py");
+    let mut command = Command::new(requirements::python_path());
+    command.arg(script).arg("--xlaunch").arg(xlaunch_path());
+    command.env("HF_HUB_OFFLINE", "1").env("CUDA_VISIBLE_DEVICES", "");
+    let output = Process::spawn(&mut command).wait();
+    assert_eq!(output.code, 0, "{}\n{}", output.stdout, output.stderr);
+    assert_eq!(output.stdout.matches(": equal: ").count(), 6, "{}", output.stdout);
 }
 
 fn exported_tokenizers_are_loaded_by_transformers() {

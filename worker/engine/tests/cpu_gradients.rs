@@ -403,10 +403,58 @@ fn capped_logits_have_the_losses_of_the_classifier_with_a_cap() {
     });
 }
 
+/// With `X = U S V^T`, the result is `U f(S) V^T`: it has the singular vectors of X, and singular values of about 1. So
+/// its product with `X^T` is symmetric and positive, and its own Gram matrix is about the identity.
+#[test]
+fn orthogonalized_matrices_keep_their_singular_vectors() {
+    for (rows, cols) in [(5, 40), (40, 5), (16, 16), (1, 7)] {
+        // Columns of very different sizes.
+        let x: Vec<f32> =
+            random(3, rows * cols).iter().enumerate().map(|(i, x)| x * (1 + i % 9) as f32).collect();
+        let outputs = with_cpu(|ops| ops.orthogonalize((rows, cols), &x));
+        let found = get(&outputs, "orthogonal");
+        let side = rows.min(cols);
+        let at = |m: &[f32], i: usize, j: usize| {
+            f64::from(if rows <= cols { m[i * cols + j] } else { m[j * cols + i] })
+        };
+        let product =
+            |a: &[f32], b: &[f32], i, j| (0..rows.max(cols)).map(|k| at(a, i, k) * at(b, j, k)).sum::<f64>();
+        let size = (0..side).map(|i| product(found, &x, i, i)).sum::<f64>();
+        for (i, j) in (0..side).flat_map(|i| (0..side).map(move |j| (i, j))) {
+            let gram = product(found, found, i, j);
+            let expected = f64::from(u8::from(i == j));
+            assert!((gram - expected).abs() < 0.35, "{rows} x {cols}: {gram} at {i}, {j}");
+            let (there, back) = (product(found, &x, i, j), product(found, &x, j, i));
+            assert!((there - back).abs() < 1e-4 * size, "{rows} x {cols}: {there} and {back} at {i}, {j}");
+        }
+    }
+}
+
+#[test]
+fn muon_matches_reference_formula() {
+    let steps = [(0.04, 3.0), (9.0, 3.0), (0.04, f32::INFINITY)];
+    for (cautious, weight) in [(true, 2.0), (true, -2.0), (false, -2.0)] {
+        let outputs = with_cpu(|ops| ops.muon(cautious, &[weight; 192], &[0.5; 192], &steps));
+        let (mut p, mut m, mut u) = (f64::from(weight), 0.0, 0.0);
+        for norm in [0.2_f64, 3.0] {
+            let g = 0.5 * (1.0 / norm).min(1.0);
+            m = 0.95 * m + 0.05 * g;
+            u = 0.05 * g + 0.95 * m;
+            let decay = if cautious && p < 0.0 { 0.0 } else { 0.5 };
+            p -= 2e-2 * (3.0 * u + decay * p);
+        }
+        for (name, expected) in [("params", p), ("m", m), ("update", u)] {
+            let value = f64::from(get(&outputs, name)[0]);
+            assert!((value - expected).abs() < 1e-6, "{name}: {value} instead of {expected}");
+        }
+        assert_eq!((get(&outputs, "m")[64], get(&outputs, "update")[64]), (0.0, 0.5), "AdamW's elements");
+    }
+}
+
 #[test]
 fn adamw_matches_reference_formula() {
     let steps = [(0.04, 3.0), (9.0, 3.0)];
-    let outputs = with_cpu(|ops| ops.adamw(ADAMW, &[2.0; 128], &[0.5; 128], &[1, 0], &steps));
+    let outputs = with_cpu(|ops| ops.adamw(ADAMW, &[2.0; 192], &[0.5; 192], &[1, 0, MUON_FLAG], &steps));
     let expected = |decay: f64| {
         let (mut p, mut m, mut v) = (2.0, 0.0, 0.0);
         for (rate, c1, c2, norm) in [(1e-2, 10.0, 20.0, 0.2_f64), (2e-2, 5.3, 10.3, 3.0)] {
@@ -419,6 +467,7 @@ fn adamw_matches_reference_formula() {
     };
     let params = get(&outputs, "params");
     assert!((params[0] - expected(0.1)).abs() < 1e-6 && (params[127] - expected(0.0)).abs() < 1e-6);
+    assert_eq!((params[128], get(&outputs, "m")[191]), (2.0, 0.0), "Muon's elements");
 }
 
 /// Returns the bits of the weights and moments after steps with these squared norms and losses, and the number of

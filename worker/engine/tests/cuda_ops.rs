@@ -16,7 +16,7 @@
 mod common;
 
 use common::cases::cases;
-use common::{Ops, Outputs, distance, random};
+use common::{Ops, Outputs, amplification, distance, random};
 use half::bf16;
 use xlaunch_engine::testing::{
     ActivationVariant, AttentionVariant, QueryGradients, Tiling, force_attention, force_gelu_variant,
@@ -67,7 +67,7 @@ fn compare_cases(
     let is_selected = |name: &str| name.contains(part) && (fp8 || !name.contains("fp8"));
     for (name, case) in cases(round).into_iter().filter(|(name, _)| is_selected(name)) {
         for ((output, theirs), (_, ours)) in case(&cuda).iter().zip(&case(&cpu)) {
-            let distance = distance(theirs, ours);
+            let distance = distance(theirs, ours) / amplification(&name);
             if distance > worst.0 {
                 worst = (distance, format!("{output} of {name}"));
             }

@@ -1,13 +1,13 @@
 //! `state.json`: the position of a run, and the settings that must not change silently when it continues.
 
 use serde::{Deserialize, Serialize};
-use xlaunch_spec::job::{JobSpec, TrainSection};
+use xlaunch_spec::job::{JobSpec, Optimizer, TrainSection};
 use xlaunch_spec::model::ModelShape;
 
 use xlaunch_spec::lineage::Fingerprint;
 
 use crate::inherited::Inherited;
-use crate::optim::schedule;
+use crate::schedule;
 
 /// Learning rates that differ by less are the same schedule, computed for other numbers of steps.
 const RATE_TOLERANCE: f64 = 1e-9;
@@ -108,8 +108,15 @@ impl State {
             changes.refused.push(format!("the training data was {saved}, is now {data}"));
         }
         self.compare_batch(Batch::of(spec), world, &mut changes);
+        // Versions without the key had AdamW only.
+        let before = self.spec["train"]["optimizer"].as_str().unwrap_or(Optimizer::AdamW.name());
+        let now = spec.train.optimizer.name();
+        if before != now {
+            let reason = "whose moments mean something else";
+            changes.refused.push(format!("train.optimizer was {before}, is now {now}, {reason}"));
+        }
         let new = serde_json::to_value(spec).unwrap_or_default();
-        for section in ["train", "comm", "engine"] {
+        for section in ["train", "muon", "comm", "engine"] {
             compare(section, &self.spec[section], &new[section], &mut changes.others);
         }
         changes.others.extend(self.changed_rate(&spec.train));
@@ -157,7 +164,8 @@ impl State {
 
 /// Beginnings of the names of keys that are compared separately, or that may change at any time because they do not
 /// affect the training.
-const NOT_COMPARED: [&str; 7] = [
+const NOT_COMPARED: [&str; 8] = [
+    "train.optimizer",
     "train.batch",
     "train.accumulate",
     "train.warmup",
@@ -219,6 +227,8 @@ mod tests {
         assert_eq!(refused(|spec| spec.data.shuffle = false), "data.shuffle was true, is now false");
         assert!(refused(|spec| spec.train.batch = 7).contains("16 sequences of all ranks, now 14"));
         assert!(refused(|spec| spec.train.lr = 0.5).is_empty());
+        let muon = refused(|spec| spec.train.optimizer = Optimizer::Muon);
+        assert!(muon.starts_with("train.optimizer was adamw, is now muon"), "{muon}");
         let other = Fingerprint { tokens: 101, hash: "b".into() };
         assert!(saved.changes(&spec, 2, &other).refused[0].contains("the training data was 100 tokens"));
 
@@ -259,8 +269,9 @@ mod tests {
         for key in ["run", "parents", "data", "batch", "warmup", "val_loss"] {
             json.as_object_mut().unwrap().remove(key);
         }
-        let read: State = serde_json::from_value(json).unwrap();
+        let mut read: State = serde_json::from_value(json).unwrap();
         assert_eq!((read.step, read.run.as_str(), &read.data), (10, "", &None));
+        read.spec["train"].as_object_mut().unwrap().remove("optimizer");
         let changes = read.changes(&JobSpec::default(), 2, &Fingerprint { tokens: 1, hash: "z".into() });
         assert_eq!(changes, Changes::default(), "what is not known is not compared");
     }

@@ -1,4 +1,5 @@
-//! AdamW with decoupled weight decay and global-norm clipping, over the flat arenas, in one kernel launch.
+//! AdamW with decoupled weight decay and global-norm clipping, over the flat arenas, in one kernel launch; before it,
+//! [`muon`] for the matrices of blocks if the job uses it.
 //!
 //! ```text
 //!                        replicated                        sharded (`comm.shard`)
@@ -15,20 +16,25 @@
 //! All values that change from step to step are read from device memory (`scalars`), so that a captured step can be
 //! replayed.
 
-pub mod schedule;
+mod muon;
 
 use std::ops::Range;
 
 use xlaunch_comm::{Collective, Operation, Sharding, Wait};
-use xlaunch_engine::{AdamWConfig, AdamWStep, Cast, DECAY_CHUNK, DType, Result, Slice, Tensor, scalar};
-use xlaunch_spec::job::TrainSection;
+use xlaunch_engine::{
+    AdamWConfig, AdamWStep, Cast, DECAY_CHUNK, DType, Result, Slice, StepConditions, Tensor, scalar,
+};
+use xlaunch_spec::job::JobSpec;
 
 use crate::model::{BackendHandle, Model};
+use muon::Muon;
 
 /// The optimizer's state and hyperparameters.
 #[derive(Debug)]
 pub struct AdamW {
     config: AdamWConfig,
+    /// `None` if AdamW updates everything.
+    muon: Option<Muon>,
     sharding: Sharding,
     /// `None` if the model's F32 weights are the master weights.
     masters: Option<Tensor>,
@@ -61,9 +67,9 @@ impl AdamW {
         model: &Model,
         params: &[f32],
         sharding: &Sharding,
-        train: &TrainSection,
+        spec: &JobSpec,
     ) -> Result<Self> {
-        let optimizer = Self::zeroed(backend, model, sharding, train)?;
+        let optimizer = Self::zeroed(backend, model, sharding, spec)?;
         optimizer.write(Part::Masters, 0, params)?;
         optimizer.round()?;
         Ok(optimizer)
@@ -79,12 +85,18 @@ impl AdamW {
         backend: &BackendHandle,
         model: &Model,
         sharding: &Sharding,
-        train: &TrainSection,
+        spec: &JobSpec,
     ) -> Result<Self> {
+        let train = &spec.train;
         let (f32_model, sharded) = (model.weights.dtype() == DType::F32, sharding.is_sharded());
         let shard = |dtype| backend.alloc_persistent(dtype, sharding.len());
         let gathered_shard = |dtype| backend.alloc_collective(dtype, sharding.len());
-        let flags = sharding.shard_of(&model.layout.decay_flags(), DECAY_CHUNK);
+        let muon = Muon::new(backend, spec, (&model.shape, &model.layout), sharding)?;
+        let mut flags = model.layout.decay_flags();
+        if let Some(muon) = &muon {
+            muon.mark(&mut flags);
+        }
+        let flags = sharding.shard_of(&flags, DECAY_CHUNK);
         let optimizer = Self {
             config: AdamWConfig {
                 beta1: train.beta1 as f32,
@@ -94,6 +106,7 @@ impl AdamW {
                 clip: train.clip as f32,
                 skip_limit: train.nonfinite.limit() as f32,
             },
+            muon,
             masters: match (sharded, f32_model) {
                 (true, true) => Some(gathered_shard(DType::F32)?),
                 (_, false) => Some(shard(DType::F32)?),
@@ -191,6 +204,9 @@ impl AdamW {
         };
         let mut scalars = [0.0; scalar::COUNT];
         scalars[scalar::LEARNING_RATE] = learning_rate as f32;
+        if let Some(muon) = &self.muon {
+            scalars[scalar::MUON_LEARNING_RATE] = (learning_rate * muon.rate) as f32;
+        }
         scalars[scalar::CORRECTION1] = correction(self.config.beta1);
         scalars[scalar::CORRECTION2] = correction(self.config.beta2);
         self.backend.write_f32(self.scalars.all(), &scalars)
@@ -205,10 +221,18 @@ impl AdamW {
         grads: Slice<'_>,
         grad_norm_sq: Slice<'_>,
         loss: Slice<'_>,
-    ) -> Result<()> {
+        collective: &mut dyn Collective,
+    ) -> crate::error::Result<()> {
         let [params, m, v] = self.state(model);
         let f32_model = model.weights.dtype() == DType::F32;
         let work = (!f32_model).then(|| self.rounded.as_ref().unwrap_or(&model.weights).all());
+        let (flags, scalars, skipped) = (&self.decay, &self.scalars, self.skipped.all());
+        if let Some(muon) = &self.muon {
+            let skip_limit = self.config.skip_limit;
+            let conditions = StepConditions { grad_norm_sq, loss, skipped, skip_limit };
+            let step = muon::Step { grads, m, params, work, flags, scalars, conditions };
+            muon.step(&self.backend, &self.sharding, &step, collective)?;
+        }
         self.backend.run(AdamWStep {
             config: self.config,
             params: params.all(),
@@ -216,17 +240,20 @@ impl AdamW {
             m: m.all(),
             v: v.all(),
             work,
-            decay: self.decay.all(),
-            scalars: self.scalars.all(),
+            decay: flags.all(),
+            scalars: scalars.all(),
             grad_norm_sq,
             loss,
-            skipped: self.skipped.all(),
-        })
+            skipped,
+        })?;
+        Ok(())
     }
 
-    /// Returns source and destination of [`gather`](Self::gather); none without sharding.
+    /// Returns the sources and destinations of all-gathers: of [`gather`](Self::gather), and of Muon's updates. There
+    /// are none without sharding.
     pub fn gather_buffers<'a>(&'a self, model: &'a Model) -> impl Iterator<Item = &'a Tensor> {
-        self.gather_pair(model).into_iter().flatten()
+        let updates = self.muon.iter().flat_map(Muon::gather_buffers);
+        self.gather_pair(model).into_iter().flatten().chain(updates)
     }
 
     fn gather_pair<'a>(&'a self, model: &'a Model) -> Option<[&'a Tensor; 2]> {

@@ -318,7 +318,7 @@ impl Trainer {
     ) -> Result<Self> {
         let model = Model::with_slots(backend, shape, division.weights.clone())?;
         let model = model.with_job(spec);
-        let optimizer = AdamW::zeroed(backend, &model, &division.sharding, &spec.train)?;
+        let optimizer = AdamW::zeroed(backend, &model, &division.sharding, spec)?;
         let stepper = Stepper::new(backend, &model, spec, division, world)?;
         let evaluator = Evaluator::new(backend, &model, spec, division)?;
         Ok(Self { model, optimizer, stepper, evaluator, sampler: None })

@@ -25,8 +25,9 @@ use crate::divergence::{Divergence, SkipCount};
 use crate::error::{Result, WorkerError};
 use crate::fail::{self, Place};
 use crate::model::{BackendHandle, Model};
-use crate::optim::{AdamW, schedule};
+use crate::optim::AdamW;
 use crate::phase;
+use crate::schedule;
 
 /// State of the training loop.
 #[derive(Debug)]

@@ -319,6 +319,6 @@ impl Stepper {
         let _span = trace::span(Phase::Optimizer);
         fail::at(Place::Optimizer);
         // Loss and norm are the same on every rank, so either all ranks apply the step or none does.
-        Ok(optimizer.step(model, grads.all(), grad_norm_sq, loss)?)
+        optimizer.step(model, grads.all(), grad_norm_sq, loss, collective)
     }
 }

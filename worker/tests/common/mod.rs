@@ -77,7 +77,7 @@ impl Rank {
         let division = Division::new(spec, &layout, backend.activation_dtype(), rank, world, shard).unwrap();
         let model = Model::with_slots(&backend, &shape, division.weights.clone()).unwrap();
         model.write_weights(0, &weights).unwrap();
-        let optimizer = AdamW::new(&backend, &model, &weights, &division.sharding, &spec.train).unwrap();
+        let optimizer = AdamW::new(&backend, &model, &weights, &division.sharding, spec).unwrap();
         let stepper = Stepper::new(&backend, &model, spec, &division, world).unwrap();
         let evaluator = Evaluator::new(&backend, &model, spec, &division).unwrap();
         let order = Order::new(dataset.train.len(), shape.seq, Some(7));

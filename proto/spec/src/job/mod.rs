@@ -17,9 +17,9 @@ pub use crate::invalid::Invalid;
 use crate::model::ModelSection;
 pub use comm::{CommSection, MAX_SHARDS, Shard, WireDtype};
 pub use sections::{
-    CheckpointSection, DataSection, Device, DoctorMode, EngineSection, Exec, JobSection, LaunchSection,
-    MemorySnapshots, NonFinite, ObserveSection, OnHang, OnSaveError, PoolMode, Precision, Recompute,
-    Schedule, Tokenizer, TrainSection,
+    AdjustLr, CheckpointSection, DataSection, Device, DoctorMode, EngineSection, Exec, JobSection,
+    LaunchSection, MemorySnapshots, MuonSection, NonFinite, ObserveSection, OnHang, OnSaveError, Optimizer,
+    PoolMode, Precision, Recompute, Schedule, Tokenizer, TrainSection,
 };
 
 /// Version of the serialised form.
@@ -41,6 +41,7 @@ pub struct JobSpec {
     pub model: ModelSection,
     pub data: DataSection,
     pub train: TrainSection,
+    pub muon: MuonSection,
     pub comm: CommSection,
     pub engine: EngineSection,
     pub checkpoint: CheckpointSection,
@@ -73,6 +74,7 @@ impl JobSpec {
         self.check_model()?;
         positive_in_fp32("train.lr", train.lr)?;
         positive_in_fp32("train.eps", train.eps)?;
+        self.check_muon()?;
         positive("comm.bucket_mb", self.comm.bucket_mb)?;
         if let Some(ranks) = self.launch.nproc {
             self.comm.check_ranks(ranks as usize)?;
@@ -114,6 +116,13 @@ impl JobSpec {
             ));
         }
         Ok(())
+    }
+
+    fn check_muon(&self) -> Result<(), Invalid> {
+        let MuonSection { lr, momentum, weight_decay, .. } = self.muon;
+        lr.map_or(Ok(()), |lr| positive_in_fp32("muon.lr", lr))?;
+        within("muon.momentum", momentum, 0.0, 0.999_999)?;
+        weight_decay.map_or(Ok(()), |decay| within("muon.weight_decay", decay, 0.0, 100.0))
     }
 
     /// Checks the model. Sizes that come from initial weights are checked once they are known.
@@ -309,6 +318,9 @@ mod tests {
         let divided_sums = |s: &mut JobSpec| (s.comm.shard, s.train.accumulate) = (Shard::Gradients, 2);
         assert_eq!(key(divided_sums), "comm.shard");
         assert_eq!(key(|s| s.train.beta2 = 1.0), "train.beta2");
+        assert_eq!(key(|s| s.muon.momentum = 1.0), "muon.momentum");
+        assert_eq!(key(|s| s.muon.lr = Some(0.0)), "muon.lr");
+        assert_eq!(key(|s| s.muon.weight_decay = Some(-0.1)), "muon.weight_decay");
         assert_eq!(key(|s| s.model.vocab = Some(100)), "model.vocab");
         assert_eq!(key(|s| s.data.train.clear()), "data.train");
         let long_decay = |s: &mut JobSpec| {

@@ -160,7 +160,7 @@ pub enum Tokenizer {
     Bin,
 }
 
-/// The optimizer (AdamW), its schedule, and evaluation.
+/// The optimizer, its schedule, and evaluation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
@@ -178,6 +178,8 @@ pub struct TrainSection {
     /// Number of tokens whose logits are in memory at a time; the gradients of the loss are computed along with it. 0
     /// means the whole micro-step. Saves memory if the vocabulary is large.
     pub classifier_chunk: usize,
+    /// Optimizer of the weights of linear layers in blocks. Embeddings, the head, norms and biases always use AdamW.
+    pub optimizer: Optimizer,
     /// Peak learning rate.
     pub lr: f64,
     /// Learning-rate schedule after warm-up.
@@ -226,6 +228,7 @@ impl Default for TrainSection {
             accumulate: 1,
             recompute: Recompute::None,
             classifier_chunk: 0,
+            optimizer: Optimizer::AdamW,
             lr: 1e-3,
             schedule: Schedule::Cosine,
             warmup: None,
@@ -258,6 +261,66 @@ impl TrainSection {
     pub fn decay_steps(&self) -> u64 {
         self.decay_steps.unwrap_or_else(|| self.steps.div_ceil(5)).min(self.steps - self.warmup_steps())
     }
+}
+
+/// Optimizer of the weights of linear layers in blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum Optimizer {
+    /// AdamW.
+    #[default]
+    AdamW,
+    /// Muon: momentum that is made orthogonal, matrix by matrix. Queries, keys and values are separate matrices, as are
+    /// gate and up. See `[muon]`.
+    Muon,
+}
+
+impl Optimizer {
+    /// Returns the name used in configurations.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::AdamW => "adamw",
+            Self::Muon => "muon",
+        }
+    }
+}
+
+/// Muon's hyperparameters, with `train.optimizer = "muon"`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct MuonSection {
+    /// Peak learning rate of the matrices that Muon updates, which follows the schedule of `train.lr`. Default:
+    /// `train.lr`.
+    pub lr: Option<f64>,
+    /// Decay rate of the momentum, which is Nesterov's.
+    pub momentum: f64,
+    /// Decoupled weight decay. Default: `train.weight_decay`.
+    pub weight_decay: Option<f64>,
+    /// Apply weight decay only to weights whose update has their sign.
+    pub cautious: bool,
+    /// Factor of the learning rate by the shape of a matrix.
+    pub adjust_lr: AdjustLr,
+}
+
+impl Default for MuonSection {
+    fn default() -> Self {
+        Self { lr: None, momentum: 0.95, weight_decay: None, cautious: true, adjust_lr: AdjustLr::default() }
+    }
+}
+
+/// Factor of Muon's learning rate by the shape of a matrix. The names are those of `torch.optim.Muon`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum AdjustLr {
+    /// 0.2 sqrt(max(outputs, inputs)): updates are about as large as AdamW's, so that its learning rate and weight
+    /// decay suit both.
+    #[default]
+    MatchRmsAdamw,
+    /// sqrt(max(1, outputs / inputs)). Typical learning rates are 0.02 to 0.05.
+    Original,
 }
 
 /// Activations that backward recomputes instead of keeping them from forward.

@@ -21,6 +21,7 @@ pub(crate) mod glu;
 pub(crate) mod greedy;
 pub(crate) mod linear;
 pub(crate) mod mark;
+pub(crate) mod muon;
 pub(crate) mod norm;
 pub(crate) mod qk_norm;
 pub(crate) mod reduce;
@@ -30,7 +31,7 @@ pub(crate) mod softcap;
 pub use activation::{
     Activation, ActivationBackward, ActivationForward, ActivationLinearBackward, LinearActivationForward,
 };
-pub use adamw::{AdamWConfig, AdamWStep, DECAY_CHUNK, scalar};
+pub use adamw::{AdamWConfig, AdamWStep, DECAY_CHUNK, MUON_FLAG, scalar};
 pub use add_scaled::AddScaled;
 pub use attention::{AttentionBackward, AttentionForward, AttentionOptions, AttentionShape, Scalar};
 pub use cached_attention::{CachedAttention, CachedAttentionShape};
@@ -44,6 +45,7 @@ pub use glu::{GluBackward, GluForward, GluLinearBackward, LinearGluForward};
 pub use greedy::Greedy;
 pub use linear::{LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearShape};
 pub use mark::{Mark, Marks};
+pub use muon::{MuonMomentum, MuonUpdate, Orthogonalize, StepConditions};
 pub use norm::{NormBackward, NormForward, NormKind, NormShape, Residual, ResidualAdd};
 pub use qk_norm::{QkNorm, QkNormBackward, QkNormForward, QkNorms};
 pub use reduce::{ColumnSum, SquaredNorm, Sum};
@@ -127,7 +129,7 @@ pub enum Accumulate {
 
 /// Kernel files that are compiled when a GPU is opened. Those of attention are compiled on first use, per head width,
 /// and those of activation functions per function.
-pub(crate) const KERNEL_FILES: [&KernelFile; 16] = [
+pub(crate) const KERNEL_FILES: [&KernelFile; 17] = [
     &adamw::KERNELS,
     &add_scaled::KERNELS,
     &cast::KERNELS,
@@ -139,6 +141,7 @@ pub(crate) const KERNEL_FILES: [&KernelFile; 16] = [
     &greedy::KERNELS,
     &linear::transposed::KERNELS,
     &mark::cuda::KERNELS,
+    &muon::KERNELS,
     &norm::cuda::KERNELS,
     &qk_norm::cuda::KERNELS,
     &reduce::cuda::KERNELS,

@@ -234,7 +234,8 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
     }
     for len in [64, 64 * 157 + 17] {
         let (params, grads) = (random(27, len), values(28, len));
-        let decay: Vec<u8> = (0..len.div_ceil(DECAY_CHUNK)).map(|i| u8::from(i % 3 != 0)).collect();
+        // One of three chunks is Muon's.
+        let decay: Vec<u8> = [0, 1, MUON_FLAG].into_iter().cycle().take(len.div_ceil(DECAY_CHUNK)).collect();
         // The second step is clipped and the next ones are skipped. After two skipped steps, the last one is skipped as
         // well.
         let steps = [(0.04, 3.0), (9.0, 3.0), (f32::NAN, 3.0), (0.04, f32::INFINITY), (0.04, 3.0)];
@@ -242,6 +243,18 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
             format!("adamw {len}"),
             Box::new(move |ops| ops.adamw(ADAMW, &params, &grads, &decay, &steps)),
         ));
+    }
+    for shape in [(24, 200), (200, 24), (9, 33), (40, 40)] {
+        let x = values(29, shape.0 * shape.1);
+        let case = move |ops: &Ops<'_>| ops.orthogonalize(shape, &x);
+        cases.push((format!("orthogonalize {} x {}", shape.0, shape.1), Box::new(case)));
+    }
+    for (len, cautious) in [(64 * 75, true), (64 * 157 + 17, false)] {
+        let (params, grads) = (random(30, len), values(31, len));
+        // The second step is clipped, and the last one is not applied.
+        let steps = [(0.04, 3.0), (9.0, 3.0), (0.04, f32::NAN)];
+        let case = move |ops: &Ops<'_>| ops.muon(cautious, &params, &grads, &steps);
+        cases.push((format!("muon {len}"), Box::new(case)));
     }
     cases.extend(decoding::cases(values));
     cases

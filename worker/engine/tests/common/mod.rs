@@ -536,10 +536,11 @@ impl Ops<'_> {
         steps: &[(f32, f32)],
     ) -> Outputs {
         let b = self.backend;
+        // Elements that are not AdamW's keep their weights.
+        let work = (b.activation_dtype() == DType::Bf16).then(|| self.act(params));
         let (params, grads) = (self.tensor(DType::F32, params), self.tensor(self.grads, grads));
         let zeros = vec![0.0; params.len()];
         let (m, v) = (self.tensor(DType::F32, &zeros), self.tensor(DType::F32, &zeros));
-        let work = (b.activation_dtype() == DType::Bf16).then(|| self.out(params.len()));
         let flags = b.alloc(DType::U8, decay.len()).unwrap();
         b.write_u8(flags.all(), decay).unwrap();
         let skipped = self.tensor(DType::F32, &[0.0]);
@@ -569,6 +570,65 @@ impl Ops<'_> {
         outputs.push(("work", self.read(work.as_ref().unwrap_or(&params))));
         outputs
     }
+
+    pub(crate) fn orthogonalize(&self, (rows, cols): (usize, usize), x: &[f32]) -> Outputs {
+        let x = self.act(x);
+        self.backend.run(Orthogonalize { rows, cols, x: x.all() }).unwrap();
+        vec![("orthogonal", self.read(&x))]
+    }
+
+    /// Runs steps of Muon with these squared norms and losses, without making the update orthogonal. Every third chunk
+    /// of elements keeps its momentum and its update, which begins as a copy of the gradient.
+    pub(crate) fn muon(
+        &self,
+        cautious: bool,
+        params: &[f32],
+        grads: &[f32],
+        steps: &[(f32, f32)],
+    ) -> Outputs {
+        let b = self.backend;
+        let (params, update) = (self.tensor(DType::F32, params), self.act(grads));
+        let grads = self.tensor(self.grads, grads);
+        let m = self.tensor(DType::F32, &vec![0.0; params.len()]);
+        let work = (b.activation_dtype() == DType::Bf16).then(|| self.out(params.len()));
+        let kept: Vec<u8> =
+            (0..params.len().div_ceil(DECAY_CHUNK)).map(|i| if i % 3 == 1 { 1 } else { MUON_FLAG }).collect();
+        let flags = b.alloc(DType::U8, kept.len()).unwrap();
+        b.write_u8(flags.all(), &kept).unwrap();
+        let [scalars, skipped] =
+            [&[0.0, 0.0, 0.0, 2e-2][..], &[0.0]].map(|values| self.tensor(DType::F32, values));
+        for (grad_norm_sq, loss) in steps {
+            let [grad_norm_sq, loss] = [grad_norm_sq, loss].map(|value| self.tensor(DType::F32, &[*value]));
+            let (grad_norm_sq, loss, skipped) = (grad_norm_sq.all(), loss.all(), skipped.all());
+            let conditions = StepConditions { grad_norm_sq, loss, skipped, skip_limit: 1.0 };
+            let momentum = MuonMomentum {
+                grads: grads.all(),
+                m: m.all(),
+                update: update.all(),
+                flags: flags.all(),
+                momentum: 0.95,
+                clip: 1.0,
+                conditions,
+            };
+            b.run(momentum).unwrap();
+            let weights = MuonUpdate {
+                update: update.all(),
+                params: params.all(),
+                work: work.as_ref().map(Tensor::all),
+                factor: 3.0,
+                weight_decay: 0.5,
+                cautious,
+                scalars: scalars.all(),
+                conditions,
+            };
+            b.run(weights).unwrap();
+        }
+        let mut outputs: Outputs = [("params", &params), ("m", &m), ("update", &update)]
+            .map(|(name, tensor)| (name, self.read(tensor)))
+            .into();
+        outputs.push(("work", self.read(work.as_ref().unwrap_or(&params))));
+        outputs
+    }
 }
 
 /// A tensor in FP8.
@@ -591,6 +651,12 @@ impl Quantized {
 /// There are no more updates after two consecutive skipped steps.
 pub(crate) const ADAMW: AdamWConfig =
     AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip: 1.0, skip_limit: 2.0 };
+
+/// Returns how much larger than usual the differences of a case may be: each step towards an orthogonal matrix
+/// amplifies the rounding of those before it.
+pub(crate) fn amplification(case: &str) -> f64 {
+    if case.starts_with("orthogonalize") { 10.0 } else { 1.0 }
+}
 
 /// Returns `|a - b| / |b|`; infinite if either is not finite.
 pub(crate) fn distance(a: &[f32], b: &[f32]) -> f64 {

@@ -235,6 +235,15 @@ const MISTAKES: &[Mistake] = &[
     mistake(
         "attention/mma_whole_head.cu", "if (c == 0) head_delta", "head_delta", Bf16, WHOLE_HEAD, SHARED_WRITE_RACE,
     ),
+    mistake("muon/kernel.cu", "flags[i / DECAY_CHUNK]", "flags[i / DECAY_CHUNK + 1]", Fp32, "muon 4800", UNWRITTEN),
+    mistake("muon/kernel.cu", "(i + j) / n == (i + j) % n", "i / n == i % n", Fp32, "orthogonalize 24", DIFFERS),
+    mistake("muon/kernel.cu", "margin * sqrtf", "sqrtf", Fp32, "orthogonalize 24", DIFFERS),
+    mistake("muon/kernel.cu", "(factor * u.x[j]", "(u.x[j]", Fp32, "muon 4800", DIFFERS),
+    mistake("muon/kernel.cu", "!cautious || ", "", Fp32, "muon 10065", DIFFERS),
+    mistake(
+        "muon/kernel.cu", "sqrtf(grad_norm_sq[0]);\n    float clip", "1.0f;\n    float clip", Fp32, "muon 4800",
+        DIFFERS,
+    ),
     mistake(
         "cast/kernel.cu", "i += gridDim.x * (i64)blockDim.x", "i += blockDim.x", Bf16, "glu 67 x 44 Silu", WRITE_RACE,
     ),

@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 use xlaunch_pool::DType;
 
-use super::{AdamWStep, DECAY_CHUNK, scalar};
+use super::{AdamWStep, DECAY_CHUNK, MUON_FLAG, scalar};
 use crate::cpu::math::simd;
 use crate::cpu::{Access, Threads};
 
@@ -46,7 +46,8 @@ pub(crate) fn step(t: &Threads, args: AdamWStep<'_>) {
                         .chunks_mut(DECAY_CHUNK)
                         .zip(grads.chunks(DECAY_CHUNK))
                         .zip(m.chunks_mut(DECAY_CHUNK).zip(v.chunks_mut(DECAY_CHUNK)))
-                        .zip(decay);
+                        .zip(decay)
+                        .filter(|(_, flag)| **flag != MUON_FLAG);
                     for (((params, grads), (m, v)), decay) in chunks {
                         let decay = if *decay == 1 { rate * c.weight_decay } else { 0.0 };
                         for (((p, g), m), v) in params.iter_mut().zip(grads).zip(m).zip(v) {

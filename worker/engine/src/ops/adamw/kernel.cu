@@ -24,10 +24,12 @@ extern "C" __global__ void adamw(float* __restrict__ params, const void* __restr
     bool wide = is_wide(params, len) && is_wide(m, len) && is_wide(v, len) && is_wide((const bf16*)grads, len) &&
                 is_wide(work, len);
     for (i64 i = (blockIdx.x * (i64)blockDim.x + threadIdx.x) * 8; i < len; i += gridDim.x * (i64)blockDim.x * 8) {
+        // All eight elements share a flag: DECAY_CHUNK is a multiple of 8.
+        u8 flag = decay[i / DECAY_CHUNK];
+        if (flag == MUON_FLAG) continue;
         Vec8 g = grads_bf16 ? load8((const bf16*)grads, i, len, wide) : load8((const float*)grads, i, len, wide);
         Vec8 p = load8(params, i, len, wide), a = load8(m, i, len, wide), b = load8(v, i, len, wide);
-        // All eight elements share a flag: DECAY_CHUNK is a multiple of 8.
-        float decay_rate = decay[i / DECAY_CHUNK] == 1 ? rate * weight_decay : 0.0f;
+        float decay_rate = flag == 1 ? rate * weight_decay : 0.0f;
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             // g = clip g; m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2

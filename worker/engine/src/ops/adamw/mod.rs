@@ -28,6 +28,7 @@ pub(crate) const KERNELS: KernelFile = KernelFile {
     kernels: &["adamw"],
     macros: &[
         Macro::int("DECAY_CHUNK", DECAY_CHUNK),
+        Macro::int("MUON_FLAG", MUON_FLAG as usize),
         Macro::int("LEARNING_RATE", scalar::LEARNING_RATE),
         Macro::int("CORRECTION1", scalar::CORRECTION1),
         Macro::int("CORRECTION2", scalar::CORRECTION2),
@@ -68,7 +69,7 @@ pub struct AdamWStep<'a> {
     /// (len,) Bf16: receives the new weights, rounded to nearest even. Not supported by the CPU, which computes with
     /// the master weights.
     pub work: Option<Slice<'a>>,
-    /// (ceil(len / [`DECAY_CHUNK`]),) U8: 1 where weights decay.
+    /// (ceil(len / [`DECAY_CHUNK`]),) U8: 1 where weights decay, [`MUON_FLAG`] where nothing changes.
     pub decay: Slice<'a>,
     /// ([`scalar::COUNT`],) values that change from step to step.
     pub scalars: Slice<'a>,
@@ -123,6 +124,9 @@ impl Op for AdamWStep<'_> {
 /// Elements covered by one decay flag. Every parameter starts at a multiple of it.
 pub const DECAY_CHUNK: usize = 64;
 
+/// Flag of elements that Muon updates instead.
+pub const MUON_FLAG: u8 = 2;
+
 /// Indices into [`AdamWStep::scalars`], which are read from device memory so that a captured step can be replayed with
 /// other values.
 pub mod scalar {
@@ -132,6 +136,8 @@ pub mod scalar {
     pub const CORRECTION1: usize = 1;
     /// `1 / (1 - beta2^t)`.
     pub const CORRECTION2: usize = 2;
-    /// Number of scalars, padded for alignment.
+    /// Learning rate of [`MuonUpdate`](crate::MuonUpdate).
+    pub const MUON_LEARNING_RATE: usize = 3;
+    /// Number of scalars.
     pub const COUNT: usize = 4;
 }

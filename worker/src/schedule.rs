@@ -4,7 +4,7 @@ use xlaunch_spec::job::{Schedule, TrainSection};
 
 /// Returns the learning rate of step `step` (from 0): linear warm-up up to `lr`, then the schedule.
 #[expect(clippy::cast_precision_loss, reason = "step counts are far below 2^53")]
-pub fn learning_rate(train: &TrainSection, step: u64) -> f64 {
+pub(crate) fn learning_rate(train: &TrainSection, step: u64) -> f64 {
     let warmup = train.warmup_steps();
     if step < warmup {
         return train.lr * (step + 1) as f64 / warmup as f64;

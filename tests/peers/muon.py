@@ -1,0 +1,94 @@
+"""Compares training with Muon to `torch.optim.Muon` and AdamW on the same models of transformers, in fp32 on the CPU.
+
+    python3 tests/peers/muon.py --xlaunch PATH     # needs torch 2.9, transformers
+
+torch computes the orthogonal factor in bf16 with five equal steps; here it has this trainer's coefficients and fp32, so
+that everything else can be compared closely: momentum, decay, learning rates, and which matrices there are.
+
+Prints a line for each case that holds; exit code 1 if one does not.
+"""
+
+import argparse
+import pathlib
+import sys
+import tempfile
+
+import torch
+from torch.optim import _muon
+from transformers import AutoModelForCausalLM
+
+from model_families import Xlaunch, loss, make
+
+STEPS, LR, MUON_LR = 50, 1e-3, {"original": 1e-2, "match_rms_adamw": 1e-3}
+# "The Polar Express", Amsel et al., 2025.
+COEFFICIENTS = [
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+]
+
+
+def orthogonal(grad, _coefficients, _steps, eps):
+    x = grad.T if grad.size(0) > grad.size(1) else grad
+    x = x / (1.02 * x.norm() + eps)
+    for a, b, c in COEFFICIENTS:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if grad.size(0) > grad.size(1) else x
+
+
+def losses_of_torch(directory, ids, adjust_lr):
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").train()
+    matrices, others = [], {True: [], False: []}
+    for name, tensor in model.named_parameters():
+        if tensor.ndim == 2 and ".layers." in name:
+            matrices.append(tensor)
+        else:
+            others[tensor.ndim == 2].append(tensor)
+    groups = [dict(params=others[True], weight_decay=0.1), dict(params=others[False], weight_decay=0.0)]
+    optimizers = [
+        torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8),
+        torch.optim.Muon(matrices, lr=MUON_LR[adjust_lr], weight_decay=0.05, momentum=0.95, adjust_lr_fn=adjust_lr),
+    ]
+    values = []
+    for _ in range(STEPS):
+        value = loss(model, ids)
+        model.zero_grad()
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        values.append(value.item())
+    return values
+
+
+def compare(xlaunch, case, adjust_lr):
+    directory = xlaunch.folder / f"{case}-{adjust_lr}"
+    make(case, directory)
+    keys = (f'clip = 1\noptimizer = "muon"\n[muon]\nlr = {MUON_LR[adjust_lr]}\nweight_decay = 0.05\n'
+            f'cautious = false\nadjust_lr = "{adjust_lr}"')
+    ours, _ = xlaunch.train(f"{case}-{adjust_lr}-muon", directory, STEPS, LR, keys)
+    theirs = losses_of_torch(directory, xlaunch.ids, adjust_lr)
+    distance = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    holds = distance <= 1e-4 * max(theirs) and theirs[-1] < 0.7 * theirs[0]
+    print(f"{case}, {adjust_lr}: {'equal' if holds else 'DIFFERENT'}: {distance:.1e} apart, from {theirs[0]:.4f} to "
+          f"{theirs[-1]:.4f}", flush=True)
+    return holds
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--xlaunch", required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    _muon._zeropower_via_newtonschulz = orthogonal
+    with tempfile.TemporaryDirectory() as folder:
+        xlaunch = Xlaunch(options.xlaunch, pathlib.Path(folder))
+        cases = [(case, adjust_lr) for case in ("llama", "qwen3", "olmo2") for adjust_lr in MUON_LR]
+        sys.exit(not all([compare(xlaunch, *case) for case in cases]))
+
+
+if __name__ == "__main__":
+    main()
