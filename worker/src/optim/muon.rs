@@ -87,7 +87,7 @@ impl Muon {
             weight_decay: weight_decay.unwrap_or(spec.train.weight_decay) as f32,
             cautious,
             clip: spec.train.clip as f32,
-            rate: lr.map_or(1.0, |lr| lr / spec.train.lr),
+            rate: lr / spec.train.lr,
             gathered: sharding.is_sharded().then(gathered).transpose()?,
         }))
     }

@@ -120,7 +120,7 @@ impl JobSpec {
 
     fn check_muon(&self) -> Result<(), Invalid> {
         let MuonSection { lr, momentum, weight_decay, .. } = self.muon;
-        lr.map_or(Ok(()), |lr| positive_in_fp32("muon.lr", lr))?;
+        positive_in_fp32("muon.lr", lr)?;
         within("muon.momentum", momentum, 0.0, 0.999_999)?;
         weight_decay.map_or(Ok(()), |decay| within("muon.weight_decay", decay, 0.0, 100.0))
     }
@@ -319,7 +319,7 @@ mod tests {
         assert_eq!(key(divided_sums), "comm.shard");
         assert_eq!(key(|s| s.train.beta2 = 1.0), "train.beta2");
         assert_eq!(key(|s| s.muon.momentum = 1.0), "muon.momentum");
-        assert_eq!(key(|s| s.muon.lr = Some(0.0)), "muon.lr");
+        assert_eq!(key(|s| s.muon.lr = 0.0), "muon.lr");
         assert_eq!(key(|s| s.muon.weight_decay = Some(-0.1)), "muon.weight_decay");
         assert_eq!(key(|s| s.model.vocab = Some(100)), "model.vocab");
         assert_eq!(key(|s| s.data.train.clear()), "data.train");

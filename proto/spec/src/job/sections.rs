@@ -291,9 +291,8 @@ impl Optimizer {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct MuonSection {
-    /// Peak learning rate of the matrices that Muon updates, which follows the schedule of `train.lr`. Default:
-    /// `train.lr`.
-    pub lr: Option<f64>,
+    /// Peak learning rate of the matrices that Muon updates, which follows the schedule of `train.lr`.
+    pub lr: f64,
     /// Decay rate of the momentum, which is Nesterov's.
     pub momentum: f64,
     /// Decoupled weight decay. Default: `train.weight_decay`.
@@ -306,7 +305,7 @@ pub struct MuonSection {
 
 impl Default for MuonSection {
     fn default() -> Self {
-        Self { lr: None, momentum: 0.95, weight_decay: None, cautious: true, adjust_lr: AdjustLr::default() }
+        Self { lr: 0.02, momentum: 0.95, weight_decay: None, cautious: true, adjust_lr: AdjustLr::default() }
     }
 }
 
@@ -315,12 +314,12 @@ impl Default for MuonSection {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum AdjustLr {
-    /// 0.2 sqrt(max(outputs, inputs)): updates are about as large as AdamW's, so that its learning rate and weight
-    /// decay suit both.
+    /// sqrt(max(1, outputs / inputs)). Typical learning rates are 0.02 to 0.05, for models of any size.
     #[default]
-    MatchRmsAdamw,
-    /// sqrt(max(1, outputs / inputs)). Typical learning rates are 0.02 to 0.05.
     Original,
+    /// 0.2 sqrt(max(outputs, inputs)): updates are about as large as AdamW's, so `muon.lr` should be of the size of its
+    /// learning rate.
+    MatchRmsAdamw,
 }
 
 /// Activations that backward recomputes instead of keeping them from forward.
