@@ -79,6 +79,11 @@ pub fn tokenizers() -> Requirement {
     python_modules(&["tiktoken", "tokenizers", "transformers"])
 }
 
+/// Requires chat templates in Python, and tables to write.
+pub fn chats() -> Requirement {
+    python_modules(&["tokenizers", "transformers", "jinja2", "pyarrow"])
+}
+
 /// Requires the schemas of Kubernetes and Kubeflow Trainer.
 pub fn kubernetes_schemas() -> Requirement {
     python_modules(&["kubernetes_validate", "kubeflow_trainer_api"])

@@ -68,8 +68,8 @@ fn prepare(dir: &Path, tokenizer: &Tokenizer) -> Manifest {
         let file = shard_file(&ids, shard::width(tokenizer.vocab()));
         let (tokens, bytes) = (ids.len() as u64, file.len() as u64);
         std::fs::write(dir.join(name), file).unwrap();
-        let shard = Shard { name: name.into(), tokens, bytes, xxh3_128: "0".repeat(32) };
-        Split { documents: 1, bytes: text.len() as u64, tokens, shards: vec![shard] }
+        let shard = Shard { name: name.into(), tokens, bytes, xxh3_128: "0".repeat(32), mask: None };
+        Split { documents: 1, bytes: text.len() as u64, tokens, shards: vec![shard], ..Split::default() }
     };
     let manifest = Manifest {
         version: Manifest::VERSION,
@@ -79,6 +79,7 @@ fn prepare(dir: &Path, tokenizer: &Tokenizer) -> Manifest {
         bos: tokenizer.bos(),
         tokenizer_xxh3_128: None,
         skipped: 0,
+        chat: None,
         train: split("train_000001.bin", train),
         val: split("val_000001.bin", val),
     };

@@ -11,6 +11,7 @@
 //! - the same input gives the same bytes for any number of threads;
 //! - nothing read from a file is allocated before its size is checked.
 
+pub mod chat;
 #[cfg(feature = "fuzzing")]
 pub mod fuzz;
 mod inspect;
@@ -21,10 +22,11 @@ pub mod shard;
 mod tokenizer;
 pub mod walk;
 
-pub use inspect::{Lengths, Part, Report, inspect};
-pub use manifest::{Manifest, ManifestError, Shard, Split};
+pub use inspect::{Lengths, Part, Report, Run, inspect};
+pub use manifest::{Chat, Manifest, ManifestError, Shard, SideFile, Split};
 pub use prepare::{
-    Bos, Documents, Event, Invalid, MAX_THREADS, OnError, Options, PrepareError, Progress, frame, prepare,
+    Bos, ChatOptions, Documents, Event, Invalid, MAX_THREADS, OnError, Options, PrepareError, Progress,
+    frame, prepare,
 };
 pub use tokenizer::{Decoder, Tokenizer, TokenizerError};
 

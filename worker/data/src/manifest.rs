@@ -35,10 +35,27 @@ pub struct Manifest {
     /// Number of unusable lines and rows that were left out.
     #[serde(default)]
     pub skipped: u64,
+    /// How chats were rendered. If it is there, documents do not start with the end-of-text id: the template writes its
+    /// own tokens.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chat: Option<Chat>,
     /// Training data.
     pub train: Split,
     /// Held-out data.
     pub val: Split,
+}
+
+/// The preparation of chats.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Chat {
+    /// XXH3-128 hash of the chat template in hexadecimal.
+    pub template_xxh3_128: String,
+    /// Number of chats from whose end turns were left out to fit a maximum number of ids.
+    #[serde(default)]
+    pub truncated: u64,
+    /// Number of chats that were left out because not even their first turn fits.
+    #[serde(default)]
+    pub dropped: u64,
 }
 
 /// One part of the data.
@@ -50,6 +67,12 @@ pub struct Split {
     pub bytes: u64,
     /// Number of their ids, including an end-of-text id each.
     pub tokens: u64,
+    /// Number of ids whose loss counts, if shards have masks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub supervised: Option<u64>,
+    /// The file with the positions of documents. Without it, a document starts at each end-of-text id.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub starts: Option<SideFile>,
     /// Token files, in order. A document may continue in the next file.
     pub shards: Vec<Shard>,
 }
@@ -61,6 +84,21 @@ pub struct Shard {
     pub name: String,
     /// Number of ids.
     pub tokens: u64,
+    /// Size of the file.
+    pub bytes: u64,
+    /// XXH3-128 hash of the file in hexadecimal.
+    pub xxh3_128: String,
+    /// The file with one bit per id, least significant bit first: 1 if the loss of predicting this id counts. Padding
+    /// bits are 0. Without it, every loss counts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mask: Option<SideFile>,
+}
+
+/// A file that describes the ids of token files.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SideFile {
+    /// Name within the directory.
+    pub name: String,
     /// Size of the file.
     pub bytes: u64,
     /// XXH3-128 hash of the file in hexadecimal.
@@ -80,7 +118,7 @@ pub enum ManifestError {
     Missing { dir: PathBuf },
     #[error("failed to read {}: {reason}", path.display())]
     Read { path: PathBuf, reason: String },
-    #[error("{}: version {version} is not supported; expected version {}", path.display(), Manifest::VERSION)]
+    #[error("{}: version {version} is not supported; expected version {} or {}", path.display(), Manifest::VERSION, Manifest::CHAT_VERSION)]
     Version { path: PathBuf, version: u32 },
     #[error("{} is damaged: {reason}", path.display())]
     Damaged { path: PathBuf, reason: String },
@@ -96,6 +134,8 @@ impl Manifest {
     pub const FILE: &str = "manifest.json";
     /// Version of the manifest and of the data that it describes.
     pub const VERSION: u32 = 1;
+    /// Version of the manifest of chats. Programs that know only version 1 would train on the questions as well.
+    pub const CHAT_VERSION: u32 = 2;
 
     /// Reads and checks the manifest of `dir`. Sizes and hashes of the shards are not compared with the files.
     pub fn read(dir: &Path) -> Result<Self, ManifestError> {
@@ -122,7 +162,7 @@ impl Manifest {
         let damaged = |reason: String| ManifestError::Damaged { path: path.into(), reason };
         // The version comes first: the rest of another version may have any form.
         let Header { version } = serde_json::from_slice(json).map_err(|error| damaged(error.to_string()))?;
-        if version != Self::VERSION {
+        if version != Self::VERSION && version != Self::CHAT_VERSION {
             return Err(ManifestError::Version { path: path.into(), version });
         }
         let manifest: Self = serde_json::from_slice(json).map_err(|error| damaged(error.to_string()))?;
@@ -162,11 +202,16 @@ impl Manifest {
                 self.vocab
             ));
         }
+        if self.chat.is_some() != (self.version == Self::CHAT_VERSION) {
+            return Err(format!("version {} does not match the key `chat`", self.version));
+        }
         let mut names = BTreeSet::new();
         for (split, prefix) in [(&self.train, TRAIN_PREFIX), (&self.val, VAL_PREFIX)] {
+            check_starts(split, prefix)?;
             let mut tokens = Some(0_u64);
             for shard in &split.shards {
                 check_shard(shard, prefix, self.width())?;
+                check_mask(shard, self.chat.is_some())?;
                 if !names.insert(shard.name.as_str()) {
                     return Err(format!("the shard `{}` is named twice", shard.name));
                 }
@@ -192,10 +237,25 @@ pub(crate) fn hash(contents: &[u8]) -> String {
 pub(crate) const TRAIN_PREFIX: &str = "train_";
 pub(crate) const VAL_PREFIX: &str = "val_";
 pub(crate) const SHARD_SUFFIX: &str = ".bin";
+/// Names of masks are those of their shards with this suffix.
+pub(crate) const MASK_SUFFIX: &str = ".mask";
+/// Names of the files with the positions of documents: prefix and this.
+pub(crate) const STARTS_NAME: &str = "starts.bin";
+/// Bytes of a position of a document.
+pub(crate) const START_BYTES: u64 = 8;
 
 /// Returns whether this is the name of a shard of the split with this prefix.
 pub(crate) fn is_shard_name(name: &str, prefix: &str) -> bool {
-    let digits = name.strip_prefix(prefix).and_then(|rest| rest.strip_suffix(SHARD_SUFFIX));
+    has_number(name.strip_prefix(prefix).and_then(|rest| rest.strip_suffix(SHARD_SUFFIX)))
+}
+
+/// Returns whether this is the name of a mask, or of the positions of documents, of the split with this prefix.
+pub(crate) fn is_side_name(name: &str, prefix: &str) -> bool {
+    let rest = name.strip_prefix(prefix);
+    rest == Some(STARTS_NAME) || has_number(rest.and_then(|rest| rest.strip_suffix(MASK_SUFFIX)))
+}
+
+fn has_number(digits: Option<&str>) -> bool {
     digits.is_some_and(|digits| digits.len() >= 6 && digits.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
@@ -209,7 +269,42 @@ fn check_shard(shard: &Shard, prefix: &str, width: usize) -> Result<(), String> 
     if shard.tokens > crate::shard::MAX_TOKENS || bytes != Some(shard.bytes) {
         return Err(format!("{name}: {} bytes for {} tokens of {width} bytes", shard.bytes, shard.tokens));
     }
-    if shard.xxh3_128.len() == 32 && shard.xxh3_128.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+    check_hash(name, &shard.xxh3_128)
+}
+
+fn check_mask(shard: &Shard, required: bool) -> Result<(), String> {
+    let Some(mask) = &shard.mask else {
+        return if required {
+            Err(format!("{}: a shard of chats without a mask", shard.name))
+        } else {
+            Ok(())
+        };
+    };
+    let expected = shard.name.strip_suffix(SHARD_SUFFIX).map(|stem| format!("{stem}{MASK_SUFFIX}"));
+    check_side(mask, &expected.unwrap_or_default(), shard.tokens.div_ceil(8))
+}
+
+fn check_starts(split: &Split, prefix: &str) -> Result<(), String> {
+    if split.supervised.is_some_and(|supervised| supervised > split.tokens) {
+        return Err(format!("more than all tokens of `{prefix}*` are supervised"));
+    }
+    let Some(starts) = &split.starts else { return Ok(()) };
+    let bytes = split.documents.checked_mul(START_BYTES).ok_or("more documents than a file can list")?;
+    check_side(starts, &format!("{prefix}{STARTS_NAME}"), bytes)
+}
+
+fn check_side(file: &SideFile, name: &str, bytes: u64) -> Result<(), String> {
+    if file.name != name {
+        return Err(format!("`{}` is not the name `{name}`", file.name.escape_debug()));
+    }
+    if file.bytes != bytes {
+        return Err(format!("{name}: {} bytes; expected {bytes}", file.bytes));
+    }
+    check_hash(name, &file.xxh3_128)
+}
+
+fn check_hash(name: &str, hash: &str) -> Result<(), String> {
+    if hash.len() == 32 && hash.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         Ok(())
     } else {
         Err(format!("{name}: the hash is not 32 hexadecimal digits"))
@@ -249,7 +344,7 @@ mod tests {
 
     #[test]
     fn contradictions_are_refused() {
-        assert!(refusal(|value| value["version"] = json!(2)).contains("version 2 is not supported"));
+        assert!(refusal(|value| value["version"] = json!(3)).contains("version 3 is not supported"));
         assert!(refusal(|value| value["vocab"] = json!(0)).contains("vocabulary of 0"));
         assert!(refusal(|value| value["end_of_text"] = json!(50257)).contains("50257 is not below"));
         assert!(refusal(|value| value["train"]["tokens"] = json!(7)).contains("do not add up to 7"));
@@ -259,5 +354,34 @@ mod tests {
         assert!(refusal(|value| first(value, "bytes", json!(1031))).contains("1031 bytes for 3 tokens"));
         assert!(refusal(|value| first(value, "tokens", json!(u64::MAX))).contains("tokens of 2 bytes"));
         assert!(refusal(|value| first(value, "xxh3_128", json!("zz"))).contains("hexadecimal"));
+    }
+    #[test]
+    fn masks_and_starts_of_chats_must_fit_their_shards() {
+        let chat = |change: &dyn Fn(&mut Value)| {
+            refusal(|value| {
+                let side = |name: &str, bytes: u64| json!({"name": name, "bytes": bytes, "xxh3_128": "0".repeat(32)});
+                value["version"] = json!(2);
+                value["chat"] = json!({"template_xxh3_128": "0".repeat(32)});
+                for (split, shards) in [("train", 2), ("val", 1)] {
+                    value[split]["supervised"] = json!(2);
+                    let documents = value[split]["documents"].as_u64().unwrap();
+                    value[split]["starts"] = side(&format!("{split}_starts.bin"), 8 * documents);
+                    for index in 0..shards {
+                        value[split]["shards"][index]["mask"] =
+                            side(&format!("{split}_{:06}.mask", index + 1), 1);
+                    }
+                }
+                change(value);
+            })
+        };
+        assert!(chat(&|value| value["version"] = json!(1)).contains("does not match the key `chat`"));
+        assert!(chat(&|value| value["chat"] = Value::Null).contains("does not match the key `chat`"));
+        assert!(chat(&|value| value["train"]["supervised"] = json!(7)).contains("are supervised"));
+        assert!(chat(&|value| value["val"]["starts"]["bytes"] = json!(7)).contains("7 bytes; expected 8"));
+        assert!(chat(&|value| value["val"]["starts"]["name"] = json!("/x")).contains("`/x` is not the name"));
+        let mask = |value: &mut Value, new: Value| value["train"]["shards"][1]["mask"] = new;
+        assert!(chat(&|value| mask(value, Value::Null)).contains("a shard of chats without a mask"));
+        let first = json!({"name": "train_000001.mask", "bytes": 1, "xxh3_128": "0".repeat(32)});
+        assert!(chat(&|value| mask(value, first.clone())).contains("is not the name `train_000002.mask`"));
     }
 }

@@ -30,6 +30,11 @@ impl Prepared {
             return Err(DataError::SeveralSources { key, dir: dir.into() });
         }
         let manifest = Manifest::read(dir).map_err(|source| DataError::NotPrepared { key, source })?;
+        // Without the masks, the questions would be trained on as well.
+        if manifest.chat.is_some() {
+            let problem = "this data was prepared from chats, on which this version does not train".into();
+            return Err(DataError::Format { path: dir.join(Manifest::FILE), problem });
+        }
         Ok(Some(Self { dir: dir.into(), manifest }))
     }
 

@@ -3,11 +3,13 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use xlaunch_data::chat::{TEMPLATE_TOKENS, Template};
 use xlaunch_data::{Tokenizer, TokenizerError};
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::Precision;
 
-use super::{Completion, FinishReason, GenerateError, Options, Request, Sampling, Update, chat, generate};
+use super::{Completion, FinishReason, GenerateError, Options, Request, Sampling, Update, generate};
+use crate::inherited::Inherited;
 use crate::pretrained::{self, Device, Source};
 use xlaunch_spec::refusal::Refusal;
 
@@ -124,10 +126,17 @@ fn tokens(
             let inherited =
                 inherited.ok_or("the model has no chat template, as it was trained from random weights")?;
             // The template writes the beginning of the sequence itself.
-            tokenizer.encode_prompt(&chat::render(inherited, messages)?, false).map_err(failed)?
+            tokenizer.encode_prompt(&chat_prompt(inherited, messages)?, false).map_err(failed)?
         }
     };
     Request::started(tokenizer, tokens).map_err(failed)
+}
+
+/// Renders a chat with the model's own template, up to the point where the model answers.
+fn chat_prompt(inherited: &Inherited, messages: &serde_json::Value) -> Result<String, String> {
+    let template = inherited.chat_template().ok_or("the model has no chat template")?;
+    let token = |name: &str| Some((name.to_owned(), inherited.token(name)?.to_owned()));
+    Template::new(template, TEMPLATE_TOKENS.into_iter().filter_map(token))?.render_json(messages, true)
 }
 
 fn options(command: &Command, source: &Source, tokenizer: &Tokenizer, note: &mut dyn FnMut(&str)) -> Options {

@@ -14,7 +14,6 @@
 //! characters, and ends before a stop string.
 
 mod batch;
-mod chat;
 mod command;
 mod sample;
 mod text;

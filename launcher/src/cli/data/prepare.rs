@@ -1,12 +1,16 @@
 //! `xlaunch data prepare`: options, progress and result.
 
 use std::io::{self, IsTerminal};
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use xlaunch_data::{Bos, Documents, Event, Invalid, Manifest, OnError, Options, Progress, Split, Tokenizer};
+use xlaunch_data::chat::Templates;
+use xlaunch_data::{
+    Bos, ChatOptions, Documents, Event, Invalid, Manifest, OnError, Options, Progress, Split, Tokenizer,
+};
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::refusal::Refusal;
 
@@ -24,8 +28,8 @@ pub(in crate::cli) struct Prepare {
     /// gzip or zstd
     #[arg(value_name = "INPUT", required = true)]
     inputs: Vec<String>,
-    /// Tokenizer: bytes, gpt2, or a tokenizer.json
-    #[arg(long, value_name = "bytes|gpt2|FILE.json")]
+    /// Tokenizer: bytes, gpt2, a tokenizer.json, or the directory of a model that contains one
+    #[arg(long, value_name = "bytes|gpt2|FILE.json|DIR")]
     tokenizer: String,
     /// Directory to write; must be new, empty, or left by an interrupted preparation
     #[arg(long, value_name = "DIR")]
@@ -38,6 +42,16 @@ pub(in crate::cli) struct Prepare {
     /// [default: text]
     #[arg(long, visible_alias = "column", value_name = "NAME")]
     field: Option<String>,
+    /// Read rows as chats, written with the template of the tokenizer: `messages`, `prompt` and `completion`, or `text`.
+    /// The loss counts for what the assistant writes
+    #[arg(long, conflicts_with_all = ["documents", "field", "bos"])]
+    chat: bool,
+    /// Chat template, in place of that of the tokenizer
+    #[arg(long, value_name = "FILE", requires = "chat")]
+    chat_template: Option<PathBuf>,
+    /// Maximum token ids of a chat: turns are left out at its end until it fits
+    #[arg(long, value_name = "N", requires = "chat")]
+    max_tokens: Option<NonZeroUsize>,
     /// End-of-text token, written at the start of each document, or `none` [default: from the tokenizer's files]
     #[arg(long, value_name = "TOKEN")]
     eot: Option<String>,
@@ -100,17 +114,29 @@ pub(super) fn run(options: Prepare) -> Result<ExitCode, QueryError> {
 }
 
 fn resolve(options: Prepare) -> Result<Options, QueryError> {
+    let usage = |reason: String| Refusal::new(ExitCode::Usage, reason);
     let tokenizer = Tokenizer::open(&options.tokenizer).map_err(|error| {
-        let help = "help: expected bytes, gpt2 or a tokenizer.json";
-        Refusal::new(ExitCode::Usage, format!("--tokenizer: {error}\n{help}"))
+        let help = "help: expected bytes, gpt2, a tokenizer.json or its directory";
+        usage(format!("--tokenizer: {error}\n{help}"))
     })?;
+    let chat = if options.chat {
+        let templates =
+            Templates::find(&options.tokenizer, options.chat_template.as_deref()).map_err(usage)?;
+        Some(ChatOptions { templates, max_tokens: options.max_tokens.map(NonZeroUsize::get) })
+    } else {
+        None
+    };
     let bos = match options.bos {
         BosChoice::Auto => Bos::Auto,
         BosChoice::Always => Bos::Always,
         BosChoice::Never => Bos::Never,
     };
-    let tokenizer = xlaunch_data::frame(tokenizer, options.eot.as_deref(), bos)
-        .map_err(|reason| Refusal::new(ExitCode::Usage, reason))?;
+    // A chat template writes the tokens that end texts.
+    let tokenizer = if chat.is_some() && options.eot.is_none() {
+        tokenizer
+    } else {
+        xlaunch_data::frame(tokenizer, options.eot.as_deref(), bos).map_err(usage)?
+    };
     let available =
         || std::thread::available_parallelism().map_or(1, usize::from).min(xlaunch_data::MAX_THREADS);
     Ok(Options {
@@ -123,6 +149,7 @@ fn resolve(options: Prepare) -> Result<Options, QueryError> {
             separator => Documents::Separator(separator.replace("\\n", "\n").replace("\\t", "\t")),
         },
         field: options.field,
+        chat,
         val: options.val,
         shard_tokens: options.shard_tokens,
         invalid: match options.invalid {
@@ -150,9 +177,15 @@ fn table(output: &Path, manifest: &Manifest) -> String {
     let row = |name: &str, split: &Split| {
         let count = |number: u64| number.to_string();
         let shards = split.shards.len().to_string();
-        vec![name.into(), count(split.documents), count(split.bytes), count(split.tokens), shards]
+        let mut row = vec![name.into(), count(split.documents), count(split.bytes), count(split.tokens)];
+        row.extend(split.supervised.map(count));
+        row.push(shards);
+        row
     };
-    let head = ["split", "documents", "bytes", "tokens", "shards"];
+    let mut head = vec!["split", "documents", "bytes", "tokens", "shards"];
+    if manifest.chat.is_some() {
+        head.insert(4, "supervised");
+    }
     let rows = [row("train", &manifest.train), row("val", &manifest.val)];
     let (output, tokenizer) = (output.display().to_string(), escape(&manifest.tokenizer));
     format!("{}: tokenizer {tokenizer}, {} ids\n{}", escape(&output), manifest.vocab, columns(&head, &rows))

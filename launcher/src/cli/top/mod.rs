@@ -83,7 +83,7 @@ pub(super) async fn run(options: Top) -> Result<ExitCode, QueryError> {
 }
 
 /// <https://no-color.org>: any value but the empty one turns colours off.
-fn has_colours(no_color: Option<&std::ffi::OsStr>) -> bool {
+pub(super) fn has_colours(no_color: Option<&std::ffi::OsStr>) -> bool {
     no_color.is_none_or(std::ffi::OsStr::is_empty)
 }
 

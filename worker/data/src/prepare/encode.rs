@@ -10,6 +10,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::blocks::{Block, Form, HASHED_BYTES};
 use super::{Invalid, PrepareError};
 use crate::Tokenizer;
+use crate::chat::{ChatEncoder, Document, Outcome};
 
 /// Settings of the encoders.
 #[derive(Clone, Debug)]
@@ -20,17 +21,24 @@ pub(super) struct Encoder {
     pub(super) invalid: Invalid,
     /// True to leave out lines that cannot be used.
     pub(super) skip: bool,
+    /// Encodes lines as chats.
+    pub(super) chats: Option<ChatEncoder>,
 }
 
 /// The ids of a block.
 #[derive(Debug, Default)]
 pub(super) struct Encoded {
     pub(super) ids: Vec<u32>,
+    /// True for each id whose loss counts; empty if those of all do.
+    pub(super) mask: Vec<bool>,
     pub(super) parts: Vec<Part>,
     /// See [`Block::read`].
     pub(super) read: u64,
     /// Reasons why lines were left out.
     pub(super) skipped: Vec<String>,
+    /// Numbers of chats: see [`Chat`](crate::manifest::Chat).
+    pub(super) truncated: u64,
+    pub(super) dropped: u64,
 }
 
 /// A document, or a part of one.
@@ -83,9 +91,20 @@ impl Encoder {
 
     fn lines(&self, block: &Block, out: &mut Encoded) -> Result<(), PrepareError> {
         for (number, bytes) in (block.line..).zip(block.bytes.split(|byte| *byte == b'\n')) {
-            match self.line(bytes.trim_ascii()) {
-                Ok(text) if text.is_empty() => {}
-                Ok(text) => self.document(&text, true, out)?,
+            let bytes = bytes.trim_ascii();
+            let used = match &self.chats {
+                Some(chats) => self.chat(chats, bytes, out),
+                None => match self.line(bytes) {
+                    Ok(text) if text.is_empty() => Ok(()),
+                    Ok(text) => {
+                        self.document(&text, true, out)?;
+                        Ok(())
+                    }
+                    Err(reason) => Err(reason),
+                },
+            };
+            match used {
+                Ok(()) => {}
                 Err(reason) => {
                     let reason = format!("{}:{number}: {reason}", block.label);
                     if !self.skip {
@@ -98,12 +117,37 @@ impl Encoder {
         Ok(())
     }
 
+    /// Encodes a line of JSON that holds a chat.
+    fn chat(&self, chats: &ChatEncoder, bytes: &[u8], out: &mut Encoded) -> Result<(), String> {
+        let line = self.line_text(bytes)?;
+        if line.is_empty() {
+            return Ok(());
+        }
+        let row = serde_json::from_str(&line).map_err(|error| Self::json_reason(&error))?;
+        match chats.encode(&row)? {
+            Outcome::Empty => {}
+            Outcome::Dropped => out.dropped += 1,
+            Outcome::Document { document, truncated } => {
+                let Document { ids, mask, bytes, hash } = document;
+                out.truncated += u64::from(truncated);
+                out.parts.push(Part { start: Some(hash), ids: ids.len(), bytes });
+                out.ids.extend(ids);
+                out.mask.extend(mask);
+            }
+        }
+        Ok(())
+    }
+
+    fn line_text<'a>(&self, bytes: &'a [u8]) -> Result<Cow<'a, str>, String> {
+        self.text(bytes).map_err(|valid| {
+            format!("not valid UTF-8 at byte {valid} of the line\nhelp: see --invalid and --on-error")
+        })
+    }
+
     /// Returns the text of a line of JSON: a string, or a field of an object. Returns no text for an empty line and for
     /// `null`.
     fn line(&self, bytes: &[u8]) -> Result<String, String> {
-        let line = self.text(bytes).map_err(|valid| {
-            format!("not valid UTF-8 at byte {valid} of the line\nhelp: see --invalid and --on-error")
-        })?;
+        let line = self.line_text(bytes)?;
         if line.is_empty() {
             return Ok(String::new());
         }

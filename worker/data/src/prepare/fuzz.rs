@@ -10,7 +10,8 @@ use crate::Tokenizer;
 /// Returns the documents and ids of lines of JSONL with the text in `field`, or the error message.
 pub fn jsonl(bytes: &[u8], field: &str, replace: bool) -> Result<(usize, Vec<u32>), String> {
     let invalid = if replace { Invalid::Replace } else { Invalid::Error };
-    let encoder = Encoder { tokenizer: Tokenizer::bytes(), field: field.into(), invalid };
+    let encoder =
+        Encoder { tokenizer: Tokenizer::bytes(), field: field.into(), invalid, skip: false, chats: None };
     let block = Block {
         label: "input".into(),
         form: Arc::new(Form::Json),

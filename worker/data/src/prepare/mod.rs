@@ -9,6 +9,8 @@
 //!              v
 //!            caller's thread: in order, each document to train or val --> shards --> manifest, last
 //! ```
+//! With a chat template, rows are chats: each id also has a bit that says whether its loss counts ([`crate::chat`]).
+//!
 //! The cuts between blocks depend on the input alone, and blocks are written in order, so any number of threads gives
 //! the same bytes. If several errors occur, the first one in that order is reported.
 
@@ -21,15 +23,18 @@ pub(crate) mod fuzz;
 mod inputs;
 mod kind;
 mod output;
+mod parquet_rows;
 mod pipeline;
 mod rows;
+mod side;
 mod source;
 mod write;
 
 use std::path::{Path, PathBuf};
 
 use crate::Tokenizer;
-use crate::manifest::Manifest;
+use crate::chat::Templates;
+use crate::manifest::{Chat, Manifest};
 
 pub use error::PrepareError;
 pub use framing::{Bos, frame};
@@ -51,6 +56,8 @@ pub struct Options {
     /// The field or column that holds the text. If it is given, an input that is not a table by its name or content is
     /// read as JSONL.
     pub field: Option<String>,
+    /// How to read rows as chats, if they are.
+    pub chat: Option<ChatOptions>,
     /// Share of documents to hold out.
     pub val: f64,
     /// Number of ids per shard.
@@ -63,6 +70,15 @@ pub struct Options {
     pub overwrite: bool,
     /// Number of encoder threads.
     pub threads: usize,
+}
+
+/// Settings of chats.
+#[derive(Clone, Debug)]
+pub struct ChatOptions {
+    /// Write chats as text.
+    pub templates: Templates,
+    /// Maximum number of ids of a chat.
+    pub max_tokens: Option<usize>,
 }
 
 /// Boundaries of documents.
@@ -165,9 +181,20 @@ fn write_all(
     dir: &Path,
     report: &mut dyn FnMut(Event),
 ) -> Result<Manifest, PrepareError> {
-    let mut writer = write::Writer::new(dir, &options.tokenizer, options.val, options.shard_tokens);
-    let skipped = pipeline::run(options, inputs, &mut writer, report)?;
-    let manifest = writer.finish(skipped)?;
+    let chat = options.chat.as_ref();
+    let mut writer =
+        write::Writer::new(dir, &options.tokenizer, options.val, options.shard_tokens, chat.is_some());
+    let left_out = pipeline::run(options, inputs, &mut writer, report)?;
+    let chat = chat.map(|chat| Chat {
+        template_xxh3_128: chat.templates.hash.clone(),
+        truncated: left_out.truncated,
+        dropped: left_out.dropped,
+    });
+    let manifest = writer.finish(left_out.skipped, chat)?;
+    if left_out.dropped > 0 && manifest.train.documents == 0 && manifest.val.documents == 0 {
+        let reason = format!("no chat is left: all {} are longer than --max-tokens", left_out.dropped);
+        return Err(PrepareError::Usage(reason));
+    }
     if manifest.train.documents == 0 && manifest.val.documents == 0 {
         return Err(PrepareError::Data("the inputs contain no documents: all are empty".into()));
     }
@@ -178,7 +205,7 @@ fn write_all(
         )));
     }
     let documents = manifest.train.documents + manifest.val.documents;
-    if options.tokenizer.end_of_text().is_none() && documents > 1 {
+    if options.chat.is_none() && options.tokenizer.end_of_text().is_none() && documents > 1 {
         report(Event::Note(format!(
             "{documents} documents follow each other without a token between them: the tokenizer {} ends no text",
             options.tokenizer.name()
@@ -186,12 +213,16 @@ fn write_all(
     }
     if manifest.val.documents == 0 && options.val > 0.0 {
         report(Event::Note(format!(
-            "no document was held out for validation ({} in all, --val {}); raise --val, or see --documents",
-            manifest.train.documents, options.val
+            "no document was held out for validation ({} in all, --val {}); raise --val{}",
+            manifest.train.documents,
+            options.val,
+            if options.chat.is_some() { "" } else { ", or see --documents" }
         )));
     }
     Ok(manifest)
 }
 
+#[cfg(test)]
+mod chat_tests;
 #[cfg(test)]
 mod tests;

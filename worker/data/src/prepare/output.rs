@@ -1,7 +1,7 @@
 //! The output directory: which process may write to it, and when it is complete.
 //!
 //! ```text
-//! empty or new --claim--> lock file --> shards, tokenizer.json --complete--> manifest.json, no lock file
+//! empty or new --claim--> lock file --> shards, tokenizer.json ... --complete--> manifest.json, no lock file
 //! ```
 //! - A directory with a manifest is complete. It is replaced only on request, and only when all of the new data has
 //!   been written to a subdirectory. Its manifest is removed first.
@@ -17,7 +17,8 @@ use rustix::fs::{FlockOperation, flock};
 
 use super::PrepareError;
 use crate::TOKENIZER_FILE;
-use crate::manifest::{Manifest, TRAIN_PREFIX, VAL_PREFIX, is_shard_name};
+use crate::chat::{CONFIG_FILE, TEMPLATE_FILE};
+use crate::manifest::{Manifest, Split, TRAIN_PREFIX, VAL_PREFIX, is_shard_name, is_side_name};
 use crate::prepare::Options;
 
 const LOCK_FILE: &str = ".prepare.lock";
@@ -76,6 +77,9 @@ impl Output {
     pub(super) fn complete(&self, manifest: &Manifest, options: &Options) -> Result<(), PrepareError> {
         let (dir, written) = (&self.dir, self.dir());
         write_synced(&written.join(TOKENIZER_FILE), options.tokenizer.to_json().as_bytes())?;
+        for (name, contents) in options.chat.iter().flat_map(|chat| &chat.templates.copies) {
+            write_synced(&written.join(name), contents.as_bytes())?;
+        }
         sync(&written)?;
         if written != *dir {
             self.replace(&written)?;
@@ -161,11 +165,7 @@ fn survey(dir: &Path, interrupted: bool, overwrite: bool) -> Result<Vec<String>,
                 "its manifest.json does not describe prepared data\nhelp: name another directory".into(),
             );
         };
-        let listed = |name: &String| {
-            let shards = manifest.train.shards.iter().chain(&manifest.val.shards);
-            !name.ends_with(".bin") || shards.map(|shard| &shard.name).any(|shard| shard == name)
-        };
-        return match (overwrite, names.iter().find(|name| !listed(name))) {
+        return match (overwrite, names.iter().find(|name| !is_listed(&manifest, name))) {
             (false, _) => refused("it is prepared data already\nhelp: replace it with --overwrite".into()),
             (true, Some(name)) if !interrupted => refused(format!("its manifest does not name `{name}`")),
             (true, _) => Ok(names),
@@ -179,9 +179,30 @@ fn survey(dir: &Path, interrupted: bool, overwrite: bool) -> Result<Vec<String>,
     }
 }
 
+/// Returns whether a file belongs to the data that a manifest describes.
+fn is_listed(manifest: &Manifest, name: &str) -> bool {
+    let is_one_of = |split: &Split| {
+        split.starts.as_ref().is_some_and(|starts| starts.name == name)
+            || split
+                .shards
+                .iter()
+                .any(|shard| shard.name == name || shard.mask.as_ref().is_some_and(|mask| mask.name == name))
+    };
+    match name {
+        CONFIG_FILE | TEMPLATE_FILE => manifest.chat.is_some(),
+        _ if [TRAIN_PREFIX, VAL_PREFIX].iter().any(|prefix| name.starts_with(prefix)) => {
+            is_one_of(&manifest.train) || is_one_of(&manifest.val)
+        }
+        _ => true,
+    }
+}
+
 fn is_ours(name: &str) -> bool {
-    [LOCK_FILE, UNFINISHED_MANIFEST, Manifest::FILE, TOKENIZER_FILE].contains(&name)
-        || [TRAIN_PREFIX, VAL_PREFIX].iter().any(|prefix| is_shard_name(name, prefix))
+    [LOCK_FILE, UNFINISHED_MANIFEST, Manifest::FILE, TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE]
+        .contains(&name)
+        || [TRAIN_PREFIX, VAL_PREFIX]
+            .iter()
+            .any(|prefix| is_shard_name(name, prefix) || is_side_name(name, prefix))
 }
 
 fn lock(dir: &Path) -> Result<File, PrepareError> {

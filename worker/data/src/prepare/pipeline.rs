@@ -12,7 +12,8 @@ use super::inputs::Input;
 use super::kind::{self, Kind};
 use super::source::Source;
 use super::write::Writer;
-use super::{Documents, Event, OnError, Options, PrepareError, Progress, rows};
+use super::{Documents, Event, OnError, Options, PrepareError, Progress, parquet_rows, rows};
+use crate::chat::{CHAT_COLUMNS, ChatEncoder};
 
 /// Maximum bytes of blocks that are read but not yet written. Together with their ids, which take up to 4 times as
 /// much, this bounds the memory of a preparation.
@@ -21,19 +22,32 @@ const MAX_BYTES_IN_FLIGHT: usize = 64 << 20;
 /// Number of skipped lines to show.
 const SKIPPED_SHOWN: usize = 5;
 
-/// Reads, encodes and writes all inputs. Returns the number of lines and rows that were left out.
+/// Numbers of lines, rows and turns that were left out.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct LeftOut {
+    pub(super) skipped: u64,
+    /// See [`Chat`](crate::manifest::Chat).
+    pub(super) truncated: u64,
+    pub(super) dropped: u64,
+}
+
+/// Reads, encodes and writes all inputs. Returns what was left out.
 pub(super) fn run(
     options: &Options,
     inputs: Vec<Input>,
     writer: &mut Writer<'_>,
     report: &mut dyn FnMut(Event),
-) -> Result<u64, PrepareError> {
+) -> Result<LeftOut, PrepareError> {
     let size = size(&inputs);
     let encoder = Encoder {
         tokenizer: options.tokenizer.clone(),
         field: options.column().into(),
         invalid: options.invalid,
         skip: options.on_error == OnError::Skip,
+        chats: options
+            .chat
+            .as_ref()
+            .map(|chat| ChatEncoder::new(options.tokenizer.clone(), &chat.templates, chat.max_tokens)),
     };
     let budget = Budget { used: Mutex::new(Some(0)), changed: Condvar::new() };
     let (work, waiting) = sync_channel(options.threads);
@@ -118,13 +132,24 @@ impl Reader<'_> {
     fn open(&self, input: &Input) -> Result<(Source, Form), PrepareError> {
         let source = Source::open(input)?;
         let column = self.options.column();
-        let kind = kind::of(input, source.head(), self.options.field.is_some())
+        let chats = self.options.chat.is_some();
+        let kind = kind::of(input, source.head(), chats || self.options.field.is_some())
             .map_err(|what| PrepareError::Data(format!("{}: this is not text, but {what}", source.label)))?;
         let source = match (kind, input) {
             (Kind::Text | Kind::JsonLines, _) => source,
             (Kind::Json, _) => source.into_rows("JSON", |text, _| Ok(rows::json(text)))?,
+            (Kind::Separated { .. }, _) if chats => {
+                let reason = format!(
+                    "{}: a table of text has no chats; expected JSONL, JSON or Parquet",
+                    source.label
+                );
+                return Err(PrepareError::Usage(reason));
+            }
             (Kind::Separated { delimiter }, _) => {
                 source.into_rows("CSV", |text, _| rows::separated(text, delimiter, column))?
+            }
+            (Kind::Parquet, Input::File(path)) if chats => {
+                source.into_rows("Parquet", |_, read| parquet_rows::rows(path, CHAT_COLUMNS, read))?
             }
             (Kind::Parquet, Input::File(path)) => {
                 source.into_rows("Parquet", |_, read| rows::parquet(path, column, read))?
@@ -172,10 +197,10 @@ fn write(
     budget: &Budget,
     size: Option<u64>,
     report: &mut dyn FnMut(Event),
-) -> Result<u64, PrepareError> {
+) -> Result<LeftOut, PrepareError> {
     let (mut early, mut next) = (BTreeMap::new(), 0);
     let mut progress = Progress { size, ..Progress::default() };
-    let mut skipped = Skipped::default();
+    let (mut skipped, mut left_out) = (Skipped::default(), LeftOut::default());
     for (number, result) in results {
         early.insert(number, result);
         while let Some(result) = early.remove(&next) {
@@ -185,6 +210,8 @@ fn write(
                 Done::Block { encoded, bytes } => {
                     writer.write(&encoded)?;
                     skipped.add(encoded.skipped);
+                    left_out.truncated += encoded.truncated;
+                    left_out.dropped += encoded.dropped;
                     budget.give_back(bytes);
                     progress.read += encoded.read;
                     (progress.documents, progress.tokens) = writer.written();
@@ -194,7 +221,20 @@ fn write(
         }
     }
     skipped.notes().into_iter().for_each(|note| report(Event::Note(note)));
-    Ok(skipped.count)
+    left_out.skipped = skipped.count;
+    if left_out.truncated > 0 {
+        report(Event::Note(format!(
+            "left out turns at the end of {} chats to fit --max-tokens",
+            left_out.truncated
+        )));
+    }
+    if left_out.dropped > 0 {
+        report(Event::Note(format!(
+            "left out {} chats whose first turn is longer than --max-tokens",
+            left_out.dropped
+        )));
+    }
+    Ok(left_out)
 }
 
 /// Lines and rows that were left out.

@@ -36,7 +36,7 @@ impl<F: FnMut(&mut Vec<u8>) -> io::Result<bool>> Read for Lines<F> {
     }
 }
 
-fn lines(next: impl FnMut(&mut Vec<u8>) -> io::Result<bool> + 'static) -> Box<dyn Read> {
+pub(super) fn lines(next: impl FnMut(&mut Vec<u8>) -> io::Result<bool> + 'static) -> Box<dyn Read> {
     Box::new(Lines { next, line: VecDeque::new() })
 }
 
@@ -170,11 +170,11 @@ pub(super) fn parquet(path: &Path, column: &str, read: &Arc<AtomicU64>) -> io::R
 }
 
 /// Catches panics: the library does not handle all kinds of damage.
-fn catch<T>(work: impl FnOnce() -> T) -> io::Result<T> {
+pub(super) fn catch<T>(work: impl FnOnce() -> T) -> io::Result<T> {
     crate::quiet::catch(work).ok_or_else(|| io::Error::other("it cannot be decoded"))
 }
 
-fn share(bytes: u64, row: u64, rows: u64) -> u64 {
+pub(super) fn share(bytes: u64, row: u64, rows: u64) -> u64 {
     u64::try_from(u128::from(bytes) * u128::from(row.min(rows)) / u128::from(rows)).unwrap_or(bytes)
 }
 

@@ -19,6 +19,7 @@ impl Prepared {
             inputs: Vec::new(),
             documents: Documents::File,
             field: None,
+            chat: None,
             on_error: OnError::Stop,
             val: 0.0,
             shard_tokens: 1 << 20,

@@ -1,6 +1,6 @@
 //! Writes ids to shards, each document to train or val.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
@@ -8,8 +8,9 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::PrepareError;
 use super::encode::Encoded;
+use super::side::{MaskWriter, SideWriter, create_new};
 use crate::Tokenizer;
-use crate::manifest::{Manifest, SHARD_SUFFIX, Shard, Split, TRAIN_PREFIX, VAL_PREFIX};
+use crate::manifest::{Chat, Manifest, SHARD_SUFFIX, STARTS_NAME, Shard, Split, TRAIN_PREFIX, VAL_PREFIX};
 use crate::shard::{self, HEADER_BYTES};
 
 const WRITE_BUFFER_BYTES: usize = 1 << 20;
@@ -26,27 +27,38 @@ pub(super) struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
-    pub(super) fn new(dir: &'a Path, tokenizer: &'a Tokenizer, val_share: f64, shard_tokens: u64) -> Self {
+    /// `masked`: the data has masks and positions of documents.
+    pub(super) fn new(
+        dir: &'a Path,
+        tokenizer: &'a Tokenizer,
+        val_share: f64,
+        shard_tokens: u64,
+        masked: bool,
+    ) -> Self {
         let width = shard::width(tokenizer.vocab());
+        let split = || Split { supervised: masked.then_some(0), ..Split::default() };
         let shards =
-            |prefix| Shards { dir, prefix, width, shard_tokens, open: None, split: Split::default() };
+            |prefix| Shards { dir, prefix, width, shard_tokens, open: None, starts: None, split: split() };
         let (train, val) = (shards(TRAIN_PREFIX), shards(VAL_PREFIX));
         Self { tokenizer, val_share, train, val, held_out: false }
     }
 
     /// Writes the ids of the next block.
     pub(super) fn write(&mut self, block: &Encoded) -> Result<(), PrepareError> {
-        let mut ids = block.ids.as_slice();
+        let (mut ids, mut mask) = (block.ids.as_slice(), block.mask.as_slice());
         for part in &block.parts {
             if let Some(hash) = part.start {
                 self.held_out = is_held_out(hash, self.val_share);
             }
             let shards = if self.held_out { &mut self.val } else { &mut self.train };
-            shards.split.documents += u64::from(part.start.is_some());
+            if part.start.is_some() {
+                shards.start()?;
+            }
             shards.split.bytes += part.bytes;
             let (these, rest) = ids.split_at(part.ids.min(ids.len()));
-            shards.write(these)?;
-            ids = rest;
+            let (bits, other_bits) = mask.split_at(part.ids.min(mask.len()));
+            shards.write(these, bits)?;
+            (ids, mask) = (rest, other_bits);
         }
         Ok(())
     }
@@ -58,17 +70,18 @@ impl<'a> Writer<'a> {
     }
 
     /// Completes the shards. `skipped` is the number of lines and rows that were left out.
-    pub(super) fn finish(mut self, skipped: u64) -> Result<Manifest, PrepareError> {
-        self.train.close()?;
-        self.val.close()?;
+    pub(super) fn finish(mut self, skipped: u64, chat: Option<Chat>) -> Result<Manifest, PrepareError> {
+        self.train.finish()?;
+        self.val.finish()?;
         Ok(Manifest {
-            version: Manifest::VERSION,
+            version: if chat.is_some() { Manifest::CHAT_VERSION } else { Manifest::VERSION },
             tokenizer: self.tokenizer.name().into(),
             vocab: self.tokenizer.vocab(),
             end_of_text: self.tokenizer.end_of_text(),
             bos: self.tokenizer.bos(),
             tokenizer_xxh3_128: Some(crate::manifest::hash(self.tokenizer.to_json().as_bytes())),
             skipped,
+            chat,
             train: self.train.split,
             val: self.val.split,
         })
@@ -88,6 +101,9 @@ struct Shards<'a> {
     width: usize,
     shard_tokens: u64,
     open: Option<Open>,
+    /// Positions of documents, for masked data.
+    starts: Option<SideWriter>,
+    /// It counts supervised ids if the data is masked.
     split: Split,
 }
 
@@ -98,10 +114,27 @@ struct Open {
     file: BufWriter<File>,
     hash: Xxh3,
     tokens: u64,
+    mask: Option<MaskWriter>,
 }
 
 impl Shards<'_> {
-    fn write(&mut self, mut ids: &[u32]) -> Result<(), PrepareError> {
+    /// Starts a document at the next id.
+    fn start(&mut self) -> Result<(), PrepareError> {
+        self.split.documents += 1;
+        if self.split.supervised.is_none() {
+            return Ok(());
+        }
+        let mut starts = match self.starts.take() {
+            Some(starts) => starts,
+            None => SideWriter::create(self.dir, format!("{}{STARTS_NAME}", self.prefix))?,
+        };
+        starts.write(&self.split.tokens.to_le_bytes())?;
+        self.starts = Some(starts);
+        Ok(())
+    }
+
+    /// Writes ids. `mask` has as many bits if the data is masked.
+    fn write(&mut self, mut ids: &[u32], mut mask: &[bool]) -> Result<(), PrepareError> {
         while !ids.is_empty() {
             let mut shard = match self.open.take() {
                 Some(shard) => shard,
@@ -109,6 +142,7 @@ impl Shards<'_> {
             };
             let room = usize::try_from(self.shard_tokens - shard.tokens).unwrap_or(usize::MAX);
             let (these, rest) = ids.split_at(ids.len().min(room));
+            let (bits, other_bits) = mask.split_at(mask.len().min(room));
             let bytes: Vec<u8> = match self.width {
                 // Ids are below the vocabulary size, which is at most 2^16 here.
                 #[expect(clippy::cast_possible_truncation, reason = "the ids fit into 16 bits")]
@@ -119,11 +153,15 @@ impl Shards<'_> {
             shard.hash.update(&bytes);
             shard.tokens += these.len() as u64;
             self.split.tokens += these.len() as u64;
+            if let (Some(mask), Some(supervised)) = (&mut shard.mask, &mut self.split.supervised) {
+                mask.write(bits)?;
+                *supervised += bits.iter().filter(|counts| **counts).count() as u64;
+            }
             self.open = Some(shard);
             if these.len() == room {
                 self.close()?;
             }
-            ids = rest;
+            (ids, mask) = (rest, other_bits);
         }
         Ok(())
     }
@@ -133,13 +171,16 @@ impl Shards<'_> {
         let path = self.dir.join(&name);
         let header = self.header(self.shard_tokens);
         let failed = |error: io::Error| PrepareError::write(&path, &error);
-        // No file is replaced: the directory contained no shards.
-        let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path).map_err(failed)?;
+        let file = create_new(&path)?;
         let mut file = BufWriter::with_capacity(WRITE_BUFFER_BYTES, file);
         file.write_all(&header).map_err(failed)?;
         let mut hash = Xxh3::new();
         hash.update(&header);
-        Ok(Open { name, path, file, hash, tokens: 0 })
+        let mask = match self.split.supervised {
+            Some(_) => Some(MaskWriter::create(self.dir, &name)?),
+            None => None,
+        };
+        Ok(Open { name, path, file, hash, tokens: 0, mask })
     }
 
     fn header(&self, tokens: u64) -> [u8; HEADER_BYTES] {
@@ -149,7 +190,7 @@ impl Shards<'_> {
 
     /// Completes the open shard. If it is not full, updates header and hash to its actual contents.
     fn close(&mut self) -> Result<(), PrepareError> {
-        let Some(Open { name, path, file, mut hash, tokens }) = self.open.take() else { return Ok(()) };
+        let Some(Open { name, path, file, mut hash, tokens, mask }) = self.open.take() else { return Ok(()) };
         let failed = |error: io::Error| PrepareError::write(&path, &error);
         let mut file = file.into_inner().map_err(|error| failed(error.into_error()))?;
         if tokens < self.shard_tokens {
@@ -160,7 +201,14 @@ impl Shards<'_> {
         file.sync_all().map_err(failed)?;
         let bytes = HEADER_BYTES as u64 + tokens * self.width as u64;
         let xxh3_128 = format!("{:032x}", hash.digest128());
-        self.split.shards.push(Shard { name, tokens, bytes, xxh3_128 });
+        let mask = mask.map(MaskWriter::finish).transpose()?;
+        self.split.shards.push(Shard { name, tokens, bytes, xxh3_128, mask });
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<(), PrepareError> {
+        self.close()?;
+        self.split.starts = self.starts.take().map(SideWriter::finish).transpose()?;
         Ok(())
     }
 }

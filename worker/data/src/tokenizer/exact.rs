@@ -10,12 +10,16 @@ use tokenizers::Tokenizer;
 use super::template;
 use crate::quiet;
 
+const TOO_MANY_STEPS: &str = "its expressions take too many steps on this text";
+
 /// A file's tokenizers, each opened on first use.
 #[derive(Debug, Default)]
 pub(super) struct Exact {
     documents: OnceLock<Result<Tokenizer, String>>,
     continued: OnceLock<Result<Tokenizer, String>>,
     prompts: OnceLock<Result<Tokenizer, String>>,
+    /// Without the template of the file, which may shorten the ranges of tokens.
+    unframed: OnceLock<Result<Tokenizer, String>>,
 }
 
 impl Exact {
@@ -35,6 +39,29 @@ impl Exact {
     /// of the file's template.
     pub(super) fn encode_prompt(&self, json: &str, text: &str, framed: bool) -> Result<Vec<u32>, String> {
         encode(self.prompts.get_or_init(|| open(json, |_| {}, false)), text, framed)
+    }
+
+    /// Returns the ids of a prompt without the template of the file, each with its range of characters. `trimmed`: the
+    /// ranges are those of Python, which may leave out white space.
+    pub(super) fn encode_with_offsets(
+        &self,
+        json: &str,
+        text: &str,
+        trimmed: bool,
+    ) -> Result<Vec<(u32, usize, usize)>, String> {
+        let tokenizer = if trimmed {
+            self.prompts.get_or_init(|| open(json, |_| {}, false))
+        } else {
+            let unframed = |file: &mut Map<String, Value>| {
+                file.remove("post_processor");
+            };
+            self.unframed.get_or_init(|| open(json, unframed, false))
+        };
+        let tokenizer = tokenizer.as_ref().map_err(Clone::clone)?;
+        let encoded = quiet::catch(|| tokenizer.encode_char_offsets(text, false)).ok_or(TOO_MANY_STEPS)?;
+        let encoding = encoded.map_err(|error| error.to_string())?;
+        let pieces = encoding.get_ids().iter().zip(encoding.get_offsets());
+        Ok(pieces.map(|(id, (start, end))| (*id, *start, *end)).collect())
     }
 
     /// Returns the text of ids, including special tokens.
@@ -71,6 +98,6 @@ fn open(
 fn encode(tokenizer: &Result<Tokenizer, String>, text: &str, framed: bool) -> Result<Vec<u32>, String> {
     let tokenizer = tokenizer.as_ref().map_err(Clone::clone)?;
     let encoded = quiet::catch(|| tokenizer.encode_fast(text, framed));
-    let encoded = encoded.ok_or("its expressions take too many steps on this text")?;
+    let encoded = encoded.ok_or(TOO_MANY_STEPS)?;
     encoded.map(|encoding| encoding.get_ids().to_vec()).map_err(|error| error.to_string())
 }

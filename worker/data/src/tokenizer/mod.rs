@@ -114,12 +114,13 @@ impl Tokenizer {
         GPT2.clone()
     }
 
-    /// Opens the tokenizer that `--tokenizer` names: `bytes`, `gpt2`, or the path of a `tokenizer.json`.
+    /// Opens the tokenizer that `--tokenizer` names: `bytes`, `gpt2`, or the path of a `tokenizer.json` or of its
+    /// directory.
     pub fn open(name: &str) -> Result<Self, TokenizerError> {
         match name {
             "bytes" => Ok(Self::bytes()),
             "gpt2" => Ok(Self::gpt2()),
-            file => Self::from_file(Path::new(file)),
+            file => Self::from_file(&crate::chat::tokenizer_path(Path::new(file))),
         }
     }
 
@@ -252,6 +253,26 @@ impl Tokenizer {
                 .encode_prompt(&self.inner.json, text, framed)
                 .map_err(|reason| self.failed(reason)),
         }
+    }
+
+    /// Returns the ids of a text as [`Tokenizer::encode_prompt`] without a frame, each with its range of characters.
+    /// `trimmed`: the ranges are those of Python, which may leave out white space; otherwise every character belongs to
+    /// a range.
+    pub(crate) fn encode_with_offsets(
+        &self,
+        text: &str,
+        trimmed: bool,
+    ) -> Result<Vec<(u32, usize, usize)>, TokenizerError> {
+        let Some(encoder) = &self.inner.encoder else {
+            let mut buffer = [0; 4];
+            let pieces = text.chars().enumerate().flat_map(|(at, character)| {
+                let bytes = character.encode_utf8(&mut buffer).as_bytes().to_vec();
+                bytes.into_iter().map(move |byte| (u32::from(byte), at, at + 1))
+            });
+            return Ok(pieces.collect());
+        };
+        let pieces = encoder.exact.encode_with_offsets(&self.inner.json, text, trimmed);
+        pieces.map_err(|reason| self.failed(reason))
     }
 
     /// Appends the ids of a part of a text, which was cut where [`Tokenizer::cuts`] allows. `first`: the part starts

@@ -1,20 +1,22 @@
 //! `xlaunch data inspect`: reads and verifies prepared data or a token file as a whole, and describes its contents.
 
-use std::collections::BTreeMap;
+mod scan;
+mod side;
+
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
-use xxhash_rust::xxh3::Xxh3;
+
+use scan::{Documents, Scan};
+use side::{MaskReader, StartsReader};
 
 use crate::manifest::{Manifest, ManifestError, Shard, Split};
 use crate::shard::{self, HEADER_BYTES, Layout};
 use crate::{PrepareError, TOKENIZER_FILE, Tokenizer, TokenizerError};
 
 const READ_BYTES: usize = 1 << 20;
-/// Number of ids in a sample.
-const SAMPLE_TOKENS: usize = 64;
 
 /// Contents of a directory or a token file.
 #[derive(Clone, Debug, Serialize)]
@@ -47,10 +49,25 @@ pub struct Part {
     pub documents: Option<u64>,
     /// Ids per document, not counting the end-of-text id.
     pub lengths: Option<Lengths>,
+    /// Number of ids whose loss counts, for chats.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub supervised: Option<u64>,
     /// Beginnings of some documents.
     pub samples: Vec<String>,
+    /// Beginnings of some chats.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub chats: Vec<Vec<Run>>,
     /// True if the contents match the hashes of a manifest. `None` if there is no manifest.
     pub verified: Option<bool>,
+}
+
+/// A part of a chat.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Run {
+    /// True if the loss of its ids counts.
+    pub supervised: bool,
+    /// The text of its ids.
+    pub text: String,
 }
 
 /// Ids per document.
@@ -81,17 +98,27 @@ fn directory(dir: &Path) -> Result<Report, PrepareError> {
     })?;
     let tokenizer = tokenizer(dir, &manifest)?;
     let part = |name: &str, split: &Split| {
-        let mut scan = Scan::new(Some(&tokenizer), Some(split.documents));
+        let documents = match &split.starts {
+            Some(starts) => Documents::At(Box::new(StartsReader::open(dir, starts)?)),
+            None => Documents::of(&tokenizer).unless(manifest.chat.is_some()),
+        };
+        let mut scan = Scan::new(Some(&tokenizer), documents, Some(split.documents));
         for shard in &split.shards {
             scan_shard(dir, shard, &manifest, &mut scan)?;
         }
-        let mut part = scan.part(name, split.shards.len());
+        let mut part = scan.part(name, split.shards.len())?;
+        if part.supervised.is_some() && part.supervised != split.supervised {
+            let found = part.supervised.unwrap_or_default();
+            let reason = format!("the masks of `{name}` have {found} ids whose loss counts");
+            return Err(PrepareError::Data(format!("{}: {reason}", dir.join(Manifest::FILE).display())));
+        }
         if part.documents.is_some_and(|documents| documents != split.documents) {
             let found = part.documents.unwrap_or_default();
             let reason = format!("{} documents in `{name}`, but {found} end-of-text ids", split.documents);
             return Err(PrepareError::Data(format!("{}: {reason}", dir.join(Manifest::FILE).display())));
         }
         (part.documents, part.bytes, part.verified) = (Some(split.documents), Some(split.bytes), Some(true));
+        part.supervised = split.supervised;
         Ok(part)
     };
     Ok(Report {
@@ -116,11 +143,15 @@ fn scan_shard(
     if (bytes, layout.tokens, layout.width) != (shard.bytes, shard.tokens, manifest.width()) {
         return damaged("its size differs from the manifest");
     }
-    let hash = scan.file(&path, file, layout)?;
+    let mut mask = shard.mask.as_ref().map(|mask| MaskReader::open(dir, mask)).transpose()?;
+    let hash = scan.file(&path, file, layout, mask.as_mut())?;
+    if let Some(mask) = mask {
+        scan.add_supervised(mask.finish()?);
+    }
     if !hash.eq_ignore_ascii_case(&shard.xxh3_128) {
         return damaged("its contents do not match the hash in the manifest");
     }
-    match scan.highest {
+    match scan.highest() {
         Some(id) if u64::from(id) >= manifest.vocab as u64 => {
             damaged(&format!("id {id} is not below the vocabulary's size, {}", manifest.vocab))
         }
@@ -148,10 +179,11 @@ fn token_file(path: &Path) -> Result<Report, PrepareError> {
         Some(Tokenizer::gpt2()).filter(|_| layout.width == 2)
     };
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let mut scan = Scan::new(tokenizer.as_ref(), None);
-    scan.file(path, file, layout)?;
-    let highest = scan.highest;
-    let mut part = scan.part(&name, 1);
+    let documents = tokenizer.as_ref().map_or(Documents::Unknown, Documents::of);
+    let mut scan = Scan::new(tokenizer.as_ref(), documents, None);
+    scan.file(path, file, layout, None)?;
+    let highest = scan.highest();
+    let mut part = scan.part(&name, 1)?;
     // The ids may come from another tokenizer.
     let fits = |tokenizer: &Tokenizer| highest.is_none_or(|id| u64::from(id) < tokenizer.vocab() as u64);
     let tokenizer = tokenizer.filter(fits);
@@ -194,124 +226,6 @@ fn open(path: &Path) -> Result<(File, Option<Layout>, u64), PrepareError> {
     Ok((file, layout, bytes))
 }
 
-/// Counts the ids of consecutive files.
-struct Scan<'a> {
-    tokenizer: Option<&'a Tokenizer>,
-    /// Numbers of the documents to show. Without an end-of-text id, the first ids are shown.
-    sample_at: [u64; 2],
-    tokens: u64,
-    highest: Option<u32>,
-    documents: u64,
-    length: u64,
-    /// Number of documents by length. There are far fewer lengths than documents.
-    lengths: BTreeMap<u64, u64>,
-    samples: Vec<Vec<u32>>,
-    /// True if the current ids belong to the last sample.
-    sampling: bool,
-}
-
-impl<'a> Scan<'a> {
-    fn new(tokenizer: Option<&'a Tokenizer>, documents: Option<u64>) -> Self {
-        let by_document = tokenizer.is_some_and(|tokenizer| tokenizer.end_of_text().is_some());
-        Self {
-            tokenizer,
-            sample_at: [0, documents.unwrap_or(0) / 2],
-            tokens: 0,
-            highest: None,
-            documents: 0,
-            length: 0,
-            lengths: BTreeMap::new(),
-            samples: Vec::new(),
-            sampling: !by_document,
-        }
-    }
-
-    /// Counts the ids of a file and returns the file's hash.
-    fn file(&mut self, path: &Path, mut file: File, layout: Layout) -> Result<String, PrepareError> {
-        let (mut hash, mut buffer) = (Xxh3::new(), Vec::with_capacity(READ_BYTES));
-        let mut skip = usize::try_from(layout.header).unwrap_or(usize::MAX);
-        loop {
-            buffer.clear();
-            let read = Read::by_ref(&mut file).take(READ_BYTES as u64).read_to_end(&mut buffer);
-            if read.map_err(|error| PrepareError::read(path.display(), &error))? == 0 {
-                return Ok(format!("{:032x}", hash.digest128()));
-            }
-            hash.update(&buffer);
-            let ids = buffer.get(skip..).unwrap_or_default();
-            skip = 0;
-            match layout.width {
-                2 => ids.chunks_exact(2).for_each(|id| self.id(u16::from_le_bytes([id[0], id[1]]).into())),
-                _ => ids
-                    .chunks_exact(4)
-                    .for_each(|id| self.id(u32::from_le_bytes([id[0], id[1], id[2], id[3]]))),
-            }
-        }
-    }
-
-    fn id(&mut self, id: u32) {
-        self.highest = self.highest.max(Some(id));
-        let end_of_text = self.tokenizer.and_then(Tokenizer::end_of_text);
-        let starts_document = end_of_text == Some(id);
-        if starts_document {
-            self.end_document();
-            self.sampling = self.sample_at.contains(&self.documents);
-            self.documents += 1;
-        } else {
-            self.length += 1;
-        }
-        let starts_sample = match end_of_text {
-            Some(_) => starts_document && self.sampling,
-            None => self.tokens == 0,
-        };
-        if starts_sample {
-            self.samples.push(Vec::new());
-        }
-        let sample = self.samples.last_mut().filter(|sample| sample.len() < SAMPLE_TOKENS);
-        if let Some(sample) = sample.filter(|_| self.sampling && !starts_document) {
-            sample.push(id);
-        }
-        self.tokens += 1;
-    }
-
-    fn end_document(&mut self) {
-        if self.documents > 0 {
-            *self.lengths.entry(self.length).or_insert(0) += 1;
-        }
-        self.length = 0;
-    }
-
-    fn part(mut self, name: &str, shards: usize) -> Part {
-        self.end_document();
-        let has_documents = self.tokenizer.is_some_and(|tokenizer| tokenizer.end_of_text().is_some());
-        let decode =
-            |ids: &Vec<u32>| self.tokenizer.map(|tokenizer| tokenizer.decode(ids)).unwrap_or_default();
-        Part {
-            name: name.into(),
-            shards,
-            tokens: self.tokens,
-            documents: has_documents.then_some(self.documents),
-            lengths: quantiles(&self.lengths).filter(|_| has_documents),
-            samples: self.samples.iter().map(decode).collect(),
-            bytes: None,
-            verified: None,
-        }
-    }
-}
-
-fn quantiles(lengths: &BTreeMap<u64, u64>) -> Option<Lengths> {
-    let count: u64 = lengths.values().sum();
-    // The smallest length that at least this share of the documents does not exceed.
-    let at = |share: u64| {
-        let rank = (count * share).div_ceil(100).max(1);
-        let mut below = 0;
-        lengths.iter().find_map(|(length, count)| {
-            below += count;
-            (below >= rank).then_some(*length)
-        })
-    };
-    Some(Lengths { min: at(0)?, median: at(50)?, p99: at(99)?, max: at(100)? })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -327,6 +241,7 @@ mod tests {
             inputs: vec![input.display().to_string()],
             documents: Documents::Line,
             field: None,
+            chat: None,
             on_error: crate::OnError::Stop,
             val: 0.0,
             shard_tokens: 150,

@@ -1,0 +1,282 @@
+//! Encodes rows of chats: their ids, and which of them count for the loss.
+
+use std::ops::Range;
+
+use minijinja::value::Value;
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::row::{ASSISTANT, Chat, Row, has_role, join_parts, parse};
+use super::spans::{self, Endings};
+use super::template::Template;
+use super::templates::{Templates, probe};
+use crate::Tokenizer;
+
+/// Maximum length of a rendered chat, which is encoded at once.
+const MAX_CHAT_BYTES: usize = 16 << 20;
+const MASK_HELP: &str = "help: use a template with `generation` blocks (--chat-template FILE), or leave such chats out \
+                         with --on-error skip";
+
+/// Encodes rows with one tokenizer and its templates.
+#[derive(Clone, Debug)]
+pub(crate) struct ChatEncoder {
+    tokenizer: Tokenizer,
+    default: Format,
+    with_tools: Option<Format>,
+    max_tokens: Option<usize>,
+    /// Tokens that may end an answer.
+    endings: Vec<String>,
+}
+
+/// A template, and what was found out about it.
+#[derive(Clone, Debug)]
+struct Format {
+    template: Template,
+    /// True if the template accepts content that is a list of parts.
+    takes_parts: bool,
+    /// The token that is written after the last message only.
+    closing: Option<String>,
+}
+
+/// The result of a row.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    /// The row holds nothing.
+    Empty,
+    /// It has more ids than allowed, even with only its first turn.
+    Dropped,
+    Document {
+        document: Document,
+        truncated: bool,
+    },
+}
+
+/// The ids of a row.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Document {
+    pub(crate) ids: Vec<u32>,
+    /// True for each id whose loss counts. The first id has no loss: nothing predicts it.
+    pub(crate) mask: Vec<bool>,
+    /// Bytes of text.
+    pub(crate) bytes: u64,
+    /// Hash of the text of the whole row.
+    pub(crate) hash: u64,
+}
+
+impl ChatEncoder {
+    pub(crate) fn new(tokenizer: Tokenizer, templates: &Templates, max_tokens: Option<usize>) -> Self {
+        let (default, with_tools) = templates.both();
+        let (default, with_tools) = (Format::of(default), with_tools.map(Format::of));
+        let added = tokenizer.added_tokens().into_iter();
+        let endings = added.filter(|token| !token.trim().is_empty()).map(String::from).collect();
+        Self { tokenizer, default, with_tools, max_tokens, endings }
+    }
+
+    /// Encodes a row of JSON.
+    ///
+    /// # Errors
+    /// The reason why it cannot be used.
+    pub(crate) fn encode(&self, row: &Value) -> Result<Outcome, String> {
+        let document = match parse(row)? {
+            Row::Empty => return Ok(Outcome::Empty),
+            Row::Chat(chat) => return self.chat(&chat),
+            Row::Completion { prompt, completion } => self.text(&prompt, &completion)?,
+            Row::Text(text) => self.text("", &text)?,
+        };
+        if self.fits(&document) {
+            Ok(Outcome::Document { document, truncated: false })
+        } else {
+            Ok(Outcome::Dropped)
+        }
+    }
+
+    fn fits(&self, document: &Document) -> bool {
+        self.max_tokens.is_none_or(|max| document.ids.len() <= max)
+    }
+
+    /// Encodes a text after a prompt that does not count for the loss, with the token that ends a text.
+    fn text(&self, prompt: &str, text: &str) -> Result<Document, String> {
+        let end = self.tokenizer.end_of_text().and_then(|id| self.tokenizer.added_token(id));
+        let end = end.ok_or("it is not known which token ends a text\nhelp: name it with --eot TOKEN")?;
+        let end = if text.ends_with(end) { "" } else { end };
+        let whole = format!("{prompt}{text}{end}");
+        let pieces = self.pieces(&whole, false)?;
+        let span = prompt.chars().count()..whole.chars().count();
+        if pieces.iter().any(|(_, start, end)| *start < span.start && span.start < *end) {
+            return Err("a token spans the end of `prompt` and the start of `completion`: the model never sees such a \
+                        prompt\nhelp: begin completions, rather than end prompts, with white space"
+                .into());
+        }
+        let mut mask = mask(&pieces, &[span]);
+        let mut ids: Vec<u32> = pieces.into_iter().map(|(id, ..)| id).collect();
+        // Chat templates write this token themselves.
+        if let Some(bos) = self.tokenizer.bos() {
+            ids.insert(0, bos);
+            mask.insert(0, false);
+        }
+        finished(ids, mask, &whole).ok_or_else(|| "the row has no token to train on".into())
+    }
+
+    /// Encodes a chat. If it is too long, leaves out turns at its end.
+    fn chat(&self, chat: &Chat) -> Result<Outcome, String> {
+        let format = self.with_tools.as_ref().filter(|_| !chat.tools.is_none()).unwrap_or(&self.default);
+        let messages: Vec<Value> = if format.takes_parts {
+            chat.messages.clone()
+        } else {
+            chat.messages.iter().map(join_parts).collect()
+        };
+        let beginning = |count: usize| self.beginning(format, &messages[..count], chat);
+        let whole = beginning(messages.len())?.ok_or("the chat has no token to train on")?;
+        if self.fits(&whole) {
+            return Ok(Outcome::Document { document: whole, truncated: false });
+        }
+        // A turn ends before the next message of the user.
+        let is_end =
+            |count: &usize| has_role(&messages[*count], "user") && has_role(&messages[*count - 1], ASSISTANT);
+        let ends: Vec<usize> = (chat.prompt + 1..messages.len()).filter(is_end).collect();
+        let (mut best, mut low, mut high) = (None, 0, ends.len());
+        while low < high {
+            let middle = usize::midpoint(low, high);
+            match beginning(ends[middle])?.filter(|document| self.fits(document)) {
+                Some(document) => (best, low) = (Some(document), middle + 1),
+                None => high = middle,
+            }
+        }
+        Ok(match best {
+            // Copies of a chat stay together, also where another part of it was left out.
+            Some(document) => {
+                Outcome::Document { document: Document { hash: whole.hash, ..document }, truncated: true }
+            }
+            None => Outcome::Dropped,
+        })
+    }
+
+    /// Encodes the first messages of a chat; `None` if no token counts for the loss.
+    fn beginning(
+        &self,
+        format: &Format,
+        messages: &[Value],
+        chat: &Chat,
+    ) -> Result<Option<Document>, String> {
+        let all = Value::from(messages.to_vec());
+        let generation = format.template.has_generation();
+        let (text, spans) = if generation {
+            let marked = format.template.render_marked(&all, &chat.tools)?;
+            let before =
+                messages[..chat.prompt].iter().filter(|message| has_role(message, ASSISTANT)).count();
+            let answers = messages.iter().filter(|message| has_role(message, ASSISTANT)).count();
+            if before > 0 && marked.spans.len() != answers {
+                let found = marked.spans.len();
+                return Err(format!(
+                    "{found} `generation` blocks of {answers} messages of the assistant: it is not known which of them \
+                     belong to `prompt`"
+                ));
+            }
+            (marked.text, marked.spans.into_iter().skip(before).collect())
+        } else {
+            let text = format.template.render(&all, &chat.tools, false)?;
+            let spans = self.answers(format, messages, chat, &text)?;
+            (text, spans)
+        };
+        let pieces = self.pieces(&text, generation)?;
+        let spans = in_characters(&text, &spans);
+        // The rule of `transformers` for generation blocks counts each token that overlaps with one.
+        let crosses = |at: usize| pieces.iter().any(|(_, start, end)| *start < at && at < *end);
+        if !generation && spans.iter().any(|span| crosses(span.start) || crosses(span.end)) {
+            return Err(format!(
+                "a token spans the beginning or the end of an answer of the assistant: it would differ when the model \
+                 answers\n{MASK_HELP}"
+            ));
+        }
+        let mask = mask(&pieces, &spans);
+        Ok(finished(pieces.into_iter().map(|(id, ..)| id).collect(), mask, &text))
+    }
+
+    /// Returns the ranges of the answers in a chat rendered by a template without `generation` blocks.
+    fn answers(
+        &self,
+        format: &Format,
+        messages: &[Value],
+        chat: &Chat,
+        whole: &str,
+    ) -> Result<Vec<Range<usize>>, String> {
+        let endings = Endings { closing: format.closing.as_deref(), tokens: &self.endings };
+        let render = |count: usize, prompt: bool| {
+            format.template.render(&Value::from(messages[..count].to_vec()), &chat.tools, prompt)
+        };
+        let mut spans: Vec<Range<usize>> = Vec::new();
+        for index in (chat.prompt..messages.len()).filter(|index| has_role(&messages[*index], ASSISTANT)) {
+            let unknown = |reason: String| {
+                format!(
+                    "it is not known which tokens of messages[{index}] the model writes: {reason}\n{MASK_HELP}"
+                )
+            };
+            let prompt = render(index, true).map_err(unknown)?;
+            let answered = if index + 1 == messages.len() {
+                whole.into()
+            } else {
+                render(index + 1, false).map_err(unknown)?
+            };
+            let span = spans::answer(whole, &prompt, &answered, &endings).map_err(unknown)?;
+            if spans.last().is_some_and(|last| span.start < last.end) {
+                return Err(unknown("it starts within the answer before it".into()));
+            }
+            spans.push(span);
+        }
+        Ok(spans)
+    }
+
+    fn pieces(&self, text: &str, trimmed: bool) -> Result<Vec<(u32, usize, usize)>, String> {
+        if text.len() > MAX_CHAT_BYTES {
+            return Err(format!("a chat of more than {} MiB", MAX_CHAT_BYTES >> 20));
+        }
+        self.tokenizer.encode_with_offsets(text, trimmed).map_err(|error| error.to_string())
+    }
+}
+
+impl Format {
+    /// Renders short chats to find out what a template does.
+    fn of(template: &Template) -> Self {
+        let none = Value::from(());
+        let render = |messages: &Value| template.render(messages, &none, false).ok();
+        let part = Value::from_pairs([("type", "text"), ("text", "a")]);
+        let message =
+            Value::from_pairs([("role", Value::from("user")), ("content", Value::from(vec![part]))]);
+        let parts = render(&Value::from(vec![message]));
+        let takes_parts = parts.is_some() && parts == render(&probe(&["a"]));
+        let (short, long) = (render(&probe(&["a", "b"])), render(&probe(&["a", "b", "c", "d"])));
+        let closing = template.token("eos_token").filter(|token| {
+            short.zip(long).is_some_and(|(short, long)| spans::is_closing(&short, &long, token))
+        });
+        Self { template: template.clone(), takes_parts, closing: closing.map(String::from) }
+    }
+}
+
+/// Completes a document; `None` if no token counts for the loss.
+fn finished(ids: Vec<u32>, mut mask: Vec<bool>, text: &str) -> Option<Document> {
+    if let Some(first) = mask.first_mut() {
+        *first = false;
+    }
+    let document = Document { ids, bytes: text.len() as u64, hash: xxh3_64(text.as_bytes()), mask };
+    document.mask.contains(&true).then_some(document)
+}
+
+/// Returns which tokens overlap with a range of characters. Both are in order.
+fn mask(pieces: &[(u32, usize, usize)], spans: &[Range<usize>]) -> Vec<bool> {
+    let mut spans = spans.iter().peekable();
+    let overlaps = |(_, start, end): &(u32, usize, usize)| {
+        while spans.next_if(|span| *start >= span.end).is_some() {}
+        spans.peek().is_some_and(|span| *end > span.start)
+    };
+    pieces.iter().map(overlaps).collect()
+}
+
+/// Converts ranges of bytes, in order, to ranges of characters.
+fn in_characters(text: &str, spans: &[Range<usize>]) -> Vec<Range<usize>> {
+    let (mut at, mut characters) = (0, 0);
+    let mut position = |byte: usize| {
+        characters += text[at..byte].chars().count();
+        at = byte;
+        characters
+    };
+    spans.iter().map(|span| position(span.start)..position(span.end)).collect()
+}

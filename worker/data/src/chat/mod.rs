@@ -1,0 +1,31 @@
+//! Chats: how they are written as text, and which of their tokens to train on.
+//!
+//! ```text
+//! row of JSON --row--> messages --template--> text, spans of the assistant --encode--> ids, mask
+//!                                  \--> beginnings of the text --spans--/
+//! ```
+//! - `templates` finds the chat template of a tokenizer; `template` renders chats with it as Python's `transformers`
+//!   does, and `python` has what templates expect of Python;
+//! - the text of the assistant is what a template's `generation` blocks contain; `spans` derives it for templates that
+//!   have none.
+//!
+//! Invariant: if it is not certain which tokens the model would write, a chat is refused.
+
+mod encode;
+mod python;
+mod row;
+mod spans;
+mod template;
+mod templates;
+
+/// Names of the fields of a row.
+pub(crate) const CHAT_COLUMNS: &[&str] =
+    &["messages", "conversations", "prompt", "completion", "text", "tools"];
+
+pub(crate) use encode::{ChatEncoder, Document, Outcome};
+pub use template::{TEMPLATE_TOKENS, Template};
+pub use templates::Templates;
+pub(crate) use templates::{CONFIG_FILE, TEMPLATE_FILE, tokenizer_path};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,259 @@
+//! A row of chat data: checks its form, and brings the ways to write chats to one. Pure.
+
+use minijinja::value::{Value, ValueKind};
+
+/// The role of the model.
+pub(crate) const ASSISTANT: &str = "assistant";
+/// Fields of a message that may hold the model's thoughts. Templates read the first of them.
+const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+
+/// Names of roles in ShareGPT's rows, and the role that each stands for.
+const SHAREGPT_ROLES: [(&str, &str); 5] =
+    [("human", "user"), ("user", "user"), ("gpt", ASSISTANT), ("assistant", ASSISTANT), ("system", "system")];
+
+/// What a row holds.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Row {
+    /// Nothing: `null`.
+    Empty,
+    Chat(Chat),
+    /// A text to complete, and its completion.
+    Completion {
+        prompt: String,
+        completion: String,
+    },
+    /// A text, all of which is trained on.
+    Text(String),
+}
+
+/// A conversation.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Chat {
+    /// Objects with a `role`, in order.
+    pub(crate) messages: Vec<Value>,
+    /// Schemas of tools; none if there are none.
+    pub(crate) tools: Value,
+    /// Number of messages that no loss counts for: those of a prompt.
+    pub(crate) prompt: usize,
+}
+
+/// Reads a row of JSON. Its keys keep their order, as templates may write them.
+///
+/// # Errors
+/// The reason, and what to do.
+pub(crate) fn parse(value: &Value) -> Result<Row, String> {
+    match value.kind() {
+        ValueKind::None => return Ok(Row::Empty),
+        ValueKind::Map => {}
+        kind => return Err(format!("the row is a {kind}; expected an object with `messages`")),
+    }
+    let field =
+        |name: &str| value.get_attr(name).ok().filter(|value| !value.is_undefined() && !value.is_none());
+    let tools = tools(field("tools"))?;
+    if let Some(list) = field("messages") {
+        return chat(messages(&list, "messages")?, tools, 0);
+    }
+    if let Some(list) = field("conversations") {
+        return chat(conversations(&list)?, tools, 0);
+    }
+    match (field("prompt"), field("completion"), field("text")) {
+        (Some(prompt), Some(completion), _) => pair(&prompt, &completion, tools),
+        (Some(_), None, _) => Err("the row has a `prompt`, but no `completion`".into()),
+        (None, Some(_), _) => Err("the row has a `completion`, but no `prompt`".into()),
+        (None, None, Some(text)) => {
+            let text =
+                text.as_str().ok_or_else(|| format!("`text` is a {}; expected a string", text.kind()))?;
+            if text.is_empty() { Ok(Row::Empty) } else { Ok(Row::Text(text.into())) }
+        }
+        (None, None, None) => Err(format!(
+            "the row has none of `messages`, `prompt` and `completion`, or `text`, only {}\nhelp: rename its fields, or \
+             see --on-error",
+            keys(value)
+        )),
+    }
+}
+
+fn keys(value: &Value) -> String {
+    let names: Vec<String> =
+        value.try_iter().into_iter().flatten().take(10).map(|key| format!("`{key}`")).collect();
+    if names.is_empty() { "no fields".into() } else { names.join(", ") }
+}
+
+/// Returns the schemas of tools: a list, or a string of JSON that contains one.
+fn tools(value: Option<Value>) -> Result<Value, String> {
+    let Some(value) = value else { return Ok(Value::from(())) };
+    let value = match value.as_str() {
+        Some("") => return Ok(Value::from(())),
+        Some(json) => serde_json::from_str(json)
+            .map_err(|error| format!("`tools` is a string, but not of JSON: {error}"))?,
+        None => value,
+    };
+    match value.kind() {
+        ValueKind::None | ValueKind::Seq => Ok(value),
+        kind => Err(format!("`tools` is a {kind}; expected a list of schemas")),
+    }
+}
+
+fn pair(prompt: &Value, completion: &Value, tools: Value) -> Result<Row, String> {
+    match (prompt.as_str(), completion.as_str()) {
+        (Some(_), Some("")) => Err("`completion` is empty".into()),
+        (Some(prompt), Some(completion)) => {
+            Ok(Row::Completion { prompt: prompt.into(), completion: completion.into() })
+        }
+        (None, None) => {
+            let mut all = messages(prompt, "prompt")?;
+            let (count, answer) = (all.len(), messages(completion, "completion")?);
+            if answer.is_empty() {
+                return Err("`completion` is empty".into());
+            }
+            all.extend(answer);
+            chat(all, tools, count)
+        }
+        _ => Err(format!(
+            "`prompt` is a {} and `completion` a {}; expected two strings or two lists of messages",
+            prompt.kind(),
+            completion.kind()
+        )),
+    }
+}
+
+fn chat(messages: Vec<Value>, tools: Value, prompt: usize) -> Result<Row, String> {
+    if messages.is_empty() {
+        return Err("the chat has no messages".into());
+    }
+    let is_setting = |message: &&Value| has_role(message, "system") || has_role(message, "developer");
+    match messages.iter().find(|message| !is_setting(message)) {
+        None => Err("the chat has only system messages".into()),
+        Some(first) if has_role(first, ASSISTANT) => {
+            Err("the chat starts with the assistant: there is no message that it answers".into())
+        }
+        Some(_) if !messages[prompt..].iter().any(|message| has_role(message, ASSISTANT)) => {
+            Err("the chat has no message of the role `assistant` to train on".into())
+        }
+        Some(_) => Ok(Row::Chat(Chat { messages, tools, prompt })),
+    }
+}
+
+/// Returns whether a message has this role.
+pub(crate) fn has_role(message: &Value, role: &str) -> bool {
+    message.get_attr("role").is_ok_and(|found| found.as_str() == Some(role))
+}
+
+/// Checks messages. Keys without a value are left out, as `transformers` does.
+fn messages(list: &Value, name: &str) -> Result<Vec<Value>, String> {
+    if list.kind() != ValueKind::Seq {
+        return Err(format!("`{name}` is a {}; expected a list of messages", list.kind()));
+    }
+    let list = list.try_iter().map_err(|error| error.to_string())?;
+    list.enumerate().map(|(index, message)| self::message(&message, &format!("{name}[{index}]"))).collect()
+}
+
+fn message(message: &Value, at: &str) -> Result<Value, String> {
+    if message.kind() != ValueKind::Map {
+        return Err(format!("`{at}` is a {}; expected an object with `role` and `content`", message.kind()));
+    }
+    let mut pairs = Vec::new();
+    for key in message.try_iter().map_err(|error| error.to_string())? {
+        let value = message.get_item(&key).map_err(|error| error.to_string())?;
+        if !value.is_none() {
+            pairs.push((key, value));
+        }
+    }
+    let has = |name: &str| pairs.iter().find(|(key, _)| key.as_str() == Some(name)).map(|(_, value)| value);
+    match has("role").map(Value::kind) {
+        Some(ValueKind::String) => {}
+        Some(kind) => return Err(format!("`{at}.role` is a {kind}; expected a string")),
+        None if has("from").is_some() => {
+            return Err(format!("`{at}` has `from` and `value`; expected `role` and `content`"));
+        }
+        None => return Err(format!("`{at}` has no `role`")),
+    }
+    match has("content") {
+        Some(content) => check_content(content, at)?,
+        None if has("tool_calls").is_some() => {}
+        None => return Err(format!("`{at}` has no `content`")),
+    }
+    if let Some(calls) = has("tool_calls").filter(|calls| calls.kind() != ValueKind::Seq) {
+        return Err(format!("`{at}.tool_calls` is a {}; expected a list", calls.kind()));
+    }
+    let reasoning = REASONING.iter().find_map(|name| has(name)).cloned();
+    if let Some(reasoning) = reasoning {
+        for name in ["reasoning_content", "thinking"] {
+            match pairs.iter_mut().find(|(key, _)| key.as_str() == Some(name)) {
+                Some((_, value)) if name == "reasoning_content" => *value = reasoning.clone(),
+                Some(_) => {}
+                None => pairs.push((Value::from(name), reasoning.clone())),
+            }
+        }
+    }
+    Ok(Value::from_pairs(pairs))
+}
+
+/// Accepts a string, or a list of parts that are texts.
+fn check_content(content: &Value, at: &str) -> Result<(), String> {
+    match content.kind() {
+        ValueKind::String => return Ok(()),
+        ValueKind::Seq => {}
+        kind => return Err(format!("`{at}.content` is a {kind}; expected a string or a list of parts")),
+    }
+    for (index, part) in content.try_iter().map_err(|error| error.to_string())?.enumerate() {
+        let field = |name: &str| part.get_attr(name).ok().and_then(|value| value.to_str());
+        match (field("type").as_deref(), field("text")) {
+            (Some("text"), Some(_)) => {}
+            (Some("text"), None) => return Err(format!("`{at}.content[{index}]` has no `text`")),
+            (Some(other), _) => {
+                return Err(format!(
+                    "`{at}.content[{index}]` is of type `{}`; only `text` is supported",
+                    other.escape_debug()
+                ));
+            }
+            (None, _) => return Err(format!("`{at}.content[{index}]` has no `type`")),
+        }
+    }
+    Ok(())
+}
+
+/// Joins the parts of a message's content, for templates that expect a string.
+pub(crate) fn join_parts(message: &Value) -> Value {
+    let content = message.get_attr("content").ok().filter(|content| content.kind() == ValueKind::Seq);
+    let (Some(content), Ok(keys)) = (content, message.try_iter()) else { return message.clone() };
+    let text = |part: Value| part.get_attr("text").ok().and_then(|text| text.to_str());
+    let joined: String =
+        content.try_iter().into_iter().flatten().filter_map(text).map(|text| text.to_string()).collect();
+    let pair = |key: Value| {
+        let value = if key.as_str() == Some("content") {
+            Value::from(joined.as_str())
+        } else {
+            message.get_item(&key).unwrap_or_default()
+        };
+        (key, value)
+    };
+    Value::from_pairs(keys.map(pair))
+}
+
+/// Reads ShareGPT's list of `from` and `value`, or a list of messages.
+fn conversations(list: &Value) -> Result<Vec<Value>, String> {
+    let first = list.get_item_by_index(0).ok();
+    let sharegpt = first.is_some_and(|first| first.get_attr("from").is_ok_and(|from| !from.is_undefined()));
+    if !sharegpt {
+        return messages(list, "conversations");
+    }
+    let mut converted = Vec::new();
+    for (index, message) in list.try_iter().map_err(|error| error.to_string())?.enumerate() {
+        let field = |name: &str| message.get_attr(name).ok().and_then(|value| value.to_str());
+        let at = format!("conversations[{index}]");
+        let (Some(from), Some(value)) = (field("from"), field("value")) else {
+            return Err(format!("`{at}` has no `from` and `value` that are strings"));
+        };
+        let role = SHAREGPT_ROLES.iter().find(|(name, _)| *name == &*from).map(|(_, role)| *role);
+        let role = role.ok_or_else(|| {
+            format!(
+                "`{at}.from` is `{}`; expected human, gpt or system\nhelp: convert the rows to `messages` of `role` and \
+                 `content`",
+                from.escape_debug()
+            )
+        })?;
+        converted.push(Value::from_pairs([("role", Value::from(role)), ("content", Value::from(&*value))]));
+    }
+    Ok(converted)
+}

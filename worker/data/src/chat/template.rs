@@ -1,0 +1,282 @@
+//! Renders chats with a model's own template, as Python's `transformers` does.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Range;
+
+use chrono::{Local, NaiveDateTime};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, Serde, Value};
+use minijinja::{Environment, Error, ErrorKind, State, context};
+
+use super::python;
+
+/// Special tokens that templates refer to by name.
+pub const TEMPLATE_TOKENS: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+
+/// Name of the template in its environment.
+const NAME: &str = "chat template";
+/// Name of the function that takes the place of `generation` blocks.
+const GENERATION: &str = "xlaunch_generation";
+/// First of the private-use characters that mark the ends of `generation` blocks, and their number.
+const MARKS: Range<u32> = 0x10_f000..0x10_ff00;
+
+/// A chat template that is ready to render.
+#[derive(Clone)]
+pub struct Template {
+    environment: Environment<'static>,
+    tokens: BTreeMap<String, String>,
+    has_generation: bool,
+}
+
+/// A rendered chat.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Marked {
+    pub(crate) text: String,
+    /// Byte ranges of the output of `generation` blocks, in order.
+    pub(crate) spans: Vec<Range<usize>>,
+}
+
+impl fmt::Debug for Template {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Template").field("has_generation", &self.has_generation).finish_non_exhaustive()
+    }
+}
+
+impl Template {
+    /// Compiles a template. `tokens` are special tokens by name, such as `bos_token`. The template sees the current
+    /// time as that of this call, so that all chats are rendered alike.
+    ///
+    /// # Errors
+    /// The reason, with the line, if the template is not valid.
+    pub fn new(source: &str, tokens: impl IntoIterator<Item = (String, String)>) -> Result<Self, String> {
+        Self::at(source, tokens, Local::now().naive_local())
+    }
+
+    fn at(
+        source: &str,
+        tokens: impl IntoIterator<Item = (String, String)>,
+        now: NaiveDateTime,
+    ) -> Result<Self, String> {
+        let mut environment = Environment::new();
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+        environment.set_syntax(syntax.map_err(|error| error.to_string())?);
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.set_formatter(python::print);
+        environment.add_filter("tojson", python::to_json);
+        environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
+            Err(Error::new(ErrorKind::InvalidOperation, message))
+        });
+        environment.add_function("strftime_now", move |format: String| python::strftime(&format, now));
+        environment.add_function(GENERATION, |state: &mut State<'_, '_>, options: Kwargs| {
+            let body: Value = options.get("caller")?;
+            body.call(state, &[])
+        });
+        let (source, has_generation) = with_generation_calls(source);
+        environment
+            .add_template_owned(NAME, source)
+            .map_err(|error| format!("the chat template is not valid: {}", reason(&error)))?;
+        Ok(Self { environment, tokens: tokens.into_iter().collect(), has_generation })
+    }
+
+    /// Returns whether the template marks the text of the assistant with `{% generation %}`.
+    pub(crate) fn has_generation(&self) -> bool {
+        self.has_generation
+    }
+
+    /// Returns a special token that was passed to [`Template::new`].
+    pub(crate) fn token(&self, name: &str) -> Option<&str> {
+        self.tokens.get(name).map(String::as_str)
+    }
+
+    /// Renders a chat of `messages`, objects with `role` and `content`. `prompt`: up to the point where the model
+    /// answers.
+    ///
+    /// # Errors
+    /// The reason, if the template rejects these messages.
+    pub fn render_json(&self, messages: &serde_json::Value, prompt: bool) -> Result<String, String> {
+        self.render(&Value::from(Serde(messages)), &Value::from(()), prompt)
+    }
+
+    /// Renders a chat with the schemas of its tools, which may be none.
+    pub(crate) fn render(&self, messages: &Value, tools: &Value, prompt: bool) -> Result<String, String> {
+        render(&self.environment, &self.tokens, messages, tools, prompt)
+    }
+
+    /// Renders a chat, and finds the output of `generation` blocks.
+    ///
+    /// Each block is written between two characters that the chat does not contain. They are removed again, and what
+    /// is left must be the chat as rendered without them: a template may change the output of a block.
+    pub(crate) fn render_marked(&self, messages: &Value, tools: &Value) -> Result<Marked, String> {
+        let text = self.render(messages, tools, false)?;
+        let unused = |mark: &char| !text.contains(*mark);
+        let mut marks = MARKS.filter_map(char::from_u32).filter(unused);
+        let (Some(open), Some(close)) = (marks.next(), marks.next()) else {
+            return Err("the chat contains all private-use characters from U+10F000 to U+10FEFF".into());
+        };
+        let mut environment = self.environment.clone();
+        environment.add_function(GENERATION, move |state: &mut State<'_, '_>, options: Kwargs| {
+            let body: Value = options.get("caller")?;
+            let body = body.call(state, &[])?;
+            Ok::<_, Error>(Value::from(format!("{open}{body}{close}")))
+        });
+        let marked = render(&environment, &self.tokens, messages, tools, false)?;
+        match unmark(&marked, open, close) {
+            Some(found) if found.text == text => Ok(found),
+            _ => Err("the chat template changes or nests the output of its `generation` blocks, so their place in the \
+                      text is unknown"
+                .into()),
+        }
+    }
+}
+
+fn render(
+    environment: &Environment<'_>,
+    tokens: &BTreeMap<String, String>,
+    messages: &Value,
+    tools: &Value,
+    prompt: bool,
+) -> Result<String, String> {
+    let values = context! {
+        messages => messages.clone(),
+        add_generation_prompt => prompt,
+        tools => tools.clone(),
+        documents => Value::from(()),
+    };
+    let values = context! { ..values, ..Value::from(Serde(tokens)) };
+    let template = environment.get_template(NAME).map_err(|error| error.to_string())?;
+    template
+        .render(values)
+        .map_err(|error| format!("the chat template rejects the messages: {}", reason(&error)))
+}
+
+/// Describes an error with its line in the template.
+fn reason(error: &Error) -> String {
+    let detail = error.detail().filter(|detail| !detail.is_empty());
+    let what = match (error.kind(), detail) {
+        // Messages of the template itself.
+        (ErrorKind::InvalidOperation, Some(detail)) => detail.to_owned(),
+        (kind, Some(detail)) => format!("{kind}: {detail}"),
+        (kind, None) => kind.to_string(),
+    };
+    match error.line() {
+        Some(line) => format!("{what} (line {line} of the template)"),
+        None => what,
+    }
+}
+
+/// Makes calls with a body of `generation` blocks, as `transformers` does. Also returns whether there are any.
+fn with_generation_calls(template: &str) -> (String, bool) {
+    let mut out = String::with_capacity(template.len());
+    let (mut rest, mut found) = (template, false);
+    while let Some(start) = rest.find("{%") {
+        let Some(end) = rest[start..].find("%}").map(|end| start + end + 2) else { break };
+        let tag = &rest[start..end];
+        let word = tag.trim_start_matches(['{', '%', '-', '+']).trim_end_matches(['}', '%', '-', '+']).trim();
+        out.push_str(&rest[..start]);
+        out.push_str(&match word {
+            "generation" => tag.replacen("generation", &format!("call {GENERATION}()"), 1),
+            "endgeneration" => tag.replacen("endgeneration", "endcall", 1),
+            _ => tag.to_owned(),
+        });
+        found |= word == "generation";
+        rest = &rest[end..];
+    }
+    (out + rest, found)
+}
+
+/// Removes marks, which must enclose texts that are not nested.
+fn unmark(marked: &str, open: char, close: char) -> Option<Marked> {
+    let mut found = Marked { text: String::with_capacity(marked.len()), spans: Vec::new() };
+    let mut start = None;
+    for character in marked.chars() {
+        if character == open {
+            if start.replace(found.text.len()).is_some() {
+                return None;
+            }
+        } else if character == close {
+            found.spans.push(start.take()?..found.text.len());
+        } else {
+            found.text.push(character);
+        }
+    }
+    start.is_none().then_some(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn tokens() -> Vec<(String, String)> {
+        [("bos_token", "<s>"), ("eos_token", "</s>")].map(|(name, token)| (name.into(), token.into())).into()
+    }
+
+    fn rendered(template: &str, messages: &serde_json::Value) -> Result<String, String> {
+        Template::new(template, tokens())?.render_json(messages, true)
+    }
+
+    fn spans(template: &str, messages: &serde_json::Value) -> Result<(String, Vec<String>), String> {
+        let template = Template::new(template, tokens()).unwrap();
+        let found = template.render_marked(&Value::from(Serde(messages)), &Value::from(()))?;
+        let spans = found.spans.iter().map(|span| found.text[span.clone()].to_owned()).collect();
+        Ok((found.text, spans))
+    }
+
+    #[test]
+    fn templates_are_rendered_as_in_python() {
+        let messages =
+            json!([{"role": "system", "content": " Be <brief>. "}, {"role": "user", "content": "Hi"}]);
+        let chatml = "{% for message in messages %}\n    {{- '<|im_start|>' + message['role'] + '\\n' + \
+                      message.content.strip() + '<|im_end|>\\n' }}\n{%- endfor %}\n{% if add_generation_prompt %}\
+                      {{ '<|im_start|>assistant\\n' }}{% endif %}";
+        assert_eq!(
+            rendered(chatml, &messages).unwrap(),
+            "<|im_start|>system\nBe <brief>.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        );
+        let tokens =
+            "{{ bos_token }}{% generation %}{{ messages[1] | tojson }}{% endgeneration %}{{ eos_token }}";
+        assert_eq!(rendered(tokens, &messages).unwrap(), "<s>{\"content\": \"Hi\", \"role\": \"user\"}</s>");
+    }
+
+    #[test]
+    fn errors_name_the_line_of_the_template() {
+        let messages = json!([{"role": "user", "content": "Hi"}]);
+        let error = |template: &str| rendered(template, &messages).unwrap_err();
+        let refusing =
+            "{# a comment #}\n{% if true %}\n{{ raise_exception('roles must alternate') }}{% endif %}";
+        assert_eq!(
+            error(refusing),
+            "the chat template rejects the messages: roles must alternate (line 3 of the template)"
+        );
+        let inside = "\n{% generation %}\n{{ raise_exception('no') }}{% endgeneration %}";
+        assert!(error(inside).contains("no (line 3 of the template)"), "{}", error(inside));
+        assert!(error("a\n{{ messages[3].content.x }}").contains("(line 2 of the template)"));
+        let invalid = error("\n\n{% if %}");
+        assert!(invalid.contains("is not valid: syntax error") && invalid.contains("line 3"), "{invalid}");
+    }
+
+    #[test]
+    fn generation_blocks_are_found_in_loops_and_macros_and_beside_any_character() {
+        let messages = json!([
+            {"role": "user", "content": "\u{10f000}hé"}, {"role": "assistant", "content": " \u{10f002}a "},
+            {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}
+        ]);
+        let template = "{%- macro say(text) -%}\n    {%- generation %}{{ text.strip() }}{{ eos_token }}\
+                        {%- endgeneration %}\n{%- endmacro %}\
+                        {%- for message in messages %}\n  {%- if message.role == 'assistant' %}\n    \
+                        {{- say(message.content) }}{{ loop.index }}\n  {%- else %}\n    {{- message.content + '|' }}\n  \
+                        {%- endif %}\n{%- endfor %}";
+        let (text, found) = spans(template, &messages).unwrap();
+        assert_eq!(text, "\u{10f000}hé|\u{10f002}a</s>2b|c</s>4");
+        assert_eq!(found, ["\u{10f002}a</s>", "c</s>"]);
+        let in_loop = "{% for message in messages %}{% generation %}\n{{ loop.index }}{{ message.role[0] }}\n\
+                       {% endgeneration %}{% endfor %}";
+        let (text, found) = spans(in_loop, &messages).unwrap();
+        assert_eq!((text.as_str(), found.len()), ("1u\n2a\n3u\n4a\n", 4));
+        let changed = "{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x.strip() }}";
+        assert!(spans(changed, &messages).unwrap_err().contains("changes or nests"));
+    }
+}

@@ -1,0 +1,161 @@
+//! Finds the chat template of a tokenizer, and the files that prepared chats take along.
+
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use minijinja::value::Value;
+use serde_json::{Map, Value as Json};
+
+use super::template::{TEMPLATE_TOKENS, Template};
+use crate::{TOKENIZER_FILE, manifest};
+
+/// Name of the file with a chat template.
+pub(crate) const TEMPLATE_FILE: &str = "chat_template.jinja";
+/// Name of the file with the settings of a tokenizer.
+pub(crate) const CONFIG_FILE: &str = "tokenizer_config.json";
+const TOKENS_FILE: &str = "special_tokens_map.json";
+/// Size limit of each of these files.
+const MAX_BYTES: u64 = 16 << 20;
+
+/// The templates of a tokenizer.
+#[derive(Clone, Debug)]
+pub struct Templates {
+    default: Template,
+    /// Template of chats with tools, if they have another one.
+    with_tools: Option<Template>,
+    /// Hash of the templates in hexadecimal.
+    pub(crate) hash: String,
+    /// Names and contents of the files that describe them.
+    pub(crate) copies: Vec<(&'static str, String)>,
+}
+
+/// The text of templates.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Sources {
+    default: Option<String>,
+    with_tools: Option<String>,
+}
+
+impl Templates {
+    /// Reads the template in `file`; otherwise that of `tokenizer`, which is the argument of
+    /// [`Tokenizer::open`](crate::Tokenizer::open).
+    ///
+    /// # Errors
+    /// The reason, and what to do.
+    pub fn find(tokenizer: &str, file: Option<&Path>) -> Result<Self, String> {
+        let dir = directory(tokenizer);
+        let read_beside = |name: &str| dir.as_deref().map_or(Ok(None), |dir| read(&dir.join(name)));
+        let config_text = read_beside(CONFIG_FILE)?;
+        let config = object(CONFIG_FILE, config_text.as_deref())?;
+        let special = object(TOKENS_FILE, read_beside(TOKENS_FILE)?.as_deref())?;
+        let sources = match file {
+            Some(path) => {
+                let text = read(path)?
+                    .ok_or_else(|| format!("--chat-template: {} does not exist", path.display()))?;
+                Sources { default: Some(text), with_tools: None }
+            }
+            None => match read_beside(TEMPLATE_FILE)? {
+                Some(text) => Sources { default: Some(text), with_tools: None },
+                None => Sources::of_config(&config),
+            },
+        };
+        let default = sources.default.ok_or_else(|| missing(tokenizer))?;
+        let tokens = || {
+            let token = |name: &&str| [&config, &special].into_iter().find_map(|map| text(map.get(*name)?));
+            TEMPLATE_TOKENS
+                .iter()
+                .filter_map(move |name| Some((String::from(*name), token(name)?.to_owned())))
+        };
+        let mut hashed = default.clone();
+        if let Some(other) = &sources.with_tools {
+            hashed.extend(["\0", other.as_str()]);
+        }
+        let mut copies = Vec::new();
+        copies.extend(config_text.map(|text| (CONFIG_FILE, text)));
+        // A list of templates is part of the configuration.
+        if sources.with_tools.is_none() {
+            copies.push((TEMPLATE_FILE, default.clone()));
+        }
+        let with_tools = sources.with_tools.map(|source| Template::new(&source, tokens())).transpose()?;
+        let default = Template::new(&default, tokens())?;
+        Ok(Self { default, with_tools, hash: manifest::hash(hashed.as_bytes()), copies })
+    }
+
+    /// Returns the template of chats without tools, and of those with them.
+    pub(crate) fn both(&self) -> (&Template, Option<&Template>) {
+        (&self.default, self.with_tools.as_ref())
+    }
+}
+
+impl Sources {
+    /// Returns the templates in `tokenizer_config.json`: one, or a list of named ones.
+    fn of_config(config: &Map<String, Json>) -> Self {
+        match config.get("chat_template") {
+            Some(Json::String(template)) => Self { default: Some(template.clone()), with_tools: None },
+            Some(Json::Array(list)) => {
+                let named = |name: &str| {
+                    let template = list.iter().find(|template| template["name"] == name)?;
+                    template["template"].as_str().map(String::from)
+                };
+                Self { default: named("default"), with_tools: named("tool_use") }
+            }
+            _ => Self::default(),
+        }
+    }
+}
+
+fn missing(tokenizer: &str) -> String {
+    format!(
+        "--chat: the tokenizer {tokenizer} has no chat template: there is neither a {TEMPLATE_FILE} nor a `chat_template` \
+         in a {CONFIG_FILE} beside it\nhelp: name the directory of a chat model with --tokenizer, or a template with \
+         --chat-template FILE"
+    )
+}
+
+/// Returns the directory with the files of a tokenizer; `None` if it is built in.
+fn directory(tokenizer: &str) -> Option<PathBuf> {
+    let path = Path::new(tokenizer);
+    match tokenizer {
+        "bytes" | "gpt2" => None,
+        _ if path.is_dir() => Some(path.into()),
+        _ => Some(path.parent().unwrap_or(Path::new("")).into()),
+    }
+}
+
+/// Returns the path of the `tokenizer.json` in a directory, or the path of the file itself.
+pub(crate) fn tokenizer_path(path: &Path) -> PathBuf {
+    if path.is_dir() { path.join(TOKENIZER_FILE) } else { path.into() }
+}
+
+fn read(path: &Path) -> Result<Option<String>, String> {
+    let failed = |error: std::io::Error| format!("failed to read {}: {error}", path.display());
+    let file = match std::fs::File::open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(failed(error)),
+    };
+    let mut text = String::new();
+    file.take(MAX_BYTES + 1).read_to_string(&mut text).map_err(failed)?;
+    if text.len() as u64 > MAX_BYTES {
+        return Err(format!("{} is larger than {} MiB", path.display(), MAX_BYTES >> 20));
+    }
+    Ok(Some(text))
+}
+
+fn object(name: &str, text: Option<&str>) -> Result<Map<String, Json>, String> {
+    let Some(text) = text else { return Ok(Map::new()) };
+    serde_json::from_str(text)
+        .map_err(|error| format!("{name} beside the tokenizer is not valid JSON: {error}"))
+}
+
+/// Returns the text of a special token.
+fn text(token: &Json) -> Option<&str> {
+    token.as_str().or_else(|| token["content"].as_str())
+}
+
+/// Returns a chat of texts, to probe templates with. Roles alternate, starting with the user.
+pub(crate) fn probe(texts: &[&str]) -> Value {
+    let roles = ["user", "assistant"].into_iter().cycle();
+    let message = |(role, text): (&str, &&str)| Value::from_pairs([("role", role), ("content", text)]);
+    Value::from(roles.zip(texts).map(message).collect::<Vec<_>>())
+}

@@ -1,0 +1,339 @@
+//! The templates of public families in short form, with the texts of which every token counts.
+
+use minijinja::value::Value;
+
+use super::*;
+use crate::Tokenizer;
+
+const CHATML: &str = include_str!("testdata/chatml.jinja");
+const CHATML_GENERATION: &str = include_str!("testdata/chatml_generation.jinja");
+const QWEN3: &str = include_str!("testdata/qwen3.jinja");
+const LLAMA3: &str = include_str!("testdata/llama3.jinja");
+const MISTRAL: &str = include_str!("testdata/mistral.jinja");
+const GEMMA: &str = include_str!("testdata/gemma.jinja");
+const PHI3: &str = include_str!("testdata/phi3.jinja");
+const SMOLLM3: &str = include_str!("testdata/smollm3.jinja");
+const ZEPHYR: &str = include_str!("testdata/zephyr.jinja");
+const OLMO2: &str = include_str!("testdata/olmo2.jinja");
+const GRANITE: &str = include_str!("testdata/granite.jinja");
+const DEEPSEEK: &str = include_str!("testdata/deepseek.jinja");
+
+const ADDED: [&str; 16] = [
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|start_of_role|>",
+    "<|end_of_role|>",
+    "<|end_of_text|>",
+    "<think>",
+    "</think>",
+];
+
+/// Returns a tokenizer of bytes with added tokens.
+fn tokenizer() -> Tokenizer {
+    // GPT-2's characters for bytes.
+    let printable = |byte: u32| matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
+    let mut shifted = 0x100..;
+    let mut character = |byte: u32| {
+        let code = if printable(byte) { byte } else { shifted.next().unwrap() };
+        char::from_u32(code).unwrap().to_string()
+    };
+    let vocab: serde_json::Map<String, serde_json::Value> =
+        (0..256_u32).map(|byte| (character(byte), byte.into())).collect();
+    let token = |(index, content): (usize, &&str)| {
+        serde_json::json!({
+            "id": 256 + index, "content": content, "special": true, "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false,
+        })
+    };
+    let added: Vec<serde_json::Value> = ADDED.iter().enumerate().map(token).collect();
+    let words = serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
+    let file = serde_json::json!({
+        "version": "1.0", "added_tokens": added, "normalizer": null, "pre_tokenizer": words, "post_processor": null,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false},
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    });
+    Tokenizer::from_json(file.to_string().as_bytes()).unwrap()
+}
+
+fn encoder(template: &str, max_tokens: Option<usize>) -> ChatEncoder {
+    let dir = tempfile::tempdir().unwrap();
+    let eos = if template == PHI3 || template == OLMO2 { "<|endoftext|>" } else { "</s>" };
+    let config = serde_json::json!({"bos_token": "<s>", "eos_token": {"content": eos}});
+    fs_err::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+    fs_err::write(dir.path().join("t.jinja"), template).unwrap();
+    let tokenizer_path = dir.path().display().to_string();
+    let templates = Templates::find(&tokenizer_path, Some(&dir.path().join("t.jinja"))).unwrap();
+    ChatEncoder::new(tokenizer(), &templates, max_tokens)
+}
+
+fn encode(encoder: &ChatEncoder, row: &str) -> Result<Outcome, String> {
+    encoder.encode(&serde_json::from_str::<Value>(row).unwrap())
+}
+
+/// Returns the texts of consecutive tokens of which every one counts for the loss.
+fn supervised(document: &Document) -> Vec<String> {
+    let pairs: Vec<(u32, bool)> = document.ids.iter().copied().zip(document.mask.iter().copied()).collect();
+    let runs = pairs.chunk_by(|one, other| one.1 == other.1).filter(|run| run[0].1);
+    runs.map(|run| tokenizer().decode(&run.iter().map(|(id, _)| *id).collect::<Vec<_>>())).collect()
+}
+
+fn trained_on(template: &str, row: &str) -> Result<Vec<String>, String> {
+    match encode(&encoder(template, None), row)? {
+        Outcome::Document { document, truncated: false } => {
+            assert_eq!(document.ids.len(), document.mask.len());
+            Ok(supervised(&document))
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+const PLAIN: &str = r#"{"messages": [
+    {"role": "user", "content": "Hi <|im_end|>"}, {"role": "assistant", "content": "Hello. é"},
+    {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "So long."}]}"#;
+const TOOLS: &str = r#"{"messages": [
+    {"role": "user", "content": "How warm is it in Bonn?"},
+    {"role": "assistant", "content": null, "tool_calls": [
+        {"type": "function", "function": {"name": "heat", "arguments": {"city": "Bonn", "at": 1.0}}}]},
+    {"role": "tool", "content": "12"}, {"role": "assistant", "content": "12 degrees."}],
+    "tools": [{"type": "function", "function": {"name": "heat"}}]}"#;
+
+#[test]
+fn answers_and_their_last_tokens_count_for_the_loss() {
+    for (template, end) in [
+        (CHATML, "<|im_end|>"),
+        (CHATML_GENERATION, "<|im_end|>"),
+        (LLAMA3, "<|eot_id|>"),
+        (GEMMA, "<end_of_turn>"),
+        (PHI3, "<|end|>"),
+        (ZEPHYR, "</s>"),
+        (OLMO2, "<|endoftext|>"),
+        (GRANITE, "<|end_of_text|>"),
+        (DEEPSEEK, "</s>"),
+    ] {
+        let expected = ["Hello. é", "So long."].map(|text| format!("{text}{end}"));
+        assert_eq!(trained_on(template, PLAIN).unwrap(), expected, "{end}");
+    }
+    // A space before each answer, or thoughts before the last one.
+    assert_eq!(trained_on(MISTRAL, PLAIN).unwrap(), [" Hello. é</s>", " So long.</s>"]);
+    let thoughts = "<think>\n\n</think>\n\nSo long.<|im_end|>";
+    assert_eq!(trained_on(QWEN3, PLAIN).unwrap(), ["Hello. é<|im_end|>", thoughts]);
+    // The template decides what belongs to an answer.
+    let whole = ["Hello. é", "So long."].map(|text| format!("<|im_start|>assistant\n{text}<|im_end|>\n"));
+    assert_eq!(trained_on(SMOLLM3, PLAIN).unwrap(), whole);
+}
+
+#[test]
+fn calls_of_tools_count_and_their_results_do_not() {
+    let call = r#""heat", "arguments": {"city": "Bonn", "at": 1.0}}"#;
+    for (template, expected) in [
+        (
+            QWEN3,
+            [
+                format!("<tool_call>\n{{\"name\": {call}\n</tool_call><|im_end|>"),
+                "<think>\n\n</think>\n\n12 degrees.<|im_end|>".into(),
+            ],
+        ),
+        (
+            LLAMA3,
+            [format!("{{\"name\": {}<|eot_id|>", call.replace("arguments", "parameters")), "12 degrees.<|eot_id|>".into()],
+        ),
+        (MISTRAL, [format!("[TOOL_CALLS] [{{\"name\": {call}]</s>"), " 12 degrees.</s>".into()]),
+        (GRANITE, [format!("<|tool_call|>[{{\"name\": {call}]<|end_of_text|>"), "12 degrees.<|end_of_text|>".into()]),
+        (
+            SMOLLM3,
+            [
+                format!("<|im_start|>assistant\n<tool_call>{{\"name\": {call}</tool_call><|im_end|>\n"),
+                "<|im_start|>assistant\n12 degrees.<|im_end|>\n".into(),
+            ],
+        ),
+        (
+            DEEPSEEK,
+            [
+                "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>heat\n{\"city\": \"Bonn\", \"at\": 1.0}<｜tool▁call▁end｜>\
+                 <｜tool▁calls▁end｜></s>"
+                    .into(),
+                "12 degrees.</s>".into(),
+            ],
+        ),
+    ] {
+        assert_eq!(trained_on(template, TOOLS).unwrap(), expected);
+    }
+}
+
+#[test]
+fn thoughts_that_the_template_leaves_out_do_not_count() {
+    let row = r#"{"messages": [
+        {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nHello."},
+        {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "<think>\nno\n</think>\n\nSo long."}]}"#;
+    let last = "<think>\nno\n</think>\n\nSo long.<|im_end|>";
+    assert_eq!(trained_on(QWEN3, row).unwrap(), ["Hello.<|im_end|>", last]);
+    assert_eq!(trained_on(DEEPSEEK, row).unwrap(), ["\n\nHello.</s>", "\n\nSo long.</s>"]);
+}
+
+#[test]
+fn mask_that_is_not_certain_is_refused() {
+    // The system message moves to the last message of the user.
+    let moving = "{% for m in messages %}{% if m.role == 'user' and loop.last or m.role == 'user' and \
+                  messages[loop.index0 + 2] is not defined %}{{ messages[0].content }}{% endif %}\
+                  {% if m.role != 'system' %}{{ m.role + ':' + m.content }}{% endif %}{% endfor %}";
+    let row = r#"{"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]}"#;
+    let error = trained_on(moving, row).unwrap_err();
+    assert!(error.contains("messages[2]") && error.contains("not a beginning of the whole chat"), "{error}");
+    assert!(error.contains("`generation` blocks (--chat-template FILE)"), "{error}");
+    // One that rejects chats that end with the user.
+    let complete = "{% if messages[-1].role != 'assistant' %}\n{{ raise_exception('no answer') }}{% endif %}\
+                    {% for m in messages %}{{ m.content }}{% endfor %}";
+    let error = trained_on(complete, PLAIN).unwrap_err();
+    assert!(error.contains("messages[1]") && error.contains("no answer (line 2 of the template)"), "{error}");
+    // One without generation blocks for this chat.
+    let nothing = "{% for m in messages %}{{ m.content }}{% if m.role == 'x' %}{% generation %}{% endgeneration %}{% endif %}{% endfor %}";
+    assert!(trained_on(nothing, PLAIN).unwrap_err().contains("no token to train on"));
+    // Two characters that are one token.
+    let gpt2 = {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("t");
+        fs_err::write(&path, "{% for m in messages %}{{ m.content }}{% endfor %}").unwrap();
+        ChatEncoder::new(Tokenizer::gpt2(), &Templates::find("gpt2", Some(&path)).unwrap(), None)
+    };
+    let joined =
+        r#"{"messages": [{"role": "user", "content": "th"}, {"role": "assistant", "content": "e"}]}"#;
+    assert!(encode(&gpt2, joined).unwrap_err().contains("a token spans"));
+}
+
+#[test]
+fn rows_of_other_forms_are_chats_or_texts() {
+    let same = [
+        r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}"#,
+        r#"{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}"#,
+        r#"{"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]}"#,
+        r#"{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}], "name": null},
+            {"role": "assistant", "content": [{"type": "text", "text": "b"}]}], "tools": ""}"#,
+    ];
+    let encoder = encoder(CHATML, None);
+    let first = encode(&encoder, same[0]).unwrap();
+    assert!(matches!(&first, Outcome::Document { document, .. } if supervised(document) == ["b<|im_end|>"]));
+    for row in same {
+        assert_eq!(encode(&encoder, row).unwrap(), first, "{row}");
+    }
+    // Answers in a prompt do not count.
+    let row = r#"{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"}], "completion": [{"role": "assistant", "content": "d"}]}"#;
+    assert_eq!(trained_on(CHATML, row).unwrap(), ["d<|im_end|>"]);
+    assert_eq!(trained_on(CHATML_GENERATION, row).unwrap(), ["d<|im_end|>"]);
+    // The end-of-text token follows a text, unless it is there.
+    let ends = "<|endoftext|>";
+    assert_eq!(trained_on(CHATML, r#"{"prompt": "ab", "completion": " c"}"#).unwrap(), [format!(" c{ends}")]);
+    assert_eq!(trained_on(CHATML, r#"{"text": "abc<|endoftext|>"}"#).unwrap(), [format!("bc{ends}")]);
+    for empty in ["null", r#"{"text": ""}"#] {
+        assert_eq!(encode(&encoder, empty).unwrap(), Outcome::Empty);
+    }
+}
+
+#[test]
+fn rows_that_are_no_chats_are_refused() {
+    let message = |role: &str| format!(r#"{{"role": "{role}", "content": "a"}}"#);
+    let chat = |messages: &str| format!(r#"{{"messages": [{messages}]}}"#);
+    for (row, reason) in [
+        ("[]".into(), "the row is a sequence"),
+        (r#"{"question": "a"}"#.into(), "only `question`"),
+        (chat(""), "the chat has no messages"),
+        (r#"{"messages": "a"}"#.into(), "`messages` is a string; expected a list"),
+        (chat("1"), "`messages[0]` is a number"),
+        (chat(r#"{"content": "a"}"#), "`messages[0]` has no `role`"),
+        (chat(r#"{"role": 1, "content": "a"}"#), "`messages[0].role` is a number"),
+        (chat(r#"{"role": "user"}"#), "`messages[0]` has no `content`"),
+        (chat(r#"{"role": "user", "content": 1}"#), "`messages[0].content` is a number"),
+        (
+            chat(r#"{"role": "user", "content": [{"type": "image"}]}"#),
+            "of type `image`; only `text` is supported",
+        ),
+        (chat(r#"{"from": "human", "value": "a"}"#), "expected `role` and `content`"),
+        (r#"{"conversations": [{"from": "bot", "value": "a"}]}"#.into(), "`conversations[0].from` is `bot`"),
+        (chat(&message("assistant")), "starts with the assistant"),
+        (chat(&message("system")), "only system messages"),
+        (chat(&message("user")), "no message of the role `assistant`"),
+        (r#"{"prompt": "a"}"#.into(), "no `completion`"),
+        (r#"{"prompt": "a", "completion": []}"#.into(), "expected two strings or two lists"),
+        (r#"{"prompt": "a", "completion": ""}"#.into(), "`completion` is empty"),
+        (r#"{"text": 1}"#.into(), "`text` is a number"),
+        (
+            format!(r#"{{"tools": "x", "messages": [{}]}}"#, message("user")),
+            "`tools` is a string, but not of JSON",
+        ),
+    ] {
+        let error = trained_on(CHATML, &row).unwrap_err();
+        assert!(error.contains(reason), "{row}: {error}");
+    }
+    let unknown = chat(&[message("user"), message("human"), message("assistant")].join(","));
+    assert!(trained_on(MISTRAL, &unknown).unwrap_err().contains("the role human is not supported (line 15"));
+}
+
+#[test]
+fn long_chats_lose_whole_turns_at_their_end() {
+    let outcome = |max: usize| encode(&encoder(CHATML, Some(max)), PLAIN).unwrap();
+    let first = "<|im_start|>user\nHi <|im_end|><|im_end|>\n<|im_start|>assistant\nHello. é<|im_end|>\n";
+    let whole =
+        format!("{first}<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\nSo long.<|im_end|>\n");
+    let length = |text: &str| tokenizer().encode_prompt(text, false).unwrap().len();
+    for (max, expected) in [(length(&whole), &whole[..]), (length(&whole) - 1, first), (length(first), first)]
+    {
+        let Outcome::Document { document, truncated } = outcome(max) else { panic!("dropped at {max}") };
+        assert_eq!((tokenizer().decode(&document.ids).as_str(), truncated), (expected, expected == first));
+        assert!(document.mask.contains(&true));
+    }
+    assert_eq!(outcome(length(first) - 1), Outcome::Dropped);
+}
+
+/// A linear congruential generator: the same chats in each run.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        usize::try_from(self.0 >> 33).unwrap() % limit
+    }
+
+    fn text(&mut self) -> String {
+        const PIECES: [&str; 12] = [
+            "a",
+            " b",
+            "\n",
+            "<|im_end|>",
+            "<|im_start|>assistant\n",
+            "é",
+            "🙂",
+            "\"",
+            "</s>",
+            "<think>",
+            "  ",
+            "{{ x }}",
+        ];
+        (0..self.below(8)).map(|_| PIECES[self.below(PIECES.len())]).collect()
+    }
+}
+
+#[test]
+fn derived_masks_equal_those_of_generation_blocks() {
+    let (derived, marked) = (encoder(CHATML, None), encoder(CHATML_GENERATION, None));
+    let mut random = Random(1);
+    for _ in 0..300 {
+        let mut messages = vec![serde_json::json!({"role": "user", "content": random.text()})];
+        for _ in 0..random.below(9) {
+            let role = ["user", "assistant", "tool", "assistant"][random.below(4)];
+            messages.push(serde_json::json!({"role": role, "content": random.text()}));
+        }
+        messages.push(serde_json::json!({"role": "assistant", "content": random.text()}));
+        let row = serde_json::json!({ "messages": messages }).to_string();
+        assert_eq!(encode(&derived, &row).unwrap(), encode(&marked, &row).unwrap(), "{row}");
+    }
+}
