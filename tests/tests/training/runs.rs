@@ -24,6 +24,8 @@ xlaunch_harness::tests! {
     checkpoint_saved_with_other_buckets_is_resumed_bit_for_bit,
     sharded_optimizer_stops_resumes_and_evaluates,
     sharded_optimizer_refuses_number_of_ranks_that_does_not_divide_evenly,
+    muon_depends_neither_on_the_number_of_ranks_nor_on_interruptions,
+    run_is_not_continued_with_another_optimizer_unless_confirmed,
     checkpoint_without_manifest_or_with_changed_byte_is_not_used,
     resume_in_another_directory_names_the_checkpoint_beside_the_configuration;
     needs requirements::mount_namespace:
@@ -31,6 +33,7 @@ xlaunch_harness::tests! {
 }
 
 const MODEL: &str = "model.safetensors";
+const MUON: &str = "train.optimizer=\"muon\"";
 const SHARD_OPTIMIZER: &str = "comm.shard=\"optimizer\"";
 
 /// Asserts that the values differ only by rounding, from a different order of additions.
@@ -335,6 +338,34 @@ fn sharded_optimizer_refuses_number_of_ranks_that_does_not_divide_evenly() {
     for text in ["comm.shard", "3 ranks", "1, 2, 4 or 8"] {
         assert!(run.stderr.contains(text), "{text} in {}", run.stderr);
     }
+}
+
+fn muon_depends_neither_on_the_number_of_ranks_nor_on_interruptions() {
+    let losses = |ranks: usize, shard: &str| {
+        let job = Job::new();
+        train(&job, ranks, &[MUON, &format!("train.batch={}", 12 / ranks), &format!("comm.shard={shard:?}")]);
+        job.losses()
+    };
+    let one = losses(1, "none");
+    for (ranks, shard) in [(2, "none"), (3, "none"), (4, "none"), (2, "optimizer"), (4, "parameters")] {
+        assert_close(&losses(ranks, shard), &one, &format!("{ranks} ranks, {shard}"));
+    }
+    let args = ["--nproc", "2", "--set", MUON, "--set", SHARD_OPTIMIZER, "--set", "train.steps=400"];
+    assert_interruption_changes_nothing(&args);
+}
+
+fn run_is_not_continued_with_another_optimizer_unless_confirmed() {
+    let job = Job::new();
+    job.run_ok(&set(&["checkpoint.every=8"]));
+    let resume = ["--resume", "--set", MUON, "--set", "train.steps=12"];
+    let refused = job.run(&resume);
+    assert_eq!(refused.code, 65, "{}", refused.stderr);
+    for text in ["train.optimizer was adamw, is now muon", "--resume-changed"] {
+        assert!(refused.stderr.contains(text), "{text} in {}", refused.stderr);
+    }
+    let confirmed = job.run_ok(&[&resume[..], &["--resume-changed"]].concat());
+    assert!(confirmed.stderr.contains("train.optimizer was adamw, is now muon"), "{}", confirmed.stderr);
+    assert!(!job.checkpoint(12, MODEL).is_empty());
 }
 
 fn checkpoint_without_manifest_or_with_changed_byte_is_not_used() {
