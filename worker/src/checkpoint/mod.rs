@@ -47,6 +47,9 @@ mod tests;
 
 use std::path::PathBuf;
 
+use xlaunch_spec::job::{JobSpec, Optimizer};
+use xlaunch_spec::model::ModelShape;
+
 pub use lock::{Lock, LockError};
 pub use manifest::{Chunk, parse_hash};
 pub use memory::{Memory, Slot, Snapshot};
@@ -56,10 +59,11 @@ pub use retention::Retention;
 pub use state::{Batch, Changes, Parent, State};
 pub(crate) use tensors::read_header;
 
-/// Newest version of the directory layout above, with a tokenizer. Without a tokenizer, version 2 is written, which
-/// older builds can read. Version 1 can still be read: it has a single file of whole moments, `m.<name>` and
-/// `v.<name>`, and one hash per file.
-pub const VERSION: u32 = 3;
+/// Newest version of the directory layout above, for models and optimizers that builds before 0.4 do not know and would
+/// take for others. The oldest version that suits a checkpoint is written: 2, or 3 with a tokenizer. Version 1 can still
+/// be read: it has a single file of whole moments, `m.<name>` and `v.<name>`, and one hash per file.
+pub const VERSION: u32 = 4;
+const VERSION_WITH_TOKENIZER: u32 = 3;
 const VERSION_WITHOUT_TOKENIZER: u32 = 2;
 const MODEL: &str = "model.safetensors";
 const STATE: &str = "state.json";
@@ -94,9 +98,15 @@ pub enum CheckpointError {
     NoneValid { path: PathBuf, reasons: Vec<String> },
 }
 
-/// Returns the format version of a checkpoint with or without a tokenizer.
-pub fn version(tokenizer: bool) -> u32 {
-    if tokenizer { VERSION } else { VERSION_WITHOUT_TOKENIZER }
+/// Returns the format version of a job's checkpoints.
+pub fn version(spec: &JobSpec, model: &ModelShape, has_tokenizer: bool) -> u32 {
+    if spec.train.optimizer != Optimizer::AdamW || !model.is_known_before_0_4() {
+        VERSION
+    } else if has_tokenizer {
+        VERSION_WITH_TOKENIZER
+    } else {
+        VERSION_WITHOUT_TOKENIZER
+    }
 }
 
 /// Returns the directory name of a checkpoint after `step` steps.

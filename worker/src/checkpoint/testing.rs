@@ -32,7 +32,7 @@ pub(crate) fn shape() -> ModelShape {
 pub(crate) fn state(run: &str, step: u64) -> State {
     let spec = JobSpec::default();
     State {
-        version: version(false),
+        version: version(&spec, &shape(), false),
         step,
         sequences: 16 * step,
         world_size: 2,

@@ -58,7 +58,7 @@ pub(super) fn open(
     let (model, portion) = (&trainer.model, Portion::new(trainer.optimizer.sharding(), rank, writers));
     // Read on every rank, as all states must contain the same version.
     let tokenizer = dataset.tokenizer.json()?;
-    let version = checkpoint::version(tokenizer.is_some());
+    let version = checkpoint::version(spec, &model.shape, tokenizer.is_some());
     let settings = saver::Settings {
         dir: checkpoint_dir(spec, Path::new(&job.run_dir)),
         layout: model.layout.clone(),

@@ -271,6 +271,17 @@ impl ModelShape {
         Self { layers, heads, kv_heads, dim, head_dim, ffn, seq, vocab, tied, norm_eps, ..self }
     }
 
+    /// Returns whether builds before 0.4, which ignore the keys that they do not know, compute the same model.
+    pub fn is_known_before_0_4(&self) -> bool {
+        let Self { arch, rope_theta, rope_scaling, .. } = *self;
+        let same_sizes = match arch {
+            Arch::Gpt2 => self.kv_heads == self.heads && self.heads * self.head_dim == self.dim,
+            Arch::Llama => matches!(rope_scaling, RopeScaling::Default | RopeScaling::Llama3 { .. }),
+            _ => false,
+        };
+        same_sizes && *self == Self { rope_theta, rope_scaling, ..arch.base().with_sizes(self) }
+    }
+
     /// Returns D, the width of one head.
     pub fn head_width(&self) -> usize {
         self.head_dim
@@ -491,6 +502,26 @@ mod tests {
         let smollm = Arch::SmolLm3.base();
         assert_eq!([2, 3, 4, 7].map(|block| smollm.is_rotated(block)), [true, false, true, false]);
         assert_eq!(ModelShape { head_dim: 80, rope_fraction: 0.4, ..smollm }.rotated_width(), 32);
+    }
+
+    #[test]
+    fn models_with_newer_keys_are_told_apart() {
+        let known = PRESETS.iter().filter(|(_, shape)| shape.is_known_before_0_4()).map(|(name, _)| *name);
+        let known: Vec<_> = known.collect();
+        assert!(["byte-tiny", "gpt2-124m", "llama-1b"].iter().all(|name| known.contains(name)), "{known:?}");
+        assert!(
+            !["qwen3-0.6b", "gemma3-1b", "mistral-7b"].iter().any(|name| known.contains(name)),
+            "{known:?}"
+        );
+        let llama = &PRESETS[0].1;
+        for changed in [
+            ModelShape { qk_norm: QkNorm::Head, ..llama.clone() },
+            ModelShape { logit_softcap: 30.0, ..llama.clone() },
+            ModelShape { rope_scaling: RopeScaling::Linear { factor: 2.0 }, ..llama.clone() },
+            ModelShape { kv_heads: 2, ..Arch::Gpt2.base() },
+        ] {
+            assert!(!changed.is_known_before_0_4(), "{changed:?}");
+        }
     }
 
     #[test]

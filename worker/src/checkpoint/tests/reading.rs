@@ -1,5 +1,8 @@
 //! Tests of reading earlier versions, and of files that are refused.
 
+use xlaunch_spec::job::{JobSpec, Optimizer};
+use xlaunch_spec::model::Arch;
+
 use super::*;
 
 #[test]
@@ -118,8 +121,8 @@ fn manifest_lists_exactly_the_expected_files() {
         manifest["files"][at]["chunks"].as_array_mut().unwrap().remove(1);
     });
     assert!(gap.contains("do not follow each other"), "{gap}");
-    let other = rejected(|manifest| manifest["version"] = 4.into());
-    assert!(other.ends_with("has format version 4, but this build reads versions 1 to 3"), "{other}");
+    let other = rejected(|manifest| manifest["version"] = 5.into());
+    assert!(other.ends_with("has format version 5, but this build reads versions 1 to 4"), "{other}");
 }
 
 #[test]
@@ -210,7 +213,7 @@ fn tokenizer_is_part_of_a_checkpoint_and_older_ones_have_none() {
     let json = xlaunch_data::Tokenizer::bytes().to_json().into_bytes();
     let settings = Settings { tokenizer: Some(json.clone()), ..settings(dir.path(), Retention::default()) };
     let mut state = state("run", 2);
-    (state.version, state.spec) = (version(true), serde_json::Value::Null);
+    (state.version, state.spec) = (version(&JobSpec::default(), &shape(), true), serde_json::Value::Null);
     save_with(settings, Disk::default(), Alone::default(), state).unwrap();
     let path = dir.path().join(name(2));
     assert_eq!((open_version(&path), fs_err::read(path.join(TOKENIZER)).unwrap()), (3, json));
@@ -227,6 +230,15 @@ fn tokenizer_is_part_of_a_checkpoint_and_older_ones_have_none() {
     );
     fs_err::remove_file(path.join(TOKENIZER)).unwrap();
     assert!(matches!(read_all(&path), Err(CheckpointError::Damaged { .. })), "the manifest lists it");
+}
+
+#[test]
+fn builds_before_0_4_refuse_what_they_would_take_for_another_model_or_optimizer() {
+    let (mut spec, shape) = (JobSpec::default(), shape());
+    assert_eq!([false, true].map(|tokenizer| version(&spec, &shape, tokenizer)), [2, 3]);
+    assert_eq!(version(&spec, &Arch::Qwen3.base(), true), 4);
+    spec.train.optimizer = Optimizer::Muon;
+    assert_eq!(version(&spec, &shape, false), 4);
 }
 
 /// Returns the version in the manifest of a checkpoint.
