@@ -70,7 +70,9 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
     let (mut ready, shape, data) = check_data(spec)?;
     let layout = Layout::new(&shape);
     if let Some(path) = &spec.checkpoint.init {
-        Weights::open(Path::new(path)).and_then(|weights| weights.check(&shape))?;
+        let weights = Weights::open(Path::new(path))?;
+        weights.check(&shape)?;
+        ready.warnings.extend(weights.note());
     }
     let bytes = (layout.parameters() as u64).saturating_mul(BYTES_PER_PARAMETER);
     let dir = spec.checkpoint.dir.as_ref().map(Path::new);

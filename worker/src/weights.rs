@@ -65,6 +65,14 @@ impl Weights {
         }
     }
 
+    /// Returns a message for the user if files contradict each other.
+    pub fn note(&self) -> Option<String> {
+        match self {
+            Self::HuggingFace(directory) => directory.note(),
+            Self::Checkpoint(..) | Self::File(_) => None,
+        }
+    }
+
     /// Checks that these are weights of such a model, as far as that is possible without reading the values.
     pub fn check(&self, shape: &ModelShape) -> Result<()> {
         self.check_shape(shape)?;
