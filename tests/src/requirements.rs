@@ -94,6 +94,11 @@ pub fn tensorboard() -> Requirement {
     python_modules(&["tensorboard"])
 }
 
+/// Requires the clients of Weights & Biases and MLflow.
+pub fn trackers() -> Requirement {
+    python_modules(&["wandb", "mlflow"])
+}
+
 fn python_modules(modules: &[&str]) -> Requirement {
     let what = format!(
         "Python modules {} (`pip install {}`; XLAUNCH_TEST_PYTHON names another Python)",

@@ -9,9 +9,10 @@ mod manifests;
 mod systemd;
 mod tokens;
 mod torch;
+mod trackers;
 mod transformers;
 
 xlaunch_harness::suite! {
     threads_per_core 2;
-    modules exported, generate, manifests, systemd, tokens, torch, transformers;
+    modules exported, generate, manifests, systemd, tokens, torch, trackers, transformers;
 }
