@@ -1,5 +1,5 @@
 #!/bin/sh
-# Builds the Debian package and prints its path: deploy/package.sh [--fast]
+# Builds a Debian package for systems like this one and prints its path: deploy/package.sh [--fast]
 # --fast compresses less, for tests.
 # Installs cargo-deb if it is missing.
 set -eu

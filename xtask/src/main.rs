@@ -2,11 +2,12 @@
 //!
 //! `check` enforces rules that neither the compiler nor clippy checks; `proto` writes generated files, which `check`
 //! compares with the committed ones; `test` runs the tests; `docs` runs the commands shown in the documentation;
-//! `lines` counts the product.
+//! `lines` counts the product; `dist` makes the files of a release.
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a command line tool")]
 
 mod check;
+mod dist;
 mod docs;
 mod lines;
 mod proto;
@@ -28,7 +29,8 @@ usage: cargo xtask COMMAND
   proto             generate proto/src/generated/ from proto/xlaunch/v1/*.proto
   test [--all]      run the tests of `cargo test --workspace`; with --all, the large suites too
   docs [FILE...]    run the ```sh run blocks of the documentation, or of FILEs, on target/release/xlaunch
-  lines             print the lines of the product, by crate";
+  lines             print the lines of the product, by crate
+  dist [--fast]     make the files of a release in target/dist; with --fast, from the release build of this machine";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -51,6 +53,7 @@ fn run(arguments: &[String]) -> Result<bool, Error> {
         "proto" => proto::write(&workspace).map(|()| true),
         "test" => suites::run(&workspace, rest),
         "docs" => docs::run(&workspace, rest),
+        "dist" => dist::run(&workspace, rest),
         "lines" => lines::print(&workspace).map(|()| true),
         _ => Err(USAGE.into()),
     }
