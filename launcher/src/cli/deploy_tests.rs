@@ -183,6 +183,12 @@ fn schedulers_wait_longer_than_a_training_job_takes_to_stop() {
 fn images_and_configurations_of_manifests_are_current() {
     let image = format!("registry.example.com/xlaunch:{}", env!("CARGO_PKG_VERSION"));
     assert!(text("kubernetes/Containerfile").contains(&image));
+    let version = env!("CARGO_PKG_VERSION");
+    let overlay = text("kustomize/example/kustomization.yaml");
+    assert!(
+        overlay.contains(&format!("newTag: {version}\n")) && overlay.contains(&format!("ref=v{version}\n"))
+    );
+    assert!(text("ansible/xlaunch.yml").contains(&format!("src: xlaunch_{version}_amd64.deb")));
     let dir = tempfile::tempdir().unwrap();
     for manifest in MANIFESTS {
         assert_eq!(container(&job(manifest))["image"].as_str(), Some(image.as_str()), "{manifest}");
