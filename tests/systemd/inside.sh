@@ -514,6 +514,23 @@ systemctl reset-failed $service xlaunch.socket
 systemctl start xlaunch.socket $service
 step "an invalid configuration is refused once, without restarts"
 
+# Removal and purge while a job runs: it continues, and the next daemon reports how it ended.
+lasting=$(submit -- sh -c 'while ! [ -e finish ]; do sleep 0.1; done; echo finished')
+until_true "the start of job $lasting" is_in "$lasting" running
+dpkg --remove xlaunch > /srv/test/dpkg 2>&1 || { cat /srv/test/dpkg; fail "removal with a running job"; }
+expect "the unit of job $lasting after the removal" active "$(systemctl is-active "xlaunch-job-$lasting.service")"
+dpkg --purge xlaunch > /srv/test/dpkg 2>&1 || { cat /srv/test/dpkg; fail "purge with a running job"; }
+grep -q "jobs still run" /srv/test/dpkg || fail "the purge does not name running jobs: $(cat /srv/test/dpkg)"
+expect "the unit of job $lasting after the purge" active "$(systemctl is-active "xlaunch-job-$lasting.service")"
+[ -d "/var/lib/xlaunch/jobs/$lasting" ] || fail "the purge deleted the directory of the running job $lasting"
+[ ! -e /etc/xlaunch ] || fail "purge left /etc/xlaunch"
+in_work touch finish
+until_true "the end of job $lasting without the package" is_inactive "xlaunch-job-$lasting.service"
+install /srv/test/xlaunch.deb
+expect_end "$lasting" "done" 0
+expect "its output" finished "$(as alice xlaunch logs "$lasting")"
+step "a job outlives removal and purge of the package, and its end is known after an installation"
+
 dpkg --remove xlaunch > /srv/test/dpkg 2>&1 || { cat /srv/test/dpkg; fail "removal"; }
 [ ! -e $socket ] || fail "removal left the socket"
 [ -d /var/lib/xlaunch ] || fail "removal deleted the state directory"
