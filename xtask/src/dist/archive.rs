@@ -1,6 +1,5 @@
 //! Archives of the binary and of the sources, and the checksums of all files.
 
-use std::io::{Seek, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -55,17 +54,4 @@ pub(super) fn checksums(release: &Release, files: &[PathBuf]) -> Result<PathBuf,
     let made = release.dist.join("SHA256SUMS");
     std::fs::write(&made, lines.concat())?;
     Ok(made)
-}
-
-/// Returns what a command writes for this input.
-pub(super) fn filter(command: &mut Command, input: &[u8]) -> Result<Vec<u8>, Error> {
-    // A file, unlike a pipe, need not be written while the output is read.
-    let mut file = tempfile::tempfile()?;
-    file.write_all(input)?;
-    file.rewind()?;
-    let output = command.stdin(file).output()?;
-    if !output.status.success() {
-        return Err(format!("{} failed: {}", command.get_program().display(), output.status).into());
-    }
-    Ok(output.stdout)
 }

@@ -9,6 +9,7 @@
 
 mod archive;
 mod binary;
+mod filter;
 mod packages;
 mod release;
 mod sbom;

@@ -6,8 +6,8 @@ use std::process::{Command, Stdio};
 
 use tempfile::TempDir;
 
-use super::archive::filter;
 use super::binary::Binary;
+use super::filter::filter;
 use super::release::{Platform, Release};
 use super::tools::Tools;
 use crate::Error;

@@ -10,6 +10,7 @@ use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use sha2::{Digest, Sha256};
 use toml::Value;
 
+use super::filter::filter;
 use super::packages::Staged;
 use super::release::Release;
 use crate::Error;
@@ -140,7 +141,7 @@ struct Deflated {
 /// and eight bytes that begin with the checksum. A development build of a compressor would take a minute.
 fn deflate(contents: &[u8], level: &str) -> Result<Deflated, Error> {
     const GZIP_HEADER: usize = 10;
-    let gzip = super::archive::filter(Command::new("gzip").args(["-n", level]), contents)?;
+    let gzip = filter(Command::new("gzip").args(["-n", level]), contents)?;
     let parts = gzip.split_at_checked(GZIP_HEADER).and_then(|(_, rest)| rest.split_last_chunk::<8>());
     let (packed, [crc @ .., _, _, _, _]) = parts.ok_or("gzip has written too little")?;
     Ok(Deflated { crc: u32::from_le_bytes(*crc), packed: packed.to_vec() })
