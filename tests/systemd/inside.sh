@@ -515,7 +515,13 @@ systemctl start xlaunch.socket $service
 step "an invalid configuration is refused once, without restarts"
 
 # Removal and purge while a job runs: it continues, and the next daemon reports how it ended.
-lasting=$(submit -- sh -c 'while ! [ -e finish ]; do sleep 0.1; done; echo finished')
+sed -i 's/^#*allow_commands = .*/allow_commands = true/' /etc/xlaunch/daemon.toml
+systemctl reload $service
+accepts_lasting() {
+    lasting=$(submit -- sh -c 'while ! [ -e finish ]; do sleep 0.1; done; echo finished' 2> /dev/null) &&
+        [ -n "$lasting" ]
+}
+until_true "a command after the reload" accepts_lasting
 until_true "the start of job $lasting" is_in "$lasting" running
 dpkg --remove xlaunch > /srv/test/dpkg 2>&1 || { cat /srv/test/dpkg; fail "removal with a running job"; }
 expect "the unit of job $lasting after the removal" active "$(systemctl is-active "xlaunch-job-$lasting.service")"
