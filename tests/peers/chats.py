@@ -3,8 +3,8 @@
     python3 tests/peers/chats.py --binary PATH [--chats 200]        # needs tokenizers, transformers, jinja2, pyarrow
 
 The templates are those of the tests in `worker/data/src/chat/testdata`, the tokenizers those of `families.py`. Ids must
-be those of `apply_chat_template(tokenize=True)`, and masks those of `return_assistant_tokens_mask=True` where the template
-has `generation` blocks. Exit code 1 on a difference.
+be those of `apply_chat_template(tokenize=True)`, and masks those of `return_assistant_tokens_mask=True` where the
+template has `generation` blocks. Exit code 1 on a difference.
 """
 
 import argparse
@@ -27,7 +27,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 TEMPLATES = ROOT / "worker/data/src/chat/testdata"
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LLAMA3_TOKENS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-DEEPSEEK = [f"<\uff5c{name}\uff5c>" for name in ("begin\u2581of\u2581sentence", "end\u2581of\u2581sentence", "User", "Assistant")]
+DEEPSEEK_NAMES = ["begin\u2581of\u2581sentence", "end\u2581of\u2581sentence", "User", "Assistant"]
+DEEPSEEK = [f"<\uff5c{name}\uff5c>" for name in DEEPSEEK_NAMES]
 
 
 def families(text):
@@ -42,10 +43,12 @@ def families(text):
     # As published: leading white space is not part of the range of a token.
     llama3.post_processor = processors.ByteLevel(trim_offsets=True)
     yield "llama3", llama3, "<|begin_of_text|>", "<|eot_id|>", True
-    yield "mistral", sentencepiece(text, ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"], gemma=False), "<s>", "</s>", True
+    mistral = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
+    yield "mistral", sentencepiece(text, mistral, gemma=False), "<s>", "</s>", True
     turns = ["<pad>", "<bos>", "<eos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
     yield "gemma", sentencepiece(text, turns, gemma=True), "<bos>", "<eos>", False
-    phi = ["<unk>", "<s>", "</s>", "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"]
+    wide = lambda *tokens: [AddedToken(token, rstrip=True, normalized=False, special=True) for token in tokens]
+    phi = ["<unk>", "<s>", "</s>", "<|endoftext|>", *wide("<|user|>", "<|assistant|>", "<|end|>")]
     yield "phi3", sentencepiece(text, phi, gemma=False), "<s>", "<|endoftext|>", False
     smollm = byte_level(text, splits(LLAMA3), CHATML, added=thinking)
     smollm.post_processor = processors.ByteLevel(trim_offsets=True)
@@ -58,8 +61,8 @@ def families(text):
 
 
 def random_text(pick):
-    pieces = ["Words, it's 12345 ", "\u4e16\u754c ", "e\u0301 ", "a", "\U0001f642", "  ", "\n\n", "x\n", "'\"\\", "{{ x }}", "<b>", "</s>"]
-    pieces += ["<|im_end|>", "<|eot_id|>", "\u2581", "\t", "\ue000", "\U0010f000", "don't ", "1.5"]
+    pieces = ["Words, it's 12345 ", "\u4e16\u754c ", "e\u0301 ", "a", "\U0001f642", "  ", "\n\n", "x\n", "'\"\\"]
+    pieces += ["{{ x }}", "<b>", "</s>", "<|im_end|>", "<|eot_id|>", "\u2581", "\t", "\ue000", "\U0010f000", "1.5"]
     return "".join(pick.choices(pieces, k=pick.randint(1, 12)))
 
 
@@ -79,8 +82,8 @@ def random_chat(pick, tools):
     return {"messages": messages, **({"tools": [schema]} if tools and pick.random() < 0.5 else {})}
 
 
-def prepare(binary, model, source, out, *options):
-    command = [binary, "data", "prepare", "--chat", "--tokenizer", model, "--val", "0", "--output", out, *options, source]
+def prepare(binary, model, source, out):
+    command = [binary, "data", "prepare", "--chat", "--tokenizer", model, "--val", "0", "--output", out, source]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(f"{model}: exit code {done.returncode}: {done.stderr}")

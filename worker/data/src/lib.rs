@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! text, JSON, CSV, Parquet, .gz, .zst --documents--> documents --tokenizer--> ids --shard--> files, manifest.json
+//!                                     \--> chats --chat--> ids, masks --/
 //! ```
 //! [`Tokenizer`] encodes and decodes, [`shard`] handles the headers of token files, [`Manifest`] describes a prepared
 //! directory. This crate knows neither models nor devices, so that every command can use it.

@@ -1,5 +1,6 @@
 //! Encodes rows of chats: their ids, and which of them count for the loss.
 
+use std::collections::HashSet;
 use std::ops::Range;
 
 use minijinja::value::Value;
@@ -25,6 +26,8 @@ pub(crate) struct ChatEncoder {
     max_tokens: Option<usize>,
     /// Tokens that may end an answer.
     endings: Vec<String>,
+    /// Their ids.
+    special: HashSet<u32>,
 }
 
 /// A template, and what was found out about it.
@@ -67,8 +70,9 @@ impl ChatEncoder {
         let (default, with_tools) = templates.both();
         let (default, with_tools) = (Format::of(default), with_tools.map(Format::of));
         let added = tokenizer.added_tokens().into_iter();
-        let endings = added.filter(|token| !token.trim().is_empty()).map(String::from).collect();
-        Self { tokenizer, default, with_tools, max_tokens, endings }
+        let endings: Vec<String> = added.filter(|token| !token.trim().is_empty()).map(String::from).collect();
+        let special = endings.iter().filter_map(|token| tokenizer.added_id(token)).collect();
+        Self { tokenizer, default, with_tools, max_tokens, endings, special }
     }
 
     /// Encodes a row of JSON.
@@ -178,14 +182,12 @@ impl ChatEncoder {
             (text, spans)
         };
         let pieces = self.pieces(&text, generation)?;
-        let spans = in_characters(&text, &spans);
+        let mut spans = in_characters(&text, &spans);
         // The rule of `transformers` for generation blocks counts each token that overlaps with one.
-        let crosses = |at: usize| pieces.iter().any(|(_, start, end)| *start < at && at < *end);
-        if !generation && spans.iter().any(|span| crosses(span.start) || crosses(span.end)) {
-            return Err(format!(
-                "a token spans the beginning or the end of an answer of the assistant: it would differ when the model \
-                 answers\n{MASK_HELP}"
-            ));
+        if !generation {
+            for at in spans.iter_mut().flat_map(|span| [&mut span.start, &mut span.end]) {
+                *at = self.boundary(&text, &pieces, *at)?;
+            }
         }
         let mask = mask(&pieces, &spans);
         Ok(finished(pieces.into_iter().map(|(id, ..)| id).collect(), mask, &text))
@@ -223,6 +225,23 @@ impl ChatEncoder {
             spans.push(span);
         }
         Ok(spans)
+    }
+
+    /// Returns the boundary between two tokens at a character. Special tokens may include the white space after them.
+    fn boundary(&self, text: &str, pieces: &[(u32, usize, usize)], at: usize) -> Result<usize, String> {
+        let next = pieces.partition_point(|(_, start, _)| *start < at);
+        let Some((id, _, end)) = next.checked_sub(1).map(|last| pieces[last]).filter(|(.., end)| *end > at)
+        else {
+            return Ok(at);
+        };
+        let space = text.chars().skip(at).take(end - at).all(char::is_whitespace);
+        if space && self.special.contains(&id) {
+            return Ok(end);
+        }
+        Err(format!(
+            "a token spans the beginning or the end of an answer of the assistant: it would differ when the model \
+             answers\n{MASK_HELP}"
+        ))
     }
 
     fn pieces(&self, text: &str, trimmed: bool) -> Result<Vec<(u32, usize, usize)>, String> {

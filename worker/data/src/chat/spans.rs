@@ -2,7 +2,7 @@
 //!
 //! For each answer, the chat is rendered up to where the model answers (the prompt), and up to the end of the answer.
 //! Both must be beginnings of the whole chat, with three exceptions that public templates need:
-//! - the prompt may end with an opening `<think>` that is not in the chat;
+//! - the prompt may end with an opening `<think>`, or with empty thoughts, that are not in the chat;
 //! - thoughts may be missing from earlier answers of the whole chat. Such an answer must be the end of the same answer as
 //!   the last one, up to a special token, and there must be only one such end;
 //! - the end-of-text token may be written after the last message only, as a probe of the template tells.
@@ -11,8 +11,9 @@
 
 use std::ops::Range;
 
-/// The opening of thoughts with which some templates end a prompt.
+/// The opening of thoughts, and their end, with which some templates end a prompt.
 const THINK: &str = "<think>";
+const END_THINK: &str = "</think>";
 
 /// What is known about the ends of a template's messages.
 #[derive(Clone, Copy, Debug)]
@@ -34,9 +35,9 @@ pub(crate) fn answer(
     answered: &str,
     endings: &Endings<'_>,
 ) -> Result<Range<usize>, String> {
-    let without_thoughts = prompt.trim_end().strip_suffix(THINK);
     let is_beginning = |prompt: &&str| whole.starts_with(*prompt) && answered.starts_with(*prompt);
-    let start = [Some(prompt), without_thoughts].into_iter().flatten().find(is_beginning).map(str::len);
+    let start =
+        [Some(prompt), without_thoughts(prompt)].into_iter().flatten().find(is_beginning).map(str::len);
     let start = start.ok_or_else(|| {
         format!(
             "the prompt is not a beginning of the whole chat, from {} on",
@@ -66,6 +67,13 @@ pub(crate) fn answer(
         (Some(length), None) => Ok(start..start + length),
         _ => Err(changed()),
     }
+}
+
+/// Returns a prompt without an opening of thoughts at its end, or empty thoughts.
+fn without_thoughts(prompt: &str) -> Option<&str> {
+    let rest = prompt.trim_end();
+    let rest = rest.strip_suffix(END_THINK).unwrap_or(rest);
+    rest.trim_end().strip_suffix(THINK)
 }
 
 /// Returns the special token at the end of an answer.
@@ -125,7 +133,9 @@ mod tests {
         let answered = "U:hi A:<think>\nwhy</think>yes<|end|>\n";
         let whole = "U:hi A:yes<|end|>\nU:so";
         assert_eq!(found(whole, "U:hi A:", answered, None).unwrap(), "yes<|end|>");
-        assert_eq!(found(whole, "U:hi A:<think>\n", answered, None).unwrap(), "yes<|end|>");
+        for prompt in ["U:hi A:<think>\n", "U:hi A:<think>\n\n</think>\n\n"] {
+            assert_eq!(found(whole, prompt, answered, None).unwrap(), "yes<|end|>");
+        }
         // Another end of the answer, or one that is not known.
         assert!(
             found("U:hi A:no<|end|>\nU:so", "U:hi A:", answered, None).unwrap_err().contains("another one")

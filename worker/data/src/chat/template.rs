@@ -1,6 +1,6 @@
 //! Renders chats with a model's own template, as Python's `transformers` does.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::ops::Range;
 
@@ -65,6 +65,7 @@ impl Template {
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.set_formatter(python::print);
         environment.add_filter("tojson", python::to_json);
+        environment.add_test("iterable", |value: Value| !value.is_none() && value.try_iter().is_ok());
         environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message))
         });
@@ -168,22 +169,52 @@ fn reason(error: &Error) -> String {
 
 /// Makes calls with a body of `generation` blocks, as `transformers` does. Also returns whether there are any.
 fn with_generation_calls(template: &str) -> (String, bool) {
+    let names: BTreeSet<&str> = tags(template).filter_map(|tag| assigned_namespace(word(tag))).collect();
+    // `minijinja` passes only variables that are read on to a body, not namespaces that are only assigned to.
+    let read: String = names.iter().map(|name| format!("{{{{ {name} }}}}")).collect();
     let mut out = String::with_capacity(template.len());
     let (mut rest, mut found) = (template, false);
-    while let Some(start) = rest.find("{%") {
-        let Some(end) = rest[start..].find("%}").map(|end| start + end + 2) else { break };
-        let tag = &rest[start..end];
-        let word = tag.trim_start_matches(['{', '%', '-', '+']).trim_end_matches(['}', '%', '-', '+']).trim();
-        out.push_str(&rest[..start]);
-        out.push_str(&match word {
-            "generation" => tag.replacen("generation", &format!("call {GENERATION}()"), 1),
-            "endgeneration" => tag.replacen("endgeneration", "endcall", 1),
-            _ => tag.to_owned(),
-        });
-        found |= word == "generation";
-        rest = &rest[end..];
+    for tag in tags(template) {
+        let Some((before, after)) = rest.split_once(tag) else { break };
+        out.push_str(before);
+        match word(tag) {
+            "generation" => {
+                let (start, end) = tag.split_once("generation").unwrap_or_default();
+                // White space after the block is treated as the tag says, that within it as after any tag.
+                out.push_str(&format!("{start}call {GENERATION}() %}}{{% if false %}}{read}{{% endif{end}"));
+                found = true;
+            }
+            "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endcall", 1)),
+            _ => out.push_str(tag),
+        }
+        rest = after;
     }
     (out + rest, found)
+}
+
+/// Returns the block tags of a template in order.
+fn tags(template: &str) -> impl Iterator<Item = &str> {
+    let mut rest = template;
+    std::iter::from_fn(move || {
+        let start = rest.find("{%")?;
+        let end = rest[start..].find("%}").map(|end| start + end + 2)?;
+        let tag = &rest[start..end];
+        rest = &rest[end..];
+        Some(tag)
+    })
+}
+
+/// Returns what a tag contains.
+fn word(tag: &str) -> &str {
+    tag.trim_start_matches(['{', '%', '-', '+']).trim_end_matches(['}', '%', '-', '+']).trim()
+}
+
+/// Returns the variable of `set variable.attribute = ...`.
+fn assigned_namespace(tag: &str) -> Option<&str> {
+    let (target, _) = tag.strip_prefix("set")?.split_once('=')?;
+    let (name, _) = target.trim().split_once('.')?;
+    let is_name = name.chars().all(|character| character.is_alphanumeric() || character == '_');
+    Some(name).filter(|_| is_name)
 }
 
 /// Removes marks, which must enclose texts that are not nested.
@@ -239,6 +270,9 @@ mod tests {
         let tokens =
             "{{ bos_token }}{% generation %}{{ messages[1] | tojson }}{% endgeneration %}{{ eos_token }}";
         assert_eq!(rendered(tokens, &messages).unwrap(), "<s>{\"content\": \"Hi\", \"role\": \"user\"}</s>");
+        let iterable =
+            "{{ tools is iterable }} {{ messages is iterable }} {{ 'a' is iterable }} {{ 1 is iterable }}";
+        assert_eq!(rendered(iterable, &messages).unwrap(), "False True True False");
     }
 
     #[test]
@@ -276,6 +310,11 @@ mod tests {
                        {% endgeneration %}{% endfor %}";
         let (text, found) = spans(in_loop, &messages).unwrap();
         assert_eq!((text.as_str(), found.len()), ("1u\n2a\n3u\n4a\n", 4));
+        // White space after tags, and a namespace that a block only assigns to.
+        let counted = "{% set n = namespace(last=0) %}{% for message in messages %}{% generation %}\n  {%- set n.last = \
+                       loop.index %}\n  {{ message.role[0] }}\n{% endgeneration +%}\n{% endfor %}{{ n.last }}";
+        let (text, found) = spans(counted, &messages).unwrap();
+        assert_eq!((text.as_str(), found[0].as_str()), ("  u\n\n  a\n\n  u\n\n  a\n\n4", "  u\n"));
         let changed = "{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x.strip() }}";
         assert!(spans(changed, &messages).unwrap_err().contains("changes or nests"));
     }

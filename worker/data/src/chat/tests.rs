@@ -18,7 +18,10 @@ const OLMO2: &str = include_str!("testdata/olmo2.jinja");
 const GRANITE: &str = include_str!("testdata/granite.jinja");
 const DEEPSEEK: &str = include_str!("testdata/deepseek.jinja");
 
-const ADDED: [&str; 16] = [
+/// Tokens that include the white space after them.
+const WIDE: [&str; 2] = ["<|end|>", "<|assistant|>"];
+const ADDED: [&str; 17] = [
+    "<|assistant|>",
     "<s>",
     "</s>",
     "<|im_start|>",
@@ -51,7 +54,7 @@ fn tokenizer() -> Tokenizer {
     let token = |(index, content): (usize, &&str)| {
         serde_json::json!({
             "id": 256 + index, "content": content, "special": true, "single_word": false, "lstrip": false,
-            "rstrip": false, "normalized": false,
+            "rstrip": WIDE.contains(content), "normalized": false,
         })
     };
     let added: Vec<serde_json::Value> = ADDED.iter().enumerate().map(token).collect();
@@ -177,6 +180,13 @@ fn thoughts_that_the_template_leaves_out_do_not_count() {
     let last = "<think>\nno\n</think>\n\nSo long.<|im_end|>";
     assert_eq!(trained_on(QWEN3, row).unwrap(), ["Hello.<|im_end|>", last]);
     assert_eq!(trained_on(DEEPSEEK, row).unwrap(), ["\n\nHello.</s>", "\n\nSo long.</s>"]);
+}
+
+#[test]
+fn white_space_that_belongs_to_a_special_token_does_not_count() {
+    let row = r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " \n Hello. "}]}"#;
+    assert_eq!(trained_on(PHI3, row).unwrap(), ["Hello. <|end|>"]);
+    assert_eq!(trained_on(CHATML, row).unwrap(), [" \n Hello. <|im_end|>"]);
 }
 
 #[test]
