@@ -36,6 +36,8 @@ pub struct Preflight {
     pub data: BTreeMap<&'static str, Fingerprint>,
     /// Size in bytes of the checkpointed state in memory.
     pub state_bytes: u64,
+    /// Facts for the user, such as how documents are packed.
+    pub notes: Vec<String>,
     /// Warnings for the user; the job starts regardless.
     pub warnings: Vec<String>,
     /// Keeps other jobs out of `checkpoint.dir`. Hold it until the job has ended.
@@ -127,6 +129,7 @@ fn check_data(spec: &JobSpec) -> Result<(Preflight, ModelShape, Fingerprint), Re
     if let Some(val) = &dataset.val {
         ready.data.insert("validation", fingerprint(val).map_err(WorkerError::from)?);
     }
+    ready.notes.extend(dataset.train_rows.packing().map(|packing| packing.to_string()));
     if dataset.val.is_none() && spec.train.eval_every != 0 {
         let problem = "evaluation is off: the held-out data is shorter than one sequence";
         let remedy = match dataset.tokenizer {

@@ -40,7 +40,7 @@ fn train(rank: &mut Rank) -> Trained {
         optimizer.prepare(step, 1e-2).unwrap();
         let result = stepper.step(model, optimizer, &mut **collective, loader, Requests::default()).unwrap();
         optimizer.gather(model, &mut **collective).unwrap();
-        let val = dataset.val.as_ref().unwrap();
+        let val = dataset.held_out().unwrap();
         let (held_out, _) = evaluator.evaluate(model, optimizer, &mut **collective, val).unwrap();
         let result = [f64::from(result.loss), f64::from(result.grad_norm), held_out];
         trained.results.push(result.map(f64::to_bits));

@@ -32,7 +32,7 @@ const TOLERANCE: f64 = 1e-5;
 const BF16_TOLERANCE: f64 = 3e-2;
 /// Tolerance for FP8: E5M2 rounds each gradient by up to an eighth, E4M3 weights and inputs by up to a sixteenth.
 const FP8_TOLERANCE: f64 = 0.15;
-const ROWS: Rows = Rows { batch: 2, seq: 16 };
+const ROWS: Rows<'static> = Rows { batch: 2, seq: 16, documents: None };
 
 xlaunch_harness::suite! {
     gpt2_matches_pytorch_on_cpu,
@@ -297,7 +297,9 @@ impl Fixture {
         let padded = read(&self.backend, &self.model.logits(&acts, 0..ROWS.count()).unwrap());
         let rows = padded.chunks(padded.len() / ROWS.count());
         let logits = rows.flat_map(|row| row[..vocab].to_vec()).collect();
-        let (scale, acc) = (1.0 / ROWS.count() as f32, Accumulate::Overwrite);
+        let (scale, acc) = (self.backend.alloc(DType::F32, 1).unwrap(), Accumulate::Overwrite);
+        self.backend.write_f32(scale.all(), &[1.0 / ROWS.count() as f32]).unwrap();
+        let scale = scale.all();
         let grads = GradientArena { tensor: &self.grads, slots: None };
         let head = LossGradients { scale, grads, acc };
         let (targets, losses) = (self.targets.all(), self.losses.all());
@@ -574,7 +576,7 @@ fn fp8_is_near_pytorch(backend: fn() -> BackendHandle) {
         near_pytorch(&f, FP8_TOLERANCE);
         let (_, logits) = f.pass(&f.golden.ids["tokens"], &f.golden.ids["targets"]);
         assert!(relative(&logits, &f.golden.floats["logits"]) > 5e-3, "{}", case.name);
-        let sample = f.model.forward(Rows { batch: 1, seq: 13 }, f.tokens.slice(0..13)).unwrap();
+        let sample = f.model.forward(Rows::new(1, 13), f.tokens.slice(0..13)).unwrap();
         let next = read(&f.backend, &f.model.logits(&sample, 12..13).unwrap());
         assert!(next.iter().all(|logit| logit.is_finite()), "{}", case.name);
     }

@@ -63,7 +63,7 @@ fn train(backend: BackendHandle, arch: Arch, exec: Exec) -> Trained {
     let stepper = Stepper::new(&backend, &model, &spec, &division, 1).unwrap();
     let evaluator = Evaluator::new(&backend, &model, &spec, &division).unwrap();
     let order = Order::new(dataset.train.len(), shape.seq, Some(7));
-    let schedule = Schedule { first: 0, rank: 0, world: 1, batch: 3, seq: shape.seq };
+    let schedule = Schedule { first: 0, rank: 0, world: 1, batch: 3, accumulate: 2, seq: shape.seq };
     let loader = Loader::start(dataset.train.clone(), order, schedule).unwrap();
     let mut trained = Trained { bits: Vec::new(), evaluated: [0; 2], pool: Vec::new() };
     for step in 0..STEPS {
@@ -73,7 +73,7 @@ fn train(backend: BackendHandle, arch: Arch, exec: Exec) -> Trained {
         trained.pool.push(backend.pool().stats());
         backend.pool().finish_planning();
     }
-    let val = dataset.val.as_ref().unwrap();
+    let val = dataset.held_out().unwrap();
     trained.evaluated =
         [(); 2].map(|()| evaluator.evaluate(&model, &optimizer, &mut Local, val).unwrap().0.to_bits());
     trained

@@ -72,6 +72,7 @@ fn report(launch: &Launch, group: Option<&Nodes>) -> Result<(String, ExitCode), 
     devices::check_device(&spec, target.cuda)?;
     let checks = xlaunch_worker::preflight_dry_run(&spec, target.ranks())?;
     checks.warnings.iter().for_each(|warning| print_line(format_args!("warning: {warning}")));
+    checks.notes.iter().for_each(|note| print_line(format_args!("{note}")));
     let (needed, savings) = needs(&spec, target).map_err(Refusal::from)?;
     let tokens = checks.data.get("train").map_or(0, |data| data.tokens);
     let host = plan_host(&spec, target, &needed, checks.state_bytes);

@@ -227,6 +227,7 @@ fn ready(
 ) -> Result<Ready, Refusal> {
     let job_dir = spec.runs_dir();
     checks.warnings.iter().for_each(|warning| print_line(format_args!("warning: {warning}")));
+    checks.notes.iter().for_each(|note| notify(note));
     if let (Some(checkpoint), Some(step)) = (&checks.resume_from, checks.complete) {
         // No run is created, so the job's newest run remains the one that trained.
         let checkpoint = checkpoint.display();

@@ -17,6 +17,7 @@ xlaunch_harness::tests! {
     models_of_transformers_have_their_loss_and_logits_here,
     models_of_every_family_compute_and_train_as_in_transformers,
     muon_trains_as_in_torch,
+    packed_chats_train_as_in_transformers,
     exported_tokenizers_are_loaded_by_transformers;
 }
 
@@ -96,7 +97,7 @@ fn forward(backend: &BackendHandle, model: &Model) -> Vec<f32> {
     let ids: Vec<i32> = prompt().into_iter().map(u32::cast_signed).collect();
     let tokens = backend.alloc(DType::I32, ids.len()).unwrap();
     backend.write_i32(tokens.all(), &ids).unwrap();
-    let acts = model.forward(Rows { batch: 1, seq: ids.len() }, tokens.all()).unwrap();
+    let acts = model.forward(Rows::new(1, ids.len()), tokens.all()).unwrap();
     let logits = model.logits(&acts, 0..ids.len()).unwrap();
     let mut padded = vec![0.0; logits.len()];
     backend.read_f32(logits.all(), &mut padded).unwrap();
@@ -215,6 +216,17 @@ fn muon_trains_as_in_torch() {
     let output = Process::spawn(&mut command).wait();
     assert_eq!(output.code, 0, "{}\n{}", output.stdout, output.stderr);
     assert_eq!(output.stdout.matches(": equal: ").count(), 6, "{}", output.stdout);
+}
+
+/// See `tests/peers/documents.py`.
+fn packed_chats_train_as_in_transformers() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/documents.py");
+    let mut command = Command::new(requirements::python_path());
+    command.arg(script).arg("--xlaunch").arg(xlaunch_path());
+    command.env("HF_HUB_OFFLINE", "1").env("CUDA_VISIBLE_DEVICES", "");
+    let output = Process::spawn(&mut command).wait();
+    assert_eq!(output.code, 0, "{}\n{}", output.stdout, output.stderr);
+    assert_eq!(output.stdout.matches(": equal: ").count(), 4, "{}", output.stdout);
 }
 
 fn exported_tokenizers_are_loaded_by_transformers() {

@@ -13,6 +13,7 @@ xlaunch_harness::tests! {
     prepared_data_is_shown_and_verified,
     standard_input_is_prepared_as_jsonl,
     wrong_input_ends_with_its_exit_code,
+    documents_are_packed_for_training_and_a_resumed_run_continues,
     killed_preparations_are_complete_or_refused;
     needs requirements::mount_namespace:
     full_disk_leaves_nothing_that_is_accepted;
@@ -61,6 +62,36 @@ fn prepared_data_is_shown_and_verified() {
     let damaged = data(&job, &["inspect", "out"]);
     assert_eq!(damaged.code, 65);
     assert!(damaged.stderr.contains("out/train_000001.bin: damaged"), "{}", damaged.stderr);
+}
+
+fn documents_are_packed_for_training_and_a_resumed_run_continues() {
+    let job = Job::new();
+    let prepare =
+        ["prepare", "--tokenizer", "gpt2", "--documents", "line", "--val", "0.2", "--output", "out", "text"];
+    assert_eq!(data(&job, &prepare).code, 0);
+    let run = |keys: &[&str], more: &[&str]| {
+        let all = [
+            "data.train=\"out\"",
+            "data.documents=\"packed\"",
+            "model.vocab=50257",
+            "train.schedule=\"constant\"",
+            "train.eval_every=4",
+        ];
+        let args = all.iter().chain(keys).flat_map(|key| ["--set", key]);
+        job.run(&args.chain(["--nproc", "2"]).chain(more.iter().copied()).collect::<Vec<_>>())
+    };
+    let output = run(&[], &[]);
+    assert_eq!(output.code, 0, "{}", output.stderr);
+    assert!(output.stderr.contains(" documents packed into "), "{}", output.stderr);
+    assert!(output.stderr.contains(" % padding"), "{}", output.stderr);
+    let whole = job.losses();
+    let saved = "checkpoint.dir=\"saved\"";
+    assert_eq!(run(&[saved, "train.steps=4"], &[]).code, 0);
+    let first = job.losses();
+    assert_eq!(run(&[saved], &["--resume"]).code, 0);
+    assert_eq!([first, job.losses()].concat(), whole);
+    let refused = run(&[saved, "train.steps=12", "data.documents=\"joined\""], &["--resume"]);
+    assert!(refused.stderr.contains("data.documents was packed, is now joined"), "{}", refused.stderr);
 }
 
 fn standard_input_is_prepared_as_jsonl() {

@@ -75,10 +75,15 @@ fn attention_with_options_matches_a_plain_one() {
     let (seq, heads, kv_heads, width) = (150, 4, 2, 16);
     for window in [None, Some(1), Some(2), Some(64), Some(65), Some(149), Some(150), Some(200)] {
         for softcap in [None, Some(0.5), Some(20.0)] {
-            let options = AttentionOptions { scale: 0.4.into(), window, softcap: softcap.map(Scalar::from) };
+            let options = AttentionOptions {
+                scale: 0.4.into(),
+                window,
+                softcap: softcap.map(Scalar::from),
+                documents: false,
+            };
             let s = AttentionShape { batch: 1, seq, heads, kv_heads, width, options };
             let (qkv, dout) = (plain(4, seq * s.qkv_width()), vec![0.0; seq * heads * width]);
-            let outputs = ops.attention(s, &qkv, None, &dout);
+            let outputs = ops.attention(s, &qkv, None, None, &dout);
             let cached =
                 CachedAttentionShape { rows: 0, heads, kv_heads, width, slots: 1, capacity: seq, options };
             let expected = plain_attention(cached, &qkv, None, &ragged(&[seq], 0).0);

@@ -49,7 +49,7 @@ fn embed_gradients() {
     let (tokens, wte, wpe) = (ids(1, 10, 4), random(2, 32), random(3, 40));
     let dout = random(4, 80);
     with_cpu(|ops| {
-        let run = |wte: &[f32], wpe: &[f32]| ops.embed(s, &tokens, wte, Some(wpe), &dout);
+        let run = |wte: &[f32], wpe: &[f32]| ops.embed(s, &tokens, wte, Some(wpe), None, &dout);
         let outputs = run(&wte, &wpe);
         // Gradients accumulate.
         let minus_start = |name, len: usize| -> Vec<f32> {
@@ -137,7 +137,7 @@ fn qk_norm_gradients_with_and_without_rope() {
         with_cpu(|ops| {
             for table in [None, Some(table.as_slice())] {
                 let run = |qkv: &[f32], q: &[f32], k: &[f32]| {
-                    ops.qk_norm(s, kind, offset, qkv, [q, k], table, &dout, Accumulate::Overwrite)
+                    ops.qk_norm(s, kind, offset, qkv, [q, k], table, None, &dout, Accumulate::Overwrite)
                 };
                 let outputs = run(&qkv, &q, &k);
                 let out = |outputs: Outputs| get(&outputs, "out").to_vec();
@@ -173,10 +173,10 @@ fn qk_norm_is_the_norm_of_each_head_or_of_all_heads_before_the_rotation() {
                     [q, k, x[values..].to_vec()].concat()
                 })
                 .collect();
-            let expected = ops.attention(s, &by_rows, Some(&table), &dout);
+            let expected = ops.attention(s, &by_rows, Some(&table), None, &dout);
             let gammas = [&gammas[0][..], &gammas[1]];
-            let out = ops.qk_norm(s, kind, offset, &qkv, gammas, Some(&table), &qkv, acc);
-            let found = ops.attention(s, get(&out, "out"), None, &dout);
+            let out = ops.qk_norm(s, kind, offset, &qkv, gammas, Some(&table), None, &qkv, acc);
+            let found = ops.attention(s, get(&out, "out"), None, None, &dout);
             assert!(distance(get(&found, "out"), get(&expected, "out")) < 1e-6, "{kind:?}");
         });
     }
@@ -231,18 +231,129 @@ fn attention_gradients_with_windows_and_caps() {
     }
     // Blocks of queries that begin with a key other than the first.
     for (window, softcap) in [(Some(5), None), (Some(64), Some(0.5)), (None, Some(0.5))] {
-        let options = AttentionOptions { scale: 0.8.into(), window, softcap: softcap.map(Scalar::from) };
+        let options = AttentionOptions {
+            scale: 0.8.into(),
+            window,
+            softcap: softcap.map(Scalar::from),
+            documents: false,
+        };
         check_attention(AttentionShape { batch: 1, seq: 70, heads: 2, kv_heads: 1, width: 8, options }, None);
     }
 }
 
 fn check_attention(s: AttentionShape, table: Option<&[f32]>) {
+    check_attention_of(s, table, None);
+}
+
+fn check_attention_of(s: AttentionShape, table: Option<&[f32]>, lengths: Option<&[usize]>) {
     let rows = s.batch * s.seq;
     let (qkv, dout) = (random(14, rows * s.qkv_width()), random(15, rows * s.heads * s.width));
     with_cpu(|ops| {
-        let run = |qkv: &[f32]| ops.attention(s, qkv, table, &dout);
+        let run = |qkv: &[f32]| ops.attention(s, qkv, table, lengths, &dout);
         let (what, outputs) = (format!("{s:?}"), run(&qkv));
         check(&what, &qkv, &dout, get(&outputs, "dqkv"), |qkv| get(&run(qkv), "out").to_vec());
+    });
+}
+
+#[test]
+fn attention_gradients_with_documents() {
+    let table = random(16, 70 * 8);
+    for (window, softcap) in [(None, None), (Some(5), None), (None, Some(0.5)), (Some(64), Some(0.5))] {
+        let softcap = softcap.map(Scalar::from);
+        let options = AttentionOptions { window, softcap, documents: true, ..AttentionOptions::new(8) };
+        let s = AttentionShape { batch: 1, seq: 70, heads: 2, kv_heads: 1, width: 8, options };
+        check_attention_of(s, None, Some(&[1, 3, 66]));
+        check_attention_of(s, Some(&table), Some(&[60, 10]));
+    }
+}
+
+/// Elements `part` of each of the rows' vectors.
+fn part(x: &[f32], width: usize, part: std::ops::Range<usize>) -> Vec<f32> {
+    x[part.start * width..part.end * width].to_vec()
+}
+
+#[test]
+fn documents_that_share_a_row_have_the_bits_of_rows_of_their_own() {
+    let lengths = [1, 66, 3, 130];
+    let table = random(16, 200 * 8);
+    let plain = AttentionOptions { softcap: Some(0.5.into()), window: Some(40), ..AttentionOptions::new(8) };
+    let options = AttentionOptions { documents: true, ..plain };
+    let s = AttentionShape { batch: 1, seq: 200, heads: 2, kv_heads: 1, width: 8, options };
+    let (qkv, dout) = (random(14, 200 * 32), random(15, 200 * 16));
+    with_cpu(|ops| {
+        let packed = ops.attention(s, &qkv, Some(&table), Some(&lengths), &dout);
+        let mut start = 0;
+        for length in lengths {
+            let rows = start..start + length;
+            start += length;
+            let s = AttentionShape { seq: length, options: plain, ..s };
+            let (qkv, dout) = (part(&qkv, 32, rows.clone()), part(&dout, 16, rows.clone()));
+            let alone = ops.attention(s, &qkv, Some(&table[..8 * length]), None, &dout);
+            for (name, width) in [("out", 16), ("dqkv", 32)] {
+                assert!(
+                    part(get(&packed, name), width, rows.clone()) == get(&alone, name),
+                    "{name} of {rows:?}"
+                );
+            }
+        }
+    });
+}
+
+#[test]
+fn a_document_does_not_read_others_even_if_they_are_not_finite() {
+    let options = AttentionOptions { documents: true, ..AttentionOptions::new(8) };
+    let s = AttentionShape { batch: 1, seq: 70, heads: 2, kv_heads: 1, width: 8, options };
+    let (mut qkv, dout) = (random(14, 70 * 32), random(15, 70 * 16));
+    with_cpu(|ops| {
+        let before = ops.attention(s, &qkv, None, Some(&[20, 30, 20]), &dout);
+        qkv[20 * 32..50 * 32].fill(f32::NAN);
+        let after = ops.attention(s, &qkv, None, Some(&[20, 30, 20]), &dout);
+        for (name, width) in [("out", 16), ("dqkv", 32)] {
+            for rows in [0..20, 50..70] {
+                let [before, after] =
+                    [&before, &after].map(|outputs| part(get(outputs, name), width, rows.clone()));
+                assert!(before == after, "{name} of {rows:?}");
+            }
+        }
+    });
+}
+
+#[test]
+fn positions_of_embeddings_count_from_the_first_token_of_each_document() {
+    let s = EmbedShape { batch: 2, seq: 5, cols: 8, vocab: 4 };
+    let (tokens, wte, wpe, dout) = (ids(1, 10, 4), random(2, 32), random(3, 40), random(4, 80));
+    with_cpu(|ops| {
+        let run = |wpe: &[f32]| ops.embed(s, &tokens, &wte, Some(wpe), Some(&[2, 3, 1, 4]), &dout);
+        let outputs = run(&wpe);
+        let positions = [0, 1, 0, 1, 2, 0, 0, 1, 2, 3];
+        for (n, (position, token)) in positions.into_iter().zip(&tokens).enumerate() {
+            let token = &wte[usize::try_from(*token).unwrap() * 8..][..8];
+            let expected: Vec<f32> = token.iter().zip(&wpe[position * 8..]).map(|(a, b)| a + b).collect();
+            assert_eq!(get(&outputs, "out")[n * 8..][..8], expected);
+        }
+        let dwpe: Vec<f32> =
+            get(&outputs, "dwpe").iter().zip(random(77, 40)).map(|(x, start)| x - start).collect();
+        check("dwpe", &wpe, &dout, &dwpe, |wpe| get(&run(wpe), "out").to_vec());
+    });
+}
+
+#[test]
+fn ignored_targets_have_no_loss_and_no_gradient() {
+    let s = ClassifierShape { rows: 3, vocab: 9, padded: 12 };
+    let (logits, mut targets) = (random(21, 36), ids(22, 3, 9));
+    with_cpu(|ops| {
+        for softcap in [None, Some(0.8)] {
+            let all = ops.classifier(s, &logits, &targets, 0.25, softcap);
+            let before = std::mem::replace(&mut targets[1], IGNORED);
+            let some = ops.classifier(s, &logits, &targets, 0.25, softcap);
+            targets[1] = before;
+            for name in ["losses", "losses with gradient", "dlogits"] {
+                let width = get(&all, name).len() / 3;
+                let mut expected = get(&all, name).to_vec();
+                expected[width..2 * width].fill(0.0);
+                assert_eq!(get(&some, name), expected, "{name}");
+            }
+        }
     });
 }
 
@@ -252,9 +363,9 @@ fn attention_is_causal() {
     let s = AttentionShape { batch: 1, seq: 70, heads: 1, kv_heads: 1, width: 8, options };
     let (mut qkv, dout) = (random(18, 70 * 24), vec![0.0; 70 * 8]);
     with_cpu(|ops| {
-        let before = ops.attention(s, &qkv, None, &dout);
+        let before = ops.attention(s, &qkv, None, None, &dout);
         qkv[66 * 24..].iter_mut().for_each(|x| *x += 1.0);
-        let after = ops.attention(s, &qkv, None, &dout);
+        let after = ops.attention(s, &qkv, None, None, &dout);
         assert_eq!(get(&before, "out")[..66 * 8], get(&after, "out")[..66 * 8]);
         assert_ne!(get(&before, "out")[66 * 8..], get(&after, "out")[66 * 8..]);
     });

@@ -188,11 +188,12 @@ impl Sweep<'_> {
         let [out, dout] = [13, 14].map(|seed| ops.random(seed, len));
         self.report("embedding forward", "width", cols, Work::bytes(2 * len * ACT), &|| {
             let (tokens, wte, out) = (tokens.all(), wte.all(), out.all());
-            b.run(EmbedForward { shape, tokens, wte, wpe: None, positions: None, out }).unwrap();
+            b.run(EmbedForward { shape, tokens, wte, wpe: None, positions: None, documents: None, out })
+                .unwrap();
         });
         self.report("embedding backward", "width", cols, Work::bytes((len + 2 * touched) * ACT), &|| {
             let (tokens, dout, dwte) = (tokens.all(), dout.all(), dwte.all());
-            b.run(EmbedBackward { shape, tokens, dout, dwte, dwpe: None }).unwrap();
+            b.run(EmbedBackward { shape, tokens, documents: None, dout, dwte, dwpe: None }).unwrap();
         });
     }
 
@@ -258,10 +259,12 @@ impl Sweep<'_> {
         let (logits, losses) = (ops.random(20, rows * vocab), b.alloc(DType::F32, rows).unwrap());
         let targets = b.alloc(DType::I32, rows).unwrap();
         b.write_i32(targets.all(), &common::ids(21, rows, vocab - 3)).unwrap();
+        let scale = b.alloc(DType::F32, 1).unwrap();
+        b.write_f32(scale.all(), &[1.0]).unwrap();
         for (name, softcap) in [("classifier", None), ("classifier with a cap", Some(30.0))] {
             self.report(name, "vocabulary", vocab, Work::bytes(2 * rows * vocab * ACT), &|| {
                 let (logits, targets, losses, grad_scale) =
-                    (logits.all(), targets.all(), losses.all(), Some(1.0));
+                    (logits.all(), targets.all(), losses.all(), Some(scale.all()));
                 b.run(FusedClassifier { shape, logits, targets, losses, grad_scale, softcap }).unwrap();
             });
         }
@@ -297,7 +300,7 @@ impl Sweep<'_> {
             let [dq_gamma, dk_gamma] = dgammas.each_ref().map(Tensor::all);
             let (qkv, out, acc) = (qkv.all(), out.all(), Accumulate::Overwrite);
             let work = || Work::bytes(2 * len * ACT);
-            let norms = QkNorms { shape, kind, eps, offset, q_gamma, k_gamma, rope };
+            let norms = QkNorms { shape, kind, eps, offset, q_gamma, k_gamma, rope, documents: None };
             self.report(&format!("qk norm forward {name}"), "head width", width, work(), &|| {
                 b.run(QkNormForward { norms, qkv, out }).unwrap();
             });
@@ -338,10 +341,10 @@ impl Sweep<'_> {
         let gemm = s.batch * s.heads * (2 * s.seq + 1 - window) * window * s.width;
         let (qkv, out, dout, lse, dqkv) = (qkv.all(), out.all(), dout.all(), lse.all(), dqkv.all());
         self.report("attention forward", axis, size, Work::flops(2 * gemm), &|| {
-            b.run(AttentionForward { shape, qkv, rope: None, out, lse }).unwrap();
+            b.run(AttentionForward { shape, qkv, rope: None, documents: None, out, lse }).unwrap();
         });
         self.report("attention backward", axis, size, Work::flops(5 * gemm), &|| {
-            let args = AttentionBackward { shape, qkv, rope: None, out, dout, lse, dqkv };
+            let args = AttentionBackward { shape, qkv, rope: None, documents: None, out, dout, lse, dqkv };
             b.run(args).unwrap();
         });
     }

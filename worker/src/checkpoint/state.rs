@@ -1,7 +1,7 @@
 //! `state.json`: the position of a run, and the settings that must not change silently when it continues.
 
 use serde::{Deserialize, Serialize};
-use xlaunch_spec::job::{JobSpec, Optimizer, TrainSection};
+use xlaunch_spec::job::{DocumentMode, JobSpec, Optimizer, TrainSection};
 use xlaunch_spec::model::ModelShape;
 
 use xlaunch_spec::lineage::Fingerprint;
@@ -115,6 +115,12 @@ impl State {
             let reason = "whose moments mean something else";
             changes.refused.push(format!("train.optimizer was {before}, is now {now}, {reason}"));
         }
+        // Versions without the key had joined documents only.
+        let before = self.spec["data"]["documents"].as_str().unwrap_or(DocumentMode::Joined.name());
+        let now = spec.data.documents().name();
+        if before != now {
+            changes.refused.push(format!("data.documents was {before}, is now {now}"));
+        }
         let new = serde_json::to_value(spec).unwrap_or_default();
         for section in ["train", "muon", "comm", "engine"] {
             compare(section, &self.spec[section], &new[section], &mut changes.others);
@@ -225,6 +231,9 @@ mod tests {
         };
         assert_eq!(refused(|spec| spec.job.seed = 1), "job.seed was 1337, is now 1");
         assert_eq!(refused(|spec| spec.data.shuffle = false), "data.shuffle was true, is now false");
+        let packed = refused(|spec| spec.data.documents = Some(DocumentMode::Packed));
+        assert_eq!(packed, "data.documents was joined, is now packed");
+        assert_eq!(refused(|spec| spec.data.documents = Some(DocumentMode::Joined)), "");
         assert!(refused(|spec| spec.train.batch = 7).contains("16 sequences of all ranks, now 14"));
         assert!(refused(|spec| spec.train.lr = 0.5).is_empty());
         let muon = refused(|spec| spec.train.optimizer = Optimizer::Muon);

@@ -3,6 +3,7 @@
 use xlaunch_spec::lineage::Fingerprint;
 use xxhash_rust::xxh3::Xxh3;
 
+use super::labels::Boundaries;
 use super::{DataError, Tokens};
 
 /// Number of evenly spread windows of tokens to hash: enough to notice an edit that shifts the text, and read in
@@ -11,17 +12,27 @@ const WINDOWS: u64 = 256;
 /// Tokens per window.
 const WINDOW_TOKENS: u64 = 1024;
 
-/// Hashes windows of the tokens. Changes that keep the number of tokens and touch no window go unnoticed.
+/// Hashes windows of the tokens and of their mask, if there is one, and the starts of documents. Changes that keep the
+/// number of tokens and touch no window go unnoticed.
 pub fn fingerprint(tokens: &Tokens) -> Result<Fingerprint, DataError> {
-    let (len, mut hash, mut ids) = (tokens.len(), Xxh3::new(), Vec::new());
+    let (len, mut hash, mut ids, mut mask) = (tokens.len(), Xxh3::new(), Vec::new(), Vec::new());
+    if let Boundaries::File { hash: starts, .. } = &tokens.labels().boundaries {
+        hash.update(starts.as_bytes());
+    }
     let last = len.saturating_sub(WINDOW_TOKENS);
     for window in 0..WINDOWS {
         // The first window starts at the first token, the last one ends at the last.
         let position = u128::from(last) * u128::from(window) / u128::from(WINDOWS - 1);
         let position = u64::try_from(position).unwrap_or(last);
         ids.clear();
-        tokens.read(position, usize::try_from(WINDOW_TOKENS.min(len)).unwrap_or(0), &mut ids)?;
+        let count = usize::try_from(WINDOW_TOKENS.min(len)).unwrap_or(0);
+        tokens.read(position, count, &mut ids)?;
         ids.iter().for_each(|id| hash.update(&id.to_le_bytes()));
+        if tokens.labels().mask.is_some() {
+            mask.clear();
+            tokens.read_mask(position, count, &mut mask)?;
+            mask.iter().for_each(|counts| hash.update(&[u8::from(*counts)]));
+        }
         if last == 0 {
             break;
         }

@@ -4,19 +4,11 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread;
 
-use super::{DataError, Order, Tokens};
+use super::batch::{Batch, MicroBatch};
+use super::{DataError, RowPlan, Tokens};
 
 /// Number of batches that are read ahead of the one in use.
 const READ_AHEAD: usize = 4;
-
-/// B sequences of T tokens, and the token after each position.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Batch {
-    /// `[B, T]`.
-    pub tokens: Vec<i32>,
-    /// `[B, T]`: the tokens shifted by one position.
-    pub targets: Vec<i32>,
-}
 
 /// The sequences that one rank reads: `batch` sequences per micro-step. In micro-step m the first one has the number
 /// `first + (m * world + rank) * batch`.
@@ -30,6 +22,8 @@ pub struct Schedule {
     pub world: usize,
     /// B.
     pub batch: usize,
+    /// Micro-steps per step.
+    pub accumulate: usize,
     /// T.
     pub seq: usize,
 }
@@ -37,16 +31,17 @@ pub struct Schedule {
 /// Yields batches in order. Dropping it ends the thread.
 #[derive(Debug)]
 pub struct Loader {
-    batches: Receiver<Result<Batch, DataError>>,
+    batches: Receiver<Result<MicroBatch, DataError>>,
 }
 
 impl Loader {
     /// Starts the thread.
-    pub fn start(tokens: Arc<Tokens>, order: Order, schedule: Schedule) -> std::io::Result<Self> {
-        let (sender, batches) = sync_channel(READ_AHEAD);
+    pub fn start(tokens: Arc<Tokens>, plan: impl Into<RowPlan>, schedule: Schedule) -> std::io::Result<Self> {
+        let ((sender, batches), plan) = (sync_channel(READ_AHEAD), plan.into());
         thread::Builder::new().name("loader".into()).spawn(move || {
+            let mut step_targets = 0;
             for micro in 0.. {
-                let batch = read(&tokens, &order, schedule, micro);
+                let batch = read_micro_step(&tokens, &plan, schedule, micro, &mut step_targets);
                 let failed = batch.is_err();
                 if sender.send(batch).is_err() || failed {
                     return;
@@ -57,7 +52,7 @@ impl Loader {
     }
 
     /// The next batch.
-    pub fn next_batch(&self) -> Result<Batch, DataError> {
+    pub fn next_batch(&self) -> Result<MicroBatch, DataError> {
         self.batches.recv().unwrap_or_else(|_| {
             Err(DataError::Read {
                 path: "data".into(),
@@ -67,17 +62,34 @@ impl Loader {
     }
 }
 
+/// Reads the batch of micro-step `micro`. `step_targets` is the count of the step in progress.
+fn read_micro_step(
+    tokens: &Tokens,
+    plan: &RowPlan,
+    s: Schedule,
+    micro: u64,
+    step_targets: &mut u64,
+) -> Result<MicroBatch, DataError> {
+    let accumulate = s.accumulate as u64;
+    if micro.is_multiple_of(accumulate) {
+        // Every rank counts the rows of all ranks, so that none has to ask the others.
+        let rows = accumulate * (s.world * s.batch) as u64;
+        let first = s.first + micro / accumulate * rows;
+        *step_targets =
+            (first..first + rows).map(|k| plan.targets(tokens, s.seq, k)).sum::<Result<_, _>>()?;
+    }
+    let batch = read(tokens, plan, s, micro)?;
+    Ok(MicroBatch { batch, step_targets: *step_targets })
+}
+
 /// Reads the batch of micro-step `micro`, counted from the start of the run.
-pub(crate) fn read(tokens: &Tokens, order: &Order, s: Schedule, micro: u64) -> Result<Batch, DataError> {
+pub(crate) fn read(tokens: &Tokens, plan: &RowPlan, s: Schedule, micro: u64) -> Result<Batch, DataError> {
     let first = s.first + (micro * s.world as u64 + s.rank as u64) * s.batch as u64;
-    let mut batch =
-        Batch { tokens: Vec::with_capacity(s.batch * s.seq), targets: Vec::with_capacity(s.batch * s.seq) };
-    let mut window = Vec::with_capacity(s.seq + 1);
+    let mut batch = Batch::default();
+    batch.tokens.reserve(s.batch * s.seq);
+    batch.targets.reserve(s.batch * s.seq);
     for k in first..first + s.batch as u64 {
-        window.clear();
-        tokens.read(order.position(k), s.seq + 1, &mut window)?;
-        batch.tokens.extend_from_slice(&window[..s.seq]);
-        batch.targets.extend_from_slice(&window[1..]);
+        plan.read(tokens, s.seq, k, &mut batch)?;
     }
     Ok(batch)
 }
@@ -85,7 +97,7 @@ pub(crate) fn read(tokens: &Tokens, order: &Order, s: Schedule, micro: u64) -> R
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::source;
+    use crate::data::{Order, source};
     use xlaunch_spec::job::Tokenizer;
 
     fn tokens(text: &[u8]) -> Arc<Tokens> {
@@ -96,14 +108,15 @@ mod tests {
     }
 
     fn schedule(rank: usize, world: usize, batch: usize) -> Schedule {
-        Schedule { first: 0, rank, world, batch, seq: 4 }
+        Schedule { first: 0, rank, world, batch, accumulate: 1, seq: 4 }
     }
 
     #[test]
     fn targets_are_tokens_shifted_by_one() {
         let text = tokens(b"abcdefghijklmnop");
         let loader = Loader::start(text, Order::new(16, 4, None), schedule(0, 1, 2)).unwrap();
-        let batch = loader.next_batch().unwrap();
+        let MicroBatch { batch, step_targets } = loader.next_batch().unwrap();
+        assert_eq!(step_targets, 8);
         assert_eq!(batch.tokens, b"abcdefgh".map(i32::from));
         assert_eq!(batch.targets, b"bcdefghi".map(i32::from));
     }
@@ -111,7 +124,7 @@ mod tests {
     #[test]
     fn global_batch_does_not_depend_on_world_size_or_accumulation() {
         let text = tokens(&(0..=255).collect::<Vec<u8>>());
-        let order = Order::new(256, 4, Some(9));
+        let order = RowPlan::from(Order::new(256, 4, Some(9)));
         let one = |micro| read(&text, &order, schedule(0, 1, 4), micro).unwrap().tokens;
         let two = |rank, micro| read(&text, &order, schedule(rank, 2, 2), micro).unwrap().tokens;
         for step in 0..3 {
@@ -126,7 +139,7 @@ mod tests {
     fn runs_that_continue_each_other_read_every_window_of_each_epoch_once() {
         let text = tokens(&(0..169).collect::<Vec<u8>>());
         // 41 windows an epoch. Neither a batch nor a run ends with an epoch.
-        let order = Order::new(169, 4, Some(9));
+        let order = RowPlan::from(Order::new(169, 4, Some(9)));
         let mut starts = Vec::new();
         for (world, batch, micro_steps) in [(2, 3, 5), (3, 3, 5), (1, 6, 8)] {
             let first = starts.len() as u64;

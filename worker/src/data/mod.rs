@@ -3,32 +3,40 @@
 //! ```text
 //! globs --files--> paths --source--> Tokens (one logical sequence) --split--> train, val
 //! prepared directory --prepared--> shards --source--> train, val; tokenizer
-//! sequence number --order--> window of the tokens --loader thread--> Batch, read ahead
+//! sequence number --row_plan, order, packing--> tokens, targets, documents --loader thread--> Batch, read ahead
 //! ```
-//! Invariant: the window of sequence k is a pure function of (seed, k), independent of time and threads. k counts the
+//! Invariant: sequence k is a pure function of (seed, k), independent of time and threads. k counts the
 //! sequences of all ranks, so any number of ranks with the same global batch uses the same data in each step.
 
+mod batch;
 mod files;
 mod fingerprint;
 mod foreign;
+mod labels;
 mod loader;
+mod open;
 mod order;
+mod packing;
 mod prepared;
+mod row_plan;
 mod source;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use xlaunch_data::ManifestError;
-use xlaunch_spec::job::{JobSpec, Tokenizer};
+use xlaunch_spec::job::{DocumentMode, JobSpec, Tokenizer};
 use xlaunch_spec::model::ModelShape;
 
+pub use batch::{Batch, DocumentBounds, MicroBatch};
 pub use fingerprint::fingerprint;
 pub(crate) use loader::read;
-pub use loader::{Batch, Loader, Schedule};
+pub use loader::{Loader, Schedule};
 pub use order::Order;
+pub use packing::{Packing, PackingSummary};
 pub use prepared::TokenizerSource;
 pub(crate) use prepared::{MAX_TOKENIZER_BYTES, Prepared};
+pub use row_plan::{RowPlan, Starts};
 pub use source::Tokens;
 #[cfg(feature = "fuzzing")]
 pub(crate) use source::open as open_tokens;
@@ -72,6 +80,13 @@ pub enum DataError {
         train.display(), val.display()
     )]
     Tokenizers { train: PathBuf, val: PathBuf, tokenizers: String },
+    #[error(
+        "{key}: files do not tell where documents begin, as data.documents = \"masked\" and \"packed\" require; \
+         prepare them with `xlaunch data prepare`, or set data.documents = \"joined\""
+    )]
+    NoDocuments { key: &'static str },
+    #[error("{key}: no document has a token whose loss counts; prepare the data again")]
+    NothingToTrain { key: &'static str },
     #[error("{reason}")]
     Tokenizer { reason: String },
     #[error("{}: token id {id} at position {position} is not below model.vocab = {vocab}", path.display())]
@@ -85,6 +100,10 @@ pub struct Dataset {
     pub train: Arc<Tokens>,
     /// Evaluation data: held out from the training data, or from `data.val`. `None` if it is shorter than one sequence.
     pub val: Option<Arc<Tokens>>,
+    /// Rows of the training data.
+    pub train_rows: RowPlan,
+    /// Rows of the evaluation data, if there is any.
+    pub val_rows: Option<RowPlan>,
     /// Tokenizer of the training data.
     pub tokenizer: TokenizerSource,
     /// Bytes of text per token of the evaluation data, if known.
@@ -120,15 +139,33 @@ impl Dataset {
             }
             (_, None) => (train, files(spec, shape, "data.val", &data.val)?, in_files),
         };
-        let needed = shape.seq as u64 + 1;
+        let mode = data.documents();
+        // Packed rows need at least one document with something to predict.
+        let needed = if mode == DocumentMode::Packed { 2 } else { shape.seq as u64 + 1 };
         if train.len() < needed {
             return Err(DataError::TooShort { key: "data.train", tokens: train.len(), seq: shape.seq });
         }
         if !data.val.is_empty() && val.len() < needed {
             return Err(DataError::TooShort { key: "data.val", tokens: val.len(), seq: shape.seq });
         }
+        let seed = data.shuffle.then_some(spec.job.seed);
+        let train_rows = RowPlan::train(&train, mode, shape.seq, seed)?;
         let val = (val.len() >= needed).then(|| Arc::new(val));
-        Ok(Self { train: Arc::new(train), val, tokenizer, val_bytes_per_token })
+        let val_rows = val.as_ref().map(|val| RowPlan::evaluation(val, mode, shape.seq)).transpose()?;
+        Ok(Self { train: Arc::new(train), val, train_rows, val_rows, tokenizer, val_bytes_per_token })
+    }
+
+    /// Returns the number of positions of an epoch in rows of `seq` tokens, padding included.
+    pub fn epoch_tokens(&self, seq: usize) -> u64 {
+        match self.train_rows {
+            RowPlan::Packed(_) => self.train_rows.rows() * seq as u64,
+            RowPlan::Joined(_) | RowPlan::Masked(..) => self.train.len(),
+        }
+    }
+
+    /// Returns the evaluation data and its rows, if there is any.
+    pub fn held_out(&self) -> Option<(&Tokens, &RowPlan)> {
+        self.val.as_deref().zip(self.val_rows.as_ref())
     }
 
     /// Converts a loss on the evaluation data, in nats per token, to bits per byte of its text; `None` if that is

@@ -45,7 +45,7 @@ impl Order {
 
 /// Bijection of `0..count` selected by `key`: a four-round Feistel network on the smallest even number of bits that can
 /// hold `count`, applied until the result is in range ("cycle walking", Black and Rogaway, 2002).
-fn permute(index: u64, count: u64, key: u64) -> u64 {
+pub(super) fn permute(index: u64, count: u64, key: u64) -> u64 {
     let bits = (64 - (count - 1).leading_zeros()).max(2).div_ceil(2);
     let mask = (1 << bits) - 1;
     let mut value = index;

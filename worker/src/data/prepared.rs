@@ -8,7 +8,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use xlaunch_data::{Manifest, Split, TOKENIZER_FILE, Tokenizer};
-use xlaunch_spec::job::{Invalid, JobSpec};
+use xlaunch_spec::job::{DocumentMode, Invalid, JobSpec};
 
 use super::{DataError, Tokens, source};
 
@@ -30,11 +30,6 @@ impl Prepared {
             return Err(DataError::SeveralSources { key, dir: dir.into() });
         }
         let manifest = Manifest::read(dir).map_err(|source| DataError::NotPrepared { key, source })?;
-        // Without the masks, the questions would be trained on as well.
-        if manifest.chat.is_some() {
-            let problem = "this data was prepared from chats, on which this version does not train".into();
-            return Err(DataError::Format { path: dir.join(Manifest::FILE), problem });
-        }
         Ok(Some(Self { dir: dir.into(), manifest }))
     }
 
@@ -57,19 +52,27 @@ impl Prepared {
         spec.model.vocab.get_or_insert(*vocab);
         // The bytes of these files are not tokens.
         spec.data.tokenizer = xlaunch_spec::job::Tokenizer::Bin;
+        if self.manifest.chat.is_some() {
+            spec.data.documents.get_or_insert(self.default_documents());
+        }
         Ok(())
+    }
+
+    /// Returns the treatment of documents that suits this data.
+    pub(crate) fn default_documents(&self) -> DocumentMode {
+        if self.manifest.chat.is_some() { DocumentMode::Packed } else { DocumentMode::Joined }
     }
 
     /// Opens the tokens to train on. Their ids are below `vocab`, which may exceed the data's vocabulary.
     pub(super) fn train(&self, vocab: usize) -> Result<Tokens, DataError> {
         self.check_vocab(vocab)?;
-        source::open_shards(&self.dir, &self.manifest.train.shards, vocab)
+        source::open_shards(&self.dir, &self.manifest, &self.manifest.train, vocab)
     }
 
     /// Opens the held-out tokens.
     pub(crate) fn val(&self, vocab: usize) -> Result<Tokens, DataError> {
         self.check_vocab(vocab)?;
-        source::open_shards(&self.dir, &self.manifest.val.shards, vocab)
+        source::open_shards(&self.dir, &self.manifest, &self.manifest.val, vocab)
     }
 
     /// Checks the vocabulary again: the directory may have been prepared anew since the job was configured.
@@ -82,11 +85,12 @@ impl Prepared {
         }
     }
 
-    /// Returns the bytes of text per held-out token; `None` if no tokens are held out.
+    /// Returns the bytes of text per held-out token; `None` if no tokens are held out, or if not every loss counts: the
+    /// bytes of the tokens that count are unknown.
     #[expect(clippy::cast_precision_loss, reason = "a ratio")]
     pub(crate) fn val_bytes_per_token(&self) -> Option<f64> {
-        let Split { bytes, tokens, .. } = self.manifest.val;
-        (bytes > 0 && tokens > 0).then(|| bytes as f64 / tokens as f64)
+        let Split { bytes, tokens, supervised, .. } = self.manifest.val;
+        (bytes > 0 && tokens > 0 && supervised.is_none()).then(|| bytes as f64 / tokens as f64)
     }
 
     /// Checks that both directories have the same ids.

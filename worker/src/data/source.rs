@@ -12,11 +12,13 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use xlaunch_data::{Shard, shard};
+use xlaunch_data::{Manifest, Shard, Split, shard};
 use xlaunch_spec::job::Tokenizer;
 
 use super::DataError;
 use super::foreign::{self, Foreign};
+use super::labels::Labels;
+use super::open::{open_file, read_error};
 
 /// Number of ids per file that are checked against the vocabulary when the file is opened. The rest are checked when
 /// read.
@@ -29,6 +31,7 @@ pub struct Tokens {
     start: u64,
     len: u64,
     vocab: usize,
+    labels: Labels,
 }
 
 #[derive(Debug)]
@@ -53,9 +56,15 @@ pub(crate) fn open(files: &[PathBuf], tokenizer: Tokenizer, vocab: usize) -> Res
     Tokens::of(files.iter().map(part), vocab)
 }
 
-/// Opens the shards of a prepared directory, which must match its manifest.
-pub(super) fn open_shards(dir: &Path, shards: &[Shard], vocab: usize) -> Result<Tokens, DataError> {
-    Tokens::of(shards.iter().map(|shard| Part::shard(dir, shard)), vocab)
+/// Opens the shards of a split of a prepared directory, which must match its manifest.
+pub(super) fn open_shards(
+    dir: &Path,
+    manifest: &Manifest,
+    split: &Split,
+    vocab: usize,
+) -> Result<Tokens, DataError> {
+    let tokens = Tokens::of(split.shards.iter().map(|shard| Part::shard(dir, shard)), vocab)?;
+    Ok(Tokens { labels: Labels::open(dir, manifest, split)?, ..tokens })
 }
 
 impl Tokens {
@@ -67,7 +76,7 @@ impl Tokens {
             len += part.tokens;
             parts.push(part);
         }
-        let tokens = Self { parts: Arc::new(parts), start: 0, len, vocab };
+        let tokens = Self { parts: Arc::new(parts), start: 0, len, vocab, labels: Labels::default() };
         tokens.check_first_ids()?;
         Ok(tokens)
     }
@@ -108,6 +117,28 @@ impl Tokens {
             index += 1;
         }
         Ok(())
+    }
+
+    /// Returns where documents begin, and which losses count. Prepared data is never [split](Self::split), so positions
+    /// are those of the files.
+    pub(super) fn labels(&self) -> &Labels {
+        &self.labels
+    }
+
+    /// Appends whether the loss of predicting each of the tokens `position..position + count` counts.
+    pub(super) fn read_mask(
+        &self,
+        position: u64,
+        count: usize,
+        out: &mut Vec<bool>,
+    ) -> Result<(), DataError> {
+        match &self.labels.mask {
+            Some(mask) => mask.read(position, count, out),
+            None => {
+                out.resize(out.len() + count, true);
+                Ok(())
+            }
+        }
     }
 
     /// Looks for ids outside the vocabulary near the start of each file, so that most mistakes are found before
@@ -221,20 +252,6 @@ fn head(path: &Path, file: &File) -> Result<Vec<u8>, DataError> {
     }
     head.truncate(filled);
     Ok(head)
-}
-
-fn open_file(path: &Path) -> Result<(File, u64), DataError> {
-    let file = File::open(path).map_err(|error| read_error(path, &error))?;
-    let bytes = file.metadata().map_err(|error| read_error(path, &error))?.len();
-    Ok((file, bytes))
-}
-
-fn read_error(path: &Path, error: &std::io::Error) -> DataError {
-    let reason = match error.kind() {
-        std::io::ErrorKind::UnexpectedEof => "the file was truncated while it was in use".into(),
-        _ => error.to_string(),
-    };
-    DataError::Read { path: path.into(), reason }
 }
 
 #[cfg(test)]

@@ -14,8 +14,9 @@ use fs_err::File;
 use xlaunch_spec::exit::ExitCode;
 
 use super::losses;
+use crate::data::Batch;
 use crate::error::WorkerError;
-use crate::model::{BackendHandle, Model, Rows};
+use crate::model::{BackendHandle, Model};
 use xlaunch_spec::quantities::bytes_text;
 use xlaunch_spec::refusal::Refusal;
 
@@ -186,8 +187,8 @@ fn length(question: &Question) -> usize {
 fn answers(backend: &BackendHandle, model: &Model, questions: &[Question]) -> Result<Vec<usize>, Refusal> {
     let longest = questions.iter().map(length).max().unwrap_or(1);
     let seq = longest.next_multiple_of(LENGTH_STEP).min(model.shape.seq);
-    let rows = Rows { batch: COMPLETIONS * questions.len(), seq };
-    let (mut tokens, mut targets) = (vec![0; rows.count()], vec![0; rows.count()]);
+    let batch = COMPLETIONS * questions.len();
+    let (mut tokens, mut targets) = (vec![0; batch * seq], vec![0; batch * seq]);
     let completions = || questions.iter().flat_map(|it| it.completions.iter().map(move |ids| (it, ids)));
     let rows_of = tokens.chunks_exact_mut(seq).zip(targets.chunks_exact_mut(seq));
     for ((tokens, targets), (question, completion)) in rows_of.zip(completions()) {
@@ -195,7 +196,8 @@ fn answers(backend: &BackendHandle, model: &Model, questions: &[Question]) -> Re
         tokens[..ids.len() - 1].copy_from_slice(&ids[..ids.len() - 1]);
         targets[..ids.len() - 1].copy_from_slice(&ids[1..]);
     }
-    let losses = losses(backend, model, rows, &tokens, &targets).map_err(WorkerError::from)?;
+    let losses = losses(backend, model, [batch, seq], &Batch { tokens, targets, documents: None })
+        .map_err(WorkerError::from)?;
     let means: Vec<f64> = losses
         .chunks_exact(seq)
         .zip(completions())

@@ -11,12 +11,12 @@ pub mod hellaswag;
 use std::path::Path;
 
 use xlaunch_data::Tokenizer;
-use xlaunch_engine::{DType, EngineError};
+use xlaunch_engine::{DType, Documents, EngineError, IGNORED};
 use xlaunch_spec::exit::ExitCode;
-use xlaunch_spec::job::Tokenizer as Format;
+use xlaunch_spec::job::{DocumentMode, Tokenizer as Format};
 use xlaunch_spec::model::ModelShape;
 
-use crate::data::{self, DataError, Order, Prepared, Schedule, Tokens};
+use crate::data::{self, Batch, DataError, Order, Prepared, RowPlan, Schedule, Tokens};
 use crate::error::WorkerError;
 use crate::model::{BackendHandle, Model, Rows};
 use xlaunch_spec::refusal::Refusal;
@@ -30,6 +30,7 @@ const BATCH_TOKENS: usize = 8192;
 #[derive(Debug)]
 pub struct Held {
     tokens: Tokens,
+    rows: RowPlan,
     /// Bytes of text per token, if known.
     bytes_per_token: Option<f64>,
 }
@@ -55,13 +56,10 @@ impl Held {
             let is_bytes = tokenizer.is_some_and(|tokenizer| tokenizer.name() == Tokenizer::bytes().name());
             let format = if is_bytes { Format::Bytes } else { Format::Bin };
             let tokens = data::open_files("--data", data, format, shape.vocab).map_err(WorkerError::from)?;
-            Self { tokens, bytes_per_token: is_bytes.then_some(1.0) }
+            check_length(&tokens, shape.seq)?;
+            let rows = Order::new(tokens.len(), shape.seq, None).into();
+            Self { tokens, rows, bytes_per_token: is_bytes.then_some(1.0) }
         };
-        let (tokens, seq) = (held.tokens.len(), shape.seq);
-        if tokens <= seq as u64 {
-            let error = DataError::TooShort { key: "--data", tokens, seq };
-            return Err(WorkerError::from(error).into());
-        }
         Ok(held)
     }
 
@@ -89,8 +87,22 @@ impl Held {
             }
         }
         let tokens = prepared.val(shape.vocab).map_err(data)?;
-        Ok(Self { tokens, bytes_per_token: prepared.val_bytes_per_token() })
+        let mode = prepared.default_documents();
+        if mode != DocumentMode::Packed {
+            check_length(&tokens, shape.seq)?;
+        }
+        let rows = RowPlan::evaluation(&tokens, mode, shape.seq).map_err(data)?;
+        Ok(Self { tokens, rows, bytes_per_token: prepared.val_bytes_per_token() })
     }
+}
+
+/// Checks that there is a window of `seq` tokens and a target.
+fn check_length(tokens: &Tokens, seq: usize) -> Result<(), Refusal> {
+    let tokens = tokens.len();
+    if tokens > seq as u64 {
+        return Ok(());
+    }
+    Err(WorkerError::from(DataError::TooShort { key: "--data", tokens, seq }).into())
 }
 
 /// Computes the loss over all windows or, with `limit`, over as many of the first windows as are needed for that number
@@ -103,26 +115,24 @@ pub fn loss(
     interrupted: &dyn Fn() -> bool,
 ) -> Result<Loss, Refusal> {
     let seq = model.shape.seq;
-    let order = Order::new(held.tokens.len(), seq, None);
     let wanted = limit.map_or(u64::MAX, |tokens| tokens.div_ceil(seq as u64));
-    let windows = order.windows().min(wanted);
+    let windows = held.rows.rows().min(wanted);
     let batch = (BATCH_TOKENS / seq).clamp(1, usize::try_from(windows).unwrap_or(usize::MAX));
-    let schedule = Schedule { first: 0, rank: 0, world: 1, batch, seq };
-    let rows = Rows { batch, seq };
-    let (mut total, mut done) = (0.0, 0);
+    let schedule = Schedule { first: 0, rank: 0, world: 1, batch, accumulate: 1, seq };
+    let (mut total, mut tokens, mut done) = (0.0, 0, 0);
     for round in 0..windows.div_ceil(batch as u64) {
         if interrupted() {
             return Err(Refusal::interrupted());
         }
-        let read = data::read(&held.tokens, &order, schedule, round).map_err(WorkerError::from)?;
-        let losses = losses(backend, model, rows, &read.tokens, &read.targets).map_err(WorkerError::from)?;
+        let read = data::read(&held.tokens, &held.rows, schedule, round).map_err(WorkerError::from)?;
+        let losses = losses(backend, model, [batch, seq], &read).map_err(WorkerError::from)?;
         // Windows past the end repeat others; this occurs only in the last batch.
         let count = (windows - done).min(batch as u64);
         let counted = usize::try_from(count).unwrap_or(usize::MAX) * seq;
         total += losses[..counted].iter().copied().map(f64::from).sum::<f64>();
+        tokens += read.targets[..counted].iter().filter(|target| **target != IGNORED).count() as u64;
         done += count;
     }
-    let tokens = windows * seq as u64;
     #[expect(clippy::cast_precision_loss, reason = "a count of tokens")]
     let loss = total / tokens as f64;
     if !loss.is_finite() {
@@ -137,9 +147,8 @@ pub fn loss(
 fn losses(
     backend: &BackendHandle,
     model: &Model,
-    rows: Rows,
-    tokens: &[i32],
-    targets: &[i32],
+    [batch, seq]: [usize; 2],
+    Batch { tokens, targets, documents }: &Batch,
 ) -> Result<Vec<f32>, EngineError> {
     let write = |values: &[i32]| {
         let tensor = backend.alloc(DType::I32, values.len())?;
@@ -147,6 +156,10 @@ fn losses(
         Ok::<_, EngineError>(tensor)
     };
     let (tokens, targets) = (write(tokens)?, write(targets)?);
+    let bounds = documents.as_ref().map(|it| Ok::<_, EngineError>([write(&it.first)?, write(&it.last)?]));
+    let bounds = bounds.transpose()?;
+    let documents = bounds.as_ref().map(|[first, last]| Documents { first: first.all(), last: last.all() });
+    let rows = Rows { batch, seq, documents };
     let losses = backend.alloc(DType::F32, rows.count())?;
     let acts = model.forward(rows, tokens.all())?;
     model.loss(&acts, targets.all(), losses.all())?;

@@ -23,7 +23,7 @@ use super::{Model, Rows, attention_shape, narrow};
 /// Arguments shared by all parts of one backward pass.
 #[derive(Clone, Copy)]
 struct Pass<'a> {
-    rows: Rows,
+    rows: Rows<'a>,
     grads: GradientArena<'a>,
     acc: Accumulate,
 }
@@ -93,7 +93,7 @@ impl Model {
     /// [`loss_and_gradients`](Self::loss_and_gradients).
     pub fn backward<E: From<xlaunch_engine::EngineError>>(
         &self,
-        mut acts: Activations,
+        mut acts: Activations<'_>,
         dy: Tensor,
         tokens: Slice<'_>,
         grads: GradientArena<'_>,
@@ -206,6 +206,7 @@ impl Model {
             shape: attention_shape(shape, pass.rows, block.index),
             qkv: block.heads.read().all(),
             rope: self.rope(pass.rows, block.index).filter(|_| block.heads.normed.is_none()),
+            documents: pass.rows.documents,
             out: block.att.all(),
             dout: datt.all(),
             lse: block.lse.all(),
@@ -255,8 +256,8 @@ impl Model {
             }
         }
         self.scale(dx.all(), self.embedding_factor())?;
-        let shape = self.embed_shape(pass.rows);
-        self.backend.run(EmbedBackward { shape, tokens, dout: dx.all(), dwte, dwpe })
+        let (shape, documents) = (self.embed_shape(pass.rows), pass.rows.documents);
+        self.backend.run(EmbedBackward { shape, tokens, documents, dout: dx.all(), dwte, dwpe })
     }
 
     /// Adds the gradient `dy` of what reads the residual stream, through a norm if there is one, to the gradient of the

@@ -242,6 +242,7 @@ impl<'a> Decoder<'a> {
             wte: model.param(&model.layout.wte),
             wpe: model.layout.wpe.as_ref().map(|wpe| model.param(wpe)),
             positions: model.layout.wpe.as_ref().map(|_| positions),
+            documents: None,
             out: b.x[0].slice(0..rows * dim),
         })?;
         model.scale(b.x[0].slice(0..rows * dim), model.embedding_factor())?;
@@ -321,7 +322,7 @@ impl<'a> Decoder<'a> {
         params: &layout::Norm,
         y: Slice<'_>,
     ) -> Result<()> {
-        let (model, rows) = (self.model, Rows { batch: rows, seq: 1 });
+        let (model, rows) = (self.model, Rows::new(rows, 1));
         let stats = b.stats.slice(0..model.norm_shape(rows).stats());
         model.run_norm(rows, x, residual, params, y, stats)
     }
@@ -330,7 +331,7 @@ impl<'a> Decoder<'a> {
         let model = self.model;
         let shape = CachedAttentionShape { rows, ..attention_shape(model, block, self.slots, self.capacity) };
         let mut qkv = b.qkv.slice(0..rows * shape.qkv_width());
-        if let Some(norms) = model.qk_norms(Rows { batch: rows, seq: 1 }, block) {
+        if let Some(norms) = model.qk_norms(Rows::new(rows, 1), block) {
             let out = b.normed.slice(0..qkv.len());
             // Attention rotates, as only it knows the positions.
             let norms = QkNorms { rope: None, ..norms };
@@ -398,7 +399,7 @@ impl<'a> Decoder<'a> {
         backend.write_i32(indices.all(), wanted)?;
         let shape = EmbedShape { batch: wanted.len(), seq: 1, cols, vocab: rows };
         let (tokens, wte) = (indices.all(), b.y.slice(0..rows * cols));
-        backend.run(EmbedForward { shape, tokens, wte, wpe: None, positions: None, out })
+        backend.run(EmbedForward { shape, tokens, wte, wpe: None, positions: None, documents: None, out })
     }
 
     /// Computes the logits of the rows of `x`, and their most likely tokens as rows of the next step.
@@ -441,7 +442,7 @@ impl Buffers {
         };
         let partials = (1..=rows).map(|rows| CachedAttentionShape { rows, ..attention }.partials()).max();
 
-        let stats = model.norm_shape(Rows { batch: rows, seq: 1 }).stats();
+        let stats = model.norm_shape(Rows::new(rows, 1)).stats();
         Ok(Self {
             tokens: ints(rows)?,
             slots: ints(rows)?,
@@ -537,7 +538,7 @@ mod tests {
 
     /// Returns the logits of the last of these tokens, computed by the forward pass of training.
     fn forward(model: &Model, tokens: &[u32]) -> Vec<f32> {
-        let rows = Rows { batch: 1, seq: model.shape.seq };
+        let rows = Rows::new(1, model.shape.seq);
         let ids = model.backend.alloc(DType::I32, rows.seq).unwrap();
         let mut window: Vec<i32> = tokens.iter().map(|token| id(*token as usize)).collect();
         window.resize(rows.seq, 0);

@@ -15,8 +15,8 @@ use super::{Model, Rows, attention_shape, narrow};
 
 /// The activations that backward needs. Backward frees each tensor after its last use.
 #[derive(Debug)]
-pub struct Activations {
-    pub(super) rows: Rows,
+pub struct Activations<'a> {
+    pub(super) rows: Rows<'a>,
     pub(super) blocks: Vec<SavedActivations>,
     /// Input, output and statistics of the final norm.
     pub(super) last: Normed,
@@ -24,18 +24,18 @@ pub struct Activations {
 
 impl Model {
     /// Runs the pass over `tokens`, I32 `[B, T]`, up to the head.
-    pub fn forward(&self, rows: Rows, tokens: Slice<'_>) -> Result<Activations> {
+    pub fn forward<'a>(&self, rows: Rows<'a>, tokens: Slice<'_>) -> Result<Activations<'a>> {
         self.forward_with_gathers(rows, tokens, || Ok(()))
     }
 
     /// Same as [`forward`](Self::forward), while weights are still being gathered: calls `next_part()` before each of
     /// the layout's [`forward_parts`](layout::Layout::forward_parts). The last part is the head.
-    pub fn forward_with_gathers<E: From<EngineError>>(
+    pub fn forward_with_gathers<'a, E: From<EngineError>>(
         &self,
-        rows: Rows,
+        rows: Rows<'a>,
         tokens: Slice<'_>,
         mut next_part: impl FnMut() -> std::result::Result<(), E>,
-    ) -> std::result::Result<Activations, E> {
+    ) -> std::result::Result<Activations<'a>, E> {
         let _tag = xlaunch_pool::tag("forward");
         let mut blocks = Vec::with_capacity(self.shape.layers);
         next_part()?;
@@ -52,12 +52,20 @@ impl Model {
         Ok(Activations { rows, blocks, last: stream })
     }
 
-    fn embed(&self, rows: Rows, tokens: Slice<'_>) -> Result<Tensor> {
+    fn embed(&self, rows: Rows<'_>, tokens: Slice<'_>) -> Result<Tensor> {
         let x = self.activation(rows.count() * self.shape.dim)?;
         let wpe = self.layout.wpe.as_ref().map(|wpe| self.param(wpe));
         let wte = self.param(&self.layout.wte);
-        let shape = self.embed_shape(rows);
-        self.backend.run(EmbedForward { shape, tokens, wte, wpe, positions: None, out: x.all() })?;
+        let (shape, documents) = (self.embed_shape(rows), rows.documents);
+        self.backend.run(EmbedForward {
+            shape,
+            tokens,
+            wte,
+            wpe,
+            positions: None,
+            documents,
+            out: x.all(),
+        })?;
         self.scale(x.all(), self.embedding_factor())?;
         Ok(x)
     }
@@ -70,13 +78,13 @@ impl Model {
         self.backend.run(AddScaled { x: None, y: x, factor, out: x })
     }
 
-    pub(super) fn embed_shape(&self, rows: Rows) -> EmbedShape {
+    pub(super) fn embed_shape(&self, rows: Rows<'_>) -> EmbedShape {
         EmbedShape { batch: rows.batch, seq: rows.seq, cols: self.shape.dim, vocab: self.shape.vocab }
     }
 
     /// Computes one block up to the output of the activation function. If the layers are side by side, also returns
     /// attention's projected output.
-    pub(super) fn block(&self, rows: Rows, index: usize, ln1: Normed) -> Result<(Block, Option<Tensor>)> {
+    pub(super) fn block(&self, rows: Rows<'_>, index: usize, ln1: Normed) -> Result<(Block, Option<Tensor>)> {
         let (n, shape, params) = (rows.count(), &self.shape, &self.layout.blocks[index]);
         let (y, ln1) = ln1.split();
         let qkv_input = self.input(n, y.clone(), Use::Both)?;
@@ -89,6 +97,7 @@ impl Model {
             shape: attention_shape(shape, rows, index),
             qkv: heads.read().all(),
             rope: self.rope(rows, index).filter(|_| heads.normed.is_none()),
+            documents: rows.documents,
             out: att.all(),
             lse: lse.all(),
         })?;
@@ -122,7 +131,7 @@ impl Model {
     /// projected output if it is still missing in the stream.
     pub(super) fn end_block(
         &self,
-        rows: Rows,
+        rows: Rows<'_>,
         block: &mut Block,
         beside: Option<Tensor>,
         next: Option<&layout::Norm>,
@@ -140,7 +149,7 @@ impl Model {
     }
 
     /// Prepares queries and keys for attention, as far as it doesn't do so itself.
-    pub(super) fn heads(&self, rows: Rows, index: usize, qkv: Tensor) -> Result<Heads> {
+    pub(super) fn heads(&self, rows: Rows<'_>, index: usize, qkv: Tensor) -> Result<Heads> {
         let Some(norms) = self.qk_norms(rows, index) else { return Ok(Heads { qkv, normed: None }) };
         let normed = self.activation(qkv.len())?;
         self.backend.run(QkNormForward { norms, qkv: qkv.all(), out: normed.all() })?;
@@ -148,7 +157,12 @@ impl Model {
     }
 
     /// Normalises `x`, if there is a norm.
-    pub(super) fn norm(&self, rows: Rows, x: Rc<Tensor>, params: Option<&layout::Norm>) -> Result<Normed> {
+    pub(super) fn norm(
+        &self,
+        rows: Rows<'_>,
+        x: Rc<Tensor>,
+        params: Option<&layout::Norm>,
+    ) -> Result<Normed> {
         let stats =
             params.map(|_| self.backend.alloc(DType::F32, self.norm_shape(rows).stats())).transpose()?;
         self.norm_again(rows, Unnormed { x, stats }, params)
@@ -157,7 +171,7 @@ impl Model {
     /// Same as [`norm`](Self::norm); overwrites the statistics.
     pub(super) fn norm_again(
         &self,
-        rows: Rows,
+        rows: Rows<'_>,
         Unnormed { x, stats }: Unnormed,
         params: Option<&layout::Norm>,
     ) -> Result<Normed> {
@@ -172,7 +186,7 @@ impl Model {
     /// Also returns the branch as backward needs it.
     fn add(
         &self,
-        rows: Rows,
+        rows: Rows<'_>,
         x: &Tensor,
         branch: Tensor,
         post: Option<&layout::Norm>,
@@ -202,7 +216,7 @@ impl Model {
 
     fn new_norm(
         &self,
-        rows: Rows,
+        rows: Rows<'_>,
         x: &Tensor,
         residual: Residual<'_>,
         params: &layout::Norm,
@@ -216,7 +230,7 @@ impl Model {
     /// Computes a norm into `y`.
     pub(super) fn run_norm(
         &self,
-        rows: Rows,
+        rows: Rows<'_>,
         x: Slice<'_>,
         residual: Residual<'_>,
         params: &layout::Norm,

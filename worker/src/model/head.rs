@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use xlaunch_engine::{
     Accumulate, Cast, ClassifierShape, ColumnSum, DType, FusedClassifier, LinearBackwardInput,
-    LinearBackwardWeight, LinearForward, LinearShape, Result, Slice, SoftCap, Sum, Tensor,
+    LinearBackwardWeight, LinearForward, LinearShape, Result, Scale, Slice, SoftCap, Sum, Tensor,
 };
 
 use super::forward::Activations;
@@ -17,8 +17,8 @@ use super::{GradientArena, Model};
 /// Outputs for the gradients that are computed along with the loss.
 #[derive(Clone, Copy, Debug)]
 pub struct LossGradients<'a> {
-    /// Factor by which the sum of all losses is scaled; the gradients are those of the scaled sum.
-    pub scale: f32,
+    /// Factor by which the sum of all losses is scaled, (1,) F32; the gradients are those of the scaled sum.
+    pub scale: Slice<'a>,
     /// Gradients of all parameters; the head's are written here.
     pub grads: GradientArena<'a>,
     /// Selects whether the gradients are added.
@@ -27,7 +27,7 @@ pub struct LossGradients<'a> {
 
 impl Model {
     /// Computes the logits of `rows` of the pass, `[R, Vp]`.
-    pub fn logits(&self, acts: &Activations, rows: Range<usize>) -> Result<Tensor> {
+    pub fn logits(&self, acts: &Activations<'_>, rows: Range<usize>) -> Result<Tensor> {
         let logits = self.unbounded_logits(acts, rows)?;
         if let Some(cap) = self.logit_softcap() {
             self.backend.run(SoftCap { x: logits.all(), cap })?;
@@ -36,7 +36,7 @@ impl Model {
     }
 
     /// Computes logits before their soft cap, which the classifier applies itself.
-    fn unbounded_logits(&self, acts: &Activations, rows: Range<usize>) -> Result<Tensor> {
+    fn unbounded_logits(&self, acts: &Activations<'_>, rows: Range<usize>) -> Result<Tensor> {
         let shape = self.head_shape(rows.len());
         let logits = self.activation(shape.rows * shape.outputs)?;
         let x = acts.last.y.slice(rows.start * shape.inputs..rows.end * shape.inputs);
@@ -46,8 +46,8 @@ impl Model {
         Ok(logits)
     }
 
-    /// Writes the cross-entropy loss of every row to `losses` F32 `[N]`.
-    pub fn loss(&self, acts: &Activations, targets: Slice<'_>, losses: Slice<'_>) -> Result<()> {
+    /// Writes the cross-entropy loss of every row to `losses` F32 `[N]`; 0 for ignored targets.
+    pub fn loss(&self, acts: &Activations<'_>, targets: Slice<'_>, losses: Slice<'_>) -> Result<()> {
         for rows in self.chunks(acts) {
             let logits = self.unbounded_logits(acts, rows.clone())?;
             self.classifier(&logits, rows, targets, losses, None)?;
@@ -58,7 +58,7 @@ impl Model {
     /// Same as [`loss`](Self::loss), with the gradients of the head. Returns the gradient of the final norm's output.
     pub fn loss_and_gradients(
         &self,
-        acts: &Activations,
+        acts: &Activations<'_>,
         targets: Slice<'_>,
         losses: Slice<'_>,
         LossGradients { scale, grads, acc }: LossGradients<'_>,
@@ -92,11 +92,15 @@ impl Model {
         Ok(dy)
     }
 
-    /// Writes (or adds) `weight * mean(losses)` to `out[0]`.
-    pub fn mean_loss(&self, losses: &Tensor, weight: f32, out: Slice<'_>, acc: Accumulate) -> Result<()> {
-        #[expect(clippy::cast_precision_loss, reason = "rows of one batch are far below 2^24")]
-        let scale = weight / losses.len() as f32;
-        self.backend.run(Sum { x: losses.all(), scale, out, acc })
+    /// Writes (or adds) `scale * sum(losses)` to `out[0]`.
+    pub fn scaled_loss(
+        &self,
+        losses: &Tensor,
+        scale: Slice<'_>,
+        out: Slice<'_>,
+        acc: Accumulate,
+    ) -> Result<()> {
+        self.backend.run(Sum { x: losses.all(), scale: Scale::Memory(scale), out, acc })
     }
 
     /// Computes the losses of a chunk's rows. With `grad_scale`, overwrites the logits with their gradients.
@@ -106,7 +110,7 @@ impl Model {
         rows: Range<usize>,
         targets: Slice<'_>,
         losses: Slice<'_>,
-        grad_scale: Option<f32>,
+        grad_scale: Option<Slice<'_>>,
     ) -> Result<()> {
         let (vocab, padded) = (self.shape.vocab, self.shape.padded_vocab());
         self.backend.run(FusedClassifier {
@@ -120,7 +124,7 @@ impl Model {
     }
 
     /// Splits the rows of the pass into chunks of `train.classifier_chunk`.
-    fn chunks(&self, acts: &Activations) -> impl ExactSizeIterator<Item = Range<usize>> + use<> {
+    fn chunks(&self, acts: &Activations<'_>) -> impl ExactSizeIterator<Item = Range<usize>> + use<> {
         let rows = acts.rows.count();
         let most = if self.memory.classifier_chunk == 0 { rows } else { self.memory.classifier_chunk };
         (0..rows.div_ceil(most)).map(move |chunk| chunk * most..rows.min((chunk + 1) * most))

@@ -25,8 +25,8 @@ use std::rc::Rc;
 
 use xlaunch_comm::Slots;
 use xlaunch_engine::{
-    AttentionOptions, AttentionShape, Backend, Cast, DType, EngineError, LinearShape, NormKind, NormShape,
-    QkNorm, QkNorms, Result, Slice, Tensor,
+    AttentionOptions, AttentionShape, Backend, Cast, DType, Documents, EngineError, LinearShape, NormKind,
+    NormShape, QkNorm, QkNorms, Result, Slice, Tensor,
 };
 use xlaunch_spec::job::{JobSpec, Precision, Recompute, TrainSection};
 use xlaunch_spec::model::{self, ModelShape, Positions};
@@ -140,22 +140,25 @@ impl std::ops::Deref for BackendHandle {
 
 /// The shape of one pass: B sequences of T tokens each.
 #[derive(Clone, Copy, Debug)]
-pub struct Rows {
+pub struct Rows<'a> {
     /// B.
     pub batch: usize,
     /// T.
     pub seq: usize,
+    /// Bounds of documents, if sequences hold several. Backward needs the same ones as forward.
+    pub documents: Option<Documents<'a>>,
 }
 
 /// Returns the attention shape of a block in one pass.
-pub fn attention_shape(shape: &ModelShape, rows: Rows, block: usize) -> AttentionShape {
+pub fn attention_shape(shape: &ModelShape, rows: Rows<'_>, block: usize) -> AttentionShape {
+    let options = attention_options(shape, block).for_length(rows.seq);
     AttentionShape {
         batch: rows.batch,
         seq: rows.seq,
         heads: shape.heads,
         kv_heads: shape.kv_heads,
         width: shape.head_width(),
-        options: attention_options(shape, block).for_length(rows.seq),
+        options: AttentionOptions { documents: rows.documents.is_some(), ..options },
     }
 }
 
@@ -166,6 +169,7 @@ fn attention_options(shape: &ModelShape, block: usize) -> AttentionOptions {
         scale: narrow(shape.score_factor()).into(),
         window: shape.window(block),
         softcap: (softcap != 0.0).then(|| narrow(softcap).into()),
+        documents: false,
     }
 }
 
@@ -175,7 +179,14 @@ fn narrow(factor: f64) -> f32 {
     factor as f32
 }
 
-impl Rows {
+impl Rows<'static> {
+    /// Creates the shape of sequences that are one document each.
+    pub fn new(batch: usize, seq: usize) -> Self {
+        Self { batch, seq, documents: None }
+    }
+}
+
+impl Rows<'_> {
     /// Returns N = B T.
     pub fn count(self) -> usize {
         self.batch * self.seq
@@ -268,7 +279,7 @@ impl Model {
         self.backend.alloc(self.backend.activation_dtype(), len)
     }
 
-    fn norm_shape(&self, rows: Rows) -> NormShape {
+    fn norm_shape(&self, rows: Rows<'_>) -> NormShape {
         let kind = match self.shape.norm {
             model::NormKind::Layer => NormKind::Layer,
             model::NormKind::Rms => NormKind::Rms,
@@ -282,7 +293,7 @@ impl Model {
     }
 
     /// Returns a block's part of the rotary table for these positions, if it rotates.
-    fn rope(&self, rows: Rows, block: usize) -> Option<Slice<'_>> {
+    fn rope(&self, rows: Rows<'_>, block: usize) -> Option<Slice<'_>> {
         self.rope_table(block).map(|table| table.slice(0..rows.seq * self.shape.head_width()))
     }
 
@@ -293,7 +304,7 @@ impl Model {
     }
 
     /// Returns the norms of a block's queries and keys, if it has them.
-    fn qk_norms(&self, rows: Rows, block: usize) -> Option<QkNorms<'_>> {
+    fn qk_norms<'a>(&'a self, rows: Rows<'a>, block: usize) -> Option<QkNorms<'a>> {
         let kind = match self.shape.qk_norm {
             model::QkNorm::None => return None,
             model::QkNorm::Head => QkNorm::Head,
@@ -308,6 +319,7 @@ impl Model {
             q_gamma: self.param(q),
             k_gamma: self.param(k),
             rope: self.rope(rows, block),
+            documents: rows.documents,
         })
     }
 
@@ -326,7 +338,7 @@ impl Model {
         (cap != 0.0).then(|| narrow(cap))
     }
 
-    fn linear_shape(rows: Rows, inputs: usize, outputs: usize) -> LinearShape {
+    fn linear_shape(rows: Rows<'_>, inputs: usize, outputs: usize) -> LinearShape {
         LinearShape { rows: rows.count(), inputs, outputs }
     }
 }

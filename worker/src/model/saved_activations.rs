@@ -128,7 +128,7 @@ impl SavedActivations {
 impl Model {
     /// Restores the whole block with the same bits as in forward. The exception is GELU's output on GPUs, which forward
     /// may have computed from an `h` that was not rounded yet.
-    pub(super) fn restore(&self, rows: Rows, kept: SavedActivations, index: usize) -> Result<Block> {
+    pub(super) fn restore(&self, rows: Rows<'_>, kept: SavedActivations, index: usize) -> Result<Block> {
         let params = &self.layout.blocks[index];
         match kept {
             SavedActivations::All(block) => Ok(block),

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use xlaunch_comm::Collective;
-use xlaunch_engine::DType;
+use xlaunch_engine::{AttentionShape, DType};
 use xlaunch_proto::VERSION;
 use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
@@ -21,13 +21,13 @@ use xlaunch_proto::v1::{
 };
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::flops;
-use xlaunch_spec::job::{JobSpec, SpecError};
+use xlaunch_spec::job::{DocumentMode, JobSpec, SpecError};
 use xlaunch_spec::model::ModelShape;
 
 use crate::bench::{self, SkipAllReduce};
 use crate::checkpoint::Memory;
 use crate::control::Control;
-use crate::data::{Dataset, Loader, Order, Schedule, fingerprint};
+use crate::data::{Dataset, Loader, Schedule, fingerprint};
 use xlaunch_spec::lineage::Fingerprint;
 
 use crate::divergence::SkipCount;
@@ -103,8 +103,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     }
     let run_dir = PathBuf::from(&job.run_dir);
     device.backend.pool().snapshot_on_failure(&run_dir);
-    let rows = Rows { batch: spec.train.batch, seq: shape.seq };
-    device.backend.prepare(attention_shape(&shape, rows, shape.layers - 1));
+    device.backend.prepare(shape_of_attention(spec, &shape));
     let agreement = agreement(spec, &layout, activations, &division, &fingerprint);
     let connector = join::join(context, &agreement, &device)?;
     let (collective, filled) = connect_and_fill(context, connector, || {
@@ -345,6 +344,13 @@ fn agreement(
     .concat()
 }
 
+/// Returns the shape of attention in the last block.
+fn shape_of_attention(spec: &JobSpec, shape: &ModelShape) -> AttentionShape {
+    let mut attention = attention_shape(shape, Rows::new(spec.train.batch, shape.seq), shape.layers - 1);
+    attention.options.documents = spec.data.documents() != DocumentMode::Joined;
+    attention
+}
+
 fn start_loader(
     spec: &JobSpec,
     shape: &ModelShape,
@@ -352,15 +358,15 @@ fn start_loader(
     environment: &Environment,
     first: u64,
 ) -> Result<Loader> {
-    let order = Order::new(dataset.train.len(), shape.seq, spec.data.shuffle.then_some(spec.job.seed));
     let schedule = Schedule {
         first,
         rank: environment.rank.index(),
         world: environment.world_size.index(),
         batch: spec.train.batch,
+        accumulate: spec.train.accumulate,
         seq: shape.seq,
     };
-    Loader::start(dataset.train.clone(), order, schedule)
+    Loader::start(dataset.train.clone(), dataset.train_rows.clone(), schedule)
         .map_err(|source| WorkerError::Io { what: "failed to start the data loader".into(), source })
 }
 
@@ -384,7 +390,7 @@ fn train_started(
         first_step,
         total_steps: spec.train.steps,
         tokens_per_step: trainer.stepper.tokens_per_step(),
-        train_tokens: dataset.train.len(),
+        train_tokens: dataset.epoch_tokens(trainer.model.shape.seq),
         val_tokens: dataset.val.as_ref().map_or(0, |val| val.len()),
         device_name: device.backend.device().name.clone(),
         precision: device.precision.name().into(),

@@ -2,22 +2,22 @@
 //!
 //! The batches of an evaluation are numbered, and rank r of n evaluates batches r, r + n, and so on, so a batch has the
 //! same sequences regardless of the number of ranks. Every rank gets the loss of every sequence, and adds the losses in
-//! order in double precision: the result does not depend on the number of ranks. With `train.eval_tokens`, the number
+//! order in double precision: the result does not depend on the number of ranks. Each counts as often as it has
+//! targets. With `train.eval_tokens`, the number
 //! of sequences does not depend on the batch size either.
 
-use std::sync::Arc;
-
 use xlaunch_comm::{Collective, Operation};
-use xlaunch_engine::{DType, Tensor};
+use xlaunch_engine::{DType, IGNORED, Tensor};
 use xlaunch_spec::job::{JobSpec, TrainSection};
 
+use super::batch_memory::BatchMemory;
 use super::division::Division;
 use super::gathers::Gathers;
 use super::replay::{Replay, Work};
-use crate::data::{self, Order, Tokens};
+use crate::data::{self, RowPlan, Tokens};
 use crate::error::Result;
 use crate::fail::{self, Place};
-use crate::model::{BackendHandle, Model, Rows};
+use crate::model::{BackendHandle, Model};
 use crate::optim::AdamW;
 use crate::phase;
 
@@ -25,11 +25,9 @@ use crate::phase;
 #[derive(Debug)]
 pub struct Evaluator {
     backend: BackendHandle,
-    rows: Rows,
+    batch: BatchMemory,
     /// Maximum number of sequences per evaluation, over all ranks.
     max_sequences: u64,
-    tokens: Tensor,
-    targets: Tensor,
     losses: Tensor,
     gathers: Gathers,
     /// True if a batch uses collectives, so that all ranks must run the same number of batches.
@@ -41,13 +39,11 @@ impl Evaluator {
     /// Allocates the buffers.
     pub fn new(backend: &BackendHandle, model: &Model, spec: &JobSpec, division: &Division) -> Result<Self> {
         let parts = model.layout.forward_parts();
-        let rows = Rows { batch: spec.train.batch, seq: model.shape.seq };
+        let batch = BatchMemory::new(backend, spec, model.shape.seq)?;
         Ok(Self {
-            rows,
             max_sequences: max_sequences(&spec.train, model.shape.seq),
-            tokens: backend.alloc_persistent(DType::I32, rows.count())?,
-            targets: backend.alloc_persistent(DType::I32, rows.count())?,
-            losses: backend.alloc_persistent(DType::F32, rows.count())?,
+            losses: backend.alloc_persistent(DType::F32, batch.rows().count())?,
+            batch,
             gathers: Gathers::new(division, &parts, spec.comm.overlap, true),
             together: division.weights.is_some(),
             replay: Replay::new(backend, spec.engine.exec),
@@ -55,58 +51,60 @@ impl Evaluator {
         })
     }
 
-    /// Returns the mean loss over the first sequences of `tokens` in file order, and the number of tokens in that mean.
-    /// Uses the configured number of sequences, or all if there are fewer. Every rank calls it and gets the same
-    /// result. Call it after the optimizer has [gathered](AdamW::gather) the model's weights.
+    /// Returns the mean loss over the first rows of the plan, and the number of targets in that mean. Uses the
+    /// configured number of sequences, or all if there are fewer. Every rank calls it and gets the same result. Call it
+    /// after the optimizer has [gathered](AdamW::gather) the model's weights.
     pub fn evaluate(
         &self,
         model: &Model,
         optimizer: &AdamW,
         collective: &mut dyn Collective,
-        tokens: &Arc<Tokens>,
+        (tokens, plan): (&Tokens, &RowPlan),
     ) -> Result<(f64, u64)> {
-        let order = Order::new(tokens.len(), self.rows.seq, None);
-        let sequences = order.windows().min(self.max_sequences);
-        let mut losses = vec![0.0; usize::try_from(sequences).unwrap_or(usize::MAX)];
-        self.evaluate_own_batches((model, optimizer), collective, tokens, &order, &mut losses)?;
+        let sequences = usize::try_from(plan.rows().min(self.max_sequences)).unwrap_or(usize::MAX);
+        // The losses of all sequences, then their numbers of targets.
+        let mut losses = vec![0.0; 2 * sequences];
+        self.evaluate_own_batches((model, optimizer), collective, (tokens, plan), &mut losses)?;
         fail::at(Place::Evaluation);
         let gathered = self.backend.alloc(DType::F32, losses.len())?;
         self.backend.write_f32(gathered.all(), &losses)?;
-        // The sum is exact: the loss of a sequence comes from one rank, and all others contribute 0.
+        // The sums are exact: the loss of a sequence comes from one rank, and all others contribute 0.
         let buckets = vec![gathered.lend(0..losses.len())];
         collective.run(Operation::AllReduce { buckets, dtype: DType::F32 })?;
         self.backend.read_f32(gathered.all(), &mut losses)?;
         collective.check()?;
-        Ok((mean(&losses), sequences * self.rows.seq as u64))
+        let (losses, targets) = losses.split_at(sequences);
+        Ok(weighted_mean(losses, targets))
     }
 
-    /// Writes the mean loss of every sequence that this rank evaluates to `losses`.
+    /// Writes the mean loss and the number of targets of every sequence that this rank evaluates to the halves of
+    /// `losses`.
     fn evaluate_own_batches(
         &self,
         (model, optimizer): (&Model, &AdamW),
         collective: &mut dyn Collective,
-        tokens: &Tokens,
-        order: &Order,
+        (tokens, plan): (&Tokens, &RowPlan),
         losses: &mut [f32],
     ) -> Result<()> {
-        let Rows { batch, seq } = self.rows;
+        let rows = self.batch.rows();
+        let (batch, seq) = (rows.batch, rows.seq);
         let (rank, world) = (collective.rank(), collective.world_size());
-        let schedule = data::Schedule { first: 0, rank, world, batch, seq };
-        let mut token_losses = vec![0.0; self.rows.count()];
+        let schedule = data::Schedule { first: 0, rank, world, batch, accumulate: 1, seq };
+        let mut token_losses = vec![0.0; rows.count()];
+        let (losses, targets) = losses.split_at_mut(losses.len() / 2);
         let batches = losses.len().div_ceil(batch);
         let all = if self.together { batches.next_multiple_of(world) } else { batches };
         for (round, number) in (rank..all).step_by(world).enumerate() {
             // Sequences past the end repeat the first ones, and are ignored.
-            let read = data::read(tokens, order, schedule, round as u64)?;
-            self.backend.write_i32(self.tokens.all(), &read.tokens)?;
-            self.backend.write_i32(self.targets.all(), &read.targets)?;
+            let read = data::read(tokens, plan, schedule, round as u64)?;
+            self.batch.write(&self.backend, &read)?;
             self.run(model, optimizer, collective)?;
             self.backend.read_f32(self.losses.all(), &mut token_losses)?;
             let own = losses.get_mut(number * batch..).unwrap_or_default();
-            for (loss, tokens) in own.iter_mut().zip(token_losses.chunks_exact(seq)) {
-                #[expect(clippy::cast_possible_truncation, reason = "a collective sums F32")]
-                let rounded = mean(tokens) as f32;
-                *loss = rounded;
+            let own_targets = targets.get_mut(number * batch..).unwrap_or_default();
+            let sequences = token_losses.chunks_exact(seq).zip(read.targets.chunks_exact(seq));
+            for ((loss, count), (losses, targets)) in own.iter_mut().zip(own_targets).zip(sequences) {
+                (*loss, *count) = mean(losses, targets);
             }
             phase::advance();
         }
@@ -117,10 +115,11 @@ impl Evaluator {
     pub fn run(&self, model: &Model, optimizer: &AdamW, collective: &mut dyn Collective) -> Result<()> {
         self.replay.run(Work::Evaluate, || {
             let mut part = 0..;
-            let acts = model.forward_with_gathers(self.rows, self.tokens.all(), || -> Result<()> {
-                self.gathers.begin_part(part.next().unwrap_or(0), model, optimizer, collective).map(drop)
-            })?;
-            Ok(model.loss(&acts, self.targets.all(), self.losses.all())?)
+            let acts =
+                model.forward_with_gathers(self.batch.rows(), self.batch.tokens(), || -> Result<()> {
+                    self.gathers.begin_part(part.next().unwrap_or(0), model, optimizer, collective).map(drop)
+                })?;
+            Ok(model.loss(&acts, self.batch.targets(), self.losses.all())?)
         })
     }
 
@@ -138,9 +137,28 @@ fn max_sequences(train: &TrainSection, seq: usize) -> u64 {
     }
 }
 
-#[expect(clippy::cast_precision_loss, reason = "a count of losses")]
-fn mean(losses: &[f32]) -> f64 {
-    losses.iter().copied().map(f64::from).sum::<f64>() / losses.len() as f64
+/// Returns the mean of the losses of a sequence, and the number of its targets that count. Ignored ones have loss 0.
+#[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "a collective sums F32")]
+fn mean(losses: &[f32], targets: &[i32]) -> (f32, f32) {
+    let count = targets.iter().filter(|target| **target != IGNORED).count();
+    let total = losses.iter().copied().map(f64::from).sum::<f64>();
+    ((total / count.max(1) as f64) as f32, count as f32)
+}
+
+/// Returns the mean over all targets from those of sequences, and the number of targets.
+#[expect(
+    clippy::cast_precision_loss,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "counts of targets of a sequence are whole numbers below 2^24"
+)]
+fn weighted_mean(losses: &[f32], targets: &[f32]) -> (f64, u64) {
+    let total = targets.iter().map(|count| *count as u64).sum();
+    if targets.windows(2).all(|pair| pair[0] == pair[1]) {
+        return (losses.iter().copied().map(f64::from).sum::<f64>() / losses.len() as f64, total);
+    }
+    let weighted = losses.iter().zip(targets).map(|(loss, count)| f64::from(*loss) * f64::from(*count));
+    (weighted.sum::<f64>() / total as f64, total)
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@
 //! Invariants: the host waits for the device once per step, to read back loss and flags; nothing in a step depends on
 //! the wall clock; all ranks make the same decisions after the same step.
 
+mod batch_memory;
 mod checkpoints;
 mod compare;
 mod division;

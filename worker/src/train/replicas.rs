@@ -1,7 +1,7 @@
 //! Comparisons and agreements of ranks between steps.
 
 use xlaunch_comm::{Collective, Operation};
-use xlaunch_engine::{Accumulate, Cast, DType, Sum, Tensor};
+use xlaunch_engine::{Accumulate, Cast, DType, Scale, Sum, Tensor};
 
 use crate::error::Result;
 use crate::model::BackendHandle;
@@ -42,7 +42,12 @@ pub(super) fn survey(
     let sums = backend.alloc(DType::F32, 2)?;
     backend.write_f32(sums.all(), &[0.0, f32::from(u8::from(busy))])?;
     for x in tensors {
-        backend.run(Sum { x: x.all(), scale: 1.0, out: sums.slice(0..1), acc: Accumulate::Add })?;
+        backend.run(Sum {
+            x: x.all(),
+            scale: Scale::Constant(1.0),
+            out: sums.slice(0..1),
+            acc: Accumulate::Add,
+        })?;
     }
     collective.run(Operation::AllReduce { buckets: vec![sums.lend(0..2)], dtype: DType::F32 })?;
     let mut totals = [0.0; 2];

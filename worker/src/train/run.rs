@@ -370,7 +370,7 @@ impl Run<'_> {
 
     /// Computes the loss on the held-out data, if there is any.
     fn evaluate(&mut self, step: u64) -> Result<Option<f64>> {
-        let Some(val) = &self.dataset.val else { return Ok(None) };
+        let Some(val) = self.dataset.held_out() else { return Ok(None) };
         self.optimizer.gather(self.model, self.collective)?;
         let (loss, tokens) = self.evaluator.evaluate(self.model, self.optimizer, self.collective, val)?;
         if !loss.is_finite() {

@@ -25,15 +25,16 @@ use xlaunch_engine::{Accumulate, DType, Mark, PendingRead, SquaredNorm, Tensor};
 use xlaunch_proto::v1::Phase;
 use xlaunch_spec::job::JobSpec;
 
+use super::batch_memory::BatchMemory;
 use super::division::{self, Division, wire_dtype};
 use super::gathers::Gathers;
 use super::gradients::Gradients;
 use super::replay::{Replay, Work};
 use super::trace;
-use crate::data::Loader;
+use crate::data::{Loader, MicroBatch};
 use crate::error::Result;
 use crate::fail::{self, Place};
-use crate::model::{BackendHandle, LossGradients, Model, Progress, Rows};
+use crate::model::{BackendHandle, LossGradients, Model, Progress};
 use crate::optim::AdamW;
 
 /// Slots of the tensor that is read back after a step. Those before `OWN_SECONDS` are all-reduced. Without sharding,
@@ -62,7 +63,7 @@ pub struct Requests {
 /// The results of a step, the same on every rank.
 #[derive(Clone, Copy, Debug)]
 pub struct StepResult {
-    /// Mean loss over the global batch.
+    /// Mean loss over the targets of the global batch that count.
     pub loss: f32,
     /// Global norm of the gradients before clipping. It is finite if and only if its square, which the optimizer reads,
     /// is finite.
@@ -82,16 +83,17 @@ pub struct PendingStep(PendingRead);
 #[derive(Debug)]
 pub struct Stepper {
     backend: BackendHandle,
-    rows: Rows,
+    batch: BatchMemory,
     accumulate: usize,
     world: usize,
     overlap: bool,
     gradients: Gradients,
     /// Gathers of the first micro-step, and of the others.
     gathers: [Gathers; 2],
-    tokens: Tensor,
-    targets: Tensor,
     losses: Tensor,
+    /// Factor of the losses: the reciprocal of the number of targets of the step. It is in memory because the number
+    /// differs from step to step if not every target counts.
+    scale: Tensor,
     results: Tensor,
     sharding: Sharding,
     replay: Replay,
@@ -106,20 +108,20 @@ impl Stepper {
         division: &Division,
         world: usize,
     ) -> Result<Self> {
-        let rows = Rows { batch: spec.train.batch, seq: model.shape.seq };
+        let batch = BatchMemory::new(backend, spec, model.shape.seq)?;
+        let rows = batch.rows().count();
         let (wire, accumulate) = (wire_dtype(spec, backend.activation_dtype()), spec.train.accumulate);
         let parts = division::parts(&model.layout);
         let gathers = |complete| Gathers::new(division, &parts, spec.comm.overlap, complete);
         let stepper = Self {
-            rows,
+            batch,
             accumulate,
             world,
             overlap: spec.comm.overlap,
             gradients: Gradients::new(backend, &model.layout, division, wire, accumulate, world)?,
             gathers: [gathers(false), gathers(true)],
-            tokens: backend.alloc_persistent(DType::I32, rows.count())?,
-            targets: backend.alloc_persistent(DType::I32, rows.count())?,
-            losses: backend.alloc_persistent(DType::F32, rows.count())?,
+            losses: backend.alloc_persistent(DType::F32, rows)?,
+            scale: backend.alloc_persistent(DType::F32, 1)?,
             results: backend.alloc_collective(DType::F32, slot::COUNT)?,
             sharding: division.sharding.clone(),
             replay: Replay::new(backend, spec.engine.exec),
@@ -136,7 +138,7 @@ impl Stepper {
 
     /// Returns the number of tokens in the global batch.
     pub fn tokens_per_step(&self) -> u64 {
-        self.sequences_per_step() * self.rows.seq as u64
+        self.sequences_per_step() * self.batch.rows().seq as u64
     }
 
     /// Returns the bytes of gradients that one rank contributes to the all-reduce of a step.
@@ -146,7 +148,7 @@ impl Stepper {
 
     /// Returns the number of sequences in the global batch.
     pub fn sequences_per_step(&self) -> u64 {
-        (self.rows.batch * self.accumulate * self.world) as u64
+        (self.batch.rows().batch * self.accumulate * self.world) as u64
     }
 
     /// Runs one step. [`AdamW::prepare`] must have been called for it.
@@ -177,13 +179,30 @@ impl Stepper {
         for micro in 0..self.accumulate {
             let waiting = trace::span(Phase::WaitForData);
             fail::at(Place::Data);
-            let batch = loader.next_batch()?;
+            let MicroBatch { batch, step_targets } = loader.next_batch()?;
             drop(waiting);
-            self.backend.write_i32(self.tokens.all(), &batch.tokens)?;
-            self.backend.write_i32(self.targets.all(), &batch.targets)?;
+            self.batch.write(&self.backend, &batch)?;
+            if micro == 0 {
+                self.backend.write_f32(self.scale.all(), &[self.loss_scale(step_targets)])?;
+            }
             self.run(model, optimizer, collective, micro)?;
         }
         Ok(PendingStep(self.backend.begin_read(self.results.all())?))
+    }
+
+    /// Returns the factor that makes the sum of all losses of a step their mean. A step without targets has the loss 0.
+    #[expect(
+        clippy::cast_precision_loss,
+        clippy::cast_possible_truncation,
+        reason = "numbers of ranks, micro-steps and rows are small, and rounding is intended"
+    )]
+    fn loss_scale(&self, targets: u64) -> f32 {
+        if targets == self.tokens_per_step() {
+            // In two roundings, which results of earlier versions have.
+            let weight = 1.0 / (self.accumulate * self.world) as f32;
+            return weight / self.batch.rows().count() as f32;
+        }
+        if targets == 0 { 0.0 } else { (1.0 / targets as f64) as f32 }
     }
 
     /// Runs one step without data, to make its allocations.
@@ -244,11 +263,7 @@ impl Stepper {
         last: bool,
     ) -> Result<()> {
         let acc = if first { Accumulate::Overwrite } else { Accumulate::Add };
-        #[expect(clippy::cast_precision_loss, reason = "numbers of ranks and micro-steps are small")]
-        let weight = 1.0 / (self.accumulate * self.world) as f32;
-        #[expect(clippy::cast_precision_loss, reason = "rows of one batch are far below 2^24")]
-        let scale = weight / self.rows.count() as f32;
-
+        let (rows, scale) = (self.batch.rows(), self.scale.all());
         let forward = trace::span(Phase::Forward);
         fail::at(Place::Forward);
         if first {
@@ -265,16 +280,16 @@ impl Stepper {
             }
             Ok(())
         };
-        let acts = model.forward_with_gathers(self.rows, self.tokens.all(), || next_part(collective))?;
+        let acts = model.forward_with_gathers(rows, self.batch.tokens(), || next_part(collective))?;
         let head = LossGradients { scale, grads: self.gradients.arena(), acc };
-        let dy = model.loss_and_gradients(&acts, self.targets.all(), self.losses.all(), head)?;
-        model.mean_loss(&self.losses, weight, self.results.slice(slot::LOSS..slot::LOSS + 1), acc)?;
+        let dy = model.loss_and_gradients(&acts, self.batch.targets(), self.losses.all(), head)?;
+        model.scaled_loss(&self.losses, scale, self.results.slice(slot::LOSS..slot::LOSS + 1), acc)?;
         drop(forward);
         let _backward = trace::span(Phase::Backward);
         let mut buckets = bucket::ReduceProgress::new(self.sharding.plan());
         let (at_once, end) = (self.overlap || self.gradients.reduces_at_once(), model.layout.len);
         let mut written = 0..;
-        model.backward(acts, dy, self.tokens.all(), self.gradients.arena(), acc, |progress| {
+        model.backward(acts, dy, self.batch.tokens(), self.gradients.arena(), acc, |progress| {
             match progress {
                 Progress::NextPart => {
                     next_part(collective)?;

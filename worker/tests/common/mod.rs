@@ -9,7 +9,7 @@ use xlaunch_comm::{Collective, Local, Ring, RingListener, RingPlace};
 use xlaunch_engine::{Backend, PoolMode, Tensor};
 use xlaunch_spec::job::{JobSpec, Shard};
 use xlaunch_spec::model::{Arch, ModelShape};
-use xlaunch_worker::data::{Dataset, Loader, Order, Schedule};
+use xlaunch_worker::data::{Dataset, Loader, Schedule};
 use xlaunch_worker::model::{BackendHandle, Model, init, layout::Layout};
 use xlaunch_worker::optim::AdamW;
 use xlaunch_worker::train::{Division, Evaluator, PendingStep, Requests, Stepper};
@@ -80,9 +80,15 @@ impl Rank {
         let optimizer = AdamW::new(&backend, &model, &weights, &division.sharding, spec).unwrap();
         let stepper = Stepper::new(&backend, &model, spec, &division, world).unwrap();
         let evaluator = Evaluator::new(&backend, &model, spec, &division).unwrap();
-        let order = Order::new(dataset.train.len(), shape.seq, Some(7));
-        let schedule = Schedule { first: 0, rank, world, batch: spec.train.batch, seq: shape.seq };
-        let loader = Loader::start(dataset.train.clone(), order, schedule).unwrap();
+        let schedule = Schedule {
+            first: 0,
+            rank,
+            world,
+            batch: spec.train.batch,
+            accumulate: spec.train.accumulate,
+            seq: shape.seq,
+        };
+        let loader = Loader::start(dataset.train.clone(), dataset.train_rows.clone(), schedule).unwrap();
         Self { backend, model, optimizer, stepper, evaluator, dataset, loader, collective }
     }
 

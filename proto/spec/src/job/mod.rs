@@ -17,9 +17,9 @@ pub use crate::invalid::Invalid;
 use crate::model::ModelSection;
 pub use comm::{CommSection, MAX_SHARDS, Shard, WireDtype};
 pub use sections::{
-    AdjustLr, CheckpointSection, DataSection, Device, DoctorMode, EngineSection, Exec, JobSection,
-    LaunchSection, MemorySnapshots, MuonSection, NonFinite, ObserveSection, OnHang, OnSaveError, Optimizer,
-    PoolMode, Precision, Recompute, Schedule, Tokenizer, TrainSection,
+    AdjustLr, CheckpointSection, DataSection, Device, DoctorMode, DocumentMode, EngineSection, Exec,
+    JobSection, LaunchSection, MemorySnapshots, MuonSection, NonFinite, ObserveSection, OnHang, OnSaveError,
+    Optimizer, PoolMode, Precision, Recompute, Schedule, Tokenizer, TrainSection,
 };
 
 /// Version of the serialised form.

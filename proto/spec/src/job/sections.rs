@@ -133,6 +133,26 @@ pub struct DataSection {
     pub tokenizer: Tokenizer,
     /// Read sequences in a seeded random order that changes each epoch. false reads them in file order.
     pub shuffle: bool,
+    /// Treatment of the documents in a sequence. masked and packed need a directory written by `xlaunch data prepare`.
+    /// Default: packed for chats, otherwise joined.
+    pub documents: Option<DocumentMode>,
+}
+
+/// Treatment of the documents in a sequence.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum DocumentMode {
+    /// All documents form one text, which is cut into sequences. Tokens attend to those of earlier documents in the
+    /// sequence.
+    #[default]
+    Joined,
+    /// The same sequences, but tokens attend to those of their own document only, and positions begin again with each
+    /// document.
+    Masked,
+    /// Sequences of whole documents, packed so that little padding remains; attention and positions as with masked. A
+    /// document longer than `model.seq` is split into parts.
+    Packed,
 }
 
 impl Default for DataSection {
@@ -144,7 +164,26 @@ impl Default for DataSection {
             val_fraction: 0.05,
             tokenizer: Tokenizer::Bytes,
             shuffle: true,
+            documents: None,
         }
+    }
+}
+
+impl DocumentMode {
+    /// Returns the name in configurations.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Joined => "joined",
+            Self::Masked => "masked",
+            Self::Packed => "packed",
+        }
+    }
+}
+
+impl DataSection {
+    /// Returns the treatment of documents, with the default filled in.
+    pub fn documents(&self) -> DocumentMode {
+        self.documents.unwrap_or_default()
     }
 }
 
@@ -205,10 +244,10 @@ pub struct TrainSection {
     /// Steps between evaluations; the last step is always evaluated. 0 turns evaluation off.
     pub eval_every: u64,
     /// Maximum number of batches of `batch` sequences per evaluation, over all ranks. The sequences are the first ones
-    /// in file order, the same for any number of ranks.
+    /// in file order, or packed ones in a fixed order, the same for any number of ranks.
     pub eval_batches: usize,
-    /// Tokens per evaluation, rounded up to whole sequences: the first ones in file order, the same for any number of
-    /// ranks and any `batch`. 0 uses `eval_batches` instead.
+    /// Tokens per evaluation, rounded up to whole sequences: the first ones in file order, or packed ones in a fixed
+    /// order, the same for any number of ranks and any `batch`. 0 uses `eval_batches` instead.
     pub eval_tokens: u64,
     /// Number of tokens (bytes with the byte tokenizer) of text to sample from the model and print after training.
     /// Needs a prepared directory or `data.tokenizer = "bytes"`. 0 turns sampling off.

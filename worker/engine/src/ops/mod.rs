@@ -14,6 +14,7 @@ pub(crate) mod cached_attention;
 pub(crate) mod cast;
 pub(crate) mod checksum;
 pub(crate) mod classifier;
+pub(crate) mod documents;
 pub(crate) mod embed;
 pub(crate) mod fp8;
 pub(crate) mod gemv;
@@ -37,7 +38,8 @@ pub use attention::{AttentionBackward, AttentionForward, AttentionOptions, Atten
 pub use cached_attention::{CachedAttention, CachedAttentionShape};
 pub use cast::Cast;
 pub use checksum::{CHECKSUM_DIGITS, Checksum};
-pub use classifier::{ClassifierShape, FusedClassifier};
+pub use classifier::{ClassifierShape, FusedClassifier, IGNORED};
+pub use documents::Documents;
 pub use embed::{EmbedBackward, EmbedForward, EmbedShape};
 pub use fp8::{FP8_MULTIPLE, Fp8Operand, GemmFp8, QuantizeFp8};
 pub use gemv::{GEMV_ROWS, Gemv};
@@ -48,7 +50,7 @@ pub use mark::{Mark, Marks};
 pub use muon::{MuonMomentum, MuonUpdate, Orthogonalize, StepConditions};
 pub use norm::{NormBackward, NormForward, NormKind, NormShape, Residual, ResidualAdd};
 pub use qk_norm::{QkNorm, QkNormBackward, QkNormForward, QkNorms};
-pub use reduce::{ColumnSum, SquaredNorm, Sum};
+pub use reduce::{ColumnSum, Scale, SquaredNorm, Sum};
 pub use softcap::SoftCap;
 
 use std::ops::Deref;

@@ -2,7 +2,7 @@
 
 use xlaunch_engine::*;
 
-use super::{ACTIVATIONS, ADAMW, Added, Ops, Outputs, decoding, ids, random};
+use super::{ACTIVATIONS, ADAMW, Added, Ops, Outputs, decoding, documents, ids, random};
 
 /// One operation with one set of sizes, as a function of a back end.
 pub(crate) type Case = (String, Box<dyn Fn(&Ops<'_>) -> Outputs>);
@@ -45,7 +45,7 @@ fn qk_norm_cases(values: impl Fn(u64, usize) -> Vec<f32>) -> Vec<Case> {
             let (q, k) = (values(48, q), values(49, k));
             let rope = if table.is_some() { ", rope" } else { "" };
             let case = move |ops: &Ops<'_>| {
-                ops.qk_norm(s, kind, offset, &qkv, [&q, &k], table.as_deref(), &dout, acc)
+                ops.qk_norm(s, kind, offset, &qkv, [&q, &k], table.as_deref(), None, &dout, acc)
             };
             cases.push((format!("qk norm {kind:?} {s:?}{rope}"), Box::new(case)));
         }
@@ -76,8 +76,14 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
             (values(2, vocab * cols), values(3, (seq + 2) * cols), values(4, batch * seq * cols));
         let with = wpe.clone();
         let (t, w, d) = (tokens.clone(), wte.clone(), dout.clone());
-        cases.push((format!("embed {s:?}"), Box::new(move |ops| ops.embed(s, &tokens, &wte, None, &dout))));
-        cases.push((format!("embed wpe {s:?}"), Box::new(move |ops| ops.embed(s, &t, &w, Some(&with), &d))));
+        cases.push((
+            format!("embed {s:?}"),
+            Box::new(move |ops| ops.embed(s, &tokens, &wte, None, None, &dout)),
+        ));
+        cases.push((
+            format!("embed wpe {s:?}"),
+            Box::new(move |ops| ops.embed(s, &t, &w, Some(&with), None, &d)),
+        ));
     }
     // Rows that fit into the registers of a part of a block, or of a whole block, and wider ones; rows that are not
     // vectorizable; more rows than run at once.
@@ -170,7 +176,7 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         let dout = values(19, batch * seq * heads * width);
         for table in [None, Some(rope_table(seq, width))] {
             let (qkv, dout, rope) = (qkv.clone(), dout.clone(), if table.is_some() { ", rope" } else { "" });
-            let case = move |ops: &Ops<'_>| ops.attention(s, &qkv, table.as_deref(), &dout);
+            let case = move |ops: &Ops<'_>| ops.attention(s, &qkv, table.as_deref(), None, &dout);
             cases.push((format!("attention {s:?}{rope}"), Box::new(case)));
         }
     }
@@ -257,6 +263,7 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         cases.push((format!("muon {len}"), Box::new(case)));
     }
     cases.extend(decoding::cases(values));
+    cases.extend(documents::cases(values, round));
     cases
 }
 
@@ -294,7 +301,7 @@ fn attention_options(
             let dout = values(19, batch * seq * heads * width);
             let table = (options == both).then(|| rope_table(seq, width));
             let rope = if table.is_some() { ", rope" } else { "" };
-            let case = move |ops: &Ops<'_>| ops.attention(s, &qkv, table.as_deref(), &dout);
+            let case = move |ops: &Ops<'_>| ops.attention(s, &qkv, table.as_deref(), None, &dout);
             cases.push((format!("attention {s:?}{rope}"), Box::new(case)));
         }
     }

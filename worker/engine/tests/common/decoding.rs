@@ -146,7 +146,7 @@ pub(crate) fn cases(values: impl Fn(u64, usize) -> Vec<f32> + Copy + 'static) ->
         let (wte, wpe) = (ops.act(&wte), ops.act(&wpe));
         let (tokens, wte, wpe) = (tokens.all(), wte.all(), Some(wpe.all()));
         let positions = Some(positions.all());
-        let args = EmbedForward { shape: s, tokens, wte, wpe, positions, out: out.all() };
+        let args = EmbedForward { shape: s, tokens, wte, wpe, positions, documents: None, out: out.all() };
         ops.backend.run(args).unwrap();
         vec![("out", ops.read(&out))]
     };
@@ -166,7 +166,8 @@ fn cached_attention_options(cases: &mut Vec<Case>, values: impl Fn(u64, usize) -
     ] {
         let slots = lengths.len();
         let scale = (0.4 * AttentionOptions::new(width).scale.get()).into();
-        let options = AttentionOptions { scale, window, softcap: softcap.map(Scalar::from) };
+        let options =
+            AttentionOptions { scale, window, softcap: softcap.map(Scalar::from), documents: false };
         let s = CachedAttentionShape { rows: 0, heads, kv_heads, width, slots, capacity, options };
         let (places, chunks) = ragged(&lengths, 3);
         let qkv: Vec<f32> = values(53, places.len() * s.qkv_width()).iter().map(|x| 4.0 * x).collect();

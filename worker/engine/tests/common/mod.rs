@@ -7,6 +7,7 @@
 
 pub(crate) mod cases;
 pub(crate) mod decoding;
+pub(crate) mod documents;
 
 use xlaunch_engine::*;
 
@@ -56,6 +57,11 @@ pub(crate) struct Ops<'a> {
     pub(crate) grads: DType,
 }
 
+/// Returns the operands for these bounds.
+fn operands(bounds: &Option<[Tensor; 2]>) -> Option<Documents<'_>> {
+    bounds.as_ref().map(|[first, last]| Documents { first: first.all(), last: last.all() })
+}
+
 impl Ops<'_> {
     fn tensor(&self, dtype: DType, values: &[f32]) -> Tensor {
         let tensor = self.backend.alloc(dtype, values.len()).unwrap();
@@ -97,6 +103,17 @@ impl Ops<'_> {
         self.tensor(self.grads, &values)
     }
 
+    /// Returns the bounds of documents of these lengths, which fill rows of `seq` tokens.
+    fn bounds(&self, lengths: Option<&[usize]>, seq: usize) -> Option<[Tensor; 2]> {
+        let [mut first, mut last] = [Vec::new(), Vec::new()];
+        for length in lengths? {
+            let start = first.len() % seq;
+            first.extend(vec![i32::try_from(start).unwrap(); *length]);
+            last.extend(vec![i32::try_from(start + length - 1).unwrap(); *length]);
+        }
+        Some([self.ints(&first), self.ints(&last)])
+    }
+
     /// Returns activations in [-1, 1).
     pub(crate) fn random(&self, seed: u64, len: usize) -> Tensor {
         self.act(&random(seed, len))
@@ -118,21 +135,26 @@ impl Ops<'_> {
         tokens: &[i32],
         wte: &[f32],
         wpe: Option<&[f32]>,
+        lengths: Option<&[usize]>,
         dout: &[f32],
     ) -> Outputs {
+        let bounds = self.bounds(lengths, s.seq);
+        let documents = operands(&bounds);
         let (tokens, wte_t, wpe_t) = (self.ints(tokens), self.act(wte), self.maybe_act(wpe));
         let out = self.out(dout.len());
         let wpe_slice = wpe_t.as_ref().map(Tensor::all);
         let (shape, tokens) = (s, tokens.all());
+        let (wte_slice, wpe, positions) = (wte_t.all(), wpe_slice, None);
         let forward =
-            EmbedForward { shape, tokens, wte: wte_t.all(), wpe: wpe_slice, positions: None, out: out.all() };
+            EmbedForward { shape, tokens, wte: wte_slice, wpe, positions, documents, out: out.all() };
         self.backend.run(forward).unwrap();
         // These gradients always accumulate.
         let dwte = self.grad(Accumulate::Add, wte.len());
         let dwpe = wpe.map(|wpe| self.grad(Accumulate::Add, wpe.len()));
         let dout = self.act(dout);
         let (dout, dwpe_slice) = (dout.all(), dwpe.as_ref().map(Tensor::all));
-        self.backend.run(EmbedBackward { shape, tokens, dout, dwte: dwte.all(), dwpe: dwpe_slice }).unwrap();
+        let backward = EmbedBackward { shape, tokens, documents, dout, dwte: dwte.all(), dwpe: dwpe_slice };
+        self.backend.run(backward).unwrap();
         let mut outputs = vec![("out", self.read(&out)), ("dwte", self.read(&dwte))];
         outputs.extend(dwpe.map(|dwpe| ("dwpe", self.read(&dwpe))));
         outputs
@@ -295,8 +317,10 @@ impl Ops<'_> {
         s: AttentionShape,
         qkv: &[f32],
         table: Option<&[f32]>,
+        lengths: Option<&[usize]>,
         dout: &[f32],
     ) -> Outputs {
+        let bounds = self.bounds(lengths, s.seq);
         let (b, qkv) = (self.backend, self.act(qkv));
         let table = table.map(|table| self.tensor(DType::F32, table));
         let rope = table.as_ref().map(Tensor::all);
@@ -306,13 +330,14 @@ impl Ops<'_> {
             shape: s,
             qkv: qkv.all(),
             rope,
+            documents: operands(&bounds),
             out: out.all(),
             dout: dout.all(),
             lse: lse.all(),
             dqkv: dqkv.all(),
         };
-        let AttentionBackward { shape, qkv, out: out_slice, lse: lse_slice, .. } = backward;
-        b.run(AttentionForward { shape, qkv, rope, out: out_slice, lse: lse_slice }).unwrap();
+        let AttentionBackward { shape, qkv, documents, out: out_slice, lse: lse_slice, .. } = backward;
+        b.run(AttentionForward { shape, qkv, rope, documents, out: out_slice, lse: lse_slice }).unwrap();
         b.run(backward).unwrap();
         vec![("out", self.read(&out)), ("lse", self.read(&lse)), ("dqkv", self.read(&dqkv))]
     }
@@ -327,15 +352,18 @@ impl Ops<'_> {
         qkv: &[f32],
         gammas: [&[f32]; 2],
         table: Option<&[f32]>,
+        lengths: Option<&[usize]>,
         dout: &[f32],
         acc: Accumulate,
     ) -> Outputs {
+        let bounds = self.bounds(lengths, s.seq);
+        let documents = operands(&bounds);
         let (b, eps, qkv, out) = (self.backend, 1e-5, self.act(qkv), self.out(dout.len()));
         let gammas_t = gammas.map(|gamma| self.act(gamma));
         let table = table.map(|table| self.tensor(DType::F32, table));
         let rope = table.as_ref().map(Tensor::all);
         let ([q_gamma, k_gamma], qkv) = (gammas_t.each_ref().map(Tensor::all), qkv.all());
-        let norms = QkNorms { shape: s, kind, eps, offset, q_gamma, k_gamma, rope };
+        let norms = QkNorms { shape: s, kind, eps, offset, q_gamma, k_gamma, rope, documents };
         b.run(QkNormForward { norms, qkv, out: out.all() }).unwrap();
         let (dqkv, dgammas) = (self.act(dout), gammas.map(|gamma| self.grad(acc, gamma.len())));
         let [dq_gamma, dk_gamma] = dgammas.each_ref().map(Tensor::all);
@@ -484,9 +512,10 @@ impl Ops<'_> {
         softcap: Option<f32>,
     ) -> Outputs {
         let (b, logits, targets) = (self.backend, self.act(logits), self.ints(targets));
+        let scale = self.tensor(DType::F32, &[scale]);
         let (only, losses) = (self.out_f32(s.rows), self.out_f32(s.rows));
         let (logits_slice, targets) = (logits.all(), targets.all());
-        for (losses, grad_scale) in [(&only, None), (&losses, Some(scale))] {
+        for (losses, grad_scale) in [(&only, None), (&losses, Some(scale.all()))] {
             let losses = losses.all();
             let args =
                 FusedClassifier { shape: s, logits: logits_slice, targets, losses, grad_scale, softcap };
@@ -511,7 +540,9 @@ impl Ops<'_> {
     pub(crate) fn reductions(&self, x: &[f32]) -> Outputs {
         let (b, x_t) = (self.backend, self.tensor(DType::F32, x));
         let (sum, squared_norm) = (self.out_f32(1), self.out_f32(1));
-        for (scale, acc) in [(0.5, Accumulate::Overwrite), (0.25, Accumulate::Add)] {
+        let factor = self.tensor(DType::F32, &[0.25]);
+        let scales = [Scale::Constant(0.5), Scale::Memory(factor.all())];
+        for (scale, acc) in scales.into_iter().zip([Accumulate::Overwrite, Accumulate::Add]) {
             b.run(Sum { x: x_t.all(), scale, out: sum.all(), acc }).unwrap();
         }
         let grads = self.tensor(self.grads, x);

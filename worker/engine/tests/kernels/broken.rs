@@ -86,6 +86,13 @@ const PADDED_WIDTH: &str = "(WIDTH + ROW_PADDING)";
 const HOPPER_ATTENTION: &str =
     "seq: 193, heads: 4, kv_heads: 1, width: 128 }|seq: 200, heads: 2, kv_heads: 1, width: 64, window: 65 }";
 
+/// Documents of all lengths in several rows, with rotation.
+const DOCUMENTS: &str = "batch: 3, seq: 200, heads: 2, kv_heads: 1, width: 64, documents: true }";
+/// Documents with angles that are not those of one rotation, so that positions matter.
+const DOCUMENTS_24: &str = "seq: 70, heads: 2, kv_heads: 2, width: 24, documents: true }, rope";
+/// The same as `DOCUMENTS` for the kernels for compute capability 9.0.
+const HOPPER_DOCUMENTS: &str = "seq: 200, heads: 2, kv_heads: 1, width: 64, documents: true }";
+
 /// Messages of the checks. The order of two threads determines which of them is reported as the later one.
 const RACE: &str = "data race: ";
 const SHARED_READ_RACE: &str = "data race: read of shared memory";
@@ -304,7 +311,7 @@ const MISTAKES: &[Mistake] = &[
     // Windows and caps of the scores.
     mistake("attention/kernel.cu", "query - window + 1", "query - window + 64", Fp32, WINDOW_33, DIFFERS),
     mistake(
-        "attention/mma_tiled.cu", "first_key(first, window)", "first_key(first + 64, window)", Bf16, WINDOW_33, DIFFERS,
+        "attention/mma_tiled.cu", "first_key(first, window", "first_key(first + 64, window", Bf16, WINDOW_33, DIFFERS,
     ),
     mistake(
         "attention/mma_tiled.cu", "< seq ? key_end - 1 + window", "< seq ? key_end - 33 + window", Bf16, WINDOW_33,
@@ -320,8 +327,8 @@ const MISTAKES: &[Mistake] = &[
     ),
     mistake("attention/mma_tiled.cu", "8 * N - 1 - offset >= window", "-offset >= window", Tf32, WINDOW_33, DIFFERS),
     mistake(
-        "attention/mma_tiled.cu", "WINDOWED && new_max == NEG_INF ? 0.0f : new_max", "new_max", Bf16, WINDOW_31,
-        DIFFERS,
+        "attention/mma_tiled.cu", "(WINDOWED || DOCUMENTS) && new_max == NEG_INF ? 0.0f : new_max", "new_max", Bf16,
+        WINDOW_31, DIFFERS,
     ),
     mistake("attention/kernel.cu", "1.0f - tanh * tanh", "1.0f", Fp32, CAPPED, DIFFERS),
     mistake("attention/mma_tiled.cu", "1.0f - tanh * tanh", "1.0f", Tf32, CAPPED, DIFFERS),
@@ -331,6 +338,55 @@ const MISTAKES: &[Mistake] = &[
         OUTSIDE,
     ),
     mistake("cached_attention/kernel.cu", "softcap * tanh_for", "tanh_for", Fp32, "softcap: 2.0", DIFFERS),
+    // Documents in rows, and rows without a target.
+    mistake("attention/kernel.cu", "&& column >= row_first[i]", "", Fp32, DOCUMENTS, DIFFERS),
+    mistake("attention/kernel.cu", "&& column <= row_last[i]", "", Fp32, DOCUMENTS, DIFFERS),
+    mistake(
+        "attention/kernel.cu", "? bound_of(first_keys, query, seq)", "? bound_of(first_keys, query, seq) + 64", Fp32,
+        DOCUMENTS, DIFFERS,
+    ),
+    mistake("attention/kernel.cu", "key_end - 1, seq) + 1", "key_end - 1, seq) - 63", Fp32, DOCUMENTS, DIFFERS),
+    mistake("attention/kernel.cu", "(WINDOWED || DOCUMENTS) && top", "WINDOWED && top", Fp32, DOCUMENTS, DIFFERS),
+    mistake("attention/mma_tiled.cu", "|| key < first_key)", ")", Bf16, DOCUMENTS, DIFFERS),
+    mistake("attention/mma_tiled.cu", "&& key >= first_key", "", Tf32, DOCUMENTS, DIFFERS),
+    mistake("attention/mma_tiled.cu", "&& query <= last_query[m][i / 2]", "", Bf16, DOCUMENTS, DIFFERS),
+    mistake("attention/mma_tiled.cu", "first_keys.last + offset > 0", "false", Bf16, DOCUMENTS, DIFFERS),
+    mistake(
+        "attention/mma_tiled.cu", "first_keys.first + offset >= 8 * N", "first_keys.last + offset >= 8 * N", Bf16,
+        DOCUMENTS, DIFFERS,
+    ),
+    mistake("attention/mma_tiled.cu", "last_queries.first + offset < 8 * N - 1", "false", Bf16, DOCUMENTS, DIFFERS),
+    mistake(
+        "attention/mma_tiled.cu", "last_queries.last + offset < 0", "last_queries.first + offset < 0", Bf16, DOCUMENTS,
+        DIFFERS,
+    ),
+    mistake("attention/mma_tiled.cu", "i < count ? i : count - 1", "i", Bf16, DOCUMENTS, UNWRITTEN),
+    mistake(
+        "attention/mma_tiled.cu", "(WINDOWED || DOCUMENTS) && new_max", "WINDOWED && new_max", Tf32, DOCUMENTS, DIFFERS,
+    ),
+    mistake(
+        "attention/hopper_fwd.cu", "first_keys[(i64)batch * seq + query]", "first_keys[query]", Bf16, HOPPER_DOCUMENTS,
+        DIFFERS,
+    ),
+    mistake(
+        "attention/hopper_bwd.cu", "last_queries[(i64)batch * seq + key] + 1", "last_queries[(i64)batch * seq + key]",
+        Bf16, HOPPER_DOCUMENTS, DIFFERS,
+    ),
+    mistake(
+        "attention/hopper_bwd_queries.cu", "first_keys ? first_keys", "false ? first_keys", Bf16, HOPPER_DOCUMENTS,
+        DIFFERS,
+    ),
+    mistake("rope/kernel.cu", "if (first) position -= first[row];", "", Fp32, DOCUMENTS_24, DIFFERS),
+    mistake(
+        "qk_norm/kernel.cu", "position -= first_tokens[row]", "position -= 0", Fp32, "qk norm of documents", DIFFERS,
+    ),
+    mistake("embed/kernel.cu", "- (first ? first[row] : 0)", "", Fp32, "embed documents", DIFFERS),
+    mistake("embed/kernel.cu", "if (start + t <= end) {", "if (start + t < end) {", Fp32, "embed documents", DIFFERS),
+    mistake("classifier/kernel.cu", "if (target < 0) return", "if (false) return", Fp32, "ignored rows", ".cu"),
+    mistake(
+        "classifier/kernel.cu", "with_grad && i < padded", "with_grad && i < padded - 8", Fp32, "ignored rows", DIFFERS,
+    ),
+    mistake("reduce/kernel.cu", "memory ? *memory : constant", "constant", Fp32, "reductions 31", DIFFERS),
     // Functions and their derivatives.
     mistake(
         "activation/kernel.cu", "3.0f * GELU_CUBE", "2.0f * GELU_CUBE", Fp32, "GeluTanh LinearShape { rows: 67",
@@ -351,7 +407,7 @@ pub(crate) fn child() -> Option<ExitCode> {
     let backend = open(precision);
     // Other cases do not depend on a tiling.
     let tilings = [Some(Tiling::Halves), Some(Tiling::Turns)];
-    if part == HOPPER_ATTENTION {
+    if [HOPPER_ATTENTION, HOPPER_DOCUMENTS].contains(&part.as_str()) {
         let forms = [QueryGradients::Sums, QueryGradients::Separate].map(AttentionVariant::Hopper);
         for form in forms {
             force_attention(&backend, Some(form));

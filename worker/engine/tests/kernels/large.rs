@@ -250,7 +250,7 @@ fn qk_norm(b: &Backend, kind: QkNorm, rows: usize) -> Vec<f32> {
     let (qkv, out) = (Ends::random(b, 18, rows, row), Ends::empty(b, rows, row));
     let (qkv, rope, eps, offset) = (qkv.all(), Some(table.all()), 1e-5, 0.0);
     let (q_gamma, k_gamma) = (gamma.all(), gamma.all());
-    let norms = QkNorms { shape, kind, eps, offset, q_gamma, k_gamma, rope };
+    let norms = QkNorms { shape, kind, eps, offset, q_gamma, k_gamma, rope, documents: None };
     b.run(QkNormForward { norms, qkv, out: out.all() }).unwrap();
     let mut results = out.read();
     drop(out);
@@ -283,7 +283,8 @@ fn embedding(b: &Backend, rows: usize) -> Vec<f32> {
     b.write_f32(wte.all(), &random(6, vocab * cols)).unwrap();
     let out = Ends::empty(b, rows, cols);
     let (tokens, wte, out_slice) = (tokens.all(), wte.all(), out.all());
-    let args = EmbedForward { shape, tokens, wte, wpe: None, positions: None, out: out_slice };
+    let args =
+        EmbedForward { shape, tokens, wte, wpe: None, positions: None, documents: None, out: out_slice };
     b.run(args).unwrap();
     out.read()
 }
@@ -294,12 +295,14 @@ fn classifier(b: &Backend, rows: usize, vocab: usize, padded: usize) -> Vec<f32>
     let targets = b.alloc(DType::I32, rows).unwrap();
     b.write_i32(targets.all(), &[vec![0; rows - ROWS], ids(8, ROWS, vocab)].concat()).unwrap();
     let losses = Ends::empty(b, rows, 1);
+    let scale = b.alloc(DType::F32, 1).unwrap();
+    b.write_f32(scale.all(), &[0.5]).unwrap();
     let args = FusedClassifier {
         shape,
         logits: logits.all(),
         targets: targets.all(),
         losses: losses.all(),
-        grad_scale: Some(0.5),
+        grad_scale: Some(scale.all()),
         softcap: None,
     };
     b.run(args).unwrap();
@@ -347,9 +350,10 @@ fn attention(b: &Backend, batch: usize, [seq, heads, width]: [usize; 3]) -> Vec<
     let (out, dqkv) = (Ends::empty(b, batch, row), Ends::empty(b, batch, qkv_row));
     let lse = b.alloc(DType::F32, batch * heads * seq).unwrap();
     let (qkv, out_slice, lse, rope) = (qkv.all(), out.all(), lse.all(), None);
-    b.run(AttentionForward { shape, qkv, rope, out: out_slice, lse }).unwrap();
+    b.run(AttentionForward { shape, qkv, rope, documents: None, out: out_slice, lse }).unwrap();
     let (dout, dqkv_slice) = (dout.all(), dqkv.all());
-    let backward = AttentionBackward { shape, qkv, rope, out: out_slice, dout, lse, dqkv: dqkv_slice };
+    let backward =
+        AttentionBackward { shape, qkv, rope, documents: None, out: out_slice, dout, lse, dqkv: dqkv_slice };
     b.run(backward).unwrap();
     // Values of the last sequence, which all kernels have computed.
     [out, dqkv].map(|ends| ends.read_last(1)).concat()
@@ -383,7 +387,7 @@ fn more_sequences_than_a_grid_has_are_refused() {
         let out = gpu.alloc(dtype, shape.batch * width).unwrap();
         let lse = gpu.alloc(DType::F32, shape.batch).unwrap();
         let (qkv, out, lse) = (qkv.all(), out.all(), lse.all());
-        let refused = gpu.run(AttentionForward { shape, qkv, rope: None, out, lse });
+        let refused = gpu.run(AttentionForward { shape, qkv, rope: None, documents: None, out, lse });
         let error = refused.unwrap_err().to_string();
         assert!(error.contains("65536") && error.contains("too large: CUDA allows"), "{error}");
     }

@@ -1,5 +1,5 @@
-//! Attention on threads, with one task per sequence, in blocks of queries, each over the keys that any of its queries
-//! sees.
+//! Attention on threads, with one task per sequence, in blocks of queries of one document, each over the keys that any
+//! of its queries sees.
 
 use std::ops::Range;
 
@@ -9,6 +9,8 @@ use super::{AttentionBackward, AttentionForward, AttentionShape, Scalar};
 use crate::cpu::gemm::{Mat, gemm};
 use crate::cpu::math::{self, simd};
 use crate::cpu::{Access, Threads};
+use crate::ops::Documents;
+use crate::ops::documents::Bounds;
 use crate::ops::rope::{self, Rotation};
 
 /// Queries in a block.
@@ -18,11 +20,12 @@ pub(crate) fn forward(t: &Threads, args: AttentionForward<'_>) {
     let (a, s) = (Access::new("attention_forward"), args.shape);
     let (rows, row, out_row) = (s.batch * s.seq, s.qkv_width(), s.heads * s.width);
     let (out, lse) = (a.write(args.out, rows * out_row), a.write(args.lse, rows * s.heads));
+    let bounds = Documents::read(args.documents, &a, rows, s.seq);
     let qkv: &[f32] = match args.rope {
         None => a.read(args.qkv, rows * row),
         Some(table) => {
             let qkv = a.write(args.qkv, rows * row);
-            rope::cpu(t, s, qkv, a.read(table, s.seq * s.width), Rotation::Forward);
+            rope::cpu(t, s, qkv, a.read(table, s.seq * s.width), bounds, Rotation::Forward);
             qkv
         }
     };
@@ -30,11 +33,13 @@ pub(crate) fn forward(t: &Threads, args: AttentionForward<'_>) {
         qkv.par_chunks(s.seq * row)
             .zip(out.par_chunks_mut(s.seq * out_row))
             .zip(lse.par_chunks_mut(s.heads * s.seq))
+            .enumerate()
             .for_each_init(
                 || vec![0.0; QUERIES * s.seq],
-                |scores, ((qkv, out), lse)| {
+                |scores, (sequence, ((qkv, out), lse))| {
+                    let row = Row { s, bounds, sequence };
                     for head in 0..s.heads {
-                        forward_head(s, head, qkv, out, &mut lse[head * s.seq..][..s.seq], scores);
+                        forward_head(row, head, qkv, out, &mut lse[head * s.seq..][..s.seq], scores);
                     }
                 },
             );
@@ -47,18 +52,26 @@ fn offsets(s: AttentionShape, head: usize) -> (usize, usize, usize) {
     (head * s.width, (s.heads + kv) * s.width, (s.heads + s.kv_heads + kv) * s.width)
 }
 
-fn forward_head(
+/// A row of the batch, and the documents in it.
+#[derive(Clone, Copy)]
+struct Row<'a> {
     s: AttentionShape,
+    bounds: Bounds<'a>,
+    sequence: usize,
+}
+
+fn forward_head(
+    sequence: Row<'_>,
     head: usize,
     qkv: &[f32],
     out: &mut [f32],
     lse: &mut [f32],
     scores: &mut [f32],
 ) {
+    let s = sequence.s;
     let (row, out_row) = (s.qkv_width(), s.heads * s.width);
     let (q, k, v) = offsets(s, head);
-    for first in (0..s.seq).step_by(QUERIES) {
-        let Block { queries, start, keys } = Block::new(s, first);
+    for Block { first, queries, start, keys } in sequence.blocks() {
         let q = Mat::strided(&qkv[first * row + q..], queries, s.width, row);
         let k = Mat::strided(&qkv[start * row + k..], keys, s.width, row);
         let v = Mat::strided(&qkv[start * row + v..], keys, s.width, row);
@@ -70,7 +83,7 @@ fn forward_head(
         }
         simd!({
             for (i, scores) in scores.chunks_exact_mut(keys).enumerate() {
-                lse[first + i] = softmax(scores, visible(s, first + i, start));
+                lse[first + i] = softmax(scores, sequence.visible(first + i, start));
             }
         });
         // out = p v
@@ -81,6 +94,8 @@ fn forward_head(
 
 /// A block of queries, and the keys that any of them sees.
 struct Block {
+    /// The first query.
+    first: usize,
     queries: usize,
     /// The first key.
     start: usize,
@@ -88,19 +103,27 @@ struct Block {
     keys: usize,
 }
 
-impl Block {
-    /// Returns the block that begins with this query.
-    fn new(s: AttentionShape, first: usize) -> Self {
-        let queries = QUERIES.min(s.seq - first);
-        let start = visible(s, first, 0).start;
-        Self { queries, start, keys: first + queries - start }
+impl<'a> Row<'a> {
+    /// Returns blocks of all queries. As no block has queries of two documents, hidden keys are not computed.
+    fn blocks(self) -> impl Iterator<Item = Block> + use<'a> {
+        let mut end = 0;
+        std::iter::from_fn(move || {
+            let first = end;
+            if first >= self.s.seq {
+                return None;
+            }
+            end = (first + QUERIES).min(self.bounds.last(self.sequence, first) + 1);
+            let start = self.visible(first, 0).start;
+            Some(Block { first, queries: end - first, start, keys: end - start })
+        })
     }
-}
 
-/// Returns the keys that a query sees, counted from the key `start`.
-#[inline(always)]
-fn visible(s: AttentionShape, query: usize, start: usize) -> Range<usize> {
-    (query + 1).saturating_sub(s.window()) - start..query + 1 - start
+    /// Returns the keys that a query sees, counted from the key `start`.
+    #[inline(always)]
+    fn visible(self, query: usize, start: usize) -> Range<usize> {
+        let first = (query + 1).saturating_sub(self.s.window()).max(self.bounds.first(self.sequence, query));
+        first - start..query + 1 - start
+    }
 }
 
 /// `s = cap tanh(s / cap)`.
@@ -132,26 +155,29 @@ pub(crate) fn backward(t: &Threads, args: AttentionBackward<'_>) {
     let len = rows * out_row;
     let (out, dout, lse) = (a.read(args.out, len), a.read(args.dout, len), a.read(args.lse, rows * s.heads));
     let (qkv, dqkv) = (a.read(args.qkv, rows * row), a.write(args.dqkv, rows * row));
+    let bounds = Documents::read(args.documents, &a, rows, s.seq);
     t.run(|| {
         qkv.par_chunks(s.seq * row)
             .zip(dqkv.par_chunks_mut(s.seq * row))
             .zip(out.par_chunks(s.seq * out_row))
             .zip(dout.par_chunks(s.seq * out_row))
             .zip(lse.par_chunks(s.heads * s.seq))
+            .enumerate()
             .for_each_init(
                 || Scratch { p: vec![0.0; QUERIES * s.seq], dp: vec![0.0; QUERIES * s.seq] },
-                |scratch, ((((qkv, dqkv), out), dout), lse)| {
+                |scratch, (sequence, ((((qkv, dqkv), out), dout), lse))| {
+                    let row = Row { s, bounds, sequence };
                     // Gradients of keys and values accumulate over blocks and heads; those of queries are written once.
                     dqkv.fill(0.0);
                     for head in 0..s.heads {
                         let lse = &lse[head * s.seq..][..s.seq];
-                        backward_head(s, head, Sequence { qkv, out, dout, lse }, dqkv, scratch);
+                        backward_head(row, head, Sequence { qkv, out, dout, lse }, dqkv, scratch);
                     }
                 },
             );
     });
     if let Some(table) = args.rope {
-        rope::cpu(t, s, dqkv, a.read(table, s.seq * s.width), Rotation::Back);
+        rope::cpu(t, s, dqkv, a.read(table, s.seq * s.width), bounds, Rotation::Back);
     }
 }
 
@@ -173,16 +199,16 @@ struct Scratch {
 }
 
 fn backward_head(
-    s: AttentionShape,
+    sequence: Row<'_>,
     head: usize,
     Sequence { qkv, out, dout, lse }: Sequence<'_>,
     dqkv: &mut [f32],
     scratch: &mut Scratch,
 ) {
+    let s = sequence.s;
     let (row, out_row, scale) = (s.qkv_width(), s.heads * s.width, s.scale());
     let (q_at, k_at, v_at) = offsets(s, head);
-    for first in (0..s.seq).step_by(QUERIES) {
-        let Block { queries, start, keys } = Block::new(s, first);
+    for Block { first, queries, start, keys } in sequence.blocks() {
         let (k_at, v_at) = (start * row + k_at, start * row + v_at);
         let at = first * out_row + head * s.width;
         let q = Mat::strided(&qkv[first * row + q_at..], queries, s.width, row);
@@ -202,7 +228,7 @@ fn backward_head(
             for (i, (p, dp)) in p.chunks_exact_mut(keys).zip(dp.chunks_exact_mut(keys)).enumerate() {
                 let range = at + i * out_row..at + i * out_row + s.width;
                 let delta = math::dot(&out[range.clone()], &dout[range]);
-                let visible = visible(s, first + i, start);
+                let visible = sequence.visible(first + i, start);
                 probabilities(p, dp, visible, lse[first + i], delta, curvature);
             }
         });

@@ -20,6 +20,7 @@ use super::{AttentionBackward, AttentionForward, AttentionShape};
 use crate::cuda::cudnn::sequence_problem;
 use crate::cuda::{Arg, Gpu, Launch, args, expect};
 use crate::error::{EngineError, Result};
+use crate::ops::Documents;
 use crate::ops::rope::{self, Rotation};
 use crate::tensor::Slice;
 
@@ -83,13 +84,14 @@ impl Attention {
     }
 
     pub(crate) fn forward(&self, gpu: &Gpu, a: AttentionForward<'_>) -> Result<()> {
-        let AttentionForward { shape: s, qkv, rope, out, lse } = a;
+        let AttentionForward { shape: s, qkv, rope, documents, out, lse } = a;
         let s = plain(s);
         let rows = s.batch * s.seq;
         gpu.expect_act(qkv, rows * s.qkv_width());
         gpu.expect_act(out, rows * s.heads * s.width);
         expect(lse, DType::F32, rows * s.heads);
         expect_table(s, rope);
+        expect_documents(s, documents);
         let own = own_kernels(gpu, s);
         if own.keeps_whole_head(s) {
             gpu.variants.selected(Direction::Forward.operation(), s, WHOLE_HEAD, None);
@@ -98,7 +100,7 @@ impl Attention {
             return unsafe { self.launch(gpu, s, Kernel::FwdWholeHead, args) };
         }
         if let Some(table) = rope {
-            rope::cuda(gpu, s, qkv, table, Rotation::Forward)?;
+            rope::cuda(gpu, s, qkv, table, documents, Rotation::Forward)?;
         }
         match self.select(gpu, s, Direction::Forward) {
             // SAFETY: checked above.
@@ -110,8 +112,9 @@ impl Attention {
                 unsafe { self.run_cudnn(gpu, s, (&plan, Direction::Forward), &operands) }
             }
             Selected::Portable => {
-                let args =
-                    args![qkv, out, lse, s.seq, s.heads, s.kv_heads, s.scale(), s.window(), s.softcap()];
+                let first_keys = documents.map(|documents| documents.first);
+                let sizes = args![s.seq, s.heads, s.kv_heads, s.scale(), s.window(), s.softcap()];
+                let args = &[&args![qkv, out, lse, first_keys][..], sizes].concat();
                 // SAFETY: checked above.
                 unsafe { self.launch(gpu, s, Kernel::Fwd, args) }
             }
@@ -119,13 +122,14 @@ impl Attention {
     }
 
     pub(crate) fn backward(&self, gpu: &Gpu, a: AttentionBackward<'_>) -> Result<()> {
-        let AttentionBackward { shape: s, qkv, rope, out, dout, lse, dqkv } = a;
+        let AttentionBackward { shape: s, qkv, rope, documents, out, dout, lse, dqkv } = a;
         let s = plain(s);
         let rows = s.batch * s.seq;
         [qkv, dqkv].into_iter().for_each(|x| gpu.expect_act(x, rows * s.qkv_width()));
         [out, dout].into_iter().for_each(|x| gpu.expect_act(x, rows * s.heads * s.width));
         expect(lse, DType::F32, rows * s.heads);
         expect_table(s, rope);
+        expect_documents(s, documents);
         if own_kernels(gpu, s).keeps_whole_head(s) {
             gpu.variants.selected(Direction::Backward.operation(), s, WHOLE_HEAD, None);
             let args = args![qkv, rope, out, dout, lse, dqkv, s.seq, s.heads, s.scale()];
@@ -146,29 +150,32 @@ impl Attention {
             }
             Selected::Portable => self.backward_in_tiles(gpu, a),
         }?;
-        rope.map_or(Ok(()), |table| rope::cuda(gpu, s, dqkv, table, Rotation::Back))
+        rope.map_or(Ok(()), |table| rope::cuda(gpu, s, dqkv, table, documents, Rotation::Back))
     }
 
     /// Computes backward with our own kernels. The caller has checked the operands.
     fn backward_in_tiles(&self, gpu: &Gpu, a: AttentionBackward<'_>) -> Result<()> {
-        let AttentionBackward { qkv, out, dout, lse, dqkv, .. } = a;
+        let AttentionBackward { qkv, documents, out, dout, lse, dqkv, .. } = a;
         let s = plain(a.shape);
         let rows = s.batch * s.seq * s.heads;
         let delta = gpu.alloc(DType::F32, rows)?;
         let delta_args = args![out, dout, delta.all(), s.batch, s.seq, s.heads];
-        let operands: &[Arg] = args![qkv, dout, lse, delta.all(), dqkv];
         let sizes: &[Arg] = args![s.seq, s.heads, s.kv_heads, s.scale(), s.window(), s.softcap()];
-        let args = &[operands, sizes].concat();
+        let args = |bounds: Option<Slice<'_>>| {
+            [&args![qkv, dout, lse, delta.all(), dqkv, bounds][..], sizes].concat()
+        };
+        let query_args = args(documents.map(|documents| documents.first));
+        let key_args = args(documents.map(|documents| documents.last));
         let own = own_kernels(gpu, s);
         let delta_launch = own.delta_launch(rows);
         // SAFETY: the caller has checked the operands; delta has one float per row and head; the others write disjoint
         // parts of dqkv.
         unsafe {
             self.launch_named(gpu, s, DELTA, delta_launch, delta_args)?;
-            self.launch(gpu, s, Kernel::BwdQueries, args)?;
-            self.launch(gpu, s, Kernel::BwdKeys, args)?;
+            self.launch(gpu, s, Kernel::BwdQueries, &query_args)?;
+            self.launch(gpu, s, Kernel::BwdKeys, &key_args)?;
             if own.has_separate_values() {
-                self.launch(gpu, s, Kernel::BwdValues, args)?;
+                self.launch(gpu, s, Kernel::BwdValues, &key_args)?;
             }
         }
         Ok(())
@@ -310,6 +317,7 @@ fn not_cudnn(gpu: &Gpu, s: AttentionShape) -> Option<String> {
     match (gpu.deterministic, gpu.activations) {
         (true, _) => Some("the run is deterministic".into()),
         (false, DType::Bf16) if s.options.softcap.is_some() => Some("scores are capped".into()),
+        (false, DType::Bf16) if s.options.documents => Some("rows hold several documents".into()),
         (false, DType::Bf16) => None,
         (false, other) => Some(format!("activations are {}", other.name())),
     }
@@ -322,6 +330,13 @@ fn plain(s: AttentionShape) -> AttentionShape {
 
 fn own_kernels(gpu: &Gpu, s: AttentionShape) -> OwnKernels {
     OwnKernels::select(gpu.precision, gpu.device.capability, s.width, s.options.into())
+}
+
+fn expect_documents(s: AttentionShape, documents: Option<Documents<'_>>) {
+    assert_eq!(documents.is_some(), s.options.documents, "{s:?}");
+    if let Some(documents) = documents {
+        documents.check(s.batch * s.seq);
+    }
 }
 
 fn expect_table(s: AttentionShape, rope: Option<Slice<'_>>) {

@@ -234,7 +234,7 @@ pub(super) unsafe fn forward(
     s: AttentionShape,
     a: AttentionForward<'_>,
 ) -> Result<()> {
-    let AttentionForward { qkv, out, lse, .. } = a;
+    let AttentionForward { qkv, documents, out, lse, .. } = a;
     let tiles = s.seq.div_ceil(FWD_GROUPS * SQUARE);
     let blocks = (tiles * s.batch * s.heads).min(gpu.hopper.multiprocessors());
     let section = query_section(gpu, s, tiles);
@@ -242,7 +242,7 @@ pub(super) unsafe fn forward(
         map(qkv, s, s.qkv_width())?,
         out,
         lse,
-        None,
+        documents.map(|documents| documents.first),
         s.window(),
         s.batch,
         s.seq,
@@ -270,7 +270,7 @@ pub(super) unsafe fn backward(
     (s, form): (AttentionShape, QueryGradients),
     a: AttentionBackward<'_>,
 ) -> Result<()> {
-    let AttentionBackward { qkv, out, dout, lse, dqkv, .. } = a;
+    let AttentionBackward { qkv, documents, out, dout, lse, dqkv, .. } = a;
     let row = s.qkv_width();
     let queries = QUERY_ELEMENTS / s.width;
     let rows = s.batch * s.heads * padded_length(s);
@@ -292,7 +292,7 @@ pub(super) unsafe fn backward(
         stats,
         sums,
         dqkv,
-        None,
+        documents.map(|documents| documents.last),
         s.window(),
         s.batch,
         s.seq,
@@ -319,7 +319,7 @@ pub(super) unsafe fn backward(
             dout_map,
             stats,
             dqkv,
-            None,
+            documents.map(|documents| documents.first),
             s.window(),
             s.batch,
             s.seq,

@@ -1,10 +1,10 @@
 // Causal attention in tiles on the FP32 units, for any head width and element type: the T x T matrix of scores is never
 // materialised. mma_tiled.cu is the variant for tensor cores.
 //
-// Compiled per head width, -DWIDTH=D, with or without a sliding window, -DWINDOWED, and a soft cap, -DCAPPED. A block
-// has 16 x 16 threads (THREADS) and works on TILE rows (of queries, or of keys for dk and dv) of one head; thread (ty,
-// tx) owns rows ty*R.. of the block's tile, columns tx + 16 j of a tile of scores, and columns tx + 16 j of the head's
-// width.
+// Compiled per head width, -DWIDTH=D, with or without a sliding window, -DWINDOWED, a soft cap, -DCAPPED, and documents
+// in rows, -DDOCUMENTS. A block has 16 x 16 threads (THREADS) and works on TILE rows (of queries, or of keys for dk and
+// dv) of one head; thread (ty, tx) owns rows ty*R.. of the block's tile, columns tx + 16 j of a tile of scores, and
+// columns tx + 16 j of the head's width.
 //
 // qkv (B, T, (H + 2 Hkv) D), out (B, T, H D), lse and delta (B, H, T). Rows past T read as zero and are never written.
 //
@@ -102,8 +102,8 @@ __device__ inline float row_max(float x) {
 
 // Online softmax over tiles of keys. Grid: (tiles of queries, H, B). Shared: 3 tiles of width, 1 of scores.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_fwd(const ACT* qkv, ACT* out, float* lse, i64 seq, i64 heads, i64 kv_heads, float scale, i64 window,
-                  float softcap) {
+    attention_fwd(const ACT* qkv, ACT* out, float* lse, const int* first_keys, i64 seq, i64 heads, i64 kv_heads,
+                  float scale, i64 window, float softcap) {
     pdl_wait_and_launch();
     extern __shared__ float4 memory[];
     float* q = (float*)memory;
@@ -115,10 +115,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     qkv += blockIdx.z * seq * row;
     load_tile(q, qkv + layout.q_at(head), row, first, seq);
 
+    if (DOCUMENTS) first_keys += blockIdx.z * seq;
+    i64 row_first[R] = {};
+#pragma unroll
+    for (int i = 0; DOCUMENTS && i < R; i++) row_first[i] = bound_of(first_keys, first + ty * R + i, seq);
     float o[R][WC] = {}, running_max[R], running_sum[R] = {};
 #pragma unroll
     for (int i = 0; i < R; i++) running_max[i] = __int_as_float(0xff800000);
-    for (i64 key = first_key(first, window) / TILE * TILE; key <= first; key += TILE) {
+    for (i64 key = first_key(first, window, first_keys, seq) / TILE * TILE; key <= first; key += TILE) {
         __syncthreads();
         load_tile(k, qkv + layout.k_at(head), row, key, seq);
         load_tile(v, qkv + layout.v_at(head), row, key, seq);
@@ -133,13 +137,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             for (int j = 0; j < R; j++) {
                 // The causal mask also hides keys past T: they come after every query that is written.
                 i64 column = key + tx + 16 * j;
-                bool visible = column <= query && in_window(query, column, window);
+                bool visible = column <= query && in_window(query, column, window) && column >= row_first[i];
                 s[i][j] = visible ? score(s[i][j], scale, softcap) : __int_as_float(0xff800000);
                 top = fmaxf(top, s[i][j]);
             }
-            // Without a window, the first tile holds key 0, which every row sees, so the maximum is finite.
+            // Without a window and documents, the first tile holds key 0, which every row sees: the maximum is finite.
             top = row_max(top);
-            float shift = WINDOWED && top == __int_as_float(0xff800000) ? 0.0f : top;
+            float shift = (WINDOWED || DOCUMENTS) && top == __int_as_float(0xff800000) ? 0.0f : top;
             // Rescales the sums accumulated under the previous maximum.
             float rescale = expf(running_max[i] - shift), sum = 0.0f;
             running_max[i] = top;
@@ -185,8 +189,9 @@ extern "C" __global__ void attention_bwd_delta(const ACT* out, const ACT* dout, 
 
 // dq. Grid: (tiles of queries, H, B). Shared: 4 tiles of width, 1 of scores.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_bwd_queries(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv, i64 seq,
-                          i64 heads, i64 kv_heads, float scale, i64 window, float softcap) {
+    attention_bwd_queries(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv,
+                          const int* first_keys, i64 seq, i64 heads, i64 kv_heads, float scale, i64 window,
+                          float softcap) {
     pdl_wait_and_launch();
     extern __shared__ float4 memory[];
     float* q = (float*)memory;
@@ -198,14 +203,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     dqkv += blockIdx.z * seq * row;
     load_tile(q, qkv + layout.q_at(head), row, first, seq);
     load_tile(o, dout + (blockIdx.z * seq * heads + head) * WIDTH, heads * WIDTH, first, seq);
+    if (DOCUMENTS) first_keys += blockIdx.z * seq;
+    i64 row_first[R] = {};
     float row_lse[R], row_delta[R], dq[R][WC] = {};
 #pragma unroll
     for (int i = 0; i < R; i++) {
         i64 query = first + ty * R + i, stat = (blockIdx.z * heads + head) * seq + query;
         row_lse[i] = query < seq ? lse[stat] : 0.0f;
         row_delta[i] = query < seq ? delta[stat] : 0.0f;
+        if (DOCUMENTS) row_first[i] = bound_of(first_keys, query, seq);
     }
-    for (i64 key = first_key(first, window) / TILE * TILE; key <= first; key += TILE) {
+    for (i64 key = first_key(first, window, first_keys, seq) / TILE * TILE; key <= first; key += TILE) {
         __syncthreads();
         load_tile(k, qkv + layout.k_at(head), row, key, seq);
         load_tile(v, qkv + layout.v_at(head), row, key, seq);
@@ -218,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
             for (int j = 0; j < R; j++) {
                 i64 column = key + tx + 16 * j, query = first + ty * R + i;
-                bool visible = column <= query && in_window(query, column, window);
+                bool visible = column <= query && in_window(query, column, window) && column >= row_first[i];
                 float x = score(s[i][j], scale, softcap);
                 s[i][j] = visible ? expf(x - row_lse[i]) * (dp[i][j] - row_delta[i]) : 0.0f;
                 if (CAPPED) s[i][j] *= cap_slope(x, softcap);
@@ -240,8 +248,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // to the same gradient. Shared: 4 tiles of width, 1 of scores. Here, rows of the scores are keys and columns are
 // queries.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_bwd_keys(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv, i64 seq,
-                       i64 heads, i64 kv_heads, float scale, i64 window, float softcap) {
+    attention_bwd_keys(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv,
+                       const int* last_queries, i64 seq, i64 heads, i64 kv_heads, float scale, i64 window,
+                       float softcap) {
     pdl_wait_and_launch();
     extern __shared__ float4 memory[];
     float* k = (float*)memory;
@@ -255,7 +264,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     load_tile(k, qkv + layout.k_at(first_head), row, first, seq);
     load_tile(v, qkv + layout.v_at(first_head), row, first, seq);
     float dk[R][WC] = {}, dv[R][WC] = {};
-    i64 end = query_end(first + TILE, window, seq);
+    if (DOCUMENTS) last_queries += blockIdx.z * seq;
+    i64 row_last[R];
+#pragma unroll
+    for (int i = 0; i < R; i++) row_last[i] = DOCUMENTS ? bound_of(last_queries, first + ty * R + i, seq) : seq;
+    i64 end = query_end(first + TILE, window, last_queries, seq);
     for (i64 head = first_head; head < first_head + group; head++) {
         for (i64 query = first; query < end; query += TILE) {
             __syncthreads();
@@ -273,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
                 for (int i = 0; i < R; i++) {
                     i64 key = first + ty * R + i;
-                    bool visible = in_range && key <= column && in_window(column, key, window);
+                    bool visible = in_range && key <= column && in_window(column, key, window) && column <= row_last[i];
                     float x = score(s[i][j], scale, softcap), p = visible ? expf(x - column_lse) : 0.0f;
                     s[i][j] = p;
                     dp[i][j] = p * (dp[i][j] - column_delta);

@@ -146,7 +146,26 @@ __device__ inline void write_rows(ACT* to, i64 stride, i64 first, i64 seq, const
         }
 }
 
-// Whether a query sees a key, at positions relative to the same one.
+// Bounds of a warp's 16 M rows in their documents, see qkv.cuh, relative to the first row: those of the first and the
+// last row, and of this thread's. The latter are read when needed, to save registers.
+template <int M>
+struct Bounds {
+    int first, last, row, count;
+    const int* bounds;
+
+    // `row` is the warp's first row.
+    __device__ Bounds(const int* all, i64 row, i64 seq) : row((int)row), count((int)(seq - row)) {
+        if constexpr (DOCUMENTS) {
+            bounds = all + row;
+            first = of(0), last = of(16 * M - 1);
+        }
+    }
+
+    // Rows past the sequence have the last one's bound.
+    __device__ int of(int i) const { return bounds[i < count ? i : count - 1] - row; }
+};
+
+// Whether a query sees a key of the same document, at positions relative to the same one.
 __device__ inline bool is_visible(int query, int key, int window) {
     return WINDOWED ? (u32)(query - key) < (u32)window : key <= query;
 }
@@ -162,29 +181,32 @@ __device__ inline bool any_visible(int offset, int window) {
 template <int M, int N>
 __device__ inline void online_softmax(float (&o)[M][WIDTH / 8][4], float (&row_max)[M][2], float (&row_sum)[M][2],
                                       const ACT* q, const ACT* k, const ACT* v, int row, int offset,
-                                      const Scores& factors, int window) {
-    if (!any_visible<M, N>(offset, window)) return;
+                                      const Scores& factors, const Bounds<M>& first_keys, int window) {
+    if (!any_visible<M, N>(offset, window) || DOCUMENTS && first_keys.first + offset >= 8 * N) return;
     float s[M][N][4];
     scores(s, q, k, row);
     cap(s, factors);
     bool masked = 8 * N - 1 > offset || WINDOWED && offset + 16 * M > window;
+    if (DOCUMENTS) masked = masked || first_keys.last + offset > 0;
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             int query = offset + row_of(m, 2 * half);
+            int first_key = DOCUMENTS && masked ? first_keys.of(row_of(m, 2 * half)) + offset : 0;
             float new_max = NEG_INF;
 #pragma unroll
             for (int n = 0; n < N; n++)
 #pragma unroll
                 for (int i = 2 * half; i < 2 * half + 2; i++) {
-                    if (masked && !is_visible(query, column_of(n, i), window)) s[m][n][i] = NEG_INF;
+                    int key = column_of(n, i);
+                    if (masked && (!is_visible(query, key, window) || key < first_key)) s[m][n][i] = NEG_INF;
                     new_max = fmaxf(new_max, s[m][n][i]);
                 }
-            // Without a window, the first step includes key 0, which every row sees, so the maximum is finite from then
-            // on.
+            // Without a window and documents, the first step includes key 0, which every row sees, so the maximum is
+            // finite from then on.
             new_max = fmaxf(row_max[m][half], quad_max(new_max) * factors.log2_factor);
-            float shift = WINDOWED && new_max == NEG_INF ? 0.0f : new_max;
+            float shift = (WINDOWED || DOCUMENTS) && new_max == NEG_INF ? 0.0f : new_max;
             float rescale = exp2_approx(row_max[m][half] - shift), sum = 0.0f;
             row_max[m][half] = new_max;
 #pragma unroll
@@ -225,21 +247,25 @@ __device__ inline void write_output(ACT* out, i64 stride, float* lse, i64 first,
 template <int M, int N>
 __device__ inline void query_gradients(float (&dq)[M][WIDTH / 8][4], const ACT* q, const ACT* o, const ACT* k,
                                        const ACT* v, const float (&row_lse)[M][2], const float (&row_delta)[M][2],
-                                       int row, int offset, const Scores& factors, int window) {
-    if (!any_visible<M, N>(offset, window)) return;
+                                       int row, int offset, const Scores& factors, const Bounds<M>& first_keys,
+                                       int window) {
+    if (!any_visible<M, N>(offset, window) || DOCUMENTS && first_keys.first + offset >= 8 * N) return;
     float s[M][N][4], dp[M][N][4];
     scores(s, q, k, row);
     cap(s, factors);
     scores(dp, o, v, row);
     bool masked = 8 * N - 1 > offset || WINDOWED && offset + 16 * M > window;
+    if (DOCUMENTS) masked = masked || first_keys.last + offset > 0;
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             int query = offset + row_of(m, i);
+            int first_key = DOCUMENTS && masked ? first_keys.of(row_of(m, i)) + offset : 0;
 #pragma unroll
             for (int n = 0; n < N; n++) {
-                bool visible = !masked || is_visible(query, column_of(n, i), window);
+                int key = column_of(n, i);
+                bool visible = !masked || is_visible(query, key, window) && key >= first_key;
                 float p = visible ? exp2_approx(s[m][n][i] * factors.log2_factor - row_lse[m][i / 2]) : 0.0f;
                 float slope = CAPPED ? cap_slope(s[m][n][i]) : 1.0f;
                 s[m][n][i] = p * (dp[m][n][i] - row_delta[m][i / 2]) * slope;
@@ -254,14 +280,23 @@ __device__ inline void query_gradients(float (&dq)[M][WIDTH / 8][4], const ACT* 
 template <bool DK, bool DV, int M, int N>
 __device__ inline void key_gradients(float (&dk)[M][WIDTH / 8][4], float (&dv)[M][WIDTH / 8][4], const ACT* k,
                                      const ACT* v, const ACT* q, const ACT* o, const float* lse, const float* delta,
-                                     int row, int offset, const Scores& factors, int window) {
-    // All keys are after the last query, or before the first one's window, so nothing is visible.
+                                     int row, int offset, const Scores& factors, const Bounds<M>& last_queries,
+                                     int window) {
+    // All keys are after the last query, or before the first one's window or document, so nothing is visible.
     if (offset >= 8 * N || WINDOWED && offset + 16 * M - 1 <= -window) return;
+    if (DOCUMENTS && last_queries.last + offset < 0) return;
     float s[M][N][4], dp[M][N][4];
     scores(s, k, q, row);
     cap(s, factors);
     if constexpr (DK) scores(dp, v, o, row);
     bool masked = offset + 16 * M - 1 > 0 || WINDOWED && 8 * N - 1 - offset >= window;
+    if (DOCUMENTS) masked = masked || last_queries.first + offset < 8 * N - 1;
+    int last_query[M][2];
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            last_query[m][half] = DOCUMENTS && masked ? last_queries.of(row_of(m, 2 * half)) + offset : 8 * N;
 #pragma unroll
     for (int n = 0; n < N; n++) {
         float2 column_lse = *(const float2*)(lse + column_of(n, 0));
@@ -270,7 +305,9 @@ __device__ inline void key_gradients(float (&dk)[M][WIDTH / 8][4], float (&dv)[M
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                bool visible = !masked || is_visible(column_of(n, i), offset + row_of(m, i), window);
+                int query = column_of(n, i);
+                bool visible =
+                    !masked || is_visible(query, offset + row_of(m, i), window) && query <= last_query[m][i / 2];
                 float p = exp2_approx(s[m][n][i] * factors.log2_factor - (i % 2 ? column_lse.y : column_lse.x));
                 p = visible ? p : 0.0f;
                 float slope = CAPPED ? cap_slope(s[m][n][i]) : 1.0f;

@@ -2,8 +2,8 @@
 
 // out and lse. Grid: (tiles of queries, H, B). Shared: 1 tile of queries, 4 of keys and values.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_fwd(const ACT* qkv, ACT* out, float* lse, i64 seq, i64 heads, i64 kv_heads, float scale, i64 window,
-                  float softcap) {
+    attention_fwd(const ACT* qkv, ACT* out, float* lse, const int* first_keys, i64 seq, i64 heads, i64 kv_heads,
+                  float scale, i64 window, float softcap) {
     pdl_wait_and_launch();
     constexpr int ROWS = FWD_ROWS, COLS = FWD_COLS, M = ROWS / 16 / WARPS, N = COLS / 8;
     extern __shared__ float4 memory[];
@@ -16,7 +16,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     qkv += blockIdx.z * seq * row;
     const ACT *keys = qkv + layout.k_at(head), *values = qkv + layout.v_at(head);
     i64 end = first + ROWS < seq ? first + ROWS : seq;
-    int begin = (int)(first_key(first, window) / COLS), tiles = (int)((end + COLS - 1) / COLS);
+    if (DOCUMENTS) first_keys += blockIdx.z * seq;
+    int begin = (int)(first_key(first, window, first_keys, seq) / COLS), tiles = (int)((end + COLS - 1) / COLS);
 
     copy_rows<ROWS>(q, qkv + layout.q_at(head), row, first, seq);
     copy_rows<COLS>(k + begin % 2 * COLS * WIDTH, keys, row, (i64)begin * COLS, seq);
@@ -27,13 +28,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int m = 0; m < M; m++) row_max[m][0] = row_max[m][1] = NEG_INF, row_sum[m][0] = row_sum[m][1] = 0.0f;
     Scores factors(scale, softcap);
+    Bounds<M> bounds(first_keys, first + warp_row, seq);
 
     for (int tile = begin; tile < tiles; tile++) {
         i64 key = (i64)tile * COLS;
         int stage = tile % 2 * COLS * WIDTH;
         wait_for_kv_tile<ROWS, COLS>(q, k, v, keys, values, row, tile, begin, tiles, seq);
         online_softmax<M, N>(o, row_max, row_sum, q, k + stage, v + stage, warp_row, (int)(first - key) + warp_row,
-                             factors, (int)window);
+                             factors, bounds, (int)window);
         __syncthreads();
     }
     out += (blockIdx.z * seq * heads + head) * WIDTH;
@@ -60,8 +62,9 @@ extern "C" __global__ void attention_bwd_delta(const ACT* out, const ACT* dout, 
 
 // dq. Grid: (tiles of queries, H, B). Shared: 2 tiles of queries, 4 of keys and values.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_bwd_queries(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv, i64 seq,
-                          i64 heads, i64 kv_heads, float scale, i64 window, float softcap) {
+    attention_bwd_queries(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv,
+                          const int* first_keys, i64 seq, i64 heads, i64 kv_heads, float scale, i64 window,
+                          float softcap) {
     pdl_wait_and_launch();
     constexpr int ROWS = BWD_Q_ROWS, COLS = BWD_Q_COLS, M = ROWS / 16 / WARPS, N = COLS / 8;
     extern __shared__ float4 memory[];
@@ -74,7 +77,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     dqkv += blockIdx.z * seq * row;
     const ACT *keys = qkv + layout.k_at(head), *values = qkv + layout.v_at(head);
     i64 end = first + ROWS < seq ? first + ROWS : seq;
-    int begin = (int)(first_key(first, window) / COLS), tiles = (int)((end + COLS - 1) / COLS);
+    if (DOCUMENTS) first_keys += blockIdx.z * seq;
+    int begin = (int)(first_key(first, window, first_keys, seq) / COLS), tiles = (int)((end + COLS - 1) / COLS);
 
     copy_rows<ROWS>(q, qkv + layout.q_at(head), row, first, seq);
     copy_rows<ROWS>(o, dout + (blockIdx.z * seq * heads + head) * WIDTH, heads * WIDTH, first, seq);
@@ -92,13 +96,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             row_delta[m][half] = query < seq ? delta[stat] : 0.0f;
         }
     Scores factors(scale, softcap);
+    Bounds<M> bounds(first_keys, first + warp_row, seq);
 
     for (int tile = begin; tile < tiles; tile++) {
         i64 key = (i64)tile * COLS;
         int stage = tile % 2 * COLS * WIDTH;
         wait_for_kv_tile<2 * ROWS, COLS>(q, k, v, keys, values, row, tile, begin, tiles, seq);
         query_gradients<M, N>(dq, q, o, k + stage, v + stage, row_lse, row_delta, warp_row,
-                              (int)(first - key) + warp_row, factors, (int)window);
+                              (int)(first - key) + warp_row, factors, bounds, (int)window);
         __syncthreads();
     }
     float scales[M][2];
@@ -111,7 +116,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // visits all query heads of its key head, so that no two blocks add to the same gradient.
 template <bool DK, bool DV>
 __device__ inline void bwd_keys(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv,
-                                i64 seq, i64 heads, i64 kv_heads, float scale, i64 window, float softcap) {
+                                const int* last_queries, i64 seq, i64 heads, i64 kv_heads, float scale, i64 window,
+                                float softcap) {
     // Only dk needs the values.
     constexpr int ROWS = BWD_K_ROWS, COLS = BWD_K_COLS, M = ROWS / 16 / WARPS, N = COLS / 8,
                   RESIDENT = DK ? 2 * ROWS : ROWS;
@@ -128,7 +134,8 @@ __device__ inline void bwd_keys(const ACT* qkv, const ACT* dout, const float* ls
     dout += blockIdx.z * seq * heads * WIDTH;
     lse += blockIdx.z * heads * seq;
     delta += blockIdx.z * heads * seq;
-    i64 end = query_end(first + ROWS, window, seq);
+    if (DOCUMENTS) last_queries += blockIdx.z * seq;
+    i64 end = query_end(first + ROWS, window, last_queries, seq);
     int start = (int)(first / COLS), per_head = (int)((end + COLS - 1) / COLS) - start, tiles = per_head * (int)group;
 
     // Starts the copy of tile `tile`, counted over the queries of all heads, into its stage.
@@ -151,6 +158,7 @@ __device__ inline void bwd_keys(const ACT* qkv, const ACT* dout, const float* ls
     zero(dk);
     zero(dv);
     Scores factors(scale, softcap);
+    Bounds<M> bounds(last_queries, first + warp_row, seq);
 
     for (int tile = 0; tile < tiles; tile++) {
         i64 query = (i64)(start + tile % per_head) * COLS;
@@ -163,7 +171,7 @@ __device__ inline void bwd_keys(const ACT* qkv, const ACT* dout, const float* ls
         }
         key_gradients<DK, DV, M, N>(dk, dv, k, v, q + stage * WIDTH, o + stage * WIDTH, stats + 2 * stage,
                                     stats + 2 * stage + COLS, warp_row, (int)(first - query) + warp_row, factors,
-                                    (int)window);
+                                    bounds, (int)window);
         __syncthreads();
     }
     float ones[M][2], scales[M][2];
@@ -176,9 +184,10 @@ __device__ inline void bwd_keys(const ACT* qkv, const ACT* dout, const float* ls
 // dk, and dv unless attention_bwd_values computes it. Grid: (tiles of keys, Hkv, B). Shared: 2 tiles of keys and
 // values, 4 of queries and dout, and lse and delta of two tiles of queries.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_bwd_keys(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv, i64 seq,
-                       i64 heads, i64 kv_heads, float scale, i64 window, float softcap) {
+    attention_bwd_keys(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv,
+                       const int* last_queries, i64 seq, i64 heads, i64 kv_heads, float scale, i64 window,
+                       float softcap) {
     pdl_wait_and_launch();
-    bwd_keys<true, !SEPARATE_VALUES>(qkv, dout, lse, delta, dqkv, seq, heads, kv_heads, scale,
-                                     window, softcap);
+    bwd_keys<true, !SEPARATE_VALUES>(qkv, dout, lse, delta, dqkv, last_queries, seq, heads, kv_heads, scale, window,
+                                     softcap);
 }

@@ -71,6 +71,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     __syncthreads();
     int tiles = ((int)seq + ROWS - 1) / ROWS;
     Scores factors(scale, 0.0f);
+    // Rows are one document each.
+    Bounds<M> bounds(nullptr, 0, seq);
     for (int round = 0; round * WARPS < tiles; round++) {
         int tile = warp_tile(round), first = tile * ROWS;
         if (tile >= tiles) continue;
@@ -80,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
         for (int m = 0; m < M; m++) row_max[m][0] = row_max[m][1] = NEG_INF, row_sum[m][0] = row_sum[m][1] = 0.0f;
         for (int key = 0; key < first + ROWS; key += WHOLE_FWD_COLS)
             online_softmax<M, N>(o, row_max, row_sum, q, k + key * WIDTH, v + key * WIDTH, first, first - key,
-                                 factors, 0);
+                                 factors, bounds, 0);
         write_output(out, width, lse, first, seq, o, row_max, row_sum);
     }
 }
@@ -127,6 +129,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
 
     int tiles = ((int)seq + ROWS - 1) / ROWS;
     Scores factors(scale, 0.0f);
+    // Rows are one document each.
+    Bounds<M> bounds(nullptr, 0, seq);
     float ones[M][2], scales[M][2];
 #pragma unroll
     for (int m = 0; m < M; m++) ones[m][0] = ones[m][1] = 1.0f, scales[m][0] = scales[m][1] = scale;
@@ -138,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
         zero(dv);
         for (int query = first / WHOLE_BWD_COLS * WHOLE_BWD_COLS; query < seq; query += WHOLE_BWD_COLS)
             key_gradients<true, true, M, N>(dk, dv, k, v, q + query * WIDTH, o + query * WIDTH, head_lse + query,
-                                            head_delta + query, first, first - query, factors, 0);
+                                            head_delta + query, first, first - query, factors, bounds, 0);
         rotate_back(dk, table, first, seq);
         write_rows(dqkv + layout.k_at(head), row, first, seq, dk, scales);
         write_rows(dqkv + layout.v_at(head), row, first, seq, dv, ones);
@@ -158,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
             }
         for (int key = 0; key < first + ROWS; key += WHOLE_BWD_COLS)
             query_gradients<M, N>(dq, q, o, k + key * WIDTH, v + key * WIDTH, row_lse, row_delta, first, first - key,
-                                  factors, 0);
+                                  factors, bounds, 0);
         rotate_back(dq, table, first, seq);
         write_rows(dqkv + layout.q_at(head), row, first, seq, dq, scales);
     }

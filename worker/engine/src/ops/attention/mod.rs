@@ -5,14 +5,15 @@
 //! out_i`: `dv = p^T dout`, `ds = p (dout v^T - delta)`, `dq = scale ds k`, `dk = scale ds^T q`.
 //!
 //! With a soft cap c, scores become `c tanh(s / c)` before the softmax, and backward multiplies ds by `1 - tanh(s /
-//! c)^2`. With a window, a query sees only its own and the `window - 1` positions before it.
+//! c)^2`. With a window, a query sees only its own and the `window - 1` positions before it; with documents, only those
+//! of its document, from whose first token positions are counted.
 //!
 //! Variants on a GPU, in order of preference (see `cuda`):
 //!
 //! | variant | conditions | file |
 //! |---|---|---|
-//! | whole heads in shared memory | plain scores, bf16, D 16 or 32, short sequences, Hkv = H | `mma_whole_head.cu` |
-//! | cuDNN | no cap, bf16, not deterministic, cuDNN from 9.15.1, or 9.6 if 128 divides T, D up to 256 | `cudnn.rs` |
+//! | whole heads in shared memory | plain, no documents, bf16, D 16 or 32, few tokens, Hkv = H | `mma_whole_head.cu` |
+//! | cuDNN | no cap or documents, bf16, not deterministic, from 9.15.1, 9.6 if 128 divides T, D to 256 | `cudnn.rs` |
 //! | tiles by TMA and WGMMA | no cap, bf16, compute capability 9.0, D 64 or 128; first if fastest | `hopper_*.cu` |
 //! | tiles on tensor cores | bf16 with D a multiple of 16, tf32 with D a multiple of 8, D up to 256 | `mma_tiled.cu` |
 //! | tiles on FP32 units | none | `kernel.cu` |
@@ -29,7 +30,7 @@ use std::fmt;
 pub use options::{AttentionOptions, Scalar};
 use xlaunch_pool::DType;
 
-use super::{Cuda, Op};
+use super::{Cuda, Documents, Op};
 use crate::cpu::Threads;
 use crate::error::Result;
 use crate::tensor::Slice;
@@ -48,7 +49,7 @@ pub struct AttentionShape {
     pub kv_heads: usize,
     /// D, a multiple of 8.
     pub width: usize,
-    /// Scale, window and soft cap of the scores.
+    /// Scale, window, soft cap and documents of the scores.
     pub options: AttentionOptions,
 }
 
@@ -96,6 +97,8 @@ pub struct AttentionForward<'a> {
     pub qkv: Slice<'a>,
     /// (T, D) F32 rotary table: D/2 cosines, then D/2 sines per position. Pairs are (i, i + D/2).
     pub rope: Option<Slice<'a>>,
+    /// Present if and only if the shape's options say so.
+    pub documents: Option<Documents<'a>>,
     /// (B, T, H D).
     pub out: Slice<'a>,
     /// (B, H, T) F32.
@@ -121,6 +124,8 @@ pub struct AttentionBackward<'a> {
     pub qkv: Slice<'a>,
     /// (T, D) F32, as in forward.
     pub rope: Option<Slice<'a>>,
+    /// As in forward.
+    pub documents: Option<Documents<'a>>,
     /// (B, T, H D).
     pub out: Slice<'a>,
     /// (B, T, H D).

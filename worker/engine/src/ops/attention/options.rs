@@ -1,4 +1,4 @@
-//! Options of attention: the factor of the scores, a sliding window, and a soft cap.
+//! Options of attention: the factor of the scores, a sliding window, a soft cap, and documents in rows.
 
 use std::fmt;
 
@@ -36,13 +36,15 @@ pub struct AttentionOptions {
     pub window: Option<usize>,
     /// Bound of the scores, greater than 0.
     pub softcap: Option<Scalar>,
+    /// True if rows hold several documents, see [`Documents`](crate::Documents): a query sees keys of its own only.
+    pub documents: bool,
 }
 
 impl AttentionOptions {
     /// Options of plain causal attention with heads of this width: scores scaled by `1 / sqrt(D)`.
     #[expect(clippy::cast_precision_loss, reason = "head widths are small")]
     pub fn new(width: usize) -> Self {
-        Self { scale: (1.0 / (width as f32).sqrt()).into(), window: None, softcap: None }
+        Self { scale: (1.0 / (width as f32).sqrt()).into(), window: None, softcap: None, documents: false }
     }
 
     /// Returns the same options without a window that hides nothing from sequences of this length.
@@ -66,6 +68,9 @@ impl AttentionOptions {
         }
         if let Some(softcap) = self.softcap {
             shape.field("softcap", &softcap);
+        }
+        if self.documents {
+            shape.field("documents", &true);
         }
     }
 }

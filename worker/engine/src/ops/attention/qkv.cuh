@@ -10,11 +10,24 @@ struct QkvLayout {
 };
 
 // Sliding windows, -DWINDOWED: a query at position i sees the keys i - window + 1 to i. Without, `window` is unused.
+//
+// Documents, -DDOCUMENTS: a query sees only keys of its own document. first_keys (B, T) has the first key of each
+// query's document, last_queries (B, T) the last query of each key's. Neither decreases within a row. Without, both are
+// unused.
+
+// The bound of a row of the sequence; rows past T have the last one's.
+__device__ inline i64 bound_of(const int* bounds, i64 row, i64 seq) { return bounds[row < seq ? row : seq - 1]; }
 
 // The first key that any of the queries from `query` on sees.
-__device__ inline i64 first_key(i64 query, i64 window) { return WINDOWED && query >= window ? query - window + 1 : 0; }
+__device__ inline i64 first_key(i64 query, i64 window, const int* first_keys, i64 seq) {
+    i64 key = WINDOWED && query >= window ? query - window + 1 : 0;
+    i64 first = DOCUMENTS ? bound_of(first_keys, query, seq) : 0;
+    return key < first ? first : key;
+}
 
 // The end of the queries that see any of the keys before `key_end`.
-__device__ inline i64 query_end(i64 key_end, i64 window, i64 seq) {
-    return WINDOWED && key_end - 1 + window < seq ? key_end - 1 + window : seq;
+__device__ inline i64 query_end(i64 key_end, i64 window, const int* last_queries, i64 seq) {
+    i64 end = WINDOWED && key_end - 1 + window < seq ? key_end - 1 + window : seq;
+    i64 last = DOCUMENTS ? bound_of(last_queries, key_end - 1, seq) + 1 : seq;
+    return end < last ? end : last;
 }

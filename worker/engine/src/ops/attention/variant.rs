@@ -51,26 +51,32 @@ pub(crate) enum OwnKernels {
 pub(crate) struct Scores {
     windowed: bool,
     capped: bool,
+    documents: bool,
 }
 
 impl From<AttentionOptions> for Scores {
     fn from(options: AttentionOptions) -> Self {
-        Self { windowed: options.window.is_some(), capped: options.softcap.is_some() }
+        let AttentionOptions { window, softcap, documents, .. } = options;
+        Self { windowed: window.is_some(), capped: softcap.is_some(), documents }
     }
 }
 
 impl Scores {
     /// All kinds, plain ones first.
-    pub(crate) const ALL: [Self; 4] = [
-        Self { windowed: false, capped: false },
-        Self { windowed: true, capped: false },
-        Self { windowed: false, capped: true },
-        Self { windowed: true, capped: true },
-    ];
+    pub(crate) const ALL: [Self; 8] = {
+        let mut all = [Self { windowed: false, capped: false, documents: false }; 8];
+        let mut kind = 0;
+        while kind < all.len() {
+            all[kind] = Self { windowed: kind & 1 != 0, capped: kind & 2 != 0, documents: kind & 4 != 0 };
+            kind += 1;
+        }
+        all
+    };
 
-    fn macros(self) -> [Macro; 2] {
-        let Self { windowed, capped } = self;
-        [Macro::int("WINDOWED", usize::from(windowed)), Macro::int("CAPPED", usize::from(capped))]
+    fn macros(self) -> [Macro; 3] {
+        let Self { windowed, capped, documents } = self;
+        [("WINDOWED", windowed), ("CAPPED", capped), ("DOCUMENTS", documents)]
+            .map(|(name, is_set)| Macro::int(name, usize::from(is_set)))
     }
 }
 

@@ -1,7 +1,8 @@
 // Softmax cross entropy, fused with its gradient, which replaces the logits.
 //
 // loss = log(sum exp(l - max)) + max - l[target]; dl = (softmax(l) - onehot(target)) grad_scale, 0 in the padding. With
-// a cap, cap t takes the place of l, where t = tanh(l / cap), and dl is multiplied by 1 - t^2.
+// a cap, cap t takes the place of l, where t = tanh(l / cap), and dl is multiplied by 1 - t^2. Rows whose target is
+// negative are ignored: loss and dl are 0, and the row is not read.
 //
 // A block reads its row twice: for the maximum and the sum of exponentials, then for the gradient. The rows of all
 // running blocks fit into the L2 cache, which serves the second read. Keeping the rows in shared memory instead would
@@ -91,9 +92,16 @@ struct Softmax {
     }
 };
 
+template <bool WIDE>
+__device__ inline void ignore(ACT* l, float* loss, int padded, bool with_grad) {
+    if (threadIdx.x == 0) *loss = 0.0f;
+    for (int i = threadIdx.x * 8; with_grad && i < padded; i += blockDim.x * 8) store8(l, i, padded, WIDE, Vec8{});
+}
+
 template <bool WIDE, bool CAPPED>
-__device__ inline void classify(ACT* l, int target, float* loss, int vocab, int padded, bool with_grad,
-                                float grad_scale, Cap<CAPPED> capped) {
+__device__ inline void classify(ACT* l, int target, float* loss, int vocab, int padded, const float* grad_scale_at,
+                                Cap<CAPPED> capped) {
+    if (target < 0) return ignore<WIDE>(l, loss, padded, grad_scale_at);
     float target_logit = capped(load(l, target));
     int first = threadIdx.x * 8, step = blockDim.x * 8;
     Part<WIDE> part;
@@ -105,7 +113,8 @@ __device__ inline void classify(ACT* l, int target, float* loss, int vocab, int 
     float row_max = block_max(softmax.max);
     float sum = block_sum(softmax.sum * exp_relative(softmax.max, row_max));
     if (threadIdx.x == 0) *loss = logf(sum) + row_max - target_logit;
-    if (!with_grad) return;
+    if (!grad_scale_at) return;
+    float grad_scale = *grad_scale_at;
     // Every thread has read the target's logit before the barriers of block_max.
     float factor = grad_scale / sum;
     for (int start = first; start < padded; start += CLASSIFIER_VECS * step) {
@@ -131,29 +140,29 @@ __device__ inline void classify(ACT* l, int target, float* loss, int vocab, int 
     }
 }
 
-// logits (N, Vp), targets (N,), losses (N,). Grid: one block per row.
+// logits (N, Vp), targets (N,), losses (N,), grad_scale (1,) or null. Grid: one block per row.
 template <bool CAPPED>
 __device__ inline void classify_row(ACT* logits, const int* __restrict__ targets, float* __restrict__ losses,
-                                    i64 vocab, i64 padded, bool with_grad, float grad_scale, Cap<CAPPED> capped) {
+                                    i64 vocab, i64 padded, const float* grad_scale, Cap<CAPPED> capped) {
     // Rows are taken in reverse order: the GEMM before this kernel wrote the last rows last, so they are still in the
     // L2 cache.
     i64 row = gridDim.x - 1 - blockIdx.x;
     ACT* l = logits + row * padded;
     // Columns are counted in 32 bits, because comparing them is a large part of the arithmetic.
-    if (is_wide(l, padded)) classify<true>(l, targets[row], losses + row, vocab, padded, with_grad, grad_scale, capped);
-    else classify<false>(l, targets[row], losses + row, vocab, padded, with_grad, grad_scale, capped);
+    if (is_wide(l, padded)) classify<true>(l, targets[row], losses + row, vocab, padded, grad_scale, capped);
+    else classify<false>(l, targets[row], losses + row, vocab, padded, grad_scale, capped);
 }
 
 extern "C" __global__ void __launch_bounds__(CLASSIFIER_THREADS, 1)
     classifier(ACT* logits, const int* __restrict__ targets, float* __restrict__ losses, i64 vocab, i64 padded,
-               bool with_grad, float grad_scale) {
+               const float* grad_scale) {
     pdl_wait_and_launch();
-    classify_row(logits, targets, losses, vocab, padded, with_grad, grad_scale, Cap<false>{});
+    classify_row(logits, targets, losses, vocab, padded, grad_scale, Cap<false>{});
 }
 
 extern "C" __global__ void __launch_bounds__(CLASSIFIER_THREADS, 1)
     classifier_capped(ACT* logits, const int* __restrict__ targets, float* __restrict__ losses, i64 vocab, i64 padded,
-                      bool with_grad, float grad_scale, float cap) {
+                      const float* grad_scale, float cap) {
     pdl_wait_and_launch();
-    classify_row(logits, targets, losses, vocab, padded, with_grad, grad_scale, Cap<true>{cap, 1.0f / cap});
+    classify_row(logits, targets, losses, vocab, padded, grad_scale, Cap<true>{cap, 1.0f / cap});
 }

@@ -2,7 +2,8 @@
 //!
 //! `losses[n] = log sum_v exp(l[n, v]) - l[n, target]` over v < V; with a gradient,
 //! `l[n, v] = (softmax(l[n])[v] - [v = target]) grad_scale`, and 0 in the padding. With a cap, `cap t` with `t = tanh(l
-//! / cap)` takes the place of l, and the gradient is multiplied by the derivative `1 - t^2`.
+//! / cap)` takes the place of l, and the gradient is multiplied by the derivative `1 - t^2`. Rows with the target
+//! [`IGNORED`] have the loss 0 and no gradient.
 
 use rayon::prelude::*;
 use xlaunch_pool::DType;
@@ -29,6 +30,9 @@ pub(crate) const KERNELS: KernelFile = KernelFile {
     dynamic_shared: &[],
 };
 
+/// Target of a row that does not take part in the loss.
+pub const IGNORED: i32 = -1;
+
 /// Cross entropy over rows of `padded` logits, of which the first `vocab` take part.
 #[derive(Clone, Copy, Debug)]
 pub struct ClassifierShape {
@@ -47,12 +51,13 @@ pub struct FusedClassifier<'a> {
     pub shape: ClassifierShape,
     /// (N, Vp) activations. Unchanged without `grad_scale`.
     pub logits: Slice<'a>,
-    /// (N,) I32, each below V: the caller has checked them.
+    /// (N,) I32, each below V or [`IGNORED`]: the caller has checked them.
     pub targets: Slice<'a>,
     /// (N,) F32.
     pub losses: Slice<'a>,
-    /// Factor of the gradients.
-    pub grad_scale: Option<f32>,
+    /// (1,) F32: factor of the gradients, which depends on the number of targets of a step. It is in memory because
+    /// steps are captured and replayed.
+    pub grad_scale: Option<Slice<'a>>,
     /// Bound of the logits' magnitude, applied before the softmax: see [`SoftCap`](crate::SoftCap).
     pub softcap: Option<f32>,
 }
@@ -65,6 +70,7 @@ impl Op for FusedClassifier<'_> {
         match self.grad_scale {
             None => losses(threads, s, a.read(self.logits, len), targets, out, self.softcap),
             Some(scale) => {
+                let scale = a.read(scale, 1)[0];
                 let logits = a.write(self.logits, len);
                 losses_and_gradients(threads, s, logits, targets, out, scale, self.softcap);
             }
@@ -79,9 +85,11 @@ impl Op for FusedClassifier<'_> {
         let is_long = s.padded * gpu.activations.size() > LONG_ROW;
         let launch =
             Launch::blocks(s.rows, if is_long { CLASSIFIER_THREADS } else { CLASSIFIER_THREADS / 2 });
-        let (with_grad, scale) = (self.grad_scale.is_some(), self.grad_scale.unwrap_or(0.0));
-        let args = args![self.logits, self.targets, self.losses, s.vocab, s.padded, with_grad, scale];
-        // SAFETY: checked above; targets are below V by the operation's contract.
+        if let Some(scale) = self.grad_scale {
+            expect(scale, DType::F32, 1);
+        }
+        let args = args![self.logits, self.targets, self.losses, s.vocab, s.padded, self.grad_scale];
+        // SAFETY: checked above; targets are below V or negative by the operation's contract.
         unsafe {
             match self.softcap {
                 None => gpu.launch("classifier", launch, args),
@@ -106,6 +114,10 @@ fn losses(
                 for ((loss, logits), target) in
                     losses.iter_mut().zip(logits.chunks_exact(s.padded)).zip(targets)
                 {
+                    if *target == IGNORED {
+                        *loss = 0.0;
+                        continue;
+                    }
                     let (logits, capped) = (&logits[..s.vocab], |logit| capped(logit, softcap));
                     let largest = capped(math::max(logits));
                     let total = math::sum(s.vocab, |i| math::exp(capped(logits[i]) - largest));
@@ -132,6 +144,11 @@ fn losses_and_gradients(
             simd!({
                 let rows = losses.iter_mut().zip(logits.chunks_exact_mut(s.padded)).zip(targets);
                 for ((loss, row), target) in rows {
+                    if *target == IGNORED {
+                        *loss = 0.0;
+                        row.fill(0.0);
+                        continue;
+                    }
                     let (logits, padding) = row.split_at_mut(s.vocab);
                     slopes.clear();
                     if let Some(cap) = softcap {

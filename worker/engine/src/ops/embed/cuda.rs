@@ -49,12 +49,16 @@ pub(crate) fn forward(gpu: &Gpu, a: EmbedForward<'_>) -> Result<()> {
     if let Some(positions) = a.positions {
         expect(positions, DType::I32, rows);
     }
+    if let Some(documents) = a.documents {
+        documents.check(rows);
+    }
     gpu.expect_act(a.out, rows * s.cols);
+    let first = a.documents.map(|documents| documents.first);
     let threads = vec_threads(gpu, s.cols).min(ROW_THREADS);
     let rows_at_once = if threads < ROW_THREADS { BLOCK_THREADS / threads } else { 1 };
     let block = (threads, rows_at_once);
     let launch = Launch::rows(rows.div_ceil(block.1 as usize), block);
-    let args = args![a.tokens, a.wte, a.wpe, a.positions, a.out, rows, s.seq, s.cols];
+    let args = args![a.tokens, a.wte, a.wpe, a.positions, first, a.out, rows, s.seq, s.cols];
     // SAFETY: checked above; token ids are below V and positions within wpe by the operation's contract.
     unsafe { gpu.launch("embed_fwd", launch, args) }
 }
@@ -68,7 +72,11 @@ pub(crate) fn backward(gpu: &Gpu, a: EmbedBackward<'_>) -> Result<()> {
     token_gradients(gpu, a)?;
     let Some(dwpe) = a.dwpe else { return Ok(()) };
     expect_grad(dwpe, dwpe.len().max(s.seq * s.cols));
-    let args = args![a.dout, dwpe, is_bf16(dwpe), s.batch, s.seq, s.cols];
+    if let Some(documents) = a.documents {
+        documents.check(rows);
+    }
+    let last = a.documents.map(|documents| documents.last);
+    let args = args![a.dout, last, dwpe, is_bf16(dwpe), s.batch, s.seq, s.cols];
     // SAFETY: checked above.
     unsafe { gpu.launch("embed_bwd_positions", row_blocks(gpu, s.seq, s.cols), args) }
 }

@@ -1,14 +1,17 @@
 // Token and position embedding: out[n] = wte[tokens[n]] + wpe[n % T]; the gradients are segment sums of dout's rows.
+// With documents, positions count from the first token of each.
 
-// tokens (N,), wte (V, C), wpe (T, C) or null, positions (N,) or null, out (N, C). Grid: one block per blockDim.y
-// tokens.
+// tokens (N,), wte (V, C), wpe (T, C) or null, positions (N,) or null, first (N,) or null, out (N, C). Grid: one block
+// per blockDim.y tokens.
 extern "C" __global__ void embed_fwd(const int* tokens, const ACT* __restrict__ wte, const ACT* __restrict__ wpe,
-                                     const int* positions, ACT* __restrict__ out, i64 rows, i64 seq, i64 cols) {
+                                     const int* positions, const int* first, ACT* __restrict__ out, i64 rows, i64 seq,
+                                     i64 cols) {
     pdl_wait_and_launch();
     i64 row = blockIdx.x * (i64)blockDim.y + threadIdx.y;
     if (row >= rows) return;
     const ACT* token = wte + tokens[row] * cols;
-    const ACT* position = wpe ? wpe + (positions ? positions[row] : (unsigned)row % (unsigned)seq) * cols : nullptr;
+    unsigned at = (unsigned)row % (unsigned)seq - (first ? first[row] : 0);
+    const ACT* position = wpe ? wpe + (positions ? positions[row] : at) * cols : nullptr;
     out += row * cols;
     bool wide = is_wide(token, cols) && is_wide(out, cols) && (!position || is_wide(position, cols));
     for (i64 c = threadIdx.x * 8ll; c < cols; c += blockDim.x * 8ll) {
@@ -209,15 +212,34 @@ extern "C" __global__ void embed_bwd_joins(const int* __restrict__ tokens, const
     add_grad8(dwte, dwte_bf16, token * cols, c, cols, sum);
 }
 
-// dwpe[t] += sum of dout's rows at position t. Grid: (T, C / 8 / blockDim.x), one thread per eight columns.
-extern "C" __global__ void embed_bwd_positions(const ACT* __restrict__ dout, void* dwpe, bool dwpe_bf16, i64 batch,
-                                               i64 seq, i64 cols) {
+// sum += dout's rows at position t of all documents, in order: from each document's last token follows the next one.
+__device__ inline void add_documents(Vec8& sum, const ACT* __restrict__ dout, const int* __restrict__ last, i64 t,
+                                     i64 batch, i64 seq, i64 cols, i64 c, bool wide) {
+    for (i64 b = 0; b < batch; b++, dout += seq * cols, last += seq) {
+        i64 start = 0;
+        while (start + t < seq) {
+            i64 end = last[start];
+            if (start + t <= end) {
+                Vec8 d = load8(dout + (start + t) * cols, c, cols, wide);
+#pragma unroll
+                for (int j = 0; j < 8; j++) sum.x[j] += d.x[j];
+            }
+            start = end + 1;
+        }
+    }
+}
+
+// dwpe[t] += sum of dout's rows at position t, with documents if `last` (N,) is not null. Grid: (T, C / 8 /
+// blockDim.x), one thread per eight columns.
+extern "C" __global__ void embed_bwd_positions(const ACT* __restrict__ dout, const int* __restrict__ last, void* dwpe,
+                                               bool dwpe_bf16, i64 batch, i64 seq, i64 cols) {
     pdl_wait_and_launch();
     i64 c = (blockIdx.y * (i64)blockDim.x + threadIdx.x) * 8, t = blockIdx.x;
     if (c >= cols) return;
     bool wide = is_wide(dout, cols);
     Vec8 sum = {};
-    for (i64 first = 0; first < batch; first += 8) {
+    if (last) add_documents(sum, dout, last, t, batch, seq, cols, c, wide);
+    for (i64 first = 0; !last && first < batch; first += 8) {
         Packed<ACT> douts[8] = {};
 #pragma unroll
         for (int i = 0; i < 8; i++)

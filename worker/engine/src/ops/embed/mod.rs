@@ -1,12 +1,13 @@
 //! Token and position embedding: `out[b, t] = wte[tokens[b, t]] (+ wpe[t])` or, with positions, `(+ wpe[positions[b,
-//! t]])`. Backward adds the rows of `dout` to the rows of the tables that they came from, in a fixed order.
+//! t]])`, or with documents, positions within them. Backward adds the rows of `dout` to the rows of the tables that
+//! they came from, in a fixed order.
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 
 use xlaunch_pool::DType;
 
-use super::{Cuda, Op};
+use super::{Cuda, Documents, Op};
 use crate::cpu::Threads;
 use crate::error::Result;
 use crate::tensor::Slice;
@@ -37,6 +38,8 @@ pub struct EmbedForward<'a> {
     pub wpe: Option<Slice<'a>>,
     /// (B, T) I32: rows of wpe in place of t. The caller has checked them.
     pub positions: Option<Slice<'a>>,
+    /// Documents, each of which begins with row 0 of wpe; not together with positions.
+    pub documents: Option<Documents<'a>>,
     /// (B, T, C).
     pub out: Slice<'a>,
 }
@@ -51,13 +54,15 @@ impl Op for EmbedForward<'_> {
     }
 }
 
-/// `dwte[tokens[b, t]] += dout[b, t]`, `dwpe[t] += dout[b, t]`.
+/// `dwte[tokens[b, t]] += dout[b, t]`, `dwpe[t] += dout[b, t]`; with documents, t is the position within one.
 #[derive(Clone, Copy, Debug)]
 pub struct EmbedBackward<'a> {
     /// Sizes.
     pub shape: EmbedShape,
     /// (B, T) I32.
     pub tokens: Slice<'a>,
+    /// As in forward.
+    pub documents: Option<Documents<'a>>,
     /// (B, T, C).
     pub dout: Slice<'a>,
     /// (>= V, C) gradient, always added to.

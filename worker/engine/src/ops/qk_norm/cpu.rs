@@ -7,7 +7,7 @@ use super::{QkNormBackward, QkNormForward, QkNorms};
 use crate::cpu::math::{self, simd};
 use crate::cpu::{Access, Threads};
 use crate::ops::rope::{self, Rotation};
-use crate::ops::{Accumulate, reduce};
+use crate::ops::{Accumulate, Documents, reduce};
 
 /// Rows per task.
 const TASK_ROWS: usize = 64;
@@ -88,7 +88,8 @@ pub(crate) fn forward(t: &Threads, args: QkNormForward<'_>) {
         });
     });
     if let Some(table) = args.norms.rope {
-        rope::cpu(t, s, out, a.read(table, s.seq * s.width), Rotation::Forward);
+        let bounds = Documents::read(args.norms.documents, &a, rows, s.seq);
+        rope::cpu(t, s, out, a.read(table, s.seq * s.width), bounds, Rotation::Forward);
     }
 }
 
@@ -100,7 +101,8 @@ pub(crate) fn backward(t: &Threads, args: QkNormBackward<'_>) {
     let (dq_gamma, dk_gamma) = (a.write(args.dq_gamma, q_len), a.write(args.dk_gamma, k_len));
     let (qkv, dqkv) = (a.read(args.qkv, rows * row), a.write(args.dqkv, rows * row));
     if let Some(table) = args.norms.rope {
-        rope::cpu(t, s, dqkv, a.read(table, s.seq * s.width), Rotation::Back);
+        let bounds = Documents::read(args.norms.documents, &a, rows, s.seq);
+        rope::cpu(t, s, dqkv, a.read(table, s.seq * s.width), bounds, Rotation::Back);
     }
     let (keys, values) = (s.heads * s.width, (s.heads + s.kv_heads) * s.width);
     let partials: (Vec<Vec<f32>>, Vec<Vec<f32>>) = t.run(|| {

@@ -27,7 +27,8 @@ pub(crate) const KERNELS: KernelFile = KernelFile {
 };
 
 pub(crate) fn forward(gpu: &Gpu, a: QkNormForward<'_>) -> Result<()> {
-    let QkNorms { shape: s, kind, eps, offset, q_gamma, k_gamma, rope } = a.norms;
+    let QkNorms { shape: s, kind, eps, offset, q_gamma, k_gamma, rope, documents } = a.norms;
+    let first = documents.map(|documents| documents.first);
     check(gpu, a.norms, [a.qkv, a.out]);
     let rows = s.batch * s.seq;
     let (name, launch) = match kind {
@@ -39,13 +40,15 @@ pub(crate) fn forward(gpu: &Gpu, a: QkNormForward<'_>) -> Result<()> {
         QkNorm::Full => ("qk_norm_full_fwd", full_launch(gpu, s, s.heads + 2 * s.kv_heads, FULL_THREADS, 1)),
     };
     let (heads, kv_heads, width) = (s.heads, s.kv_heads, s.width);
-    let args = args![a.qkv, q_gamma, k_gamma, rope, a.out, rows, s.seq, heads, kv_heads, width, eps, offset];
+    let args =
+        args![a.qkv, q_gamma, k_gamma, rope, first, a.out, rows, s.seq, heads, kv_heads, width, eps, offset];
     // SAFETY: checked above.
     unsafe { gpu.launch(name, launch, args) }
 }
 
 pub(crate) fn backward(gpu: &Gpu, a: QkNormBackward<'_>) -> Result<()> {
-    let QkNorms { shape: s, kind, eps, offset, q_gamma, k_gamma, rope } = a.norms;
+    let QkNorms { shape: s, kind, eps, offset, q_gamma, k_gamma, rope, documents } = a.norms;
+    let first = documents.map(|documents| documents.first);
     check(gpu, a.norms, [a.qkv, a.dqkv]);
     let widths = kind.gammas(s);
     let outputs = [a.dq_gamma, a.dk_gamma];
@@ -65,8 +68,8 @@ pub(crate) fn backward(gpu: &Gpu, a: QkNormBackward<'_>) -> Result<()> {
     let [dq_gammas, dk_gammas] = partials.each_ref().map(Tensor::all);
     let (heads, kv_heads, width) = (s.heads, s.kv_heads, s.width);
     let args = args![
-        a.qkv, q_gamma, k_gamma, rope, a.dqkv, dq_gammas, dk_gammas, rows, s.seq, heads, kv_heads, width,
-        eps, offset
+        a.qkv, q_gamma, k_gamma, rope, first, a.dqkv, dq_gammas, dk_gammas, rows, s.seq, heads, kv_heads,
+        width, eps, offset
     ];
     // SAFETY: checked above; there is one row of partial sums of each gamma per block.
     unsafe { gpu.launch(name, launch, args) }?;
@@ -78,12 +81,15 @@ pub(crate) fn backward(gpu: &Gpu, a: QkNormBackward<'_>) -> Result<()> {
 
 /// Checks the operands that forward and backward have in common.
 fn check(gpu: &Gpu, norms: QkNorms<'_>, arrays: [Slice<'_>; 2]) {
-    let QkNorms { shape: s, kind, q_gamma, k_gamma, rope, .. } = norms;
+    let QkNorms { shape: s, kind, q_gamma, k_gamma, rope, documents, .. } = norms;
     let rows = s.batch * s.seq;
     arrays.into_iter().for_each(|x| gpu.expect_act(x, rows * s.qkv_width()));
     [q_gamma, k_gamma].into_iter().zip(kind.gammas(s)).for_each(|(gamma, len)| gpu.expect_act(gamma, len));
     if let Some(table) = rope {
         expect(table, DType::F32, s.seq * s.width);
+    }
+    if let Some(documents) = documents {
+        documents.check(rows);
     }
 }
 

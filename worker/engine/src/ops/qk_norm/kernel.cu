@@ -24,6 +24,8 @@ __device__ inline Pairs unpack(const PackedPairs& p) { return {unpack(p.low), un
 
 // Sizes of a row of qkv, and access to items by the offset of their first element.
 struct QkvRows {
+    // (B, T): index of the first token of each token's document, from which positions count; or null.
+    const int* first_tokens;
     i64 rows;
     unsigned seq, heads, kv_heads, width;
     bool wide;
@@ -51,7 +53,9 @@ struct QkvRows {
     // Cosines and sines of the angles of the row's position. Without a table, nothing is rotated.
     __device__ Pairs angles(const float* table, i64 row, unsigned pair) const {
         // 32-bit divisions are several times faster than 64-bit ones.
-        if (table) return load(table + (unsigned)row % seq * (i64)width, pair);
+        unsigned position = (unsigned)row % seq;
+        if (table && first_tokens) position -= first_tokens[row];
+        if (table) return load(table + position * (i64)width, pair);
         return {{1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f}, {}};
     }
 };
@@ -67,11 +71,11 @@ __device__ inline void rotate(Pairs& x, const Pairs& angles, float direction) {
     }
 }
 
-__device__ inline QkvRows qkv_rows(const ACT* qkv, const ACT* out, const ACT* q_gamma, const ACT* k_gamma, i64 rows,
-                                   i64 seq, i64 heads, i64 kv_heads, i64 width) {
+__device__ inline QkvRows qkv_rows(const ACT* qkv, const ACT* out, const ACT* q_gamma, const ACT* k_gamma,
+                                   const int* first_tokens, i64 rows, i64 seq, i64 heads, i64 kv_heads, i64 width) {
     i64 half = width / 2;
     bool wide = is_wide(qkv, half) && is_wide(out, half) && is_wide(q_gamma, half) && is_wide(k_gamma, half);
-    return {rows, (unsigned)seq, (unsigned)heads, (unsigned)kv_heads, (unsigned)width, wide};
+    return {first_tokens, rows, (unsigned)seq, (unsigned)heads, (unsigned)kv_heads, (unsigned)width, wide};
 }
 
 __device__ inline float squares(const Pairs& x) {
@@ -125,10 +129,10 @@ __device__ inline float group_sum(float x) {
 // Grid: a group of lanes for each head of each row, values included; fewer than 2^32.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
     qk_norm_head_fwd(const ACT* __restrict__ qkv, const ACT* __restrict__ q_gamma, const ACT* __restrict__ k_gamma,
-                     const float* __restrict__ table, ACT* __restrict__ out, i64 rows, i64 seq, i64 heads,
-                     i64 kv_heads, i64 width, float eps, float offset) {
+                     const float* __restrict__ table, const int* __restrict__ first_tokens, ACT* __restrict__ out,
+                     i64 rows, i64 seq, i64 heads, i64 kv_heads, i64 width, float eps, float offset) {
     pdl_wait_and_launch();
-    QkvRows s = qkv_rows(qkv, out, q_gamma, k_gamma, rows, seq, heads, kv_heads, width);
+    QkvRows s = qkv_rows(qkv, out, q_gamma, k_gamma, first_tokens, rows, seq, heads, kv_heads, width);
     unsigned group = blockIdx.x * blockDim.y + threadIdx.y, head = group % s.all_heads(), pair = threadIdx.x * 8;
     i64 row = group / s.all_heads();
     // All lanes of a warp take part in the sums.
@@ -182,11 +186,11 @@ __device__ inline void head_bwd(const QkvRows& s, const ACT* __restrict__ qkv, c
 // dq_gammas, dk_gammas (gridDim.x, D). Grid: any number of blocks; there are fewer than 2^31 heads.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, QK_NORM_HEAD_BLOCKS)
     qk_norm_head_bwd(const ACT* __restrict__ qkv, const ACT* __restrict__ q_gamma, const ACT* __restrict__ k_gamma,
-                     const float* __restrict__ table, ACT* __restrict__ dqkv, float* __restrict__ dq_gammas,
-                     float* __restrict__ dk_gammas, i64 rows, i64 seq, i64 heads, i64 kv_heads, i64 width, float eps,
-                     float offset) {
+                     const float* __restrict__ table, const int* __restrict__ first_tokens, ACT* __restrict__ dqkv,
+                     float* __restrict__ dq_gammas, float* __restrict__ dk_gammas, i64 rows, i64 seq, i64 heads,
+                     i64 kv_heads, i64 width, float eps, float offset) {
     pdl_wait_and_launch();
-    QkvRows s = qkv_rows(qkv, dqkv, q_gamma, k_gamma, rows, seq, heads, kv_heads, width);
+    QkvRows s = qkv_rows(qkv, dqkv, q_gamma, k_gamma, first_tokens, rows, seq, heads, kv_heads, width);
     head_bwd(s, qkv, q_gamma, table, dqkv, dq_gammas, 0, s.heads, eps, offset);
     head_bwd(s, qkv, k_gamma, table, dqkv, dk_gammas, s.heads, s.kv_heads, eps, offset);
 }
@@ -264,10 +268,10 @@ struct FirstItems {
 // Grid: any number of blocks, of whole warps.
 extern "C" __global__ void __launch_bounds__(QK_NORM_FULL_THREADS)
     qk_norm_full_fwd(const ACT* __restrict__ qkv, const ACT* __restrict__ q_gamma, const ACT* __restrict__ k_gamma,
-                     const float* __restrict__ table, ACT* __restrict__ out, i64 rows, i64 seq, i64 heads,
-                     i64 kv_heads, i64 width, float eps, float offset) {
+                     const float* __restrict__ table, const int* __restrict__ first_tokens, ACT* __restrict__ out,
+                     i64 rows, i64 seq, i64 heads, i64 kv_heads, i64 width, float eps, float offset) {
     pdl_wait_and_launch();
-    QkvRows s = qkv_rows(qkv, out, q_gamma, k_gamma, rows, seq, heads, kv_heads, width);
+    QkvRows s = qkv_rows(qkv, out, q_gamma, k_gamma, first_tokens, rows, seq, heads, kv_heads, width);
     unsigned parts = (s.half() + 7) / 8, items = s.all_heads() * parts, normed = s.normed_heads() * parts;
     Item first(s, threadIdx.x);
     bool inside = threadIdx.x < items, is_normed = threadIdx.x < normed;
@@ -311,11 +315,11 @@ extern "C" __global__ void __launch_bounds__(QK_NORM_FULL_THREADS)
 // dq_gammas (gridDim.x, H D), dk_gammas (gridDim.x, Hkv D). Grid: at most as many blocks as rows, of whole warps.
 extern "C" __global__ void __launch_bounds__(QK_NORM_FULL_BWD_THREADS)
     qk_norm_full_bwd(const ACT* __restrict__ qkv, const ACT* __restrict__ q_gamma, const ACT* __restrict__ k_gamma,
-                     const float* __restrict__ table, ACT* __restrict__ dqkv, float* __restrict__ dq_gammas,
-                     float* __restrict__ dk_gammas, i64 rows, i64 seq, i64 heads, i64 kv_heads, i64 width, float eps,
-                     float offset) {
+                     const float* __restrict__ table, const int* __restrict__ first_tokens, ACT* __restrict__ dqkv,
+                     float* __restrict__ dq_gammas, float* __restrict__ dk_gammas, i64 rows, i64 seq, i64 heads,
+                     i64 kv_heads, i64 width, float eps, float offset) {
     pdl_wait_and_launch();
-    QkvRows s = qkv_rows(qkv, dqkv, q_gamma, k_gamma, rows, seq, heads, kv_heads, width);
+    QkvRows s = qkv_rows(qkv, dqkv, q_gamma, k_gamma, first_tokens, rows, seq, heads, kv_heads, width);
     unsigned items = s.normed_heads() * ((s.half() + 7) / 8);
     dq_gammas += blockIdx.x * heads * width;
     dk_gammas += blockIdx.x * kv_heads * width;

@@ -10,7 +10,7 @@ pub(crate) mod cuda;
 use xlaunch_pool::DType;
 
 use super::reduce::MAX_SUM_ROWS;
-use super::{Accumulate, AttentionShape, Cuda, Op};
+use super::{Accumulate, AttentionShape, Cuda, Documents, Op};
 use crate::cpu::Threads;
 use crate::error::Result;
 use crate::tensor::Slice;
@@ -51,6 +51,8 @@ pub struct QkNorms<'a> {
     pub k_gamma: Slice<'a>,
     /// (T, D) F32 rotary table, as in attention, which then gets none.
     pub rope: Option<Slice<'a>>,
+    /// Documents from whose first tokens positions count.
+    pub documents: Option<Documents<'a>>,
 }
 
 /// Norm of queries and keys, then their rotation.

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{ColumnSum, SquaredNorm, Sum};
+use super::{ColumnSum, Scale, SquaredNorm, Sum};
 use crate::cpu::math::{self, simd};
 use crate::cpu::{Access, Threads};
 use crate::ops::Accumulate;
@@ -15,7 +15,11 @@ const REDUCE_ROWS: usize = 128;
 #[expect(clippy::cast_possible_truncation, reason = "the result is F32")]
 pub(crate) fn sum(t: &Threads, args: Sum<'_>) {
     let a = Access::new("sum");
-    let total = (f64::from(args.scale) * blocks(t, a.read(args.x, args.x.len()), math::total)) as f32;
+    let scale = match args.scale {
+        Scale::Constant(scale) => scale,
+        Scale::Memory(scale) => a.read(scale, 1)[0],
+    };
+    let total = (f64::from(scale) * blocks(t, a.read(args.x, args.x.len()), math::total)) as f32;
     let out = &mut a.write(args.out, 1)[0];
     *out = if args.acc == Accumulate::Add { *out + total } else { total };
 }

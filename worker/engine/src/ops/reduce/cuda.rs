@@ -2,7 +2,7 @@
 
 use xlaunch_pool::DType;
 
-use super::{ColumnSum, SquaredNorm, Sum};
+use super::{ColumnSum, Scale, SquaredNorm, Sum};
 use crate::cuda::{
     BLOCK_THREADS, COLUMN_BLOCK, Gpu, KernelFile, Launch, Macro, VEC, args, expect, expect_grad, is_bf16,
     source,
@@ -34,6 +34,9 @@ pub(crate) const KERNELS: KernelFile = KernelFile {
 pub(crate) fn sum(gpu: &Gpu, a: Sum<'_>) -> Result<()> {
     expect(a.x, DType::F32, a.x.len());
     expect(a.out, DType::F32, 1);
+    if let Scale::Memory(scale) = a.scale {
+        expect(scale, DType::F32, 1);
+    }
     let partials = gpu.alloc(DType::F32, SUM_BLOCKS)?;
     let launch = Launch::blocks(SUM_BLOCKS, BLOCK_THREADS);
     // SAFETY: checked above; there is one partial sum per block.
@@ -48,12 +51,16 @@ pub(crate) fn squared_norm(gpu: &Gpu, a: SquaredNorm<'_>) -> Result<()> {
     let args = args![a.x, is_bf16(a.x), partials.all(), a.x.len()];
     // SAFETY: checked above; there is one partial sum per block.
     unsafe { gpu.launch("squared_norm_partials", Launch::blocks(SUM_BLOCKS, BLOCK_THREADS), args) }?;
-    sum_final(gpu, &partials, 1.0, a.out, false)
+    sum_final(gpu, &partials, Scale::Constant(1.0), a.out, false)
 }
 
 /// `out (+)= scale * sum(partials)`.
-fn sum_final(gpu: &Gpu, partials: &Tensor, scale: f32, out: Slice<'_>, add: bool) -> Result<()> {
-    let args = args![partials.all(), SUM_BLOCKS, scale, out, add];
+fn sum_final(gpu: &Gpu, partials: &Tensor, scale: Scale<'_>, out: Slice<'_>, add: bool) -> Result<()> {
+    let (constant, memory) = match scale {
+        Scale::Constant(scale) => (scale, None),
+        Scale::Memory(scale) => (1.0, Some(scale)),
+    };
+    let args = args![partials.all(), SUM_BLOCKS, constant, memory, out, add];
     // SAFETY: partials holds SUM_BLOCKS floats; the caller has checked `out`.
     unsafe { gpu.launch("sum_final", Launch::blocks(1, BLOCK_THREADS), args) }
 }

@@ -40,12 +40,13 @@ extern "C" __global__ void squared_norm_partials(const void* x, bool x_bf16, flo
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
-// out[0] (+)= scale * sum(partials). One block.
-extern "C" __global__ void sum_final(const float* partials, i64 count, float scale, float* out, bool add) {
+// out[0] (+)= scale * sum(partials), with the factor in `memory` if there is one. One block.
+extern "C" __global__ void sum_final(const float* partials, i64 count, float constant, const float* memory, float* out,
+                                     bool add) {
     pdl_wait_and_launch();
     float sum = 0.0f;
     for (i64 i = threadIdx.x; i < count; i += blockDim.x) sum += partials[i];
-    sum = block_sum(sum) * scale;
+    sum = block_sum(sum) * (memory ? *memory : constant);
     if (threadIdx.x == 0) out[0] = add ? out[0] + sum : sum;
 }
 

@@ -19,13 +19,22 @@ pub(super) fn column_sum_scratch(cols: usize) -> usize {
     DType::F32.size() * MAX_SUM_ROWS * cols
 }
 
+/// A factor. Work that is captured and replayed reads those that change from step to step from memory.
+#[derive(Clone, Copy, Debug)]
+pub enum Scale<'a> {
+    /// The same in every replay.
+    Constant(f32),
+    /// (1,) F32, read when the operation runs.
+    Memory(Slice<'a>),
+}
+
 /// `out[0] (+)= scale sum(x)`.
 #[derive(Clone, Copy, Debug)]
 pub struct Sum<'a> {
     /// (len,) F32.
     pub x: Slice<'a>,
     /// Factor of the sum.
-    pub scale: f32,
+    pub scale: Scale<'a>,
     /// (1,) F32.
     pub out: Slice<'a>,
     /// Selects whether `out` is added to.

@@ -7,7 +7,8 @@
 
 use rayon::prelude::*;
 
-use super::AttentionShape;
+use super::documents::Bounds;
+use super::{AttentionShape, Documents};
 use crate::cpu::Threads;
 use crate::cpu::math::simd;
 use crate::cuda::{BLOCK_THREADS, Gpu, KernelFile, Launch, VEC, args, source};
@@ -34,15 +35,24 @@ impl Rotation {
     }
 }
 
-/// Rotates all query and key heads of `qkv` (B, T, (H + 2 Hkv) D) in place; `table` (T, D).
-pub(crate) fn cpu(t: &Threads, s: AttentionShape, qkv: &mut [f32], table: &[f32], rotation: Rotation) {
+/// Rotates all query and key heads of `qkv` (B, T, (H + 2 Hkv) D) in place; `table` (T, D). Positions count from the
+/// first token of each document.
+pub(crate) fn cpu(
+    t: &Threads,
+    s: AttentionShape,
+    qkv: &mut [f32],
+    table: &[f32],
+    bounds: Bounds<'_>,
+    rotation: Rotation,
+) {
     let (row, half, sign) = (s.qkv_width(), s.width / 2, rotation.sign());
     let rotated = (s.heads + s.kv_heads) * s.width;
     t.run(|| {
-        qkv.par_chunks_mut(s.seq * row).for_each(|sequence| {
+        qkv.par_chunks_mut(s.seq * row).enumerate().for_each(|(number, sequence)| {
             simd!({
-                for (qkv, table) in sequence.chunks_exact_mut(row).zip(table.chunks_exact(s.width)) {
-                    let (cos, sin) = table.split_at(half);
+                for (at, qkv) in sequence.chunks_exact_mut(row).enumerate() {
+                    let position = at - bounds.first(number, at);
+                    let (cos, sin) = table[position * s.width..][..s.width].split_at(half);
                     for head in qkv[..rotated].chunks_exact_mut(s.width) {
                         let (a, b) = head.split_at_mut(half);
                         for i in 0..half {
@@ -63,6 +73,7 @@ pub(crate) fn cuda(
     s: AttentionShape,
     qkv: Slice<'_>,
     table: Slice<'_>,
+    documents: Option<Documents<'_>>,
     rotation: Rotation,
 ) -> Result<()> {
     let rows = s.batch * s.seq;
@@ -70,7 +81,8 @@ pub(crate) fn cuda(
     let threads = rows * rotated * (s.width / 2).div_ceil(VEC);
     // The kernel divides in 32 bits.
     assert!(u32::try_from(threads).is_ok(), "{s:?} needs more than 2^32 threads");
-    let args = args![qkv, table, rows, s.seq, rotated, s.width, s.qkv_width(), rotation.sign()];
+    let first = documents.map(|documents| documents.first);
+    let args = args![qkv, table, first, rows, s.seq, rotated, s.width, s.qkv_width(), rotation.sign()];
     // SAFETY: the caller has checked the operands; there is a thread for every eight pairs.
     unsafe { gpu.launch("rope", Launch::threads(threads, BLOCK_THREADS), args) }
 }
