@@ -87,9 +87,9 @@ fn documents_are_packed_for_training_and_a_resumed_run_continues() {
     let whole = job.losses();
     let saved = "checkpoint.dir=\"saved\"";
     assert_eq!(run(&[saved, "train.steps=4"], &[]).code, 0);
-    let first = job.losses();
+    assert_eq!(job.losses(), whole[..4]);
     assert_eq!(run(&[saved], &["--resume"]).code, 0);
-    assert_eq!([first, job.losses()].concat(), whole);
+    assert_eq!(job.losses(), whole);
     let refused = run(&[saved, "train.steps=12", "data.documents=\"joined\""], &["--resume"]);
     assert!(refused.stderr.contains("data.documents was packed, is now joined"), "{}", refused.stderr);
 }
