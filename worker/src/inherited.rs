@@ -44,6 +44,26 @@ impl Inherited {
         }
     }
 
+    /// Takes the chat template of prepared chats, and their tokenizer's settings if there are none; `ends` are ids that
+    /// end an answer, besides those known before.
+    pub fn add_chats(&mut self, prepared: Self, ends: &[u32]) {
+        let known = self.end_ids();
+        let new: Vec<u32> = ends.iter().copied().filter(|id| !known.contains(id)).collect();
+        if !new.is_empty() {
+            let all: Vec<u32> = known.into_iter().chain(new).collect();
+            self.generation_config.insert("eos_token_id".into(), all.into());
+        }
+        if prepared.chat_template.is_some() {
+            self.chat_template = prepared.chat_template;
+        } else if let Some(named) = prepared.tokenizer_config.get("chat_template") {
+            self.chat_template = None;
+            self.tokenizer_config.insert("chat_template".into(), named.clone());
+        }
+        if self.tokenizer_config.is_empty() {
+            self.tokenizer_config = prepared.tokenizer_config;
+        }
+    }
+
     /// Returns all ids that end a text, according to both configuration files.
     pub fn end_ids(&self) -> Vec<u32> {
         let mut ids = Vec::new();

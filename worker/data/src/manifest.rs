@@ -50,6 +50,9 @@ pub struct Manifest {
 pub struct Chat {
     /// XXH3-128 hash of the chat template in hexadecimal.
     pub template_xxh3_128: String,
+    /// Special ids that end answers, ascending.
+    #[serde(default)]
+    pub ends: Vec<u32>,
     /// Number of chats from whose end turns were left out to fit a maximum number of ids.
     #[serde(default)]
     pub truncated: u64,

@@ -7,7 +7,7 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use xlaunch_data::{Manifest, Split, TOKENIZER_FILE, Tokenizer};
+use xlaunch_data::{Chat, Manifest, Split, TOKENIZER_FILE, Tokenizer};
 use xlaunch_spec::job::{DocumentMode, Invalid, JobSpec};
 
 use super::{DataError, Tokens, source};
@@ -145,6 +145,12 @@ impl TokenizerSource {
             // `from_file` also reads the configuration files next to it.
             None => Tokenizer::from_file(path).map(Some).map_err(|error| problem(error.to_string())),
         }
+    }
+
+    /// Returns the directory of prepared chats, and how they were rendered.
+    pub(crate) fn chats(&self) -> Option<(&Path, &Chat)> {
+        let Self::File { path, manifest: Some(manifest) } = self else { return None };
+        Some((path.parent()?, manifest.chat.as_ref()?))
     }
 
     /// Returns the contents of the file, if there is one.

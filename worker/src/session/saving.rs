@@ -94,18 +94,23 @@ pub(super) fn open(
         warmup: Some(spec.train.warmup_steps()),
         val_loss: None,
         end_of_text: dataset.tokenizer.load()?.and_then(|tokenizer| tokenizer.end_of_text()),
-        inherited: start.inherited.clone().or_else(|| inherited(spec, job)),
+        inherited: inherited(spec, job, start, dataset),
         spec: serde_json::to_value(spec).unwrap_or_default(),
     };
     let saver = Saver::start(settings, exchange).map_err(failed)?;
     Ok(Some(Checkpoints::new(saver, portion, template, &spec.checkpoint)))
 }
 
-/// Returns the files that came with the initial weights of a new run. Not all nodes need to have them: the state of the
-/// first rank counts.
-fn inherited(spec: &JobSpec, job: &GetJobReply) -> Option<Inherited> {
-    let init = spec.checkpoint.init.as_ref().filter(|_| job.resume_from.is_empty())?;
-    Weights::open(Path::new(init)).ok()?.inherited()
+/// Returns the files that came with the initial weights of a new run, with the chat template of its data. Not all nodes
+/// need to have them: the state of the first rank counts.
+fn inherited(spec: &JobSpec, job: &GetJobReply, start: &Start, dataset: &Dataset) -> Option<Inherited> {
+    let init = spec.checkpoint.init.as_ref().filter(|_| job.resume_from.is_empty());
+    let of_init = || Weights::open(Path::new(init?)).ok()?.inherited();
+    let inherited = start.inherited.clone().or_else(of_init);
+    let Some((dir, chat)) = dataset.tokenizer.chats() else { return inherited };
+    let mut inherited = inherited.unwrap_or_default();
+    inherited.add_chats(Inherited::read(dir), &chat.ends);
+    Some(inherited)
 }
 
 /// Returns the directory in which this run saves its checkpoints.

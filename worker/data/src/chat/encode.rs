@@ -93,6 +93,13 @@ impl ChatEncoder {
         }
     }
 
+    /// Returns the special ids at the ends of a document's answers.
+    pub(crate) fn ends<'a>(&'a self, document: &'a Document) -> impl Iterator<Item = u32> + 'a {
+        let Document { ids, mask, .. } = document;
+        let is_end = |index: &usize| mask[*index] && !mask.get(index + 1).copied().unwrap_or(false);
+        (0..ids.len()).filter(is_end).map(|index| ids[index]).filter(|id| self.special.contains(id))
+    }
+
     fn fits(&self, document: &Document) -> bool {
         self.max_tokens.is_none_or(|max| document.ids.len() <= max)
     }

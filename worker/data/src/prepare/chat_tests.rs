@@ -177,6 +177,20 @@ fn left_out_turns_and_chats_are_counted() {
     assert_eq!(prepared.texts(&manifest.train).len(), 2);
 }
 
+/// For models that were trained without chats, which do not know these ids as ends.
+#[test]
+fn special_ids_at_the_ends_of_answers_are_in_the_manifest() {
+    let mut prepared = Prepared::new("a.jsonl", chat("a", "b"));
+    let ends = |prepared: &Prepared| prepared.run().unwrap().0.chat.unwrap().ends;
+    assert_eq!(ends(&prepared), [] as [u32; 0], "a line feed is not special");
+    let template = prepared.dir.path().join("template");
+    fs_err::write(&template, TEMPLATE.replace("\\n", "<|endoftext|>\\n")).unwrap();
+    prepared.options.tokenizer = Tokenizer::gpt2();
+    prepared.options.chat.as_mut().unwrap().templates = Templates::find("gpt2", Some(&template)).unwrap();
+    prepared.options.overwrite = true;
+    assert_eq!(ends(&prepared), [50256]);
+}
+
 #[test]
 fn chats_and_text_replace_each_other() {
     let mut prepared = Prepared::new("a.jsonl", chat("a", "b"));

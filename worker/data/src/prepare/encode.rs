@@ -1,6 +1,7 @@
 //! Encodes a block: UTF-8, JSON, documents, ids. Pure.
 
 use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::fmt;
 
 use memchr::memmem::Finder;
@@ -36,7 +37,8 @@ pub(super) struct Encoded {
     pub(super) read: u64,
     /// Reasons why lines were left out.
     pub(super) skipped: Vec<String>,
-    /// Numbers of chats: see [`Chat`](crate::manifest::Chat).
+    /// See [`Chat`](crate::manifest::Chat).
+    pub(super) ends: BTreeSet<u32>,
     pub(super) truncated: u64,
     pub(super) dropped: u64,
 }
@@ -128,6 +130,7 @@ impl Encoder {
             Outcome::Empty => {}
             Outcome::Dropped => out.dropped += 1,
             Outcome::Document { document, truncated } => {
+                out.ends.extend(chats.ends(&document));
                 let Document { ids, mask, bytes, hash } = document;
                 out.truncated += u64::from(truncated);
                 out.parts.push(Part { start: Some(hash), ids: ids.len(), bytes });

@@ -184,15 +184,16 @@ fn write_all(
     let chat = options.chat.as_ref();
     let mut writer =
         write::Writer::new(dir, &options.tokenizer, options.val, options.shard_tokens, chat.is_some());
-    let left_out = pipeline::run(options, inputs, &mut writer, report)?;
+    let found = pipeline::run(options, inputs, &mut writer, report)?;
     let chat = chat.map(|chat| Chat {
         template_xxh3_128: chat.templates.hash.clone(),
-        truncated: left_out.truncated,
-        dropped: left_out.dropped,
+        ends: found.ends.iter().copied().collect(),
+        truncated: found.truncated,
+        dropped: found.dropped,
     });
-    let manifest = writer.finish(left_out.skipped, chat)?;
-    if left_out.dropped > 0 && manifest.train.documents == 0 && manifest.val.documents == 0 {
-        let reason = format!("no chat is left: all {} are longer than --max-tokens", left_out.dropped);
+    let manifest = writer.finish(found.skipped, chat)?;
+    if found.dropped > 0 && manifest.train.documents == 0 && manifest.val.documents == 0 {
+        let reason = format!("no chat is left: all {} are longer than --max-tokens", found.dropped);
         return Err(PrepareError::Usage(reason));
     }
     if manifest.train.documents == 0 && manifest.val.documents == 0 {

@@ -1,6 +1,6 @@
 //! The threads of a preparation: one reads, several encode, and the caller's thread writes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -22,22 +22,24 @@ const MAX_BYTES_IN_FLIGHT: usize = 64 << 20;
 /// Number of skipped lines to show.
 const SKIPPED_SHOWN: usize = 5;
 
-/// Numbers of lines, rows and turns that were left out.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct LeftOut {
+/// Findings about all inputs.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Found {
+    /// Lines and rows that were left out.
     pub(super) skipped: u64,
     /// See [`Chat`](crate::manifest::Chat).
+    pub(super) ends: BTreeSet<u32>,
     pub(super) truncated: u64,
     pub(super) dropped: u64,
 }
 
-/// Reads, encodes and writes all inputs. Returns what was left out.
+/// Reads, encodes and writes all inputs.
 pub(super) fn run(
     options: &Options,
     inputs: Vec<Input>,
     writer: &mut Writer<'_>,
     report: &mut dyn FnMut(Event),
-) -> Result<LeftOut, PrepareError> {
+) -> Result<Found, PrepareError> {
     let size = size(&inputs);
     let encoder = Encoder {
         tokenizer: options.tokenizer.clone(),
@@ -197,10 +199,10 @@ fn write(
     budget: &Budget,
     size: Option<u64>,
     report: &mut dyn FnMut(Event),
-) -> Result<LeftOut, PrepareError> {
+) -> Result<Found, PrepareError> {
     let (mut early, mut next) = (BTreeMap::new(), 0);
     let mut progress = Progress { size, ..Progress::default() };
-    let (mut skipped, mut left_out) = (Skipped::default(), LeftOut::default());
+    let (mut skipped, mut found) = (Skipped::default(), Found::default());
     for (number, result) in results {
         early.insert(number, result);
         while let Some(result) = early.remove(&next) {
@@ -210,8 +212,9 @@ fn write(
                 Done::Block { encoded, bytes } => {
                     writer.write(&encoded)?;
                     skipped.add(encoded.skipped);
-                    left_out.truncated += encoded.truncated;
-                    left_out.dropped += encoded.dropped;
+                    found.ends.extend(encoded.ends);
+                    found.truncated += encoded.truncated;
+                    found.dropped += encoded.dropped;
                     budget.give_back(bytes);
                     progress.read += encoded.read;
                     (progress.documents, progress.tokens) = writer.written();
@@ -221,20 +224,20 @@ fn write(
         }
     }
     skipped.notes().into_iter().for_each(|note| report(Event::Note(note)));
-    left_out.skipped = skipped.count;
-    if left_out.truncated > 0 {
+    found.skipped = skipped.count;
+    if found.truncated > 0 {
         report(Event::Note(format!(
             "left out turns at the end of {} chats to fit --max-tokens",
-            left_out.truncated
+            found.truncated
         )));
     }
-    if left_out.dropped > 0 {
+    if found.dropped > 0 {
         report(Event::Note(format!(
             "left out {} chats whose first turn is longer than --max-tokens",
-            left_out.dropped
+            found.dropped
         )));
     }
-    Ok(left_out)
+    Ok(found)
 }
 
 /// Lines and rows that were left out.
