@@ -33,3 +33,8 @@ pub use tokenizer::{Decoder, Tokenizer, TokenizerError};
 
 /// Name of the file with the tokenizer in a prepared directory, a checkpoint and an export.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
+
+/// Returns the hash of a file's contents in hexadecimal.
+pub(crate) fn hash(contents: &[u8]) -> String {
+    format!("{:032x}", xxhash_rust::xxh3::xxh3_128(contents))
+}

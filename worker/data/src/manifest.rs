@@ -6,9 +6,8 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::xxh3_128;
 
-use crate::Tokenizer;
+use crate::{Tokenizer, hash};
 
 /// Size limit of a manifest. With a million shards it has 100 MB.
 const MAX_BYTES: u64 = 128 << 20;
@@ -121,7 +120,12 @@ pub enum ManifestError {
     Missing { dir: PathBuf },
     #[error("failed to read {}: {reason}", path.display())]
     Read { path: PathBuf, reason: String },
-    #[error("{}: version {version} is not supported; expected version {} or {}", path.display(), Manifest::VERSION, Manifest::CHAT_VERSION)]
+    #[error(
+        "{}: version {version} is not supported; expected version {} or {}",
+        path.display(),
+        Manifest::VERSION,
+        Manifest::CHAT_VERSION
+    )]
     Version { path: PathBuf, version: u32 },
     #[error("{} is damaged: {reason}", path.display())]
     Damaged { path: PathBuf, reason: String },
@@ -229,11 +233,6 @@ impl Manifest {
         }
         Ok(())
     }
-}
-
-/// Returns the hash of a file's contents in hexadecimal.
-pub(crate) fn hash(contents: &[u8]) -> String {
-    format!("{:032x}", xxh3_128(contents))
 }
 
 /// Names of shards: prefix, six or more digits, [`SHARD_SUFFIX`].

@@ -25,7 +25,7 @@ pub(crate) const CHAT_COLUMNS: &[&str] =
 pub(crate) use encode::{ChatEncoder, Document, Outcome};
 pub use template::{TEMPLATE_TOKENS, Template};
 pub use templates::Templates;
-pub(crate) use templates::{CONFIG_FILE, TEMPLATE_FILE, tokenizer_path};
+pub(crate) use templates::{CONFIG_FILE, TEMPLATE_FILE};
 
 #[cfg(test)]
 mod tests;

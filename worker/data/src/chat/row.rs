@@ -66,8 +66,8 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
             if text.is_empty() { Ok(Row::Empty) } else { Ok(Row::Text(text.into())) }
         }
         (None, None, None) => Err(format!(
-            "the row has none of `messages`, `prompt` and `completion`, or `text`, only {}\nhelp: rename its fields, or \
-             see --on-error",
+            "the row has none of `messages`, `prompt` and `completion`, or `text`, only {}\nhelp: rename its fields, \
+             or see --on-error",
             keys(value)
         )),
     }
@@ -248,8 +248,8 @@ fn conversations(list: &Value) -> Result<Vec<Value>, String> {
         let role = SHAREGPT_ROLES.iter().find(|(name, _)| *name == &*from).map(|(_, role)| *role);
         let role = role.ok_or_else(|| {
             format!(
-                "`{at}.from` is `{}`; expected human, gpt or system\nhelp: convert the rows to `messages` of `role` and \
-                 `content`",
+                "`{at}.from` is `{}`; expected human, gpt or system\nhelp: convert the rows to `messages` of `role` \
+                 and `content`",
                 from.escape_debug()
             )
         })?;

@@ -20,7 +20,7 @@ const NAME: &str = "chat template";
 /// Name of the function that takes the place of `generation` blocks.
 const GENERATION: &str = "xlaunch_generation";
 /// First of the private-use characters that mark the ends of `generation` blocks, and their number.
-const MARKS: Range<u32> = 0x10_f000..0x10_ff00;
+const GENERATION_MARKS: Range<u32> = 0x10_f000..0x10_ff00;
 
 /// A chat template that is ready to render.
 #[derive(Clone)]
@@ -112,7 +112,7 @@ impl Template {
     pub(crate) fn render_marked(&self, messages: &Value, tools: &Value) -> Result<Marked, String> {
         let text = self.render(messages, tools, false)?;
         let unused = |mark: &char| !text.contains(*mark);
-        let mut marks = MARKS.filter_map(char::from_u32).filter(unused);
+        let mut marks = GENERATION_MARKS.filter_map(char::from_u32).filter(unused);
         let (Some(open), Some(close)) = (marks.next(), marks.next()) else {
             return Err("the chat contains all private-use characters from U+10F000 to U+10FEFF".into());
         };
@@ -301,8 +301,8 @@ mod tests {
         let template = "{%- macro say(text) -%}\n    {%- generation %}{{ text.strip() }}{{ eos_token }}\
                         {%- endgeneration %}\n{%- endmacro %}\
                         {%- for message in messages %}\n  {%- if message.role == 'assistant' %}\n    \
-                        {{- say(message.content) }}{{ loop.index }}\n  {%- else %}\n    {{- message.content + '|' }}\n  \
-                        {%- endif %}\n{%- endfor %}";
+                        {{- say(message.content) }}{{ loop.index }}\n  {%- else %}\n    \
+                        {{- message.content + '|' }}\n  {%- endif %}\n{%- endfor %}";
         let (text, found) = spans(template, &messages).unwrap();
         assert_eq!(text, "\u{10f000}hé|\u{10f002}a</s>2b|c</s>4");
         assert_eq!(found, ["\u{10f002}a</s>", "c</s>"]);
@@ -311,8 +311,9 @@ mod tests {
         let (text, found) = spans(in_loop, &messages).unwrap();
         assert_eq!((text.as_str(), found.len()), ("1u\n2a\n3u\n4a\n", 4));
         // White space after tags, and a namespace that a block only assigns to.
-        let counted = "{% set n = namespace(last=0) %}{% for message in messages %}{% generation %}\n  {%- set n.last = \
-                       loop.index %}\n  {{ message.role[0] }}\n{% endgeneration +%}\n{% endfor %}{{ n.last }}";
+        let counted = "{% set n = namespace(last=0) %}{% for message in messages %}{% generation %}\n  \
+                       {%- set n.last = loop.index %}\n  \
+                       {{ message.role[0] }}\n{% endgeneration +%}\n{% endfor %}{{ n.last }}";
         let (text, found) = spans(counted, &messages).unwrap();
         assert_eq!((text.as_str(), found[0].as_str()), ("  u\n\n  a\n\n  u\n\n  a\n\n4", "  u\n"));
         let changed = "{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x.strip() }}";

@@ -7,7 +7,7 @@ use minijinja::value::Value;
 use serde_json::{Map, Value as Json};
 
 use super::template::{TEMPLATE_TOKENS, Template};
-use crate::{TOKENIZER_FILE, manifest};
+use crate::hash;
 
 /// Name of the file with a chat template.
 pub(crate) const TEMPLATE_FILE: &str = "chat_template.jinja";
@@ -15,7 +15,7 @@ pub(crate) const TEMPLATE_FILE: &str = "chat_template.jinja";
 pub(crate) const CONFIG_FILE: &str = "tokenizer_config.json";
 const TOKENS_FILE: &str = "special_tokens_map.json";
 /// Size limit of each of these files.
-const MAX_BYTES: u64 = 16 << 20;
+const MAX_TEMPLATE_BYTES: u64 = 16 << 20;
 
 /// The templates of a tokenizer.
 #[derive(Clone, Debug)]
@@ -78,7 +78,7 @@ impl Templates {
         }
         let with_tools = sources.with_tools.map(|source| Template::new(&source, tokens())).transpose()?;
         let default = Template::new(&default, tokens())?;
-        Ok(Self { default, with_tools, hash: manifest::hash(hashed.as_bytes()), copies })
+        Ok(Self { default, with_tools, hash: hash(hashed.as_bytes()), copies })
     }
 
     /// Returns the template of chats without tools, and of those with them.
@@ -106,9 +106,9 @@ impl Sources {
 
 fn missing(tokenizer: &str) -> String {
     format!(
-        "--chat: the tokenizer {tokenizer} has no chat template: there is neither a {TEMPLATE_FILE} nor a `chat_template` \
-         in a {CONFIG_FILE} beside it\nhelp: name the directory of a chat model with --tokenizer, or a template with \
-         --chat-template FILE"
+        "--chat: the tokenizer {tokenizer} has no chat template: there is neither a {TEMPLATE_FILE} nor a \
+         `chat_template` in a {CONFIG_FILE} beside it\nhelp: name the directory of a chat model with \
+         --tokenizer, or a template with --chat-template FILE"
     )
 }
 
@@ -122,11 +122,6 @@ fn directory(tokenizer: &str) -> Option<PathBuf> {
     }
 }
 
-/// Returns the path of the `tokenizer.json` in a directory, or the path of the file itself.
-pub(crate) fn tokenizer_path(path: &Path) -> PathBuf {
-    if path.is_dir() { path.join(TOKENIZER_FILE) } else { path.into() }
-}
-
 fn read(path: &Path) -> Result<Option<String>, String> {
     let failed = |error: std::io::Error| format!("failed to read {}: {error}", path.display());
     let file = match std::fs::File::open(path) {
@@ -135,9 +130,9 @@ fn read(path: &Path) -> Result<Option<String>, String> {
         Err(error) => return Err(failed(error)),
     };
     let mut text = String::new();
-    file.take(MAX_BYTES + 1).read_to_string(&mut text).map_err(failed)?;
-    if text.len() as u64 > MAX_BYTES {
-        return Err(format!("{} is larger than {} MiB", path.display(), MAX_BYTES >> 20));
+    file.take(MAX_TEMPLATE_BYTES + 1).read_to_string(&mut text).map_err(failed)?;
+    if text.len() as u64 > MAX_TEMPLATE_BYTES {
+        return Err(format!("{} is larger than {} MiB", path.display(), MAX_TEMPLATE_BYTES >> 20));
     }
     Ok(Some(text))
 }

@@ -58,7 +58,9 @@ fn tokenizer() -> Tokenizer {
         })
     };
     let added: Vec<serde_json::Value> = ADDED.iter().enumerate().map(token).collect();
-    let words = serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
+    let words = serde_json::json!({
+        "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false,
+    });
     let file = serde_json::json!({
         "version": "1.0", "added_tokens": added, "normalizer": null, "pre_tokenizer": words, "post_processor": null,
         "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false},
@@ -147,7 +149,10 @@ fn calls_of_tools_count_and_their_results_do_not() {
         ),
         (
             LLAMA3,
-            [format!("{{\"name\": {}<|eot_id|>", call.replace("arguments", "parameters")), "12 degrees.<|eot_id|>".into()],
+            [
+                format!("{{\"name\": {}<|eot_id|>", call.replace("arguments", "parameters")),
+                "12 degrees.<|eot_id|>".into(),
+            ],
         ),
         (MISTRAL, [format!("[TOOL_CALLS] [{{\"name\": {call}]</s>"), " 12 degrees.</s>".into()]),
         (GRANITE, [format!("<|tool_call|>[{{\"name\": {call}]<|end_of_text|>"), "12 degrees.<|end_of_text|>".into()]),
@@ -196,7 +201,8 @@ fn mask_that_is_not_certain_is_refused() {
                   messages[loop.index0 + 2] is not defined %}{{ messages[0].content }}{% endif %}\
                   {% if m.role != 'system' %}{{ m.role + ':' + m.content }}{% endif %}{% endfor %}";
     let row = r#"{"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]}"#;
+        {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d"}]}"#;
     let error = trained_on(moving, row).unwrap_err();
     assert!(error.contains("messages[2]") && error.contains("not a beginning of the whole chat"), "{error}");
     assert!(error.contains("`generation` blocks (--chat-template FILE)"), "{error}");
@@ -206,7 +212,8 @@ fn mask_that_is_not_certain_is_refused() {
     let error = trained_on(complete, PLAIN).unwrap_err();
     assert!(error.contains("messages[1]") && error.contains("no answer (line 2 of the template)"), "{error}");
     // One without generation blocks for this chat.
-    let nothing = "{% for m in messages %}{{ m.content }}{% if m.role == 'x' %}{% generation %}{% endgeneration %}{% endif %}{% endfor %}";
+    let nothing = "{% for m in messages %}{{ m.content }}{% if m.role == 'x' %}{% generation %}{% endgeneration %}\
+                   {% endif %}{% endfor %}";
     assert!(trained_on(nothing, PLAIN).unwrap_err().contains("no token to train on"));
     // Two characters that are one token.
     let gpt2 = {

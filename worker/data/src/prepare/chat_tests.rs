@@ -102,7 +102,7 @@ fn chats_have_masks_and_starts() {
     assert_eq!((manifest.val.supervised, &manifest.val.starts), (Some(0), &None));
     let files = prepared.files();
     assert_eq!(files["chat_template.jinja"], TEMPLATE.as_bytes());
-    assert_eq!(manifest.chat.unwrap().template_xxh3_128, crate::manifest::hash(TEMPLATE.as_bytes()));
+    assert_eq!(manifest.chat.unwrap().template_xxh3_128, crate::hash(TEMPLATE.as_bytes()));
     let names: Vec<&str> = files.keys().map(String::as_str).collect();
     let expected = [
         "chat_template.jinja",

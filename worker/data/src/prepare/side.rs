@@ -9,7 +9,7 @@ use xxhash_rust::xxh3::Xxh3;
 use super::PrepareError;
 use crate::manifest::{MASK_SUFFIX, SHARD_SUFFIX, SideFile};
 
-const WRITE_BUFFER_BYTES: usize = 256 << 10;
+const SIDE_BUFFER_BYTES: usize = 256 << 10;
 
 /// A file that is written from start to end.
 pub(super) struct SideWriter {
@@ -23,7 +23,7 @@ pub(super) struct SideWriter {
 impl SideWriter {
     pub(super) fn create(dir: &Path, name: String) -> Result<Self, PrepareError> {
         let path = dir.join(&name);
-        let file = BufWriter::with_capacity(WRITE_BUFFER_BYTES, create_new(&path)?);
+        let file = BufWriter::with_capacity(SIDE_BUFFER_BYTES, create_new(&path)?);
         Ok(Self { name, path, file, hash: Xxh3::new(), bytes: 0 })
     }
 

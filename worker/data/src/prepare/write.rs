@@ -79,7 +79,7 @@ impl<'a> Writer<'a> {
             vocab: self.tokenizer.vocab(),
             end_of_text: self.tokenizer.end_of_text(),
             bos: self.tokenizer.bos(),
-            tokenizer_xxh3_128: Some(crate::manifest::hash(self.tokenizer.to_json().as_bytes())),
+            tokenizer_xxh3_128: Some(crate::hash(self.tokenizer.to_json().as_bytes())),
             skipped,
             chat,
             train: self.train.split,

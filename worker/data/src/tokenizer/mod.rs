@@ -120,7 +120,8 @@ impl Tokenizer {
         match name {
             "bytes" => Ok(Self::bytes()),
             "gpt2" => Ok(Self::gpt2()),
-            file => Self::from_file(&crate::chat::tokenizer_path(Path::new(file))),
+            dir if Path::new(dir).is_dir() => Self::from_file(&Path::new(dir).join(crate::TOKENIZER_FILE)),
+            file => Self::from_file(Path::new(file)),
         }
     }
 
