@@ -1,6 +1,6 @@
 //! One rank's NCCL communicator, shared by the training thread, the watchdog and abort handles.
 
-use std::ffi::c_int;
+use std::ffi::{c_char, c_int};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -42,7 +42,7 @@ impl Communicator {
     pub(super) fn join(rank: usize, world: usize, id: [u8; 128]) -> Result<Arc<Self>> {
         let library = Library::get()?;
         let mut handle: ncclComm_t = std::ptr::null_mut();
-        let id = ncclUniqueId { internal: id.map(|byte| byte.cast_signed()) };
+        let id = ncclUniqueId { internal: id.map(|byte| c_char::from_ne_bytes([byte])) };
         let (ranks, this) = (int(world), int(rank));
         // SAFETY: the caller's context is current; the function writes one pointer.
         let result = unsafe { (library.comm_init_rank)(&raw mut handle, ranks, id, this) };

@@ -42,7 +42,7 @@ pub fn unique_id() -> Result<[u8; 128]> {
     // SAFETY: the function writes 128 bytes, the size of the struct.
     let result = unsafe { (library.get_unique_id)(&raw mut id) };
     library.check("failed to make a unique id", result)?;
-    Ok(id.internal.map(|byte| byte.cast_unsigned()))
+    Ok(id.internal.map(|byte| byte.to_ne_bytes()[0]))
 }
 
 /// One rank of a communicator. Dropping it without [`finalize`](Collective::finalize) aborts it.
