@@ -60,8 +60,8 @@ pub use state::{Batch, Changes, Parent, State};
 pub(crate) use tensors::read_header;
 
 /// Newest version of the directory layout above, for models and optimizers that builds before 0.4 do not know and would
-/// take for others. The oldest version that suits a checkpoint is written: 2, or 3 with a tokenizer. Version 1 can still
-/// be read: it has a single file of whole moments, `m.<name>` and `v.<name>`, and one hash per file.
+/// take for others. The oldest version that suits a checkpoint is written: 2, or 3 with a tokenizer. Version 1 can
+/// still be read: it has a single file of whole moments, `m.<name>` and `v.<name>`, and one hash per file.
 pub const VERSION: u32 = 4;
 const VERSION_WITH_TOKENIZER: u32 = 3;
 const VERSION_WITHOUT_TOKENIZER: u32 = 2;
