@@ -142,10 +142,14 @@ fn split(argument: &[u8]) -> Result<(&'static Flag, Option<&[u8]>), String> {
 fn training_key(name: &str) -> String {
     let known = keys::of(&JobSpec::default());
     let is_meant = |key: &&String| *key == name || key.split_once('.').is_some_and(|(_, key)| key == name);
-    let mut found = known.iter().filter(is_meant);
-    match (found.next(), found.next()) {
-        (Some(key), None) => key.clone(),
-        _ => format!("SECTION.{name}"),
+    let found: Vec<&String> = known.iter().filter(is_meant).collect();
+    match &found[..] {
+        [key] => (*key).clone(),
+        // `lr` is that of `[train]`, although other sections have one.
+        several => match several.iter().find(|key| key.starts_with("train.")) {
+            Some(key) => (**key).clone(),
+            None => format!("SECTION.{name}"),
+        },
     }
 }
 

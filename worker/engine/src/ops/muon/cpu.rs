@@ -4,7 +4,7 @@ use rayon::prelude::*;
 use xlaunch_pool::DType;
 
 use super::{EPS, MARGIN, MuonMomentum, MuonUpdate, Orthogonalize, POLAR_EXPRESS, StepConditions};
-use crate::cpu::gemm::{Mat, parallel_gemm};
+use crate::cpu::gemm::{Mat, blocked_gemm};
 use crate::cpu::math::simd;
 use crate::cpu::{Access, Threads};
 use crate::ops::adamw::{DECAY_CHUNK, MUON_FLAG, scalar};
@@ -60,16 +60,16 @@ pub(super) fn orthogonalize(t: &Threads, args: Orthogonalize<'_>) {
     for [a, b, c] in POLAR_EXPRESS {
         let matrix = Mat::new(x, rows, cols);
         let [left, right] = if tall { [matrix.t(), matrix] } else { [matrix, matrix.t()] };
-        parallel_gemm(t, &mut gram, left, right, false);
+        blocked_gemm(t, &mut gram, left, right);
         let symmetric = Mat::new(&gram, side, side);
-        parallel_gemm(t, &mut squared, symmetric, symmetric.t(), false);
+        blocked_gemm(t, &mut squared, symmetric, symmetric.t());
         for (i, (squared, gram)) in squared.iter_mut().zip(&gram).enumerate() {
             let diagonal = if i / side == i % side { a } else { 0.0 };
             *squared = b * gram + c * *squared + diagonal;
         }
         let polynomial = Mat::new(&squared, side, side);
         let [left, right] = if tall { [matrix, polynomial.t()] } else { [polynomial, matrix] };
-        parallel_gemm(t, &mut product, left, right, false);
+        blocked_gemm(t, &mut product, left, right);
         x.copy_from_slice(&product);
     }
 }
