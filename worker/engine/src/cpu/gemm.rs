@@ -116,17 +116,31 @@ pub(crate) fn blocked_gemm(threads: &Threads, out: &mut [f32], a: Mat<'_>, b: Ma
 /// Computes `out = a b`, or adds to `out` if `add`, with the rows of `out` split among threads. No thread gets a single
 /// row of several: the `gemm` crate would sum it in another order.
 pub(crate) fn parallel_gemm(threads: &Threads, out: &mut [f32], a: Mat<'_>, b: Mat<'_>, add: bool) {
+    parallel_strided_gemm(threads, out, b.cols, a, b, 1.0, add);
+}
+
+/// Same as [`parallel_gemm`], for `out = scale a b` with rows of `out` that are `stride` apart.
+pub(crate) fn parallel_strided_gemm(
+    threads: &Threads,
+    out: &mut [f32],
+    stride: usize,
+    a: Mat<'_>,
+    b: Mat<'_>,
+    scale: f32,
+    add: bool,
+) {
     let parts = threads.count().min(a.rows / 2).max(1);
     let (mut rest, mut tasks) = (out, Vec::with_capacity(parts));
     for part in 0..parts {
         let rows = a.rows * part / parts..a.rows * (part + 1) / parts;
-        let (own, others) = rest.split_at_mut(rows.len() * b.cols);
+        // Nothing follows the last row.
+        let (own, others) = rest.split_at_mut((rows.len() * stride).min(rest.len()));
         tasks.push((rows, own));
         rest = others;
     }
     threads.run(|| {
         tasks.into_par_iter().for_each(|(rows, out)| {
-            gemm(out, b.cols, a.part(rows), b, 1.0, add);
+            gemm(out, stride, a.part(rows), b, scale, add);
         });
     });
 }

@@ -85,6 +85,15 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
             Box::new(move |ops| ops.embed(s, &t, &w, Some(&with), None, &d)),
         ));
     }
+    // Adapters: few columns or few products, and widths that are not vectorizable.
+    for sizes in [[67, 4, 100], [33, 100, 3], [5, 1, 1], [16, 64, 130]] {
+        let [rows, cols, depth] = sizes;
+        let len = (rows.max(depth) + 3) * (cols.max(depth).max(rows) + 3) + 8;
+        for acc in [Accumulate::Overwrite, Accumulate::Add] {
+            let x = values(60, len.max((cols + 3) * (depth + 3) + 8));
+            cases.push((format!("parts {sizes:?} {acc:?}"), Box::new(move |ops| ops.parts(sizes, &x, acc))));
+        }
+    }
     // Rows that fit into the registers of a part of a block, or of a whole block, and wider ones; rows that are not
     // vectorizable; more rows than run at once.
     for (rows, cols) in

@@ -259,6 +259,27 @@ impl Ops<'_> {
         [("y", &y), ("dx", &dx), ("dw", &dw), ("dbias", &dbias)].map(|(n, t)| (n, self.read(t))).into()
     }
 
+    /// Products of parts of matrices that are 3 columns wider, as they are and transposed, written to a part of one.
+    pub(crate) fn parts(&self, [rows, cols, depth]: [usize; 3], x: &[f32], acc: Accumulate) -> Outputs {
+        let act = self.act(x);
+        let part = |rows: usize, cols: usize| Matrix {
+            slice: act.slice(2..2 + (rows - 1) * (cols + 3) + cols),
+            stride: cols + 3,
+            transposed: false,
+        };
+        let stride = cols + 3;
+        let run = |a: Matrix<'_>, b: Matrix<'_>| {
+            let c = self.act(&x[..rows * stride]);
+            let slice = c.slice(1..1 + (rows - 1) * stride + cols);
+            let c_part = Matrix { slice, stride, transposed: false };
+            self.backend.run(Gemm { rows, cols, depth, a, b, factor: 1.5, c: c_part, acc }).unwrap();
+            self.read(&c)
+        };
+        let plain = run(part(rows, depth), part(depth, cols));
+        let transposed = run(part(depth, rows).t(), part(cols, depth).t());
+        vec![("c", plain), ("of transposed", transposed)]
+    }
+
     /// A linear layer and its gradients in FP8, and the rounded x.
     pub(crate) fn fp8(
         &self,

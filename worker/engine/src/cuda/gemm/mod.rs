@@ -28,8 +28,7 @@ use super::variant_log::VariantLog;
 use crate::error::{EngineError, Result};
 use crate::options::Precision;
 use crate::tensor::Slice;
-use call::Operand;
-pub(crate) use call::{Epilogue, GemmCall, plain, transposed};
+pub(crate) use call::{Epilogue, GemmCall, Operand, plain, transposed};
 
 /// Scratch memory for the library in bytes, as its documentation recommends for Hopper.
 pub(crate) const WORKSPACE: usize = 32 << 20;
@@ -53,6 +52,8 @@ struct Site {
     output: Element,
     /// Alignment of a, b, c and the GELU input, in bytes.
     alignment: [u64; 4],
+    /// Distances between columns of a, b and c, where there are gaps.
+    strides: [Option<usize>; 3],
 }
 
 impl Site {
@@ -194,6 +195,7 @@ impl Gemm {
             inputs: [a, b].map(|operand| Element::of(operand.slice)),
             output: Element::of(c),
             alignment: [a.slice, b.slice, c, epilogue.h().unwrap_or(c)].map(alignment),
+            strides: [a.stride, b.stride, epilogue.stride()],
         };
         let plan = self.plan(&site, call)?;
         self.device.profiler.time(
@@ -229,7 +231,7 @@ impl Gemm {
         call: &GemmCall<'_>,
     ) -> std::result::Result<(), CublasError> {
         let GemmCall { a, b, epilogue, c, accumulate, .. } = *call;
-        let (alpha, beta) = (1.0_f32, if accumulate { 1.0_f32 } else { 0.0 });
+        let (alpha, beta) = (epilogue.factor(), if accumulate { 1.0_f32 } else { 0.0 });
         // SAFETY: the objects are never destroyed; the operands are as the caller promises; scalars are on the host,
         // the description's default pointer mode; the workspace has the size that algorithms are selected for.
         unsafe {
@@ -258,17 +260,19 @@ impl Gemm {
 
     fn describe(&self, site: &Site, epilogue: Epilogue<'_>) -> std::result::Result<Objects, CublasError> {
         let Site { m, n, k, .. } = *site;
-        let layout = |rows: usize, cols: usize, transpose: bool, element: Element| {
+        let layout = |[rows, cols]: [usize; 2], transpose: bool, element: Element, stride: Option<usize>| {
             let (rows, cols) = if transpose { (cols, rows) } else { (rows, cols) };
-            result::create_matrix_layout(element.cuda(), rows as u64, cols as u64, rows.cast_signed() as i64)
+            let stride = stride.unwrap_or(rows).cast_signed() as i64;
+            result::create_matrix_layout(element.cuda(), rows as u64, cols as u64, stride)
         };
+        let [stride_a, stride_b, stride_c] = site.strides;
         let operation = |transpose| {
             if transpose { OP_T } else { OP_N }
         };
         let description = result::create_matmul_desc(self.compute, cudaDataType::CUDA_R_32F)?;
-        let a = layout(m, k, site.transpose_a, site.inputs[0])?;
-        let b = layout(k, n, site.transpose_b, site.inputs[1])?;
-        let c = layout(m, n, false, site.output)?;
+        let a = layout([m, k], site.transpose_a, site.inputs[0], stride_a)?;
+        let b = layout([k, n], site.transpose_b, site.inputs[1], stride_b)?;
+        let c = layout([m, n], false, site.output, stride_c)?;
         // SAFETY: the description was just made; each value has the type that the attribute asks for.
         unsafe {
             set(description, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &operation(site.transpose_a))?;
