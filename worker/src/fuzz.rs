@@ -59,6 +59,7 @@ pub fn example_state() -> Value {
         warmup: Some(3),
         val_loss: Some(1.5),
         spec: serde_json::to_value(&spec).unwrap_or_default(),
+        adapted: None,
     };
     serde_json::to_value(state).unwrap_or_default()
 }

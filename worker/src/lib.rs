@@ -8,6 +8,7 @@
 //! it starts workers, and [`recover`] before it restarts them.
 #![forbid(unsafe_code)]
 
+pub mod adapter;
 mod bench;
 pub mod checkpoint;
 pub mod control;

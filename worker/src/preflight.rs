@@ -17,7 +17,7 @@ use crate::checkpoint::{self, Changes, CheckpointError, Lock, LockError, Parent,
 use crate::data::{TokenizerSource, fingerprint};
 use crate::error::WorkerError;
 use crate::fail;
-use crate::model::layout::Layout;
+use crate::model::layout::{Layout, Parameters};
 use crate::weights::{self, Weights};
 
 /// Size of a checkpoint in bytes per parameter: three arenas of F32.
@@ -70,11 +70,13 @@ impl From<LockError> for Refusal {
 /// job's earlier runs; `world` is the number of ranks. Runs on the node of rank 0; other nodes use [`preflight_data`].
 pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight, Refusal> {
     let (mut ready, shape, data) = check_data(spec)?;
-    let layout = Layout::new(&shape);
+    let layout = Layout::of_job(spec, &shape).map_err(usage)?;
+    let layout = layout.trained();
     if let Some(path) = &spec.checkpoint.init {
         let weights = Weights::open(Path::new(path))?;
         weights.check(&shape)?;
         ready.warnings.extend(weights.note());
+        weights.check_adapter(spec, &shape)?;
     }
     let bytes = (layout.parameters() as u64).saturating_mul(BYTES_PER_PARAMETER);
     let dir = spec.checkpoint.dir.as_ref().map(Path::new);
@@ -82,7 +84,7 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
         Some(dir) => ready.lock = Some(claim(dir, &spec.job.name, bytes, &mut ready.warnings)?),
         None => directory::check_room(job_dir, bytes)?,
     }
-    let mut find_start = || match verified_source(spec, &shape, &layout, job_dir, &mut ready.warnings)? {
+    let mut find_start = || match verified_source(spec, &shape, layout, job_dir, &mut ready.warnings)? {
         Some(path) => resume(spec, &shape, world, &data, path, &mut ready),
         None => start_afresh(spec, job_dir, &mut ready.warnings),
     };
@@ -141,7 +143,8 @@ fn check_data(spec: &JobSpec) -> Result<(Preflight, ModelShape, Fingerprint), Re
     ready.warnings.extend(inherited_ffn(&spec.model, &shape));
     // Checkpoints contain the tokenizer even if no text is sampled.
     dataset.tokenizer.load().map_err(WorkerError::from)?;
-    ready.state_bytes = (Layout::new(&shape).len as u64).saturating_mul(BYTES_PER_PARAMETER);
+    let layout = Layout::of_job(spec, &shape).map_err(usage)?;
+    ready.state_bytes = (layout.trained().len as u64).saturating_mul(BYTES_PER_PARAMETER);
     Ok((ready, shape, data))
 }
 
@@ -186,7 +189,7 @@ pub(crate) fn holder(job: &str) -> String {
 fn verified_source(
     spec: &JobSpec,
     shape: &ModelShape,
-    layout: &Layout,
+    layout: &Parameters,
     job_dir: &Path,
     warnings: &mut Vec<String>,
 ) -> Result<Option<PathBuf>, CheckpointError> {
@@ -211,10 +214,12 @@ fn verified_source(
 fn verify_last(
     spec: &JobSpec,
     shape: &ModelShape,
-    layout: &Layout,
+    layout: &Parameters,
     path: &Path,
 ) -> Result<(), CheckpointError> {
-    if directory::open(path, shape)?.step < spec.train.steps {
+    let state = directory::open(path, shape)?;
+    state.check_trained(path, spec)?;
+    if state.step < spec.train.steps {
         return Ok(());
     }
     let failed = |reason: String| CheckpointError::Read { path: path.into(), reason };
@@ -314,6 +319,7 @@ fn check_continued(
     warnings: &mut Vec<String>,
 ) -> Result<State, Refusal> {
     let state = directory::open(path, shape)?;
+    state.check_trained(path, spec)?;
     let Changes { refused, others } = state.changes(spec, world, data);
     if !refused.is_empty() && !spec.checkpoint.resume_changed {
         let message = format!(

@@ -65,6 +65,11 @@ impl Source {
             let message = format!("failed to open {}: {}", path.display(), hub::missing(path));
             return Err(Refusal { exit: ExitCode::Usage, message });
         }
+        if huggingface::PeftDirectory::is_one(path) {
+            let weights = Weights::open(path)?;
+            let base = Self::find(weights.without_adapter().path())?;
+            return Ok(Self { weights, ..base });
+        }
         if huggingface::Directory::is_one(path) {
             return Self::hugging_face(path);
         }
@@ -82,7 +87,7 @@ impl Source {
         })?;
         let (tokenizer, notes) = (checkpoint::tokenizer(&path)?, notes.collect());
         let inherited = state.inherited.clone();
-        let weights = Weights::Checkpoint(path, Box::new(state));
+        let weights = Weights::open(&path)?;
         Ok(Self { shape, tokenizer, inherited, is_run: true, notes, weights })
     }
 
@@ -98,6 +103,12 @@ impl Source {
             notes: directory.note().into_iter().collect(),
             weights: Weights::HuggingFace(Box::new(directory)),
         })
+    }
+
+    /// Adds the adapter at `path`, if there is one.
+    pub fn with_adapter(self, path: Option<&Path>) -> Result<Self, Refusal> {
+        let Some(path) = path else { return Ok(self) };
+        Ok(Self { weights: self.weights.with_adapter(path)?, ..self })
     }
 
     /// Returns the tokenizer of this name (`bytes`, `gpt2`, or a file), or by default the model's own.

@@ -3,17 +3,19 @@
 //! A model may be used with shorter sequences than it was made for. The rest of its shape is a property of the weights.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use rayon::ThreadPool;
+use rayon::{ThreadPool, ThreadPoolBuilder};
 use xlaunch_data::TOKENIZER_FILE;
 use xlaunch_spec::job::{Invalid, JobSpec};
 use xlaunch_spec::model::{ModelShape, Positions};
 
-use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, Sink, State, directory};
+use crate::adapter::{Adapter, ValuesHash};
+use crate::checkpoint::{self, Abandoned, CheckpointError, Frozen, Piece, Sink, State, directory};
 use crate::data::{Dataset, TokenizerSource};
 use crate::error::{Result, WorkerError};
 use crate::hub;
-use crate::huggingface::{Directory, ModelError, refuse_other_weights};
+use crate::huggingface::{Directory, ModelError, PeftDirectory, refuse_other_weights};
 use crate::inherited::Inherited;
 use crate::model::layout::Layout;
 
@@ -24,14 +26,58 @@ pub enum Weights {
     HuggingFace(Box<Directory>),
     /// A checkpoint with its state.
     Checkpoint(PathBuf, Box<State>),
+    /// A model in one of the other forms, and an adapter for it.
+    Adapted(Box<Adapted>),
     /// A file of parameters under this trainer's names. It does not record the shape of the model.
     File(PathBuf),
+}
+
+/// Weights and an adapter that is added to them.
+#[derive(Clone, Debug)]
+pub struct Adapted {
+    /// The checkpoint or directory of the adapter.
+    path: PathBuf,
+    base: Weights,
+    adapter: Adapter,
+    /// State of the checkpoint of the adapter, which has the hash of the weights. `None` for PEFT's layout.
+    state: Option<Box<State>>,
+}
+
+impl Adapted {
+    /// Reads the weights with the adapter added, and requires that they are those that the adapter was trained with.
+    fn read(&self, shape: &ModelShape, layout: &Layout, threads: &ThreadPool, sink: Sink<'_>) -> Result<()> {
+        let (hash, abandoned) = (ValuesHash::default(), AtomicBool::new(false));
+        let read = |merge: Sink<'_>| {
+            let hashed = |piece: Piece| {
+                hash.add(piece.at, &piece.values);
+                merge(piece).inspect_err(|Abandoned| abandoned.store(true, Ordering::Relaxed))
+            };
+            self.base.read(shape, layout, threads, &hashed)
+        };
+        self.adapter.merge(shape, read, sink)?;
+        let saved = self
+            .state
+            .as_ref()
+            .filter(|state| Layout::new(&state.model).fingerprint() == layout.fingerprint());
+        match saved.and_then(|state| state.adapted.as_ref()) {
+            Some(adapted) if !abandoned.into_inner() => {
+                let found = Frozen { path: self.base.path().into(), hash: hash.finish() };
+                Ok(adapted.frozen.check(&self.path, &found)?)
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 impl Weights {
     /// Detects the kind of `path`: a directory in Hugging Face's layout, a checkpoint, a directory of checkpoints, a
     /// run, or a file. What does not exist counts as a file, as another job may be about to write it.
     pub fn open(path: &Path) -> Result<Self> {
+        if PeftDirectory::is_one(path) {
+            let directory = PeftDirectory::open(path)?;
+            let base = open_base(path, &directory.base()?)?;
+            return Self::adapted(&directory, base);
+        }
         if Directory::is_one(path) {
             return Ok(Self::HuggingFace(Box::new(Directory::open(path)?)));
         }
@@ -45,13 +91,88 @@ impl Weights {
             path: path.clone(),
             reason: invalid.to_string(),
         })?;
-        Ok(Self::Checkpoint(path, Box::new(state)))
+        match state.adapted.clone() {
+            None => Ok(Self::Checkpoint(path, Box::new(state))),
+            Some(adapted) => Self::adapted_checkpoint(path, &state, &adapted, None),
+        }
+    }
+
+    /// Adds the adapter at `path`, which is in PEFT's layout or a checkpoint of a run that trains adapters, to these
+    /// weights.
+    pub fn with_adapter(self, path: &Path) -> Result<Self> {
+        if PeftDirectory::is_one(path) {
+            return Self::adapted(&PeftDirectory::open(path)?, self);
+        }
+        if !path.is_dir() {
+            return Err(ModelError::Read { path: path.into(), reason: hub::missing(path) }.into());
+        }
+        let (path, _) = directory::locate(path)?;
+        let state = directory::state(&path)?;
+        let Some(adapted) = state.adapted.clone() else {
+            let difference = "it has all weights of a model, no adapter".into();
+            return Err(WorkerError::Checkpoint(CheckpointError::OtherTraining { path, difference }));
+        };
+        if let Some((key, theirs, ours)) = self.shape().and_then(|own| contradiction(&state.model, own)) {
+            let difference =
+                format!("{key} of its model is {theirs}, but {ours} in {}", self.path().display());
+            return Err(WorkerError::Checkpoint(CheckpointError::OtherModel { path, difference }));
+        }
+        Self::adapted_checkpoint(path, &state, &adapted, Some(self))
+    }
+
+    fn adapted(directory: &PeftDirectory, base: Self) -> Result<Self> {
+        let path = directory.path().to_path_buf();
+        let Some(shape) = base.shape() else {
+            let reason = format!("{} does not record the shape of its model", base.path().display());
+            return Err(ModelError::Read { path, reason }.into());
+        };
+        let adapter = directory.read(shape)?;
+        Ok(Self::Adapted(Box::new(Adapted { path, base, adapter, state: None })))
+    }
+
+    /// Opens a checkpoint of a run that trains adapters, with the weights `base`, or those that the run adapted.
+    fn adapted_checkpoint(
+        path: PathBuf,
+        state: &State,
+        adapted: &checkpoint::Adapted,
+        base: Option<Self>,
+    ) -> Result<Self> {
+        let threads = ThreadPoolBuilder::new().build().map_err(|error| WorkerError::Io {
+            what: "failed to start threads".into(),
+            source: std::io::Error::other(error),
+        })?;
+        let adapter = Adapter::read_checkpoint(&path, state, &adapted.lora, &threads)?;
+        let base = base.map_or_else(|| open_base(&path, &adapted.frozen.path), Ok)?;
+        Ok(Self::Adapted(Box::new(Adapted { path, base, adapter, state: Some(Box::new(state.clone())) })))
+    }
+
+    /// Returns the weights that the adapter adapts, or these weights if there is none.
+    pub fn without_adapter(&self) -> &Self {
+        if let Self::Adapted(adapted) = self { &adapted.base } else { self }
+    }
+
+    /// Returns the adapter, if there is one.
+    pub fn adapter(&self) -> Option<&Adapter> {
+        if let Self::Adapted(adapted) = self { Some(&adapted.adapter) } else { None }
+    }
+
+    /// Checks that a job that trains adapters can start from the adapter of these weights, if they have one.
+    pub fn check_adapter(&self, spec: &JobSpec, shape: &ModelShape) -> Result<()> {
+        let Some(adapter) = self.adapter().filter(|_| spec.lora.is_on()) else { return Ok(()) };
+        match adapter.lora.difference(&spec.lora, shape) {
+            None => Ok(()),
+            Some((key, theirs, ours)) => Err(WorkerError::Checkpoint(CheckpointError::OtherTraining {
+                path: self.path().into(),
+                difference: format!("{key} is {theirs} there, {ours} in this job"),
+            })),
+        }
     }
 
     /// The directory or file.
     pub fn path(&self) -> &Path {
         match self {
             Self::HuggingFace(directory) => directory.path(),
+            Self::Adapted(adapted) => &adapted.path,
             Self::Checkpoint(path, _) | Self::File(path) => path,
         }
     }
@@ -61,6 +182,7 @@ impl Weights {
         match self {
             Self::HuggingFace(directory) => Some(directory.shape()),
             Self::Checkpoint(_, state) => Some(&state.model),
+            Self::Adapted(adapted) => adapted.base.shape(),
             Self::File(_) => None,
         }
     }
@@ -69,6 +191,7 @@ impl Weights {
     pub fn note(&self) -> Option<String> {
         match self {
             Self::HuggingFace(directory) => directory.note(),
+            Self::Adapted(adapted) => adapted.base.note(),
             Self::Checkpoint(..) | Self::File(_) => None,
         }
     }
@@ -80,6 +203,7 @@ impl Weights {
             Self::HuggingFace(directory) => drop(directory.weights(shape, &Layout::new(shape))?),
             // Opening it has checked the names and sizes of its files.
             Self::Checkpoint(..) => {}
+            Self::Adapted(adapted) => adapted.base.check(shape)?,
             Self::File(path) if !path.exists() => {
                 return Err(ModelError::Read { path: path.clone(), reason: hub::missing(path) }.into());
             }
@@ -100,6 +224,9 @@ impl Weights {
         match self {
             Self::HuggingFace(directory) => directory.weights(shape, layout)?.read(threads, sink)?,
             Self::Checkpoint(path, state) => read_checkpoint(path, &state.model, layout, threads, sink)?,
+            Self::Adapted(adapted) => {
+                adapted.read(shape, layout, threads, sink)?;
+            }
             Self::File(path) => checkpoint::read_weights(path, layout, threads, sink)?,
         }
         Ok(())
@@ -110,13 +237,18 @@ impl Weights {
         match self {
             Self::HuggingFace(directory) => Some(Inherited::read(directory.path())),
             Self::Checkpoint(_, state) => state.inherited.clone(),
+            Self::Adapted(adapted) => {
+                let own = adapted.state.as_ref().and_then(|state| state.inherited.clone());
+                own.or_else(|| adapted.base.inherited())
+            }
             Self::File(_) => None,
         }
     }
 
     /// Returns the file of the model's tokenizer, if it came with one.
     fn tokenizer(&self) -> Option<PathBuf> {
-        Some(self.path().join(TOKENIZER_FILE)).filter(|path| path.is_file())
+        let own = Some(self.path().join(TOKENIZER_FILE)).filter(|path| path.is_file());
+        own.or_else(|| self.adapter().and_then(|_| self.without_adapter().tokenizer()))
     }
 
     fn check_shape(&self, wanted: &ModelShape) -> Result<()> {
@@ -144,6 +276,15 @@ impl Weights {
         let problem = format!("{ours} contradicts checkpoint.init: it is {theirs} in {whose}");
         Err(Invalid::new(key, problem, format!("{theirs}, or no such key")))
     }
+}
+
+/// Opens the weights that the adapter `path` adapts.
+fn open_base(path: &Path, base: &Path) -> Result<Weights> {
+    if base.exists() {
+        return Weights::open(base);
+    }
+    let reason = format!("its adapters need the weights in {}, but {}", base.display(), hub::missing(base));
+    Err(ModelError::Read { path: path.into(), reason }.into())
 }
 
 /// Opens a job's data. If its tokenizer is unknown, uses that of the initial weights.

@@ -112,7 +112,7 @@ pub(crate) async fn run(
     let (Some((first, _)), Some((_, last))) = (first, last) else { return Err(missing_report("any step")) };
     #[expect(clippy::cast_precision_loss, reason = "tokens of a step")]
     let tokens_per_second = started.tokens_per_step as f64 / median;
-    let flops_per_token = flops::per_token(&shape);
+    let flops_per_token = flops::per_token_of_job(&spec.lora, &shape);
     let flops_per_rank = flops_per_token * tokens_per_second / f64::from(placement.workers);
     let peak_flops = device::gemm_rate(&calibration, &started.precision).unwrap_or(f64::INFINITY);
     Ok(Measured {

@@ -123,6 +123,13 @@ fn text(
     let nodes = if target.nodes > 1 { format!(" on {} nodes", target.nodes) } else { String::new() };
     line("ranks", format!("{} x {device}{nodes}", target.ranks()));
     line("model", format!("{} parameters", count_text(needed.parameters as f64)));
+    if spec.lora.is_on() {
+        let share = 100.0 * needed.trained as f64 / (needed.parameters as f64).max(1.0);
+        line(
+            "trained",
+            format!("{} parameters of adapters, {share:.2} %", count_text(needed.trained as f64)),
+        );
+    }
     let per_step = needed.tokens as f64 * f64::from(target.ranks());
     let all = per_step * spec.train.steps as f64;
     let epochs = all / (tokens as f64).max(1.0);

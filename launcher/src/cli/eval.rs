@@ -18,6 +18,9 @@ pub(super) struct Eval {
     /// A checkpoint, or a directory of checkpoints or of a run (uses the newest valid checkpoint)
     #[arg(value_name = "MODEL")]
     model: PathBuf,
+    /// Adapter to add to the model: a directory in PEFT's layout, or a checkpoint of a LoRA run
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
     /// Directory of prepared data (uses its validation split), or a glob of files: text for a byte-level model,
     /// otherwise token files
     #[arg(long, value_name = "DIR|GLOB", group = "task")]
@@ -38,6 +41,7 @@ pub(super) struct Eval {
 pub(super) async fn run(options: Eval) -> Result<ExitCode, QueryError> {
     let command = Command {
         model: options.model,
+        adapter: options.adapter,
         data: options.data,
         tokens: options.tokens,
         hellaswag: options.hellaswag,

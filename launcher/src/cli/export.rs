@@ -9,7 +9,7 @@ use xlaunch_spec::exit::ExitCode;
 use super::output::{QueryError, print, print_note};
 use crate::render::text::escape;
 use xlaunch_spec::refusal::Refusal;
-use xlaunch_worker::huggingface::export::{self, ExportDtype, Exported};
+use xlaunch_worker::huggingface::export::{self, Content, ExportDtype, Exported};
 
 /// Options of `xlaunch export`.
 #[derive(Debug, Args)]
@@ -28,6 +28,12 @@ pub(super) struct Export {
     /// Tokenizer to use instead of the checkpoint's: bytes, gpt2 or the path of a tokenizer.json
     #[arg(long, value_name = "NAME|FILE")]
     tokenizer: Option<String>,
+    /// Export the adapters (LoRA) of the checkpoint, in PEFT's layout
+    #[arg(long, conflicts_with = "merge")]
+    adapter: bool,
+    /// Add the adapters (LoRA) of the checkpoint to the weights, and export the whole model
+    #[arg(long)]
+    merge: bool,
     /// Replace an earlier export
     #[arg(long)]
     overwrite: bool,
@@ -54,15 +60,22 @@ enum Dtype {
 
 /// Exports a checkpoint, and prints the directory.
 pub(super) fn run(options: Export) -> Result<ExitCode, QueryError> {
-    let Export { checkpoint, output, format: Format::Hf, dtype, tokenizer, overwrite, json } = options;
+    let Export { checkpoint, output, format: Format::Hf, dtype, tokenizer, overwrite, adapter, merge, json } =
+        options;
+    let content = match (adapter, merge) {
+        (true, _) => Content::Adapter,
+        (false, true) => Content::Merged,
+        (false, false) => Content::Model,
+    };
     let dtype = match dtype {
         Dtype::Fp32 => ExportDtype::Fp32,
         Dtype::Bf16 => ExportDtype::Bf16,
     };
-    let exported = export::export(&export::Export { checkpoint, output, dtype, tokenizer, overwrite })
-        .map_err(|error| Refusal::new(error.exit(), error.to_string()))?;
+    let exported =
+        export::export(&export::Export { checkpoint, output, dtype, tokenizer, overwrite, content })
+            .map_err(|error| Refusal::new(error.exit(), error.to_string()))?;
     exported.notes.iter().for_each(|note| print_note(&format!("warning: {note}")));
-    if exported.tokenizer.is_none() {
+    if exported.tokenizer.is_none() && content != Content::Adapter {
         print_note(
             "warning: no tokenizer files were written, because the tokenizer of the data is not known; name it with \
              `--tokenizer gpt2|bytes|FILE.json`",

@@ -13,7 +13,7 @@
 //!
 //! Padding of the vocabulary, attention scores that backward recomputes, and elementwise operations are not counted.
 
-use crate::job::Precision;
+use crate::job::{LoraSection, Precision};
 use crate::model::ModelShape;
 
 /// Returns the operations per token, forward and backward.
@@ -24,6 +24,14 @@ pub fn per_token(shape: &ModelShape) -> f64 {
     6.0 * matrix_parameters(shape) as f64 + 12.0 * attention as f64
 }
 
+/// Returns the operations per token of a job. If adapters are trained, the gradients of all other weights are not
+/// computed, which is a third of the operations with weights. Those of the adapters are not counted.
+#[expect(clippy::cast_precision_loss, reason = "a size")]
+pub fn per_token_of_job(lora: &LoraSection, shape: &ModelShape) -> f64 {
+    let skipped = if lora.is_on() { 2.0 * matrix_parameters(shape) as f64 } else { 0.0 };
+    per_token(shape) - skipped
+}
+
 /// Returns N, the number of parameters in matrix multiplications.
 fn matrix_parameters(shape: &ModelShape) -> usize {
     let attention = shape.qkv_width() + shape.attention_width();
@@ -31,17 +39,17 @@ fn matrix_parameters(shape: &ModelShape) -> usize {
     shape.dim * (shape.layers * (attention + feed_forward) + shape.vocab)
 }
 
-/// Returns the seconds that a step with this number of tokens would take on these devices at their peak rate. MFU is
-/// the ratio of this to the actual step time. `None` if the peak is not known.
+/// Returns the seconds that a step with this number of tokens and of operations per token would take on these devices
+/// at their peak rate. MFU is the ratio of this to the actual step time. `None` if the peak is not known.
 #[expect(clippy::cast_precision_loss, reason = "a number of tokens")]
 pub fn seconds_at_peak(
-    shape: &ModelShape,
+    per_token: f64,
     tokens: u64,
     ranks: usize,
     device: &str,
     precision: Precision,
 ) -> Option<f64> {
-    Some(per_token(shape) * tokens as f64 / (ranks as f64 * peak(device, precision)?))
+    Some(per_token * tokens as f64 / (ranks as f64 * peak(device, precision)?))
 }
 
 /// Peak rates of one kind of GPU, from NVIDIA's data sheets.
@@ -130,7 +138,7 @@ mod tests {
     #[test]
     fn all_devices_work_on_a_step() {
         let shape = preset("gpt2-124m");
-        let at_peak = |device| seconds_at_peak(&shape, 1 << 19, 8, device, Precision::Bf16);
+        let at_peak = |device| seconds_at_peak(per_token(&shape), 1 << 19, 8, device, Precision::Bf16);
         let seconds = at_peak("NVIDIA H100 80GB HBM3").unwrap();
         let flops = per_token(&shape) * f64::from(1 << 19);
         assert!((seconds - flops / (8.0 * 989.4e12)).abs() < 1e-12, "{seconds}");

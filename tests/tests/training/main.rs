@@ -14,6 +14,7 @@ mod export;
 mod fail_points;
 mod gpus;
 mod growth;
+mod lora;
 mod memory;
 mod nodes;
 mod pool;
@@ -24,6 +25,6 @@ mod tensorboard;
 
 xlaunch_harness::suite! {
     threads_per_core 2;
-    modules bench, boundaries, chaos, data, directories, divergence, dry_run, export, fail_points, gpus, growth, memory,
-        nodes, pool, prepared, report, runs, tensorboard;
+    modules bench, boundaries, chaos, data, directories, divergence, dry_run, export, fail_points, gpus, growth, lora,
+        memory, nodes, pool, prepared, report, runs, tensorboard;
 }

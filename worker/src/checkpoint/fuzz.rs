@@ -5,7 +5,7 @@ use std::path::Path;
 use super::manifest;
 use super::read::Source;
 use super::tensors::{Arena, check_complete, read_contents};
-use crate::model::layout::Layout;
+use crate::model::layout::Parameters;
 
 /// Name and size of a file, then the offset and size of each chunk.
 pub type ListedFile = (String, u64, Vec<(u64, u64)>);
@@ -21,7 +21,7 @@ pub(crate) fn valid_files(json: &[u8]) -> Option<Vec<ListedFile>> {
 }
 
 /// Reads every tensor of an accepted file, and checks that its values go to the right places.
-pub(crate) fn read_tensors(path: &Path, layout: &Layout, moments: bool) {
+pub(crate) fn read_tensors(path: &Path, layout: &Parameters, moments: bool) {
     let Ok((file, _)) = manifest::open(path) else { return };
     let Ok(tensors) = read_contents(path, &file, layout, moments) else { return };
     for tensor in &tensors {

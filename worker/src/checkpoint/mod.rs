@@ -8,6 +8,9 @@
 //!   tokenizer.json                           the data's tokenizer, if there is one
 //!   manifest.json                            exactly the files above, their sizes and hashes; written last
 //! ```
+//! If adapters are trained, parameters and moments are those of the adapters alone, and `state.json` has the path and
+//! the hash of the weights that they adapt.
+//!
 //! Saving (`saver`): at a step boundary every rank copies its [`Portion`] of the state to host memory and continues
 //! training. A thread of each rank writes the copy to `.tmp-step-...`: its byte ranges of `model.safetensors`, and a
 //! file of moments. Once the agent knows that all ranks are done, rank 0 adds the manifest and renames the directory.
@@ -56,7 +59,7 @@ pub use memory::{Memory, Slot, Snapshot};
 pub use portion::Portion;
 pub use read::{Abandoned, Arena, Piece, Sink, check_weights, read, read_weights, tokenizer};
 pub use retention::Retention;
-pub use state::{Batch, Changes, Parent, State};
+pub use state::{Adapted, Batch, Changes, Frozen, Parent, State};
 pub(crate) use tensors::read_header;
 
 /// Newest version of the directory layout above, for models and optimizers that builds before 0.4 do not know and would
@@ -86,6 +89,14 @@ pub enum CheckpointError {
     Version { path: PathBuf, version: u32 },
     #[error("checkpoint {} was written by another model: {difference}", path.display())]
     OtherModel { path: PathBuf, difference: String },
+    #[error("checkpoint {} does not fit this job: {difference}", path.display())]
+    OtherTraining { path: PathBuf, difference: String },
+    #[error(
+        "the adapters of checkpoint {} belong to other weights: {difference}; set `checkpoint.init` to the weights that \
+         the run began with",
+        path.display()
+    )]
+    OtherWeights { path: PathBuf, difference: String },
     #[error(
         "failed to get {mib} MiB of memory for the snapshots of rank {rank}: {reason}; set `checkpoint.memory` to off"
     )]
@@ -100,7 +111,7 @@ pub enum CheckpointError {
 
 /// Returns the format version of a job's checkpoints.
 pub fn version(spec: &JobSpec, model: &ModelShape, has_tokenizer: bool) -> u32 {
-    if spec.train.optimizer != Optimizer::AdamW || !model.is_known_before_0_4() {
+    if spec.train.optimizer != Optimizer::AdamW || spec.lora.is_on() || !model.is_known_before_0_4() {
         VERSION
     } else if has_tokenizer {
         VERSION_WITH_TOKENIZER

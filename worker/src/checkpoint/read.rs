@@ -23,7 +23,7 @@ use super::manifest::{self, Checked, Chunk, Entry, check, hex};
 use super::tensors::{self, Stored};
 use super::{CheckpointError, MODEL, STATE, State, TOKENIZER};
 use crate::data::MAX_TOKENIZER_BYTES;
-use crate::model::layout::Layout;
+use crate::model::layout::Parameters;
 
 /// Bytes that a thread reads at once. Small in tests, as are chunks.
 const BLOCK_BYTES: u64 = if cfg!(test) { 3 << 10 } else { 4 << 20 };
@@ -51,7 +51,7 @@ pub struct Abandoned;
 pub fn read(
     path: &Path,
     shape: &ModelShape,
-    layout: &Layout,
+    layout: &Parameters,
     moments: &[Range<usize>],
     threads: &ThreadPool,
     sink: Sink<'_>,
@@ -86,7 +86,7 @@ pub fn read(
 /// Reads the parameters from a `model.safetensors`, which another program may have written.
 pub fn read_weights(
     path: &Path,
-    layout: &Layout,
+    layout: &Parameters,
     threads: &ThreadPool,
     sink: Sink<'_>,
 ) -> Result<(), CheckpointError> {
@@ -97,7 +97,7 @@ pub fn read_weights(
 }
 
 /// Checks that a `model.safetensors` has the parameters of this model.
-pub fn check_weights(path: &Path, layout: &Layout) -> Result<(), CheckpointError> {
+pub fn check_weights(path: &Path, layout: &Parameters) -> Result<(), CheckpointError> {
     let file = open_weights(path, layout)?;
     let size = file.file.metadata().map_err(|error| file.failed(&error))?.len();
     let end = file.tensors.iter().map(|tensor| tensor.bytes.end).max().unwrap_or(0);
@@ -111,7 +111,7 @@ pub fn check_weights(path: &Path, layout: &Layout) -> Result<(), CheckpointError
     }
 }
 
-fn open_weights(path: &Path, layout: &Layout) -> Result<Source, CheckpointError> {
+fn open_weights(path: &Path, layout: &Parameters) -> Result<Source, CheckpointError> {
     let read = |error: std::io::Error| CheckpointError::Read { path: path.into(), reason: error.to_string() };
     let file = File::open(path).map_err(read)?;
     let tensors = tensors::read_contents(path, &file, layout, false)?;
@@ -176,7 +176,7 @@ impl Source {
         self.tensors.iter().flat_map(|tensor| blocks(tensor.bytes.clone(), tensor.bytes.start))
     }
 
-    fn open(dir: &Path, entry: Entry, layout: &Layout, moments: bool) -> Result<Self, CheckpointError> {
+    fn open(dir: &Path, entry: Entry, layout: &Parameters, moments: bool) -> Result<Self, CheckpointError> {
         let path = dir.join(&entry.name);
         let damaged = |reason: String| CheckpointError::Damaged { path: dir.into(), reason };
         let (file, _) = manifest::open(&path).map_err(|error| damaged(error.to_string()))?;

@@ -32,7 +32,7 @@ pub use super::write::Written;
 use super::write::{PIECE_LEN, Values, Writer, commit, delete, temporary};
 use super::{CheckpointError, Memory, Portion, Retention, Snapshot, State, directory, name};
 use crate::fail;
-use crate::model::layout::Layout;
+use crate::model::layout::Parameters;
 
 /// Connection between the ranks of a save. Implemented by the session with the agent.
 pub trait Exchange: Send {
@@ -51,7 +51,7 @@ pub trait Exchange: Send {
 #[expect(missing_docs, reason = "the names describe the fields")]
 pub struct Settings {
     pub dir: PathBuf,
-    pub layout: Layout,
+    pub layout: Parameters,
     pub portion: Portion,
     pub rank: usize,
     /// Ranks below this one write; the others have an empty portion and send no answer.

@@ -1,11 +1,14 @@
 //! `state.json`: the position of a run, and the settings that must not change silently when it continues.
 
+use std::path::{Path, PathBuf};
+
 use serde::{Deserialize, Serialize};
-use xlaunch_spec::job::{DocumentMode, JobSpec, Optimizer, TrainSection};
+use xlaunch_spec::job::{DocumentMode, JobSpec, LoraSection, Optimizer, TrainSection};
 use xlaunch_spec::model::ModelShape;
 
 use xlaunch_spec::lineage::Fingerprint;
 
+use super::CheckpointError;
 use crate::inherited::Inherited;
 use crate::schedule;
 
@@ -53,6 +56,39 @@ pub struct State {
     pub inherited: Option<Inherited>,
     /// The job description, for information only: other versions may have other keys.
     pub spec: serde_json::Value,
+    /// Adapters, if the checkpoint has those instead of all weights.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub adapted: Option<Adapted>,
+}
+
+/// Adapters that a run trains, and the weights that they adapt.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Adapted {
+    /// Settings of the adapters.
+    pub lora: LoraSection,
+    /// The weights.
+    pub frozen: Frozen,
+}
+
+/// Weights that a run does not train.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Frozen {
+    /// Path of the model.
+    pub path: PathBuf,
+    /// Hash of all values in fp32, independent of the format of the files.
+    pub hash: String,
+}
+
+impl Frozen {
+    /// Requires that the weights `found` are those with which the adapters of the checkpoint `path` were trained.
+    pub fn check(&self, path: &Path, found: &Self) -> Result<(), CheckpointError> {
+        if self.hash == found.hash {
+            return Ok(());
+        }
+        let (saved, now) = (self.path.display(), found.path.display());
+        let difference = format!("their hash was {} in {saved}, but is {} in {now}", self.hash, found.hash);
+        Err(CheckpointError::OtherWeights { path: path.into(), difference })
+    }
 }
 
 /// A run that was continued.
@@ -98,6 +134,34 @@ pub struct Changes {
 }
 
 impl State {
+    /// Checks that a job trains what the checkpoint `path` with this state contains: all weights, or the same adapters.
+    pub fn check_trained(&self, path: &Path, spec: &JobSpec) -> Result<(), CheckpointError> {
+        let other =
+            |difference: String| Err(CheckpointError::OtherTraining { path: path.into(), difference });
+        let lora = &spec.lora;
+        let Some(Adapted { lora: saved, frozen }) = &self.adapted else {
+            if !lora.is_on() {
+                return Ok(());
+            }
+            return other(format!(
+                "it has all weights of a model, but lora.rank = {} trains adapters; to adapt these weights, set \
+                 `checkpoint.init` to this path and `checkpoint.resume` to \"off\"",
+                lora.rank
+            ));
+        };
+        if !lora.is_on() {
+            return other(format!(
+                "it has adapters (LoRA) of {}, but the job trains all weights; set `[lora]` as in that run, or merge the \
+                 adapters with `xlaunch export --merge` and start from the result with `checkpoint.init`",
+                frozen.path.display()
+            ));
+        }
+        match saved.difference(lora, &self.model) {
+            None => Ok(()),
+            Some((key, saved, now)) => other(format!("{key} is {saved} there, {now} in this job")),
+        }
+    }
+
     /// Compares the job that continues from this state with the run that wrote the state.
     pub fn changes(&self, spec: &JobSpec, world: u32, data: &Fingerprint) -> Changes {
         let mut changes = Changes::default();
@@ -216,6 +280,7 @@ mod tests {
             end_of_text: None,
             inherited: None,
             spec: serde_json::to_value(spec).unwrap(),
+            adapted: None,
         }
     }
 

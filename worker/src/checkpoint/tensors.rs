@@ -9,7 +9,7 @@ use fs_err::File;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 
 use super::{CheckpointError, Portion};
-use crate::model::layout::{Layout, Param};
+use crate::model::layout::{Param, Parameters};
 
 /// Largest header that the format allows.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -50,13 +50,13 @@ pub(super) struct Contents {
 
 impl Contents {
     /// Describes `model.safetensors`: all parameters, each whole.
-    pub(super) fn model(layout: &Layout) -> io::Result<Self> {
+    pub(super) fn model(layout: &Parameters) -> io::Result<Self> {
         let tensor = |param: &Param| (Arena::Params, param.name.clone(), param.shape.clone(), param.stored());
         Self::new(layout.params.iter().map(tensor).collect())
     }
 
     /// Describes a rank's file of moments: the parts of parameters in its portion.
-    pub(super) fn moments(layout: &Layout, portion: &Portion) -> io::Result<Self> {
+    pub(super) fn moments(layout: &Parameters, portion: &Portion) -> io::Result<Self> {
         let mut tensors = Vec::new();
         for (arena, prefix) in [(Arena::M, "m"), (Arena::V, "v")] {
             for param in &layout.params {
@@ -98,7 +98,7 @@ impl Contents {
 pub(super) fn read_contents(
     path: &Path,
     file: &File,
-    layout: &Layout,
+    layout: &Parameters,
     moments: bool,
 ) -> Result<Vec<Stored>, CheckpointError> {
     let read = |reason: String| CheckpointError::Read { path: path.into(), reason };
@@ -128,7 +128,7 @@ pub(super) fn read_contents(
 }
 
 /// Returns the parameter that a tensor belongs to, and its elements in the arena.
-fn find<'a>(layout: &'a Layout, name: &str, moments: bool) -> Option<(Arena, &'a Param, Range<usize>)> {
+fn find<'a>(layout: &'a Parameters, name: &str, moments: bool) -> Option<(Arena, &'a Param, Range<usize>)> {
     let (arena, name) = if moments {
         match name.split_at_checked(2)? {
             ("m.", rest) => (Arena::M, rest),
@@ -183,7 +183,7 @@ pub(crate) fn read_header(file: &File) -> io::Result<(Metadata, u64)> {
 /// Checks that the tensors contain every parameter of these arenas exactly once.
 pub(super) fn check_complete(
     path: &Path,
-    layout: &Layout,
+    layout: &Parameters,
     arenas: &[Arena],
     tensors: &[Stored],
 ) -> Result<(), CheckpointError> {

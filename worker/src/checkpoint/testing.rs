@@ -47,6 +47,7 @@ pub(crate) fn state(run: &str, step: u64) -> State {
         end_of_text: None,
         inherited: None,
         spec: serde_json::to_value(spec).unwrap(),
+        adapted: None,
     }
 }
 
@@ -107,7 +108,7 @@ pub(crate) fn settings(dir: &Path, retention: Retention) -> Settings {
     let portion = Portion::new(&sharding(&layout, 0, 1, false), 0, 1);
     Settings {
         dir: dir.into(),
-        layout,
+        layout: layout.trained().clone(),
         portion,
         rank: 0,
         writers: 1,
@@ -155,7 +156,8 @@ pub(crate) fn save_model(dir: &Path, shape: &ModelShape, params: &[f32]) -> Path
         ),
         ..snapshot(&portion, 10)
     };
-    let settings = Settings { layout, portion, ..settings(dir, Retention::default()) };
+    let settings =
+        Settings { layout: layout.trained().clone(), portion, ..settings(dir, Retention::default()) };
     let state = State { model: shape.clone(), ..state("run", 10) };
     let mut saver = Saver::with_disk(settings, Box::new(Alone::default()), Disk::default()).unwrap();
     saver.wait().unwrap();

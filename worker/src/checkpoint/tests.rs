@@ -49,7 +49,7 @@ fn assert_complete(path: &Path, step: u64) {
     let (arenas, state) = read_all(path).unwrap();
     assert_eq!(state.step, step);
     for (arena, values) in [Arena::Params, Arena::M, Arena::V].into_iter().zip(arenas) {
-        for param in Layout::new(&shape()).params {
+        for param in &Layout::new(&shape()).params {
             let expected = param.stored().map(|at| value(arena, at, step));
             assert!(values[param.stored()].iter().copied().eq(expected), "{} of {arena:?}", param.name);
         }
@@ -107,7 +107,7 @@ fn try_to_save_together(
             let snapshot = snapshot(&portion, step);
             let settings = Settings {
                 dir: dirs[rank].into(),
-                layout: layout.clone(),
+                layout: layout.trained().clone(),
                 portion,
                 rank,
                 writers: world,

@@ -19,7 +19,7 @@ use super::manifest::{self, Chunk, Entry, Manifest};
 use super::tensors::{Arena, Contents, Stored};
 use super::{MANIFEST, MODEL, Portion, STATE, Snapshot, State, TOKENIZER, name, optimizer_name};
 use crate::fail::{self, Place};
-use crate::model::layout::Layout;
+use crate::model::layout::Parameters;
 use crate::phase;
 
 /// Maximum chunk size in bytes. Readers hash a chunk as a whole. Small in tests, so that small files have many chunks.
@@ -60,7 +60,7 @@ pub struct Written {
 /// Writes the part of one rank.
 #[derive(Clone, Debug)]
 pub(super) struct Writer {
-    pub(super) layout: Layout,
+    pub(super) layout: Parameters,
     pub(super) portion: Portion,
     pub(super) rank: usize,
     pub(super) writers: usize,

@@ -15,6 +15,8 @@ use xlaunch_spec::refusal::Refusal;
 pub struct Command {
     /// See [`Source::find`].
     pub model: PathBuf,
+    /// See [`Source::with_adapter`].
+    pub adapter: Option<PathBuf>,
     /// See [`Held::open`].
     pub data: Option<String>,
     /// Minimum number of tokens to evaluate; `None` evaluates all.
@@ -42,7 +44,7 @@ pub fn run(
     note: &mut dyn FnMut(&str),
     interrupted: &dyn Fn() -> bool,
 ) -> Result<Results, Refusal> {
-    let source = Source::find(&command.model)?;
+    let source = Source::find(&command.model)?.with_adapter(command.adapter.as_deref())?;
     source.notes.iter().for_each(|line| note(line));
     // Open both before reading the weights.
     let open = |data: &String| Held::open(data, &source.shape, source.tokenizer.as_ref());

@@ -21,6 +21,8 @@ const DEFAULT_TOP_K: usize = 50;
 pub struct Command {
     /// See [`Source::find`].
     pub model: PathBuf,
+    /// See [`Source::with_adapter`].
+    pub adapter: Option<PathBuf>,
     /// See [`Source::tokenizer`].
     pub tokenizer: Option<String>,
     /// Prompts to continue.
@@ -63,7 +65,7 @@ pub fn run(
     note: &mut dyn FnMut(&str),
     sink: &mut dyn FnMut(usize, usize, Update<'_>),
 ) -> Result<(), Refusal> {
-    let source = Source::find(&command.model)?;
+    let source = Source::find(&command.model)?.with_adapter(command.adapter.as_deref())?;
     source.notes.iter().for_each(|line| note(line));
     let tokenizer = source.tokenizer(command.tokenizer.as_deref())?;
     let options = options(command, &source, &tokenizer, note);

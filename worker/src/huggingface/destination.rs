@@ -10,6 +10,7 @@ use fs_err::File;
 use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
 use std::os::unix::fs::MetadataExt;
 
+use super::peft::{ADAPTER_WEIGHTS, is_config};
 use super::writer::{PRODUCER, write_error};
 use super::{INDEX, ModelError, WEIGHTS, card};
 use crate::checkpoint::read_header;
@@ -149,11 +150,12 @@ fn is_export(dir: &Path) -> bool {
         let Some(name) = name.to_str().filter(|_| entry.file_type().is_ok_and(|kind| kind.is_file())) else {
             return false;
         };
-        config |= name == CONFIG;
-        if FILES.contains(&name) {
+        config |= is_config(name);
+        if is_config(name) || FILES.contains(&name) {
             continue;
         }
-        let of_weights = name == WEIGHTS || (name.starts_with("model-") && name.ends_with(".safetensors"));
+        let of_weights = [WEIGHTS, ADAPTER_WEIGHTS].contains(&name)
+            || (name.starts_with("model-") && name.ends_with(".safetensors"));
         if !of_weights || !has_mark(&path) {
             return false;
         }

@@ -6,14 +6,17 @@ use std::sync::Mutex;
 use std::sync::PoisonError;
 
 use fs_err::File;
-use rayon::ThreadPoolBuilder;
+use rayon::{ThreadPool, ThreadPoolBuilder};
 use xlaunch_data::{TOKENIZER_FILE, Tokenizer};
 
 use super::destination::Destination;
+use super::peft::{self, ADAPTER_CONFIG, ADAPTER_WEIGHTS};
 use super::writer::{Plan, Writer, write_error};
 use super::{INDEX, ModelError, card, config, tensor_names};
-use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, State, directory};
+use crate::checkpoint::{self, Abandoned, Adapted, CheckpointError, Piece, Sink, State, directory};
+use crate::error::WorkerError;
 use crate::model::layout::Layout;
+use crate::weights::Weights;
 
 pub use super::writer::ExportDtype;
 
@@ -33,6 +36,20 @@ pub struct Export {
     pub tokenizer: Option<String>,
     /// True to replace an earlier export.
     pub overwrite: bool,
+    /// Content of the export.
+    pub content: Content,
+}
+
+/// Content of an export.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Content {
+    /// The model of a checkpoint that has all weights.
+    #[default]
+    Model,
+    /// The adapters of a checkpoint, in PEFT's layout.
+    Adapter,
+    /// The model of a checkpoint with adapters, which are added to the weights.
+    Merged,
 }
 
 /// A finished export.
@@ -64,11 +81,19 @@ pub(super) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<E
         .model
         .check()
         .map_err(|invalid| CheckpointError::Damaged { path: path.clone(), reason: invalid.to_string() })?;
+    check_content(&path, &state, options.content)?;
     let trained = checkpoint::tokenizer(&path)?;
     let tokenizer = match &options.tokenizer {
         Some(name) => Some(named_tokenizer(name, trained.as_ref())?),
         None => trained,
     };
+    if let Some(adapted) = state.adapted.as_ref().filter(|_| options.content == Content::Adapter) {
+        let bytes = export_adapter(options, &path, &state, adapted)?;
+        let notes = rejected.iter().map(|(_, error)| error.to_string()).collect();
+        let (output, step) = (options.output.clone(), state.step);
+        let tokenizer = tokenizer.map(|tokenizer| tokenizer.name().to_owned());
+        return Ok(Exported { checkpoint: path, step, output, bytes, tokenizer, notes });
+    }
     let layout = Layout::new(&state.model);
     let family = config::family_for(&state.model).map_err(|(key, value)| ModelError::Output {
         path: options.output.clone(),
@@ -81,7 +106,10 @@ pub(super) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<E
     let tensors = tensor_names::tensors(family.names, &state.model, &layout);
     let plan = Plan::new(tensors, options.dtype, max_file_bytes);
     let (bytes, index) = (plan.bytes(), plan.index());
-    write_weights(&path, &state, &layout, Writer::create(plan, destination.path())?)?;
+    write_weights(Writer::create(plan, destination.path())?, |threads, sink| {
+        let weights = Weights::open(&path).map_err(from_worker)?;
+        weights.read(&state.model, &layout, threads, sink).map_err(from_worker)
+    })?;
     let index = index.map(|index| (INDEX, format!("{index:#}\n").into_bytes()));
     for (name, contents) in index.into_iter().chain(files) {
         write_file(&destination.path().join(name), &contents)?;
@@ -92,8 +120,57 @@ pub(super) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<E
     Ok(Exported { checkpoint: path, step: state.step, output, bytes, tokenizer, notes })
 }
 
-/// Reads and verifies the checkpoint, and writes its weights as they are read.
-fn write_weights(path: &Path, state: &State, layout: &Layout, writer: Writer) -> Result<(), ModelError> {
+/// Requires that a checkpoint has the content to export.
+fn check_content(path: &Path, state: &State, content: Content) -> Result<(), ModelError> {
+    let difference = match (&state.adapted, content) {
+        (None, Content::Adapter | Content::Merged) => {
+            "it has all weights of a model, no adapters; leave out `--adapter` and `--merge`".into()
+        }
+        (Some(adapted), Content::Model) => format!(
+            "it has adapters (LoRA) of {}; pass `--adapter` to export them, or `--merge` for the whole model",
+            adapted.frozen.path.display()
+        ),
+        _ => return Ok(()),
+    };
+    Err(ModelError::Output { path: path.into(), reason: difference })
+}
+
+fn from_worker(error: WorkerError) -> ModelError {
+    match error {
+        WorkerError::Model(error) => error,
+        WorkerError::Checkpoint(error) => error.into(),
+        other => ModelError::Weights(Box::new(other)),
+    }
+}
+
+/// Exports the adapters of a checkpoint. Returns the size of the weights in bytes.
+fn export_adapter(
+    options: &Export,
+    path: &Path,
+    state: &State,
+    adapted: &Adapted,
+) -> Result<u64, ModelError> {
+    let (shape, lora) = (&state.model, &adapted.lora);
+    let layout = Layout::new(shape).with_adapters(shape, lora);
+    let layout = layout.map_err(|invalid| from_worker(WorkerError::Spec(invalid.into())))?;
+    let config = peft::config(shape, lora, &adapted.frozen.path).map_err(from_worker)?;
+    let destination = Destination::claim(&options.output, options.overwrite)?;
+    let plan = Plan::single(ADAPTER_WEIGHTS, peft::tensors(shape, &layout), options.dtype);
+    let bytes = plan.bytes();
+    write_weights(Writer::create(plan, destination.path())?, |threads, sink| {
+        checkpoint::read(path, shape, layout.trained(), &[], threads, sink)?;
+        Ok(())
+    })?;
+    write_file(&destination.path().join(ADAPTER_CONFIG), format!("{config:#}\n").as_bytes())?;
+    destination.commit()?;
+    Ok(bytes)
+}
+
+/// Reads and verifies weights, and writes them as they are read.
+fn write_weights(
+    writer: Writer,
+    read: impl FnOnce(&ThreadPool, Sink<'_>) -> Result<(), ModelError>,
+) -> Result<(), ModelError> {
     let threads = ThreadPoolBuilder::new().build().map_err(|error| ModelError::Write {
         path: writer.dir().into(),
         reason: format!("failed to start threads: {error}"),
@@ -105,7 +182,7 @@ fn write_weights(path: &Path, state: &State, layout: &Layout, writer: Writer) ->
             Abandoned
         })
     };
-    checkpoint::read(path, &state.model, layout, &[], &threads, &sink)?;
+    read(&threads, &sink)?;
     match failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
         Some(error) => Err(error),
         None => writer.finish(),

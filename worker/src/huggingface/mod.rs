@@ -30,6 +30,7 @@ pub(crate) mod fuzz;
 mod key;
 mod keys;
 mod layers;
+mod peft;
 mod rope;
 mod source;
 mod tensor_names;
@@ -46,6 +47,7 @@ use xlaunch_spec::exit::ExitCode;
 use crate::checkpoint::CheckpointError;
 
 pub use config::TokenIds;
+pub(crate) use peft::PeftDirectory;
 pub use source::Directory;
 pub(crate) use source::refuse_other_weights;
 
@@ -70,6 +72,8 @@ pub enum ModelError {
     Output { path: PathBuf, reason: String },
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Weights(Box<crate::error::WorkerError>),
     #[error("tokenizer {name}: {reason}")]
     Tokenizer { name: String, reason: String },
 }
@@ -79,6 +83,7 @@ impl ModelError {
     pub fn exit(&self) -> ExitCode {
         match self {
             Self::Output { .. } | Self::Tokenizer { .. } => ExitCode::Usage,
+            Self::Weights(error) => error.exit(),
             _ => ExitCode::Data,
         }
     }

@@ -26,7 +26,7 @@ use crate::inherited::CONFIG;
 use crate::model::layout::Layout;
 
 /// Size limit of files that are read whole. An index has about 100 bytes per tensor.
-const MAX_CONFIG_BYTES: u64 = 4 << 20;
+pub(super) const MAX_CONFIG_BYTES: u64 = 4 << 20;
 const MAX_INDEX_BYTES: u64 = 64 << 20;
 /// Values per piece, unless a tensor has another order in the arena.
 const READ_LEN: usize = 1 << 20;
@@ -39,7 +39,8 @@ const OTHER_WEIGHTS: [(&[&str], &str); 4] = [
     ),
     (
         &["adapter_model.safetensors", "adapter_model.bin", "adapter_config.json"],
-        "an adapter alone is not a model; merge it with PEFT's `merge_and_unload()`, and save that",
+        "an adapter is read from its directory, which has an adapter_config.json and an adapter_model.safetensors; save \
+         it with PEFT's `save_pretrained(DIR)`",
     ),
     (&["tf_model.h5"], "weights of TensorFlow are not read; convert them with transformers"),
     (&["flax_model.msgpack"], "weights of Flax are not read; convert them with transformers"),
@@ -298,7 +299,13 @@ fn check_length(path: &Path, header: &Metadata, data: u64, bytes: u64) -> Result
 }
 
 /// Checks that a tensor lies within its file. The check of the header has already compared its size with its shape.
-fn check_place(path: &Path, name: &str, info: &TensorInfo, data: u64, bytes: u64) -> Result<(), ModelError> {
+pub(super) fn check_place(
+    path: &Path,
+    name: &str,
+    info: &TensorInfo,
+    data: u64,
+    bytes: u64,
+) -> Result<(), ModelError> {
     let (begin, end) = info.data_offsets;
     let inside = data.checked_add(end as u64).is_some_and(|end| end <= bytes);
     if begin <= end && inside {
@@ -309,7 +316,12 @@ fn check_place(path: &Path, name: &str, info: &TensorInfo, data: u64, bytes: u64
 }
 
 /// Checks that a tensor of a file has the type and shape of the model's.
-fn check_type(path: &Path, name: &str, info: &TensorInfo, tensor: &Mapped) -> Result<(), ModelError> {
+pub(super) fn check_type(
+    path: &Path,
+    name: &str,
+    info: &TensorInfo,
+    tensor: &Mapped,
+) -> Result<(), ModelError> {
     if width(info.dtype).is_none() {
         let dtype = info.dtype;
         let problem = format!("its type is {dtype:?}, but only F32, BF16 and F16 are read");
@@ -379,7 +391,7 @@ impl Part {
     }
 }
 
-fn decode(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
+pub(super) fn decode(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
     let pairs = || bytes.chunks_exact(2).map(|pair| [pair[0], pair[1]]);
     match dtype {
         Dtype::BF16 => pairs().map(|pair| bf16::from_le_bytes(pair).to_f32()).collect(),
@@ -392,7 +404,7 @@ fn decode(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
 }
 
 /// Opens a regular file, or a link to one. Also returns its size.
-fn open(path: &Path) -> io::Result<(File, u64)> {
+pub(super) fn open(path: &Path) -> io::Result<(File, u64)> {
     // Opening a FIFO would block.
     let flags = i32::try_from(OFlags::NONBLOCK.bits()).unwrap_or(0);
     let file = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path)?;
@@ -404,7 +416,7 @@ fn open(path: &Path) -> io::Result<(File, u64)> {
     }
 }
 
-fn read_whole(path: &Path, max: u64) -> Result<Vec<u8>, ModelError> {
+pub(super) fn read_whole(path: &Path, max: u64) -> Result<Vec<u8>, ModelError> {
     let (file, _) = open(path).map_err(|error| read_error(path, &error))?;
     let mut contents = Vec::new();
     file.take(max + 1).read_to_end(&mut contents).map_err(|error| read_error(path, &error))?;
@@ -415,11 +427,11 @@ fn read_whole(path: &Path, max: u64) -> Result<Vec<u8>, ModelError> {
     }
 }
 
-fn read_error(path: &Path, error: &io::Error) -> ModelError {
+pub(super) fn read_error(path: &Path, error: &io::Error) -> ModelError {
     ModelError::Read { path: path.into(), reason: error.to_string() }
 }
 
 /// Builds an error about a tensor. Its name comes from a file, so it is quoted to escape control characters.
-fn tensor_error(path: &Path, name: &str, problem: &str) -> ModelError {
+pub(super) fn tensor_error(path: &Path, name: &str, problem: &str) -> ModelError {
     ModelError::Tensor { path: path.into(), name: format!("{name:?}"), problem: problem.into() }
 }

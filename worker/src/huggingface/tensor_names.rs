@@ -38,6 +38,13 @@ pub(super) struct Names {
     transposed: bool,
 }
 
+impl Names {
+    /// Returns the beginning of the names in a block.
+    pub(super) fn block(&self, index: usize) -> String {
+        format!("{}{}.{index}.", self.prefix, self.blocks)
+    }
+}
+
 /// Names of the matrices of queries, keys and values.
 #[derive(Debug)]
 enum Qkv {
@@ -182,7 +189,7 @@ pub(super) fn tensors(names: &'static Names, shape: &ModelShape, layout: &Layout
         }
     }
     for (index, block) in layout.blocks.iter().enumerate() {
-        list.block(&format!("{prefix}{}.{index}.", names.blocks), block);
+        list.block(&names.block(index), block);
     }
     list.norm(&format!("{prefix}{}", names.norm), Some(&layout.lnf));
     if !shape.tied {

@@ -14,7 +14,7 @@ use xlaunch_spec::job::JobSpec;
 use xlaunch_spec::model::{Arch, ModelShape, PRESETS};
 
 use super::Directory;
-use super::export::{Export, ExportDtype, Exported, export, export_in_files};
+use super::export::{Content, Export, ExportDtype, Exported, export, export_in_files};
 use crate::checkpoint::testing::save_model;
 use crate::error::WorkerError;
 use crate::model::init;
@@ -76,6 +76,7 @@ fn options(checkpoint: &Path, output: &Path) -> Export {
         dtype: ExportDtype::Fp32,
         tokenizer: None,
         overwrite: false,
+        content: Content::Model,
     }
 }
 

@@ -118,6 +118,13 @@ impl Plan {
         plan
     }
 
+    /// Plans a single file of this name.
+    pub(super) fn single(name: &str, tensors: Vec<Mapped>, dtype: ExportDtype) -> Self {
+        let mut plan = Self { tensors: Vec::new(), files: Vec::new(), dtype };
+        plan.add(name.into(), tensors);
+        plan
+    }
+
     fn add(&mut self, name: String, group: Vec<Mapped>) {
         let (file, mut end) = (self.files.len(), 0);
         let mut header = Map::new();

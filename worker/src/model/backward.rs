@@ -9,8 +9,8 @@ use std::rc::Rc;
 
 use xlaunch_comm::Slots;
 use xlaunch_engine::{
-    Accumulate, AddScaled, AttentionBackward, ColumnSum, EmbedBackward, NormBackward, QkNormBackward, Result,
-    Slice, Tensor,
+    Accumulate, AddScaled, AttentionBackward, ColumnSum, DType, EmbedBackward, NormBackward, QkNormBackward,
+    Result, Slice, Tensor,
 };
 use xlaunch_spec::model::{NormPlace, Parallel};
 
@@ -26,9 +26,12 @@ struct Pass<'a> {
     rows: Rows<'a>,
     grads: GradientArena<'a>,
     acc: Accumulate,
+    /// Memory for the gradients of frozen scales and shifts, which kernels compute with other results. Nothing reads
+    /// them. `None` if all parameters are trained.
+    discarded: Option<&'a Tensor>,
 }
 
-/// Memory for the gradients of all parameters: an arena of the layout (F32 or Bf16), or slots for its buckets.
+/// Memory for the gradients of all trained parameters: an arena of the layout (F32 or Bf16), or slots for its buckets.
 #[derive(Clone, Copy, Debug)]
 pub struct GradientArena<'a> {
     /// The arena, or the memory of the slots.
@@ -68,13 +71,25 @@ impl<'a> Pass<'a> {
         dy: &'a Operand,
     ) -> LayerBackward<'a> {
         let shape = Model::linear_shape(self.rows, inputs, outputs);
-        let dw = self.grads.slice(layer.weight.clone());
-        LayerBackward { shape, layer, x, dy, dw, acc: self.acc }
+        let Self { grads, acc, .. } = self;
+        let dw = self.discarded.is_none().then(|| grads.slice(layer.weight.clone()));
+        LayerBackward { shape, layer, x, dy, dw, grads, acc }
     }
 
-    /// Returns the gradient of a layer's bias, if it has one.
+    /// Returns the gradient of a layer's bias, if it has one that is trained.
     fn bias(self, layer: &Linear) -> Option<Slice<'a>> {
-        layer.bias.as_ref().map(|bias| self.grads.slice(bias.clone()))
+        let bias = layer.bias.as_ref().filter(|_| self.discarded.is_none());
+        bias.map(|bias| self.grads.slice(bias.clone()))
+    }
+
+    /// Returns the gradients of one or two vectors of parameters.
+    fn vectors(self, first: &Range<usize>, second: Option<&Range<usize>>) -> (Slice<'a>, Option<Slice<'a>>) {
+        let Some(memory) = self.discarded else {
+            let slice = |param: &Range<usize>| self.grads.slice(param.clone());
+            return (slice(first), second.map(slice));
+        };
+        let half = memory.len() / 2;
+        (memory.slice(0..first.len()), second.map(|second| memory.slice(half..half + second.len())))
     }
 }
 
@@ -101,22 +116,30 @@ impl Model {
         mut progress: impl FnMut(Progress) -> std::result::Result<(), E>,
     ) -> std::result::Result<(), E> {
         let _tag = xlaunch_pool::tag("backward");
-        let pass = Pass { rows: acts.rows, grads, acc };
+        let vectors = self.layout.is_frozen().then(|| 2 * self.widest_vector());
+        let discarded = vectors.map(|len| self.backend.alloc(DType::F32, len)).transpose()?;
+        let pass = Pass { rows: acts.rows, grads, acc, discarded: discarded.as_ref() };
         progress(Progress::NextPart)?;
         let dx = Rc::new(self.top_backward(pass, acts.last.split().1, &dy)?);
-        if !self.shape.tied {
+        if !self.shape.tied && !self.layout.is_frozen() {
             progress(Progress::Finished(self.layout.top_end))?;
         }
         while let Some(kept) = acts.blocks.pop() {
             let index = acts.blocks.len();
-            let params = &self.layout.blocks[index];
             progress(Progress::NextPart)?;
             let block = self.restore(pass.rows, kept, index)?;
             self.block_backward(pass, &block, &dx)?;
-            progress(Progress::Finished(params.end))?;
+            progress(Progress::Finished(self.layout.trained_end(index)))?;
         }
-        self.embed_backward(pass, tokens, &dx)?;
-        progress(Progress::Finished(self.layout.len))
+        if !self.layout.is_frozen() {
+            self.embed_backward(pass, tokens, &dx)?;
+        }
+        progress(Progress::Finished(self.layout.trained().len))
+    }
+
+    /// Returns the maximum length of a scale or shift of a norm.
+    fn widest_vector(&self) -> usize {
+        self.shape.dim.max(self.shape.attention_width())
     }
 
     /// Backward of the final norm. Returns the gradient of the residual stream.
@@ -212,8 +235,9 @@ impl Model {
             lse: block.lse.all(),
             dqkv: dqkv.all(),
         })?;
-        if let Some((norms, [q, k])) = self.qk_norms(pass.rows, block.index).zip(params.qk_norm.clone()) {
-            let [dq_gamma, dk_gamma] = [q, k].map(|gamma| pass.grads.slice(gamma));
+        if let Some((norms, [q, k])) = self.qk_norms(pass.rows, block.index).zip(params.qk_norm.as_ref())
+            && let (dq_gamma, Some(dk_gamma)) = pass.vectors(q, Some(k))
+        {
             let (qkv, dqkv, acc) = (block.heads.qkv.all(), dqkv.all(), pass.acc);
             self.backend.run(QkNormBackward { norms, qkv, dqkv, dq_gamma, dk_gamma, acc })?;
         }
@@ -295,6 +319,7 @@ impl Model {
             Gradient::Sum(dx) => (dx, true),
         };
         let added = added.filter(|_| self.norms_sum_biases());
+        let (dgamma, dbeta) = pass.vectors(&params.weight, params.bias.as_ref());
         self.backend.run(NormBackward {
             shape: self.norm_shape(pass.rows),
             x: normed.x.all(),
@@ -303,8 +328,8 @@ impl Model {
             dy: dy.all(),
             dx: dx.all(),
             add_to_dx,
-            dgamma: pass.grads.slice(params.weight.clone()),
-            dbeta: params.bias.as_ref().map(|bias| pass.grads.slice(bias.clone())),
+            dgamma,
+            dbeta,
             dsum: added.and_then(|layer| pass.bias(layer)),
             acc: pass.acc,
         })

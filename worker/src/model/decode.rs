@@ -17,9 +17,9 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 
 use xlaunch_engine::{
-    AddScaled, CachedAttention, CachedAttentionShape, Capture, DType, EmbedForward, EmbedShape, GEMV_ROWS,
-    Gemv, GluForward, Greedy, LinearActivationForward, LinearForward, LinearShape, PendingRead,
-    QkNormForward, QkNorms, Residual, ResidualAdd, Result, Slice, SoftCap, Tensor,
+    ActivationForward, AddScaled, CachedAttention, CachedAttentionShape, Capture, DType, EmbedForward,
+    EmbedShape, GEMV_ROWS, Gemv, GluForward, Greedy, LinearActivationForward, LinearForward, LinearShape,
+    PendingRead, QkNormForward, QkNorms, Residual, ResidualAdd, Result, Slice, SoftCap, Tensor,
 };
 use xlaunch_spec::model::{Parallel, QkNorm};
 
@@ -90,6 +90,8 @@ struct Buffers {
     a: Tensor,
     partials: Tensor,
     counters: Tensor,
+    /// Inputs of the adapters' second matrices; empty without adapters.
+    z: Tensor,
 }
 
 /// The residual stream of a pass: the index of its buffer, and its number of rows.
@@ -250,9 +252,9 @@ impl<'a> Decoder<'a> {
         let mut input = self.norm(b, stream, model.layout.blocks[0].ln1.as_ref())?;
         for (index, params) in model.layout.blocks.iter().enumerate() {
             let branch = b.branch.slice(0..rows * dim);
-            self.linear(rows, input, &params.qkv, (dim, shape.qkv_width()), &b.qkv)?;
+            self.linear(b, rows, input, &params.qkv, (dim, shape.qkv_width()), &b.qkv)?;
             self.attention(b, rows, index, distinct)?;
-            self.linear(rows, b.att.slice(0..rows * width), &params.proj, (width, dim), &b.branch)?;
+            self.linear(b, rows, b.att.slice(0..rows * width), &params.proj, (width, dim), &b.branch)?;
             input = match shape.parallel {
                 Parallel::No => self.add(b, &mut stream, params.post1.as_ref(), params.ln2.as_ref())?,
                 Parallel::SharedNorm => input,
@@ -261,10 +263,10 @@ impl<'a> Decoder<'a> {
             self.mlp(b, rows, input, params)?;
             let a = b.a.slice(0..rows * shape.ffn);
             if shape.parallel == Parallel::No {
-                self.linear(rows, a, &params.out, (shape.ffn, dim), &b.branch)?;
+                self.linear(b, rows, a, &params.out, (shape.ffn, dim), &b.branch)?;
             } else {
                 let free = &b.x[1 - stream.x];
-                self.linear(rows, a, &params.out, (shape.ffn, dim), free)?;
+                self.linear(b, rows, a, &params.out, (shape.ffn, dim), free)?;
                 let y = free.slice(0..rows * dim);
                 model.backend.run(AddScaled { x: Some(branch), y, factor: 1.0, out: branch })?;
             }
@@ -359,9 +361,14 @@ impl<'a> Decoder<'a> {
         let (a, ffn) = (b.a.slice(0..rows * sizes.ffn), sizes.ffn);
         let activation = model.activation_function();
         if sizes.gated {
-            self.linear(rows, x, &params.fc, (sizes.dim, 2 * ffn), &b.h)?;
+            self.linear(b, rows, x, &params.fc, (sizes.dim, 2 * ffn), &b.h)?;
             let h = b.h.slice(0..2 * rows * ffn);
             return model.backend.run(GluForward { activation, rows, ffn, h, a });
+        }
+        if params.fc.adapter.is_some() {
+            self.linear(b, rows, x, &params.fc, (sizes.dim, ffn), &b.h)?;
+            let h = b.h.slice(0..rows * ffn);
+            return model.backend.run(ActivationForward { activation, h, a });
         }
         let (w, bias) =
             (model.param(&params.fc.weight), params.fc.bias.as_ref().map(|bias| model.param(bias)));
@@ -376,6 +383,7 @@ impl<'a> Decoder<'a> {
     /// Computes a layer; `sizes` are the numbers of inputs and outputs.
     fn linear(
         &self,
+        b: &Buffers,
         rows: usize,
         x: Slice<'_>,
         params: &Linear,
@@ -386,10 +394,12 @@ impl<'a> Decoder<'a> {
         let y = y.slice(0..rows * sizes.1);
         let (w, bias) = (model.param(&params.weight), params.bias.as_ref().map(|bias| model.param(bias)));
         if rows <= GEMV_ROWS {
-            model.backend.run(Gemv { shape, x, w, bias, activation: None, y })
+            model.backend.run(Gemv { shape, x, w, bias, activation: None, y })?;
         } else {
-            model.backend.run(LinearForward { shape, x, w, bias, y })
+            model.backend.run(LinearForward { shape, x, w, bias, y })?;
         }
+        let z = b.z.slice(0..rows * model.adapter_width(params));
+        model.add_adapter_with(shape, params, x, z, y)
     }
 
     /// Copies these rows of the pass's output to `out`.
@@ -458,6 +468,7 @@ impl Buffers {
             a: act(shape.ffn)?,
             partials: backend.alloc(DType::F32, partials.unwrap_or(0))?,
             counters: ints(rows * shape.heads)?,
+            z: act(model.widest_adapter())?,
         })
     }
 

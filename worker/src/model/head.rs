@@ -55,7 +55,8 @@ impl Model {
         Ok(())
     }
 
-    /// Same as [`loss`](Self::loss), with the gradients of the head. Returns the gradient of the final norm's output.
+    /// Same as [`loss`](Self::loss), with the gradients of the head, unless it is frozen. Returns the gradient of the
+    /// final norm's output.
     pub fn loss_and_gradients(
         &self,
         acts: &Activations<'_>,
@@ -65,12 +66,13 @@ impl Model {
     ) -> Result<Tensor> {
         let dim = self.shape.dim;
         let dy = self.activation(acts.last.y.len())?;
-        let dw = grads.slice(self.layout.head.clone());
+        let dw = (!self.layout.is_frozen()).then(|| grads.slice(self.layout.head.clone()));
         let chunks = self.chunks(acts);
         // Every chunk adds to the gradient, which loses precision if the sum is rounded to Bf16 each time.
-        let rounds = dw.dtype() == DType::Bf16 && chunks.len() > 1 && acc == Accumulate::Overwrite;
-        let exact = rounds.then(|| self.backend.alloc(DType::F32, dw.len())).transpose()?;
-        let sum = exact.as_ref().map_or(dw, Tensor::all);
+        let several = chunks.len() > 1 && acc == Accumulate::Overwrite;
+        let rounded = dw.filter(|dw| dw.dtype() == DType::Bf16 && several);
+        let exact = rounded.map(|dw| self.backend.alloc(DType::F32, dw.len())).transpose()?;
+        let sum = exact.as_ref().map(Tensor::all).or(dw);
         for (number, rows) in chunks.enumerate() {
             let logits = self.unbounded_logits(acts, rows.clone())?;
             self.classifier(&logits, rows.clone(), targets, losses, Some(scale))?;
@@ -78,15 +80,16 @@ impl Model {
             let elements = rows.start * dim..rows.end * dim;
             let (w, dx) = (self.param(&self.layout.head), dy.slice(elements.clone()));
             self.backend.run(LinearBackwardInput { shape, dy: dlogits, w, dx })?;
+            let Some(dw) = sum else { continue };
             let acc = if number == 0 { acc } else { Accumulate::Add };
             let x = acts.last.y.slice(elements);
-            self.backend.run(LinearBackwardWeight { shape, dy: dlogits, x, dw: sum, acc })?;
+            self.backend.run(LinearBackwardWeight { shape, dy: dlogits, x, dw, acc })?;
             if let Some(bias) = &self.layout.head_bias {
                 let (rows, cols, out) = (shape.rows, shape.outputs, grads.slice(bias.clone()));
                 self.backend.run(ColumnSum { rows, cols, x: dlogits, out, acc })?;
             }
         }
-        if let Some(exact) = exact {
+        if let Some((exact, dw)) = exact.zip(dw) {
             self.backend.run(Cast { x: exact.all(), y: dw })?;
         }
         Ok(dy)

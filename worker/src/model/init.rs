@@ -7,13 +7,13 @@ use std::sync::{Mutex, PoisonError};
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
-use super::layout::{Init, Layout, Part};
+use super::layout::{Init, Parameters, Part};
 use crate::random::Random;
 
 /// Generates the initial values on these threads. `sink` receives the offset in the arena and the values of one part at
 /// a time, in any order; values outside all parts are zero. An error returned by `sink` ends the generation.
 pub fn generate<E: Send>(
-    layout: &Layout,
+    layout: &Parameters,
     seed: u64,
     threads: &ThreadPool,
     sink: impl Fn(usize, Vec<f32>) -> Result<(), E> + Sync,
@@ -22,6 +22,13 @@ pub fn generate<E: Send>(
         let values = match param.init {
             Init::Zeros => return Ok(()),
             Init::Ones => vec![1.0; len],
+            Init::Uniform(bound) => {
+                let mut random = Random::new(seed, &param.name);
+                random.skip(first as u64);
+                #[expect(clippy::cast_possible_truncation, reason = "rounding to f32 is intended")]
+                let value = |random: &mut Random| (2.0 * random.uniform() - 1.0) as f32 * bound;
+                (0..len).map(|_| value(&mut random)).collect()
+            }
             Init::Normal(deviation) => {
                 let mut normal = Normal::at(seed, &param.name, first);
                 (0..len).map(|_| normal.next() * deviation).collect()
@@ -33,7 +40,7 @@ pub fn generate<E: Send>(
 }
 
 /// Returns the whole parameter arena with its initial values.
-pub fn weights(layout: &Layout, seed: u64, threads: &ThreadPool) -> Vec<f32> {
+pub fn weights(layout: &Parameters, seed: u64, threads: &ThreadPool) -> Vec<f32> {
     let arena = Mutex::new(vec![0.0; layout.len]);
     let Ok(()) = generate(layout, seed, threads, |at, values| {
         let mut arena = arena.lock().unwrap_or_else(PoisonError::into_inner);
@@ -72,6 +79,7 @@ impl Normal {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::layout::Layout;
     use rayon::ThreadPoolBuilder;
     use xlaunch_spec::model::{ModelSection, PRESETS};
 

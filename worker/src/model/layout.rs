@@ -3,11 +3,14 @@
 //! Parameters are in the order in which backward finishes their gradients: head, final norm, blocks from last to first,
 //! embeddings. So "all gradients below this offset are written" is a single number, and a bucket is a contiguous range.
 //! Every parameter starts at a multiple of `ALIGN` elements; gaps stay zero in every arena.
+//!
+//! If low-rank adapters are trained, the model's parameters are frozen. Gradients, optimizer state and checkpoints then
+//! have the layout of a second arena, that of the adapters, which is in the same order of blocks.
 
-use std::ops::Range;
+use std::ops::{Deref, Range};
 
 use xlaunch_engine::DECAY_CHUNK;
-use xlaunch_spec::job::MAX_SHARDS;
+use xlaunch_spec::job::{Invalid, JobSpec, Layer, LoraSection, MAX_SHARDS, Module};
 use xlaunch_spec::model::{ModelShape, NormKind, NormPlace, Parallel, Positions, QkNorm};
 
 /// Alignment, in elements, of parameters and of the buckets into which large ones are cut. It aligns rows for tensor
@@ -29,6 +32,8 @@ pub enum Init {
     Ones,
     /// Normal with mean 0 and this standard deviation.
     Normal(f32),
+    /// Uniform between the negative and the positive value of this bound.
+    Uniform(f32),
 }
 
 /// One named parameter.
@@ -59,6 +64,38 @@ impl Param {
 pub struct Linear {
     pub weight: Range<usize>,
     pub bias: Option<Range<usize>>,
+    pub adapter: Option<Adapter>,
+}
+
+/// The adapter of a layer, in the arena of adapters. Its modules share the input, so their A are rows of one matrix.
+#[derive(Clone, Debug)]
+pub struct Adapter {
+    /// A of all modules, `[modules R, I]`.
+    pub a: Range<usize>,
+    /// B of each module.
+    pub modules: Vec<AdaptedModule>,
+}
+
+/// A part of a layer's outputs with an adapter of its own.
+#[derive(Clone, Debug)]
+pub struct AdaptedModule {
+    /// The outputs, in the layer's.
+    pub outputs: Range<usize>,
+    /// B, `[outputs, R]`.
+    pub b: Range<usize>,
+}
+
+/// A module with an adapter.
+#[derive(Clone, Debug)]
+pub struct ModuleRanges {
+    /// Its rows of the layer's weights, in the arena of the model.
+    pub weight: Range<usize>,
+    /// Number of inputs.
+    pub inputs: usize,
+    /// A, `[R, inputs]`, in the arena of adapters.
+    pub a: Range<usize>,
+    /// B, `[outputs, R]`, in the arena of adapters.
+    pub b: Range<usize>,
 }
 
 /// A scale and, for LayerNorm, a shift.
@@ -99,9 +136,38 @@ impl Block {
     fn start(&self) -> usize {
         self.post2.as_ref().map_or(&self.out.weight, |norm| &norm.weight).start
     }
+
+    /// Returns a layer and its number of inputs.
+    fn layer(&mut self, layer: Layer, shape: &ModelShape) -> (&mut Linear, usize) {
+        match layer {
+            Layer::Qkv => (&mut self.qkv, shape.dim),
+            Layer::Proj => (&mut self.proj, shape.attention_width()),
+            Layer::Fc => (&mut self.fc, shape.dim),
+            Layer::Out => (&mut self.out, shape.ffn),
+        }
+    }
 }
 
-/// Offsets of a whole arena.
+/// The parameters of an arena.
+#[derive(Clone, Debug, Default)]
+pub struct Parameters {
+    /// All parameters, in order of offset.
+    pub params: Vec<Param>,
+    /// Number of elements of the arena.
+    pub len: usize,
+}
+
+/// Adapters of a frozen model: their own arena, in the order of the model's blocks.
+#[derive(Clone, Debug)]
+struct Adapters {
+    arena: Parameters,
+    /// End of each block's range.
+    ends: Vec<usize>,
+    rank: usize,
+    scale: f32,
+}
+
+/// Offsets of the parameters of a model. It is also the list of all of them.
 #[derive(Clone, Debug)]
 #[expect(missing_docs, reason = "the fields are named after the parameters")]
 pub struct Layout {
@@ -115,10 +181,17 @@ pub struct Layout {
     pub head_bias: Option<Range<usize>>,
     /// End of the untied head and the final norm, which precede the blocks.
     pub top_end: usize,
-    /// All parameters, in order of offset.
-    pub params: Vec<Param>,
-    /// Number of elements of an arena.
-    pub len: usize,
+    arena: Parameters,
+    /// The parameters that are trained instead.
+    adapters: Option<Adapters>,
+}
+
+impl Deref for Layout {
+    type Target = Parameters;
+
+    fn deref(&self) -> &Parameters {
+        &self.arena
+    }
 }
 
 /// A part of one parameter's stored values: the unit in which threads compute them.
@@ -132,7 +205,7 @@ pub struct Part<'a> {
     pub len: usize,
 }
 
-impl Layout {
+impl Parameters {
     /// Returns the stored values of all parameters, in parts. No part contains gaps or padding.
     pub fn parts(&self) -> Vec<Part<'_>> {
         let parts = self.params.iter().flat_map(|param| {
@@ -141,6 +214,124 @@ impl Layout {
             starts.map(move |first| Part { param, first, len: PART_LEN.min(stored - first) })
         });
         parts.collect()
+    }
+
+    /// Returns the gaps between the parameters.
+    pub fn gaps(&self) -> Vec<Range<usize>> {
+        let gaps = self.params.iter().zip(self.ends()).map(|(param, end)| param.range.end..end);
+        gaps.filter(|gap| !gap.is_empty()).collect()
+    }
+
+    /// Returns the end offset of each parameter including the gap after it, for the bucket planner.
+    pub fn ends(&self) -> Vec<usize> {
+        let starts = self.params.iter().skip(1).map(|param| param.range.start);
+        starts.chain([self.len]).collect()
+    }
+
+    /// Returns the number of parameters, without padding and gaps.
+    pub fn parameters(&self) -> usize {
+        self.params.iter().map(|param| param.stored().len()).sum()
+    }
+
+    /// Returns one flag per [`DECAY_CHUNK`] elements of an arena: 1 if weight decay applies.
+    pub fn decay_flags(&self) -> Vec<u8> {
+        let mut flags = vec![0; self.len / DECAY_CHUNK];
+        for param in self.params.iter().filter(|param| param.decay) {
+            flags[param.range.start / DECAY_CHUNK..param.range.end.div_ceil(DECAY_CHUNK)].fill(1);
+        }
+        flags
+    }
+
+    /// Returns bytes that are equal if and only if two arenas are. The rendezvous compares their digest.
+    pub fn fingerprint(&self) -> Vec<u8> {
+        let lines =
+            self.params.iter().map(|param| format!("{} {:?} {:?}\n", param.name, param.shape, param.range));
+        lines.collect::<String>().into_bytes()
+    }
+
+    /// Adds a parameter.
+    fn place(
+        &mut self,
+        name: String,
+        shape: Vec<usize>,
+        len: usize,
+        decay: bool,
+        init: Init,
+    ) -> Range<usize> {
+        let range = self.len..self.len + len;
+        self.len = range.end.next_multiple_of(ALIGN);
+        self.params.push(Param { name, shape, range: range.clone(), decay, init });
+        range
+    }
+}
+
+impl Layout {
+    /// Returns the parameters that are trained: all of them, or adapters.
+    pub fn trained(&self) -> &Parameters {
+        self.adapters.as_ref().map_or(&self.arena, |adapters| &adapters.arena)
+    }
+
+    /// Returns whether the parameters of the model itself are frozen.
+    pub fn is_frozen(&self) -> bool {
+        self.adapters.is_some()
+    }
+
+    /// Returns the rank of the adapters, and the factor of their outputs. Without adapters, the rank is 0.
+    pub fn rank_and_scale(&self) -> (usize, f32) {
+        self.adapters.as_ref().map_or((0, 0.0), |adapters| (adapters.rank, adapters.scale))
+    }
+
+    /// Returns all modules that have adapters.
+    pub fn adapted_modules(&self) -> Vec<ModuleRanges> {
+        let layers = self.blocks.iter().flat_map(|block| [&block.qkv, &block.proj, &block.fc, &block.out]);
+        let rank = self.rank_and_scale().0;
+        let modules =
+            layers.filter_map(|layer| Some((layer, layer.adapter.as_ref()?))).flat_map(|(layer, adapter)| {
+                let len = adapter.a.len() / adapter.modules.len();
+                let inputs = len / rank;
+                adapter.modules.iter().enumerate().map(move |(index, module)| {
+                    let (a, first) = (adapter.a.start + index * len, layer.weight.start);
+                    let weight = first + module.outputs.start * inputs..first + module.outputs.end * inputs;
+                    ModuleRanges { weight, inputs, a: a..a + len, b: module.b.clone() }
+                })
+            });
+        modules.collect()
+    }
+
+    /// Returns the end of the range of trained parameters whose gradients are written after a block's backward.
+    pub fn trained_end(&self, block: usize) -> usize {
+        self.adapters.as_ref().map_or(self.blocks[block].end, |adapters| adapters.ends[block])
+    }
+
+    /// Computes the layout of a job's model: with adapters, if it trains them.
+    pub fn of_job(spec: &JobSpec, shape: &ModelShape) -> Result<Self, Invalid> {
+        if spec.lora.is_on() {
+            Self::new(shape).with_adapters(shape, &spec.lora)
+        } else {
+            Ok(Self::new(shape))
+        }
+    }
+
+    /// Freezes all parameters, and adds adapters.
+    pub fn with_adapters(mut self, shape: &ModelShape, lora: &LoraSection) -> Result<Self, Invalid> {
+        let modules = lora.modules(shape)?;
+        let mut arena = Parameters::default();
+        let mut ends = vec![0; self.blocks.len()];
+        for (index, block) in self.blocks.iter_mut().enumerate().rev() {
+            // The order in which backward computes the gradients of the layers.
+            for layer in [Layer::Out, Layer::Fc, Layer::Proj, Layer::Qkv] {
+                let modules: Vec<&Module> = modules.iter().filter(|module| module.layer == layer).collect();
+                if !modules.is_empty() {
+                    let (linear, inputs) = block.layer(layer, shape);
+                    linear.adapter = Some(arena.adapter(index, &modules, inputs, lora.rank));
+                }
+            }
+            ends[index] = arena.len;
+        }
+        #[expect(clippy::cast_possible_truncation, reason = "the operations compute in f32")]
+        let scale = lora.scale() as f32;
+        self.adapters = Some(Adapters { arena, ends, rank: lora.rank, scale });
+        Ok(self)
     }
 
     /// Returns the ranges that forward reads, one per part: the embeddings, each block, and the head. The norm after a
@@ -178,12 +369,6 @@ impl Layout {
         kept.into_iter().flatten().cloned().collect()
     }
 
-    /// Returns the gaps between the parameters.
-    pub fn gaps(&self) -> Vec<Range<usize>> {
-        let gaps = self.params.iter().zip(self.ends()).map(|(param, end)| param.range.end..end);
-        gaps.filter(|gap| !gap.is_empty()).collect()
-    }
-
     /// Returns the start of the norm in front of a block, or of the final norm after the last block; without a norm,
     /// the end of the block's range.
     fn first_norm(&self, block: usize) -> usize {
@@ -208,12 +393,12 @@ impl Layout {
         #[expect(clippy::cast_precision_loss, reason = "a count of layers is small")]
         let residual = Init::Normal(0.02 / ((2 * shape.layers) as f32).sqrt());
         let scale = if shape.norm_offset { Init::Zeros } else { Init::Ones };
-        let mut arena = Builder { params: Vec::new(), len: 0, norm: shape.norm, scale };
+        let mut arena = Builder { arena: Parameters::default(), norm: shape.norm, scale };
 
         let untied_head = (!shape.tied).then(|| arena.table("head.weight", shape.vocab, padded, dim, normal));
         let head_bias = shape.head_bias.then(|| arena.padded("head.bias", shape.vocab, padded));
         let lnf = arena.norm("lnf", dim);
-        let top_end = arena.len;
+        let top_end = arena.arena.len;
         let pre = shape.norm_place != NormPlace::Post;
         let post = shape.norm_place != NormPlace::Pre;
         let mut blocks: Vec<Block> = (0..shape.layers)
@@ -232,41 +417,34 @@ impl Layout {
                     .map(|[q, k]| [arena.scale(&name("q_norm"), q), arena.scale(&name("k_norm"), k)]);
                 let qkv = arena.linear(&name("qkv"), [shape.qkv_width(), dim], normal, shape.qkv_bias);
                 let ln1 = pre.then(|| arena.norm(&name("ln1"), dim));
-                Block { ln1, qkv, qk_norm, proj, post1, ln2, fc, out, post2, end: arena.len }
+                Block { ln1, qkv, qk_norm, proj, post1, ln2, fc, out, post2, end: arena.arena.len }
             })
             .collect();
         blocks.reverse();
         let wpe = learned.then(|| arena.table("wpe.weight", shape.seq, shape.seq, dim, normal));
         let wte = arena.table("wte.weight", shape.vocab, padded, dim, normal);
         let head = untied_head.unwrap_or_else(|| wte.clone());
-        Self { wte, wpe, blocks, lnf, head, head_bias, top_end, len: arena.len, params: arena.params }
+        Self { wte, wpe, blocks, lnf, head, head_bias, top_end, arena: arena.arena, adapters: None }
     }
+}
 
-    /// Returns the end offset of each parameter including the gap after it, for the bucket planner.
-    pub fn ends(&self) -> Vec<usize> {
-        let starts = self.params.iter().skip(1).map(|param| param.range.start);
-        starts.chain([self.len]).collect()
-    }
-
-    /// Returns the number of parameters of the model, without padding and gaps.
-    pub fn parameters(&self) -> usize {
-        self.params.iter().map(|param| param.stored().len()).sum()
-    }
-
-    /// Returns one flag per [`DECAY_CHUNK`] elements of an arena: 1 if weight decay applies.
-    pub fn decay_flags(&self) -> Vec<u8> {
-        let mut flags = vec![0; self.len / DECAY_CHUNK];
-        for param in self.params.iter().filter(|param| param.decay) {
-            flags[param.range.start / DECAY_CHUNK..param.range.end.div_ceil(DECAY_CHUNK)].fill(1);
-        }
-        flags
-    }
-
-    /// Returns bytes that are equal if and only if two layouts are. The rendezvous compares their digest.
-    pub fn fingerprint(&self) -> Vec<u8> {
-        let lines =
-            self.params.iter().map(|param| format!("{} {:?} {:?}\n", param.name, param.shape, param.range));
-        lines.collect::<String>().into_bytes()
+impl Parameters {
+    /// Adds the adapter of a layer of a block. A is drawn from PyTorch's default distribution of linear layers, as in
+    /// PEFT: uniform up to the inverse root of the number of inputs. B is zero, so the adapter has no effect at first.
+    fn adapter(&mut self, block: usize, modules: &[&Module], inputs: usize, rank: usize) -> Adapter {
+        let names: Vec<&str> = modules.iter().map(|module| module.name).collect();
+        let rows = modules.len() * rank;
+        #[expect(clippy::cast_precision_loss, reason = "a width is small")]
+        let init = Init::Uniform(1.0 / (inputs as f32).sqrt());
+        let name = format!("blocks.{block}.{}.lora_a", names.join("_"));
+        let a = self.place(name, vec![rows, inputs], rows * inputs, true, init);
+        let b = modules.iter().map(|module| {
+            let (name, outputs) = (format!("blocks.{block}.{}.lora_b", module.name), module.outputs.len());
+            let b = self.place(name, vec![outputs, rank], outputs * rank, true, Init::Zeros);
+            AdaptedModule { outputs: module.outputs.clone(), b }
+        });
+        let modules = b.collect();
+        Adapter { a, modules }
     }
 }
 
@@ -280,8 +458,7 @@ fn qk_norm_sizes(shape: &ModelShape) -> Option<[usize; 2]> {
 }
 
 struct Builder {
-    params: Vec<Param>,
-    len: usize,
+    arena: Parameters,
     norm: NormKind,
     /// Initial scale of norms: 0 if they add 1 to it.
     scale: Init,
@@ -299,36 +476,23 @@ impl Builder {
     }
 
     fn padded(&mut self, name: &str, len: usize, padded: usize) -> Range<usize> {
-        self.place(name.into(), vec![len], padded, false, Init::Zeros)
+        self.arena.place(name.into(), vec![len], padded, false, Init::Zeros)
     }
 
     fn linear(&mut self, name: &str, [outputs, inputs]: [usize; 2], init: Init, bias: bool) -> Linear {
         Linear {
             weight: self.table(&format!("{name}.weight"), outputs, outputs, inputs, init),
             bias: bias.then(|| self.vector(format!("{name}.bias"), outputs, Init::Zeros)),
+            adapter: None,
         }
     }
 
     fn table(&mut self, name: &str, rows: usize, padded: usize, cols: usize, init: Init) -> Range<usize> {
-        self.place(name.into(), vec![rows, cols], padded * cols, true, init)
+        self.arena.place(name.into(), vec![rows, cols], padded * cols, true, init)
     }
 
     fn vector(&mut self, name: String, len: usize, init: Init) -> Range<usize> {
-        self.place(name, vec![len], len, false, init)
-    }
-
-    fn place(
-        &mut self,
-        name: String,
-        shape: Vec<usize>,
-        len: usize,
-        decay: bool,
-        init: Init,
-    ) -> Range<usize> {
-        let range = self.len..self.len + len;
-        self.len = range.end.next_multiple_of(ALIGN);
-        self.params.push(Param { name, shape, range: range.clone(), decay, init });
-        range
+        self.arena.place(name, vec![len], len, false, init)
     }
 }
 

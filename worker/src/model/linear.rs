@@ -21,8 +21,8 @@ use xlaunch_engine::{
 };
 use xlaunch_spec::model;
 
-use super::Model;
 use super::layout::Linear;
+use super::{GradientArena, Model};
 
 /// A layer's input, or the gradient of its output.
 #[derive(Debug)]
@@ -57,12 +57,20 @@ pub(super) struct LayerBackward<'a> {
     pub(super) layer: &'a Linear,
     pub(super) x: &'a Operand,
     pub(super) dy: &'a Operand,
-    pub(super) dw: Slice<'a>,
+    /// Gradient of the weights; `None` if they are frozen.
+    pub(super) dw: Option<Slice<'a>>,
+    /// Gradients of all trained parameters.
+    pub(super) grads: GradientArena<'a>,
     /// Selects whether gradients of parameters are overwritten or added to.
     pub(super) acc: Accumulate,
 }
 
 impl Operand {
+    /// Returns the tensor if it is in the activations' type.
+    fn plain(&self) -> Option<&Rc<Tensor>> {
+        if let Self::Plain(tensor) = self { Some(tensor) } else { None }
+    }
+
     /// Drops the form that only forward multiplies.
     pub(super) fn kept(self) -> Self {
         match self {
@@ -76,8 +84,8 @@ impl<'a> LayerBackward<'a> {
     /// Returns the arguments if the operands are in the activations' type.
     fn plain(self) -> Option<LinearBackwardWeight<'a>> {
         let Self { shape, x, dy, dw, acc, .. } = self;
-        match (x, dy) {
-            (Operand::Plain(x), Operand::Plain(dy)) => {
+        match (x, dy, dw) {
+            (Operand::Plain(x), Operand::Plain(dy), Some(dw)) => {
                 Some(LinearBackwardWeight { shape, dy: dy.all(), x: x.all(), dw, acc })
             }
             _ => None,
@@ -141,6 +149,7 @@ impl Model {
             Operand::Plain(x) => {
                 let (x, w, y) = (x.all(), self.param(&layer.weight), y.all());
                 self.backend.run(LinearForward { shape, x, w, bias, y })?;
+                self.add_adapter(shape, layer, x, y)?;
             }
             Operand::Fp8(x) => {
                 let w = self.rounded_weights(layer, shape, Use::Rows)?;
@@ -159,7 +168,8 @@ impl Model {
         x: &Operand,
         layer: &Linear,
     ) -> Result<[Tensor; 2]> {
-        let Operand::Plain(x) = x else {
+        let fused = if layer.adapter.is_none() { x.plain() } else { None };
+        let Some(x) = fused else {
             let h = self.linear(shape, x, layer)?;
             let a = self.activated(shape.rows, &h)?;
             return Ok([h, a]);
@@ -192,9 +202,9 @@ impl Model {
         Ok(out)
     }
 
-    /// Computes the gradient of a layer's input.
+    /// Computes the gradient of a layer's input, and those of its adapter.
     pub(super) fn input_gradient(&self, args: LayerBackward<'_>) -> Result<Tensor> {
-        let LayerBackward { shape, layer, dy, .. } = args;
+        let LayerBackward { shape, layer, x, dy, .. } = args;
         let dx = self.activation(shape.rows * shape.inputs)?;
         match dy {
             Operand::Plain(dy) => {
@@ -209,16 +219,19 @@ impl Model {
                 self.backend.run(GemmFp8 { rows, cols, depth, a, b, bias, y, acc })?;
             }
         }
+        if let (Some(x), Some(dy)) = (x.plain(), dy.plain()) {
+            self.adapter_backward(args, [x, dy], &dx)?;
+        }
         Ok(dx)
     }
 
-    /// Computes the gradients of two layers' weights.
+    /// Computes the gradients of two layers' weights, unless they are frozen.
     pub(super) fn weight_gradients(&self, layers: [LayerBackward<'_>; 2]) -> Result<()> {
         if let [Some(first), Some(second)] = layers.map(LayerBackward::plain) {
             return self.backend.run([first, second]);
         }
         for LayerBackward { shape, x, dy, dw, acc, .. } in layers {
-            if let (Operand::Fp8(x), Operand::Fp8(dy)) = (x, dy) {
+            if let (Operand::Fp8(x), Operand::Fp8(dy), Some(dw)) = (x, dy, dw) {
                 let LinearShape { rows: depth, inputs: cols, outputs: rows } = shape;
                 let (a, b) = (dy.part(Use::Columns), x.part(Use::Columns));
                 self.backend.run(GemmFp8 { rows, cols, depth, a, b, bias: None, y: dw, acc })?;
@@ -238,9 +251,10 @@ impl Model {
         let LayerBackward { shape, layer, dy, acc, .. } = args;
         let (activation, rows, ffn) = (self.activation_function(), shape.rows, shape.inputs);
         let w = self.param(&layer.weight);
+        let fused = if layer.adapter.is_none() { dy.plain() } else { None };
         if self.shape.gated {
             let dh = self.activation(h.len())?;
-            if let Operand::Plain(dy) = dy {
+            if let Some(dy) = fused {
                 let da = self.activation(rows * ffn)?;
                 let (dy, h, da, dh) = (dy.all(), h.all(), da.all(), dh.all());
                 self.backend.run(GluLinearBackward { shape, activation, dy, w, h, da, dh })?;
@@ -254,7 +268,7 @@ impl Model {
             }
             return Ok(dh);
         }
-        if let Operand::Plain(dy) = dy {
+        if let Some(dy) = fused {
             let gradient = self.activation(h.len())?;
             let (dy, h, dh) = (dy.all(), h.all(), gradient.all());
             self.backend.run(ActivationLinearBackward { shape, activation, dy, w, h, dh, dbias, acc })?;

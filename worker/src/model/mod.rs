@@ -4,12 +4,14 @@
 //! - [`init`]: initial weights;
 //! - `rope`: the table of rotary angles;
 //! - `forward` and `backward`: the operations of each block, in mirrored order;
+//! - `adapters`: low-rank adapters of linear layers whose weights are frozen;
 //! - `linear`: the linear layers of blocks, in the activations' type or in FP8;
 //! - `saved_activations`: activations of a block that forward keeps for backward, and their recomputation;
 //! - `head`: logits, loss and their gradients;
 //! - [`decode`]: forward for generation: new tokens over cached ones;
 //! - this file: the model's data and helpers that both passes use.
 
+mod adapters;
 mod backward;
 pub mod decode;
 mod forward;
@@ -48,6 +50,9 @@ pub struct Model {
     /// other ranks' updates of the last step are missing until they are gathered. With sharded parameters, only the
     /// most recently gathered buckets are present, in `slots`.
     pub weights: Tensor,
+    /// The adapters that are trained while `weights` stay unchanged, if the layout has any: their arena, in the same
+    /// element type.
+    adapters: Option<Tensor>,
     /// Positions of buckets of the weights; `None` if all buckets are at their position in the arena.
     pub slots: Option<Slots>,
     memory: MemoryUse,
@@ -209,16 +214,31 @@ impl Model {
     /// Same as [`zeroed`](Self::zeroed); with `slots`, allocates memory for the weights in these slots only. Then
     /// gathering is the only way for weights to reach the model.
     pub fn with_slots(backend: &BackendHandle, shape: &ModelShape, slots: Option<Slots>) -> Result<Self> {
-        let layout = Layout::new(shape);
+        Self::of_layout(backend, shape, Layout::new(shape), slots)
+    }
+
+    /// Same as [`with_slots`](Self::with_slots), with the given layout of the model's parameters.
+    pub fn of_layout(
+        backend: &BackendHandle,
+        shape: &ModelShape,
+        layout: Layout,
+        slots: Option<Slots>,
+    ) -> Result<Self> {
         let len = slots.as_ref().map_or(layout.len, Slots::len);
         let weights = backend.alloc_collective(backend.activation_dtype(), len)?;
-        backend.zero(weights.all())?;
+        let adapters = layout.is_frozen().then_some(layout.trained().len);
+        let adapters = adapters.map(|len| backend.alloc_persistent(backend.activation_dtype(), len));
+        let adapters = adapters.transpose()?;
+        for tensor in [Some(&weights), adapters.as_ref()].into_iter().flatten() {
+            backend.zero(tensor.all())?;
+        }
         let rope = Rope::new(backend, shape)?;
         let memory = MemoryUse::default();
         Ok(Self {
             shape: shape.clone(),
             layout,
             weights,
+            adapters,
             slots,
             memory,
             fp8: false,
@@ -254,8 +274,25 @@ impl Model {
         if self.slots.is_some() {
             return Ok(());
         }
-        let range = self.weights.slice(at..at + values.len());
-        if self.weights.dtype() == DType::F32 {
+        self.write(&self.weights, at, values)
+    }
+
+    /// Sets trained parameters starting at element `at` of their arena: the weights, or adapters.
+    pub fn write_trained(&self, at: usize, values: &[f32]) -> Result<()> {
+        match &self.adapters {
+            Some(adapters) => self.write(adapters, at, values),
+            None => self.write_weights(at, values),
+        }
+    }
+
+    /// Returns the parameters that the optimizer updates: the weights, or adapters.
+    pub fn trained(&self) -> &Tensor {
+        self.adapters.as_ref().unwrap_or(&self.weights)
+    }
+
+    fn write(&self, tensor: &Tensor, at: usize, values: &[f32]) -> Result<()> {
+        let range = tensor.slice(at..at + values.len());
+        if tensor.dtype() == DType::F32 {
             return self.backend.write_f32(range, values);
         }
         let staging = self.backend.alloc(DType::F32, values.len())?;
@@ -266,6 +303,12 @@ impl Model {
     /// Returns a parameter in the element type of the activations.
     fn param(&self, range: &Range<usize>) -> Slice<'_> {
         self.weights.slice(self.place(range))
+    }
+
+    /// Returns a parameter of an adapter. Panics without adapters, which only layers of a layout with adapters have.
+    #[expect(clippy::expect_used, reason = "the layout and the tensor are created together")]
+    fn adapter_param(&self, range: &Range<usize>) -> Slice<'_> {
+        self.adapters.as_ref().expect("the layout has adapters").slice(range.clone())
     }
 
     /// Returns the range of `weights` that holds these elements, which belong to one parameter or bucket.

@@ -88,11 +88,11 @@ impl AdamW {
         spec: &JobSpec,
     ) -> Result<Self> {
         let train = &spec.train;
-        let (f32_model, sharded) = (model.weights.dtype() == DType::F32, sharding.is_sharded());
+        let (f32_model, sharded) = (model.trained().dtype() == DType::F32, sharding.is_sharded());
         let shard = |dtype| backend.alloc_persistent(dtype, sharding.len());
         let gathered_shard = |dtype| backend.alloc_collective(dtype, sharding.len());
         let muon = Muon::new(backend, spec, (&model.shape, &model.layout), sharding)?;
-        let mut flags = model.layout.decay_flags();
+        let mut flags = model.layout.trained().decay_flags();
         if let Some(muon) = &muon {
             muon.mark(&mut flags);
         }
@@ -112,7 +112,7 @@ impl AdamW {
                 (_, false) => Some(shard(DType::F32)?),
                 (false, true) => None,
             },
-            rounded: (sharded && !f32_model).then(|| gathered_shard(model.weights.dtype())).transpose()?,
+            rounded: (sharded && !f32_model).then(|| gathered_shard(model.trained().dtype())).transpose()?,
             m: shard(DType::F32)?,
             v: shard(DType::F32)?,
             decay: backend.alloc_persistent(DType::U8, flags.len())?,
@@ -163,7 +163,7 @@ impl AdamW {
     /// Sets the model's weights to the masters, in the model's element type. Requires masters of all parameters.
     pub fn copy_masters_to(&self, model: &Model) -> Result<()> {
         match &self.masters {
-            Some(masters) => self.backend.run(Cast { x: masters.all(), y: model.weights.all() }),
+            Some(masters) => self.backend.run(Cast { x: masters.all(), y: model.trained().all() }),
             None => Ok(()),
         }
     }
@@ -175,12 +175,12 @@ impl AdamW {
 
     /// Returns this rank's shard of the state in checkpoints: master weights, first and second moments.
     pub fn state<'a>(&'a self, model: &'a Model) -> [&'a Tensor; 3] {
-        [self.masters.as_ref().unwrap_or(&model.weights), &self.m, &self.v]
+        [self.masters.as_ref().unwrap_or(model.trained()), &self.m, &self.v]
     }
 
     /// Returns the most precise copy of parameters that every rank has: of all parameters, or of those gathered last.
     pub fn replica<'a>(&'a self, model: &'a Model) -> &'a Tensor {
-        if self.sharding.is_sharded() { &model.weights } else { self.state(model)[0] }
+        if self.sharding.is_sharded() { model.trained() } else { self.state(model)[0] }
     }
 
     /// Flips bit `bit % 32` of element `bit / 32` (modulo the number of elements) of this rank's fp32 parameters, as
@@ -224,8 +224,8 @@ impl AdamW {
         collective: &mut dyn Collective,
     ) -> crate::error::Result<()> {
         let [params, m, v] = self.state(model);
-        let f32_model = model.weights.dtype() == DType::F32;
-        let work = (!f32_model).then(|| self.rounded.as_ref().unwrap_or(&model.weights).all());
+        let f32_model = model.trained().dtype() == DType::F32;
+        let work = (!f32_model).then(|| self.rounded.as_ref().unwrap_or(model.trained()).all());
         let (flags, scalars, skipped) = (&self.decay, &self.scalars, self.skipped.all());
         if let Some(muon) = &self.muon {
             let skip_limit = self.config.skip_limit;
@@ -259,7 +259,7 @@ impl AdamW {
     fn gather_pair<'a>(&'a self, model: &'a Model) -> Option<[&'a Tensor; 2]> {
         let [masters, ..] = self.state(model);
         let shard = self.rounded.as_ref().unwrap_or(masters);
-        self.sharding.is_sharded().then_some([shard, &model.weights])
+        self.sharding.is_sharded().then_some([shard, model.trained()])
     }
 
     /// All-gathers the shards that the last step updated, so that the model's weights are complete; with sharded

@@ -15,11 +15,12 @@ use std::thread::JoinHandle;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use serde::{Deserialize, Serialize};
 use xlaunch_comm::{Collective, Operation, Wait};
-use xlaunch_spec::job::JobSpec;
+use xlaunch_spec::job::{JobSpec, SpecError};
 use xlaunch_spec::model::ModelShape;
 
 use super::Context;
-use crate::checkpoint::{self, Abandoned, Arena, Memory, Parent, Piece, Portion, State};
+use crate::adapter::ValuesHash;
+use crate::checkpoint::{self, Abandoned, Arena, Frozen, Memory, Parent, Piece, Portion, Sink, State};
 use crate::data::DataError;
 use xlaunch_spec::lineage::Fingerprint;
 
@@ -49,15 +50,33 @@ pub(super) struct Start {
     pub(super) warmup: Option<u64>,
     /// Files that came with the initial weights of the continued run.
     pub(super) inherited: Option<Inherited>,
+    /// The weights that the run's adapters adapt, if it trains adapters.
+    pub(super) frozen: Option<Frozen>,
     /// Fingerprint of the data that it was trained on.
     data: Option<Fingerprint>,
 }
 
 /// The state while it is being read.
 pub(super) struct Reading {
-    pieces: Receiver<Piece>,
-    thread: JoinHandle<Result<Option<State>>>,
+    pieces: Receiver<Received>,
+    thread: JoinHandle<Result<Found>>,
     run_id: String,
+}
+
+/// Values for the model.
+enum Received {
+    /// Part of the state that the run trains.
+    State(Piece),
+    /// Part of the weights that adapters adapt.
+    Frozen(Piece),
+}
+
+/// The results of reading, other than values.
+struct Found {
+    /// State of the checkpoint or snapshot that the run resumes from.
+    state: Option<State>,
+    /// The frozen weights.
+    frozen: Option<Frozen>,
 }
 
 /// Source of the state.
@@ -97,20 +116,28 @@ impl Reading {
     /// Passes all pieces on to the model and its optimizer.
     pub(super) fn finish(self, model: &Model, optimizer: &AdamW) -> Result<Start> {
         let Self { pieces, thread, run_id } = self;
-        for Piece { arena, at, values } in &pieces {
+        for received in &pieces {
             phase::advance();
+            let Piece { arena, at, values } = match received {
+                Received::State(piece) => piece,
+                Received::Frozen(Piece { at, values, .. }) => {
+                    model.write_weights(at, &values)?;
+                    continue;
+                }
+            };
             match arena {
                 Arena::Params => {
-                    model.write_weights(at, &values)?;
+                    model.write_trained(at, &values)?;
                     optimizer.write(Part::Masters, at, &values)?;
                 }
                 Arena::M => optimizer.write(Part::M, at, &values)?,
                 Arena::V => optimizer.write(Part::V, at, &values)?,
             }
         }
-        let state = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        let found = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         optimizer.round()?;
-        Ok(state.map_or_else(Start::default, |state| Start::after(state, &run_id)))
+        let start = found.state.map_or_else(Start::default, |state| Start::after(state, &run_id));
+        Ok(Start { frozen: found.frozen, ..start })
     }
 }
 
@@ -147,7 +174,7 @@ impl Start {
         if run != run_id {
             parents.push(Parent { run, step });
         }
-        Self { step, sequences, parents, val_loss, warmup, data, inherited }
+        Self { step, sequences, parents, val_loss, warmup, data, inherited, frozen: None }
     }
 
     /// Returns the job, with the settings that it takes over from the continued run.
@@ -169,26 +196,65 @@ impl Start {
 }
 
 impl Source {
-    fn read(self, threads: &ThreadPool, pieces: &SyncSender<Piece>) -> Result<Option<State>> {
+    fn read(self, threads: &ThreadPool, pieces: &SyncSender<Received>) -> Result<Found> {
         let Self { spec, shape, resume_from, memory, moments } = self;
-        let layout = Layout::new(&shape);
+        let layout = Layout::of_job(&spec, &shape).map_err(SpecError::from)?;
         // Fails if the training thread has given up; it then has an error of its own.
-        let sink = |piece| pieces.send(piece).map_err(|_| Abandoned);
+        let sink = |piece| pieces.send(Received::State(piece)).map_err(|_| Abandoned);
+        let frozen_sink = |piece| pieces.send(Received::Frozen(piece)).map_err(|_| Abandoned);
+        let init = spec.checkpoint.init.as_ref();
+        let given =
+            init.filter(|_| layout.is_frozen() || resume_from.as_os_str().is_empty() && memory.is_none());
+        let given = given.map(|path| Weights::open(Path::new(path))).transpose()?;
+        let frozen = given.as_ref().filter(|_| layout.is_frozen());
+        let frozen = frozen
+            .map(|given| read_frozen(given.without_adapter(), &shape, threads, &frozen_sink))
+            .transpose()?;
         if let Some(memory) = memory {
-            return Ok(memory.read(threads, &sink)?);
+            return check_frozen(&resume_from, memory.read(threads, &sink)?, frozen);
         }
         if !resume_from.as_os_str().is_empty() {
-            let state = checkpoint::read(&resume_from, &shape, &layout, &moments, threads, &sink)?;
-            return Ok(Some(state));
+            let trained = layout.trained();
+            let state = checkpoint::read(&resume_from, &shape, trained, &moments, threads, &sink)?;
+            return check_frozen(&resume_from, Some(state), frozen);
         }
-        match &spec.checkpoint.init {
-            Some(path) => Weights::open(Path::new(path))?.read(&shape, &layout, threads, &sink)?,
-            None => {
-                let params = |at, values| sink(Piece { arena: Arena::Params, at, values });
+        let params = |at, values| sink(Piece { arena: Arena::Params, at, values });
+        let adapter = given.as_ref().and_then(Weights::adapter);
+        match (&given, adapter) {
+            (Some(given), _) if !layout.is_frozen() => given.read(&shape, &layout, threads, &sink)?,
+            (_, Some(adapter)) => {
                 // If it has given up, the training thread has an error of its own.
-                let _ = init::generate(&layout, spec.job.seed, threads, params);
+                let _ = adapter.pieces().try_for_each(|(at, values)| params(at, values));
+            }
+            (_, None) => {
+                let _ = init::generate(layout.trained(), spec.job.seed, threads, params);
             }
         }
-        Ok(None)
+        Ok(Found { state: None, frozen })
     }
+}
+
+/// Reads the weights that adapters adapt.
+fn read_frozen(
+    weights: &Weights,
+    shape: &ModelShape,
+    threads: &ThreadPool,
+    sink: Sink<'_>,
+) -> Result<Frozen> {
+    let hash = ValuesHash::default();
+    let hashed = |piece: Piece| {
+        hash.add(piece.at, &piece.values);
+        sink(piece)
+    };
+    weights.read(shape, &Layout::new(shape), threads, &hashed)?;
+    Ok(Frozen { path: weights.path().into(), hash: hash.finish() })
+}
+
+/// Requires that adapters are continued on the weights that they were trained with.
+fn check_frozen(path: &Path, state: Option<State>, frozen: Option<Frozen>) -> Result<Found> {
+    let saved = state.as_ref().and_then(|state| state.adapted.as_ref());
+    if let Some((adapted, found)) = saved.zip(frozen.as_ref()) {
+        adapted.frozen.check(path, found)?;
+    }
+    Ok(Found { state, frozen })
 }

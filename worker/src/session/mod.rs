@@ -88,12 +88,12 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let dataset = weights::dataset(spec, &shape)?;
     let fingerprint = fingerprint(&dataset.train)?;
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
-    let layout = Layout::new(&shape);
+    let layout = Layout::of_job(spec, &shape).map_err(SpecError::from)?;
     let activations = activation_dtype(spec, environment.device != Device::Cpu);
     let division = division(context, &layout, activations)?;
     let sharding = &division.sharding;
     let moments = sharding.plan().buckets().iter().map(|bucket| sharding.in_arena(bucket)).collect();
-    let memory = saving::memory(context, &layout, sharding)?;
+    let memory = saving::memory(context, layout.trained(), sharding)?;
     // For large models, reading weights takes a second or more, like opening the device and the communicator: do both
     // at once.
     let reading = start_reading(context, &shape, memory.clone(), moments)?;
@@ -107,7 +107,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let agreement = agreement(spec, &layout, activations, &division, &fingerprint);
     let connector = join::join(context, &agreement, &device)?;
     let (collective, filled) = connect_and_fill(context, connector, || {
-        let mut trainer = Trainer::new(&device.backend, spec, &shape, &division, world)?;
+        let mut trainer = Trainer::new(&device.backend, spec, &shape, layout, &division, world)?;
         // Only one rank samples, so that rank must have all weights.
         let samples = rank == 0 && bench.is_none() && division.weights.is_none();
         trainer.sampler = if samples { Sampler::new(spec, &dataset, shape.seq)? } else { None };
@@ -141,7 +141,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
         optimizer: &trainer.optimizer,
         stepper: &trainer.stepper,
         evaluator: &trainer.evaluator,
-        seconds_at_peak: seconds_at_peak(&trainer, &device, &*collective),
+        seconds_at_peak: seconds_at_peak(spec, &trainer, &device, &*collective),
         collective: &mut *collective,
         dataset: &dataset,
         loader: &loader,
@@ -168,7 +168,7 @@ fn division(context: &Context<'_>, layout: &Layout, activations: DType) -> Resul
     let Context { environment, spec, .. } = *context;
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
     let (cuda, shared) = (environment.device != Device::Cpu, environment.is_shared());
-    let shard = spec.comm.shard(world, cuda, shared);
+    let shard = spec.shard(world, cuda, shared);
     let division = Division::new(spec, layout, activations, rank, world, shard)?;
     if division.sharding.is_sharded() && !shared {
         Err(WorkerError::NotShared { writers: environment.writers, world: environment.world_size.0 })
@@ -312,10 +312,11 @@ impl Trainer {
         backend: &BackendHandle,
         spec: &JobSpec,
         shape: &ModelShape,
+        layout: Layout,
         division: &Division,
         world: usize,
     ) -> Result<Self> {
-        let model = Model::with_slots(backend, shape, division.weights.clone())?;
+        let model = Model::of_layout(backend, shape, layout, division.weights.clone())?;
         let model = model.with_job(spec);
         let optimizer = AdamW::zeroed(backend, &model, &division.sharding, spec)?;
         let stepper = Stepper::new(backend, &model, spec, division, world)?;
@@ -336,6 +337,7 @@ fn agreement(
     let dtype = train::wire_dtype(spec, activations);
     [
         layout.fingerprint(),
+        if layout.is_frozen() { layout.trained().fingerprint() } else { Vec::new() },
         dtype.name().into(),
         division.sharding.layout(),
         division.sharded().into(),
@@ -371,10 +373,16 @@ fn start_loader(
 }
 
 /// Returns the time of a step at the peak rate of the devices, if that rate is known.
-fn seconds_at_peak(trainer: &Trainer, device: &OpenDevice, collective: &dyn Collective) -> Option<f64> {
+fn seconds_at_peak(
+    spec: &JobSpec,
+    trainer: &Trainer,
+    device: &OpenDevice,
+    collective: &dyn Collective,
+) -> Option<f64> {
     let (shape, tokens) = (&trainer.model.shape, trainer.stepper.tokens_per_step());
     let name = &device.backend.device().name;
-    flops::seconds_at_peak(shape, tokens, collective.world_size(), name, device.precision)
+    let per_token = flops::per_token_of_job(&spec.lora, shape);
+    flops::seconds_at_peak(per_token, tokens, collective.world_size(), name, device.precision)
 }
 
 fn train_started(

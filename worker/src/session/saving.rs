@@ -11,19 +11,25 @@ use xlaunch_spec::job::{JobSpec, MemorySnapshots};
 use super::initial::Start;
 use super::{Context, Trainer};
 use crate::checkpoint::saver::{self, Buffers, Saver};
-use crate::checkpoint::{self, Batch, CheckpointError, Memory, Portion, Retention, State, directory};
+use crate::checkpoint::{
+    self, Adapted, Batch, CheckpointError, Memory, Portion, Retention, State, directory,
+};
 use crate::data::Dataset;
 use xlaunch_spec::lineage::Fingerprint;
 
 use crate::error::{Result, WorkerError};
 use crate::inherited::Inherited;
 use crate::model::BackendHandle;
-use crate::model::layout::Layout;
+use crate::model::layout::Parameters;
 use crate::train::Checkpoints;
 use crate::weights::Weights;
 
 /// Opens the memory files that the agent keeps for this rank. `None` if there are none.
-pub(super) fn memory(context: &Context<'_>, layout: &Layout, sharding: &Sharding) -> Result<Option<Memory>> {
+pub(super) fn memory(
+    context: &Context<'_>,
+    layout: &Parameters,
+    sharding: &Sharding,
+) -> Result<Option<Memory>> {
     let Context { environment, job, .. } = *context;
     // Ranks that save nothing have no portion to resume from.
     if environment.snapshot_fds.is_empty() || !environment.is_shared() {
@@ -61,7 +67,7 @@ pub(super) fn open(
     let version = checkpoint::version(spec, &model.shape, tokenizer.is_some());
     let settings = saver::Settings {
         dir: checkpoint_dir(spec, Path::new(&job.run_dir)),
-        layout: model.layout.clone(),
+        layout: model.layout.trained().clone(),
         portion: portion.clone(),
         rank,
         writers,
@@ -96,6 +102,7 @@ pub(super) fn open(
         end_of_text: dataset.tokenizer.load()?.and_then(|tokenizer| tokenizer.end_of_text()),
         inherited: inherited(spec, job, start, dataset),
         spec: serde_json::to_value(spec).unwrap_or_default(),
+        adapted: start.frozen.clone().map(|frozen| Adapted { lora: spec.lora.clone(), frozen }),
     };
     let saver = Saver::start(settings, exchange).map_err(failed)?;
     Ok(Some(Checkpoints::new(saver, portion, template, &spec.checkpoint)))

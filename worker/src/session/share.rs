@@ -41,6 +41,9 @@ pub(super) fn from_rank_0(
         broadcast(v, collective)?;
     }
     optimizer.copy_masters_to(model)?;
+    if model.layout.is_frozen() {
+        broadcast(&model.weights, collective)?;
+    }
     Ok(start)
 }
 

@@ -25,8 +25,8 @@ pub struct Division {
 }
 
 impl Division {
-    /// Divides a job with this layout among `ranks` ranks, as `shard` says. The buckets do not depend on `shard`, so
-    /// the order in which gradients are summed does not either.
+    /// Divides the trained parameters of a job with this layout among `ranks` ranks, as `shard` says. The buckets do not
+    /// depend on `shard`, so the order in which gradients are summed does not either.
     ///
     /// # Errors
     /// If the job cannot be divided among this number of ranks.
@@ -46,7 +46,7 @@ impl Division {
         spec.comm.check_ranks(ranks).map_err(SpecError::from)?;
         let cap = (spec.comm.bucket_mb * f64::from(1 << 20)) as usize;
         let size = wire_dtype(spec, activations).size();
-        let plan = bucket::Plan::new(&layout.ends(), ALIGN, size, cap, FIRST_BUCKET_BYTES);
+        let plan = bucket::Plan::new(&layout.trained().ends(), ALIGN, size, cap, FIRST_BUCKET_BYTES);
         let slots = (shard >= Shard::Gradients).then(|| Slots::shared(&plan, &parts(layout), &layout.kept()));
         Ok(Self {
             weights: slots.clone().filter(|_| shard >= Shard::Parameters),

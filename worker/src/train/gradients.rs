@@ -21,7 +21,7 @@ use crate::error::Result;
 use crate::model::layout::Layout;
 use crate::model::{BackendHandle, GradientArena};
 
-/// The gradients of all parameters on one rank.
+/// The gradients of all trained parameters on one rank.
 #[derive(Debug)]
 pub struct Gradients {
     backend: BackendHandle,
@@ -63,7 +63,7 @@ impl Gradients {
                 .transpose()?,
             writes: slots.as_ref().map_or_else(Vec::new, |slots| slots.writes(&layout.backward_parts())),
             slots: slots.clone(),
-            gaps: layout.gaps(),
+            gaps: layout.trained().gaps(),
             sharding: sharding.clone(),
             backend: backend.clone(),
         };

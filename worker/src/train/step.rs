@@ -287,7 +287,7 @@ impl Stepper {
         drop(forward);
         let _backward = trace::span(Phase::Backward);
         let mut buckets = bucket::ReduceProgress::new(self.sharding.plan());
-        let (at_once, end) = (self.overlap || self.gradients.reduces_at_once(), model.layout.len);
+        let (at_once, end) = (self.overlap || self.gradients.reduces_at_once(), model.layout.trained().len);
         let mut written = 0..;
         model.backward(acts, dy, self.batch.tokens(), self.gradients.arena(), acc, |progress| {
             match progress {

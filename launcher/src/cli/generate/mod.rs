@@ -36,6 +36,9 @@ pub(super) struct Generate {
     /// A checkpoint, or a directory of checkpoints or of a run (uses the newest valid checkpoint)
     #[arg(value_name = "MODEL")]
     model: PathBuf,
+    /// Adapter to add to the model: a directory in PEFT's layout, or a checkpoint of a LoRA run
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
     /// Text to continue; empty starts a new document
     #[arg(long, value_name = "TEXT", group = "input")]
     prompt: Option<String>,
@@ -126,6 +129,7 @@ pub(super) async fn run(options: Generate) -> Result<ExitCode, QueryError> {
     let prompts = read_prompts(&options)?;
     let command = Command {
         model: options.model,
+        adapter: options.adapter,
         tokenizer: options.tokenizer,
         prompts: prompts.iter().map(|prompt| input(prompt, options.chat)).collect(),
         samples: options.samples,

@@ -4,6 +4,7 @@
 //! [`JobSpec::check`]; workers receive it as JSON. The rendezvous compares the ranks' [`digest`](JobSpec::digest)s.
 
 mod comm;
+mod lora;
 mod one_or_more;
 mod sections;
 mod sizes;
@@ -16,6 +17,7 @@ use crate::ids::Digest;
 pub use crate::invalid::Invalid;
 use crate::model::ModelSection;
 pub use comm::{CommSection, MAX_SHARDS, Shard, WireDtype};
+pub use lora::{Layer, LoraSection, Module};
 pub use sections::{
     AdjustLr, CheckpointSection, DataSection, Device, DoctorMode, DocumentMode, EngineSection, Exec,
     JobSection, LaunchSection, MemorySnapshots, MuonSection, NonFinite, ObserveSection, OnHang, OnSaveError,
@@ -42,6 +44,7 @@ pub struct JobSpec {
     pub data: DataSection,
     pub train: TrainSection,
     pub muon: MuonSection,
+    pub lora: LoraSection,
     pub comm: CommSection,
     pub engine: EngineSection,
     pub checkpoint: CheckpointSection,
@@ -52,6 +55,11 @@ impl JobSpec {
     /// Directory of all runs of the job.
     pub fn runs_dir(&self) -> PathBuf {
         Path::new(&self.job.output).join(&self.job.name)
+    }
+
+    /// Returns the state that this many ranks shard: see [`CommSection::shard`]. Adapters are never sharded.
+    pub fn shard(&self, ranks: usize, cuda: bool, share_directory: bool) -> Shard {
+        if self.lora.is_on() { Shard::None } else { self.comm.shard(ranks, cuda, share_directory) }
     }
 
     /// Checks all rules that depend only on the values, and returns the first violation.
@@ -71,6 +79,7 @@ impl JobSpec {
         at_least_1("train.eval_batches", train.eval_batches)?;
         self.comm.check_accumulate(train.accumulate)?;
         at_least_1("data.train", self.data.train.len())?;
+        self.lora.check(self)?;
         self.check_model()?;
         positive_in_fp32("train.lr", train.lr)?;
         positive_in_fp32("train.eps", train.eps)?;
@@ -132,6 +141,9 @@ impl JobSpec {
             resolved => resolved?,
         };
         sizes::check(self, &model)?;
+        if self.lora.is_on() && !self.model.has_open_sizes() {
+            self.lora.modules(&model)?;
+        }
         if self.data.tokenizer == Tokenizer::Bytes && model.vocab < 256 {
             return Err(Invalid::new(
                 "model.vocab",

@@ -53,7 +53,7 @@ fn header_with_more_tensors_than_any_model_has_is_refused() {
 #[test]
 fn pickles_and_adapters_are_refused_by_what_they_are() {
     const PICKLE: &[&str] = &["pickles are not read", "save_pretrained"];
-    const ADAPTER: &[&str] = &["an adapter alone is not a model", "merge_and_unload()"];
+    const ADAPTER: &[&str] = &["an adapter is read from its directory", "`save_pretrained(DIR)`"];
     let dir = tempfile::tempdir().unwrap();
     let shape = &shapes()[0];
     let (saved, _) = checkpoint(&dir.path().join("a"), shape);
@@ -63,8 +63,6 @@ fn pickles_and_adapters_are_refused_by_what_they_are() {
         (&["pytorch_model.bin", "config.json"][..], PICKLE),
         (&["pytorch_model.bin"], PICKLE),
         (&["pytorch_model.bin.index.json", "config.json"], PICKLE),
-        (&["adapter_model.safetensors", "adapter_config.json"], ADAPTER),
-        (&["adapter_model.safetensors", "adapter_config.json", "config.json"], ADAPTER),
         (&["adapter_model.bin", "adapter_config.json"], ADAPTER),
     ]
     .into_iter()
@@ -84,6 +82,40 @@ fn pickles_and_adapters_are_refused_by_what_they_are() {
                 assert!(message.contains(text), "{files:?}: {text} in {message}");
             }
         }
+    }
+}
+
+#[test]
+fn adapters_that_cannot_be_read_are_refused_with_the_key_of_their_configuration() {
+    let shape = &shapes()[0];
+    for (config, expected) in [
+        ("{}", "missing field `peft_type`"),
+        (
+            r#"{"peft_type": "IA3", "r": 1, "lora_alpha": 1}"#,
+            "`peft_type`: adapters of type \"IA3\" are not supported",
+        ),
+        (
+            r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "use_dora": true}"#,
+            "`use_dora`: DoRA is not supported",
+        ),
+        (
+            r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1}"#,
+            "`base_model_name_or_path`: it does not name the model",
+        ),
+        (
+            r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "base_model_name_or_path": "Qwen/Qwen3-0.6B"}"#,
+            "`hf download Qwen/Qwen3-0.6B",
+        ),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("adapter_model.safetensors"), "{}").unwrap();
+        fs::write(dir.path().join("adapter_config.json"), config).unwrap();
+        for (exit, message) in [train_from(dir.path(), shape), generate_from(dir.path())] {
+            assert_eq!(exit, ExitCode::Data, "{message}");
+            assert!(message.contains(expected), "{expected} in {message}");
+        }
+        let (_, message) = train_from(&dir.path().join("adapter_model.safetensors"), shape);
+        assert!(message.contains("an adapter is read from its directory"), "{message}");
     }
 }
 

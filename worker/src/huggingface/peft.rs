@@ -1,0 +1,302 @@
+//! Adapters in the layout of Hugging Face's PEFT library: `adapter_config.json` and `adapter_model.safetensors`.
+//!
+//! PEFT has A and B of each linear layer of Hugging Face's model, under the name of the layer. The rows of B are in the
+//! order of the layer's outputs, which may differ from the arena's; see [`Order`]. Neither A nor B is transposed, even
+//! where the layer's weights are.
+
+use std::collections::{BTreeMap, HashMap};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use safetensors::tensor::TensorInfo;
+use serde::Deserialize;
+use serde_json::{Value, json};
+use xlaunch_spec::job::{LoraSection, Module};
+use xlaunch_spec::model::{Arch, ModelShape};
+
+use super::families::Family;
+use super::source::{self, MAX_CONFIG_BYTES};
+use super::tensor_names::{self, Mapped, Order};
+use super::{INDEX, ModelError, WEIGHTS};
+use crate::adapter::Adapter;
+use crate::checkpoint::read_header;
+use crate::error::WorkerError;
+use crate::inherited::CONFIG;
+use crate::model::layout::Layout;
+
+pub(super) const ADAPTER_CONFIG: &str = "adapter_config.json";
+pub(super) const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
+/// PEFT's names begin with its own modules around the model.
+const PREFIX: &str = "base_model.model.";
+
+/// A directory with an adapter in PEFT's layout.
+#[derive(Clone, Debug)]
+pub(crate) struct PeftDirectory {
+    path: PathBuf,
+    config: Config,
+}
+
+/// The keys of `adapter_config.json` that change results. Others are ignored.
+#[derive(Clone, Debug, Deserialize)]
+struct Config {
+    peft_type: String,
+    base_model_name_or_path: Option<String>,
+    r: usize,
+    lora_alpha: f64,
+    #[serde(default)]
+    use_rslora: bool,
+    #[serde(default)]
+    use_dora: bool,
+    #[serde(default)]
+    bias: Option<String>,
+    #[serde(default)]
+    modules_to_save: Value,
+    #[serde(default)]
+    rank_pattern: BTreeMap<String, Value>,
+    #[serde(default)]
+    alpha_pattern: BTreeMap<String, Value>,
+}
+
+impl PeftDirectory {
+    /// Returns whether `path` has an adapter and no model.
+    pub(crate) fn is_one(path: &Path) -> bool {
+        let has = |name: &str| path.join(name).exists();
+        has(ADAPTER_CONFIG) && has(ADAPTER_WEIGHTS) && !has(WEIGHTS) && !has(INDEX)
+    }
+
+    /// Reads `adapter_config.json`.
+    pub(crate) fn open(path: &Path) -> Result<Self, ModelError> {
+        let file = path.join(ADAPTER_CONFIG);
+        let json = source::read_whole(&file, MAX_CONFIG_BYTES)?;
+        let config: Config = serde_json::from_slice(&json)
+            .map_err(|error| ModelError::Read { path: file.clone(), reason: error.to_string() })?;
+        let refuse = |key: &str, problem: String| {
+            Err(ModelError::Config { path: file.clone(), key: key.into(), problem })
+        };
+        if config.peft_type != "LORA" {
+            return refuse(
+                "peft_type",
+                format!("adapters of type {:?} are not supported, only LoRA", config.peft_type),
+            );
+        }
+        if config.use_dora {
+            return refuse("use_dora", "DoRA is not supported".into());
+        }
+        if config.bias.as_ref().is_some_and(|bias| bias != "none") {
+            return refuse("bias", "trained biases are not supported".into());
+        }
+        if config.modules_to_save.as_array().is_some_and(|modules| !modules.is_empty()) {
+            return refuse("modules_to_save", "modules that are trained as a whole are not supported".into());
+        }
+        if !config.rank_pattern.is_empty() || !config.alpha_pattern.is_empty() {
+            return refuse(
+                "rank_pattern",
+                "ranks and alphas that differ between layers are not supported".into(),
+            );
+        }
+        Ok(Self { path: path.into(), config })
+    }
+
+    /// Path of the directory.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns the path of the model that was adapted, as PEFT saved it.
+    pub(crate) fn base(&self) -> Result<PathBuf, ModelError> {
+        let base = self.config.base_model_name_or_path.as_ref().filter(|base| !base.is_empty());
+        base.map(PathBuf::from).ok_or_else(|| ModelError::Config {
+            path: self.path.join(ADAPTER_CONFIG),
+            key: "base_model_name_or_path".into(),
+            problem: "it does not name the model that the adapter belongs to".into(),
+        })
+    }
+
+    /// Reads the adapter, which must be for models of this shape.
+    pub(crate) fn read(&self, shape: &ModelShape) -> Result<Adapter, WorkerError> {
+        let path = self.path.join(ADAPTER_WEIGHTS);
+        let failed = |error: std::io::Error| source::read_error(&path, &error);
+        let (file, bytes) = source::open(&path).map_err(failed)?;
+        let (header, data) = read_header(&file).map_err(failed)?;
+        let mut found: HashMap<String, TensorInfo> =
+            header.tensors().into_iter().map(|(name, info)| (name, info.clone())).collect();
+        let all = LoraSection {
+            rank: self.config.r,
+            alpha: Some(self.config.lora_alpha),
+            rslora: self.config.use_rslora,
+            ..LoraSection::default()
+        };
+        let has = |module: &Module| -> Result<bool, WorkerError> {
+            let only = LoraSection { targets: vec![module.name.into()], ..all.clone() };
+            Ok(tensors(shape, &layout(shape, &only)?).iter().any(|tensor| found.contains_key(&tensor.name)))
+        };
+        let mut targets = Vec::new();
+        for module in Module::all(shape) {
+            if has(&module)? {
+                targets.push(module.name.to_owned());
+            }
+        }
+        let lora = LoraSection { targets, ..all };
+        let mut adapter = Adapter::zeroed(shape, lora.clone())?;
+        for tensor in tensors(shape, &layout(shape, &lora)?) {
+            let Some(info) = found.remove(&tensor.name) else {
+                return Err(source::tensor_error(&path, &tensor.name, "not found").into());
+            };
+            source::check_type(&path, &tensor.name, &info, &tensor)?;
+            source::check_place(&path, &tensor.name, &info, data, bytes)?;
+            let (begin, end) = info.data_offsets;
+            let mut bytes = vec![0; end - begin];
+            file.file().read_exact_at(&mut bytes, data + begin as u64).map_err(failed)?;
+            let values = source::decode(&bytes, info.dtype);
+            if !values.iter().all(|value| value.is_finite()) {
+                let problem = "it has values that are not finite";
+                return Err(source::tensor_error(&path, &tensor.name, problem).into());
+            }
+            adapter.set(tensor.elements.start, &tensor.to_arena(&values));
+        }
+        match found.keys().min() {
+            None => Ok(adapter),
+            Some(name) => {
+                let problem = "it does not belong to a linear layer of the model's blocks";
+                Err(source::tensor_error(&path, name, problem).into())
+            }
+        }
+    }
+}
+
+fn layout(shape: &ModelShape, lora: &LoraSection) -> Result<Layout, WorkerError> {
+    let layout = Layout::new(shape).with_adapters(shape, lora);
+    layout.map_err(|invalid| WorkerError::Spec(invalid.into()))
+}
+
+/// Returns the tensors of an adapter, in the arena of adapters.
+pub(super) fn tensors(shape: &ModelShape, layout: &Layout) -> Vec<Mapped> {
+    let (model, rank) = (weights(shape, layout), layout.rank_and_scale().0);
+    let modules = layout.adapted_modules().into_iter().filter_map(|module| {
+        let weight = model.get(&module.weight.start)?;
+        let name = weight.name.strip_suffix(".weight")?;
+        let outputs = module.weight.len() / module.inputs;
+        let tensor = |part: &str, shape: [usize; 2], elements, order| Mapped {
+            name: format!("{PREFIX}{name}.lora_{part}.weight"),
+            shape: shape.to_vec(),
+            elements,
+            order,
+            prefix: false,
+        };
+        let rows = match &weight.order {
+            Order::Rows(rows) => Order::Rows(rows.clone()),
+            Order::Same | Order::Transposed => Order::Same,
+        };
+        let a = tensor("A", [rank, module.inputs], module.a, Order::Same);
+        Some([a, tensor("B", [outputs, rank], module.b, rows)])
+    });
+    modules.flatten().collect()
+}
+
+/// Returns the tensors of the model by their place in its arena.
+fn weights(shape: &ModelShape, layout: &Layout) -> HashMap<usize, Mapped> {
+    let tensors = tensor_names::tensors(Family::of(shape.arch).names, shape, layout);
+    tensors.into_iter().map(|tensor| (tensor.elements.start, tensor)).collect()
+}
+
+/// Returns `adapter_config.json`.
+pub(super) fn config(shape: &ModelShape, lora: &LoraSection, base: &Path) -> Result<Value, WorkerError> {
+    let layout = layout(shape, lora)?;
+    let (names, model) = (Family::of(shape.arch).names, weights(shape, &layout));
+    let block = names.block(0);
+    let in_block =
+        |tensor: &Mapped| Some(tensor.name.strip_suffix(".weight")?.strip_prefix(&block)?.to_owned());
+    let last = |name: &str| name.rsplit('.').next().unwrap_or_default().to_owned();
+    let all: Vec<String> = model.values().filter_map(in_block).collect();
+    let modules = layout.adapted_modules();
+    let adapted = modules.iter().filter_map(|module| in_block(model.get(&module.weight.start)?));
+    // PEFT compares the ends of names. GPT-2 has two layers that end alike.
+    let mut targets: Vec<String> = adapted
+        .map(|name| {
+            let is_unique = all.iter().filter(|other| last(other) == last(&name)).count() == 1;
+            if is_unique { last(&name) } else { name }
+        })
+        .collect();
+    targets.sort();
+    Ok(json!({
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.to_string_lossy(),
+        "r": lora.rank,
+        "lora_alpha": whole(lora.alpha()),
+        "use_rslora": lora.rslora,
+        "lora_dropout": 0.0,
+        "target_modules": targets,
+        "bias": "none",
+        "fan_in_fan_out": shape.arch == Arch::Gpt2,
+        "init_lora_weights": true,
+        "inference_mode": true,
+        "modules_to_save": null,
+        "use_dora": false,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }))
+}
+
+/// Returns a number as an integer, if it is one: PEFT writes alpha like that.
+#[expect(clippy::cast_possible_truncation, reason = "checked by the comparison")]
+fn whole(number: f64) -> Value {
+    if number.fract() == 0.0 && number.abs() < 1e15 { json!(number as i64) } else { json!(number) }
+}
+
+/// Returns whether the directory has the configuration of a model or of an adapter as its file `name`.
+pub(super) fn is_config(name: &str) -> bool {
+    name == CONFIG || name == ADAPTER_CONFIG
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_linear_layer_of_every_family_is_a_module_with_its_name_in_peft() {
+        for arch in Arch::ALL {
+            let shape = ModelShape { layers: 2, ..arch.base() };
+            let lora = LoraSection { rank: 2, ..LoraSection::default() };
+            let layout = layout(&shape, &lora).unwrap();
+            let found = tensors(&shape, &layout);
+            assert_eq!(found.len(), 2 * layout.adapted_modules().len(), "{arch:?}");
+            assert_eq!(found.len(), 2 * 2 * Module::all(&shape).len(), "{arch:?}");
+            // All matrices of blocks are adapted.
+            let block = Family::of(arch).names.block(0);
+            let is_matrix = |tensor: &&Mapped| tensor.name.starts_with(&block) && tensor.shape.len() == 2;
+            let model = weights(&shape, &layout);
+            assert_eq!(model.values().filter(is_matrix).count(), Module::all(&shape).len(), "{arch:?}");
+        }
+    }
+
+    #[test]
+    fn names_and_targets_are_those_that_peft_writes() {
+        let shape = ModelShape { layers: 1, ..Arch::Llama.base() };
+        let lora =
+            LoraSection { rank: 2, targets: vec!["q".into(), "down".into()], ..LoraSection::default() };
+        let names: Vec<String> =
+            tensors(&shape, &layout(&shape, &lora).unwrap()).into_iter().map(|tensor| tensor.name).collect();
+        assert!(
+            names.contains(&"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight".into()),
+            "{names:?}"
+        );
+        assert!(
+            names.contains(&"base_model.model.model.layers.0.mlp.down_proj.lora_B.weight".into()),
+            "{names:?}"
+        );
+        let written = config(&shape, &lora, Path::new("base")).unwrap();
+        assert_eq!(
+            (&written["target_modules"], &written["lora_alpha"]),
+            (&json!(["down_proj", "q_proj"]), &json!(4))
+        );
+        // Two layers of GPT-2 have names that end alike.
+        let lora = LoraSection { targets: vec!["o".into()], ..lora };
+        let shape = ModelShape { layers: 1, ..Arch::Gpt2.base() };
+        let written = config(&shape, &lora, Path::new("base")).unwrap();
+        assert_eq!(
+            (&written["target_modules"], &written["fan_in_fan_out"]),
+            (&json!(["attn.c_proj"]), &json!(true))
+        );
+    }
+}
