@@ -18,6 +18,7 @@ pub mod dry_run;
 pub mod environment;
 pub mod error;
 pub mod evaluate;
+pub mod export;
 mod fail;
 mod fill_in;
 #[cfg(feature = "fuzzing")]
@@ -29,6 +30,7 @@ pub mod inherited;
 pub mod model;
 pub mod nccl_windows;
 pub mod optim;
+mod peft;
 mod phase;
 mod preflight;
 pub mod pretrained;

@@ -65,7 +65,7 @@ impl Source {
             let message = format!("failed to open {}: {}", path.display(), hub::missing(path));
             return Err(Refusal { exit: ExitCode::Usage, message });
         }
-        if huggingface::PeftDirectory::is_one(path) {
+        if crate::peft::PeftDirectory::is_one(path) {
             let weights = Weights::open(path)?;
             let base = Self::find(weights.without_adapter().path())?;
             return Ok(Self { weights, ..base });

@@ -15,9 +15,10 @@ use crate::checkpoint::{self, Abandoned, CheckpointError, Frozen, Piece, Sink, S
 use crate::data::{Dataset, TokenizerSource};
 use crate::error::{Result, WorkerError};
 use crate::hub;
-use crate::huggingface::{Directory, ModelError, PeftDirectory, refuse_other_weights};
+use crate::huggingface::{Directory, ModelError, refuse_other_weights};
 use crate::inherited::Inherited;
 use crate::model::layout::Layout;
+use crate::peft::PeftDirectory;
 
 /// Weights of a model, before any are read.
 #[derive(Clone, Debug)]

@@ -9,7 +9,7 @@ use xlaunch_spec::exit::ExitCode;
 use super::output::{QueryError, print, print_note};
 use crate::render::text::escape;
 use xlaunch_spec::refusal::Refusal;
-use xlaunch_worker::huggingface::export::{self, Content, ExportDtype, Exported};
+use xlaunch_worker::export::{self, Content, ExportDtype, Exported};
 
 /// Options of `xlaunch export`.
 #[derive(Debug, Args)]

@@ -1,5 +1,5 @@
-//! xlaunch with third-party software: PyTorch's scripts and torchrun, tokenizers, Hugging Face's models and PEFT, systemd, dpkg
-//! and the schemas of Kubernetes.
+//! xlaunch with third-party software: PyTorch's scripts and torchrun, tokenizers, Hugging Face's models and PEFT,
+//! systemd, dpkg and the schemas of Kubernetes.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 

@@ -151,8 +151,8 @@ impl State {
         };
         if !lora.is_on() {
             return other(format!(
-                "it has adapters (LoRA) of {}, but the job trains all weights; set `[lora]` as in that run, or merge the \
-                 adapters with `xlaunch export --merge` and start from the result with `checkpoint.init`",
+                "it has adapters (LoRA) of {}, but the job trains all weights; set `[lora]` as in that run, or merge \
+                 the adapters with `xlaunch export --merge` and start from the result with `checkpoint.init`",
                 frozen.path.display()
             ));
         }

@@ -14,13 +14,13 @@ use crate::inherited::{
 };
 use crate::model::layout::Layout;
 
-pub(super) const MODEL_CARD: &str = "README.md";
+pub(crate) const MODEL_CARD: &str = "README.md";
 /// The tokenizer class that takes all settings from `tokenizer.json`.
 const TOKENIZER_CLASS: &str = "PreTrainedTokenizerFast";
 
 /// Returns names and contents of all files except weights. `config.json` comes last: without it nothing loads the
 /// directory.
-pub(super) fn files(
+pub(crate) fn files(
     family: &Family,
     state: &State,
     layout: &Layout,

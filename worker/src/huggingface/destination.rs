@@ -10,8 +10,8 @@ use fs_err::File;
 use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
 use std::os::unix::fs::MetadataExt;
 
-use super::peft::{ADAPTER_WEIGHTS, is_config};
 use super::writer::{PRODUCER, write_error};
+use super::{ADAPTER_CONFIG, ADAPTER_WEIGHTS};
 use super::{INDEX, ModelError, WEIGHTS, card};
 use crate::checkpoint::read_header;
 use crate::inherited::{CHAT_TEMPLATE, CONFIG, GENERATION_CONFIG, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG};
@@ -30,7 +30,7 @@ const FILES: [&str; 8] = [
 
 /// A directory that is being written.
 #[derive(Debug)]
-pub(super) struct Destination {
+pub(crate) struct Destination {
     target: PathBuf,
     temporary: PathBuf,
     /// The temporary directory, locked.
@@ -42,7 +42,7 @@ pub(super) struct Destination {
 
 impl Destination {
     /// Checks that an export to `output` is possible, and starts it.
-    pub(super) fn claim(output: &Path, overwrite: bool) -> Result<Self, ModelError> {
+    pub(crate) fn claim(output: &Path, overwrite: bool) -> Result<Self, ModelError> {
         let target = resolve(output)?;
         let replaces = check_target(&target, overwrite)?;
         let name = target.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -58,12 +58,12 @@ impl Destination {
     }
 
     /// Directory in which files are written.
-    pub(super) fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.temporary
     }
 
     /// Moves the directory, whose files are synced, into place. Returns its final path.
-    pub(super) fn commit(mut self) -> Result<PathBuf, ModelError> {
+    pub(crate) fn commit(mut self) -> Result<PathBuf, ModelError> {
         self.put_in_place().map_err(|error| write_error(&self.target, &error))?;
         Ok(self.target.clone())
     }
@@ -150,8 +150,9 @@ fn is_export(dir: &Path) -> bool {
         let Some(name) = name.to_str().filter(|_| entry.file_type().is_ok_and(|kind| kind.is_file())) else {
             return false;
         };
-        config |= is_config(name);
-        if is_config(name) || FILES.contains(&name) {
+        let is_config = [CONFIG, ADAPTER_CONFIG].contains(&name);
+        config |= is_config;
+        if is_config || FILES.contains(&name) {
             continue;
         }
         let of_weights = [WEIGHTS, ADAPTER_WEIGHTS].contains(&name)

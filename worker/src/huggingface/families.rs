@@ -16,32 +16,32 @@ use super::tensor_names::{self as names, Names};
 
 /// A family of models.
 #[derive(Debug)]
-pub(super) struct Family {
-    pub(super) arch: Arch,
+pub(crate) struct Family {
+    pub(crate) arch: Arch,
     /// Value of `model_type`.
-    pub(super) model_type: &'static str,
+    pub(crate) model_type: &'static str,
     /// Name for people.
-    pub(super) title: &'static str,
+    pub(crate) title: &'static str,
     /// The library's class.
-    pub(super) class: &'static str,
+    pub(crate) class: &'static str,
     /// Keys in the order in which they are read.
     pub(super) keys: &'static [&'static [Key]],
     pub(super) windows: Windows,
     /// Rotary embedding; `None` for learned positions.
     pub(super) rope: Option<Rope>,
     /// Some blocks have no rotation.
-    pub(super) still_blocks: bool,
+    pub(crate) still_blocks: bool,
     /// Keys without effect on results, besides
     /// [`WITHOUT_EFFECT`](super::without_effect::WITHOUT_EFFECT).
-    pub(super) without_effect: &'static [&'static str],
+    pub(crate) without_effect: &'static [&'static str],
     /// The library's class refuses a width that is not a multiple of the number of heads.
-    pub(super) divided: bool,
-    pub(super) names: &'static Names,
+    pub(crate) divided: bool,
+    pub(crate) names: &'static Names,
 }
 
 impl Family {
     /// Returns the table of a family.
-    pub(super) fn of(arch: Arch) -> &'static Self {
+    pub(crate) fn of(arch: Arch) -> &'static Self {
         FAMILIES.iter().find(|family| family.arch == arch).unwrap_or(&FAMILIES[0])
     }
 
@@ -127,7 +127,7 @@ const LLAMA_FAMILY: Family = Family {
     names: &names::LLAMA,
 };
 
-pub(super) static FAMILIES: [Family; 17] = [
+pub(crate) static FAMILIES: [Family; 17] = [
     LLAMA_FAMILY,
     Family {
         arch: Arch::Gpt2,

@@ -1,4 +1,4 @@
-//! Models in Hugging Face's layout: `xlaunch export`, and initial weights from existing models.
+//! Models in Hugging Face's layout, for `xlaunch export` and for initial weights from existing models.
 //!
 //! ```text
 //! config.json --config--> ModelShape --tensor_names--> tensors and where they are in the arena
@@ -10,19 +10,18 @@
 //!   `key` and `keys` read and write single keys, `rope` and `layers` those that depend on each other; `unsupported`
 //!   explains refused types, `without_effect` lists ignored keys; pure;
 //! - `source`: reads and checks a directory;
-//! - [`export`]: writes a directory; `destination`: puts a whole export into place, or nothing; `writer`: writes the
-//!   tensors; `card`: writes the text files.
+//! - for `export`: `destination` puts a whole export into place, or nothing; `writer` writes the tensors; `card` writes
+//!   the text files.
 //!
 //! Invariants:
 //! - anything that this trainer does not compute is refused by its key in `config.json`, never ignored;
 //! - nothing from a file is allocated before its size is checked against the model and the file;
 //! - weights that are not finite are neither exported nor accepted.
 
-mod card;
-mod config;
-mod destination;
-pub mod export;
-mod families;
+pub(crate) mod card;
+pub(crate) mod config;
+pub(crate) mod destination;
+pub(crate) mod families;
 #[cfg(test)]
 mod fixtures;
 #[cfg(feature = "fuzzing")]
@@ -30,15 +29,14 @@ pub(crate) mod fuzz;
 mod key;
 mod keys;
 mod layers;
-mod peft;
 mod rope;
-mod source;
-mod tensor_names;
+pub(crate) mod source;
+pub(crate) mod tensor_names;
 #[cfg(test)]
 mod tests;
 mod unsupported;
 mod without_effect;
-mod writer;
+pub(crate) mod writer;
 
 use std::path::PathBuf;
 
@@ -47,14 +45,17 @@ use xlaunch_spec::exit::ExitCode;
 use crate::checkpoint::CheckpointError;
 
 pub use config::TokenIds;
-pub(crate) use peft::PeftDirectory;
 pub use source::Directory;
 pub(crate) use source::refuse_other_weights;
 
 /// File with all weights, unless they are split into several files.
-const WEIGHTS: &str = "model.safetensors";
+pub(crate) const WEIGHTS: &str = "model.safetensors";
 /// Index that maps tensors to files if there are several.
-const INDEX: &str = "model.safetensors.index.json";
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
+
+/// Names in a directory with an adapter in PEFT's layout.
+pub(crate) const ADAPTER_CONFIG: &str = "adapter_config.json";
+pub(crate) const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 
 /// Reason why a model in Hugging Face's layout cannot be read or written.
 #[derive(Debug, thiserror::Error)]
@@ -72,8 +73,6 @@ pub enum ModelError {
     Output { path: PathBuf, reason: String },
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
-    #[error(transparent)]
-    Weights(Box<crate::error::WorkerError>),
     #[error("tokenizer {name}: {reason}")]
     Tokenizer { name: String, reason: String },
 }
@@ -83,7 +82,6 @@ impl ModelError {
     pub fn exit(&self) -> ExitCode {
         match self {
             Self::Output { .. } | Self::Tokenizer { .. } => ExitCode::Usage,
-            Self::Weights(error) => error.exit(),
             _ => ExitCode::Data,
         }
     }

@@ -26,7 +26,7 @@ use crate::inherited::CONFIG;
 use crate::model::layout::Layout;
 
 /// Size limit of files that are read whole. An index has about 100 bytes per tensor.
-pub(super) const MAX_CONFIG_BYTES: u64 = 4 << 20;
+pub(crate) const MAX_CONFIG_BYTES: u64 = 4 << 20;
 const MAX_INDEX_BYTES: u64 = 64 << 20;
 /// Values per piece, unless a tensor has another order in the arena.
 const READ_LEN: usize = 1 << 20;
@@ -39,8 +39,8 @@ const OTHER_WEIGHTS: [(&[&str], &str); 4] = [
     ),
     (
         &["adapter_model.safetensors", "adapter_model.bin", "adapter_config.json"],
-        "an adapter is read from its directory, which has an adapter_config.json and an adapter_model.safetensors; save \
-         it with PEFT's `save_pretrained(DIR)`",
+        "an adapter is read from its directory, which has an adapter_config.json and an adapter_model.safetensors; \
+         save it with PEFT's `save_pretrained(DIR)`",
     ),
     (&["tf_model.h5"], "weights of TensorFlow are not read; convert them with transformers"),
     (&["flax_model.msgpack"], "weights of Flax are not read; convert them with transformers"),
@@ -264,7 +264,7 @@ pub(crate) fn refuse_other_weights(path: &Path) -> Result<(), ModelError> {
 }
 
 /// Returns the files that an index names, each with its tensors.
-pub(super) fn files_of_index(path: &Path, json: &[u8]) -> Result<BTreeMap<String, Vec<String>>, ModelError> {
+pub(crate) fn files_of_index(path: &Path, json: &[u8]) -> Result<BTreeMap<String, Vec<String>>, ModelError> {
     #[derive(Deserialize)]
     struct Index {
         weight_map: BTreeMap<String, String>,
@@ -299,7 +299,7 @@ fn check_length(path: &Path, header: &Metadata, data: u64, bytes: u64) -> Result
 }
 
 /// Checks that a tensor lies within its file. The check of the header has already compared its size with its shape.
-pub(super) fn check_place(
+pub(crate) fn check_place(
     path: &Path,
     name: &str,
     info: &TensorInfo,
@@ -316,7 +316,7 @@ pub(super) fn check_place(
 }
 
 /// Checks that a tensor of a file has the type and shape of the model's.
-pub(super) fn check_type(
+pub(crate) fn check_type(
     path: &Path,
     name: &str,
     info: &TensorInfo,
@@ -391,7 +391,7 @@ impl Part {
     }
 }
 
-pub(super) fn decode(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
+pub(crate) fn decode(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
     let pairs = || bytes.chunks_exact(2).map(|pair| [pair[0], pair[1]]);
     match dtype {
         Dtype::BF16 => pairs().map(|pair| bf16::from_le_bytes(pair).to_f32()).collect(),
@@ -404,7 +404,7 @@ pub(super) fn decode(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
 }
 
 /// Opens a regular file, or a link to one. Also returns its size.
-pub(super) fn open(path: &Path) -> io::Result<(File, u64)> {
+pub(crate) fn open(path: &Path) -> io::Result<(File, u64)> {
     // Opening a FIFO would block.
     let flags = i32::try_from(OFlags::NONBLOCK.bits()).unwrap_or(0);
     let file = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path)?;
@@ -416,7 +416,7 @@ pub(super) fn open(path: &Path) -> io::Result<(File, u64)> {
     }
 }
 
-pub(super) fn read_whole(path: &Path, max: u64) -> Result<Vec<u8>, ModelError> {
+pub(crate) fn read_whole(path: &Path, max: u64) -> Result<Vec<u8>, ModelError> {
     let (file, _) = open(path).map_err(|error| read_error(path, &error))?;
     let mut contents = Vec::new();
     file.take(max + 1).read_to_end(&mut contents).map_err(|error| read_error(path, &error))?;
@@ -427,11 +427,11 @@ pub(super) fn read_whole(path: &Path, max: u64) -> Result<Vec<u8>, ModelError> {
     }
 }
 
-pub(super) fn read_error(path: &Path, error: &io::Error) -> ModelError {
+pub(crate) fn read_error(path: &Path, error: &io::Error) -> ModelError {
     ModelError::Read { path: path.into(), reason: error.to_string() }
 }
 
 /// Builds an error about a tensor. Its name comes from a file, so it is quoted to escape control characters.
-pub(super) fn tensor_error(path: &Path, name: &str, problem: &str) -> ModelError {
+pub(crate) fn tensor_error(path: &Path, name: &str, problem: &str) -> ModelError {
     ModelError::Tensor { path: path.into(), name: format!("{name:?}"), problem: problem.into() }
 }

@@ -16,14 +16,14 @@ use crate::model::layout::{Block, Layout, Linear, Norm};
 
 /// Names of the tensors of a family, without `.weight` and `.bias`.
 #[derive(Debug)]
-pub(super) struct Names {
+pub(crate) struct Names {
     /// Prefix of all names except the head's. Models that were saved without a head lack it.
-    pub(super) prefix: &'static str,
-    pub(super) embedding: &'static str,
+    pub(crate) prefix: &'static str,
+    pub(crate) embedding: &'static str,
     positions: &'static str,
     blocks: &'static str,
     norm: &'static str,
-    pub(super) head: &'static str,
+    pub(crate) head: &'static str,
     /// Norms before attention and before the feed-forward layer.
     ln: [&'static str; 2],
     /// Norms after them.
@@ -40,7 +40,7 @@ pub(super) struct Names {
 
 impl Names {
     /// Returns the beginning of the names in a block.
-    pub(super) fn block(&self, index: usize) -> String {
+    pub(crate) fn block(&self, index: usize) -> String {
         format!("{}{}.{index}.", self.prefix, self.blocks)
     }
 }
@@ -55,7 +55,7 @@ enum Qkv {
     ByHead(&'static str),
 }
 
-pub(super) const LLAMA: Names = Names {
+pub(crate) const LLAMA: Names = Names {
     prefix: "model.",
     embedding: "embed_tokens",
     positions: "",
@@ -72,7 +72,7 @@ pub(super) const LLAMA: Names = Names {
     transposed: false,
 };
 
-pub(super) const GPT2: Names = Names {
+pub(crate) const GPT2: Names = Names {
     prefix: "transformer.",
     embedding: "wte",
     positions: "wpe",
@@ -87,25 +87,25 @@ pub(super) const GPT2: Names = Names {
     ..LLAMA
 };
 
-pub(super) const OLMO2: Names =
+pub(crate) const OLMO2: Names =
     Names { ln: ["", ""], post: ["post_attention_layernorm", "post_feedforward_layernorm"], ..LLAMA };
 
 /// Gemma 2 and 3.
-pub(super) const GEMMA2: Names = Names {
+pub(crate) const GEMMA2: Names = Names {
     ln: ["input_layernorm", "pre_feedforward_layernorm"],
     post: ["post_attention_layernorm", "post_feedforward_layernorm"],
     ..LLAMA
 };
 
-pub(super) const PHI: Names =
+pub(crate) const PHI: Names =
     Names { norm: "final_layernorm", proj: "self_attn.dense", fc: &["mlp.fc1"], out: "mlp.fc2", ..LLAMA };
 
-pub(super) const PHI3: Names =
+pub(crate) const PHI3: Names =
     Names { qkv: Qkv::Fused("self_attn.qkv_proj"), fc: &["mlp.gate_up_proj"], ..LLAMA };
 
-pub(super) const STARCODER2: Names = Names { fc: &["mlp.c_fc"], out: "mlp.c_proj", ..LLAMA };
+pub(crate) const STARCODER2: Names = Names { fc: &["mlp.c_fc"], out: "mlp.c_proj", ..LLAMA };
 
-pub(super) const GPT_NEOX: Names = Names {
+pub(crate) const GPT_NEOX: Names = Names {
     prefix: "gpt_neox.",
     embedding: "embed_in",
     norm: "final_layer_norm",
@@ -119,21 +119,21 @@ pub(super) const GPT_NEOX: Names = Names {
 
 /// One tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Mapped {
+pub(crate) struct Mapped {
     /// Name of the tensor in a model with a head, such as `model.embed_tokens.weight`.
-    pub(super) name: String,
-    pub(super) shape: Vec<usize>,
+    pub(crate) name: String,
+    pub(crate) shape: Vec<usize>,
     /// Range in the arena.
-    pub(super) elements: Range<usize>,
+    pub(crate) elements: Range<usize>,
     /// Order of the values in files.
-    pub(super) order: Order,
+    pub(crate) order: Order,
     /// True if a file may have additional rows, for positions that the model does not use.
-    pub(super) prefix: bool,
+    pub(crate) prefix: bool,
 }
 
 /// Order of a tensor's values in files.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Order {
+pub(crate) enum Order {
     /// Same as in the arena.
     Same,
     /// The file has the transpose of the arena's matrix.
@@ -144,7 +144,7 @@ pub(super) enum Order {
 
 impl Mapped {
     /// Brings the values of the whole tensor from the order of files into that of the arena.
-    pub(super) fn to_arena(&self, values: &[f32]) -> Vec<f32> {
+    pub(crate) fn to_arena(&self, values: &[f32]) -> Vec<f32> {
         match (&self.order, &*self.shape) {
             (Order::Transposed, [rows, cols]) => transpose(values, *rows, *cols),
             (Order::Rows(rows), _) => {
@@ -160,7 +160,7 @@ impl Mapped {
     }
 
     /// Brings the values of the whole tensor from the order of the arena into that of files.
-    pub(super) fn to_file(&self, values: &[f32]) -> Vec<f32> {
+    pub(crate) fn to_file(&self, values: &[f32]) -> Vec<f32> {
         match (&self.order, &*self.shape) {
             (Order::Transposed, [rows, cols]) => transpose(values, *cols, *rows),
             (Order::Rows(rows), _) => {
@@ -178,7 +178,7 @@ fn transpose(values: &[f32], rows: usize, cols: usize) -> Vec<f32> {
 }
 
 /// Returns all tensors of a model, from the embedding to the head.
-pub(super) fn tensors(names: &'static Names, shape: &ModelShape, layout: &Layout) -> Vec<Mapped> {
+pub(crate) fn tensors(names: &'static Names, shape: &ModelShape, layout: &Layout) -> Vec<Mapped> {
     let mut list = List { tensors: Vec::new(), names, shape };
     let prefix = names.prefix;
     list.matrix(&format!("{prefix}{}", names.embedding), layout.wte.start, [shape.vocab, shape.dim]);
@@ -200,7 +200,7 @@ pub(super) fn tensors(names: &'static Names, shape: &ModelShape, layout: &Layout
 }
 
 /// Returns whether a tensor holds no parameters: masks and frequencies, which older versions saved, or a tied head.
-pub(super) fn is_derived(name: &str, names: &Names, shape: &ModelShape) -> bool {
+pub(crate) fn is_derived(name: &str, names: &Names, shape: &ModelShape) -> bool {
     const ENDS: [&str; 6] = [
         ".attn.bias",
         ".attn.masked_bias",

@@ -14,9 +14,9 @@ use xlaunch_spec::job::JobSpec;
 use xlaunch_spec::model::{Arch, ModelShape, PRESETS};
 
 use super::Directory;
-use super::export::{Content, Export, ExportDtype, Exported, export, export_in_files};
 use crate::checkpoint::testing::save_model;
 use crate::error::WorkerError;
+use crate::export::{Content, Export, ExportDtype, Exported, export, export_in_files};
 use crate::model::init;
 use crate::model::layout::Layout;
 use crate::weights::Weights;

@@ -20,7 +20,7 @@ use super::tensor_names::{Mapped, Order};
 use super::{ModelError, WEIGHTS};
 
 /// Metadata that marks files written by an export.
-pub(super) const PRODUCER: (&str, &str) = ("producer", "xlaunch");
+pub(crate) const PRODUCER: (&str, &str) = ("producer", "xlaunch");
 
 /// Element type of the exported weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -34,7 +34,7 @@ pub enum ExportDtype {
 
 impl ExportDtype {
     /// Returns PyTorch's name of the type.
-    pub(super) fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Fp32 => "float32",
             Self::Bf16 => "bfloat16",
@@ -66,7 +66,7 @@ impl ExportDtype {
 
 /// Maps tensors to files and offsets. Pure.
 #[derive(Debug)]
-pub(super) struct Plan {
+pub(crate) struct Plan {
     tensors: Vec<Planned>,
     files: Vec<PlannedFile>,
     dtype: ExportDtype,
@@ -90,7 +90,7 @@ struct PlannedFile {
 
 impl Plan {
     /// Plans files with at most `max_bytes` of tensors each, unless a single tensor is larger.
-    pub(super) fn new(tensors: Vec<Mapped>, dtype: ExportDtype, max_bytes: u64) -> Self {
+    pub(crate) fn new(tensors: Vec<Mapped>, dtype: ExportDtype, max_bytes: u64) -> Self {
         let mut groups: Vec<Vec<Mapped>> = Vec::new();
         let mut filled = 0;
         for tensor in tensors {
@@ -119,7 +119,7 @@ impl Plan {
     }
 
     /// Plans a single file of this name.
-    pub(super) fn single(name: &str, tensors: Vec<Mapped>, dtype: ExportDtype) -> Self {
+    pub(crate) fn single(name: &str, tensors: Vec<Mapped>, dtype: ExportDtype) -> Self {
         let mut plan = Self { tensors: Vec::new(), files: Vec::new(), dtype };
         plan.add(name.into(), tensors);
         plan
@@ -152,7 +152,7 @@ impl Plan {
     }
 
     /// Returns `model.safetensors.index.json`, if there are several files.
-    pub(super) fn index(&self) -> Option<Value> {
+    pub(crate) fn index(&self) -> Option<Value> {
         let file = |planned: &Planned| json!(self.files[planned.file].name);
         let map: Map<String, Value> =
             self.tensors.iter().map(|planned| (planned.tensor.name.clone(), file(planned))).collect();
@@ -161,7 +161,7 @@ impl Plan {
     }
 
     /// Returns the total size of all files in bytes.
-    pub(super) fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         self.files.iter().map(|file| file.bytes).sum()
     }
 }
@@ -172,7 +172,7 @@ fn tensor_bytes(tensor: &Mapped, dtype: ExportDtype) -> u64 {
 
 /// The files of a plan during writing.
 #[derive(Debug)]
-pub(super) struct Writer {
+pub(crate) struct Writer {
     plan: Plan,
     files: Vec<File>,
     dir: PathBuf,
@@ -185,7 +185,7 @@ pub(super) struct Writer {
 
 impl Writer {
     /// Creates the files in `dir`.
-    pub(super) fn create(plan: Plan, dir: &Path) -> Result<Self, ModelError> {
+    pub(crate) fn create(plan: Plan, dir: &Path) -> Result<Self, ModelError> {
         let create = |file: &PlannedFile| {
             let created = File::create(dir.join(&file.name))?;
             created.file().set_len(file.bytes)?;
@@ -201,12 +201,12 @@ impl Writer {
     }
 
     /// Directory of the files.
-    pub(super) fn dir(&self) -> &Path {
+    pub(crate) fn dir(&self) -> &Path {
         &self.dir
     }
 
     /// Writes values that start at element `at` of the arena.
-    pub(super) fn put(&self, at: usize, values: &[f32]) -> Result<(), ModelError> {
+    pub(crate) fn put(&self, at: usize, values: &[f32]) -> Result<(), ModelError> {
         let piece = at..at + values.len();
         let tensor = |index: &usize| &self.plan.tensors[*index].tensor;
         let first = self.by_place.partition_point(|index| tensor(index).elements.end <= piece.start);
@@ -260,7 +260,7 @@ impl Writer {
     ///
     /// # Errors
     /// If syncing fails, or a value is missing.
-    pub(super) fn finish(self) -> Result<(), ModelError> {
+    pub(crate) fn finish(self) -> Result<(), ModelError> {
         let expected: usize = self.plan.tensors.iter().map(|planned| planned.tensor.elements.len()).sum();
         let written = self.written.into_inner();
         if written != expected {
@@ -272,7 +272,7 @@ impl Writer {
     }
 }
 
-pub(super) fn write_error(path: &Path, error: &io::Error) -> ModelError {
+pub(crate) fn write_error(path: &Path, error: &io::Error) -> ModelError {
     let is_full = matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded);
     let help = if is_full { "\nhelp: free space, or name another directory with --output" } else { "" };
     ModelError::Write { path: path.into(), reason: format!("{error}{help}") }

@@ -7,7 +7,6 @@
 use std::ops::Range;
 use std::rc::Rc;
 
-use xlaunch_comm::Slots;
 use xlaunch_engine::{
     Accumulate, AddScaled, AttentionBackward, ColumnSum, DType, EmbedBackward, NormBackward, QkNormBackward,
     Result, Slice, Tensor,
@@ -15,6 +14,7 @@ use xlaunch_engine::{
 use xlaunch_spec::model::{NormPlace, Parallel};
 
 use super::forward::Activations;
+use super::gradient_arena::GradientArena;
 use super::layout::{self, Linear};
 use super::linear::{LayerBackward, Operand};
 use super::saved_activations::{Block, Unnormed};
@@ -29,27 +29,6 @@ struct Pass<'a> {
     /// Memory for the gradients of frozen scales and shifts, which kernels compute with other results. Nothing reads
     /// them. `None` if all parameters are trained.
     discarded: Option<&'a Tensor>,
-}
-
-/// Memory for the gradients of all trained parameters: an arena of the layout (F32 or Bf16), or slots for its buckets.
-#[derive(Clone, Copy, Debug)]
-pub struct GradientArena<'a> {
-    /// The arena, or the memory of the slots.
-    pub tensor: &'a Tensor,
-    /// Positions of buckets in the memory; `None` if all buckets are at their position in the arena.
-    pub slots: Option<&'a Slots>,
-}
-
-impl<'a> GradientArena<'a> {
-    /// Returns the gradient of a parameter.
-    pub(crate) fn slice(self, param: Range<usize>) -> Slice<'a> {
-        self.tensor.slice(self.place(&param))
-    }
-
-    /// Returns the range of the tensor that holds these elements, which belong to one parameter or bucket.
-    pub(crate) fn place(self, elements: &Range<usize>) -> Range<usize> {
-        self.slots.map_or(elements.clone(), |slots| slots.place(elements))
-    }
 }
 
 /// Progress of a backward pass.

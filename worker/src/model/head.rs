@@ -11,8 +11,9 @@ use xlaunch_engine::{
     LinearBackwardWeight, LinearForward, LinearShape, Result, Scale, Slice, SoftCap, Sum, Tensor,
 };
 
+use super::Model;
 use super::forward::Activations;
-use super::{GradientArena, Model};
+use super::gradient_arena::GradientArena;
 
 /// Outputs for the gradients that are computed along with the loss.
 #[derive(Clone, Copy, Debug)]

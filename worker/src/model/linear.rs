@@ -21,8 +21,9 @@ use xlaunch_engine::{
 };
 use xlaunch_spec::model;
 
+use super::Model;
+use super::gradient_arena::GradientArena;
 use super::layout::Linear;
-use super::{GradientArena, Model};
 
 /// A layer's input, or the gradient of its output.
 #[derive(Debug)]

@@ -15,6 +15,7 @@ mod adapters;
 mod backward;
 pub mod decode;
 mod forward;
+mod gradient_arena;
 mod head;
 pub mod init;
 pub mod layout;
@@ -33,8 +34,9 @@ use xlaunch_engine::{
 use xlaunch_spec::job::{JobSpec, Precision, Recompute, TrainSection};
 use xlaunch_spec::model::{self, ModelShape, Positions};
 
-pub use backward::{GradientArena, Progress};
+pub use backward::Progress;
 pub use forward::Activations;
+pub use gradient_arena::GradientArena;
 pub use head::LossGradients;
 use layout::Layout;
 

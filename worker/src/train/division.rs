@@ -25,8 +25,8 @@ pub struct Division {
 }
 
 impl Division {
-    /// Divides the trained parameters of a job with this layout among `ranks` ranks, as `shard` says. The buckets do not
-    /// depend on `shard`, so the order in which gradients are summed does not either.
+    /// Divides the trained parameters of a job with this layout among `ranks` ranks, as `shard` says. The buckets do
+    /// not depend on `shard`, so the order in which gradients are summed does not either.
     ///
     /// # Errors
     /// If the job cannot be divided among this number of ranks.

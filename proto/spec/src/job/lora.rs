@@ -9,9 +9,7 @@ use super::{JobSpec, Optimizer, Precision, Shard, one_or_more};
 use crate::invalid::Invalid;
 use crate::model::{Arch, ModelShape};
 
-/// `[lora]`: Training of low-rank adapters (LoRA) instead of all weights. The weights of `checkpoint.init` stay
-/// unchanged, without gradients and optimizer state, in the type of activations. Each adapted layer computes
-/// `y = W x + scale B A x`, where A starts random and B zero, as in PEFT. Checkpoints contain only the adapters.
+/// `[lora]`: low-rank adapters, which are trained instead of the weights that `checkpoint.init` names.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]

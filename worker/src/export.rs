@@ -9,16 +9,16 @@ use fs_err::File;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use xlaunch_data::{TOKENIZER_FILE, Tokenizer};
 
-use super::destination::Destination;
-use super::peft::{self, ADAPTER_CONFIG, ADAPTER_WEIGHTS};
-use super::writer::{Plan, Writer, write_error};
-use super::{INDEX, ModelError, card, config, tensor_names};
 use crate::checkpoint::{self, Abandoned, Adapted, CheckpointError, Piece, Sink, State, directory};
-use crate::error::WorkerError;
+use crate::error::{Result, WorkerError};
+use crate::huggingface::destination::Destination;
+use crate::huggingface::writer::{Plan, Writer, write_error};
+use crate::huggingface::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, ModelError, card, config, tensor_names};
 use crate::model::layout::Layout;
+use crate::peft;
 use crate::weights::Weights;
 
-pub use super::writer::ExportDtype;
+pub use crate::huggingface::writer::ExportDtype;
 
 /// Maximum size of a file in bytes, at which the library splits models.
 const MAX_FILE_BYTES: u64 = 5_000_000_000;
@@ -70,11 +70,11 @@ pub struct Exported {
 }
 
 /// Exports a checkpoint.
-pub fn export(options: &Export) -> Result<Exported, ModelError> {
+pub fn export(options: &Export) -> Result<Exported> {
     export_in_files(options, MAX_FILE_BYTES)
 }
 
-pub(super) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<Exported, ModelError> {
+pub(crate) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<Exported> {
     let (path, rejected) = directory::locate(&options.checkpoint)?;
     let state = directory::state(&path)?;
     state
@@ -107,8 +107,7 @@ pub(super) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<E
     let plan = Plan::new(tensors, options.dtype, max_file_bytes);
     let (bytes, index) = (plan.bytes(), plan.index());
     write_weights(Writer::create(plan, destination.path())?, |threads, sink| {
-        let weights = Weights::open(&path).map_err(from_worker)?;
-        weights.read(&state.model, &layout, threads, sink).map_err(from_worker)
+        Weights::open(&path)?.read(&state.model, &layout, threads, sink)
     })?;
     let index = index.map(|index| (INDEX, format!("{index:#}\n").into_bytes()));
     for (name, contents) in index.into_iter().chain(files) {
@@ -121,7 +120,7 @@ pub(super) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<E
 }
 
 /// Requires that a checkpoint has the content to export.
-fn check_content(path: &Path, state: &State, content: Content) -> Result<(), ModelError> {
+fn check_content(path: &Path, state: &State, content: Content) -> Result<()> {
     let difference = match (&state.adapted, content) {
         (None, Content::Adapter | Content::Merged) => {
             "it has all weights of a model, no adapters; leave out `--adapter` and `--merge`".into()
@@ -132,28 +131,15 @@ fn check_content(path: &Path, state: &State, content: Content) -> Result<(), Mod
         ),
         _ => return Ok(()),
     };
-    Err(ModelError::Output { path: path.into(), reason: difference })
-}
-
-fn from_worker(error: WorkerError) -> ModelError {
-    match error {
-        WorkerError::Model(error) => error,
-        WorkerError::Checkpoint(error) => error.into(),
-        other => ModelError::Weights(Box::new(other)),
-    }
+    Err(ModelError::Output { path: path.into(), reason: difference }.into())
 }
 
 /// Exports the adapters of a checkpoint. Returns the size of the weights in bytes.
-fn export_adapter(
-    options: &Export,
-    path: &Path,
-    state: &State,
-    adapted: &Adapted,
-) -> Result<u64, ModelError> {
+fn export_adapter(options: &Export, path: &Path, state: &State, adapted: &Adapted) -> Result<u64> {
     let (shape, lora) = (&state.model, &adapted.lora);
     let layout = Layout::new(shape).with_adapters(shape, lora);
-    let layout = layout.map_err(|invalid| from_worker(WorkerError::Spec(invalid.into())))?;
-    let config = peft::config(shape, lora, &adapted.frozen.path).map_err(from_worker)?;
+    let layout = layout.map_err(|invalid| WorkerError::Spec(invalid.into()))?;
+    let config = peft::config(shape, lora, &adapted.frozen.path)?;
     let destination = Destination::claim(&options.output, options.overwrite)?;
     let plan = Plan::single(ADAPTER_WEIGHTS, peft::tensors(shape, &layout), options.dtype);
     let bytes = plan.bytes();
@@ -167,10 +153,7 @@ fn export_adapter(
 }
 
 /// Reads and verifies weights, and writes them as they are read.
-fn write_weights(
-    writer: Writer,
-    read: impl FnOnce(&ThreadPool, Sink<'_>) -> Result<(), ModelError>,
-) -> Result<(), ModelError> {
+fn write_weights(writer: Writer, read: impl FnOnce(&ThreadPool, Sink<'_>) -> Result<()>) -> Result<()> {
     let threads = ThreadPoolBuilder::new().build().map_err(|error| ModelError::Write {
         path: writer.dir().into(),
         reason: format!("failed to start threads: {error}"),
@@ -184,12 +167,12 @@ fn write_weights(
     };
     read(&threads, &sink)?;
     match failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        Some(error) => Err(error),
-        None => writer.finish(),
+        Some(error) => Err(error.into()),
+        None => Ok(writer.finish()?),
     }
 }
 
-fn write_file(path: &Path, contents: &[u8]) -> Result<(), ModelError> {
+fn write_file(path: &Path, contents: &[u8]) -> std::result::Result<(), ModelError> {
     let written = File::create(path).and_then(|mut file| {
         file.write_all(contents)?;
         file.sync_all()
@@ -199,7 +182,7 @@ fn write_file(path: &Path, contents: &[u8]) -> Result<(), ModelError> {
 
 /// Opens the tokenizer given by `--tokenizer`. It must start texts in the same way as the data that the model was
 /// trained on.
-fn named_tokenizer(name: &str, trained: Option<&Tokenizer>) -> Result<Tokenizer, ModelError> {
+fn named_tokenizer(name: &str, trained: Option<&Tokenizer>) -> std::result::Result<Tokenizer, ModelError> {
     let tokenizer = Tokenizer::open(name).map_err(|error| ModelError::Tokenizer {
         name: name.into(),
         reason: format!("{error}; `bytes`, `gpt2` or the path of a {TOKENIZER_FILE}"),

@@ -14,18 +14,15 @@ use serde_json::{Value, json};
 use xlaunch_spec::job::{LoraSection, Module};
 use xlaunch_spec::model::{Arch, ModelShape};
 
-use super::families::Family;
-use super::source::{self, MAX_CONFIG_BYTES};
-use super::tensor_names::{self, Mapped, Order};
-use super::{INDEX, ModelError, WEIGHTS};
 use crate::adapter::Adapter;
 use crate::checkpoint::read_header;
 use crate::error::WorkerError;
-use crate::inherited::CONFIG;
+use crate::huggingface::families::Family;
+use crate::huggingface::source::{self, MAX_CONFIG_BYTES};
+use crate::huggingface::tensor_names::{self, Mapped, Order};
+use crate::huggingface::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, ModelError, WEIGHTS};
 use crate::model::layout::Layout;
 
-pub(super) const ADAPTER_CONFIG: &str = "adapter_config.json";
-pub(super) const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 /// PEFT's names begin with its own modules around the model.
 const PREFIX: &str = "base_model.model.";
 
@@ -170,7 +167,7 @@ fn layout(shape: &ModelShape, lora: &LoraSection) -> Result<Layout, WorkerError>
 }
 
 /// Returns the tensors of an adapter, in the arena of adapters.
-pub(super) fn tensors(shape: &ModelShape, layout: &Layout) -> Vec<Mapped> {
+pub(crate) fn tensors(shape: &ModelShape, layout: &Layout) -> Vec<Mapped> {
     let (model, rank) = (weights(shape, layout), layout.rank_and_scale().0);
     let modules = layout.adapted_modules().into_iter().filter_map(|module| {
         let weight = model.get(&module.weight.start)?;
@@ -200,7 +197,7 @@ fn weights(shape: &ModelShape, layout: &Layout) -> HashMap<usize, Mapped> {
 }
 
 /// Returns `adapter_config.json`.
-pub(super) fn config(shape: &ModelShape, lora: &LoraSection, base: &Path) -> Result<Value, WorkerError> {
+pub(crate) fn config(shape: &ModelShape, lora: &LoraSection, base: &Path) -> Result<Value, WorkerError> {
     let layout = layout(shape, lora)?;
     let (names, model) = (Family::of(shape.arch).names, weights(shape, &layout));
     let block = names.block(0);
@@ -242,11 +239,6 @@ pub(super) fn config(shape: &ModelShape, lora: &LoraSection, base: &Path) -> Res
 #[expect(clippy::cast_possible_truncation, reason = "checked by the comparison")]
 fn whole(number: f64) -> Value {
     if number.fract() == 0.0 && number.abs() < 1e15 { json!(number as i64) } else { json!(number) }
-}
-
-/// Returns whether the directory has the configuration of a model or of an adapter as its file `name`.
-pub(super) fn is_config(name: &str) -> bool {
-    name == CONFIG || name == ADAPTER_CONFIG
 }
 
 #[cfg(test)]
