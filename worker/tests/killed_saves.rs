@@ -114,7 +114,7 @@ fn save_until_killed(dir: &Path) {
     let len = portion.len();
     let settings = Settings {
         dir: dir.into(),
-        layout,
+        layout: layout.trained().clone(),
         portion,
         rank: 0,
         writers: 1,
@@ -157,6 +157,7 @@ fn state(step: u64) -> State {
         val_loss: None,
         end_of_text: None,
         inherited: None,
+        adapted: None,
         spec: serde_json::Value::Null,
     }
 }
