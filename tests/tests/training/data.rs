@@ -136,7 +136,7 @@ fn wrong_input_ends_with_its_exit_code() {
     refused(2, "no file matches `text/*.md`", &gpt2("text/*.md"));
     refused(
         2,
-        "expected bytes, gpt2 or a tokenizer.json",
+        "expected bytes, gpt2, a tokenizer.json or its directory",
         &["--tokenizer", "gpt3", "--output", "out", "text"],
     );
     refused(2, "hostile.json: not valid JSON", &["--tokenizer", "hostile.json", "--output", "out", "text"]);
