@@ -298,7 +298,7 @@ fn results_do_not_depend_on_the_order_of_threads() {
         "add scaled 10007",
     ];
     for part in parts {
-        same_bits_in_any_order(&backend, part, 20);
+        same_bits_in_any_order(&backend, part, 10);
     }
 }
 
