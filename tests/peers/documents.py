@@ -101,15 +101,8 @@ def load(directory, dtype=torch.float32):
 
 
 def train(xlaunch, directory, data):
-    here = xlaunch.folder / f"{directory.name}-packed"
-    here.mkdir()
-    (here / "train.toml").write_text(
-        f'[checkpoint]\ninit = "{directory}"\n[model]\nseq = {SEQ}\n[engine]\ndevice = "cpu"\n'
-        f'[data]\ntrain = "{data}"\n[train]\nsteps = {STEPS}\nbatch = {len(ROWS)}\nwarmup = 0\nlr = {LR}\n'
-        f'schedule = "constant"\nsample = 0\neval_every = 0\nclip = 1\n')
-    xlaunch.call("train.toml", cwd=here)
-    lines = [json.loads(line) for line in (here / "runs/train/latest/metrics.jsonl").read_text().splitlines()]
-    return [line["train/loss"] for line in lines if "train/loss" in line]
+    keys = f"steps = {STEPS}\nbatch = {len(ROWS)}\nlr = {LR}\nclip = 1"
+    return xlaunch.run(f"{directory.name}-packed", directory, f'train = "{data}"', keys)[0]
 
 
 def compare(xlaunch, case, data):

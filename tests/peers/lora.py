@@ -65,22 +65,13 @@ def make(case, directory, adapter):
     model.save_pretrained(adapter)
 
 
-def train(xlaunch, case, init, adapter):
+def train(xlaunch, case, adapter):
     """Trains the adapter on one sequence. Returns the losses, and the directory of the job."""
-    here = xlaunch.folder / f"{case}-job"
-    here.mkdir()
     (targets, _), keys = CASES[case]
-    data = xlaunch.folder / "ids.bin"
-    (here / "train.toml").write_text(
-        f'[checkpoint]\ninit = "{adapter}"\n[model]\nseq = {families.SEQ}\n[engine]\ndevice = "cpu"\n'
-        f'[lora]\nrank = {RANK}\nalpha = 6\ntargets = {targets}\nrslora = {str("use_rslora" in keys).lower()}\n'
-        f'[data]\ntrain = ["{data}"]\nval = ["{data}"]\ntokenizer = "bin"\n'
-        f'[train]\nsteps = {STEPS}\nbatch = 1\nwarmup = 0\nlr = {LR}\nschedule = "constant"\nsample = 0\n'
-        f"eval_every = 0\nclip = 0\n"
-    )
-    xlaunch.call("train.toml", cwd=here)
-    lines = [json.loads(line) for line in (here / "runs/train/latest/metrics.jsonl").read_text().splitlines()]
-    return [line["train/loss"] for line in lines if "train/loss" in line], here
+    lora = (f'[lora]\nrank = {RANK}\nalpha = 6\ntargets = {targets}\n'
+            f'rslora = {str("use_rslora" in keys).lower()}')
+    return xlaunch.run(f"{case}-job", adapter, xlaunch.ids_data(), f"steps = {STEPS}\nbatch = 1\nlr = {LR}\nclip = 0",
+                       lora)
 
 
 def expected_losses(init, adapter, ids):
@@ -118,7 +109,7 @@ def compare(xlaunch, case):
             failures.append(f"{what}: {distance:.2e} apart")
 
     expected = expected_losses(init, adapter, ids)
-    losses, here = train(xlaunch, case, init, adapter)
+    losses, here = train(xlaunch, case, adapter)
     assert len(losses) == STEPS, losses
     check("first loss", abs(losses[0] - expected[0]), 1e-6 * abs(expected[0]))
     check("steps", max(abs(a - b) for a, b in zip(expected, losses)), 1e-4 * max(map(abs, expected)))
@@ -156,17 +147,10 @@ def main():
     parser.add_argument("--xlaunch", required=True)
     options = parser.parse_intermixed_args()
     torch.set_num_threads(1)
-    failed = 0
     with tempfile.TemporaryDirectory() as folder:
         xlaunch = families.Xlaunch(options.xlaunch, pathlib.Path(folder))
         (xlaunch.folder / "long.bin").write_bytes(array.array("H", LONG).tobytes())
-        for case in options.names or CASES:
-            try:
-                failed += not compare(xlaunch, case)
-            except AssertionError as error:
-                failed += 1
-                print(f"{case}: FAILED: {error}", flush=True)
-    sys.exit(failed > 0)
+        sys.exit(not families.all_hold(xlaunch, compare, options.names or CASES))
 
 
 if __name__ == "__main__":

@@ -173,24 +173,34 @@ class Xlaunch:
         self.stderr = done.stderr
         return done.stdout
 
+    def run(self, name, init, data, train, more=""):
+        """Trains from `init`, with these keys of [data] and [train] and more sections; returns the loss before each
+        step, and the directory of the job."""
+        here = self.folder / name
+        here.mkdir()
+        (here / "train.toml").write_text(
+            f'[checkpoint]\ninit = "{init}"\n[model]\nseq = {SEQ}\n[engine]\ndevice = "cpu"\n[data]\n{data}\n'
+            f'[train]\nwarmup = 0\nschedule = "constant"\nsample = 0\neval_every = 0\n{train}\n{more}\n'
+        )
+        self.call("train.toml", cwd=here)
+        lines = [json.loads(line) for line in (here / "runs/train/latest/metrics.jsonl").read_text().splitlines()]
+        return [line["train/loss"] for line in lines if "train/loss" in line], here
+
+    def ids_data(self):
+        """Returns the keys of [data] for one sequence."""
+        return f'train = ["{self.folder}/ids.bin"]\nval = ["{self.folder}/ids.bin"]\ntokenizer = "bin"'
+
     def train(self, case, init, steps, lr, more="clip = 0"):
         """Trains on one sequence, with more keys of [train] and other sections; returns the loss before each step, and
         the directory of the export."""
-        here = self.folder / f"{case}-{steps}"
-        here.mkdir()
-        (here / "train.toml").write_text(
-            f'[checkpoint]\ninit = "{init}"\n[model]\nseq = {SEQ}\n[engine]\ndevice = "cpu"\n'
-            f'[data]\ntrain = ["{self.folder}/ids.bin"]\nval = ["{self.folder}/ids.bin"]\ntokenizer = "bin"\n'
-            f'[train]\nsteps = {steps}\nbatch = 1\nwarmup = 0\nlr = {lr}\nschedule = "constant"\nsample = 0\n'
-            f"eval_every = 0\n{'weight_decay = 0' if steps == 1 else ''}\n{more}\n"
-        )
-        self.call("train.toml", cwd=here)
+        decay = "weight_decay = 0\n" if steps == 1 else ""
+        keys = f"steps = {steps}\nbatch = 1\nlr = {lr}\n{decay}{more}"
+        losses, here = self.run(f"{case}-{steps}", init, self.ids_data(), keys)
         self.warnings = self.stderr
-        lines = [json.loads(line) for line in (here / "runs/train/latest/metrics.jsonl").read_text().splitlines()]
         out = here / "out"
         self.call("export", "runs/train/latest", "--output", "out",
                   *(["--dtype", "bf16"] if case.endswith("+") else []), cwd=here)
-        return [line["train/loss"] for line in lines if "train/loss" in line], out
+        return losses, out
 
     def generate(self, directory):
         line = self.call("generate", directory, "--prompt", PROMPT, "--device", "cpu", "--temperature", "0",
@@ -278,6 +288,18 @@ def other_head(xlaunch, case):
     return same
 
 
+def all_hold(xlaunch, comparison, cases):
+    """Compares all cases, also after one that fails."""
+    failed = 0
+    for case in cases:
+        try:
+            failed += not comparison(xlaunch, case)
+        except AssertionError as error:
+            failed += 1
+            print(f"{case}: FAILED: {error}", flush=True)
+    return failed == 0
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["compare", "fixture"])
@@ -288,18 +310,11 @@ def main():
     if options.command == "fixture":
         fixture(options.names[0])
         return
-    failed = 0
     with tempfile.TemporaryDirectory() as folder:
         xlaunch = Xlaunch(options.xlaunch, pathlib.Path(folder))
-        if not options.names:
-            failed += sum(not other_head(xlaunch, case) for case in ("llama", "gpt_neox"))
-        for case in options.names or CASES:
-            try:
-                failed += not compare(xlaunch, case)
-            except AssertionError as error:
-                failed += 1
-                print(f"{case}: FAILED: {error}", flush=True)
-    sys.exit(failed > 0)
+        hold = all([other_head(xlaunch, case) for case in ("llama", "gpt_neox")] if not options.names else [])
+        hold &= all_hold(xlaunch, compare, options.names or CASES)
+    sys.exit(not hold)
 
 
 if __name__ == "__main__":

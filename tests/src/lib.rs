@@ -20,6 +20,7 @@ mod hosts;
 mod job;
 mod launch;
 mod node;
+mod peer;
 mod process;
 pub mod requirements;
 mod slurm;
@@ -31,6 +32,7 @@ pub use hosts::{Host, Hosts, ProcessInfo, Sshd};
 pub use job::{Job, read_state};
 pub use launch::Launch;
 pub use node::{NOBODY, Node, build_nvml, spawn_daemon};
+pub use peer::{peer, run_ok};
 pub use process::{
     BINARY_VARIABLE, Output, Process, children, forget_package, has_program, is_alive, process_name,
     send_signal, suspend, xlaunch_path, xlaunch_with_fail_points,

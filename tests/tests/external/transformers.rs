@@ -1,12 +1,11 @@
 //! Compares models computed by Hugging Face's library and by xlaunch.
 
 use std::path::Path;
-use std::process::Command;
 
 use serde_json::Value;
 use xlaunch_engine::DType;
 use xlaunch_spec::job::Precision;
-use xlaunch_tests::{Job, Process, requirements, xlaunch_path};
+use xlaunch_tests::{Job, peer, requirements, run_ok, xlaunch_path};
 use xlaunch_worker::model::decode::{Decoder, Row};
 use xlaunch_worker::model::{BackendHandle, Model, Rows};
 use xlaunch_worker::pretrained::{Device, Source, open_device};
@@ -29,13 +28,8 @@ const EVALUATE: [&str; 6] =
 
 /// Runs commands of `peers/huggingface.py`; returns the output of each.
 fn judge(commands: &[Vec<String>]) -> Vec<Value> {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/huggingface.py");
-    let mut python = Command::new(requirements::python_path());
-    python.arg(script).args(commands.join(&"--".to_owned()));
-    python.env("HF_HUB_OFFLINE", "1").env("TRANSFORMERS_VERBOSITY", "error");
-    let output = python.output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let lines = String::from_utf8(output.stdout).unwrap();
+    let mut python = peer("huggingface.py");
+    let lines = run_ok(python.env("TRANSFORMERS_VERBOSITY", "error").args(commands.join(&"--".to_owned())));
     let values: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(values.len(), commands.len());
     values
@@ -53,9 +47,7 @@ fn val_loss(job: &Job, step: u64) -> f64 {
 /// Exports the newest run; returns the path of the directory.
 fn export(job: &Job, args: &[&str]) -> String {
     let args = [&["export", "runs/train/latest", "--output"], args].concat();
-    let output = Process::spawn(&mut job.command(&args)).wait();
-    assert_eq!(output.code, 0, "{}", output.stderr);
-    output.stdout.trim().to_owned()
+    run_ok(&mut job.command(&args)).trim().to_owned()
 }
 
 fn assert_close(ours: f64, theirs: &Value, what: &str) {
@@ -196,37 +188,22 @@ fn models_of_transformers_have_their_loss_and_logits_here() {
 
 /// The whole comparison is `python3 tests/peers/model_families.py compare`; one process compares all families.
 fn models_of_every_family_compute_and_train_as_in_transformers() {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/model_families.py");
-    let mut command = Command::new(requirements::python_path());
-    command.arg(script).args(["compare", "--xlaunch"]).arg(xlaunch_path());
-    command.env("HF_HUB_OFFLINE", "1").env("CUDA_VISIBLE_DEVICES", "");
-    let output = Process::spawn(&mut command).wait();
-    assert_eq!(output.code, 0, "{}\n{}", output.stdout, output.stderr);
+    let output = run_ok(peer("model_families.py").args(["compare", "--xlaunch"]).arg(xlaunch_path()));
     let equal = ": equal: bits, load, export, loss, greedy, steps\n";
-    assert_eq!(output.stdout.matches(equal).count(), 37, "{}", output.stdout);
-    assert_eq!(output.stdout.matches(": other head is used: ").count(), 2, "{}", output.stdout);
+    assert_eq!(output.matches(equal).count(), 37, "{output}");
+    assert_eq!(output.matches(": other head is used: ").count(), 2, "{output}");
 }
 
 /// See `tests/peers/muon.py`.
 fn muon_trains_as_in_torch() {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/muon.py");
-    let mut command = Command::new(requirements::python_path());
-    command.arg(script).arg("--xlaunch").arg(xlaunch_path());
-    command.env("HF_HUB_OFFLINE", "1").env("CUDA_VISIBLE_DEVICES", "");
-    let output = Process::spawn(&mut command).wait();
-    assert_eq!(output.code, 0, "{}\n{}", output.stdout, output.stderr);
-    assert_eq!(output.stdout.matches(": equal: ").count(), 6, "{}", output.stdout);
+    let output = run_ok(peer("muon.py").arg("--xlaunch").arg(xlaunch_path()));
+    assert_eq!(output.matches(": equal: ").count(), 6, "{output}");
 }
 
 /// See `tests/peers/documents.py`.
 fn packed_chats_train_as_in_transformers() {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/documents.py");
-    let mut command = Command::new(requirements::python_path());
-    command.arg(script).arg("--xlaunch").arg(xlaunch_path());
-    command.env("HF_HUB_OFFLINE", "1").env("CUDA_VISIBLE_DEVICES", "");
-    let output = Process::spawn(&mut command).wait();
-    assert_eq!(output.code, 0, "{}\n{}", output.stdout, output.stderr);
-    assert_eq!(output.stdout.matches(": equal: ").count(), 4, "{}", output.stdout);
+    let output = run_ok(peer("documents.py").arg("--xlaunch").arg(xlaunch_path()));
+    assert_eq!(output.matches(": equal: ").count(), 4, "{output}");
 }
 
 fn exported_tokenizers_are_loaded_by_transformers() {
