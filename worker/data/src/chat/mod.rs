@@ -24,8 +24,8 @@ pub(crate) const CHAT_COLUMNS: &[&str] =
 
 pub(crate) use encode::{ChatEncoder, Document, Outcome};
 pub use template::{TEMPLATE_TOKENS, Template};
-pub use templates::Templates;
 pub(crate) use templates::{CONFIG_FILE, TEMPLATE_FILE};
+pub use templates::{Templates, template_of};
 
 #[cfg(test)]
 mod tests;

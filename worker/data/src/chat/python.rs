@@ -1,4 +1,4 @@
-//! What templates expect of Python: `json.dumps`, `strftime`, and the way values are printed.
+//! Functions of Python that templates expect: `json.dumps`, `strftime`, and the way values are printed.
 
 use std::fmt::Write as _;
 use std::io;

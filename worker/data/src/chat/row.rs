@@ -11,7 +11,7 @@ const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 const SHAREGPT_ROLES: [(&str, &str); 5] =
     [("human", "user"), ("user", "user"), ("gpt", ASSISTANT), ("assistant", ASSISTANT), ("system", "system")];
 
-/// What a row holds.
+/// Contents of a row.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Row {
     /// Nothing: `null`.

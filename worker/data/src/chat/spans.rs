@@ -1,6 +1,6 @@
 //! Finds the text of the assistant in a rendered chat by rendering its beginnings. Pure.
 //!
-//! For each answer, the chat is rendered up to where the model answers (the prompt), and up to the end of the answer.
+//! The chat is rendered twice for each answer: up to where the model answers (the prompt), and up to its end.
 //! Both must be beginnings of the whole chat, with three exceptions that public templates need:
 //! - the prompt may end with an opening `<think>`, or with empty thoughts, that are not in the chat;
 //! - thoughts may be missing from earlier answers of the whole chat. Such an answer must be the end of the same answer
@@ -15,7 +15,7 @@ use std::ops::Range;
 const THINK: &str = "<think>";
 const END_THINK: &str = "</think>";
 
-/// What is known about the ends of a template's messages.
+/// Known ends of a template's messages.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Endings<'a> {
     /// The token that the template writes only after the last message.

@@ -7,7 +7,7 @@ use minijinja::value::Value;
 use serde_json::{Map, Value as Json};
 
 use super::template::{TEMPLATE_TOKENS, Template};
-use crate::hash;
+use crate::{hash, token_text};
 
 /// Name of the file with a chat template.
 pub(crate) const TEMPLATE_FILE: &str = "chat_template.jinja";
@@ -61,7 +61,8 @@ impl Templates {
         };
         let default = sources.default.ok_or_else(|| missing(tokenizer))?;
         let tokens = || {
-            let token = |name: &&str| [&config, &special].into_iter().find_map(|map| text(map.get(*name)?));
+            let token =
+                |name: &&str| [&config, &special].into_iter().find_map(|map| token_text(map.get(*name)?));
             TEMPLATE_TOKENS
                 .iter()
                 .filter_map(move |name| Some((String::from(*name), token(name)?.to_owned())))
@@ -88,19 +89,20 @@ impl Templates {
 }
 
 impl Sources {
-    /// Returns the templates in `tokenizer_config.json`: one, or a list of named ones.
+    /// Returns the templates in `tokenizer_config.json`.
     fn of_config(config: &Map<String, Json>) -> Self {
-        match config.get("chat_template") {
-            Some(Json::String(template)) => Self { default: Some(template.clone()), with_tools: None },
-            Some(Json::Array(list)) => {
-                let named = |name: &str| {
-                    let template = list.iter().find(|template| template["name"] == name)?;
-                    template["template"].as_str().map(String::from)
-                };
-                Self { default: named("default"), with_tools: named("tool_use") }
-            }
-            _ => Self::default(),
-        }
+        let owned = |name| template_of(config, name).map(String::from);
+        Self { default: owned("default"), with_tools: owned("tool_use") }
+    }
+}
+
+/// Returns a chat template in `tokenizer_config.json`, which has one, or a list of named ones. The only one is the
+/// `default`.
+pub fn template_of<'a>(config: &'a Map<String, Json>, name: &str) -> Option<&'a str> {
+    match config.get("chat_template")? {
+        Json::String(template) => (name == "default").then_some(template),
+        Json::Array(list) => list.iter().find(|template| template["name"] == name)?["template"].as_str(),
+        _ => None,
     }
 }
 
@@ -141,11 +143,6 @@ fn object(name: &str, text: Option<&str>) -> Result<Map<String, Json>, String> {
     let Some(text) = text else { return Ok(Map::new()) };
     serde_json::from_str(text)
         .map_err(|error| format!("{name} beside the tokenizer is not valid JSON: {error}"))
-}
-
-/// Returns the text of a special token.
-fn text(token: &Json) -> Option<&str> {
-    token.as_str().or_else(|| token["content"].as_str())
 }
 
 /// Returns a chat of texts, to probe templates with. Roles alternate, starting with the user.

@@ -177,7 +177,7 @@ fn left_out_turns_and_chats_are_counted() {
     assert_eq!(prepared.texts(&manifest.train).len(), 2);
 }
 
-/// For models that were trained without chats, which do not know these ids as ends.
+/// Models that were trained without chats do not know these ids as ends.
 #[test]
 fn special_ids_at_the_ends_of_answers_are_in_the_manifest() {
     let mut prepared = Prepared::new("a.jsonl", chat("a", "b"));

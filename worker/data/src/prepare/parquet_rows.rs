@@ -1,4 +1,4 @@
-//! Converts rows of Parquet files, with nested columns, to lines of JSON.
+//! Converts rows of Parquet files to lines of JSON: a column of strings, or whole rows with nested columns.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -6,34 +6,68 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use parquet::basic::Type as Physical;
 use parquet::file::reader::{FileReader, SerializedFileReader};
-use parquet::record::Field;
 use parquet::record::reader::RowIter;
-use parquet::schema::types::Type;
+use parquet::record::{Field, Row};
+use parquet::schema::types::{Type, TypePtr};
 use serde_json::Value;
 
-use super::rows::{catch, lines, share};
+use super::rows::{lines, no_column, quote};
 
 /// Returns the rows of a file as objects with those of its columns that have one of these names.
-pub(super) fn rows(path: &Path, columns: &[&str], read: &Arc<AtomicU64>) -> io::Result<Box<dyn Read>> {
+pub(super) fn objects(path: &Path, columns: &[&str], read: &Arc<AtomicU64>) -> io::Result<Box<dyn Read>> {
+    let select = |fields: &[TypePtr]| {
+        let wanted = fields.iter().filter(|field| columns.contains(&field.name()));
+        let wanted: Vec<TypePtr> = wanted.cloned().collect();
+        if wanted.is_empty() {
+            let names = fields.iter().take(20).map(|field| format!("`{}`", field.name().escape_debug()));
+            return Err(io::Error::other(format!(
+                "there is no column of chats, only {}; expected `messages`, `prompt` and `completion`, or `text`",
+                names.collect::<Vec<_>>().join(", ")
+            )));
+        }
+        Ok(wanted)
+    };
+    rows(path, select, read, |row, line| object(row.get_column_iter(), line))
+}
+
+/// Returns a column of strings.
+pub(super) fn column(path: &Path, column: &str, read: &Arc<AtomicU64>) -> io::Result<Box<dyn Read>> {
+    let select = |fields: &[TypePtr]| {
+        let names = || fields.iter().map(|field| field.name().to_owned()).collect::<Vec<_>>();
+        let field = fields.iter().find(|field| field.name() == column);
+        let field = field.ok_or_else(|| no_column(column, &names()))?;
+        if !field.is_primitive() || field.get_physical_type() != Physical::BYTE_ARRAY {
+            return Err(io::Error::other(format!(
+                "the column `{}` is not one of strings",
+                column.escape_debug()
+            )));
+        }
+        Ok(vec![field.clone()])
+    };
+    rows(path, select, read, |row, line| {
+        match row.get_column_iter().next().map(|(_, field)| field) {
+            Some(Field::Str(text)) => quote(text.as_bytes(), line),
+            Some(Field::Bytes(text)) => quote(text.data(), line),
+            _ => line.extend_from_slice(b"null"),
+        }
+        Ok(())
+    })
+}
+
+/// Returns a line for each row, written from the selected columns.
+fn rows(
+    path: &Path,
+    select: impl FnOnce(&[TypePtr]) -> io::Result<Vec<TypePtr>>,
+    read: &Arc<AtomicU64>,
+    write: impl Fn(&Row, &mut Vec<u8>) -> io::Result<()> + 'static,
+) -> io::Result<Box<dyn Read>> {
     let file = File::open(path)?;
     let reader = catch(|| SerializedFileReader::new(file))?.map_err(io::Error::other)?;
     let schema = reader.metadata().file_metadata().schema();
-    let is_wanted = |field: &&Arc<Type>| columns.contains(&field.name());
-    let wanted: Vec<Arc<Type>> = schema.get_fields().iter().filter(is_wanted).cloned().collect();
-    if wanted.is_empty() {
-        let names: Vec<String> = schema
-            .get_fields()
-            .iter()
-            .take(20)
-            .map(|field| format!("`{}`", field.name().escape_debug()))
-            .collect();
-        return Err(io::Error::other(format!(
-            "there is no column of chats, only {}; expected `messages`, `prompt` and `completion`, or `text`",
-            names.join(", ")
-        )));
-    }
-    let projection = Type::group_type_builder(schema.name()).with_fields(wanted).build();
+    let selected = select(schema.get_fields())?;
+    let projection = Type::group_type_builder(schema.name()).with_fields(selected).build();
     let count = reader.metadata().file_metadata().num_rows().max(1).unsigned_abs();
     let rows = RowIter::from_file_into(Box::new(reader));
     let mut rows = rows.project(Some(projection.map_err(io::Error::other)?)).map_err(io::Error::other)?;
@@ -43,12 +77,21 @@ pub(super) fn rows(path: &Path, columns: &[&str], read: &Arc<AtomicU64>) -> io::
             read.store(bytes, Ordering::Relaxed);
             return Ok(false);
         };
-        let next = next.map_err(io::Error::other)?;
-        object(next.get_column_iter(), line)?;
+        write(&next.map_err(io::Error::other)?, line)?;
+        // The position of a row in the file is unknown: for progress, all rows count the same.
         row += 1;
         read.store(share(bytes, row, count), Ordering::Relaxed);
         Ok(true)
     }))
+}
+
+/// Catches panics: the library does not handle all kinds of damage.
+fn catch<T>(work: impl FnOnce() -> T) -> io::Result<T> {
+    crate::quiet::catch(work).ok_or_else(|| io::Error::other("it cannot be decoded"))
+}
+
+fn share(bytes: u64, row: u64, rows: u64) -> u64 {
+    u64::try_from(u128::from(bytes) * u128::from(row.min(rows)) / u128::from(rows)).unwrap_or(bytes)
 }
 
 /// Writes an object. Every row has all fields of the schema, so those without a value are left out.

@@ -151,10 +151,10 @@ impl Reader<'_> {
                 source.into_rows("CSV", |text, _| rows::separated(text, delimiter, column))?
             }
             (Kind::Parquet, Input::File(path)) if chats => {
-                source.into_rows("Parquet", |_, read| parquet_rows::rows(path, CHAT_COLUMNS, read))?
+                source.into_rows("Parquet", |_, read| parquet_rows::objects(path, CHAT_COLUMNS, read))?
             }
             (Kind::Parquet, Input::File(path)) => {
-                source.into_rows("Parquet", |_, read| rows::parquet(path, column, read))?
+                source.into_rows("Parquet", |_, read| parquet_rows::column(path, column, read))?
             }
             (Kind::Parquet, Input::Stdin) => {
                 let reason = "standard input: a Parquet file is not read in order; name the file";

@@ -1,18 +1,9 @@
-//! Converts tables (arrays, CSV and Parquet) to lines of JSON, one per row, so that all inputs are read alike.
+//! Converts arrays of JSON, CSV and TSV to lines of JSON, one per row, so that all inputs are read alike.
 
 use std::collections::VecDeque;
-use std::fs::File;
 use std::io::{self, Read};
-use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use csv::{ByteRecord, ReaderBuilder};
-use parquet::basic::Type as Physical;
-use parquet::file::reader::{FileReader, SerializedFileReader};
-use parquet::record::Field;
-use parquet::record::reader::RowIter;
-use parquet::schema::types::Type;
 
 const ROW_READ_BYTES: usize = 256 << 10;
 
@@ -132,53 +123,7 @@ pub(super) fn separated(text: Box<dyn Read>, delimiter: u8, column: &str) -> io:
     }))
 }
 
-/// Returns a column of strings of a Parquet file.
-pub(super) fn parquet(path: &Path, column: &str, read: &Arc<AtomicU64>) -> io::Result<Box<dyn Read>> {
-    let file = File::open(path)?;
-    let reader = catch(|| SerializedFileReader::new(file))?.map_err(io::Error::other)?;
-    let schema = reader.metadata().file_metadata().schema();
-    let names: Vec<String> = schema.get_fields().iter().map(|field| field.name().to_owned()).collect();
-    let field = schema.get_fields().iter().find(|field| field.name() == column).cloned();
-    let field = field.ok_or_else(|| no_column(column, &names))?;
-    if !field.is_primitive() || field.get_physical_type() != Physical::BYTE_ARRAY {
-        return Err(io::Error::other(format!(
-            "the column `{}` is not one of strings",
-            column.escape_debug()
-        )));
-    }
-    let projection = Type::group_type_builder(schema.name()).with_fields(vec![field]).build();
-    let count = reader.metadata().file_metadata().num_rows().max(1).unsigned_abs();
-    let rows = RowIter::from_file_into(Box::new(reader));
-    let mut rows = rows.project(Some(projection.map_err(io::Error::other)?)).map_err(io::Error::other)?;
-    let (bytes, mut row, read) = (path.metadata()?.len(), 0, Arc::clone(read));
-    Ok(lines(move |line| {
-        let Some(next) = catch(|| rows.next())? else {
-            read.store(bytes, Ordering::Relaxed);
-            return Ok(false);
-        };
-        let next = next.map_err(io::Error::other)?;
-        match next.get_column_iter().next().map(|(_, field)| field) {
-            Some(Field::Str(text)) => quote(text.as_bytes(), line),
-            Some(Field::Bytes(text)) => quote(text.data(), line),
-            _ => line.extend_from_slice(b"null"),
-        }
-        // The position of a row in the file is unknown: for progress, all rows count the same.
-        row += 1;
-        read.store(share(bytes, row, count), Ordering::Relaxed);
-        Ok(true)
-    }))
-}
-
-/// Catches panics: the library does not handle all kinds of damage.
-pub(super) fn catch<T>(work: impl FnOnce() -> T) -> io::Result<T> {
-    crate::quiet::catch(work).ok_or_else(|| io::Error::other("it cannot be decoded"))
-}
-
-pub(super) fn share(bytes: u64, row: u64, rows: u64) -> u64 {
-    u64::try_from(u128::from(bytes) * u128::from(row.min(rows)) / u128::from(rows)).unwrap_or(bytes)
-}
-
-fn no_column(column: &str, names: &[String]) -> io::Error {
+pub(super) fn no_column(column: &str, names: &[String]) -> io::Error {
     let names: Vec<String> = names.iter().take(20).map(|name| format!("`{}`", name.escape_debug())).collect();
     io::Error::other(format!(
         "there is no column `{}`, only {}; name the one that holds the text with --column",
@@ -188,7 +133,7 @@ fn no_column(column: &str, names: &[String]) -> io::Error {
 }
 
 /// Encodes bytes as a JSON string. Invalid UTF-8 stays, and is handled like in any other line.
-fn quote(text: &[u8], out: &mut Vec<u8>) {
+pub(super) fn quote(text: &[u8], out: &mut Vec<u8>) {
     out.push(b'"');
     for byte in text {
         match byte {

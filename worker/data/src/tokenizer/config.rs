@@ -24,10 +24,7 @@ pub(super) fn read(dir: &Path, added: &HashMap<String, u32>) -> Declared {
     let mut declared = Declared::default();
     for name in ["tokenizer_config.json", "special_tokens_map.json"] {
         let Some(config) = read_json(&dir.join(name)) else { continue };
-        let id = |key: &str| {
-            let token = &config[key];
-            added.get(token.as_str().or_else(|| token["content"].as_str())?).copied()
-        };
+        let id = |key: &str| added.get(token_text(&config[key])?).copied();
         declared.eos = declared.eos.or_else(|| id("eos_token"));
         declared.bos = declared.bos.or_else(|| id("bos_token"));
     }
@@ -42,6 +39,11 @@ pub(super) fn read(dir: &Path, added: &HashMap<String, u32>) -> Declared {
         declared.bos = declared.bos.or_else(|| id("bos_token_id"));
     }
     declared
+}
+
+/// Returns the text of a special token in `tokenizer_config.json` or `special_tokens_map.json`.
+pub fn token_text(token: &Value) -> Option<&str> {
+    token.as_str().or_else(|| token["content"].as_str())
 }
 
 fn read_json(path: &Path) -> Option<Value> {

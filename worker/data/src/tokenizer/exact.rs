@@ -18,7 +18,7 @@ pub(super) struct Exact {
     documents: OnceLock<Result<Tokenizer, String>>,
     continued: OnceLock<Result<Tokenizer, String>>,
     prompts: OnceLock<Result<Tokenizer, String>>,
-    /// Without the template of the file, which may shorten the ranges of tokens.
+    /// The same tokenizer without the template of the file, which may shorten the ranges of tokens.
     unframed: OnceLock<Result<Tokenizer, String>>,
 }
 

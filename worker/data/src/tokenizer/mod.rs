@@ -26,6 +26,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 
 use config::Declared;
+pub use config::token_text;
 use cuts::{Cuts, LONGEST_PIECE, PIECE};
 pub use decoder::Decoder;
 use exact::Exact;
