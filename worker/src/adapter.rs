@@ -107,7 +107,8 @@ impl Adapter {
     }
 }
 
-fn layout(shape: &ModelShape, lora: &LoraSection) -> Result<Layout> {
+/// Returns the layout of a model with adapters.
+pub(crate) fn layout(shape: &ModelShape, lora: &LoraSection) -> Result<Layout> {
     Ok(Layout::new(shape).with_adapters(shape, lora).map_err(SpecError::from)?)
 }
 

@@ -9,8 +9,9 @@ use fs_err::File;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use xlaunch_data::{TOKENIZER_FILE, Tokenizer};
 
+use crate::adapter;
 use crate::checkpoint::{self, Abandoned, Adapted, CheckpointError, Piece, Sink, State, directory};
-use crate::error::{Result, WorkerError};
+use crate::error::Result;
 use crate::huggingface::destination::Destination;
 use crate::huggingface::writer::{Plan, Writer, write_error};
 use crate::huggingface::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, ModelError, card, config, tensor_names};
@@ -137,8 +138,7 @@ fn check_content(path: &Path, state: &State, content: Content) -> Result<()> {
 /// Exports the adapters of a checkpoint. Returns the size of the weights in bytes.
 fn export_adapter(options: &Export, path: &Path, state: &State, adapted: &Adapted) -> Result<u64> {
     let (shape, lora) = (&state.model, &adapted.lora);
-    let layout = Layout::new(shape).with_adapters(shape, lora);
-    let layout = layout.map_err(|invalid| WorkerError::Spec(invalid.into()))?;
+    let layout = adapter::layout(shape, lora)?;
     let config = peft::config(shape, lora, &adapted.frozen.path)?;
     let destination = Destination::claim(&options.output, options.overwrite)?;
     let plan = Plan::single(ADAPTER_WEIGHTS, peft::tensors(shape, &layout), options.dtype);

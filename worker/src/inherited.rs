@@ -6,6 +6,8 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use xlaunch_data::chat::template_of;
+use xlaunch_data::token_text;
 
 /// Name of the file with the sizes of a model.
 pub(crate) const CONFIG: &str = "config.json";
@@ -79,11 +81,8 @@ impl Inherited {
 
     /// Returns a special token, such as `bos_token`.
     pub fn token(&self, key: &str) -> Option<&str> {
-        let text = |value: &'_ Value| value.as_str().is_some() || value["content"].as_str().is_some();
-        let named =
-            [&self.tokenizer_config, &self.special_tokens_map].into_iter().filter_map(|map| map.get(key));
-        let value = named.into_iter().find(|value| text(value))?;
-        value.as_str().or_else(|| value["content"].as_str())
+        let maps = [&self.tokenizer_config, &self.special_tokens_map];
+        maps.into_iter().find_map(|map| token_text(map.get(key)?))
     }
 
     /// Returns the chat template, from its own file or from the tokenizer's configuration.
@@ -91,14 +90,7 @@ impl Inherited {
         if let Some(template) = &self.chat_template {
             return Some(template);
         }
-        match self.tokenizer_config.get("chat_template")? {
-            Value::String(template) => Some(template),
-            Value::Array(named) => {
-                let default = named.iter().find(|template| template["name"] == "default")?;
-                default["template"].as_str()
-            }
-            _ => None,
-        }
+        template_of(&self.tokenizer_config, "default")
     }
 }
 

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use xlaunch_spec::job::{LoraSection, Module};
 use xlaunch_spec::model::{Arch, ModelShape};
 
-use crate::adapter::Adapter;
+use crate::adapter::{Adapter, layout};
 use crate::checkpoint::read_header;
 use crate::error::WorkerError;
 use crate::huggingface::families::Family;
@@ -159,11 +159,6 @@ impl PeftDirectory {
             }
         }
     }
-}
-
-fn layout(shape: &ModelShape, lora: &LoraSection) -> Result<Layout, WorkerError> {
-    let layout = Layout::new(shape).with_adapters(shape, lora);
-    layout.map_err(|invalid| WorkerError::Spec(invalid.into()))
 }
 
 /// Returns the tensors of an adapter, in the arena of adapters.

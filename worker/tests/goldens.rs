@@ -342,8 +342,7 @@ fn compare_pass(f: &Fixture) {
 }
 
 fn compare_steps(f: &Fixture) {
-    let mut spec = JobSpec::default();
-    spec.train = TrainSection {
+    let train = TrainSection {
         lr: 1e-3,
         beta1: 0.9,
         beta2: 0.95,
@@ -352,6 +351,7 @@ fn compare_steps(f: &Fixture) {
         clip: 1.0,
         ..Default::default()
     };
+    let spec = JobSpec { train, ..Default::default() };
     let weights = f.golden.arena(&f.model.layout, "param.");
     let replicated =
         Sharding::replicated(Plan::new(&f.model.layout.ends(), ALIGN, 4, usize::MAX, usize::MAX));

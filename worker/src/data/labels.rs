@@ -20,7 +20,7 @@ pub(super) struct Labels {
     pub(super) mask: Option<Arc<Mask>>,
 }
 
-/// Where documents begin.
+/// The beginnings of documents.
 #[derive(Clone, Debug, Default)]
 pub(super) enum Boundaries {
     /// Files of ids or text do not tell.

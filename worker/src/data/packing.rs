@@ -63,7 +63,7 @@ pub struct Packing {
     pieces: Vec<Piece>,
     /// Indices of `pieces`, row by row.
     members: Vec<u32>,
-    /// Where each row ends in `members`. Rows are in the order of their first document in the data.
+    /// The end of each row in `members`. Rows are in the order of their first document in the data.
     ends: Vec<u32>,
     /// `None`: every epoch is the same, in this order.
     seed: Option<u64>,

@@ -14,7 +14,7 @@ use crate::inherited::{
 };
 use crate::model::layout::Layout;
 
-pub(crate) const MODEL_CARD: &str = "README.md";
+pub(super) const MODEL_CARD: &str = "README.md";
 /// The tokenizer class that takes all settings from `tokenizer.json`.
 const TOKENIZER_CLASS: &str = "PreTrainedTokenizerFast";
 

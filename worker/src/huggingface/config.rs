@@ -25,7 +25,7 @@ pub struct TokenIds {
 }
 
 /// Reads `config.json`. `path` is for messages. The shape's sequence length is the longest one that the model supports.
-pub(crate) fn parse(path: &Path, json: &[u8]) -> Result<ModelShape, ModelError> {
+pub(super) fn parse(path: &Path, json: &[u8]) -> Result<ModelShape, ModelError> {
     let invalid = |reason: String| ModelError::Read { path: path.into(), reason };
     let values: Map<String, Value> =
         serde_json::from_slice(json).map_err(|error| invalid(error.to_string()))?;
@@ -103,7 +103,7 @@ pub(crate) fn family_for(shape: &ModelShape) -> Result<&'static Family, (&'stati
 }
 
 /// Returns the first key of a shape that a family cannot represent, with its value.
-pub(crate) fn unrepresented(family: &Family, shape: &ModelShape) -> Option<(&'static str, String)> {
+pub(super) fn unrepresented(family: &Family, shape: &ModelShape) -> Option<(&'static str, String)> {
     if family.divided && !shape.dim.is_multiple_of(shape.heads) {
         return Some(("model.heads", shape.heads.to_string()));
     }
@@ -169,7 +169,7 @@ fn canonical(shape: &ModelShape) -> ModelShape {
 }
 
 /// Returns the `config.json` of a model in the layout of a family that can represent it.
-pub(crate) fn write(family: &Family, shape: &ModelShape, ids: TokenIds, dtype: &str) -> Map<String, Value> {
+pub(super) fn write(family: &Family, shape: &ModelShape, ids: TokenIds, dtype: &str) -> Map<String, Value> {
     let mut config = Map::new();
     for key in family.keys() {
         key.write(shape, &mut config);
@@ -208,7 +208,7 @@ pub(crate) fn write(family: &Family, shape: &ModelShape, ids: TokenIds, dtype: &
 
 /// Restores keys of the original `config.json` in that of a model that was trained from it, unless the result would not
 /// be this model.
-pub(crate) fn inherit_config(
+pub(super) fn inherit_config(
     written: Map<String, Value>,
     read: &Map<String, Value>,
     shape: &ModelShape,
@@ -226,7 +226,7 @@ pub(crate) fn inherit_config(
 
 /// Restores keys of the original `config.json` or `generation_config.json` in that of a model that was trained from it.
 /// Values that this export determines are not restored. Ids that end a text are merged from both.
-pub(crate) fn inherit(written: Value, read: &Map<String, Value>, ids: TokenIds) -> Value {
+pub(super) fn inherit(written: Value, read: &Map<String, Value>, ids: TokenIds) -> Value {
     const OF_THIS_EXPORT: [&str; 6] =
         ["dtype", "torch_dtype", "tie_word_embeddings", "vocab_size", "n_positions", "n_ctx"];
     const OF_ANOTHER: [&str; 3] = ["transformers_version", "_name_or_path", "quantization_config"];
@@ -258,7 +258,7 @@ pub(crate) fn inherit(written: Value, read: &Map<String, Value>, ids: TokenIds) 
 }
 
 /// Returns `generation_config.json`. Without this file, libraries use the ids from the defaults of the architecture.
-pub(crate) fn generation(ids: TokenIds) -> Value {
+pub(super) fn generation(ids: TokenIds) -> Value {
     json!({"bos_token_id": ids.bos.or(ids.end_of_text), "eos_token_id": ids.end_of_text, "do_sample": false})
 }
 

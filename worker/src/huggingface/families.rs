@@ -17,25 +17,25 @@ use super::tensor_names::{self as names, Names};
 /// A family of models.
 #[derive(Debug)]
 pub(crate) struct Family {
-    pub(crate) arch: Arch,
+    pub(super) arch: Arch,
     /// Value of `model_type`.
-    pub(crate) model_type: &'static str,
+    pub(super) model_type: &'static str,
     /// Name for people.
-    pub(crate) title: &'static str,
+    pub(super) title: &'static str,
     /// The library's class.
-    pub(crate) class: &'static str,
+    pub(super) class: &'static str,
     /// Keys in the order in which they are read.
     pub(super) keys: &'static [&'static [Key]],
     pub(super) windows: Windows,
     /// Rotary embedding; `None` for learned positions.
     pub(super) rope: Option<Rope>,
     /// Some blocks have no rotation.
-    pub(crate) still_blocks: bool,
+    pub(super) still_blocks: bool,
     /// Keys without effect on results, besides
     /// [`WITHOUT_EFFECT`](super::without_effect::WITHOUT_EFFECT).
-    pub(crate) without_effect: &'static [&'static str],
+    pub(super) without_effect: &'static [&'static str],
     /// The library's class refuses a width that is not a multiple of the number of heads.
-    pub(crate) divided: bool,
+    pub(super) divided: bool,
     pub(crate) names: &'static Names,
 }
 
@@ -127,7 +127,7 @@ const LLAMA_FAMILY: Family = Family {
     names: &names::LLAMA,
 };
 
-pub(crate) static FAMILIES: [Family; 17] = [
+pub(super) static FAMILIES: [Family; 17] = [
     LLAMA_FAMILY,
     Family {
         arch: Arch::Gpt2,

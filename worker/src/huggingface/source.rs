@@ -264,7 +264,7 @@ pub(crate) fn refuse_other_weights(path: &Path) -> Result<(), ModelError> {
 }
 
 /// Returns the files that an index names, each with its tensors.
-pub(crate) fn files_of_index(path: &Path, json: &[u8]) -> Result<BTreeMap<String, Vec<String>>, ModelError> {
+pub(super) fn files_of_index(path: &Path, json: &[u8]) -> Result<BTreeMap<String, Vec<String>>, ModelError> {
     #[derive(Deserialize)]
     struct Index {
         weight_map: BTreeMap<String, String>,

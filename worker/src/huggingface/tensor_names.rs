@@ -55,7 +55,7 @@ enum Qkv {
     ByHead(&'static str),
 }
 
-pub(crate) const LLAMA: Names = Names {
+pub(super) const LLAMA: Names = Names {
     prefix: "model.",
     embedding: "embed_tokens",
     positions: "",
@@ -72,7 +72,7 @@ pub(crate) const LLAMA: Names = Names {
     transposed: false,
 };
 
-pub(crate) const GPT2: Names = Names {
+pub(super) const GPT2: Names = Names {
     prefix: "transformer.",
     embedding: "wte",
     positions: "wpe",
@@ -87,25 +87,25 @@ pub(crate) const GPT2: Names = Names {
     ..LLAMA
 };
 
-pub(crate) const OLMO2: Names =
+pub(super) const OLMO2: Names =
     Names { ln: ["", ""], post: ["post_attention_layernorm", "post_feedforward_layernorm"], ..LLAMA };
 
 /// Gemma 2 and 3.
-pub(crate) const GEMMA2: Names = Names {
+pub(super) const GEMMA2: Names = Names {
     ln: ["input_layernorm", "pre_feedforward_layernorm"],
     post: ["post_attention_layernorm", "post_feedforward_layernorm"],
     ..LLAMA
 };
 
-pub(crate) const PHI: Names =
+pub(super) const PHI: Names =
     Names { norm: "final_layernorm", proj: "self_attn.dense", fc: &["mlp.fc1"], out: "mlp.fc2", ..LLAMA };
 
-pub(crate) const PHI3: Names =
+pub(super) const PHI3: Names =
     Names { qkv: Qkv::Fused("self_attn.qkv_proj"), fc: &["mlp.gate_up_proj"], ..LLAMA };
 
-pub(crate) const STARCODER2: Names = Names { fc: &["mlp.c_fc"], out: "mlp.c_proj", ..LLAMA };
+pub(super) const STARCODER2: Names = Names { fc: &["mlp.c_fc"], out: "mlp.c_proj", ..LLAMA };
 
-pub(crate) const GPT_NEOX: Names = Names {
+pub(super) const GPT_NEOX: Names = Names {
     prefix: "gpt_neox.",
     embedding: "embed_in",
     norm: "final_layer_norm",
@@ -200,7 +200,7 @@ pub(crate) fn tensors(names: &'static Names, shape: &ModelShape, layout: &Layout
 }
 
 /// Returns whether a tensor holds no parameters: masks and frequencies, which older versions saved, or a tied head.
-pub(crate) fn is_derived(name: &str, names: &Names, shape: &ModelShape) -> bool {
+pub(super) fn is_derived(name: &str, names: &Names, shape: &ModelShape) -> bool {
     const ENDS: [&str; 6] = [
         ".attn.bias",
         ".attn.masked_bias",

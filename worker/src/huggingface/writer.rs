@@ -20,7 +20,7 @@ use super::tensor_names::{Mapped, Order};
 use super::{ModelError, WEIGHTS};
 
 /// Metadata that marks files written by an export.
-pub(crate) const PRODUCER: (&str, &str) = ("producer", "xlaunch");
+pub(super) const PRODUCER: (&str, &str) = ("producer", "xlaunch");
 
 /// Element type of the exported weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -34,7 +34,7 @@ pub enum ExportDtype {
 
 impl ExportDtype {
     /// Returns PyTorch's name of the type.
-    pub(crate) fn name(self) -> &'static str {
+    pub(super) fn name(self) -> &'static str {
         match self {
             Self::Fp32 => "float32",
             Self::Bf16 => "bfloat16",

@@ -25,7 +25,7 @@ use tools::Tools;
 
 const DIST_USAGE: &str = "usage: cargo xtask dist [--fast | --target TRIPLE...]";
 
-/// What to pack.
+/// Contents of a release.
 #[derive(Debug, PartialEq)]
 enum Request {
     /// The release build of this machine, as cargo left it.
