@@ -1,7 +1,8 @@
 // libnvrtc.so: compiles kernels with the host's C++ compiler, $CXX or c++. Instead of a cubin, the result is a library.
 //
 // The text is unchanged except for `extern __shared__`, which C++ cannot express. INCLUDE and LIBRARIES are the
-// directories of device.h and of libcuda.so.
+// directories of device.h and of libcuda.so. Libraries are kept in LIBRARIES by their text: with another cache of the
+// product, or a mistake in one file, only what differs is compiled.
 
 #include <stdlib.h>
 #include <unistd.h>
@@ -9,6 +10,7 @@
 #include <cstdio>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <regex>
 #include <sstream>
 #include <string>
@@ -18,7 +20,7 @@ namespace {
 enum Result { SUCCESS = 0, INVALID_OPTION = 5, COMPILATION = 6 };
 
 struct Program {
-    std::string text, log, image;
+    std::string name, text, log, image;
 };
 
 // With -Og, kernels compile in 60 % of the time of -O1 and run equally fast, because the checks take most of the time.
@@ -42,10 +44,12 @@ std::string read(const std::string& path) {
     return text.str();
 }
 
-// For tests of the tests: $EMULATOR_REPLACE and $EMULATOR_BY are a part of a kernel and its replacement.
-std::string changed(std::string text) {
-    const char *part = getenv("EMULATOR_REPLACE"), *by = getenv("EMULATOR_BY");
-    size_t at = part && by ? text.find(part) : std::string::npos;
+// For tests of the tests: $EMULATOR_REPLACE and $EMULATOR_BY are a part of a kernel and its replacement, in all files
+// of the folder $EMULATOR_FOLDER.
+std::string changed(const std::string& name, std::string text) {
+    const char *folder = getenv("EMULATOR_FOLDER"), *part = getenv("EMULATOR_REPLACE"), *by = getenv("EMULATOR_BY");
+    if (!folder || !part || !by || name.compare(0, strlen(folder), folder)) return text;
+    size_t at = text.find(part);
     return at == std::string::npos ? text : text.replace(at, strlen(part), by);
 }
 
@@ -71,21 +75,28 @@ extern "C" {
 
 int nvrtcVersion(int* major, int* minor) { return *major = 0, *minor = 0, SUCCESS; }
 const char* nvrtcGetErrorString(int) { return "the compilation has failed"; }
-int nvrtcCreateProgram(Program** result, const char* text, const char*, int, const char* const*, const char* const*) {
-    return *result = new Program{text, "", ""}, SUCCESS;
+int nvrtcCreateProgram(
+    Program** result, const char* text, const char* name, int, const char* const*, const char* const*
+) {
+    return *result = new Program{name ? name : "", text, "", ""}, SUCCESS;
 }
 int nvrtcDestroyProgram(Program** program) { return delete *program, *program = nullptr, SUCCESS; }
 
 int nvrtcCompileProgram(Program* program, int count, const char* const* options) {
-    char dir[] = "/tmp/nvrtc-XXXXXX";
-    if (!mkdtemp(dir)) return program->log = "failed to create a temporary directory", COMPILATION;
-    const char* compiler = getenv("CXX");
-    std::string base = std::string(dir) + "/kernel", cxx = compiler && *compiler ? compiler : "c++", macros;
+    std::string macros;
     for (int i = 0; i < count; i++) {
         static const std::string macro = "--define-macro=";
         if (!strncmp(options[i], macro.c_str(), macro.size())) macros += " -D" + quoted(options[i] + macro.size());
     }
-    std::ofstream(base + ".cpp") << translated(changed(program->text));
+    std::string text = changed(program->name, program->text);
+    std::string kept = LIBRARIES "/kernel-" + std::to_string(std::hash<std::string>()(macros + text)) + ".so";
+    if (access(kept.c_str(), R_OK) == 0) return program->image = read(kept), SUCCESS;
+    // On the file system of LIBRARIES, so that the library can be moved there.
+    char dir[] = LIBRARIES "/nvrtc-XXXXXX";
+    if (!mkdtemp(dir)) return program->log = "failed to create a temporary directory", COMPILATION;
+    const char* compiler = getenv("CXX");
+    std::string base = std::string(dir) + "/kernel", cxx = compiler && *compiler ? compiler : "c++";
+    std::ofstream(base + ".cpp") << translated(text);
     // Linked separately: libcuda.so replaces the libraries of the sanitizers.
     std::string object = base + ".o";
     std::string compile = cxx + FLAGS + macros + " -c " + base + ".cpp -o " + object;
@@ -94,6 +105,7 @@ int nvrtcCompileProgram(Program* program, int count, const char* const* options)
     int code = system(command.c_str());
     program->log = read(base + ".log");
     program->image = read(base + ".so");
+    if (code == 0) rename((base + ".so").c_str(), kept.c_str());
     for (const char* suffix : {".cpp", ".o", ".so", ".log"}) unlink((base + suffix).c_str());
     rmdir(dir);
     return code == 0 ? SUCCESS : COMPILATION;

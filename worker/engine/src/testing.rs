@@ -1,6 +1,9 @@
 //! Internals for integration tests. Tests of kernels, NVRTC and cuDNN run only if these are installed.
 
+use std::collections::BTreeSet;
+
 use crate::backend::Backend;
+use crate::cuda::compile::{Macro, Source};
 use crate::cuda::cudnn::descriptor::Descriptor;
 use crate::cuda::cudnn::graph::Target;
 use crate::cuda::cudnn::library::Library;
@@ -84,19 +87,39 @@ pub struct Resources {
     pub shared: usize,
 }
 
-/// Compiles every kernel file for `arch` in this precision; those of attention for these head widths, with and without
-/// tensor cores. Returns each file with the resources of its kernels.
+/// Compiles every kernel file for `arch` in these precisions; those of attention for these head widths, with and
+/// without tensor cores. What precisions share is compiled once. Returns each file with the resources of its kernels.
 ///
 /// # Errors
 /// The compiler's log, the name of a kernel that is missing from a cubin, or of one that leaves less dynamic shared
 /// memory than its launch may request.
 pub fn compile_kernels(
     arch: &str,
-    precision: Precision,
+    precisions: &[Precision],
     widths: &[usize],
 ) -> Result<Vec<(&'static str, Vec<Resources>)>, String> {
+    let mut compiled = BTreeSet::new();
+    let mut files = Vec::new();
+    for precision in precisions {
+        for (source, macros, names) in kernels_to_compile(arch, *precision, widths) {
+            let mut options = compile::options(arch, NVIDIA_WARP, precision.activations(), &macros);
+            options.push("--ptxas-options=-v".into());
+            if compiled.insert((source.file, options.clone())) {
+                files.push((source.file, compile_one(source, arch, &options, &names)?));
+            }
+        }
+    }
+    Ok(files)
+}
+
+/// Returns sources with macros and the names of their kernels.
+fn kernels_to_compile(
+    arch: &str,
+    precision: Precision,
+    widths: &[usize],
+) -> impl Iterator<Item = (Source, Vec<Macro>, Vec<&'static str>)> {
     let common = KERNEL_FILES.map(|file| (file.source, file.macros.to_vec(), file.kernels.to_vec()));
-    let attention = widths.iter().flat_map(|width| {
+    let attention = widths.iter().flat_map(move |width| {
         // Narrow heads, and kernels on FP32 units, have registers to spare, so plain scores are enough for these.
         let kinds = if *width < 64 { &Scores::ALL[..1] } else { &Scores::ALL[..] };
         let kinds = kinds.iter().map(|scores| ((9, 0), *scores));
@@ -111,35 +134,37 @@ pub fn compile_kernels(
         .flat_map(|width| [1, 3, 4].map(|group| cached_attention::cuda::source_for((*width, group))));
     let activations = Activation::ALL.into_iter();
     let activations = activations.flat_map(|f| [activation::cuda::compilation(f), glu::cuda::compilation(f)]);
-    let mut files = Vec::new();
     // Only for bf16, and only for the compute capability whose instructions they use.
     let hopper = hopper::KERNELS.iter().flatten().chain([&weight_grads::KERNEL]);
     let hopper = hopper.chain(ATTENTION_KERNELS.iter().flat_map(|kernels| kernels.all()));
-    let hopper = hopper.filter(|_| precision == Precision::Bf16 && arch == "sm_90a");
+    let has_hopper = precision == Precision::Bf16 && arch == "sm_90a";
+    let hopper = hopper.filter(move |_| has_hopper);
     let hopper = hopper.map(|kernel| (kernel.source, kernel.macros.to_vec(), vec![kernel.name]));
-    for (source, macros, names) in
-        common.into_iter().chain(attention).chain(cached).chain(activations).chain(hopper)
-    {
-        let mut options = compile::options(arch, NVIDIA_WARP, precision.activations(), &macros);
-        options.push("--ptxas-options=-v".into());
-        let compiled = compile::compile_with_log(source, arch, &options);
-        let (cubin, log) = compiled.map_err(|error| error.to_string())?;
-        for name in names {
-            if !cubin.windows(name.len()).any(|window| window == name.as_bytes()) {
-                return Err(format!("{}: {name} is missing", source.file));
-            }
+    common.into_iter().chain(attention).chain(cached).chain(activations).chain(hopper)
+}
+
+fn compile_one(
+    source: Source,
+    arch: &str,
+    options: &[String],
+    names: &[&str],
+) -> Result<Vec<Resources>, String> {
+    let compiled = compile::compile_with_log(source, arch, options);
+    let (cubin, log) = compiled.map_err(|error| error.to_string())?;
+    for name in names {
+        if !cubin.windows(name.len()).any(|window| window == name.as_bytes()) {
+            return Err(format!("{}: {name} is missing", source.file));
         }
-        let resources = resources(&log);
-        let dynamic = KERNEL_FILES.iter().flat_map(|file| file.dynamic_shared);
-        for name in dynamic {
-            let large = |found: &&Resources| found.kernel == *name && found.shared > STATIC_SHARED;
-            if let Some(found) = resources.iter().find(large) {
-                return Err(format!("{name}: {} bytes of static shared memory", found.shared));
-            }
-        }
-        files.push((source.file, resources));
     }
-    Ok(files)
+    let resources = resources(&log);
+    let dynamic = KERNEL_FILES.iter().flat_map(|file| file.dynamic_shared);
+    for name in dynamic {
+        let large = |found: &&Resources| found.kernel == *name && found.shared > STATIC_SHARED;
+        if let Some(found) = resources.iter().find(large) {
+            return Err(format!("{name}: {} bytes of static shared memory", found.shared));
+        }
+    }
+    Ok(resources)
 }
 
 /// Reads the output of `ptxas -v`, such as:

@@ -8,7 +8,7 @@ use xlaunch_engine::testing::{compile_kernels, has_nvrtc};
 use xlaunch_harness::Requirement;
 
 xlaunch_harness::suite! {
-    needs nvrtc: fp32_kernels_compile, tf32_kernels_compile, bf16_kernels_compile;
+    needs nvrtc: float_kernels_compile, bf16_kernels_compile;
 }
 
 const WIDTHS: [usize; 6] = [8, 24, 32, 64, 128, 256];
@@ -24,13 +24,13 @@ fn nvrtc() -> Requirement {
     }
 }
 
-fn compile(precision: Precision) {
-    let files = compile_kernels("sm_90a", precision, &WIDTHS).unwrap_or_else(|error| panic!("{error}"));
+fn compile(precisions: &[Precision]) {
+    let files = compile_kernels("sm_90a", precisions, &WIDTHS).unwrap_or_else(|error| panic!("{error}"));
     let mut spilling = Vec::new();
     for (file, kernels) in files {
         assert!(!kernels.is_empty(), "{file}: the compiler names no kernel");
         for kernel in kernels {
-            println!("{precision:?} {file} {kernel:?}");
+            println!("{precisions:?} {file} {kernel:?}");
             assert!(kernel.registers > 0, "{kernel:?}");
             if kernel.spilled > SPILLED {
                 spilling.push(format!("{file}: {kernel:?}"));
@@ -40,14 +40,10 @@ fn compile(precision: Precision) {
     assert!(spilling.is_empty(), "{}", spilling.join("\n"));
 }
 
-fn fp32_kernels_compile() {
-    compile(Precision::Fp32);
-}
-
-fn tf32_kernels_compile() {
-    compile(Precision::Tf32);
+fn float_kernels_compile() {
+    compile(&[Precision::Fp32, Precision::Tf32]);
 }
 
 fn bf16_kernels_compile() {
-    compile(Precision::Bf16);
+    compile(&[Precision::Bf16]);
 }

@@ -155,7 +155,10 @@ pub(crate) fn compile_with_log(source: Source, arch: &str, options: &[String]) -
     let failed = |log: String| EngineError::Compile { file: source.file, arch: arch.into(), log };
     let text = format!("{PRELUDE}\n{}", source.text);
     let text = CString::new(text).map_err(|_| failed("the source contains a zero byte".into()))?;
-    let program = Program(result::create_program(&text, None).map_err(|error| failed(error.to_string()))?);
+    // The name appears in the log.
+    let name = CString::new(source.file).ok();
+    let program =
+        Program(result::create_program(&text, name.as_deref()).map_err(|error| failed(error.to_string()))?);
     // SAFETY: the program is valid until it is dropped.
     if let Err(error) = unsafe { result::compile_program(program.0, options) } {
         return Err(failed(program.log().unwrap_or_else(|| error.to_string())));

@@ -301,8 +301,9 @@ fn attention_options(
         // Scores up to several times the cap.
         let capped = AttentionOptions { softcap: Some(5.0.into()), ..scaled(3.0) };
         let both = AttentionOptions { window: windows.iter().find(|w| **w > 1).copied(), ..capped };
-        let options = windows.iter().map(|window| windowed(*window)).chain([capped, both, scaled(0.7)]);
-        for options in options {
+        let options = windows.iter().map(|window| windowed(*window)).chain([capped, both]);
+        // A scale alone is a constant of the kernels, which are compiled for it.
+        for options in options.chain((sizes[4] <= 64 && sizes[1] == 200).then(|| scaled(0.7))) {
             let [batch, seq, heads, kv_heads, width] = sizes;
             let s = AttentionShape { batch, seq, heads, kv_heads, width, options };
             let qkv: Vec<f32> =
