@@ -5,7 +5,7 @@
 //! most of the time; here there is one per core. The output of a program is printed when the program ends.
 
 use std::collections::VecDeque;
-use std::fs::File;
+use std::io::Write;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, PoisonError};
@@ -18,6 +18,12 @@ use crate::workspace::{Workspace, cargo, forget_package, output};
 
 /// The longest of the large suites, by measured time. They start first, so that none is left to run alone at the end.
 const LONGEST_FIRST: [&str; 7] = ["kernels", "daemon", "launch", "training", "external", "hosts", "nvrtc"];
+
+/// Variable with the `xlaunch` that is tested, as in the harness of the tests.
+const BINARY_VARIABLE: &str = "XLAUNCH_TEST_BINARY";
+
+/// Lines that are repeated of a suite that ends without a list of failures.
+const LAST_LINES: usize = 40;
 
 /// A command that runs tests.
 struct Suite {
@@ -41,13 +47,21 @@ pub(crate) fn run(workspace: &Workspace, arguments: &[String]) -> Result<bool, E
 fn run_all(workspace: &Workspace) -> Result<bool, Error> {
     output(cargo(&workspace.root).args(["test", "--workspace", "--no-run"]))?;
     let mut suites = build_large(workspace)?;
+    let tested = match std::env::var_os(BINARY_VARIABLE) {
+        Some(binary) => binary,
+        None => build_binary(workspace)?.into(),
+    };
     let rank = |suite: &Suite| LONGEST_FIRST.iter().position(|name| suite.name == *name);
     suites.sort_by_key(|suite| rank(suite).unwrap_or(LONGEST_FIRST.len()));
     let mut others = cargo(&workspace.root);
     others.args(["test", "--workspace", "--no-fail-fast"]);
     suites.push(Suite { name: "cargo test --workspace".into(), command: others });
+    for suite in &mut suites {
+        suite.command.env(BINARY_VARIABLE, &tested);
+    }
     let failed = run_concurrently(suites)?;
-    failed.iter().for_each(|name| println!("failed: {name}"));
+    // Again, because the output of other suites may follow that of a failure.
+    failed.iter().for_each(|(name, failures)| println!("failed: {name}\n{failures}"));
     Ok(failed.is_empty())
 }
 
@@ -65,6 +79,16 @@ fn build_large(workspace: &Workspace) -> Result<Vec<Suite>, Error> {
     }
 }
 
+/// Builds the `xlaunch` that the suites test. Otherwise a test would build it, and its deadlines would include that.
+fn build_binary(workspace: &Workspace) -> Result<String, Error> {
+    let mut command = cargo(&workspace.root);
+    command.args(["build", "--release", "--package", "xlaunch", "--bin", "xlaunch"]);
+    let text = output(command.args(["--message-format", "json-render-diagnostics"]))?;
+    let messages = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let mut binaries = messages.filter_map(|message| message["executable"].as_str().map(ToOwned::to_owned));
+    binaries.next().ok_or_else(|| "cargo has not built `xlaunch`".into())
+}
+
 /// Returns the test program that a message of cargo announces.
 fn suite(message: &Value) -> Option<Suite> {
     let is_test = message["reason"] == "compiler-artifact" && message["profile"]["test"] == true;
@@ -76,15 +100,15 @@ fn suite(message: &Value) -> Option<Suite> {
     Some(Suite { name: message["target"]["name"].as_str()?.to_owned(), command })
 }
 
-/// Runs as many suites at a time as there are cores. Returns the names of those that fail.
-fn run_concurrently(suites: Vec<Suite>) -> Result<Vec<String>, Error> {
+/// Runs as many suites at a time as there are cores. Returns the names of those that fail, with what they say of it.
+fn run_concurrently(suites: Vec<Suite>) -> Result<Vec<(String, String)>, Error> {
     let waiting = Mutex::new(VecDeque::from(suites));
     let next = || waiting.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
-    let run_some = || -> Result<Vec<String>, std::io::Error> {
+    let run_some = || -> Result<Vec<(String, String)>, std::io::Error> {
         let mut failed = Vec::new();
         while let Some(mut suite) = next() {
-            if !run_one(&mut suite)? {
-                failed.push(suite.name);
+            if let Some(failures) = run_one(&mut suite)? {
+                failed.push((suite.name, failures));
             }
         }
         Ok(failed)
@@ -101,19 +125,26 @@ fn run_concurrently(suites: Vec<Suite>) -> Result<Vec<String>, Error> {
     Ok(failed)
 }
 
-/// Runs a suite and prints what it has written. Returns whether its tests pass.
-fn run_one(Suite { name, command }: &mut Suite) -> Result<bool, std::io::Error> {
+/// Runs a suite and prints what it has written. Returns the part about failures if a test fails.
+fn run_one(Suite { name, command }: &mut Suite) -> Result<Option<String>, std::io::Error> {
     println!("{name}: started");
     let begin = Instant::now();
     // A file, unlike a pipe, is not kept open by a process that a test has left behind.
     let written = tempfile::NamedTempFile::new()?;
     let file = written.as_file();
     let status = command.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file.try_clone()?).status()?;
-    let mut stdout = std::io::stdout().lock();
-    std::io::copy(&mut File::open(written.path())?, &mut stdout)?;
-    drop(stdout);
+    let output = std::fs::read(written.path())?;
+    std::io::stdout().write_all(&output)?;
     println!("{name}: {status}, {:.0} s", begin.elapsed().as_secs_f64());
-    Ok(status.success())
+    Ok((!status.success()).then(|| failures(&String::from_utf8_lossy(&output))))
+}
+
+/// Returns the list of failures that the harness of tests prints; the end of the output if there is none.
+fn failures(output: &str) -> String {
+    let lines: Vec<&str> = output.lines().collect();
+    let listed = lines.iter().position(|line| *line == "failures:");
+    let first = listed.unwrap_or(lines.len().saturating_sub(LAST_LINES));
+    lines[first..].join("\n")
 }
 
 #[cfg(test)]
@@ -130,11 +161,12 @@ mod tests {
             command.args(["-c", script]).current_dir(directory.path());
             Suite { name: name.into(), command }
         };
-        let suites =
-            vec![suite("a", "touch a; exit 1"), suite("b", "touch b"), suite("c", "touch c; kill -9 $$")];
-        let mut failed = run_concurrently(suites).unwrap();
+        let a = "touch a; printf 'running\\nfailures:\\n\\n---- x ----\\nno file\\n'; exit 1";
+        let c = "touch c; echo killed; kill -9 $$";
+        let mut failed = run_concurrently(vec![suite("a", a), suite("b", "touch b"), suite("c", c)]).unwrap();
         failed.sort();
-        assert_eq!(failed, ["a", "c"]);
+        let expected = [("a", "failures:\n\n---- x ----\nno file"), ("c", "killed")];
+        assert_eq!(failed, expected.map(|(name, failures)| (name.to_owned(), failures.to_owned())));
         assert!(["a", "b", "c"].iter().all(|name| directory.path().join(name).exists()));
     }
 

@@ -3,7 +3,8 @@
 //!
 //! Attacks on files, processes and sockets are in `hostile_actions.py`, which runs as the user; commands to the daemon
 //! are here. `XLAUNCH_TEST_SEED` sets another seed, `XLAUNCH_TEST_ACTIONS` the number of actions, and
-//! `XLAUNCH_TEST_MAX_DELAY_MS` how much longer a command of the honest user may take than without attacks.
+//! `XLAUNCH_TEST_MAX_DELAY_MS` how much longer a command of the honest user may take than without attacks. The default
+//! finds a daemon that waits for a hostile client, not one on a busy machine.
 
 #![expect(clippy::print_stdout, reason = "prints the seed that reproduces a failure")]
 
@@ -78,7 +79,7 @@ fn hostile_users_neither_harm_nor_delay_others() {
     let grown = siege.daemon_memory_kib().saturating_sub(memory);
     println!("memory of the daemon: {memory} KiB and {grown} KiB more");
     assert!(grown <= MAX_GROWTH_KIB, "{grown} KiB");
-    let most = Duration::from_millis(variable("XLAUNCH_TEST_MAX_DELAY_MS", 1000));
+    let most = Duration::from_millis(variable("XLAUNCH_TEST_MAX_DELAY_MS", 10_000));
     assert!(siege.longest_delay.0 <= most, "{:?}", siege.longest_delay);
     siege.clean_up();
 }
@@ -202,7 +203,8 @@ impl Siege {
 
     /// Starts the first job of each node.
     fn honest_job(&mut self) -> u64 {
-        let script = "echo honest; exec sleep 1000";
+        // Longer than the test takes on any machine.
+        let script = "echo honest; exec sleep 1000000";
         let [_, job] = [&self.calm, &self.node].map(|node| {
             let args = ["submit", "--", "sh", "-c", script];
             let output = Process::spawn(&mut self.client_of(node, HONEST, &args)).wait();
@@ -414,11 +416,7 @@ impl Siege {
             for job in &jobs {
                 assert_eq!(self.node.run(&["cancel", "--force", &job.to_string()]).code, 0);
             }
-            assert!(
-                start.elapsed() < Duration::from_secs(60),
-                "{jobs:?} go on: {}",
-                self.node.daemon().stderr()
-            );
+            assert!(start.elapsed() < HANG_TIMEOUT, "{jobs:?} go on: {}", self.node.daemon().stderr());
             jobs.is_empty().then_some(())
         });
     }
@@ -445,7 +443,7 @@ impl Siege {
         let start = Instant::now();
         wait_for("the end of hostile processes", || {
             let alive = survivors();
-            assert!(start.elapsed() < Duration::from_secs(10), "{alive:?}\n{self:?}");
+            assert!(start.elapsed() < HANG_TIMEOUT, "{alive:?}\n{self:?}");
             alive.is_empty().then_some(())
         });
     }
