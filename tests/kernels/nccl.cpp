@@ -187,6 +187,21 @@ int ncclReduceScatter(const char* from, char* to, size_t count, int type, int op
     return in_parts(*c, count, most, send, receive);
 }
 
+int ncclReduce(
+    const char* from, char* to, size_t count, int type, int operation, int root, Communicator* c, void*
+) {
+    size_t size = size_of(type);
+    bool receives = c->rank == root;
+    if (!can_add(type, operation)) return failed(INVALID_ARGUMENT, "only sums of bf16 and fp32");
+    if (Result bad = check(from, count * size, to, receives ? count * size : 0)) return bad;
+    return in_parts(
+        *c, count, CHUNK / size,
+        [&](size_t at, size_t now) { memcpy(c->shared->sent[c->rank], from + at * size, now * size); },
+        [&](size_t at, size_t now) {
+            if (receives) add(*c, 0, to + at * size, now, type);
+        });
+}
+
 int ncclAllGather(const char* from, char* to, size_t count, int type, Communicator* c, void*) {
     size_t bytes = count * size_of(type);
     if (Result bad = check(from, bytes, to, c->ranks * bytes)) return bad;

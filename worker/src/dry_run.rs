@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use xlaunch_comm::Local;
 use xlaunch_engine::{Backend, DType, PoolOptions};
-use xlaunch_spec::job::{CommSection, JobSpec, Recompute, Shard, SpecError};
+use xlaunch_spec::job::{JobSpec, Recompute, Shard, SpecError};
 
 use crate::bench::SkipAllReduce;
 use crate::error::Result;
@@ -98,7 +98,7 @@ fn memory_within(limit: Option<u64>, spec: &JobSpec, cuda: bool, ranks: usize) -
     let workspace = live();
     let shard = spec.shard(ranks, cuda, true);
     let layout = Layout::of_job(spec, &shape).map_err(SpecError::from)?;
-    let division = Division::new(spec, &layout, activations, 0, ranks, shard)?;
+    let division = Division::new(spec, &layout, activations, ranks - 1, ranks, shard);
     let model = Model::of_layout(&backend, &shape, layout, division.weights.clone())?;
     let model = model.with_job(spec);
     let weights = live() - workspace;
@@ -206,11 +206,8 @@ fn changes(way: Way, spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Vec<(St
     };
     let shard = spec.shard(ranks, cuda, true);
     let divides = |more| {
-        let comm = CommSection { shard: more, ..spec.comm.clone() };
-        let possible =
-            comm.check_ranks(ranks).is_ok() && comm.check_accumulate(spec.train.accumulate).is_ok();
         let wanted = (way == Way::Divide || more == Shard::Optimizer) && !spec.lora.is_on();
-        ranks > 1 && shard < more && possible && wanted
+        ranks > 1 && shard < more && wanted
     };
     let mut found = Vec::new();
     for (more, name) in [(Shard::Optimizer, "optimizer"), (Shard::Gradients, "gradients")] {
@@ -236,7 +233,7 @@ fn changes(way: Way, spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Vec<(St
     }
     // Micro-steps are added up in F32, so several may need more memory than one.
     let mut parts = 2;
-    while way == Way::Split && shard < Shard::Gradients && spec.train.batch.is_multiple_of(parts) {
+    while way == Way::Split && spec.train.batch.is_multiple_of(parts) {
         let (batch, accumulate) = (spec.train.batch / parts, spec.train.accumulate.saturating_mul(parts));
         let change = format!("train.batch = {batch}, train.accumulate = {accumulate}");
         found.push(changed(change, &|spec| {
@@ -359,9 +356,8 @@ mod tests {
         // Buckets of 25 MiB would hold several of its blocks, which then could not take turns.
         assert!(changes.contains(&"comm.shard = \"parameters\", comm.bucket_mb = 0.6"), "{changes:?}");
         assert!(all.windows(2).all(|pair| pair[1].memory.total() < pair[0].memory.total()));
-        // Sharding does not work with three ranks.
         let three = memory(&spec, true, 3).unwrap();
-        let three = savings(&spec, three, true, 3, LIBRARIES).unwrap();
-        assert!(three.iter().all(|saving| !saving.change.contains("shard")), "{three:?}");
+        let three = savings_on(Way::Divide, &spec, three, true, 3, LIBRARIES).unwrap();
+        assert!(three.iter().any(|saving| saving.change.contains("shard")), "{three:?}");
     }
 }

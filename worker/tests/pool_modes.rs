@@ -57,8 +57,7 @@ fn train(backend: BackendHandle, arch: Arch, exec: Exec) -> Trained {
         &rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap(),
     );
     let model = Model::new(&backend, &shape, &weights).unwrap();
-    let division =
-        Division::new(&spec, &model.layout, backend.activation_dtype(), 0, 1, Shard::None).unwrap();
+    let division = Division::new(&spec, &model.layout, backend.activation_dtype(), 0, 1, Shard::None);
     let optimizer = AdamW::new(&backend, &model, &weights, &division.sharding, &spec).unwrap();
     let stepper = Stepper::new(&backend, &model, &spec, &division, 1).unwrap();
     let evaluator = Evaluator::new(&backend, &model, &spec, &division).unwrap();

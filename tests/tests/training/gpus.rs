@@ -7,7 +7,8 @@ use xlaunch_tests::{Job, Process, build_nvml};
 
 xlaunch_harness::tests! {
     needs emulator::find_compiler:
-        dividing_a_model_changes_no_bit_on_gpus;
+        dividing_a_model_changes_no_bit_on_gpus,
+        three_gpus_divide_a_model_and_add_up_micro_steps;
 }
 
 /// A job, and the libraries of the emulated GPUs.
@@ -77,4 +78,22 @@ fn dividing_a_model_changes_no_bit_on_gpus() {
     };
     close(train("none"), 1e-5);
     close(gpus.train(&["launch.nproc=1", "train.batch=4"]).0, 1e-3);
+}
+
+/// The shards of three ranks are not equal, and gradients in slots are reduced in every micro-step.
+fn three_gpus_divide_a_model_and_add_up_micro_steps() {
+    let gpus = Gpus::new(3);
+    let train = |shard: &str| {
+        let shard = format!("comm.shard={shard}");
+        let steps = ["launch.nproc=3", "train.batch=1", "train.accumulate=2", "comm.bucket_mb=0.002"];
+        gpus.train(&[&steps[..], &[&shard]].concat()).0
+    };
+    let [none, optimizer, gradients, parameters] =
+        ["none", "optimizer", "gradients", "parameters"].map(train);
+    assert_eq!(gradients, parameters);
+    for divided in [&optimizer, &gradients] {
+        let pairs = divided.iter().zip(&none);
+        assert!(pairs.clone().all(|(a, b)| (a - b).abs() < 1e-3 * b), "{divided:?}, {none:?}");
+        assert!(divided.len() == 3 && divided[2] < divided[0], "{divided:?}");
+    }
 }

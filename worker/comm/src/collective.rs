@@ -60,8 +60,8 @@ pub enum Operation {
     /// An in-place sum over ranks of the elements (F32 or Bf16) of each bucket. Every rank ends with the same bytes.
     AllReduce { buckets: Vec<Lease>, dtype: DType },
     /// A sum like that of `AllReduce`, of which each rank gets one shard: the first lease of a bucket is cut into one
-    /// equal shard per rank, and shard `rank` is written to the second lease. The contents of the first lease are
-    /// unspecified afterwards. Requires at least two ranks.
+    /// shard per rank, and shard `rank` is written to the second lease. Shards are equal, except that the last one may
+    /// be longer. The contents of the first lease are unspecified afterwards. Requires at least two ranks.
     ReduceScatter { buckets: Vec<[Lease; 2]>, dtype: DType },
     /// Copies every rank's shard, the first lease of a bucket, to all ranks, into shard `rank` of the second lease.
     /// Requires at least two ranks.
@@ -71,18 +71,37 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// Panics unless the whole of each bucket has the length of one shard per rank: anything else is a bug of the
-    /// caller.
-    pub(crate) fn expect_shards(&self, world: usize) {
+    /// Panics unless each bucket can consist of one shard per rank: anything else is a bug of the caller.
+    pub(crate) fn expect_shards(&self, rank: usize, world: usize) {
         let (buckets, whole) = match self {
             Self::ReduceScatter { buckets, .. } => (buckets, 0),
             Self::AllGather { buckets } => (buckets, 1),
             Self::AllReduce { .. } | Self::Broadcast { .. } => return,
         };
         for bucket in buckets {
-            let (whole, shard) = (bucket[whole].bytes(), bucket[1 - whole].bytes());
-            assert!(world > 1 && whole == shard * world, "{whole} bytes in {world} shards of {shard}");
+            Shards::new(bucket[whole].bytes(), bucket[1 - whole].bytes(), rank, world);
         }
+    }
+}
+
+/// The shards of a bucket, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Shards {
+    /// Length of each rank's shard.
+    pub(crate) equal: usize,
+    /// Length of what the last rank's shard has after that.
+    pub(crate) rest: usize,
+}
+
+impl Shards {
+    /// Returns the shards of a bucket of `whole` bytes, of which rank `rank` has `own`.
+    pub(crate) fn new(whole: usize, own: usize, rank: usize, world: usize) -> Self {
+        let is_last = rank + 1 == world;
+        let others =
+            whole.checked_sub(own).filter(|others| world > 1 && (!is_last || others % (world - 1) == 0));
+        let equal = others.map(|others| if is_last { others / (world - 1) } else { own });
+        let found = equal.and_then(|equal| Some(Self { equal, rest: whole.checked_sub(equal * world)? }));
+        found.unwrap_or_else(|| panic!("{whole} bytes in {world} shards, {own} of rank {rank}"))
     }
 }
 

@@ -16,7 +16,7 @@ impl Collective for Local {
     }
 
     fn start(&mut self, operation: Operation) -> Result<()> {
-        operation.expect_shards(1);
+        operation.expect_shards(0, 1);
         Ok(())
     }
 

@@ -4,9 +4,9 @@
 //! arena, two buckets, two ranks:   | shard 0 | shard 1 |      shard 0      |      shard 1      |
 //! state of rank 1:                 | shard 1 |      shard 1      |
 //! ```
-//! A bucket is cut into one equal shard per rank. A rank stores its shards contiguously, in the order of the buckets,
-//! so that one kernel launch updates all of them. Buckets cover the arena without gaps, so the shard of a bucket that
-//! starts at `a` is stored at `a / world`.
+//! A bucket is cut into one shard per rank. They are equal, except that the last one also has what is left if the
+//! bucket is not a multiple of the number of ranks. A rank stores its shards contiguously, in the order of the buckets,
+//! so that one kernel launch updates all of them.
 
 use std::ops::Range;
 
@@ -16,25 +16,33 @@ use crate::bucket::Plan;
 #[derive(Clone, Debug)]
 pub struct Sharding {
     plan: Plan,
+    /// Elements that are never divided.
+    unit: usize,
     rank: usize,
     /// Shards per bucket: the world size, or 1 if every rank has all parameters.
     shards: usize,
+    /// Position at which this rank stores its shard of each bucket, and the end of the last one.
+    stored: Vec<usize>,
 }
 
 impl Sharding {
-    /// Gives every rank one shard of every bucket. The ends of all buckets must be multiples of `world`.
+    /// Gives every rank one shard of every bucket, in whole units of `unit` elements.
     ///
     /// # Panics
-    /// If an end of a bucket is not, or `rank` is not below `world`.
-    pub fn new(plan: Plan, rank: usize, world: usize) -> Self {
+    /// If `rank` is not below `world`.
+    pub fn new(plan: Plan, unit: usize, rank: usize, world: usize) -> Self {
         assert!(rank < world, "rank {rank} of {world}");
-        assert!(plan.buckets().iter().all(|bucket| bucket.end.is_multiple_of(world)), "{plan:?} for {world}");
-        Self { plan, rank, shards: world }
+        let mut sharding = Self { plan, unit, rank, shards: world, stored: vec![0] };
+        for bucket in sharding.plan.buckets() {
+            let end = sharding.stored[sharding.stored.len() - 1] + sharding.in_arena(bucket).len();
+            sharding.stored.push(end);
+        }
+        sharding
     }
 
     /// Makes every rank update all parameters.
     pub fn replicated(plan: Plan) -> Self {
-        Self::new(plan, 0, 1)
+        Self::new(plan, 1, 0, 1)
     }
 
     /// Returns whether a rank updates only a part of the parameters.
@@ -49,7 +57,7 @@ impl Sharding {
 
     /// Returns the number of elements that this rank updates.
     pub fn len(&self) -> usize {
-        self.arena_len() / self.shards
+        self.stored.last().copied().unwrap_or(0)
     }
 
     /// Returns whether there are no parameters.
@@ -62,16 +70,17 @@ impl Sharding {
         self.plan.buckets().last().map_or(0, |bucket| bucket.end)
     }
 
-    /// Returns the position at which this rank stores its shard of a bucket.
+    /// Returns the position at which this rank stores its shard of a bucket of the plan.
     pub fn in_shard(&self, bucket: &Range<usize>) -> Range<usize> {
-        bucket.start / self.shards..bucket.end / self.shards
+        let index = self.plan.buckets().partition_point(|other| other.start < bucket.start);
+        self.stored[index]..self.stored[index + 1]
     }
 
     /// Returns the position of this rank's shard of a bucket in the whole arena.
     pub fn in_arena(&self, bucket: &Range<usize>) -> Range<usize> {
-        let len = bucket.len() / self.shards;
+        let len = bucket.len() / (self.unit * self.shards) * self.unit;
         let start = bucket.start + self.rank * len;
-        start..start + len
+        start..if self.rank + 1 == self.shards { bucket.end } else { start + len }
     }
 
     /// Returns this rank's shards of `arena`, which holds one value for every `chunk` elements. Shards are multiples of
@@ -97,7 +106,7 @@ mod tests {
     fn shards_are_stored_contiguously_per_rank() {
         let plan = Plan::new(&[8, 24], 4, 4, 64, 32);
         assert_eq!(plan.buckets(), [0..8, 8..24]);
-        let sharding = Sharding::new(plan, 1, 2);
+        let sharding = Sharding::new(plan, 4, 1, 2);
         let places = [0..8, 8..24].map(|bucket| (sharding.in_arena(&bucket), sharding.in_shard(&bucket)));
         assert_eq!(places, [(4..8, 0..4), (16..24, 4..12)]);
         assert_eq!(sharding.len(), 12);
@@ -106,9 +115,21 @@ mod tests {
     }
 
     #[test]
+    fn last_shard_has_what_is_left() {
+        let plan = Plan::new(&[8, 40], 4, 4, 128, 32);
+        let places = |rank| {
+            let sharding = Sharding::new(plan.clone(), 4, rank, 3);
+            [0..8, 8..40].map(|bucket| (sharding.in_arena(&bucket), sharding.in_shard(&bucket)))
+        };
+        assert_eq!(places(0), [(0..0, 0..0), (8..16, 0..8)]);
+        assert_eq!(places(1), [(0..0, 0..0), (16..24, 0..8)]);
+        assert_eq!(places(2), [(0..8, 0..8), (24..40, 8..24)]);
+    }
+
+    #[test]
     fn replicated_and_sharded_arenas_are_told_apart() {
         let plan = Plan::new(&[8, 24], 4, 4, 64, 32);
-        let sharded = Sharding::new(plan.clone(), 0, 2);
+        let sharded = Sharding::new(plan.clone(), 4, 0, 2);
         assert!(sharded.is_sharded() && !sharded.is_empty());
         let replicated = Sharding::replicated(plan);
         assert!(!replicated.is_sharded());
@@ -119,30 +140,32 @@ mod tests {
     #[test]
     fn layout_depends_on_world_size_and_not_on_rank() {
         let plan = Plan::new(&[8, 24], 4, 4, 64, 32);
-        let layout = |rank, ranks| Sharding::new(plan.clone(), rank, ranks).layout();
+        let layout = |rank, ranks| Sharding::new(plan.clone(), 4, rank, ranks).layout();
         assert_eq!(layout(0, 2), layout(1, 2));
         assert_ne!(layout(0, 2), layout(0, 1));
         let other = Plan::new(&[16, 24], 4, 4, 64, 32);
-        assert_ne!(layout(0, 2), Sharding::new(other, 0, 2).layout());
+        assert_ne!(layout(0, 2), Sharding::new(other, 4, 0, 2).layout());
     }
 
     proptest! {
         #[test]
         fn every_element_is_in_exactly_one_shard(
             sizes in prop::collection::vec(1usize..9, 1..30),
-            ranks in 1usize..5,
+            ranks in 1usize..6,
+            unit in 1usize..4,
         ) {
-            let step = |end: &mut usize, size: &usize| { *end += size * ranks; Some(*end) };
+            let step = |end: &mut usize, size: &usize| { *end += size * unit; Some(*end) };
             let ends: Vec<usize> = sizes.iter().scan(0, step).collect();
-            let plan = Plan::new(&ends, ranks, 4, 60, 30);
+            let plan = Plan::new(&ends, unit, 4, 60, 30);
             let arena: Vec<usize> = (0..*ends.last().unwrap()).collect();
             let mut seen = vec![0; arena.len()];
             for rank in 0..ranks {
-                let sharding = Sharding::new(plan.clone(), rank, ranks);
+                let sharding = Sharding::new(plan.clone(), unit, rank, ranks);
                 let shard = sharding.shard_of(&arena, 1);
                 prop_assert_eq!(shard.len(), sharding.len());
                 for bucket in plan.buckets() {
                     let own: Vec<usize> = sharding.in_arena(bucket).collect();
+                    prop_assert!(own.first().is_none_or(|first| first.is_multiple_of(unit)));
                     prop_assert_eq!(&shard[sharding.in_shard(bucket)], own);
                 }
                 shard.iter().for_each(|element| seen[*element] += 1);

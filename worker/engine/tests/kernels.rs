@@ -156,7 +156,7 @@ fn in_two_threads<T: Send>(count: usize, run: impl Fn(usize) -> T + Sync) -> Vec
     })
 }
 
-/// Runs kernels that no case runs: casts in both directions, and marks.
+/// Runs kernels that no case runs: casts in both directions, sums, and marks.
 fn cast_and_mark(backend: &Backend) {
     let values = [0.0, 1.0, -2.5, 1.0 / 3.0, 1e-40, f32::MAX, f32::NEG_INFINITY];
     let len = values.len();
@@ -168,6 +168,10 @@ fn cast_and_mark(backend: &Backend) {
     let mut rounded = vec![0.0; len];
     backend.read_f32(y.all(), &mut rounded).unwrap();
     assert_eq!(rounded, values.map(to_bf16));
+    backend.run(AddTo { x: half.all(), y: y.all() }).unwrap();
+    backend.run(AddTo { x: x.all(), y: y.all() }).unwrap();
+    backend.read_f32(y.all(), &mut rounded).unwrap();
+    assert_eq!(rounded, values.map(|value| to_bf16(value) + to_bf16(value) + value));
 
     let marks = backend.open_marks().unwrap().unwrap();
     let seconds = backend.alloc(DType::F32, 1).unwrap();
@@ -219,8 +223,8 @@ fn gated_activations_in_gemms_match_the_cpu() {
         // one with a bias.
         assert_eq!(ran.count(), 2 * (selected(Precision::Bf16, GLU).len() - 1) - 1, "{tiling:?}");
         // The deepest case takes long.
-        same_bits_in_any_order(&backend, "rows: 130, inputs: 72, outputs: 528 }, glu", 20);
-        same_bits_in_any_order(&backend, "rows: 300, inputs: 456, outputs: 1040 }, glu", 4);
+        same_bits_in_any_order(&backend, "rows: 130, inputs: 72, outputs: 528 }, glu", 8);
+        same_bits_in_any_order(&backend, "rows: 300, inputs: 456, outputs: 1040 }, glu", 2);
     }
 }
 
@@ -298,7 +302,7 @@ fn results_do_not_depend_on_the_order_of_threads() {
         "add scaled 10007",
     ];
     for part in parts {
-        same_bits_in_any_order(&backend, part, 10);
+        same_bits_in_any_order(&backend, part, 6);
     }
 }
 

@@ -112,7 +112,7 @@ mod tests {
                 let mut seen = vec![0; len];
                 for rank in 0..world {
                     let sharding = if sharded {
-    Sharding::new(plan.clone(), rank, world)
+    Sharding::new(plan.clone(), 1, rank, world)
     } else {
     Sharding::replicated(plan.clone())
     };

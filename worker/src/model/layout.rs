@@ -10,14 +10,14 @@
 use std::ops::{Deref, Range};
 
 use xlaunch_engine::DECAY_CHUNK;
-use xlaunch_spec::job::{Invalid, JobSpec, Layer, LoraSection, MAX_SHARDS, Module};
+use xlaunch_spec::job::{EQUAL_SHARDS, Invalid, JobSpec, Layer, LoraSection, Module};
 use xlaunch_spec::model::{ModelShape, NormKind, NormPlace, Parallel, Positions, QkNorm};
 
 /// Alignment, in elements, of parameters and of the buckets into which large ones are cut. It aligns rows for tensor
 /// cores in both element types, prevents a decay flag from covering two parameters, and makes every shard of a bucket a
-/// whole number of decay flags. A gap is shorter than this and ends where a parameter starts, so it is never in two
-/// buckets.
-pub const ALIGN: usize = DECAY_CHUNK * MAX_SHARDS;
+/// whole number of decay flags on 2, 4 and 8 ranks. A gap is shorter than this and ends where a parameter starts, so it
+/// is never in two buckets.
+pub const ALIGN: usize = DECAY_CHUNK * EQUAL_SHARDS;
 
 /// Maximum number of elements in a [`Part`]: at least a millisecond of work; even, as normal numbers are drawn in
 /// pairs.

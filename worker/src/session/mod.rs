@@ -169,7 +169,7 @@ fn division(context: &Context<'_>, layout: &Layout, activations: DType) -> Resul
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
     let (cuda, shared) = (environment.device != Device::Cpu, environment.is_shared());
     let shard = spec.shard(world, cuda, shared);
-    let division = Division::new(spec, layout, activations, rank, world, shard)?;
+    let division = Division::new(spec, layout, activations, rank, world, shard);
     if division.sharding.is_sharded() && !shared {
         Err(WorkerError::NotShared { writers: environment.writers, world: environment.world_size.0 })
     } else {

@@ -3,10 +3,9 @@
 use std::ops::Range;
 
 use xlaunch_comm::{Sharding, Slots, bucket};
-use xlaunch_engine::DType;
-use xlaunch_spec::job::{JobSpec, Shard, SpecError, WireDtype};
+use xlaunch_engine::{DECAY_CHUNK, DType};
+use xlaunch_spec::job::{JobSpec, Shard, WireDtype};
 
-use crate::error::Result;
 use crate::model::layout::{ALIGN, Layout};
 
 /// Size limit of the first bucket, unless the general limit is smaller: a small bucket lets communication start early
@@ -27,9 +26,6 @@ pub struct Division {
 impl Division {
     /// Divides the trained parameters of a job with this layout among `ranks` ranks, as `shard` says. The buckets do
     /// not depend on `shard`, so the order in which gradients are summed does not either.
-    ///
-    /// # Errors
-    /// If the job cannot be divided among this number of ranks.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -42,20 +38,19 @@ impl Division {
         rank: usize,
         ranks: usize,
         shard: Shard,
-    ) -> Result<Self> {
-        spec.comm.check_ranks(ranks).map_err(SpecError::from)?;
+    ) -> Self {
         let cap = (spec.comm.bucket_mb * f64::from(1 << 20)) as usize;
         let size = wire_dtype(spec, activations).size();
         let plan = bucket::Plan::new(&layout.trained().ends(), ALIGN, size, cap, FIRST_BUCKET_BYTES);
         let slots = (shard >= Shard::Gradients).then(|| Slots::shared(&plan, &parts(layout), &layout.kept()));
-        Ok(Self {
+        Self {
             weights: slots.clone().filter(|_| shard >= Shard::Parameters),
             gradients: slots,
             sharding: match shard {
                 Shard::Auto | Shard::None => Sharding::replicated(plan),
-                _ => Sharding::new(plan, rank, ranks),
+                _ => Sharding::new(plan, DECAY_CHUNK, rank, ranks),
             },
-        })
+        }
     }
 
     /// Returns the value of `comm.shard` that describes the division; empty if nothing is divided.
@@ -96,9 +91,8 @@ mod tests {
             let layout = Layout::new(shape);
             for (bucket_mb, cap) in [(25.0, 25 << 20), (0.7, 734_003)] {
                 spec.comm.bucket_mb = bucket_mb;
-                let division = |ranks, shard| {
-                    Division::new(&spec, &layout, DType::F32, ranks - 1, ranks, shard).unwrap()
-                };
+                let division =
+                    |ranks, shard| Division::new(&spec, &layout, DType::F32, ranks - 1, ranks, shard);
                 let expected = division(3, Shard::None).sharding;
                 let buckets = expected.plan().buckets();
                 for bucket in buckets {
@@ -109,7 +103,12 @@ mod tests {
                     let holds = |bucket: &Range<usize>| bucket.start <= gap.start && gap.end <= bucket.end;
                     assert!(buckets.iter().any(holds), "{name}: {gap:?}");
                 }
-                for (ranks, shard) in [(2, Shard::Optimizer), (4, Shard::Gradients), (8, Shard::Parameters)] {
+                for (ranks, shard) in [
+                    (2, Shard::Optimizer),
+                    (3, Shard::Optimizer),
+                    (4, Shard::Gradients),
+                    (16, Shard::Parameters),
+                ] {
                     let division = division(ranks, shard);
                     assert_eq!(division.sharding.plan(), expected.plan(), "{name}");
                     for slots in [division.gradients, division.weights].into_iter().flatten() {

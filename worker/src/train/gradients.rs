@@ -4,17 +4,18 @@
 //!               one micro-step              several micro-steps, reduced in bf16
 //! replicated:   arena (reduced in place)    arena (F32) -> rounded (reduced in place)
 //! sharded:      arena -> shard              arena (F32) -> rounded -> shard
+//! in slots:     arena -> shard              arena -> shard -> sum (F32), in every micro-step
 //! ```
 //! With `comm.shard = "gradients"` or `"parameters"` the arena has [`Slots`] for the buckets of only a few blocks: a
 //! bucket is reduced as soon as it is written, and another one reuses its memory.
 //!
-//! Micro-steps are added up in F32, because bf16 would lose most of the contribution of the later ones. Only their sum
-//! is rounded, once, and only if it is sent to other ranks.
+//! Micro-steps are added up in F32, because bf16 would lose most of the contribution of the later ones. Without slots,
+//! only their sum is rounded, once, and only if it is sent to other ranks.
 
 use std::ops::Range;
 
 use xlaunch_comm::{Collective, Operation, Sharding, Slots, Wait, Write};
-use xlaunch_engine::{Cast, DType, Tensor};
+use xlaunch_engine::{Accumulate, AddTo, Cast, DType, Tensor};
 
 use super::division::Division;
 use crate::error::Result;
@@ -35,11 +36,15 @@ pub struct Gradients {
     rounded: Option<Tensor>,
     /// This rank's shard of the reduced gradients; `None` without sharding.
     shard: Option<Tensor>,
+    /// Sum of the shards of several micro-steps; `None` if they are added up before the reduction.
+    sum: Option<Tensor>,
+    /// Reductions of every gradient in a step.
+    reductions: usize,
 }
 
 impl Gradients {
-    /// Creates zero gradients of `layout`, to be reduced over `world` ranks in the element type `wire`. If gradients
-    /// are divided among the ranks, there must be a single micro-step.
+    /// Creates zero gradients of `layout`, to be reduced over `world` ranks in the element type `wire`, of steps with
+    /// `accumulate` micro-steps.
     pub fn new(
         backend: &BackendHandle,
         layout: &Layout,
@@ -49,7 +54,8 @@ impl Gradients {
         world: usize,
     ) -> Result<Self> {
         let Division { sharding, gradients: slots, .. } = division;
-        let own = if accumulate == 1 { wire } else { DType::F32 };
+        let reductions = if slots.is_some() { accumulate } else { 1 };
+        let own = if accumulate == reductions { wire } else { DType::F32 };
         let len = slots.as_ref().map_or(sharding.arena_len(), Slots::len);
         let rounds = own != wire && world > 1;
         let arena =
@@ -61,6 +67,10 @@ impl Gradients {
                 .is_sharded()
                 .then(|| backend.alloc_collective(wire, sharding.len()))
                 .transpose()?,
+            sum: (reductions > 1)
+                .then(|| backend.alloc_persistent(DType::F32, sharding.len()))
+                .transpose()?,
+            reductions,
             writes: slots.as_ref().map_or_else(Vec::new, |slots| slots.writes(&layout.backward_parts())),
             slots: slots.clone(),
             gaps: layout.trained().gaps(),
@@ -80,6 +90,11 @@ impl Gradients {
         GradientArena { tensor: &self.arena, slots: self.slots.as_ref() }
     }
 
+    /// Returns how a backward pass writes the arena in a micro-step with this place in a step.
+    pub fn accumulation(&self, acc: Accumulate) -> Accumulate {
+        if self.sum.is_some() { Accumulate::Overwrite } else { acc }
+    }
+
     /// Makes room for a part of a backward pass.
     pub fn begin_part(&self, part: usize, collective: &mut dyn Collective) -> Result<()> {
         let Some(write) = self.writes.get(part) else { return Ok(()) };
@@ -96,7 +111,8 @@ impl Gradients {
         Ok(())
     }
 
-    /// Starts the all-reduce or reduce-scatter of several buckets together, after the last micro-step has written them.
+    /// Starts the all-reduce or reduce-scatter of several buckets together, after the last micro-step has written them,
+    /// or after each one if it [is to be reduced](Self::reduces).
     pub fn reduce(&self, buckets: &[Range<usize>], collective: &mut dyn Collective) -> Result<()> {
         if buckets.is_empty() {
             return Ok(());
@@ -120,9 +136,25 @@ impl Gradients {
         })?)
     }
 
+    /// Returns whether a micro-step is to be reduced, which for the last one is always the case.
+    pub fn reduces(&self, is_last: bool) -> bool {
+        is_last || self.sum.is_some()
+    }
+
+    /// Adds the reduced gradients of a micro-step to the sum, or begins the sum with them.
+    pub fn end_micro_step(&self, acc: Accumulate, collective: &mut dyn Collective) -> Result<()> {
+        let (Some(shard), Some(sum)) = (&self.shard, &self.sum) else { return Ok(()) };
+        collective.wait(Wait::All)?;
+        let (x, y) = (shard.all(), sum.all());
+        Ok(match acc {
+            Accumulate::Overwrite => self.backend.run(Cast { x, y }),
+            Accumulate::Add => self.backend.run(AddTo { x, y }),
+        }?)
+    }
+
     /// Returns the input of the optimizer when all buckets are reduced: all gradients, or this rank's shard.
     pub fn reduced(&self) -> &Tensor {
-        self.shard.as_ref().unwrap_or(self.sent())
+        self.sum.as_ref().or(self.shard.as_ref()).unwrap_or(self.sent())
     }
 
     /// Returns the buffers that are lent to collectives.
@@ -132,7 +164,7 @@ impl Gradients {
 
     /// Returns the number of bytes that this rank contributes to the reduction of a step.
     pub fn bytes(&self) -> u64 {
-        (self.sharding.arena_len() * self.sent().dtype().size()) as u64
+        (self.sharding.arena_len() * self.sent().dtype().size() * self.reductions) as u64
     }
 
     /// Returns whether a bucket has to be reduced as soon as it is written.

@@ -14,8 +14,9 @@
 //! compute stream: forward . . . . , backward ------> wait . grad norm .                      . AdamW . read back
 //! comm stream:    gather n . ... . 0     reduce-scatter ^              loss, flags and norm ^
 //! ```
-//! With sharded gradients, backward also waits for the reduce-scatters whose memory it reuses. With sharded parameters,
-//! both passes gather parameters block by block, one block ahead (see [`xlaunch_comm::Slots`]).
+//! With sharded gradients, every micro-step is reduced, and backward waits for the reduce-scatters whose memory it
+//! reuses. With sharded parameters, both passes gather parameters block by block, one block ahead (see
+//! [`xlaunch_comm::Slots`]).
 //!
 //! All data that changes from step to step (tokens, targets, flags, the optimizer's scalars) is written to device
 //! memory before the work that reads it is enqueued, so the work itself can be captured and replayed: see [`Replay`].
@@ -281,33 +282,43 @@ impl Stepper {
             Ok(())
         };
         let acts = model.forward_with_gathers(rows, self.batch.tokens(), || next_part(collective))?;
-        let head = LossGradients { scale, grads: self.gradients.arena(), acc };
+        let written = self.gradients.accumulation(acc);
+        let head = LossGradients { scale, grads: self.gradients.arena(), acc: written };
         let dy = model.loss_and_gradients(&acts, self.batch.targets(), self.losses.all(), head)?;
         model.scaled_loss(&self.losses, scale, self.results.slice(slot::LOSS..slot::LOSS + 1), acc)?;
         drop(forward);
         let _backward = trace::span(Phase::Backward);
         let mut buckets = bucket::ReduceProgress::new(self.sharding.plan());
         let (at_once, end) = (self.overlap || self.gradients.reduces_at_once(), model.layout.trained().len);
-        let mut written = 0..;
-        model.backward(acts, dy, self.batch.tokens(), self.gradients.arena(), acc, |progress| {
-            match progress {
-                Progress::NextPart => {
-                    next_part(collective)?;
-                    self.gradients.begin_part(written.next().unwrap_or(0), collective)?;
-                }
-                Progress::Finished(finished) if last && (at_once || finished == end) => {
-                    let mut written: Vec<_> = buckets.written_up_to(finished).collect();
-                    if written.is_empty() {
-                        return Ok(());
+        let mut begun = 0..;
+        let reduces = self.gradients.reduces(last);
+        model.backward(
+            acts,
+            dy,
+            self.batch.tokens(),
+            self.gradients.arena(),
+            written,
+            |progress| -> Result<()> {
+                match progress {
+                    Progress::NextPart => {
+                        next_part(collective)?;
+                        self.gradients.begin_part(begun.next().unwrap_or(0), collective)?;
                     }
-                    written.retain(|_| !fail::skips(Place::Reduce));
-                    self.gradients.reduce(&written, collective)?;
-                    fail::at(Place::Backward);
+                    Progress::Finished(finished) if reduces && (at_once || finished == end) => {
+                        let mut written: Vec<_> = buckets.written_up_to(finished).collect();
+                        if written.is_empty() {
+                            return Ok(());
+                        }
+                        written.retain(|_| !fail::skips(Place::Reduce));
+                        self.gradients.reduce(&written, collective)?;
+                        fail::at(Place::Backward);
+                    }
+                    Progress::Finished(_) => {}
                 }
-                Progress::Finished(_) => {}
-            }
-            Ok(())
-        })
+                Ok(())
+            },
+        )?;
+        self.gradients.end_micro_step(acc, collective)
     }
 
     /// Waits for the reduced gradients after the last micro-step, and runs the optimizer.

@@ -74,7 +74,7 @@ impl Rank {
         let threads = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
         let weights = init::weights(&Layout::new(&shape), 7, &threads);
         let (shard, layout) = (spec.shard(world, false, true), Layout::new(&shape));
-        let division = Division::new(spec, &layout, backend.activation_dtype(), rank, world, shard).unwrap();
+        let division = Division::new(spec, &layout, backend.activation_dtype(), rank, world, shard);
         let model = Model::with_slots(&backend, &shape, division.weights.clone()).unwrap();
         model.write_weights(0, &weights).unwrap();
         let optimizer = AdamW::new(&backend, &model, &weights, &division.sharding, spec).unwrap();

@@ -5,11 +5,9 @@ use std::fmt;
 use serde::de::{self, Deserializer, IntoDeserializer, Visitor};
 use serde::{Deserialize, Serialize};
 
-use crate::invalid::Invalid;
-
-/// Maximum number of ranks over which a job can be sharded. Parameters are aligned in the arena so that every bucket
-/// can be cut into this many equal shards.
-pub const MAX_SHARDS: usize = 8;
+/// Number of ranks of a node with the most GPUs in use. Parameters are aligned in the arena so that every bucket can be
+/// cut into this many equal shards; with other numbers of ranks, the last shard of a bucket is longer.
+pub const EQUAL_SHARDS: usize = 8;
 
 /// Communication of gradients and parameters between ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -25,7 +23,8 @@ pub struct CommSection {
     /// All-reduce buckets while backward is still running, and all-gather sharded parameters while forward is running.
     /// Turn it off only to measure its effect.
     pub overlap: bool,
-    /// State that is sharded over the ranks instead of being replicated. All values but "none" need 1, 2, 4 or 8 ranks.
+    /// State that is sharded over the ranks instead of being replicated. Shards are equal on 2, 4 and 8 ranks; on other
+    /// numbers of ranks, the last one has up to 64 elements per rank and bucket more.
     #[serde(alias = "shard_optimizer", deserialize_with = "shard_or_flag")]
     pub shard: Shard,
     /// Register buffers with NCCL as symmetric memory windows, so that GPUs access each other's memory directly. Needs
@@ -52,49 +51,25 @@ pub enum Shard {
     None,
     /// The optimizer state (ZeRO stage 1): each rank updates a part of the parameters and all-gathers the rest.
     Optimizer,
-    /// The optimizer state and the gradients (ZeRO stage 2): gradients of a few blocks are in memory at a time. Not
-    /// supported with `train.accumulate`.
+    /// The optimizer state and the gradients (ZeRO stage 2): gradients of a few blocks are in memory at a time. With
+    /// `train.accumulate`, they are reduced in every micro-step, and each rank adds up its shard.
     Gradients,
     /// The optimizer state, the gradients and the parameters (ZeRO stage 3, FSDP): parameters of two blocks are in
-    /// memory at a time, gathered before forward and again before backward. Embeddings and head are not sharded. Not
-    /// supported with `train.accumulate`, and no text is sampled.
+    /// memory at a time, gathered before forward and again before backward. Embeddings and head are not sharded. No
+    /// text is sampled.
     Parameters,
 }
 
 impl CommSection {
     /// Returns the state that this many ranks shard, with or without a shared directory; never `Auto`.
     pub fn shard(&self, ranks: usize, cuda: bool, share_directory: bool) -> Shard {
-        let shards = cuda && share_directory && ranks > 1 && MAX_SHARDS.is_multiple_of(ranks);
+        let shards = cuda && share_directory && ranks > 1 && EQUAL_SHARDS.is_multiple_of(ranks);
         match self.shard {
             Shard::Auto if shards => Shard::Optimizer,
             Shard::Auto => Shard::None,
             _ if ranks == 1 => Shard::None,
             chosen => chosen,
         }
-    }
-
-    /// Checks that the state can be sharded over this many ranks.
-    pub fn check_ranks(&self, ranks: usize) -> Result<(), Invalid> {
-        if self.shard >= Shard::Optimizer && (ranks == 0 || !MAX_SHARDS.is_multiple_of(ranks)) {
-            return Err(Invalid::new(
-                "comm.shard",
-                format!("{ranks} ranks cannot be given equal parts"),
-                "1, 2, 4 or 8 ranks, or \"none\"".into(),
-            ));
-        }
-        Ok(())
-    }
-
-    /// Checks that the sharding supports this number of micro-steps.
-    pub fn check_accumulate(&self, accumulate: usize) -> Result<(), Invalid> {
-        if self.shard >= Shard::Gradients && accumulate > 1 {
-            return Err(Invalid::new(
-                "comm.shard",
-                format!("gradients cannot be divided with train.accumulate = {accumulate}"),
-                "train.accumulate = 1, or comm.shard = \"optimizer\"".into(),
-            ));
-        }
-        Ok(())
     }
 }
 

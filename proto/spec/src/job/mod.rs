@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::ids::Digest;
 pub use crate::invalid::Invalid;
 use crate::model::ModelSection;
-pub use comm::{CommSection, MAX_SHARDS, Shard, WireDtype};
+pub use comm::{CommSection, EQUAL_SHARDS, Shard, WireDtype};
 pub use lora::{Layer, LoraSection, Module};
 pub use sections::{
     AdjustLr, CheckpointSection, DataSection, Device, DoctorMode, DocumentMode, EngineSection, Exec,
@@ -77,7 +77,6 @@ impl JobSpec {
         at_least_1("train.batch", train.batch)?;
         at_least_1("train.accumulate", train.accumulate)?;
         at_least_1("train.eval_batches", train.eval_batches)?;
-        self.comm.check_accumulate(train.accumulate)?;
         at_least_1("data.train", self.data.train.len())?;
         self.lora.check(self)?;
         self.check_model()?;
@@ -85,9 +84,6 @@ impl JobSpec {
         positive_in_fp32("train.eps", train.eps)?;
         self.check_muon()?;
         positive("comm.bucket_mb", self.comm.bucket_mb)?;
-        if let Some(ranks) = self.launch.nproc {
-            self.comm.check_ranks(ranks as usize)?;
-        }
         positive("launch.join_timeout", self.launch.join_timeout)?;
         within("launch.join_timeout", self.launch.join_timeout, 0.0, 86_400.0)?;
         within("launch.restart_window", self.launch.restart_window, 0.0, 1e9)?;
@@ -322,13 +318,6 @@ mod tests {
             s.engine.device = Device::Cpu;
         };
         assert_eq!(key(bf16_on_cpu), "comm.dtype");
-        let sharded_by_three = |s: &mut JobSpec| {
-            s.comm.shard = Shard::Optimizer;
-            s.launch.nproc = Some(3);
-        };
-        assert_eq!(key(sharded_by_three), "comm.shard");
-        let divided_sums = |s: &mut JobSpec| (s.comm.shard, s.train.accumulate) = (Shard::Gradients, 2);
-        assert_eq!(key(divided_sums), "comm.shard");
         assert_eq!(key(|s| s.train.beta2 = 1.0), "train.beta2");
         assert_eq!(key(|s| s.muon.momentum = 1.0), "muon.momentum");
         assert_eq!(key(|s| s.muon.lr = 0.0), "muon.lr");

@@ -36,6 +36,16 @@ pub(super) struct Library {
         ncclComm_t,
         *mut c_void,
     ) -> ncclResult_t,
+    pub(super) reduce: unsafe extern "C" fn(
+        *const c_void,
+        *mut c_void,
+        usize,
+        ncclDataType_t,
+        ncclRedOp_t,
+        c_int,
+        ncclComm_t,
+        *mut c_void,
+    ) -> ncclResult_t,
     pub(super) all_gather: unsafe extern "C" fn(
         *const c_void,
         *mut c_void,
@@ -129,6 +139,7 @@ impl Library {
             comm_init_rank: function!(b"ncclCommInitRank\0"),
             all_reduce: function!(b"ncclAllReduce\0"),
             reduce_scatter: function!(b"ncclReduceScatter\0"),
+            reduce: function!(b"ncclReduce\0"),
             all_gather: function!(b"ncclAllGather\0"),
             broadcast: function!(b"ncclBroadcast\0"),
             group_start: function!(b"ncclGroupStart\0"),
@@ -173,7 +184,7 @@ impl Library {
     }
 }
 
-fn has_failed(result: ncclResult_t) -> bool {
+pub(super) fn has_failed(result: ncclResult_t) -> bool {
     !matches!(result, ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress)
 }
 

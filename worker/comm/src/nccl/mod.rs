@@ -25,7 +25,7 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, sys::CUeve
 use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId};
 use xlaunch_pool::{DType, Lease, Space};
 
-use crate::collective::{AbortHandle, Collective, CommError, Operation, Result, Wait};
+use crate::collective::{AbortHandle, Collective, CommError, Operation, Result, Shards, Wait};
 use communicator::Communicator;
 use library::Library;
 use windows::Windows;
@@ -220,9 +220,10 @@ impl Collective for Nccl {
     }
 
     fn start(&mut self, operation: Operation) -> Result<()> {
-        operation.expect_shards(self.world);
+        operation.expect_shards(self.rank, self.world);
         let (stream, sum) = (self.stream.cu_stream().cast(), ncclRedOp_t::ncclSum);
         let bytes = ncclDataType_t::ncclUint8;
+        let (rank, world, last) = (self.rank, self.world, communicator::int(self.world - 1));
         match operation {
             Operation::AllReduce { buckets, dtype } => {
                 let kind = data_type(dtype);
@@ -237,10 +238,20 @@ impl Collective for Nccl {
             Operation::ReduceScatter { buckets, dtype } => {
                 let (kind, what) = (data_type(dtype), "failed to start a reduce-scatter");
                 let group = self.enqueue_with_event(what, buckets, |library, comm, [from, into]| {
-                    let (from, into, count) = (address(from), address(into), into.bytes() / dtype.size());
+                    let Shards { equal, rest } = Shards::new(from.bytes(), into.bytes(), rank, world);
+                    let (from, into) = (address(from), address(into));
+                    let [count, others] = [equal, rest].map(|bytes| bytes / dtype.size());
                     // SAFETY: as above; `into` has `count` elements, `from` has `count` per rank, and two leases never
                     // overlap.
-                    unsafe { (library.reduce_scatter)(from, into, count, kind, sum, comm, stream) }
+                    let equal_shards =
+                        || unsafe { (library.reduce_scatter)(from, into, count, kind, sum, comm, stream) };
+                    // SAFETY: as above; after that, both have `others` elements on the last rank, and `from` on all;
+                    // NCCL does not use `into` on other ranks.
+                    let rest = || unsafe {
+                        let (from, into) = (from.byte_add(equal * world), into.byte_add(equal));
+                        (library.reduce)(from, into, others, kind, sum, last, comm, stream)
+                    };
+                    both((count > 0).then_some(equal_shards), (others > 0).then_some(rest))
                 })?;
                 self.pending_scatters.push_back(group);
                 Ok(())
@@ -248,9 +259,17 @@ impl Collective for Nccl {
             Operation::AllGather { buckets } => {
                 let what = "failed to start an all-gather";
                 let group = self.enqueue_with_event(what, buckets, |library, comm, [from, into]| {
-                    let (from, into, count) = (address(from), address(into), from.bytes());
+                    let Shards { equal, rest } = Shards::new(into.bytes(), from.bytes(), rank, world);
+                    let (from, into) = (address(from), address(into));
                     // SAFETY: as in a reduce-scatter, with bytes as elements and the roles of the two swapped.
-                    unsafe { (library.all_gather)(from, into, count, bytes, comm, stream) }
+                    let equal_shards =
+                        || unsafe { (library.all_gather)(from, into, equal, bytes, comm, stream) };
+                    // SAFETY: as above.
+                    let others = || unsafe {
+                        let (from, into) = (from.byte_add(equal), into.byte_add(equal * world));
+                        (library.broadcast)(from, into, rest, bytes, last, comm, stream)
+                    };
+                    both((equal > 0).then_some(equal_shards), (rest > 0).then_some(others))
                 })?;
                 self.pending_gathers.push_back(group);
                 Ok(())
@@ -297,6 +316,15 @@ impl Collective for Nccl {
         let windows = &mut self.windows;
         self.communicator.close(|library, comm| windows.deregister(library, comm))
     }
+}
+
+/// Makes up to two calls, the second one only if the first does not fail.
+fn both(
+    first: Option<impl FnOnce() -> ncclResult_t>,
+    second: Option<impl FnOnce() -> ncclResult_t>,
+) -> ncclResult_t {
+    let result = first.map_or(ncclResult_t::ncclSuccess, |call| call());
+    if library::has_failed(result) { result } else { second.map_or(result, |call| call()) }
 }
 
 /// Creates an event for ordering streams. As CUDA recommends for that, it has no timing, which makes waits fastest.

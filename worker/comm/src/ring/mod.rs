@@ -159,7 +159,7 @@ impl Collective for Ring {
     }
 
     fn start(&mut self, operation: Operation) -> Result<()> {
-        operation.expect_shards(self.world);
+        operation.expect_shards(self.rank, self.world);
         let (count, pending) = match &operation {
             Operation::AllReduce { buckets, .. } => (buckets.len(), None),
             Operation::ReduceScatter { buckets, .. } => (buckets.len(), Some(&mut self.scatters)),

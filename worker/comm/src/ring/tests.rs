@@ -256,12 +256,38 @@ fn sharded_collectives_fail_after_peer_death_and_abort() {
 }
 
 #[test]
-#[should_panic(expected = "700 bytes in 2 shards of 400")]
-fn unequal_shards_panic() {
+fn shards_of_unequal_length_are_summed_and_gathered() {
+    for (world, equal, rest) in [(2, 3, 2), (3, 2, 4), (3, 0, 5), (4, 64, 1)] {
+        let len = world * equal + rest;
+        let results = on_ring(world, false, |mut ring| {
+            let rank = ring.rank();
+            let own = if rank + 1 == world { equal + rest } else { equal };
+            let pool = Pool::host(Mode::On);
+            let [summed, shard, gathered] =
+                [len, own, len].map(|elements| pool.alloc::<u8>(4 * elements).unwrap());
+            let values = |index| ((rank + 1) * (index + 1)) as f32;
+            fill(&summed, &(0..len).flat_map(|index| values(index).to_ne_bytes()).collect::<Vec<_>>());
+            let pair = [summed.lease(0..4 * len), shard.lease(0..4 * own)];
+            ring.run(Operation::ReduceScatter { buckets: vec![pair], dtype: DType::F32 }).unwrap();
+            let pair = [shard.lease(0..4 * own), gathered.lease(0..4 * len)];
+            ring.run(Operation::AllGather { buckets: vec![pair] }).unwrap();
+            let found = contents(&gathered);
+            ring.finalize().unwrap();
+            found
+        });
+        let ranks = world * (world + 1) / 2;
+        let expected: Vec<u8> = (1..=len).flat_map(|index| ((ranks * index) as f32).to_ne_bytes()).collect();
+        assert!(results.iter().all(|found| *found == expected), "{world} ranks, {equal} and {rest}");
+    }
+}
+
+#[test]
+#[should_panic(expected = "700 bytes in 2 shards, 400 of rank 0")]
+fn shard_longer_than_that_of_the_last_rank_panics() {
     let pool = Pool::host(Mode::On);
     let (whole, own) = (pool.alloc::<u8>(700).unwrap(), pool.alloc::<u8>(400).unwrap());
     let buckets = vec![[own.lease(0..400), whole.lease(0..700)]];
-    Operation::AllGather { buckets }.expect_shards(2);
+    Operation::AllGather { buckets }.expect_shards(0, 2);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use xlaunch_pool::{DType, Lease, Space};
 
 use super::announcement::{self, Announcement, Kind};
 use super::wire::{Side, Socket, exchange};
-use crate::collective::{CommError, Operation, Result};
+use crate::collective::{CommError, Operation, Result, Shards};
 
 /// Work for the comm thread.
 pub(super) enum Job {
@@ -81,33 +81,39 @@ impl Worker {
     fn all_reduce(&mut self, mut lease: Lease, dtype: DType) -> Result<()> {
         let bytes = host_bytes(&mut lease);
         self.announce(Kind::AllReduce, bytes.len())?;
-        self.reduce_scatter_chunks(bytes, dtype)?;
-        self.all_gather_chunks(bytes, dtype.size())
+        let chunks = self.even_chunks(bytes.len(), dtype.size());
+        self.reduce_scatter_chunks(bytes, &chunks, dtype)?;
+        self.all_gather_chunks(bytes, &chunks)
     }
 
     fn reduce_scatter(&mut self, mut from: Lease, mut into: Lease, dtype: DType) -> Result<()> {
         let (bytes, own) = (host_bytes(&mut from), host_bytes(&mut into));
         self.announce(Kind::ReduceScatter, bytes.len())?;
-        self.reduce_scatter_chunks(bytes, dtype)?;
-        own.copy_from_slice(&bytes[self.chunk(bytes.len(), dtype.size(), self.rank)]);
+        let shards = self.shards(bytes.len(), own.len());
+        self.reduce_scatter_chunks(bytes, &shards, dtype)?;
+        own.copy_from_slice(&bytes[shards[self.rank].clone()]);
         Ok(())
     }
 
     fn all_gather(&mut self, mut from: Lease, mut into: Lease) -> Result<()> {
         let (own, bytes) = (host_bytes(&mut from), host_bytes(&mut into));
         self.announce(Kind::AllGather, bytes.len())?;
-        let shard = self.chunk(bytes.len(), 1, self.rank);
-        bytes[shard].copy_from_slice(own);
-        self.all_gather_chunks(bytes, 1)
+        let shards = self.shards(bytes.len(), own.len());
+        bytes[shards[self.rank].clone()].copy_from_slice(own);
+        self.all_gather_chunks(bytes, &shards)
     }
 
     /// Goes once around the ring. Afterwards this rank has the sum of chunk `rank`; other chunks hold partial sums.
-    fn reduce_scatter_chunks(&mut self, bytes: &mut [u8], dtype: DType) -> Result<()> {
-        // Chunk indices are taken modulo n; starting at `rank + n` keeps the subtractions below from underflowing.
-        let (n, rank, size) = (self.world, self.rank, dtype.size());
+    fn reduce_scatter_chunks(
+        &mut self,
+        bytes: &mut [u8],
+        chunks: &[Range<usize>],
+        dtype: DType,
+    ) -> Result<()> {
+        // Starting at `rank + n` keeps the subtractions below from underflowing.
+        let (n, rank) = (self.world, self.rank);
         for step in 1..n {
-            let out = self.chunk(bytes.len(), size, rank + n - step);
-            let into = self.chunk(bytes.len(), size, rank + n - step - 1);
+            let [out, into] = [step, step + 1].map(|back| chunks[(rank + n - back) % n].clone());
             let mut inbox = std::mem::take(&mut self.inbox);
             inbox.resize(into.len().max(inbox.len()), 0);
             self.exchange(&bytes[out], &mut inbox[..into.len()])?;
@@ -118,11 +124,10 @@ impl Worker {
     }
 
     /// Goes once around the ring: every rank's chunk `rank` is copied to all ranks.
-    fn all_gather_chunks(&mut self, bytes: &mut [u8], size: usize) -> Result<()> {
+    fn all_gather_chunks(&mut self, bytes: &mut [u8], chunks: &[Range<usize>]) -> Result<()> {
         let (n, rank) = (self.world, self.rank);
         for step in 0..n - 1 {
-            let out = self.chunk(bytes.len(), size, rank + n - step);
-            let into = self.chunk(bytes.len(), size, rank + n - step - 1);
+            let [out, into] = [step, step + 1].map(|back| chunks[(rank + n - back) % n].clone());
             let (out, into) = disjoint(bytes, out, into);
             self.exchange(out, into)?;
         }
@@ -163,11 +168,17 @@ impl Worker {
         Err(CommError::Disagree { peer, reason: format!("it is in {theirs}; this rank in {own}") })
     }
 
-    /// Returns the range of chunk `c` modulo the world size in a buffer of `bytes` bytes. Chunks consist of whole
-    /// elements of `size` bytes, and their lengths differ by at most one element.
-    fn chunk(&self, bytes: usize, size: usize, c: usize) -> Range<usize> {
-        let (count, n, c) = (bytes / size, self.world, c % self.world);
-        count * c / n * size..count * (c + 1) / n * size
+    /// Returns one chunk per rank of a buffer of `bytes` bytes. Chunks consist of whole elements of `size` bytes, and
+    /// their lengths differ by at most one element.
+    fn even_chunks(&self, bytes: usize, size: usize) -> Vec<Range<usize>> {
+        let (count, n) = (bytes / size, self.world);
+        (0..n).map(|c| count * c / n * size..count * (c + 1) / n * size).collect()
+    }
+
+    /// Returns the shard of each rank in a buffer of `bytes` bytes, of which this rank has `own`.
+    fn shards(&self, bytes: usize, own: usize) -> Vec<Range<usize>> {
+        let (Shards { equal, .. }, n) = (Shards::new(bytes, own, self.rank, self.world), self.world);
+        (0..n).map(|rank| rank * equal..if rank + 1 == n { bytes } else { (rank + 1) * equal }).collect()
     }
 
     fn exchange(&mut self, out: &[u8], into: &mut [u8]) -> Result<()> {

@@ -20,3 +20,15 @@ extern "C" __global__ void add_scaled(const ACT* x, const ACT* y, ACT* out, i64 
         store8(out, first + k * step, len, wide, a);
     }
 }
+
+// y += x in float.
+extern "C" __global__ void add_f32(const float* x, float* y, i64 len) {
+    pdl_wait_and_launch();
+    for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < len; i += gridDim.x * (i64)blockDim.x) y[i] += x[i];
+}
+
+extern "C" __global__ void add_bf16(const bf16* x, float* y, i64 len) {
+    pdl_wait_and_launch();
+    for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < len; i += gridDim.x * (i64)blockDim.x)
+        y[i] += load(x, i);
+}

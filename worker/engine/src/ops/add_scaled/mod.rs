@@ -1,12 +1,13 @@
 //! Scaled addition: `out = x + factor y`, for scales of embeddings and of residual branches, and for blocks whose
-//! branches are added together.
+//! branches are added together; and addition in F32, for sums of gradients.
 
 use rayon::prelude::*;
+use xlaunch_pool::DType;
 
 use super::{Cuda, Op};
 use crate::cpu::math::simd;
 use crate::cpu::{Access, Threads};
-use crate::cuda::{BLOCK_THREADS, KernelFile, Launch, Macro, VEC, args, source};
+use crate::cuda::{BLOCK_THREADS, KernelFile, Launch, Macro, VEC, args, expect, source};
 use crate::error::Result;
 use crate::tensor::Slice;
 
@@ -17,7 +18,7 @@ const ADD_SCALED_VECS: usize = 2;
 
 pub(crate) const KERNELS: KernelFile = KernelFile {
     source: source!("add_scaled/kernel.cu"),
-    kernels: &["add_scaled"],
+    kernels: &["add_scaled", "add_f32", "add_bf16"],
     macros: &[Macro::int("ADD_SCALED_VECS", ADD_SCALED_VECS)],
     dynamic_shared: &[],
 };
@@ -68,5 +69,33 @@ impl Op for AddScaled<'_> {
         let launch = Launch::threads(len.div_ceil(VEC * ADD_SCALED_VECS), BLOCK_THREADS);
         // SAFETY: checked above; a thread reads its elements before it writes them.
         unsafe { gpu.launch("add_scaled", launch, args![x, y, out, len, factor]) }
+    }
+}
+
+/// `y += x`, in F32.
+#[derive(Clone, Copy, Debug)]
+pub struct AddTo<'a> {
+    /// (len,) F32 or Bf16.
+    pub x: Slice<'a>,
+    /// (len,) F32.
+    pub y: Slice<'a>,
+}
+
+impl Op for AddTo<'_> {
+    fn cpu(self, threads: &Threads) {
+        let (access, len) = (Access::new("add_to"), self.x.len());
+        let (x, y) = (access.read(self.x, len), access.write(self.y, len));
+        let parts = y.par_chunks_mut(ELEMENTS).zip(x.par_chunks(ELEMENTS));
+        threads.run(|| parts.for_each(|(y, x)| simd!(y.iter_mut().zip(x).for_each(|(y, x)| *y += x))));
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        let Self { x, y } = self;
+        let len = x.len();
+        let name = if x.dtype() == DType::Bf16 { "add_bf16" } else { "add_f32" };
+        expect(x, x.dtype(), len);
+        expect(y, DType::F32, len);
+        // SAFETY: `x` holds `len` elements of the type in the kernel's name, `y` as many in F32.
+        unsafe { gpu.launch(name, gpu.grid_for(len), args![x, y, len]) }
     }
 }
