@@ -67,7 +67,7 @@ pub enum Number {
 }
 
 /// All metrics, in the order of the charts and of the values in TensorBoard's events.
-pub static METRICS: [Metric; 14] = [
+pub static METRICS: [Metric; 15] = [
     step("train/loss", |step| Some(Number::Single(step.loss)))
         .tensorboard()
         .gauge("xlaunch_loss", "Training loss of the last step, in nats per token.", Series::Job)
@@ -82,6 +82,7 @@ pub static METRICS: [Metric; 14] = [
         "Validation loss",
         "bits per byte",
     ),
+    eval("val/best_step", |eval| eval.best.map(|best| Number::Whole(best.step))),
     step("train/lr", |step| Some(Number::Single(step.learning_rate)))
         .tensorboard()
         .deprecated_tag("lr")

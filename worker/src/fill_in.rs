@@ -53,8 +53,12 @@ pub fn fill_in(spec: &mut JobSpec) -> Result<(), FillInError> {
             modules.map_err(FillInError::Invalid)?;
         }
     }
-    match Prepared::of("data.train", &spec.data.train)? {
-        Some(prepared) => prepared.fill_in(spec).map_err(FillInError::Invalid),
-        None => Ok(()),
+    let prepared = Prepared::all("data.train", &spec.data.train)?;
+    if let Some((first, others)) = prepared.split_first() {
+        others.iter().try_for_each(|other| first.check_same_tokenizer(other))?;
     }
+    for prepared in prepared {
+        prepared.fill_in(spec).map_err(FillInError::Invalid)?;
+    }
+    Ok(())
 }

@@ -58,6 +58,7 @@ pub fn example_state() -> Value {
         batch: Some(Batch::of(&spec)),
         warmup: Some(3),
         val_loss: Some(1.5),
+        best: None,
         spec: serde_json::to_value(&spec).unwrap_or_default(),
         adapted: None,
     };

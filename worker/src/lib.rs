@@ -10,6 +10,7 @@
 
 pub mod adapter;
 mod bench;
+pub mod best;
 pub mod checkpoint;
 pub mod control;
 pub mod data;

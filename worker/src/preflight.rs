@@ -7,14 +7,14 @@ use std::time::SystemTime;
 
 use rayon::ThreadPoolBuilder;
 use xlaunch_spec::exit::ExitCode;
-use xlaunch_spec::job::{Invalid, JobSpec};
+use xlaunch_spec::job::{Invalid, JobSpec, TrainSection};
 use xlaunch_spec::lineage::Fingerprint;
 use xlaunch_spec::model::{ModelSection, ModelShape};
 use xlaunch_spec::refusal::Refusal;
 
 use crate::checkpoint::directory::{self, Choice};
 use crate::checkpoint::{self, Changes, CheckpointError, Lock, LockError, Parent, State};
-use crate::data::{TokenizerSource, fingerprint};
+use crate::data::{Mixture, SourceUse, TokenizerSource};
 use crate::error::WorkerError;
 use crate::fail;
 use crate::model::layout::{Layout, Parameters};
@@ -30,8 +30,12 @@ pub struct Preflight {
     pub resume_from: Option<PathBuf>,
     /// Run and step of that checkpoint. The run is empty if the checkpoint does not record it.
     pub parent: Option<Parent>,
-    /// The number of steps of that checkpoint, if it has completed all steps of the job.
-    pub complete: Option<u64>,
+    /// Why no steps follow that checkpoint, if so: "has all 8 steps; ...".
+    pub complete: Option<String>,
+    /// Number of steps of the job, with those of the runs that it continues.
+    pub steps: u64,
+    /// Number of tokens of an epoch, with padding.
+    pub epoch_tokens: u64,
     /// The data, by split.
     pub data: BTreeMap<&'static str, Fingerprint>,
     /// Size in bytes of the checkpointed state in memory.
@@ -42,6 +46,65 @@ pub struct Preflight {
     pub warnings: Vec<String>,
     /// Keeps other jobs out of `checkpoint.dir`. Hold it until the job has ended.
     pub lock: Option<Lock>,
+}
+
+/// A job whose data has been opened.
+struct Planned {
+    shape: ModelShape,
+    /// The training data.
+    data: Fingerprint,
+    /// The sequences to train on.
+    train: Mixture,
+    /// Number of ranks.
+    world: u32,
+}
+
+impl Planned {
+    /// Returns the job with its number of steps, from the beginning or continued from a checkpoint.
+    fn job(&self, spec: &JobSpec, from: Option<&State>) -> JobSpec {
+        let mut spec = spec.clone();
+        let (step, used) = from.map_or((0, 0), |state| (state.step, state.sequences));
+        spec.train.count_steps(self.train.rows(), self.world, step, used);
+        spec
+    }
+
+    /// Returns the reason if no steps of the job follow a state.
+    fn complete(&self, spec: &JobSpec, state: &State) -> Option<String> {
+        let TrainSection { steps, epochs, patience, .. } = self.job(spec, Some(state)).train;
+        let step = state.step;
+        if step >= steps {
+            let key = if epochs.is_some() { "train.epochs" } else { "train.steps" };
+            return Some(format!("has all {step} steps; raise `{key}` to continue"));
+        }
+        let best = state.best.filter(|best| best.is_final(patience))?;
+        Some(format!(
+            "is where training stopped early, {} evaluations after the lowest validation loss; raise `train.patience` \
+             to continue",
+            best.evaluations_since
+        ))
+    }
+
+    /// Sets the number of steps, and checks the schedule against it.
+    fn schedule(&self, spec: &JobSpec, from: Option<&State>, ready: &mut Preflight) -> Result<(), Refusal> {
+        let spec = self.job(spec, from);
+        let TrainSection { steps, batch, accumulate, .. } = spec.train;
+        spec.check_schedule().map_err(usage)?;
+        let (step, used) = from.map_or((0, 0), |state| (state.step, state.sequences));
+        let per_step = (batch * accumulate) as u64 * u64::from(self.world);
+        let note = |source: SourceUse| {
+            let (share, epochs) = (100.0 * source.share, source.epochs());
+            let SourceUse { name, rows, .. } = source;
+            format!(
+                "data source {name}: {share:.2} % of the sequences, {epochs:.2} epochs of {rows} sequences"
+            )
+        };
+        let usage =
+            self.train.usage(used.saturating_add(steps.saturating_sub(step).saturating_mul(per_step)));
+        ready.notes.extend(usage.into_iter().map(note));
+        ready.warnings.extend(spec.train.short_warmup().filter(|_| spec.train.epochs.is_some()));
+        ready.steps = steps;
+        Ok(())
+    }
 }
 
 impl From<WorkerError> for Refusal {
@@ -69,14 +132,15 @@ impl From<LockError> for Refusal {
 /// Opens the data, locks and checks `checkpoint.dir`, and finds the checkpoint to resume from. `job_dir` contains the
 /// job's earlier runs; `world` is the number of ranks. Runs on the node of rank 0; other nodes use [`preflight_data`].
 pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight, Refusal> {
-    let (mut ready, shape, data) = check_data(spec)?;
-    let layout = Layout::of_job(spec, &shape).map_err(usage)?;
+    let (mut ready, planned) = check_data(spec, world)?;
+    let shape = &planned.shape;
+    let layout = Layout::of_job(spec, shape).map_err(usage)?;
     let layout = layout.trained();
     if let Some(path) = &spec.checkpoint.init {
         let weights = Weights::open(Path::new(path))?;
-        weights.check(&shape)?;
+        weights.check(shape)?;
         ready.warnings.extend(weights.note());
-        weights.check_adapter(spec, &shape)?;
+        weights.check_adapter(spec, shape)?;
     }
     let bytes = (layout.parameters() as u64).saturating_mul(BYTES_PER_PARAMETER);
     let dir = spec.checkpoint.dir.as_ref().map(Path::new);
@@ -84,9 +148,12 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
         Some(dir) => ready.lock = Some(claim(dir, &spec.job.name, bytes, &mut ready.warnings)?),
         None => directory::check_room(job_dir, bytes)?,
     }
-    let mut find_start = || match verified_source(spec, &shape, layout, job_dir, &mut ready.warnings)? {
-        Some(path) => resume(spec, &shape, world, &data, path, &mut ready),
-        None => start_afresh(spec, job_dir, &mut ready.warnings),
+    let mut find_start = || match verified_source(spec, &planned, layout, job_dir, &mut ready.warnings)? {
+        Some(path) => resume(spec, &planned, path, &mut ready),
+        None => {
+            planned.schedule(spec, None, &mut ready)?;
+            start_afresh(spec, job_dir, &mut ready.warnings)
+        }
     };
     match find_start() {
         Ok(()) => Ok(ready),
@@ -103,49 +170,67 @@ fn with_warnings(mut refusal: Refusal, warnings: &[String]) -> Refusal {
 }
 
 /// Checks only configuration and data, not checkpoints: the part of [`preflight`] that every node needs.
-pub fn preflight_data(spec: &JobSpec) -> Result<Preflight, Refusal> {
-    check_data(spec).map(|(ready, ..)| ready)
+pub fn preflight_data(spec: &JobSpec, world: u32) -> Result<Preflight, Refusal> {
+    check_data(spec, world).map(|(ready, _)| ready)
 }
 
 /// Runs the part of [`preflight`] that changes nothing. Checks only a checkpoint that `checkpoint.resume` names: a
 /// search for one to resume from would lock and clean the directory.
 pub fn preflight_dry_run(spec: &JobSpec, world: u32) -> Result<Preflight, Refusal> {
-    let (mut ready, shape, data) = check_data(spec)?;
+    let (mut ready, planned) = check_data(spec, world)?;
     if let Some(path) = spec.checkpoint.resume_path() {
         let (path, rejected) = directory::locate(path)?;
         ready.warnings.extend(rejected.into_iter().map(|(_, error)| error.to_string()));
-        check_continued(spec, &shape, world, &data, &path, &mut ready.warnings)?;
+        check_continued(spec, &planned, &path, &mut ready)?;
+    } else {
+        planned.schedule(spec, None, &mut ready)?;
     }
     Ok(ready)
 }
 
-fn check_data(spec: &JobSpec) -> Result<(Preflight, ModelShape, Fingerprint), Refusal> {
+fn check_data(spec: &JobSpec, world: u32) -> Result<(Preflight, Planned), Refusal> {
     // Checks the launcher's environment. The workers check the variable again, because a job of the daemon has its own.
     fail::check().map_err(WorkerError::Setting)?;
     // The configuration was checked when it was read, but the number of workers is known only now.
     spec.check().map_err(usage)?;
     let shape = spec.model.resolve().map_err(usage)?;
     let dataset = weights::dataset(spec, &shape)?;
-    let data = fingerprint(&dataset.train).map_err(WorkerError::from)?;
+    let data = dataset.train.fingerprint().map_err(WorkerError::from)?;
     let mut ready = Preflight { data: [("train", data.clone())].into(), ..Preflight::default() };
-    if let Some(val) = &dataset.val {
-        ready.data.insert("validation", fingerprint(val).map_err(WorkerError::from)?);
+    if let Some(val) = dataset.val_fingerprint().map_err(WorkerError::from)? {
+        ready.data.insert("validation", val);
     }
-    ready.notes.extend(dataset.train_rows.packing().map(|packing| packing.to_string()));
-    if dataset.val.is_none() && spec.train.eval_every != 0 {
+    for source in dataset.train.sources() {
+        let name = if source.name.is_empty() { String::new() } else { format!("{}: ", source.name) };
+        ready.notes.extend(source.plan.packing().map(|packing| format!("{name}{packing}")));
+        let evaluated =
+            || dataset.val.iter().flat_map(|val| val.rows.sources()).any(|it| it.name == source.name);
+        if spec.data.val.is_empty() && spec.train.eval_every != 0 && !dataset.val.is_empty() && !evaluated() {
+            ready
+                .warnings
+                .push(format!("{name}not evaluated: it has less validation data than one sequence"));
+        }
+    }
+    if dataset.val.is_empty() && spec.train.eval_every != 0 {
         let problem = "evaluation is off: the held-out data is shorter than one sequence";
         let remedy = match dataset.tokenizer {
             TokenizerSource::File { .. } => "prepare the data with a larger `--val`",
             _ => "raise `data.val_fraction`",
         };
-        ready.warnings.push(format!("{problem}; {remedy} or lower `model.seq`"));
+        let message = format!("{problem}; {remedy} or lower `model.seq`");
+        if spec.train.patience != 0 {
+            return Err(Refusal { exit: ExitCode::Usage, message: format!("train.patience: {message}") });
+        }
+        ready.warnings.push(message);
     }
     ready.warnings.extend(inherited_ffn(&spec.model, &shape));
     // Checkpoints contain the tokenizer even if no text is sampled.
     dataset.tokenizer.load().map_err(WorkerError::from)?;
     let layout = Layout::of_job(spec, &shape).map_err(usage)?;
     ready.state_bytes = (layout.trained().len as u64).saturating_mul(BYTES_PER_PARAMETER);
-    Ok((ready, shape, data))
+    ready.epoch_tokens = dataset.train.rows() * shape.seq as u64;
+    let planned = Planned { shape, data, train: dataset.train, world };
+    Ok((ready, planned))
 }
 
 /// Returns a warning if the width of the feed-forward layers comes from a preset whose `model.dim` differs.
@@ -188,7 +273,7 @@ pub(crate) fn holder(job: &str) -> String {
 /// are verified here.
 fn verified_source(
     spec: &JobSpec,
-    shape: &ModelShape,
+    planned: &Planned,
     layout: &Parameters,
     job_dir: &Path,
     warnings: &mut Vec<String>,
@@ -197,7 +282,7 @@ fn verified_source(
     loop {
         let found = source(spec, job_dir, warnings)?;
         let Some(path) = found else { return damaged.map_or(Ok(None), Err) };
-        match verify_last(spec, shape, layout, &path) {
+        match verify_last(spec, planned, layout, &path) {
             Err(error @ CheckpointError::Damaged { .. }) if Path::new(&spec.checkpoint.resume) != path => {
                 warnings.push(directory::reject(&path, &error));
                 if path.exists() {
@@ -213,13 +298,14 @@ fn verified_source(
 /// Reads all of a checkpoint that has completed all steps of the job.
 fn verify_last(
     spec: &JobSpec,
-    shape: &ModelShape,
+    planned: &Planned,
     layout: &Parameters,
     path: &Path,
 ) -> Result<(), CheckpointError> {
+    let shape = &planned.shape;
     let state = directory::open(path, shape)?;
     state.check_trained(path, spec)?;
-    if state.step < spec.train.steps {
+    if planned.complete(spec, &state).is_none() {
         return Ok(());
     }
     let failed = |reason: String| CheckpointError::Read { path: path.into(), reason };
@@ -286,17 +372,10 @@ fn run_checkpoints(run: &Path) -> PathBuf {
 }
 
 /// Checks that the job can continue from a checkpoint, and sets later checkpoints aside.
-fn resume(
-    spec: &JobSpec,
-    shape: &ModelShape,
-    world: u32,
-    data: &Fingerprint,
-    path: PathBuf,
-    ready: &mut Preflight,
-) -> Result<(), Refusal> {
-    let state = check_continued(spec, shape, world, data, &path, &mut ready.warnings)?;
-    if state.step >= spec.train.steps {
-        ready.complete = Some(state.step);
+fn resume(spec: &JobSpec, planned: &Planned, path: PathBuf, ready: &mut Preflight) -> Result<(), Refusal> {
+    let state = check_continued(spec, planned, &path, ready)?;
+    ready.complete = planned.complete(spec, &state);
+    if ready.complete.is_some() {
         ready.resume_from = Some(path);
         return Ok(());
     }
@@ -312,15 +391,15 @@ fn resume(
 /// Returns the state of a checkpoint that the job may continue from.
 fn check_continued(
     spec: &JobSpec,
-    shape: &ModelShape,
-    world: u32,
-    data: &Fingerprint,
+    planned: &Planned,
     path: &Path,
-    warnings: &mut Vec<String>,
+    ready: &mut Preflight,
 ) -> Result<State, Refusal> {
-    let state = directory::open(path, shape)?;
+    let state = directory::open(path, &planned.shape)?;
     state.check_trained(path, spec)?;
-    let Changes { refused, others } = state.changes(spec, world, data);
+    planned.schedule(spec, Some(&state), ready)?;
+    let Changes { refused, others } =
+        state.changes(&planned.job(spec, Some(&state)), planned.world, &planned.data);
     if !refused.is_empty() && !spec.checkpoint.resume_changed {
         let message = format!(
             "checkpoint {} belongs to a run with other settings: {}; to continue it anyway, pass `--resume-changed`",
@@ -331,7 +410,7 @@ fn check_continued(
     }
     let changes: Vec<String> = refused.into_iter().chain(others).collect();
     if !changes.is_empty() {
-        warnings.push(format!("since checkpoint {}: {}", path.display(), changes.join("; ")));
+        ready.warnings.push(format!("since checkpoint {}: {}", path.display(), changes.join("; ")));
     }
     Ok(state)
 }
@@ -427,8 +506,10 @@ mod tests {
         let warnings = |resume: &str, saved: Option<&str>| {
             let mut spec = resuming(resume);
             spec.job.name = "train".into();
-            spec.data =
-                DataSection { train: vec![format!("{}/*.txt", dir.path().display())], ..spec.data.clone() };
+            spec.data = DataSection {
+                train: vec![format!("{}/*.txt", dir.path().display()).into()],
+                ..spec.data.clone()
+            };
             spec.checkpoint.dir = saved.map(str::to_owned);
             preflight(&spec, Path::new("/x/runs/train"), 1).unwrap().warnings
         };

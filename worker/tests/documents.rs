@@ -11,9 +11,9 @@ use std::sync::Mutex;
 use common::{Rank, on_ranks, on_ranks_with_shape, shape, spec};
 use serde_json::{Value, json};
 use xlaunch_engine::{Accumulate, Backend, DType, Documents, IGNORED, PoolMode, Tensor};
-use xlaunch_spec::job::{DocumentMode, JobSpec, Shard};
+use xlaunch_spec::job::{DataSource, DocumentMode, JobSpec, Shard};
 use xlaunch_spec::model::{Arch, ModelShape, QkNorm};
-use xlaunch_worker::data::{Dataset, Loader, MicroBatch, Schedule, fingerprint};
+use xlaunch_worker::data::{Dataset, Loader, MicroBatch, Schedule};
 use xlaunch_worker::model::layout::Layout;
 use xlaunch_worker::model::{BackendHandle, GradientArena, LossGradients, Model, Progress, Rows, init};
 use xlaunch_worker::train::Requests;
@@ -73,14 +73,36 @@ fn chats(dir: &Path, mode: DocumentMode) -> JobSpec {
     std::fs::create_dir_all(&chats).unwrap();
     let manifest = json!({
         "version": 2, "tokenizer": "bytes", "vocab": 256, "end_of_text": null,
-        "chat": {"template_xxh3_128": "0".repeat(32)},
+        "chat": {"template_xxh3_128": "0".repeat(32)}, "tokenizer_xxh3_128": "0".repeat(32),
         "train": split(&chats, "train", 0..40), "val": split(&chats, "val", 40..53),
     });
     std::fs::write(chats.join("manifest.json"), manifest.to_string()).unwrap();
-    spec.data.train = vec![chats.display().to_string()];
+    spec.data.train = vec![chats.display().to_string().into()];
     spec.data.documents = Some(mode);
     spec.train.eval_batches = 100;
     spec
+}
+
+/// Writes a prepared directory of text: ids above those of chats, in documents that start with 251.
+fn text(dir: &Path) -> String {
+    let text = dir.join("text_data");
+    std::fs::create_dir_all(&text).unwrap();
+    let split = |name: &str, documents: usize| {
+        let document =
+            |number: usize| [251_u8].into_iter().chain((0..number % 50).map(|i| 252 + (i % 4) as u8));
+        let ids: Vec<u8> = (0..documents).flat_map(document).collect();
+        let mut file = xlaunch_data::shard::header(ids.len() as u64, 2).unwrap().to_vec();
+        file.extend(ids.iter().flat_map(|id| [*id, 0]));
+        let mut shard = side(&text, &format!("{name}_000001.bin"), &file);
+        shard["tokens"] = json!(ids.len());
+        json!({"documents": documents, "bytes": ids.len(), "tokens": ids.len(), "shards": [shard]})
+    };
+    let manifest = json!({
+        "version": 1, "tokenizer": "bytes", "vocab": 256, "end_of_text": 251, "tokenizer_xxh3_128": "0".repeat(32),
+        "train": split("train", 100), "val": split("val", 20),
+    });
+    std::fs::write(text.join("manifest.json"), manifest.to_string()).unwrap();
+    text.display().to_string()
 }
 
 fn cpu() -> BackendHandle {
@@ -312,7 +334,7 @@ fn first_loss_and_held_out_loss_are_those_of_the_tokens_that_count() {
     // Every token of the held-out chats that counts, except that predictions need a token before them.
     let counted = (40..53).map(|number| (1..document(number).len()).filter(|at| counts(number, *at)).count());
     assert_eq!(trained[3], counted.sum::<usize>() as f64);
-    let summary = dataset.train_rows.packing().unwrap();
+    let summary = dataset.train.sources()[0].plan.packing().unwrap();
     let trains = |number: &usize| (1..document(*number).len()).any(|at| counts(*number, at));
     assert_eq!((summary.split, summary.documents), (1, (0..40).filter(trains).count() as u64));
 }
@@ -375,8 +397,8 @@ fn masked_windows_are_the_joined_ones_with_the_bounds_of_documents() {
     let owners: Vec<(usize, usize)> =
         (0..40).flat_map(|number| (0..document(number).len()).map(move |at| (number, at))).collect();
     let schedule = Schedule { first: 0, rank: 0, world: 1, batch: 1, accumulate: 1, seq: 40 };
-    let loader = Loader::start(dataset.train.clone(), dataset.train_rows.clone(), schedule).unwrap();
-    for row in 0..usize::try_from(dataset.train_rows.rows()).unwrap() {
+    let loader = Loader::start(dataset.train.clone(), schedule).unwrap();
+    for row in 0..usize::try_from(dataset.train.rows()).unwrap() {
         let MicroBatch { batch, step_targets } = loader.next_batch().unwrap();
         let bounds = batch.documents.unwrap();
         let owners = &owners[40 * row..=40 * (row + 1)];
@@ -409,11 +431,11 @@ fn run_that_continues_reads_the_rows_that_follow() {
             let schedule = Schedule { first, rank: 0, world: 1, batch: 5, accumulate: 1, seq: 40 };
             // Opened again, as in a new process.
             let dataset = Dataset::open(&spec, &shape(Arch::Llama, 1, false)).unwrap();
-            let loader = Loader::start(dataset.train.clone(), dataset.train_rows.clone(), schedule).unwrap();
+            let loader = Loader::start(dataset.train.clone(), schedule).unwrap();
             (0..count).map(|_| loader.next_batch().unwrap()).collect()
         };
         // More than two epochs.
-        let count = usize::try_from(dataset.train_rows.rows()).unwrap() / 2;
+        let count = usize::try_from(dataset.train.rows()).unwrap() / 2;
         let all = batches(0, count);
         assert_eq!(batches(5 * 7, count - 7), all[7..], "{mode:?}");
     }
@@ -424,7 +446,7 @@ fn masks_and_starts_belong_to_the_fingerprint_of_data() {
     let shape = shape(Arch::Llama, 2, false);
     let dir = tempfile::tempdir().unwrap();
     let spec = chats(dir.path(), DocumentMode::Packed);
-    let of = || fingerprint(&Dataset::open(&spec, &shape).unwrap().train).unwrap();
+    let of = || Dataset::open(&spec, &shape).unwrap().train.fingerprint().unwrap();
     let before = of();
     let mask = dir.path().join("chats/train_000002.mask");
     let mut bits = std::fs::read(&mask).unwrap();
@@ -441,5 +463,54 @@ fn documents_need_prepared_data() {
         spec.data.documents = Some(mode);
         let error = Dataset::open(&spec, &shape(Arch::Llama, 1, false)).unwrap_err().to_string();
         assert!(error.contains("xlaunch data prepare") && error.contains("joined"), "{error}");
+    }
+}
+
+/// Rows of a job as tokens and targets, in the order of their numbers.
+fn rows(spec: &JobSpec, first: u64, count: usize, world: usize) -> Vec<[Vec<i32>; 2]> {
+    let dataset = Dataset::open(spec, &shape(Arch::Llama, 1, false)).unwrap();
+    let loaders: Vec<Loader> = (0..world)
+        .map(|rank| Schedule { first, rank, world, batch: 2, accumulate: 1, seq: 40 })
+        .map(|schedule| Loader::start(dataset.train.clone(), schedule).unwrap())
+        .collect();
+    let mut rows = Vec::new();
+    while rows.len() < count {
+        for loader in &loaders {
+            let batch = loader.next_batch().unwrap().batch;
+            let both = batch.tokens.chunks(40).zip(batch.targets.chunks(40));
+            rows.extend(both.map(|(tokens, targets)| [tokens.to_vec(), targets.to_vec()]));
+        }
+    }
+    rows.truncate(count);
+    rows
+}
+
+#[test]
+fn rows_of_a_mixture_have_their_shares_from_the_first_row_on_whatever_ranks_and_resumes() {
+    let dir = tempfile::tempdir().unwrap();
+    for mode in [DocumentMode::Joined, DocumentMode::Masked, DocumentMode::Packed] {
+        let alone = chats(dir.path(), mode);
+        let mut spec = alone.clone();
+        let source = |path: String, weight| DataSource { path, weight: Some(weight) };
+        spec.data.train = vec![source(alone.data.train[0].path.clone(), 3.0), source(text(dir.path()), 9.0)];
+        let all = rows(&spec, 0, 300, 1);
+        let (mut of_chats, mut ids) = (Vec::new(), 0);
+        for (before, row) in all.iter().enumerate() {
+            // Zero is padding, or an id of a chat.
+            let is_text = row[0].iter().any(|id| *id > 250);
+            assert!(row[0].iter().all(|id| *id == 0 || (*id > 250) == is_text), "one source a row: {row:?}");
+            if is_text {
+                ids += row[0].iter().filter(|id| **id > 250).count();
+            } else {
+                of_chats.push(row.clone());
+            }
+            let share = (before + 1) as f64 / 4.0;
+            assert!((of_chats.len() as f64 - share).abs() < 1.0, "{mode:?}, {before}: {}", of_chats.len());
+        }
+        assert!(ids > 0 && of_chats.len() == 75);
+        // Chats are read as without text: each of them once before any is repeated.
+        assert_eq!(of_chats, rows(&alone, 0, 75, 1), "{mode:?}");
+        assert_eq!(rows(&spec, 0, 300, 3), all, "{mode:?}");
+        assert_eq!(rows(&spec, 60, 240, 2), all[60..], "{mode:?}");
     }
 }

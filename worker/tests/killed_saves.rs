@@ -155,6 +155,7 @@ fn state(step: u64) -> State {
         batch: None,
         warmup: None,
         val_loss: None,
+        best: None,
         end_of_text: None,
         inherited: None,
         adapted: None,

@@ -43,7 +43,7 @@ fn train(backend: BackendHandle, arch: Arch, exec: Exec) -> Trained {
     let text: String = (0..3000).map(|i| char::from(b'a' + (i * i % 23) as u8)).collect();
     std::fs::write(dir.path().join("text"), text).unwrap();
     let mut spec = JobSpec::default();
-    spec.data.train = vec![dir.path().join("text").display().to_string()];
+    spec.data.train = vec![dir.path().join("text").display().to_string().into()];
     spec.data.val_fraction = 0.3;
     spec.engine.exec = exec;
     spec.train.batch = 3;
@@ -61,9 +61,10 @@ fn train(backend: BackendHandle, arch: Arch, exec: Exec) -> Trained {
     let optimizer = AdamW::new(&backend, &model, &weights, &division.sharding, &spec).unwrap();
     let stepper = Stepper::new(&backend, &model, &spec, &division, 1).unwrap();
     let evaluator = Evaluator::new(&backend, &model, &spec, &division).unwrap();
-    let order = Order::new(dataset.train.len(), shape.seq, Some(7));
+    let tokens = dataset.train.sources()[0].tokens.clone();
+    let order = Order::new(tokens.len(), shape.seq, Some(7));
     let schedule = Schedule { first: 0, rank: 0, world: 1, batch: 3, accumulate: 2, seq: shape.seq };
-    let loader = Loader::start(dataset.train.clone(), order, schedule).unwrap();
+    let loader = Loader::start((tokens, order).into(), schedule).unwrap();
     let mut trained = Trained { bits: Vec::new(), evaluated: [0; 2], pool: Vec::new() };
     for step in 0..STEPS {
         optimizer.prepare(step, 1e-3).unwrap();

@@ -181,9 +181,9 @@ impl Launch<'_> {
 fn measured_job(mut spec: JobSpec, extent: Extent) -> JobSpec {
     let train = &mut spec.train;
     let lr_warmup = train.warmup_steps();
-    train.steps = extent.end() + u64::from(extent.profile);
+    (train.steps, train.epochs) = (extent.end() + u64::from(extent.profile), None);
     train.warmup = Some(lr_warmup.min(train.steps));
-    (train.eval_every, train.sample) = (0, 0);
+    (train.eval_every, train.patience, train.sample) = (0, 0, 0);
     // Nothing is saved, so another job may use the checkpoint directory at the same time.
     spec.checkpoint = CheckpointSection { init: spec.checkpoint.init, ..CheckpointSection::default() };
     spec.observe = ObserveSection { metrics: false, ..ObserveSection::default() };

@@ -74,9 +74,9 @@ fn report(launch: &Launch, group: Option<&Nodes>) -> Result<(String, ExitCode), 
     checks.warnings.iter().for_each(|warning| print_line(format_args!("warning: {warning}")));
     checks.notes.iter().for_each(|note| print_line(format_args!("{note}")));
     let (needed, savings) = needs(&spec, target).map_err(Refusal::from)?;
-    let tokens = checks.data.get("train").map_or(0, |data| data.tokens);
+    spec.train.steps = checks.steps;
     let host = plan_host(&spec, target, &needed, checks.state_bytes);
-    let text = text(&spec, target, tokens, &needed, &savings, &host);
+    let text = text(&spec, target, checks.epoch_tokens, &needed, &savings, &host);
     let fits = target.limit.is_none_or(|limit| needed.total() <= limit) && host.is_ok();
     Ok((text, if fits { ExitCode::Done } else { ExitCode::Usage }))
 }
@@ -133,6 +133,7 @@ fn text(
     let per_step = needed.tokens as f64 * f64::from(target.ranks());
     let all = per_step * spec.train.steps as f64;
     let epochs = all / (tokens as f64).max(1.0);
+    line("steps", spec.train.steps.to_string());
     line(
         "tokens",
         format!(

@@ -211,7 +211,7 @@ async fn preflight(spec: &JobSpec, group: &Group) -> Result<Preflight, Refusal> 
         if leads {
             xlaunch_worker::preflight(&spec, &spec.runs_dir(), world)
         } else {
-            xlaunch_worker::preflight_data(&spec)
+            xlaunch_worker::preflight_data(&spec, world)
         }
     };
     off_this_thread(check).await
@@ -228,12 +228,10 @@ fn ready(
     let job_dir = spec.runs_dir();
     checks.warnings.iter().for_each(|warning| print_line(format_args!("warning: {warning}")));
     checks.notes.iter().for_each(|note| notify(note));
-    if let (Some(checkpoint), Some(step)) = (&checks.resume_from, checks.complete) {
+    if let (Some(checkpoint), Some(reason)) = (&checks.resume_from, &checks.complete) {
         // No run is created, so the job's newest run remains the one that trained.
         let checkpoint = checkpoint.display();
-        let message = format!(
-            "nothing is left to train: checkpoint {checkpoint} has all {step} steps; raise `train.steps` to continue"
-        );
+        let message = format!("nothing is left to train: checkpoint {checkpoint} {reason}");
         notify(&message);
         return Err(Refusal::new(ExitCode::Done, message));
     }
@@ -317,7 +315,7 @@ async fn run_trainer(
     let described = environment.map(|environment| environment.finish());
     // Written by the node that has rank 0 at the end. At the start that may have been another node.
     let summed_up = (ending.leads && !ending.left)
-        .then(|| run_summary::write(&dir, &ending, start.elapsed().as_secs_f64()));
+        .then(|| run_summary::write(&dir, &ending, start.elapsed().as_secs_f64(), &results.summary));
     for problem in [described, summed_up].into_iter().flatten().filter_map(Result::err) {
         print_line(format_args!("warning: failed to describe the run in {}: {problem}", dir.display()));
     }

@@ -360,7 +360,7 @@ mod tests {
         let Ok(Parsed::Work(Work::TrainerSpecJson(json))) = work(&line, &|_| None) else { panic!() };
         let spec = xlaunch_spec::job::JobSpec::from_json(&json).unwrap();
         assert_eq!((spec.train.steps, spec.job.name.as_str(), spec.launch.nproc), (7, "a", None));
-        assert_eq!(spec.data.train, [dir.path().join("*.txt").to_str().unwrap()]);
+        assert_eq!(spec.data.train, [dir.path().join("*.txt").to_str().unwrap().into()]);
         assert!(spec.job.output.starts_with('/'));
         fs_err::write(&config, "[train]\nstepz = 1\n").unwrap();
         assert!(work(&line, &|_| None).unwrap_err().message.contains("train.steps"));

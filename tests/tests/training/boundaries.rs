@@ -12,6 +12,7 @@ xlaunch_harness::tests! {
     validation_of_five_sequences_counts_each_once_whatever_ranks_and_batch,
     run_killed_within_an_epoch_equals_an_uninterrupted_one_through_later_epochs,
     run_resumed_at_the_end_of_an_epoch_equals_an_uninterrupted_one,
+    epochs_are_passes_over_the_data_for_any_number_of_ranks_and_after_a_resume,
     one_kept_checkpoint_is_complete_whenever_slow_saves_are_killed,
     resume_without_a_complete_checkpoint_says_so_and_starts_at_the_first_step,
     cosine_schedule_of_more_steps_is_stated_and_starts_at_the_resumed_step,
@@ -121,6 +122,42 @@ fn run_resumed_at_the_end_of_an_epoch_equals_an_uninterrupted_one() {
     for (shuffle, windows) in [("data.shuffle=true", 41), ("data.shuffle=false", 40)] {
         assert_kill_changes_nothing(&text(windows * SEQ + 1), &[shuffle, "checkpoint.every=5"], 11, 10, 20);
     }
+}
+
+fn epochs_are_passes_over_the_data_for_any_number_of_ranks_and_after_a_resume() {
+    let job = Job::new();
+    // 41 sequences an epoch, eight in a step of two ranks.
+    job.write("text/a.txt", text(42 * SEQ + 1));
+    let run = |settings: &[&str], more: &[&str]| {
+        let mut args = two_ranks(&[&["checkpoint.dir=saved"], settings].concat());
+        if more.contains(&"--nproc") {
+            args.drain(..2);
+        }
+        let run = job.run(&[&args[..], more].concat());
+        assert_eq!(run.code, 0, "{}", run.stderr);
+        run
+    };
+    // 82 sequences are ten steps and a quarter of another. The schedule decays over the same number of steps.
+    assert!(run(&["train.epochs=2"], &["--dry-run"]).stdout.contains("\nsteps         11\n"));
+    let described = run(&["train.epochs=2"], &[]).stderr;
+    assert!(described.contains(" 11 steps of 256 tokens: 2.82K tokens, 2.15 epochs of 1.31K"), "{described}");
+    let (losses, rates) = (job.losses(), series(&job, "train/lr"));
+    run(&["train.steps=11"], &["--overwrite"]);
+    assert_eq!((job.losses(), series(&job, "train/lr")), (losses.clone(), rates));
+    // Half an epoch are three steps. The rest of two epochs: as if there had been no break.
+    run(&["train.epochs=0.5", "train.schedule=constant"], &["--overwrite"]);
+    assert_eq!(job.losses().len(), 3);
+    let constant = ["train.epochs=2", "train.schedule=constant"];
+    run(&constant, &["--resume=saved/step-00000003"]);
+    assert_eq!(job.losses().len(), 11);
+    // On one rank, 58 sequences are 15 steps of four.
+    let resumed = run(&constant, &["--resume=saved/step-00000003", "--nproc", "1"]);
+    assert!(resumed.stderr.contains("train.steps was 3, is now 18"), "{}", resumed.stderr);
+    assert_eq!(job.losses().len(), 18);
+    let state = std::fs::read(job.path().join("saved/step-00000018/state.json")).unwrap();
+    assert_eq!(serde_json::from_slice::<Value>(&state).unwrap()["sequences"], 24 + 15 * 4);
+    let done = run(&["train.epochs=0.5"], &["--resume=saved/step-00000003"]);
+    assert!(done.stderr.contains("has all 3 steps; raise `train.epochs` to continue"), "{}", done.stderr);
 }
 
 /// Steps of the complete checkpoints in a directory.

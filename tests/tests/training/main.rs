@@ -10,12 +10,14 @@ mod data;
 mod directories;
 mod divergence;
 mod dry_run;
+mod early_stopping;
 mod export;
 mod fail_points;
 mod gpus;
 mod growth;
 mod lora;
 mod memory;
+mod mixtures;
 mod nodes;
 mod pool;
 mod prepared;
@@ -25,6 +27,6 @@ mod tensorboard;
 
 xlaunch_harness::suite! {
     threads_per_core 2;
-    modules bench, boundaries, chaos, data, directories, divergence, dry_run, export, fail_points, gpus, growth, lora,
-        memory, nodes, pool, prepared, report, runs, tensorboard;
+    modules bench, boundaries, chaos, data, directories, divergence, dry_run, early_stopping, export, fail_points, gpus,
+        growth, lora, memory, mixtures, nodes, pool, prepared, report, runs, tensorboard;
 }

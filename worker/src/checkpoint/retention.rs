@@ -2,7 +2,7 @@
 
 use std::cmp::Ordering;
 
-use xlaunch_spec::job::CheckpointSection;
+use xlaunch_spec::job::JobSpec;
 
 /// Rules for keeping checkpoints.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -26,8 +26,11 @@ pub(super) struct Candidate {
 
 impl Retention {
     /// Reads the rules from the configuration.
-    pub fn of(section: &CheckpointSection) -> Self {
-        Self { newest: section.keep, every: section.keep_every, best: section.keep_best }
+    pub fn of(spec: &JobSpec) -> Self {
+        let section = &spec.checkpoint;
+        // Early stopping is for the sake of the best checkpoint.
+        let best = section.keep_best.max(usize::from(spec.train.patience != 0));
+        Self { newest: section.keep, every: section.keep_every, best }
     }
 
     /// Returns the steps of the candidates to delete. The newest candidate is always kept.

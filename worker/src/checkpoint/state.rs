@@ -9,6 +9,7 @@ use xlaunch_spec::model::ModelShape;
 use xlaunch_spec::lineage::Fingerprint;
 
 use super::CheckpointError;
+use crate::best::Best;
 use crate::inherited::Inherited;
 use crate::schedule;
 
@@ -48,6 +49,9 @@ pub struct State {
     /// Loss on the held-out data after this step, if it was evaluated then.
     #[serde(default)]
     pub val_loss: Option<f64>,
+    /// The lowest validation loss so far, for `train.patience`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub best: Option<Best>,
     /// Id that starts documents, if the tokenizer is known.
     #[serde(default)]
     pub end_of_text: Option<u32>,
@@ -277,6 +281,7 @@ mod tests {
             batch: Some(Batch::of(spec)),
             warmup: Some(5),
             val_loss: None,
+            best: None,
             end_of_text: None,
             inherited: None,
             spec: serde_json::to_value(spec).unwrap(),

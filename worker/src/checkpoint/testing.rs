@@ -44,6 +44,7 @@ pub(crate) fn state(run: &str, step: u64) -> State {
         batch: None,
         warmup: None,
         val_loss: None,
+        best: None,
         end_of_text: None,
         inherited: None,
         spec: serde_json::to_value(spec).unwrap(),

@@ -1,11 +1,10 @@
 //! Reads batches ahead of their use on a separate thread.
 
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread;
 
 use super::batch::{Batch, MicroBatch};
-use super::{DataError, RowPlan, Tokens};
+use super::{DataError, Mixture};
 
 /// Number of batches that are read ahead of the one in use.
 const READ_AHEAD: usize = 4;
@@ -36,12 +35,12 @@ pub struct Loader {
 
 impl Loader {
     /// Starts the thread.
-    pub fn start(tokens: Arc<Tokens>, plan: impl Into<RowPlan>, schedule: Schedule) -> std::io::Result<Self> {
-        let ((sender, batches), plan) = (sync_channel(READ_AHEAD), plan.into());
+    pub fn start(rows: Mixture, schedule: Schedule) -> std::io::Result<Self> {
+        let (sender, batches) = sync_channel(READ_AHEAD);
         thread::Builder::new().name("loader".into()).spawn(move || {
             let mut step_targets = 0;
             for micro in 0.. {
-                let batch = read_micro_step(&tokens, &plan, schedule, micro, &mut step_targets);
+                let batch = read_micro_step(&rows, schedule, micro, &mut step_targets);
                 let failed = batch.is_err();
                 if sender.send(batch).is_err() || failed {
                     return;
@@ -64,8 +63,7 @@ impl Loader {
 
 /// Reads the batch of micro-step `micro`. `step_targets` is the count of the step in progress.
 fn read_micro_step(
-    tokens: &Tokens,
-    plan: &RowPlan,
+    rows: &Mixture,
     s: Schedule,
     micro: u64,
     step_targets: &mut u64,
@@ -73,23 +71,22 @@ fn read_micro_step(
     let accumulate = s.accumulate as u64;
     if micro.is_multiple_of(accumulate) {
         // Every rank counts the rows of all ranks, so that none has to ask the others.
-        let rows = accumulate * (s.world * s.batch) as u64;
-        let first = s.first + micro / accumulate * rows;
-        *step_targets =
-            (first..first + rows).map(|k| plan.targets(tokens, s.seq, k)).sum::<Result<_, _>>()?;
+        let count = accumulate * (s.world * s.batch) as u64;
+        let first = s.first + micro / accumulate * count;
+        *step_targets = (first..first + count).map(|k| rows.targets(s.seq, k)).sum::<Result<_, _>>()?;
     }
-    let batch = read(tokens, plan, s, micro)?;
+    let batch = read(rows, s, micro)?;
     Ok(MicroBatch { batch, step_targets: *step_targets })
 }
 
 /// Reads the batch of micro-step `micro`, counted from the start of the run.
-pub(crate) fn read(tokens: &Tokens, plan: &RowPlan, s: Schedule, micro: u64) -> Result<Batch, DataError> {
+pub(crate) fn read(rows: &Mixture, s: Schedule, micro: u64) -> Result<Batch, DataError> {
     let first = s.first + (micro * s.world as u64 + s.rank as u64) * s.batch as u64;
     let mut batch = Batch::default();
     batch.tokens.reserve(s.batch * s.seq);
     batch.targets.reserve(s.batch * s.seq);
     for k in first..first + s.batch as u64 {
-        plan.read(tokens, s.seq, k, &mut batch)?;
+        rows.read(s.seq, k, &mut batch)?;
     }
     Ok(batch)
 }
@@ -100,11 +97,11 @@ mod tests {
     use crate::data::{Order, source};
     use xlaunch_spec::job::Tokenizer;
 
-    fn tokens(text: &[u8]) -> Arc<Tokens> {
+    fn rows(text: &[u8], order: Order) -> Mixture {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("text");
         fs_err::write(&path, text).unwrap();
-        Arc::new(source::open(&[path], Tokenizer::Bytes, 256).unwrap())
+        (source::open(&[path], Tokenizer::Bytes, 256).unwrap(), order).into()
     }
 
     fn schedule(rank: usize, world: usize, batch: usize) -> Schedule {
@@ -113,8 +110,8 @@ mod tests {
 
     #[test]
     fn targets_are_tokens_shifted_by_one() {
-        let text = tokens(b"abcdefghijklmnop");
-        let loader = Loader::start(text, Order::new(16, 4, None), schedule(0, 1, 2)).unwrap();
+        let rows = rows(b"abcdefghijklmnop", Order::new(16, 4, None));
+        let loader = Loader::start(rows, schedule(0, 1, 2)).unwrap();
         let MicroBatch { batch, step_targets } = loader.next_batch().unwrap();
         assert_eq!(step_targets, 8);
         assert_eq!(batch.tokens, b"abcdefgh".map(i32::from));
@@ -123,30 +120,28 @@ mod tests {
 
     #[test]
     fn global_batch_does_not_depend_on_world_size_or_accumulation() {
-        let text = tokens(&(0..=255).collect::<Vec<u8>>());
-        let order = RowPlan::from(Order::new(256, 4, Some(9)));
-        let one = |micro| read(&text, &order, schedule(0, 1, 4), micro).unwrap().tokens;
-        let two = |rank, micro| read(&text, &order, schedule(rank, 2, 2), micro).unwrap().tokens;
+        let rows = rows(&(0..=255).collect::<Vec<u8>>(), Order::new(256, 4, Some(9)));
+        let one = |micro| read(&rows, schedule(0, 1, 4), micro).unwrap().tokens;
+        let two = |rank, micro| read(&rows, schedule(rank, 2, 2), micro).unwrap().tokens;
         for step in 0..3 {
             assert_eq!(one(step), [two(0, step), two(1, step)].concat());
         }
         // Two micro-steps on one rank read the same sequences as one micro-step on two ranks.
-        let accumulated = |micro| read(&text, &order, schedule(0, 1, 2), micro).unwrap().tokens;
+        let accumulated = |micro| read(&rows, schedule(0, 1, 2), micro).unwrap().tokens;
         assert_eq!([accumulated(0), accumulated(1)].concat(), one(0));
     }
 
     #[test]
     fn runs_that_continue_each_other_read_every_window_of_each_epoch_once() {
-        let text = tokens(&(0..169).collect::<Vec<u8>>());
         // 41 windows an epoch. Neither a batch nor a run ends with an epoch.
-        let order = RowPlan::from(Order::new(169, 4, Some(9)));
+        let rows = rows(&(0..169).collect::<Vec<u8>>(), Order::new(169, 4, Some(9)));
         let mut starts = Vec::new();
         for (world, batch, micro_steps) in [(2, 3, 5), (3, 3, 5), (1, 6, 8)] {
             let first = starts.len() as u64;
             for micro in 0..micro_steps {
                 for rank in 0..world {
                     let schedule = Schedule { first, ..schedule(rank, world, batch) };
-                    let read = read(&text, &order, schedule, micro).unwrap();
+                    let read = read(&rows, schedule, micro).unwrap();
                     starts.extend(read.tokens.chunks(4).map(|window| window[0]));
                 }
             }

@@ -2,8 +2,8 @@
 //!
 //! ```text
 //! globs --files--> paths --source--> Tokens (one logical sequence) --split--> train, val
-//! prepared directory --prepared--> shards --source--> train, val; tokenizer
-//! sequence number --row_plan, order, packing--> tokens, targets, documents --loader thread--> Batch, read ahead
+//! prepared directories --prepared--> shards --source--> train, val; tokenizer
+//! sequence number --mixture, row_plan, order, packing--> tokens, targets, documents --loader thread--> Batch
 //! ```
 //! Invariant: sequence k is a pure function of (seed, k), independent of time and threads. k counts the
 //! sequences of all ranks, so any number of ranks with the same global batch uses the same data in each step.
@@ -14,24 +14,29 @@ mod fingerprint;
 mod foreign;
 mod labels;
 mod loader;
+mod mixture;
 mod open;
 mod order;
 mod packing;
 mod prepared;
 mod row_plan;
 mod source;
+mod turns;
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use xlaunch_data::ManifestError;
-use xlaunch_spec::job::{DocumentMode, JobSpec, Tokenizer};
+use xlaunch_spec::job::{DataSource, DocumentMode, JobSpec, Tokenizer};
+use xlaunch_spec::lineage::Fingerprint;
 use xlaunch_spec::model::ModelShape;
+
+use crate::random::mix;
 
 pub use batch::{Batch, DocumentBounds, MicroBatch};
 pub use fingerprint::fingerprint;
 pub(crate) use loader::read;
 pub use loader::{Loader, Schedule};
+pub use mixture::{Mixture, Source, SourceUse};
 pub use order::Order;
 pub use packing::{Packing, PackingSummary};
 pub use prepared::TokenizerSource;
@@ -57,7 +62,7 @@ pub enum DataError {
         "{key}: {tokens} tokens, but model.seq = {seq} needs at least {}; add data or lower model.seq",
         seq + 1
     )]
-    TooShort { key: &'static str, tokens: u64, seq: usize },
+    TooShort { key: String, tokens: u64, seq: usize },
     #[error("{}: this is {what}; {remedy}", path.display())]
     Foreign { path: PathBuf, what: &'static str, remedy: &'static str },
     #[error(
@@ -75,18 +80,20 @@ pub enum DataError {
         dir.display()
     )]
     SmallModel { dir: PathBuf, needed: usize, vocab: usize },
+    #[error("{one} and {other} were prepared with different {what}: {found}")]
+    Mismatch { one: String, other: String, what: &'static str, found: String },
     #[error(
-        "data.train {} and data.val {} were prepared with different tokenizers: {tokenizers}",
-        train.display(), val.display()
+        "{key}: {} is not a directory; a mixture needs directories written by `xlaunch data prepare`",
+        path.display()
     )]
-    Tokenizers { train: PathBuf, val: PathBuf, tokenizers: String },
+    NotMixable { key: &'static str, path: PathBuf },
     #[error(
         "{key}: files do not tell where documents begin, as data.documents = \"masked\" and \"packed\" require; \
          prepare them with `xlaunch data prepare`, or set data.documents = \"joined\""
     )]
-    NoDocuments { key: &'static str },
+    NoDocuments { key: String },
     #[error("{key}: no document has a token whose loss counts; prepare the data again")]
-    NothingToTrain { key: &'static str },
+    NothingToTrain { key: String },
     #[error("{reason}")]
     Tokenizer { reason: String },
     #[error("{}: token id {id} at position {position} is not below model.vocab = {vocab}", path.display())]
@@ -97,82 +104,173 @@ pub enum DataError {
 #[derive(Clone, Debug)]
 pub struct Dataset {
     /// Training data.
-    pub train: Arc<Tokens>,
-    /// Evaluation data: held out from the training data, or from `data.val`. `None` if it is shorter than one sequence.
-    pub val: Option<Arc<Tokens>>,
-    /// Rows of the training data.
-    pub train_rows: RowPlan,
-    /// Rows of the evaluation data, if there is any.
-    pub val_rows: Option<RowPlan>,
+    pub train: Mixture,
+    /// Evaluation data of each source: held out from the training data, or from `data.val`. Sources with less than one
+    /// sequence are left out.
+    pub val: Vec<HeldOut>,
     /// Tokenizer of the training data.
     pub tokenizer: TokenizerSource,
-    /// Bytes of text per token of the evaluation data, if known.
-    val_bytes_per_token: Option<f64>,
+}
+
+/// Evaluation data of one source.
+#[derive(Clone, Debug)]
+pub struct HeldOut {
+    /// The data, a single source.
+    pub rows: Mixture,
+    /// Share of this source in the loss of an evaluation.
+    pub share: f64,
+    /// Bytes of text per token, if known.
+    bytes_per_token: Option<f64>,
+}
+
+impl HeldOut {
+    /// Returns this source's part of a number of sequences, rounded up.
+    #[expect(
+        clippy::cast_precision_loss,
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a part of a count"
+    )]
+    pub(crate) fn share_of(&self, sequences: u64) -> u64 {
+        if self.share < 1.0 { (sequences as f64 * self.share).ceil() as u64 } else { sequences }
+    }
+}
+
+/// Tokens of a source before their rows are planned.
+struct Opened {
+    name: String,
+    weight: f64,
+    tokens: Tokens,
+    bytes_per_token: Option<f64>,
 }
 
 impl Dataset {
     /// Opens the files of `[data]` and checks that the model can be trained on them.
     pub fn open(spec: &JobSpec, shape: &ModelShape) -> Result<Self, DataError> {
         let data = &spec.data;
-        let prepared = Prepared::of("data.train", &data.train)?;
-        let tokenizer = match (&prepared, data.tokenizer) {
+        let (train_dirs, val_dirs) =
+            (Prepared::all("data.train", &data.train)?, Prepared::all("data.val", &data.val)?);
+        if let Some((first, others)) = train_dirs.split_first() {
+            others.iter().chain(&val_dirs).try_for_each(|other| first.check_same_tokenizer(other))?;
+        }
+        // Models of chats need their template.
+        let prepared = train_dirs.iter().find(|dir| dir.has_chats()).or(train_dirs.first());
+        let tokenizer = match (prepared, data.tokenizer) {
             (Some(prepared), _) => prepared.tokenizer(),
             (None, Tokenizer::Bytes) => TokenizerSource::Bytes,
             (None, Tokenizer::Bin) => TokenizerSource::Unknown,
         };
-        let train = match &prepared {
-            Some(prepared) => prepared.train(shape.vocab)?,
-            None => files(spec, shape, "data.train", &data.train)?,
-        };
-        let in_files = (data.tokenizer == Tokenizer::Bytes).then_some(1.0);
-        let (train, val, val_bytes_per_token) = match (&prepared, Prepared::of("data.val", &data.val)?) {
-            (of_train, Some(val)) => {
-                of_train.as_ref().map_or(Ok(()), |train| train.check_same_tokenizer(&val))?;
-                (train, val.val(shape.vocab)?, val.val_bytes_per_token())
-            }
-            (Some(of_train), None) if data.val.is_empty() => {
-                (train, of_train.val(shape.vocab)?, of_train.val_bytes_per_token())
-            }
-            (None, None) if data.val.is_empty() => {
-                let (train, val) = train.split(data.val_fraction);
-                (train, val, in_files)
-            }
-            (_, None) => (train, files(spec, shape, "data.val", &data.val)?, in_files),
-        };
-        let mode = data.documents();
-        // Packed rows need at least one document with something to predict.
-        let needed = if mode == DocumentMode::Packed { 2 } else { shape.seq as u64 + 1 };
-        if train.len() < needed {
-            return Err(DataError::TooShort { key: "data.train", tokens: train.len(), seq: shape.seq });
-        }
-        if !data.val.is_empty() && val.len() < needed {
-            return Err(DataError::TooShort { key: "data.val", tokens: val.len(), seq: shape.seq });
-        }
-        let seed = data.shuffle.then_some(spec.job.seed);
-        let train_rows = RowPlan::train(&train, mode, shape.seq, seed)?;
-        let val = (val.len() >= needed).then(|| Arc::new(val));
-        let val_rows = val.as_ref().map(|val| RowPlan::evaluation(val, mode, shape.seq)).transpose()?;
-        Ok(Self { train: Arc::new(train), val, train_rows, val_rows, tokenizer, val_bytes_per_token })
+        let (train, val) = opened(spec, shape, &train_dirs, &val_dirs)?;
+        let train = mixed(spec, shape, train)?;
+        let val = held_out(spec, shape, val)?;
+        Ok(Self { train, val, tokenizer })
     }
 
-    /// Returns the number of positions of an epoch in rows of `seq` tokens, padding included.
-    pub fn epoch_tokens(&self, seq: usize) -> u64 {
-        match self.train_rows {
-            RowPlan::Packed(_) => self.train_rows.rows() * seq as u64,
-            RowPlan::Joined(_) | RowPlan::Masked(..) => self.train.len(),
-        }
+    /// Returns the evaluation data of the first source that has any.
+    pub fn held_out(&self) -> Option<&HeldOut> {
+        self.val.first()
     }
 
-    /// Returns the evaluation data and its rows, if there is any.
-    pub fn held_out(&self) -> Option<(&Tokens, &RowPlan)> {
-        self.val.as_deref().zip(self.val_rows.as_ref())
+    /// Describes the evaluation data, if there is any.
+    pub fn val_fingerprint(&self) -> Result<Option<Fingerprint>, DataError> {
+        let sources = self.val.iter().flat_map(|val| val.rows.sources().iter().map(|it| (it, val.share)));
+        if self.val.is_empty() { Ok(None) } else { mixture::fingerprint_of(sources).map(Some) }
     }
 
     /// Converts a loss on the evaluation data, in nats per token, to bits per byte of its text; `None` if that is
-    /// unknown.
+    /// unknown, or if there are several sources.
     pub fn bits_per_byte(&self, loss: f64) -> Option<f64> {
-        Some(loss / std::f64::consts::LN_2 / self.val_bytes_per_token?)
+        let [held_out] = &*self.val else { return None };
+        Some(loss / std::f64::consts::LN_2 / held_out.bytes_per_token?)
     }
+}
+
+/// Opens the tokens of all sources, to train on and to evaluate.
+fn opened(
+    spec: &JobSpec,
+    shape: &ModelShape,
+    train_dirs: &[Prepared],
+    val_dirs: &[Prepared],
+) -> Result<(Vec<Opened>, Vec<Opened>), DataError> {
+    let data = &spec.data;
+    let bytes_per_token = (data.tokenizer == Tokenizer::Bytes).then_some(1.0);
+    let of_files = |tokens| Opened { name: String::new(), weight: 1.0, tokens, bytes_per_token };
+    let from = |dirs: &[Prepared], open: &dyn Fn(&Prepared) -> Result<Tokens, DataError>| {
+        let names = prepared::names(dirs);
+        let opened = dirs.iter().zip(names).map(|(dir, name)| {
+            let (tokens, bytes_per_token) = (open(dir)?, dir.val_bytes_per_token());
+            Ok(Opened { name, weight: dir.weight(), tokens, bytes_per_token })
+        });
+        opened.collect::<Result<Vec<_>, DataError>>()
+    };
+    let val_of = |dirs: &[Prepared]| from(dirs, &|dir| dir.val(shape.vocab));
+    let (train, rest) = match train_dirs {
+        [] => {
+            let files = files(spec, shape, "data.train", &data.train)?;
+            if data.val.is_empty() {
+                let (train, rest) = files.split(data.val_fraction);
+                (vec![of_files(train)], Some(rest))
+            } else {
+                (vec![of_files(files)], None)
+            }
+        }
+        dirs => (from(dirs, &|dir| dir.train(shape.vocab))?, None),
+    };
+    let val = match (val_dirs, rest) {
+        ([], Some(rest)) => vec![of_files(rest)],
+        ([], None) if data.val.is_empty() => val_of(train_dirs)?,
+        ([], None) => vec![of_files(files(spec, shape, "data.val", &data.val)?)],
+        (dirs, _) => val_of(dirs)?,
+    };
+    Ok((train, val))
+}
+
+/// Returns the number of tokens that rows need.
+fn needed(spec: &JobSpec, shape: &ModelShape) -> u64 {
+    // Packed rows need at least one document with something to predict.
+    if spec.data.documents() == DocumentMode::Packed { 2 } else { shape.seq as u64 + 1 }
+}
+
+/// Returns the key of a source for errors, with its name in a mixture.
+fn key_of(key: &str, sources: usize, name: &str) -> String {
+    if sources > 1 { format!("{key}: {name}") } else { key.into() }
+}
+
+/// Plans the rows to train on.
+fn mixed(spec: &JobSpec, shape: &ModelShape, opened: Vec<Opened>) -> Result<Mixture, DataError> {
+    let (count, weights) = (opened.len(), opened.iter().map(|source| source.weight).collect::<Vec<_>>());
+    let sources = (0..).zip(opened).map(|(index, Opened { name, tokens, .. })| {
+        let key = key_of("data.train", count, &name);
+        if tokens.len() < needed(spec, shape) {
+            return Err(DataError::TooShort { key, tokens: tokens.len(), seq: shape.seq });
+        }
+        // Sources of equal size are in different orders.
+        let seed = if index == 0 { spec.job.seed } else { mix(spec.job.seed ^ mix(index)) };
+        let seed = spec.data.shuffle.then_some(seed);
+        let plan = RowPlan::train(&tokens, &key, spec.data.documents(), shape.seq, seed)?;
+        Ok(Source { name, tokens, plan })
+    });
+    Ok(Mixture::new(sources.collect::<Result<_, _>>()?, &weights))
+}
+
+/// Plans the rows to evaluate. Without `data.val`, sources that are too short are left out.
+fn held_out(spec: &JobSpec, shape: &ModelShape, opened: Vec<Opened>) -> Result<Vec<HeldOut>, DataError> {
+    let (count, mut val, mut total) = (opened.len(), Vec::new(), 0.0);
+    for Opened { name, weight, tokens, bytes_per_token } in opened {
+        let key = key_of("data.val", count, &name);
+        if tokens.len() < needed(spec, shape) {
+            if spec.data.val.is_empty() {
+                continue;
+            }
+            return Err(DataError::TooShort { key, tokens: tokens.len(), seq: shape.seq });
+        }
+        let plan = RowPlan::evaluation(&tokens, &key, spec.data.documents(), shape.seq)?;
+        let rows = Mixture::new(vec![Source { name, tokens, plan }], &[weight]);
+        val.push(HeldOut { rows, share: weight, bytes_per_token });
+        total += weight;
+    }
+    val.iter_mut().for_each(|held_out| held_out.share /= total);
+    Ok(val)
 }
 
 /// Opens the files that match a glob relative to the working directory, independently of a job.
@@ -193,8 +291,9 @@ fn files(
     spec: &JobSpec,
     shape: &ModelShape,
     key: &'static str,
-    patterns: &[String],
+    sources: &[DataSource],
 ) -> Result<Tokens, DataError> {
     let skip = PathBuf::from(&spec.job.output);
-    source::open(&files::matching(key, patterns, &skip)?, spec.data.tokenizer, shape.vocab)
+    let patterns: Vec<String> = sources.iter().map(|source| source.path.clone()).collect();
+    source::open(&files::matching(key, &patterns, &skip)?, spec.data.tokenizer, shape.vocab)
 }

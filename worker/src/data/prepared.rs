@@ -8,7 +8,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use xlaunch_data::{Chat, Manifest, Split, TOKENIZER_FILE, Tokenizer};
-use xlaunch_spec::job::{DocumentMode, Invalid, JobSpec};
+use xlaunch_spec::job::{DataSource, DocumentMode, Invalid, JobSpec};
 
 use super::{DataError, Tokens, source};
 
@@ -18,19 +18,62 @@ pub(crate) const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
 /// A prepared directory.
 #[derive(Clone, Debug)]
 pub(crate) struct Prepared {
+    /// The key that names it.
+    key: &'static str,
     dir: PathBuf,
+    weight: f64,
     manifest: Manifest,
 }
 
+/// Returns a name for each directory of a mixture: the last component of its path or, if that is not unique, the path.
+/// The name of a single directory is empty.
+pub(super) fn names(dirs: &[Prepared]) -> Vec<String> {
+    if dirs.len() == 1 {
+        return vec![String::new()];
+    }
+    let last = |dir: &Prepared| dir.dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let all: Vec<String> = dirs.iter().map(last).collect();
+    let is_unique = |name: &String| all.iter().filter(|other| *other == name).count() == 1;
+    let name = |(dir, name): (&Prepared, &String)| {
+        if is_unique(name) { name.clone() } else { dir.dir.display().to_string() }
+    };
+    dirs.iter().zip(&all).map(name).collect()
+}
+
 impl Prepared {
-    /// Opens the prepared directory that `data.train` or `data.val` names; `None` if it names files.
-    pub(crate) fn of(key: &'static str, patterns: &[String]) -> Result<Option<Self>, DataError> {
-        let Some(dir) = patterns.iter().map(Path::new).find(|path| path.is_dir()) else { return Ok(None) };
-        if patterns.len() > 1 {
-            return Err(DataError::SeveralSources { key, dir: dir.into() });
+    /// Opens the prepared directories that `data.train` or `data.val` names; none if it names files.
+    pub(crate) fn all(key: &'static str, sources: &[DataSource]) -> Result<Vec<Self>, DataError> {
+        let is_dir = |source: &&DataSource| Path::new(&source.path).is_dir();
+        let Some(found) = sources.iter().find(|source| source.weight.is_some() || is_dir(source)) else {
+            return Ok(Vec::new());
+        };
+        if found.weight.is_none() && sources.len() > 1 {
+            return Err(DataError::SeveralSources { key, dir: found.path.clone().into() });
         }
-        let manifest = Manifest::read(dir).map_err(|source| DataError::NotPrepared { key, source })?;
-        Ok(Some(Self { dir: dir.into(), manifest }))
+        if let Some(other) = sources.iter().find(|source| !is_dir(source)) {
+            return Err(DataError::NotMixable { key, path: other.path.clone().into() });
+        }
+        sources
+            .iter()
+            .map(|DataSource { path, weight }| Self::open(key, path, weight.unwrap_or(1.0)))
+            .collect()
+    }
+
+    /// Opens a prepared directory.
+    pub(crate) fn open(key: &'static str, dir: &str, weight: f64) -> Result<Self, DataError> {
+        let manifest = Manifest::read(Path::new(dir));
+        let manifest = manifest.map_err(|source| DataError::NotPrepared { key, source })?;
+        Ok(Self { key, dir: dir.into(), weight, manifest })
+    }
+
+    /// Weight in a mixture.
+    pub(super) fn weight(&self) -> f64 {
+        self.weight
+    }
+
+    /// Returns whether its documents are chats.
+    pub(crate) fn has_chats(&self) -> bool {
+        self.manifest.chat.is_some()
     }
 
     /// Completes the configuration of a job that trains on this data.
@@ -52,7 +95,7 @@ impl Prepared {
         spec.model.vocab.get_or_insert(*vocab);
         // The bytes of these files are not tokens.
         spec.data.tokenizer = xlaunch_spec::job::Tokenizer::Bin;
-        if self.manifest.chat.is_some() {
+        if self.has_chats() {
             spec.data.documents.get_or_insert(self.default_documents());
         }
         Ok(())
@@ -60,7 +103,7 @@ impl Prepared {
 
     /// Returns the treatment of documents that suits this data.
     pub(crate) fn default_documents(&self) -> DocumentMode {
-        if self.manifest.chat.is_some() { DocumentMode::Packed } else { DocumentMode::Joined }
+        if self.has_chats() { DocumentMode::Packed } else { DocumentMode::Joined }
     }
 
     /// Opens the tokens to train on. Their ids are below `vocab`, which may exceed the data's vocabulary.
@@ -93,20 +136,45 @@ impl Prepared {
         (bytes > 0 && tokens > 0 && supervised.is_none()).then(|| bytes as f64 / tokens as f64)
     }
 
-    /// Checks that both directories have the same ids.
-    pub(super) fn check_same_tokenizer(&self, val: &Self) -> Result<(), DataError> {
-        let (ours, theirs) = (&self.manifest, &val.manifest);
-        if (&ours.tokenizer, ours.vocab, ours.end_of_text, ours.bos)
-            == (&theirs.tokenizer, theirs.vocab, theirs.end_of_text, theirs.bos)
-        {
-            return Ok(());
+    /// Checks that both directories have the same ids, and the same chat template if both have chats.
+    pub(crate) fn check_same_tokenizer(&self, other: &Self) -> Result<(), DataError> {
+        let mismatch = |what, found: [String; 2]| {
+            let [one, other] = [self, other].map(|it| format!("{} {}", it.key, it.dir.display()));
+            Err(DataError::Mismatch { one, other, what, found: found.join(" and ") })
+        };
+        let (own, theirs) = (&self.manifest, &other.manifest);
+        let same_file =
+            own.tokenizer_xxh3_128.is_some() && own.tokenizer_xxh3_128 == theirs.tokenizer_xxh3_128;
+        let same_ids = || -> Result<bool, DataError> {
+            let loaded = (self.tokenizer().load()?, other.tokenizer().load()?);
+            Ok(matches!(loaded, (Some(own), Some(theirs)) if own.same_ids(&theirs)))
+        };
+        if !(same_file || same_ids()?) {
+            return mismatch("tokenizers", [self, other].map(Self::describe_tokenizer));
         }
-        let describe = |manifest: &Manifest| format!("{} ({} ids)", manifest.tokenizer, manifest.vocab);
-        Err(DataError::Tokenizers {
-            train: self.dir.clone(),
-            val: val.dir.clone(),
-            tokenizers: format!("{} and {}", describe(ours), describe(theirs)),
-        })
+        if !self.has_chats()
+            && !other.has_chats()
+            && (own.end_of_text, own.bos) != (theirs.end_of_text, theirs.bos)
+        {
+            let ids =
+                |it: &Manifest| format!("{:?}", it.end_of_text.iter().chain(&it.bos).collect::<Vec<_>>());
+            return mismatch("ids before each document", [own, theirs].map(ids));
+        }
+        if let (Some(own), Some(theirs)) = (&own.chat, &theirs.chat)
+            && own.template_xxh3_128 != theirs.template_xxh3_128
+        {
+            return mismatch(
+                "chat templates",
+                [own, theirs].map(|chat| format!("hash {}", chat.template_xxh3_128)),
+            );
+        }
+        Ok(())
+    }
+
+    fn describe_tokenizer(&self) -> String {
+        let Manifest { tokenizer, vocab, tokenizer_xxh3_128, .. } = &self.manifest;
+        let hash = tokenizer_xxh3_128.as_ref().map_or_else(String::new, |hash| format!(", hash {hash}"));
+        format!("{} of {tokenizer} ({vocab} ids){hash}", self.dir.join(TOKENIZER_FILE).display())
     }
 
     /// Returns the file that contains the tokenizer.

@@ -54,22 +54,28 @@ impl RowPlan {
     /// Plans rows of `seq` tokens for training, in the order of the data without a seed.
     pub(super) fn train(
         tokens: &Tokens,
+        key: &str,
         mode: DocumentMode,
         seq: usize,
         seed: Option<u64>,
     ) -> Result<Self, DataError> {
-        Self::new(tokens, "data.train", mode, seq, [seed; 2])
+        Self::new(tokens, key, mode, seq, [seed; 2])
     }
 
     /// Plans rows for evaluation. Packed rows are permuted, the same in every run, because the first rows in the order
     /// of the data have the most long documents.
-    pub(crate) fn evaluation(tokens: &Tokens, mode: DocumentMode, seq: usize) -> Result<Self, DataError> {
-        Self::new(tokens, "data.val", mode, seq, [None, Some(FIXED_SEED)])
+    pub(crate) fn evaluation(
+        tokens: &Tokens,
+        key: &str,
+        mode: DocumentMode,
+        seq: usize,
+    ) -> Result<Self, DataError> {
+        Self::new(tokens, key, mode, seq, [None, Some(FIXED_SEED)])
     }
 
     fn new(
         tokens: &Tokens,
-        key: &'static str,
+        key: &str,
         mode: DocumentMode,
         seq: usize,
         [windows, packed]: [Option<u64>; 2],
@@ -78,7 +84,7 @@ impl RowPlan {
             return Ok(Self::Joined(Order::new(tokens.len(), seq, windows)));
         }
         let starts = match &tokens.labels().boundaries {
-            Boundaries::Unknown => return Err(DataError::NoDocuments { key }),
+            Boundaries::Unknown => return Err(DataError::NoDocuments { key: key.into() }),
             Boundaries::EndOfText(id) => Starts::At(*id),
             Boundaries::File { path, tokens, .. } => {
                 Starts::Positions(Boundaries::read(path, *tokens)?.into())
@@ -100,7 +106,7 @@ impl RowPlan {
                 Ok(mask.contains(&true))
             })
         })?;
-        let packing = packer.pack(packed).ok_or(DataError::NothingToTrain { key })?;
+        let packing = packer.pack(packed).ok_or_else(|| DataError::NothingToTrain { key: key.into() })?;
         Ok(Self::Packed(Arc::new(packing)))
     }
 

@@ -16,7 +16,7 @@ use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::{DocumentMode, Tokenizer as Format};
 use xlaunch_spec::model::ModelShape;
 
-use crate::data::{self, Batch, DataError, Order, Prepared, RowPlan, Schedule, Tokens};
+use crate::data::{self, Batch, DataError, Mixture, Order, Prepared, RowPlan, Schedule, Tokens};
 use crate::error::WorkerError;
 use crate::model::{BackendHandle, Model, Rows};
 use xlaunch_spec::refusal::Refusal;
@@ -29,8 +29,7 @@ const BATCH_TOKENS: usize = 8192;
 /// Held-out data.
 #[derive(Debug)]
 pub struct Held {
-    tokens: Tokens,
-    rows: RowPlan,
+    rows: Mixture,
     /// Bytes of text per token, if known.
     bytes_per_token: Option<f64>,
 }
@@ -57,8 +56,8 @@ impl Held {
             let format = if is_bytes { Format::Bytes } else { Format::Bin };
             let tokens = data::open_files("--data", data, format, shape.vocab).map_err(WorkerError::from)?;
             check_length(&tokens, shape.seq)?;
-            let rows = Order::new(tokens.len(), shape.seq, None).into();
-            Self { tokens, rows, bytes_per_token: is_bytes.then_some(1.0) }
+            let order = Order::new(tokens.len(), shape.seq, None);
+            Self { rows: (tokens, order).into(), bytes_per_token: is_bytes.then_some(1.0) }
         };
         Ok(held)
     }
@@ -66,8 +65,7 @@ impl Held {
     fn prepared(dir: &str, shape: &ModelShape, tokenizer: Option<&Tokenizer>) -> Result<Self, Refusal> {
         let refused = |message: String| Refusal { exit: ExitCode::Data, message };
         let data = |error: DataError| Refusal::from(WorkerError::from(error));
-        let prepared = Prepared::of("--data", &[dir.into()]).map_err(data)?;
-        let prepared = prepared.ok_or_else(|| refused(format!("{dir} is not a directory")))?;
+        let prepared = Prepared::open("--data", dir, 1.0).map_err(data)?;
         if let (Some(theirs), Some(own)) = (prepared.tokenizer().load().map_err(data)?, tokenizer) {
             if own.bos() != theirs.bos() && own.with_bos(theirs.bos()).is_ok_and(|own| own.same_ids(&theirs))
             {
@@ -91,8 +89,8 @@ impl Held {
         if mode != DocumentMode::Packed {
             check_length(&tokens, shape.seq)?;
         }
-        let rows = RowPlan::evaluation(&tokens, mode, shape.seq).map_err(data)?;
-        Ok(Self { tokens, rows, bytes_per_token: prepared.val_bytes_per_token() })
+        let plan = RowPlan::evaluation(&tokens, "--data", mode, shape.seq).map_err(data)?;
+        Ok(Self { rows: (tokens, plan).into(), bytes_per_token: prepared.val_bytes_per_token() })
     }
 }
 
@@ -102,7 +100,7 @@ fn check_length(tokens: &Tokens, seq: usize) -> Result<(), Refusal> {
     if tokens > seq as u64 {
         return Ok(());
     }
-    Err(WorkerError::from(DataError::TooShort { key: "--data", tokens, seq }).into())
+    Err(WorkerError::from(DataError::TooShort { key: "--data".into(), tokens, seq }).into())
 }
 
 /// Computes the loss over all windows or, with `limit`, over as many of the first windows as are needed for that number
@@ -124,7 +122,7 @@ pub fn loss(
         if interrupted() {
             return Err(Refusal::interrupted());
         }
-        let read = data::read(&held.tokens, &held.rows, schedule, round).map_err(WorkerError::from)?;
+        let read = data::read(&held.rows, schedule, round).map_err(WorkerError::from)?;
         let losses = losses(backend, model, [batch, seq], &read).map_err(WorkerError::from)?;
         // Windows past the end repeat others; this occurs only in the last batch.
         let count = (windows - done).min(batch as u64);

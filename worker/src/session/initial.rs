@@ -20,6 +20,7 @@ use xlaunch_spec::model::ModelShape;
 
 use super::Context;
 use crate::adapter::ValuesHash;
+use crate::best::Best;
 use crate::checkpoint::{self, Abandoned, Arena, Frozen, Memory, Parent, Piece, Portion, Sink, State};
 use crate::data::DataError;
 use xlaunch_spec::lineage::Fingerprint;
@@ -46,6 +47,8 @@ pub(super) struct Start {
     pub(super) parents: Vec<Parent>,
     /// Validation loss of the state, if it was evaluated.
     pub(super) val_loss: Option<f64>,
+    /// The best evaluation so far.
+    pub(super) best: Option<Best>,
     /// Number of warm-up steps of the continued run, unless the configuration sets its own.
     pub(super) warmup: Option<u64>,
     /// Files that came with the initial weights of the continued run.
@@ -169,18 +172,20 @@ pub(super) fn exchange_portions(
 
 impl Start {
     fn after(state: State, run_id: &str) -> Self {
-        let State { step, sequences, run, mut parents, val_loss, warmup, data, inherited, .. } = state;
+        let State { step, sequences, run, mut parents, val_loss, best, warmup, data, inherited, .. } = state;
         // A restart continues its own run.
         if run != run_id {
             parents.push(Parent { run, step });
         }
-        Self { step, sequences, parents, val_loss, warmup, data, inherited, frozen: None }
+        Self { step, sequences, parents, val_loss, best, warmup, data, inherited, frozen: None }
     }
 
-    /// Returns the job, with the settings that it takes over from the continued run.
-    pub(super) fn complete(&self, spec: &JobSpec) -> JobSpec {
+    /// Returns the job with the settings that it takes over from the continued run, and with its number of steps.
+    /// `rows` is the number of sequences per epoch.
+    pub(super) fn complete(&self, spec: &JobSpec, rows: u64, world: u32) -> JobSpec {
         let mut spec = spec.clone();
         spec.train.warmup = spec.train.warmup.or(self.warmup);
+        spec.train.count_steps(rows, world, self.step, self.sequences);
         spec
     }
 

@@ -27,7 +27,7 @@ use xlaunch_spec::model::ModelShape;
 use crate::bench::{self, SkipAllReduce};
 use crate::checkpoint::Memory;
 use crate::control::Control;
-use crate::data::{Dataset, Loader, Schedule, fingerprint};
+use crate::data::{Dataset, Loader, Schedule};
 use xlaunch_spec::lineage::Fingerprint;
 
 use crate::divergence::SkipCount;
@@ -86,7 +86,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let Context { environment, control, spec, job } = *context;
     let shape = spec.model.resolve().map_err(SpecError::from)?;
     let dataset = weights::dataset(spec, &shape)?;
-    let fingerprint = fingerprint(&dataset.train)?;
+    let fingerprint = dataset.train.fingerprint()?;
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
     let layout = Layout::of_job(spec, &shape).map_err(SpecError::from)?;
     let activations = activation_dtype(spec, environment.device != Device::Cpu);
@@ -122,7 +122,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
         .map_err(report)?;
     let communication = bench.as_ref().map_or(StepCommunication::Full, TrainBench::communication);
     collective = SkipAllReduce::down_to(communication, collective);
-    let spec = &start.complete(spec);
+    let spec = &start.complete(spec, dataset.train.rows(), environment.world_size.0);
     let context = &Context { spec, ..*context };
     let buffers = trainer.stepper.reduce_buffers().chain(trainer.optimizer.gather_buffers(&trainer.model));
     nccl_windows::register(&device.backend, buffers, &mut *collective, environment.log_fallback)
@@ -149,6 +149,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
         sampler: trainer.sampler.as_ref(),
         checkpoints: saving::open(context, &device.backend, &trainer, &start, &dataset, fingerprint, memory)?,
         skips: SkipCount::new(&spec.train),
+        best: start.best,
         first_step: start.step,
         first_sequence: start.sequences,
         unsaved: job.memory_snapshot.filter(|snapshot| !snapshot.on_disk).map(|_| start.val_loss),
@@ -262,11 +263,12 @@ fn end(
     trainer.stepper.drop_graphs();
     trainer.evaluator.drop_graphs();
     let outcome = outcome?;
+    let stopped_early = outcome.stopped_early;
     let finished = finish(spec, backend, trainer, control, &mut *collective, outcome);
     let finished = finished.map_err(|error| control.report_failure(error))?;
     collective.finalize()?;
     control.report(Report::Finished(finished));
-    Ok(if outcome.stopped_early { ExitCode::Stopped } else { ExitCode::Done })
+    Ok(if stopped_early { ExitCode::Stopped } else { ExitCode::Done })
 }
 
 /// Runs a benchmark other than training. Its workers join and report like the ranks of a training job.
@@ -368,7 +370,7 @@ fn start_loader(
         accumulate: spec.train.accumulate,
         seq: shape.seq,
     };
-    Loader::start(dataset.train.clone(), dataset.train_rows.clone(), schedule)
+    Loader::start(dataset.train.clone(), schedule)
         .map_err(|source| WorkerError::Io { what: "failed to start the data loader".into(), source })
 }
 
@@ -398,8 +400,8 @@ fn train_started(
         first_step,
         total_steps: spec.train.steps,
         tokens_per_step: trainer.stepper.tokens_per_step(),
-        train_tokens: dataset.epoch_tokens(trainer.model.shape.seq),
-        val_tokens: dataset.val.as_ref().map_or(0, |val| val.len()),
+        train_tokens: dataset.train.rows() * trainer.model.shape.seq as u64,
+        val_tokens: dataset.val.iter().flat_map(|val| val.rows.sources()).map(|it| it.tokens.len()).sum(),
         device_name: device.backend.device().name.clone(),
         precision: device.precision.name().into(),
         sharded: division.sharded().into(),
@@ -430,5 +432,6 @@ fn finish(
         stopped_early: outcome.stopped_early,
         sample: sample.unwrap_or_default(),
         max_parameter_difference: difference,
+        sources: outcome.sources,
     })
 }

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use xlaunch_spec::job::{CheckpointSection, OnSaveError};
 
+use crate::best::Best;
 use crate::checkpoint::saver::Saver;
 use crate::checkpoint::{CheckpointError, Portion, State};
 use crate::error::Result;
@@ -71,8 +72,8 @@ impl Checkpoints {
     ) -> Result<()> {
         let start = Instant::now();
         self.last = start;
-        let Position { step, sequences, val_loss } = position;
-        let state = State { step, sequences, val_loss, ..self.template.clone() };
+        let Position { step, sequences, val_loss, best } = position;
+        let state = State { step, sequences, val_loss, best, ..self.template.clone() };
         let arenas = optimizer.state(model);
         if self.saver.has_no_buffers() {
             let portion = &self.portion;
@@ -133,4 +134,6 @@ pub struct Position {
     pub sequences: u64,
     /// Validation loss after this step, if it was evaluated.
     pub val_loss: Option<f64>,
+    /// The best evaluation so far.
+    pub best: Option<Best>,
 }

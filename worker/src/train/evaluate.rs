@@ -14,7 +14,7 @@ use super::batch_memory::BatchMemory;
 use super::division::Division;
 use super::gathers::Gathers;
 use super::replay::{Replay, Work};
-use crate::data::{self, RowPlan, Tokens};
+use crate::data::{self, HeldOut, Mixture};
 use crate::error::Result;
 use crate::fail::{self, Place};
 use crate::model::{BackendHandle, Model};
@@ -51,20 +51,21 @@ impl Evaluator {
         })
     }
 
-    /// Returns the mean loss over the first rows of the plan, and the number of targets in that mean. Uses the
-    /// configured number of sequences, or all if there are fewer. Every rank calls it and gets the same result. Call it
-    /// after the optimizer has [gathered](AdamW::gather) the model's weights.
+    /// Returns the mean loss over the first rows of the data, and the number of targets in that mean. Uses the data's
+    /// share of the configured number of sequences, or all if there are fewer. Every rank calls it and gets the same
+    /// result. Call it after the optimizer has [gathered](AdamW::gather) the model's weights.
     pub fn evaluate(
         &self,
         model: &Model,
         optimizer: &AdamW,
         collective: &mut dyn Collective,
-        (tokens, plan): (&Tokens, &RowPlan),
+        data: &HeldOut,
     ) -> Result<(f64, u64)> {
-        let sequences = usize::try_from(plan.rows().min(self.max_sequences)).unwrap_or(usize::MAX);
+        let sequences = data.rows.rows().min(data.share_of(self.max_sequences));
+        let sequences = usize::try_from(sequences).unwrap_or(usize::MAX);
         // The losses of all sequences, then their numbers of targets.
         let mut losses = vec![0.0; 2 * sequences];
-        self.evaluate_own_batches((model, optimizer), collective, (tokens, plan), &mut losses)?;
+        self.evaluate_own_batches((model, optimizer), collective, &data.rows, &mut losses)?;
         fail::at(Place::Evaluation);
         let gathered = self.backend.alloc(DType::F32, losses.len())?;
         self.backend.write_f32(gathered.all(), &losses)?;
@@ -83,7 +84,7 @@ impl Evaluator {
         &self,
         (model, optimizer): (&Model, &AdamW),
         collective: &mut dyn Collective,
-        (tokens, plan): (&Tokens, &RowPlan),
+        held_out: &Mixture,
         losses: &mut [f32],
     ) -> Result<()> {
         let rows = self.batch.rows();
@@ -96,7 +97,7 @@ impl Evaluator {
         let all = if self.together { batches.next_multiple_of(world) } else { batches };
         for (round, number) in (rank..all).step_by(world).enumerate() {
             // Sequences past the end repeat the first ones, and are ignored.
-            let read = data::read(tokens, plan, schedule, round as u64)?;
+            let read = data::read(held_out, schedule, round as u64)?;
             self.batch.write(&self.backend, &read)?;
             self.run(model, optimizer, collective)?;
             self.backend.read_f32(self.losses.all(), &mut token_losses)?;

@@ -9,8 +9,11 @@ use std::time::{Duration, Instant};
 use xlaunch_comm::Collective;
 use xlaunch_engine::KernelTime;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{CheckpointSkipped, EvalReport, KernelReport, Phase, ProfileReport, StepReport};
-use xlaunch_spec::job::JobSpec;
+use xlaunch_proto::v1::{
+    BestEvaluation, CheckpointSkipped, EvalReport, KernelReport, Phase, ProfileReport, SourceLoss,
+    SourceReport, StepReport,
+};
+use xlaunch_spec::job::{JobSpec, TrainSection};
 
 use super::checkpoints::{Checkpoints, Position};
 use super::compare::compare_replicas;
@@ -19,8 +22,9 @@ use super::replicas::{Survey, survey};
 use super::sample::Sampler;
 use super::step::{PendingStep, Requests, Stepper};
 use super::trace::{self, Tracer};
+use crate::best::Best;
 use crate::control::Control;
-use crate::data::{Dataset, Loader, TokenizerSource};
+use crate::data::{Dataset, Loader, SourceUse, TokenizerSource};
 use crate::divergence::{Divergence, SkipCount};
 use crate::error::{Result, WorkerError};
 use crate::fail::{self, Place};
@@ -48,6 +52,8 @@ pub struct Run<'a> {
     /// `None` for a benchmark.
     pub checkpoints: Option<Checkpoints>,
     pub skips: SkipCount,
+    /// The best evaluation, also of earlier runs.
+    pub best: Option<Best>,
     /// Number of steps completed before this run.
     pub first_step: u64,
     /// Number of sequences used before this run.
@@ -70,12 +76,14 @@ pub struct Run<'a> {
 }
 
 /// Result of the loop.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Outcome {
     /// Number of completed steps, including earlier runs.
     pub steps: u64,
     /// True if a stop command ended training before the last step.
     pub stopped_early: bool,
+    /// Use of the sources of a mixture.
+    pub sources: Vec<SourceReport>,
 }
 
 /// A step that was enqueued and has not been waited for.
@@ -99,12 +107,13 @@ impl Run<'_> {
     pub fn run(&mut self) -> Result<Outcome> {
         let mut step = self.first_step;
         if let Some(val_loss) = self.unsaved.take() {
-            self.save(step, val_loss, step >= self.spec.train.steps)?;
+            self.save(step, val_loss, step >= self.spec.train.steps || self.stops_early())?;
         }
         let mut requested = Requests::default();
         let mut next = None;
         let mut since = Instant::now();
-        while step < self.spec.train.steps && !(requested.stop && next.is_none() && !self.skips.is_skipping())
+        while step < self.spec.train.steps
+            && !((requested.stop || self.stops_early()) && next.is_none() && !self.skips.is_skipping())
         {
             let current = match next.take() {
                 Some(current) => current,
@@ -115,7 +124,7 @@ impl Run<'_> {
                     self.start(step)?
                 }
             };
-            if requested == Requests::default() && self.can_enqueue_next(step) {
+            if requested == Requests::default() && !self.stops_early() && self.can_enqueue_next(step) {
                 next = Some(self.start(step + 1)?);
             }
             let requests = match self.finish(step, current, &mut since) {
@@ -137,7 +146,8 @@ impl Run<'_> {
             }
         }
         self.tracer.finish()?;
-        Ok(Outcome { steps: step, stopped_early: step < self.spec.train.steps })
+        let stopped_early = step < self.spec.train.steps && !self.stops_early();
+        Ok(Outcome { steps: step, stopped_early, sources: self.source_reports(step) })
     }
 
     /// Returns whether the step after `step` can be enqueued before this one is read back. The same on every rank.
@@ -157,6 +167,16 @@ impl Run<'_> {
     /// Returns whether each kernel of a step is timed.
     fn is_profiled(&self, step: u64) -> bool {
         self.profile == Some(step + 1) || self.tracer.traces(step)
+    }
+
+    /// Returns whether the validation loss has not improved for as long as `train.patience` allows.
+    fn stops_early(&self) -> bool {
+        self.best.is_some_and(|best| best.is_final(self.spec.train.patience))
+    }
+
+    /// Returns whether a checkpoint of this step must be saved because its validation loss is the lowest so far.
+    fn is_best(&self, step: u64) -> bool {
+        self.spec.train.patience != 0 && self.best.is_some_and(|best| best.step == step)
     }
 
     /// Returns whether an evaluation is due after `done` steps.
@@ -207,21 +227,26 @@ impl Run<'_> {
             self.write_pool_trace(dir)?;
         }
         let is_due = self.saves_after(step);
-        let last = step == self.spec.train.steps || requested.stop;
-        let saves = self.checkpoints.is_some() && (is_due || requested.checkpoint || last);
-        if self.compares_after(step) || saves && self.spec.observe.check_every != 0 {
+        let evaluates = self.evaluates_after(step);
+        let mut last = step == self.spec.train.steps || requested.stop;
+        // An evaluation may show that this step is the best, or the last.
+        let may_save = is_due || requested.checkpoint || last || evaluates && self.spec.train.patience != 0;
+        let compares = self.checkpoints.is_some() && may_save && self.spec.observe.check_every != 0;
+        if self.compares_after(step) || compares {
             let _span = trace::span(Phase::AllReduce);
             compare_replicas(self.backend, self.model, self.optimizer, self.collective, step)?;
         }
         let mut val_loss = None;
-        if self.evaluates_after(step) {
+        if evaluates {
             let _span = trace::span(Phase::Evaluation);
             val_loss = self.evaluate(step)?;
         }
-        if self.samples_after(step) {
+        last |= self.stops_early();
+        if self.samples_after(step) && !self.stops_early() {
             self.sample(step)?;
         }
-        if !saves {
+        let saves = is_due || requested.checkpoint || last || self.is_best(step);
+        if self.checkpoints.is_none() || !saves {
             return Ok(false);
         }
         if self.skips.is_skipping() {
@@ -240,9 +265,11 @@ impl Run<'_> {
 
     /// Saves a checkpoint. Returns false, on every rank, if any rank is still writing the previous one.
     fn save(&mut self, step: u64, val_loss: Option<f64>, last: bool) -> Result<bool> {
+        let waits = last || self.is_best(step);
+        let position = Position { step, sequences: self.sequences(step), val_loss, best: self.best };
         let Some(checkpoints) = &mut self.checkpoints else { return Ok(true) };
         let _span = trace::span(Phase::Checkpoint);
-        if last || !checkpoints.is_busy() {
+        if waits || !checkpoints.is_busy() {
             // If the previous save has failed, this one is tried regardless.
             checkpoints.wait()?;
         }
@@ -254,8 +281,6 @@ impl Run<'_> {
         if busy {
             return Ok(false);
         }
-        let sequences = self.first_sequence + (step - self.first_step) * self.stepper.sequences_per_step();
-        let position = Position { step, sequences, val_loss };
         checkpoints.save(self.backend, self.model, self.optimizer, position, last)?;
         Ok(true)
     }
@@ -370,18 +395,57 @@ impl Run<'_> {
 
     /// Computes the loss on the held-out data, if there is any.
     fn evaluate(&mut self, step: u64) -> Result<Option<f64>> {
-        let Some(val) = self.dataset.held_out() else { return Ok(None) };
+        if self.dataset.val.is_empty() {
+            return Ok(None);
+        }
         self.optimizer.gather(self.model, self.collective)?;
-        let (loss, tokens) = self.evaluator.evaluate(self.model, self.optimizer, self.collective, val)?;
+        let (mut loss, mut tokens, mut losses) = (0.0, 0, Vec::new());
+        for held_out in &self.dataset.val {
+            let (model, optimizer) = (self.model, self.optimizer);
+            let (own, count) = self.evaluator.evaluate(model, optimizer, self.collective, held_out)?;
+            loss += held_out.share * own;
+            tokens += count;
+            let name = held_out.rows.sources()[0].name.clone();
+            #[expect(clippy::cast_possible_truncation, reason = "the report contains an f32")]
+            losses.push(SourceLoss { name, loss: own as f32 });
+        }
         if !loss.is_finite() {
             return Err(WorkerError::Diverged { step, what: Divergence::Validation { loss } });
         }
+        let best = Best::after(self.best, step, loss);
+        self.best = Some(best);
         if self.collective.rank() == 0 {
-            let bits_per_byte = self.dataset.bits_per_byte(loss);
+            let TrainSection { patience, steps, .. } = self.spec.train;
+            let stops = best.is_final(patience) && step < steps;
             #[expect(clippy::cast_possible_truncation, reason = "the report contains an f32")]
-            self.control.report(Report::Eval(EvalReport { step, loss: loss as f32, tokens, bits_per_byte }));
+            self.control.report(Report::Eval(EvalReport {
+                step,
+                loss: loss as f32,
+                tokens,
+                bits_per_byte: self.dataset.bits_per_byte(loss),
+                best: (patience != 0).then_some(BestEvaluation { step: best.step, loss: best.loss as f32 }),
+                stopped_after: if stops { best.evaluations_since } else { 0 },
+                sources: self.source_reports(step),
+                losses: if losses.len() > 1 { losses } else { Vec::new() },
+            }));
         }
         Ok(Some(loss))
+    }
+
+    /// Returns the use of the sources of a mixture after `step` steps.
+    fn source_reports(&self, step: u64) -> Vec<SourceReport> {
+        let report = |source: SourceUse| SourceReport {
+            epochs: source.epochs(),
+            share: source.share,
+            tokens: source.used * self.model.shape.seq as u64,
+            name: source.name,
+        };
+        self.dataset.train.usage(self.sequences(step)).into_iter().map(report).collect()
+    }
+
+    /// Returns the number of sequences that all ranks have used after `step` steps, with those of earlier runs.
+    fn sequences(&self, step: u64) -> u64 {
+        self.first_sequence + (step - self.first_step) * self.stepper.sequences_per_step()
     }
 
     /// Samples and reports a text on rank 0, unless the job is to stop. The other ranks wait for rank 0 in the next

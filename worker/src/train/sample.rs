@@ -45,7 +45,10 @@ impl Sampler {
         }
         let Some(tokenizer) = dataset.tokenizer.load()? else { return Ok(None) };
         let mut ids = match spec.train.sample_prompt.as_str() {
-            "" => held_out_line(&tokenizer, dataset.val.as_ref().unwrap_or(&dataset.train), seq / 4)?,
+            "" => {
+                let rows = dataset.held_out().map_or(&dataset.train, |held_out| &held_out.rows);
+                held_out_line(&tokenizer, &rows.sources()[0].tokens, seq / 4)?
+            }
             prompt => encoded(&tokenizer, prompt)?,
         };
         if ids.is_empty() {

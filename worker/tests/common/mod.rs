@@ -33,7 +33,7 @@ pub(crate) fn spec(dir: &Path, sharded: bool) -> JobSpec {
     let text: String = (0..3000).map(|i| char::from(b'a' + (i * i % 23) as u8)).collect();
     std::fs::write(dir.join("text"), text).unwrap();
     let mut spec = JobSpec::default();
-    spec.data.train = vec![dir.join("text").display().to_string()];
+    spec.data.train = vec![dir.join("text").display().to_string().into()];
     (spec.train.batch, spec.train.accumulate) = (2, 2);
     spec.comm.shard = if sharded { Shard::Optimizer } else { Shard::None };
     // The model has several buckets.
@@ -88,7 +88,7 @@ impl Rank {
             accumulate: spec.train.accumulate,
             seq: shape.seq,
         };
-        let loader = Loader::start(dataset.train.clone(), dataset.train_rows.clone(), schedule).unwrap();
+        let loader = Loader::start(dataset.train.clone(), schedule).unwrap();
         Self { backend, model, optimizer, stepper, evaluator, dataset, loader, collective }
     }
 

@@ -92,7 +92,7 @@ impl ConfigError {
         Self::at(path, text, span, problem, format!("remove `{old}`"))
     }
 
-    fn at(path: &Path, text: &str, span: Range<usize>, problem: String, help: String) -> Self {
+    pub(super) fn at(path: &Path, text: &str, span: Range<usize>, problem: String, help: String) -> Self {
         let (line, column) = position(text, span.start);
         let place = format!("{}:{line}:{column}", path.display());
         Self { place, problem, help, snippet: snippet(text, line, &span) }

@@ -13,7 +13,7 @@ use std::path::Path;
 
 use serde::Deserialize;
 use toml::{Table, Value};
-use xlaunch_spec::job::JobSpec;
+use xlaunch_spec::job::{ALTERNATIVE_KEYS, JobSpec};
 use xlaunch_spec::paths::normalize;
 
 pub use diagnostics::ConfigError;
@@ -50,6 +50,7 @@ fn parse(path: &Path, text: &str, overrides: &[Override]) -> Result<Loaded, Conf
     toml::from_str::<JobSpec>(text).map_err(in_file)?;
     let mut table: Table = toml::from_str(text).map_err(in_file)?;
     let overrides = renamed_overrides(overrides, &mut warnings)?;
+    check_alternatives(path, text, &overrides)?;
     for change in &overrides {
         apply(&mut table, change)?;
         JobSpec::deserialize(table.clone())
@@ -58,10 +59,8 @@ fn parse(path: &Path, text: &str, overrides: &[Override]) -> Result<Loaded, Conf
     let spec = JobSpec::deserialize(table).map_err(in_file)?;
     let sources = Sources { path: path.into(), text: text.clone(), overrides };
     spec.check().map_err(|invalid| sources.error(&invalid))?;
-    if let Some(warmup) = spec.train.warmup.filter(|warmup| *warmup > spec.train.steps) {
-        let steps = spec.train.steps;
-        warnings.push(format!("train.warmup: {warmup} steps in a run of {steps}: all {steps} are warm-up"));
-    }
+    // With epochs, the number of steps is known only with the data.
+    warnings.extend(spec.train.short_warmup().filter(|_| spec.train.epochs.is_none()));
     Ok(Loaded { spec, warnings, sources })
 }
 
@@ -99,6 +98,24 @@ fn renamed_overrides(
     overrides.iter().map(rename).collect()
 }
 
+/// Refuses both of two alternative keys in one layer. A layer that sets one replaces the other in the layers before it.
+fn check_alternatives(path: &Path, text: &str, overrides: &[Override]) -> Result<(), ConfigError> {
+    for (one, other) in ALTERNATIVE_KEYS {
+        let problem = format!("`{other}` replaces `{one}`, which is set as well");
+        let expected = "only one of them";
+        if let (Some(_), Some(span)) = (diagnostics::key_span(text, one), diagnostics::key_span(text, other))
+        {
+            return Err(ConfigError::at(path, text, span, problem, format!("expected {expected}")));
+        }
+        for change in overrides.iter().filter(|change| change.key == *other) {
+            if overrides.iter().any(|it| it.key == *one && it.layer == change.layer) {
+                return Err(ConfigError::value(&change.source, &problem, expected));
+            }
+        }
+    }
+    Ok(())
+}
+
 fn apply(table: &mut Table, change: &Override) -> Result<(), ConfigError> {
     let known = keys::all();
     let Some((section, key)) = change.key.split_once('.').filter(|_| known.contains(&change.key)) else {
@@ -107,6 +124,14 @@ fn apply(table: &mut Table, change: &Override) -> Result<(), ConfigError> {
     };
     let section = table.entry(section).or_insert_with(|| Value::Table(Table::new()));
     if let Value::Table(section) = section {
+        let replaced = ALTERNATIVE_KEYS.iter().find_map(|(one, other)| match change.key.as_str() {
+            key if key == *one => Some(other),
+            key if key == *other => Some(one),
+            _ => None,
+        });
+        if let Some((_, replaced)) = replaced.and_then(|key| key.split_once('.')) {
+            section.remove(replaced);
+        }
         section.insert(key.into(), value(&change.value));
     }
     Ok(())
@@ -122,8 +147,8 @@ fn value(text: &str) -> Value {
 fn resolve(mut spec: JobSpec, path: &Path, here: &Path) -> JobSpec {
     let config_dir = here.join(path).parent().map_or_else(|| here.to_path_buf(), Path::to_path_buf);
     let absolute = |base: &Path, path: &str| normalize(&base.join(path)).to_string_lossy().into_owned();
-    for pattern in spec.data.train.iter_mut().chain(&mut spec.data.val) {
-        *pattern = absolute(&config_dir, pattern);
+    for source in spec.data.train.iter_mut().chain(&mut spec.data.val) {
+        source.path = absolute(&config_dir, &source.path);
     }
     spec.job.output = absolute(here, &spec.job.output);
     for path in spec.checkpoint.dir.iter_mut().chain(&mut spec.checkpoint.init) {
@@ -236,6 +261,25 @@ mod tests {
     }
 
     #[test]
+    fn steps_and_epochs_replace_each_other_across_layers_but_not_within_one() {
+        let load = |text: &str, flags: &[&str]| {
+            let flags: Vec<_> = flags.iter().map(|flag| Override::from_flag(flag).unwrap()).collect();
+            let loaded = parse(Path::new("a.toml"), text, &flags);
+            loaded.map(|it| (it.spec.train.steps, it.spec.train.epochs)).map_err(|error| error.to_string())
+        };
+        let default = JobSpec::default().train.steps;
+        assert_eq!(load("[train]\nepochs = 3\n", &[]), Ok((default, Some(3.0))));
+        assert_eq!(load("[train]\nsteps = 5\n", &["train.epochs=0.5"]), Ok((default, Some(0.5))));
+        assert_eq!(load("[train]\nepochs = 3\n", &["train.steps=5"]), Ok((5, None)));
+        let problem =
+            "`train.epochs` replaces `train.steps`, which is set as well; expected only one of them";
+        let both = load("[train]\nsteps = 5\nlr = 0.1\nepochs = 3\n", &["train.steps=7"]);
+        assert_eq!(both, Err(format!("a.toml:4:1: {problem}")));
+        let both = load("", &["train.epochs=3", "train.steps=7"]);
+        assert_eq!(both, Err(format!("--set train.epochs=3: {problem}")));
+    }
+
+    #[test]
     fn unknown_key_in_a_variable_is_refused_and_other_variables_are_ignored() {
         let error = |name: &str| {
             let error = parse(Path::new("a.toml"), "", &variables(&[(name, "3")])).unwrap_err();
@@ -327,7 +371,7 @@ mod tests {
         let text = "[data]\ntrain = [\"../**/*.rs\", \"/x/y.txt\"]\n[checkpoint]\ndir = \"ck\"\n";
         let path = Path::new("deploy/tiny.toml");
         let spec = resolve(parse(path, text, &[]).unwrap().spec, path, Path::new("/home/me"));
-        assert_eq!(spec.data.train, ["/home/me/**/*.rs", "/x/y.txt"]);
+        assert_eq!(spec.data.train, ["/home/me/**/*.rs".into(), "/x/y.txt".into()]);
         assert_eq!((spec.job.output.as_str(), spec.job.name.as_str()), ("/home/me/runs", "tiny"));
         assert_eq!(spec.checkpoint.dir.as_deref(), Some("/home/me/ck"));
     }

@@ -5,8 +5,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use serde_json::json;
-use xlaunch_proto::metrics::Point;
+use xlaunch_proto::metrics::{Number, Point};
 use xlaunch_proto::v1::worker_report::Report;
+use xlaunch_proto::v1::{SourceLoss, SourceReport};
 
 use super::points::Points;
 use super::{RankReport, ReportSink};
@@ -26,6 +27,15 @@ impl ReportSink for Metrics {
         let mut line = json!({ "_step": step, "_timestamp": clock::unix().as_secs_f64() });
         for (metric, value) in values {
             line[metric.key] = value.json();
+        }
+        if let Report::Eval(eval) = &report.report {
+            for SourceReport { name, tokens, epochs, .. } in &eval.sources {
+                line[format!("data/tokens/{name}")] = json!(tokens);
+                line[format!("data/epochs/{name}")] = json!(epochs);
+            }
+            for SourceLoss { name, loss } in &eval.losses {
+                line[format!("val/loss/{name}")] = Number::Single(*loss).json();
+            }
         }
         self.points.append(&line)
     }
@@ -85,8 +95,15 @@ mod tests {
             ..Default::default()
         };
         write(Report::Step(step));
-        write(Report::Eval(EvalReport { step: 4, loss: 2.5, tokens: 10, bits_per_byte: None }));
-        write(Report::Eval(EvalReport { step: 5, loss: 2.5, tokens: 10, bits_per_byte: Some(1.25) }));
+        write(Report::Eval(EvalReport { step: 4, loss: 2.5, tokens: 10, ..Default::default() }));
+        let bits_per_byte = Some(1.25);
+        write(Report::Eval(EvalReport {
+            step: 5,
+            loss: 2.5,
+            tokens: 10,
+            bits_per_byte,
+            ..Default::default()
+        }));
         let text = fs_err::read_to_string(Metrics::path(dir.path())).unwrap();
         let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         assert_eq!((&lines[0]["_step"], &lines[0]["train/loss"]), (&json!(3), &json!(0.1)));

@@ -175,9 +175,16 @@ impl Progress {
         step.mfu.map(|mfu| mfu * step.step_seconds / self.seconds_per_step.max(1e-9))
     }
 
-    fn eval(&self, eval: &EvalReport) {
+    fn eval(&mut self, eval: &EvalReport) {
         let bits = eval.bits_per_byte.map_or_else(String::new, |bits| format!("  {bits:.4} bits per byte"));
-        self.print(&format!("step {}  val loss {:.4}{bits} ({} tokens)", eval.step, eval.loss, eval.tokens));
+        let by_source: String =
+            eval.losses.iter().map(|it| format!("  {} {:.4}", it.name, it.loss)).collect();
+        let EvalReport { step, loss, tokens, .. } = eval;
+        self.print(&format!("step {step}  val loss {loss:.4}{bits}{by_source} ({tokens} tokens)"));
+        if let Some(reason) = early_stop(eval) {
+            self.print(&format!("xlaunch: stopping early: {reason}"));
+            self.total = eval.step;
+        }
     }
 
     /// Prints a sample of the model's text, except the last one, which the summary shows.
@@ -220,6 +227,17 @@ fn job_line(started: &TrainStarted) -> String {
             what => format!("; {what} sharded"),
         }
     )
+}
+
+/// Returns the reason if training ends early with this evaluation.
+pub(crate) fn early_stop(eval: &EvalReport) -> Option<String> {
+    let count = Some(eval.stopped_after).filter(|count| *count > 0)?;
+    let best = eval.best?;
+    let evaluations = if count == 1 { "evaluation".into() } else { format!("{count} evaluations") };
+    Some(format!(
+        "validation loss has not improved in {evaluations}; best {:.4} at step {}",
+        best.loss, best.step
+    ))
 }
 
 /// Returns the line that says where an attempt resumes; `None` if it starts at the beginning or has no steps left.

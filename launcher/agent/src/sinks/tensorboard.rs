@@ -259,7 +259,12 @@ mod tests {
         write(&mut board, Report::Step(step));
         write(
             &mut board,
-            Report::Eval(EvalReport { step: 4, loss: f32::NAN, tokens: 10, bits_per_byte: Some(1.5) }),
+            Report::Eval(EvalReport {
+                step: 4,
+                loss: f32::NAN,
+                bits_per_byte: Some(1.5),
+                ..Default::default()
+            }),
         );
         let events = events(dir.path());
         assert_eq!(events[0].what, Some(What::FileVersion("brain.Event:2".into())));

@@ -244,6 +244,8 @@ impl Board {
             self.time.reported(report, now);
         }
         match report {
+            // With `train.epochs`, the number of steps is not known before.
+            Report::TrainStarted(started) => self.launch.total_steps = started.total_steps,
             Report::Step(step) if rank == 0 => {
                 self.last_step = Some(*step);
                 self.history.add(clock::unix_ms(), step);

@@ -123,8 +123,9 @@ impl TimeAccount {
                 self.times.train_started = Some(now);
             }
             Report::Step(step) => self.step(step, now),
-            Report::Eval(_) => {
+            Report::Eval(eval) => {
                 self.settle_as(Use::Evaluation, now);
+                self.stopping |= eval.stopped_after > 0;
             }
             Report::Checkpoint(saved) => {
                 self.write_seconds = saved.seconds;

@@ -252,7 +252,8 @@ pub fn launch(spec: &JobSpec) -> board::Launch {
         name: spec.job.name.clone(),
         command_line: quote_line(arguments.iter().map(|argument| argument.as_os_str())),
         max_restarts: spec.launch.max_restarts,
-        total_steps: spec.train.steps,
+        // With epochs, the workers report it.
+        total_steps: if spec.train.epochs.is_some() { 0 } else { spec.train.steps },
         log_dir: PathBuf::new(),
         stall_timeout: IDLE_STALL_TIMEOUT,
     }

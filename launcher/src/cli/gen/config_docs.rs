@@ -135,7 +135,9 @@ mod tests {
                 .unwrap_or_else(|| panic!("no {key}: {tables}"))
         };
         assert!(row("train.steps").starts_with("| `train.steps` | integer | `1000` | "));
-        assert!(row("data.train").contains("| string or list of strings | `[\"**/*.txt\","));
+        assert!(
+            row("data.train").contains("| string or list of strings or list of tables | `[\"**/*.txt\",")
+        );
         assert!(row("launch.nproc").contains("| integer | none | "));
         let precision = row("engine.precision");
         assert!(

@@ -4,6 +4,7 @@
 //! [`JobSpec::check`]; workers receive it as JSON. The rendezvous compares the ranks' [`digest`](JobSpec::digest)s.
 
 mod comm;
+mod data_source;
 mod lora;
 mod one_or_more;
 mod sections;
@@ -17,6 +18,7 @@ use crate::ids::Digest;
 pub use crate::invalid::Invalid;
 use crate::model::ModelSection;
 pub use comm::{CommSection, EQUAL_SHARDS, Shard, WireDtype};
+pub use data_source::DataSource;
 pub use lora::{Layer, LoraSection, Module};
 pub use sections::{
     AdjustLr, CheckpointSection, DataSection, Device, DoctorMode, DocumentMode, EngineSection, Exec,
@@ -31,6 +33,9 @@ pub const SPEC_VERSION: u32 = 1;
 /// A key cannot move to another section.
 pub const RENAMED_KEYS: &[(&str, &str)] =
     &[("launch.stall_timeout", "launch.hang_timeout"), ("comm.shard_optimizer", "comm.shard")];
+
+/// Pairs of keys of which one replaces the other: only one may be set in the same place.
+pub const ALTERNATIVE_KEYS: &[(&str, &str)] = &[("train.steps", "train.epochs")];
 
 /// A training job. Every key of `train.toml` has a default, and unknown keys are refused.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -77,7 +82,16 @@ impl JobSpec {
         at_least_1("train.batch", train.batch)?;
         at_least_1("train.accumulate", train.accumulate)?;
         at_least_1("train.eval_batches", train.eval_batches)?;
+        if train.patience != 0 && train.eval_every == 0 {
+            return Err(Invalid::new(
+                "train.patience",
+                "early stopping needs evaluations, but train.eval_every = 0 turns them off".into(),
+                "0, or train.eval_every of at least 1".into(),
+            ));
+        }
         at_least_1("data.train", self.data.train.len())?;
+        data_source::check("data.train", &self.data.train)?;
+        data_source::check("data.val", &self.data.val)?;
         self.lora.check(self)?;
         self.check_model()?;
         positive_in_fp32("train.lr", train.lr)?;
@@ -91,7 +105,14 @@ impl JobSpec {
         within("launch.shutdown_timeout", self.launch.shutdown_timeout, 0.0, 86_400.0)?;
         within("launch.shutdown_timeout_max", self.launch.shutdown_timeout_max, 0.0, 86_400.0)?;
         within("train.min_lr_ratio", train.min_lr_ratio, 0.0, 1.0)?;
-        check_decay(train)?;
+        match train.epochs {
+            Some(epochs) => {
+                positive("train.epochs", epochs)?;
+                within("train.epochs", epochs, 0.0, 1e6)?;
+            }
+            // With epochs, the number of steps is known only with the data.
+            None => self.check_schedule()?,
+        }
         within("train.beta1", train.beta1, 0.0, 0.999_999)?;
         within("train.beta2", train.beta2, 0.0, 0.999_999)?;
         within("train.weight_decay", train.weight_decay, 0.0, 100.0)?;
@@ -121,6 +142,27 @@ impl JobSpec {
             ));
         }
         Ok(())
+    }
+
+    /// Checks that a decay set by the user fits after the warm-up. The default decay is shortened instead.
+    pub fn check_schedule(&self) -> Result<(), Invalid> {
+        let train = &self.train;
+        let Some(decay) = train.decay_steps.filter(|_| train.schedule == Schedule::Wsd) else {
+            return Ok(());
+        };
+        let (steps, warmup) = (train.steps, train.warmup_steps());
+        if (1..=steps - warmup).contains(&decay) {
+            return Ok(());
+        }
+        let run = match train.epochs {
+            Some(epochs) => format!("{steps} steps, train.epochs = {epochs}"),
+            None => format!("train.steps = {steps}"),
+        };
+        Err(Invalid::new(
+            "train.decay_steps",
+            format!("{decay} steps of decay with {warmup} of warm-up in a run of {run}"),
+            format!("1 to {}", steps - warmup),
+        ))
     }
 
     fn check_muon(&self) -> Result<(), Invalid> {
@@ -236,20 +278,6 @@ impl JobSection {
     }
 }
 
-/// Checks that a decay set by the user fits after the warm-up. The default decay is shortened instead.
-fn check_decay(train: &TrainSection) -> Result<(), Invalid> {
-    let Some(decay) = train.decay_steps.filter(|_| train.schedule == Schedule::Wsd) else { return Ok(()) };
-    let (steps, warmup) = (train.steps, train.warmup_steps());
-    if (1..=steps - warmup).contains(&decay) {
-        return Ok(());
-    }
-    Err(Invalid::new(
-        "train.decay_steps",
-        format!("{decay} steps of decay with {warmup} of warm-up in a run of train.steps = {steps}"),
-        format!("1 to {}", steps - warmup),
-    ))
-}
-
 fn positive(key: &'static str, value: f64) -> Result<(), Invalid> {
     if value.is_finite() && value > 0.0 {
         return Ok(());
@@ -305,6 +333,7 @@ mod tests {
         assert_eq!(key(|s| s.train.lr = f64::NAN), "train.lr");
         assert_eq!(key(|s| s.train.batch = 0), "train.batch");
         assert_eq!(key(|s| s.train.eval_batches = 0), "train.eval_batches");
+        assert_eq!(key(|s| (s.train.patience, s.train.eval_every) = (3, 0)), "train.patience");
         for name in ["..", ".", "../up", "/etc", "a/b", "a\0"] {
             let mut spec = JobSpec::default();
             spec.job.name = name.into();
@@ -329,6 +358,36 @@ mod tests {
             (s.train.steps, s.train.warmup, s.train.decay_steps) = (100, Some(20), Some(81));
         };
         assert_eq!(key(long_decay), "train.decay_steps");
+        for epochs in [0.0, -1.0, f64::NAN, f64::INFINITY, 2e6] {
+            let spec = JobSpec {
+                train: TrainSection { epochs: Some(epochs), ..TrainSection::default() },
+                ..JobSpec::default()
+            };
+            assert_eq!(spec.check().unwrap_err().key, "train.epochs", "{epochs}");
+        }
+    }
+
+    #[test]
+    fn epochs_are_rounded_up_to_whole_steps_that_follow_those_already_made() {
+        let steps = |epochs, rows, batch, step, used| {
+            let mut train = TrainSection { epochs: Some(epochs), batch, ..TrainSection::default() };
+            train.count_steps(rows, 1, step, used);
+            train.steps
+        };
+        assert_eq!([steps(1.0, 10, 4, 0, 0), steps(2.0, 10, 4, 0, 0), steps(0.5, 10, 4, 0, 0)], [3, 5, 2]);
+        assert_eq!(steps(0.01, 10, 4, 0, 0), 1);
+        // 0.07 * 100 is 7.000000000000001.
+        assert_eq!(steps(0.07, 100, 7, 0, 0), 1);
+        // The same batch: as many as without a break. Another batch: the rest of the sequences.
+        assert_eq!((steps(2.0, 10, 4, 3, 12), steps(2.0, 10, 8, 3, 12)), (5, 4));
+        assert_eq!((steps(2.0, 10, 4, 5, 20), steps(1.0, 10, 4, 5, 20)), (5, 5));
+        let mut fixed = TrainSection::default();
+        fixed.count_steps(10, 4, 0, 0);
+        assert_eq!(fixed.steps, TrainSection::default().steps);
+        let mut divided =
+            TrainSection { epochs: Some(3.0), batch: 2, accumulate: 3, ..TrainSection::default() };
+        divided.count_steps(100, 5, 0, 0);
+        assert_eq!(divided.steps, 10);
     }
 
     #[test]
@@ -338,15 +397,6 @@ mod tests {
             train.decay_steps()
         };
         assert_eq!((decay(1000, 10), decay(1000, 900), decay(1, 1)), (200, 100, 0));
-    }
-
-    #[test]
-    fn data_is_one_string_or_a_list() {
-        let train = |json: &str| serde_json::from_str::<DataSection>(json).map(|data| data.train);
-        assert_eq!(train(r#"{"train": "tokens"}"#).unwrap(), ["tokens"]);
-        assert_eq!(train(r#"{"train": ["a", "b"]}"#).unwrap(), ["a", "b"]);
-        let error = train(r#"{"train": 3}"#).unwrap_err().to_string();
-        assert!(error.contains("expected a string or a list of strings"), "{error}");
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::one_or_more;
+use super::data_source::{self, DataSource};
 
 /// The job's name, seed and output directory.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -116,16 +116,17 @@ pub struct DataSection {
     /// Training data: a directory written by `xlaunch data prepare`, or files as paths or globs (`**` spans
     /// directories). Relative to the configuration file. A prepared directory includes its tokenizer and validation
     /// data. Globs skip hidden directories, directories with a CACHEDIR.TAG, Python virtual environments and
-    /// `job.output`.
-    #[serde(deserialize_with = "one_or_more::deserialize")]
-    #[cfg_attr(feature = "schema", schemars(with = "one_or_more::OneOrMore"))]
-    pub train: Vec<String>,
+    /// `job.output`. Several prepared directories are mixed in the ratio of their weights: a list of tables with `path`
+    /// and `weight`.
+    #[serde(deserialize_with = "data_source::deserialize")]
+    #[cfg_attr(feature = "schema", schemars(with = "data_source::Forms"))]
+    pub train: Vec<DataSource>,
     /// Evaluation data, in the same forms as `train`; of a prepared directory, the validation data is used. Default:
-    /// the validation data of the prepared directory `train`; with files, the last `val_fraction` of the training
-    /// tokens is held out.
-    #[serde(deserialize_with = "one_or_more::deserialize")]
-    #[cfg_attr(feature = "schema", schemars(with = "one_or_more::OneOrMore"))]
-    pub val: Vec<String>,
+    /// the validation data of the prepared directories `train`, with the same weights; with files, the last
+    /// `val_fraction` of the training tokens is held out.
+    #[serde(deserialize_with = "data_source::deserialize")]
+    #[cfg_attr(feature = "schema", schemars(with = "data_source::Forms"))]
+    pub val: Vec<DataSource>,
     /// Fraction of the training tokens, from 0 to 0.5, that is held out for evaluation if `train` is files and `val` is
     /// empty.
     pub val_fraction: f64,
@@ -159,7 +160,7 @@ impl Default for DataSection {
     fn default() -> Self {
         let globs = ["**/*.txt", "**/*.md", "**/*.rs", "**/*.py", "**/*.toml"];
         Self {
-            train: globs.map(String::from).to_vec(),
+            train: globs.map(DataSource::from).to_vec(),
             val: Vec::new(),
             val_fraction: 0.05,
             tokenizer: Tokenizer::Bytes,
@@ -204,8 +205,13 @@ pub enum Tokenizer {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainSection {
-    /// Number of optimizer steps.
+    /// Number of optimizer steps. `epochs` replaces it.
     pub steps: u64,
+    /// Number of passes over the training data, instead of `steps`; may be a fraction, such as 0.5. The run has as many
+    /// steps as it takes to read `epochs` times the sequences of an epoch, rounded up; a last step that is not full
+    /// takes its remaining sequences from the next epoch. Counted from the sequences used so far, so a run that
+    /// continues with another global batch gets another number of steps.
+    pub epochs: Option<f64>,
     /// Sequences per rank and micro-step. The global batch is batch * accumulate * number of ranks sequences.
     pub batch: usize,
     /// Micro-steps per optimizer step (gradient accumulation). Increase it if the desired global batch does not fit in
@@ -249,6 +255,10 @@ pub struct TrainSection {
     /// Tokens per evaluation, rounded up to whole sequences: the first ones in file order, or packed ones in a fixed
     /// order, the same for any number of ranks and any `batch`. 0 uses `eval_batches` instead.
     pub eval_tokens: u64,
+    /// Number of evaluations in a row without a lower validation loss after which training ends early, successfully and
+    /// with a checkpoint. A checkpoint is also saved after each evaluation with the lowest loss so far, and the best
+    /// one is kept. 0 turns early stopping off.
+    pub patience: u64,
     /// Number of tokens (bytes with the byte tokenizer) of text to sample from the model and print after training.
     /// Needs a prepared directory or `data.tokenizer = "bytes"`. 0 turns sampling off.
     pub sample: usize,
@@ -263,6 +273,7 @@ impl Default for TrainSection {
     fn default() -> Self {
         Self {
             steps: 1000,
+            epochs: None,
             batch: 8,
             accumulate: 1,
             recompute: Recompute::None,
@@ -282,6 +293,7 @@ impl Default for TrainSection {
             eval_every: 250,
             eval_batches: 16,
             eval_tokens: 0,
+            patience: 0,
             sample: 240,
             sample_every: 0,
             sample_prompt: String::new(),
@@ -290,6 +302,28 @@ impl Default for TrainSection {
 }
 
 impl TrainSection {
+    /// Sets `steps` to the number that `epochs` demands, if it is set, with data of `rows` sequences on `ranks` ranks.
+    /// The first `step` steps have used `used` sequences.
+    #[expect(
+        clippy::cast_precision_loss,
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a positive number of sequences, far below 2^53"
+    )]
+    pub fn count_steps(&mut self, rows: u64, ranks: u32, step: u64, used: u64) {
+        if let Some(epochs) = self.epochs {
+            let per_step = (self.batch as u64 * self.accumulate as u64).saturating_mul(ranks.into());
+            let wanted = (epochs * rows as f64).round().max(1.0) as u64;
+            self.steps = step + wanted.saturating_sub(used).div_ceil(per_step);
+        }
+    }
+
+    /// Returns a warning if the whole run is warm-up, shorter than configured.
+    pub fn short_warmup(&self) -> Option<String> {
+        let (warmup, steps) = (self.warmup.filter(|warmup| *warmup > self.steps)?, self.steps);
+        Some(format!("train.warmup: {warmup} steps in a run of {steps}: all {steps} are warm-up"))
+    }
+
     /// Returns the steps of linear warm-up, with the default filled in, and at most the number of steps.
     pub fn warmup_steps(&self) -> u64 {
         self.warmup.unwrap_or_else(|| (self.steps / 20).min(100)).min(self.steps)
