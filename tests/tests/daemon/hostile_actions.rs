@@ -46,7 +46,7 @@ const MAX_GROWTH_DESCRIPTORS: usize = 8;
 
 fn hostile_users_neither_harm_nor_delay_others() {
     let mut siege = Siege::new(variable("XLAUNCH_TEST_SEED", 1));
-    let actions = variable("XLAUNCH_TEST_ACTIONS", 500);
+    let actions = variable("XLAUNCH_TEST_ACTIONS", 250);
     let honest_job = siege.honest_job();
     let files = siege.untouchable_files(honest_job);
     // Measure the baseline after everything was used once.
