@@ -15,8 +15,8 @@ use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use ring::hkdf;
 use ring::rand::{SecureRandom, SystemRandom};
+use ring::{hkdf, hmac};
 use xlaunch_spec::exit::ExitCode;
 use zeroize::Zeroizing;
 
@@ -132,8 +132,16 @@ impl Token {
     /// # Errors
     /// Fails if the token is too short or too long.
     pub fn from_environment() -> Result<Option<Self>, TokenError> {
-        let set = std::env::var_os(TOKEN_VARIABLE).filter(|value| !value.is_empty());
-        set.map(|value| Self::parse(Zeroizing::new(value.into_vec()), TOKEN_VARIABLE)).transpose()
+        Self::from_variable(TOKEN_VARIABLE)
+    }
+
+    /// Returns the token in an environment variable, if that is set and not empty.
+    ///
+    /// # Errors
+    /// Fails if the token is too short or too long.
+    pub fn from_variable(name: &str) -> Result<Option<Self>, TokenError> {
+        let set = std::env::var_os(name).filter(|value| !value.is_empty());
+        set.map(|value| Self::parse(Zeroizing::new(value.into_vec()), name)).transpose()
     }
 
     /// Accepts a token sent by a parent process, with or without a trailing line feed; `origin` is for messages.
@@ -160,6 +168,13 @@ impl Token {
     /// Returns the token's bytes, to hand it to another node. Must not be shown or logged.
     pub fn expose(&self) -> &[u8] {
         &self.0
+    }
+
+    /// Returns whether a caller sent this token, in a time that does not depend on how much of it is right.
+    pub fn is(&self, sent: &[u8]) -> bool {
+        // Any key does: only the comparison of equally long tags matters.
+        let key = hmac::Key::new(hmac::HMAC_SHA256, KEY_DOMAIN);
+        hmac::verify(&key, sent, hmac::sign(&key, &self.0).as_ref()).is_ok()
     }
 
     fn parse(mut bytes: Zeroizing<Vec<u8>>, origin: &str) -> Result<Self, TokenError> {
@@ -215,6 +230,15 @@ mod tests {
         fs_err::write(&path, text).unwrap();
         fs_err::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
         path
+    }
+
+    #[test]
+    fn token_is_compared_as_a_whole() {
+        let token = Token::from_bytes(SECRET.into(), "test").unwrap();
+        assert!(token.is(SECRET.as_bytes()));
+        for other in ["", "0123456789abcde", "0123456789abcdeF", "0123456789abcdef0"] {
+            assert!(!token.is(other.as_bytes()), "{other}");
+        }
     }
 
     #[test]

@@ -10,6 +10,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener, UnixStream};
 
 use crate::trusted_path;
+use xlaunch_host::net::http::Accept;
 
 /// Mode of a unix socket, which lets its owner and group connect.
 const SOCKET_MODE: u32 = 0o660;
@@ -55,7 +56,7 @@ pub(crate) enum Listener {
     Unix { listener: UnixListener, _file: SocketFile },
 }
 
-pub(super) trait Stream: AsyncRead + AsyncWrite + AsFd + Send + Unpin {}
+pub(crate) trait Stream: AsyncRead + AsyncWrite + AsFd + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + AsFd + Send + Unpin> Stream for T {}
 
@@ -80,23 +81,21 @@ impl Listener {
         listener.try_clone().and_then(TcpListener::from_std).map(Self::Tcp)
     }
 
-    /// Waits for a connection.
-    pub(super) async fn accept(&self) -> io::Result<Box<dyn Stream>> {
-        match self {
-            Self::Tcp(listener) => {
-                let (stream, _) = listener.accept().await?;
-                // Each response is written in one piece, so Nagle's algorithm would only add latency.
-                stream.set_nodelay(true)?;
-                Ok(Box::new(stream))
-            }
-            Self::Unix { listener, .. } => Ok(Box::new(listener.accept().await?.0)),
-        }
-    }
-
     /// Returns whether requests may have any `Host`, which is so for a unix socket: a page of another site cannot
     /// connect to it.
     pub(super) fn any_host(&self) -> bool {
         matches!(self, Self::Unix { .. })
+    }
+}
+
+impl Accept for Listener {
+    type Stream = Box<dyn Stream>;
+
+    async fn accept(&self) -> io::Result<Self::Stream> {
+        match self {
+            Self::Tcp(listener) => Ok(Box::new(Accept::accept(listener).await?)),
+            Self::Unix { listener, .. } => Ok(Box::new(listener.accept().await?.0)),
+        }
     }
 }
 

@@ -1,9 +1,9 @@
 //! The web page, its JSON API and `/metrics`.
 //!
 //! ```text
-//! browser, Prometheus --HTTP/1.1--> listen --> connections (64 at most) --> guard --> page | api | metrics
-//!                                                                                            ^
-//!                                                                            view (read-only)
+//! browser, Prometheus --HTTP/1.1--> listen --> net::http (64 connections at most) --> guard --> page | api | metrics
+//!                                                                                                      ^
+//!                                                                                      view (read-only)
 //! ```
 //! Invariants:
 //! - the page is read-only: only GET and HEAD are served, and requests must not have bodies;
@@ -11,7 +11,6 @@
 //! - texts of users are sent as JSON strings and label values, never as HTML.
 
 pub(crate) mod api;
-mod connections;
 mod guard;
 mod listen;
 pub(crate) mod metrics;
@@ -35,6 +34,11 @@ use serde_json::{Value, json};
 pub(crate) use self::listen::{Listen, Listener};
 use super::commands::NodeHandle;
 use xlaunch_host::clock::unix_ms;
+use xlaunch_host::net::Replaces;
+use xlaunch_host::net::http::{self, HttpLimits};
+
+/// Beyond this, a new connection replaces the oldest one, even if a request is in progress: browsers open it again.
+const MAX_CONNECTIONS: usize = 64;
 
 /// Timeout for reading the lines of a log.
 const LOG_READ_TIMEOUT: Duration = Duration::from_secs(10);
@@ -60,7 +64,8 @@ pub(crate) async fn serve(
     shutdown: impl Future<Output = ()>,
 ) {
     let routes = routes(node, logs, listener.any_host());
-    connections::serve(listener, routes, shutdown).await;
+    let limits = HttpLimits { connections: MAX_CONNECTIONS, replaces: Replaces::Own };
+    http::serve(listener, limits, routes, shutdown).await;
 }
 
 /// State that request handlers share.

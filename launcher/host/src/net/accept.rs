@@ -11,7 +11,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use super::limits::{Connection, Connections, Credentials};
 
 /// Delay after a failed `accept(2)`, for example because descriptors or memory are exhausted.
-const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
+pub(crate) const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 /// Interval at which connections that have made no call are closed.
 const IDLE_POLL_INTERVAL: Duration = Duration::from_secs(1);
 

@@ -5,12 +5,13 @@
 //! ```
 //! - [`admission`]: decides who gets in when there are too many callers (pure);
 //! - [`limits`]: the open connections of a server, of which the decision closes some;
-//! - [`mod@accept`]: the accept loop of a server, which applies these limits.
+//! - [`mod@accept`]: the accept loop of a server, which applies these limits; [`http`]: that of HTTP servers.
 //!
 //! Invariant: a client that opens many connections, or sends nothing on them, cannot lock out another user.
 
 pub mod accept;
 pub mod admission;
+pub mod http;
 pub mod limits;
 
 pub use accept::{accept, peer_credentials};

@@ -1,0 +1,10 @@
+//! HTTP servers of this host, for browsers and for clients of models.
+//!
+//! - [`connections`]: connections, limited so that idle or hanging clients do not keep others out;
+//! - [`loopback`]: whether a request names a loopback host.
+
+pub mod connections;
+pub mod loopback;
+
+pub use connections::{Accept, HttpLimits, serve};
+pub use loopback::names_loopback;
