@@ -3,6 +3,7 @@
 //!
 //! - [`cli`]: subcommands and torchrun's flags; [`client`]: gRPC clients of agents and the daemon; [`render`]: tables;
 //! - [`mod@bench`]: the measurements of `xlaunch bench`; [`report`]: training runs as a page;
+//! - [`serve`]: the API of `xlaunch serve`;
 //! - [`ssh`]: launches on several hosts; [`runtime`]: tokio's runtime, and reports of panics.
 #![forbid(unsafe_code)]
 
@@ -14,6 +15,7 @@ mod error_file;
 mod render;
 mod report;
 mod runtime;
+mod serve;
 mod ssh;
 
 use std::process::ExitCode;

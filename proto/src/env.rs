@@ -29,6 +29,8 @@ pub const PROFILE: &str = "XLAUNCH_PROFILE";
 /// Set by the agent: an id of this launch that is unique on the host. All descendants of workers inherit it, which is
 /// how the agent finds them when it cleans up.
 pub const SCOPE: &str = "XLAUNCH_SCOPE";
+/// Set by users: the token that clients of `xlaunch serve` need. A secret.
+pub const SERVE_TOKEN: &str = "XLAUNCH_SERVE_TOKEN";
 /// Set by the agent: the worker's descriptors for memory snapshots, as `N,M`. Not set without them.
 pub const SNAPSHOT_FDS: &str = "XLAUNCH_SNAPSHOT_FDS";
 /// Set by users: the token of a job on several nodes. A secret: never in a worker's environment.

@@ -4,6 +4,7 @@
 //! - [`Launch`]: a directory in which any command can be launched.
 //! - [`Hosts`]: hosts on this machine with a network that can fail; [`Sshd`] and [`Slurm`] on them.
 //! - [`Node`]: a daemon with its state, its jobs and, optionally, simulated GPUs.
+//! - [`served`]: `xlaunch serve` and its clients.
 //! - [`requirements`]: requirements of tests on the machine; see `xlaunch_harness`.
 //!
 //! Nothing outlives a test: dropping a handle kills the process groups below it. Timeouts only catch hangs; no test
@@ -23,6 +24,7 @@ mod node;
 mod peer;
 mod process;
 pub mod requirements;
+pub mod served;
 mod slurm;
 
 pub use cgroup::MemoryCgroup;

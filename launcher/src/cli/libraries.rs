@@ -1,4 +1,4 @@
-//! The CUDA libraries of commands that compute in this process: `xlaunch generate` and `xlaunch eval`.
+//! The CUDA libraries of commands that compute in this process: `xlaunch generate`, `eval` and `serve`.
 
 use std::os::unix::process::CommandExt;
 use std::path::Path;

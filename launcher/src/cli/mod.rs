@@ -4,8 +4,8 @@
 //! - `status`, `logs`, `stacks`, `stop`, `checkpoint`: call the agent of a launch or the daemon, see [`target`];
 //! - `submit`, `jobs`, `history`, `cancel`, `hold`, `release`, `reprioritise`, `node`, `top`, `drain`,
 //!   `doctor --daemon` ([`examine`]): call the daemon;
-//! - `data`: prepares text for training, [`mod@data`]; `export`: writes checkpoints as models; `generate`, `eval`: use
-//!   a trained model; `report`: writes a page about training runs;
+//! - `data`: prepares text for training, [`mod@data`]; `export`: writes checkpoints as models; `generate`, `eval`,
+//!   `serve`: use a trained model; `report`: writes a page about training runs;
 //! - `env`: shows what a launch on several nodes takes from its [`engine`];
 //! - `daemon`, `agent`, `rendezvous`: services; `bench`, `doctor`: measurements and checks; `gen`: generates files for
 //!   packages.
@@ -47,6 +47,7 @@ mod rendezvous;
 mod report;
 mod resume;
 mod scheduling;
+mod serve;
 mod stacks;
 mod status;
 mod stop;
@@ -137,6 +138,14 @@ enum Subcommands {
     Generate(generate::Generate),
     /// Measure a trained model: loss, perplexity, HellaSwag
     Eval(eval::Eval),
+    /// Serve a trained model to clients of OpenAI's API
+    ///
+    /// Answers requests of evaluation harnesses and other clients: /v1/completions, /v1/chat/completions, /v1/models
+    /// and /health. The URL is printed once the model is loaded.
+    ///
+    /// This is for evaluating a model during training or after it: one device, up to 32 texts at a time. To serve
+    /// users, export the model and load it with a serving engine such as vLLM.
+    Serve(serve::Serve),
     /// Generate man pages, completions, JSON schema, config docs
     #[command(subcommand)]
     Gen(r#gen::Gen),
@@ -152,7 +161,10 @@ pub(crate) fn main() -> ExitCode {
         Some((first, _)) if name == Name::Xlaunch && is_subcommand(first) => {
             match parse_subcommand(&arguments) {
                 Ok(cli) => {
-                    if matches!(cli.command, Subcommands::Generate(_) | Subcommands::Eval(_)) {
+                    if matches!(
+                        cli.command,
+                        Subcommands::Generate(_) | Subcommands::Eval(_) | Subcommands::Serve(_)
+                    ) {
                         libraries::use_selected();
                     }
                     runtime::run(threads(&cli.command), dispatch(cli.command))
@@ -250,6 +262,7 @@ fn threads(command: &Subcommands) -> Threads {
         | Run::Rendezvous(_)
         | Run::Generate(_)
         | Run::Eval(_)
+        | Run::Serve(_)
         | Run::Top(_) => Threads::Several,
         _ => Threads::One,
     }
@@ -267,6 +280,7 @@ async fn dispatch(command: Subcommands) -> ExitCode {
         Run::Rendezvous(options) => rendezvous::run(options).await,
         Run::Generate(options) => generate::run(options).await,
         Run::Eval(options) => eval::run(options).await,
+        Run::Serve(options) => serve::run(options).await,
         Run::Status(options) => status::run(options).await,
         Run::Logs(options) => logs::run(options).await,
         Run::Stacks(options) => stacks::run(options).await,

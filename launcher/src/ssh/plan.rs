@@ -24,9 +24,10 @@ const EXPORTED: [&str; 4] = ["PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PR
 const EXPORTED_PREFIXES: [&str; 10] =
     ["NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "PYTORCH_", "PYTHON", "OMP_", "PET_", "XLAUNCH_"];
 /// Exceptions: an agent sets these for its workers, so they belong to a launch around this one. This launch has its own
-/// token.
-const OF_OUTER_LAUNCH: [&str; 9] = [
+/// token, and that of `xlaunch serve` is a secret of this host.
+const OF_OUTER_LAUNCH: [&str; 10] = [
     env::TOKEN,
+    env::SERVE_TOKEN,
     env::ACTIVITY_FD,
     env::AGENT_SOCKET,
     env::ATTEMPT,
@@ -286,6 +287,7 @@ mod tests {
             // Not exported, although their prefixes are.
             ("PET_NODE_RANK", "3"),
             ("XLAUNCH_TOKEN", "t"),
+            ("XLAUNCH_SERVE_TOKEN", "t"),
             ("XLAUNCH_SCOPE", "s"),
             ("HOME", "/home/ada"),
             ("AWS_SECRET_ACCESS_KEY", "k"),

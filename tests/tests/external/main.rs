@@ -6,6 +6,7 @@
 mod exported;
 mod generate;
 mod manifests;
+mod serve;
 mod systemd;
 mod tokens;
 mod torch;
@@ -15,5 +16,5 @@ mod tuning;
 
 xlaunch_harness::suite! {
     threads_per_core 2;
-    modules exported, generate, manifests, systemd, tokens, torch, trackers, transformers, tuning;
+    modules exported, generate, manifests, serve, systemd, tokens, torch, trackers, transformers, tuning;
 }

@@ -1,11 +1,14 @@
 //! Text from a trained model.
 //!
 //! ```text
-//! prompts --tokenizer--> requests --batch--> slots of a Decoder: prefill, then steps
-//!                                              ids --sample--> next ids --text--> whole characters --> the caller
+//! prompts --settings--> requests --batch--> slots of a Decoder: prefill, then steps
+//!                                    ids --sample--> next ids --text--> whole characters --> the caller
 //! ```
-//! - `batch`: decides which requests are in the cache, and runs steps until each has ended;
-//! - `sample`: draws a token from logits (pure); `text`: stop strings (pure); `command`: `xlaunch generate`.
+//! - `batch`: runs steps of a batch that requests join and leave, by the decisions of `schedule` (pure); `sequence`:
+//!   one of its texts;
+//! - `sample`: draws a token from logits (pure); `score`: log-probabilities (pure); `text`: stop strings (pure);
+//! - `settings`: what the files of a model say about prompts, ends of texts and sampling;
+//! - `command`: `xlaunch generate`. `xlaunch serve` is in [`crate::serve`].
 //!
 //! The command runs in the launcher's own process: there is one device, no process to supervise, and the process ends
 //! with the text. Training samples with the same [`Decoder`](crate::model::decode::Decoder) and [`Draw`].
@@ -16,8 +19,13 @@
 mod batch;
 mod command;
 mod sample;
+mod schedule;
+mod score;
+mod sequence;
+mod settings;
 mod text;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use xlaunch_data::{Tokenizer, TokenizerError};
@@ -25,15 +33,18 @@ use xlaunch_spec::exit::ExitCode;
 
 use xlaunch_spec::refusal::Refusal;
 
-pub use batch::generate;
-pub use command::{Command, Prompt, run};
+pub use batch::{Batch, Prefill};
+pub use command::{Command, run};
 pub(crate) use sample::Draw;
 pub use sample::Sampling;
+pub use score::Scored;
+pub use sequence::{Output, Token};
+pub use settings::{Prompt, SamplingOverrides, Settings};
 
-/// Generation settings.
+/// Settings of a text.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
-    /// Maximum number of tokens per request; at least 1.
+    /// Maximum number of tokens; with 0, only the prompt is computed.
     pub max_tokens: usize,
     /// Settings for choosing tokens.
     pub sampling: Sampling,
@@ -41,19 +52,36 @@ pub struct Options {
     pub seed: u64,
     /// The text ends before any of these.
     pub stop: Vec<String>,
+    /// Scores to report; `None` reports none.
+    pub scores: Option<Scores>,
+}
+
+/// Log-probabilities to report.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Scores {
+    /// Number of most likely tokens to report in addition to each token.
+    pub top: usize,
+    /// True to score the tokens of the prompt as well.
+    pub prompt: bool,
+}
+
+/// The ids that a model may generate.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Vocabulary {
+    /// Only ids below this are drawn.
+    pub size: usize,
     /// Ids that end a text.
     pub ends: Vec<u32>,
-    /// Only ids below this are drawn.
-    pub vocab: usize,
 }
 
 /// A prompt to continue once.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Request {
     /// Token ids of the prompt, at least one.
-    pub tokens: Vec<u32>,
+    pub tokens: Arc<[u32]>,
     /// Number of the sample among those of this prompt; selects the random numbers.
     pub sample: usize,
+    pub options: Arc<Options>,
 }
 
 impl Request {
@@ -67,6 +95,10 @@ impl Request {
             Some(id) => Ok(vec![id]),
             None => Ok(vec![tokenizer.encode("\n")?.first().copied().unwrap_or(0)]),
         }
+    }
+
+    fn scores_prompt(&self) -> bool {
+        self.options.scores.is_some_and(|scores| scores.prompt)
     }
 }
 

@@ -15,6 +15,7 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::ops::Range;
 
 use xlaunch_engine::{
     ActivationForward, AddScaled, CachedAttention, CachedAttentionShape, Capture, DType, EmbedForward,
@@ -150,13 +151,7 @@ impl<'a> Decoder<'a> {
     /// Fills slots with prompts, at most one per slot. Each has at least one token, and no more than the cache holds.
     /// Afterwards row i of the logits and ids belongs to the token after prompt i.
     pub fn prefill(&mut self, prompts: &[(usize, &[u32])]) -> Result<()> {
-        let rows: Vec<Row> = prompts
-            .iter()
-            .flat_map(|(slot, tokens)| {
-                let row = |(position, token): (usize, &u32)| Row { slot: *slot, position, token: *token };
-                tokens.iter().enumerate().map(row)
-            })
-            .collect();
+        let rows: Vec<Row> = prompts.iter().flat_map(|(slot, tokens)| prompt_rows(*slot, tokens)).collect();
         let mut ends = Vec::with_capacity(prompts.len());
         for (_, tokens) in prompts {
             ends.push(ends.last().copied().unwrap_or(0) + tokens.len());
@@ -179,6 +174,33 @@ impl<'a> Decoder<'a> {
         }
         self.rows = prompts.len();
         self.head(&self.last)
+    }
+
+    /// Same as [`prefill`](Self::prefill) for a single prompt. Also passes the logits after each of its tokens, in
+    /// order, to `each`.
+    pub fn prefill_with_logits(
+        &mut self,
+        slot: usize,
+        tokens: &[u32],
+        each: &mut dyn FnMut(&[f32]),
+    ) -> Result<()> {
+        let rows: Vec<Row> = prompt_rows(slot, tokens).collect();
+        let buffers = Buffers::new(self.model, rows.len().min(PREFILL_ROWS), self.slots, self.capacity)?;
+        let (padded, vocab) = (self.model.shape.padded_vocab(), self.model.shape.vocab);
+        let mut logits = vec![0.0; self.slots * padded];
+        for rows in rows.chunks(PREFILL_ROWS) {
+            buffers.write(self.model, rows)?;
+            self.pass(&buffers, rows.len(), false)?;
+            for first in (0..rows.len()).step_by(self.slots) {
+                let last = rows.len().min(first + self.slots);
+                self.head_of(&buffers, rows.len(), first..last)?;
+                let read = &mut logits[..(last - first) * padded];
+                self.model.backend.read_f32(self.logits.slice(0..read.len()), read)?;
+                read.chunks_exact(padded).for_each(|row| each(&row[..vocab]));
+            }
+        }
+        let rows = rows.len() - (rows.len() - 1) / PREFILL_ROWS * PREFILL_ROWS;
+        self.head_of(&buffers, rows, rows - 1..rows)
     }
 
     /// Sets the rows of the next step, one per sequence.
@@ -402,6 +424,14 @@ impl<'a> Decoder<'a> {
         model.add_adapter_with(shape, params, x, z, y)
     }
 
+    /// Computes the logits of `wanted`, a range of the `rows` of a pass.
+    fn head_of(&mut self, b: &Buffers, rows: usize, wanted: Range<usize>) -> Result<()> {
+        self.rows = wanted.len();
+        let wanted: Vec<i32> = wanted.map(id).collect();
+        self.gather(b, rows, &wanted, self.last.slice(0..wanted.len() * self.model.shape.dim))?;
+        self.head(&self.last)
+    }
+
     /// Copies these rows of the pass's output to `out`.
     fn gather(&self, b: &Buffers, rows: usize, wanted: &[i32], out: Slice<'_>) -> Result<()> {
         let (backend, cols) = (&self.model.backend, self.model.shape.dim);
@@ -481,6 +511,11 @@ impl Buffers {
         write(&self.slots, |row| row.slot)?;
         write(&self.positions, |row| row.position)
     }
+}
+
+/// Returns the rows of a prompt in a slot.
+fn prompt_rows(slot: usize, tokens: &[u32]) -> impl Iterator<Item = Row> {
+    tokens.iter().enumerate().map(move |(position, token)| Row { slot, position, token: *token })
 }
 
 fn attention_shape(model: &Model, block: usize, slots: usize, capacity: usize) -> CachedAttentionShape {
@@ -632,6 +667,33 @@ mod tests {
                 let alone: Vec<u32> = generate(std::slice::from_ref(prompt)).concat();
                 let batch: Vec<u32> = together.iter().map(|ids| ids[index]).collect();
                 assert_eq!(alone, batch, "{:?}, prompt {index}", shape.arch);
+            }
+        }
+    }
+
+    #[test]
+    fn logits_of_a_prompt_are_those_after_each_of_its_beginnings() {
+        for shape in shapes().into_iter().take(2) {
+            let shape = ModelShape { seq: PREFILL_ROWS + 40, ..shape };
+            let model = model(&shape);
+            let tokens = prompt(PREFILL_ROWS + 7, 3);
+            let mut decoder = Decoder::new(&model, 3, shape.seq, shape.vocab).unwrap();
+            let mut rows = Vec::new();
+            decoder.prefill_with_logits(2, &tokens, &mut |row| rows.push(row.to_vec())).unwrap();
+            assert_eq!(rows.len(), tokens.len());
+            for len in [1, 2, 30, PREFILL_ROWS, PREFILL_ROWS + 1, tokens.len()] {
+                assert_eq!(argmax(&rows[len - 1]), argmax(&forward(&model, &tokens[..len])), "{len} tokens");
+            }
+            // The prompt is in the cache, and the next token follows it.
+            let mut plain = Decoder::new(&model, 3, shape.seq, shape.vocab).unwrap();
+            plain.prefill(&[(2, &tokens)]).unwrap();
+            for _ in 0..3 {
+                assert_eq!(ids(&decoder), ids(&plain));
+                let row = Row { slot: 2, position: tokens.len(), token: ids(&plain)[0] };
+                for decoder in [&mut decoder, &mut plain] {
+                    decoder.set_rows(&[row]).unwrap();
+                    decoder.step().unwrap();
+                }
             }
         }
     }

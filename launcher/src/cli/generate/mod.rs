@@ -23,7 +23,7 @@ use super::output::{QueryError, print_note};
 use output::{Form, Output};
 use prompts::Prompt;
 use xlaunch_spec::quantities::bytes_text;
-use xlaunch_worker::generate::{self, Command, Update};
+use xlaunch_worker::generate::{self, Command, SamplingOverrides, Update};
 use xlaunch_worker::pretrained::Device;
 
 /// Maximum size of a file of prompts.
@@ -135,9 +135,11 @@ pub(super) async fn run(options: Generate) -> Result<ExitCode, QueryError> {
         samples: options.samples,
         raw: options.raw,
         max_tokens: options.max_tokens,
-        temperature: options.temperature,
-        top_k: options.top_k,
-        top_p: options.top_p,
+        sampling: SamplingOverrides {
+            temperature: options.temperature,
+            top_k: options.top_k,
+            top_p: options.top_p,
+        },
         seed: options.seed,
         stop: options.stop,
         device: options.device.device(),

@@ -1,0 +1,148 @@
+//! `xlaunch serve`: a trained model behind an API like OpenAI's.
+//!
+//! ```text
+//! clients --> serve (HTTP, runtime) --jobs--> thread of the model
+//!                 SIGINT, SIGTERM --> both end
+//! ```
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use clap::Args;
+use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::oneshot;
+use xlaunch_cluster::net::{Token, TokenError};
+use xlaunch_proto::env;
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::refusal::Refusal;
+use xlaunch_worker::serve::{self as model, Command};
+
+use super::generate::DeviceOptions;
+use super::output::{QueryError, print, print_note};
+use crate::serve::{Access, Served, serve};
+
+/// Time for the step of the model that is in progress when the server ends.
+const LAST_STEP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Options of `xlaunch serve`.
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Exit codes: 130 after SIGINT, 143 after SIGTERM; otherwise as for `xlaunch generate`."
+)]
+pub(super) struct Serve {
+    /// A checkpoint, or a directory of checkpoints or of a run (uses the newest valid checkpoint); also the name of the
+    /// model for clients
+    #[arg(value_name = "MODEL")]
+    model: PathBuf,
+    /// Adapter to add to the model: a directory in PEFT's layout, or a checkpoint of a LoRA run
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
+    /// Address to listen on; port 0 takes a free port. An address that other hosts can reach needs a token
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:8000")]
+    listen: SocketAddr,
+    /// File with a secret of at least 16 bytes, which clients send as their API key [env: XLAUNCH_SERVE_TOKEN, the
+    /// secret itself]
+    #[arg(long, value_name = "FILE")]
+    token_file: Option<PathBuf>,
+    /// Tokenizer to use instead of the model's own: `bytes`, `gpt2` or a tokenizer.json
+    #[arg(long, value_name = "TOKENIZER")]
+    tokenizer: Option<String>,
+    #[command(flatten)]
+    device: DeviceOptions,
+}
+
+pub(super) async fn run(options: Serve) -> Result<ExitCode, QueryError> {
+    let internal = |error: std::io::Error| Refusal::new(ExitCode::Internal, error.to_string());
+    let mut terminated = signal(SignalKind::terminate()).map_err(internal)?;
+    let mut interrupted = signal(SignalKind::interrupt()).map_err(internal)?;
+    let access = access(&options)?;
+    let name = options.model.display().to_string();
+    let command = Command {
+        model: options.model,
+        adapter: options.adapter,
+        tokenizer: options.tokenizer,
+        device: options.device.device(),
+        precision: options.device.precision(),
+    };
+    let (source, service) = command.open(&mut print_note)?;
+    let service = Arc::new(service);
+    let (listener, address) = listen(options.listen).await?;
+    let (jobs, requests) = channel();
+    let (loaded, ready) = oneshot::channel();
+    let stop = Arc::new(AtomicBool::new(false));
+    let mut engine = tokio::task::spawn_blocking({
+        let (service, stop) = (service.clone(), stop.clone());
+        move || {
+            let is_stopped = || stop.load(Ordering::Relaxed);
+            // An error means that the command is ending.
+            let ready = |texts| _ = loaded.send(texts);
+            model::run(&command, &source, &service, &requests, &is_stopped, ready)
+        }
+    });
+    let server = async {
+        // An error means that the model was not loaded, which the engine's thread reports.
+        let Ok(texts) = ready.await else { return std::future::pending().await };
+        let context = service.context;
+        print_note(&format!(
+            "xlaunch: serving {name}: context of {context} tokens, up to {texts} texts at a time"
+        ));
+        // The server is of use even if stdout is closed.
+        let _ = print(format!("http://{address}/v1\n").as_bytes());
+        serve(listener, Served { service, name, jobs, access }).await;
+    };
+    let exit = tokio::select! {
+        ended = &mut engine => return ended_early(ended),
+        () = server => ExitCode::Internal,
+        _ = terminated.recv() => ExitCode::Stopped,
+        _ = interrupted.recv() => ExitCode::Signal(2),
+    };
+    stop.store(true, Ordering::Relaxed);
+    // All clients are gone now, so the thread ends after its current step. A longer step ends with the process.
+    let _ = tokio::time::timeout(LAST_STEP_TIMEOUT, engine).await;
+    Ok(exit)
+}
+
+/// The thread of the model ends first only if something has failed.
+fn ended_early(ended: Result<Result<(), Refusal>, tokio::task::JoinError>) -> Result<ExitCode, QueryError> {
+    match ended {
+        Ok(Ok(())) => Ok(ExitCode::Internal),
+        Ok(Err(refusal)) => Err(refusal.into()),
+        Err(error) => {
+            Err(Refusal::new(ExitCode::Internal, format!("the computation failed: {error}")).into())
+        }
+    }
+}
+
+fn access(options: &Serve) -> Result<Access, Refusal> {
+    let refused = |error: TokenError| Refusal::new(error.exit_code(), error.to_string());
+    let token = match &options.token_file {
+        Some(path) => Some(Token::read(path).map_err(refused)?),
+        None => Token::from_variable(env::SERVE_TOKEN).map_err(refused)?,
+    };
+    let is_loopback = options.listen.ip().is_loopback();
+    if token.is_none() && !is_loopback {
+        let message = format!(
+            "other hosts can reach {}, so clients need a token: --token-file FILE or {}, at least 16 bytes; \
+             `openssl rand -hex 32` makes one",
+            options.listen,
+            env::SERVE_TOKEN
+        );
+        return Err(Refusal::new(ExitCode::Usage, message));
+    }
+    Ok(Access { is_loopback, token: token.map(Arc::new) })
+}
+
+async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), Refusal> {
+    let failed = |error: std::io::Error| {
+        let message = format!("failed to listen on {address}: {error}; choose another with --listen");
+        Refusal::new(ExitCode::Usage, message)
+    };
+    let listener = TcpListener::bind(address).await.map_err(failed)?;
+    let address = listener.local_addr().map_err(failed)?;
+    Ok((listener, address))
+}

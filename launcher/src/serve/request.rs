@@ -1,0 +1,269 @@
+//! Requests for text, as clients send them. Pure.
+
+use serde_json::{Value, json};
+use xlaunch_worker::generate::SamplingOverrides;
+
+use super::error::ApiError;
+use super::parameters::Parameters;
+
+type Result<T> = std::result::Result<T, ApiError>;
+
+/// Maximum number of texts that a request may ask for.
+const MAX_TEXTS: usize = 1024;
+/// Maximum number of texts per prompt.
+const MAX_TEXTS_PER_PROMPT: usize = 128;
+/// Maximum number of alternatives to each token.
+const MAX_TOP_LOGPROBS: usize = 20;
+const MAX_STOP_STRINGS: usize = 16;
+const MAX_STOP_BYTES: usize = 1000;
+/// Number of tokens per text of a completion that does not say it; OpenAI's default.
+const DEFAULT_MAX_TOKENS: usize = 16;
+
+/// Which of the two endpoints a request was sent to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Endpoint {
+    Completions,
+    Chat,
+}
+
+/// What a text begins with.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Input {
+    Text(String),
+    Ids(Vec<u32>),
+    /// A list of messages.
+    Chat(Value),
+}
+
+/// A request for text.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct TextRequest {
+    pub(super) endpoint: Endpoint,
+    /// Name of the model; `None` takes the one that is served.
+    pub(super) model: Option<String>,
+    pub(super) inputs: Vec<Input>,
+    /// Texts per input.
+    pub(super) samples: usize,
+    /// `None` is limited by the context alone.
+    pub(super) max_tokens: Option<usize>,
+    /// True if the request says `max_tokens`, so that the text must not be shorter for lack of room.
+    pub(super) is_exact: bool,
+    pub(super) sampling: SamplingOverrides,
+    pub(super) seed: Option<u64>,
+    pub(super) stop: Vec<String>,
+    /// Number of alternatives to each token; `None` if log-probabilities are not requested.
+    pub(super) top_logprobs: Option<usize>,
+    /// True to repeat the prompt before each text.
+    pub(super) echo: bool,
+    pub(super) stream: bool,
+    /// True to end a stream with the numbers of tokens.
+    pub(super) include_usage: bool,
+}
+
+impl TextRequest {
+    /// Parses the body of a request.
+    pub(super) fn parse(endpoint: Endpoint, body: &[u8]) -> Result<Self> {
+        let mut parameters = Parameters::new(body)?;
+        let (inputs, top_logprobs, echo) = match endpoint {
+            Endpoint::Completions => {
+                let inputs = prompts(parameters.take("prompt"))?;
+                let top_logprobs = parameters.count("logprobs", 0, MAX_TOP_LOGPROBS)?;
+                (inputs, top_logprobs, parameters.flag("echo")?)
+            }
+            Endpoint::Chat => {
+                let messages = messages(parameters.take("messages"))?;
+                (vec![Input::Chat(messages)], chat_logprobs(&mut parameters)?, false)
+            }
+        };
+        let samples = parameters.count("n", 1, MAX_TEXTS_PER_PROMPT)?.unwrap_or(1);
+        if inputs.len() * samples > MAX_TEXTS {
+            let texts = inputs.len() * samples;
+            let message =
+                format!("the request asks for {texts} texts, expected at most {MAX_TEXTS}; split it");
+            return Err(ApiError::parameter("prompt", message));
+        }
+        let mut asked = parameters.count("max_tokens", 0, usize::MAX)?;
+        let mut default = Some(DEFAULT_MAX_TOKENS);
+        if endpoint == Endpoint::Chat {
+            asked = parameters.count("max_completion_tokens", 0, usize::MAX)?.or(asked);
+            default = None;
+        }
+        let temperature =
+            parameters.number("temperature", "a number of at least 0", |it| it.is_finite() && it >= 0.0)?;
+        let top_p = parameters.number("top_p", "a number above 0, at most 1", |it| it > 0.0 && it <= 1.0)?;
+        let sampling =
+            SamplingOverrides { temperature, top_k: parameters.count("top_k", 1, usize::MAX)?, top_p };
+        let (stream, include_usage) = (parameters.flag("stream")?, include_usage(&mut parameters)?);
+        let request = Self {
+            endpoint,
+            model: parameters.text("model")?,
+            inputs,
+            samples,
+            max_tokens: asked.or(default),
+            is_exact: asked.is_some(),
+            sampling,
+            seed: parameters.seed()?,
+            stop: parameters.texts("stop", MAX_STOP_STRINGS, MAX_STOP_BYTES)?,
+            top_logprobs,
+            echo,
+            stream,
+            include_usage,
+        };
+        parameters.finish(samples)?;
+        Ok(request)
+    }
+}
+
+/// Reads `prompt`: a text or the ids of its tokens, or a list of either.
+fn prompts(value: Option<Value>) -> Result<Vec<Input>> {
+    let failed = |message: &str| ApiError::parameter("prompt", message);
+    let expected =
+        "`prompt` is not a string, a list of strings, a list of token ids, or a list of such lists";
+    let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
+    let ids = |list: &[Value]| list.iter().map(id).collect::<Option<Vec<u32>>>();
+    let input = |value: Value| match value {
+        Value::String(text) => Some(Input::Text(text)),
+        Value::Array(list) => ids(&list).map(Input::Ids),
+        _ => None,
+    };
+    let inputs = match value {
+        None => return Err(failed("`prompt` is missing")),
+        Some(Value::Array(list)) if list.first().is_some_and(Value::is_number) => {
+            vec![Input::Ids(ids(&list).ok_or_else(|| failed(expected))?)]
+        }
+        Some(Value::Array(list)) => {
+            list.into_iter().map(input).collect::<Option<_>>().ok_or_else(|| failed(expected))?
+        }
+        Some(value) => vec![input(value).ok_or_else(|| failed(expected))?],
+    };
+    if inputs.is_empty() || inputs.contains(&Input::Ids(Vec::new())) {
+        return Err(failed("`prompt` has an empty list; a prompt of ids needs at least one"));
+    }
+    Ok(inputs)
+}
+
+/// Reads `messages`. Content in parts of text is joined, as templates expect a string.
+fn messages(value: Option<Value>) -> Result<Value> {
+    let failed = |message: String| ApiError::parameter("messages", message);
+    let Some(Value::Array(mut list)) = value else {
+        return Err(failed("`messages` is missing, or not a list".into()));
+    };
+    if list.is_empty() {
+        return Err(failed("`messages` is empty".into()));
+    }
+    for (index, message) in list.iter_mut().enumerate() {
+        if !message["role"].is_string() {
+            return Err(failed(format!("message {} has no `role`", index + 1)));
+        }
+        if let Value::Array(parts) = &message["content"] {
+            let texts: Option<Vec<&str>> = parts.iter().map(part_text).collect();
+            let Some(texts) = texts else {
+                return Err(failed(format!("message {} has content other than text", index + 1)));
+            };
+            message["content"] = json!(texts.join("\n"));
+        } else if !message["content"].is_string() {
+            return Err(failed(format!("message {} has no `content`", index + 1)));
+        }
+    }
+    Ok(Value::Array(list))
+}
+
+/// Returns the text of a part of a message.
+fn part_text(part: &Value) -> Option<&str> {
+    part["text"].as_str().filter(|_| part["type"] == "text")
+}
+
+fn chat_logprobs(parameters: &mut Parameters) -> Result<Option<usize>> {
+    let top = parameters.count("top_logprobs", 0, MAX_TOP_LOGPROBS)?;
+    match (parameters.flag("logprobs")?, top) {
+        (true, top) => Ok(Some(top.unwrap_or(0))),
+        (false, None | Some(0)) => Ok(None),
+        (false, Some(_)) => Err(ApiError::parameter("top_logprobs", "`top_logprobs` needs `logprobs`: true")),
+    }
+}
+
+fn include_usage(parameters: &mut Parameters) -> Result<bool> {
+    match parameters.take("stream_options") {
+        None => Ok(false),
+        Some(options) => {
+            let mut options = Parameters::new(options.to_string().as_bytes())?;
+            let include_usage = options.flag("include_usage")?;
+            options.finish(1)?;
+            Ok(include_usage)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn completion(body: &Value) -> Result<TextRequest> {
+        TextRequest::parse(Endpoint::Completions, body.to_string().as_bytes())
+    }
+
+    fn chat(body: &Value) -> Result<TextRequest> {
+        TextRequest::parse(Endpoint::Chat, body.to_string().as_bytes())
+    }
+
+    #[test]
+    fn prompts_are_texts_or_ids_or_lists_of_them() {
+        let inputs = |prompt: Value| completion(&json!({ "prompt": prompt })).map(|request| request.inputs);
+        let text = |text: &str| Input::Text(text.into());
+        assert_eq!(inputs(json!("a")).unwrap(), [text("a")]);
+        assert_eq!(inputs(json!(["a", ""])).unwrap(), [text("a"), text("")]);
+        assert_eq!(inputs(json!([1, 2])).unwrap(), [Input::Ids(vec![1, 2])]);
+        assert_eq!(inputs(json!([[1], [2, 3]])).unwrap(), [Input::Ids(vec![1]), Input::Ids(vec![2, 3])]);
+        for wrong in
+            [json!([]), json!([[]]), json!([1, "a"]), json!([-1]), json!(3), json!({}), json!([[1.5]])]
+        {
+            assert_eq!(inputs(wrong.clone()).unwrap_err().param.as_deref(), Some("prompt"), "{wrong}");
+        }
+        assert!(completion(&json!({})).unwrap_err().message.contains("missing"));
+        let many = completion(&json!({"prompt": vec!["a"; 100], "n": 11})).unwrap_err();
+        assert!(many.message.contains("1100 texts, expected at most 1024"), "{}", many.message);
+    }
+
+    #[test]
+    fn completion_has_the_defaults_of_openai() {
+        let request = completion(&json!({"prompt": "a", "stop": null})).unwrap();
+        assert_eq!((request.max_tokens, request.is_exact, request.samples), (Some(16), false, 1));
+        assert_eq!((request.top_logprobs, request.echo, request.stream), (None, false, false));
+        let request = completion(&json!({
+            "prompt": "a", "max_tokens": 0, "logprobs": 1, "echo": true, "stop": "x", "seed": 3, "temperature": 0,
+            "stream": true, "stream_options": {"include_usage": true}, "model": "m",
+        }));
+        let request = request.unwrap();
+        assert_eq!((request.max_tokens, request.is_exact, request.top_logprobs), (Some(0), true, Some(1)));
+        assert_eq!((request.stop, request.seed, request.include_usage), (vec!["x".into()], Some(3), true));
+        assert_eq!(request.sampling.temperature, Some(0.0));
+        let unknown = completion(&json!({"prompt": "a", "stream_options": {"x": 1}})).unwrap_err();
+        assert_eq!(unknown.param.as_deref(), Some("x"));
+    }
+
+    #[test]
+    fn chat_messages_are_texts() {
+        let parts = json!([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]);
+        let request = chat(&json!({
+            "messages": [{"role": "user", "content": parts}], "logprobs": true, "max_completion_tokens": 3,
+        }));
+        let request = request.unwrap();
+        assert_eq!(request.inputs, [Input::Chat(json!([{"role": "user", "content": "a\nb"}]))]);
+        assert_eq!((request.top_logprobs, request.max_tokens, request.is_exact), (Some(0), Some(3), true));
+        let image = json!([{"type": "image_url", "image_url": {"url": "x"}}]);
+        for (messages, why) in [
+            (json!([{"role": "user", "content": image}]), "message 1 has content other than text"),
+            (json!([{"role": "user", "content": "a"}, {"content": "b"}]), "message 2 has no `role`"),
+            (json!([{"role": "user"}]), "message 1 has no `content`"),
+            (json!([]), "empty"),
+            (json!("hi"), "not a list"),
+        ] {
+            let error = chat(&json!({ "messages": messages })).unwrap_err();
+            assert!(error.message.contains(why), "{}", error.message);
+        }
+        let lonely = chat(&json!({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}));
+        assert_eq!(lonely.unwrap_err().param.as_deref(), Some("top_logprobs"));
+        let prompt = chat(&json!({"messages": [{"role": "user", "content": "a"}], "prompt": "b"}));
+        assert_eq!(prompt.unwrap_err().param.as_deref(), Some("prompt"));
+    }
+}

@@ -1,0 +1,127 @@
+//! What the files of a model say about prompts, the ends of texts and sampling.
+
+use serde_json::{Map, Value};
+use xlaunch_data::chat::{TEMPLATE_TOKENS, Template};
+use xlaunch_data::{Tokenizer, TokenizerError};
+
+use super::{Request, Sampling, Vocabulary};
+use crate::inherited::Inherited;
+use crate::pretrained::Source;
+
+/// Number of tokens to draw from if a directory does not set it; the default of Python's `transformers`.
+const DEFAULT_TOP_K: usize = 50;
+
+/// A prompt to continue.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Prompt {
+    /// Plain text.
+    Text(String),
+    /// A list of messages, which the model's chat template turns into a text.
+    Chat(Value),
+}
+
+/// Sampling settings of a user, which take precedence over those of the model.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[expect(missing_docs, reason = "see `Sampling`")]
+pub struct SamplingOverrides {
+    pub temperature: Option<f64>,
+    pub top_k: Option<usize>,
+    pub top_p: Option<f64>,
+}
+
+/// Settings of a model.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    pub tokenizer: Tokenizer,
+    pub vocabulary: Vocabulary,
+    inherited: Option<Inherited>,
+    is_run: bool,
+    raw: bool,
+}
+
+impl Settings {
+    /// Returns the settings of `source`. `raw`: prompts are plain text, and its files do not matter.
+    pub fn new(source: &Source, tokenizer: Tokenizer, raw: bool) -> Self {
+        let (inherited, is_run) = (source.inherited.clone(), source.is_run);
+        let vocabulary = vocabulary(source, &tokenizer, raw);
+        Self { tokenizer, vocabulary, inherited, is_run, raw }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn for_test(tokenizer: Tokenizer, vocabulary: Vocabulary) -> Self {
+        Self { tokenizer, vocabulary, inherited: None, is_run: true, raw: false }
+    }
+
+    /// Returns the ids of a prompt. An error is the reason.
+    pub fn tokens(&self, prompt: &Prompt) -> Result<Vec<u32>, String> {
+        let failed = |error: TokenizerError| error.to_string();
+        let tokens = match prompt {
+            Prompt::Text(text) if self.raw => self.tokenizer.encode(text).map_err(failed)?,
+            Prompt::Text(text) => self.tokenizer.encode_prompt(text, true).map_err(failed)?,
+            // The template writes the beginning of the sequence itself.
+            Prompt::Chat(messages) => {
+                self.tokenizer.encode_prompt(&self.chat(messages)?, false).map_err(failed)?
+            }
+        };
+        Request::started(&self.tokenizer, tokens).map_err(failed)
+    }
+
+    /// Renders a chat with the model's own template, up to the point where the model answers.
+    fn chat(&self, messages: &Value) -> Result<String, String> {
+        let inherited = self
+            .inherited
+            .as_ref()
+            .ok_or("the model has no chat template, as it was trained from random weights")?;
+        let template = inherited.chat_template().ok_or("the model has no chat template")?;
+        let token = |name: &str| Some((name.to_owned(), inherited.token(name)?.to_owned()));
+        Template::new(template, TEMPLATE_TOKENS.into_iter().filter_map(token))?.render_json(messages, true)
+    }
+
+    /// Returns `generation_config.json` of a directory in Hugging Face's layout.
+    fn generation_config(&self) -> Option<&Map<String, Value>> {
+        let config = self.inherited.as_ref().map(|inherited| &inherited.generation_config);
+        config.filter(|config| !config.is_empty() && !self.raw && !self.is_run)
+    }
+
+    /// Returns a warning about a setting of the model that has no effect.
+    pub fn warning(&self) -> Option<&'static str> {
+        let penalty = self.generation_config()?.get("repetition_penalty")?.as_f64()?;
+        let warning =
+            "warning: `repetition_penalty` of generation_config.json is not supported and has no effect";
+        (penalty != 1.0).then_some(warning)
+    }
+
+    /// Returns the sampling settings: those of the user, otherwise those of the directory's `generation_config.json`.
+    pub fn sampling(&self, user: SamplingOverrides) -> Sampling {
+        let SamplingOverrides { temperature, top_k, top_p } = user;
+        let plain = Sampling { temperature: temperature.unwrap_or(1.0), top_k, top_p: top_p.unwrap_or(1.0) };
+        let Some(config) = self.generation_config() else { return plain };
+        if config.get("do_sample").and_then(Value::as_bool) != Some(true) {
+            let any = user != SamplingOverrides::default();
+            return if any { plain } else { Sampling { temperature: 0.0, ..plain } };
+        }
+        let number = |key: &str| config.get(key).and_then(Value::as_f64);
+        let count = config.get("top_k").map_or(Some(DEFAULT_TOP_K as u64), Value::as_u64);
+        let count = count.and_then(|count| usize::try_from(count).ok()).filter(|count| *count > 0);
+        Sampling {
+            temperature: temperature.or(number("temperature")).unwrap_or(1.0),
+            top_k: top_k.or(count),
+            top_p: top_p.or(number("top_p")).unwrap_or(1.0),
+        }
+    }
+}
+
+fn vocabulary(source: &Source, tokenizer: &Tokenizer, raw: bool) -> Vocabulary {
+    let own = || tokenizer.end_of_text().into_iter().collect();
+    match &source.inherited {
+        Some(inherited) if !raw => {
+            let says = |config: &Map<String, Value>| config.contains_key("eos_token_id");
+            let mut ends = inherited.end_ids();
+            if source.is_run || !(says(&inherited.config) || says(&inherited.generation_config)) {
+                ends.extend(tokenizer.end_of_text());
+            }
+            Vocabulary { size: if source.is_run { tokenizer.vocab() } else { source.shape.vocab }, ends }
+        }
+        _ => Vocabulary { size: tokenizer.vocab(), ends: own() },
+    }
+}

@@ -1,0 +1,137 @@
+//! The model of `xlaunch serve`: continues the prompts of many clients at once.
+//!
+//! ```text
+//! client --HTTP--> launcher --Job--> engine, the thread that owns the model: Batch --Output--> launcher --> client
+//! ```
+//! [`Service`] is what the launcher needs to know about the model: it encodes prompts and checks them, so that the
+//! engine only receives requests that fit. A client that goes away drops its receiver, and the engine removes its
+//! requests from the batch before the next step.
+//!
+//! Invariant: what a client receives depends on the model and its own request alone, not on the other clients. On a CPU
+//! that holds for every bit.
+
+mod engine;
+
+use std::path::PathBuf;
+
+use xlaunch_spec::job::Precision;
+use xlaunch_spec::refusal::Refusal;
+
+use crate::generate::{Prompt, SamplingOverrides, Settings};
+use crate::pretrained::{Device, Source};
+
+pub use crate::generate::{FinishReason, Options, Output, Request, Sampling, Scored, Scores, Token};
+pub use engine::{Job, run};
+
+/// Arguments of the command line.
+#[derive(Clone, Debug)]
+pub struct Command {
+    /// See [`Source::find`].
+    pub model: PathBuf,
+    /// See [`Source::with_adapter`].
+    pub adapter: Option<PathBuf>,
+    /// See [`Source::tokenizer`].
+    pub tokenizer: Option<String>,
+    /// Device to compute on.
+    pub device: Device,
+    /// Precision on a GPU.
+    pub precision: Precision,
+}
+
+impl Command {
+    /// Finds the model, without reading its weights. `note` receives lines for the user.
+    pub fn open(&self, note: &mut dyn FnMut(&str)) -> Result<(Source, Service), Refusal> {
+        let source = Source::find(&self.model)?.with_adapter(self.adapter.as_deref())?;
+        source.notes.iter().for_each(|line| note(line));
+        let tokenizer = source.tokenizer(self.tokenizer.as_deref())?;
+        let settings = Settings::new(&source, tokenizer, false);
+        if let Some(line) = settings.warning() {
+            note(line);
+        }
+        let (context, vocab) = (source.shape.seq, source.shape.vocab);
+        Ok((source, Service { settings, context, vocab }))
+    }
+}
+
+/// A model as its clients see it.
+#[derive(Clone, Debug)]
+pub struct Service {
+    settings: Settings,
+    /// Maximum number of tokens that the model reads.
+    pub context: usize,
+    /// Number of ids that the model reads.
+    pub vocab: usize,
+}
+
+impl Service {
+    /// Returns the ids of a text, with those that the tokenizer puts before it. An error is the reason.
+    pub fn text_prompt(&self, text: String) -> Result<Vec<u32>, String> {
+        self.settings.tokens(&Prompt::Text(text))
+    }
+
+    /// Returns the ids of a chat, up to the point where the model answers. An error is the reason.
+    pub fn chat_prompt(&self, messages: serde_json::Value) -> Result<Vec<u32>, String> {
+        self.settings.tokens(&Prompt::Chat(messages))
+    }
+
+    /// Returns the settings of a request, with the defaults of `xlaunch generate`.
+    pub fn sampling(&self, user: SamplingOverrides) -> Sampling {
+        self.settings.sampling(user)
+    }
+
+    /// Returns the text of ids.
+    pub fn decode(&self, ids: &[u32]) -> String {
+        self.settings.tokenizer.decode(ids)
+    }
+
+    /// Returns the number of characters of text before each id, within the text of all of them.
+    pub fn starts(&self, ids: &[u32]) -> Vec<usize> {
+        let mut decoder = self.settings.tokenizer.decoder();
+        let mut length = 0;
+        let start = |id: &u32| {
+            let start = length;
+            length += decoder.push(*id).chars().count();
+            start
+        };
+        ids.iter().map(start).collect()
+    }
+
+    /// Returns the bytes of a token. A special token is written as in the tokenizer's file.
+    pub fn token_bytes(&self, id: u32) -> Vec<u8> {
+        let tokenizer = &self.settings.tokenizer;
+        match tokenizer.bytes_of(id) {
+            Some(bytes) => bytes.to_vec(),
+            None => tokenizer.added_token(id).unwrap_or_default().into(),
+        }
+    }
+
+    /// Returns the text of a token. Bytes that are not whole characters are written as `bytes:\xe2\x82`, so that tokens
+    /// with different bytes have different texts.
+    pub fn token_text(&self, id: u32) -> String {
+        String::from_utf8(self.token_bytes(id)).unwrap_or_else(|error| {
+            let bytes = error.into_bytes();
+            bytes.iter().fold("bytes:".into(), |text, byte| format!("{text}\\x{byte:02x}"))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use xlaunch_data::Tokenizer;
+
+    use super::*;
+    use crate::generate::Vocabulary;
+
+    #[test]
+    fn tokens_are_texts_or_bytes_and_begin_where_their_text_does() {
+        let vocabulary = Vocabulary { size: 50_257, ends: Vec::new() };
+        let settings = Settings::for_test(Tokenizer::gpt2(), vocabulary);
+        let service = Service { settings, context: 8, vocab: 50_257 };
+        let ids = service.text_prompt("I say \u{1f980}.".into()).unwrap();
+        let texts: Vec<String> = ids.iter().map(|id| service.token_text(*id)).collect();
+        assert_eq!(texts, ["I", " say", "bytes:\\x20\\xf0\\x9f", "bytes:\\xa6", "bytes:\\x80", "."]);
+        assert_eq!(service.starts(&ids), [0, 1, 5, 6, 6, 7]);
+        assert_eq!(service.token_text(50_256), "<|endoftext|>");
+        assert_eq!(service.token_bytes(ids[3]), [0xa6]);
+    }
+}
