@@ -9,19 +9,15 @@ The loss before training must be within 1e-6 of a model in double precision, or 
 that, and the losses of 20 steps of AdamW within 1e-4. Prints a line for each case that holds.
 """
 
-import argparse
 import json
-import pathlib
 import struct
-import sys
-import tempfile
 
 import torch
 from transformers import AutoModelForCausalLM
 
 import byte_vocabulary
 import model as peer
-from model_families import SEQ, VOCAB, Xlaunch, make
+from model_families import SEQ, VOCAB, make, run_comparison
 
 STEPS, LR = 20, 1e-3
 # Rows of 32: (32), (24, 8), (20, 12), (16, 16), (30). The first document has 40 ids.
@@ -105,10 +101,10 @@ def train(xlaunch, directory, data):
     return xlaunch.run(f"{directory.name}-packed", directory, f'train = "{data}"', keys)[0]
 
 
-def compare(xlaunch, case, data):
+def compare(xlaunch, case):
     directory = xlaunch.folder / case
     make(case, directory)
-    ours, batch = train(xlaunch, directory, data), rows()
+    ours, batch = train(xlaunch, directory, xlaunch.folder / "chats"), rows()
     with torch.no_grad():
         exact = loss(load(directory, torch.float64), batch).item()
     model, theirs = load(directory), []
@@ -129,16 +125,8 @@ def compare(xlaunch, case, data):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--xlaunch", required=True)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        xlaunch = Xlaunch(options.xlaunch, pathlib.Path(folder))
-        data = xlaunch.folder / "chats"
-        prepare(data)
-        cases = ("gpt2", "llama", "qwen3", "gemma2")
-        sys.exit(not all([compare(xlaunch, case, data) for case in cases]))
+    cases = ("gpt2", "llama", "qwen3", "gemma2")
+    run_comparison(__doc__, compare, cases, lambda xlaunch: prepare(xlaunch.folder / "chats"))
 
 
 if __name__ == "__main__":

@@ -14,12 +14,8 @@ fp32:
 Prints a line for each case that holds; exit code 1 if one does not.
 """
 
-import argparse
 import array
 import json
-import pathlib
-import sys
-import tempfile
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -142,15 +138,8 @@ def compare(xlaunch, case):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--xlaunch", required=True)
-    options = parser.parse_intermixed_args()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        xlaunch = families.Xlaunch(options.xlaunch, pathlib.Path(folder))
-        (xlaunch.folder / "long.bin").write_bytes(array.array("H", LONG).tobytes())
-        sys.exit(not families.all_hold(xlaunch, compare, options.names or CASES))
+    long = array.array("H", LONG).tobytes()
+    families.run_comparison(__doc__, compare, CASES, lambda xlaunch: (xlaunch.folder / "long.bin").write_bytes(long))
 
 
 if __name__ == "__main__":

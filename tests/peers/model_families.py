@@ -300,6 +300,19 @@ def all_hold(xlaunch, comparison, cases):
     return failed == 0
 
 
+def run_comparison(description, comparison, cases, prepare=lambda xlaunch: None):
+    """Compares all cases in a directory of their own, and ends with the exit code."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="compare only these cases")
+    parser.add_argument("--xlaunch", required=True)
+    options = parser.parse_intermixed_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        xlaunch = Xlaunch(options.xlaunch, pathlib.Path(folder))
+        prepare(xlaunch)
+        sys.exit(not all_hold(xlaunch, comparison, options.names or cases))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["compare", "fixture"])

@@ -8,16 +8,12 @@ that everything else can be compared closely: momentum, decay, learning rates, a
 Prints a line for each case that holds; exit code 1 if one does not.
 """
 
-import argparse
-import pathlib
-import sys
-import tempfile
 
 import torch
 from torch.optim import _muon
 from transformers import AutoModelForCausalLM
 
-from model_families import Xlaunch, loss, make
+from model_families import loss, make, run_comparison
 
 STEPS, LR, MUON_LR = 50, 1e-3, {"original": 1e-2, "match_rms_adamw": 1e-3}
 # "The Polar Express", Amsel et al., 2025.
@@ -64,30 +60,25 @@ def losses_of_torch(directory, ids, adjust_lr):
     return values
 
 
-def compare(xlaunch, case, adjust_lr):
-    directory = xlaunch.folder / f"{case}-{adjust_lr}"
-    make(case, directory)
+def compare(xlaunch, case):
+    family, adjust_lr = case.split(", ")
+    directory = xlaunch.folder / f"{family}-{adjust_lr}"
+    make(family, directory)
     keys = (f'clip = 1\noptimizer = "muon"\n[muon]\nlr = {MUON_LR[adjust_lr]}\nweight_decay = 0.05\n'
             f'cautious = false\nadjust_lr = "{adjust_lr}"')
-    ours, _ = xlaunch.train(f"{case}-{adjust_lr}-muon", directory, STEPS, LR, keys)
+    ours, _ = xlaunch.train(f"{family}-{adjust_lr}-muon", directory, STEPS, LR, keys)
     theirs = losses_of_torch(directory, xlaunch.ids, adjust_lr)
     distance = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     holds = distance <= 1e-4 * max(theirs) and theirs[-1] < 0.7 * theirs[0]
-    print(f"{case}, {adjust_lr}: {'equal' if holds else 'DIFFERENT'}: {distance:.1e} apart, from {theirs[0]:.4f} to "
+    print(f"{case}: {'equal' if holds else 'DIFFERENT'}: {distance:.1e} apart, from {theirs[0]:.4f} to "
           f"{theirs[-1]:.4f}", flush=True)
     return holds
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--xlaunch", required=True)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
     _muon._zeropower_via_newtonschulz = orthogonal
-    with tempfile.TemporaryDirectory() as folder:
-        xlaunch = Xlaunch(options.xlaunch, pathlib.Path(folder))
-        cases = [(case, adjust_lr) for case in ("llama", "qwen3", "olmo2") for adjust_lr in MUON_LR]
-        sys.exit(not all([compare(xlaunch, *case) for case in cases]))
+    cases = [f"{family}, {adjust_lr}" for family in ("llama", "qwen3", "olmo2") for adjust_lr in MUON_LR]
+    run_comparison(__doc__, compare, cases)
 
 
 if __name__ == "__main__":

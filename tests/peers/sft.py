@@ -7,13 +7,9 @@ All chats are one batch: packed or padded in trl, packed here. The loss before t
 and the losses of 50 steps of AdamW within 1e-4. Prints a line for each case that holds.
 """
 
-import argparse
 import json
 import logging
-import pathlib
 import re
-import sys
-import tempfile
 import warnings
 
 import datasets
@@ -24,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 from trl import SFTConfig, SFTTrainer
 
 from chats import ROOT, TEMPLATES, families
-from model_families import Xlaunch
+from model_families import run_comparison
 
 STEPS, LR, SEQ, CHATS, RANK = 50, 1e-3, 256, 24, 4
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -97,8 +93,9 @@ def ours(xlaunch, folder, chats, lora):
     return run(f"{folder.name}-job", STEPS, rows)
 
 
-def compare(xlaunch, family, packed, lora):
-    case = f"{family}, {'packed' if packed else 'padded'}{', LoRA' if lora else ''}"
+def compare(xlaunch, case):
+    family, *kinds = case.split(", ")
+    packed, lora = "packed" in kinds, "LoRA" in kinds
     folder = xlaunch.folder / case.replace(", ", "-").lower()
     make(folder, family)
     chats = folder / "chats.jsonl"
@@ -115,20 +112,13 @@ def compare(xlaunch, family, packed, lora):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--xlaunch", required=True)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
     for name in ("trl", "transformers", "accelerate"):
         logging.getLogger(name).setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     warnings.filterwarnings("ignore")
-    with tempfile.TemporaryDirectory() as folder:
-        xlaunch = Xlaunch(options.xlaunch, pathlib.Path(folder))
-        cases = [("llama", True, False), ("llama", False, False), ("qwen3", True, True)]
-        sys.exit(not all([compare(xlaunch, *case) for case in cases]))
+    run_comparison(__doc__, compare, ("llama, packed", "llama, padded", "qwen3, packed, LoRA"))
 
 
 if __name__ == "__main__":

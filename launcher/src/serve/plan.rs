@@ -1,4 +1,4 @@
-//! From a request to jobs for the model: encodes its prompts, and checks that each text fits the model's context. Pure.
+//! Plans the texts of a request: encodes its prompts, and checks that each text fits the model's context. Pure.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ pub(super) struct Plan {
 #[derive(Debug)]
 pub(super) struct Prompt {
     pub(super) tokens: Arc<[u32]>,
-    /// What a text repeats of it; `None` if it repeats nothing.
+    /// The part that each text repeats; `None` if texts repeat nothing.
     pub(super) echo: Option<Echo>,
     options: Arc<Options>,
 }

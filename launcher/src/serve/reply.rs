@@ -6,7 +6,7 @@ use xlaunch_worker::serve::{FinishReason, Output, Scored, Service, Token};
 use super::plan::Plan;
 use super::request::Endpoint;
 
-/// What all parts of a reply have in common.
+/// Fields that all parts of a reply have in common.
 #[derive(Clone, Debug)]
 pub(super) struct Envelope {
     pub(super) endpoint: Endpoint,

@@ -26,7 +26,7 @@ pub(super) enum Endpoint {
     Chat,
 }
 
-/// What a text begins with.
+/// The beginning of a text.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Input {
     Text(String),

@@ -12,17 +12,17 @@ use super::{
     SamplingOverrides, Settings, Token, Update,
 };
 use crate::model::Model;
-use crate::pretrained::{self, Device, Source};
+use crate::pretrained::{self, Device};
 use xlaunch_spec::refusal::Refusal;
 
 /// Arguments of the command line.
 #[derive(Clone, Debug)]
 pub struct Command {
-    /// See [`Source::find`].
+    /// See [`Source::find`](pretrained::Source::find).
     pub model: PathBuf,
-    /// See [`Source::with_adapter`].
+    /// See [`Source::with_adapter`](pretrained::Source::with_adapter).
     pub adapter: Option<PathBuf>,
-    /// See [`Source::tokenizer`].
+    /// See [`Source::tokenizer`](pretrained::Source::tokenizer).
     pub tokenizer: Option<String>,
     /// Prompts to continue.
     pub prompts: Vec<Prompt>,
@@ -51,13 +51,8 @@ pub fn run(
     note: &mut dyn FnMut(&str),
     sink: &mut dyn FnMut(usize, usize, Update<'_>),
 ) -> Result<(), Refusal> {
-    let source = Source::find(&command.model)?.with_adapter(command.adapter.as_deref())?;
-    source.notes.iter().for_each(|line| note(line));
-    let tokenizer = source.tokenizer(command.tokenizer.as_deref())?;
-    let settings = Settings::new(&source, tokenizer, command.raw);
-    if let Some(line) = settings.warning() {
-        note(line);
-    }
+    let Command { model, adapter, tokenizer, raw, .. } = command;
+    let (source, settings) = Settings::open(model, adapter.as_deref(), tokenizer.as_deref(), *raw, note)?;
     let options = Arc::new(Options {
         max_tokens: command.max_tokens,
         sampling: settings.sampling(command.sampling),

@@ -1,8 +1,11 @@
-//! What the files of a model say about prompts, the ends of texts and sampling.
+//! Settings in the files of a model: the form of prompts, the ends of texts, and sampling.
+
+use std::path::Path;
 
 use serde_json::{Map, Value};
 use xlaunch_data::chat::{TEMPLATE_TOKENS, Template};
 use xlaunch_data::{Tokenizer, TokenizerError};
+use xlaunch_spec::refusal::Refusal;
 
 use super::{Request, Sampling, Vocabulary};
 use crate::inherited::Inherited;
@@ -40,6 +43,25 @@ pub struct Settings {
 }
 
 impl Settings {
+    /// Finds a model and its settings, without reading its weights. `note` receives lines for the user; the others are
+    /// as in [`Source::find`], [`Source::with_adapter`], [`Source::tokenizer`] and [`new`](Self::new).
+    pub(crate) fn open(
+        model: &Path,
+        adapter: Option<&Path>,
+        tokenizer: Option<&str>,
+        raw: bool,
+        note: &mut dyn FnMut(&str),
+    ) -> Result<(Source, Self), Refusal> {
+        let source = Source::find(model)?.with_adapter(adapter)?;
+        source.notes.iter().for_each(|line| note(line));
+        let tokenizer = source.tokenizer(tokenizer)?;
+        let settings = Self::new(&source, tokenizer, raw);
+        if let Some(line) = settings.warning() {
+            note(line);
+        }
+        Ok((source, settings))
+    }
+
     /// Returns the settings of `source`. `raw`: prompts are plain text, and its files do not matter.
     pub fn new(source: &Source, tokenizer: Tokenizer, raw: bool) -> Self {
         let (inherited, is_run) = (source.inherited.clone(), source.is_run);

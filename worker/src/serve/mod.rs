@@ -41,13 +41,9 @@ pub struct Command {
 impl Command {
     /// Finds the model, without reading its weights. `note` receives lines for the user.
     pub fn open(&self, note: &mut dyn FnMut(&str)) -> Result<(Source, Service), Refusal> {
-        let source = Source::find(&self.model)?.with_adapter(self.adapter.as_deref())?;
-        source.notes.iter().for_each(|line| note(line));
-        let tokenizer = source.tokenizer(self.tokenizer.as_deref())?;
-        let settings = Settings::new(&source, tokenizer, false);
-        if let Some(line) = settings.warning() {
-            note(line);
-        }
+        let Self { model, adapter, tokenizer, .. } = self;
+        let (source, settings) =
+            Settings::open(model, adapter.as_deref(), tokenizer.as_deref(), false, note)?;
         let (context, vocab) = (source.shape.seq, source.shape.vocab);
         Ok((source, Service { settings, context, vocab }))
     }

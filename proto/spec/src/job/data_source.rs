@@ -2,9 +2,10 @@
 
 use std::fmt;
 
-use serde::de::{Error, MapAccess, SeqAccess, Visitor};
+use serde::de::{Error, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use super::one_or_more::Entry;
 use crate::invalid::Invalid;
 
 /// Maximum number of sources of a mixture.
@@ -59,9 +60,8 @@ impl<'de> Deserialize<'de> for DataSource {
     }
 }
 
-/// Reads one source or a list of sources.
-pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<DataSource>, D::Error> {
-    deserializer.deserialize_any(Sources)
+impl Entry<'_> for DataSource {
+    const EXPECTED: &'static str = "a string, a list of strings, or a list of tables with path and weight";
 }
 
 struct OneSource;
@@ -92,28 +92,6 @@ impl<'de> Visitor<'de> for OneSource {
         let path = path.ok_or_else(|| A::Error::missing_field("path"))?;
         let weight = weight.ok_or_else(|| A::Error::missing_field("weight"))?;
         Ok(DataSource { path, weight: Some(weight) })
-    }
-}
-
-struct Sources;
-
-impl<'de> Visitor<'de> for Sources {
-    type Value = Vec<DataSource>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a string, a list of strings, or a list of tables with path and weight")
-    }
-
-    fn visit_str<E>(self, one: &str) -> Result<Self::Value, E> {
-        Ok(vec![one.into()])
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Self::Value, A::Error> {
-        let mut sources = Vec::new();
-        while let Some(source) = list.next_element()? {
-            sources.push(source);
-        }
-        Ok(sources)
     }
 }
 

@@ -1,11 +1,12 @@
-//! A list of strings that may be written as one string.
+//! Lists whose only entry may be written as one string.
 
 use std::fmt;
+use std::marker::PhantomData;
 
-use serde::Deserializer;
 use serde::de::{SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
 
-/// The forms that users may write, for the schema.
+/// The forms of a list of strings, for the schema.
 #[cfg(feature = "schema")]
 #[derive(schemars::JsonSchema)]
 #[schemars(untagged)]
@@ -15,28 +16,40 @@ pub(super) enum OneOrMore {
     More(Vec<String>),
 }
 
-pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<String>, D::Error> {
-    deserializer.deserialize_any(Strings)
+/// An entry of such a list.
+pub(super) trait Entry<'de>: Deserialize<'de> + From<String> {
+    /// The forms of the list, for messages.
+    const EXPECTED: &'static str;
 }
 
-struct Strings;
+impl Entry<'_> for String {
+    const EXPECTED: &'static str = "a string or a list of strings";
+}
 
-impl<'de> Visitor<'de> for Strings {
-    type Value = Vec<String>;
+pub(super) fn deserialize<'de, D: Deserializer<'de>, T: Entry<'de>>(
+    deserializer: D,
+) -> Result<Vec<T>, D::Error> {
+    deserializer.deserialize_any(Entries(PhantomData))
+}
+
+struct Entries<T>(PhantomData<T>);
+
+impl<'de, T: Entry<'de>> Visitor<'de> for Entries<T> {
+    type Value = Vec<T>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a string or a list of strings")
+        f.write_str(T::EXPECTED)
     }
 
     fn visit_str<E>(self, one: &str) -> Result<Self::Value, E> {
-        Ok(vec![one.into()])
+        Ok(vec![one.to_owned().into()])
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Self::Value, A::Error> {
-        let mut strings = Vec::new();
-        while let Some(string) = list.next_element()? {
-            strings.push(string);
+        let mut entries = Vec::new();
+        while let Some(entry) = list.next_element()? {
+            entries.push(entry);
         }
-        Ok(strings)
+        Ok(entries)
     }
 }

@@ -8,6 +8,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::data_source::{self, DataSource};
+use super::one_or_more;
 
 /// The job's name, seed and output directory.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -118,13 +119,13 @@ pub struct DataSection {
     /// data. Globs skip hidden directories, directories with a CACHEDIR.TAG, Python virtual environments and
     /// `job.output`. Several prepared directories are mixed in the ratio of their weights: a list of tables with `path`
     /// and `weight`.
-    #[serde(deserialize_with = "data_source::deserialize")]
+    #[serde(deserialize_with = "one_or_more::deserialize")]
     #[cfg_attr(feature = "schema", schemars(with = "data_source::Forms"))]
     pub train: Vec<DataSource>,
     /// Evaluation data, in the same forms as `train`; of a prepared directory, the validation data is used. Default:
     /// the validation data of the prepared directories `train`, with the same weights; with files, the last
     /// `val_fraction` of the training tokens is held out.
-    #[serde(deserialize_with = "data_source::deserialize")]
+    #[serde(deserialize_with = "one_or_more::deserialize")]
     #[cfg_attr(feature = "schema", schemars(with = "data_source::Forms"))]
     pub val: Vec<DataSource>,
     /// Fraction of the training tokens, from 0 to 0.5, that is held out for evaluation if `train` is files and `val` is
