@@ -300,6 +300,8 @@ fn results_do_not_depend_on_the_order_of_threads() {
         "checksum 31",
         "batch: 2, seq: 35",
         "add scaled 10007",
+        "experts 67",
+        "experts 150",
     ];
     for part in parts {
         same_bits_in_any_order(&backend, part, 6);

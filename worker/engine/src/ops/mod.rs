@@ -16,6 +16,7 @@ pub(crate) mod checksum;
 pub(crate) mod classifier;
 pub(crate) mod documents;
 pub(crate) mod embed;
+pub(crate) mod experts;
 pub(crate) mod fp8;
 pub(crate) mod gemm;
 pub(crate) mod gemv;
@@ -42,6 +43,11 @@ pub use checksum::{CHECKSUM_DIGITS, Checksum};
 pub use classifier::{ClassifierShape, FusedClassifier, IGNORED};
 pub use documents::Documents;
 pub use embed::{EmbedBackward, EmbedForward, EmbedShape};
+pub use experts::{
+    BalanceLoss, CombineRows, CombineRowsBackward, GatherRows, GatherRowsBackward, GroupedBackwardInput,
+    GroupedBackwardWeight, GroupedForward, GroupedShape, MAX_CHOSEN, MAX_EXPERTS, RouteBackward,
+    RouteForward, RouteShape, Router, RouterLogits, RowsShape, SortByExpert,
+};
 pub use fp8::{FP8_MULTIPLE, Fp8Operand, GemmFp8, QuantizeFp8};
 pub use gemm::{Gemm, Matrix};
 pub use gemv::{GEMV_ROWS, Gemv};
@@ -133,13 +139,17 @@ pub enum Accumulate {
 
 /// Kernel files that are compiled when a GPU is opened. Those of attention are compiled on first use, per head width,
 /// and those of activation functions per function.
-pub(crate) const KERNEL_FILES: [&KernelFile; 17] = [
+pub(crate) const KERNEL_FILES: [&KernelFile; 21] = [
     &adamw::KERNELS,
     &add_scaled::KERNELS,
     &cast::KERNELS,
     &checksum::KERNELS,
     &classifier::KERNELS,
     &embed::cuda::KERNELS,
+    &experts::grouped::cuda::KERNELS,
+    &experts::route::KERNELS,
+    &experts::rows::KERNELS,
+    &experts::sort::KERNELS,
     &fp8::cuda::KERNELS,
     &gemv::cuda::KERNELS,
     &greedy::KERNELS,

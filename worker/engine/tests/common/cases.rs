@@ -2,7 +2,7 @@
 
 use xlaunch_engine::*;
 
-use super::{ACTIVATIONS, ADAMW, Added, Ops, Outputs, decoding, documents, ids, random};
+use super::{ACTIVATIONS, ADAMW, Added, Ops, Outputs, decoding, documents, experts, ids, random};
 
 /// One operation with one set of sizes, as a function of a back end.
 pub(crate) type Case = (String, Box<dyn Fn(&Ops<'_>) -> Outputs>);
@@ -273,6 +273,7 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
     }
     cases.extend(decoding::cases(values));
     cases.extend(documents::cases(values, round));
+    cases.extend(experts::cases(values));
     cases
 }
 

@@ -8,6 +8,7 @@
 pub(crate) mod cases;
 pub(crate) mod decoding;
 pub(crate) mod documents;
+pub(crate) mod experts;
 
 use xlaunch_engine::*;
 

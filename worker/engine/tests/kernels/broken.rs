@@ -74,6 +74,8 @@ const LAYERS: &str = "weights of two layers, 1500";
 const LINEAR_GLU: &str = "rows: 300, inputs: 456, outputs: 1040 }, glu to 472";
 const WHOLE_HEAD_ROPE: &str = "seq: 17, heads: 3, kv_heads: 3, width: 16 }, rope";
 
+/// Experts with several tiles, and products deeper than the ring of tiles.
+const TILES: &str = "experts 300 x 2 of 4";
 const HEADS: &str = "qk norm Head AttentionShape { batch: 2, seq: 35";
 /// Rows have more items than a block has threads, and blocks have several rows.
 const WIDE_HEADS: &str = "qk norm Full AttentionShape { batch: 3, seq: 7, heads: 40";
@@ -387,6 +389,25 @@ const MISTAKES: &[Mistake] = &[
         "classifier/kernel.cu", "with_grad && i < padded", "with_grad && i < padded - 8", Fp32, "ignored rows", DIFFERS,
     ),
     mistake("reduce/kernel.cu", "memory ? *memory : constant", "constant", Fp32, "reductions 31", DIFFERS),
+    // Routing, and rows of experts.
+    mistake("experts/route.cu", "z == best && e < at", "z == best && e > at", Fp32, "of 40 Softmax Tied", DIFFERS),
+    mistake("experts/route.cu", "taken |= 1u << e / WARP", "taken |= 0u", Fp32, "67 x 2 of 8", DIFFERS),
+    mistake("experts/route.cu", "(gradient[i] - mean)", "gradient[i]", Fp32, "67 x 2 of 8", DIFFERS),
+    mistake("experts/sort.cu", "SORT_CHUNK) in_chunk[e] = 0;", "SORT_CHUNK) ;", Fp32, "67 x 2 of 8", TOO_EARLY),
+    mistake(
+        "experts/sort.cu", "in_chunk + chosen[choice], 1);\n    __syncthreads();",
+        "in_chunk + chosen[choice], 1);", Fp32, "67 x 2 of 8", RACE,
+    ),
+    mistake("experts/sort.cu", "+= experts[i] == expert", "+= experts[i] <= expert", Fp32, "67 x 2 of 8", ".cu"),
+    mistake("experts/rows.cu", "if (token >= tokens) return;", "", Fp32, "33 x 3 of 5", ".cu"),
+    mistake("experts/rows.cu", "(unsigned)choice / (unsigned)chosen", "choice", Fp32, "67 x 2 of 8", ".cu"),
+    mistake("experts/grouped/kernel.cu", "        __syncthreads();\n        copy", "        copy", Bf16, TILES, RACE),
+    mistake("experts/grouped/kernel.cu", "wait_copies<GROUP_STAGES - 2>", "wait_copies<GROUP_STAGES - 1>", Bf16, TILES, TOO_EARLY),
+    mistake("experts/grouped/kernel.cu", "if (r < group.rows) store", "store", Bf16, TILES, ANY_WRITE),
+    mistake("experts/grouped/kernel.cu", "    __syncthreads();\n    return group;", "    return group;", Fp32, "67 x 2 of 8", RACE),
+    mistake("experts/grouped/kernel.cu", "col + 16 * n + third, k + second", "col + 16 * n + second, k + third", Bf16, TILES, DIFFERS),
+    mistake("experts/grouped/kernel.cu", "start + at * GROUP_TILE, min", "start, min", Fp32, TILES, ".cu"),
+    mistake("experts/grouped/kernel.cu", "if (add && col + c < inputs) u", "if (false) u", Fp32, "67 x 2 of 8", DIFFERS),
     // Functions and their derivatives.
     mistake(
         "activation/kernel.cu", "3.0f * GELU_CUBE", "2.0f * GELU_CUBE", Fp32, "GeluTanh LinearShape { rows: 67",

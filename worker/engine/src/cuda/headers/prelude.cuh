@@ -216,6 +216,26 @@ __device__ inline float block_max(float x) {
     return warp_max(lane < warps ? partial[lane] : __int_as_float(0xff800000));
 }
 
+// Exclusive prefix sum over a block of WARPS warps, plus `before`; afterwards the block's total is added to `before`.
+template <int WARPS>
+__device__ inline int block_prefix_sum(int mine, int& before) {
+    __shared__ int sums[WARPS];
+    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, sum = mine;
+    for (int distance = 1; distance < WARP; distance *= 2) {
+        int other = __shfl_up_sync(FULL_WARP, sum, distance);
+        if (lane >= distance) sum += other;
+    }
+    __syncthreads();
+    if (lane == WARP - 1) sums[warp] = sum;
+    __syncthreads();
+    int start = before + sum - mine;
+    for (int w = 0; w < WARPS; w++) {
+        if (w < warp) start += sums[w];
+        before += sums[w];
+    }
+    return start;
+}
+
 // out[c..c + 8] = sum of `mine` over threadIdx.y, in order, for a block of at most BLOCK_THREADS threads.
 __device__ inline void store_column_sums(const Vec8& mine, float* out, i64 c, i64 cols) {
     __shared__ float sums[8][BLOCK_THREADS];

@@ -36,26 +36,6 @@ extern "C" __global__ void embed_count(const int* __restrict__ tokens, int* coun
     if (row < rows) atomicAdd(counts + tokens[row], 1);
 }
 
-// Exclusive prefix sum over a block of WARPS warps, plus `before`; afterwards the block's total is added to `before`.
-template <int WARPS>
-__device__ inline int block_prefix_sum(int mine, int& before) {
-    __shared__ int sums[WARPS];
-    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, sum = mine;
-    for (int distance = 1; distance < WARP; distance *= 2) {
-        int other = __shfl_up_sync(FULL_WARP, sum, distance);
-        if (lane >= distance) sum += other;
-    }
-    __syncthreads();
-    if (lane == WARP - 1) sums[warp] = sum;
-    __syncthreads();
-    int start = before + sum - mine;
-    for (int w = 0; w < WARPS; w++) {
-        if (w < warp) start += sums[w];
-        before += sums[w];
-    }
-    return start;
-}
-
 // starts[token] = sum of the counts before it. Grid: one thread per token in blocks of EMBED_STARTS_THREADS. Each block
 // sums all earlier counts itself, which needs no second kernel.
 extern "C" __global__ void embed_starts(const int* __restrict__ counts, int* __restrict__ starts, i64 vocab) {

@@ -31,7 +31,7 @@ pub(crate) fn run(t: &Threads, args: Gemv<'_>) {
     let outputs = |first: usize, out: &mut [f32]| {
         let count = out.len() / s.rows;
         let (w, shape) = (&w[first * s.inputs..], LinearShape { outputs: count, ..s });
-        Arch::new().dispatch(DotProducts { shape, x, w, out });
+        dot_products(shape, x, w, out);
         simd!({
             for row in out.chunks_exact_mut(count) {
                 if let Some(bias) = bias {
@@ -67,6 +67,11 @@ pub(crate) fn run(t: &Threads, args: Gemv<'_>) {
 
 fn activate<F: Function>(x: &mut [f32]) {
     simd!(x.iter_mut().for_each(|x| *x *= F::gate(*x)));
+}
+
+/// Computes `out (N, O) = x (N, I) w (O, I)^T` on this thread. A row has the same bits for every number of rows.
+pub(crate) fn dot_products(shape: LinearShape, x: &[f32], w: &[f32], out: &mut [f32]) {
+    Arch::new().dispatch(DotProducts { shape, x, w, out });
 }
 
 /// `out (N, O) = x (N, I) w (O, I)^T` in explicit vectors: the compiler would turn sums in nested arrays into scalars.

@@ -1,0 +1,106 @@
+//! Order of the choices by expert: a stable counting sort.
+
+use xlaunch_pool::DType;
+
+use super::{MAX_EXPERTS, index};
+use crate::cpu::{Access, Threads};
+use crate::cuda::{KernelFile, Launch, Macro, args, expect, source};
+use crate::error::Result;
+use crate::ops::{Cuda, Op};
+use crate::tensor::Slice;
+
+/// Choices that one block counts and places, one per thread.
+const CHUNK: usize = 256;
+/// Threads of a block that computes where the choices of one expert start.
+const STARTS_THREADS: usize = 256;
+
+pub(crate) const KERNELS: KernelFile = KernelFile {
+    source: source!("experts/sort.cu"),
+    kernels: &["sort_count", "sort_starts", "sort_places"],
+    macros: &[
+        Macro::int("MAX_EXPERTS", MAX_EXPERTS),
+        Macro::int("SORT_CHUNK", CHUNK),
+        Macro::int("SORT_STARTS_THREADS", STARTS_THREADS),
+    ],
+    dynamic_shared: &[],
+};
+
+/// Sorts M choices by expert; those of an expert keep their order.
+#[derive(Clone, Copy, Debug)]
+pub struct SortByExpert<'a> {
+    /// M.
+    pub choices: usize,
+    /// E.
+    pub experts: usize,
+    /// (M,) I32, each below E.
+    pub chosen: Slice<'a>,
+    /// (E + 1,) I32: the row at which each expert starts, then M.
+    pub offsets: Slice<'a>,
+    /// (M,) I32: the choice of each row.
+    pub choice_of: Slice<'a>,
+    /// (M,) I32: the row of each choice.
+    pub row_of: Slice<'a>,
+    /// (E,) F32: number of choices of each expert.
+    pub loads: Slice<'a>,
+}
+
+impl SortByExpert<'_> {
+    /// Number of choices of each expert in each chunk.
+    fn counts(&self) -> usize {
+        self.experts * self.choices.div_ceil(CHUNK)
+    }
+}
+
+impl Op for SortByExpert<'_> {
+    fn cpu(self, _: &Threads) {
+        let (a, m) = (Access::new("sort_by_expert"), self.choices);
+        let chosen = a.read_i32(self.chosen, m);
+        let (offsets, loads) =
+            (a.write_i32(self.offsets, self.experts + 1), a.write(self.loads, self.experts));
+        let (choice_of, row_of) = (a.write_i32(self.choice_of, m), a.write_i32(self.row_of, m));
+        let mut order: Vec<usize> = (0..m).collect();
+        order.sort_by_key(|choice| chosen[*choice]);
+        loads.fill(0.0);
+        for (row, choice) in order.into_iter().enumerate() {
+            (choice_of[row], row_of[choice]) = (signed(choice), signed(row));
+            loads[index(chosen[choice])] += 1.0;
+        }
+        let mut start = 0;
+        for (offset, load) in offsets.iter_mut().zip(loads.iter().chain(&[0.0])) {
+            *offset = start;
+            #[expect(clippy::cast_possible_truncation, reason = "a whole number of choices")]
+            let load = *load as i32;
+            start += load;
+        }
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        let Self { choices, experts, chosen, offsets, choice_of, row_of, loads } = self;
+        assert!(experts <= MAX_EXPERTS, "{experts} experts");
+        [chosen, choice_of, row_of].into_iter().for_each(|x| expect(x, DType::I32, choices));
+        expect(offsets, DType::I32, experts + 1);
+        expect(loads, DType::F32, experts);
+        let chunks = choices.div_ceil(CHUNK);
+        let memory = gpu.alloc(DType::I32, 2 * self.counts())?;
+        let (counts, starts) =
+            (memory.slice(0..self.counts()), memory.slice(self.counts()..2 * self.counts()));
+        let each_chunk = Launch::blocks(chunks, CHUNK as u32);
+        let each_expert = Launch::blocks(experts, STARTS_THREADS as u32);
+        let places = args![chosen, starts, choice_of, row_of, choices, chunks];
+        // SAFETY: checked above; chosen experts are below E by the operation's contract, so every counter exists, and
+        // all choices together have M places.
+        unsafe {
+            gpu.launch("sort_count", each_chunk, args![chosen, counts, choices, experts, chunks])?;
+            gpu.launch("sort_starts", each_expert, args![counts, starts, offsets, loads, chunks])?;
+            gpu.launch("sort_places", each_chunk, places)
+        }
+    }
+
+    fn scratch(&self) -> usize {
+        2 * DType::I32.size() * self.counts()
+    }
+}
+
+fn signed(number: usize) -> i32 {
+    i32::try_from(number).unwrap_or(i32::MAX)
+}

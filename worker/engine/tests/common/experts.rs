@@ -1,0 +1,219 @@
+//! Operations of mixtures of experts, with loads that are even, random, hostile and tied.
+
+use xlaunch_engine::*;
+
+use super::cases::Case;
+use super::{Ops, Outputs};
+
+/// How the tokens of a case choose.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Load {
+    /// As random logits have it.
+    Random,
+    /// Every token chooses the same experts; the others have no rows.
+    Same,
+    /// All logits are equal.
+    Tied,
+}
+
+impl Load {
+    fn logits(self, random: Vec<f32>, experts: usize) -> Vec<f32> {
+        let at = |(i, x): (usize, f32)| match self {
+            Self::Random => 2.0 * x,
+            Self::Same => 0.1 * x + (i % experts) as f32 * 0.5,
+            Self::Tied => 0.25,
+        };
+        random.into_iter().enumerate().map(at).collect()
+    }
+}
+
+/// Sizes of a case: tokens have C elements, and experts are layers from I to O.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sizes {
+    pub(crate) route: RouteShape,
+    pub(crate) cols: usize,
+    pub(crate) outputs: usize,
+}
+
+/// Inputs of a case.
+pub(crate) struct Inputs {
+    pub(crate) x: Vec<f32>,
+    pub(crate) logits: Vec<f32>,
+    pub(crate) w: Vec<f32>,
+    pub(crate) dy: Vec<f32>,
+    pub(crate) dweights: Vec<f32>,
+}
+
+impl Sizes {
+    pub(crate) fn new(
+        [rows, experts, chosen, cols, outputs]: [usize; 5],
+        router: Router,
+        normalise: bool,
+    ) -> Self {
+        Self { route: RouteShape { rows, experts, chosen, router, normalise }, cols, outputs }
+    }
+
+    pub(crate) fn choices(self) -> usize {
+        self.route.rows * self.route.chosen
+    }
+
+    pub(crate) fn inputs(self, load: Load, values: impl Fn(u64, usize) -> Vec<f32>) -> Inputs {
+        let RouteShape { rows, experts, .. } = self.route;
+        Inputs {
+            x: values(71, rows * self.cols),
+            logits: load.logits(values(72, rows * experts), experts),
+            w: values(73, experts * self.outputs * self.cols),
+            dy: values(74, self.choices() * self.outputs.max(self.cols)),
+            dweights: values(75, self.choices()),
+        }
+    }
+}
+
+/// Returns the cases.
+pub(super) fn cases(values: impl Fn(u64, usize) -> Vec<f32> + Copy) -> Vec<Case> {
+    let mut cases: Vec<Case> = Vec::new();
+    use Router::{Sigmoid, Softmax};
+    for (sizes, router, normalise, load, acc) in [
+        // One token, in one tile that is nearly empty.
+        ([1, 4, 2, 16, 24], Softmax, true, Load::Random, Accumulate::Overwrite),
+        ([67, 8, 2, 40, 72], Softmax, false, Load::Random, Accumulate::Add),
+        // Not vectorizable.
+        ([33, 5, 3, 12, 21], Sigmoid, true, Load::Random, Accumulate::Overwrite),
+        // More than one chunk of choices, several tiles of an expert and of columns, deeper than the ring of tiles.
+        ([300, 4, 2, 200, 136], Softmax, true, Load::Random, Accumulate::Overwrite),
+        ([150, 6, 2, 24, 136], Softmax, true, Load::Same, Accumulate::Overwrite),
+        ([140, 3, 1, 8, 16], Sigmoid, false, Load::Same, Accumulate::Add),
+        ([40, 4, 4, 16, 8], Softmax, false, Load::Random, Accumulate::Overwrite),
+        // More experts than choices of a token in a warp's lanes, and than threads of a block.
+        ([20, 300, 8, 8, 16], Sigmoid, false, Load::Random, Accumulate::Overwrite),
+        ([70, 40, 6, 16, 16], Softmax, true, Load::Tied, Accumulate::Overwrite),
+    ] {
+        let sizes = Sizes::new(sizes, router, normalise);
+        let inputs = sizes.inputs(load, values);
+        let [rows, experts, chosen] = [sizes.route.rows, sizes.route.experts, sizes.route.chosen];
+        let name = format!("experts {rows} x {chosen} of {experts} {router:?} {load:?} {acc:?}");
+        cases.push((name, Box::new(move |ops| ops.experts(sizes, &inputs, acc))));
+    }
+    for (rows, inputs, outputs) in [(5, 40, 8), (130, 136, 24)] {
+        let s = LinearShape { rows, inputs, outputs };
+        let (x, w) = (values(76, rows * inputs), values(77, outputs * inputs));
+        let case = move |ops: &Ops<'_>| {
+            let (x, w, logits) = (ops.act(&x), ops.act(&w), ops.out_f32(rows * outputs));
+            ops.backend.run(RouterLogits { shape: s, x: x.all(), w: w.all(), logits: logits.all() }).unwrap();
+            vec![("logits", ops.read(&logits))]
+        };
+        cases.push((format!("router logits {s:?}"), Box::new(case)));
+    }
+    cases
+}
+
+impl Ops<'_> {
+    /// Runs all operations of experts. Gradients do not depend on results of forward, except for the choices.
+    pub(crate) fn experts(&self, sizes: Sizes, inputs: &Inputs, acc: Accumulate) -> Outputs {
+        let (b, s, choices) = (self.backend, sizes.route, sizes.choices());
+        let ints = |len: usize| self.ints(&vec![i32::MAX; len]);
+        let (logits, x) = (self.tensor(DType::F32, &inputs.logits), self.act(&inputs.x));
+        let (chosen, weights) = (ints(choices), self.out_f32(choices));
+        let forward =
+            RouteForward { shape: s, logits: logits.all(), experts: chosen.all(), weights: weights.all() };
+        b.run(forward).unwrap();
+        let (offsets, choice_of, row_of) = (ints(s.experts + 1), ints(choices), ints(choices));
+        let loads = self.out_f32(s.experts);
+        let sort = SortByExpert {
+            choices,
+            experts: s.experts,
+            chosen: chosen.all(),
+            offsets: offsets.all(),
+            choice_of: choice_of.all(),
+            row_of: row_of.all(),
+            loads: loads.all(),
+        };
+        b.run(sort).unwrap();
+        let (losses, dlogits) = (self.out_f32(s.rows), self.out(s.rows * s.experts));
+        let dweights = self.tensor(DType::F32, &inputs.dweights);
+        let loss = BalanceLoss {
+            loads: loads.all(),
+            share: 1.0 / choices as f32,
+            balance: 0.3,
+            z: 0.05,
+            losses: losses.all(),
+        };
+        let (experts, dlogits_slice) = (chosen.all(), dlogits.all());
+        let (logits, dweights) = (logits.all(), dweights.all());
+        b.run(RouteBackward { shape: s, logits, experts, dweights, loss, dlogits: dlogits_slice }).unwrap();
+        let mut outputs: Outputs =
+            [("weights", &weights), ("loads", &loads), ("losses", &losses), ("dlogits", &dlogits)]
+                .map(|(name, tensor)| (name, self.read(tensor)))
+                .into();
+        outputs.extend(self.expert_rows(sizes, inputs, [&choice_of, &row_of], &x, &weights));
+        outputs.extend(self.expert_layers(sizes, inputs, &offsets, acc));
+        outputs
+    }
+
+    fn expert_rows(
+        &self,
+        sizes: Sizes,
+        inputs: &Inputs,
+        [choice_of, row_of]: [&Tensor; 2],
+        x: &Tensor,
+        weights: &Tensor,
+    ) -> Outputs {
+        let (b, s, choices) = (self.backend, sizes.route, sizes.choices());
+        let shape = RowsShape { tokens: s.rows, chosen: s.chosen, cols: sizes.cols };
+        let (row_of, choice_of, weights) = (row_of.all(), choice_of.all(), weights.all());
+        let rows = self.out(choices * sizes.cols);
+        b.run(GatherRows { shape, choice_of, x: x.all(), rows: rows.all() }).unwrap();
+        let y = self.act(&inputs.dy[..choices * sizes.cols]);
+        let [sums, added] = [false, true].map(|add| {
+            let out = if add { self.act(&inputs.x) } else { self.out(x.len()) };
+            b.run(CombineRows { shape, row_of, weights, rows: y.all(), out: out.all(), add }).unwrap();
+            out
+        });
+        let [dx, dx_added] = [false, true].map(|add| {
+            let dx = if add { self.act(&inputs.x) } else { self.out(x.len()) };
+            b.run(GatherRowsBackward { shape, row_of, drows: y.all(), dx: dx.all(), add }).unwrap();
+            dx
+        });
+        let (drows, dweights) = (self.out(y.len()), self.out_f32(choices));
+        let backward = CombineRowsBackward {
+            shape,
+            row_of,
+            weights,
+            rows: y.all(),
+            dout: x.all(),
+            drows: drows.all(),
+            dweights: dweights.all(),
+        };
+        b.run(backward).unwrap();
+        let outputs = [
+            ("rows", &rows),
+            ("sums", &sums),
+            ("added", &added),
+            ("dx", &dx),
+            ("dx added", &dx_added),
+            ("drows", &drows),
+            ("dweights", &dweights),
+        ];
+        outputs.map(|(name, tensor)| (name, self.read(tensor))).into()
+    }
+
+    /// Runs the layers over rows that are already in the order of the experts.
+    fn expert_layers(&self, sizes: Sizes, inputs: &Inputs, offsets: &Tensor, acc: Accumulate) -> Outputs {
+        let (b, choices) = (self.backend, sizes.choices());
+        let shape = GroupedShape {
+            rows: choices,
+            experts: sizes.route.experts,
+            inputs: sizes.cols,
+            outputs: sizes.outputs,
+        };
+        let offsets = offsets.all();
+        let (x, w) = (self.act(&inputs.dy[..choices * sizes.cols]), self.act(&inputs.w));
+        let dy = self.act(&inputs.dy[inputs.dy.len() - choices * sizes.outputs..]);
+        let (y, dx) = (self.out(choices * sizes.outputs), self.out(choices * sizes.cols));
+        b.run(GroupedForward { shape, offsets, x: x.all(), w: w.all(), y: y.all() }).unwrap();
+        b.run(GroupedBackwardInput { shape, offsets, dy: dy.all(), w: w.all(), dx: dx.all() }).unwrap();
+        let dw = self.grad(acc, w.len());
+        b.run(GroupedBackwardWeight { shape, offsets, dy: dy.all(), x: x.all(), dw: dw.all(), acc }).unwrap();
+        [("y", &y), ("layer's dx", &dx), ("dw", &dw)].map(|(name, tensor)| (name, self.read(tensor))).into()
+    }
+}
