@@ -402,12 +402,24 @@ const MISTAKES: &[Mistake] = &[
     mistake("experts/rows.cu", "if (token >= tokens) return;", "", Fp32, "33 x 3 of 5", ".cu"),
     mistake("experts/rows.cu", "(unsigned)choice / (unsigned)chosen", "choice", Fp32, "67 x 2 of 8", ".cu"),
     mistake("experts/grouped/kernel.cu", "        __syncthreads();\n        copy", "        copy", Bf16, TILES, RACE),
-    mistake("experts/grouped/kernel.cu", "wait_copies<GROUP_STAGES - 2>", "wait_copies<GROUP_STAGES - 1>", Bf16, TILES, TOO_EARLY),
+    mistake(
+        "experts/grouped/kernel.cu", "wait_copies<GROUP_STAGES - 2>",
+        "wait_copies<GROUP_STAGES - 1>", Bf16, TILES, TOO_EARLY,
+    ),
     mistake("experts/grouped/kernel.cu", "if (r < group.rows) store", "store", Bf16, TILES, ANY_WRITE),
-    mistake("experts/grouped/kernel.cu", "    __syncthreads();\n    return group;", "    return group;", Fp32, "67 x 2 of 8", RACE),
-    mistake("experts/grouped/kernel.cu", "col + 16 * n + third, k + second", "col + 16 * n + second, k + third", Bf16, TILES, DIFFERS),
+    mistake(
+        "experts/grouped/kernel.cu", "    __syncthreads();\n    return group;",
+        "    return group;", Fp32, "67 x 2 of 8", RACE,
+    ),
+    mistake(
+        "experts/grouped/kernel.cu", "col + 16 * n + third, k + second",
+        "col + 16 * n + second, k + third", Bf16, TILES, DIFFERS,
+    ),
     mistake("experts/grouped/kernel.cu", "start + at * GROUP_TILE, min", "start, min", Fp32, TILES, ".cu"),
-    mistake("experts/grouped/kernel.cu", "if (add && col + c < inputs) u", "if (false) u", Fp32, "67 x 2 of 8", DIFFERS),
+    mistake(
+        "experts/grouped/kernel.cu", "if (add && col + c < inputs) u",
+        "if (false) u", Fp32, "67 x 2 of 8", DIFFERS,
+    ),
     // Functions and their derivatives.
     mistake(
         "activation/kernel.cu", "3.0f * GELU_CUBE", "2.0f * GELU_CUBE", Fp32, "GeluTanh LinearShape { rows: 67",

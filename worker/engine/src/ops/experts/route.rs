@@ -22,12 +22,12 @@ use crate::tensor::Slice;
 /// Rows per task on the CPU.
 const ROUTE_ROWS: usize = 64;
 /// Added to the sum of sigmoid scores that divides them, which may be 0.
-const EPS: f32 = 1e-20;
+const ROUTE_EPS: f32 = 1e-20;
 
 pub(crate) const KERNELS: KernelFile = KernelFile {
     source: source!("experts/route.cu"),
     kernels: &["route_fwd", "route_bwd"],
-    macros: &[Macro::int("MAX_EXPERTS", MAX_EXPERTS), Macro::float("ROUTE_EPS", EPS)],
+    macros: &[Macro::int("MAX_EXPERTS", MAX_EXPERTS), Macro::float("ROUTE_EPS", ROUTE_EPS)],
     dynamic_shared: &[],
 };
 
@@ -229,7 +229,7 @@ fn route(s: RouteShape, logits: &[f32], experts: &mut [i32], weights: &mut [f32]
         total += *weight;
     }
     if s.normalise {
-        weights.iter_mut().for_each(|weight| *weight /= total + EPS);
+        weights.iter_mut().for_each(|weight| *weight /= total + ROUTE_EPS);
     }
 }
 
@@ -246,13 +246,13 @@ fn derive(
     let probabilities: Vec<f32> = logits.iter().map(|z| math::exp(z - largest) / sum).collect();
     let score = |e: usize| if s.is_sigmoid() { sigmoid(logits[e]) } else { probabilities[e] };
     // Gradients of the scores.
-    let total = chosen.iter().map(|(e, _)| score(*e)).sum::<f32>() + EPS;
+    let total = chosen.iter().map(|(e, _)| score(*e)).sum::<f32>() + ROUTE_EPS;
     let inner: f32 = chosen.iter().map(|(e, dweight)| dweight * score(*e) / total).sum();
     dlogits.fill(0.0);
     for (e, dweight) in chosen {
         dlogits[*e] += if s.normalise { (dweight - inner) / total } else { *dweight };
     }
-    let all = if s.is_sigmoid() { (0..s.experts).map(score).sum::<f32>() + EPS } else { 1.0 };
+    let all = if s.is_sigmoid() { (0..s.experts).map(score).sum::<f32>() + ROUTE_EPS } else { 1.0 };
     let loss = (0..s.experts).map(|e| shares[e] * score(e)).sum::<f32>() / all;
     let factor = balance * s.experts as f32;
     for (e, gradient) in dlogits.iter_mut().enumerate() {

@@ -9,7 +9,8 @@ extern "C" __global__ void gather_rows(const int* __restrict__ choice_of, const 
     const ACT* from = x + (unsigned)choice_of[row] / (unsigned)chosen * cols;
     ACT* to = rows + row * cols;
     bool wide = is_wide(x, cols) && is_wide(rows, cols);
-    for (i64 c = threadIdx.x * 8ll; c < cols; c += blockDim.x * 8ll) store8(to, c, cols, wide, load8(from, c, cols, wide));
+    for (i64 c = threadIdx.x * 8ll; c < cols; c += blockDim.x * 8ll)
+        store8(to, c, cols, wide, load8(from, c, cols, wide));
 }
 
 // Rows that a thread fetches together.

@@ -10,17 +10,17 @@ use crate::ops::{Cuda, Op};
 use crate::tensor::Slice;
 
 /// Choices that one block counts and places, one per thread.
-const CHUNK: usize = 256;
+const SORT_CHUNK: usize = 256;
 /// Threads of a block that computes where the choices of one expert start.
-const STARTS_THREADS: usize = 256;
+const SORT_STARTS_THREADS: usize = 256;
 
 pub(crate) const KERNELS: KernelFile = KernelFile {
     source: source!("experts/sort.cu"),
     kernels: &["sort_count", "sort_starts", "sort_places"],
     macros: &[
         Macro::int("MAX_EXPERTS", MAX_EXPERTS),
-        Macro::int("SORT_CHUNK", CHUNK),
-        Macro::int("SORT_STARTS_THREADS", STARTS_THREADS),
+        Macro::int("SORT_CHUNK", SORT_CHUNK),
+        Macro::int("SORT_STARTS_THREADS", SORT_STARTS_THREADS),
     ],
     dynamic_shared: &[],
 };
@@ -47,7 +47,7 @@ pub struct SortByExpert<'a> {
 impl SortByExpert<'_> {
     /// Number of choices of each expert in each chunk.
     fn counts(&self) -> usize {
-        self.experts * self.choices.div_ceil(CHUNK)
+        self.experts * self.choices.div_ceil(SORT_CHUNK)
     }
 }
 
@@ -80,12 +80,12 @@ impl Op for SortByExpert<'_> {
         [chosen, choice_of, row_of].into_iter().for_each(|x| expect(x, DType::I32, choices));
         expect(offsets, DType::I32, experts + 1);
         expect(loads, DType::F32, experts);
-        let chunks = choices.div_ceil(CHUNK);
+        let chunks = choices.div_ceil(SORT_CHUNK);
         let memory = gpu.alloc(DType::I32, 2 * self.counts())?;
         let (counts, starts) =
             (memory.slice(0..self.counts()), memory.slice(self.counts()..2 * self.counts()));
-        let each_chunk = Launch::blocks(chunks, CHUNK as u32);
-        let each_expert = Launch::blocks(experts, STARTS_THREADS as u32);
+        let each_chunk = Launch::blocks(chunks, SORT_CHUNK as u32);
+        let each_expert = Launch::blocks(experts, SORT_STARTS_THREADS as u32);
         let places = args![chosen, starts, choice_of, row_of, choices, chunks];
         // SAFETY: checked above; chosen experts are below E by the operation's contract, so every counter exists, and
         // all choices together have M places.

@@ -14,7 +14,7 @@ use crate::tensor::Slice;
 /// Rows and columns of a tile of the result.
 const TILE: usize = 128;
 /// Number of tiles of each operand in shared memory at a time.
-const STAGES: usize = 3;
+const GROUP_STAGES: usize = 3;
 /// Bytes of a row of a tile along the sum, without and with the padding that avoids bank conflicts.
 const DEPTH_BYTES: usize = 64;
 const ROW_BYTES: usize = DEPTH_BYTES + 16;
@@ -26,14 +26,14 @@ pub(crate) const KERNELS: KernelFile = KernelFile {
     kernels: KERNEL_NAMES,
     macros: &[
         Macro::int("GROUP_TILE", TILE),
-        Macro::int("GROUP_STAGES", STAGES),
+        Macro::int("GROUP_STAGES", GROUP_STAGES),
         Macro::int("GROUP_DEPTH_BYTES", DEPTH_BYTES),
     ],
     dynamic_shared: KERNEL_NAMES,
 };
 
 fn launch(blocks: usize) -> Launch {
-    Launch { shared: STAGES * 2 * TILE * ROW_BYTES, ..Launch::blocks(blocks, BLOCK_THREADS) }
+    Launch { shared: GROUP_STAGES * 2 * TILE * ROW_BYTES, ..Launch::blocks(blocks, BLOCK_THREADS) }
 }
 
 impl GroupedShape {
