@@ -86,7 +86,7 @@ def main():
     print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
     slower = False
     with tempfile.TemporaryDirectory() as scratch:
-        data = runner.tokens(pathlib.Path(scratch) / "tokens.bin", TOKENS)
+        data = runner.tokens(pathlib.Path(scratch) / "tokens.bin", TOKENS, options.models)
         for model in options.models:
             weights = pathlib.Path(scratch) / f"{model}.safetensors"
             peer.save_initial(model, weights)

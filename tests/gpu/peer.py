@@ -2,12 +2,12 @@
 
     torchrun --standalone --nproc-per-node N tests/gpu/peer.py --model A --data tokens.bin --weights init.safetensors
 
-Well-tuned PyTorch: torch.compile over model and loss, the vocabulary padded to a multiple of 128, SDPA, bf16 autocast
-over fp32 weights, fused AdamW, DDP with gradient_as_bucket_view and static_graph, clipping, pinned batches, no
-synchronisation within a step. For `--precision fp8`, torchao's Float8Linear, with a scale per tensor, in place of the
-blocks' linear layers. With `--fsdp`, FSDP2 in place of DDP: parameters, gradients and optimizer are divided among the
-ranks, bf16 weights gathered for a block at a time, and blocks and loss compiled each by itself. Tokens, initial weights
-and learning rate are the same as for xlaunch.
+Well-tuned PyTorch: torch.compile over model and loss as one graph (an error if that is not possible), the vocabulary
+padded to a multiple of 128, SDPA, bf16 autocast over fp32 weights, fused AdamW, DDP with gradient_as_bucket_view and
+static_graph, clipping, pinned batches, no synchronisation within a step. For `--precision fp8`, torchao's
+Float8Linear, with a scale per tensor, in place of the blocks' linear layers. With `--fsdp`, FSDP2 in place of DDP:
+parameters, gradients and optimizer are divided among the ranks, bf16 weights gathered for a block at a time, and blocks
+and loss compiled each by itself. Tokens, initial weights and learning rate are the same as for xlaunch.
 """
 
 import argparse
@@ -85,10 +85,10 @@ def divide(whole, mode):
     # Rotary embeddings receive angles in fp32, and hidden states are already in bf16.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, cast_forward_inputs=False)
     for block in whole.model.blocks:
-        block.compile(mode=mode)
+        block.compile(mode=mode, fullgraph=True)
         fully_shard(block, mp_policy=policy)
     fully_shard(whole, mp_policy=policy)
-    whole.loss = torch.compile(loss, mode=mode)
+    whole.loss = torch.compile(loss, mode=mode, fullgraph=True)
 
 
 def main():
@@ -124,7 +124,7 @@ def main():
         net = whole
         torch.cuda.reset_peak_memory_stats()
     else:
-        net = torch.compile(whole, mode=mode)
+        net = torch.compile(whole, mode=mode, fullgraph=True)
     opt = optimizer(whole, options.lr, fused=True)
     if world > 1 and not options.fsdp:
         net = DistributedDataParallel(net, device_ids=[local], gradient_as_bucket_view=True, static_graph=True)

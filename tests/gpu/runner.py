@@ -66,9 +66,10 @@ def hardware():
     return f"{len(gpus)} x {gpus[0]}"
 
 
-def tokens(path, count=8_000_000):
-    """Writes token ids for a run to this path and returns it."""
-    command = [sys.executable, str(ROOT / "tests/gpu/tokens.py"), str(path), str(count)]
+def tokens(path, count=8_000_000, models=("A",)):
+    """Writes token ids that are below the vocabulary of each of these models to this path and returns it."""
+    vocab = min(50257, *(SIZES[model]["vocab"] for model in models))
+    command = [sys.executable, str(ROOT / "tests/gpu/tokens.py"), str(path), str(count), str(vocab)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return path
 

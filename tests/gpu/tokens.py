@@ -1,6 +1,6 @@
 """Token ids from the Python files of this host, in nanoGPT's headerless u16 layout.
 
-    python3 tests/gpu/tokens.py OUT.bin [COUNT]
+    python3 tests/gpu/tokens.py OUT.bin [COUNT [VOCAB]]
 
 Words and punctuation are numbered by frequency; those beyond the vocabulary share one id. These are not GPT-2's tokens,
 but real text with its statistics, on any host and without a download.
@@ -31,10 +31,11 @@ def words(limit):
 
 def main():
     out, limit = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 8_000_000
+    vocab = int(sys.argv[3]) if len(sys.argv) > 3 else VOCAB
     text = list(words(limit))
-    common = collections.Counter(text).most_common(VOCAB - 1)
+    common = collections.Counter(text).most_common(vocab - 1)
     ids = {word: i for i, (word, _) in enumerate(common)}
-    tokens = array.array("H", (ids.get(word, VOCAB - 1) for word in text))
+    tokens = array.array("H", (ids.get(word, vocab - 1) for word in text))
     with open(out, "wb") as file:
         tokens.tofile(file)
     print(f"{len(tokens)} tokens, {len(ids) + 1} ids, {out}")

@@ -112,7 +112,7 @@ class Block(nn.Module):
         if c["qk_norm"] == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotates:
-            q, k = (rotate(t, *rope[bool(self.window)]) for t in (q, k))
+            q, k = (rotate(t, *rope[1 if self.window else 0]) for t in (q, k))
         scale = c["query_scale"] or width**-0.5
         gqa = {"enable_gqa": True} if c["kv_heads"] != c["heads"] else {}
         positions = torch.arange(T, device=x.device)
