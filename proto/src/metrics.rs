@@ -67,68 +67,80 @@ pub enum Number {
 }
 
 /// All metrics, in the order of the charts and of the values in TensorBoard's events.
-pub static METRICS: [Metric; 15] = [
-    step("train/loss", |step| Some(Number::Single(step.loss)))
-        .tensorboard()
-        .gauge("xlaunch_loss", "Training loss of the last step, in nats per token.", Series::Job)
-        .chart("loss", "Loss", "nats per token"),
-    eval("val/loss", |eval| Some(Number::Single(eval.loss))).tensorboard().chart(
-        "loss",
-        "Loss",
-        "nats per token",
-    ),
-    eval("val/bits_per_byte", |eval| eval.bits_per_byte.map(Number::Double)).tensorboard().chart(
-        "bits",
-        "Validation loss",
-        "bits per byte",
-    ),
-    eval("val/best_step", |eval| eval.best.map(|best| Number::Whole(best.step))),
-    step("train/lr", |step| Some(Number::Single(step.learning_rate)))
-        .tensorboard()
-        .deprecated_tag("lr")
-        .chart("lr", "Learning rate", ""),
-    step("train/grad_norm", |step| Some(Number::Single(step.grad_norm))).tensorboard().chart(
-        "norm",
-        "Gradient norm",
-        "L2, before clipping",
-    ),
-    step("train/skipped_steps", |step| Some(Number::Whole(step.skipped_steps))).tensorboard(),
-    step("perf/tokens_per_second", |step| Some(Number::Double(tokens_per_second(step))))
-        .tensorboard()
-        .deprecated_tag("perf/tokens_per_s")
-        .gauge(
-            "xlaunch_tokens_per_second",
-            "Throughput of the last step, over all ranks.",
-            Series::RunningJob,
-        )
-        .chart("speed", "Throughput", "tokens per second"),
-    step("perf/step_seconds", |step| Some(Number::Double(step.step_seconds))).tensorboard(),
-    step("perf/mfu", |step| step.mfu.map(Number::Double))
-        .tensorboard()
-        .gauge(
-            "xlaunch_mfu_ratio",
-            "Model FLOPs utilisation of the last step, from 0 to 1.",
-            Series::RunningJob,
-        )
-        .chart("mfu", "Model FLOPs utilisation", "1 is the peak rate"),
-    step("pool/live_bytes", |step| Some(Number::Whole(step.pool_live_bytes))).gauge(
-        "xlaunch_pool_live_bytes",
-        "Device memory allocated from the rank's pool.",
-        Series::Rank,
-    ),
-    step("pool/mapped_bytes", |step| Some(Number::Whole(step.pool_mapped_bytes))).gauge(
-        "xlaunch_pool_mapped_bytes",
-        "Device memory mapped by the rank's pool.",
-        Series::Rank,
-    ),
-    step("pool/peak_bytes", |step| Some(Number::Whole(step.pool_peak_bytes))).gauge(
-        "xlaunch_pool_peak_bytes",
-        "Peak device memory mapped by the rank's pool.",
-        Series::Rank,
-    ),
-    step("pool/fragmentation", |step| Some(Number::Single(step.pool_fragmentation))),
-    step("pool/driver_allocations", |step| Some(Number::Whole(step.pool_driver_allocations))),
-];
+pub static METRICS: [Metric; 18] =
+    [
+        step("train/loss", |step| Some(Number::Single(step.loss)))
+            .tensorboard()
+            .gauge("xlaunch_loss", "Training loss of the last step, in nats per token.", Series::Job)
+            .chart("loss", "Loss", "nats per token"),
+        eval("val/loss", |eval| Some(Number::Single(eval.loss))).tensorboard().chart(
+            "loss",
+            "Loss",
+            "nats per token",
+        ),
+        eval("val/bits_per_byte", |eval| eval.bits_per_byte.map(Number::Double)).tensorboard().chart(
+            "bits",
+            "Validation loss",
+            "bits per byte",
+        ),
+        eval("val/best_step", |eval| eval.best.map(|best| Number::Whole(best.step))),
+        step("train/lr", |step| Some(Number::Single(step.learning_rate)))
+            .tensorboard()
+            .deprecated_tag("lr")
+            .chart("lr", "Learning rate", ""),
+        step("train/grad_norm", |step| Some(Number::Single(step.grad_norm))).tensorboard().chart(
+            "norm",
+            "Gradient norm",
+            "L2, before clipping",
+        ),
+        step("train/skipped_steps", |step| Some(Number::Whole(step.skipped_steps))).tensorboard(),
+        step("experts/aux_loss", |step| step.router_aux_loss.map(Number::Single)).tensorboard().chart(
+            "balance",
+            "Load-balancing loss",
+            "1 is balanced",
+        ),
+        step("experts/busiest_share", |step| step.expert_busiest_share.map(Number::Single))
+            .tensorboard()
+            .chart("busiest", "Busiest expert", "share of the choices of a layer"),
+        step("experts/load_entropy", |step| step.expert_load_entropy.map(Number::Single))
+            .tensorboard()
+            .chart("entropy", "Entropy of the loads of experts", "1 is balanced"),
+        step("perf/tokens_per_second", |step| Some(Number::Double(tokens_per_second(step))))
+            .tensorboard()
+            .deprecated_tag("perf/tokens_per_s")
+            .gauge(
+                "xlaunch_tokens_per_second",
+                "Throughput of the last step, over all ranks.",
+                Series::RunningJob,
+            )
+            .chart("speed", "Throughput", "tokens per second"),
+        step("perf/step_seconds", |step| Some(Number::Double(step.step_seconds))).tensorboard(),
+        step("perf/mfu", |step| step.mfu.map(Number::Double))
+            .tensorboard()
+            .gauge(
+                "xlaunch_mfu_ratio",
+                "Model FLOPs utilisation of the last step, from 0 to 1.",
+                Series::RunningJob,
+            )
+            .chart("mfu", "Model FLOPs utilisation", "1 is the peak rate"),
+        step("pool/live_bytes", |step| Some(Number::Whole(step.pool_live_bytes))).gauge(
+            "xlaunch_pool_live_bytes",
+            "Device memory allocated from the rank's pool.",
+            Series::Rank,
+        ),
+        step("pool/mapped_bytes", |step| Some(Number::Whole(step.pool_mapped_bytes))).gauge(
+            "xlaunch_pool_mapped_bytes",
+            "Device memory mapped by the rank's pool.",
+            Series::Rank,
+        ),
+        step("pool/peak_bytes", |step| Some(Number::Whole(step.pool_peak_bytes))).gauge(
+            "xlaunch_pool_peak_bytes",
+            "Peak device memory mapped by the rank's pool.",
+            Series::Rank,
+        ),
+        step("pool/fragmentation", |step| Some(Number::Single(step.pool_fragmentation))),
+        step("pool/driver_allocations", |step| Some(Number::Whole(step.pool_driver_allocations))),
+    ];
 
 const fn step(key: &'static str, get: fn(&StepReport) -> Option<Number>) -> Metric {
     Metric::new(key, Get::Step(get))

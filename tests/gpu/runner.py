@@ -50,12 +50,20 @@ SIZES = {
                       tied=False, rope_theta=1e6),
     "pythia-160m": dict(arch="gpt2", layers=12, heads=12, kv_heads=12, dim=768, ffn=3072, seq=2048, vocab=50304,
                         tied=False, positions="rotary", parallel="two_norms", activation="gelu", rope_fraction=0.25),
+    # Blocks of OLMoE and of Qwen3-30B-A3B, and a small mixture.
+    "olmoe-4": dict(arch="llama", layers=4, heads=16, kv_heads=16, dim=2048, ffn=1024, seq=2048, vocab=50304,
+                    tied=False, qk_norm="full", experts=64, experts_per_token=8, normalise=False),
+    "qwen3-moe-4": dict(arch="llama", layers=4, heads=32, kv_heads=4, head_dim=128, dim=2048, ffn=768, seq=2048,
+                        vocab=50304, tied=False, qk_norm="head", norm_eps=1e-6, rope_theta=1e6, experts=128,
+                        experts_per_token=8),
+    "experts-16": dict(arch="llama", layers=12, heads=12, kv_heads=12, dim=768, ffn=768, seq=1024, vocab=50304,
+                       tied=False, experts=16, experts_per_token=2),
 }
 # Sequences per GPU.
 BATCHES = {"A": 32, "B": 32, "gpt2-medium": 16, "gpt2-xl": 8, "llama-1b": 16, "llama-1b-8k": 4, "llama-3b": 2,
            "llama-8b": 2, "heads-256": 8, "wide": 4, "long": 1, "long-4k": 4, "smollm-size": 8,
            "vocab-128k": 16, "qwen3-0.6b": 8, "qwen2.5-0.5b": 8, "smollm2-135m": 16, "olmo2-1b": 4, "gemma3-1b": 4,
-           "mistral-8": 4, "pythia-160m": 16}
+           "mistral-8": 4, "pythia-160m": 16, "olmoe-4": 8, "qwen3-moe-4": 8, "experts-16": 32}
 # Models whose parameters are divided among the GPUs, because a whole model with its optimizer does not fit into one.
 DIVIDED = {"llama-8b"}
 

@@ -13,7 +13,8 @@ LLAMA = dict(
     attention_bias=False, mlp_bias=False, head_bias=False, activation="silu", gated=True, parallel="no",
     positions="rotary", rope_theta=1e4, rope_scaling=None, rope_fraction=1.0, no_rope_every=0, window=0,
     window_pattern=0, windowed_rope_theta=0.0, attention_softcap=0.0, logit_softcap=0.0, query_scale=0.0,
-    embedding_scale=1.0, residual_scale=1.0, logit_scale=1.0,
+    embedding_scale=1.0, residual_scale=1.0, logit_scale=1.0, experts=0, experts_per_token=2, expert_ffn=0,
+    router="softmax", normalise=True, dense_layers=0,
 )
 GPT2 = LLAMA | dict(
     norm="layer", qkv_bias=True, attention_bias=True, mlp_bias=True, activation="gelu_tanh", gated=False,
@@ -22,6 +23,10 @@ GPT2 = LLAMA | dict(
 ACTIVATIONS = dict(
     silu=F.silu, gelu=F.gelu, gelu_tanh=lambda x: F.gelu(x, approximate="tanh"), relu2=lambda x: F.relu(x).square()
 )
+
+
+# Factors of the losses of routers: the defaults of `[train]`.
+AUX_LOSS, Z_LOSS = 0.01, 0.001
 
 
 def rotate(x, cos, sin):
@@ -82,9 +87,29 @@ def make_norm(c, dim, rms=False):
     return (RMSNorm if c["norm_offset"] else nn.RMSNorm)(dim, eps=c["norm_eps"])
 
 
+GROUPED_MM = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+
+def grouped(x, weight, offsets):
+    """Multiplies the rows up to each offset by a matrix of their own, [E, O, I]."""
+    if x.is_cuda:
+        return GROUPED_MM(x.bfloat16(), weight.bfloat16().transpose(1, 2), offs=offsets)
+    counts = offsets.diff(prepend=offsets.new_zeros(1)).tolist()
+    return torch.cat([rows @ matrix.mT for rows, matrix in zip(x.split(counts), weight)])
+
+
+class Matrices(nn.Module):
+    """The weights of a layer of each expert."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+
+
 class Block(nn.Module):
     def __init__(self, c, index):
         super().__init__()
+        self.has_experts = c["experts"] > 0 and index >= c["dense_layers"]
         self.c, dim, width = c, c["dim"], c["head_dim"]
         is_multiple = lambda every: every and (index + 1) % every == 0
         self.window = 0 if is_multiple(c["window_pattern"]) else c["window"]
@@ -98,6 +123,11 @@ class Block(nn.Module):
         sizes = dict(head=(width, width), full=(heads * width, kv_heads * width)).get(c["qk_norm"])
         self.q_norm, self.k_norm = (make_norm(c, size, rms=True) for size in sizes) if sizes else (None, None)
         self.proj = nn.Linear(heads * width, dim, bias=c["attention_bias"])
+        if self.has_experts:
+            count, ffn = c["experts"], c["expert_ffn"] or c["ffn"]
+            self.router = nn.Linear(dim, count, bias=False)
+            self.fc, self.out = Matrices(count, 2 * ffn, dim), Matrices(count, dim, ffn)
+            return
         self.fc = nn.Linear(dim, (2 if c["gated"] else 1) * c["ffn"], bias=c["mlp_bias"])
         self.out = nn.Linear(c["ffn"], dim, bias=c["mlp_bias"])
 
@@ -134,7 +164,34 @@ class Block(nn.Module):
             return self.out(f(gate) * up)
         return self.out(f(h))
 
+    def experts(self, x):
+        """Returns the output, the balance loss and the z loss. Rows are sorted by expert, and none is dropped."""
+        c, shape, count, chosen = self.c, x.shape, self.c["experts"], self.c["experts_per_token"]
+        x = x.reshape(-1, c["dim"])
+        with torch.autocast(x.device.type, enabled=False):
+            logits = x.float() @ self.router.weight.float().t()
+        scores = logits.softmax(-1) if c["router"] == "softmax" else logits.sigmoid()
+        weights, experts = scores.topk(chosen, -1)
+        if c["normalise"]:
+            weights = weights / weights.sum(-1, keepdim=True)
+        order = experts.flatten().argsort(stable=True)
+        loads = torch.zeros(count, dtype=torch.int32, device=x.device).scatter_add_(
+            0, experts.flatten(), torch.ones_like(order, dtype=torch.int32))
+        offsets = loads.cumsum(0, dtype=torch.int32)
+        gate, up = grouped(x[order // chosen], self.fc.weight, offsets).chunk(2, -1)
+        y = grouped(ACTIVATIONS[c["activation"]](gate) * up, self.out.weight, offsets)
+        y = (y * weights.flatten()[order, None].to(y.dtype)).float()
+        out = torch.zeros(x.shape, device=x.device).index_add_(0, order // chosen, y).to(x.dtype)
+        probabilities = scores / scores.sum(-1, keepdim=True)
+        balance = count * (loads / order.numel() * probabilities.mean(0)).sum()
+        return out.reshape(shape), balance, logits.logsumexp(-1).square().mean()
+
     def forward(self, x, rope):
+        if self.has_experts:
+            through = lambda norm, x: norm(x) if norm is not None else x
+            x = x + through(self.post1, self.attention(through(self.ln1, x), rope))
+            y, balance, z = self.experts(through(self.ln2, x))
+            return x + through(self.post2, y), AUX_LOSS * balance + Z_LOSS * z
         through = lambda norm, x: norm(x) if norm is not None else x
         scaled = lambda branch: branch if self.c["residual_scale"] == 1 else self.c["residual_scale"] * branch
         y = through(self.ln1, x)
@@ -166,13 +223,14 @@ class GPT(nn.Module):
             self.register_buffer(name + "cos", cos, persistent=False)
             self.register_buffer(name + "sin", sin, persistent=False)
         for name, p in self.named_parameters():
-            if p.dim() == 2:
+            if p.dim() >= 2:
                 std = 0.02 / math.sqrt(2 * c["layers"]) if name.endswith(("proj.weight", "out.weight")) else 0.02
                 nn.init.normal_(p, 0.0, std)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
 
-    def forward(self, tokens):
+    def forward(self, tokens, with_routers=False):
+        """Returns the logits; with routers, also the sum of their losses with their factors."""
         c, T = self.c, tokens.shape[1]
         x = self.wte(tokens)
         if c["embedding_scale"] != 1:
@@ -180,10 +238,16 @@ class GPT(nn.Module):
         if self.wpe is not None:
             x = x + self.wpe(torch.arange(T, device=tokens.device))
         rope = (self.cos[:T], self.sin[:T]), (self.windowed_cos[:T], self.windowed_sin[:T])
+        routers = 0.0
         for block in self.blocks:
-            x = block(x, rope)
+            if block.has_experts:
+                x, added = block(x, rope)
+                routers = routers + added
+            else:
+                x = block(x, rope)
         x = self.lnf(x)
-        return softcap(self.head(x * c["logit_scale"] if c["logit_scale"] != 1 else x), c["logit_softcap"])
+        logits = softcap(self.head(x * c["logit_scale"] if c["logit_scale"] != 1 else x), c["logit_softcap"])
+        return (logits, routers) if with_routers else logits
 
 
 def loss(logits, targets):
@@ -195,7 +259,7 @@ def optimizer(model, lr, weight_decay=0.1, **more):
     """Returns AdamW with weight decay on matrices only."""
     params = list(model.parameters())
     groups = [
-        {"params": [p for p in params if p.dim() == 2], "weight_decay": weight_decay},
-        {"params": [p for p in params if p.dim() != 2], "weight_decay": 0.0},
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, **more)

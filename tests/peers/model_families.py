@@ -6,7 +6,7 @@
 Each case is a small model with random weights. Of each are compared, on the CPU in fp32:
 
 - the loss before training, within 1e-6 of a model in double precision, or within transformers' own distance to that;
-- the losses of 20 steps of AdamW, within 1e-4 of torch's;
+- the losses of 20 steps of AdamW, within 1e-4 of torch's, with the losses of routers in models with experts;
 - greedy text;
 - the bits of all tensors after import, a step that changes nothing, and export; and the export loads without a warning.
 
@@ -24,6 +24,7 @@ import tempfile
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import byte_vocabulary
 import model as peer
@@ -110,7 +111,18 @@ CASES = {
     "gpt_neox": ("gpt_neox", dict(num_attention_heads=2, **NO_GROUPS)),
     "gpt_neox-sequential+": ("gpt_neox", dict(num_attention_heads=2, use_parallel_residual=False, attention_bias=False,
                                               rotary_pct=0.5, tie_word_embeddings=True, **NO_GROUPS)),
+    "mixtral": ("mixtral", dict(num_local_experts=4)),
+    "mixtral-window+": ("mixtral", dict(num_local_experts=3, num_experts_per_tok=1, sliding_window=8)),
+    # All logits of the routers are equal.
+    "mixtral-ties": ("mixtral", dict(num_local_experts=4)),
+    "olmoe": ("olmoe", dict(num_experts=6, num_experts_per_tok=3)),
+    "olmoe-normalised+": ("olmoe", dict(num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)),
+    "qwen3_moe": ("qwen3_moe", dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=24)),
+    "qwen3_moe-normalised+": ("qwen3_moe", dict(num_experts=8, num_experts_per_tok=4, moe_intermediate_size=24,
+                                                norm_topk_prob=True, attention_bias=True, tie_word_embeddings=True)),
 }
+# Factors of the losses of routers.
+BALANCE, Z = 0.02, 0.003
 
 
 def configuration(case):
@@ -127,6 +139,11 @@ def make(case, directory):
         # Weights are larger than initial ones and biases are not zero, so that every term matters.
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+        if "ties" in case:
+            # torch and xlaunch choose other experts of equal logits, which therefore have equal weights.
+            for name, parameter in model.named_parameters():
+                if ".experts." in name or name.endswith("mlp.gate.weight"):
+                    parameter.copy_(parameter[:1].expand_as(parameter).clone())
     if case.endswith("+"):
         model.to(torch.bfloat16).save_pretrained(directory, max_shard_size="30KB")
     else:
@@ -213,11 +230,24 @@ def loss(model, ids):
     return peer.loss(model(ids[:, :-1]).logits, ids[:, 1:])
 
 
+def router_loss(model, ids):
+    """The losses of all routers with their factors; 0 in a dense model."""
+    config = model.config
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if not experts:
+        return 0.0
+    logits = model(torch.tensor([ids[:-1]]), output_router_logits=True).router_logits
+    chosen = config.num_experts_per_tok
+    # The library's loss of a balanced load is the number of chosen experts.
+    balance = sum(load_balancing_loss_func((layer,), experts, chosen) for layer in logits) / chosen
+    return BALANCE * balance + Z * sum(layer.logsumexp(-1).square().mean() for layer in logits)
+
+
 def compare(xlaunch, case):
     directory = xlaunch.folder / case
     make(case, directory)
     load = lambda path: AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager").eval()
+        path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager").eval()
     ids = xlaunch.ids
     with torch.no_grad():
         theirs = loss(load(directory), ids).item()
@@ -259,10 +289,11 @@ def compare(xlaunch, case):
     for _ in range(STEPS):
         value = loss(trained, ids)
         optimizer.zero_grad()
-        value.backward()
+        (value + router_loss(trained, ids)).backward()
         optimizer.step()
         expected.append(value.item())
-    losses, _ = xlaunch.train(case, directory, STEPS, LR)
+    routers = f"clip = 0\nrouter_aux_loss_coef = {BALANCE}\nrouter_z_loss_coef = {Z}"
+    losses, _ = xlaunch.train(case, directory, STEPS, LR, routers)
     distance = max(abs(a - b) for a, b in zip(expected, losses, strict=True))
     check("steps", distance <= 1e-4 * max(map(abs, expected)), f"{distance:.2e} apart: {losses[-1]}, {expected[-1]}")
     for what, holds, detail in results:

@@ -100,7 +100,7 @@ fn memory_within(limit: Option<u64>, spec: &JobSpec, cuda: bool, ranks: usize) -
     let layout = Layout::of_job(spec, &shape).map_err(SpecError::from)?;
     let division = Division::new(spec, &layout, activations, ranks - 1, ranks, shard);
     let model = Model::of_layout(&backend, &shape, layout, division.weights.clone())?;
-    let model = model.with_job(spec);
+    let model = model.with_job(spec, ranks);
     let weights = live() - workspace;
     let optimizer = AdamW::zeroed(&backend, &model, &division.sharding, spec)?;
     let state = live() - workspace - weights;

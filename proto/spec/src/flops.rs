@@ -9,7 +9,7 @@
 //! lookup, norms and biases. Each takes 2 operations per token in forward and 4 in backward. The two matrix
 //! multiplications of attention take `4 T H D` per layer and token in forward and twice that in backward; as in the
 //! literature, they count in full although a causal mask needs only half of them. In blocks with a window, T is the
-//! window.
+//! window. Of experts, only those that a token uses are counted.
 //!
 //! Padding of the vocabulary, attention scores that backward recomputes, and elementwise operations are not counted.
 
@@ -35,8 +35,8 @@ pub fn per_token_of_job(lora: &LoraSection, shape: &ModelShape) -> f64 {
 /// Returns N, the number of parameters in matrix multiplications.
 fn matrix_parameters(shape: &ModelShape) -> usize {
     let attention = shape.qkv_width() + shape.attention_width();
-    let feed_forward = shape.ffn_inputs() + shape.ffn;
-    shape.dim * (shape.layers * (attention + feed_forward) + shape.vocab)
+    let [_, feed_forward] = shape.feed_forward_parameters();
+    shape.dim * (shape.layers * attention + shape.vocab) + usize::try_from(feed_forward).unwrap_or(usize::MAX)
 }
 
 /// Returns the seconds that a step with this number of tokens and of operations per token would take on these devices
@@ -133,6 +133,17 @@ mod tests {
         let shared = ModelShape { kv_heads: 1, ..full.clone() };
         let saved = 6 * shared.layers * shared.dim * 2 * 3 * shared.head_width();
         assert_eq!(per_token(&full) - per_token(&shared), saved as f64);
+    }
+
+    #[test]
+    fn only_the_experts_that_a_token_uses_are_counted() {
+        let dense = preset("byte-tiny");
+        let mixture =
+            ModelShape { experts: 16, experts_per_token: 4, expert_ffn: dense.ffn / 4, ..dense.clone() };
+        let router = 6 * dense.layers * dense.dim * 16;
+        assert_eq!(per_token(&mixture) - per_token(&dense), router as f64);
+        let first = ModelShape { dense_layers: 1, ..mixture };
+        assert_eq!(per_token(&first) - per_token(&dense), (router / 4 * 3) as f64);
     }
 
     #[test]

@@ -53,6 +53,9 @@ fn read(family: &Family, keys: &Keys<'_>) -> Result<ModelShape, ModelError> {
     for key in family.keys() {
         key.read(keys, &mut shape)?;
     }
+    if shape.experts == 0 && family.arch.base().experts > 0 {
+        return Err(keys.error(key_of(family, "model.experts"), "a model of this type has experts".into()));
+    }
     (shape.window, shape.window_pattern, shape.windowed_rope_theta) = (0, 0, 0.0);
     check(&shape)?;
     if family.still_blocks {
@@ -107,6 +110,9 @@ pub(super) fn unrepresented(family: &Family, shape: &ModelShape) -> Option<(&'st
     if family.divided && !shape.dim.is_multiple_of(shape.heads) {
         return Some(("model.heads", shape.heads.to_string()));
     }
+    if (shape.experts > 0) != (family.arch.base().experts > 0) {
+        return Some(("model.experts", shape.experts.to_string()));
+    }
     let values = write(family, shape, TokenIds::default(), "float32");
     let keys = Keys { path: Path::new(""), values: &values };
     match read(family, &keys) {
@@ -154,6 +160,12 @@ fn canonical(shape: &ModelShape) -> ModelShape {
     if shape.no_rope_every > shape.layers {
         own.no_rope_every = 0;
     }
+    if shape.experts == 0 {
+        let ModelShape { experts_per_token, router, normalise, .. } = Arch::Llama.base();
+        (own.experts_per_token, own.router, own.normalise) = (experts_per_token, router, normalise);
+    } else if shape.dense_layers == 0 {
+        (own.ffn, own.expert_ffn) = (shape.expert_width(), 0);
+    }
     if shape.window_pattern > shape.layers {
         own.window_pattern = 0;
     }
@@ -168,9 +180,21 @@ fn canonical(shape: &ModelShape) -> ModelShape {
     own
 }
 
+/// Returns the shape with the width of experts in the key that a family has for it.
+fn with_expert_width(family: &Family, shape: &ModelShape) -> ModelShape {
+    let mut own = shape.clone();
+    if family.keys().any(|key| key.holds("model.expert_ffn")) {
+        own.expert_ffn = shape.expert_width();
+    } else if shape.experts > 0 && shape.dense_layers == 0 {
+        (own.ffn, own.expert_ffn) = (shape.expert_width(), 0);
+    }
+    own
+}
+
 /// Returns the `config.json` of a model in the layout of a family that can represent it.
 pub(super) fn write(family: &Family, shape: &ModelShape, ids: TokenIds, dtype: &str) -> Map<String, Value> {
     let mut config = Map::new();
+    let shape = &with_expert_width(family, shape);
     for key in family.keys() {
         key.write(shape, &mut config);
     }

@@ -127,7 +127,7 @@ const LLAMA_FAMILY: Family = Family {
     names: &names::LLAMA,
 };
 
-pub(super) static FAMILIES: [Family; 17] = [
+pub(super) static FAMILIES: [Family; 20] = [
     LLAMA_FAMILY,
     Family {
         arch: Arch::Gpt2,
@@ -438,7 +438,95 @@ pub(super) static FAMILIES: [Family; 17] = [
         names: &names::GPT_NEOX,
         ..LLAMA_FAMILY
     },
+    Family {
+        arch: Arch::Mixtral,
+        model_type: "mixtral",
+        title: "Mixtral",
+        class: "MixtralForCausalLM",
+        keys: &[
+            &sizes([32000, 4096, 14336, 32, 32, 4096 * 32]),
+            &grouped(8),
+            &[
+                eps("rms_norm_eps", 1e-5),
+                tied(false),
+                ACT,
+                Key("num_local_experts", Size(field!(experts), 8)),
+                experts_per_token(2),
+                Key("router_jitter_noise", Only(&["0.0"])),
+                NO_ROUTER_LOGITS,
+            ],
+        ],
+        windows: Windows::All(None),
+        rope: Some(Rope { theta: ("rope_theta", 1e6), ..ROPE }),
+        without_effect: &[AUX_LOSS],
+        divided: false,
+        names: &names::MIXTRAL,
+        ..LLAMA_FAMILY
+    },
+    Family {
+        arch: Arch::Olmoe,
+        model_type: "olmoe",
+        title: "OLMoE",
+        class: "OlmoeForCausalLM",
+        keys: &[
+            &sizes([50304, 2048, 2048, 16, 16, 4096]),
+            &[
+                kv_heads_or_heads(16),
+                WHOLE_WIDTH,
+                eps("rms_norm_eps", 1e-5),
+                tied(false),
+                ACT,
+                Key("num_experts", Size(field!(experts), 64)),
+                experts_per_token(8),
+                NORMALISE,
+                Key("clip_qkv", Only(&["null"])),
+                NO_ROUTER_LOGITS,
+            ],
+            &ATTENTION_BIAS,
+        ],
+        without_effect: &[AUX_LOSS],
+        names: &names::EXPERT_MATRICES,
+        ..LLAMA_FAMILY
+    },
+    Family {
+        arch: Arch::Qwen3Moe,
+        model_type: "qwen3_moe",
+        title: "Qwen3-MoE",
+        class: "Qwen3MoeForCausalLM",
+        keys: &[
+            &sizes([151_936, 2048, 6144, 24, 32, 32768]),
+            &grouped(4),
+            &[
+                eps("rms_norm_eps", 1e-6),
+                tied(false),
+                ACT,
+                Key("moe_intermediate_size", Size(field!(expert_ffn), 768)),
+                // Version 5 of the library writes the second name.
+                Key("num_experts", Size(field!(experts), 128)),
+                Key("num_local_experts", Derived(field!(experts), |shape| shape.experts)),
+                experts_per_token(8),
+                NORMALISE,
+                Key("decoder_sparse_step", Only(&["1"])),
+                Key("use_sliding_window", Only(&["false"])),
+                NO_ROUTER_LOGITS,
+            ],
+            &ATTENTION_BIAS,
+        ],
+        without_effect: &[AUX_LOSS, "sliding_window", "max_window_layers"],
+        divided: false,
+        names: &names::EXPERT_MATRICES,
+        ..LLAMA_FAMILY
+    },
 ];
+
+const fn experts_per_token(default: usize) -> Key {
+    Key("num_experts_per_tok", Size(field!(experts_per_token), default))
+}
+
+const NORMALISE: Key = Key("norm_topk_prob", Flag(field!(normalise), false));
+const NO_ROUTER_LOGITS: Key = Key("output_router_logits", Only(&["false"]));
+/// Factor of a loss in training, which is a key of `[train]` here.
+const AUX_LOSS: &str = "router_aux_loss_coef";
 
 const OLMO_KEYS: &[&[Key]] = &[
     &sizes([50304, 4096, 11008, 32, 32, 2048]),

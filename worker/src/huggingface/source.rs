@@ -198,7 +198,7 @@ impl Directory {
         // Names in a model without a head lack the prefix.
         let whole = found.keys().any(|name| name.starts_with(prefix));
         let mut parts = Vec::new();
-        for tensor in tensor_names::tensors(family.names, shape, layout) {
+        for tensor in tensor_names::tensors(family.names.found_in(found.keys()), shape, layout) {
             let mut bare = tensor.name.strip_prefix(prefix).filter(|_| !whole).unwrap_or(&tensor.name);
             // As in transformers, one of two tied tensors is enough.
             if shape.tied

@@ -34,6 +34,8 @@ pub(crate) struct Names {
     /// The first feed-forward matrix; gate and up projections if files do not fuse them.
     fc: &'static [&'static str],
     out: &'static str,
+    /// Names of a router and its experts, in families that have them.
+    experts: Option<Experts>,
     /// True if files store matrices as `[inputs, outputs]`.
     transposed: bool,
 }
@@ -43,6 +45,15 @@ impl Names {
     pub(crate) fn block(&self, index: usize) -> String {
         format!("{}{}.{index}.", self.prefix, self.blocks)
     }
+}
+
+/// Names of a router and its experts.
+#[derive(Debug)]
+enum Experts {
+    /// A matrix per expert and projection: gate, up and down.
+    Each { router: &'static str, experts: &'static str, parts: [&'static str; 3] },
+    /// One tensor for all experts: gate and up, then down.
+    Grouped { router: &'static str, parts: [&'static str; 2] },
 }
 
 /// Names of the matrices of queries, keys and values.
@@ -69,6 +80,7 @@ pub(super) const LLAMA: Names = Names {
     proj: "self_attn.o_proj",
     fc: &["mlp.gate_proj", "mlp.up_proj"],
     out: "mlp.down_proj",
+    experts: None,
     transposed: false,
 };
 
@@ -116,6 +128,45 @@ pub(super) const GPT_NEOX: Names = Names {
     out: "mlp.dense_4h_to_h",
     ..LLAMA
 };
+
+pub(super) const MIXTRAL: Names = Names {
+    experts: Some(Experts::Each {
+        router: "block_sparse_moe.gate",
+        experts: "block_sparse_moe.experts",
+        parts: ["w1", "w3", "w2"],
+    }),
+    ..LLAMA
+};
+
+/// OLMoE and Qwen3-MoE.
+pub(super) const EXPERT_MATRICES: Names = Names {
+    experts: Some(Experts::Each {
+        router: "mlp.gate",
+        experts: "mlp.experts",
+        parts: ["gate_proj", "up_proj", "down_proj"],
+    }),
+    ..LLAMA
+};
+
+/// Parameters of all of these families in transformers 5, whose files have the names above.
+pub(super) static GROUPED_EXPERTS: Names = Names {
+    experts: Some(Experts::Grouped {
+        router: "mlp.gate",
+        parts: ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    }),
+    ..LLAMA
+};
+
+impl Names {
+    /// Returns the names that these tensors have: those of a family, or the grouped ones.
+    pub(super) fn found_in<'a>(
+        &'static self,
+        mut tensors: impl Iterator<Item = &'a String>,
+    ) -> &'static Self {
+        let is_grouped = |name: &String| name.ends_with(".mlp.experts.gate_up_proj");
+        if self.experts.is_some() && tensors.any(is_grouped) { &GROUPED_EXPERTS } else { self }
+    }
+}
 
 /// One tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -234,12 +285,43 @@ impl List<'_> {
         self.linear(&name(names.proj), &block.proj, [dim, attention]);
         self.norm(&name(names.post[0]), block.post1.as_ref());
         self.norm(&name(names.ln[1]), block.ln2.as_ref());
-        let rows = shape.ffn_inputs() / names.fc.len();
-        for (index, part) in names.fc.iter().enumerate() {
-            self.rows(&name(part), &block.fc, index * rows..(index + 1) * rows, dim);
+        if let Some((router, experts)) = block.router.as_ref().zip(names.experts.as_ref()) {
+            self.experts(&name, experts, router, block);
+        } else {
+            let rows = shape.ffn_inputs() / names.fc.len();
+            for (index, part) in names.fc.iter().enumerate() {
+                self.rows(&name(part), &block.fc, index * rows..(index + 1) * rows, dim);
+            }
+            self.linear(&name(names.out), &block.out, [dim, ffn]);
         }
-        self.linear(&name(names.out), &block.out, [dim, ffn]);
         self.norm(&name(names.post[1]), block.post2.as_ref());
+    }
+
+    fn experts(
+        &mut self,
+        name: &dyn Fn(&str) -> String,
+        names: &Experts,
+        router: &Range<usize>,
+        block: &Block,
+    ) {
+        let (count, dim, width) = (self.shape.experts, self.shape.dim, self.shape.expert_width());
+        let (fc, out, len) = (block.fc.weight.start, block.out.weight.start, width * dim);
+        match names {
+            Experts::Each { router: gate, experts, parts: [gate_proj, up_proj, down_proj] } => {
+                self.matrix(&name(gate), router.start, [count, dim]);
+                for expert in 0..count {
+                    let part = |part: &str| format!("{}.{expert}.{part}", name(experts));
+                    self.matrix(&part(gate_proj), fc + 2 * expert * len, [width, dim]);
+                    self.matrix(&part(up_proj), fc + (2 * expert + 1) * len, [width, dim]);
+                    self.matrix(&part(down_proj), out + expert * len, [dim, width]);
+                }
+            }
+            Experts::Grouped { router: gate, parts: [gate_up_proj, down_proj] } => {
+                self.matrix(&name(gate), router.start, [count, dim]);
+                self.push(name(gate_up_proj), vec![count, 2 * width, dim], fc);
+                self.push(name(down_proj), vec![count, dim, width], out);
+            }
+        }
     }
 
     fn qkv(&mut self, name: &dyn Fn(&str) -> String, linear: &Linear) {

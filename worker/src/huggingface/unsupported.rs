@@ -2,40 +2,38 @@
 
 use super::families::FAMILIES;
 
-const EXPERTS: &str = "it is a mixture of experts";
+const EXPERTS: &str = "its mixture of experts is another architecture";
+const SHARED: &str = "it has experts that all tokens share";
 const LINEAR: &str = "it has linear attention";
 const STATE_SPACE: &str = "it has state space layers";
-const LATENT: &str = "it has latent attention and experts";
+const LATENT: &str = "it has latent attention and experts that all tokens share";
 const IMAGES: &str = "it is a model of images or sound";
 
 /// Beginnings of types with the reason and the nearest supported type. The first match counts.
 const REASONS: &[(&str, &str, &str)] = &[
     ("qwen3_next", LINEAR, "qwen3"),
     ("qwen3_5", LINEAR, "qwen3"),
-    ("qwen3_moe", EXPERTS, "qwen3"),
     ("qwen3_vl", IMAGES, "qwen3"),
     ("qwen3_", "it is another architecture", "qwen3"),
-    ("qwen2_moe", EXPERTS, "qwen2"),
+    ("qwen2_moe", SHARED, "qwen3_moe"),
     ("qwen2_", IMAGES, "qwen2"),
-    ("llama4", EXPERTS, "llama"),
+    ("llama4", SHARED, "mixtral"),
     ("mllama", IMAGES, "llama"),
-    ("mixtral", EXPERTS, "mistral"),
     ("ministral", "it is another architecture", "mistral"),
     ("mistral", IMAGES, "mistral"),
-    ("deepseek", LATENT, "llama"),
-    ("gpt_oss", "it has experts and attention sinks", "llama"),
-    ("olmoe", EXPERTS, "olmo2"),
-    ("flex_olmo", EXPERTS, "olmo2"),
+    ("deepseek", LATENT, "qwen3_moe"),
+    ("gpt_oss", "it has attention sinks, and experts with biases and clamped activations", "mixtral"),
+    ("flex_olmo", EXPERTS, "olmoe"),
     ("olmo_hybrid", LINEAR, "olmo3"),
     ("olmo", "its norms have no weights", "olmo2"),
     ("gemma3n", "it has embeddings of each layer", "gemma3_text"),
     ("gemma4", "it has embeddings of each layer and shared caches", "gemma3_text"),
     ("recurrent_gemma", LINEAR, "gemma2"),
     ("paligemma", IMAGES, "gemma2"),
-    ("phimoe", EXPERTS, "phi3"),
+    ("phimoe", EXPERTS, "mixtral"),
     ("phi4", IMAGES, "phi3"),
     ("granitemoehybrid", STATE_SPACE, "granite"),
-    ("granitemoe", EXPERTS, "granite"),
+    ("granitemoe", EXPERTS, "mixtral"),
     ("gpt_neo", "its attention is not scaled", "gpt_neox"),
     ("gptj", "it rotates elements in another order", "gpt_neox"),
     ("codegen", "it rotates elements in another order", "gpt_neox"),

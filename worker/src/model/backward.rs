@@ -4,7 +4,6 @@
 //! gradient, the kernel that writes it also computes the sum: GELU's backward for `fc`, a norm's backward for `out` and
 //! `proj`, if their outputs were added to the residual stream that the norm reads.
 
-use std::ops::Range;
 use std::rc::Rc;
 
 use xlaunch_engine::{
@@ -16,20 +15,9 @@ use xlaunch_spec::model::{NormPlace, Parallel};
 use super::forward::Activations;
 use super::gradient_arena::GradientArena;
 use super::layout::{self, Linear};
-use super::linear::{LayerBackward, Operand};
-use super::saved_activations::{Block, Unnormed};
-use super::{Model, Rows, attention_shape, narrow};
-
-/// Arguments shared by all parts of one backward pass.
-#[derive(Clone, Copy)]
-struct Pass<'a> {
-    rows: Rows<'a>,
-    grads: GradientArena<'a>,
-    acc: Accumulate,
-    /// Memory for the gradients of frozen scales and shifts, which kernels compute with other results. Nothing reads
-    /// them. `None` if all parameters are trained.
-    discarded: Option<&'a Tensor>,
-}
+use super::pass::Pass;
+use super::saved_activations::{Block, Mlp, Unnormed};
+use super::{Model, attention_shape, narrow};
 
 /// Progress of a backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,38 +26,6 @@ pub enum Progress {
     NextPart,
     /// All gradients below this offset of the arena have been enqueued.
     Finished(usize),
-}
-
-impl<'a> Pass<'a> {
-    /// Describes a layer with these numbers of inputs and outputs.
-    fn layer(
-        self,
-        layer: &'a Linear,
-        [inputs, outputs]: [usize; 2],
-        x: &'a Operand,
-        dy: &'a Operand,
-    ) -> LayerBackward<'a> {
-        let shape = Model::linear_shape(self.rows, inputs, outputs);
-        let Self { grads, acc, .. } = self;
-        let dw = self.discarded.is_none().then(|| grads.slice(layer.weight.clone()));
-        LayerBackward { shape, layer, x, dy, dw, grads, acc }
-    }
-
-    /// Returns the gradient of a layer's bias, if it has one that is trained.
-    fn bias(self, layer: &Linear) -> Option<Slice<'a>> {
-        let bias = layer.bias.as_ref().filter(|_| self.discarded.is_none());
-        bias.map(|bias| self.grads.slice(bias.clone()))
-    }
-
-    /// Returns the gradients of one or two vectors of parameters.
-    fn vectors(self, first: &Range<usize>, second: Option<&Range<usize>>) -> (Slice<'a>, Option<Slice<'a>>) {
-        let Some(memory) = self.discarded else {
-            let slice = |param: &Range<usize>| self.grads.slice(param.clone());
-            return (slice(first), second.map(slice));
-        };
-        let half = memory.len() / 2;
-        (memory.slice(0..first.len()), second.map(|second| memory.slice(half..half + second.len())))
-    }
 }
 
 /// The gradient of a norm's input.
@@ -230,7 +186,7 @@ impl Model {
         self.input_gradient(qkv)
     }
 
-    /// Returns the gradient of the input of `fc`.
+    /// Returns the gradient of the input of the feed-forward layers.
     fn mlp_backward(
         &self,
         pass: Pass<'_>,
@@ -238,12 +194,18 @@ impl Model {
         params: &layout::Block,
         dbranch: &Rc<Tensor>,
     ) -> Result<Tensor> {
-        let (n, inputs, shape) = (pass.rows.count(), &block.inputs, &self.shape);
+        let (n, shape) = (pass.rows.count(), &self.shape);
+        let (fc, h, out) = match &block.mlp {
+            Mlp::Dense { fc, h, out } => (fc, h, out),
+            Mlp::Experts { x, experts } => {
+                return self.experts_backward(pass, block.index, experts, x, dbranch);
+            }
+        };
         let dout = self.output_gradient(n, dbranch.clone())?;
-        let out = pass.layer(&params.out, [shape.ffn, shape.dim], &inputs.out, &dout);
-        let dh = self.activation_gradient(out, &block.h, pass.bias(&params.fc))?;
+        let out = pass.layer(&params.out, [shape.ffn, shape.dim], out, &dout);
+        let dh = self.activation_gradient(out, h, pass.bias(&params.fc))?;
         let dh = self.output_gradient(n, Rc::new(dh))?;
-        let fc = pass.layer(&params.fc, [shape.dim, shape.ffn_inputs()], &inputs.fc, &dh);
+        let fc = pass.layer(&params.fc, [shape.dim, shape.ffn_inputs()], fc, &dh);
         self.weight_gradients([out, fc])?;
         self.input_gradient(fc)
     }

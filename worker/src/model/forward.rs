@@ -8,9 +8,10 @@ use xlaunch_engine::{
 };
 use xlaunch_spec::model::Parallel;
 
+use super::experts::Run;
 use super::layout;
 use super::linear::Use;
-use super::saved_activations::{Block, Heads, Inputs, Normed, SavedActivations, Unnormed};
+use super::saved_activations::{Block, Heads, Inputs, Mlp, Normed, SavedActivations, Unnormed};
 use super::{Model, Rows, attention_shape, narrow};
 
 /// The activations that backward needs. Backward frees each tensor after its last use.
@@ -43,7 +44,7 @@ impl Model {
         let mut stream = self.norm(rows, x, self.layout.blocks[0].ln1.as_ref())?;
         for index in 0..self.shape.layers {
             next_part()?;
-            let (mut block, beside) = self.block(rows, index, stream)?;
+            let (mut block, beside) = self.block(rows, index, stream, Run::First)?;
             stream = self.end_block(rows, &mut block, beside, self.layout.norm_after(index))?;
             blocks.push(SavedActivations::new(block, self.memory.recompute));
         }
@@ -82,9 +83,15 @@ impl Model {
         EmbedShape { batch: rows.batch, seq: rows.seq, cols: self.shape.dim, vocab: self.shape.vocab }
     }
 
-    /// Computes one block up to the output of the activation function. If the layers are side by side, also returns
-    /// attention's projected output.
-    pub(super) fn block(&self, rows: Rows<'_>, index: usize, ln1: Normed) -> Result<(Block, Option<Tensor>)> {
+    /// Computes one block up to the output of the activation function, or up to those of experts. If the layers are
+    /// side by side, also returns attention's projected output.
+    pub(super) fn block(
+        &self,
+        rows: Rows<'_>,
+        index: usize,
+        ln1: Normed,
+        run: Run,
+    ) -> Result<(Block, Option<Tensor>)> {
         let (n, shape, params) = (rows.count(), &self.shape, &self.layout.blocks[index]);
         let (y, ln1) = ln1.split();
         let qkv_input = self.input(n, y.clone(), Use::Both)?;
@@ -119,12 +126,18 @@ impl Model {
             }
         };
 
-        let fc_input = self.input(n, y, Use::Both)?;
-        let fc_shape = Self::linear_shape(rows, shape.dim, shape.ffn_inputs());
-        let [h, a] = self.linear_activation(fc_shape, &fc_input, &params.fc)?;
-        let out_input = self.input(n, Rc::new(a), Use::Both)?;
-        let inputs = Inputs { qkv: qkv_input, proj: proj_input, fc: fc_input.kept(), out: out_input };
-        Ok((Block { index, ln1, inputs, heads, att, lse, post1, ln2, h, post2: None }, beside))
+        let mlp = if params.router.is_some() {
+            let experts = self.experts(index, &y, run)?;
+            Mlp::Experts { x: y, experts }
+        } else {
+            let fc = self.input(n, y, Use::Both)?;
+            let fc_shape = Self::linear_shape(rows, shape.dim, shape.ffn_inputs());
+            let [h, a] = self.linear_activation(fc_shape, &fc, &params.fc)?;
+            let out = self.input(n, Rc::new(a), Use::Both)?;
+            Mlp::Dense { fc: fc.kept(), h, out }
+        };
+        let inputs = Inputs { qkv: qkv_input, proj: proj_input };
+        Ok((Block { index, ln1, inputs, heads, att, lse, post1, ln2, mlp, post2: None }, beside))
     }
 
     /// Adds a block's output to the residual stream, and normalises the sum for what follows. `beside` is attention's
@@ -137,8 +150,13 @@ impl Model {
         next: Option<&layout::Norm>,
     ) -> Result<Normed> {
         let params = &self.layout.blocks[block.index];
-        let shape = Self::linear_shape(rows, self.shape.ffn, self.shape.dim);
-        let branch = self.linear(shape, &block.inputs.out, &params.out)?;
+        let branch = match &block.mlp {
+            Mlp::Dense { out, .. } => {
+                let shape = Self::linear_shape(rows, self.shape.ffn, self.shape.dim);
+                self.linear(shape, out, &params.out)?
+            }
+            Mlp::Experts { experts, .. } => self.combined(experts)?,
+        };
         if let Some(beside) = beside {
             let (x, y) = (Some(beside.all()), branch.all());
             self.backend.run(AddScaled { x, y, factor: 1.0, out: y })?;

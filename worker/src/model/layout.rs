@@ -41,7 +41,8 @@ pub enum Init {
 pub struct Param {
     /// Name in checkpoints, such as `blocks.3.qkv.weight`.
     pub name: String,
-    /// Shape in checkpoints: `[rows, cols]` for a matrix, `[len]` for a vector.
+    /// Shape in checkpoints: `[rows, cols]` for a matrix, `[experts, rows, cols]` for one per expert, `[len]` for a
+    /// vector.
     pub shape: Vec<usize>,
     /// Range in the arenas. It is longer than the shape if rows are padded; the padding stays zero.
     pub range: Range<usize>,
@@ -121,9 +122,11 @@ pub struct Block {
     pub post1: Option<Norm>,
     /// Norm of the feed-forward layers' input.
     pub ln2: Option<Norm>,
-    /// Projection to the activation function's input.
+    /// Router of a block with experts, `[E, C]`.
+    pub router: Option<Range<usize>>,
+    /// Projection to the activation function's input; with experts, those of all of them, `[E, 2 F, C]`.
     pub fc: Linear,
-    /// Projection of its output.
+    /// Projection of its output; with experts, `[E, C, F]`.
     pub out: Linear,
     /// Norm of the projected output.
     pub post2: Option<Norm>,
@@ -406,8 +409,18 @@ impl Layout {
             .map(|index| {
                 let name = |part: &str| format!("blocks.{index}.{part}");
                 let post2 = post.then(|| arena.norm(&name("post2"), dim));
-                let out = arena.linear(&name("out"), [dim, shape.ffn], residual, shape.mlp_bias);
-                let fc = arena.linear(&name("fc"), [shape.ffn_inputs(), dim], normal, shape.mlp_bias);
+                let (out, fc, router) = if shape.has_experts(index) {
+                    let (width, inputs) = (shape.expert_width(), shape.expert_inputs());
+                    let out = arena.experts(&name("out"), [shape.experts, dim, width], residual);
+                    let fc = arena.experts(&name("fc"), [shape.experts, inputs, dim], normal);
+                    let router =
+                        arena.table(&name("router.weight"), shape.experts, shape.experts, dim, normal);
+                    (out, fc, Some(router))
+                } else {
+                    let out = arena.linear(&name("out"), [dim, shape.ffn], residual, shape.mlp_bias);
+                    let fc = arena.linear(&name("fc"), [shape.ffn_inputs(), dim], normal, shape.mlp_bias);
+                    (out, fc, None)
+                };
                 let own_norm = pre && shape.parallel != Parallel::SharedNorm;
                 let ln2 = own_norm.then(|| arena.norm(&name("ln2"), dim));
                 let post1 = post.then(|| arena.norm(&name("post1"), dim));
@@ -417,7 +430,7 @@ impl Layout {
                     .map(|[q, k]| [arena.scale(&name("q_norm"), q), arena.scale(&name("k_norm"), k)]);
                 let qkv = arena.linear(&name("qkv"), [shape.qkv_width(), dim], normal, shape.qkv_bias);
                 let ln1 = pre.then(|| arena.norm(&name("ln1"), dim));
-                Block { ln1, qkv, qk_norm, proj, post1, ln2, fc, out, post2, end: arena.arena.len }
+                Block { ln1, qkv, qk_norm, proj, post1, ln2, router, fc, out, post2, end: arena.arena.len }
             })
             .collect();
         blocks.reverse();
@@ -487,6 +500,13 @@ impl Builder {
         }
     }
 
+    /// Adds a layer of each expert, without biases.
+    fn experts(&mut self, name: &str, [experts, outputs, inputs]: [usize; 3], init: Init) -> Linear {
+        let (name, shape) = (format!("{name}.weight"), vec![experts, outputs, inputs]);
+        let weight = self.arena.place(name, shape, experts * outputs * inputs, true, init);
+        Linear { weight, bias: None, adapter: None }
+    }
+
     fn table(&mut self, name: &str, rows: usize, padded: usize, cols: usize, init: Init) -> Range<usize> {
         self.arena.place(name.into(), vec![rows, cols], padded * cols, true, init)
     }
@@ -545,6 +565,9 @@ mod tests {
             ("olmo2-1b", 1_484_916_736),
             ("gemma3-1b", 999_885_952),
             ("pythia-160m", 162_322_944),
+            ("mixtral-8x7b", 46_702_792_704),
+            ("olmoe-1b-7b", 6_919_161_856),
+            ("qwen3-30b-a3b", 30_532_122_624),
         ] {
             assert_eq!(of(name), parameters, "{name}");
         }
@@ -573,11 +596,12 @@ mod tests {
 
     #[test]
     fn weight_decay_applies_to_matrices_only() {
-        let layout = Layout::new(&PRESETS[2].1);
-        let flags = layout.decay_flags();
-        for param in &layout.params {
-            let flag = flags[param.range.start / DECAY_CHUNK];
-            assert_eq!(flag == 1, param.shape.len() == 2, "{}", param.name);
+        for layout in [&PRESETS[2].1, &Arch::Mixtral.base()].map(Layout::new) {
+            let flags = layout.decay_flags();
+            for param in &layout.params {
+                let flag = flags[param.range.start / DECAY_CHUNK];
+                assert_eq!(flag == 1, param.shape.len() >= 2, "{}", param.name);
+            }
         }
     }
 }

@@ -5,6 +5,8 @@
 //! - `rope`: the table of rotary angles;
 //! - `forward` and `backward`: the operations of each block, in mirrored order;
 //! - `adapters`: low-rank adapters of linear layers whose weights are frozen;
+//! - `experts`, `experts_backward`, `expert_buffers` (in decoding): routers, and the feed-forward layers of blocks with
+//!   experts; `routing`: their loads and the losses that balance them;
 //! - `linear`: the linear layers of blocks, in the activations' type or in FP8;
 //! - `saved_activations`: activations of a block that forward keeps for backward, and their recomputation;
 //! - `head`: logits, loss and their gradients;
@@ -14,13 +16,18 @@
 mod adapters;
 mod backward;
 pub mod decode;
+mod expert_buffers;
+mod experts;
+mod experts_backward;
 mod forward;
 mod gradient_arena;
 mod head;
 pub mod init;
 pub mod layout;
 mod linear;
+mod pass;
 mod rope;
+mod routing;
 mod saved_activations;
 
 use std::ops::Range;
@@ -39,6 +46,7 @@ pub use forward::Activations;
 pub use gradient_arena::GradientArena;
 pub use head::LossGradients;
 use layout::Layout;
+pub use routing::{ExpertLoad, Routing};
 
 /// A model on a device.
 #[derive(Debug)]
@@ -61,6 +69,8 @@ pub struct Model {
     /// True if the linear layers of blocks use FP8.
     fp8: bool,
     rope: Rope,
+    /// `None` without experts.
+    pub routing: Option<Routing>,
     backend: BackendHandle,
 }
 
@@ -245,15 +255,16 @@ impl Model {
             memory,
             fp8: false,
             rope,
+            routing: Routing::new(backend, shape)?,
             backend: backend.clone(),
         })
     }
 
-    /// Applies a job's settings for how passes compute.
+    /// Applies a job's settings for how passes compute on this number of ranks.
     #[must_use]
-    pub fn with_job(self, spec: &JobSpec) -> Self {
+    pub fn with_job(self, spec: &JobSpec, ranks: usize) -> Self {
         let fp8 = spec.engine.precision == Some(Precision::Fp8);
-        self.with_memory_use((&spec.train).into()).with_fp8(fp8)
+        self.with_memory_use((&spec.train).into()).with_fp8(fp8).with_routing(&spec.train, ranks)
     }
 
     /// Sets how passes save memory. By default they do not.

@@ -9,6 +9,7 @@ use xlaunch_engine::{Result, Tensor};
 use xlaunch_spec::job::Recompute;
 use xlaunch_spec::model::Parallel;
 
+use super::experts::{CostlyExperts, Experts, Run};
 use super::linear::{Operand, Use};
 use super::{Model, Rows};
 
@@ -41,7 +42,7 @@ pub(super) struct Block {
     pub(super) index: usize,
     /// The residual stream before attention.
     pub(super) ln1: Unnormed,
-    /// Inputs of the four linear layers.
+    /// Inputs of attention's two linear layers.
     pub(super) inputs: Inputs,
     pub(super) heads: Heads,
     /// `[B, T, H D]`.
@@ -52,8 +53,7 @@ pub(super) struct Block {
     pub(super) post1: Option<Unnormed>,
     /// The residual stream that the feed-forward layers read.
     pub(super) ln2: Unnormed,
-    /// `[N, F]`; if gated, `[N, 2 F]`.
-    pub(super) h: Tensor,
+    pub(super) mlp: Mlp,
     /// The projected output of the feed-forward layers, if it is normalised.
     pub(super) post2: Option<Unnormed>,
 }
@@ -81,10 +81,49 @@ pub(super) struct Inputs {
     pub(super) qkv: Operand,
     /// Attention's output.
     pub(super) proj: Operand,
-    /// The second norm's output.
-    pub(super) fc: Operand,
-    /// The activation function's output `[N, F]`.
-    pub(super) out: Operand,
+}
+
+/// The feed-forward layers of a block.
+#[derive(Debug)]
+pub(super) enum Mlp {
+    Dense {
+        /// The second norm's output.
+        fc: Operand,
+        /// `[N, F]`; if gated, `[N, 2 F]`.
+        h: Tensor,
+        /// The activation function's output `[N, F]`.
+        out: Operand,
+    },
+    Experts {
+        /// The second norm's output.
+        x: Rc<Tensor>,
+        experts: Experts,
+    },
+}
+
+/// The feed-forward layers of a block without what is cheap to compute.
+#[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "there is one value per block of the model")]
+pub(super) enum CostlyMlp {
+    Dense { h: Tensor },
+    Experts(CostlyExperts),
+}
+
+impl Mlp {
+    /// Drops what only forward multiplies.
+    fn kept(self) -> Self {
+        match self {
+            Self::Dense { fc, h, out } => Self::Dense { fc, h, out: out.kept() },
+            experts @ Self::Experts { .. } => experts,
+        }
+    }
+
+    fn costly(self) -> CostlyMlp {
+        match self {
+            Self::Dense { h, .. } => CostlyMlp::Dense { h },
+            Self::Experts { experts, .. } => CostlyMlp::Experts(experts.costly()),
+        }
+    }
 }
 
 /// A block between forward and backward.
@@ -101,7 +140,7 @@ pub(super) enum SavedActivations {
         lse: Tensor,
         post1: Option<Unnormed>,
         ln2: Unnormed,
-        h: Tensor,
+        mlp: CostlyMlp,
         post2: Option<Unnormed>,
     },
     /// The residual stream before the block, from which the whole block is recomputed.
@@ -113,12 +152,12 @@ impl SavedActivations {
     pub(super) fn new(block: Block, recompute: Recompute) -> Self {
         match recompute {
             Recompute::None => {
-                let Inputs { qkv, proj, fc, out } = block.inputs;
-                Self::All(Block { inputs: Inputs { qkv, proj, fc, out: out.kept() }, ..block })
+                let mlp = block.mlp.kept();
+                Self::All(Block { mlp, ..block })
             }
             Recompute::Cheap => {
-                let Block { ln1, heads: Heads { qkv, .. }, att, lse, post1, ln2, h, post2, .. } = block;
-                Self::Costly { ln1, qkv, att, lse, post1, ln2, h, post2 }
+                let Block { ln1, heads: Heads { qkv, .. }, att, lse, post1, ln2, mlp, post2, .. } = block;
+                Self::Costly { ln1, qkv, att, lse, post1, ln2, mlp: mlp.costly(), post2 }
             }
             Recompute::Block => Self::Input(block.ln1.x),
         }
@@ -132,7 +171,7 @@ impl Model {
         let params = &self.layout.blocks[index];
         match kept {
             SavedActivations::All(block) => Ok(block),
-            SavedActivations::Costly { ln1, qkv, att, lse, post1, ln2, h, post2 } => {
+            SavedActivations::Costly { ln1, qkv, att, lse, post1, ln2, mlp, post2 } => {
                 // The inputs of norms are rounded sums, and forward normalised the same rounded values.
                 let (y1, ln1) = self.norm_again(rows, ln1, params.ln1.as_ref())?.split();
                 let (y2, ln2) = if self.shape.parallel == Parallel::SharedNorm {
@@ -141,18 +180,23 @@ impl Model {
                     self.norm_again(rows, ln2, params.ln2.as_ref())?.split()
                 };
                 let input = |x| self.input(rows.count(), x, Use::Columns);
-                let inputs = Inputs {
-                    qkv: input(y1)?,
-                    proj: input(att.clone())?,
-                    fc: input(y2)?,
-                    out: input(Rc::new(self.activated(rows.count(), &h)?))?,
+                let inputs = Inputs { qkv: input(y1)?, proj: input(att.clone())? };
+                let mlp = match mlp {
+                    CostlyMlp::Dense { h } => {
+                        let out = Rc::new(self.activated(rows.count(), &h)?);
+                        Mlp::Dense { fc: input(y2)?, h, out: input(out)? }
+                    }
+                    CostlyMlp::Experts(kept) => {
+                        let experts = self.restored_experts(kept, &y2)?;
+                        Mlp::Experts { x: y2, experts }
+                    }
                 };
                 let heads = self.heads(rows, index, qkv)?;
-                Ok(Block { index, ln1, inputs, heads, att, lse, post1, ln2, h, post2 })
+                Ok(Block { index, ln1, inputs, heads, att, lse, post1, ln2, mlp, post2 })
             }
             SavedActivations::Input(x) => {
                 let ln1 = self.norm(rows, x, params.ln1.as_ref())?;
-                let (mut block, beside) = self.block(rows, index, ln1)?;
+                let (mut block, beside) = self.block(rows, index, ln1, Run::Again)?;
                 if params.post2.is_some() {
                     self.end_block(rows, &mut block, beside, None)?;
                 }

@@ -184,13 +184,18 @@ fn owned(sharding: &Sharding, range: &Range<usize>) -> Vec<(Range<usize>, Range<
 /// Returns the matrices of all blocks. Layers that compute several projections at once are divided into these.
 fn matrices(shape: &ModelShape, layout: &Layout, adjust_lr: AdjustLr) -> Vec<Matrix> {
     let (queries, keys) = (shape.attention_width(), shape.kv_heads * shape.head_dim);
-    let gates = vec![shape.ffn; shape.ffn_inputs() / shape.ffn];
     let blocks = layout.blocks.iter().flat_map(|block| {
+        // The matrices of experts follow each other.
+        let (experts, ffn) = match block.router {
+            Some(_) => (shape.experts, shape.expert_width()),
+            None => (1, shape.ffn),
+        };
+        let gates = if shape.gated { 2 } else { 1 };
         [
             (&block.qkv, shape.dim, vec![queries, keys, keys]),
             (&block.proj, queries, vec![shape.dim]),
-            (&block.fc, shape.dim, gates.clone()),
-            (&block.out, shape.ffn, vec![shape.dim]),
+            (&block.fc, shape.dim, vec![ffn; experts * gates]),
+            (&block.out, ffn, vec![shape.dim; experts]),
         ]
     });
     let parts = blocks.flat_map(|(linear, cols, parts)| {

@@ -319,7 +319,7 @@ impl Trainer {
         world: usize,
     ) -> Result<Self> {
         let model = Model::of_layout(backend, shape, layout, division.weights.clone())?;
-        let model = model.with_job(spec);
+        let model = model.with_job(spec, world);
         let optimizer = AdamW::zeroed(backend, &model, &division.sharding, spec)?;
         let stepper = Stepper::new(backend, &model, spec, division, world)?;
         let evaluator = Evaluator::new(backend, &model, spec, division)?;

@@ -132,7 +132,7 @@ impl Run<'_> {
                     if let Some(InFlight { pending, .. }) = next {
                         // The device must be idle when graphs and buffers are released. Whether the step fails no
                         // longer matters.
-                        let _ = self.stepper.finish(pending, self.collective);
+                        let _ = self.stepper.finish(self.model, pending, self.collective);
                     }
                     return Err(error);
                 }
@@ -317,7 +317,7 @@ impl Run<'_> {
     fn finish(&mut self, step: u64, current: InFlight, since: &mut Instant) -> Result<Requests> {
         // The next step may have been started already.
         fail::set_step(step + 1);
-        let result = self.stepper.finish(current.pending, self.collective)?;
+        let result = self.stepper.finish(self.model, current.pending, self.collective)?;
         if let Some(bit) = fail::flipped_bit(Place::Parameters) {
             self.optimizer.flip_bit(self.model, bit)?;
         }
@@ -360,6 +360,9 @@ impl Run<'_> {
             checkpoint_seconds: std::mem::take(&mut self.checkpoint_delay).as_secs_f64(),
             own_seconds: Some(own_seconds),
             mfu: self.seconds_at_peak.map(|seconds| seconds / elapsed.as_secs_f64().max(1e-9)),
+            router_aux_loss: result.experts.map(|load| load.balance),
+            expert_busiest_share: result.experts.map(|load| load.busiest),
+            expert_load_entropy: result.experts.map(|load| load.entropy),
         }));
         *since = completed;
         Ok(result.requests)

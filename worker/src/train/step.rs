@@ -5,7 +5,8 @@
 //! comm stream:            bucket 0 . bucket 1 . ... . loss and flags ^
 //! ```
 //! The all-reduce of a bucket starts as soon as backward has written its last gradient. Loss and flags share one small
-//! all-reduce, so that all ranks learn in the same step that any of them was told to stop.
+//! all-reduce, so that all ranks learn in the same step that any of them was told to stop. The loads of experts, if the
+//! model has any, are all-reduced between forward and backward.
 //!
 //! With a sharded optimizer (`comm.shard`) the step begins with the all-gather of the parameters that the previous step
 //! updated. Buckets are reduce-scattered. Each rank has the part of the squared gradient norm that belongs to its
@@ -35,7 +36,7 @@ use super::trace;
 use crate::data::{Loader, MicroBatch};
 use crate::error::Result;
 use crate::fail::{self, Place};
-use crate::model::{BackendHandle, LossGradients, Model, Progress};
+use crate::model::{BackendHandle, ExpertLoad, LossGradients, Model, Progress, Routing};
 use crate::optim::AdamW;
 
 /// Slots of the tensor that is read back after a step. Those before `OWN_SECONDS` are all-reduced. Without sharding,
@@ -45,8 +46,9 @@ mod slot {
     pub(super) const STOP: usize = 1;
     pub(super) const CHECKPOINT: usize = 2;
     pub(super) const GRAD_NORM_SQ: usize = 3;
-    pub(super) const OWN_SECONDS: usize = 4;
-    pub(super) const COUNT: usize = 5;
+    pub(super) const BALANCE: usize = 4;
+    pub(super) const OWN_SECONDS: usize = 5;
+    pub(super) const COUNT: usize = 6;
 }
 
 /// Size of the all-reduce of loss and flags in bytes. Buckets are larger: their ends are multiples of the layout's
@@ -74,11 +76,17 @@ pub struct StepResult {
     /// Time that this rank's device took for forward and backward, without waiting for other ranks; with a sharded
     /// optimizer, counted from the end of the last gather. 0 on devices without marks.
     pub own_seconds: f32,
+    /// Use of the experts; `None` if the model has none.
+    pub experts: Option<ExpertLoad>,
 }
 
 /// A step that was enqueued and has not been waited for.
 #[derive(Debug)]
-pub struct PendingStep(PendingRead);
+pub struct PendingStep {
+    results: PendingRead,
+    /// Loads of experts, if the model has any.
+    loads: Option<PendingRead>,
+}
 
 /// Buffers reused by all steps, and their captured graphs.
 #[derive(Debug)]
@@ -162,7 +170,7 @@ impl Stepper {
         requests: Requests,
     ) -> Result<StepResult> {
         let pending = self.start(model, optimizer, collective, loader, requests)?;
-        self.finish(pending, collective)
+        self.finish(model, pending, collective)
     }
 
     /// Enqueues one step. [`AdamW::prepare`] must have been called for it.
@@ -188,7 +196,9 @@ impl Stepper {
             }
             self.run(model, optimizer, collective, micro)?;
         }
-        Ok(PendingStep(self.backend.begin_read(self.results.all())?))
+        let results = self.backend.begin_read(self.results.all())?;
+        let loads = model.routing.as_ref().map(|routing| routing.begin_read(&self.backend)).transpose()?;
+        Ok(PendingStep { results, loads })
     }
 
     /// Returns the factor that makes the sum of all losses of a step their mean. A step without targets has the loss 0.
@@ -226,12 +236,19 @@ impl Stepper {
     }
 
     /// Waits for a step. The next step may have been enqueued already.
-    pub fn finish(&self, pending: PendingStep, collective: &dyn Collective) -> Result<StepResult> {
+    pub fn finish(
+        &self,
+        model: &Model,
+        pending: PendingStep,
+        collective: &dyn Collective,
+    ) -> Result<StepResult> {
         let _reading = trace::span(Phase::ReadBack);
         fail::at(Place::ReadBack);
         let mut results = [0.0; slot::COUNT];
-        pending.0.wait(&mut results)?;
+        pending.results.wait(&mut results)?;
         collective.check()?;
+        let experts = model.routing.as_ref().zip(pending.loads);
+        let experts = experts.map(|(routing, loads)| routing.load(loads, results[slot::BALANCE]));
         Ok(StepResult {
             loss: results[slot::LOSS],
             grad_norm: results[slot::GRAD_NORM_SQ].sqrt(),
@@ -240,6 +257,7 @@ impl Stepper {
                 checkpoint: results[slot::CHECKPOINT] > 0.0,
             },
             own_seconds: results[slot::OWN_SECONDS],
+            experts: experts.transpose()?,
         })
     }
 
@@ -282,10 +300,17 @@ impl Stepper {
             Ok(())
         };
         let acts = model.forward_with_gathers(rows, self.batch.tokens(), || next_part(collective))?;
+        if let Some(routing) = &model.routing {
+            self.start_loads(routing, collective, first)?;
+        }
         let written = self.gradients.accumulation(acc);
         let head = LossGradients { scale, grads: self.gradients.arena(), acc: written };
         let dy = model.loss_and_gradients(&acts, self.batch.targets(), self.losses.all(), head)?;
         model.scaled_loss(&self.losses, scale, self.results.slice(slot::LOSS..slot::LOSS + 1), acc)?;
+        if let Some(routing) = &model.routing {
+            collective.wait(Wait::All)?;
+            routing.add_loads(&self.backend, acc)?;
+        }
         drop(forward);
         let _backward = trace::span(Phase::Backward);
         let mut buckets = bucket::ReduceProgress::new(self.sharding.plan());
@@ -321,6 +346,15 @@ impl Stepper {
         self.gradients.end_micro_step(acc, collective)
     }
 
+    /// Starts the all-reduce of the loads of experts, which the balance loss in backward reads.
+    fn start_loads(&self, routing: &Routing, collective: &mut dyn Collective, first: bool) -> Result<()> {
+        if first {
+            routing.begin_step(&self.backend)?;
+        }
+        let buckets = vec![routing.loads.lend(0..routing.loads.len())];
+        Ok(collective.start(Operation::AllReduce { buckets, dtype: DType::F32 })?)
+    }
+
     /// Waits for the reduced gradients after the last micro-step, and runs the optimizer.
     fn update(&self, model: &Model, optimizer: &AdamW, collective: &mut dyn Collective) -> Result<()> {
         let _tag = xlaunch_pool::tag("optimizer");
@@ -335,6 +369,9 @@ impl Stepper {
         if sharded {
             collective.wait(Wait::All)?;
             self.backend.run(norm)?;
+        }
+        if let Some(routing) = &model.routing {
+            routing.write_balance(&self.backend, self.results.slice(slot::BALANCE..slot::BALANCE + 1))?;
         }
         let buckets = vec![self.results.lend(0..slot::OWN_SECONDS)];
         collective.run(Operation::AllReduce { buckets, dtype: DType::F32 })?;

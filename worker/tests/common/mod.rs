@@ -75,7 +75,8 @@ impl Rank {
         let weights = init::weights(&Layout::new(&shape), 7, &threads);
         let (shard, layout) = (spec.shard(world, false, true), Layout::new(&shape));
         let division = Division::new(spec, &layout, backend.activation_dtype(), rank, world, shard);
-        let model = Model::with_slots(&backend, &shape, division.weights.clone()).unwrap();
+        let model =
+            Model::with_slots(&backend, &shape, division.weights.clone()).unwrap().with_job(spec, world);
         model.write_weights(0, &weights).unwrap();
         let optimizer = AdamW::new(&backend, &model, &weights, &division.sharding, spec).unwrap();
         let stepper = Stepper::new(&backend, &model, spec, &division, world).unwrap();
@@ -101,7 +102,7 @@ impl Rank {
 
     /// Returns whether loss and gradient norm are finite.
     pub(crate) fn finish(&self, pending: PendingStep) -> bool {
-        let result = self.stepper.finish(pending, &*self.collective).unwrap();
+        let result = self.stepper.finish(&self.model, pending, &*self.collective).unwrap();
         result.loss.is_finite() && result.grad_norm.is_finite()
     }
 

@@ -117,6 +117,8 @@ impl JobSpec {
         within("train.beta2", train.beta2, 0.0, 0.999_999)?;
         within("train.weight_decay", train.weight_decay, 0.0, 100.0)?;
         within("train.clip", train.clip, 0.0, f64::MAX)?;
+        within("train.router_aux_loss_coef", train.router_aux_loss_coef, 0.0, 1e6)?;
+        within("train.router_z_loss_coef", train.router_z_loss_coef, 0.0, 1e6)?;
         within("data.val_fraction", self.data.val_fraction, 0.0, 0.5)?;
         within("checkpoint.every_seconds", self.checkpoint.every_seconds, 0.0, 1e9)?;
         let precision = self.engine.precision;

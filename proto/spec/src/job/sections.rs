@@ -224,6 +224,13 @@ pub struct TrainSection {
     /// Number of tokens whose logits are in memory at a time; the gradients of the loss are computed along with it. 0
     /// means the whole micro-step. Saves memory if the vocabulary is large.
     pub classifier_chunk: usize,
+    /// Factor of the load-balancing loss of a model with experts, which is added to the loss: in each layer, the number
+    /// of experts times the sum over experts of their share of the choices times their mean score. 1 is a balanced
+    /// load. The shares are those of a micro-step of all ranks. 0 turns it off.
+    pub router_aux_loss_coef: f64,
+    /// Factor of the z loss of a model with experts, which is added to the loss: in each layer, the mean square of the
+    /// logarithm of the sum of the exponentials of the router's logits. It keeps them small. 0 turns it off.
+    pub router_z_loss_coef: f64,
     /// Optimizer of the weights of linear layers in blocks. Embeddings, the head, norms and biases always use AdamW.
     pub optimizer: Optimizer,
     /// Peak learning rate.
@@ -279,6 +286,8 @@ impl Default for TrainSection {
             accumulate: 1,
             recompute: Recompute::None,
             classifier_chunk: 0,
+            router_aux_loss_coef: 0.01,
+            router_z_loss_coef: 0.001,
             optimizer: Optimizer::AdamW,
             lr: 1e-3,
             schedule: Schedule::Cosine,

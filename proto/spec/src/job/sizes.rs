@@ -42,12 +42,27 @@ pub(super) fn check(spec: &JobSpec, model: &ModelShape) -> Result<(), Invalid> {
             format!("at most 2^62 tokens per run, {most} steps"),
         )
     })?;
+    // Every choice of an expert is a row.
+    let choices = if model.experts > 0 { model.experts_per_token as u64 } else { 1 };
+    within(MAX_MICRO_STEP_TOKENS, batch, choices).map_err(|most| {
+        let problem =
+            format!("{choices} experts for each of {batch} tokens per micro-step do not fit in memory");
+        Invalid::new("model.experts_per_token", problem, format!("at most {most}, or a smaller train.batch"))
+    })?;
     if spec.engine.precision == Some(Precision::Fp8) { check_fp8(spec, model) } else { Ok(()) }
 }
 
 /// Checks the sizes of the blocks' linear layers for FP8: their inputs, their outputs, and the rows, one per token of a
 /// micro-step.
 fn check_fp8(spec: &JobSpec, model: &ModelShape) -> Result<(), Invalid> {
+    if model.experts > 0 {
+        let problem = "experts are not multiplied in FP8";
+        return Err(Invalid::new(
+            "engine.precision",
+            problem.into(),
+            "\"bf16\", or model.experts = 0".into(),
+        ));
+    }
     let sizes = [
         ("model.dim", "model.dim", model.dim),
         ("model.ffn", "model.ffn", model.ffn),

@@ -45,11 +45,18 @@ pub enum Arch {
     /// GPT-NeoX, Pythia: attention and feed-forward layers side by side with a norm each, partial rotation.
     #[serde(rename = "gpt_neox")]
     GptNeoX,
+    /// Mixtral: Mistral with experts.
+    Mixtral,
+    /// OLMoE: Llama with experts, and norms of all queries and all keys.
+    Olmoe,
+    /// Qwen3-MoE: Qwen3 with experts.
+    #[serde(rename = "qwen3_moe")]
+    Qwen3Moe,
 }
 
 impl Arch {
     /// All families.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 20] = [
         Self::Gpt2,
         Self::Llama,
         Self::Mistral,
@@ -67,6 +74,9 @@ impl Arch {
         Self::StarCoder2,
         Self::Granite,
         Self::GptNeoX,
+        Self::Mixtral,
+        Self::Olmoe,
+        Self::Qwen3Moe,
     ];
 
     /// Returns a tiny model of the family. Its keys of the architecture are those of the family's published models.
@@ -125,6 +135,28 @@ impl Arch {
                 rope_fraction: 0.25,
                 activation: Activation::Gelu,
                 ..NEOX
+            },
+            Self::Mixtral => {
+                ModelShape { arch: self, experts: 8, ffn: 176, rope_theta: 1e6, tied: false, ..LLAMA }
+            }
+            Self::Olmoe => ModelShape {
+                arch: self,
+                experts: 8,
+                ffn: 176,
+                normalise: false,
+                qk_norm: QkNorm::Full,
+                tied: false,
+                ..LLAMA
+            },
+            Self::Qwen3Moe => ModelShape {
+                arch: self,
+                experts: 8,
+                expert_ffn: 176,
+                qk_norm: QkNorm::Head,
+                norm_eps: 1e-6,
+                rope_theta: 1e6,
+                tied: false,
+                ..LLAMA
             },
         }
     }
@@ -206,6 +238,17 @@ pub enum Parallel {
     TwoNorms,
 }
 
+/// Scores of experts, from the router's logits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum Router {
+    /// Softmax over all experts.
+    Softmax,
+    /// Sigmoid of each logit.
+    Sigmoid,
+}
+
 pub(super) const LLAMA: ModelShape = ModelShape {
     arch: Arch::Llama,
     layers: 4,
@@ -243,6 +286,12 @@ pub(super) const LLAMA: ModelShape = ModelShape {
     embedding_scale: 1.0,
     residual_scale: 1.0,
     logit_scale: 1.0,
+    experts: 0,
+    experts_per_token: 2,
+    expert_ffn: 0,
+    router: Router::Softmax,
+    normalise: true,
+    dense_layers: 0,
 };
 
 const GPT2: ModelShape =

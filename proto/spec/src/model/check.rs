@@ -7,6 +7,9 @@ use crate::invalid::Invalid;
 const MAX_SIZE: usize = 1 << 20;
 /// Maximum number of parameters. Together with [`MAX_SIZE`], it keeps products of sizes far from overflow.
 const MAX_PARAMETERS: u128 = 1 << 40;
+/// Maximum numbers of experts, and of those that a token uses, which the kernels support.
+const MAX_EXPERTS: usize = 512;
+const MAX_EXPERTS_PER_TOKEN: usize = 32;
 /// Maximum base of rotary wavelengths, and maximum factor of their scaling.
 const MAX_ROPE: f64 = 1e15;
 /// Limits of factors and soft caps, far from overflow in the type of activations.
@@ -17,19 +20,19 @@ impl ModelShape {
     /// Returns the number of parameters of all matrices, counting shared key heads once. Sizes must be within
     /// [`MAX_SIZE`].
     fn matrix_parameters(&self) -> u128 {
-        let [layers, dim, ffn, vocab, seq, heads, head_dim] =
-            [self.layers, self.dim, self.ffn, self.vocab, self.seq, self.heads, self.head_dim]
-                .map(|size| size as u128);
-        let ffn_matrices = if self.gated { 3 } else { 2 };
+        let [layers, dim, vocab, seq, heads, head_dim] =
+            [self.layers, self.dim, self.vocab, self.seq, self.heads, self.head_dim].map(|size| size as u128);
         let positions = if self.positions == Positions::Learned { seq } else { 0 };
         let embeddings = if self.tied { vocab } else { 2 * vocab };
-        dim * (layers * (4 * heads * head_dim + ffn_matrices * ffn) + embeddings + positions)
+        let [feed_forward, _] = self.feed_forward_parameters();
+        dim * (layers * 4 * heads * head_dim + embeddings + positions) + feed_forward
     }
 
     /// Checks the rules between sizes. The launcher and every worker apply them.
     pub fn check(&self) -> Result<(), Invalid> {
         self.check_sizes()?;
         self.check_heads()?;
+        self.check_experts()?;
         self.check_numbers()
     }
 
@@ -51,6 +54,7 @@ impl ModelShape {
         if self.head_dim > MAX_SIZE {
             return Err(head_dim_invalid(self.head_dim));
         }
+        self.check_expert_sizes()?;
         let matrices = self.matrix_parameters();
         if matrices > MAX_PARAMETERS {
             return Err(Invalid::new(
@@ -83,6 +87,49 @@ impl ModelShape {
                 format!("{} does not divide model.heads = {}", self.kv_heads, self.heads),
                 "a divisor of model.heads, as all key heads serve the same number of query heads".into(),
             ));
+        }
+        Ok(())
+    }
+
+    fn check_expert_sizes(&self) -> Result<(), Invalid> {
+        for (key, size, least, most) in [
+            ("model.experts", self.experts, 0, MAX_EXPERTS),
+            ("model.experts_per_token", self.experts_per_token, 1, MAX_EXPERTS_PER_TOKEN),
+            ("model.expert_ffn", self.expert_ffn, 0, MAX_SIZE),
+        ] {
+            if size < least || size > most {
+                let expected = format!("{least} to {most}");
+                return Err(Invalid::new(key, format!("{size} is out of range"), expected));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks the keys of experts together. A tiny model of a dense family has values of them, too.
+    fn check_experts(&self) -> Result<(), Invalid> {
+        let invalid = |key, problem: String, expected: &str| Err(Invalid::new(key, problem, expected.into()));
+        if self.experts == 0 {
+            let sizes = [("model.expert_ffn", self.expert_ffn), ("model.dense_layers", self.dense_layers)];
+            return sizes.into_iter().find(|(_, size)| *size != 0).map_or(Ok(()), |(key, size)| {
+                invalid(key, format!("{size} in a model without experts"), "0, or model.experts above 0")
+            });
+        }
+        if self.experts_per_token > self.experts {
+            let problem = format!("{} of model.experts = {}", self.experts_per_token, self.experts);
+            return invalid("model.experts_per_token", problem, "at most model.experts");
+        }
+        if self.dense_layers >= self.layers {
+            let problem = format!("{} of model.layers = {}", self.dense_layers, self.layers);
+            return invalid("model.dense_layers", problem, "fewer than model.layers, or model.experts = 0");
+        }
+        if !self.gated || self.mlp_bias {
+            let key = if self.gated { "model.mlp_bias" } else { "model.gated" };
+            let expected = "model.gated = true and model.mlp_bias = false, or model.experts = 0";
+            return invalid(key, "experts are gated and have no biases".into(), expected);
+        }
+        if self.parallel != Parallel::No {
+            let problem = "experts beside attention are not supported";
+            return invalid("model.parallel", problem.into(), "\"no\", or model.experts = 0");
         }
         Ok(())
     }

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::invalid::Invalid;
 
-pub use arch::{Activation, Arch, NormKind, NormPlace, Parallel, Positions, QkNorm};
+pub use arch::{Activation, Arch, NormKind, NormPlace, Parallel, Positions, QkNorm, Router};
 pub use presets::PRESETS;
 pub use rope::RopeScaling;
 
@@ -29,7 +29,8 @@ pub struct ModelSection {
     /// Named shape from which all other keys take their defaults: `byte-tiny` (0.8M parameters, byte vocabulary),
     /// `llama-28m`, `gpt2-124m`, `gpt2-medium`, `gpt2-large`, `gpt2-xl`, `smollm2-135m`, `llama-1b` (Llama 3.2 1B),
     /// `llama-3b`, `llama-8b`, `qwen3-0.6b`, `qwen3-1.7b`, `qwen3-4b`, `qwen3-8b`, `qwen2.5-0.5b`, `qwen2.5-7b`,
-    /// `mistral-7b`, `smollm3-3b`, `olmo2-1b`, `gemma3-1b` or `pythia-160m`. Default: byte-tiny.
+    /// `mistral-7b`, `smollm3-3b`, `olmo2-1b`, `gemma3-1b` or `pythia-160m`; with experts: `mixtral-8x7b`,
+    /// `olmoe-1b-7b` or `qwen3-30b-a3b`. Default: byte-tiny.
     pub preset: Option<String>,
     /// Family of models: a preset of all keys below `norm_eps`, and the layout of exported models. Default: the
     /// preset's.
@@ -110,6 +111,19 @@ pub struct ModelSection {
     pub residual_scale: Option<f64>,
     /// Factor of the logits, before `logit_softcap`.
     pub logit_scale: Option<f64>,
+    /// Number of experts in a mixture of experts: feed-forward layers of which each token uses those that a router
+    /// chooses. No token is dropped. 0: a dense model.
+    pub experts: Option<usize>,
+    /// Number of experts that each token uses, at most 32.
+    pub experts_per_token: Option<usize>,
+    /// Hidden width of each expert; 0: `ffn`.
+    pub expert_ffn: Option<usize>,
+    /// Scores of experts, from the router's logits.
+    pub router: Option<Router>,
+    /// The weights of a token's experts are divided by their sum.
+    pub normalise: Option<bool>,
+    /// Number of blocks at the beginning that have no experts, but feed-forward layers of width `ffn`.
+    pub dense_layers: Option<usize>,
 }
 
 /// A model's shape, with every key resolved. Shapes in older checkpoints lack keys, which then have the values of
@@ -154,6 +168,12 @@ pub struct ModelShape {
     pub embedding_scale: f64,
     pub residual_scale: f64,
     pub logit_scale: f64,
+    pub experts: usize,
+    pub experts_per_token: usize,
+    pub expert_ffn: usize,
+    pub router: Router,
+    pub normalise: bool,
+    pub dense_layers: usize,
 }
 
 /// Implements what concerns every key of a shape alike, in the order in which differences are reported. The head width
@@ -185,7 +205,7 @@ keys! {
     arch layers heads kv_heads dim head_dim ffn seq vocab tied norm_eps norm norm_place norm_offset qk_norm qkv_bias
     attention_bias mlp_bias head_bias activation gated parallel positions rope_theta rope_scaling rope_fraction
     no_rope_every window window_pattern windowed_rope_theta attention_softcap logit_softcap query_scale embedding_scale
-    residual_scale logit_scale
+    residual_scale logit_scale experts experts_per_token expert_ffn router normalise dense_layers
 }
 
 /// Returns C / H. [`ModelShape::check`] refuses 0 heads.
@@ -330,7 +350,42 @@ impl ModelShape {
 
     /// Returns the outputs of the first feed-forward projection: F, or 2 F with gates.
     pub fn ffn_inputs(&self) -> usize {
-        if self.gated { 2 * self.ffn } else { self.ffn }
+        self.gates() * self.ffn
+    }
+
+    /// Returns the number of projections in front of the activation function.
+    fn gates(&self) -> usize {
+        if self.gated { 2 } else { 1 }
+    }
+
+    /// Returns whether a block, counted from 0, has experts.
+    pub fn has_experts(&self, block: usize) -> bool {
+        self.experts > 0 && block >= self.dense_layers
+    }
+
+    /// Returns the number of blocks that have experts.
+    pub fn expert_layers(&self) -> usize {
+        if self.experts > 0 { self.layers.saturating_sub(self.dense_layers) } else { 0 }
+    }
+
+    /// Returns the hidden width of each expert.
+    pub fn expert_width(&self) -> usize {
+        if self.expert_ffn == 0 { self.ffn } else { self.expert_ffn }
+    }
+
+    /// Returns the outputs of an expert's first projection.
+    pub fn expert_inputs(&self) -> usize {
+        self.gates() * self.expert_width()
+    }
+
+    /// Returns the parameters of all feed-forward matrices and routers: those that exist, and those that a token uses.
+    pub fn feed_forward_parameters(&self) -> [u128; 2] {
+        let [dim, ffn, gates, width] =
+            [self.dim, self.ffn, self.gates(), self.expert_width()].map(|x| x as u128);
+        let [layers, experts, used] =
+            [self.expert_layers(), self.experts, self.experts_per_token].map(|x| x as u128);
+        let dense = (self.layers as u128 - layers) * (gates + 1) * ffn * dim;
+        [experts, used].map(|count| dense + layers * dim * (experts + count * (gates + 1) * width))
     }
 
     /// Returns the first key in which two shapes differ, with both values.

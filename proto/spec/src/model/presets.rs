@@ -5,7 +5,7 @@ use super::arch::LLAMA;
 use super::{Arch, ModelShape, RopeScaling};
 
 /// The presets and their names.
-pub static PRESETS: [(&str, ModelShape); 21] = [
+pub static PRESETS: [(&str, ModelShape); 24] = [
     ("byte-tiny", LLAMA),
     ("llama-28m", LLAMA_28M),
     ("gpt2-124m", gpt2(12, 12)),
@@ -27,6 +27,9 @@ pub static PRESETS: [(&str, ModelShape); 21] = [
     ("olmo2-1b", OLMO2_1B),
     ("gemma3-1b", GEMMA3_1B),
     ("pythia-160m", PYTHIA_160M),
+    ("mixtral-8x7b", MIXTRAL_8X7B),
+    ("olmoe-1b-7b", OLMOE_1B_7B),
+    ("qwen3-30b-a3b", QWEN3_30B_A3B),
 ];
 
 /// Returns a shape of the GPT-2 family: heads of width 64, a feed-forward width of 4 C, tied embeddings.
@@ -215,4 +218,46 @@ const PYTHIA_160M: ModelShape = ModelShape {
     seq: 2048,
     vocab: 50304,
     ..Arch::GptNeoX.base()
+};
+
+const MIXTRAL_8X7B: ModelShape = ModelShape {
+    layers: 32,
+    heads: 32,
+    kv_heads: 8,
+    head_dim: 128,
+    dim: 4096,
+    ffn: 14336,
+    seq: 2048,
+    vocab: 32000,
+    ..Arch::Mixtral.base()
+};
+
+/// OLMoE 1B-7B 0924.
+const OLMOE_1B_7B: ModelShape = ModelShape {
+    layers: 16,
+    heads: 16,
+    kv_heads: 16,
+    head_dim: 128,
+    dim: 2048,
+    ffn: 1024,
+    seq: 4096,
+    vocab: 50304,
+    experts: 64,
+    experts_per_token: 8,
+    ..Arch::Olmoe.base()
+};
+
+const QWEN3_30B_A3B: ModelShape = ModelShape {
+    layers: 48,
+    heads: 32,
+    kv_heads: 4,
+    head_dim: 128,
+    dim: 2048,
+    ffn: 6144,
+    seq: 2048,
+    vocab: 151_936,
+    experts: 128,
+    experts_per_token: 8,
+    expert_ffn: 768,
+    ..Arch::Qwen3Moe.base()
 };

@@ -119,6 +119,7 @@ impl Ops<'_> {
         b.run(forward).unwrap();
         let (offsets, choice_of, row_of) = (ints(s.experts + 1), ints(choices), ints(choices));
         let loads = self.out_f32(s.experts);
+        let scratch = ints(SortByExpert::counters(choices, s.experts));
         let sort = SortByExpert {
             choices,
             experts: s.experts,
@@ -127,6 +128,7 @@ impl Ops<'_> {
             choice_of: choice_of.all(),
             row_of: row_of.all(),
             loads: loads.all(),
+            scratch: scratch.all(),
         };
         b.run(sort).unwrap();
         let (losses, dlogits) = (self.out_f32(s.rows), self.out(s.rows * s.experts));

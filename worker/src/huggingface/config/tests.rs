@@ -1,6 +1,6 @@
 //! Tests of reading and writing `config.json`.
 
-use xlaunch_spec::model::{Activation, NormKind, PRESETS, QkNorm};
+use xlaunch_spec::model::{Activation, NormKind, PRESETS, QkNorm, Router};
 
 use super::*;
 use crate::huggingface::fixtures;
@@ -317,13 +317,13 @@ fn what_this_trainer_does_not_compute_is_refused_by_its_key() {
 #[test]
 fn other_types_of_models_are_refused_with_the_nearest_supported_one() {
     for (model_type, expected) in [
-        ("qwen3_moe", &["experts", "`qwen3`"][..]),
-        ("qwen3_next", &["linear attention", "`qwen3`"]),
+        ("qwen3_next", &["linear attention", "`qwen3`"][..]),
+        ("qwen2_moe", &["all tokens share", "`qwen3_moe`"]),
         ("qwen3_5", &["linear attention", "`qwen3`"]),
-        ("llama4", &["experts", "`llama`"]),
-        ("deepseek_v3", &["latent attention"]),
+        ("llama4", &["experts", "`mixtral`"]),
+        ("deepseek_v3", &["latent attention", "`qwen3_moe`"]),
         ("gpt_oss", &["sinks"]),
-        ("mixtral", &["experts", "`mistral`"]),
+        ("granitemoe", &["experts", "`mixtral`"]),
         ("olmo", &["`olmo2`"]),
         ("falcon", &["`gpt_neox`"]),
         ("mpt", &["biases"]),
@@ -335,6 +335,43 @@ fn other_types_of_models_are_refused_with_the_nearest_supported_one() {
             assert!(problem.contains(text), "{model_type}: {text} in {problem}");
         }
     }
+}
+
+#[test]
+fn keys_that_change_routing_are_refused() {
+    for (case, key, value) in [
+        ("mixtral", "router_jitter_noise", json!(0.1)),
+        ("mixtral", "output_router_logits", json!(true)),
+        ("mixtral", "num_local_experts", json!(0)),
+        ("mixtral", "num_experts_per_tok", json!(5)),
+        ("mixtral", "norm_topk_prob", json!(true)),
+        ("olmoe", "clip_qkv", json!(8.0)),
+        ("qwen3_moe", "mlp_only_layers", json!([0])),
+        ("qwen3_moe", "decoder_sparse_step", json!(2)),
+        ("qwen3_moe", "use_sliding_window", json!(true)),
+        ("qwen3_moe", "n_shared_experts", json!(1)),
+    ] {
+        let mut config = fixtures::all().remove(case).unwrap().config;
+        config[key] = value;
+        let error = read(&config).unwrap_err().to_string();
+        assert!(error.contains(&format!("`{key}`")), "{case} {key}: {error}");
+    }
+}
+
+#[test]
+fn models_with_experts_of_other_families_are_exported_as_one_that_has_them() {
+    let name = |shape: &ModelShape| family_for(shape).map(|family| family.model_type);
+    let own = Arch::Llama.base();
+    let llama = ModelShape { experts: 4, expert_ffn: 64, tied: false, ..own.clone() };
+    assert_eq!(name(&llama), Ok("mixtral"));
+    let qwen3 = ModelShape { qk_norm: QkNorm::Head, normalise: false, ..llama.clone() };
+    assert_eq!(name(&qwen3), Ok("qwen3_moe"));
+    let refused = |shape: ModelShape| name(&shape).unwrap_err().0;
+    assert_eq!(refused(ModelShape { router: Router::Sigmoid, ..llama }), "model.experts");
+    let mixtral = Arch::Mixtral.base();
+    assert_eq!(refused(ModelShape { router: Router::Sigmoid, ..mixtral.clone() }), "model.router");
+    assert_eq!(refused(ModelShape { dense_layers: 1, ..mixtral }), "model.dense_layers");
+    assert_eq!(name(&ModelShape { experts_per_token: 7, ..own }), Ok("llama"));
 }
 
 #[test]

@@ -119,3 +119,30 @@ fn rows_of_heads_are_a_permutation_in_both_directions() {
         }
     }
 }
+
+#[test]
+fn grouped_names_of_experts_hold_the_same_values() {
+    for case in ["mixtral", "olmoe", "qwen3_moe"] {
+        let shape = fixtures::all()[case].shape();
+        let (names, layout) = (Family::of(shape.arch).names, Layout::new(&shape));
+        let grouped = ["model.layers.0.mlp.experts.gate_up_proj".to_owned()];
+        let grouped = tensors(names.found_in(grouped.iter()), &shape, &layout);
+        let each = tensors(names.found_in([String::new()].iter()), &shape, &layout);
+        assert!(grouped.len() < each.len());
+        let of = |all: &[Mapped], name: &str| {
+            all.iter().find(|tensor| tensor.name == name).unwrap().elements.clone()
+        };
+        let (len, width) = (shape.expert_width() * shape.dim, shape.expert_width());
+        let block = "model.layers.1.";
+        let [gate_up, down] =
+            ["gate_up_proj", "down_proj"].map(|part| of(&grouped, &format!("{block}mlp.experts.{part}")));
+        let (folder, parts) = match case {
+            "mixtral" => ("block_sparse_moe", ["w1", "w3", "w2"]),
+            _ => ("mlp", ["gate_proj", "up_proj", "down_proj"]),
+        };
+        let [gate, up, down_2] =
+            parts.map(|part| of(&each, &format!("{block}{folder}.experts.2.{part}.weight")).start);
+        assert_eq!([gate, up], [4, 5].map(|matrix| gate_up.start + matrix * len), "{case}");
+        assert_eq!(down_2, down.start + 2 * shape.dim * width, "{case}");
+    }
+}

@@ -42,12 +42,15 @@ pub struct SortByExpert<'a> {
     pub row_of: Slice<'a>,
     /// (E,) F32: number of choices of each expert.
     pub loads: Slice<'a>,
+    /// ([`counters`](Self::counters),) I32: scratch memory with unspecified contents afterwards. Steps of decoding are
+    /// captured, so they must not allocate any.
+    pub scratch: Slice<'a>,
 }
 
 impl SortByExpert<'_> {
-    /// Number of choices of each expert in each chunk.
-    fn counts(&self) -> usize {
-        self.experts * self.choices.div_ceil(SORT_CHUNK)
+    /// Returns the length of the scratch memory: two counters for each expert in each chunk.
+    pub fn counters(choices: usize, experts: usize) -> usize {
+        2 * experts * choices.div_ceil(SORT_CHUNK)
     }
 }
 
@@ -75,15 +78,15 @@ impl Op for SortByExpert<'_> {
     }
 
     fn cuda(self, gpu: &Cuda) -> Result<()> {
-        let Self { choices, experts, chosen, offsets, choice_of, row_of, loads } = self;
+        let Self { choices, experts, chosen, offsets, choice_of, row_of, loads, scratch } = self;
         assert!(experts <= MAX_EXPERTS, "{experts} experts");
         [chosen, choice_of, row_of].into_iter().for_each(|x| expect(x, DType::I32, choices));
         expect(offsets, DType::I32, experts + 1);
         expect(loads, DType::F32, experts);
         let chunks = choices.div_ceil(SORT_CHUNK);
-        let memory = gpu.alloc(DType::I32, 2 * self.counts())?;
-        let (counts, starts) =
-            (memory.slice(0..self.counts()), memory.slice(self.counts()..2 * self.counts()));
+        let counters = Self::counters(choices, experts);
+        expect(scratch, DType::I32, counters);
+        let (counts, starts) = (scratch.slice(0..counters / 2), scratch.slice(counters / 2..counters));
         let each_chunk = Launch::blocks(chunks, SORT_CHUNK as u32);
         let each_expert = Launch::blocks(experts, SORT_STARTS_THREADS as u32);
         let places = args![chosen, starts, choice_of, row_of, choices, chunks];
@@ -94,10 +97,6 @@ impl Op for SortByExpert<'_> {
             gpu.launch("sort_starts", each_expert, args![counts, starts, offsets, loads, chunks])?;
             gpu.launch("sort_places", each_chunk, places)
         }
-    }
-
-    fn scratch(&self) -> usize {
-        2 * DType::I32.size() * self.counts()
     }
 }
 

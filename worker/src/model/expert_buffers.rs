@@ -1,0 +1,96 @@
+//! Experts in decoding, with buffers that are allocated once: a step is captured, and must not allocate any.
+
+use xlaunch_engine::{
+    CombineRows, DType, GEMV_ROWS, GatherRows, Gemv, GluForward, GroupedForward, Result, RouteForward,
+    RouterLogits, Slice, SortByExpert, Tensor,
+};
+
+use super::experts::ExpertShapes;
+use super::{Model, layout};
+
+/// Choices and activations of experts.
+#[derive(Debug)]
+pub(super) struct ExpertBuffers {
+    logits: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    offsets: Tensor,
+    choice_of: Tensor,
+    row_of: Tensor,
+    loads: Tensor,
+    counters: Tensor,
+    /// Inputs of the first layer, then outputs of the second one.
+    rows: Tensor,
+    h: Tensor,
+    a: Tensor,
+}
+
+impl ExpertBuffers {
+    /// Allocates memory for up to `rows` tokens.
+    pub(super) fn new(model: &Model, rows: usize) -> Result<Self> {
+        let backend = &model.backend;
+        let shapes = ExpertShapes::new(&model.shape, rows);
+        let (choices, experts) = (shapes.choices(), shapes.route.experts);
+        let act = |cols: usize| backend.alloc(backend.activation_dtype(), choices * cols);
+        Ok(Self {
+            logits: backend.alloc(DType::F32, rows * experts)?,
+            weights: backend.alloc(DType::F32, choices)?,
+            chosen: backend.alloc(DType::I32, choices)?,
+            offsets: backend.alloc(DType::I32, experts + 1)?,
+            choice_of: backend.alloc(DType::I32, choices)?,
+            row_of: backend.alloc(DType::I32, choices)?,
+            loads: backend.alloc(DType::F32, experts)?,
+            counters: backend.alloc(DType::I32, SortByExpert::counters(choices, experts))?,
+            rows: act(shapes.rows.cols)?,
+            h: act(shapes.fc.outputs)?,
+            a: act(shapes.out.inputs)?,
+        })
+    }
+
+    /// Computes the weighted sums of the experts' outputs for `x`.
+    pub(super) fn run(
+        &self,
+        model: &Model,
+        rows: usize,
+        x: Slice<'_>,
+        params: &layout::Block,
+        out: Slice<'_>,
+    ) -> Result<()> {
+        let (backend, shapes) = (&model.backend, ExpertShapes::new(&model.shape, rows));
+        let choices = shapes.choices();
+        self.route(model, shapes, x, params)?;
+        let (offsets, expert_rows) = (self.offsets.all(), self.rows.slice(0..choices * shapes.rows.cols));
+        let (choice_of, row_of) = (self.choice_of.slice(0..choices), self.row_of.slice(0..choices));
+        backend.run(GatherRows { shape: shapes.rows, choice_of, x, rows: expert_rows })?;
+        let (h, a) =
+            (self.h.slice(0..choices * shapes.fc.outputs), self.a.slice(0..choices * shapes.out.inputs));
+        let w = model.param(&params.fc.weight);
+        backend.run(GroupedForward { shape: shapes.fc, offsets, x: expert_rows, w, y: h })?;
+        let activation = model.activation_function();
+        backend.run(GluForward { activation, rows: choices, ffn: shapes.out.inputs, h, a })?;
+        let w = model.param(&params.out.weight);
+        backend.run(GroupedForward { shape: shapes.out, offsets, x: a, w, y: expert_rows })?;
+        let weights = self.weights.slice(0..choices);
+        backend.run(CombineRows { shape: shapes.rows, row_of, weights, rows: expert_rows, out, add: false })
+    }
+
+    fn route(&self, model: &Model, shapes: ExpertShapes, x: Slice<'_>, params: &layout::Block) -> Result<()> {
+        let (backend, route, choices, shape) =
+            (&model.backend, shapes.route, shapes.choices(), shapes.router());
+        let logits = self.logits.slice(0..route.rows * route.experts);
+        if let Some(router) = &params.router {
+            let w = model.param(router);
+            if route.rows <= GEMV_ROWS {
+                backend.run(Gemv { shape, x, w, bias: None, activation: None, y: logits })?;
+            } else {
+                backend.run(RouterLogits { shape, x, w, logits })?;
+            }
+        }
+        let (weights, chosen) = (self.weights.slice(0..choices), self.chosen.slice(0..choices));
+        backend.run(RouteForward { shape: route, logits, experts: chosen, weights })?;
+        let (choice_of, row_of) = (self.choice_of.slice(0..choices), self.row_of.slice(0..choices));
+        let (experts, offsets, loads) = (route.experts, self.offsets.all(), self.loads.all());
+        let scratch = self.counters.slice(0..SortByExpert::counters(choices, experts));
+        backend.run(SortByExpert { choices, experts, chosen, offsets, choice_of, row_of, loads, scratch })
+    }
+}

@@ -1,0 +1,110 @@
+//! Backward of blocks with experts.
+
+use std::ops::Range;
+
+use xlaunch_engine::{
+    BalanceLoss, CombineRowsBackward, DType, GatherRowsBackward, GluBackward, GroupedBackwardInput,
+    GroupedBackwardWeight, LinearBackwardInput, LinearBackwardWeight, Result, RouteBackward, Slice, Tensor,
+};
+
+use super::Model;
+use super::experts::{Choices, ExpertShapes, Experts};
+use super::pass::Pass;
+use super::routing::Factors;
+
+impl Model {
+    /// Computes the gradients of a block's experts and its router. Returns the gradient of their input `x`.
+    pub(super) fn experts_backward(
+        &self,
+        pass: Pass<'_>,
+        index: usize,
+        experts: &Experts,
+        x: &Tensor,
+        dbranch: &Tensor,
+    ) -> Result<Tensor> {
+        let (params, backend) = (&self.layout.blocks[index], &self.backend);
+        let Experts { choices, rows, h, a, y } = experts;
+        let shapes = ExpertShapes::new(&self.shape, x.len() / self.shape.dim);
+        let offsets = choices.offsets.all();
+        let drows = self.activation(y.len())?;
+        let dweights = backend.alloc(DType::F32, shapes.choices())?;
+        backend.run(CombineRowsBackward {
+            shape: shapes.rows,
+            row_of: choices.row_of.all(),
+            weights: choices.weights.all(),
+            rows: y.all(),
+            dout: dbranch.all(),
+            drows: drows.all(),
+            dweights: dweights.all(),
+        })?;
+        let dx = self.router_backward(pass, index, choices, x, &dweights)?;
+        let weight = |shape, dy: &Tensor, x: &Tensor, weight: &Range<usize>| {
+            let (dw, acc) = (pass.gradient(weight), pass.acc);
+            backend.run(GroupedBackwardWeight { shape, offsets, dy: dy.all(), x: x.all(), dw, acc })
+        };
+        let input = |shape, dy: &Tensor, w: &Range<usize>, dx: Slice<'_>| {
+            backend.run(GroupedBackwardInput { shape, offsets, dy: dy.all(), w: self.param(w), dx })
+        };
+        weight(shapes.out, &drows, a, &params.out.weight)?;
+        let dh = self.activation(h.len())?;
+        {
+            let da = self.activation(a.len())?;
+            input(shapes.out, &drows, &params.out.weight, da.all())?;
+            let (activation, rows, ffn) = (self.activation_function(), shapes.choices(), shapes.out.inputs);
+            backend.run(GluBackward { activation, rows, ffn, h: h.all(), da: da.all(), dh: dh.all() })?;
+        }
+        weight(shapes.fc, &dh, rows, &params.fc.weight)?;
+        // The gradient of the outputs is not needed any more, and has the size of that of the rows.
+        input(shapes.fc, &dh, &params.fc.weight, drows.all())?;
+        let (shape, row_of, add) = (shapes.rows, choices.row_of.all(), true);
+        backend.run(GatherRowsBackward { shape, row_of, drows: drows.all(), dx: dx.all(), add })?;
+        Ok(dx)
+    }
+
+    /// Computes the gradient of a router, and adds its balance loss. Returns the gradient of its input.
+    fn router_backward(
+        &self,
+        pass: Pass<'_>,
+        index: usize,
+        choices: &Choices,
+        x: &Tensor,
+        dweights: &Tensor,
+    ) -> Result<Tensor> {
+        let (backend, shapes) = (&self.backend, ExpertShapes::new(&self.shape, x.len() / self.shape.dim));
+        let (shape, tokens) = (shapes.router(), shapes.rows.tokens);
+        let dx = self.activation(x.len())?;
+        let (Some(routing), Some(router)) = (&self.routing, &self.layout.blocks[index].router) else {
+            backend.zero(dx.all())?;
+            return Ok(dx);
+        };
+        let Factors { balance, z, ranks, micro_steps } = routing.factors;
+        let dlogits = self.activation(tokens * shape.outputs)?;
+        let losses = backend.alloc(DType::F32, tokens)?;
+        // Each token's part of the mean over those of a step, and each choice's of those of a micro-step.
+        let part = reciprocal(tokens * ranks * micro_steps);
+        backend.run(RouteBackward {
+            shape: shapes.route,
+            logits: choices.logits.all(),
+            experts: choices.experts.all(),
+            dweights: dweights.all(),
+            loss: BalanceLoss {
+                loads: routing.loads(&self.shape, index),
+                share: reciprocal(shapes.choices() * ranks),
+                balance: balance * part,
+                z: z * part,
+                losses: losses.all(),
+            },
+            dlogits: dlogits.all(),
+        })?;
+        routing.add_balance(backend, losses.all(), part)?;
+        let (dw, acc) = (pass.gradient(router), pass.acc);
+        backend.run(LinearBackwardWeight { shape, dy: dlogits.all(), x: x.all(), dw, acc })?;
+        backend.run(LinearBackwardInput { shape, dy: dlogits.all(), w: self.param(router), dx: dx.all() })?;
+        Ok(dx)
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, clippy::cast_precision_loss, reason = "a factor in f32")]
+fn reciprocal(count: usize) -> f32 {
+    (1.0 / count as f64) as f32
+}

@@ -1,0 +1,156 @@
+//! The loads of experts, and the losses that balance them.
+//!
+//! The number of choices of each expert is all-reduced between forward and backward, because the balance loss is that
+//! of the global batch.
+
+use xlaunch_engine::{Accumulate, AddTo, Cast, DType, PendingRead, Result, Scale, Slice, Sum, Tensor};
+use xlaunch_spec::job::TrainSection;
+use xlaunch_spec::model::ModelShape;
+
+use super::{BackendHandle, Model, narrow};
+
+/// What the routers of a model share: the loads of a micro-step, and the losses that balance them.
+#[derive(Debug)]
+pub struct Routing {
+    /// Number of choices of each expert in each layer with experts, F32 `[L, E]`. Forward writes those of this rank.
+    pub loads: Tensor,
+    /// Sum of the loads of a step's micro-steps.
+    total: Tensor,
+    /// Sum over layers of the mean balance loss, F32 `[1]`. Backward adds this rank's part of it.
+    balance: Tensor,
+    /// Number of experts.
+    experts: usize,
+    /// Factors of the losses.
+    pub(super) factors: Factors,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Factors {
+    pub(super) balance: f32,
+    pub(super) z: f32,
+    /// Ranks, and micro-steps of a step.
+    pub(super) ranks: usize,
+    pub(super) micro_steps: usize,
+}
+
+/// How evenly the experts of a model were used in a step.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertLoad {
+    /// Mean balance loss of the layers, without its factor: 1 for a balanced load.
+    pub balance: f32,
+    /// Largest share of a layer's choices that one expert has.
+    pub busiest: f32,
+    /// Entropy of a layer's loads relative to that of equal loads, mean over layers.
+    pub entropy: f32,
+}
+
+impl Routing {
+    /// Creates it for a model with experts.
+    pub(super) fn new(backend: &BackendHandle, shape: &ModelShape) -> Result<Option<Self>> {
+        if shape.experts == 0 {
+            return Ok(None);
+        }
+        let routing = Self {
+            loads: backend.alloc_persistent(DType::F32, shape.expert_layers() * shape.experts)?,
+            total: backend.alloc_persistent(DType::F32, shape.expert_layers() * shape.experts)?,
+            balance: backend.alloc_persistent(DType::F32, 1)?,
+            experts: shape.experts,
+            factors: Factors { ranks: 1, micro_steps: 1, ..Factors::default() },
+        };
+        for tensor in [&routing.loads, &routing.total, &routing.balance] {
+            backend.zero(tensor.all())?;
+        }
+        Ok(Some(routing))
+    }
+
+    /// Starts the losses of a step.
+    pub fn begin_step(&self, backend: &BackendHandle) -> Result<()> {
+        backend.zero(self.balance.all())
+    }
+
+    /// Adds the loads of a micro-step to those of the step, or begins with them.
+    pub fn add_loads(&self, backend: &BackendHandle, acc: Accumulate) -> Result<()> {
+        let (x, y) = (self.loads.all(), self.total.all());
+        match acc {
+            Accumulate::Overwrite => backend.run(Cast { x, y }),
+            Accumulate::Add => backend.run(AddTo { x, y }),
+        }
+    }
+
+    /// Writes this rank's part of the balance loss of the step, summed over layers, to `out`.
+    pub fn write_balance(&self, backend: &BackendHandle, out: Slice<'_>) -> Result<()> {
+        let (x, scale, acc) = (self.balance.all(), Scale::Constant(1.0), Accumulate::Overwrite);
+        backend.run(Sum { x, scale, out, acc })
+    }
+
+    /// Adds a part of a balance loss: `losses` times `part`.
+    pub(super) fn add_balance(&self, backend: &BackendHandle, losses: Slice<'_>, part: f32) -> Result<()> {
+        let (scale, out) = (Scale::Constant(part), self.balance.all());
+        backend.run(Sum { x: losses, scale, out, acc: Accumulate::Add })
+    }
+
+    /// Starts to read the loads of the step.
+    pub fn begin_read(&self, backend: &BackendHandle) -> Result<PendingRead> {
+        backend.begin_read(self.total.all())
+    }
+
+    /// Waits for the loads of a step, and describes them. `balance` is the sum of its balance losses.
+    pub fn load(&self, read: PendingRead, balance: f32) -> Result<ExpertLoad> {
+        let mut loads = vec![0.0; self.total.len()];
+        read.wait(&mut loads)?;
+        Ok(ExpertLoad::new(&loads, self.experts, balance))
+    }
+
+    /// Returns the loads of a block.
+    pub(super) fn loads(&self, shape: &ModelShape, block: usize) -> Slice<'_> {
+        let first = (block - shape.dense_layers) * shape.experts;
+        self.loads.slice(first..first + shape.experts)
+    }
+}
+
+impl ExpertLoad {
+    /// Describes the loads of several layers.
+    #[expect(clippy::cast_possible_truncation, clippy::cast_precision_loss, reason = "for display only")]
+    fn new(loads: &[f32], experts: usize, balance: f32) -> Self {
+        let layers = loads.len() / experts;
+        let (mut busiest, mut entropy) = (0.0_f64, 0.0);
+        for loads in loads.chunks_exact(experts) {
+            let total = loads.iter().map(|load| f64::from(*load)).sum::<f64>().max(1.0);
+            for share in loads.iter().map(|load| f64::from(*load) / total).filter(|share| *share > 0.0) {
+                busiest = busiest.max(share);
+                entropy -= share * share.ln();
+            }
+        }
+        // The entropy of a single expert is that of equal loads.
+        let most = layers as f64 * (experts as f64).ln();
+        let entropy = if most > 0.0 { entropy / most } else { 1.0 };
+        Self { balance: balance / layers as f32, busiest: busiest as f32, entropy: entropy as f32 }
+    }
+}
+
+impl Model {
+    /// Sets the losses that balance the experts in steps of this job on this number of ranks. By default there are
+    /// none.
+    #[must_use]
+    pub fn with_routing(mut self, train: &TrainSection, ranks: usize) -> Self {
+        if let Some(routing) = &mut self.routing {
+            let (balance, z) = (narrow(train.router_aux_loss_coef), narrow(train.router_z_loss_coef));
+            routing.factors = Factors { balance, z, ranks, micro_steps: train.accumulate };
+        }
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn load_is_described_by_the_busiest_expert_and_the_entropy() {
+        let even = ExpertLoad::new(&[5.0; 8], 4, 2.0);
+        assert_eq!((even.balance, even.busiest, even.entropy), (1.0, 0.25, 1.0));
+        let one = ExpertLoad::new(&[0.0, 8.0, 0.0, 0.0, 2.0, 2.0, 2.0, 2.0], 4, 5.0);
+        assert_eq!((one.balance, one.busiest, one.entropy), (2.5, 1.0, 0.5));
+        assert_eq!(ExpertLoad::new(&[7.0], 1, 1.0).entropy, 1.0);
+    }
+}
