@@ -37,6 +37,7 @@ constexpr uint32_t EPILOGUE_DGELU = 192, EPILOGUE_DGELU_BGRAD = 208;
 constexpr int32_t DESC_TRANSA = 3, DESC_TRANSB = 4, DESC_EPILOGUE = 7, DESC_BIAS_POINTER = 8;
 constexpr int32_t DESC_EPILOGUE_AUX_POINTER = 11, DESC_EPILOGUE_AUX_LD = 12;
 constexpr int32_t DESC_A_SCALE_POINTER = 17, DESC_B_SCALE_POINTER = 18, DESC_FAST_ACCUM = 25;
+constexpr int32_t LAYOUT_BATCH_COUNT = 5, LAYOUT_STRIDED_BATCH_OFFSET = 6;
 constexpr int32_t PREF_MAX_WORKSPACE_BYTES = 1, PREF_MIN_ALIGNMENT_A_BYTES = 5, PREF_MIN_ALIGNMENT_D_BYTES = 8;
 
 // The bits that epilogues consist of. Derivatives have AUX too.
@@ -57,6 +58,9 @@ struct MatrixLayout {
     int32_t type;
     uint64_t rows, cols;
     int64_t ld;
+    int32_t batch = 1;
+    // Elements from one matrix of a batch to the next one.
+    int64_t batch_offset = 0;
 };
 
 // Alignments of A, B, C and D, with the library's default.
@@ -246,7 +250,10 @@ Status check_fp8(const MatmulDesc& desc, const MatrixLayout& a, const MatrixLayo
 Status check(const MatmulDesc& desc, const MatrixLayout& a, const MatrixLayout& b, const MatrixLayout& c,
              const MatrixLayout& d) {
     for (const MatrixLayout* x : {&a, &b, &c, &d})
-        if (x->rows == 0 || x->cols == 0 || x->ld < 0 || uint64_t(x->ld) < x->rows) return INVALID_VALUE;
+        if (x->rows == 0 || x->cols == 0 || x->ld < 0 || uint64_t(x->ld) < x->rows || x->batch < 1) return INVALID_VALUE;
+    if (a.batch != d.batch || b.batch != d.batch || c.batch != d.batch) return INVALID_VALUE;
+    // Matrices that are written do not overlap.
+    if (d.batch > 1 && d.batch_offset < int64_t(d.ld * (d.cols - 1) + d.rows)) return INVALID_VALUE;
     bool ta = desc.transpose_a == OP_T, tb = desc.transpose_b == OP_T;
     uint64_t m = ta ? a.cols : a.rows, k = ta ? a.rows : a.cols, n = tb ? b.rows : b.cols;
     if (k != (tb ? b.cols : b.rows)) return INVALID_VALUE;
@@ -265,6 +272,8 @@ Status check(const MatmulDesc& desc, const MatrixLayout& a, const MatrixLayout& 
     // A bias and the matrix for GELU have the output's type. Their addresses may be set later.
     uint64_t size = element_size(d.type);
     if ((desc.epilogue & (BIAS | BIAS_GRAD)) && !is_aligned(desc.bias, size)) return INVALID_VALUE;
+    // Batches are supported without operands of an epilogue.
+    if (d.batch > 1 && desc.epilogue != EPILOGUE_DEFAULT) return NOT_SUPPORTED;
     if (desc.epilogue & AUX) {
         if (desc.aux_ld < 0 || uint64_t(desc.aux_ld) < m || !is_aligned(desc.aux, size)) return INVALID_VALUE;
         // The library documents this for GELU.
@@ -304,92 +313,11 @@ Status destroy(T* object) {
     return SUCCESS;
 }
 
-}  // namespace
-
-extern "C" {
-
-// Version of the bindings that the engine is built with: 13.0.
-size_t cublasLtGetVersion() { return 130000; }
-
-Status cublasLtCreate(Handle** handle) { return create(handle, Handle{}); }
-Status cublasLtDestroy(Handle* handle) { return destroy(handle); }
-
-Status cublasLtMatmulDescCreate(MatmulDesc** desc, int32_t compute, int32_t scale) {
-    return create(desc, MatmulDesc{compute, scale});
-}
-Status cublasLtMatmulDescDestroy(MatmulDesc* desc) { return destroy(desc); }
-
-Status cublasLtMatmulDescSetAttribute(MatmulDesc* desc, int32_t attribute, const void* value, size_t size) {
-    if (!desc) return INVALID_VALUE;
-    switch (attribute) {
-    case DESC_TRANSA: return read_one_of(value, size, desc->transpose_a, {OP_N, OP_T});
-    case DESC_TRANSB: return read_one_of(value, size, desc->transpose_b, {OP_N, OP_T});
-    case DESC_BIAS_POINTER: return read(value, size, desc->bias);
-    case DESC_EPILOGUE_AUX_POINTER: return read(value, size, desc->aux);
-    case DESC_EPILOGUE_AUX_LD: return read(value, size, desc->aux_ld);
-    case DESC_A_SCALE_POINTER: return read(value, size, desc->a_scale);
-    case DESC_B_SCALE_POINTER: return read(value, size, desc->b_scale);
-    case DESC_FAST_ACCUM: {
-        // Sums are exact here.
-        int8_t fast;
-        return read_one_of(value, size, fast, {int8_t(0), int8_t(1)});
-    }
-    case DESC_EPILOGUE:
-        return read_one_of(value, size, desc->epilogue,
-                           {EPILOGUE_DEFAULT, EPILOGUE_BIAS, EPILOGUE_GELU_AUX_BIAS, EPILOGUE_DGELU,
-                            EPILOGUE_DGELU_BGRAD});
-    default: return NOT_SUPPORTED;
-    }
-}
-
-Status cublasLtMatrixLayoutCreate(MatrixLayout** layout, int32_t type, uint64_t rows, uint64_t cols, int64_t ld) {
-    return create(layout, MatrixLayout{type, rows, cols, ld});
-}
-Status cublasLtMatrixLayoutDestroy(MatrixLayout* layout) { return destroy(layout); }
-
-Status cublasLtMatrixLayoutSetAttribute(MatrixLayout* layout, int32_t, const void* value, size_t size) {
-    // The engine specifies everything when it creates a layout, and uses no batches.
-    return layout && value && size ? NOT_SUPPORTED : INVALID_VALUE;
-}
-
-Status cublasLtMatmulPreferenceCreate(Preference** preference) { return create(preference, Preference{}); }
-Status cublasLtMatmulPreferenceDestroy(Preference* preference) { return destroy(preference); }
-
-Status cublasLtMatmulPreferenceSetAttribute(Preference* preference, int32_t attribute, const void* value,
-                                            size_t size) {
-    if (!preference) return INVALID_VALUE;
-    uint64_t workspace;
-    if (attribute == PREF_MAX_WORKSPACE_BYTES) return read(value, size, workspace);
-    if (attribute < PREF_MIN_ALIGNMENT_A_BYTES || attribute > PREF_MIN_ALIGNMENT_D_BYTES) return NOT_SUPPORTED;
-    uint32_t bytes;
-    if (Status status = read(value, size, bytes)) return status;
-    if (bytes == 0 || (bytes & (bytes - 1)) != 0) return INVALID_VALUE;
-    preference->alignment[attribute - PREF_MIN_ALIGNMENT_A_BYTES] = bytes;
-    return SUCCESS;
-}
-
-Status cublasLtMatmulAlgoGetHeuristic(Handle* handle, const MatmulDesc* desc, const MatrixLayout* a,
-                                      const MatrixLayout* b, const MatrixLayout* c, const MatrixLayout* d,
-                                      const Preference* preference, int requested, HeuristicResult* results,
-                                      int* count) {
-    if (count) *count = 0;
-    if (!handle) return NOT_INITIALIZED;
-    if (!desc || !a || !b || !c || !d || !preference || requested < 1 || !results || !count) return INVALID_VALUE;
-    if (Status status = check(*desc, *a, *b, *c, *d)) return status;
-    *results = {};
-    results->algo.mark = ALGO_MARK;
-    memcpy(results->algo.alignment, preference->alignment, sizeof preference->alignment);
-    results->state = SUCCESS;
-    *count = 1;
-    return SUCCESS;
-}
-
-Status cublasLtMatmul(Handle* handle, const MatmulDesc* desc, const void* alpha, const void* a,
-                      const MatrixLayout* a_layout, const void* b, const MatrixLayout* b_layout, const void* beta,
-                      const void* c, const MatrixLayout* c_layout, void* d, const MatrixLayout* d_layout,
-                      const Algo* algo, void* /* workspace */, size_t /* workspace_size */, void* /* stream */) {
-    if (!handle) return NOT_INITIALIZED;
-    if (!desc || !alpha || !beta || !a_layout || !b_layout || !c_layout || !d_layout) return INVALID_VALUE;
+// One multiplication of a batch.
+Status multiply_one(const MatmulDesc* desc, const void* alpha, const void* a, const MatrixLayout* a_layout,
+                    const void* b, const MatrixLayout* b_layout, const void* beta, const void* c,
+                    const MatrixLayout* c_layout, void* d, const MatrixLayout* d_layout, const Algo* algo) {
+    if (!desc || !alpha || !beta) return INVALID_VALUE;
     if (Status status = check(*desc, *a_layout, *b_layout, *c_layout, *d_layout)) return status;
     float scale_ab, scale_c;
     memcpy(&scale_ab, alpha, sizeof scale_ab);
@@ -451,6 +379,110 @@ Status cublasLtMatmul(Handle* handle, const MatmulDesc* desc, const void* alpha,
         product.run();
     } catch (const std::exception&) {
         return ALLOC_FAILED;
+    }
+    return SUCCESS;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Version of the bindings that the engine is built with: 13.0.
+size_t cublasLtGetVersion() { return 130000; }
+
+Status cublasLtCreate(Handle** handle) { return create(handle, Handle{}); }
+Status cublasLtDestroy(Handle* handle) { return destroy(handle); }
+
+Status cublasLtMatmulDescCreate(MatmulDesc** desc, int32_t compute, int32_t scale) {
+    return create(desc, MatmulDesc{compute, scale});
+}
+Status cublasLtMatmulDescDestroy(MatmulDesc* desc) { return destroy(desc); }
+
+Status cublasLtMatmulDescSetAttribute(MatmulDesc* desc, int32_t attribute, const void* value, size_t size) {
+    if (!desc) return INVALID_VALUE;
+    switch (attribute) {
+    case DESC_TRANSA: return read_one_of(value, size, desc->transpose_a, {OP_N, OP_T});
+    case DESC_TRANSB: return read_one_of(value, size, desc->transpose_b, {OP_N, OP_T});
+    case DESC_BIAS_POINTER: return read(value, size, desc->bias);
+    case DESC_EPILOGUE_AUX_POINTER: return read(value, size, desc->aux);
+    case DESC_EPILOGUE_AUX_LD: return read(value, size, desc->aux_ld);
+    case DESC_A_SCALE_POINTER: return read(value, size, desc->a_scale);
+    case DESC_B_SCALE_POINTER: return read(value, size, desc->b_scale);
+    case DESC_FAST_ACCUM: {
+        // Sums are exact here.
+        int8_t fast;
+        return read_one_of(value, size, fast, {int8_t(0), int8_t(1)});
+    }
+    case DESC_EPILOGUE:
+        return read_one_of(value, size, desc->epilogue,
+                           {EPILOGUE_DEFAULT, EPILOGUE_BIAS, EPILOGUE_GELU_AUX_BIAS, EPILOGUE_DGELU,
+                            EPILOGUE_DGELU_BGRAD});
+    default: return NOT_SUPPORTED;
+    }
+}
+
+Status cublasLtMatrixLayoutCreate(MatrixLayout** layout, int32_t type, uint64_t rows, uint64_t cols, int64_t ld) {
+    return create(layout, MatrixLayout{type, rows, cols, ld});
+}
+Status cublasLtMatrixLayoutDestroy(MatrixLayout* layout) { return destroy(layout); }
+
+Status cublasLtMatrixLayoutSetAttribute(MatrixLayout* layout, int32_t attribute, const void* value, size_t size) {
+    if (!layout) return INVALID_VALUE;
+    switch (attribute) {
+    case LAYOUT_BATCH_COUNT: return read(value, size, layout->batch);
+    case LAYOUT_STRIDED_BATCH_OFFSET: return read(value, size, layout->batch_offset);
+    // The engine specifies everything else when it creates a layout.
+    default: return NOT_SUPPORTED;
+    }
+}
+
+Status cublasLtMatmulPreferenceCreate(Preference** preference) { return create(preference, Preference{}); }
+Status cublasLtMatmulPreferenceDestroy(Preference* preference) { return destroy(preference); }
+
+Status cublasLtMatmulPreferenceSetAttribute(Preference* preference, int32_t attribute, const void* value,
+                                            size_t size) {
+    if (!preference) return INVALID_VALUE;
+    uint64_t workspace;
+    if (attribute == PREF_MAX_WORKSPACE_BYTES) return read(value, size, workspace);
+    if (attribute < PREF_MIN_ALIGNMENT_A_BYTES || attribute > PREF_MIN_ALIGNMENT_D_BYTES) return NOT_SUPPORTED;
+    uint32_t bytes;
+    if (Status status = read(value, size, bytes)) return status;
+    if (bytes == 0 || (bytes & (bytes - 1)) != 0) return INVALID_VALUE;
+    preference->alignment[attribute - PREF_MIN_ALIGNMENT_A_BYTES] = bytes;
+    return SUCCESS;
+}
+
+Status cublasLtMatmulAlgoGetHeuristic(Handle* handle, const MatmulDesc* desc, const MatrixLayout* a,
+                                      const MatrixLayout* b, const MatrixLayout* c, const MatrixLayout* d,
+                                      const Preference* preference, int requested, HeuristicResult* results,
+                                      int* count) {
+    if (count) *count = 0;
+    if (!handle) return NOT_INITIALIZED;
+    if (!desc || !a || !b || !c || !d || !preference || requested < 1 || !results || !count) return INVALID_VALUE;
+    if (Status status = check(*desc, *a, *b, *c, *d)) return status;
+    *results = {};
+    results->algo.mark = ALGO_MARK;
+    memcpy(results->algo.alignment, preference->alignment, sizeof preference->alignment);
+    results->state = SUCCESS;
+    *count = 1;
+    return SUCCESS;
+}
+
+Status cublasLtMatmul(Handle* handle, const MatmulDesc* desc, const void* alpha, const void* a,
+                      const MatrixLayout* a_layout, const void* b, const MatrixLayout* b_layout, const void* beta,
+                      const void* c, const MatrixLayout* c_layout, void* d, const MatrixLayout* d_layout,
+                      const Algo* algo, void* /* workspace */, size_t /* workspace_size */, void* /* stream */) {
+    if (!handle) return NOT_INITIALIZED;
+    if (!a_layout || !b_layout || !c_layout || !d_layout) return INVALID_VALUE;
+    auto at = [](const void* p, const MatrixLayout& layout, int i) {
+        size_t bytes = i * size_t(layout.batch_offset) * element_size(layout.type);
+        return p ? static_cast<const char*>(p) + bytes : nullptr;
+    };
+    for (int i = 0; i < d_layout->batch; i++) {
+        Status status = multiply_one(desc, alpha, at(a, *a_layout, i), a_layout, at(b, *b_layout, i), b_layout, beta,
+                                     at(c, *c_layout, i), c_layout, const_cast<char*>(at(d, *d_layout, i)), d_layout,
+                                     algo);
+        if (status) return status;
     }
     return SUCCESS;
 }

@@ -13,7 +13,7 @@ use std::sync::Mutex;
 use common::{Rank, on_ranks_with_shape, shape, spec};
 use xlaunch_comm::bucket::Plan;
 use xlaunch_engine::{DType, Tensor};
-use xlaunch_spec::job::{JobSpec, Optimizer, Recompute, Shard};
+use xlaunch_spec::job::{JobSpec, Optimizer, Owners, Recompute, Shard};
 use xlaunch_spec::model::{Arch, ModelShape};
 use xlaunch_worker::model::layout::Layout;
 use xlaunch_worker::train::{Division, Requests};
@@ -213,7 +213,7 @@ fn parameters_in_several_buckets_train_with_the_same_bits() {
     }
 }
 
-/// Every rank makes the same matrices orthogonal, whichever elements it updates.
+/// A matrix goes through the same operations, whichever ranks make it orthogonal and whichever elements they update.
 #[test]
 fn muon_trains_with_the_same_bits_for_any_division() {
     let dir = tempfile::tempdir().unwrap();
@@ -221,20 +221,28 @@ fn muon_trains_with_the_same_bits_for_any_division() {
     // No clipping: it would depend on the order in which the gradient norm is summed.
     (spec.train.accumulate, spec.train.clip) = (1, 0.0);
     (spec.data.val_fraction, spec.train.eval_batches) = (0.2, 2);
-    for (arch, tied) in [(Arch::Llama, false), (Arch::Gpt2, true)] {
+    for (arch, tied, normuon) in [(Arch::Llama, false, true), (Arch::Gpt2, true, false)] {
         let shape = shape(arch, 3, tied);
-        let mut run = |world, bucket_mb, optimizer, shard| {
+        let mut run = |world, bucket_mb, optimizer, shard, owners| {
             (spec.comm.bucket_mb, spec.comm.shard, spec.train.optimizer) = (bucket_mb, shard, optimizer);
+            (spec.muon.owners, spec.muon.normuon) = (owners, normuon);
             let trained = run(&shape, &spec, dir.path(), world);
             (losses(&trained), arenas(&trained))
         };
-        for (world, bucket_mb) in [(2, 25.0), (2, 0.002), (4, 0.002)] {
+        for (world, bucket_mb) in [(2, 25.0), (2, 0.002), (3, 0.005), (4, 0.002)] {
             let case = format!("{arch:?} on {world} ranks, buckets of {bucket_mb} MiB");
-            let whole = run(world, bucket_mb, Optimizer::Muon, Shard::None);
-            for shard in [Shard::Optimizer, Shard::Gradients, Shard::Parameters] {
-                assert!(run(world, bucket_mb, Optimizer::Muon, shard) == whole, "{case}, {shard:?}");
+            let whole = run(world, bucket_mb, Optimizer::Muon, Shard::None, Owners::Never);
+            // Unequal shards of three ranks are not the parts in which an all-reduce adds gradients.
+            let sharded = run(world, bucket_mb, Optimizer::Muon, Shard::Optimizer, Owners::Never);
+            assert!(world == 3 || sharded == whole, "{case}");
+            for shard in [Shard::None, Shard::Optimizer, Shard::Gradients, Shard::Parameters] {
+                for owners in [Owners::Always, Owners::Never] {
+                    let found = run(world, bucket_mb, Optimizer::Muon, shard, owners);
+                    let expected = if shard == Shard::None { &whole } else { &sharded };
+                    assert!(found == *expected, "{case}, {shard:?}, {owners:?}");
+                }
             }
-            let adamw = run(world, bucket_mb, Optimizer::AdamW, Shard::None);
+            let adamw = run(world, bucket_mb, Optimizer::AdamW, Shard::None, Owners::Auto);
             assert_eq!(adamw.0[0][0], whole.0[0][0], "{case}: the first loss");
             assert_ne!(adamw.0[1], whole.0[1], "{case}");
         }

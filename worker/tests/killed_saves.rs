@@ -109,7 +109,7 @@ fn value_of(step: u64) -> f32 {
 
 fn save_until_killed(dir: &Path) {
     let layout = Layout::new(&shape());
-    let sharding = Sharding::replicated(Plan::new(&layout.ends(), ALIGN, 4, 1 << 20, 1 << 20));
+    let sharding = Sharding::replicated(Plan::new(&layout.ends(), ALIGN, 4, 1 << 20, 1 << 20), 0, 1);
     let portion = Portion::new(&sharding, 0, 1);
     let len = portion.len();
     let settings = Settings {

@@ -24,6 +24,7 @@ xlaunch_harness::tests! {
     checkpoint_saved_with_other_buckets_is_resumed_bit_for_bit,
     sharded_optimizer_stops_resumes_and_evaluates,
     muon_depends_neither_on_the_number_of_ranks_nor_on_interruptions,
+    normuon_resumes_on_another_number_of_ranks,
     run_is_not_continued_with_another_optimizer_unless_confirmed,
     checkpoint_without_manifest_or_with_changed_byte_is_not_used,
     resume_in_another_directory_names_the_checkpoint_beside_the_configuration;
@@ -332,19 +333,38 @@ fn sharded_optimizer_stops_resumes_and_evaluates() {
 }
 
 fn muon_depends_neither_on_the_number_of_ranks_nor_on_interruptions() {
-    let losses = |ranks: usize, shard: &str| {
+    let losses = |ranks: usize, shard: &str, keys: &[&str]| {
         let job = Job::new();
-        train(&job, ranks, &[MUON, &format!("train.batch={}", 12 / ranks), &format!("comm.shard={shard:?}")]);
+        let shared = [MUON, &format!("train.batch={}", 12 / ranks), &format!("comm.shard={shard:?}")];
+        train(&job, ranks, &[&shared, keys].concat());
         job.losses()
     };
-    let one = losses(1, "none");
-    for (ranks, shard) in
-        [(2, "none"), (3, "none"), (4, "none"), (2, "optimizer"), (3, "gradients"), (4, "parameters")]
-    {
-        assert_close(&losses(ranks, shard), &one, &format!("{ranks} ranks, {shard}"));
+    let [owners, normuon] = ["muon.owners=\"always\"", "muon.normuon=true"];
+    for keys in [&[owners][..], &[owners, normuon]] {
+        let one = losses(1, "none", keys);
+        for (ranks, shard) in
+            [(2, "none"), (3, "none"), (4, "none"), (2, "optimizer"), (3, "gradients"), (4, "parameters")]
+        {
+            assert_close(&losses(ranks, shard, keys), &one, &format!("{ranks} ranks, {shard}, {keys:?}"));
+        }
     }
-    let args = ["--nproc", "2", "--set", MUON, "--set", SHARD_OPTIMIZER, "--set", "train.steps=400"];
-    assert_interruption_changes_nothing(&args);
+    let keys = set(&[MUON, owners, normuon, SHARD_OPTIMIZER, "train.steps=400"]);
+    assert_interruption_changes_nothing(&[&["--nproc", "2"], &keys[..]].concat());
+}
+
+fn normuon_resumes_on_another_number_of_ranks() {
+    let common =
+        [MUON, "muon.normuon=true", "muon.owners=\"always\"", "checkpoint.every=4", "checkpoint.async=false"];
+    let job = Job::new();
+    train(&job, 2, &[&common[..], &["train.batch=6", SHARD_OPTIMIZER]].concat());
+    let whole = job.losses();
+    let checkpoint = job.run_dir().join("checkpoints/step-00000004").display().to_string();
+    let resume = format!("checkpoint.resume={checkpoint:?}");
+    for (ranks, batch, shard) in [(3, 4, "none"), (4, 3, "optimizer")] {
+        let (batch, shard) = (format!("train.batch={batch}"), format!("comm.shard={shard:?}"));
+        train(&job, ranks, &[&common[..], &[&batch, &shard, &resume]].concat());
+        assert_close(&job.losses(), &whole, &format!("{ranks} ranks"));
+    }
 }
 
 fn run_is_not_continued_with_another_optimizer_unless_confirmed() {
@@ -359,6 +379,9 @@ fn run_is_not_continued_with_another_optimizer_unless_confirmed() {
     let confirmed = job.run_ok(&[&resume[..], &["--resume-changed"]].concat());
     assert!(confirmed.stderr.contains("train.optimizer was adamw, is now muon"), "{}", confirmed.stderr);
     assert!(!job.checkpoint(12, MODEL).is_empty());
+    let back = job.run(&[&["--resume"], &set(&["train.steps=16"])[..]].concat());
+    assert_eq!(back.code, 65, "{}", back.stderr);
+    assert!(back.stderr.contains("train.optimizer was muon, is now adamw"), "{}", back.stderr);
 }
 
 fn checkpoint_without_manifest_or_with_changed_byte_is_not_used() {

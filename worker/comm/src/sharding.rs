@@ -19,6 +19,7 @@ pub struct Sharding {
     /// Elements that are never divided.
     unit: usize,
     rank: usize,
+    world: usize,
     /// Shards per bucket: the world size, or 1 if every rank has all parameters.
     shards: usize,
     /// Position at which this rank stores its shard of each bucket, and the end of the last one.
@@ -31,8 +32,17 @@ impl Sharding {
     /// # Panics
     /// If `rank` is not below `world`.
     pub fn new(plan: Plan, unit: usize, rank: usize, world: usize) -> Self {
+        Self::with_shards(plan, unit, (rank, world), world)
+    }
+
+    /// Makes each of `world` ranks update all parameters.
+    pub fn replicated(plan: Plan, rank: usize, world: usize) -> Self {
+        Self::with_shards(plan, 1, (rank, world), 1)
+    }
+
+    fn with_shards(plan: Plan, unit: usize, (rank, world): (usize, usize), shards: usize) -> Self {
         assert!(rank < world, "rank {rank} of {world}");
-        let mut sharding = Self { plan, unit, rank, shards: world, stored: vec![0] };
+        let mut sharding = Self { plan, unit, rank, world, shards, stored: vec![0] };
         for bucket in sharding.plan.buckets() {
             let end = sharding.stored[sharding.stored.len() - 1] + sharding.in_arena(bucket).len();
             sharding.stored.push(end);
@@ -40,9 +50,9 @@ impl Sharding {
         sharding
     }
 
-    /// Makes every rank update all parameters.
-    pub fn replicated(plan: Plan) -> Self {
-        Self::new(plan, 1, 0, 1)
+    /// Returns this rank, and the number of ranks.
+    pub fn rank_and_world(&self) -> (usize, usize) {
+        (self.rank, self.world)
     }
 
     /// Returns whether a rank updates only a part of the parameters.
@@ -79,8 +89,9 @@ impl Sharding {
     /// Returns the position of this rank's shard of a bucket in the whole arena.
     pub fn in_arena(&self, bucket: &Range<usize>) -> Range<usize> {
         let len = bucket.len() / (self.unit * self.shards) * self.unit;
-        let start = bucket.start + self.rank * len;
-        start..if self.rank + 1 == self.shards { bucket.end } else { start + len }
+        let shard = if self.is_sharded() { self.rank } else { 0 };
+        let start = bucket.start + shard * len;
+        start..if shard + 1 == self.shards { bucket.end } else { start + len }
     }
 
     /// Returns this rank's shards of `arena`, which holds one value for every `chunk` elements. Shards are multiples of
@@ -131,10 +142,10 @@ mod tests {
         let plan = Plan::new(&[8, 24], 4, 4, 64, 32);
         let sharded = Sharding::new(plan.clone(), 4, 0, 2);
         assert!(sharded.is_sharded() && !sharded.is_empty());
-        let replicated = Sharding::replicated(plan);
+        let replicated = Sharding::replicated(plan, 1, 2);
         assert!(!replicated.is_sharded());
         assert_eq!((replicated.len(), replicated.arena_len()), (24, 24));
-        assert!(Sharding::replicated(Plan::new(&[], 4, 4, 64, 32)).is_empty());
+        assert!(Sharding::replicated(Plan::new(&[], 4, 4, 64, 32), 0, 1).is_empty());
     }
 
     #[test]

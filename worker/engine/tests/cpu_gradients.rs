@@ -10,7 +10,9 @@
 
 mod common;
 
-use common::{ACTIVATIONS, ADAMW, Added, Ops, Outputs, distance, ids, random};
+use common::{
+    ACTIVATIONS, ADAMW, Added, MuonCase, MuonUpdates, Ops, Outputs, distance, ids, muon_pieces, random,
+};
 use xlaunch_engine::*;
 
 const H: f32 = 1e-2;
@@ -545,21 +547,58 @@ fn orthogonalized_matrices_keep_their_singular_vectors() {
 fn muon_matches_reference_formula() {
     let steps = [(0.04, 3.0), (9.0, 3.0), (0.04, f32::INFINITY)];
     for (cautious, weight) in [(true, 2.0), (true, -2.0), (false, -2.0)] {
-        let outputs = with_cpu(|ops| ops.muon(cautious, &[weight; 192], &[0.5; 192], &steps));
-        let (mut p, mut m, mut u) = (f64::from(weight), 0.0, 0.0);
-        for norm in [0.2_f64, 3.0] {
-            let g = 0.5 * (1.0 / norm).min(1.0);
-            m = 0.95 * m + 0.05 * g;
-            u = 0.05 * g + 0.95 * m;
-            let decay = if cautious && p < 0.0 { 0.0 } else { 0.5 };
-            p -= 2e-2 * (3.0 * u + decay * p);
+        for updates in [MuonUpdates::Packed, MuonUpdates::Scattered] {
+            let case = MuonCase { cautious, normuon: false, updates };
+            let outputs = with_cpu(|ops| ops.muon(case, &[weight; 192], &[0.5; 192], &steps));
+            let (mut p, mut m, mut u) = (f64::from(weight), 0.0, 0.0);
+            for norm in [0.2_f64, 3.0] {
+                let g = 0.5 * (1.0 / norm).min(1.0);
+                m = 0.95 * m + 0.05 * g;
+                u = 0.05 * g + 0.95 * m;
+                let decay = if cautious && p < 0.0 { 0.0 } else { 0.5 };
+                p -= 2e-2 * (3.0 * u + decay * p);
+            }
+            let packed = muon_pieces(192)[0][0].packed;
+            for (name, at, expected) in [("params", 0, p), ("m", 0, m), ("update", packed, u)] {
+                let value = f64::from(get(&outputs, name)[at]);
+                assert!((value - expected).abs() < 1e-6, "{name}: {value} instead of {expected}");
+            }
+            assert_eq!(
+                (get(&outputs, "m")[128], get(&outputs, "params")[128]),
+                (0.0, weight),
+                "AdamW's elements"
+            );
         }
-        for (name, expected) in [("params", p), ("m", m), ("update", u)] {
-            let value = f64::from(get(&outputs, name)[0]);
-            assert!((value - expected).abs() < 1e-6, "{name}: {value} instead of {expected}");
-        }
-        assert_eq!((get(&outputs, "m")[64], get(&outputs, "update")[64]), (0.0, 0.5), "AdamW's elements");
     }
+}
+
+/// In the first step, rows have no history but their own size.
+#[test]
+fn normuon_makes_rows_equally_large_and_keeps_the_norm() {
+    let len = 64 * 30;
+    let [pieces, matrices] = muon_pieces(len);
+    // Rows of the first matrix differ in size.
+    let mut grads = random(5, len);
+    for piece in pieces.iter().filter(|piece| piece.row == 0) {
+        for (i, grad) in grads[piece.at..piece.at + piece.len].iter_mut().enumerate() {
+            *grad *= (1 + (piece.first + i) / piece.cols) as f32;
+        }
+    }
+    let steps = [(0.04, 3.0)];
+    let moved = |normuon| {
+        let case = MuonCase { cautious: false, normuon, updates: MuonUpdates::Scattered };
+        let outputs = with_cpu(|ops| ops.muon(case, &vec![0.0; len], &grads, &steps));
+        let params = get(&outputs, "params");
+        let own = pieces.iter().filter(|piece| piece.row == 0);
+        own.flat_map(|piece| params[piece.at..piece.at + piece.len].to_vec()).collect::<Vec<f32>>()
+    };
+    let [plain, normuon] = [false, true].map(moved);
+    let norm = |x: &[f32]| x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+    assert!((norm(&plain) - norm(&normuon)).abs() < 1e-5 * norm(&plain));
+    let rows = |x: &[f32]| x.chunks_exact(matrices[0].cols).map(norm).collect::<Vec<_>>();
+    let (before, after) = (rows(&plain), rows(&normuon));
+    assert!(before[before.len() - 1] > 5.0 * before[0], "{before:?}");
+    assert!(after.iter().all(|row| (row - after[0]).abs() < 1e-5 * after[0]), "{after:?}");
 }
 
 #[test]

@@ -114,7 +114,7 @@ mod tests {
                     let sharding = if sharded {
     Sharding::new(plan.clone(), 1, rank, world)
     } else {
-    Sharding::replicated(plan.clone())
+    Sharding::replicated(plan.clone(), rank, world)
     };
                     let portion = Portion::new(&sharding, rank, world);
                     let packed: Vec<usize> = portion.ranges().iter().flat_map(|owned| owned.arena.clone()).collect();
@@ -132,7 +132,8 @@ mod tests {
                     prop_assert_eq!(within, packed.iter().filter(|element| (3..len - 1).contains(*element)).count());
                 }
                 prop_assert!(seen.iter().all(|count| *count == 1));
-                prop_assert!(Portion::new(&Sharding::replicated(plan), world, world).is_empty(), "it does not write");
+                let replicated = Sharding::replicated(plan, 0, world);
+                prop_assert!(Portion::new(&replicated, world, world).is_empty(), "it does not write");
             }
         }
 }

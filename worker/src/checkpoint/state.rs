@@ -238,13 +238,14 @@ impl State {
 
 /// Beginnings of the names of keys that are compared separately, or that may change at any time because they do not
 /// affect the training.
-const NOT_COMPARED: [&str; 8] = [
+const NOT_COMPARED: [&str; 9] = [
     "train.optimizer",
     "train.batch",
     "train.accumulate",
     "train.warmup",
     "train.sample",
     "train.eval_",
+    "muon.owners",
     "engine.memory_limit_mb",
     "engine.pool",
 ];

@@ -75,7 +75,7 @@ pub(crate) fn snapshot(portion: &Portion, step: u64) -> Snapshot {
 /// Sharding that gives a rank its shards, or everything.
 pub(crate) fn sharding(layout: &Layout, rank: usize, world: usize, sharded: bool) -> Sharding {
     let plan = Plan::new(&layout.ends(), ALIGN, 4, 1 << 14, 1 << 12);
-    if sharded { Sharding::new(plan, 1, rank, world) } else { Sharding::replicated(plan) }
+    if sharded { Sharding::new(plan, 1, rank, world) } else { Sharding::replicated(plan, rank, world) }
 }
 
 /// Exchange of a single rank, whose own answer completes the save.

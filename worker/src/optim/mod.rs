@@ -17,6 +17,7 @@
 //! replayed.
 
 mod muon;
+mod owners;
 
 use std::ops::Range;
 
@@ -230,7 +231,7 @@ impl AdamW {
         if let Some(muon) = &self.muon {
             let skip_limit = self.config.skip_limit;
             let conditions = StepConditions { grad_norm_sq, loss, skipped, skip_limit };
-            let step = muon::Step { grads, m, params, work, flags, scalars, conditions };
+            let step = muon::Step { grads, m, v, params, work, scalars, conditions };
             muon.step(&self.backend, &self.sharding, &step, collective)?;
         }
         self.backend.run(AdamWStep {
@@ -249,8 +250,7 @@ impl AdamW {
         Ok(())
     }
 
-    /// Returns the sources and destinations of all-gathers: of [`gather`](Self::gather), and of Muon's updates. There
-    /// are none without sharding.
+    /// Returns the sources and destinations of all-gathers: of [`gather`](Self::gather), and of Muon's updates.
     pub fn gather_buffers<'a>(&'a self, model: &'a Model) -> impl Iterator<Item = &'a Tensor> {
         let updates = self.muon.iter().flat_map(Muon::gather_buffers);
         self.gather_pair(model).into_iter().flatten().chain(updates)

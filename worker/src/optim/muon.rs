@@ -1,38 +1,63 @@
 //! Muon for the weights of linear layers in blocks; see `ops/muon` in the engine for the formulas.
 //!
 //! ```text
-//! gradients -> momentum, update -> [all-gather of the update] -> orthogonal, matrix by matrix -> weights
+//! gradients -> momentum, update -> [all-gather, pack] -> orthogonal, shape by shape -> [all-gather] -> weights
+//!                                  sharded optimizer                                   owners
 //! ```
 //! Momentum and master weights are elementwise, so they are sharded like AdamW's moments, and the momentum takes the
-//! place of the first moment. Only the update is needed whole: with a sharded optimizer it is all-gathered, every rank
-//! makes the same matrices orthogonal, and applies its own elements. So the results do not depend on the sharding.
+//! place of the first moment: checkpoints do not depend on the owners of matrices. Only updates are needed whole. With
+//! a sharded optimizer they are all-gathered before they are made orthogonal. With [owners](Packing), each rank makes
+//! its matrices orthogonal, and they are all-gathered afterwards; otherwise every rank makes all of them orthogonal.
+//! Either way a matrix goes through the same operations, so results do not depend on sharding and owners.
+//!
+//! NorMuon's second moment of a row is in the place of AdamW's second moment of the row's first element. With a sharded
+//! optimizer a rank updates those in its shard. An all-reduce, to which other ranks add zeros, completes them.
 
 use std::ops::Range;
 
 use xlaunch_comm::{Collective, Operation, Sharding, Wait};
 use xlaunch_engine::{
-    DECAY_CHUNK, EngineError, MUON_FLAG, MuonMomentum, MuonUpdate, Orthogonalize, Slice, StepConditions,
-    Tensor,
+    DECAY_CHUNK, DType, EngineError, MUON_FLAG, MuonMomentum, MuonPack, MuonPiece, MuonPieces,
+    MuonRowFactors, MuonRowMoments, MuonUpdate, Orthogonalize, Slice, StepConditions, Tensor,
 };
 use xlaunch_spec::job::{AdjustLr, JobSpec, MuonSection, Optimizer};
 use xlaunch_spec::model::ModelShape;
 
+use super::owners::{Batch, Packing, Shape};
 use crate::error::Result;
 use crate::model::BackendHandle;
 use crate::model::layout::Layout;
 
-/// Muon's part of the optimizer. Its state is that of AdamW for the same elements; the second moment is not used.
+/// Muon's part of the optimizer. Its state is that of AdamW for the same elements.
 #[derive(Debug)]
 pub(super) struct Muon {
     matrices: Vec<Matrix>,
+    packing: Packing,
+    /// This rank's part of the packed updates, and the matrices in it.
+    part: Range<usize>,
+    batches: Vec<Batch>,
+    /// The elements that this rank updates.
+    pieces: MuonPieces,
+    /// The matrices of the part, whose updates are packed after an all-gather: with a sharded optimizer only.
+    unpacked: Option<MuonPieces>,
+    /// Source and destination of all-gathers, if there are any.
+    gathered: Option<[Tensor; 2]>,
+    normuon: Option<NorMuon>,
     momentum: f32,
     weight_decay: f32,
     cautious: bool,
     clip: f32,
     /// Learning rate as a multiple of AdamW's.
     pub(super) rate: f64,
-    /// Updates of this rank's shard, and of all elements; `None` without sharding.
-    gathered: Option<[Tensor; 2]>,
+}
+
+/// NorMuon's part.
+#[derive(Debug)]
+struct NorMuon {
+    beta2: f32,
+    matrices: MuonPieces,
+    /// Two numbers for each row of all matrices, valid during a step.
+    moments: Tensor,
 }
 
 /// A matrix that is made orthogonal: one layer's weight, or a part of its rows.
@@ -51,10 +76,10 @@ pub(super) struct Step<'a> {
     /// Reduced gradients of this rank's shard.
     pub(super) grads: Slice<'a>,
     pub(super) m: &'a Tensor,
+    pub(super) v: &'a Tensor,
     pub(super) params: &'a Tensor,
     /// Weights in the activations' type, if the master weights are separate.
     pub(super) work: Option<Slice<'a>>,
-    pub(super) flags: &'a Tensor,
     pub(super) scalars: &'a Tensor,
     pub(super) conditions: StepConditions<'a>,
 }
@@ -71,24 +96,31 @@ impl Muon {
         if spec.train.optimizer != Optimizer::Muon {
             return Ok(None);
         }
-        let MuonSection { lr, momentum, weight_decay, cautious, adjust_lr } = spec.muon;
-        let act = backend.activation_dtype();
-        let gathered = || {
-            let [own, all] =
-                [sharding.len(), sharding.arena_len()].map(|len| backend.alloc_collective(act, len));
-            let tensors = [own?, all?];
-            // Elements of other parameters are gathered along, and never written.
-            tensors.iter().try_for_each(|tensor| backend.zero(tensor.all()))?;
-            Ok::<_, EngineError>(tensors)
+        let MuonSection { lr, momentum, weight_decay, cautious, adjust_lr, owners, .. } = spec.muon;
+        let (rank, ranks) = sharding.rank_and_world();
+        let matrices = matrices(shape, layout, adjust_lr);
+        let shapes: Vec<Shape> = matrices.iter().map(|matrix| (matrix.rows, matrix.cols)).collect();
+        let packing = Packing::new(owners, &shapes, ranks, backend.activation_dtype().size());
+        let (whole, part) = (whole(&matrices, &packing), packing.own(rank));
+        let unpacked = || {
+            let own = packing.owned_by(rank).map(|matrix| whole[matrix]);
+            let own = own.map(|piece| MuonPiece { packed: piece.packed - part.start, ..piece });
+            backend.muon_pieces(&own.collect::<Vec<_>>())
         };
         Ok(Some(Self {
-            matrices: matrices(shape, layout, adjust_lr),
+            batches: packing.batches(&shapes, rank),
+            pieces: backend.muon_pieces(&updated(sharding, &whole))?,
+            unpacked: sharding.is_sharded().then(unpacked).transpose()?,
+            gathered: gathered(backend, sharding, &packing)?,
+            normuon: NorMuon::new(backend, &spec.muon, &whole)?,
+            matrices,
+            packing,
+            part,
             momentum: momentum as f32,
             weight_decay: weight_decay.unwrap_or(spec.train.weight_decay) as f32,
             cautious,
             clip: spec.train.clip as f32,
             rate: lr / spec.train.lr,
-            gathered: sharding.is_sharded().then(gathered).transpose()?,
         }))
     }
 
@@ -99,9 +131,9 @@ impl Muon {
         }
     }
 
-    /// Returns the tensors of the all-gather: source and destination.
+    /// Returns the tensors of collectives.
     pub(super) fn gather_buffers(&self) -> impl Iterator<Item = &Tensor> {
-        self.gathered.iter().flatten()
+        self.gathered.iter().flatten().chain(self.normuon.iter().map(|normuon| &normuon.moments))
     }
 
     /// Updates momentum and weights of this rank's shard.
@@ -112,73 +144,175 @@ impl Muon {
         step: &Step<'_>,
         collective: &mut dyn Collective,
     ) -> Result<()> {
-        let Step { grads, m, flags, conditions, .. } = *step;
-        // Without sharding, activations have left enough memory by now.
-        let transient = match &self.gathered {
-            Some(_) => None,
-            None => Some(backend.alloc(backend.activation_dtype(), sharding.len())?),
-        };
-        let [own, all] = match (&self.gathered, &transient) {
-            (Some([own, all]), _) => [own, all],
-            (None, Some(all)) => [all, all],
+        let conditions = step.conditions;
+        // Without owners, memory that activations have left by now suffices.
+        let transient = || backend.alloc(backend.activation_dtype(), self.part.len());
+        let transient = (!self.packing.is_owned()).then(transient).transpose()?;
+        let own = match (&transient, &self.gathered) {
+            (Some(transient), _) => transient,
+            (None, Some([own, _])) => own,
             (None, None) => return Ok(()),
         };
-        backend.run(MuonMomentum {
-            grads,
-            m: m.all(),
-            update: own.all(),
-            flags: flags.all(),
-            momentum: self.momentum,
-            clip: self.clip,
+        self.start(backend, sharding, step, own, collective)?;
+        for Batch { shape: (rows, cols), range } in &self.batches {
+            let x = own.slice(range.clone());
+            backend.run(Orthogonalize { rows: *rows, cols: *cols, x })?;
+        }
+        let update = match &self.gathered {
+            Some([own, all]) if self.packing.is_owned() => {
+                let len = self.part.len() * self.packing.parts;
+                let pair = [own.lend(0..self.part.len()), all.lend(0..len)];
+                collective.start(Operation::AllGather { buckets: vec![pair] })?;
+                collective.wait(Wait::All)?;
+                all.slice(0..len)
+            }
+            _ => own.slice(0..self.part.len()),
+        };
+        let row_factors = match &self.normuon {
+            Some(normuon) => {
+                Some(normuon.row_factors(backend, sharding, step, (update, &self.pieces), collective)?)
+            }
+            None => None,
+        };
+        backend.run(MuonUpdate {
+            update,
+            params: step.params.all(),
+            work: step.work,
+            pieces: &self.pieces,
+            row_factors,
+            weight_decay: self.weight_decay,
+            cautious: self.cautious,
+            scalars: step.scalars.all(),
             conditions,
         })?;
-        if self.gathered.is_some() {
-            let pairs = sharding.plan().buckets().iter();
-            let pairs = pairs.map(|bucket| [own.lend(sharding.in_shard(bucket)), all.lend(bucket.clone())]);
-            collective.start(Operation::AllGather { buckets: pairs.collect() })?;
-            collective.wait(Wait::All)?;
-        }
-        self.matrices.iter().try_for_each(|matrix| self.update(backend, sharding, step, matrix, all))
+        Ok(())
     }
 
-    fn update(
+    /// Updates the momentum of this rank's shard, and packs the updates of the rank's matrices in `own`.
+    fn start(
         &self,
         backend: &BackendHandle,
         sharding: &Sharding,
         step: &Step<'_>,
-        matrix: &Matrix,
-        updates: &Tensor,
+        own: &Tensor,
+        collective: &mut dyn Collective,
     ) -> Result<()> {
-        let Matrix { rows, cols, factor, .. } = *matrix;
-        backend.run(Orthogonalize { rows, cols, x: updates.slice(matrix.range.clone()) })?;
-        for (own, stored) in owned(sharding, &matrix.range) {
-            backend.run(MuonUpdate {
-                update: updates.slice(own),
-                params: step.params.slice(stored.clone()),
-                work: step.work.map(|work| work.slice(stored)),
-                factor,
-                weight_decay: self.weight_decay,
-                cautious: self.cautious,
-                scalars: step.scalars.all(),
-                conditions: step.conditions,
-            })?;
-        }
-        Ok(())
+        let part = own.slice(0..self.part.len());
+        let (update, packed_from) = match &self.gathered {
+            Some([shard, _]) if sharding.is_sharded() => (shard.slice(0..sharding.len()), None),
+            _ => (part, Some(self.part.start)),
+        };
+        backend.run(MuonMomentum {
+            grads: step.grads,
+            m: step.m.all(),
+            update,
+            packed_from,
+            pieces: &self.pieces,
+            momentum: self.momentum,
+            clip: self.clip,
+            conditions: step.conditions,
+        })?;
+        let (Some(pieces), Some([shard, all])) = (&self.unpacked, &self.gathered) else { return Ok(()) };
+        let pairs = sharding.plan().buckets().iter();
+        let pairs = pairs.map(|bucket| [shard.lend(sharding.in_shard(bucket)), all.lend(bucket.clone())]);
+        collective.start(Operation::AllGather { buckets: pairs.collect() })?;
+        collective.wait(Wait::All)?;
+        Ok(backend.run(MuonPack { from: all.all(), to: part, pieces })?)
     }
 }
 
-/// Returns this rank's parts of a range: their positions in the arena and in the shard.
-fn owned(sharding: &Sharding, range: &Range<usize>) -> Vec<(Range<usize>, Range<usize>)> {
-    if !sharding.is_sharded() {
-        return vec![(range.clone(), range.clone())];
+impl NorMuon {
+    #[expect(clippy::cast_possible_truncation, reason = "the operations compute in f32")]
+    fn new(
+        backend: &BackendHandle,
+        muon: &MuonSection,
+        whole: &[MuonPiece],
+    ) -> std::result::Result<Option<Self>, EngineError> {
+        if !muon.normuon {
+            return Ok(None);
+        }
+        let rows = whole.last().map_or(0, |matrix| matrix.row + matrix.len / matrix.cols);
+        let moments = backend.alloc_collective(DType::F32, 2 * rows)?;
+        backend.zero(moments.all())?;
+        Ok(Some(Self { beta2: muon.beta2 as f32, matrices: backend.muon_pieces(whole)?, moments }))
     }
-    let parts = sharding.plan().buckets().iter().filter_map(|bucket| {
-        let (own, stored) = (sharding.in_arena(bucket), sharding.in_shard(bucket));
-        let (start, end) = (own.start.max(range.start), own.end.min(range.end));
-        let at = stored.start + start - own.start;
-        (start < end).then(|| (start..end, at..at + end - start))
+
+    /// Updates the second moments of rows, and returns the factors of all rows.
+    fn row_factors(
+        &self,
+        backend: &BackendHandle,
+        sharding: &Sharding,
+        step: &Step<'_>,
+        (update, pieces): (Slice<'_>, &MuonPieces),
+        collective: &mut dyn Collective,
+    ) -> Result<Slice<'_>> {
+        let (moments, len) = (self.moments.all(), self.moments.len());
+        if sharding.is_sharded() {
+            backend.zero(moments)?;
+        }
+        let conditions = step.conditions;
+        let v = step.v.all();
+        backend.run(MuonRowMoments { update, v, moments, pieces, beta2: self.beta2, conditions })?;
+        if sharding.is_sharded() {
+            let buckets = vec![self.moments.lend(0..len)];
+            collective.run(Operation::AllReduce { buckets, dtype: DType::F32 })?;
+        }
+        backend.run(MuonRowFactors { moments, matrices: &self.matrices })?;
+        Ok(moments.slice(len / 2..len))
+    }
+}
+
+/// Returns the matrices as pieces: their places in the arena and among the packed updates.
+fn whole(matrices: &[Matrix], packing: &Packing) -> Vec<MuonPiece> {
+    let pieces = matrices.iter().zip(&packing.places).scan(0, |next, (matrix, packed)| {
+        let Matrix { range, rows, cols, factor } = matrix;
+        let (at, len, row) = (range.start, range.len(), *next);
+        *next += rows;
+        Some(MuonPiece { at, packed: *packed, len, first: 0, cols: *cols, row, factor: *factor })
+    });
+    pieces.collect()
+}
+
+/// Returns the pieces of these matrices that this rank updates, at their positions in its shard.
+fn updated(sharding: &Sharding, whole: &[MuonPiece]) -> Vec<MuonPiece> {
+    if !sharding.is_sharded() {
+        return whole.to_vec();
+    }
+    let parts = whole.iter().flat_map(|matrix| {
+        sharding.plan().buckets().iter().filter_map(|bucket| {
+            let (own, stored) = (sharding.in_arena(bucket), sharding.in_shard(bucket));
+            let (start, end) = (own.start.max(matrix.at), own.end.min(matrix.at + matrix.len));
+            (start < end).then(|| {
+                let (at, first) = (stored.start + start - own.start, start - matrix.at);
+                MuonPiece { at, packed: matrix.packed + first, len: end - start, first, ..*matrix }
+            })
+        })
     });
     parts.collect()
+}
+
+/// Allocates the source and the destination of all-gathers: of updates in the places of their weights, and of those
+/// that were made orthogonal. One follows the other, so they use the same memory.
+fn gathered(
+    backend: &BackendHandle,
+    sharding: &Sharding,
+    packing: &Packing,
+) -> std::result::Result<Option<[Tensor; 2]>, EngineError> {
+    let mut lens = [0, 0];
+    if sharding.is_sharded() {
+        lens = [sharding.len(), sharding.arena_len()];
+    }
+    if packing.is_owned() {
+        lens = [lens[0].max(packing.part), lens[1].max(packing.part * packing.parts)];
+    }
+    if lens == [0, 0] {
+        return Ok(None);
+    }
+    let [own, all] = lens.map(|len| backend.alloc_collective(backend.activation_dtype(), len));
+    let tensors = [own?, all?];
+    // Gaps, and elements of other parameters, are gathered along.
+    tensors.iter().try_for_each(|tensor| backend.zero(tensor.all()))?;
+    Ok(Some(tensors))
 }
 
 /// Returns the matrices of all blocks. Layers that compute several projections at once are divided into these.

@@ -47,7 +47,7 @@ impl Division {
             weights: slots.clone().filter(|_| shard >= Shard::Parameters),
             gradients: slots,
             sharding: match shard {
-                Shard::Auto | Shard::None => Sharding::replicated(plan),
+                Shard::Auto | Shard::None => Sharding::replicated(plan, rank, ranks),
                 _ => Sharding::new(plan, DECAY_CHUNK, rank, ranks),
             },
         }

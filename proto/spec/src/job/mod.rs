@@ -23,7 +23,7 @@ pub use lora::{Layer, LoraSection, Module};
 pub use sections::{
     AdjustLr, CheckpointSection, DataSection, Device, DoctorMode, DocumentMode, EngineSection, Exec,
     JobSection, LaunchSection, MemorySnapshots, MuonSection, NonFinite, ObserveSection, OnHang, OnSaveError,
-    Optimizer, PoolMode, Precision, Recompute, Schedule, Tokenizer, TrainSection,
+    Optimizer, Owners, PoolMode, Precision, Recompute, Schedule, Tokenizer, TrainSection,
 };
 
 /// Version of the serialised form.
@@ -168,9 +168,10 @@ impl JobSpec {
     }
 
     fn check_muon(&self) -> Result<(), Invalid> {
-        let MuonSection { lr, momentum, weight_decay, .. } = self.muon;
+        let MuonSection { lr, momentum, weight_decay, beta2, .. } = self.muon;
         positive_in_fp32("muon.lr", lr)?;
         within("muon.momentum", momentum, 0.0, 0.999_999)?;
+        within("muon.beta2", beta2, 0.0, 0.999_999)?;
         weight_decay.map_or(Ok(()), |decay| within("muon.weight_decay", decay, 0.0, 100.0))
     }
 
@@ -352,6 +353,7 @@ mod tests {
         assert_eq!(key(|s| s.train.beta2 = 1.0), "train.beta2");
         assert_eq!(key(|s| s.muon.momentum = 1.0), "muon.momentum");
         assert_eq!(key(|s| s.muon.lr = 0.0), "muon.lr");
+        assert_eq!(key(|s| s.muon.beta2 = 1.0), "muon.beta2");
         assert_eq!(key(|s| s.muon.weight_decay = Some(-0.1)), "muon.weight_decay");
         assert_eq!(key(|s| s.model.vocab = Some(100)), "model.vocab");
         assert_eq!(key(|s| s.data.train.clear()), "data.train");

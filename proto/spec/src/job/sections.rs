@@ -384,12 +384,42 @@ pub struct MuonSection {
     pub cautious: bool,
     /// Factor of the learning rate by the shape of a matrix.
     pub adjust_lr: AdjustLr,
+    /// NorMuon: divide each row of the orthogonal update by the root of the moving average of its mean square, then
+    /// restore the norm of the update.
+    pub normuon: bool,
+    /// Decay rate of that average.
+    pub beta2: f64,
+    /// Ranks that make a matrix orthogonal. Results do not depend on it.
+    pub owners: Owners,
 }
 
 impl Default for MuonSection {
     fn default() -> Self {
-        Self { lr: 0.02, momentum: 0.95, weight_decay: None, cautious: true, adjust_lr: AdjustLr::default() }
+        Self {
+            lr: 0.02,
+            momentum: 0.95,
+            weight_decay: None,
+            cautious: true,
+            adjust_lr: AdjustLr::default(),
+            normuon: false,
+            beta2: 0.95,
+            owners: Owners::default(),
+        }
     }
+}
+
+/// Ranks that make a matrix orthogonal.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum Owners {
+    /// One rank, which sends the result to the others, if that is estimated to be faster.
+    #[default]
+    Auto,
+    /// One rank.
+    Always,
+    /// Every rank.
+    Never,
 }
 
 /// Factor of Muon's learning rate by the shape of a matrix. The names are those of `torch.optim.Muon`.

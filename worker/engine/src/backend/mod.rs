@@ -12,7 +12,7 @@ use crate::cuda::{Gpu, graph};
 use crate::error::{EngineError, Result};
 use crate::handles::{Capture, PendingRead};
 use crate::host_buffer::HostAllocator;
-use crate::ops::{AttentionShape, Cuda, KERNEL_FILES, Marks, Op};
+use crate::ops::{AttentionShape, Cuda, KERNEL_FILES, Marks, MuonPiece, MuonPieces, Op};
 use crate::options::{CudaOptions, DeviceInfo};
 use crate::profile::KernelSpan;
 use crate::tensor::{Slice, Tensor};
@@ -176,6 +176,14 @@ impl Backend {
     #[track_caller]
     pub fn alloc(&self, dtype: DType, len: usize) -> Result<Tensor> {
         Tensor::new(&self.pool, dtype, len)
+    }
+
+    /// Copies pieces of matrices to the device, where they stay.
+    pub fn muon_pieces(&self, pieces: &[MuonPiece]) -> Result<MuonPieces> {
+        let bytes = MuonPieces::bytes(pieces);
+        let entries = Tensor::new(&self.pool.persistent(), DType::U8, bytes.len())?;
+        self.write_u8(entries.all(), &bytes)?;
+        Ok(MuonPieces::new(entries, pieces))
     }
 
     /// Sets every element to zero.

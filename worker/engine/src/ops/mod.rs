@@ -55,7 +55,10 @@ pub use glu::{GluBackward, GluForward, GluLinearBackward, LinearGluForward};
 pub use greedy::Greedy;
 pub use linear::{LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearShape};
 pub use mark::{Mark, Marks};
-pub use muon::{MuonMomentum, MuonUpdate, Orthogonalize, StepConditions};
+pub use muon::{
+    MUON_ALIGN, MuonMomentum, MuonPack, MuonPiece, MuonPieces, MuonRowFactors, MuonRowMoments, MuonUpdate,
+    Orthogonalize, StepConditions,
+};
 pub use norm::{NormBackward, NormForward, NormKind, NormShape, Residual, ResidualAdd};
 pub use qk_norm::{QkNorm, QkNormBackward, QkNormForward, QkNorms};
 pub use reduce::{ColumnSum, Scale, SquaredNorm, Sum};

@@ -2,7 +2,9 @@
 
 use xlaunch_engine::*;
 
-use super::{ACTIVATIONS, ADAMW, Added, Ops, Outputs, decoding, documents, experts, ids, random};
+use super::{
+    ACTIVATIONS, ADAMW, Added, MuonCase, MuonUpdates, Ops, Outputs, decoding, documents, experts, ids, random,
+};
 
 /// One operation with one set of sizes, as a function of a back end.
 pub(crate) type Case = (String, Box<dyn Fn(&Ops<'_>) -> Outputs>);
@@ -259,17 +261,24 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
             Box::new(move |ops| ops.adamw(ADAMW, &params, &grads, &decay, &steps)),
         ));
     }
-    for shape in [(24, 200), (200, 24), (9, 33), (40, 40)] {
-        let x = values(29, shape.0 * shape.1);
+    // The last one has more matrices than one GEMM multiplies.
+    for (shape, count) in [((24, 200), 1), ((200, 24), 2), ((9, 33), 3), ((40, 40), 1), ((8, 24), 66)] {
+        let x = values(29, count * shape.0 * shape.1);
         let case = move |ops: &Ops<'_>| ops.orthogonalize(shape, &x);
-        cases.push((format!("orthogonalize {} x {}", shape.0, shape.1), Box::new(case)));
+        cases.push((format!("orthogonalize {} x {}, {count} matrices", shape.0, shape.1), Box::new(case)));
     }
-    for (len, cautious) in [(64 * 75, true), (64 * 157 + 17, false)] {
+    for (len, cautious, normuon, updates) in [
+        (64 * 75, true, false, MuonUpdates::Packed),
+        (64 * 75, true, true, MuonUpdates::Scattered),
+        (64 * 157 + 17, false, false, MuonUpdates::Part),
+        (64 * 157 + 17, false, true, MuonUpdates::Packed),
+    ] {
         let (params, grads) = (random(30, len), values(31, len));
         // The second step is clipped, and the last one is not applied.
         let steps = [(0.04, 3.0), (9.0, 3.0), (0.04, f32::NAN)];
-        let case = move |ops: &Ops<'_>| ops.muon(cautious, &params, &grads, &steps);
-        cases.push((format!("muon {len}"), Box::new(case)));
+        let variant = MuonCase { cautious, normuon, updates };
+        let case = move |ops: &Ops<'_>| ops.muon(variant, &params, &grads, &steps);
+        cases.push((format!("muon {len} {variant:?}"), Box::new(case)));
     }
     cases.extend(decoding::cases(values));
     cases.extend(documents::cases(values, round));

@@ -624,32 +624,41 @@ impl Ops<'_> {
         outputs
     }
 
+    /// Makes as many matrices orthogonal as there are.
     pub(crate) fn orthogonalize(&self, (rows, cols): (usize, usize), x: &[f32]) -> Outputs {
         let x = self.act(x);
         self.backend.run(Orthogonalize { rows, cols, x: x.all() }).unwrap();
         vec![("orthogonal", self.read(&x))]
     }
 
-    /// Runs steps of Muon with these squared norms and losses, without making the update orthogonal. Every third chunk
-    /// of elements keeps its momentum and its update, which begins as a copy of the gradient.
+    /// Runs steps of Muon with these squared norms and losses, without making the updates orthogonal, on two matrices
+    /// in scattered pieces; see [`muon_pieces`]. Updates begin as random numbers.
     pub(crate) fn muon(
         &self,
-        cautious: bool,
+        case: MuonCase,
         params: &[f32],
         grads: &[f32],
         steps: &[(f32, f32)],
     ) -> Outputs {
         let b = self.backend;
-        let (params, update) = (self.tensor(DType::F32, params), self.act(grads));
-        let grads = self.tensor(self.grads, grads);
-        let m = self.tensor(DType::F32, &vec![0.0; params.len()]);
-        let work = (b.activation_dtype() == DType::Bf16).then(|| self.out(params.len()));
-        let kept: Vec<u8> =
-            (0..params.len().div_ceil(DECAY_CHUNK)).map(|i| if i % 3 == 1 { 1 } else { MUON_FLAG }).collect();
-        let flags = b.alloc(DType::U8, kept.len()).unwrap();
-        b.write_u8(flags.all(), &kept).unwrap();
+        let [pieces, matrices] = muon_pieces(params.len());
+        let end = |pieces: &[MuonPiece]| pieces.iter().map(|piece| piece.packed + piece.len).max().unwrap();
+        let (first, packed) = (matrices[0], end(&matrices));
+        let rows = matrices.iter().map(|matrix| matrix.len / matrix.cols).sum::<usize>();
+        let [pieces, matrices] = [pieces, matrices].map(|pieces| b.muon_pieces(&pieces).unwrap());
+        // Elements that are not Muon's keep their weights.
+        let work = (b.activation_dtype() == DType::Bf16).then(|| self.act(params));
+        let (params, own_update) = (self.tensor(DType::F32, params), self.act(grads));
+        let (update, grads) = (self.random(78, packed), self.tensor(self.grads, grads));
+        let [m, v] = [(); 2].map(|()| self.tensor(DType::F32, &vec![0.0; params.len()]));
+        let moments = self.out_f32(2 * rows);
         let [scalars, skipped] =
             [&[0.0, 0.0, 0.0, 2e-2][..], &[0.0]].map(|values| self.tensor(DType::F32, values));
+        let (held, packed_from) = match case.updates {
+            MuonUpdates::Packed => (update.all(), Some(0)),
+            MuonUpdates::Part => (update.slice(first.packed..first.packed + first.len), Some(first.packed)),
+            MuonUpdates::Scattered => (own_update.all(), None),
+        };
         for (grad_norm_sq, loss) in steps {
             let [grad_norm_sq, loss] = [grad_norm_sq, loss].map(|value| self.tensor(DType::F32, &[*value]));
             let (grad_norm_sq, loss, skipped) = (grad_norm_sq.all(), loss.all(), skipped.all());
@@ -657,31 +666,95 @@ impl Ops<'_> {
             let momentum = MuonMomentum {
                 grads: grads.all(),
                 m: m.all(),
-                update: update.all(),
-                flags: flags.all(),
+                update: held,
+                packed_from,
+                pieces: &pieces,
                 momentum: 0.95,
                 clip: 1.0,
                 conditions,
             };
             b.run(momentum).unwrap();
+            if packed_from.is_none() {
+                b.run(MuonPack { from: held, to: update.all(), pieces: &pieces }).unwrap();
+            }
+            if case.normuon {
+                let (update, v, moments) = (update.all(), v.all(), moments.all());
+                let beta2 = 0.9;
+                b.run(MuonRowMoments { update, v, moments, pieces: &pieces, beta2, conditions }).unwrap();
+                b.run(MuonRowFactors { moments, matrices: &matrices }).unwrap();
+            }
             let weights = MuonUpdate {
                 update: update.all(),
                 params: params.all(),
                 work: work.as_ref().map(Tensor::all),
-                factor: 3.0,
+                pieces: &pieces,
+                row_factors: case.normuon.then(|| moments.slice(rows..2 * rows)),
                 weight_decay: 0.5,
-                cautious,
+                cautious: case.cautious,
                 scalars: scalars.all(),
                 conditions,
             };
             b.run(weights).unwrap();
         }
-        let mut outputs: Outputs = [("params", &params), ("m", &m), ("update", &update)]
+        let mut outputs: Outputs = [("params", &params), ("m", &m), ("v", &v), ("update", &update)]
             .map(|(name, tensor)| (name, self.read(tensor)))
             .into();
+        // The CPU has no rounded copy, so the weights themselves are compared.
         outputs.push(("work", self.read(work.as_ref().unwrap_or(&params))));
+        if case.normuon {
+            outputs.push(("moments", self.read(&moments)));
+        }
         outputs
     }
+}
+
+/// Place of the updates after [`MuonMomentum`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum MuonUpdates {
+    /// All are packed.
+    Packed,
+    /// Only those of the first matrix are, and the others are given.
+    Part,
+    /// They are where the gradients are, and packed afterwards.
+    Scattered,
+}
+
+/// Variant of a step of Muon.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MuonCase {
+    pub(crate) cautious: bool,
+    pub(crate) normuon: bool,
+    pub(crate) updates: MuonUpdates,
+}
+
+/// Returns the pieces of two matrices, and the matrices, in arrays of `len` elements. Two of three chunks are pieces,
+/// and as many of them as are whole rows, which go from one piece to the next.
+pub(crate) fn muon_pieces(len: usize) -> [Vec<MuonPiece>; 2] {
+    let runs = (0..len.div_ceil(3 * DECAY_CHUNK)).map(|run| {
+        let start = 3 * DECAY_CHUNK * run;
+        (start, (2 * DECAY_CHUNK).min(len - start))
+    });
+    let runs: Vec<(usize, usize)> = runs.collect();
+    let (mut pieces, mut matrices) = (Vec::new(), Vec::new());
+    let (mut packed, mut row) = (3, 0);
+    let half = runs.len().div_ceil(2);
+    for (runs, cols, factor) in [(&runs[..half], 40, 3.0), (&runs[half..], 3, 2.0)] {
+        let rows = runs.iter().map(|(_, len)| len).sum::<usize>() / cols;
+        let mut first = 0;
+        for (at, len) in runs {
+            let len = (*len).min(rows * cols - first);
+            if len > 0 {
+                let packed = packed + first;
+                pieces.push(MuonPiece { at: *at, packed, len, first, cols, row, factor });
+            }
+            first += len;
+        }
+        if rows > 0 {
+            matrices.push(MuonPiece { at: 0, packed, len: rows * cols, first: 0, cols, row, factor });
+        }
+        (packed, row) = (packed + rows * cols + 5, row + rows);
+    }
+    [pieces, matrices]
 }
 
 /// A tensor in FP8.

@@ -244,7 +244,12 @@ const MISTAKES: &[Mistake] = &[
     mistake(
         "attention/mma_whole_head.cu", "if (c == 0) head_delta", "head_delta", Bf16, WHOLE_HEAD, SHARED_WRITE_RACE,
     ),
-    mistake("muon/kernel.cu", "flags[i / DECAY_CHUNK]", "flags[i / DECAY_CHUNK + 1]", Fp32, "muon 4800", UNWRITTEN),
+    mistake("muon/kernel.cu", "piece.packed - from", "piece.packed", Fp32, "muon 10065", DIFFERS),
+    mistake("muon/kernel.cu", "&& place + len <= held", "", Fp32, "muon 10065", DIFFERS),
+    mistake("muon/kernel.cu", "x += blockIdx.y * len;", "", Fp32, "orthogonalize 9", DIFFERS),
+    mistake("muon/kernel.cu", "end += piece.cols;", "", Fp32, "muon 4800", DIFFERS),
+    mistake("muon/kernel.cu", "if (applied) v[", "v[", Fp32, "muon 4800", DIFFERS),
+    mistake("muon/kernel.cu", "sqrtf(before / after)", "before / after", Fp32, "muon 4800", DIFFERS),
     mistake("muon/kernel.cu", "(i + j) / n == (i + j) % n", "i / n == i % n", Fp32, "orthogonalize 24", DIFFERS),
     mistake("muon/kernel.cu", "margin * sqrtf", "sqrtf", Fp32, "orthogonalize 24", DIFFERS),
     mistake("muon/kernel.cu", "(factor * u.x[j]", "(u.x[j]", Fp32, "muon 4800", DIFFERS),

@@ -4,6 +4,7 @@
 //! (`select`, `timing`) are created once per site (shape, types, epilogue, alignment) and kept. All work goes to one
 //! stream, so a single workspace suffices.
 
+mod batch;
 mod call;
 mod select;
 mod timing;
@@ -28,6 +29,7 @@ use super::variant_log::VariantLog;
 use crate::error::{EngineError, Result};
 use crate::options::Precision;
 use crate::tensor::Slice;
+pub(crate) use batch::Batch;
 pub(crate) use call::{Epilogue, GemmCall, Operand, plain, transposed};
 
 /// Scratch memory for the library in bytes, as its documentation recommends for Hopper.
@@ -57,6 +59,22 @@ struct Site {
 }
 
 impl Site {
+    fn of(call: &GemmCall<'_>) -> Self {
+        let GemmCall { m, n, k, a, b, epilogue, c, .. } = *call;
+        Self {
+            m,
+            n,
+            k,
+            transpose_a: a.transpose,
+            transpose_b: b.transpose,
+            epilogue: epilogue.kind(),
+            inputs: [a, b].map(|operand| Element::of(operand.slice)),
+            output: Element::of(c),
+            alignment: [a.slice, b.slice, c, epilogue.h().unwrap_or(c)].map(alignment),
+            strides: [a.stride, b.stride, epilogue.stride()],
+        }
+    }
+
     fn is_fp8(&self) -> bool {
         self.inputs.iter().any(|input| matches!(input, Element::Fp8E4m3 | Element::Fp8E5m2))
     }
@@ -103,6 +121,14 @@ impl Element {
         }
     }
 
+    fn size(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 => 2,
+            Self::Fp8E4m3 | Self::Fp8E5m2 => 1,
+        }
+    }
+
     fn cuda(self) -> cudaDataType {
         match self {
             Self::F32 => cudaDataType::CUDA_R_32F,
@@ -138,6 +164,7 @@ pub(crate) struct Gemm {
     variants: Rc<VariantLog>,
     workspace: PoolBuf<u8>,
     plans: RefCell<HashMap<Site, Plan>>,
+    batches: RefCell<HashMap<(Site, Batch), Plan>>,
     warm_up: Option<JoinHandle<()>>,
 }
 
@@ -170,8 +197,17 @@ impl Gemm {
         };
         let workspace = pool.persistent().alloc(WORKSPACE)?;
         let warm_up = warm_up::start(&device.context);
-        let (device, variants) = (device.clone(), variants.clone());
-        Ok(Self { device, handle, compute, timed, variants, workspace, plans: RefCell::default(), warm_up })
+        Ok(Self {
+            device: device.clone(),
+            handle,
+            compute,
+            timed,
+            variants: variants.clone(),
+            workspace,
+            plans: RefCell::default(),
+            batches: RefCell::default(),
+            warm_up,
+        })
     }
 
     /// Returns the library's scratch memory, which other work of the same stream may use.
@@ -184,25 +220,22 @@ impl Gemm {
     /// # Safety
     /// Every slice has the size that the call specifies, and nothing that is written overlaps another operand.
     pub(crate) unsafe fn run(&self, call: &GemmCall<'_>) -> Result<()> {
-        let GemmCall { m, n, k, a, b, epilogue, c, .. } = *call;
-        let site = Site {
-            m,
-            n,
-            k,
-            transpose_a: a.transpose,
-            transpose_b: b.transpose,
-            epilogue: epilogue.kind(),
-            inputs: [a, b].map(|operand| Element::of(operand.slice)),
-            output: Element::of(c),
-            alignment: [a.slice, b.slice, c, epilogue.h().unwrap_or(c)].map(alignment),
-            strides: [a.stride, b.stride, epilogue.stride()],
-        };
+        let site = Site::of(call);
         let plan = self.plan(&site, call)?;
+        // SAFETY: the plan is of this site; by the caller's promise the operands have the specified sizes.
+        unsafe { self.enqueue_timed(&site, &plan, call) }
+    }
+
+    /// Enqueues a matrix multiplication as part of a profile.
+    ///
+    /// # Safety
+    /// The same as for [`run`](Self::run); the plan must be of this call.
+    unsafe fn enqueue_timed(&self, site: &Site, plan: &Plan, call: &GemmCall<'_>) -> Result<()> {
         self.device.profiler.time(
             &self.device.stream,
             || site.to_string(),
             || {
-                // SAFETY: the plan is of this site; by the caller's promise the operands have the specified sizes.
+                // SAFETY: the caller's promise.
                 unsafe { self.enqueue(&plan.objects, &plan.algorithm, call) }
                     .map_err(|error| failed(&format!("failed to enqueue {site}"), error))
             },

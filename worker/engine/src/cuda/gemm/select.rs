@@ -60,6 +60,14 @@ pub(super) fn algorithm(
     })
 }
 
+/// Returns the first algorithm of the library's heuristic.
+pub(super) fn first(gemm: &Gemm, site: &Site, objects: &Objects) -> Result<Algorithm> {
+    let none = |error| failed(&format!("failed to find an algorithm for a batch of {site}"), error);
+    let candidates = candidates(gemm, site, objects).map_err(none)?;
+    gemm.variants.selected("gemm", site, "cuBLASLt's first algorithm for a batch", None);
+    candidates.first().copied().ok_or_else(|| none(NOT_SUPPORTED))
+}
+
 impl Gemm {
     /// Returns the index of the fastest variant of an operation that consists of GEMMs and kernels: the first one, or
     /// one that is clearly faster than the earlier ones. `run` may be called any number of times; variants that fail

@@ -1,11 +1,18 @@
 //! Muon (Jordan et al., 2024): momentum whose matrices are made orthogonal before they are added to the weights.
 //!
 //! ```text
-//! MuonMomentum    m = momentum m + (1 - momentum) g,  u = (1 - momentum) g + momentum m        all matrices at once
-//! Orthogonalize   u -> U V^T of its singular value decomposition U S V^T, approximately        each matrix
-//! MuonUpdate      p = p - lr (factor u + weight_decay p)                                       each matrix
+//! MuonMomentum    m = momentum m + (1 - momentum) g,  u = (1 - momentum) g + momentum m
+//! MuonPack        copies updates next to each other
+//! Orthogonalize   u -> U V^T of its singular value decomposition U S V^T, approximately
+//! MuonRowMoments  v = beta2 v + (1 - beta2) mean(u^2) of each row                              NorMuon only
+//! MuonRowFactors  s = |u| / |u / sqrt(v)| / sqrt(v) of each row, with the norms of matrices    NorMuon only
+//! MuonUpdate      p = p - lr (factor s u + weight_decay p)
 //! ```
-//! With cautious decay (Chen et al., 2025), weights decay only where `u p >= 0`: not against the update.
+//! Each operation works on all matrices at once, or on all of one shape. Weights, gradients and moments are where the
+//! model has them; updates are packed, so that matrices of one shape follow each other: [`MuonPieces`] has the places.
+//!
+//! With cautious decay (Chen et al., 2025), weights decay only where `u p >= 0`: not against the update. NorMuon (Li et
+//! al., 2025) makes the rows of an update equally large on average over time, and keeps the norm of the matrix.
 //!
 //! A polynomial of X that is odd in its singular values needs products only: `X' = (a I + b A + c A^2) X` with `A = X
 //! X^T`. The [coefficients](POLAR_EXPRESS) of five such steps bring all singular values between 0.001 and 1 close to 1
@@ -17,15 +24,17 @@
 
 mod cpu;
 mod cuda;
+mod table;
 
 use xlaunch_pool::DType;
 
-use super::adamw::{DECAY_CHUNK, MUON_FLAG, scalar};
+use super::adamw::scalar;
 use super::{Cuda, Op};
 use crate::cpu::Threads;
 use crate::cuda::{KernelFile, Macro, source};
 use crate::error::Result;
 use crate::tensor::Slice;
+pub use table::{MuonPiece, MuonPieces};
 
 /// Coefficients a, b and c of each step, from "The Polar Express", for a margin of 2 %.
 const POLAR_EXPRESS: [[f32; 3]; 5] = [
@@ -39,15 +48,28 @@ const POLAR_EXPRESS: [[f32; 3]; 5] = [
 const MARGIN: f32 = 1.02;
 /// Added to the norm, for a matrix of zeros.
 const EPS: f32 = 1e-7;
+/// Added to the root of a row's second moment, for a row of zeros.
+const ROW_EPS: f32 = 1e-8;
+
+/// Limit of the matrices that one GEMM multiplies, in elements of the intermediate results: twice as many bytes in
+/// bf16. One matrix may have more.
+const BATCH_ELEMENTS: usize = 32 << 20;
+/// Largest number of matrices that one GEMM multiplies.
+const MAX_BATCH: usize = 64;
 
 pub(crate) const KERNELS: KernelFile = KernelFile {
     source: source!("muon/kernel.cu"),
-    kernels: &["muon_momentum", "muon_scale", "muon_polynomial", "muon_update"],
-    macros: &[
-        Macro::int("DECAY_CHUNK", DECAY_CHUNK),
-        Macro::int("MUON_FLAG", MUON_FLAG as usize),
-        Macro::int("MUON_RATE", scalar::MUON_LEARNING_RATE),
+    kernels: &[
+        "muon_momentum",
+        "muon_pack",
+        "muon_norm_partials",
+        "muon_scale",
+        "muon_polynomial",
+        "muon_row_moments",
+        "muon_row_factors",
+        "muon_update",
     ],
+    macros: &[Macro::int("MUON_RATE", scalar::MUON_LEARNING_RATE)],
     dynamic_shared: &[],
 };
 
@@ -61,17 +83,20 @@ pub struct StepConditions<'a> {
     pub skip_limit: f32,
 }
 
-/// The momentum of flagged elements, and their update with Nesterov's momentum.
+/// The momentum of all pieces, and their update with Nesterov's momentum.
 #[derive(Clone, Copy, Debug)]
 pub struct MuonMomentum<'a> {
     /// (len,) F32 or Bf16.
     pub grads: Slice<'a>,
     /// (len,) F32 momentum, updated in place.
     pub m: Slice<'a>,
-    /// (len,) activations: receives the update of flagged elements.
+    /// Activations: receives the updates.
     pub update: Slice<'a>,
-    /// (ceil(len / [`DECAY_CHUNK`]),) U8: [`MUON_FLAG`] for the elements to update.
-    pub flags: Slice<'a>,
+    /// Position of `update` among the packed updates; pieces that are not in it as a whole have no update. `None` if
+    /// updates are in the places of the gradients.
+    pub packed_from: Option<usize>,
+    /// The pieces.
+    pub pieces: &'a MuonPieces,
     /// Decay of the momentum.
     pub momentum: f32,
     /// Largest global gradient norm; 0 turns clipping off.
@@ -90,16 +115,55 @@ impl Op for MuonMomentum<'_> {
     }
 }
 
-/// Makes a matrix nearly orthogonal, in place: its singular values become 0.84 to 1.15, unless they are below a
-/// thousandth of its norm.
+/// Copies pieces from their places in the model to their places among packed updates.
+#[derive(Clone, Copy, Debug)]
+pub struct MuonPack<'a> {
+    /// Activations.
+    pub from: Slice<'a>,
+    /// Activations.
+    pub to: Slice<'a>,
+    /// The pieces.
+    pub pieces: &'a MuonPieces,
+}
+
+impl Op for MuonPack<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::pack(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::pack(gpu, self)
+    }
+}
+
+/// Makes matrices nearly orthogonal, in place: their singular values become 0.84 to 1.15, unless they are below a
+/// thousandth of the matrix's norm. The result for a matrix does not depend on the others.
 #[derive(Clone, Copy, Debug)]
 pub struct Orthogonalize<'a> {
     /// R.
     pub rows: usize,
     /// C.
     pub cols: usize,
-    /// (R, C) activations.
+    /// (any number, R, C) activations, at a multiple of [`MUON_ALIGN`] elements from the start of
+    /// their tensor.
     pub x: Slice<'a>,
+}
+
+/// Alignment, in elements, of the first of several matrices that are made orthogonal at once: then it does not decide
+/// between algorithms, in any element type.
+pub const MUON_ALIGN: usize = 128;
+
+impl Orthogonalize<'_> {
+    /// Number of elements of the intermediate results of a matrix.
+    fn scratch_elements(&self) -> usize {
+        let side = self.rows.min(self.cols);
+        self.rows * self.cols + 2 * side * side
+    }
+
+    /// Largest number of matrices of this shape that one GEMM multiplies.
+    fn batch(&self) -> usize {
+        (BATCH_ELEMENTS / self.scratch_elements()).clamp(1, MAX_BATCH)
+    }
 }
 
 impl Op for Orthogonalize<'_> {
@@ -112,22 +176,71 @@ impl Op for Orthogonalize<'_> {
     }
 
     fn scratch(&self) -> usize {
-        let side = self.rows.min(self.cols);
-        DType::F32.size() * (self.x.len() + 2 * side * side)
+        let count = (self.x.len() / (self.rows * self.cols)).min(self.batch());
+        self.x.dtype().size() * count * self.scratch_elements()
+            + DType::F32.size() * cuda::norm_partials(count)
     }
 }
 
-/// `params -= lr (factor update + weight_decay params)`.
+/// Updates the second moment of the rows that begin in the pieces.
+#[derive(Clone, Copy, Debug)]
+pub struct MuonRowMoments<'a> {
+    /// Activations: the packed updates.
+    pub update: Slice<'a>,
+    /// (len,) F32. A row's second moment is in the place of its first element.
+    pub v: Slice<'a>,
+    /// (2 rows,) F32: receives the mean of the squares of each row, then the second moments.
+    pub moments: Slice<'a>,
+    /// The pieces.
+    pub pieces: &'a MuonPieces,
+    /// Decay of the second moment.
+    pub beta2: f32,
+    /// Conditions.
+    pub conditions: StepConditions<'a>,
+}
+
+impl Op for MuonRowMoments<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::row_moments(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::row_moments(gpu, self)
+    }
+}
+
+/// Turns the second moments of [`MuonRowMoments`] into the factors of the rows of an update.
+#[derive(Clone, Copy, Debug)]
+pub struct MuonRowFactors<'a> {
+    /// (2 rows,) F32: mean squares, and second moments, which become the factors.
+    pub moments: Slice<'a>,
+    /// Whole matrices.
+    pub matrices: &'a MuonPieces,
+}
+
+impl Op for MuonRowFactors<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::row_factors(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::row_factors(gpu, self)
+    }
+}
+
+/// `params -= lr (factor row_factor update + weight_decay params)` for all pieces.
 #[derive(Clone, Copy, Debug)]
 pub struct MuonUpdate<'a> {
-    /// (len,) activations.
+    /// Activations: the packed updates.
     pub update: Slice<'a>,
     /// (len,) F32 master weights, updated in place.
     pub params: Slice<'a>,
     /// (len,) Bf16: receives the new weights. Not supported by the CPU.
     pub work: Option<Slice<'a>>,
-    /// Factor of the update, which depends on the matrix's shape.
-    pub factor: f32,
+    /// The pieces, with factors that depend on the matrix's shape.
+    pub pieces: &'a MuonPieces,
+    /// (rows,) F32: factors of rows, if there are any.
+    pub row_factors: Option<Slice<'a>>,
     /// Weight decay.
     pub weight_decay: f32,
     /// Whether weights decay only if `update params >= 0`.
