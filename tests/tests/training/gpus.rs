@@ -8,6 +8,7 @@ use xlaunch_tests::{Job, Process, build_nvml};
 xlaunch_harness::tests! {
     needs emulator::find_compiler:
         dividing_a_model_changes_no_bit_on_gpus,
+        experts_train_on_gpus_as_on_the_cpu,
         three_gpus_divide_a_model_and_add_up_micro_steps;
 }
 
@@ -95,5 +96,23 @@ fn three_gpus_divide_a_model_and_add_up_micro_steps() {
         let pairs = divided.iter().zip(&none);
         assert!(pairs.clone().all(|(a, b)| (a - b).abs() < 1e-3 * b), "{divided:?}, {none:?}");
         assert!(divided.len() == 3 && divided[2] < divided[0], "{divided:?}");
+    }
+}
+
+/// The load of an expert is that of both ranks, which all-reduce it between forward and backward.
+fn experts_train_on_gpus_as_on_the_cpu() {
+    let gpus = Gpus::new(2);
+    let experts = ["model.experts=4", "model.expert_ffn=24", "model.dense_layers=1", "engine.precision=fp32"];
+    let train = |settings: &[&str]| gpus.train(&[&experts[..], settings].concat()).0;
+    let cpu = train(&["launch.nproc=1", "train.batch=4", "engine.device=cpu"]);
+    let two = train(&["launch.nproc=2", "train.batch=2"]);
+    let divided =
+        train(&["launch.nproc=2", "train.batch=2", "comm.shard=parameters", "comm.bucket_mb=0.002"]);
+    for losses in [two, divided] {
+        let pairs = losses.iter().zip(&cpu);
+        assert!(
+            losses.len() == 3 && pairs.clone().all(|(a, b)| (a - b).abs() < 1e-5 * b),
+            "{losses:?}, {cpu:?}"
+        );
     }
 }
