@@ -116,10 +116,8 @@ CASES = {
     # All logits of the routers are equal.
     "mixtral-ties": ("mixtral", dict(num_local_experts=4)),
     "olmoe": ("olmoe", dict(num_experts=6, num_experts_per_tok=3)),
-    "olmoe-normalised+": ("olmoe", dict(num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)),
-    "qwen3_moe": ("qwen3_moe", dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=24)),
-    "qwen3_moe-normalised+": ("qwen3_moe", dict(num_experts=8, num_experts_per_tok=4, moe_intermediate_size=24,
-                                                norm_topk_prob=True, attention_bias=True, tie_word_embeddings=True)),
+    "qwen3_moe": ("qwen3_moe", dict(num_experts=5, num_experts_per_tok=3, moe_intermediate_size=48, head_dim=24,
+                                    norm_topk_prob=True, attention_bias=True, tie_word_embeddings=True)),
 }
 # Factors of the losses of routers.
 BALANCE, Z = 0.02, 0.003

@@ -34,6 +34,8 @@ const SMALLEST_CHUNK: usize = 2048;
 pub struct Memory {
     /// Parameters of the model.
     pub parameters: u64,
+    /// Parameters that a token uses: all except those of other experts.
+    pub active: u64,
     /// Parameters that are trained: those of the model, or of adapters.
     pub trained: u64,
     /// Tokens that one rank processes in a step.
@@ -123,8 +125,20 @@ fn memory_within(limit: Option<u64>, spec: &JobSpec, cuda: bool, ranks: usize) -
         (true, _) => LIBRARIES + NCCL,
     };
     let parameters = model.layout.parameters() as u64;
+    let [all, used] = shape.feed_forward_parameters();
+    let active = parameters - u64::try_from(all - used).unwrap_or(0);
     let trained = model.layout.trained().parameters() as u64;
-    Ok(Memory { parameters, trained, tokens, weights, gradients, optimizer: state, activations, libraries })
+    Ok(Memory {
+        parameters,
+        active,
+        trained,
+        tokens,
+        weights,
+        gradients,
+        optimizer: state,
+        activations,
+        libraries,
+    })
 }
 
 /// Returns changes that make the job smaller; unchanged, it needs `needed`. Each change is applied on top of the

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::Mutex;
 
 use common::{Rank, on_ranks_with_shape, shape, spec};
-use xlaunch_spec::job::{JobSpec, Recompute, Shard};
+use xlaunch_spec::job::{JobSpec, Optimizer, Recompute, Shard};
 use xlaunch_spec::model::{Arch, ModelShape, Router};
 use xlaunch_worker::train::{Requests, StepResult};
 
@@ -105,6 +105,27 @@ fn sharding_changes_no_bit() {
     for shard in [Shard::Gradients, Shard::Parameters] {
         assert!(run(shard) == whole, "{shard:?}");
     }
+}
+
+/// The matrix of each expert is made orthogonal on its own, by every rank.
+#[test]
+fn muon_trains_experts_with_the_same_bits_for_any_division() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut spec = spec(dir.path(), false);
+    // No clipping: it would depend on the order in which the gradient norm is summed.
+    (spec.train.accumulate, spec.train.clip, spec.comm.bucket_mb) = (1, 0.0, 0.005);
+    let shape = mixed();
+    let mut losses = |optimizer, shard| {
+        (spec.train.optimizer, spec.comm.shard) = (optimizer, shard);
+        let results = train(&shape, &spec, dir.path(), 2).0;
+        results.iter().map(|result| result.loss.to_bits()).collect::<Vec<_>>()
+    };
+    let whole = losses(Optimizer::Muon, Shard::None);
+    for shard in [Shard::Optimizer, Shard::Gradients, Shard::Parameters] {
+        assert_eq!(losses(Optimizer::Muon, shard), whole, "{shard:?}");
+    }
+    let adamw = losses(Optimizer::AdamW, Shard::None);
+    assert!(adamw[0] == whole[0] && adamw[1] != whole[1]);
 }
 
 /// Without the losses of the router, its gradient is that of the weights of the choices alone.

@@ -122,7 +122,11 @@ fn text(
     let device = if target.cuda { "GPU" } else { "CPU" };
     let nodes = if target.nodes > 1 { format!(" on {} nodes", target.nodes) } else { String::new() };
     line("ranks", format!("{} x {device}{nodes}", target.ranks()));
-    line("model", format!("{} parameters", count_text(needed.parameters as f64)));
+    let active = match needed.active {
+        active if active < needed.parameters => format!(", {} for each token", count_text(active as f64)),
+        _ => String::new(),
+    };
+    line("model", format!("{} parameters{active}", count_text(needed.parameters as f64)));
     if spec.lora.is_on() {
         let share = 100.0 * needed.trained as f64 / (needed.parameters as f64).max(1.0);
         line(

@@ -110,6 +110,16 @@ fn model_card(
     let loss = state.val_loss.map_or("not measured".into(), |loss| format!("{loss:.4}"));
     let head = if shape.tied { "tied to the embedding" } else { "of its own" };
     let tokenizer = tokenizer.map_or("none", Tokenizer::name);
+    let feed_forward = if shape.experts > 0 {
+        format!(
+            "{} experts of {}, {} for each token",
+            shape.experts,
+            shape.expert_width(),
+            shape.experts_per_token
+        )
+    } else {
+        shape.ffn.to_string()
+    };
     let rows = [
         ("architecture", arch.to_owned()),
         ("parameters", layout.parameters().to_string()),
@@ -119,7 +129,7 @@ fn model_card(
             "attention heads",
             format!("{} of {}, {} for keys and values", shape.heads, shape.head_dim, shape.kv_heads),
         ),
-        ("feed-forward width", shape.ffn.to_string()),
+        ("feed-forward width", feed_forward),
         ("sequence length", shape.seq.to_string()),
         ("vocabulary", shape.vocab.to_string()),
         ("output head", head.into()),
