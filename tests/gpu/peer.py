@@ -7,8 +7,8 @@ padded to a multiple of 128, SDPA, bf16 autocast over fp32 weights, fused AdamW,
 static_graph, clipping, pinned batches, no synchronisation within a step. For `--precision fp8`, torchao's
 Float8Linear, with a scale per tensor, in place of the blocks' linear layers. With `--fsdp`, FSDP2 in place of DDP:
 parameters, gradients and optimizer are divided among the ranks, bf16 weights gathered for a block at a time, and blocks
-and loss compiled each by itself. Experts are multiplied by torch's grouped_mm. Tokens, initial weights and learning rate
-are the same as for xlaunch.
+and loss compiled each by itself. Experts are multiplied by torch's grouped_mm. Tokens, initial weights and learning
+rate are the same as for xlaunch.
 """
 
 import argparse
