@@ -134,10 +134,11 @@ void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, con
         written = &shared->written[address - shared->begin];
         is_shared = true;
         if (write && r->async.multiplies) r->check_operands(address, size, site ? *site : Site{"?", 0, {pc, nullptr}});
-        if (!write && shared == &r->dynamic && !r->async.read_before.empty())
+        // A copy has no address in the program. Its barrier orders what follows it.
+        if ((!write || pc) && shared == &r->dynamic && !r->async.accessed_before.empty())
             for (size_t i = (address - shared->begin) / 16; i <= (address + size - 1 - shared->begin) / 16; i++) {
                 unsigned warp = warp_of(r->number_of(self));
-                r->async.read_before[i][warp] = r->async.arrivals[warp] + 1;
+                r->async.accessed_before[i][warp] = r->async.arrivals[warp] + 1;
             }
         if (write && shared == &r->dynamic && !r->async.published_by.empty())
             for (size_t i = (address - shared->begin) / 2; i <= (address + size - 1 - shared->begin) / 2; i++)

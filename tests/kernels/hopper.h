@@ -116,14 +116,14 @@ struct Async {
     // For each two bytes of it, the fence of the last writer that makes them visible to wgmma; empty before any fence.
     std::vector<uint32_t> published_by;
     // Number of arrivals of each warp. For each 16 bytes of dynamic shared memory and each warp, the arrival that
-    // follows its last read; empty before any arrival.
+    // follows its last access; empty before any arrival.
     uint32_t arrivals[MAX_WARPGROUP_WARPS] = {};
-    std::vector<std::array<uint32_t, MAX_WARPGROUP_WARPS>> read_before;
+    std::vector<std::array<uint32_t, MAX_WARPGROUP_WARPS>> accessed_before;
     Operands operands;
 
     void reset() {
         barriers.clear(), copies.clear(), readers.clear(), published_by.clear();
-        read_before.clear(), std::fill(std::begin(arrivals), std::end(arrivals), 0);
+        accessed_before.clear(), std::fill(std::begin(arrivals), std::end(arrivals), 0);
         if (multiplies)
             for (Warpgroup& group : warpgroups) group = {};
         multiplies = false;

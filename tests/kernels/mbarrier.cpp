@@ -100,7 +100,7 @@ bool Runner::deliver_copy() {
 }
 
 void Runner::count_arrival() {
-    if (async.read_before.empty()) async.read_before.assign((dynamic.end - dynamic.begin + 15) / 16, {});
+    if (async.accessed_before.empty()) async.accessed_before.assign((dynamic.end - dynamic.begin + 15) / 16, {});
     unsigned warp = warp_of(number_of(*current));
     current->completed[ARRIVALS + warp] = ++async.arrivals[warp];
 }
@@ -111,15 +111,21 @@ void Runner::start_copy(const BoxCopy& copy) {
     for (const BoxCopy& other : async.copies)
         if (copy.to < other.to + other.bytes && other.to < copy.to + copy.bytes)
             fail("%s: TMA copy to shared memory that another copy is still writing", source_of(copy.site).c_str());
-    // Reads by other warps are ordered before the copy by arrivals that this thread knows of.
+    // Accesses by other warps are ordered before the copy by arrivals that this thread knows of; writes also need a
+    // fence before the arrival.
     unsigned own = warp_of(number_of(*current));
-    for (uintptr_t at = copy.to; at < copy.to + copy.bytes && !async.read_before.empty(); at += 16) {
-        const auto& reads = async.read_before[(at - dynamic.begin) / 16];
+    for (uintptr_t at = copy.to; at < copy.to + copy.bytes && !async.accessed_before.empty(); at += 16) {
+        const auto& accesses = async.accessed_before[(at - dynamic.begin) / 16];
+        const auto& clock = current->completed;
         bool known = true;
-        for (unsigned warp = 0; warp < reads.size(); warp++)
-            known = known && (!reads[warp] || (warp != own && reads[warp] <= current->completed[ARRIVALS + warp]));
-        for (size_t i = (at - dynamic.begin) / 2; known && i < (at - dynamic.begin) / 2 + 8; i++)
-            dynamic.cells[i].reader = {};
+        for (unsigned warp = 0; warp < accesses.size(); warp++)
+            known = known && (!accesses[warp] || (warp != own && accesses[warp] <= clock[ARRIVALS + warp]));
+        for (size_t i = (at - dynamic.begin) / 2; known && i < (at - dynamic.begin) / 2 + 8; i++) {
+            Cell& cell = dynamic.cells[i];
+            cell.reader = {};
+            bool is_written = cell.time == dynamic.time && cell.writer.block && !async.published_by.empty();
+            if (is_written && async.published_by[i] <= clock[FENCES + warp_of(cell.writer.thread)]) cell.writer = {};
+        }
     }
     access(copy.to, copy.bytes, true, Kind::Plain, nullptr, &copy.site);
     // Until the copy is done, these bytes are undefined.

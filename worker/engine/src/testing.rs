@@ -16,6 +16,7 @@ use crate::ops::attention::cudnn::{AttentionPlan, Direction};
 use crate::ops::attention::hopper::KERNELS as ATTENTION_KERNELS;
 pub use crate::ops::attention::hopper::QueryGradients;
 use crate::ops::attention::variant::{OwnKernels, Scores};
+use crate::ops::experts::grouped::hopper::KERNELS as GROUPED_KERNELS;
 use crate::ops::glu::hopper;
 pub use crate::ops::glu::hopper::Tiling;
 use crate::ops::linear::weight_grads;
@@ -43,6 +44,11 @@ pub fn force_attention(backend: &Backend, variant: Option<AttentionVariant>) {
 /// it supports.
 pub fn force_glu_tiling(backend: &Backend, tiling: Option<Tiling>) {
     gpu(backend).glu.force(tiling);
+}
+
+/// Makes a back end compute layers of experts with the portable kernels, or with the fastest ones again.
+pub fn force_portable_experts(backend: &Backend, portable: bool) {
+    gpu(backend).grouped.force_portable(portable);
 }
 
 /// Makes a back end compute the gradients of two layers' weights in one kernel, with the rows in this number of parts,
@@ -135,7 +141,7 @@ fn kernels_to_compile(
     let activations = Activation::ALL.into_iter();
     let activations = activations.flat_map(|f| [activation::cuda::compilation(f), glu::cuda::compilation(f)]);
     // Only for bf16, and only for the compute capability whose instructions they use.
-    let hopper = hopper::KERNELS.iter().flatten().chain([&weight_grads::KERNEL]);
+    let hopper = hopper::KERNELS.iter().flatten().chain([&weight_grads::KERNEL]).chain(&GROUPED_KERNELS);
     let hopper = hopper.chain(ATTENTION_KERNELS.iter().flat_map(|kernels| kernels.all()));
     let has_hopper = precision == Precision::Bf16 && arch == "sm_90a";
     let hopper = hopper.filter(move |_| has_hopper);

@@ -26,7 +26,7 @@ use common::cases::cases;
 use common::{Case, Ops, amplification, distance};
 use half::bf16;
 use xlaunch_engine::testing::{
-    AttentionVariant, QueryGradients, Tiling, force_attention, force_glu_tiling,
+    AttentionVariant, QueryGradients, Tiling, force_attention, force_glu_tiling, force_portable_experts,
     force_transposed_weight_grads, force_weight_grads_together, kernel_names,
 };
 use xlaunch_engine::*;
@@ -38,6 +38,7 @@ xlaunch_harness::tests! {
         gated_activations_in_gemms_match_the_cpu,
         all_variants_of_attention_match_the_cpu,
         gradients_of_two_layers_in_one_kernel_match_the_cpu,
+        layers_of_experts_by_wgmma_match_the_cpu,
         reads_fill_all_pieces_of_pinned_memory,
         results_do_not_depend_on_the_order_of_threads;
 }
@@ -113,10 +114,16 @@ fn selected(precision: Precision, parts: &str) -> Vec<Case> {
 
 /// Returns the outputs that differ by more than the tolerances of the suite `cuda_ops`.
 fn differences(cuda: &Backend, precision: Precision, parts: &str) -> Vec<String> {
-    let (tolerance, grads) = match precision {
-        Precision::Fp32 => (2e-6, DType::F32),
-        Precision::Tf32 => (2e-3, DType::F32),
-        Precision::Bf16 => (8e-3, DType::Bf16),
+    let grads = if precision == Precision::Bf16 { DType::Bf16 } else { DType::F32 };
+    differences_with(cuda, precision, grads, parts)
+}
+
+/// The same with gradients of this type.
+fn differences_with(cuda: &Backend, precision: Precision, grads: DType, parts: &str) -> Vec<String> {
+    let tolerance = match precision {
+        Precision::Fp32 => 2e-6,
+        Precision::Tf32 => 2e-3,
+        Precision::Bf16 => 8e-3,
     };
     let cpu = Backend::cpu(1, PoolMode::On);
     let (cpu, cuda) = (Ops { backend: &cpu, grads: DType::F32 }, Ops { backend: cuda, grads });
@@ -185,8 +192,9 @@ fn cast_and_mark(backend: &Backend) {
 fn every_kernel_runs_and_matches_the_cpu() {
     let run = |precision, parts| {
         let backend = open(precision);
-        // Otherwise no case would run the kernel.
+        // Otherwise no case would run these kernels.
         force_transposed_weight_grads(&backend, Some(true));
+        force_portable_experts(&backend, true);
         backend.begin_profile();
         cast_and_mark(&backend);
         let differences = differences(&backend, precision, parts);
@@ -270,6 +278,22 @@ fn gradients_of_two_layers_in_one_kernel_match_the_cpu() {
         // All cases except those with rows that are not whole vectors, and those that add.
         assert_eq!(ran.count(), selected(Precision::Bf16, TWO_LAYERS).len() - 2, "{parts} parts");
         same_bits_in_any_order(&backend, "weights of two layers, 1500", 10);
+    }
+}
+
+/// Cases of layers of experts; other GPUs run the portable kernels.
+const EXPERTS: &str = "experts ";
+
+fn layers_of_experts_by_wgmma_match_the_cpu() {
+    for grads in [DType::Bf16, DType::F32] {
+        let backend = open(Precision::Bf16);
+        backend.begin_profile();
+        let differences = differences_with(&backend, Precision::Bf16, grads, EXPERTS);
+        assert!(differences.is_empty(), "{grads:?}: {}", differences.join("\n"));
+        let ran = backend.end_profile().unwrap().into_iter().filter(|span| span.name == "grouped_hopper");
+        // All cases except the one with rows that are not whole vectors.
+        assert_eq!(ran.count(), 3 * (selected(Precision::Bf16, EXPERTS).len() - 1), "{grads:?}");
+        same_bits_in_any_order(&backend, "experts 300", 4);
     }
 }
 

@@ -103,6 +103,7 @@ pub struct Cuda {
     pub(crate) attention: attention::cuda::Attention,
     pub(crate) cached_attention: cached_attention::cuda::CachedKernels,
     pub(crate) glu: glu::cuda::Glu,
+    pub(crate) grouped: experts::grouped::cuda::Grouped,
     pub(crate) weight_grads: linear::weight_grads::WeightGrads,
     pub(crate) marks: mark::cuda::Counter,
     /// Dropped last, because the others use it.
@@ -116,6 +117,7 @@ impl Cuda {
             attention: Default::default(),
             cached_attention: Default::default(),
             glu: Default::default(),
+            grouped: Default::default(),
             weight_grads: Default::default(),
             marks: Default::default(),
             gpu,

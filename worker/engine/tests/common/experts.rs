@@ -81,6 +81,8 @@ pub(super) fn cases(values: impl Fn(u64, usize) -> Vec<f32> + Copy) -> Vec<Case>
         ([33, 5, 3, 12, 21], Sigmoid, true, Load::Random, Accumulate::Overwrite),
         // More than one chunk of choices, several tiles of an expert and of columns, deeper than the ring of tiles.
         ([300, 4, 2, 200, 136], Softmax, true, Load::Random, Accumulate::Overwrite),
+        // Several tiles of columns of the kernels for compute capability 9.0.
+        ([260, 2, 1, 72, 528], Softmax, false, Load::Random, Accumulate::Add),
         ([150, 6, 2, 24, 136], Softmax, true, Load::Same, Accumulate::Overwrite),
         ([140, 3, 1, 8, 16], Sigmoid, false, Load::Same, Accumulate::Add),
         ([40, 4, 4, 16, 8], Softmax, false, Load::Random, Accumulate::Overwrite),

@@ -5,7 +5,7 @@ use std::process::{Command, ExitCode};
 
 use xlaunch_engine::Precision::{self, Bf16, Fp32, Tf32};
 use xlaunch_engine::testing::{
-    AttentionVariant, QueryGradients, Tiling, force_attention, force_glu_tiling,
+    AttentionVariant, QueryGradients, Tiling, force_attention, force_glu_tiling, force_portable_experts,
     force_transposed_weight_grads, force_weight_grads_together,
 };
 use xlaunch_harness::emulator;
@@ -76,6 +76,8 @@ const WHOLE_HEAD_ROPE: &str = "seq: 17, heads: 3, kv_heads: 3, width: 16 }, rope
 
 /// Experts with several tiles, and products deeper than the ring of tiles.
 const TILES: &str = "experts 300 x 2 of 4";
+/// The same case, with the kernels for compute capability 9.0.
+const WGMMA_TILES: &str = "experts 300 x 2 of 4 Softmax";
 const HEADS: &str = "qk norm Head AttentionShape { batch: 2, seq: 35";
 /// Rows have more items than a block has threads, and blocks have several rows.
 const WIDE_HEADS: &str = "qk norm Full AttentionShape { batch: 3, seq: 7, heads: 40";
@@ -425,6 +427,12 @@ const MISTAKES: &[Mistake] = &[
         "experts/grouped/kernel.cu", "if (add && col + c < inputs) u",
         "if (false) u", Fp32, "67 x 2 of 8", DIFFERS,
     ),
+    mistake("experts/grouped/hopper.cu", "barrier_wait(&s.empty[stage], at", "(at", Bf16, WGMMA_TILES, ARRIVALS),
+    mistake("experts/grouped/hopper.cu", "barrier_wait(&s.full[stage], at", "(at", Bf16, WGMMA_TILES, EARLY_WGMMA),
+    mistake("experts/grouped/hopper.cu", "    wgmma_wait<0>();\n", "", Bf16, WGMMA_TILES, EARLY_USE),
+    mistake("experts/grouped/hopper.cu", "    fence_async();\n", "", Bf16, WGMMA_TILES, UNFENCED),
+    mistake("experts/grouped/hopper.cu", "clear_rows(a, tile.end - k, group);", ";", Bf16, WGMMA_TILES, DIFFERS),
+    mistake("experts/grouped/hopper.cu", "row, tile.rows, tile.col", "row, 1 << 30, tile.col", Bf16, WGMMA_TILES, ANY_WRITE),
     // Functions and their derivatives.
     mistake(
         "activation/kernel.cu", "3.0f * GELU_CUBE", "2.0f * GELU_CUBE", Fp32, "GeluTanh LinearShape { rows: 67",
@@ -455,6 +463,7 @@ pub(crate) fn child() -> Option<ExitCode> {
         return Some(ExitCode::SUCCESS);
     }
     force_attention(&backend, Some(AttentionVariant::Portable));
+    force_portable_experts(&backend, part != WGMMA_TILES);
     for tiling in if part.contains(GLU) { &tilings[..] } else { &[None] } {
         force_glu_tiling(&backend, *tiling);
         force_weight_grads_together(&backend, Some(3));

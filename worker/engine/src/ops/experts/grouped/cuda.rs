@@ -1,8 +1,11 @@
-//! Launches of the grouped GEMMs: tensor cores for bf16, FP32 units otherwise.
+//! Launches of the grouped GEMMs: our own for compute capability 9.0, or portable kernels on tensor cores for bf16 and on
+//! FP32 units otherwise. The former are always faster, so nothing is timed.
+
+use std::cell::Cell;
 
 use xlaunch_pool::DType;
 
-use super::{GroupedBackwardInput, GroupedBackwardWeight, GroupedForward, GroupedShape};
+use super::{GroupedBackwardInput, GroupedBackwardWeight, GroupedForward, GroupedShape, hopper};
 use crate::cuda::{
     BLOCK_THREADS, Gpu, KernelFile, Launch, Macro, args, expect, expect_grad, is_bf16, source, vectorizable,
 };
@@ -49,8 +52,8 @@ impl GroupedShape {
     }
 
     /// Returns the largest number of row tiles of all experts: each expert that has rows may have one that is not full.
-    fn row_tiles(self) -> usize {
-        self.rows / TILE + self.experts.min(self.rows)
+    pub(super) fn row_tiles(self, tile: usize) -> usize {
+        self.rows / tile + self.experts.min(self.rows)
     }
 
     /// Returns whether all arrays can be copied as vectors.
@@ -59,33 +62,69 @@ impl GroupedShape {
     }
 }
 
-pub(super) fn forward(gpu: &Gpu, args: GroupedForward<'_>) -> Result<()> {
-    let GroupedForward { shape: s, offsets, x, w, y } = args;
-    s.check(gpu, offsets, [x, y]);
-    gpu.expect_act(w, s.weights_len());
-    let launch = launch(s.row_tiles() * s.outputs.div_ceil(TILE));
-    let args = args![offsets, x, w, y, s.experts, s.inputs, s.outputs, s.wide(&[x, w, y])];
-    // SAFETY: checked above; offsets do not decrease and end with M by the operation's contract.
-    unsafe { gpu.launch("grouped_fwd", launch, args) }
+/// Grouped GEMMs of a device.
+#[derive(Debug, Default)]
+pub(crate) struct Grouped {
+    /// Set by tests of the portable kernels.
+    portable: Cell<bool>,
 }
 
-pub(super) fn backward_input(gpu: &Gpu, args: GroupedBackwardInput<'_>) -> Result<()> {
-    let GroupedBackwardInput { shape: s, offsets, dy, w, dx } = args;
-    s.check(gpu, offsets, [dx, dy]);
-    gpu.expect_act(w, s.weights_len());
-    let launch = launch(s.row_tiles() * s.inputs.div_ceil(TILE));
-    let args = args![offsets, dy, w, dx, s.experts, s.inputs, s.outputs, s.wide(&[dy, w, dx])];
-    // SAFETY: as in forward.
-    unsafe { gpu.launch("grouped_bwd_input", launch, args) }
-}
+impl Grouped {
+    pub(super) fn forward(&self, gpu: &Gpu, args: GroupedForward<'_>) -> Result<()> {
+        let GroupedForward { shape: s, offsets, x, w, y } = args;
+        s.check(gpu, offsets, [x, y]);
+        gpu.expect_act(w, s.weights_len());
+        if self.is_own(gpu, "grouped_forward", s, hopper::supports(gpu, s, &[x, w, y])) {
+            // SAFETY: checked above; offsets do not decrease and end with M by the operation's contract.
+            return unsafe { hopper::forward(gpu, args) };
+        }
+        let launch = launch(s.row_tiles(TILE) * s.outputs.div_ceil(TILE));
+        let args = args![offsets, x, w, y, s.experts, s.inputs, s.outputs, s.wide(&[x, w, y])];
+        // SAFETY: as above.
+        unsafe { gpu.launch("grouped_fwd", launch, args) }
+    }
 
-pub(super) fn backward_weight(gpu: &Gpu, args: GroupedBackwardWeight<'_>) -> Result<()> {
-    let GroupedBackwardWeight { shape: s, offsets, dy, x, dw, acc } = args;
-    s.check(gpu, offsets, [x, dy]);
-    expect_grad(dw, s.weights_len());
-    let launch = launch(s.experts * s.outputs.div_ceil(TILE) * s.inputs.div_ceil(TILE));
-    let add = acc == Accumulate::Add;
-    let args = args![offsets, dy, x, dw, is_bf16(dw), add, s.inputs, s.outputs, s.wide(&[dy, x])];
-    // SAFETY: as in forward.
-    unsafe { gpu.launch("grouped_bwd_weight", launch, args) }
+    pub(super) fn backward_input(&self, gpu: &Gpu, args: GroupedBackwardInput<'_>) -> Result<()> {
+        let GroupedBackwardInput { shape: s, offsets, dy, w, dx } = args;
+        s.check(gpu, offsets, [dx, dy]);
+        gpu.expect_act(w, s.weights_len());
+        if self.is_own(gpu, "grouped_backward_input", s, hopper::supports(gpu, s, &[dy, w, dx])) {
+            // SAFETY: as in forward.
+            return unsafe { hopper::backward_input(gpu, args) };
+        }
+        let launch = launch(s.row_tiles(TILE) * s.inputs.div_ceil(TILE));
+        let args = args![offsets, dy, w, dx, s.experts, s.inputs, s.outputs, s.wide(&[dy, w, dx])];
+        // SAFETY: as in forward.
+        unsafe { gpu.launch("grouped_bwd_input", launch, args) }
+    }
+
+    pub(super) fn backward_weight(&self, gpu: &Gpu, args: GroupedBackwardWeight<'_>) -> Result<()> {
+        let GroupedBackwardWeight { shape: s, offsets, dy, x, dw, acc } = args;
+        s.check(gpu, offsets, [x, dy]);
+        expect_grad(dw, s.weights_len());
+        if self.is_own(gpu, "grouped_backward_weight", s, hopper::supports_weight(gpu, &args)) {
+            // SAFETY: as in forward.
+            return unsafe { hopper::backward_weight(gpu, args) };
+        }
+        let launch = launch(s.experts * s.outputs.div_ceil(TILE) * s.inputs.div_ceil(TILE));
+        let add = acc == Accumulate::Add;
+        let args = args![offsets, dy, x, dw, is_bf16(dw), add, s.inputs, s.outputs, s.wide(&[dy, x])];
+        // SAFETY: as in forward.
+        unsafe { gpu.launch("grouped_bwd_weight", launch, args) }
+    }
+
+    /// Runs the portable kernels from now on, or the fastest ones again.
+    pub(crate) fn force_portable(&self, portable: bool) {
+        self.portable.set(portable);
+    }
+
+    /// Selects our own GEMM for compute capability 9.0 if it can run, and logs the choice.
+    fn is_own(&self, gpu: &Gpu, operation: &'static str, shape: GroupedShape, is_supported: bool) -> bool {
+        let (own, portable) = ("own GEMM, tiles of 128 x 256", "portable kernel");
+        let is_own = is_supported && !self.portable.get();
+        let reason = "it is not bf16, not aligned, or not on compute capability 9.0";
+        let (selected, faster) = if is_own { (own, None) } else { (portable, Some((own, reason))) };
+        gpu.variants.selected(operation, shape, selected, faster);
+        is_own
+    }
 }

@@ -5,6 +5,7 @@
 
 mod cpu;
 pub(crate) mod cuda;
+pub(crate) mod hopper;
 
 use crate::cpu::Threads;
 use crate::error::Result;
@@ -77,7 +78,7 @@ impl Op for GroupedForward<'_> {
     }
 
     fn cuda(self, gpu: &Cuda) -> Result<()> {
-        cuda::forward(gpu, self)
+        gpu.grouped.forward(gpu, self)
     }
 }
 
@@ -87,7 +88,7 @@ impl Op for GroupedBackwardInput<'_> {
     }
 
     fn cuda(self, gpu: &Cuda) -> Result<()> {
-        cuda::backward_input(gpu, self)
+        gpu.grouped.backward_input(gpu, self)
     }
 }
 
@@ -97,6 +98,6 @@ impl Op for GroupedBackwardWeight<'_> {
     }
 
     fn cuda(self, gpu: &Cuda) -> Result<()> {
-        cuda::backward_weight(gpu, self)
+        gpu.grouped.backward_weight(gpu, self)
     }
 }
