@@ -30,6 +30,12 @@ pub(crate) const SQUARE: usize = 64;
 /// Dynamic shared memory other than tiles: barriers, and space to align the start to 1,024 bytes.
 pub(crate) const OTHER_SHARED: usize = 2048;
 
+/// Bytes of the left operand in the rows of tiles whose blocks run one after another. They stay in the L2 cache (50
+/// MiB) while the right operand passes through. H200, 8192 cubed: 785 TFLOP/s with 8 rows of tiles, 698 with 32.
+const CACHED_BYTES: usize = 16 << 20;
+const MIN_TILE_ROWS: usize = 8;
+const MAX_TILE_ROWS: usize = 64;
+
 /// A kernel and its compilation settings.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HopperKernel {
@@ -97,6 +103,11 @@ impl Hopper {
         self.loaded.borrow_mut().insert(kernel, function.clone());
         Ok(function)
     }
+}
+
+/// Returns the number of rows of tiles, of a left operand with this depth, whose blocks run one after another.
+pub(crate) fn cached_tile_rows(depth: usize) -> usize {
+    (CACHED_BYTES / (TILE_M * depth * size_of::<u16>())).clamp(MIN_TILE_ROWS, MAX_TILE_ROWS)
 }
 
 /// Describes a dense array, innermost dimension first, that is loaded in boxes with the 128-byte swizzle. Elements

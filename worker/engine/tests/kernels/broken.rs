@@ -431,8 +431,11 @@ const MISTAKES: &[Mistake] = &[
     mistake("experts/grouped/hopper.cu", "barrier_wait(&s.full[stage], at", "(at", Bf16, WGMMA_TILES, EARLY_WGMMA),
     mistake("experts/grouped/hopper.cu", "    wgmma_wait<0>();\n", "", Bf16, WGMMA_TILES, EARLY_USE),
     mistake("experts/grouped/hopper.cu", "    fence_async();\n", "", Bf16, WGMMA_TILES, UNFENCED),
-    mistake("experts/grouped/hopper.cu", "clear_rows(a, tile.end - k, group);", ";", Bf16, WGMMA_TILES, DIFFERS),
-    mistake("experts/grouped/hopper.cu", "row, tile.rows, tile.col", "row, 1 << 30, tile.col", Bf16, WGMMA_TILES, ANY_WRITE),
+    mistake("experts/grouped/hopper.cu", "clear_rows(a, tile.clear - k, group);", ";", Bf16, WGMMA_TILES, DIFFERS),
+    mistake(
+        "experts/grouped/hopper.cu", "row, tile.rows, tile.col", "row, 1 << 30, tile.col",
+        Bf16, WGMMA_TILES, ANY_WRITE,
+    ),
     // Functions and their derivatives.
     mistake(
         "activation/kernel.cu", "3.0f * GELU_CUBE", "2.0f * GELU_CUBE", Fp32, "GeluTanh LinearShape { rows: 67",

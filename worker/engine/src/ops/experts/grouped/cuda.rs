@@ -1,5 +1,5 @@
-//! Launches of the grouped GEMMs: our own for compute capability 9.0, or portable kernels on tensor cores for bf16 and on
-//! FP32 units otherwise. The former are always faster, so nothing is timed.
+//! Launches of the grouped GEMMs: our own for compute capability 9.0, or portable kernels on tensor cores for bf16 and
+//! on FP32 units otherwise. The former are always faster, so nothing is timed.
 
 use std::cell::Cell;
 

@@ -30,8 +30,8 @@ struct Tile {
     int expert;
     // Its corner in the result, and the end of the expert's rows.
     int row, col, rows;
-    // The products that are summed.
-    int begin, end;
+    // The products that are summed. In the weights' gradient they are rows; those from `clear` on are cleared.
+    int begin, end, clear;
 };
 
 // Tiles in the order in which blocks take them: by expert, and column by column within `group` rows of tiles, so that
@@ -65,8 +65,9 @@ struct Tiles {
         rest -= top * across();
         int row = (top + rest % rows) * TILE_M, col = rest / rows * TILE_N;
         int begin = s.offsets[expert], end = s.offsets[expert + 1];
-        if (PRODUCT == 2) return {expert, row, col, outputs, begin, end};
-        return {expert, begin + row, col, end, 0, PRODUCT == 0 ? inputs : outputs};
+        // An expert without rows has a product of cleared rows, so that its gradient is written.
+        if (PRODUCT == 2) return {expert, row, col, outputs, begin, max(end, begin + 1), end};
+        return {expert, begin + row, col, end, 0, PRODUCT == 0 ? inputs : outputs, 0};
     }
 };
 
@@ -118,16 +119,11 @@ __device__ inline void clear_rows(char* square, int rows, int group) {
 // d = this warpgroup's 64 rows of the tile. `at`: number of stages passed.
 __device__ inline void multiply(float (&d)[TILE_N / 2], Shared& s, const Tile& tile, int& at) {
     int lane = threadIdx.x % WARP, group = threadIdx.x / 128 - 1;
-    if (tile.begin == tile.end) {
-#pragma unroll
-        for (int j = 0; j < TILE_N / 2; j++) d[j] = 0.0f;
-        return;
-    }
     for (int k = tile.begin; k < tile.end; k += TILE_K, at++) {
         int stage = at % STAGES;
         barrier_wait(&s.full[stage], at / STAGES % 2);
         char *a = s.a[stage] + group * SQUARE, *b = s.b[stage];
-        if (A_ACROSS && tile.end - k < TILE_K) clear_rows(a, tile.end - k, group);
+        if (A_ACROSS && tile.clear - k < TILE_K) clear_rows(a, tile.clear - k, group);
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < TILE_K / 16; j++)

@@ -3,7 +3,9 @@
 use cudarc::driver::sys::CUtensorMap;
 
 use super::{GroupedBackwardInput, GroupedBackwardWeight, GroupedForward, GroupedShape};
-use crate::cuda::hopper::{HopperKernel, OTHER_SHARED, SQUARE, THREADS, TILE_K, TILE_M, tensor_map};
+use crate::cuda::hopper::{
+    HopperKernel, OTHER_SHARED, SQUARE, THREADS, TILE_K, TILE_M, cached_tile_rows, tensor_map,
+};
 use crate::cuda::{Arg, Gpu, Macro, Source, args, is_bf16, source};
 use crate::error::Result;
 use crate::ops::Accumulate;
@@ -15,13 +17,9 @@ const SOURCE: Source = source!(
     after "../cuda/headers/hopper.cuh", after "../cuda/headers/hopper_tiles.cuh"
 );
 
-const TILE_N: usize = 256;
+const GROUPED_TILE_N: usize = 256;
 /// Number of tiles of each operand in shared memory at a time: as many as fit.
-const STAGES: usize = 4;
-/// Bytes of the left operand in the rows of tiles whose blocks run one after another, as in `glu/hopper.rs`.
-const CACHED_BYTES: usize = 16 << 20;
-const MIN_TILE_ROWS: usize = 8;
-const MAX_TILE_ROWS: usize = 64;
+const GROUPED_STAGES: usize = 4;
 
 /// The products of a layer.
 #[derive(Clone, Copy, Debug)]
@@ -35,7 +33,7 @@ pub(crate) static KERNELS: [HopperKernel; 3] =
     [kernel(&macros(Product::Forward)), kernel(&macros(Product::Input)), kernel(&macros(Product::Weight))];
 
 const fn kernel(macros: &'static [Macro]) -> HopperKernel {
-    let tiles = STAGES * (TILE_M + TILE_N) * TILE_K * size_of::<u16>();
+    let tiles = GROUPED_STAGES * (TILE_M + GROUPED_TILE_N) * TILE_K * size_of::<u16>();
     let offsets = (2 * MAX_EXPERTS + 1) * size_of::<i32>();
     let shared = tiles + offsets + OTHER_SHARED;
     HopperKernel { source: SOURCE, name: "grouped_hopper", macros, threads: THREADS, shared }
@@ -44,7 +42,7 @@ const fn kernel(macros: &'static [Macro]) -> HopperKernel {
 const fn macros(product: Product) -> [Macro; 3] {
     [
         Macro::int("PRODUCT", product as usize),
-        Macro::int("STAGES", STAGES),
+        Macro::int("STAGES", GROUPED_STAGES),
         Macro::int("MAX_EXPERTS", MAX_EXPERTS),
     ]
 }
@@ -65,7 +63,7 @@ pub(super) fn supports_weight(gpu: &Gpu, args: &GroupedBackwardWeight<'_>) -> bo
 pub(super) unsafe fn forward(gpu: &Gpu, args: GroupedForward<'_>) -> Result<()> {
     let GroupedForward { shape: s, offsets, x, w, y } = args;
     let a = tensor_map(x, [s.inputs, s.rows, 1], [TILE_K, TILE_M, 1])?;
-    let b = tensor_map(w, [s.inputs, s.outputs, s.experts], [TILE_K, TILE_N, 1])?;
+    let b = tensor_map(w, [s.inputs, s.outputs, s.experts], [TILE_K, GROUPED_TILE_N, 1])?;
     // SAFETY: the caller's promise.
     unsafe { launch(gpu, Product::Forward, s, [a, b], args![offsets, y, true, false]) }
 }
@@ -105,8 +103,8 @@ unsafe fn launch(
         Product::Input => (s.row_tiles(TILE_M), s.inputs, s.outputs),
         Product::Weight => (s.experts * s.outputs.div_ceil(TILE_M), s.inputs, s.rows.div_ceil(s.experts)),
     };
-    let group = (CACHED_BYTES / (TILE_M * k * size_of::<u16>())).clamp(MIN_TILE_ROWS, MAX_TILE_ROWS);
-    let blocks = (down * cols.div_ceil(TILE_N)).min(gpu.hopper.multiprocessors());
+    let group = cached_tile_rows(k);
+    let blocks = (down * cols.div_ceil(GROUPED_TILE_N)).min(gpu.hopper.multiprocessors());
     let sizes = [s.experts, s.outputs, s.inputs, group].map(Arg::from);
     let args = [&maps.map(Arg::TensorMap)[..], written, &sizes].concat();
     // SAFETY: the arguments are those of the kernel; the rest is the caller's promise.
