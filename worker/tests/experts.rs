@@ -5,12 +5,14 @@
 
 mod common;
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Mutex;
 
 use common::{Rank, on_ranks_with_shape, shape, spec};
 use xlaunch_spec::job::{JobSpec, Optimizer, Recompute, Shard};
 use xlaunch_spec::model::{Arch, ModelShape, Router};
+use xlaunch_worker::model::layout::Layout;
 use xlaunch_worker::train::{Requests, StepResult};
 
 const STEPS: u64 = 5;
@@ -126,6 +128,22 @@ fn muon_trains_experts_with_the_same_bits_for_any_division() {
     }
     let adamw = losses(Optimizer::AdamW, Shard::None);
     assert!(adamw[0] == whole[0] && adamw[1] != whole[1]);
+}
+
+/// Muon leaves the second moments of its elements 0.
+#[test]
+fn muon_updates_the_matrices_of_all_experts_and_no_router() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut spec = spec(dir.path(), false);
+    spec.train.optimizer = Optimizer::Muon;
+    let shape = mixed();
+    let (_, state) = train(&shape, &spec, dir.path(), 1);
+    let moments = &state[2 * state.len() / 3..];
+    for block in Layout::new(&shape).blocks {
+        let used = |range: &Range<usize>| moments[range.clone()].iter().any(|bits| *bits != 0);
+        assert!(!used(&block.fc.weight) && !used(&block.out.weight));
+        assert!(block.router.iter().all(used));
+    }
 }
 
 /// Without the losses of the router, its gradient is that of the weights of the choices alone.
