@@ -331,8 +331,9 @@ def main():
             prepare(options, folder, train, seed + 1)
             for run in options.runs:
                 trainer, optimizer = run.split(",")
+                measure = run_xlaunch if trainer == "xlaunch" else run_pytorch
                 try:
-                    curves[run, seed] = (run_xlaunch if trainer == "xlaunch" else run_pytorch)(options, folder, optimizer)
+                    curves[run, seed] = measure(options, folder, optimizer)
                 except RuntimeError as error:
                     print(f"{run}, seed {seed + 1}: {error}", flush=True)
     report(curves, options)
