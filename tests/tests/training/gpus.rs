@@ -9,6 +9,7 @@ xlaunch_harness::tests! {
     needs emulator::find_compiler:
         dividing_a_model_changes_no_bit_on_gpus,
         experts_train_on_gpus_as_on_the_cpu,
+        owners_of_matrices_change_no_bit_on_gpus,
         three_gpus_divide_a_model_and_add_up_micro_steps;
 }
 
@@ -115,4 +116,19 @@ fn experts_train_on_gpus_as_on_the_cpu() {
             "{losses:?}, {cpu:?}"
         );
     }
+}
+
+/// Ranks own different numbers of matrices of a shape, which are multiplied in batches.
+fn owners_of_matrices_change_no_bit_on_gpus() {
+    let gpus = Gpus::new(3);
+    let train = |owners: &str| {
+        let owners = format!("muon.owners={owners}");
+        let muon = ["train.optimizer=muon", "muon.normuon=true", "comm.shard=parameters", &owners];
+        let small =
+            ["launch.nproc=3", "train.batch=1", "comm.bucket_mb=0.002", "model.layers=2", "train.steps=2"];
+        gpus.train(&[&small[..], &muon].concat()).0
+    };
+    let [owned, everywhere] = ["always", "never"].map(train);
+    assert_eq!(owned, everywhere);
+    assert!(owned.len() == 2 && owned[1] < owned[0], "{owned:?}");
 }
