@@ -20,6 +20,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+import uuid
 
 import runner
 
@@ -120,6 +121,8 @@ def train_trl(options):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
+    # A hash of trl's functions would name cached rows, but dill cannot hash them in every version of Python.
+    datasets.fingerprint.Hasher.hash = classmethod(lambda cls, value: uuid.uuid4().hex[:16])
     folder, data, batch, kind, mode = options.peer
     times, counts, losses = [], [], []
 
