@@ -11,7 +11,7 @@ work=/home/alice/job
 secret=hunter2-$$
 # Duration of the training job in seconds if it runs alone: long enough for everything that happens to the daemon in the
 # meantime.
-length=60
+length=90
 
 step() {
     echo "ok: $(($(date +%s) - begin)) s: $*"
