@@ -118,7 +118,7 @@ fn differences(cuda: &Backend, precision: Precision, parts: &str) -> Vec<String>
     differences_with(cuda, precision, grads, parts)
 }
 
-/// The same with gradients of this type.
+/// Returns the outputs that differ if gradients have this type.
 fn differences_with(cuda: &Backend, precision: Precision, grads: DType, parts: &str) -> Vec<String> {
     let tolerance = match precision {
         Precision::Fp32 => 2e-6,

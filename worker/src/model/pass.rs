@@ -1,4 +1,4 @@
-//! What all parts of a backward pass share.
+//! State shared by all parts of a backward pass.
 
 use std::ops::Range;
 

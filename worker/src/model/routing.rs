@@ -9,7 +9,7 @@ use xlaunch_spec::model::ModelShape;
 
 use super::{BackendHandle, Model, narrow};
 
-/// What the routers of a model share: the loads of a micro-step, and the losses that balance them.
+/// State shared by the routers of a model: the loads of a micro-step, and the losses that balance them.
 #[derive(Debug)]
 pub struct Routing {
     /// Number of choices of each expert in each layer with experts, F32 `[L, E]`. Forward writes those of this rank.

@@ -35,3 +35,18 @@ __device__ inline void write(bf16* c, i64 stride, int row, int rows, int col, in
     if (row < rows) *(uint4*)to = make_uint4(x.upper[0], x.upper[1], x.upper[2], x.upper[3]);
     if (row + 8 < rows) *(uint4*)(to + 8 * stride) = make_uint4(x.lower[0], x.lower[1], x.lower[2], x.lower[3]);
 }
+
+// Writes rows `row` to `row + 16` of a warpgroup's results, as bf16, from column `col` on. `cols` is a multiple of 8.
+template <int LENGTH>
+__device__ inline void write_tile(const float (&d)[LENGTH], bf16* c, int row, int rows, int col, int cols) {
+#pragma unroll
+    for (int n = 0; n < 2 * LENGTH; n += 32) {
+        Pairs x;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float* e = d + n / 2 + 4 * j;
+            x.upper[j] = bf16_pair(e[0], e[1]), x.lower[j] = bf16_pair(e[2], e[3]);
+        }
+        write(c, cols, row, rows, col + n, cols, x);
+    }
+}

@@ -34,9 +34,9 @@ pub(crate) const KERNELS: KernelFile = KernelFile {
 /// The function from logits to scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Router {
-    /// Over all experts.
+    /// Softmax over all experts.
     Softmax,
-    /// Of each expert on its own.
+    /// Sigmoid of each logit.
     Sigmoid,
 }
 

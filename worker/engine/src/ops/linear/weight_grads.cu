@@ -105,21 +105,6 @@ __device__ inline void multiply(float (&d)[TILE_N / 2], Shared& s, const Work& w
     wgmma_wait<0>();
 }
 
-__device__ inline void write_tile(const float (&d)[TILE_N / 2], const Work& work) {
-    int row = work.row + 16 * (threadIdx.x / WARP - 4);
-    const Layer& layer = work.layer;
-#pragma unroll
-    for (int n = 0; n < TILE_N; n += 32) {
-        Pairs x;
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float* e = d + n / 2 + 4 * j;
-            x.upper[j] = bf16_pair(e[0], e[1]), x.lower[j] = bf16_pair(e[2], e[3]);
-        }
-        write(layer.dw, layer.inputs, row, layer.outputs, work.col + n, layer.inputs, x);
-    }
-}
-
 // Grid: the tiles of both layers, parts. `partials`: MULTIPLIERS * SUMS floats per block, unused if there is one part.
 // `counters`: MULTIPLIERS per tile, zero before and after.
 extern "C" __global__ void __launch_bounds__(384, 1)
@@ -150,6 +135,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         raise_registers<232>();
         float d[TILE_N / 2];
         multiply(d, s, work);
-        if (parts == 1 || combine(d, tile, gridDim.x, parts, partials, counters)) write_tile(d, work);
+        if (parts == 1 || combine(d, tile, gridDim.x, parts, partials, counters))
+            write_tile(d, layer.dw, work.row + 16 * (threadIdx.x / WARP - 4), layer.outputs, work.col, layer.inputs);
     }
 }

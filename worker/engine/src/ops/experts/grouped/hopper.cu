@@ -141,20 +141,7 @@ __device__ inline void multiply(float (&d)[TILE_N / 2], Shared& s, const Tile& t
     if (lane == 0) barrier_arrive(&s.empty[(at - 1) % STAGES]);
 }
 
-__device__ inline void write_tile(const float (&d)[TILE_N / 2], bf16* out, int row, const Tile& tile, int cols) {
-#pragma unroll
-    for (int n = 0; n < TILE_N; n += 32) {
-        Pairs x;
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float* e = d + n / 2 + 4 * j;
-            x.upper[j] = bf16_pair(e[0], e[1]), x.lower[j] = bf16_pair(e[2], e[3]);
-        }
-        write(out, cols, row, tile.rows, tile.col + n, cols, x);
-    }
-}
-
-// The same for gradients that are added, or in fp32.
+// Writes rows `row` to `row + 16` of gradients that are added, or in fp32.
 __device__ inline void write_gradients(const float (&d)[TILE_N / 2], void* dw, bool dw_bf16, bool add, int row,
                                        const Tile& tile, int cols) {
     int lane = threadIdx.x % WARP;
@@ -198,8 +185,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         Tile tile = tiles.locate(i);
         multiply(d, s, tile, at);
         int row = tile.row + first_row, cols = tiles.cols();
-        if (PRODUCT != 2) write_tile(d, (bf16*)out, row, tile, cols);
-        else if (out_bf16 && !add) write_tile(d, (bf16*)out + (i64)tile.expert * outputs * inputs, row, tile, cols);
+        if (PRODUCT != 2) write_tile(d, (bf16*)out, row, tile.rows, tile.col, cols);
+        else if (out_bf16 && !add)
+            write_tile(d, (bf16*)out + (i64)tile.expert * outputs * inputs, row, tile.rows, tile.col, cols);
         else write_gradients(d, out, out_bf16, add, row, tile, cols);
     }
 }
