@@ -1,11 +1,12 @@
 //! Outputs of a training run; neither the number of ranks nor an interruption changes the result.
 
+use std::collections::BTreeMap;
 use std::process::Command;
 use std::time::Duration;
 
 use rustix::process::Signal;
 use serde_json::Value;
-use xlaunch_tests::{Job, Process, requirements};
+use xlaunch_tests::{Job, Process, read_state, requirements};
 
 xlaunch_harness::tests! {
     run_reports_steps_and_leaves_metrics_checkpoint_and_sample,
@@ -25,6 +26,8 @@ xlaunch_harness::tests! {
     sharded_optimizer_stops_resumes_and_evaluates,
     muon_depends_neither_on_the_number_of_ranks_nor_on_interruptions,
     normuon_resumes_on_another_number_of_ranks,
+    learning_rates_of_groups_are_scaled,
+    learning_rate_factors_without_effect_are_refused,
     run_is_not_continued_with_another_optimizer_unless_confirmed,
     checkpoint_without_manifest_or_with_changed_byte_is_not_used,
     resume_in_another_directory_names_the_checkpoint_beside_the_configuration;
@@ -364,6 +367,56 @@ fn normuon_resumes_on_another_number_of_ranks() {
         let (batch, shard) = (format!("train.batch={batch}"), format!("comm.shard={shard:?}"));
         train(&job, ranks, &[&common[..], &[&batch, &shard, &resume]].concat());
         assert_close(&job.losses(), &whole, &format!("{ranks} ranks"));
+    }
+}
+
+fn learning_rates_of_groups_are_scaled() {
+    let group = |name: &str| match name {
+        "wte.weight" | "wpe.weight" => "embeddings",
+        "head.weight" => "head",
+        _ if name.contains("ln") || name.ends_with("bias") => "vectors",
+        _ => "matrices",
+    };
+    let weights = |scaled: &str, scale: u32, shard: &str| {
+        let job = Job::new();
+        let scale = format!("lr_scale.{scaled}={scale}");
+        let shard = format!("comm.shard={shard:?}");
+        train(&job, 2, &["train.steps=1", "model.tied=false", &shard, &scale]);
+        let state = read_state(&job.run_dir().join("checkpoints/step-00000001"));
+        let value = |bytes: &[u8]| f32::from_le_bytes(bytes.try_into().unwrap());
+        let values = |bytes: Vec<u8>| bytes.chunks_exact(4).map(value).collect();
+        let parameters =
+            state.into_iter().filter(|(name, _)| !name.starts_with("m.") && !name.starts_with("v."));
+        parameters.map(|(name, bytes)| (name, values(bytes))).collect::<BTreeMap<String, Vec<f32>>>()
+    };
+    for (scaled, shard) in [("embeddings", "none"), ("head", "optimizer"), ("vectors", "optimizer")] {
+        // One step: a factor of 0 leaves the initial weights, and others multiply the step from there.
+        let [before, once, four_times] = [0, 1, 4].map(|scale| weights(scaled, scale, shard));
+        let mut found = false;
+        for (name, before) in &before {
+            let change = |after: &BTreeMap<String, Vec<f32>>| {
+                let change = after[name].iter().zip(before).map(|(after, before)| f64::from(after - before));
+                change.map(|change| change * change).sum::<f64>().sqrt()
+            };
+            let expected = if group(name) == scaled { 4.0 * change(&once) } else { change(&once) };
+            assert!((change(&four_times) - expected).abs() <= 1e-3 * expected, "{scaled}: {name}");
+            found |= group(name) == scaled && expected > 0.0;
+        }
+        assert!(found, "{scaled}: nothing moves");
+    }
+}
+
+fn learning_rate_factors_without_effect_are_refused() {
+    let job = Job::new();
+    for (settings, text) in [
+        (&["lr_scale.head=2.0", "model.tied=true"][..], "the head is tied to the embeddings"),
+        (&["lr_scale.lora_b=16.0"], "no adapters are trained"),
+        (&["lr_scale.embeddings=-1.0"], "lr_scale.embeddings"),
+        (&["lr_scale.norms=2.0"], "lr_scale.norms"),
+    ] {
+        let refused = job.run(&set(settings));
+        assert_eq!(refused.code, 2, "{settings:?}: {}", refused.stderr);
+        assert!(refused.stderr.contains(text), "{text} in {}", refused.stderr);
     }
 }
 

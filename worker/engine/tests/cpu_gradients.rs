@@ -604,19 +604,20 @@ fn normuon_makes_rows_equally_large_and_keeps_the_norm() {
 #[test]
 fn adamw_matches_reference_formula() {
     let steps = [(0.04, 3.0), (9.0, 3.0)];
-    let outputs = with_cpu(|ops| ops.adamw(ADAMW, &[2.0; 192], &[0.5; 192], &[1, 0, MUON_FLAG], &steps));
-    let expected = |decay: f64| {
+    let outputs = with_cpu(|ops| ops.adamw(ADAMW, &[2.0; 192], &[0.5; 192], &[1, 0, MUON_GROUP], &steps));
+    // Group 1 has half the learning rate and decays, group 0 does not; see `adamw_scalars`.
+    let expected = |scale: f64, decay: f64| {
         let (mut p, mut m, mut v) = (2.0, 0.0, 0.0);
         for (rate, c1, c2, norm) in [(1e-2, 10.0, 20.0, 0.2_f64), (2e-2, 5.3, 10.3, 3.0)] {
             let g = 0.5 * (1.0 / norm).min(1.0);
             m = 0.9 * m + 0.1 * g;
             v = 0.95 * v + 0.05 * g * g;
-            p -= rate * (m * c1 / (f64::sqrt(v * c2) + 1e-8) + decay * p);
+            p -= rate * (scale * m * c1 / (f64::sqrt(v * c2) + 1e-8) + decay * p);
         }
         p as f32
     };
     let params = get(&outputs, "params");
-    assert!((params[0] - expected(0.1)).abs() < 1e-6 && (params[127] - expected(0.0)).abs() < 1e-6);
+    assert!((params[0] - expected(0.5, 0.1)).abs() < 1e-6 && (params[127] - expected(1.0, 0.0)).abs() < 1e-6);
     assert_eq!((params[128], get(&outputs, "m")[191]), (2.0, 0.0), "Muon's elements");
 }
 

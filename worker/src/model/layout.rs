@@ -9,19 +9,22 @@
 
 use std::ops::{Deref, Range};
 
-use xlaunch_engine::DECAY_CHUNK;
+use xlaunch_engine::{GROUP_CHUNK, GROUPS};
 use xlaunch_spec::job::{EQUAL_SHARDS, Invalid, JobSpec, Layer, LoraSection, Module};
 use xlaunch_spec::model::{ModelShape, NormKind, NormPlace, Parallel, Positions, QkNorm};
 
 /// Alignment, in elements, of parameters and of the buckets into which large ones are cut. It aligns rows for tensor
-/// cores in both element types, prevents a decay flag from covering two parameters, and makes every shard of a bucket a
-/// whole number of decay flags on 2, 4 and 8 ranks. A gap is shorter than this and ends where a parameter starts, so it
-/// is never in two buckets.
-pub const ALIGN: usize = DECAY_CHUNK * EQUAL_SHARDS;
+/// cores in both element types, keeps parameters of two groups apart, and makes every shard of a bucket a whole number
+/// of group chunks on 2, 4 and 8 ranks. A gap is shorter than this and ends where a parameter starts, so it is never in
+/// two buckets.
+pub const ALIGN: usize = GROUP_CHUNK * EQUAL_SHARDS;
 
 /// Maximum number of elements in a [`Part`]: at least a millisecond of work; even, as normal numbers are drawn in
 /// pairs.
 const PART_LEN: usize = 1 << 18;
+
+/// GPT-2's initial values.
+const NORMAL: Init = Init::Normal(0.02);
 
 /// Distribution of a parameter's initial values.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -36,6 +39,40 @@ pub enum Init {
     Uniform(f32),
 }
 
+/// Group of parameters with a learning rate of its own. Weight decay applies to all except vectors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Group {
+    /// Matrices of blocks, A of adapters.
+    Matrices,
+    /// Scales and shifts of norms, biases.
+    Vectors,
+    /// Tables of tokens and positions. The first is also the head if it is tied.
+    Embeddings,
+    /// An untied head's table.
+    Head,
+    /// B of adapters.
+    LoraB,
+}
+
+impl Group {
+    /// All groups, in the order of their numbers.
+    pub const ALL: [Self; GROUPS] =
+        [Self::Matrices, Self::Vectors, Self::Embeddings, Self::Head, Self::LoraB];
+
+    /// Returns the group's learning rate relative to the schedule's, and its weight decay.
+    pub fn rates(self, spec: &JobSpec) -> (f64, f64) {
+        let (scale, decay) = (&spec.lr_scale, spec.train.weight_decay);
+        match self {
+            Self::Matrices => (1.0, decay),
+            Self::Vectors => (scale.vectors, 0.0),
+            Self::Embeddings => (scale.embeddings, decay),
+            Self::Head => (scale.head, decay),
+            Self::LoraB => (scale.lora_b, decay),
+        }
+    }
+}
+
 /// One named parameter.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Param {
@@ -46,8 +83,8 @@ pub struct Param {
     pub shape: Vec<usize>,
     /// Range in the arenas. It is longer than the shape if rows are padded; the padding stays zero.
     pub range: Range<usize>,
-    /// True if weight decay applies, which is only the case for matrices.
-    pub decay: bool,
+    /// Its group, which decides about its learning rate and weight decay.
+    pub group: Group,
     /// Initial values.
     pub init: Init,
 }
@@ -236,13 +273,14 @@ impl Parameters {
         self.params.iter().map(|param| param.stored().len()).sum()
     }
 
-    /// Returns one flag per [`DECAY_CHUNK`] elements of an arena: 1 if weight decay applies.
-    pub fn decay_flags(&self) -> Vec<u8> {
-        let mut flags = vec![0; self.len / DECAY_CHUNK];
-        for param in self.params.iter().filter(|param| param.decay) {
-            flags[param.range.start / DECAY_CHUNK..param.range.end.div_ceil(DECAY_CHUNK)].fill(1);
+    /// Returns the group of each [`GROUP_CHUNK`] elements of an arena.
+    pub fn groups(&self) -> Vec<u8> {
+        let mut groups = vec![Group::Vectors as u8; self.len / GROUP_CHUNK];
+        for param in &self.params {
+            let chunks = param.range.start / GROUP_CHUNK..param.range.end.div_ceil(GROUP_CHUNK);
+            groups[chunks].fill(param.group as u8);
         }
-        flags
+        groups
     }
 
     /// Returns bytes that are equal if and only if two arenas are. The rendezvous compares their digest.
@@ -258,12 +296,12 @@ impl Parameters {
         name: String,
         shape: Vec<usize>,
         len: usize,
-        decay: bool,
+        group: Group,
         init: Init,
     ) -> Range<usize> {
         let range = self.len..self.len + len;
         self.len = range.end.next_multiple_of(ALIGN);
-        self.params.push(Param { name, shape, range: range.clone(), decay, init });
+        self.params.push(Param { name, shape, range: range.clone(), group, init });
         range
     }
 }
@@ -391,14 +429,14 @@ impl Layout {
     pub fn new(shape: &ModelShape) -> Self {
         let (dim, padded) = (shape.dim, shape.padded_vocab());
         let learned = shape.positions == Positions::Learned;
-        // GPT-2's initialisation: projections into the residual stream are scaled down by its depth.
-        let normal = Init::Normal(0.02);
+        // As in GPT-2, projections into the residual stream are scaled down by its depth.
         #[expect(clippy::cast_precision_loss, reason = "a count of layers is small")]
         let residual = Init::Normal(0.02 / ((2 * shape.layers) as f32).sqrt());
         let scale = if shape.norm_offset { Init::Zeros } else { Init::Ones };
         let mut arena = Builder { arena: Parameters::default(), norm: shape.norm, scale };
 
-        let untied_head = (!shape.tied).then(|| arena.table("head.weight", shape.vocab, padded, dim, normal));
+        let vocab = [shape.vocab, padded, dim];
+        let untied_head = (!shape.tied).then(|| arena.table("head.weight", vocab, Group::Head));
         let head_bias = shape.head_bias.then(|| arena.padded("head.bias", shape.vocab, padded));
         let lnf = arena.norm("lnf", dim);
         let top_end = arena.arena.len;
@@ -412,13 +450,12 @@ impl Layout {
                 let (out, fc, router) = if shape.has_experts(index) {
                     let (width, inputs) = (shape.expert_width(), shape.expert_inputs());
                     let out = arena.experts(&name("out"), [shape.experts, dim, width], residual);
-                    let fc = arena.experts(&name("fc"), [shape.experts, inputs, dim], normal);
-                    let router =
-                        arena.table(&name("router.weight"), shape.experts, shape.experts, dim, normal);
+                    let fc = arena.experts(&name("fc"), [shape.experts, inputs, dim], NORMAL);
+                    let router = arena.matrix(&name("router.weight"), shape.experts, dim, NORMAL);
                     (out, fc, Some(router))
                 } else {
                     let out = arena.linear(&name("out"), [dim, shape.ffn], residual, shape.mlp_bias);
-                    let fc = arena.linear(&name("fc"), [shape.ffn_inputs(), dim], normal, shape.mlp_bias);
+                    let fc = arena.linear(&name("fc"), [shape.ffn_inputs(), dim], NORMAL, shape.mlp_bias);
                     (out, fc, None)
                 };
                 let own_norm = pre && shape.parallel != Parallel::SharedNorm;
@@ -428,14 +465,14 @@ impl Layout {
                 let proj = arena.linear(&name("proj"), sizes, residual, shape.attention_bias);
                 let qk_norm = qk_norm_sizes(shape)
                     .map(|[q, k]| [arena.scale(&name("q_norm"), q), arena.scale(&name("k_norm"), k)]);
-                let qkv = arena.linear(&name("qkv"), [shape.qkv_width(), dim], normal, shape.qkv_bias);
+                let qkv = arena.linear(&name("qkv"), [shape.qkv_width(), dim], NORMAL, shape.qkv_bias);
                 let ln1 = pre.then(|| arena.norm(&name("ln1"), dim));
                 Block { ln1, qkv, qk_norm, proj, post1, ln2, router, fc, out, post2, end: arena.arena.len }
             })
             .collect();
         blocks.reverse();
-        let wpe = learned.then(|| arena.table("wpe.weight", shape.seq, shape.seq, dim, normal));
-        let wte = arena.table("wte.weight", shape.vocab, padded, dim, normal);
+        let wpe = learned.then(|| arena.table("wpe.weight", [shape.seq, shape.seq, dim], Group::Embeddings));
+        let wte = arena.table("wte.weight", vocab, Group::Embeddings);
         let head = untied_head.unwrap_or_else(|| wte.clone());
         Self { wte, wpe, blocks, lnf, head, head_bias, top_end, arena: arena.arena, adapters: None }
     }
@@ -450,10 +487,10 @@ impl Parameters {
         #[expect(clippy::cast_precision_loss, reason = "a width is small")]
         let init = Init::Uniform(1.0 / (inputs as f32).sqrt());
         let name = format!("blocks.{block}.{}.lora_a", names.join("_"));
-        let a = self.place(name, vec![rows, inputs], rows * inputs, true, init);
+        let a = self.place(name, vec![rows, inputs], rows * inputs, Group::Matrices, init);
         let b = modules.iter().map(|module| {
             let (name, outputs) = (format!("blocks.{block}.{}.lora_b", module.name), module.outputs.len());
-            let b = self.place(name, vec![outputs, rank], outputs * rank, true, Init::Zeros);
+            let b = self.place(name, vec![outputs, rank], outputs * rank, Group::LoraB, Init::Zeros);
             AdaptedModule { outputs: module.outputs.clone(), b }
         });
         let modules = b.collect();
@@ -489,12 +526,12 @@ impl Builder {
     }
 
     fn padded(&mut self, name: &str, len: usize, padded: usize) -> Range<usize> {
-        self.arena.place(name.into(), vec![len], padded, false, Init::Zeros)
+        self.arena.place(name.into(), vec![len], padded, Group::Vectors, Init::Zeros)
     }
 
     fn linear(&mut self, name: &str, [outputs, inputs]: [usize; 2], init: Init, bias: bool) -> Linear {
         Linear {
-            weight: self.table(&format!("{name}.weight"), outputs, outputs, inputs, init),
+            weight: self.matrix(&format!("{name}.weight"), outputs, inputs, init),
             bias: bias.then(|| self.vector(format!("{name}.bias"), outputs, Init::Zeros)),
             adapter: None,
         }
@@ -503,16 +540,21 @@ impl Builder {
     /// Adds a layer of each expert, without biases.
     fn experts(&mut self, name: &str, [experts, outputs, inputs]: [usize; 3], init: Init) -> Linear {
         let (name, shape) = (format!("{name}.weight"), vec![experts, outputs, inputs]);
-        let weight = self.arena.place(name, shape, experts * outputs * inputs, true, init);
+        let weight = self.arena.place(name, shape, experts * outputs * inputs, Group::Matrices, init);
         Linear { weight, bias: None, adapter: None }
     }
 
-    fn table(&mut self, name: &str, rows: usize, padded: usize, cols: usize, init: Init) -> Range<usize> {
-        self.arena.place(name.into(), vec![rows, cols], padded * cols, true, init)
+    fn matrix(&mut self, name: &str, rows: usize, cols: usize, init: Init) -> Range<usize> {
+        self.arena.place(name.into(), vec![rows, cols], rows * cols, Group::Matrices, init)
+    }
+
+    /// Adds a table of embeddings or of the head, whose rows are padded to this number.
+    fn table(&mut self, name: &str, [rows, padded, cols]: [usize; 3], group: Group) -> Range<usize> {
+        self.arena.place(name.into(), vec![rows, cols], padded * cols, group, NORMAL)
     }
 
     fn vector(&mut self, name: String, len: usize, init: Init) -> Range<usize> {
-        self.arena.place(name, vec![len], len, false, init)
+        self.arena.place(name, vec![len], len, Group::Vectors, init)
     }
 }
 
@@ -595,13 +637,20 @@ mod tests {
     }
 
     #[test]
-    fn weight_decay_applies_to_matrices_only() {
+    fn chunks_have_the_groups_of_their_parameters() {
         for layout in [&PRESETS[2].1, &Arch::Mixtral.base()].map(Layout::new) {
-            let flags = layout.decay_flags();
+            let groups = layout.groups();
             for param in &layout.params {
-                let flag = flags[param.range.start / DECAY_CHUNK];
-                assert_eq!(flag == 1, param.shape.len() >= 2, "{}", param.name);
+                let group = match param.name.as_str() {
+                    "wte.weight" | "wpe.weight" => Group::Embeddings,
+                    "head.weight" => Group::Head,
+                    _ if param.shape.len() == 1 => Group::Vectors,
+                    _ => Group::Matrices,
+                };
+                let chunks = param.range.start / GROUP_CHUNK..param.range.end.div_ceil(GROUP_CHUNK);
+                assert!(groups[chunks].iter().all(|byte| *byte == group as u8), "{}", param.name);
             }
         }
+        assert!(Group::ALL.iter().enumerate().all(|(number, group)| *group as usize == number));
     }
 }

@@ -45,6 +45,7 @@ pub use backward::Progress;
 pub use forward::Activations;
 pub use gradient_arena::GradientArena;
 pub use head::LossGradients;
+pub use layout::Group;
 use layout::Layout;
 pub use routing::{ExpertLoad, Routing};
 

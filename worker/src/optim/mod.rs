@@ -23,11 +23,11 @@ use std::ops::Range;
 
 use xlaunch_comm::{Collective, Operation, Sharding, Wait};
 use xlaunch_engine::{
-    AdamWConfig, AdamWStep, Cast, DECAY_CHUNK, DType, Result, Slice, StepConditions, Tensor, scalar,
+    AdamWConfig, AdamWStep, Cast, DType, GROUP_CHUNK, GROUPS, Result, Slice, StepConditions, Tensor, scalar,
 };
 use xlaunch_spec::job::JobSpec;
 
-use crate::model::{BackendHandle, Model};
+use crate::model::{BackendHandle, Group, Model};
 use muon::Muon;
 
 /// The optimizer's state and hyperparameters.
@@ -43,7 +43,10 @@ pub struct AdamW {
     rounded: Option<Tensor>,
     m: Tensor,
     v: Tensor,
-    decay: Tensor,
+    /// Group of each chunk of this rank's shard.
+    groups: Tensor,
+    /// Learning rate of each group relative to the schedule's, and its weight decay.
+    rates: [(f64, f64); GROUPS],
     scalars: Tensor,
     /// Number of consecutive skipped steps, counted on the device.
     skipped: Tensor,
@@ -93,17 +96,16 @@ impl AdamW {
         let shard = |dtype| backend.alloc_persistent(dtype, sharding.len());
         let gathered_shard = |dtype| backend.alloc_collective(dtype, sharding.len());
         let muon = Muon::new(backend, spec, (&model.shape, &model.layout), sharding)?;
-        let mut flags = model.layout.trained().decay_flags();
+        let mut groups = model.layout.trained().groups();
         if let Some(muon) = &muon {
-            muon.mark(&mut flags);
+            muon.mark(&mut groups);
         }
-        let flags = sharding.shard_of(&flags, DECAY_CHUNK);
+        let groups = sharding.shard_of(&groups, GROUP_CHUNK);
         let optimizer = Self {
             config: AdamWConfig {
                 beta1: train.beta1 as f32,
                 beta2: train.beta2 as f32,
                 eps: train.eps as f32,
-                weight_decay: train.weight_decay as f32,
                 clip: train.clip as f32,
                 skip_limit: train.nonfinite.limit() as f32,
             },
@@ -116,7 +118,8 @@ impl AdamW {
             rounded: (sharded && !f32_model).then(|| gathered_shard(model.trained().dtype())).transpose()?,
             m: shard(DType::F32)?,
             v: shard(DType::F32)?,
-            decay: backend.alloc_persistent(DType::U8, flags.len())?,
+            groups: backend.alloc_persistent(DType::U8, groups.len())?,
+            rates: Group::ALL.map(|group| group.rates(spec)),
             scalars: backend.alloc_persistent(DType::F32, scalar::COUNT)?,
             skipped: backend.alloc_persistent(DType::F32, 1)?,
             sharding: sharding.clone(),
@@ -128,7 +131,7 @@ impl AdamW {
             backend.zero(tensor.all())?;
         }
         backend.zero(optimizer.skipped.all())?;
-        backend.write_u8(optimizer.decay.all(), &flags)?;
+        backend.write_u8(optimizer.groups.all(), &groups)?;
         Ok(optimizer)
     }
 
@@ -204,7 +207,11 @@ impl AdamW {
             (1.0 / (1.0 - power)) as f32
         };
         let mut scalars = [0.0; scalar::COUNT];
-        scalars[scalar::LEARNING_RATE] = learning_rate as f32;
+        for (group, (scale, decay)) in self.rates.into_iter().enumerate() {
+            let rate = (learning_rate * scale) as f32;
+            scalars[scalar::LEARNING_RATES + group] = rate;
+            scalars[scalar::DECAYS + group] = rate * decay as f32;
+        }
         if let Some(muon) = &self.muon {
             scalars[scalar::MUON_LEARNING_RATE] = (learning_rate * muon.rate) as f32;
         }
@@ -227,7 +234,7 @@ impl AdamW {
         let [params, m, v] = self.state(model);
         let f32_model = model.trained().dtype() == DType::F32;
         let work = (!f32_model).then(|| self.rounded.as_ref().unwrap_or(model.trained()).all());
-        let (flags, scalars, skipped) = (&self.decay, &self.scalars, self.skipped.all());
+        let (scalars, skipped) = (&self.scalars, self.skipped.all());
         if let Some(muon) = &self.muon {
             let skip_limit = self.config.skip_limit;
             let conditions = StepConditions { grad_norm_sq, loss, skipped, skip_limit };
@@ -241,7 +248,7 @@ impl AdamW {
             m: m.all(),
             v: v.all(),
             work,
-            decay: flags.all(),
+            groups: self.groups.all(),
             scalars: scalars.all(),
             grad_norm_sq,
             loss,

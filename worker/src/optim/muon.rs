@@ -17,7 +17,7 @@ use std::ops::Range;
 
 use xlaunch_comm::{Collective, Operation, Sharding, Wait};
 use xlaunch_engine::{
-    DECAY_CHUNK, DType, EngineError, MUON_FLAG, MuonMomentum, MuonPack, MuonPiece, MuonPieces,
+    DType, EngineError, GROUP_CHUNK, MUON_GROUP, MuonMomentum, MuonPack, MuonPiece, MuonPieces,
     MuonRowFactors, MuonRowMoments, MuonUpdate, Orthogonalize, Slice, StepConditions, Tensor,
 };
 use xlaunch_spec::job::{AdjustLr, JobSpec, MuonSection, Optimizer};
@@ -124,10 +124,10 @@ impl Muon {
         }))
     }
 
-    /// Marks the elements that Muon updates among an arena's decay flags.
-    pub(super) fn mark(&self, flags: &mut [u8]) {
+    /// Marks the elements that Muon updates among the groups of an arena's elements.
+    pub(super) fn mark(&self, groups: &mut [u8]) {
         for matrix in &self.matrices {
-            flags[matrix.range.start / DECAY_CHUNK..matrix.range.end.div_ceil(DECAY_CHUNK)].fill(MUON_FLAG);
+            groups[matrix.range.start / GROUP_CHUNK..matrix.range.end.div_ceil(GROUP_CHUNK)].fill(MUON_GROUP);
         }
     }
 

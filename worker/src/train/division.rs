@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use xlaunch_comm::{Sharding, Slots, bucket};
-use xlaunch_engine::{DECAY_CHUNK, DType};
+use xlaunch_engine::{DType, GROUP_CHUNK};
 use xlaunch_spec::job::{JobSpec, Shard, WireDtype};
 
 use crate::model::layout::{ALIGN, Layout};
@@ -48,7 +48,7 @@ impl Division {
             gradients: slots,
             sharding: match shard {
                 Shard::Auto | Shard::None => Sharding::replicated(plan, rank, ranks),
-                _ => Sharding::new(plan, DECAY_CHUNK, rank, ranks),
+                _ => Sharding::new(plan, GROUP_CHUNK, rank, ranks),
             },
         }
     }

@@ -7,6 +7,7 @@ mod comm;
 mod data_source;
 mod lora;
 mod one_or_more;
+mod optimizer;
 mod sections;
 mod sizes;
 
@@ -20,10 +21,11 @@ use crate::model::ModelSection;
 pub use comm::{CommSection, EQUAL_SHARDS, Shard, WireDtype};
 pub use data_source::DataSource;
 pub use lora::{Layer, LoraSection, Module};
+pub use optimizer::{AdjustLr, LrScaleSection, MuonSection, Optimizer, Owners};
 pub use sections::{
-    AdjustLr, CheckpointSection, DataSection, Device, DoctorMode, DocumentMode, EngineSection, Exec,
-    JobSection, LaunchSection, MemorySnapshots, MuonSection, NonFinite, ObserveSection, OnHang, OnSaveError,
-    Optimizer, Owners, PoolMode, Precision, Recompute, Schedule, Tokenizer, TrainSection,
+    CheckpointSection, DataSection, Device, DoctorMode, DocumentMode, EngineSection, Exec, JobSection,
+    LaunchSection, MemorySnapshots, NonFinite, ObserveSection, OnHang, OnSaveError, PoolMode, Precision,
+    Recompute, Schedule, Tokenizer, TrainSection,
 };
 
 /// Version of the serialised form.
@@ -49,6 +51,7 @@ pub struct JobSpec {
     pub data: DataSection,
     pub train: TrainSection,
     pub muon: MuonSection,
+    pub lr_scale: LrScaleSection,
     pub lora: LoraSection,
     pub comm: CommSection,
     pub engine: EngineSection,
@@ -96,7 +99,8 @@ impl JobSpec {
         self.check_model()?;
         positive_in_fp32("train.lr", train.lr)?;
         positive_in_fp32("train.eps", train.eps)?;
-        self.check_muon()?;
+        self.muon.check()?;
+        self.lr_scale.check(self)?;
         positive("comm.bucket_mb", self.comm.bucket_mb)?;
         positive("launch.join_timeout", self.launch.join_timeout)?;
         within("launch.join_timeout", self.launch.join_timeout, 0.0, 86_400.0)?;
@@ -167,14 +171,6 @@ impl JobSpec {
         ))
     }
 
-    fn check_muon(&self) -> Result<(), Invalid> {
-        let MuonSection { lr, momentum, weight_decay, beta2, .. } = self.muon;
-        positive_in_fp32("muon.lr", lr)?;
-        within("muon.momentum", momentum, 0.0, 0.999_999)?;
-        within("muon.beta2", beta2, 0.0, 0.999_999)?;
-        weight_decay.map_or(Ok(()), |decay| within("muon.weight_decay", decay, 0.0, 100.0))
-    }
-
     /// Checks the model. Sizes that come from initial weights are checked once they are known.
     fn check_model(&self) -> Result<(), Invalid> {
         let model = match self.model.resolve() {
@@ -182,6 +178,7 @@ impl JobSpec {
             resolved => resolved?,
         };
         sizes::check(self, &model)?;
+        self.lr_scale.check_model(&model)?;
         if self.lora.is_on() && !self.model.has_open_sizes() {
             self.lora.modules(&model)?;
         }

@@ -8,7 +8,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::data_source::{self, DataSource};
-use super::one_or_more;
+use super::{Optimizer, one_or_more};
 
 /// The job's name, seed and output directory.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -344,95 +344,6 @@ impl TrainSection {
     pub fn decay_steps(&self) -> u64 {
         self.decay_steps.unwrap_or_else(|| self.steps.div_ceil(5)).min(self.steps - self.warmup_steps())
     }
-}
-
-/// Optimizer of the weights of linear layers in blocks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-#[serde(rename_all = "lowercase")]
-pub enum Optimizer {
-    /// AdamW.
-    #[default]
-    AdamW,
-    /// Muon: momentum that is made orthogonal, matrix by matrix. Queries, keys and values are separate matrices, as are
-    /// gate and up. See `[muon]`.
-    Muon,
-}
-
-impl Optimizer {
-    /// Returns the name used in configurations.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::AdamW => "adamw",
-            Self::Muon => "muon",
-        }
-    }
-}
-
-/// Muon's hyperparameters, with `train.optimizer = "muon"`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-#[serde(default, deny_unknown_fields)]
-pub struct MuonSection {
-    /// Peak learning rate of the matrices that Muon updates, which follows the schedule of `train.lr`.
-    pub lr: f64,
-    /// Decay rate of the momentum, which is Nesterov's.
-    pub momentum: f64,
-    /// Decoupled weight decay. Default: `train.weight_decay`.
-    pub weight_decay: Option<f64>,
-    /// Apply weight decay only to weights whose update has their sign.
-    pub cautious: bool,
-    /// Factor of the learning rate by the shape of a matrix.
-    pub adjust_lr: AdjustLr,
-    /// NorMuon: divide each row of the orthogonal update by the root of the moving average of its mean square, then
-    /// restore the norm of the update.
-    pub normuon: bool,
-    /// Decay rate of that average.
-    pub beta2: f64,
-    /// Ranks that make a matrix orthogonal. Results do not depend on it.
-    pub owners: Owners,
-}
-
-impl Default for MuonSection {
-    fn default() -> Self {
-        Self {
-            lr: 0.02,
-            momentum: 0.95,
-            weight_decay: None,
-            cautious: true,
-            adjust_lr: AdjustLr::default(),
-            normuon: false,
-            beta2: 0.95,
-            owners: Owners::default(),
-        }
-    }
-}
-
-/// Ranks that make a matrix orthogonal.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-#[serde(rename_all = "lowercase")]
-pub enum Owners {
-    /// One rank, which sends the result to the others, if that is estimated to be faster.
-    #[default]
-    Auto,
-    /// One rank.
-    Always,
-    /// Every rank.
-    Never,
-}
-
-/// Factor of Muon's learning rate by the shape of a matrix. The names are those of `torch.optim.Muon`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-#[serde(rename_all = "snake_case")]
-pub enum AdjustLr {
-    /// sqrt(max(1, outputs / inputs)). Typical learning rates are 0.02 to 0.05, for models of any size.
-    #[default]
-    Original,
-    /// 0.2 sqrt(max(outputs, inputs)): updates are about as large as AdamW's, so `muon.lr` should be of the size of its
-    /// learning rate.
-    MatchRmsAdamw,
 }
 
 /// Activations that backward recomputes instead of keeping them from forward.

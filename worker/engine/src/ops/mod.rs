@@ -34,7 +34,7 @@ pub(crate) mod softcap;
 pub use activation::{
     Activation, ActivationBackward, ActivationForward, ActivationLinearBackward, LinearActivationForward,
 };
-pub use adamw::{AdamWConfig, AdamWStep, DECAY_CHUNK, MUON_FLAG, scalar};
+pub use adamw::{AdamWConfig, AdamWStep, GROUP_CHUNK, GROUPS, MUON_GROUP, scalar};
 pub use add_scaled::{AddScaled, AddTo};
 pub use attention::{AttentionBackward, AttentionForward, AttentionOptions, AttentionShape, Scalar};
 pub use cached_attention::{CachedAttention, CachedAttentionShape};

@@ -251,14 +251,15 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
     }
     for len in [64, 64 * 157 + 17] {
         let (params, grads) = (random(27, len), values(28, len));
-        // One of three chunks is Muon's.
-        let decay: Vec<u8> = [0, 1, MUON_FLAG].into_iter().cycle().take(len.div_ceil(DECAY_CHUNK)).collect();
+        // One of four chunks is Muon's.
+        let groups: Vec<u8> =
+            [0, 1, MUON_GROUP, 4].into_iter().cycle().take(len.div_ceil(GROUP_CHUNK)).collect();
         // The second step is clipped and the next ones are skipped. After two skipped steps, the last one is skipped as
         // well.
         let steps = [(0.04, 3.0), (9.0, 3.0), (f32::NAN, 3.0), (0.04, f32::INFINITY), (0.04, 3.0)];
         cases.push((
             format!("adamw {len}"),
-            Box::new(move |ops| ops.adamw(ADAMW, &params, &grads, &decay, &steps)),
+            Box::new(move |ops| ops.adamw(ADAMW, &params, &grads, &groups, &steps)),
         ));
     }
     // The last one has more matrices than one GEMM multiplies.

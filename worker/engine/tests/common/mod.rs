@@ -585,7 +585,7 @@ impl Ops<'_> {
         config: AdamWConfig,
         params: &[f32],
         grads: &[f32],
-        decay: &[u8],
+        groups: &[u8],
         steps: &[(f32, f32)],
     ) -> Outputs {
         let b = self.backend;
@@ -594,11 +594,12 @@ impl Ops<'_> {
         let (params, grads) = (self.tensor(DType::F32, params), self.tensor(self.grads, grads));
         let zeros = vec![0.0; params.len()];
         let (m, v) = (self.tensor(DType::F32, &zeros), self.tensor(DType::F32, &zeros));
-        let flags = b.alloc(DType::U8, decay.len()).unwrap();
-        b.write_u8(flags.all(), decay).unwrap();
+        let group_bytes = b.alloc(DType::U8, groups.len()).unwrap();
+        b.write_u8(group_bytes.all(), groups).unwrap();
         let skipped = self.tensor(DType::F32, &[0.0]);
         for (index, (grad_norm_sq, loss)) in steps.iter().enumerate() {
-            let scalars = if index == 0 { [1e-2, 10.0, 20.0, 0.0] } else { [2e-2, 5.3, 10.3, 0.0] };
+            let scalars =
+                if index == 0 { adamw_scalars(1e-2, 10.0, 20.0) } else { adamw_scalars(2e-2, 5.3, 10.3) };
             let [scalars, grad_norm_sq, loss] =
                 [&scalars[..], &[*grad_norm_sq], &[*loss]].map(|values| self.tensor(DType::F32, values));
             let step = AdamWStep {
@@ -608,7 +609,7 @@ impl Ops<'_> {
                 m: m.all(),
                 v: v.all(),
                 work: work.as_ref().map(Tensor::all),
-                decay: flags.all(),
+                groups: group_bytes.all(),
                 scalars: scalars.all(),
                 grad_norm_sq: grad_norm_sq.all(),
                 loss: loss.all(),
@@ -653,7 +654,7 @@ impl Ops<'_> {
         let [m, v] = [(); 2].map(|()| self.tensor(DType::F32, &vec![0.0; params.len()]));
         let moments = self.out_f32(2 * rows);
         let [scalars, skipped] =
-            [&[0.0, 0.0, 0.0, 2e-2][..], &[0.0]].map(|values| self.tensor(DType::F32, values));
+            [&muon_scalars(2e-2)[..], &[0.0]].map(|values| self.tensor(DType::F32, values));
         let (held, packed_from) = match case.updates {
             MuonUpdates::Packed => (update.all(), Some(0)),
             MuonUpdates::Part => (update.slice(first.packed..first.packed + first.len), Some(first.packed)),
@@ -708,6 +709,24 @@ impl Ops<'_> {
     }
 }
 
+/// Returns the scalars of a step of AdamW. Group g has the learning rate `rate / (1 + g)`, and the weight decay 0.1 `g`
+/// relative to `rate`.
+pub(crate) fn adamw_scalars(rate: f32, correction1: f32, correction2: f32) -> [f32; scalar::COUNT] {
+    let mut scalars = [0.0; scalar::COUNT];
+    for group in 0..GROUPS {
+        scalars[scalar::LEARNING_RATES + group] = rate / (1 + group) as f32;
+        scalars[scalar::DECAYS + group] = rate * 0.1 * group as f32;
+    }
+    (scalars[scalar::CORRECTION1], scalars[scalar::CORRECTION2]) = (correction1, correction2);
+    scalars
+}
+
+fn muon_scalars(rate: f32) -> [f32; scalar::COUNT] {
+    let mut scalars = [0.0; scalar::COUNT];
+    scalars[scalar::MUON_LEARNING_RATE] = rate;
+    scalars
+}
+
 /// Place of the updates after [`MuonMomentum`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum MuonUpdates {
@@ -730,9 +749,9 @@ pub(crate) struct MuonCase {
 /// Returns the pieces of two matrices, and the matrices, in arrays of `len` elements. Two of three chunks are pieces,
 /// and as many of them as are whole rows, which go from one piece to the next.
 pub(crate) fn muon_pieces(len: usize) -> [Vec<MuonPiece>; 2] {
-    let runs = (0..len.div_ceil(3 * DECAY_CHUNK)).map(|run| {
-        let start = 3 * DECAY_CHUNK * run;
-        (start, (2 * DECAY_CHUNK).min(len - start))
+    let runs = (0..len.div_ceil(3 * GROUP_CHUNK)).map(|run| {
+        let start = 3 * GROUP_CHUNK * run;
+        (start, (2 * GROUP_CHUNK).min(len - start))
     });
     let runs: Vec<(usize, usize)> = runs.collect();
     let (mut pieces, mut matrices) = (Vec::new(), Vec::new());
@@ -776,7 +795,7 @@ impl Quantized {
 
 /// There are no more updates after two consecutive skipped steps.
 pub(crate) const ADAMW: AdamWConfig =
-    AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip: 1.0, skip_limit: 2.0 };
+    AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, clip: 1.0, skip_limit: 2.0 };
 
 /// Returns how much larger than usual the differences of a case may be: each step towards an orthogonal matrix
 /// amplifies the rounding of those before it.

@@ -266,7 +266,7 @@ const MISTAKES: &[Mistake] = &[
     // Wrong bounds, and offsets that exceed them.
     mistake("glu/kernel.cu", "first + i >= rows", "first + i > rows", Fp32, "glu 67 x 44 Silu", UNWRITTEN),
     mistake("greedy/kernel.cu", "i < vocab", "i <= vocab", Fp32, "greedy 1 x 5", UNWRITTEN),
-    mistake("adamw/kernel.cu", "decay[i / DECAY_CHUNK]", "decay[i / DECAY_CHUNK + 1]", Fp32, "adamw 64", UNWRITTEN),
+    mistake("adamw/kernel.cu", "groups[i / GROUP_CHUNK]", "groups[i / GROUP_CHUNK + 1]", Fp32, "adamw 64", UNWRITTEN),
     mistake("embed/kernel.cu", "i > 0 && i <= count", "i <= count", Fp32, EMBED, OUTSIDE_ARRAY),
     mistake(
         "reduce/kernel.cu", "if (first + i * step < end) dys", "dys", Fp32, "linear LinearShape { rows: 67", OUTSIDE,

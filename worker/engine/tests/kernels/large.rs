@@ -7,7 +7,7 @@ use std::process::{Command, ExitCode};
 use xlaunch_engine::Precision::{Bf16, Fp32, Tf32};
 use xlaunch_engine::*;
 
-use crate::common::{ADAMW, ids, random};
+use crate::common::{ADAMW, adamw_scalars, ids, random};
 use crate::{cpp_compiler, in_two_threads, open, to_bf16};
 
 xlaunch_harness::tests! {
@@ -313,13 +313,13 @@ fn adamw(b: &Backend, rows: usize) -> Vec<f32> {
     let [params, grads, m] = [10, 11, 12].map(|seed| Ends::random(b, seed, rows, ADAMW_ROW));
     // Its square root is computed, so it must not be negative.
     let v = Ends::random_of(b, 13, rows, ADAMW_ROW, f32::abs);
-    let decay = b.alloc(DType::U8, (rows * ADAMW_ROW).div_ceil(DECAY_CHUNK)).unwrap();
-    let flags: Vec<u8> = (0..WRITTEN * ADAMW_ROW / DECAY_CHUNK).map(|i| u8::from(i % 3 != 0)).collect();
-    for start in [0, decay.len() - flags.len()] {
-        b.write_u8(decay.slice(start..start + flags.len()), &flags).unwrap();
+    let groups = b.alloc(DType::U8, (rows * ADAMW_ROW).div_ceil(GROUP_CHUNK)).unwrap();
+    let written: Vec<u8> = (0..WRITTEN * ADAMW_ROW / GROUP_CHUNK).map(|i| (i % GROUPS) as u8).collect();
+    for start in [0, groups.len() - written.len()] {
+        b.write_u8(groups.slice(start..start + written.len()), &written).unwrap();
     }
     let [scalars, grad_norm_sq, loss, skipped] =
-        [&[1e-2, 10.0, 20.0, 0.0][..], &[0.04], &[3.0], &[0.0]].map(|values| {
+        [&adamw_scalars(1e-2, 10.0, 20.0)[..], &[0.04], &[3.0], &[0.0]].map(|values| {
             let tensor = b.alloc(DType::F32, values.len()).unwrap();
             b.write_f32(tensor.all(), values).unwrap();
             tensor
@@ -331,7 +331,7 @@ fn adamw(b: &Backend, rows: usize) -> Vec<f32> {
         m: m.all(),
         v: v.all(),
         work: None,
-        decay: decay.all(),
+        groups: groups.all(),
         scalars: scalars.all(),
         grad_norm_sq: grad_norm_sq.all(),
         loss: loss.all(),

@@ -1,7 +1,7 @@
 //! AdamW with decoupled weight decay (Loshchilov and Hutter, 2019) and global-norm clipping over a flat arena.
 //!
 //! `g = grads min(1, clip / sqrt(grad_norm_sq))`; `m = beta1 m + (1 - beta1) g`; `v = beta2 v + (1 - beta2) g^2`;
-//! `p = p - lr (c1 m / (sqrt(c2 v) + eps) + weight_decay p)`, with decay only where the flag of the element is 1.
+//! `p = p - lr c1 m / (sqrt(c2 v) + eps) - decay p`, with the learning rate and the decay of the element's group.
 //! `c1 = 1 / (1 - beta1^t)` and `c2 = 1 / (1 - beta2^t)` correct the moments' bias in step t, counted from 1.
 //!
 //! A step whose loss or squared norm is not finite is skipped: it changes no weight and no moment. The decision is made
@@ -27,9 +27,10 @@ pub(crate) const KERNELS: KernelFile = KernelFile {
     source: source!("adamw/kernel.cu"),
     kernels: &["adamw"],
     macros: &[
-        Macro::int("DECAY_CHUNK", DECAY_CHUNK),
-        Macro::int("MUON_FLAG", MUON_FLAG as usize),
-        Macro::int("LEARNING_RATE", scalar::LEARNING_RATE),
+        Macro::int("GROUP_CHUNK", GROUP_CHUNK),
+        Macro::int("MUON_GROUP", MUON_GROUP as usize),
+        Macro::int("LEARNING_RATES", scalar::LEARNING_RATES),
+        Macro::int("DECAYS", scalar::DECAYS),
         Macro::int("CORRECTION1", scalar::CORRECTION1),
         Macro::int("CORRECTION2", scalar::CORRECTION2),
     ],
@@ -45,8 +46,6 @@ pub struct AdamWConfig {
     pub beta2: f32,
     /// Added to the root of the second moment.
     pub eps: f32,
-    /// Decoupled weight decay, for elements whose decay flag is 1.
-    pub weight_decay: f32,
     /// Largest global gradient norm; 0 turns clipping off.
     pub clip: f32,
     /// Number of consecutive skipped steps after which every later step is skipped, too; at least 1.
@@ -69,8 +68,8 @@ pub struct AdamWStep<'a> {
     /// (len,) Bf16: receives the new weights, rounded to nearest even. Not supported by the CPU, which computes with
     /// the master weights.
     pub work: Option<Slice<'a>>,
-    /// (ceil(len / [`DECAY_CHUNK`]),) U8: 1 where weights decay, [`MUON_FLAG`] where nothing changes.
-    pub decay: Slice<'a>,
+    /// (ceil(len / [`GROUP_CHUNK`]),) U8: groups, below [`GROUPS`], or [`MUON_GROUP`].
+    pub groups: Slice<'a>,
     /// ([`scalar::COUNT`],) values that change from step to step.
     pub scalars: Slice<'a>,
     /// (1,) squared global norm of the gradients.
@@ -93,7 +92,7 @@ impl Op for AdamWStep<'_> {
         if let Some(work) = self.work {
             expect(work, DType::Bf16, len);
         }
-        expect(self.decay, DType::U8, len.div_ceil(DECAY_CHUNK));
+        expect(self.groups, DType::U8, len.div_ceil(GROUP_CHUNK));
         expect(self.scalars, DType::F32, scalar::COUNT);
         [self.grad_norm_sq, self.loss, self.skipped].into_iter().for_each(|x| expect(x, DType::F32, 1));
         let args = args![
@@ -103,7 +102,7 @@ impl Op for AdamWStep<'_> {
             self.m,
             self.v,
             self.work,
-            self.decay,
+            self.groups,
             self.scalars,
             self.grad_norm_sq,
             self.loss,
@@ -112,7 +111,6 @@ impl Op for AdamWStep<'_> {
             c.beta1,
             c.beta2,
             c.eps,
-            c.weight_decay,
             c.clip,
             c.skip_limit,
         ];
@@ -121,23 +119,30 @@ impl Op for AdamWStep<'_> {
     }
 }
 
-/// Elements covered by one decay flag. Every parameter starts at a multiple of it.
-pub const DECAY_CHUNK: usize = 64;
+/// Elements that belong to the same group. Every parameter starts at a multiple of it.
+pub const GROUP_CHUNK: usize = 64;
 
-/// Flag of elements that Muon updates instead.
-pub const MUON_FLAG: u8 = 2;
+/// Number of groups of parameters, each with its learning rate and weight decay.
+pub const GROUPS: usize = 5;
+
+/// Group of elements that Muon updates instead.
+pub const MUON_GROUP: u8 = u8::MAX;
 
 /// Indices into [`AdamWStep::scalars`], which are read from device memory so that a captured step can be replayed with
 /// other values.
 pub mod scalar {
-    /// Learning rate.
-    pub const LEARNING_RATE: usize = 0;
+    use super::GROUPS;
+
+    /// Learning rate of each group.
+    pub const LEARNING_RATES: usize = 0;
+    /// Learning rate times weight decay of each group.
+    pub const DECAYS: usize = LEARNING_RATES + GROUPS;
     /// `1 / (1 - beta1^t)` in step t, counted from 1.
-    pub const CORRECTION1: usize = 1;
+    pub const CORRECTION1: usize = DECAYS + GROUPS;
     /// `1 / (1 - beta2^t)`.
-    pub const CORRECTION2: usize = 2;
+    pub const CORRECTION2: usize = CORRECTION1 + 1;
     /// Learning rate of [`MuonUpdate`](crate::MuonUpdate).
-    pub const MUON_LEARNING_RATE: usize = 3;
+    pub const MUON_LEARNING_RATE: usize = CORRECTION2 + 1;
     /// Number of scalars.
-    pub const COUNT: usize = 4;
+    pub const COUNT: usize = MUON_LEARNING_RATE + 1;
 }
