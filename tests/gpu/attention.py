@@ -23,9 +23,12 @@ SOURCES = pathlib.Path(__file__).resolve().parents[2] / "worker/engine/src"
 HEADERS = ["cuda/headers/ptx.cuh", "cuda/headers/prelude.cuh", "cuda/headers/hopper.cuh",
            "cuda/headers/hopper_tiles.cuh", "ops/attention/hopper.cuh"]
 # As in attention/hopper.rs.
-SECTION_BYTES, FEW_TILES, OTHER_SHARED, KEYS = 16 << 20, 8, 2048, 128
-REGISTERS = {2: dict(PRODUCER=40, CONSUMER=232), 3: dict(PRODUCER=32, CONSUMER=160)}
-BWD_STAGES, QUERIES_STAGES = {64: 3, 128: 2}, 4
+SECTION_BYTES, FEW_TILES, OTHER_SHARED = 16 << 20, 8, 2048
+REGISTERS = {1: dict(PRODUCER=120, CONSUMER=248), 2: dict(PRODUCER=40, CONSUMER=232),
+             3: dict(PRODUCER=32, CONSUMER=160)}
+# By the number of squares of 64 columns in the rows of a head.
+FWD_STAGES, BWD_STAGES, QUERIES_STAGES = {1: 4, 2: 2, 3: 3, 4: 2}, {1: 3, 2: 2, 3: 2, 4: 2}, {1: 4, 2: 4, 3: 2, 4: 2}
+QUERIES_GROUPS, LANES = {1: 3, 2: 2, 3: 1, 4: 1}, {1: 8, 2: 16, 3: 32, 4: 32}
 TOLERANCE = 8e-3
 
 
@@ -48,10 +51,10 @@ def check(code, what):
         sys.exit(f"{what} failed: error {code}")
 
 
-def compile_kernels(file, **macros):
-    """Returns the machine code."""
-    macros.update(WARP=32, ACT="bf16", BLOCK_THREADS=256, COLUMN_BLOCK_X=32, COLUMN_BLOCK_Y=8)
-    text = "\n".join((SOURCES / name).read_text() for name in [*HEADERS, f"ops/attention/{file}"])
+def compile_kernels(*files, **macros):
+    """Returns the machine code of kernels whose scores are not capped."""
+    macros.update(CAPPED=0, WARP=32, ACT="bf16", BLOCK_THREADS=256, COLUMN_BLOCK_X=32, COLUMN_BLOCK_Y=8)
+    text = "\n".join((SOURCES / name).read_text() for name in [*HEADERS, *(f"ops/attention/{file}" for file in files)])
     options = ["--gpu-architecture=sm_90a", "--std=c++17", *(f"--define-macro={k}={v}" for k, v in macros.items())]
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     check(NVRTC.nvrtcCreateProgram(ctypes.byref(program), text.encode(), None, 0, None, None), "nvrtcCreateProgram")
@@ -112,25 +115,31 @@ class Attention:
     """The kernels for a head width."""
 
     def __init__(self, width):
-        self.width, self.queries = width, 8192 // width
+        self.width, self.slices = width, divide(width, 64)
+        self.queries, self.keys = (128, 128) if self.slices == 1 else (64, 128 if self.slices == 2 else 64)
         self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-        stages, groups = 256 // width, 3 if width == 64 else 2
-        code = compile_kernels("hopper_fwd.cu", WIDTH=width, GROUPS=2, KEYS=KEYS, STAGES=stages,
-                               **REGISTERS[2])
-        shared = 2 * (128 + 2 * stages * KEYS) * width + OTHER_SHARED
+        # Bytes of 64 rows of a head.
+        rows = 8192 * self.slices
+        stages, groups = FWD_STAGES[self.slices], QUERIES_GROUPS[self.slices]
+        code = compile_kernels("hopper_fwd.cu", WIDTH=width, GROUPS=2, KEYS=self.keys, STAGES=stages, **REGISTERS[2])
+        shared = (2 + 2 * stages * self.keys // 64) * rows + OTHER_SHARED
         self.fwd = Kernel(code, "attention_fwd_hopper", 384, shared)
         self.forms = {}
+        stages, is_wide = BWD_STAGES[self.slices], self.slices > 2
+        files = "hopper_bwd.cu", "hopper_bwd_wide.cu" if is_wide else "hopper_bwd_narrow.cu"
         for name, sums in ("sums", 1), ("fixed", 0):
-            rows = compile_kernels("hopper_bwd_rows.cu", WIDTH=width, SUMS=sums)
-            code = compile_kernels("hopper_bwd.cu", WIDTH=width, STAGES=BWD_STAGES[width], SUMS=sums, **REGISTERS[2])
-            tiles = 2 * (2 * KEYS * width + 2 * BWD_STAGES[width] * 8192) + sums * 4 * self.queries * KEYS
-            shared = tiles + BWD_STAGES[width] * self.queries * 8 + OTHER_SHARED
-            self.forms[name] = (Kernel(rows, "attention_bwd_hopper_prepare", 256),
+            rows_code = compile_kernels("hopper_bwd_rows.cu", WIDTH=width, SUMS=sums)
+            code = compile_kernels(*files, WIDTH=width, KEYS=self.keys, STAGES=stages, SUMS=sums, **REGISTERS[2])
+            shared = 2 * (self.keys + stages * self.queries) // 64 * rows + OTHER_SHARED
+            shared += 2 * (2 * sums + is_wide) * self.queries * self.keys + stages * self.queries * 8
+            self.forms[name] = (Kernel(rows_code, "attention_bwd_hopper_prepare", 256),
                                 Kernel(code, "attention_bwd_hopper", 384, shared))
-        self.finish = Kernel(rows, "attention_bwd_hopper_finish", 256)
-        code = compile_kernels("hopper_bwd_queries.cu", WIDTH=width, GROUPS=groups, KEYS=64, STAGES=QUERIES_STAGES,
-                               **REGISTERS[groups])
-        shared = 4 * (groups + QUERIES_STAGES) * 64 * width + OTHER_SHARED
+            if sums:
+                threads = 128 * max(2, self.slices)
+                self.finish = Kernel(rows_code, "attention_bwd_hopper_finish", threads)
+        code = compile_kernels("hopper_bwd_queries.cu", WIDTH=width, GROUPS=groups, KEYS=64,
+                               STAGES=QUERIES_STAGES[self.slices], **REGISTERS[groups])
+        shared = 2 * (groups + QUERIES_STAGES[self.slices]) * rows + OTHER_SHARED
         self.dq, self.dq_rows = Kernel(code, "attention_bwd_hopper_queries", 128 * (groups + 1), shared), 64 * groups
 
     def section(self, heads, tiles, size):
@@ -148,14 +157,14 @@ class Attention:
         tiles = divide(seq, 128)
         blocks, maps = min(tiles * batch * heads, self.multiprocessors), tensor_map(qkv)
         section, scale = self.query_section(shape, tiles), self.width**-0.5
-        return lambda: self.fwd(blocks, maps, out, lse, 0, seq, *shape, section, scale)
+        return lambda: self.fwd(blocks, maps, out, lse, 0, seq, *shape, section, scale, 0.0)
 
     def backward(self, shape, form, qkv, out, lse, dout, dqkv):
         batch, seq, heads, kv_heads = shape
-        (prepare, bwd), tiles, key_tiles = self.forms[form], divide(seq, self.queries), divide(seq, KEYS)
+        (prepare, bwd), tiles, key_tiles = self.forms[form], divide(seq, self.queries), divide(seq, self.keys)
         rows, scale = batch * heads * tiles * self.queries, self.width**-0.5
         stats = torch.empty(rows, 2, device="cuda")
-        sums = torch.empty(rows * self.width if form == "sums" else 0, device="cuda")
+        sums = torch.empty(rows * 64 * self.slices if form == "sums" else 0, device="cuda")
         maps = tensor_map(qkv), tensor_map(dout)
         size = (8 if form == "sums" else 4) * seq * self.width
         section = self.section(batch * kv_heads, key_tiles, size)
@@ -163,12 +172,12 @@ class Attention:
         dq_section = self.query_section(shape, dq_tiles)
 
         def run():
-            prepare(divide(rows * self.width // 8, 256), out, dout, lse, stats, sums, batch, seq, heads)
-            bwd(batch * kv_heads * key_tiles, *maps, stats, sums, dqkv, 0, seq, *shape, section, scale)
+            prepare(divide(rows * LANES[self.slices], 256), out, dout, lse, stats, sums, batch, seq, heads)
+            bwd(batch * kv_heads * key_tiles, *maps, stats, sums, dqkv, 0, seq, *shape, section, scale, 0.0)
             if form == "sums":
                 self.finish(batch * heads * tiles, sums, dqkv, seq, heads, kv_heads, scale)
             else:
-                self.dq(batch * heads * dq_tiles, *maps, stats, dqkv, 0, seq, *shape, dq_section, scale)
+                self.dq(batch * heads * dq_tiles, *maps, stats, dqkv, 0, seq, *shape, dq_section, scale, 0.0)
 
         return run
 
@@ -229,7 +238,8 @@ def measure(kernels, shape):
     qkv, dout, out, lse = inputs(shape, width, 1.0)
     dqkv = torch.empty_like(qkv)
     q, k, v = (part.detach().requires_grad_() for part in split(qkv, shape, width))
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+    # Without cuDNN for this width, PyTorch takes FlashAttention 2.
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
         attend = lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
         with torch.no_grad():
             theirs = [milliseconds(attend)]
@@ -249,6 +259,7 @@ def measure(kernels, shape):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 80, 96, 128, 192, 256])
     parser.add_argument("--seq", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -256,7 +267,7 @@ def main():
     driver = torch.cuda.get_device_name(), torch.__version__, torch.backends.cudnn.version()
     print("{}, PyTorch {}, cuDNN {}".format(*driver))
     wrong = False
-    for width in 64, 128:
+    for width in options.widths:
         kernels = Attention(width)
         for shape in (2, 1000, 4, 2), (1, 2048, 2, 2), (3, 77, 2, 1), (1, 1, 2, 2):
             found = distances(kernels, shape)
@@ -265,9 +276,10 @@ def main():
         print("| D | T | B | H | Hkv | forward: cuDNN | own (cuDNN / own) | backward: cuDNN | own, sums | own, fixed |")
         print("|---|---|---|---|---|---|---|---|---|---|")
         for seq in options.seq:
-            measure(kernels, (options.tokens // seq, seq, 16, 16))
+            measure(kernels, (options.tokens // seq, seq, 2048 // width, 2048 // width))
         for seq in options.seq[:3]:
-            measure(kernels, (options.tokens // 2 // seq, seq, 32, 8))
+            heads = 2048 // width // 4 * 4
+            measure(kernels, (options.tokens // seq, seq, heads, heads // 4))
     sys.exit(wrong)
 
 

@@ -24,6 +24,10 @@ SIZES = {
                      tied=True),
     "llama-8b": dict(arch="llama", layers=32, heads=32, kv_heads=8, dim=4096, ffn=14336, seq=4096, vocab=128256,
                      tied=False),
+    "heads-80": dict(arch="llama", layers=12, heads=16, kv_heads=16, dim=1280, ffn=3456, seq=2048, vocab=50257,
+                     tied=False),
+    "heads-96": dict(arch="llama", layers=12, heads=8, kv_heads=8, dim=768, ffn=2048, seq=2048, vocab=50257,
+                     tied=False),
     "heads-256": dict(arch="llama", layers=12, heads=4, kv_heads=4, dim=1024, ffn=4096, seq=2048, vocab=50257,
                       tied=False),
     "wide": dict(arch="llama", layers=4, heads=32, kv_heads=32, dim=4096, ffn=11008, seq=2048, vocab=50257, tied=False),
@@ -61,9 +65,10 @@ SIZES = {
 }
 # Sequences per GPU.
 BATCHES = {"A": 32, "B": 32, "gpt2-medium": 16, "gpt2-xl": 8, "llama-1b": 16, "llama-1b-8k": 4, "llama-3b": 2,
-           "llama-8b": 2, "heads-256": 8, "wide": 4, "long": 1, "long-4k": 4, "smollm-size": 8,
-           "vocab-128k": 16, "qwen3-0.6b": 8, "qwen2.5-0.5b": 8, "smollm2-135m": 16, "olmo2-1b": 4, "gemma3-1b": 4,
-           "mistral-8": 4, "pythia-160m": 16, "olmoe-4": 8, "qwen3-moe-4": 8, "experts-16": 32}
+           "llama-8b": 2, "heads-80": 8, "heads-96": 16, "heads-256": 8, "wide": 4, "long": 1, "long-4k": 4,
+           "smollm-size": 8, "vocab-128k": 16, "qwen3-0.6b": 8, "qwen2.5-0.5b": 8, "smollm2-135m": 16,
+           "olmo2-1b": 4, "gemma3-1b": 4, "mistral-8": 4, "pythia-160m": 16,
+           "olmoe-4": 8, "qwen3-moe-4": 8, "experts-16": 32}
 # Models whose parameters are divided among the GPUs, because a whole model with its optimizer does not fit into one.
 DIVIDED = {"llama-8b"}
 

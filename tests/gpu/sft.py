@@ -110,7 +110,9 @@ def run_trl(options, folder, data, batch, lora, mode):
     if not lines:
         print(f"trl, {mode}: exit {done.returncode}: {done.stderr.strip()[-1500:]}", file=sys.stderr, flush=True)
         return None
-    return json.loads(lines[-1])
+    found = json.loads(lines[-1])
+    print(f"trl, {mode}: {found['tokens_per_second'] / 1e3:.1f}K tok/s", file=sys.stderr, flush=True)
+    return found
 
 
 def train_trl(options):
@@ -182,6 +184,7 @@ def main():
                 make_model(folder, model)
                 make_tokenizer(folder, lines)
             x = run_xlaunch(options, folder, data, batch, lora)
+            print(f"xlaunch: {x['tokens_per_second'] / 1e3:.1f}K tok/s", file=sys.stderr, flush=True)
             runs = {mode: run_trl(options, folder, data, batch, lora, mode) for mode in options.modes}
             runs = {mode: found for mode, found in runs.items() if found}
             if not runs:

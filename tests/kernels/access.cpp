@@ -20,6 +20,15 @@ bool ordered(const Access& a, uint16_t thread, uint16_t epoch, uint16_t warp_epo
     return a.thread != MANY_THREADS && warp == warp_of(thread) && a.warp_epoch != warp_epoch;
 }
 
+// Returns whether arrivals at barriers, which the current thread knows of, order an access of dynamic shared memory by
+// another warp before its own.
+bool ordered_by_arrivals(const Runner& r, uintptr_t address, const Access& a, uint16_t thread) {
+    if (a.thread == MANY_THREADS || r.async.accessed_before.empty()) return false;
+    unsigned warp = a.thread & WHOLE_WARP ? a.thread & ~WHOLE_WARP : warp_of(a.thread);
+    uint32_t arrival = r.async.accessed_before[(address - r.dynamic.begin) / 16][warp];
+    return warp != warp_of(thread) && arrival && arrival <= r.current->completed[ARRIVALS + warp];
+}
+
 // Adds a reader to those after which a later writer must be ordered.
 void add_reader(Access& a, uint32_t block, uint16_t thread, uint16_t epoch, uint16_t warp_epoch) {
     if (a.block && a.block != block) {
@@ -179,6 +188,9 @@ void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, con
         if (refresh(*cell, time) && atomic) *atomic = {};
         auto conflicts = [&](const Access& other) {
             if (!other.block) return false;
+            if (other.block == block && shared == &r->dynamic &&
+                ordered_by_arrivals(*r, address + (cell - cells) * 2, other, thread))
+                return false;
             if (other.block == block) return !ordered(other, thread, epoch, warp_epoch);
             if (cell->alike) return false;
             if (other.block == MANY_BLOCKS) return true;

@@ -237,19 +237,20 @@ fn gated_activations_in_gemms_match_the_cpu() {
 }
 
 /// Head widths of the kernels for compute capability 9.0.
-const HOPPER_WIDTHS: [&str; 2] = ["width: 64", "width: 128"];
+const HOPPER_WIDTHS: [&str; 6] =
+    ["width: 64", "width: 80", "width: 96", "width: 128", "width: 192", "width: 256"];
 
 fn all_variants_of_attention_match_the_cpu() {
     let backend = open(Precision::Bf16);
     let cases = selected(Precision::Bf16, "attention AttentionShape").into_iter().map(|(name, _)| name);
     let names: Vec<String> =
         cases.filter(|name| HOPPER_WIDTHS.iter().any(|width| name.contains(width))).collect();
-    let uncapped = names.iter().filter(|name| !name.contains("softcap")).count();
+    let hopper = names.iter().filter(|name| !name.contains("softcap") || name.contains("width: 256")).count();
     let [sums, separate] = [QueryGradients::Sums, QueryGradients::Separate].map(AttentionVariant::Hopper);
     for (variant, [first, last], count) in [
         (AttentionVariant::Portable, ["attention_bwd_queries", "attention_bwd_keys"], names.len()),
-        (sums, ["attention_bwd_hopper", "attention_bwd_hopper_finish"], uncapped),
-        (separate, ["attention_bwd_hopper", "attention_bwd_hopper_queries"], uncapped),
+        (sums, ["attention_bwd_hopper", "attention_bwd_hopper_finish"], hopper),
+        (separate, ["attention_bwd_hopper", "attention_bwd_hopper_queries"], hopper),
     ] {
         force_attention(&backend, Some(variant));
         backend.begin_profile();
@@ -262,6 +263,7 @@ fn all_variants_of_attention_match_the_cpu() {
     }
     same_bits_in_any_order(&backend, "seq: 65, heads: 2, kv_heads: 1, width: 64 }", 10);
     same_bits_in_any_order(&backend, "seq: 193, heads: 4, kv_heads: 1, width: 128 }", 4);
+    same_bits_in_any_order(&backend, "seq: 150, heads: 2, kv_heads: 2, width: 256 }", 4);
 }
 
 /// Cases of the gradients of two layers' weights; other GPUs run a GEMM for each layer.

@@ -105,8 +105,7 @@ impl MuonSection {
     }
 }
 
-/// `[lr_scale]`: factors of `train.lr` for groups of parameters. 0 freezes a group, without weight decay. Other
-/// parameters, such as the matrices of blocks, have the factor 1.
+/// `[lr_scale]`: factors of `train.lr` for groups of parameters. 0 freezes a group.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]

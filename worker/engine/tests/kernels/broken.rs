@@ -45,13 +45,14 @@ const fn mistake(
 }
 
 /// Headers that may contain a mistake, relative to `src/ops`.
-const HEADERS: [&str; 7] = [
+const HEADERS: [&str; 8] = [
     "../cuda/headers/prelude.cuh",
     "../cuda/headers/mma_bf16.cuh",
     "../cuda/headers/mma_tf32.cuh",
     "../cuda/headers/hopper_tiles.cuh",
     "attention/qkv.cuh",
     "attention/mma_common.cuh",
+    "attention/hopper_bwd.cu",
     "activation/functions.cuh",
 ];
 
@@ -95,6 +96,8 @@ const DOCUMENTS: &str = "batch: 3, seq: 200, heads: 2, kv_heads: 1, width: 64, d
 /// Short documents with angles that are not those of one rotation, so that positions matter.
 const DOCUMENTS_24: &str = "seq: 70, heads: 2, kv_heads: 2, width: 24, documents: true }, rope";
 /// The same as `DOCUMENTS` for the kernels for compute capability 9.0.
+const HOPPER_96: &str = "kv_heads: 2, width: 96 }";
+const HOPPER_WIDE: &str = "seq: 150, heads: 2, kv_heads: 2, width: 256";
 const HOPPER_DOCUMENTS: &str = "seq: 200, heads: 2, kv_heads: 1, width: 64, documents: true }";
 
 /// Messages of the checks. The order of two threads determines which of them is reported as the later one.
@@ -217,18 +220,27 @@ const MISTAKES: &[Mistake] = &[
         "attention/hopper_fwd.cu", "            pass_turn(group);\n            wgmma_wait", "            wgmma_wait",
         Bf16, HOPPER_ATTENTION, STUCK,
     ),
-    mistake("attention/hopper_bwd.cu", "        fence_async();\n", "", Bf16, HOPPER_ATTENTION, UNFENCED),
+    mistake("attention/hopper_bwd_narrow.cu", "        fence_async();\n", "", Bf16, HOPPER_ATTENTION, UNFENCED),
     mistake(
-        "attention/hopper_bwd.cu", "        group_wait<256>(1);\n", "", Bf16, HOPPER_ATTENTION,
+        "attention/hopper_bwd_narrow.cu", "        group_wait<256>(1);\n", "", Bf16, HOPPER_ATTENTION,
         "wgmma reads shared",
     ),
     mistake(
-        "attention/hopper_bwd.cu", "(chunk ^ lane / 4) * 16", "chunk * 16", Bf16, HOPPER_ATTENTION, DIFFERS,
+        "attention/hopper_bwd_narrow.cu", "(chunk ^ lane / 4) * 16", "chunk * 16", Bf16, HOPPER_ATTENTION, DIFFERS,
     ),
     mistake("attention/hopper_fwd.cu", "query - window + 1", "query - window + 2", Bf16, HOPPER_ATTENTION, DIFFERS),
     mistake("attention/hopper_fwd.cu", "if (j * KEYS < edge)", "if (false)", Bf16, HOPPER_ATTENTION, DIFFERS),
-    mistake("attention/hopper_bwd.cu", "min(key + window,", "min(key + window + 1,", Bf16, HOPPER_ATTENTION, DIFFERS),
-    mistake("attention/hopper_bwd.cu", "|| query + QUERIES - 1 > edge", "", Bf16, HOPPER_ATTENTION, DIFFERS),
+    mistake(
+        "attention/hopper_bwd_narrow.cu", "min(key + window,", "min(key + window + 1,", Bf16, HOPPER_ATTENTION, DIFFERS,
+    ),
+    mistake("attention/hopper_bwd_narrow.cu", "|| query + QUERIES - 1 > edge", "", Bf16, HOPPER_ATTENTION, DIFFERS),
+    mistake("attention/hopper_bwd_wide.cu", "        fence_async();\n", "", Bf16, HOPPER_WIDE, UNFENCED),
+    mistake(
+        "attention/hopper_bwd_wide.cu", "group_wait<256>(P_WRITTEN)", "group_arrive<256>(P_WRITTEN)", Bf16, HOPPER_WIDE,
+        SHARED_READ_RACE,
+    ),
+    mistake("attention/hopper_bwd_wide.cu", "+ group >= SLICES", "+ group >= 2", Bf16, HOPPER_WIDE, DIFFERS),
+    mistake("attention/hopper_bwd_rows.cu", "&& col < WIDTH", "", Bf16, HOPPER_96, DIFFERS),
     mistake(
         "attention/hopper_bwd_queries.cu", "query - window + 1", "query - window", Bf16, HOPPER_ATTENTION, DIFFERS,
     ),
@@ -378,7 +390,9 @@ const MISTAKES: &[Mistake] = &[
         DIFFERS,
     ),
     mistake(
-        "attention/hopper_bwd.cu", "last_queries[(i64)batch * seq + key] + 1", "last_queries[(i64)batch * seq + key]",
+        "attention/hopper_bwd_narrow.cu",
+        "last_queries[(i64)batch * seq + key] + 1",
+        "last_queries[(i64)batch * seq + key]",
         Bf16, HOPPER_DOCUMENTS, DIFFERS,
     ),
     mistake(
@@ -456,7 +470,7 @@ pub(crate) fn child() -> Option<ExitCode> {
     let backend = open(precision);
     // Other cases do not depend on a tiling.
     let tilings = [Some(Tiling::Halves), Some(Tiling::Turns)];
-    if [HOPPER_ATTENTION, HOPPER_DOCUMENTS].contains(&part.as_str()) {
+    if [HOPPER_ATTENTION, HOPPER_DOCUMENTS, HOPPER_96, HOPPER_WIDE].contains(&part.as_str()) {
         let forms = [QueryGradients::Sums, QueryGradients::Separate].map(AttentionVariant::Hopper);
         for form in forms {
             force_attention(&backend, Some(form));

@@ -212,9 +212,12 @@ __device__ inline void wgmma_results(float (&d)[LENGTH]) {
 #define WGMMA_32_63 \
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA_64_127 \
+#define WGMMA_32_39 "%32, %33, %34, %35, %36, %37, %38, %39"
+#define WGMMA_40_47 "%40, %41, %42, %43, %44, %45, %46, %47"
+#define WGMMA_64_95 \
     "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define WGMMA_96_127 \
     "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
     "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define WGMMA_8(i) \
@@ -224,10 +227,16 @@ __device__ inline void wgmma_results(float (&d)[LENGTH]) {
 #define WGMMA_64(i) WGMMA_32(i), WGMMA_32(i + 32)
 
 #define WGMMA_NUMBERS_32 WGMMA_0_31
+#define WGMMA_NUMBERS_40 WGMMA_0_31 ", " WGMMA_32_39
+#define WGMMA_NUMBERS_48 WGMMA_NUMBERS_40 ", " WGMMA_40_47
 #define WGMMA_NUMBERS_64 WGMMA_0_31 ", " WGMMA_32_63
-#define WGMMA_NUMBERS_128 WGMMA_NUMBERS_64 ", " WGMMA_64_127
+#define WGMMA_NUMBERS_96 WGMMA_NUMBERS_64 ", " WGMMA_64_95
+#define WGMMA_NUMBERS_128 WGMMA_NUMBERS_96 ", " WGMMA_96_127
 #define WGMMA_RESULTS_32 WGMMA_32(0)
+#define WGMMA_RESULTS_40 WGMMA_32(0), WGMMA_8(32)
+#define WGMMA_RESULTS_48 WGMMA_RESULTS_40, WGMMA_8(40)
 #define WGMMA_RESULTS_64 WGMMA_64(0)
+#define WGMMA_RESULTS_96 WGMMA_64(0), WGMMA_32(64)
 #define WGMMA_RESULTS_128 WGMMA_64(0), WGMMA_64(64)
 #define WGMMA_ASM(LENGTH, N, ADD, OPERANDS)                                                                            \
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD ", 0;\n"                                                  \
@@ -249,7 +258,10 @@ __device__ inline void wgmma_results(float (&d)[LENGTH]) {
                        "n"(B_ACROSS));                                                                                 \
     }
 WGMMA(32, "64", "%32", "%33", "%34", "%35", "%36", "%37", "%38")
+WGMMA(40, "80", "%40", "%41", "%42", "%43", "%44", "%45", "%46")
+WGMMA(48, "96", "%48", "%49", "%50", "%51", "%52", "%53", "%54")
 WGMMA(64, "128", "%64", "%65", "%66", "%67", "%68", "%69", "%70")
+WGMMA(96, "192", "%96", "%97", "%98", "%99", "%100", "%101", "%102")
 WGMMA(128, "256", "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 #else
 template <bool A_ACROSS, bool B_ACROSS, int LENGTH>

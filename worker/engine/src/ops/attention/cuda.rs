@@ -138,7 +138,7 @@ impl Attention {
         }
         match self.select(gpu, s, Direction::Backward) {
             Selected::Hopper(kernels) => {
-                let form = self.query_gradients(gpu);
+                let form = self.query_gradients(gpu, s);
                 // SAFETY: checked above.
                 unsafe { hopper::backward(gpu, kernels, (s, form), a) }
             }
@@ -244,11 +244,11 @@ impl Attention {
     }
 
     /// Returns the form of backward for compute capability 9.0.
-    fn query_gradients(&self, gpu: &Gpu) -> QueryGradients {
+    fn query_gradients(&self, gpu: &Gpu, s: AttentionShape) -> QueryGradients {
         match self.forced.get() {
             Some(AttentionVariant::Hopper(form)) => form,
             _ if gpu.deterministic => QueryGradients::Separate,
-            _ => QueryGradients::Sums,
+            _ => hopper::faster_query_gradients(s),
         }
     }
 

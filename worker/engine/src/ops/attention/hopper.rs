@@ -20,9 +20,15 @@ const FWD: Source = source!(
     "attention/hopper_fwd.cu",
     after "../cuda/headers/hopper.cuh", after "../cuda/headers/hopper_tiles.cuh", after "attention/hopper.cuh"
 );
-const BWD: Source = source!(
-    "attention/hopper_bwd.cu",
-    after "../cuda/headers/hopper.cuh", after "../cuda/headers/hopper_tiles.cuh", after "attention/hopper.cuh"
+const BWD_NARROW: Source = source!(
+    "attention/hopper_bwd_narrow.cu",
+    after "../cuda/headers/hopper.cuh", after "../cuda/headers/hopper_tiles.cuh", after "attention/hopper.cuh",
+    after "attention/hopper_bwd.cu"
+);
+const BWD_WIDE: Source = source!(
+    "attention/hopper_bwd_wide.cu",
+    after "../cuda/headers/hopper.cuh", after "../cuda/headers/hopper_tiles.cuh", after "attention/hopper.cuh",
+    after "attention/hopper_bwd.cu"
 );
 const BWD_QUERIES: Source = source!(
     "attention/hopper_bwd_queries.cu",
@@ -39,12 +45,8 @@ const SECTION_BYTES: usize = 16 << 20;
 /// Tiles per SM below which the longest ones matter more than the cache.
 const FEW_TILES: usize = 8;
 
-/// Keys in a tile of forward and of [`Kernels::bwd`].
-const KEYS: usize = 128;
-/// Elements of a tile of queries in [`Kernels::bwd`], of all columns: two squares.
-const QUERY_ELEMENTS: usize = 2 * SQUARE * SQUARE;
-/// Threads of a block of the kernels that go through rows.
-const HEAD_ROW_THREADS: u32 = 256;
+/// Threads of a block of [`Kernels::prepare`].
+const PREPARE_THREADS: u32 = 256;
 
 /// Computation of dq.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,14 +59,15 @@ pub enum QueryGradients {
 
 /// The kernels for a head width.
 pub(crate) struct Kernels {
+    width: usize,
+    /// Whether scores are capped.
+    capped: bool,
     pub(crate) fwd: HopperKernel,
     /// Kernels that prepare backward, indexed by [`QueryGradients`].
     pub(crate) prepare: [HopperKernel; 2],
     pub(crate) bwd: [HopperKernel; 2],
     pub(crate) finish: HopperKernel,
     pub(crate) queries: HopperKernel,
-    /// Queries in a block of `queries`.
-    rows: usize,
 }
 
 impl Kernels {
@@ -74,130 +77,191 @@ impl Kernels {
     }
 }
 
-/// The kernels for heads of 64, then of 128.
-pub(crate) static KERNELS: [Kernels; 2] = [
-    Kernels {
-        fwd: fwd(64, &fwd_macros(64)),
-        prepare: [
-            rows("attention_bwd_hopper_prepare", &row_macros(64, 1)),
-            rows("attention_bwd_hopper_prepare", &row_macros(64, 0)),
-        ],
-        bwd: [bwd(64, 1, &bwd_macros(64, 1)), bwd(64, 0, &bwd_macros(64, 0))],
-        finish: rows("attention_bwd_hopper_finish", &row_macros(64, 1)),
-        queries: queries(64, &queries_macros(64)),
-        rows: 64 * queries_groups(64),
-    },
-    Kernels {
-        fwd: fwd(128, &fwd_macros(128)),
-        prepare: [
-            rows("attention_bwd_hopper_prepare", &row_macros(128, 1)),
-            rows("attention_bwd_hopper_prepare", &row_macros(128, 0)),
-        ],
-        bwd: [bwd(128, 1, &bwd_macros(128, 1)), bwd(128, 0, &bwd_macros(128, 0))],
-        finish: rows("attention_bwd_hopper_finish", &row_macros(128, 1)),
-        queries: queries(128, &queries_macros(128)),
-        rows: 64 * queries_groups(128),
-    },
+/// The kernels for heads of this width, with capped scores or not.
+macro_rules! kernels {
+    ($width:literal) => {
+        kernels!($width, false)
+    };
+    ($width:literal, $capped:literal) => {
+        Kernels {
+            width: $width,
+            capped: $capped,
+            fwd: fwd($width, &fwd_macros($width, $capped)),
+            prepare: [prepare(&row_macros($width, 1)), prepare(&row_macros($width, 0))],
+            bwd: [
+                bwd($width, 1, &bwd_macros($width, 1, $capped)),
+                bwd($width, 0, &bwd_macros($width, 0, $capped)),
+            ],
+            finish: finish($width, &row_macros($width, 1)),
+            queries: query_gradients($width, &queries_macros($width, $capped)),
+        }
+    };
+}
+
+/// The kernels for the head widths of models. Capped scores and the accumulators of narrower heads do not fit into the
+/// registers of the same threads; Gemma 2, which has such scores, has heads of 256.
+pub(crate) static KERNELS: [Kernels; 7] = [
+    kernels!(64),
+    kernels!(80),
+    kernels!(96),
+    kernels!(128),
+    kernels!(192),
+    kernels!(256),
+    kernels!(256, true),
 ];
 
 /// Warpgroups that multiply in forward, with 64 queries each.
 const FWD_GROUPS: usize = 2;
-/// Tiles of keys and of values that [`Kernels::queries`] keeps in shared memory.
-const QUERIES_STAGES: usize = 4;
+
+/// Number of squares side by side in the rows of a head.
+const fn slices(width: usize) -> usize {
+    width.div_ceil(SQUARE)
+}
+
+/// Elements of 64 rows of a head in shared memory.
+const fn row_squares(width: usize) -> usize {
+    slices(width) * SQUARE * SQUARE
+}
+
+/// Keys in a tile of forward and of [`Kernels::bwd`].
+const fn keys(width: usize) -> usize {
+    if slices(width) > 2 { SQUARE } else { 2 * SQUARE }
+}
+
+/// Queries in a tile of [`Kernels::bwd`].
+const fn queries(width: usize) -> usize {
+    if slices(width) == 1 { 2 * SQUARE } else { SQUARE }
+}
+
+/// Parts of the sums of dq for a tile of queries; see `hopper.cuh`.
+const fn parts(width: usize) -> usize {
+    if slices(width) == 1 { 2 } else { slices(width) }
+}
+
+/// Threads per row of [`Kernels::prepare`].
+const fn lanes(width: usize) -> usize {
+    (slices(width) * SQUARE / VEC).next_power_of_two()
+}
 
 /// Tiles of keys and of values that forward keeps in shared memory.
 const fn fwd_stages(width: usize) -> usize {
-    256 / width
-}
-
-/// Warpgroups that multiply in [`Kernels::queries`], with 64 queries each.
-const fn queries_groups(width: usize) -> usize {
-    if width == 64 { 3 } else { 2 }
-}
-
-/// Registers of a thread that loads tiles, and of one that multiplies. Together they fit into those of an SM.
-const fn registers(groups: usize) -> [Macro; 2] {
-    let (loads, multiplies) = if groups == 3 { (32, 160) } else { (40, 232) };
-    [Macro::int("PRODUCER", loads), Macro::int("CONSUMER", multiplies)]
-}
-
-const fn fwd_macros(width: usize) -> [Macro; 6] {
-    let [producer, consumer] = registers(FWD_GROUPS);
-    let (groups, stages) = (Macro::int("GROUPS", FWD_GROUPS), Macro::int("STAGES", fwd_stages(width)));
-    [Macro::int("WIDTH", width), groups, Macro::int("KEYS", KEYS), stages, producer, consumer]
-}
-
-const fn fwd(width: usize, macros: &'static [Macro]) -> HopperKernel {
-    let tiles = (FWD_GROUPS * SQUARE + 2 * fwd_stages(width) * KEYS) * width * size_of::<u16>();
-    HopperKernel {
-        source: FWD,
-        name: "attention_fwd_hopper",
-        macros,
-        threads: THREADS,
-        shared: tiles + OTHER_SHARED,
+    match slices(width) {
+        1 => 4,
+        3 => 3,
+        _ => 2,
     }
 }
 
 /// Tiles of queries and of dout that [`Kernels::bwd`] keeps in shared memory.
 const fn bwd_stages(width: usize) -> usize {
-    if width == 64 { 3 } else { 2 }
+    if slices(width) == 1 { 3 } else { 2 }
 }
 
-const fn bwd_macros(width: usize, sums: usize) -> [Macro; 5] {
+/// Warpgroups that multiply in [`Kernels::queries`], with 64 queries each.
+const fn queries_groups(width: usize) -> usize {
+    match slices(width) {
+        1 => 3,
+        2 => 2,
+        _ => 1,
+    }
+}
+
+/// Tiles of keys and of values that [`Kernels::queries`] keeps in shared memory.
+const fn queries_stages(width: usize) -> usize {
+    if slices(width) > 2 { 2 } else { 4 }
+}
+
+/// Registers of a thread that loads tiles, and of one that multiplies. Together they fit into those of an SM.
+const fn registers(groups: usize) -> [Macro; 2] {
+    let (loads, multiplies) = match groups {
+        1 => (120, 248),
+        2 => (40, 232),
+        _ => (32, 160),
+    };
+    [Macro::int("PRODUCER", loads), Macro::int("CONSUMER", multiplies)]
+}
+
+const fn fwd_macros(width: usize, capped: bool) -> [Macro; 7] {
+    let [producer, consumer] = registers(FWD_GROUPS);
+    let (groups, stages) = (Macro::int("GROUPS", FWD_GROUPS), Macro::int("STAGES", fwd_stages(width)));
+    let (keys, capped) = (Macro::int("KEYS", keys(width)), Macro::int("CAPPED", capped as usize));
+    [Macro::int("WIDTH", width), groups, keys, stages, capped, producer, consumer]
+}
+
+const fn fwd(width: usize, macros: &'static [Macro]) -> HopperKernel {
+    let rows = FWD_GROUPS + 2 * fwd_stages(width) * keys(width) / SQUARE;
+    let shared = rows * row_squares(width) * size_of::<u16>() + OTHER_SHARED;
+    HopperKernel { source: FWD, name: "attention_fwd_hopper", macros, threads: THREADS, shared }
+}
+
+const fn bwd_macros(width: usize, sums: usize, capped: bool) -> [Macro; 7] {
     let [producer, consumer] = registers(2);
     let (stages, sums) = (Macro::int("STAGES", bwd_stages(width)), Macro::int("SUMS", sums));
-    [Macro::int("WIDTH", width), stages, sums, producer, consumer]
+    let (keys, capped) = (Macro::int("KEYS", keys(width)), Macro::int("CAPPED", capped as usize));
+    [Macro::int("WIDTH", width), keys, stages, sums, capped, producer, consumer]
 }
 
 const fn bwd(width: usize, sums: usize, macros: &'static [Macro]) -> HopperKernel {
-    let queries = QUERY_ELEMENTS / width;
-    let tiles = 2 * KEYS * width + 2 * bwd_stages(width) * QUERY_ELEMENTS + sums * 2 * queries * KEYS;
-    let stats = bwd_stages(width) * queries * 2 * size_of::<f32>();
-    let shared = tiles * size_of::<u16>() + stats + OTHER_SHARED;
-    HopperKernel { source: BWD, name: "attention_bwd_hopper", macros, threads: THREADS, shared }
+    let (keys, queries, stages) = (keys(width), queries(width), bwd_stages(width));
+    let tiles = 2 * (keys + stages * queries) / SQUARE * row_squares(width);
+    let is_wide = slices(width) > 2;
+    let scores = (sums * 2 + is_wide as usize) * queries * keys;
+    let stats = stages * queries * 2 * size_of::<f32>();
+    let shared = (tiles + scores) * size_of::<u16>() + stats + OTHER_SHARED;
+    let source = if is_wide { BWD_WIDE } else { BWD_NARROW };
+    HopperKernel { source, name: "attention_bwd_hopper", macros, threads: THREADS, shared }
 }
 
-const fn queries_macros(width: usize) -> [Macro; 6] {
+const fn queries_macros(width: usize, capped: bool) -> [Macro; 7] {
     let groups = queries_groups(width);
     let [producer, consumer] = registers(groups);
-    let (keys, stages) = (Macro::int("KEYS", SQUARE), Macro::int("STAGES", QUERIES_STAGES));
-    [Macro::int("WIDTH", width), Macro::int("GROUPS", groups), keys, stages, producer, consumer]
+    let (keys, stages) = (Macro::int("KEYS", SQUARE), Macro::int("STAGES", queries_stages(width)));
+    let (groups, capped) = (Macro::int("GROUPS", groups), Macro::int("CAPPED", capped as usize));
+    [Macro::int("WIDTH", width), groups, keys, stages, capped, producer, consumer]
 }
 
-const fn queries(width: usize, macros: &'static [Macro]) -> HopperKernel {
+const fn query_gradients(width: usize, macros: &'static [Macro]) -> HopperKernel {
     let groups = queries_groups(width);
-    let shared = 2 * (groups + QUERIES_STAGES) * SQUARE * width * size_of::<u16>() + OTHER_SHARED;
+    let rows = 2 * (groups + queries_stages(width));
+    let shared = rows * row_squares(width) * size_of::<u16>() + OTHER_SHARED;
     let threads = (groups as u32 + 1) * WARPGROUP;
     HopperKernel { source: BWD_QUERIES, name: "attention_bwd_hopper_queries", macros, threads, shared }
 }
 
-const fn row_macros(width: usize, sums: usize) -> [Macro; 2] {
-    [Macro::int("WIDTH", width), Macro::int("SUMS", sums)]
+const fn row_macros(width: usize, sums: usize) -> [Macro; 3] {
+    [Macro::int("WIDTH", width), Macro::int("SUMS", sums), Macro::int("CAPPED", 0)]
 }
 
-const fn rows(name: &'static str, macros: &'static [Macro]) -> HopperKernel {
-    HopperKernel { source: BWD_ROWS, name, macros, threads: HEAD_ROW_THREADS, shared: 0 }
+const fn prepare(macros: &'static [Macro]) -> HopperKernel {
+    let (name, threads) = ("attention_bwd_hopper_prepare", PREPARE_THREADS);
+    HopperKernel { source: BWD_ROWS, name, macros, threads, shared: 0 }
+}
+
+const fn finish(width: usize, macros: &'static [Macro]) -> HopperKernel {
+    let (name, threads) = ("attention_bwd_hopper_finish", parts(width) as u32 * WARPGROUP);
+    HopperKernel { source: BWD_ROWS, name, macros, threads, shared: 0 }
+}
+
+/// Returns the size in bytes of what backward needs besides its operands, at most.
+pub(super) fn backward_bytes(s: AttentionShape) -> usize {
+    let has_kernels = KERNELS.iter().any(|kernels| kernels.width == s.width);
+    let (seq, width) =
+        if has_kernels { (padded_length(s), slices(s.width) * SQUARE) } else { (s.seq, s.width) };
+    DType::F32.size() * s.batch * s.heads * seq * (width + 2)
 }
 
 /// Returns the number of rows of sums and statistics of a head: they are padded to whole tiles.
-pub(super) fn padded_length(s: AttentionShape) -> usize {
-    match s.width {
-        64 | 128 => s.seq.next_multiple_of(QUERY_ELEMENTS / s.width),
-        _ => s.seq,
-    }
+fn padded_length(s: AttentionShape) -> usize {
+    s.seq.next_multiple_of(queries(s.width))
 }
 
 /// Returns the kernels for a shape, if they can run it on this device.
 pub(super) fn select(gpu: &Gpu, s: AttentionShape) -> Option<&'static Kernels> {
-    let kernels = match s.width {
-        64 => &KERNELS[0],
-        128 => &KERNELS[1],
-        _ => return None,
-    };
+    let capped = s.options.softcap.is_some();
+    let kernels = KERNELS.iter().find(|kernels| kernels.width == s.width && kernels.capped == capped)?;
     let tiles = s.seq.div_ceil(SQUARE).saturating_mul(s.batch * s.heads);
-    let is_supported = gpu.activations == DType::Bf16
-        && s.options.softcap.is_none()
-        && gpu.hopper.supports(&[], &[s.qkv_width()], &[s.seq, tiles]);
+    let is_supported =
+        gpu.activations == DType::Bf16 && gpu.hopper.supports(&[], &[s.qkv_width()], &[s.seq, tiles]);
     is_supported.then_some(kernels)
 }
 
@@ -205,10 +269,30 @@ pub(super) fn select(gpu: &Gpu, s: AttentionShape) -> Option<&'static Kernels> {
 /// were not measured.
 pub(super) fn is_faster_than_cudnn(s: AttentionShape, direction: Direction) -> bool {
     s.options.window.is_none()
-        && match direction {
-            Direction::Forward => s.width == 128 && s.seq >= 4096,
-            Direction::Backward => s.width == 64 && s.seq <= 2048 && s.heads >= 4 * s.kv_heads,
+        && match (direction, s.width) {
+            (Direction::Forward, 80 | 96) => true,
+            (Direction::Forward, 128) => s.seq >= 4096,
+            (Direction::Forward, _) => false,
+            (Direction::Backward, 64 | 96) => s.seq <= 2048 && shares_keys(s),
+            (Direction::Backward, 80) => shares_keys(s),
+            (Direction::Backward, 192) => true,
+            (Direction::Backward, 256) => s.seq <= 2048,
+            (Direction::Backward, _) => false,
         }
+}
+
+/// Returns the faster computation of dq, by the same measurements.
+pub(super) fn faster_query_gradients(s: AttentionShape) -> QueryGradients {
+    match s.width {
+        80 | 256 => QueryGradients::Separate,
+        96 | 192 if shares_keys(s) => QueryGradients::Separate,
+        _ => QueryGradients::Sums,
+    }
+}
+
+/// Returns whether several query heads share a key head. Its block of keys then visits the queries of them all.
+fn shares_keys(s: AttentionShape) -> bool {
+    s.heads >= 4 * s.kv_heads
 }
 
 /// Returns the number of heads to work on at a time, of `total` heads with this many tiles and cached bytes each. If
@@ -249,7 +333,8 @@ pub(super) unsafe fn forward(
         s.heads,
         s.kv_heads,
         section,
-        s.scale()
+        s.scale(),
+        s.softcap()
     ];
     // SAFETY: the caller's promise; there are no more blocks than tiles.
     unsafe { gpu.hopper.launch(&kernels.fwd, (blocks, 1, 1), args) }
@@ -272,16 +357,17 @@ pub(super) unsafe fn backward(
 ) -> Result<()> {
     let AttentionBackward { qkv, documents, out, dout, lse, dqkv, .. } = a;
     let row = s.qkv_width();
-    let queries = QUERY_ELEMENTS / s.width;
     let rows = s.batch * s.heads * padded_length(s);
-    let query_tiles = rows / queries;
+    let query_tiles = rows / queries(s.width);
     let stats = gpu.alloc(DType::F32, 2 * rows)?;
-    let sums = (form == QueryGradients::Sums).then(|| gpu.alloc(DType::F32, rows * s.width)).transpose()?;
+    let sums = (form == QueryGradients::Sums)
+        .then(|| gpu.alloc(DType::F32, rows * slices(s.width) * SQUARE))
+        .transpose()?;
     let sums = sums.as_ref().map(Tensor::all);
     let (stats, maps) = (stats.all(), [map(qkv, s, row)?, map(dout, s, s.heads * s.width)?]);
     let [qkv_map, dout_map] = maps;
     let (prepare, bwd) = (&kernels.prepare[form as usize], &kernels.bwd[form as usize]);
-    let key_tiles = s.seq.div_ceil(KEYS);
+    let key_tiles = s.seq.div_ceil(keys(s.width));
     // Queries, dout and the sums, which are twice as large, of one head: blocks visit one after another.
     let visited = if sums.is_some() { 4 } else { 2 } * s.seq * s.width * DType::Bf16.size();
     let key_section = section(gpu, s.batch * s.kv_heads, key_tiles, visited);
@@ -299,10 +385,11 @@ pub(super) unsafe fn backward(
         s.heads,
         s.kv_heads,
         key_section,
-        s.scale()
+        s.scale(),
+        s.softcap()
     ];
     let key_blocks = s.batch * s.kv_heads * key_tiles;
-    let row_blocks = (rows * s.width / VEC).div_ceil(HEAD_ROW_THREADS as usize);
+    let row_blocks = (rows * lanes(s.width)).div_ceil(PREPARE_THREADS as usize);
     // SAFETY: the caller's promise; statistics and sums have the sizes that the kernels expect, and kernels write
     // disjoint parts of dqkv.
     unsafe {
@@ -312,7 +399,7 @@ pub(super) unsafe fn backward(
             let args = args![sums, dqkv, s.seq, s.heads, s.kv_heads, s.scale()];
             return gpu.hopper.launch(&kernels.finish, (query_tiles, 1, 1), args);
         }
-        let tiles = s.seq.div_ceil(kernels.rows);
+        let tiles = s.seq.div_ceil(queries_groups(s.width) * SQUARE);
         let (blocks, section) = (s.batch * s.heads * tiles, query_section(gpu, s, tiles));
         let args = args![
             qkv_map,
@@ -326,7 +413,8 @@ pub(super) unsafe fn backward(
             s.heads,
             s.kv_heads,
             section,
-            s.scale()
+            s.scale(),
+            s.softcap()
         ];
         gpu.hopper.launch(&kernels.queries, (blocks, 1, 1), args)
     }

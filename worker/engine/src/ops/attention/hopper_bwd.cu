@@ -1,23 +1,24 @@
 // Backward of attention on compute capability 9.0: dk and dv, and with SUMS also dq. Compiled after hopper.cuh,
-// hopper_tiles.cuh and attention/hopper.cuh.
+// hopper_tiles.cuh and attention/hopper.cuh, and before hopper_bwd_narrow.cu (heads up to 128) or hopper_bwd_wide.cu.
 //
-// A block has 128 keys of a key head and visits the queries that see them, in tiles of QUERIES, of all query heads that
-// share the key head. Two warpgroups have 64 keys each. Rows of their scores are keys, so that p^T and ds^T are left
-// operands in registers. dk and dv are summed in registers.
+// A block has KEYS keys of a key head and visits the queries that see them, in tiles of QUERIES, of all query heads
+// that share the key head. Rows of the scores are keys, so that p^T and ds^T are left operands in registers. dk and dv
+// are summed in registers.
 //
-// SUMS 1: ds^T also goes through shared memory, for dq = ds k: each warpgroup computes one half of the tile, its
-//         queries (D = 64) or columns (D = 128), and adds it to fp32 sums in device memory, in any order.
+// SUMS 1: ds^T also goes through shared memory, for dq = ds k, which is added to fp32 sums in device memory, in any
+//         order.
 // SUMS 0: hopper_bwd_queries.cu computes dq.
-//
-#define KEYS 128
-static_assert(SLICES * QUERIES == 128, "each warpgroup adds 64 x 64 sums of a tile of queries");
 
 struct Shared {
-    char k[2][SLICES][SQUARE], v[2][SLICES][SQUARE];
+    char k[KEYS / 64][SLICES][SQUARE], v[KEYS / 64][SLICES][SQUARE];
     char q[STAGES][QUERIES / 64][SLICES][SQUARE], dout[STAGES][QUERIES / 64][SLICES][SQUARE];
 #if SUMS
-    // ds^T: for each 64 queries, rows of 128 keys.
-    char ds[2][QUERIES / 64][2 * SQUARE];
+    // ds^T: for each 64 queries, rows of keys.
+    char ds[2][QUERIES / 64][KEYS / 64 * SQUARE];
+#endif
+#if SLICES > 2
+    // p^T of a thread times the derivative of the score, which the thread of the other warpgroup reads.
+    uint4 p[QUERIES / 16][128];
 #endif
     // For each query, lse in base 2 and delta.
     float2 stats[STAGES][QUERIES];
@@ -62,7 +63,8 @@ __device__ inline void load_tiles(Shared& s, const TensorMap& qkv, const TensorM
                                   const Shape& shape, const Tile& tile) {
     int k_col = (shape.heads + tile.kv_head) * WIDTH, v_col = k_col + shape.kv_heads * WIDTH;
     barrier_arrive_and_expect(&s.k_full, sizeof s.k);
-    for (int i = 0; i < 2; i++) load_rows(s.k[i][0], SQUARE, qkv, &s.k_full, k_col, tile.key + 64 * i, tile.batch);
+    for (int i = 0; i < KEYS / 64; i++)
+        load_rows(s.k[i][0], SQUARE, qkv, &s.k_full, k_col, tile.key + 64 * i, tile.batch);
     Ring<STAGES> ring;
 #pragma unroll 1
     for (int head = tile.head; head < tile.head + tile.group; head++)
@@ -78,7 +80,7 @@ __device__ inline void load_tiles(Shared& s, const TensorMap& qkv, const TensorM
             copy_bytes(s.stats[stage], stats + stats_row * QUERIES, sizeof s.stats[0], full);
             if (head == tile.head && j == tile.first) {
                 barrier_arrive_and_expect(&s.v_full, sizeof s.v);
-                for (int i = 0; i < 2; i++)
+                for (int i = 0; i < KEYS / 64; i++)
                     load_rows(s.v[i][0], SQUARE, qkv, &s.v_full, v_col, tile.key + 64 * i, tile.batch);
             }
             full = &s.dout_full[stage];
@@ -107,7 +109,7 @@ __device__ inline void multiply_queries(float (&d)[WIDTH / 2], const u32 (&a)[QU
     wgmma_commit();
 }
 
-// dq (64, 64) = ds k, with ds^T (128 keys, 64 queries) and 64 columns of k.
+// dq (64, 64) = ds k, with ds^T (KEYS, 64 queries) and 64 columns of k.
 __device__ inline void multiply_keys(float (&dq)[32], const char* ds, const char* k) {
     wgmma_fence();
 #pragma unroll
@@ -158,85 +160,35 @@ __device__ inline void store_scores(char* ds, const u32 (&a)[QUERIES / 16][4], i
 #pragma unroll
         for (int word = 0; word < 4; word++) {
             int chunk = i % 4 * 2 + word / 2;
-            *(u32*)(ds + i / 4 * 2 * SQUARE + word % 2 * 1024 + (chunk ^ lane / 4) * 16) = a[i][word];
+            *(u32*)(ds + i / 4 * (KEYS / 64 * SQUARE) + word % 2 * 1024 + (chunk ^ lane / 4) * 16) = a[i][word];
         }
 }
 
-__device__ inline void differentiate(Shared& s, float* dq_sums, bf16* dqkv, const Shape& shape,
-                                     const Tile& tile, float scale) {
-    int group = threadIdx.x / 128 - 1, warp = threadIdx.x / WARP % 4, lane = threadIdx.x % WARP;
-    auto release = [&](Barrier* empty) {
-        __syncwarp();
-        if (lane == 0) barrier_arrive(empty);
-    };
-    int own_keys = tile.key + 64 * group, key = own_keys + 16 * warp + lane / 4;
-    int last_query[2] = {shape.last_query(tile.batch, key), shape.last_query(tile.batch, key + 8)};
-    int edge = shape.last_query(tile.batch, own_keys);
-    float dk[WIDTH / 2], dv[WIDTH / 2], scores[QUERIES / 2], dp[QUERIES / 2], dq[32];
-    u32 p[QUERIES / 16][4], ds[QUERIES / 16][4];
+// Adds 64 x 64 elements of dq to part `part` of tile `j` of a head's sums.
+__device__ inline void add_part(float* dq_sums, const float (&dq)[32], const Shape& shape, int batch, int head, int j,
+                                int part) {
+    i64 tile = ((i64)batch * shape.heads + head) * shape.query_tiles() + j;
+    float* to = dq_sums + (tile * PARTS + part) * PART + threadIdx.x % 128 * 4;
 #pragma unroll
-    for (int i = 0; i < WIDTH / 2; i++) dk[i] = dv[i] = 0.0f;
-    const char *k = s.k[group][0], *v = s.v[group][0];
-    const char* k_columns = s.k[0][SLICES == 2 ? group : 0];
-    Ring<STAGES> ring;
-
-    barrier_wait(&s.k_full, 0);
-    barrier_wait(&s.v_full, 0);
-    int per_head = tile.last - tile.first + 1, count = per_head * tile.group, head = tile.head, j = tile.first;
-#pragma unroll 1
-    for (int i = 0; i < count; i++) {
-        int stage = ring.stage, query = j * QUERIES;
-        const char *q = s.q[stage][0][0], *dout = s.dout[stage][0][0];
-        const float2* stats = s.stats[stage];
-        barrier_wait(&s.q_full[stage], ring.parity);
-        multiply_heads(scores, k, q);
-        barrier_wait(&s.dout_full[stage], ring.parity);
-        multiply_heads(dp, v, dout);
-        wgmma_wait<1>();
-        wgmma_results(scores);
-        if (query < own_keys + 63 || query + QUERIES - 1 > edge)
-            probabilities<true>(scores, stats, key, query, last_query, scale * LOG2E);
-        else probabilities<false>(scores, stats, key, query, last_query, scale * LOG2E);
-        pack(scores, p);
-        multiply_queries(dv, p, dout);
-        wgmma_wait<1>();
-        wgmma_results(dp);
-        score_gradients(dp, p, stats);
-        pack(dp, ds);
-#if SUMS
-        store_scores(s.ds[i % 2][0], ds, 64 * group + 16 * warp);
-        fence_async();
-        group_wait<256>(1);
-        multiply_keys(dq, s.ds[i % 2][SLICES == 2 ? 0 : group], k_columns);
-#endif
-        multiply_queries(dk, ds, q);
-        wgmma_wait<1>();
-        release(&s.dout_empty[stage]);
-#if SUMS
-        wgmma_results(dq);
-        i64 part = (((i64)tile.batch * shape.heads + head) * shape.query_tiles() + j) * 2 + group;
-        float* to = dq_sums + part * PART + threadIdx.x % 128 * 4;
-#pragma unroll
-        for (int n = 0; n < 32; n += 4) add4_async(to + n * 128, dq[n], dq[n + 1], dq[n + 2], dq[n + 3]);
-#endif
-        wgmma_wait<0>();
-        release(&s.q_empty[stage]);
-        ring.advance();
-        if (++j > tile.last) j = tile.first, head++;
-    }
-    wgmma_results(dk);
-    wgmma_results(dv);
-    i64 stride = (shape.heads + 2ll * shape.kv_heads) * WIDTH;
-    bf16* to = dqkv + tile.batch * stride * shape.seq + (shape.heads + tile.kv_head) * WIDTH;
-    write_rows(to, stride, own_keys + 16 * warp, shape.seq, dk, scale, scale);
-    write_rows(to + shape.kv_heads * WIDTH, stride, own_keys + 16 * warp, shape.seq, dv, 1.0f, 1.0f);
+    for (int n = 0; n < 32; n += 4) add4_async(to + n * 128, dq[n], dq[n + 1], dq[n + 2], dq[n + 3]);
 }
+
+// Writes dk or dv of a warp's 16 keys, from key `row` on. `first`: its first column in dqkv.
+__device__ inline void write_keys(bf16* dqkv, const float (&d)[WIDTH / 2], const Shape& shape, int batch, int row,
+                                  int first, float factor) {
+    i64 stride = (shape.heads + 2ll * shape.kv_heads) * WIDTH;
+    write_rows(dqkv + batch * stride * shape.seq + first, stride, row, shape.seq, WIDTH, d, factor, factor);
+}
+
+// The work of the two warpgroups.
+__device__ inline void differentiate(Shared& s, float* dq_sums, bf16* dqkv, const Shape& shape, const Tile& tile,
+                                     Scale scale);
 
 // dk, dv and the sums of dq. Grid: a block for each tile of keys. `section`: see Sections, with key heads.
 extern "C" __global__ void __launch_bounds__(384, 1)
     attention_bwd_hopper(const __grid_constant__ TensorMap qkv_map, const __grid_constant__ TensorMap dout_map,
                          const float2* stats, float* dq_sums, bf16* dqkv, const int* last_queries, i64 window,
-                         i64 batch, i64 seq, i64 heads, i64 kv_heads, i64 section, float scale) {
+                         i64 batch, i64 seq, i64 heads, i64 kv_heads, i64 section, float scale, float cap) {
     pdl_wait_and_launch();
     extern __shared__ uint4 bytes[];
     Shared& s = *(Shared*)(((unsigned long long)bytes + 1023) / 1024 * 1024);
@@ -260,6 +212,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         if (threadIdx.x == 0) load_tiles(s, qkv_map, dout_map, stats, shape, tile);
     } else {
         raise_registers<CONSUMER>();
-        differentiate(s, dq_sums, dqkv, shape, tile, scale);
+        differentiate(s, dq_sums, dqkv, shape, tile, {scale, cap});
     }
 }

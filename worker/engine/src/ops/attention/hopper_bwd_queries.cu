@@ -73,6 +73,7 @@ __device__ inline void load_tiles(Shared& s, const TensorMap& qkv, const TensorM
 
 // s (64 queries, KEYS) = a b^T over the width of the head. Only starts the multiplication.
 __device__ inline void multiply_heads(float (&s)[KEYS / 2], const char* a, const char* b) {
+    if (SLICES > 2) a = computed_here(a);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < WIDTH / 16; i++)
@@ -94,16 +95,18 @@ struct Rows {
     int query[2], first_key[2];
     // lse in base 2, and delta.
     float2 stats[2];
-    float scale_log2;
+    Scale scale;
 
-    // p = exp2(scale_log2 s - lse) in place.
+    // p = exp2(factor LOG2E s - lse) in place, times the derivative of the score.
     template <bool MASKED>
     __device__ void probabilities(float (&s)[KEYS / 2], int key) const {
         int column = key + threadIdx.x % 4 * 2;
+        float scale_log2 = scale.factor() * LOG2E;
+        scale.apply(s);
 #pragma unroll
         for (int j = 0; j < KEYS / 2; j++) {
             int half = j / 2 % 2, at = column + j / 4 * 8 + j % 2;
-            float p = exp2_approx(s[j] * scale_log2 - stats[half].x);
+            float p = exp2_approx(s[j] * scale_log2 - stats[half].x) * Scale::slope(s[j]);
             s[j] = MASKED && (at > query[half] || at < first_key[half]) ? 0.0f : p;
         }
     }
@@ -116,7 +119,7 @@ struct Rows {
 };
 
 __device__ inline void differentiate(Shared& s, const float2* stats, bf16* dqkv, const Shape& shape, const Tile& tile,
-                                     float scale) {
+                                     Scale scale) {
     int group = threadIdx.x / 128 - 1, warp = threadIdx.x / WARP % 4, lane = threadIdx.x % WARP;
     auto release = [&](Barrier* empty) {
         if (lane == 0) barrier_arrive(empty);
@@ -124,7 +127,7 @@ __device__ inline void differentiate(Shared& s, const float2* stats, bf16* dqkv,
     int row = tile.query + 64 * group, mine = min((row + 63) / KEYS, tile.last);
     int edge = shape.first_key(tile.batch, row + 63);
     stats += ((i64)tile.batch * shape.heads + tile.head) * ((shape.seq + QUERIES - 1) / QUERIES * QUERIES);
-    Rows rows = {{}, {0, 0}, {}, scale * LOG2E};
+    Rows rows = {{}, {0, 0}, {}, scale};
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         int query = rows.query[half] = row + 16 * warp + lane / 4 + 8 * half;
@@ -185,14 +188,14 @@ __device__ inline void differentiate(Shared& s, const float2* stats, bf16* dqkv,
     wgmma_results(dq);
     i64 stride = (shape.heads + 2ll * shape.kv_heads) * WIDTH;
     bf16* to = dqkv + tile.batch * stride * shape.seq + tile.head * WIDTH;
-    write_rows(to, stride, row + 16 * warp, shape.seq, dq, scale, scale);
+    write_rows(to, stride, row + 16 * warp, shape.seq, WIDTH, dq, scale.scale, scale.scale);
 }
 
 // dq. Grid: a block for each tile of queries. `section`: see Sections.
 extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1)
     attention_bwd_hopper_queries(const __grid_constant__ TensorMap qkv_map, const __grid_constant__ TensorMap dout_map,
                                  const float2* stats, bf16* dqkv, const int* first_keys, i64 window, i64 batch,
-                                 i64 seq, i64 heads, i64 kv_heads, i64 section, float scale) {
+                                 i64 seq, i64 heads, i64 kv_heads, i64 section, float scale, float cap) {
     pdl_wait_and_launch();
     extern __shared__ uint4 bytes[];
     Shared& s = *(Shared*)(((unsigned long long)bytes + 1023) / 1024 * 1024);
@@ -215,6 +218,6 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1)
         if (threadIdx.x == 0) load_tiles(s, qkv_map, dout_map, shape, tile);
     } else {
         raise_registers<CONSUMER>();
-        differentiate(s, stats, dqkv, shape, tile, scale);
+        differentiate(s, stats, dqkv, shape, tile, {scale, cap});
     }
 }

@@ -145,6 +145,7 @@ __device__ inline void mask(float (&s)[KEYS / 2], int row, int key, const Shape&
 
 // s = q k^T. Only starts the multiplication.
 __device__ inline void multiply_keys(float (&s)[KEYS / 2], const char* q, const char* k) {
+    if (SLICES > 2) q = computed_here(q);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < WIDTH / 16; i++)
@@ -168,7 +169,7 @@ __device__ inline void pass_turn(int group) {
     group_arrive<256>(1 + (group + 1) % GROUPS);
 }
 
-__device__ inline void attend(Shared& s, bf16* out, float* lse, const Shape& shape, float scale) {
+__device__ inline void attend(Shared& s, bf16* out, float* lse, const Shape& shape, Scale scale) {
     int group = threadIdx.x / 128 - 1, warp = threadIdx.x / WARP % 4, lane = threadIdx.x % WARP;
     auto release = [&](Barrier* empty) {
         if (lane == 0) barrier_arrive(empty);
@@ -176,7 +177,7 @@ __device__ inline void attend(Shared& s, bf16* out, float* lse, const Shape& sha
     if (group == GROUPS - 1) pass_turn(group);
     Ring<STAGES> k_ring, v_ring;
     Tile tile;
-    float scores[KEYS / 2], o[WIDTH / 2], rescale[2], scale_log2 = scale * LOG2E;
+    float scores[KEYS / 2], o[WIDTH / 2], rescale[2], scale_log2 = scale.factor() * LOG2E;
     u32 p[KEYS / 16][4];
     for (u32 parity = 0;; parity ^= 1) {
         barrier_wait(&s.q_full, parity);
@@ -204,6 +205,7 @@ __device__ inline void attend(Shared& s, bf16* out, float* lse, const Shape& sha
         wgmma_results(scores);
         release(&s.k_empty[k_ring.stage]);
         k_ring.advance();
+        scale.apply(scores);
         mask(scores, row + 16 * warp, j * KEYS, shape, batch);
         softmax.step(scores, scale_log2, rescale);
         pack(scores, p);
@@ -220,6 +222,7 @@ __device__ inline void attend(Shared& s, bf16* out, float* lse, const Shape& sha
             wgmma_results(scores);
             release(&s.k_empty[k_ring.stage]);
             k_ring.advance();
+            scale.apply(scores);
             if (j * KEYS < edge) mask(scores, row + 16 * warp, j * KEYS, shape, batch);
             softmax.step(scores, scale_log2, rescale);
             wgmma_wait<0>();
@@ -248,17 +251,19 @@ __device__ inline void attend(Shared& s, bf16* out, float* lse, const Shape& sha
             float sum = quad_sum(softmax.sum[half]);
             inv_sum[half] = 1.0f / sum;
             int query = row + lane / 4 + 8 * half;
-            if (lane % 4 == 0 && query < shape.seq) lse_rows[query] = softmax.max[half] * scale + log2f(sum) * LN2;
+            float logarithm = softmax.max[half] * scale.factor() + log2f(sum) * LN2;
+            if (lane % 4 == 0 && query < shape.seq) lse_rows[query] = logarithm;
         }
         bf16* to = out + ((i64)tile.batch * shape.seq * shape.heads + tile.head) * WIDTH;
-        write_rows(to, (i64)shape.heads * WIDTH, row, shape.seq, o, inv_sum[0], inv_sum[1]);
+        write_rows(to, (i64)shape.heads * WIDTH, row, shape.seq, WIDTH, o, inv_sum[0], inv_sum[1]);
     }
 }
 
 // out (B, T, H D) and lse (B, H, T). `section`: see Sections.
 extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1)
     attention_fwd_hopper(const __grid_constant__ TensorMap qkv_map, bf16* out, float* lse, const int* first_keys,
-                         i64 window, i64 batch, i64 seq, i64 heads, i64 kv_heads, i64 section, float scale) {
+                         i64 window, i64 batch, i64 seq, i64 heads, i64 kv_heads, i64 section, float scale,
+                         float cap) {
     pdl_wait_and_launch();
     extern __shared__ uint4 bytes[];
     Shared& s = *(Shared*)(((unsigned long long)bytes + 1023) / 1024 * 1024);
@@ -281,6 +286,6 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1)
         if (threadIdx.x == 0) load_tiles(s, qkv_map, shape);
     } else {
         raise_registers<CONSUMER>();
-        attend(s, out, lse, shape, scale);
+        attend(s, out, lse, shape, {scale, cap});
     }
 }

@@ -14,7 +14,7 @@
 //! |---|---|---|
 //! | whole heads in shared memory | plain, no documents, bf16, D 16 or 32, few tokens, Hkv = H | `mma_whole_head.cu` |
 //! | cuDNN | no cap or documents, bf16, not deterministic, from 9.15.1, 9.6 if 128 divides T, D to 256 | `cudnn.rs` |
-//! | tiles by TMA and WGMMA | no cap, bf16, compute capability 9.0, D 64 or 128; first if fastest | `hopper_*.cu` |
+//! | tiles by TMA and WGMMA | bf16, compute capability 9.0, D as in `hopper.rs`; first if fastest | `hopper_*.cu` |
 //! | tiles on tensor cores | bf16 with D a multiple of 16, tf32 with D a multiple of 8, D up to 256 | `mma_tiled.cu` |
 //! | tiles on FP32 units | none | `kernel.cu` |
 
@@ -28,7 +28,6 @@ pub(crate) mod variant;
 use std::fmt;
 
 pub use options::{AttentionOptions, Scalar};
-use xlaunch_pool::DType;
 
 use super::{Cuda, Documents, Op};
 use crate::cpu::Threads;
@@ -148,7 +147,6 @@ impl Op for AttentionBackward<'_> {
     fn scratch(&self) -> usize {
         // The gradient of the queries is summed in F32, plus two numbers per row. cuDNN and our own kernels need about
         // this much.
-        let s = self.shape;
-        DType::F32.size() * s.batch * hopper::padded_length(s) * s.heads * (s.width + 2)
+        hopper::backward_bytes(self.shape)
     }
 }
