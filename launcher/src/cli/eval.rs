@@ -15,7 +15,8 @@ use xlaunch_worker::evaluate::{self, Command, Results};
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("task").required(true).multiple(true))]
 pub(super) struct Eval {
-    /// A checkpoint, or a directory of checkpoints or of a run (uses the newest valid checkpoint)
+    /// A checkpoint, a model in Hugging Face's layout, or a directory of checkpoints or of a run (uses the newest valid
+    /// checkpoint)
     #[arg(value_name = "MODEL")]
     model: PathBuf,
     /// Adapter to add to the model: a directory in PEFT's layout, or a checkpoint of a LoRA run

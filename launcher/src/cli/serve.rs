@@ -35,8 +35,8 @@ const LAST_STEP_TIMEOUT: Duration = Duration::from_secs(5);
     after_help = "Exit codes: 130 after SIGINT, 143 after SIGTERM; otherwise as for `xlaunch generate`."
 )]
 pub(super) struct Serve {
-    /// A checkpoint, or a directory of checkpoints or of a run (uses the newest valid checkpoint); also the name of the
-    /// model for clients
+    /// A checkpoint, a model in Hugging Face's layout, or a directory of checkpoints or of a run (uses the newest valid
+    /// checkpoint); also the name of the model for clients
     #[arg(value_name = "MODEL")]
     model: PathBuf,
     /// Adapter to add to the model: a directory in PEFT's layout, or a checkpoint of a LoRA run

@@ -33,7 +33,8 @@ const MAX_PROMPTS_BYTES: u64 = 256 << 20;
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("input").required(true))]
 pub(super) struct Generate {
-    /// A checkpoint, or a directory of checkpoints or of a run (uses the newest valid checkpoint)
+    /// A checkpoint, a model in Hugging Face's layout, or a directory of checkpoints or of a run (uses the newest valid
+    /// checkpoint)
     #[arg(value_name = "MODEL")]
     model: PathBuf,
     /// Adapter to add to the model: a directory in PEFT's layout, or a checkpoint of a LoRA run
