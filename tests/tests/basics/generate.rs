@@ -208,6 +208,16 @@ fn eval_gives_the_validation_loss_of_training() {
     assert_eq!(eval(&[]).code, 2);
     assert_eq!(eval(&["--data", "nothing/*.txt"]).code, 65);
     assert_eq!(eval(&["--hellaswag", "text/a.txt"]).code, 65);
+    // llm.c's header and ids.
+    let header = [20_240_520, 1, 100].into_iter().chain([0; 253]).flat_map(i32::to_le_bytes);
+    job.write("ids.bin", header.chain([0; 200]).collect::<Vec<u8>>());
+    let ids = eval(&["--data", "ids.bin"]);
+    assert_eq!(ids.code, 65, "{}", ids.stderr);
+    assert!(
+        ids.stderr.contains("a file of token ids; this model reads text, byte by byte"),
+        "{}",
+        ids.stderr
+    );
 }
 
 /// The questions are bytes of the text that the model has learned: the right completion comes from the text, the others

@@ -54,7 +54,19 @@ impl Held {
         } else {
             let is_bytes = tokenizer.is_some_and(|tokenizer| tokenizer.name() == Tokenizer::bytes().name());
             let format = if is_bytes { Format::Bytes } else { Format::Bin };
-            let tokens = data::open_files("--data", data, format, shape.vocab).map_err(WorkerError::from)?;
+            let remedy = if is_bytes {
+                "this model reads text, byte by byte"
+            } else {
+                "prepare text with `xlaunch data prepare --tokenizer MODEL`, and name the directory it writes"
+            };
+            let tokens =
+                data::open_files("--data", data, format, shape.vocab).map_err(|error| match error {
+                    // Other remedies are keys of a job.
+                    DataError::Foreign { path, what, .. } => {
+                        WorkerError::from(DataError::Foreign { path, what, remedy })
+                    }
+                    other => other.into(),
+                })?;
             check_length(&tokens, shape.seq)?;
             let order = Order::new(tokens.len(), shape.seq, None);
             Self { rows: (tokens, order).into(), bytes_per_token: is_bytes.then_some(1.0) }
