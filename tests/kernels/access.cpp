@@ -120,6 +120,18 @@ static void set_all(uint8_t* flags, size_t count) {
     else memset(flags, 1, count);
 }
 
+template <typename T>
+static bool same(const T& a, const T& b) {
+    return !memcmp(&a, &b, sizeof a);
+}
+
+// Whether an access is one of a local variable that needs no check. Most accesses are.
+static inline bool is_local(uintptr_t address) {
+    Runner* r = runner;
+    if (!r || !r->current) return true;
+    return address - reinterpret_cast<uintptr_t>(r->current->stack) < STACK_BYTES && !r->async.multiplies;
+}
+
 void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, const Site* site) {
     Runner* r = runner;
     if (!r || !r->current) return;
@@ -182,9 +194,19 @@ void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, con
     uint32_t time = is_shared ? shared->time : r->grid.number;
     bool is_contended = !is_shared && r->grid.is_parallel;
     CellLock lock;
+    // Most cells of an access are in the same state, with the same result.
+    Cell before, after;
+    Access atomic_before, atomic_after;
     for (Cell *cell = cells, *end = cells + (size + address % 2 + 1) / 2; cell < end; cell++) {
         if (is_contended) lock.hold(cell);
         Access* atomic = atomics ? atomics + (cell - cells) : nullptr;
+        if (cell != cells && same(*cell, before) && (!atomic || same(*atomic, atomic_before))) {
+            *cell = after;
+            if (atomic) *atomic = atomic_after;
+            continue;
+        }
+        before = *cell;
+        if (atomic) atomic_before = *atomic;
         if (refresh(*cell, time) && atomic) *atomic = {};
         auto conflicts = [&](const Access& other) {
             if (!other.block) return false;
@@ -206,10 +228,11 @@ void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, con
             r->fail("%s: data race: %s of %s memory by thread %d, %s by %s without a barrier in between", at().c_str(),
                     what, is_shared ? "shared" : "device", thread, before, who.c_str());
         }
-        if (kind == Kind::Volatile) continue;
         if (kind == Kind::Atomic) add_reader(*atomic, block, thread, epoch, warp_epoch);
-        else if (write) cell->writer = {block, thread, epoch, warp_epoch};
-        else add_reader(cell->reader, block, thread, epoch, warp_epoch);
+        else if (kind == Kind::Plain && write) cell->writer = {block, thread, epoch, warp_epoch};
+        else if (kind == Kind::Plain) add_reader(cell->reader, block, thread, epoch, warp_epoch);
+        after = *cell;
+        if (atomic) atomic_after = *atomic;
     }
 }
 
@@ -236,9 +259,10 @@ void emulator_written_alike(const void* p, size_t bytes) {
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
-#define HOOK(name, size, write, kind) \
-    void __tsan_##name(void* p) {                                                                    \
-        access(reinterpret_cast<uintptr_t>(p), size, write, kind, __builtin_return_address(0)); \
+#define HOOK(name, size, write, kind)                                                                 \
+    void __tsan_##name(void* p) {                                                                     \
+        auto address = reinterpret_cast<uintptr_t>(p);                                                \
+        if (!is_local(address)) access(address, size, write, kind, __builtin_return_address(0)); \
     }
 #define HOOKS(size)                                         \
     HOOK(read##size, size, false, Kind::Plain)              \

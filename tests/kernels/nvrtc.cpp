@@ -1,10 +1,12 @@
 // libnvrtc.so: compiles kernels with the host's C++ compiler, $CXX or c++. Instead of a cubin, the result is a library.
 //
 // The text is unchanged except for `extern __shared__`, which C++ cannot express. INCLUDE and LIBRARIES are the
-// directories of device.h and of libcuda.so. Libraries are kept in LIBRARIES by their text: with another cache of the
-// product, or a mistake in one file, only what differs is compiled.
+// directories of device.h and of libcuda.so. Libraries are kept in LIBRARIES by their text, for all processes: in
+// another rank or suite, or with a mistake in one file, only what differs is compiled.
 
+#include <fcntl.h>
 #include <stdlib.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -34,8 +36,7 @@ const char* const FLAGS =
 #define LINK_FLAGS ""
     " -fno-gnu-unique --param tsan-distinguish-volatile=1"
 #endif
-    " -fsanitize=alignment,signed-integer-overflow,integer-divide-by-zero,shift,bounds"
-    " -include " INCLUDE "/device.h";
+    " -fsanitize=alignment,signed-integer-overflow,integer-divide-by-zero,shift,bounds";
 
 std::string read(const std::string& path) {
     std::ifstream file(path, std::ios::binary);
@@ -69,6 +70,49 @@ std::string quoted(const std::string& option) {
     return text + "'";
 }
 
+// Held by one thread of all processes that use LIBRARIES. Others that want the same file find it afterwards.
+class FileLock {
+public:
+    explicit FileLock(const std::string& name) : file(open((LIBRARIES "/" + name).c_str(), O_CREAT | O_CLOEXEC, 0666)) {
+        flock(file, LOCK_EX);
+    }
+    ~FileLock() { close(file); }
+
+private:
+    int file;
+};
+
+// Runs a command of the shell, which makes a file in LIBRARIES: it gets the path of a temporary directory there in $D,
+// and what it writes to $D/made becomes the file. Returns whether it succeeds.
+bool make(const std::string& path, const std::string& text, const std::string& command, std::string* log) {
+    char dir[] = LIBRARIES "/nvrtc-XXXXXX";
+    if (!mkdtemp(dir)) return *log = "failed to create a temporary directory", false;
+    std::string base = std::string(dir) + "/";
+    std::ofstream(base + "kernel.cpp") << text;
+    bool made = !system(("{ D=" + quoted(dir) + "; " + command + "; } > " + quoted(base + "log") + " 2>&1").c_str());
+    *log = read(base + "log");
+    if (made) made = !rename((base + "made").c_str(), path.c_str());
+    for (const char* name : {"kernel.cpp", "kernel.o", "made", "log"}) unlink((base + name).c_str());
+    rmdir(dir);
+    return made;
+}
+
+// Returns the option that begins a kernel with device.h. GCC compiles that header once for all kernels.
+std::string device_header(const std::string& cxx) {
+#ifdef __clang__
+    return " -include " INCLUDE "/device.h";
+#else
+    FileLock lock("header.lock");
+    // GCC looks for the compiled header first, and reads the other one if it cannot use that.
+    std::string header = LIBRARIES "/device.h", compiled = header + ".gch", log;
+    if (access(compiled.c_str(), R_OK)) {
+        std::ofstream(header) << "#include \"" INCLUDE "/device.h\"\n";
+        make(compiled, "", cxx + FLAGS + " -x c++-header " INCLUDE "/device.h -o $D/made", &log);
+    }
+    return " -include " + header;
+#endif
+}
+
 }  // namespace
 
 extern "C" {
@@ -89,26 +133,18 @@ int nvrtcCompileProgram(Program* program, int count, const char* const* options)
         if (!strncmp(options[i], macro.c_str(), macro.size())) macros += " -D" + quoted(options[i] + macro.size());
     }
     std::string text = changed(program->name, program->text);
-    std::string kept = LIBRARIES "/kernel-" + std::to_string(std::hash<std::string>()(macros + text)) + ".so";
-    if (access(kept.c_str(), R_OK) == 0) return program->image = read(kept), SUCCESS;
-    // On the file system of LIBRARIES, so that the library can be moved there.
-    char dir[] = LIBRARIES "/nvrtc-XXXXXX";
-    if (!mkdtemp(dir)) return program->log = "failed to create a temporary directory", COMPILATION;
-    const char* compiler = getenv("CXX");
-    std::string base = std::string(dir) + "/kernel", cxx = compiler && *compiler ? compiler : "c++";
-    std::ofstream(base + ".cpp") << translated(text);
-    // Linked separately: libcuda.so replaces the libraries of the sanitizers.
-    std::string object = base + ".o";
-    std::string compile = cxx + FLAGS + macros + " -c " + base + ".cpp -o " + object;
-    std::string link = cxx + " -shared -Wl,-Bsymbolic" LINK_FLAGS " " + object + " -o " + base + ".so -L" LIBRARIES " -lcuda";
-    std::string command = "{ " + compile + " && " + link + "; } > " + base + ".log 2>&1";
-    int code = system(command.c_str());
-    program->log = read(base + ".log");
-    program->image = read(base + ".so");
-    if (code == 0) rename((base + ".so").c_str(), kept.c_str());
-    for (const char* suffix : {".cpp", ".o", ".so", ".log"}) unlink((base + suffix).c_str());
-    rmdir(dir);
-    return code == 0 ? SUCCESS : COMPILATION;
+    size_t hash = std::hash<std::string>()(macros + text);
+    std::string kept = LIBRARIES "/kernel-" + std::to_string(hash) + ".so";
+    FileLock lock(std::to_string(hash % 64) + ".lock");
+    if (access(kept.c_str(), R_OK)) {
+        const char* compiler = getenv("CXX");
+        std::string cxx = compiler && *compiler ? compiler : "c++";
+        std::string compile = cxx + FLAGS + device_header(cxx) + macros + " -c $D/kernel.cpp -o $D/kernel.o";
+        // Linked separately: libcuda.so replaces the libraries of the sanitizers.
+        std::string link = cxx + " -shared -Wl,-Bsymbolic" LINK_FLAGS " $D/kernel.o -o $D/made -L" LIBRARIES " -lcuda";
+        if (!make(kept, translated(text), compile + " && " + link, &program->log)) return COMPILATION;
+    }
+    return program->image = read(kept), SUCCESS;
 }
 
 int nvrtcGetCUBINSize(Program* program, size_t* bytes) { return *bytes = program->image.size(), SUCCESS; }

@@ -583,7 +583,7 @@ fn fp8_is_near_pytorch(backend: fn() -> BackendHandle) {
 }
 
 fn emulated_gpu() -> Requirement {
-    match emulator::directory() {
+    match emulator::cache() {
         Some(_) => Err("it runs in the emulator already".into()),
         None => emulator::find_compiler(),
     }
@@ -591,10 +591,10 @@ fn emulated_gpu() -> Requirement {
 
 /// Runs the kernels of a GPU on CPU threads; see `tests/kernels`.
 fn tests_on_gpu_pass_in_the_emulator() {
-    let directory = tempfile::tempdir().unwrap();
-    emulator::build(directory.path()).unwrap();
+    let cache = tempfile::tempdir().unwrap();
+    let directory = emulator::build(Path::new(env!("CARGO_TARGET_TMPDIR"))).unwrap();
     let mut command = Command::new(std::env::current_exe().unwrap());
-    emulator::use_in(&mut command, directory.path());
+    emulator::use_in(&mut command, &directory, cache.path());
     let output = command.arg("on_gpu").output().unwrap();
     let [stdout, stderr] =
         [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());

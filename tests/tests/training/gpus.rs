@@ -1,6 +1,6 @@
 //! Jobs on several GPUs of the emulator in `tests/kernels`: the CUDA back end with a replacement for NCCL.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use xlaunch_harness::emulator;
 use xlaunch_tests::{Job, Process, build_nvml};
@@ -13,21 +13,22 @@ xlaunch_harness::tests! {
         three_gpus_divide_a_model_and_add_up_micro_steps;
 }
 
-/// A job, and the libraries of the emulated GPUs.
+/// A job, and the emulated GPUs: their libraries, which all tests share, and that of the driver's management.
 struct Gpus {
     job: Job,
-    libraries: PathBuf,
+    emulator: PathBuf,
+    management: PathBuf,
 }
 
 impl Gpus {
     fn new(count: usize) -> Self {
         let job = Job::new();
-        let libraries = job.path().join("libraries");
-        emulator::build(&libraries).unwrap();
-        build_nvml(&libraries);
+        let emulator = emulator::build(Path::new(env!("CARGO_TARGET_TMPDIR"))).unwrap();
         let lines = (0..count).map(|index| format!("GPU-00000000-0000-0000-0000-{index:012} 0\n"));
-        job.write("libraries/gpus", lines.collect::<String>());
-        Self { job, libraries }
+        job.write("management/gpus", lines.collect::<String>());
+        let management = job.path().join("management");
+        build_nvml(&management);
+        Self { job, emulator, management }
     }
 
     /// Returns the losses of a run, and its number of NCCL operations.
@@ -45,7 +46,10 @@ impl Gpus {
         ];
         let fixed = fixed.iter().flat_map(|setting| ["--set", setting]);
         let mut command = self.job.command(&["train.toml"]);
-        emulator::use_in(command.args(fixed).args(settings), &self.libraries);
+        let cache = self.job.path().join("cache");
+        emulator::use_in(command.args(fixed).args(settings), &self.emulator, &cache);
+        let libraries = [&self.management, &self.emulator];
+        command.env("LD_LIBRARY_PATH", std::env::join_paths(libraries).unwrap());
         let operations = self.job.path().join("operations");
         command.env_remove("CUDA_VISIBLE_DEVICES").env("NCCL_OPERATIONS", &operations);
         let output = Process::spawn(&mut command).wait();

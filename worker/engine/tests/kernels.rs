@@ -79,7 +79,7 @@ fn main() -> ExitCode {
 }
 
 fn cpp_compiler() -> Requirement {
-    emulator::enter(&Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels"))
+    emulator::enter(Path::new(env!("CARGO_TARGET_TMPDIR")))
 }
 
 fn open(precision: Precision) -> Backend {

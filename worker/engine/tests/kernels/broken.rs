@@ -494,7 +494,7 @@ pub(crate) fn child() -> Option<ExitCode> {
 /// Returns the report of a child; empty if there is none.
 fn report(mistake: &Mistake, number: usize) -> String {
     // In the cache, the child would find correct kernels. The emulator keeps those too, and compiles what differs.
-    let cache = emulator::directory().unwrap().join(format!("broken-{number}"));
+    let cache = emulator::cache().unwrap().with_extension(format!("broken-{number}"));
     let folder = mistake.file.rsplit_once('/').unwrap().0;
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.env("XLAUNCH_CACHE", &cache).env(CHILD, format!("{:?} {}", mistake.precision, mistake.cases));
