@@ -5,7 +5,7 @@
 mod common;
 
 use common::experts::{Inputs, Load, Sizes};
-use common::{Ops, Outputs, distance, random};
+use common::{Ops, Outputs, Values, distance, random};
 use xlaunch_engine::*;
 
 const LOADS: [Load; 3] = [Load::Random, Load::Same, Load::Tied];
@@ -96,7 +96,7 @@ fn experts_match_a_plain_implementation_for_every_load() {
     for router in [Router::Softmax, Router::Sigmoid] {
         for (normalise, load) in [true, false].into_iter().flat_map(|n| LOADS.map(|load| (n, load))) {
             let sizes = Sizes::new([37, 5, 2, 12, 20], router, normalise);
-            let (s, inputs) = (sizes.route, sizes.inputs(load, random));
+            let (s, inputs) = (sizes.route, sizes.inputs(load, Values::random));
             let what = format!("{router:?}, normalise {normalise}, {load:?}");
             let outputs = with_cpu(|ops| ops.experts(sizes, &inputs, Accumulate::Overwrite));
             let chosen = check_router(&what, s, &inputs, &outputs);
@@ -132,8 +132,9 @@ fn check_rows(what: &str, sizes: Sizes, inputs: &Inputs, outputs: &Outputs, orde
             dweights[choice] += x(token, c) * y(row, c);
         }
     }
-    let added =
-        |sums: &[f64]| -> Vec<f64> { sums.iter().zip(&inputs.x).map(|(s, x)| s + f64::from(*x)).collect() };
+    let added = |sums: &[f64]| -> Vec<f64> {
+        sums.iter().zip(inputs.x.iter()).map(|(s, x)| s + f64::from(*x)).collect()
+    };
     expect(what, outputs, "rows", &rows);
     expect(what, outputs, "sums", &sums);
     expect(what, outputs, "added", &added(&sums));
@@ -200,8 +201,10 @@ fn rows_of_decoding_do_not_depend_on_each_other() {
 fn a_token_without_numbers_chooses_valid_experts_and_its_weights_are_not_numbers() {
     for router in [Router::Softmax, Router::Sigmoid] {
         let sizes = Sizes::new([2, 5, 2, 8, 8], router, true);
-        let mut inputs = sizes.inputs(Load::Random, random);
-        inputs.logits[..5].fill(f32::NAN);
+        let mut inputs = sizes.inputs(Load::Random, Values::random);
+        let mut logits = inputs.logits.to_vec();
+        logits[..5].fill(f32::NAN);
+        inputs.logits = Values::new(|| logits);
         let outputs = with_cpu(|ops| ops.experts(sizes, &inputs, Accumulate::Overwrite));
         let weights = get(&outputs, "weights");
         assert!(

@@ -3,7 +3,8 @@
 use xlaunch_engine::*;
 
 use super::{
-    ACTIVATIONS, ADAMW, Added, MuonCase, MuonUpdates, Ops, Outputs, decoding, documents, experts, ids, random,
+    ACTIVATIONS, ADAMW, Added, MuonCase, MuonUpdates, Ops, Outputs, Values, decoding, documents, experts,
+    ids, random,
 };
 
 /// One operation with one set of sizes, as a function of a back end.
@@ -20,7 +21,7 @@ pub(super) fn rope_table(seq: usize, width: usize) -> Vec<f32> {
 
 /// Returns norms of queries and keys: heads of all widths, of widths that are not vectorizable, and rows of more
 /// vectors than threads.
-fn qk_norm_cases(values: impl Fn(u64, usize) -> Vec<f32>) -> Vec<Case> {
+fn qk_norm_cases(values: impl Fn(u64, usize) -> Values) -> Vec<Case> {
     let mut cases: Vec<Case> = Vec::new();
     for (batch, seq, heads, kv_heads, width) in [
         (1, 1, 2, 1, 8),
@@ -60,8 +61,7 @@ fn qk_norm_cases(values: impl Fn(u64, usize) -> Vec<f32>) -> Vec<Case> {
 #[expect(clippy::too_many_lines, reason = "a list")]
 pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
     let mut cases: Vec<Case> = Vec::new();
-    let values =
-        move |seed: u64, len: usize| -> Vec<f32> { random(seed, len).into_iter().map(round).collect() };
+    let values = move |seed: u64, len: usize| Values::random(seed, len).map(round);
     // In the last two, every token has more rows than are sorted by rank, and is summed by more than one block. The
     // last one has more rows than a bitmap.
     for (batch, seq, cols, vocab) in [
@@ -147,8 +147,8 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         for (with_bias, acc) in [(false, Accumulate::Overwrite), (true, Accumulate::Add)] {
             let s = LinearShape { rows, inputs, outputs };
             // Values down to the smallest numbers of both formats.
-            let wide = |seed, len, scale: f32| -> Vec<f32> {
-                values(seed, len).into_iter().map(|x| round(scale * x * x.powi(8).max(1e-6))).collect()
+            let wide = |seed, len, scale: f32| {
+                values(seed, len).map(move |x| round(scale * x * x.powi(8).max(1e-6)))
             };
             let (x, w) = (wide(39, rows * inputs, 3.0), wide(40, outputs * inputs, 0.1));
             let (dy, bias) = (wide(41, rows * outputs, 1e-4), with_bias.then(|| values(42, outputs)));
@@ -184,7 +184,7 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         let s = AttentionShape { batch, seq, heads, kv_heads, width, options };
         let len = batch * seq * s.qkv_width();
         // Scores are larger than unit ones, so that the softmax is not flat.
-        let qkv: Vec<f32> = values(18, len).into_iter().map(|x| round(3.0 * x)).collect();
+        let qkv = values(18, len).map(move |x| round(3.0 * x));
         let dout = values(19, batch * seq * heads * width);
         for table in [None, Some(rope_table(seq, width))] {
             let (qkv, dout, rope) = (qkv.clone(), dout.clone(), if table.is_some() { ", rope" } else { "" });
@@ -199,7 +199,7 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         let (x, y) = (values(43, len), values(44, len));
         let case = move |ops: &Ops<'_>| ops.add_scaled(&x, &y, 0.375);
         cases.push((format!("add scaled {len}"), Box::new(case)));
-        let x: Vec<f32> = values(45, len).into_iter().map(|x| round(40.0 * x)).collect();
+        let x = values(45, len).map(move |x| round(40.0 * x));
         cases.push((format!("softcap {len}"), Box::new(move |ops| ops.softcap(&x, 15.0))));
     }
     for len in [1, 31, 10_007] {
@@ -241,7 +241,7 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         (2, 128_250, 128_256),
     ] {
         let s = ClassifierShape { rows, vocab, padded };
-        let logits: Vec<f32> = values(25, rows * padded).into_iter().map(|x| round(6.0 * x)).collect();
+        let logits = values(25, rows * padded).map(move |x| round(6.0 * x));
         let targets = ids(26, rows, vocab);
         for softcap in [None, Some(4.0)] {
             let (logits, targets, cap) =
@@ -292,7 +292,7 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
 /// 128) and to the sequence's length.
 fn attention_options(
     cases: &mut Vec<Case>,
-    values: impl Fn(u64, usize) -> Vec<f32> + Copy,
+    values: impl Fn(u64, usize) -> Values + Copy,
     round: fn(f32) -> f32,
 ) {
     let all = [1, 31, 33, 63, 64, 65, 128, 199, 300];
@@ -319,8 +319,7 @@ fn attention_options(
         for options in options.chain((sizes[4] <= 64 && sizes[1] == 200).then(|| scaled(0.7))) {
             let [batch, seq, heads, kv_heads, width] = sizes;
             let s = AttentionShape { batch, seq, heads, kv_heads, width, options };
-            let qkv: Vec<f32> =
-                values(18, batch * seq * s.qkv_width()).iter().map(|x| round(3.0 * x)).collect();
+            let qkv = values(18, batch * seq * s.qkv_width()).map(move |x| round(3.0 * x));
             let dout = values(19, batch * seq * heads * width);
             let table = (options == both).then(|| rope_table(seq, width));
             let rope = if table.is_some() { ", rope" } else { "" };
@@ -331,7 +330,7 @@ fn attention_options(
 }
 
 /// Adds activation functions, plain and gated, alone and after linear layers.
-fn activations(cases: &mut Vec<Case>, values: impl Fn(u64, usize) -> Vec<f32> + Copy) {
+fn activations(cases: &mut Vec<Case>, values: impl Fn(u64, usize) -> Values + Copy) {
     // The second is not vectorizable.
     for (size, (rows, inputs, ffn, outputs)) in
         [(1, 8, 16, 8), (67, 40, 44, 24), (130, 72, 1536, 40), (1999, 24, 264, 16)].into_iter().enumerate()
@@ -365,7 +364,7 @@ fn activations(cases: &mut Vec<Case>, values: impl Fn(u64, usize) -> Vec<f32> + 
             }
             let (h, da) = (values(23, 2 * rows * ffn), values(24, rows * ffn));
             // Larger values than those of layers, so that the functions are not nearly linear.
-            let h: Vec<f32> = h.into_iter().map(|x| 4.0 * x).collect();
+            let h = h.map(|x| 4.0 * x);
             let case = move |ops: &Ops<'_>| ops.glu(activation, [rows, ffn], &h, &da);
             cases.push((format!("glu {rows} x {ffn} {activation:?}"), Box::new(case)));
         }

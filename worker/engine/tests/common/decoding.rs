@@ -3,7 +3,7 @@
 use xlaunch_engine::*;
 
 use super::cases::rope_table;
-use super::{ACTIVATIONS, Case, Ops, Outputs, ids, random};
+use super::{ACTIVATIONS, Case, Ops, Outputs, Values, ids, random};
 
 impl Ops<'_> {
     pub(crate) fn gemv(
@@ -95,7 +95,7 @@ pub(crate) fn ragged(lengths: &[usize], steps: usize) -> (Vec<(i32, i32)>, Vec<u
 }
 
 /// Returns every operation of decoding.
-pub(crate) fn cases(values: impl Fn(u64, usize) -> Vec<f32> + Copy + 'static) -> Vec<Case> {
+pub(crate) fn cases(values: impl Fn(u64, usize) -> Values + Copy + 'static) -> Vec<Case> {
     let mut cases: Vec<Case> = Vec::new();
     for (rows, inputs, outputs) in
         [(1, 8, 3), (1, 768, 2304), (5, 44, 17), (8, 352, 128), (13, 768, 40), (32, 3072, 72), (31, 96, 50)]
@@ -123,7 +123,7 @@ pub(crate) fn cases(values: impl Fn(u64, usize) -> Vec<f32> + Copy + 'static) ->
         let options = AttentionOptions::new(width);
         let s = CachedAttentionShape { rows: 0, heads, kv_heads, width, slots, capacity, options };
         let (places, chunks) = ragged(&lengths, 3);
-        let qkv: Vec<f32> = values(53, places.len() * s.qkv_width()).iter().map(|x| 2.0 * x).collect();
+        let qkv = values(53, places.len() * s.qkv_width()).map(|x| 2.0 * x);
         for table in [None, Some(rope_table(capacity, width))] {
             let (qkv, places, chunks) = (qkv.clone(), places.clone(), chunks.clone());
             let rope = if table.is_some() { ", rope" } else { "" };
@@ -155,7 +155,7 @@ pub(crate) fn cases(values: impl Fn(u64, usize) -> Vec<f32> + Copy + 'static) ->
 }
 
 /// Adds cached attention with windows and soft caps. Splits have 64 positions or more.
-fn cached_attention_options(cases: &mut Vec<Case>, values: impl Fn(u64, usize) -> Vec<f32> + Copy) {
+fn cached_attention_options(cases: &mut Vec<Case>, values: impl Fn(u64, usize) -> Values + Copy) {
     for (heads, kv_heads, width, capacity, lengths, window, softcap) in [
         (2, 1, 64, 300, vec![250], Some(1), None),
         (2, 1, 64, 300, vec![250, 3], Some(64), None),
@@ -170,7 +170,7 @@ fn cached_attention_options(cases: &mut Vec<Case>, values: impl Fn(u64, usize) -
             AttentionOptions { scale, window, softcap: softcap.map(Scalar::from), documents: false };
         let s = CachedAttentionShape { rows: 0, heads, kv_heads, width, slots, capacity, options };
         let (places, chunks) = ragged(&lengths, 3);
-        let qkv: Vec<f32> = values(53, places.len() * s.qkv_width()).iter().map(|x| 4.0 * x).collect();
+        let qkv = values(53, places.len() * s.qkv_width()).map(|x| 4.0 * x);
         let case = move |ops: &Ops<'_>| ops.cached_attention(s, &qkv, None, &places, &chunks);
         cases.push((format!("cached attention {s:?}"), Box::new(case)));
     }

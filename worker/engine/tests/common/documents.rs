@@ -3,13 +3,13 @@
 use xlaunch_engine::*;
 
 use super::cases::{Case, rope_table};
-use super::{Ops, ids};
+use super::{Ops, Values, ids};
 
 /// Lengths of documents in rows of 200 tokens: single tokens, boundaries at and next to those of tiles, a whole row.
 const ROWS_OF_200: [usize; 12] = [1, 62, 1, 1, 70, 65, 64, 64, 71, 1, 199, 1];
 
 /// Returns the cases. `round` is applied to every input.
-pub(super) fn cases(values: impl Fn(u64, usize) -> Vec<f32> + Copy, round: fn(f32) -> f32) -> Vec<Case> {
+pub(super) fn cases(values: impl Fn(u64, usize) -> Values + Copy, round: fn(f32) -> f32) -> Vec<Case> {
     let mut cases: Vec<Case> = Vec::new();
     // Of the shape, and of a window.
     for (sizes, window, lengths, with_rope) in [
@@ -32,11 +32,11 @@ pub(super) fn cases(values: impl Fn(u64, usize) -> Vec<f32> + Copy, round: fn(f3
             if width <= 64 && width != 32 { &[plain, windowed, capped, both][..] } else { &[plain, both] };
         for options in options.iter().copied() {
             let s = AttentionShape { batch, seq, heads, kv_heads, width, options };
-            let qkv: Vec<f32> =
-                values(18, batch * seq * s.qkv_width()).iter().map(|x| round(3.0 * x)).collect();
+            let qkv = values(18, batch * seq * s.qkv_width()).map(move |x| round(3.0 * x));
             let dout = values(19, batch * seq * heads * width);
             // Scores depend on differences of positions only if all angles belong to the same rotation.
-            let numbers = || if width == 24 { values(50, seq * width) } else { rope_table(seq, width) };
+            let rotation = || Values::new(move || rope_table(seq, width));
+            let numbers = || if width == 24 { values(50, seq * width) } else { rotation() };
             let table = with_rope.then(numbers);
             let rope = if with_rope { ", rope" } else { "" };
             let case = move |ops: &Ops<'_>| ops.attention(s, &qkv, table.as_deref(), Some(lengths), &dout);

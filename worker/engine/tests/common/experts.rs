@@ -3,7 +3,7 @@
 use xlaunch_engine::*;
 
 use super::cases::Case;
-use super::{Ops, Outputs};
+use super::{Ops, Outputs, Values};
 
 /// How the tokens of a case choose.
 #[derive(Clone, Copy, Debug)]
@@ -17,13 +17,13 @@ pub(crate) enum Load {
 }
 
 impl Load {
-    fn logits(self, random: Vec<f32>, experts: usize) -> Vec<f32> {
-        let at = |(i, x): (usize, f32)| match self {
+    fn logits(self, random: Values, experts: usize) -> Values {
+        let at = move |(i, x): (usize, f32)| match self {
             Self::Random => 2.0 * x,
             Self::Same => 0.1 * x + (i % experts) as f32 * 0.5,
             Self::Tied => 0.25,
         };
-        random.into_iter().enumerate().map(at).collect()
+        Values::new(move || random.iter().copied().enumerate().map(at).collect())
     }
 }
 
@@ -37,11 +37,11 @@ pub(crate) struct Sizes {
 
 /// Inputs of a case.
 pub(crate) struct Inputs {
-    pub(crate) x: Vec<f32>,
-    pub(crate) logits: Vec<f32>,
-    pub(crate) w: Vec<f32>,
-    pub(crate) dy: Vec<f32>,
-    pub(crate) dweights: Vec<f32>,
+    pub(crate) x: Values,
+    pub(crate) logits: Values,
+    pub(crate) w: Values,
+    pub(crate) dy: Values,
+    pub(crate) dweights: Values,
 }
 
 impl Sizes {
@@ -57,7 +57,7 @@ impl Sizes {
         self.route.rows * self.route.chosen
     }
 
-    pub(crate) fn inputs(self, load: Load, values: impl Fn(u64, usize) -> Vec<f32>) -> Inputs {
+    pub(crate) fn inputs(self, load: Load, values: impl Fn(u64, usize) -> Values) -> Inputs {
         let RouteShape { rows, experts, .. } = self.route;
         Inputs {
             x: values(71, rows * self.cols),
@@ -70,7 +70,7 @@ impl Sizes {
 }
 
 /// Returns the cases.
-pub(super) fn cases(values: impl Fn(u64, usize) -> Vec<f32> + Copy) -> Vec<Case> {
+pub(super) fn cases(values: impl Fn(u64, usize) -> Values + Copy) -> Vec<Case> {
     let mut cases: Vec<Case> = Vec::new();
     use Router::{Sigmoid, Softmax};
     for (sizes, router, normalise, load, acc) in [

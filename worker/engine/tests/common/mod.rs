@@ -10,6 +10,10 @@ pub(crate) mod decoding;
 pub(crate) mod documents;
 pub(crate) mod experts;
 
+use std::cell::LazyCell;
+use std::ops::Deref;
+use std::rc::Rc;
+
 use xlaunch_engine::*;
 
 pub(crate) use cases::Case;
@@ -34,6 +38,34 @@ pub(crate) fn random(seed: u64, len: usize) -> Vec<f32> {
         next();
     }
     (0..len).map(|_| next()).collect()
+}
+
+/// Inputs of a case, which are computed when they are first used: a suite runs few of all cases at a time.
+#[derive(Clone)]
+pub(crate) struct Values(Rc<LazyCell<Vec<f32>, MakeValues>>);
+
+type MakeValues = Box<dyn FnOnce() -> Vec<f32>>;
+
+impl Values {
+    pub(crate) fn new(make: impl FnOnce() -> Vec<f32> + 'static) -> Self {
+        Self(Rc::new(LazyCell::new(Box::new(make))))
+    }
+
+    pub(crate) fn random(seed: u64, len: usize) -> Self {
+        Self::new(move || random(seed, len))
+    }
+
+    pub(crate) fn map(self, f: impl Fn(f32) -> f32 + 'static) -> Self {
+        Self::new(move || self.iter().copied().map(f).collect())
+    }
+}
+
+impl Deref for Values {
+    type Target = [f32];
+
+    fn deref(&self) -> &[f32] {
+        &self.0
+    }
 }
 
 /// Returns `len` ids below `vocab`; many are repeated.
