@@ -4,8 +4,10 @@
 //! A probe tries, if possible, the very operation that a test needs, since installed features may still not be
 //! permitted.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::sync::{Mutex, PoisonError};
 
 use xlaunch_harness::Requirement;
 
@@ -115,13 +117,22 @@ pub fn trackers() -> Requirement {
     python_modules(&["wandb", "mlflow"])
 }
 
-fn python_modules(modules: &[&str]) -> Requirement {
+/// Imports those that no earlier probe of the suite has imported: each import of PyTorch takes seconds.
+fn python_modules(modules: &[&'static str]) -> Requirement {
+    static IMPORTED: Mutex<BTreeSet<&str>> = Mutex::new(BTreeSet::new());
     let what = format!(
         "Python modules {} (`pip install {}`; XLAUNCH_TEST_PYTHON names another Python)",
         modules.join(", "),
         modules.join(" ")
     );
-    succeeds(Command::new(python_path()).args(["-c", &format!("import {}", modules.join(", "))]), &what)
+    let mut imported = IMPORTED.lock().unwrap_or_else(PoisonError::into_inner);
+    let others: Vec<&str> = modules.iter().copied().filter(|module| !imported.contains(module)).collect();
+    if !others.is_empty() {
+        let import = format!("import {}", others.join(", "));
+        succeeds(Command::new(python_path()).args(["-c", &import]), &what)?;
+        imported.extend(others);
+    }
+    Ok(())
 }
 
 /// Requires the right to act as several users.

@@ -16,5 +16,6 @@ mod tuning;
 
 xlaunch_harness::suite! {
     threads_per_core 2;
-    modules exported, generate, manifests, serve, systemd, tokens, torch, trackers, transformers, tuning;
+    // The longest test first, then the one with the most requirements, which the others share.
+    modules systemd, tuning, exported, generate, manifests, serve, tokens, torch, trackers, transformers;
 }

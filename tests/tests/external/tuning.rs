@@ -3,10 +3,10 @@
 use xlaunch_tests::{peer, requirements, run_ok, xlaunch_path};
 
 xlaunch_harness::tests! {
-    needs requirements::peft:
-    adapters_train_as_in_peft_and_are_exchanged_with_it;
     needs requirements::trl:
     chats_train_as_in_trl;
+    needs requirements::peft:
+    adapters_train_as_in_peft_and_are_exchanged_with_it;
 }
 
 /// The whole comparison is `python3 tests/peers/lora.py`.
