@@ -3,6 +3,7 @@
 #
 #     boot.sh DEB CLIENT DIR
 #     boot.sh --check          # can namespaces and cgroups be created here?
+#     boot.sh --tree           # only creates the Debian tree
 #
 # DEB is the package to install, CLIENT the test program `grpc_client`. DIR receives `log`, the output of inside.sh, and
 # `exit`, its exit status, which is also the exit status of this script. The Debian tree is created once, in
@@ -58,11 +59,11 @@ trap finish EXIT
 trap 'exit 1' INT TERM HUP
 
 unshare --mount --pid --fork --mount-proc true 2> /dev/null || fail "no permission to create namespaces"
-create_cgroups
+[ "$1" = --tree ] || create_cgroups
 [ "$1" != --check ] || exit 0
 
-dir=$(cd "$3" && pwd)
-root=${XLAUNCH_TEST_SYSTEMD_ROOT:-$dir}
+[ "$1" = --tree ] || dir=$(cd "$3" && pwd)
+root=${XLAUNCH_TEST_SYSTEMD_ROOT:-${dir:?--tree needs XLAUNCH_TEST_SYSTEMD_ROOT}}
 mkdir -p "$root"
 (
     flock 9
@@ -76,6 +77,7 @@ mkdir -p "$root"
     rm -rf "$root/tree.new"/var/cache/apt/archives/*.deb
     mv "$root/tree.new" "$root/tree"
 ) 9> "$root/lock"
+[ "$1" != --tree ] || exit 0
 
 cp "$1" "$dir/xlaunch.deb"
 cp "$2" "$dir/grpc_client"

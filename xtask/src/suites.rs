@@ -2,7 +2,7 @@
 //!
 //! A large suite takes minutes, or does more than write to temporary directories. It has `test = false` in its
 //! manifest, so that cargo runs it only by name. cargo runs one test program at a time, though most wait for processes
-//! most of the time; here there is one per core. The output of a program is printed when the program ends.
+//! most of the time; here there are three for two cores. The output of a program is printed when the program ends.
 
 use std::collections::VecDeque;
 use std::io::Write;
@@ -16,8 +16,9 @@ use serde_json::Value;
 use crate::Error;
 use crate::workspace::{Workspace, cargo, forget_package, output};
 
-/// The longest of the large suites, by measured time. They start first, so that none is left to run alone at the end.
-const LONGEST_FIRST: [&str; 7] = ["kernels", "daemon", "launch", "training", "external", "hosts", "nvrtc"];
+/// The longest of the large suites. They start first, so that none is left to run alone at the end; those that mostly
+/// wait run beside those that mostly compute.
+const FIRST: [&str; 8] = ["kernels", "external", "launch", "daemon", "hosts", "training", "nvrtc", "goldens"];
 
 /// Variable with the `xlaunch` that is tested, as in the harness of the tests.
 const BINARY_VARIABLE: &str = "XLAUNCH_TEST_BINARY";
@@ -31,7 +32,7 @@ struct Suite {
     command: Command,
 }
 
-/// Runs the tests of `cargo test --workspace`; with `--all`, all tests. Returns whether they pass.
+/// Runs the tests of `cargo test --workspace`; with `--all`, all tests, or only builds them. Returns whether they pass.
 pub(crate) fn run(workspace: &Workspace, arguments: &[String]) -> Result<bool, Error> {
     match arguments {
         [] => {
@@ -40,26 +41,39 @@ pub(crate) fn run(workspace: &Workspace, arguments: &[String]) -> Result<bool, E
             Ok(passed)
         }
         [all] if all == "--all" => run_all(workspace),
-        _ => Err("usage: cargo xtask test [--all]".into()),
+        [all, no_run] if all == "--all" && no_run == "--no-run" => build(workspace).map(|_| true),
+        _ => Err("usage: cargo xtask test [--all [--no-run]]".into()),
     }
 }
 
-fn run_all(workspace: &Workspace) -> Result<bool, Error> {
+/// Builds all tests. Returns the large suites.
+fn build(workspace: &Workspace) -> Result<Vec<Suite>, Error> {
     output(cargo(&workspace.root).args(["test", "--workspace", "--no-run"]))?;
-    let mut suites = build_large(workspace)?;
+    build_large(workspace)
+}
+
+fn run_all(workspace: &Workspace) -> Result<bool, Error> {
+    let mut suites = build(workspace)?;
     let tested = match std::env::var_os(BINARY_VARIABLE) {
         Some(binary) => binary,
         None => build_binary(workspace)?.into(),
     };
-    let rank = |suite: &Suite| LONGEST_FIRST.iter().position(|name| suite.name == *name);
-    suites.sort_by_key(|suite| rank(suite).unwrap_or(LONGEST_FIRST.len()));
+    let rank = |suite: &Suite| FIRST.iter().position(|name| suite.name == *name);
+    suites.sort_by_key(|suite| rank(suite).unwrap_or(FIRST.len()));
     let mut others = cargo(&workspace.root);
     others.args(["test", "--workspace", "--no-fail-fast"]);
     suites.push(Suite { name: "cargo test --workspace".into(), command: others });
     for suite in &mut suites {
         suite.command.env(BINARY_VARIABLE, &tested);
     }
+    let (begin, idle) = (Instant::now(), idle_seconds());
     let failed = run_concurrently(suites)?;
+    // More suites at a time help only if much of this is left.
+    let idle = idle_seconds() - idle;
+    println!(
+        "all suites: {:.0} s; the cores were idle for {idle:.0} s in total",
+        begin.elapsed().as_secs_f64()
+    );
     // Again, because the output of other suites may follow that of a failure.
     failed.iter().for_each(|(name, failures)| println!("failed: {name}\n{failures}"));
     Ok(failed.is_empty())
@@ -100,7 +114,15 @@ fn suite(message: &Value) -> Option<Suite> {
     Some(Suite { name: message["target"]["name"].as_str()?.to_owned(), command })
 }
 
-/// Runs as many suites at a time as there are cores. Returns the names of those that fail, with what they say of it.
+/// Returns how long all cores of this machine have been idle, in total; 0 where the system does not say.
+fn idle_seconds() -> f64 {
+    let stat = std::fs::read_to_string("/proc/stat").unwrap_or_default();
+    // `cpu user nice system idle iowait ...`, in hundredths of a second.
+    let idle = stat.split_whitespace().skip(4).take(2);
+    idle.filter_map(|ticks| ticks.parse::<f64>().ok()).sum::<f64>() / 100.0
+}
+
+/// Runs three suites at a time for every two cores. Returns the names of those that fail, with what they say of it.
 fn run_concurrently(suites: Vec<Suite>) -> Result<Vec<(String, String)>, Error> {
     let waiting = Mutex::new(VecDeque::from(suites));
     let next = || waiting.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
@@ -116,7 +138,7 @@ fn run_concurrently(suites: Vec<Suite>) -> Result<Vec<(String, String)>, Error> 
     let mut failed = Vec::new();
     std::thread::scope(|scope| {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads: Vec<_> = (0..cores).map(|_| scope.spawn(run_some)).collect();
+        let threads: Vec<_> = (0..cores + cores / 2).map(|_| scope.spawn(run_some)).collect();
         for thread in threads {
             failed.extend(thread.join().map_err(|_| "a thread of the runner panicked")??);
         }
