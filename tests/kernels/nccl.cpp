@@ -5,7 +5,7 @@
 // once. Collectives that read unwritten memory fail, as do those that write outside device memory.
 //
 // At its end, rank 0 writes the number of operations to the file NCCL_OPERATIONS, if that is set: collectives outside
-// of groups, and groups.
+// of groups, and groups. Those of communicators that were split from another one do not count.
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/mman.h>
@@ -47,6 +47,8 @@ struct Id {
 struct Communicator {
     int rank, ranks;
     Shared* shared;
+    // Whether it was split from another one.
+    bool part = false;
     int operations = 0;
 
     // Waits for all ranks. Returns false after an abort.
@@ -164,6 +166,30 @@ int ncclCommInitRank(Communicator** result, int ranks, Id id, int rank) {
     return SUCCESS;
 }
 
+int ncclCommSplit(Communicator* c, int color, int key, Communicator** result, void*) {
+    struct Place {
+        int color, key;
+        Id id;
+    };
+    auto place = [&](int rank) { return reinterpret_cast<Place*>(c->shared->sent[rank]); };
+    *place(c->rank) = {color, key, {}};
+    if (!c->meet()) return failed(REMOTE_ERROR, "aborted");
+    int rank = 0, ranks = 0, first = c->rank;
+    for (int other = 0; other < c->ranks; other++) {
+        if (place(other)->color != color) continue;
+        ranks++, rank += place(other)->key < key;
+        if (place(other)->key < place(first)->key) first = other;
+    }
+    if (rank == 0)
+        if (int bad = ncclGetUniqueId(&place(c->rank)->id)) return bad;
+    if (!c->meet()) return failed(REMOTE_ERROR, "aborted");
+    Id id = place(first)->id;
+    if (!c->meet()) return failed(REMOTE_ERROR, "aborted");
+    if (int bad = ncclCommInitRank(result, ranks, id, rank)) return bad;
+    (*result)->part = true;
+    return SUCCESS;
+}
+
 int ncclAllReduce(const char* from, char* to, size_t count, int type, int operation, Communicator* c, void*) {
     size_t size = size_of(type);
     if (!can_add(type, operation)) return failed(INVALID_ARGUMENT, "only sums of bf16 and fp32");
@@ -238,7 +264,7 @@ int ncclGroupEnd() {
 int ncclCommGetAsyncError(Communicator*, int* result) { return *result = SUCCESS; }
 int ncclCommFinalize(Communicator* c) { return c->meet() ? SUCCESS : failed(REMOTE_ERROR, "aborted"); }
 int ncclCommDestroy(Communicator* c) {
-    const char* path = c->rank == 0 ? getenv("NCCL_OPERATIONS") : nullptr;
+    const char* path = c->rank == 0 && !c->part ? getenv("NCCL_OPERATIONS") : nullptr;
     if (FILE* file = path ? fopen(path, "w") : nullptr) {
         fprintf(file, "%d\n", c->operations);
         fclose(file);

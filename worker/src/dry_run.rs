@@ -99,7 +99,8 @@ fn memory_within(limit: Option<u64>, spec: &JobSpec, cuda: bool, ranks: usize) -
     let live = || backend.pool().stats().live.current();
     let workspace = live();
     let shard = spec.shard(ranks, cuda, true);
-    let layout = Layout::of_job(spec, &shape).map_err(SpecError::from)?;
+    spec.check_experts(ranks).map_err(SpecError::from)?;
+    let layout = Layout::of_rank(spec, &shape, ranks - 1, ranks).map_err(SpecError::from)?;
     let division = Division::new(spec, &layout, activations, ranks - 1, ranks, shard);
     let model = Model::of_layout(&backend, &shape, layout, division.weights.clone())?;
     let model = model.with_job(spec, ranks);
@@ -122,12 +123,16 @@ fn memory_within(limit: Option<u64>, spec: &JobSpec, cuda: bool, ranks: usize) -
     let libraries = match (cuda, ranks) {
         (false, _) => 0,
         (true, 1) => LIBRARIES,
-        (true, _) => LIBRARIES + NCCL,
+        // The same is assumed for the communicators of a group and of its peers.
+        (true, _) => {
+            let experts = spec.comm.experts;
+            LIBRARIES + NCCL * (1 + u64::from(experts > 1) + u64::from(experts > 1 && experts < ranks))
+        }
     };
-    let parameters = model.layout.parameters() as u64;
+    let parameters = model.layout.parameters_of_all() as u64;
     let [all, used] = shape.feed_forward_parameters();
     let active = parameters - u64::try_from(all - used).unwrap_or(0);
-    let trained = model.layout.trained().parameters() as u64;
+    let trained = model.layout.whole().parameters() as u64;
     Ok(Memory {
         parameters,
         active,
@@ -221,6 +226,8 @@ fn changes(way: Way, spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Vec<(St
     let shard = spec.shard(ranks, cuda, true);
     let divides = |more| {
         let wanted = (way == Way::Divide || more == Shard::Optimizer) && !spec.lora.is_on();
+        // Divided experts are refused with more than a sharded optimizer.
+        let wanted = wanted && (more == Shard::Optimizer || spec.comm.experts == 1);
         ranks > 1 && shard < more && wanted
     };
     let mut found = Vec::new();

@@ -52,9 +52,9 @@ pub enum WorkerError {
     Spec(#[from] xlaunch_spec::job::SpecError),
     /// Ranks have shards of the state that they cannot save.
     #[error(
-        "`comm.shard = \"optimizer\"` needs a directory of checkpoints that all nodes share: ranks {writers} to {} \
-         cannot save their shards in that of rank 0; set `job.output` to a shared directory, or \
-         `comm.shard = \"none\"`",
+        "`comm.shard = \"optimizer\"` and `comm.experts` need a directory of checkpoints that all nodes share: ranks \
+         {writers} to {} cannot save their shards in that of rank 0; set `job.output` to a shared directory, or \
+         `comm.shard = \"none\"` and `comm.experts = 1`",
         world - 1
     )]
     NotShared {
@@ -63,6 +63,12 @@ pub enum WorkerError {
         /// Number of ranks.
         world: u32,
     },
+    /// The ranks that divide experts among themselves are not on one node.
+    #[error(
+        "`comm.experts = {0}` needs groups of {0} consecutive ranks on one node; set it to a divisor of the number of \
+         ranks of every node"
+    )]
+    SplitGroup(usize),
     /// The GPU cannot multiply FP8.
     #[error(
         "`engine.precision = \"fp8\"` needs compute capability 8.9 or newer, which {0} does not have; \
@@ -135,6 +141,7 @@ impl WorkerError {
             | Self::Setting(_)
             | Self::Spec(_)
             | Self::NotShared { .. }
+            | Self::SplitGroup(_)
             | Self::NoFp8(_) => ExitCode::Usage,
             Self::OfRank { error, .. } => error.exit(),
             Self::Io { .. } => ExitCode::Internal,

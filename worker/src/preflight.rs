@@ -193,6 +193,7 @@ fn check_data(spec: &JobSpec, world: u32) -> Result<(Preflight, Planned), Refusa
     fail::check().map_err(WorkerError::Setting)?;
     // The configuration was checked when it was read, but the number of workers is known only now.
     spec.check().map_err(usage)?;
+    spec.check_experts(world as usize).map_err(usage)?;
     let shape = spec.model.resolve().map_err(usage)?;
     let dataset = weights::dataset(spec, &shape)?;
     let data = dataset.train.fingerprint().map_err(WorkerError::from)?;

@@ -1,7 +1,7 @@
 //! A collective that records the operations that its rank starts and the time that it waits, for heartbeats and as
 //! evidence of hangs.
 
-use xlaunch_comm::{AbortHandle, Collective, Operation, Result, Wait};
+use xlaunch_comm::{AbortHandle, Among, Collective, Operation, Result, Wait};
 use xlaunch_pool::Lease;
 
 use crate::phase;
@@ -23,11 +23,22 @@ impl Collective for TrackedCollective {
         self.0.register(memory)
     }
 
-    fn start(&mut self, operation: Operation) -> Result<()> {
+    fn divide(&mut self, size: usize) -> Result<()> {
+        self.0.divide(size)
+    }
+
+    fn start_among(&mut self, among: Among, operation: Operation) -> Result<()> {
         phase::begin_collective();
-        let started = self.0.start(operation);
+        let started = self.0.start_among(among, operation);
         phase::collective_started();
         started
+    }
+
+    fn exchange(&mut self, operation: Operation) -> Result<()> {
+        phase::begin_collective();
+        let exchanged = phase::wait_for_collectives(|| self.0.exchange(operation));
+        phase::collective_started();
+        exchanged
     }
 
     fn wait(&mut self, wait: Wait) -> Result<()> {

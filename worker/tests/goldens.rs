@@ -12,7 +12,7 @@ use std::process::Command;
 use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 use xlaunch_comm::bucket::Plan;
-use xlaunch_comm::{Local, Sharding};
+use xlaunch_comm::{Groups, Local, Sharding};
 use xlaunch_engine::testing::require_gpu;
 use xlaunch_engine::{
     Accumulate, Backend, Cast, CudaOptions, DType, EngineError, PoolMode, Precision, SquaredNorm, Tensor,
@@ -309,7 +309,7 @@ impl Fixture {
             .backward::<Failed>(acts, dy, self.tokens.all(), grads, acc, |progress| {
                 ends.extend(match progress {
                     Progress::Finished(end) => Some(end),
-                    Progress::NextPart => None,
+                    Progress::NextPart | Progress::Exchange(_) => None,
                 });
                 Ok(())
             })
@@ -353,8 +353,10 @@ fn compare_steps(f: &Fixture) {
     };
     let spec = JobSpec { train, ..Default::default() };
     let weights = f.golden.arena(&f.model.layout, "param.");
-    let replicated =
-        Sharding::replicated(Plan::new(&f.model.layout.ends(), ALIGN, 4, usize::MAX, usize::MAX), 0, 1);
+    let replicated = Sharding::replicated(
+        Plan::new(&f.model.layout.ends(), ALIGN, 4, usize::MAX, usize::MAX),
+        Groups::single(0, 1),
+    );
     let optimizer = AdamW::new(&f.backend, &f.model, &weights, &replicated, &spec).unwrap();
     let grad_norm_sq = f.backend.alloc(DType::F32, 1).unwrap();
     let finite = f.backend.alloc(DType::F32, 1).unwrap();
@@ -496,7 +498,7 @@ fn recomputed_blocks_give_the_same_bits(backend: fn() -> BackendHandle) {
 fn micro_steps_are_added_in_fp32_and_rounded_once_on_gpu() {
     let backend = gpu_in_bf16();
     let len = 1024;
-    let sharding = Sharding::replicated(Plan::new(&[512, len], ALIGN, 2, 1024, 1024), 0, 1);
+    let sharding = Sharding::replicated(Plan::new(&[512, len], ALIGN, 2, 1024, 1024), Groups::single(0, 1));
     let division = Division { sharding: sharding.clone(), gradients: None, weights: None };
     let layout = Layout::new(&PRESETS[0].1);
     // In bf16 each of these additions would be lost: 1 + 2^-9 is rounded to 1.

@@ -12,8 +12,8 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use rayon::ThreadPoolBuilder;
-use xlaunch_comm::Sharding;
 use xlaunch_comm::bucket::Plan;
+use xlaunch_comm::{Groups, Sharding};
 use xlaunch_engine::{HostAllocator, HostBuffer};
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_spec::model::{ModelSection, ModelShape};
@@ -109,8 +109,9 @@ fn value_of(step: u64) -> f32 {
 
 fn save_until_killed(dir: &Path) {
     let layout = Layout::new(&shape());
-    let sharding = Sharding::replicated(Plan::new(&layout.ends(), ALIGN, 4, 1 << 20, 1 << 20), 0, 1);
-    let portion = Portion::new(&sharding, 0, 1);
+    let sharding =
+        Sharding::replicated(Plan::new(&layout.ends(), ALIGN, 4, 1 << 20, 1 << 20), Groups::single(0, 1));
+    let portion = Portion::new(&layout, &sharding, 0, 1);
     let len = portion.len();
     let settings = Settings {
         dir: dir.into(),

@@ -34,10 +34,13 @@ fn dry_run_predicts_the_memory_of_the_run_and_starts_nothing() {
         "train.recompute=\"block\"",
         "train.classifier_chunk=50",
         "model.arch=\"gpt2\"",
+        "model.experts=4",
+        "comm.experts=2",
     ] {
+        let experts = if change.contains("experts") { ["--set", "model.experts=4"].as_slice() } else { &[] };
         // The model is large enough for the pool to grow several times.
         let args = ["--nproc", "2", "--set", "train.batch=40", "--set", "model.seq=64", "--set", change];
-        let job = Job::new();
+        let (args, job) = ([&args[..], experts].concat(), Job::new());
         let report = job.run(&[&args[..], &["--dry-run"]].concat());
         assert_eq!(report.code, 0, "{report:?}");
         assert!(!job.path().join("runs").exists(), "a run was created");

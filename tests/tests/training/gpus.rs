@@ -8,6 +8,7 @@ use xlaunch_tests::{Job, Process, build_nvml};
 xlaunch_harness::tests! {
     needs emulator::find_compiler:
         dividing_a_model_changes_no_bit_on_gpus,
+        experts_divided_among_gpus_train_as_on_the_cpu,
         experts_train_on_gpus_as_on_the_cpu,
         owners_of_matrices_change_no_bit_on_gpus,
         three_gpus_divide_a_model_and_add_up_micro_steps;
@@ -118,6 +119,26 @@ fn experts_train_on_gpus_as_on_the_cpu() {
         assert!(
             losses.len() == 3 && pairs.clone().all(|(a, b)| (a - b).abs() < 1e-5 * b),
             "{losses:?}, {cpu:?}"
+        );
+    }
+}
+
+/// Groups exchange tokens on the stream of the kernels, with communicators of their own.
+fn experts_divided_among_gpus_train_as_on_the_cpu() {
+    let gpus = Gpus::new(4);
+    let experts = ["model.experts=4", "model.expert_ffn=24", "model.layers=3", "engine.precision=fp32"];
+    let train = |settings: &[&str]| gpus.train(&[&experts[..], settings].concat()).0;
+    let cpu = train(&["launch.nproc=1", "train.batch=4", "engine.device=cpu"]);
+    for settings in [
+        ["launch.nproc=2", "train.batch=2", "comm.experts=2", "comm.shard=none"],
+        ["launch.nproc=4", "train.batch=1", "comm.experts=2", "comm.shard=optimizer"],
+        ["launch.nproc=4", "train.batch=1", "comm.experts=4", "train.recompute=cheap"],
+    ] {
+        let losses = train(&settings);
+        let pairs = losses.iter().zip(&cpu);
+        assert!(
+            losses.len() == 3 && pairs.clone().all(|(a, b)| (a - b).abs() < 1e-5 * b),
+            "{settings:?}: {losses:?}, {cpu:?}"
         );
     }
 }

@@ -28,6 +28,8 @@ xlaunch_harness::tests! {
     normuon_resumes_on_another_number_of_ranks,
     learning_rates_of_groups_are_scaled,
     learning_rate_factors_without_effect_are_refused,
+    checkpoint_of_divided_experts_is_resumed_in_any_division,
+    experts_that_ranks_cannot_divide_are_refused,
     run_is_not_continued_with_another_optimizer_unless_confirmed,
     checkpoint_without_manifest_or_with_changed_byte_is_not_used,
     resume_in_another_directory_names_the_checkpoint_beside_the_configuration;
@@ -417,6 +419,64 @@ fn learning_rate_factors_without_effect_are_refused() {
         let refused = job.run(&set(settings));
         assert_eq!(refused.code, 2, "{settings:?}: {}", refused.stderr);
         assert!(refused.stderr.contains(text), "{text} in {}", refused.stderr);
+    }
+}
+
+fn checkpoint_of_divided_experts_is_resumed_in_any_division() {
+    let common = [
+        "model.experts=4",
+        "model.experts_per_token=2",
+        "model.expert_ffn=24",
+        "checkpoint.every=4",
+        "checkpoint.async=false",
+        "train.eval_every=4",
+    ];
+    let divisions =
+        [(2, 1, "none"), (2, 2, "none"), (4, 2, "optimizer"), (4, 2, "none"), (4, 4, "optimizer")];
+    let run = |job: &Job, (ranks, experts, shard): (usize, usize, &str), settings: &[&str]| {
+        let (batch, experts) = (format!("train.batch={}", 8 / ranks), format!("comm.experts={experts}"));
+        let shard = format!("comm.shard={shard:?}");
+        train(job, ranks, &[&common[..], &[&batch, &experts, &shard], settings].concat())
+    };
+    let whole = Job::new();
+    run(&whole, (1, 1, "none"), &[]);
+    let evaluations = |job: &Job| -> Vec<f64> {
+        job.metrics().iter().filter_map(|line| line["val/loss"].as_f64()).collect()
+    };
+    for before in divisions {
+        let job = Job::new();
+        run(&job, before, &[]);
+        assert_close(&job.losses(), &whole.losses(), &format!("{before:?}"));
+        assert_close(&evaluations(&job), &evaluations(&whole), &format!("evaluations, {before:?}"));
+        let checkpoint = job.run_dir().join("checkpoints/step-00000004").display().to_string();
+        let resume = format!("checkpoint.resume={checkpoint:?}");
+        for after in [(1, 1, "none"), (2, 2, "none"), (4, 2, "optimizer"), (4, 4, "none")] {
+            run(&job, after, &[&resume]);
+            assert_close(&job.losses(), &whole.losses(), &format!("{before:?}, then {after:?}"));
+        }
+    }
+}
+
+fn experts_that_ranks_cannot_divide_are_refused() {
+    let job = Job::new();
+    let experts = ["model.experts=6", "model.expert_ffn=24"];
+    for (ranks, settings, expected) in [
+        ("3", &["comm.experts=2"][..], "3 ranks cannot be divided into groups of 2"),
+        ("4", &["comm.experts=4"], "model.experts = 6 cannot be divided among 4 ranks"),
+        ("2", &["comm.experts=2", "comm.shard=\"gradients\""], "\"none\" or \"optimizer\""),
+        ("2", &["comm.experts=2", "checkpoint.memory=\"on\""], "\"auto\" or \"off\""),
+        (
+            "2",
+            &["comm.experts=2", "model.experts=0", "model.expert_ffn=0"],
+            "the model has no experts to divide",
+        ),
+    ] {
+        for dry_run in [&[][..], &["--dry-run"]] {
+            let settings = set(&[&experts[..], settings].concat());
+            let refused = job.run(&[&["--nproc", ranks], &settings[..], dry_run].concat());
+            assert_eq!(refused.code, 2, "{refused:?}");
+            assert!(refused.stderr.contains(expected), "{expected}: {}", refused.stderr);
+        }
     }
 }
 

@@ -18,10 +18,14 @@
 
 use std::ops::Range;
 
+use crate::collective::Among;
+
 /// Buckets that cover an arena without gaps, in order of offset.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     buckets: Vec<Range<usize>>,
+    /// The ranks that have the parameters of each bucket.
+    among: Vec<Among>,
     /// Index of the first bucket of each group.
     groups: Vec<usize>,
 }
@@ -41,32 +45,71 @@ impl Plan {
         cap_bytes: usize,
         first_cap_bytes: usize,
     ) -> Self {
-        let mut plan = Self { buckets: Vec::new(), groups: Vec::new() };
-        let mut open = 0..0;
-        for end in ends {
-            let parameter = open.end..*end;
+        let all = ends.iter().map(|end| (*end, Among::All));
+        Self::of_ranks(all, align, element_size, cap_bytes, first_cap_bytes)
+    }
+
+    /// Same as [`new`](Self::new), with the ranks that have each parameter. A bucket has parameters of the same ranks.
+    pub fn of_ranks(
+        ends: impl IntoIterator<Item = (usize, Among)>,
+        align: usize,
+        element_size: usize,
+        cap_bytes: usize,
+        first_cap_bytes: usize,
+    ) -> Self {
+        let mut plan = Self { buckets: Vec::new(), among: Vec::new(), groups: Vec::new() };
+        let (mut open, mut ranks) = (0..0, Among::All);
+        for (end, among) in ends {
+            let parameter = open.end..end;
             let cap = if plan.buckets.is_empty() { first_cap_bytes.min(cap_bytes) } else { cap_bytes };
-            if !open.is_empty() && (end - open.start) * element_size > cap {
-                plan.add_group([open]);
+            if !open.is_empty() && ((end - open.start) * element_size > cap || among != ranks) {
+                plan.add_group([open], ranks);
                 open = parameter.start..parameter.start;
             }
+            ranks = among;
             if parameter.len() * element_size > cap_bytes {
                 // Close the open bucket, since a cut parameter does not share a bucket.
-                plan.add_group(cut(&parameter, align, cap_bytes / element_size));
+                plan.add_group(cut(&parameter, align, cap_bytes / element_size), ranks);
                 open = parameter.end..parameter.end;
             } else {
                 open.end = parameter.end;
             }
         }
         if !open.is_empty() {
-            plan.add_group([open]);
+            plan.add_group([open], ranks);
         }
         plan
     }
 
-    fn add_group(&mut self, buckets: impl IntoIterator<Item = Range<usize>>) {
+    fn add_group(&mut self, buckets: impl IntoIterator<Item = Range<usize>>, among: Among) {
         self.groups.push(self.buckets.len());
         self.buckets.extend(buckets);
+        self.among.resize(self.buckets.len(), among);
+    }
+
+    /// Returns the ranks that have the parameters of a bucket of the plan.
+    pub fn among(&self, bucket: &Range<usize>) -> Among {
+        self.among.get(self.index(bucket)).copied().unwrap_or_default()
+    }
+
+    /// Cuts consecutive buckets into runs of those that the same ranks have.
+    pub fn runs<'a>(&self, buckets: &'a [Range<usize>]) -> impl Iterator<Item = (Among, &'a [Range<usize>])> {
+        let runs = buckets.chunk_by(|a, b| self.among(a) == self.among(b));
+        runs.map(|run| (run.first().map_or_else(Among::default, |bucket| self.among(bucket)), run))
+    }
+
+    /// Returns the buckets of parameters that these ranks have.
+    pub fn buckets_among(&self, among: Among) -> impl Iterator<Item = &Range<usize>> {
+        self.buckets
+            .iter()
+            .zip(&self.among)
+            .filter(move |(_, ranks)| **ranks == among)
+            .map(|(bucket, _)| bucket)
+    }
+
+    /// Returns the index of a bucket of the plan.
+    pub(crate) fn index(&self, bucket: &Range<usize>) -> usize {
+        self.buckets.partition_point(|other| other.start < bucket.start)
     }
 
     /// Returns the buckets in order of offset.

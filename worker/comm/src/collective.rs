@@ -61,10 +61,9 @@ pub enum Operation {
     AllReduce { buckets: Vec<Lease>, dtype: DType },
     /// A sum like that of `AllReduce`, of which each rank gets one shard: the first lease of a bucket is cut into one
     /// shard per rank, and shard `rank` is written to the second lease. Shards are equal, except that the last one may
-    /// be longer. The contents of the first lease are unspecified afterwards. Requires at least two ranks.
+    /// be longer. The contents of the first lease are unspecified afterwards.
     ReduceScatter { buckets: Vec<[Lease; 2]>, dtype: DType },
     /// Copies every rank's shard, the first lease of a bucket, to all ranks, into shard `rank` of the second lease.
-    /// Requires at least two ranks.
     AllGather { buckets: Vec<[Lease; 2]> },
     /// Copies the elements of rank `root` to all ranks.
     Broadcast { elements: Lease, root: usize },
@@ -72,7 +71,7 @@ pub enum Operation {
 
 impl Operation {
     /// Panics unless each bucket can consist of one shard per rank: anything else is a bug of the caller.
-    pub(crate) fn expect_shards(&self, rank: usize, world: usize) {
+    pub(crate) fn expect_shards(&self, (rank, world): (usize, usize)) {
         let (buckets, whole) = match self {
             Self::ReduceScatter { buckets, .. } => (buckets, 0),
             Self::AllGather { buckets } => (buckets, 1),
@@ -97,11 +96,74 @@ impl Shards {
     /// Returns the shards of a bucket of `whole` bytes, of which rank `rank` has `own`.
     pub(crate) fn new(whole: usize, own: usize, rank: usize, world: usize) -> Self {
         let is_last = rank + 1 == world;
-        let others =
-            whole.checked_sub(own).filter(|others| world > 1 && (!is_last || others % (world - 1) == 0));
-        let equal = others.map(|others| if is_last { others / (world - 1) } else { own });
+        let fits = |others: &usize| match world {
+            1 => *others == 0,
+            _ => !is_last || others.is_multiple_of(world - 1),
+        };
+        let others = whole.checked_sub(own).filter(fits);
+        let equal = others.map(|others| if is_last && world > 1 { others / (world - 1) } else { own });
         let found = equal.and_then(|equal| Some(Self { equal, rest: whole.checked_sub(equal * world)? }));
         found.unwrap_or_else(|| panic!("{whole} bytes in {world} shards, {own} of rank {rank}"))
+    }
+}
+
+/// The ranks that take part in an operation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Among {
+    /// All ranks.
+    #[default]
+    All,
+    /// The ranks of the same group.
+    Group,
+    /// The ranks at the same position in their groups.
+    Peers,
+}
+
+/// Division of the ranks into groups of consecutive ranks, and the place of one rank.
+///
+/// ```text
+/// ranks:      0 1 2 3 | 4 5 6 7      groups of 4
+/// of rank 5:            group 4..8, peers 1 and 5
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Groups {
+    /// This rank.
+    pub rank: usize,
+    /// Number of ranks.
+    pub world: usize,
+    /// Number of ranks in a group. Divides the number of ranks.
+    pub size: usize,
+}
+
+impl Groups {
+    /// Places all ranks in one group each.
+    pub fn single(rank: usize, world: usize) -> Self {
+        Self { rank, world, size: 1 }
+    }
+
+    /// Returns this rank's index among the ranks of an operation, and their number.
+    pub fn member(self, among: Among) -> (usize, usize) {
+        match among {
+            Among::All => (self.rank, self.world),
+            Among::Group => (self.rank % self.size, self.size),
+            Among::Peers => (self.rank / self.size, self.world / self.size),
+        }
+    }
+
+    /// Returns the disjoint sets of ranks that make such operations side by side.
+    pub fn sets(self, among: Among) -> Vec<Vec<usize>> {
+        let mut sets = vec![Vec::new(); self.world / self.member(among).1];
+        (0..self.world).for_each(|rank| sets[Self { rank, ..self }.set(among)].push(rank));
+        sets
+    }
+
+    /// Returns which of the disjoint sets of ranks that make such operations side by side this rank belongs to.
+    pub fn set(self, among: Among) -> usize {
+        match among {
+            Among::All => 0,
+            Among::Group => self.rank / self.size,
+            Among::Peers => self.rank % self.size,
+        }
     }
 }
 
@@ -142,8 +204,21 @@ pub trait Collective: Send + fmt::Debug {
         Ok(false)
     }
 
-    /// Starts an operation, ordered after all work enqueued on the compute stream so far.
-    fn start(&mut self, operation: Operation) -> Result<()>;
+    /// Divides the ranks into groups of `size`, for operations among some of them. Every rank calls it, once.
+    fn divide(&mut self, size: usize) -> Result<()>;
+
+    /// Starts an operation of all ranks, ordered after all work enqueued on the compute stream so far.
+    fn start(&mut self, operation: Operation) -> Result<()> {
+        self.start_among(Among::All, operation)
+    }
+
+    /// Starts an operation of some ranks. Every rank calls it, with the ranks that it belongs to. Broadcasts are always
+    /// among all ranks.
+    fn start_among(&mut self, among: Among, operation: Operation) -> Result<()>;
+
+    /// Runs an operation of the ranks of a group in order with the work on the compute stream, as if it were a part of
+    /// it. Operations that were started before remain to be waited for.
+    fn exchange(&mut self, operation: Operation) -> Result<()>;
 
     /// Waits: orders started operations before all work that is enqueued on the compute stream afterwards, and ends
     /// their leases. Blocks the host on the CPU; only enqueues on a GPU.

@@ -1,6 +1,6 @@
 //! The collective of a job with one rank: nothing to communicate.
 
-use crate::collective::{AbortHandle, Collective, Operation, Result, Wait};
+use crate::collective::{AbortHandle, Among, Collective, Operation, Result, Wait};
 
 /// A world of one rank.
 #[derive(Clone, Copy, Debug, Default)]
@@ -15,8 +15,18 @@ impl Collective for Local {
         1
     }
 
-    fn start(&mut self, operation: Operation) -> Result<()> {
-        operation.expect_shards(0, 1);
+    fn divide(&mut self, _: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn start_among(&mut self, _: Among, operation: Operation) -> Result<()> {
+        let shards = matches!(operation, Operation::ReduceScatter { .. } | Operation::AllGather { .. });
+        assert!(!shards, "a single rank has no shards");
+        Ok(())
+    }
+
+    /// Does nothing: only dry runs of jobs with several ranks exchange anything.
+    fn exchange(&mut self, _: Operation) -> Result<()> {
         Ok(())
     }
 

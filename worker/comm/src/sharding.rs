@@ -6,11 +6,12 @@
 //! ```
 //! A bucket is cut into one shard per rank. They are equal, except that the last one also has what is left if the
 //! bucket is not a multiple of the number of ranks. A rank stores its shards contiguously, in the order of the buckets,
-//! so that one kernel launch updates all of them.
+//! so that one kernel launch updates all of them. A bucket of parameters that only some ranks have is cut among these.
 
 use std::ops::Range;
 
 use crate::bucket::Plan;
+use crate::collective::{Among, Groups};
 
 /// Division of an arena's buckets into shards, and the shard of this rank.
 #[derive(Clone, Debug)]
@@ -18,31 +19,26 @@ pub struct Sharding {
     plan: Plan,
     /// Elements that are never divided.
     unit: usize,
-    rank: usize,
-    world: usize,
-    /// Shards per bucket: the world size, or 1 if every rank has all parameters.
-    shards: usize,
+    groups: Groups,
+    is_sharded: bool,
     /// Position at which this rank stores its shard of each bucket, and the end of the last one.
     stored: Vec<usize>,
 }
 
 impl Sharding {
     /// Gives every rank one shard of every bucket, in whole units of `unit` elements.
-    ///
-    /// # Panics
-    /// If `rank` is not below `world`.
-    pub fn new(plan: Plan, unit: usize, rank: usize, world: usize) -> Self {
-        Self::with_shards(plan, unit, (rank, world), world)
+    pub fn new(plan: Plan, unit: usize, groups: Groups) -> Self {
+        Self::with_shards(plan, unit, groups, true)
     }
 
-    /// Makes each of `world` ranks update all parameters.
-    pub fn replicated(plan: Plan, rank: usize, world: usize) -> Self {
-        Self::with_shards(plan, 1, (rank, world), 1)
+    /// Makes every rank update all of its parameters.
+    pub fn replicated(plan: Plan, groups: Groups) -> Self {
+        Self::with_shards(plan, 1, groups, false)
     }
 
-    fn with_shards(plan: Plan, unit: usize, (rank, world): (usize, usize), shards: usize) -> Self {
-        assert!(rank < world, "rank {rank} of {world}");
-        let mut sharding = Self { plan, unit, rank, world, shards, stored: vec![0] };
+    fn with_shards(plan: Plan, unit: usize, groups: Groups, sharded: bool) -> Self {
+        let is_sharded = sharded && groups.world > 1;
+        let mut sharding = Self { plan, unit, groups, is_sharded, stored: vec![0] };
         for bucket in sharding.plan.buckets() {
             let end = sharding.stored[sharding.stored.len() - 1] + sharding.in_arena(bucket).len();
             sharding.stored.push(end);
@@ -50,14 +46,14 @@ impl Sharding {
         sharding
     }
 
-    /// Returns this rank, and the number of ranks.
-    pub fn rank_and_world(&self) -> (usize, usize) {
-        (self.rank, self.world)
+    /// Returns the ranks, and this one.
+    pub fn groups(&self) -> Groups {
+        self.groups
     }
 
     /// Returns whether a rank updates only a part of the parameters.
     pub fn is_sharded(&self) -> bool {
-        self.shards > 1
+        self.is_sharded
     }
 
     /// Returns the buckets that are cut.
@@ -82,16 +78,34 @@ impl Sharding {
 
     /// Returns the position at which this rank stores its shard of a bucket of the plan.
     pub fn in_shard(&self, bucket: &Range<usize>) -> Range<usize> {
-        let index = self.plan.buckets().partition_point(|other| other.start < bucket.start);
+        let index = self.plan.index(bucket);
         self.stored[index]..self.stored[index + 1]
     }
 
     /// Returns the position of this rank's shard of a bucket in the whole arena.
     pub fn in_arena(&self, bucket: &Range<usize>) -> Range<usize> {
-        let len = bucket.len() / (self.unit * self.shards) * self.unit;
-        let shard = if self.is_sharded() { self.rank } else { 0 };
-        let start = bucket.start + shard * len;
-        start..if shard + 1 == self.shards { bucket.end } else { start + len }
+        if self.is_sharded { self.part(bucket) } else { bucket.clone() }
+    }
+
+    /// Returns this rank's part of a bucket that the ranks that have it divide among themselves: its shard, if there
+    /// are shards.
+    pub fn part(&self, bucket: &Range<usize>) -> Range<usize> {
+        let (index, parts) = self.groups.member(self.plan.among(bucket));
+        let len = bucket.len() / (self.unit * parts) * self.unit;
+        let start = bucket.start + index * len;
+        start..if index + 1 == parts { bucket.end } else { start + len }
+    }
+
+    /// Returns the ranges of the whole arena that these ranks have. Neighbouring buckets are one range.
+    pub fn ranges(&self, among: Among) -> Vec<Range<usize>> {
+        let mut ranges: Vec<Range<usize>> = Vec::new();
+        for bucket in self.plan.buckets_among(among) {
+            match ranges.last_mut().filter(|last| last.end == bucket.start) {
+                Some(last) => last.end = bucket.end,
+                None => ranges.push(bucket.clone()),
+            }
+        }
+        ranges
     }
 
     /// Returns this rank's shards of `arena`, which holds one value for every `chunk` elements. Shards are multiples of
@@ -104,7 +118,12 @@ impl Sharding {
     /// Returns bytes that are equal if and only if two ranks cut the arena in the same way. The rendezvous compares
     /// their digest.
     pub fn layout(&self) -> Vec<u8> {
-        [self.plan.layout(), format!(" in {} shards", self.shards).into_bytes()].concat()
+        let shards = if self.is_sharded { self.groups.world } else { 1 };
+        let groups = match self.groups.size {
+            1 => String::new(),
+            size => format!(" in groups of {size}"),
+        };
+        [self.plan.layout(), format!(" in {shards} shards{groups}").into_bytes()].concat()
     }
 }
 
@@ -117,7 +136,7 @@ mod tests {
     fn shards_are_stored_contiguously_per_rank() {
         let plan = Plan::new(&[8, 24], 4, 4, 64, 32);
         assert_eq!(plan.buckets(), [0..8, 8..24]);
-        let sharding = Sharding::new(plan, 4, 1, 2);
+        let sharding = Sharding::new(plan, 4, Groups::single(1, 2));
         let places = [0..8, 8..24].map(|bucket| (sharding.in_arena(&bucket), sharding.in_shard(&bucket)));
         assert_eq!(places, [(4..8, 0..4), (16..24, 4..12)]);
         assert_eq!(sharding.len(), 12);
@@ -129,7 +148,7 @@ mod tests {
     fn last_shard_has_what_is_left() {
         let plan = Plan::new(&[8, 40], 4, 4, 128, 32);
         let places = |rank| {
-            let sharding = Sharding::new(plan.clone(), 4, rank, 3);
+            let sharding = Sharding::new(plan.clone(), 4, Groups::single(rank, 3));
             [0..8, 8..40].map(|bucket| (sharding.in_arena(&bucket), sharding.in_shard(&bucket)))
         };
         assert_eq!(places(0), [(0..0, 0..0), (8..16, 0..8)]);
@@ -140,22 +159,22 @@ mod tests {
     #[test]
     fn replicated_and_sharded_arenas_are_told_apart() {
         let plan = Plan::new(&[8, 24], 4, 4, 64, 32);
-        let sharded = Sharding::new(plan.clone(), 4, 0, 2);
+        let sharded = Sharding::new(plan.clone(), 4, Groups::single(0, 2));
         assert!(sharded.is_sharded() && !sharded.is_empty());
-        let replicated = Sharding::replicated(plan, 1, 2);
+        let replicated = Sharding::replicated(plan, Groups::single(1, 2));
         assert!(!replicated.is_sharded());
         assert_eq!((replicated.len(), replicated.arena_len()), (24, 24));
-        assert!(Sharding::replicated(Plan::new(&[], 4, 4, 64, 32), 0, 1).is_empty());
+        assert!(Sharding::replicated(Plan::new(&[], 4, 4, 64, 32), Groups::single(0, 1)).is_empty());
     }
 
     #[test]
     fn layout_depends_on_world_size_and_not_on_rank() {
         let plan = Plan::new(&[8, 24], 4, 4, 64, 32);
-        let layout = |rank, ranks| Sharding::new(plan.clone(), 4, rank, ranks).layout();
+        let layout = |rank, ranks| Sharding::new(plan.clone(), 4, Groups::single(rank, ranks)).layout();
         assert_eq!(layout(0, 2), layout(1, 2));
         assert_ne!(layout(0, 2), layout(0, 1));
         let other = Plan::new(&[16, 24], 4, 4, 64, 32);
-        assert_ne!(layout(0, 2), Sharding::new(other, 4, 0, 2).layout());
+        assert_ne!(layout(0, 2), Sharding::new(other, 4, Groups::single(0, 2)).layout());
     }
 
     proptest! {
@@ -171,7 +190,7 @@ mod tests {
             let arena: Vec<usize> = (0..*ends.last().unwrap()).collect();
             let mut seen = vec![0; arena.len()];
             for rank in 0..ranks {
-                let sharding = Sharding::new(plan.clone(), unit, rank, ranks);
+                let sharding = Sharding::new(plan.clone(), unit, Groups::single(rank, ranks));
                 let shard = sharding.shard_of(&arena, 1);
                 prop_assert_eq!(shard.len(), sharding.len());
                 for bucket in plan.buckets() {

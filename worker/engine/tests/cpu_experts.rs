@@ -58,12 +58,34 @@ fn balance(s: RouteShape, logits: &[f64], shares: &[f64]) -> f64 {
     s.experts as f64 * scores.iter().zip(shares).map(|(score, share)| share * score / total).sum::<f64>()
 }
 
+/// Returns the number of choices of each expert.
+fn loads(s: RouteShape, chosen: &[usize]) -> Vec<f64> {
+    let mut loads = vec![0.0; s.experts];
+    chosen.iter().for_each(|e| loads[*e] += 1.0);
+    loads
+}
+
+/// Returns the sums of the outputs of the experts that are not in the first third.
+fn some_experts(sizes: Sizes, inputs: &Inputs, chosen: &[usize]) -> Vec<f64> {
+    let (s, cols, outputs) = (sizes.route, sizes.cols, sizes.outputs);
+    let mut sums = vec![0.0; s.rows * outputs];
+    for (choice, expert) in chosen.iter().enumerate().filter(|(_, expert)| **expert >= s.experts / 3) {
+        let token = choice / s.chosen;
+        for o in 0..outputs {
+            let w = &inputs.w[(expert * outputs + o) * cols..][..cols];
+            let x = &inputs.x[token * cols..][..cols];
+            sums[token * outputs + o] +=
+                w.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum::<f64>();
+        }
+    }
+    sums
+}
+
 /// Compares the router's outputs and gradients; returns the choices.
 fn check_router(what: &str, s: RouteShape, inputs: &Inputs, outputs: &Outputs) -> Vec<usize> {
     let logits: Vec<f64> = inputs.logits.iter().map(|z| f64::from(*z)).collect();
     let chosen: Vec<usize> = inputs.logits.chunks(s.experts).flat_map(|logits| choose(s, logits)).collect();
-    let mut loads = vec![0.0; s.experts];
-    chosen.iter().for_each(|e| loads[*e] += 1.0);
+    let loads = loads(s, &chosen);
     let shares: Vec<f64> = loads.iter().map(|load| load / chosen.len() as f64).collect();
     let rows = || logits.chunks(s.experts).zip(chosen.chunks(s.chosen));
     let all: Vec<f64> = rows().flat_map(|(logits, chosen)| weights(s, logits, chosen)).collect();
@@ -100,6 +122,8 @@ fn experts_match_a_plain_implementation_for_every_load() {
             let what = format!("{router:?}, normalise {normalise}, {load:?}");
             let outputs = with_cpu(|ops| ops.experts(sizes, &inputs, Accumulate::Overwrite));
             let chosen = check_router(&what, s, &inputs, &outputs);
+            expect(&what, &outputs, "loads in another order", &loads(s, &chosen));
+            expect(&what, &outputs, "sums of some experts", &some_experts(sizes, &inputs, &chosen));
             // The choice of each row.
             let mut order: Vec<usize> = (0..chosen.len()).collect();
             order.sort_by_key(|choice| chosen[*choice]);

@@ -709,6 +709,7 @@ fn overlapping_output_panics() {
         ffn: 30,
         h: x.slice(0..60),
         a: x.slice(40..70),
+        end: None,
     });
 }
 
@@ -726,6 +727,12 @@ fn lent_memory_panics() {
 fn slice_of_wrong_length_panics() {
     let backend = Backend::cpu(1, PoolMode::On);
     let (x, y) = (backend.alloc(DType::F32, 100).unwrap(), backend.alloc(DType::F32, 99).unwrap());
-    let _ =
-        backend.run(GluForward { activation: Activation::Silu, rows: 1, ffn: 50, h: x.all(), a: y.all() });
+    let _ = backend.run(GluForward {
+        activation: Activation::Silu,
+        rows: 1,
+        ffn: 50,
+        h: x.all(),
+        a: y.all(),
+        end: None,
+    });
 }

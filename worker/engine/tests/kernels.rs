@@ -293,8 +293,9 @@ fn layers_of_experts_by_wgmma_match_the_cpu() {
         let differences = differences_with(&backend, Precision::Bf16, grads, EXPERTS);
         assert!(differences.is_empty(), "{grads:?}: {}", differences.join("\n"));
         let ran = backend.end_profile().unwrap().into_iter().filter(|span| span.name == "grouped_hopper");
-        // All cases except the one with rows that are not whole vectors.
-        assert_eq!(ran.count(), 3 * (selected(Precision::Bf16, EXPERTS).len() - 1), "{grads:?}");
+        // All cases except the one with rows that are not whole vectors; of some, also the half of a gated layer.
+        let (ran, cases) = (ran.count(), selected(Precision::Bf16, EXPERTS).len() - 1);
+        assert!((6 * cases..=7 * cases).contains(&ran), "{grads:?}: {ran} of {cases} cases");
         same_bits_in_any_order(&backend, "experts 300", 4);
     }
 }

@@ -166,11 +166,11 @@ impl Sweep<'_> {
                 self.report(&format!("{name} {direction}"), "width", ffn, Work::bytes(bytes), call);
             };
             report("forward", 3 * len * ACT, &|| {
-                b.run(GluForward { activation, rows, ffn, h: h.all(), a: a.all() }).unwrap();
+                b.run(GluForward { activation, rows, ffn, h: h.all(), a: a.all(), end: None }).unwrap();
             });
             report("backward", 5 * len * ACT, &|| {
                 let (h, da, dh) = (h.all(), da.all(), dh.all());
-                b.run(GluBackward { activation, rows, ffn, h, da, dh }).unwrap();
+                b.run(GluBackward { activation, rows, ffn, h, da, dh, end: None }).unwrap();
             });
         }
     }

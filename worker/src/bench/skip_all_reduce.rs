@@ -1,5 +1,5 @@
-//! A collective that skips the communication of gradients and weights. For benchmarks and dry runs only: the replicas
-//! drift apart.
+//! A collective that skips the communication of gradients and weights, but not that of activations. For benchmarks and
+//! dry runs only: the replicas drift apart.
 //!
 //! A training step with [`except_small`](SkipAllReduce::except_small) takes as long as the computation of its slowest
 //! rank; a complete step takes longer by the communication that backward does not hide. With
@@ -9,7 +9,7 @@
 //! A benchmark does gather the weights in its first step and keeps them. Without that, the memory of sharded weights
 //! would hold zeros, and multiplying matrices of zeros takes less power, and so less time.
 
-use xlaunch_comm::{AbortHandle, Collective, Operation, Result, Wait};
+use xlaunch_comm::{AbortHandle, Among, Collective, Operation, Result, Wait};
 use xlaunch_pool::Lease;
 use xlaunch_proto::v1::StepCommunication;
 
@@ -73,7 +73,11 @@ impl Collective for SkipAllReduce {
         self.inner.register(memory)
     }
 
-    fn start(&mut self, operation: Operation) -> Result<()> {
+    fn divide(&mut self, size: usize) -> Result<()> {
+        self.inner.divide(size)
+    }
+
+    fn start_among(&mut self, among: Among, operation: Operation) -> Result<()> {
         let runs = match &operation {
             Operation::AllReduce { buckets, .. } => {
                 let bytes: usize = buckets.iter().map(Lease::bytes).sum();
@@ -88,7 +92,11 @@ impl Collective for SkipAllReduce {
             return self.inner.check();
         }
         self.started = true;
-        self.inner.start(operation)
+        self.inner.start_among(among, operation)
+    }
+
+    fn exchange(&mut self, operation: Operation) -> Result<()> {
+        self.inner.exchange(operation)
     }
 
     fn wait(&mut self, wait: Wait) -> Result<()> {
@@ -143,7 +151,15 @@ mod tests {
             2
         }
 
-        fn start(&mut self, operation: Operation) -> Result<()> {
+        fn divide(&mut self, _: usize) -> Result<()> {
+            Ok(())
+        }
+
+        fn exchange(&mut self, _: Operation) -> Result<()> {
+            Ok(())
+        }
+
+        fn start_among(&mut self, _: Among, operation: Operation) -> Result<()> {
             self.record(match operation {
                 Operation::AllReduce { buckets, .. } => {
                     format!("all-reduce {}", buckets.iter().map(Lease::bytes).sum::<usize>())

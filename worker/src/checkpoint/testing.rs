@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use xlaunch_comm::Sharding;
 use xlaunch_comm::bucket::Plan;
+use xlaunch_comm::{Groups, Sharding};
 use xlaunch_engine::{HostAllocator, HostBuffer};
 use xlaunch_proto::disk::Disk;
 use xlaunch_proto::v1::worker_report::Report;
@@ -75,7 +75,11 @@ pub(crate) fn snapshot(portion: &Portion, step: u64) -> Snapshot {
 /// Sharding that gives a rank its shards, or everything.
 pub(crate) fn sharding(layout: &Layout, rank: usize, world: usize, sharded: bool) -> Sharding {
     let plan = Plan::new(&layout.ends(), ALIGN, 4, 1 << 14, 1 << 12);
-    if sharded { Sharding::new(plan, 1, rank, world) } else { Sharding::replicated(plan, rank, world) }
+    if sharded {
+        Sharding::new(plan, 1, Groups::single(rank, world))
+    } else {
+        Sharding::replicated(plan, Groups::single(rank, world))
+    }
 }
 
 /// Exchange of a single rank, whose own answer completes the save.
@@ -106,7 +110,7 @@ impl Exchange for Alone {
 /// The settings of a single rank.
 pub(crate) fn settings(dir: &Path, retention: Retention) -> Settings {
     let layout = Layout::new(&shape());
-    let portion = Portion::new(&sharding(&layout, 0, 1, false), 0, 1);
+    let portion = Portion::new(&layout, &sharding(&layout, 0, 1, false), 0, 1);
     Settings {
         dir: dir.into(),
         layout: layout.trained().clone(),
@@ -145,7 +149,7 @@ pub(crate) fn save(dir: &Path, step: u64) -> PathBuf {
 /// Saves a checkpoint of another model with these parameters, after ten steps.
 pub(crate) fn save_model(dir: &Path, shape: &ModelShape, params: &[f32]) -> PathBuf {
     let layout = Layout::new(shape);
-    let portion = Portion::new(&sharding(&layout, 0, 1, false), 0, 1);
+    let portion = Portion::new(&layout, &sharding(&layout, 0, 1, false), 0, 1);
     let snapshot = Snapshot {
         params: HostBuffer::from(
             portion

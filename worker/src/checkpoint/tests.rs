@@ -103,7 +103,7 @@ fn try_to_save_together(
     let mut receiver = Some((world, receiver));
     let mut savers: Vec<Saver> = (0..world)
         .map(|rank| {
-            let portion = Portion::new(&sharding(&layout, rank, world, sharded), rank, world);
+            let portion = Portion::new(&layout, &sharding(&layout, rank, world, sharded), rank, world);
             let snapshot = snapshot(&portion, step);
             let settings = Settings {
                 dir: dirs[rank].into(),

@@ -7,26 +7,17 @@
 use std::rc::Rc;
 
 use xlaunch_engine::{
-    Accumulate, AddScaled, AttentionBackward, ColumnSum, DType, EmbedBackward, NormBackward, QkNormBackward,
-    Result, Slice, Tensor,
+    Accumulate, AddScaled, AttentionBackward, ColumnSum, DType, EmbedBackward, EngineError, NormBackward,
+    QkNormBackward, Result, Slice, Tensor,
 };
 use xlaunch_spec::model::{NormPlace, Parallel};
 
 use super::forward::Activations;
 use super::gradient_arena::GradientArena;
 use super::layout::{self, Linear};
-use super::pass::Pass;
+use super::pass::{OnProgress, Pass, Progress};
 use super::saved_activations::{Block, Mlp, Unnormed};
 use super::{Model, attention_shape, narrow};
-
-/// Progress of a backward pass.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Progress {
-    /// The next of the layout's [`backward_parts`](layout::Layout::backward_parts) is about to be computed.
-    NextPart,
-    /// All gradients below this offset of the arena have been enqueued.
-    Finished(usize),
-}
 
 /// The gradient of a norm's input.
 #[derive(Clone, Copy)]
@@ -41,7 +32,7 @@ impl Model {
     /// Writes (or adds, depending on `acc`) the gradients of all parameters except the head's to `grads`, whose gaps
     /// must be zero. The head's gradients are there already: `dy` is the result of
     /// [`loss_and_gradients`](Self::loss_and_gradients).
-    pub fn backward<E: From<xlaunch_engine::EngineError>>(
+    pub fn backward<E: From<EngineError>>(
         &self,
         mut acts: Activations<'_>,
         dy: Tensor,
@@ -62,8 +53,8 @@ impl Model {
         while let Some(kept) = acts.blocks.pop() {
             let index = acts.blocks.len();
             progress(Progress::NextPart)?;
-            let block = self.restore(pass.rows, kept, index)?;
-            self.block_backward(pass, &block, &dx)?;
+            let block = self.restore(pass.rows, kept, index, &mut progress)?;
+            self.block_backward(pass, &block, &dx, &mut progress)?;
             progress(Progress::Finished(self.layout.trained_end(index)))?;
         }
         if !self.layout.is_frozen() {
@@ -88,13 +79,19 @@ impl Model {
 
     /// Backward of one block. `dx` is the gradient of the residual stream after the block, and is updated to the
     /// gradient before it.
-    fn block_backward(&self, pass: Pass<'_>, block: &Block, dx: &Rc<Tensor>) -> Result<()> {
+    fn block_backward<E: From<EngineError>>(
+        &self,
+        pass: Pass<'_>,
+        block: &Block,
+        dx: &Rc<Tensor>,
+        progress: OnProgress<'_, E>,
+    ) -> std::result::Result<(), E> {
         let params = &self.layout.blocks[block.index];
         let below = block.index.checked_sub(1).map(|below| &self.layout.blocks[below].out);
         let (ln1, ln2) = (params.ln1.as_ref(), params.ln2.as_ref());
         let dbranch =
             self.branch_gradient(pass, dx, block.post2.as_ref().zip(params.post2.as_ref()), &params.out)?;
-        let dmlp = self.mlp_backward(pass, block, params, &dbranch)?;
+        let dmlp = self.mlp_backward(pass, block, params, &dbranch, progress)?;
         if self.shape.parallel == Parallel::No {
             self.add_gradient(pass, &block.ln2, ln2, &dmlp, dx, Some(&params.proj))?;
         }
@@ -109,7 +106,7 @@ impl Model {
             }
             Parallel::TwoNorms => self.add_gradient(pass, &block.ln2, ln2, &dmlp, dx, None)?,
         }
-        self.add_gradient(pass, &block.ln1, ln1, &datt, dx, below)
+        Ok(self.add_gradient(pass, &block.ln1, ln1, &datt, dx, below)?)
     }
 
     /// Returns the gradient of a branch from that of the stream to which it was added. `post` is the branch's norm,
@@ -187,18 +184,19 @@ impl Model {
     }
 
     /// Returns the gradient of the input of the feed-forward layers.
-    fn mlp_backward(
+    fn mlp_backward<E: From<EngineError>>(
         &self,
         pass: Pass<'_>,
         block: &Block,
         params: &layout::Block,
         dbranch: &Rc<Tensor>,
-    ) -> Result<Tensor> {
+        progress: OnProgress<'_, E>,
+    ) -> std::result::Result<Tensor, E> {
         let (n, shape) = (pass.rows.count(), &self.shape);
         let (fc, h, out) = match &block.mlp {
             Mlp::Dense { fc, h, out } => (fc, h, out),
             Mlp::Experts { x, experts } => {
-                return self.experts_backward(pass, block.index, experts, x, dbranch);
+                return self.experts_backward(pass, block.index, experts, x, dbranch, progress);
             }
         };
         let dout = self.output_gradient(n, dbranch.clone())?;
@@ -207,7 +205,7 @@ impl Model {
         let dh = self.output_gradient(n, Rc::new(dh))?;
         let fc = pass.layer(&params.fc, [shape.dim, shape.ffn_inputs()], fc, &dh);
         self.weight_gradients([out, fc])?;
-        self.input_gradient(fc)
+        Ok(self.input_gradient(fc)?)
     }
 
     fn embed_backward(&self, pass: Pass<'_>, tokens: Slice<'_>, dx: &Tensor) -> Result<()> {

@@ -393,7 +393,7 @@ impl<'a> Decoder<'a> {
         if sizes.gated {
             self.linear(b, rows, x, &params.fc, (sizes.dim, 2 * ffn), &b.h)?;
             let h = b.h.slice(0..2 * rows * ffn);
-            return model.backend.run(GluForward { activation, rows, ffn, h, a });
+            return model.backend.run(GluForward { activation, rows, ffn, h, a, end: None });
         }
         if params.fc.adapter.is_some() {
             self.linear(b, rows, x, &params.fc, (sizes.dim, ffn), &b.h)?;

@@ -29,7 +29,7 @@ impl ExpertBuffers {
     /// Allocates memory for up to `rows` tokens.
     pub(super) fn new(model: &Model, rows: usize) -> Result<Self> {
         let backend = &model.backend;
-        let shapes = ExpertShapes::new(&model.shape, rows);
+        let shapes = ExpertShapes::new(&model.shape, 1, rows);
         let (choices, experts) = (shapes.choices(), shapes.route.experts);
         let act = |cols: usize| backend.alloc(backend.activation_dtype(), choices * cols);
         Ok(Self {
@@ -56,22 +56,30 @@ impl ExpertBuffers {
         params: &layout::Block,
         out: Slice<'_>,
     ) -> Result<()> {
-        let (backend, shapes) = (&model.backend, ExpertShapes::new(&model.shape, rows));
+        let (backend, shapes) = (&model.backend, ExpertShapes::new(&model.shape, 1, rows));
         let choices = shapes.choices();
         self.route(model, shapes, x, params)?;
         let (offsets, expert_rows) = (self.offsets.all(), self.rows.slice(0..choices * shapes.rows.cols));
         let (choice_of, row_of) = (self.choice_of.slice(0..choices), self.row_of.slice(0..choices));
-        backend.run(GatherRows { shape: shapes.rows, choice_of, x, rows: expert_rows })?;
+        backend.run(GatherRows { shape: shapes.rows, choice_of, x, rows: expert_rows, end: None })?;
         let (h, a) =
             (self.h.slice(0..choices * shapes.fc.outputs), self.a.slice(0..choices * shapes.out.inputs));
         let w = model.param(&params.fc.weight);
         backend.run(GroupedForward { shape: shapes.fc, offsets, x: expert_rows, w, y: h })?;
         let activation = model.activation_function();
-        backend.run(GluForward { activation, rows: choices, ffn: shapes.out.inputs, h, a })?;
+        backend.run(GluForward { activation, rows: choices, ffn: shapes.out.inputs, h, a, end: None })?;
         let w = model.param(&params.out.weight);
         backend.run(GroupedForward { shape: shapes.out, offsets, x: a, w, y: expert_rows })?;
         let weights = self.weights.slice(0..choices);
-        backend.run(CombineRows { shape: shapes.rows, row_of, weights, rows: expert_rows, out, add: false })
+        backend.run(CombineRows {
+            shape: shapes.rows,
+            row_of,
+            weights,
+            rows: expert_rows,
+            out,
+            add: false,
+            end: None,
+        })
     }
 
     fn route(&self, model: &Model, shapes: ExpertShapes, x: Slice<'_>, params: &layout::Block) -> Result<()> {
@@ -91,6 +99,8 @@ impl ExpertBuffers {
         let (choice_of, row_of) = (self.choice_of.slice(0..choices), self.row_of.slice(0..choices));
         let (experts, offsets, loads) = (route.experts, self.offsets.all(), self.loads.all());
         let scratch = self.counters.slice(0..SortByExpert::counters(choices, experts));
-        backend.run(SortByExpert { choices, experts, chosen, offsets, choice_of, row_of, loads, scratch })
+        let sort =
+            SortByExpert { choices, experts, first: 0, chosen, offsets, choice_of, row_of, loads, scratch };
+        backend.run(sort)
     }
 }

@@ -6,14 +6,25 @@
 //! ```
 //! All shapes are fixed, and the number of rows of each expert is known to the device only, so that a step can be
 //! captured.
+//!
+//! If a group of R ranks divides the experts among itself, each of its ranks gathers the tokens and the choices of all,
+//! G = R N tokens, computes the rows of its own experts, and adds up their outputs. The sums over ranks of these are
+//! scattered. Backward is the mirror image. Gathers and scatters are equally long on all ranks, whatever the load; the
+//! rows of experts of other ranks come after those of a rank's own, and no kernel touches them.
+//! ```text
+//! x [N, C], experts, weights [N, k] --all-gather--> [G, C], [G, k] -> rows [G k, C] -> .. -> y [G k, C]
+//! weighted sums [G, C] --reduce-scatter--> [N, C]
+//! ```
 
+use xlaunch_comm::{Among, Operation};
 use xlaunch_engine::{
-    CombineRows, DType, GatherRows, GluForward, GroupedForward, GroupedShape, LinearShape, Result,
-    RouteForward, RouteShape, Router, RouterLogits, RowsShape, SortByExpert, Tensor,
+    CombineRows, DType, EngineError, GatherRows, GluForward, GroupedForward, GroupedShape, LinearShape,
+    Result, RouteForward, RouteShape, Router, RouterLogits, RowsShape, Slice, SortByExpert, Tensor,
 };
 use xlaunch_spec::model::{self, ModelShape};
 
 use super::Model;
+use super::pass::{OnProgress, Progress};
 
 /// Whether a block is computed in forward, which keeps the loads, or again in backward, which needs their sum over
 /// ranks.
@@ -23,20 +34,20 @@ pub(super) enum Run {
     Again,
 }
 
-/// Choices of a pass, and their order by expert.
+/// Choices of a pass, and their order by expert. Those of the whole group count, unless noted otherwise.
 #[derive(Debug)]
 pub(super) struct Choices {
-    /// `[N, E]` F32.
+    /// Logits of this rank's tokens, `[N, E]` F32.
     pub(super) logits: Tensor,
-    /// `[N, k]` I32.
+    /// Choices of this rank's tokens, `[N, k]` I32.
     pub(super) experts: Tensor,
-    /// `[N, k]` F32.
+    /// `[G, k]` F32.
     pub(super) weights: Tensor,
-    /// `[E + 1]` I32.
-    pub(super) offsets: Tensor,
-    /// `[N k]` I32.
-    pub(super) choice_of: Tensor,
-    /// `[N k]` I32.
+    /// `[E + 1]` I32: this rank's experts come first.
+    offsets: Tensor,
+    /// `[G k]` I32.
+    choice_of: Tensor,
+    /// `[G k]` I32.
     pub(super) row_of: Tensor,
 }
 
@@ -60,7 +71,20 @@ pub(super) struct CostlyExperts {
     y: Tensor,
 }
 
-/// Sizes of a block's experts in a pass over N tokens.
+impl Choices {
+    /// Returns the offsets of this rank's experts.
+    pub(super) fn offsets(&self, shapes: ExpertShapes) -> Slice<'_> {
+        self.offsets.slice(0..shapes.fc.experts + 1)
+    }
+
+    /// Returns the number of rows of this rank's experts, unless it has all.
+    pub(super) fn end(&self, shapes: ExpertShapes) -> Option<Slice<'_>> {
+        let experts = shapes.fc.experts;
+        (experts < shapes.route.experts).then(|| self.offsets.slice(experts..experts + 1))
+    }
+}
+
+/// Sizes of a block's experts in a pass over N tokens of each rank.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ExpertShapes {
     pub(super) route: RouteShape,
@@ -71,24 +95,31 @@ pub(super) struct ExpertShapes {
 }
 
 impl ExpertShapes {
-    pub(super) fn new(shape: &ModelShape, tokens: usize) -> Self {
+    /// Computes the sizes on each rank of a group of `ranks`, whose ranks have `tokens` each.
+    pub(super) fn new(shape: &ModelShape, ranks: usize, tokens: usize) -> Self {
         let (experts, chosen, cols) = (shape.experts, shape.experts_per_token, shape.dim);
         let router = match shape.router {
             model::Router::Softmax => Router::Softmax,
             model::Router::Sigmoid => Router::Sigmoid,
         };
-        let layer = |inputs, outputs| GroupedShape { rows: tokens * chosen, experts, inputs, outputs };
+        let (own, of_group) = (experts / ranks, ranks * tokens);
+        let layer = |inputs, outputs| GroupedShape { rows: of_group * chosen, experts: own, inputs, outputs };
         Self {
             route: RouteShape { rows: tokens, experts, chosen, router, normalise: shape.normalise },
-            rows: RowsShape { tokens, chosen, cols },
+            rows: RowsShape { tokens: of_group, chosen, cols },
             fc: layer(cols, shape.expert_inputs()),
             out: layer(shape.expert_width(), cols),
         }
     }
 
-    /// Number of choices.
+    /// Number of choices of the group.
     pub(super) fn choices(self) -> usize {
         self.fc.rows
+    }
+
+    /// Number of choices of this rank's tokens.
+    pub(super) fn own_choices(self) -> usize {
+        self.route.rows * self.route.chosen
     }
 
     pub(super) fn router(self) -> LinearShape {
@@ -105,17 +136,34 @@ impl Experts {
 }
 
 impl Model {
+    /// Returns the sizes of experts in a pass over `x`, `[N, C]`.
+    pub(super) fn expert_shapes(&self, x: &Tensor) -> ExpertShapes {
+        ExpertShapes::new(&self.shape, self.layout.expert_groups.size, x.len() / self.shape.dim)
+    }
+
     /// Computes the experts of a block for `x`, `[N, C]`, up to the outputs of their second layers.
-    pub(super) fn experts(&self, index: usize, x: &Tensor, run: Run) -> Result<Experts> {
-        let (params, backend) = (&self.layout.blocks[index], &self.backend);
-        let shapes = ExpertShapes::new(&self.shape, x.len() / self.shape.dim);
-        let choices = self.choose(index, shapes, x, run)?;
-        let offsets = choices.offsets.all();
-        let rows = self.gathered(shapes, &choices, x)?;
+    pub(super) fn experts<E: From<EngineError>>(
+        &self,
+        index: usize,
+        x: &Tensor,
+        run: Run,
+        progress: OnProgress<'_, E>,
+    ) -> std::result::Result<Experts, E> {
+        let (params, backend, shapes) = (&self.layout.blocks[index], &self.backend, self.expert_shapes(x));
+        let [logits, experts, weights] = self.route(index, shapes, x)?;
+        let (of_group, weights, order) = match self.of_group([x, &experts, &weights], progress)? {
+            None => (None, weights, self.sort(index, shapes, &experts, run)?),
+            Some([x, chosen, weights]) => (Some(x), weights, self.sort(index, shapes, &chosen, run)?),
+        };
+        let [offsets, choice_of, row_of] = order;
+        let choices = Choices { logits, experts, weights, offsets, choice_of, row_of };
+        let rows = self.gathered(shapes, &choices, of_group.as_ref().unwrap_or(x))?;
+        drop(of_group);
+        let offsets = choices.offsets(shapes);
         let h = self.activation(shapes.choices() * shapes.fc.outputs)?;
         let w = self.param(&params.fc.weight);
         backend.run(GroupedForward { shape: shapes.fc, offsets, x: rows.all(), w, y: h.all() })?;
-        let a = self.gated(shapes, &h)?;
+        let a = self.gated(shapes, &choices, &h)?;
         let y = self.activation(shapes.choices() * shapes.out.outputs)?;
         let w = self.param(&params.out.weight);
         backend.run(GroupedForward { shape: shapes.out, offsets, x: a.all(), w, y: y.all() })?;
@@ -123,17 +171,28 @@ impl Model {
     }
 
     /// Restores the activations that were freed, from the block's input of the experts.
-    pub(super) fn restored_experts(&self, kept: CostlyExperts, x: &Tensor) -> Result<Experts> {
+    pub(super) fn restored_experts<E: From<EngineError>>(
+        &self,
+        kept: CostlyExperts,
+        x: &Tensor,
+        progress: OnProgress<'_, E>,
+    ) -> std::result::Result<Experts, E> {
         let CostlyExperts { choices, h, y } = kept;
-        let shapes = ExpertShapes::new(&self.shape, x.len() / self.shape.dim);
-        let (rows, a) = (self.gathered(shapes, &choices, x)?, self.gated(shapes, &h)?);
+        let (shapes, of_group) = (self.expert_shapes(x), self.of_group([x], progress)?);
+        let x = of_group.as_ref().map_or(x, |[of_group]| of_group);
+        let (rows, a) = (self.gathered(shapes, &choices, x)?, self.gated(shapes, &choices, &h)?);
         Ok(Experts { choices, rows, h, a, y })
     }
 
     /// Returns the weighted sums of the outputs.
-    pub(super) fn combined(&self, experts: &Experts) -> Result<Tensor> {
+    pub(super) fn combined<E: From<EngineError>>(
+        &self,
+        experts: &Experts,
+        progress: OnProgress<'_, E>,
+    ) -> std::result::Result<Tensor, E> {
         let Experts { choices, y, .. } = experts;
-        let shapes = ExpertShapes::new(&self.shape, choices.experts.len() / self.shape.experts_per_token);
+        let tokens = choices.experts.len() / self.shape.experts_per_token;
+        let shapes = ExpertShapes::new(&self.shape, self.layout.expert_groups.size, tokens);
         let out = self.activation(shapes.rows.tokens * shapes.rows.cols)?;
         self.backend.run(CombineRows {
             shape: shapes.rows,
@@ -142,56 +201,99 @@ impl Model {
             rows: y.all(),
             out: out.all(),
             add: false,
+            end: choices.end(shapes),
         })?;
-        Ok(out)
+        self.own_sums(out, progress)
     }
 
-    fn choose(&self, index: usize, shapes: ExpertShapes, x: &Tensor, run: Run) -> Result<Choices> {
-        let (backend, route, len) = (&self.backend, shapes.route, shapes.choices());
-        let ints = |len| backend.alloc(DType::I32, len);
-        let choices = Choices {
-            logits: backend.alloc(DType::F32, route.rows * route.experts)?,
-            experts: ints(len)?,
-            weights: backend.alloc(DType::F32, len)?,
-            offsets: ints(route.experts + 1)?,
-            choice_of: ints(len)?,
-            row_of: ints(len)?,
-        };
-        let Choices { logits, experts, weights, offsets, choice_of, row_of } = &choices;
-        let scratch = backend.alloc(DType::F32, route.experts)?;
-        let kept = self.routing.as_ref().filter(|_| run == Run::First);
-        let loads = kept.map_or(scratch.all(), |routing| routing.loads(&self.shape, index));
+    /// Gathers these tensors from all ranks of the group; `None` without groups.
+    pub(super) fn of_group<const COUNT: usize, E: From<EngineError>>(
+        &self,
+        tensors: [&Tensor; COUNT],
+        progress: OnProgress<'_, E>,
+    ) -> std::result::Result<Option<[Tensor; COUNT]>, E> {
+        let ranks = self.layout.expert_groups.size;
+        if ranks == 1 {
+            return Ok(None);
+        }
+        let gathered = tensors.map(|own| self.backend.alloc(own.dtype(), ranks * own.len()));
+        let gathered = gathered.into_iter().collect::<Result<Vec<_>>>()?;
+        let pairs = tensors.into_iter().zip(&gathered);
+        let buckets = pairs.map(|(own, all)| [own.lend(0..own.len()), all.lend(0..all.len())]).collect();
+        progress(Progress::Exchange(Operation::AllGather { buckets }))?;
+        Ok(gathered.try_into().ok())
+    }
+
+    /// Returns the sums over ranks of the part of `sums` that belongs to this rank's tokens; `sums` itself without
+    /// groups.
+    pub(super) fn own_sums<E: From<EngineError>>(
+        &self,
+        sums: Tensor,
+        progress: OnProgress<'_, E>,
+    ) -> std::result::Result<Tensor, E> {
+        let ranks = self.layout.expert_groups.size;
+        if ranks == 1 {
+            return Ok(sums);
+        }
+        let own = self.backend.alloc(sums.dtype(), sums.len() / ranks)?;
+        let (buckets, dtype) = (vec![[sums.lend(0..sums.len()), own.lend(0..own.len())]], sums.dtype());
+        progress(Progress::Exchange(Operation::ReduceScatter { buckets, dtype }))?;
+        Ok(own)
+    }
+
+    /// Returns logits, choices and weights of this rank's tokens.
+    fn route(&self, index: usize, shapes: ExpertShapes, x: &Tensor) -> Result<[Tensor; 3]> {
+        let (backend, route, len) = (&self.backend, shapes.route, shapes.own_choices());
+        let logits = backend.alloc(DType::F32, route.rows * route.experts)?;
+        let (experts, weights) = (backend.alloc(DType::I32, len)?, backend.alloc(DType::F32, len)?);
         if let Some(router) = &self.layout.blocks[index].router {
             let (shape, w) = (shapes.router(), self.param(router));
             backend.run(RouterLogits { shape, x: x.all(), w, logits: logits.all() })?;
         }
-        let (logits, experts, weights) = (logits.all(), experts.all(), weights.all());
-        backend.run(RouteForward { shape: route, logits, experts, weights })?;
-        let counters = ints(SortByExpert::counters(len, route.experts))?;
+        let [logits_slice, experts_slice, weights_slice] = [&logits, &experts, &weights].map(Tensor::all);
+        backend.run(RouteForward {
+            shape: route,
+            logits: logits_slice,
+            experts: experts_slice,
+            weights: weights_slice,
+        })?;
+        Ok([logits, experts, weights])
+    }
+
+    /// Returns offsets, `choice_of` and `row_of` of the choices `chosen` of the group.
+    fn sort(&self, index: usize, shapes: ExpertShapes, chosen: &Tensor, run: Run) -> Result<[Tensor; 3]> {
+        let (backend, experts, choices) = (&self.backend, shapes.route.experts, shapes.choices());
+        let ints = |len| backend.alloc(DType::I32, len);
+        let [offsets, choice_of, row_of] = [ints(experts + 1)?, ints(choices)?, ints(choices)?];
+        let unused = backend.alloc(DType::F32, experts)?;
+        let kept = self.routing.as_ref().filter(|_| run == Run::First);
+        let loads = kept.map_or(unused.all(), |routing| routing.loads(&self.shape, index));
+        let counters = ints(SortByExpert::counters(choices, experts))?;
         backend.run(SortByExpert {
-            choices: len,
-            experts: route.experts,
-            chosen: experts,
+            choices,
+            experts,
+            first: self.layout.expert_groups.member(Among::Group).0 * shapes.fc.experts,
+            chosen: chosen.all(),
             offsets: offsets.all(),
             choice_of: choice_of.all(),
             row_of: row_of.all(),
             loads,
             scratch: counters.all(),
         })?;
-        Ok(choices)
+        Ok([offsets, choice_of, row_of])
     }
 
     fn gathered(&self, shapes: ExpertShapes, choices: &Choices, x: &Tensor) -> Result<Tensor> {
         let rows = self.activation(shapes.choices() * shapes.rows.cols)?;
-        let (shape, choice_of) = (shapes.rows, choices.choice_of.all());
-        self.backend.run(GatherRows { shape, choice_of, x: x.all(), rows: rows.all() })?;
+        let (shape, choice_of, end) = (shapes.rows, choices.choice_of.all(), choices.end(shapes));
+        self.backend.run(GatherRows { shape, choice_of, x: x.all(), rows: rows.all(), end })?;
         Ok(rows)
     }
 
-    fn gated(&self, shapes: ExpertShapes, h: &Tensor) -> Result<Tensor> {
+    fn gated(&self, shapes: ExpertShapes, choices: &Choices, h: &Tensor) -> Result<Tensor> {
         let (activation, rows, ffn) = (self.activation_function(), shapes.choices(), shapes.out.inputs);
-        let a = self.activation(rows * ffn)?;
-        self.backend.run(GluForward { activation, rows, ffn, h: h.all(), a: a.all() })?;
+        let (a, end) = (self.activation(rows * ffn)?, choices.end(shapes));
+        self.backend.run(GluForward { activation, rows, ffn, h: h.all(), a: a.all(), end })?;
         Ok(a)
     }
 }

@@ -3,40 +3,45 @@
 use std::ops::Range;
 
 use xlaunch_engine::{
-    BalanceLoss, CombineRowsBackward, DType, GatherRowsBackward, GluBackward, GroupedBackwardInput,
-    GroupedBackwardWeight, LinearBackwardInput, LinearBackwardWeight, Result, RouteBackward, Slice, Tensor,
+    AddScaled, BalanceLoss, CombineRowsBackward, DType, EngineError, GatherRowsBackward, GluBackward,
+    GroupedBackwardInput, GroupedBackwardWeight, LinearBackwardInput, LinearBackwardWeight, Result,
+    RouteBackward, Slice, Tensor,
 };
 
 use super::Model;
-use super::experts::{Choices, ExpertShapes, Experts};
-use super::pass::Pass;
+use super::experts::{Choices, Experts};
+use super::pass::{OnProgress, Pass};
 use super::routing::Factors;
 
 impl Model {
     /// Computes the gradients of a block's experts and its router. Returns the gradient of their input `x`.
-    pub(super) fn experts_backward(
+    pub(super) fn experts_backward<E: From<EngineError>>(
         &self,
         pass: Pass<'_>,
         index: usize,
         experts: &Experts,
         x: &Tensor,
         dbranch: &Tensor,
-    ) -> Result<Tensor> {
-        let (params, backend) = (&self.layout.blocks[index], &self.backend);
+        progress: OnProgress<'_, E>,
+    ) -> std::result::Result<Tensor, E> {
+        let (params, backend, shapes) = (&self.layout.blocks[index], &self.backend, self.expert_shapes(x));
         let Experts { choices, rows, h, a, y } = experts;
-        let shapes = ExpertShapes::new(&self.shape, x.len() / self.shape.dim);
-        let offsets = choices.offsets.all();
+        let (offsets, end, row_of) = (choices.offsets(shapes), choices.end(shapes), choices.row_of.all());
+        let of_group = self.of_group([dbranch], progress)?;
         let drows = self.activation(y.len())?;
         let dweights = backend.alloc(DType::F32, shapes.choices())?;
         backend.run(CombineRowsBackward {
             shape: shapes.rows,
-            row_of: choices.row_of.all(),
+            row_of,
             weights: choices.weights.all(),
             rows: y.all(),
-            dout: dbranch.all(),
+            dout: of_group.as_ref().map_or(dbranch, |[of_group]| of_group).all(),
             drows: drows.all(),
             dweights: dweights.all(),
+            end,
         })?;
+        drop(of_group);
+        let dweights = self.own_sums(dweights, progress)?;
         let dx = self.router_backward(pass, index, choices, x, &dweights)?;
         let weight = |shape, dy: &Tensor, x: &Tensor, weight: &Range<usize>| {
             let (dw, acc) = (pass.gradient(weight), pass.acc);
@@ -51,13 +56,28 @@ impl Model {
             let da = self.activation(a.len())?;
             input(shapes.out, &drows, &params.out.weight, da.all())?;
             let (activation, rows, ffn) = (self.activation_function(), shapes.choices(), shapes.out.inputs);
-            backend.run(GluBackward { activation, rows, ffn, h: h.all(), da: da.all(), dh: dh.all() })?;
+            backend.run(GluBackward {
+                activation,
+                rows,
+                ffn,
+                h: h.all(),
+                da: da.all(),
+                dh: dh.all(),
+                end,
+            })?;
         }
         weight(shapes.fc, &dh, rows, &params.fc.weight)?;
         // The gradient of the outputs is not needed any more, and has the size of that of the rows.
         input(shapes.fc, &dh, &params.fc.weight, drows.all())?;
-        let (shape, row_of, add) = (shapes.rows, choices.row_of.all(), true);
-        backend.run(GatherRowsBackward { shape, row_of, drows: drows.all(), dx: dx.all(), add })?;
+        let (shape, drows) = (shapes.rows, drows.all());
+        if self.layout.expert_groups.size == 1 {
+            backend.run(GatherRowsBackward { shape, row_of, drows, dx: dx.all(), add: true, end })?;
+            return Ok(dx);
+        }
+        let sums = self.activation(shape.tokens * shape.cols)?;
+        backend.run(GatherRowsBackward { shape, row_of, drows, dx: sums.all(), add: false, end })?;
+        let own = self.own_sums(sums, progress)?;
+        backend.run(AddScaled { x: Some(dx.all()), y: own.all(), factor: 1.0, out: dx.all() })?;
         Ok(dx)
     }
 
@@ -70,8 +90,8 @@ impl Model {
         x: &Tensor,
         dweights: &Tensor,
     ) -> Result<Tensor> {
-        let (backend, shapes) = (&self.backend, ExpertShapes::new(&self.shape, x.len() / self.shape.dim));
-        let (shape, tokens) = (shapes.router(), shapes.rows.tokens);
+        let (backend, shapes) = (&self.backend, self.expert_shapes(x));
+        let (shape, tokens) = (shapes.router(), shapes.route.rows);
         let dx = self.activation(x.len())?;
         let (Some(routing), Some(router)) = (&self.routing, &self.layout.blocks[index].router) else {
             backend.zero(dx.all())?;
@@ -89,7 +109,7 @@ impl Model {
             dweights: dweights.all(),
             loss: BalanceLoss {
                 loads: routing.loads(&self.shape, index),
-                share: reciprocal(shapes.choices() * ranks),
+                share: reciprocal(shapes.own_choices() * ranks),
                 balance: balance * part,
                 z: z * part,
                 losses: losses.all(),

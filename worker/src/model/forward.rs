@@ -11,6 +11,7 @@ use xlaunch_spec::model::Parallel;
 use super::experts::Run;
 use super::layout;
 use super::linear::Use;
+use super::pass::{OnProgress, Progress};
 use super::saved_activations::{Block, Heads, Inputs, Mlp, Normed, SavedActivations, Unnormed};
 use super::{Model, Rows, attention_shape, narrow};
 
@@ -24,31 +25,33 @@ pub struct Activations<'a> {
 }
 
 impl Model {
-    /// Runs the pass over `tokens`, I32 `[B, T]`, up to the head.
+    /// Runs the pass over `tokens`, I32 `[B, T]`, up to the head. The model must have all experts.
     pub fn forward<'a>(&self, rows: Rows<'a>, tokens: Slice<'_>) -> Result<Activations<'a>> {
-        self.forward_with_gathers(rows, tokens, || Ok(()))
+        assert_eq!(self.layout.expert_groups.size, 1, "experts are on other ranks");
+        self.forward_with_progress(rows, tokens, |_| Ok(()))
     }
 
-    /// Same as [`forward`](Self::forward), while weights are still being gathered: calls `next_part()` before each of
-    /// the layout's [`forward_parts`](layout::Layout::forward_parts). The last part is the head.
-    pub fn forward_with_gathers<'a, E: From<EngineError>>(
+    /// Same as [`forward`](Self::forward), while weights are still being gathered: the layout's
+    /// [`forward_parts`](layout::Layout::forward_parts) are announced one by one. The last part is the head.
+    pub fn forward_with_progress<'a, E: From<EngineError>>(
         &self,
         rows: Rows<'a>,
         tokens: Slice<'_>,
-        mut next_part: impl FnMut() -> std::result::Result<(), E>,
+        mut progress: impl FnMut(Progress) -> std::result::Result<(), E>,
     ) -> std::result::Result<Activations<'a>, E> {
         let _tag = xlaunch_pool::tag("forward");
         let mut blocks = Vec::with_capacity(self.shape.layers);
-        next_part()?;
+        progress(Progress::NextPart)?;
         let x = Rc::new(self.embed(rows, tokens)?);
         let mut stream = self.norm(rows, x, self.layout.blocks[0].ln1.as_ref())?;
         for index in 0..self.shape.layers {
-            next_part()?;
-            let (mut block, beside) = self.block(rows, index, stream, Run::First)?;
-            stream = self.end_block(rows, &mut block, beside, self.layout.norm_after(index))?;
+            progress(Progress::NextPart)?;
+            let (mut block, beside) = self.block(rows, index, stream, Run::First, &mut progress)?;
+            let next = self.layout.norm_after(index);
+            stream = self.end_block(rows, &mut block, beside, next, &mut progress)?;
             blocks.push(SavedActivations::new(block, self.memory.recompute));
         }
-        next_part()?;
+        progress(Progress::NextPart)?;
         self.scale(stream.y.all(), narrow(self.shape.logit_scale))?;
         Ok(Activations { rows, blocks, last: stream })
     }
@@ -85,13 +88,14 @@ impl Model {
 
     /// Computes one block up to the output of the activation function, or up to those of experts. If the layers are
     /// side by side, also returns attention's projected output.
-    pub(super) fn block(
+    pub(super) fn block<E: From<EngineError>>(
         &self,
         rows: Rows<'_>,
         index: usize,
         ln1: Normed,
         run: Run,
-    ) -> Result<(Block, Option<Tensor>)> {
+        progress: OnProgress<'_, E>,
+    ) -> std::result::Result<(Block, Option<Tensor>), E> {
         let (n, shape, params) = (rows.count(), &self.shape, &self.layout.blocks[index]);
         let (y, ln1) = ln1.split();
         let qkv_input = self.input(n, y.clone(), Use::Both)?;
@@ -127,7 +131,7 @@ impl Model {
         };
 
         let mlp = if params.router.is_some() {
-            let experts = self.experts(index, &y, run)?;
+            let experts = self.experts(index, &y, run, progress)?;
             Mlp::Experts { x: y, experts }
         } else {
             let fc = self.input(n, y, Use::Both)?;
@@ -142,20 +146,21 @@ impl Model {
 
     /// Adds a block's output to the residual stream, and normalises the sum for what follows. `beside` is attention's
     /// projected output if it is still missing in the stream.
-    pub(super) fn end_block(
+    pub(super) fn end_block<E: From<EngineError>>(
         &self,
         rows: Rows<'_>,
         block: &mut Block,
         beside: Option<Tensor>,
         next: Option<&layout::Norm>,
-    ) -> Result<Normed> {
+        progress: OnProgress<'_, E>,
+    ) -> std::result::Result<Normed, E> {
         let params = &self.layout.blocks[block.index];
         let branch = match &block.mlp {
             Mlp::Dense { out, .. } => {
                 let shape = Self::linear_shape(rows, self.shape.ffn, self.shape.dim);
                 self.linear(shape, out, &params.out)?
             }
-            Mlp::Experts { experts, .. } => self.combined(experts)?,
+            Mlp::Experts { experts, .. } => self.combined(experts, progress)?,
         };
         if let Some(beside) = beside {
             let (x, y) = (Some(beside.all()), branch.all());

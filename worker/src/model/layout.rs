@@ -6,9 +6,13 @@
 //!
 //! If low-rank adapters are trained, the model's parameters are frozen. Gradients, optimizer state and checkpoints then
 //! have the layout of a second arena, that of the adapters, which is in the same order of blocks.
+//!
+//! If ranks divide experts among themselves (`comm.experts`), the arenas of a rank have those of its experts only.
+//! Checkpoints have the whole arena, with all experts.
 
 use std::ops::{Deref, Range};
 
+use xlaunch_comm::{Among, Groups};
 use xlaunch_engine::{GROUP_CHUNK, GROUPS};
 use xlaunch_spec::job::{EQUAL_SHARDS, Invalid, JobSpec, Layer, LoraSection, Module};
 use xlaunch_spec::model::{ModelShape, NormKind, NormPlace, Parallel, Positions, QkNorm};
@@ -93,6 +97,11 @@ impl Param {
     /// Returns the part of the range that checkpoints contain: all except the padding at its end.
     pub fn stored(&self) -> Range<usize> {
         self.range.start..self.range.start + self.shape.iter().product::<usize>()
+    }
+
+    /// Returns whether it has a matrix of each expert.
+    fn is_of_experts(&self) -> bool {
+        self.shape.len() == 3
     }
 }
 
@@ -221,9 +230,32 @@ pub struct Layout {
     pub head_bias: Option<Range<usize>>,
     /// End of the untied head and the final norm, which precede the blocks.
     pub top_end: usize,
+    /// The ranks that divide the experts among themselves.
+    pub expert_groups: Groups,
     arena: Parameters,
+    /// The parameters of all ranks, and the segments of their arena that this one has; `None` if it has all.
+    whole: Option<(Parameters, Vec<Segment>)>,
     /// The parameters that are trained instead.
     adapters: Option<Adapters>,
+}
+
+/// A range of the whole arena that this rank has, and its place in the rank's own arena.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// Range in the whole arena.
+    pub whole: Range<usize>,
+    /// Range in the arena of the rank, of the same length.
+    pub own: Range<usize>,
+}
+
+impl Segment {
+    /// Returns the part of the segment that `range` says of the given one of its two ranges.
+    fn part(&self, of: fn(&Self) -> &Range<usize>, range: &Range<usize>) -> Option<Self> {
+        let own = of(self);
+        let (start, end) = (range.start.max(own.start), range.end.min(own.end));
+        let cut = |all: &Range<usize>| all.start + start - own.start..all.start + end - own.start;
+        (start < end).then(|| Self { whole: cut(&self.whole), own: cut(&self.own) })
+    }
 }
 
 impl Deref for Layout {
@@ -312,6 +344,43 @@ impl Layout {
         self.adapters.as_ref().map_or(&self.arena, |adapters| &adapters.arena)
     }
 
+    /// Returns the trained parameters of all ranks together.
+    pub fn whole(&self) -> &Parameters {
+        self.whole.as_ref().map_or(self.trained(), |(whole, _)| whole)
+    }
+
+    /// Returns the number of parameters of the model.
+    pub fn parameters_of_all(&self) -> usize {
+        self.whole.as_ref().map_or(&self.arena, |(whole, _)| whole).parameters()
+    }
+
+    /// Returns the parts of a range of the whole arena that this rank has.
+    pub fn own_parts(&self, whole: &Range<usize>) -> Vec<Segment> {
+        self.parts_by(|segment| &segment.whole, whole)
+    }
+
+    /// Returns the parts of a range of this rank's arena, with their places in the whole one. Without groups of ranks,
+    /// it is one part; otherwise gaps belong to none.
+    pub fn whole_parts(&self, own: &Range<usize>) -> Vec<Segment> {
+        self.parts_by(|segment| &segment.own, own)
+    }
+
+    fn parts_by(&self, of: fn(&Segment) -> &Range<usize>, range: &Range<usize>) -> Vec<Segment> {
+        match &self.whole {
+            None => vec![Segment { whole: range.clone(), own: range.clone() }],
+            Some((_, segments)) => segments.iter().filter_map(|segment| segment.part(of, range)).collect(),
+        }
+    }
+
+    /// Returns the end of each trained parameter, and the ranks that have it, for the bucket planner.
+    pub fn ends_among(&self) -> impl Iterator<Item = (usize, Among)> {
+        let among = |param: &Param| match &self.whole {
+            Some(_) if param.is_of_experts() => Among::Peers,
+            _ => Among::All,
+        };
+        self.trained().ends().into_iter().zip(self.trained().params.iter().map(among))
+    }
+
     /// Returns whether the parameters of the model itself are frozen.
     pub fn is_frozen(&self) -> bool {
         self.adapters.is_some()
@@ -351,6 +420,12 @@ impl Layout {
         } else {
             Ok(Self::new(shape))
         }
+    }
+
+    /// Computes the layout of a rank of a job: with its share of the experts.
+    pub fn of_rank(spec: &JobSpec, shape: &ModelShape, rank: usize, world: usize) -> Result<Self, Invalid> {
+        let groups = Groups { rank, world, size: spec.comm.experts };
+        if groups.size == 1 { Self::of_job(spec, shape) } else { Ok(Self::in_groups(shape, groups)) }
     }
 
     /// Freezes all parameters, and adds adapters.
@@ -427,6 +502,27 @@ impl Layout {
 
     /// Computes the layout of a model.
     pub fn new(shape: &ModelShape) -> Self {
+        Self::with_experts(shape, shape.experts)
+    }
+
+    /// Computes the layout of a rank, with its share of the experts of a model.
+    pub fn in_groups(shape: &ModelShape, groups: Groups) -> Self {
+        let (whole, (position, ranks)) = (Self::new(shape), groups.member(Among::Group));
+        let mut own = Self::with_experts(shape, shape.experts / ranks);
+        let segment = |(whole, own): (&Param, &Param)| {
+            let first = if own.is_of_experts() { position * own.range.len() } else { 0 };
+            let start = whole.range.start + first;
+            Segment { whole: start..start + own.range.len(), own: own.range.clone() }
+        };
+        if ranks > 1 {
+            let segments = whole.arena.params.iter().zip(&own.arena.params).map(segment).collect();
+            own.whole = Some((whole.arena, segments));
+        }
+        Self { expert_groups: groups, ..own }
+    }
+
+    /// Computes the layout of a model with this number of experts.
+    fn with_experts(shape: &ModelShape, experts: usize) -> Self {
         let (dim, padded) = (shape.dim, shape.padded_vocab());
         let learned = shape.positions == Positions::Learned;
         // As in GPT-2, projections into the residual stream are scaled down by its depth.
@@ -449,8 +545,8 @@ impl Layout {
                 let post2 = post.then(|| arena.norm(&name("post2"), dim));
                 let (out, fc, router) = if shape.has_experts(index) {
                     let (width, inputs) = (shape.expert_width(), shape.expert_inputs());
-                    let out = arena.experts(&name("out"), [shape.experts, dim, width], residual);
-                    let fc = arena.experts(&name("fc"), [shape.experts, inputs, dim], NORMAL);
+                    let out = arena.experts(&name("out"), [experts, dim, width], residual);
+                    let fc = arena.experts(&name("fc"), [experts, inputs, dim], NORMAL);
                     let router = arena.matrix(&name("router.weight"), shape.experts, dim, NORMAL);
                     (out, fc, Some(router))
                 } else {
@@ -474,7 +570,9 @@ impl Layout {
         let wpe = learned.then(|| arena.table("wpe.weight", [shape.seq, shape.seq, dim], Group::Embeddings));
         let wte = arena.table("wte.weight", vocab, Group::Embeddings);
         let head = untied_head.unwrap_or_else(|| wte.clone());
-        Self { wte, wpe, blocks, lnf, head, head_bias, top_end, arena: arena.arena, adapters: None }
+        let (expert_groups, arena) = (Groups::single(0, 1), arena.arena);
+        let (whole, adapters) = (None, None);
+        Self { wte, wpe, blocks, lnf, head, head_bias, top_end, expert_groups, arena, whole, adapters }
     }
 }
 

@@ -196,7 +196,7 @@ impl Model {
         let out = self.activation(rows * ffn)?;
         let (h, a) = (h.all(), out.all());
         if self.shape.gated {
-            self.backend.run(GluForward { activation, rows, ffn, h, a })?;
+            self.backend.run(GluForward { activation, rows, ffn, h, a, end: None })?;
         } else {
             self.backend.run(ActivationForward { activation, h, a })?;
         }
@@ -262,7 +262,7 @@ impl Model {
             } else {
                 let da = self.input_gradient(args)?;
                 let (h, da, dh) = (h.all(), da.all(), dh.all());
-                self.backend.run(GluBackward { activation, rows, ffn, h, da, dh })?;
+                self.backend.run(GluBackward { activation, rows, ffn, h, da, dh, end: None })?;
             }
             if let Some(out) = dbias {
                 self.backend.run(ColumnSum { rows, cols: 2 * ffn, x: dh.all(), out, acc })?;

@@ -41,12 +41,12 @@ use xlaunch_engine::{
 use xlaunch_spec::job::{JobSpec, Precision, Recompute, TrainSection};
 use xlaunch_spec::model::{self, ModelShape, Positions};
 
-pub use backward::Progress;
 pub use forward::Activations;
 pub use gradient_arena::GradientArena;
 pub use head::LossGradients;
 pub use layout::Group;
 use layout::Layout;
+pub use pass::Progress;
 pub use routing::{ExpertLoad, Routing};
 
 /// A model on a device.

@@ -2,12 +2,28 @@
 
 use std::ops::Range;
 
+use xlaunch_comm::Operation;
 use xlaunch_engine::{Accumulate, Slice, Tensor};
 
 use super::gradient_arena::GradientArena;
 use super::layout::Linear;
 use super::linear::{LayerBackward, Operand};
 use super::{Model, Rows};
+
+/// Progress of a pass, for the caller to act on before the pass goes on.
+#[derive(Debug)]
+pub enum Progress {
+    /// The next part of the layout is about to be computed.
+    NextPart,
+    /// All gradients below this offset of the arena have been enqueued.
+    Finished(usize),
+    /// An operation among the ranks of a group, whose results the pass reads next: see
+    /// [`Collective::exchange`](xlaunch_comm::Collective::exchange).
+    Exchange(Operation),
+}
+
+/// Receives the progress of a pass.
+pub(super) type OnProgress<'a, E> = &'a mut dyn FnMut(Progress) -> std::result::Result<(), E>;
 
 /// Arguments shared by all parts of one backward pass.
 #[derive(Clone, Copy)]

@@ -5,12 +5,13 @@
 
 use std::rc::Rc;
 
-use xlaunch_engine::{Result, Tensor};
+use xlaunch_engine::{EngineError, Tensor};
 use xlaunch_spec::job::Recompute;
 use xlaunch_spec::model::Parallel;
 
 use super::experts::{CostlyExperts, Experts, Run};
 use super::linear::{Operand, Use};
+use super::pass::OnProgress;
 use super::{Model, Rows};
 
 /// A norm's input, output and statistics. Without a norm, the output is the input.
@@ -167,7 +168,13 @@ impl SavedActivations {
 impl Model {
     /// Restores the whole block with the same bits as in forward. The exception is GELU's output on GPUs, which forward
     /// may have computed from an `h` that was not rounded yet.
-    pub(super) fn restore(&self, rows: Rows<'_>, kept: SavedActivations, index: usize) -> Result<Block> {
+    pub(super) fn restore<E: From<EngineError>>(
+        &self,
+        rows: Rows<'_>,
+        kept: SavedActivations,
+        index: usize,
+        progress: OnProgress<'_, E>,
+    ) -> Result<Block, E> {
         let params = &self.layout.blocks[index];
         match kept {
             SavedActivations::All(block) => Ok(block),
@@ -187,7 +194,7 @@ impl Model {
                         Mlp::Dense { fc: input(y2)?, h, out: input(out)? }
                     }
                     CostlyMlp::Experts(kept) => {
-                        let experts = self.restored_experts(kept, &y2)?;
+                        let experts = self.restored_experts(kept, &y2, progress)?;
                         Mlp::Experts { x: y2, experts }
                     }
                 };
@@ -196,9 +203,9 @@ impl Model {
             }
             SavedActivations::Input(x) => {
                 let ln1 = self.norm(rows, x, params.ln1.as_ref())?;
-                let (mut block, beside) = self.block(rows, index, ln1, Run::Again)?;
+                let (mut block, beside) = self.block(rows, index, ln1, Run::Again, progress)?;
                 if params.post2.is_some() {
-                    self.end_block(rows, &mut block, beside, None)?;
+                    self.end_block(rows, &mut block, beside, None, progress)?;
                 }
                 Ok(block)
             }

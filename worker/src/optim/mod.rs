@@ -34,8 +34,8 @@ use muon::Muon;
 #[derive(Debug)]
 pub struct AdamW {
     config: AdamWConfig,
-    /// `None` if AdamW updates everything.
-    muon: Option<Muon>,
+    /// One for the matrices that all ranks have, one for those of experts. Empty if AdamW updates everything.
+    muon: Vec<Muon>,
     sharding: Sharding,
     /// `None` if the model's F32 weights are the master weights.
     masters: Option<Tensor>,
@@ -97,9 +97,7 @@ impl AdamW {
         let gathered_shard = |dtype| backend.alloc_collective(dtype, sharding.len());
         let muon = Muon::new(backend, spec, (&model.shape, &model.layout), sharding)?;
         let mut groups = model.layout.trained().groups();
-        if let Some(muon) = &muon {
-            muon.mark(&mut groups);
-        }
+        muon.iter().for_each(|muon| muon.mark(&mut groups));
         let groups = sharding.shard_of(&groups, GROUP_CHUNK);
         let optimizer = Self {
             config: AdamWConfig {
@@ -212,7 +210,7 @@ impl AdamW {
             scalars[scalar::LEARNING_RATES + group] = rate;
             scalars[scalar::DECAYS + group] = rate * decay as f32;
         }
-        if let Some(muon) = &self.muon {
+        if let Some(muon) = self.muon.first() {
             scalars[scalar::MUON_LEARNING_RATE] = (learning_rate * muon.rate) as f32;
         }
         scalars[scalar::CORRECTION1] = correction(self.config.beta1);
@@ -235,7 +233,7 @@ impl AdamW {
         let f32_model = model.trained().dtype() == DType::F32;
         let work = (!f32_model).then(|| self.rounded.as_ref().unwrap_or(model.trained()).all());
         let (scalars, skipped) = (&self.scalars, self.skipped.all());
-        if let Some(muon) = &self.muon {
+        for muon in &self.muon {
             let skip_limit = self.config.skip_limit;
             let conditions = StepConditions { grad_norm_sq, loss, skipped, skip_limit };
             let step = muon::Step { grads, m, v, params, work, scalars, conditions };
@@ -294,7 +292,11 @@ impl AdamW {
         let leases = |bucket: &Range<usize>| {
             [shard.lend(self.sharding.in_shard(bucket)), weights.lend(model.place(bucket))]
         };
-        let buckets: Vec<_> = buckets.into_iter().map(leases).collect();
-        if buckets.is_empty() { Ok(()) } else { collective.start(Operation::AllGather { buckets }) }
+        let buckets: Vec<_> = buckets.into_iter().cloned().collect();
+        // One run after another: they are waited for in the order of the buckets.
+        self.sharding.plan().runs(&buckets).try_for_each(|(among, buckets)| {
+            let buckets = buckets.iter().map(leases).collect();
+            collective.start_among(among, Operation::AllGather { buckets })
+        })
     }
 }

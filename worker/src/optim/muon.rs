@@ -15,7 +15,9 @@
 
 use std::ops::Range;
 
-use xlaunch_comm::{Collective, Operation, Sharding, Wait};
+use std::rc::Rc;
+
+use xlaunch_comm::{Among, Collective, Operation, Sharding, Wait};
 use xlaunch_engine::{
     DType, EngineError, GROUP_CHUNK, MUON_GROUP, MuonMomentum, MuonPack, MuonPiece, MuonPieces,
     MuonRowFactors, MuonRowMoments, MuonUpdate, Orthogonalize, Slice, StepConditions, Tensor,
@@ -31,6 +33,8 @@ use crate::model::layout::Layout;
 /// Muon's part of the optimizer. Its state is that of AdamW for the same elements.
 #[derive(Debug)]
 pub(super) struct Muon {
+    /// The ranks that have the matrices.
+    among: Among,
     matrices: Vec<Matrix>,
     packing: Packing,
     /// This rank's part of the packed updates, and the matrices in it.
@@ -41,7 +45,7 @@ pub(super) struct Muon {
     /// The matrices of the part, whose updates are packed after an all-gather: with a sharded optimizer only.
     unpacked: Option<MuonPieces>,
     /// Source and destination of all-gathers, if there are any.
-    gathered: Option<[Tensor; 2]>,
+    gathered: Option<Rc<[Tensor; 2]>>,
     normuon: Option<NorMuon>,
     momentum: f32,
     weight_decay: f32,
@@ -61,7 +65,7 @@ struct NorMuon {
 }
 
 /// A matrix that is made orthogonal: one layer's weight, or a part of its rows.
-#[derive(Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 struct Matrix {
     /// Elements in the arena.
     range: Range<usize>,
@@ -85,33 +89,61 @@ pub(super) struct Step<'a> {
 }
 
 impl Muon {
-    /// Creates it if the job uses it.
-    #[expect(clippy::cast_possible_truncation, reason = "the operations compute in f32")]
+    /// Creates one for the matrices of each set of ranks, if the job uses it.
     pub(super) fn new(
         backend: &BackendHandle,
         spec: &JobSpec,
         (shape, layout): (&ModelShape, &Layout),
         sharding: &Sharding,
-    ) -> std::result::Result<Option<Self>, EngineError> {
+    ) -> std::result::Result<Vec<Self>, EngineError> {
         if spec.train.optimizer != Optimizer::Muon {
-            return Ok(None);
+            return Ok(Vec::new());
         }
-        let MuonSection { lr, momentum, weight_decay, cautious, adjust_lr, owners, .. } = spec.muon;
-        let (rank, ranks) = sharding.rank_and_world();
-        let matrices = matrices(shape, layout, adjust_lr);
+        let all = matrices(shape, layout, spec.muon.adjust_lr);
+        let sets = [Among::All, Among::Peers].map(|among| {
+            let buckets = sharding.ranges(among);
+            let is_in = |matrix: &Matrix| {
+                buckets.iter().any(|range| range.start <= matrix.range.start && matrix.range.end <= range.end)
+            };
+            let matrices: Vec<Matrix> = all.iter().filter(|matrix| is_in(matrix)).cloned().collect();
+            let shapes: Vec<Shape> = matrices.iter().map(|matrix| (matrix.rows, matrix.cols)).collect();
+            let ranks = sharding.groups().member(among).1;
+            let packing = Packing::new(spec.muon.owners, &shapes, ranks, backend.activation_dtype().size());
+            (among, matrices, packing)
+        });
+        let sets = sets.into_iter().filter(|(_, matrices, _)| !matrices.is_empty());
+        let sets: Vec<_> = sets.collect();
+        let gathered = gathered(backend, sharding, sets.iter().map(|(_, _, packing)| packing))?.map(Rc::new);
+        let muon = |(among, matrices, packing)| {
+            Self::of_set(backend, spec, sharding, (among, matrices, packing), gathered.clone())
+        };
+        sets.into_iter().map(muon).collect()
+    }
+
+    /// Creates it for matrices of some ranks.
+    #[expect(clippy::cast_possible_truncation, reason = "the operations compute in f32")]
+    fn of_set(
+        backend: &BackendHandle,
+        spec: &JobSpec,
+        sharding: &Sharding,
+        (among, matrices, packing): (Among, Vec<Matrix>, Packing),
+        gathered: Option<Rc<[Tensor; 2]>>,
+    ) -> std::result::Result<Self, EngineError> {
+        let MuonSection { lr, momentum, weight_decay, cautious, .. } = spec.muon;
+        let rank = sharding.groups().member(among).0;
         let shapes: Vec<Shape> = matrices.iter().map(|matrix| (matrix.rows, matrix.cols)).collect();
-        let packing = Packing::new(owners, &shapes, ranks, backend.activation_dtype().size());
         let (whole, part) = (whole(&matrices, &packing), packing.own(rank));
         let unpacked = || {
             let own = packing.owned_by(rank).map(|matrix| whole[matrix]);
             let own = own.map(|piece| MuonPiece { packed: piece.packed - part.start, ..piece });
             backend.muon_pieces(&own.collect::<Vec<_>>())
         };
-        Ok(Some(Self {
+        Ok(Self {
+            among,
             batches: packing.batches(&shapes, rank),
             pieces: backend.muon_pieces(&updated(sharding, &whole))?,
             unpacked: sharding.is_sharded().then(unpacked).transpose()?,
-            gathered: gathered(backend, sharding, &packing)?,
+            gathered: gathered.filter(|_| sharding.is_sharded() || packing.is_owned()),
             normuon: NorMuon::new(backend, &spec.muon, &whole)?,
             matrices,
             packing,
@@ -121,7 +153,7 @@ impl Muon {
             cautious,
             clip: spec.train.clip as f32,
             rate: lr / spec.train.lr,
-        }))
+        })
     }
 
     /// Marks the elements that Muon updates among the groups of an arena's elements.
@@ -133,7 +165,10 @@ impl Muon {
 
     /// Returns the tensors of collectives.
     pub(super) fn gather_buffers(&self) -> impl Iterator<Item = &Tensor> {
-        self.gathered.iter().flatten().chain(self.normuon.iter().map(|normuon| &normuon.moments))
+        self.gathered
+            .iter()
+            .flat_map(|tensors| tensors.iter())
+            .chain(self.normuon.iter().map(|normuon| &normuon.moments))
     }
 
     /// Updates momentum and weights of this rank's shard.
@@ -148,7 +183,7 @@ impl Muon {
         // Without owners, memory that activations have left by now suffices.
         let transient = || backend.alloc(backend.activation_dtype(), self.part.len());
         let transient = (!self.packing.is_owned()).then(transient).transpose()?;
-        let own = match (&transient, &self.gathered) {
+        let own = match (&transient, self.gathered.as_deref()) {
             (Some(transient), _) => transient,
             (None, Some([own, _])) => own,
             (None, None) => return Ok(()),
@@ -158,11 +193,11 @@ impl Muon {
             let x = own.slice(range.clone());
             backend.run(Orthogonalize { rows: *rows, cols: *cols, x })?;
         }
-        let update = match &self.gathered {
+        let update = match self.gathered.as_deref() {
             Some([own, all]) if self.packing.is_owned() => {
                 let len = self.part.len() * self.packing.parts;
                 let pair = [own.lend(0..self.part.len()), all.lend(0..len)];
-                collective.start(Operation::AllGather { buckets: vec![pair] })?;
+                collective.start_among(self.among, Operation::AllGather { buckets: vec![pair] })?;
                 collective.wait(Wait::All)?;
                 all.slice(0..len)
             }
@@ -170,7 +205,8 @@ impl Muon {
         };
         let row_factors = match &self.normuon {
             Some(normuon) => {
-                Some(normuon.row_factors(backend, sharding, step, (update, &self.pieces), collective)?)
+                let sharded_among = sharding.is_sharded().then_some(self.among);
+                Some(normuon.row_factors(sharded_among, backend, step, (update, &self.pieces), collective)?)
             }
             None => None,
         };
@@ -198,7 +234,7 @@ impl Muon {
         collective: &mut dyn Collective,
     ) -> Result<()> {
         let part = own.slice(0..self.part.len());
-        let (update, packed_from) = match &self.gathered {
+        let (update, packed_from) = match self.gathered.as_deref() {
             Some([shard, _]) if sharding.is_sharded() => (shard.slice(0..sharding.len()), None),
             _ => (part, Some(self.part.start)),
         };
@@ -212,10 +248,12 @@ impl Muon {
             clip: self.clip,
             conditions: step.conditions,
         })?;
-        let (Some(pieces), Some([shard, all])) = (&self.unpacked, &self.gathered) else { return Ok(()) };
-        let pairs = sharding.plan().buckets().iter();
+        let (Some(pieces), Some([shard, all])) = (&self.unpacked, self.gathered.as_deref()) else {
+            return Ok(());
+        };
+        let pairs = sharding.plan().buckets_among(self.among);
         let pairs = pairs.map(|bucket| [shard.lend(sharding.in_shard(bucket)), all.lend(bucket.clone())]);
-        collective.start(Operation::AllGather { buckets: pairs.collect() })?;
+        collective.start_among(self.among, Operation::AllGather { buckets: pairs.collect() })?;
         collective.wait(Wait::All)?;
         Ok(backend.run(MuonPack { from: all.all(), to: part, pieces })?)
     }
@@ -237,25 +275,27 @@ impl NorMuon {
         Ok(Some(Self { beta2: muon.beta2 as f32, matrices: backend.muon_pieces(whole)?, moments }))
     }
 
-    /// Updates the second moments of rows, and returns the factors of all rows.
+    /// Updates the second moments of rows, and returns the factors of all rows. With a sharded optimizer,
+    /// `sharded_among` are the ranks that have the matrices.
     fn row_factors(
         &self,
+        sharded_among: Option<Among>,
         backend: &BackendHandle,
-        sharding: &Sharding,
         step: &Step<'_>,
         (update, pieces): (Slice<'_>, &MuonPieces),
         collective: &mut dyn Collective,
     ) -> Result<Slice<'_>> {
         let (moments, len) = (self.moments.all(), self.moments.len());
-        if sharding.is_sharded() {
+        if sharded_among.is_some() {
             backend.zero(moments)?;
         }
         let conditions = step.conditions;
         let v = step.v.all();
         backend.run(MuonRowMoments { update, v, moments, pieces, beta2: self.beta2, conditions })?;
-        if sharding.is_sharded() {
+        if let Some(among) = sharded_among {
             let buckets = vec![self.moments.lend(0..len)];
-            collective.run(Operation::AllReduce { buckets, dtype: DType::F32 })?;
+            collective.start_among(among, Operation::AllReduce { buckets, dtype: DType::F32 })?;
+            collective.wait(Wait::All)?;
         }
         backend.run(MuonRowFactors { moments, matrices: &self.matrices })?;
         Ok(moments.slice(len / 2..len))
@@ -293,16 +333,16 @@ fn updated(sharding: &Sharding, whole: &[MuonPiece]) -> Vec<MuonPiece> {
 
 /// Allocates the source and the destination of all-gathers: of updates in the places of their weights, and of those
 /// that were made orthogonal. One follows the other, so they use the same memory.
-fn gathered(
+fn gathered<'a>(
     backend: &BackendHandle,
     sharding: &Sharding,
-    packing: &Packing,
+    packings: impl Iterator<Item = &'a Packing>,
 ) -> std::result::Result<Option<[Tensor; 2]>, EngineError> {
     let mut lens = [0, 0];
     if sharding.is_sharded() {
         lens = [sharding.len(), sharding.arena_len()];
     }
-    if packing.is_owned() {
+    for packing in packings.filter(|packing| packing.is_owned()) {
         lens = [lens[0].max(packing.part), lens[1].max(packing.part * packing.parts)];
     }
     if lens == [0, 0] {
@@ -321,7 +361,7 @@ fn matrices(shape: &ModelShape, layout: &Layout, adjust_lr: AdjustLr) -> Vec<Mat
     let blocks = layout.blocks.iter().flat_map(|block| {
         // The matrices of experts follow each other.
         let (experts, ffn) = match block.router {
-            Some(_) => (shape.experts, shape.expert_width()),
+            Some(_) => (shape.experts / layout.expert_groups.size, shape.expert_width()),
             None => (1, shape.ffn),
         };
         let gates = if shape.gated { 2 } else { 1 };

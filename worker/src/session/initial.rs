@@ -27,7 +27,7 @@ use xlaunch_spec::lineage::Fingerprint;
 
 use crate::error::{Result, WorkerError};
 use crate::inherited::Inherited;
-use crate::model::layout::Layout;
+use crate::model::layout::{Layout, Segment};
 use crate::model::{Model, init};
 use crate::optim::{AdamW, Part};
 use crate::phase;
@@ -128,13 +128,16 @@ impl Reading {
                     continue;
                 }
             };
-            match arena {
-                Arena::Params => {
-                    model.write_trained(at, &values)?;
-                    optimizer.write(Part::Masters, at, &values)?;
+            for Segment { whole, own } in model.layout.own_parts(&(at..at + values.len())) {
+                let (at, values) = (own.start, &values[whole.start - at..whole.end - at]);
+                match arena {
+                    Arena::Params => {
+                        model.write_trained(at, values)?;
+                        optimizer.write(Part::Masters, at, values)?;
+                    }
+                    Arena::M => optimizer.write(Part::M, at, values)?,
+                    Arena::V => optimizer.write(Part::V, at, values)?,
                 }
-                Arena::M => optimizer.write(Part::M, at, &values)?,
-                Arena::V => optimizer.write(Part::V, at, &values)?,
             }
         }
         let found = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
@@ -157,7 +160,7 @@ pub(super) fn exchange_portions(
         return Ok(optimizer.gather(model, collective)?);
     }
     for root in 0..world {
-        let portion = Portion::new(sharding, root, world);
+        let portion = Portion::new(&model.layout, sharding, root, world);
         for owned in portion.ranges().iter().filter(|owned| !owned.stored.is_empty()) {
             for tensor in optimizer.state(model) {
                 let elements = tensor.lend(owned.stored.clone());

@@ -24,6 +24,8 @@ const RING_CONNECT_MARGIN: Duration = Duration::from_secs(10);
 pub(super) struct Connector {
     rank: usize,
     world: usize,
+    /// Ranks in a group that divides experts.
+    group: usize,
     by: Connection,
 }
 
@@ -36,15 +38,19 @@ enum Connection {
 impl Connector {
     /// Opens the collective of all ranks: every rank calls it.
     pub(super) fn connect(self) -> Result<Box<dyn Collective>> {
-        let Self { rank, world, by } = self;
-        Ok(match by {
+        let Self { rank, world, group, by } = self;
+        let mut collective: Box<dyn Collective> = match by {
             Connection::Nccl { stream, id } => Box::new(Nccl::new(stream, rank, world, id.0)?),
             Connection::Ring { listener, next: RingNeighbour { address, key }, timeout } => {
                 let place = RingPlace { rank, world, next_address: &address, key: &key.0 };
                 Box::new(Ring::connect(listener, &place, timeout)?)
             }
             Connection::Single => Box::new(Local),
-        })
+        };
+        if group > 1 {
+            collective.divide(group)?;
+        }
+        Ok(collective)
     }
 }
 
@@ -90,7 +96,7 @@ pub(super) fn join(context: &Context<'_>, layout: &[u8], device: &OpenDevice) ->
         }
         _ => Connection::Single,
     };
-    Ok(Connector { rank, world, by })
+    Ok(Connector { rank, world, group: spec.comm.experts, by })
 }
 
 /// Listens for the previous rank: on TCP if that rank is on another node.

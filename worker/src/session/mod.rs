@@ -11,7 +11,7 @@ use std::panic::resume_unwind;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use xlaunch_comm::Collective;
+use xlaunch_comm::{Collective, Sharding};
 use xlaunch_engine::{AttentionShape, DType};
 use xlaunch_proto::VERSION;
 use xlaunch_proto::v1::bench::Kind;
@@ -88,12 +88,12 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let dataset = weights::dataset(spec, &shape)?;
     let fingerprint = dataset.train.fingerprint()?;
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
-    let layout = Layout::of_job(spec, &shape).map_err(SpecError::from)?;
+    check_groups(environment, spec)?;
+    let layout = Layout::of_rank(spec, &shape, rank, world).map_err(SpecError::from)?;
     let activations = activation_dtype(spec, environment.device != Device::Cpu);
     let division = division(context, &layout, activations)?;
-    let sharding = &division.sharding;
-    let moments = sharding.plan().buckets().iter().map(|bucket| sharding.in_arena(bucket)).collect();
-    let memory = saving::memory(context, layout.trained(), sharding)?;
+    let moments = moments(&layout, &division.sharding);
+    let memory = saving::memory(context, &layout, &division.sharding)?;
     // For large models, reading weights takes a second or more, like opening the device and the communicator: do both
     // at once.
     let reading = start_reading(context, &shape, memory.clone(), moments)?;
@@ -109,7 +109,8 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let (collective, filled) = connect_and_fill(context, connector, || {
         let mut trainer = Trainer::new(&device.backend, spec, &shape, layout, &division, world)?;
         // Only one rank samples, so that rank must have all weights.
-        let samples = rank == 0 && bench.is_none() && division.weights.is_none();
+        let has_all = division.weights.is_none() && spec.comm.experts == 1;
+        let samples = rank == 0 && bench.is_none() && has_all;
         trainer.sampler = if samples { Sampler::new(spec, &dataset, shape.seq)? } else { None };
         fill(&trainer, reading, job).map(|start| (trainer, start))
     })?;
@@ -171,11 +172,28 @@ fn division(context: &Context<'_>, layout: &Layout, activations: DType) -> Resul
     let (cuda, shared) = (environment.device != Device::Cpu, environment.is_shared());
     let shard = spec.shard(world, cuda, shared);
     let division = Division::new(spec, layout, activations, rank, world, shard);
-    if division.sharding.is_sharded() && !shared {
+    if (division.sharding.is_sharded() || spec.comm.experts > 1) && !shared {
         Err(WorkerError::NotShared { writers: environment.writers, world: environment.world_size.0 })
     } else {
         Ok(division)
     }
+}
+
+/// Requires that the ranks of each group that divides experts are on one node.
+fn check_groups(environment: &Environment, spec: &JobSpec) -> Result<()> {
+    spec.check_experts(environment.world_size.index()).map_err(SpecError::from)?;
+    let first = environment.rank.index() - environment.local_rank.index();
+    if first.is_multiple_of(spec.comm.experts) {
+        Ok(())
+    } else {
+        Err(WorkerError::SplitGroup(spec.comm.experts))
+    }
+}
+
+/// Returns the ranges of the whole arena whose moments this rank has.
+fn moments(layout: &Layout, sharding: &Sharding) -> Vec<Range<usize>> {
+    let own = sharding.plan().buckets().iter().map(|bucket| sharding.in_arena(bucket));
+    own.flat_map(|range| layout.whole_parts(&range)).map(|segment| segment.whole).collect()
 }
 
 /// Starts to read the starting state, on the ranks that can read it. The others receive it from rank 0.
@@ -396,7 +414,7 @@ fn train_started(
     first_step: u64,
 ) -> TrainStarted {
     TrainStarted {
-        parameters: trainer.model.layout.parameters() as u64,
+        parameters: trainer.model.layout.parameters_of_all() as u64,
         first_step,
         total_steps: spec.train.steps,
         tokens_per_step: trainer.stepper.tokens_per_step(),
@@ -419,7 +437,12 @@ fn finish(
 ) -> Result<Finished> {
     optimizer.gather(model, collective)?;
     let difference = if spec.observe.check_replicas {
-        Some(train::max_difference_to_rank_0(backend, optimizer.replica(model), collective)?)
+        Some(train::max_difference_to_rank_0(
+            backend,
+            optimizer.sharding(),
+            optimizer.replica(model),
+            collective,
+        )?)
     } else {
         None
     };

@@ -20,16 +20,12 @@ use xlaunch_spec::lineage::Fingerprint;
 use crate::error::{Result, WorkerError};
 use crate::inherited::Inherited;
 use crate::model::BackendHandle;
-use crate::model::layout::Parameters;
+use crate::model::layout::Layout;
 use crate::train::Checkpoints;
 use crate::weights::Weights;
 
 /// Opens the memory files that the agent keeps for this rank. `None` if there are none.
-pub(super) fn memory(
-    context: &Context<'_>,
-    layout: &Parameters,
-    sharding: &Sharding,
-) -> Result<Option<Memory>> {
+pub(super) fn memory(context: &Context<'_>, layout: &Layout, sharding: &Sharding) -> Result<Option<Memory>> {
     let Context { environment, job, .. } = *context;
     // Ranks that save nothing have no portion to resume from.
     if environment.snapshot_fds.is_empty() || !environment.is_shared() {
@@ -37,8 +33,8 @@ pub(super) fn memory(
     }
     let (rank, world) = (environment.rank, environment.world_size);
     let identity = Identity { run: Digest::of(job.run_id.as_bytes()), rank: rank.0, world: world.0 };
-    let layout = [layout.fingerprint(), sharding.layout()].concat();
-    let portion = Portion::new(sharding, rank.index(), world.index());
+    let portion = Portion::new(layout, sharding, rank.index(), world.index());
+    let layout = [layout.trained().fingerprint(), sharding.layout()].concat();
     let resume = job.memory_snapshot.map(|it| SnapshotId { step: it.step, attempt: it.attempt });
     let (fds, attempt) = (&environment.snapshot_fds, environment.attempt.0);
     let memory = Memory::open(fds, identity, &layout, portion, attempt, resume);
@@ -61,13 +57,14 @@ pub(super) fn open(
         return Ok(None);
     }
     let (rank, writers) = (environment.rank.index(), environment.writers as usize);
-    let (model, portion) = (&trainer.model, Portion::new(trainer.optimizer.sharding(), rank, writers));
+    let (model, portion) =
+        (&trainer.model, Portion::new(&trainer.model.layout, trainer.optimizer.sharding(), rank, writers));
     // Read on every rank, as all states must contain the same version.
     let tokenizer = dataset.tokenizer.json()?;
     let version = checkpoint::version(spec, &model.shape, tokenizer.is_some());
     let settings = saver::Settings {
         dir: checkpoint_dir(spec, Path::new(&job.run_dir)),
-        layout: model.layout.trained().clone(),
+        layout: model.layout.whole().clone(),
         portion: portion.clone(),
         rank,
         writers,

@@ -5,9 +5,12 @@
 //! ```
 //! Every rank compares the same checksums, so all ranks reach the same result.
 
+use std::collections::BTreeSet;
+
 use xlaunch_comm::{Collective, Operation};
 use xlaunch_engine::{CHECKSUM_DIGITS, Checksum, DType};
 
+use super::replicas::ranges;
 use crate::error::{Result, WorkerError};
 use crate::model::{BackendHandle, Model};
 use crate::optim::AdamW;
@@ -29,24 +32,36 @@ pub fn compare_replicas(
         return Ok(());
     }
     optimizer.gather(model, collective)?;
-    let own = backend.alloc(DType::F32, CHECKSUM_DIGITS)?;
-    let all = backend.alloc(DType::F32, world * CHECKSUM_DIGITS)?;
-    backend.run(Checksum { x: optimizer.replica(model).all(), out: own.all() })?;
+    let (sharding, replica) = (optimizer.sharding(), optimizer.replica(model));
+    let ranges = ranges(sharding, replica.len());
+    let own = backend.alloc(DType::F32, ranges.len() * CHECKSUM_DIGITS)?;
+    let all = backend.alloc(DType::F32, world * own.len())?;
+    for (index, (_, range)) in ranges.iter().enumerate() {
+        let out = own.slice(index * CHECKSUM_DIGITS..(index + 1) * CHECKSUM_DIGITS);
+        backend.run(Checksum { x: replica.slice(range.clone()), out })?;
+    }
     let buckets = vec![[own.lend(0..own.len()), all.lend(0..all.len())]];
     collective.run(Operation::AllGather { buckets })?;
     let mut digits = vec![0.0; all.len()];
     backend.read_f32(all.all(), &mut digits)?;
     collective.check()?;
-    let checksums: Vec<&[f32]> = digits.chunks_exact(CHECKSUM_DIGITS).collect();
-    match differing(&checksums) {
-        ranks if ranks.is_empty() => Ok(()),
-        ranks => Err(WorkerError::ReplicasDiffer { step, ranks }),
+    let checksums: Vec<&[f32]> = digits.chunks_exact(own.len()).collect();
+    let mut differing_ranks = BTreeSet::new();
+    for (index, (among, _)) in ranges.iter().enumerate() {
+        let sets = sharding.groups().sets(*among);
+        for set in &sets {
+            let of = |rank: &usize| &checksums[*rank][index * CHECKSUM_DIGITS..(index + 1) * CHECKSUM_DIGITS];
+            let different = differing(&set.iter().map(of).collect::<Vec<_>>());
+            differing_ranks.extend(different.into_iter().map(|member| set[member]));
+        }
     }
+    let ranks: Vec<u32> = differing_ranks.into_iter().filter_map(|rank| u32::try_from(rank).ok()).collect();
+    if ranks.is_empty() { Ok(()) } else { Err(WorkerError::ReplicasDiffer { step, ranks }) }
 }
 
 /// Returns the ranks whose checksum is not that of the largest group of equal ones; all ranks if no group is the
 /// largest.
-fn differing<T: PartialEq>(checksums: &[T]) -> Vec<u32> {
+fn differing<T: PartialEq>(checksums: &[T]) -> Vec<usize> {
     let group_size = |checksum: &T| checksums.iter().filter(|other| *other == checksum).count();
     let sizes: Vec<usize> = checksums.iter().map(group_size).collect();
     let largest = sizes.iter().copied().max().unwrap_or(0);

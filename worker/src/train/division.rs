@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use xlaunch_comm::{Sharding, Slots, bucket};
+use xlaunch_comm::{Groups, Sharding, Slots, bucket};
 use xlaunch_engine::{DType, GROUP_CHUNK};
 use xlaunch_spec::job::{JobSpec, Shard, WireDtype};
 
@@ -41,14 +41,15 @@ impl Division {
     ) -> Self {
         let cap = (spec.comm.bucket_mb * f64::from(1 << 20)) as usize;
         let size = wire_dtype(spec, activations).size();
-        let plan = bucket::Plan::new(&layout.trained().ends(), ALIGN, size, cap, FIRST_BUCKET_BYTES);
+        let plan = bucket::Plan::of_ranks(layout.ends_among(), ALIGN, size, cap, FIRST_BUCKET_BYTES);
+        let groups = Groups { rank, world: ranks, size: layout.expert_groups.size };
         let slots = (shard >= Shard::Gradients).then(|| Slots::shared(&plan, &parts(layout), &layout.kept()));
         Self {
             weights: slots.clone().filter(|_| shard >= Shard::Parameters),
             gradients: slots,
             sharding: match shard {
-                Shard::Auto | Shard::None => Sharding::replicated(plan, rank, ranks),
-                _ => Sharding::new(plan, GROUP_CHUNK, rank, ranks),
+                Shard::Auto | Shard::None => Sharding::replicated(plan, groups),
+                _ => Sharding::new(plan, GROUP_CHUNK, groups),
             },
         }
     }

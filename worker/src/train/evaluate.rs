@@ -17,7 +17,7 @@ use super::replay::{Replay, Work};
 use crate::data::{self, HeldOut, Mixture};
 use crate::error::Result;
 use crate::fail::{self, Place};
-use crate::model::{BackendHandle, Model};
+use crate::model::{BackendHandle, Model, Progress};
 use crate::optim::AdamW;
 use crate::phase;
 
@@ -45,7 +45,7 @@ impl Evaluator {
             losses: backend.alloc_persistent(DType::F32, batch.rows().count())?,
             batch,
             gathers: Gathers::new(division, &parts, spec.comm.overlap, true),
-            together: division.weights.is_some(),
+            together: division.weights.is_some() || model.layout.expert_groups.size > 1,
             replay: Replay::new(backend, spec.engine.exec),
             backend: backend.clone(),
         })
@@ -116,10 +116,17 @@ impl Evaluator {
     pub fn run(&self, model: &Model, optimizer: &AdamW, collective: &mut dyn Collective) -> Result<()> {
         self.replay.run(Work::Evaluate, || {
             let mut part = 0..;
-            let acts =
-                model.forward_with_gathers(self.batch.rows(), self.batch.tokens(), || -> Result<()> {
-                    self.gathers.begin_part(part.next().unwrap_or(0), model, optimizer, collective).map(drop)
-                })?;
+            let progress = |progress| -> Result<()> {
+                match progress {
+                    Progress::NextPart => {
+                        let part = part.next().unwrap_or(0);
+                        self.gathers.begin_part(part, model, optimizer, collective).map(drop)
+                    }
+                    Progress::Exchange(operation) => Ok(collective.exchange(operation)?),
+                    Progress::Finished(_) => Ok(()),
+                }
+            };
+            let acts = model.forward_with_progress(self.batch.rows(), self.batch.tokens(), progress)?;
             Ok(model.loss(&acts, self.batch.targets(), self.losses.all())?)
         })
     }

@@ -126,14 +126,18 @@ impl Gradients {
         let sent = self.sent();
         let lend = |bucket| sent.lend(self.arena().place(bucket));
         let dtype = sent.dtype();
-        Ok(collective.start(match &self.shard {
-            None => Operation::AllReduce { buckets: buckets.iter().map(lend).collect(), dtype },
-            Some(shard) => {
-                let own = |bucket| shard.lend(self.sharding.in_shard(bucket));
-                let pairs = buckets.iter().map(|bucket| [lend(bucket), own(bucket)]);
-                Operation::ReduceScatter { buckets: pairs.collect(), dtype }
-            }
-        })?)
+        for (among, buckets) in self.sharding.plan().runs(buckets) {
+            let operation = match &self.shard {
+                None => Operation::AllReduce { buckets: buckets.iter().map(lend).collect(), dtype },
+                Some(shard) => {
+                    let own = |bucket| shard.lend(self.sharding.in_shard(bucket));
+                    let pairs = buckets.iter().map(|bucket| [lend(bucket), own(bucket)]);
+                    Operation::ReduceScatter { buckets: pairs.collect(), dtype }
+                }
+            };
+            collective.start_among(among, operation)?;
+        }
+        Ok(())
     }
 
     /// Returns whether a micro-step is to be reduced, which for the last one is always the case.

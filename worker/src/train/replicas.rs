@@ -1,14 +1,27 @@
 //! Comparisons and agreements of ranks between steps.
 
-use xlaunch_comm::{Collective, Operation};
+use std::ops::Range;
+
+use xlaunch_comm::{Among, Collective, Operation, Sharding};
 use xlaunch_engine::{Accumulate, Cast, DType, Scale, Sum, Tensor};
 
 use crate::error::Result;
 use crate::model::BackendHandle;
 
-/// Returns the largest absolute difference between this rank's `arena` and rank 0's. Every rank calls it.
+/// Returns the ranges of a tensor with `len` parameters, and the ranks that have each of them.
+pub(super) fn ranges(sharding: &Sharding, len: usize) -> Vec<(Among, Range<usize>)> {
+    if sharding.groups().size == 1 {
+        return vec![(Among::All, 0..len)];
+    }
+    let of = |among| sharding.ranges(among).into_iter().map(move |range| (among, range));
+    [Among::All, Among::Peers].into_iter().flat_map(of).collect()
+}
+
+/// Returns the largest absolute difference between this rank's `arena` and rank 0's, in the ranges that both have.
+/// Every rank calls it.
 pub fn max_difference_to_rank_0(
     backend: &BackendHandle,
+    sharding: &Sharding,
     arena: &Tensor,
     collective: &mut dyn Collective,
 ) -> Result<f64> {
@@ -19,7 +32,10 @@ pub fn max_difference_to_rank_0(
     let (mut theirs, mut ours) = (vec![0.0; len], vec![0.0; len]);
     backend.read_f32(reference.all(), &mut theirs)?;
     backend.read_f32(arena.all(), &mut ours)?;
-    let differences = theirs.iter().zip(&ours).map(|(a, b)| f64::from((a - b).abs()));
+    let is_shared = |(among, _): &(Among, Range<usize>)| sharding.groups().set(*among) == 0;
+    let shared = ranges(sharding, len).into_iter().filter(is_shared).map(|(_, range)| range);
+    let pairs = shared.flat_map(|range| theirs[range.clone()].iter().zip(&ours[range]));
+    let differences = pairs.map(|(a, b)| f64::from((a - b).abs()));
     Ok(differences.fold(0.0, f64::max))
 }
 

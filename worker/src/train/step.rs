@@ -15,6 +15,9 @@
 //! compute stream: forward . . . . , backward ------> wait . grad norm .                      . AdamW . read back
 //! comm stream:    gather n . ... . 0     reduce-scatter ^              loss, flags and norm ^
 //! ```
+//! If ranks divide experts among themselves, they have parts of the norm as well, and both passes exchange tokens
+//! within groups of ranks.
+//!
 //! With sharded gradients, every micro-step is reduced, and backward waits for the reduce-scatters whose memory it
 //! reuses. With sharded parameters, both passes gather parameters block by block, one block ahead (see
 //! [`xlaunch_comm::Slots`]).
@@ -22,8 +25,10 @@
 //! All data that changes from step to step (tokens, targets, flags, the optimizer's scalars) is written to device
 //! memory before the work that reads it is enqueued, so the work itself can be captured and replayed: see [`Replay`].
 
-use xlaunch_comm::{Collective, Operation, Sharding, Wait, bucket};
-use xlaunch_engine::{Accumulate, DType, Mark, PendingRead, SquaredNorm, Tensor};
+use std::ops::Range;
+
+use xlaunch_comm::{Among, Collective, Operation, Sharding, Wait, bucket};
+use xlaunch_engine::{Accumulate, DType, Mark, PendingRead, Scale, Slice, SquaredNorm, Sum, Tensor};
 use xlaunch_proto::v1::Phase;
 use xlaunch_spec::job::JobSpec;
 
@@ -299,7 +304,11 @@ impl Stepper {
             }
             Ok(())
         };
-        let acts = model.forward_with_gathers(rows, self.batch.tokens(), || next_part(collective))?;
+        let acts = model.forward_with_progress(rows, self.batch.tokens(), |progress| match progress {
+            Progress::NextPart => next_part(collective),
+            Progress::Exchange(operation) => Ok(collective.exchange(operation)?),
+            Progress::Finished(_) => Ok(()),
+        })?;
         if let Some(routing) = &model.routing {
             self.start_loads(routing, collective, first)?;
         }
@@ -339,6 +348,7 @@ impl Stepper {
                         fail::at(Place::Backward);
                     }
                     Progress::Finished(_) => {}
+                    Progress::Exchange(operation) => collective.exchange(operation)?,
                 }
                 Ok(())
             },
@@ -352,7 +362,36 @@ impl Stepper {
             routing.begin_step(&self.backend)?;
         }
         let buckets = vec![routing.loads.lend(0..routing.loads.len())];
-        Ok(collective.start(Operation::AllReduce { buckets, dtype: DType::F32 })?)
+        // The ranks of a group have already added up theirs.
+        Ok(collective.start_among(Among::Peers, Operation::AllReduce { buckets, dtype: DType::F32 })?)
+    }
+
+    /// Returns the gradients whose squares this rank adds up, so that all ranks together count each one once if the sum
+    /// is all-reduced.
+    fn counted(&self, grads: &Tensor) -> Vec<Range<usize>> {
+        let groups = self.sharding.groups();
+        if self.sharding.is_sharded() || groups.size == 1 {
+            return std::iter::once(0..grads.len()).collect();
+        }
+        let first = [Among::All, Among::Peers].into_iter().filter(|among| groups.member(*among).0 == 0);
+        first.flat_map(|among| self.sharding.ranges(among)).collect()
+    }
+
+    /// Writes the sum of the squares of these gradients to `out`.
+    fn squared_norm(&self, grads: &Tensor, counted: &[Range<usize>], out: Slice<'_>) -> Result<()> {
+        if let [range] = counted {
+            return Ok(self.backend.run(SquaredNorm { x: grads.slice(range.clone()), out })?);
+        }
+        if counted.is_empty() {
+            return Ok(self.backend.zero(out)?);
+        }
+        let parts = self.backend.alloc(DType::F32, counted.len())?;
+        for (index, range) in counted.iter().enumerate() {
+            let out = parts.slice(index..index + 1);
+            self.backend.run(SquaredNorm { x: grads.slice(range.clone()), out })?;
+        }
+        let (x, scale, acc) = (parts.all(), Scale::Constant(1.0), Accumulate::Overwrite);
+        Ok(self.backend.run(Sum { x, scale, out, acc })?)
     }
 
     /// Waits for the reduced gradients after the last micro-step, and runs the optimizer.
@@ -364,19 +403,19 @@ impl Stepper {
         let all_reduce = trace::span(Phase::AllReduce);
         fail::at(Place::AllReduce);
         let grads = self.gradients.reduced();
-        let norm = SquaredNorm { x: grads.all(), out: grad_norm_sq };
-        let sharded = self.sharding.is_sharded();
-        if sharded {
+        let counted = self.counted(grads);
+        let divided = self.sharding.is_sharded() || self.sharding.groups().size > 1;
+        if divided {
             collective.wait(Wait::All)?;
-            self.backend.run(norm)?;
+            self.squared_norm(grads, &counted, grad_norm_sq)?;
         }
         if let Some(routing) = &model.routing {
             routing.write_balance(&self.backend, self.results.slice(slot::BALANCE..slot::BALANCE + 1))?;
         }
         let buckets = vec![self.results.lend(0..slot::OWN_SECONDS)];
         collective.run(Operation::AllReduce { buckets, dtype: DType::F32 })?;
-        if !sharded {
-            self.backend.run(norm)?;
+        if !divided {
+            self.squared_norm(grads, &counted, grad_norm_sq)?;
         }
         drop(all_reduce);
         let _span = trace::span(Phase::Optimizer);

@@ -67,16 +67,20 @@ impl Rank {
         shape: ModelShape,
         backend: BackendHandle,
         spec: &JobSpec,
-        collective: Box<dyn Collective>,
+        mut collective: Box<dyn Collective>,
     ) -> Self {
         let (rank, world) = (collective.rank(), collective.world_size());
+        if spec.comm.experts > 1 {
+            collective.divide(spec.comm.experts).unwrap();
+        }
         let dataset = Dataset::open(spec, &shape).unwrap();
         let threads = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
-        let weights = init::weights(&Layout::new(&shape), 7, &threads);
-        let (shard, layout) = (spec.shard(world, false, true), Layout::new(&shape));
+        let layout = Layout::of_rank(spec, &shape, rank, world).unwrap();
+        let weights = of_rank(&layout, &init::weights(&Layout::new(&shape), 7, &threads));
+        let shard = spec.shard(world, false, true);
         let division = Division::new(spec, &layout, backend.activation_dtype(), rank, world, shard);
-        let model =
-            Model::with_slots(&backend, &shape, division.weights.clone()).unwrap().with_job(spec, world);
+        let model = Model::of_layout(&backend, &shape, layout, division.weights.clone()).unwrap();
+        let model = model.with_job(spec, world);
         model.write_weights(0, &weights).unwrap();
         let optimizer = AdamW::new(&backend, &model, &weights, &division.sharding, spec).unwrap();
         let stepper = Stepper::new(&backend, &model, spec, &division, world).unwrap();
@@ -124,6 +128,15 @@ impl Rank {
         };
         self.optimizer.state(&self.model).map(read).concat()
     }
+}
+
+/// Returns a rank's part of the weights of a whole model.
+fn of_rank(layout: &Layout, whole: &[f32]) -> Vec<f32> {
+    let mut own = vec![0.0; layout.len];
+    for segment in layout.own_parts(&(0..whole.len())) {
+        own[segment.own].copy_from_slice(&whole[segment.whole]);
+    }
+    own
 }
 
 /// Calls `f` on threads, with the training state of each of `world` ranks.

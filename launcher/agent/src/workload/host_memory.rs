@@ -44,7 +44,7 @@ pub fn buffers_of_rank(available: Available, ranks: u32) -> u64 {
 /// Bytes of state that this node saves. `state` is the size of the whole job's state, which has `world` ranks, `ranks`
 /// of them on this node.
 pub fn saved_here(spec: &JobSpec, state: u64, ranks: u32, world: u32, cuda: bool, leads: bool) -> u64 {
-    let divides = spec.shard(world as usize, cuda, true) != Shard::None;
+    let divides = spec.shard(world as usize, cuda, true) != Shard::None || spec.comm.experts > 1;
     // If the nodes do not share a directory, the first node saves everything. That is known only when they begin.
     if ranks == world || (leads && !divides) {
         return state;

@@ -53,6 +53,11 @@ pub fn memory_use(spec: &JobSpec, state_bytes: u64, available: Option<u64>) -> R
         )),
         (MemorySnapshots::On, _) => Ok(MemoryUse { used: true, note: None }),
         (MemorySnapshots::Auto, _) if !restarts_from_checkpoints(spec) => Ok(MemoryUse::default()),
+        (MemorySnapshots::Auto, _) if spec.comm.experts > 1 => {
+            let note =
+                "restarts read checkpoints: with comm.experts above 1, there are no snapshots in memory";
+            Ok(MemoryUse { used: false, note: Some(note.into()) })
+        }
         (MemorySnapshots::Auto, Some(available)) if needed <= available / AUTO_PART => {
             Ok(MemoryUse { used: true, note: None })
         }

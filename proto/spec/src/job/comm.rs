@@ -5,6 +5,10 @@ use std::fmt;
 use serde::de::{self, Deserializer, IntoDeserializer, Visitor};
 use serde::{Deserialize, Serialize};
 
+use super::{JobSpec, MemorySnapshots};
+use crate::invalid::Invalid;
+use crate::model::ModelShape;
+
 /// Number of ranks of a node with the most GPUs in use. Parameters are aligned in the arena so that every bucket can be
 /// cut into this many equal shards; with other numbers of ranks, the last shard of a bucket is longer.
 pub const EQUAL_SHARDS: usize = 8;
@@ -20,6 +24,11 @@ pub struct CommSection {
     pub bucket_mb: f64,
     /// Element type in which gradients are all-reduced. Gradients of micro-steps are added in fp32.
     pub dtype: WireDtype,
+    /// Number of consecutive ranks of a node that divide the experts of a model among themselves (expert parallelism):
+    /// each has a part of the experts, with their gradients and optimizer state, and computes it for the tokens of all.
+    /// Divides the number of ranks of every node and `model.experts`. 1: every rank has all experts. With more, no text
+    /// is sampled, and snapshots are not kept in memory.
+    pub experts: usize,
     /// All-reduce buckets while backward is still running, and all-gather sharded parameters while forward is running.
     /// Turn it off only to measure its effect.
     pub overlap: bool,
@@ -35,7 +44,14 @@ pub struct CommSection {
 
 impl Default for CommSection {
     fn default() -> Self {
-        Self { bucket_mb: 25.0, dtype: WireDtype::Auto, overlap: true, shard: Shard::Auto, windows: false }
+        Self {
+            bucket_mb: 25.0,
+            dtype: WireDtype::Auto,
+            experts: 1,
+            overlap: true,
+            shard: Shard::Auto,
+            windows: false,
+        }
     }
 }
 
@@ -44,8 +60,8 @@ impl Default for CommSection {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Shard {
-    /// The setting that was fastest in our measurements: "optimizer" on 2, 4 or 8 GPUs that share the run's directory,
-    /// otherwise "none".
+    /// The setting that was fastest in our measurements: "optimizer" on 2, 4 or 8 GPUs that share the run's directory
+    /// and do not divide experts, otherwise "none".
     Auto,
     /// Nothing: all state is replicated.
     None,
@@ -63,13 +79,59 @@ pub enum Shard {
 impl CommSection {
     /// Returns the state that this many ranks shard, with or without a shared directory; never `Auto`.
     pub fn shard(&self, ranks: usize, cuda: bool, share_directory: bool) -> Shard {
-        let shards = cuda && share_directory && ranks > 1 && EQUAL_SHARDS.is_multiple_of(ranks);
+        let shards =
+            cuda && share_directory && ranks > 1 && EQUAL_SHARDS.is_multiple_of(ranks) && self.experts == 1;
         match self.shard {
             Shard::Auto if shards => Shard::Optimizer,
             Shard::Auto => Shard::None,
             _ if ranks == 1 => Shard::None,
             chosen => chosen,
         }
+    }
+}
+
+impl JobSpec {
+    /// Checks that this number of ranks can divide the experts of the model as `comm.experts` says. The number of ranks
+    /// is not known when the configuration is read.
+    pub fn check_experts(&self, ranks: usize) -> Result<(), Invalid> {
+        let group = self.comm.experts;
+        if ranks.is_multiple_of(group) {
+            return Ok(());
+        }
+        let problem = format!("{ranks} ranks cannot be divided into groups of {group}");
+        Err(Invalid::new("comm.experts", problem, format!("a divisor of {ranks}")))
+    }
+
+    /// Checks what divided experts require of the other values.
+    pub(super) fn check_divided_experts(&self, model: &ModelShape) -> Result<(), Invalid> {
+        let group = self.comm.experts;
+        let invalid = |key, problem: String, expected: &str| Err(Invalid::new(key, problem, expected.into()));
+        if group == 1 {
+            return Ok(());
+        }
+        if group == 0 {
+            return invalid("comm.experts", "0 is out of range".into(), "at least 1");
+        }
+        if model.experts == 0 {
+            return invalid(
+                "comm.experts",
+                "the model has no experts to divide".into(),
+                "1, or model.experts",
+            );
+        }
+        if !model.experts.is_multiple_of(group) {
+            let problem = format!("model.experts = {} cannot be divided among {group} ranks", model.experts);
+            return invalid("comm.experts", problem, "a divisor of model.experts");
+        }
+        if self.comm.shard >= Shard::Gradients {
+            let problem = "gradients and parameters of divided experts cannot be sharded as well".into();
+            return invalid("comm.shard", problem, "\"none\" or \"optimizer\" with comm.experts above 1");
+        }
+        if self.checkpoint.memory == MemorySnapshots::On {
+            let problem = "ranks that divide experts keep no snapshots in memory".into();
+            return invalid("checkpoint.memory", problem, "\"auto\" or \"off\" with comm.experts above 1");
+        }
+        self.launch.nproc.map_or(Ok(()), |ranks| self.check_experts(ranks as usize))
     }
 }
 

@@ -177,6 +177,7 @@ impl JobSpec {
             Err(_) if self.checkpoint.init.is_some() && self.model.has_open_sizes() => return Ok(()),
             resolved => resolved?,
         };
+        self.check_divided_experts(&model)?;
         sizes::check(self, &model)?;
         self.lr_scale.check_model(&model)?;
         if self.lora.is_on() && !self.model.has_open_sizes() {

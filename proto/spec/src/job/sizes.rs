@@ -42,8 +42,9 @@ pub(super) fn check(spec: &JobSpec, model: &ModelShape) -> Result<(), Invalid> {
             format!("at most 2^62 tokens per run, {most} steps"),
         )
     })?;
-    // Every choice of an expert is a row.
-    let choices = if model.experts > 0 { model.experts_per_token as u64 } else { 1 };
+    // Every choice of an expert is a row, and ranks that divide experts may have the choices of all.
+    let choices =
+        if model.experts > 0 { (model.experts_per_token * spec.comm.experts.max(1)) as u64 } else { 1 };
     within(MAX_MICRO_STEP_TOKENS, batch, choices).map_err(|most| {
         let problem =
             format!("{choices} experts for each of {batch} tokens per micro-step do not fit in memory");

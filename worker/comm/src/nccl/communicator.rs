@@ -47,13 +47,34 @@ impl Communicator {
         // SAFETY: the caller's context is current; the function writes one pointer.
         let result = unsafe { (library.comm_init_rank)(&raw mut handle, ranks, id, this) };
         library.check("failed to join the communicator", result)?;
-        Ok(Arc::new(Self {
+        Ok(Self::of_handle(library, handle))
+    }
+
+    fn of_handle(library: &'static Library, handle: ncclComm_t) -> Arc<Self> {
+        Arc::new(Self {
             library,
             handle: Handle(handle),
             closed: AtomicBool::new(false),
             calls: Mutex::default(),
             failure: Mutex::default(),
-        }))
+        })
+    }
+
+    /// Creates a communicator of the ranks that pass the same `set`, ordered by `index`. Every rank calls it.
+    pub(super) fn split(&self, set: usize, index: usize) -> Result<Arc<Self>> {
+        let what = "failed to split the communicator for `comm.experts`";
+        let split = self.library.comm_split.ok_or_else(|| CommError::Nccl {
+            what,
+            reason: "this version has no ncclCommSplit; 2.18 or newer is needed".into(),
+        })?;
+        let mut handle: ncclComm_t = std::ptr::null_mut();
+        let config = std::ptr::null_mut();
+        // SAFETY: the communicator is alive during the call; null selects the default settings; the function writes one
+        // pointer, before it returns, as the communicator is blocking.
+        let result =
+            self.call(|_, comm| unsafe { split(comm, int(set), int(index), &raw mut handle, config) })?;
+        self.check_result(what, result)?;
+        Ok(Self::of_handle(self.library, handle))
     }
 
     /// Makes a call on the communicator, unless it is closed.
@@ -62,6 +83,18 @@ impl Communicator {
         // Check under the lock: an earlier abort has destroyed the handle.
         self.check()?;
         Ok(call(self.library, self.handle.0))
+    }
+
+    /// Makes a call for each of `items`, as one operation.
+    pub(super) fn call_each<T>(
+        &self,
+        what: &'static str,
+        items: &[T],
+        call: impl Fn(&Library, ncclComm_t, &T) -> ncclResult_t,
+    ) -> Result<()> {
+        let result =
+            self.call(|library, comm| library.group(items.iter().map(|item| call(library, comm, item))))?;
+        self.check_result(what, result)
     }
 
     /// Fails if the communicator has failed or was closed.

@@ -63,6 +63,8 @@ pub(super) struct Library {
         ncclComm_t,
         *mut c_void,
     ) -> ncclResult_t,
+    /// `None` before NCCL 2.18.
+    pub(super) comm_split: Option<CommSplit>,
     group_start: unsafe extern "C" fn() -> ncclResult_t,
     group_end: unsafe extern "C" fn() -> ncclResult_t,
     pub(super) comm_get_async_error: unsafe extern "C" fn(ncclComm_t, *mut ncclResult_t) -> ncclResult_t,
@@ -76,6 +78,10 @@ pub(super) struct Library {
     /// Keeps the functions above mapped.
     _library: libloading::Library,
 }
+
+/// `ncclCommSplit`: communicator, color, key, new communicator, and settings (`ncclConfig_t`; null for the defaults).
+pub(super) type CommSplit =
+    unsafe extern "C" fn(ncclComm_t, c_int, c_int, *mut ncclComm_t, *mut c_void) -> ncclResult_t;
 
 /// The functions that register and deregister windows.
 pub(super) struct WindowCalls {
@@ -142,6 +148,8 @@ impl Library {
             reduce: function!(b"ncclReduce\0"),
             all_gather: function!(b"ncclAllGather\0"),
             broadcast: function!(b"ncclBroadcast\0"),
+            // SAFETY: the type is the declaration in `nccl.h`.
+            comm_split: unsafe { library.get::<CommSplit>(b"ncclCommSplit\0") }.ok().map(|symbol| *symbol),
             group_start: function!(b"ncclGroupStart\0"),
             group_end: function!(b"ncclGroupEnd\0"),
             comm_get_async_error: function!(b"ncclCommGetAsyncError\0"),

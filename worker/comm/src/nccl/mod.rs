@@ -9,7 +9,12 @@
 //! is enqueued on the compute stream afterwards, including work on a block that the pool has reused, is ordered after
 //! the kernels that used the leases.
 //!
-//! A watchdog thread polls NCCL's asynchronous errors and aborts the communicator when it finds one.
+//! Operations among some ranks have communicators of their own. Those of a group that are
+//! [exchanged](Collective::exchange) are enqueued on the compute stream itself, between the kernels that write their
+//! operands and those that read their results, and never wait for gradients on the comm stream.
+//!
+//! A watchdog thread for each communicator polls NCCL's asynchronous errors and aborts the communicator when it finds
+//! one.
 
 mod communicator;
 mod library;
@@ -25,7 +30,7 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, sys::CUeve
 use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId};
 use xlaunch_pool::{DType, Lease, Space};
 
-use crate::collective::{AbortHandle, Collective, CommError, Operation, Result, Shards, Wait};
+use crate::collective::{AbortHandle, Among, Collective, CommError, Groups, Operation, Result, Shards, Wait};
 use communicator::Communicator;
 use library::Library;
 use windows::Windows;
@@ -47,9 +52,10 @@ pub fn unique_id() -> Result<[u8; 128]> {
 
 /// One rank of a communicator. Dropping it without [`finalize`](Collective::finalize) aborts it.
 pub struct Nccl {
-    rank: usize,
-    world: usize,
-    communicator: Arc<Communicator>,
+    groups: Groups,
+    all: Member,
+    /// This rank's group, and its peers. `None` without groups.
+    divided: Option<[Member; 2]>,
     compute: Arc<CudaStream>,
     stream: Arc<CudaStream>,
     /// Recorded on the compute stream before, and on the comm stream after, collectives. Both events are reused: a
@@ -63,7 +69,35 @@ pub struct Nccl {
     /// Leases of all other collectives in progress.
     leases: Vec<Lease>,
     windows: Windows,
+}
+
+/// This rank's place in a communicator, with the communicator's watchdog.
+struct Member {
+    communicator: Arc<Communicator>,
     watchdog: Option<JoinHandle<()>>,
+}
+
+impl Member {
+    fn new(communicator: Arc<Communicator>) -> Result<Self> {
+        let watched = communicator.clone();
+        let watchdog =
+            std::thread::Builder::new().name("nccl-watchdog".into()).spawn(move || watched.watch());
+        let watchdog = watchdog.map_err(|error| CommError::Nccl {
+            what: "failed to start the watchdog",
+            reason: error.to_string(),
+        })?;
+        Ok(Self { communicator, watchdog: Some(watchdog) })
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        self.communicator.abort();
+        if let Some(watchdog) = self.watchdog.take() {
+            // If the watchdog panicked, the panic was printed already.
+            let _ = watchdog.join();
+        }
+    }
 }
 
 /// Collectives of one kind that have not been waited for, oldest first.
@@ -81,7 +115,7 @@ struct Group {
 
 impl fmt::Debug for Nccl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Nccl(rank {} of {})", self.rank, self.world)
+        write!(f, "Nccl(rank {} of {})", self.groups.rank, self.groups.world)
     }
 }
 
@@ -94,16 +128,11 @@ impl Nccl {
         context.bind_to_thread().map_err(cuda("failed to use the context"))?;
         let event = || new_event(&context);
         let stream = context.new_stream_with_priority(-1).map_err(cuda("failed to create a stream"))?;
-        let communicator = Communicator::join(rank, world, id)?;
-        let watched = communicator.clone();
-        let watchdog =
-            std::thread::Builder::new().name("nccl-watchdog".into()).spawn(move || watched.watch()).map_err(
-                |error| CommError::Nccl { what: "failed to start the watchdog", reason: error.to_string() },
-            )?;
+        let all = Member::new(Communicator::join(rank, world, id)?)?;
         Ok(Self {
-            rank,
-            world,
-            communicator,
+            groups: Groups::single(rank, world),
+            all,
+            divided: None,
             compute_done: event()?,
             comm_done: event()?,
             pending_gathers: Pending::new(),
@@ -113,7 +142,6 @@ impl Nccl {
             stream,
             leases: Vec::new(),
             windows: Windows::default(),
-            watchdog: Some(watchdog),
         })
     }
 
@@ -127,11 +155,11 @@ impl Nccl {
     /// Calls NCCL on the leased memory of each bucket and keeps the leases.
     fn enqueue(
         &mut self,
-        what: &'static str,
+        (what, among): (&'static str, Among),
         buckets: Vec<Lease>,
         call: impl Fn(&Library, ncclComm_t, &Lease) -> ncclResult_t,
     ) -> Result<()> {
-        let started = self.call(what, &buckets, call);
+        let started = self.call((what, among), &buckets, call);
         self.leases.extend(buckets);
         started
     }
@@ -139,13 +167,13 @@ impl Nccl {
     /// Same as `enqueue`, with an event recorded afterwards. Returns the group to wait for.
     fn enqueue_with_event(
         &mut self,
-        what: &'static str,
+        (what, among): (&'static str, Among),
         buckets: Vec<[Lease; 2]>,
         call: impl Fn(&Library, ncclComm_t, &[Lease; 2]) -> ncclResult_t,
     ) -> Result<Group> {
         let done = self.spare_events.pop().map_or_else(|| new_event(self.compute.context()), Ok);
         let started = done.and_then(|done| {
-            self.call(what, &buckets, call)?;
+            self.call((what, among), &buckets, call)?;
             done.record(&self.stream).map_err(order_error)?;
             Ok(done)
         });
@@ -161,16 +189,33 @@ impl Nccl {
 
     fn call<B>(
         &mut self,
-        what: &'static str,
+        (what, among): (&'static str, Among),
         buckets: &[B],
         call: impl Fn(&Library, ncclComm_t, &B) -> ncclResult_t,
     ) -> Result<()> {
         self.check()?;
         self.wait_for_compute()?;
-        let result = self
-            .communicator
-            .call(|library, comm| library.group(buckets.iter().map(|bucket| call(library, comm, bucket))))?;
-        self.communicator.check_result(what, result)
+        self.member(among)?.call_each(what, buckets, call)
+    }
+
+    /// Returns the communicator of these ranks.
+    fn member(&self, among: Among) -> Result<&Communicator> {
+        let member = match (among, &self.divided) {
+            // Without groups, all ranks have the same parameters.
+            (Among::All, _) | (Among::Peers, None) => &self.all,
+            (Among::Group, Some([group, _])) => group,
+            (Among::Peers, Some([_, peers])) => peers,
+            (Among::Group, None) => {
+                let what = "failed to start an operation of a group";
+                return Err(CommError::Nccl { what, reason: "there are no groups".into() });
+            }
+        };
+        Ok(&member.communicator)
+    }
+
+    /// Returns all communicators.
+    fn members(&self) -> impl Iterator<Item = &Member> {
+        self.divided.iter().flatten().chain([&self.all])
     }
 
     /// Orders the compute stream after the oldest bucket, and thereby after all buckets of its group.
@@ -204,30 +249,41 @@ impl Nccl {
 
 impl Collective for Nccl {
     fn rank(&self) -> usize {
-        self.rank
+        self.groups.rank
     }
 
     fn world_size(&self) -> usize {
-        self.world
+        self.groups.world
+    }
+
+    fn divide(&mut self, size: usize) -> Result<()> {
+        self.groups.size = size;
+        let split = |among| {
+            let communicator =
+                self.all.communicator.split(self.groups.set(among), self.groups.member(among).0)?;
+            Member::new(communicator)
+        };
+        self.divided = Some([split(Among::Group)?, split(Among::Peers)?]);
+        Ok(())
     }
 
     fn register(&mut self, memory: Lease) -> Result<bool> {
         let (windows, stream) = (&mut self.windows, &self.stream);
         let result =
-            self.communicator.call(|library, comm| windows.register(library, comm, stream, memory))?;
+            self.all.communicator.call(|library, comm| windows.register(library, comm, stream, memory))?;
         self.check()?;
         result
     }
 
-    fn start(&mut self, operation: Operation) -> Result<()> {
-        operation.expect_shards(self.rank, self.world);
-        let (stream, sum) = (self.stream.cu_stream().cast(), ncclRedOp_t::ncclSum);
-        let bytes = ncclDataType_t::ncclUint8;
-        let (rank, world, last) = (self.rank, self.world, communicator::int(self.world - 1));
+    fn start_among(&mut self, among: Among, operation: Operation) -> Result<()> {
+        let member = self.groups.member(among);
+        operation.expect_shards(member);
+        let stream = self.stream.cu_stream().cast();
         match operation {
             Operation::AllReduce { buckets, dtype } => {
-                let kind = data_type(dtype);
-                self.enqueue("failed to start an all-reduce", buckets, |library, comm, elements| {
+                let (kind, sum) = (data_type(dtype), ncclRedOp_t::ncclSum);
+                let what = ("failed to start an all-reduce", among);
+                self.enqueue(what, buckets, |library, comm, elements| {
                     let (data, count) = (address(elements), elements.bytes() / dtype.size());
                     // SAFETY: the lease gives exclusive access to `count` elements of device memory until they are
                     // waited for, which orders the compute stream after this call; in place is allowed; the stream
@@ -236,51 +292,57 @@ impl Collective for Nccl {
                 })
             }
             Operation::ReduceScatter { buckets, dtype } => {
-                let (kind, what) = (data_type(dtype), "failed to start a reduce-scatter");
-                let group = self.enqueue_with_event(what, buckets, |library, comm, [from, into]| {
-                    let Shards { equal, rest } = Shards::new(from.bytes(), into.bytes(), rank, world);
-                    let (from, into) = (address(from), address(into));
-                    let [count, others] = [equal, rest].map(|bytes| bytes / dtype.size());
-                    // SAFETY: as above; `into` has `count` elements, `from` has `count` per rank, and two leases never
-                    // overlap.
-                    let equal_shards =
-                        || unsafe { (library.reduce_scatter)(from, into, count, kind, sum, comm, stream) };
-                    // SAFETY: as above; after that, both have `others` elements on the last rank, and `from` on all;
-                    // NCCL does not use `into` on other ranks.
-                    let rest = || unsafe {
-                        let (from, into) = (from.byte_add(equal * world), into.byte_add(equal));
-                        (library.reduce)(from, into, others, kind, sum, last, comm, stream)
-                    };
-                    both((count > 0).then_some(equal_shards), (others > 0).then_some(rest))
+                let what = ("failed to start a reduce-scatter", among);
+                let group = self.enqueue_with_event(what, buckets, |library, comm, pair| {
+                    // SAFETY: as above.
+                    unsafe { reduce_scatter(library, comm, stream, member, pair, dtype) }
                 })?;
                 self.pending_scatters.push_back(group);
                 Ok(())
             }
             Operation::AllGather { buckets } => {
-                let what = "failed to start an all-gather";
-                let group = self.enqueue_with_event(what, buckets, |library, comm, [from, into]| {
-                    let Shards { equal, rest } = Shards::new(into.bytes(), from.bytes(), rank, world);
-                    let (from, into) = (address(from), address(into));
-                    // SAFETY: as in a reduce-scatter, with bytes as elements and the roles of the two swapped.
-                    let equal_shards =
-                        || unsafe { (library.all_gather)(from, into, equal, bytes, comm, stream) };
+                let what = ("failed to start an all-gather", among);
+                let group = self.enqueue_with_event(what, buckets, |library, comm, pair| {
                     // SAFETY: as above.
-                    let others = || unsafe {
-                        let (from, into) = (from.byte_add(equal), into.byte_add(equal * world));
-                        (library.broadcast)(from, into, rest, bytes, last, comm, stream)
-                    };
-                    both((equal > 0).then_some(equal_shards), (rest > 0).then_some(others))
+                    unsafe { all_gather(library, comm, stream, member, pair) }
                 })?;
                 self.pending_gathers.push_back(group);
                 Ok(())
             }
             Operation::Broadcast { elements, root } => {
-                let root = communicator::int(root);
-                self.enqueue("failed to start a broadcast", vec![elements], |library, comm, elements| {
+                let (root, bytes) = (communicator::int(root), ncclDataType_t::ncclUint8);
+                let what = ("failed to start a broadcast", Among::All);
+                self.enqueue(what, vec![elements], |library, comm, elements| {
                     let (data, count) = (address(elements), elements.bytes());
                     // SAFETY: as in an all-reduce, with bytes as elements.
                     unsafe { (library.broadcast)(data, data, count, bytes, root, comm, stream) }
                 })
+            }
+        }
+    }
+
+    fn exchange(&mut self, operation: Operation) -> Result<()> {
+        let member = self.groups.member(Among::Group);
+        operation.expect_shards(member);
+        self.check()?;
+        let (stream, group) = (self.compute.cu_stream().cast(), self.member(Among::Group)?);
+        // The leases end at the end of this function: the compute stream orders all later uses of their memory, also by
+        // the comm stream, which waits for it.
+        match operation {
+            Operation::ReduceScatter { buckets, dtype } => {
+                group.call_each("failed to exchange a reduce-scatter", &buckets, |library, comm, pair| {
+                    // SAFETY: as in `start_among`, on a stream that orders other work by itself.
+                    unsafe { reduce_scatter(library, comm, stream, member, pair, dtype) }
+                })
+            }
+            Operation::AllGather { buckets } => {
+                group.call_each("failed to exchange an all-gather", &buckets, |library, comm, pair| {
+                    // SAFETY: as above.
+                    unsafe { all_gather(library, comm, stream, member, pair) }
+                })
+            }
+            Operation::AllReduce { .. } | Operation::Broadcast { .. } => {
+                panic!("only shards are exchanged in groups")
             }
         }
     }
@@ -295,12 +357,12 @@ impl Collective for Nccl {
     }
 
     fn check(&self) -> Result<()> {
-        self.communicator.check()
+        self.members().try_for_each(|member| member.communicator.check())
     }
 
     fn abort_handle(&self) -> AbortHandle {
-        let communicator = self.communicator.clone();
-        AbortHandle::new(move || communicator.abort())
+        let communicators: Vec<_> = self.members().map(|member| member.communicator.clone()).collect();
+        AbortHandle::new(move || communicators.iter().for_each(|communicator| communicator.abort()))
     }
 
     fn finalize(mut self: Box<Self>) -> Result<()> {
@@ -313,9 +375,64 @@ impl Collective for Nccl {
         self.pending_gathers.clear();
         self.pending_scatters.clear();
         self.leases.clear();
+        for member in self.divided.iter().flatten() {
+            member.communicator.close(|_, _| Ok(()))?;
+        }
         let windows = &mut self.windows;
-        self.communicator.close(|library, comm| windows.deregister(library, comm))
+        self.all.communicator.close(|library, comm| windows.deregister(library, comm))
     }
+}
+
+/// Adds a bucket of all ranks of a communicator, of which this one is `(rank, world)`, and writes this rank's shard.
+///
+/// # Safety
+/// The caller has exclusive access to both leases, in the order of the stream, and the communicator is alive.
+unsafe fn reduce_scatter(
+    library: &Library,
+    comm: ncclComm_t,
+    stream: *mut c_void,
+    (rank, world): (usize, usize),
+    [from, into]: &[Lease; 2],
+    dtype: DType,
+) -> ncclResult_t {
+    let (kind, sum, last) = (data_type(dtype), ncclRedOp_t::ncclSum, communicator::int(world - 1));
+    let Shards { equal, rest } = Shards::new(from.bytes(), into.bytes(), rank, world);
+    let (from, into) = (address(from), address(into));
+    let [count, others] = [equal, rest].map(|bytes| bytes / dtype.size());
+    // SAFETY: `into` has `count` elements, `from` has `count` per rank, and two leases never overlap; the rest is the
+    // caller's promise.
+    let equal_shards = || unsafe { (library.reduce_scatter)(from, into, count, kind, sum, comm, stream) };
+    // SAFETY: as above; after that, both have `others` elements on the last rank, and `from` on all; NCCL does not use
+    // `into` on other ranks.
+    let rest = || unsafe {
+        let (from, into) = (from.byte_add(equal * world), into.byte_add(equal));
+        (library.reduce)(from, into, others, kind, sum, last, comm, stream)
+    };
+    both((count > 0).then_some(equal_shards), (others > 0).then_some(rest))
+}
+
+/// Copies the shards of all ranks of a communicator, of which this one is `(rank, world)`, to a bucket.
+///
+/// # Safety
+/// As of [`reduce_scatter`].
+unsafe fn all_gather(
+    library: &Library,
+    comm: ncclComm_t,
+    stream: *mut c_void,
+    (rank, world): (usize, usize),
+    [from, into]: &[Lease; 2],
+) -> ncclResult_t {
+    let (bytes, last) = (ncclDataType_t::ncclUint8, communicator::int(world - 1));
+    let Shards { equal, rest } = Shards::new(into.bytes(), from.bytes(), rank, world);
+    let (from, into) = (address(from), address(into));
+    // SAFETY: as in a reduce-scatter, with bytes as elements and the roles of the two swapped.
+    let equal_shards = || unsafe { (library.all_gather)(from, into, equal, bytes, comm, stream) };
+    // SAFETY: as above.
+    let others = || unsafe {
+        let (from, into) = (from.byte_add(equal), into.byte_add(equal * world));
+        (library.broadcast)(from, into, rest, bytes, last, comm, stream)
+    };
+    both((equal > 0).then_some(equal_shards), (rest > 0).then_some(others))
 }
 
 /// Makes up to two calls, the second one only if the first does not fail.
@@ -349,15 +466,5 @@ fn data_type(dtype: DType) -> ncclDataType_t {
         DType::F32 => ncclDataType_t::ncclFloat32,
         DType::Bf16 => ncclDataType_t::ncclBfloat16,
         other => panic!("all-reduce of {} is not supported", other.name()),
-    }
-}
-
-impl Drop for Nccl {
-    fn drop(&mut self) {
-        self.communicator.abort();
-        if let Some(watchdog) = self.watchdog.take() {
-            // If the watchdog panicked, the panic was printed already.
-            let _ = watchdog.join();
-        }
     }
 }

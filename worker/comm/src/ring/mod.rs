@@ -7,7 +7,8 @@
 //! The elements are cut into one chunk per rank. Reduce-scatter: chunk c starts at rank c + 1 and travels around the
 //! ring while each rank adds its own part, `x[c] + (x[c-1] + ... + (x[c+2] + x[c+1]))`, so that rank c ends up with the
 //! sum of its chunk. All-gather: the sum travels around once more, to all other ranks. All-reduce is one after the
-//! other; the two are also available separately.
+//! other; the two are also available separately. An operation among some ranks goes around the whole ring, too: every
+//! set of ranks that takes part has a lane of its own, in which the others have zeros.
 //!
 //! Invariants:
 //! - each sum is computed once, in an order that depends only on the ranks, and then copied. So all ranks end up with
@@ -36,7 +37,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use crate::collective::{AbortHandle, Collective, CommError, Operation, Result, Wait};
+use crate::collective::{AbortHandle, Among, Collective, CommError, Groups, Operation, Result, Wait};
 pub use listen::RingListener;
 use thread::Job;
 use wire::Socket;
@@ -62,8 +63,7 @@ impl fmt::Debug for RingPlace<'_> {
 
 /// One rank's end of the ring. Dropping it without [`finalize`](Collective::finalize) breaks the ring for all ranks.
 pub struct Ring {
-    rank: usize,
-    world: usize,
+    groups: Groups,
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
     /// The comm thread's state after each bucket.
@@ -81,7 +81,7 @@ pub struct Ring {
 
 impl fmt::Debug for Ring {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Ring(rank {} of {})", self.rank, self.world)
+        write!(f, "Ring(rank {} of {})", self.groups.rank, self.groups.world)
     }
 }
 
@@ -125,8 +125,7 @@ impl Ring {
                 reason: format!("failed to start its thread: {error}"),
             })?;
         Ok(Self {
-            rank,
-            world,
+            groups: Groups::single(rank, world),
             jobs: Some(jobs),
             thread: Some(thread),
             done,
@@ -147,19 +146,34 @@ impl Ring {
             _ => Err(CommError::Aborted),
         }
     }
+
+    /// Waits for the first `number` buckets.
+    fn wait_for(&mut self, number: usize) -> Result<()> {
+        while self.ended < number {
+            self.state = self.done.recv().unwrap_or(Err(CommError::Aborted));
+            self.ended += 1;
+        }
+        // An abort shuts down the sockets, which the comm thread reports as a lost peer.
+        self.check().and(self.state.clone())
+    }
 }
 
 impl Collective for Ring {
     fn rank(&self) -> usize {
-        self.rank
+        self.groups.rank
     }
 
     fn world_size(&self) -> usize {
-        self.world
+        self.groups.world
     }
 
-    fn start(&mut self, operation: Operation) -> Result<()> {
-        operation.expect_shards(self.rank, self.world);
+    fn divide(&mut self, size: usize) -> Result<()> {
+        self.groups.size = size;
+        Ok(())
+    }
+
+    fn start_among(&mut self, among: Among, operation: Operation) -> Result<()> {
+        operation.expect_shards(self.groups.member(among));
         let (count, pending) = match &operation {
             Operation::AllReduce { buckets, .. } => (buckets.len(), None),
             Operation::ReduceScatter { buckets, .. } => (buckets.len(), Some(&mut self.scatters)),
@@ -170,7 +184,15 @@ impl Collective for Ring {
             pending.extend(self.started + 1..=self.started + count);
         }
         self.started += count;
-        self.submit(Job::Run(operation))
+        self.submit(Job::Run(operation, self.groups, among))
+    }
+
+    fn exchange(&mut self, operation: Operation) -> Result<()> {
+        let pending = (self.scatters.len(), self.gathers.len());
+        self.start_among(Among::Group, operation)?;
+        self.scatters.truncate(pending.0);
+        self.gathers.truncate(pending.1);
+        self.wait_for(self.started)
     }
 
     fn wait(&mut self, wait: Wait) -> Result<()> {
@@ -184,13 +206,7 @@ impl Collective for Ring {
                 Some(self.started)
             }
         };
-        let Some(number) = number else { return Ok(()) };
-        while self.ended < number {
-            self.state = self.done.recv().unwrap_or(Err(CommError::Aborted));
-            self.ended += 1;
-        }
-        // An abort shuts down the sockets, which the comm thread reports as a lost peer.
-        self.check().and(self.state.clone())
+        number.map_or(Ok(()), |number| self.wait_for(number))
     }
 
     fn check(&self) -> Result<()> {

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use xlaunch_pool::{DType, Mode, Pool, PoolBuf};
 
 use super::{Ring, RingListener, RingPlace};
-use crate::collective::{Collective, CommError, Operation, Wait};
+use crate::collective::{Among, Collective, CommError, Operation, Wait};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 const KEY: [u8; 32] = [7; 32];
@@ -287,7 +287,56 @@ fn shard_longer_than_that_of_the_last_rank_panics() {
     let pool = Pool::host(Mode::On);
     let (whole, own) = (pool.alloc::<u8>(700).unwrap(), pool.alloc::<u8>(400).unwrap());
     let buckets = vec![[own.lease(0..400), whole.lease(0..700)]];
-    Operation::AllGather { buckets }.expect_shards(0, 2);
+    Operation::AllGather { buckets }.expect_shards((0, 2));
+}
+
+/// Returns the results on each rank of operations among some ranks of 6 in groups of 2, with one number of each: sums
+/// over peers, what was gathered in the group, and the shard of a sum over the group.
+fn among_some() -> Vec<[Vec<u8>; 3]> {
+    on_ring(6, false, |mut ring| {
+        ring.divide(2).unwrap();
+        let (pool, dtype) = (Pool::host(Mode::On), DType::F32);
+        let number = (1 << ring.rank()) as f32;
+        let bytes = number.to_ne_bytes();
+        let twice = [bytes, (10.0 * number).to_ne_bytes()].concat();
+        let alloc = |bytes: &[u8]| {
+            let buf = pool.alloc::<u8>(bytes.len()).unwrap();
+            fill(&buf, bytes);
+            buf
+        };
+        let (summed, own, gathered) = (alloc(&bytes), alloc(&bytes), alloc(&[0; 8]));
+        let (whole, shard) = (alloc(&twice), alloc(&[0; 4]));
+        let (other, others) = (alloc(&bytes), alloc(&[0; 12]));
+        let buckets = vec![summed.lease(0..4)];
+        ring.start_among(Among::Peers, Operation::AllReduce { buckets, dtype }).unwrap();
+        let buckets = vec![[other.lease(0..4), others.lease(0..12)]];
+        ring.start_among(Among::Peers, Operation::AllGather { buckets }).unwrap();
+        ring.exchange(Operation::AllGather { buckets: vec![[own.lease(0..4), gathered.lease(0..8)]] })
+            .unwrap();
+        let buckets = vec![[whole.lease(0..8), shard.lease(0..4)]];
+        ring.exchange(Operation::ReduceScatter { buckets, dtype }).unwrap();
+        assert!(!whole.is_leased(0..8) && !gathered.is_leased(0..8), "exchanges have ended");
+        // The gather that was started before is still the oldest one.
+        ring.wait(Wait::OldestGather).unwrap();
+        assert!(!others.is_leased(0..12));
+        ring.wait(Wait::All).unwrap();
+        let results = [&summed, &gathered, &shard].map(contents);
+        ring.finalize().unwrap();
+        results
+    })
+}
+
+#[test]
+fn operations_among_some_ranks_do_not_mix_with_those_of_others() {
+    let bytes = |numbers: &[f32]| numbers.iter().flat_map(|number| number.to_ne_bytes()).collect::<Vec<u8>>();
+    for (rank, [summed, gathered, shard]) in among_some().into_iter().enumerate() {
+        // Rank r has 2^r.
+        let (group, position) = (rank / 2, rank % 2);
+        let first = (1 << (2 * group)) as f32;
+        assert_eq!(summed, bytes(&[[21.0, 42.0][position]]), "rank {rank}");
+        assert_eq!(gathered, bytes(&[first, 2.0 * first]), "rank {rank}");
+        assert_eq!(shard, bytes(&[[3.0, 30.0][position] * first]), "rank {rank}");
+    }
 }
 
 #[test]

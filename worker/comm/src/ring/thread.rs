@@ -8,11 +8,11 @@ use xlaunch_pool::{DType, Lease, Space};
 
 use super::announcement::{self, Announcement, Kind};
 use super::wire::{Side, Socket, exchange};
-use crate::collective::{CommError, Operation, Result, Shards};
+use crate::collective::{Among, CommError, Groups, Operation, Result, Shards};
 
 /// Work for the comm thread.
 pub(super) enum Job {
-    Run(Operation),
+    Run(Operation, Groups, Among),
     /// Ends when every rank has reached it.
     Barrier,
 }
@@ -47,22 +47,22 @@ impl Worker {
     pub(super) fn run(mut self, queue: &Receiver<Job>) {
         for job in queue {
             match job {
-                Job::Run(Operation::AllReduce { buckets, dtype }) => {
+                Job::Run(Operation::AllReduce { buckets, dtype }, groups, among) => {
                     for elements in buckets {
-                        self.bucket(|this| this.all_reduce(elements, dtype));
+                        self.bucket(|this| this.all_reduce(elements, dtype, Lanes::new(groups, among)));
                     }
                 }
-                Job::Run(Operation::ReduceScatter { buckets, dtype }) => {
-                    for [from, into] in buckets {
-                        self.bucket(|this| this.reduce_scatter(from, into, dtype));
+                Job::Run(Operation::ReduceScatter { buckets, dtype }, groups, among) => {
+                    for pair in buckets {
+                        self.bucket(|this| this.reduce_scatter(pair, dtype, Lanes::new(groups, among)));
                     }
                 }
-                Job::Run(Operation::AllGather { buckets }) => {
-                    for [from, into] in buckets {
-                        self.bucket(|this| this.all_gather(from, into));
+                Job::Run(Operation::AllGather { buckets }, groups, among) => {
+                    for pair in buckets {
+                        self.bucket(|this| this.all_gather(pair, Lanes::new(groups, among)));
                     }
                 }
-                Job::Run(Operation::Broadcast { elements, root }) => {
+                Job::Run(Operation::Broadcast { elements, root }, ..) => {
                     self.bucket(|this| this.broadcast(elements, root));
                 }
                 Job::Barrier => self.bucket(Self::barrier),
@@ -78,29 +78,34 @@ impl Worker {
         let _ = self.ended.send(self.state.clone());
     }
 
-    fn all_reduce(&mut self, mut lease: Lease, dtype: DType) -> Result<()> {
+    fn all_reduce(&mut self, mut lease: Lease, dtype: DType, lanes: Lanes) -> Result<()> {
         let bytes = host_bytes(&mut lease);
-        self.announce(Kind::AllReduce, bytes.len())?;
-        let chunks = self.even_chunks(bytes.len(), dtype.size());
-        self.reduce_scatter_chunks(bytes, &chunks, dtype)?;
-        self.all_gather_chunks(bytes, &chunks)
+        self.announce(Kind::AllReduce, lanes.count() * bytes.len())?;
+        let own = even_chunks(bytes.len(), dtype.size(), lanes.members());
+        let chunks = lanes.chunks(&own, bytes.len());
+        lanes.within(bytes, |bytes| {
+            self.reduce_scatter_chunks(bytes, &chunks, dtype)?;
+            self.all_gather_chunks(bytes, &chunks)
+        })
     }
 
-    fn reduce_scatter(&mut self, mut from: Lease, mut into: Lease, dtype: DType) -> Result<()> {
+    fn reduce_scatter(&mut self, [mut from, mut into]: [Lease; 2], dtype: DType, lanes: Lanes) -> Result<()> {
         let (bytes, own) = (host_bytes(&mut from), host_bytes(&mut into));
-        self.announce(Kind::ReduceScatter, bytes.len())?;
-        let shards = self.shards(bytes.len(), own.len());
-        self.reduce_scatter_chunks(bytes, &shards, dtype)?;
-        own.copy_from_slice(&bytes[shards[self.rank].clone()]);
+        self.announce(Kind::ReduceScatter, lanes.count() * bytes.len())?;
+        let shards = lanes.shards(bytes.len(), own.len());
+        let chunks = lanes.chunks(&shards, bytes.len());
+        lanes.within(bytes, |bytes| self.reduce_scatter_chunks(bytes, &chunks, dtype))?;
+        own.copy_from_slice(&bytes[shards[lanes.index()].clone()]);
         Ok(())
     }
 
-    fn all_gather(&mut self, mut from: Lease, mut into: Lease) -> Result<()> {
+    fn all_gather(&mut self, [mut from, mut into]: [Lease; 2], lanes: Lanes) -> Result<()> {
         let (own, bytes) = (host_bytes(&mut from), host_bytes(&mut into));
-        self.announce(Kind::AllGather, bytes.len())?;
-        let shards = self.shards(bytes.len(), own.len());
-        bytes[shards[self.rank].clone()].copy_from_slice(own);
-        self.all_gather_chunks(bytes, &shards)
+        self.announce(Kind::AllGather, lanes.count() * bytes.len())?;
+        let shards = lanes.shards(bytes.len(), own.len());
+        bytes[shards[lanes.index()].clone()].copy_from_slice(own);
+        let chunks = lanes.chunks(&shards, bytes.len());
+        lanes.within(bytes, |bytes| self.all_gather_chunks(bytes, &chunks))
     }
 
     /// Goes once around the ring. Afterwards this rank has the sum of chunk `rank`; other chunks hold partial sums.
@@ -168,19 +173,6 @@ impl Worker {
         Err(CommError::Disagree { peer, reason: format!("it is in {theirs}; this rank in {own}") })
     }
 
-    /// Returns one chunk per rank of a buffer of `bytes` bytes. Chunks consist of whole elements of `size` bytes, and
-    /// their lengths differ by at most one element.
-    fn even_chunks(&self, bytes: usize, size: usize) -> Vec<Range<usize>> {
-        let (count, n) = (bytes / size, self.world);
-        (0..n).map(|c| count * c / n * size..count * (c + 1) / n * size).collect()
-    }
-
-    /// Returns the shard of each rank in a buffer of `bytes` bytes, of which this rank has `own`.
-    fn shards(&self, bytes: usize, own: usize) -> Vec<Range<usize>> {
-        let (Shards { equal, .. }, n) = (Shards::new(bytes, own, self.rank, self.world), self.world);
-        (0..n).map(|rank| rank * equal..if rank + 1 == n { bytes } else { (rank + 1) * equal }).collect()
-    }
-
     fn exchange(&mut self, out: &[u8], into: &mut [u8]) -> Result<()> {
         exchange(&mut self.next, out, &mut self.previous, into).map_err(|(side, error)| {
             let peer = match side {
@@ -190,6 +182,72 @@ impl Worker {
             CommError::PeerLost { peer, reason: error.to_string() }
         })
     }
+}
+
+/// The sets of ranks that make the same operation side by side. Each has a lane, as long as the operation's buffer, in
+/// a longer buffer that goes around the ring.
+#[derive(Clone, Copy)]
+struct Lanes {
+    groups: Groups,
+    among: Among,
+}
+
+impl Lanes {
+    fn new(groups: Groups, among: Among) -> Self {
+        Self { groups, among }
+    }
+
+    /// Returns the number of ranks of each set.
+    fn members(self) -> usize {
+        self.groups.member(self.among).1
+    }
+
+    /// Returns the index of this rank in its set.
+    fn index(self) -> usize {
+        self.groups.member(self.among).0
+    }
+
+    fn count(self) -> usize {
+        self.groups.world / self.members()
+    }
+
+    /// Returns the shard of each rank of a set in a buffer of `bytes` bytes, of which this rank has `own`.
+    fn shards(self, bytes: usize, own: usize) -> Vec<Range<usize>> {
+        let (index, n) = self.groups.member(self.among);
+        let Shards { equal, .. } = Shards::new(bytes, own, index, n);
+        (0..n).map(|rank| rank * equal..if rank + 1 == n { bytes } else { (rank + 1) * equal }).collect()
+    }
+
+    /// Returns the chunk of each rank in all lanes, which are `len` bytes long. `parts` are those of the ranks of a
+    /// set.
+    fn chunks(self, parts: &[Range<usize>], len: usize) -> Vec<Range<usize>> {
+        let chunk = |rank| {
+            let of = Groups { rank, ..self.groups };
+            let (part, start) = (&parts[of.member(self.among).0], of.set(self.among) * len);
+            start + part.start..start + part.end
+        };
+        (0..self.groups.world).map(chunk).collect()
+    }
+
+    /// Calls `run` with all lanes, of which this rank has `own`.
+    fn within(self, own: &mut [u8], run: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
+        if self.count() == 1 {
+            return run(own);
+        }
+        let mut lanes = vec![0; self.count() * own.len()];
+        let start = self.groups.set(self.among) * own.len();
+        lanes[start..start + own.len()].copy_from_slice(own);
+        run(&mut lanes)?;
+        own.copy_from_slice(&lanes[start..start + own.len()]);
+        Ok(())
+    }
+}
+
+/// Returns one chunk for each of `n` ranks of a buffer of `bytes` bytes. Chunks consist of whole elements of `size`
+/// bytes, and their lengths differ by at most one element.
+fn even_chunks(bytes: usize, size: usize, n: usize) -> Vec<Range<usize>> {
+    let count = bytes / size;
+    (0..n).map(|c| count * c / n * size..count * (c + 1) / n * size).collect()
 }
 
 /// Returns the leased bytes.

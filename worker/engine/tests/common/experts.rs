@@ -125,6 +125,7 @@ impl Ops<'_> {
         let sort = SortByExpert {
             choices,
             experts: s.experts,
+            first: 0,
             chosen: chosen.all(),
             offsets: offsets.all(),
             choice_of: choice_of.all(),
@@ -149,9 +150,79 @@ impl Ops<'_> {
             [("weights", &weights), ("loads", &loads), ("losses", &losses), ("dlogits", &dlogits)]
                 .map(|(name, tensor)| (name, self.read(tensor)))
                 .into();
+        outputs.extend(self.some_experts(sizes, inputs, (s.experts / 3, sort), [&x, &weights]));
         outputs.extend(self.expert_rows(sizes, inputs, [&choice_of, &row_of], &x, &weights));
         outputs.extend(self.expert_layers(sizes, inputs, &offsets, acc));
         outputs
+    }
+
+    /// Computes outputs and gradients of the experts from `first` on, as a rank that has only these. The rows of the
+    /// others are NaN.
+    fn some_experts(
+        &self,
+        sizes: Sizes,
+        inputs: &Inputs,
+        (first, sort): (usize, SortByExpert<'_>),
+        [x, weights]: [&Tensor; 2],
+    ) -> Outputs {
+        let (b, s, choices) = (self.backend, sizes.route, sizes.choices());
+        let (experts, cols, outputs) = (s.experts - first, sizes.cols, sizes.outputs);
+        let ints = |len: usize| self.ints(&vec![i32::MAX; len]);
+        let (offsets, choice_of, row_of) = (ints(s.experts + 1), ints(choices), ints(choices));
+        let loads = self.out_f32(s.experts);
+        let [offsets_slice, loads_slice] = [&offsets, &loads].map(Tensor::all);
+        let sort = SortByExpert { first, offsets: offsets_slice, loads: loads_slice, ..sort };
+        b.run(SortByExpert { choice_of: choice_of.all(), row_of: row_of.all(), ..sort }).unwrap();
+        let (offsets, end) = (offsets.slice(0..experts + 1), Some(offsets.slice(experts..experts + 1)));
+        let (choice_of, row_of, weights) = (choice_of.all(), row_of.all(), weights.all());
+        let rows = self.out(choices * cols);
+        let shape = RowsShape { tokens: s.rows, chosen: s.chosen, cols };
+        b.run(GatherRows { shape, choice_of, x: x.all(), rows: rows.all(), end }).unwrap();
+        let (w, y) = (self.act(&inputs.w), self.out(choices * outputs));
+        let layer = |inputs| GroupedShape { rows: choices, experts, inputs, outputs };
+        let own = w.slice(first * cols * outputs..w.len());
+        b.run(GroupedForward { shape: layer(cols), offsets, x: rows.all(), w: own, y: y.all() }).unwrap();
+        let weight_gradient = |inputs: usize, dy: &Tensor, x: &Tensor| {
+            let (shape, dw) = (layer(inputs), self.grad(Accumulate::Overwrite, experts * outputs * inputs));
+            let (dy, x, acc) = (dy.all(), x.all(), Accumulate::Overwrite);
+            b.run(GroupedBackwardWeight { shape, offsets, dy, x, dw: dw.all(), acc }).unwrap();
+            self.read(&dw)
+        };
+        let shape = RowsShape { cols: outputs, ..shape };
+        let [sums, dx] = [(); 2].map(|()| self.out(s.rows * outputs));
+        let out = sums.all();
+        b.run(CombineRows { shape, row_of, weights, rows: y.all(), out, add: false, end }).unwrap();
+        b.run(GatherRowsBackward { shape, row_of, drows: y.all(), dx: dx.all(), add: false, end }).unwrap();
+        let dout = self.act(&inputs.dy[..s.rows * outputs]);
+        let (drows, dweights) = (self.out(choices * outputs), self.out_f32(choices));
+        b.run(CombineRowsBackward {
+            shape,
+            row_of,
+            weights,
+            rows: y.all(),
+            dout: dout.all(),
+            drows: drows.all(),
+            dweights: dweights.all(),
+            end,
+        })
+        .unwrap();
+        let mut found = vec![
+            ("loads in another order", self.read(&loads)),
+            ("weighted sums of some experts", self.read(&sums)),
+            ("sums of some experts", self.read(&dx)),
+            ("dweights of some experts", self.read(&dweights)),
+            ("dw of some experts", weight_gradient(cols, &drows, &rows)),
+        ];
+        if outputs % 2 == 0 {
+            let (activation, rows_of_all, ffn) = (Activation::Silu, choices, outputs / 2);
+            let (a, dh) = (self.out(choices * ffn), self.out(choices * outputs));
+            b.run(GluForward { activation, rows: rows_of_all, ffn, h: y.all(), a: a.all(), end }).unwrap();
+            let (h, da) = (y.all(), a.all());
+            b.run(GluBackward { activation, rows: rows_of_all, ffn, h, da, dh: dh.all(), end }).unwrap();
+            found.push(("dw of the second layer of some experts", weight_gradient(ffn, &drows, &a)));
+            found.push(("dw of the first layer of some experts", weight_gradient(cols, &dh, &rows)));
+        }
+        found
     }
 
     fn expert_rows(
@@ -166,16 +237,18 @@ impl Ops<'_> {
         let shape = RowsShape { tokens: s.rows, chosen: s.chosen, cols: sizes.cols };
         let (row_of, choice_of, weights) = (row_of.all(), choice_of.all(), weights.all());
         let rows = self.out(choices * sizes.cols);
-        b.run(GatherRows { shape, choice_of, x: x.all(), rows: rows.all() }).unwrap();
+        b.run(GatherRows { shape, choice_of, x: x.all(), rows: rows.all(), end: None }).unwrap();
         let y = self.act(&inputs.dy[..choices * sizes.cols]);
         let [sums, added] = [false, true].map(|add| {
             let out = if add { self.act(&inputs.x) } else { self.out(x.len()) };
-            b.run(CombineRows { shape, row_of, weights, rows: y.all(), out: out.all(), add }).unwrap();
+            b.run(CombineRows { shape, row_of, weights, rows: y.all(), out: out.all(), add, end: None })
+                .unwrap();
             out
         });
         let [dx, dx_added] = [false, true].map(|add| {
             let dx = if add { self.act(&inputs.x) } else { self.out(x.len()) };
-            b.run(GatherRowsBackward { shape, row_of, drows: y.all(), dx: dx.all(), add }).unwrap();
+            b.run(GatherRowsBackward { shape, row_of, drows: y.all(), dx: dx.all(), add, end: None })
+                .unwrap();
             dx
         });
         let (drows, dweights) = (self.out(y.len()), self.out_f32(choices));
@@ -187,6 +260,7 @@ impl Ops<'_> {
             dout: x.all(),
             drows: drows.all(),
             dweights: dweights.all(),
+            end: None,
         };
         b.run(backward).unwrap();
         let outputs = [

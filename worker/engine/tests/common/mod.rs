@@ -494,8 +494,9 @@ impl Ops<'_> {
         da: &[f32],
     ) -> Outputs {
         let (h, da, a, dh) = (self.act(h), self.act(da), self.out(da.len()), self.out(h.len()));
-        self.backend.run(GluForward { activation, rows, ffn, h: h.all(), a: a.all() }).unwrap();
-        let backward = GluBackward { activation, rows, ffn, h: h.all(), da: da.all(), dh: dh.all() };
+        self.backend.run(GluForward { activation, rows, ffn, h: h.all(), a: a.all(), end: None }).unwrap();
+        let backward =
+            GluBackward { activation, rows, ffn, h: h.all(), da: da.all(), dh: dh.all(), end: None };
         self.backend.run(backward).unwrap();
         vec![("a", self.read(&a)), ("dh", self.read(&dh))]
     }

@@ -43,7 +43,7 @@ impl Files {
 /// Returns the portion that rank 1 of 2 saves.
 fn portion(sharded: bool) -> Portion {
     let layout = Layout::new(&testing::shape());
-    Portion::new(&sharding(&layout, 1, 2, sharded), 1, 2)
+    Portion::new(&layout, &sharding(&layout, 1, 2, sharded), 1, 2)
 }
 
 /// Copies the portion of a rank after a step.

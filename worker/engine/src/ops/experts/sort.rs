@@ -32,9 +32,11 @@ pub struct SortByExpert<'a> {
     pub choices: usize,
     /// E.
     pub experts: usize,
+    /// The expert whose choices come first. The order of experts wraps around.
+    pub first: usize,
     /// (M,) I32, each below E.
     pub chosen: Slice<'a>,
-    /// (E + 1,) I32: the row at which each expert starts, then M.
+    /// (E + 1,) I32: the row at which each expert starts, in their order, then M.
     pub offsets: Slice<'a>,
     /// (M,) I32: the choice of each row.
     pub choice_of: Slice<'a>,
@@ -62,14 +64,16 @@ impl Op for SortByExpert<'_> {
             (a.write_i32(self.offsets, self.experts + 1), a.write(self.loads, self.experts));
         let (choice_of, row_of) = (a.write_i32(self.choice_of, m), a.write_i32(self.row_of, m));
         let mut order: Vec<usize> = (0..m).collect();
-        order.sort_by_key(|choice| chosen[*choice]);
+        let place = |expert: i32| (index(expert) + self.experts - self.first) % self.experts;
+        order.sort_by_key(|choice| place(chosen[*choice]));
         loads.fill(0.0);
         for (row, choice) in order.into_iter().enumerate() {
             (choice_of[row], row_of[choice]) = (signed(choice), signed(row));
             loads[index(chosen[choice])] += 1.0;
         }
         let mut start = 0;
-        for (offset, load) in offsets.iter_mut().zip(loads.iter().chain(&[0.0])) {
+        let (before, from_first) = loads.split_at(self.first);
+        for (offset, load) in offsets.iter_mut().zip(from_first.iter().chain(before).chain(&[0.0])) {
             *offset = start;
             #[expect(clippy::cast_possible_truncation, reason = "a whole number of choices")]
             let load = *load as i32;
@@ -78,8 +82,8 @@ impl Op for SortByExpert<'_> {
     }
 
     fn cuda(self, gpu: &Cuda) -> Result<()> {
-        let Self { choices, experts, chosen, offsets, choice_of, row_of, loads, scratch } = self;
-        assert!(experts <= MAX_EXPERTS, "{experts} experts");
+        let Self { choices, experts, first, chosen, offsets, choice_of, row_of, loads, scratch } = self;
+        assert!(experts <= MAX_EXPERTS && first < experts, "{experts} experts from {first}");
         [chosen, choice_of, row_of].into_iter().for_each(|x| expect(x, DType::I32, choices));
         expect(offsets, DType::I32, experts + 1);
         expect(loads, DType::F32, experts);
@@ -89,12 +93,12 @@ impl Op for SortByExpert<'_> {
         let (counts, starts) = (scratch.slice(0..counters / 2), scratch.slice(counters / 2..counters));
         let each_chunk = Launch::blocks(chunks, SORT_CHUNK as u32);
         let each_expert = Launch::blocks(experts, SORT_STARTS_THREADS as u32);
-        let places = args![chosen, starts, choice_of, row_of, choices, chunks];
+        let places = args![chosen, starts, choice_of, row_of, choices, experts, first, chunks];
         // SAFETY: checked above; chosen experts are below E by the operation's contract, so every counter exists, and
         // all choices together have M places.
         unsafe {
-            gpu.launch("sort_count", each_chunk, args![chosen, counts, choices, experts, chunks])?;
-            gpu.launch("sort_starts", each_expert, args![counts, starts, offsets, loads, chunks])?;
+            gpu.launch("sort_count", each_chunk, args![chosen, counts, choices, experts, first, chunks])?;
+            gpu.launch("sort_starts", each_expert, args![counts, starts, offsets, loads, first, chunks])?;
             gpu.launch("sort_places", each_chunk, places)
         }
     }

@@ -6,6 +6,7 @@ use super::{GluBackward, GluForward};
 use crate::cpu::math::simd;
 use crate::cpu::{Access, Threads};
 use crate::ops::activation::cpu::{Function, with_function};
+use crate::ops::experts::rows::{PADDING_ROWS, rows_end};
 
 /// Rows per task.
 const GLU_TASK_ROWS: usize = 32;
@@ -13,6 +14,10 @@ const GLU_TASK_ROWS: usize = 32;
 pub(crate) fn forward(t: &Threads, args: GluForward<'_>) {
     let (access, rows, ffn) = (Access::new("glu_forward"), args.rows, args.ffn);
     let (h, a) = (access.read(args.h, 2 * rows * ffn), access.write(args.a, rows * ffn));
+    let end = rows_end(&access, args.end, rows);
+    let (a, past) = a.split_at_mut(end * ffn);
+    past.iter_mut().take(PADDING_ROWS * ffn).for_each(|x| *x = 0.0);
+    let h = &h[..2 * end * ffn];
     with_function!(args.activation, F => activate::<F>(t, ffn, h, a));
 }
 
@@ -37,6 +42,10 @@ pub(crate) fn backward(t: &Threads, args: GluBackward<'_>) {
     let (access, len, ffn) = (Access::new("glu_backward"), args.rows * args.ffn, args.ffn);
     let (h, da) = (access.read(args.h, 2 * len), access.read(args.da, len));
     let dh = access.write(args.dh, 2 * len);
+    let end = rows_end(&access, args.end, args.rows);
+    let (dh, past) = dh.split_at_mut(2 * end * ffn);
+    past.iter_mut().take(2 * PADDING_ROWS * ffn).for_each(|x| *x = 0.0);
+    let (h, da) = (&h[..2 * end * ffn], &da[..end * ffn]);
     with_function!(args.activation, F => derive::<F>(t, ffn, h, da, dh));
 }
 

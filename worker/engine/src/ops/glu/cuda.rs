@@ -3,12 +3,15 @@
 //! Our own GEMM applies the activation, or its derivative, before it writes its result, which saves the pass in which a
 //! kernel reads and writes (N, 2 F) again. It runs where it is faster than a GEMM followed by a kernel.
 
+use xlaunch_pool::DType;
+
 use super::hopper::{self, Tiling};
 use super::{GluBackward, GluForward, GluLinearBackward, LinearGluForward};
 use crate::cuda::on_demand::{Compilation, OnDemand};
 use crate::cuda::variants::{Fastest, Site, Variant};
-use crate::cuda::{Arg, Gpu, Launch, Macro, Source, args, source, vec_threads};
+use crate::cuda::{Arg, Gpu, Launch, Macro, Source, args, expect, source, vec_threads};
 use crate::error::Result;
+use crate::ops::experts::rows::PADDING_ROWS;
 use crate::ops::linear::cuda as linear;
 use crate::ops::{Activation, LinearBackwardInput, LinearForward, LinearShape};
 
@@ -19,7 +22,11 @@ const GLU_SOURCE: Source = source!("glu/kernel.cu", after "activation/functions.
 
 /// Returns the source compiled for an activation.
 pub(crate) fn compilation(activation: Activation) -> Compilation {
-    let macros = vec![Macro::int("ACTIVATION", activation as usize), Macro::int("GLU_ROWS", GLU_ROWS)];
+    let macros = vec![
+        Macro::int("ACTIVATION", activation as usize),
+        Macro::int("GLU_ROWS", GLU_ROWS),
+        Macro::int("PADDING_ROWS", PADDING_ROWS),
+    ];
     (GLU_SOURCE, macros, vec!["glu_fwd", "glu_bwd"])
 }
 
@@ -57,21 +64,23 @@ pub(crate) struct Glu {
 
 impl Glu {
     pub(crate) fn forward(&self, gpu: &Gpu, args: GluForward<'_>) -> Result<()> {
-        let GluForward { activation, rows, ffn, h, a } = args;
+        let GluForward { activation, rows, ffn, h, a, end } = args;
         gpu.expect_act(h, 2 * rows * ffn);
         gpu.expect_act(a, rows * ffn);
+        end.into_iter().for_each(|end| expect(end, DType::I32, 1));
         let launch = Launch::blocks(rows.div_ceil(GLU_ROWS), vec_threads(gpu, ffn));
         // SAFETY: checked above.
-        unsafe { self.launch(gpu, (activation, "glu_fwd"), launch, args![h, a, rows, ffn]) }
+        unsafe { self.launch(gpu, (activation, "glu_fwd"), launch, args![h, a, end, rows, ffn]) }
     }
 
     pub(crate) fn backward(&self, gpu: &Gpu, args: GluBackward<'_>) -> Result<()> {
-        let GluBackward { activation, rows, ffn, h, da, dh } = args;
+        let GluBackward { activation, rows, ffn, h, da, dh, end } = args;
         [h, dh].into_iter().for_each(|x| gpu.expect_act(x, 2 * rows * ffn));
         gpu.expect_act(da, rows * ffn);
+        end.into_iter().for_each(|end| expect(end, DType::I32, 1));
         let launch = Launch::blocks(rows.div_ceil(GLU_ROWS), vec_threads(gpu, ffn));
         // SAFETY: checked above.
-        unsafe { self.launch(gpu, (activation, "glu_bwd"), launch, args![h, da, dh, rows, ffn]) }
+        unsafe { self.launch(gpu, (activation, "glu_bwd"), launch, args![h, da, dh, end, rows, ffn]) }
     }
 
     pub(crate) fn linear_forward(&self, gpu: &Gpu, args: LinearGluForward<'_>) -> Result<()> {
@@ -85,7 +94,7 @@ impl Glu {
         let run = |variant| match variant {
             GluVariant::Kernel => {
                 linear::forward(gpu, LinearForward { shape, x, w, bias, y: h })?;
-                self.forward(gpu, GluForward { activation, rows, ffn, h, a })
+                self.forward(gpu, GluForward { activation, rows, ffn, h, a, end: None })
             }
             // SAFETY: checked above; this variant is selected only for operands that it supports; outputs overlap no
             // input by the operation's contract.
@@ -108,7 +117,7 @@ impl Glu {
         let run = |variant| match variant {
             GluVariant::Kernel => {
                 linear::backward_input(gpu, LinearBackwardInput { shape, dy, w, dx: da })?;
-                self.backward(gpu, GluBackward { activation, rows, ffn, h, da, dh })
+                self.backward(gpu, GluBackward { activation, rows, ffn, h, da, dh, end: None })
             }
             // SAFETY: as in forward.
             GluVariant::Epilogue(tiling) => unsafe { hopper::backward(gpu, tiling, args) },

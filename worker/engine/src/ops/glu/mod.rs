@@ -24,6 +24,9 @@ pub struct GluForward<'a> {
     pub h: Slice<'a>,
     /// (N, F).
     pub a: Slice<'a>,
+    /// (1,) I32: the number of rows that exist, if only the device knows it: see
+    /// [`GatherRows`](super::GatherRows).
+    pub end: Option<Slice<'a>>,
 }
 
 impl Op for GluForward<'_> {
@@ -51,6 +54,9 @@ pub struct GluBackward<'a> {
     pub da: Slice<'a>,
     /// (N, 2 F).
     pub dh: Slice<'a>,
+    /// (1,) I32: the number of rows that exist, if only the device knows it: see
+    /// [`GatherRows`](super::GatherRows).
+    pub end: Option<Slice<'a>>,
 }
 
 impl Op for GluBackward<'_> {
@@ -86,7 +92,7 @@ impl Op for LinearGluForward<'_> {
     fn cpu(self, threads: &Threads) {
         let Self { shape, activation, x, w, bias, h, a } = self;
         LinearForward { shape, x, w, bias, y: h }.cpu(threads);
-        GluForward { activation, rows: shape.rows, ffn: shape.outputs / 2, h, a }.cpu(threads);
+        GluForward { activation, rows: shape.rows, ffn: shape.outputs / 2, h, a, end: None }.cpu(threads);
     }
 
     fn cuda(self, gpu: &Cuda) -> Result<()> {
@@ -117,7 +123,7 @@ impl Op for GluLinearBackward<'_> {
     fn cpu(self, threads: &Threads) {
         let Self { shape, activation, dy, w, h, da, dh } = self;
         LinearBackwardInput { shape, dy, w, dx: da }.cpu(threads);
-        GluBackward { activation, rows: shape.rows, ffn: shape.inputs, h, da, dh }.cpu(threads);
+        GluBackward { activation, rows: shape.rows, ffn: shape.inputs, h, da, dh, end: None }.cpu(threads);
     }
 
     fn cuda(self, gpu: &Cuda) -> Result<()> {
