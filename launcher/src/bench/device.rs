@@ -36,6 +36,8 @@ pub(crate) async fn check(spec: &JobSpec, placement: &Placement) -> Result<Calib
 async fn measure(spec: &JobSpec, placement: &Placement, bench: DeviceBench) -> Result<Calibration, Refusal> {
     let mut spec = spec.clone();
     (spec.engine.pool, spec.engine.exec, spec.engine.memory_limit_mb) = (PoolMode::On, Exec::Stream, None);
+    // One worker has no group to divide experts with.
+    spec.comm.experts = 1;
     let single = Placement { workers: 1, ..placement.clone() };
     let request = DeviceBench { platform: devices::platform(placement.cuda), ..bench };
     let reports = run_workers(&spec, &single, Mode::Processes, Kind::Device(request)).await?;

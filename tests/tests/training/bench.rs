@@ -133,7 +133,9 @@ fn train_with_threads_has_the_losses_of_processes() {
         assert_eq!(output.code, 0, "{}", output.stderr);
         (most_workers, serde_json::from_str::<Value>(&output.stdout).unwrap())
     };
-    for options in [&[][..], &["--set", "comm.shard=\"optimizer\"", "--set", "engine.pool=off"]] {
+    let divided = ["model.experts=4", "model.experts_per_token=2", "model.expert_ffn=24", "comm.experts=2"];
+    let divided = divided.map(|setting| ["--set", setting]).concat();
+    for options in [&[][..], &["--set", "comm.shard=\"optimizer\"", "--set", "engine.pool=off"], &divided] {
         let (workers, processes) = run(options);
         assert_eq!((workers, &processes["mode"]), (2, &"processes".into()), "{processes}");
         let (workers, threads) = run(&[options, &["--threads"]].concat());
