@@ -153,7 +153,7 @@ fn crc32(bytes: &[u8]) -> u32 {
 fn followed_log_waits_for_the_job_and_goes_on_after_a_restart_of_the_daemon() {
     let mut node = Node::new("cpu_workers = 1");
     let first = node.submit_shell("while ! [ -e begin ]; do sleep 0.02; done");
-    let script = "echo one; while ! [ -e two ]; do sleep 0.02; done; \
+    let script = "echo zero; echo one; while ! [ -e two ]; do sleep 0.02; done; \
                   echo two; while ! [ -e end ]; do sleep 0.02; done; echo three";
     let job = node.submit_shell(script);
     let text = job.to_string();
@@ -161,8 +161,8 @@ fn followed_log_waits_for_the_job_and_goes_on_after_a_restart_of_the_daemon() {
     node.wait(first, "running");
     node.write("begin", "");
     wait_for("the first line", || all.stdout().contains("one").then_some(()));
-    let mut last = Process::spawn(&mut node.client(&["logs", "--follow", "--tail", "0", &text]));
-    std::thread::sleep(Duration::from_millis(300));
+    let mut last = Process::spawn(&mut node.client(&["logs", "--follow", "--tail", "1", &text]));
+    wait_for("the last line", || last.stdout().contains("one").then_some(()));
     node.stop_daemon(Signal::KILL);
     node.write("two", "");
     std::thread::sleep(Duration::from_millis(300));
@@ -171,6 +171,6 @@ fn followed_log_waits_for_the_job_and_goes_on_after_a_restart_of_the_daemon() {
     wait_for("the second line", || all.stdout().contains("two").then_some(()));
     node.write("end", "");
     node.wait(job, "done");
-    assert_eq!(all.wait().stdout, "one\ntwo\nthree\n");
-    assert_eq!(last.wait().stdout, "two\nthree\n", "it goes on after what it began with");
+    assert_eq!(all.wait().stdout, "zero\none\ntwo\nthree\n");
+    assert_eq!(last.wait().stdout, "one\ntwo\nthree\n", "it goes on after what it began with");
 }
