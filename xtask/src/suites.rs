@@ -2,7 +2,7 @@
 //!
 //! A large suite takes minutes, or does more than write to temporary directories. It has `test = false` in its
 //! manifest, so that cargo runs it only by name. cargo runs one test program at a time, though most wait for processes
-//! most of the time; here there are three for two cores. The output of a program is printed when the program ends.
+//! most of the time; here there is one per core. The output of a program is printed when the program ends.
 
 use std::collections::VecDeque;
 use std::io::Write;
@@ -122,7 +122,7 @@ fn idle_seconds() -> f64 {
     idle.filter_map(|ticks| ticks.parse::<f64>().ok()).sum::<f64>() / 100.0
 }
 
-/// Runs three suites at a time for every two cores. Returns the names of those that fail, with what they say of it.
+/// Runs as many suites at a time as there are cores. Returns the names of those that fail, with what they say of it.
 fn run_concurrently(suites: Vec<Suite>) -> Result<Vec<(String, String)>, Error> {
     let waiting = Mutex::new(VecDeque::from(suites));
     let next = || waiting.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
@@ -138,7 +138,7 @@ fn run_concurrently(suites: Vec<Suite>) -> Result<Vec<(String, String)>, Error> 
     let mut failed = Vec::new();
     std::thread::scope(|scope| {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads: Vec<_> = (0..cores + cores / 2).map(|_| scope.spawn(run_some)).collect();
+        let threads: Vec<_> = (0..cores).map(|_| scope.spawn(run_some)).collect();
         for thread in threads {
             failed.extend(thread.join().map_err(|_| "a thread of the runner panicked")??);
         }
