@@ -22,7 +22,7 @@ const RANKS: usize = 4;
 /// Results of all ranks.
 #[derive(Debug, Default)]
 struct Trained {
-    /// Of each step: loss, gradient norm, balance loss, busiest share, entropy, held-out loss.
+    /// Values of each step: loss, gradient norm, balance loss, busiest share, entropy, held-out loss.
     numbers: Vec<[f64; 6]>,
     /// Weights and moments of the whole model, put together from the portions that ranks save.
     state: [Vec<f32>; 3],

@@ -56,6 +56,11 @@ impl Sharding {
         self.is_sharded
     }
 
+    /// Returns whether ranks have different parts of the parameters, of their gradients or of the optimizer's state.
+    pub fn is_divided(&self) -> bool {
+        self.is_sharded || self.groups.size > 1
+    }
+
     /// Returns the buckets that are cut.
     pub fn plan(&self) -> &Plan {
         &self.plan

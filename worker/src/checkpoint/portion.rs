@@ -29,7 +29,7 @@ impl Portion {
     /// Computes the portion of rank `rank` if the ranks below `writers` write checkpoints. A sharded optimizer and
     /// divided experts need all ranks; then it is the rank of the layout and the sharding.
     pub fn new(layout: &Layout, sharding: &Sharding, rank: usize, writers: usize) -> Self {
-        if sharding.is_sharded() || sharding.groups().size > 1 {
+        if sharding.is_divided() {
             let owned = |bucket: &Range<usize>| {
                 let (part, own) = (sharding.part(bucket), sharding.in_arena(bucket));
                 let stored = sharding.in_shard(bucket).start + part.start - own.start;

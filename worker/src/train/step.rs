@@ -404,7 +404,7 @@ impl Stepper {
         fail::at(Place::AllReduce);
         let grads = self.gradients.reduced();
         let counted = self.counted(grads);
-        let divided = self.sharding.is_sharded() || self.sharding.groups().size > 1;
+        let divided = self.sharding.is_divided();
         if divided {
             collective.wait(Wait::All)?;
             self.squared_norm(grads, &counted, grad_norm_sq)?;

@@ -414,7 +414,7 @@ unsafe fn reduce_scatter(
 /// Copies the shards of all ranks of a communicator, of which this one is `(rank, world)`, to a bucket.
 ///
 /// # Safety
-/// As of [`reduce_scatter`].
+/// The same as for [`reduce_scatter`].
 unsafe fn all_gather(
     library: &Library,
     comm: ncclComm_t,

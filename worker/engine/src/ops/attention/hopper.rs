@@ -16,28 +16,22 @@ use crate::tensor::{Slice, Tensor};
 /// Name in the log.
 pub(super) const HOPPER_NAME: &str = "own kernels for compute capability 9.0";
 
-const FWD: Source = source!(
-    "attention/hopper_fwd.cu",
-    after "../cuda/headers/hopper.cuh", after "../cuda/headers/hopper_tiles.cuh", after "attention/hopper.cuh"
-);
-const BWD_NARROW: Source = source!(
-    "attention/hopper_bwd_narrow.cu",
-    after "../cuda/headers/hopper.cuh", after "../cuda/headers/hopper_tiles.cuh", after "attention/hopper.cuh",
-    after "attention/hopper_bwd.cu"
-);
-const BWD_WIDE: Source = source!(
-    "attention/hopper_bwd_wide.cu",
-    after "../cuda/headers/hopper.cuh", after "../cuda/headers/hopper_tiles.cuh", after "attention/hopper.cuh",
-    after "attention/hopper_bwd.cu"
-);
-const BWD_QUERIES: Source = source!(
-    "attention/hopper_bwd_queries.cu",
-    after "../cuda/headers/hopper.cuh", after "../cuda/headers/hopper_tiles.cuh", after "attention/hopper.cuh"
-);
-const BWD_ROWS: Source = source!(
-    "attention/hopper_bwd_rows.cu",
-    after "../cuda/headers/hopper.cuh", after "../cuda/headers/hopper_tiles.cuh", after "attention/hopper.cuh"
-);
+/// A file after the headers of all of them, and after others.
+macro_rules! hopper_source {
+    ($file:literal $(, after $other:literal)*) => {
+        source!(
+            $file,
+            after "../cuda/headers/hopper.cuh", after "../cuda/headers/hopper_tiles.cuh", after "attention/hopper.cuh"
+            $(, after $other)*
+        )
+    };
+}
+
+const FWD: Source = hopper_source!("attention/hopper_fwd.cu");
+const BWD_NARROW: Source = hopper_source!("attention/hopper_bwd_narrow.cu", after "attention/hopper_bwd.cu");
+const BWD_WIDE: Source = hopper_source!("attention/hopper_bwd_wide.cu", after "attention/hopper_bwd.cu");
+const BWD_QUERIES: Source = hopper_source!("attention/hopper_bwd_queries.cu");
+const BWD_ROWS: Source = hopper_source!("attention/hopper_bwd_rows.cu");
 
 /// Bytes of the tensors that blocks work on at a time and visit repeatedly, so that they stay in the L2 cache (50 MiB).
 const SECTION_BYTES: usize = 16 << 20;

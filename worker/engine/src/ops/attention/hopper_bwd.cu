@@ -164,6 +164,12 @@ __device__ inline void store_scores(char* ds, const u32 (&a)[QUERIES / 16][4], i
         }
 }
 
+// Says that this warp no longer needs a tile.
+__device__ inline void release(Barrier* empty) {
+    __syncwarp();
+    if (threadIdx.x % WARP == 0) barrier_arrive(empty);
+}
+
 // Adds 64 x 64 elements of dq to part `part` of tile `j` of a head's sums.
 __device__ inline void add_part(float* dq_sums, const float (&dq)[32], const Shape& shape, int batch, int head, int j,
                                 int part) {

@@ -9,10 +9,6 @@ static_assert(!CAPPED, "the derivatives of scores would not fit into the registe
 __device__ inline void differentiate(Shared& s, float* dq_sums, bf16* dqkv, const Shape& shape,
                                      const Tile& tile, Scale scale) {
     int group = threadIdx.x / 128 - 1, warp = threadIdx.x / WARP % 4, lane = threadIdx.x % WARP;
-    auto release = [&](Barrier* empty) {
-        __syncwarp();
-        if (lane == 0) barrier_arrive(empty);
-    };
     int own_keys = tile.key + 64 * group, key = own_keys + 16 * warp + lane / 4;
     int last_query[2] = {shape.last_query(tile.batch, key), shape.last_query(tile.batch, key + 8)};
     int edge = shape.last_query(tile.batch, own_keys);

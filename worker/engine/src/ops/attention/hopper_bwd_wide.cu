@@ -11,11 +11,6 @@ static_assert(KEYS == 64 && QUERIES == 64, "both warpgroups have the same scores
 #define P_WRITTEN 1
 #define DS_WRITTEN 2
 
-__device__ inline void release(Barrier* empty) {
-    __syncwarp();
-    if (threadIdx.x % WARP == 0) barrier_arrive(empty);
-}
-
 // Goes through the tiles of queries. `work` gets the stage and its number, the head and the tile.
 template <typename Work>
 __device__ inline void for_each_tile(const Tile& tile, Work work) {
