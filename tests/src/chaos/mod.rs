@@ -11,6 +11,6 @@ mod plan;
 mod report;
 mod run;
 
-pub use plan::{FAULTS_PER_JOB, JobPlan};
+pub use plan::{FAULTS_PER_JOB, JobPlan, Settings};
 pub use report::Report;
 pub use run::{JobResult, Runner};

@@ -38,6 +38,15 @@ const PARAMETER_BITS: u64 = 1 << 20;
 pub struct JobPlan {
     /// The faults.
     pub faults: Vec<Fault>,
+    /// Settings of the job.
+    pub settings: Settings,
+}
+
+/// Settings that differ between jobs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Settings {
+    /// True if `train.optimizer` is "muon": ranks own whole matrices.
+    pub muon: bool,
     /// True if `comm.shard` is "optimizer".
     pub sharded: bool,
     /// Value of `checkpoint.async`.
@@ -112,11 +121,13 @@ impl JobPlan {
             attempt += kind.restarts();
         }
         let any = |matches: fn(Kind) -> bool| faults.iter().any(|fault| matches(fault.kind));
-        // A flipped bit of a shard reaches all ranks in the same way, and cannot be detected.
-        let sharded = random.below(2) == 1 && !any(|kind| kind == FlippedBit);
+        // A flipped bit of a shard, or of a matrix at its owner, reaches all ranks in the same way, and cannot be
+        // detected.
+        let may_divide = !any(|kind| kind == FlippedBit);
+        let sharded = random.below(2) == 1 && may_divide;
         // Otherwise a save would be skipped, with its faults, if the previous one takes long.
         let asynchronous = random.below(2) == 1 && !any(Kind::is_in_save);
-        Self { faults, sharded, asynchronous }
+        Self { faults, settings: Settings { muon: number % 2 == 0 && may_divide, sharded, asynchronous } }
     }
 
     /// Returns the value of `XLAUNCH_FAIL`.

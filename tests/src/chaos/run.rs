@@ -9,7 +9,8 @@ use serde_json::Value;
 
 use super::kind::Kind;
 use super::plan::{
-    Action, Damage, EVALUATE_EVERY, FAULTS_PER_JOB, Fault, JobPlan, RANKS, SAVE_EVERY, STEPS, Trigger,
+    Action, Damage, EVALUATE_EVERY, FAULTS_PER_JOB, Fault, JobPlan, RANKS, SAVE_EVERY, STEPS, Settings,
+    Trigger,
 };
 use crate::process::xlaunch_with_fail_points;
 use crate::{Job, Process, children};
@@ -26,8 +27,8 @@ type SavedState = BTreeMap<String, Vec<u8>>;
 /// Runs the jobs of a chaos run.
 #[derive(Debug)]
 pub struct Runner {
-    /// Final state and duration of an undisturbed job, by `sharded` and `asynchronous`.
-    undisturbed: BTreeMap<(bool, bool), (SavedState, Duration)>,
+    /// Final state and duration of an undisturbed job.
+    undisturbed: BTreeMap<Settings, (SavedState, Duration)>,
 }
 
 /// Result of a job.
@@ -58,29 +59,31 @@ pub struct FaultResult {
 }
 
 impl Runner {
-    /// Runs the undisturbed jobs.
+    /// Runs an undisturbed job with the settings of each plan.
     ///
     /// # Panics
     /// If one of them fails.
-    pub fn prepare() -> Self {
+    pub fn prepare(plans: &[JobPlan]) -> Self {
         // Build this before anything is timed.
         xlaunch_with_fail_points();
-        let configurations = [(false, false), (false, true), (true, false), (true, true)];
-        let undisturbed = configurations.map(|(sharded, asynchronous)| {
-            let (job, start) = (Job::with_fail_points(""), Instant::now());
-            let output = job.run(&borrowed(&arguments(sharded, asynchronous)));
-            assert_eq!(output.code, 0, "{}", output.stderr);
-            ((sharded, asynchronous), (job.saved_state(STEPS), start.elapsed()))
-        });
-        Self { undisturbed: undisturbed.into() }
+        let mut undisturbed = BTreeMap::new();
+        for JobPlan { settings, .. } in plans {
+            undisturbed.entry(*settings).or_insert_with(|| {
+                let (job, start) = (Job::with_fail_points(""), Instant::now());
+                let output = job.run(&borrowed(&arguments(*settings)));
+                assert_eq!(output.code, 0, "{}", output.stderr);
+                (job.saved_state(STEPS), start.elapsed())
+            });
+        }
+        Self { undisturbed }
     }
 
     /// Runs a job with these faults.
     pub fn run(&self, plan: &JobPlan) -> JobResult {
-        let (expected, undisturbed) = &self.undisturbed[&(plan.sharded, plan.asynchronous)];
+        let (expected, undisturbed) = &self.undisturbed[&plan.settings];
         let job = Job::with_fail_points(&plan.fail_points());
         let start = Instant::now();
-        let mut process = job.spawn(&borrowed(&arguments(plan.sharded, plan.asynchronous)));
+        let mut process = job.spawn(&borrowed(&arguments(plan.settings)));
         let mut observed = Observed { sent: vec![None; plan.faults.len()], ..Observed::default() };
         let (mut bytes, mut last_progress) = (0, Instant::now());
         while process.is_running() && last_progress.elapsed() < JOB_STALL_TIMEOUT {
@@ -130,9 +133,11 @@ fn borrowed(arguments: &[String]) -> Vec<&str> {
     arguments.iter().map(String::as_str).collect()
 }
 
-fn arguments(sharded: bool, asynchronous: bool) -> Vec<String> {
-    let settings = [
+fn arguments(settings: Settings) -> Vec<String> {
+    let Settings { muon, sharded, asynchronous } = settings;
+    let keys = [
         format!("train.steps={STEPS}"),
+        format!("train.optimizer={:?}", if muon { "muon" } else { "adamw" }),
         format!("train.eval_every={EVALUATE_EVERY}"),
         format!("checkpoint.every={SAVE_EVERY}"),
         format!("comm.shard={:?}", if sharded { "optimizer" } else { "none" }),
@@ -145,8 +150,8 @@ fn arguments(sharded: bool, asynchronous: bool) -> Vec<String> {
         "train.batch=2".into(),
         "launch.hang_timeout=2".into(),
     ];
-    let settings = settings.into_iter().flat_map(|setting| ["--set".to_owned(), setting]);
-    ["--nproc".to_owned(), RANKS.to_string()].into_iter().chain(settings).collect()
+    let keys = keys.into_iter().flat_map(|key| ["--set".to_owned(), key]);
+    ["--nproc".to_owned(), RANKS.to_string()].into_iter().chain(keys).collect()
 }
 
 /// Checks that the output of a job attributes a fault to its rank. Returns a description of the missing text, if any.

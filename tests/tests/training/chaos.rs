@@ -29,14 +29,16 @@ fn faults_change_no_bit_of_the_result() {
         || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| u64::from(time.subsec_nanos()));
     let (faults, seed) = (number(FAULTS).unwrap_or(DEFAULT_FAULTS), number(SEED).unwrap_or_else(random));
     eprintln!("chaos: {faults} faults, {SEED}={seed}");
-    let runner = Runner::prepare();
-    let jobs = faults.div_ceil(FAULTS_PER_JOB);
-    let (next, results) = (Mutex::new(0..jobs), Mutex::new(Vec::<(u64, JobResult)>::new()));
+    let plans: Vec<JobPlan> =
+        (0..faults.div_ceil(FAULTS_PER_JOB)).map(|number| JobPlan::new(seed, number)).collect();
+    let runner = Runner::prepare(&plans);
+    let (next, results) =
+        (Mutex::new(plans.iter().enumerate()), Mutex::new(Vec::<(usize, JobResult)>::new()));
     std::thread::scope(|scope| {
         for _ in 0..JOBS_AT_ONCE {
             scope.spawn(|| {
-                while let Some(number) = { next.lock().unwrap().next() } {
-                    let result = runner.run(&JobPlan::new(seed, number));
+                while let Some((number, plan)) = { next.lock().unwrap().next() } {
+                    let result = runner.run(plan);
                     if let Some(problem) = &result.problem {
                         eprintln!("chaos: job {number}: {problem}");
                     }

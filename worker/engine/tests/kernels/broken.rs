@@ -237,7 +237,7 @@ const MISTAKES: &[Mistake] = &[
     mistake("attention/hopper_bwd_wide.cu", "        fence_async();\n", "", Bf16, HOPPER_WIDE, UNFENCED),
     mistake(
         "attention/hopper_bwd_wide.cu", "group_wait<256>(P_WRITTEN)", "group_arrive<256>(P_WRITTEN)", Bf16, HOPPER_WIDE,
-        SHARED_READ_RACE,
+        TOO_EARLY,
     ),
     mistake("attention/hopper_bwd_wide.cu", "+ group >= SLICES", "+ group >= 2", Bf16, HOPPER_WIDE, DIFFERS),
     mistake("attention/hopper_bwd_rows.cu", "&& col < WIDTH", "", Bf16, HOPPER_96, DIFFERS),
