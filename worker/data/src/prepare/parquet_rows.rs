@@ -22,10 +22,11 @@ pub(super) fn objects(path: &Path, columns: &[&str], read: &Arc<AtomicU64>) -> i
         let wanted: Vec<TypePtr> = wanted.cloned().collect();
         if wanted.is_empty() {
             let names = fields.iter().take(20).map(|field| format!("`{}`", field.name().escape_debug()));
-            return Err(io::Error::other(format!(
+            let missing = format!(
                 "there is no column of chats, only {}; expected `messages`, `prompt` and `completion`, or `text`",
                 names.collect::<Vec<_>>().join(", ")
-            )));
+            );
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, missing));
         }
         Ok(wanted)
     };
@@ -39,10 +40,8 @@ pub(super) fn column(path: &Path, column: &str, read: &Arc<AtomicU64>) -> io::Re
         let field = fields.iter().find(|field| field.name() == column);
         let field = field.ok_or_else(|| no_column(column, &names()))?;
         if !field.is_primitive() || field.get_physical_type() != Physical::BYTE_ARRAY {
-            return Err(io::Error::other(format!(
-                "the column `{}` is not one of strings",
-                column.escape_debug()
-            )));
+            let other = format!("the column `{}` is not one of strings", column.escape_debug());
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, other));
         }
         Ok(vec![field.clone()])
     };

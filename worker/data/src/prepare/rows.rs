@@ -125,11 +125,12 @@ pub(super) fn separated(text: Box<dyn Read>, delimiter: u8, column: &str) -> io:
 
 pub(super) fn no_column(column: &str, names: &[String]) -> io::Error {
     let names: Vec<String> = names.iter().take(20).map(|name| format!("`{}`", name.escape_debug())).collect();
-    io::Error::other(format!(
+    let missing = format!(
         "there is no column `{}`, only {}; name the one that holds the text with --column",
         column.escape_debug(),
         names.join(", ")
-    ))
+    );
+    io::Error::new(io::ErrorKind::InvalidInput, missing)
 }
 
 /// Encodes bytes as a JSON string. Invalid UTF-8 stays, and is handled like in any other line.

@@ -84,7 +84,11 @@ impl Source {
         rows: impl FnOnce(Box<dyn Read>, &Arc<AtomicU64>) -> io::Result<Box<dyn Read>>,
     ) -> Result<Self, PrepareError> {
         let Self { label, reader, read, head, .. } = self;
-        let reader = rows(reader, &read).map_err(|error| damaged_data(&label, format, &error))?;
+        let reader = rows(reader, &read).map_err(|error| match error.kind() {
+            // The table is intact, but lacks the column.
+            io::ErrorKind::InvalidInput => PrepareError::Data(format!("{label}: {error}")),
+            _ => damaged_data(&label, format, &error),
+        })?;
         Ok(Self { label, reader, format: Some(format), read, head })
     }
 

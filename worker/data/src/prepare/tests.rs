@@ -363,6 +363,7 @@ fn tables_have_a_document_per_row() {
     let mut prepared = Prepared::new(Tokenizer::gpt2()).with("a.parquet", parquet("body", &[Some("one")]));
     let error = prepared.error();
     assert!(error.contains("no column `text`, only `body`, `id`") && error.contains("--column"), "{error}");
+    assert!(!error.contains("damaged"), "{error}");
     prepared.options.field = Some("id".into());
     assert!(prepared.error().contains("not one of strings"));
     prepared.options.field = Some("body".into());
