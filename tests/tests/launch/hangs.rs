@@ -1,5 +1,6 @@
 //! Ranks of a training job that hang or are slow: reports, terminations, and `xlaunch stacks`.
 
+use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 
 use rustix::process::Signal;
@@ -14,6 +15,7 @@ xlaunch_harness::tests! {
     stopped_rank_is_only_reported_until_it_continues_if_the_job_says_so,
     job_that_is_stopped_as_a_whole_and_continues_is_not_a_hang,
     stacks_show_phase_and_threads_of_a_training_job,
+    process_goes_on_after_a_debugger_that_is_killed_while_it_attaches,
     stacks_show_the_whole_process_tree_of_a_command;
     needs requirements::c_compiler:
     rank_that_computes_for_ever_is_named_with_its_phase_and_ended,
@@ -249,6 +251,30 @@ fn stacks_show_phase_and_threads_of_a_training_job() {
     assert!(ranks[0]["activity"]["step"].as_u64().is_some_and(|step| step > 0), "{one}");
     let unknown = Process::spawn(&mut job.command(&["stacks", "--rank", "7"])).wait();
     assert!(unknown.code == 1 && unknown.stderr.contains("rank 7 is not running"), "{}", unknown.stderr);
+    run.signal(Signal::INT);
+    let run = run.wait();
+    assert_eq!(run.code, 143, "{}", run.stderr);
+}
+
+fn process_goes_on_after_a_debugger_that_is_killed_while_it_attaches() {
+    let mut job = Job::new();
+    // Stops the process, as attaching does, and takes longer than a debugger may.
+    let debugger = job.path().join("gdb");
+    let script =
+        "#!/bin/sh\nfor pid; do [ \"$last\" = -p ] && kill -STOP $pid; last=$pid; done; exec sleep 1000";
+    std::fs::write(&debugger, script).unwrap();
+    std::fs::set_permissions(&debugger, PermissionsExt::from_mode(0o755)).unwrap();
+    let path = std::env::var("PATH").unwrap();
+    job.set_env("PATH", &format!("{}:{path}", job.path().display()));
+    let run = start_training(&job, &["--nproc", "2", "--set", ENDLESS]);
+    let shown = Process::spawn(&mut job.command(&["stacks", "train"])).wait();
+    assert!(
+        shown.code == 0 && shown.stdout.contains("stopped after 10 s"),
+        "{}{}",
+        shown.stdout,
+        shown.stderr
+    );
+    wait_until_training_continues(&job);
     run.signal(Signal::INT);
     let run = run.wait();
     assert_eq!(run.code, 143, "{}", run.stderr);

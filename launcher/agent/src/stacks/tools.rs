@@ -8,8 +8,10 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use rustix::process::Signal;
 use xlaunch_proto::v1::{ProcessStacks, StackDump};
 
+use xlaunch_host::process::Process;
 use xlaunch_host::spawn::helper;
 use xlaunch_host::system_errors;
 
@@ -123,8 +125,16 @@ impl Tool {
         let mut command = self.command(pid);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let dump = |text, problem| StackDump { tool: self.name().into(), text, problem };
+        let process = Process::read(pid);
         match helper::run(command, TOOL_TIMEOUT, read, read) {
             Ok(done) => {
+                // A debugger attaches with a SIGSTOP for each thread. If it is killed before it has seen all of them,
+                // the process stays stopped.
+                if done.success != Some(true)
+                    && let Some(process) = process
+                {
+                    process.signal(Signal::CONT);
+                }
                 let (text, errors) = (done.stdout, done.stderr);
                 let first =
                     errors.lines().find(|line| !line.trim().is_empty()).unwrap_or_default().to_owned();

@@ -1,6 +1,6 @@
 //! Connections that fail temporarily.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use xlaunch_tests::{Process, is_alive, requirements, wait_for, xlaunch_path};
@@ -53,11 +53,14 @@ fn connections_that_fail_for_8_s_restart_nothing() {
         let pids = [0, 1].map(|host| two_workers(&group, host));
         (group, launches, pids.concat(), fault)
     });
-    for (group, _, _, fault) in &groups {
+    let begins = groups.each_ref().map(|(group, _, _, fault)| {
+        let begin = Instant::now();
         fault(group);
-    }
-    std::thread::sleep(Duration::from_secs(8));
-    for (group, ..) in &groups {
+        begin
+    });
+    // Each fault lasts 8 s, however long the others take to begin and to end.
+    for ((group, ..), begin) in groups.iter().zip(begins) {
+        std::thread::sleep((begin + Duration::from_secs(8)).saturating_duration_since(Instant::now()));
         group.hosts[0].heal();
         group.hosts[1].heal();
     }
