@@ -109,9 +109,9 @@ fn close(found: &Trained, expected: &Trained, tolerances: [f64; 6], case: &str) 
     }
 }
 
-/// A model whose first block is dense.
+/// A model whose first block is dense, and whose others have shared experts.
 fn mixed() -> ModelShape {
-    let sizes = shape(Arch::Qwen3Moe, 3, false);
+    let sizes = ModelShape { expert_ffn: 24, shared_experts: 2, ..shape(Arch::Qwen3Moe, 3, false) };
     ModelShape { dense_layers: 1, experts: 8, experts_per_token: 3, router: Router::Sigmoid, ..sizes }
 }
 
@@ -158,7 +158,7 @@ fn twenty_steps_have_the_same_losses_for_any_division_of_experts() {
 fn all_tokens_may_choose_the_experts_of_one_rank() {
     let dir = tempfile::tempdir().unwrap();
     let mut spec = job(dir.path());
-    let shape = ModelShape { experts_per_token: 2, ..mixed() };
+    let shape = ModelShape { experts_per_token: 2, expert_ffn: 0, shared_experts: 0, ..mixed() };
     // Of equal logits, the first ones count as the highest.
     let clear_routers = |rank: &Rank| {
         for router in rank.model.layout.blocks.iter().filter_map(|block| block.router.as_ref()) {

@@ -10,9 +10,11 @@ use std::path::Path;
 use std::sync::Mutex;
 
 use common::{Rank, on_ranks_with_shape, shape, spec};
+use xlaunch_engine::{Accumulate, Backend, DType, EngineError, PoolMode, Tensor};
 use xlaunch_spec::job::{JobSpec, Optimizer, Recompute, Shard};
 use xlaunch_spec::model::{Arch, ModelShape, Router};
 use xlaunch_worker::model::layout::Layout;
+use xlaunch_worker::model::{BackendHandle, GradientArena, LossGradients, Model, Rows, init};
 use xlaunch_worker::train::{Requests, StepResult};
 
 const STEPS: u64 = 5;
@@ -49,12 +51,111 @@ fn mixed() -> ModelShape {
     ModelShape { dense_layers: 1, experts: 5, expert_ffn: 24, router: Router::Sigmoid, ..sizes }
 }
 
+/// The same with shared experts.
+fn shared(shared_gate: bool) -> ModelShape {
+    ModelShape { shared_experts: 2, shared_gate, ..mixed() }
+}
+
+/// A pass over fixed tokens.
+struct PassOver<'a> {
+    backend: &'a BackendHandle,
+    model: &'a Model,
+    rows: Rows<'static>,
+    tokens: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+}
+
+impl<'a> PassOver<'a> {
+    fn new(backend: &'a BackendHandle, model: &'a Model) -> Self {
+        let rows = Rows::new(2, model.shape.seq);
+        let ints = |factor: i32| {
+            let values: Vec<i32> =
+                (0..).map(|i: i32| (i * factor + i * i) % 256).take(rows.count()).collect();
+            let tensor = backend.alloc(DType::I32, values.len()).unwrap();
+            backend.write_i32(tensor.all(), &values).unwrap();
+            tensor
+        };
+        let losses = backend.alloc(DType::F32, rows.count()).unwrap();
+        Self { backend, model, rows, tokens: ints(7), targets: ints(11), losses }
+    }
+
+    fn loss(&self) -> f64 {
+        let acts = self.model.forward(self.rows, self.tokens.all()).unwrap();
+        self.model.loss(&acts, self.targets.all(), self.losses.all()).unwrap();
+        let mut losses = vec![0.0; self.losses.len()];
+        self.backend.read_f32(self.losses.all(), &mut losses).unwrap();
+        losses.into_iter().map(f64::from).sum()
+    }
+
+    fn gradients(&self) -> Vec<f32> {
+        let (backend, model) = (self.backend, self.model);
+        let (scale, grads) = [1, model.layout.len].map(|len| backend.alloc(DType::F32, len).unwrap()).into();
+        backend.write_f32(scale.all(), &[1.0]).unwrap();
+        backend.zero(grads.all()).unwrap();
+        let arena = GradientArena { tensor: &grads, slots: None };
+        let acts = model.forward(self.rows, self.tokens.all()).unwrap();
+        let head = LossGradients { scale: scale.all(), grads: arena, acc: Accumulate::Overwrite };
+        let dy = model.loss_and_gradients(&acts, self.targets.all(), self.losses.all(), head).unwrap();
+        let ignore = |_| Ok::<(), EngineError>(());
+        model.backward(acts, dy, self.tokens.all(), arena, Accumulate::Overwrite, ignore).unwrap();
+        let mut values = vec![0.0; grads.len()];
+        backend.read_f32(grads.all(), &mut values).unwrap();
+        values
+    }
+}
+
+/// Moves each parameter of the last block and its norm along a direction that has a part of the gradient and a random
+/// one.
+#[test]
+fn gradients_of_shared_experts_are_slopes_of_the_loss() {
+    let backend = BackendHandle::new(Backend::cpu(2, PoolMode::On));
+    let threads = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+    for gate in [false, true] {
+        // A token that moved to another expert would change the loss abruptly.
+        let shape = ModelShape { experts_per_token: 5, ..shared(gate) };
+        let layout = Layout::new(&shape);
+        let weights: Vec<f32> = init::weights(&layout, 5, &threads).iter().map(|x| 4.0 * x).collect();
+        let model = Model::new(&backend, &shape, &weights).unwrap();
+        let pass = PassOver::new(&backend, &model);
+        let grads = pass.gradients();
+        let mut compared = 0;
+        for param in layout.params.iter().filter(|param| param.name.starts_with("blocks.2.")) {
+            let range = param.stored();
+            let gradient = &grads[range.clone()];
+            let norm = gradient.iter().map(|x| x * x).sum::<f32>().sqrt();
+            let random = (0..range.len()).map(|i| ((i * 7919 + i * i * 31) % 1009) as f32 / 504.0 - 1.0);
+            let sizes = (range.len() as f32 / 3.0).sqrt();
+            let direction: Vec<f32> =
+                gradient.iter().zip(random).map(|(g, random)| g / norm + random / sizes).collect();
+            let at = |step: f32| {
+                let moved: Vec<f32> =
+                    weights[range.clone()].iter().zip(&direction).map(|(w, d)| w + step * d).collect();
+                model.write_weights(range.start, &moved).unwrap();
+                pass.loss()
+            };
+            // The loss changes by far more than its rounding, and nearly linearly.
+            let step = (0.4 / norm).min(1e-2);
+            let slope = (at(step) - at(-step)) / f64::from(2.0 * step);
+            model.write_weights(range.start, &weights[range.clone()]).unwrap();
+            let expected = gradient.iter().zip(&direction).map(|(g, d)| f64::from(g * d)).sum::<f64>();
+            assert!(
+                (slope - expected).abs() < 5e-3 * f64::from(norm),
+                "{}: {slope} for {expected} of {norm}",
+                param.name
+            );
+            compared += usize::from(param.name.contains("shared"));
+        }
+        assert_eq!(compared, if gate { 3 } else { 2 });
+    }
+}
+
 #[test]
 fn training_does_not_depend_on_the_number_of_ranks() {
     let dir = tempfile::tempdir().unwrap();
     let mut spec = spec(dir.path(), false);
     (spec.train.router_aux_loss_coef, spec.train.router_z_loss_coef) = (0.1, 0.01);
-    for shape in [shape(Arch::Mixtral, 2, false), mixed()] {
+    for shape in [shape(Arch::Mixtral, 2, false), mixed(), shared(true)] {
         let mut run = |ranks: usize| {
             spec.train.batch = 4 / ranks;
             numbers(&train(&shape, &spec, dir.path(), ranks).0)
@@ -79,7 +180,7 @@ fn training_does_not_depend_on_the_number_of_ranks() {
 fn recomputing_activations_changes_no_bit() {
     let dir = tempfile::tempdir().unwrap();
     let mut spec = spec(dir.path(), false);
-    for shape in [shape(Arch::Olmoe, 2, false), mixed()] {
+    for shape in [shape(Arch::Olmoe, 2, false), mixed(), shared(true), shared(false)] {
         let mut run = |recompute| {
             spec.train.recompute = recompute;
             let (results, state) = train(&shape, &spec, dir.path(), 2);
@@ -97,7 +198,7 @@ fn sharding_changes_no_bit() {
     let dir = tempfile::tempdir().unwrap();
     let mut spec = spec(dir.path(), false);
     (spec.train.accumulate, spec.comm.bucket_mb) = (1, 0.005);
-    let shape = mixed();
+    let shape = shared(true);
     let mut run = |shard| {
         spec.comm.shard = shard;
         let (results, state) = train(&shape, &spec, dir.path(), 2);
@@ -116,7 +217,7 @@ fn muon_trains_experts_with_the_same_bits_for_any_division() {
     let mut spec = spec(dir.path(), false);
     // No clipping: it would depend on the order in which the gradient norm is summed.
     (spec.train.accumulate, spec.train.clip, spec.comm.bucket_mb) = (1, 0.0, 0.005);
-    let shape = mixed();
+    let shape = shared(true);
     let mut losses = |optimizer, shard| {
         (spec.train.optimizer, spec.comm.shard) = (optimizer, shard);
         let results = train(&shape, &spec, dir.path(), 2).0;
@@ -136,13 +237,17 @@ fn muon_updates_the_matrices_of_all_experts_and_no_router() {
     let dir = tempfile::tempdir().unwrap();
     let mut spec = spec(dir.path(), false);
     spec.train.optimizer = Optimizer::Muon;
-    let shape = mixed();
+    let shape = shared(true);
     let (_, state) = train(&shape, &spec, dir.path(), 1);
     let moments = &state[2 * state.len() / 3..];
     for block in Layout::new(&shape).blocks {
         let used = |range: &Range<usize>| moments[range.clone()].iter().any(|bits| *bits != 0);
         assert!(!used(&block.fc.weight) && !used(&block.out.weight));
         assert!(block.router.iter().all(used));
+        if let Some(shared) = &block.shared {
+            assert!(!used(&shared.fc.weight) && !used(&shared.out.weight));
+            assert!(shared.gate.iter().all(used));
+        }
     }
 }
 

@@ -9,7 +9,7 @@
 //! lookup, norms and biases. Each takes 2 operations per token in forward and 4 in backward. The two matrix
 //! multiplications of attention take `4 T H D` per layer and token in forward and twice that in backward; as in the
 //! literature, they count in full although a causal mask needs only half of them. In blocks with a window, T is the
-//! window. Of experts, only those that a token uses are counted.
+//! window. Of experts, only those that a token uses are counted, which include shared ones.
 //!
 //! Padding of the vocabulary, attention scores that backward recomputes, and elementwise operations are not counted.
 
@@ -142,8 +142,13 @@ mod tests {
             ModelShape { experts: 16, experts_per_token: 4, expert_ffn: dense.ffn / 4, ..dense.clone() };
         let router = 6 * dense.layers * dense.dim * 16;
         assert_eq!(per_token(&mixture) - per_token(&dense), router as f64);
-        let first = ModelShape { dense_layers: 1, ..mixture };
+        let first = ModelShape { dense_layers: 1, ..mixture.clone() };
         assert_eq!(per_token(&first) - per_token(&dense), (router / 4 * 3) as f64);
+        // Two shared experts are computed like two more of each token's.
+        let shared = ModelShape { shared_experts: 2, shared_gate: true, ..mixture.clone() };
+        let chosen = ModelShape { experts_per_token: 6, ..mixture };
+        let gate = 6 * dense.layers * dense.dim;
+        assert_eq!(per_token(&shared) - per_token(&chosen), gate as f64);
     }
 
     #[test]

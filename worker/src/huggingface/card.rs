@@ -111,12 +111,12 @@ fn model_card(
     let head = if shape.tied { "tied to the embedding" } else { "of its own" };
     let tokenizer = tokenizer.map_or("none", Tokenizer::name);
     let feed_forward = if shape.experts > 0 {
-        format!(
-            "{} experts of {}, {} for each token",
-            shape.experts,
-            shape.expert_width(),
-            shape.experts_per_token
-        )
+        let (experts, width, chosen) = (shape.experts, shape.expert_width(), shape.experts_per_token);
+        let shared = match shape.shared_width() {
+            0 => String::new(),
+            width => format!(", and {width} shared by all tokens"),
+        };
+        format!("{experts} experts of {width}, {chosen} for each token{shared}")
     } else {
         shape.ffn.to_string()
     };

@@ -192,20 +192,18 @@ impl Model {
         dbranch: &Rc<Tensor>,
         progress: OnProgress<'_, E>,
     ) -> std::result::Result<Tensor, E> {
-        let (n, shape) = (pass.rows.count(), &self.shape);
-        let (fc, h, out) = match &block.mlp {
-            Mlp::Dense { fc, h, out } => (fc, h, out),
-            Mlp::Experts { x, experts } => {
-                return self.experts_backward(pass, block.index, experts, x, dbranch, progress);
+        match &block.mlp {
+            Mlp::Dense(dense) => {
+                Ok(self.dense_backward(pass, dense, self.dense_layers(params), dbranch.clone())?)
             }
-        };
-        let dout = self.output_gradient(n, dbranch.clone())?;
-        let out = pass.layer(&params.out, [shape.ffn, shape.dim], out, &dout);
-        let dh = self.activation_gradient(out, h, pass.bias(&params.fc))?;
-        let dh = self.output_gradient(n, Rc::new(dh))?;
-        let fc = pass.layer(&params.fc, [shape.dim, shape.ffn_inputs()], fc, &dh);
-        self.weight_gradients([out, fc])?;
-        Ok(self.input_gradient(fc)?)
+            Mlp::Experts { x, experts, shared } => {
+                let dx = self.experts_backward(pass, block.index, experts, x, dbranch, progress)?;
+                if let Some(shared) = shared.as_ref().zip(params.shared.as_ref()) {
+                    self.shared_backward(pass, shared, x, dbranch, &dx)?;
+                }
+                Ok(dx)
+            }
+        }
     }
 
     fn embed_backward(&self, pass: Pass<'_>, tokens: Slice<'_>, dx: &Tensor) -> Result<()> {

@@ -25,6 +25,7 @@ use xlaunch_engine::{
 use xlaunch_spec::model::{Parallel, QkNorm};
 
 use super::expert_buffers::ExpertBuffers;
+use super::feed_forward::Layers;
 use super::layout::{self, Linear};
 use super::{Model, Rows, attention_options, narrow};
 
@@ -285,12 +286,16 @@ impl<'a> Decoder<'a> {
                 Parallel::SharedNorm => input,
                 Parallel::TwoNorms => self.norm(b, stream, params.ln2.as_ref())?,
             };
-            if let Some(experts) = b.experts.as_ref().filter(|_| params.router.is_some()) {
-                experts.run(model, rows, input, params, branch)?;
+            if let Some((experts, router)) = b.experts.as_ref().zip(params.router.as_ref()) {
+                if let Some(shared) = &params.shared {
+                    self.shared_experts(b, stream, (experts, shared), input)?;
+                }
+                let add = params.shared.is_some();
+                experts.run(model, rows, input, (params, router), branch, add)?;
                 input = self.add(b, &mut stream, params.post2.as_ref(), model.layout.norm_after(index))?;
                 continue;
             }
-            self.mlp(b, rows, input, params)?;
+            self.mlp(b, rows, input, model.dense_layers(params))?;
             let a = b.a.slice(0..rows * shape.ffn);
             if shape.parallel == Parallel::No {
                 self.linear(b, rows, a, &params.out, (shape.ffn, dim), &b.branch)?;
@@ -385,23 +390,43 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    /// Computes the inputs `a` of the block's last layer from `x`.
-    fn mlp(&self, b: &Buffers, rows: usize, x: Slice<'_>, params: &layout::Block) -> Result<()> {
+    /// Writes the output of a block's shared experts to `b.branch`.
+    fn shared_experts(
+        &self,
+        b: &Buffers,
+        Stream { x: stream, rows }: Stream,
+        (experts, shared): (&ExpertBuffers, &layout::Shared),
+        x: Slice<'_>,
+    ) -> Result<()> {
+        let (model, dim, width) = (self.model, self.model.shape.dim, self.model.shape.shared_width());
+        self.mlp(b, rows, x, model.shared_layers(shared))?;
+        let a = b.a.slice(0..rows * width);
+        let Some(gate) = &shared.gate else {
+            return self.linear(b, rows, a, &shared.out, (width, dim), &b.branch);
+        };
+        let free = &b.x[1 - stream];
+        self.linear(b, rows, a, &shared.out, (width, dim), free)?;
+        let [y, out] = [free, &b.branch].map(|tensor| tensor.slice(0..rows * dim));
+        experts.gate(model, rows, gate, [x, y, out])
+    }
+
+    /// Computes the inputs `a` of the last one of these layers from `x`.
+    fn mlp(&self, b: &Buffers, rows: usize, x: Slice<'_>, layers: Layers<'_>) -> Result<()> {
         let (model, sizes) = (self.model, &self.model.shape);
-        let (a, ffn) = (b.a.slice(0..rows * sizes.ffn), sizes.ffn);
+        let Layers { fc, width: ffn, outputs, .. } = layers;
+        let a = b.a.slice(0..rows * ffn);
         let activation = model.activation_function();
         if sizes.gated {
-            self.linear(b, rows, x, &params.fc, (sizes.dim, 2 * ffn), &b.h)?;
-            let h = b.h.slice(0..2 * rows * ffn);
+            self.linear(b, rows, x, fc, (sizes.dim, outputs), &b.h)?;
+            let h = b.h.slice(0..rows * outputs);
             return model.backend.run(GluForward { activation, rows, ffn, h, a, end: None });
         }
-        if params.fc.adapter.is_some() {
-            self.linear(b, rows, x, &params.fc, (sizes.dim, ffn), &b.h)?;
+        if fc.adapter.is_some() {
+            self.linear(b, rows, x, fc, (sizes.dim, ffn), &b.h)?;
             let h = b.h.slice(0..rows * ffn);
             return model.backend.run(ActivationForward { activation, h, a });
         }
-        let (w, bias) =
-            (model.param(&params.fc.weight), params.fc.bias.as_ref().map(|bias| model.param(bias)));
+        let (w, bias) = (model.param(&fc.weight), fc.bias.as_ref().map(|bias| model.param(bias)));
         let shape = LinearShape { rows, inputs: sizes.dim, outputs: ffn };
         if rows <= GEMV_ROWS {
             return model.backend.run(Gemv { shape, x, w, bias, activation: Some(activation), y: a });
@@ -502,8 +527,8 @@ impl Buffers {
             normed: act(if shape.qk_norm == QkNorm::None { 0 } else { shape.qkv_width() })?,
             att: act(shape.attention_width())?,
             branch: act(shape.dim)?,
-            h: act(shape.ffn_inputs())?,
-            a: act(shape.ffn)?,
+            h: act(shape.ffn_inputs().max(shape.shared_inputs()))?,
+            a: act(shape.ffn.max(shape.shared_width()))?,
             partials: backend.alloc(DType::F32, partials.unwrap_or(0))?,
             counters: ints(rows * shape.heads)?,
             z: act(model.widest_adapter())?,
@@ -563,7 +588,12 @@ mod tests {
             section.resolve().unwrap()
         };
         let one = shape(Arch::Llama, 1, true);
+        let shared = |shared_gate| {
+            let sizes = ModelShape { expert_ffn: 40, ..shape(Arch::Qwen3Moe, 2, false) };
+            ModelShape { dense_layers: 1, shared_experts: 3, shared_gate, ..sizes }
+        };
         let mut shapes = vec![shape(Arch::Gpt2, 4, true), shape(Arch::Llama, 2, false), one];
+        shapes.extend([shared(false), shared(true)]);
         shapes.extend(Arch::ALL[2..].iter().map(|arch| {
             let shape = shape(*arch, 2, !arch.base().head_bias);
             let window = if shape.window == 0 { 0 } else { 7 };

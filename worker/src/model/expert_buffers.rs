@@ -1,11 +1,14 @@
 //! Experts in decoding, with buffers that are allocated once: a step is captured, and must not allocate any.
 
+use std::ops::Range;
+
 use xlaunch_engine::{
-    CombineRows, DType, GEMV_ROWS, GatherRows, Gemv, GluForward, GroupedForward, Result, RouteForward,
-    RouterLogits, Slice, SortByExpert, Tensor,
+    CombineRows, DType, GEMV_ROWS, GatherRows, Gemv, GluForward, GroupedForward, LinearShape, Result,
+    RouteForward, RouteShape, RouterLogits, RowsShape, Slice, SortByExpert, Tensor,
 };
 
 use super::experts::ExpertShapes;
+use super::shared_experts::gate_route;
 use super::{Model, layout};
 
 /// Choices and activations of experts.
@@ -47,18 +50,33 @@ impl ExpertBuffers {
         })
     }
 
-    /// Computes the weighted sums of the experts' outputs for `x`.
+    /// Multiplies the outputs `y` of shared experts by the gate of their inputs `x`.
+    pub(super) fn gate(
+        &self,
+        model: &Model,
+        rows: usize,
+        gate: &Range<usize>,
+        [x, y, out]: [Slice<'_>; 3],
+    ) -> Result<()> {
+        self.route(model, gate_route(rows), x, gate)?;
+        let (row_of, weights) = (self.row_of.slice(0..rows), self.weights.slice(0..rows));
+        let shape = RowsShape { tokens: rows, chosen: 1, cols: model.shape.dim };
+        model.backend.run(CombineRows { shape, row_of, weights, rows: y, out, add: false, end: None })
+    }
+
+    /// Computes the weighted sums of the experts' outputs for `x`. With `add`, they are added to `out`.
     pub(super) fn run(
         &self,
         model: &Model,
         rows: usize,
         x: Slice<'_>,
-        params: &layout::Block,
+        (params, router): (&layout::Block, &Range<usize>),
         out: Slice<'_>,
+        add: bool,
     ) -> Result<()> {
         let (backend, shapes) = (&model.backend, ExpertShapes::new(&model.shape, 1, rows));
         let choices = shapes.choices();
-        self.route(model, shapes, x, params)?;
+        self.route(model, shapes.route, x, router)?;
         let (offsets, expert_rows) = (self.offsets.all(), self.rows.slice(0..choices * shapes.rows.cols));
         let (choice_of, row_of) = (self.choice_of.slice(0..choices), self.row_of.slice(0..choices));
         backend.run(GatherRows { shape: shapes.rows, choice_of, x, rows: expert_rows, end: None })?;
@@ -77,27 +95,26 @@ impl ExpertBuffers {
             weights,
             rows: expert_rows,
             out,
-            add: false,
+            add,
             end: None,
         })
     }
 
-    fn route(&self, model: &Model, shapes: ExpertShapes, x: Slice<'_>, params: &layout::Block) -> Result<()> {
-        let (backend, route, choices, shape) =
-            (&model.backend, shapes.route, shapes.choices(), shapes.router());
+    /// Computes the choices of a router, their weights and their order.
+    fn route(&self, model: &Model, route: RouteShape, x: Slice<'_>, router: &Range<usize>) -> Result<()> {
+        let (backend, choices, w) = (&model.backend, route.rows * route.chosen, model.param(router));
+        let shape = LinearShape { rows: route.rows, inputs: model.shape.dim, outputs: route.experts };
         let logits = self.logits.slice(0..route.rows * route.experts);
-        if let Some(router) = &params.router {
-            let w = model.param(router);
-            if route.rows <= GEMV_ROWS {
-                backend.run(Gemv { shape, x, w, bias: None, activation: None, y: logits })?;
-            } else {
-                backend.run(RouterLogits { shape, x, w, logits })?;
-            }
+        if route.rows <= GEMV_ROWS {
+            backend.run(Gemv { shape, x, w, bias: None, activation: None, y: logits })?;
+        } else {
+            backend.run(RouterLogits { shape, x, w, logits })?;
         }
         let (weights, chosen) = (self.weights.slice(0..choices), self.chosen.slice(0..choices));
         backend.run(RouteForward { shape: route, logits, experts: chosen, weights })?;
         let (choice_of, row_of) = (self.choice_of.slice(0..choices), self.row_of.slice(0..choices));
-        let (experts, offsets, loads) = (route.experts, self.offsets.all(), self.loads.all());
+        let experts = route.experts;
+        let (offsets, loads) = (self.offsets.slice(0..experts + 1), self.loads.slice(0..experts));
         let scratch = self.counters.slice(0..SortByExpert::counters(choices, experts));
         let sort =
             SortByExpert { choices, experts, first: 0, chosen, offsets, choice_of, row_of, loads, scratch };

@@ -16,10 +16,13 @@
 //! weighted sums [G, C] --reduce-scatter--> [N, C]
 //! ```
 
+use std::ops::Range;
+
 use xlaunch_comm::{Among, Operation};
 use xlaunch_engine::{
-    CombineRows, DType, EngineError, GatherRows, GluForward, GroupedForward, GroupedShape, LinearShape,
-    Result, RouteForward, RouteShape, Router, RouterLogits, RowsShape, Slice, SortByExpert, Tensor,
+    AddScaled, CombineRows, DType, EngineError, GatherRows, GluForward, GroupedForward, GroupedShape,
+    LinearShape, Result, RouteForward, RouteShape, Router, RouterLogits, RowsShape, Slice, SortByExpert,
+    Tensor,
 };
 use xlaunch_spec::model::{self, ModelShape};
 
@@ -145,12 +148,13 @@ impl Model {
     pub(super) fn experts<E: From<EngineError>>(
         &self,
         index: usize,
+        router: &Range<usize>,
         x: &Tensor,
         run: Run,
         progress: OnProgress<'_, E>,
     ) -> std::result::Result<Experts, E> {
         let (params, backend, shapes) = (&self.layout.blocks[index], &self.backend, self.expert_shapes(x));
-        let [logits, experts, weights] = self.route(index, shapes, x)?;
+        let [logits, experts, weights] = self.route(shapes.route, router, x)?;
         let (of_group, weights, order) = match self.of_group([x, &experts, &weights], progress)? {
             None => (None, weights, self.sort(index, shapes, &experts, run)?),
             Some([x, chosen, weights]) => (Some(x), weights, self.sort(index, shapes, &chosen, run)?),
@@ -184,26 +188,35 @@ impl Model {
         Ok(Experts { choices, rows, h, a, y })
     }
 
-    /// Returns the weighted sums of the outputs.
+    /// Returns the weighted sums of the outputs, with the output of shared experts, if there are any, added.
     pub(super) fn combined<E: From<EngineError>>(
         &self,
         experts: &Experts,
+        shared: Option<Tensor>,
         progress: OnProgress<'_, E>,
     ) -> std::result::Result<Tensor, E> {
         let Experts { choices, y, .. } = experts;
         let tokens = choices.experts.len() / self.shape.experts_per_token;
         let shapes = ExpertShapes::new(&self.shape, self.layout.expert_groups.size, tokens);
-        let out = self.activation(shapes.rows.tokens * shapes.rows.cols)?;
+        // Within a group, the shared experts are those of this rank's tokens.
+        let (beside, shared) = if shapes.rows.tokens == tokens { (shared, None) } else { (None, shared) };
+        let add = beside.is_some();
+        let out = beside.map_or_else(|| self.activation(shapes.rows.tokens * shapes.rows.cols), Ok)?;
         self.backend.run(CombineRows {
             shape: shapes.rows,
             row_of: choices.row_of.all(),
             weights: choices.weights.all(),
             rows: y.all(),
             out: out.all(),
-            add: false,
+            add,
             end: choices.end(shapes),
         })?;
-        self.own_sums(out, progress)
+        let out = self.own_sums(out, progress)?;
+        if let Some(shared) = shared {
+            let (x, y) = (Some(shared.all()), out.all());
+            self.backend.run(AddScaled { x, y, factor: 1.0, out: y })?;
+        }
+        Ok(out)
     }
 
     /// Gathers these tensors from all ranks of the group; `None` without groups.
@@ -242,14 +255,13 @@ impl Model {
     }
 
     /// Returns logits, choices and weights of this rank's tokens.
-    fn route(&self, index: usize, shapes: ExpertShapes, x: &Tensor) -> Result<[Tensor; 3]> {
-        let (backend, route, len) = (&self.backend, shapes.route, shapes.own_choices());
+    pub(super) fn route(&self, route: RouteShape, router: &Range<usize>, x: &Tensor) -> Result<[Tensor; 3]> {
+        let (backend, len) = (&self.backend, route.rows * route.chosen);
         let logits = backend.alloc(DType::F32, route.rows * route.experts)?;
         let (experts, weights) = (backend.alloc(DType::I32, len)?, backend.alloc(DType::F32, len)?);
-        if let Some(router) = &self.layout.blocks[index].router {
-            let (shape, w) = (shapes.router(), self.param(router));
-            backend.run(RouterLogits { shape, x: x.all(), w, logits: logits.all() })?;
-        }
+        let shape = LinearShape { rows: route.rows, inputs: self.shape.dim, outputs: route.experts };
+        let w = self.param(router);
+        backend.run(RouterLogits { shape, x: x.all(), w, logits: logits.all() })?;
         let [logits_slice, experts_slice, weights_slice] = [&logits, &experts, &weights].map(Tensor::all);
         backend.run(RouteForward {
             shape: route,

@@ -130,15 +130,12 @@ impl Model {
             }
         };
 
-        let mlp = if params.router.is_some() {
-            let experts = self.experts(index, &y, run, progress)?;
-            Mlp::Experts { x: y, experts }
+        let mlp = if let Some(router) = &params.router {
+            let experts = self.experts(index, router, &y, run, progress)?;
+            let shared = params.shared.as_ref().map(|shared| self.shared_experts(&y, shared)).transpose()?;
+            Mlp::Experts { x: y, experts, shared }
         } else {
-            let fc = self.input(n, y, Use::Both)?;
-            let fc_shape = Self::linear_shape(rows, shape.dim, shape.ffn_inputs());
-            let [h, a] = self.linear_activation(fc_shape, &fc, &params.fc)?;
-            let out = self.input(n, Rc::new(a), Use::Both)?;
-            Mlp::Dense { fc: fc.kept(), h, out }
+            Mlp::Dense(self.dense(n, y, self.dense_layers(params))?)
         };
         let inputs = Inputs { qkv: qkv_input, proj: proj_input };
         Ok((Block { index, ln1, inputs, heads, att, lse, post1, ln2, mlp, post2: None }, beside))
@@ -156,11 +153,12 @@ impl Model {
     ) -> std::result::Result<Normed, E> {
         let params = &self.layout.blocks[block.index];
         let branch = match &block.mlp {
-            Mlp::Dense { out, .. } => {
-                let shape = Self::linear_shape(rows, self.shape.ffn, self.shape.dim);
-                self.linear(shape, out, &params.out)?
+            Mlp::Dense(dense) => self.dense_output(rows.count(), dense, self.dense_layers(params))?,
+            Mlp::Experts { experts, shared, .. } => {
+                let shared = shared.as_ref().zip(params.shared.as_ref());
+                let shared = shared.map(|(shared, params)| self.shared_output(rows.count(), shared, params));
+                self.combined(experts, shared.transpose()?, progress)?
             }
-            Mlp::Experts { experts, .. } => self.combined(experts, progress)?,
         };
         if let Some(beside) = beside {
             let (x, y) = (Some(beside.all()), branch.all());

@@ -153,6 +153,17 @@ pub struct Norm {
     pub bias: Option<Range<usize>>,
 }
 
+/// The feed-forward layers that the shared experts of a block are together.
+#[derive(Clone, Debug)]
+pub struct Shared {
+    /// Projection to the activation function's input.
+    pub fc: Linear,
+    /// Projection of its output.
+    pub out: Linear,
+    /// Projection to the logit of a sigmoid that multiplies the output, `[1, C]`.
+    pub gate: Option<Range<usize>>,
+}
+
 /// The parameters of one transformer block.
 #[derive(Clone, Debug)]
 pub struct Block {
@@ -174,6 +185,8 @@ pub struct Block {
     pub fc: Linear,
     /// Projection of its output; with experts, `[E, C, F]`.
     pub out: Linear,
+    /// Experts that all tokens use.
+    pub shared: Option<Shared>,
     /// Norm of the projected output.
     pub post2: Option<Norm>,
     /// End of the block's range: after the block's backward, all gradients below it are written.
@@ -543,16 +556,17 @@ impl Layout {
             .map(|index| {
                 let name = |part: &str| format!("blocks.{index}.{part}");
                 let post2 = post.then(|| arena.norm(&name("post2"), dim));
-                let (out, fc, router) = if shape.has_experts(index) {
+                let (out, fc, router, shared) = if shape.has_experts(index) {
                     let (width, inputs) = (shape.expert_width(), shape.expert_inputs());
                     let out = arena.experts(&name("out"), [experts, dim, width], residual);
                     let fc = arena.experts(&name("fc"), [experts, inputs, dim], NORMAL);
                     let router = arena.matrix(&name("router.weight"), shape.experts, dim, NORMAL);
-                    (out, fc, Some(router))
+                    let shared = (shape.shared_experts > 0).then(|| arena.shared(&name, shape, residual));
+                    (out, fc, Some(router), shared)
                 } else {
                     let out = arena.linear(&name("out"), [dim, shape.ffn], residual, shape.mlp_bias);
                     let fc = arena.linear(&name("fc"), [shape.ffn_inputs(), dim], NORMAL, shape.mlp_bias);
-                    (out, fc, None)
+                    (out, fc, None, None)
                 };
                 let own_norm = pre && shape.parallel != Parallel::SharedNorm;
                 let ln2 = own_norm.then(|| arena.norm(&name("ln2"), dim));
@@ -563,7 +577,8 @@ impl Layout {
                     .map(|[q, k]| [arena.scale(&name("q_norm"), q), arena.scale(&name("k_norm"), k)]);
                 let qkv = arena.linear(&name("qkv"), [shape.qkv_width(), dim], NORMAL, shape.qkv_bias);
                 let ln1 = pre.then(|| arena.norm(&name("ln1"), dim));
-                Block { ln1, qkv, qk_norm, proj, post1, ln2, router, fc, out, post2, end: arena.arena.len }
+                let end = arena.arena.len;
+                Block { ln1, qkv, qk_norm, proj, post1, ln2, router, fc, out, shared, post2, end }
             })
             .collect();
         blocks.reverse();
@@ -640,6 +655,16 @@ impl Builder {
         let (name, shape) = (format!("{name}.weight"), vec![experts, outputs, inputs]);
         let weight = self.arena.place(name, shape, experts * outputs * inputs, Group::Matrices, init);
         Linear { weight, bias: None, adapter: None }
+    }
+
+    /// Adds the shared experts of a block, in the order in which backward computes their gradients.
+    fn shared(&mut self, name: &dyn Fn(&str) -> String, shape: &ModelShape, residual: Init) -> Shared {
+        let (dim, width) = (shape.dim, shape.shared_width());
+        let inputs = shape.shared_inputs();
+        let gate = shape.shared_gate.then(|| self.matrix(&name("shared_gate.weight"), 1, dim, NORMAL));
+        let out = self.linear(&name("shared_out"), [dim, width], residual, false);
+        let fc = self.linear(&name("shared_fc"), [inputs, dim], NORMAL, false);
+        Shared { fc, out, gate }
     }
 
     fn matrix(&mut self, name: &str, rows: usize, cols: usize, init: Init) -> Range<usize> {

@@ -162,21 +162,22 @@ impl Model {
         Ok(y)
     }
 
-    /// Computes a layer and the activation function. Returns the function's input and its output.
+    /// Computes a layer and the activation function, whose output has this width. Returns the function's input and its
+    /// output.
     pub(super) fn linear_activation(
         &self,
         shape: LinearShape,
         x: &Operand,
         layer: &Linear,
+        width: usize,
     ) -> Result<[Tensor; 2]> {
         let fused = if layer.adapter.is_none() { x.plain() } else { None };
         let Some(x) = fused else {
             let h = self.linear(shape, x, layer)?;
-            let a = self.activated(shape.rows, &h)?;
+            let a = self.activated(shape.rows, &h, width)?;
             return Ok([h, a]);
         };
-        let (h, a) =
-            (self.activation(shape.rows * shape.outputs)?, self.activation(shape.rows * self.shape.ffn)?);
+        let (h, a) = (self.activation(shape.rows * shape.outputs)?, self.activation(shape.rows * width)?);
         let (x, w, bias) =
             (x.all(), self.param(&layer.weight), layer.bias.as_ref().map(|bias| self.param(bias)));
         let activation = self.activation_function();
@@ -190,9 +191,9 @@ impl Model {
         Ok(outputs)
     }
 
-    /// Computes the output of the activation function from its input.
-    pub(super) fn activated(&self, rows: usize, h: &Tensor) -> Result<Tensor> {
-        let (activation, ffn) = (self.activation_function(), self.shape.ffn);
+    /// Computes the output of the activation function, which has this width, from its input.
+    pub(super) fn activated(&self, rows: usize, h: &Tensor, ffn: usize) -> Result<Tensor> {
+        let activation = self.activation_function();
         let out = self.activation(rows * ffn)?;
         let (h, a) = (h.all(), out.all());
         if self.shape.gated {

@@ -7,6 +7,7 @@
 //! - `adapters`: low-rank adapters of linear layers whose weights are frozen;
 //! - `experts`, `experts_backward`, `expert_buffers` (in decoding): routers, and the feed-forward layers of blocks with
 //!   experts; `routing`: their loads and the losses that balance them;
+//! - `feed_forward`: layers of blocks without experts, and of shared experts; `shared_experts`: these with their gate;
 //! - `linear`: the linear layers of blocks, in the activations' type or in FP8;
 //! - `saved_activations`: activations of a block that forward keeps for backward, and their recomputation;
 //! - `head`: logits, loss and their gradients;
@@ -19,6 +20,7 @@ pub mod decode;
 mod expert_buffers;
 mod experts;
 mod experts_backward;
+mod feed_forward;
 mod forward;
 mod gradient_arena;
 mod head;
@@ -29,6 +31,7 @@ mod pass;
 mod rope;
 mod routing;
 mod saved_activations;
+mod shared_experts;
 
 use std::ops::Range;
 use std::rc::Rc;

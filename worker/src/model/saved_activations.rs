@@ -10,8 +10,10 @@ use xlaunch_spec::job::Recompute;
 use xlaunch_spec::model::Parallel;
 
 use super::experts::{CostlyExperts, Experts, Run};
+use super::feed_forward::Dense;
 use super::linear::{Operand, Use};
 use super::pass::OnProgress;
+use super::shared_experts::{CostlyShared, SharedExperts};
 use super::{Model, Rows};
 
 /// A norm's input, output and statistics. Without a norm, the output is the input.
@@ -87,18 +89,12 @@ pub(super) struct Inputs {
 /// The feed-forward layers of a block.
 #[derive(Debug)]
 pub(super) enum Mlp {
-    Dense {
-        /// The second norm's output.
-        fc: Operand,
-        /// `[N, F]`; if gated, `[N, 2 F]`.
-        h: Tensor,
-        /// The activation function's output `[N, F]`.
-        out: Operand,
-    },
+    Dense(Dense),
     Experts {
         /// The second norm's output.
         x: Rc<Tensor>,
         experts: Experts,
+        shared: Option<SharedExperts>,
     },
 }
 
@@ -107,22 +103,26 @@ pub(super) enum Mlp {
 #[expect(clippy::large_enum_variant, reason = "there is one value per block of the model")]
 pub(super) enum CostlyMlp {
     Dense { h: Tensor },
-    Experts(CostlyExperts),
+    Experts(CostlyExperts, Option<CostlyShared>),
 }
 
 impl Mlp {
     /// Drops what only forward multiplies.
     fn kept(self) -> Self {
         match self {
-            Self::Dense { fc, h, out } => Self::Dense { fc, h, out: out.kept() },
-            experts @ Self::Experts { .. } => experts,
+            Self::Dense(dense) => Self::Dense(dense.kept()),
+            Self::Experts { x, experts, shared } => {
+                Self::Experts { x, experts, shared: shared.map(SharedExperts::kept) }
+            }
         }
     }
 
     fn costly(self) -> CostlyMlp {
         match self {
-            Self::Dense { h, .. } => CostlyMlp::Dense { h },
-            Self::Experts { experts, .. } => CostlyMlp::Experts(experts.costly()),
+            Self::Dense(Dense { h, .. }) => CostlyMlp::Dense { h },
+            Self::Experts { experts, shared, .. } => {
+                CostlyMlp::Experts(experts.costly(), shared.map(SharedExperts::costly))
+            }
         }
     }
 }
@@ -190,12 +190,12 @@ impl Model {
                 let inputs = Inputs { qkv: input(y1)?, proj: input(att.clone())? };
                 let mlp = match mlp {
                     CostlyMlp::Dense { h } => {
-                        let out = Rc::new(self.activated(rows.count(), &h)?);
-                        Mlp::Dense { fc: input(y2)?, h, out: input(out)? }
+                        Mlp::Dense(self.restored_dense(rows.count(), y2, h, self.shape.ffn)?)
                     }
-                    CostlyMlp::Experts(kept) => {
+                    CostlyMlp::Experts(kept, shared) => {
                         let experts = self.restored_experts(kept, &y2, progress)?;
-                        Mlp::Experts { x: y2, experts }
+                        let shared = shared.map(|kept| self.restored_shared(kept, &y2)).transpose()?;
+                        Mlp::Experts { x: y2, experts, shared }
                     }
                 };
                 let heads = self.heads(rows, index, qkv)?;

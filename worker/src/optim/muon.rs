@@ -365,12 +365,17 @@ fn matrices(shape: &ModelShape, layout: &Layout, adjust_lr: AdjustLr) -> Vec<Mat
             None => (1, shape.ffn),
         };
         let gates = if shape.gated { 2 } else { 1 };
-        [
+        let shared = block.shared.iter().flat_map(move |shared| {
+            let width = shape.shared_width();
+            [(&shared.fc, shape.dim, vec![width; gates]), (&shared.out, width, vec![shape.dim])]
+        });
+        let others = [
             (&block.qkv, shape.dim, vec![queries, keys, keys]),
             (&block.proj, queries, vec![shape.dim]),
             (&block.fc, shape.dim, vec![ffn; experts * gates]),
             (&block.out, ffn, vec![shape.dim; experts]),
-        ]
+        ];
+        others.into_iter().chain(shared)
     });
     let parts = blocks.flat_map(|(linear, cols, parts)| {
         let start = linear.weight.start;

@@ -292,6 +292,8 @@ pub(super) const LLAMA: ModelShape = ModelShape {
     router: Router::Softmax,
     normalise: true,
     dense_layers: 0,
+    shared_experts: 0,
+    shared_gate: false,
 };
 
 const GPT2: ModelShape =

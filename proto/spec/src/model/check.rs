@@ -96,6 +96,7 @@ impl ModelShape {
             ("model.experts", self.experts, 0, MAX_EXPERTS),
             ("model.experts_per_token", self.experts_per_token, 1, MAX_EXPERTS_PER_TOKEN),
             ("model.expert_ffn", self.expert_ffn, 0, MAX_SIZE),
+            ("model.shared_experts", self.shared_experts, 0, MAX_EXPERTS),
         ] {
             if size < least || size > most {
                 let expected = format!("{least} to {most}");
@@ -108,8 +109,16 @@ impl ModelShape {
     /// Checks the keys of experts together. A tiny model of a dense family has values of them, too.
     fn check_experts(&self) -> Result<(), Invalid> {
         let invalid = |key, problem: String, expected: &str| Err(Invalid::new(key, problem, expected.into()));
+        if self.shared_gate && self.shared_experts == 0 {
+            let problem = "the model has no shared experts";
+            return invalid("model.shared_gate", problem.into(), "false, or model.shared_experts above 0");
+        }
         if self.experts == 0 {
-            let sizes = [("model.expert_ffn", self.expert_ffn), ("model.dense_layers", self.dense_layers)];
+            let sizes = [
+                ("model.expert_ffn", self.expert_ffn),
+                ("model.dense_layers", self.dense_layers),
+                ("model.shared_experts", self.shared_experts),
+            ];
             return sizes.into_iter().find(|(_, size)| *size != 0).map_or(Ok(()), |(key, size)| {
                 invalid(key, format!("{size} in a model without experts"), "0, or model.experts above 0")
             });

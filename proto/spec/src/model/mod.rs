@@ -124,6 +124,11 @@ pub struct ModelSection {
     pub normalise: Option<bool>,
     /// Number of blocks at the beginning that have no experts, but feed-forward layers of width `ffn`.
     pub dense_layers: Option<usize>,
+    /// Number of experts that every token uses besides those that it chooses. They are computed as one feed-forward
+    /// layer, whose hidden width is this number times that of an expert.
+    pub shared_experts: Option<usize>,
+    /// The output of the shared experts is multiplied by the sigmoid of a projection of their input.
+    pub shared_gate: Option<bool>,
 }
 
 /// A model's shape, with every key resolved. Shapes in older checkpoints lack keys, which then have the values of
@@ -174,6 +179,8 @@ pub struct ModelShape {
     pub router: Router,
     pub normalise: bool,
     pub dense_layers: usize,
+    pub shared_experts: usize,
+    pub shared_gate: bool,
 }
 
 /// Implements what concerns every key of a shape alike, in the order in which differences are reported. The head width
@@ -206,6 +213,7 @@ keys! {
     attention_bias mlp_bias head_bias activation gated parallel positions rope_theta rope_scaling rope_fraction
     no_rope_every window window_pattern windowed_rope_theta attention_softcap logit_softcap query_scale embedding_scale
     residual_scale logit_scale experts experts_per_token expert_ffn router normalise dense_layers
+    shared_experts shared_gate
 }
 
 /// Returns C / H. [`ModelShape::check`] refuses 0 heads.
@@ -378,14 +386,25 @@ impl ModelShape {
         self.gates() * self.expert_width()
     }
 
+    /// Returns the hidden width of all shared experts together.
+    pub fn shared_width(&self) -> usize {
+        self.shared_experts * self.expert_width()
+    }
+
+    /// Returns the outputs of the first projection of all shared experts together.
+    pub fn shared_inputs(&self) -> usize {
+        self.gates() * self.shared_width()
+    }
+
     /// Returns the parameters of all feed-forward matrices and routers: those that exist, and those that a token uses.
     pub fn feed_forward_parameters(&self) -> [u128; 2] {
-        let [dim, ffn, gates, width] =
-            [self.dim, self.ffn, self.gates(), self.expert_width()].map(|x| x as u128);
+        let [dim, ffn, gates, width, shared_width] =
+            [self.dim, self.ffn, self.gates(), self.expert_width(), self.shared_width()].map(|x| x as u128);
         let [layers, experts, used] =
             [self.expert_layers(), self.experts, self.experts_per_token].map(|x| x as u128);
         let dense = (self.layers as u128 - layers) * (gates + 1) * ffn * dim;
-        [experts, used].map(|count| dense + layers * dim * (experts + count * (gates + 1) * width))
+        let shared = (gates + 1) * shared_width + u128::from(self.shared_gate);
+        [experts, used].map(|count| dense + layers * dim * (experts + count * (gates + 1) * width + shared))
     }
 
     /// Returns the first key in which two shapes differ, with both values.

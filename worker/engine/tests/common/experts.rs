@@ -89,6 +89,8 @@ pub(super) fn cases(values: impl Fn(u64, usize) -> Values + Copy) -> Vec<Case> {
         // More experts than choices of a token in a warp's lanes, and than threads of a block.
         ([20, 300, 8, 8, 16], Sigmoid, false, Load::Random, Accumulate::Overwrite),
         ([70, 40, 6, 16, 16], Softmax, true, Load::Tied, Accumulate::Overwrite),
+        // The gate of shared experts.
+        ([90, 1, 1, 24, 16], Sigmoid, false, Load::Random, Accumulate::Overwrite),
     ] {
         let sizes = Sizes::new(sizes, router, normalise);
         let inputs = sizes.inputs(load, values);
@@ -96,7 +98,7 @@ pub(super) fn cases(values: impl Fn(u64, usize) -> Values + Copy) -> Vec<Case> {
         let name = format!("experts {rows} x {chosen} of {experts} {router:?} {load:?} {acc:?}");
         cases.push((name, Box::new(move |ops| ops.experts(sizes, &inputs, acc))));
     }
-    for (rows, inputs, outputs) in [(5, 40, 8), (130, 136, 24)] {
+    for (rows, inputs, outputs) in [(5, 40, 8), (130, 136, 24), (33, 24, 1)] {
         let s = LinearShape { rows, inputs, outputs };
         let (x, w) = (values(76, rows * inputs), values(77, outputs * inputs));
         let case = move |ops: &Ops<'_>| {
